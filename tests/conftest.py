@@ -62,8 +62,8 @@ def _asks_for_gpu(config) -> bool:
 
 
 def _share_programs(config):
-    """What one process has compiled for the CPU the other workers read, and the run.py that a test
-    starts: 8 % of the suite's time.
+    """Lets the other workers, and the run.py that a test starts, read the programs that one process
+    has compiled for the CPU: 8 % of the suite's time.
     """
     settings = {
         "jax_compilation_cache_dir": os.environ.get("JAX_COMPILATION_CACHE_DIR"),
@@ -125,7 +125,7 @@ def pytest_collection():
 
 
 def pytest_collection_finish(session):
-    """What is there by now stays: the collector need not look at it again."""
+    """Keeps the objects of today out of later collections."""
     del session
     gc.collect()
     gc.freeze()

@@ -64,7 +64,7 @@ def backward_arguments(case):
 
 
 def live(case, got, expected):
-    """Where an axis is empty there is nothing to compare but shapes."""
+    """The results that have elements; for an empty axis only shapes are compared."""
     return {name: x for name, x in got.items() if name in expected.oracle}
 
 
@@ -113,7 +113,7 @@ def check_forward_and_backward(subject, case):
     budget.check(live(case, got, wanted), wanted)
 
 
-# ---- caches ---------------------------------------------------------------------------------
+# ---- caches --------------------------------------------------------------------------------------
 
 
 def cache_of(case, k, v, lengths):
@@ -190,7 +190,7 @@ def check_decode(subject, case, call, held):
 
 
 def drawn_decode_arguments(case):
-    """As the benchmark fills a cache, and NaN past the lengths."""
+    """A cache filled as by the benchmark, with NaN past the lengths."""
     arrays = case.arrays(poison=True)
     return decoded(case, arrays, bench_subjects.filled_cache(case, arrays))
 

@@ -46,7 +46,7 @@ def attend(q=None, k=None, v=None, **options):
 
 
 def band(**bounds):
-    """As a mask may come out of a pytree."""
+    """A mask whose bounds were not checked, as one out of a pytree."""
     return pa.FULL.filled(**bounds)
 
 
@@ -573,11 +573,13 @@ def over_two(mask=None, band=pa.FULL, method="gather", **options):
     """Rows that two devices have; without a mask one that carries blocks, within a band."""
 
     def local(x):
-        context, given = pa.Context("cp", method=method), mask
-        if given is None:
+        context, mask_here = pa.Context("cp", method=method), mask
+        if mask_here is None:
             ids = pa.mask_fn(lambda b, h, q, kv, i: i[h, q] == i[h, kv], np.zeros((3, 9), np.int32))
-            given = (ids & band).blocks(5, 5, heads=3 if method == "heads" else 2, context=context)
-        return pa.flash_attention(x, x, x, mask=given, context=context, **options)
+            mask_here = (ids & band).blocks(
+                5, 5, heads=3 if method == "heads" else 2, context=context
+            )
+        return pa.flash_attention(x, x, x, mask=mask_here, context=context, **options)
 
     def call():  # the mesh is made here: tests are collected where there is one device, too
         devices, auto = jax.devices()[:2], jax.sharding.AxisType.Auto
@@ -728,7 +730,7 @@ def test_every_check_of_the_package_is_in_a_table():
             assert re.search(pattern, messages), f"{name}: {text!r} is not tested"
 
 
-# ---- UnsupportedError: on a GPU, which is pretended -----------------------------------------
+# ---- UnsupportedError: on a GPU, which is pretended ----------------------------------------------
 
 
 def refusal(generation, call):
@@ -801,7 +803,7 @@ def test_a_kernel_without_a_gpu_says_so():
     assert str(caught.value) == (
         "sm80 does not take append on a machine without a GPU: float32 k[2,1,2,8] into stacked "
         "float32 caches of 6 rows\n"
-        "  sm80: it needs an NVIDIA GPU and the default device is none\n"
+        "  append_copy: it needs an NVIDIA GPU and the default device is none\n"
         '    -> leave implementation=None, or say "reference"'
     )
 
@@ -823,7 +825,8 @@ def test_a_kernel_of_another_generation_says_who_serves_this_one():
         ("sm100", 'leave implementation=None, or say "reference"'),
     ):
         error = refusal(gpu, attend(x, x, x, implementation="sm90"))
-        assert error.limits == {"sm90": Limit("it is built for sm90", remedy)}
+        names = ("prefill_contiguous_sm90", "flash_fwd_sm90")
+        assert error.limits == dict.fromkeys(names, Limit("it is built for sm90", remedy))
 
 
 def test_float64_on_a_gpu_is_refused_with_a_remedy():
@@ -842,7 +845,8 @@ def test_remedies_for_head_dims():
         calls = [lambda q=q, c=cache: pa.decode_attention(q, c)]
         for call in calls if dim == 20 else [*calls, attend(q, q, q)]:
             limits = refusal("sm90", call).limits
-            assert {limits[name].remedy for name in ("sm90", "sm80")} == {remedy}
+            kernels = [name for name in limits if name.startswith(("decode_", "flash_fwd_"))]
+            assert len(kernels) == 2 and {limits[name].remedy for name in kernels} == {remedy}
 
 
 def test_assume_is_undone_and_stays_in_its_thread():
@@ -858,7 +862,7 @@ def test_assume_is_undone_and_stays_in_its_thread():
 
 
 def test_a_mesh_of_cpus_beside_a_gpu():
-    """What runs on it is not compiled for the GPU, which is the default."""
+    """Calls on the mesh are not compiled for the GPU, which is the default device."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     gpu, seen = types.SimpleNamespace(platform="gpu", compute_capability="9.0"), []
 

@@ -15,7 +15,7 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import attention
 from pallas_attn._autodiff import score_gradients
-from pallas_attn._call import device, dispatch
+from pallas_attn._call import device, dispatch, reference
 from pallas_attn._functions import program as _program
 from pallas_attn.kernels.attention import linear_scores
 from tests.support import in_numpy
@@ -48,8 +48,8 @@ def random_mask(draw, depth=3):
             lambda: pa.mask_fn(lambda b_, h, q, kv: (h + b_ + q * a) % 3 != kv % 2),
             lambda: pa.Mask(a, b),
         ][draw.integers(5)]()
-    one, other = random_mask(draw, depth - 1), random_mask(draw, depth - 1)
-    return [lambda: one & other, lambda: one | other, lambda: ~one][draw.integers(3)]()
+    first, other = random_mask(draw, depth - 1), random_mask(draw, depth - 1)
+    return [lambda: first & other, lambda: first | other, lambda: ~first][draw.integers(3)]()
 
 
 def dense(mask, q_offset=0):
@@ -120,11 +120,11 @@ def test_scores_and_their_gradients():
         probs = probs.reshape(B, K, N // K, T, S)
         return (jnp.einsum("bkgts,bskh->btkgh", probs, v) ** 2).sum()
 
-    given = q, k, slopes, table
+    arguments = q, k, slopes, table
     with jax.default_matmul_precision("highest"), jax.numpy_rank_promotion("allow"):
-        wanted = in_numpy.call(jax.grad(written_out, range(4)), *given)
-    found = in_numpy.call(jax.grad(ours, range(4)), *given)
-    for got, want in zip(found, wanted, strict=True):
+        wanted = in_numpy.call(jax.grad(written_out, range(4)), *arguments)
+    result = in_numpy.call(jax.grad(ours, range(4)), *arguments)
+    for got, want in zip(result, wanted, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
 
 
@@ -150,7 +150,7 @@ OTHER = {
 
 
 def test_scores_that_are_a_slope_and_an_offset_a_row():
-    """What Hopper's forward takes as such is what the function gives, and no other one is taken."""
+    """Hopper's forward recognises them, with the function's values, and recognises no others."""
     table = np.linspace(-1, 2, 16, dtype=np.float32)
     row, first = (np.int32(1), np.int32(2), np.int32(9)), np.int32(64)
     column, s = np.arange(16, dtype=np.int32), np.float32(0.25)
@@ -158,9 +158,9 @@ def test_scores_that_are_a_slope_and_an_offset_a_row():
         program = pa.score_fn(f, table).program
         assert linear_scores.is_linear(program), name
         values, arrays = _program.Broadcasting(), (jnp.asarray(table),)
-        found = linear_scores.evaluated(program, (*row, first), arrays, values)
-        slope = np.asarray(0 if found.slope is None else found.slope)
-        got = np.asarray(found.rest) + slope * column + s
+        result = linear_scores.evaluated(program, (*row, first), arrays, values)
+        slope = np.asarray(0 if result.slope is None else result.slope)
+        got = np.asarray(result.rest) + slope * column + s
         want = _program.evaluate(program, (s, *row, first + column), arrays, values)
         np.testing.assert_allclose(got, np.asarray(want), rtol=1e-5, err_msg=name)
     for name, f in OTHER.items():
@@ -268,7 +268,7 @@ PAIRS = {
 
 @pytest.mark.by_xla
 def test_operations_have_jax_meaning():
-    """Those of the table are what jax computes."""
+    """Each operation of the table computes what jax computes."""
     functions = {
         "int32": [
             lambda x, y: (x // 3) * 100 + x % 5 + jnp.sign(x) + abs(x) + (-y),
@@ -322,11 +322,11 @@ def test_kernels_refuse_what_they_do_not_derive():
 def test_gradients_of_what_a_score_reads(monkeypatch, facts):
     """Slab by slab, and of bfloat16 summed in float32, beside those of the reference as a whole."""
     q, k, v = operands()
-    given = {"mask": pa.CAUSAL}
+    options = {"mask": pa.CAUSAL}
     if facts:
-        given["q_lengths"] = np.array(facts["q_lengths"], np.int32)
-        given["q_offset"] = np.array(facts["q_offset"], np.int32)
-        given["bias"] = jnp.asarray(rng.standard_normal((1, N, T, S)), jnp.float32)
+        options["q_lengths"] = np.array(facts["q_lengths"], np.int32)
+        options["q_offset"] = np.array(facts["q_offset"], np.int32)
+        options["bias"] = jnp.asarray(rng.standard_normal((1, N, T, S)), jnp.float32)
     slopes = jnp.asarray(rng.standard_normal(N), jnp.float32)
     table = jnp.asarray(rng.standard_normal((N, 16)), jnp.bfloat16)
     monkeypatch.setattr(score_gradients, "SLAB", 5 * B * N * S)
@@ -338,10 +338,10 @@ def test_gradients_of_what_a_score_reads(monkeypatch, facts):
 
     def attend(slopes, table, q):
         score = alibi_with_a_table(slopes, table)
-        return loss(pa.flash_attention_with_lse(q, k, v, score=score, **given))
+        return loss(pa.flash_attention_with_lse(q, k, v, score=score, **options))
 
     def attached(slopes, table, q):
-        kernel = lambda problem, _, inputs: dispatch.by_definition(inputs, problem)  # noqa: E731
+        kernel = lambda _, problem, __, inputs: reference.attention(inputs, problem)  # noqa: E731
         with monkeypatch.context() as changed:
             changed.setattr(attention, "_kernel_attention", kernel)
             changed.setattr(dispatch, "select", lambda *_: types.SimpleNamespace(name="kernel"))
@@ -349,7 +349,7 @@ def test_gradients_of_what_a_score_reads(monkeypatch, facts):
 
     wide = table.astype(jnp.float32)
     wanted = in_numpy.call(jax.grad(attend, (0, 1, 2)), slopes, wide, q)
-    found = in_numpy.call(jax.grad(attached, (0, 1, 2)), slopes, table, q)
-    assert found[1].dtype == jnp.bfloat16
-    for got, want, tolerance in zip(found, wanted, (1e-4, 1e-2, 1e-4), strict=True):
+    result = in_numpy.call(jax.grad(attached, (0, 1, 2)), slopes, table, q)
+    assert result[1].dtype == jnp.bfloat16
+    for got, want, tolerance in zip(result, wanted, (1e-4, 1e-2, 1e-4), strict=True):
         np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=tolerance, atol=tolerance)

@@ -9,7 +9,8 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import CAUSAL, Mask, sliding_window
-from tests.support import budget, definition, in_numpy, subjects, witness
+from pallas_attn.bench import definition
+from tests.support import budget, in_numpy, subjects, witness
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -131,7 +132,7 @@ def test_finite_differences(rng, sizes, name):
                 for step in (-1e-5, 1e-5)
             )
             wanted = (high - low) / 2e-5
-            # Of the order h**2 times a third derivative, and the rounding of values of size 10.
+            # The error is h**2 times a third derivative, plus the rounding of values of size 10.
             np.testing.assert_allclose((gradient * direction).sum(), wanted, rtol=2e-6, atol=2e-8)
 
 
@@ -139,7 +140,7 @@ def test_finite_differences(rng, sizes, name):
 def test_jax_nn(rng, name):
     inputs = jax.tree.map(np.float32, draw(rng, 5, 7, v_dim=6))
     do = np.float32(rng.standard_normal((2, 5, 4, 6)))
-    given = {
+    arguments = {
         "nothing": {},
         "causal": {"is_causal": True},
         "bias": {"bias": np.float32(rng.standard_normal((2, 4, 5, 7)))},
@@ -147,10 +148,10 @@ def test_jax_nn(rng, name):
         "window": {"local_window_size": (2, 3)},
     }[name]
     if name == "mask":
-        given["mask"][..., 0] = True
+        arguments["mask"][..., 0] = True
     wanted, got = (
         in_numpy.call(
-            jax.grad(lambda x, f=f: (f(x["q"], x["k"], x["v"], **given) * do).sum()), inputs
+            jax.grad(lambda x, f=f: (f(x["q"], x["k"], x["v"], **arguments) * do).sum()), inputs
         )
         for f in (jax.nn.dot_product_attention, pa.dot_product_attention)
     )

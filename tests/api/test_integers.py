@@ -14,12 +14,13 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import CAUSAL, PagedCache, PerSequenceCache, StackedCache
 from pallas_attn._call import checks, problem
-from tests.support import budget, definition, subjects
+from pallas_attn.bench import definition
+from tests.support import budget, subjects
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 LEAST, MOST = -(2**31), 2**31 - 1
-FARTHEST = 2**29  # of a query's position
+FARTHEST = 2**29  # largest position of a query
 
 attending = pytest.mark.parametrize("subject", subjects.rows("flash_forward", "flash_backward"))
 decoding = pytest.mark.parametrize("subject", subjects.rows("decode"))
@@ -54,19 +55,19 @@ def test_attention(rng, subject, name):
     rows, keys, dim = 20, 127, 16
     ends = {"kv_lengths": keys, "q_lengths": rows, "q_offset": keys}
     clipped = {"kv_lengths": (0, keys), "q_lengths": (0, rows), "q_offset": (-FARTHEST, FARTHEST)}
-    given = about(ends[name])
+    numbers = about(ends[name])
     mask = pa.Mask(left=2**30 - 1, right=2**30 - 1) if name == "q_offset" else CAUSAL
     arrays = {
-        "q": normal(rng, subject.dtype, given.size, rows, 2, dim),
-        "k": normal(rng, subject.dtype, given.size, keys, 1, dim),
-        "v": normal(rng, subject.dtype, given.size, keys, 1, dim),
+        "q": normal(rng, subject.dtype, numbers.size, rows, 2, dim),
+        "k": normal(rng, subject.dtype, numbers.size, keys, 1, dim),
+        "v": normal(rng, subject.dtype, numbers.size, keys, 1, dim),
     }
-    fixed = {} if name == "q_offset" else {"q_offset": np.full(given.size, keys - rows, np.int32)}
-    do = normal(rng, subject.dtype, given.size, rows, 2, dim)
+    fixed = {} if name == "q_offset" else {"q_offset": np.full(numbers.size, keys - rows, np.int32)}
+    do = normal(rng, subject.dtype, numbers.size, rows, 2, dim)
     got = subject.call(
-        with_gradients, *arrays.values(), do, mask=mask, **{name: jnp.asarray(given)}, **fixed
+        with_gradients, *arrays.values(), do, mask=mask, **{name: jnp.asarray(numbers)}, **fixed
     )
-    plain = arrays | fixed | {name: np.clip(given, *clipped[name])}
+    plain = arrays | fixed | {name: np.clip(numbers, *clipped[name])}
     seen = definition.attention(plain, mask=mask)["lse"] != -np.inf
     expected = budget.attention(
         plain | {"mask": mask}, do, seen.astype(np.float32), tensor_cores=subject.tensor_cores
@@ -106,9 +107,9 @@ def test_decode_lengths(rng, subject, kind):
     q = normal(rng, subject.dtype, lengths.size, 2, 2, 16)
     there = lengths <= capacity
     plain = dataclasses.replace(cache, lengths=jnp.asarray(np.where(there, lengths.clip(0), 0)))
-    given = dataclasses.replace(cache, lengths=jnp.asarray(lengths))
-    np.testing.assert_array_equal(given.overflowed, ~there)
-    got = subject.call(pa.decode_attention_with_lse, q, given)
+    wild = dataclasses.replace(cache, lengths=jnp.asarray(lengths))
+    np.testing.assert_array_equal(wild.overflowed, ~there)
+    got = subject.call(pa.decode_attention_with_lse, q, wild)
     want = subject.call(pa.decode_attention_with_lse, q, plain)
     for have, wanted in zip(got, want, strict=True):
         have, wanted = (np.asarray(x, np.float32) for x in (have, wanted))
@@ -126,8 +127,8 @@ def test_decode_pages_and_layers(rng, subject):
     want = np.asarray(subject.call(pa.decode_attention, q, held, layer=jnp.int32(1)), np.float32)
     for entry in (LEAST, -1, cache.pages, MOST):
         table = held.page_table.at[0, 3:].set(entry).at[1, 1].set(entry)
-        given = dataclasses.replace(held, page_table=table)
-        got = np.asarray(subject.call(pa.decode_attention, q, given, layer=jnp.int32(1)))
+        wild = dataclasses.replace(held, page_table=table)
+        got = np.asarray(subject.call(pa.decode_attention, q, wild, layer=jnp.int32(1)))
         got = got.astype(np.float32)
         np.testing.assert_array_equal(got[[0, 2]], want[[0, 2]])  # no row of theirs is there
         assert np.isnan(got[1]).all()
@@ -185,8 +186,8 @@ def test_writes_to_layers_and_pages_that_there_are_not(rng, subject):
         got = subject.call(pa.write_kv, cache, rows, rows, layer=jnp.int32(layer))
         np.testing.assert_array_equal(got.k, cache.k)
     for entry in (LEAST, -1, cache.pages, MOST):
-        given = dataclasses.replace(cache, page_table=jnp.full((2, 2), entry, jnp.int32))
-        got = subject.call(pa.write_kv, given, rows, rows, layer=jnp.int32(1))
+        wild = dataclasses.replace(cache, page_table=jnp.full((2, 2), entry, jnp.int32))
+        got = subject.call(pa.write_kv, wild, rows, rows, layer=jnp.int32(1))
         np.testing.assert_array_equal(got.k, cache.k)
 
 
@@ -218,18 +219,18 @@ def test_an_index_of_more_bits_is_no_other_one(integer):
 
 
 @pytest.mark.parametrize(
-    "given",
+    "numbers",
     [(0, 3, 3, 9), (2, 0, 5, 4), (LEAST, MOST, 1), (MOST,), (-1, 9, 10, LEAST), (4, 6, 6, 8)],
 )
-def test_starts_give_each_row_one_owner(given):
+def test_starts_give_each_row_one_owner(numbers):
     """Clipped, then never below an earlier one; rows before the first belong to none."""
     rows = 9
-    starts = checks.row_starts("q_starts", np.array(given, np.int32), rows, len(given) - 1)
-    want = np.maximum.accumulate(np.clip(given, 0, rows))
+    starts = checks.row_starts("q_starts", np.array(numbers, np.int32), rows, len(numbers) - 1)
+    want = np.maximum.accumulate(np.clip(numbers, 0, rows))
     np.testing.assert_array_equal(starts, want)
     owners = np.asarray(problem.owner_of_rows(starts, rows))
     for row, owner in enumerate(owners):
-        if 0 <= owner < len(given) - 1:
+        if 0 <= owner < len(numbers) - 1:
             assert want[owner] <= row < want[owner + 1]
         else:
-            assert row < want[0] and owner == -1 or row >= want[-1] and owner == len(given) - 1
+            assert row < want[0] and owner == -1 or row >= want[-1] and owner == len(numbers) - 1

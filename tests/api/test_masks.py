@@ -33,7 +33,7 @@ def seen(mask, q_pos, kv_pos, kv_len=None):
 def test_the_pictures_in_the_docstring_are_the_masks():
     text = Mask.__doc__
     heading = re.search(r"^ *(Mask\(.*)$", text.split("`Mask(right=-1)`")[1], re.M).group(1)
-    masks = [eval(one) for one in re.split(r" {2,}", heading)]  # noqa: S307
+    masks = [eval(name) for name in re.split(r" {2,}", heading)]  # noqa: S307
     rows = re.findall(r"^ *([1.][1. ]+)$", text, re.M)
     assert len(masks) == 4 and len(rows) == 3
     for column, mask in enumerate(masks):
@@ -152,20 +152,20 @@ def test_ranges_are_the_same_traced(mask):
         assert tuple(map(int, jaxed)) == tuple(map(int, method(*arguments)))
 
 
-@pytest.mark.parametrize("one, other", [*itertools.product(MASKS[::2], MASKS[1::3])], ids=str)
-def test_and_shows_what_both_show(one, other):
-    both = one.dense(6, 6) & other.dense(6, 6)
+@pytest.mark.parametrize("mask, other", [*itertools.product(MASKS[::2], MASKS[1::3])], ids=str)
+def test_and_shows_what_both_show(mask, other):
+    both = mask.dense(6, 6) & other.dense(6, 6)
     tightest = [
         None if a is None and b is None else min(x for x in (a, b) if x is not None)
-        for a, b in ((one.left, other.left), (one.right, other.right))
+        for a, b in ((mask.left, other.left), (mask.right, other.right))
     ]
     if None not in tightest and sum(tightest) < 0:
         with pytest.raises(ValueError, match="hides every key from every query"):
-            _ = one & other
+            _ = mask & other
         assert not both.any()
         return
-    assert (one & other) == Mask(*tightest) == (other & one)
-    np.testing.assert_array_equal((one & other).dense(6, 6), both)
+    assert (mask & other) == Mask(*tightest) == (other & mask)
+    np.testing.assert_array_equal((mask & other).dense(6, 6), both)
 
 
 def test_names():
@@ -230,7 +230,7 @@ def test_the_longest_bounds_and_offsets_are_right():
         want = mask.dense(3, 3, q_offset=offset).sum(1)
         np.testing.assert_allclose(np.exp(lse)[0, 0], want, rtol=1e-6)
         np.testing.assert_array_equal(want, sees)
-    for mask, sees in ((pa.CAUSAL, [3, 0]), (Mask(left=5), [0, 3])):  # as arrays of int32
+    for mask, sees in ((pa.CAUSAL, [3, 0]), (Mask(left=5), [0, 3])):  # int32 arrays
         ends = jnp.asarray([2**31 - 1, -(2**31)], jnp.int32)
         both = jnp.broadcast_to(x, (2, *x.shape[1:]))
         _, lse = pa.flash_attention_with_lse(both, both, both, mask=mask, q_offset=ends, scale=0.0)

@@ -20,7 +20,7 @@ def qkv(dtype=jnp.float32):
     return [jax.random.normal(jax.random.key(i), shape, dtype) for i, shape in enumerate(shapes)]
 
 
-def in_parts(q, k, v, ends, **given):
+def in_parts(q, k, v, ends, **options):
     """Causal attention of rows at 3 .. 7 to the keys of each part alone: the outs, the lses."""
     results, start = [], 0
     for end in ends:
@@ -28,7 +28,7 @@ def in_parts(q, k, v, ends, **given):
         offset = 3 - start
         results.append(
             pa.flash_attention_with_lse(
-                q, k[:, some], v[:, some], mask=pa.CAUSAL, q_offset=offset, **given
+                q, k[:, some], v[:, some], mask=pa.CAUSAL, q_offset=offset, **options
             )
         )
         start = end
@@ -39,13 +39,13 @@ def in_parts(q, k, v, ends, **given):
 def test_parts_together_are_one_call(ends):
     q, k, v = qkv()
 
-    def one(q, k, v):
+    def whole_call(q, k, v):
         return pa.flash_attention_with_lse(q, k, v, mask=pa.CAUSAL, q_offset=3)
 
     def merged(q, k, v):
         return pa.merge_attention(*in_parts(q, k, v, ends))
 
-    want, of_one = jax.vjp(one, q, k, v)
+    want, of_one = jax.vjp(whole_call, q, k, v)
     got, of_parts = jax.vjp(merged, q, k, v)
     cotangents = jax.tree.map(lambda x: jnp.cos(jnp.arange(x.size)).reshape(x.shape), want)
     cotangents = jax.tree.map(lambda x: x.astype(jnp.float32), cotangents)

@@ -23,42 +23,42 @@ FLOATS = ("q", "k", "v", "sinks")
 
 @dataclasses.dataclass(frozen=True)
 class Packed:
-    """A call, by what `starts` mean; `given` are those of the call, where they are others."""
+    """A call, by what `starts` mean; `told` are those of the call, where they differ."""
 
     q_starts: tuple[int, ...]
     kv_starts: tuple[int, ...] | None = None
-    rows: int = 200  # of q
+    rows: int = 200  # rows of q
     keys: int = 200
     q_offset: int | tuple[int, ...] = 0
     sinks: bool = False
     heads: tuple[int, int] = (2, 1)
     dim: int = 64
     static: tuple = ()
-    given: tuple = ()
+    told: tuple = ()
 
     @property
     def both(self):
         return self.q_starts, self.q_starts if self.kv_starts is None else self.kv_starts
 
     def arrays(self, dtype: str) -> dict:
-        """What lies past the last start is NaN."""
+        """Inputs, NaN past the last start."""
         rng, (n, k) = np.random.default_rng(0), self.heads
         sizes = {"q": (self.rows, n), "k": (self.keys, k), "v": (self.keys, k)}
-        found = {}
+        results = {}
         for name, size in sizes.items():
             x = rng.standard_normal((*size, self.dim)).astype(np.float32)
             x[self.both[name != "q"][-1] :] = np.nan
-            found[name] = jnp.asarray(x, dtype)
+            results[name] = jnp.asarray(x, dtype)
         if self.sinks:
-            found["sinks"] = jnp.asarray(rng.standard_normal(n), jnp.float32)
-        return found
+            results["sinks"] = jnp.asarray(rng.standard_normal(n), jnp.float32)
+        return results
 
     def starts(self) -> dict:
-        q_starts, kv_starts = self.given or (self.q_starts, self.kv_starts)
-        found = {"q_starts": q_starts, "kv_starts": kv_starts}
+        q_starts, kv_starts = self.told or (self.q_starts, self.kv_starts)
+        results = {"q_starts": q_starts, "kv_starts": kv_starts}
         if not isinstance(self.q_offset, int):
-            found["q_offset"] = self.q_offset
-        return {n: jnp.asarray(x, jnp.int32) for n, x in found.items() if x is not None}
+            results["q_offset"] = self.q_offset
+        return {n: jnp.asarray(x, jnp.int32) for n, x in results.items() if x is not None}
 
     def options(self) -> dict:
         static = dict(self.static)
@@ -68,10 +68,10 @@ class Packed:
         """[rows, ..] -> [M, the longest, ..], with 0 past each end."""
         starts, x = self.both[name in ("k", "v")], np.asarray(x)
         counts = np.diff(starts)
-        found = np.zeros((len(counts), max((*counts, 1)), *x.shape[1:]), x.dtype)
+        padded = np.zeros((len(counts), max((*counts, 1)), *x.shape[1:]), x.dtype)
         for i, count in enumerate(counts):
-            found[i, :count] = x[starts[i] : starts[i] + count]
-        return found
+            padded[i, :count] = x[starts[i] : starts[i] + count]
+        return padded
 
     def expected(self, arrays: dict, do, dlse) -> budget.Expected:
         args = {name: self.apart(name, x) for name, x in arrays.items() if name != "sinks"}
@@ -117,28 +117,26 @@ CASES = {
         static=(("mask", Mask(60, 3)), ("deterministic", True)),
     ),
 }
-# Any int32 in starts: what it means, and what is given.
+# Any int32 in starts: what it means, and what the call says.
 WILD = {
-    "descending": Packed((5, 5, 90, 90, 200), given=((5, 2, 90, LEAST, MOST), None)),
-    "outside": Packed(
-        (0, 200, 200), (0, 0, 150), 200, 150, given=((-7, 201, 3), (LEAST, -1, MOST))
-    ),
-    "nobody": Packed((0, 0, 0), given=((LEAST, -1, 0), None)),
-    "no_sequence": Packed((100, 100), given=((100,), None)),
+    "descending": Packed((5, 5, 90, 90, 200), told=((5, 2, 90, LEAST, MOST), None)),
+    "outside": Packed((0, 200, 200), (0, 0, 150), 200, 150, told=((-7, 201, 3), (LEAST, -1, MOST))),
+    "nobody": Packed((0, 0, 0), told=((LEAST, -1, 0), None)),
+    "no_sequence": Packed((100, 100), told=((100,), None)),
 }
 BOTH = "flash_forward", "flash_backward"
 
 
-def check(subject, one: Packed):
-    arrays, rng = one.arrays(subject.dtype), np.random.default_rng(1)
-    do = rng.standard_normal((one.rows, one.heads[0], one.dim)).astype(np.float32)
+def check(subject, packed: Packed):
+    arrays, rng = packed.arrays(subject.dtype), np.random.default_rng(1)
+    do = rng.standard_normal((packed.rows, packed.heads[0], packed.dim)).astype(np.float32)
     do = np.array(jnp.asarray(do, subject.dtype), np.float32)
-    dlse = rng.standard_normal((one.heads[0], one.rows)).astype(np.float32)
-    expected = one.expected(arrays, do, dlse)
+    dlse = rng.standard_normal((packed.heads[0], packed.rows)).astype(np.float32)
+    expected = packed.expected(arrays, do, dlse)
     for x in (do, dlse.T):
-        x[one.q_starts[-1] :] = np.nan
-    got = subject.call(with_gradients, arrays, one.starts(), jnp.asarray(do), jnp.asarray(dlse),
-                       **one.options())  # fmt: skip
+        x[packed.q_starts[-1] :] = np.nan
+    got = subject.call(with_gradients, arrays, packed.starts(), jnp.asarray(do), jnp.asarray(dlse),
+                       **packed.options())  # fmt: skip
     got = jax.tree.map(np.array, got)
     parts = {}
     for name, x in got.items():
@@ -146,10 +144,10 @@ def check(subject, one: Packed):
             parts[name] = x
             continue
         rows = x.T if name == "lse" else x
-        starts = one.both[name in ("dk", "dv")]
+        starts = packed.both[name in ("dk", "dv")]
         for free in (rows[: starts[0]], rows[starts[-1] :]):
             np.testing.assert_array_equal(free, -np.inf if name == "lse" else 0.0, err_msg=name)
-        apart = one.apart("k" if name in ("dk", "dv") else "q", rows)
+        apart = packed.apart("k" if name in ("dk", "dv") else "q", rows)
         if name == "lse":
             apart[np.arange(apart.shape[1])[None] >= np.diff(starts)[:, None]] = -np.inf
         parts[name] = np.swapaxes(apart, 1, 2) if name == "lse" else apart

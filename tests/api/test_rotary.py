@@ -30,19 +30,19 @@ class Case:
     first: int = 0
     interleaved: bool = False
     eps: float | None = None
-    cache_dtype: str | None = None  # of a quantised cache
+    cache_dtype: str | None = None  # dtype of a quantised cache
     weight_dtype: str = "float32"
     packed: bool = False
 
     def arguments(self, rng):
         """`rotary` and `norm`."""
-        found = {}
+        arguments = {}
         if self.dims:
             options = {"interleaved": self.interleaved, "first": self.first}
-            found["rotary"] = Rotary.create(CAPACITY + 2, self.dims, base=100.0, **options)
+            arguments["rotary"] = Rotary.create(CAPACITY + 2, self.dims, base=100.0, **options)
         if self.eps is not None:
-            found["norm"] = RMSNorm(normal(rng, self.weight_dtype, self.head_dim), self.eps)
-        return found
+            arguments["norm"] = RMSNorm(normal(rng, self.weight_dtype, self.head_dim), self.eps)
+        return arguments
 
 
 CASES = (
@@ -88,9 +88,9 @@ def held_rows(cache, m):
     return rows * whole(cache.k_scale)[..., None] if cache.quantized else rows
 
 
-def written(k, v, cache, case, given, implementation):
+def written(k, v, cache, case, arguments, implementation):
     """The cache with NEW rows more of each sequence."""
-    call = functools.partial(pa.write_kv, implementation=implementation, **given)
+    call = functools.partial(pa.write_kv, implementation=implementation, **arguments)
     cache = cache.extend(jnp.array(NEW, jnp.int32))
     if not case.packed:
         return call(cache, k, v)
@@ -108,12 +108,14 @@ def test_written_rows(rng, subject, case):
     cache = filled(rng, cache) if case.cache_dtype is None else with_pages(cache)
     cache = dataclasses.replace(cache, lengths=jnp.array(LENGTHS, jnp.int32))
     k, v = (normal(rng, dtype, 4, 7, 1, case.head_dim) for _ in range(2))
-    given = case.arguments(rng)
-    rest = {"case": case, "given": given}
+    arguments = case.arguments(rng)
+    rest = {"case": case, "arguments": arguments}
     with subject.active():
         call = functools.partial(written, implementation=subject.implementation, **rest)
         got = jax.block_until_ready(jax.jit(call)(k, v, cache))
-    plain = jax.jit(functools.partial(written, implementation="reference", **rest | {"given": {}}))
+    plain = jax.jit(
+        functools.partial(written, implementation="reference", **rest | {"arguments": {}})
+    )
     plain = plain(k, v, cache)
     jax.tree.map(np.testing.assert_array_equal, *((x.v, x.v_scale) for x in (got, plain)))
     step = {"int8": 0.5 / 127, "float8_e4m3fn": 2.0**-4}.get(case.cache_dtype)
@@ -121,7 +123,7 @@ def test_written_rows(rng, subject, case):
         # On a GPU quantised rows may have columns more, of zeros.
         have, before = (held_rows(x, m)[..., : case.head_dim] for x in (got, plain))
         end = min(length + new, CAPACITY)
-        want = defined(k[m, : end - length], np.arange(length, end), **given)
+        want = defined(k[m, : end - length], np.arange(length, end), **arguments)
         size = np.abs(want).max(axis=-1, keepdims=True, initial=0)
         if step is None:
             eps = float(jnp.finfo(dtype).eps)
@@ -144,20 +146,20 @@ def with_pages(cache):
 def test_queries(rng, packed):
     """Attention of rows that are normed and rotated before it, by the definition."""
     case = Case(dims=32, eps=1e-6)
-    given, dtype = case.arguments(rng), "float32"
+    arguments, dtype = case.arguments(rng), "float32"
     cache = dataclasses.replace(filled(rng, cache_of("stacked", 4, CAPACITY, dtype, head_dim=64)),
                                 lengths=jnp.array((0, 5, 40, 43), jnp.int32))  # fmt: skip
     q = normal(rng, dtype, 4, 3, 2, 64)
     lengths = np.asarray(cache.lengths)
     positions = np.clip(lengths[:, None] - 3 + np.arange(3), 0, None)
-    turned = defined(q.reshape(12, 2, 64), positions.reshape(-1), **given).reshape(q.shape)
+    turned = defined(q.reshape(12, 2, 64), positions.reshape(-1), **arguments).reshape(q.shape)
     want = pa.decode_attention(jnp.asarray(turned, dtype), cache)
     if packed:
         starts = jnp.arange(0, 15, 3, dtype=jnp.int32)
-        got = pa.decode_attention(q.reshape(12, 2, 64), cache, starts=starts, **given)
+        got = pa.decode_attention(q.reshape(12, 2, 64), cache, starts=starts, **arguments)
         got = got.reshape(want.shape)
     else:
-        got = pa.decode_attention(q, cache, **given)
+        got = pa.decode_attention(q, cache, **arguments)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
 
 
@@ -174,11 +176,11 @@ def test_lowers(case):
     """With the layer traced, which the others leave out."""
     dtype = case.cache_dtype or "bfloat16"
     cache = cache_of(case.kind, 4, CAPACITY, dtype, head_dim=case.head_dim, layers=2)
-    given = case.arguments(np.random.default_rng(0))
+    arguments = case.arguments(np.random.default_rng(0))
     rows = jax.ShapeDtypeStruct((4, 7, 1, case.head_dim), jnp.bfloat16)
 
     def call(cache, k, v, layer):
-        return pa.write_kv(cache.extend(7), k, v, layer=layer, **given)
+        return pa.write_kv(cache.extend(7), k, v, layer=layer, **arguments)
 
     with device.assume("sm90"):
         text = mosaic.lower_for_cuda(call, cache, rows, rows, jax.ShapeDtypeStruct((), jnp.int32))

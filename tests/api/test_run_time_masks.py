@@ -12,12 +12,13 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import CAUSAL, FULL, Mask, sliding_window
+from pallas_attn.bench import definition
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.masks import AT_RUN_TIME
 from tests.api.test_integers import cache_of, filled, normal, with_gradients
 from tests.kernels.decode_mla import test_decode_mla as latent
 from tests.kernels.flash_fwd import test_flash_fwd as forward
-from tests.support import budget, definition, mosaic, subjects
+from tests.support import budget, mosaic, subjects
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -36,12 +37,12 @@ decoding = pytest.mark.parametrize("subject", subjects.rows("decode"))
 def each_row(q, k, v, do, left, right, *, implementation, **options):
     """A call with bounds of its own for each batch row, under vmap."""
 
-    def one(q, k, v, do, left, right):
+    def of_row(q, k, v, do, left, right):
         rows = (x[None] for x in (q, k, v, do))
         mask = Mask(left=left, right=right)
         return with_gradients(*rows, implementation=implementation, mask=mask, **options)
 
-    results = jax.vmap(one)(q, k, v, do, left, right)
+    results = jax.vmap(of_row)(q, k, v, do, left, right)
     return jax.tree.map(lambda x: x[:, 0], results)
 
 
@@ -74,8 +75,11 @@ def test_attention(rng, subject):
 def test_the_same_bits_as_a_static_window():
     """Several kv tiles on either side of the window, by one walk over them."""
     sizes = {"batch": 1, "q_len": 64, "kv_len": 130, "q_heads": 1, "kv_heads": 1, "q_offset": 40}
-    case = dataclasses.replace(forward.one("band"), **sizes)
-    problem, inputs = forward.problem_of(case), forward.AttentionInputs(**forward.given(case))
+    case = dataclasses.replace(forward.case_named("band"), **sizes)
+    problem, inputs = (
+        forward.problem_of(case),
+        forward.AttentionInputs(**forward.arguments_of(case)),
+    )
     bounds = {f"mask_{side}": jnp.array([getattr(case.mask, side)]) for side in ("left", "right")}
     arriving = FULL.filled(left=AT_RUN_TIME, right=AT_RUN_TIME)
     at_run_time = dataclasses.replace(problem, mask=arriving, arrays=tuple(bounds))
@@ -91,10 +95,10 @@ def decoded(q, cache, left, right, *, implementation, **options):
     """The results of each pair of bounds."""
     call = functools.partial(pa.decode_attention_with_lse, q, cache, **options)
 
-    def one(bounds):
+    def of_bounds(bounds):
         return call(mask=Mask(*bounds), implementation=implementation)
 
-    return jax.lax.map(one, (left, right))
+    return jax.lax.map(of_bounds, (left, right))
 
 
 @decoding
@@ -182,8 +186,8 @@ def test_what_a_mask_of_arrays_says_of_itself():
         assert mask.transposed.static == FULL.filled(right=AT_RUN_TIME)
         return mask, sliding_window(n) & sliding_window(5), mask & Mask(left=2)
 
-    for given, clipped in ((7, 7), (MOST, FARTHEST), (LEAST, -FARTHEST)):
-        mask, window, tighter = jax.jit(ask)(jnp.int32(given), jnp.int32(given))
+    for bound, clipped in ((7, 7), (MOST, FARTHEST), (LEAST, -FARTHEST)):
+        mask, window, tighter = jax.jit(ask)(jnp.int32(bound), jnp.int32(bound))
         assert (int(mask.left), int(tighter.left)) == (clipped, min(clipped, 2))
         assert int(window.left) == min(max(clipped, 0) - 1, 4) and window.right == 0
     wide = jax.jit(lambda n: Mask(right=n))(np.uint8(200))
@@ -201,7 +205,7 @@ def test_a_mask_of_arrays_combines_with_a_function():
 
 
 def test_a_mask_is_an_argument(rng):
-    """Of ints it is static, of arrays it is traced."""
+    """A mask of ints is static, a mask of arrays is traced."""
     traces = []
 
     @jax.jit

@@ -70,8 +70,8 @@ def looped(run, in_axes, *arrays):
 def test_vmap(rng, in_axes):
     sets = [draw(rng) for _ in range(3)]
     arrays = [
-        one[0] if axis is None else np.stack(one, axis)
-        for one, axis in zip(zip(*sets, strict=True), in_axes, strict=True)
+        each[0] if axis is None else np.stack(each, axis)
+        for each, axis in zip(zip(*sets, strict=True), in_axes, strict=True)
     ]
     run = functools.partial(pa.flash_attention_with_lse, mask=CAUSAL)
     same(jax.jit(jax.vmap(run, in_axes))(*arrays), looped(jax.jit(run), in_axes, *arrays))
@@ -98,7 +98,7 @@ def test_vmap_over_every_array_option(rng):
 
 def test_vmap_of_grad(rng):
     sets = [draw(rng) for _ in range(3)]
-    arrays = [np.stack(one) for one in zip(*sets, strict=True)]
+    arrays = [np.stack(each) for each in zip(*sets, strict=True)]
     loss = lambda q, k, v: (pa.flash_attention(q, k, v, mask=CAUSAL) * q).sum()  # noqa: E731
     grad = jax.grad(loss, (0, 1, 2))
     same(jax.jit(jax.vmap(grad))(*arrays), looped(jax.jit(grad), (0, 0, 0), *arrays))
@@ -110,7 +110,7 @@ def test_vmap_of_decode_over_nothing_but_q(rng, kind):
     cache = pa.append_kv(create(kind), k, v)
     q = jnp.asarray(rng.standard_normal((3, 2, 1, 4, 8), np.float32))
     run = lambda q: pa.decode_attention(q, cache)  # noqa: E731
-    same(jax.jit(jax.vmap(run))(q), np.stack([jax.jit(run)(one) for one in q]))
+    same(jax.jit(jax.vmap(run))(q), np.stack([jax.jit(run)(query) for query in q]))
 
 
 @every_kind
@@ -126,7 +126,7 @@ def test_vmap_of_append_and_decode_over_caches(rng, kind):
     got = jax.jit(jax.vmap(run))(
         jax.tree.map(stack, *caches), *(stack(*x) for x in zip(*sets, strict=True))
     )
-    alone = [jax.jit(run)(cache, *one) for cache, one in zip(caches, sets, strict=True)]
+    alone = [jax.jit(run)(cache, *each) for cache, each in zip(caches, sets, strict=True)]
     same(got, jax.tree.map(stack, *alone))
 
 
@@ -272,7 +272,7 @@ def test_shard_map_of_attention(rng, over):
 
 
 def cache_specs(cache, over):
-    """Where the arrays of a cache go: heads for every kind; sequences where they are an axis."""
+    """Specs of the arrays of a cache: by heads for every kind, by sequences if they are an axis."""
     heads = "model" if over != "batch" else None
     batch = "data" if over != "heads" else None
     rows = P(batch)
@@ -290,7 +290,7 @@ def cache_specs(cache, over):
 
 DECODES = [("per_sequence", "heads"), ("stacked", "heads"), ("paged", "heads")]
 DECODES += [("stacked", "batch"), ("stacked", "both")]
-DECODES = [(*one, "float32") for one in DECODES]
+DECODES = [(*row, "float32") for row in DECODES]
 DECODES += [("per_sequence", "heads", "int8"), ("stacked", "both", "float8_e4m3fn")]
 DECODES += [("paged", "heads", "float8_e4m3fn")]
 
@@ -343,7 +343,7 @@ def test_shard_map_of_append_and_decode(rng, kind, over, dtype):
     [pytest.param(*x, marks=pytest.mark.by_xla if x == DECODES[0] else ()) for x in DECODES],
 )
 def test_a_loop_over_steps_inside_shard_map(rng, kind, over, dtype):
-    """What a loop carries keeps its type, also where every device takes as many rows."""
+    """The loop carry keeps its type, also if all devices take equally many rows."""
     q, k, v = draw(rng, batch=4, q_len=1, kv_len=1)
 
     def loop(cache, q, k, v):
@@ -371,7 +371,7 @@ def test_explicit_sharding(rng):
 
 
 def test_no_keys_at_all_in_a_loop_over_devices(rng):
-    """What a loop carries keeps its type, also where there is nothing to attend to."""
+    """The loop carry keeps its type, also if there are no keys."""
     q = draw(rng, batch=4, kv_heads=4)[0]
 
     def loop(q):

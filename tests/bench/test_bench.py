@@ -1,6 +1,7 @@
 """The benchmark without a GPU: a timer that only counts, the reference as subject, small cases."""
 
 import dataclasses
+import functools
 import gc
 import json
 import pathlib
@@ -17,18 +18,20 @@ import pallas_attn
 from pallas_attn.bench import (
     OPS,
     Options,
+    contest,
     pages,
     peers,
     plots,
     report,
     rows,
     run_bench,
-    runner,
     subjects,
     timing,
+    torch_peers,
     verify,
 )
 from pallas_attn.bench import cases as known
+from pallas_attn.bench.call import Call, Unavailable
 from pallas_attn.bench.case import DecodeCase
 from pallas_attn.bench.timing import Sample, Subject
 
@@ -38,7 +41,7 @@ pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 @pytest.fixture(autouse=True)
 def nothing_to_free(monkeypatch):
     """There is no memory of a GPU's: to look for what is left of a group takes longer than it."""
-    monkeypatch.setattr(runner, "gc", types.SimpleNamespace(collect=lambda: gc.collect(0)))
+    monkeypatch.setattr(contest, "gc", types.SimpleNamespace(collect=lambda: gc.collect(0)))
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -88,6 +91,21 @@ def bench(op, names, tmp_path, options=None, **ms):
     return status, rows.read(out), lines, timer
 
 
+def change(monkeypatch, name, changed):
+    """Has a public function be `changed(right, ..)`, where `right` is the function itself."""
+    right = getattr(pallas_attn, name)
+    monkeypatch.setattr(pallas_attn, name, functools.partial(changed, right))
+
+
+def of_op(written, op):
+    """The rows of an operation."""
+    return [row for row in written if row["op"] == op]
+
+
+def said_wrong(lines):
+    return any("wrong, not timed" in line for line in lines)
+
+
 @pytest.mark.parametrize(
     ("op", "name"),
     [
@@ -114,7 +132,7 @@ def test_every_operation_is_checked_timed_and_written(op, name, tmp_path):
     assert ours["op"] == OPS[op]
     assert ours["case"] == name
     assert ours["checked"] is True
-    assert all(field in ours for field in (*rows.REQUIRED, *runner.FIRST_CALL, "l2"))
+    assert all(field in ours for field in (*rows.REQUIRED, *contest.FIRST_CALL, "l2"))
     assert ours["n"] == 15
     assert all(row["run"] == ours["run"] for row in written)
     assert {row["impl"] for row in others} <= set(peers.PEERS[OPS[op]])
@@ -135,49 +153,41 @@ def test_figures_follow_from_the_time(tmp_path):
 
 
 def test_a_wrong_result_is_not_timed_and_the_run_fails(tmp_path, monkeypatch):
-    right = pallas_attn.flash_attention
-    monkeypatch.setattr(
-        pallas_attn,
-        "flash_attention",
-        lambda q, k, v, **rest: right(q, k, v, **rest).at[0, -1, 0, 0].add(0.05),
-    )
+    add = lambda right, *qkv, **rest: right(*qkv, **rest).at[0, -1, 0, 0].add(0.05)  # noqa: E731
+    change(monkeypatch, "flash_attention", add)
     status, written, lines, timer = bench("forward", ["causal_32x32"], tmp_path)
     assert status == 1
     assert not [row for row in written if row["op"] != "ceiling"]
     assert not timer.calls
-    assert any("wrong, not timed: out: positions 16 to 31: error 5.0" in line for line in lines)
+    assert any("wrong, not timed: out: positions 0 to 31: error 5.0" in line for line in lines)
 
 
 def test_the_cases_after_a_failure_still_run(tmp_path, monkeypatch):
-    right = pallas_attn.decode_attention
-    broken = LITTLE["decode_stacked_window"].lengths
+    broken = len(LITTLE["decode_stacked_window"].lengths)
 
-    def wrong(q, cache, **rest):
-        out = right(q, cache, **rest)
-        return out * (1.1 if q.shape[0] == len(broken) else 1.0)
+    def wrong(right, q, cache, **rest):
+        return right(q, cache, **rest) * (1.1 if q.shape[0] == broken else 1.0)
 
-    monkeypatch.setattr(pallas_attn, "decode_attention", wrong)
+    change(monkeypatch, "decode_attention", wrong)
     names = ["decode_stacked_window", "decode_stacked_mha"]
     status, written, _, _ = bench("decode", names, tmp_path)
     assert status == 1
-    assert {row["case"] for row in written if row["op"] == "decode"} == {"decode_stacked_mha"}
+    assert {row["case"] for row in of_op(written, "decode")} == {"decode_stacked_mha"}
 
 
 def test_caches_of_all_kinds_take_turns_with_the_same_peers(tmp_path, monkeypatch):
-    right = pallas_attn.decode_attention
-
-    def wrong(q, cache, **rest):
+    def wrong(right, q, cache, **rest):
         return right(q, cache, **rest) * (1.1 if cache.kind == "stacked" else 1.0)
 
-    monkeypatch.setattr(pallas_attn, "decode_attention", wrong)
+    change(monkeypatch, "decode_attention", wrong)
     kinds = ("per_sequence", "stacked", "paged")
     names = [f"decode_{kind}_float8_e4m3fn" for kind in kinds]
     status, written, _, timer = bench("decode", names, tmp_path)
     assert status == 1
-    found = {kind: [r["impl"] for r in written if r.get("case") == name]
-             for kind, name in zip(kinds, names, strict=True)}  # fmt: skip
-    assert found["stacked"] == []
-    assert found["paged"] == found["per_sequence"] == ["pallas_attn/reference", "wide_cache"]
+    per_sequence, stacked, paged = (
+        [row["impl"] for row in written if row.get("case") == name] for name in names
+    )
+    assert stacked == [] and paged == per_sequence == ["pallas_attn/reference", "wide_cache"]
     assert len([name for name in timer.calls if "reference" in name]) == 10
     assert ["first_call_s" in row for row in written if rows.is_ours(row)] == [True, False]
 
@@ -187,8 +197,8 @@ def test_prefill_over_several_caches_meets_attention_without_one(tmp_path):
     status, written, lines, timer = bench("prefill", names, tmp_path, Options(turns=1), dense=0.5)
     assert status == 0, lines
     impls = ("pallas_attn/reference", "dense", "xla")
-    found = [(row["case"], row["impl"]) for row in written if row["op"] == "prefill"]
-    assert found == [(name, impl) for name in names for impl in impls]
+    timed = [(row["case"], row["impl"]) for row in of_op(written, "prefill")]
+    assert timed == [(name, impl) for name in names for impl in impls]
     assert len(timer.calls) == 4  # both caches, and each peer once
     pairs = 2 * 8 * sum(range(256 - 40 + 1, 256 + 1))
     dense = next(row for row in written if row["impl"] == "dense")
@@ -210,22 +220,23 @@ def test_functions_are_checked_beside_the_options_that_say_the_same(case, tmp_pa
     monkeypatch.setitem(LITTLE, case.name, little)
     status, written, lines, _ = bench("mask", [case.name], tmp_path, Options(turns=1))
     assert status == 0, lines
-    found = [row for row in written if row["op"] == "mask"]
     beside = ["built_in"] if name in ("full", "causal", "window", "documents") else []
-    assert [row["impl"] for row in found] == ["pallas_attn/reference", *beside]
+    impls = [row["impl"] for row in of_op(written, "mask")]
+    assert impls == ["pallas_attn/reference", *beside]
     pairs = int(little.written_out()["mask_array"].sum()) * (1 if name == "documents" else 2)
     assert little.visible_pairs() == pairs
     assert any("torch" in line for line in lines)  # flex is not there, and said
 
 
 def test_a_function_that_hides_another_key_is_wrong(tmp_path, monkeypatch):
-    right = pallas_attn.mask_fn
-    wrong = lambda f, *aux: right(lambda b, h, q, kv, *x: f(b, h, q, kv + 1, *x), *aux)  # noqa: E731
-    monkeypatch.setattr(pallas_attn, "mask_fn", wrong)
+    def wrong(right, f, *aux):
+        return right(lambda b, h, q, kv, *x: f(b, h, q, kv + 1, *x), *aux)
+
+    change(monkeypatch, "mask_fn", wrong)
     case = dataclasses.replace(known.MASK[0], q_len=40, kv_len=40, q_heads=2, kv_heads=2)
     monkeypatch.setitem(LITTLE, case.name, case)
     status, _, lines, _ = bench("mask", [case.name], tmp_path, Options(turns=1, peers="none"))
-    assert status == 1 and any("wrong, not timed" in line for line in lines)
+    assert status == 1 and said_wrong(lines)
 
 
 def little_mixture(name, kind="paged"):
@@ -258,44 +269,40 @@ def test_packed_rows_are_checked_and_meet_their_parts(name, others, tmp_path, mo
     monkeypatch.setitem(LITTLE, name, little_mixture(name))
     status, written, lines, _ = bench("prefill", [name], tmp_path, Options(turns=1))
     assert status == 0, lines
-    found = {row["impl"] for row in written if row["op"] == "prefill"}
-    assert found == {"pallas_attn/reference", *others}
+    impls = {row["impl"] for row in of_op(written, "prefill")}
+    assert impls == {"pallas_attn/reference", *others}
 
 
 def test_packed_rows_of_another_sequence_are_wrong(tmp_path, monkeypatch):
-    right = pallas_attn.decode_attention
-    monkeypatch.setattr(
-        pallas_attn,
-        "decode_attention",
-        lambda q, cache, starts, **rest: right(q, cache, starts=starts.at[2].add(1), **rest),
-    )
+    def wrong(right, q, cache, starts, **rest):
+        return right(q, cache, starts=starts.at[2].add(1), **rest)
+
+    change(monkeypatch, "decode_attention", wrong)
     name = "mixed_stacked"
     monkeypatch.setitem(LITTLE, name, little_mixture(name))
     status, _, lines, _ = bench("prefill", [name], tmp_path, Options(turns=1, peers="none"))
-    assert status == 1 and any("wrong, not timed" in line for line in lines)
+    assert status == 1 and said_wrong(lines)
 
 
 def test_prefill_peers_want_full_caches():
     case = LITTLE["decode_stacked_chunk"]
     for name in ("dense", "flash_attention_4", "xla"):
         peer = peers.PEERS["prefill"][name]
-        with pytest.raises(peers.Unavailable, match="full caches only"):
-            peer(peers.Call(case, case.arrays(), None, "prefill"))
+        with pytest.raises(Unavailable, match="full caches only"):
+            peer(Call(case, case.arrays(), None, "prefill"))
 
 
 def test_a_case_that_breaks_is_reported_and_the_rest_run(tmp_path, monkeypatch):
-    right = pallas_attn.flash_attention
-
-    def breaks(q, k, v, **rest):
+    def breaks(right, q, k, v, **rest):
         if q.shape[1] == 16:
             raise NotImplementedError("out of everything")
         return right(q, k, v, **rest)
 
-    monkeypatch.setattr(pallas_attn, "flash_attention", breaks)
+    change(monkeypatch, "flash_attention", breaks)
     names = ["attention_16x16", "causal_32x32"]
     status, written, lines, _ = bench("forward", names, tmp_path, Options(peers="none"))
     assert status == 1
-    assert [row["case"] for row in written if row["op"] == "forward"] == ["causal_32x32"]
+    assert [row["case"] for row in of_op(written, "forward")] == ["causal_32x32"]
     assert "FAILED attention_16x16: NotImplementedError: out of everything" in lines
 
 
@@ -311,7 +318,7 @@ def test_a_result_that_cannot_be_judged_is_one_case_s_failure(tmp_path, monkeypa
     names = ["attention_16x16", "causal_32x32"]
     status, written, lines, _ = bench("forward", names, tmp_path, Options(peers="none"))
     assert status == 1
-    assert [row["case"] for row in written if row["op"] == "forward"] == ["causal_32x32"]
+    assert [row["case"] for row in of_op(written, "forward")] == ["causal_32x32"]
     assert lines[-2:] == [
         "FAILED attention_16x16: RuntimeError: the result never came",
         "1 of 2 cases failed, and 0 times a peer",
@@ -323,7 +330,7 @@ def test_a_case_that_fails_in_its_turn_leaves_the_others_theirs(tmp_path):
     late = {f"pallas_attn/reference {names[1]}": RuntimeError("gone")}
     status, written, lines, timer = bench("decode", names, tmp_path, Options(turns=2), **late)
     assert status == 1
-    assert {row["case"] for row in written if row["op"] == "decode"} == {names[0]}
+    assert {row["case"] for row in of_op(written, "decode")} == {names[0]}
     assert f"FAILED {names[1]}: RuntimeError: gone" in lines
     assert timer.calls.count("pallas_attn/reference") == 3  # one turn before the failure, two anew
 
@@ -333,7 +340,7 @@ def _breaks(*_):
 
 
 def test_a_peer_that_fails_is_said_in_the_row_and_the_run_fails(tmp_path, monkeypatch):
-    here = lambda name, **more: lambda call: [Subject(name, peers.xla(call)[0].launch, **more)]  # noqa: E731
+    here = lambda name, **more: lambda asked: [Subject(name, peers.xla(asked)[0].launch, **more)]  # noqa: E731
     table = {
         "made": _breaks,
         "called": lambda call: [Subject("called", _breaks)],
@@ -346,7 +353,7 @@ def test_a_peer_that_fails_is_said_in_the_row_and_the_run_fails(tmp_path, monkey
     ms = {"timed": RuntimeError("stream capture"), "xla": 2.0}
     status, written, lines, _ = bench("forward", ["float32_causal"], tmp_path, **ms)
     assert status == 1
-    ours, *others = [row for row in written if row["op"] == "forward"]
+    ours, *others = of_op(written, "forward")
     assert [row["impl"] for row in others] == ["xla"]
     reason = "RuntimeError: stream capture"
     assert ours["failed"] == dict.fromkeys(("made", "called", "read", "timed"), reason)
@@ -377,13 +384,11 @@ def test_nothing_runs_beside_a_peers_first_call(tmp_path, monkeypatch):
 
 
 def test_an_append_that_touches_another_row_is_wrong(tmp_path, monkeypatch):
-    right = pallas_attn.write_kv
-
-    def stray(cache, k, v, **rest):
+    def stray(right, cache, k, v, **rest):
         cache = right(cache, k, v, **rest)
         return dataclasses.replace(cache, v=cache.v.at[0, 0, -1, 0].add(1))
 
-    monkeypatch.setattr(pallas_attn, "write_kv", stray)
+    change(monkeypatch, "write_kv", stray)
     status, _, lines, _ = bench("append", ["append_stacked_distinct"], tmp_path)
     assert status == 1
     assert any("a buffer differs" in line for line in lines)
@@ -394,13 +399,13 @@ def test_a_peer_that_is_wrong_or_missing_is_left_out_and_said(tmp_path, monkeypa
         return [Subject("zeros", lambda: (jnp.zeros_like(call.arrays["q"]),))]
 
     def missing(call):
-        raise peers.Unavailable("not for sale")
+        raise Unavailable("not for sale")
 
     table = {"zeros": zeros, "missing": missing, "xla": peers.xla}
     monkeypatch.setitem(peers.PEERS, "forward", table)
     status, written, lines, _ = bench("forward", ["float32_causal"], tmp_path)
     assert status == 0
-    impls = [row["impl"] for row in written if row["op"] == "forward"]
+    impls = [row["impl"] for row in of_op(written, "forward")]
     assert impls == ["pallas_attn/reference", "xla"]
     assert any("zeros: wrong, not timed: out: positions" in line for line in lines)
     assert any("missing: not for sale" in line for line in lines)
@@ -418,36 +423,36 @@ def test_a_peer_that_is_wrong_or_missing_is_left_out_and_said(tmp_path, monkeypa
 )
 def test_peers_refuse_what_they_cannot_express(peer, name, reason):
     case = LITTLE[name]
-    with pytest.raises(peers.Unavailable, match=reason):
-        peers.PEERS["forward"][peer](peers.Call(case, case.arrays(), None, "forward"))
+    with pytest.raises(Unavailable, match=reason):
+        peers.PEERS["forward"][peer](Call(case, case.arrays(), None, "forward"))
 
 
 def test_levels_of_shared_pages_are_the_page_table():
-    """What a cascade is told, level by level, is what each sequence has, once and in order."""
+    """The pages of a cascade, level by level, are those of each sequence, once and in order."""
     sizes = (55, 49, 64, 50), 2, 1, 4, 4, 64
     case = DecodeCase("x", *sizes, kind="paged", page_size=16, shared=((4, 32), (2, 16)))
     table = np.asarray(subjects.filled_cache(case, case.arrays()).page_table)
-    levels = peers.page_levels(case)
+    levels = torch_peers.page_levels(case)
     assert [rows for _, rows in levels] == [[4], [2, 2], [1] * 4]
     for sequence, length in enumerate(case.lengths):
         runs = [level[sequence * len(level) // 4] for level, _ in levels]
-        found = [page for run in runs for page in table[run.sequence, run.begin : run.end]]
-        assert found == [page for page in table[sequence] if page >= 0]
+        pages = [page for run in runs for page in table[run.sequence, run.begin : run.end]]
+        assert pages == [page for page in table[sequence] if page >= 0]
         rows = [(run.end - run.begin - 1) * 16 + run.rows_of_last for run in runs]
         assert rows == [32, 16, length - 48]
 
 
 def test_xla_is_not_asked_for_scores_that_do_not_fit():
     case = next(case for case in known.ATTENTION if case.name == "h64_full_b2_t8192_n32")
-    with pytest.raises(peers.Unavailable, match="16 GiB"):
-        peers.xla(peers.Call(case, {}, None, "forward"))
+    with pytest.raises(Unavailable, match="16 GiB"):
+        peers.xla(Call(case, {}, None, "forward"))
 
 
 def test_turns_interleave_and_rotate():
     timer = FakeTimer(a=1.0, b=2.0, c=3.0)
-    found = timing.interleave(timer, [Subject(x, lambda: ()) for x in "abc"], turns=3, times=2)
+    timings = timing.interleave(timer, [Subject(x, lambda: ()) for x in "abc"], turns=3, times=2)
     assert "".join(timer.calls) == "abc" + "bca" + "cab"
-    assert found["b"] == timing.Timing(2.0, 2.0, 6, 1)
+    assert timings["b"] == timing.Timing(2.0, 2.0, 6, 1)
 
 
 def test_cold_turns_flush_before_every_timed_call():
@@ -477,10 +482,10 @@ def test_median_and_minimum():
 
 def test_ceilings_count_operations_and_bytes():
     timer = FakeTimer(matmul=1.0, read=2.0, copy=4.0)
-    found = timing.ceilings(timer, matmul=64, nbytes=2**16)
-    assert found["matmul"] == pytest.approx(2 * 64**3 / 1e9)
-    assert found["read"] == pytest.approx(2**16 / 2e9)
-    assert found["copy"] == pytest.approx(2 * 2**16 / 4e9)
+    rates = timing.ceilings(timer, matmul=64, nbytes=2**16)
+    assert rates["matmul"] == pytest.approx(2 * 64**3 / 1e9)
+    assert rates["read"] == pytest.approx(2**16 / 2e9)
+    assert rates["copy"] == pytest.approx(2 * 2**16 / 4e9)
 
 
 def test_a_flusher_flushes_again():
@@ -591,12 +596,33 @@ def fake_rows():
 def test_a_section_shows_the_newest_run_and_ratios_within_it():
     text = pages.section(fake_rows())
     line = next(line for line in text.splitlines() if "h128_causal_b2_t8192_n16`" in line)
-    assert line == "| `h128_causal_b2_t8192_n16` | **687** | 86 % | 611 | 1.12 |"
-    assert "| `append_per_sequence_m1` | **1.00** | 5.00 | 5.00 |" in text
+    assert line == "| `h128_causal_b2_t8192_n16` | **687** | 86% | 611 | 1.12 |"
+    assert "| `append_m1` | **1.00** | 5.00 | 5.00 |" in text
     assert "Geomean: 1.12 of cudnn. Worst cell: 1.12" in text
     assert f"## Forward, TFLOP/s{report.PORTABLE}\n" in text
-    assert "| `h128_causal_b2_t8192_n16` | **344** |  | 275 | 1.25 |" in text
+    assert "| `h128_causal_b2_t8192_n16` | **344** || 275 | 1.25 |" in text
     assert pages.section([]) == "Nothing is measured yet."
+
+
+def test_kinds_of_caches_are_columns():
+    """Beside them: the least share, the fastest figure of each peer, the least ratio."""
+    here = rows.Provenance("run1", "NVIDIA H200", "0.11.2", "abc", "2026-11-20")
+    ours = {"stacked": 0.01, "paged": 0.02}
+    made = rows.ceiling_rows(CEILINGS, here)
+    for kind, ms in ours.items():
+        case = next(x for x in known.DECODE if x.name == f"decode_{kind}_b16_s8192_n32k8_h128")
+        times = {"pallas_attn/sm90": ms, "cudnn": 0.016 + ms / 10}
+        made += [
+            rows.measured(case, "decode", impl, timing.Timing(ms, ms, 15, 1), here)
+            for impl, ms in times.items()
+        ]
+    text = pages.section(made)
+    rates = {row["ms"]: rows.rate(row) for row in made if row["op"] == "decode"}
+    stacked, paged, cudnn = (f"{rates[ms]:.2f}" for ms in (0.01, 0.02, 0.017))
+    assert "| case | **stacked** | **paged** | of read | cudnn | over best peer |" in text
+    least = f"{rates[0.02] / CEILINGS['read']:.0%}"
+    line = f"| **{stacked}** | **{paged}** | {least} | {cudnn} | 0.90 |"
+    assert f"| `decode_b16_s8192_n32k8_h128` {line}" in text
 
 
 def test_a_section_shows_what_several_gpus_did_apart():
@@ -628,10 +654,10 @@ def test_a_section_shows_what_several_gpus_did_apart():
         row("decode_loop", "cudnn", 22.0, 6.4),
     ]
     text = pages.section([*fake_rows(), *made])
-    assert "| `context_case` | 2 H200 | 700 | **650** | 93 % | 590 | 480 | 1.09 |" in text
-    assert "| `context_case` | 2 H100 | 600 / 576 | **580** | 97 % |  |  |  |" in text
+    assert "| `context_case` | 2xH200 | 700 | **650** | 93% | 590 | 480 | 1.09 |" in text
+    assert "| `context_case` | 2xH100 | 576-600 | **580** | 97% ||||" in text
     assert f"## {report.TITLES['decode_loop']}{report.SEVERAL}\n" in text
-    assert "| `decode_loop_case` | **7.00** |  | 6.40 | 1.10 |" in text
+    assert "| `decode_loop_case` | **7.00** || 6.40 | 1.10 |" in text
     assert "decode step" not in pages.overview(made)
 
 
@@ -662,7 +688,9 @@ def test_peers_of_other_processes_enter_no_ratio():
     peer |= {"version": "4", "date": "2026-11-20", "method": "events", "ours_tflops": 770}
     text = pages.section(fake_rows(), [peer])
     assert "Geomean: 1.12 of cudnn. Worst cell: 1.12" in text
-    assert f"| forward | `{case}` | flash_attention_4 | 4, 2026-11-20 | 613 | 687 | 770 |" in text
+    assert "| Forward | **ours** | flash_attention_4 4 |" in text
+    assert f"| `{case}` | **687** | 613 (ours 770) |" in text
+    assert "- flash_attention_4 4, 2026-11-20: events." in text
     picture = pages.pictures(fake_rows(), [peer])["forward"]
     assert "1.12 times the best peer" in picture and "flash_attention_4" in picture
 
@@ -722,7 +750,7 @@ def test_names_are_unique():
 def test_prefill_counts_the_pairs_that_its_rows_see():
     rows_of = {case.name: rows.work(case, "prefill") for case in known.PREFILL}
     assert rows_of["prefill_stacked_m8_t4096"] == ("tflops", pytest.approx(3.2989, rel=1e-4))
-    assert len(rows_of) == 93 and len(runner.alike(known.PREFILL)) == 31
+    assert len(rows_of) == 93 and len(contest.alike(known.PREFILL)) == 31
     parts = ("mixed_stacked_tokens_alone", "mixed_stacked_chunk_alone")
     assert rows_of["mixed_stacked"][1] == pytest.approx(sum(rows_of[name][1] for name in parts))
     prompts = next(

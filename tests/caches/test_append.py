@@ -32,27 +32,6 @@ def same(got, want):
         np.testing.assert_array_equal(have, wanted)
 
 
-@pytest.mark.by_xla
-@each_subject
-def test_the_ancestors_append(rng, subject):
-    """M = 4, K = 8, H = 128, capacity 64, length 4: all at once is four times one, bit for bit."""
-    k_caches, v_caches = (
-        [new_rows(rng, 8, 64, 128, dtype="bfloat16") for _ in range(4)] for _ in range(2)
-    )
-    k, v = (new_rows(rng, 4, 8, 128, dtype="bfloat16") for _ in range(2))
-    before = np.full(4, 4, np.int32)
-    got_k, got_v = subject.call(pa.append_kv_arrays, k_caches, v_caches, k, v, before)
-    alone = functools.partial(subject.call, pa.append_kv_arrays)
-    for m in range(4):
-        for got, caches, rows in ((got_k, k_caches, k), (got_v, v_caches, v)):
-            single, none = alone(caches[m : m + 1], None, rows[m : m + 1], None, before[:1])
-            assert none is None
-            same(got[m], single[0])
-            wanted = caches[m].copy()
-            wanted[:, 4] = rows[m]
-            same(got[m], wanted)
-
-
 STARTS = {
     "t1": (1, None, (0, 1, 9, 10, 13, 5, -1)),
     "t3": (3, None, (0, 1, 7, 8, 10, -1, -(2**31))),
@@ -97,19 +76,21 @@ NEWER_WAY = {"xla_backend_extra_options": ""}
 @pytest.mark.parametrize("case", [case for case in SMALL if not case.from_end], ids=str)
 def test_reference_writes_what_the_kernels_must(rng, case):
     inputs = case.draw(rng)
-    call = functools.partial(pa.append_kv_arrays, implementation="reference")
-    if case.packed:  # which only those with a cache are offered
-        call = functools.partial(reference.append, owners=inputs.owners)
-    got = jax.jit(call, compiler_options=NEWER_WAY)(
-        inputs.k_cache,
-        inputs.v_cache,
-        inputs.k,
-        inputs.v,
-        inputs.start,
-        new_lengths=inputs.new_lengths,
-        page_table=inputs.page_table,
-        layer=inputs.layer,
-    )
+    if case.packed:  # offered with a cache only
+        call = functools.partial(reference.append, problem=case.problem)
+        got = jax.jit(call, compiler_options=NEWER_WAY)(inputs)
+    else:
+        call = functools.partial(pa.append_kv_arrays, implementation="reference")
+        got = jax.jit(call, compiler_options=NEWER_WAY)(
+            inputs.k_cache,
+            inputs.v_cache,
+            inputs.k,
+            inputs.v,
+            inputs.start,
+            new_lengths=inputs.new_lengths,
+            page_table=inputs.page_table,
+            layer=inputs.layer,
+        )
     append_cases.assert_same_bytes(got[:2], case.expected(inputs))
 
 
@@ -146,7 +127,7 @@ def create(kind, layers=None, dtype="float32"):
 def dense(cache):
     """(k, v) as NumPy: a list of M arrays [..., K, rows, H], pages in the order of the table."""
 
-    def one(pool):
+    def of_pool(pool):
         if cache.kind == "per_sequence":
             return [np.asarray(x) for x in pool]
         pool = np.asarray(pool)
@@ -158,7 +139,7 @@ def dense(cache):
             rows.append(held.reshape(*held.shape[:-3], -1, held.shape[-1]))
         return rows
 
-    return one(cache.k), one(cache.v)
+    return of_pool(cache.k), of_pool(cache.v)
 
 
 def in_columns_of(buffer, rows):

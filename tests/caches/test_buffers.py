@@ -44,7 +44,7 @@ def test_what_append_takes_decode_takes(kind, gpu, seed):
             assert [cache.head_dim, cache.v_head_dim] == dims
             q = jax.ShapeDtypeStruct((2, 4, dims[0]), dtype if dtype == "float16" else "bfloat16")
             with dispatch.recorded() as names:
-                out = jax.eval_shape(lambda *given: pa.decode_attention(*given), q, cache)
+                out = jax.eval_shape(lambda *arguments: pa.decode_attention(*arguments), q, cache)
             assert out.shape == (2, 4, dims[1]) and names[0].startswith("sm"), (cache, names)
 
 
@@ -59,7 +59,7 @@ def test_what_append_takes_decode_takes(kind, gpu, seed):
     ],
 )
 def test_rows_of_odd_sizes(rng, subject, kind, dtype, dims, rows):
-    """As from a cache whose buffers are as wide as its rows, by the reference."""
+    """Results of a cache whose buffers are as wide as its rows, by the reference."""
     q_dtype = "bfloat16" if dtype else subject.dtype  # no kernel takes float32 over quantised rows
     dtype = dtype or subject.dtype
     k, v, q = (

@@ -146,17 +146,6 @@ def test_reset(kind, which, left):
         assert before is after  # buffers stay as they are
 
 
-@every_kind
-def test_a_reset_sequence_starts_again(kind):
-    cache = pa.append_kv(create(kind, dtype="float32"), *[jnp.ones((3, 4, 2, 4))] * 2)
-    cache = cache.reset(1)
-    new = jnp.full((3, 1, 2, 4), 7.0)
-    cache = pa.append_kv(cache, new, new)
-    np.testing.assert_array_equal(cache.lengths, [5, 1, 5])
-    out = pa.decode_attention(jnp.ones((3, 1, 2, 4)), cache)
-    np.testing.assert_allclose(out[1], 7.0)
-
-
 # ---- pages ---------------------------------------------------------------------------------------
 
 
@@ -225,10 +214,10 @@ class Pair:
             k, v = rows_of(self.cache, m)
             np.testing.assert_array_equal(k[: len(rows)], rows)
             np.testing.assert_array_equal(v[: len(rows)], np.asarray(rows) + 0.5)
-        for one, other in itertools.combinations(range(self.sequences), 2):
-            shared = len(set(self.model.held[one]) & set(self.model.held[other]))
+        for first, other in itertools.combinations(range(self.sequences), 2):
+            shared = len(set(self.model.held[first]) & set(self.model.held[other]))
             table = np.asarray(self.cache.page_table)
-            assert len(set(table[one][table[one] >= 0]) & set(table[other])) == shared
+            assert len(set(table[first][table[first] >= 0]) & set(table[other])) == shared
 
 
 _allocate = jax.jit(lambda cache, counts: cache.allocate(counts))
@@ -322,8 +311,8 @@ def test_fork_of_or_to_no_sequence_changes_nothing(source, target):
     """Traced indices, which no check sees: no page is lost, and nobody else's row is written."""
     cache = filled(5)
     got = jax.jit(lambda cache, *ends: cache.fork(*ends))(cache, source, target)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(cache), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for first, other in zip(jax.tree.leaves(got), jax.tree.leaves(cache), strict=True):
+        np.testing.assert_array_equal(first, other)
 
 
 def test_fork_without_a_page_for_the_copy_overflows_the_target_only():
@@ -409,8 +398,8 @@ def test_page_operations_in_a_scan():
     for i, counts in enumerate(steps):
         cache, alone = step(cache, counts)
         np.testing.assert_array_equal(lengths[i], alone)
-    for one, other in zip(jax.tree.leaves(scanned), jax.tree.leaves(cache), strict=True):
-        np.testing.assert_array_equal(one, other)
+    for first, other in zip(jax.tree.leaves(scanned), jax.tree.leaves(cache), strict=True):
+        np.testing.assert_array_equal(first, other)
     check_invariants(scanned)
 
 

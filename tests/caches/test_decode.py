@@ -105,7 +105,7 @@ OPTIONS = {
 LENGTHS = (0, 1, 3, 4, 5, CAPACITY - 1, CAPACITY)
 
 
-# What follows the rows is the same for every kind, but for a mask, which says where they begin.
+# Arguments after the rows are the same for every kind, but for a mask: its rows begin elsewhere.
 @each_subject
 @pytest.mark.parametrize(
     "kind, name",
@@ -211,8 +211,8 @@ def test_rows_written_without_extend_show(rng, subject, kind):
     fresh = empty(kind, 3, subject.dtype)
     emptied = fresh.extend(jnp.asarray([2, 0, 2], jnp.int32)).reset(2)
     with subject.active():
-        found = jax.block_until_ready([write_and_decode(cache) for cache in (fresh, emptied)])
-    for of_cache, reached in zip(found, ([False] * 3, [True, True, False]), strict=True):
+        result = jax.block_until_ready([write_and_decode(cache) for cache in (fresh, emptied)])
+    for of_cache, reached in zip(result, ([False] * 3, [True, True, False]), strict=True):
         for x in of_cache:
             x = np.asarray(x, np.float32)
             lost = np.isnan(x).all(axis=tuple(range(1, x.ndim)))
@@ -228,7 +228,7 @@ def test_a_missing_page_is_an_overflow(rng, subject, lost):
     cache = holding(rng, "paged", k, v, (10, 10, 10))
     whole = subject.call(pa.decode_attention, q, cache)
     hole = cache.page_table.at[1, 2].set(lost).at[2, 3].set(lost)  # rows 8 to 11; past the end
-    hole = hole.at[1, 3].set(cache.page_table[0, 0])  # as many pages as before make up for nothing
+    hole = hole.at[1, 3].set(cache.page_table[0, 0])  # the number of pages is as before
     cache = dataclasses.replace(cache, page_table=hole)
     np.testing.assert_array_equal(cache.overflowed, [False, True, False])
     got = subject.call(pa.decode_attention, q, cache)
@@ -318,8 +318,8 @@ def test_batch_invariant(rng, subject, kind):
         )
         for other in (1, CAPACITY)
     )
-    for one, two in zip(few, many, strict=True):
-        np.testing.assert_array_equal(one[1], two[1])
+    for first, two in zip(few, many, strict=True):
+        np.testing.assert_array_equal(first[1], two[1])
 
 
 @pytest.mark.parametrize("mask", [FULL, Mask(2, 3)], ids=str)
@@ -329,24 +329,6 @@ def test_a_mask_that_looks_ahead_sees_the_whole_chunk(rng, mask):
     cache = holding(rng, "stacked", k, v, (3, 17))
     got = pa.decode_attention(q, cache, mask=mask)
     budget.check({"out": got}, expected(q, k, v, (3, 17), mask))
-
-
-@pytest.mark.parametrize("heads, group", [(1, 1), (2, 4), (1, 7), (1, 8)])
-@every_kind
-def test_groups_and_head_dims(rng, kind, heads, group):
-    k = rng.standard_normal((2, 9, heads, 12)).astype(np.float32)
-    v = rng.standard_normal((2, 9, heads, 20)).astype(np.float32)
-    q = rng.standard_normal((2, 2, heads * group, 12)).astype(np.float32)
-    sizes = {"kv_heads": heads, "head_dim": 12, "v_head_dim": 20, "dtype": "float32"}
-    cache = {
-        "per_sequence": lambda: PerSequenceCache.create((9, 11), **sizes),
-        "stacked": lambda: StackedCache.create(2, 10, **sizes),
-        "paged": lambda: PagedCache.create(2, 6, 4, capacity=12, **sizes),
-    }[kind]()
-    cache = pa.append_kv(cache, k, v, new_lengths=jnp.asarray([9, 4]))
-    out, lse = pa.decode_attention_with_lse(q, cache)
-    assert out.shape == (2, 2, heads * group, 20) and lse.shape == (2, heads * group, 2)
-    budget.check({"out": out, "lse": lse}, expected(q, k, v, (9, 4)))
 
 
 @pytest.mark.parametrize("q_dtype", ["float32", "bfloat16"])
@@ -359,16 +341,3 @@ def test_the_cache_may_have_a_dtype_of_its_own(rng, q_dtype):
     wanted = expected(*wide, (5, 20)).oracle["out"]
     tolerance = 1e-5 if q_dtype == "float32" else 2e-2
     np.testing.assert_allclose(np.asarray(out, np.float64), wanted, rtol=tolerance, atol=tolerance)
-
-
-def test_paged_decode_over_a_fork(rng):
-    """Two sequences share a prefix's pages, then go their own ways."""
-    q, k, v = rows(rng, 2, 12, "float32")
-    cache = empty("paged", 2, "float32")
-    cache = pa.append_kv(cache, k[:, :6], v[:, :6], new_lengths=jnp.asarray([6, 0])).fork(0, 1)
-    cache = pa.append_kv(cache, k[:, 6:], v[:, 6:])
-    out = pa.decode_attention(q[:, 6:], cache)
-    prefix = [jnp.concatenate([x[:1, :6], x[1:, 6:]], axis=1) for x in (q, k, v)]
-    for m, whole in enumerate(([x[:1] for x in (q, k, v)], prefix)):
-        wanted = pa.flash_attention(*whole, mask=CAUSAL)[0, 6:]
-        np.testing.assert_allclose(out[m], wanted, rtol=1e-5, atol=1e-5)

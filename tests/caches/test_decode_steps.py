@@ -113,8 +113,8 @@ FOR_REFERENCE = [
     ),
 )
 def test_step_by_step(rng, subject, case):
-    """What lies past a length is NaN; rows past the capacity are lost, and only those steps see it.
-    Twice the same bits.
+    """Rows past a length are NaN; rows past the capacity are lost, and only those steps show it. A
+    second run gives the same bits.
     """
     steps = steps_of(subject)
     q, k, v = draw(rng, subject, steps)
@@ -132,12 +132,12 @@ def test_step_by_step(rng, subject, case):
     # The interpreter and XLA on a CPU have one order of things.
     if not subject.generation and subject.name != "reference":
         _, again = subject.call(generate, *arguments, **case.options())
-        for one, two in zip((out, lse), again, strict=True):
-            np.testing.assert_array_equal(_bits(one), _bits(two))
+        for first, two in zip((out, lse), again, strict=True):
+            np.testing.assert_array_equal(_bits(first), _bits(two))
     np.testing.assert_array_equal(got_cache.lengths, starts + steps)
     np.testing.assert_array_equal(got_cache.overflowed, starts + steps > CAPACITY)
 
-    if case.cache_dtype:  # what the cache gives back; an error of quantising is none of decode's
+    if case.cache_dtype:  # rows as the cache returns them: decode is not charged for quantising
         k, v = (_held(x, case.cache_dtype) for x in (k, v))
     wanted = {"q": q, "k": k, "v": v, "mask": case.options()["mask"]}
     wanted |= {"kv_lengths": starts + steps, "q_offset": starts}
@@ -146,7 +146,7 @@ def test_step_by_step(rng, subject, case):
     fits = at < CAPACITY
     assert np.isnan(out[~fits].astype(np.float32)).all()
     assert np.isnan(np.swapaxes(lse, 1, 2)[~fits]).all()
-    # What a lost row gives, nobody compares.
+    # Results of lost rows are not compared.
     for name, there in (("out", fits[..., None, None]), ("lse", fits[:, None, :])):
         for side in (expected.oracle, expected.naive):
             side[name] = np.where(there, side[name], 0)
@@ -231,7 +231,7 @@ def test_shared_pages_are_the_same_rows(rng, subject, case):
     alone = pa.append_kv(alone, k, v, new_lengths=common + counts)
     q = jnp.asarray(rng.standard_normal((6, 2, HEADS * GROUP, DIM)), subject.dtype)
     run = pa.decode_attention_with_lse
-    got, wanted = (subject.call(run, q, one, batch_invariant=True) for one in (cache, alone))
+    got, wanted = (subject.call(run, q, each, batch_invariant=True) for each in (cache, alone))
     for have, want in zip(got, wanted, strict=True):
         np.testing.assert_allclose(
             np.asarray(have, np.float32), np.asarray(want, np.float32), rtol=2e-2, atol=1e-5

@@ -51,9 +51,9 @@ def with_bits(rng, cache):
 
 def expected(cache, counts, path) -> Any:
     """`cache.keep`, a row at a time; of sequences that share no page."""
-    given = jax.tree.map(np.array, cache)
-    lengths, new = given.lengths.astype(np.int64), given.new_lengths
-    after = {name: getattr(given, name) for name in SIDES}
+    before = jax.tree.map(np.array, cache)
+    lengths, new = before.lengths.astype(np.int64), before.new_lengths
+    after = {name: getattr(before, name) for name in SIDES}
     for m in range(len(lengths)):
         if new[m] <= 0 or lengths[m] < new[m] or np.asarray(cache.overflowed)[m]:
             continue
@@ -64,12 +64,12 @@ def expected(cache, counts, path) -> Any:
             if buffer is None:
                 continue
             heads = -2 if name.endswith("scale") else -3  # the axis
-            held = [place(given, buffer, m, row, heads).copy() for row in rows]
+            held = [place(before, buffer, m, row, heads).copy() for row in rows]
             for j, row in enumerate(held):
-                place(given, buffer, m, begin + j, heads)[...] = row
-        given.lengths[m] = begin + count
+                place(before, buffer, m, begin + j, heads)[...] = row
+        before.lengths[m] = begin + count
         new[m] = count
-    return dataclasses.replace(given, **after)
+    return dataclasses.replace(before, **after)
 
 
 def place(cache, buffer, m, position, heads):
@@ -152,7 +152,7 @@ def test_prompts_keep_their_rows_beside_drafts(rng, kind, width):
     """
     lead, counts = [2, 3, 0, 0, 7], [1, 5, 0, 20, 6]
     kept, path = [1, 3, 4, 20, MOST], np.tile(np.arange(width, dtype=np.int32), (5, 1))
-    given = jnp.asarray(rng.standard_normal((5, 27, 1, 8)), jnp.float32)
+    new = jnp.asarray(rng.standard_normal((5, 27, 1, 8)), jnp.float32)
     sizes = {"layers": 1, "dtype": "float32"}
     if kind == "per_sequence":
         empty = PerSequenceCache.create((32,) * 5, 1, 8, **sizes)
@@ -160,12 +160,12 @@ def test_prompts_keep_their_rows_beside_drafts(rng, kind, width):
         empty = StackedCache.create(5, 32, 1, 8, **sizes)
     else:
         empty = PagedCache.create(5, 40, 4, 1, 8, capacity=32, **sizes)
-    before = pa.append_kv(empty, given[:, :7], -given[:, :7], new_lengths=jnp.array(lead))
+    before = pa.append_kv(empty, new[:, :7], -new[:, :7], new_lengths=jnp.array(lead))
     starts = np.r_[0, np.cumsum(counts)].astype(np.int32)
-    packed = jnp.concatenate([given[m, 7 : 7 + n] for m, n in enumerate(counts)])
+    packed = jnp.concatenate([new[m, 7 : 7 + n] for m, n in enumerate(counts)])
     if width == 3:
         path[1] = [1, 2, 4]
-    rows = given[:, 7:].at[1, :3].set(given[1, 7 + path[1, :3]]) if width == 3 else given[:, 7:]
+    rows = new[:, 7:].at[1, :3].set(new[1, 7 + path[1, :3]]) if width == 3 else new[:, 7:]
 
     @jax.jit
     def step(cache, path):
@@ -177,14 +177,14 @@ def test_prompts_keep_their_rows_beside_drafts(rng, kind, width):
     np.testing.assert_array_equal(got.lengths, want.lengths)
     np.testing.assert_array_equal(got.new_lengths, want.new_lengths)
     q = jnp.asarray(rng.standard_normal((5, 1, 8)), jnp.float32)
-    one, other = (
-        pa.decode_attention(q, pa.append_kv(x, given[:, :1], -given[:, :1])) for x in (got, want)
+    first, other = (
+        pa.decode_attention(q, pa.append_kv(x, new[:, :1], -new[:, :1])) for x in (got, want)
     )
-    np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(first, other)
 
 
 class Model:
-    """What each of four sequences holds: numbers, one a row, in the order in which they came."""
+    """The rows of four sequences: a number for each row, in the order in which they came."""
 
     def __init__(self, rng):
         self.rng, self.cache = rng, PagedCache.create(4, 40, 4, 1, 2, capacity=40, dtype="float32")
@@ -285,7 +285,8 @@ def test_every_page_is_looked_at(rng, subject):
     table = table.at[0, 1290].set(-1)  # behind its end
     table = table.at[1, 1289].set(55).at[2, 1150].set(55).at[3, 100].set(55).at[4, 3].set(60)
     table = table.at[5, 1030].set(-(2**31)).at[5, 1285].set(55)  # missing and shared: missing
-    table = table.at[0, 1281:1283].set([56, 57]).at[3, 1090:1092].set([58, 59])  # what moves
+    # pages of the rows that move
+    table = table.at[0, 1281:1283].set([56, 57]).at[3, 1090:1092].set([58, 59])
     cache = with_bits(rng, dataclasses.replace(
         cache, page_table=table, lengths=lengths, new_lengths=new,
         holders=jnp.where(jnp.arange(60) == 55, 2, 1),
@@ -317,9 +318,9 @@ def test_in_loops_and_under_vmap(rng, kind):
     for n, path in enumerate(paths):
         got = jax.tree.map(lambda x: x[n], both)  # noqa: B023
         append_cases.assert_same_bytes(got, expected(cache.extend(4), np.full(5, 3), path))
-    given = jax.tree.map(jnp.copy, cache)
-    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((given.k, given.v))]
-    got = jax.jit(loop, donate_argnums=0)(given, paths)
+    copied = jax.tree.map(jnp.copy, cache)
+    pointers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((copied.k, copied.v))]
+    got = jax.jit(loop, donate_argnums=0)(copied, paths)
     append_cases.assert_same_bytes(got, wanted)
     assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves((got.k, got.v))] == pointers
 
@@ -387,7 +388,7 @@ def test_more_sequences_take_a_second_launch(monkeypatch):
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 2
 
 
-# ---- what it refuses -----------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.guards

@@ -1,4 +1,4 @@
-"""Where rows of a cache lie, against arrays whose numbers say which row they belong to."""
+"""Places of rows in a cache, against arrays whose numbers say which row they belong to."""
 
 import dataclasses
 import itertools

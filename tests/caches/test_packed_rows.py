@@ -15,9 +15,10 @@ import pallas_attn as pa
 from pallas_attn import CAUSAL, FULL, PagedCache, PerSequenceCache, StackedCache, sliding_window
 from pallas_attn._call import config
 from pallas_attn.bench import support
-from pallas_attn.kernels.decode import scheduler
+from pallas_attn.kernels.decode import launches
+from pallas_attn.kernels.decode import packed as decode_packed
 from pallas_attn.kernels.decode_mla import packed
-from pallas_attn.kernels.lang.mosaic import ThreadContext
+from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.prefill import sm90
 from tests.support import budget, subjects
 from tests.support.decode_cases import ancestors, some_parents
@@ -106,8 +107,8 @@ class Mixture:
             if m in but:
                 assert np.isnan(out[own].astype(np.float32)).all() and np.isnan(lse[:, own]).all()
                 continue
-            given = options if seen is None else options | {"mask_array": seen(m)}
-            wanted = self.expected(m, mask, subject.tensor_cores, **given)
+            call_options = options if seen is None else options | {"mask_array": seen(m)}
+            wanted = self.expected(m, mask, subject.tensor_cores, **call_options)
             budget.check({"out": out[None, own], "lse": lse[None, :, own]}, wanted)
 
 
@@ -151,8 +152,8 @@ def of_trees(mixture, parents, window=None, drafts_most=2**31):
         depth, key = known.sum(axis=1) - 1, np.arange(held + count) - held
         within = np.maximum(key, 0)
         stands = np.where(key < 0, key, depth[within])
-        found = (key < 0) | known[:, within]
-        return (found & (depth[:, None] - stands < (window or 2**30)))[None, None]
+        result = (key < 0) | known[:, within]
+        return (result & (depth[:, None] - stands < (window or 2**30)))[None, None]
 
     return seen
 
@@ -198,18 +199,20 @@ def test_trees_of_as_many_drafts_are_those_of_rows_that_are_not_packed(rng):
     starts = np.array([-(2**31), 5, 10, 2**31 - 1], np.int32)
 
     def step(packed, mask):
-        given = options | {"parents": parents}
+        arguments = options | {"parents": parents}
         rows = (q, k, v)
         if packed:
             rows = [x.reshape(-1, *x.shape[2:]) for x in rows]
-            given |= {"parents": parents.reshape(-1), "starts": starts}
-        written = pa.write_kv(cache, *rows[1:], **given)
-        out = pa.decode_attention(rows[0], written, mask=mask, **given)
+            arguments |= {"parents": parents.reshape(-1), "starts": starts}
+        written = pa.write_kv(cache, *rows[1:], **arguments)
+        out = pa.decode_attention(rows[0], written, mask=mask, **arguments)
         return written, out.reshape(q.shape)
 
     for mask in (CAUSAL, sliding_window(3)):
-        (one, out), (other, want) = (jax.jit(step, static_argnums=(0, 1))(x, mask) for x in (1, 0))
-        np.testing.assert_allclose(one.k, other.k, atol=1e-6)
+        (first, out), (other, want) = (
+            jax.jit(step, static_argnums=(0, 1))(x, mask) for x in (1, 0)
+        )
+        np.testing.assert_allclose(first.k, other.k, atol=1e-6)
         np.testing.assert_allclose(out, want, atol=1e-5)
 
 
@@ -270,8 +273,8 @@ def test_what_few_rows_are():
         ({"kv_heads": 32, "tokens": 65}, 8),
         ({"tokens": 63}, 1),
     ):
-        one, rest = scheduler.by_rows(dataclasses.replace(base, **changes))
-        assert (one.q_len, rest.fewest) == (few, few + 1)
+        of_few, rest = launches.by_rows(dataclasses.replace(base, **changes))
+        assert (of_few.q_len, rest.fewest) == (few, few + 1)
     fewer = dataclasses.replace(base, sequences=63, capacities=(8192,) * 63)
     splits = [sm90.Config.default(problem).splits for problem in (base, fewer)]
     assert splits[0] == 1 < splits[1]
@@ -286,8 +289,10 @@ def test_which_sequence_is_the_next_that_has_work(rng, sequences):
     for share in np.linspace(0, 1, 9):
         some = rng.random(32 * each) < share
         some[sequences:] = False
-        found = scheduler._following(ctx, places, [some[m] for m in places])
-        for m, following in zip(np.stack(places).T.ravel(), np.stack(found).T.ravel(), strict=True):
+        result = decode_packed._following(ctx, places, [some[m] for m in places])
+        for m, following in zip(
+            np.stack(places).T.ravel(), np.stack(result).T.ravel(), strict=True
+        ):
             later = np.flatnonzero(some[m + 1 :])
             assert following == (m + 1 + later[0] if later.size else sequences - 1)
 
@@ -295,11 +300,17 @@ def test_which_sequence_is_the_next_that_has_work(rng, sequences):
 def _check_mixture(rng, subject, kind, name, sizes=None):
     few = "gpu" not in subject.marks
     counts, held = sizes or ((FEW_COUNTS, FEW_HELD) if few else (COUNTS, HELD))
-    one = Mixture(rng, kind, subject.dtype, counts, held)
-    given = one.before, one.q, one.packed(one.k), one.packed(one.v), one.starts
-    cache, out, lse = subject.call(append_and_decode, *given, **OPTIONS[name])
-    np.testing.assert_array_equal(cache.lengths, one.lengths)
-    one.check(out, lse, subject, **OPTIONS[name])
+    mixture = Mixture(rng, kind, subject.dtype, counts, held)
+    arguments = (
+        mixture.before,
+        mixture.q,
+        mixture.packed(mixture.k),
+        mixture.packed(mixture.v),
+        mixture.starts,
+    )
+    cache, out, lse = subject.call(append_and_decode, *arguments, **OPTIONS[name])
+    np.testing.assert_array_equal(cache.lengths, mixture.lengths)
+    mixture.check(out, lse, subject, **OPTIONS[name])
 
 
 # ---- starts of any kind --------------------------------------------------------------------------
@@ -347,8 +358,8 @@ def test_starts_mean_something_over_all_of_int32(rng, subject, starts):
     cache = pa.append_kv(
         cache, old_k, old_v, new_lengths=jnp.asarray(held), implementation="reference"
     )
-    given = cache, q, k, v, np.asarray(starts, np.int32)
-    after, out, lse = subject.call(append_and_decode, *given)
+    inputs = cache, q, k, v, np.asarray(starts, np.int32)
+    after, out, lse = subject.call(append_and_decode, *inputs)
     np.testing.assert_array_equal(
         after.lengths, [n + (owners == m).sum() for m, n in enumerate(held)]
     )
@@ -371,16 +382,22 @@ def test_starts_mean_something_over_all_of_int32(rng, subject, starts):
 def test_lost_sequences_spoil_their_rows_alone(rng, subject):
     """One that overflowed, one whose first page is missing, one that was never extended."""
     held, counts = (70, 5, 0, 40), (1, 30, 3, 20)
-    one = Mixture(rng, "paged", subject.dtype, counts, held)
-    given = one.before, one.q, one.packed(one.k), one.packed(one.v), one.starts
-    cache, *_ = subject.call(append_and_decode, *given)
+    mixture = Mixture(rng, "paged", subject.dtype, counts, held)
+    arguments = (
+        mixture.before,
+        mixture.q,
+        mixture.packed(mixture.k),
+        mixture.packed(mixture.v),
+        mixture.starts,
+    )
+    cache, *_ = subject.call(append_and_decode, *arguments)
     decode = pa.decode_attention_with_lse
     table = cache.page_table.at[3, 0].set(-2)
     lengths = cache.lengths.at[1].set(10**6).at[2].set(0)
     new_lengths = cache.new_lengths.at[2].set(-1)
     lost = dataclasses.replace(cache, page_table=table, lengths=lengths, new_lengths=new_lengths)
-    out, lse = subject.call(decode, one.q, lost, starts=jnp.asarray(one.starts))
-    one.check(out, lse, subject, but=(1, 2, 3))
+    out, lse = subject.call(decode, mixture.q, lost, starts=jnp.asarray(mixture.starts))
+    mixture.check(out, lse, subject, but=(1, 2, 3))
 
 
 @each_subject
@@ -389,17 +406,19 @@ def test_bits_do_not_depend_on_the_others(rng, subject):
     held, cache = (60, 33, 0, 90), None
     results = []
     for counts in ((1, 0, 40, 2), (1, 23, 40, 0)):
-        one = Mixture(np.random.default_rng(3), "stacked", subject.dtype, counts, held)
+        mixture = Mixture(np.random.default_rng(3), "stacked", subject.dtype, counts, held)
         if cache is None:
-            cache, q, k = one.before, one.q, rng.standard_normal((41, KV_HEADS, DIM))
-        mine = np.r_[one.starts[0], one.starts[2] : one.starts[3]]
-        rows = np.zeros((2 * one.tokens, KV_HEADS, DIM), jnp.dtype(subject.dtype))[: one.tokens]
+            cache, q, k = mixture.before, mixture.q, rng.standard_normal((41, KV_HEADS, DIM))
+        mine = np.r_[mixture.starts[0], mixture.starts[2] : mixture.starts[3]]
+        rows = np.zeros((2 * mixture.tokens, KV_HEADS, DIM), jnp.dtype(subject.dtype))[
+            : mixture.tokens
+        ]
         rows[mine] = k.astype(rows.dtype)
-        queries = np.ones((one.tokens, *q.shape[1:]), q.dtype)
+        queries = np.ones((mixture.tokens, *q.shape[1:]), q.dtype)
         queries[mine] = k.astype(rows.dtype).repeat(GROUP, axis=1)
-        given = cache, queries, rows, rows, one.starts
+        arguments = cache, queries, rows, rows, mixture.starts
         options = {"batch_invariant": True}
-        _, out, lse = subject.call(append_and_decode, *given, **options)
+        _, out, lse = subject.call(append_and_decode, *arguments, **options)
         results.append((np.asarray(out)[mine], np.asarray(lse)[:, mine]))
     for first, second in zip(*results, strict=True):
         np.testing.assert_array_equal(first, second)
@@ -450,12 +469,12 @@ def test_rows_that_extend_did_not_take(rng):
 )
 def test_messages(change, message):
     rows = jnp.zeros((6, 2, 64))
-    given = {"q": jnp.zeros((6, 4, 64)), "k": rows, "v": rows, "starts": jnp.arange(4)} | change
-    new_lengths, q = given.pop("new_lengths", None), given.pop("q")
+    arguments = {"q": jnp.zeros((6, 4, 64)), "k": rows, "v": rows, "starts": jnp.arange(4)} | change
+    new_lengths, q = arguments.pop("new_lengths", None), arguments.pop("q")
     cache = cache_of("stacked", (8,) * 3, "float32")
     with pytest.raises(ValueError, match=re.escape(message)):
-        after = pa.append_kv(cache, **given, new_lengths=new_lengths)
-        pa.decode_attention(q, after, starts=given["starts"])
+        after = pa.append_kv(cache, **arguments, new_lengths=new_lengths)
+        pa.decode_attention(q, after, starts=arguments["starts"])
 
 
 @each_subject
@@ -499,7 +518,7 @@ LATENT_HIDES = {
 
 
 def parity(b, h, q, kv, several):
-    """Of all that a function may ask for."""
+    """A mask function that uses all its arguments."""
     return (kv % 3 != several[b]) | (q - kv < 2 + h)
 
 
@@ -512,36 +531,36 @@ def test_what_hides_keys_from_packed_latent_rows(rng, monkeypatch, subject, hide
     """Trees, prompts beside them, and functions; more rows than a launch takes."""
     kind, window, drafts_most = LATENT_HIDES[hides]
     monkeypatch.setattr(packed, "ROWS_AT_ONCE", 16)
-    one, heads = Mixture(rng, "stacked", "bfloat16", (1, 0, 7, 2, 12), (70, 9, 60, 0, 0)), 4
+    mixture, heads = Mixture(rng, "stacked", "bfloat16", (1, 0, 7, 2, 12), (70, 9, 60, 0, 0)), 4
     rows = {"kv_heads": 1, "head_dim": 192, "v_head_dim": 128, "shared_kv": True}
     cache = spoiled(cache_of(kind, (72,) * 5, "bfloat16", **rows))
     draw = lambda *shape: rng.standard_normal(shape).astype(jnp.bfloat16)  # noqa: E731
-    latent, q = draw(5, 72, 1, 192), draw(one.tokens, heads, 192)
-    first = jnp.asarray(one.held, jnp.int32)
+    latent, q = draw(5, 72, 1, 192), draw(mixture.tokens, heads, 192)
+    first = jnp.asarray(mixture.held, jnp.int32)
     cache = pa.append_kv(cache, latent, new_lengths=first, implementation="reference")
-    new = one.packed(latent)
-    cache = pa.append_kv(cache, new, starts=one.starts, implementation="reference")
-    parents = some_packed_parents(one.tokens)
+    new = mixture.packed(latent)
+    cache = pa.append_kv(cache, new, starts=mixture.starts, implementation="reference")
+    parents = some_packed_parents(mixture.tokens)
     several = np.array([0, 1, 2, 0, 1], np.int32)
-    options = {"starts": jnp.asarray(one.starts)}
+    options = {"starts": jnp.asarray(mixture.starts)}
     if hides == "function":
         options["mask"] = CAUSAL & pa.mask_fn(parity, several)
     else:
-        options["parents"] = pa.DraftTree.create(parents, one.starts, drafts_most=drafts_most)
+        options["parents"] = pa.DraftTree.create(parents, mixture.starts, drafts_most=drafts_most)
         options["mask"] = CAUSAL if window is None else sliding_window(window)
     out, lse = subject.call(pa.decode_attention_with_lse, q, cache, **options)
     out, lse = np.asarray(out, np.float64), np.asarray(lse).T
-    in_tree = of_trees(one, parents, window, drafts_most or one.tokens)
-    for m in np.flatnonzero(one.counts):
+    in_tree = of_trees(mixture, parents, window, drafts_most or mixture.tokens)
+    for m in np.flatnonzero(mixture.counts):
         if hides == "function":
-            at = one.held[m] + np.arange(one.counts[m])[:, None]
-            key = np.arange(one.lengths[m])
+            at = mixture.held[m] + np.arange(mixture.counts[m])[:, None]
+            key = np.arange(mixture.lengths[m])
             seen = np.stack([parity(m, n, at, key, several) for n in range(heads)], axis=1)
             seen = (seen & (key <= at)[:, None])[None, None]
         else:
             seen = in_tree(m)[:, :, :, None]
-        own = slice(one.starts[m], one.starts[m + 1])
-        want, want_lse = softmax_of_rows(one, m, seen, q, latent)
+        own = slice(mixture.starts[m], mixture.starts[m + 1])
+        want, want_lse = softmax_of_rows(mixture, m, seen, q, latent)
         np.testing.assert_allclose(out[own], want, atol=0.03)
         np.testing.assert_allclose(lse[own], want_lse, atol=1e-2)
-    assert not out[: one.starts[0]].any() and not out[one.starts[-1] :].any()
+    assert not out[: mixture.starts[0]].any() and not out[mixture.starts[-1] :].any()

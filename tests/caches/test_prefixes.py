@@ -12,8 +12,7 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import prefixes
-from pallas_attn._call import dispatch
-from pallas_attn.kernels.decode import sm90 as decode_sm90
+from pallas_attn._cache import attend
 from pallas_attn.kernels.prefill import sm90 as kernel
 from tests.support import mosaic
 
@@ -100,7 +99,7 @@ def close(got, want, atol=2e-6):
         np.testing.assert_allclose(mine, other, atol=atol, rtol=atol, equal_nan=True)
 
 
-# ---- what is found -------------------------------------------------------------------------------
+# ---- search for shared prefixes ------------------------------------------------------------------
 
 
 @functools.partial(jax.jit, static_argnames=("tokens", "levels"))
@@ -153,12 +152,12 @@ def test_any_table_is_covered(rng):
                 table[m:, at:] = rng.integers(-1, 12, width - at)
         near = rng.integers(-2, width * SIZE + 6, sequences)
         lengths = np.where(rng.random(sequences) < 0.1, rng.choice([2**31 - 1, -(2**31)]), near)
-        one = dataclasses.replace(
+        held = dataclasses.replace(
             cache,
             page_table=jnp.asarray(table, jnp.int32),
             lengths=jnp.asarray(lengths, jnp.int32),
         )
-        parts += assert_covers(one, found_by(one, 1 + trial % 3 % 2, 1 + trial % 3))
+        parts += assert_covers(held, found_by(held, 1 + trial % 3 % 2, 1 + trial % 3))
     assert parts > 24
 
 
@@ -169,19 +168,19 @@ def test_what_is_shared_is_found():
     table[:5, :2] = table[0, :2]
     table[1:3, 2:4] = table[1, 2:4]
     table[3:5, 2] = table[3, 2]
-    one = dataclasses.replace(
+    held = dataclasses.replace(
         cache,
         page_table=jnp.asarray(table, jnp.int32),
         lengths=jnp.asarray([20, 20, 17, 20, 20, 20], jnp.int32),
     )
-    shared = found_by(one, 1, 2)
-    assert_covers(one, shared)
+    shared = found_by(held, 1, 2)
+    assert_covers(held, shared)
     np.testing.assert_array_equal(shared.lengths, [8, 0, 0, 8, 4, 0])
     np.testing.assert_array_equal(shared.own_lengths, [12, 4, 1, 8, 8, 20])
-    assert_covers(one, found_by(one, 2, 2))  # one page less of the third
+    assert_covers(held, found_by(held, 2, 2))  # one page less of the third
     table[:, 0] = range(6)
-    one = dataclasses.replace(one, page_table=jnp.asarray(table, jnp.int32))
-    assert not np.asarray(found_by(one, 1, 2).lengths).any()
+    held = dataclasses.replace(held, page_table=jnp.asarray(table, jnp.int32))
+    assert not np.asarray(found_by(held, 1, 2).lengths).any()
 
 
 # ---- decoding ------------------------------------------------------------------------------------
@@ -235,7 +234,7 @@ def test_where_every_sequence_reads_its_own(rng):
     def calls(options):
         call = functools.partial(pa.decode_attention, q, cache, **options)
         traced = [jax.make_jaxpr(call)(**x) for x in ({}, {"shared_prefixes": shared})]
-        return [str(one).count("exp ") for one in traced]
+        return [str(program).count("exp ") for program in traced]
 
     for options in (
         {"mask": pa.sliding_window(9)},
@@ -243,10 +242,10 @@ def test_where_every_sequence_reads_its_own(rng):
         {"batch_invariant": True},
         {"starts": starts},
     ):
-        plain, given = calls(options)
-        assert plain == given > 0
-    plain, given = calls({})
-    assert given > plain
+        plain, sharing = calls(options)
+        assert plain == sharing > 0
+    plain, sharing = calls({})
+    assert sharing > plain
 
 
 @pytest.mark.by_xla
@@ -261,14 +260,14 @@ def test_transforms(rng):
         pools = [jnp.stack([x, -x]) for x in (cache.k, cache.v)]
         layered = dataclasses.replace(cache, k=pools[0], v=pools[1])
 
-        def one(carry, each):
+        def of_layer(carry, each):
             rows, layer = each
             out = pa.decode_attention(rows, layered, layer=layer, shared_prefixes=shared)
             return carry, out
 
         each = jax.vmap(lambda q: pa.decode_attention(q, cache, shared_prefixes=shared))(q)
         plain = jax.vmap(lambda q: pa.decode_attention(q, cache))(jnp.concatenate([q, -q[1:]]))
-        return jax.lax.scan(one, 0, (q, jnp.arange(2, dtype=jnp.int32)))[1], each, plain
+        return jax.lax.scan(of_layer, 0, (q, jnp.arange(2, dtype=jnp.int32)))[1], each, plain
 
     layers, each, plain = scanned(q, cache)
     close(each, plain[:2])
@@ -310,8 +309,8 @@ def wider(cache):
 
 @pytest.mark.parametrize("kind", ["per_sequence", "stacked"])
 def test_a_prefix_stands_before_the_rows_of_a_sequence(rng, kind):
-    """As one cache of both: also where one of them is empty, and where there is no prefix; one of
-    the two has more columns.
+    """The result is that of one cache with both, also if one of them is empty or there is no
+    prefix; one of the two has more columns.
     """
     groups = np.array([1, -1, 0, 1, 2, 2**31 - 1, 1])
     first, second = [0, 24, 13], [5, 1, 0, 2, 24, 7, 0]
@@ -322,18 +321,18 @@ def test_a_prefix_stands_before_the_rows_of_a_sequence(rng, kind):
     lengths = []
     for m, group in enumerate(groups):
         n = first[group] if 0 <= group < 3 else 0
-        for both, one, other in zip(rows, of_prefix, of_own, strict=True):
-            both[m, :n] = one[group if n else 0, :n]
+        for both, left, other in zip(rows, of_prefix, of_own, strict=True):
+            both[m, :n] = left[group if n else 0, :n]
             both[m, n : n + second[m]] = other[m, : second[m]]
         lengths.append(n + second[m])
     joined = pa.StackedCache.create(7, 60, **HEADS, dtype="float32")
     joined = pa.append_kv(joined, *rows, new_lengths=jnp.asarray(lengths, jnp.int32))
-    q, given = rows_of(rng, 7, 4, 8), pa.Prefix(prefix, jnp.asarray(groups, jnp.int32))
+    q, named = rows_of(rng, 7, 4, 8), pa.Prefix(prefix, jnp.asarray(groups, jnp.int32))
     options = {"sinks": jnp.asarray(np.arange(4, dtype=np.float32) - 1)}
-    close(*with_prefix(q, own, given, joined, options))
+    close(*with_prefix(q, own, named, joined, options))
     lost = dataclasses.replace(prefix, lengths=jnp.asarray([0, 99, 13], jnp.int32))
-    given = pa.Prefix(lost, jnp.asarray(groups, jnp.int32))
-    (out, _), _ = with_prefix(q, own, given, joined, options)
+    named = pa.Prefix(lost, jnp.asarray(groups, jnp.int32))
+    (out, _), _ = with_prefix(q, own, named, joined, options)
     np.testing.assert_array_equal(np.isnan(out).all(axis=(1, 2)), groups == 1)
 
 
@@ -342,17 +341,17 @@ def test_what_is_not_taken(rng):
     other, groups = unshared(cache), jnp.asarray(np.zeros(2, np.int32))
     angles = jnp.asarray(np.zeros((60, 4), np.float32))
     shared, prefix = found_by(cache, 1, 1), pa.Prefix(other, groups)
-    given = {"prefix": prefix}
+    arguments = {"prefix": prefix}
     wrong = dataclasses.replace(other, k=other.k[:, :1], v=other.v[:, :1])
     starts = jnp.asarray(np.arange(3, dtype=np.int32))
     for text, options in {
-        "starts: expected None beside prefix; pass q": given | {"starts": starts},
-        "rotary: expected None beside prefix; rotate": given
+        "starts: expected None beside prefix; pass q": arguments | {"starts": starts},
+        "rotary: expected None beside prefix; rotate": arguments
         | {"rotary": pa.Rotary(angles, angles)},
-        "batch_invariant: expected False beside prefix,": given | {"batch_invariant": True},
-        "mask: expected no function and no left bound": given | {"mask": pa.sliding_window(3)},
-        "parents: expected None beside prefix; where": given | {"parents": groups[:, None]},
-        "shared_prefixes: expected None beside prefix": given | {"shared_prefixes": shared},
+        "batch_invariant: expected False beside prefix,": arguments | {"batch_invariant": True},
+        "mask: expected no function and no left bound": arguments | {"mask": pa.sliding_window(3)},
+        "parents: expected None beside prefix; where": arguments | {"parents": groups[:, None]},
+        "shared_prefixes: expected None beside prefix": arguments | {"shared_prefixes": shared},
         r"prefix: expected Prefix\(cache, groups\)": {"prefix": other},
         r"prefix.groups: expected int32\[2\]": {"prefix": pa.Prefix(other, groups[:1])},
         "prefix: expected a cache whose kv_heads": {"prefix": pa.Prefix(wrong, groups)},
@@ -364,7 +363,7 @@ def test_what_is_not_taken(rng):
         pa.decode_attention(two, cache, shared_prefixes=shared)
     with pytest.raises(ValueError, match="shared_prefixes: expected what cache.shared_p"):
         pa.decode_attention(q, other, shared_prefixes=shared)
-    for options in (given, {"shared_prefixes": shared}):  # of no rows there are none
+    for options in (arguments, {"shared_prefixes": shared}):  # no rows share no prefix
         assert pa.decode_attention(q[:, None][:, :0], cache, **options).shape == (2, 0, 4, 8)
     with pytest.raises(ValueError, match="levels: expected an int of at least 1"):
         cache.shared_prefixes(levels=0)
@@ -374,37 +373,32 @@ def test_what_is_not_taken(rng):
 
 
 def by_kernel(config, launches):
-    """How the parts of a call are made: the own one by the reference, if the kernel does not make
-    it as well, the others by the kernel. `launches`: whether it made both.
+    """In place of `attend.attend_merged`: shared parts by the kernel, in the interpreter, which
+    appends to `launches`.
     """
 
-    def merge(problem, inputs):
-        if (own := problem.own) is not None:
-            own = dataclasses.replace(own, gpu="sm90")
-        problem = dataclasses.replace(problem, gpu="sm90", own=own)
-        assert kernel.MERGES
+    def merge(problem, inputs, implementation):
+        problem = dataclasses.replace(problem, gpu="sm90")
         if (refused := kernel.limit(problem)) is not None:
-            assert own is not None and "own" in str(refused)
+            assert problem.own is not None and "own" in str(refused)
             return None
-        launches.append(own is not None)
+        launches.append(problem.merged)
         with mosaic.interpret():
             return jax.block_until_ready(kernel.run(inputs, problem, config))
 
-    return prefixes.Run(lambda problem, inputs: dispatch._decode(inputs, problem), merge)
+    return merge
 
 
 @pytest.mark.guards
-@pytest.mark.parametrize("decoders", [1, 2])
-@pytest.mark.parametrize("tokens, heads, both", [(3, 12, False), (1, 4, True), (2, 5, True)])
-def test_interpreted(rng, monkeypatch, tokens, heads, both, decoders, warpgroups=2):
-    """Two levels, q tiles of both consumers and of one, lengths that end within a tile. Few query
-    rows have their own keys read in the same launch, by one warpgroup of a block or both.
+@pytest.mark.parametrize(
+    "tokens, heads, warpgroups, grid", [(3, 12, 2, 2), (1, 4, 2, 2), (2, 5, 2, 2), (3, 12, 1, 16)]
+)
+def test_interpreted(rng, monkeypatch, tokens, heads, warpgroups, grid):  # noqa: PLR0913
+    """Two levels, q tiles of both consumers and of one, lengths that end within a tile; in pairs of
+    blocks, where they are 16.
     """
-    launches: list[bool] = []
-    if decoders == 2:
-        of_two = decode_sm90.Config(stages=2, grid=4, many_heads=True, head_overhead=48)
-        monkeypatch.setattr(decode_sm90, "_two_blocks", lambda *_: of_two)
-    config = kernel.Config(warpgroups, block_kv=64, q_slots=1, grid=2)
+    launches: list[tuple] = []
+    config = kernel.Config(warpgroups, block_kv=64, q_slots=1, grid=grid)
     table = np.arange(100).reshape(5, 20)
     table[:4, :10] = table[0, :10]
     table[1:3, :12] = table[1, :12]
@@ -414,18 +408,13 @@ def test_interpreted(rng, monkeypatch, tokens, heads, both, decoders, warpgroups
     q = rows_of(rng, 5, tokens, heads, 64, dtype="bfloat16")
     shared = found_by(cache, tokens, 2)
     assert list(np.asarray(shared.lengths)) == [80, 0, 16, 0]
-    over_shared = prefixes.over_shared
-    monkeypatch.setattr(
-        prefixes,
-        "over_shared",
-        lambda *given: over_shared(*given[:-1], by_kernel(config, launches)),
-    )
+    monkeypatch.setattr(attend, "attend_merged", by_kernel(config, launches))
     sinks = jnp.asarray(np.arange(heads, dtype=np.float32))
     got = pa.decode_attention_with_lse(q, cache, shared_prefixes=shared, sinks=sinks)
     want = pa.decode_attention_with_lse(q, cache, sinks=sinks)
-    assert launches == [both]
+    assert len(launches) == 1
     close(got[:1], want[:1], 2 * 2.0**-7)
-    close(got[1:], want[1:], 1e-4 if both else 1e-5)
+    close(got[1:], want[1:], 1e-5)
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------
@@ -493,8 +482,8 @@ def test_a_prefix_on_a_gpu(rng, kind):
     both_rows = jnp.asarray(both_rows)
     joined = pa.append_kv(joined, both_rows, -both_rows, new_lengths=jnp.asarray(ends, jnp.int32))
     q = rows_of(rng, 40, 8, 64, dtype="bfloat16")
-    given = pa.Prefix(prefix, jnp.asarray(groups, jnp.int32))
+    named = pa.Prefix(prefix, jnp.asarray(groups, jnp.int32))
     for options in ({}, {"sinks": rows_of(rng, 8)}):
-        got, want = with_prefix(q, own, given, joined, options)
+        got, want = with_prefix(q, own, named, joined, options)
         close(got[:1], want[:1], 2.0**-6)
         close(got[1:], want[1:], 1e-4)

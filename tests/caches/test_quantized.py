@@ -136,7 +136,7 @@ def new_rows(rng, t, dims=(24, 16), dtype="float32"):
 
 
 def stored(cache, new):
-    """What goes into each buffer for new rows k and v."""
+    """The numbers and scales that each buffer takes for new rows k and v."""
     if not cache.quantized:
         return {side: np.asarray(rows) for side, rows in new.items()}
     pairs = {side: quantized(rows, str(cache.dtype)) for side, rows in new.items()}
@@ -223,9 +223,9 @@ def test_every_byte_of_every_buffer(rng, subject, case):
         cache = cache.extend(jnp.asarray(counts, jnp.int32))
         new = case.arguments(rng, t)
         places = [
-            (m, i, *found)
+            (m, i, *at)
             for m, i in np.ndindex(3, t)
-            if i < counts[m] and (found := place(cache, m, int(starts[m]) + i))
+            if i < counts[m] and (at := place(cache, m, int(starts[m]) + i))
         ]
         for name, rows in stored(cache, new).items():
             for m, i, array, where in places:

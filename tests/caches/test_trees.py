@@ -36,22 +36,22 @@ def test_ancestors(drafts):
 @each_subject
 @pytest.mark.parametrize("kind, drafts", [("per_sequence", 9), ("stacked", 5), ("paged", 9)])
 def test_a_tree(rng, subject, kind, drafts):
-    """What drafts see is who they are and whom they follow; a chain gives the bits of causal."""
+    """Drafts see themselves and their ancestors; a chain gives the bits of a causal mask."""
     options = {"softcap": 3.0} if kind == "paged" else {}
     _, k, v = rows(rng, len(LENGTHS), CAPACITY, subject.dtype)
     q = rows(rng, len(LENGTHS), drafts, subject.dtype)[0]
     cache = holding(rng, kind, k, v, LENGTHS, fill=np.nan)
     parents = some_parents(len(LENGTHS), drafts)
-    given = options | {"sinks": np.linspace(-1, 2, KV_HEADS * GROUP, dtype=np.float32)}
+    more = options | {"sinks": np.linspace(-1, 2, KV_HEADS * GROUP, dtype=np.float32)}
     call = subject.call
-    out, lse = call(pa.decode_attention_with_lse, q, cache, parents=jnp.asarray(parents), **given)
+    out, lse = call(pa.decode_attention_with_lse, q, cache, parents=jnp.asarray(parents), **more)
     seen = seen_in_tree(parents, LENGTHS, CAPACITY)
-    given |= {"mask_array": seen, "tensor_cores": subject.tensor_cores}
-    budget.check({"out": out, "lse": lse}, expected(q, k, v, LENGTHS, **given))
+    more |= {"mask_array": seen, "tensor_cores": subject.tensor_cores}
+    budget.check({"out": out, "lse": lse}, expected(q, k, v, LENGTHS, **more))
     chain = np.broadcast_to(np.arange(drafts, dtype=np.int32) - 1, parents.shape)
-    found = call(pa.decode_attention, q, cache, parents=pa.DraftTree.create(chain), **options)
+    result = call(pa.decode_attention, q, cache, parents=pa.DraftTree.create(chain), **options)
     causal = call(pa.decode_attention, q, cache, **options)
-    np.testing.assert_array_equal(found, causal)
+    np.testing.assert_array_equal(result, causal)
 
 
 @pytest.mark.parametrize("subject", subjects.rows("decode"))
@@ -81,8 +81,8 @@ def test_a_tree_in_a_window(rng, subject, kind, drafts, window, traced):
     at = np.where(key < begin, key, begin + of_draft[:, None, None])
     near = begin + depth[:, None, :, None] - at < window
     seen = seen_in_tree(parents, LENGTHS, CAPACITY) & near
-    given = {"mask_array": seen, "tensor_cores": subject.tensor_cores}
-    budget.check({"out": out, "lse": lse}, expected(q, k, v, LENGTHS, **given))
+    arguments = {"mask_array": seen, "tensor_cores": subject.tensor_cores}
+    budget.check({"out": out, "lse": lse}, expected(q, k, v, LENGTHS, **arguments))
 
 
 @pytest.mark.parametrize("subject", subjects.rows("decode"))
@@ -105,8 +105,8 @@ def test_a_tree_of_which_a_device_has_some_rows(rng, subject, kind, window):
     seen = np.take_along_axis(known, within[:, None], axis=2) | (key < 0)[:, None]
     at = np.where(key < 0, key, np.take_along_axis(depth, within, axis=1))
     seen &= depth[:, :, None] - at[:, None] < (window or 2**20)
-    given = {"mask_array": seen[:, None], "mask": pa.FULL, "tensor_cores": subject.tensor_cores}
-    budget.check({"out": out, "lse": lse}, expected(q, k, v, held, **given))
+    arguments = {"mask_array": seen[:, None], "mask": pa.FULL, "tensor_cores": subject.tensor_cores}
+    budget.check({"out": out, "lse": lse}, expected(q, k, v, held, **arguments))
 
 
 def test_a_window_of_any_int32(rng):
@@ -136,14 +136,14 @@ def test_a_window_over_more_drafts_than_a_word_has_bits(window):
     band, function = trees.windowed(tree, window - 1, jnp.asarray(at))
     key, row = np.arange(200, dtype=np.int32), np.arange(drafts, dtype=np.int32)
     b, q = np.arange(4, dtype=np.int32)[:, None, None], at[:, None, None] + row[:, None]
-    found = function.allows(b, np.int32(0), q, key) & band.allows(q, key, lengths[:, None, None])
+    shown = function.allows(b, np.int32(0), q, key) & band.allows(q, key, lengths[:, None, None])
     depth, within = np.asarray(tree.depth), key - at[:, None]
     of_draft = np.take_along_axis(depth, np.clip(within, 0, drafts - 1), axis=1)
     stands = np.where(within < 0, within, of_draft)[:, None]
     near = depth[:, :, None] - stands < window
     seen = seen_in_tree(parents, lengths, 200)[:, 0] & near
     held = q >= 0  # drafts that the cache has
-    np.testing.assert_array_equal(found & held, seen & held)
+    np.testing.assert_array_equal(shown & held, seen & held)
 
 
 @pytest.mark.machine_code
@@ -173,11 +173,11 @@ def test_positions_of_a_tree(rng):
     def step(cache, parents):
         tree = pa.DraftTree.create(parents)
 
-        def one(cache, layer):
+        def of_layer(cache, layer):
             cache = pa.write_kv(cache, k, v, layer=layer, parents=tree, rotary=rotary)
             return cache, pa.decode_attention(q, cache, layer=layer, parents=tree, rotary=rotary)
 
-        return jax.lax.scan(one, cache, jnp.arange(layers))
+        return jax.lax.scan(of_layer, cache, jnp.arange(layers))
 
     held, outs = step(cache, parents)
     depth = ancestors(parents).sum(axis=2) - 1
@@ -211,7 +211,7 @@ FUNCTION = pa.mask_fn(
     ids=str,
 )
 def test_a_mask_function(rng, subject, kind, band):
-    """Of sequence, head and positions in the sequence, within a band; packed rows too."""
+    """A function of sequence, head and positions, within a band; packed rows too."""
     drafts, mask = 6, FUNCTION if band == pa.FULL else band & FUNCTION
     _, k, v = rows(rng, len(LENGTHS), CAPACITY, subject.dtype)
     q = rows(rng, len(LENGTHS), drafts, subject.dtype)[0]
@@ -221,13 +221,13 @@ def test_a_mask_function(rng, subject, kind, band):
     b, h, t, kv = (x.astype(np.int32) for x in np.ogrid[tuple(map(slice, sizes))])
     at = t + (np.asarray(LENGTHS, np.int32) - drafts)[:, None, None, None]
     seen = np.broadcast_to(FUNCTION.allows(b, h, at, kv), sizes)
-    given = {"mask": band, "mask_array": seen, "tensor_cores": subject.tensor_cores}
-    budget.check({"out": out, "lse": lse}, expected(q, k, v, LENGTHS, **given))
+    arguments = {"mask": band, "mask_array": seen, "tensor_cores": subject.tensor_cores}
+    budget.check({"out": out, "lse": lse}, expected(q, k, v, LENGTHS, **arguments))
     starts = np.arange(len(LENGTHS) + 1, dtype=np.int32) * drafts
     packed = q.reshape(-1, *q.shape[2:])
-    found = subject.call(pa.decode_attention, packed, cache, mask=mask, starts=jnp.asarray(starts))
+    result = subject.call(pa.decode_attention, packed, cache, mask=mask, starts=jnp.asarray(starts))
     close = {"atol": 0.02 if subject.dtype == "bfloat16" else 1e-5}
-    apart = found.reshape(out.shape).astype(jnp.float32)
+    apart = result.reshape(out.shape).astype(jnp.float32)
     np.testing.assert_allclose(apart, out.astype(jnp.float32), **close)
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from pallas_attn import Mask
-from pallas_attn.bench import cases
-from tests.support import budget, definition
+from pallas_attn.bench import cases, definition
+from tests.support import budget
 from tests.support.subjects import cotangents
 
 (CASE,) = cases.select(cases.ATTENTION, "bias_by_row")
@@ -29,10 +29,10 @@ def test_many_roundings_excuse_no_error(monkeypatch):
     """They allow at least what one does, and no more than what rounding can do."""
     monkeypatch.setattr(budget, "MANY_GRIDS", budget.MANY_GRIDS[::8])
     arguments, cotangents_ = CASE.arguments(), cotangents(CASE)
-    one = budget.attention(arguments, *cotangents_, random=True, grids=(1.0,))
+    once = budget.attention(arguments, *cotangents_, random=True, grids=(1.0,))
     many = budget.attention(arguments, *cotangents_, random=True, grids=budget.MANY_GRIDS)
     for name, exact in many.oracle.items():
-        assert (abs(many.naive[name] - exact) >= abs(one.naive[name] - exact)).all(), name
+        assert (abs(many.naive[name] - exact) >= abs(once.naive[name] - exact)).all(), name
         with pytest.raises(AssertionError, match=name):
             budget.check({name: exact * 1.1}, many)
 
@@ -73,8 +73,8 @@ def test_where_rows_see_one_key_values_may_lose_their_last_bits_and_no_more():
 
 
 def test_sums_that_round_towards_zero_pass():
-    """What tensor cores do, in 36 steps for the 576 columns of a latent cache: the lse of rows that
-    see few keys, which the runs of few refuse now and then. Nothing larger passes.
+    """Tensor cores round so, in 36 steps for the 576 columns of a latent cache: the lse of rows
+    that see few keys, which a few naive runs refuse now and then. Nothing larger passes.
     """
     rng, refused = np.random.default_rng(0), 0
     sums = functools.partial(definition.towards_zero, some=16)
@@ -110,7 +110,7 @@ def test_errors_fail(expected, name):
 
 
 def test_a_handed_lse_excuses_nothing_but_its_own_rounding():
-    """Of a gradient in float32 with logits of 20: exact sums pass, fewer bits anywhere do not."""
+    """A gradient in float32 with logits of 20: exact sums pass, fewer bits anywhere do not."""
     (case,) = cases.select(cases.ATTENTION, "scale")
     case = dataclasses.replace(case, dtype="float32", precision="highest", q_len=130)
     arguments, cotangent = case.arguments(), case.cotangent(1)
@@ -119,8 +119,8 @@ def test_a_handed_lse_excuses_nothing_but_its_own_rounding():
 
     def gradients(**arithmetic):
         how = definition.Arithmetic(lse=expected.lse, **arithmetic)
-        found = definition.attention(arrays, cotangent, scale=case.scale, arithmetic=how)
-        return {name: found[name] for name in ("dq", "dk", "dv")}
+        result = definition.attention(arrays, cotangent, scale=case.scale, arithmetic=how)
+        return {name: result[name] for name in ("dq", "dk", "dv")}
 
     budget.check(gradients(dtype=np.float64), expected)
     budget.check(gradients(dtype=np.float32), expected)

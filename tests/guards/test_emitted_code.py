@@ -12,9 +12,9 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from pallas_attn.kernels.attention import score_mod
+from pallas_attn.kernels.attention import logits
 from pallas_attn.kernels.decode_mla import combine_latent as mla_combine
-from pallas_attn.kernels.lang import mosaic, thread_math, threads, warp_vote
+from pallas_attn.kernels.lang import asm, mosaic, thread_math, threads, warp_vote
 from pallas_attn.kernels.mma import (
     epilogue,
     global_accumulate,
@@ -58,42 +58,42 @@ def test_masks(names, keys, warpgroup, rng):
     s = rng.standard_normal((64, keys)).astype(np.float32)
     low, high = (rng.permutation(np.arange(64) % (keys + 6) - 3).astype(np.int32) for _ in range(2))
     ids = [rng.integers(0, 3, n).astype(np.int32) for n in (64, keys)]
-    given = {"low": low, "high": high}
-    given = {name: jnp.asarray(given[name]) if name in names else None for name in given}
+    bounds = {"low": low, "high": high}
+    bounds = {name: jnp.asarray(bounds[name]) if name in names else None for name in bounds}
     ids = tuple(map(jnp.asarray, ids)) if "rows" in names else None
-    one = captured(score_mod.mask_columns, jnp.asarray(s), *given.values(), ids)
-    found = evaluate(one, held_by(s.shape), warpgroup)
-    want = np.asarray(one.function.values(*one.args))
+    code = captured(logits.mask_columns, jnp.asarray(s), *bounds.values(), ids)
+    got = evaluate(code, held_by(s.shape), warpgroup)
+    want = np.asarray(code.function.values(*code.args))
     assert np.isneginf(want).any() and np.isfinite(want).any()
-    np.testing.assert_array_equal(found, want.reshape(-1)[emitted.places(s.shape, 4)])
+    np.testing.assert_array_equal(got, want.reshape(-1)[emitted.places(s.shape, 4)])
 
 
 @pytest.mark.parametrize("bound", [0.0, 8.0])
 def test_votes(bound):
-    """Of the warps, each for itself; a row of NaN has none."""
+    """Each warp votes for itself; a row of NaN has no vote."""
     rows = np.zeros(64, np.float32)
     rows[[3, 21, 60]] = np.nan, bound + 1, bound
-    one = captured(warp_vote.any_in_warp, jnp.asarray(rows), bound)
-    found = evaluate(one, held_by((64, 8)))
-    np.testing.assert_array_equal(found.reshape(4, 32)[:, 0], [0, 1, 0, 0])
-    assert (found.reshape(4, 32) == found.reshape(4, 32)[:, :1]).all()
+    code = captured(warp_vote.any_in_warp, jnp.asarray(rows), bound)
+    got = evaluate(code, held_by((64, 8)))
+    np.testing.assert_array_equal(got.reshape(4, 32)[:, 0], [0, 1, 0, 0])
+    assert (got.reshape(4, 32) == got.reshape(4, 32)[:, :1]).all()
 
 
 # ---- results in global memory --------------------------------------------------------------------
 
 
 def written(make, shape, grid=None):
-    """What code and twin write of a tile to some rows of a head, into [B, rows, heads, dim]."""
+    """Arrays [B, rows, heads, dim] after code and twin wrote a tile to some rows of a head."""
     down = 4 if grid is None else grid.down
     both = []
     for ours in (True, False):
         to = np.full((2, 150, 3, 40), -1, jnp.dtype("bfloat16"))
         tile = numbers(shape, "bfloat16")
-        one = captured(make, tile, to, tuple(map(np.int32, (1, 2, 70, 50))))
+        code = captured(make, tile, to, tuple(map(np.int32, (1, 2, 70, 50))))
         if ours:
-            evaluate(one, held_by(shape, down))
+            evaluate(code, held_by(shape, down))
         else:
-            one.function.twin(*one.args)
+            code.function.twin(*code.args)
         both.append(to)
     np.testing.assert_array_equal(*both)
     assert (both[0] != -1).sum() == min(50, shape[0]) * 40
@@ -112,7 +112,7 @@ def staged(grid=None):
 WRITERS = {
     "rowmajor": (mma_sync.write, (64, 64), None),
     "two_by_two": (
-        lambda *given: mma_2x2.write(*given, mma_2x2.WarpGrid(2)),
+        lambda *arguments: mma_2x2.write(*arguments, mma_2x2.WarpGrid(2)),
         (64, 64),
         mma_2x2.WarpGrid(2),
     ),
@@ -128,14 +128,14 @@ def test_results_are_written_where_the_twin_writes_them(name):
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_results_past_two_to_the_31(name):
-    """Of the last rows of an array of 2**37 bytes."""
+    """Writes the last rows of an array of 2**37 bytes."""
     make, shape, grid = WRITERS[name]
     batch, rows, heads, dim = 2**6, 2**16, 2**7, 2**7
     to = Far((batch, rows, heads, dim), "bfloat16")
     tile = numbers(shape, "bfloat16")
     at = tuple(map(np.int32, (batch - 1, heads - 1, rows - 64, 64)))
     evaluate(captured(make, tile, to, at), held_by(shape, 4 if grid is None else 2))
-    found = np.sort(
+    got = np.sort(
         np.concatenate(
             [
                 (offset[:, None] + np.arange(0, value.shape[1], 2)).ravel()
@@ -145,7 +145,7 @@ def test_results_past_two_to_the_31(name):
     )
     row, column = np.arange(rows - 64, rows)[:, None], np.arange(64)
     want = ((((batch - 1) * rows + row) * heads + heads - 1) * dim + column) * 2
-    np.testing.assert_array_equal(found, want.ravel())
+    np.testing.assert_array_equal(got, want.ravel())
 
 
 # ---- tiles in the order of their threads ---------------------------------------------------------
@@ -158,8 +158,8 @@ def test_what_portable_blocks_add_up_is_read_in_the_order_in_which_it_was_added(
     for _ in range(2):
         evaluate(captured(global_accumulate.add, tile, to, np.int32(1), vectors), held)
     assert not to[[0, 2]].any()
-    found = evaluate(captured(global_accumulate.load, to, np.int32(1), shape, vectors), held)
-    np.testing.assert_array_equal(found, 2 * tile.reshape(-1)[emitted.places(shape, 2)])
+    got = evaluate(captured(global_accumulate.load, to, np.int32(1), shape, vectors), held)
+    np.testing.assert_array_equal(got, 2 * tile.reshape(-1)[emitted.places(shape, 2)])
 
 
 def test_latent_partials_are_read_in_the_order_in_which_they_were_written():
@@ -167,8 +167,8 @@ def test_latent_partials_are_read_in_the_order_in_which_they_were_written():
     tile, held = numbers(shape), held_by((64, 32))
     evaluate(captured(mla_combine.store, ref, np.int32(1), tile), held)
     assert not ref[[0, 2]].any()
-    found = evaluate(captured(mla_combine.load, ref, np.int32(1), shape), held)
-    np.testing.assert_array_equal(found, tile.reshape(-1)[emitted.places(shape, 4)])
+    got = evaluate(captured(mla_combine.load, ref, np.int32(1), shape), held)
+    np.testing.assert_array_equal(got, tile.reshape(-1)[emitted.places(shape, 4)])
 
 
 @pytest.mark.parametrize("where", [0, 1])
@@ -176,11 +176,11 @@ def test_dq_is_added_as_the_twin_adds_it(where):
     both = [np.zeros(3 * 64 * 64, np.float32) for _ in range(2)]
     for to, ours in zip(both, (True, False), strict=True):
         tile = numbers((64, 64))
-        one = captured(mma_rowmajor.add, to, np.int32(1), tile, np.int32(where))
+        code = captured(mma_rowmajor.add, to, np.int32(1), tile, np.int32(where))
         if ours:
-            evaluate(one, held_by((64, 64)))
+            evaluate(code, held_by((64, 64)))
         else:
-            one.function.twin(*one.args)
+            code.function.twin(*code.args)
     np.testing.assert_array_equal(*both)
     assert both[0].any() == where
 
@@ -190,9 +190,9 @@ def test_latent_partials_past_two_to_the_31():
     evaluate(
         captured(mla_combine.store, to, np.int32(2**24 - 1), numbers((64, 32))), held_by((64, 32))
     )
-    found = np.concatenate([offset for offset, _ in to.stores])
+    got = np.concatenate([offset for offset, _ in to.stores])
     want = (2**24 - 1) * 64 * 32 * 4 + np.arange(0, 64 * 32 * 4, 16)
-    np.testing.assert_array_equal(np.sort(found), want)
+    np.testing.assert_array_equal(np.sort(got), want)
 
 
 # ---- programs of one thread ----------------------------------------------------------------------
@@ -210,17 +210,17 @@ def a_program(operation):
         result = operation(thread, *numbers)
         return (
             result
-            if result.value.type == threads.i32()
+            if result.value.type == asm.i32()
             else thread.select(result, thread.index * 0 + 1, 0)
         )
 
     return program
 
 
-def of_threads(operation, *given):
-    one = captured(threads.each_thread, a_program(operation), (), given, returns="each")
+def of_threads(operation, *arguments):
+    code = captured(threads.each_thread, a_program(operation), (), arguments, returns="each")
     held = {repr(A_NUMBER_A_THREAD): np.arange(128)[:, None, None]}
-    return evaluate(one, held)[:, 0, 0]
+    return evaluate(code, held)[:, 0, 0]
 
 
 @pytest.mark.parametrize("name", OPERATORS)
@@ -230,8 +230,8 @@ def test_operators_of_integers(name, rng):
         a, b = a - 20, b - 20
     b = np.where(b == 0, 1, b).astype(np.int32) if name in ("floordiv", "mod") else b
     b[:5] = np.maximum(a[:5], 1)
-    found = of_threads(lambda _, x, y: OPERATORS[name](x, y), a, b)
-    np.testing.assert_array_equal(found, OPERATORS[name](a, b).astype(np.int32))
+    got = of_threads(lambda _, x, y: OPERATORS[name](x, y), a, b)
+    np.testing.assert_array_equal(got, OPERATORS[name](a, b).astype(np.int32))
 
 
 TOGETHER = {
@@ -270,18 +270,18 @@ def test_words_are_stored_where_the_condition_holds(nbytes):
         index = thread.wide(thread.index) + 2**33
         thread.store(refs[1], index, word, nbytes, thread.index >= 100)
 
-    given = numbers(128, f"int{8 * nbytes}")
-    evaluate(captured(threads.each_thread, program, (given, to), ()), {})
+    words = numbers(128, f"int{8 * nbytes}")
+    evaluate(captured(threads.each_thread, program, (words, to), ()), {})
     ((offset, value),) = to.stores
     np.testing.assert_array_equal(offset, (np.arange(100, 128) + 2**33) * nbytes)
-    np.testing.assert_array_equal(value.view(given.dtype)[:, 0], given[100:])
+    np.testing.assert_array_equal(value.view(words.dtype)[:, 0], words[100:])
 
 
 # ---- rows of a quantised cache -------------------------------------------------------------------
 
 
 def float16_of_e5m2(words, *_):
-    """What `thread_math.to_16_bits` is to give, without PTX: the upper halves of float16."""
+    """The results that `thread_math.to_16_bits` must give, without PTX: upper halves of float16."""
     constant = lambda x: utils.c(x, ir.IntegerType.get_signless(32))  # noqa: E731
     halves = []
     for word in words:
@@ -299,15 +299,15 @@ def test_narrow_rows_are_stored_where_tma_would_put_them(rng, monkeypatch, dim, 
     scales = rng.standard_normal((2, block)).astype(np.float32)
     both = [np.zeros((3, block, dim), jnp.bfloat16) for _ in range(2)]
     for to, ours in zip(both, (True, False), strict=True):
-        given = numbers, scales, np.int32(1), to, np.int32(2), 128, 3
-        one = captured(narrow_rows.widen, *given)
+        arguments = numbers, scales, np.int32(1), to, np.int32(2), 128, 3
+        code = captured(narrow_rows.widen, *arguments)
         if ours:
-            evaluate(one, {})
+            evaluate(code, {})
         else:
-            one.function.twin(*one.args)
-    found, want = both
+            code.function.twin(*code.args)
+    got, want = both
     row, chunk = np.arange(block)[:, None], np.arange(dim // 8)[None]
-    tiles = found[2].reshape(block // 8, dim // 64, 8, 8, 8)
+    tiles = got[2].reshape(block // 8, dim // 64, 8, 8, 8)
     rows = tiles[row // 8, chunk // 8, row % 8, chunk % 8 ^ row % 8].reshape(block, dim)
     np.testing.assert_array_equal(rows, want[2])
-    assert want[2].any() and not found[:2].any()
+    assert want[2].any() and not got[:2].any()

@@ -11,10 +11,16 @@ from tests.guards import faults
 
 @pytest.mark.parametrize("name", faults.FAULTS)
 def test_a_fault_has_its_place(name):
-    """One in its file, and Python it stays; its test is in a file that there is."""
+    """The file with the fault is another one, and Python; the test's file exists."""
     fault = faults.FAULTS[name]
-    compile(fault.text(), fault.file, "exec")
+    text = fault.text()
+    assert text != (faults.ROOT / fault.file).read_text()
+    compile(text, fault.file, "exec")
     assert (faults.ROOT / shlex.split(fault.test)[0]).is_file()
+
+
+def test_every_mark_belongs_to_a_fault():
+    assert set(faults.marks()) <= set(faults.FAULTS)
 
 
 def test_faults_are_in_every_folder_of_kernels():

@@ -11,7 +11,8 @@ import shlex
 import pytest
 
 from pallas_attn import Mask
-from tests.support import append_cases, budget, definition, fuzz, fuzz_caches
+from pallas_attn.bench import definition
+from tests.support import append_cases, budget, fuzz, fuzz_caches
 
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 each_process = pytest.mark.parametrize("process", range(PROCESSES))
@@ -47,7 +48,7 @@ def test_fuzz_on_a_gpu(request, process):
     _run(request, process, fuzz.ON_GPU)
 
 
-# ---- that it works -------------------------------------------------------------------------------
+# ---- tests of the fuzzer -------------------------------------------------------------------------
 
 
 def test_a_few_problems(seed):

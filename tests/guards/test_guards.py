@@ -21,6 +21,7 @@ from jax import lax
 from pallas_attn import kernels
 from pallas_attn._call import device
 from pallas_attn.kernels.lang import mosaic as lang
+from pallas_attn.kernels.lang import thread_program
 from tests.support import aot, builds, in_numpy, mosaic, watch
 
 pytestmark = pytest.mark.guards
@@ -32,7 +33,7 @@ SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 @pytest.fixture(params=["by XLA", "in NumPy"])
 def around(request):
-    """Who computes the program that launches a kernel."""
+    """NumPy or XLA computes the program that launches a kernel."""
     with in_numpy.instead_of_xla() if request.param == "in NumPy" else contextlib.nullcontext():
         yield
 
@@ -132,7 +133,7 @@ def test_a_machine_that_is_busy_is_no_deadlock():
     assert not ended
 
 
-# ---- what the interpreter was taught -------------------------------------------------------------
+# ---- additions to the interpreter ----------------------------------------------------------------
 
 
 def matmuls(a, b):
@@ -209,7 +210,7 @@ def given_back(a, *, waits=0, commit=True, used=1):
 def test_what_matmuls_read_is_watched_until_they_are_waited_for(fault):
     call = jax.jit(functools.partial(given_back, **fault))
     race = pytest.raises(AssertionError, match="RACE DETECTED")
-    with race if fault else contextlib.nullcontext(), mosaic.interpret():
+    with race if fault else contextlib.nullcontext(), mosaic.interpret(patience=3):
         jax.block_until_ready(call(numbers(HALF)))
 
 
@@ -278,9 +279,9 @@ def doubled(x, *, step=1, shift=0):
         thread.store(refs[1], index * step + shift, word + word, 4, index < 200)
 
     def body(x_ref, o_ref):
-        lang.each_thread(program, (x_ref, o_ref), lax.axis_index("block"))
+        thread_program.each_thread(program, (x_ref, o_ref), lax.axis_index("block"))
 
-    lang.lane_kernel(body, grid=2, name="doubled")(x, out)
+    thread_program.lane_kernel(body, grid=2, name="doubled")(x, out)
     return jax.freeze(out)
 
 
@@ -307,9 +308,9 @@ def in_place(x):
         thread.store(ref, thread.index, word, 4, thread.index >= 0)
 
     def body(ref):
-        lang.each_thread(program, ref, lax.axis_index("block"))
+        thread_program.each_thread(program, ref, lax.axis_index("block"))
 
-    lang.lane_kernel(body, grid=1, name="in_place")(ref)
+    thread_program.lane_kernel(body, grid=1, name="in_place")(ref)
     return jax.freeze(ref)
 
 
@@ -372,8 +373,8 @@ def two_accumulators(a, b):
         def both(first, second):
             plgpu.wgmma(first, a_smem, b_smem)
             plgpu.wgmma(second, a_smem, b_smem)
-            one = plgpu.wgmma_accumulator_load(first, wait_n=1)
-            return one * plgpu.wgmma_accumulator_load(second, wait_n=0)
+            loaded = plgpu.wgmma_accumulator_load(first, wait_n=1)
+            return loaded * plgpu.wgmma_accumulator_load(second, wait_n=0)
 
         accumulator = plgpu.ACC((64, 256), jnp.float32)
         o_ref[...] = pl.run_scoped(both, accumulator, accumulator)
@@ -455,8 +456,8 @@ ptxas info    : Used 168 registers, used 16 barriers, 304 bytes cumulative stack
 @pytest.mark.guards
 def test_a_digest_repeats_and_tells_programs_apart():
     """The same program has one digest, however ptxas names its registers; a scale is another."""
-    one, other = (builds.BUILDS[f"append/sm90/{kind}"] for kind in ("stacked", "per_sequence"))
-    assert builds.digest(one) == builds.digest(one) != builds.digest(other)
+    first, other = (builds.BUILDS[f"append/sm90/{kind}"] for kind in ("stacked", "per_sequence"))
+    assert builds.digest(first) == builds.digest(first) != builds.digest(other)
 
 
 def test_a_digest_forgets_names_and_keeps_constants():
@@ -517,7 +518,7 @@ def test_builds_reach_every_kernel_module():
     untraced, folders = dict(builds.BUILDS), {name.split("/")[0] for name in builds.BUILDS}
     paths = [path for path in KERNELS.glob("*/[!_]*.py") if "def " in path.read_text()]
     files = [path.relative_to(KERNELS) for path in paths]
-    jax.clear_caches()  # what was traced before would not be traced again
+    jax.clear_caches()  # or programs that are traced already would not be traced again
     with entered() as reached:
         _trace(untraced.pop("append/sm90/stacked_rotary")).lower(lowering_platforms=("cuda",))
         for path in sorted(files, key=lambda path: path.parts[0] not in folders):

@@ -1,4 +1,4 @@
-"""What tests/support/in_numpy.py computes is what XLA does, where NumPy by itself would not."""
+"""tests/support/in_numpy.py gives the results of XLA, also where NumPy by itself would not."""
 
 import jax
 import jax.numpy as jnp
@@ -115,8 +115,8 @@ def numbers(words):
 def test_as_xla(function, args):
     traced = jax.make_jaxpr(function)(*args)
     wanted = jax.tree.leaves(jax.jit(function)(*args))
-    found = in_numpy.run(traced, traced.consts, *args)
-    for have, want, var in zip(found, wanted, traced.jaxpr.outvars, strict=True):
+    got = in_numpy.run(traced, traced.consts, *args)
+    for have, want, var in zip(got, wanted, traced.jaxpr.outvars, strict=True):
         assert (have.shape, have.dtype) == (want.shape, want.dtype), var
         np.testing.assert_array_equal(*(x.astype(np.float64) for x in (have, np.asarray(want))))
 
@@ -130,26 +130,30 @@ def test_a_function_as_jit_gives_it():
 
     twice.def_vmap(lambda size, batched, x: (twice(x), batched[0]))
 
-    def function(given):
-        ref = jax.new_ref(given["x"])
+    def function(arrays):
+        ref = jax.new_ref(arrays["x"])
         ref[0] += 1
-        loss = lambda x: (lax.stop_gradient(x) * jnp.tanh(x) @ given["y"]).sum()  # noqa: E731
-        return {"grad": jax.grad(loss)(given["x"]), "ref": jax.freeze(ref), "y": twice(given["y"])}
+        loss = lambda x: (lax.stop_gradient(x) * jnp.tanh(x) @ arrays["y"]).sum()  # noqa: E731
+        return {
+            "grad": jax.grad(loss)(arrays["x"]),
+            "ref": jax.freeze(ref),
+            "y": twice(arrays["y"]),
+        }
 
     with jax.enable_x64(True):
-        given = {"x": np.linspace(-1, 1, 6).reshape(2, 3), "y": np.arange(6.0).reshape(3, 2)}
-        found, want = in_numpy.call(function, given), jax.jit(function)(given)
-        assert jax.tree.structure(found) == jax.tree.structure(want)
-        for have, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        tree = {"x": np.linspace(-1, 1, 6).reshape(2, 3), "y": np.arange(6.0).reshape(3, 2)}
+        got, want = in_numpy.call(function, tree), jax.jit(function)(tree)
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        for have, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             assert have.dtype == wanted.dtype == np.float64
             np.testing.assert_allclose(have, wanted, rtol=1e-14)
 
 
 def test_what_has_no_rule_jax_computes():
-    one, several = (np.eye(2, dtype=np.float32) + n for n in range(2))
-    traced = jax.make_jaxpr(lambda x, y: (lax.erf(x), *lax.top_k(y, 1)))(one, several)
-    found = in_numpy.run(traced, traced.consts, one, several)
-    for have, want in zip(found, (lax.erf(one), *lax.top_k(several, 1)), strict=True):
+    eye, several = (np.eye(2, dtype=np.float32) + n for n in range(2))
+    traced = jax.make_jaxpr(lambda x, y: (lax.erf(x), *lax.top_k(y, 1)))(eye, several)
+    got = in_numpy.run(traced, traced.consts, eye, several)
+    for have, want in zip(got, (lax.erf(eye), *lax.top_k(several, 1)), strict=True):
         np.testing.assert_array_equal(have, want)
 
 
@@ -165,11 +169,11 @@ def test_instead_of_xla():
     with in_numpy.instead_of_xla():
         compiled.clear()
         after, total = step(x, 2)
-        drawn = jax.random.normal(jax.random.fold_in(key, 1), (77,))
+        drawn = jax.random.uniform(jax.random.fold_in(key, 1), (77,))
         assert jnp.asarray(2.0).weak_type and not after.weak_type
         assert not compiled and x.is_deleted() and total == 231 and (after == 3).all()
         mesh = jax.make_mesh((2,), ("x",))
         split = jax.device_put(np.arange(78.0), jax.NamedSharding(mesh, jax.P("x")))
         assert (split + 1).sharding == split.sharding and compiled
-    wanted = jax.random.normal(jax.random.fold_in(key, 1), (77,))
+    wanted = jax.random.uniform(jax.random.fold_in(key, 1), (77,))
     np.testing.assert_allclose(drawn, wanted, rtol=1e-6)

@@ -3,12 +3,12 @@
 import dataclasses
 import itertools
 import re
-import types
 
 import pytest
 
 from pallas_attn._call import config as _config
 from pallas_attn._call import gpu_specs
+from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.flash_bwd import sm90 as flash_bwd_sm90
@@ -44,37 +44,40 @@ class Config:
     def __post_init__(self):
         check(self, block=(self.block >= 1, "at least 1"), stages=(self.stages >= 1, "at least 1"))
 
+    @classmethod
+    def default(cls, problem):
+        return cls(problem.q_len)
+
 
 def kernel(bytes_a_block=1):
-    """A stand-in for a kernel module: what `choose` needs of one."""
-    module = types.ModuleType("pallas_attn.kernels.flash_fwd.fake")
-    module.Config = Config
-    module.smem_bytes = lambda problem, config: config.block * bytes_a_block
-    return module
+    """A stand-in for a kernel: what `choose` needs of one."""
+    need = lambda problem, config: config.block * bytes_a_block  # noqa: E731
+    return Kernel(Config, lambda problem: None, need, lambda inputs, problem, config: None)
 
 
-def test_a_kernel_may_name_its_own_default():
-    module = kernel()
-    assert _config.choose(module, attention()) == Config()
-    module.Config = type("Config", (Config,), {"default": staticmethod(lambda p: Config(p.q_len))})
-    assert _config.choose(module, attention()) == Config(8192)
+def choose(problem=None):
+    return _config.choose("flash_fwd_fake", kernel(), problem or attention())
+
+
+def test_a_kernel_has_its_own_default():
+    assert choose() == Config(8192)
+    assert choose(attention(q_len=64)) == Config(64)
 
 
 def test_forced_wins_and_ends():
     with _config.forced("flash_fwd_fake", {"block": 3}), _config.forced("other", {}):
-        assert _config.choose(kernel(), attention()) == Config(block=3)
-        assert _config.observed()
-    assert _config.choose(kernel(), attention()) == Config()
-    assert not _config.observed()
+        assert choose() == Config(block=3)
+        assert _config.observer.get() is not None
+    assert choose() == Config(8192)
+    assert _config.observer.get() is None
 
 
 def test_watched_collects_what_is_chosen():
-    module, problem = kernel(), attention()
-    with _config.watched() as found:
-        config = _config.choose(module, problem)
-        assert _config.observed()
-    _config.choose(module, problem)
-    assert found == [("flash_fwd_fake", module, problem, config)]
+    with _config.watched() as choices:
+        config = choose()
+        assert _config.observer.get() is not None
+    choose()
+    assert choices == [("flash_fwd_fake", attention(), config)]
 
 
 def test_fits_asks_for_the_shared_memory_of_the_gpu():
@@ -84,13 +87,11 @@ def test_fits_asks_for_the_shared_memory_of_the_gpu():
 
 
 def test_a_combination_that_a_kernel_refuses_does_not_fit():
-    module = kernel()
-
     def refuse(problem, config):
         raise ValueError("block must divide the page")
 
-    module.smem_bytes = refuse
-    assert not _config.fits(module, attention(), Config())
+    refusing = dataclasses.replace(kernel(), smem_bytes=refuse)
+    assert not _config.fits(refusing, attention(), Config())
 
 
 def test_a_config_names_the_first_field_that_is_wrong():
@@ -107,14 +108,14 @@ def test_what_is_known_of_a_gpu():
     assert {gpu: gpu_specs.multiprocessors(gpu) for gpu in blocks} == blocks
 
 
-# Of each problem the warpgroups, block_kv, stages, l2_heads and other fields of Config, as a search
-# on an H200 found them.
+# The warpgroups, block_kv, stages, l2_heads and other fields of Config that were fastest in a
+# search on an H200, by problem.
 _MEASURED = [
     (64, FULL, 8, 2048, 32, 32, (3, 128, 4, 48), {}),
     (64, FULL, 2, 8192, 32, 32, (3, 128, 4, 12), {}),
     (64, CAUSAL, 32, 512, 32, 32, (4, 64, 6, 32), {}),
     (64, CAUSAL, 8, 2048, 32, 32, (4, 64, 6, 16), {}),
-    (64, CAUSAL, 2, 8192, 32, 32, (4, 64, 6, 8), {"exp_before_wait": 4}),
+    (64, CAUSAL, 2, 8192, 32, 32, (4, 64, 6, 8), {"exp_before_wait": True}),
     (64, sliding_window(128), 2, 8192, 32, 32, (4, 64, 6, 64), {}),
     (80, CAUSAL, 4, 4096, 16, 16, (3, 64, 4, 16), {}),
     (96, CAUSAL, 4, 4096, 16, 16, (3, 64, 4, 0), {}),
@@ -123,10 +124,10 @@ _MEASURED = [
     (128, CAUSAL, 8, 1024, 16, 16, (2, 128, 2, 16), {}),
     (128, CAUSAL, 8, 2048, 16, 16, (3, 64, 3, 32), {}),
     (128, CAUSAL, 4, 3000, 28, 4, (3, 64, 3, 28), {}),
-    (128, CAUSAL, 8, 4096, 16, 16, (3, 64, 3, 8), {"exp_before_wait": 4}),
-    (128, CAUSAL, 2, 8192, 16, 16, (3, 64, 3, 8), {"exp_before_wait": 4}),
-    (128, CAUSAL, 2, 8192, 32, 8, (3, 64, 3, 8), {"exp_before_wait": 4}),
-    (128, CAUSAL, 1, 16384, 16, 16, (3, 64, 3, 0), {"exp_before_wait": 4}),
+    (128, CAUSAL, 8, 4096, 16, 16, (3, 64, 3, 8), {"exp_before_wait": True}),
+    (128, CAUSAL, 2, 8192, 16, 16, (3, 64, 3, 8), {"exp_before_wait": True}),
+    (128, CAUSAL, 2, 8192, 32, 8, (3, 64, 3, 8), {"exp_before_wait": True}),
+    (128, CAUSAL, 1, 16384, 16, 16, (3, 64, 3, 0), {"exp_before_wait": True}),
     (128, sliding_window(1024), 2, 8192, 16, 16, (3, 64, 3, 0), {}),
     (128, sliding_window(4096), 1, 32768, 16, 16, (3, 64, 3, 0), {}),
     ((192, 128), CAUSAL, 4, 4096, 16, 16, (2, 128, 2, 0), {}),
@@ -151,10 +152,10 @@ def test_the_default_of_the_forward_on_hopper_is_what_was_measured(row):
         head_dim=dim,
         v_head_dim=v_dim,
     )
-    found = dataclasses.asdict(flash_fwd_sm90.Config.default(problem))
+    result = dataclasses.asdict(flash_fwd_sm90.Config.default(problem))
     names = ("warpgroups", "block_kv", "stages", "l2_heads")
-    plain = {"grid": 132, "q_slots": 2, "exp_before_wait": 0, "fetchers": 16, "claims": False}
-    assert found == dict(zip(names, settings, strict=True)) | plain | others
+    plain = {"grid": 132, "q_slots": 2, "exp_before_wait": False, "fetchers": 16, "claims": False}
+    assert result == dict(zip(names, settings, strict=True)) | plain | others
 
 
 @pytest.mark.parametrize(
@@ -168,14 +169,14 @@ def test_the_default_of_the_forward_on_hopper_is_what_was_measured(row):
         (CAUSAL, 131072, 131072, 8, 4),  # a kv head alone is more than there is room for
         (CAUSAL, 8192, 65536, 8, 4),  # by how many keys there are
         (CAUSAL, 4096, 131072, 32, 1),
-        (sliding_window(4096), 65536, 65536, 8, 8),  # of which each row sees few
+        (sliding_window(4096), 65536, 65536, 8, 8),  # few of them for each row
     ],
 )
 def test_l2_groups_of_long_sequences_have_room_for_their_keys(mask, q_len, kv_len, kv_heads, heads):
     sizes = {"batch": 1, "q_len": q_len, "kv_len": kv_len, "q_heads": 32, "kv_heads": kv_heads}
     problem = attention(mask=mask, head_dim=128, v_head_dim=128, **sizes)
     plan = flash_fwd_sm90.plan_of(problem, flash_fwd_sm90.Config.default(problem))
-    assert plan.l2_heads == heads
+    assert plan.order.l2_heads == heads
 
 
 _IDS = ("q_segment_ids", "kv_segment_ids")
@@ -217,8 +218,8 @@ def test_the_default_of_the_forward_on_hopper_fits():
     dims = [*zip(range(8, 257, 8), range(8, 257, 8), strict=True)]
     dims += [(192, 128), (160, 64), (40, 256), (256, 40), (192, 8)]
     everything = ("q_offset", "q_lengths", "kv_lengths", *_IDS, "bias", "mask_array", "sinks")
-    given = [(), ("bias",), ("mask_array",), _IDS, everything]
-    for (dim, v_dim), length, arrays in itertools.product(dims, (130, 3000, 8192), given):
+    terms = [(), ("bias",), ("mask_array",), _IDS, everything]
+    for (dim, v_dim), length, arrays in itertools.product(dims, (130, 3000, 8192), terms):
         shape = (1, 16, length, length)
         problem = attention(
             head_dim=dim,
@@ -237,7 +238,6 @@ def test_the_default_of_the_forward_on_hopper_fits():
 _REFUSED = {
     flash_fwd_sm90: [
         ("warpgroups", 5, "1, 2, 3 or 4"),
-        ("exp_before_wait", 5, "0 to 4"),
         ("block_kv", 72, "16, 32, .. 256"),
         ("stages", 1, "at least 2"),
         ("l2_heads", -1, "at least 0"),
@@ -260,7 +260,6 @@ _REFUSED = {
         ("grid", 0, "at least 1"),
         ("split_tiles", 0, "at least 1"),
         ("head_overhead", 8, "a multiple of 16"),
-        ("heads_at_once", 3, "1, 2 or 4"),
     ],
     prefill_sm90: [
         ("warpgroups", 4, "1, 2 or 3"),
@@ -270,7 +269,6 @@ _REFUSED = {
         ("splits", 33, "1 to 32"),
         ("grid", 0, "at least 1"),
         ("together", 0, "at least 1"),
-        ("exp_before_wait", 5, "0 to 4"),
     ],
 }
 

@@ -16,28 +16,27 @@ import pytest
 
 from pallas_attn.kernels.append import copy as append_copy
 from pallas_attn.kernels.append import plan as append_plan
-from pallas_attn.kernels.attention import plan as attention_plan
-from pallas_attn.kernels.attention.score_mod import Refs
+from pallas_attn.kernels.attention import segment_spans
+from pallas_attn.kernels.attention.tiles import ROWS, ForwardRefs, KernelContext
 from pallas_attn.kernels.decode import scheduler
-from pallas_attn.kernels.decode import sm90 as decode_sm90
-from pallas_attn.kernels.decode.producer import Context
+from pallas_attn.kernels.decode_mla import plan as mla_plan
 from pallas_attn.kernels.decode_mla import sm80 as mla_sm80
 from pallas_attn.kernels.decode_mla import sm90 as mla_sm90
 from pallas_attn.kernels.decode_mla import sm90_few_rows
-from pallas_attn.kernels.decode_mla.plan import LatentPlan, member_of
-from pallas_attn.kernels.flash_bwd import plan as bwd_plan
+from pallas_attn.kernels.flash_bwd import documents as bwd_documents
+from pallas_attn.kernels.flash_bwd import key_tiles, sm90_window, work_order
 from pallas_attn.kernels.flash_bwd import sm80 as bwd_sm80
 from pallas_attn.kernels.flash_bwd import sm90 as bwd_sm90
-from pallas_attn.kernels.flash_bwd import sm90_window
+from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_fwd import sm80 as fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as fwd_sm90
 from pallas_attn.kernels.flash_fwd import tile_scheduler
-from pallas_attn.kernels.lang.mosaic import ThreadContext
-from pallas_attn.kernels.prefill import memory, merge_parts, shares, tile_count
+from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
+from pallas_attn.kernels.lang.thread_program import ThreadContext
+from pallas_attn.kernels.prefill import merge_parts, shared_parts, shares
 from pallas_attn.kernels.prefill import plan as prefill_plan
 from pallas_attn.kernels.prefill import sm90 as prefill
-from pallas_attn.kernels.prefill.plan import Plan as PrefillPlan
-from pallas_attn.kernels.prefill.units import unit_of, wg_tile_of
+from pallas_attn.kernels.prefill.queries import Units, wg_tile_of
 from pallas_attn.lm.kernels import linear
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests.kernels.append import test_append_kernel
@@ -45,7 +44,7 @@ from tests.kernels.decode_mla import test_decode_mla
 from tests.kernels.flash_bwd import test_flash_bwd as backward
 from tests.kernels.flash_fwd import test_flash_fwd as forward
 from tests.support import decode_cases
-from tests.support.threads import BlockOfThreads, Memory
+from tests.support.threads import BlockOfThreads
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -58,7 +57,7 @@ def drawn_problem(seed, problem_of):
     sizes = {"batch": int(rng.integers(1, 4)), "mask": masks[rng.integers(4)]}
     sizes |= {"q_len": int(rng.integers(1, 2000)), "kv_len": int(rng.integers(1, 2000))}
     heads = {"kv_heads": kv_heads, "q_heads": kv_heads * group}
-    small = problem_of(forward.one("t_equals_s"))
+    small = problem_of(forward.case_named("t_equals_s"))
     return rng, dataclasses.replace(small, **sizes, **heads)
 
 
@@ -82,38 +81,40 @@ def test_forward(seed, joins):
         l2_heads=int(rng.integers(0, 9)),
         grid=int(rng.choice((0, 1, 7, 132))),
     )
-    plan = attention_plan.Plan(problem, config, joins_heads=joins)
+    plan = fwd_sm90.plan_of(problem, config) if joins else QueryPlan.of(problem, config)
     table = tile_scheduler.schedule(plan)
-    codes, found = taken(table), []
-    assert len(codes) == plan.work_tiles and len(table) == plan.grid
+    codes, taken_tiles = taken(table), []
+    assert len(codes) == plan.order.work_tiles and len(table) == plan.order.grid
     for wg in range(config.warpgroups):
 
         def of_warpgroup(code, wg=wg):
-            tile = tile_scheduler.tile_of(Context(plan, no_arrays(Refs)), code)
-            own, row = tile_scheduler.own_rows(plan, tile, jnp.int32(wg))
+            tile = tile_scheduler.work_tile(KernelContext(plan, ForwardRefs(*[None] * 3)), code)
+            own, row = tile_scheduler.rows_of_warpgroup(plan, tile, jnp.int32(wg))
             return own.batch, own.head, row
 
-        found += zip(*(x.tolist() for x in jax.vmap(of_warpgroup)(jnp.asarray(codes))), strict=True)
-    rows = range(0, problem.q_len, attention_plan.ROWS)
+        taken_tiles += zip(
+            *(x.tolist() for x in jax.vmap(of_warpgroup)(jnp.asarray(codes))), strict=True
+        )
+    rows = range(0, problem.q_len, ROWS)
     wanted = np.ndindex(problem.batch, problem.q_heads, len(rows))
-    found = sorted(x for x in found if x[2] < problem.q_len)
-    assert found == sorted((b, n, i * attention_plan.ROWS) for b, n, i in wanted)
+    taken_tiles = sorted(x for x in taken_tiles if x[2] < problem.q_len)
+    assert taken_tiles == sorted((b, n, i * ROWS) for b, n, i in wanted)
 
 
 @pytest.mark.parametrize("module", [fwd_sm80, bwd_sm80], ids=["forward", "backward"])
 def test_portable(module):
-    """A block takes one work tile, unless it is one that knows of several."""
+    """A block takes one work tile."""
     problem_of = forward.problem_of if module is fwd_sm80 else backward.problem_of
     for seed in range(6):
         _, problem = drawn_problem(seed, problem_of)
         config = module.Config.default(problem)
         if module is fwd_sm80:
-            plan = fwd_sm80.WholePlan(problem, config)
-            table, count = tile_scheduler.schedule(plan), plan.heads * plan.q_tiles
+            plan = fwd_sm80.plan_of(problem, config)
+            table, count = tile_scheduler.schedule(plan), plan.order.work_tiles
         else:
             plan = bwd_sm80.plan_of(problem, config)
-            table, count = bwd_plan.schedule(plan), plan.heads * plan.kv_tiles
-            assert plan.is_persistent or (table[:, 0] == 1).all()
+            table, count = work_order.schedule(plan.order), plan.order.work_tiles
+        assert (table[:, 0] == 1).all()
         assert len(taken(table)) == len(set(taken(table).tolist())) == count
 
 
@@ -129,18 +130,18 @@ def test_backward(seed):
         l2_heads=int(rng.integers(0, 9)),
         grid=int(rng.choice((0, 1, 7, 132))),
     )
-    plan = bwd_plan.Plan(problem, config)
-    codes = taken(bwd_plan.schedule(plan))
-    ctx = Context(plan, no_arrays(bwd_plan.Refs))
-    work = jax.vmap(functools.partial(bwd_plan.work_tile, ctx))(jnp.asarray(codes))
-    found = zip(
+    plan = bwd_sm90.plan_of(problem, config)
+    codes = taken(work_order.schedule(plan.order))
+    ctx = KernelContext(plan, no_arrays(BackwardRefs))
+    work = jax.vmap(functools.partial(key_tiles.key_tile, ctx))(jnp.asarray(codes))
+    taken_tiles = zip(
         *(np.asarray(x).tolist() for x in (work.batch, work.kv_head, work.key)), strict=True
     )
-    tiles = np.ndindex(problem.batch, problem.kv_heads, plan.kv_tiles)
-    assert sorted(found) == sorted((b, n, t * plan.block_kv) for b, n, t in tiles)
-    one = bwd_plan.work_tile(ctx, jnp.int32(codes[-1]))
-    walked = [int(one.q_tile(jnp.int32(i))) for i in range(int(one.steps))]
-    assert sorted(walked) == list(range(int(one.span.lo), int(one.span.hi)))
+    tiles = np.ndindex(problem.batch, problem.kv_heads, plan.tiling.kv_tiles)
+    assert sorted(taken_tiles) == sorted((b, n, t * plan.tiling.block_kv) for b, n, t in tiles)
+    last = key_tiles.key_tile(ctx, jnp.int32(codes[-1]))
+    walked = [int(last.q_tile(jnp.int32(i))) for i in range(int(last.steps))]
+    assert sorted(walked) == list(range(int(last.span.lo), int(last.span.hi)))
 
 
 DOCUMENTS = {
@@ -153,38 +154,39 @@ DOCUMENTS = {
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("offsets", [(0,), (2**15,), (0, 3 * 2**14), (2**14, 2**15)], ids=str)
 def test_documents_in_the_backward_are_dealt_evenly(documents, offsets):
-    """Of one GPU, and of two that share a sequence, whose chunks have offsets of their own: each
-    kv tile of each head once, and no block has 6 % more than the mean.
+    """One GPU, and two that share a sequence, whose chunks have offsets of their own: each kv tile
+    of each head comes once, and no block has 6 % more than the mean.
     """
     ids = np.sort(DOCUMENTS[documents]).astype(np.int32)
     rows, batch = (2**16 if offsets == (0,) else 2**15 // len(offsets)), len(offsets)
     arrays = ("q_offset", "q_segment_ids", "kv_segment_ids")
     sizes = {"q_len": rows, "kv_len": 2**16, "q_heads": 32, "kv_heads": 8, "batch": batch}
     sizes |= {"head_dim": 128, "v_head_dim": 128, "share": batch, "offsets": (offsets,)}
-    small = backward.problem_of(forward.one("t_equals_s"))
+    small = backward.problem_of(forward.case_named("t_equals_s"))
     problem = dataclasses.replace(small, mask=CAUSAL, arrays=arrays, **sizes)
     plan = bwd_sm90.plan_of(problem, bwd_sm90.Config())
     own = jnp.asarray(np.stack([ids[start : start + rows] for start in offsets]))
     fields = {"q_segment_ids": own, "kv_segment_ids": jnp.asarray(np.stack([ids] * batch))}
-    spans = plan.segment_spans(None, fields, plan.block_kv, plan.config.block_q, of_keys=True)
-    refs = no_arrays(bwd_plan.Refs)._replace(
+    sizes = plan.tiling.block_kv, plan.tiling.block_q
+    spans = segment_spans.spans_of(problem, None, fields, sizes, of_keys=True)
+    refs = no_arrays(BackwardRefs)._replace(
         **fields, segment_spans=spans, q_offset=jnp.asarray(offsets, jnp.int32)
     )
-    ctx = Context(plan, refs)
-    table = np.asarray(bwd_plan.schedule_by_rank(ctx))
+    ctx = KernelContext(plan, refs)
+    table = np.asarray(bwd_documents.schedule_by_rank(ctx))
     codes = taken(table)
-    assert len(codes) == len(set(codes.tolist())) == plan.heads * plan.kv_tiles
+    assert len(codes) == len(set(codes.tolist())) == plan.order.work_tiles
 
     def uneven(table):
-        work = jax.vmap(functools.partial(bwd_plan.work_tile, ctx))(jnp.asarray(table).ravel())
-        cost = bwd_plan.WORK_TILE_OVERHEAD + problem.group * np.asarray(work.steps)
+        work = jax.vmap(functools.partial(key_tiles.key_tile, ctx))(jnp.asarray(table).ravel())
+        cost = work_order.WORK_TILE_OVERHEAD + problem.group * np.asarray(work.steps)
         there = np.arange(table.shape[1])
         there = (there > 0) & (there <= table[:, :1])
         loads = np.where(there, cost.reshape(table.shape), 0).sum(axis=1)
         return loads.max() / loads.mean()
 
     assert uneven(table) < 1.06
-    assert documents == "mixed" or uneven(bwd_plan.schedule(plan)) > 1.06
+    assert documents == "mixed" or uneven(work_order.schedule(plan.order)) > 1.06
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -197,19 +199,19 @@ def test_short_windows(seed):
     problem = backward.problem_of(backward.windowed(int(rng.integers(1, 130)), 64))
     sizes = {"q_len": rows, "kv_len": rows, "q_heads": heads, "kv_heads": heads}
     problem = dataclasses.replace(problem, **sizes)
-    plan = bwd_plan.Plan(problem, bwd_sm90.Config(window=True), 64)
+    plan = bwd_sm90.plan_of(problem, bwd_sm90.Config(window=True))
     assert sm90_window.takes(plan.problem)
-    blocks = jnp.arange(plan.heads * sm90_window.chunks(plan), dtype=jnp.int32)
+    blocks = jnp.arange(plan.order.heads * sm90_window.chunks(plan), dtype=jnp.int32)
     walks = jax.vmap(functools.partial(sm90_window._walk, plan))(blocks)
-    found = []
+    taken_tiles = []
     for batch, head, begin, end, first in zip(
         *(np.asarray(x).tolist() for x in walks), strict=True
     ):
-        found += [(batch, head, t) for t in range(begin, end)]
+        taken_tiles += [(batch, head, t) for t in range(begin, end)]
         if begin < end:
             assert first == max(0, begin - (sm90_window.pairs(plan.problem) - 1))
-    wanted = np.ndindex(problem.batch, heads, plan.kv_tiles)
-    assert sorted(found) == sorted(wanted)
+    wanted = np.ndindex(problem.batch, heads, plan.tiling.kv_tiles)
+    assert sorted(taken_tiles) == sorted(wanted)
 
 
 # ---- over caches ---------------------------------------------------------------------------------
@@ -217,11 +219,11 @@ def test_short_windows(seed):
 
 def prefill_rows(plan, tiles):
     """(query head, query row) of the consumers' tiles of a unit."""
-    for there, head, left, first in zip(
-        tiles.there, tiles.head, tiles.heads_left, tiles.row, strict=True
+    for exists, head, left, first in zip(
+        tiles.exists, tiles.head, tiles.heads_left, tiles.row, strict=True
     ):
-        heads = min(plan.tile_heads, int(left)) * bool(there)
-        live = min(plan.head_rows, plan.problem.q_len - int(first))
+        heads = min(plan.tiles.tile_heads, int(left)) * bool(exists)
+        live = min(plan.tiles.head_rows, plan.problem.q_len - int(first))
         yield from ((int(head) + h, int(first) + t) for h, t in np.ndindex(heads, max(live, 0)))
 
 
@@ -245,17 +247,17 @@ def test_prefill(seed):
     )
     grid, together = (int(rng.integers(1, most)) for most in (140, 5))
     config = dataclasses.replace(config, grid=grid, together=together)
-    plan = PrefillPlan.of(case.problem, config)
-    refs = no_arrays(memory.Refs)._replace(lengths=jnp.asarray(case.lengths, jnp.int32))
-    ctx = Context(plan, refs, None)
+    plan = prefill.plan_of(case.problem, config)
+    refs = no_arrays(prefill_plan.Refs)._replace(lengths=jnp.asarray(case.lengths, jnp.int32))
+    ctx = KernelContext(plan, refs, None)
 
     def of_block(block):
-        own, turns = tile_count.units_of(ctx, block), jnp.arange(plan.units // plan.grid + 2)
+        own, turns = plan.queries.units_of(ctx, block), jnp.arange(plan.units // plan.grid + 2)
         return own.number(turns), turns < own.count
 
     taken, there = map(np.asarray, jax.vmap(of_block)(jnp.arange(plan.grid, dtype=jnp.int32)))
     assert sorted(taken[there]) == list(range(plan.units))
-    of_unit = functools.partial(unit_of, ctx)
+    of_unit = functools.partial(plan.queries.unit_of, ctx, None)
     units = jax.vmap(of_unit)(jnp.arange(plan.units, dtype=jnp.int32))
     of_tile = functools.partial(wg_tile_of, plan)
     wgs = jnp.arange(config.warpgroups, dtype=jnp.int32)
@@ -272,14 +274,14 @@ def test_prefill(seed):
     assert sorted(rows) == sorted(np.ndindex(3, case.q_heads, case.q_len))
     for (m, _, q_tile), splits in split_keys.items():
         assert sorted(splits) == list(range(config.splits))
-        found = [t for split in range(config.splits) for t in splits[split]]
-        assert found == sorted(set(found))  # one behind the other
-        first = q_tile * config.warpgroups // plan.head_chunks * plan.head_rows
-        end = min((q_tile + 1) * config.warpgroups, plan.wg_tiles) - 1
-        end = min((end // plan.head_chunks + 1) * plan.head_rows, case.q_len)
+        taken_tiles = [t for split in range(config.splits) for t in splits[split]]
+        assert taken_tiles == sorted(set(taken_tiles))  # one behind the other
+        first = q_tile * config.warpgroups // plan.tiles.head_chunks * plan.tiles.head_rows
+        end = min((q_tile + 1) * config.warpgroups, plan.tiles.wg_tiles) - 1
+        end = min((end // plan.tiles.head_chunks + 1) * plan.tiles.head_rows, case.q_len)
         length = case.lengths[m]
         seen = case.mask.dense(end - first, length, q_offset=length - case.q_len + first)
-        assert set(np.flatnonzero(seen.any(axis=0)) // 64) <= set(found)
+        assert set(np.flatnonzero(seen.any(axis=0)) // 64) <= set(taken_tiles)
 
 
 @pytest.mark.parametrize("paired", [False, True])
@@ -297,46 +299,50 @@ def test_shared_parts(seed, paired):
     )  # fmt: skip
     grid = int(rng.choice((40, 132) if paired else (1, 7, 40, 132)))
     config = prefill.Config(int(rng.integers(1, 4)), 64, grid=grid)
-    tiles_of = PrefillPlan.of(case.problem, config).q_tiles_of
-    sizes = [n for n in range(2, 80) if not (paired and tiles_of(n, lambda x, y: x // y) % 2)]
+    tiles_of = prefill.plan_of(case.problem, config).tiles.q_tiles_of
+    sizes = [n for n in range(2, 80) if not (paired and tiles_of(n) % 2)]
     counts = rng.choice(sizes, parts) * (rng.random(parts) < 0.7) * (seed < 3)
     lengths = rng.integers(-5, 900, parts)
     tokens = int(counts.sum()) + 5
     merged = {"tokens": tokens, "q_len": tokens, "merged": (1, tokens, 1)}
-    plan = PrefillPlan.of(dataclasses.replace(case.problem, **merged), config)
+    plan = prefill.plan_of(dataclasses.replace(case.problem, **merged), config)
     starts = np.cumsum([0, *counts])
-    q_tiles = np.array([plan.q_tiles_of(int(n), lambda x, y: x // y) for n in counts])
+    q_tiles = np.array([plan.tiles.q_tiles_of(int(n)) for n in counts])
     kv_tiles = -(-np.maximum(lengths, 1) // 64)
     before = [np.cumsum([0, *x]) for x in (q_tiles, q_tiles * kv_tiles)]
     pair = int(plan.grid >= shares.PAIRED_FROM and not (q_tiles % 2).any())
     assert pair == paired or seed == 3
-    # Blocks that read own rows, in whole pairs.
-    others = int(rng.integers(0, plan.grid)) >> pair << pair if seed % 2 else 0
-    dealing = shares.Dealing(others, pair, int(q_tiles.max() <= 1 + pair))
+    dealing = shares.Dealing(plan.grid >> pair, pair, int(q_tiles.max() <= 1 + pair))
     sums = shares.Sums(*(jnp.asarray(x, jnp.int32) for x in (*before, dealing)))
-    refs = no_arrays(memory.Refs)._replace(
+    refs = no_arrays(prefill_plan.Refs)._replace(
         lengths=jnp.asarray(lengths, jnp.int32), starts=jnp.asarray(starts, jnp.int32)
     )
-    ctx = Context(plan, refs, types.SimpleNamespace(sums=sums))
-    grid = plan.grid - others
+    ctx = KernelContext(plan, refs, types.SimpleNamespace(tables=sums))
+    grid = plan.grid
 
     @jax.jit
     def of_blocks(blocks):
         share = jax.vmap(functools.partial(shares.share_of, ctx))(blocks)
-        unit = lambda n, share: unit_of(ctx, share.q_tile + (n << pair), share)  # noqa: E731
+
+        def unit(n, share):
+            units = Units(share.q_tile, 1 << pair, share.units, share=share)
+            return shared_parts.unit_of(ctx, units, units.number(n))
+
         numbers = jnp.arange(int(q_tiles.sum()) * kv_heads + 1, dtype=jnp.int32)
-        return share, jax.vmap(lambda one: jax.vmap(lambda n: unit(n, one))(numbers))(share)
+        return share, jax.vmap(
+            lambda block_share: jax.vmap(lambda n: unit(n, block_share))(numbers)
+        )(share)
 
     share, units = jax.tree.map(np.asarray, of_blocks(jnp.arange(grid, dtype=jnp.int32)))
-    found, partials = [], {}
+    taken_tiles, partials = [], {}
     for block, number in ((b, n) for b in range(grid) for n in range(share.units[b])):
-        one = jax.tree.map(lambda x: x[block, number], (units.m, units.kv_head, units.q_tile))  # noqa: B023
+        unit_here = jax.tree.map(lambda x: x[block, number], (units.m, units.kv_head, units.q_tile))  # noqa: B023
         line = int(units.line[block, number])
-        assert line not in partials and line < plan.most_q_tiles + plan.grid
-        partials[line] = (tuple(map(int, one)), block)
+        assert line not in partials and line < shared_parts.most_q_tiles(plan) + plan.grid
+        partials[line] = (tuple(map(int, unit_here)), block)
         lo, hi = units.span.lo[block, number], units.span.hi[block, number]
-        found += [(*map(int, one), t) for t in range(lo, hi)]
-    assert sorted(found) == sorted(
+        taken_tiles += [(*map(int, unit_here), t) for t in range(lo, hi)]
+    assert sorted(taken_tiles) == sorted(
         (m, head, q, t)
         for m in range(parts)
         for head, q, t in np.ndindex(kv_heads, q_tiles[m], -(-max(lengths[m], 0) // 64))
@@ -345,10 +351,10 @@ def test_shared_parts(seed, paired):
     assert steps.sum() == kv_heads * before[1][-1]
     assert not steps.any() or np.ptp(steps[steps > 0]) <= 1
     thread = types.SimpleNamespace(select=np.where, maximum=np.maximum)
-    div, blocks = (lambda x, y: x // y), grid
+    blocks = grid
     all_q_tiles, total = ((x[-1] * kv_heads) >> pair for x in before)
     if total:
-        blocks = shares.blocks_of(plan, dealing, all_q_tiles, total, div, np.clip)
+        blocks = shares.blocks_of(dealing, all_q_tiles, total)
     each, more = divmod(total, blocks)
     every = [(m, *x) for m in range(parts) for x in np.ndindex(kv_heads, q_tiles[m])]
     for m, head, q in every:
@@ -365,47 +371,10 @@ def test_shared_parts(seed, paired):
 
 
 LATENT = {
-    "sm90": (LatentPlan, mla_sm90.Config, 70),
-    "few_rows": (sm90_few_rows.FewPlan, mla_sm90.Config, 8),
-    "portable": (mla_sm80.LatentPlan, mla_sm80.Config, 70),
+    "sm90": (mla_plan.plan_of, mla_sm90.Config, 70),
+    "few_rows": (sm90_few_rows.plan_of, mla_sm90.Config, 8),
+    "portable": (mla_sm80.plan_of, mla_sm80.Config, 70),
 }
-
-
-def test_how_many_blocks_decode_own_rows_beside_shared_ones(rng):
-    """At least one and not all, but where nothing is shared; more where there is more of them; by
-    NumPy as by the kernel's thread.
-    """
-    problem = decode_cases.Case(
-        kind="paged", lengths=(0,) * 40, capacity=4096, page_size=16
-    ).problem
-    config = decode_sm90.Config.beside_others(problem, 1, decode_sm90.SMEM_OF_TWO)
-    own = prefill_plan.Own(scheduler.Plan(problem, config), 1)
-    heads, thread, asked = problem.kv_heads, BlockOfThreads(0, Memory()), []
-
-    def blocks(length, q_tiles, steps, grid=132, paired=0):
-        of = types.SimpleNamespace(
-            own=own,
-            grid=grid,
-            problem=types.SimpleNamespace(kv_heads=heads),
-            config=types.SimpleNamespace(block_kv=128),
-        )
-        refs = types.SimpleNamespace(own_lengths=np.full(40, length, np.int32))
-        q_tiles, steps, paired, alone = (np.full(128, x) for x in (q_tiles, steps, paired, 0))
-        ctx, dealing = ThreadContext(thread, refs, None, of), shares.Dealing(0, paired, alone)
-        found = shares._decoding(ctx, q_tiles, steps, dealing)
-        (found,) = set(np.ravel(found).tolist())
-        return found
-
-    for _ in range(200):
-        length, q_tiles = int(rng.integers(0, 5000)), int(rng.integers(1, 60))
-        steps, grid = q_tiles * int(rng.integers(1, 300)), int(rng.integers(2, 133))
-        asked.append(blocks(length, q_tiles, steps, grid))
-        assert 1 <= asked[-1] <= min(grid - 1, own.most_blocks)
-        pairs = blocks(length, 2 * q_tiles, 2 * steps, 132, paired=1)
-        assert 2 <= pairs <= min(130, own.most_blocks) and pairs % 2 == 0
-    assert len(set(asked)) > 20
-    assert blocks(10, 0, 0) == min(own.most_blocks, 132)
-    assert blocks(16, 2, 4000) <= blocks(500, 2, 4000) < blocks(4000, 2, 4000)
 
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
@@ -421,13 +390,14 @@ def test_latent(name, batch_invariant):
         lengths=lengths, capacity=640, q_heads=heads, q_len=2, batch_invariant=batch_invariant
     )
     plan = make(case.problem, config(grid=13, split_tiles=2))
-    groups = getattr(plan, "groups", plan)
-    units = [groups.units_of(case.mask, n, lambda x, y: x // y) for n in lengths]
-    sums = np.full(groups.table_size, sum(units), np.int32)
+    groups = mla_plan.groups_of(plan) if name == "sm90" else plan
+    units = [groups.keys.units_of(case.mask, n, 2) for n in lengths]
+    (size,) = scheduler.table_scratch(groups).sums.shape
+    sums = np.full(size, sum(units), np.int32)
     sums[: len(units)] = np.cumsum([0, *units[:-1]])
-    given = np.zeros(groups.table_size, np.int32)
-    given[: len(lengths)] = lengths
-    table = scheduler.Table(jnp.asarray(sums), jnp.asarray(given), None)
+    filled = np.zeros(size, np.int32)
+    filled[: len(lengths)] = lengths
+    table = scheduler.Table(jnp.asarray(sums), jnp.asarray(filled), None)
 
     @jax.jit
     def work_of(group, unit, m):
@@ -436,23 +406,27 @@ def test_latent(name, batch_invariant):
         m = jnp.where(m < 0, scheduler.sequence_of(groups, table, share.first), m)
         return share.end, scheduler.work_at(groups, table, share, unit, m)
 
-    found = []
+    taken_tiles = []
     for block in range(plan.grid):
         group, number, neighbours = block, 0, 1
         if name == "sm90":
-            group, number = (int(x) for x in member_of(plan, jnp.int32(block)))
-            neighbours = plan.neighbours
+            group, number = (int(x) for x in mla_plan.member_of(plan, jnp.int32(block)))
+            neighbours = mla_plan.neighbours(plan)
         unit = m = -1
         while True:
             end, work = work_of(group, unit, m)
             if unit >= end or work.first_unit >= end:
                 break
             head = int(work.head) * neighbours + number
-            found += [(int(work.sequence), head, t) for t in range(int(work.tile), int(work.end))]
+            taken_tiles += [
+                (int(work.sequence), head, t) for t in range(int(work.tile), int(work.end))
+            ]
             unit, m = int(work.next_unit), int(work.sequence)
-    tiles = [max(1, -(-n // plan.tile)) for n in lengths]
-    assert sorted(found) == sorted(
-        (m, head, t) for m, count in enumerate(tiles) for head, t in np.ndindex(plan.chunks, count)
+    tiles = [max(1, -(-n // plan.keys.tile)) for n in lengths]
+    assert sorted(taken_tiles) == sorted(
+        (m, head, t)
+        for m, count in enumerate(tiles)
+        for head, t in np.ndindex(plan.queries.chunks, count)
     )
 
 
@@ -474,7 +448,7 @@ def test_append(seed):
         layers=None,
     )
     plan = append_plan.Plan.of(problem, ("k", "v"), append_copy.Config().words)
-    refs = append_plan.Refs(("k", "v"), (("k cache", "v cache"),), "start", *[None] * 4)
+    refs = append_plan.AppendRefs(("k", "v"), (("k cache", "v cache"),), "start", *[None] * 4)
     ledger = test_append_kernel.Ledger(0)
     for sequence, chunk in np.ndindex(3, plan.chunks):
         scalars = (np.full(128, n, np.int32) for n in (sequence, chunk, 7, rows))
@@ -487,7 +461,7 @@ def test_append(seed):
         assert stored == sorted(wanted.ravel().tolist())
 
 
-@pytest.mark.by_xla  # of single operations, which are compiled once
+@pytest.mark.by_xla  # single operations, which are compiled once
 @pytest.mark.parametrize("seed", range(6))
 def test_linear(seed):
     """Each part of each column of the result; its steps hold all columns of the weight."""
@@ -495,11 +469,13 @@ def test_linear(seed):
     out, inner = (64 * int(n) for n in rng.integers(1, 60, 2))
     problem = linear.Problem(8, out, inner, "bfloat16", "bfloat16", bool(seed % 2))
     plan = linear.Plan(problem, linear.Config.default(problem))
-    config, found = plan.config, []
+    config, taken_tiles = plan.config, []
     for block in range(min(config.grid, plan.tiles * config.splits)):
         for n in range(int(linear._units(plan, jnp.int32(block)))):
-            found.append(tuple(int(x) for x in linear._unit(plan, jnp.int32(block), jnp.int32(n))))
-    assert sorted(found) == [
+            taken_tiles.append(
+                tuple(int(x) for x in linear._unit(plan, jnp.int32(block), jnp.int32(n)))
+            )
+    assert sorted(taken_tiles) == [
         (i * plan.width, split) for i in range(plan.tiles) for split in range(config.splits)
     ]
     assert plan.tiles * plan.width >= out and plan.steps * config.splits * config.block_in >= inner

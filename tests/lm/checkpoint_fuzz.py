@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn.lm import checkpoint, hf_config, model, text
+from pallas_attn.lm import config as lm_config
 from pallas_attn.lm.folder import Folder
 from tests.lm import witness
 
@@ -53,7 +54,7 @@ def good(folder):
         made = witness.write(folder / name, config, tensors, shards, jnp.bfloat16)
         (made / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
     config = witness.CONFIGS["qwen2"] | _SIZES
-    params = model.random_params(hf_config.config_from(config), 0, "bfloat16")
+    params = lm_config.random_params(hf_config.config_from(config), 0, "bfloat16")
     checkpoint.save(folder / "ours", config, params)
     return [folder / name for name in ("one", "many", "ours")]
 
@@ -149,7 +150,7 @@ def run(folder, count, seed):
     """Tries `count` mutations; how many were refused."""
     rng, refused = np.random.default_rng(seed), 0
     folders = good(folder)
-    plain = [checkpoint.config_of(one) for one in folders]
+    plain = [checkpoint.config_of(path) for path in folders]
     for n in range(count):
         which, path = n % len(folders), folder / "mutated"
         shutil.copytree(folders[which], path)

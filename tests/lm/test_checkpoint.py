@@ -12,6 +12,7 @@ import pytest
 import safetensors.numpy
 
 from pallas_attn.lm import checkpoint, hf_config, model, text, train
+from pallas_attn.lm.config import random_params
 from pallas_attn.lm.folder import Folder
 from pallas_attn.lm.hf_config import KEYS, REQUIRED, ROPE_KEYS, config_from
 from tests.lm import checkpoint_fuzz, witness
@@ -33,7 +34,7 @@ def refusal(call, *arguments):
     return line
 
 
-# ---- what is read -------------------------------------------------------------------------------
+# ---- reading ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -51,7 +52,7 @@ def test_a_sharded_checkpoint_is_the_whole_one(tmp_path, dtype):
 def test_what_is_saved_is_what_is_loaded(tmp_path):
     described = witness.CONFIGS["qwen2"]
     config = config_from(described)
-    params = model.random_params(config, 3, "bfloat16")
+    params = random_params(config, 3, "bfloat16")
     checkpoint.save(tmp_path, described, params)
     again = checkpoint.load(tmp_path, "bfloat16")
     assert again[0] == config
@@ -87,7 +88,7 @@ def test_other_files_beside_model_safetensors_are_not_read(tmp_path):
         ({"eos_token_id": 2}, None, (2,)),
         ({"eos_token_id": [2, 5]}, None, (2, 5)),
         ({"eos_token_id": 2}, {"eos_token_id": [7]}, (7,)),
-        ({"eos_token_id": 2}, {"temperature": 0.6}, ()),  # as transformers has it
+        ({"eos_token_id": 2}, {"temperature": 0.6}, ()),  # transformers does the same
         ({"eos_token_id": 2}, {"eos_token_id": None}, ()),
     ],
 )
@@ -114,7 +115,7 @@ _NASTY = (None, True, False, 0, 1, -1, 8.5, 10**9, 10**400, 1e39, -1e39, math.na
 
 
 def values(key):
-    """What a key may not hold: the values above that are none of its own, and past its range."""
+    """Values that a key may not hold: those above that are none of its own, and past its range."""
     edges = [key.least - 1, key.most + 1, key.most * 2] if key.kind in (int, float) else []
     for value in (*_NASTY, *edges):
         if value is None and key.default is not REQUIRED:
@@ -154,44 +155,25 @@ def test_a_key_that_has_to_be_there(tmp_path, name):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"num_attention_heads": 3, "num_key_value_heads": 2},
-            "num_key_value_heads: expected a divisor of the 3 heads, got 2",
-        ),
-        (
-            {"num_attention_heads": 6, "num_key_value_heads": 6},
-            "hidden_size: expected a multiple of the 6 heads, or head_dim, got 32",
-        ),
+        ({"num_attention_heads": 3, "num_key_value_heads": 2},
+         "num_key_value_heads: expected a divisor of the 3 heads, got 2"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 6},
+         "hidden_size: expected a multiple of the 6 heads, or head_dim, got 32"),
         ({"head_dim": 7}, "head_dim: expected an even number, for rotary positions, got 7"),
-        (
-            {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-            (
-                "rope_scaling: type 'dynamic' turns keys anew as the text grows, which a "
-                "cache of turned keys cannot; use 'yarn' or 'linear'"
-            ),
-        ),
-        (
-            {"rope_scaling": {"rope_type": "linear"}},
-            "rope_scaling.factor: expected a number from 0.001 to 1e+06, got None",
-        ),
-        (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 2, "high_freq_factor": 1}},
-            ("rope_scaling.high_freq_factor: expected more than low_freq_factor 1, got 1.0"),
-        ),
-        (
-            {"rope_parameters": {"full_attention": {"rope_theta": 9.0}}},
-            "rope_parameters: 'full_attention' is an object, which is not supported",
-        ),
-        (
-            {"model_type": "mistral", "layer_types": ["full_attention"]},
-            (
-                "layer_types: expected 3 of full_attention, sliding_attention, got "
-                "['full_attention']"
-            ),
-        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+         "rope_scaling: type 'dynamic' turns keys anew as the text grows, which a cache of turned "
+         "keys cannot; use 'yarn' or 'linear'"),
+        ({"rope_scaling": {"rope_type": "linear"}},
+         "rope_scaling.factor: expected a number from 0.001 to 1e+06, got None"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2, "high_freq_factor": 1}},
+         "rope_scaling.high_freq_factor: expected more than low_freq_factor 1, got 1.0"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 9.0}}},
+         "rope_parameters: 'full_attention' is an object, which is not supported"),
+        ({"model_type": "mistral", "layer_types": ["full_attention"]},
+         "layer_types: expected 3 of full_attention, sliding_attention, got ['full_attention']"),
     ],
     ids=lambda x: None if isinstance(x, str) else "-".join(x),
-)
+)  # fmt: skip
 def test_values_that_do_not_go_together(changes, message):
     line = refusal(config_from, witness.CONFIGS["llama3"] | changes)
     assert line == f"config.json: {message}"
@@ -201,18 +183,14 @@ def test_values_that_do_not_go_together(changes, message):
     ("content", "message"),
     [
         (b"", "not JSON: Expecting value: line 1 column 1 (char 0)"),
-        (
-            b"\xff\xfe",
-            ("not JSON: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
-        ),
+        (b"\xff\xfe",
+         "not JSON: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"),
         (b"[" * 10**5, "not JSON of any use: it is nested too deeply"),
         (b"[1, 2]", "expected a JSON object, got [1, 2]"),
-        (
-            b'{"a": 1' + b"0" * 5000 + b"}",
-            "not JSON: Exceeds the limit (4300 digits) for integer string conversion",
-        ),
+        (b'{"a": 1' + b"0" * 5000 + b"}",
+         "not JSON: Exceeds the limit (4300 digits) for integer string conversion"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
 def test_what_is_no_json_object(tmp_path, name, content, message):
     witness.write(tmp_path, *witness.made("llama3"), shards=2)
@@ -351,49 +329,29 @@ def broken(folder, how):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        (
-            "wrong shape",
-            (
-                "{0}/model.safetensors: {1}: expected shape [32, 48], as config.json has "
-                "it, got [32, 47]"
-            ),
-        ),
+        ("wrong shape",
+         "{0}/model.safetensors: {1}: expected shape [32, 48], as config.json has it, got [32, 4"
+         "7]"),
         ("missing", "{0}: {1}: expected shape [32, 48], as config.json has it, got no such tensor"),
-        (
-            "extra",
-            (
-                "{0}/model.safetensors: 'model.layers.0.self_attn.q_proj.bias' is no part"
-                " of the model that config.json describes"
-            ),
-        ),
-        (
-            "whole numbers",
-            "{0}/model.safetensors: {1}: expected one of F64, F32, F16, BF16, got I32",
-        ),
+        ("extra",
+         "{0}/model.safetensors: 'model.layers.0.self_attn.q_proj.bias' is no part of the model "
+         "that config.json describes"),
+        ("whole numbers",
+         "{0}/model.safetensors: {1}: expected one of F64, F32, F16, BF16, got I32"),
         ("NaN", "{0}/model.safetensors: {1}: holds numbers that are not finite as float32"),
         ("infinite", "{0}/model.safetensors: {1}: holds numbers that are not finite as float32"),
-        (
-            "many layers",
-            (
-                "{0}: model.layers.3.input_layernorm.weight: expected shape [32], as "
-                "config.json has it, got no such tensor"
-            ),
-        ),
-        (
-            "wide",
-            (
-                "{0}/model.safetensors: model.embed_tokens.weight: expected shape "
-                "[16777216, 1048576], as config.json has it, got [96, 32]"
-            ),
-        ),
-        (
-            "no weights",
-            ("{0}: holds neither model.safetensors nor model.safetensors.index.json nor model.npy"),
-        ),
+        ("many layers",
+         "{0}: model.layers.3.input_layernorm.weight: expected shape [32], as config.json has it, "
+         "got no such tensor"),
+        ("wide",
+         "{0}/model.safetensors: model.embed_tokens.weight: expected shape [16777216, 1048576], as "
+         "config.json has it, got [96, 32]"),
+        ("no weights",
+         "{0}: holds neither model.safetensors nor model.safetensors.index.json nor model.npy"),
         ("twice", "{0}/b.safetensors: 'lm_head.weight' is also in {0}/a.safetensors"),
         ("two forms", "{0}: holds model.npy and *.safetensors; remove one of them"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_with_a_checkpoint_is_named(tmp_path, how, message):
     line = refusal(checkpoint.load, broken(tmp_path, how), "float32")
     assert line == message.format(tmp_path, NAME)
@@ -430,7 +388,7 @@ def test_a_file_that_is_not_what_its_header_says(tmp_path, how):
 def test_what_is_wrong_with_a_record_is_named(tmp_path, how):
     described = witness.CONFIGS["qwen3"]
     config = config_from(described)
-    checkpoint.save(tmp_path, described, model.random_params(config, 0, "bfloat16"))
+    checkpoint.save(tmp_path, described, random_params(config, 0, "bfloat16"))
     path = tmp_path / "model.npy"
     record = np.load(path)
     fields = [(name, "<u2", record.dtype[name].shape) for name in record.dtype.names]
@@ -455,7 +413,7 @@ def test_what_is_wrong_with_a_record_is_named(tmp_path, how):
 
 def test_a_record_of_nan_is_refused(tmp_path):
     described = witness.CONFIGS["qwen3"]
-    params = model.random_params(config_from(described), 0, "bfloat16")
+    params = random_params(config_from(described), 0, "bfloat16")
     params["norm"] = params["norm"] * jnp.nan
     checkpoint.save(tmp_path, described, params)
     line = refusal(checkpoint.load, tmp_path, "float32")

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_attn.lm import decode, model
+from pallas_attn.lm import decode, programs
+from pallas_attn.lm.config import is_shape
 from pallas_attn.lm.options import CACHES
+from pallas_attn.lm.state import COMPILER, State
 from tests.support import mosaic
 from tests.support.builds import LM as CONFIG
 
@@ -27,17 +29,17 @@ LAYER = (
 
 def chunk(options, params, cache, state):
     """The loop's own function, without its jit."""
-    return decode.steps.__wrapped__(CONFIG, options, params, cache, state)
+    return programs.steps.__wrapped__(CONFIG, options, params, cache, state)
 
 
 def shapes(options):
     params = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),
         CONFIG.shapes(),
-        is_leaf=model.is_shape,
+        is_leaf=is_shape,
     )
     cache = jax.eval_shape(lambda: options.create_cache(CONFIG))
-    return params, cache, jax.eval_shape(lambda: decode.State.create(options))
+    return params, cache, jax.eval_shape(lambda: State.create(options))
 
 
 @pytest.mark.parametrize("kind", CACHES)
@@ -48,12 +50,12 @@ def test_a_chunk_copies_neither_caches_nor_weights(kind):
         functools.partial(chunk, options),
         *(params, cache, state),
         donate_argnums=(1, 2),
-        compiler_options=decode.COMPILER,
+        compiler_options=COMPILER,
     )
     # Lengths and page tables, which are kept as they were before the step, are integers.
     assert not re.findall(r"= bf16\[\d\S* copy", report.hlo)
     assert report.aliases >= len(jax.tree.leaves((cache.k, cache.v)))
-    # Of every layer the append, the attention, four matmuls, two norms and the rotation; the last
+    # The append, the attention, four matmuls, two norms and the rotation of every layer; the last
     # norm and the head.
     assert report.launches == 9 * CONFIG.layers + 2
     waits = [text for text in report.sass.split("\f") if "ACQBULK" in text]

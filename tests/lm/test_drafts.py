@@ -1,22 +1,27 @@
 """Drafts and answers by the number: the tokens are those of plain decoding."""
 
-import functools
-import io
 import itertools
 import random
 import re
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_attn import PagedCache, prefixes
-from pallas_attn.lm import check, decode, drafts, model, sampling
-from pallas_attn.lm.hf_config import config_from
+from pallas_attn.lm import check, decode, drafts
 from pallas_attn.lm.options import CACHES
-from tests.lm import witness
-from tests.lm.test_decode_loop import options, prompts, run, shown, small
+from pallas_attn.lm.sampling import Sampling
+from tests.lm.loops import (
+    ends,
+    options,
+    plain_run,
+    prompts,
+    run,
+    shown,
+    small,
+    times_are_known,
+    tokens,
+)
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -24,16 +29,12 @@ LOOKED_UP = {"draft": "ngram", "drafts": 3}
 
 
 def looked_up(text, count):
-    """What `propose` says, one place at a time."""
+    """The result of `propose`, one place at a time."""
     best = (0, -1)
     for place in range(len(text) - 1):
         pairs = zip(text[place::-1], text[::-1], strict=False)
-        agree = 0
-        for one, other in list(pairs)[: drafts.LONGEST]:
-            if one != other:
-                break
-            agree += 1
-        best = max(best, (agree, place))
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+        best = max(best, (min(len(list(same)), drafts.LONGEST), place))
     agree, place = best
     if not agree:
         return [drafts.NONE] * count
@@ -57,79 +58,68 @@ def test_drafts_are_what_followed_the_newest_tokens_before(rng):
 
 def test_what_stays_of_the_drafts(rng):
     """Up to the first that is wrong, to a stop, to the tokens that are wanted."""
-    guesses, found = rng.integers(-1, 2, (400, 4)), rng.integers(0, 2, (400, 5))
+    guesses, own = rng.integers(-1, 2, (400, 4)), rng.integers(0, 2, (400, 5))
     stops, left = rng.random((400, 5)) < 0.15, rng.integers(0, 7, 400)
-    made, over = drafts.accepted(*(np.asarray(x) for x in (guesses, found, stops, left)))
+    counts, over = drafts.accepted(*(np.asarray(x) for x in (guesses, own, stops, left)))
     for m in range(400):
         stay, stopped = 0, False
         while stay < left[m] and not stopped:
-            if stay and (stay == 5 or guesses[m, stay - 1] != found[m, stay - 1]):
+            if stay and (stay == 5 or guesses[m, stay - 1] != own[m, stay - 1]):
                 break
             stopped = stops[m, stay]
             stay += 1
-        assert (made[m], over[m]) == (stay, stopped)
+        assert (counts[m], over[m]) == (stay, stopped)
+
+
+def a_stop():
+    """A token that ends one of the texts."""
+    return (tokens(plain_run(wanted=44))[4][7],)
 
 
 def test_the_tokens_are_those_of_plain_decoding():
     """Six prompts through three slots, a stop among them; the last tokens fill the capacity."""
-    whole, _ = run(prompts(), options(), wanted=44)
-    stop = (whole.sequences[4].tokens[7],)
-    how = {"cache": "paged", "stop": stop}
-    plain, _ = run(prompts(), options(stop=stop), wanted=44)
-    made, statuses = run(prompts(), options(**how, **LOOKED_UP), wanted=44)
-    told = [[(one.tokens, one.ended) for one in of.sequences] for of in (made, plain)]
-    assert told[0] == told[1]
-    assert {ended for _, ended in told[0]} >= {"stop", "capacity"}
+    stop = a_stop()
+    plain = plain_run(wanted=44, stop=stop)
+    made, statuses = run(prompts(), options(cache="paged", stop=stop, **LOOKED_UP), wanted=44)
+    assert ends(made) == ends(plain)
+    assert {ended for _, ended in ends(made)} >= {"stop", "capacity"}
     facts = made.summary(1.0)
     assert 0 < facts["kept"] < facts["drafts"] and facts["acceptance"] == made.acceptance
-    # What is kept saves steps: of three sequences at a time, at least the longest's.
+    # Kept drafts save steps: of three sequences at a time, at least the longest's.
     assert made._step < plain._step and not made.cache.overflowed.any()
-    for one in made.sequences:
-        assert len(one.times) == len(one.tokens) and one.times == sorted(one.times)
-    assert statuses[-1].tokens == sum(len(one.tokens) for one in made.sequences)
+    times_are_known(made)
+    assert statuses[-1].tokens == sum(map(len, tokens(made)))
 
 
 def test_drafts_beside_prompts_that_come_in_chunks():
     """Prompts of several chunks, and several in one; a stop among the tokens, and the last ones
     fill the capacity. Some drafts are kept in a step that takes rows of a prompt, too.
     """
-    whole, _ = run(prompts(), options(), wanted=44)
-    stop = (whole.sequences[4].tokens[7],)
-    plain, _ = run(prompts(), options(stop=stop), wanted=44)
+    stop = a_stop()
+    plain = plain_run(wanted=44, stop=stop)
     how = {"stop": stop, "prefill_chunk": 3, "keep_logits": True}
     made, statuses = run(prompts(), options(**how, **LOOKED_UP), wanted=44)
-    told = [[(one.tokens, one.ended) for one in of.sequences] for of in (made, plain)]
-    assert told[0] == told[1]
-    assert {ended for _, ended in told[0]} >= {"stop", "capacity"}
+    assert ends(made) == ends(plain)
     pairs = [(a, b) for a, b in itertools.pairwise(statuses) if b.step == a.step + 1]
     assert max(b.tokens - a.tokens for a, b in pairs) > 3  # more than there are slots
     assert made._step < plain._step and not made.cache.overflowed.any()
     assert made.cache.capacities == (56,) * 3  # 48 and those of drafts, as kernels want it
     # Drafts are looked up in texts that the chunks have put together.
-    alone, _ = run(prompts(), options(cache="paged", stop=stop, **LOOKED_UP), wanted=44)
+    alone = plain_run(wanted=44, cache="paged", stop=stop, **LOOKED_UP)
     facts, others = made.summary(1.0), alone.summary(1.0)
     assert all(facts[name] == others[name] > 0 for name in ("drafts", "kept", "acceptance"))
-    for one in made.sequences:
-        assert len(one.times) == len(one.tokens) == len(one.logits)
-        assert one.times == sorted(one.times)
+    times_are_known(made)
+    assert all(len(x.times) == len(x.logits) for x in made.sequences)
     assert all(row.held for row in check.rows(made, small()[1]))
-
-
-@functools.cache
-def windowed():
-    """A Qwen2, of whose layers some see a few keys, with weights as `small` has them."""
-    config = config_from(witness.CONFIGS["qwen2"])
-    params = model.random_params(config, 0, jnp.float32)
-    return config, jax.tree.map(lambda x: x * 4 if x.ndim > 2 else x, params)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_any_mixture_gives_the_tokens_of_plain_decoding(seed):
-    """Whatever is asked for beside drafts and chunks; the texts repeat themselves."""
+    """Any options beside drafts and chunks; layers with windows; the texts repeat themselves."""
     pick = random.Random(seed)
-    of = (small, windowed)[seed % 2]
-    what = [[pick.randrange(4) for _ in range(pick.randint(1, 30))] for _ in range(5)]
-    how = {"sampling": pick.choice((sampling.Sampling(), sampling.Sampling(0.4, top_k=9)))}
+    weights = small(("qwen3", "qwen2")[seed % 2])
+    texts = [[pick.randrange(4) for _ in range(pick.randint(1, 30))] for _ in range(5)]
+    how = {"sampling": pick.choice((Sampling(), Sampling(0.4, top_k=9)))}
     how |= {"stop": (pick.randrange(96),), "capacity": pick.choice((32, 48))}
     more = {"cache": CACHES[seed % 3], "slots": pick.randint(1, 4)}
     more |= {"chunk": pick.randint(1, 5), "page_size": pick.choice((4, 8)), "draft": "ngram"}
@@ -137,28 +127,15 @@ def test_any_mixture_gives_the_tokens_of_plain_decoding(seed):
     more |= {"pages": 16} if more["cache"] == "paged" else {}
     told = []
     for changes in ({}, more):
-        made = decode.Run(*of(), options(**how | changes), what, 16)
+        made = decode.Run(*weights, options(**how | changes), texts, 16)
         assert list(made)
-        told.append([(one.tokens, one.ended) for one in made.sequences])
+        told.append(ends(made))
     assert told[0] == told[1] and made.acceptance is not None
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ({"draft": "tree"}, "draft: expected one of ('ngram',) or None, got 'tree'"),
-        ({"draft": "ngram", "drafts": 0}, "drafts: expected at least 1, got 0"),
-    ],
-)
-def test_options_refuse(how, message):
-    with pytest.raises(ValueError) as caught:
-        options(**how)
-    assert str(caught.value) == message
 
 
 # ---- several answers to a prompt -----------------------------------------------------------------
 
-DRAWN = {"cache": "paged", "sampling": sampling.Sampling(0.3, top_k=20)}
+DRAWN = {"cache": "paged", "sampling": Sampling(0.3, top_k=20)}
 
 
 @pytest.mark.parametrize(
@@ -166,82 +143,85 @@ DRAWN = {"cache": "paged", "sampling": sampling.Sampling(0.3, top_k=20)}
 )
 def test_samples_are_those_of_the_prompt_given_again(monkeypatch, changes):
     """A key each, by their number; prefilled once, beside others, in slots that others left; with
-    drafts, which are kept where they are what is drawn; what they share is read once.
+    drafts, which are kept if they are drawn; shared rows are read once.
     """
     looked, find = [], PagedCache.shared_prefixes
     monkeypatch.setattr(
         PagedCache, "shared_prefixes", lambda cache, **how: looked.append(how) or find(cache, **how)
     )
     monkeypatch.setattr(prefixes, "LEAST_SAVED", 16)  # rows, which two of the prompts have
-    what, how = prompts((5, 16, 9)), DRAWN | {"slots": 4}
-    again = tuple(prompt for prompt in what for _ in range(3))
-    made, statuses = run(what, options(**how, **LOOKED_UP, **changes, samples=3), wanted=20)
+    texts, how = prompts((5, 16, 9)), DRAWN | {"slots": 4}
+    again = tuple(text for text in texts for _ in range(3))
+    made, statuses = run(texts, options(**how, **LOOKED_UP, **changes, samples=3), wanted=20)
     wanted, _ = run(again, options(**how), wanted=20)
-    told = [[one.tokens for one in each.sequences] for each in (made, wanted)]
-    assert told[0] == told[1] and len({tuple(tokens) for tokens in told[0]}) > 5
-    assert made.acceptance and [one.sample for one in made.sequences] == [0, 1, 2] * 3
+    assert tokens(made) == tokens(wanted) and len(set(map(tuple, tokens(made)))) > 5
+    assert made.acceptance and [x.sample for x in made.sequences] == [0, 1, 2] * 3
     assert max(status.running for status in statuses) == 3  # a prompt's answers begin together
     assert not made.cache.overflowed.any()
-    assert looked == [{"tokens": 4, "levels": 1}]  # traced once, and not where there is one answer
+    assert looked == [{"tokens": 4, "levels": 1}]  # traced once, and not for a single answer
 
 
 def test_samples_of_prompts_in_chunks_come_beside_those_that_decode():
     """In any number of slots, with one token wanted or many, and logits as they are of whole
     prompts.
     """
-    what = prompts((1, 30, 9, 17))
+    texts = prompts((1, 30, 9, 17))
     for slots, wanted, chunk in ((2, 1, 4), (5, 12, 50), (7, 9, 1)):
         how = DRAWN | {"slots": slots, "samples": 2, "keep_logits": True}
         whole, made = (
-            run(what, options(**how, **x), wanted=wanted)[0] for x in ({}, {"prefill_chunk": chunk})
+            run(texts, options(**how, **x), wanted)[0] for x in ({}, {"prefill_chunk": chunk})
         )
         assert made.cache.overflowed.sum() == 0 and len(made.sequences) == 8
-        for one, other in zip(made.sequences, whole.sequences, strict=True):
-            assert one.tokens == other.tokens and len(one.tokens) == wanted
-            np.testing.assert_allclose(one.logits, other.logits, atol=1e-4)
+        assert tokens(made) == tokens(whole) and {len(x) for x in tokens(made)} == {wanted}
+        for x, y in zip(made.sequences, whole.sequences, strict=True):
+            np.testing.assert_allclose(x.logits, y.logits, atol=1e-4)
 
 
-def test_samples_share_the_pages_of_a_prompt_in_chunks():
-    made = decode.Run(*small(), options(**DRAWN, samples=3, prefill_chunk=12), prompts((20,)), 10)
-    made._mix()
-    assert int(made.cache.num_free) == made.cache.pages - 2
-    made._mix()
+@pytest.mark.parametrize("changes", [{}, {"prefill_chunk": 12}], ids=["whole", "in_chunks"])
+def test_samples_share_the_pages_of_their_prompt(changes):
+    how = options(**DRAWN, samples=3, **changes)
+    made = decode.Run(*small(), how, prompts((20,)), 10)
+    if changes:
+        made._mix()
+        assert int(made.cache.num_free) == made.cache.pages - 2
+        made._mix()
+    else:
+        made._admit()
     table = np.asarray(made.cache.page_table)[:, :3]
     assert (table[:, :2] == table[:1, :2]).all() and len(set(table[:, 2])) == 3
     assert int(made.cache.num_free) == made.cache.pages - 5
 
 
-def test_samples_share_the_pages_of_their_prompt():
-    made = decode.Run(*small(), options(**DRAWN, samples=3), prompts((20,)), 10)
-    made._admit()
-    table = np.asarray(made.cache.page_table)[:, :3]
-    assert (table[:, :2] == table[:1, :2]).all() and len(set(table[:, 2])) == 3
-    assert int(made.cache.num_free) == made.cache.pages - 5
+SAMPLES = DRAWN | {"samples": 3}
 
 
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ({"samples": 0}, "samples: expected at least 1, got 0"),
-        ({"cache": "stacked"}, "cache: expected 'paged', whose pages are forked, for 3 samples of"),
-        ({"sampling": sampling.Sampling()}, "samples: expected 1, or a temperature, for 3 samples"),
-        ({"slots": 2}, "slots: expected at least 3 for 3 samples of a prompt, got 2"),
+        ({"draft": "tree"}, "draft: expected one of ('ngram',) or None, got 'tree'"),
+        ({"draft": "ngram", "drafts": 0}, "drafts: expected at least 1, got 0"),
+        (SAMPLES | {"samples": 0}, "samples: expected at least 1, got 0"),
+        (SAMPLES | {"cache": "stacked"},
+         "cache: expected 'paged', whose pages are forked, for 3 samples of"),
+        (SAMPLES | {"sampling": Sampling()},
+         "samples: expected 1, or a temperature, for 3 samples"),
+        (SAMPLES | {"slots": 2}, "slots: expected at least 3 for 3 samples of a prompt, got 2"),
     ],
-)
-def test_samples_refuse(how, message):
+)  # fmt: skip
+def test_options_refuse(how, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        options(**{**DRAWN, "samples": 3} | how)
+        options(**how)
 
 
 def test_a_session_shows_samples_and_what_drafts_save():
-    out = io.StringIO()
-    how = {"cache": "paged", "sampling": sampling.Sampling(0.5), "samples": 2, "check": True}
-    assert shown(out, io.StringIO(), **how, **LOOKED_UP) == 0
-    names = re.findall("--- (.*) ---", out.getvalue())
+    how = {"cache": "paged", "sampling": Sampling(0.5), "samples": 2, "check": True}
+    status, out, _ = shown(**how, **LOOKED_UP)
+    names = re.findall("--- (.*) ---", out)
+    assert status == 0
     assert names == [f"{n} of 2, sample {k} of 2" for n in (1, 2) for k in (1, 2)]
-    assert re.search(r"; \d+ of \d+ drafts kept \(\d+%\)\n", out.getvalue())
-    last = out.getvalue().splitlines()[-1]
+    assert re.search(r"; \d+ of \d+ drafts kept \(\d+%\)\n", out)
+    last = out.splitlines()[-1]
     assert re.match(r"without drafts .* tokens/s, with them .* times as many; the same", last)
     assert last.endswith("the same tokens in 4 of 4 sequences")
     with pytest.raises(ValueError, match="batch: expected at least 9, the samples of a prompt"):
-        shown(out, out, samples=9)
+        shown(samples=9)

@@ -4,6 +4,7 @@ GPU.
 
 import dataclasses
 import functools
+import importlib
 import re
 
 import jax
@@ -19,6 +20,7 @@ from pallas_attn.bench import support
 from pallas_attn.kernels.lang import threads
 from pallas_attn.lm import rows as lm_rows
 from pallas_attn.lm.exchange import Exchange
+from pallas_attn.lm.kernels import all_reduce
 from pallas_attn.lm.kernels import linear as kernel
 from pallas_attn.lm.kernels import norm as norm_kernel
 from pallas_attn.lm.kernels import rotate as rotate_kernel
@@ -159,7 +161,7 @@ def norm_operands(problem, partials_dtype="float32"):
 
 
 def close_to(problem, got, want):
-    """What is left is the order of sums."""
+    """Equal, up to the order of sums."""
     eps = float(jnp.finfo(problem.dtype).eps)
     for ours, theirs in zip(got, want, strict=True):
         np.testing.assert_allclose(ours.astype(float), theirs.astype(float), rtol=2 * eps, atol=eps)
@@ -175,7 +177,7 @@ def check_norm(problem, partials_dtype="float32"):
 
 
 def rotate_operands(problem):
-    width = problem.every * problem.head_dim
+    width = problem.all_heads * problem.head_dim
     angles = normal((problem.rows, problem.head_dim // 2), "float32", 3)
     partials = normal((problem.partials, problem.rows, width), "float32", 4)
     return partials, jnp.cos(angles), jnp.sin(angles)
@@ -184,7 +186,9 @@ def rotate_operands(problem):
 def check_rotate(problem):
     partials, cos, sin = rotate_operands(problem)
     got = rotate_kernel.run(partials, cos, sin, problem)
-    rows = np.asarray(partials).sum(axis=0).reshape(problem.rows, problem.every, problem.head_dim)
+    rows = (
+        np.asarray(partials).sum(axis=0).reshape(problem.rows, problem.all_heads, problem.head_dim)
+    )
     angles = Angles(cos[:, None], sin[:, None])
     eps = float(jnp.finfo(problem.dtype).eps)
     start = 0
@@ -217,12 +221,12 @@ SENTINEL = np.int32(threads.SENTINEL)
 
 
 def cleared_buffer(problem):
-    kind = norm_kernel.received_shape(problem)
+    kind = all_reduce.received_shape(problem.over_gpus)
     return np.full(kind.shape, SENTINEL, kind.dtype)
 
 
 def narrow_words(x):
-    """Of float32, as bfloat16 in words of 4 bytes."""
+    """float32 as bfloat16, in words of 4 bytes."""
     return np.ascontiguousarray(np.asarray(jnp.asarray(x, jnp.bfloat16))).view(np.int32)
 
 
@@ -250,7 +254,7 @@ def test_norm_over_devices_interpreted(device, devices, dim):
     """
     rows, calls = 3, 3
     problem = norm_kernel.Problem(rows, dim, 2, "bfloat16", 1e-5, devices)
-    wide = 4 * problem.share
+    wide = 4 * problem.over_gpus.share
     shares = [slice(n * wide, min((n + 1) * wide, dim)) for n in range(devices)]
     received = cleared_buffer(problem)
     others = {n: received.copy() for n in range(devices) if n != device}
@@ -258,7 +262,7 @@ def test_norm_over_devices_interpreted(device, devices, dim):
     mine = shares[device]
 
     def places(n, of_all=False):
-        """Where a GPU's share is, in words of 4 bytes: of a sender's sums, of those of all."""
+        """A GPU's share in words of 4 bytes, in a sender's sums or in those of all."""
         first = wide // 2 * of_all
         return slice(first, first + (shares[n].stop - shares[n].start) // 2)
 
@@ -298,9 +302,9 @@ def test_norm_over_devices_interpreted(device, devices, dim):
 def test_norm_waits_for_every_device(missing):
     """For every word of every device."""
     problem = norm_kernel.Problem(1, 512, 1, "bfloat16", 1e-5, 3)
-    assert problem.share == 43  # the last has 42, of 168 columns
-    received, words = cleared_buffer(problem), 2 * problem.share
-    received[[0, 2], :, :words] = 0  # of the middle one
+    assert problem.over_gpus.share == 43  # the last has 42, of 168 columns
+    received, words = cleared_buffer(problem), 2 * problem.over_gpus.share
+    received[[0, 2], :, :words] = 0  # sums of the others
     received[0, :, words : words + 86] = 0
     received[2, :, words : words + 84] = 0
     here, others = norm_operands(problem), {n: received.copy() for n in (0, 2)}
@@ -407,7 +411,7 @@ def test_rotate_on_the_gpu(rows, heads, kv_heads, dim):
     check_rotate(rotate_kernel.Problem(rows, heads, kv_heads, dim, 3, "bfloat16"))
 
 
-# ---- who begins while the kernel before it ends --------------------------------------------------
+# ---- kernels that begin while the one before them ends -------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -418,13 +422,15 @@ def test_overlapping_reaches_those_that_know_of_it(monkeypatch, operation, overl
     """And nobody's other settings."""
     problem = support._BASE[operation]
     taken = dispatch.select(problem, None)
-    monkeypatch.setattr(taken._module(), "run", lambda inputs, problem, config: config)
+    module = importlib.import_module(f"pallas_attn.kernels.{taken.module}")
+    kernel = dataclasses.replace(module.KERNEL, run=lambda inputs, problem, config: config)
+    monkeypatch.setattr(module, "KERNEL", kernel)
     with _device.assume("sm90"):
         plain = taken.run(None, problem)
         with _device.overlapping():
-            found = taken.run(None, problem)
-    assert plain == _config.choose(taken._module(), problem)
-    assert found == dataclasses.replace(plain, **overlaps)
+            overlapping = taken.run(None, problem)
+    assert plain == _config.choose(taken.name, kernel, problem)
+    assert overlapping == dataclasses.replace(plain, **overlaps)
 
 
 @pytest.mark.parametrize("axes", ["manual", "automatic"])

@@ -1,7 +1,5 @@
 """The demo on a mesh: the same tokens as on one device, each device with its own part."""
 
-import functools
-import io
 import math
 import os
 import pathlib
@@ -9,8 +7,6 @@ import socket
 import subprocess
 import sys
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
@@ -19,11 +15,20 @@ from jax.sharding import PartitionSpec as P
 import pallas_attn as pa
 from pallas_attn import lm
 from pallas_attn.bench import rows
-from pallas_attn.lm import checkpoint, decode, peer, presets, report, session, train
+from pallas_attn.lm import (
+    checkpoint,
+    decode,
+    peer,
+    presets,
+    report,
+    step_parts,
+    train,
+)
 from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm.hf_config import config_from
-from pallas_attn.lm.sampling import Sampling, likeliest
+from pallas_attn.lm.sampling import Sampling
 from tests.lm import witness
+from tests.lm.loops import refuses, shown, tokens
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -31,20 +36,12 @@ ROOT = pathlib.Path(pa.__file__).parent.parent
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9]]
 
 
-def made(config, params, **options):
-    how = {"slots": 2, "capacity": 16, "chunk": 4, "dtype": "float32", "keep_logits": True}
+def decoded(config, params, **options):
+    """A run of the prompts."""
+    how = {"slots": 2, "capacity": 16, "chunk": 4, "dtype": "float32"}
     run = decode.Run(config, params, decode.Options(**how | options), PROMPTS, 6, seed=3)
-    for _ in run:
-        pass
-    return [one.tokens for one in run.sequences], np.stack([one.logits for one in run.sequences])
-
-
-def greedy(config, params, **options):
-    how = {"slots": 2, "capacity": 16, "chunk": 4, "dtype": "float32", "cache": "stacked"}
-    run = decode.Run(config, params, decode.Options(**how | options), PROMPTS, 6)
-    for _ in run:
-        pass
-    return [one.tokens for one in run.sequences]
+    assert list(run)
+    return run
 
 
 CASES = {  # devices, words, options
@@ -70,7 +67,8 @@ def test_the_same_tokens_as_on_one_device(tmp_path, family):
     tensors = witness.tensors_of(described, np.random.default_rng(0))
     folder = witness.write(tmp_path / family, described, tensors, shards=2)
     mesh = lm_mesh.make(f"tp:{shards}", ("tp",))
-    want = made(*checkpoint.load(folder, "float32"), **options)
+    options |= {"keep_logits": True}
+    want = decoded(*checkpoint.load(folder, "float32"), **options)
     config, params = checkpoint.load(folder, "float32", mesh)
     for name in ("qkv", "out", "gate_up", "down"):
         whole = params["runs"][0][name]
@@ -78,43 +76,10 @@ def test_the_same_tokens_as_on_one_device(tmp_path, family):
     for name in {"embed", "head"} & set(params):
         rows = {x.data.shape[0] for x in params[name].addressable_shards}
         assert rows == {-(-words // shards)}, name
-    tokens, logits = made(config, params, mesh=mesh, **options)
-    assert tokens == want[0]
-    np.testing.assert_allclose(logits, want[1], rtol=1e-3, atol=1e-3)
-
-
-@pytest.mark.by_xla
-def test_the_likeliest_token_of_logits_in_parts():
-    """As of whole ones: the first of equals, what is no number, words that there are not."""
-    logits = np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32)
-    logits[0, [2, 6]] = 9  # on two devices
-    logits[1, [4, 5]] = 9  # on one
-    logits[2, 3], logits[3] = np.nan, -np.inf
-    logits[:, 7] = -np.inf
-    want, best = likeliest(jnp.asarray(logits), None)
-    np.testing.assert_array_equal(want, np.argmax(logits, axis=1))
-    mesh = lm_mesh.make("tp:4", ("tp",))
-    found = jax.jit(
-        jax.shard_map(
-            functools.partial(likeliest, over="tp"),
-            mesh=mesh,
-            in_specs=P(None, "tp"),
-            out_specs=P(),
-        )
-    )(logits)
-    np.testing.assert_array_equal(found[0], want)
-    np.testing.assert_array_equal(found[1], best)
-
-
-@pytest.mark.by_xla
-@pytest.mark.parametrize("words", [95, 96])
-def test_greedy_tokens_without_their_logits(words):
-    """Are those with them, which are chosen from whole ones."""
-    described = witness.CONFIGS["qwen2"] | {"vocab_size": words}
-    config, mesh = config_from(described), lm_mesh.make("tp:2", ("tp",))
-    params = lm_mesh.random_params(config, 1, "float32", mesh)
-    tokens = [greedy(config, params, mesh=mesh, keep_logits=kept) for kept in (False, True)]
-    assert tokens[0] == tokens[1]
+    got = decoded(config, params, mesh=mesh, **options)
+    assert tokens(got) == tokens(want)
+    for x, y in zip(got.sequences, want.sequences, strict=True):
+        np.testing.assert_allclose(x.logits, y.logits, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("words", [5, 8])
@@ -127,10 +92,10 @@ def test_the_rows_of_a_vocabulary_are_read_by_their_devices_alone(words):
         asked.append(len(whole[at]))
         return whole[at]
 
-    found = lm_mesh.placed(mesh, P("tp"), whole.shape, read)
-    assert found.shape == (8, 3) and max(asked) == 2
-    np.testing.assert_array_equal(found[:words], whole)
-    assert not np.asarray(found[words:]).any()
+    rows = lm_mesh.placed(mesh, P("tp"), whole.shape, read)
+    assert rows.shape == (8, 3) and max(asked) == 2
+    np.testing.assert_array_equal(rows[:words], whole)
+    assert not np.asarray(rows[words:]).any()
 
 
 def test_our_own_files_and_random_weights_on_a_mesh(tmp_path):
@@ -169,9 +134,7 @@ def test_our_own_files_and_random_weights_on_a_mesh(tmp_path):
 )
 def test_a_mesh_that_cannot_be(call, said):
     config = config_from(presets.PRESETS["llama3_70b"])
-    with pytest.raises(ValueError) as error:
-        lm_mesh.local(config, lm_mesh.make(call, ("tp",)))
-    assert str(error.value) == said
+    refuses(said, lambda: lm_mesh.local(config, lm_mesh.make(call, ("tp",))))
 
 
 def test_a_llama_of_70_billion_on_four_devices():
@@ -206,12 +169,12 @@ def test_training_has_the_same_losses(tmp_path):
         recipe = train.Recipe(steps=2, batch=4, context=16, learning_rate=0.5, mesh=mesh)
         (line,) = train.train(text, str(tmp_path / str(axes)), recipe)
         lines[axes] = line
-    one, split = lines.values()
-    np.testing.assert_allclose(split[1:3], one[1:3], rtol=1e-4)
+    alone, split = lines.values()
+    np.testing.assert_allclose(split[1:3], alone[1:3], rtol=1e-4)
     first, other = _said(running)
     step, loss, held_out, _ = first.splitlines()[-3].split()
     assert step == "2" and "trained on 2 x cpu" in first and "trained" not in other
-    np.testing.assert_allclose([float(loss), float(held_out)], one[1:3], atol=6e-4)
+    np.testing.assert_allclose([float(loss), float(held_out)], alone[1:3], atol=6e-4)
     assert (tmp_path / "processes" / "model.npy").stat().st_size > 3e6
     for options, said in (({"batch": 3}, "batch: expected a multiple of 2"), ({"context": 6}, "4")):
         with pytest.raises(ValueError, match=said):
@@ -232,7 +195,7 @@ def _processes(*flags):
 
 
 def _said(running):
-    """What processes wrote, which all end well."""
+    """Outputs of processes, which all end well."""
     said = [process.communicate(timeout=110) for process in running]
     assert [process.returncode for process in running] == [0, 0], said
     return [out for out, _ in said]
@@ -241,9 +204,8 @@ def _said(running):
 def test_a_report_of_a_mesh_has_what_one_of_a_device_has(tmp_path):
     paths = {"report": str(tmp_path / "out"), "out": str(tmp_path / "rows.jsonl")}
     how = {"prompts": ("ROMEO:",), "max_new_tokens": 3, "batch": 1, "chunk": 2, "dtype": "float32"}
-    settings = session.Settings(mesh="tp:2", cache="stacked", commit="abc", **how, **paths)
-    out = io.StringIO()
-    assert session.decode(settings, out, io.StringIO()) == 0
+    status, out, _ = shown(mesh="tp:2", cache="stacked", commit="abc", **how, **paths)
+    assert status == 0
     ceiling, step = rows.read(tmp_path / "rows.jsonl")
     assert ceiling["op"] == "ceiling" and ceiling["tbps"] > 0
     assert step["case"] == "tiny_tp2_stacked_b1_s8" and step["problem"]["devices"] == 2
@@ -254,7 +216,7 @@ def test_a_report_of_a_mesh_has_what_one_of_a_device_has(tmp_path):
     sizes = config.size - (0 if config.tied else config.vocab * config.hidden)
     assert step["weight_bytes"] - 4 * sizes in (0, 4 * config.hidden * (config.vocab % 2))
     for name in ("report.json", "report.png"):
-        assert f"wrote {tmp_path / 'out' / name}" in out.getvalue()
+        assert f"wrote {tmp_path / 'out' / name}" in out
 
 
 def test_processes_with_a_device_each_say_what_one_device_does():
@@ -270,22 +232,22 @@ def test_the_loop_beside_ours_is_split_over_devices_too(tmp_path, monkeypatch):
     """The same tokens as on one device, and a row of the report; cuDNN is stood in for."""
     steps = peer.steps
     monkeypatch.setattr(peer, "steps", lambda a, b, how, *rest: steps(a, b, "xla", *rest))
-    monkeypatch.setattr(report, "_on_gpu", lambda: True)
+    monkeypatch.setattr(step_parts, "on_gpu", lambda: True)
     described = witness.CONFIGS["llama2"] | {"vocab_size": 95}
     tensors = witness.tensors_of(described, np.random.default_rng(0))
     folder = witness.write(tmp_path / "llama2", described, tensors)
-    found = []
+    drawn = []
     for mesh in (None, lm_mesh.make("tp:2", ("tp",))):
         config, params = checkpoint.load(folder, "float32", mesh)
         how = decode.Options(slots=3, capacity=32, chunk=5, dtype="float32", mesh=mesh)
         subject = report.Subject("small", config, params, how, 20)
-        assert report._compared(subject)
+        assert subject.has_peer
         report._compile_peer(subject, how, lambda line: None)
         state = report._peer_state(subject, how)
-        (caches, _, _), tokens = report._peer_program(config, how)(params, state)
+        (caches, _, _), chosen = report._peer_program(config, how)(params, state)
         heads = {x.data.shape[2] for x in caches[0][0].addressable_shards}
         assert heads == {config.kv_heads // (1 if mesh is None else 2)}
         row = report._peer_row(subject, how, 1.0)
-        assert row["impl"] == "cudnn" and row["problem"].get("devices", 1) == len(found) + 1
-        found.append(np.asarray(tokens))
-    np.testing.assert_array_equal(*found)
+        assert row["impl"] == "cudnn" and row["problem"].get("devices", 1) == len(drawn) + 1
+        drawn.append(np.asarray(chosen))
+    np.testing.assert_array_equal(*drawn)

@@ -9,9 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn.lm import checkpoint, decode, model, sampling, text, train
+from pallas_attn.lm import (
+    checkpoint,
+    chunked_prefill,
+    decode,
+    model,
+    programs,
+    sampling,
+    slots,
+    text,
+    train,
+)
+from pallas_attn.lm.config import num_bytes, random_params
 from pallas_attn.lm.hf_config import config_from
 from pallas_attn.lm.options import CACHES
+from pallas_attn.lm.state import State
 from tests.lm import witness
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -58,8 +70,8 @@ def test_prefill_then_decode_equals_the_full_forward(tmp_path, rng, family, kind
     for both in (True, False, True):
         token, rows = np.zeros(3, np.int32), np.zeros(3, np.int32)
         token[slots], rows[slots] = np.asarray(ids)[range(2), lengths], [1, both]
-        given = jnp.asarray(token[:, None]), jnp.asarray(rows), model.rotary_of(config, cache)
-        logits, cache = step(config, params, cache, *given)
+        operands = jnp.asarray(token[:, None]), jnp.asarray(rows), model.rotary_of(config, cache)
+        logits, cache = step(config, params, cache, *operands)
         close(logits[2, 0], full[0, lengths[0]])
         if both:
             close(logits[0, 0], full[1, lengths[1]])
@@ -75,10 +87,10 @@ def test_layers_with_one_mask_are_one_scan():
 
 def test_random_weights_have_the_shapes_and_no_others():
     config = config_from(witness.CONFIGS["qwen2"])
-    params = model.random_params(config, 0, "bfloat16")
+    params = random_params(config, 0, "bfloat16")
     assert jax.tree.map(jnp.shape, params) == config.shapes()
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
-    assert model.num_bytes(params) == 2 * sum(x.size for x in jax.tree.leaves(params))
+    assert num_bytes(params) == 2 * sum(x.size for x in jax.tree.leaves(params))
 
 
 def test_a_gradient_is_that_of_finite_differences(tmp_path, rng):
@@ -118,23 +130,23 @@ def two_slots(folder, kind):
 def test_a_chunk_of_steps_and_a_prefill_copy_no_cache(tmp_path, kind):
     run, params = two_slots(tmp_path, kind)
     config, options = run.config, run.options
-    cache, state = options.create_cache(config), decode.State.create(options)
+    cache, state = options.create_cache(config), State.create(options)
     vacant = np.array([True, True])
-    new = run._arrivals([*enumerate(run.sequences[:2])], vacant)
+    new = run._sent(slots.arrivals(options, [*enumerate(run.sequences[:2])], vacant))
     mixture = dataclasses.replace(options, prefill_chunk=5, draft="ngram")
-    if kind == "paged":  # of which a prompt's pages are forked
+    if kind == "paged":  # a prompt's pages are forked
         mixture = dataclasses.replace(mixture, samples=2, sampling=sampling.Sampling(0.5))
     mixed = decode.Run(config, params, mixture, [[1, 2]], 9)
-    chunks = mixed._chunks({}, np.arange(2, dtype=np.int32), vacant)
-    more = mixed.cache, decode.State.create(mixture)
+    chunks = mixed._sent(chunked_prefill.chunks(mixed._slots, {}, np.arange(2), vacant))
+    more = mixed.cache, State.create(mixture)
     every = jax.tree.leaves([(x.k, x.v) for x in (cache, mixed.cache)])
     shapes = {",".join(map(str, x.shape)) for x in every}
-    programs = (
-        decode.steps.lower(config, options, params, cache, state),
-        decode.admit.lower(config, options, params, cache, state, new),
-        decode.mixed.lower(config, mixture, params, *more, chunks),
+    lowerings = (
+        programs.steps.lower(config, options, params, cache, state),
+        programs.admit.lower(config, options, params, cache, state, new),
+        chunked_prefill.mixed.lower(config, mixture, params, *more, chunks),
     )
-    for lowered in programs:
+    for lowered in lowerings:
         hlo = lowered.compile().as_text()
         assert any(f"f32[{shape}]" in hlo for shape in shapes)
         copies = re.findall(rf"= f32\[(?:{'|'.join(shapes)})\]\S* copy\(.*", hlo)
@@ -150,7 +162,7 @@ def test_the_buffers_of_a_run_stay_where_they_are(tmp_path, kind):
     for _ in run:
         now = [x.unsafe_buffer_pointer() for x in jax.tree.leaves((run.cache.k, run.cache.v))]
         assert now == where
-    assert [len(one.tokens) for one in run.sequences] == [9] * 4
+    assert [len(x.tokens) for x in run.sequences] == [9] * 4
 
 
 # ---- training -----------------------------------------------------------------------------------

@@ -26,13 +26,13 @@ ROOT = pathlib.Path(__file__).parents[2]
 CPU = os.environ | {"JAX_PLATFORMS": "cpu"}
 
 
-def run(*arguments, given=""):
+def run(*arguments, stdin=""):
     """(exit status, standard output, standard error) on a machine without a GPU."""
     done = subprocess.run(
         [sys.executable, "run.py", *arguments],
         cwd=ROOT,
         env=CPU,
-        input=given,
+        input=stdin,
         capture_output=True,
         text=True,
         timeout=110,
@@ -85,17 +85,17 @@ def test_a_line_is_a_prompt(called, monkeypatch, tmp_path, how):
         flag = f"--prompt_file={'-' if how == 'standard input' else path}"
         status, out, error = called(flag, "--max_new_tokens=2", "--json")
     assert status == 0, error
-    found = [json.loads(line) for line in out.splitlines()]
-    found = [line["sequence"] for line in found if "sequence" in line]
-    assert [one["prompt"] for one in found] == ["ROMEO:\nO", "The\u2028sea", "\x0ca\x85"]
-    assert [one["number"] for one in found] == [1, 2, 3]
+    lines = [json.loads(line) for line in out.splitlines()]
+    sequences = [line["sequence"] for line in lines if "sequence" in line]
+    assert [x["prompt"] for x in sequences] == ["ROMEO:\nO", "The\u2028sea", "\x0ca\x85"]
+    assert [x["number"] for x in sequences] == [1, 2, 3]
 
 
 def test_control_c_ends_with_what_was_generated():
     command = [sys.executable, "-u", "run.py", "--prompt=ROMEO:", "--max_new_tokens=500"]
     command += ["--chunk=2", "--batch=1"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    # What a shell starts in the background ignores Ctrl-C, and so would what we start from there.
+    # A process that a shell starts in the background ignores Ctrl-C, and so would its own.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         started = subprocess.Popen(command, cwd=ROOT, env=CPU, **pipes)
@@ -110,7 +110,7 @@ def test_control_c_ends_with_what_was_generated():
 
 
 def test_a_checkpoint_that_a_stranger_wrote_is_decoded_and_checked(tmp_path):
-    """Of every family: tests/lm/test_model.py."""
+    """All families: tests/lm/test_model.py."""
     config = witness.CONFIGS["qwen3"] | {"vocab_size": 256, "tokenizer": "bytes"}
     tensors = witness.tensors_of(config, np.random.default_rng(0))
     folder = witness.write(tmp_path / "qwen3", config, tensors, shards=2)
@@ -233,7 +233,7 @@ WRONG = [
         "--task=bench",
         "a benchmark times a GPU and jax found none; see python run.py for what runs here",
     ),
-    # What another flag leaves nothing to do.
+    # Flags that another one leaves nothing to do.
     ("--checkpoint=x --model=tiny", "model: --checkpoint is the model; give one of the two"),
     ("--page_size=8", "page_size: only --cache=paged has pages"),
     ("--pages=8 --cache=stacked", "pages: only --cache=paged has pages"),
@@ -282,7 +282,7 @@ def test_every_flagfile_for_a_gpu_gets_as_far_as_the_gpu(called, path):
 def test_help_names_every_flag_of_its_own(called):
     status, out, error = called("--help")
     assert (status, error) == (0, "") and "python run.py --task=parity" in out
-    for name in driver_flags.USES:
+    for name in driver_flags.NAMES:
         assert f"--{name}=" in out or f"--[no]{name}" in out
     assert max(map(len, out.splitlines())) <= 100
 
@@ -341,8 +341,8 @@ SHORT = "--prompt=a --max_new_tokens=2"
     ],
 )
 def test_streams_that_are_closed_or_full_or_of_other_bytes(line, status, words):
-    found, said = shell(line)
-    assert found in status and words in said and "Traceback" not in said, said
+    code, said = shell(line)
+    assert code in status and words in said and "Traceback" not in said, said
     assert "Exception ignored" not in said
 
 

@@ -46,7 +46,7 @@ def tensors_of(config, rng):
     heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
     hidden, mlp = config["hidden_size"], config["intermediate_size"]
     dim = config.get("head_dim", hidden // heads)
-    one = {
+    layer_shapes = {
         "input_layernorm.weight": (hidden,),
         "self_attn.q_proj.weight": (heads * dim, hidden),
         "self_attn.k_proj.weight": (kv * dim, hidden),
@@ -59,22 +59,22 @@ def tensors_of(config, rng):
     }
     if config["model_type"] == "qwen2":
         sizes = {"q": heads, "k": kv, "v": kv}
-        one |= {f"self_attn.{x}_proj.bias": (n * dim,) for x, n in sizes.items()}
+        layer_shapes |= {f"self_attn.{x}_proj.bias": (n * dim,) for x, n in sizes.items()}
     if config["model_type"] == "qwen3":
-        one |= {f"self_attn.{x}_norm.weight": (dim,) for x in "qk"}
+        layer_shapes |= {f"self_attn.{x}_norm.weight": (dim,) for x in "qk"}
     shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for layer in range(config["num_hidden_layers"]):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in one.items()}
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes.items()}
     shapes["model.norm.weight"] = (hidden,)
     if not config.get("tie_word_embeddings"):
         shapes["lm_head.weight"] = (config["vocab_size"], hidden)
-    found = {}
+    tensors = {}
     for name, shape in shapes.items():
         drawn = rng.standard_normal(shape)
         # Norms about 1, matrices that keep the size of what they are given, large for one layer.
         drawn = 1 + 0.2 * drawn if "norm" in name else drawn * (2 / math.sqrt(shape[-1]))
-        found[name] = drawn.astype(np.float32)
-    return found
+        tensors[name] = drawn.astype(np.float32)
+    return tensors
 
 
 @functools.cache

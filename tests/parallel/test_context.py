@@ -19,11 +19,11 @@ from jax.sharding import PartitionSpec as P
 import pallas_attn as pa
 from pallas_attn._call import batching, dispatch
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
-from pallas_attn._context_parallel import attention, layout
+from pallas_attn._context_parallel import gather, layout
 from pallas_attn.bench import context as bench_context
 from pallas_attn.bench import rows
-from pallas_attn.kernels.flash_bwd import plan as bwd_plan
 from pallas_attn.kernels.flash_bwd import sm90 as flash_bwd_sm90
+from pallas_attn.kernels.flash_bwd import work_order
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.kernels.flash_fwd import tile_scheduler
 from tests.parallel.test_kernels_batched_and_sharded import REFERENCE
@@ -42,7 +42,7 @@ def normal(seed, *shape):
 
 
 def documents(mean):
-    """Of uneven lengths: ids [B, T]."""
+    """Ids [B, T] of documents of uneven lengths."""
     starts = np.random.default_rng(0).random((B, T)) < 1 / mean
     return jnp.asarray(np.cumsum(starts, axis=1), jnp.int32)
 
@@ -95,15 +95,15 @@ def relative(slopes, table):
     return pa.score_fn(score, slopes, table)
 
 
-def attend(**given):
+def attend(**options):
     """With functions of what they read in place of that."""
-    if "limits" in given:
-        given["mask"] = documents_and_more(given.pop("ids"), given.pop("limits"))
-    elif "ids" in given:
-        given["mask"] = parity(given.pop("ids"))
-    if "slopes" in given:
-        given["score"] = relative(given.pop("slopes"), given.pop("table"))
-    return pa.flash_attention_with_lse(**given)
+    if "limits" in options:
+        options["mask"] = documents_and_more(options.pop("ids"), options.pop("limits"))
+    elif "ids" in options:
+        options["mask"] = parity(options.pop("ids"))
+    if "slopes" in options:
+        options["score"] = relative(options.pop("slopes"), options.pop("table"))
+    return pa.flash_attention_with_lse(**options)
 
 
 OPTIONS |= {
@@ -151,11 +151,11 @@ SPREAD = [  # all options, methods and orders, on 2, 4 and 8 devices; not each w
     ("end", 2, "contiguous", "gather"),
     ("far", 8, "contiguous", "ring"),
 ]
-BY_XLA = SPREAD[0], SPREAD[2], SPREAD[4]  # of each method, and of each order
+BY_XLA = SPREAD[0], SPREAD[2], SPREAD[4]  # every method, and every order
 
 
 def weights(out, lse):
-    """Of random sums over out and lse, in the order of positions."""
+    """Cotangents of random sums over out and lse, in the order of positions."""
     return normal(5, *out.shape), normal(6, *lse.shape)
 
 
@@ -194,22 +194,22 @@ def over(context, shards, options, check_vma=True):
         (shards,), ("cp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:shards]
     )
 
-    def local(given):
-        return attend(**given, **static, context=context)
+    def local(values):
+        return attend(**values, **static, context=context)
 
     def call(floats):
-        given = {
+        numbers = {
             name: context.reorder(x, shards, ROWS[name]) if is_split(name, x) else x
             for name, x in {**floats, **arrays}.items()
         }
-        specs = {name: spec_of(name, x) for name, x in given.items()}
+        specs = {name: spec_of(name, x) for name, x in numbers.items()}
         out, lse = jax.shard_map(
             local,
             mesh=mesh,
             in_specs=(specs,),
             out_specs=(P(None, "cp"), P(None, None, "cp")),
             check_vma=check_vma,
-        )(given)
+        )(numbers)
         return context.restore(out, shards), context.restore(lse, shards, 2)
 
     return call
@@ -250,18 +250,18 @@ def test_documents_move_what_they_need(monkeypatch, order, mask):
     }
     context, splits = pa.Context("cp", order), []
     mesh = jax.make_mesh((4,), ("cp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
-    asked = attention._narrowest
+    asked = gather._narrowest
 
-    def narrowest(split, *given):
+    def narrowest(split, *arguments):
         splits.append(split)
-        return asked(split, *given)
+        return asked(split, *arguments)
 
     monkeypatch.setattr(layout, "WORTH_ASKING", 0)
-    monkeypatch.setattr(attention, "_narrowest", narrowest)
+    monkeypatch.setattr(gather, "_narrowest", narrowest)
     floats = {x: normal(n, 1, 64, 2, 8) for n, x in enumerate("qkv")}
     for values, way in ids.values():
-        given = jnp.asarray(values, jnp.int32)[None]
-        options = {"mask": mask, "segment_ids": given}
+        lengths = jnp.asarray(values, jnp.int32)[None]
+        options = {"mask": mask, "segment_ids": lengths}
         got = value_and_gradients(over(context, 4, options), floats)
         assert_same(got, value_and_gradients(lambda x: attend(**x, **options), floats))  # noqa: B023
         number = jax.shard_map(
@@ -270,7 +270,7 @@ def test_documents_move_what_they_need(monkeypatch, order, mask):
             in_specs=P(None, "cp"),
             out_specs=P("cp"),
         )
-        np.testing.assert_array_equal(number(context.reorder(given, 4)), way)
+        np.testing.assert_array_equal(number(context.reorder(lengths, 4)), way)
     narrow = {name: x.astype(jnp.bfloat16) for name, x in floats.items()}
 
     def total(floats):
@@ -285,7 +285,7 @@ def test_documents_move_what_they_need(monkeypatch, order, mask):
     [("causal", "gather", True), ("lengths", "ring", False), ("functions", "ring", False)],
 )
 def test_by_kernels_as_on_one_device(kernels_that_differentiate, name, method, check_vma):  # noqa: F811
-    """Those are handed the out and lse of all keys, whichever they are given."""
+    """Backward kernels get the out and lse of all keys, whichever keys they have."""
     options, floats = OPTIONS[name]
     call = over(pa.Context("cp", "zigzag", method), 2, options, check_vma)
     got = value_and_gradients(call, floats)
@@ -307,7 +307,7 @@ def test_a_window_moves_its_rows_and_no_more():
     assert moved(pa.sliding_window(4), "contiguous") == (0, 2)  # k and v of one neighbour
     assert moved(pa.sliding_window(12), "contiguous") == (0, 4)
     assert moved(pa.CAUSAL, "contiguous") == (2, 0)
-    assert moved(parity(IDS), "contiguous") == (0, 4)  # of a neighbour on either side
+    assert moved(parity(IDS), "contiguous") == (0, 4)  # rows of a neighbour on either side
     assert moved(parity(IDS) | pa.Mask(0, 0), "contiguous") == (2, 0)
 
 
@@ -322,14 +322,14 @@ def test_orders_and_positions():
     assert isinstance(zigzag.reorder(order, 4), np.ndarray)
     mesh = jax.make_mesh((4,), ("cp",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
     for context in (zigzag, plain):
-        found = jax.shard_map(
+        result = jax.shard_map(
             lambda c=context: c.positions(4), mesh=mesh, in_specs=(), out_specs=P("cp")
         )()
-        np.testing.assert_array_equal(found[None], context.reorder(order, 4))
+        np.testing.assert_array_equal(result[None], context.reorder(order, 4))
 
 
-def mapped(shards=2, options=(), **given):
-    context = pa.Context("cp", **given)
+def mapped(shards=2, options=(), **fields):
+    context = pa.Context("cp", **fields)
     return jax.eval_shape(over(context, shards, dict(options)), GROUPED)
 
 
@@ -389,7 +389,7 @@ def test_an_odd_number_of_rows_has_no_zigzag():
         jax.eval_shape(call, *odd)
 
 
-# ---- kernels whose batch rows share k and v, and who computes what when ------------------------
+# ---- kernels whose batch rows share k and v, and who computes what when --------------------------
 
 
 def zigzag_problem(op):
@@ -422,23 +422,23 @@ def test_zigzag_gives_every_block_the_same_work(op):
     problem = zigzag_problem(op)
     if op == "flash_forward":
         plan = flash_fwd_sm90.plan_of(problem, flash_fwd_sm90.Config.default(problem))
-        make, tiles = tile_scheduler.schedule, plan.q_tiles
+        make, tiles = tile_scheduler.schedule, plan.tiling.q_tiles
         heads = 32
     else:
         config = flash_bwd_sm90.Config.default(problem)
         assert config.fused  # its keys meet many rows, wherever these are
-        plan = flash_bwd_sm90.plan_of(problem, config)
-        make, tiles = bwd_plan.schedule, plan.kv_tiles
+        plan = flash_bwd_sm90.plan_of(problem, config).order
+        make, tiles = work_order.schedule, plan.tiling.kv_tiles
         heads = 8
 
     def cost(code, offsets):
         head, tile = code >> plan.code_bits, code & ((1 << plan.code_bits) - 1)
         offset = offsets[head // heads]
         if op == "flash_forward":
-            row = tile * plan.tile_rows
-            part = 0.82 if tile == tiles - 1 else 1  # of three warpgroups two have rows
-            return (offset + row + plan.tile_rows / 2) * part
-        return max(0, min(8192, offset + 8192 - tile * plan.block_kv)) + 32
+            row = tile * plan.tiling.tile_rows
+            part = 0.82 if tile == tiles - 1 else 1  # two of three warpgroups have rows
+            return (offset + row + plan.tiling.tile_rows / 2) * part
+        return max(0, min(8192, offset + 8192 - tile * plan.tiling.block_kv)) + 32
 
     def uneven(table, offsets):
         loads = [sum(cost(code, offsets) for code in row[1 : row[0] + 1]) for row in table]
@@ -464,29 +464,29 @@ def test_rows_that_share_keys_as_if_each_had_its_own(op):
     k, v = (draw(jax.random.key(n), (1, keys, 1, 64)) for n in (1, 2))
     ends = jnp.full((2,), 150, jnp.int32)
     k, v = (jnp.where(jnp.arange(keys)[None, :, None, None] < 150, x, jnp.nan) for x in (k, v))
-    given = AttentionInputs(
+    arrays = AttentionInputs(
         q, k, v, jnp.asarray([0, 100], jnp.int32), jnp.asarray([64, 40], jnp.int32), ends
     )
     problem = dataclasses.replace(
         zigzag_problem(op), q_heads=2, kv_heads=1, head_dim=64, v_head_dim=64, scale=0.125
     )
-    problem = batching.resized(dataclasses.replace(problem, offsets=((0, 100),)), given)
-    repeated = given._replace(k=jnp.repeat(k, 2, axis=0), v=jnp.repeat(v, 2, axis=0))
+    problem = batching.resized(dataclasses.replace(problem, offsets=((0, 100),)), arrays)
+    repeated = arrays._replace(k=jnp.repeat(k, 2, axis=0), v=jnp.repeat(v, 2, axis=0))
     alone = dataclasses.replace(problem, share=1, offsets=())
     kernel = flash_fwd_sm90 if op == "flash_forward" else flash_bwd_sm90
     assert kernel.shares_keys(problem)
 
-    def run(problem, given):
+    def run(problem, inputs):
         config = kernel.Config.default(problem)
         if op == "flash_forward":
-            return kernel.run(given, problem, dataclasses.replace(config, grid=2))
+            return kernel.run(inputs, problem, dataclasses.replace(config, grid=2))
         lse = jnp.zeros((2, 2, count), jnp.float32)
         config = dataclasses.replace(config, grid=2, fused=False)
-        return kernel.run((given, do, lse, do, lse), problem, config)[:3]
+        return kernel.run((inputs, do, lse, do, lse), problem, config)[:3]
 
     with mosaic.interpret():
         got, want = (
-            jax.jit(run, static_argnums=0)(*x) for x in ((problem, given), (alone, repeated))
+            jax.jit(run, static_argnums=0)(*x) for x in ((problem, arrays), (alone, repeated))
         )
     for g, w in zip(got, want, strict=True):
         assert g.shape == w.shape and np.isfinite(np.asarray(w, np.float32)).any()
@@ -502,15 +502,15 @@ def in_both_orders(operation, rows, begins, **more):
         draw(jax.random.key(n), (batch, size, heads, 64))
         for n, (batch, size, heads) in enumerate(((2, rows, 2), (1, 512, 1), (1, 512, 1)))
     )
-    given = AttentionInputs(q, k, v, jnp.asarray(begins, jnp.int32))._replace(**more)
+    inputs = AttentionInputs(q, k, v, jnp.asarray(begins, jnp.int32))._replace(**more)
     problem = dataclasses.replace(
         zigzag_problem(operation), q_heads=2, kv_heads=1, head_dim=64, v_head_dim=64
     )
     problem = dataclasses.replace(problem, scale=0.125, offsets=(begins,))
-    problem = batching.resized(problem, given)
+    problem = batching.resized(problem, inputs)
     context = pa.Context("cp", "zigzag")
-    lying = given._replace(k=context.reorder(k, 2), v=context.reorder(v, 2))
-    return (problem, given), (dataclasses.replace(problem, zigzag=2), lying)
+    lying = inputs._replace(k=context.reorder(k, 2), v=context.reorder(v, 2))
+    return (problem, inputs), (dataclasses.replace(problem, zigzag=2), lying)
 
 
 @pytest.mark.guards
@@ -526,9 +526,9 @@ def test_keys_in_the_order_zigzag_as_in_that_of_positions(segments):
     (problem, _), (moved, lying) = both
     assert kernel.reads_zigzag(moved)
 
-    def run(problem, given):
+    def run(problem, inputs):
         config = dataclasses.replace(kernel.Config.default(problem), grid=2)
-        return kernel.run(given, problem, config)
+        return kernel.run(inputs, problem, config)
 
     with mosaic.interpret():
         want, got = (jax.jit(run, static_argnums=0)(*x) for x in both)
@@ -560,11 +560,11 @@ def test_gradients_of_keys_in_the_order_zigzag(claims):
             jax.jit(run, static_argnums=0)(*x) for x in ((moved, lying), (problem, inputs))
         )
     for name in ("q", "k", "v"):
-        one, other = getattr(got, name), getattr(want, name)
+        first, other = getattr(got, name), getattr(want, name)
         assert np.abs(np.asarray(other, np.float32)).max() > 0.01
-        if name != "q":  # of each batch row of q
+        if name != "q":  # rows of each batch row of q
             other = context.reorder(other, 2)
-        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+        np.testing.assert_array_equal(np.asarray(first, np.float32), np.asarray(other, np.float32))
     dims = {"q_heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
     large = dataclasses.replace(problem, q_len=4096, kv_len=32768, zigzag=4, **dims)
     large = dataclasses.replace(large, offsets=((0, 28672), (12288, 16384)))
@@ -587,14 +587,14 @@ def test_the_benchmark_of_contexts(monkeypatch, case):
     """On eight CPU devices: who is right gets a row, with what a row needs."""
     monkeypatch.setattr(bench_context, "TURN_MS", 0)  # CPU devices stop if many programs wait
     monkeypatch.setattr(bench_context, "REST_S", 0)
-    found, wrong = bench_context.time_case(case, 0, 1, rows.Provenance.here("none"))
+    result, wrong = bench_context.time_case(case, 0, 1, rows.Provenance.here("none"))
     assert wrong == 0
     others = ("rows",) if case is CACHED else ("gather", "ring")
-    assert [row["impl"] for row in found] == [f"pallas_attn/{x}" for x in ("one", *others)]
-    for row in found:
+    assert [row["impl"] for row in result] == [f"pallas_attn/{x}" for x in ("one", *others)]
+    for row in result:
         assert not set(rows.REQUIRED) - row.keys() and row["efficiency"] > 0
-        assert len(row["alone_ms"]) == 8 and row["alone_ms"][0] == found[0]["ms"]
-    assert found[0]["efficiency"] == 1
+        assert len(row["alone_ms"]) == 8 and row["alone_ms"][0] == result[0]["ms"]
+    assert result[0]["efficiency"] == 1
 
 
 def test_the_benchmark_counts_the_pairs_that_are_seen():
@@ -653,7 +653,7 @@ def test_two_processes():
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     root = pathlib.Path(pa.__file__).parent.parent
-    # As conftest.py has it, but for the number of devices: what runs once is not optimised.
+    # Flags of conftest.py, but for the number of devices: code that runs once is not optimised.
     flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     environment = os.environ | {"PYTHONPATH": str(root), "XLA_FLAGS": flags}
     command = [sys.executable, "-c", _PROCESS, address]

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
 from pallas_attn._call import batching, dispatch, sharding
-from pallas_attn._context_parallel import attention
+from pallas_attn._context_parallel import launch
 from pallas_attn._functions import program, tile_bounds
 from pallas_attn.kernels.attention import tile_lists
 from tests.parallel import test_context as contexts
@@ -36,20 +36,20 @@ class ByTiles:
     that are empty, and the mask function hides no pair of those that are whole.
     """
 
-    name = "kernel"
+    name = implementation = "kernel"
 
     def __init__(self):
         self.carried = []
 
-    def limit(self, problem):
-        del problem
+    def takes(self, problem):
+        return True
 
     def run(self, inputs, problem):
         if not hasattr(inputs, "q"):
             return self.backward(inputs, problem)
         self.carried.append(problem.mask_blocks)
         sizes = (problem.batch, problem.q_heads, problem.q_len, problem.kv_len)
-        found = tile_lists._bounds(problem, inputs, BLOCK, BLOCK)
+        result = tile_lists._bounds(problem, inputs, BLOCK, BLOCK)
         b, h, q, kv = np.ogrid[tuple(map(slice, sizes))]
         offset = problem.q_offset
         if inputs.q_offset is not None:
@@ -62,7 +62,7 @@ class ByTiles:
             each = jnp.repeat(jnp.repeat(tiles, BLOCK, 2), BLOCK, 3)[:, :, : sizes[2], : sizes[3]]
             return jnp.broadcast_to(each, sizes)
 
-        seen = spread(found.some) & (jnp.broadcast_to(seen, sizes) | spread(found.whole))
+        seen = spread(result.some) & (jnp.broadcast_to(seen, sizes) | spread(result.whole))
         if inputs.mask_array is not None:
             seen = seen & inputs.mask_array
         held = inputs._replace(mask_array=seen, mask_aux=())
@@ -76,18 +76,18 @@ class ByTiles:
         varying = {
             n: sharding.varying_like(x, inputs.q) for n, x in floats.items() if x is not None
         }
-        found = attention._derivative(self, problem, inputs._replace(**varying), rows)
-        return inputs._replace(**dict.fromkeys(inputs._fields[3:-2]) | found)
+        result = launch.derivative(self, problem, inputs._replace(**varying), rows)
+        return inputs._replace(**dict.fromkeys(inputs._fields[3:-2]) | result)
 
 
 @pytest.fixture
 def kernel(monkeypatch):
     """One that takes every call; blocks are of 4 by 4."""
-    found = ByTiles()
+    by_tiles = ByTiles()
     monkeypatch.setattr(tile_bounds, "GRANULE", BLOCK)
-    monkeypatch.setitem(dispatch.TABLES, "flash_forward", (found,))
-    monkeypatch.setitem(dispatch.TABLES, "flash_backward", (found,))
-    return found
+    monkeypatch.setitem(dispatch.TABLES, "flash_forward", (by_tiles,))
+    monkeypatch.setitem(dispatch.TABLES, "flash_backward", (by_tiles,))
+    return by_tiles
 
 
 def carrying(mask, shards, context, **sizes):
@@ -95,13 +95,13 @@ def carrying(mask, shards, context, **sizes):
 
 
 def attend(options, shards, context, floats):
-    """As `test_context.attend`, of a mask that carries blocks."""
-    given = {**options, **floats}
-    ids, limits = given.pop("ids"), given.pop("limits", None)
+    """`test_context.attend` with a mask that carries blocks."""
+    arguments = {**options, **floats}
+    ids, limits = arguments.pop("ids"), arguments.pop("limits", None)
     mask = contexts.parity(ids)
     mask = mask if limits is None else contexts.documents_and_more(ids, limits)
     mask = carrying(mask, shards, context)
-    return pa.flash_attention_with_lse(**given, mask=mask, context=context)
+    return pa.flash_attention_with_lse(**arguments, mask=mask, context=context)
 
 
 WANTED = {
@@ -119,10 +119,10 @@ WANTED = {
 @pytest.mark.parametrize(("name", "shards", "order", "method"), PLACES)
 def test_every_launch_goes_by_them(kernel, monkeypatch, name, shards, order, method):
     options, floats = WANTED[name]
-    floats = floats | contexts.QKV if method == "heads" else floats  # as many kv heads
+    floats = floats | contexts.QKV if method == "heads" else floats  # equally many kv heads
     context = pa.Context("cp", order, method)
     monkeypatch.setattr(
-        contexts, "attend", lambda context, **given: attend({}, shards, context, given)
+        contexts, "attend", lambda context, **arguments: attend({}, shards, context, arguments)
     )
     call = contexts.over(context, shards, options)
     got = contexts.value_and_gradients(call, floats)
@@ -151,7 +151,9 @@ def blocks_of(seen):
     [(4, "zigzag", "gather"), (2, "zigzag", "ring"), (4, "contiguous", "heads")],
 )
 def test_what_is_in_them(monkeypatch, shards, order, method):
-    """Of a device's own rows, or heads: by bounds no less than there is, by pairs as much."""
+    """Blocks of a device's own rows or heads: bounds hold all tiles that are needed, pairs just
+    those.
+    """
     monkeypatch.setattr(tile_bounds, "GRANULE", BLOCK)
     context, rows = pa.Context("cp", order, method), T // shards
     table = jnp.asarray(np.random.default_rng(1).random((N, T, T)) < 0.1)
@@ -165,9 +167,9 @@ def test_what_is_in_them(monkeypatch, shards, order, method):
 
     spec = (None, "cp") if method == "heads" else (None, None, "cp")
     out = P(None, *spec) if method == "ring" else P(*spec)
-    given = (contexts.IDS, contexts.LIMITS)
-    both = jax.jit(over(shards, local, [out, out]))(*given)
-    for mask, found, batch in zip(masks(*given), map(np.asarray, both), (B, 1), strict=True):
+    arguments = (contexts.IDS, contexts.LIMITS)
+    both = jax.jit(over(shards, local, [out, out]))(*arguments)
+    for mask, blocks, batch in zip(masks(*arguments), map(np.asarray, both), (B, 1), strict=True):
         want = mask.dense(T, T, batch=batch, heads=N)
         if method != "heads":
             chunks = (shards, context.chunks, rows // context.chunks, T)
@@ -175,18 +177,20 @@ def test_what_is_in_them(monkeypatch, shards, order, method):
             want = np.moveaxis(want, 3, 1).reshape(-1, N, T // context.chunks, T)
         want = blocks_of(want)
         if method == "ring":  # by chunks of keys
-            found = np.concatenate(list(found), axis=-1)
-        assert found.shape == want.shape
-        assert (found > 0)[want > 0].all() and (want == 2)[found == 2].all()
-        assert (found == 0).mean() > 0.2
-        if batch == 1 and method != "heads":  # whose offset is static, so that tables have bounds
-            np.testing.assert_array_equal(found, want)
+            blocks = np.concatenate(list(blocks), axis=-1)
+        assert blocks.shape == want.shape
+        assert (blocks > 0)[want > 0].all() and (want == 2)[blocks == 2].all()
+        assert (blocks == 0).mean() > 0.2
+        if batch == 1 and method != "heads":  # a static offset, so that tables have bounds
+            np.testing.assert_array_equal(blocks, want)
 
 
 def test_found_once_for_all_layers_and_both_passes(kernel, monkeypatch):
     """Also under vmap, where the mapped axis becomes a part of the batch, and in a scan."""
-    found, kinds = [], tile_bounds.kinds
-    monkeypatch.setattr(tile_bounds, "kinds", lambda *given: found.append(0) or kinds(*given))
+    searches, kinds = [], tile_bounds.kinds
+    monkeypatch.setattr(
+        tile_bounds, "kinds", lambda *arguments: searches.append(0) or kinds(*arguments)
+    )
     context = pa.Context("cp", "zigzag")
     q = contexts.normal(0, 3, B, T, 2, 8)
 
@@ -212,7 +216,7 @@ def test_found_once_for_all_layers_and_both_passes(kernel, monkeypatch):
         return (call(x, contexts.IDS[0]) ** 2).sum()
 
     got = jax.jit(jax.grad(functools.partial(loss, call)))(context.reorder(q, 2, 2))
-    assert len(found) == 1 and kernel.carried and None not in kernel.carried
+    assert len(searches) == 1 and kernel.carried and None not in kernel.carried
     monkeypatch.setitem(dispatch.TABLES, "flash_forward", (REFERENCE,))
     want = jax.jit(jax.grad(functools.partial(loss, lambda *x: layers(*x, None, T))))(q)
     contexts.assert_same(context.restore(got, 2, 2), want)

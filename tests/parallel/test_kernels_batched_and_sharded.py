@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_attn
 from pallas_attn import CAUSAL
-from pallas_attn._call import batching, checks, config, device, dispatch, sharding
+from pallas_attn._call import batching, bind, config, device, dispatch, sharding
 from pallas_attn._call.problem import AttentionInputs
 from tests.support import in_numpy, mosaic
 
@@ -27,24 +27,20 @@ pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 REFERENCE = dispatch.TABLES["flash_forward"][-1]
 X, B, T, S, N, K, H, HV = 3, 4, 8, 12, 8, 4, 16, 24
-ARGUMENTS = ("q_lengths", "kv_lengths", "bias", "mask_array", "softcap", "sinks", "precision")
-PLAIN = {"mask": CAUSAL, "deterministic": False, **dict.fromkeys(("scale", "score", *ARGUMENTS))}
+PLAIN = bind.AttentionOptions(mask=CAUSAL)
 
 
-def through_layer(q, k, v, *, segment_ids=None, q_offset=0, **given):
-    options = PLAIN | given
-    problem, inputs = checks.attention(
-        q, k, v, q_offset=q_offset, segment_ids=segment_ids, options=options
-    )
+def through_layer(q, k, v, **options):
+    problem, inputs = bind.attention(q, k, v, PLAIN._replace(**options))
     return batching.attention(REFERENCE, problem, inputs)
 
 
-def native(q, k, v, **given):
-    return pallas_attn.flash_attention_with_lse(q, k, v, mask=CAUSAL, **given)
+def native(q, k, v, **options):
+    return pallas_attn.flash_attention_with_lse(q, k, v, mask=CAUSAL, **options)
 
 
-def wanted(q, k, v, **given):
-    return in_numpy.call(functools.partial(native, **given), q, k, v)
+def wanted(q, k, v, **options):
+    return in_numpy.call(functools.partial(native, **options), q, k, v)
 
 
 def normal(seed, *shape):
@@ -72,15 +68,15 @@ def test_vmap_over_any_of_q_k_v(axes):
 @pytest.mark.parametrize("mapped", [("bias", "kv_lengths"), ("sinks",), ("q_offset",), ()])
 def test_vmap_over_optional_arrays(mapped):
     q, k, v = qkv(X, B)
-    given = {
+    arguments = {
         "bias": normal(3, X, 1, N, 1, S),
         "kv_lengths": jnp.arange(X * B, dtype=jnp.int32).reshape(X, B),
         "sinks": normal(4, X, N),
         "q_offset": jnp.arange(X * B, dtype=jnp.int32).reshape(X, B) % 5,
         "q_lengths": jnp.arange(X * B, dtype=jnp.int32).reshape(X, B)[:, ::-1] % (T + 1),
     }
-    fixed = {name: x[2] for name, x in given.items() if name not in mapped}
-    moving = {name: given[name] for name in mapped}
+    fixed = {name: x[2] for name, x in arguments.items() if name not in mapped}
+    moving = {name: arguments[name] for name in mapped}
 
     def over(function):
         mapped = jax.vmap(lambda q, k, v, some: function(q, k, v, **some, **fixed))
@@ -100,15 +96,12 @@ def test_vmap_over_q_alone_folds_into_the_heads():
             seen.append((inputs.q.shape, inputs.k.shape, problem.q_heads))
             return REFERENCE.run(inputs, problem)
 
-    def spied(one):
-        options = PLAIN | {"sinks": normal(4, N)}
-        problem, inputs = checks.attention(
-            one, k[0], v[0], q_offset=0, segment_ids=None, options=options
-        )
+    def spied(q_here):
+        problem, inputs = bind.attention(q_here, k[0], v[0], PLAIN._replace(sinks=normal(4, N)))
         return batching.attention(Spy(), problem, inputs)
 
     got = in_numpy.call(jax.vmap(spied), q)
-    want = in_numpy.call(jax.vmap(lambda one: native(one, k[0], v[0], sinks=normal(4, N))), q)
+    want = in_numpy.call(jax.vmap(lambda row: native(row, k[0], v[0], sinks=normal(4, N))), q)
     assert_same(got, want)
     assert seen[-1] == ((B, T, X * N, H), (B, S, K, H), X * N)  # keys and values as they were
 
@@ -116,7 +109,7 @@ def test_vmap_over_q_alone_folds_into_the_heads():
 def test_outside_of_jit_a_program_is_kept():
     """But where somebody looks at the choice of a configuration, or makes it."""
     q, k, v = (x[0] for x in qkv(1, B))
-    problem, inputs = checks.attention(q, k, v, q_offset=0, segment_ids=None, options=PLAIN)
+    problem, inputs = bind.attention(q, k, v, PLAIN)
     traced = []
 
     class Spy:
@@ -208,10 +201,10 @@ def test_query_heads_over_more_devices_than_there_are_kv_heads(kind):
 class BackwardInPlaceOfAKernel:
     """The derivative of the reference, handed over as a backward kernel does it."""
 
-    name = "kernel"
+    name = implementation = "kernel"
 
-    def limit(self, problem):
-        del problem
+    def takes(self, problem):
+        return True
 
     def run(self, residuals, problem):
         inputs, _, _, *cotangents = residuals
@@ -236,7 +229,7 @@ def kernels_that_differentiate(monkeypatch):
 
 
 def gradients_of(function, floats, **fixed):
-    """Of a random sum over out and lse."""
+    """Gradients of a random sum over out and lse."""
 
     def loss(floats):
         out, lse = function(**floats, mask=CAUSAL, **fixed)
@@ -363,7 +356,7 @@ def test_vmap_over_an_axis_that_is_placed_of_some_arrays(kernels_that_differenti
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_arrays_that_nobody_placed_on_the_mesh_that_is_set(kernels_that_differentiate, kind):
-    """As a model's first step has them, or an evaluation."""
+    """Arrays as in the first step of a model, or in an evaluation."""
     arrays = qkv(B)
     floats = dict(zip("qkv", arrays, strict=True))
     want = theirs_of_the_reference(theirs, floats)
@@ -404,7 +397,7 @@ CACHES = {
         M, 12, 8, K, H, capacity=CAPACITY, **options
     ),
 }
-# What a cache holds: plain rows, rows with scales, and rows of K that V is a part of.
+# Kinds of rows: plain ones, rows with scales, and rows of K that V is a part of.
 HELD = {
     "float32": {"dtype": jnp.float32, "v_head_dim": HV},
     "int8": {"dtype": jnp.int8, "v_head_dim": HV},
@@ -418,7 +411,7 @@ class InPlaceOfAKernel:
     what it writes as refs, as kernels may.
     """
 
-    name = "kernel"
+    name = implementation = "kernel"
 
     def __init__(self, table):
         self.reference = dispatch.TABLES[table][-1].run
@@ -428,12 +421,12 @@ class InPlaceOfAKernel:
         results = self.reference(inputs, problem)
         return jax.tree.map(lambda x: jax.freeze(jax.new_ref(x)), results)
 
-    def limit(self, problem):
-        del problem
+    def takes(self, problem):
+        return True
 
 
 def as_kernels(monkeypatch):
-    for table in ("append", "decode", "decode_mla"):
+    for table in ("append", "decode", "decode_quantized", "decode_mla"):
         monkeypatch.setitem(dispatch.TABLES, table, (InPlaceOfAKernel(table),))
 
 
@@ -517,7 +510,7 @@ def test_vmap_of_cache_operations(monkeypatch, kind, held):
 
 
 def test_a_constant_of_a_kernel_without_jit():
-    """As somebody calls one who looks for a mistake of theirs."""
+    """A call without jit, as in a search for a mistake."""
 
     def run(x):
         return (x + jnp.asarray(np.arange(8, dtype=np.float32)),)
@@ -653,8 +646,8 @@ def test_nothing_but_inputs_and_results_is_kept_for_the_backward(implementation)
     out, lse = half(*Q.shape), jax.ShapeDtypeStruct((8, 8, 2048), jnp.float32)
     with device.assume("sm90"):
         kept = jax.eval_shape(lambda *qkv: jax.vjp(attend, *qkv)[1], Q, KV, KV)
-    found = [(x.shape, x.dtype) for x in jax.tree.leaves(kept)]
-    assert found == [(x.shape, x.dtype) for x in (Q, KV, KV, out, lse)]
+    result = [(x.shape, x.dtype) for x in jax.tree.leaves(kept)]
+    assert result == [(x.shape, x.dtype) for x in (Q, KV, KV, out, lse)]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -663,9 +656,9 @@ def test_the_backward_is_told_what_the_call_said(deterministic):
         options = {"mask": CAUSAL, "softcap": 5.0, "scale": 0.5, "deterministic": deterministic}
         return pallas_attn.flash_attention(q, k, v, **options).astype(jnp.float32).sum()
 
-    with device.assume("sm90"), config.watched() as found:
+    with device.assume("sm90"), config.watched() as configs:
         jax.eval_shape(jax.grad(loss), Q, KV, KV)
-    forward, backward = (found[0].problem, found[-1].problem)
+    forward, backward = (configs[0].problem, configs[-1].problem)
     assert backward == dataclasses.replace(forward, op="flash_backward")
     told = backward.mask, backward.softcap, backward.scale, backward.deterministic
     assert told == (CAUSAL, 5.0, 0.5, deterministic)
@@ -731,7 +724,7 @@ def test_sizes_that_are_not_known_are_refused():
     (batch,) = jax.export.symbolic_shape("b")
     with device.assume("sm90"), pytest.raises(pallas_attn.UnsupportedError) as refused:
         jax.export.export(jax.jit(causal), platforms=("cuda",))(*[half(batch, 16, 2, 64)] * 3)
-    assert refused.value.limits["sm90"] == pallas_attn.Limit(
+    assert refused.value.limits["flash_fwd_sm90"] == pallas_attn.Limit(
         "it is compiled for sizes that are known",
         'export a program for each size, or say implementation="reference"',
     )
@@ -790,8 +783,8 @@ def test_vmap_of_the_kernel_is_the_kernel_mapped(axes):
     arrays = [drawn(n, *pair) for n, pair in enumerate(zip(shapes, axes, strict=True))]
     got = jax.vmap(causal, axes)(*arrays)
     for i in range(3):
-        one = [x if axis is None else x[i] for x, axis in zip(arrays, axes, strict=True)]
-        want = causal(*one)
+        mapped_arrays = [x if axis is None else x[i] for x, axis in zip(arrays, axes, strict=True)]
+        want = causal(*mapped_arrays)
         np.testing.assert_allclose(
             np.asarray(got[i], np.float32), np.asarray(want, np.float32), atol=2e-2
         )

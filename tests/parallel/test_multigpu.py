@@ -1,6 +1,5 @@
-"""What several GPUs do together, on four of them or, where there are fewer, on two: context
-parallelism, merged parts, caches split by heads and by rows, the demo on a mesh, in one process and
-in two.
+"""Several GPUs together, four of them or, if there are fewer, two: context parallelism, merged
+parts, caches split by heads and by rows, the demo on a mesh, in one process and in two.
 """
 
 import contextlib
@@ -71,10 +70,10 @@ def test_context(mask, method):
     floats = {"q": q, "k": k, "v": v, "sinks": draw(3, 8)}
     call = contexts.over(pa.Context("cp", "zigzag", method), count(), {"mask": mask})
 
-    def one(floats):
+    def alone(floats):
         return pa.flash_attention_with_lse(**floats, mask=mask)
 
-    got, want = (contexts.value_and_gradients(x, floats) for x in (call, one))
+    got, want = (contexts.value_and_gradients(x, floats) for x in (call, alone))
     close(got, want)
 
 
@@ -94,8 +93,8 @@ FETCHED: dict[str, tuple] = {
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("name", FETCHED)
 def test_keys_that_the_kernel_fetches(name, order):
-    """As those that are gathered before it, but for rounding: those may be cut into splits, which
-    depends on how many GPUs there are. Layer after layer in a loop, mapped, new data each time.
+    """Results of keys that are gathered before the launch, but for rounding: those may be cut into
+    splits by the number of GPUs. Layer after layer in a loop, mapped, new data each time.
     """
     batch, heads, kv_heads, dim, options = FETCHED[name]
     rows, mesh, context = 4096, mesh_of("cp"), pa.Context("cp", order)
@@ -123,13 +122,13 @@ def test_keys_that_the_kernel_fetches(name, order):
             jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(specs[0], stacked))
         )
 
-    def run(call, claims, given):
+    def run(call, claims, arrays):
         """Traced in here, the first time."""
         forced = contextlib.nullcontext()
         if name.startswith("claimed"):
             forced = _config.forced("flash_fwd_sm90", tiles | {"claims": claims})
         with forced:
-            return jax.tree.map(np.asarray, call(*given))
+            return jax.tree.map(np.asarray, call(*arrays))
 
     fetching, gathering = (over(dataclasses.replace(context, overlap=x)) for x in (True, False))
     for seed in range(4):
@@ -142,9 +141,9 @@ def test_keys_that_the_kernel_fetches(name, order):
             ends = np.random.default_rng(seed).integers(0, 5, (batch, rows))
             more = [context.reorder(jnp.asarray(np.sort(ends, 1), jnp.int32), count())]
         kvs = tuple(context.reorder(x, count(), 2) for x in (k, v))
-        given = (context.reorder(q, count()), kvs, *more)
+        arguments = (context.reorder(q, count()), kvs, *more)
         got, want = (
-            run(call, claims, given) for call, claims in ((fetching, True), (gathering, False))
+            run(call, claims, arguments) for call, claims in ((fetching, True), (gathering, False))
         )
         for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             g, w = (x.astype(np.float32) for x in (g, w))
@@ -165,7 +164,7 @@ def test_documents_in_bfloat16(monkeypatch, order, size, overlap):
     options = {"mask": pa.CAUSAL, "segment_ids": jnp.arange(1024, dtype=jnp.int32)[None] // size}
     call = contexts.over(pa.Context("cp", order, overlap=overlap), count(), options)
 
-    def one(floats):
+    def alone(floats):
         return pa.flash_attention_with_lse(**floats, **options)
 
     def gradients(call):
@@ -175,7 +174,7 @@ def test_documents_in_bfloat16(monkeypatch, order, size, overlap):
 
         return jax.jit(jax.grad(loss, has_aux=True))(floats)
 
-    got, want = gradients(call), gradients(one)
+    got, want = gradients(call), gradients(alone)
     for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         g, w = (np.asarray(x, np.float32) for x in (g, w))
         np.testing.assert_allclose(g, w, rtol=0.05, atol=0.02 * np.abs(w).max())
@@ -183,7 +182,7 @@ def test_documents_in_bfloat16(monkeypatch, order, size, overlap):
 
 @pytest.mark.parametrize("method", ["gather", "ring", "heads"])
 def test_blocks_that_a_mask_carries(method):
-    """Of documents by a mask function: every launch goes by what each GPU has found once."""
+    """Documents by a mask function: every launch uses the blocks that each GPU has found once."""
     q, k, v = (draw(i, *shape) for i, shape in enumerate(SHAPES))
     floats, context = {"q": q, "k": k, "v": v}, pa.Context("cp", "zigzag", method)
     ids, mesh = jnp.arange(512, dtype=jnp.int32) // 150, mesh_of("cp")
@@ -200,8 +199,8 @@ def test_blocks_that_a_mask_carries(method):
         out, lse = call(ids, {name: context.reorder(x, count()) for name, x in floats.items()})
         return context.restore(out, count()), context.restore(lse, count(), 2)
 
-    one = functools.partial(attend, ids, rows=512)
-    close(*(contexts.value_and_gradients(x, floats) for x in (split, one)))
+    alone = functools.partial(attend, ids, rows=512)
+    close(*(contexts.value_and_gradients(x, floats) for x in (split, alone)))
 
 
 def test_merge():
@@ -253,13 +252,13 @@ def test_caches_split_by_heads(how):
 
     want = jax.jit(step)(cache, q, k, v)
     mesh, specs = mesh_of("tp"), (cache.specs(heads="tp"), *(P(None, "tp"),) * 3)
-    given = jax.tree.map(
+    arguments = jax.tree.map(
         lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), (cache, q, k, v), specs
     )
     if how == "shard_map":
         outs = (P(None, "tp"), specs[0])
         step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=outs)
-    got = jax.jit(step)(*given)
+    got = jax.jit(step)(*arguments)
     close(got, want)
     assert {x.data.shape[1] for x in got[1].k.addressable_shards} == {4 // count()}
 
@@ -277,14 +276,14 @@ def test_a_kernel_adds_up_over_devices(rows, dim, partials):
     parts = jnp.asarray(parts)
 
     def local(x, parts, weight):
-        found, exchange = [], lm_rows.exchange_over("tp", x, weight)
+        result, exchange = [], lm_rows.exchange_over("tp", x, weight)
         assert exchange is not None
         for n in range(calls):
             left = lm_rows.Added(parts[0, n], exchange)
             layer = lm_rows.Layer(weight, n % 3)
             x, normed, exchange = lm_rows.add_norm(x, left, layer, 1e-5)
-            found.append(jnp.stack([x, normed]))
-        return jnp.stack(found)[None]
+            result.append(jnp.stack([x, normed]))
+        return jnp.stack(result)[None]
 
     x, specs = jnp.zeros((rows, dim), jnp.bfloat16), (P(), P("tp"), P())
     call = jax.shard_map(local, mesh=mesh_of("tp"), in_specs=specs, out_specs=P("tp"))
@@ -305,7 +304,9 @@ def test_a_model_whose_kernels_add_up_over_devices(monkeypatch, batch):
     begun = []
     exchange_over = lm_rows.exchange_over
     monkeypatch.setattr(
-        lm_rows, "exchange_over", lambda *given: begun.append(exchange_over(*given)) or begun[-1]
+        lm_rows,
+        "exchange_over",
+        lambda *arguments: begun.append(exchange_over(*arguments)) or begun[-1],
     )
     sizes = {"vocab": 1000, "hidden": 1024, "layers": 3, "mlp": 2048, "positions": 1024}
     config = model.Config(**sizes, heads=8, kv_heads=4, head_dim=128)

@@ -57,12 +57,12 @@ def program(cache, counts, rows, options, packed=False):
     if options.get("parents") is not None:
         change["parents"] = options["parents"]
 
-    def step(cache, given):
-        counts, q, k, v = given
+    def step(cache, arrays):
+        counts, q, k, v = arrays
         starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts)])
 
-        def of_layer(cache, given):
-            layer, k, v = given
+        def of_layer(cache, new):
+            layer, k, v = new
             if packed:
                 k, v = (x.reshape(-1, *x.shape[2:])[:-1] for x in (k, v))
                 cache = pa.write_kv(cache, k, v, starts=starts, layer=layer, **change)
@@ -74,8 +74,8 @@ def program(cache, counts, rows, options, packed=False):
         layers = jnp.arange(LAYERS, dtype=jnp.int32)
         return jax.lax.scan(of_layer, cache.extend(counts), (layers, k, v))
 
-    cache, found = jax.lax.scan(step, cache, (counts, *(rows[name] for name in "qkv")))
-    return found, cache
+    cache, result = jax.lax.scan(step, cache, (counts, *(rows[name] for name in "qkv")))
+    return result, cache
 
 
 def drawn(sequences, t, kv_heads=K, v_dim=H):
@@ -87,7 +87,7 @@ def drawn(sequences, t, kv_heads=K, v_dim=H):
 
 
 def both(kind, shards, capacity, counts, rows, options, packed=False, **sizes):
-    """What one device has, and what `shards` have."""
+    """The cache of one device, and that of `shards`."""
     counts = jnp.asarray(counts, jnp.int32)
     sequences = counts.shape[1]
     run = functools.partial(program, options=options, packed=packed)
@@ -101,8 +101,8 @@ def both(kind, shards, capacity, counts, rows, options, packed=False, **sizes):
 
 
 def assert_same(got, want):
-    (found, cache), (wanted, other) = got, want
-    for g, w in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    (result, cache), (wanted, other) = got, want
+    for g, w in zip(jax.tree.leaves(result), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(g, w, rtol=2e-5, atol=2e-5)
     other = dataclasses.replace(other, context=cache.context)
     assert jax.tree.structure(cache) == jax.tree.structure(other)
@@ -219,7 +219,7 @@ def test_a_path_is_kept_as_on_one_device(rng, name):
 
 
 def places_of(cache):
-    """Where the devices' blocks of the numbers lie."""
+    """Places of the devices' blocks of the numbers."""
     return [
         shard.data.unsafe_buffer_pointer()
         for x in jax.tree.leaves((cache.k, cache.v))
@@ -261,7 +261,7 @@ def test_kernels_write_the_rows_of_a_path(rng, subject):
 
 @pytest.mark.parametrize("length", [-(2**31), -1, 0, 2**31 - 1])
 def test_lengths_out_of_range_have_defined_results(length):
-    """As on one device: empty below 0, NaN past the capacity, and nothing is written."""
+    """Results of one device: empty below 0, NaN past the capacity, and nothing is written."""
 
     def step(cache, q, k):
         cache = cache.extend(1)
@@ -303,7 +303,7 @@ def test_a_loop_beside_heads_made_where_it_runs():
     def loop(context, kv_heads, q, k):
         cache = pa.StackedCache.create(2, 8, kv_heads, H, dtype=jnp.float32, context=context)
         assert cache.capacities == (8, 8) and cache.held == ((2, 2) if context else (8, 8))
-        if context is not None:  # as q and k do, it differs along the axis of heads
+        if context is not None:  # varies along the axis of heads, like q and k
             to = {"to": "varying"}
             cache = dataclasses.replace(
                 cache, k=jax.lax.pcast(cache.k, "tp", **to), v=jax.lax.pcast(cache.v, "tp", **to)

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
 from pallas_attn._call import batching, dispatch, sharding
-from pallas_attn._context_parallel import attention
+from pallas_attn._context_parallel import launch
 from tests.parallel.test_kernels_batched_and_sharded import (
     REFERENCE,
     InPlaceOfAKernel,
@@ -25,12 +25,12 @@ B, T, S, N, K, H = 2, 16, 24, 8, 4, 8
 
 
 class Backward:
-    """What a backward kernel computes, by the derivative of the reference."""
+    """Results of a backward kernel, by the derivative of the reference."""
 
-    name = "kernel"
+    name = implementation = "kernel"
 
-    def limit(self, problem):
-        del problem
+    def takes(self, problem):
+        return True
 
     def run(self, residuals, problem):
         inputs, *rows = residuals
@@ -40,8 +40,8 @@ class Backward:
             if (x := getattr(inputs, name)) is not None
         }
         inputs = inputs._replace(**varying)
-        found = attention._derivative(REFERENCE, problem, inputs, rows)
-        return inputs._replace(**dict.fromkeys(inputs._fields[3:-2]) | found)
+        result = launch.derivative(REFERENCE, problem, inputs, rows)
+        return inputs._replace(**dict.fromkeys(inputs._fields[3:-2]) | result)
 
 
 @pytest.fixture

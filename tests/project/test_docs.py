@@ -13,13 +13,14 @@ import pytest
 import pallas_attn as pa
 from pallas_attn._call import dispatch
 from pallas_attn.bench import pages, support
-from tests.project.test_package import FLOORS, imports
+from tests.project.test_package import FLOORS, imports_at_top
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ALL_PAGES = [*PAGES, *(ROOT / f"{name}.md" for name in ("CHANGELOG", "CONTRIBUTING", "SECURITY"))]
 SUPPORT = ROOT / "docs" / "support.md"
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 SEMANTICS = (ROOT / "docs" / "semantics.md").read_text()
@@ -45,7 +46,7 @@ def test_programs_print_what_they_say(name, capsys):
 
 
 def written_by_hand(scope):
-    """Of the page's masks and scores: who sees whom, and the logits of a score s, in NumPy."""
+    """NumPy's version of the page's masks, bool, and of its scores, functions of the logits."""
     T = scope["T"]  # noqa: N806
     q, kv = np.ogrid[:T, :T]
     causal, far = q >= kv, q - kv
@@ -153,7 +154,7 @@ def test_the_support_matrix_is_that_of_the_dispatch_table():
     written, _ = rest.split(support.END)
     assert written.strip() == support.support_matrix(), (
         "docs/support.md is behind the dispatch table: "
-        """python -c 'from pallas_attn import _support; _support.rewrite("docs/support.md")'"""
+        """python -c 'from pallas_attn.bench import support; support.rewrite("docs/support.md")'"""
     )
 
 
@@ -170,11 +171,11 @@ def test_the_site_has_every_page():
 
 @pytest.mark.parametrize("operation", ["flash_forward", "flash_backward", "decode"])
 def test_hoppers_kernels_are_for_hopper(operation):
-    """As docs/support.md says of Ampere, Ada and Blackwell."""
+    """docs/support.md: Ampere, Ada and Blackwell get the portable kernels."""
     chosen = {}
     for gpu in ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120"):
         problem = dataclasses.replace(support._BASE[operation], gpu=gpu)
-        chosen[gpu] = dispatch.select(problem, None).name
+        chosen[gpu] = dispatch.select(problem, None).implementation
     assert chosen == dict.fromkeys(chosen, "sm80") | {"sm90": "sm90"}
 
 
@@ -199,18 +200,23 @@ _LATENT = {"shared_kv": True, "kv_heads": 1, "q_heads": 16, "head_dim": 576, "v_
         ("decode", _QUANTIZED | {"head_dim": 96, "v_head_dim": 96}),
     ],
 )
-def test_what_no_kernel_takes(operation, fields):
-    """As docs/support.md says below the matrix."""
+def test_problems_that_no_kernel_takes(operation, fields):
+    """docs/support.md, below the matrix."""
     for gpu in support.GENERATIONS:
         problem = dataclasses.replace(support._BASE[operation], gpu=gpu, **fields)
-        assert all(kernel.limit(problem) for kernel in support._kernels(problem)), gpu
+        assert all(kernel.refusal(problem) for kernel in support._kernels(problem)), gpu
+
+
+def test_the_changelog_begins_with_this_version():
+    versions = re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert versions[:2] == ["Unreleased", pa.__version__]
 
 
 def test_the_matrix_knows_every_operation():
-    assert set(support.OPERATIONS) | {"decode_mla"} == set(dispatch.TABLES)
+    assert set(support.OPERATIONS) | {"decode_mla", "decode_quantized"} == set(dispatch.TABLES)
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
 def test_links_within_the_repository_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), target
@@ -223,17 +229,17 @@ def test_names_in_the_pages_exist():
 
 
 def test_paths_in_the_pages_exist():
-    """What is named by its path from the root, in code style."""
-    for page in PAGES:
+    """Paths from the root, in code style."""
+    for page in ALL_PAGES:
         for name in re.findall(
-            r"`((?:pallas_attn|tests|configs|docs|results)/[\w/.]*)`", page.read_text()
+            r"`((?:pallas_attn|tests|configs|docs|results|examples)/[\w/.]*)`", page.read_text()
         ):
             assert (ROOT / name).exists(), f"{page.name}: {name}"
 
 
 def test_the_semantics_that_the_page_and_the_docstrings_share():
-    """The page is the contract; what a call says of itself must not contradict it."""
-    assert "a row that sees no key | out 0, lse -inf" in SEMANTICS
+    """The page is the contract; a docstring must not contradict it."""
+    assert "A row that sees no key gives out 0, lse -inf" in SEMANTICS
     assert "row that sees no key is 0" in pa.flash_attention.__doc__
     assert "-inf for a row that sees no key" in pa.flash_attention_with_lse.__doc__
     assert "NaN" in pa.decode_attention.__doc__
@@ -244,10 +250,10 @@ def test_files_in_the_pages_exist():
     roots = [ROOT, ROOT / "pallas_attn", ROOT / "pallas_attn" / "kernels"]
     folders = ("pallas_attn", "tests", "docs")
     names = {path.name for folder in folders for path in (ROOT / folder).rglob("*.py")}
-    for page in PAGES:
+    for page in ALL_PAGES:
         for name in re.findall(r"`([\w./]*\.py)`", page.read_text()):
-            found = any((root / name).exists() for root in roots)
-            assert found or name in names, f"{page.name}: {name}"
+            is_path = any((root / name).exists() for root in roots)
+            assert is_path or name in names, f"{page.name}: {name}"
 
 
 def test_the_map_has_every_module_and_every_folder_of_kernels():
@@ -260,13 +266,13 @@ def test_the_map_has_every_module_and_every_folder_of_kernels():
 
 
 def test_eight_files_are_enough_to_follow_the_hopper_forward():
-    """Those that the page lists, and what they import is listed too or named as not needed."""
+    """All files that the listed ones import are listed too, or named as not needed."""
     part = ARCHITECTURE.partition("### One call of the Hopper forward")[2].partition("###")[0]
     listed = re.findall(r"^\d\. `([\w/]+)\.py`", part, re.M)
     assert len(listed) <= 8 and listed[0] == "flash_fwd/sm90"
     named = {name for name in re.findall(r"`([\w/]+)\.py`", part)}
     for module in listed:
-        for name in imports("kernels." + module.replace("/", ".")):
+        for name in imports_at_top("kernels." + module.replace("/", ".")):
             folder, _, file = name.removeprefix("kernels.").partition(".")
             if name.startswith("kernels.") and file and folder != "lang":
                 assert f"{folder}/{file}" in named, f"{module} imports {name}"

@@ -26,7 +26,7 @@ def as_the_libraries_expect():
 
 @functools.cache
 def names(number):
-    """What a program of the page leaves behind."""
+    """Names that a program of the page defines."""
     os.environ["KERAS_BACKEND"] = "jax"
     scope = {}
     exec(compile(PROGRAMS[number], f"libraries.md, program {number}", "exec"), scope)
@@ -81,12 +81,12 @@ def test_nnx(rng, how):
 def test_nnx_decodes_over_its_cache(rng):
     from flax import nnx
 
-    x, found = x_of(rng), []
+    x, result = x_of(rng), []
     for how in ({}, {"attention_fn": names(0)["attention"]}):
         layer = nnx.MultiHeadAttention(4, 32, decode=True, rngs=nnx.Rngs(0), **how)
         layer.init_cache((2, 16, 32))
-        found.append(jnp.concatenate([layer(x[:, n : n + 1]) for n in range(5)], axis=1))
-    np.testing.assert_allclose(*found, atol=2e-5)
+        result.append(jnp.concatenate([layer(x[:, n : n + 1]) for n in range(5)], axis=1))
+    np.testing.assert_allclose(*result, atol=2e-5)
 
 
 def test_what_flax_would_lose_is_refused_by_name(rng):
@@ -137,8 +137,8 @@ def test_a_model_of_keras_trains_and_is_saved(rng, tmp_path):
     import keras
 
     kind = names(1)["FlashMultiHeadAttention"]
-    given = keras.Input((16, 32))
-    model = keras.Model(given, kind(4, 8)(given, given, use_causal_mask=True))
+    inputs = keras.Input((16, 32))
+    model = keras.Model(inputs, kind(4, 8)(inputs, inputs, use_causal_mask=True))
     x = np.asarray(x_of(rng))
     model.compile("adam", "mse")
     before = model.evaluate(x, -x, verbose=0)
@@ -183,11 +183,11 @@ def test_equinox_turns_its_heads(rng):
 
     rope = jax.vmap(eqx.nn.RotaryPositionalEmbedding(8), in_axes=1, out_axes=1)
     ours, layer = layers_of_equinox()
-    found = [
+    result = [
         jax.vmap(lambda x, f=f: f(x, x, x, process_heads=lambda q, k, v: (rope(q), rope(k), v)))
         for f in (ours, layer)
     ]
-    same(*found, x_of(rng))
+    same(*result, x_of(rng))
 
 
 def test_what_equinox_would_lose_is_refused_by_name(rng):

@@ -69,8 +69,8 @@ before = set(sys.modules)
 import pallas_attn
 os.environ = real
 assert not xla_bridge.backends_are_initialized(), "importing pallas_attn asks for devices"
-kernels = [m for m in sys.modules if m.startswith("pallas_attn.kernels.")]
-assert not kernels, f"importing pallas_attn imports {kernels}"
+pallas = [m for m in sys.modules if m.startswith("jax.experimental.pallas")]
+assert not pallas, f"importing pallas_attn imports {pallas}"
 new = {m.partition(".")[0] for m in set(sys.modules) - before}
 print(sorted(new - set(sys.stdlib_module_names)))
 """
@@ -94,14 +94,25 @@ def test_importing_asks_no_device_and_reads_no_environment():
     assert run(_QUIET) == "['jax', 'pallas_attn']"
 
 
-# ---- who imports whom ---------------------------------------------------------------------------
+# ---- imports -------------------------------------------------------------------------------------
+
+
+def imports(module):
+    """Modules of this package that one imports, at its top or within functions."""
+    return _imports(module, nodes(MODULES[module]))
 
 
 @functools.cache
-def imports(module):
-    """Modules of this package that one imports, at its top or within functions."""
-    path, found = MODULES[module], set()
-    for node in nodes(path):
+def imports_at_top(module):
+    """Modules of this package that are loaded with one. What it imports within functions is a
+    special case that a plain call does not load.
+    """
+    return _imports(module, tree(MODULES[module]).body)
+
+
+def _imports(module, statements):
+    path, modules = MODULES[module], set()
+    for node in statements:
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -110,8 +121,8 @@ def imports(module):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
             if name.partition(".")[0] == "pallas_attn":
-                found.add(_module(name.removeprefix("pallas_attn").removeprefix(".")))
-    return found
+                modules.add(_module(name.removeprefix("pallas_attn").removeprefix(".")))
+    return modules
 
 
 @functools.cache
@@ -146,6 +157,7 @@ def test_kernels_import_nothing_that_is_public_but_masks_and_errors(module):
         "masks",
         "errors",
         "_call.problem",
+        "_call.kernel",
         "_functions.program",
         "_functions.tile_bounds",
         "_call.gpu_specs",
@@ -189,22 +201,51 @@ def test_every_kernel_file_lies_in_a_folder_with_a_floor():
     assert [path.name for path in (ROOT / "kernels").glob("*.py")] == ["__init__.py"]
 
 
+_LOADED = """
+import sys
+from tests.support import call_trace
+call_trace.CALLS[{call!r}]()
+print(*(name for name in sys.modules if name.startswith("pallas_attn.kernels.")))
+"""
+KERNEL_OF = {
+    "forward": "flash_fwd.sm90",
+    "decode": "decode.sm90",
+    "append": "append.copy",
+    "prefill": "prefill.sm90",
+}
+
+
+@pytest.mark.parametrize("call", KERNEL_OF)
+def test_a_call_imports_its_own_kernel_and_no_other(call):
+    """Beside the modules by which dispatch chooses."""
+    reached = {f"kernels.{KERNEL_OF[call]}", "_call.dispatch"}
+    while more := {name for module in reached for name in imports(module)} - reached:
+        reached |= more
+    modules = {name.removeprefix("pallas_attn.") for name in run(_LOADED.format(call=call)).split()}
+    folders = {f"kernels.{folder}" for folder in FLOORS}
+    assert f"kernels.{KERNEL_OF[call]}" in modules
+    assert not modules - folders - reached
+
+
 def test_no_circle_of_imports():
-    """Modules can be put in an order in which each imports only those before it."""
-    left = {name: imports(name) - {name} for name in MODULES}
-    while ready := [name for name, found in left.items() if not found & set(left)]:
+    """Modules can be put in an order in which each loads only those before it. A function may
+    import the file of a special case, which is made of the plain one's records.
+    """
+    left = {name: imports_at_top(name) - {name} for name in MODULES}
+    while ready := [name for name, needed in left.items() if not needed & set(left)]:
         for name in ready:
             del left[name]
     assert not left
 
 
-def test_the_reference_knows_only_masks_and_programs():
-    assert imports("_call.reference") == {"masks", "_functions.program"}
+def test_the_reference_knows_only_records_and_programs():
+    assert imports("_call.reference") == {"_call.problem", "_functions.program"}
 
 
 def test_only_the_dispatch_knows_the_reference():
+    """But for gradients and numbers of rows that it alone computes."""
     users = who_imports("_call.reference")
-    assert users == {"_call.dispatch"}
+    assert users == {"_call.dispatch", "_autodiff.score_gradients", "_cache.keep"}
 
 
 def test_who_knows_the_dispatch():
@@ -214,14 +255,14 @@ def test_who_knows_the_dispatch():
         "bench.parity",
         "lm.decode",
         "lm.train",
-    }  # what there is, and what was taken
+    }  # they ask for the candidates, and for the one that was taken
     ours = {
         "attention",
-        "_autodiff.score_gradients",
-        "_context_parallel.attention",
+        "_context_parallel.gather",
+        "_context_parallel.launch",
         "_cache.write",
         "_cache.keep",
-        "decode",
+        "_cache.attend",
     }
     assert users == ours | asks
 
@@ -238,7 +279,7 @@ def test_bench_and_lm_use_the_public_api():
     assert "bench.runner" in users
     users.remove("lm.rows")  # runs the demo's own kernels, over devices as the operations do
     for name in users:
-        assert not (found := imports(name) & private), f"{name} imports {found}"
+        assert not (reached := imports(name) & private), f"{name} imports {reached}"
 
 
 def test_run_time_dependencies_are_the_four_we_said():
@@ -269,7 +310,7 @@ def test_jax_is_private_in_few_files():
             names += [a.name for a in node.names] if isinstance(node, ast.Import) else []
             users |= {named(path) for name in names if name.startswith(private)}
     of_instructions = {name for name in users if name.startswith(("kernels.lang.", "kernels.mma."))}
-    of_instructions |= {"kernels.attention.score_mod", "kernels.decode_mla.combine_latent"}
+    of_instructions |= {"kernels.attention.logits", "kernels.decode_mla.combine_latent"}
     assert users <= {"kernels.lang.mosaic", "bench.timing"} | of_instructions
 
 
@@ -291,7 +332,7 @@ def test_kernels_read_none_of_a_masks_fields():
     anything in kernels/ bears a field's name, but what a class says of itself.
     """
     fields = {field.name for field in dataclasses.fields(pa.Mask)}
-    found = [
+    result = [
         f"{path}:{node.lineno}: {ast.unparse(node)}"
         for path in (ROOT / "kernels").rglob("*.py")
         for node in nodes(path)
@@ -299,7 +340,7 @@ def test_kernels_read_none_of_a_masks_fields():
         and node.attr in fields
         and ast.unparse(node.value) != "self"
     ]
-    assert not found
+    assert not result
 
 
 def test_nobody_compares_positions_but_masks():
@@ -314,7 +355,7 @@ def test_nobody_compares_positions_but_masks():
 
 
 def test_kernels_know_kinds_of_caches_from_their_layout():
-    """Where rows lie is said once, in cache_layout.py; other kernels ask it."""
+    """cache_layout.py alone says where rows lie; other kernels ask it."""
     kinds = {"per_sequence", "stacked", "paged"}
     users = {
         named(path)
@@ -323,7 +364,9 @@ def test_kernels_know_kinds_of_caches_from_their_layout():
         if isinstance(node, ast.Constant) and node.value in kinds
     }
     users = {name for name in users if name.startswith("kernels.")}
-    assert users == {"kernels.attention.cache_layout"}
+    # both make a problem over rows that lie in another way
+    makers = {"kernels.decode_mla.packed", "kernels.prefill.sm90"}
+    assert users == {"kernels.attention.cache_layout"} | makers
 
 
 def _bare_tuples(annotation):
@@ -334,14 +377,14 @@ def _bare_tuples(annotation):
 
 
 def test_no_parameter_is_a_bare_tuple():
-    """What always travels together is a record with names, or says what it holds."""
+    """Values that always travel together are a record with names, or the annotation names them."""
     for path in FILES:
         typed = [x for x in nodes(path) if isinstance(x, ast.arg) and x.annotation]
-        found = [f"{path}:{x.lineno} {x.arg}" for x in typed if _bare_tuples(x.annotation)]
-        assert not found
+        result = [f"{path}:{x.lineno} {x.arg}" for x in typed if _bare_tuples(x.annotation)]
+        assert not result
 
 
-_MAKERS = {"Context", "in_context", "kernel"}  # of the record, and what launches a kernel
+_MAKERS = ("Context", "in_context", "kernel")  # makers of the record, and the launch of a kernel
 
 
 def _loose(function):
@@ -350,17 +393,24 @@ def _loose(function):
     names = {x.arg for x in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
     calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
     called = {call.attr if isinstance(call, ast.Attribute) else ast.unparse(call) for call in calls}
-    makes_operands = function.returns is not None and ast.unparse(function.returns) == "Refs"
-    return set() if called & _MAKERS or makes_operands else names & {"plan", "refs", "smem"}
+    makes_operands = function.returns is not None and ast.unparse(function.returns).endswith("Refs")
+    makes_record = any(name.endswith(_MAKERS) for name in called)
+    launches = function.name in ("launch", "_kernel")
+    loose = names & {"plan", "refs", "smem"}
+    return set() if makes_record or makes_operands or launches else loose
 
 
 @pytest.mark.parametrize("path", [x for x in FILES if "kernels" in x.parts], ids=named)
 def test_functions_of_a_kernel_are_given_one_record(path):
-    """`Context`, or `ThreadContext`. Its parts stand side by side only in what makes it, in what
-    launches a kernel, and in what makes a kernel's operands.
+    """`KernelContext`, or `ThreadContext`. Its parts stand side by side only in what makes it, in
+    what launches a kernel, and in what makes a kernel's operands.
     """
     functions = [node for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef)]
-    assert not [f"{path}:{one.lineno} {one.name}" for one in functions if len(_loose(one)) > 1]
+    assert not [
+        f"{path}:{function.lineno} {function.name}"
+        for function in functions
+        if len(_loose(function)) > 1
+    ]
 
 
 def test_loose_parts_of_a_record_are_seen():
@@ -391,8 +441,8 @@ def test_public_names_are_documented(name):
         return
     assert value.__doc__ and not value.__doc__.startswith(f"{name}(")
     methods = vars(value) if inspect.isclass(value) else {}
-    for method, one in methods.items():
-        if not method.startswith("_") and inspect.isfunction(one):
+    for method, function in methods.items():
+        if not method.startswith("_") and inspect.isfunction(function):
             assert inspect.getdoc(getattr(value, method)), f"{name}.{method}"
 
 
@@ -412,7 +462,7 @@ def test_docstrings_name_every_argument(name):
 
 
 def test_no_skips_makes_a_skip_a_failure(tmp_path):
-    """What the standing command for a machine with a GPU leans on."""
+    """The command for a machine with a GPU relies on it."""
     path = tmp_path / "test_skips.py"
     path.write_text("import pytest\n\ndef test_it():\n    pytest.skip('no machine for it')\n")
     command = ["-q", "-p", "tests.conftest", str(path), "-p", "no:cacheprovider"]

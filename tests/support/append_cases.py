@@ -26,10 +26,10 @@ STARTS = (
 
 
 class Place(NamedTuple):
-    """Where a new row goes."""
+    """Destination of a new row."""
 
-    index: tuple[int, ...]  # of the row, among the new ones
-    array: int  # of the cache
+    index: tuple[int, ...]  # the row, among the new ones
+    array: int  # number of the cache's array
     slab: tuple[int, ...]  # in the array: of a sequence, of a page, or ()
     row: int  # in the slab
 
@@ -44,7 +44,7 @@ class Case:
     kv_heads: int = 2
     head_dim: int = 32
     v_head_dim: int | None = None  # None: as head_dim
-    dtype: str = "bfloat16"  # of the caches
+    dtype: str = "bfloat16"  # dtype of the caches
     new_dtype: str | None = None  # None: the same
     capacity: int = 12
     spread: int = 5
@@ -52,7 +52,7 @@ class Case:
     layers: int | None = None
     layer: int = 1
     ragged: bool = False
-    from_end: bool = False  # what is given is where the rows end; wants `ragged`
+    from_end: bool = False  # `start` is where the rows end; wants `ragged`
     packed: bool = False  # `new_rows` of all sequences, in any order, each with its position
 
     def __str__(self) -> str:
@@ -124,8 +124,8 @@ class Case:
             table = table.reshape(self.sequences, width)
         layer = None if self.layers is None else np.int32(self.layer)
         (_, k_cache, k), (_, v_cache, v) = sides
-        given = np.asarray(start, np.int64) + (new_lengths if self.from_end else 0)
-        starts = given.astype(np.int32)
+        positions = np.asarray(start, np.int64) + (new_lengths if self.from_end else 0)
+        starts = positions.astype(np.int32)
         if self.packed:
             return AppendInputs(k_cache, v_cache, k, v, None, None, table, layer)._replace(
                 **self._places(rng, starts)
@@ -181,13 +181,13 @@ class Case:
         return tuple(after) if separate else after[0]
 
     def places(self, wanted: Iterable[Any], page_table: np.ndarray | None) -> list[Place]:
-        """Of the new rows that have one."""
+        """Destinations of the new rows that have one."""
         capacities = np.resize(self.capacities, self.sequences)
         return places(self.kind, capacities, wanted, page_table, self.page_size, self.pages)
 
 
 def rows_from(start: np.ndarray, counts: np.ndarray) -> list[Any]:
-    """What `places` wants: `counts` rows of each sequence from `start` on, where that is one."""
+    """`wanted` of `places`: `counts` rows of each sequence from `start` on, if that exists."""
     ends = zip(start.tolist(), counts.tolist(), strict=True)
     return [((m, i), m, at + i) for m, (at, n) in enumerate(ends) if at >= 0 for i in range(n)]
 
@@ -200,8 +200,8 @@ def places(
     page_size: int,
     pages: int,
 ) -> list[Place]:
-    """Of new rows (index, sequence, position) those that have one."""
-    found = []
+    """Destinations of new rows (index, sequence, position), for those that have one."""
+    existing = []
     for index, m, position in wanted:
         if not 0 <= position < capacities[m]:
             continue
@@ -209,8 +209,8 @@ def places(
         page = int(page_table[m, slot]) if kind == "paged" else 0
         slab = {"per_sequence": (), "stacked": (m,), "paged": (page,)}[kind]
         if kind != "paged" or 0 <= page < pages:
-            found.append(Place(index, m if kind == "per_sequence" else 0, slab, row))
-    return found
+            existing.append(Place(index, m if kind == "per_sequence" else 0, slab, row))
+    return existing
 
 
 def write(arrays: list[np.ndarray], places: list[Place], rows: np.ndarray, layer: Any) -> None:

@@ -1,14 +1,8 @@
-"""The one tolerance.
+"""The one tolerance (pallas_attn/bench/tolerance.py) for results of any test.
 
-A result may be off by twice what the same mathematics loses when it is done naively in the same
-dtype, and by the rounding of the result itself:
-
-    |got - oracle| <= 2 max|naive - oracle| + rounding
-
-For gradients of q, k, v and bias the maximum is over a band of positions (0, 1, 2-3, 4-7, ...; of
-query rows for dbias): under a causal mask the first rows have the largest errors by far, and would
-excuse any in the rest. A row's error is mostly that of its delta, one number, made from out as it
-was stored: one draw, which may happen to be near 0. So rows are held together, and dbias, dsinks
+Bands of positions are those of gradients of q, k, v and bias (for dbias, of query rows); out and
+lse are one band. A row's error is mostly that of its delta, one number, made from out as it was
+stored: one draw, which may happen to be near 0. So rows are held together, and dbias, dsinks
 and those of q, k and v of a random problem of few rows, to the worst of several naive runs, whose
 roundings fall on different grids. In float32 their scores are sums in different orders instead,
 and out is held to the worst of them, too.
@@ -29,14 +23,13 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from tests.support import definition
+from pallas_attn.bench import definition, tolerance
 
 VACUOUS = 0.1
 VACUOUS_GRADIENT = 0.2
 GRIDS = (1.0, 1.19, 1.41, 1.68)  # a number is rounded as so many times itself: one draw each
-# Of one number a fifth draw exceeds twice the worst of four in 4 %; of 64, in less than 0.01 %.
+# A fifth draw of a number exceeds twice the worst of four in 4 %, that of 64 in less than 0.01 %.
 MANY_GRIDS = tuple(2 ** (i / 64) for i in range(64))
-FEW = 128  # rows of numbers, each with one rounding in common, that prove little together
 # lse is float32 whatever the inputs are; GPUs' ex2 and lg2 are good to 2**-22, a sum of them to:
 LSE_ROUNDING = 2.0**-20
 EX2 = 2.0**-22
@@ -49,14 +42,14 @@ class VacuousError(AssertionError):
 
 
 class Expected(NamedTuple):
-    """What a call should give, by name: out, lse, and dq, dk, dv, dbias, dsinks with cotangents."""
+    """Expected results by name: out, lse, and dq, dk, dv, dbias, dsinks with cotangents."""
 
     oracle: dict[str, np.ndarray]
     naive: dict[str, np.ndarray]
     dtype: str
-    noise: float = 2.0**-23  # of a product of what matmuls multiply
-    slack: float = 0.0  # of each number, beside the rounding of its dtype
-    lse: Any = None  # what a gradient alone is handed
+    noise: float = 2.0**-23  # rounding of a product in a matmul
+    slack: float = 0.0  # share of each number, beside the rounding of its dtype
+    lse: Any = None  # input of a gradient alone
 
 
 def attention(
@@ -109,7 +102,7 @@ def attention(
     names, lse = {"dbias", "dsinks"} & set(oracle), None
     if random:
         rows = {name: np.prod(oracle[name].shape[:3]) for name in {"dq", "dk", "dv"} & set(oracle)}
-        names |= {name for name, number in rows.items() if number < FEW}
+        names |= {name for name, number in rows.items() if number < tolerance.FEW}
     if grids is MANY_GRIDS:
         names = set(oracle)
     if narrow in (None, "terms"):
@@ -140,10 +133,10 @@ def _reordered(arrays: dict[str, Any], do: Any, seed: int, *, call: Any, **how: 
     turned = {name: np.asarray(arrays[name])[..., scores] for name in "qk"}
     turned["v"] = np.asarray(arrays["v"])[..., values]
     do = None if do is None else np.asarray(do)[..., values]
-    found = call(arrays | turned, do=do, **how)
+    result = call(arrays | turned, do=do, **how)
     places = {"dq": scores, "dk": scores, "dv": values, "out": values}
-    back = {n: found[n][..., np.argsort(order)] for n, order in places.items() if n in found}
-    return found | back
+    back = {n: result[n][..., np.argsort(order)] for n, order in places.items() if n in result}
+    return result | back
 
 
 def _worst_of(oracle: dict[str, Any], draws: list[dict[str, Any]], names: set[str]) -> Any:
@@ -173,7 +166,7 @@ def _compare(
     eps = max(float(jnp.finfo(x).eps) for x in (expected.dtype, got.dtype))
     got = got.astype(np.float64)
     finite = np.isfinite(oracle)
-    # Where the oracle is -inf (a row that sees no key) or NaN, nothing else will do.
+    # An oracle of -inf (a row that sees no key) or NaN has to be met exactly.
     np.testing.assert_array_equal(got[~finite], oracle[~finite], err_msg=name)
     got, oracle, naive = (x[finite] for x in (got, oracle, naive))
     if not oracle.size:
@@ -184,7 +177,8 @@ def _compare(
         tiny = float(jnp.finfo(expected.dtype).tiny)
         rounding = (eps / 2 + expected.slack) * np.abs(oracle) + tiny
     live = oracle != 0  # keys and queries that nobody sees have exact zeros, which say nothing
-    allowed = 2 * _worst(name, np.abs(naive - oracle), (finite, live), expected.noise) + rounding
+    worst = _worst(name, np.abs(naive - oracle), (finite, live), expected.noise)
+    allowed = tolerance.allowed(worst, rounding)
     error = np.abs(got - oracle)
     rms = np.sqrt(np.mean(oracle[live] ** 2)) if live.any() else 0.0
     assert np.all(error <= allowed), (  # a NaN is no <= either
@@ -211,29 +205,10 @@ def _worst(name: str, error: np.ndarray, which: Any, noise: float) -> Any:
     if name not in ("dq", "dk", "dv", "dbias") or not finite.all():
         return error.max()
     error, live = error.reshape(finite.shape), live.reshape(finite.shape)
-    axis = 2 if name == "dbias" else 1  # of positions: [B, N, T, S], else [B, T, N, H]
-    # What cancels to 0 has been added up in float32 by everybody; dP and delta, which cancel where
-    # a row sees one key, are made of what is multiplied.
-    noise = 16 * (noise if name == "dbias" else float(np.finfo(np.float32).eps))
-    band = _bands(live.any(axis=3).sum(axis=(0, 3 - axis)))
-    worst = np.zeros(band.max() + 1)
-    np.maximum.at(worst, band, error.max(axis=(0, 3 - axis, 3)))
-    spread = np.expand_dims(worst[band] + noise, [n for n in range(4) if n != axis])
+    axis = 2 if name == "dbias" else 1  # axis of positions: [B, N, T, S], else [B, T, N, H]
+    # dP and delta, which cancel where a row sees one key, are made of rounded operands.
+    noise = 16 * noise if name == "dbias" else tolerance.NOISE
+    band = tolerance.bands(live.any(axis=3).sum(axis=(0, 3 - axis)))
+    worst = tolerance.worst_of_band(error.max(axis=(0, 3 - axis, 3)), band)
+    spread = np.expand_dims(worst + noise, [n for n in range(4) if n != axis])
     return np.broadcast_to(spread, error.shape)[finite]
-
-
-def _bands(live: np.ndarray) -> np.ndarray:
-    """The band of each position: 0, 1, 2-3, 4-7, ..., together where they hold few live rows, which
-    may all happen to be near.
-    """
-    doubling = np.frexp(np.arange(len(live)))[1]
-    counts = np.bincount(doubling, live)
-    group, held, groups = 0, 0, []
-    for count in counts:
-        if held >= FEW:
-            group, held = group + 1, 0
-        groups.append(group)
-        held += count
-    if held < FEW and group:  # what is left at the end
-        groups = [min(each, group - 1) for each in groups]
-    return np.array(groups)[doubling]

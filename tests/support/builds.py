@@ -23,11 +23,12 @@ import numpy as np
 
 import pallas_attn as pa
 from pallas_attn._call import device
+from pallas_attn.lm import config as lm_config
 from pallas_attn.lm import decode as lm_decode
-from pallas_attn.lm import model as lm_model
+from pallas_attn.lm import state as lm_state
 from tests.support import aot
 
-LM = lm_model.Config(
+LM = lm_config.Config(
     vocab=1024,
     hidden=1024,
     layers=2,
@@ -56,7 +57,7 @@ def _forward(options, arrays):
 
 
 def fetching(options, q, k, v):
-    """Of rows that several GPUs have, in the order zigzag: "h100x2" for `compile_for`."""
+    """Attention of rows that several GPUs have, in the order zigzag: "h100x2" for `compile_for`."""
     call = functools.partial(pa.flash_attention, **options, context=pa.Context("cp", "zigzag"))
     spec = jax.P(None, "cp")
     with device.assume_reach():
@@ -69,7 +70,7 @@ def _fetching(rows: int, heads: int, kv_heads: int, dim: int, **options: Any) ->
 
 
 def sums(x, down, norm):
-    """What follows a layer's last matmul, layer after layer and step after step, of a model that
+    """The norm after a layer's last matmul, layer after layer and step after step, of a model that
     several GPUs have.
     """
     from pallas_attn.lm import rows as lm_rows
@@ -146,11 +147,11 @@ def _attention(  # noqa: PLR0913
     rows: int = 1024,
     keys: int = 1024,
     dtype: str = "bfloat16",
-    given: tuple[str, ...] = (),
+    also: tuple[str, ...] = (),
     backward: bool = False,
     **options: Any,
 ) -> Build:
-    batch = () if "q_starts" in given else (2,)
+    batch = () if "q_starts" in also else (2,)
     k = _shape(dtype, *batch, keys, heads[1], dim)
     arrays: dict[str, Any] = {"q": _shape(dtype, *batch, rows, heads[0], dim), "k": k, "v": k}
     ids = _shape("int32", 2, rows)
@@ -162,7 +163,7 @@ def _attention(  # noqa: PLR0913
         "segment_ids": (ids, ids),
         "q_starts": _shape("int32", 9),
     }
-    arrays |= {name: optional[name] for name in given}
+    arrays |= {name: optional[name] for name in also}
     # Arguments, as they may hold arrays; what is static of them stays so.
     arrays |= {name: options.pop(name) for name in ("mask", "score") if name in options}
     call = functools.partial(_backward if backward else _forward, options)
@@ -205,10 +206,10 @@ def _decode(
     q = _shape(dtype, *count, heads, sizes.get("head_dim", 128))
     arrays = {"mask": mask} | ({"starts": _STARTS} if rows is None else {})
     if parents:
-        create, given = pa.DraftTree.create, [_shape("int32", *count)]
+        create, arguments = pa.DraftTree.create, [_shape("int32", *count)]
         if rows is None:
-            create, given = functools.partial(create, drafts_most=64), [*given, _STARTS]
-        arrays["parents"] = jax.eval_shape(create, *given)
+            create, arguments = functools.partial(create, drafts_most=64), [*arguments, _STARTS]
+        arrays["parents"] = jax.eval_shape(create, *arguments)
     call = functools.partial(_decode_call, dict(options))
     return Build(target, call, (q, _cache(kind, **sizes), arrays))
 
@@ -280,12 +281,12 @@ def _lm_call(options, params, cache, state):
 def _lm() -> Build:
     options = lm_decode.Options(cache="stacked", slots=4, capacity=512, chunk=8)
     params = jax.tree.map(
-        lambda shape: _shape("bfloat16", *shape), LM.shapes(), is_leaf=lm_model.is_shape
+        lambda shape: _shape("bfloat16", *shape), LM.shapes(), is_leaf=lm_config.is_shape
     )
     cache = jax.eval_shape(lambda: options.create_cache(LM))
     state = jax.eval_shape(lambda: lm_decode.State.create(options))
     call = functools.partial(_lm_call, options)
-    return Build("h100", call, (params, cache, state), (1, 2), lm_decode.COMPILER)
+    return Build("h100", call, (params, cache, state), (1, 2), lm_state.COMPILER)
 
 
 _attention_sm90 = functools.partial(_attention, "h100")
@@ -295,7 +296,7 @@ _backward_sm80 = functools.partial(_attention, "a100", backward=True)
 _float32_sm86 = functools.partial(_attention, "sm86", dtype="float32", precision="highest")
 _CAUSAL, _WINDOW = {"mask": pa.CAUSAL}, {"mask": pa.sliding_window(100)}
 _WINDOW_AT_RUN_TIME = pa.CAUSAL.filled(left=_shape("int32"))
-_PACKED = {"rows": 4096, "keys": 4096, "given": ("q_starts",), "mask": pa.CAUSAL}
+_PACKED = {"rows": 4096, "keys": 4096, "also": ("q_starts",), "mask": pa.CAUSAL}
 # A mask that reads an array, tile by tile, and a score function; and a mask that reads none.
 _FUNCTIONS = {
     "mask": pa.mask_fn(lambda b, h, q, kv, i: i[b, q] == i[b, kv], np.zeros((2, 1024), np.int32)),
@@ -312,15 +313,15 @@ BUILDS: dict[str, Build] = {
     "flash_fwd/sm90/h128_full": _attention_sm90(128),
     "flash_fwd/sm90/h128_causal_gqa": _attention_sm90(128, heads=(8, 2), **_CAUSAL),
     "flash_fwd/sm90/h128_fetched": _fetching(32768, 32, 8, 128, mask=pa.CAUSAL),
-    "flash_fwd/sm90/h128_segments": _attention_sm90(128, given=("segment_ids",), **_CAUSAL),
+    "flash_fwd/sm90/h128_segments": _attention_sm90(128, also=("segment_ids",), **_CAUSAL),
     "flash_fwd/sm90/h128_claims": _attention_sm90(
-        128, heads=(8, 2), rows=16384, keys=16384, given=("segment_ids",), **_CAUSAL
+        128, heads=(8, 2), rows=16384, keys=16384, also=("segment_ids",), **_CAUSAL
     ),
     "flash_fwd/sm90/h128_long": _attention_sm90(
         128, heads=(8, 2), rows=131072, keys=131072, **_CAUSAL
     ),
     "flash_fwd/sm90/h128_everything": _attention_sm90(
-        128, given=("bias", "sinks", "kv_lengths", "q_lengths"), softcap=20.0, **_WINDOW
+        128, also=("bias", "sinks", "kv_lengths", "q_lengths"), softcap=20.0, **_WINDOW
     ),
     "flash_fwd/sm90/h256_causal": _attention_sm90(256, **_CAUSAL),
     "flash_fwd/sm90/h128_packed": _attention_sm90(128, **_PACKED),
@@ -335,7 +336,7 @@ BUILDS: dict[str, Build] = {
     ),
     "flash_fwd/sm80/h64_causal": _attention_sm80(64, **_CAUSAL),
     "flash_fwd/sm80/h128_full": _attention_sm80(128),
-    "flash_fwd/sm80/h256_lengths": _attention_sm80(256, given=("kv_lengths",), **_CAUSAL),
+    "flash_fwd/sm80/h256_lengths": _attention_sm80(256, also=("kv_lengths",), **_CAUSAL),
     "flash_fwd/sm80/h64_packed": _attention_sm80(64, **_PACKED),
     "flash_fwd/sm80/h64_functions": _attention_sm80(64, **_FUNCTIONS),
     "flash_fwd/sm80/h128_float32": _attention_sm80(128, dtype="float32", **_CAUSAL),
@@ -347,11 +348,11 @@ BUILDS: dict[str, Build] = {
         128, heads=(8, 2), rows=65536, keys=65536, **_CAUSAL
     ),
     "flash_bwd/sm90/h128_claims": _backward_sm90(
-        128, heads=(8, 2), rows=32768, keys=32768, given=("segment_ids",), **_CAUSAL
+        128, heads=(8, 2), rows=32768, keys=32768, also=("segment_ids",), **_CAUSAL
     ),
     "flash_bwd/sm90/h256_causal": _backward_sm90(256, **_CAUSAL),
     "flash_bwd/sm90/h64_window": _backward_sm90(64, **_WINDOW),
-    "flash_bwd/sm90/h64_bias": _backward_sm90(64, given=("bias", "sinks", "kv_lengths")),
+    "flash_bwd/sm90/h64_bias": _backward_sm90(64, also=("bias", "sinks", "kv_lengths")),
     "flash_bwd/sm90/h64_packed": _backward_sm90(64, **_PACKED),
     "flash_bwd/sm90/h64_functions": _backward_sm90(64, **_FUNCTIONS),
     "flash_bwd/sm90/h128_float32_highest": _backward_sm90(
@@ -359,7 +360,7 @@ BUILDS: dict[str, Build] = {
     ),
     "flash_bwd/sm80/h64_causal": _backward_sm80(64, **_CAUSAL),
     "flash_bwd/sm80/h128_full": _backward_sm80(128),
-    "flash_bwd/sm80/h64_bias": _backward_sm80(64, given=("bias",)),
+    "flash_bwd/sm80/h64_bias": _backward_sm80(64, also=("bias",)),
     "flash_bwd/sm80/h64_packed": _backward_sm80(64, **_PACKED),
     "flash_bwd/sm80/h64_functions": _backward_sm80(64, **_FUNCTIONS),
     "flash_bwd/sm80/h128_float32": _backward_sm80(128, dtype="float32"),
@@ -422,7 +423,7 @@ BUILDS: dict[str, Build] = {
     "prefill/sm90/contiguous": _attention_sm90(
         128,
         **{"heads": (32, 8), "rows": 16, "keys": 4096, "q_offset": 4080},
-        **{"given": ("sinks", "kv_lengths"), "mask": pa.CAUSAL},
+        **{"also": ("sinks", "kv_lengths"), "mask": pa.CAUSAL},
     ),
     "append/sm90/stacked": _append("h100", "stacked", 1),
     "append/sm90/per_sequence": _append("h100", "per_sequence", 1),
@@ -450,7 +451,7 @@ _NOISE = [
 
 
 def digest(build: Build) -> str:
-    """Of all Mosaic kernels of the program, in the order in which they were compiled."""
+    """Hash of all Mosaic kernels of the program, in the order in which they were compiled."""
     report = aot.compile_for(
         build.call,
         *build.shapes,
@@ -463,9 +464,7 @@ def digest(build: Build) -> str:
 
 
 def _instructions(sass: str) -> str:
-    """Of machine code as it is disassembled, the instructions alone, without what is no part of
-    what they do.
-    """
+    """The instructions of disassembled machine code, without comments, addresses and encodings."""
     lines = [line for line in sass.splitlines() if re.match(r"\s*/\*[0-9a-f]{4,}\*/", line)]
     text = "\n".join(lines)
     for pattern, instead in _NOISE:

@@ -14,8 +14,9 @@ import pytest
 from pallas_attn import CAUSAL, Mask, MaskFunction, trees
 from pallas_attn._call import reference
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
+from pallas_attn.bench import definition
 from pallas_attn.kernels.decode import sm90 as decode_sm90
-from tests.support import definition
+from pallas_attn.kernels.decode_mla import sm90 as mla_sm90
 
 KINDS = ("per_sequence", "stacked", "paged")
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -164,16 +165,7 @@ def run(inputs, *, problem, config):
 
 
 def of_reference(case: Case, inputs: DecodeInputs):
-    options = {"mask": case.mask, "scale": case.head_dim**-0.5, "softcap": case.softcap}
-    return jax.jit(functools.partial(reference.decode, **options, **functions_of(case)))(
-        inputs.q,
-        inputs.k_cache,
-        inputs.v_cache,
-        inputs.lengths,
-        sinks=inputs.sinks,
-        page_table=inputs.page_table,
-        layer=inputs.layer,
-    )
+    return jax.jit(functools.partial(reference.decode, problem=case.problem))(inputs)
 
 
 def of_definition(case: Case, inputs: DecodeInputs) -> tuple[np.ndarray, np.ndarray]:
@@ -189,9 +181,9 @@ def of_definition(case: Case, inputs: DecodeInputs) -> tuple[np.ndarray, np.ndar
     if case.problem.tree:
         parents = some_parents(len(lengths), case.q_len)
         arrays["mask_array"] = seen_in_tree(parents, lengths, k.shape[1])
-    found = definition.attention(arrays, mask=case.mask, softcap=case.softcap)
+    result = definition.attention(arrays, mask=case.mask, softcap=case.softcap)
     lost = lost[:, None, None]
-    return np.where(lost[..., None], np.nan, found["out"]), np.where(lost, np.nan, found["lse"])
+    return np.where(lost[..., None], np.nan, result["out"]), np.where(lost, np.nan, result["lse"])
 
 
 def _dense(case: Case, inputs: DecodeInputs, cache) -> tuple[np.ndarray, np.ndarray]:
@@ -215,13 +207,6 @@ def _dense(case: Case, inputs: DecodeInputs, cache) -> tuple[np.ndarray, np.ndar
     return rows, lost | (lengths[:, 0] > there.shape[1])
 
 
-def functions_of(case: Case) -> dict[str, Any]:
-    """What `reference.decode` takes of a mask function."""
-    if case.function is None:
-        return {}
-    return {"mask_function": (case.function.program, case.function.aux), "tree": case.problem.tree}
-
-
 def some_parents(sequences: int, drafts: int) -> np.ndarray:
     """int32[M, t]: trees at random, of which the first is a chain, the second a star, the third a
     forest; numbers that name no earlier draft come from all of int32.
@@ -239,15 +224,15 @@ def some_parents(sequences: int, drafts: int) -> np.ndarray:
 
 def ancestors(parents):
     """bool[M, t, t]: whether a draft is another or an ancestor of it, one step after the other."""
-    found = np.zeros((*parents.shape, parents.shape[1]), bool)
+    known = np.zeros((*parents.shape, parents.shape[1]), bool)
     for m, tree in enumerate(parents):
         for draft in range(len(tree)):
             at = draft
-            found[m, draft, at] = True
+            known[m, draft, at] = True
             while 0 <= tree[at] < at:
                 at = tree[at]
-                found[m, draft, at] = True
-    return found
+                known[m, draft, at] = True
+    return known
 
 
 def seen_in_tree(parents, lengths, keys):
@@ -264,21 +249,23 @@ def seen_in_tree(parents, lengths, keys):
 
 
 def launched(case: Case, inputs: DecodeInputs, config=None):
-    config = config or decode_sm90.Config.default(case.problem)
+    kernel = mla_sm90 if case.problem.shared_kv else decode_sm90
+    config = config or kernel.Config.default(case.problem)
     return jax.jit(functools.partial(run, problem=case.problem, config=config))(inputs)
 
 
 def check(case: Case, config=None, seed: int = 0):
-    """What the kernel gives against the oracle; what lies past a length is NaN.
+    """The kernel against the oracle, with NaN past every length.
 
-    The oracle computes in float64 or float32 what the kernel does in 16 bits: an output is off by a
+    The oracle computes in float64 or float32, the kernel in 16 bits: an output is off by a
     rounding of p (a share of the values' size) and one of its own. float32 it takes as it is.
     """
     out, lse = launched(case, case.inputs(seed, fill=np.nan), config)
     assert out.dtype == jnp.dtype(case.dtype) and lse.dtype == jnp.float32
+    inputs = case.inputs(seed, fill=0.0)
     # A GPU has large cases, for which NumPy is slow.
-    oracle = of_reference if jax.default_backend() == "gpu" else of_definition
-    want, want_lse = oracle(case, case.inputs(seed, fill=0.0))
+    by_jax = jax.default_backend() == "gpu" or inputs.v_cache is None
+    want, want_lse = (of_reference if by_jax else of_definition)(case, inputs)
     step = float(jnp.finfo(case.dtype).eps)
     if case.dtype == "float32":
         step = 2.0**-20

@@ -25,21 +25,21 @@ class Team:
         self.errors: list[BaseException] = []
         self._given: dict[Any, dict[int, Any]] = {}  # to those who wait in a group
 
-    def meet(self, group: Any, size: int, number: int, given: Any) -> list[Any]:
-        """What every device of a group gives."""
-        found = self._given.setdefault(group, {})
-        found[number] = given
-        if len(found) == size:
+    def meet(self, group: Any, size: int, number: int, value: Any) -> list[Any]:
+        """The values of all devices of a group, in their order."""
+        values = self._given.setdefault(group, {})
+        values[number] = value
+        if len(values) == size:
             del self._given[group]
             self.running += size - 1
             self.turn.notify_all()
         else:
             self._stop_running()
-        while len(found) < size:
+        while len(values) < size:
             if self.running < 1:  # nobody is left who could come
                 raise RuntimeError(f"{number} of {group} waits for devices that do not come")
             self.turn.wait()
-        return [found[n] for n in range(size)]
+        return [values[n] for n in range(size)]
 
     def _stop_running(self) -> None:
         self.running -= 1
@@ -80,12 +80,12 @@ def _names(axes: Any) -> tuple[str, ...]:
 
 
 def _part(shape, spec, sizes, place) -> tuple[slice, ...]:
-    """That of an array which the device in a place has."""
-    found = []
+    """The part of an array that the device in a place has."""
+    slices = []
     for size, axes in zip(shape, (*spec, *(None,) * (len(shape) - len(spec))), strict=True):
         number, count = _number(_names(axes), sizes, place)
-        found.append(slice(size // count * number, size // count * (number + 1)))
-    return tuple(found)
+        slices.append(slice(size // count * number, size // count * (number + 1)))
+    return tuple(slices)
 
 
 def shard_map(program_of: Callable[[Any], Callable[..., list[Any]]]) -> Callable[..., Any]:
@@ -98,13 +98,13 @@ def shard_map(program_of: Callable[[Any], Callable[..., list[Any]]]) -> Callable
         shapes = [var.aval.shape for var in eqn.outvars]
 
         def compute(*args):
-            team, found = Team(sizes), [()] * len(places)
+            team, results = Team(sizes), [()] * len(places)
 
             def device(n):
                 pairs = zip(args, in_specs, strict=True)
                 own = [x[_part(x.shape, spec, sizes, places[n])] for x, spec in pairs]
                 with np.errstate(all="ignore"):
-                    found[n] = program(*own)
+                    results[n] = program(*own)
 
             runs = [functools.partial(device, n) for n in range(len(places))]
             threads = [team.start(*each) for each in zip(places, runs, strict=True)]
@@ -112,11 +112,11 @@ def shard_map(program_of: Callable[[Any], Callable[..., list[Any]]]) -> Callable
                 thread.join()
             if team.errors:
                 raise team.errors[0]
-            each = zip(zip(*found, strict=True), shapes, out_specs, strict=True)
+            each = zip(zip(*results, strict=True), shapes, out_specs, strict=True)
             return [joined(*result) for result in each]
 
         def joined(parts, shape, spec):
-            """Of devices that have the same part, the first one's."""
+            """The whole array; of devices that have the same part, the first one's."""
             whole = np.empty(shape, parts[0].dtype)
             for place, part in zip(reversed(places), reversed(parts), strict=True):
                 whole[_part(shape, spec, sizes, place)] = part
@@ -141,10 +141,10 @@ def _collective(combine):
             team, place = _here.team, _here.place
             number, count = _number(names, team.sizes, place)
             others = tuple((name, n) for name, n in place.items() if name not in names)
-            given = team.meet((names, others), count, number, (eqn, args))
-            if any(other is not eqn for other, _ in given):
-                raise RuntimeError(f"devices meet in different collectives: {given}")
-            each = zip(*(arrays for _, arrays in given), strict=True)
+            gathered = team.meet((names, others), count, number, (eqn, args))
+            if any(other is not eqn for other, _ in gathered):
+                raise RuntimeError(f"devices meet in different collectives: {gathered}")
+            each = zip(*(arrays for _, arrays in gathered), strict=True)
             return [combine(arrays, number, **params) for arrays in each]
 
         return compute
@@ -152,27 +152,18 @@ def _collective(combine):
     return rule
 
 
-def _reduce(function):
-    over_devices = _collective(lambda arrays, number, **_: functools.reduce(function, arrays))
+_sum_over_devices = _collective(lambda arrays, number, **_: functools.reduce(np.add, arrays))
 
-    def rule(eqn, axes, **params):
-        if any(isinstance(axis, str) for axis in axes):
-            return over_devices(eqn, axes=axes, **params)
-        return lambda *args: [function.reduce(x, axes, x.dtype) for x in args]  # those of `vmap`
 
-    return rule
+def _psum(eqn, axes, **params):
+    if any(isinstance(axis, str) for axis in axes):
+        return _sum_over_devices(eqn, axes=axes, **params)
+    return lambda *args: [x.sum(axes, x.dtype) for x in args]  # axes of `vmap`
 
 
 def _all_gather(arrays, number, all_gather_dimension, tiled, **_):
     del number
     return (np.concatenate if tiled else np.stack)(arrays, all_gather_dimension)
-
-
-def _reduce_scatter(arrays, number, scatter_dimension, tiled, **_):
-    total = functools.reduce(np.add, arrays)
-    if not tiled:
-        return np.take(total, number, scatter_dimension)
-    return np.split(total, len(arrays), scatter_dimension)[number]
 
 
 def _all_to_all(arrays, number, split_axis, concat_axis, **_):
@@ -193,11 +184,8 @@ def _axis_index(eqn, axis_name):
 
 
 COLLECTIVES: dict[str, Callable[..., Any]] = {
-    **dict.fromkeys(("psum", "psum_invariant"), _reduce(np.add)),
-    "pmax": _reduce(np.maximum),
-    "pmin": _reduce(np.minimum),
+    **dict.fromkeys(("psum", "psum_invariant"), _psum),
     **dict.fromkeys(("all_gather", "all_gather_invariant"), _collective(_all_gather)),
-    "reduce_scatter": _collective(_reduce_scatter),
     "all_to_all": _collective(_all_to_all),
     "ppermute": _collective(_permute),
     "axis_index": _axis_index,

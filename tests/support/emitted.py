@@ -1,4 +1,4 @@
-"""What inline code emits for a GPU, run in NumPy: 128 threads at once, a value is an array with an
+"""Inline code as emitted for a GPU, run in NumPy: 128 threads at once, a value is an array with an
 element a thread. The interpreter runs the twins of such code; this is how a test compares the two.
 
 `captured` gives the inline function that a call makes, and its twin; `evaluate` runs its code. It
@@ -94,9 +94,9 @@ def _bytes(values: list[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.ascontiguousarray(x)[:, None].view(np.uint8) for x in values], 1)
 
 
-def _from_bytes(given: np.ndarray, kind: ir.Type) -> Any:
+def _from_bytes(raw: np.ndarray, kind: ir.Type) -> Any:
     dtype, count = _kinds(kind)
-    columns = np.ascontiguousarray(given).view(dtype).T
+    columns = np.ascontiguousarray(raw).view(dtype).T
     return list(columns) if count is not None else columns[0]
 
 
@@ -215,29 +215,29 @@ class _Machine:
         self.thread = np.arange(THREADS, dtype=np.int64) + THREADS * warpgroup
 
     def run(self, operations: Any, values: dict[Any, Any]) -> None:
-        for op in (one.operation for one in operations):
-            given = [values[x] for x in op.operands]
+        for op in (operation.operation for operation in operations):
+            operands = [values[x] for x in op.operands]
             if op.name == "func.return":
                 return
-            result = self._one(op, given)
+            result = self._one(op, operands)
             if len(op.results) == 1:
                 values[op.result] = result
 
-    def _one(self, op: Any, given: list[Any]) -> Any:
+    def _one(self, op: Any, operands: list[Any]) -> Any:
         if op.name == "gpu.thread_id":
             return self.thread
         if op.name == "llvm.extractvalue":
             (which,) = ir.DenseI64ArrayAttr(op.attributes["position"])
-            return given[0] if which == 1 else np.zeros(THREADS, np.int64)
+            return operands[0] if which == 1 else np.zeros(THREADS, np.int64)
         if op.name == "llvm.load":
             size = _element_bytes(op.result.type)
-            return _from_bytes(self.memory.load(given[0], size), op.result.type)
+            return _from_bytes(self.memory.load(operands[0], size), op.result.type)
         if op.name == "llvm.store":
-            value = given[0] if isinstance(given[0], list) else [given[0]]
-            return self.memory.store(given[1], _bytes(value), np.ones(THREADS, bool))
+            value = operands[0] if isinstance(operands[0], list) else [operands[0]]
+            return self.memory.store(operands[1], _bytes(value), np.ones(THREADS, bool))
         if op.name == "llvm.inline_asm":
-            return _Ptx(self.memory, op, given).run()
-        return _OPERATIONS[op.name](op, *given)
+            return _Ptx(self.memory, op, operands).run()
+        return _OPERATIONS[op.name](op, *operands)
 
 
 # ---- PTX -----------------------------------------------------------------------------------------
@@ -246,13 +246,13 @@ class _Machine:
 class _Ptx:
     """One piece of inline PTX. `$0` is the result, if there is one."""
 
-    def __init__(self, memory: Memory, op: Any, given: list[Any]):
+    def __init__(self, memory: Memory, op: Any, operands: list[Any]):
         self.memory, self.op = memory, op
         self.code = ir.StringAttr(op.attributes["asm_string"]).value
         constraints = ir.StringAttr(op.attributes["constraints"]).value
         self.has_result = constraints.startswith("=")
         first = 1 if self.has_result else 0
-        self.values = {f"${n}": x for n, x in enumerate(given, first)}
+        self.values = {f"${n}": x for n, x in enumerate(operands, first)}
 
     def run(self) -> Any:
         text = self.code.strip().removeprefix("{").removesuffix("}").strip()
@@ -381,33 +381,33 @@ def captured(call: Callable[..., Any], *args: Any, **options: Any) -> Captured:
 
     with mock.patch.object(plgpu, "inline_mgpu", inline_mgpu):
         call(*args, **options)
-    (one,) = made
-    return one
+    (code,) = made
+    return code
 
 
-def evaluate(one: Captured, held: dict[str, np.ndarray], warpgroup: int = 0) -> Any:
+def evaluate(code: Captured, held: dict[str, np.ndarray], warpgroup: int = 0) -> Any:
     """Runs the code. Refs are NumPy arrays, which it may change, or `Far`; tiles and scalars are
     arrays. `held`: by layout (as its repr is), which elements a thread's registers hold. Comes back
     with the registers of the result, if there is one: [threads, registers, ..].
     """
-    leaves, tree = jax.tree.flatten(one.args)
-    kinds = jax.tree.leaves(one.types)
+    leaves, tree = jax.tree.flatten(code.args)
+    kinds = jax.tree.leaves(code.types)
     refs = [x for x, kind in zip(leaves, kinds, strict=True) if isinstance(kind, plgpu.RefType)]
     memory = Memory(refs)
     with mlir.make_ir_context(), ir.Location.unknown():
         module = ir.Module.create()
         made = [_argument(memory, *both, held) for both in zip(leaves, kinds, strict=True)]
         wanted = [kind for types, _, _ in made for kind in types]
-        given = [value for _, values, _ in made for value in values]
+        inputs = [value for _, values, _ in made for value in values]
         with ir.InsertionPoint(module.body):
             function = func.FuncOp("code", ir.FunctionType.get(wanted, []))
             block = function.add_entry_block()
         with ir.InsertionPoint(block):
             arguments = iter(block.arguments)
             inside = [finish([next(arguments) for _ in types]) for types, _, finish in made]
-            out = one.code(*jax.tree.unflatten(tree, inside))
+            out = code.code(*jax.tree.unflatten(tree, inside))
             func.ReturnOp([])
-        values = dict(zip(block.arguments, given, strict=True))
+        values = dict(zip(block.arguments, inputs, strict=True))
         _Machine(memory, warpgroup).run(block.operations, values)
         if out is None:
             return None

@@ -32,7 +32,7 @@ from tests.support import budget, subjects
 from tests.support.subjects import Subject
 
 LEAST, MOST = -(2**31), 2**31 - 1
-FARTHEST = 2**29  # of a query's position
+FARTHEST = 2**29  # largest position of a query
 ELEMENTS = 2**19  # scores: what the oracle takes a tenth of a second for
 SHRINKING = 60  # seconds that making a failed problem simpler may take
 MOST_ROUNDS = 40
@@ -41,7 +41,7 @@ KEPT = 12  # problems after which compiled programs are forgotten
 
 @dataclasses.dataclass
 class Tally:
-    """What was run, and what failed."""
+    """Counts of problems and calls, and the failures."""
 
     problems: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     calls: collections.Counter = dataclasses.field(default_factory=collections.Counter)
@@ -56,16 +56,16 @@ class Tally:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where problems run, and by whom."""
+    """The implementations that run problems, and the number of rounds."""
 
     subjects: tuple[Subject, ...]
     rounds: int  # at least
     exact: bool = False  # no more of them
-    tiny: bool = False  # where a call takes seconds
+    tiny: bool = False  # small problems, since a call takes seconds
     lowered: tuple[str, ...] = ()  # GPU generations for which kernels are only lowered
 
     def active(self) -> contextlib.AbstractContextManager[None]:
-        """Where caches are made and used."""
+        """The context in which caches are made and used."""
         return self.subjects[0].active() if self.subjects else contextlib.nullcontext()
 
 
@@ -152,8 +152,8 @@ def _edges(rng: np.random.Generator, size: int, end: int) -> np.ndarray:
 
 
 def attention_inputs(case: _case.AttentionCase, turn: int) -> tuple[dict, dict]:
-    """What is handed over, and what the oracle takes for it: all in range, nothing past a length
-    but numbers. Both with `do` and `dlse`.
+    """Inputs of the call, and those of the oracle: all in range, and finite past every length. Both
+    with `do` and `dlse`.
     """
     rng = np.random.default_rng((turn, case.batch, case.q_len, case.kv_len))
     raw: dict[str, np.ndarray] = {}
@@ -169,14 +169,14 @@ def attention_inputs(case: _case.AttentionCase, turn: int) -> tuple[dict, dict]:
         raw["q_offset"] = chosen.astype(np.int32)
         held["q_offset"] = tuple(chosen.clip(-FARTHEST, FARTHEST).tolist())
     case = dataclasses.replace(case, **held)
-    plain, given = (case.arrays(turn, poison=poison) for poison in (False, True))
+    plain, handed = (case.arrays(turn, poison=poison) for poison in (False, True))
     do, dlse = subjects.cotangents(case, turn)
     plain |= {"do": do, "dlse": dlse}
-    given |= {
+    handed |= {
         "do": _case._poison(do, case.q_lengths, axis=1),
         "dlse": _case._poison(dlse, case.q_lengths, axis=2),
     }
-    for arrays in (plain, given):
+    for arrays in (plain, handed):
         if "segment_ids" in arrays and turn % 2:  # ids at both ends of int32
             far = np.arange(64, dtype=np.int32)
             far[:4] = LEAST, MOST, -1, 0
@@ -184,7 +184,7 @@ def attention_inputs(case: _case.AttentionCase, turn: int) -> tuple[dict, dict]:
         if "bias" in arrays and turn % 3 == 2:
             hidden = np.random.default_rng(turn).random(arrays["bias"].shape) < 0.2
             arrays["bias"] = jnp.where(hidden, -jnp.inf, arrays["bias"])
-    return given | {name: jnp.asarray(x) for name, x in raw.items()}, plain
+    return handed | {name: jnp.asarray(x) for name, x in raw.items()}, plain
 
 
 def run_attention(case: _case.AttentionCase, place: Place, tally: Tally) -> None:
@@ -196,8 +196,8 @@ def run_attention(case: _case.AttentionCase, place: Place, tally: Tally) -> None
             lower("flash_backward", function, arguments, generation, tally)
         return
     for turn in turns(place):
-        given, plain = attention_inputs(case, turn)
-        arguments = given | options
+        handed, plain = attention_inputs(case, turn)
+        arguments = handed | options
         expected = functools.cache(functools.partial(_attention_expected, plain, options))
         for subject in place.subjects:
             if takes(subject, "flash_backward", function, arguments):
@@ -242,7 +242,7 @@ def simpler_attention(case: _case.AttentionCase) -> Iterator[dict[str, Any]]:
             yield vars(resized(case, **sizes))
 
 
-# ---- what both kinds use -------------------------------------------------------------------------
+# ---- shared by both kinds ------------------------------------------------------------------------
 
 
 def turns(place: Place) -> Iterator[int]:
@@ -257,7 +257,7 @@ def turns(place: Place) -> Iterator[int]:
 
 
 class WrongResultError(AssertionError):
-    """Of one implementation."""
+    """A wrong result of one implementation."""
 
 
 @contextlib.contextmanager
@@ -274,7 +274,7 @@ def check(got: dict[str, Any], expected: Callable[..., budget.Expected], tally: 
     """
     try:
         _check(got, expected(grids=budget.GRIDS), tally)
-    except AssertionError:  # of so many calls some are farther off than a few naive runs
+    except AssertionError:  # some of many calls are farther off than a few naive runs
         _check(got, expected(grids=budget.MANY_GRIDS), tally)
 
 
@@ -286,8 +286,8 @@ def _check(got: dict[str, Any], expected: budget.Expected, tally: Tally) -> None
             tally.vague += 1
 
 
-def same_bits(one: Any, other: Any) -> None:
-    for have, want in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+def same_bits(first: Any, other: Any) -> None:
+    for have, want in zip(jax.tree.leaves(first), jax.tree.leaves(other), strict=True):
         have, want = (np.ascontiguousarray(x).view(np.uint8) for x in (have, want))
         assert (have == want).all(), "not the same bits the second time"
 
@@ -323,7 +323,7 @@ def lower(  # noqa: PLR0913
     for name in ("sm90", "sm80"):
         subject = Subject("lowered", name, generation)
         calls = (arguments,) if also is None else (arguments, also)
-        if not all(subject.takes(operation, function, **one) for one in calls):
+        if not all(subject.takes(operation, function, **each) for each in calls):
             continue
         call = functools.partial(function, implementation=name, **static)
         text = mosaic.lower_for_cuda(lambda arrays, call=call: call(**arrays), arrays)
@@ -348,15 +348,15 @@ def parsed(word: str) -> tuple[Kind, Place, Any]:
     head, seed, *changes = word.split(":", 2)
     name, where = head.split("/")
     kind, place = kinds()[name], PLACES[where]
-    if int(seed) % 8 > 1:  # what XLA compiles is the slowest, and the oracle is another
-        some = tuple(one for one in place.subjects if one.name != "reference_on_gpu")
+    if int(seed) % 8 > 1:  # it is the slowest, and the oracle is another
+        some = tuple(subject for subject in place.subjects if subject.name != "reference_on_gpu")
         place = dataclasses.replace(place, subjects=some)
     case = kind.draw(int(seed), place.tiny)
     if changes:
-        given = eval(f"dict({changes[0]})", {"Mask": Mask})  # what `word_of` made of fields
-        if "rounds" in given:
-            place = dataclasses.replace(place, rounds=given.pop("rounds"), exact=True)
-        case = dataclasses.replace(case, **given)
+        fields = eval(f"dict({changes[0]})", {"Mask": Mask})  # fields as written by `word_of`
+        if "rounds" in fields:
+            place = dataclasses.replace(place, rounds=fields.pop("rounds"), exact=True)
+        case = dataclasses.replace(case, **fields)
     return kind, place, case
 
 

@@ -12,7 +12,7 @@ from pallas_attn.bench import case as _case
 from pallas_attn.bench import cases
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 
-NUMBERS = 2**22  # that a cache may hold
+NUMBERS = 2**22  # most elements of a cache
 SCORES = 2**20
 
 

@@ -29,12 +29,12 @@ from tests.support.subjects import Subject
 SIDES = ("k", "v", "k_scale", "v_scale")
 
 
-# ---- what runs -----------------------------------------------------------------------------------
+# ---- programs -----------------------------------------------------------------------------------
 
 
 @jax.jit
 def manage(cache: Any, emptied: Any, fork: Any, counts: Any) -> Any:
-    """What happens between steps. `fork`: source, target, length; a target of -1 does nothing."""
+    """Changes between steps. `fork`: source, target, length; a target of -1 does nothing."""
     cache = cache.reset(emptied)
     if cache.kind == "paged":
         cache = cache.fork(*fork)
@@ -69,7 +69,7 @@ def work(cache, new, q=None, *, implementation, layer=None, extra=None, levels=0
 
 
 class Dense:
-    """What a cache without pages must do: as `witness.PagedModel`."""
+    """Model of a cache without pages, like `witness.PagedModel`."""
 
     def __init__(self, capacities: tuple[int, ...]):
         self.capacities = capacities
@@ -90,7 +90,7 @@ class Dense:
         return self.counts[m] > self.capacities[m]
 
 
-# ---- what a cache holds --------------------------------------------------------------------------
+# ---- model of the buffers ------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -132,14 +132,14 @@ class Held:
             append_cases.write(self.arrays[side], places, rows, at)
 
     def keep(self, counts: np.ndarray, path: np.ndarray | None, holders: Any) -> list[Any]:
-        """What `cache.keep` does; of each sequence the newest rows that stay, by their old numbers,
-        None where it stays as it is, MOST where it overflows. `holders`: of each page.
+        """Applies `cache.keep`. Returns for each sequence the newest rows that stay, by their old
+        numbers, None if it stays as it is, MOST if it overflows. `holders`: of each page.
         """
-        found: list[Any] = []
+        stay: list[Any] = []
         for m, (count, new) in enumerate(zip(counts, self.new_lengths.tolist(), strict=True)):
             length, stays = int(self.lengths[m]), int(np.clip(count, 0, max(new, 0)))
             moves = path is not None and path.shape[1] > 0
-            found.append(None)
+            stay.append(None)
             if not (0 < new <= length <= self.capacities[m]) or (not moves and stays == new):
                 continue
             if self.table is not None:
@@ -148,19 +148,19 @@ class Held:
                 if not ((needed >= 0) & (needed < len(holders))).all():
                     continue
                 if (holders[needed[(length - new) // page :]] > 1).any():
-                    self.lengths[m], self.new_lengths[m], found[m] = MOST, 0, MOST
+                    self.lengths[m], self.new_lengths[m], stay[m] = MOST, 0, MOST
                     continue
             rows = np.arange(new)
             if path is not None:
                 width = min(path.shape[1], new)
                 rows[:width] = np.clip(path[m, :width].astype(np.int64), 0, new - 1)
-            found[m] = rows[:stays].tolist()
+            stay[m] = rows[:stays].tolist()
             for side in self.arrays:
-                held = [self._row(side, m, length - new + row).copy() for row in found[m]]
+                held = [self._row(side, m, length - new + row).copy() for row in stay[m]]
                 for to, row in enumerate(held):
                     self._row(side, m, length - new + to)[...] = row
             self.lengths[m], self.new_lengths[m] = length - new + stays, stays
-        return found
+        return stay
 
     def _row(self, side: str, m: int, position: int) -> np.ndarray:
         """A view of a row, of all layers and heads."""
@@ -174,14 +174,14 @@ class Held:
         return self.arrays[side][0][*layers, slab, :, position]
 
     def _stored(self, new: tuple[np.ndarray, ...]) -> dict[str, np.ndarray]:
-        found = {}
+        stored = {}
         for side, rows in zip("kv", new, strict=False):
             lacking = self.arrays[side][0].shape[-1] - rows.shape[-1]
             rows = np.pad(rows, ((0, 0), (0, 0), (0, 0), (0, lacking)))
-            found[side] = rows
+            stored[side] = rows
             if f"{side}_scale" in self.arrays:
-                found[side], found[f"{side}_scale"] = quantized(rows, self.dtype)
-        return found
+                stored[side], stored[f"{side}_scale"] = quantized(rows, self.dtype)
+        return stored
 
     def dense(self, side: str, layer: int) -> np.ndarray:
         """[M, S, K, ...] of one side in float64; 0 where no row can be."""
@@ -202,17 +202,17 @@ class Held:
         return np.moveaxis(x, 1, 2)
 
     def rows(self, layer: int) -> list[np.ndarray]:
-        """What K and V give back, [M, S, K, H]."""
-        found = []
+        """Rows of K and V as read, [M, S, K, H]."""
+        sides = []
         for side, dim in zip("kv", (self.case.head_dim, self.case.v_head_dim), strict=True):
             if side not in self.arrays:
-                found.append(found[0][..., :dim])
+                sides.append(sides[0][..., :dim])
                 continue
             x = self.dense(side, layer)[..., :dim]
             if f"{side}_scale" in self.arrays:
                 x = x * self.dense(f"{side}_scale", layer)[..., None]
-            found.append(x)
-        return found
+            sides.append(x)
+        return sides
 
     def live(self, layer: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """K and V of a layer, 0 past the lengths, and the lengths that there can be. Of a layer
@@ -290,7 +290,7 @@ class Program:
         self.before = None if case.prefix is None else Program(case.before, place, tally)
         with place.active():
             cache = poisoned(case, case.create(), self.rng)
-            self.subjects = [one for one in place.subjects if self._taken(one, cache)]
+            self.subjects = [subject for subject in place.subjects if self._taken(subject, cache)]
         self.cache = cache
         self.model: Any = Dense(cache.capacities)
         if case.kind == "paged":
@@ -302,7 +302,7 @@ class Program:
         new = [x[0] for x in self.new_rows(1)]
         layer = {} if self.case.layers is None else {"layer": jnp.int32(0)}
         appends = {"cache": cache, **dict(zip("kv", new, strict=False)), **layer}
-        decodes = {"q": self.given(self.queries()), "cache": cache, **layer, **self.options}
+        decodes = {"q": self.as_taken(self.queries()), "cache": cache, **layer, **self.options}
         keeps = {"cache": cache, **self.none_kept()}
         return (
             fuzz.takes(subject, "append", pa.write_kv, appends)
@@ -334,8 +334,8 @@ class Program:
         count = cache.num_sequences
         edges = rng.choice([LEAST, -count - 1, -2, -1, count, count + 1, MOST], m)
         groups = np.where(rng.random(m) < 0.3, edges, rng.integers(0, count, m)).astype(np.int32)
-        given = pa.Prefix(cache, jnp.asarray(groups))
-        return given, Held.of(before.case, cache), group_of(groups, count)
+        prefix = pa.Prefix(cache, jnp.asarray(groups))
+        return prefix, Held.of(before.case, cache), group_of(groups, count)
 
     def none_kept(self) -> dict[str, jax.Array]:
         """Arguments of `keep`."""
@@ -357,8 +357,8 @@ class Program:
         t = self.case.q_len
         return np.arange(t)[None] >= t - self.counts[:, None]
 
-    def given(self, q: jax.Array) -> jax.Array:
-        """What a call takes of queries [M, t, N, H]."""
+    def as_taken(self, q: jax.Array) -> jax.Array:
+        """Queries [M, t, N, H] as the call takes them."""
         return q[self.placed] if self.case.packed else q
 
     def unpacked(self, results: list[Any], lost: np.ndarray) -> list[Any]:
@@ -399,33 +399,35 @@ class Program:
         length = int(rng.choice([MOST, -5, 0, 1, *rng.integers(0, self.case.capacity + 2, 3)]))
         fork = tuple(jnp.int32(x) for x in (source, target, length))
         self.cache = manage(self.cache, jnp.asarray(emptied), fork, jnp.asarray(counts))
-        for one in np.flatnonzero(emptied).tolist():
-            model.free(one)
+        for sequence in np.flatnonzero(emptied).tolist():
+            model.free(sequence)
         if self.case.kind == "paged" and 0 <= target < m:
             model.fork(int(source), int(target), length)
         before = list(model.counts)
         taken = [min(max(int(n), 0), MOST - have) for n, have in zip(counts, before, strict=True)]
         model.extend(taken)
         tokens = [
-            [(len(self.written), one, i) for i in range(min(taken[one], most))]
-            if len(model.rows[one]) == before[one]
+            [(len(self.written), sequence, i) for i in range(min(taken[sequence], most))]
+            if len(model.rows[sequence]) == before[sequence]
             else []
-            for one in range(m)
+            for sequence in range(m)
         ]
         model.write(tokens)
         np.testing.assert_array_equal(self.cache.lengths, model.counts)
-        overflowed = [model.overflowed(one) for one in range(m)]
+        overflowed = [model.overflowed(sequence) for sequence in range(m)]
         np.testing.assert_array_equal(self.cache.overflowed, overflowed)
         if self.case.kind == "paged":
             assert int(self.cache.num_free) == model.pages - model.in_use
 
     def remembered(self, held: Held) -> None:
-        """What was ever written is where its sequence, or a fork of it, has it."""
+        """Checks that every written row is where its sequence, or a fork of it, has it."""
         layer = int(self.rng.integers(self.case.layers or 1))
         rows = held.rows(layer)
         for m, tokens in enumerate(self.model.rows):
             for side, got in enumerate(rows[: len(self.written[0])]):
-                wanted = [self.written[step][side][layer, one, i] for step, one, i in tokens]
+                wanted = [
+                    self.written[step][side][layer, sequence, i] for step, sequence, i in tokens
+                ]
                 if wanted:
                     np.testing.assert_array_equal(got[m, : len(wanted)], np.stack(wanted))
 
@@ -447,7 +449,7 @@ class Program:
             arguments["extra"] = jnp.int32(extra)
         if decode:
             queries = self.queries()
-            arguments |= {"q": self.given(queries), **self.options}
+            arguments |= {"q": self.as_taken(queries), **self.options}
             arguments |= {} if layer is None else {"layer": jnp.int32(layer)}
             arguments["levels"] = case.shared
         before = None
@@ -467,8 +469,8 @@ class Program:
             got = subject.call(work, **arguments)
             cache_after, *results = got if decode else (got,)
             with fuzz.by(subject, turn):
-                found = {side: getattr(cache_after, side) for side in after.arrays}
-                append_cases.assert_same_bytes(found, after.arrays)
+                buffers = {side: getattr(cache_after, side) for side in after.arrays}
+                append_cases.assert_same_bytes(buffers, after.arrays)
                 if decode:
                     expected = expected or self._expected(after, queries, layer, before)
                     self._check(self.unpacked(results, expected[2]), *expected)
@@ -493,18 +495,18 @@ class Program:
         counts = np.where(rng.random(m) < 0.3, edges, some).astype(np.int32)
         path = rng.integers(-2, case.q_len + 2, (m, case.keeps or 0))
         path = np.where(rng.random(path.shape) < 0.1, rng.choice([LEAST, MOST], path.shape), path)
-        given: dict[str, Any] = {"counts": jnp.asarray(counts)}
+        arguments: dict[str, Any] = {"counts": jnp.asarray(counts)}
         if rng.random() < 0.8:
-            given["path"] = jnp.asarray(path.astype(np.int32))
+            arguments["path"] = jnp.asarray(path.astype(np.int32))
         after = Held.of(case, cache)
         holders = None if after.table is None else np.array(cache.holders)
-        stay = after.keep(counts, path if "path" in given else None, holders)
+        stay = after.keep(counts, path if "path" in arguments else None, holders)
         for subject in self.subjects:
             self.tally.calls[subject.name] += 1
-            got = subject.call(keep, cache=cache, **given)
+            got = subject.call(keep, cache=cache, **arguments)
             with fuzz.by(subject, turn):
-                found = {side: getattr(got, side) for side in after.arrays}
-                append_cases.assert_same_bytes(found, after.arrays)
+                buffers = {side: getattr(got, side) for side in after.arrays}
+                append_cases.assert_same_bytes(buffers, after.arrays)
                 np.testing.assert_array_equal(got.lengths, after.lengths)
                 np.testing.assert_array_equal(got.new_lengths, after.new_lengths)
             if not spoil and subject is self.subjects[0]:
@@ -514,7 +516,7 @@ class Program:
             self.remembered(after)
 
     def _stay(self, stay: list[Any], new: list[int]) -> None:
-        """What the model knows of the rows, where `stay` says which of the `new` ones stay."""
+        """Updates the model's rows; `stay` says which of the `new` ones stay."""
         model = self.model
         for m, rows in enumerate(stay):
             if rows == MOST:
@@ -560,7 +562,7 @@ class Program:
         changes["new_lengths"] = jnp.asarray(new.astype(np.int32))
         return dataclasses.replace(cache, **changes)
 
-    # ---- what a step must give -------------------------------------------------------------------
+    # ---- expected results of a step --------------------------------------------------------------
 
     def _expected(
         self, held: Held, q: jax.Array, layer: int | None, before: Any = None
@@ -570,19 +572,17 @@ class Program:
         """
         lost = held.lost(layer)
         k, v, lengths = held.live(layer)
-        given = {"q": np.asarray(q), "k": k, "v": v, "lengths": lengths}
+        own = {"q": np.asarray(q), "k": k, "v": v, "lengths": lengths}
         if before is not None:
             other, group = before
             lost |= (group >= 0) & other.lost(layer)[group]
-            given |= self._behind(other.live(layer), group, given)
-        strange = np.isnan(given["k"]).any(axis=(1, 2, 3)) | np.isnan(given["v"]).any(
-            axis=(1, 2, 3)
-        )
+            own |= self._behind(other.live(layer), group, own)
+        strange = np.isnan(own["k"]).any(axis=(1, 2, 3)) | np.isnan(own["v"]).any(axis=(1, 2, 3))
         some = np.flatnonzero(~lost & ~strange)
         if not some.size:
             return None, some, lost
-        given = {name: x[some] for name, x in given.items()}
-        return functools.cache(functools.partial(self._wanted, given, some)), some, lost
+        own = {name: x[some] for name, x in own.items()}
+        return functools.cache(functools.partial(self._wanted, own, some)), some, lost
 
     def _behind(self, rows: Any, group: np.ndarray, own: dict[str, Any]) -> dict[str, Any]:
         """K and V with rows of a prefix before them, and which of all keys each query sees."""
@@ -594,18 +594,18 @@ class Program:
         near = self.case.mask.allows(query, np.arange(sizes[1]), own_lengths[:, None, None])
         seen = [np.repeat(first[:, None], sizes[0], axis=1)]
         seen += [np.broadcast_to(near, (len(group), *sizes))]
-        found = {"seen": np.concatenate(seen, axis=2)[:, None]}
+        joined = {"seen": np.concatenate(seen, axis=2)[:, None]}
         for name, x in zip("kv", arrays, strict=True):
             x = np.where(first[..., None, None], x[group], 0)
-            found[name] = np.concatenate([x, own[name]], axis=1)
-        return found
+            joined[name] = np.concatenate([x, own[name]], axis=1)
+        return joined
 
     def _wanted(
-        self, given: dict[str, Any], some: Any, *, grids: tuple[float, ...]
+        self, own: dict[str, Any], some: Any, *, grids: tuple[float, ...]
     ) -> budget.Expected:
-        """Of the sequences `some`, whose queries and rows these are."""
+        """Expected results of the sequences `some`, whose queries and rows are in `own`."""
         case = self.case
-        q, k, v, lengths = (given[name] for name in ("q", "k", "v", "lengths"))
+        q, k, v, lengths = (own[name] for name in ("q", "k", "v", "lengths"))
         plain = {"q": q, "k": k, "v": v, "kv_lengths": lengths}
         plain |= {"q_offset": lengths - case.q_len, "precision": "highest"}
         names = ("mask", "scale", "softcap", "sinks")
@@ -619,10 +619,10 @@ class Program:
             plain["mask_array"] = seen
             if case.tree:
                 plain["mask"] = CAUSAL
-        if "seen" in given:
+        if "seen" in own:
             plain = {name: x for name, x in plain.items() if name not in ("kv_lengths", "q_offset")}
-            plain |= {"mask": FULL, "mask_array": given["seen"]}
-        cores = any(one.tensor_cores for one in self.subjects)
+            plain |= {"mask": FULL, "mask_array": own["seen"]}
+        cores = any(subject.tensor_cores for subject in self.subjects)
         wanted = budget.attention(plain, tensor_cores=cores, grids=grids)
         quantised = case.cache_dtype or (case.prefix and case.prefix_dtype)
         if quantised and case.dtype != "float32":  # rows may be rounded to q's dtype
@@ -663,9 +663,9 @@ def run(case: Case, place: fuzz.Place, tally: fuzz.Tally) -> None:
     m, t = case.sequences, case.q_len
     with place.active():
         before = program.before
-        for one in [program, *([] if before is None else [before])]:
-            one.manage(np.array(one.case.lengths, np.int32), one.case.capacity)
-            one.step(one.case.capacity, 0, decode=False)
+        for each in [program, *([] if before is None else [before])]:
+            each.manage(np.array(each.case.lengths, np.int32), each.case.capacity)
+            each.step(each.case.capacity, 0, decode=False)
         for turn in fuzz.turns(place):
             if before is not None and turn:
                 more = before.rng.choice([LEAST, -1, 0, 0, 0, 1, 2, 5, MOST], len(case.prefix))
@@ -690,7 +690,7 @@ def _lower(case: Case, place: fuzz.Place, tally: fuzz.Tally) -> None:
         new = dict(zip("kv", (x[0] for x in program.new_rows(case.q_len)), strict=False))
         write = {"cache": program.cache.extend(0), **new, **layer}
         read = {
-            "q": program.given(program.queries()),
+            "q": program.as_taken(program.queries()),
             "cache": program.cache,
             **layer,
             **program.options,
@@ -701,5 +701,5 @@ def _lower(case: Case, place: fuzz.Place, tally: fuzz.Tally) -> None:
         fuzz.lower("append", pa.write_kv, write, generation, tally)
         fuzz.lower("decode", pa.decode_attention_with_lse, read, generation, tally, also)
         if case.keeps:
-            given = {"cache": program.cache, **program.none_kept()}
-            fuzz.lower("keep", keep, given, generation, tally)
+            arguments = {"cache": program.cache, **program.none_kept()}
+            fuzz.lower("keep", keep, arguments, generation, tally)

@@ -3,9 +3,9 @@ kernels: XLA takes seconds to compile one that runs once, and its callbacks take
 they call. `call` does so with any function, in the place of `jax.jit`; within `instead_of_xla`
 every program of one device is computed so, whoever calls it.
 
-Values are arrays, which nobody writes to, and refs that a program says it has become values; a key
-of random numbers is one of 64 bits. Integers wrap around, divide towards zero and shift as XLA
-says; products of matmuls are added in float32. What has no rule here JAX computes.
+Values are arrays, which nobody writes to; refs of a program become values; a key of random numbers
+is one number of 64 bits. Integers wrap around, divide towards zero and shift as in XLA; products of
+matmuls are added in float32. Primitives without a rule here are computed by JAX, one by one.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ Rule = Callable[..., Any]
 
 
 def run(jaxpr: Any, consts: Any, *args: Any) -> list[Any]:
-    """What `jax.core.eval_jaxpr` gives."""
+    """`jax.core.eval_jaxpr(jaxpr, consts, *args)`."""
     with _one_at_a_time:  # the threads of a block have one program
         program = _steps_of(jaxpr)
     with np.errstate(all="ignore"):  # NaN and infinity are none of an error on a GPU
@@ -39,7 +39,7 @@ def run(jaxpr: Any, consts: Any, *args: Any) -> list[Any]:
 
 
 def call(function: Callable[..., Any], *args: Any) -> Any:
-    """What `jax.jit(function)(*args)` gives."""
+    """`jax.jit(function)(*args)`."""
     jitted = function if hasattr(function, "trace") else jax.jit(function)
     traced = jitted.trace(*args)
     jaxpr = _without_refs(traced.jaxpr)
@@ -94,7 +94,7 @@ _steps_of = functools.lru_cache(maxsize=256)(Program)
 
 
 def _program(jaxpr: Any) -> Callable[..., list[Any]]:
-    """Of a jaxpr that brings its constants."""
+    """The function of a jaxpr that brings its constants."""
     return functools.partial(_steps_of(jaxpr), *map(np.asarray, jaxpr.consts))
 
 
@@ -107,9 +107,18 @@ def _rule(eqn: Any) -> Rule:
     return (lambda *args: rule(*args)[0]) if several and len(eqn.outvars) == 1 else rule
 
 
+_by_jax = threading.local()  # `running` where JAX itself computes an equation
+
+
 def by_jax(eqn: Any) -> Rule:
+    """The rule of a primitive that has none here: JAX compiles it alone."""
+
     def call(*args):
-        results = eqn.primitive.bind(*args, **eqn.params)
+        _by_jax.running = True
+        try:
+            results = eqn.primitive.bind(*args, **eqn.params)
+        finally:
+            _by_jax.running = False
         results = results if eqn.primitive.multiple_results else [results]
         return [x if isinstance(x, jax.Ref) else np.asarray(x) for x in results]
 
@@ -168,17 +177,7 @@ def _select(which, *cases):
     return np.choose(which, cases)
 
 
-def _leading_zeros(x):
-    return (_bits(x) - np.frexp(_unsigned(x).astype(np.float64))[1]).astype(x.dtype)
-
-
-def _in_total_order(compare):
-    return lambda x, y: compare(numpy_rows.in_total_order(x), numpy_rows.in_total_order(y))
-
-
 ELEMENTWISE: dict[str, Rule] = {
-    "le_to": _in_total_order(np.less_equal),
-    "lt_to": _in_total_order(np.less),
     "add": np.add,
     "add_any": np.add,
     "sub": np.subtract,
@@ -204,30 +203,21 @@ ELEMENTWISE: dict[str, Rule] = {
     "shift_right_logical": _shift_right,
     "shift_right_arithmetic": _shift_with_sign,
     "population_count": lambda x: np.bitwise_count(_unsigned(x)).astype(x.dtype),
-    "clz": _leading_zeros,
     "exp": np.exp,
     "exp2": np.exp2,
-    "expm1": np.expm1,
     "log": np.log,
     "log2": np.log2,
-    "log1p": np.log1p,
     "tanh": np.tanh,
     "sin": np.sin,
     "cos": np.cos,
     "sqrt": np.sqrt,
     "rsqrt": lambda x: (1 / np.sqrt(x)).astype(x.dtype),
-    "square": np.square,
-    "one_minus_square": lambda x: (1 + x) * (1 - x),
-    "pow": np.power,
-    "floor": np.floor,
-    "ceil": np.ceil,
     "is_finite": np.isfinite,
     "logistic": lambda x: (1 / (1 + np.exp(-x))).astype(x.dtype),
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     "select_n": _select,
     "copy": lambda x: x,
     **dict.fromkeys(("stop_gradient", "name", "reshard"), lambda x: x),
-    "copy_p": lambda x: x,
     "optimization_barrier": lambda *args: args if len(args) > 1 else args[0],
     "debug_callback": lambda *args: (),
 }
@@ -244,7 +234,7 @@ def _convert(eqn, new_dtype, **_):
     least, most = jnp.iinfo(dtype).min, jnp.iinfo(dtype).max
 
     def convert(x):
-        if jnp.issubdtype(x.dtype, jnp.floating):  # what does not fit is the nearest that does
+        if jnp.issubdtype(x.dtype, jnp.floating):  # too large numbers become the nearest that fits
             x = np.nan_to_num(np.trunc(x.astype(np.float64)), nan=0, posinf=most, neginf=least)
             inside = np.clip(x, least, most).astype(np.int64)
             return np.where(x >= most, most, inside).astype(dtype)
@@ -296,7 +286,7 @@ def _slice(eqn, start_indices, limit_indices, strides):
 
 
 def _starts(shape, sizes, starts):
-    """What would reach past the end begins earlier."""
+    """Slices that would reach past the end begin earlier."""
     pairs = zip(shape, sizes, starts, strict=True)
     return tuple(min(max(int(at), 0), size - taken) for size, taken, at in pairs)
 
@@ -336,30 +326,6 @@ def _pad(eqn, padding_config):
     return pad
 
 
-# Polynomials of Giles, "Approximating the erfinv function" (2010), the highest power first.
-_MIDDLE = (2.81022636e-08, 3.43273939e-07, -3.5233877e-06, -4.39150654e-06, 0.00021858087)
-_MIDDLE += (-0.00125372503, -0.00417768164, 0.246640727, 1.50140941)
-_TAILS = (-0.000200214257, 0.000100950558, 0.00134934322, -0.00367342844, 0.00573950773)
-_TAILS += (-0.0076224613, 0.00943887047, 1.00167406, 2.83297682)
-
-
-def _erf_inv(eqn):
-    if eqn.outvars[0].aval.dtype == np.float64:
-        return lambda x: by_jax(eqn)(x)[0]
-
-    def erf_inv(x):
-        wide = x.astype(np.float32)
-        w = -np.log1p(-wide * wide)
-        pairs = zip(_MIDDLE, _TAILS, strict=True)
-        inner, at = w < 5, np.where(w < 5, w - np.float32(2.5), np.sqrt(w) - np.float32(3))
-        value = np.float32(0)
-        for middle, tail in pairs:
-            value = value * at + np.where(inner, np.float32(middle), np.float32(tail))
-        return np.where(np.abs(wide) == 1, wide * np.inf, value * wide).astype(x.dtype)
-
-    return erf_inv
-
-
 def _dot(eqn, dimension_numbers, **_):
     (left_sums, right_sums), (left_batch, right_batch) = dimension_numbers
     dtype = eqn.outvars[0].aval.dtype
@@ -391,21 +357,6 @@ def _reduction(function):
     return rule
 
 
-def _fold(eqn, jaxpr, dimensions, **_):
-    """Of several arrays at once, along one axis, by any function of two elements."""
-    del eqn
-    program, (axis,) = _steps_of(jaxpr), dimensions
-
-    def fold(*args):
-        results = args[len(args) // 2 :]
-        rows = zip(*(np.moveaxis(x, axis, 0) for x in args[: len(args) // 2]), strict=True)
-        for row in rows:
-            results = program(*results, *row)
-        return results
-
-    return fold
-
-
 def _arg(function):
     def rule(eqn, axes, index_dtype):
         del eqn
@@ -433,32 +384,10 @@ def _power(eqn, y):
     return lambda x: (x**y if y >= 0 else 1 / x**-y).astype(x.dtype)
 
 
-def _precision(eqn, exponent_bits, mantissa_bits):
-    """Of float32, with fewer bits behind the point: to the nearest, and to the even one of two."""
-    if eqn.invars[0].aval.dtype != np.float32 or exponent_bits != 8:
-        return lambda x: by_jax(eqn)(x)[0]
-    cut = np.uint32(23 - mantissa_bits)
-    half = np.uint32((1 << cut >> 1) - 1)
-
-    def rounded(x):
-        bits = x.view(np.uint32)
-        bits = (bits + half + (bits >> cut & np.uint32(1))) >> cut << cut
-        return np.where(np.isfinite(x), bits.view(np.float32), x)
-
-    return rounded
-
-
 def _pieces(eqn, sizes, axis):
     del eqn
     ends = np.cumsum(sizes)[:-1]
     return lambda x: np.split(x, ends, axis)
-
-
-def _away_from_zero(x):
-    return np.copysign(np.floor(np.abs(x) + x.dtype.type(0.5)), x).astype(x.dtype)
-
-
-_rounds = (_away_from_zero, np.rint)
 
 
 def _reshape(eqn, new_sizes, **_):
@@ -498,8 +427,8 @@ def _traced(function):
             pairs = zip(args, eqn.invars, strict=True)
             args = [_words(x) if _is_key(var.aval) else x for x, var in pairs]
             like = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in args)
-            found = program(*like)(*args)[0]
-            return _joined(found) if _is_key(eqn.outvars[0].aval) else found
+            result = program(*like)(*args)[0]
+            return _joined(result) if _is_key(eqn.outvars[0].aval) else result
 
         return compute
 
@@ -609,9 +538,18 @@ def _callback(eqn, callback, result_avals, **_):
 
 CALLS = {"io_callback", "while", "cond", "scan"}
 CALLS |= {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
-CALLS |= {"remat2", "checkpoint", "custom_vmap_call", "custom_partitioning"}  # of no device but one
-SEVERAL = CALLS | {"unstack", "split", "sort", "reduce"}  # results, or one
+CALLS |= {
+    "remat2",
+    "checkpoint",
+    "custom_vmap_call",
+    "custom_partitioning",
+}  # on one device
+SEVERAL = CALLS | {"unstack", "split"}  # primitives with several results, or one
 SEVERAL |= {"shard_map", "mpmd_map"} | devices_in_numpy.COLLECTIVES.keys()
+
+# Rare primitives that JAX computes one by one.
+ALONE = {"argmin", "ceil", "clz", "erf_inv", "expm1", "floor", "le_to", "log1p", "lt_to", "pow"}
+ALONE |= {"reduce", "reduce_precision", "round", "sort", "square", "one_minus_square", "top_k"}
 
 RULES: dict[str, Callable[..., Rule]] = {
     "convert_element_type": _convert,
@@ -619,7 +557,6 @@ RULES: dict[str, Callable[..., Rule]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "squeeze": lambda eqn, dimensions: lambda x: np.squeeze(x, tuple(dimensions)),
-    "expand_dims": lambda eqn, dimensions: lambda x: np.expand_dims(x, tuple(dimensions)),
     "transpose": lambda eqn, permutation: lambda x: x.transpose(permutation),
     "rev": lambda eqn, dimensions: lambda x: np.flip(x, tuple(dimensions)),
     "concatenate": lambda eqn, dimension: lambda *xs: np.concatenate(xs, dimension),
@@ -632,31 +569,19 @@ RULES: dict[str, Callable[..., Rule]] = {
     "pad": _pad,
     "tile": lambda eqn, reps: lambda x: np.tile(x, reps),
     "dot_general": _dot,
-    "erf_inv": _erf_inv,
     "integer_pow": _power,
-    "reduce_precision": _precision,
-    "round": lambda eqn, rounding_method: _rounds[int(rounding_method)],
     "split": _pieces,
-    "reduce": _fold,
     "reduce_sum": _reduction(np.sum),
-    "reduce_prod": _reduction(np.prod),
     "reduce_max": _reduction(np.max),
     "reduce_min": _reduction(np.min),
     "reduce_and": _reduction(np.bitwise_and.reduce),
     "reduce_or": _reduction(np.bitwise_or.reduce),
     "argmax": _arg(np.argmax),
-    "argmin": _arg(np.argmin),
     "cumsum": _cumulative(np.add),
-    "cummax": _cumulative(np.maximum),
     "cumprod": _cumulative(np.multiply),
     "gather": numpy_rows.gather,
     "scatter": numpy_rows.scatter(numpy_rows.put),
     "scatter-add": numpy_rows.scatter(np.add.at),
-    "scatter-max": numpy_rows.scatter(np.maximum.at),
-    "scatter-min": numpy_rows.scatter(np.minimum.at),
-    "scatter-mul": numpy_rows.scatter(np.multiply.at),
-    "sort": numpy_rows.sort,
-    "top_k": numpy_rows.top,
     "random_seed": _traced(_seed),
     "random_split": _traced(_split),
     "random_fold_in": _traced(_fold_in),
@@ -688,11 +613,13 @@ def instead_of_xla() -> Iterator[None]:
     by_xla = pjit._pjit_call_impl_python
 
     def call(*args, jaxpr, **params):
+        if getattr(_by_jax, "running", False):
+            return by_xla(*args, jaxpr=jaxpr, **params)
         whole, jaxpr = jaxpr, _without_refs(jaxpr)
         if not (_takes(jaxpr) and _is_here(args, params, _is_mapped(jaxpr))):
             return by_xla(*args, jaxpr=whole, **params)
-        given = zip((*jaxpr.consts, *args), (*jaxpr.constvars, *jaxpr.invars), strict=True)
-        numbers = [_numbers(x, var.aval) for x, var in given]
+        pairs = zip((*jaxpr.consts, *args), (*jaxpr.constvars, *jaxpr.invars), strict=True)
+        numbers = [_numbers(x, var.aval) for x, var in pairs]
         consts = len(jaxpr.consts)
         results = run(jaxpr, numbers[:consts], *numbers[consts:])
         made = [_array(x, var.aval) for x, var in zip(results, jaxpr.outvars, strict=True)]
@@ -734,7 +661,7 @@ def _is_mapped(jaxpr: Any) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _without_refs(jaxpr: Any) -> Any:
-    """What the program creates, writes and reads become values."""
+    """The program with values in place of the refs that it creates, writes and reads."""
     kinds = {type(effect) for effect in jaxpr.effects}
     return discharge.discharge_state(jaxpr) if core.InternalMutableArrayEffect in kinds else jaxpr
 
@@ -744,12 +671,12 @@ EFFECTS = (core.NamedAxisEffect, callback.IOEffect, callback.OrderedIOEffect)
 
 @functools.lru_cache(maxsize=4096)
 def _takes(jaxpr: Any) -> bool:
-    """Whether every equation of the program has a rule."""
+    """Whether every equation of the program has a rule, or can be left to JAX."""
     if any(not isinstance(effect, EFFECTS) for effect in jaxpr.effects):
         return False
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if name not in ELEMENTWISE and name not in RULES:
+        if name not in ELEMENTWISE and name not in RULES and not _stands_alone(eqn):
             return False
         if (
             name == "mpmd_map" and eqn.params["interpret"]
@@ -761,6 +688,12 @@ def _takes(jaxpr: Any) -> bool:
         if not all(map(_takes, core.jaxprs_in_params(eqn.params))):
             return False
     return True
+
+
+def _stands_alone(eqn: Any) -> bool:
+    """Whether JAX can compute the equation outside of its program: no keys, and no effects."""
+    avals = [var.aval for var in (*eqn.invars, *eqn.outvars)]
+    return eqn.primitive.name in ALONE and not any(map(_is_key, avals))
 
 
 def _numbers(x: Any, aval: Any) -> np.ndarray:

@@ -5,8 +5,8 @@ The one file of the tests that knows JAX's private modules (tests/support/watch.
 in them). `interpret()` is what a test uses, beside `lower_for_cuda` and, from tests/support/aot.py,
 `compile_for`. What is taught to the interpreter, in both JAX versions alike:
 
-- programs of `mosaic.each_thread`: run in NumPy, 128 threads at a time, with bounds and races
-  checked byte by byte; inline code that brings a twin in NumPy, which runs in its place
+- programs of `thread_program.each_thread`: run in NumPy, 128 threads at a time, with bounds and
+  races checked byte by byte; inline code that brings a twin in NumPy, which runs in its place
 - `pl.run_state` over accumulators, wgmma with its left operand in registers, values assigned to an
   accumulator, `mma`
 - what wgmma and reductions by TMA read in shared memory, from when they are issued until they are
@@ -87,7 +87,7 @@ def interpret(patience: float = 20) -> Iterator[None]:
 
 
 _watch = watch.Watch(0, print)
-_races: list[str] = []  # of all launches: where they were found
+_races: list[str] = []  # threads in which races were found, of all launches
 
 
 def _end(error: Exception) -> None:
@@ -110,7 +110,7 @@ def _lowered(f: Callable[..., Any], *shapes: Any) -> str:
     return jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
-# ---- programs of mosaic.each_thread, run in NumPy ------------------------------------------------
+# ---- programs of thread_program.each_thread, run in NumPy ---------------------------------------
 
 
 @host.fail_on_exception
@@ -159,7 +159,7 @@ def _shape_of(aval):
 KEY_SIZE = len(dataclasses.fields(shared_memory.HostAllocationKey))
 ON_PEER = -1  # in place of the place on the first axis, before the number of the device
 
-# What another device has where this one has an array, by the array and the device's number.
+# Another device's counterpart of an array of this one, by the array and the device's number.
 _peers: Callable[[np.ndarray, int], np.ndarray] | None = None
 
 
@@ -211,8 +211,8 @@ def _args_of(eqn, get_values):
 
 
 def _inline_mgpu(self, eqn, token, get_values):
-    """Runs a program of `mosaic.each_thread`, or what the code says it means in jax.numpy; any
-    other inline code is refused, as JAX does.
+    """Runs a program of `each_thread`, or what the code says it means in jax.numpy; any other
+    inline code is refused, as JAX does.
     """
     if (matmuls := getattr(eqn.params["mgpu_fn"], "matmuls", None)) is not None:
         (used,) = _args_of(eqn, get_values)
@@ -238,8 +238,8 @@ def _inline_mgpu(self, eqn, token, get_values):
     refs, scalars = _args_of(eqn, get_values)
     trees = jax.tree.structure(refs), jax.tree.structure(scalars)
     results = [_shape_of(var.aval) for var in eqn.outvars]
-    one = bool(results) and results[0].shape == ()
-    run = functools.partial(_run_program, program=program, trees=trees, returns_one=one)
+    returns_one = bool(results) and results[0].shape == ()
+    run = functools.partial(_run_program, program=program, trees=trees, returns_one=returns_one)
     result = callback.io_callback(
         run,
         (host.TOKEN_SHAPE_DTYPE, results) if results else host.TOKEN_SHAPE_DTYPE,
@@ -259,7 +259,7 @@ _jax_inline_mgpu = jaxpr_interpret.JaxprInterpreter._interpret_inline_mgpu_p
 
 
 def _where(self, eqn) -> dict[str, Any]:
-    """What every call into the simulated memory says about its caller."""
+    """Facts about the caller, for every call into the simulated memory."""
     return {
         "mesh_location": self.mesh_location,
         "thread": self.thread,
@@ -474,15 +474,15 @@ def _update_on_host(*, token, mesh_location, thread, key, transforms, value, op,
     return token
 
 
-# ---- what matmuls read --------------------------------------------------------------------------
+# ---- operands of matmuls in flight ---------------------------------------------------------------
 
 
 class _Matmuls:
-    """Of one warpgroup: those that have been issued and not been waited for."""
+    """Matmuls of one warpgroup that have been issued and not been waited for."""
 
     def __init__(self):
-        self.reads: list[list[Any]] = []  # of each: (buffer, place, line of code)
-        self.unused = 0  # so many of the next ones give what nobody uses
+        self.reads: list[list[Any]] = []  # (buffer, place, line of code) of each matmul
+        self.unused = 0  # number of the next matmuls whose results are not used
 
 
 def _matmuls_of(ours, thread) -> _Matmuls:
@@ -517,9 +517,9 @@ def _read_by_matmul(ours, thread, key, there, source_info):
     host.get_races().check_read(thread, clock, key, there, source_info=source_info)
 
 
-def _wgmma(*, token, thread, source_info=None, **given):
+def _wgmma(*, token, thread, source_info=None, **params):
     """JAX's, and its reads: from now on, and once more when it has been waited for."""
-    token = _jax_wgmma(token=token, thread=thread, source_info=source_info, **given)
+    token = _jax_wgmma(token=token, thread=thread, source_info=source_info, **params)
     ours, reads = host._get_shared_memory(), []
     matmuls = _matmuls_of(ours, thread)
     matmuls.reads.append(reads)
@@ -528,16 +528,16 @@ def _wgmma(*, token, thread, source_info=None, **given):
         return token
     registers = shared_memory.get_memory_space_idx(gpu_core.MemorySpace.REGS)
     for side in "ab":
-        key, there = _accessed(ours, given[f"{side}_allocation_key_as_array"],
-                               given[f"{side}_transforms"])  # fmt: skip
+        key, there = _accessed(ours, params[f"{side}_allocation_key_as_array"],
+                               params[f"{side}_transforms"])  # fmt: skip
         if key.memory_space_id != registers:
             reads.append((key, there, source_info))
             _read_by_matmul(ours, thread, *reads[-1])
     return token
 
 
-def _load_accumulator(*, token, thread, wait_n=None, **given):
-    result = _jax_load_accumulator(token=token, thread=thread, wait_n=wait_n, **given)
+def _load_accumulator(*, token, thread, wait_n=None, **params):
+    result = _jax_load_accumulator(token=token, thread=thread, wait_n=wait_n, **params)
     _retire(token=token, thread=thread, left=wait_n or 0)
     return result
 
@@ -571,7 +571,7 @@ _ALWAYS = {
 
 
 def _handler(eqn) -> Callable[..., Any] | None:
-    """Who interprets an equation: one of ours, or None for JAX."""
+    """The function of this file that interprets an equation, or None for JAX."""
     primitive, params = eqn.primitive, eqn.params
     if primitive is prims.copy_gmem_to_smem_p and not params["has_barrier"]:
         return _cp_async
@@ -673,21 +673,23 @@ def _kernel(eqn, **params):
 
     @functools.cache
     def traced():
-        given: dict[str, Any] = {}
+        params_of_lowering: dict[str, Any] = {}
         seen = types.SimpleNamespace(avals_in=[var.aval for var in eqn.invars])
-        keep = lambda _, *arrays, **more: given.update(more)  # noqa: E731
+        keep = lambda _, *arrays, **more: params_of_lowering.update(more)  # noqa: E731
         with mock.patch.object(pallas_call, "_pallas_call_lowering", keep):
             mpmd._mpmd_map_fallback_lowering(seen, *eqn.invars, **params)
-        launch = functools.partial(_jax_launch, interpret_params=given.pop("interpret"), **given)
+        launch = functools.partial(
+            _jax_launch, interpret_params=params_of_lowering.pop("interpret"), **params_of_lowering
+        )
         return jax.make_jaxpr(launch)(*map(_shape_of, seen.avals_in))
 
     def run(*arrays):
         if not params["interpret"] or any(isinstance(x, jax.Ref) for x in arrays):
             return by_jax(*arrays)
-        arrays = [np.asarray(x, order="C") for x in arrays]  # as XLA's are
+        arrays = [np.asarray(x, order="C") for x in arrays]  # the layout of XLA's arrays
         try:
             return in_numpy.run(traced(), traced().consts, *arrays)
-        except Exception as error:  # as XLA says it of a callback
+        except Exception as error:  # XLA's error for a callback
             message = f"INTERNAL: {type(error).__name__}: {error}"
             raise jax.errors.JaxRuntimeError(message) from error
 
@@ -701,7 +703,7 @@ def _to_int(x):
 _jax_to_int = shared_memory._to_int
 
 
-# ---- what the simulation does most often, made cheaper: a third of its time ----------------------
+# ---- frequent steps of the simulation, made cheaper: a third of its time -------------------------
 
 
 def _ordered(self, other) -> bool:

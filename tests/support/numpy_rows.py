@@ -1,4 +1,4 @@
-"""Rules of `in_numpy` for what is read, written or ordered by index: gather, scatter, sort, top_k.
+"""Rules of `in_numpy` for gather and scatter.
 
 A rule is given an equation and its parameters, and gives the function of its arrays.
 """
@@ -9,7 +9,7 @@ from jax import lax
 
 
 def _corners(index, sizes, wanted, numbers):
-    """Where each window begins along each dimension of the operand, and whether it lies within.
+    """Begin of each window along each dimension of the operand, and whether it lies within.
 
     `numbers`: (which column of `index` says where, by dimension; the operand's batch dimensions
     and those of `index`).
@@ -47,7 +47,7 @@ def _windows(begins, wanted, kept):
 
 
 def _filling(dtype):
-    """What stands for elements that are not there, where nobody says what."""
+    """Default for elements that are not there."""
     if jnp.issubdtype(dtype, jnp.inexact):
         return np.nan
     if np.dtype(dtype).kind == "b":
@@ -74,13 +74,13 @@ def gather(eqn, dimension_numbers, slice_sizes, mode, fill_value, **_):
     def take(x, index):
         begins, within = _corners(index, x.shape, slice_sizes, which)
         if begins:
-            found = x[_windows(begins, slice_sizes, kept)]
+            result = x[_windows(begins, slice_sizes, kept)]
         else:  # a number has no dimension to index
-            found = np.broadcast_to(x, within.shape)
+            result = np.broadcast_to(x, within.shape)
         if fills:
             within = within.reshape(within.shape + (1,) * len(kept))
-            found = np.where(within, found, np.asarray(fill_value, out.dtype))
-        return found.transpose(order)
+            result = np.where(within, result, np.asarray(fill_value, out.dtype))
+        return result.transpose(order)
 
     return take
 
@@ -127,38 +127,3 @@ def scatter(combine):
 
 def put(array, places, values):
     array[places] = values
-
-
-def _ordered(x):
-    """What sorts as XLA sorts it: zeros alike, NaN behind all else."""
-    return x.astype(np.float32) if jnp.issubdtype(x.dtype, jnp.floating) and x.itemsize < 4 else x
-
-
-def sort(eqn, dimension, num_keys, **_):
-    del eqn
-
-    def ordered(*arrays):
-        keys = [_ordered(x) for x in arrays[:num_keys]]
-        order = np.lexsort(keys[::-1], axis=dimension)
-        return [np.take_along_axis(x, order, dimension) for x in arrays]
-
-    return ordered
-
-
-def in_total_order(x):
-    """Integers that order floats as their bits do: -NaN, -inf, ..., -0, 0, ..., inf, NaN."""
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        return x
-    bits = x.view(f"i{x.dtype.itemsize}")
-    return bits ^ ((bits >> (8 * x.dtype.itemsize - 1)) & np.iinfo(bits.dtype).max)
-
-
-def top(eqn, k, **_):
-    """Of several equal ones the first."""
-    index = eqn.outvars[1].aval.dtype
-
-    def first(x):
-        order = np.argsort(~in_total_order(x), axis=-1, kind="stable")[..., :k]
-        return np.take_along_axis(x, order, -1), order.astype(index)
-
-    return first

@@ -28,7 +28,7 @@ class Subject:
 
     name: str
     implementation: str | None  # None: the kernels, whichever is fastest
-    generation: str | None = None  # of the GPU that is pretended: kernels run interpreted
+    generation: str | None = None  # GPU that is assumed: kernels run interpreted
     marks: tuple[str, ...] = ()
     dtype: str = "float32"  # for tests that do not care: one that the implementation takes
     but: tuple[str, ...] = ()  # operations that another row runs the same way
@@ -52,7 +52,7 @@ class Subject:
         kernels that are interpreted, in NumPy as these are.
         """
         static, arrays = split(kwargs)
-        run = _fresh if self.generation else _kept  # what is interpreted is traced each time
+        run = _fresh if self.generation else _kept  # interpreted kernels are traced each time
         with self.active():
             jitted = run(function, self.implementation, tuple(static.items()))
             if self.generation:
@@ -79,9 +79,11 @@ class Subject:
             stack.enter_context(contextlib.suppress(_AskedError))
             jax.eval_shape(lambda arrays: call(**arrays), arrays)
         return all(
-            any(row.limit(problem) is None for row in self._kernels(dispatch.table_of(problem)))
+            any(row.takes(problem) for row in self._kernels(dispatch.table_of(problem)))
             for problem in (
-                dataclasses.replace(one, op=op) for one in asked for op in {one.op, operation}
+                dataclasses.replace(problem_asked, op=op)
+                for problem_asked in asked
+                for op in {problem_asked.op, operation}
             )
         )
 
@@ -97,8 +99,8 @@ class Subject:
         return operation not in self.but and bool(self._kernels(dispatch.TABLES[operation]))
 
     def _kernels(self, table: tuple[Any, ...]) -> list[Any]:
-        rows = [x for x in table if isinstance(x, dispatch.Kernel)]
-        return [x for x in rows if self.implementation in (None, x.name)]
+        rows = [x for x in table if isinstance(x, dispatch.Candidate)]
+        return [x for x in rows if self.implementation in (None, x.implementation)]
 
     def somewhere(self) -> bool:
         """Whether this machine can run it, or pretend to."""
@@ -202,7 +204,7 @@ def split(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return {name: value for name, value in kwargs.items() if name not in arrays}, arrays
 
 
-# ---- what they are called with -------------------------------------------------------------------
+# ---- arguments -----------------------------------------------------------------------------------
 
 GRADIENTS = ("q", "k", "v", "bias", "sinks")
 

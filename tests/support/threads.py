@@ -1,4 +1,6 @@
-"""The twin of `mosaic.Thread`: programs of one thread, run in NumPy for a block of 128 at once."""
+"""The twin of `lang.thread_program.Thread`: programs of one thread, run in NumPy for a block of
+128 at once.
+"""
 
 import threading
 from typing import Any, NamedTuple
@@ -10,15 +12,15 @@ from pallas_attn.kernels.lang.threads import SENTINEL
 
 
 class Picked(NamedTuple):
-    """Of several arrays, the one that each thread picked."""
+    """Several arrays, of which each thread picked one."""
 
     which: np.ndarray
     refs: tuple[Any, ...]
 
 
 class BlockOfThreads:
-    """`mosaic.Thread` for the 128 threads of a block at once: a value is an array with an element a
-    thread.
+    """`thread_program.Thread` for the 128 threads of a block at once: a value is an array with an
+    element a thread.
     """
 
     def __init__(self, first: int, memory: "Memory", block: Any = None):
@@ -49,7 +51,7 @@ class BlockOfThreads:
     def narrow(self, values, dtype):
         rows = np.stack(values, axis=1)
         rows = np.rint(rows) if dtype == "int8" else rows
-        with np.errstate(invalid="ignore"):  # of what is no number; it is selected away
+        with np.errstate(invalid="ignore"):  # NaN, which is selected away
             return self._word(rows.astype(jnp.dtype(dtype)))
 
     def packed(self, values):
@@ -121,8 +123,8 @@ class BlockOfThreads:
     def store(self, ref, index, value, nbytes, where):
         where = np.broadcast_to(where, 128)
         if isinstance(ref, Picked):
-            for row, one in enumerate(ref.refs):
-                self.store(one, index, value, nbytes, where & (ref.which == row))
+            for row, target in enumerate(ref.refs):
+                self.store(target, index, value, nbytes, where & (ref.which == row))
             return
         index = np.broadcast_to(index, 128)[where]
         self.memory.store(ref, index, value[where], nbytes, self.ids[where])
@@ -221,23 +223,23 @@ class BlockOfThreads:
         self.memory.barriers.update({(block, slot): Barrier() for slot in range(count)})
 
     def announce(self, barriers, slot, nbytes, where):
-        for one, count in self._each(where, slot, nbytes):
-            self.memory.barriers[int(self.ids[0]), one].announce(count)
+        for gate, count in self._each(where, slot, nbytes):
+            self.memory.barriers[int(self.ids[0]), gate].announce(count)
 
     def copy(self, to, source, nbytes, done, where):
         """Nothing arrives before its reader waits; until then there are NaNs."""
         to, to_index, source, index = to.ref, to.index, source.ref, source.index
         slot = done.index
         into = self.memory._words(to, np.broadcast_to(to_index, 128)[where], 1, "written")
-        given = self.memory._words(source, np.broadcast_to(index, 128)[where], 1, "read")
-        for at, first, count, one in self._each(where, to_index, index, nbytes, slot):
+        words = self.memory._words(source, np.broadcast_to(index, 128)[where], 1, "read")
+        for at, first, count, gate in self._each(where, to_index, index, nbytes, slot):
             if count % 16 or count <= 0:
                 raise ValueError(f"a bulk copy of {count} bytes")
             at, first = slice(16 * at, 16 * at + count), slice(16 * first, 16 * first + count)
-            if at.stop > into.size or first.stop > given.size:
-                raise IndexError(f"a bulk copy of bytes {first} of {given.size} to {at}")
-            arrived = given[first].copy()
-            self.memory.barriers[int(self.ids[0]), one].begin(into[at], arrived)
+            if at.stop > into.size or first.stop > words.size:
+                raise IndexError(f"a bulk copy of bytes {first} of {words.size} to {at}")
+            arrived = words[first].copy()
+            self.memory.barriers[int(self.ids[0]), gate].begin(into[at], arrived)
             into[at] = -1
 
     def wait(self, barriers, slot, parity):
@@ -245,15 +247,15 @@ class BlockOfThreads:
         self.memory.barriers[int(self.ids[0]), slot].wait(parity)
 
     def copy_back(self, to, source, nbytes, where):
-        """What lies in shared memory when it is waited for is what arrives."""
+        """Copies to global memory; the bytes that arrive are those in shared memory at the wait."""
         into = self.memory._words(to.ref, np.broadcast_to(to.index, 128)[where], 1, "written")
-        given = self.memory._words(source.ref, np.broadcast_to(source.index, 128)[where], 1, "read")
+        words = self.memory._words(source.ref, np.broadcast_to(source.index, 128)[where], 1, "read")
         copies = self.memory.copies_back_of(int(self.ids[0]))
         for at, first, count in self._each(where, to.index, source.index, nbytes):
             at, first = slice(16 * at, 16 * at + count), slice(16 * first, 16 * first + count)
-            if at.stop > into.size or first.stop > given.size or count % 16:
-                raise IndexError(f"a bulk copy of bytes {first} of {given.size} to {at}")
-            copies.asked.append(CopyBack(into[at], given[first]))
+            if at.stop > into.size or first.stop > words.size or count % 16:
+                raise IndexError(f"a bulk copy of bytes {first} of {words.size} to {at}")
+            copies.asked.append(CopyBack(into[at], words[first]))
 
     def commit_copies_back(self):
         self.memory.copies_back_of(int(self.ids[0])).commit()
@@ -269,9 +271,9 @@ class BlockOfThreads:
         there = np.broadcast_to(there, 128)[where]
         to_index, index = (np.broadcast_to(x, 128)[where] for x in (to_index, index))
         into = self.memory._words(to, to_index, size, "written")
-        given = self.memory._words(source, index[there], size, "read")
+        words = self.memory._words(source, index[there], size, "read")
         arrived = np.zeros(len(there), into.dtype)
-        arrived[there] = given[index[there]]
+        arrived[there] = words[index[there]]
         into[to_index] = np.full(size, 255, np.uint8).view(into.dtype)
         self.memory.copies_of(int(self.ids[0])).asked.append((into, to_index, arrived))
 
@@ -310,11 +312,11 @@ class BlockOfThreads:
         ]
 
     def receive_narrow(self, ref, indices, dtype, wheres):
-        found = []
+        rows = []
         for index, where in zip(indices, wheres, strict=True):
             numbers = self._receive(ref, index, 8, where).view(jnp.dtype(dtype)).reshape(128, 4)
-            found.append(list(numbers.astype(np.float32).T))
-        return found
+            rows.append(list(numbers.astype(np.float32).T))
+        return rows
 
     def _receive(self, ref, index, nbytes, where):
         """Blocks run one after the other: nothing more will come."""
@@ -332,14 +334,14 @@ class BlockOfThreads:
         self.store(ref, index, word, nbytes, where)
 
     def take(self, counters, index, where):
-        found = np.zeros(128, np.int32)
+        taken = np.zeros(128, np.int32)
         with self.memory.lock:
             flat = counters.reshape(-1)
             for thread in np.flatnonzero(np.broadcast_to(where, 128)):
                 at = np.broadcast_to(index, 128)[thread]
-                found[thread] = flat[at]
+                taken[thread] = flat[at]
                 flat[at] += 1
-        return found
+        return taken
 
     def wait_until(self, counters, index, least, remote=False):
         """Blocks run one after the other: nobody else will come."""
@@ -350,7 +352,7 @@ class BlockOfThreads:
         return np.full(128, self._there(counters, index, least), np.int32)
 
     def _there(self, counters, index, least, here=True):
-        """What was copied back before the signals is there for who asks, not before."""
+        """Shows bytes that were copied back before the signals to a reader of them, not before."""
         ((at, wanted),) = set(self._each(True, index, least))
         there = counters.reshape(-1)[at] >= wanted
         if there and here:
@@ -393,7 +395,7 @@ class Barrier:
 
 
 class Copies:
-    """Those of a block's threads, in groups."""
+    """Copies of a block's threads, in groups."""
 
     def __init__(self):
         self.asked, self.groups, self.awaited = [], [], []
@@ -426,7 +428,7 @@ class CopyBack:
 
 
 class CopiesBack:
-    """Those of a block's thread, in groups."""
+    """Copies back of a block's thread, in groups."""
 
     def __init__(self):
         self.asked, self.groups, self.done = [], [], []
@@ -488,7 +490,7 @@ class Memory:
             return words[index].copy()
 
     def take_back(self, ref, index, nbytes, threads):
-        """What a thread has written itself it may write again."""
+        """Lets a thread write again where it has written itself."""
         with self.lock:
             wrote, _ = self._who(ref, nbytes)
             own = wrote[index] == threads[:, None]

@@ -54,8 +54,8 @@ def _somebody_runs() -> bool:
 
 
 def _waiting() -> list[str]:
-    """Who is in which callback, and where in the kernel that is."""
-    found = []
+    """The threads in callbacks, and their lines of the kernel."""
+    lines = []
     for frame in sys._current_frames().values():
         here = frame
         while here is not None and not {"mesh_location", "thread"} <= here.f_locals.keys():
@@ -64,5 +64,5 @@ def _waiting() -> list[str]:
             known = here.f_locals
             where = known.get("source_info")
             place = f" at {source_info_util.summarize(where)}" if where else ""
-            found.append(f"{known['thread']} is in {here.f_code.co_name}{place}")
-    return sorted(found)
+            lines.append(f"{known['thread']} is in {here.f_code.co_name}{place}")
+    return sorted(lines)

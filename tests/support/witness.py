@@ -63,7 +63,7 @@ def attention(  # noqa: PLR0913
 
 def append(cache, new, start, new_lengths=None):
     """Rows new [M, t, K, H] into a list of M arrays [K, capacity_i, H], row by row; new arrays."""
-    cache = [np.array(one) for one in cache]
+    cache = [np.array(array) for array in cache]
     for m, rows in enumerate(np.asarray(new)):
         count = len(rows) if new_lengths is None else min(int(new_lengths[m]), len(rows))
         for i in range(count):
@@ -75,7 +75,7 @@ def append(cache, new, start, new_lengths=None):
 
 @dataclasses.dataclass
 class PagedModel:
-    """What a paged cache must do, in lists: the rows of each sequence, and who holds which pages.
+    """Model of a paged cache, in lists: the rows of each sequence, and the pages that it holds.
 
     A row is any token. `lost` sequences wanted a page that the pool did not have.
     """

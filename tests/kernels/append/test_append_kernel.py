@@ -19,7 +19,7 @@ from pallas_attn._call.problem import AppendInputs, AppendProblem
 from pallas_attn.bench import support
 from pallas_attn.kernels.append import copy as append_copy
 from pallas_attn.kernels.append import plan as append_plan
-from pallas_attn.kernels.lang.mosaic import ThreadContext
+from pallas_attn.kernels.lang.thread_program import ThreadContext
 from tests.support import append_cases, mosaic
 from tests.support.append_cases import CASES, Case, assert_same_bytes
 
@@ -49,10 +49,10 @@ def test_on_the_gpu(case, rng):
     write = jax.jit(functools.partial(run, case.problem))
     for _ in range(3):  # other starts each time
         inputs = case.draw(rng)
-        given = on_device(inputs)
-        got = write(given)
+        there = on_device(inputs)
+        got = write(there)
         assert_same_bytes(got, case.expected(inputs))
-        assert_same_bytes((given.k_cache, given.v_cache), (inputs.k_cache, inputs.v_cache))
+        assert_same_bytes((there.k_cache, there.v_cache), (inputs.k_cache, inputs.v_cache))
 
 
 # ---- nothing to write ----------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def test_addresses_past_two_to_the_31(kind):
         layers=80,
     )
     plan = append_copy.Plan.of(problem, ("k", "v"), append_copy.Config().words)
-    refs = append_copy.Refs(
+    refs = append_plan.AppendRefs(
         ("k", "v"), (("k cache", "v cache"),), "start", None, None, "page_table", "layer"
     )
     start = capacity - 1
@@ -160,10 +160,10 @@ def many_steps(problem, k_cache, v_cache, rest):
 def all_layers(problem, k_cache, v_cache, rest):
     """A step of a model: a scan over its layers, all of which live in the same buffers."""
 
-    def one(caches, layer):
+    def of_layer(caches, layer):
         return step(problem, *caches, rest._replace(layer=layer)), None
 
-    return lax.scan(one, (k_cache, v_cache), jnp.arange(problem.layers, dtype=jnp.int32))[0]
+    return lax.scan(of_layer, (k_cache, v_cache), jnp.arange(problem.layers, dtype=jnp.int32))[0]
 
 
 LARGE = Case("per_sequence", 4, 1, 8, 128, capacity=512, spread=0)
@@ -240,11 +240,11 @@ def public_loop(cache, k, v):
 def public_layers(cache, k, v):
     """A model's step as a caller writes it."""
 
-    def one(cache, layer):
+    def of_layer(cache, layer):
         return pallas_attn.write_kv(cache, k, v, layer=layer), None
 
     layers = jnp.arange(cache.layers, dtype=jnp.int32)
-    return lax.scan(one, cache.extend(1), layers)[0]
+    return lax.scan(of_layer, cache.extend(1), layers)[0]
 
 
 PUBLIC = {
@@ -314,7 +314,7 @@ def test_layers_share_one_kernel():
     assert text.count("call @_write_into") == 4
 
 
-# ---- what it refuses -----------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.guards
@@ -350,8 +350,8 @@ def test_config_checks_itself():
 
 def on_gpu_in_place(case: Case, inputs: AppendInputs, f=step) -> tuple:
     """Runs with the caches donated; their buffers must be the ones that come back."""
-    given = on_device(inputs)
-    caches, rest = (given.k_cache, given.v_cache), given._replace(k_cache=None, v_cache=None)
+    there = on_device(inputs)
+    caches, rest = (there.k_cache, there.v_cache), there._replace(k_cache=None, v_cache=None)
     before = [array.unsafe_buffer_pointer() for array in jax.tree.leaves(caches)]
     got = jax.jit(functools.partial(f, case.problem), donate_argnums=(0, 1))(*caches, rest)
     assert [array.unsafe_buffer_pointer() for array in jax.tree.leaves(got)] == before

@@ -6,7 +6,6 @@ one has: how work is dealt, how parts are merged, its limits, and how long many 
 lower.
 """
 
-import contextlib
 import dataclasses
 import functools
 import random
@@ -23,9 +22,10 @@ from pallas_attn import CAUSAL, FULL, Mask, sliding_window
 from pallas_attn._call import config as _config
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
-from pallas_attn.kernels.decode import scheduler
+from pallas_attn.kernels.decode import combine_splits, scheduler
 from pallas_attn.kernels.decode import sm80 as decode_sm80
 from pallas_attn.kernels.decode import sm90 as kernel
+from pallas_attn.kernels.decode.plan import plan_of
 from tests.support import budget, mosaic
 from tests.support.decode_cases import (
     KINDS,
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 SMALL = kernel.Config(stages=2, grid=3)
 MANY = dataclasses.replace(SMALL, many_heads=True, head_overhead=32, load_first=True)
-# Of every argument, and of an array. Some rows see nothing.
+# A function of every argument, and of an array. Some rows see nothing.
 SOME = pallas_attn.mask_fn(
     lambda b, h, q, kv, table: table[h, q - kv] & ((b + kv) % 5 < 3),
     np.random.default_rng(0).random((8, 150)) < 0.3,
@@ -117,7 +117,7 @@ def test_interpreted(name, kind):
 
 PORTABLE = decode_sm80.Config
 SHORT = (5, 130, 64)
-OF_THREADS = {  # what differs where threads copy: how rows are found, and how many copies wait
+OF_THREADS = {  # cases that differ if threads copy: lookup of rows, and number of copies in flight
     "separate": (Case("per_sequence", SHORT, 3, mask=Mask(20, -2)), PORTABLE(stages=4, grid=5)),
     "pages": (
         Case("paged", SHORT, page_size=8, head_dim=72, v_head_dim=40), PORTABLE(stages=3, grid=3)
@@ -135,33 +135,6 @@ OF_THREADS = {  # what differs where threads copy: how rows are found, and how m
 }  # fmt: skip
 
 
-FOUR_HEADS = Case("paged", q_heads=8, kv_heads=4)
-SIDE_BY_SIDE = {  # heads of a page, that a block takes at once
-    "four": (FOUR_HEADS, dataclasses.replace(SMALL, heads_at_once=4)),
-    "two_chunk_window": (
-        dataclasses.replace(FOUR_HEADS, q_len=3, mask=sliding_window(37), page_size=32),
-        dataclasses.replace(MANY, tile=128, grid=7, heads_at_once=2),
-    ),
-    "four_layers_overflow": (
-        dataclasses.replace(
-            FOUR_HEADS, lengths=(5, 500, 7, 64, 0, 200, 225), q_heads=64, layers=2, sinks=True
-        ),
-        dataclasses.replace(MANY, tile=256, grid=5, heads_at_once=4),
-    ),
-    "four_odd_dims": (
-        dataclasses.replace(FOUR_HEADS, page_size=8, head_dim=72, v_head_dim=40),
-        dataclasses.replace(SMALL, grid=11, heads_at_once=4),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.guards
-@pytest.mark.parametrize("name", SIDE_BY_SIDE)
-def test_heads_side_by_side_interpreted(name):
-    with mosaic.interpret():
-        check(*SIDE_BY_SIDE[name])
-
-
 @pytest.mark.guards
 @pytest.mark.parametrize("name", OF_THREADS)
 def test_copies_by_threads_interpreted(name):
@@ -176,10 +149,10 @@ def test_parts_and_splits_do_not_depend_on_the_rest_of_the_batch(kind):
     config = kernel.Config(stages=2, grid=2, split_tiles=1)
     other = dataclasses.replace(case, lengths=(200, 130, 190))
     with mosaic.interpret():
-        one = launched(case, case.inputs(), config)
+        whole = launched(case, case.inputs(), config)
     with mosaic.interpret():
         two = launched(other, other.inputs(), config)
-    for have, want in zip(one, two, strict=True):
+    for have, want in zip(whole, two, strict=True):
         np.testing.assert_array_equal(have[1], want[1])
 
 
@@ -216,43 +189,14 @@ def test_a_tile_has_as_many_pieces_as_there_are_threads(page_size, widest):
         with pytest.raises(
             ValueError, match=f"at most 128 over pages of {page_size} rows, got 256"
         ):
-            kernel.Plan(case.problem, kernel.Config(tile=256))
+            plan_of(case.problem, kernel.Config(tile=256))
 
 
 def test_narrow_tiles_are_for_float32():
     with pytest.raises(
         ValueError, match=r"Config\.tile must be at least 64 of 16-bit numbers, got 32"
     ):
-        kernel.Plan(Case().problem, kernel.Config(tile=32))
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"kind": "stacked"},
-        {"dtype": "float32"},
-        {"q_heads": 68},
-        {"kv_heads": 2},
-        {"page_size": 32},
-        {"page_size": 4},
-        {"batch_invariant": True},
-    ],
-    ids=str,
-)
-def test_which_heads_go_side_by_side(fields):
-    """64 rows of 4 heads: a page of 16 each."""
-    config = dataclasses.replace(SMALL, heads_at_once=4)
-    assert kernel.Plan(FOUR_HEADS.problem, config).split.lines == 64
-    problem = dataclasses.replace(FOUR_HEADS, **fields).problem
-    with pytest.raises(ValueError, match=r"Config.heads_at_once is 4: it takes as many kv heads"):
-        kernel.Plan(problem, config)
-
-
-def test_when_heads_go_side_by_side():
-    """Where the blocks have whole ones all the same, and these are long."""
-    pages, few, short = large("paged"), large("paged", 16), large("paged", 128, 1024)
-    taken = [kernel.Config.default(x.problem).heads_at_once for x in (pages, few, short, large())]
-    assert taken == [4, 1, 1, 1]
+        plan_of(Case().problem, kernel.Config(tile=32))
 
 
 @pytest.mark.guards
@@ -318,7 +262,7 @@ def test_machine_code(name):
     matmul = "HMMA.1688.F32.TF32" if case.dtype == "float32" else "HMMA.16816.F32"
     for instruction in ("UBLKCP", matmul, "LDS.128"):
         assert instruction in report.sass
-    assert ("LDSM" in report.sass) == (case.dtype == "float32")  # of queries
+    assert ("LDSM" in report.sass) == (case.dtype == "float32")  # loads of queries
 
 
 @pytest.mark.machine_code
@@ -346,15 +290,15 @@ def test_calls_do_not_share_counters():
     call = functools.partial(two_calls, case.problem, kernel.Config.default(case.problem))
     report = mosaic.compile_for(call, shapes_of(case))
     assert report.launches == 2
-    kind = rf"s32\[{scheduler.ZERO_BYTES // 4 + 3 * 8 + 1}\]\{{0\}}"
+    kind = rf"s32\[{combine_splits.ZERO_BYTES // 4 + 3 * 8 + 1}\]\{{0\}}"
     assert len(re.findall(rf"= {kind} constant\(", report.hlo)) == 2
     assert not re.search(rf"{kind} (copy|fusion|broadcast)", report.hlo)
 
 
 @pytest.mark.guards
 def test_many_arrays_lower_in_time():
-    """What a first call waits for grows with the number of caches, and may not much: seconds of
-    this process, which a loaded machine leaves as they are.
+    """The time of a first call grows little with the number of caches: seconds of this process,
+    which a loaded machine leaves as they are.
     """
     case = large("per_sequence", 256, rows=1024)
     config = kernel.Config.default(case.problem)
@@ -379,7 +323,7 @@ def test_layers_share_one_kernel():
     assert text.count("stablehlo.custom_call @mosaic_gpu") == 1
 
 
-# ---- what it refuses -----------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -421,16 +365,16 @@ def test_limits(fields, reason):
 @pytest.mark.parametrize("module", [kernel, decode_sm80], ids=["sm90", "sm80"])
 def test_how_keys_are_cut_does_not_depend_on_the_batch(kind, dtype, module):
     """With batch_invariant: neither on how many sequences there are nor on what they can hold."""
-    found = set()
+    cuts = set()
     for sequences, rows in ((1, 512), (1, 131072), (40, 1024), (256, 8192), (900, 128)):
         problem = large(kind, sequences, rows, batch_invariant=True).problem
         narrow = {"cache_dtype": dtype, "quantized": dtype == "int8"}
         wide = {"dtype": dtype, "cache_dtype": dtype}
         problem = dataclasses.replace(problem, **(narrow if dtype == "int8" else wide))
-        config = _config.choose(module, problem)
+        config = _config.default(module.KERNEL, problem)
         assert module.limit(problem) is None and _config.fits(module, problem, config)
-        found.add(dataclasses.replace(config, stages=2))
-    assert len(found) == 1
+        cuts.add(dataclasses.replace(config, stages=2))
+    assert len(cuts) == 1
 
 
 @pytest.mark.parametrize(
@@ -449,7 +393,7 @@ def test_the_portable_config_checks_itself(fields, want):
 @pytest.mark.parametrize("rows", [1, 16, 64])
 def test_shared_memory_is_what_there_is(dim, rows):
     problem = large(head_dim=dim, v_head_dim=dim, q_heads=8 * rows).problem
-    assert kernel.smem_bytes(problem, kernel.Config.default(problem)) <= kernel.scheduler.SMEM_LIMIT
+    assert kernel.smem_bytes(problem, kernel.Config.default(problem)) <= kernel.limits.SMEM_LIMIT
 
 
 def of_smallest(**changes) -> DecodeProblem:
@@ -471,7 +415,7 @@ def test_the_smallest_gpus_take_all_head_dims(dtype, rows):
 @pytest.mark.guards
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_smallest_gpus_have_the_shared_memory(dtype):
-    """Of what Mosaic lays out."""
+    """Shared memory as Mosaic lays it out."""
     case = large(dtype=dtype, head_dim=256, v_head_dim=256, q_heads=64)
     config = PORTABLE.default(dataclasses.replace(case.problem, gpu="sm86"))
     call = functools.partial(run, problem=case.problem, config=config)
@@ -513,17 +457,18 @@ def test_every_unit_is_taken_once(seed):
     config = kernel.Config(
         grid=grid, split_tiles=3, many_heads=seed % 3 > 0, head_overhead=seed % 3 * 32
     )
-    plan = scheduler.Plan(case.problem, config)
-    lengths = np.zeros(plan.table_size, np.int32)
+    plan = plan_of(case.problem, config)
+    (size,) = scheduler.table_scratch(plan).sums.shape
+    lengths = np.zeros(size, np.int32)
     lengths[:m] = case.lengths
     mask = case.problem.mask
-    units = [plan.units_of(mask, int(n), lambda x, y: x // y) for n in lengths[:m]]
-    sums = np.zeros(plan.table_size, np.int32)
+    units = [plan.keys.units_of(mask, int(n), 1) for n in lengths[:m]]
+    sums = np.zeros(size, np.int32)
     sums[1 : m + 1] = np.cumsum(np.asarray(units))
     sums[m + 1 :] = sums[m]
     table = scheduler.Table(jnp.asarray(sums), jnp.asarray(lengths), None)
     seen = {}
-    found = {}
+    taken = {}
 
     @jax.jit
     def begin(block_id):
@@ -543,15 +488,15 @@ def test_every_unit_is_taken_once(seed):
             where = int(work.sequence), int(work.head)
             for tile in range(int(work.tile), int(work.end)):
                 assert seen.setdefault((*where, tile), block_id) == block_id
-            slots = found.setdefault(where, [int(partials.count), []])
+            slots = taken.setdefault(where, [int(partials.count), []])
             assert slots[0] == partials.count
             slots[1].append(int(partials.own))
             unit, at = work.next_unit, work.sequence
     for i, length in enumerate(case.lengths):
         for head in range(plan.heads):
             tiles = [tile for n, h, tile in seen if (n, h) == (i, head)]
-            assert sorted(tiles) == list(range(max(1, -(-length // plan.tile))))
-            count, slots = found[i, head]
+            assert sorted(tiles) == list(range(max(1, -(-length // plan.keys.tile))))
+            count, slots = taken[i, head]
             assert count == len(slots) == len(set(slots))
 
 
@@ -582,14 +527,6 @@ def test_cases_on_the_gpu(kind, name):
     case = dataclasses.replace(case, kind=kind)
     check(case, config)
     check(case)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", SIDE_BY_SIDE)
-def test_heads_side_by_side_on_the_gpu(name):
-    case, config = SIDE_BY_SIDE[name]
-    check(case, config)
-    check(case, dataclasses.replace(config, load_first=not config.load_first, grid=132))
 
 
 def draw(seed: int) -> Case:
@@ -637,11 +574,6 @@ def test_drawn_on_the_gpu(number, seed):
             head_overhead=number % 3 * 32,
             load_first=number % 16 < 8,
         )
-    if case.kv_heads == 2 and case.kind == "paged":
-        two = dataclasses.replace(config, heads_at_once=2)
-        with contextlib.suppress(ValueError):
-            kernel.smem_bytes(case.problem, two)
-            config = two
     check(case, config, seed=seed)
 
 
@@ -670,8 +602,8 @@ def test_bits_do_not_depend_on_the_batch(kind):
     case = large(kind, 5, capacity=4096, batch_invariant=True)
     few = dataclasses.replace(case, lengths=(1, 4000, 0, 0, 7))
     many = dataclasses.replace(case, lengths=(4096, 4000, 4096, 3000, 4096))
-    one, two = (launched(c, c.inputs()) for c in (few, many))
-    for have, want in zip(one, two, strict=True):
+    first, two = (launched(c, c.inputs()) for c in (few, many))
+    for have, want in zip(first, two, strict=True):
         np.testing.assert_array_equal(np.asarray(have[1]), np.asarray(want[1]))
 
 
@@ -696,12 +628,12 @@ def test_bits_do_not_depend_on_the_size_of_the_batch(kind, dtype, implementation
             np.testing.assert_array_equal(np.asarray(have[0]), np.asarray(want[0]))
 
 
-def beside(kind, one, rest):
+def beside(kind, array, rest):
     """Queries and a cache: of one sequence, with those of `rest` after it."""
-    lengths, q = one.lengths, one.q
+    lengths, q = array.lengths, array.q
     new = {"lengths": lengths, "new_lengths": jnp.zeros_like(lengths)}
-    pools = {"k": one.k_cache, "v": one.v_cache}
-    table = one.page_table
+    pools = {"k": array.k_cache, "v": array.v_cache}
+    table = array.page_table
     if rest is not None:
         q = jnp.concatenate([q, rest.q])
         new = {name: jnp.concatenate([x, rest.lengths]) for name, x in new.items()}
@@ -709,7 +641,7 @@ def beside(kind, one, rest):
             pools[name] = joined(kind, pools[name], other)
         if kind == "paged":
             width = max(table.shape[1], rest.page_table.shape[1])
-            tables = table, rest.page_table + one.k_cache.shape[0]
+            tables = table, rest.page_table + array.k_cache.shape[0]
             wide = [
                 jnp.pad(x, ((0, 0), (0, width - x.shape[1])), constant_values=-1) for x in tables
             ]
@@ -724,12 +656,12 @@ def beside(kind, one, rest):
     )
 
 
-def joined(kind, one, other):
+def joined(kind, cache, other):
     if kind == "per_sequence":
-        return (*one, *other)
+        return (*cache, *other)
     if kind == "stacked":  # one capacity
-        one = jnp.pad(one, ((0, 0), (0, 0), (0, other.shape[2] - one.shape[2]), (0, 0)))
-    return jnp.concatenate([one, other])
+        cache = jnp.pad(cache, ((0, 0), (0, 0), (0, other.shape[2] - cache.shape[2]), (0, 0)))
+    return jnp.concatenate([cache, other])
 
 
 @pytest.mark.gpu

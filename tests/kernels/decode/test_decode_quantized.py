@@ -14,7 +14,7 @@ import pytest
 import pallas_attn as pa
 from pallas_attn._call.problem import DecodeInputs
 from pallas_attn.bench import support
-from pallas_attn.kernels.decode import scheduler
+from pallas_attn.kernels.decode import limits
 from pallas_attn.kernels.decode import sm80 as decode_sm80
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.mma import dequant
@@ -51,14 +51,14 @@ def test_many_sequences_of_one_array(dims):
     many = dataclasses.replace(PROBLEM, sequences=2000, capacities=(8192,) * 2000, **dims)
     assert decode_sm90.limit(many) is None
     config = decode_sm90.Config.default(many)
-    assert decode_sm90.smem_bytes(many, config) <= scheduler.SMEM_LIMIT
+    assert decode_sm90.smem_bytes(many, config) <= limits.SMEM_LIMIT
 
 
 def test_two_blocks_share_a_multiprocessor():
-    """Where there is work for them."""
+    """Two blocks run if there is work for them."""
     many = dataclasses.replace(PROBLEM, sequences=64, capacities=(8192,) * 64)
-    two, one = (decode_sm90.Config.default(x) for x in (many, PROBLEM))
-    assert (two.grid, one.grid) == (256, 128)  # 512 heads and 64 are shared out evenly
+    two, alone = (decode_sm90.Config.default(x) for x in (many, PROBLEM))
+    assert (two.grid, alone.grid) == (256, 128)  # 512 heads and 64 are shared out evenly
     assert decode_sm90.smem_bytes(many, two) <= decode_sm90.SMEM_OF_TWO
 
 
@@ -131,7 +131,7 @@ def test_machine_code_of_a_gpu_that_converts_by_integers():
 
 @pytest.mark.gpu
 def test_integers_and_the_instruction_give_the_same_bits():
-    """Of every number, NaN too, where an older GPU is pretended."""
+    """Every number, NaN too, as if on an older GPU."""
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 256, (2, 2, 256, 64)).astype(np.uint8)
     codes[0] = np.where(codes[0] & 0x7F == 0x7F, 0, codes[0])  # a NaN in a key is one everywhere
@@ -151,66 +151,8 @@ def test_integers_and_the_instruction_give_the_same_bits():
         made.append(jax.jit(call)(inputs))
     out = np.asarray(made[0][0], np.float32)
     assert np.isnan(out).any() and np.isfinite(out).any() and np.isfinite(made[0][1]).all()
-    made = jax.tree.map(lambda x: np.asarray(x, np.float32), made)  # where NaN is equal to NaN
+    made = jax.tree.map(lambda x: np.asarray(x, np.float32), made)  # NaN is equal to NaN there
     jax.tree.map(np.testing.assert_array_equal, *made)
-
-
-def heads_side_by_side(dtype, heads, tile):
-    """A pool of NaN but for what is there to be read, in pages of 16."""
-    lengths, dim, page = (37, 64), 128, 16
-    rng = np.random.default_rng(0)
-    cache = pa.PagedCache.create(2, 10, page, 4, dim, capacity=64, dtype=dtype)
-    cache = cache.extend(jnp.asarray(lengths, jnp.int32))
-    table = np.asarray(cache.page_table)
-    there = np.zeros((10, 1, page), bool)
-    for row, length in zip(table, lengths, strict=True):
-        for n in range(length):
-            there[row[n // page], 0, n % page] = True
-    pools = {}
-    for name in "kv":
-        numbers = rng.integers(-100, 100, (10, 4, page, dim)).astype(np.float32)
-        scales = np.where(there, rng.uniform(0.001, 0.02, (10, 4, page)), np.nan)
-        pools[name] = jnp.asarray(numbers).astype(dtype)
-        pools[f"{name}_scale"] = jnp.asarray(scales, jnp.float32)
-    cache = dataclasses.replace(cache, **pools)
-    q = jnp.asarray(rng.standard_normal((2, 2, 8, dim)), jnp.bfloat16)
-    problem = dataclasses.replace(
-        PROBLEM,
-        kind="paged",
-        cache_dtype=dtype,
-        sequences=2,
-        q_len=2,
-        q_heads=8,
-        kv_heads=4,
-        capacities=(64,) * 2,
-        page_size=page,
-        pages=10,
-    )
-    inputs = DecodeInputs(
-        q, cache.k, cache.v, cache.lengths, cache.page_table, None, None, cache.k_scale,
-        cache.v_scale,
-    )  # fmt: skip
-    config = decode_sm90.Config(tile=tile, stages=2, grid=3, load_first=True, heads_at_once=heads)
-    out, _ = jax.jit(lambda inputs: decode_sm90.run(inputs, problem, config))(inputs)
-    want = pa.decode_attention(q, cache, implementation="reference")
-    got, want = (np.asarray(x, np.float32) for x in (out, want))
-    np.testing.assert_allclose(got, want, rtol=2**-7, atol=2**-7)
-
-
-SIDE_BY_SIDE = (("float8_e4m3fn", 4, 64), ("int8", 2, 128), ("int8", 4, 128))
-
-
-@pytest.mark.guards
-@pytest.mark.parametrize("dtype, heads, tile", SIDE_BY_SIDE[:2])
-def test_heads_side_by_side_interpreted(dtype, heads, tile):
-    with mosaic.interpret():
-        heads_side_by_side(dtype, heads, tile)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype, heads, tile", SIDE_BY_SIDE)
-def test_heads_side_by_side_on_the_gpu(dtype, heads, tile):
-    heads_side_by_side(dtype, heads, tile)
 
 
 @pytest.mark.gpu

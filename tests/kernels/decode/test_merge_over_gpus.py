@@ -15,8 +15,7 @@ import pallas_attn as pa
 from pallas_attn._call import device as _device
 from pallas_attn._call import sharding
 from pallas_attn.kernels.decode import merge_over_gpus
-from pallas_attn.kernels.lang import mosaic as lang
-from pallas_attn.kernels.lang import threads
+from pallas_attn.kernels.lang import peer_memory, threads
 from tests.support import builds, mosaic
 
 SENTINEL = np.int32(threads.SENTINEL)
@@ -36,7 +35,7 @@ def drawn(problem):
     lses = 3 * rng.normal(size=(problem.devices, sequences, heads, rows)).astype(np.float32)
     if problem.lines > 1:
         lses[0, 0, 0] = -np.inf
-        outs[0, 0, :, 0] = np.nan  # what it holds there counts for nothing
+        outs[0, 0, :, 0] = np.nan  # a row that does not count
         lses[:, -1, -1, -1] = -np.inf
     return jnp.asarray(outs, problem.dtype), jnp.asarray(lses)
 
@@ -52,12 +51,12 @@ def empty(problem):
     return np.full((problem.devices, problem.lines, 4 * problem.words), SENTINEL, np.int32)
 
 
-def call(monkeypatch, problem, device, given, received):
-    """What one device gives, and what it sends to each."""
+def call(monkeypatch, problem, device, partial, received):
+    """The result of one device, and the words that it sends to each."""
     sent = {n: empty(problem) for n in range(problem.devices)}
-    monkeypatch.setattr(lang, "this_device", lambda axis: jnp.int32(device))
+    monkeypatch.setattr(peer_memory, "this_device", lambda axis: jnp.int32(device))
     with mosaic.interpret(), mosaic.with_peers(lambda _, number: sent[int(number)]):
-        result = merge_over_gpus.send_and_merge(*given, jnp.asarray(received), problem)
+        result = merge_over_gpus.send_and_merge(*partial, jnp.asarray(received), problem)
         return jax.block_until_ready(result), sent
 
 
@@ -76,22 +75,22 @@ def test_interpreted(monkeypatch, name):
     """Each device sends what it has to each other one, and all have the same bits."""
     problem = problem_of(*CASES[name])
     outs, lses = drawn(problem)
-    words = [words_of(problem, *given) for given in zip(outs, lses, strict=True)]
+    words = [words_of(problem, *own) for own in zip(outs, lses, strict=True)]
     results = []
     for device in range(problem.devices):
         received = empty(problem)
         for n in range(problem.devices):
             if n != device:
                 received[n] = words[n]
-        given = outs[device], lses[device]
-        result, sent = call(monkeypatch, problem, device, given, received)
+        own = outs[device], lses[device]
+        result, sent = call(monkeypatch, problem, device, own, received)
         results.append(result)
         wanted = empty(problem)
         wanted[device] = words[device]
-        for n, found in sent.items():
-            found, want = (np.where(x == SENTINEL, 0, x) for x in (found, wanted))
+        for n, parts in sent.items():
+            parts, want = (np.where(x == SENTINEL, 0, x) for x in (parts, wanted))
             want = np.zeros_like(want) if n == device else want
-            floats = found.view(np.float32), want.view(np.float32)  # a NaN may change its bits
+            floats = parts.view(np.float32), want.view(np.float32)  # a NaN may change its bits
             np.testing.assert_array_equal(*floats)
     want = pa.merge_attention(outs.astype(jnp.float32), lses)
     for got in results:
@@ -104,12 +103,12 @@ def test_interpreted(monkeypatch, name):
 @pytest.mark.parametrize("word", [0, 63, 64, 67])
 def test_it_waits_for_every_word(monkeypatch, word):
     problem = problem_of((1, 1, 5, 64), "float32", 3)
-    given, received = tuple(x[1] for x in drawn(problem)), empty(problem)
+    partial, received = tuple(x[1] for x in drawn(problem)), empty(problem)
     received[[0, 2]] = 0
-    call(monkeypatch, problem, 1, given, received)
+    call(monkeypatch, problem, 1, partial, received)
     received[2, 4, word] = SENTINEL
     with pytest.raises(Exception, match="DEADLOCK"):
-        call(monkeypatch, problem, 1, given, received)
+        call(monkeypatch, problem, 1, partial, received)
 
 
 def lowered(step, *, axes=("cp",), overlap=True, check_vma=True, **options):
@@ -147,7 +146,7 @@ def test_who_reaches_the_others_gathers_nothing(axes, check_vma):
 
 @pytest.mark.guards
 def test_who_does_not_gathers():
-    """Who is told not to reach others, and whom another implementation serves."""
+    """Devices that must not reach others, and calls of another implementation."""
     for how in ({"overlap": False}, {"implementation": "sm80"}, {"implementation": "reference"}):
         text = lowered(decode, **how)
         assert "decode_merge" not in text and "all_gather" in text
@@ -165,7 +164,7 @@ def test_a_batch_is_merged_in_one_launch():
 @pytest.mark.machine_code
 @pytest.mark.guards
 def test_machine_code():
-    """Of a loop that appends and decodes: lengths are not copied, and nothing spills."""
+    """A loop that appends and decodes: lengths are not copied, and nothing spills."""
     shapes = builds.ROWS_OF_A_CACHE
     report = mosaic.compile_for(builds.rows_of_a_cache, *shapes, target="h100x4")
     body = report.hlo[: report.hlo.index("\nENTRY")]
@@ -175,13 +174,13 @@ def test_machine_code():
 
 
 def of_eight(out, lse):
-    """What eight devices merge, at most: 512 columns."""
+    """The largest merge of eight devices: 512 columns."""
     problem = problem_of((1, 1, 32, 512), "bfloat16", 8)
 
     def local(out, lse):
         parts = out.reshape(1, 1, 32, 512), lse.reshape(1, 32, 1)
-        found = sharding.sealed(functools.partial(merge_over_gpus.run, problem=problem), *parts)
-        return tuple(x.reshape(1, -1) for x in found)
+        result = sharding.sealed(functools.partial(merge_over_gpus.run, problem=problem), *parts)
+        return tuple(x.reshape(1, -1) for x in result)
 
     rows = P(None, "cp")
     with _device.assume_reach():

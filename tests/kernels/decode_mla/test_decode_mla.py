@@ -3,7 +3,6 @@ and, with `-m gpu`, on the real thing; what they refuse; their machine code.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +11,12 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import CAUSAL, FULL, sliding_window
-from pallas_attn._call import reference
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels.decode_mla import sm80 as mla_sm80
 from pallas_attn.kernels.decode_mla import sm90 as kernel
 from tests.kernels.decode import test_decode_kernel
 from tests.support import mosaic
-from tests.support.decode_cases import functions_of
+from tests.support.decode_cases import check, launched
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -38,33 +36,6 @@ class Case(test_decode_kernel.Case):
 
     def inputs(self, seed: int = 0, fill: float | None = None) -> DecodeInputs:
         return super().inputs(seed, fill)._replace(v_cache=None)
-
-
-def launched(case, inputs, config=None):
-    config = config or kernel.Config.default(case.problem)
-    run = functools.partial(test_decode_kernel.run, problem=case.problem, config=config)
-    return jax.jit(run)(inputs)
-
-
-def check(case, config=None, seed=0):
-    """What the kernel gives against the oracle; what lies past a length is NaN."""
-    got = launched(case, case.inputs(seed, np.nan), config)
-    inputs = case.inputs(seed, 0.0)
-    options = {"mask": case.mask, "scale": case.head_dim**-0.5, "softcap": case.softcap}
-    options |= functions_of(case)
-    want = jax.jit(functools.partial(reference.decode, v=case.v_head_dim, **options))(
-        inputs.q,
-        inputs.k_cache,
-        lengths=inputs.lengths,
-        sinks=inputs.sinks,
-        page_table=inputs.page_table,
-        layer=inputs.layer,
-    )
-    step = 2 * float(jnp.finfo(case.dtype).eps)
-    for have, wanted, tolerance in zip(got, want, (step, 1e-5), strict=True):
-        assert have.shape == wanted.shape and have.dtype == wanted.dtype
-        have, wanted = (np.asarray(x, np.float64) for x in (have, wanted))
-        np.testing.assert_allclose(have, wanted, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 SMALL = kernel.Config(stages=2, grid=3)
@@ -243,7 +214,7 @@ def test_on_the_gpu(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("gpu", ["sm80", "sm89", "sm90"])  # whose shared memory is pretended
+@pytest.mark.parametrize("gpu", ["sm80", "sm89", "sm90"])  # the GPU whose shared memory is assumed
 @pytest.mark.parametrize("case", [*CASES, *OF_WARPS, *LARGE])
 def test_portable_on_the_gpu(case, gpu):
     case, *_ = ({**CASES, **OF_WARPS}[case]) if case not in LARGE else (LARGE[case],)
@@ -274,5 +245,5 @@ def test_drawn_on_the_gpu(seed):
         config = dataclasses.replace(chooser.default(case.problem), grid=grid, split_tiles=2)
         check(case, config, seed)
         inputs = case.inputs(seed, 0.0)
-        one, two = (launched(case, inputs, config) for _ in range(2))
-        jax.tree.map(np.testing.assert_array_equal, one, two)
+        first, two = (launched(case, inputs, config) for _ in range(2))
+        jax.tree.map(np.testing.assert_array_equal, first, two)

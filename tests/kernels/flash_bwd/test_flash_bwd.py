@@ -19,22 +19,24 @@ from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.bench import cases
 from pallas_attn.kernels.attention import score_mod
-from pallas_attn.kernels.flash_bwd import dbias
-from pallas_attn.kernels.flash_bwd import plan as plans
+from pallas_attn.kernels.attention.logits import LogitRules
+from pallas_attn.kernels.attention.tiles import KernelContext
+from pallas_attn.kernels.flash_bwd import dbias, work_order
 from pallas_attn.kernels.flash_bwd import sm80 as flash_bwd_sm80
 from pallas_attn.kernels.flash_bwd import sm90 as kernel
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
+from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
-from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests.kernels.flash_fwd.test_flash_fwd import (
     COMPILED,
     EDGE,
     FLOAT32,
     GRID,
-    given,
+    arguments_of,
+    case_named,
     in_float32,
-    one,
     shape_of,
     small,
 )
@@ -45,7 +47,7 @@ pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 SMALL = kernel.Config(grid=3)
 PORTABLE = flash_bwd_sm80.Config
-SPLIT = PORTABLE(warp_rows=2, warpgroups=2, do_stages=2, split_products=True, grid=3)
+WIDE = PORTABLE(warp_rows=2, warpgroups=2, do_stages=2)
 
 
 def problem_of(case: cases.AttentionCase, **changes) -> AttentionProblem:
@@ -53,7 +55,7 @@ def problem_of(case: cases.AttentionCase, **changes) -> AttentionProblem:
 
 
 def residuals_of(case: cases.AttentionCase, seed: int = 0) -> tuple[tuple, budget.Expected]:
-    """What the kernel is handed, NaN past every length, and what it should give. out is the naive
+    """The inputs of the kernel, NaN past every length, and its expected results. out is the naive
     one, and so is lse unless all is float32: the forward kernel is not needed here.
     """
     do = case.cotangent(seed + 1)
@@ -61,7 +63,7 @@ def residuals_of(case: cases.AttentionCase, seed: int = 0) -> tuple[tuple, budge
     shape = (case.batch, case.q_heads, case.q_len)
     dlse = jnp.asarray(rng.standard_normal(shape), jnp.float32)
     expected = budget.attention(case.arguments(seed), do, dlse, tensor_cores=True, handed=True)
-    inputs = AttentionInputs(**given(case, seed, poison=True))
+    inputs = AttentionInputs(**arguments_of(case, seed, poison=True))
     out = jnp.asarray(expected.naive["out"]).astype(case.dtype)
     lse = jnp.asarray(expected.lse, jnp.float32)
     if case.q_lengths is not None:
@@ -76,12 +78,12 @@ def run(residuals, *, problem, config):
 
 
 def check(case, config=None, seed=0, **changes):
-    """What the kernel gives, against its budget."""
+    """The kernel within its budget."""
     problem = problem_of(case, **changes)
     config = config or kernel.Config.default(problem)
     residuals, expected = residuals_of(case, seed)
     got = jax.jit(functools.partial(run, problem=problem, config=config))(residuals)
-    names = [name for name in ("q", "k", "v", "bias", "sinks") if name in given(case)]
+    names = [name for name in ("q", "k", "v", "bias", "sinks") if name in arguments_of(case)]
     assert [name for name, x in got._asdict().items() if jax.tree.leaves(x)] == names
     for name in names:
         assert getattr(got, name).dtype == getattr(residuals[0], name).dtype
@@ -116,11 +118,11 @@ INTERPRETED = {
 
 PORTABLE_INTERPRETED = {
     "t_above_s": {"config": PORTABLE(warp_rows=2)},
-    "q_lengths": {"config": PORTABLE(fused=False, block_q=32, dq_row_blocks=2, dq_block_kv=32)},
+    "q_lengths": {"config": PORTABLE(fused=False, block_q=32, dq_block_kv=32)},
     "documents": {"config": PORTABLE(kv_blocks=2, block_q=32, fused=False)},
-    "bias_by_row": {"config": PORTABLE(warp_rows=2, warpgroups=2, do_stages=2)},
-    "t_equals_s": {"config": SPLIT},
-    "strictly_causal": {"config": SPLIT},
+    "bias_by_row": {"config": WIDE},
+    "t_equals_s": {"config": WIDE},
+    "strictly_causal": {"config": PORTABLE(block_q=32, warpgroups=2)},
     "dim72_24": {"config": PORTABLE(fused=False, block_q=16, dq_block_kv=16, dq_stages=1)},
     "float32_highest": {"config": PORTABLE(fused=False, block_q=32, dq_block_kv=32)},
     "dim72_24_float32_highest": {
@@ -152,7 +154,9 @@ def test_interpreted(name, changes):
 
 @pytest.mark.guards
 def test_keys_held_in_registers_interpreted():
-    case = dataclasses.replace(one("kv_lengths_causal"), head_dim=128, v_head_dim=128, batch=1)
+    case = dataclasses.replace(
+        case_named("kv_lengths_causal"), head_dim=128, v_head_dim=128, batch=1
+    )
     with mosaic.interpret():
         check(
             dataclasses.replace(case, kv_lengths=(70,)),
@@ -162,9 +166,10 @@ def test_keys_held_in_registers_interpreted():
 
 @pytest.mark.guards
 def test_wide_with_everything_interpreted():
-    case = dataclasses.replace(one("everything"), batch=2, q_heads=2, kv_heads=1, head_dim=136,
-                               v_head_dim=72, q_offset=(70, 199), kv_lengths=(150, 200),
-                               bias_shape=(1, 2, 1, 200), mask_shape=(2, 1, 130, 1))  # fmt: skip
+    case = dataclasses.replace(case_named("everything"), batch=2, q_heads=2, kv_heads=1,
+                               head_dim=136, v_head_dim=72, q_offset=(70, 199),
+                               kv_lengths=(150, 200), bias_shape=(1, 2, 1, 200),
+                               mask_shape=(2, 1, 130, 1))  # fmt: skip
     with mosaic.interpret():
         check(case)
 
@@ -172,7 +177,7 @@ def test_wide_with_everything_interpreted():
 def lengths_over_scores() -> cases.AttentionCase:
     """NaN past a length in what is read by row and by column, in tiles that lengths cut."""
     return dataclasses.replace(
-        one("q_lengths"),
+        case_named("q_lengths"),
         name="lengths_over_scores",
         batch=2,
         q_lengths=(70, 129),
@@ -200,7 +205,7 @@ def test_past_a_length_nothing_is_read_interpreted(config):
 
 
 def unmasked(dim: int, **changes) -> cases.AttentionCase:
-    return dataclasses.replace(one(f"dim{dim}"), mask=FULL, **changes)
+    return dataclasses.replace(case_named(f"dim{dim}"), mask=FULL, **changes)
 
 
 @pytest.mark.guards
@@ -211,7 +216,7 @@ def test_wide_without_a_mask_interpreted():
 
 def windowed(window: int, rows: int, **changes) -> cases.AttentionCase:
     sizes = {"mask": sliding_window(window), "q_len": rows, "kv_len": rows}
-    return dataclasses.replace(one("t_equals_s"), **sizes, **changes)
+    return dataclasses.replace(case_named("t_equals_s"), **sizes, **changes)
 
 
 ONE = {"batch": 1, "q_heads": 1, "kv_heads": 1}
@@ -237,7 +242,7 @@ def test_dq_of_many_keys_interpreted():
     """The sum of what 32 work tiles add to the same 64 rows, in float32."""
     sizes = {"q_len": 64, "kv_len": 4096, "mask": FULL, "head_dim": 64, "v_head_dim": 64}
     with mosaic.interpret():
-        check(dataclasses.replace(one("t_equals_s"), **sizes, **ONE), SMALL)
+        check(dataclasses.replace(case_named("t_equals_s"), **sizes, **ONE), SMALL)
 
 
 # Their budgets prove nothing: gradients of a saturated softmax are what its rounding leaves.
@@ -247,9 +252,9 @@ VAGUE = ("saturated", "softcap_huge_logits")
 @pytest.mark.guards
 @pytest.mark.parametrize("name", ["everything", "kv_lengths_causal", "bias_by_row", "dim40_256"])
 def test_lowers(name):
-    problem = problem_of(one(name))
+    problem = problem_of(case_named(name))
     config = kernel.Config.default(problem)
-    shapes = jax.tree.map(shape_of, shapes_of(one(name)))
+    shapes = jax.tree.map(shape_of, shapes_of(case_named(name)))
     text = mosaic.lower_for_cuda(functools.partial(run, problem=problem, config=config), shapes)
     assert "mosaic_gpu" in text
 
@@ -257,7 +262,7 @@ def test_lowers(name):
 @pytest.mark.guards
 @pytest.mark.parametrize("dim", [72, 104, 112, 120])
 def test_dq_that_is_no_whole_swizzle_lowers(dim):
-    case = dataclasses.replace(one("t_equals_s"), head_dim=dim, v_head_dim=dim)
+    case = dataclasses.replace(case_named("t_equals_s"), head_dim=dim, v_head_dim=dim)
     problem = problem_of(case)
     config = dataclasses.replace(kernel.Config.default(problem), fused=True)
     shapes = jax.tree.map(shape_of, shapes_of(case))
@@ -274,7 +279,7 @@ def shapes_of(case):
     small = (
         dataclasses.replace(case, batch=1, q_len=8, kv_len=8) if "edge" not in case.tags else case
     )
-    arrays = given(small)
+    arrays = arguments_of(small)
     if small is not case:
         heads = {"q": case.q_heads, "k": case.kv_heads, "v": case.kv_heads}
         lengths = {"q": case.q_len, "k": case.kv_len, "v": case.kv_len}
@@ -305,7 +310,7 @@ SPILLED = {  # bytes, of each kernel, with either JAX
 @pytest.mark.guards
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiles_without_serialised_matmuls(name):
-    case = one(name)
+    case = case_named(name)
     problem = problem_of(dataclasses.replace(case, batch=1, q_len=8, kv_len=8))
     problem = dataclasses.replace(problem, batch=case.batch, q_len=case.q_len, kv_len=case.kv_len)
     config = kernel.Config.default(problem)
@@ -325,7 +330,7 @@ def test_compiles_without_serialised_matmuls(name):
     "name, target", [("h128_full_b2_t8192_n16", "a100"), ("h256_full_b2_t8192_n8", "h100")]
 )
 def test_the_portable_kernel_compiles_for_every_gpu(name, target):
-    case, gpu = one(name), {"a100": "sm80", "h100": "sm90"}[target]
+    case, gpu = case_named(name), {"a100": "sm80", "h100": "sm90"}[target]
     problem = problem_of(dataclasses.replace(case, batch=1, q_len=8, kv_len=8), gpu=gpu)
     problem = dataclasses.replace(problem, batch=case.batch, q_len=case.q_len, kv_len=case.kv_len)
     call = functools.partial(run, problem=problem, config=PORTABLE.default(problem))
@@ -369,7 +374,7 @@ def small_problem(dim, dtype, precision, op):
     """For a GPU with 99 KiB of shared memory a block."""
     facts = {"q_heads": 4, "kv_heads": 2, "head_dim": dim, "v_head_dim": dim, "q_len": 300}
     facts |= {"kv_len": 300, "dtype": dtype, "precision": precision, "op": f"flash_{op}"}
-    return dataclasses.replace(problem_of(one("one_row"), gpu="sm86"), **facts, batch=1)
+    return dataclasses.replace(problem_of(case_named("one_row"), gpu="sm86"), **facts, batch=1)
 
 
 @pytest.mark.guards
@@ -384,10 +389,10 @@ def small_problem(dim, dtype, precision, op):
     ],
 )
 def test_the_smallest_gpus_have_the_shared_memory(op, dim, dtype, precision):
-    """Of what Mosaic lays out, which need not be what we add up."""
+    """Shared memory as Mosaic lays it out, which need not be our sum."""
     problem = small_problem(dim, dtype, precision, op)
     call, arguments = call_of(problem, bias_shape=(1, 1, 300, 300))
-    if call.keywords["config"].columns:  # whose buffers no head dim makes wider: a small one
+    if call.keywords["config"].columns:  # head dims do not widen its buffers: a small one
         config, problem = call.keywords["config"], small_problem(64, dtype, precision, op)
         call, arguments = call_of(problem, config, bias_shape=(1, 1, 300, 300))
     mosaic.lower_for_cuda(call, arguments, smem_bytes=gpu_specs.shared_memory("sm86"))
@@ -405,7 +410,7 @@ def test_the_smallest_gpus_take_all_head_dims(dtype, precision):
             assert module.limit(problem) is None
 
 
-# ---- what it refuses ----------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def test_query_tiles_of_128_lag_one_step():
@@ -423,13 +428,13 @@ def test_the_window_kernel_is_for_short_causal_windows():
     with pytest.raises(
         ValueError, match=r"Config\.window must be False for flash_backward on sm90: .*mask full"
     ):
-        kernel.plan_of(problem_of(one("h128_full_b2_t8192_n16")), kernel.Config(window=True))
+        kernel.plan_of(problem_of(case_named("h128_full_b2_t8192_n16")), kernel.Config(window=True))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_shared_memory_is_what_it_says(deterministic):
     for k_dim, v_dim in dict.fromkeys((case.head_dim, case.v_head_dim) for case in (*GRID, *EDGE)):
-        small = dataclasses.replace(one("one_row"), head_dim=k_dim, v_head_dim=v_dim)
+        small = dataclasses.replace(case_named("one_row"), head_dim=k_dim, v_head_dim=v_dim)
         problem = problem_of(small, deterministic=deterministic)
         config = kernel.Config.default(problem)
         assert kernel.smem_bytes(problem, config) <= kernel.SMEM_LIMIT
@@ -446,17 +451,18 @@ def test_spans_hold_what_the_mask_says(seed):
     mask = [FULL, CAUSAL, sliding_window(left + 1), Mask(left, right), Mask(right=-5)][seed % 5]
     rows, keys = int(rng.integers(1, 400)), int(rng.integers(1, 400))
     offset, kv_len = int(rng.integers(-100, 300)), int(rng.integers(0, keys + 1))
-    case = dataclasses.replace(one("one_row"), q_len=rows, kv_len=keys, mask=mask)
-    plan = plans.Plan(problem_of(case), kernel.Config(block_q=64))
-    seen = np.zeros((plan.padded_rows, plan.padded_keys), bool)
+    case = dataclasses.replace(case_named("one_row"), q_len=rows, kv_len=keys, mask=mask)
+    tiling = KeyTiling(problem_of(case), 128, 64)
+    seen = np.zeros((tiling.padded_rows, tiling.padded_keys), bool)
     seen[:rows, :kv_len] = mask.dense(rows, kv_len, q_offset=offset)
-    for first in range(0, keys, plan.block_kv):
-        span = plan.q_span(mask, first, offset, plan.padded_rows, kv_len)
-        traced = plan.q_span(mask, jnp.int32(first), jnp.int32(offset), plan.padded_rows, kv_len)
+    for first in range(0, keys, tiling.block_kv):
+        rows_of_tiles = tiling.padded_rows
+        span = tiling.q_span(mask, first, offset, rows_of_tiles, kv_len)
+        traced = tiling.q_span(mask, jnp.int32(first), jnp.int32(offset), rows_of_tiles, kv_len)
         assert [int(x) for x in traced] == list(span)
         assert span.lo <= span.full_lo <= span.full_hi <= span.hi
-        for t in range(plan.q_tiles):
-            tile = seen[t * 64 : min(t * 64 + 64, rows), first : first + plan.block_kv]
+        for t in range(tiling.q_tiles):
+            tile = seen[t * 64 : min(t * 64 + 64, rows), first : first + tiling.block_kv]
             if tile.any():
                 assert span.lo <= t < span.hi
             if span.full_lo <= t < span.full_hi:
@@ -464,31 +470,21 @@ def test_spans_hold_what_the_mask_says(seed):
 
 
 def test_every_tile_of_work_is_dealt_once():
-    for case in map(one, ("h128_causal_t3000_n28k4", "h64_window128_t8192", "documents_8x1024")):
+    for case in map(
+        case_named, ("h128_causal_t3000_n28k4", "h64_window128_t8192", "documents_8x1024")
+    ):
         arrays = ("q_segment_ids", "kv_segment_ids") if case.segments else ()
         small = dataclasses.replace(case, segments=None, batch=1, q_len=8, kv_len=8)
         problem = dataclasses.replace(
             problem_of(small), batch=case.batch, q_len=case.q_len, kv_len=case.kv_len, arrays=arrays
         )
-        plan = plans.Plan(problem, kernel.Config.default(problem))
-        table = plans.schedule(plan)
+        config = dataclasses.replace(kernel.Config.default(problem), window=False)
+        order = kernel.plan_of(problem, config).order
+        table = work_order.schedule(order)
         dealt = np.sort(np.concatenate([row[1 : 1 + row[0]] for row in table]))
-        tiles = np.arange(plan.heads)[:, None] << plan.code_bits | np.arange(plan.kv_tiles)
+        bits, kv_tiles = order.tiling.code_bits, order.tiling.kv_tiles
+        tiles = np.arange(order.heads)[:, None] << bits | np.arange(kv_tiles)
         np.testing.assert_array_equal(dealt, np.sort(tiles.ravel()))
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_few_tiles_of_work_are_packed_well(seed):
-    rng = np.random.default_rng(seed)
-    pieces = int(rng.integers(1, 400))
-    costs = rng.integers(1, 60, pieces) + 1.5
-    work = rng.permutation(1000)[:pieces]
-    table = tile_scheduler.assign_packed(work, costs, 132)
-    hands = [row[1 : 1 + row[0]] for row in table]
-    np.testing.assert_array_equal(np.sort(np.concatenate(hands)), np.sort(work))
-    cost_of = dict(zip(work.tolist(), costs.tolist(), strict=True))
-    worst = max(sum(cost_of[piece] for piece in hand.tolist()) for hand in hands)
-    assert worst <= 1.25 * max(costs.max(), costs.sum() / 132)
 
 
 @pytest.mark.parametrize(
@@ -503,12 +499,12 @@ def test_few_tiles_of_work_are_packed_well(seed):
 )
 def test_every_tile_of_scores_is_summed_once(batch, shape):
     """The walks of the kernel for dbias, all of them together."""
-    problem = problem_of(dataclasses.replace(one("bias"), bias_shape=shape))
+    problem = problem_of(dataclasses.replace(case_named("bias"), bias_shape=shape))
     plan = dbias.plan_of(dataclasses.replace(problem, batch=batch), flash_fwd_sm90.Config)
-    walk, refs = dbias.walk_of(plan), plans.Refs(**dict.fromkeys(plans.Refs._fields))
+    walk, refs = dbias.walk_of(plan), BackwardRefs(**dict.fromkeys(BackwardRefs._fields))
     tiles, steps = np.prod(walk.bias_tiles), walk.chunks * walk.steps
     tile, n = (jnp.asarray(x.ravel(), jnp.int32) for x in np.mgrid[:tiles, :steps])
-    step = jax.vmap(functools.partial(dbias.step_of, plans.Context(plan, refs), walk))(tile, n)
+    step = jax.vmap(functools.partial(dbias.step_of, KernelContext(plan, refs), walk))(tile, n)
     where = np.stack([np.asarray(x) for x in step[:4]], axis=1)[np.asarray(step.live)]
     wanted = np.ndindex(batch, 4, 3, 4)
     assert sorted(where.tolist()) == sorted([b, h, q * 64, k * 64] for b, h, q, k in wanted)
@@ -550,21 +546,21 @@ def test_float32_on_the_gpu(case):
 )
 @pytest.mark.parametrize("name", ["t_equals_s", "band", "everything", "q_lengths"])
 def test_configurations_on_the_gpu(name, config):
-    check(one(name), config)
+    check(case_named(name), config)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, columns", PORTABLE_ON_THE_GPU.items())
 def test_portable_configurations_on_the_gpu(name, columns):
-    """What no default is on a GPU with so much shared memory."""
-    check(one(name), PORTABLE(fused=False, block_q=32, dq_block_kv=32, columns=columns))
+    """Configurations that are no default on a GPU with so much shared memory."""
+    check(case_named(name), PORTABLE(fused=False, block_q=32, dq_block_kv=32, columns=columns))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("held", [False, True])
 @pytest.mark.parametrize("name", ["q_lengths", "documents", "group7_kv1", "float16_causal"])
 def test_head_dim_128_on_the_gpu(name, held):
-    case = dataclasses.replace(one(name), head_dim=128, v_head_dim=128)
+    case = dataclasses.replace(case_named(name), head_dim=128, v_head_dim=128)
     check(case, kernel.Config(grid=7, dq_lag=2, k_in_registers=held))
 
 
@@ -596,7 +592,7 @@ def test_short_windows_on_the_gpu(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize("draw", range(200))
 def test_drawn_on_the_gpu(draw, seed):
-    for again in range(5):  # where few keys count, a budget may prove nothing
+    for again in range(5):  # if few keys count, a budget may prove nothing
         case = cases.draw_attention(1000 * seed + 200 * again + draw)
         if draw % 4 == 1:
             case = in_float32(case, None)
@@ -615,7 +611,7 @@ def test_drawn_on_the_gpu(draw, seed):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["h64_causal_b2_t8192_n32", "h256_causal_b8_t2048_n8"])
 def test_same_bits_twice(name):
-    case = one(name)
+    case = case_named(name)
     arrays, do = case.arrays(), case.cotangent()
 
     @jax.jit
@@ -633,7 +629,7 @@ def test_same_bits_twice(name):
 
 def far_below_zero(config=None, **sizes):
     """Half a tile of rows over, and every lse below -88: where exp(0 - lse) is infinite."""
-    case = dataclasses.replace(one("t_equals_s"), q_len=192, kv_len=192, **sizes)
+    case = dataclasses.replace(case_named("t_equals_s"), q_len=192, kv_len=192, **sizes)
     arrays = case.arrays()
     arrays["q"], arrays["k"] = arrays["q"] - 4, arrays["k"] + 4
     (inputs, _, _, *cotangents), _ = residuals_of(case)
@@ -651,16 +647,15 @@ def far_below_zero(config=None, **sizes):
 
 
 def test_no_probability_is_above_1_whatever_a_bias_rounds_to():
-    plan = types.SimpleNamespace(
-        unit=None, natural=False, adds_to_logits=True, has={"bias"}.__contains__
-    )
+    problem = types.SimpleNamespace(arrays=("bias",))
+    plan = types.SimpleNamespace(problem=problem, logit_rules=LogitRules(unit=None, adds=True))
     numbers = jnp.asarray([128.0, 0.0, -1.0, -np.inf, np.nan])
-    found = score_mod.exponentials(plan, numbers - 1e3, jnp.full(5, -1e3))
-    np.testing.assert_array_equal(found, [1.0, 1.0, 0.5, 0.0, np.nan])
+    result = score_mod.exponentials(plan, numbers - 1e3, jnp.full(5, -1e3))
+    np.testing.assert_array_equal(result, [1.0, 1.0, 0.5, 0.0, np.nan])
 
 
 @pytest.mark.guards
-@pytest.mark.parametrize("config", [SMALL, PORTABLE(grid=3)], ids=["sm90", "sm80"])
+@pytest.mark.parametrize("config", [SMALL, PORTABLE()], ids=["sm90", "sm80"])
 def test_far_below_zero_and_half_a_tile_interpreted(config):
     with mosaic.interpret():
         far_below_zero(config, **ONE)
@@ -671,9 +666,11 @@ def test_far_below_zero_and_half_a_tile_interpreted(config):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_far_below_zero_and_half_a_tile(mask, dtype):
     sizes = {"mask": mask, "dtype": dtype}
-    problem = problem_of(dataclasses.replace(one("t_equals_s"), q_len=192, kv_len=192, **sizes))
+    problem = problem_of(
+        dataclasses.replace(case_named("t_equals_s"), q_len=192, kv_len=192, **sizes)
+    )
     far_below_zero(kernel.Config.default(problem), **sizes)
-    if dtype != "float32":  # whose lse is that of Hopper's scores, by TF32
+    if dtype != "float32":  # its lse is that of Hopper's scores, by TF32
         far_below_zero(PORTABLE.default(problem), **sizes)
 
 

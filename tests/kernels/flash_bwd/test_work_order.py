@@ -1,5 +1,5 @@
-"""The order in which the backward kernels over kv tiles take work tiles and query tiles: blocks
-that claim work tiles (kernels/flash_fwd/claims.py) and blocks in lockstep (`Plan.lockstep`).
+"""The order in which the backward kernels over keys take work tiles and query tiles: blocks that
+claim work tiles (flash_fwd/claims.py) and blocks in lockstep (flash_bwd/lockstep.py).
 """
 
 import contextlib
@@ -12,19 +12,21 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn._call import config as _config
-from pallas_attn.kernels.attention import tma_operands
-from pallas_attn.kernels.attention.plan import Context
-from pallas_attn.kernels.flash_bwd import plan as plans
-from pallas_attn.kernels.flash_bwd import sm80, sm90
+from pallas_attn._call.problem import AttentionInputs
+from pallas_attn.kernels.attention import segment_spans, tma_operands
+from pallas_attn.kernels.attention.tiles import KernelContext
+from pallas_attn.kernels.flash_bwd import documents as bwd_documents
+from pallas_attn.kernels.flash_bwd import key_tiles, sm80, sm90, work_order
+from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.masks import CAUSAL, FULL, sliding_window
 from tests.kernels.flash_bwd.test_flash_bwd import check, problem_of
 from tests.kernels.flash_fwd.test_claims import count_claims, decoded, of, plain
-from tests.kernels.flash_fwd.test_flash_fwd import given, one, small
+from tests.kernels.flash_fwd.test_flash_fwd import arguments_of, case_named, small
 from tests.support import builds, mosaic
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
-NO_REFS = plans.Refs(*(None for _ in plans.Refs._fields))
+NO_REFS = BackwardRefs(*(None for _ in BackwardRefs._fields))
 MIB = 2**20
 
 
@@ -36,8 +38,8 @@ def test_blocks_in_lockstep_interpreted(name, changes, claims):
     """The one block goes down over its first work tile, and up again over its second."""
     case, config = small(name), sm90.Config(grid=1, l2_heads=1, lockstep=True, **changes)
     config = dataclasses.replace(config, claims=claims)
-    plan = sm90.plan_of(problem_of(case), config)
-    assert plan.lockstep and plan.claims == claims
+    order = sm90.plan_of(problem_of(case), config).order
+    assert order.lockstep and order.claims == claims
     with mosaic.interpret():
         check(case, config)
 
@@ -50,29 +52,30 @@ def test_blocks_in_lockstep_interpreted(name, changes, claims):
 def test_blocks_that_claim_interpreted(name, changes):
     """Without a race; with work tiles of no query tile among them."""
     case, config = small(name), sm90.Config(grid=2, claims=True, **changes)
-    plan = sm90.plan_of(problem_of(case), config)
-    assert plan.claims and not plan.lockstep and plan.work_tiles > plan.grid
+    order = sm90.plan_of(problem_of(case), config).order
+    assert order.claims and not order.lockstep and order.work_tiles > order.grid
     with mosaic.interpret():
         check(case, config)
 
 
 def context_of(plan, case):
-    """What the kernel knows of documents."""
-    inputs = plans.AttentionInputs(**given(case))
-    fields = tma_operands.segment_ids(inputs, plan.padded_rows, plan.padded_keys)
-    sizes = plan.block_kv, plan.config.block_q
-    spans = plan.segment_spans(inputs, fields, *sizes, of_keys=True)
-    return Context(plan, NO_REFS._replace(segment_spans=spans), None)
+    """The context of a kernel that knows documents."""
+    inputs, tiling = AttentionInputs(**arguments_of(case)), plan.tiling
+    fields = tma_operands.segment_ids(inputs, tiling.padded_rows, tiling.padded_keys)
+    sizes = tiling.block_kv, tiling.block_q
+    spans = segment_spans.spans_of(plan.problem, inputs, fields, sizes, of_keys=True)
+    return KernelContext(plan, NO_REFS._replace(segment_spans=spans))
 
 
 def full_tiles(plan, case):
     """Query tiles of all work tiles that need no mask."""
-    ctx, found = context_of(plan, case), 0
-    for tile in range(plan.kv_tiles):
-        work = plans.work_tile(ctx, jnp.int32(tile))
+    ctx, whole, tiling = context_of(plan, case), 0, plan.tiling
+    for tile in range(tiling.kv_tiles):
+        work = key_tiles.key_tile(ctx, jnp.int32(tile))
         steps = range(int(work.span.lo), int(work.span.hi))
-        found += sum(not bool(plans.needs_mask(plan, work, t, t - steps.start)) for t in steps)
-    return found
+        masked = (key_tiles.needs_mask(tiling, work, t, t - steps.start) for t in steps)
+        whole += sum(not bool(x) for x in masked)
+    return whole
 
 
 @pytest.mark.guards
@@ -88,7 +91,7 @@ def full_tiles(plan, case):
 )
 @pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding_window(300)], ids=str)
 def test_tiles_within_a_document_need_no_mask(mask, config):
-    """Those of one document alone, and not at an end of the mask."""
+    """Only tiles of one document that the mask does not cut."""
     case = of((520, 180), (2, 1), mask=mask)
     module = sm80 if isinstance(config, sm80.Config) else sm90
     assert full_tiles(module.plan_of(problem_of(case), config), case) >= 2
@@ -101,8 +104,8 @@ def test_wide_rows_in_lockstep_interpreted():
     """By `sm90_dkdv`, which knows no claims."""
     case = dataclasses.replace(small("kv_lengths_causal"), head_dim=136, v_head_dim=136)
     config = sm90.Config(fused=False, grid=1, l2_heads=1, lockstep=True, claims=True)
-    plan = sm90.plan_of(problem_of(case), config)
-    assert plan.lockstep and not plan.claims
+    order = sm90.plan_of(problem_of(case), config).order
+    assert order.lockstep and not order.claims
     with mosaic.interpret():
         check(case, config)
 
@@ -114,7 +117,7 @@ def test_each_claim_counts_once(monkeypatch, lockstep):
     case, config = plain(700, 700, (2, 1)), sm90.Config(grid=2, claims=True, lockstep=lockstep)
     with mosaic.interpret():
         check(case, config)
-    assert sum(claimed) == sm90.plan_of(problem_of(case), config).work_tiles == 6
+    assert sum(claimed) == sm90.plan_of(problem_of(case), config).order.work_tiles == 6
 
 
 @pytest.mark.parametrize("group", [1, 3])
@@ -123,17 +126,17 @@ def test_query_tiles_in_lockstep(group):
     the next wave at their own keys.
     """
     sizes = {"q_len": 2048, "kv_len": 2048, "batch": 1, "q_heads": group, "kv_heads": 1}
-    problem = problem_of(dataclasses.replace(one("t_equals_s"), mask=CAUSAL, **sizes))
+    problem = problem_of(dataclasses.replace(case_named("t_equals_s"), mask=CAUSAL, **sizes))
     plan = sm90.plan_of(problem, sm90.Config(grid=5, lockstep=True))
-    for tile in range(plan.kv_tiles):
-        work = plans.work_tile(Context(plan, NO_REFS, None), jnp.int32(tile))
+    for tile in range(plan.tiling.kv_tiles):
+        work = key_tiles.key_tile(KernelContext(plan, NO_REFS), jnp.int32(tile))
         steps, (g, i) = [], (jnp.int32(0), jnp.int32(0))
         for n in range(group * int(work.steps)):
-            assert (int(g), int(i)) == tuple(map(int, plans.step_of(plan, work, jnp.int32(n))))
+            assert (int(g), int(i)) == tuple(map(int, key_tiles.step_of(plan, work, jnp.int32(n))))
             steps.append((int(work.q_tile(i)), int(g)))
-            g, i = plans.step_after(plan, work, g, i)
+            g, i = key_tiles.step_after(plan, work, g, i)
         down = tile // 5 % 2 == 0
-        wanted = [t for t in range(2 * tile, plan.q_tiles) for _ in range(group)]
+        wanted = [t for t in range(2 * tile, plan.tiling.q_tiles) for _ in range(group)]
         assert [t for t, _ in steps] == (wanted[::-1] if down else wanted)
         assert [head for _, head in steps] == list(range(group)) * int(work.steps)
 
@@ -149,15 +152,15 @@ def chunks(rows, **changes):
 @pytest.mark.parametrize("rows, together", [(1024, 16), (8192, 4), (32768, 2)])
 def test_chunks_begin_with_what_meets_all_of_their_rows(rows, together):
     """Head by head; then the others, longest first, of several heads at a time."""
-    plan = sm90.plan_of(chunks(rows), sm90.Config(claims=True, lockstep=True))
-    assert plan.claims and not plan.lockstep
-    for offsets in plan.problem.offsets:
-        head, tile = decoded(plan, plans.schedule(plan, offsets))
-        first = tile * plan.block_kv - np.array(offsets)[head // 8]  # row that sees the first key
-        steps = np.clip(rows - np.maximum(first, 0), 0, None) // plan.config.block_q
-        whole = steps == rows // plan.config.block_q
+    order = sm90.plan_of(chunks(rows), sm90.Config(claims=True, lockstep=True)).order
+    assert order.claims and not order.lockstep
+    for offsets in order.problem.offsets:
+        head, tile = decoded(order, work_order.schedule(order, offsets))
+        first = tile * order.tiling.block_kv - np.array(offsets)[head // 8]  # sees the first key
+        steps = np.clip(rows - np.maximum(first, 0), 0, None) // order.tiling.block_q
+        whole = steps == rows // order.tiling.block_q
         count = np.count_nonzero(whole)
-        assert 0 < count < plan.work_tiles and whole[:count].all()
+        assert 0 < count < order.work_tiles and whole[:count].all()
         assert (np.diff(head[:count]) >= 0).all()
         group = head[count:] // together
         assert (np.diff(group) >= 0).all()
@@ -170,18 +173,19 @@ def test_documents_are_claimed_in_the_order_of_keys(heads, batch, ranked):
     """The last head's longest first, where it is one of several."""
     case = of((300, 700), heads, batch=batch)
     plan = sm90.plan_of(problem_of(case), sm90.Config(grid=3, claims=True))
-    assert plan.heads - plan.first_ranked_head == ranked
+    order = plan.order
+    assert order.heads - order.first_ranked_head == ranked
     ctx = context_of(plan, case)
-    head, tile = decoded(plan, plans.schedule_by_rank(ctx))
-    np.testing.assert_array_equal(head, np.repeat(np.arange(plan.heads), 8))
-    known = 8 * plan.first_ranked_head
-    np.testing.assert_array_equal(tile[:known], np.tile(np.arange(8), plan.first_ranked_head))
-    codes = ((head << plan.code_bits) + tile)[known:].tolist()
-    steps = [int(plans.work_tile(ctx, jnp.int32(code)).steps) for code in codes]
+    head, tile = decoded(order, bwd_documents.schedule_by_rank(ctx))
+    np.testing.assert_array_equal(head, np.repeat(np.arange(order.heads), 8))
+    known = 8 * order.first_ranked_head
+    np.testing.assert_array_equal(tile[:known], np.tile(np.arange(8), order.first_ranked_head))
+    codes = ((head << plan.tiling.code_bits) + tile)[known:].tolist()
+    steps = [int(key_tiles.key_tile(ctx, jnp.int32(code)).steps) for code in codes]
     assert steps == sorted(steps, reverse=True) and (not ranked or steps[0] > steps[-1])
 
 
-ROWS = 64 * MIB // (8 * 128 * 4)  # of 4 heads of 128, twice of which are more than L2 holds
+ROWS = 64 * MIB // (8 * 128 * 4)  # rows of 4 heads of 128: two such arrays are more than L2 holds
 NEITHER, LOCKSTEP, CLAIMS, BOTH = (False, False), (True, False), (False, True), (True, True)
 
 
@@ -229,8 +233,8 @@ def test_the_default_order(name):
     config = sm90.Config.default(problem)
     assert (config.fused, (config.lockstep, config.claims)) == (fused, order)
     assert sm90.smem_bytes(problem, config) <= sm90.SMEM_LIMIT
-    plan = sm90.plan_of(problem, config)
-    assert (plan.lockstep, plan.claims) == order
+    chosen = sm90.plan_of(problem, config).order
+    assert (chosen.lockstep, chosen.claims) == order
 
 
 @pytest.mark.parametrize(
@@ -239,7 +243,7 @@ def test_the_default_order(name):
 )
 def test_heads_of_two_waves_are_taken_together(rows, heads, batch, together):
     problem = causal(rows, heads, batch=batch)
-    assert sm90.plan_of(problem, sm90.Config(lockstep=True)).l2_heads == together
+    assert sm90.plan_of(problem, sm90.Config(lockstep=True)).order.l2_heads == together
 
 
 LONG_ONES = {
@@ -257,8 +261,8 @@ LONG_ONES = {
 @pytest.mark.parametrize("name", LONG_ONES)
 @pytest.mark.parametrize("dim", (64, 128))
 def test_long_rows_on_the_gpu(name, dim):
-    """As by a table, in arrays that held NaN before: no work tile is left out, none is added
-    twice. Of dK and dV, whose sums are one block's, the same bits where the order is the same.
+    """Results by a table, in arrays that held NaN before: no work tile is left out, none is added
+    twice. dK and dV, each the sum of one block, have the same bits if the order is the same.
     """
     case = dataclasses.replace(LONG_ONES[name], head_dim=dim, v_head_dim=dim)
     arrays, cotangent = case.arrays(), case.cotangent(1)

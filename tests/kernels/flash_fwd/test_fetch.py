@@ -19,9 +19,8 @@ from pallas_attn._call import config as _config
 from pallas_attn._call import device as _device
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.context import chunks_of
-from pallas_attn.kernels.attention.plan import Context
-from pallas_attn.kernels.attention.score_mod import Refs
-from pallas_attn.kernels.flash_fwd import fetch, sm90, tile_scheduler
+from pallas_attn.kernels.attention.tiles import ForwardRefs, KernelContext
+from pallas_attn.kernels.flash_fwd import fetch, fetch_producer, sm90, tile_scheduler
 from tests.support import builds, mosaic, threads
 
 SHARDS, DIM = 2, 64
@@ -29,7 +28,7 @@ AUTO = (jax.sharding.AxisType.Auto,)
 
 
 def problem_of(order, mask, *, rows=64, keys=512, shards=SHARDS, arrays=(), fetches=True):
-    """Of a device's rows, `rows` a chunk, and all keys."""
+    """The problem of a device's rows, `rows` a chunk, and all keys."""
     context = pa.Context("cp", order)
     chunks = context.chunks
     size = keys // (shards * chunks)
@@ -108,19 +107,20 @@ def test_what_is_fetched_is_read_as_if_it_were_here(monkeypatch, name, order, sh
     offsets = problem.offsets[device]
     if name == "anywhere":
         offsets = ((10**6, 100), (-1000, 10**6))[device][-problem.batch :]
-    given = AttentionInputs(q, k, v, jnp.asarray(offsets, jnp.int32))
+    gathered = AttentionInputs(q, k, v, jnp.asarray(offsets, jnp.int32))
     if name in ("documents", "claimed", "unseen"):
         ids = jnp.arange(keys, dtype=jnp.int32)[None] // 150
         q_ids = jnp.concatenate([ids[:, n : n + problem.q_len] for n in offsets])
         q_ids = q_ids.at[0].add(1000 if name == "unseen" else 0)
         kv_ids = jnp.repeat(ids, problem.batch, axis=0)
-        given = given._replace(q_segment_ids=q_ids, kv_segment_ids=kv_ids)
-    problem = batching.resized(problem, given)
+        gathered = gathered._replace(q_segment_ids=q_ids, kv_segment_ids=kv_ids)
+    problem = batching.resized(problem, gathered)
 
     parts = {
-        x: np.split(np.asarray(context.reorder(getattr(given, x), shards)), shards, 1) for x in "kv"
+        x: np.split(np.asarray(context.reorder(getattr(gathered, x), shards)), shards, 1)
+        for x in "kv"
     }
-    here = given._replace(
+    here = gathered._replace(
         k=jnp.asarray(parts["k"][device]),
         v=jnp.asarray(parts["v"][device]),
         device=jnp.asarray([device], jnp.int32),
@@ -140,15 +140,15 @@ def test_what_is_fetched_is_read_as_if_it_were_here(monkeypatch, name, order, sh
         assert array.dtype == np.int32
         return array
 
-    def run(problem, given):
-        narrow = {"block_kv": 64} if rows > 64 else {}  # of which one masks what another does not
+    def run(problem, inputs):
+        narrow = {"block_kv": 64} if rows > 64 else {}  # one of them masks what another does not
         config = config_of(problem, claims=name.endswith("claimed"), **narrow)
-        assert sm90.plan_of(problem, config).claims == config.claims
-        return sm90.run(given, problem, config)
+        assert sm90.plan_of(problem, config).order.claims == config.claims
+        return sm90.run(inputs, problem, config)
 
     with mosaic.interpret(), mosaic.with_peers(on_peer):
         got, want = (
-            jax.jit(run, static_argnums=0)(*x) for x in ((fetching, here), (problem, given))
+            jax.jit(run, static_argnums=0)(*x) for x in ((fetching, here), (problem, gathered))
         )
     any_order = fetch.takes_any_order(sm90.plan_of(fetching, config_of(fetching)))
     assert any_order == (name in ("causal", "full", "causal claimed", "ahead", "anywhere"))
@@ -181,23 +181,23 @@ def test_a_device_fetches_from_itself(monkeypatch, name, order):
         q = draw(jax.random.key(3 * seed + 2), (context.chunks, rows, 4, 128))
         offsets = problems[0].offsets[device]
         every = [context.restore(jnp.concatenate([x] * shards, axis=1), shards) for x in of_one]
-        given = AttentionInputs(q, *every, jnp.asarray(offsets, jnp.int32))
+        gathered = AttentionInputs(q, *every, jnp.asarray(offsets, jnp.int32))
         if name == "documents":
             ids = jnp.arange(keys, dtype=jnp.int32)[None] // 1500
             kv_ids = jnp.repeat(ids, context.chunks, axis=0)
             q_ids = jnp.concatenate([ids[:, n : n + rows] for n in offsets])
-            given = given._replace(q_segment_ids=q_ids, kv_segment_ids=kv_ids)
-        here = given._replace(device=jnp.asarray([device], jnp.int32))
+            gathered = gathered._replace(q_segment_ids=q_ids, kv_segment_ids=kv_ids)
+        here = gathered._replace(device=jnp.asarray([device], jnp.int32))
         here = here._replace(**dict(zip("kv", of_one, strict=True)))
 
-        def run(problem, given):
+        def run(problem, inputs):
             config = dataclasses.replace(
                 sm90.Config.default(problem), grid=40, claims=name == "claimed"
             )
-            return sm90.run(given, problem, config)
+            return sm90.run(inputs, problem, config)
 
         results = []
-        for problem, inputs in zip(problems, (here, given), strict=True):
+        for problem, inputs in zip(problems, (here, gathered), strict=True):
             problem = dataclasses.replace(problem, q_heads=4, kv_heads=2)
             problem = dataclasses.replace(problem, head_dim=128, v_head_dim=128)
             problem = batching.resized(problem, inputs)
@@ -212,7 +212,7 @@ def test_a_device_fetches_from_itself(monkeypatch, name, order):
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("mask", [pa.CAUSAL, pa.FULL, pa.sliding_window(300)], ids=str)
 def test_every_tile_that_rows_see_comes_once(mask, order, shards):
-    """Of each chunk the last first; none that is here. No two devices read from the same one at a
+    """The last of each chunk first; none that is here. No two devices read from the same one at a
     time, where each of them needs whole chunks.
     """
     keys, rows = 4096, 4096 // shards // pa.Context("cp", order).chunks
@@ -270,18 +270,18 @@ def test_kv_tiles_are_taken_as_they_arrive(mask, order, shards):
 
     def taken(device, ends):
         chunks = fetch.chunk_order(plan, jnp.asarray([device], jnp.int32))
-        refs = Refs(**dict.fromkeys(Refs._fields))
-        ctx = Context(plan, refs._replace(fetching=fetch.Operands(None, None, chunks, None)))
-        given = jnp.int32(device), fetch.chunk_order_of(ctx)
+        refs = ForwardRefs(None, None, None)
+        ctx = KernelContext(plan, refs._replace(fetching=fetch.Operands(None, None, chunks, None)))
+        device_order = jnp.int32(device), fetch_producer.chunk_order_of(ctx)
 
-        def one_range(some, found):
-            def one(i, found):
-                return found.at[some.entry + i].set(some.tile - i)
+        def one_range(some, tiles):
+            def take(i, tiles):
+                return tiles.at[some.entry + i].set(some.tile - i)
 
-            return jax.lax.fori_loop(0, some.count, one, found)
+            return jax.lax.fori_loop(0, some.count, take, tiles)
 
         nothing = jnp.full((ends[2] + 1,), -1, jnp.int32)
-        return fetch.in_order_of_arrival(ctx, given, ends, one_range, nothing)[:-1]
+        return fetch_producer.in_order_of_arrival(ctx, device_order, ends, one_range, nothing)[:-1]
 
     for device, offsets in enumerate(problem.offsets):
         fetched = fetch.tiles_in_order(plan, device).tolist()
@@ -302,7 +302,7 @@ def test_kv_tiles_are_taken_as_they_arrive(mask, order, shards):
 
 @pytest.mark.parametrize("shards", [2, 4])
 def test_a_fetcher_takes_fewer_work_tiles(shards):
-    """So that all blocks end together, on the GPU whose last work tiles are not cheap too."""
+    """All blocks end together, on the GPU whose last work tiles are not cheap too."""
     plan = _long_zigzag(shards)
     problem = plan.problem
     for device, offsets in enumerate(problem.offsets):
@@ -310,13 +310,13 @@ def test_a_fetcher_takes_fewer_work_tiles(shards):
         busy = fetch.busy_before(plan, device)
         assert len(busy) == plan.config.fetchers and min(busy) > 10
         codes = [code for row in table.tolist() for code in row[1 : row[0] + 1]]
-        assert len(set(codes)) == len(codes) == plan.work_tiles
-        loads = np.zeros(plan.grid)
+        assert len(set(codes)) == len(codes) == plan.order.work_tiles
+        loads = np.zeros(plan.order.grid)
         loads[: len(busy)] = busy
         for block, row in enumerate(table.tolist()):
             for code in row[1 : row[0] + 1]:
                 chunk, tile = code >> plan.code_bits, code & ((1 << plan.code_bits) - 1)
-                row_end = offsets[chunk // problem.q_heads] + (tile + 1) * plan.tile_rows
+                row_end = offsets[chunk // problem.q_heads] + (tile + 1) * plan.tiling.tile_rows
                 steps = -(-row_end // plan.config.block_kv)
                 loads[block] += steps * tile_scheduler.step_cost(plan, tile)
                 loads[block] += tile_scheduler.TILE_OVERHEAD
@@ -352,7 +352,7 @@ def test_several_pieces_are_in_flight(kv_heads, dim):
             plan = sm90.plan_of(problem, sm90.Config.default(problem))
             sizes = fetch.Sizes.of(plan)
             assert fetch.LEAST_SLOTS <= sizes.slots <= fetch.MOST_SLOTS
-            ring = plan.config.stages * plan.config.block_kv * plan.k_width * 2
+            ring = plan.config.stages * plan.config.block_kv * plan.qk.width * 2
             assert sizes.slots * sizes.rows * sizes.k_words * fetch.WORD <= ring
         else:
             assert kv_heads == 64
@@ -361,7 +361,7 @@ def test_several_pieces_are_in_flight(kv_heads, dim):
 def test_a_config_that_cannot_fetch():
     problem = problem_of("zigzag", pa.CAUSAL)
     wide = dataclasses.replace(problem, kv_heads=64, q_heads=64)
-    for given, config, message in (
+    for refused, config, message in (
         (
             problem,
             {"block_kv": 192},
@@ -376,7 +376,7 @@ def test_a_config_that_cannot_fetch():
         ),
     ):
         with pytest.raises(ValueError) as caught:
-            fetch.check(sm90.plan_of(given, config_of(given, **config)))
+            fetch.check(sm90.plan_of(refused, config_of(refused, **config)))
         assert str(caught.value) == message
 
 
@@ -388,12 +388,12 @@ def test_only_where_devices_reach_each_other(sizes):
     devices = jax.devices()[: np.prod(sizes)]
     names = ("cp", "dp") if sizes[0] > 1 else ("dp", "cp")
     mesh = jax.make_mesh(sizes, names[: len(sizes)], AUTO * len(sizes), devices=devices)
-    found = []
+    reached = []
 
     def local(x):
-        found.append(_device.reaches_peers("cp"))
+        reached.append(_device.reaches_peers("cp"))
         with _device.assume_reach():
-            found.append(_device.reaches_peers("cp"))
+            reached.append(_device.reaches_peers("cp"))
         return x
 
     spec = jax.P("cp")
@@ -401,7 +401,7 @@ def test_only_where_devices_reach_each_other(sizes):
         call = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, **axes)
         jax.eval_shape(jax.jit(call), jnp.zeros(8))
     whole = max(sizes) == jax.device_count()
-    assert found == [False, whole, False, whole and len(sizes) == 1]
+    assert reached == [False, whole, False, whole and len(sizes) == 1]
 
 
 @pytest.mark.guards
@@ -428,7 +428,7 @@ def test_the_kernel_is_handed_the_rows_of_its_own_device():
 
 def fetching_with(claims, options, *arrays):
     """`builds.fetching`; by the tiles of the default of causal rows if blocks claim work tiles."""
-    tiles = {"warpgroups": 3, "block_kv": 64, "stages": 3, "exp_before_wait": 4, "claims": True}
+    tiles = {"warpgroups": 3, "block_kv": 64, "stages": 3, "exp_before_wait": True, "claims": True}
     forced = _config.forced("flash_fwd_sm90", tiles) if claims else contextlib.nullcontext()
     with forced:
         return builds.fetching(options, *arrays)

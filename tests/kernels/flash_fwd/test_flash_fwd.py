@@ -18,13 +18,14 @@ import pytest
 from pallas_attn._call import dispatch, reference
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.bench import cases
-from pallas_attn.kernels.attention import plan as attention_plan
-from pallas_attn.kernels.attention import tma_operands
+from pallas_attn.kernels.attention import segment_spans, tma_operands
+from pallas_attn.kernels.attention.tiles import ROWS, mask_span
 from pallas_attn.kernels.flash_bwd import sm90 as flash_bwd_sm90
-from pallas_attn.kernels.flash_fwd import segments, tile_scheduler
+from pallas_attn.kernels.flash_fwd import documents, segments, tile_scheduler
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as kernel
-from pallas_attn.kernels.mma import mma_sync, wgmma
+from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
+from pallas_attn.kernels.mma import mma_sync, wgmma, wgmma_float32
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests.support import budget, mosaic
 
@@ -36,7 +37,7 @@ SEGMENTS = ("q_segment_ids", "kv_segment_ids")
 
 
 def problem_of(case: cases.AttentionCase) -> AttentionProblem:
-    there = jax.eval_shape(functools.partial(given, case))  # large arrays are not drawn
+    there = jax.eval_shape(functools.partial(arguments_of, case))  # large arrays are not drawn
     arrays = [name for name in AttentionInputs._fields[3:] if name in there]
     return AttentionProblem(
         op="flash_forward",
@@ -60,7 +61,7 @@ def problem_of(case: cases.AttentionCase) -> AttentionProblem:
     )
 
 
-def given(case: cases.AttentionCase, seed: int = 0, poison: bool = False) -> dict:
+def arguments_of(case: cases.AttentionCase, seed: int = 0, poison: bool = False) -> dict:
     arrays = case.arrays(seed, poison=poison)
     if (ids := arrays.pop("segment_ids", None)) is not None:
         arrays["q_segment_ids"], arrays["kv_segment_ids"] = ids
@@ -76,9 +77,9 @@ def run(inputs, *, problem, config):
 
 
 def check(case, config, seed=0):
-    """What the kernel gives, against its budget; what lies past a length is NaN."""
+    """The kernel within its budget, with NaN past every length."""
     call = jax.jit(functools.partial(run, problem=problem_of(case), config=config))
-    out, lse = call(AttentionInputs(**given(case, seed, poison=True)))
+    out, lse = call(AttentionInputs(**arguments_of(case, seed, poison=True)))
     budget.check(
         {"out": out, "lse": lse}, budget.attention(case.arguments(seed), tensor_cores=True)
     )
@@ -91,7 +92,7 @@ def in_float32(case: cases.AttentionCase, precision: str | None) -> cases.Attent
     )
 
 
-def one(name: str) -> cases.AttentionCase:
+def case_named(name: str) -> cases.AttentionCase:
     (case,) = (case for case in (*cases.ATTENTION, *FLOAT32) if case.name == name)
     return case
 
@@ -103,7 +104,7 @@ def small(name: str) -> cases.AttentionCase:
     """A named problem for the interpreter, whose time is that of its tiles: of batch rows that are
     alike the first, four of eight that differ, and half the heads where there are two groups.
     """
-    case = one(name)
+    case = case_named(name)
     rows = {}
     for field in ("q_offset", "q_lengths", "kv_lengths"):
         if isinstance(value := getattr(case, field), tuple):
@@ -120,14 +121,14 @@ def small(name: str) -> cases.AttentionCase:
 INTERPRETED = {
     "t_equals_s": SMALL,  # a block with several work tiles, T and S no multiple of anything
     "t_above_s": kernel.Config(warpgroups=3, block_kv=64, stages=2, grid=0),  # rows past T alone
-    "saturated": dataclasses.replace(SMALL, exp_before_wait=2),  # row maxima rise in most tiles
+    "saturated": dataclasses.replace(SMALL, exp_before_wait=True),  # row maxima rise in most tiles
     # Masked tiles on both sides.
-    "band": dataclasses.replace(SMALL, stages=4, l2_heads=1, exp_before_wait=4),
+    "band": dataclasses.replace(SMALL, stages=4, l2_heads=1, exp_before_wait=True),
     "window_t_above_s": dataclasses.replace(SMALL, warpgroups=3),  # warpgroups without a key
     "q_lengths": SMALL,
     "everything": SMALL,
     "documents": SMALL,
-    "documents_unseen": dataclasses.replace(SMALL, warpgroups=3),  # as above, and whole blocks
+    "documents_unseen": dataclasses.replace(SMALL, warpgroups=3),  # with whole blocks
     "dim72_24": dataclasses.replace(SMALL, warpgroups=1),
     "float16_causal": dataclasses.replace(SMALL, block_kv=128),
     "everything_float32": SMALL,
@@ -137,34 +138,29 @@ INTERPRETED = {
 
 
 PORTABLE_INTERPRETED = {
-    "band": PORTABLE(block_kv=32, stages=3, split_rows=True),
+    "band": PORTABLE(block_kv=32, stages=3),
     "window_t_above_s": PORTABLE(row_blocks=1, block_kv=32, stages=2, q_in_registers=True),
     "everything": PORTABLE(row_blocks=1),
     "dim72_24": PORTABLE(row_blocks=2, block_kv=64),
     "float32_highest": PORTABLE(row_blocks=1, block_kv=32),
-    "q_lengths": PORTABLE(2, 64, 2, split_rows=True, warp_rows=2),
-    "strictly_causal": PORTABLE(1, 64, warp_rows=2),
+    "q_lengths": PORTABLE(2, 64, 2),
     "everything_float32": PORTABLE(1, 32, columns=32),
     "dim72_24_float32_highest": PORTABLE(1, 32, columns=32),  # an odd number of parts
-    "bias_by_row": PORTABLE(1, 64, warp_rows=2, scores_ahead=True),
-    "window_t_below_s": PORTABLE(1, 32, warp_rows=2, scores_ahead=True),
+    "bias_by_row": PORTABLE(1, 64, columns_before_v=16),
 }
 PORTABLE_ON_THE_GPU = {
-    "t_equals_s": PORTABLE(2, 128, split_rows=True),
-    "dim192_128": PORTABLE(1, 64, warp_rows=2),
-    "everything": PORTABLE(2, 64, 2, split_rows=True, warp_rows=2),
-    "documents": PORTABLE(2, 96, split_rows=True, warp_rows=2),
+    "t_equals_s": PORTABLE(2, 128),
+    "dim192_128": PORTABLE(1, 32),
+    "everything": PORTABLE(2, 64, 2),
+    "documents": PORTABLE(2, 96),
     "everything_float32": PORTABLE(1, 32, columns=32),
     "documents_float32": PORTABLE(1, 64, columns=32),
     "dim72_24_float32_highest": PORTABLE(1, 32, columns=32),
     "dim192_128_float32": PORTABLE(1, 32, columns=64),
     "dim40_256_float32_highest": PORTABLE(1, 32, columns=64),
     "q_lengths_float32_highest": PORTABLE(1, 32, columns=64),
-    "q_lengths": PORTABLE(1, 64, warp_rows=2, scores_ahead=True),
-    "window_t_below_s": PORTABLE(2, 128, split_rows=True, columns_before_v=16),
-    "saturated": PORTABLE(2, 64, warp_rows=2, split_rows=True, scores_ahead=True),
-    "band": PORTABLE(1, 32, warp_rows=2, scores_ahead=True),
-    "bias_by_row": PORTABLE(1, 64, warp_rows=2, scores_ahead=True),
+    "window_t_below_s": PORTABLE(2, 128, columns_before_v=16),
+    "band": PORTABLE(1, 32, 3),
 }
 
 
@@ -180,7 +176,7 @@ def test_interpreted(name, config):
 JOINED = {  # changes of a case, warpgroups and how many heads have their last rows in one work tile
     "everything": ({"segments": None, "q_heads": 10, "bias_shape": (1, 10, 130, 200)}, 2, 2),
     "q_lengths": ({"q_heads": 5, "kv_heads": 1}, 2, 2),
-    "band": ({"q_heads": 10, "q_len": 200}, 3, 3),  # of five heads three and two
+    "band": ({"q_heads": 10, "q_len": 200}, 3, 3),  # three of five heads, and two
     "float16_causal": ({"q_heads": 8, "q_len": 300}, 4, 4),
 }
 
@@ -196,7 +192,7 @@ def check_joined(name, case):
     changes, warpgroups, heads = JOINED[name]
     case = dataclasses.replace(case, **changes)
     config = dataclasses.replace(SMALL, warpgroups=warpgroups)
-    assert kernel.plan_of(problem_of(case), config).last_heads == heads
+    assert kernel.plan_of(problem_of(case), config).order.joined_heads == heads
     check(case, config)
 
 
@@ -204,7 +200,7 @@ def check_joined(name, case):
 def test_half_a_tile_of_keys_interpreted():
     """192 keys are whole tiles of 64 and not of 128."""
     sizes = {"q_len": 64, "kv_len": 192, "batch": 1, "q_heads": 1, "kv_heads": 1}
-    case = dataclasses.replace(one("t_equals_s"), mask=FULL, **sizes)
+    case = dataclasses.replace(case_named("t_equals_s"), mask=FULL, **sizes)
     with mosaic.interpret():
         check(case, dataclasses.replace(SMALL, warpgroups=1, block_kv=128))
 
@@ -225,21 +221,21 @@ FLOAT32 = [
 @pytest.mark.guards
 @pytest.mark.parametrize("name", ["everything", "kv_lengths_causal", "bias_by_row", "dim40_256"])
 def test_lowers(name):
-    lowers(one(name))
+    lowers(case_named(name))
 
 
 @pytest.mark.guards
 @pytest.mark.parametrize("dims", [(104, 128), (72, 184)], ids=str)
 def test_lowers_with_shared_memory_full(dims):
     """But for what Mosaic reduces in."""
-    case = dataclasses.replace(one("dim40_256"), head_dim=dims[0], v_head_dim=dims[1])
+    case = dataclasses.replace(case_named("dim40_256"), head_dim=dims[0], v_head_dim=dims[1])
     lowers(in_float32(case, None))
 
 
 def lowers(case):
     problem = problem_of(case)
     config = kernel.Config.default(problem)
-    shapes = AttentionInputs(**jax.tree.map(shape_of, given(case)))
+    shapes = AttentionInputs(**jax.tree.map(shape_of, arguments_of(case)))
     text = mosaic.lower_for_cuda(functools.partial(run, problem=problem, config=config), shapes)
     assert "mosaic_gpu" in text
 
@@ -267,7 +263,7 @@ COMPILED = [case.name for case in GRID if case.q_len == 8192] + [
 
 def compiled(name, target="h100", chooser=kernel.Config):
     """(the case, the configuration, what became of it)"""
-    case = one(name)
+    case = case_named(name)
     problem = problem_of(dataclasses.replace(case, batch=1, q_len=8, kv_len=8))
     sizes = {"batch": case.batch, "q_len": case.q_len, "kv_len": case.kv_len}
     gpu = {"h100": "sm90", "a100": "sm80", "b200": "sm100"}.get(target, target)
@@ -337,15 +333,19 @@ def test_float32_is_a_power_of_two_times_its_terms(rng, count):
     x[0, 20:] = 1e30  # nor does what lies past a length
     odd = np.inf, -np.inf, np.nan
     x[1, 0, 0, :3] = odd
-    power = wgmma.power_of_two(wgmma.largest(jnp.asarray(x), 2, jnp.asarray([20, 30])))
+    power = wgmma_float32.power_of_two(
+        wgmma_float32.largest(jnp.asarray(x), 2, jnp.asarray([20, 30]))
+    )
     live = np.ones(x.shape, bool)
     live[0, 20:], live[1, 0, 0, :3] = False, False
-    split = wgmma.split(jnp.asarray(x), power, wgmma.Kind("float16", count), 24)
+    split = wgmma_float32.split(jnp.asarray(x), power, wgmma.Kind("float16", count), 24)
     pieces = np.asarray(split, np.float64).reshape(*x.shape[:3], count, 24)
     np.testing.assert_array_equal(pieces[1, 0, 0, -1, :3], odd)
     assert not pieces[..., 16:].any() and not pieces[1, 0, 0, :-1, :3].any()
     size = np.abs(np.where(live, pieces[..., 0, :16], 0)).max(axis=(1, 3)).reshape(2, 2, 2).max(2)
-    assert np.all((size >= 2.0**wgmma.EXPONENT) & (size <= 2.0 ** (wgmma.EXPONENT + 1)))
+    assert np.all(
+        (size >= 2.0**wgmma_float32.EXPONENT) & (size <= 2.0 ** (wgmma_float32.EXPONENT + 1))
+    )
     pieces = np.where(live[..., None, :], pieces[..., :16], 0)
     got = pieces.sum(3) * np.repeat(np.asarray(power), 2, axis=1)[:, None, :, None]
     largest = np.abs(np.where(live, x, 0)).max(axis=(1, 3)).reshape(2, 2, 2).max(2)
@@ -357,36 +357,24 @@ def test_float32_is_a_power_of_two_times_its_terms(rng, count):
 @pytest.mark.parametrize("precision", [None, "highest"])
 def test_all_head_dims_of_float32_are_hoppers(precision):
     """Forward and backward have scores of the same bits."""
-    problem = problem_of(one("one_row"))
+    problem = problem_of(case_named("one_row"))
     facts = {"dtype": "float32", "precision": precision, "q_len": 2048, "kv_len": 2048}
     for dim in range(8, 257, 8):
         sizes = {"head_dim": dim, "v_head_dim": dim, **facts}
         for op, module in (("forward", kernel), ("backward", flash_bwd_sm90)):
             some = dataclasses.replace(problem, op=f"flash_{op}", **sizes)
-            assert dispatch.select(some, None).name == "sm90"
+            assert dispatch.select(some, None).name == "flash_fwd_sm90"
             need = module.smem_bytes(some, module.Config.default(some))
             assert need <= kernel.SMEM_LIMIT
 
 
-# ---- what it refuses ----------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("changes", "want"),
     [
-        (
-            {"warp_rows": 2},
-            "warp_rows must be 4; or 2 if a warpgroup has 64 rows, block_kv is even",
-        ),
-        ({"block_kv": 48, "split_rows": True}, "split_rows must be False where block_kv is odd"),
-        (
-            {"columns": 64},
-            "columns must be 0; or a multiple of 16 if row_blocks is 1, warp_rows is",
-        ),
-        (
-            {"scores_ahead": True},
-            "scores_ahead must be False unless warp_rows is 2 and stages is 1",
-        ),
+        ({"columns": 64}, "columns must be 0; or a multiple of 16 if row_blocks is 1 and q is in"),
         ({"columns_before_v": 8}, "columns_before_v must be a multiple of 16, got 8"),
     ],
 )
@@ -405,14 +393,14 @@ def test_the_portable_config_checks_itself(changes, want):
     ],
 )
 def test_limit_says_why(changes, reason):
-    problem = dataclasses.replace(problem_of(one("t_equals_s")), **changes)
+    problem = dataclasses.replace(problem_of(case_named("t_equals_s")), **changes)
     assert kernel.limit(problem).reason == reason
-    assert kernel.limit(problem_of(one("t_equals_s"))) is None
+    assert kernel.limit(problem_of(case_named("t_equals_s"))) is None
 
 
 def test_shared_memory_is_what_it_says():
     for case in (*GRID, *EDGE):
-        problem = problem_of(dataclasses.replace(one("one_row"), head_dim=case.head_dim,
+        problem = problem_of(dataclasses.replace(case_named("one_row"), head_dim=case.head_dim,
                                                  v_head_dim=case.v_head_dim))  # fmt: skip
         assert kernel.smem_bytes(problem, kernel.Config.default(problem)) <= kernel.SMEM_LIMIT
 
@@ -439,7 +427,7 @@ def test_spans_hold_what_the_mask_says(seed):
     mask = [FULL, CAUSAL, sliding_window(left + 1), Mask(left, right), Mask(right=-5)][seed % 5]
     block, rows, kv_len = int(rng.choice((16, 64))), 64, int(rng.integers(1, 400))
     start = int(rng.integers(-100, 400))
-    span = attention_plan.rows_span(mask, start, rows, kv_len, block)
+    span = mask_span(mask, start, rows, kv_len, block)
     tiles = -(-kv_len // block)
     seen = np.zeros((rows, tiles * block), bool)
     seen[:, :kv_len] = mask.dense(rows, kv_len, q_offset=start)
@@ -454,14 +442,14 @@ def test_spans_hold_what_the_mask_says(seed):
 def test_documents_are_assigned_once_and_evenly():
     """By what the segment ids leave of each work tile, which is known on the device alone."""
     sizes = {"q_len": 8192, "kv_len": 8192, "q_heads": 16, "kv_heads": 16, "batch": 1}
-    small = problem_of(one("t_equals_s"))
+    small = problem_of(case_named("t_equals_s"))
     problem = dataclasses.replace(small, mask=CAUSAL, arrays=SEGMENTS, head_dim=128, **sizes)
-    plan = attention_plan.Plan(problem, kernel.Config(grid=132))
+    plan = QueryPlan.of(problem, kernel.Config(grid=132))
     ids = jnp.repeat(jnp.arange(8, dtype=jnp.int32), 1024)[None]
-    found = attention_plan.segment_spans(ids, ids, attention_plan.ROWS, plan.config.block_kv)
-    table = np.asarray(tile_scheduler.schedule_by_rank(plan, found))
+    result = segment_spans.segment_spans(ids, ids, (ROWS, plan.config.block_kv))
+    table = np.asarray(documents.schedule_by_rank(plan, result))
     assigned = [row[1 : 1 + row[0]] for row in table]
-    tiles = (np.arange(16)[:, None] << plan.code_bits) + np.arange(plan.q_tiles)
+    tiles = (np.arange(16)[:, None] << plan.code_bits) + np.arange(plan.tiling.q_tiles)
     np.testing.assert_array_equal(np.sort(np.concatenate(assigned)), tiles.ravel())
     # A tile of 128 rows needs the kv tiles of its document up to its own.
     loads = [(codes % 8 + 1 + tile_scheduler.TILE_OVERHEAD).sum() for codes in assigned]
@@ -486,20 +474,22 @@ def test_segments_are_prepared_as_jax_numpy_says(sizes, config, mask, where):
     batch, q_len, kv_len, heads = sizes
     changes = {"q_len": q_len, "kv_len": kv_len, "q_heads": heads, "kv_heads": heads}
     problem = dataclasses.replace(
-        problem_of(one("t_equals_s")), batch=batch, mask=mask, arrays=SEGMENTS, **changes
+        problem_of(case_named("t_equals_s")), batch=batch, mask=mask, arrays=SEGMENTS, **changes
     )
-    plan = attention_plan.Plan(problem, config)
+    plan = kernel.plan_of(problem, config)
     rng = np.random.default_rng(q_len)
-    given = [
+    arguments = [
         rng.integers(-(2**31), 2**31 - 1, 5)[rng.integers(0, 5, (batch, n))] for n in sizes[1:3]
     ]
-    given[0][0], given[1][0] = np.arange(q_len) // 50, np.arange(kv_len) // 70
-    ids = [jnp.asarray(x, jnp.int32) for x in given]
+    arguments[0][0], arguments[1][0] = np.arange(q_len) // 50, np.arange(kv_len) // 70
+    ids = [jnp.asarray(x, jnp.int32) for x in arguments]
     with mosaic.interpret() if where == "here" else contextlib.nullcontext():
         records, codes = jax.jit(functools.partial(segments.prepare, plan))(*ids)
-    lengths = plan.padded_rows, tma_operands.round_up(kv_len, config.block_kv)
+    lengths = plan.tiling.padded_rows, tma_operands.round_up(kv_len, config.block_kv)
     padded = map(tma_operands.extended, ids, lengths)
-    want_records, want_codes = segments.by_xla(plan, None, dict(zip(SEGMENTS, padded, strict=True)))
+    want_records, want_codes = documents.by_xla(
+        plan, None, dict(zip(SEGMENTS, padded, strict=True))
+    )
     np.testing.assert_array_equal(records, want_records)
     np.testing.assert_array_equal(codes, want_codes)
 
@@ -510,12 +500,12 @@ def test_spans_of_segments(seed):
     q_ids, kv_ids = rng.integers(0, 5, (2, 256)), rng.integers(0, 5, (2, 192))
     if seed % 2:
         q_ids, kv_ids = np.sort(q_ids), np.sort(kv_ids)
-    found = np.asarray(
-        attention_plan.segment_spans(jnp.asarray(q_ids), jnp.asarray(kv_ids), 64, 32)
+    result = np.asarray(
+        segment_spans.segment_spans(jnp.asarray(q_ids), jnp.asarray(kv_ids), (64, 32))
     )
     same = q_ids.reshape(2, 4, 64, 1, 1) == kv_ids.reshape(2, 1, 1, 6, 32)
     for b, i, t in np.ndindex(2, 4, 6):
-        lo, full_lo, full_hi, hi = found[b, :, i]
+        lo, full_lo, full_hi, hi = result[b, :, i]
         if same[b, i, :, t].any():
             assert lo <= t < hi
         if full_lo <= t < full_hi:
@@ -549,25 +539,25 @@ def test_edges_on_the_gpu(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "config",
-    [SMALL, kernel.Config(3, 64, 3, 0, 7), kernel.Config(2, 64, 2, exp_before_wait=3)],
+    [SMALL, kernel.Config(3, 64, 3, 0, 7), kernel.Config(2, 64, 2, exp_before_wait=True)],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["t_equals_s", "band", "everything", "q_lengths", "saturated"])
 def test_configurations_on_the_gpu(name, config):
-    check(one(name), config)
+    check(case_named(name), config)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", JOINED)
 def test_last_rows_of_several_heads_on_the_gpu(name):
-    check_joined(name, one(name))
+    check_joined(name, case_named(name))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, config", PORTABLE_ON_THE_GPU.items(), ids=str)
 def test_portable_configurations_on_the_gpu(name, config):
-    """What no default is for problems as small as these."""
-    check(one(name), config)
+    """Configurations that are no default for problems as small as these."""
+    check(case_named(name), config)
 
 
 @pytest.mark.gpu
@@ -582,10 +572,10 @@ def test_drawn_on_the_gpu(draw, seed):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["h64_causal_b2_t8192_n32", "h128_causal_t3000_n28k4"])
 def test_same_bits_twice(name):
-    case = one(name)
+    case = case_named(name)
     problem = problem_of(case)
     call = jax.jit(functools.partial(run, problem=problem, config=kernel.Config.default(problem)))
-    inputs = AttentionInputs(**given(case))
+    inputs = AttentionInputs(**arguments_of(case))
     first = jax.tree.map(np.asarray, call(inputs))
     for _ in range(3):
         again = jax.tree.map(np.asarray, call(inputs))
@@ -598,9 +588,15 @@ def test_mask_readout(mask):
     """With q = 0 and v = identity the output is the mask, each row divided by its sum."""
     rows, keys = 200, 128
     case = dataclasses.replace(
-        one("t_equals_s"), batch=1, q_len=rows, kv_len=keys, v_head_dim=keys, mask=mask, q_offset=3
+        case_named("t_equals_s"),
+        batch=1,
+        q_len=rows,
+        kv_len=keys,
+        v_head_dim=keys,
+        mask=mask,
+        q_offset=3,
     )
-    arrays = given(case)
+    arrays = arguments_of(case)
     arrays["q"] = jnp.zeros_like(arrays["q"])
     eye = jnp.eye(keys, dtype=case.dtype)[None, :, None]
     arrays["v"] = jnp.broadcast_to(eye, arrays["v"].shape)
@@ -617,14 +613,12 @@ def test_mask_readout(mask):
 @pytest.mark.gpu
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 def test_live_nan_propagates(where):
-    case = one("t_equals_s")
-    arrays = given(case)
+    case = case_named("t_equals_s")
+    arrays = arguments_of(case)
     arrays[where] = arrays[where].at[0, 17, 0].set(jnp.nan)
     problem = problem_of(case)
     out, _ = run(AttentionInputs(**arrays), problem=problem, config=kernel.Config.default(problem))
-    want, _ = reference.attention(
-        **{name: arrays[name] for name in ("q", "k", "v")}, mask=case.mask, scale=problem.scale
-    )
+    want, _ = reference.attention(AttentionInputs(**arrays), problem)
     np.testing.assert_array_equal(np.isnan(np.asarray(out)), np.isnan(np.asarray(want)))
 
 
@@ -633,9 +627,9 @@ def test_a_row_of_nan_leaves_the_others_alone():
     """Also the row eight above or below it, which is the same threads': keys grow from the last
     tile to the first, so that every row's maximum moves in every step.
     """
-    case = dataclasses.replace(one("t_equals_s"), q_len=192, kv_len=512, mask=FULL)
+    case = dataclasses.replace(case_named("t_equals_s"), q_len=192, kv_len=512, mask=FULL)
     config = dataclasses.replace(SMALL, warpgroups=3)
-    arrays = given(case)
+    arrays = arguments_of(case)
     growth = jnp.linspace(30, 0, case.kv_len, dtype=jnp.float32).astype(case.dtype)
     arrays["k"] = arrays["k"] * growth[None, :, None, None]
     call = jax.jit(functools.partial(run, problem=problem_of(case), config=config))

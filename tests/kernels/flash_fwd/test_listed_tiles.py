@@ -9,7 +9,7 @@ import pytest
 
 from pallas_attn._call import gpu_specs
 from pallas_attn.kernels.attention import tile_lists
-from pallas_attn.kernels.flash_fwd import listed_tiles, tile_scheduler
+from pallas_attn.kernels.flash_fwd import listed, listed_tiles
 from pallas_attn.kernels.lang import mosaic as lang
 from tests.support import builds, mosaic
 
@@ -68,11 +68,11 @@ def test_lists_and_codes_are_those_of_jax_numpy(shape, never_empty, where):
         lists, codes = jax.jit(prepare)(jnp.asarray(kinds))
     want = tile_lists.of_kinds(kinds, never_empty=never_empty)
     np.testing.assert_array_equal(lists, want)
-    np.testing.assert_array_equal(codes, tile_scheduler.by_length(table, bits, HEADS, want))
+    np.testing.assert_array_equal(codes, listed.by_length(table, bits, HEADS, want))
 
 
 def test_a_grid_that_cuda_launches_the_other_way_round(monkeypatch):
-    """As where more than 65535 heads have lists of their own."""
+    """The grid of more than 65535 heads with lists of their own."""
     monkeypatch.setattr(lang, "MOST_BLOCKS", 2)
     assert lang.grid_of(owner=3, part=2) == {"grid": (2, 3), "grid_names": ("part", "owner")}
     shape, never_empty = (1, 3, 18, 3, 70), True

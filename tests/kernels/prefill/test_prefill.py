@@ -16,7 +16,6 @@ import pytest
 
 from pallas_attn import FULL, Mask, sliding_window
 from pallas_attn.kernels.prefill import sm90 as kernel
-from pallas_attn.kernels.prefill.plan import Plan
 from tests.kernels.decode.test_decode_kernel import SOME
 from tests.support import mosaic
 from tests.support.decode_cases import (
@@ -40,7 +39,7 @@ WIDE = Config(3, block_kv=64, q_slots=1, grid=2)
 SPLIT = dataclasses.replace(SMALL, splits=2)
 
 
-TWO = {"q_heads": 8, "kv_heads": 2}  # where rows are looked up; after that heads are alike
+TWO = {"q_heads": 8, "kv_heads": 2}  # for the lookup of rows; after that heads are alike
 
 
 def case(**changes) -> Case:
@@ -80,22 +79,22 @@ OF_EVERY_KIND = ("layers", "overflow")  # whole and split; what else there is tu
 @pytest.mark.guards
 @pytest.mark.parametrize("name, kind", turns(INTERPRETED, OF_EVERY_KIND))
 def test_interpreted(name, kind):
-    one, config = INTERPRETED[name]
+    call, config = INTERPRETED[name]
     with mosaic.interpret():
-        check(dataclasses.replace(one, kind=kind), config)
+        check(dataclasses.replace(call, kind=kind), config)
 
 
 @pytest.mark.guards
 @pytest.mark.parametrize("config", [SMALL, SPLIT], ids=["whole", "split"])
 def test_a_missing_page_spoils_its_sequence_alone(config):
     """Also one that the window hides, and not one past the length."""
-    one = case(kind="paged", lengths=(100,) * 6, q_len=17, mask=sliding_window(20))
-    inputs = one.inputs(fill=np.nan)
-    missing = jnp.asarray([-1, one.pages, 2**31 - 1, -(2**31)])
+    call = case(kind="paged", lengths=(100,) * 6, q_len=17, mask=sliding_window(20))
+    inputs = call.inputs(fill=np.nan)
+    missing = jnp.asarray([-1, call.pages, 2**31 - 1, -(2**31)])
     table = inputs.page_table.at[1:5, 0].set(missing).at[5, 7:11].set(missing)
     with mosaic.interpret():
-        out, lse = launched(one, inputs._replace(page_table=table), config)
-    want, want_lse = of_definition(one, one.inputs(fill=0.0))
+        out, lse = launched(call, inputs._replace(page_table=table), config)
+    want, want_lse = of_definition(call, call.inputs(fill=0.0))
     assert np.isnan(np.asarray(out[1:5], np.float32)).all() and np.isnan(lse[1:5]).all()
     for m in (0, 5):
         np.testing.assert_allclose(
@@ -107,9 +106,9 @@ def test_a_missing_page_spoils_its_sequence_alone(config):
 @pytest.mark.guards
 def test_layers_and_lengths_out_of_range():
     """A layer that the cache does not have gives NaN, a negative length is 0."""
-    one = case(layers=2, lengths=(70, 130), q_len=9)
-    inputs = one.inputs()._replace(new_lengths=jnp.zeros(2, jnp.int32))
-    call = jax.jit(functools.partial(run, problem=one.problem, config=ONE))  # traced once for all
+    drawn = case(layers=2, lengths=(70, 130), q_len=9)
+    inputs = drawn.inputs()._replace(new_lengths=jnp.zeros(2, jnp.int32))
+    call = jax.jit(functools.partial(run, problem=drawn.problem, config=ONE))  # traced once for all
     with mosaic.interpret():
         for layer in (-1, 2, 2**31 - 1, -(2**31)):
             out, lse = call(inputs._replace(layer=jnp.int32(layer)))
@@ -138,7 +137,7 @@ LOWERED = {
     f"{kind}_t{q_len}_h{dim}": large(kind=kind, q_len=q_len, head_dim=dim, v_head_dim=dim)
     for kind, q_len, dim in zip(KINDS, (1024, 63, 300), (48, 64, 256), strict=True)
 } | {
-    # As much shared memory as there is, but for what Mosaic reduces in.
+    # All shared memory, but for the part that Mosaic reduces in.
     "h80_96": large(q_len=300, head_dim=80, v_head_dim=96),
     "layers_sinks": large(q_len=20, layers=4, sinks=True, softcap=30.0, dtype="float16"),
     "group7_pages8": large(kind="paged", q_heads=28, kv_heads=4, q_len=65, page_size=8),
@@ -175,8 +174,8 @@ def test_lowers(name):
     ],
 )
 def test_which_heads_are_taken_together(changes, heads):
-    one = large(**({"lengths": (8192,)} | changes))
-    assert Config.default(one.problem).together == heads
+    call = large(**({"lengths": (8192,)} | changes))
+    assert Config.default(call.problem).together == heads
 
 
 @pytest.mark.parametrize(
@@ -208,22 +207,21 @@ COMPILED = {  # bytes spilled: a few scalars of the producer
 @pytest.mark.parametrize("name", COMPILED)
 def test_machine_code(name):
     """No copy of a cache, one launch, or two where keys are split; no matmul waits for another."""
-    one, spilled = COMPILED[name]
-    config = Config.default(one.problem)
-    call = functools.partial(run, problem=one.problem, config=config)
-    report = mosaic.compile_for(call, shapes_of(one), sass=False)
+    decoded, spilled = COMPILED[name]
+    config = Config.default(decoded.problem)
+    call = functools.partial(run, problem=decoded.problem, config=config)
+    report = mosaic.compile_for(call, shapes_of(decoded), sass=False)
     assert (report.launches, report.copies) == (1 + (config.splits > 1), 0)
     assert report.spill_bytes <= spilled
     assert not {"C7510", "C7511", "C7512", "C7513"} & set(report.notes)
 
 
-# ---- what it takes -------------------------------------------------------------------------------
+# ---- capability ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"q_len": 1}, "few query rows are faster without it"),
         ({"dtype": "float32"}, "float32 queries over a float32 cache"),
         ({"batch_invariant": True}, "it takes no latent cache and no batch_invariant"),
         ({"kind": "paged", "page_size": 4}, "pages of 4 rows; it takes"),
@@ -242,14 +240,14 @@ def test_limits(changes, reason):
 @pytest.mark.parametrize("q_len", [1, 7, 8, 63, 65, 300])
 def test_every_row_has_one_place(group, q_len):
     """Warpgroup tiles hold each pair of a query head and a query row once."""
-    plan = Plan.of(case(q_heads=group, kv_heads=1, q_len=q_len).problem, SMALL)
-    found = []
+    plan = kernel.plan_of(case(q_heads=group, kv_heads=1, q_len=q_len).problem, SMALL).tiles
+    results = []
     for number in range(plan.wg_tiles):
         row_block, chunk = divmod(number, plan.head_chunks)
         for row in range(plan.tile_heads * plan.head_rows):
             head = chunk * plan.tile_heads + row // plan.head_rows
-            found.append((head, row_block * plan.head_rows + row % plan.head_rows))
-    real = [(head, row) for head, row in found if head < group and row < q_len]
+            results.append((head, row_block * plan.head_rows + row % plan.head_rows))
+    real = [(head, row) for head, row in results if head < group and row < q_len]
     assert sorted(real) == [(head, row) for head in range(group) for row in range(q_len)]
     assert plan.tile_heads * plan.head_rows <= 64 and plan.head_rows % 8 == 0
 
@@ -271,10 +269,10 @@ def test_keys_are_split_where_query_rows_do_not_fill_the_gpu():
 def test_on_a_gpu(kind, q_len):
     """Lengths that end inside, at and past a tile and a page; NaN past all of them."""
     lengths = (0, 3, 64, 127, 128, 129, 1000, 1024)
-    one = Case(kind, lengths, q_len, 28, 4, 128, 128, capacity=1088)
+    call = Case(kind, lengths, q_len, 28, 4, 128, 128, capacity=1088)
     other = {"q_heads": 8, "head_dim": 64, "v_head_dim": 64, "softcap": 20.0}
     for changes in ({}, {"mask": sliding_window(200), "sinks": True, "layers": 2}, other):
-        changed = dataclasses.replace(one, **changes)
+        changed = dataclasses.replace(call, **changes)
         check(changed, Config.default(changed.problem))
 
 
@@ -282,5 +280,5 @@ def test_on_a_gpu(kind, q_len):
 @pytest.mark.parametrize("name", INTERPRETED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_interpreted_cases_on_a_gpu(name, kind):
-    one, config = INTERPRETED[name]
-    check(dataclasses.replace(one, kind=kind), config)
+    call, config = INTERPRETED[name]
+    check(dataclasses.replace(call, kind=kind), config)

@@ -12,15 +12,17 @@ import pytest
 from pallas_attn._call import dispatch
 from pallas_attn.bench import cases
 from pallas_attn.kernels.prefill import contiguous_sm90 as kernel
+from pallas_attn.kernels.prefill import sm90
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests.kernels.flash_fwd.test_flash_fwd import check, problem_of, run
 from tests.support import mosaic
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
-SMALL = kernel.Config(2, block_kv=64, grid=3)
-SPLIT = dataclasses.replace(SMALL, splits=3)
-ONE = kernel.Config(1, block_kv=64, q_slots=1, grid=2)
+SMALL = kernel.Config(sm90.Config(2, block_kv=64, grid=3))
+SPLIT = kernel.Config(sm90.Config(2, block_kv=64, grid=3, splits=3))
+SPLIT_IN_TWO = kernel.Config(sm90.Config(2, block_kv=64, grid=3, splits=2))
+ONE = kernel.Config(sm90.Config(1, block_kv=64, q_slots=1, grid=2))
 
 
 def case(name, sizes, heads, dims=64, **fields):
@@ -52,16 +54,16 @@ INTERPRETED = [
             softcap=9.0,
             dtype="float16",
         ),
-        dataclasses.replace(SMALL, splits=2),
+        SPLIT_IN_TWO,
     ),
 ]
 
 
 @pytest.mark.guards
-@pytest.mark.parametrize("one, config", INTERPRETED, ids=lambda x: getattr(x, "name", ""))
-def test_interpreted(one, config):
+@pytest.mark.parametrize("case, config", INTERPRETED, ids=lambda x: getattr(x, "name", ""))
+def test_interpreted(case, config):
     with mosaic.interpret():
-        check(one, config)
+        check(case, config)
 
 
 def large(batch, q_len, heads=(32, 8), **fields):
@@ -70,12 +72,12 @@ def large(batch, q_len, heads=(32, 8), **fields):
     return case(name, sizes, heads, 128, mask=CAUSAL, q_offset=8192 - q_len, **fields)
 
 
-def problem_at(one):
+def problem_at(case):
     """`problem_of`, without drawing arrays of its size."""
-    drawn = problem_of(dataclasses.replace(one, batch=1, q_len=8, kv_len=8, bias_shape=None))
-    arrays = drawn.arrays + (("bias",) if one.bias_shape else ())
-    sizes = {"batch": one.batch, "q_len": one.q_len, "kv_len": one.kv_len, "arrays": arrays}
-    return dataclasses.replace(drawn, **sizes, bias_shape=one.bias_shape)
+    drawn = problem_of(dataclasses.replace(case, batch=1, q_len=8, kv_len=8, bias_shape=None))
+    arrays = drawn.arrays + (("bias",) if case.bias_shape else ())
+    sizes = {"batch": case.batch, "q_len": case.q_len, "kv_len": case.kv_len, "arrays": arrays}
+    return dataclasses.replace(drawn, **sizes, bias_shape=case.bias_shape)
 
 
 @pytest.mark.machine_code
@@ -89,12 +91,16 @@ def test_machine_code(rows):
     arrays = {"q": (*rows, 32, 128), "k": (rows[0], 8192, 8, 128), "v": (rows[0], 8192, 8, 128)}
     inputs = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in arrays.items()}
     report = mosaic.compile_for(call, kernel.AttentionInputs(**inputs), sass=False)
-    assert (report.launches, report.copies, report.spill_bytes) == (1 + (config.splits > 1), 0, 0)
+    assert (report.launches, report.copies, report.spill_bytes) == (
+        1 + (config.prefill.splits > 1),
+        0,
+        0,
+    )
     assert not {"C7510", "C7511", "C7512", "C7513"} & set(report.notes)
 
 
 @pytest.mark.parametrize(
-    "one, taken",
+    "case, taken",
     [
         (large(8, 64), False),  # heads join in work tiles of the forward
         (large(8, 16), True),
@@ -109,18 +115,17 @@ def test_machine_code(rows):
     ],
     ids=lambda x: getattr(x, "name", None),
 )
-def test_taken_where_it_is_faster(one, taken):
-    problem = problem_at(one)
-    assert (kernel.limit(problem) is None) == taken
+def test_taken_where_it_is_faster(case, taken):
+    problem = problem_at(case)
     chosen = dispatch.select(problem, None)
-    want = "prefill.contiguous_sm90" if taken else "flash_fwd.sm90"
-    assert (chosen.name, chosen.module) == ("sm90", want)
+    want = "prefill_contiguous_sm90" if taken else "flash_fwd_sm90"
+    assert (chosen.name, chosen.implementation) == (want, "sm90")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("one, config", INTERPRETED, ids=lambda x: getattr(x, "name", ""))
-def test_interpreted_cases_on_a_gpu(one, config):
-    check(one, config)
+@pytest.mark.parametrize("case, config", INTERPRETED, ids=lambda x: getattr(x, "name", ""))
+def test_interpreted_cases_on_a_gpu(case, config):
+    check(case, config)
 
 
 @pytest.mark.gpu
@@ -131,5 +136,5 @@ def test_on_a_gpu(q_len, dims):
     ends, rows = (0, 1, 500, 1001), (q_len, q_len // 2, q_len, q_len)
     plain = case(f"t{q_len}", (4, q_len, 1001), (28, 4), dims, mask=CAUSAL, q_offset=1001 - q_len)
     window = dataclasses.replace(plain, mask=sliding_window(300), sinks=True, softcap=20.0)
-    for one in (plain, window, dataclasses.replace(plain, q_lengths=rows, kv_lengths=ends)):
-        check(one, kernel.Config.default(problem_of(one)))
+    for each in (plain, window, dataclasses.replace(plain, q_lengths=rows, kv_lengths=ends)):
+        check(each, kernel.Config.default(problem_of(each)))

@@ -12,12 +12,14 @@ from pallas_attn import FULL, Mask, sliding_window
 from pallas_attn._call import dispatch
 from pallas_attn.bench import support
 from pallas_attn.kernels.prefill import gathered_sm80 as kernel
+from pallas_attn.kernels.prefill import selection
 from tests.kernels.prefill import test_prefill_widened
 from tests.support import decode_cases, mosaic
 from tests.support.decode_cases import Case
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
+REFERENCE = test_prefill_widened.REFERENCE
 PROBLEM = dataclasses.replace(support._BASE["decode"], gpu="sm80", q_len=1024)
 
 
@@ -28,7 +30,7 @@ def chosen(implementation=None, **changes):
 
 def test_who_takes_what():
     ours = "prefill.gathered_sm80"
-    few = kernel.FEWEST_PAIRS // (PROBLEM.q_heads // PROBLEM.kv_heads)
+    few = selection.FEWEST_PAIRS_GATHERED // (PROBLEM.q_heads // PROBLEM.kv_heads)
     assert chosen(q_len=few) == ours and chosen(q_len=few - 1) == "decode.sm80"
     for gpu in ("sm86", "sm100"):
         assert chosen(gpu=gpu) == ours
@@ -75,7 +77,8 @@ def test_interpreted(name):
 @pytest.mark.guards
 @pytest.mark.parametrize("many", test_prefill_widened.MANY, ids=lambda many: many[0])
 def test_quantised_interpreted(rng, many, monkeypatch):
-    monkeypatch.setattr(kernel, "FEWEST_PAIRS", 1)
+    alone = dispatch.Candidate("prefill.gathered_sm80", dispatch.FROM_AMPERE)
+    monkeypatch.setitem(dispatch.TABLES, "decode_quantized", (alone, REFERENCE))
     test_prefill_widened.interpreted(rng, kernel, kernel.Config(), many)
 
 

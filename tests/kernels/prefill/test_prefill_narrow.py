@@ -9,8 +9,8 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn.kernels.flash_fwd.sm90 import SMEM_LIMIT
-from pallas_attn.kernels.prefill import narrow_producer, widened_sm90
 from pallas_attn.kernels.prefill import narrow_sm90 as kernel
+from pallas_attn.kernels.prefill import selection, sm90, widening_producer
 from tests.caches.test_quantized import KINDS, LARGEST
 from tests.kernels.prefill.test_prefill_widened import (
     MANY,
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 def test_who_takes_what():
     ours = "prefill.narrow_sm90"
     group = PROBLEM.q_heads // PROBLEM.kv_heads
-    few = kernel.FEW_ROWS // group
-    many = widened_sm90.FEWEST_PAIRS[PROBLEM.cache_dtype] // group
+    few = selection.FEW_ROWS_QUANTIZED // group
+    many = selection.FEWEST_PAIRS_WIDENED[PROBLEM.cache_dtype] // group
     assert chosen(q_len=few + 1) == chosen(q_len=many - 1) == ours
     assert chosen(q_len=many) == "prefill.widened_sm90"
     assert chosen(q_len=many, capacities=(2**24,) * PROBLEM.sequences) == ours
@@ -40,10 +40,10 @@ def test_who_takes_what():
     assert chosen(gpu="sm80") == "decode.sm80"
     refused = kernel.limit(dataclasses.replace(PROBLEM, head_dim=96, v_head_dim=96))
     assert refused is not None and "multiples of 64" in str(refused)
-    for wrong in ({"slots": 3}, {"loads": 9}, {"warpgroups": 3, "producers": 2}):
+    for wrong in ({"slots": 3}, {"loads": 9}, {"prefill": sm90.Config(3), "producers": 2}):
         with pytest.raises(ValueError, match=list(wrong)[-1]):
             kernel.Config(**wrong)
-    for (workers, loaders), (ours, loader) in narrow_producer.REGISTERS.items():
+    for (workers, loaders), (ours, loader) in widening_producer.REGISTERS.items():
         assert (workers * ours + loaders * loader) * 128 <= 65536
 
 
@@ -54,18 +54,18 @@ def test_the_default_fits(dim, rows):
     assert kernel.limit(problem) is None
     config = kernel.Config.default(problem)
     assert kernel.smem_bytes(problem, config) <= SMEM_LIMIT
-    two = config.warpgroups == 1 and dim <= 128
+    two = config.prefill.warpgroups == 1 and dim <= 128
     assert (config.producers, config.loads) == ((2, 2) if two else (1, 4))
-    assert config.together == 1
+    assert config.prefill.together == 1
 
 
 @pytest.mark.guards
 @pytest.mark.parametrize("many", MANY, ids=lambda many: many[0])
 def test_interpreted(rng, many):
     """Two consumers; or, over a cache of one layer, one, keys that are split, and two producers."""
-    config = kernel.Config(2, block_kv=64, grid=3, slots=4)
+    config = kernel.Config(sm90.Config(2, block_kv=64, grid=3), slots=4)
     if many[-1] is None:
-        config = kernel.Config(1, block_kv=64, grid=3, splits=2, producers=2)
+        config = kernel.Config(sm90.Config(1, block_kv=64, grid=3, splits=2), producers=2)
     interpreted(rng, kernel, config, many)
 
 

@@ -14,13 +14,14 @@ import pallas_attn as pa
 from pallas_attn._call import dispatch
 from pallas_attn._call.problem import DecodeInputs
 from pallas_attn.bench import support
-from pallas_attn.kernels.prefill import widen
+from pallas_attn.kernels.prefill import selection, sm90
 from pallas_attn.kernels.prefill import widened_sm90 as kernel
 from tests.caches.test_quantized import KINDS, LARGEST
 from tests.support import mosaic
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
+REFERENCE = dispatch.TABLES["decode_quantized"][-1]
 PROBLEM = dataclasses.replace(
     support._BASE["decode"],
     gpu="sm90",
@@ -39,7 +40,7 @@ def chosen(**changes):
 def test_who_takes_what():
     ours = "prefill.widened_sm90"
     group = PROBLEM.q_heads // PROBLEM.kv_heads
-    for dtype, pairs in kernel.FEWEST_PAIRS.items():
+    for dtype, pairs in selection.FEWEST_PAIRS_WIDENED.items():
         few = -(-pairs // group)
         assert chosen(cache_dtype=dtype, q_len=few) == ours
         assert chosen(cache_dtype=dtype, q_len=few - 1) == "prefill.narrow_sm90"
@@ -61,14 +62,23 @@ def test_who_takes_what():
 def test_where_keys_are_split_more_queries_are_wanted():
     alone = {"sequences": 1, "q_heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128}
     alone |= {"capacities": (8192,)}
-    pairs = kernel.FEWEST_PAIRS[PROBLEM.cache_dtype]
+    pairs = selection.FEWEST_PAIRS_WIDENED[PROBLEM.cache_dtype]
     few, many = pairs // 4, -(-pairs * 3 // 8)
     for q_len in (few, many - 1, many):
         problem = dataclasses.replace(PROBLEM, **alone, q_len=q_len)
-        split = kernel.Config.default(problem).splits > 1
+        split = kernel.Config.default(problem).prefill.splits > 1
         wide = chosen(**alone, q_len=q_len) == "prefill.widened_sm90"
         assert wide == (not split or q_len >= many)
-    assert kernel.Config.default(dataclasses.replace(PROBLEM, **alone, q_len=few)).splits > 1
+    assert (
+        kernel.Config.default(dataclasses.replace(PROBLEM, **alone, q_len=few)).prefill.splits > 1
+    )
+
+
+def never_too_few(monkeypatch):
+    """The widened kernel takes every quantised cache."""
+    monkeypatch.setattr(selection, "FEWEST_PAIRS_WIDENED", {})
+    alone = dispatch.Candidate("prefill.widened_sm90", dispatch.HOPPER)
+    monkeypatch.setitem(dispatch.TABLES, "decode_quantized", (alone, REFERENCE))
 
 
 def drawn(rng, kind, dtype, layers=None, rows=(0, 37, 70)):
@@ -109,11 +119,11 @@ MANY = [
 
 
 def problem_of(cache, **changes):
-    """Of 24 queries a sequence over a cache of `drawn`."""
-    given = {"kind": cache.kind, "cache_dtype": str(cache.dtype), "sequences": 3, "q_len": 24}
-    given |= {"q_heads": 16, "kv_heads": 2, "head_dim": 64, "v_head_dim": 128, "scale": 0.125}
-    given |= {"capacities": cache.held, "page_size": cache.page_size, "pages": cache.pages}
-    return dataclasses.replace(PROBLEM, **(given | {"layers": cache.layers} | changes))
+    """24 queries a sequence over a cache of `drawn`."""
+    fields = {"kind": cache.kind, "cache_dtype": str(cache.dtype), "sequences": 3, "q_len": 24}
+    fields |= {"q_heads": 16, "kv_heads": 2, "head_dim": 64, "v_head_dim": 128, "scale": 0.125}
+    fields |= {"capacities": cache.held, "page_size": cache.page_size, "pages": cache.pages}
+    return dataclasses.replace(PROBLEM, **(fields | {"layers": cache.layers} | changes))
 
 
 def inputs_of(q, cache, layer):
@@ -148,14 +158,14 @@ def interpreted(rng, kernel, config, many):
 @pytest.mark.parametrize("many", MANY, ids=lambda many: many[0])
 def test_rows_are_rounded_once_and_those_past_a_length_are_left_alone(rng, monkeypatch, many):
     """Blocks have several chunks of a slab each, and the last one is cut."""
-    monkeypatch.setattr(widen, "BLOCKS", 12)
+    monkeypatch.setattr(kernel, "BLOCKS", 12)
     (kind, dtype, layers), to = many, jnp.float16 if many[2] is None else jnp.bfloat16
     _, cache, layer = drawn(rng, kind, dtype, layers)
     problem = problem_of(cache, dtype=str(jnp.dtype(to)))
     with mosaic.interpret():
-        found = widen.run(inputs_of(None, cache, layer), problem, layer.get("layer"))
-    given = (cache.k, cache.k_scale), (cache.v, cache.v_scale)
-    for wide, (rows, scales) in zip(found, given, strict=True):
+        result = kernel.widen(inputs_of(None, cache, layer), problem, layer.get("layer"))
+    arguments = (cache.k, cache.k_scale), (cache.v, cache.v_scale)
+    for wide, (rows, scales) in zip(result, arguments, strict=True):
         separate = isinstance(rows, tuple)
         triples = zip(wide, rows, scales, strict=True) if separate else [(wide, rows, scales)]
         for m, (got, narrow, scale) in enumerate(triples):
@@ -166,20 +176,22 @@ def test_rows_are_rounded_once_and_those_past_a_length_are_left_alone(rng, monke
             live = np.isfinite(want)
             np.testing.assert_array_equal(got[live], want[live])
             assert live.any() or cache.lengths[m] == 0
-            assert np.isnan(got[~live]).all()  # what nobody wrote, or rows of no page
+            assert np.isnan(got[~live]).all()  # unwritten rows, or rows of no page
 
 
 @pytest.mark.guards
-@pytest.mark.parametrize("many", [one for one in MANY if one[0] != "paged"], ids=lambda one: one[0])
+@pytest.mark.parametrize(
+    "many", [each for each in MANY if each[0] != "paged"], ids=lambda single: single[0]
+)
 def test_lengths_out_of_range_widen_no_row_that_is_not_there(rng, many):
     """None of a negative length, and all rows of one past the end."""
     kind, dtype, layers = many
     _, cache, layer = drawn(rng, kind, dtype, layers)
     problem, lengths = problem_of(cache), jnp.asarray([-(2**31), 2**31 - 1, -1], jnp.int32)
-    given = inputs_of(None, cache, layer)._replace(lengths=lengths)
+    arguments = inputs_of(None, cache, layer)._replace(lengths=lengths)
     with mosaic.interpret():
-        found = widen.run(given, problem, layer.get("layer"))
-    for wide, scales in zip(found, (cache.k_scale, cache.v_scale), strict=True):
+        result = kernel.widen(arguments, problem, layer.get("layer"))
+    for wide, scales in zip(result, (cache.k_scale, cache.v_scale), strict=True):
         for m in range(3):
             whole = wide[m] if kind == "per_sequence" else wide[0, m]
             scale = scales[m] if kind == "per_sequence" else scales[layer["layer"], m]
@@ -208,8 +220,8 @@ def test_machine_code(rng, many):
 @pytest.mark.guards
 @pytest.mark.parametrize("many", MANY, ids=lambda many: many[0])
 def test_interpreted(rng, monkeypatch, many):
-    monkeypatch.setattr(kernel, "FEWEST_PAIRS", dict.fromkeys(kernel.FEWEST_PAIRS, 0))
-    interpreted(rng, kernel, kernel.Config(2, block_kv=64, grid=3), many)
+    never_too_few(monkeypatch)
+    interpreted(rng, kernel, kernel.Config(sm90.Config(2, block_kv=64, grid=3)), many)
 
 
 @pytest.mark.gpu
@@ -217,7 +229,7 @@ def test_interpreted(rng, monkeypatch, many):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", LARGEST)
 def test_on_a_gpu(rng, monkeypatch, kind, dtype, rows):
-    monkeypatch.setattr(kernel, "FEWEST_PAIRS", dict.fromkeys(kernel.FEWEST_PAIRS, 0))
+    never_too_few(monkeypatch)
     q, cache, layer = drawn(rng, kind, dtype, layers=2, rows=rows)
     agree(q, cache, "sm90", **layer)
     agree(q, cache, "sm90", **layer, mask=pa.sliding_window(20), softcap=5.0)

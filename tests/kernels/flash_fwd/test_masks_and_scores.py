@@ -12,7 +12,7 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import masks
-from pallas_attn._call import checks, device
+from pallas_attn._call import bind, device
 from pallas_attn._functions import tile_bounds
 from pallas_attn.bench import cases
 from pallas_attn.kernels.attention import tile_lists
@@ -176,8 +176,8 @@ ONE_NUMBER = {
 @pytest.mark.guards
 @pytest.mark.parametrize("asks", ONE_NUMBER)
 def test_a_function_of_one_number_lowers(asks):
-    """What the function does not ask is not made: Mosaic's search for its layout may not end, with
-    rows that need three consumers and with rows over a cache.
+    """Arguments that the function does not use are not made: Mosaic's search for their layout may
+    not end, with rows that need three consumers and with rows over a cache.
     """
     mask, of = pa.mask_fn(ONE_NUMBER[asks]), jax.ShapeDtypeStruct
     q, kv = (of((2, 4096, heads, 128), jnp.bfloat16) for heads in (4, 2))
@@ -231,17 +231,14 @@ def lists_of(mask, case, by_keys):
     """The lists of tiles of 64 queries, in two parts, by 64 keys, [B, N, tiles, ..]; of 32 queries
     by 64 keys, for each tile of keys.
     """
-    static = ("scale", "q_lengths", "kv_lengths", "bias", "mask_array", "softcap", "sinks", "score")
-    options = dict.fromkeys((*static, "precision")) | {"mask": mask, "deterministic": False}
     arrays = case.arguments(0)
-    problem, inputs = checks.attention(
-        *(arrays[name] for name in "qkv"), q_offset=0, segment_ids=None, options=options
-    )
+    options = bind.AttentionOptions(mask=mask)
+    problem, inputs = bind.attention(*(arrays[name] for name in "qkv"), options)
     sizes = (32, 64, True) if by_keys else (32 * PARTS, 64, False, PARTS)
     find = lambda inputs: tile_lists.tiles(problem, inputs, *sizes)  # noqa: E731
-    found = np.asarray(in_numpy.call(find, inputs))
+    result = np.asarray(in_numpy.call(find, inputs))
     heads = case.kv_heads if by_keys else case.q_heads
-    return np.broadcast_to(found, (case.batch, heads, *found.shape[2:]))
+    return np.broadcast_to(result, (case.batch, heads, *result.shape[2:]))
 
 
 def kinds_of(seen, by_keys):
@@ -273,16 +270,16 @@ def test_lists_are_those_of_the_dense_mask(name, by_keys):
         check_list(got[batch, head, tile], *kinds, never_empty=not by_keys)
 
 
-def check_list(found, some, whole, never_empty):
+def check_list(tiles, some, whole, never_empty):
     """A list holds the tiles that some row of a part sees, `some` [parts, n]; spans are right."""
-    parts, (count, full_lo, full_hi, last) = len(some), found[:4]
+    parts, (count, full_lo, full_hi, last) = len(some), tiles[:4]
     every = [int(i) for i in np.flatnonzero(some.any(0))] or [0] * never_empty
-    listed = found[tile_lists.first(parts if never_empty else 1) :][:count].tolist()
+    listed = tiles[tile_lists.first(parts if never_empty else 1) :][:count].tolist()
     assert sorted(listed) == every and (not count or last == listed[-1])
     assert sorted(listed[full_lo:full_hi]) == [i for i in every if whole[:, i].all()]
     if not never_empty:
         return
-    for part, numbers in enumerate(found[4 : 4 + 5 * PARTS].reshape(-1, 5)):
+    for part, numbers in enumerate(tiles[4 : 4 + 5 * PARTS].reshape(-1, 5)):
         lo, own_lo, own_hi, hi, last = numbers
         assert lo < hi <= count and last == listed[hi - 1]
         assert {i for i in every if i in listed[lo:hi]} >= set(np.flatnonzero(some[part]))
@@ -310,23 +307,20 @@ def test_bounds_find_the_tiles_of_the_dense_mask(name):
     mask, facts = BOUNDED[name]
     sizes = SIZES | {"q_len": 301, "kv_len": 331, "kv_heads": 2}
     case = cases.AttentionCase(name="bounds", **(sizes | facts))
-    given = case.arguments(0)
-    options = dict.fromkeys(("bias", "softcap", "sinks", "score", "scale", "precision"))
-    options |= {"mask": masks.as_function(mask), "deterministic": False}
-    options |= {name: given.get(name) for name in ("q_lengths", "kv_lengths", "mask_array")}
-    problem, inputs = checks.attention(
-        *(given[name] for name in "qkv"), q_offset=0, segment_ids=None, options=options
-    )
-    found = in_numpy.call(lambda inputs: tile_lists._bounds(problem, inputs, 64, 64), inputs)
-    assert found is not None
+    arguments = case.arguments(0)
+    options = {name: arguments.get(name) for name in ("q_lengths", "kv_lengths", "mask_array")}
+    options = bind.AttentionOptions(mask=masks.as_function(mask), **options)
+    problem, inputs = bind.attention(*(arguments[name] for name in "qkv"), options)
+    result = in_numpy.call(lambda inputs: tile_lists._bounds(problem, inputs, 64, 64), inputs)
+    assert result is not None
     seen = np.broadcast_to(
         masks.as_function(mask).dense(301, 331, batch=2, heads=2), (2, 2, 301, 331)
     )
-    seen = seen & np.asarray(given.get("mask_array", True))
+    seen = seen & np.asarray(arguments.get("mask_array", True))
     for batch in range(2):
         q_len, kv_len = (facts.get(x, (10**4,) * 2)[batch] for x in ("q_lengths", "kv_lengths"))
         seen[batch, :, q_len:], seen[batch, :, :, kv_len:] = False, False
-    for which, count in enumerate(found):
+    for which, count in enumerate(result):
         got = np.broadcast_to(count, (2, 2, 5, 6))
         for at in np.ndindex(*got.shape):
             b, h, i, j = at
@@ -337,7 +331,7 @@ def test_bounds_find_the_tiles_of_the_dense_mask(name):
 
 @pytest.mark.parametrize("rows, block, count", [(64, 64, 1), (64, 128, 1), (64, 80, 2)])
 def test_bounds_in_all_tiles_are_one_reduction(rows, block, count):
-    """What XLA launches for it: a reduction each, of tiles whose sizes have little in common."""
+    """XLA launches one reduction each, for tiles whose sizes have few common divisors."""
     grid = tile_bounds.Grid(2, 1, 300, 300, rows, block)
 
     def find(*aux):
@@ -345,8 +339,8 @@ def test_bounds_in_all_tiles_are_one_reduction(rows, block, count):
         return tile_bounds.kinds(mask.program, mask.aux, grid, 0)
 
     ids, flags = np.zeros((2, 300), np.int32), np.ones(300, bool)
-    found = jax.make_jaxpr(find)(ids, flags).jaxpr.eqns
-    assert sum(equation.primitive.name.startswith("reduce") for equation in found) == count
+    result = jax.make_jaxpr(find)(ids, flags).jaxpr.eqns
+    assert sum(equation.primitive.name.startswith("reduce") for equation in result) == count
 
 
 @pytest.mark.parametrize("name", ["documents", "signs"])
@@ -364,7 +358,7 @@ def test_blocks_that_a_mask_carries(name):
         for b, h, i, j in np.ndindex(*kinds[0].shape):
             part = seen[b, h, i * rows :, j * block :][:rows, :block]
             some, whole = (x[b, h, i, j] for x in kinds)
-            finer = rows < 64 and some and not whole  # of a block that is seen in part
+            finer = rows < 64 and some and not whole  # tiles of a block that is seen in part
             assert finer or (some, whole) == (part.any(), part.all() and part.shape[1] == block)
     q, k, v = (case.arguments(0)[x] for x in "qkv")
     same = [

@@ -1,0 +1,201 @@
+"""A session: text, JSON and status lines, Ctrl-C, and the report."""
+
+import io
+import json
+import re
+import signal
+import time
+
+import jax
+import matplotlib.backends.backend_agg
+import matplotlib.figure
+import pytest
+
+from pallas_attn.bench import rows, timing
+from pallas_attn.lm import check, decode, findings, peer, report, session, step_parts
+from tests.lm.loops import options, refuses, shown, small
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stop": (-1,)}, "stop_ids: expected tokens from 0 to 255, got [-1]"),
+        ({"out": "x"}, "out: the rows are those of a report; say --report=FOLDER as well"),
+        ({"prompts": ("",)}, "prompt 1 is empty"),
+        ({"prompts": ("a" * 600,)}, "prompt 1: 600 tokens do not fit in a capacity of 512"),
+        ({"model": "gpt"},
+         "model: expected one of tiny, llama2_7b, llama3_8b, llama3_70b, llama3.1_8b, mistral_7b, "
+         "qwen2_7b, qwen3_8b, got 'gpt'"),
+        ({"implementation": "sm90"},
+         "implementation: a model runs several operations, which no kernel does alone; expected "
+         "reference or nothing, got 'sm90'"),
+    ],
+)  # fmt: skip
+def test_a_session_refuses(changes, message):
+    refuses(message, shown, **changes)
+
+
+def test_what_does_not_fit_in_memory_is_said_before_it_is_made(monkeypatch):
+    monkeypatch.setattr(session, "memory", lambda: 10**9)
+    line = "model: weights take 16.1 GB and the cache 0.0 GB as bfloat16, there are 1.0 GB; give"
+    with pytest.raises(ValueError, match=re.escape(line)):
+        shown(model="llama3_8b", prompts=("1",), dtype="bfloat16")
+
+
+def test_text_comes_in_the_order_of_the_prompts():
+    status, out, err = shown(batch=1)
+    first, second = out.split("--- 2 of 2 ---\n")
+    assert first.startswith("--- 1 of 2 ---\nROMEO:\n") and second.startswith("The sea")
+    assert "2 sequences, 40 tokens in " in second and (status, err) == (0, "")
+
+
+def test_a_terminal_gets_a_status_line_beneath_the_text(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    status, out, err = shown(Terminal(), Terminal())
+    _, plain, _ = shown()
+    assert status == 0 and out.rsplit("\n", 2)[0] == plain.rsplit("\n", 2)[0]  # but for the rates
+    assert re.search(r"\| first token \S+ m?s \(worst .*\) \| between \S+ ms", err)
+    line = err.split("\r\x1b[K")[2]
+    assert line.startswith("2 running, 0 waiting, 0 done | step ") and "tokens/s" in line
+    assert err.endswith("\r\x1b[K")  # and leaves nothing behind
+
+
+def test_ctrl_c_waits_for_a_chunk_and_the_second_does_not():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with session._asked_to_stop() as stopped:
+            assert not stopped()
+            signal.raise_signal(signal.SIGINT)
+            assert stopped()
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_json_is_an_object_a_line():
+    status, out, _ = shown(json=True, check=True)
+    facts = [next(iter(json.loads(line).items())) for line in out.splitlines()]
+    assert status == 0
+    assert sorted(kind for kind, _ in facts) == ["check"] * 2 + ["sequence"] * 2 + ["summary"]
+    for kind, fields in facts:
+        if kind == "sequence":
+            assert fields["text"] == bytes(fields["tokens"]).decode()
+            assert fields["ended"] == "length"
+        assert kind != "check" or fields["held"]
+
+
+def test_random_prompts_show_no_text():
+    status, out, _ = shown(random_prompts=2, prompt_length=7, check=True)
+    lines = out.splitlines()
+    assert lines[0].startswith("2 sequences, 40 tokens in ") and "---" not in lines[0]
+    assert len(lines) == 5 and lines[-1].startswith("every step is the reference's")
+    assert status == 0
+
+
+# ---- the report ---------------------------------------------------------------------------------
+
+
+def test_a_report_says_where_the_time_goes(tmp_path, monkeypatch):
+    freed, release, rate = [], decode.Run.release, step_parts.read_rate
+
+    def released(run):
+        release(run)
+        freed.extend(x.is_deleted() for x in jax.tree.leaves(run.cache))
+
+    def first_of_all(mesh):
+        assert freed and all(freed)  # the run's cache would take the place of those that are timed
+        return rate(mesh)
+
+    monkeypatch.setattr(decode.Run, "release", released)
+    monkeypatch.setattr(step_parts, "read_rate", first_of_all)
+    paths = {"report": str(tmp_path / "out"), "out": str(tmp_path / "rows.jsonl")}
+    status, out, err = shown(commit="abc", batch=1, check=True, **paths)
+    assert status == 0
+    written = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert rows.read(tmp_path / "rows.jsonl") == written["rows"]
+    steps = [row for row in written["rows"] if row["op"] == "decode_loop"]
+    names = [f"tiny_{kind}_b1_s26" for kind in ("per_sequence", "stacked")]
+    assert [row["case"] for row in steps] == names
+    for row in steps:
+        assert not set(rows.REQUIRED) - row.keys()
+        assert set(row["parts"]) == {"append", "attention", "matmuls", "sampling", "host"}
+        assert sum(row["parts"].values()) >= row["ms"] * 0.99
+        assert 0 < row["roofline"] < 1.5 and row["commit"] == "abc" and row["checked"]
+    assert (tmp_path / "out" / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert f"wrote {tmp_path}/out/report.png" in out
+    assert all(written["run"][name]["worst"] > 0 for name in findings.WAITS.values())
+    assert "from one token of a sequence to the next: median " in out
+    assert all(line.startswith("report, ") for line in err.splitlines())
+    assert err.count(" s: pallas_attn/") == len(steps)
+
+
+@pytest.mark.parametrize("batches", [[1], [256], [1, 8, 64], [1, 2, 8, 32, 64]], ids=str)
+def test_the_rates_can_be_read_off_a_report(batches):
+    """There are numbers beside the axis, and all words lie within it and beside one another."""
+    rate = {"roofline": 0.8}
+    steps = [{"problem": {"batch": n}, "tokens_per_second": 188.0 * n} | rate for n in batches]
+    figure = matplotlib.figure.Figure((10, 4.2), layout="constrained", dpi=150)
+    _, axis = figure.subplots(1, 2)
+    findings._draw_rates(axis, steps)
+    matplotlib.backends.backend_agg.FigureCanvasAgg(figure).draw()
+    low, high = axis.get_ylim()
+    ticks = [tick for tick in axis.yaxis.get_major_ticks() if low <= tick.get_loc() <= high]
+    seen = [tick.label1.get_text() for tick in ticks]
+    assert seen and all(re.fullmatch(r"[\d,]+", text) for text in seen)
+    within = axis.get_window_extent()
+    boxes = [text.get_window_extent() for text in axis.texts]
+    for n, box in enumerate(boxes):
+        assert within.x0 < box.x0 and box.x1 < within.x1 and within.y0 < box.y0
+        assert not any(box.overlaps(other) for other in boxes[:n])
+
+
+class _Wall:
+    """A timer in place of CUPTI."""
+
+    def __call__(self, subject, times):
+        start = time.perf_counter()
+        for _ in range(times):
+            produced = subject.launch()
+        subject.wait(produced)
+        return [timing.Sample((time.perf_counter() - start) * 1e3 / times, 7)] * times
+
+
+def test_on_a_gpu_the_peer_and_the_first_token_are_measured_too(monkeypatch):
+    """The path of a machine with a GPU; stand-ins take the place of its parts."""
+    steps = peer.steps
+    monkeypatch.setattr(peer, "steps", lambda a, b, how, *rest: steps(a, b, "xla", *rest))
+    monkeypatch.setattr(timing, "CuptiTimer", _Wall)
+    monkeypatch.setattr(step_parts, "on_gpu", lambda: True)
+    monkeypatch.setattr(step_parts, "read_rate", lambda _: 0.01)
+    monkeypatch.setattr(report, "_PROMPTS", (2, 32))
+    subject = report.Subject("small", *small(), options(cache="stacked"), 20)
+    measured = list(report.measure(subject, report.prepare(subject, [2]), "abc"))
+    assert [(row["op"], row["impl"]) for row in measured] == [
+        ("ceiling", "xla"),
+        ("decode_loop", "pallas_attn/stacked"),
+        ("decode_loop", "cudnn"),
+        ("first_token", "pallas_attn/stacked"),
+    ]
+    assert {row["case"] for row in measured[1:3]} == {"small_stacked_b2_s20"}
+    assert all(not set(rows.REQUIRED) - row.keys() for row in measured[1:])
+    spread = {"median": 0.0123, "worst": 1.5}
+    lines = findings.table(measured, {"time_to_first_token": spread, "time_between_tokens": None})
+    assert len(lines) == 5
+    assert lines[-1] == "from the start of the run to a first token: median 12.3 ms (worst 1.50 s)"
+
+
+def test_a_wrong_decode_is_not_measured(monkeypatch):
+    monkeypatch.setattr(check, "_ROUNDINGS", 0)
+    monkeypatch.setattr(report, "_compile", lambda *_: None)
+    subject = report.Subject("small", *small(), options(cache="stacked"), 20)
+    with pytest.raises(ValueError, match="report: the stacked cache decodes wrongly, nothing"):
+        report.prepare(subject, [2])

@@ -1,0 +1,30 @@
+"""examples/: each program runs, asserts its own results, and fits a page."""
+
+import pathlib
+import runpy
+
+import jax
+import pytest
+
+EXAMPLES = sorted((pathlib.Path(__file__).parents[2] / "examples").glob("*.py"))
+
+
+def test_the_examples_are_found():
+    assert len(EXAMPLES) == 4
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(path, capsys):
+    """With jax's own settings, as for a user: the suite's are stricter."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        precision = jax.config.jax_default_matmul_precision
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        finally:
+            jax.config.update("jax_default_matmul_precision", precision)
+    assert 1 < len(capsys.readouterr().out.splitlines()) < 10
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_fits_a_page(path):
+    assert 60 <= len(path.read_text().splitlines()) <= 100

@@ -1,0 +1,60 @@
+"""How much of the package a reader has to know for one call: the functions that a warm call runs,
+and the files that the plain forward consists of (tests/support/call_trace.py).
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from tests.support import call_trace
+
+MOST_FUNCTIONS = {"forward": 161, "decode": 150, "append": 80, "prefill": 182}
+MOST_FILES = 19  # files of a plain forward
+MOST_KERNEL_FILES = 7  # files of these in kernels/, beside lang/ and mma/
+MOST_IMPORTED_LINES = 3500
+
+_KERNEL_FILES = """
+import sys
+import pallas_attn.kernels.flash_fwd.sm90
+names = [name for name in sys.modules if name.startswith("pallas_attn.kernels")]
+print(*(sys.modules[name].__file__ for name in names), sep="\\n")
+"""
+
+
+@pytest.fixture(scope="module")
+def traces():
+    return {name: call() for name, call in call_trace.CALLS.items()}
+
+
+@pytest.mark.parametrize("name", MOST_FUNCTIONS)
+def test_functions_of_a_call(traces, name):
+    """`python -m tests.support.call_trace` lists them."""
+    assert len(traces[name].functions) <= MOST_FUNCTIONS[name]
+
+
+def test_files_of_a_forward(traces):
+    assert len(traces["forward"].files) <= MOST_FILES, list(traces["forward"].files)
+
+
+def test_kernel_files_of_a_forward(traces):
+    """The kernel's own files and those of attention/. Layouts, loads and stores (lang/) and matmuls
+    (mma/) do what their names say, and are read as one reads a library.
+    """
+    libraries = ("kernels/lang/", "kernels/mma/")
+    files = [name for name in traces["forward"].kernel_files if not name.startswith(libraries)]
+    assert len(files) <= MOST_KERNEL_FILES, files
+
+
+def test_lines_that_the_forward_imports():
+    """flash_fwd/sm90.py and all files of kernels/ that importing it imports: a special case is
+    imported where a call needs it.
+    """
+    environment = os.environ | {"PYTHONPATH": str(call_trace.ROOT.parent)}
+    command = [sys.executable, "-c", _KERNEL_FILES]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    files = [pathlib.Path(name) for name in done.stdout.split()]
+    lines = {str(path): len(path.read_text().splitlines()) for path in files}
+    assert sum(lines.values()) <= MOST_IMPORTED_LINES, lines
