@@ -520,7 +520,12 @@ def test_builds_reach_every_kernel_module():
     files = [path.relative_to(KERNELS) for path in paths]
     jax.clear_caches()  # or programs that are traced already would not be traced again
     with entered() as reached:
-        _trace(untraced.pop("append/sm90/stacked_rotary")).lower(lowering_platforms=("cuda",))
+        for name in (
+            "append/sm90/stacked_rotary",
+            "decode/sm80/stacked",
+            "decode/sm90/stacked",
+        ):  # programs of threads are traced when they are lowered
+            _trace(untraced.pop(name)).lower(lowering_platforms=("cuda",))
         for path in sorted(files, key=lambda path: path.parts[0] not in folders):
             names = sorted(untraced, key=lambda name: name.split("/")[0] != path.parts[0])
             while names and path not in reached:
