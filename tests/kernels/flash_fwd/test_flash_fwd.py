@@ -363,7 +363,7 @@ def test_all_head_dims_of_float32_are_hoppers(precision):
         sizes = {"head_dim": dim, "v_head_dim": dim, **facts}
         for op, module in (("forward", kernel), ("backward", flash_bwd_sm90)):
             some = dataclasses.replace(problem, op=f"flash_{op}", **sizes)
-            assert dispatch.select(some, None).name == "flash_fwd_sm90"
+            assert dispatch.select(some, None).implementation == "sm90"
             need = module.smem_bytes(some, module.Config.default(some))
             assert need <= kernel.SMEM_LIMIT
 
