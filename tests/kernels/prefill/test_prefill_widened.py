@@ -202,6 +202,11 @@ def test_lengths_out_of_range_widen_no_row_that_is_not_there(rng, many):
             assert there.any() == (m == 1)
 
 
+def launched(inputs, *, problem, config):
+    """`kernel.run` as a function that travels by pickle."""
+    return kernel.run(inputs, problem, config)
+
+
 @pytest.mark.machine_code
 @pytest.mark.guards
 @pytest.mark.parametrize("many", MANY, ids=lambda many: many[0])
@@ -211,7 +216,7 @@ def test_machine_code(rng, many):
     q, cache, layer = drawn(rng, kind, dtype, layers)
     problem, inputs = problem_of(cache), inputs_of(q, cache, layer)
     config = kernel.Config.default(problem)
-    call = functools.partial(kernel.run, problem=problem, config=config)
+    call = functools.partial(launched, problem=problem, config=config)
     report = mosaic.compile_for(call, inputs)
     assert (report.launches, report.copies, report.spill_bytes) == (2, 0, 0)
     assert "LDG.E.64" in report.sass and "STG.E.128" in report.sass
