@@ -523,6 +523,7 @@ def test_builds_reach_every_kernel_module():
         for name in (
             "append/sm90/stacked_rotary",
             "decode/sm80/stacked",
+            "decode/sm80/stacked_packed",
             "decode/sm90/stacked",
         ):  # programs of threads are traced when they are lowered
             _trace(untraced.pop(name)).lower(lowering_platforms=("cuda",))
