@@ -103,8 +103,8 @@ def flash_attention(  # noqa: PLR0913
         the rows that each device has, and how they move (`Context`). T and S are those of this
         device; positions, q_offset, q_lengths and kv_lengths those of the whole sequence.
         segment_ids are of this device's rows; so is the T of a bias or mask_array, whose S is of
-        all keys, in the
-        order of their positions. Reverse mode only, also with the reference. Static.
+        all keys, in the order of their positions. Reverse mode only, also with the reference.
+        Static.
       implementation: "sm90", "sm80", "reference", or None for the fastest that takes the problem.
         There is no silent fallback on a GPU; without one the reference is what runs.
 

@@ -15,7 +15,7 @@ from pallas_attn._cache import attend
 from pallas_attn._cache.facts import Cache, facts_of
 from pallas_attn._call import checks
 from pallas_attn._call.bind_cache import LEAST_BOUND
-from pallas_attn._call.problem import DecodeInputs, DecodeProblem, Into, Own
+from pallas_attn._call.problem import DecodeInputs, DecodeProblem, Into
 from pallas_attn.masks import AT_RUN_TIME, FULL
 from pallas_attn.merge import add_sinks, merge_attention
 from pallas_attn.prefixes import Members, Prefix, SharedPrefixes
@@ -151,19 +151,10 @@ def _packed(members: Members, parts: Call, q: Array) -> Call:
 def _merged(
     members: Members, own: Call, parts: Call, sinks: Array | None = None
 ) -> tuple[Array, Array]:
-    """Both calls, the second with the rows of `members`, as one: in one launch where a kernel can,
-    in two of which the second merges, or with a merge by XLA. `sinks`: those that neither call has
-    counted.
+    """Both calls, the second with the rows of `members`, as one: it merges where a kernel can, else
+    XLA does. `sinks`: those that neither call has counted.
     """
-    q, inputs, implementation = own.inputs.q, own.inputs, own.implementation
-    merged, places = (len(members.parts), *q.shape[:2]), (members.parts, members.places)
-    if q.size and sinks is None and inputs.k_cache is parts.inputs.k_cache:
-        problem, packed, _ = _packed(members, parts, q)
-        problem = dataclasses.replace(problem, merged=merged, own=own.problem)
-        rest = Own(inputs.lengths, inputs.page_table, inputs.new_lengths, inputs.sinks)
-        packed = packed._replace(rows=members.rows, into=Into(None, None, *places), own=rest)
-        if (results := attend.attend_merged(problem, packed, implementation)) is not None:
-            return results
+    q, implementation = own.inputs.q, own.implementation
     out, lse = attend.attend(*own)
     if not out.size:
         return out, lse
@@ -171,8 +162,9 @@ def _merged(
     out, q = _columns(out, parts.problem.v_head_dim), _columns(q, parts.problem.head_dim)
     problem, packed, _ = _packed(members, parts, q)
     if sinks is None:
-        both = dataclasses.replace(problem, merged=merged)
-        more = packed._replace(rows=members.rows, into=Into(out, lse, *places))
+        both = dataclasses.replace(problem, merged=(len(members.parts), q.shape[0], q.shape[1]))
+        into = Into(out, lse, members.parts, members.places)
+        more = packed._replace(rows=members.rows, into=into)
         if (results := attend.attend_merged(both, more, implementation)) is not None:
             return results
     packed = packed._replace(q=packed.q[members.rows])

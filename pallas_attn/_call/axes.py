@@ -22,12 +22,11 @@ from pallas_attn._call.problem import (
     DecodeProblem,
     KeepInputs,
     KeepProblem,
-    Own,
 )
 from pallas_attn._call.sharding import Axes, factor_sizes
 
 CacheProblem = AppendProblem | KeepProblem | DecodeProblem
-CacheInputs = AppendInputs | KeepInputs | DecodeInputs | Own
+CacheInputs = AppendInputs | KeepInputs | DecodeInputs
 Shapes = tuple[Any, ...]  # shapes of the leaves; None: a static int
 
 
@@ -189,12 +188,8 @@ def of_decode(problem: DecodeProblem, tree: PyTreeDef, shapes: Shapes) -> Split:
         "mask_right": [()],
         "mask_aux": aux,
         "rows": [("r",)],
-        "into": [*(results if problem.own is None else ()), *[("level", "ir")] * 2],
+        "into": [*results, *[("level", "ir")] * 2],
     }
-    if inputs.own is not None:
-        own: dict[str, list[Axes]] = dict.fromkeys(("lengths", "new_lengths"), [("im",)])
-        own |= {"page_table": [("im", "iw")], "sinks": [(heads,)]}
-        axes["own"] = list(_present(inputs.own, own, inputs.own._fields))
     return Split(_ordered(inputs, axes, shapes), tuple(results), _free_of_caches(problem))
 
 

@@ -329,23 +329,13 @@ class DecodeInputs(NamedTuple):
     mask_aux: tuple[Array, ...] = ()  # arrays that DecodeProblem.mask_program reads
     rows: Array | None = None  # int32[tokens]: row of q of a packed row (DecodeProblem.merged)
     into: Any = None  # an `Into`: results of those rows over other keys (DecodeProblem.merged)
-    own: Any = None  # an `Own`: inputs of DecodeProblem.own
-
-
-class Own(NamedTuple):
-    """Inputs for the rows that a sequence does not share, in the same cache."""
-
-    lengths: Array  # int32[M]
-    page_table: Array  # int32[M, W]
-    new_lengths: Array | None  # int32[M]
-    sinks: Array | None
 
 
 class Into(NamedTuple):
     """Results that those of packed rows are merged into, and the places of these rows."""
 
-    out: Array | None  # [M, t, N, Hv]; None: the same launch computes them
-    lse: Array | None  # float32[M, N, t]
+    out: Array  # [M, t, N, Hv]
+    lse: Array  # float32[M, N, t]
     parts: Array  # int32[levels, M * t]: the packed sequence that has a row, -1 where none has
     places: Array  # int32[levels, M * t]: its number among the packed rows
 
@@ -387,8 +377,6 @@ class DecodeProblem:
     # (levels, M, t) where packed rows are copies of rows of q and their results are merged into
     # inputs.into; else None
     merged: tuple[int, int, int] | None = None
-    # The same queries over rows of their own, where the same launch reads these (DecodeInputs.own)
-    own: "DecodeProblem | None" = None
     op: str = "decode"
 
     @property

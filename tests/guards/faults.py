@@ -696,8 +696,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "prefill_tree_ends_a_tile_late": Fault(
         f"{PREFILL}/mask_functions.py",
-        "jnp.maximum(begin, 0)",
-        "jnp.maximum(begin + plan.config.block_kv, 0)",
+        "jnp.maximum(drafts, 0)",
+        "jnp.maximum(drafts + block_kv, 0)",
         f"{TEST_PREFILL} -k 'test_interpreted and tree'",
     ),
     "prefill_tree_of_packed_rows_reads_the_first_sequence": Fault(

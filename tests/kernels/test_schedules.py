@@ -248,7 +248,9 @@ def test_prefill(seed):
     grid, together = (int(rng.integers(1, most)) for most in (140, 5))
     config = dataclasses.replace(config, grid=grid, together=together)
     plan = prefill.plan_of(case.problem, config)
-    refs = no_arrays(prefill_plan.Refs)._replace(lengths=jnp.asarray(case.lengths, jnp.int32))
+    refs = no_arrays(prefill_plan.PrefillRefs)._replace(
+        lengths=jnp.asarray(case.lengths, jnp.int32)
+    )
     ctx = KernelContext(plan, refs, None)
 
     def of_block(block):
@@ -314,7 +316,7 @@ def test_shared_parts(seed, paired):
     assert pair == paired or seed == 3
     dealing = shares.Dealing(plan.grid >> pair, pair, int(q_tiles.max() <= 1 + pair))
     sums = shares.Sums(*(jnp.asarray(x, jnp.int32) for x in (*before, dealing)))
-    refs = no_arrays(prefill_plan.Refs)._replace(
+    refs = no_arrays(prefill_plan.PrefillRefs)._replace(
         lengths=jnp.asarray(lengths, jnp.int32), starts=jnp.asarray(starts, jnp.int32)
     )
     ctx = KernelContext(plan, refs, types.SimpleNamespace(tables=sums))

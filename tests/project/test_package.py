@@ -384,7 +384,13 @@ def test_no_parameter_is_a_bare_tuple():
         assert not result
 
 
-_MAKERS = ("Context", "in_context", "kernel")  # makers of the record, and the launch of a kernel
+_MAKERS = (
+    "Context",
+    "in_context",
+    "kernel",
+    "kernel_of",
+    "run",
+)  # makers of the record, and the launch of a kernel
 
 
 def _loose(function):
@@ -395,9 +401,7 @@ def _loose(function):
     called = {call.attr if isinstance(call, ast.Attribute) else ast.unparse(call) for call in calls}
     makes_operands = function.returns is not None and ast.unparse(function.returns).endswith("Refs")
     makes_record = any(name.endswith(_MAKERS) for name in called)
-    launches = function.name in ("launch", "_kernel")
-    loose = names & {"plan", "refs", "smem"}
-    return set() if makes_record or makes_operands or launches else loose
+    return set() if makes_record or makes_operands else names & {"plan", "refs", "smem"}
 
 
 @pytest.mark.parametrize("path", [x for x in FILES if "kernels" in x.parts], ids=named)

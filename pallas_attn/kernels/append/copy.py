@@ -40,7 +40,7 @@ from pallas_attn.kernels.append import separate_arrays
 from pallas_attn.kernels.append.plan import AppendRefs, Place, Plan
 from pallas_attn.kernels.append.separate_arrays import Arrays
 from pallas_attn.kernels.attention import cache_layout
-from pallas_attn.kernels.attention.plan import Context
+from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.lang import mosaic, thread_program, threads
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.thread_program import Int, ThreadContext
@@ -136,7 +136,7 @@ def _write(ctx: ThreadContext, cache: GmemRef, place: Place, value: Int, array: 
 
 
 def _kernel(refs: AppendRefs, plan: Plan) -> None:
-    at = append_plan.block_at(Context(plan, refs))
+    at = append_plan.block_at(KernelContext(plan, refs))
 
     def write() -> None:
         if plan.lanes:

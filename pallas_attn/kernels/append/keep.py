@@ -35,7 +35,7 @@ from pallas_attn.kernels.append import separate_arrays
 from pallas_attn.kernels.append.separate_arrays import Arrays
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention.cache_layout import Layout, Row
-from pallas_attn.kernels.attention.plan import Context
+from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.lang import mosaic, thread_program, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, Predicate, SmemRef
@@ -156,7 +156,7 @@ def _kernel(refs: KeepRefs, kept: GmemRef, *bad: SmemRef, plan: Plan) -> None:
     refs = refs._replace(kept=kept, bad=bad[0] if bad else None)
     block, sizes = lax.axis_index("block"), (plan.chunks, len(plan.words), plan.sequences)
     chunk, array, sequence, layer = _split(block, sizes)
-    at = _state(Context(plan, refs), sequence)._replace(
+    at = _state(KernelContext(plan, refs), sequence)._replace(
         layer=None if plan.layout.layers is None else layer,
         chunk=chunk,
         answers=jnp.where(chunk + array + layer == 0, 1, 0),
@@ -169,7 +169,7 @@ def _kernel(refs: KeepRefs, kept: GmemRef, *bad: SmemRef, plan: Plan) -> None:
             threads.run(program, plan, refs, at)
 
 
-def _state(ctx: Context, sequence: Index) -> At:
+def _state(ctx: KernelContext, sequence: Index) -> At:
     """The work in a sequence that follows from its lengths."""
     plan, refs, _ = ctx
     length, new = refs.lengths[sequence], refs.new_lengths[sequence]

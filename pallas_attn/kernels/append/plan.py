@@ -14,7 +14,7 @@ from jax import lax
 from pallas_attn._call.problem import AppendProblem, Change
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention.cache_layout import Layout, Row
-from pallas_attn.kernels.attention.plan import Context
+from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import GmemRef, Index, Predicate
@@ -140,7 +140,7 @@ class Place(NamedTuple):
     column: Index
 
 
-def block_at(ctx: Context) -> At:
+def block_at(ctx: KernelContext) -> At:
     (plan, refs, _), problem = ctx, ctx.plan.problem
     block = lax.axis_index("block")
     sequence = lax.div(block, jnp.int32(plan.chunks))

@@ -25,10 +25,9 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.lang import mosaic, thread_program
+from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.threads import Thread
 from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, SmemRef
-
-Thread = thread_program.Thread
 
 
 class Row(NamedTuple):
@@ -186,7 +185,7 @@ class Paged(Layout):
 
     def note_missing(  # noqa: PLR0913
         self,
-        thread: Any,
+        thread: Thread,
         page_table: GmemRef,
         sequence: Index,
         count: Index,

@@ -99,7 +99,7 @@ def probabilities(
     return exponentials(ctx.plan, s, across), slope
 
 
-def exponentials(plan: Any, s: RegisterTile, lse: RegisterTile) -> RegisterTile:
+def exponentials(plan: Any, s: RegisterTile, lse: RegisterTile | None) -> RegisterTile:
     """exp(logits - lse); a lse of None is 0."""
     rules = plan.logit_rules
     if rules.unit is not None:
@@ -108,7 +108,9 @@ def exponentials(plan: Any, s: RegisterTile, lse: RegisterTile) -> RegisterTile:
         s = s - lse
     if rules.adds:  # -1e10, say, beside which the lse is rounded to a multiple of 2**10
         s = jnp.minimum(s, 0.0)
-        if "q_lengths" in plan.problem.arrays:  # past which a bias may hold anything
+        if (
+            lse is not None and "q_lengths" in plan.problem.arrays
+        ):  # past which a bias may hold anything
             s = jnp.where(lse < jnp.inf, s, -jnp.inf)
     return jnp.exp2(softmax.to_log2(s) if rules.natural else s)
 

@@ -42,6 +42,9 @@ class WarpPartials(NamedTuple):
     row_sum: SmemRef
 
 
+PartialRefs = tuple[GmemRef, GmemRef, GmemRef]  # accumulators, row maxima, row sums
+
+
 class Results(NamedTuple):
     """The results and partials in global memory."""
 

@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_attn.kernels.attention import functions, softmax
 from pallas_attn.kernels.attention.functions import Value
-from pallas_attn.kernels.attention.plan import Context
+from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.decode.scheduler import WorkTile
@@ -49,7 +49,7 @@ def initial(plan: Plan) -> State:
     )
 
 
-def query_rows(ctx: Context, work: WorkTile) -> mma_rowmajor.Queries:
+def query_rows(ctx: KernelContext, work: WorkTile) -> mma_rowmajor.Queries:
     """The query rows of a work tile in global memory."""
     plan, problem = ctx.plan, ctx.plan.problem
     first, sizes = scheduler.first_query(plan, work), (problem.q_heads, plan.queries.group)
@@ -59,7 +59,7 @@ def query_rows(ctx: Context, work: WorkTile) -> mma_rowmajor.Queries:
     )
 
 
-def load_queries(ctx: Context, work: WorkTile) -> RegisterTile | SmemRef:
+def load_queries(ctx: KernelContext, work: WorkTile) -> RegisterTile | SmemRef:
     """The query rows of all warps, in registers; of float32 in shared memory.
 
     Those in shared memory are written when all threads have met after the last work, and read when
@@ -72,12 +72,12 @@ def load_queries(ctx: Context, work: WorkTile) -> RegisterTile | SmemRef:
     return mma_rowmajor.queries(rows, plan.split)
 
 
-def scores(ctx: Context, queries: RegisterTile | SmemRef, slot: Index) -> RegisterTile:
+def scores(ctx: KernelContext, queries: RegisterTile | SmemRef, slot: Index) -> RegisterTile:
     """q @ K^T of the kv tile in a slot."""
     return ctx.plan.matmuls.scores(queries, ctx.smem.k, slot, ctx.plan.split)
 
 
-def attend(ctx: Context, work: WorkTile, at: TileAt, s: RegisterTile, state: State) -> State:
+def attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, state: State) -> State:
     """The state after one more kv tile, from its scores."""
     plan = ctx.plan
     s = masked(ctx, work, at.tile, logits_of_scores(plan, s))
@@ -119,7 +119,7 @@ class Positions(NamedTuple):
     layout: Layout = mosaic.TILE
 
 
-def positions_of(ctx: Context, work: WorkTile, tile: Index) -> Positions:
+def positions_of(ctx: KernelContext, work: WorkTile, tile: Index) -> Positions:
     """Positions of the logits of all warps."""
     plan, split, queries = ctx.plan, ctx.plan.split, ctx.plan.queries
     shape = (ROWS, split.width)
@@ -137,11 +137,11 @@ def positions_of(ctx: Context, work: WorkTile, tile: Index) -> Positions:
 
 
 def masked(
-    ctx: Context,
+    ctx: KernelContext,
     work: WorkTile,
     tile: Index,
     logits: Any,
-    positions: Callable[[Context, WorkTile, Index], Positions] = positions_of,
+    positions: Callable[[KernelContext, WorkTile, Index], Positions] = positions_of,
 ) -> Any:
     """A tree of tiles of logits, with -inf where a query does not see a key. `positions`: where
     they lie otherwise than `mma_rowmajor.scores` leaves them.
@@ -176,7 +176,7 @@ def token_of(plan: Plan, query: RegisterTile) -> RegisterTile:
     return query * factor // 2**bits
 
 
-def _seen(ctx: Context, work: WorkTile, at: Positions, begin: Index) -> RegisterTile:
+def _seen(ctx: KernelContext, work: WorkTile, at: Positions, begin: Index) -> RegisterTile:
     """Whether the mask function shows the keys of a tile; it counts positions from `begin`."""
     positions = (at.head, at.query - begin, at.key - begin)
     values = [Value(jnp.int32(0), ()) if x is None else Value(x, (0, 1)) for x in positions]

@@ -13,7 +13,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.attention.plan import Context
+from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import bulk_copies, scheduler, thread_copies
 from pallas_attn.kernels.decode.memory import Memory, Tile
 from pallas_attn.kernels.decode.plan import Plan
@@ -51,7 +51,7 @@ def copies_of(plan: Plan) -> ModuleType:
     return bulk_copies if plan.config.bulk else thread_copies
 
 
-def fill_ring(ctx: Context, share: Share, first: WorkTile) -> Loading:
+def fill_ring(ctx: KernelContext, share: Share, first: WorkTile) -> Loading:
     """Loads tiles until all slots but one are taken."""
     plan, stages = ctx.plan, ctx.plan.config.stages
     most = (share.end - share.first) * plan.keys.tiles_a_unit if plan.config.bulk else stages
@@ -65,7 +65,7 @@ def fill_ring(ctx: Context, share: Share, first: WorkTile) -> Loading:
     return Loading(lax.fori_loop(0, count, load_one, first), None)
 
 
-def _fill_ring_of_pages(ctx: Context, share: Share, first: WorkTile, count: Index) -> Loading:
+def _fill_ring_of_pages(ctx: KernelContext, share: Share, first: WorkTile, count: Index) -> Loading:
     """The pages of a tile come while those of the tile before it are awaited."""
 
     def load_one(slot, ahead):
@@ -86,14 +86,14 @@ def _pages_ahead(plan: Plan) -> bool:
     return first and plan.layout.paged and config.bulk
 
 
-def following(ctx: Context, share: Share, loading: Loading, slot: Index) -> NextTile:
+def following(ctx: KernelContext, share: Share, loading: Loading, slot: Index) -> NextTile:
     """The tile that is loaded next, into `slot`."""
     if loading.tile is not None:
         return NextTile(loading.work, loading.tile)
     return next_tile(ctx, share, loading.work, slot)
 
 
-def load(ctx: Context, share: Share, tile: NextTile, slot: Index) -> Loading:
+def load(ctx: KernelContext, share: Share, tile: NextTile, slot: Index) -> Loading:
     """Issues the copies of a tile; `slot` is that of the tile after it."""
     work = issue(ctx, tile)
     if _pages_ahead(ctx.plan):
@@ -101,7 +101,7 @@ def load(ctx: Context, share: Share, tile: NextTile, slot: Index) -> Loading:
     return Loading(work, None)
 
 
-def next_tile(ctx: Context, share: Share, work: WorkTile, slot: Index) -> NextTile:
+def next_tile(ctx: KernelContext, share: Share, work: WorkTile, slot: Index) -> NextTile:
     """The next tile of the block's share, if there is one."""
     plan, refs, smem = ctx
     ends = (work.tile >= work.end) & (work.next_unit < share.end)
@@ -130,7 +130,7 @@ def next_tile(ctx: Context, share: Share, work: WorkTile, slot: Index) -> NextTi
     return NextTile(work, tile)
 
 
-def issue(ctx: Context, target: NextTile) -> WorkTile:
+def issue(ctx: KernelContext, target: NextTile) -> WorkTile:
     """Issues the copies of a kv tile; gives the work tile with the next one.
 
     Where blocks have few tiles, all have been issued by the time the first is there: to go through
@@ -177,7 +177,7 @@ class _Skipped(NamedTuple):
     pages: Index  # how many lie before the first that is read
 
 
-def check_skipped_pages(ctx: Context, work: WorkTile) -> None:
+def check_skipped_pages(ctx: KernelContext, work: WorkTile) -> None:
     """Looks up the pages before the first that is read: a mask that lets the block skip them does
     not excuse a missing one, which loses the sequence.
     """

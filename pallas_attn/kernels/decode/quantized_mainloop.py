@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from pallas_attn.kernels.attention import softmax
-from pallas_attn.kernels.attention.plan import Context
+from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import mainloop
 from pallas_attn.kernels.decode.mainloop import ROWS, TileAt
 from pallas_attn.kernels.decode.plan import Plan
@@ -47,18 +47,18 @@ def initial(plan: Plan) -> State:
     return State(*mainloop.initial(plan), mosaic.filled((ROWS,), -jnp.inf))
 
 
-def load_queries(ctx: Context, work: WorkTile) -> Queries:
+def load_queries(ctx: KernelContext, work: WorkTile) -> Queries:
     return Queries(*mma_rowmajor.float16_queries(mainloop.query_rows(ctx, work), ctx.plan.split))
 
 
-def scores(ctx: Context, queries: Queries, slot: Index) -> RegisterTile:
+def scores(ctx: KernelContext, queries: Queries, slot: Index) -> RegisterTile:
     split = ctx.plan.split
     s = mma_rowmajor.scores(queries.q, ctx.smem.k, slot, split)
     s = s * mma_rowmajor.number_of_each_key(ctx.smem.k_scale, slot, split)
     return s * mosaic.broadcast_rows(queries.units, s.shape)
 
 
-def attend(ctx: Context, work: WorkTile, at: TileAt, s: RegisterTile, state: State) -> State:
+def attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, state: State) -> State:
     plan, split = ctx.plan, ctx.plan.split
     scales = mma_rowmajor.number_of_each_key(ctx.smem.v_scale, at.slot, split)
     s = mainloop.logits_of_scores(plan, s)

@@ -33,7 +33,7 @@ from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import tma_operands
-from pallas_attn.kernels.attention.plan import Context
+from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import (
     combine_splits,
     launches,
@@ -224,7 +224,7 @@ def _steps_of(plan: Plan) -> ModuleType:
     return quantized_mainloop if plan.problem.quantized else mainloop
 
 
-def _mainloop(ctx: Context, results: Results, share: Share, block_id: Index) -> None:
+def _mainloop(ctx: KernelContext, results: Results, share: Share, block_id: Index) -> None:
     """All work of a block, and the loads that run ahead of it."""
     plan, table, steps = ctx.plan, ctx.smem.table, _steps_of(ctx.plan)
     m = scheduler.sequence_of(plan, table, share.first)
@@ -257,7 +257,12 @@ def _mainloop(ctx: Context, results: Results, share: Share, block_id: Index) -> 
 
 
 def _one_tile(
-    ctx: Context, share: Share, work: WorkTile, queries: Any, tile: Index, carry: tuple[Any, ...]
+    ctx: KernelContext,
+    share: Share,
+    work: WorkTile,
+    queries: Any,
+    tile: Index,
+    carry: tuple[Any, ...],
 ) -> tuple[Any, ...]:
     """One kv tile; under it another is loaded, to the slot of the tile before."""
     (plan, _, smem), (state, count, loading) = ctx, carry
@@ -278,7 +283,7 @@ def _one_tile(
 
 
 def _epilogue(
-    ctx: Context, results: Results, work: WorkTile, state: Any, partials: Partials
+    ctx: KernelContext, results: Results, work: WorkTile, state: Any, partials: Partials
 ) -> None:
     """The warps' partials -> the result, or a partial in global memory."""
     plan, smem = ctx.plan, ctx.smem
@@ -306,7 +311,7 @@ def _kernel(
     refs: DecodeRefs,
     out: GmemRef,
     lse: GmemRef,
-    partials: tuple[GmemRef, GmemRef, GmemRef],
+    partials: combine_splits.PartialRefs,
     smem: DecodeSmem,
     *,
     plan: Plan,
@@ -323,7 +328,7 @@ def _kernel(
         ends = first[0], first[plan.problem.sequences]
         unowned = packed.Unowned(*ends, block_id, jnp.int32(plan.grid))
         threads.run(packed.write_unowned, plan, results, unowned)
-    ctx = Context(plan, refs, smem)
+    ctx = KernelContext(plan, refs, smem)
     pl.when(share.first < share.end)(lambda: _mainloop(ctx, results, share, block_id))
 
 

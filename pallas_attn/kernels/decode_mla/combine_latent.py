@@ -19,6 +19,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from pallas_attn.kernels.decode.combine_splits import Results
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.lang import asm, mosaic, thread_program, threads
 from pallas_attn.kernels.lang.types import GmemRef, Index, Layout, RegisterTile
@@ -45,13 +46,6 @@ class Partials(NamedTuple):
 
     def place(self, p: Index) -> Index:
         return jnp.where(p < 1, self.first, self.later + p * self.stride)
-
-
-class Sums(NamedTuple):
-    """Row maxima and row sums of partials, [plan.partials, rows]."""
-
-    row_max: GmemRef
-    row_sum: GmemRef
 
 
 def store(ref: GmemRef, index: Index, tile: RegisterTile) -> None:
@@ -106,8 +100,9 @@ def _address(ref: GmemRef, index: mgpu.FragmentedArray, size: int) -> ir.Value:
 
 
 def load_rows(ref: GmemRef, index: Index, layout: Layout) -> RegisterTile:
-    """Row `index` of `ref` [.., rows of query]: one number a row of a tile or, where its
-    rows are keys, a column."""
+    """Row `index` of `ref` [.., query rows]: one number a row of a tile, or a column where the
+    rows of a tile are keys.
+    """
     count = ref.shape[1]
 
     def code(ref, index):
@@ -129,29 +124,31 @@ def base_of(row_max: RegisterTile) -> RegisterTile:
     return jnp.where(row_max == -jnp.inf, 0.0, row_max)
 
 
-def row_max_of(sums: Sums, partials: Partials, layout: Layout) -> RegisterTile:
+def row_max_of(results: Results, partials: Partials, layout: Layout) -> RegisterTile:
     """The row max of all partials."""
 
     def some(n, row_max):
         for i in range(LOADS_AT_ONCE):
             p = jnp.minimum(n * LOADS_AT_ONCE + i, partials.count - 1)
-            row_max = jnp.maximum(row_max, load_rows(sums.row_max, partials.place(p), layout))
+            row_max = jnp.maximum(
+                row_max, load_rows(results.partial_max, partials.place(p), layout)
+            )
         return row_max
 
-    start = load_rows(sums.row_max, partials.own, layout)
+    start = load_rows(results.partial_max, partials.own, layout)
     batches = lax.div(partials.count + (LOADS_AT_ONCE - 1), jnp.int32(LOADS_AT_ONCE))
     return lax.fori_loop(0, batches, some, start)
 
 
 def row_sum_of(
-    sums: Sums, partials: Partials, row_max: RegisterTile, layout: Layout
+    results: Results, partials: Partials, row_max: RegisterTile, layout: Layout
 ) -> RegisterTile:
     """The row sum of all partials, relative to `row_max`."""
 
     def add(p, row_sum):
         index = partials.place(p)
-        weight = jnp.exp2(load_rows(sums.row_max, index, layout) - base_of(row_max))
-        return row_sum + weight * load_rows(sums.row_sum, index, layout)
+        weight = jnp.exp2(load_rows(results.partial_max, index, layout) - base_of(row_max))
+        return row_sum + weight * load_rows(results.partial_sum, index, layout)
 
     zeros = plgpu.layout_cast(jnp.zeros_like(row_max), layout)
     return lax.fori_loop(0, partials.count, add, zeros)

@@ -52,14 +52,12 @@ def of_rows(problem: DecodeProblem) -> DecodeProblem:
 
 def _of_some(problem: DecodeProblem, rows: int) -> DecodeProblem:
     """The problem of a launch of so many packed rows."""
-    program = problem.mask_program
-    pages: dict[str, Any] = {}
-    if problem.kind != "paged":
-        pages = {"page_size": problem.capacities[0], "pages": problem.sequences}
+    program, paged = problem.mask_program, problem.kind == "paged"
     return dataclasses.replace(
         problem,
         kind="paged",
-        **pages,
+        page_size=problem.page_size if paged else problem.capacities[0],
+        pages=problem.pages if paged else problem.sequences,
         sequences=rows,
         q_len=1,
         tokens=None,

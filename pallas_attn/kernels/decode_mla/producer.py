@@ -3,7 +3,7 @@ blocks of columns, each of which has barriers of its own.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -66,7 +66,7 @@ def refs_of(
 
 
 def kernel_of(
-    plan: Plan, body: Callable[..., None], results: Any, smem: Any, warpgroups: int
+    plan: Plan, body: Callable[..., None], results: Sequence[Any], smem: SmemRef, warpgroups: int
 ) -> Callable[..., Any]:
     """The launch of `body(refs, *results, smem)` on all blocks."""
     return plgpu.kernel(
@@ -88,7 +88,7 @@ def fill_table(ctx: KernelContext) -> None:
     threads.run(scheduler.fill_table, ctx.plan, refs, memory.has_layer(ctx.plan, ctx.refs.layer))
 
 
-def each_work(plan: Plan, table: Table, share: Share, body: Callable, carry: Any) -> Any:
+def each_work(plan: Plan, table: Table, share: Share, body: Callable, carry: Index) -> Index:
     """`body(work, number, carry)` for each work of the block."""
 
     def take(state):
@@ -101,25 +101,31 @@ def each_work(plan: Plan, table: Table, share: Share, body: Callable, carry: Any
     return lax.while_loop(lambda state: state[0] < share.end, take, start)[3]
 
 
-class Block(NamedTuple):
-    """Columns of a tile, and where they go."""
+class RingBlock(NamedTuple):
+    """A block of columns of a tile in shared memory."""
 
-    columns: Any  # columns of K
-    to: SmemRef  # [TILE, columns]
-    ready: Barrier  # completes when they are there
-    free: Barrier  # completes when what lay there before is not needed any more
-    reused: Predicate  # whether something lay there before: else `free` is not waited for
+    ref: SmemRef  # [TILE, columns]
+    ready: Barrier  # the producer's copies complete it
+    free: Barrier  # consumers arrive when they have multiplied the block
+
+
+class Copy(NamedTuple):
+    """A slice of the columns of K, and the block that it is copied to."""
+
+    columns: Any
+    to: RingBlock
+    reused: Predicate  # whether the block was in use before: else `free` is not waited for
 
 
 def load(
     ctx: KernelContext,
     work: WorkTile,
     count: Index,
-    blocks_of: Callable[[Index], Iterable[Block]],
+    copies_of: Callable[[Index], Iterable[Copy]],
     prefetches: Callable[[Index], Predicate] | None = None,
 ) -> Index:
     """Issues the copies of all tiles of a work. `count`: tiles since the kernel began, which comes
-    back with those of this work added; `blocks_of(count)`: where those of a tile go.
+    back with those of this work added; `copies_of(count)`: the copies of a tile.
     `prefetches(tile)`: whether this block prefetches a tile to L2 before it is copied.
     """
     plan = ctx.plan
@@ -131,12 +137,12 @@ def load(
             later = tile + PREFETCH
             wanted = prefetches(later) & (later < work.end)
             pl.when(wanted)(functools.partial(_prefetch, ctx, work, later))
-        for number, block in enumerate(blocks_of(count)):
-            pl.when(block.reused)(functools.partial(plgpu.barrier_wait, block.free))
+        for number, copy in enumerate(copies_of(count)):
+            pl.when(copy.reused)(functools.partial(plgpu.barrier_wait, copy.to.free))
             for n, page in enumerate(pages):
                 first = n * plan.keys.page_rows
                 stretch = _Stretch(tile * TILE + first, first, page)
-                _copy_rows(ctx, work, stretch, block, finds_missing=number == 0)
+                _copy_rows(ctx, work, stretch, copy, finds_missing=number == 0)
         return count + 1, _pages(ctx, work, tile + 1)
 
     ahead = _pages(ctx, work, work.tile)
@@ -146,8 +152,8 @@ def load(
 class _Stretch(NamedTuple):
     """Rows of a tile that lie together in memory: all, or those of a page."""
 
-    position: Index  # position of the first row, in the sequence
-    first: int  # in the tile
+    position: Index  # first row in the sequence
+    first: int  # first row in the tile
     page: Index | None
 
 
@@ -188,19 +194,19 @@ def _slice_of(
 
 
 def _copy_rows(
-    ctx: KernelContext, work: WorkTile, stretch: _Stretch, block: Block, finds_missing: bool
+    ctx: KernelContext, work: WorkTile, stretch: _Stretch, copy: Copy, finds_missing: bool
 ) -> None:
-    """A block's columns of a stretch. `finds_missing`: a missing page is noted in the table."""
+    """The copy's columns of a stretch. `finds_missing`: a missing page is noted in the table."""
     plan, (position, first, page) = ctx.plan, stretch
 
-    def copy():
+    def issue():
         slab, row = _slice_of(ctx, work, position, page)
-        source = ctx.refs.kv.at[slab, pl.ds(row, plan.keys.page_rows), block.columns]
-        to = block.to.at[pl.ds(first, plan.keys.page_rows)]
-        plgpu.copy_gmem_to_smem(source, to, block.ready)
+        source = ctx.refs.kv.at[slab, pl.ds(row, plan.keys.page_rows), copy.columns]
+        to = copy.to.ref.at[pl.ds(first, plan.keys.page_rows)]
+        plgpu.copy_gmem_to_smem(source, to, copy.to.ready)
 
     if page is None:
-        return copy()
+        return issue()
 
     @pl.when(position < work.length)
     def _():
@@ -208,9 +214,9 @@ def _copy_rows(
             missing = plan.layout.lacks_page(page)
             lost = ctx.smem.table.lost
             pl.when(missing)(lambda: threads.each_thread(_lose, lost, work.sequence))
-        copy()
+        issue()
 
-    pl.when(position >= work.length)(lambda: plgpu.barrier_arrive(block.ready))
+    pl.when(position >= work.length)(lambda: plgpu.barrier_arrive(copy.to.ready))
     return None
 
 

@@ -27,7 +27,6 @@ from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import softmax, tma_operands
-from pallas_attn.kernels.attention.sm80_common import fits
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import (
     combine_splits,
@@ -38,7 +37,7 @@ from pallas_attn.kernels.decode import (
     scheduler,
     thread_copies,
 )
-from pallas_attn.kernels.decode.combine_splits import Results
+from pallas_attn.kernels.decode.combine_splits import PartialRefs, Results
 from pallas_attn.kernels.decode.mainloop import TileAt
 from pallas_attn.kernels.decode.memory import DecodeRefs, Memory, live_keys
 from pallas_attn.kernels.decode.plan import Plan, plan_with, query_rows
@@ -68,7 +67,7 @@ class Config:
     stages: int = 6
     grid: int = gpu_specs.multiprocessors(gpu_specs.HOPPER)
     split_tiles: int = 16
-    # The attributes that `decode.plan` asks of the Config of every decode kernel.
+    # The fields that `decode.plan` reads of the Config of every decode kernel.
     fewest_stages, q_rows, bulk, many_heads = 1, 64, False, False
     head_overhead, load_first = 0, False
 
@@ -80,12 +79,12 @@ class Config:
 
     @classmethod
     def default(cls, problem: DecodeProblem) -> "Config":
-        """The most bytes in flight that there is room for."""
+        """The choice with most bytes in flight that fits in shared memory."""
         problem = packed.of_rows(problem)
         grid = gpu_specs.multiprocessors(problem.gpu)
         sizes = [(64, n) for n in (6, 5, 4, 3, 2)] + [(32, n) for n in (3, 2, 1)]
         choices = [cls(tile=tile, stages=stages, grid=grid) for tile, stages in sizes]
-        return next((c for c in choices if fits(problem, smem_bytes, c)), choices[-1])
+        return next((c for c in choices if _fits(problem, c)), choices[-1])
 
 
 def limit(problem: DecodeProblem) -> Limit | None:
@@ -94,12 +93,16 @@ def limit(problem: DecodeProblem) -> Limit | None:
         return refused
     problem = packed.of_rows(problem)
     refused = _rows_limit(problem) or limits.dtype_limit(problem) or limits.size_limit(problem)
-    if refused is None and not fits(problem, smem_bytes, Config.default(problem)):
+    if refused is None and not _fits(problem, Config.default(problem)):
         return Limit(
             "such rows do not fit in the shared memory of this GPU",
             "decode fewer tokens at once, or use smaller head dims",
         )
     return refused
+
+
+def _fits(problem: DecodeProblem, config: Config) -> bool:
+    return smem_bytes(problem, config) <= gpu_specs.shared_memory(problem.gpu)
 
 
 def _rows_limit(problem: DecodeProblem) -> Limit | None:
@@ -127,7 +130,7 @@ def _width(plan: Plan) -> int:
     return tma_operands.round_up(plan.problem.head_dim, 16)
 
 
-class Smem(NamedTuple):
+class LatentSmem(NamedTuple):
     q: SmemRef  # [ROWS, ..]
     kv: SmemRef  # [stages * tile, ..]
     p: SmemRef  # [ROWS, ..]
@@ -136,14 +139,14 @@ class Smem(NamedTuple):
     last: SmemRef  # int32[1]
 
 
-def scratch(plan: Plan) -> Smem:
+def scratch(plan: Plan) -> LatentSmem:
     """Shared memory, described once: `launch` launches it, `smem_bytes` adds it up."""
     dtype, config = jnp.dtype(plan.problem.dtype), plan.config
 
     def buffer(rows, width):
         return plgpu.SMEM((rows, mma_sync.pitch(width)), dtype)
 
-    return Smem(
+    return LatentSmem(
         q=buffer(ROWS, _width(plan)),
         kv=buffer(config.stages * config.tile, _width(plan)),
         p=buffer(ROWS, config.tile),
@@ -165,9 +168,9 @@ class _Copy(NamedTuple):
     """A row to be copied."""
 
     to: SmemRef
-    row: Index  # the row of `to`
+    row: Index  # a row of `to`
     source: GmemRef
-    line: Index  # the row of it, in 64 bits
+    line: Index  # a row of `source`, in 64 bits
 
 
 def _copy_row(ctx: ThreadContext, copy: _Copy, exists: Predicate) -> None:
@@ -341,8 +344,8 @@ def _kernel(  # noqa: PLR0913
     refs: DecodeRefs,
     out: GmemRef,
     lse: GmemRef,
-    partials: tuple[GmemRef, GmemRef, GmemRef],
-    smem: Smem,
+    partials: PartialRefs,
+    smem: LatentSmem,
     *,
     plan: Plan,
 ) -> None:

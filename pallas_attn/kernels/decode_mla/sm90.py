@@ -44,7 +44,7 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, softmax, tma_operands
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import combine_splits, limits, mainloop, scheduler
-from pallas_attn.kernels.decode.combine_splits import Results
+from pallas_attn.kernels.decode.combine_splits import PartialRefs, Results
 from pallas_attn.kernels.decode.mainloop import ROWS
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.decode.scheduler import Table, WorkTile
@@ -61,7 +61,7 @@ from pallas_attn.kernels.decode_mla.plan import (
     plan_of,
     scores_first,
 )
-from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Block, LatentRefs
+from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs, RingBlock
 from pallas_attn.kernels.lang import mosaic, threads, warp_vote
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
 
@@ -89,8 +89,8 @@ class Config:
 
     @classmethod
     def default(cls, problem: DecodeProblem) -> "Config":
-        """The most bytes in flight that there is room for; and a number of blocks that all have
-        equally much to do, where there is such a number up to a few below the multiprocessors.
+        """The deepest ring that fits in shared memory; and a few blocks less than there are
+        multiprocessors, where all of those then have as much to do.
         """
         problem, most = packed.of_rows(problem), cls().grid
         heads = problem.sequences * _launched_plan(problem, cls()).queries.chunks
@@ -143,7 +143,7 @@ def _rows_limit(problem: DecodeProblem) -> Limit | None:
     return None
 
 
-class Smem(NamedTuple):
+class LatentSmem(NamedTuple):
     q: SmemRef  # [V_WARPGROUPS, ROWS, ..]: columns that are not in registers, if there are any
     kv: SmemRef  # [V_WARPGROUPS, ring, TILE, block]: blocks of columns of each warpgroup
     q_rope: SmemRef  # [ROWS, rope]; None where there are no such columns
@@ -155,7 +155,7 @@ class Smem(NamedTuple):
     last: SmemRef  # int32[1]
     q_ready: Barrier
     q_free: Barrier
-    ready: Barrier  # for the blocks of both rings
+    ready: Barrier  # one a block of both rings
     free: Barrier
     rope_ready: Barrier
     p_ready: Barrier
@@ -164,7 +164,7 @@ class Smem(NamedTuple):
     table_ready: Barrier
 
 
-def scratch(plan: Plan) -> Smem:
+def scratch(plan: Plan) -> LatentSmem:
     """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
     dtype, columns, barrier = jnp.dtype(plan.problem.dtype), columns_of(plan), plgpu.Barrier
     stretches = TILE // plan.keys.page_rows
@@ -172,7 +172,7 @@ def scratch(plan: Plan) -> Smem:
     def swizzled(*shape):
         return mosaic.swizzled(shape, dtype, 2 * WIDTH) if shape[-1] else None
 
-    return Smem(
+    return LatentSmem(
         q=swizzled(V_WARPGROUPS, ROWS, columns.v - columns.block),
         kv=swizzled(V_WARPGROUPS, columns.ring, TILE, columns.block),
         q_rope=swizzled(ROWS, columns.rope),
@@ -211,20 +211,12 @@ def smem_bytes(problem: DecodeProblem, config: Config) -> int:
 # ---- blocks of columns, and the work of a block -------------------------------------------------
 
 
-class _RingBlock(NamedTuple):
-    """A block of columns in the ring of a warpgroup."""
-
-    ref: SmemRef  # [TILE, block]
-    ready: Barrier  # the producer's copies complete it
-    free: Barrier  # the warpgroup arrives when it has multiplied the block
-
-
-def _ring_block(ctx: KernelContext, wg: Index, number: Index) -> _RingBlock:
-    """The one that holds the number-th block of the warpgroup's columns since the kernel began."""
+def _ring_block(ctx: KernelContext, wg: Index, number: Index) -> RingBlock:
+    """The block that holds the number-th of the warpgroup's columns since the kernel began."""
     ring, smem = columns_of(ctx.plan).ring, ctx.smem
     slot = lax.rem(number, jnp.int32(ring))
     entry = wg * ring + slot
-    return _RingBlock(smem.kv.at[wg, slot], smem.ready.at[entry], smem.free.at[entry])
+    return RingBlock(smem.kv.at[wg, slot], smem.ready.at[entry], smem.free.at[entry])
 
 
 def _q_block(plan: Plan, number: Index, count: Index) -> Index:
@@ -255,38 +247,29 @@ def _each_work(ctx: KernelContext, block_id: Index, body: Callable) -> None:
 def _load(ctx: KernelContext, block_id: Index) -> None:
     """Q and all tiles of the block."""
     plan, smem, columns = ctx.plan, ctx.smem, columns_of(ctx.plan)
-    own = member_of(plan, block_id).number
+    member = member_of(plan, block_id)
 
-    def prefetches(tile):  # one of the neighbours does
-        return lax.rem(tile, jnp.int32(neighbours(plan))) == own
+    def prefetches(tile):  # by one of the neighbours
+        return lax.rem(tile, jnp.int32(neighbours(plan))) == member.number
 
     def one_work(work, number, count):
         _load_q(ctx, work, number, count)
 
-        def blocks_of(count):
+        def copies_of(count):
             first = _q_block(plan, number, count) + 1
             for n in range(columns.blocks):
                 for wg in range(V_WARPGROUPS):
-                    block = _ring_block(ctx, wg, first + n)
-                    yield Block(
-                        columns=pl.ds(wg * columns.v + n * columns.block, columns.block),
-                        to=block.ref,
-                        ready=block.ready,
-                        free=block.free,
-                        reused=first + n >= columns.ring,
-                    )
+                    own = pl.ds(wg * columns.v + n * columns.block, columns.block)
+                    to = _ring_block(ctx, wg, first + n)
+                    yield Copy(own, to, reused=first + n >= columns.ring)
             if columns.rope:
+                own = pl.ds(plan.problem.v_head_dim, columns.rope)
                 slot = lax.rem(count, jnp.int32(P_SLOTS))
-                yield Block(
-                    columns=pl.ds(plan.problem.v_head_dim, columns.rope),
-                    to=smem.k_rope.at[slot],
-                    ready=smem.rope_ready.at[slot],
-                    free=smem.p_free.at[slot],
-                    reused=count >= P_SLOTS,
-                )
+                refs = smem.k_rope.at[slot], smem.rope_ready.at[slot], smem.p_free.at[slot]
+                yield Copy(own, RingBlock(*refs), reused=count >= P_SLOTS)
 
         ahead = prefetches if scores_first(plan) else None
-        return producer.load(ctx, work, count, blocks_of, ahead)
+        return producer.load(ctx, work, count, copies_of, ahead)
 
     _each_work(ctx, block_id, one_work)
 
@@ -309,7 +292,7 @@ def _load_q(ctx: KernelContext, work: WorkTile, number: Index, count: Index) -> 
     for wg in range(V_WARPGROUPS):
         block, rows = _ring_block(ctx, wg, first), plan.keys.page_rows
         pl.when(first >= columns.ring)(functools.partial(plgpu.barrier_wait, block.free))
-        for row in range(0, ROWS, rows):  # the number of copies that keys take
+        for row in range(0, ROWS, rows):  # equally many copies as for keys
             to = block.ref.at[pl.ds(row, rows)]
             copy(wg * columns.v, columns.block, to, block.ready, row, rows)
     if not columns.q_copies:
@@ -463,7 +446,7 @@ def _weigh(ctx: KernelContext, own: _Own) -> None:
             for block in blocks:
                 plgpu.barrier_wait(block.ready)
             plgpu.barrier_wait(smem.p_ready.at[slot])
-            # q is in registers where there are scores.
+            # Scores exist, so q is in registers.
             free_q = functools.partial(plgpu.barrier_arrive, q_block.free)
             pl.when(tile == work.tile)(free_q)
             row_max = plgpu.load(smem.row_max.at[slot], layout=mosaic.ROW)
@@ -502,7 +485,7 @@ def _weigh(ctx: KernelContext, own: _Own) -> None:
 # ---- epilogue ------------------------------------------------------------------------------------
 
 
-def _join(smem: Smem) -> None:
+def _join(smem: LatentSmem) -> None:
     plgpu.barrier_arrive(smem.joined)
     plgpu.barrier_wait(smem.joined)
 
@@ -552,9 +535,8 @@ def _epilogue(ctx: KernelContext, own: _Own, work: WorkTile, state: State) -> No
 def _combine(plan: Plan, own: _Own, work: WorkTile, partials: combine_latent.Partials) -> None:
     """The partials of all blocks -> the result."""
     layout, shape, results = mosaic.ROW, (ROWS, columns_of(plan).block), own.results
-    sums = combine_latent.Sums(results.partial_max, results.partial_sum)
-    row_max = combine_latent.row_max_of(sums, partials, layout)
-    row_sum = combine_latent.row_sum_of(sums, partials, row_max, layout)
+    row_max = combine_latent.row_max_of(results, partials, layout)
+    row_sum = combine_latent.row_sum_of(results, partials, row_max, layout)
     factor = _factor(plan, own, work, row_max, row_sum)
     for n in range(columns_of(plan).blocks):
 
@@ -601,8 +583,8 @@ def _kernel(
     refs: LatentRefs,
     out: GmemRef,
     lse: GmemRef,
-    partials: tuple[GmemRef, GmemRef, GmemRef],
-    smem: Smem,
+    partials: PartialRefs,
+    smem: LatentSmem,
     *,
     plan: Plan,
 ) -> None:

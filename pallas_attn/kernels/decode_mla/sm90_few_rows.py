@@ -28,12 +28,12 @@ from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels.attention import softmax, tma_operands
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import combine_splits, mainloop, scheduler
-from pallas_attn.kernels.decode.combine_splits import Results
+from pallas_attn.kernels.decode.combine_splits import PartialRefs, Results
 from pallas_attn.kernels.decode.plan import Plan, plan_with, query_rows
 from pallas_attn.kernels.decode.scheduler import Share, Table, WorkTile
 from pallas_attn.kernels.decode_mla import combine_latent, producer
 from pallas_attn.kernels.decode_mla.combine_latent import base_of
-from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Block, LatentRefs
+from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs, RingBlock
 from pallas_attn.kernels.lang import mosaic, threads, warp_vote
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
 
@@ -77,7 +77,7 @@ def columns_of(plan: Plan) -> Columns:
     return Columns(block, max(plan.config.stages, len(v)), v)
 
 
-class Smem(NamedTuple):
+class FewRowsSmem(NamedTuple):
     q: SmemRef  # [chunk_rows, H]
     kv: SmemRef  # [ring, TILE, block]
     p: SmemRef  # [2, chunk_rows, TILE]: probabilities of two tiles, alternately
@@ -91,10 +91,10 @@ class Smem(NamedTuple):
     table_ready: Barrier
 
 
-def scratch(plan: Plan) -> Smem:
+def scratch(plan: Plan) -> FewRowsSmem:
     dtype, rows, columns = jnp.dtype(plan.problem.dtype), plan.queries.chunk_rows, columns_of(plan)
     barrier, ring = plgpu.Barrier, columns.ring
-    return Smem(
+    return FewRowsSmem(
         q=mosaic.swizzled((rows, plan.problem.head_dim), dtype, 2 * WIDTH),
         kv=mosaic.swizzled((ring, TILE, columns.block), dtype, 2 * WIDTH),
         p=mosaic.swizzled((2, rows, TILE), dtype, 2 * WIDTH),
@@ -112,41 +112,27 @@ def scratch(plan: Plan) -> Smem:
 # ---- the producer --------------------------------------------------------------------------------
 
 
-class _RingBlock(NamedTuple):
-    """A block of columns in the ring."""
-
-    ref: SmemRef  # [TILE, block]
-    ready: Barrier  # the producer's copies complete it
-    free: Barrier  # the computing warpgroup arrives when it has multiplied the block
-
-
-def _ring_block(ctx: KernelContext, count: Index, block: int) -> _RingBlock:
+def _ring_block(ctx: KernelContext, count: Index, block: int) -> RingBlock:
     """A block of a tile, before which there were `count` tiles since the kernel began."""
     columns, smem = columns_of(ctx.plan), ctx.smem
     slot = lax.rem(count * columns.blocks + block, jnp.int32(columns.ring))
-    return _RingBlock(smem.kv.at[slot], smem.ready.at[slot], smem.free.at[slot])
+    return RingBlock(smem.kv.at[slot], smem.ready.at[slot], smem.free.at[slot])
 
 
 def _load(ctx: KernelContext, share: Share) -> None:
     """Q and all tiles of the block."""
     plan, refs, smem, columns = ctx.plan, ctx.refs, ctx.smem, columns_of(ctx.plan)
 
-    def blocks_of(count):
+    def copies_of(count):
         for n in range(columns.blocks):
-            block = _ring_block(ctx, count, n)
-            yield Block(
-                columns=pl.ds(n * columns.block, columns.block),
-                to=block.ref,
-                ready=block.ready,
-                free=block.free,
-                reused=count * columns.blocks + n >= columns.ring,
-            )
+            own, to = pl.ds(n * columns.block, columns.block), _ring_block(ctx, count, n)
+            yield Copy(own, to, reused=count * columns.blocks + n >= columns.ring)
 
     def one_work(work, number, count):
         pl.when(number > 0)(lambda: plgpu.barrier_wait(smem.q_free))
         rows = pl.ds(work.sequence * plan.queries.chunk_rows, plan.queries.chunk_rows)
         plgpu.copy_gmem_to_smem(refs.q.at[rows], smem.q, smem.q_ready)
-        return producer.load(ctx, work, count, blocks_of)
+        return producer.load(ctx, work, count, copies_of)
 
     producer.each_work(plan, smem.table, share, one_work, jnp.int32(0))
 
@@ -191,7 +177,7 @@ def _put(p: SmemRef, numbers: RegisterTile) -> None:
 
 
 class _Flag(NamedTuple):
-    parity: Index  # parity of the tile
+    parity: Index  # parity of the tile's number
     moved: Index  # whether this warp has a logit that is too high
 
 
@@ -201,7 +187,7 @@ def _set_flag(thread: threads.Thread, flags: SmemRef, at: _Flag) -> None:
     thread.shared_store(flags, at.parity * threads.WARPS + warp, at.moved, thread.index % 32 < 1)
 
 
-def _scores(ctx: KernelContext, blocks: list[_RingBlock]) -> RegisterTile:
+def _scores(ctx: KernelContext, blocks: list[RingBlock]) -> RegisterTile:
     """Begins as soon as the first columns are there."""
     plan, smem, width = ctx.plan, ctx.smem, columns_of(ctx.plan).block
 
@@ -216,7 +202,7 @@ def _scores(ctx: KernelContext, blocks: list[_RingBlock]) -> RegisterTile:
 
 
 def _weigh(
-    plan: Plan, blocks: list[_RingBlock], p: SmemRef, accs: Sequence[RegisterTile]
+    plan: Plan, blocks: list[RingBlock], p: SmemRef, accs: Sequence[RegisterTile]
 ) -> tuple[RegisterTile, ...]:
     """Adds the values of a tile, and releases it."""
     values = [(b, n) for b, n in zip(blocks, columns_of(plan).v, strict=True) if n]
@@ -335,9 +321,8 @@ def _epilogue(
 def _combined(plan: Plan, results: Results, partials: combine_latent.Partials) -> State:
     """The state of all blocks' keys, by their partials."""
     layout, rows = mosaic.COLUMN, plan.queries.chunk_rows
-    sums = combine_latent.Sums(results.partial_max, results.partial_sum)
-    row_max = combine_latent.row_max_of(sums, partials, layout)
-    row_sum = combine_latent.row_sum_of(sums, partials, row_max, layout)
+    row_max = combine_latent.row_max_of(results, partials, layout)
+    row_sum = combine_latent.row_sum_of(results, partials, row_max, layout)
 
     def weighed(index, tiles):
         own = combine_latent.load_rows(results.partial_max, index, layout)
@@ -379,8 +364,8 @@ def _kernel(  # noqa: PLR0913
     refs: LatentRefs,
     out: GmemRef,
     lse: GmemRef,
-    partials: tuple[GmemRef, GmemRef, GmemRef],
-    smem: Smem,
+    partials: PartialRefs,
+    smem: FewRowsSmem,
     *,
     plan: Plan,
 ) -> None:

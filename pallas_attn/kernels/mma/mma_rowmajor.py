@@ -30,15 +30,6 @@ ROW_PADDING = 8  # floats behind a spilled row: without, 8 rows would meet in th
 ROWS = 16  # query rows of a warp
 
 
-class Heads(NamedTuple):
-    """kv heads side by side in a tile: `rows` keys of the first, as many of the next, and so on;
-    then the next keys.
-    """
-
-    number: int
-    rows: int
-
-
 class Split:
     """Which query rows and which keys of a kv tile of `keys` keys each warp takes.
 
@@ -48,8 +39,7 @@ class Split:
 
     `folded`: there are at most 8 query rows. Rows 8 to 15 of the scores then hold the scores of
     rows 0 to 7 with every second group of 8 keys, which halves the numbers of a thread.
-    `integers`: how keys of 8 bits become float16 (`dequant.by_integers`). `heads`: each row block
-    belongs to another kv head, of so many side by side.
+    `integers`: how keys of 8 bits become float16 (`dequant.by_integers`).
     """
 
     def __init__(
@@ -58,18 +48,12 @@ class Split:
         keys: int,
         folded: bool = False,
         integers: bool = False,
-        heads: Heads | None = None,
     ):
         self.row_blocks, self.keys, self.folded = row_blocks, keys, folded
-        self.integers, self.heads = integers, heads
+        self.integers = integers
         self.groups = threads.WARPS // row_blocks  # groups of keys
         self.columns = keys // self.groups
         self.width = self.columns // 2 if folded else self.columns
-
-    @property
-    def lines(self) -> int:
-        """Rows of the tile."""
-        return self.keys * (1 if self.heads is None else self.heads.number)
 
     def row_block(self, warp: Any) -> Any:
         return warp % self.row_blocks
@@ -77,21 +61,6 @@ class Split:
     def first_key(self, warp: Any) -> Any:
         """The key of a warp's column 0."""
         return warp // self.row_blocks * self.columns
-
-    def first(self, warp: Any) -> Any:
-        """The row of the tile that holds `first_key`."""
-        key = self.first_key(warp)
-        if self.heads is None:
-            return key
-        heads, rows = self.heads
-        return key // rows * (heads * rows) + self.row_block(warp) * rows + key % rows
-
-    def line(self, column: Any) -> Any:
-        """How many rows of the tile after `first` the key of a column lies."""
-        if self.heads is None or self.columns <= self.heads.rows:
-            return column
-        heads, rows = self.heads
-        return column // rows * (heads * rows) + column % rows
 
     def key(self, row: Any, column: Any) -> Any:
         """Which of the warp's keys a row and a column of its scores stand for."""
@@ -217,13 +186,9 @@ def rows_of_lane(
     start, skipped = (Int(x.registers.item()) for x in first)
     starts = []
     for half in (0, 8):
-        n = skipped + lane // 4 + half
-        if split.heads is None:
-            n = n + split.row_block(warp) * ROWS
+        n = skipped + lane // 4 + half + split.row_block(warp) * ROWS
         n = n._with(arith.minsi, rows - 1)
         row = start + n // group * step + n % group
-        if split.heads is not None:
-            row = row + split.row_block(warp) * group
         if at.last is not None:
             row = row._with(arith.minsi, at.last)
         starts.append(in_64_bits(row) * (at.dim * itemsize // 16))
@@ -234,9 +199,8 @@ def rows_of_twin(first: Sequence[Any], at: Queries, split: Split) -> np.ndarray:
     rows, step, group = at.rows, at.step, at.group
     n = np.arange(threads.WARPS * ROWS)
     block, n = split.row_block(n // ROWS), first[1] + n % ROWS
-    head = 0 if split.heads is None else block * group
-    n = np.minimum(n + (block * ROWS if split.heads is None else 0), rows - 1)
-    row = first[0] + head + n // group * step + n % group
+    n = np.minimum(n + block * ROWS, rows - 1)
+    row = first[0] + n // group * step + n % group
     return row if at.last is None else np.minimum(row, at.last)
 
 
@@ -355,12 +319,12 @@ def scores(q: Array, ref: Ref, slot: Array, split: Split) -> Array:
     def code(q, ref, slot):
         warp, lane = (Int(x) for x in warp_and_lane())
         a, pointer, words = words_of(q), asm.pointer_of(ref), dim * size // 16
-        start = Int(slot.registers.item()) * (split.lines * words)
-        start = start + (split.first(warp) + lane // 4) * words
+        start = Int(slot.registers.item()) * (split.keys * words)
+        start = start + (split.first_key(warp) + lane // 4) * words
         zero = utils.c(0.0, ir.F32Type.get())
         registers: list[Any] = []
         for column in range(0, split.columns, 8):
-            b = words_of_row(pointer, start, lane, dim * size // 2, split.line(column) * words)
+            b = words_of_row(pointer, start, lane, dim * size // 2, column * words)
             if size == 1:
                 b = thread_math.to_16_bits(b, str(jnp.dtype(ref_dtype)), split.integers)
             sums = [[zero] * 4 for _ in range(2)]
@@ -375,7 +339,7 @@ def scores(q: Array, ref: Ref, slot: Array, split: Split) -> Array:
         row, column = np.arange(ROWS)[:, None], np.arange(split.width)
         for warp in range(threads.WARPS):
             here = slice(ROWS * warp, ROWS * (warp + 1))
-            keys = ref[slot][split.first(warp) + split.line(np.arange(split.columns))]
+            keys = ref[slot][split.first_key(warp) + np.arange(split.columns)]
             all_scores = q[here, :dim].astype(np.float32) @ keys.astype(np.float32).T
             out[here] = all_scores[split.query(row), split.key(row, column)]
         return out
@@ -392,16 +356,15 @@ def number_of_each_key(ref: Ref, slot: Array, split: Split) -> Array:
 
     def code(ref, slot):
         warp, lane = (Int(x) for x in warp_and_lane())
-        at = Int(slot.registers.item()) * split.lines + split.first(warp) + lane % 4 * 2
+        at = Int(slot.registers.item()) * split.keys + split.first_key(warp) + lane % 4 * 2
         pairs = [
-            dequant.pair_of_floats(asm.pointer_of(ref), at + split.line(n))
-            for n in range(0, split.columns, 8)
+            dequant.pair_of_floats(asm.pointer_of(ref), at + n) for n in range(0, split.columns, 8)
         ]
         return tile_with([pair for pair in pairs for _ in range(2)], shape)
 
     def twin(ref, slot):
-        first = split.first(np.arange(threads.WARPS).repeat(ROWS))[:, None]
-        return ref[slot][first + split.line(np.arange(split.columns))]
+        first = split.first_key(np.arange(threads.WARPS).repeat(ROWS))[:, None]
+        return ref[slot][first + np.arange(split.columns)]
 
     return inline(code, twin, (ref, slot), (REF, SCALAR), tile_of(shape, jnp.float32))
 
@@ -426,8 +389,8 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Arr
     def code(acc, p, ref, slot):
         warp, lane = (Int(x) for x in warp_and_lane())
         a, pointer = words_of(p), asm.pointer_of(ref)
-        start = Int(slot.registers.item()) * (split.lines * chunks)
-        start = start + (split.first(warp) + lane % 4 * 2) * chunks
+        start = Int(slot.registers.item()) * (split.keys * chunks)
+        start = start + (split.first_key(warp) + lane % 4 * 2) * chunks
         sums = []
         for pairs in acc.registers.reshape(-1, 2):
             sums.append([vector.extract(pair, [], [i]) for pair in pairs for i in range(2)])
@@ -438,7 +401,7 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Arr
                 of_a = [a[key // 8], zero, a[key // 8 + 1], zero]
             for u in range(shape[1] // 64):
                 chunk = start + (lane // 4 + 8 * u)._with(arith.minsi, chunks - 1)
-                ahead = [(split.line(key + n) + i) * chunks for n in (0, 8) for i in range(2)]
+                ahead = [(key + n + i) * chunks for n in (0, 8) for i in range(2)]
                 if narrow is not None:
                     rows = [four_words(pointer, chunk, offset, 2) for offset in ahead]
                     pairs_of_rows = [dequant.interleaved(*rows[n : n + 2]) for n in (0, 2)]
@@ -461,7 +424,7 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Arr
         row, column = np.arange(ROWS)[:, None], np.arange(split.width)
         for warp in range(threads.WARPS):
             here = slice(ROWS * warp, ROWS * (warp + 1))
-            values = ref[slot][split.first(warp) + split.line(np.arange(split.columns))]
+            values = ref[slot][split.first_key(warp) + np.arange(split.columns)]
             values = values[:, : shape[1]]
             weights = np.zeros((ROWS, split.columns), np.float32)
             weights[split.query(row), split.key(row, column)] = p[here]

@@ -174,7 +174,7 @@ def scores(q: Ref, ref: Ref, slot: Array, split: Split) -> Array:
         warp, lane = (Int(x) for x in mma_rowmajor.warp_and_lane())
         pointer, words = asm.pointer_of(ref), dim // 4
         start = Int(slot.registers.item()) * (split.keys * words)
-        start = start + (split.first(warp) + lane // 4) * words
+        start = start + (split.first_key(warp) + lane // 4) * words
         row = (split.row_block(warp) * ROWS + lane % 16)._with(arith.minsi, most - 1)
         base = asm.shared_address(q, row * (pitch // 4) + lane // 16, 16)
         sums = [[_zeros() for _ in range(3)] for _ in columns]
@@ -196,7 +196,7 @@ def scores(q: Ref, ref: Ref, slot: Array, split: Split) -> Array:
         out = np.zeros(shape, np.float32)
         for warp in range(threads.WARPS):
             rows = np.minimum(ROWS * split.row_block(warp) + np.arange(ROWS), most - 1)
-            keys = ref[slot][split.first(warp) :][: split.columns]
+            keys = ref[slot][split.first_key(warp) :][: split.columns]
             mine = q[rows, :dim] + (q[rows, _width(dim) :][:, :dim] if both else 0)
             out[ROWS * warp : ROWS * (warp + 1)] = _product_of_numpy(mine, keys.T)
         return out
@@ -240,7 +240,7 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Arr
             words = [arith.bitcast(asm.i32(), x) for x in four]
             of_p.append(list(zip(*map(_terms, words), strict=True)))
         start = Int(slot.registers.item()) * (split.keys * chunks)
-        start = start + (split.first(warp) + lane % 4 * 2) * chunks
+        start = start + (split.first_key(warp) + lane % 4 * 2) * chunks
         registers: list[Any] = []
         for u in range(shape[1] // 64):
             chunk = start + (lane // 4 + 8 * u)._with(arith.minsi, chunks - 1)
@@ -261,7 +261,7 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Arr
         out = np.array(acc)
         for warp in range(threads.WARPS):
             here = slice(ROWS * warp, ROWS * (warp + 1))
-            values = ref[slot][split.first(warp) :][: split.columns, : shape[1]]
+            values = ref[slot][split.first_key(warp) :][: split.columns, : shape[1]]
             out[here, : values.shape[1]] += _product_of_numpy(p[here], values)
         return out
 

@@ -8,20 +8,22 @@ the warp; then all splits' accumulators are read, which are independent loads, a
 import functools
 import math
 import operator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.attention.tiles import ROWS
-from pallas_attn.kernels.lang import threads
+from pallas_attn.kernels.lang import thread_program, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import FOUR, LANES
 from pallas_attn.kernels.lang.types import GmemRef, Index, Predicate
-from pallas_attn.kernels.prefill.plan import Plan, Refs
+from pallas_attn.kernels.prefill.plan import Plan, PrefillRefs
+
+Results = tuple[jax.Array, jax.Array]  # out and lse
+Partials = tuple[jax.Array, jax.Array, jax.Array]  # accumulators, row maxima, row sums
 
 
 class CombineRefs(NamedTuple):
@@ -128,9 +130,7 @@ def _kernel(refs: CombineRefs, out: GmemRef, lse: GmemRef, *, plan: Plan) -> Non
     threads.run(_row, plan, refs, block)
 
 
-def run(
-    plan: Plan, partials: tuple[jax.Array, jax.Array, jax.Array], refs: Refs, into: Any = None
-) -> tuple[jax.Array, jax.Array]:
+def run(plan: Plan, partials: Partials, refs: PrefillRefs, into: Results | None = None) -> Results:
     """out [M, t, N, Hv] and lse [M, N, t] by the partials that a launch of `plan` wrote:
     accumulators, row maxima and row sums. Packed rows go to `into`, where other rows are.
     """
@@ -139,15 +139,11 @@ def run(
         shape((problem.batch, problem.q_len, problem.q_heads, problem.v_head_dim), problem.dtype),
         shape((problem.batch, problem.q_heads, problem.q_len), jnp.float32),
     )
-    kernel = plgpu.kernel(
+    kernel = thread_program.lane_kernel(
         functools.partial(_kernel, plan=plan),
+        grid=-(-plan.result_rows // threads.WARPS),
+        name="prefill_combine",
         out_type=out_type if into is None else (),
-        grid=(-(-plan.result_rows // threads.WARPS),),
-        grid_names=("block",),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-        kernel_name="prefill_combine",
     )
     combined = CombineRefs(*partials, refs.sinks, refs.starts)
     if into is None:

@@ -23,7 +23,7 @@ from pallas_attn.kernels.attention.tiles import limit as attention_limit
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd
 from pallas_attn.kernels.lang.types import Index
 from pallas_attn.kernels.prefill import queries, sm90, tma_producer
-from pallas_attn.kernels.prefill.plan import BLOCKS, Plan, Refs, SequenceKeys, bytes_of
+from pallas_attn.kernels.prefill.plan import BLOCKS, Plan, PrefillRefs, SequenceKeys, bytes_of
 
 Array = jax.Array
 
@@ -113,7 +113,7 @@ def run(inputs: AttentionInputs, problem: AttentionProblem, config: Config) -> t
     """out [B, T, N, Hv] in q's dtype, log-sum-exp float32 [B, N, T]. Jitted, so that a model of
     many layers traces it once. XLA copies K and V where S is above 8 and no multiple of 8.
     """
-    refs = Refs(
+    refs = PrefillRefs(
         q=tma_operands.for_tma(inputs.q),
         k=(tma_operands.for_tma(inputs.k),),
         v=(tma_operands.for_tma(inputs.v),),

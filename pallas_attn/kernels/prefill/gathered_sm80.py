@@ -65,6 +65,7 @@ def smem_bytes(problem: DecodeProblem, config: Config) -> int:
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
 def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
+    assert inputs.v_cache is not None  # latent caches have kernels of their own
     lost = _is_lost(inputs, problem)
     lengths = jnp.where(lost, 0, jnp.maximum(inputs.lengths, 0))
     dense = AttentionInputs(

@@ -14,11 +14,11 @@ from pallas_attn.kernels.flash_fwd.sm90 import Result, mainloop, no_keys
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import Barrier, Index, Predicate, RegisterTile
-from pallas_attn.kernels.prefill.plan import Plan, Refs
+from pallas_attn.kernels.prefill.plan import Plan, PrefillRefs
 from pallas_attn.kernels.prefill.queries import Ending, Unit, WgTile, wg_tile_of
 
 
-def block(refs: Refs, *rest: Any, plan: Plan) -> None:
+def block(refs: PrefillRefs, *rest: Any, plan: Plan) -> None:
     """The work of one block: the kernel's body."""
     *results, smem = rest
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")

@@ -14,13 +14,13 @@ from pallas_attn.kernels.lang.gather import gather
 from pallas_attn.kernels.lang.types import Index, RegisterTile
 
 
-def without_full_tiles(plan: Any, span: Span, begin: Index) -> Span:
-    """The span of a unit, of whose tiles the function may hide keys: in a tree of drafts those from
-    `begin` on, where the newest rows stand; else all.
+def without_full_tiles(span: Span, drafts: Index | None, block_kv: int) -> Span:
+    """The span of a unit, in which no tile is full whose keys the function may hide: in a tree of
+    drafts, which begin at position `drafts`, those from there on; else all.
     """
-    if not plan.tree:
+    if drafts is None:
         return span._replace(full_lo=span.lo, full_hi=span.lo)
-    before = lax.div(jnp.maximum(begin, 0), jnp.int32(plan.config.block_kv))
+    before = lax.div(jnp.maximum(drafts, 0), jnp.int32(block_kv))
     return span._replace(full_hi=jnp.minimum(span.full_hi, before))
 
 

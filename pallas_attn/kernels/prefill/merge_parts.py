@@ -8,16 +8,15 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
 from pallas_attn._call.problem import Into
 from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.attention.tiles import ROWS
-from pallas_attn.kernels.lang import threads
+from pallas_attn.kernels.lang import thread_program, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import FOUR, LANES
-from pallas_attn.kernels.lang.types import GmemRef, Index, Predicate
+from pallas_attn.kernels.lang.types import GmemRef, Index
 from pallas_attn.kernels.prefill import packed, shares
 from pallas_attn.kernels.prefill.plan import Plan
 
@@ -36,14 +35,6 @@ class MergeRefs(NamedTuple):
     own_lse: GmemRef  # float32[M, N, t]
     out: GmemRef = None  # written
     lse: GmemRef = None
-
-
-class _Row(NamedTuple):
-    """The query row and the head of a warp."""
-
-    token: Index  # number among all M * t
-    head: Index
-    exists: Predicate
 
 
 class _Part(NamedTuple):
@@ -69,19 +60,27 @@ class _Partials(NamedTuple):
     most: Index  # the most that any head of the block has
 
 
+class _Merge(NamedTuple):
+    """Values of a warp's row that its merging reads at every level."""
+
+    head: Index
+    columns: list[Index]
+    total: _Totals
+
+
 def _before(ctx: ThreadContext, m: Index) -> _Totals:
     """Sums over the packed sequences before number m."""
     size = packed.table_size(ctx.plan)
     return _Totals(*(ctx.thread.load(ctx.refs.sums, m + n * size, 4) for n in range(2)))
 
 
-def _partials(ctx: ThreadContext, row: _Row, part: _Part, total: _Totals) -> _Partials:
-    (thread, refs, _, plan), tiles = ctx, ctx.plan.tiles
+def _partials(ctx: ThreadContext, merge: _Merge, part: _Part) -> _Partials:
+    (thread, refs, _, plan), tiles, (head, _, total) = ctx, ctx.plan.tiles, merge
     problem, m = plan.problem, part.number
     heads, wgs = problem.kv_heads, plan.config.warpgroups
     start, end = (thread.load(refs.starts, m + n, 4) for n in (0, 1))
     own = part.place - start
-    kv_head, within = row.head // problem.group, row.head % problem.group
+    kv_head, within = head // problem.group, head % problem.group
     wg_tile = own // tiles.head_rows * tiles.head_chunks + within // tiles.tile_heads
     line = within % tiles.tile_heads * tiles.head_rows + own % tiles.head_rows
     q_tiles_before, before, _ = _before(ctx, m)
@@ -103,18 +102,10 @@ def _partials(ctx: ThreadContext, row: _Row, part: _Part, total: _Totals) -> _Pa
     return _Partials(line, count, most)
 
 
-class _Merge(NamedTuple):
-    """Values of a row that its merging reads at every level."""
-
-    row: _Row
-    columns: list[Index]
-    total: _Totals
-
-
 def _merged(ctx: ThreadContext, merge: _Merge, part: _Part, carry: list) -> list:
     """[row max, row sum, columns of the output] with the partials of a part added."""
     (thread, refs, _, plan), columns = ctx, merge.columns
-    at, lane = _partials(ctx, merge.row, part, merge.total), thread.index % LANES
+    at, lane = _partials(ctx, merge, part), thread.index % LANES
     zero, nothing = thread.number(0.0), thread.number(float("-inf"))
     pitch = lane * 0 + plan.config.warpgroups * ROWS << merge.total.dealing.paired
 
@@ -181,17 +172,17 @@ def _warp(ctx: ThreadContext) -> None:
     across = -(-problem.q_heads // threads.WARPS)
     head = block % across * threads.WARPS + thread.index // LANES
     exists = head < problem.q_heads
-    row = _Row(block // across, thread.minimum(head, problem.q_heads - 1), exists)
+    token, head = block // across, thread.minimum(head, problem.q_heads - 1)
     lane, words = thread.index % LANES, problem.v_head_dim // FOUR
     zero = thread.number(0.0)
-    line = (row.token // t * problem.q_heads + row.head) * t + row.token % t
+    line = (token // t * problem.q_heads + head) * t + token % t
     (own_lse,) = thread.load_floats(refs.own_lse, thread.wide(line), 1)
-    at = [row.token + level * tokens for level in range(levels)]
+    at = [token + level * tokens for level in range(levels)]
     parts = [_Part(*(thread.load(ref, n, 4) for ref in (refs.parts, refs.places))) for n in at]
     total = _before(ctx, lane * 0 + problem.batch)
     kept = [lane * 0 + (2 * packed.table_size(plan) + n) for n in shares.AT]
     total = total._replace(dealing=shares.Dealing(*(thread.load(refs.sums, x, 4) for x in kept)))
-    to = (thread.wide(row.token) * problem.q_heads + thread.wide(row.head)) * words
+    to = (thread.wide(token) * problem.q_heads + thread.wide(head)) * words
     columns = [lane + n for n in range(0, words, LANES)]
     inside = [exists & (column < words) for column in columns]
     columns = [thread.minimum(column, words - 1) for column in columns]
@@ -200,7 +191,7 @@ def _warp(ctx: ThreadContext) -> None:
     ]
     own_sum = thread.choose(thread.nothing_yet(own_lse), zero, thread.number(1.0))
     carry = [softmax.to_log2(own_lse), own_sum, *sum(own, [])]
-    merge = _Merge(row, columns, total)
+    merge = _Merge(head, columns, total)
     for part in parts:
 
         def add_part(_: Index, carry: list, part: _Part = part) -> list:
@@ -231,18 +222,13 @@ def run(
     """out [M, t, N, Hv] and lse [M, N, t]: `into` merged with what the launch of `plan` wrote,
     accumulators, row maxima, row sums and the sums of its shares.
     """
-    assert into.out is not None and into.lse is not None
     assert plan.merged is not None
     _, sequences, t = plan.merged
     refs = MergeRefs(*partials, starts, into.parts, into.places, into.out, into.lse)
-    kernel = plgpu.kernel(
+    kernel = thread_program.lane_kernel(
         functools.partial(_kernel, plan=plan),
-        out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (into.out, into.lse)),
-        grid=(sequences * t * -(-plan.problem.q_heads // threads.WARPS),),
-        grid_names=("block",),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-        kernel_name="prefill_merge",
+        grid=sequences * t * -(-plan.problem.q_heads // threads.WARPS),
+        name="prefill_merge",
+        out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (into.out, into.lse)],
     )
     return kernel(refs)

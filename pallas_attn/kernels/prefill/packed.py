@@ -2,7 +2,7 @@
 say. A block counts the q tiles of each sequence when it begins, and looks its units up there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -17,10 +17,10 @@ from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.flash_fwd.sm90 import Result
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
-from pallas_attn.kernels.lang.types import Index, Predicate, SmemRef
+from pallas_attn.kernels.lang.types import Index, Predicate, Ref, SmemRef
 from pallas_attn.kernels.mma import packed_rows
 from pallas_attn.kernels.prefill import queries
-from pallas_attn.kernels.prefill.plan import Plan, Smem, base_scratch
+from pallas_attn.kernels.prefill.plan import Plan, PrefillSmem, base_scratch
 from pallas_attn.kernels.prefill.queries import Ending, Unit, Units, WgTile
 
 PACKED = True
@@ -64,7 +64,7 @@ def count(ctx: ThreadContext) -> None:
     thread.sync()
 
 
-def fill(ctx: KernelContext, wg: Index, program: Callable, refs: Any, at: Any) -> None:
+def fill(ctx: KernelContext, wg: Index, program: Callable, refs: Sequence[Ref], at: Index) -> None:
     """Runs `program`, which fills the tables, by one warpgroup for all."""
 
     @pl.when(wg == 0)
@@ -117,7 +117,7 @@ def partial_tiles(plan: Plan) -> tuple[int, int]:
     return plan.problem.kv_heads, (most + chunks) * warpgroups
 
 
-def scratch(plan: Plan) -> Smem:
+def scratch(plan: Plan) -> PrefillSmem:
     tables = plgpu.SMEM((table_size(plan),), jnp.int32)
     return base_scratch(plan, tables=tables, counted=plgpu.Barrier())
 

@@ -56,7 +56,7 @@ def over_contiguous_keys(problem: DecodeProblem) -> AttentionProblem:
     )
 
 
-def divided(n: Index, by: int) -> Index:
+def divided(n: Index, by: Index) -> Index:
     """`n // by` for numbers that are not negative: Python's, a thread's, or traced ones."""
     return lax.div(n, jnp.int32(by)) if isinstance(n, jax.Array) else n // by
 
@@ -137,7 +137,7 @@ class Plan:
 
     problem: AttentionProblem
     config: Any  # sm90.Config
-    layout: cache_layout.Layout  # the places of keys
+    layout: cache_layout.Layout  # addresses of the keys
     queries: ModuleType  # see the top of this file, as for `producer`
     keys_of: Callable[..., "SequenceKeys"]  # `queries.keys_of`, or `contiguous_sm90.keys_of`
     producer: ModuleType
@@ -216,7 +216,7 @@ class Plan:
         return sequences * self.problem.q_len * self.problem.q_heads
 
 
-class Smem(NamedTuple):
+class PrefillSmem(NamedTuple):
     """Shared memory; `sm90` says who owns it when."""
 
     q: SmemRef = None  # [q tiles, ROWS, ..]
@@ -234,7 +234,7 @@ class Smem(NamedTuple):
     producer: Any = None  # buffers of the producer
 
 
-class Refs(NamedTuple):
+class PrefillRefs(NamedTuple):
     """Global memory."""
 
     q: GmemRef  # [M, t, N, H]; packed [tokens, N, H]
@@ -257,11 +257,11 @@ class Refs(NamedTuple):
     mask_aux: tuple[GmemRef, ...] = ()  # arrays of a function of positions: `functions.flat`
 
 
-def operands(plan: Plan, inputs: DecodeInputs) -> Refs:
+def operands(plan: Plan, inputs: DecodeInputs) -> PrefillRefs:
     """Arrays that the kernel reads. q is copied where t is above 8 and no multiple of 8, which
     Mosaic's TMA would clip.
     """
-    return Refs(
+    return PrefillRefs(
         q=inputs.q if plan.packed else tma_operands.for_tma(inputs.q),
         **plan.producer.operands(plan, inputs),
         lengths=inputs.lengths,
@@ -278,7 +278,7 @@ def operands(plan: Plan, inputs: DecodeInputs) -> Refs:
     )
 
 
-def base_scratch(plan: Plan, **buffers: Any) -> Smem:
+def base_scratch(plan: Plan, **buffers: Any) -> PrefillSmem:
     """Shared memory of a block, described once; `buffers`: those of the query rows."""
     config, dtype, barrier = plan.config, plan.problem.dtype, plgpu.Barrier
     ring = config.stages, config.block_kv
@@ -294,7 +294,7 @@ def base_scratch(plan: Plan, **buffers: Any) -> Smem:
         "turns": barrier(num_barriers=config.warpgroups) if config.in_turn else None,
         "producer": plan.producer.buffers(plan),
     }
-    return Smem(**fields, **buffers)
+    return PrefillSmem(**fields, **buffers)
 
 
 def bytes_of(plan: Plan) -> int:

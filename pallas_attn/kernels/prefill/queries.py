@@ -21,7 +21,7 @@ from pallas_attn.kernels.attention.tiles import (
 from pallas_attn.kernels.flash_fwd.sm90 import Result
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Index, Predicate, RegisterTile, Scalar
-from pallas_attn.kernels.prefill.plan import Plan, SequenceKeys, Smem, base_scratch
+from pallas_attn.kernels.prefill.plan import Plan, PrefillSmem, SequenceKeys, base_scratch
 
 
 class Unit(NamedTuple):
@@ -121,7 +121,8 @@ def unit_at(  # noqa: PLR0913
     if plan.problem.mask_program is not None:
         from pallas_attn.kernels.prefill import mask_functions
 
-        span = mask_functions.without_full_tiles(plan, span, q_offset)
+        drafts = q_offset if plan.tree else None
+        span = mask_functions.without_full_tiles(span, drafts, config.block_kv)
     if "q_lengths" in plan.problem.arrays:
         span = span._replace(hi=jnp.where(count > 0, span.hi, 0))
     span = span._replace(hi=jnp.maximum(span.hi, span.lo))
@@ -197,7 +198,7 @@ def partial_tiles(plan: Plan) -> tuple[int, int]:
     return plan.problem.batch * plan.problem.kv_heads, plan.tiles.padded_wg_tiles
 
 
-def scratch(plan: Plan) -> Smem:
+def scratch(plan: Plan) -> PrefillSmem:
     """Shared memory of a block."""
     out = plan.config.warpgroups, ROWS, plan.v.swizzle // 2
     q_tiles = plan.config.q_slots * plan.config.warpgroups

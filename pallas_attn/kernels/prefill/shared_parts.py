@@ -19,7 +19,7 @@ from pallas_attn.kernels.lang.types import Index
 from pallas_attn.kernels.prefill import kernel, merge_parts, packed, queries, shares
 from pallas_attn.kernels.prefill.plan import (
     Plan,
-    Smem,
+    PrefillSmem,
     base_scratch,
     kernel_of,
     operands,
@@ -36,7 +36,7 @@ def partial_tiles(plan: Plan) -> tuple[int, int]:
     return 1, (most_q_tiles(plan) + plan.grid) * plan.config.warpgroups
 
 
-def scratch(plan: Plan) -> Smem:
+def scratch(plan: Plan) -> PrefillSmem:
     return base_scratch(plan, tables=shares.sums_types(plan), counted=plgpu.Barrier())
 
 

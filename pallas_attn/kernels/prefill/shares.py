@@ -30,7 +30,7 @@ from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import GmemRef, Index, SmemRef
 from pallas_attn.kernels.prefill import packed
-from pallas_attn.kernels.prefill.plan import Plan
+from pallas_attn.kernels.prefill.plan import Plan, divided
 
 LEAST_STEPS = 2  # steps of a block: fewer take no less time
 MOST_IDLE = 16  # one of so many blocks may be idle
@@ -49,15 +49,15 @@ AT = Dealing()
 
 
 class Sums(NamedTuple):
-    q_tiles: (
-        SmemRef  # int32[packed.table_size]: q tiles of a kv head in the sequences before each one
-    )
-    steps: SmemRef  # the same of steps
+    """Running sums over the sequences before each one, int32[packed.table_size]."""
+
+    q_tiles: SmemRef  # q tiles of a kv head
+    steps: SmemRef
     dealing: SmemRef  # int32[3]: `Dealing`
 
 
 class CountRefs(NamedTuple):
-    """Refs that `count` reads, and those that it writes."""
+    """PrefillRefs that `count` reads, and those that it writes."""
 
     starts: GmemRef  # int32[M + 1]
     lengths: GmemRef  # int32[M]
@@ -146,20 +146,16 @@ def share_of(ctx: KernelContext, block: Index) -> Share:
 def blocks_of(dealing: Dealing, q_tiles: Index, steps: Index) -> Index:
     """How many blocks, or pairs of them, share so many steps of so many q tiles, or pairs."""
     grid = dealing.groups
-    whole = _div(grid, _clip(q_tiles, 1, grid)) * q_tiles
+    whole = divided(grid, _clip(q_tiles, 1, grid)) * q_tiles
     idle = _clip(whole * -1 + grid, 0, grid)
     # 1 where so few blocks are idle that it pays, else 0.
-    few = _clip(idle * -1 + (_div(grid, grid * 0 + MOST_IDLE) + 1), 0, 1)
+    few = _clip(idle * -1 + (divided(grid, MOST_IDLE) + 1), 0, 1)
     most = idle * few * (dealing.alone * -1 + 1) * -1 + grid
-    return _clip(_div(steps, steps * 0 + LEAST_STEPS), 1, most)
-
-
-def _div(n: Index, by: Index) -> Index:
-    """For numbers of one thread, and traced ones."""
-    return lax.div(n, by) if isinstance(n, jax.Array) else n // by
+    return _clip(divided(steps, LEAST_STEPS), 1, most)
 
 
 def _clip(n: Index, low: Index, high: Index) -> Index:
+    """Clips numbers as in `divided`."""
     if isinstance(n, jax.Array):
         return jnp.clip(n, low, high)
     return np.minimum(np.maximum(n, low), high)

@@ -58,7 +58,7 @@ from pallas_attn.kernels.prefill import (
 from pallas_attn.kernels.prefill.plan import (
     BLOCKS,
     Plan,
-    Refs,
+    PrefillRefs,
     bytes_of,
     kernel_of,
     operands,
@@ -127,8 +127,8 @@ def _of_one_sequence(problem: DecodeProblem) -> DecodeProblem:
         kind="stacked",
         sequences=1,
         capacities=(max(problem.capacities),),
-        tokens=None,
         q_len=problem.tokens,
+        tokens=None,
         page_size=None,
         pages=None,
     )
@@ -148,8 +148,8 @@ def fastest(plan: Plan, keys: int, most_splits: int = MOST_SPLITS) -> Config:
         (dataclasses.replace(config, splits=n) for config in configs for n in splits),
         key=lambda config: cost(dataclasses.replace(plan, config=config), keys),
     )
-    config = _fitting(plan, config, "q_slots", (config.q_slots, 1))
-    return _in_turn(_fitting(plan, config, "stages", range(6, 1, -1)))
+    config = _fitting(plan, config, q_slots=(config.q_slots, 1))
+    return _in_turn(_fitting(plan, config, stages=range(6, 1, -1)))
 
 
 def _for_shared_parts(problem: DecodeProblem) -> Config:
@@ -159,14 +159,15 @@ def _for_shared_parts(problem: DecodeProblem) -> Config:
     rows = sequences * tokens * problem.q_heads // problem.kv_heads
     dim = max(problem.head_dim, problem.v_head_dim)
     config = _in_turn(Config(1 if rows <= ROWS else 2, 128 if dim <= 128 else 64, q_slots=1))
-    return _fitting(plan_of(problem, config), config, "stages", range(6, 1, -1))
+    return _fitting(plan_of(problem, config), config, stages=range(6, 1, -1))
 
 
-def _fitting(plan: Plan, config: Config, field: str, values: Iterable[int]) -> Config:
-    """The config with the first of these values that fits in shared memory, or as it is."""
-    changes: Iterable[dict[str, Any]] = ({field: value} for value in values)
-    choices = (dataclasses.replace(config, **change) for change in changes)
-    plans = (dataclasses.replace(plan, config=choice) for choice in choices)
+def _fitting(plan: Plan, config: Config, **choices: Iterable[int]) -> Config:
+    """The config with the first value of a field that fits in shared memory, or as it is."""
+    ((field, values),) = choices.items()
+    kwargs: list[dict[str, Any]] = [{field: value} for value in values]
+    configs = (dataclasses.replace(config, **fields) for fields in kwargs)
+    plans = (dataclasses.replace(plan, config=choice) for choice in configs)
     return next((plan.config for plan in plans if bytes_of(plan) <= SMEM_LIMIT), config)
 
 
@@ -221,8 +222,6 @@ def limit(problem: DecodeProblem) -> Limit | None:
             "float16 for both",
             "leave implementation=None",
         )
-    if problem.own is not None:
-        return Limit("own rows have a launch of their own", "leave implementation=None")
     if problem.shared_kv or problem.batch_invariant:
         return Limit("it takes no latent cache and no batch_invariant", "leave implementation=None")
     if (refused := tma_operands.dims_limit(problem)) is not None:
@@ -295,7 +294,7 @@ def launch_over_cache(plan: Plan, inputs: DecodeInputs, into: Results | None) ->
     return launch(plan, operands(plan, inputs), into)
 
 
-def launch(plan: Plan, refs: Refs, into: Results | None = None) -> Results:
+def launch(plan: Plan, refs: PrefillRefs, into: Results | None = None) -> Results:
     """out and lse; `into`: where rows are packed, those of the other rows, which these go to."""
     if plan.config.splits > 1:
         partials = kernel_of(plan, kernel.block, partial_types(plan))(refs)

@@ -25,7 +25,7 @@ REGISTERS_OF_TABLES = {1: (240, 64), 2: (224, 56), 3: (152, 56)}
 
 
 def operands(plan: Plan, inputs: DecodeInputs) -> dict[str, tuple[Operand, ...]]:
-    """Fields of `plan.Refs`."""
+    """Fields of `plan.PrefillRefs`."""
     k, v = zip(*plan.layout.tables(inputs.k_cache, inputs.v_cache), strict=True)
     return {"k": tuple(map(plan.layout.view, k)), "v": tuple(map(plan.layout.view, v))}
 

@@ -155,7 +155,7 @@ class _Tile(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """Refs that `_copy` reads, and those that it writes."""
+    """PrefillRefs that `_copy` reads, and those that it writes."""
 
     tables: tuple[tuple[GmemRef, ...], ...]
     page_table: GmemRef

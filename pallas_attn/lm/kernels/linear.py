@@ -34,7 +34,7 @@ from jax import lax
 
 from pallas_attn._call import gpu_specs
 from pallas_attn.kernels.attention import tma_operands
-from pallas_attn.kernels.attention.plan import Context
+from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Barrier, DType, GmemRef, Index, Operand, SmemRef
 
@@ -181,7 +181,7 @@ def _unit(plan: Plan, block_id: Index, n: Index) -> tuple[Index, Index]:
     return lax.div(unit, splits) * plan.width, lax.rem(unit, splits)
 
 
-def _load(ctx: Context, block_id: Index) -> None:
+def _load(ctx: KernelContext, block_id: Index) -> None:
     """The producer: fills the ring with the weight, waits for x, and goes on with both."""
     plan, refs, smem = ctx
     config, stages, rows = plan.config, jnp.int32(smem.w.shape[0]), _padded(plan.problem)
@@ -221,7 +221,7 @@ def _load(ctx: Context, block_id: Index) -> None:
     lax.fori_loop(0, total, step, None)
 
 
-def _compute(ctx: Context, block_id: Index) -> None:
+def _compute(ctx: KernelContext, block_id: Index) -> None:
     """The consumer: multiplies, and stores a unit's result while the next one is computed."""
     plan, refs, smem = ctx
     stages = jnp.int32(smem.w.shape[0])
@@ -265,7 +265,7 @@ def _compute(ctx: Context, block_id: Index) -> None:
 
 def _kernel(refs: LinearRefs, out: GmemRef, smem: LinearSmem, *, plan: Plan) -> None:
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
-    ctx = Context(plan, refs._replace(out=out), smem)
+    ctx = KernelContext(plan, refs._replace(out=out), smem)
     pl.when(wg == 1)(functools.partial(_load, ctx, block_id))
     pl.when(wg == 0)(functools.partial(_compute, ctx, block_id))
 
