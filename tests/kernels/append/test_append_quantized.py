@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn._call import device
+from pallas_attn._call import device, reference
 from pallas_attn._call.problem import AppendInputs, AppendProblem
 from pallas_attn.kernels.append import copy as append_copy
 from pallas_attn.kernels.append import plan as append_plan
@@ -99,7 +99,7 @@ def test_rows_on_the_gpu(rng, dim, dtype, rows_dtype):
 @pytest.mark.parametrize("dtype", LARGEST)
 def test_the_reference_makes_the_same_bytes_on_the_gpu(rng, dtype):
     rows = awkward_rows(rng)
-    got = jax.jit(pa.reference.quantize, static_argnums=1)(rows, dtype)
+    got = jax.jit(reference.quantize, static_argnums=1)(rows, dtype)
     assert_same_bytes(got, quantized(rows, dtype))
 
 

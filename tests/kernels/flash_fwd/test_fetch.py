@@ -169,7 +169,7 @@ def test_a_device_fetches_from_itself(monkeypatch, name, order):
     def on_itself(refs, _, devices):
         return (refs,) * (devices - 1)
 
-    monkeypatch.setattr(fetch.mosaic, "on_peers", on_itself)
+    monkeypatch.setattr(fetch.peer_memory, "on_peers", on_itself)
     shards, device, keys, context = 4, 2, 8192, pa.Context("cp", order)
     masks = {"full": pa.FULL, "window": pa.sliding_window(3000), "ahead": pa.Mask(right=1500)}
     mask, rows = masks.get(name, pa.CAUSAL), keys // shards // context.chunks
