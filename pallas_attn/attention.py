@@ -256,7 +256,7 @@ def _kernel_attention(
     backward's kernel is chosen when there is one.
     """
     del implementation
-    return batching.kept(batching.attention, chosen, problem, inputs)
+    return batching.compiled_once(batching.attention, chosen, problem, inputs)
 
 
 def _kernel_forward(chosen, problem, implementation, inputs):
@@ -272,7 +272,7 @@ def _kernel_backward(chosen, problem, implementation, residuals, cotangents):
     problem = dataclasses.replace(problem, op="flash_backward")
     chosen = dispatch.select(problem, implementation)
     residuals = (*residuals, *cotangents)
-    return (batching.kept(batching.attention_backward, chosen, problem, residuals),)
+    return (batching.compiled_once(batching.attention_backward, chosen, problem, residuals),)
 
 
 _kernel_attention.defvjp(_kernel_forward, _kernel_backward)

@@ -21,7 +21,7 @@ def attend(
     chosen = dispatch.select(problem, implementation)
     if chosen.name == "reference":
         return chosen.run(inputs, problem)
-    return batching.kept(batching.decode, chosen, problem, inputs)
+    return batching.compiled_once(batching.decode, chosen, problem, inputs)
 
 
 def attend_merged(
@@ -32,7 +32,7 @@ def attend_merged(
     """
     if 0 in problem.out_shape or (chosen := dispatch.merging(problem, implementation)) is None:
         return None
-    return batching.kept(batching.decode, chosen, problem, inputs)
+    return batching.compiled_once(batching.decode, chosen, problem, inputs)
 
 
 def implementation_of(problem: DecodeProblem, implementation: str | None) -> str:

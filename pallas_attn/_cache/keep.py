@@ -61,7 +61,7 @@ def _moved(inputs: KeepInputs, problem: KeepProblem, implementation: str | None)
     chosen = dispatch.select(problem, implementation)
     if chosen.name == "reference":
         return chosen.run(inputs, problem)
-    return batching.kept(batching.keep, chosen, problem, inputs)
+    return batching.compiled_once(batching.keep, chosen, problem, inputs)
 
 
 def copy_page(pool: Array, source: Array, target: Array, axes: int) -> Array:

@@ -27,7 +27,7 @@ def rows_into(
         return Caches(inputs.k_cache, inputs.v_cache, inputs.k_scale, inputs.v_scale)
     if chosen.name == "reference":
         return chosen.run(_changed_first(inputs, problem), problem)
-    return batching.kept(batching.append, chosen, problem, inputs)
+    return batching.compiled_once(batching.append, chosen, problem, inputs)
 
 
 def _changed_first(inputs: AppendInputs, problem: AppendProblem) -> AppendInputs:

@@ -13,7 +13,7 @@ two are static.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,31 +42,36 @@ Named = dict[str, Array]
 Operation = Callable[..., Results]  # one of the functions below that take a kernel
 
 
-def kept(operation: Operation, kernel: Chosen, problem: Problem, inputs: Inputs) -> Results:
-    """`operation(kernel, problem, inputs)`, one of the functions below. Outside of jit, where
-    nothing is traced, by a program that is kept: else each call would trace and compile its kernel.
+def compiled_once(operation: Operation, kernel: Chosen, problem: Problem, inputs: Inputs) -> Results:
+    """`operation(kernel, problem, inputs)`, one of the functions below, as an inner `jax.jit` whose
+    key is all that decides the launches: so a program traces, lowers and compiles a kernel once,
+    however often it calls it.
     """
     leaves, tree = jax.tree.flatten(inputs)
-    if any([isinstance(leaf, jax.core.Tracer) for leaf in leaves]):
-        return operation(kernel, problem, inputs)
-    if config.observer.get() is not None or device.overlaps():  # no key of jit's has these
+    if config.observer.get() is not None:  # no key has what it forces or watches
         return operation(kernel, problem, inputs)
     static = tuple(leaf if isinstance(leaf, int) else None for leaf in leaves)
     arrays = [leaf for leaf in leaves if not isinstance(leaf, int)]
-    return _program(operation, kernel, problem, (tree, static), arrays)
+    key = _Key(operation, kernel, problem, tree, static, device.overlaps())
+    return _program(key, arrays)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _program(
-    operation: Operation,
-    kernel: Chosen,
-    problem: Problem,
-    structure: tuple[Any, tuple[int | None, ...]],
-    arrays: list[Array],
-) -> Results:
-    (tree, static), rest = structure, iter(arrays)
-    leaves = [next(rest) if leaf is None else leaf for leaf in static]
-    return operation(kernel, problem, jax.tree.unflatten(tree, leaves))
+class _Key(NamedTuple):
+    """The static part of a call."""
+
+    operation: Operation
+    kernel: Chosen
+    problem: Problem
+    tree: jax.tree_util.PyTreeDef  # of the inputs
+    ints: tuple[int | None, ...]  # leaves of the inputs that are static, None for arrays
+    overlaps: bool
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _program(key: _Key, arrays: list[Array]) -> Results:
+    rest = iter(arrays)
+    leaves = [next(rest) if leaf is None else leaf for leaf in key.ints]
+    return key.operation(key.kernel, key.problem, jax.tree.unflatten(key.tree, leaves))
 
 
 # ---- attention -----------------------------------------------------------------------------------

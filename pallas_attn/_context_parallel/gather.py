@@ -78,7 +78,8 @@ def _fetched(split: Split, inputs: AttentionInputs) -> tuple[Array, Array] | Non
         kernel = dispatch.kernel_of(dispatch.select(problem, split.implementation))
     if kernel is None or not (kernel.shares_keys(problem) and kernel.fetches(problem)):
         return None
-    return batching.attention(dispatch.select(problem, split.implementation), problem, held)
+    chosen = dispatch.select(problem, split.implementation)
+    return batching.compiled_once(batching.attention, chosen, problem, held)
 
 
 # ---- how far keys move ---------------------------------------------------------------------------

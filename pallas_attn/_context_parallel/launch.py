@@ -192,7 +192,7 @@ def forward(split: Split, launch: Launch) -> tuple[Array, Array]:
     chosen, problem, inputs = _selected(split, "flash_forward", launch)
     if chosen.name == "reference":
         return chosen.run(inputs, problem)
-    return batching.attention(chosen, problem, inputs)
+    return batching.compiled_once(batching.attention, chosen, problem, inputs)
 
 
 def backward(split: Split, launch: Launch, rows: Rows) -> Floats:
@@ -204,7 +204,10 @@ def backward(split: Split, launch: Launch, rows: Rows) -> Floats:
         gradients = derivative(chosen, problem, inputs, rows)
     else:
         chosen, problem, inputs = _selected(split, "flash_backward", launch)
-        gradients = batching.attention_backward(chosen, problem, (inputs, *rows)).named()
+        residuals = (inputs, *rows)
+        gradients = batching.compiled_once(
+            batching.attention_backward, chosen, problem, residuals
+        ).named()
     share = launch.inputs.q.shape[0] // launch.inputs.k.shape[0]
     for name in ("k", "v"):  # a sum over the batch rows that have read it
         parts = gradients[name]

@@ -106,8 +106,10 @@ def test_vmap_over_q_alone_folds_into_the_heads():
     assert seen[-1] == ((B, T, X * N, H), (B, S, K, H), X * N)  # keys and values as they were
 
 
-def test_outside_of_jit_a_program_is_kept():
-    """But where somebody looks at the choice of a configuration, or makes it."""
+def test_a_kernel_is_traced_once():
+    """In jit and outside, except where somebody watches the choice of a configuration or forces
+    one.
+    """
     q, k, v = (x[0] for x in qkv(1, B))
     problem, inputs = bind.attention(q, k, v, PLAIN)
     traced = []
@@ -117,16 +119,16 @@ def test_outside_of_jit_a_program_is_kept():
             traced.append(problem)
             return REFERENCE.run(inputs, problem)
 
-    call = functools.partial(batching.kept, batching.attention, Spy(), problem)
+    call = functools.partial(batching.compiled_once, batching.attention, Spy(), problem)
     assert_same(call(inputs), wanted(q, k, v))
     assert_same(call(inputs._replace(q=q + 1)), wanted(q + 1, k, v))
+    jax.jit(lambda inputs: (call(inputs), call(inputs)))(inputs)
     assert len(traced) == 1
     with config.forced("flash_fwd_sm90", {}):
         call(inputs)
     with config.watched():
         call(inputs)
-    jax.jit(call)(inputs)
-    assert len(traced) == 4
+    assert len(traced) == 3
 
 
 def test_nested_vmap():
