@@ -141,7 +141,8 @@ class Mask:
     @property
     def arrives(self) -> tuple[str, ...]:
         """The sides of a static mask whose bounds arrive at run time."""
-        return tuple(side for side in SIDES if getattr(self, side) is AT_RUN_TIME)
+        sides = ("left", self.left), ("right", self.right)
+        return tuple([side for side, bound in sides if bound is AT_RUN_TIME])
 
     @property
     def widest(self) -> "Mask":
@@ -487,5 +488,5 @@ def _maximum(a: Position, b: Position) -> Position:
     return (jnp if _is_jax(a, b) else np).maximum(a, b)
 
 
-def _is_jax(*values: Position) -> bool:
-    return any(isinstance(value, jax.Array) for value in values)
+def _is_jax(a: Position, b: Position) -> bool:
+    return isinstance(a, jax.Array) or isinstance(b, jax.Array)

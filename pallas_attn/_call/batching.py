@@ -42,7 +42,9 @@ Named = dict[str, Array]
 Operation = Callable[..., Results]  # one of the functions below that take a kernel
 
 
-def compiled_once(operation: Operation, kernel: Chosen, problem: Problem, inputs: Inputs) -> Results:
+def compiled_once(
+    operation: Operation, kernel: Chosen, problem: Problem, inputs: Inputs
+) -> Results:
     """`operation(kernel, problem, inputs)`, one of the functions below, as an inner `jax.jit` whose
     key is all that decides the launches: so a program traces, lowers and compiles a kernel once,
     however often it calls it.
@@ -50,9 +52,9 @@ def compiled_once(operation: Operation, kernel: Chosen, problem: Problem, inputs
     leaves, tree = jax.tree.flatten(inputs)
     if config.observer.get() is not None:  # no key has what it forces or watches
         return operation(kernel, problem, inputs)
-    static = tuple(leaf if isinstance(leaf, int) else None for leaf in leaves)
+    ints = tuple([leaf if isinstance(leaf, int) else None for leaf in leaves])
     arrays = [leaf for leaf in leaves if not isinstance(leaf, int)]
-    key = _Key(operation, kernel, problem, tree, static, device.overlaps())
+    key = _Key(operation, kernel, problem, tree, ints, device.asked_to_overlap.get())
     return _program(key, arrays)
 
 
@@ -62,9 +64,9 @@ class _Key(NamedTuple):
     operation: Operation
     kernel: Chosen
     problem: Problem
-    tree: jax.tree_util.PyTreeDef  # of the inputs
+    tree: jax.tree_util.PyTreeDef  # structure of the inputs
     ints: tuple[int | None, ...]  # leaves of the inputs that are static, None for arrays
-    overlaps: bool
+    overlaps: bool  # `device.overlapping` holds
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -32,7 +32,7 @@ def assume(generation: str | None) -> Iterator[None]:
         _assumed.reset(token)
 
 
-_overlapping: contextvars.ContextVar[bool] = contextvars.ContextVar(
+asked_to_overlap: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "pallas_attn_overlapping", default=False
 )
 
@@ -43,16 +43,16 @@ def overlapping() -> Iterator[None]:
     (programmatic dependent launch). A profiler then counts the time that they wait, which is why it
     is not the default.
     """
-    token = _overlapping.set(True)
+    token = asked_to_overlap.set(True)
     try:
         yield
     finally:
-        _overlapping.reset(token)
+        asked_to_overlap.reset(token)
 
 
 def overlaps() -> bool:
     """Whether `overlapping` holds, on a GPU that can: sm90 and later."""
-    generation = gpu_generation() if _overlapping.get() else None
+    generation = gpu_generation() if asked_to_overlap.get() else None
     return generation is not None and gpu_specs.number(generation) >= 90
 
 

@@ -439,7 +439,7 @@ def test_overlapping_reaches_what_is_lowered_later(axes):
     seen, mesh = [], jax.make_mesh((2,), ("tp",), (jax.sharding.AxisType.Auto,))
 
     def run(x):
-        seen.append(_device._overlapping.get())
+        seen.append(_device.asked_to_overlap.get())
         return (x + 1,)
 
     def over_devices(x):
