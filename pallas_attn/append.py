@@ -30,7 +30,7 @@ def write_kv[Cache: KVCache](  # noqa: PLR0913
     *,
     starts: Array | None = None,
     parents: Array | DraftTree | None = None,
-    layer: int | Array = 0,
+    layer: int | Array | None = None,
     rotary: Rotary | None = None,
     norm: RMSNorm | None = None,
     implementation: str | None = None,
@@ -53,8 +53,8 @@ def write_kv[Cache: KVCache](  # noqa: PLR0913
       parents: where the rows are drafts that form a tree, the draft that each follows, as in
         `decode_attention`: `rotary` turns a draft by its position in the tree. Rows are written one
         behind the other all the same.
-      layer: which layer: an int or a traced int32. Outside of the cache's layers nothing is
-        written.
+      layer: which layer: an int or a traced int32 (outside of the cache's layers nothing is
+        written). It may be left out where the cache has one.
       rotary, norm: applied to the rows of K on their way, in the same launch: first the norm, then
         the rotation by each row's position in its sequence; in float32, and rounded once, to the
         cache's dtype. `decode_attention` takes the same for q.
@@ -64,10 +64,11 @@ def write_kv[Cache: KVCache](  # noqa: PLR0913
       The cache with those rows written and nothing else touched. Inside jit, with the cache donated
       or in a loop's carry, the buffers are updated in place.
     """
-    rows = _rows(cache, k, v, packed=starts is not None)
+    rows, unchecked = _rows(cache, k, v, packed=starts is not None), starts
     if starts is not None:
         starts = checks.row_starts("starts", starts, rows.k.shape[0], cache.num_sequences)
-    return _write(cache, rows, _Options(starts, parents, layer, rotary, norm, implementation))
+    options = _Options(starts, parents, layer, rotary, norm, implementation, unchecked)
+    return _write(cache, rows, options)
 
 
 class _Rows(NamedTuple):
@@ -83,17 +84,18 @@ class _Options(NamedTuple):
 
     starts: Array | None
     parents: Array | DraftTree | None
-    layer: int | Array
+    layer: int | Array | None
     rotary: Rotary | None
     norm: RMSNorm | None
     implementation: str | None
+    unchecked: Array | None  # starts before they were checked
 
 
 def _write[Cache: KVCache](cache: Cache, rows: _Rows, options: _Options) -> Cache:
     """`write_kv` of rows and starts that are checked."""
     change, arrays = change_of(cache, options.rotary, options.norm, rows.facts.head_dim)
     if options.parents is not None:
-        k = _in_tree(cache, rows.k, options.parents, (change, arrays), options.starts)
+        k = _in_tree(cache, rows.k, options, (change, arrays))
         rows, change, arrays = rows._replace(k=k), None, {}
     start = cache.lengths
     new_lengths: Array | None = cache.new_lengths
@@ -126,22 +128,23 @@ def _write[Cache: KVCache](cache: Cache, rows: _Rows, options: _Options) -> Cach
 
 
 def _in_tree(
-    cache: KVCache,
-    k: Array,
-    parents: Array | DraftTree,
-    by: tuple[Change | None, dict[str, Array]],
-    starts: Array | None,
+    cache: KVCache, k: Array, options: _Options, by: tuple[Change | None, dict[str, Array]]
 ) -> Array:
     """Rows of K that are drafts of a tree, normed and rotated by their places in it."""
-    (change, arrays), begin = by, cache.lengths - jnp.maximum(cache.new_lengths, 0)
+    parents: Any = options.parents
+    starts, wrong, (change, arrays) = options.starts, None, by
+    begin = cache.lengths - jnp.maximum(cache.new_lengths, 0)
     if starts is None:
         tree, begin = trees.of(parents, *k.shape[:2]), begin[:, None]
     else:
-        tree = trees.of_packed(parents, starts, k.shape[0])
+        tree = trees.of_packed(parents, starts, k.shape[0], options.unchecked)
+        wrong = trees.of_other_rows(tree, starts, options.unchecked)
         owners = owner_of_rows(starts, k.shape[0])
         begin = begin[jnp.clip(owners, 0, cache.num_sequences - 1)]
     if change is None:
         return k
+    if wrong is not None:
+        k = jnp.where(wrong[:, None, None], jnp.nan, k)
     return changed(_as_kept(cache, k), begin + tree.depth, change, arrays)
 
 
@@ -179,6 +182,7 @@ def _placed(
     exists = owned & (within < new) & (begins >= 0)
     positions = jnp.where(exists, begins + within, -1)
     if cache.context is not None:
+        blocks.check_split(cache.context, cache.k)
         if change is not None:  # by positions in the sequence, not those in a device's block
             k = changed(_as_kept(cache, rows.k), positions, change, arrays)
             rows, change = rows._replace(k=k), None
@@ -213,12 +217,12 @@ def append_kv[Cache: KVCache](  # noqa: PLR0913
       The cache, its lengths moved and the rows in it, in place as in `write_kv`. Rows past a
       sequence's capacity are dropped and counted: `cache.overflowed`.
     """
-    rows = _rows(cache, k, v, packed=starts is not None)
-    if rows.facts.layers not in (None, 1):
-        raise ValueError(
-            f"cache: append_kv serves a cache of one layer, got {rows.facts.layers} layers; take "
-            "the rows once with cache.extend(t), then write_kv(cache, k, v, layer=l) for each layer"
-        )
+    rows, unchecked = _rows(cache, k, v, packed=starts is not None), starts
+    checks.only_layer(
+        rows.facts.layers,
+        "take the rows once with cache.extend(t), then write_kv(cache, k, v, layer=l) for each "
+        "layer",
+    )
     taken: int | Array
     if starts is not None:
         if new_lengths is not None:
@@ -234,7 +238,7 @@ def append_kv[Cache: KVCache](  # noqa: PLR0913
         counts = checks.int_vector("new_lengths", new_lengths, sequences, meaning)
         assert counts is not None
         taken = jnp.minimum(counts, rows.k.shape[1])
-    options = _Options(starts, parents, 0, rotary, norm, implementation)
+    options = _Options(starts, parents, None, rotary, norm, implementation, unchecked)
     return _write(cache.extend(taken), rows, options)
 
 

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from pallas_attn._autodiff import score_gradients
-from pallas_attn._call import batching, bind, checks, dispatch
+from pallas_attn._call import batching, bind, checks, dispatch, sharding
 from pallas_attn._call.bind import AttentionOptions
 from pallas_attn._call.kernel import Chosen
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
-from pallas_attn._context_parallel import attention, heads, launch
+from pallas_attn._context_parallel import attention, heads
 from pallas_attn._context_parallel.layout import Split
 from pallas_attn.context import Context, checked, shards_of
 from pallas_attn.errors import Limit, UnsupportedError
@@ -230,7 +230,9 @@ def _attend_over_devices(
 ) -> tuple[Array, Array]:
     """`_attend` for this device's rows of a sequence that several devices have."""
     split = Split(problem, implementation, context, shards_of(context))
-    launch.check_functions(split)
+    how = f"split it by in_specs, as P(None, {context.axis!r}), or leave context out"
+    for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
+        sharding.check_split(context.axis, name, x, how)
     if context.method != "heads":
         return attention.attend(split, inputs)
     problem, inputs = heads.by_heads(split, inputs)

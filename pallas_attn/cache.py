@@ -192,7 +192,8 @@ class KVCache:
     @property
     def capacities(self) -> tuple[int, ...]:
         """Rows that each sequence can hold (of a PagedCache: if the pool has the pages), on all
-        devices together.
+        devices together: those that `create` was asked for, rounded up to what the buffers hold,
+        as whole pages.
         """
         if self.context is None:
             return self.held
@@ -223,6 +224,12 @@ class KVCache:
 
         Rows are split as the cache's `context` says, all else is whole on each device.
         """
+        for name, axes in (("heads", heads), ("sequences", sequences)):
+            several = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+            if not all([isinstance(axis, str) and axis for axis in several]):
+                raise ValueError(
+                    f"{name}: expected a mesh axis's name, a tuple of names or None, got {axes!r}"
+                )
         if sequences is not None and self.kind != "stacked":
             raise ValueError(
                 f"sequences: expected None for a {type(self).__name__}, whose sequences are no "
@@ -513,8 +520,9 @@ class PagedCache(KVCache):
         shared_kv: bool = False,
     ) -> "PagedCache":
         """An empty cache over a pool of `pages` pages of `page_size` rows. `capacity`: rows that
-        one sequence can hold at most (default: the whole pool, less than 2**31 rows of it). The
-        other arguments are those of `PerSequenceCache.create`.
+        one sequence can hold at most (default: the whole pool, less than 2**31 rows of it), rounded
+        up to whole pages: `capacities` tells. The other arguments are those of
+        `PerSequenceCache.create`.
         """
         checks.positive(
             num_sequences=num_sequences, pages=pages, page_size=page_size, kv_heads=kv_heads

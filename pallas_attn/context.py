@@ -50,7 +50,7 @@ class Context:
     overlap: bool = True
 
     def __post_init__(self):
-        if not isinstance(self.axis, str):
+        if not isinstance(self.axis, str) or not self.axis:
             raise ValueError(f"Context(axis=...): expected a mesh axis's name, got {self.axis!r}")
         for name, choices in (("order", ORDERS), ("method", METHODS)):
             value = getattr(self, name)

@@ -21,7 +21,7 @@ def decode_attention(  # noqa: PLR0913
     *,
     starts: Array | None = None,
     parents: Array | DraftTree | None = None,
-    layer: int | Array = 0,
+    layer: int | Array | None = None,
     mask: Mask | MaskFunction = CAUSAL,
     scale: float | None = None,
     softcap: float | None = None,
@@ -63,8 +63,8 @@ def decode_attention(  # noqa: PLR0913
         layers decode one step, `DraftTree.create(parents, starts)` finds the ancestors once for all
         of them; it may also be told how many drafts a sequence has at most, so that longer ones
         are prompts.
-      layer: which layer of a cache that holds several: an int or a traced int32 (one that the cache
-        does not have gives NaN).
+      layer: which layer of a cache: an int or a traced int32 (one that the cache does not have
+        gives NaN). It may be left out where the cache has one.
       mask: `CAUSAL`, `sliding_window(n)` or any `Mask`; or a function of positions, `mask_fn(f)`,
         which is called with the number of the sequence. Positions are those of the sequence.
         Combine a function with a band, `CAUSAL & mask_fn(f)`: keys outside of it are not read. With
@@ -102,7 +102,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
     *,
     starts: Array | None = None,
     parents: Array | DraftTree | None = None,
-    layer: int | Array = 0,
+    layer: int | Array | None = None,
     mask: Mask | MaskFunction = CAUSAL,
     scale: float | None = None,
     softcap: float | None = None,

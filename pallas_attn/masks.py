@@ -384,7 +384,8 @@ def mask_fn(f: Callable[..., Any], *aux: ArrayLike) -> MaskFunction:
 
     The four are int32 scalars. Positions are those of `Mask` (q counts from `q_offset`); under
     `jax.shard_map` all four count the device's own part, with a `Context` positions are in the
-    whole sequence. `aux` are arrays that f reads at scalar positions, clipped to the array. f is
+    whole sequence. `aux` are arrays that f reads at scalar positions, clipped to the array (below 0
+    from its end, as NumPy's); read at b, h, q or kv itself, an array needs a number for each. f is
     traced once, here: Python numbers are static, a captured array is like one of `aux`, and a
     captured traced array is a ValueError. The result is bool. The Recipes page lists what f may
     contain.
@@ -437,11 +438,12 @@ def aux_arrays(what: str, f: Callable[..., Any], aux: tuple[ArrayLike, ...]) -> 
     for number, value in enumerate(aux):
         try:
             x = jnp.asarray(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             kind = type(value).__name__
             raise ValueError(
                 f"{what}: aux: expected arrays, got {kind} as number {number}"
             ) from None
+        _refuse_wide(what, number, value)
         real = not jnp.issubdtype(x.dtype, jnp.complexfloating)
         if 0 in x.shape or not (jnp.issubdtype(x.dtype, jnp.number) and real or x.dtype == bool):
             raise ValueError(
@@ -454,6 +456,20 @@ def aux_arrays(what: str, f: Callable[..., Any], aux: tuple[ArrayLike, ...]) -> 
     return arrays
 
 
+def _refuse_wide(what: str, number: int, value: ArrayLike) -> None:
+    """ValueError for integers that lose bits as int32, if they are known."""
+    if isinstance(value, jax.core.Tracer) or not getattr(value, "is_fully_addressable", True):
+        return
+    if getattr(value, "dtype", None) in (np.dtype(np.int64), np.dtype(np.uint64)):
+        x = np.asarray(value)
+        if not in_int32(x):
+            raise ValueError(
+                f"{what}: aux: expected integers that int32 holds, got {x.dtype}{list(x.shape)} as "
+                f"number {number}, from {x.min()} to {x.max()}; np.unique(x, return_inverse=True)"
+                "[1] are smaller ones that are equal where these are"
+            )
+
+
 def traced_bound(what: str, value: jax.Array) -> jax.Array:
     """An int32 scalar within +-(2**30 - 1)."""
     if not jnp.issubdtype(value.dtype, jnp.integer) or value.shape != ():
@@ -462,6 +478,12 @@ def traced_bound(what: str, value: jax.Array) -> jax.Array:
             f"{value.dtype}{list(value.shape)}: one bound serves all sequences and heads"
         )
     return saturated(value).clip(1 - LONGEST, LONGEST - 1)
+
+
+def in_int32(x: np.ndarray) -> bool:
+    """Whether int32 holds all of some integers."""
+    held = np.iinfo(np.int32)
+    return not x.size or held.min <= int(x.min()) and int(x.max()) <= held.max
 
 
 def saturated(x: Position) -> Position:

@@ -4,6 +4,8 @@ Attention then reads the keys of a sequence in parts (`_cache/attend_in_parts.py
 """
 
 import dataclasses
+import functools
+import operator
 from typing import NamedTuple
 
 import jax
@@ -54,7 +56,7 @@ class Members(NamedTuple):
         return cls(starts * tokens, rows, parts, places.reshape(by_row))
 
 
-@jax.tree_util.register_dataclass
+@functools.partial(jax.tree_util.register_dataclass, drop_fields=("searched",))
 @dataclasses.dataclass(frozen=True)
 class SharedPrefixes:
     """The pages of a PagedCache that several sequences have in common from their first one on, as
@@ -64,7 +66,9 @@ class SharedPrefixes:
     It is made once in a step, after `extend`, and serves all layers. `tokens`: the t of q; only
     whole pages before these newest rows count. `levels`: how many times sequences may part: 1 finds
     what the forks of one sequence share, 2 also a system prompt that stands before groups of them.
-    Whatever the page tables say, decoding gives the same up to rounding.
+    Whatever the page tables say, decoding gives the same up to rounding, also over another state of
+    the cache: a sequence that no longer has the shared pages before its newest rows reads all that
+    it has by itself.
     """
 
     members: Members
@@ -72,7 +76,12 @@ class SharedPrefixes:
     page_table: Array  # int32[parts, W]
     own_lengths: Array  # int32[M]: rows of each sequence that are in no part
     own_page_table: Array  # int32[M, W]
+    covered: Array  # int32[M]: entries of each sequence's page table that its parts have
+    of_page_table: Array  # int32[M, W] of the cache that was searched: a copy, as it may be donated
     tokens: int = dataclasses.field(metadata={"static": True})
+    page_size: int = dataclasses.field(metadata={"static": True})
+    # Lengths and page table that were searched, to know them again within a step. No leaves.
+    searched: tuple[Array, Array] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +138,47 @@ def find(cache: Cache, tokens: int, levels: int) -> SharedPrefixes:
         _shifted(table[leader], first, count),
         cache.lengths - skipped * size,
         _shifted(table, skipped, jnp.full(sequences, width, jnp.int32)),
+        skipped,
+        jnp.copy(table),
         tokens,
+        size,
+        (cache.lengths, table),
+    )
+
+
+def for_state(shared: SharedPrefixes, lengths: Array, page_table: Array) -> SharedPrefixes:
+    """The shared prefixes for these lengths and this page table of the cache: the layers of a step
+    have the arrays that were searched, any others are compared with them.
+    """
+    now = (lengths, page_table)
+    if shared.searched is not None and all(map(operator.is_, shared.searched, now)):
+        return shared
+    return _renewed(shared, lengths, page_table)
+
+
+@jax.jit
+def _renewed(shared: SharedPrefixes, lengths: Array, page_table: Array) -> SharedPrefixes:
+    """Sequences keep their parts where these are still the first pages of their page table and
+    lie before their newest rows; the others have none.
+    """
+    (sequences, width), size = page_table.shape, shared.page_size
+    entry = jnp.arange(width, dtype=jnp.int32)
+    beyond = entry[None] >= shared.covered[:, None]
+    kept = (beyond | (page_table == shared.of_page_table)).all(axis=1)
+    kept &= lengths - shared.tokens >= shared.covered * size  # both at least 0, or covered is 0
+    kept &= lengths <= width * size
+    covered = jnp.where(kept, shared.covered, 0)
+    by_row = jnp.broadcast_to(kept[:, None], (sequences, shared.tokens)).reshape(-1)
+    members = shared.members
+    return dataclasses.replace(
+        shared,
+        members=members._replace(
+            parts=jnp.where(by_row, members.parts, -1),
+            places=jnp.where(by_row, members.places, -1),
+        ),
+        own_lengths=lengths - covered * size,
+        own_page_table=_shifted(page_table, covered, jnp.full(sequences, width, jnp.int32)),
+        covered=covered,
     )
 
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_attn._call import checks
@@ -21,7 +22,8 @@ WORD = 32  # bits of a word
 @dataclasses.dataclass(frozen=True, eq=False)
 class DraftTree:
     """The drafts that each draft of a sequence sees: itself and its ancestors. A pytree, made once
-    a step and used by every layer.
+    a step and used by every layer, with the starts that it was made with: a call with others is a
+    ValueError if both are known, else NaN for the sequences that have other rows.
 
     Draft i of a sequence is row i of its t newest rows. A draft whose parent is no earlier draft
     follows the sequence itself; there may be several.
@@ -33,6 +35,8 @@ class DraftTree:
     # bits set.
     bits: Array
     depth: Array  # int32[M, t] or int32[tokens]: number of ancestors
+    starts: Array | None = None  # int32[M + 1] of packed rows, as they were checked
+    unchecked: ArrayLike | None = None  # the same as they came, to know them again; no leaf
 
     @classmethod
     def create(
@@ -72,15 +76,19 @@ class DraftTree:
         rows = parents.shape[0]
         checks.positive(none=True, drafts_most=drafts_most)
         drafts = rows if drafts_most is None else min(drafts_most, rows)
-        first, within, count = _owned(checks.row_starts("starts", starts, rows), rows)
+        checked = checks.row_starts("starts", starts, rows)
+        first, within, count = _owned(checked, rows)
         in_tree = count <= drafts
         own = jnp.where(in_tree & (within >= 0), within, 0)
         after = jnp.where(in_tree & (parents >= 0) & (parents < within), first + parents, -1)
         bits, depth = _of_ancestors(own, after, max(drafts, 1))
-        return cls(jnp.where(in_tree[:, None], bits, -1), jnp.where(in_tree, depth, within))
+        bits, depth = jnp.where(in_tree[:, None], bits, -1), jnp.where(in_tree, depth, within)
+        return cls(bits, depth, checked, starts)
 
 
-jax.tree_util.register_dataclass(DraftTree, data_fields=["bits", "depth"], meta_fields=[])
+jax.tree_util.register_dataclass(
+    DraftTree, data_fields=["bits", "depth", "starts"], meta_fields=[], drop_fields=["unchecked"]
+)
 
 
 def _of_ancestors(row: Array, after: Array, drafts: int) -> tuple[Array, Array]:
@@ -120,16 +128,47 @@ def _owned(starts: Array, rows: int) -> tuple[Array, Array, Array]:
     )
 
 
-def of_packed(value: ArrayLike | DraftTree, starts: Array, rows: int) -> DraftTree:
-    """The tree of `parents=` of a call with packed rows."""
+def of_packed(
+    value: ArrayLike | DraftTree, starts: Array, rows: int, unchecked: ArrayLike | None
+) -> DraftTree:
+    """The tree of `parents=` of a call with packed rows, by its starts, checked and before."""
     wanted = f"int32[{rows}] (one a packed row) or a DraftTree of them, made with starts"
     if not isinstance(value, DraftTree):
-        value = DraftTree.create(checks.integers("parents", value, wanted, (rows,)), starts)
+        tree = DraftTree.create(checks.integers("parents", value, wanted, (rows,)), starts)
+        return dataclasses.replace(tree, starts=None)  # starts of the call: nothing to compare
     of_row = jnp.shape(value.bits)[1:]
     if len(of_row) != 1 or jnp.shape(value.bits)[0] != rows or jnp.shape(value.depth) != (rows,):
         got = f"a DraftTree of {value.depth.dtype}{list(jnp.shape(value.depth))}"
         raise ValueError(f"parents: expected {wanted}, got {got}")
-    return value
+    if (wrong := of_other_rows(value, starts, unchecked)) is None:
+        return value
+    return dataclasses.replace(value, bits=jnp.where(wrong[:, None], -1, value.bits))
+
+
+def of_other_rows(tree: DraftTree, starts: Array, unchecked: ArrayLike | None) -> Array | None:
+    """bool[tokens]: packed rows of sequences that have other rows in a call than in its tree, by
+    the starts of the call, checked and before; None where there are none. ValueError where that is
+    known.
+    """
+    if tree.starts is None or (tree.unchecked is unchecked and isinstance(unchecked, jax.Array)):
+        return None
+    both, sequences = (tree.starts, starts), starts.size - 1
+    known = [
+        np.asarray(x) for x in both if not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
+    ]
+    if tree.starts.shape != starts.shape or (len(known) == 2 and (known[0] != known[1]).any()):
+        got = [x.tolist() for x in known] if len(known) == 2 else [list(x.shape) for x in both]
+        raise ValueError(
+            "parents: expected a DraftTree made with the starts of this call, "
+            f"{got[-1]}, got one made with {got[0]}; make it with DraftTree.create(parents, starts)"
+        )
+    if len(known) == 2:
+        return None
+    rows = tree.depth.shape[0]
+    owners = owner_of_rows(starts, rows)
+    differ = tree.starts != starts
+    differ = (differ[:-1] | differ[1:])[jnp.clip(owners, 0, max(sequences - 1, 0))]
+    return differ & (owners >= 0) & (owners < sequences)
 
 
 def of(value: ArrayLike | DraftTree, sequences: int, drafts: int) -> DraftTree:

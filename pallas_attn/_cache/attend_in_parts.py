@@ -18,7 +18,7 @@ from pallas_attn._call.bind_cache import LEAST_BOUND
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem, Into
 from pallas_attn.masks import AT_RUN_TIME, FULL
 from pallas_attn.merge import add_sinks, merge_attention
-from pallas_attn.prefixes import Members, Prefix, SharedPrefixes
+from pallas_attn.prefixes import Members, Prefix, SharedPrefixes, for_state
 
 Array = jax.Array
 
@@ -40,6 +40,12 @@ def with_shared_prefixes(shared: SharedPrefixes, cache: Cache, call: Call) -> tu
             "shared_prefixes: expected what cache.shared_prefixes() gave for this call's "
             f"PagedCache, got {type(shared).__name__} beside a {type(cache).__name__}"
         )
+    if shared.page_size != problem.page_size:
+        raise ValueError(
+            f"shared_prefixes: expected those of a cache with pages of {problem.page_size} rows, "
+            f"as this call's, got those of pages of {shared.page_size}; make them by this cache's "
+            "shared_prefixes()"
+        )
     if not problem.packed and problem.q_len not in (0, shared.tokens):
         raise ValueError(
             f"shared_prefixes: expected those of {problem.q_len} tokens, as many as q has, got "
@@ -48,6 +54,7 @@ def with_shared_prefixes(shared: SharedPrefixes, cache: Cache, call: Call) -> tu
     plain = not (problem.packed or problem.shared_kv or problem.batch_invariant)
     if not (plain and _sees_all_before(problem) and shared.members.number):
         return attend.attend(*call)
+    shared = for_state(shared, cache.lengths, cache.page_table)
     own = inputs._replace(lengths=shared.own_lengths, page_table=shared.own_page_table)
     parts = inputs._replace(lengths=shared.lengths, page_table=shared.page_table, new_lengths=None)
     # Each row that sees a key sees one of its own.

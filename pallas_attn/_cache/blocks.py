@@ -6,17 +6,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn._call import sharding
 from pallas_attn.context import Context, shards_of
 
 Array = jax.Array
 Held = tuple[int, ...]  # rows of each sequence in the block
 
 
+def check_split(context: Context, buffers: Array | tuple[Array, ...]) -> None:
+    """ValueError for buffers of a cache that came whole into `jax.shard_map`."""
+    shards_of(context)  # a clear message where no axis is mapped
+    sharding.check_split(context.axis, "cache", buffers, "split it by in_specs, cache.specs()")
+
+
 def rows_here(context: Context, held: Held, owners: Array, positions: Array) -> Array:
     """int32[rows]: the place of each row in this device's block, -1 where another device has it.
     `owners`, `positions`: the sequence of each row and its position there, int32[rows].
     """
-    shards_of(context)  # a clear message where no axis is mapped
     size = jnp.asarray(held, jnp.int32)[owners]
     within = positions - lax.axis_index(context.axis) * size
     return jnp.where((positions >= 0) & (within >= 0) & (within < size), within, -1)

@@ -52,6 +52,7 @@ def keep(
     """
     assert inputs.path is not None
     context, held_rows = held
+    blocks.check_split(context, inputs.k_cache)
     begin = jnp.where(rows > 0, inputs.lengths - inputs.new_lengths, 0)[:, None]
     last = jnp.where(rows > 0, inputs.new_lengths - 1, 0)[:, None]
     number = jnp.arange(inputs.path.shape[1], dtype=jnp.int32)[None]
@@ -134,6 +135,7 @@ def decode(
             "starts: expected None over a cache whose rows are split over devices; pass q as "
             "[M, t, N, H], as many rows for each sequence"
         )
+    blocks.check_split(context, inputs.k_cache)
     shards = shards_of(context)
     held = jnp.asarray(problem.capacities, jnp.int32)
     ends = blocks.ends(context, problem.capacities, inputs.lengths)

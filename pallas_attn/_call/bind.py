@@ -145,7 +145,8 @@ def _optional(
     shards = 1 if context is None else shards_of(context)
     scores = (batch, q_heads, q_len, kv_len * shards)
     q_offset, offsets = checks.offset(options.q_offset, batch)
-    q_ids, kv_ids = checks.segments(options.segment_ids, batch, q_len, kv_len)
+    axis = None if context is None else context.axis
+    q_ids, kv_ids = checks.segments(options.segment_ids, batch, q_len, kv_len, axis)
     band = FULL if isinstance(mask, MaskFunction) else checks.mask(mask)
     bounds = {side: jnp.broadcast_to(x, batch) for side, x in checks.mask_bounds(band).items()}
     bias = checks.over_scores("bias", options.bias, scores, jnp.floating)
@@ -164,7 +165,10 @@ def _optional(
         mask_right=bounds.get("right"),
     )
     facts: dict[str, Any] = {"mask": band.static, "q_offset": q_offset}
+    last = None if offsets is not None else q_offset + scores[2] * shards
+    sizes = batch, q_heads, last, scores[3]
     if isinstance(mask, MaskFunction):
+        checks.reads("mask", mask.program, sizes)
         inputs, more = _with_function(inputs, mask, q_offset, context)
         facts |= more
     if (score := options.score) is not None:
@@ -172,6 +176,7 @@ def _optional(
             raise ValueError(
                 f"score: expected what score_fn(f, *aux) makes, or None, got {type(score).__name__}"
             )
+        checks.reads("score", score.program, sizes)
         inputs, facts["score_program"] = inputs._replace(score_aux=score.aux), score.program
     names = AttentionInputs._fields[3:-2]
     facts["arrays"] = tuple([name for name in names if getattr(inputs, name) is not None])

@@ -40,7 +40,7 @@ class DecodeOptions(NamedTuple):
 
     starts: Array | None = None
     parents: Array | DraftTree | None = None
-    layer: int | Array = 0
+    layer: int | Array | None = None
     mask: Mask | MaskFunction = CAUSAL
     scale: float | None = None
     softcap: float | None = None
@@ -65,6 +65,9 @@ def decode(q: Array, cache: Cache, options: DecodeOptions) -> tuple[DecodeProble
     function, tree, bounds = None, None, {}
     if options.parents is not None or not is_static(band):
         band, function, tree = _visible(q, cache, starts, options)
+        if tree is not None and starts is not None:
+            wrong = trees.of_other_rows(tree, starts, options.starts)
+            q = q if wrong is None else jnp.where(wrong[:, None, None], jnp.nan, q)
         band, bounds = band.static, checks.mask_bounds(band)
     if options.rotary is not None or options.norm is not None:
         q = _changed(q, cache, (options.rotary, options.norm), starts, tree)
@@ -136,6 +139,7 @@ def _visible(
             "mask: expected a Mask over a cache whose rows are split over devices, got a mask "
             "function; use a cache without context"
         )
+    checks.reads("mask", mask.program, (cache.num_sequences, q.shape[-2], None, None))
     return mask.within, mask, None
 
 
@@ -151,7 +155,7 @@ def _visible_in_tree(
             f"say what drafts see, got {got}"
         )
     if starts is not None:
-        tree = trees.of_packed(parents, starts, q.shape[0])
+        tree = trees.of_packed(parents, starts, q.shape[0], options.starts)
         if mask.left is None:
             return CAUSAL, trees.packed(tree, starts), tree
         return *trees.windowed(tree, mask.left, cache.lengths - jnp.diff(starts), starts), tree

@@ -5,7 +5,7 @@ Everything here raises ValueError: the argument's name, what was wanted, what ca
 
 import math
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_attn._call.problem import Change
-from pallas_attn.masks import LONGEST, Mask, saturated, traced_bound
+from pallas_attn._functions.program import Program, reads_at
+from pallas_attn.masks import LONGEST, Mask, in_int32, saturated, traced_bound
 from pallas_attn.rotary import RMSNorm, Rotary
 
 Argument = Any  # an argument of a public function, as the caller gave it
@@ -213,6 +214,12 @@ def change(
                 f"{capacity} rows that a sequence of this cache may have, got {list(cos.shape)} "
                 f"and {list(sin.shape)}"
             )
+        for name, x in (("cos", cos), ("sin", sin)):
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                raise ValueError(
+                    f"rotary.{name}: expected float[positions, pairs], got {x.dtype}"
+                    f"{list(x.shape)}; Rotary.create(positions, dims) makes tables"
+                )
         first, pairs = static_int(rotary.first), cos.shape[1]
         if first is None or first < 0 or pairs < 1 or first + 2 * pairs > dim:
             raise ValueError(
@@ -267,9 +274,9 @@ def offset(
 
 
 def segments(
-    ids: Argument, batch: int, q_len: int, kv_len: int
+    ids: Argument, batch: int, q_len: int, kv_len: int, axis: str | None = None
 ) -> tuple[jax.Array | None, jax.Array | None]:
-    """The segment ids of queries and of keys."""
+    """The segment ids of queries and of keys. `axis`: the mesh axis that splits their rows."""
     if ids is None:
         return None, None
     pair = ids if isinstance(ids, (tuple, list)) else (ids, ids)
@@ -278,12 +285,60 @@ def segments(
             f"segment_ids: expected a pair (of q, of kv) or one array for both, got {len(pair)} "
             "arrays"
         )
+    if any(_is_wide(x) for x in pair):
+        pair = _numbered(pair, axis)
     checked = []
     for name, of_rows, size in (("q", pair[0], q_len), ("kv", pair[1], kv_len)):
         wanted = f"int32[{batch}, {size}] for {name}"
         remedy = "; pass a pair (of q, of kv) where T and S differ"
         checked.append(integers("segment_ids", of_rows, wanted, (batch, size), remedy, False))
     return checked[0], checked[1]
+
+
+def _is_wide(x: Argument) -> bool:
+    """Whether these are integers of 64 bits."""
+    dtype = getattr(x, "dtype", np.dtype("int32"))
+    return dtype in (np.int64, np.uint64)
+
+
+def _numbered(pair: Sequence[Argument], axis: str | None) -> list[Argument]:
+    """Segment ids of 64 bits as int32 that are equal where these are: their low bits if int32 holds
+    them all, else their places among all ids, in order.
+    """
+    if all(isinstance(x, np.ndarray) for x in pair):
+        if all(map(in_int32, pair)):
+            return list(pair)
+        known = np.concatenate([x.ravel().astype(np.int64) for x in pair])
+        numbers = np.unique(known, return_inverse=True)[1].astype(np.int32)
+        parts = np.split(numbers, [pair[0].size])
+        return [part.reshape(x.shape) for part, x in zip(parts, pair, strict=True)]
+    ids = [jnp.asarray(x).astype(jnp.int64) for x in pair]
+    every = jnp.concatenate([x.ravel() for x in ids])
+    if axis is not None:  # devices compare theirs with those of others
+        every = lax.all_gather(every, axis, tiled=True)
+    fits = (every == every.astype(jnp.int32).astype(jnp.int64)).all()
+
+    def places() -> list[jax.Array]:
+        order = jnp.sort(every)
+        return [jnp.searchsorted(order, x).astype(jnp.int32) for x in ids]
+
+    return lax.cond(fits, lambda: [x.astype(jnp.int32) for x in ids], places)
+
+
+def reads(argument: str, program: Program, sizes: tuple[int | None, ...]) -> None:
+    """ValueError where a function of positions reads an array past its end by a batch row, a head
+    or a position itself. `sizes`: those of b, h, q and kv, None where they are not known.
+    """
+    for number, (name, size) in enumerate(zip(("b", "h", "q", "kv"), sizes, strict=True)):
+        for array, axis in reads_at(program, program.inputs - 4 + number):
+            shape = program.arrays[array][0]
+            if size is not None and shape[axis] < size:
+                raise ValueError(
+                    f"{argument}: expected what the function reads at {name} to have {size} "
+                    f"numbers there, one for each {name}, got shape {list(shape)}, whose axis "
+                    f"{axis} has {shape[axis]}; give it whole, or read it at "
+                    f"jnp.minimum({name}, {shape[axis] - 1})"
+                )
 
 
 def over_scores(
@@ -334,8 +389,21 @@ def widened(x: jax.Array, dim: int) -> jax.Array:
     return jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, dim - x.shape[-1])))
 
 
+def only_layer(layers: int | None, remedy: str) -> None:
+    """ValueError for a cache of several layers in a call that names none of them."""
+    if layers not in (None, 1):
+        raise ValueError(
+            f"layer: expected 0 to {layers - 1} for a cache of {layers} layers, got None; {remedy}"
+        )
+
+
 def layer(value: Argument, layers: int | None) -> int | jax.Array | None:
-    """The layer as an int or an int32 scalar; None where the cache has no layer axis."""
+    """The layer as an int or an int32 scalar; None where the cache has no layer axis. A value of
+    None means the only layer.
+    """
+    if value is None:
+        only_layer(layers, "pass layer=l")
+        return None if layers is None else 0
     static = static_int(value)
     if static is not None:
         if not 0 <= static < (layers or 1):

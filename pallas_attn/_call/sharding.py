@@ -284,6 +284,20 @@ def _varying_axes(arrays: Sequence[jax.Array]) -> frozenset[str]:
     return frozenset().union(*[jax.typeof(array).manual_axis_type.varying for array in arrays])
 
 
+def check_split(axis: str, name: str, arrays: jax.Array | tuple[jax.Array, ...], how: str) -> None:
+    """ValueError for arrays that are the same on all devices of a mesh axis, where each should have
+    rows of its own. Where `shard_map` does not check types (`check_vma=False`) nothing is known.
+    """
+    if axis not in varying_axes(jax.lax.axis_index(axis)):
+        return
+    for x in jax.tree.leaves(arrays):
+        if axis not in varying_axes(x):
+            raise ValueError(
+                f"{name}: expected the rows of this device, since context splits them over mesh "
+                f"axis {axis!r}, got an array that is the same on all of its devices; {how}"
+            )
+
+
 def varying_like(array: jax.Array, *others: jax.Array) -> jax.Array:
     """The array, said to differ along the mesh axes that any of the others differs along."""
     axes = _varying_axes(others)

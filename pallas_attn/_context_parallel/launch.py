@@ -20,7 +20,6 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem, bounds_
 from pallas_attn._context_parallel import layout
 from pallas_attn._context_parallel.layout import Split
 from pallas_attn._functions import program as _program
-from pallas_attn._functions.program import Program
 from pallas_attn.context import chunk_numbers
 from pallas_attn.merge import cotangents_of_part
 
@@ -45,26 +44,6 @@ def floats_of(inputs: AttentionInputs) -> Floats:
 
 
 # ---- functions of positions ----------------------------------------------------------------------
-
-
-def check_functions(split: Split) -> None:
-    """ValueError where a function reads an array of this device's rows alone at their positions."""
-    for argument, program in zip(("mask", "score"), split.programs, strict=True):
-        if program is not None:
-            _check_positions(split, argument, program, program.inputs - 2, split.problem.q_len)
-            _check_positions(split, argument, program, program.inputs - 1, split.problem.kv_len)
-
-
-def _check_positions(split: Split, argument: str, program: Program, number: int, rows: int) -> None:
-    for array, axis in _program.reads_at(program, number):
-        shape = program.arrays[array][0]
-        if shape[axis] == rows:
-            raise ValueError(
-                f"{argument}: expected what a function reads at a position to have all "
-                f"{rows * split.shards} rows, since positions are those of the whole sequence, got "
-                f"shape {shape}, whose axis {axis} has the {rows} rows of one device; give it whole"
-                f", in the order of positions, with in_specs without {split.context.axis!r}"
-            )
 
 
 def with_functions(

@@ -470,7 +470,12 @@ def reads_at(program: Program, number: int) -> list[tuple[int, int]]:
         if not isinstance(operand, int) or operand < program.inputs:
             return operand == number
         op = program.operations[operand - program.inputs]
-        return op.name == "select_n" and op.operands[1] == number
+        if op.name != "select_n" or op.operands[1] != number:
+            return False
+        which = op.operands[0]
+        negative = Operation("lt", (number, ZERO), "bool")
+        at = which - program.inputs if isinstance(which, int) else -1
+        return at >= 0 and program.operations[at] == negative
 
     return [
         (op.read, axis)

@@ -18,7 +18,7 @@ from pallas_attn.lm import checkpoint, decode, hf_config, machine, mesh, text
 from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm.config import Config, Params
 from pallas_attn.lm.folder import Folder
-from pallas_attn.lm.options import Options
+from pallas_attn.lm.options import Options, check_dtype
 from pallas_attn.lm.sampling import Sampling, at_least_1, is_int
 
 __all__ = ["Model", "Options", "Sampling", "generate", "load", "mesh"]
@@ -52,7 +52,8 @@ def load(
       ValueError: a file is missing or not what it has to be; the message names it.
     """
     lm_mesh.check(mesh)
-    dtype = dtype or machine.default_dtype()
+    dtype = machine.default_dtype() if dtype is None else dtype
+    check_dtype(dtype)
     config, params = checkpoint.load(folder, dtype, mesh)
     stop = hf_config.stop_tokens(Folder(folder))
     return Model(config, params, text.tokenizer_of(folder), stop, dtype, mesh)

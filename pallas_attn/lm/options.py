@@ -13,6 +13,13 @@ from pallas_attn.lm.sampling import Sampling, at_least_1, is_int
 
 CACHES = ("per_sequence", "stacked", "paged")
 DRAFTS = ("ngram",)
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def check_dtype(dtype: object) -> None:
+    """ValueError for a dtype in which no model runs."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype: expected one of {DTYPES}, got {dtype!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +55,7 @@ class Options:
         if not (isinstance(self.stop, tuple) and all(map(is_int, self.stop))):
             raise ValueError(f"stop: expected a tuple of tokens, ints, got {self.stop!r}")
         lm_mesh.check(self.mesh)
+        check_dtype(self.dtype)
         if self.cache not in CACHES:
             raise ValueError(f"cache: expected one of {CACHES}, got {self.cache!r}")
         if self.samples > 1:

@@ -389,16 +389,20 @@ APPENDS = {
     ),
     "norm.eps: expected a number of at least 0, got -1": turned(norm=pa.RMSNorm(z(8), -1)),
     "rotary: expected a Rotary or None, got tuple": turned(rotary=(z(9, 4), z(9, 4))),
+    "rotary.cos: expected float[positions, pairs], got int32[9, 4]; Rotary.create(positions, dims) "
+    "makes tables": turned(pa.Rotary(*(z(9, 4, dtype="int32"),) * 2)),
     "rotary.cos, rotary.sin: expected float[positions, pairs], positions at least the 6 rows that "
     "a sequence of this cache may have, got [5, 4] and [5, 4]": turned(pa.Rotary(z(5, 4), z(5, 4))),
     "rotary: expected columns within the 8 of a row, got 8 from column 1 on": turned(
         pa.Rotary(z(9, 4), z(9, 4), first=1)
     ),
+    "rotary.sin: expected float[positions, pairs], got int32[9, 4]; Rotary.create(positions, dims) "
+    "makes tables": turned(pa.Rotary(z(9, 4), z(9, 4, dtype="int32"))),
     "rotary.interleaved: expected True or False, got 1; it is static": turned(
         pa.Rotary(z(9, 4), z(9, 4), interleaved=1)
     ),
     f"cache: {CACHE}": lambda: pa.append_kv((), ROW, ROW),
-    "cache: append_kv serves a cache of one layer, got 3 layers; take the rows once with "
+    "layer: expected 0 to 2 for a cache of 3 layers, got None; take the rows once with "
     "cache.extend(t), then write_kv(cache, k, v, layer=l) for each layer": (
         lambda: pa.append_kv(stacked(layers=3), ROW, ROW)
     ),
@@ -507,8 +511,8 @@ APPENDS = {
     "lengths_before: expected int32[2] (rows held before the append), got NoneType": (
         lambda: pa.append_kv_arrays(z(2, 2, 6, 8), None, ROW, None, None)
     ),
-    "layer: expected an int or an int32 scalar, got NoneType": (
-        lambda: pa.write_kv(stacked(layers=3), ROW, ROW, layer=None)
+    "layer: expected 0 to 2 for a cache of 3 layers, got None; pass layer=l": (
+        lambda: pa.write_kv(stacked(layers=3).extend(1), ROW, ROW)
     ),
     "lengths_before: expected int32[2] (rows held before the append), got int32[]": (
         lambda: pa.append_kv_arrays(z(2, 2, 6, 8), None, ROW, None, 4)
@@ -560,7 +564,7 @@ DECODES = {
         lambda: pa.decode_attention(z(2, 1, 4, 8, dtype="int32"), stacked())
     ),
 }
-_OF_9 = pa.mask_fn(lambda b, h, q, kv, i: i[q] == i[kv], np.zeros(9, np.int32)).blocks(9, 9)
+_OF_9 = pa.mask_fn(lambda b, h, q, kv, i: i[q] == i[kv], np.zeros(10, np.int32)).blocks(9, 9)
 _SIZES_OF_THIS_CALL = (
     "call mask.blocks with the sizes of this call, or pass the mask without blocks"
 )
@@ -575,7 +579,9 @@ def over_two(mask=None, band=pa.FULL, method="gather", **options):
     def local(x):
         context, mask_here = pa.Context("cp", method=method), mask
         if mask_here is None:
-            ids = pa.mask_fn(lambda b, h, q, kv, i: i[h, q] == i[h, kv], np.zeros((3, 9), np.int32))
+            ids = pa.mask_fn(
+                lambda b, h, q, kv, i: i[h, q] == i[h, kv], np.zeros((3, 10), np.int32)
+            )
             mask_here = (ids & band).blocks(
                 5, 5, heads=3 if method == "heads" else 2, context=context
             )
@@ -607,11 +613,69 @@ ATTENTION |= {
     "mask: expected blocks of an int q_offset, got those of (9, 9, 0); "
     f"{_SIZES_OF_THIS_CALL}": attend(mask=_OF_9, q_offset=z(2, dtype="int32")),
     "score: expected what score_fn(f, *aux) makes, or None, got float": attend(score=1.0),
+    "score: expected what the function reads at h to have 4 numbers there, one for each h, got "
+    "shape [1], whose axis 0 has 1; give it whole, or read it at jnp.minimum(h, 0)": attend(
+        score=pa.score_fn(lambda s, b, h, q, kv, m: s - m[h] * (q - kv), np.ones(1, np.float32))
+    ),
     "context: expected a Context, or None where rows are not split, got 'cp'": (
         attend(context="cp")
     ),
 }
+CACHES |= {
+    f"{name}: expected a mesh axis's name, a tuple of names or None, got {axes!r}": (
+        lambda name=name, axes=axes: stacked().specs(**{name: axes})
+    )
+    for name, axes in (("heads", 3), ("heads", ""), ("heads", ("a", None)), ("sequences", 3))
+}
+
+
+def over_a_whole_cache(step):
+    """`step(cache)` within `jax.shard_map`, the cache as it is on every device."""
+
+    def call():  # the mesh is made here: tests are collected where there is one device, too
+        devices, auto = jax.devices()[:2], jax.sharding.AxisType.Auto
+        mesh = jax.make_mesh((2,), ("cp",), (auto,), devices=devices)
+        mapped = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P())
+        return jax.eval_shape(mapped, stacked(context=pa.Context("cp")))
+
+    return call
+
+
+_WHOLE_CACHE = (
+    "cache: expected the rows of this device, since context splits them over mesh axis 'cp', got "
+    "an array that is the same on all of its devices; split it by in_specs, cache.specs()"
+)
+_OF_WHOLE_CACHES = [
+    lambda cache: pa.decode_attention(z(2, 1, 4, 8), cache),
+    lambda cache: pa.append_kv(cache, ROW, ROW),
+    lambda cache: cache.extend(1).keep(1, z(2, 1, dtype="int32")),
+]
+
+
+@pytest.mark.parametrize("step", _OF_WHOLE_CACHES)
+def test_a_cache_that_comes_whole_where_its_rows_are_split(step):
+    with pytest.raises(ValueError) as caught:
+        over_a_whole_cache(step)()
+    assert str(caught.value) == _WHOLE_CACHE
+
+
 DECODES |= {
+    **{
+        f"layer: expected 0 to {n - 1} for a cache of {n} layers, got None; pass layer=l": (
+            lambda n=n, options=options: pa.decode_attention(
+                z(2, 4, 8), stacked(layers=n), **options
+            )
+        )
+        for n, options in ((2, {}), (4, {"starts": z(3, dtype="int32")}))
+    },
+    "shared_prefixes: expected those of a cache with pages of 2 rows, as this call's, got those of "
+    "pages of 3; make them by this cache's shared_prefixes()": (
+        lambda: pa.decode_attention(
+            z(2, 4, 8),
+            paged(),
+            shared_prefixes=PagedCache.create(2, 5, 3, 2, 8, capacity=9).shared_prefixes(),
+        )
+    ),
     "shared_prefixes: expected None beside prefix, got both; pass one of them": (
         lambda: pa.decode_attention(
             z(2, 1, 4, 8),

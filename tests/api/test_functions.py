@@ -289,9 +289,109 @@ def test_operations_have_jax_meaning():
             np.testing.assert_allclose(got, f(x, y), rtol=1e-5, atol=1e-5)
 
 
+def test_reads_from_the_end_and_past_it():
+    """Indices below 0 count from the end, as NumPy's; what is still outside is clipped."""
+    numbers, at = np.arange(5, dtype=np.int32), np.arange(-9, 9)
+    mask = pa.mask_fn(lambda b, h, q, kv, x: x[q - 9] == kv, numbers)
+    index = np.clip(np.where(at < 0, at + 5, at), 0, 4)
+    want = numbers[index][:, None] == np.arange(5)
+    np.testing.assert_array_equal(mask.dense(18, 5)[0, 0], want)
+    q, k = np.zeros((1, 18, 1, 8), np.float32), np.zeros((1, 5, 1, 8), np.float32)
+    v = np.eye(8, dtype=np.float32)[None, :5, None]
+    got = pa.flash_attention(q, k, v, mask=mask)
+    np.testing.assert_array_equal(np.asarray(got)[0, :, 0, :5] > 0, want)
+
+
+def read_at(name, *shape):
+    """A mask and a score that read an array at one of their numbers."""
+    x = np.zeros(shape, np.int32)
+    at = "bhqkv".index
+    mask = pa.mask_fn(lambda *where: where[-1][where[min(at(name), 3)]] == 0, x)
+    return mask, pa.score_fn(lambda s, *where: s + where[-1][where[min(at(name), 3)]], x)
+
+
+@pytest.mark.parametrize("name, size", [("b", 2), ("h", 4), ("q", 8), ("k", 7)])
+def test_arrays_that_end_before_the_axis_that_reads_them(name, size):
+    q, k = np.zeros((2, 5, 4, 8), np.float32), np.zeros((2, 7, 2, 8), np.float32)
+    full = {"kv": size} if name == "k" else {name: size}
+    (full_name,) = full
+    for argument, of_size, shorter in zip(
+        ("mask", "score"), read_at(name, size), read_at(name, size - 1), strict=True
+    ):
+        pa.flash_attention(q, k, k, q_offset=3, **{argument: of_size})
+        with pytest.raises(ValueError) as caught:
+            pa.flash_attention(q, k, k, q_offset=3, **{argument: shorter})
+        assert str(caught.value) == (
+            f"{argument}: expected what the function reads at {full_name} to have {size} numbers "
+            f"there, one for each {full_name}, got shape [{size - 1}], whose axis 0 has "
+            f"{size - 1}; give it whole, or read it at jnp.minimum({full_name}, {size - 2})"
+        )
+    few = np.zeros(3, np.int32)
+    for clipped in (
+        pa.mask_fn(lambda b, h, q, kv, x: x[jnp.minimum(q, 2)] == 0, few),
+        pa.mask_fn(lambda b, h, q, kv, x: x[jnp.where(q > 2, 2, q)] == 0, few),
+        pa.mask_fn(lambda b, h, q, kv, x: x[q // 4] == 0, few),
+    ):
+        pa.flash_attention(q, k, k, q_offset=3, mask=clipped)
+
+
+def test_over_a_cache_heads_and_sequences_are_known():
+    cache = pa.StackedCache.create(2, 6, 2, 8, dtype="float32").extend(1)
+    q = np.zeros((2, 1, 4, 8), np.float32)
+    for name, size in (("b", 2), ("h", 4)):
+        pa.decode_attention(q, cache, mask=read_at(name, size)[0])
+        with pytest.raises(ValueError, match=f"reads at {name} to have {size} numbers there"):
+            pa.decode_attention(q, cache, mask=read_at(name, size - 1)[0])
+    pa.decode_attention(q, cache, mask=read_at("k", 1)[0])
+
+
+@pytest.mark.by_xla
+def test_integers_of_64_bits():
+    """Refused as aux where int32 does not hold them, compared by all bits as segment ids."""
+    wide = np.array([[1, 1, 2**32 + 1, 2**32 + 1, -(2**40), 1]])
+    said = (
+        "mask_fn: aux: expected integers that int32 holds, got int64[1, 6] as number 0, from "
+        "-1099511627776 to 4294967297; np.unique(x, return_inverse=True)[1] are smaller ones that "
+        "are equal where these are"
+    )
+    with pytest.raises(ValueError) as caught:
+        pa.mask_fn(lambda b, h, q, kv, i: i[b, q] == i[b, kv], wide)
+    assert str(caught.value) == said
+    with pytest.raises(ValueError, match="aux: expected arrays, got list"):
+        pa.mask_fn(lambda b, h, q, kv, i: i[b, q] == i[b, kv], [[2**70]])
+    assert pa.mask_fn(lambda b, h, q, kv, i: i[q] == kv, wide[0, :2]).aux[0].dtype == jnp.int32
+    q = np.zeros((1, 6, 1, 8), np.float32)
+    v = np.eye(8, dtype=np.float32)[None, :6, None]
+
+    def seen(*ids):
+        ids = ids[0] if len(ids) == 1 else ids
+        return np.asarray(pa.flash_attention(q, q, v, segment_ids=ids))[0, :, 0, :6] > 0
+
+    want = wide[0][:, None] == wide[0][None]
+    shifted = wide[:, ::-1].copy()
+    of_pair = wide[0][:, None] == shifted[0][None]
+    np.testing.assert_array_equal(seen(wide), want)
+    np.testing.assert_array_equal(seen(wide, shifted), of_pair)
+    np.testing.assert_array_equal(seen(wide.view(np.uint64)), want)
+    np.testing.assert_array_equal(seen(wide % 2**31), (wide[0] % 2**31)[:, None] == wide[0] % 2**31)
+    with jax.enable_x64(True):
+        for ids in (wide, wide % 7):
+            equal, ids = ids[0][:, None] == ids[0][None], jnp.asarray(ids.copy())
+            for call in (seen, lambda *ids: np.asarray(jax.jit(attend_ids)(*ids))[0, :, 0, :6] > 0):
+                np.testing.assert_array_equal(call(ids), equal)
+        both = (jnp.asarray(x.copy()) for x in (wide, shifted))
+        np.testing.assert_array_equal(seen(*both), of_pair)
+
+
+def attend_ids(ids):
+    q = jnp.zeros((1, 6, 1, 8), jnp.float32)
+    v = jnp.eye(8, dtype=jnp.float32)[None, :6, None]
+    return pa.flash_attention(q, q, v, segment_ids=ids)
+
+
 def test_kernels_refuse_arrays_that_they_cannot_count():
     q = jax.ShapeDtypeStruct((1, 16, 4, 64), jnp.bfloat16)
-    seen = pa.mask_fn(lambda b, h, q, kv, t: t[h, q, kv] != 0, np.ones((1, 1, 1), np.int8))
+    seen = pa.mask_fn(lambda b, h, q, kv, t: t[h, q, kv] != 0, np.ones((4, 16, 16), np.int8))
     arrays = (((4, 2**15, 2**14), "int32"),)
     large = dataclasses.replace(seen.program, arrays=arrays)
     aux = (jax.ShapeDtypeStruct(arrays[0][0], jnp.int32),)

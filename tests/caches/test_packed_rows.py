@@ -216,6 +216,52 @@ def test_trees_of_as_many_drafts_are_those_of_rows_that_are_not_packed(rng):
         np.testing.assert_allclose(out, want, atol=1e-5)
 
 
+@pytest.mark.by_xla
+def test_a_tree_of_other_starts(rng):
+    """Refused where both are known; else NaN where a sequence has other rows, and only there."""
+    parents = jnp.asarray([-1, 0, 0, -1, 0, -1, 0, 1], jnp.int32)
+    starts, others = (jnp.asarray(x, jnp.int32) for x in ([0, 3, 5, 8], [0, 3, 6, 8]))
+    angles = jnp.asarray(rng.standard_normal((2, 32, 32), np.float32))
+    rotary, cache = pa.Rotary(*angles), cache_of("stacked", (32,) * 3, "float32")
+    q, k, v = (jnp.asarray(rng.standard_normal((8, n, 64), np.float32)) for n in (4, 2, 2))
+
+    def step(tree, starts):
+        how = {"starts": starts, "parents": tree, "rotary": rotary}
+        written = pa.write_kv(cache.extend(jnp.diff(starts)), k, v, **how)
+        return [written.k, *pa.decode_attention_with_lse(q, written, **how)]
+
+    tree = pa.DraftTree.create(parents, starts)
+    want = step(tree, starts)
+    for same in (
+        step(parents, starts),
+        jax.jit(step)(tree, starts),
+        step(tree, np.asarray(starts)),
+    ):
+        for mine, other in zip(same, want, strict=True):
+            np.testing.assert_allclose(mine, other, atol=1e-6)
+    _, out, lse = jax.jit(step)(tree, others)
+    rows = np.arange(8) >= 3
+    np.testing.assert_array_equal(np.isnan(out).all(axis=(1, 2)), rows)
+    np.testing.assert_array_equal(np.isnan(lse).all(axis=0), rows)
+    right = jax.jit(step)(pa.DraftTree.create(parents, others), others)
+    np.testing.assert_allclose(out[:3], right[1][:3], atol=1e-6)
+    written = cache.extend(jnp.diff(others))
+    known = (
+        "parents: expected a DraftTree made with the starts of this call, [0, 3, 6, 8], got one "
+    )
+    known += "made with [0, 3, 5, 8]; make it with DraftTree.create(parents, starts)"
+    for call in (
+        lambda: pa.decode_attention(q, written, starts=others, parents=tree),
+        lambda: pa.write_kv(written, k, v, starts=others, parents=tree, rotary=rotary),
+        lambda: pa.append_kv(cache, k, v, starts=np.asarray(others), parents=tree),
+    ):
+        with pytest.raises(ValueError, match=re.escape(known)):
+            call()
+    with pytest.raises(ValueError, match=r"of this call, \[4\], got one made with \[3\]"):
+        shorter = pa.DraftTree.create(parents, starts[1:])
+        jax.eval_shape(lambda x: pa.decode_attention(q, written, starts=x, parents=shorter), others)
+
+
 def test_rows_of_a_sequence_with_too_many_drafts_see_what_causal_rows_do():
     parents, starts = np.full(100, -1, np.int32), np.array([2, 3, 70, 70, 99], np.int32)
     tree = pa.DraftTree.create(parents, starts, drafts_most=33)

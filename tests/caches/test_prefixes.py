@@ -274,6 +274,61 @@ def test_transforms(rng):
     close(layers, [plain[0], -plain[2]])
 
 
+@functools.partial(jax.jit, static_argnames="tokens")
+def of_another_state(q, before, after, copy, *, tokens):
+    """With what was found in the state `before`, and without sharing."""
+    shared = before.shared_prefixes(tokens=tokens)
+    return (
+        pa.decode_attention_with_lse(q, after, shared_prefixes=shared),
+        pa.decode_attention_with_lse(q, copy),
+        prefixes.for_state(shared, after.lengths, after.page_table),
+    )
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_prefixes_of_another_state(rng, tokens):
+    """Sequences that grew keep their parts; those that were freed, forked anew, cut, or that
+    overflow read all that they have.
+    """
+    table = np.full((6, 8), -1)
+    table[:, :3] = [[0, 1, 2], [0, 1, 3], [0, 1, 4], [0, 1, 5], [0, 1, 6], [7, 8, 9]]
+    before = cache_of(rng, table, [10, 10, 11, 12, 12, 9])
+    before = dataclasses.replace(
+        before,
+        free_list=jnp.asarray(np.arange(39, -1, -1, dtype=np.int32)),
+        num_free=jnp.int32(30),
+        holders=jnp.asarray(np.bincount(table[table >= 0], minlength=40), jnp.int32),
+    )
+    grown = _append(before, rows_of(rng, 6, 9, 2, 8), jnp.asarray([1, 9, 0, 4, 2, 3], jnp.int32))
+    other = _fork(_fork(grown, jnp.int32(5), jnp.int32(0)), jnp.int32(5), jnp.int32(3))
+    other = _append(_free(other, jnp.int32(2)), rows_of(rng, 6, 9, 2, 8), jnp.full(6, tokens))
+    cut = dataclasses.replace(grown, lengths=jnp.asarray([8, 9, 1, 10, 40, 0], jnp.int32))
+    q = rows_of(rng, 6, tokens, 4, 8)
+    kept = []
+    for after in (before, grown, other, cut):
+        copy = unshared(after)
+        got, want, shared = of_another_state(q, before, after, copy, tokens=tokens)
+        close(got, want)
+        kept.append(list(np.asarray(shared.covered)))
+    assert kept == [
+        [2, 2, 2, 2, 2, 0],
+        [2, 2, 2, 2, 2, 0],
+        [0, 2, 0, 0, 2, 0],
+        [0, 2 if tokens == 1 else 0, 0, 2, 0, 0],
+    ]
+
+
+def test_layers_of_a_step_compare_nothing(rng):
+    """The arrays that were searched are those of the call: no operation but decoding's."""
+    cache = cache_of(rng, [[0, 1, 2], [0, 1, 3], [0, 4, 5]], [9, 10, 11])
+    shared, written = cache.shared_prefixes(), dataclasses.replace(cache, k=cache.v)
+    assert prefixes.for_state(shared, written.lengths, written.page_table) is shared
+    assert prefixes.for_state(shared, cache.lengths + 1, cache.page_table) is not shared
+    donated = jax.jit(lambda cache: cache.extend(1), donate_argnums=0)(cache)
+    q = rows_of(rng, 3, 4, 8)
+    close(*(pa.decode_attention_with_lse(q, donated, shared_prefixes=x) for x in (None, shared)))
+
+
 # ---- a prefix by hand ----------------------------------------------------------------------------
 
 

@@ -193,7 +193,7 @@ def test_positions_of_a_tree(rng):
     want = pa.decode_attention(turned(q), plain, layer=0, parents=parents)
     np.testing.assert_allclose(outs[0], want, atol=1e-5)
     np.testing.assert_array_equal(outs[0], outs[1])
-    both = jax.vmap(lambda p: pa.decode_attention(q, held, parents=p, rotary=rotary))
+    both = jax.vmap(lambda p: pa.decode_attention(q, held, layer=0, parents=p, rotary=rotary))
     twice = both(jnp.stack([parents, np.full_like(parents, -1)]))
     np.testing.assert_allclose(twice[0], outs[0], atol=1e-6)
     assert np.abs(np.asarray(twice[1] - twice[0])).max() > 0.1

@@ -267,6 +267,14 @@ def test_generate_continues_texts():
     assert continued(["The sea"], stop=(ord(" "),), cache="paged") == ["l "]
 
 
+NO_DTYPE = "dtype: expected one of ('bfloat16', 'float16', 'float32'), got '{}'"
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float8_e4m3fn", "int8", "foo"])
+def test_load_refuses_a_dtype_in_which_no_model_runs(dtype):
+    refuses(NO_DTYPE.format(dtype), lm.load, dtype=dtype)
+
+
 @pytest.mark.parametrize(
     ("texts", "how", "message"),
     [
@@ -280,6 +288,7 @@ def test_generate_continues_texts():
         (["a"], {"samples": "3"}, "samples: expected an int of at least 1, got '3'"),
         (["a", None], {}, "prompts: expected a list of texts, got ['a', None]"),
         (None, {}, "prompts: expected a list of texts, got None"),
+        (["a"], {"dtype": "int8"}, NO_DTYPE.format("int8")),
     ],
 )
 def test_generate_refuses(texts, how, message):

@@ -328,6 +328,40 @@ def test_orders_and_positions():
         np.testing.assert_array_equal(result[None], context.reorder(order, 4))
 
 
+@pytest.mark.by_xla
+@pytest.mark.parametrize("small", [False, True])
+def test_segment_ids_of_64_bits(small):
+    """The ids of one device are compared with those of the other by all of their bits."""
+    ids = np.array([[1, 2**32 + 1, 2**33, 1, 2**32 + 1, 1, 2**33, 0]])
+    ids = ids % 7 if small else ids
+    auto = jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2,), ("cp",), (auto,), devices=jax.devices()[:2])
+    x, values = jnp.zeros((1, 8, 1, 8)), jnp.eye(8)[None, :, None]
+
+    def local(q, v, ids):
+        return pa.flash_attention(q, q, v, segment_ids=ids, context=pa.Context("cp"))
+
+    with jax.enable_x64(True):
+        rows = P(None, "cp")
+        call = jax.shard_map(local, mesh=mesh, in_specs=(rows,) * 3, out_specs=rows)
+        out = jax.jit(call)(x, values, jnp.asarray(ids.copy()))
+    np.testing.assert_array_equal(np.asarray(out)[0, :, 0] > 0, ids[0][:, None] == ids[0])
+
+
+def whole(name, method="gather"):
+    """A call that is handed one of q, k and v as it is on every device."""
+    auto = jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((2,), ("cp",), (auto,), devices=jax.devices()[:2])
+    specs = {x: P() if x == name else P(None, "cp") for x in "qkv"}
+
+    def local(arrays):
+        return pa.flash_attention(**arrays, context=pa.Context("cp", method=method))
+
+    call = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=P(None, "cp"))
+    rows = {x: 4 if x == name else 8 for x in "qkv"}  # one device has them, or both
+    return jax.eval_shape(call, {x: jnp.zeros((1, n, 2, 8)) for x, n in rows.items()})
+
+
 def mapped(shards=2, options=(), **fields):
     context = pa.Context("cp", **fields)
     return jax.eval_shape(over(context, shards, dict(options)), GROUPED)
@@ -337,6 +371,7 @@ def mapped(shards=2, options=(), **fields):
     ("call", "said"),
     [
         (lambda: pa.Context(("a", "b")), "Context(axis=...): expected a mesh axis's name"),
+        (lambda: pa.Context(""), "Context(axis=...): expected a mesh axis's name, got ''"),
         (lambda: pa.Context("a", "striped"), "Context(order=...): expected one of 'contiguous'"),
         (lambda: pa.Context("a", method="tree"), "Context(method=...): expected one of 'gather'"),
         (lambda: pa.Context("a", overlap=1), "Context(overlap=...): expected a bool, got 1"),
@@ -364,9 +399,13 @@ def mapped(shards=2, options=(), **fields):
             lambda: pa.Context("cp", "zigzag").reorder(np.zeros((1, 6)), 2),
             "x: expected an axis 1 of a multiple of 4 rows for 2 devices in order 'zigzag'",
         ),
+        *(
+            (functools.partial(whole, name), f"{name}: expected the rows of this device")
+            for name in "qkv"
+        ),
         (
             lambda: mapped(options={"mask": documents_and_more(IDS[:, : T // 2], LIMITS)}),
-            "mask: expected what a function reads at a position to have all 32 rows",
+            "mask: expected what the function reads at q to have 32 numbers there, one for each q,",
         ),
     ],
 )
