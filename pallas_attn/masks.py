@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from pallas_attn._functions import block_summary
+from pallas_attn._functions import block_summary, folding, tracing
 from pallas_attn._functions import program as _program
 from pallas_attn._functions.program import Program
 from pallas_attn.context import Context, checked, shards_of
@@ -156,7 +156,7 @@ class Mask:
     def __and__(self, other: "Mask") -> "Mask":
         """The keys that both masks show."""
         if not isinstance(other, Mask):
-            return NotImplemented
+            return _reflected(other)
         tighter = []
         for pair in ((self.left, other.left), (self.right, other.right)):
             bounds = [bound for bound in pair if bound is not None]
@@ -166,7 +166,7 @@ class Mask:
     def __or__(self, other: "Mask") -> "MaskFunction":
         """The keys that one of two masks shows."""
         if not isinstance(other, Mask):
-            return NotImplemented
+            return _reflected(other)
         return as_function(self) | other
 
     def __invert__(self) -> "MaskFunction":
@@ -230,6 +230,7 @@ class Mask:
         self, q_len: int, kv_len: int, *, q_offset: int = 0, kv_length: int | None = None
     ) -> np.ndarray:
         """The mask as bool[q_len, kv_len], to look at and for tests."""
+        _check_sizes(0, q_offset, q_len=q_len, kv_len=kv_len)
         q_pos = q_offset + np.arange(q_len)[:, None]
         return np.broadcast_to(
             self.allows(q_pos, np.arange(kv_len)[None], kv_length), (q_len, kv_len)
@@ -242,6 +243,25 @@ class Mask:
             return "causal"
         left, right = (_name(bound) for bound in (self.left, self.right))
         return f"left={left}, right={right}"
+
+
+def _reflected(other: Any) -> Any:
+    """The result of & and | where the other mask is no band: that of the mask function."""
+    if isinstance(other, MaskFunction):
+        return NotImplemented
+    raise ValueError(
+        f"mask: expected a Mask or a mask function beside & and |, got {type(other).__name__}; a "
+        "boolean array goes in as mask_array, a Python function as mask_fn(f)"
+    )
+
+
+def _check_sizes(least: int, q_offset: int, **sizes: int) -> None:
+    """ValueError for a size that is no int of at least `least`, or an offset that is no int."""
+    for name, size in {"q_offset": q_offset, **sizes}.items():
+        known = not isinstance(size, (bool, jax.core.Tracer)) and np.ndim(size) == 0
+        wanted = "an int" if name == "q_offset" else f"an int of at least {least}"
+        if not (known and hasattr(size, "__index__")) or name in sizes and size < least:
+            raise ValueError(f"{name}: expected {wanted}, got {size!r}")
 
 
 def _unchecked(left: Bound, right: Bound) -> Mask:
@@ -301,6 +321,14 @@ class MaskFunction:
     kinds: jax.Array | None = None  # uint8 for each block: see `blocks`
     sizes: tuple[Any, ...] | None = None  # T, S, q_offset and, if any, the context of `kinds`
 
+    def __post_init__(self) -> None:
+        _program.check(self.program, "mask_fn")
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it shows every key to every query."""
+        return self.program.result == folding.YES
+
     @property
     def read(self) -> tuple[jax.Array, ...]:
         """`aux`, and after it the kinds of blocks, if any."""
@@ -330,6 +358,7 @@ class MaskFunction:
         `context`: that of the calls, within `jax.shard_map`. Sizes are then this device's, as those
         of q and k are; the kinds are those of its own rows, or by method "heads" of its own heads.
         """
+        _check_sizes(1, q_offset, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
         sizes = block_summary.Sizes(batch, heads, q_len, kv_len, q_offset)
         key: tuple[Any, ...] = (q_len, kv_len, q_offset)
         place = checked(context)
@@ -349,7 +378,7 @@ class MaskFunction:
     __rand__, __ror__ = __and__, __or__
 
     def __invert__(self) -> "MaskFunction":
-        return MaskFunction(_program.joined("not", self.program), self.aux)
+        return _joined("not", self)
 
     def __bool__(self) -> bool:
         raise ValueError("mask: a mask function is neither true nor false; say &, | and ~ for and, "
@@ -364,6 +393,7 @@ class MaskFunction:
         self, q_len: int, kv_len: int, *, q_offset: int = 0, batch: int = 1, heads: int = 1
     ) -> np.ndarray:
         """The mask as bool[batch, heads, q_len, kv_len], to look at and for tests."""
+        _check_sizes(0, q_offset, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
         sizes = (batch, heads, q_len, kv_len)
         at = np.ogrid[tuple(map(slice, sizes))]
         b, h, q, kv = (x.astype(np.int32) for x in at)
@@ -391,7 +421,7 @@ def mask_fn(f: Callable[..., Any], *aux: ArrayLike) -> MaskFunction:
     contain.
     """
     arrays = aux_arrays("mask_fn", f, aux)
-    program, kept = _program.trace("mask_fn", f, (jnp.int32,) * 4, arrays)
+    program, kept = tracing.trace("mask_fn", f, (jnp.int32,) * 4, arrays, "b, h, q, kv")
     if program.result_dtype != "bool":
         raise ValueError(
             f"mask_fn: expected a function that gives a bool, got {program.result_dtype}; compare "
@@ -416,11 +446,16 @@ def as_function(mask: "Mask | MaskFunction") -> MaskFunction:
 
 def _combined(how: str, a: MaskFunction, b: "Mask | MaskFunction") -> MaskFunction:
     if not isinstance(b, (Mask, MaskFunction)):
-        return NotImplemented
+        return _reflected(b)
     functions = [as_function(x) for x in (a, b)]
-    program = _program.joined(how, *(x.program for x in functions))
     within = _common(*(x.within for x in functions)) if how == "and" else FULL
-    return MaskFunction(program, functions[0].aux + functions[1].aux, within)
+    return dataclasses.replace(_joined(how, *functions), within=within)
+
+
+def _joined(how: str, *functions: MaskFunction) -> MaskFunction:
+    program, used = folding.joined(how, *(x.program for x in functions))
+    aux = [x for function in functions for x in function.aux]
+    return MaskFunction(program, tuple(aux[n] for n in used))
 
 
 def _common(a: Mask, b: Mask) -> Mask:

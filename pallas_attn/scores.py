@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from pallas_attn._functions import program as _program
+from pallas_attn._functions import tracing
 from pallas_attn._functions.program import Program
 from pallas_attn.masks import aux_arrays
 
@@ -21,6 +22,9 @@ class ScoreFunction:
 
     program: Program  # inputs: score, batch row, query head, a query's position, a key's position
     aux: tuple[jax.Array, ...] = ()
+
+    def __post_init__(self) -> None:
+        _program.check(self.program, "score_fn")
 
 
 jax.tree_util.register_dataclass(ScoreFunction, data_fields=["aux"], meta_fields=["program"])
@@ -37,7 +41,7 @@ def score_fn(f: Callable[..., Any], *aux: ArrayLike) -> ScoreFunction:
     """
     arrays = aux_arrays("score_fn", f, aux)
     numbers = (jnp.float32, *(jnp.int32,) * 4)
-    program, kept = _program.trace("score_fn", f, numbers, arrays)
+    program, kept = tracing.trace("score_fn", f, numbers, arrays, "score, b, h, q, kv")
     if "float" not in program.result_dtype:
         raise ValueError(
             f"score_fn: expected a function that gives a floating-point number, got "

@@ -141,6 +141,8 @@ def _optional(
     from it.
     """
     q, mask, context = inputs.q, options.mask, options.context
+    if isinstance(mask, MaskFunction) and mask.is_full:
+        mask = FULL
     (batch, q_len, q_heads, _), kv_len = q.shape, inputs.k.shape[1]
     shards = 1 if context is None else shards_of(context)
     scores = (batch, q_heads, q_len, kv_len * shards)

@@ -134,6 +134,8 @@ def _visible(
         return _visible_in_tree(q, cache, starts, options)
     if not isinstance(mask, MaskFunction):
         return checks.mask(mask), None, None
+    if mask.is_full:
+        return FULL, None, None
     if cache.context is not None:
         raise ValueError(
             "mask: expected a Mask over a cache whose rows are split over devices, got a mask "

@@ -44,8 +44,8 @@ def mask(value: Argument) -> Mask:
     if not isinstance(value, Mask):
         raise ValueError(
             "mask: expected a Mask (FULL, CAUSAL, sliding_window(n), Mask(left, right)), got "
-            f"{type(value).__name__}; "
-            "a boolean array goes in as mask_array"
+            f"{type(value).__name__}; a boolean array goes in as mask_array, a function of "
+            "positions as mask_fn(f)"
         )
     return value
 

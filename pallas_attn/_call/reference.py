@@ -75,7 +75,9 @@ def attention(inputs: AttentionInputs, problem: AttentionProblem) -> tuple[Array
     where = (*at_rows, kv_pos[None, None, None, :])
     if problem.score_program is not None:
         operands = (logits, *where)
-        logits = evaluate(problem.score_program, operands, inputs.score_aux, Broadcasting())
+        floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in inputs.score_aux]
+        aux = [x.astype(acc) if y else x for x, y in zip(inputs.score_aux, floats, strict=True)]
+        logits = evaluate(problem.score_program, operands, aux, Broadcasting())  # reads cast back
         logits = jnp.broadcast_to(logits.astype(acc), (batch, q_heads, q_len, kv_len))
     if inputs.bias is not None:
         logits = logits + inputs.bias.astype(acc)

@@ -19,6 +19,7 @@ from pallas_attn._call.kernel import Chosen
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, bounds_of
 from pallas_attn._context_parallel import layout
 from pallas_attn._context_parallel.layout import Split
+from pallas_attn._functions import folding
 from pallas_attn._functions import program as _program
 from pallas_attn.context import chunk_numbers
 from pallas_attn.merge import cotangents_of_part
@@ -57,8 +58,9 @@ def with_functions(
     if mask is not None and q_ids is not None and kv_ids is not None:
         offset = problem.q_offset if inputs.q_offset is None else inputs.q_offset
         segments = bind.of_segments(q_ids, kv_ids, offset)
-        mask = _program.joined("and", mask, segments.program)
+        mask, used = folding.joined("and", mask, segments.program)
         mask_aux = (*inputs.mask_aux, *segments.aux)
+        mask_aux = tuple(mask_aux[n] for n in used)
         inputs = inputs._replace(q_segment_ids=None, kv_segment_ids=None, mask_aux=mask_aux)
     return dataclasses.replace(problem, mask_program=mask, score_program=score), inputs
 

@@ -1,9 +1,8 @@
 """Functions of positions as values: traced once, compared by their operations, evaluated anywhere.
 
-A user's function of scalars becomes a `Program`: a list of operations, frozen and hashable, a jit
-key by value. The reference evaluates it on jax arrays that broadcast, a kernel on the tiles, rows,
-columns and scalars of its registers. A function may contain the `OPERATIONS`, reads of its arrays
-at scalar positions, and jitted functions of these.
+A user's function of scalars becomes a `Program` (`tracing.trace`): a list of operations, frozen and
+hashable, a jit key by value. The reference evaluates it on jax arrays that broadcast, a kernel on
+the tiles, rows, columns and scalars of its registers.
 """
 
 import contextlib
@@ -11,13 +10,12 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
 from jax.typing import DTypeLike
 
 Value = Any  # a jax or NumPy array, or a tile, row, column or scalar of a kernel
@@ -49,7 +47,7 @@ class Operation:
 
     name: str
     operands: tuple[Operand, ...]
-    dtype: str  # the result's
+    dtype: str  # the result's; of a read the array's, or float32 of a 16-bit float
     read: int | None = None
     exponent: int = 0  # for "integer_pow"
 
@@ -81,6 +79,11 @@ class Program:
             return "int32" if self.result or self.inputs == 4 else "float32"
         return self.operations[self.result - self.inputs].dtype
 
+    def kind(self, read: Operation) -> Kind:
+        """The shape of the array of a read, and the dtype of the result."""
+        assert read.read is not None
+        return self.arrays[read.read][0], read.dtype
+
     def depends_on(self, number: int) -> bool:
         """Whether the result may change with an input."""
         reached: set[Operand] = {number}
@@ -88,6 +91,14 @@ class Program:
             if not reached.isdisjoint(operation.operands):
                 reached.add(at)
         return self.result in reached
+
+
+def check(value: Any, maker: str) -> None:
+    """ValueError for what is no program, in a record that `maker` makes."""
+    if not isinstance(value, Program):
+        raise ValueError(
+            f"program: expected that of {maker}, got {type(value).__name__}; write {maker}(f, *aux)"
+        )
 
 
 def _alike(*operands: Value) -> list[Value]:
@@ -110,7 +121,7 @@ def _power(x: Value, exponent: int) -> Value:
         if exponent & 1:
             product = x if product is None else product * x
         x, exponent = x * x, exponent >> 1
-    return x * 0 + 1 if product is None else product
+    return product
 
 
 # Operations that a function may contain, by the names of jax's primitives.
@@ -158,206 +169,7 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
 # Operations that Mosaic computes in float32 alone: 16-bit results are rounded afterwards.
 _OF_FLOAT32 = frozenset(("exp", "exp2", "log", "tanh", "logistic", "sqrt", "rsqrt"))
 # Operations on 8-bit numbers that kernels, which hold them in 32 bits, compute.
-_KEEP_BITS = frozenset(("select_n", "max", "min", "clamp", "copy", "broadcast_in_dim"))
-_WITHIN = (
-    "jaxpr",
-    "call_jaxpr",
-    "fun_jaxpr",
-)  # parameters of an equation that hold a called function
-_REMEDIES = {
-    "gather": "read arrays at scalar positions: aux[h, q - kv]",
-    "floor": "use integers: q // n",
-    "iota": "give an array of them as aux, and read it at a position",
-    "reduce_sum": "write the sum out, or prepare it as an array and give it as aux",
-    "cond": "write jnp.where",
-    "while": "write the loop out, or prepare its results as an array and give it as aux",
-    "scan": "write the loop out, or prepare its results as an array and give it as aux",
-    "erf": "write it by exp and tanh",
-    "pow": "write x**n with an int n, or exp of a product",
-}
-
-
-class _View(NamedTuple):
-    """A part of an array that begins at `starts`; axes that are not `kept` are read there."""
-
-    array: int
-    starts: tuple[Operand, ...]
-    kept: tuple[int, ...]
-
-
-def trace(
-    what: str, function: Callable[..., Any], numbers: Sequence[DTypeLike], arrays: Sequence[Value]
-) -> tuple[Program, list[Value]]:
-    """`function(*numbers, *arrays)` as a program, and the arrays that it reads, captured ones
-    included. `numbers`: the dtypes of the first arguments; `what`: the caller's name, for errors.
-    """
-    scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in numbers]
-    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
-    with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
-        traced = jax.make_jaxpr(function)(*scalars, *shapes)
-    for value in traced.consts:
-        if isinstance(value, jax.core.Tracer):
-            raise ValueError(
-                f"{what}: the function captures a traced array, {value.dtype}"
-                f"{list(value.shape)}; pass it as aux, {what}(f, array), and take it as an "
-                "argument of f"
-            )
-    if len(traced.jaxpr.outvars) != 1 or traced.out_avals[0].shape != ():
-        shape = [list(aval.shape) for aval in traced.out_avals]
-        raise ValueError(
-            f"{what}: expected a function that gives one scalar, got shapes {shape}; positions are "
-            "scalars, and arrays are read at them: aux[b, q]"
-        )
-    return _Tracing(what, len(numbers)).program(traced.jaxpr, arrays, traced.consts)
-
-
-class _Tracing:
-    """The operations of a function so far."""
-
-    def __init__(self, what: str, inputs: int):
-        self.what, self.inputs = what, inputs
-        self.operations: list[Operation] = []
-        self.known: dict[Operation, int] = {}
-        self.arrays: list[Value] = []
-
-    def program(
-        self, jaxpr: Jaxpr, arrays: Sequence[Value], captured: Sequence[Any]
-    ) -> tuple[Program, list[Value]]:
-        """The program of the operations that the result needs, and the arrays that it reads."""
-        inputs = [*range(self.inputs), *map(self.whole, arrays)]
-        consts = [
-            self.whole(jnp.asarray(x)) if np.ndim(x) else _constant(np.asarray(x)[()], x.dtype)
-            for x in captured
-        ]
-        result = self.number(self.run(jaxpr, consts, inputs)[0])
-        lines = [*enumerate(self.operations, self.inputs)]
-        needed = {result}
-        for at, op in reversed(lines):
-            needed |= {*op.operands} if at in needed else set()
-        kept = [(at, op) for at, op in lines if at in needed]
-        values = {n: n for n in range(self.inputs)}
-        values |= {at: n for n, (at, _) in enumerate(kept, self.inputs)}
-        used = sorted({op.read for _, op in kept if op.read is not None})
-        operations = tuple(op.renumbered(values.__getitem__, used.index) for _, op in kept)
-        result = result if isinstance(result, Constant) else values[result]
-        read = [self.arrays[n] for n in used]
-        kinds = tuple((tuple(x.shape), str(x.dtype)) for x in read)
-        return Program(self.inputs, operations, result, kinds), read
-
-    def whole(self, array: Value) -> _View:
-        """A view of all of an array."""
-        self.arrays.append(array)
-        axes = len(array.shape)
-        return _View(len(self.arrays) - 1, (ZERO,) * axes, tuple(range(axes)))
-
-    def run(
-        self, jaxpr: Jaxpr, consts: Sequence[Operand | _View], values: Sequence[Operand | _View]
-    ) -> list[Operand | _View]:
-        held: dict[Any, Operand | _View] = dict(zip(jaxpr.constvars, consts, strict=True))
-        held |= dict(zip(jaxpr.invars, values, strict=True))
-
-        def lookup(atom: Any) -> Operand | _View:
-            if not isinstance(atom, Literal):
-                return held[atom]
-            aval: Any = atom.aval
-            return _constant(atom.val, aval.dtype)
-
-        for equation in jaxpr.eqns:
-            results = self.equation(equation, [lookup(atom) for atom in equation.invars])
-            held |= dict(zip(equation.outvars, results, strict=True))
-        return [lookup(atom) for atom in jaxpr.outvars]
-
-    def equation(
-        self, equation: JaxprEqn, inputs: list[Operand | _View]
-    ) -> Sequence[Operand | _View]:
-        name, params = equation.primitive.name, equation.params
-        inner = next((params[key] for key in _WITHIN if key in params), None)
-        if inner is not None and name not in _REMEDIES:
-            jaxpr = getattr(inner, "jaxpr", inner)
-            return self.run(jaxpr, getattr(inner, "consts", ()), inputs)
-        aval: Any = equation.outvars[0].aval
-        if isinstance(inputs[0], _View):
-            part = self.part(name, params, inputs[0], inputs[1:])
-            if part is not None:
-                return [part]
-        if name not in OPERATIONS or aval.shape != ():
-            raise self.refused(name, aval.shape)
-        operands = tuple(map(self.number, inputs))
-        if name == "select_n" and len(operands) != 3:
-            raise self.refused(name, aval.shape)
-        if is_narrow(aval.dtype) and name not in _KEEP_BITS:
-            raise ValueError(
-                f"{self.what}: the function computes {aval.dtype} ({name}), and kernels compute "
-                "numbers of 16 and 32 bits; cast to one of those before"
-            )
-        return [self.add(Operation(name, operands, str(aval.dtype), exponent=params.get("y", 0)))]
-
-    def part(
-        self, name: str, params: dict[str, Any], view: _View, rest: Sequence[Any]
-    ) -> _View | None:
-        """The part of an array that an equation gives, if it gives one."""
-        starts, kept = list(view.starts), view.kept
-        if name == "dynamic_slice":
-            for axis, start, size in zip(kept, rest, params["slice_sizes"], strict=True):
-                if size == 1:
-                    starts[axis] = self.sum(starts[axis], start)
-                elif size != self.arrays[view.array].shape[axis]:  # all of an axis begins at 0
-                    return None
-        elif name == "slice" and params["strides"] is None:
-            for axis, start in zip(kept, params["start_indices"], strict=True):
-                starts[axis] = self.sum(starts[axis], Constant("int32", str(start)))
-        elif name == "squeeze":
-            kept = tuple(x for n, x in enumerate(kept) if n not in params["dimensions"])
-        elif name == "reshape" and params["new_sizes"] == ():
-            kept = ()
-        else:
-            return None
-        return view._replace(starts=tuple(starts), kept=kept)
-
-    def sum(self, a: Operand, b: Operand) -> Operand:
-        if ZERO in (a, b):
-            return b if a == ZERO else a
-        return self.add(Operation("add", (a, b), "int32"))
-
-    def number(self, value: Operand | _View) -> Operand:
-        """The operand itself, or the element that a view is of."""
-        if not isinstance(value, _View):
-            return value
-        if value.kept:
-            raise ValueError(
-                f"{self.what}: the function uses {len(value.kept)} axes of an array whole; read it "
-                "at scalar positions: aux[b, q]"
-            )
-        dtype = str(self.arrays[value.array].dtype)
-        return self.add(Operation("read", value.starts, dtype, read=value.array))
-
-    def add(self, operation: Operation) -> Operand:
-        """The operation's result; constants are folded, and equal operations are one."""
-        operands = operation.operands
-        if operation.read is None and all(isinstance(x, Constant) for x in operands):
-            return _folded(operation)
-        # Batch rows, heads and positions of keys are not negative: no index from the end.
-        natural = (self.inputs - 4, self.inputs - 3, self.inputs - 1)
-        if operation.name == "lt" and operands[0] in natural and operands[1] == ZERO:
-            return NO
-        if operation.name == "select_n" and operands[0] == NO:
-            return operands[1]
-        if operation.name == "ne" and operands[1] == NO:
-            return operands[0]
-        if operation not in self.known:
-            self.known[operation] = self.inputs + len(self.operations)
-            self.operations.append(operation)
-        return self.known[operation]
-
-    def refused(self, name: str, shape: tuple[int, ...]) -> ValueError:
-        remedy = "write it by arithmetic, comparisons, jnp.where and reads of aux"
-        if shape:
-            remedy = "read arrays at scalar positions: aux[h, q - kv]"
-        size = f" of shape {list(shape)}" if shape else ""
-        return ValueError(
-            f"{self.what}: the function contains {name}{size}, which kernels do not compute; "
-            f"{_REMEDIES.get(name, remedy)}"
-        )
+KEEP_BITS = frozenset(("select_n", "max", "min", "clamp", "copy", "broadcast_in_dim"))
 
 
 def is_narrow(dtype: np.dtype) -> bool:
@@ -365,15 +177,8 @@ def is_narrow(dtype: np.dtype) -> bool:
     return dtype.itemsize == 1 and dtype != jnp.bool_
 
 
-def _folded(operation: Operation) -> Constant:
-    """The result of an operation on constants."""
-    program = Program(0, (operation,), 0)
-    with _on_cpu(), jax.ensure_compile_time_eval(), jax.enable_x64(False):
-        return _constant(evaluate(program, (), (), Broadcasting()), operation.dtype)
-
-
 @contextlib.contextmanager
-def _on_cpu() -> Iterator[None]:
+def on_cpu() -> Iterator[None]:
     """The default device is the CPU, unless jax was told to use GPUs alone."""
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(RuntimeError):
@@ -385,11 +190,12 @@ def computed_now(function: Callable[..., Any], *inputs: np.ndarray) -> np.ndarra
     """The result of a function of arrays, compiled as one program for the CPU, if jax has one,
     whatever is being traced.
     """
-    with _on_cpu():
+    with on_cpu():
         return np.asarray(jax.jit(function).lower(*inputs).compile()(*inputs))
 
 
-def _constant(value: Any, dtype: DTypeLike) -> Constant:
+def constant(value: Any, dtype: DTypeLike) -> Constant:
+    """A number as a constant."""
     kind = np.dtype(dtype)
     if kind == np.bool_:
         return Constant("bool", str(bool(value)))
@@ -399,27 +205,6 @@ def _constant(value: Any, dtype: DTypeLike) -> Constant:
 
 
 # ---- programs made of programs ------------------------------------------------------------------
-
-
-def joined(name: str, *parts: Program) -> Program:
-    """The operation `name` on the results of programs of the same inputs; their arrays follow one
-    another.
-    """
-    (inputs,) = {part.inputs for part in parts}
-    operations: list[Operation] = []
-    arrays: tuple[Kind, ...] = ()
-    results: list[Operand] = []
-    for part in parts:
-        shift, first = len(operations), len(arrays)
-
-        def later(n: int, shift: int = shift) -> int:
-            return n + shift if n >= inputs else n
-
-        operations += [op.renumbered(later, first.__add__) for op in part.operations]
-        arrays += part.arrays
-        results.append(part.result if isinstance(part.result, Constant) else later(part.result))
-    operations.append(Operation(name, tuple(results), "bool"))
-    return Program(inputs, tuple(operations), inputs + len(operations) - 1, arrays)
 
 
 @functools.lru_cache(maxsize=256)
@@ -486,30 +271,6 @@ def reads_at(program: Program, number: int) -> list[tuple[int, int]]:
     ]
 
 
-def derivative(program: Program) -> Program:
-    """The derivative of the result by the first input, which reads `derivative_arrays`."""
-    return _derivative(program)[0]
-
-
-def derivative_arrays(program: Program, arrays: Sequence[Value]) -> tuple[Value, ...]:
-    """The arrays of a program that its derivative reads, in its order."""
-    return tuple(arrays[n] for n in _derivative(program)[1])
-
-
-@functools.lru_cache(maxsize=256)
-def _derivative(program: Program) -> tuple[Program, tuple[int, ...]]:
-    arrays = [np.zeros(shape, dtype) for shape, dtype in program.arrays]
-
-    def slope(score, *rest):
-        numbers, read = rest[: program.inputs - 1], rest[program.inputs - 1 :]
-        return jax.grad(lambda x: evaluate(program, (x, *numbers), read, Broadcasting()))(score)
-
-    dtypes = [jnp.float32] + [jnp.int32] * (program.inputs - 1)
-    traced, read = trace("score_fn", slope, dtypes, arrays)
-    identities = [id(x) for x in arrays]
-    return traced, tuple(identities.index(id(x)) for x in read)
-
-
 # ---- evaluation ---------------------------------------------------------------------------------
 
 
@@ -554,7 +315,7 @@ def evaluate(
     for op in program.operations:
         operands = [lookup(operand) for operand in op.operands]
         if op.read is not None:
-            held.append(values.read(arrays[op.read], program.arrays[op.read], operands))
+            held.append(values.read(arrays[op.read], program.kind(op), operands))
         else:
             held.append(values.compute(op, operands))
     return lookup(program.result)

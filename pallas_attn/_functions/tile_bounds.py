@@ -377,8 +377,8 @@ def _bounds(
         if at not in outline.needed or len(outline.axes[at]) == 2:
             held.append(None)
         elif op.read is not None:
-            kind = program.arrays[op.read]
-            held.append(values.read(arrays[op.read], kind, [exact(x) for x in op.operands]))
+            operands = [exact(x) for x in op.operands]
+            held.append(values.read(arrays[op.read], program.kind(op), operands))
         else:
             held.append(values.compute(op, [exact(x) for x in op.operands]))
     pairs = outline.of_pairs(program)
@@ -394,14 +394,14 @@ def _bounds(
     extremes = grid.extremes([(exact(x), axis) for x, axis in axes.items()])
     known |= dict(zip(axes, extremes, strict=True))
     for at, op in pairs:
-        operands = [known[x] for x in op.operands]
+        bounds = [known[x] for x in op.operands]
         if op.read is not None:
             places = [range(_places(program, grid, index) or 1) for index in op.operands]
-            known[at] = _read(arrays[op.read], program.arrays[op.read], operands, places)
+            known[at] = _read(arrays[op.read], program.kind(op), bounds, places)
         elif op.name == "convert_element_type":
-            known[at] = Bounds(*(x.astype(op.dtype) for x in operands[0]))
+            known[at] = Bounds(*(x.astype(op.dtype) for x in bounds[0]))
         else:
-            known[at] = _RULES[op.name](*operands)
+            known[at] = _RULES[op.name](*bounds)
     return known[program.result]
 
 

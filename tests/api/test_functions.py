@@ -2,9 +2,11 @@
 and what they refuse.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import types
 
 import jax
@@ -17,6 +19,7 @@ from pallas_attn import attention
 from pallas_attn._autodiff import score_gradients
 from pallas_attn._call import device, dispatch, reference
 from pallas_attn._functions import program as _program
+from pallas_attn._functions import tracing
 from pallas_attn.kernels.attention import linear_scores
 from tests.support import in_numpy
 
@@ -71,6 +74,82 @@ def test_random_masks_are_their_dense_arrays(seed):
     offsets = jnp.full(B, offset)
     got = attended(q, k, v, mask=mask, q_offset=offsets, **segments)
     np.testing.assert_array_equal(got, want)
+
+
+def test_arrays_made_inside_are_those_of_jax():
+    """Constants without an input, tables of them, and a few numbers side by side."""
+    few = np.array([3, 5, 9])
+    functions = [
+        lambda b, h, q, kv: jnp.isin(kv, jnp.arange(3)),
+        lambda b, h, q, kv: jnp.isin(kv, few) | (q == kv),
+        lambda b, h, q, kv: (kv == jnp.array([3, 5, 9])).any() & (q > jnp.array([2, 4])).all(),
+        lambda b, h, q, kv: jnp.stack([q > kv, q > 3]).all(),
+        lambda b, h, q, kv: jnp.arange(0, 99, 3)[kv] > q,
+        lambda b, h, q, kv: jnp.tril(jnp.ones((S, S), bool), -2)[q, kv],
+        lambda b, h, q, kv: jnp.array([[q, kv], [h, b]]).sum() % 3 == 0,
+    ]
+    at = [x.astype(np.int32).ravel() for x in np.indices((B, N, T, S))]
+    for f in functions:
+        want = jax.vmap(f)(*at).reshape(B, N, T, S)
+        np.testing.assert_array_equal(dense(pa.mask_fn(f)), want)
+
+
+EVEN = pa.mask_fn(lambda b, h, q, kv: (q + kv) % 2 == 0)
+EVERYTHING = {
+    "or full": lambda: EVEN | pa.FULL,
+    "modulo 1": lambda: pa.mask_fn(lambda b, h, q, kv: q % 1 == 0),
+    "difference": lambda: pa.mask_fn(lambda b, h, q, kv: (q + kv) - kv <= q),
+    "product": lambda: pa.mask_fn(lambda b, h, q, kv: (q * 0 == 0) & (kv // 1 == kv)),
+    "keys": lambda: pa.mask_fn(lambda b, h, q, kv: kv >= 0),
+    "either": lambda: EVEN | ~EVEN,
+    "chosen": lambda: pa.mask_fn(lambda b, h, q, kv: jnp.where(q == kv, q, kv) == kv),
+    "not hidden": lambda: ~(EVEN & ~pa.FULL),
+}
+
+
+@pytest.mark.parametrize("name", EVERYTHING)
+def test_a_mask_that_shows_everything_is_full(name):
+    """It calls the kernels that have no function; its complement reads no array and no position."""
+    mask = EVERYTHING[name]()
+    assert mask.is_full and not mask.program.operations
+    assert (~mask).program == pa.mask_fn(lambda b, h, q, kv: False).program
+    asked = []
+    q, k, v = operands()
+
+    def select(problem, _):
+        asked.append(problem)
+        raise StopIteration
+
+    with pytest.MonkeyPatch.context() as changed, contextlib.suppress(StopIteration):
+        changed.setattr(dispatch, "select", select)
+        pa.flash_attention(q, k, v, mask=mask)
+    assert asked[0].mask_program is None and asked[0].mask == pa.FULL
+
+
+def test_shorter_programs_compute_the_same():
+    """Integers at which arithmetic wraps; floats, whose NaN and signed zeros are not shortened."""
+    functions = [
+        lambda x, y: (x - y) + y + ((x + y) - x) * 7 + ((x - y) - x) * 11 + (x - (x - y)) * 13,
+        lambda x, y: (x ^ (x ^ y)) + (x & ~x) * 3 + (x | ~x) * 5 + (x ^ ~x) * 17 + (x << 0),
+        lambda x, y: jnp.where(x == y, x, y) + jnp.where(x != y, x, y) * 3 + (x | 0) + (y & -1),
+        lambda x, y: jnp.maximum(x, -(2**31)) + jnp.minimum(y, 2**31 - 1) * 3 + x % 1 + y // 1,
+        lambda x, y: jax.lax.integer_pow(x, 0) + jax.lax.integer_pow(y, 1) * 5 + x * 1 + y * 0,
+        lambda x, y: jnp.where((x <= x) & ~(y < y) & (x > y), x, y) + jnp.maximum(x, x),
+    ]
+    numbers = [-(2**31), -(2**31) + 1, -7, -1, 0, 1, 3, 2**31 - 1]
+    x, y = (
+        jnp.asarray(side, "int32") for side in np.array([*itertools.product(numbers, repeat=2)]).T
+    )
+    for f in functions:
+        program, _ = tracing.trace("f", f, ("int32",) * 2, ())
+        got = _program.evaluate(program, (x, y), (), _program.Broadcasting())
+        np.testing.assert_array_equal(got, f(x, y))
+    x = jnp.asarray([np.nan, -0.0, 0.0, np.inf, 1.5], "float32")
+    for f in (lambda x: x - x, lambda x: x * 0, lambda x: x + 0.0, lambda x: jnp.float32(x == x)):
+        program, _ = tracing.trace("f", f, ("float32",), ())
+        got = _program.evaluate(program, (x,), (), _program.Broadcasting())
+        np.testing.assert_array_equal(got, f(x))
+        np.testing.assert_array_equal(np.signbit(got), np.signbit(f(x)))
 
 
 def test_masks_combine_as_sets_of_keys():
@@ -169,9 +248,9 @@ def test_scores_that_are_a_slope_and_an_offset_a_row():
 
 def test_the_derivative_of_a_program_is_one():
     score = alibi_with_a_table(jnp.arange(4.0), jnp.ones((4, 16)))
-    slope = _program.derivative(score.program)
+    slope = tracing.derivative(score.program)
     assert slope.inputs == 5 and len(slope.arrays) == 1  # the table is gone
-    aux = _program.derivative_arrays(score.program, score.aux)
+    aux = tracing.derivative_arrays(score.program, score.aux)
     values = jnp.float32(1.5), 0, 2, jnp.int32(7), jnp.int32(3)
     got = _program.evaluate(slope, values, aux, _program.Broadcasting())
     assert got == pytest.approx(1 - np.tanh((1.5 - 2 * 4) / 9) ** 2, rel=1e-5)
@@ -211,6 +290,16 @@ def test_vmap_scan_and_remat():
 
 
 IDS = np.zeros((2, 5), np.int32)
+PYTHON = (
+    "mask_fn: <lambda>(b, h, q, kv) decides in Python (and, or, not, if, in, max, min, 0 <= q < 4) "
+    "by a number that is known only in the kernel; use &, |, ~, jnp.where, jnp.maximum, "
+    "jnp.minimum, (0 <= q) & (q < 4)"
+)
+NUMPY = (
+    "mask_fn: <lambda>(b, h, q, kv) hands a number that is known only in the kernel to NumPy; use "
+    "jax.numpy (jnp.where, jnp.maximum), and read a NumPy table as a jax array: "
+    "jnp.asarray(table)[kv]"
+)
 ERRORS = {
     "mask_fn: expected a function, got int": lambda: pa.mask_fn(5),
     "mask_fn: the function contains floor, which kernels do not compute; use integers: q // n": (
@@ -245,6 +334,56 @@ ERRORS = {
     "and take it as an argument of f": (
         lambda: jax.jit(lambda x: pa.mask_fn(lambda b, h, q, kv: q < x).aux)(jnp.float32(1))
     ),
+    PYTHON: lambda: pa.mask_fn(lambda b, h, q, kv: q >= kv and kv > 3),
+    "score_fn: <lambda>(s, b, h, q, kv) makes a Python number (int, float, math) of one that is "
+    "known only in the kernel; use x.astype(jnp.int32), x.astype(jnp.float32) and jax.numpy": (
+        lambda: pa.score_fn(lambda s, b, h, q, kv: s + math.sqrt(q))
+    ),
+    NUMPY: lambda: pa.mask_fn(lambda b, h, q, kv: np.logical_and(q > kv, q < 3)),
+    "mask_fn: <lambda>(b, h, q, kv) uses a number that is known only in the kernel as an index or "
+    "a count in Python; read jax arrays, jnp.asarray(table)[kv], and compare instead of range": (
+        lambda: pa.mask_fn(lambda b, h, q, kv: [True, False][h])
+    ),
+    "mask_fn: <lambda>(b, h, q, kv) has a Python int beyond int32; positions and all integers are "
+    "int32": lambda: pa.mask_fn(lambda b, h, q, kv: q < 2**40),
+    "mask_fn: expected a function of (b, h, q, kv), 4 arguments in this order, got <lambda>(q, "
+    "kv)": (lambda: pa.mask_fn(lambda q, kv: q >= kv)),
+    "score_fn: expected a function of (score, b, h, q, kv) and the 1 array of aux, 6 arguments in "
+    "this order, got <lambda>(s, b, h, q, kv)": (
+        lambda: pa.score_fn(lambda s, b, h, q, kv: s, np.ones(2))
+    ),
+    "mask_fn: expected <lambda>(b, h, q, kv) to give one scalar, got NoneType; is there a "
+    "return?": (lambda: pa.mask_fn(lambda b, h, q, kv: None)),
+    "mask_fn: the function contains debug_print, which kernels do not compute; print "
+    "mask.dense(T, S), which is the mask as an array": (
+        lambda: pa.mask_fn(lambda b, h, q, kv: (jax.debug.print("{}", q), q > kv)[1])
+    ),
+    "mask_fn: the function computes complex64 (convert_element_type), and kernels compute real "
+    "numbers; write the real and the imaginary part out, each a real number": (
+        lambda: pa.mask_fn(lambda b, h, q, kv: (q * 1j).real > kv)
+    ),
+    "mask_fn: the function computes 1000 numbers side by side (eq), and a kernel up to 64; make a "
+    "table of the results, give it as aux, and read it at a position: aux[kv]": (
+        lambda: pa.mask_fn(lambda b, h, q, kv: (kv == jnp.arange(1000)).any())
+    ),
+    "mask_fn: the function contains broadcast_in_dim of shape [1, 5], which kernels do not "
+    "compute; read arrays at scalar positions: aux[h, q - kv]": (
+        lambda: pa.mask_fn(lambda b, h, q, kv, ids: jnp.isin(kv, ids[0]), IDS)
+    ),
+    "program: expected that of score_fn, got function; write score_fn(f, *aux)": (
+        lambda: pa.ScoreFunction(lambda s, b, h, q, kv: s)
+    ),
+    "program: expected that of mask_fn, got function; write mask_fn(f, *aux)": (
+        lambda: pa.MaskFunction(lambda b, h, q, kv: q > kv)
+    ),
+    "q_len: expected an int of at least 1, got '8'": lambda: EVEN.blocks("8", 8),
+    "heads: expected an int of at least 1, got 0": lambda: EVEN.blocks(8, 8, heads=0),
+    "kv_len: expected an int of at least 0, got 8.5": lambda: EVEN.dense(8, 8.5),
+    "q_offset: expected an int, got None": lambda: pa.CAUSAL.dense(8, 8, q_offset=None),
+    "mask: expected a Mask or a mask function beside & and |, got ndarray; a boolean array goes in "
+    "as mask_array, a Python function as mask_fn(f)": lambda: EVEN & np.ones((3, 3), bool),
+    "mask: expected a Mask or a mask function beside & and |, got function; a boolean array goes "
+    "in as mask_array, a Python function as mask_fn(f)": lambda: pa.CAUSAL | (lambda *_: True),
     "score_fn: expected a function that gives a floating-point number, got bool; for a mask use "
     "mask_fn": lambda: pa.score_fn(lambda s, b, h, q, kv: q > kv),
     "mask: a mask function is neither true nor false; say &, | and ~ for and, or and not": (
@@ -284,7 +423,7 @@ def test_operations_have_jax_meaning():
     for dtype, some in functions.items():
         x, y = (jnp.asarray(side, dtype) for side in zip(*PAIRS[dtype], strict=True))
         for f in some:
-            program, _ = _program.trace("f", f, (dtype,) * 2, ())
+            program, _ = tracing.trace("f", f, (dtype,) * 2, ())
             got = _program.evaluate(program, (x, y), (), _program.Broadcasting())
             np.testing.assert_allclose(got, f(x, y), rtol=1e-5, atol=1e-5)
 
@@ -415,6 +554,24 @@ def test_kernels_refuse_what_they_do_not_derive():
         jax.eval_shape(attend, q, slopes, bias)
         with pytest.raises(pa.UnsupportedError, match="no gradient of a bias beside functions"):
             jax.eval_shape(jax.grad(attend), q, slopes, bias)
+
+
+@pytest.mark.by_xla
+def test_gradients_of_16_bits_are_summed_in_float32():
+    """Of numbers that many logits read, by the reference."""
+    draw = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(draw.standard_normal((1, 512, 2, 8)), jnp.float32) for _ in range(3))
+    table = jnp.asarray(draw.standard_normal(4), jnp.bfloat16)
+
+    def loss(table):
+        score = pa.score_fn(lambda s, b, h, q, kv, t: s + t[kv % 4], table)
+        out = pa.flash_attention(q, k, v, score=score, implementation="reference")
+        return (out * v).sum()
+
+    want = jax.grad(loss)(table.astype(jnp.float32))
+    got = jax.grad(loss)(table)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=2**-8)
 
 
 @pytest.mark.by_xla

@@ -15,6 +15,7 @@ from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs
 from pallas_attn._functions import program as _program
+from pallas_attn._functions import tracing
 from pallas_attn._functions.program import Operation, Program
 from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.attention.logits import LogitTile, mask_columns
@@ -153,8 +154,8 @@ def score(ctx: Context, place: Any, s: Any) -> tuple[Any, Any]:
     assert program is not None
     numbers = Value(s, (0, 1)), *_numbers(program, registers, place)
     if plan.problem.op == "flash_backward":
-        derivative = _program.derivative(program)
-        aux = _program.derivative_arrays(program, refs.score_aux)
+        derivative = tracing.derivative(program)
+        aux = tracing.derivative_arrays(program, refs.score_aux)
         derived = _program.evaluate(derivative, numbers, aux, registers)
         slope = registers.spread(derived, (0, 1)).astype(jnp.float32)
     scored = _program.evaluate(program, numbers, refs.score_aux, registers)
