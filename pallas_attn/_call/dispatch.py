@@ -153,7 +153,7 @@ Implementation = Candidate | Reference | Refused
 
 
 def _score_matrix(problem: AttentionProblem) -> str:
-    return f"it would store the whole score matrix (T*S = {problem.q_len * problem.kv_len})"
+    return f"it would write every score to memory (T*S = {problem.q_len * problem.kv_len})"
 
 
 def _dense_copy(problem: DecodeProblem) -> str:
@@ -181,7 +181,7 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         Refused(
             Limit(
                 "it differentiates only what it computed itself",
-                'pass implementation="reference" to the forward call: it stores all T*S scores',
+                'pass implementation="reference" to the forward call: it writes T*S scores',
             ),
         ),
     ),

@@ -1,11 +1,12 @@
 """The oracle: every operation from its definition, in plain jax.numpy.
 
 It is what runs where there is no GPU, and what every kernel is compared with. It computes in
-float32 (float64 for float64 inputs) at the highest matmul precision, stores the whole score matrix,
-and shares nothing with the kernels but `pallas_attn.masks` and the records of a call. It
-differentiates by ordinary autodiff, forward and reverse, any number of times.
+float32 (float64 for float64 inputs) at the highest matmul precision, stores the scores of one block
+of query rows at a time, and shares nothing with the kernels but `pallas_attn.masks` and the records
+of a call. It differentiates by ordinary autodiff, forward and reverse, any number of times.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from pallas_attn._call.problem import (
@@ -51,56 +53,148 @@ def attention(inputs: AttentionInputs, problem: AttentionProblem) -> tuple[Array
     q, k, v = inputs.q, inputs.k, inputs.v
     batch, q_len, q_heads, _ = q.shape
     kv_len, kv_heads = k.shape[1], k.shape[2]
-    dtype, acc = q.dtype, jnp.float64 if q.dtype == jnp.float64 else jnp.float32
-    q_rows, kv_pos = jnp.arange(q_len, dtype=jnp.int32), jnp.arange(kv_len, dtype=jnp.int32)
-    live_q = _before(q_rows, inputs.q_lengths, batch)
-    live_kv = _before(kv_pos, inputs.kv_lengths, batch)
-    q = jnp.where(live_q[:, :, None, None], q, 0).astype(acc)
-    k = jnp.where(live_kv[:, :, None, None], k, 0).astype(acc)
-    v = jnp.where(live_kv[:, :, None, None], v, 0).astype(acc)
+    acc = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    q, k, v = (
+        jnp.swapaxes(_zero_past(x, lengths), 1, 2).astype(acc)  # heads first: plain matmuls
+        for x, lengths in ((q, inputs.q_lengths), (k, inputs.kv_lengths), (v, inputs.kv_lengths))
+    )
+    q = q.reshape(batch, kv_heads, q_heads // kv_heads, q_len, q.shape[-1])
+    blocks = _blocks(inputs, problem, q_len, kv_len)
+    results = []
+    for rows, keys in blocks:
+        attend = functools.partial(_attend, inputs=inputs, problem=problem, rows=rows, keys=keys)
+        if len(blocks) > 1:  # a backward computes scores again, from the numbers of each row
+            policy = jax.checkpoint_policies.save_only_these_names(_OF_ROWS)
+            attend = jax.checkpoint(attend, policy=policy)
+        result = attend(q, k, v)
+        if len(blocks) > 1:  # XLA would compute all blocks at once, and store the scores of all
+            q, k, v, result = lax.optimization_barrier((q, k, v, result))
+        results.append(result)
+    out, lse = (jnp.concatenate(x, axis=2) for x in zip(*results, strict=True))
+    return jnp.swapaxes(out, 1, 2).astype(inputs.q.dtype), lse
 
-    grouped = q.reshape(batch, q_len, kv_heads, q_heads // kv_heads, q.shape[-1])
-    logits = jnp.einsum("btkgh,bskh->bkgts", grouped, k, precision="highest")
-    logits = logits.reshape(batch, q_heads, q_len, kv_len) * jnp.asarray(problem.scale, acc)
+
+_OF_ROWS = "reference_rows"  # name of numbers of query rows that a backward reads
+
+
+def _zero_past(x: Array, lengths: Array | None) -> Array:
+    """x [B, rows, heads, dim] with zeros for rows past their length."""
+    if lengths is None:
+        return x
+    live = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
+    return jnp.where(live[:, :, None, None], x, 0)
+
+
+def _blocks(
+    inputs: AttentionInputs, problem: AttentionProblem, q_len: int, kv_len: int
+) -> list[tuple[slice, slice]]:
+    """Query rows that are computed together, with the keys that the mask may show to one of them:
+    8 blocks, of 128 to 512 rows. XLA compiles each.
+    """
+    symbolic = not isinstance(q_len, int) or not isinstance(kv_len, int)
+    if symbolic or q_len <= 128 or _are_split(inputs.q, 1):
+        return [(slice(None), slice(None))]
+    size = min(max(128, -(-q_len // 8)), 512)
+    starts = range(0, q_len, size)
+    rows = [slice(start, min(start + size, q_len)) for start in starts]
+    if inputs.q_offset is not None or inputs.q_positions is not None:
+        return [(block, slice(None)) for block in rows]
+    blocks = []
+    for block in rows:
+        first, end = (problem.q_offset + at for at in (block.start, block.stop))
+        bands = problem.mask.widest, problem.mask_within
+        ranges = [band.kv_range(first, end, kv_len) for band in bands]
+        low = min(max(low for low, _ in ranges), kv_len - 1)
+        high = max(min(high for _, high in ranges), low + 1)  # a hidden key where none is seen
+        blocks.append((block, slice(low, high)))
+    return blocks
+
+
+def _attend(
+    q: Array,
+    k: Array,
+    v: Array,
+    inputs: AttentionInputs,
+    problem: AttentionProblem,
+    rows: slice,
+    keys: slice,
+) -> tuple[Array, Array]:
+    """out [B, N, rows, Hv] and lse of some rows of q [B, K, N / K, T, H], which see no keys but
+    `keys` of k and v [B, K, S, ..].
+    """
+    q_numbers = jnp.arange(q.shape[3], dtype=jnp.int32)[rows]
+    kv_pos = jnp.arange(k.shape[2], dtype=jnp.int32)[keys]
+    q, k, v = q[:, :, :, rows], k[:, :, keys], v[:, :, keys]
+    batch, kv_heads, group, q_len, _ = q.shape
+    shape = batch, kv_heads * group, q_len, k.shape[2]
+
+    logits = _by_kv_head("bkgth,bksh->bkgts", q, k).reshape(shape)
+    logits = logits * jnp.asarray(problem.scale, q.dtype)
     if problem.softcap is not None:
-        cap = jnp.asarray(problem.softcap, acc)
+        cap = jnp.asarray(problem.softcap, q.dtype)
         logits = cap * jnp.tanh(logits / cap)
-    q_pos = inputs.q_positions
-    if q_pos is None:
+    if inputs.q_positions is not None:
+        q_pos = inputs.q_positions[:, rows]
+    else:
         offset = problem.q_offset if inputs.q_offset is None else inputs.q_offset
-        offsets = jnp.broadcast_to(jnp.asarray(offset, jnp.int32), (batch,))
-        q_pos = offsets[:, None] + q_rows[None]
-    row, head = (jnp.arange(n, dtype=jnp.int32) for n in (batch, q_heads))
+        q_pos = jnp.asarray(offset, jnp.int32).reshape(-1, 1) + q_numbers[None]
+    row, head = (jnp.arange(n, dtype=jnp.int32) for n in shape[:2])
     at_rows = row[:, None, None, None], head[None, :, None, None], q_pos[:, None, :, None]
     where = (*at_rows, kv_pos[None, None, None, :])
     if problem.score_program is not None:
         operands = (logits, *where)
         floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in inputs.score_aux]
-        aux = [x.astype(acc) if y else x for x, y in zip(inputs.score_aux, floats, strict=True)]
+        aux = [x.astype(q.dtype) if y else x for x, y in zip(inputs.score_aux, floats, strict=True)]
         logits = evaluate(problem.score_program, operands, aux, Broadcasting())  # reads cast back
-        logits = jnp.broadcast_to(logits.astype(acc), (batch, q_heads, q_len, kv_len))
+        logits = jnp.broadcast_to(logits.astype(q.dtype), shape)
     if inputs.bias is not None:
-        logits = logits + inputs.bias.astype(acc)
-    # Whatever logits are made of: on a CPU, XLA makes one rounding of the scale and of the
+        logits = logits + _tile(inputs.bias, rows, keys).astype(q.dtype)
+    # Also where nothing is hidden: on a CPU, XLA makes one rounding of the scale and of the
     # subtraction of the largest where no select stands between them, and two of the largest itself.
-    logits = jnp.where(logits < HIDDEN, -jnp.inf, logits)
-    seen = _seen(inputs, problem, where)
-    seen = jnp.broadcast_to(seen, logits.shape) & live_q[:, None, :, None]
+    seen = ~(logits < HIDDEN) & _seen(inputs, problem, where, rows, keys)
+    if inputs.q_lengths is not None:
+        seen &= (q_numbers[None] < inputs.q_lengths[:, None])[:, None, :, None]
 
     probs, denominator, top, empty = _softmax(jnp.where(seen, logits, -jnp.inf), inputs.sinks)
-    probs = probs.reshape(batch, kv_heads, q_heads // kv_heads, q_len, kv_len)
-    out = jnp.einsum("bkgts,bskh->btkgh", probs, v, precision="highest")
-    out = out.reshape(batch, q_len, q_heads, v.shape[-1])
-    keep = ~empty
-    out = out / jnp.swapaxes(jnp.where(keep, denominator, 1), 1, 2)[..., None]
-    out = jnp.where(jnp.swapaxes(keep, 1, 2)[..., None], out, 0)
-    lse = jnp.where(keep, top + jnp.log(jnp.where(keep, denominator, 1)), -jnp.inf)
-    return out.astype(dtype), lse
+    out = _by_kv_head("bkgts,bksh->bkgth", probs.reshape(batch, kv_heads, group, *shape[2:]), v)
+    out = checkpoint_name(out.reshape(*shape[:3], v.shape[3]), _OF_ROWS)
+    denominator = jnp.where(empty, 1, denominator)
+    out = jnp.where(empty[..., None], 0, out / denominator[..., None])
+    return out, jnp.where(empty, -jnp.inf, top + jnp.log(denominator))
 
 
-def _seen(inputs: AttentionInputs, problem: AttentionProblem, where: tuple[Array, ...]) -> Any:
-    """bool, broadcasts to [B, N, T, S]: keys that a query sees. `where`: batch row, head, position
-    of the query and of the key.
+def _by_kv_head(equation: str, x: Array, y: Array) -> Array:
+    """An einsum of x [B, K, N / K, rows, ..] in which the query heads of a kv head are rows of one
+    matmul: XLA transposes no scores for it on a CPU, backward either.
+    """
+    if _are_split(x, 3):
+        return jnp.einsum(equation, x, y, precision="highest")
+    *kv_heads, group, rows, width = x.shape
+    x = x.reshape(*kv_heads, group * rows, width)
+    result = jnp.einsum(equation.replace("g", ""), x, y, precision="highest")
+    return result.reshape(*kv_heads, group, rows, result.shape[-1])
+
+
+def _are_split(x: Array, axis: int) -> bool:
+    """Whether explicit mesh axes split an axis of x: no slice or reshape may divide or join it."""
+    return jax.typeof(x).sharding.spec[axis] is not None
+
+
+def _tile(x: Array, rows: slice, keys: slice) -> Array:
+    """Some rows and keys of x [.., T or 1, S or 1]."""
+    x = x if x.shape[-2] == 1 else x[..., rows, :]
+    return x if x.shape[-1] == 1 else x[..., keys]
+
+
+def _seen(
+    inputs: AttentionInputs,
+    problem: AttentionProblem,
+    where: tuple[Array, ...],
+    rows: slice,
+    keys: slice,
+) -> Any:
+    """bool, broadcasts to [B, N, rows, keys]: keys that a query sees. `where`: batch row, head,
+    position of the query and of the key.
     """
     lengths, q_ids, kv_ids = inputs.kv_lengths, inputs.q_segment_ids, inputs.kv_segment_ids
     mask = problem.mask.filled(**{n: x[:, None, None, None] for n, x in bounds_of(inputs).items()})
@@ -108,34 +202,27 @@ def _seen(inputs: AttentionInputs, problem: AttentionProblem, where: tuple[Array
         where[2],
         where[3],
         None if lengths is None else lengths[:, None, None, None],
-        None if q_ids is None else q_ids[:, None, :, None],
-        None if kv_ids is None else kv_ids[:, None, None, :],
+        None if q_ids is None else q_ids[:, None, rows, None],
+        None if kv_ids is None else kv_ids[:, None, None, keys],
     )
     if problem.mask_program is not None:
         seen = seen & evaluate(problem.mask_program, where, inputs.mask_aux, Broadcasting())
-    return seen if inputs.mask_array is None else seen & inputs.mask_array
-
-
-def _before(rows: Array, lengths: Array | None, batch: int) -> Array:
-    """bool[B, rows]: whether rows lie before their length."""
-    if lengths is None:
-        return jnp.ones((batch, rows.size), bool)
-    return rows[None] < lengths[:, None]
+    return seen if inputs.mask_array is None else seen & _tile(inputs.mask_array, rows, keys)
 
 
 def _softmax(logits: Array, sinks: Array | None) -> tuple[Array, Array, Array, Array]:
     """Unnormalised probabilities, their sum (the sink in it), the logit they are relative to, and
     the empty rows.
     """
-    # Not `top == -inf`: XLA's maximum of nothing but NaN is -inf on a CPU.
-    empty = (logits == -jnp.inf).all(axis=-1)
     top = lax.stop_gradient(jnp.max(logits, axis=-1, initial=-jnp.inf))
+    nothing = top == -jnp.inf  # or NaN: XLA's maximum of nothing but NaN is -inf on a CPU
     if sinks is not None:
         sinks = sinks.astype(logits.dtype)[None, :, None]
         top = jnp.maximum(top, lax.stop_gradient(sinks))
-    top = jnp.where(empty, 0, top)
+    top = checkpoint_name(jnp.where(nothing, 0, top), _OF_ROWS)
     probs = jnp.exp(logits - top[..., None])
-    denominator = probs.sum(axis=-1)
+    denominator = checkpoint_name(probs.sum(axis=-1), _OF_ROWS)
+    empty = nothing & (denominator == 0)
     if sinks is not None:
         denominator = denominator + jnp.exp(jnp.where(empty, -jnp.inf, sinks) - top)
     return probs, denominator, top, empty

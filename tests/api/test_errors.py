@@ -821,7 +821,7 @@ def test_no_fallback_on_a_gpu():
         "v[...,8], mask causal, softcap 2"
     )
     assert lines[-2:] == [
-        "  reference: it would store the whole score matrix (T*S = 35)",
+        "  reference: it would write every score to memory (T*S = 35)",
         '    -> it is the oracle; ask for it by name: implementation="reference"',
     ]
     assert set(error.limits) >= {"reference"}
