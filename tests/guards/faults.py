@@ -133,7 +133,6 @@ TEST_ORDER = "tests/kernels/flash_bwd/test_work_order.py"
 TEST_SUMS = "tests/lm/test_kernels.py -k 'norm_over_devices or norm_waits'"
 TEST_LINEAR_LAYER = "tests/lm/test_kernels.py -k test_interpreted"
 TEST_MERGE = "tests/kernels/decode/test_merge_over_gpus.py -k 'interpreted or waits'"
-TEST_JOINED = "tests/kernels/flash_fwd/test_flash_fwd.py -k several_heads"
 
 FAULTS: dict[str, Fault | MarkedFault] = {
     # ---- order of reads and writes ---------------------------------------------------------------
@@ -290,24 +289,6 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "    threads.run(copies.meet, plan, (), ())\n",
         "",
         f"{TEST_DECODE} -k 'test_interpreted and plain'",
-    ),
-    "joined_heads_go_past_their_group": Fault(
-        f"{FWD}/joined_rows.py",
-        "& (within < group)",
-        "& (within < 2**20)",
-        TEST_JOINED,
-    ),
-    "joined_rows_begin_where_their_heads_would": Fault(
-        f"{FWD}/joined_rows.py",
-        "row - jnp.where(joined, further * each * ROWS, 0)",
-        "row",
-        TEST_JOINED,
-    ),
-    "heads_that_joined_have_a_work_tile_too": Fault(
-        f"{FWD}/tile_scheduler.py",
-        "heads % plan.problem.group % plan.order.joined_heads == 0",
-        "heads >= 0",
-        f"{TEST_SCHEDULES} -k test_forward",
     ),
     "forward_stores_by_tma_before_the_commit": Fault(
         f"{FWD}/sm90.py",

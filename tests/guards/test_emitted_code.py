@@ -14,7 +14,7 @@ from jaxlib.mlir.dialects import arith
 
 from pallas_attn.kernels.attention import logits
 from pallas_attn.kernels.decode_mla import combine_latent as mla_combine
-from pallas_attn.kernels.lang import asm, mosaic, thread_math, threads, warp_vote
+from pallas_attn.kernels.lang import asm, mosaic, thread_math, threads
 from pallas_attn.kernels.mma import (
     epilogue,
     global_accumulate,
@@ -73,7 +73,7 @@ def test_votes(bound):
     """Each warp votes for itself; a row of NaN has no vote."""
     rows = np.zeros(64, np.float32)
     rows[[3, 21, 60]] = np.nan, bound + 1, bound
-    code = captured(warp_vote.any_in_warp, jnp.asarray(rows), bound)
+    code = captured(mosaic.any_in_warp, jnp.asarray(rows), bound)
     got = evaluate(code, held_by((64, 8)))
     np.testing.assert_array_equal(got.reshape(4, 32)[:, 0], [0, 1, 0, 0])
     assert (got.reshape(4, 32) == got.reshape(4, 32)[:, :1]).all()

@@ -115,7 +115,7 @@ _MEASURED = [
     (64, FULL, 2, 8192, 32, 32, (3, 128, 4, 12), {}),
     (64, CAUSAL, 32, 512, 32, 32, (4, 64, 6, 32), {}),
     (64, CAUSAL, 8, 2048, 32, 32, (4, 64, 6, 16), {}),
-    (64, CAUSAL, 2, 8192, 32, 32, (4, 64, 6, 8), {"exp_before_wait": True}),
+    (64, CAUSAL, 2, 8192, 32, 32, (4, 64, 6, 8), {}),
     (64, sliding_window(128), 2, 8192, 32, 32, (4, 64, 6, 64), {}),
     (80, CAUSAL, 4, 4096, 16, 16, (3, 64, 4, 16), {}),
     (96, CAUSAL, 4, 4096, 16, 16, (3, 64, 4, 0), {}),
@@ -124,10 +124,10 @@ _MEASURED = [
     (128, CAUSAL, 8, 1024, 16, 16, (2, 128, 2, 16), {}),
     (128, CAUSAL, 8, 2048, 16, 16, (3, 64, 3, 32), {}),
     (128, CAUSAL, 4, 3000, 28, 4, (3, 64, 3, 28), {}),
-    (128, CAUSAL, 8, 4096, 16, 16, (3, 64, 3, 8), {"exp_before_wait": True}),
-    (128, CAUSAL, 2, 8192, 16, 16, (3, 64, 3, 8), {"exp_before_wait": True}),
-    (128, CAUSAL, 2, 8192, 32, 8, (3, 64, 3, 8), {"exp_before_wait": True}),
-    (128, CAUSAL, 1, 16384, 16, 16, (3, 64, 3, 0), {"exp_before_wait": True}),
+    (128, CAUSAL, 8, 4096, 16, 16, (3, 64, 3, 8), {}),
+    (128, CAUSAL, 2, 8192, 16, 16, (3, 64, 3, 8), {}),
+    (128, CAUSAL, 2, 8192, 32, 8, (3, 64, 3, 8), {}),
+    (128, CAUSAL, 1, 16384, 16, 16, (3, 64, 3, 0), {}),
     (128, sliding_window(1024), 2, 8192, 16, 16, (3, 64, 3, 0), {}),
     (128, sliding_window(4096), 1, 32768, 16, 16, (3, 64, 3, 0), {}),
     ((192, 128), CAUSAL, 4, 4096, 16, 16, (2, 128, 2, 0), {}),
@@ -154,7 +154,7 @@ def test_the_default_of_the_forward_on_hopper_is_what_was_measured(row):
     )
     result = dataclasses.asdict(flash_fwd_sm90.Config.default(problem))
     names = ("warpgroups", "block_kv", "stages", "l2_heads")
-    plain = {"grid": 132, "q_slots": 2, "exp_before_wait": False, "fetchers": 16, "claims": False}
+    plain = {"grid": 132, "q_slots": 2, "fetchers": 16, "claims": False}
     assert result == dict(zip(names, settings, strict=True)) | plain | others
 
 

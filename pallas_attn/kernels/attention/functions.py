@@ -23,6 +23,7 @@ from pallas_attn.kernels.attention.tiles import KernelContext as Context
 from pallas_attn.kernels.attention.tiles import QueryRows
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.gather import gather
+from pallas_attn.kernels.lang.types import DType, Layout, Ref, RegisterTile
 
 OPERATIONS = _program.OPERATIONS | {"tanh": softmax.tanh}
 
@@ -37,7 +38,7 @@ class Value(NamedTuple):
 class Registers:
     """Values of a tile in some layout: see `_program.Broadcasting`."""
 
-    def __init__(self, shape: tuple[int, int], layout: Any):
+    def __init__(self, shape: tuple[int, int], layout: Layout):
         self.shape, self.layout = shape, layout
 
     def along(self, axis: int, start: Any, numbers: Any = None) -> Value:
@@ -68,7 +69,7 @@ class Registers:
         spread = [self.spread(x, axes) for x in operands]
         return Value(_program.compute(operation, spread, OPERATIONS), axes)
 
-    def read(self, ref: Any, kind: Any, indices: Sequence[Any]) -> Value:
+    def read(self, ref: Ref, kind: Any, indices: Sequence[Any]) -> Value:
         """`ref` is the array, flat, of 32 bits."""
         shape, dtype = kind
 
@@ -90,7 +91,7 @@ class Registers:
         return Value(elements, flat.axes)
 
 
-def _held_in(dtype: Any) -> Any:
+def _held_in(dtype: DType) -> Any:
     """The type of 32 bits that kernels hold numbers of an array in."""
     return jnp.float32 if jnp.issubdtype(dtype, jnp.floating) else jnp.int32
 
@@ -123,7 +124,7 @@ def seen(ctx: Context, place: Any, shape: tuple[int, int]) -> Any:
 
 
 def mask_rows(
-    ctx: Context, rows: QueryRows, tile: LogitTile, s: Any, bounds: tuple[Any, Any]
+    ctx: Context, rows: QueryRows, tile: LogitTile, s: RegisterTile, bounds: tuple[Any, Any]
 ) -> Any:
     """`logits.mask_rows` where a function hides keys beside each row's `bounds`, (low, high)."""
     words, mapping = None, rows.mapping
@@ -144,7 +145,7 @@ def seen_at(ctx: Context, numbers: Sequence[Value], registers: Registers) -> Any
     return registers.spread(shown, (0, 1))
 
 
-def score(ctx: Context, place: Any, s: Any) -> tuple[Any, Any]:
+def score(ctx: Context, place: Any, s: RegisterTile) -> tuple[Any, Any]:
     """The result of the score function for a tile of logits in natural units; and its slope there,
     in a backward, else None.
     """

@@ -25,8 +25,8 @@ from pallas_attn._functions import program as _program
 from pallas_attn._functions.program import Operation, Program
 from pallas_attn.kernels.attention import functions, logits, softmax
 from pallas_attn.kernels.attention.tiles import KernelContext, QueryRows
-from pallas_attn.kernels.lang import mosaic, slopes, warp_vote
-from pallas_attn.kernels.lang.types import Index, RegisterTile
+from pallas_attn.kernels.lang import mosaic, slopes
+from pallas_attn.kernels.lang.types import Index, Ref, RegisterTile
 
 
 class Linear(NamedTuple):
@@ -82,7 +82,7 @@ class Linears:
             raise _NotLinear
         return any(scores)
 
-    def read(self, ref: Any, kind: Any, indices: Sequence[Any]) -> Any:
+    def read(self, ref: Ref, kind: Any, indices: Sequence[Any]) -> Any:
         if any(isinstance(index, Linear) for index in indices):
             raise _NotLinear
         return self.values.read(ref, kind, indices)
@@ -136,13 +136,12 @@ def masked_logits(  # noqa: PLR0913
     s: RegisterTile,
     masked: bool | None,
     whole: tuple[Index, Index] | None = None,
-) -> tuple[RegisterTile, RegisterTile]:
+) -> tuple[RegisterTile, "OffsetSoftmax"]:
     """`logits.masked_logits` of scores, as they are, with the part of the function that differs
-    from column to column; and the rest of it, in log2 units, float32 [rows, PARTIALS], by column
-    modulo that.
+    from column to column; and a softmax that adds the rest.
     """
     s, offset = _sloped(ctx, logits.tile_of_rows(ctx, rows, t), s)
-    return logits.mask_where(ctx, rows, t, slot, s, masked, whole), offset
+    return logits.masked_logits(ctx, rows, t, slot, s, masked, whole), OffsetSoftmax(offset)
 
 
 def _sloped(
@@ -178,21 +177,15 @@ class OffsetSoftmax(NamedTuple):
         higher = self._higher(s, unit, row_max)
         base = softmax.base_of(higher, empty_ok)
         p, row_sum = self._exponentials_and_sums(s, unit, base)
-        moved = warp_vote.any_in_warp(higher - row_max, 0.0)
+        moved = mosaic.any_in_warp(higher - row_max, 0.0)
         return softmax.Step(p, higher, jnp.exp2(row_max - base), row_sum, moved)
 
     def next_step(
-        self,
-        s: RegisterTile,
-        unit: float,
-        row_max: RegisterTile,
-        *,
-        empty_ok: bool,
-        before_wait: bool = False,
+        self, s: RegisterTile, unit: float, row_max: RegisterTile, *, empty_ok: bool
     ) -> softmax.Step:
         peaks = self._peaks(s, unit)
         above = peaks - mosaic.broadcast_rows(row_max, peaks.shape)
-        moved = warp_vote.any_in_warp(above, softmax.RESCALE_THRESHOLD)
+        moved = mosaic.any_in_warp(above, softmax.RESCALE_THRESHOLD)
 
         def raised() -> tuple[RegisterTile, RegisterTile]:
             higher = self._higher(s, unit, row_max)
@@ -203,8 +196,6 @@ class OffsetSoftmax(NamedTuple):
         )
         base = softmax.base_of(higher, empty_ok)
         p, row_sum = self._exponentials_and_sums(s, unit, base)
-        if before_wait:
-            warp_vote.scheduling_fence(moved)
         return softmax.Step(p, higher, rescale, row_sum, moved)
 
     def _peaks(self, s: RegisterTile, unit: float) -> RegisterTile:
@@ -216,9 +207,9 @@ class OffsetSoftmax(NamedTuple):
     def _exponentials_and_sums(
         self, s: RegisterTile, unit: float, base: RegisterTile
     ) -> tuple[RegisterTile, RegisterTile]:
-        def exponentials(s: RegisterTile) -> RegisterTile:
+        def exponentials(s: RegisterTile, unit: float, base: RegisterTile) -> RegisterTile:
             relative = mosaic.broadcast_rows(base, self.offset.shape) - self.offset
             tiled = lax.concatenate([relative] * (s.shape[1] // softmax.PARTIALS), 1)
             return jnp.exp2(s * unit - tiled)
 
-        return softmax.in_chunks(exponentials, s)
+        return softmax.exponentials_and_sums(s, unit, base, exponentials)

@@ -24,12 +24,7 @@ from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.types import (
-    GmemRef,
-    Index,
-    Layout,
-    RegisterTile,
-)
+from pallas_attn.kernels.lang.types import GmemRef, Index, Layout, RegisterTile
 from pallas_attn.masks import Mask
 
 LESS, EQUAL = arith.CmpIPredicate.slt, arith.CmpIPredicate.eq
@@ -107,19 +102,6 @@ def masked_logits(  # noqa: PLR0913
     """
     if ctx.plan.logit_rules.unit is None:
         s, _ = scaled(ctx, tile_of_rows(ctx, rows, t), s)
-    return mask_where(ctx, rows, t, slot, s, masked, whole)
-
-
-def mask_where(  # noqa: PLR0913
-    ctx: KernelContext,
-    rows: QueryRows,
-    t: Index,
-    slot: Index,
-    s: RegisterTile,
-    masked: bool | None,
-    whole: tuple[Index, Index] | None = None,
-) -> RegisterTile:
-    """Logits of kv tile t, masked as `masked_logits` says."""
     mask = functools.partial(mask_rows, ctx, rows, t, slot)
     if masked is None:
         assert whole is not None
@@ -274,7 +256,7 @@ def mask_columns(
     return call(inline)(s, *operands.values())
 
 
-def _cut(s: Any, operands: dict[str, Any]) -> Any:
+def _cut(s: RegisterTile, operands: dict[str, Any]) -> Any:
     """A thread holds two neighbouring columns of each 8, of two rows that are 8 apart."""
     number = ir.IntegerType.get_signless(32)
     thread = arith.index_cast(number, gpu.thread_id(gpu.Dimension.x))

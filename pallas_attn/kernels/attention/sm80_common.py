@@ -18,7 +18,15 @@ from pallas_attn._call.problem import AttentionProblem, DecodeProblem
 from pallas_attn.kernels.attention import softmax, tma_operands
 from pallas_attn.kernels.attention.tiles import Span
 from pallas_attn.kernels.lang import mosaic, threads
-from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, RegisterTile, SmemRef
+from pallas_attn.kernels.lang.types import (
+    Carry,
+    GmemRef,
+    Index,
+    KernelConfig,
+    Operand,
+    RegisterTile,
+    SmemRef,
+)
 from pallas_attn.kernels.mma import mma_sync
 
 
@@ -90,7 +98,9 @@ class MmaFormat:
         return x.reshape(*x.shape[:2], -1, width)[..., :dim]
 
 
-def fits(problem: AttentionProblem | DecodeProblem, need: Callable[..., int], config: Any) -> bool:
+def fits(
+    problem: AttentionProblem | DecodeProblem, need: Callable[..., int], config: KernelConfig
+) -> bool:
     """Whether the GPU has the shared memory that `need(problem, config)` says."""
     return need(problem, config) <= gpu_specs.shared_memory(problem.gpu)
 
@@ -153,12 +163,12 @@ class OutputSums(NamedTuple):
         return cls(acc, row_sum, mosaic.filled((rows,), -jnp.inf))
 
 
-def over_kv_tiles(plan: Any, span: Span, step: Callable[..., Any], carry: Any) -> Any:
+def over_kv_tiles(plan: Any, span: Span, step: Callable[..., Any], carry: Carry) -> Any:
     """`step(masked, t, carry)` of each kv tile of a span, from the last to the first: a loop for
     each of the sections that occur.
     """
 
-    def counted(masked: bool, i: Index, carry: Any) -> Any:
+    def counted(masked: bool, i: Index, carry: Carry) -> Any:
         return step(masked, -1 - i, carry)  # loops count up
 
     high = jnp.minimum(jnp.maximum(span.full_hi, span.lo), span.hi)  # full tiles end here

@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.lang import mosaic, warp_vote
-from pallas_attn.kernels.lang.types import Scalar
+from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.types import RegisterTiles, Scalar
 
 Array = jax.Array
 
@@ -34,12 +34,12 @@ CHUNK = 32  # columns whose exponents are computed together: faster than all at 
 RESCALE_THRESHOLD = 8.0  # log2 units that a row max may lag behind: p reaches 2**8, no overflow
 
 
-def to_log2(x: Any) -> Any:
+def to_log2(x: Scalar) -> Any:
     """A logit or a logarithm in natural units -> in log2 units."""
     return x * _LOG2_E
 
 
-def to_natural(x: Any) -> Any:
+def to_natural(x: Scalar) -> Any:
     """A logarithm in log2 units -> the natural one."""
     return x * (1 / _LOG2_E)
 
@@ -78,53 +78,46 @@ def step(
     path from maximum to exponent. `join`: where a row lies in several rows of the tile, makes their
     maxima those of the whole row.
     """
-    higher = _higher(logits, unit, row_max, join)
+    peak = logits.max(axis=1)
+    higher = raise_to(peak if join is None else join(peak), unit, row_max)
     base = base_of(higher, empty_ok)
-    p, row_sum = _exponentials_and_sums(logits, unit, base)
-    moved = warp_vote.any_in_warp(higher - row_max, 0.0)
+    p, row_sum = exponentials_and_sums(logits, unit, base)
+    moved = mosaic.any_in_warp(higher - row_max, 0.0)
     return Step(p, higher, jnp.exp2(row_max - base), row_sum, moved)
 
 
-def next_step(
-    logits: Array,
-    unit: Scalar | None,
-    row_max: Array,
-    *,
-    empty_ok: bool,
-    before_wait: bool = False,
-) -> Step:
+def next_step(logits: Array, unit: Scalar | None, row_max: Array, *, empty_ok: bool) -> Step:
     """`step` where few maxima are raised: any tile but a row's first. All that most tiles ask is
     whether one of a warp's logits lies above its row's max by more than `RESCALE_THRESHOLD`, for
     which no thread has to know what the others of its row hold. Only where one does are maxima
-    shuffled. `before_wait`: exponents are computed before the wait for a matmul that comes after
-    this; 4 % faster for long causal rows on an H200.
+    shuffled.
     """
     moved = _any_above(logits, unit, row_max)
 
     def raised():
-        higher = _higher(logits, unit, row_max)
+        higher = raise_to(logits.max(axis=1), unit, row_max)
         return higher, jnp.exp2(row_max - base_of(higher, empty_ok))
 
     higher, rescale = lax.cond(
         moved != 0, raised, lambda: (row_max, mosaic.filled(row_max.shape, 1.0))
     )
-    p, row_sum = _exponentials_and_sums(logits, unit, base_of(higher, empty_ok))
-    if before_wait:
-        warp_vote.scheduling_fence(moved)
+    p, row_sum = exponentials_and_sums(logits, unit, base_of(higher, empty_ok))
     return Step(p, higher, rescale, row_sum, moved)
 
 
-def rescaled(new: Step, older: Any) -> Any:
+def rescaled(new: Step, older: RegisterTiles) -> RegisterTiles:
     """Sums and outputs of the tiles before, a tree of [rows, ..], in terms of the new row max."""
 
     def scaled():
-        return jax.tree.map(lambda x: x * mosaic.broadcast_rows(new.rescale, x.shape), older)
+        leaves, tree = jax.tree.flatten(older)
+        leaves = [x * mosaic.broadcast_rows(new.rescale, x.shape) for x in leaves]
+        return jax.tree.unflatten(tree, leaves)
 
     return lax.cond(new.moved != 0, scaled, lambda: older)
 
 
 def step_and_rescale(
-    logits: Array, unit: float | None, row_max: Array, older: Any, *, empty_ok: bool
+    logits: Array, unit: float | None, row_max: Array, older: RegisterTiles, *, empty_ok: bool
 ) -> tuple[Step, Any]:
     """`next_step` and `rescaled` in one branch, which few tiles take. After it come exponents, and
     nothing that separates them from the matmuls that follow. Nothing is left to rescale: the step's
@@ -133,21 +126,13 @@ def step_and_rescale(
     moved = _any_above(logits, unit, row_max)
 
     def raised():
-        higher = _higher(logits, unit, row_max)
+        higher = raise_to(logits.max(axis=1), unit, row_max)
         rescale = jnp.exp2(row_max - base_of(higher, empty_ok))
         return higher, jax.tree.map(lambda x: x * mosaic.broadcast_rows(rescale, x.shape), older)
 
     row_max, older = lax.cond(moved != 0, raised, lambda: (row_max, older))
-    p, row_sum = _exponentials_and_sums(logits, unit, base_of(row_max, empty_ok))
+    p, row_sum = exponentials_and_sums(logits, unit, base_of(row_max, empty_ok))
     return Step(p, row_max, None, row_sum, moved), older
-
-
-def raise_max(
-    peak: Array, unit: Scalar | None, row_max: Array, *, empty_ok: bool
-) -> tuple[Array, Array]:
-    """(the new row max, the base of exponents), of the largest logit of each row of a tile."""
-    higher = raise_to(peak, unit, row_max)
-    return higher, base_of(higher, empty_ok)
 
 
 def exponentials(logits: Array, unit: Scalar | None, base: Array) -> Array:
@@ -169,19 +154,22 @@ def base_of(row_max: Array, empty_ok: bool) -> Array:
 
 def partials(x: Array, join: Callable[[Array, Array], Array]) -> Array:
     """[rows, keys] -> [rows, PARTIALS], within each thread: a tree, so that operations overlap."""
-    pieces = [_columns(x, start, PARTIALS) for start in range(0, x.shape[1], PARTIALS)]
+    rows, keys = x.shape
+    pieces = [lax.slice(x, (0, n), (rows, n + PARTIALS)) for n in range(0, keys, PARTIALS)]
     while len(pieces) > 1:
         pairs = [join(a, b) for a, b in zip(pieces[::2], pieces[1::2], strict=False)]
         pieces = pairs + pieces[len(pieces) & ~1 :]
     return pieces[0]
 
 
-def in_chunks(exponentials_of: Callable[[Array], Array], logits: Array) -> tuple[Array, Array]:
-    """(exponents of logits, their partial sums), some columns at a time."""
-    pieces, sums = [], []
-    for start in range(0, logits.shape[1], CHUNK):
-        columns = _columns(logits, start, min(CHUNK, logits.shape[1] - start))
-        pieces.append(exponentials_of(columns))
+def exponentials_and_sums(
+    logits: Array, unit: Scalar | None, base: Array, compute: Callable[..., Array] = exponentials
+) -> tuple[Array, Array]:
+    """(`exponentials` of logits, their partial sums), some columns at a time."""
+    (rows, keys), pieces, sums = logits.shape, [], []
+    for start in range(0, keys, CHUNK):
+        columns = lax.slice(logits, (0, start), (rows, min(start + CHUNK, keys)))
+        pieces.append(compute(columns, unit, base))
         sums.append(partials(pieces[-1], operator.add))
     return lax.concatenate(pieces, 1), functools.reduce(operator.add, sums)
 
@@ -191,26 +179,7 @@ def _any_above(logits: Array, unit: Scalar | None, row_max: Array) -> Array:
     peaks = partials(logits, jnp.maximum)
     peaks = peaks if unit is None else peaks * unit
     above = peaks - mosaic.broadcast_rows(row_max, peaks.shape)
-    return warp_vote.any_in_warp(above, RESCALE_THRESHOLD)
-
-
-def _higher(
-    logits: Array,
-    unit: Scalar | None,
-    row_max: Array,
-    join: Callable[[Array], Array] | None = None,
-) -> Array:
-    peak = logits.max(axis=1)
-    return raise_to(peak if join is None else join(peak), unit, row_max)
-
-
-def _exponentials_and_sums(logits: Array, unit: Scalar | None, base: Array) -> tuple[Array, Array]:
-    """2**(logits - base), and its sums."""
-    return in_chunks(lambda columns: exponentials(columns, unit, base), logits)
-
-
-def _columns(x: Array, start: int, count: int) -> Array:
-    return lax.slice(x, (0, start), (x.shape[0], start + count))
+    return mosaic.any_in_warp(above, RESCALE_THRESHOLD)
 
 
 def softcap(logits: Array, cap: float) -> Array:
@@ -249,7 +218,7 @@ def finish(row_max: Array, row_sum: Array, sink: Array | None) -> tuple[Array, A
     return jnp.where(empty, 0.0, factor), jnp.where(empty, -jnp.inf, lse)
 
 
-def finish_row(thread: Any, row_max: Any, row_sum: Any, sink: Any | None) -> tuple[Any, Any]:
+def finish_row(thread: Any, row_max: Scalar, row_sum: Scalar, sink: Any | None) -> tuple[Any, Any]:
     """`finish` of a row that one thread holds (`threads.Thread`)."""
     unit, zero = thread.number(1.0), thread.number(0.0)
     empty = thread.nothing_yet(row_max) & thread.is_zero(row_sum)

@@ -21,7 +21,7 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._functions import program as _program
 from pallas_attn._functions import tile_bounds
 from pallas_attn.kernels.attention.tiles import DYNAMIC, SECTIONS, QueryTiling, Span
-from pallas_attn.kernels.lang.types import GmemRef, Index
+from pallas_attn.kernels.lang.types import GmemRef, Index, Operand
 
 reads_pairs = tile_bounds.reads_pairs
 Sizes = tuple[int, int, bool, int]  # rows, block, by_keys and row_blocks of `tiles`
@@ -108,12 +108,6 @@ def spans(lists: np.ndarray, row_blocks: int) -> np.ndarray:
         shape = *lists.shape[:-1], row_blocks, ROW_BLOCK
         fields = lists[..., HEADER : first(row_blocks)].reshape(shape)[..., :4]
     return np.unique(fields.reshape(-1, 4), axis=0)
-
-
-def has_two_ends(problem: AttentionProblem) -> bool:
-    """Whether tiles of some rows are known to need a mask before and after those that do not."""
-    lists = static(problem, 64, 64)
-    return lists is not None and bool(((lists[..., 1] > 0) & (lists[..., 2] > lists[..., 1])).any())
 
 
 @functools.lru_cache(maxsize=64)
@@ -272,7 +266,7 @@ def _spans_of_row_blocks(xp: Any, some: Any, whole: Any, rank: Any, header: list
 class _Once(_program.Broadcasting):
     """Reads by row or by column, done before their result is spread over all pairs of them."""
 
-    def read(self, array: Any, kind: Any, indices: Sequence[Any]) -> Any:
+    def read(self, array: Operand, kind: Any, indices: Sequence[Any]) -> Any:
         elements = super().read(array, kind, indices)
         return lax.optimization_barrier(elements) if elements.size <= MOST_READ else elements
 

@@ -177,16 +177,19 @@ def mask_span(mask: Mask, position: Index, rows: Index, kv_len: Index, block: in
     """The kv tiles of `block` keys that `rows` queries from a position on need."""
     lo, hi = mask.kv_range(position, position + rows, kv_len)
     full_lo, full_hi = mask.kv_full_range(position, position + rows, kv_len)
+    larger = max if isinstance(hi, int) else jnp.maximum
     return Span(
         lo=_divided(lo, block),
         full_lo=_divided(full_lo + block - 1, block),
-        full_hi=_divided(_at_least_0(full_hi), block),
-        hi=_divided(_at_least_0(hi) + block - 1, block),
+        full_hi=_divided(larger(full_hi, 0), block),
+        hi=_divided(larger(hi, 0) + block - 1, block),
     )
 
 
 def mask_of(problem: AttentionProblem, refs: Any, batch: Index) -> Mask:
     """The mask of a batch row, with the bounds that arrive at run time."""
+    if not problem.mask.arrives:
+        return problem.mask
     bounds = {side: ref[batch] for side, ref in bounds_of(refs).items()}
     return problem.mask.filled(**bounds)
 
@@ -258,7 +261,7 @@ def kv_row(problem: AttentionProblem, block: int, position: Index) -> Index:
     return position + (2 * owner + which - chunk) * size
 
 
-def owner_of(chunk: Any, devices: int) -> tuple[Any, Any]:
+def owner_of(chunk: Index, devices: int) -> tuple[Any, Any]:
     """The device that has a chunk in the order zigzag, and which of its own that is: what
     `context.owner` says, for NumPy's numbers and traced ones.
     """
@@ -305,7 +308,3 @@ def results_without_scores(problem: AttentionProblem) -> tuple[jax.Array, jax.Ar
 
 def _divided(n: Index, by: int) -> Index:
     return n // by if isinstance(n, int) else lax.div(n, jnp.int32(by))
-
-
-def _at_least_0(n: Index) -> Index:
-    return max(n, 0) if isinstance(n, int) else jnp.maximum(n, 0)

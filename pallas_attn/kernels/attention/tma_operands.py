@@ -15,6 +15,8 @@ from pallas_attn.kernels.lang.types import Operand
 from pallas_attn.kernels.mma.wgmma import Kind
 
 # Attention pads what it is given; what still comes with such dims are buffers of a cache.
+# Arrays that kernels read in whole tiles of queries and keys.
+IN_WHOLE_TILES = {"bias", "mask_array", "q_segment_ids", "kv_segment_ids", "q_positions"}
 HOW_TO_PAD = "make the cache by create() where a GPU is the default device: it pads its buffers"
 
 
@@ -119,13 +121,20 @@ def stored(x: jax.Array, form: OperandFormat, power: jax.Array | None = None) ->
     return padded(split, {1: rows_in_tma(x.shape[1])})
 
 
-def for_tma(x: Any) -> Any:
+def is_read_as_it_is(problem: AttentionProblem) -> bool:
+    """Whether q, k and v are 16-bit arrays in sizes that TMA reads whole."""
+    dims, rows = (problem.head_dim, problem.v_head_dim), (problem.q_len, problem.kv_len)
+    whole = all(rows_in_tma(n) == n for n in rows) and all(width_in_tma(n) == n for n in dims)
+    return whole and problem.dtype != "float32" and problem.fetches == 1
+
+
+def for_tma(x: Operand) -> Any:
     """[B, rows, heads, dim], padded with zeros where its sizes ask for it."""
     sizes = {1: rows_in_tma(x.shape[1]), 3: width_in_tma(x.shape[3])}
     return padded(x, sizes)
 
 
-def padded(array: Any, sizes: dict[int, int]) -> Any:
+def padded(array: Operand, sizes: dict[int, int]) -> Any:
     """Axes as long as `sizes` says, zeros at the end; one of length 1 stays: it broadcasts."""
     widths = [
         (0, sizes[axis] - n if axis in sizes and n > 1 else 0) for axis, n in enumerate(array.shape)
@@ -152,12 +161,12 @@ def segment_ids(inputs: AttentionInputs, rows: int, keys: int) -> dict[str, Any]
     return {name: extended(x, sizes[name]) for name, x in arrays.items() if x is not None}
 
 
-def extended(ids: Any, length: int) -> Any:
+def extended(ids: Operand, length: int) -> Any:
     """[B, n] -> [B, length]: the last one goes on."""
     return jnp.pad(ids, ((0, 0), (0, length - ids.shape[1])), mode="edge")
 
 
-def edge(v: Any, lengths: Any, block: int) -> Any:
+def edge(v: Operand, lengths: Operand, block: int) -> Any:
     """[B, block, K, Hv]: the value tile in which each sequence ends, 0 past its length.
 
     What lies there may be NaN, and a matmul would multiply it by 0.

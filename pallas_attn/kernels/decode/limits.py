@@ -10,6 +10,7 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, tma_operands
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.types import KernelConfig
 
 SMEM_LIMIT = gpu_specs.shared_memory(gpu_specs.HOPPER)
 RESERVED = 3072  # bytes of a block's shared memory that are Mosaic's and CUDA's own
@@ -80,7 +81,10 @@ def smem_bytes(scratch: Any) -> int:
 
 
 def deepest(
-    smem_bytes: Callable[[DecodeProblem, Any], int], problem: DecodeProblem, config: Any, room: int
+    smem_bytes: Callable[[DecodeProblem, Any], int],
+    problem: DecodeProblem,
+    config: KernelConfig,
+    room: int,
 ) -> Any:
     """The config with as many stages, up to 8, as there is room for; but at least 2."""
     deeper = [dataclasses.replace(config, stages=stages) for stages in range(8, 2, -1)]
@@ -88,7 +92,7 @@ def deepest(
     return next(fitting, dataclasses.replace(config, stages=2))
 
 
-def check_config(config: Any, **wants: tuple[bool, str]) -> None:
+def check_config(config: KernelConfig, **wants: tuple[bool, str]) -> None:
     """Checks the fields of every decode kernel's Config, and those in `wants`."""
     check(
         config,

@@ -140,7 +140,7 @@ def masked(
     ctx: KernelContext,
     work: WorkTile,
     tile: Index,
-    logits: Any,
+    logits: RegisterTile,
     positions: Callable[[KernelContext, WorkTile, Index], Positions] = positions_of,
 ) -> Any:
     """A tree of tiles of logits, with -inf where a query does not see a key. `positions`: where

@@ -24,7 +24,8 @@ from jax import lax
 from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.lang import peer_memory, thread_program, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
-from pallas_attn.kernels.lang.threads import FOUR, LANES
+from pallas_attn.kernels.lang.threads import FOUR, LANES, Thread
+from pallas_attn.kernels.lang.types import Index, Operand, Predicate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,18 +73,22 @@ class _At(NamedTuple):
 
 
 @functools.partial(jax.jit, static_argnames="problem")
-def run(out: Any, lse: Any, problem: Problem) -> tuple[Any, Any]:
+def run(out: Operand, lse: Operand, problem: Problem) -> tuple[Any, Any]:
     """(out float32 [sequences, rows, heads, dim], lse), the same on all GPUs."""
     shape = problem.devices, problem.lines, FOUR * problem.words
     return send_and_merge(out, lse, jnp.full(shape, threads.SENTINEL, jnp.int32), problem)
 
 
-def send_and_merge(out: Any, lse: Any, received: Any, problem: Problem) -> tuple[Any, Any]:
+def send_and_merge(
+    out: Operand, lse: Operand, received: Operand, problem: Problem
+) -> tuple[Any, Any]:
     """`run`. `received`: int32[devices, lines, words of 4 bytes], of whom and which line what has
     been sent to this GPU.
     """
 
-    def kernel(out: Any, lse: Any, received: Any, merged: Any, merged_lse: Any) -> None:
+    def kernel(
+        out: Operand, lse: Operand, received: Operand, merged: Operand, merged_lse: Operand
+    ) -> None:
         device = peer_memory.this_device(problem.axis)
         peers = peer_memory.on_peers((received,), device, problem.devices)
         buffers = *(peer for (peer,) in peers), received
@@ -159,7 +164,7 @@ def _sent(ctx: ThreadContext, line: _Line, sender: Any) -> Any:
 
 
 def _received(
-    ctx: ThreadContext, line: _Line, own_lse: Any, own: list[Any]
+    ctx: ThreadContext, line: _Line, own_lse: Operand, own: list[Any]
 ) -> tuple[list[Any], list[list[Any]]]:
     """The log-sum-exp of all GPUs; and for each column their four numbers."""
     thread, refs, at, problem = ctx
@@ -167,7 +172,7 @@ def _received(
     others = [(at.device < n) | (at.device > n) for n in senders]
     begins = [_sent(ctx, line, n) for n in senders]
 
-    def words(column: Any, there: Any) -> tuple[list[Any], list[Any]]:
+    def words(column: Index, there: Predicate) -> tuple[list[Any], list[Any]]:
         return [begin + column for begin in begins], [there & other for other in others]
 
     # All that is sent of a row of 128 columns is polled together.
@@ -185,5 +190,5 @@ def _received(
     return [thread.choose(*x, own_lse) for x in zip(others, lses, strict=True)], columns
 
 
-def _choose(thread: Any, where: Any, a: list[Any], b: list[Any]) -> list[Any]:
+def _choose(thread: Thread, where: Any, a: list[Any], b: list[Any]) -> list[Any]:
     return [thread.choose(where, x, y) for x, y in zip(a, b, strict=True)]

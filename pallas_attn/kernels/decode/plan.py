@@ -22,7 +22,7 @@ from pallas_attn.kernels.attention import cache_layout, softmax
 from pallas_attn.kernels.attention.cache_layout import Layout
 from pallas_attn.kernels.decode.launches import FEW_ROWS
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.types import Index
+from pallas_attn.kernels.lang.types import Index, KernelConfig
 from pallas_attn.kernels.mma import dequant, mma_rowmajor, mma_tf32
 from pallas_attn.kernels.mma.mma_rowmajor import ROWS, Split
 from pallas_attn.masks import Mask
@@ -75,7 +75,9 @@ class QueryRows:
         return div(count * self.group + (self.chunk_rows - 1), self.chunk_rows)
 
 
-def query_rows(problem: DecodeProblem, config: Any, row_blocks: int | None = None) -> QueryRows:
+def query_rows(
+    problem: DecodeProblem, config: KernelConfig, row_blocks: int | None = None
+) -> QueryRows:
     """`row_blocks`: where the kernel always takes as many; None: 1, 2 or 4, as rows need."""
     group = problem.q_heads // problem.kv_heads
     rows = group * problem.q_len
@@ -122,7 +124,7 @@ class KvTiles:
         return units
 
 
-def kv_tiles(problem: DecodeProblem, config: Any, layout: Layout) -> KvTiles:
+def kv_tiles(problem: DecodeProblem, config: KernelConfig, layout: Layout) -> KvTiles:
     tile, fine = config.tile, config.many_heads and not problem.batch_invariant
     return KvTiles(
         tile=tile,
@@ -202,14 +204,14 @@ def _lines(problem: DecodeProblem, queries: QueryRows) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def plan_of(problem: DecodeProblem, config: Any) -> Plan:
+def plan_of(problem: DecodeProblem, config: KernelConfig) -> Plan:
     """The plan of `decode.sm90` or `decode.sm80`."""
     _check_tile(problem, config)
     return plan_with(problem, config, query_rows(problem, config))
 
 
 def plan_with(
-    problem: DecodeProblem, config: Any, queries: QueryRows, most_blocks: int | None = None
+    problem: DecodeProblem, config: KernelConfig, queries: QueryRows, most_blocks: int | None = None
 ) -> Plan:
     """The plan of a kernel that takes query rows so; `most_blocks`: where more would be slower."""
     layout = cache_layout.layout_of(problem)
@@ -236,7 +238,7 @@ def widest_tile(problem: DecodeProblem) -> int:
     return next(tile for tile in (256, 128) if tile // math.gcd(page, tile) <= mosaic.THREADS)
 
 
-def _check_tile(problem: DecodeProblem, config: Any) -> None:
+def _check_tile(problem: DecodeProblem, config: KernelConfig) -> None:
     """Raises a ValueError where the kernel has no such tiles."""
     tile = config.tile
     if config.bulk and tile > (most := widest_tile(problem)):

@@ -54,7 +54,7 @@ from pallas_attn.kernels.decode.producer import Phase
 from pallas_attn.kernels.decode.scheduler import Partials, Share, WorkTile
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
-from pallas_attn.kernels.lang.types import GmemRef, Index, Operand
+from pallas_attn.kernels.lang.types import Carry, GmemRef, Index, KernelConfig, Operand
 from pallas_attn.kernels.mma import mma_rowmajor, mma_tf32
 
 SMEM_OF_TWO = 233_472 // 2 - 1024  # bytes of each of two blocks on a multiprocessor
@@ -196,7 +196,7 @@ def scratch(plan: Plan) -> DecodeSmem:
     )
 
 
-def smem_bytes(problem: DecodeProblem, config: Any) -> int:
+def smem_bytes(problem: DecodeProblem, config: KernelConfig) -> int:
     return limits.smem_bytes(scratch(plan_of(problem, config)))
 
 
@@ -283,7 +283,7 @@ def _one_tile(
 
 
 def _epilogue(
-    ctx: KernelContext, results: Results, work: WorkTile, state: Any, partials: Partials
+    ctx: KernelContext, results: Results, work: WorkTile, state: Carry, partials: Partials
 ) -> None:
     """The warps' partials -> the result, or a partial in global memory."""
     plan, smem = ctx.plan, ctx.smem
@@ -335,7 +335,9 @@ def _kernel(
 # ---- the call ------------------------------------------------------------------------------------
 
 
-def run(inputs: DecodeInputs, problem: DecodeProblem, config: Any) -> tuple[Operand, Operand]:
+def run(
+    inputs: DecodeInputs, problem: DecodeProblem, config: KernelConfig
+) -> tuple[Operand, Operand]:
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]; of packed rows [tokens, N, Hv]
     and [N, tokens].
     """
@@ -365,7 +367,7 @@ def _config_of_few(few: DecodeProblem, config_type: Any) -> Any:
 def launch(
     inputs: DecodeInputs,
     problem: DecodeProblem,
-    config: Any,
+    config: KernelConfig,
     into: tuple[Operand, Operand] | None = None,
 ) -> tuple[Operand, Operand]:
     """One launch. Of packed rows, those of sequences that the problem asks for, and 0 for rows that
@@ -381,7 +383,7 @@ def _launch(
     counters: Operand,
     into: tuple[Operand, Operand] | None,
     problem: DecodeProblem,
-    config: Any,
+    config: KernelConfig,
 ) -> tuple[Operand, Operand]:
     """Jitted, so that a model of many layers traces it once. `into`: results of other rows, beside
     which these are written.

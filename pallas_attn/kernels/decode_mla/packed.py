@@ -20,6 +20,7 @@ from pallas_attn._functions.program import Operation, Program
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.decode import no_rows
+from pallas_attn.kernels.lang.types import KernelConfig
 
 Array = jax.Array
 
@@ -89,7 +90,7 @@ def run(
     launch: Callable[[DecodeInputs, DecodeProblem, Any], tuple[Array, Array]],
     inputs: DecodeInputs,
     problem: DecodeProblem,
-    config: Any,
+    config: KernelConfig,
 ) -> tuple[Array, Array]:
     """out and lse of a call by `launch`, which takes sequences: [M, t, N, Hv] and [M, N, t]; packed
     rows by as many launches as it takes, [tokens, N, Hv] and [N, tokens].

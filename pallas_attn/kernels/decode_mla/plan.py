@@ -7,7 +7,7 @@ different rows of the same queries and read the same keys.
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -17,14 +17,14 @@ from pallas_attn.kernels.decode.mainloop import ROWS
 from pallas_attn.kernels.decode.plan import Plan, plan_with, query_rows, units_of_full
 from pallas_attn.kernels.decode_mla import combine_latent
 from pallas_attn.kernels.decode_mla.producer import WIDTH
-from pallas_attn.kernels.lang.types import Index
+from pallas_attn.kernels.lang.types import Index, KernelConfig
 
 V_WARPGROUPS = 2  # warpgroups that have columns of the output
 P_SLOTS = 2  # tiles whose probabilities there is room for
 
 
 @functools.lru_cache(maxsize=256)
-def plan_of(problem: DecodeProblem, config: Any) -> Plan:
+def plan_of(problem: DecodeProblem, config: KernelConfig) -> Plan:
     """Query rows are always taken 64 at a time, which wgmma multiplies."""
     plan = plan_with(problem, config, query_rows(problem, config, ROWS // 16))
     together = neighbours(plan)

@@ -14,7 +14,7 @@ where shared memory has room for no more, a tile is loaded when it is needed.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -43,10 +43,17 @@ from pallas_attn.kernels.decode.memory import DecodeRefs, Memory, live_keys
 from pallas_attn.kernels.decode.plan import Plan, plan_with, query_rows
 from pallas_attn.kernels.decode.scheduler import Share, Table, WorkTile
 from pallas_attn.kernels.decode_mla import packed
-from pallas_attn.kernels.lang import mosaic, thread_program, threads, warp_vote
+from pallas_attn.kernels.lang import mosaic, thread_program, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import Word
-from pallas_attn.kernels.lang.types import GmemRef, Index, Predicate, RegisterTile, SmemRef
+from pallas_attn.kernels.lang.types import (
+    GmemRef,
+    Index,
+    KernelConfig,
+    Predicate,
+    RegisterTile,
+    SmemRef,
+)
 from pallas_attn.kernels.mma import mma_2x2, mma_sync
 
 Array = jax.Array
@@ -121,7 +128,7 @@ def _rows_limit(problem: DecodeProblem) -> Limit | None:
 
 
 @functools.lru_cache(maxsize=256)
-def plan_of(problem: DecodeProblem, config: Any) -> Plan:
+def plan_of(problem: DecodeProblem, config: KernelConfig) -> Plan:
     return plan_with(problem, config, query_rows(problem, config, ROWS // 16))
 
 
@@ -156,7 +163,7 @@ def scratch(plan: Plan) -> LatentSmem:
     )
 
 
-def smem_bytes(problem: DecodeProblem, config: Any) -> int:
+def smem_bytes(problem: DecodeProblem, config: KernelConfig) -> int:
     problem = packed.of_rows(problem)
     return limits.smem_bytes(scratch(plan_of(problem, config)))
 
@@ -246,11 +253,11 @@ def _attend(ctx: KernelContext, work: WorkTile, at: TileAt, state: State) -> Sta
     mma_2x2.store_row_partials(logits, smem.rows, 0, "max")
     mma_2x2.sync_row_pair(0)
     peak = mma_2x2.load_row_totals(smem.rows, 0, ROWS, "max")
-    row_max, base = softmax.raise_max(peak, plan.unit_of_logits, state.row_max, empty_ok=True)
-    logits = logits if plan.unit_of_logits is None else logits * plan.unit_of_logits
-    p = jnp.exp2(logits - mosaic.broadcast_rows(base, logits.shape))
+    row_max = softmax.raise_to(peak, plan.unit_of_logits, state.row_max)
+    base = softmax.base_of(row_max, empty_ok=True)
+    p = softmax.exponentials(logits, plan.unit_of_logits, base)
     rescale = jnp.exp2(state.row_max - base)
-    moved = warp_vote.any_in_warp(row_max - state.row_max, 0.0, mma_2x2.row_layout(ROWS))
+    moved = mosaic.any_in_warp(row_max - state.row_max, 0.0, mma_2x2.row_layout(ROWS))
     mma_2x2.store_tile((p.astype(plan.problem.dtype),), smem.p, WARPS_2X2)
 
     def rescaled():

@@ -62,7 +62,7 @@ from pallas_attn.kernels.decode_mla.plan import (
     scores_first,
 )
 from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs, RingBlock
-from pallas_attn.kernels.lang import mosaic, threads, warp_vote
+from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
 
 Array = jax.Array
@@ -453,7 +453,7 @@ def _weigh(ctx: KernelContext, own: _Own) -> None:
             row_sum = plgpu.load(smem.row_sum.at[slot], layout=mosaic.ROW)
             rescale = jnp.exp2(state.row_max - base_of(row_max))
             accs = lax.cond(
-                warp_vote.any_in_warp(row_max - state.row_max, 0.0) != 0,
+                mosaic.any_in_warp(row_max - state.row_max, 0.0) != 0,
                 lambda: tuple(
                     acc * mosaic.broadcast_rows(rescale, acc.shape) for acc in state.accs
                 ),
@@ -569,7 +569,7 @@ def _write(plan: Plan, own: _Own, work: WorkTile, n: int, out: RegisterTile) -> 
     columns, chunks = columns_of(plan), plan.queries.chunks
     line = work.sequence * chunks + lax.rem(work.head, jnp.int32(chunks))
     row = mosaic.positions((ROWS,), 0, 0)
-    wanted = warp_vote.any_in_warp((plan.queries.most_rows - row).astype(jnp.float32), 0.0)
+    wanted = mosaic.any_in_warp((plan.queries.most_rows - row).astype(jnp.float32), 0.0)
     out = out.astype(plan.problem.dtype)
     start = own.wg * columns.v + n * columns.block
     to = pl.ds(line * ROWS, ROWS), pl.ds(start, columns.block)

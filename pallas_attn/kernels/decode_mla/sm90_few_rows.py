@@ -16,7 +16,7 @@ The scheduler is that of decode; partials are combined by `combine_latent`.
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -34,8 +34,15 @@ from pallas_attn.kernels.decode.scheduler import Share, Table, WorkTile
 from pallas_attn.kernels.decode_mla import combine_latent, producer
 from pallas_attn.kernels.decode_mla.combine_latent import base_of
 from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs, RingBlock
-from pallas_attn.kernels.lang import mosaic, threads, warp_vote
-from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
+from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.types import (
+    Barrier,
+    GmemRef,
+    Index,
+    KernelConfig,
+    RegisterTile,
+    SmemRef,
+)
 
 Array = jax.Array
 
@@ -43,7 +50,7 @@ MOST = 32  # query rows of a sequence
 
 
 @functools.lru_cache(maxsize=256)
-def plan_of(problem: DecodeProblem, config: Any) -> Plan:
+def plan_of(problem: DecodeProblem, config: KernelConfig) -> Plan:
     """Query rows are a multiple of 8, side by side in one chunk."""
     queries = query_rows(problem, config)
     queries = dataclasses.replace(queries, chunk_rows=tma_operands.round_up(queries.rows, 8))
@@ -240,7 +247,7 @@ def _one_tile(ctx: KernelContext, work: WorkTile, tile: Index, carry: _Carry) ->
 
     s = _logits(ctx, work, tile, s)
     above = s - _down_columns(state.row_max, s.shape)
-    moved = warp_vote.any_in_warp(above, softmax.RESCALE_THRESHOLD)
+    moved = mosaic.any_in_warp(above, softmax.RESCALE_THRESHOLD)
     p = jnp.exp2(s - _down_columns(base_of(state.row_max), s.shape))
     parity = lax.rem(count, jnp.int32(2))
     ref = smem.p.at[parity]
@@ -387,7 +394,7 @@ def _kernel(  # noqa: PLR0913
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
 def launch(
-    inputs: DecodeInputs, counters: Array, problem: DecodeProblem, config: Any
+    inputs: DecodeInputs, counters: Array, problem: DecodeProblem, config: KernelConfig
 ) -> tuple[Array, Array]:
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
     plan, shape = plan_of(problem, config), jax.ShapeDtypeStruct

@@ -32,7 +32,15 @@ from pallas_attn.kernels.flash_bwd.producer import load_rows
 from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, RegisterTile, SmemRef
+from pallas_attn.kernels.lang.types import (
+    Barrier,
+    GmemRef,
+    Index,
+    KernelConfig,
+    Predicate,
+    RegisterTile,
+    SmemRef,
+)
 from pallas_attn.kernels.mma import wgmma
 from pallas_attn.masks import Mask
 
@@ -241,7 +249,7 @@ def _kernel(
     pl.when(wg == 0)(lambda: _consume(ctx, out, walk, block))
 
 
-def plan_of(problem: AttentionProblem, config: Any) -> QueryPlan:
+def plan_of(problem: AttentionProblem, config: KernelConfig) -> QueryPlan:
     """By tiles of 64 by 64, or 32 where four such do not fit; `config` is the forward's class."""
     plan = QueryPlan.of(problem, config(warpgroups=1, block_kv=ROWS))
     if _tile_bytes(plan) <= RING_BYTES:

@@ -4,7 +4,6 @@
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -21,7 +20,7 @@ from pallas_attn.kernels.flash_bwd.sm80_dq import DqSmem, ScoreRows
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile
+from pallas_attn.kernels.lang.types import GmemRef, Index, KernelConfig, RegisterTile
 
 FEWEST_COLUMNS = 32  # at a time, where nothing else has room
 
@@ -64,7 +63,7 @@ def _ds(ctx: KernelContext, step: BiasStep) -> RegisterTile:
     return sm80_dq.ds_of(p, sm80_dq.product(ctx, "do", "v", none), stats.delta)
 
 
-def _plan_of(problem: AttentionProblem, config: Any) -> QueryPlan:
+def _plan_of(problem: AttentionProblem, config: KernelConfig) -> QueryPlan:
     """The largest tiles that there is room for: a kernel that adds dQ up asks for less."""
 
     def of(keys: int, columns: int) -> QueryPlan:
@@ -80,7 +79,7 @@ def _bytes_of(problem: AttentionProblem, plan: QueryPlan) -> int:
 
 
 def dbias_of(
-    problem: AttentionProblem, config: Any, inputs: AttentionInputs, refs: BackwardRefs
+    problem: AttentionProblem, config: KernelConfig, inputs: AttentionInputs, refs: BackwardRefs
 ) -> jax.Array:
     """The cotangent of inputs.bias, from the operands of a kernel over keys."""
     plan, bias = _plan_of(problem, config), inputs.bias

@@ -29,7 +29,15 @@ from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.flash_fwd.listed import list_of
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic, threads
-from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, Predicate, RegisterTile, SmemRef
+from pallas_attn.kernels.lang.types import (
+    GmemRef,
+    Index,
+    KernelConfig,
+    Operand,
+    Predicate,
+    RegisterTile,
+    SmemRef,
+)
 from pallas_attn.kernels.mma import epilogue, global_accumulate, mma_2x2, mma_sync
 from pallas_attn.kernels.mma.mma_2x2 import WarpGrid
 from pallas_attn.masks import Mask
@@ -42,7 +50,7 @@ class DqSmem(NamedTuple):
     v: SmemRef
 
 
-def plan_of(problem: AttentionProblem, config: Any) -> QueryPlan:
+def plan_of(problem: AttentionProblem, config: KernelConfig) -> QueryPlan:
     """The plan of the kernel for dq; `config` is that of the backward."""
     sizes = 1, config.dq_block_kv, config.dq_stages
     by_rows = flash_fwd_sm80.Config(*sizes, columns=config.columns)

@@ -39,7 +39,7 @@ from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, KeyGradients
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart, Ring
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
+from pallas_attn.kernels.lang.types import Barrier, Carry, GmemRef, Index, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import wgmma, wgmma_float32
 
 KEYS = ROWS  # keys of a work tile
@@ -160,7 +160,7 @@ def _two_matmuls(
     start(other, acc) issues them.
     """
 
-    def body(state: Any) -> None:
+    def body(state: Carry) -> None:
         acc_ref, out = state
 
         def matmuls(other: Any) -> RegisterTile:
@@ -223,15 +223,15 @@ def _mainloop(
         left = left_of(0, count, wgmma.matmul(shape, keys(count), product(slot)))
         left, acc = to_left(left), mosaic.filled((KEYS, form.width), 0.0)
 
-        def step(i: Index, carry: Any) -> Any:
+        def step(i: Index, carry: Carry) -> Any:
             acc, left, count = carry
             slot, before = slot_of(count), slot_of(count - 1)
 
-            def product_first(product_acc: Any, acc_ref: Any) -> None:
+            def product_first(product_acc: RegisterTile, acc_ref: RegisterTile) -> None:
                 wgmma.multiply(product_acc, keys(count), product(slot))
                 wgmma.multiply(acc_ref, left, gradient(before))
 
-            def gradient_first(product_acc: Any, acc_ref: Any) -> None:
+            def gradient_first(product_acc: RegisterTile, acc_ref: RegisterTile) -> None:
                 wgmma.multiply(acc_ref, left, gradient(before))
                 wgmma.multiply(product_acc, keys(count), product(slot))
                 plgpu.wgmma_wait(1)

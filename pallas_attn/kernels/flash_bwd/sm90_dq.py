@@ -32,7 +32,15 @@ from pallas_attn.kernels.flash_bwd.producer import Ring, load_rows, store_rows
 from pallas_attn.kernels.flash_fwd import listed, tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, RegisterTile, SmemRef
+from pallas_attn.kernels.lang.types import (
+    Barrier,
+    Carry,
+    GmemRef,
+    Index,
+    Predicate,
+    RegisterTile,
+    SmemRef,
+)
 from pallas_attn.kernels.mma import wgmma, wgmma_float32
 
 
@@ -258,7 +266,7 @@ def _sum_in_accumulator(
 ) -> tuple[RegisterTile, Index]:
     k_ring = ctx.smem.k_ring
 
-    def step(t: Index, carry: Any) -> Any:
+    def step(t: Index, carry: Carry) -> Any:
         count, ds = carry
         last = k_ring.slot(count - 1)
 
@@ -282,7 +290,7 @@ def _sum_in_registers(ctx: KernelContext, rows: DqRows, count: Index) -> tuple[R
     """Exact float32: tiles of dQ are added up in registers (`wgmma_float32.exact_matmul_add`)."""
     plan, k_ring, swizzle = ctx.plan, ctx.smem.k_ring, k_swizzle(ctx.plan)
 
-    def step(t: Index, carry: Any) -> Any:
+    def step(t: Index, carry: Carry) -> Any:
         count, ds, dq = carry
         last = k_ring.slot(count - 1)
 

@@ -63,7 +63,15 @@ from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart, Ring, ring_slot
 from pallas_attn.kernels.flash_fwd import claims
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, RegisterTile, SmemRef
+from pallas_attn.kernels.lang.types import (
+    Barrier,
+    Carry,
+    GmemRef,
+    Index,
+    Predicate,
+    RegisterTile,
+    SmemRef,
+)
 
 KEYS = WARPGROUPS * ROWS  # keys of a work tile
 
@@ -162,7 +170,7 @@ def _mainloop(
     first_head = work.kv_head * group
 
     def all_steps(dk_acc: RegisterTile, dv_acc: RegisterTile) -> tuple[KeyGradients, Index]:
-        def step(n: Index, carry: Any) -> Any:
+        def step(n: Index, carry: Carry) -> Any:
             (g, i), pending = carry
             t = work.q_tile(i)
             own = PendingDq(jnp.int32(1), pending[-1].count + 1, first_head + g, t)

@@ -41,7 +41,7 @@ from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import load_rows, ring_slot, store_rows
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
+from pallas_attn.kernels.lang.types import Barrier, Carry, GmemRef, Index, RegisterTile, SmemRef
 
 MOST_PAIRS = 3  # a kv tile: dQ of all but one of them is in registers
 STAGES = MOST_PAIRS + 1
@@ -218,7 +218,7 @@ def _step(
     plan, _, smem = ctx
     count, kv_slot, (qk, values) = pairs(plan.problem), ring_slot(t, 2), plan.format
 
-    def all_pairs(state: Any) -> None:
+    def all_pairs(state: Carry) -> None:
         dk, dv, *dqs = state
         finish_dq = functools.partial(_load_next_and_store_dq, ctx, walk, t, dqs[0], outs.dq)
         plgpu.barrier_wait(smem.kv_ready.at[kv_slot])

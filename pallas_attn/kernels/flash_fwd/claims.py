@@ -42,7 +42,7 @@ from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import Offsets, QueryPlan, Start, Turn
 from pallas_attn.kernels.lang import thread_program, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
-from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, SmemRef
+from pallas_attn.kernels.lang.types import Barrier, Carry, GmemRef, Index, Predicate, SmemRef
 
 RING = 8  # codes
 MOST_STAGES = 2 * (RING - 2)  # stages of the ring of K and V
@@ -172,11 +172,11 @@ class Claiming:
         block: Index,
         start: Start,
         body: Callable[[Turn, Any], Any],
-        carry: Any,
+        carry: Carry,
     ) -> None:
         del block
 
-        def one_tile(state: Any) -> Any:
+        def one_tile(state: Carry) -> Any:
             index, code, carry = state
             following = claim(ctx, index + 1) if self.early else code
             turn = _turn(index, code, following)
@@ -189,11 +189,14 @@ class Claiming:
 
         lax.while_loop(_has_code, one_tile, (jnp.int32(0), start.codes[0], carry))
 
-    def prefetch(self, ctx: KernelContext, turn: Turn, entry: Index, claimed: Any) -> Any:
-        """Claims the next work tile when two entries of this one are on their way."""
-        if self.early:
-            return claimed
-        return lax.cond(entry == 1, lambda: claim(ctx, turn.claim_index), lambda: claimed)
+
+def claim_among_entries(ctx: KernelContext, turn: Turn, entry: Index, claimed: Index) -> Index:
+    """Claims the next work tile when two entries of this one are on their way, unless it is known
+    before.
+    """
+    if turn.claim_index is None:
+        return claimed
+    return lax.cond(entry == 1, lambda: claim(ctx, turn.claim_index), lambda: claimed)
 
 
 class Claimed:
@@ -205,11 +208,15 @@ class Claimed:
 
     @staticmethod
     def for_each_tile(
-        ctx: KernelContext, block: Index, start: Start, body: Callable[[Turn, Any], Any], carry: Any
+        ctx: KernelContext,
+        block: Index,
+        start: Start,
+        body: Callable[[Turn, Any], Any],
+        carry: Carry,
     ) -> None:
         del block
 
-        def one_tile(state: Any) -> Any:
+        def one_tile(state: Carry) -> Any:
             index, code, carry = state
             following = claimed(ctx, index + 1)
             return index + 1, following, body(_turn(index, code, following), carry)
@@ -221,5 +228,5 @@ def _turn(index: Index, code: Index, following: Index) -> Turn:
     return Turn(index, code, jnp.maximum(following, 0), lambda: following >= 0)
 
 
-def _has_code(state: Any) -> Predicate:
+def _has_code(state: Carry) -> Predicate:
     return state[1] >= 0

@@ -185,9 +185,8 @@ class Ranges:
         span = tile_scheduler.span_of_rows(plan, tile, wg, read)
         if never_empty(plan.problem):
             span = _at_least_one(span, hi)
-        own, row = tile_scheduler.rows_of_warpgroup(plan, tile, wg)
         ids = segment_spans.RowSegments(smem.q_ids.at[q_slot], smem.kv_ids, *whole)
-        return (lo, hi), QueryRows(own, row, wg, span, q_slot, ids)
+        return (lo, hi), QueryRows(tile, tile.row + wg * ROWS, wg, span, q_slot, ids)
 
 
 def _block_range(

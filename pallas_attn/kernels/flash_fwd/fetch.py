@@ -53,6 +53,7 @@ from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import peer_memory, thread_program, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import Word
+from pallas_attn.kernels.lang.types import Index
 
 TILE = 128  # rows that a producer waits for at a time
 PIECE = 16384  # bytes of K, or of V, that are copied at a time, if a row is no longer
@@ -212,7 +213,7 @@ def fetched_shapes(plan: QueryPlan, *arrays: Any) -> list[Any]:
     return [jax.ShapeDtypeStruct((devices * x.shape[0], *x.shape[1:]), x.dtype) for x in arrays]
 
 
-def order(plan: QueryPlan, device: Any, inputs: AttentionInputs, spans: Any) -> Any:
+def order(plan: QueryPlan, device: Index, inputs: AttentionInputs, spans: Any) -> Any:
     """int32[1 + n]: how many tiles are fetched, and which, the first to be used first. A tile is
     b * Sizes.tiles + its number in the order of positions.
     """
@@ -227,11 +228,11 @@ def order(plan: QueryPlan, device: Any, inputs: AttentionInputs, spans: Any) -> 
     return _row(table, device)
 
 
-def _row(table: np.ndarray, device: Any) -> Any:
+def _row(table: np.ndarray, device: Index) -> Any:
     return lax.dynamic_index_in_dim(jnp.asarray(table), device[0], keepdims=False)
 
 
-def chunk_order(plan: QueryPlan, device: Any) -> Any:
+def chunk_order(plan: QueryPlan, device: Index) -> Any:
     """int32[3]: the `chunks_in_order` of a GPU as a `ChunkOrder` has them."""
     table = np.zeros((Sizes.of(plan).devices, 3), np.int64)
     for number, row in enumerate(table):
@@ -288,7 +289,7 @@ def _rows(plan: QueryPlan) -> int:
     return tma_operands.round_up(plan.problem.q_len, ROWS)
 
 
-def _order_of_segments(plan: QueryPlan, device: Any, inputs: AttentionInputs, spans: Any) -> Any:
+def _order_of_segments(plan: QueryPlan, device: Index, inputs: AttentionInputs, spans: Any) -> Any:
     """`order` by what segments and the mask leave: the kv tiles of all work tiles of a chunk of
     rows lie between the first and the last of any.
     """
@@ -321,7 +322,7 @@ def _order_of_segments(plan: QueryPlan, device: Any, inputs: AttentionInputs, sp
     )
 
 
-def owner_in(sizes: Sizes, chunk: Any) -> tuple[Any, Any]:
+def owner_in(sizes: Sizes, chunk: Index) -> tuple[Any, Any]:
     """Which GPU has a chunk of the sequence, and as which of its own."""
     return (chunk, 0 * chunk) if sizes.chunks == 1 else owner_of(chunk, sizes.devices)
 
@@ -358,7 +359,7 @@ class _Refs(NamedTuple):
     barriers: Any
 
 
-def fetch(ctx: KernelContext, fetching: Operands, block: Any) -> None:
+def fetch(ctx: KernelContext, fetching: Operands, block: Index) -> None:
     """The work of a fetcher before it loads for work tiles of its own."""
     plan, refs, smem = ctx
     sizes = Sizes.of(plan)
@@ -381,7 +382,7 @@ class _Piece(NamedTuple):
     target: Any
 
 
-def _piece(ctx: ThreadContext, number: Any, entry: Any) -> _Piece:
+def _piece(ctx: ThreadContext, number: Index, entry: Index) -> _Piece:
     """A piece of a tile, which `order` names in `entry`."""
     thread, _, at, sizes = ctx
     batch, tile = entry // sizes.tiles, entry % sizes.tiles
@@ -481,13 +482,13 @@ def is_done(ctx: KernelContext, fetching: Operands) -> Any:
     return threads.each_thread(program, (fetching.counters,), until, returns="one") > 0
 
 
-def begins_tile(ctx: KernelContext, tile: Any) -> Any:
+def begins_tile(ctx: KernelContext, tile: Index) -> Any:
     """Whether a kv tile is the last of a `TILE`, and so the first of it that is taken."""
     each = jnp.int32(TILE // ctx.plan.config.block_kv)
     return lax.rem(tile, each) == each - 1
 
 
-def wait_for(ctx: KernelContext, fetching: Operands, batch: Any, tile: Any) -> None:
+def wait_for(ctx: KernelContext, fetching: Operands, batch: Index, tile: Index) -> None:
     """Until the rows of a kv tile, which another GPU has, are here."""
     sizes = Sizes.of(ctx.plan)
     tile = lax.div(tile, jnp.int32(TILE // ctx.plan.config.block_kv))

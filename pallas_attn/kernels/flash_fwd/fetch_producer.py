@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn.kernels.attention.tiles import KernelContext, WorkTile, kv_batch
-from pallas_attn.kernels.flash_fwd import fetch, producer, tile_scheduler
+from pallas_attn.kernels.flash_fwd import claims, fetch, producer, tile_scheduler
 from pallas_attn.kernels.flash_fwd.fetch import CHUNK_BITS, CHUNKS, Sizes
 from pallas_attn.kernels.flash_fwd.producer import Entry, Ring
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan, Turn
-from pallas_attn.kernels.lang.types import Index, Predicate
+from pallas_attn.kernels.lang.types import Carry, Index, Predicate
 
 KvRange = tuple[Index, Index]
 
@@ -35,7 +35,7 @@ def produce(ctx: KernelContext, block: Index) -> None:
         load = functools.partial(_load_as_they_arrive, device, chunk_order_of(ctx))
     else:
         load = functools.partial(_load_entries, device)
-    producer.produce_tiles(ctx, block, load)
+    producer.produce(ctx, block, load)
     pl.when(block == 0)(functools.partial(fetch.wait_for_peers, ctx, fetching))
 
 
@@ -96,14 +96,15 @@ def _load_entries(  # noqa: PLR0913
     (lo, hi), ring = kv_range, Ring.of(ctx)
     waits = jnp.logical_not(fetch.is_done(ctx, ctx.refs.fetching))
 
-    def one_entry(e: Index, carry: Any) -> Any:
+    def one_entry(e: Index, carry: Carry) -> Any:
         count, before, claim = carry
         t = hi - 1 - e
         place = _place_of(ctx, device, t)
         _wait_for(ctx, tile, t, waits & (e < hi - lo) & jnp.logical_not(place.here))
         load = functools.partial(_load_from, {"k": place, "v": before})
-        producer.load_entry(ctx, tile, Entry(e, hi - lo, t), ring.acquire(count), load)
-        return count + 1, place, ctx.plan.producer_tiles.prefetch(ctx, turn, e, claim)
+        last, slot = hi - lo, ring.acquire(count)
+        producer.load_entry(ctx, tile, Entry(e, last, t, t + 1), slot, load)
+        return count + 1, place, claims.claim_among_entries(ctx, turn, e, claim)
 
     start = count, _place_of(ctx, device, jnp.int32(0)), turn.claim
     entries = jnp.where(hi > lo, hi - lo + 1, 0)
@@ -173,7 +174,7 @@ def _load_as_they_arrive(  # noqa: PLR0913
     return count, claim
 
 
-def _load_range(load: _Load, tiles: TileRange, carry: Any) -> Any:
+def _load_range(load: _Load, tiles: TileRange, carry: Carry) -> Any:
     """The entries of a range. The first may have no V, or no K; the others have both, of the same
     GPU, and ask nothing else: what a producer does beside its copies delays them, and takes issue
     slots from the consumers.
@@ -182,24 +183,25 @@ def _load_range(load: _Load, tiles: TileRange, carry: Any) -> Any:
     (count, before, claim), ring = carry, Ring.of(ctx)
     there, here = tiles.count > 0, tiles.place.here
     asks = waits & jnp.logical_not(here) & (tiles.entry < entries)
-    prefetch = functools.partial(ctx.plan.producer_tiles.prefetch, ctx, turn)
+    claim_next = functools.partial(claims.claim_among_entries, ctx, turn)
 
     @pl.when(there)
     def _() -> None:
         _wait_for(ctx, tile, tiles.tile, asks)
-        entry = Entry(tiles.entry, entries, tiles.tile)
+        slot = ring.acquire(count)
+        entry = Entry(tiles.entry, entries, tiles.tile, tiles.tile + 1)
         source = functools.partial(_load_from, {"k": tiles.place, "v": before})
-        producer.load_entry(ctx, tile, entry, ring.acquire(count), source)
+        producer.load_entry(ctx, tile, entry, slot, source)
 
-    def one_entry(i: Index, claim: Any) -> Any:
+    def one_entry(i: Index, claim: Index) -> Any:
         t, number, owner = tiles.tile - i, tiles.place.tile - i, tiles.place.owner
         _wait_for(ctx, tile, t, asks & fetch.begins_tile(ctx, t))
         slot = ring.acquire(count + i)
         pl.when(here)(lambda: _load_both(ctx, tile, slot, number))
         pl.when(jnp.logical_not(here))(lambda: _load_both(ctx, tile, slot, number, owner))
-        return prefetch(tiles.entry + i, claim)
+        return claim_next(tiles.entry + i, claim)
 
-    claim = prefetch(jnp.where(there, tiles.entry, -1), claim)
+    claim = claim_next(jnp.where(there, tiles.entry, -1), claim)
     claim = lax.fori_loop(1, tiles.count, one_entry, claim)
     last = tiles.place._replace(tile=tiles.place.tile - (tiles.count - 1))
     before = jax.tree.map(lambda new, old: jnp.where(there, new, old), last, before)
@@ -234,7 +236,7 @@ def in_order_of_arrival(
     chunks: tuple[Index, ChunkOrder],
     ends: tuple[Index, Index, Index],
     one_range: Callable[[TileRange, Any], Any],
-    carry: Any,
+    carry: Carry,
 ) -> Any:
     """`one_range(range, carry)` for all entries of a work tile, by TileRanges. `chunks`: which GPU
     this is, and the order. `ends`: the first kv tile, the end of the whole ones, and the end of
@@ -245,7 +247,7 @@ def in_order_of_arrival(
     last = lax.div(hi - 1, tiles)
     behind = jnp.where(hi > whole, last - lax.div(whole, tiles) + 1, 0)  # ranges, of a chunk each
 
-    def body(number: Index, state: Any) -> Any:
+    def body(number: Index, state: Carry) -> Any:
         entry, carry = state
         is_behind, is_last = number < behind, number == behind + order.count
         chunk = jnp.where(is_behind, last - number, order.at(number - behind))

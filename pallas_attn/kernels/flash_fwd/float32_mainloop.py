@@ -165,7 +165,6 @@ def _step(  # noqa: PLR0913
             numbers.unit,
             state.row_max,
             empty_ok=masked is not False or ctx.plan.logit_rules.adds,
-            before_wait=ctx.plan.config.exp_before_wait,
         )
 
     if numbers.is_exact:
@@ -184,7 +183,7 @@ def _step(  # noqa: PLR0913
         state = _State(acc, row_sum, new.row_max, state.p, new.rescale)
     else:
 
-        def matmuls(scores: Any, out: Any) -> None:
+        def matmuls(scores: RegisterTile, out: RegisterTile) -> None:
             wgmma.multiply(scores, *score_operands())
             wgmma.multiply(out, state.p, values)
 

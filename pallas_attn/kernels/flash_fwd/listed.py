@@ -16,7 +16,7 @@ from jax import lax
 from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.attention import tile_lists
 from pallas_attn.kernels.attention.tile_lists import Listed, Run
-from pallas_attn.kernels.attention.tiles import KernelContext, QueryRows, Span, WorkTile
+from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows, Span, WorkTile
 from pallas_attn.kernels.flash_fwd import producer, tile_scheduler
 from pallas_attn.kernels.flash_fwd.producer import Entry, Ring
 from pallas_attn.kernels.flash_fwd.tile_scheduler import Offsets, QueryPlan, Turn
@@ -125,13 +125,13 @@ class Ranges:
     ) -> tuple[tuple[Index, Index], QueryRows]:
         loaded, span, last = record
         tiles = _list_or_run(ctx, tile, span.hi, last)
-        own, row = tile_scheduler.rows_of_warpgroup(ctx.plan, tile, wg)
-        return (0, loaded), QueryRows(own, row, wg, span, q_slot, listed=tiles, last=last)
+        row = tile.row + wg * ROWS
+        return (0, loaded), QueryRows(tile, row, wg, span, q_slot, listed=tiles, last=last)
 
 
 def produce(ctx: KernelContext, block: Index) -> None:
     """`producer.produce` of listed tiles."""
-    producer.produce_tiles(ctx, block, load_entries)
+    producer.produce(ctx, block, load_entries)
 
 
 def load_entries(  # noqa: PLR0913

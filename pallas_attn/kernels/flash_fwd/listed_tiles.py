@@ -26,7 +26,8 @@ from jax import lax
 from pallas_attn.kernels.attention import tile_lists
 from pallas_attn.kernels.lang import mosaic, thread_program, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
-from pallas_attn.kernels.lang.threads import LANES
+from pallas_attn.kernels.lang.threads import LANES, Thread
+from pallas_attn.kernels.lang.types import Index, Operand, Predicate
 
 WARPGROUPS = 4
 MOST_PAIRS = 2**17  # pairs of tiles; beyond, XLA's kernels take longer than they take to start
@@ -84,7 +85,7 @@ class _Block(NamedTuple):
     wg: Any
 
 
-def fits(kinds: Any) -> bool:
+def fits(kinds: Operand) -> bool:
     """Whether `prepare` takes what `tile_lists.kinds` gives."""
     tiles, row_blocks, n = kinds.shape[3:]
     few = tiles * n <= MOST_PAIRS and tiles <= MOST_TILES and n <= HALF // 4
@@ -118,7 +119,7 @@ def prepare(
     return kernel(_Refs(codes, jnp.asarray(table)))
 
 
-def _kernel(refs: _Refs, lists: Any, table: Any, *scratch: Any, sizes: _Sizes) -> None:
+def _kernel(refs: _Refs, lists: Operand, table: Any, *scratch: Any, sizes: _Sizes) -> None:
     memory, barriers = scratch
     refs = refs._replace(lists=lists, table=table, memory=memory)
     block = _Block(*(lax.axis_index(name) for name in ("owner", "part", "wg")))
@@ -132,7 +133,7 @@ def _kernel(refs: _Refs, lists: Any, table: Any, *scratch: Any, sizes: _Sizes) -
 class _Code:
     """The code of a tile: bits 2r and 2r + 1 say that row block r sees some of it, and all."""
 
-    def __init__(self, thread: Any, word: Any, there: Any, row_blocks: int):
+    def __init__(self, thread: Thread, word: Any, there: Predicate, row_blocks: int):
         some = sum(1 << 2 * r for r in range(row_blocks))
         word = thread.select(there, word, 0)
         self.every = (word & some) > 0
@@ -148,7 +149,7 @@ def _steps(sizes: _Sizes) -> int:
     return -(-sizes.n // LANES)
 
 
-def _code(ctx: ThreadContext, first: Any, tile: Any, there: Any) -> _Code:
+def _code(ctx: ThreadContext, first: Index, tile: Index, there: Predicate) -> _Code:
     thread, refs, _, sizes = ctx
     word = thread.load(refs.codes, first + thread.minimum(tile, sizes.n - 1), 4)
     return _Code(thread, word, there & (tile < sizes.n), sizes.row_blocks)
@@ -263,7 +264,7 @@ def _list(ctx: ThreadContext, line: _Line) -> None:
 ENDS = 5  # numbers that are kept of each row block
 
 
-def _ends(thread: Any, code: _Code, tile: tuple[Any, Any, Any], ends: list, n: int) -> list:
+def _ends(thread: Thread, code: _Code, tile: tuple[Any, Any, Any], ends: list, n: int) -> list:
     """The ends of each row block, so far: n - the first place of its tiles; the last one's key; of
     the tiles that it sees whole n - the first place, the place after the last, and how many there
     are.
@@ -284,7 +285,7 @@ def _ends(thread: Any, code: _Code, tile: tuple[Any, Any, Any], ends: list, n: i
     return updated
 
 
-def _span(thread: Any, ends: list, header: list, n: int) -> list:
+def _span(thread: Thread, ends: list, header: list, n: int) -> list:
     """The fields of a list for one row block: see `tile_lists`."""
     count, full_lo, full_hi, last = header
     lo, key, own_lo, own_hi = (thread.most_of_lanes(x, LANES) for x in ends[:4])

@@ -44,11 +44,9 @@ class Ring(NamedTuple):
     def acquire(self, count: Index) -> Index:
         """The producer waits for the slot of an entry before which `count` were loaded."""
         slot = lax.rem(count, jnp.int32(self.stages))
-        pl.when(count >= self.stages)(functools.partial(self.wait_released, slot))
+        released = self.free.at[slot]
+        pl.when(count >= self.stages)(functools.partial(plgpu.barrier_wait, released))
         return slot
-
-    def wait_released(self, slot: Index) -> None:
-        plgpu.barrier_wait(self.free.at[slot])
 
 
 class Loaded(NamedTuple):
@@ -59,14 +57,11 @@ class Loaded(NamedTuple):
     claim: Any = None  # the next work tile's code, where it is claimed among entries: `claims`
 
 
-def produce(ctx: KernelContext, block: Index) -> None:
-    """K and V of all work tiles of a block, in the order in which consumers use them."""
-    produce_tiles(ctx, block, load_entries)
-
-
-def produce_tiles(ctx: KernelContext, block: Index, load: Callable[..., Any]) -> None:
-    """`produce`, where `load` loads the entries of a work tile as `load_entries` does."""
-    work_tiles, ranges = ctx.plan.producer_tiles, ctx.plan.ranges
+def produce(ctx: KernelContext, block: Index, load: Callable[..., Any] | None = None) -> None:
+    """K and V of all work tiles of a block, in the order in which consumers use them. `load`: loads
+    the entries of a work tile in place of `load_entries`.
+    """
+    load, work_tiles, ranges = load or load_entries, ctx.plan.producer_tiles, ctx.plan.ranges
 
     def one_tile(turn: Turn, loaded: Loaded) -> Loaded:
         tile = work_tile(ctx, turn.code)
@@ -83,15 +78,21 @@ def produce_tiles(ctx: KernelContext, block: Index, load: Callable[..., Any]) ->
 def load_entries(
     ctx: KernelContext, turn: Turn, tile: WorkTile, kv_range: tuple[Index, Index], count: Index
 ) -> tuple[Index, Any]:
-    """Loads the entries of a work tile, before which `count` were loaded: the new count, and what
-    `prefetch` of the tile scheduler made of `turn.claim`.
+    """Loads the entries of a work tile, before which `count` were loaded: the new count, and the
+    code of the next work tile where it is claimed meanwhile.
     """
     (lo, hi), ring = kv_range, Ring.of(ctx)
 
     def one_entry(e: Index, carry: tuple[Index, Any]) -> tuple[Index, Any]:
         count, claim = carry
-        load_entry(ctx, tile, Entry(e, hi - lo, hi - 1 - e), ring.acquire(count))
-        return count + 1, ctx.plan.producer_tiles.prefetch(ctx, turn, e, claim)
+        last, t = hi - lo, hi - 1 - e
+        slot = ring.acquire(count)
+        load_entry(ctx, tile, Entry(e, last, t, t + 1), slot)
+        if turn.claim_index is not None:
+            from pallas_attn.kernels.flash_fwd import claims
+
+            claim = claims.claim_among_entries(ctx, turn, e, claim)
+        return count + 1, claim
 
     entries = jnp.where(hi > lo, hi - lo + 1, 0)
     return lax.fori_loop(0, entries, one_entry, (count, turn.claim))
@@ -103,11 +104,7 @@ class Entry(NamedTuple):
     number: Index  # 0: without V
     last: Index  # the number of the last, which is without K
     t: Index
-    before: Any = None  # the tile of V; None: t + 1
-
-    @property
-    def v_tile(self) -> Index:
-        return self.t + 1 if self.before is None else self.before
+    before: Index
 
 
 def load_entry(  # noqa: PLR0913
@@ -120,7 +117,7 @@ def load_entry(  # noqa: PLR0913
     """Asks for K and V of an entry, by `load` in place of `load_kv_tile`; what it is without counts
     as arrived at once.
     """
-    load, v_tile = load or load_kv_tile, entry.v_tile
+    load = load or load_kv_tile
     arrive = functools.partial(plgpu.barrier_arrive, ctx.smem.ready.at[slot])
     has_ids = "kv_segment_ids" in ctx.plan.problem.arrays
 
@@ -138,7 +135,7 @@ def load_entry(  # noqa: PLR0913
         if has_ids:
             arrive()
 
-    pl.when(entry.number > 0)(lambda: load(ctx, tile, "v", v_tile, slot))
+    pl.when(entry.number > 0)(functools.partial(load, ctx, tile, "v", entry.before, slot))
     pl.when(entry.number == 0)(arrive)
 
 

@@ -28,6 +28,7 @@ from pallas_attn.kernels.flash_fwd import documents, tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic, thread_program, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
+from pallas_attn.kernels.lang.types import Index, Operand, Ref
 
 MOST_PAIRS = 2**18  # pairs of rows and kv tiles; from there on many blocks, and so XLA, are faster
 LINE = 32  # words of memory that arrive together
@@ -87,7 +88,7 @@ def fits(plan: QueryPlan) -> bool:
     return few and "q_positions" not in plan.problem.arrays
 
 
-def prepare(plan: QueryPlan, q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
+def prepare(plan: QueryPlan, q_ids: Operand, kv_ids: Operand) -> tuple[Any, Any]:
     """(`tile_scheduler.records`, `tile_scheduler.schedule_by_rank`) of ids [B, T], [B, S]. Past the
     end the last id counts.
     """
@@ -114,7 +115,7 @@ def prepare(plan: QueryPlan, q_ids: Any, kv_ids: Any) -> tuple[Any, Any]:
     return kernel(_Refs(q_ids, kv_ids, bounds, jnp.asarray(table)))
 
 
-def _kernel(refs: _Refs, records: Any, codes: Any, *scratch: Any, plan: QueryPlan) -> None:
+def _kernel(refs: _Refs, records: Operand, codes: Operand, *scratch: Any, plan: QueryPlan) -> None:
     (memory, barriers), wg = scratch, lax.axis_index("wg")
     refs = refs._replace(records=records, codes=codes, memory=memory)
     batch = lax.axis_index("batch")
@@ -132,7 +133,7 @@ def _each(ctx: ThreadContext, count: int, lanes: int, finish: Any, load: Any = N
     threads.each_item(ctx.thread, ctx.at.wg, count, lanes, warpgroups, finish, load)
 
 
-def _inverse(x: Any) -> Any:
+def _inverse(x: Operand) -> Any:
     """Orders the other way round, without overflow."""
     return x * -1 - 1
 
@@ -170,7 +171,7 @@ def _extremes(ctx: ThreadContext) -> None:
     thread.sync()
 
 
-def _four(ctx: ThreadContext, ref: Any, length: int, place: Any) -> list[Any]:
+def _four(ctx: ThreadContext, ref: Ref, length: int, place: Any) -> list[Any]:
     """Four ids of [B, length] from a place on that is a multiple of four; past the end the last."""
     thread, batch = ctx.thread, ctx.at.batch
     if length % 4:
@@ -205,7 +206,7 @@ def _spans(ctx: ThreadContext) -> None:
     thread.sync()
 
 
-def _span(ctx: ThreadContext, unit: Any, lane: Any) -> tuple[Any, ...]:
+def _span(ctx: ThreadContext, unit: Index, lane: Index) -> tuple[Any, ...]:
     """A `Span` of the rows of one warpgroup, by the 32 threads of a warp."""
     thread, memory, sizes = ctx.thread, ctx.refs.memory, _Sizes.of(ctx.plan)
     keys, start, lanes = sizes.keys, sizes.key_extremes, 32

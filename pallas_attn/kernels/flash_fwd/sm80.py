@@ -307,7 +307,7 @@ def _span(ctx: KernelContext, tile: WorkTile) -> Span:
         span = span.within(Span(*(refs.segment_spans[tile.batch, i, unit] for i in range(4))))
     if plan.has("mask_array"):
         span = span._replace(full_hi=span.full_lo)
-    return tile_scheduler.empty_as_zero(plan, tile, rows, span)
+    return tile_scheduler.empty_as_zero(tile, rows, span) if "empty" in plan.sections else span
 
 
 def run(

@@ -44,7 +44,6 @@ producer.py, attention/tiles.py, attention/logits.py, attention/softmax.py and m
 problems have files of their own, which are imported where they are needed:
 
   claims.py             blocks claim work tiles: long documents, K and V of a head beyond L2
-  joined_rows.py        heads that share K and V join their last rows
   documents.py          segment ids
   listed.py             mask functions, whose kv tiles are in lists
   linear_scores.py      score functions that are a slope and an offset a row
@@ -83,7 +82,15 @@ from pallas_attn.kernels.flash_fwd.producer import Ring
 from pallas_attn.kernels.flash_fwd.tile_scheduler import Distribution, QueryPlan, Turn, work_tile
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
-from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
+from pallas_attn.kernels.lang.types import (
+    Barrier,
+    Carry,
+    GmemRef,
+    Index,
+    KernelConfig,
+    RegisterTile,
+    SmemRef,
+)
 from pallas_attn.kernels.mma import wgmma
 
 SMEM_LIMIT = gpu_specs.shared_memory(gpu_specs.HOPPER)
@@ -103,7 +110,6 @@ class Config:
     l2_heads: int = 0  # heads whose work tiles are taken together; 0: `heads_of_l2_group`
     grid: int = 132  # blocks; 0: one a work tile
     q_slots: int = 2  # q tiles of a consumer; 2: the next is loaded early, where there is room
-    exp_before_wait: bool = False  # a tile's exponents are computed before the wait for P V
     fetchers: int = 16  # blocks that begin by fetching K and V of other GPUs: see `fetch`
     claims: bool = False  # blocks claim work tiles, where each has a kv tile: see `claims`
 
@@ -134,16 +140,12 @@ class Config:
 @functools.lru_cache(maxsize=256)
 def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     """The static values of a launch; kept, since all calls with the same facts share them."""
-    rows, linear, joined, claimed = ROWS * config.warpgroups, False, 1, False
+    rows, linear, claimed = ROWS * config.warpgroups, False, False
     tiling = QueryTiling(problem.q_len, problem.kv_len, rows, config.block_kv)
     if problem.score_program is not None:
         from pallas_attn.kernels.attention import linear_scores
 
         linear = linear_scores.takes(problem)
-    if problem.group > 1:
-        from pallas_attn.kernels.flash_fwd import joined_rows
-
-        joined = joined_rows.heads_that_join(problem, tiling)
     if config.claims:
         from pallas_attn.kernels.flash_fwd import claims
 
@@ -152,12 +154,12 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
         problem,
         config,
         tiling,
-        Distribution.of(
-            problem, tiling, (config.grid, config.l2_heads), joined_heads=joined, claims=claimed
-        ),
+        Distribution.of(problem, tiling, (config.grid, config.l2_heads), claims=claimed),
         LogitRules.of(problem, config.block_kv, linear=linear),
         *_work_tiles_of(problem, claimed),
         _ranges_of(problem),
+        _producer_of(problem),
+        _mainloop_of(problem),
     )
 
 
@@ -181,6 +183,26 @@ def _ranges_of(problem: AttentionProblem) -> Any:
 
         return documents.Ranges
     return tile_scheduler.MaskRanges
+
+
+def _producer_of(problem: AttentionProblem) -> Callable[[KernelContext, Index], None]:
+    if problem.fetches > 1:
+        from pallas_attn.kernels.flash_fwd import fetch_producer
+
+        return fetch_producer.produce
+    if problem.mask_program is not None:
+        from pallas_attn.kernels.flash_fwd import listed
+
+        return listed.produce
+    return producer.produce
+
+
+def _mainloop_of(problem: AttentionProblem) -> Callable[..., tuple["Result", Index]]:
+    if problem.dtype != "float32":
+        return mainloop
+    from pallas_attn.kernels.flash_fwd import float32_mainloop
+
+    return float32_mainloop.mainloop
 
 
 # ---- shared memory ------------------------------------------------------------------------------
@@ -297,7 +319,7 @@ def fetches(problem: AttentionProblem) -> bool:
     return fits and fetch.Sizes.of(plan_of(problem, config)).slots >= fetch.LEAST_SLOTS
 
 
-def smem_bytes(problem: AttentionProblem, config: Any) -> int:
+def smem_bytes(problem: AttentionProblem, config: KernelConfig) -> int:
     return mosaic.bytes_of(scratch(plan_of(problem, config))) + BARRIERS + mosaic.REDUCTION_BYTES
 
 
@@ -332,7 +354,7 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
         def attend(slot: Index) -> tuple[Result, Index]:
             slot = _release_unused(ctx, hi - rows.span.hi, slot)
             meanwhile = load_next_q if double_buffered and not may_be_empty else None
-            result, slot = _mainloop_of(plan)(ctx, rows, slot, meanwhile)
+            result, slot = plan.mainloop(ctx, rows, slot, meanwhile)
             return result, _release_unused(ctx, rows.span.lo - lo, slot)
 
         def skip(slot: Index) -> tuple[Result, Index]:
@@ -359,9 +381,9 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
 def _load_q(ctx: KernelContext, tile: WorkTile, wg: Index, slot: Index) -> None:
     """The rows of a consumer."""
     refs, smem = ctx.refs, ctx.smem
-    own, row = tile_scheduler.rows_of_warpgroup(ctx.plan, tile, wg)
-    rows, columns = pl.ds(row, ROWS), mosaic.columns(refs.q, 0, smem.q.shape[-1], own.head)
-    source = refs.q.at[own.batch, rows, own.head, columns]
+    row = tile.row + wg * ROWS
+    rows, columns = pl.ds(row, ROWS), mosaic.columns(refs.q, 0, smem.q.shape[-1], tile.head)
+    source = refs.q.at[tile.batch, rows, tile.head, columns]
     plgpu.copy_gmem_to_smem(source, smem.q.at[slot], smem.q_ready.at[slot])
     if smem.segments is not None:
         from pallas_attn.kernels.flash_fwd import documents
@@ -441,11 +463,11 @@ def _first_tile(
     if rows.segments is None:
         ring.release(slot)
     masked, first_rows = "first_masked" in ctx.plan.sections, rows.with_loaded_tile(rows.last)
-    s, offset = _logits(ctx, first_rows, rows.span.hi - 1, slot, s, masked)
+    s, online = _logits(ctx, first_rows, rows.span.hi - 1, slot, s, masked)
     if rows.segments is not None:
         ring.release(slot)
     unit, nothing = ctx.plan.logit_rules.unit, mosaic.filled((ROWS,), -jnp.inf)
-    new = _softmax(offset).step(s, unit, nothing, empty_ok=True)
+    new = online.step(s, unit, nothing, empty_ok=True)
     acc = mosaic.filled((ROWS, smem.v.shape[-1]), 0.0)
     return State(acc, new.row_sum, new.row_max, new.p.astype(smem.v.dtype))
 
@@ -466,20 +488,19 @@ def _step(  # noqa: PLR0913
         turns.take()
     q, k, v = smem.q.at[rows.q_slot], smem.k.at[slot], smem.v.at[slot]
 
-    def matmuls(scores: Any, out: Any) -> None:
+    def matmuls(scores: RegisterTile, out: RegisterTile) -> None:
         plgpu.wgmma(scores, q, k.transpose((1, 0)))
         plgpu.wgmma(out, state.p, v)
         if turns is not None:
             turns.give()
 
     def softmax_of(s: RegisterTile) -> softmax.Step:
-        s, offset = _logits(ctx, rows, t, slot, s, masked, whole)
-        return _softmax(offset).next_step(
+        s, online = _logits(ctx, rows, t, slot, s, masked, whole)
+        return online.next_step(
             s,
             ctx.plan.logit_rules.unit,
             state.row_max,
             empty_ok=masked is not False or ctx.plan.logit_rules.adds,
-            before_wait=ctx.plan.config.exp_before_wait,
         )
 
     scores_like = mosaic.filled((ROWS, k.shape[0]), 0.0)
@@ -495,7 +516,7 @@ def _step(  # noqa: PLR0913
     return State(acc, row_sum + new.row_sum, new.row_max, p), ring.after(slot)
 
 
-def for_each_kv_tile(plan: Any, span: tiles.Span, step: Callable[..., Any], carry: Any) -> Any:
+def for_each_kv_tile(plan: Any, span: tiles.Span, step: Callable[..., Any], carry: Carry) -> Any:
     """carry = step(whole, masked, t, carry) for all kv tiles of a span but its last, from the end:
     `whole` is (first, end) of the tiles that need no mask, `masked` None where a branch asks for
     that.
@@ -504,8 +525,8 @@ def for_each_kv_tile(plan: Any, span: tiles.Span, step: Callable[..., Any], carr
     high = jnp.minimum(jnp.maximum(span.full_hi, span.lo), first)  # whole tiles end here
     low = jnp.minimum(jnp.maximum(span.full_lo, span.lo), high)  # and begin here
 
-    def loop(begin: Index, end: Index, masked: bool | None, carry: Any) -> Any:
-        def body(i: Index, carry: Any) -> Any:
+    def loop(begin: Index, end: Index, masked: bool | None, carry: Carry) -> Any:
+        def body(i: Index, carry: Carry) -> Any:
             return step((low, high), masked, -1 - i, carry)
 
         return lax.fori_loop(-begin, -end, body, carry)  # loops count up
@@ -526,30 +547,13 @@ def _logits(  # noqa: PLR0913
     s: RegisterTile,
     masked: bool | None,
     whole: tuple[Index, Index] | None = None,
-) -> tuple[RegisterTile, RegisterTile | None]:
-    """`logits.masked_logits`; and, where scores are linear, an offset that the softmax adds."""
+) -> tuple[RegisterTile, Any]:
+    """`logits.masked_logits`; and the functions `step` and `next_step` of their softmax."""
     if ctx.plan.logit_rules.linear:
         from pallas_attn.kernels.attention import linear_scores
 
         return linear_scores.masked_logits(ctx, rows, t, slot, s, masked, whole)
-    return logits.masked_logits(ctx, rows, t, slot, s, masked, whole), None
-
-
-def _softmax(offset: RegisterTile | None) -> Any:
-    """The functions `step` and `next_step` of the softmax."""
-    if offset is None:
-        return softmax
-    from pallas_attn.kernels.attention import linear_scores
-
-    return linear_scores.OffsetSoftmax(offset)
-
-
-def _mainloop_of(plan: QueryPlan) -> Callable[..., tuple[Result, Index]]:
-    if plan.problem.dtype != "float32":
-        return mainloop
-    from pallas_attn.kernels.flash_fwd import float32_mainloop
-
-    return float32_mainloop.mainloop
+    return logits.masked_logits(ctx, rows, t, slot, s, masked, whole), softmax
 
 
 # ---- epilogue -----------------------------------------------------------------------------------
@@ -590,22 +594,10 @@ def _kernel(refs: ForwardRefs, out: GmemRef, lse: GmemRef, *rest: Any, plan: Que
     if fetched:
         refs = refs._replace(fetching=refs.fetching._replace(k=fetched[0], v=fetched[1]))
     ctx = KernelContext(plan, refs._replace(out=out, lse=lse), smem)
-    produce = functools.partial(_producer_of(plan), ctx, block)
+    produce = functools.partial(plan.produce, ctx, block)
     consume = functools.partial(_consume, ctx, block, wg)
     consumers = plan.config.warpgroups
     mosaic.share_registers(wg, consumers, produce, consume, REGISTERS[consumers])
-
-
-def _producer_of(plan: QueryPlan) -> Callable[[KernelContext, Index], None]:
-    if plan.problem.fetches > 1:
-        from pallas_attn.kernels.flash_fwd import fetch_producer
-
-        return fetch_producer.produce
-    if plan.is_listed:
-        from pallas_attn.kernels.flash_fwd import listed
-
-        return listed.produce
-    return producer.produce
 
 
 def run(
@@ -620,16 +612,9 @@ def run(
         from pallas_attn.kernels.flash_fwd import fetch
 
         fetched = fetch.fetched_shapes(plan, refs.k, refs.v)
-    width = plan.v.width if problem.dtype == "float32" else problem.v_head_dim
-    padded_shape = (*refs.q.shape[:3], tma_operands.width_in_tma(width))
-    lse_shape = problem.batch, problem.q_heads, plan.tiling.padded_rows
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
-        out_type=(
-            jax.ShapeDtypeStruct(padded_shape, problem.dtype),
-            jax.ShapeDtypeStruct(lse_shape, jnp.float32),
-            *fetched,
-        ),
+        out_type=(*_results(plan), *fetched),
         scratch_types=(scratch(plan),),
         grid=(plan.order.grid,),
         grid_names=("block",),
@@ -642,6 +627,19 @@ def run(
     return out[:, : problem.q_len, :, : problem.v_head_dim], lse[:, :, : problem.q_len]
 
 
+@functools.lru_cache(maxsize=256)
+def _results(plan: QueryPlan) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """The output, in sizes that TMA writes whole, and the log-sum-exp."""
+    problem = plan.problem
+    width = plan.v.width if problem.dtype == "float32" else problem.v_head_dim
+    rows, columns = tma_operands.rows_in_tma(problem.q_len), tma_operands.width_in_tma(width)
+    out, lse = (rows, problem.q_heads, columns), (problem.q_heads, plan.tiling.padded_rows)
+    return (
+        jax.ShapeDtypeStruct((problem.batch, *out), problem.dtype),
+        jax.ShapeDtypeStruct((problem.batch, *lse), jnp.float32),
+    )
+
+
 def _operands(plan: QueryPlan, inputs: AttentionInputs) -> ForwardRefs:
     """Global memory that the kernel reads. XLA copies: q, k and v where they are float32 (see
     mma/wgmma.py); they (and the output, afterwards) where T or S is above 8 and no multiple of 8,
@@ -650,12 +648,13 @@ def _operands(plan: QueryPlan, inputs: AttentionInputs) -> ForwardRefs:
     kv_lengths.
     """
     problem = plan.problem
-    fields: dict[str, Any] = {name: getattr(inputs, name) for name in problem.arrays}
+    names = "q", "k", "v", *problem.arrays
+    fields: dict[str, Any] = {name: getattr(inputs, name) for name in names}
     if problem.dtype == "float32":
         from pallas_attn.kernels.flash_fwd import float32_mainloop
 
         fields |= float32_mainloop.operands(plan, inputs)
-    else:
+    elif plan.is_padded:
         fields |= {name: tma_operands.for_tma(getattr(inputs, name)) for name in "qkv"}
     if problem.mask_program is not None or problem.score_program is not None:
         from pallas_attn.kernels.attention import functions

@@ -3,13 +3,11 @@
 import dataclasses
 import functools
 
-import jax.experimental.pallas as pl
-
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention.tiles import ROWS, heads_in
 from pallas_attn.kernels.attention.tma_operands import round_up
 from pallas_attn.kernels.flash_fwd.sm90 import SMEM_LIMIT, Config, plan_of, smem_bytes
-from pallas_attn.kernels.flash_fwd.tile_scheduler import BLOCKS, L2_BYTES
+from pallas_attn.kernels.flash_fwd.tile_scheduler import L2_BYTES
 
 LONG = 16384  # rows from which blocks claim work tiles; few are then of two packed documents
 HELD_BY_L2 = 48 * 2**20  # bytes of K and V of a kv head up to which L2 holds them
@@ -20,24 +18,20 @@ def config_of(problem: AttentionProblem) -> Config:
     """The fastest on an H200 of those that fit in registers and shared memory."""
     if problem.dtype == "float32":
         return _float32(problem)
-    mask, dim = problem.mask, max(problem.head_dim, problem.v_head_dim)
+    dim = max(problem.head_dim, problem.v_head_dim)
     l2_heads = _l2_heads(problem, dim)
-    some = mask.is_causal and not mask.bounds_left or problem.mask_program is not None
-    alone = problem.score_program is None and not _is_window(problem)
-    early = some and problem.q_len >= 4096 and alone
     if dim <= 128 and _reads_block_table(problem):
         # A table of blocks, which are of 128 as a rule: each is a tile, whole or empty.
         return Config(2, block_kv=128, stages=2 if dim > 64 else 4, l2_heads=l2_heads)
     segments, claimed = "q_segment_ids" in problem.arrays, _gains_by_claims(problem)
     made = functools.partial(Config, l2_heads=l2_heads, claims=claimed)
     if dim <= 64 and _fits(problem, 4) and not _takes_wide_tiles(problem):
-        return made(4, block_kv=64, stages=6, exp_before_wait=early)
+        return made(4, block_kv=64, stages=6)
     if dim <= 64:
         return made(3, block_kv=128, stages=4)
     bias = problem.bias_shape is not None and problem.bias_shape[:2] != (1, 1)
     if dim <= 128 and not bias and (claimed or not segments) and _fits(problem, 3):
-        stages, early = (4, False) if dim <= 96 else (3, early and not segments)
-        return made(3, block_kv=64, stages=stages, exp_before_wait=early)
+        return made(3, block_kv=64, stages=4 if dim <= 96 else 3)
     narrow = problem.head_dim <= 192 and problem.v_head_dim <= 128 and not segments
     if dim <= 128 or narrow:
         return made(2, block_kv=128, stages=2)
@@ -87,15 +81,6 @@ def _gains_by_claims(problem: AttentionProblem) -> bool:
     return gains and plan_of(problem, Config(claims=True)).order.claims
 
 
-def _is_window(problem: AttentionProblem) -> bool:
-    """Whether rows are known to need a mask at both ends of their keys, by a function."""
-    if problem.mask_program is None:
-        return False
-    from pallas_attn.kernels.attention import tile_lists
-
-    return tile_lists.has_two_ends(problem)
-
-
 def _reads_block_table(problem: AttentionProblem) -> bool:
     """Whether a mask function reads an array by both positions."""
     if problem.mask_program is None:
@@ -117,17 +102,9 @@ def _takes_wide_tiles(problem: AttentionProblem) -> bool:
 
 
 def _fits(problem: AttentionProblem, warpgroups: int) -> bool:
-    """Whether work tiles of so many consumers leave few rows idle, beside those of one fewer; where
-    they do so by joining heads, also whether blocks are done as soon.
-    """
+    """Whether work tiles of so many consumers leave few rows idle, beside those of one fewer."""
     wider, narrower = (round_up(problem.q_len, ROWS * n) for n in (warpgroups, warpgroups - 1))
-    if wider <= 1.1 * narrower:
-        return True
-    wide, narrow = (plan_of(problem, Config(n)) for n in (warpgroups, warpgroups - 1))
-    taken = [
-        pl.cdiv(plan.order.work_tiles, BLOCKS) * plan.tiling.tile_rows for plan in (wide, narrow)
-    ]
-    return wide.order.joined_heads > 1 and taken[0] <= 1.1 * taken[1]
+    return wider <= 1.1 * narrower
 
 
 # The first that fits in shared memory, and its three warpgroups in registers.

@@ -12,7 +12,7 @@ loads for it, and `rows_of` the rows of a warpgroup with those that they need.
 
 Other ways to hand out work, with the same functions: blocks that claim work tiles (`claims`),
 packed documents (`documents`), lists of kv tiles by a mask function (`listed`), and keys that
-other GPUs have (`fetch`). `joined_rows` lets heads share their last work tile.
+other GPUs have (`fetch`).
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ from pallas_attn.kernels.attention.tiles import (
     span_mask,
 )
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
-from pallas_attn.kernels.lang.types import Index, Operand, Predicate
+from pallas_attn.kernels.lang.types import Carry, Index, KernelConfig, Operand, Predicate
 from pallas_attn.masks import Mask
 
 BLOCKS = gpu_specs.multiprocessors(gpu_specs.HOPPER)  # at a time, where Config does not say
@@ -65,10 +65,7 @@ class Distribution:
     work_tiles: int
     grid: int  # blocks
     l2_heads: int  # heads of an L2 group: see `heads_of_l2_group`
-    code_bits: (
-        int  # low bits of a work tile's code, which say which rows; the others say which head
-    )
-    joined_heads: int = 1  # heads whose last rows are one work tile: see `joined_rows`
+    code_bits: int  # low bits of a work tile's code that say which rows; the others: which head
     claims: bool = False  # blocks claim work tiles: see `claims`
     first_ranked_head: int = 0  # the head of documents from which on work tiles go by rank
 
@@ -78,23 +75,19 @@ class Distribution:
         problem: AttentionProblem,
         tiling: QueryTiling,
         blocks: tuple[int, int],
-        *,
-        joined_heads: int = 1,
         claims: bool = False,
     ) -> "Distribution":
         """`blocks`: of a Config grid, 0: a block for each work tile, and l2_heads, 0: as many as
         `heads_of_l2_group` says.
         """
         (grid, l2_heads), heads = blocks, problem.batch * problem.q_heads
-        last = problem.batch * problem.kv_heads * pl.cdiv(problem.group, joined_heads)
-        work_tiles = heads * (tiling.q_tiles - 1) + last
+        work_tiles = heads * tiling.q_tiles
         return cls(
             heads,
             work_tiles,
             min(grid or work_tiles, work_tiles),
             heads_of_l2_group(problem, tiling, grid, l2_heads),
             (tiling.q_tiles - 1).bit_length(),
-            joined_heads,
             claims,
             heads - problem.group if claims else 0,
         )
@@ -109,15 +102,22 @@ class QueryPlan:
     tiling: QueryTiling
     order: Distribution
     logit_rules: LogitRules
-    # The Hopper forward's: who hands out work tiles, and who says which kv tiles they need.
+    # The Hopper forward's: who hands out work tiles, who says which kv tiles they need, and the
+    # functions of its warpgroups.
     producer_tiles: Any = None  # StaticList or `claims.Claiming`
     consumer_tiles: Any = None  # StaticList or `claims.Claimed`
     ranges: Any = None  # MaskRanges, `documents.Ranges` or `listed.Ranges`
+    produce: Any = None  # `producer.produce`, or another file's
+    mainloop: Any = None  # `sm90.mainloop`, or another file's
     format: Any = None  # `sm80_common.MmaFormat`, of the portable kernels
 
     @classmethod
     def of(
-        cls, problem: AttentionProblem, config: Any, span_rows: int = ROWS, form: Any = None
+        cls,
+        problem: AttentionProblem,
+        config: KernelConfig,
+        span_rows: int = ROWS,
+        form: Any = None,
     ) -> "QueryPlan":
         """The plan of a kernel that is not the Hopper forward. `config`: warpgroups, block_kv, grid
         and l2_heads.
@@ -138,6 +138,11 @@ class QueryPlan:
     @functools.cached_property
     def v(self) -> OperandFormat:
         return tma_operands.formats_of(self.problem, self.tiling.block_kv)[1]
+
+    @functools.cached_property
+    def is_padded(self) -> bool:
+        """Whether XLA copies q, k and v into sizes that TMA reads whole."""
+        return not tma_operands.is_read_as_it_is(self.problem)
 
     @functools.cached_property
     def sections(self) -> frozenset[str]:
@@ -248,7 +253,8 @@ class StaticList:
 
     def start(self, ctx: KernelContext, block: Index) -> Start:
         schedule = ctx.refs.schedule
-        return Start(schedule[block, 0], tuple(schedule[block, 1 + n] for n in range(self.ahead)))
+        codes = [schedule[block, 1 + n] for n in range(self.ahead)]
+        return Start(schedule[block, 0], tuple(codes))
 
     def for_each_tile(
         self,
@@ -256,11 +262,11 @@ class StaticList:
         block: Index,
         start: Start,
         body: Callable[[Turn, Any], Any],
-        carry: Any,
+        carry: Carry,
     ) -> None:
         """carry = body(turn, carry) for each work tile of a block."""
 
-        def one_tile(i: Index, state: Any) -> Any:
+        def one_tile(i: Index, state: Carry) -> Any:
             carry, codes = state
             # Read long before it is used.
             codes = (*codes, ctx.refs.schedule[block, i + 1 + self.ahead])
@@ -268,11 +274,6 @@ class StaticList:
             return carry, codes[1:]
 
         lax.fori_loop(0, start.count, one_tile, (carry, start.codes))
-
-    def prefetch(self, ctx: KernelContext, turn: Turn, entry: Index, claim: Any) -> Any:
-        """Called by a producer for each entry of a work tile that it loads: the list is there."""
-        del ctx, turn, entry
-        return claim
 
 
 # ---- which block takes which work tiles ---------------------------------------------------------
@@ -316,12 +317,9 @@ def schedule(plan: QueryPlan, offsets: Offsets = ()) -> np.ndarray:
 
 def codes_of(plan: QueryPlan, heads: np.ndarray, q_tiles: np.ndarray) -> np.ndarray:
     """Codes of the work tiles of some heads in the order of `q_tiles`, those of the same rows side
-    by side; one code for last rows that several heads join.
+    by side.
     """
-    heads, tiles = np.broadcast_arrays(heads[None], q_tiles[:, None])
-    first = heads % plan.problem.group % plan.order.joined_heads == 0
-    taken = (tiles < plan.tiling.q_tiles - 1) | first
-    return (heads[taken] << plan.order.code_bits) + tiles[taken]
+    return ((heads[None] << plan.order.code_bits) + q_tiles[:, None]).ravel()
 
 
 def mask_costs(plan: QueryPlan, offsets: Offsets) -> np.ndarray:
@@ -352,7 +350,7 @@ def step_cost(plan: QueryPlan, tile: int) -> float:
     most = busy = tiling.tile_rows // ROWS
     if tile == tiling.q_tiles - 1:
         rows = tiling.q_len - tile * tiling.tile_rows
-        busy = pl.cdiv(rows, ROWS) * plan.order.joined_heads
+        busy = pl.cdiv(rows, ROWS)
     return (busy + STEP_OVERHEAD) / (most + STEP_OVERHEAD)
 
 
@@ -428,9 +426,12 @@ def operands(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Any]:
     """Operands of a kernel whose work tiles are query rows, by tiles: bias, mask_array and segment
     ids in whole tiles, and those of `table`.
     """
-    sizes = plan.tiling.padded_rows, plan.tiling.padded_keys
-    fields = tma_operands.over_scores(inputs, *sizes) | tma_operands.segment_ids(inputs, *sizes)
-    return fields | table(schedule, plan, inputs)
+    fields = table(schedule, plan, inputs)
+    if tma_operands.IN_WHOLE_TILES & set(plan.problem.arrays):
+        sizes = plan.tiling.padded_rows, plan.tiling.padded_keys
+        fields |= tma_operands.over_scores(inputs, *sizes)
+        fields |= tma_operands.segment_ids(inputs, *sizes)
+    return fields
 
 
 # ---- a work tile, its rows, and the kv tiles that they need --------------------------------------
@@ -454,15 +455,6 @@ def work_tile(ctx: KernelContext, code: Index) -> WorkTile:
     )
 
 
-def rows_of_warpgroup(plan: QueryPlan, tile: WorkTile, wg: Index) -> tuple[WorkTile, Index]:
-    """The tile of a warpgroup's rows, and the first of them."""
-    if plan.order.joined_heads > 1:
-        from pallas_attn.kernels.flash_fwd import joined_rows
-
-        return joined_rows.rows_of_warpgroup(plan, tile, wg)
-    return tile, tile.row + wg * ROWS
-
-
 def span_of_rows(
     plan: QueryPlan, tile: WorkTile, wg: Index, read: Callable[[Index], Index] | None = None
 ) -> Span:
@@ -470,7 +462,7 @@ def span_of_rows(
     of the work tile's record, where segment ids leave less (`documents`).
     """
     tiling, rows, idle = plan.tiling, ROWS, False  # type: tuple[QueryTiling, Index, Predicate]
-    row = rows_of_warpgroup(plan, tile, wg)[1]
+    row = tile.row + wg * ROWS
     if tiling.has_idle_spans:  # rows past T only: as the last one, and of one kv tile
         idle = row >= tiling.q_len
         row, rows = jnp.where(idle, tiling.q_len - 1, row), jnp.where(idle, 1, ROWS)
@@ -483,13 +475,11 @@ def span_of_rows(
         span = span._replace(full_hi=span.full_lo)
     if tiling.has_idle_spans:
         span = span._replace(lo=jnp.where(idle, jnp.maximum(span.hi - 1, span.lo), span.lo))
-    return empty_as_zero(plan, tile, rows, span)
+    return empty_as_zero(tile, rows, span) if "empty" in plan.sections else span
 
 
-def empty_as_zero(plan: QueryPlan, tile: WorkTile, rows: Index, span: Span) -> Span:
+def empty_as_zero(tile: WorkTile, rows: Index, span: Span) -> Span:
     """A span of some rows of a work tile, lo == hi == 0 where there are no such keys or rows."""
-    if "empty" not in plan.sections:
-        return span
     none = span.hi <= span.lo
     if tile.q_len is not None:
         none = none | (rows <= 0)
@@ -548,5 +538,4 @@ class MaskRanges:
         """`of_block`, and a warpgroup's rows with the kv tiles that they need."""
         block_range = MaskRanges.of_block(ctx, tile, record)
         span = span_of_rows(ctx.plan, tile, wg)
-        own, row = rows_of_warpgroup(ctx.plan, tile, wg)
-        return block_range, QueryRows(own, row, wg, span, q_slot)
+        return block_range, QueryRows(tile, tile.row + wg * ROWS, wg, span, q_slot)

@@ -4,6 +4,7 @@ version, or on the CPU interpreter, is said here and once.
 Kernels that reach other GPUs import `peer_memory`, and programs of single threads `thread_program`.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,9 +16,12 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
 
+from pallas_attn.kernels.lang.asm import give, i32
 from pallas_attn.kernels.lang.types import DType, GmemRef, Index, Layout, Ref, Scalar
 
 THREADS = 128  # threads of a warpgroup
@@ -202,6 +206,38 @@ def results_are_used(used: jax.Array, matmuls: int) -> None:
     known: Any = code
     known.matmuls = matmuls
     plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))(known)(used)
+
+
+def any_in_warp(numbers: jax.Array, bound: float, layout: Layout | None = None) -> jax.Array:
+    """int32: 1 where one of this warp's part of a tile, or of one number a row, lies above `bound`,
+    else 0.
+
+    Each of the four warps has its own answer. Only arithmetic may depend on it: not a barrier, not
+    a matmul. The interpreter, which has no warps, answers for all rows at once.
+    """
+    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+
+    def vote(_, tile):
+        numbers = [
+            vector.extract(register, [], ir.DenseI64ArrayAttr.get([i]))
+            for register in tile.registers.flat
+            for i in range(ir.VectorType(register.type).shape[0])
+        ]
+        # A row without a key is -inf minus -inf, NaN: it must not silence its thread's others.
+        highest = functools.reduce(arith.maxnumf, numbers)
+        limit = utils.c(float(bound), highest.type)
+        above = arith.extui(i32(), arith.cmpf(arith.CmpFPredicate.OGT, highest, limit))
+        ptx = (
+            "{ .reg .pred p, q; setp.ne.s32 p, $1, 0;"
+            " vote.sync.any.pred q, p, 0xffffffff; selp.s32 $0, 1, 0, q; }"
+        )
+        answer = give(i32(), ptx, [above], "=r,r")
+        return mgpu.FragmentedArray.splat(answer, (), is_signed=True)
+
+    inline: Any = vote
+    inline.values = lambda x: (x > bound).any().astype(jnp.int32)  # the interpreter runs this
+    layout = layout or (TILE if numbers.ndim == 2 else ROW)
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(inline)(numbers)
 
 
 def grid_of(**axes: int) -> dict[str, Any]:

@@ -4,6 +4,7 @@ An operand is a tuple of `terms`, numbers whose sum it stands for: a single tile
 float16, or two of them for a float32 (`wgmma_float32.py`).
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -92,7 +93,7 @@ def matmul(
 
 def matmul_add(acc: jax.Array, a: Terms, b: Terms) -> jax.Array:
     """acc + a @ b."""
-    return pl.run_state(lambda ref: multiply(ref, a, b))(plgpu.ACC.init(acc))
+    return pl.run_state(functools.partial(multiply, a=a, b=b))(plgpu.ACC.init(acc))
 
 
 def overlapped(

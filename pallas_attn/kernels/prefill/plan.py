@@ -157,6 +157,13 @@ class Plan:
         return self.queries.PACKED
 
     @functools.cached_property
+    def pads_queries(self) -> bool:
+        """Whether XLA copies q into as many rows as TMA reads whole."""
+        return (
+            not self.packed and tma_operands.rows_in_tma(self.problem.q_len) != self.problem.q_len
+        )
+
+    @functools.cached_property
     def qk(self) -> OperandFormat:
         return tma_operands.formats_of(self.problem, self.config.block_kv)[0]
 
@@ -262,7 +269,7 @@ def operands(plan: Plan, inputs: DecodeInputs) -> PrefillRefs:
     Mosaic's TMA would clip.
     """
     return PrefillRefs(
-        q=inputs.q if plan.packed else tma_operands.for_tma(inputs.q),
+        q=tma_operands.for_tma(inputs.q) if plan.pads_queries else inputs.q,
         **plan.producer.operands(plan, inputs),
         lengths=inputs.lengths,
         new_lengths=inputs.new_lengths,
@@ -273,7 +280,7 @@ def operands(plan: Plan, inputs: DecodeInputs) -> PrefillRefs:
         mask_left=cache_layout.scalar_operand(inputs.mask_left),
         mask_right=cache_layout.scalar_operand(inputs.mask_right),
         starts=inputs.starts,
-        mask_aux=functions.flat(inputs.mask_aux),
+        mask_aux=functions.flat(inputs.mask_aux) if inputs.mask_aux else (),
         rows=inputs.rows,
     )
 

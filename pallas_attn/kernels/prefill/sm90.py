@@ -88,7 +88,6 @@ class Config:
     grid: int = BLOCKS  # persistent blocks
     together: int = 1  # kv heads whose q tiles are taken in turn, the longest first
     in_turn: bool = False  # whether two consumers issue their matmuls in turn
-    exp_before_wait = False  # the mainloop asks for it
 
     def __post_init__(self):
         check(

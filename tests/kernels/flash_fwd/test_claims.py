@@ -60,9 +60,9 @@ CASES = {
     "four": (of((500, 600), (2, 1)), FOUR | {"grid": 3}),
     "wide": (of((100, 300), (2, 1), 256), TWO | {"grid": 2, "q_slots": 1}),
     "short": (of((1,) * 40 + (3,) * 100, (2, 1)), THREE | {"grid": 2}),
-    # Without documents; the last rows of several heads are one work tile where they are few.
+    # Without documents.
     "plain": (plain(700, 700, (4, 2)), THREE | {"grid": 3}),
-    "joined": (plain(200, 900, (6, 2), batch=2, q_offset=700), THREE | {"grid": 4}),
+    "few rows": (plain(200, 900, (6, 2), batch=2, q_offset=700), THREE | {"grid": 4}),
     "plain, one head": (plain(500, 500, (1, 1), 128, softcap=20.0, sinks=True), TWO | {"grid": 2}),
     "plain, four": (plain(600, 600, (2, 1)), FOUR | {"grid": 2}),
 }
@@ -99,7 +99,7 @@ def decoded(order, table):
 
 @pytest.mark.parametrize(
     "case, work_tiles",
-    [(of((200, 333), (2, 1)), 10), (plain(533, 533, (2, 1)), 9)],
+    [(of((200, 333), (2, 1)), 10), (plain(533, 533, (2, 1)), 10)],
     ids=["documents", "plain"],
 )
 def test_each_claim_counts_once(monkeypatch, case, work_tiles):

@@ -428,7 +428,7 @@ def test_the_kernel_is_handed_the_rows_of_its_own_device():
 
 def fetching_with(claims, options, *arrays):
     """`builds.fetching`; by the tiles of the default of causal rows if blocks claim work tiles."""
-    tiles = {"warpgroups": 3, "block_kv": 64, "stages": 3, "exp_before_wait": True, "claims": True}
+    tiles = {"warpgroups": 3, "block_kv": 64, "stages": 3, "claims": True}
     forced = _config.forced("flash_fwd_sm90", tiles) if claims else contextlib.nullcontext()
     with forced:
         return builds.fetching(options, *arrays)

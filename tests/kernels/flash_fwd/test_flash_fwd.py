@@ -121,9 +121,9 @@ def small(name: str) -> cases.AttentionCase:
 INTERPRETED = {
     "t_equals_s": SMALL,  # a block with several work tiles, T and S no multiple of anything
     "t_above_s": kernel.Config(warpgroups=3, block_kv=64, stages=2, grid=0),  # rows past T alone
-    "saturated": dataclasses.replace(SMALL, exp_before_wait=True),  # row maxima rise in most tiles
+    "saturated": SMALL,  # row maxima rise in most tiles
     # Masked tiles on both sides.
-    "band": dataclasses.replace(SMALL, stages=4, l2_heads=1, exp_before_wait=True),
+    "band": dataclasses.replace(SMALL, stages=4, l2_heads=1),
     "window_t_above_s": dataclasses.replace(SMALL, warpgroups=3),  # warpgroups without a key
     "q_lengths": SMALL,
     "everything": SMALL,
@@ -171,29 +171,6 @@ PORTABLE_ON_THE_GPU = {
 def test_interpreted(name, config):
     with mosaic.interpret():
         check(small(name), config)
-
-
-JOINED = {  # changes of a case, warpgroups and how many heads have their last rows in one work tile
-    "everything": ({"segments": None, "q_heads": 10, "bias_shape": (1, 10, 130, 200)}, 2, 2),
-    "q_lengths": ({"q_heads": 5, "kv_heads": 1}, 2, 2),
-    "band": ({"q_heads": 10, "q_len": 200}, 3, 3),  # three of five heads, and two
-    "float16_causal": ({"q_heads": 8, "q_len": 300}, 4, 4),
-}
-
-
-@pytest.mark.guards
-@pytest.mark.parametrize("name", JOINED)
-def test_last_rows_of_several_heads_interpreted(name):
-    with mosaic.interpret():
-        check_joined(name, small(name))
-
-
-def check_joined(name, case):
-    changes, warpgroups, heads = JOINED[name]
-    case = dataclasses.replace(case, **changes)
-    config = dataclasses.replace(SMALL, warpgroups=warpgroups)
-    assert kernel.plan_of(problem_of(case), config).order.joined_heads == heads
-    check(case, config)
 
 
 @pytest.mark.guards
@@ -539,18 +516,12 @@ def test_edges_on_the_gpu(case):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "config",
-    [SMALL, kernel.Config(3, 64, 3, 0, 7), kernel.Config(2, 64, 2, exp_before_wait=True)],
+    [SMALL, kernel.Config(3, 64, 3, 0, 7)],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["t_equals_s", "band", "everything", "q_lengths", "saturated"])
 def test_configurations_on_the_gpu(name, config):
     check(case_named(name), config)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", JOINED)
-def test_last_rows_of_several_heads_on_the_gpu(name):
-    check_joined(name, case_named(name))
 
 
 @pytest.mark.gpu
