@@ -20,7 +20,6 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem, bounds_
 from pallas_attn._context_parallel import layout
 from pallas_attn._context_parallel.layout import Split
 from pallas_attn._functions import folding
-from pallas_attn._functions import program as _program
 from pallas_attn.context import chunk_numbers
 from pallas_attn.merge import cotangents_of_part
 

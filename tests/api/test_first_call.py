@@ -61,10 +61,10 @@ def documents(x: jax.Array) -> jax.Array:
     return pa.flash_attention(x, x, x, mask=pa.CAUSAL, segment_ids=ids)
 
 
-def over_devices(spec: PartitionSpec) -> Callable[[Layers], Layers]:
+def over_devices(model: Layers, spec: PartitionSpec = PartitionSpec("x")) -> Layers:
     """`jax.shard_map` over two devices."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
-    return lambda model: jax.shard_map(model, mesh=mesh, in_specs=spec, out_specs=spec)
+    return jax.shard_map(model, mesh=mesh, in_specs=spec, out_specs=spec)
 
 
 def repeated(model: Layers) -> Layers:
@@ -121,7 +121,7 @@ def test_layers_with_gradients(name):
 TRANSFORMS = {
     "vmap": (jax.vmap, (3, *Q.shape)),
     "scan": (repeated, Q.shape),
-    "shard_map": (over_devices(PartitionSpec("x")), Q.shape),
+    "shard_map": (over_devices, Q.shape),
 }
 
 
@@ -147,8 +147,8 @@ def test_layers_over_a_context(method):
     def attend(x):
         return pa.flash_attention(x, x, x, mask=pa.CAUSAL, context=context)
 
-    transform = over_devices(PartitionSpec(None, "x"))
-    same_for_any_depth(lambda number: (gradients(transform(layers_of(number, attend))), Q))
+    rows = PartitionSpec(None, "x")
+    same_for_any_depth(lambda n: (gradients(over_devices(layers_of(n, attend), rows)), Q))
 
 
 def caches(kind: str) -> pa.KVCache:
