@@ -20,6 +20,7 @@ from tests.support.mosaic import lower_for_cuda
 FEW, MANY = 2, 5  # layers
 Q = jax.ShapeDtypeStruct((2, 256, 8, 64), jnp.bfloat16)
 SLOPES = jax.ShapeDtypeStruct((8,), jnp.float32)
+BATCH = PartitionSpec("x")
 SEQUENCES, KV_HEADS, HEAD_DIM = 4, 2, 64
 
 Layers = Callable[..., jax.Array]
@@ -61,7 +62,7 @@ def documents(x: jax.Array) -> jax.Array:
     return pa.flash_attention(x, x, x, mask=pa.CAUSAL, segment_ids=ids)
 
 
-def over_devices(model: Layers, spec: PartitionSpec = PartitionSpec("x")) -> Layers:
+def over_devices(model: Layers, spec: PartitionSpec = BATCH) -> Layers:
     """`jax.shard_map` over two devices."""
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
     return jax.shard_map(model, mesh=mesh, in_specs=spec, out_specs=spec)
@@ -134,7 +135,7 @@ def test_layers_with_gradients_within(name):
 
 def test_layers_over_an_explicit_mesh():
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
-    split = NamedSharding(mesh, PartitionSpec("x"))
+    split = NamedSharding(mesh, BATCH)
     x = jax.ShapeDtypeStruct(Q.shape, Q.dtype, sharding=split)
     with jax.set_mesh(mesh):
         same_for_any_depth(lambda number: (gradients(layers_of(number, plain)), x))
