@@ -253,8 +253,8 @@ class StaticList:
 
     def start(self, ctx: KernelContext, block: Index) -> Start:
         schedule = ctx.refs.schedule
-        codes = [schedule[block, 1 + n] for n in range(self.ahead)]
-        return Start(schedule[block, 0], tuple(codes))
+        count, *codes = [schedule[block, n] for n in range(1 + self.ahead)]
+        return Start(count, tuple(codes))
 
     def for_each_tile(
         self,

@@ -78,16 +78,15 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
             ready = ring.ready.at[slot]
             nothing = functools.partial(_arrive, ready, plan.copies)
             keys = Target(refs.k, smem.k.at[slot], ready)
-            pl.when(e < tiles)(functools.partial(_copy_tile, ctx, unit, keys, t))
+            pl.when(e < tiles)(lambda: _copy_tile(ctx, unit, keys, t))
             pl.when(e == tiles)(nothing)
             values = Target(refs.v, smem.v.at[slot], ready)
-            copy_values = functools.partial(_copy_tile, ctx, unit, values, t + 1)
             if "kv_lengths" in plan.problem.arrays:
                 cut = (e == 1) & ((t + 2) * plan.config.block_kv > unit.tile.kv_len)
-                pl.when((e > 0) & ~cut)(copy_values)
-                pl.when(cut)(functools.partial(_copy_cut_values, ctx, unit, values, t + 1))
+                pl.when((e > 0) & ~cut)(lambda: _copy_tile(ctx, unit, values, t + 1))
+                pl.when(cut)(lambda: _copy_cut_values(ctx, unit, values, t + 1))
             else:
-                pl.when(e > 0)(copy_values)
+                pl.when(e > 0)(lambda: _copy_tile(ctx, unit, values, t + 1))
             pl.when(e == 0)(nothing)
             return count + 1
 
