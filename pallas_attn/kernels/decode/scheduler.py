@@ -208,6 +208,8 @@ def sequence_of(plan: Plan, table: Table, unit: Index) -> Index:
 
 def last_within(sums: SmemRef, last: int, most: Index, times: int = 1) -> Index:
     """The last number up to `last` whose running sum, so many times, is not more than `most`."""
+    if last == 0:
+        return most * 0  # a value: Pallas lowers no loop state that holds a constant
     low = jnp.int32(0)
     for bit in reversed(range(last.bit_length())):
         at = low + (1 << bit)
