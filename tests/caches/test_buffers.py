@@ -89,3 +89,21 @@ def test_a_fork_of_wide_buffers_keeps_its_dims(rng):
     again = jax.tree.unflatten(tree, leaves)
     assert again.head_dim == cache.head_dim == 20 and cache.stored_dims == (24, 24)
     assert dataclasses.replace(cache, dims=None).head_dim == 24
+
+
+@pytest.mark.parametrize(
+    ("options", "unit"),
+    [({}, 1), ({"dtype": "int8"}, 4), ({"shared_kv": True}, 8)],
+    ids=["plain", "quantised", "latent"],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_create_makes_on_a_gpu(kind, options, unit):
+    """docs/semantics.md: capacities and page sizes are rounded up; head dims of V within K stay."""
+    with device.assume("sm90"):
+        cache = create(kind, 17, 1, (36, 20), **options)
+    sizes = [cache.page_size] if kind == "paged" else cache.capacities
+    wanted = {"per_sequence": [17, 20], "stacked": [17, 17], "paged": [17]}[kind]
+    assert [*sizes] == [-(-n // unit) * unit for n in wanted]
+    dims = {1: (40, 24), 4: (64, 32), 8: (36, 20)}[unit]
+    assert cache.stored_dims == dims and (cache.head_dim, cache.v_head_dim) == (36, 20)
+    assert create(kind, 17, 1, (36, 20), **options).stored_dims == (36, 20)  # without one

@@ -273,6 +273,44 @@ def test_a_page_of_drafts_that_another_holds_is_left_alone(rng, subject, path):
     assert not np.asarray(freed.holders).any()
 
 
+FIRST, ALL_ROWS = np.array([[1, 4]] * 3, np.int32), np.arange(6, dtype=np.int32)[None].repeat(3, 0)
+
+
+@pytest.mark.parametrize(
+    ("counts", "path"),
+    [(2, None), (6, None), (2, FIRST), (0, FIRST), (6, ALL_ROWS)],
+    ids=["first", "all", "path", "none of a path", "all of a path"],
+)
+@pytest.mark.parametrize("forked", [5, 7, 8, 11])
+def test_keep_after_a_fork_of_some_drafts(forked, counts, path):
+    """docs/semantics.md: drafts in the page that a fork copies are no obstacle, in a page that it
+    shares they are; but for a call that changes nothing.
+    """
+    cache = PagedCache.create(3, 20, 4, 1, 2, capacity=24, dtype="float32")
+    cache = cache.extend(jnp.array([5, 0, 0])).extend(jnp.array([6, 0, 0])).fork(0, 1, forked)
+    got = keep(cache, counts, path)
+    shared = forked >= 8  # the second page, which has the first three of six drafts
+    overflows = shared and not (path is None and counts == 6)
+    assert got.overflowed.tolist() == [overflows, False, False]
+    assert got.lengths.tolist() == [MOST if overflows else 5 + counts, forked, 0]
+    assert got.new_lengths.tolist() == [0 if overflows else counts, -1, 0]
+    assert got.extend(1).new_lengths.tolist() == [0 if overflows else 1, 1, 1]
+    assert got.free(0).lengths.tolist() == [0, forked, 0]
+
+
+@every_kind
+def test_new_lengths_after_an_overflow(kind):
+    """Those that `extend` was asked for, whatever `keep` is asked for, until it is emptied."""
+    cache = create(kind)
+    rows = max(cache.capacities)
+    cache = cache.extend(jnp.full(5, rows - 1)).extend(3)
+    for got in (cache, keep(cache, 1, None), keep(cache, 1, np.array([[2]] * 5, np.int32))):
+        assert got.overflowed.all() and got.new_lengths.tolist() == [3] * 5
+        assert got.lengths.tolist() == [rows + 2] * 5
+        assert got.extend(2).new_lengths.tolist() == [2] * 5
+    assert cache.reset(0).new_lengths.tolist() == [-1, 3, 3, 3, 3]
+
+
 @each_subject
 def test_every_page_is_looked_at(rng, subject):
     """A page that is missing far from the drafts, or shared far behind their first row: of a table

@@ -13,14 +13,14 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import CAUSAL, FULL, PagedCache, PerSequenceCache, StackedCache, sliding_window
-from pallas_attn._call import config
+from pallas_attn._call import config, device
 from pallas_attn.bench import support
 from pallas_attn.kernels.decode import launches
 from pallas_attn.kernels.decode import packed as decode_packed
 from pallas_attn.kernels.decode_mla import packed
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.prefill import sm90
-from tests.support import budget, subjects
+from tests.support import budget, mosaic, subjects
 from tests.support.decode_cases import ancestors, some_parents
 from tests.support.threads import BlockOfThreads, Memory
 
@@ -610,3 +610,24 @@ def test_what_hides_keys_from_packed_latent_rows(rng, monkeypatch, subject, hide
         np.testing.assert_allclose(out[own], want, atol=0.03)
         np.testing.assert_allclose(lse[own], want_lse, atol=1e-2)
     assert not out[: mixture.starts[0]].any() and not out[mixture.starts[-1] :].any()
+
+
+@pytest.mark.by_xla
+@pytest.mark.parametrize("gpu", ["sm80", "sm90"])
+@pytest.mark.parametrize("tokens", [5, 200])  # decode's kernel, and prefill's beside it
+@pytest.mark.parametrize("function", ["parents", "mask"])
+def test_one_sequence_and_a_function_that_reads_its_number(function, tokens, gpu):
+    """It lowers: the number of the only sequence is no constant to Pallas, which takes none into a
+    loop's state.
+    """
+    limits = jnp.full(1, 7, jnp.int32)
+    options: dict = {"mask": pa.mask_fn(lambda b, h, q, kv, limits: kv < limits[b], limits)}
+    if function == "parents":
+        options = {"parents": jnp.full(tokens, -1, jnp.int32)}
+    cache = StackedCache.create(1, 512, 2, 64).extend(tokens)
+    q, starts = jnp.zeros((tokens, 4, 64), jnp.bfloat16), jnp.asarray([0, tokens], jnp.int32)
+    with device.assume(gpu):
+        text = mosaic.lower_for_cuda(
+            lambda q, cache: pa.decode_attention(q, cache, starts=starts, **options), q, cache
+        )
+    assert "mosaic_gpu" in text

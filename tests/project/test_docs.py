@@ -198,6 +198,8 @@ _LATENT = {"shared_kv": True, "kv_heads": 1, "q_heads": 16, "head_dim": 576, "v_
         ("decode", {"cache_dtype": "float16"}),
         ("decode", {"cache_dtype": "int8"}),
         ("decode", _QUANTIZED | {"head_dim": 96, "v_head_dim": 96}),
+        ("decode", _LATENT | {"kind": "per_sequence", "tokens": 8}),
+        ("decode", _LATENT | {"mask": pa.FULL, "tokens": 8}),
     ],
 )
 def test_problems_that_no_kernel_takes(operation, fields):
