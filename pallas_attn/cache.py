@@ -64,6 +64,7 @@ from pallas_attn._cache.buffers import Buffers
 from pallas_attn._call import checks, sharding
 from pallas_attn._call.problem import MOST_ROWS
 from pallas_attn.context import Context, mapped_shards
+from pallas_attn.errors import described
 from pallas_attn.masks import saturated
 from pallas_attn.prefixes import SharedPrefixes
 
@@ -233,7 +234,7 @@ class KVCache:
         if sequences is not None and self.kind != "stacked":
             raise ValueError(
                 f"sequences: expected None for a {type(self).__name__}, whose sequences are no "
-                f"axis of an array, got {sequences!r}"
+                f"axis of an array, got {described(sequences)}"
             )
         rows = None if self.context is None else self.context.axis
         buffers = (() if self.layers is None else (None,)) + (
@@ -408,7 +409,7 @@ class PerSequenceCache(KVCache):
         if not isinstance(capacities, (Sequence, np.ndarray)) or not len(capacities):
             raise ValueError(
                 "capacities: expected a sequence of ints, one capacity a sequence, got "
-                f"{capacities!r}"
+                f"{described(capacities)}"
             )
         for capacity in capacities:
             checks.positive(capacities=capacity)

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn.errors import described
+
 ORDERS = ("contiguous", "zigzag")
 METHODS = ("gather", "ring", "heads")
 Rows = Any  # an array of jax's or NumPy's
@@ -51,14 +53,20 @@ class Context:
 
     def __post_init__(self):
         if not isinstance(self.axis, str) or not self.axis:
-            raise ValueError(f"Context(axis=...): expected a mesh axis's name, got {self.axis!r}")
+            raise ValueError(
+                f"Context(axis=...): expected a mesh axis's name, got {described(self.axis)}"
+            )
         for name, choices in (("order", ORDERS), ("method", METHODS)):
             value = getattr(self, name)
             if value not in choices:
                 wanted = ", ".join(map(repr, choices))
-                raise ValueError(f"Context({name}=...): expected one of {wanted}, got {value!r}")
+                raise ValueError(
+                    f"Context({name}=...): expected one of {wanted}, got {described(value)}"
+                )
         if not isinstance(self.overlap, bool):
-            raise ValueError(f"Context(overlap=...): expected a bool, got {self.overlap!r}")
+            raise ValueError(
+                f"Context(overlap=...): expected a bool, got {described(self.overlap)}"
+            )
 
     @property
     def chunks(self) -> int:
@@ -90,7 +98,7 @@ class Context:
     def _order(self, shards: int) -> np.ndarray:
         """Chunks of the sequence in the order of the devices."""
         if not isinstance(shards, (int, np.integer)) or shards < 1:
-            raise ValueError(f"shards: expected an int of at least 1, got {shards!r}")
+            raise ValueError(f"shards: expected an int of at least 1, got {described(shards)}")
         if self.chunks == 1:
             return np.arange(shards)
         device = np.arange(shards)
@@ -116,7 +124,7 @@ def checked(value: Any) -> Context | None:
     if value is None or isinstance(value, Context):
         return value
     raise ValueError(
-        f"context: expected a Context, or None where rows are not split, got {value!r}"
+        f"context: expected a Context, or None where rows are not split, got {described(value)}"
     )
 
 

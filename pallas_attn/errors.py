@@ -2,6 +2,19 @@
 
 import dataclasses
 
+LONGEST_REPR = 200  # characters of a value in a message
+
+
+def described(value: object) -> str:
+    """A value in a message: the dtype and the shape of an array, not its numbers; the type of what
+    is long otherwise.
+    """
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple) and shape and hasattr(value, "dtype"):
+        return f"{value.dtype}{list(shape)}"
+    text = repr(value)
+    return text if len(text) <= LONGEST_REPR else f"a {type(value).__name__}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Limit:

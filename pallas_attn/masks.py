@@ -30,6 +30,7 @@ from pallas_attn._functions import block_summary, folding, tracing
 from pallas_attn._functions import program as _program
 from pallas_attn._functions.program import Program
 from pallas_attn.context import Context, checked, shards_of
+from pallas_attn.errors import described
 
 Position = Any  # int, np.ndarray, jax.Array or an in-kernel value of an integer type
 Bound = Any  # a Position; None where a side is unbounded; AT_RUN_TIME in a static mask
@@ -81,7 +82,7 @@ class Mask:
             if isinstance(value, bool) or not hasattr(value, "__index__") or np.ndim(value):
                 raise ValueError(
                     f"Mask({side}=...) wants an int, a traced integer scalar or None, got "
-                    f"{value!r}. Pass lengths and offsets as arrays beside the mask."
+                    f"{described(value)}. Pass lengths and offsets as arrays beside the mask."
                 )
             if not -LONGEST < value < LONGEST:
                 raise ValueError(
@@ -261,7 +262,7 @@ def _check_sizes(least: int, q_offset: int, **sizes: int) -> None:
         known = not isinstance(size, (bool, jax.core.Tracer)) and np.ndim(size) == 0
         wanted = "an int" if name == "q_offset" else f"an int of at least {least}"
         if not (known and hasattr(size, "__index__")) or name in sizes and size < least:
-            raise ValueError(f"{name}: expected {wanted}, got {size!r}")
+            raise ValueError(f"{name}: expected {wanted}, got {described(size)}")
 
 
 def _unchecked(left: Bound, right: Bound) -> Mask:
@@ -301,7 +302,7 @@ def sliding_window(n: int) -> Mask:
     if isinstance(n, bool) or not hasattr(n, "__index__") or np.ndim(n) or n < 1:
         raise ValueError(
             "sliding_window(n) wants an int of at least 1 (n counts the query's own key), or a "
-            f"traced integer scalar, got {n!r}."
+            f"traced integer scalar, got {described(n)}."
         )
     return Mask(left=operator.index(n) - 1, right=0)
 

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 from pallas_attn._call import checks
 from pallas_attn._call.problem import owner_of_rows
 from pallas_attn._functions.program import Constant, Operand, Operation, Program
+from pallas_attn.errors import described
 from pallas_attn.masks import LONGEST, Mask, MaskFunction
 
 Array = jax.Array
@@ -65,7 +66,7 @@ class DraftTree:
             if drafts_most is not None:
                 raise ValueError(
                     "drafts_most: expected None without starts, where each sequence has t drafts, "
-                    f"got {drafts_most!r}"
+                    f"got {described(drafts_most)}"
                 )
             drafts = parents.shape[1]
             at = jnp.arange(drafts, dtype=jnp.int32)[None]

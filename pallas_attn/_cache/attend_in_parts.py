@@ -16,6 +16,7 @@ from pallas_attn._cache.facts import Cache, facts_of
 from pallas_attn._call import checks
 from pallas_attn._call.bind_cache import LEAST_BOUND
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem, Into
+from pallas_attn.errors import described
 from pallas_attn.masks import AT_RUN_TIME, FULL
 from pallas_attn.merge import add_sinks, merge_attention
 from pallas_attn.prefixes import Members, Prefix, SharedPrefixes, for_state
@@ -68,8 +69,10 @@ def with_prefix(prefix: Prefix, cache: Cache, call: Call, rotates: bool) -> tupl
     problem, inputs, implementation = call
     other: Cache = getattr(prefix, "cache", None)
     if not isinstance(prefix, Prefix) or not hasattr(other, "kind"):
+        got = described(other if isinstance(prefix, Prefix) else prefix)
+        got = f"a Prefix of {got}" if isinstance(prefix, Prefix) else got
         raise ValueError(
-            f"prefix: expected Prefix(cache, groups) of one of the three caches, got {prefix!r}"
+            f"prefix: expected Prefix(cache, groups) of one of the three caches, got {got}"
         )
     facts = facts_of(other)
     _check_fit(other, cache, problem, rotates)

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from pallas_attn._call import checks, device, sharding
 from pallas_attn._call.problem import MOST_ROWS, QUANTIZED
 from pallas_attn.context import Context, checked, mapped_shards
+from pallas_attn.errors import described
 
 Array = jax.Array
 
@@ -37,7 +38,7 @@ class Buffers:
         checks.positive(none=True, v_head_dim=self.v_head_dim, layers=self.layers)
         if not _is_real(self.dtype):
             raise ValueError(
-                f"dtype: expected a floating-point or integer dtype, got {self.dtype!r}"
+                f"dtype: expected a floating-point or integer dtype, got {described(self.dtype)}"
             )
         checks.boolean("shared_kv", self.shared_kv)
         if self.scales is not None:

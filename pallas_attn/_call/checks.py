@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from pallas_attn._call.problem import Change
 from pallas_attn._functions.program import Program, reads_at
+from pallas_attn.errors import described
 from pallas_attn.masks import LONGEST, Mask, in_int32, saturated, traced_bound
 from pallas_attn.rotary import RMSNorm, Rotary
 
@@ -107,7 +108,7 @@ _MORE_THAN_TF32 = frozenset(
 def boolean(name: str, value: Argument) -> bool:
     """A static switch."""
     if not isinstance(value, (bool, np.bool_)):
-        raise ValueError(f"{name}: expected True or False, got {value!r}; it is static")
+        raise ValueError(f"{name}: expected True or False, got {described(value)}; it is static")
     return bool(value)
 
 
@@ -123,7 +124,8 @@ def precision(value: Precision, dtype: DTypeLike) -> str | None:
     if not isinstance(value, Hashable) or value not in _PRECISIONS:
         names = ", ".join(sorted(repr(p) for p in _PRECISIONS if isinstance(p, str)))
         raise ValueError(
-            f"precision: expected one of {names}, a jax.lax.Precision or None, got {value!r}"
+            f"precision: expected one of {names}, a jax.lax.Precision or None, got "
+            f"{described(value)}"
         )
     return _PRECISIONS[value] if dtype == jnp.float32 else None
 
@@ -224,7 +226,7 @@ def change(
         if first is None or first < 0 or pairs < 1 or first + 2 * pairs > dim:
             raise ValueError(
                 f"rotary: expected columns within the {dim} of a row, got {2 * pairs} from column "
-                f"{rotary.first!r} on"
+                f"{described(rotary.first)} on"
             )
         static |= {"pairs": pairs, "first": first, "positions": cos.shape[0]}
         static["interleaved"] = boolean("rotary.interleaved", rotary.interleaved)
@@ -253,7 +255,7 @@ def positive(none: bool = False, **sizes: int | None) -> None:
     """ValueError for a size that is no int of at least 1; `none`: None is one."""
     for name, size in sizes.items():
         if not (none and size is None) and (static_int(size) or 0) < 1:
-            raise ValueError(f"{name}: expected an int of at least 1, got {size!r}")
+            raise ValueError(f"{name}: expected an int of at least 1, got {described(size)}")
 
 
 def offset(

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import jax
 
 from pallas_attn._call import gpu_specs
+from pallas_attn.errors import described
 
 # Thread-local by construction: a test that pretends does not change what another thread traces.
 _assumed: contextvars.ContextVar[tuple[str | None] | None] = contextvars.ContextVar(
@@ -24,7 +25,9 @@ def assume(generation: str | None) -> Iterator[None]:
     nothing of it, so a function that was jitted outside of the block keeps what it was traced with.
     """
     if generation is not None and not re.fullmatch(r"sm\d{2,3}", generation):
-        raise ValueError(f'generation: expected None or a name like "sm90", got {generation!r}')
+        raise ValueError(
+            f'generation: expected None or a name like "sm90", got {described(generation)}'
+        )
     token = _assumed.set((generation,))
     try:
         yield

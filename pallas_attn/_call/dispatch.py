@@ -19,7 +19,7 @@ from pallas_attn._call import config as _config
 from pallas_attn._call import device, gpu_specs, reference, sharding
 from pallas_attn._call.kernel import Inputs, Kernel, Problem, Results, never_slower
 from pallas_attn._call.problem import AttentionProblem, DecodeProblem
-from pallas_attn.errors import Limit, UnsupportedError
+from pallas_attn.errors import Limit, UnsupportedError, described
 from pallas_attn.kernels.prefill import selection
 
 NAMES = ("sm90", "sm80", "reference")
@@ -259,7 +259,7 @@ def check_name(implementation: str | None) -> None:
     if implementation is not None and implementation not in NAMES:
         raise ValueError(
             f"implementation: expected one of {', '.join(map(repr, NAMES))} or None (the "
-            f"fastest), got {implementation!r}"
+            f"fastest), got {described(implementation)}"
         )
 
 
@@ -291,6 +291,6 @@ def _select(
         raise UnsupportedError(f"{who} {problem}", {k: x for k, x in limits.items() if x})
     others = ", ".join(dict.fromkeys(repr(candidate.implementation) for candidate in table))
     raise UnsupportedError(
-        f"{problem.op} has no implementation {implementation!r}",
+        f"{problem.op} has no implementation {described(implementation)}",
         {str(implementation): Limit("it does not exist", f"there is {others}")},
     )

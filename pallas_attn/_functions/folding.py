@@ -29,7 +29,7 @@ class Lines:
 
     def __init__(self, inputs: Sequence[str]):
         self.inputs = len(inputs)
-        self.dtypes = [*inputs]  # of each value
+        self.dtypes = [*inputs]  # dtypes of all values
         self.operations: list[Operation] = []
         self.known: dict[Operation, int] = {}
 
@@ -111,7 +111,7 @@ class Lines:
             return yes
         if (no, yes) == (NO, YES):
             return which
-        for name, result in (("eq", no), ("ne", yes)):  # of the two: where equal, either is both
+        for name, result in (("eq", no), ("ne", yes)):  # either, if equal
             if {*self._operands(which, name)} == {no, yes} and "float" not in self._dtype(no):
                 return result
         return None
@@ -145,23 +145,23 @@ class Lines:
         bits = 0 if op.dtype == "bool" else np.iinfo(b.dtype).min
         least, ones = _constant(bits, b.dtype), _ones(b.dtype)
         most = ones if op.dtype == "bool" else _constant(np.iinfo(b.dtype).max, b.dtype)
-        zero, one = _constant(0, b.dtype), _constant(1, b.dtype)
-        neutral = {"add": zero, "sub": zero, "or": zero, "xor": zero, "and": ones, "mul": one}
-        neutral |= {"div": one, "max": least, "min": most} | dict.fromkeys(_NO_SHIFT, zero)
+        zero, unit = _constant(0, b.dtype), _constant(1, b.dtype)
+        neutral = {"add": zero, "sub": zero, "or": zero, "xor": zero, "and": ones, "mul": unit}
+        neutral |= {"div": unit, "max": least, "min": most} | dict.fromkeys(_NO_SHIFT, zero)
         absorbing = {"mul": zero, "and": zero, "or": ones, "max": most, "min": least}
         if neutral.get(op.name) == b:
             return a
-        if op.name == "rem" and b == one:
+        if op.name == "rem" and b == unit:
             return zero
         return b if absorbing.get(op.name) == b else None
 
     def _cancelled(self, op: Operation, a: Operand, b: Operand) -> Operand | None:
         """(x + y) - y, (x - y) + y, x - (x - y), x ^ (x ^ y) and (x - y) - x."""
-        for one, other in ((a, b), (b, a)):
-            if op.name == "add" and one in self._operands(other, "sub")[1:]:
+        for x, other in ((a, b), (b, a)):
+            if op.name == "add" and x in self._operands(other, "sub")[1:]:
                 return self._operands(other, "sub")[0]
-            if op.name == "xor" and one in self._operands(other, "xor"):
-                return self._other(other, "xor", one)
+            if op.name == "xor" and x in self._operands(other, "xor"):
+                return self._other(other, "xor", x)
         if op.name != "sub":
             return None
         if b in self._operands(a, "add"):

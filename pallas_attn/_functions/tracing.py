@@ -167,7 +167,7 @@ class _Tracing:
     def __init__(self, what: str, inputs: Sequence[str]):
         self.what, self.lines = what, Lines(inputs)
         self.arrays: list[Any] = []
-        self.views: dict[int, _View] = {}  # of arrays that are known, by identity
+        self.views: dict[int, _View] = {}  # views of known arrays, by identity
 
     def program(
         self, jaxpr: Jaxpr, arrays: Sequence[Any], captured: Sequence[Any]

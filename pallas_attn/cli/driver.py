@@ -2,13 +2,15 @@
 
 import contextlib
 import dataclasses
+import logging
 import os
 import pathlib
 import sys
 from typing import Any
 
 import jax
-from absl import flags, logging
+from absl import flags
+from absl import logging as absl_logging
 
 from pallas_attn.cli.flags import BENCH, DECODE, NAMES, PARITY, TRAIN, help_text, parse, refuse_idle
 
@@ -55,14 +57,16 @@ def _main(argv: list[str]) -> int:
     if left:
         raise ValueError(f"expected flags only, got {left[0]!r}")
     if not values["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)  # jax reports each platform that it does not find
+        # jax reports each platform that it does not find
+        absl_logging.set_verbosity(absl_logging.WARNING)
     refuse_idle(argv)
     # Peers and kernels share the GPU's memory: nobody may take it all at the start.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if values.task in (DECODE, TRAIN, PARITY) and values.compile_cache:
         _keep_programs()
-    if values.coordinator:
+    if values.coordinator is not None:
         _join()
+    _find_devices()
     run = {DECODE: _decode, TRAIN: _train, PARITY: _parity, BENCH: _bench}
     return run[values.task]()
 
@@ -92,12 +96,38 @@ def _discard_output() -> None:
 
 def _join() -> None:
     """This process becomes one of several; the first alone says what there is to say."""
-    count, number = values.processes, values.process
-    if number >= count:
-        raise ValueError(f"process: expected 0 to {count - 1} of {count} --processes, got {number}")
-    jax.distributed.initialize(values.coordinator, count, number)
-    if number:
+    from pallas_attn.cli import processes
+
+    processes.join(values.coordinator, values.processes, values.process)
+    if values.process:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
+def _find_devices() -> None:
+    """ValueError where jax finds no device of the kind that JAX_PLATFORMS asks for. jax logs the
+    reason with a traceback, and raises an error that may have no text.
+    """
+    records: list[logging.LogRecord] = []
+    logger = logging.getLogger("jax")
+    keep, propagates = logging.Handler(), logger.propagate
+    keep.emit = records.append  # type: ignore[method-assign]
+    logger.addHandler(keep)
+    logger.propagate = False
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:
+        logged = [x.exc_info[1] for x in records if x.exc_info]
+        why = str(next((x for x in logged if x is not None), error)).split("\n")[0]
+        why = why.partition(" (set JAX_PLATFORMS")[0]
+        raise ValueError(
+            f"JAX_PLATFORMS={jax.config.jax_platforms}: jax finds no such device here"
+            f"{f' ({why})' if why else ''}; leave it out, or say cpu"
+        ) from None
+    finally:
+        logger.removeHandler(keep)
+        logger.propagate = propagates
+    for record in records:
+        logger.handle(record)
 
 
 def _keep_programs() -> None:

@@ -1,5 +1,6 @@
 """The flags: a table of them, and the ones that do nothing in a task or beside other flags."""
 
+import difflib
 import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -100,8 +101,8 @@ FLAGS = (
          "Bytes of a window of the text; the model is made for as many positions."),
     Flag("learning_rate", (TRAIN,), float, 0.003, "Its peak, for AdamW."),
     Flag("model", (DECODE,), str, "tiny",
-         "tiny, which is in the package, or llama2_7b, llama3_8b, llama3.1_8b, mistral_7b, "
-         "qwen2_7b, qwen3_8b with random weights."),
+         "tiny, which is in the package, or llama2_7b, llama3_8b, llama3_70b, llama3.1_8b, "
+         "mistral_7b, qwen2_7b, qwen3_8b with random weights."),
     Flag("checkpoint", (DECODE,), str, None,
          "A folder in Hugging Face's layout, or one that --task=train made, instead of --model."),
     Flag("prompt", (DECODE,), tuple, [],
@@ -174,8 +175,18 @@ def parse(argv: list[str]) -> list[str]:
     """The arguments that are no flags; without any arguments, the flags are those of the demo."""
     try:
         return flags.FLAGS(argv if argv[1:] else [*argv, *DEMO])[1:]
+    except flags.UnrecognizedFlagError as error:
+        near = difflib.get_close_matches(error.flagname, NAMES, 1, 0.7)
+        near = ["help"] if error.flagname.startswith("help") else near
+        hint = f"; did you mean --{near[0]}?" if near else ""
+        raise ValueError(f"Unknown command line flag {error.flagname!r}{hint}") from None
     except flags.Error as error:
-        raise ValueError(str(error).splitlines()[0].removeprefix("ERROR:: ")) from None
+        line = str(error).splitlines()[0].removeprefix("ERROR:: ")
+        start, no_bool, _ = line.partition(": ('Non-boolean argument to boolean flag', ")
+        if no_bool:
+            name = start.removeprefix("flag --").partition("=")[0]
+            line = f"{start}: expected --{name} or --no{name}, without a value"
+        raise ValueError(line) from None
     except UnicodeError:
         raise ValueError("flagfile: not a file of text") from None
 
@@ -186,6 +197,11 @@ def refuse_idle(argv: list[str]) -> None:
     """
     values = flags.FLAGS
     for flag in FLAGS:
+        if flag.kind is str and values[flag.name].value == "":
+            raise ValueError(
+                f"{flag.name}: expected a value after --{flag.name}=; leave the flag out for its "
+                "default"
+            )
         if values[flag.name].present and values.task not in flag.tasks:
             raise ValueError(f"{flag.name}: --task={values.task} does nothing with it")
     idle = _idle_in_decode(values) if values.task == DECODE else {}

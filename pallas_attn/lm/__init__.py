@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
+from pallas_attn.errors import described
 from pallas_attn.lm import checkpoint, decode, hf_config, machine, mesh, text
 from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm.config import Config, Params
@@ -113,8 +114,8 @@ def _checked(model: object, prompts: object, max_new_tokens: object, seed: objec
         raise ValueError(f"model: expected what lm.load returns, got {type(model).__name__}")
     texts = list(prompts) if isinstance(prompts, Iterable) else prompts
     if not isinstance(texts, list) or not all(isinstance(prompt, str) for prompt in texts):
-        raise ValueError(f"prompts: expected a list of texts, got {texts!r}")
+        raise ValueError(f"prompts: expected a list of texts, got {described(texts)}")
     at_least_1("max_new_tokens", max_new_tokens)
     if not is_int(seed) or not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed: expected an int of 64 bits, got {seed!r}")
+        raise ValueError(f"seed: expected an int of 64 bits, got {described(seed)}")
     return texts

@@ -58,6 +58,18 @@ def _fold(key: Array, numbers: Array) -> Array:
     return keys.reshape(numbers.shape)
 
 
+def _no_larger(options: Options, prompts: Sequence[Sequence[int]], wanted: int) -> Options:
+    """The options with steps that are no larger than the prompts, and no more than are wanted: what
+    is computed of nothing takes as long.
+    """
+    chunk = min(options.chunk, max(wanted, 1))
+    rows = options.prefill_chunk
+    if rows is not None:
+        together = sorted(map(len, prompts))[-options.slots :]
+        rows = min(rows, max(sum(together), 1))
+    return dataclasses.replace(options, chunk=chunk, prefill_chunk=rows)
+
+
 class Run:
     """Decodes prompts. Iterate over it; `sequences` holds the tokens made so far, at any time."""
 
@@ -71,6 +83,7 @@ class Run:
         seed: int = 0,
     ):
         refuse(config, options, prompts, wanted)
+        options = _no_larger(options, prompts, wanted)
         self.config, self.options, self._params = config, options, params
         self.sequences: list[Generation] = []
         for prompt in prompts:

@@ -217,7 +217,7 @@ def prefill(
     n, t = prompts.tokens.shape
     none = jnp.zeros(cache.num_sequences, jnp.int32)
     rows = none.at[prompts.slots].set(prompts.lengths, mode="drop")
-    source = none.at[prompts.slots].set(jnp.arange(n), mode="drop")  # prompt of each sequence
+    source = none.at[prompts.slots].set(jnp.arange(n, dtype=jnp.int32), mode="drop")  # prompt
 
     def attend(heads: Heads, cache: KVCache) -> tuple[Array, KVCache]:
         q, k, v, _, mask, layer = heads

@@ -7,6 +7,7 @@ from jax.sharding import Mesh
 
 from pallas_attn import prefixes
 from pallas_attn.cache import KVCache, PagedCache, PerSequenceCache, StackedCache
+from pallas_attn.errors import described
 from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm.config import Config
 from pallas_attn.lm.sampling import Sampling, at_least_1, is_int
@@ -51,17 +52,19 @@ class Options:
             if getattr(self, name) is not None:
                 at_least_1(name, getattr(self, name))
         if not isinstance(self.sampling, Sampling):
-            raise ValueError(f"sampling: expected a Sampling, got {self.sampling!r}")
+            raise ValueError(f"sampling: expected a Sampling, got {described(self.sampling)}")
         if not (isinstance(self.stop, tuple) and all(map(is_int, self.stop))):
-            raise ValueError(f"stop: expected a tuple of tokens, ints, got {self.stop!r}")
+            raise ValueError(f"stop: expected a tuple of tokens, ints, got {described(self.stop)}")
         lm_mesh.check(self.mesh)
         check_dtype(self.dtype)
         if self.cache not in CACHES:
-            raise ValueError(f"cache: expected one of {CACHES}, got {self.cache!r}")
+            raise ValueError(f"cache: expected one of {CACHES}, got {described(self.cache)}")
         if self.samples > 1:
             self._refuse_samples()
         if self.draft is not None and self.draft not in DRAFTS:
-            raise ValueError(f"draft: expected one of {DRAFTS} or None, got {self.draft!r}")
+            raise ValueError(
+                f"draft: expected one of {DRAFTS} or None, got {described(self.draft)}"
+            )
 
     def _refuse_samples(self) -> None:
         """Raises ValueError where several answers cannot be, or would all be the same."""

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn.errors import described
+
 Array = jax.Array
 
 
@@ -18,7 +20,7 @@ def is_int(value: object) -> TypeGuard[int]:
 
 def at_least_1(name: str, value: object) -> None:
     if not is_int(value):
-        raise ValueError(f"{name}: expected an int of at least 1, got {value!r}")
+        raise ValueError(f"{name}: expected an int of at least 1, got {described(value)}")
     if value < 1:
         raise ValueError(f"{name}: expected at least 1, got {value}")
 
@@ -43,7 +45,7 @@ class Sampling:
             if not isinstance(getattr(self, name), numbers.Real):
                 raise ValueError(f"{name}: expected a number, got {getattr(self, name)!r}")
         if not is_int(self.top_k):
-            raise ValueError(f"top_k: expected an int, got {self.top_k!r}")
+            raise ValueError(f"top_k: expected an int, got {described(self.top_k)}")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature: expected at least 0, got {self.temperature}")
         if self.top_k < 0:

@@ -107,6 +107,8 @@ def _decode(settings: Settings, dtype: str, out: TextIO, err: TextIO) -> int:
     view: View = (Json if settings.json else Text)(run, tokenizer, out, err)
     view.quiet = bool(settings.random_prompts)
     report_on = _Report(settings, run, params, view) if settings.report is not None else None
+    if _is_demo(settings) and not settings.prompts:
+        view.say(_introduction(config, len(prompts)))
     start = time.perf_counter()
     try:
         _show(run, view)
@@ -155,9 +157,23 @@ def _prompts(settings: Settings, config: Config, tokenizer: text.Tokenizer) -> l
         shape = (settings.random_prompts, settings.prompt_length)
         return np.random.default_rng(settings.seed).integers(0, config.vocab, shape).tolist()
     prompts = settings.prompts
-    if not prompts and settings.checkpoint is None and settings.model == EMBEDDED:
+    if not prompts and _is_demo(settings):
         prompts = DEMO_PROMPTS
     return [text.encoded(tokenizer, prompt, n) for n, prompt in enumerate(prompts, 1)]
+
+
+def _is_demo(settings: Settings) -> bool:
+    """Whether the model is the one inside the package, which has prompts of its own."""
+    embedded = settings.checkpoint is None and settings.model == EMBEDDED
+    return embedded and not settings.random_prompts
+
+
+def _introduction(config: Config, prompts: int) -> str:
+    on_cpu = "; here the jax.numpy reference runs, on an NVIDIA GPU the kernels do"
+    return (
+        f"A toy model of Shakespeare's plays ({config.size / 1e6:.1f} million numbers) continues "
+        f"{prompts} prompts{'' if jax.default_backend() == 'gpu' else on_cpu}."
+    )
 
 
 def _options(
@@ -250,7 +266,11 @@ def _asked_to_stop() -> Iterator[Callable[[], bool]]:
 def _check(run: Run, params: Params, view: View) -> bool:
     """The parity table; whether every row held."""
     header = f"{'sequence':>8}{'steps':>7}{'likeliest':>12}{'ties':>6}"
-    view.say(f"{header}{'worst logit':>13}{'at step':>9}{'budget':>9}")
+    view.say(
+        "likeliest: steps whose likeliest token is the reference's; ties: others, within rounding; "
+        "budget: the error of a logit that rounding explains",
+        f"{header}{'worst logit':>13}{'at step':>9}{'budget':>9}",
+    )
     held = True
     for row in check.rows(run, params):
         held &= row.held

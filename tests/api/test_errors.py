@@ -121,9 +121,13 @@ ATTENTION = {
     ),
     # ---- static options
     "mask: expected a Mask (FULL, CAUSAL, sliding_window(n), Mask(left, right)), got ArrayImpl; a "
-    "boolean array goes in as mask_array": attend(mask=z(5, 7, dtype="bool")),
+    "boolean array goes in as mask_array, a function of positions as mask_fn(f)": attend(
+        mask=z(5, 7, dtype="bool")
+    ),
     "mask: expected a Mask (FULL, CAUSAL, sliding_window(n), Mask(left, right)), got str; a "
-    "boolean array goes in as mask_array": attend(mask="causal"),
+    "boolean array goes in as mask_array, a function of positions as mask_fn(f)": attend(
+        mask="causal"
+    ),
     "scale: expected a Python float, got str; multiply q by it instead": attend(scale="big"),
     "scale: expected a Python float, got a traced array; multiply q by it instead": traced(
         lambda x: attend(scale=x)()
@@ -530,7 +534,7 @@ DECODES = {
         lambda: pa.decode_attention(z(2, 1, 4, 8), stacked(), scale="1")
     ),
     "mask: expected a Mask (FULL, CAUSAL, sliding_window(n), Mask(left, right)), got int; a "
-    "boolean array goes in as mask_array": (
+    "boolean array goes in as mask_array, a function of positions as mask_fn(f)": (
         lambda: pa.decode_attention(z(2, 1, 4, 8), stacked(), mask=5)
     ),
     "sinks: expected float[4] (one logit a query head), got float32[2]": (

@@ -558,7 +558,7 @@ def test_kernels_refuse_what_they_do_not_derive():
 
 @pytest.mark.by_xla
 def test_gradients_of_16_bits_are_summed_in_float32():
-    """Of numbers that many logits read, by the reference."""
+    """The reference adds up what many logits give a number."""
     draw = np.random.default_rng(0)
     q, k, v = (jnp.asarray(draw.standard_normal((1, 512, 2, 8)), jnp.float32) for _ in range(3))
     table = jnp.asarray(draw.standard_normal(4), jnp.bfloat16)

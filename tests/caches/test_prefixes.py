@@ -408,6 +408,9 @@ def test_what_is_not_taken(rng):
         "parents: expected None beside prefix; where": arguments | {"parents": groups[:, None]},
         "shared_prefixes: expected None beside prefix": arguments | {"shared_prefixes": shared},
         r"prefix: expected Prefix\(cache, groups\)": {"prefix": other},
+        r"prefix: expected Prefix.*, got a Prefix of float32\[64, 64\]$": {
+            "prefix": pa.Prefix(jnp.ones((64, 64)), groups)
+        },
         r"prefix.groups: expected int32\[2\]": {"prefix": pa.Prefix(other, groups[:1])},
         "prefix: expected a cache whose kv_heads": {"prefix": pa.Prefix(wrong, groups)},
     }.items():

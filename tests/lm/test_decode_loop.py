@@ -45,6 +45,22 @@ def greedy_by_the_full_forward(prompt, wanted):
     return ids[len(prompt) :]
 
 
+# ---- sizes ---------------------------------------------------------------------------------------
+
+
+def test_steps_are_no_larger_than_what_there_is_to_do():
+    """A step of a million rows, or a chunk of as many steps, for a few tokens takes minutes."""
+    config, params = small()
+    asked = options(slots=2, prefill_chunk=10**6, chunk=2**16)
+    few = ((1, 2, 3), (4,), (5, 6, 7, 8))
+    ours = decode.Run(config, params, asked, few, 5)
+    assert (ours.options.prefill_chunk, ours.options.chunk) == (7, 5)
+    kept = decode.Run(config, params, options(slots=2, prefill_chunk=2, chunk=3), few, 5)
+    assert (kept.options.prefill_chunk, kept.options.chunk) == (2, 3)
+    whole, _ = run(few, options(slots=2))
+    assert tokens(run(few, asked)[0]) == tokens(whole)
+
+
 # ---- results ------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,23 @@ every_cache = pytest.mark.parametrize("kind", CACHES)
 def loaded(folder, family, **how):
     witness.write(folder, *witness.made(family), **how)
     return checkpoint.load(folder, "float32")
+
+
+def test_a_prefill_is_of_32_bits_with_jax_enable_x64():
+    """jax warns where 64 bits are scattered into 32."""
+    config = config_from(witness.CONFIGS["llama3"])
+    params = jax.eval_shape(lambda: random_params(config, 0, jnp.float32))
+
+    def prefill(params):
+        slots = jnp.arange(2, dtype=jnp.int32)
+        prompts = model.Prompts(jnp.ones((2, 8), jnp.int32), slots + 7, slots)
+        cache = decode.Options(slots=2, dtype="float32").create_cache(config)
+        return model.prefill(config, params, cache, prompts)
+
+    with jax.enable_x64(True), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        logits, _ = jax.eval_shape(prefill, params)
+    assert logits.dtype == jnp.float32
 
 
 # ---- the model ----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 
@@ -63,10 +64,15 @@ def test_the_demo_prints_text_and_is_checked():
     text, table = out.split("6 sequences, 360 tokens in ")
     parts = text.split(" of 6 ---\n")
     assert len(parts) == 7 and parts[1].startswith("ROMEO:\n")
+    assert parts[0].splitlines()[0] == (
+        "A toy model of Shakespeare's plays (1.8 million numbers) continues 6 prompts; here "
+        "the jax.numpy reference runs, on an NVIDIA GPU the kernels do."
+    )
     words = [word.strip(".,:;!?'-").lower() for word in text.split()]
     common = {"the", "and", "to", "of", "my", "i", "is", "that", "a", "in", "you", "not", "be"}
     assert sum(word in common for word in words) > len(words) / 8  # it is English
-    rows = [line.split() for line in table.splitlines()[2:-1]]
+    assert table.splitlines()[1].startswith("likeliest: ") and "budget: " in table.splitlines()[1]
+    rows = [line.split() for line in table.splitlines()[3:-1]]
     assert [row[:4] for row in rows] == [[str(n), "60", "60", "0"] for n in range(1, 7)]
     assert table.splitlines()[0].endswith(" on cpu, reference, float32")
     assert all(float(row[4]) <= float(row[6]) for row in rows)
@@ -209,7 +215,28 @@ WRONG = [
     ("--seed=-1", "flag --seed=-1: -1 is not an integer in the range [0, 4294967295]"),
     ("--op=append", "op: --task=decode does nothing with it"),
     ("--report=/dev/null/here", "report: /dev/null/here: Not a directory"),
-    ("--nosuch=1", "Unknown command line flag 'nosuch'"),
+    ("--nosuch=1", "Unknown command line flag 'nosuch'; see"),
+    ("--helpfull", "Unknown command line flag 'helpfull'; did you mean --help?; see"),
+    (
+        "--max_new_token=3",
+        "Unknown command line flag 'max_new_token'; did you mean --max_new_tokens",
+    ),
+    ("--check=7", "flag --check=7: expected --check or --nocheck, without a value; see"),
+    ("--max_new_tokens=0", "max_new_tokens: expected at least 1, got 0; see"),
+    ("--report=", "report: expected a value after --report=; leave the flag out for its default"),
+    ("--task=train --text=LICENSE --out=", "out: expected a value after --out=; leave the flag"),
+    (
+        "--mesh=tp:2 --coordinator=nope --processes=2",
+        "coordinator: expected HOST:PORT, such as localhost:1234, got 'nope'",
+    ),
+    (
+        "--mesh=tp:2 --coordinator=localhost:99999",
+        "coordinator: expected HOST:PORT, such as localhost:1234, got 'localhost:99999'",
+    ),
+    (
+        "--mesh=tp:2 --coordinator=no.such.host.invalid:1 --processes=2 --process=1",
+        "coordinator: no.such.host.invalid: ",
+    ),
     ("extra", "expected flags only, got 'extra'"),
     ("--prompt=", "prompt 1 is empty"),
     (f"--prompt={'a' * 513}", "prompt 1: 513 tokens do not fit in a capacity of 512"),
@@ -260,6 +287,37 @@ def test_a_wrong_value_is_one_line_that_says_what_to_do(called, words, line):
 def test_a_wrong_value_of_a_process_is_exit_status_2():
     line = "page_size: only --cache=paged has pages; see python run.py --help\n"
     assert run("--page_size=8") == (2, "", line)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "nope"])
+def test_a_platform_without_a_device_is_one_line(platform):
+    status, said = shell("$RUN --prompt=a", JAX_PLATFORMS=platform)
+    assert (status, said.count("\n")) == (2, 1)
+    assert said.startswith(f"JAX_PLATFORMS={platform}: jax finds no such device here")
+    assert said.endswith("; leave it out, or say cpu; see python run.py --help\n")
+
+
+JOIN = "from pallas_attn.cli import processes; processes.WAIT = 3; processes.SILENT = 0.2; "
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "words"),
+    [
+        (0, 2, "coordinator: no sign of 1 other of 2 processes at localhost:{} after 3 s"),
+        (1, 1, "ValueError: coordinator: nobody listens at localhost:{} after 3 s (Connection"),
+    ],
+)
+def test_a_process_that_waits_says_so_and_ends(number, status, words):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    code = f"{JOIN}processes.join('localhost:{port}', 2, {number})"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=CPU, capture_output=True, text=True, timeout=60)
+    first, *_, last = done.stderr.splitlines()
+    awaited = "1 other of 2 processes" if number == 0 else "the coordinator"
+    assert first == f"waiting for {awaited} at localhost:{port}, 3 s at most"
+    assert done.returncode == status and last.startswith(words.format(port))
 
 
 def test_a_flagfile_may_say_more_than_is_used(called, tmp_path):
