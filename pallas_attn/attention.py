@@ -179,7 +179,7 @@ def _attend(
     if context is not None:
         return _attend_over_devices(problem, inputs, implementation, context)
     chosen = dispatch.select(problem, implementation)
-    if chosen.name == "reference":
+    if isinstance(chosen, dispatch.Reference):
         return chosen.run(inputs, problem)
     try:
         if problem.score_program is None:

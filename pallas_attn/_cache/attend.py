@@ -19,7 +19,7 @@ def attend(
         out = jnp.zeros((*problem.out_shape, problem.v_head_dim), problem.dtype)
         return out, jnp.zeros(problem.lse_shape, problem.lse_dtype)
     chosen = dispatch.select(problem, implementation)
-    if chosen.name == "reference":
+    if isinstance(chosen, dispatch.Reference):
         return chosen.run(inputs, problem)
     return batching.compiled_once(batching.decode, chosen, problem, inputs)
 

@@ -59,7 +59,7 @@ def keep(
 
 def _moved(inputs: KeepInputs, problem: KeepProblem, implementation: str | None) -> Kept:
     chosen = dispatch.select(problem, implementation)
-    if chosen.name == "reference":
+    if isinstance(chosen, dispatch.Reference):
         return chosen.run(inputs, problem)
     return batching.compiled_once(batching.keep, chosen, problem, inputs)
 

@@ -25,7 +25,7 @@ def rows_into(
     chosen = dispatch.select(problem, implementation)
     if 0 in (problem.sequences, problem.new_rows):
         return Caches(inputs.k_cache, inputs.v_cache, inputs.k_scale, inputs.v_scale)
-    if chosen.name == "reference":
+    if isinstance(chosen, dispatch.Reference):
         return chosen.run(_changed_first(inputs, problem), problem)
     return batching.compiled_once(batching.append, chosen, problem, inputs)
 

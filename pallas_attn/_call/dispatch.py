@@ -93,7 +93,7 @@ class Candidate:
             config = _config.default(kernel, problem)
         else:
             config = _config.choose(self.name, kernel, problem)
-        if kernel.overlaps and device.overlaps():
+        if kernel.overlaps and device.asked_to_overlap.get() and device.overlaps():
             config = dataclasses.replace(config, overlaps=True)
         if jax.config.jax_enable_x64:
             return sharding.in_32_bits(lambda arrays: kernel.run(arrays, problem, config), inputs)

@@ -8,6 +8,7 @@ of a call. It differentiates by ordinary autodiff, forward and reverse, any numb
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -59,10 +60,15 @@ def attention(inputs: AttentionInputs, problem: AttentionProblem) -> tuple[Array
         for x, lengths in ((q, inputs.q_lengths), (k, inputs.kv_lengths), (v, inputs.kv_lengths))
     )
     q = q.reshape(batch, kv_heads, q_heads // kv_heads, q_len, q.shape[-1])
+    floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in inputs.score_aux]
+    aux = [x.astype(acc) if y else x for x, y in zip(inputs.score_aux, floats, strict=True)]
+    inputs = inputs._replace(score_aux=tuple(aux))  # reads cast back; gradients are summed in acc
     blocks = _blocks(inputs, problem, q_len, kv_len)
     results = []
     for rows, keys in blocks:
-        attend = functools.partial(_attend, inputs=inputs, problem=problem, rows=rows, keys=keys)
+        attend: Callable[..., Any] = functools.partial(
+            _attend, inputs=inputs, problem=problem, rows=rows, keys=keys
+        )
         if len(blocks) > 1:  # a backward computes scores again, from the numbers of each row
             policy = jax.checkpoint_policies.save_only_these_names(_OF_ROWS)
             attend = jax.checkpoint(attend, policy=policy)
@@ -143,9 +149,7 @@ def _attend(
     where = (*at_rows, kv_pos[None, None, None, :])
     if problem.score_program is not None:
         operands = (logits, *where)
-        floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in inputs.score_aux]
-        aux = [x.astype(q.dtype) if y else x for x, y in zip(inputs.score_aux, floats, strict=True)]
-        logits = evaluate(problem.score_program, operands, aux, Broadcasting())  # reads cast back
+        logits = evaluate(problem.score_program, operands, inputs.score_aux, Broadcasting())
         logits = jnp.broadcast_to(logits.astype(q.dtype), shape)
     if inputs.bias is not None:
         logits = logits + _tile(inputs.bias, rows, keys).astype(q.dtype)

@@ -248,5 +248,5 @@ def test_the_benchmarks_count_pairs_with_the_same_ranges():
 
 @pytest.mark.parametrize("other", [3, None, "causal", 1.0, np.zeros(())])
 def test_a_mask_meets_masks_alone(other):
-    with pytest.raises(TypeError, match="unsupported operand"):
+    with pytest.raises(ValueError, match="expected a Mask or a mask function beside & and |"):
         pa.CAUSAL & other
