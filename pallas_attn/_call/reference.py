@@ -66,7 +66,7 @@ def attention(inputs: AttentionInputs, problem: AttentionProblem) -> tuple[Array
     blocks = _blocks(inputs, problem, q_len, kv_len)
     results = []
     for rows, keys in blocks:
-        attend: Callable[..., Any] = functools.partial(
+        attend: Callable[..., tuple[Array, Array]] = functools.partial(
             _attend, inputs=inputs, problem=problem, rows=rows, keys=keys
         )
         if len(blocks) > 1:  # a backward computes scores again, from the numbers of each row

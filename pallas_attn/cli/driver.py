@@ -110,7 +110,7 @@ def _find_devices() -> None:
     records: list[logging.LogRecord] = []
     logger = logging.getLogger("jax")
     keep, propagates = logging.Handler(), logger.propagate
-    keep.emit = records.append  # type: ignore[method-assign]
+    keep.emit = records.append  # type: ignore[method-assign,assignment]
     logger.addHandler(keep)
     logger.propagate = False
     try:
