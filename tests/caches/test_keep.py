@@ -300,7 +300,7 @@ def test_keep_after_a_fork_of_some_drafts(forked, counts, path):
 
 @every_kind
 def test_new_lengths_after_an_overflow(kind):
-    """They stay what `extend` was asked for, whatever `keep` is asked for, until it is emptied."""
+    """They stay the rows that `extend` was asked for, also after `keep`, until `reset`."""
     cache = create(kind)
     rows = max(cache.capacities)
     cache = cache.extend(jnp.full(5, rows - 1)).extend(3)
