@@ -144,6 +144,7 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
     "exp": lambda a: jnp.exp2(a * 1.4426950408889634),
     "exp2": jnp.exp2,
     "log": lambda a: jnp.log2(a) * 0.6931471805599453,
+    "log2": jnp.log2,
     "tanh": jnp.tanh,
     "logistic": lambda a: 1.0 / (1.0 + jnp.exp2(a * -1.4426950408889634)),
     "sqrt": jnp.sqrt,
@@ -167,7 +168,7 @@ OPERATIONS: dict[str, Callable[..., Value]] = {
     "broadcast_in_dim": lambda a: a,
 }
 # Operations that Mosaic computes in float32 alone: 16-bit results are rounded afterwards.
-_OF_FLOAT32 = frozenset(("exp", "exp2", "log", "tanh", "logistic", "sqrt", "rsqrt"))
+_OF_FLOAT32 = frozenset(("exp", "exp2", "log", "log2", "tanh", "logistic", "sqrt", "rsqrt"))
 # Operations on 8-bit numbers that kernels, which hold them in 32 bits, compute.
 KEEP_BITS = frozenset(("select_n", "max", "min", "clamp", "copy", "broadcast_in_dim"))
 

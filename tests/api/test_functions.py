@@ -256,6 +256,30 @@ def test_the_derivative_of_a_program_is_one():
     assert got == pytest.approx(1 - np.tanh((1.5 - 2 * 4) / 9) ** 2, rel=1e-5)
 
 
+SLOPES = {
+    "log": lambda s, b, h, q, kv: s * jnp.log(q + 2.0) + jnp.log(s * s + 1),
+    "log2": lambda s, b, h, q, kv: jnp.log2(s * s + 1) * jnp.log2(q + 2.0),
+    "exp": lambda s, b, h, q, kv: jnp.exp(s) + jnp.exp2(s * 0.5) + jax.nn.sigmoid(s),
+    "roots": lambda s, b, h, q, kv: jnp.sqrt(s * s + 1) + jax.lax.rsqrt(s * s + 2) + s**3 + s**-2,
+    "ends": lambda s, b, h, q, kv: (
+        jnp.clip(s, -2, 2) * jnp.abs(s) + jnp.maximum(s, 0) * jnp.sign(s)
+    ),
+    "chosen": lambda s, b, h, q, kv: jnp.where(q > kv, s, -jnp.inf) + jnp.square(s) / (q + 1),
+    "beside": lambda s, b, h, q, kv: (s * jnp.array([1.0, 2.0, 3.0])).sum(),
+}
+
+
+@pytest.mark.parametrize("name", SLOPES)
+def test_derivatives_are_those_of_jax(name):
+    f, at = SLOPES[name], (0, 2, jnp.int32(7), jnp.int32(3))
+    slope = tracing.derivative(pa.score_fn(f).program)
+    for s in (0.5, -1.5, 2.5):
+        got = _program.evaluate(slope, (jnp.float32(s), *at), (), _program.Broadcasting())
+        with jax.numpy_dtype_promotion("standard"):
+            want = float(jax.grad(f)(jnp.float32(s), *at))
+        assert got == pytest.approx(want, rel=1e-5)
+
+
 @pytest.mark.by_xla
 def test_jit_goes_by_what_functions_compute():
     q, k, v = operands()
