@@ -250,9 +250,10 @@ def _reflected(other: Any) -> Any:
     """The result of & and | where the other mask is no band: that of the mask function."""
     if isinstance(other, MaskFunction):
         return NotImplemented
-    raise ValueError(
-        f"mask: expected a Mask or a mask function beside & and |, got {type(other).__name__}; a "
-        "boolean array goes in as mask_array, a Python function as mask_fn(f)"
+    raise TypeError(  # operators raise no ValueError
+        f"mask: unsupported operand of & and |: expected a Mask or a mask function, got "
+        f"{type(other).__name__}; a boolean array goes in as mask_array, a Python function as "
+        "mask_fn(f)"
     )
 
 

@@ -299,7 +299,7 @@ class _Tracing:
     def number(self, value: Traced) -> Operand:
         """The operand itself, or the element that a view is of."""
         if isinstance(value, np.ndarray):
-            return cast(Operand, value[()])
+            return value.item()
         if isinstance(value, _Known):
             raise ValueError(
                 f"{self.what}: the function computes {value.array.dtype}, and kernels compute real "
@@ -336,7 +336,7 @@ class _Tracing:
             result = np.empty(aval.shape, object)
             spread = [np.broadcast_to(x, aval.shape) for x in values]
             for at in np.ndindex(*aval.shape):
-                operands = tuple([cast(Operand, x[at]) for x in spread])
+                operands = tuple(x.item(*at) for x in spread)
                 result[at] = self.operation(name, params, operands, aval.dtype)
             return result
         if name in _REDUCTIONS:

@@ -103,14 +103,23 @@ def _join() -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
+class _Kept(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
 def _find_devices() -> None:
     """ValueError where jax finds no device of the kind that JAX_PLATFORMS asks for. jax logs the
     reason with a traceback, and raises an error that may have no text.
     """
-    records: list[logging.LogRecord] = []
-    logger = logging.getLogger("jax")
-    keep, propagates = logging.Handler(), logger.propagate
-    keep.emit = records.append  # type: ignore[method-assign,assignment]
+    logger, keep = logging.getLogger("jax"), _Kept()
+    records, propagates = keep.records, logger.propagate
     logger.addHandler(keep)
     logger.propagate = False
     try:
@@ -119,9 +128,10 @@ def _find_devices() -> None:
         logged = [x.exc_info[1] for x in records if x.exc_info]
         why = str(next((x for x in logged if x is not None), error)).split("\n")[0]
         why = why.partition(" (set JAX_PLATFORMS")[0]
+        asked = f"JAX_PLATFORMS={jax.config.jax_platforms or ''}"
         raise ValueError(
-            f"JAX_PLATFORMS={jax.config.jax_platforms}: jax finds no such device here"
-            f"{f' ({why})' if why else ''}; leave it out, or say cpu"
+            f"{asked}: jax finds no such device here{f' ({why})' if why else ''}; leave it out, or "
+            "say cpu"
         ) from None
     finally:
         logger.removeHandler(keep)

@@ -404,10 +404,6 @@ ERRORS = {
     "heads: expected an int of at least 1, got 0": lambda: EVEN.blocks(8, 8, heads=0),
     "kv_len: expected an int of at least 0, got 8.5": lambda: EVEN.dense(8, 8.5),
     "q_offset: expected an int, got None": lambda: pa.CAUSAL.dense(8, 8, q_offset=None),
-    "mask: expected a Mask or a mask function beside & and |, got ndarray; a boolean array goes in "
-    "as mask_array, a Python function as mask_fn(f)": lambda: EVEN & np.ones((3, 3), bool),
-    "mask: expected a Mask or a mask function beside & and |, got function; a boolean array goes "
-    "in as mask_array, a Python function as mask_fn(f)": lambda: pa.CAUSAL | (lambda *_: True),
     "score_fn: expected a function that gives a floating-point number, got bool; for a mask use "
     "mask_fn": lambda: pa.score_fn(lambda s, b, h, q, kv: q > kv),
     "mask: a mask function is neither true nor false; say &, | and ~ for and, or and not": (

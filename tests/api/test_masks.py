@@ -250,3 +250,19 @@ def test_the_benchmarks_count_pairs_with_the_same_ranges():
 def test_a_mask_meets_masks_alone(other):
     with pytest.raises(ValueError, match="expected a Mask or a mask function beside & and |"):
         pa.CAUSAL & other
+
+
+def test_masks_say_where_arrays_and_functions_go():
+    """An array takes no turn: it would ask each of its elements."""
+    even = pa.mask_fn(lambda b, h, q, kv: kv % 2 == 0)
+    for call, got in (
+        (lambda: even & np.ones((3, 3), bool), "ndarray"),
+        (lambda: pa.CAUSAL | np.ones((3, 3), bool), "ndarray"),
+        (lambda: pa.CAUSAL | (lambda b, h, q, kv: True), "function"),
+    ):
+        with pytest.raises(TypeError) as caught:
+            call()
+        assert str(caught.value) == (
+            f"mask: unsupported operand of & and |: expected a Mask or a mask function, got {got}; "
+            "a boolean array goes in as mask_array, a Python function as mask_fn(f)"
+        )
