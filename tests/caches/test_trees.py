@@ -36,7 +36,9 @@ def test_ancestors(drafts):
 @each_subject
 @pytest.mark.parametrize("kind, drafts", [("per_sequence", 9), ("stacked", 5), ("paged", 9)])
 def test_a_tree(rng, subject, kind, drafts):
-    """Drafts see themselves and their ancestors; a chain gives the bits of a causal mask."""
+    """Drafts see themselves and their ancestors; a chain gives what a causal mask gives: the same
+    bits by kernels, while XLA rounds another program of the reference in its own way.
+    """
     options = {"softcap": 3.0} if kind == "paged" else {}
     _, k, v = rows(rng, len(LENGTHS), CAPACITY, subject.dtype)
     q = rows(rng, len(LENGTHS), drafts, subject.dtype)[0]
@@ -51,7 +53,8 @@ def test_a_tree(rng, subject, kind, drafts):
     chain = np.broadcast_to(np.arange(drafts, dtype=np.int32) - 1, parents.shape)
     result = call(pa.decode_attention, q, cache, parents=pa.DraftTree.create(chain), **options)
     causal = call(pa.decode_attention, q, cache, **options)
-    np.testing.assert_array_equal(result, causal)
+    rounding = 2e-5 if subject.implementation == "reference" else 0
+    np.testing.assert_allclose(result, causal, rtol=rounding, atol=rounding)
 
 
 @pytest.mark.parametrize("subject", subjects.rows("decode"))
