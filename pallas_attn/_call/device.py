@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import jax
 
-from pallas_attn._call import gpu_specs
 from pallas_attn.errors import described
 
 # Thread-local by construction: a test that pretends does not change what another thread traces.
@@ -51,12 +50,6 @@ def overlapping() -> Iterator[None]:
         yield
     finally:
         asked_to_overlap.reset(token)
-
-
-def overlaps() -> bool:
-    """Whether `overlapping` holds, on a GPU that can: sm90 and later."""
-    generation = gpu_generation() if asked_to_overlap.get() else None
-    return generation is not None and gpu_specs.number(generation) >= 90
 
 
 def current() -> jax.Device:

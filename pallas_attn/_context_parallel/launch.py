@@ -170,7 +170,7 @@ def _selected(
 def forward(split: Split, launch: Launch) -> tuple[Array, Array]:
     """(out, lse) of a launch."""
     chosen, problem, inputs = _selected(split, "flash_forward", launch)
-    if chosen.name == "reference":
+    if isinstance(chosen, dispatch.Reference):
         return chosen.run(inputs, problem)
     return batching.compiled_once(batching.attention, chosen, problem, inputs)
 
@@ -180,7 +180,7 @@ def backward(split: Split, launch: Launch, rows: Rows) -> Floats:
     and lse of all keys, whichever are here.
     """
     chosen, problem, inputs = _selected(split, "flash_forward", launch)
-    if chosen.name == "reference":
+    if isinstance(chosen, dispatch.Reference):
         gradients = derivative(chosen, problem, inputs, rows)
     else:
         chosen, problem, inputs = _selected(split, "flash_backward", launch)

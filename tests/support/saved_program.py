@@ -1,8 +1,8 @@
 """A program that one process saves and another runs, without tracing it again.
 
 `python -m tests.support.saved_program save WAY FOLDER` writes the program and its results;
-`.. run WAY FOLDER` runs what lies there, and fails where the results are others, or where
-something was traced or compiled that should not have been. WAY is "executable"
+`.. run WAY FOLDER` runs what lies there, and fails where the results are others, where an
+executable is traced again, or where the cache lacks a program. WAY is "executable"
 (`jax.experimental.serialize_executable`), "export" (`jax.export`) or "cache" (jax's persistent
 compilation cache, which saves the compiling and no tracing).
 """

@@ -14,9 +14,9 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.lang.types import Operand
 from pallas_attn.kernels.mma.wgmma import Kind
 
-# Attention pads what it is given; what still comes with such dims are buffers of a cache.
 # Arrays that kernels read in whole tiles of queries and keys.
 IN_WHOLE_TILES = {"bias", "mask_array", "q_segment_ids", "kv_segment_ids", "q_positions"}
+# Attention pads what it is given; what still comes with such dims are buffers of a cache.
 HOW_TO_PAD = "make the cache by create() where a GPU is the default device: it pads its buffers"
 
 
