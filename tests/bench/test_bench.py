@@ -723,10 +723,15 @@ def test_a_plot_is_drawn(tmp_path):
         path = tmp_path / f"{op}.svg"
         plots.ready(str(path))
         plots.bars(groups, CEILINGS, str(path))
-        drawn = xml.etree.ElementTree.parse(path).getroot().iter("{http://www.w3.org/2000/svg}rect")
-        bars = sum(len(rows_of) for rows_of in groups)
-        kinds = len({row["impl"] for rows_of in groups for row in rows_of})
-        assert len(list(drawn)) == 1 + bars + kinds, op
+        root = xml.etree.ElementTree.parse(path).getroot()
+        bars, marks = (
+            len(list(root.iter("{http://www.w3.org/2000/svg}" + kind)))
+            for kind in ("rect", "circle")
+        )
+        peers = sum(len(rows_of) - 1 for rows_of in groups)
+        kinds = len({row["impl"] for rows_of in groups for row in rows_of[1:]})
+        assert bars == 1 + len(groups) + 1, op  # the ground, ours, and its entry in the legend
+        assert marks == peers + kinds, op
 
 
 @pytest.mark.parametrize("wanted", ["grid", "windows,odd", "grid+causal,-h256", "h64_*", "twin"])
