@@ -485,6 +485,12 @@ class PagedCache(KVCache):
     Every method is a pure function that works under jit. The pool is a stack of free page ids and a
     reference count a page; a full page may be held by several sequences (`fork`), the page being
     filled never is.
+
+    Attributes:
+      page_table: int32[M, W], the page ids of each sequence in order; negative where it holds none.
+      num_free: int32, pages that no sequence holds: what a server may still admit.
+      holders: int32[pages], the number of sequences that hold a page.
+      lengths: int32[M], rows of each sequence.
     """
 
     kind: ClassVar[str] = "paged"

@@ -197,7 +197,11 @@ def _table(table: str, groups: list[list[Row]], ceilings: dict[tuple[str, str], 
     cases = _by_case(groups)
     columns = list(dict.fromkeys(column for case in cases.values() for column in case))
     head = ["case", *(f"**{column}**" for column in columns), *[f"of {unit}"][: int(with_share)]]
-    head += [*peers, "over best peer", *["MiB"][: int(with_memory)]]
+    head += [
+        *(peer.replace("_", " ") for peer in peers),
+        "over best peer",
+        *["MiB"][: int(with_memory)],
+    ]
     lines = [_cells(head), _cells(["---", *["---:"] * (len(head) - 1)])]
     for name, case in cases.items():
         every = list(case.values())
