@@ -20,8 +20,9 @@ from jax.typing import DTypeLike
 
 from pallas_attn._call.checks import Precision
 from pallas_attn._libraries.call import attend
-from pallas_attn._libraries.masks import AnyMask, Array, Ids, SparseMask, of_segments
+from pallas_attn._libraries.masks import AnyMask, Array, Ids, SparseMask, of_segments, over_batch
 from pallas_attn.masks import CAUSAL
+from pallas_attn.rotary import Rotary
 
 __all__ = ["SparseMask", "attention_fn", "combine_masks", "make_attention_mask", "make_causal_mask"]
 
@@ -46,6 +47,7 @@ def attention_fn(  # noqa: PLR0913
     input_positions: jax.Array | None = None,
     is_causal: bool = False,
     segment_ids: Ids | None = None,
+    rotary: Rotary | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """The `dot_product_attention` of linen and of nnx, argument for argument.
@@ -59,6 +61,8 @@ def attention_fn(  # noqa: PLR0913
       module: where attention weights go; a ValueError, since they are never computed as a whole.
       segment_ids: integers `[..., T]`, or a pair for queries and keys: a query sees keys of its own
         segment. For `functools.partial`; `make_attention_mask(ids, ids, jnp.equal)` is the same.
+      rotary: RoPE of queries and keys, as in `flash_attention`; for `functools.partial`.
+      input_positions: integers `[..., T]`, positions of queries and keys for `rotary`.
       implementation: as in `flash_attention`.
 
     linen passes only the arguments that this signature names; it names all.
@@ -70,17 +74,22 @@ def attention_fn(  # noqa: PLR0913
         )
     if module is not None:
         raise ValueError("sow_weights: attention weights are never computed as a whole")
-    if input_positions is not None:
-        raise ValueError("input_positions: turn queries and keys before attention")
+    if input_positions is not None and rotary is None:
+        raise ValueError("input_positions: expected None without rotary")
     if einsum_dot_general or qk_attn_weights_einsum or attn_weights_value_einsum:
         raise ValueError("einsum: the products of attention are the kernel's own")
     if dtype is not None:
         query, key, value = (x.astype(dtype) for x in (query, key, value))
     if segment_ids is not None:
         mask = of_segments(segment_ids, (query.shape[-3], key.shape[-3]), mask)
-    return attend(
-        query, key, value, mask, bias, is_causal, precision=precision, implementation=implementation
-    )
+    options: dict[str, Any] = {
+        "rotary": rotary,
+        "precision": precision,
+        "implementation": implementation,
+    }
+    if input_positions is not None:
+        options["rotary_positions"] = over_batch(input_positions, query.shape[:-3], 1)
+    return attend(query, key, value, mask, bias, is_causal, **options)
 
 
 def make_attention_mask(

@@ -271,6 +271,20 @@ def test_nnx(rng, how):
     same(lambda x: ours(x, **how), lambda x: layer(x, **how), x_of(rng))
 
 
+@pytest.mark.parametrize("positions", [None, np.stack([np.arange(T), np.arange(T)[::-1]])])
+def test_rope_of_nnx(rng, positions):
+    from flax import nnx
+
+    make = functools.partial(nnx.MultiHeadAttention, 4, 32, decode=False)
+    rope = functools.partial(nnx.dot_product_attention_with_rope, rope=nnx.RoPE())
+    flash = functools.partial(attention_fn, rotary=pa.Rotary.create(T, 8))
+    ours, layer = (make(rngs=nnx.Rngs(0), attention_fn=f) for f in (flash, rope))
+    how = {"is_causal": True, "input_positions": positions}
+    same(lambda x: ours(x, **how), lambda x: layer(x, **how), x_of(rng))
+    with pytest.raises(ValueError, match="^input_positions: expected None without rotary"):
+        make(rngs=nnx.Rngs(0), attention_fn=attention_fn)(x_of(rng), input_positions=np.arange(T))
+
+
 def test_nnx_decodes_over_its_cache(rng):
     from flax import nnx
 
