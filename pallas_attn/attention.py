@@ -21,6 +21,7 @@ from pallas_attn._context_parallel.layout import Split
 from pallas_attn.context import Context, checked, shards_of
 from pallas_attn.errors import Limit, UnsupportedError
 from pallas_attn.masks import CAUSAL, FULL, LONGEST, Mask, MaskFunction
+from pallas_attn.rotary import Rotary
 from pallas_attn.scores import ScoreFunction
 
 Array = jax.Array
@@ -47,6 +48,8 @@ def flash_attention(  # noqa: PLR0913
     precision: checks.Precision = None,
     deterministic: bool = False,
     context: Context | None = None,
+    rotary: Rotary | None = None,
+    rotary_positions: Array | tuple[Array, Array] | None = None,
     implementation: str | None = None,
 ) -> Array:
     """Attention of every query to the keys it may see.
@@ -105,6 +108,15 @@ def flash_attention(  # noqa: PLR0913
         segment_ids are of this device's rows; so is the T of a bias or mask_array, whose S is of
         all keys, in the order of their positions. Reverse mode only, also with the reference.
         Static.
+      rotary: RoPE of q and k before attention, by position, as `write_kv` and `decode_attention`
+        have it: `Rotary.create(positions, dims)`. In float32, rounded once to q's dtype, by XLA,
+        which fuses it with what makes q and k. q, k and the tables have gradients. Positions are
+        those that masks count: rows of the whole sequence, also with a `context`; rows within each
+        sequence with q_starts. They go on from document to document with segment_ids, which
+        changes nothing: scores depend on differences of positions alone.
+      rotary_positions: int32[T] or int32[B, T], or a pair (of q, of k): positions for `rotary` in
+        place of these; under a `context` those of this device's rows. A row whose position shows at
+        run time only, and lies outside of the tables, is NaN.
       implementation: "sm90", "sm80", "reference", or None for the fastest that takes the problem.
         There is no silent fallback on a GPU; without one the reference is what runs.
 
@@ -141,6 +153,8 @@ def flash_attention_with_lse(  # noqa: PLR0913
     precision: checks.Precision = None,
     deterministic: bool = False,
     context: Context | None = None,
+    rotary: Rotary | None = None,
+    rotary_positions: Array | tuple[Array, Array] | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
     """`flash_attention`, with the same arguments, and the log of each row's softmax denominator.
@@ -152,6 +166,10 @@ def flash_attention_with_lse(  # noqa: PLR0913
     """
     arguments = locals()
     options = AttentionOptions(*[arguments[name] for name in AttentionOptions._fields])
+    if rotary is not None or rotary_positions is not None:
+        from pallas_attn._call.rotation import rotated
+
+        q, k = rotated((q, k, v), rotary, rotary_positions, options, (q_starts, kv_starts))
     if q_starts is not None or kv_starts is not None:
         problem, inputs = bind.packed_attention(q, k, v, (q_starts, kv_starts), options)
         out, lse = _attend(problem, inputs, implementation)
