@@ -46,7 +46,7 @@ class Template:
             raise ValueError(f"{self._where}: {shown(str(error))[1:-1]}") from None
 
 
-def check(messages: object) -> None:
+def check(messages: Sequence[Message]) -> None:
     """ValueError for anything but messages with a role and a content."""
     wanted = 'messages, {"role": "user", "content": ".."}'
     fits = isinstance(messages, Sequence) and not isinstance(messages, (str, bytes))
@@ -68,8 +68,9 @@ class Reader(NamedTuple):
         """The tokens of prompt `number`, counted from 1."""
         if isinstance(prompt, str) and not self.messages:
             return encoded(self.tokenizer, prompt, number)
-        ids = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        ids = list(ids) if isinstance(ids, Iterable) else [ids]
+        ids: list[Any] = list(prompt) if isinstance(prompt, Iterable) else [prompt]
+        if isinstance(prompt, str):
+            ids = [{"role": "user", "content": prompt}]
         if ids and all(isinstance(message, Mapping) for message in ids):
             try:
                 return self.conversation(ids)
@@ -128,7 +129,7 @@ def _compiled(source: str) -> Any:
 
         tags = {"generation"}
 
-        def parse(self, parser: Any) -> Any:
+        def parse(self, parser: "jinja2.parser.Parser") -> jinja2.nodes.Node:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return jinja2.nodes.Scope(body).set_lineno(line)

@@ -47,7 +47,7 @@ class Model(NamedTuple):
     stop: tuple[int, ...]  # tokens that end a text
     dtype: str
     mesh: Mesh | None = None  # devices that its weights are split over
-    template: chat.Template | None = None  # of conversations, if its folder has one
+    template: chat.Template | None = None  # writes conversations, if its folder has one
 
     def chat(self, messages: Sequence[chat.Message], **variables: object) -> list[int]:
         """The tokens of a conversation, by the chat template of the model's folder: a prompt for
@@ -70,7 +70,7 @@ class Completion(NamedTuple):
     sample: int  # its place among the answers to this prompt, from 0
     text: str
     tokens: list[int]
-    logprobs: list[float] | None  # of each token, if they were asked for
+    logprobs: list[float] | None  # one a token, if they were asked for
     finish_reason: str  # "stop" or "length"
     prompt_tokens: list[int]
 
@@ -108,7 +108,7 @@ def generate(
     *,
     max_new_tokens: int = 200,
     seed: int = 0,
-    **options: Any,
+    **options: object,
 ) -> list[str]:
     """Continues prompts, side by side; the text after each, without the prompt.
 
@@ -144,7 +144,7 @@ def generate(
     return [completion.text for completion in complete(model, prompts, **options)]
 
 
-def complete(model: Model, prompts: Sequence[Prompt], **options: Any) -> list[Completion]:
+def complete(model: Model, prompts: Sequence[Prompt], **options: object) -> list[Completion]:
     """`generate`, with the same options: answers with their tokens, log-probabilities and the
     reason for which each ended.
     """
@@ -167,7 +167,7 @@ def complete(model: Model, prompts: Sequence[Prompt], **options: Any) -> list[Co
     ]
 
 
-def stream(model: Model, prompts: Sequence[Prompt], **options: Any) -> Iterator[Piece]:
+def stream(model: Model, prompts: Sequence[Prompt], **options: object) -> Iterator[Piece]:
     """`generate`, with the same options: pieces of all sequences as they are decoded, those of a
     chunk of steps together (`chunk=1`: token by token).
 

@@ -19,7 +19,7 @@ class Piece(NamedTuple):
     sample: int  # its place among the answers to this prompt, from 0
     text: str
     tokens: list[int]
-    logprobs: list[float] | None  # of each token, if they were asked for
+    logprobs: list[float] | None  # one a token, if they were asked for
     finish_reason: str | None  # "stop" or "length" with the last piece, else None
 
 

@@ -19,7 +19,7 @@ HELLO = [
     {"role": "assistant", "content": "Yes?"},
     {"role": "user", "content": "Why <&>?"},
 ]
-# Templates as published models have them, shortened, and the texts that transformers 4.57's
+# Templates as published models have them, shortened. The texts are those that transformers 5.24's
 # apply_chat_template(HELLO, tokenize=False, add_generation_prompt=True) makes of them.
 LLAMA3 = (
     "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = "
@@ -82,7 +82,7 @@ def test_a_template_with_all_that_transformers_gives_it():
     [
         "{{ messages.__class__.__mro__ }}",
         "{{ ''.__class__.__base__.__subclasses__() }}",
-        "{{ raise_exception.__globals__ }}",
+        "{{ raise_exception.__globals__.keys() }}",
         "{{ messages.append(1) }}",
         "{% for i in range(10**9) %}{% endfor %}",
         "{% include 'config.json' %}",

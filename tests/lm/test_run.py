@@ -288,11 +288,7 @@ WRONG = [
     ("--top_p=0.4 --temperature=0", "top_p: nothing is drawn without a --temperature"),
     ("--logprobs", "logprobs: only --json shows them"),
     ("--random_prompts=1 --chat", "chat: --random_prompts are no messages"),
-    (
-        "--chat",
-        "prompt 1: chat: the model's folder has no chat template, neither chat_template.jinja "
-        "nor chat_template in tokenizer_config.json; give the prompt as a text",
-    ),
+    ("--chat", "prompt 1: chat: the model's folder has no chat template, neither chat_template."),
     ("--prefill=9 --prefill_chunk=9", "prefill: --prefill_chunk says how many a step takes"),
     ("--commit=abc", "commit: its rows are those of a --report=FOLDER"),
     ("--out=x", "out: its rows are those of a --report=FOLDER"),
