@@ -696,9 +696,24 @@ class PagedCache(KVCache):
             new_lengths=cache.new_lengths.at[target].set(NOT_EXTENDED, mode="drop"),
         )
 
-    def shared_prefixes(self, *, tokens: int = 1, levels: int = 2) -> SharedPrefixes:
-        """The pages that several sequences share now, found on the device: `SharedPrefixes`."""
-        return prefixes.find(self, tokens, levels)
+    def shared_prefixes(
+        self, *, tokens: int = 1, levels: int = 2, starts: prefixes.Starts = None
+    ) -> SharedPrefixes:
+        """The pages that several sequences share now, found on the device: `SharedPrefixes`.
+
+        Args:
+          tokens: rows of each sequence in q; with `starts` all rows of q.
+          levels: how many times sequences may part.
+          starts: those of the call, int32[M + 1], where its rows are packed.
+        """
+        return prefixes.find(self, tokens, levels, starts)
+
+    def pages_for(self, rows: int) -> int:
+        """Pages that a sequence of so many rows takes: admission compares them with `num_free`."""
+        count = checks.static_int(rows)
+        if count is None or count < 0:
+            raise ValueError(f"rows: expected an int of at least 0, got {described(rows)}")
+        return -(-count // self.page_size)
 
     def _index(self, name: str, value: int | Array) -> Array:
         static = checks.static_int(value)

@@ -287,8 +287,8 @@ def test_bench_and_lm_use_the_public_api():
 def test_run_time_dependencies_are_the_four_we_said():
     allowed = {"pallas_attn", "jax", "jaxlib", "numpy", "absl"}
     extras = {"bench": {"matplotlib", "torch", "tokamax", "flash_attn", "flashinfer"}}
-    extras["lm"] = {"matplotlib", "safetensors", "tokenizers"}
     extras |= {"keras": {"keras"}, "equinox": {"equinox"}}  # modules for layers of these
+    extras["lm"] = {"matplotlib", "safetensors", "tokenizers", "jinja2"}
     for path in FILES:
         here = allowed | extras.get(named(path).partition(".")[0], set())
         for node in nodes(path):
