@@ -636,7 +636,7 @@ def _is_here(args, params, mapped) -> bool:
     """On the first CPU device, whose programs may be anyone's: a GPU's own are what is tested. What
     is mapped may be on all of them.
     """
-    here = jax.local_devices()[0]
+    here = jax.config.jax_default_device or jax.local_devices()[0]
     if here.platform != "cpu" or jax.config.jax_debug_nans:
         return False
     arrays = [x for x in args if isinstance(x, jax.Array)]
