@@ -41,7 +41,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 from pallas_attn._call import device  # noqa: E402
-from tests.support import aot, in_numpy  # noqa: E402
+from tests.support import aot, gpu_cases, in_numpy  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -95,20 +95,24 @@ def pytest_report_header(config):
     return f"jax {jax.__version__} on {where}; --seed={config.option.seed}"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Tests for a GPU run when `-m gpu` asks for them, and only then, and those for two when `-m
     multigpu` does; those that compile kernels to machine code when `-m guards` or `-m machine_code`
-    does; the recipes and the fuzzer when theirs.
+    does; the recipes, the fuzzer and memcheck when theirs. `quick` are those of a list.
     """
+    config.stash[gpu_cases.COLLECTED] = frozenset(item.nodeid for item in items)
     left_out = {mark for mark in GPU_MARKS if not _asks_for(config, mark)}
     if not re.search("guards|machine_code", config.option.markexpr or ""):
         left_out.add("machine_code")
-    for mark in ("recipes", "fuzz"):
+    for mark in ("recipes", "fuzz", "memcheck"):
         if mark not in (config.option.markexpr or ""):
             left_out.add(mark)
     missing = pytest.mark.skipif(not aot.available(), reason="the aot extra is not installed")
     kept, rest = [], []
     for item in items:
+        if item.nodeid in gpu_cases.ALL_QUICK:
+            item.add_marker("quick")
         marks = {mark.name for mark in item.iter_markers()}
         (rest if marks & left_out else kept).append(item)
         if "machine_code" in marks:
