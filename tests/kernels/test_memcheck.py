@@ -1,7 +1,7 @@
 """Every kernel that writes memory, once, under compute-sanitizer: no access outside of an array.
 
-A process for three tests of a file, so that `-n 8` runs them side by side. Each array is an allocation of
-its own there: in XLA's pool an access past one array's end would meet another.
+A process for three tests of a file, so that `-n 8` runs them side by side. Each array is an
+allocation of its own there: in XLA's pool an access past one array's end would meet another.
 """
 
 import itertools
@@ -60,7 +60,7 @@ def test_every_launch_has_a_small_test():
 
 
 def test_the_small_tests_exist(request):
-    """Of files that are collected now. A GPU has more rows of tests/support/subjects.py."""
+    """Checks the files that are collected now; a GPU has more rows of tests/support/subjects.py."""
     seen = request.config.stash[gpu_cases.COLLECTED]
     files = {name.partition("::")[0] for name in seen}
     wanted = {test for test in gpu_cases.ALL_QUICK if test.partition("::")[0] in files}
