@@ -135,8 +135,7 @@ def pytest_collection(session):
         stack.callback(jax.config.update, "jax_traceback_filtering", filtering)
         if _asks_for_gpu(session.config):
             stack.enter_context(device.assume(device.gpu_generation()))
-            stack.enter_context(jax.default_device(jax.local_devices(backend="cpu")[0]))
-        stack.enter_context(in_numpy.instead_of_xla())
+        stack.enter_context(in_numpy.on_the_host())
         return (yield)
 
 
