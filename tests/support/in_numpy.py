@@ -632,11 +632,20 @@ def instead_of_xla() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def on_the_host() -> Iterator[None]:
+    """`instead_of_xla` on a machine with a GPU, too: arrays that are made in here are the CPU's,
+    and follow those of a GPU that they meet later.
+    """
+    with jax.default_device(jax.local_devices(backend="cpu")[0]), instead_of_xla():
+        yield
+
+
 def _is_here(args, params, mapped) -> bool:
     """On the first CPU device, whose programs may be anyone's: a GPU's own are what is tested. What
     is mapped may be on all of them.
     """
-    here = jax.local_devices()[0]
+    here = jax.config.jax_default_device or jax.local_devices()[0]
     if here.platform != "cpu" or jax.config.jax_debug_nans:
         return False
     arrays = [x for x in args if isinstance(x, jax.Array)]
