@@ -118,7 +118,7 @@ class Config:
         check(
             self,
             warpgroups=(self.warpgroups in (1, 2, 3, 4), "1, 2, 3 or 4"),
-            block_kv=(16 <= self.block_kv <= 256 and self.block_kv % 16 == 0, "16, 32, .. 256"),
+            block_kv=(16 <= self.block_kv <= 256 and self.block_kv % 8 == 0, "16, 24, .. 256"),
             stages=(self.stages >= 2, "at least 2"),
             l2_heads=(self.l2_heads >= 0, "at least 0"),
             grid=(self.grid >= 0, "at least 0"),
@@ -228,12 +228,11 @@ class Smem(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def scratch(plan: QueryPlan) -> Smem:
     """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
-    whole = plan.v.swizzle // plan.v.itemsize
-    if plan.config.block_kv % whole:
+    if plan.value_rows != plan.config.block_kv and plan.problem.dtype == "float32":
         raise ValueError(
-            f"Config.block_kv must be a multiple of {whole} where v_head_dim is "
-            f"{plan.problem.v_head_dim}: matmuls take probabilities by whole swizzles. "
-            f"Got {plan.config.block_kv}"
+            f"Config.block_kv must be a multiple of {plan.v.swizzle // plan.v.itemsize} where "
+            f"v_head_dim is {plan.problem.v_head_dim} and numbers are float32: matmuls take "
+            f"probabilities by whole swizzles. Got {plan.config.block_kv}"
         )
     q_slots = _q_slots(plan)
     return _scratch(plan, q_slots, epilogue.staged_widths(plan, _room(plan, q_slots)))
@@ -256,14 +255,15 @@ def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem
 
         claimed = claims.scratch()
     ids, barrier, copies = int(segments is not None), plgpu.Barrier, plan.qk.copies
+    entry = copies + producer.copies_of_values(plan) + ids
     return Smem(
         q=plan.qk.scratch(q_tiles, ROWS),
         k=plan.qk.scratch(*ring),
-        v=plan.v.scratch(*ring),
+        v=plan.v.scratch(config.stages, plan.value_rows),
         out=epilogue.scratch(plan, out_widths),
         segments=segments,
         q_ready=barrier(num_barriers=q_tiles, num_arrivals=copies + 2 * ids),
-        ready=barrier(num_barriers=config.stages, num_arrivals=copies + plan.v.copies + ids),
+        ready=barrier(num_barriers=config.stages, num_arrivals=entry),
         free=barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
         fetched=fetched,
         claims=claimed,
@@ -438,7 +438,8 @@ def mainloop(
     step = functools.partial(_step, ctx, rows, turns)
     state, slot = for_each_kv_tile(ctx.plan, rows.span, step, (state, ring.after(slot)))
     ring.wait(slot)
-    acc = wgmma.add_value_panels(state.acc, state.p, panels.tiles(smem.v, slot))
+    v = panels.tiles(smem.v, slot)
+    acc = wgmma.add_value_panels(state.acc, _widened(state.p, v), v)
     ring.release(slot)
     return Result(acc, state.row_sum, state.row_max), ring.after(slot)
 
@@ -482,7 +483,7 @@ def _step(  # noqa: PLR0913
 
     def matmuls(scores: RegisterTile, out: RegisterTiles) -> None:
         wgmma.score_panels(scores, q, k)
-        wgmma.value_panels(out, state.p, v)
+        wgmma.value_panels(out, _widened(state.p, v), v)
         if turns is not None:
             turns.give()
 
@@ -506,6 +507,12 @@ def _step(  # noqa: PLR0913
     # in flight and serialises both (C7513).
     p = new.p.astype(ctx.plan.v.dtype)
     return State(acc, row_sum + new.row_sum, new.row_max, p), ring.after(slot)
+
+
+def _widened(p: RegisterTile, v: tuple[SmemRef, ...]) -> RegisterTile:
+    """Probabilities with a zero for each row of v past the kv tile: `QueryPlan.value_rows`."""
+    idle = v[0].shape[0] - p.shape[1]
+    return lax.concatenate([p, mosaic.filled((ROWS, idle), 0, p.dtype)], 1) if idle else p
 
 
 def for_each_kv_tile(plan: Any, span: tiles.Span, step: Callable[..., Any], carry: Carry) -> Any:

@@ -145,6 +145,13 @@ class QueryPlan:
         return tma_operands.formats_of(self.problem, self.tiling.block_kv)[1]
 
     @functools.cached_property
+    def value_rows(self) -> int:
+        """Rows of a kv tile of v in shared memory: those past `block_kv`, zeros, fill the last
+        swizzle of probabilities, by which wgmma takes them.
+        """
+        return tma_operands.round_up(self.tiling.block_kv, self.v.swizzle // self.v.itemsize)
+
+    @functools.cached_property
     def is_padded(self) -> bool:
         """Whether XLA copies q, k and v into sizes that TMA reads whole."""
         return not tma_operands.is_read_as_it_is(self.problem)
