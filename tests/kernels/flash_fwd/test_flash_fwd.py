@@ -182,6 +182,25 @@ def test_half_a_tile_of_keys_interpreted():
         check(case, dataclasses.replace(SMALL, warpgroups=1, block_kv=128))
 
 
+@pytest.mark.guards
+@pytest.mark.parametrize(
+    "name, dims, rows, config",
+    [
+        ("t_equals_s", (24, 40), (77, 49), dataclasses.replace(SMALL, block_kv=56)),
+        ("t_equals_s", (88, 136), (13, 77), dataclasses.replace(SMALL, warpgroups=1, block_kv=40)),
+        ("kv_lengths_causal", (64, 64), None, dataclasses.replace(SMALL, block_kv=72)),
+    ],
+    ids=str,
+)
+def test_any_size_interpreted(name, dims, rows, config):
+    """No size is a multiple of anything, tiles are not of whole swizzles, NaN past lengths."""
+    case = small(name)
+    q_len, kv_len = rows or (case.q_len, case.kv_len)
+    sizes = {"q_len": q_len, "kv_len": kv_len, "head_dim": dims[0], "v_head_dim": dims[1]}
+    with mosaic.interpret():
+        check(dataclasses.replace(case, **sizes), config)
+
+
 EDGE = [
     case
     for case in cases.ATTENTION
@@ -240,7 +259,10 @@ COMPILED = [case.name for case in GRID if case.q_len == 8192] + [
 
 def compiled(name, target="h100", chooser=kernel.Config):
     """(the case, the configuration, what became of it)"""
-    case = case_named(name)
+    return compiled_case(case_named(name), target, chooser)
+
+
+def compiled_case(case, target="h100", chooser=kernel.Config):
     problem = problem_of(dataclasses.replace(case, batch=1, q_len=8, kv_len=8))
     sizes = {"batch": case.batch, "q_len": case.q_len, "kv_len": case.kv_len}
     gpu = {"h100": "sm90", "a100": "sm80", "b200": "sm100"}.get(target, target)
@@ -256,6 +278,20 @@ def compiled(name, target="h100", chooser=kernel.Config):
     config = chooser.default(problem)
     call = functools.partial(run, problem=problem, config=config)
     return case, config, mosaic.compile_for(call, inputs, target=target, sass=False)
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "rows, dim", [(197, 64), (577, 40), (729, 72), (1500, 88), (49, 24), (77, 104)]
+)
+def test_any_size_without_copies(rows, dim, dtype):
+    sizes = {"q_len": rows, "kv_len": rows, "head_dim": dim, "v_head_dim": dim, "dtype": dtype}
+    case = dataclasses.replace(case_named("t_equals_s"), **sizes)
+    _, _, report = compiled_case(case)
+    assert (report.launches, report.others, report.spill_bytes) == (1, (), 0)
+    assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
 
 
 # At the highest precision 64 keys with spills are faster than 32 without. Bytes, with either JAX.
