@@ -49,6 +49,7 @@ problems have files of their own, which are imported where they are needed:
   linear_scores.py      score functions that are a slope and an offset a row
   fetch_producer.py     K and V that other GPUs have
   float32_mainloop.py   float32, in terms of 16 bits
+  one_tile.py           heads whose keys are one kv tile, a consumer each
   sm90_defaults.py      the Config for a problem
 """
 
@@ -113,6 +114,8 @@ class Config:
     q_slots: int = 2  # q tiles of a consumer; 2: the next is loaded early, where there is room
     fetchers: int = 16  # blocks that begin by fetching K and V of other GPUs: see `fetch`
     claims: bool = False  # blocks claim work tiles, where each has a kv tile: see `claims`
+    # Consumers take work tiles of their own, where the keys of a head are a kv tile: `one_tile`.
+    apart: bool = False
 
     def __post_init__(self):
         check(
@@ -141,7 +144,13 @@ class Config:
 @functools.lru_cache(maxsize=256)
 def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     """The static values of a launch; kept, since all calls with the same facts share them."""
-    rows, linear, claimed = ROWS * config.warpgroups, False, False
+    linear, claimed, apart = False, False, False
+    if config.apart:
+        from pallas_attn.kernels.flash_fwd import one_tile
+
+        apart = one_tile.takes(problem, config.block_kv)
+    # A list of work tiles is a block's, or a consumer's.
+    rows, lists = (ROWS, config.warpgroups) if apart else (ROWS * config.warpgroups, 1)
     tiling = QueryTiling(problem.q_len, problem.kv_len, rows, config.block_kv)
     if problem.score_program is not None:
         from pallas_attn.kernels.attention import linear_scores
@@ -155,13 +164,14 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
         problem,
         config,
         tiling,
-        Distribution.of(problem, tiling, (config.grid, config.l2_heads), claims=claimed),
+        Distribution.of(problem, tiling, (config.grid * lists, config.l2_heads), claimed, lists),
         LogitRules.of(problem, config.block_kv, linear=linear),
         *_work_tiles_of(problem, claimed),
         _ranges_of(problem),
         _producer_of(problem),
         _mainloop_of(problem),
         panels=tma_operands.takes_panels(problem),
+        apart=apart,
     )
 
 
@@ -250,6 +260,10 @@ def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem
         from pallas_attn.kernels.flash_fwd import fetch
 
         fetched = fetch.scratch()
+    if plan.apart:
+        from pallas_attn.kernels.flash_fwd import one_tile
+
+        return one_tile.scratch(plan, out_widths)
     if plan.order.claims:
         from pallas_attn.kernels.flash_fwd import claims
 
@@ -326,7 +340,7 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
 
         def load_next_q() -> None:
             following = work_tile(ctx, turn.following)
-            load = functools.partial(_load_q, ctx, following, wg)
+            load = functools.partial(load_q, ctx, following, wg)
             pl.when(turn.has_next())(lambda: load(q_slot(turn.index + 1)))
 
         if double_buffered and may_be_empty:
@@ -357,13 +371,13 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
         return slot, record
 
     start = work_tiles.start(ctx, block)
-    _load_q(ctx, work_tile(ctx, start.codes[0]), wg, q_slot(0))
+    load_q(ctx, work_tile(ctx, start.codes[0]), wg, q_slot(0))
     record = ranges.read_for_rows(ctx, start.codes[0], wg)
     work_tiles.for_each_tile(ctx, block, start, one_tile, (jnp.int32(0), record))
     plgpu.wait_smem_to_gmem(0)
 
 
-def _load_q(ctx: KernelContext, tile: WorkTile, wg: Index, slot: Index) -> None:
+def load_q(ctx: KernelContext, tile: WorkTile, wg: Index, slot: Index) -> None:
     """The rows of a consumer."""
     refs, smem = ctx.refs, ctx.smem
     row = tile.row + wg * ROWS
@@ -439,7 +453,7 @@ def mainloop(
     state, slot = for_each_kv_tile(ctx.plan, rows.span, step, (state, ring.after(slot)))
     ring.wait(slot)
     v = panels.tiles(smem.v, slot)
-    acc = wgmma.add_value_panels(state.acc, _widened(state.p, v), v)
+    acc = wgmma.add_value_panels(state.acc, widened(state.p, v), v)
     ring.release(slot)
     return Result(acc, state.row_sum, state.row_max), ring.after(slot)
 
@@ -455,7 +469,7 @@ def _first_tile(
     if rows.segments is None:
         ring.release(slot)
     masked, first_rows = "first_masked" in ctx.plan.sections, rows.with_loaded_tile(rows.last)
-    s, online = _logits(ctx, first_rows, rows.span.hi - 1, slot, s, masked)
+    s, online = logits_of(ctx, first_rows, rows.span.hi - 1, slot, s, masked)
     if rows.segments is not None:
         ring.release(slot)
     unit, nothing = ctx.plan.logit_rules.unit, mosaic.filled((ROWS,), -jnp.inf)
@@ -483,12 +497,12 @@ def _step(  # noqa: PLR0913
 
     def matmuls(scores: RegisterTile, out: RegisterTiles) -> None:
         wgmma.score_panels(scores, q, k)
-        wgmma.value_panels(out, _widened(state.p, v), v)
+        wgmma.value_panels(out, widened(state.p, v), v)
         if turns is not None:
             turns.give()
 
     def softmax_of(s: RegisterTile) -> softmax.Step:
-        s, online = _logits(ctx, rows, t, slot, s, masked, whole)
+        s, online = logits_of(ctx, rows, t, slot, s, masked, whole)
         return online.next_step(
             s,
             ctx.plan.logit_rules.unit,
@@ -509,7 +523,7 @@ def _step(  # noqa: PLR0913
     return State(acc, row_sum + new.row_sum, new.row_max, p), ring.after(slot)
 
 
-def _widened(p: RegisterTile, v: tuple[SmemRef, ...]) -> RegisterTile:
+def widened(p: RegisterTile, v: tuple[SmemRef, ...]) -> RegisterTile:
     """Probabilities with a zero for each row of v past the kv tile: `QueryPlan.value_rows`."""
     idle = v[0].shape[0] - p.shape[1]
     return lax.concatenate([p, mosaic.filled((ROWS, idle), 0, p.dtype)], 1) if idle else p
@@ -538,7 +552,7 @@ def for_each_kv_tile(plan: Any, span: tiles.Span, step: Callable[..., Any], carr
     return loop(low, span.lo, True, carry) if "low" in plan.sections else carry
 
 
-def _logits(  # noqa: PLR0913
+def logits_of(  # noqa: PLR0913
     ctx: KernelContext,
     rows: QueryRows,
     t: Index,
@@ -564,10 +578,14 @@ def _kernel(refs: ForwardRefs, out: GmemRef, lse: GmemRef, *rest: Any, plan: Que
     if fetched:
         refs = refs._replace(fetching=refs.fetching._replace(k=fetched[0], v=fetched[1]))
     ctx = KernelContext(plan, refs._replace(out=out, lse=lse), smem)
+    if plan.apart:
+        from pallas_attn.kernels.flash_fwd import one_tile
+
+        return one_tile.consume(ctx, block, wg)
     produce = functools.partial(plan.produce, ctx, block)
     consume = functools.partial(_consume, ctx, block, wg)
     consumers = plan.config.warpgroups
-    mosaic.share_registers(wg, consumers, produce, consume, REGISTERS[consumers])
+    return mosaic.share_registers(wg, consumers, produce, consume, REGISTERS[consumers])
 
 
 def run(
@@ -586,9 +604,9 @@ def run(
         functools.partial(_kernel, plan=plan),
         out_type=(*_results(plan), *fetched),
         scratch_types=(scratch(plan),),
-        grid=(plan.order.grid,),
+        grid=(plan.order.blocks,),
         grid_names=("block",),
-        num_threads=config.warpgroups + 1,
+        num_threads=config.warpgroups + (0 if plan.apart else 1),
         thread_name="wg",
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_fwd_sm90",
