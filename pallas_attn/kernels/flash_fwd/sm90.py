@@ -49,6 +49,7 @@ problems have files of their own, which are imported where they are needed:
   linear_scores.py      score functions that are a slope and an offset a row
   fetch_producer.py     K and V that other GPUs have
   float32_mainloop.py   float32, in terms of 16 bits
+  one_tile.py           heads whose keys are one kv tile, a consumer each
   sm90_defaults.py      the Config for a problem
 """
 
@@ -77,10 +78,10 @@ from pallas_attn.kernels.attention.tiles import (
     WorkTile,
 )
 from pallas_attn.kernels.attention.tiles import limit as limit
-from pallas_attn.kernels.flash_fwd import producer, tile_scheduler
+from pallas_attn.kernels.flash_fwd import epilogue, producer, tile_scheduler
 from pallas_attn.kernels.flash_fwd.producer import Ring
 from pallas_attn.kernels.flash_fwd.tile_scheduler import Distribution, QueryPlan, Turn, work_tile
-from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.types import (
     Barrier,
@@ -89,6 +90,7 @@ from pallas_attn.kernels.lang.types import (
     Index,
     KernelConfig,
     RegisterTile,
+    RegisterTiles,
     SmemRef,
 )
 from pallas_attn.kernels.mma import wgmma
@@ -112,12 +114,14 @@ class Config:
     q_slots: int = 2  # q tiles of a consumer; 2: the next is loaded early, where there is room
     fetchers: int = 16  # blocks that begin by fetching K and V of other GPUs: see `fetch`
     claims: bool = False  # blocks claim work tiles, where each has a kv tile: see `claims`
+    # Consumers take work tiles of their own, where the keys of a head are a kv tile: `one_tile`.
+    apart: bool = False
 
     def __post_init__(self):
         check(
             self,
             warpgroups=(self.warpgroups in (1, 2, 3, 4), "1, 2, 3 or 4"),
-            block_kv=(16 <= self.block_kv <= 256 and self.block_kv % 16 == 0, "16, 32, .. 256"),
+            block_kv=(16 <= self.block_kv <= 256 and self.block_kv % 8 == 0, "16, 24, .. 256"),
             stages=(self.stages >= 2, "at least 2"),
             l2_heads=(self.l2_heads >= 0, "at least 0"),
             grid=(self.grid >= 0, "at least 0"),
@@ -140,7 +144,13 @@ class Config:
 @functools.lru_cache(maxsize=256)
 def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     """The static values of a launch; kept, since all calls with the same facts share them."""
-    rows, linear, claimed = ROWS * config.warpgroups, False, False
+    linear, claimed, apart = False, False, False
+    if config.apart:
+        from pallas_attn.kernels.flash_fwd import one_tile
+
+        apart = one_tile.takes(problem, config.block_kv)
+    # A list of work tiles is a block's, or a consumer's.
+    rows, lists = (ROWS, config.warpgroups) if apart else (ROWS * config.warpgroups, 1)
     tiling = QueryTiling(problem.q_len, problem.kv_len, rows, config.block_kv)
     if problem.score_program is not None:
         from pallas_attn.kernels.attention import linear_scores
@@ -154,12 +164,14 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
         problem,
         config,
         tiling,
-        Distribution.of(problem, tiling, (config.grid, config.l2_heads), claims=claimed),
+        Distribution.of(problem, tiling, (config.grid * lists, config.l2_heads), claimed, lists),
         LogitRules.of(problem, config.block_kv, linear=linear),
         *_work_tiles_of(problem, claimed),
         _ranges_of(problem),
         _producer_of(problem),
         _mainloop_of(problem),
+        panels=tma_operands.takes_panels(problem),
+        apart=apart,
     )
 
 
@@ -226,21 +238,19 @@ class Smem(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def scratch(plan: QueryPlan) -> Smem:
     """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
-    whole = plan.v.swizzle // plan.v.itemsize
-    if plan.config.block_kv % whole:
+    if plan.value_rows != plan.config.block_kv and plan.problem.dtype == "float32":
         raise ValueError(
-            f"Config.block_kv must be a multiple of {whole} where v_head_dim is "
-            f"{plan.problem.v_head_dim}: matmuls take probabilities by whole swizzles. "
-            f"Got {plan.config.block_kv}"
+            f"Config.block_kv must be a multiple of {plan.v.swizzle // plan.v.itemsize} where "
+            f"v_head_dim is {plan.problem.v_head_dim} and numbers are float32: matmuls take "
+            f"probabilities by whole swizzles. Got {plan.config.block_kv}"
         )
     q_slots = _q_slots(plan)
-    return _scratch(plan, q_slots, _out_width(plan, q_slots))
+    return _scratch(plan, q_slots, epilogue.staged_widths(plan, _room(plan, q_slots)))
 
 
-def _scratch(plan: QueryPlan, q_slots: int, out_width: int) -> Smem:
-    problem, config, qk, v = plan.problem, plan.config, plan.qk, plan.v
+def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem:
+    problem, config = plan.problem, plan.config
     q_tiles, ring = q_slots * config.warpgroups, (config.stages, config.block_kv)
-    out = (config.warpgroups, ROWS, out_width)
     segments, fetched, claimed = None, None, None
     if "q_segment_ids" in problem.arrays:
         from pallas_attn.kernels.flash_fwd import documents
@@ -250,51 +260,40 @@ def _scratch(plan: QueryPlan, q_slots: int, out_width: int) -> Smem:
         from pallas_attn.kernels.flash_fwd import fetch
 
         fetched = fetch.scratch()
+    if plan.apart:
+        from pallas_attn.kernels.flash_fwd import one_tile
+
+        return one_tile.scratch(plan, out_widths)
     if plan.order.claims:
         from pallas_attn.kernels.flash_fwd import claims
 
         claimed = claims.scratch()
-    ids, barrier = int(segments is not None), plgpu.Barrier
+    ids, barrier, copies = int(segments is not None), plgpu.Barrier, plan.qk.copies
+    entry = copies + producer.copies_of_values(plan) + ids
     return Smem(
-        q=mosaic.swizzled((q_tiles, ROWS, qk.columns), qk.dtype, qk.swizzle),
-        k=mosaic.swizzled((*ring, qk.columns), qk.dtype, qk.swizzle),
-        v=mosaic.swizzled((*ring, v.columns), v.dtype, v.swizzle),
-        out=mosaic.swizzled(out, problem.dtype, _out_swizzle(plan)) if out_width else None,
+        q=plan.qk.scratch(q_tiles, ROWS),
+        k=plan.qk.scratch(*ring),
+        v=plan.v.scratch(config.stages, plan.value_rows),
+        out=epilogue.scratch(plan, out_widths),
         segments=segments,
-        q_ready=barrier(num_barriers=q_tiles, num_arrivals=1 + 2 * ids),
-        ready=barrier(num_barriers=config.stages, num_arrivals=2 + ids),
+        q_ready=barrier(num_barriers=q_tiles, num_arrivals=copies + 2 * ids),
+        ready=barrier(num_barriers=config.stages, num_arrivals=entry),
         free=barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
         fetched=fetched,
         claims=claimed,
     )
 
 
-def _out_swizzle(plan: QueryPlan) -> int:
-    if plan.problem.dtype != "float32":
-        return plan.v.swizzle
-    return tma_operands.swizzle_of(plan.v.width * 4)
-
-
 def _room(plan: QueryPlan, q_slots: int) -> int:
     """Bytes of shared memory that are left for the output."""
-    return (
-        SMEM_LIMIT - BARRIERS - mosaic.REDUCTION_BYTES - mosaic.bytes_of(_scratch(plan, q_slots, 0))
-    )
+    others = mosaic.bytes_of(_scratch(plan, q_slots, ()))
+    return SMEM_LIMIT - BARRIERS - mosaic.REDUCTION_BYTES - others
 
 
 def _q_slots(plan: QueryPlan) -> int:
     """The slots of q: as many as were asked for, where there is room."""
     whole = plan.config.warpgroups * ROWS * plan.v.width * jnp.dtype(plan.problem.dtype).itemsize
     return plan.config.q_slots if _room(plan, 2) >= whole // 2 else 1
-
-
-def _out_width(plan: QueryPlan, q_slots: int) -> int:
-    """Columns of the output that are stored at a time: as many as there is room for."""
-    itemsize = jnp.dtype(plan.problem.dtype).itemsize
-    row, room = itemsize * plan.config.warpgroups * ROWS, _room(plan, q_slots)
-    swizzle = _out_swizzle(plan) // itemsize
-    widths = [n for n in range(plan.v.width, 0, -swizzle) if plan.v.width % n == 0]
-    return next((n for n in widths if row * n <= room), swizzle)
 
 
 def shares_keys(problem: AttentionProblem) -> bool:
@@ -330,7 +329,7 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
     """All work tiles of a block."""
     plan, smem = ctx.plan, ctx.smem
     work_tiles, ranges, consumers = plan.consumer_tiles, plan.ranges, plan.config.warpgroups
-    double_buffered = smem.q.shape[0] > consumers
+    double_buffered = smem.q_ready.shape[0] > consumers
     may_be_empty = "empty" in plan.sections and not ranges.never_empty(plan.problem)
 
     def q_slot(i: Index) -> Index:
@@ -341,7 +340,7 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
 
         def load_next_q() -> None:
             following = work_tile(ctx, turn.following)
-            load = functools.partial(_load_q, ctx, following, wg)
+            load = functools.partial(load_q, ctx, following, wg)
             pl.when(turn.has_next())(lambda: load(q_slot(turn.index + 1)))
 
         if double_buffered and may_be_empty:
@@ -368,23 +367,22 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
             plgpu.commit_smem()  # by now all warps have read it, and TMA will write there
             load_next_q()
         record = ranges.read_for_rows(ctx, turn.following, wg)  # under the epilogue
-        _epilogue(ctx, rows, result)
+        epilogue.store(ctx, rows, result)
         return slot, record
 
     start = work_tiles.start(ctx, block)
-    _load_q(ctx, work_tile(ctx, start.codes[0]), wg, q_slot(0))
+    load_q(ctx, work_tile(ctx, start.codes[0]), wg, q_slot(0))
     record = ranges.read_for_rows(ctx, start.codes[0], wg)
     work_tiles.for_each_tile(ctx, block, start, one_tile, (jnp.int32(0), record))
     plgpu.wait_smem_to_gmem(0)
 
 
-def _load_q(ctx: KernelContext, tile: WorkTile, wg: Index, slot: Index) -> None:
+def load_q(ctx: KernelContext, tile: WorkTile, wg: Index, slot: Index) -> None:
     """The rows of a consumer."""
     refs, smem = ctx.refs, ctx.smem
     row = tile.row + wg * ROWS
-    rows, columns = pl.ds(row, ROWS), mosaic.columns(refs.q, 0, smem.q.shape[-1], tile.head)
-    source = refs.q.at[tile.batch, rows, tile.head, columns]
-    plgpu.copy_gmem_to_smem(source, smem.q.at[slot], smem.q_ready.at[slot])
+    where = tile.batch, pl.ds(row, ROWS), tile.head
+    panels.load(refs.q, where, smem.q, slot, smem.q_ready.at[slot])
     if smem.segments is not None:
         from pallas_attn.kernels.flash_fwd import documents
 
@@ -409,7 +407,7 @@ def _release_unused(ctx: KernelContext, entries: Index, slot: Index) -> Index:
 class State(NamedTuple):
     """The carry from kv tile to kv tile."""
 
-    acc: RegisterTile  # [ROWS, v columns]: the output before it is divided
+    acc: RegisterTiles  # [ROWS, v columns], or each panel's: the output before it is divided
     row_sum: RegisterTile  # [ROWS, PARTIALS]
     row_max: RegisterTile  # [ROWS]
     p: RegisterTile  # [ROWS, block_kv]: of the tile whose values are still to come
@@ -418,14 +416,21 @@ class State(NamedTuple):
 class Result(NamedTuple):
     """The state of rows when all of their keys have been taken."""
 
-    acc: RegisterTile
+    acc: RegisterTiles
     row_sum: RegisterTile
     row_max: RegisterTile
 
 
+def _no_values(plan: Any) -> RegisterTiles:
+    """The accumulator of the output, or that of each panel."""
+    if plan.v.panels:
+        return tuple(mosaic.filled((ROWS, width), 0.0) for width in plan.v.panels)
+    return mosaic.filled((ROWS, plan.v.width), 0.0)
+
+
 def no_keys(plan: Any) -> Result:
     """The result of rows that need no kv tile."""
-    acc = mosaic.filled((ROWS, plan.v.width), 0.0)
+    acc = _no_values(plan)
     row_sum = mosaic.filled((ROWS, softmax.PARTIALS), 0.0)
     return Result(acc, row_sum, mosaic.filled((ROWS,), -jnp.inf))
 
@@ -447,7 +452,8 @@ def mainloop(
     step = functools.partial(_step, ctx, rows, turns)
     state, slot = for_each_kv_tile(ctx.plan, rows.span, step, (state, ring.after(slot)))
     ring.wait(slot)
-    acc = wgmma.matmul_add(state.acc, (state.p,), (smem.v.at[slot],))
+    v = panels.tiles(smem.v, slot)
+    acc = wgmma.add_value_panels(state.acc, widened(state.p, v), v)
     ring.release(slot)
     return Result(acc, state.row_sum, state.row_max), ring.after(slot)
 
@@ -457,19 +463,19 @@ def _first_tile(
 ) -> State:
     """The last kv tile, whose scores overlap with nothing but `meanwhile`."""
     ring, smem = Ring.of(ctx), ctx.smem
-    q, k = smem.q.at[rows.q_slot], smem.k.at[slot]
+    q, k = panels.tiles(smem.q, rows.q_slot), panels.tiles(smem.k, slot)
     ring.wait(slot)
-    s = wgmma.matmul((ROWS, k.shape[0]), (q,), (k.transpose((1, 0)),), meanwhile)
+    s = wgmma.matmul((ROWS, k[0].shape[0]), q, k, meanwhile, wgmma.score_panels)
     if rows.segments is None:
         ring.release(slot)
     masked, first_rows = "first_masked" in ctx.plan.sections, rows.with_loaded_tile(rows.last)
-    s, online = _logits(ctx, first_rows, rows.span.hi - 1, slot, s, masked)
+    s, online = logits_of(ctx, first_rows, rows.span.hi - 1, slot, s, masked)
     if rows.segments is not None:
         ring.release(slot)
     unit, nothing = ctx.plan.logit_rules.unit, mosaic.filled((ROWS,), -jnp.inf)
     new = online.step(s, unit, nothing, empty_ok=True)
-    acc = mosaic.filled((ROWS, smem.v.shape[-1]), 0.0)
-    return State(acc, new.row_sum, new.row_max, new.p.astype(smem.v.dtype))
+    p = new.p.astype(ctx.plan.v.dtype)
+    return State(_no_values(ctx.plan), new.row_sum, new.row_max, p)
 
 
 def _step(  # noqa: PLR0913
@@ -486,16 +492,17 @@ def _step(  # noqa: PLR0913
     ring.wait(slot)
     if turns is not None:
         turns.take()
-    q, k, v = smem.q.at[rows.q_slot], smem.k.at[slot], smem.v.at[slot]
+    q = panels.tiles(smem.q, rows.q_slot)
+    k, v = panels.tiles(smem.k, slot), panels.tiles(smem.v, slot)
 
-    def matmuls(scores: RegisterTile, out: RegisterTile) -> None:
-        plgpu.wgmma(scores, q, k.transpose((1, 0)))
-        plgpu.wgmma(out, state.p, v)
+    def matmuls(scores: RegisterTile, out: RegisterTiles) -> None:
+        wgmma.score_panels(scores, q, k)
+        wgmma.value_panels(out, widened(state.p, v), v)
         if turns is not None:
             turns.give()
 
     def softmax_of(s: RegisterTile) -> softmax.Step:
-        s, online = _logits(ctx, rows, t, slot, s, masked, whole)
+        s, online = logits_of(ctx, rows, t, slot, s, masked, whole)
         return online.next_step(
             s,
             ctx.plan.logit_rules.unit,
@@ -503,17 +510,23 @@ def _step(  # noqa: PLR0913
             empty_ok=masked is not False or ctx.plan.logit_rules.adds,
         )
 
-    scores_like = mosaic.filled((ROWS, k.shape[0]), 0.0)
+    scores_like = mosaic.filled((ROWS, k[0].shape[0]), 0.0)
     like = softmax.Step(
         scores_like, state.row_max, state.row_max, state.row_sum, jnp.int32(0) + slot
     )
-    acc, new = wgmma.overlapped(state.acc, like, matmuls, softmax_of)
+    acc, new = wgmma.overlapped(state.acc, like, matmuls, softmax_of, behind=len(v))
     ring.release(slot)
     acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
     # P is rounded after the wait: before it, ptxas takes the registers for operands of the matmul
     # in flight and serialises both (C7513).
-    p = new.p.astype(smem.v.dtype)
+    p = new.p.astype(ctx.plan.v.dtype)
     return State(acc, row_sum + new.row_sum, new.row_max, p), ring.after(slot)
+
+
+def widened(p: RegisterTile, v: tuple[SmemRef, ...]) -> RegisterTile:
+    """Probabilities with a zero for each row of v past the kv tile: `QueryPlan.value_rows`."""
+    idle = v[0].shape[0] - p.shape[1]
+    return lax.concatenate([p, mosaic.filled((ROWS, idle), 0, p.dtype)], 1) if idle else p
 
 
 def for_each_kv_tile(plan: Any, span: tiles.Span, step: Callable[..., Any], carry: Carry) -> Any:
@@ -539,7 +552,7 @@ def for_each_kv_tile(plan: Any, span: tiles.Span, step: Callable[..., Any], carr
     return loop(low, span.lo, True, carry) if "low" in plan.sections else carry
 
 
-def _logits(  # noqa: PLR0913
+def logits_of(  # noqa: PLR0913
     ctx: KernelContext,
     rows: QueryRows,
     t: Index,
@@ -556,35 +569,6 @@ def _logits(  # noqa: PLR0913
     return logits.masked_logits(ctx, rows, t, slot, s, masked, whole), softmax
 
 
-# ---- epilogue -----------------------------------------------------------------------------------
-
-
-def _epilogue(ctx: KernelContext, rows: QueryRows, result: Result) -> None:
-    """Divides by the row sums, and stores the output and the log-sum-exp."""
-    plan, refs, smem = ctx
-    acc, tile = result.acc, rows.tile
-    sink = None if refs.sinks is None else refs.sinks[tile.head]
-    factor, lse = softmax.finish(result.row_max, result.row_sum, sink)
-    if refs.units is not None:  # float32
-        head = lax.div(tile.head, jnp.int32(plan.problem.group))
-        factor = factor * refs.units[1, tile.batch, head]
-    acc = acc * mosaic.broadcast_rows(factor, acc.shape)
-    if tile.q_len is not None:
-        inside = mosaic.positions((ROWS,), 0, rows.row) < tile.q_len
-        lse = jnp.where(inside, lse, -jnp.inf)
-        acc = jnp.where(mosaic.broadcast_rows(inside, acc.shape), acc, 0.0)
-    mosaic.store(refs.lse.at[tile.batch, tile.head, pl.ds(rows.row, ROWS)], lse)
-    width, staged = smem.out.shape[-1], smem.out.at[rows.wg]
-    for column in range(0, plan.v.width, width):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        part = lax.slice(acc, (0, column), (ROWS, column + width))
-        staged[...] = part.astype(staged.dtype)
-        plgpu.commit_smem()
-        columns = mosaic.columns(refs.out, column, width, tile.head)
-        where = (tile.batch, pl.ds(rows.row, ROWS), tile.head, columns)
-        plgpu.copy_smem_to_gmem(staged, refs.out.at[where])
-
-
 # ---- the kernel and its call --------------------------------------------------------------------
 
 
@@ -594,10 +578,14 @@ def _kernel(refs: ForwardRefs, out: GmemRef, lse: GmemRef, *rest: Any, plan: Que
     if fetched:
         refs = refs._replace(fetching=refs.fetching._replace(k=fetched[0], v=fetched[1]))
     ctx = KernelContext(plan, refs._replace(out=out, lse=lse), smem)
+    if plan.apart:
+        from pallas_attn.kernels.flash_fwd import one_tile
+
+        return one_tile.consume(ctx, block, wg)
     produce = functools.partial(plan.produce, ctx, block)
     consume = functools.partial(_consume, ctx, block, wg)
     consumers = plan.config.warpgroups
-    mosaic.share_registers(wg, consumers, produce, consume, REGISTERS[consumers])
+    return mosaic.share_registers(wg, consumers, produce, consume, REGISTERS[consumers])
 
 
 def run(
@@ -616,24 +604,26 @@ def run(
         functools.partial(_kernel, plan=plan),
         out_type=(*_results(plan), *fetched),
         scratch_types=(scratch(plan),),
-        grid=(plan.order.grid,),
+        grid=(plan.order.blocks,),
         grid_names=("block",),
-        num_threads=config.warpgroups + 1,
+        num_threads=config.warpgroups + (0 if plan.apart else 1),
         thread_name="wg",
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_fwd_sm90",
     )
     out, lse, *_ = kernel(refs)
-    return out[:, : problem.q_len, :, : problem.v_head_dim], lse[:, :, : problem.q_len]
+    return out[:, : problem.q_len, :, : problem.v_head_dim], lse
 
 
 @functools.lru_cache(maxsize=256)
 def _results(plan: QueryPlan) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """The output, in sizes that TMA writes whole, and the log-sum-exp."""
+    """The output, without panels in sizes that TMA writes whole, and the log-sum-exp."""
     problem = plan.problem
     width = plan.v.width if problem.dtype == "float32" else problem.v_head_dim
     rows, columns = tma_operands.rows_in_tma(problem.q_len), tma_operands.width_in_tma(width)
-    out, lse = (rows, problem.q_heads, columns), (problem.q_heads, plan.tiling.padded_rows)
+    if plan.panels:
+        rows, columns = problem.q_len, width
+    out, lse = (rows, problem.q_heads, columns), (problem.q_heads, problem.q_len)
     return (
         jax.ShapeDtypeStruct((problem.batch, *out), problem.dtype),
         jax.ShapeDtypeStruct((problem.batch, *lse), jnp.float32),
@@ -642,8 +632,7 @@ def _results(plan: QueryPlan) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruc
 
 def _operands(plan: QueryPlan, inputs: AttentionInputs) -> ForwardRefs:
     """Global memory that the kernel reads. XLA copies: q, k and v where they are float32 (see
-    mma/wgmma.py); they (and the output, afterwards) where T or S is above 8 and no multiple of 8,
-    or a head dim above 64 and no multiple of 16, which Mosaic's TMA would clip; bias and mask_array
+    mma/wgmma.py), or those of several GPUs in sizes that `lang.panels` is for; bias and mask_array
     where T or S is no multiple of a tile; segment ids; one value tile a sequence where there are
     kv_lengths.
     """
@@ -654,7 +643,7 @@ def _operands(plan: QueryPlan, inputs: AttentionInputs) -> ForwardRefs:
         from pallas_attn.kernels.flash_fwd import float32_mainloop
 
         fields |= float32_mainloop.operands(plan, inputs)
-    elif plan.is_padded:
+    elif plan.is_padded and not plan.panels:
         fields |= {name: tma_operands.for_tma(getattr(inputs, name)) for name in "qkv"}
     if problem.mask_program is not None or problem.score_program is not None:
         from pallas_attn.kernels.attention import functions
