@@ -247,13 +247,9 @@ def attention_backward(
     """
     inputs, *rows = residuals
     floats = [name for name in FLOATS if getattr(inputs, name) is not None]
-    remedy = 'pass implementation="reference" to the forward call'
-    limit = Limit("kernels have first derivatives only", remedy)
-    leaves, tree = jax.tree.flatten((inputs, *rows))
-    inputs, *rows = jax.tree.unflatten(tree, _underived(problem, limit)(*leaves))
     gradients = dict(zip(floats, _gradients(kernel, problem, inputs, tuple(rows)), strict=True))
     gradients = {
-        name: sharding.gradient_of(getattr(residuals[0], name), x) for name, x in gradients.items()
+        name: sharding.gradient_of(getattr(inputs, name), x) for name, x in gradients.items()
     }
     nothing: Any = None
     aux = (nothing,) * len(inputs.mask_aux), (nothing,) * len(inputs.score_aux)
