@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._autodiff import derivative
-from pallas_attn._autodiff.derivative import KernelCall
-from pallas_attn._call import bind, checks, dispatch, sharding
+from pallas_attn._autodiff import linear
+from pallas_attn._autodiff.derivative import Attention, KernelCall
+from pallas_attn._call import batching, bind, checks, dispatch, sharding
 from pallas_attn._call.bind import AttentionOptions
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._context_parallel import attention, heads
@@ -153,7 +154,7 @@ def flash_attention_with_lse(  # noqa: PLR0913
         problem, inputs = bind.packed_attention(q, k, v, (q_starts, kv_starts), options)
         out, lse = _attend(problem, inputs, implementation)
         return out[0], lse[0]
-    if (checked_context := checked(context)) is not None and shards_of(checked_context) == 1:
+    if context is not None and checked(context) and shards_of(context) == 1:
         options = options._replace(context=None)
     problem, inputs = bind.attention(q, k, v, options)
     return _attend(problem, inputs, implementation, options.context)
@@ -178,7 +179,10 @@ def _attend(
     chosen = dispatch.select(problem, implementation)
     if isinstance(chosen, dispatch.Reference):
         return chosen.run(inputs, problem)
-    return derivative.attended(KernelCall(chosen, problem, implementation), inputs)
+    run = functools.partial(batching.compiled_once, batching.attention, chosen, problem)
+    call = KernelCall(problem, implementation, run)
+    out, lse = linear.differentiable(Attention, call, inputs)
+    return out, lse
 
 
 def _attend_padded(

@@ -27,6 +27,7 @@ Arrays = tuple[Array, ...]
 Results = tuple[Array, Array]  # out and lse, or their tangents or cotangents
 Rows = tuple[Array, Array, Array, Array]  # out, lse and their cotangents
 Named = dict[str, Array]
+MOVING = ("q", "k", "v", "bias")  # inputs along which kernels compute tangents
 
 
 class Call(Protocol):
@@ -50,13 +51,6 @@ class Call(Protocol):
         """(out, lse), by operations that jax differentiates."""
 
 
-def attended(call: Call, inputs: AttentionInputs) -> Results:
-    """`call.run(inputs)`, which is differentiable."""
-    arrays, tree = jax.tree.flatten(inputs)
-    out, lse = linear.differentiable(Attention(call, tree), arrays)
-    return out, lse
-
-
 @dataclasses.dataclass(frozen=True)
 class Attention:
     """A call as a function of the leaves of its inputs."""
@@ -64,7 +58,7 @@ class Attention:
     call: Call
     tree: PyTreeDef  # structure of the inputs
 
-    def run(self, arrays: Arrays) -> Results:
+    def evaluate(self, arrays: Arrays) -> Results:
         return self.call.run(jax.tree.unflatten(self.tree, arrays))
 
     def named(self, results: Arrays) -> Results:
@@ -149,20 +143,35 @@ def _typed(array: Array, gradient: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class KernelCall:
-    """A call by a kernel. `implementation`: the argument of the call, by which kernels of its
-    derivatives are chosen when there are any.
+    """A call by a kernel, which `run(inputs)` runs. `implementation`: the argument of the call, by
+    which kernels of its derivatives are chosen when there are any.
     """
 
-    chosen: Any  # `_call.kernel.Chosen`
     problem: AttentionProblem
     implementation: str | None
-
-    def run(self, inputs: AttentionInputs) -> Results:
-        return batching.compiled_once(batching.attention, self.chosen, self.problem, inputs)
+    run: Callable[[AttentionInputs], Results] = dataclasses.field(compare=False)
 
     def tangents(self, inputs: AttentionInputs, results: Results, tangents: Named) -> Results:
-        del results
-        return by_definition(self, inputs, tangents)
+        by_kernel = {name: x for name, x in tangents.items() if name in MOVING}
+        kernel, problem = self._kernel(inputs, tuple(sorted(by_kernel)))
+        if kernel is None:
+            return by_definition(self, inputs, tangents)
+        residuals = (inputs._replace(sinks=None), *results, by_kernel)
+        parts = [batching.compiled_once(batching.attention_tangents, kernel, problem, residuals)]
+        if "sinks" in tangents:
+            parts.append(_along_sinks(inputs, results, tangents["sinks"]))
+        if rest := {name: x for name, x in tangents.items() if name not in (*MOVING, "sinks")}:
+            parts.append(by_definition(self, inputs, rest))
+        out, lse = (sum(each[1:], each[0]) for each in zip(*parts, strict=True))
+        return out, lse
+
+    def _kernel(self, inputs: AttentionInputs, names: tuple[str, ...]) -> tuple[Any, Any]:
+        """The kernel for tangents of inputs of these names, or None, and its problem."""
+        if not names:
+            return None, None
+        problem = dataclasses.replace(self.problem, op="flash_jvp", tangents=names)
+        problem = batching.resized(problem, inputs._replace(sinks=None))
+        return dispatch.of_tangents(problem, self.implementation), problem
 
     def gradients(self, inputs: AttentionInputs, rows: Rows) -> Named:
         problem = dataclasses.replace(self.problem, op="flash_backward")
@@ -177,6 +186,16 @@ class KernelCall:
 
     def definition(self, inputs: AttentionInputs) -> Results:
         return by_rows.attention(self.problem, inputs)
+
+
+def _along_sinks(inputs: AttentionInputs, results: Results, along: Array) -> Results:
+    """A sink is one more logit, of no value."""
+    out, lse = results
+    sinks, along = (x.astype(lse.dtype)[None, :, None] for x in (inputs.sinks, along))
+    moved = jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks - jnp.where(lse == -jnp.inf, 0, lse)))
+    moved = moved * along
+    by_row = moved.swapaxes(1, 2)[..., None]
+    return -(by_row * out.astype(lse.dtype)).astype(out.dtype), moved
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -3,7 +3,8 @@ jax.
 
 A derivative of attention is linear in tangents, and kernels compute both it and its transpose.
 jax's custom_vjp has no forward mode, and a loop whose gradient is differentiated loses the rule of
-its custom_jvp. So `differentiable` binds a primitive, whose derivative is another one, of
+its custom_jvp. So `differentiable` binds a
+primitive, whose derivative is another one, of
 `call`: jax.vmap maps both directions (`Mapped`), a transposition swaps them (`Transposed`), and a
 derivative along the residuals is that of `definition`, the same operation by operations of jax,
 any number of times.
@@ -53,7 +54,7 @@ class Linear(Protocol):
 class Function(Protocol):
     """A function of arrays: a static, hashable value."""
 
-    def run(self, arrays: Arrays) -> Arrays:
+    def evaluate(self, arrays: Arrays) -> Arrays:
         """The results."""
 
     def named(self, results: Arrays) -> Arrays:
@@ -141,8 +142,8 @@ class MappedFunction:
     size: int
     dims: Dims
 
-    def run(self, arrays: Arrays) -> Arrays:
-        return jax.vmap(self.of.run, (self.dims,), axis_size=self.size)(arrays)
+    def evaluate(self, arrays: Arrays) -> Arrays:
+        return jax.vmap(self.of.evaluate, (self.dims,), axis_size=self.size)(arrays)
 
     def named(self, results: Arrays) -> Arrays:
         return self.of.named(results)
@@ -158,13 +159,16 @@ _function = Primitive("pallas_attn_function")
 _function.multiple_results = True
 
 
-def differentiable(function: Function, arrays: Sequence[Array]) -> list[Array]:
-    """`function.run(arrays)`, which jax differentiates and maps."""
+def differentiable(function: Callable[..., Function], call: Any, inputs: Any) -> tuple[Array, ...]:
+    """`call.run(inputs)`, of a tree of arrays, which jax differentiates and maps as
+    `function(call, structure of inputs)` says.
+    """
+    arrays, tree = jax.tree.flatten(inputs)
     if not any([isinstance(x, jax.core.Tracer) for x in arrays]):
-        return list(function.run(tuple(arrays)))
+        return call.run(inputs)
     # Traced here, where meshes and context variables are those of the call.
-    jaxpr = jax.make_jaxpr(function.run)(tuple(arrays))
-    return list(_function.bind(*arrays, function=function, jaxpr=jaxpr))
+    jaxpr = jax.make_jaxpr(call.run)(inputs)
+    return tuple(_function.bind(*arrays, function=function(call, tree), jaxpr=jaxpr))
 
 
 def _run(*arrays: Array, function: Function, jaxpr: Any) -> list[Array]:
@@ -195,7 +199,9 @@ def _batch_function(
     arrays: Sequence[Array], dims: Sequence[Any], *, function: Function, jaxpr: Any
 ) -> Any:
     del jaxpr
-    results = differentiable(MappedFunction(function, _size(arrays, dims), tuple(dims)), arrays)
+    mapped = MappedFunction(function, _size(arrays, dims), tuple(dims))
+    jaxpr = jax.make_jaxpr(mapped.evaluate)(tuple(arrays))
+    results = _function.bind(*arrays, function=mapped, jaxpr=jaxpr)
     return results, [0] * len(results)
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._autodiff import by_rows, derivative, score_gradients
+from pallas_attn._autodiff import by_rows, derivative, linear, score_gradients
 from pallas_attn._autodiff.derivative import Named, Results, Rows
 from pallas_attn._call import sharding
 from pallas_attn._call.problem import AttentionInputs
@@ -22,7 +22,8 @@ Array = jax.Array
 
 def attend(split: Split, inputs: AttentionInputs) -> Results:
     """(out, lse) of this device's rows."""
-    return derivative.attended(SplitCall(split), inputs)
+    out, lse = linear.differentiable(derivative.Attention, SplitCall(split), inputs)
+    return out, lse
 
 
 @dataclasses.dataclass(frozen=True)
