@@ -9,17 +9,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from pallas_attn._autodiff import score_gradients
+from pallas_attn._autodiff import linear
+from pallas_attn._autodiff.derivative import Attention, KernelCall
 from pallas_attn._call import batching, bind, checks, dispatch, sharding
 from pallas_attn._call.bind import AttentionOptions
-from pallas_attn._call.kernel import Chosen
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._context_parallel import attention, heads
 from pallas_attn._context_parallel.layout import Split
 from pallas_attn.context import Context, checked, shards_of
-from pallas_attn.errors import Limit, UnsupportedError
 from pallas_attn.masks import CAUSAL, FULL, LONGEST, Mask, MaskFunction
 from pallas_attn.rotary import Rotary
 from pallas_attn.scores import ScoreFunction
@@ -174,7 +172,7 @@ def flash_attention_with_lse(  # noqa: PLR0913
         problem, inputs = bind.packed_attention(q, k, v, (q_starts, kv_starts), options)
         out, lse = _attend(problem, inputs, implementation)
         return out[0], lse[0]
-    if (checked_context := checked(context)) is not None and shards_of(checked_context) == 1:
+    if context is not None and checked(context) and shards_of(context) == 1:
         options = options._replace(context=None)
     problem, inputs = bind.attention(q, k, v, options)
     return _attend(problem, inputs, implementation, options.context)
@@ -199,25 +197,10 @@ def _attend(
     chosen = dispatch.select(problem, implementation)
     if isinstance(chosen, dispatch.Reference):
         return chosen.run(inputs, problem)
-    try:
-        if problem.score_program is None:
-            return _kernel_attention(chosen, problem, implementation, inputs)
-        attend = functools.partial(_kernel_attention, chosen, problem, implementation)
-        gradients = functools.partial(score_gradients.of_call, problem)
-        return score_gradients.attended(attend, inputs, gradients)
-    except TypeError as error:
-        # jax runs no rule of ours in forward mode: it raises where the tangent of a custom_vjp is
-        # evaluated, a plain TypeError that its text alone tells from others. A test holds the text
-        # in every supported version.
-        if "(jvp)" not in str(error):
-            raise
-        only_reverse = Limit(
-            "it has reverse-mode derivatives only",
-            'pass implementation="reference" where jvp, jacfwd or a hessian goes through it',
-        )
-        raise UnsupportedError(
-            f"Forward mode through {problem}", {chosen.name: only_reverse}
-        ) from error
+    run = functools.partial(batching.compiled_once, batching.attention, chosen, problem)
+    call = KernelCall(problem, implementation, run)
+    out, lse = linear.differentiable(Attention, call, inputs)
+    return out, lse
 
 
 def _attend_padded(
@@ -263,39 +246,6 @@ def _nothing_seen(problem: AttentionProblem, q: Array) -> tuple[Array, Array]:
     out = jnp.broadcast_to(rows, (*rows.shape[:3], problem.v_head_dim))
     lse = jnp.swapaxes(rows[..., 0], 1, 2).astype(problem.lse_dtype)
     return out, jnp.full_like(lse, -jnp.inf)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _kernel_attention(
-    chosen: Chosen,
-    problem: AttentionProblem,
-    implementation: str | None,
-    inputs: AttentionInputs,
-) -> tuple[Array, Array]:
-    """(out, lse) by the chosen kernel. `implementation`: the argument of the call, by which the
-    backward's kernel is chosen when there is one.
-    """
-    del implementation
-    return batching.compiled_once(batching.attention, chosen, problem, inputs)
-
-
-def _kernel_forward(chosen, problem, implementation, inputs):
-    out, lse = _kernel_attention(chosen, problem, implementation, inputs)
-    # Names for policies of jax.checkpoint: with both saved, only q, k and v are computed again.
-    out = checkpoint_name(out, "flash_attention_out")
-    lse = checkpoint_name(lse, "flash_attention_lse")
-    return (out, lse), (inputs, out, lse)
-
-
-def _kernel_backward(chosen, problem, implementation, residuals, cotangents):
-    del chosen
-    problem = dataclasses.replace(problem, op="flash_backward")
-    chosen = dispatch.select(problem, implementation)
-    residuals = (*residuals, *cotangents)
-    return (batching.compiled_once(batching.attention_backward, chosen, problem, residuals),)
-
-
-_kernel_attention.defvjp(_kernel_forward, _kernel_backward)
 
 
 def dot_product_attention(  # noqa: PLR0913

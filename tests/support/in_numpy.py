@@ -484,6 +484,14 @@ def _call(eqn, jaxpr=None, call_jaxpr=None, fun_jaxpr=None, call=None, **_):
     return _program(jaxpr or call_jaxpr or fun_jaxpr or call)
 
 
+def _linear(eqn, jaxpr, run, count, **_):
+    """`_autodiff.linear`, which traces its operation late where it is transposed as a rule."""
+    if jaxpr is None:
+        types = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
+        jaxpr = jax.make_jaxpr(run)(tuple(types[:count]), tuple(types[count:]))
+    return _program(jaxpr)
+
+
 def _while(eqn, cond_jaxpr, body_jaxpr, cond_nconsts, body_nconsts):
     del eqn
     condition, body = _program(cond_jaxpr), _program(body_jaxpr)
@@ -539,6 +547,8 @@ def _callback(eqn, callback, result_avals, **_):
 CALLS = {"io_callback", "while", "cond", "scan"}
 CALLS |= {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
 CALLS |= {
+    "pallas_attn_function",
+    "pallas_attn_linear",
     "remat2",
     "checkpoint",
     "custom_vmap_call",
@@ -597,6 +607,7 @@ RULES: dict[str, Callable[..., Rule]] = {
     "shard_map": devices_in_numpy.shard_map(_steps_of),
     **devices_in_numpy.COLLECTIVES,
     **dict.fromkeys(CALLS - {"io_callback", "while", "cond", "scan"}, _call),
+    "pallas_attn_linear": _linear,
 }
 
 
