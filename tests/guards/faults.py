@@ -26,6 +26,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 
+from tests.guards.seeded import SEEDS
+
 ROOT = pathlib.Path(__file__).parents[2]
 Change = tuple[str, str]  # a text, and the one in its place
 MARK = re.compile(r"# fault ([a-z0-9_, ]+)$")
@@ -799,6 +801,9 @@ FAULTS |= {
     name: MarkedFault(name, test, changes if isinstance(changes, list) else [changes])
     for test, entries in MARKED.items()
     for name, changes in entries.items()
+}
+FAULTS |= {
+    name: Fault(*seed, test) for test, seeds in SEEDS.items() for name, seed in seeds.items()
 }
 
 
