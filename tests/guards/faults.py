@@ -310,9 +310,9 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "forward_stores_the_lse_of_rows_past_the_end": Fault(
         "pallas_attn/kernels/mma/row_numbers.py",
-        "some = values[: max(0, length - int(row))]",
-        "some = values[: max(0, length + 1 - int(row))]",
-        f"{TEST_FWD} -k 'test_any_size_interpreted and 77'",
+        "inside = (ours & (row + below < length)).value",
+        "inside = (ours & (row + below <= length)).value",
+        "tests/guards/test_emitted_code.py -k numbers_of_rows",
     ),
     "consumers_apart_read_values_that_are_under_way": Fault(
         f"{FWD}/one_tile.py",
