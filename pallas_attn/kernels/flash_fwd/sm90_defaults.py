@@ -57,6 +57,8 @@ _ROW_COSTS = {
 
 def _of_few_rows(problem: AttentionProblem, dim: int, made: Callable[..., Config]) -> Config:
     """The Config that leaves few rows and keys of its tiles idle. Measured from 33 to 2047 rows."""
+    if _gains_by_consumers_apart(problem, dim):
+        return made(4, block_kv=64 if problem.kv_len <= 64 else 128, stages=2, apart=True)
     keys, bias = problem.kv_len, "bias" in problem.arrays
     costs = dict(next(costs for widest, costs in _ROW_COSTS.items() if dim <= widest))
     if dim > 64 and (bias or keys <= 128):  # registers
@@ -83,6 +85,15 @@ def _of_few_rows(problem: AttentionProblem, dim: int, made: Callable[..., Config
     if keys <= 128:  # a loop of one step is not a loop: ptxas would spill
         return made(4, block_kv=128, stages=2)
     return made(4, block_kv=64, stages=6 if dim <= 64 else 4)
+
+
+def _gains_by_consumers_apart(problem: AttentionProblem, dim: int) -> bool:
+    """Whether heads are so small that each consumer takes one: see `one_tile`."""
+    from pallas_attn.kernels.flash_fwd import one_tile
+
+    most = 128 if dim <= 32 else 64 if dim <= 64 else 0
+    tiles = problem.batch * problem.q_heads * cdiv(problem.q_len, ROWS)
+    return problem.q_len <= 128 and tiles > BLOCKS and one_tile.takes(problem, most)
 
 
 # Heads of an L2 group, by mask and widest head dim, from a query length on; 0: `heads_of_l2_group`.
