@@ -71,19 +71,20 @@ def _of_few_rows(problem: AttentionProblem, dim: int, made: Callable[..., Config
         return costs[consumers] * consumers * cdiv(tiles, BLOCKS)
 
     consumers = min(costs, key=time_of)
-    if consumers == 1 and keys <= 128:
+    if 64 < keys <= 128:
+        # All in one tile. Of two, the loop over all but the first has one step, which ptxas takes
+        # for no loop, and spills.
+        fits = not {"bias", "mask_array"} & set(problem.arrays) and problem.mask_program is None
+        return made(consumers, round_up(keys, 8) if fits else 128, stages=4 if dim <= 64 else 2)
+    if consumers == 1 and keys <= 64:
         return made(1, block_kv=64, stages=6 if dim <= 80 else 4)
-    if consumers == 1:
-        return made(1, block_kv=128, stages=4 if dim <= 64 else 2)
-    if consumers == 2:
-        wide = keys <= 128 or dim <= 64 or bias
-        return made(2, block_kv=128 if wide else 64, stages=4 if dim <= 64 or not wide else 2)
+    if consumers < 3:
+        wide = keys >= 512 or dim <= 64 or bias or consumers == 1
+        return made(consumers, 128 if wide else 64, stages=4 if dim <= 64 or not wide else 2)
     if consumers == 3:
-        if dim <= 64 and (keys <= 128 or keys >= 768 or bias):
+        if dim <= 64 and (keys >= 768 or bias):
             return made(3, block_kv=128, stages=4)
         return made(3, block_kv=64, stages=4 if dim <= 96 else 3)
-    if keys <= 128:  # a loop of one step is not a loop: ptxas would spill
-        return made(4, block_kv=128, stages=2)
     return made(4, block_kv=64, stages=6 if dim <= 64 else 4)
 
 
