@@ -14,12 +14,15 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn import attention
 from pallas_attn._autodiff import by_rows
 from pallas_attn._call import device, dispatch
 from pallas_attn._functions import program as _program
 from pallas_attn._functions import tracing
 from pallas_attn.kernels.attention import linear_scores
+from tests.parallel.test_kernels_batched_and_sharded import (
+    BackwardInPlaceOfAKernel,
+    InPlaceOfAKernel,
+)
 from tests.support import in_numpy
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
