@@ -36,9 +36,16 @@ from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import score_mod, softmax, tma_operands
+from pallas_attn.kernels.attention import logits, score_mod, softmax, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile, load_tile
-from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile, kv_batch
+from pallas_attn.kernels.attention.tiles import (
+    ROWS,
+    KernelContext,
+    QueryRows,
+    Span,
+    WorkTile,
+    kv_batch,
+)
 from pallas_attn.kernels.flash_bwd.producer import Ring, load_rows, store_rows
 from pallas_attn.kernels.flash_bwd.sm90_dq import kv_tile_of, span_of
 from pallas_attn.kernels.flash_fwd import tile_scheduler
@@ -293,7 +300,7 @@ def _weights(  # noqa: PLR0913
     key = kv_tile_of(ctx, tile, t) * plan.config.block_kv
     where = (tile.batch, tile.head, rows.row, key, tile.q_offset, tile.kv_len, tile.mask)
     logit_tile = LogitTile(*where, q_axis=0)
-    p, slope = score_mod.probabilities(ctx, logit_tile, s, rows.lse, rows.needs_mask(t))
+    p, slope = _probabilities(ctx, rows, t, logit_tile, s)
     left: list[RegisterTile] = [p] if "v" in problem.tangents else []
     s_dot: Any = None
     if len(accs) > 1:
@@ -310,6 +317,22 @@ def _weights(  # noqa: PLR0913
         row_sum = row_sum + softmax.partials(moved, operator.add)
         left.append(moved)
     return Weights(tuple([x.astype(problem.dtype) for x in left]), row_sum)
+
+
+def _probabilities(
+    ctx: KernelContext, rows: TangentRows, t: Index, logit_tile: LogitTile, s: RegisterTile
+) -> tuple[RegisterTile, RegisterTile | None]:
+    """Scores of kv tile t -> P, and the derivative of the logits by the scaled score, or None: 1."""
+    plan, slope = ctx.plan, None
+    if plan.logit_rules.unit is None:
+        s, slope = logits.scaled(ctx, logit_tile, s)
+    mask = functools.partial(score_mod.apply_mask, ctx, logit_tile)
+    if not (plan.is_listed or plan.has("q_segment_ids")):
+        own = QueryRows(rows.tile, rows.row, rows.wg, rows.span)
+        mask = functools.partial(logits.mask_rows, ctx, own, t, None)
+    if {"first_masked", "high", "low"} & plan.sections:
+        s = lax.cond(rows.needs_mask(t), mask, lambda s: s, s)
+    return score_mod.exponentials(plan, s, mosaic.broadcast_rows(rows.lse, s.shape)), slope
 
 
 # ---- the mainloop -------------------------------------------------------------------------------
