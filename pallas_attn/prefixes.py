@@ -225,8 +225,8 @@ def _renewed(shared: SharedPrefixes, now: Now) -> SharedPrefixes:
     new = jnp.int32(shared.tokens) if starts is None else jnp.diff(starts)
     kept &= lengths - new >= shared.covered * size  # both at least 0, or covered is 0
     kept &= lengths <= width * size
-    if starts is not None:
-        same = jnp.equal(starts, shared.starts)
+    if starts is not None and shared.starts is not None:
+        same = starts == shared.starts
         kept &= same[:-1] & same[1:]
         owners, owned = _owners(starts, shared.tokens)
         by_row = kept[owners] & owned
