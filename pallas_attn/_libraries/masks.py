@@ -165,10 +165,9 @@ def _read(mask: np.ndarray, rows: tuple[int, int]) -> SparseMask:
     for band in bands:
         if (seen == (counts & band.dense(*rows))).all():
             return SparseMask(rows, band, **_counting(q_counts, kv_counts, lead))
-    first = np.where(
-        q_counts, seen.argmax(-1), rows[1]
-    )  # the first key that a query sees: its segment
-    own = np.take_along_axis(first, seen.argmax(-2), -1)  # segments of the first query of each key
+    # A query's segment is the first key that it sees, a key's is that of the first query to see it.
+    first = np.where(q_counts, seen.argmax(-1), rows[1])
+    own = np.take_along_axis(first, seen.argmax(-2), -1)
     kv_first = np.where(kv_counts, own, rows[1] + 1)
     same = first[:, :, None] == kv_first[:, None]
     for band in bands[:2]:
