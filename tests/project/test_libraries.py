@@ -271,14 +271,22 @@ def test_nnx(rng, how):
     same(lambda x: ours(x, **how), lambda x: layer(x, **how), x_of(rng))
 
 
-@pytest.mark.parametrize("positions", [None, np.stack([np.arange(T), np.arange(T)[::-1]])])
+@pytest.mark.parametrize("positions", [None, np.arange(T)[::-1]], ids=["rows", "own"])
 def test_rope_of_nnx(rng, positions):
+    """`nnx.dot_product_attention_with_rope` as it is without positions; with them it maps them over
+    heads, so each head is turned alone here.
+    """
     from flax import nnx
+
+    def of_heads(query, key, value, input_positions, **rest):
+        turn = jax.vmap(lambda x: nnx.RoPE()(x, input_positions), in_axes=-2, out_axes=-2)
+        return nnx.dot_product_attention(turn(query), turn(key), value, **rest)
 
     make = functools.partial(nnx.MultiHeadAttention, 4, 32, decode=False)
     rope = functools.partial(nnx.dot_product_attention_with_rope, rope=nnx.RoPE())
+    theirs = rope if positions is None else of_heads
     flash = functools.partial(attention_fn, rotary=pa.Rotary.create(T, 8))
-    ours, layer = (make(rngs=nnx.Rngs(0), attention_fn=f) for f in (flash, rope))
+    ours, layer = (make(rngs=nnx.Rngs(0), attention_fn=f) for f in (flash, theirs))
     how = {"is_causal": True, "input_positions": positions}
     same(lambda x: ours(x, **how), lambda x: layer(x, **how), x_of(rng))
     with pytest.raises(ValueError, match="^input_positions: expected None without rotary"):
