@@ -1,8 +1,8 @@
 """Hazards between the four warps of a warpgroup, which JAX's race detector takes for one thread.
 
-Two places of each warpgroup's clock say up to where all its warps have come (`Met`): they move where
-the warpgroup meets, by `commit_smem`, by a wait for copies out of shared memory, by `sync` of a
-program, and by an mbarrier that it has arrived at and waited for. Mosaic's own barriers around
+Two places of each warpgroup's clock say up to where all its warps have come (`Met`): they move
+where the warpgroup meets, by `commit_smem`, by a wait for copies out of shared memory, by `sync` of
+a program, and by an mbarrier that it has arrived at and waited for. Mosaic's own barriers around
 stores and before copies count where a kernel has them (`mosaic.without_barriers` turns them off).
 
 - One thread issues a TMA copy. The copy into shared memory follows matmuls of its warpgroup only up
