@@ -248,6 +248,10 @@ def _inline_mgpu(self, eqn, token, get_values):
         mark = functools.partial(_mark_unused, matmuls=matmuls)
         like = host.TOKEN_SHAPE_DTYPE
         return callback.io_callback(mark, like, token=token, thread=self.thread, used=used), []
+    if (stores := getattr(eqn.params["mgpu_fn"], "stores", None)) is not None:
+        mark = functools.partial(hazards.let_overwrite, stores=stores)
+        like = host.TOKEN_SHAPE_DTYPE
+        return callback.io_callback(mark, like, token=token, thread=self.thread), []
     if (values := getattr(eqn.params["mgpu_fn"], "values", None)) is not None:
         result = values(*_args_of(eqn, get_values))
         return token, jax.tree.leaves(result)
@@ -695,7 +699,7 @@ def _but_in_registers(check, writes):
     def checked(self, thread, clock, key, *rest, **more):
         registers = shared_memory.get_memory_space_idx(gpu_core.MemorySpace.REGS)
         if key.memory_space_id != registers:
-            hazards.check_edges(thread, key, rest[0], writes)
+            clock = hazards.checked(thread, clock, key, rest[0], writes)
             check(self, thread, clock, key, *rest, **more)
             if self.races_found:
                 _races.append(str(thread))
