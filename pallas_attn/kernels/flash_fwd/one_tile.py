@@ -44,17 +44,14 @@ def takes(problem: AttentionProblem, block_kv: int) -> bool:
 def scratch(plan: QueryPlan, out_widths: tuple[int, ...]) -> Any:
     """`shared_memory.scratch`: slots of each warpgroup in place of a ring."""
     slots, block = SLOTS * plan.config.warpgroups, plan.config.block_kv
-    copies = plan.qk.copies
     return shared_memory.Smem(
         q=plan.qk.scratch(slots, ROWS),
         k=plan.qk.scratch(slots, block),
         v=plan.v.scratch(slots, plan.value_rows),
         out=shared_memory.out_scratch(plan, out_widths),
         segments=None,
-        q_ready=plgpu.Barrier(num_barriers=slots, num_arrivals=copies),
-        ready=plgpu.Barrier(
-            num_barriers=slots, num_arrivals=copies + producer.copies_of_values(plan)
-        ),
+        q_ready=plgpu.Barrier(num_barriers=slots, num_arrivals=plan.copies[0]),
+        ready=plgpu.Barrier(num_barriers=slots, num_arrivals=sum(plan.copies)),
         free=None,
     )
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from pallas_attn._call import gpu_specs
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS
-from pallas_attn.kernels.flash_fwd import producer
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import Barrier, SmemRef
@@ -36,11 +35,12 @@ class Smem(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def scratch(plan: QueryPlan) -> Smem:
     """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
-    if plan.value_rows != plan.config.block_kv and plan.problem.dtype == "float32":
+    loaded_apart = plan.problem.dtype == "float32" or plan.problem.fetches > 1
+    if plan.value_rows != plan.config.block_kv and loaded_apart:
         raise ValueError(
             f"Config.block_kv must be a multiple of {plan.v.swizzle // plan.v.itemsize} where "
-            f"v_head_dim is {plan.problem.v_head_dim} and numbers are float32: matmuls take "
-            f"probabilities by whole swizzles. Got {plan.config.block_kv}"
+            f"v_head_dim is {plan.problem.v_head_dim}, for float32 and for keys of other devices: "
+            f"matmuls take probabilities by whole swizzles. Got {plan.config.block_kv}"
         )
     q_slots = _q_slots(plan)
     return _scratch(plan, q_slots, _out_widths(plan, _room(plan, q_slots)))
@@ -66,16 +66,15 @@ def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem
         from pallas_attn.kernels.flash_fwd import claims
 
         claimed = claims.scratch()
-    ids, barrier, copies = int(segments is not None), plgpu.Barrier, plan.qk.copies
-    entry = copies + producer.copies_of_values(plan) + ids
+    ids, barrier = int(segments is not None), plgpu.Barrier
     return Smem(
         q=plan.qk.scratch(q_tiles, ROWS),
         k=plan.qk.scratch(*ring),
         v=plan.v.scratch(config.stages, plan.value_rows),
         out=out_scratch(plan, out_widths),
         segments=segments,
-        q_ready=barrier(num_barriers=q_tiles, num_arrivals=copies + 2 * ids),
-        ready=barrier(num_barriers=config.stages, num_arrivals=entry),
+        q_ready=barrier(num_barriers=q_tiles, num_arrivals=plan.copies[0] + 2 * ids),
+        ready=barrier(num_barriers=config.stages, num_arrivals=sum(plan.copies) + ids),
         free=barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
         fetched=fetched,
         claims=claimed,

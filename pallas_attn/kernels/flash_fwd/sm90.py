@@ -508,7 +508,12 @@ def store_result(ctx: KernelContext, rows: QueryRows, result: Result) -> None:
         inside = mosaic.positions((ROWS,), 0, rows.row) < tile.q_len
         lse = jnp.where(inside, lse, -jnp.inf)
         acc = jax.tree.map(lambda x: jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 0.0), acc)
-    _store_lse(ctx, rows, lse)
+    if plan.tiling.padded_rows == plan.problem.q_len:
+        mosaic.store(refs.lse.at[tile.batch, tile.head, pl.ds(rows.row, ROWS)], lse)
+    else:
+        from pallas_attn.kernels.mma import row_numbers
+
+        row_numbers.store(lse, refs.lse, tile.batch, tile.head, rows.row)
     for column, parts, staged in _parts_of_output(plan, acc, smem.out):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         for part, to in zip(parts, panels.tiles(staged, rows.wg), strict=True):
@@ -516,15 +521,6 @@ def store_result(ctx: KernelContext, rows: QueryRows, result: Result) -> None:
         plgpu.commit_smem()
         where = tile.batch, pl.ds(rows.row, ROWS), tile.head
         panels.store(staged, rows.wg, refs.out, where, column)
-
-
-def _store_lse(ctx: KernelContext, rows: QueryRows, lse: RegisterTile) -> None:
-    tile, to = rows.tile, ctx.refs.lse
-    if ctx.plan.tiling.padded_rows == ctx.plan.problem.q_len:
-        return mosaic.store(to.at[tile.batch, tile.head, pl.ds(rows.row, ROWS)], lse)
-    from pallas_attn.kernels.mma import row_numbers
-
-    return row_numbers.store(lse, to, tile.batch, tile.head, rows.row)
 
 
 def _parts_of_output(
@@ -581,7 +577,7 @@ def run(
         functools.partial(_kernel, plan=plan),
         out_type=(*_results(plan), *fetched),
         scratch_types=(shared_memory.scratch(plan),),
-        grid=(plan.order.blocks,),
+        grid=(plan.order.grid // plan.order.lists,),
         grid_names=("block",),
         num_threads=config.warpgroups + (0 if plan.apart else 1),
         thread_name="wg",
