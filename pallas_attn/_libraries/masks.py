@@ -103,6 +103,8 @@ def over_batch(x: Array, batch: tuple[int, ...], inner: int) -> jax.Array:
     x = x.reshape((1,) * (inner - x.ndim) + x.shape)
     own = x.shape[x.ndim - inner :]
     lead = x.shape[: x.ndim - inner]
+    if len(batch) == 1 and lead == batch:
+        return x
     if int(np.prod(lead)) == 1 and not batch:
         return x.reshape(1, *own)
     return jnp.broadcast_to(x, (*batch, *own)).reshape(-1, *own)

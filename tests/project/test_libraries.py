@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
 from pallas_attn._libraries import call, masks
@@ -182,6 +184,24 @@ def test_leading_axes_are_the_batch(rng):
     alone = attention_fn(q[0, 0], k[0, 0], v[0, 0], bias[0, 0])
     first = attention_fn(q[:1, 0], k[:1, 0], v[:1, 0], bias[:1, 0])
     np.testing.assert_allclose(alone[None], first, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_over_a_mesh(rng, kind):
+    """Batch and heads split over devices, with the mask of documents and of what counts."""
+    q, k, v = (jnp.asarray(rng.standard_normal((2, T, 4, 8)), jnp.float32) for _ in range(3))
+    mesh = jax.make_mesh((2, 2), ("data", "model"), (kind,) * 2, devices=jax.devices()[:4])
+
+    def attend(q, k, v, ids, counts):
+        parts = make_attention_mask(counts, counts), make_attention_mask(ids, ids, jnp.equal)
+        return attention_fn(q, k, v, mask=combine_masks(*parts, make_causal_mask(ids)))
+
+    wanted = attend(q, k, v, IDS, COUNTS)
+    with jax.set_mesh(mesh):
+        heads, rows = (NamedSharding(mesh, P(*x)) for x in (("data", None, "model"), ("data",)))
+        arrays = [jax.device_put(x, heads) for x in (q, k, v)]
+        arrays += [jax.device_put(x, rows) for x in (IDS, COUNTS)]
+        np.testing.assert_allclose(jax.jit(attend)(*arrays), wanted, atol=1e-6)
 
 
 def test_wrong_arguments_are_named(rng):
