@@ -112,6 +112,7 @@ class AttentionProblem:
     precision: str | None = None  # None or "highest"
     arrays: tuple[str, ...] = ()  # optional fields of AttentionInputs that are given, in order
     bias_shape: tuple[int, ...] | None = None
+    bias_dtype: str = "float32"  # meaningless without a bias
     mask_shape: tuple[int, ...] | None = None
     deterministic: bool = False  # whether a backward has the same bits each time
     mask_program: Program | None = None  # function of (b, h, q, kv) that hides keys beside `mask`

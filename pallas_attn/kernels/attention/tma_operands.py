@@ -4,6 +4,7 @@ Mosaic's TMA clips a tiled buffer at whole tiles of 8 rows and of 16 columns or 
 other sizes by panels (`lang.panels`), or XLA pads them. Rows and columns beyond are zeros.
 """
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -171,14 +172,20 @@ def padded(array: Operand, sizes: dict[int, int]) -> Any:
     return jnp.pad(array, widths) if any(after for _, after in widths) else array
 
 
-def over_scores(inputs: AttentionInputs, rows: int, keys: int) -> dict[str, Any]:
-    """The arrays of bias and mask_array that are there, for so many rows and keys: whole tiles."""
-    operands = {}
-    if inputs.bias is not None:
-        operands["bias"] = padded(inputs.bias, {2: rows, 3: keys})
+def over_scores(
+    inputs: AttentionInputs, rows: int, keys: int, in_tiles: Collection[str] = ()
+) -> dict[str, Any]:
+    """The arrays of bias and mask_array that are there, for so many rows and keys: whole tiles, but
+    for those that TMA clips (`in_tiles`).
+    """
+    operands = {"bias": inputs.bias}
     if inputs.mask_array is not None:
-        operands["mask_array"] = padded(inputs.mask_array.astype(jnp.int8), {2: rows, 3: keys})
-    return operands
+        operands["mask_array"] = inputs.mask_array.astype(jnp.int8)
+    return {
+        name: x if name in in_tiles else padded(x, {2: rows, 3: keys})
+        for name, x in operands.items()
+        if x is not None
+    }
 
 
 def segment_ids(inputs: AttentionInputs, rows: int, keys: int) -> dict[str, Any]:

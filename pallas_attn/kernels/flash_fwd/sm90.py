@@ -161,6 +161,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
         _ranges_of(problem),
         _producer_of(problem),
         _mainloop_of(problem),
+        score_tiles=_score_tiles_of(problem, config),
         panels=tma_operands.takes_panels(problem),
     )
 
@@ -207,6 +208,16 @@ def _mainloop_of(problem: AttentionProblem) -> Callable[..., tuple["Result", Ind
     return float32_mainloop.mainloop
 
 
+def _score_tiles_of(problem: AttentionProblem, config: Config) -> tuple[Any, ...]:
+    """Bias and mask_array that come by tiles, if any."""
+    shapes = [shape for shape in (problem.bias_shape, problem.mask_shape) if shape is not None]
+    if not shapes or problem.dtype == "float32" or problem.fetches > 1:
+        return ()
+    from pallas_attn.kernels.attention import score_tiles
+
+    return score_tiles.of_problem(problem, config.block_kv)
+
+
 # ---- shared memory ------------------------------------------------------------------------------
 
 
@@ -223,6 +234,7 @@ class Smem(NamedTuple):
     free: Barrier
     fetched: Any = None  # barriers of `fetch`, as words
     claims: Any = None  # `claims.Smem`
+    over_scores: Any = None  # [stages, rows, block_kv] of bias and mask_array: `score_tiles`
 
 
 @functools.lru_cache(maxsize=256)
@@ -255,7 +267,13 @@ def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem
         from pallas_attn.kernels.flash_fwd import claims
 
         claimed = claims.scratch()
+    over_scores = None
+    if plan.score_tiles:
+        from pallas_attn.kernels.attention import score_tiles
+
+        over_scores = score_tiles.scratch(plan.score_tiles, config.stages, plan.tiling.tile_rows)
     ids, barrier, copies = int(segments is not None), plgpu.Barrier, plan.qk.copies
+    arrivals = copies + plan.v.copies + ids + sum(array.count for array in plan.score_tiles)
     return Smem(
         q=plan.qk.scratch(q_tiles, ROWS),
         k=plan.qk.scratch(*ring),
@@ -263,10 +281,11 @@ def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem
         out=epilogue.scratch(plan, out_widths),
         segments=segments,
         q_ready=barrier(num_barriers=q_tiles, num_arrivals=copies + 2 * ids),
-        ready=barrier(num_barriers=config.stages, num_arrivals=copies + plan.v.copies + ids),
+        ready=barrier(num_barriers=config.stages, num_arrivals=arrivals),
         free=barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
         fetched=fetched,
         claims=claimed,
+        over_scores=over_scores,
     )
 
 
@@ -451,11 +470,12 @@ def _first_tile(
     q, k = panels.tiles(smem.q, rows.q_slot), panels.tiles(smem.k, slot)
     ring.wait(slot)
     s = wgmma.matmul((ROWS, k[0].shape[0]), q, k, meanwhile, wgmma.score_panels)
-    if rows.segments is None:
+    read_later = rows.segments is not None or smem.over_scores is not None
+    if not read_later:
         ring.release(slot)
     masked, first_rows = "first_masked" in ctx.plan.sections, rows.with_loaded_tile(rows.last)
     s, online = _logits(ctx, first_rows, rows.span.hi - 1, slot, s, masked)
-    if rows.segments is not None:
+    if read_later:
         ring.release(slot)
     unit, nothing = ctx.plan.logit_rules.unit, mosaic.filled((ROWS,), -jnp.inf)
     new = online.step(s, unit, nothing, empty_ok=True)

@@ -31,6 +31,7 @@ from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.logits import LogitRules
+from pallas_attn.kernels.attention.score_tiles import ScoreTiles
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     KernelContext,
@@ -110,6 +111,8 @@ class QueryPlan:
     produce: Any = None  # `producer.produce`, or another file's
     mainloop: Any = None  # `sm90.mainloop`, or another file's
     format: Any = None  # `sm80_common.MmaFormat`, of the portable kernels
+    # Bias and mask_array that come by `score_tiles`.
+    score_tiles: tuple[ScoreTiles, ...] = ()
     panels: bool = False  # q, k, v and the output lie in panels: `tma_operands.takes_panels`
 
     @classmethod
@@ -434,7 +437,8 @@ def operands(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Any]:
     fields = table(schedule, plan, inputs)
     if tma_operands.IN_WHOLE_TILES & set(plan.problem.arrays):
         sizes = plan.tiling.padded_rows, plan.tiling.padded_keys
-        fields |= tma_operands.over_scores(inputs, *sizes)
+        in_tiles = {array.name for array in plan.score_tiles}
+        fields |= tma_operands.over_scores(inputs, *sizes, in_tiles)
         fields |= tma_operands.segment_ids(inputs, *sizes)
     return fields
 

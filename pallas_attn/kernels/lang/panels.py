@@ -12,7 +12,9 @@ All functions take a plain buffer, too, which is one tiled panel of all columns.
 
 from typing import Any, NamedTuple
 
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Barrier, DType, GmemRef, Index, SmemRef
@@ -47,7 +49,7 @@ Panels = tuple[Panel, ...] | SmemRef
 
 def scratch(shape: tuple[int, ...], dtype: DType, width: int) -> Panel:
     """A panel of `width` columns as shared memory; `shape`: [.., rows]."""
-    tiled = mosaic.swizzled((*shape, width), dtype, 2 * width)
+    tiled = mosaic.swizzled((*shape, width), dtype, jnp.dtype(dtype).itemsize * width)
     untiled = plgpu.SMEM(tiled.shape, dtype, transforms=tiled.transforms[1:])
     return Panel(plgpu.RefUnion(untiled, tiled))
 
@@ -71,6 +73,22 @@ def load(
     """
     for view, columns in _by_columns(source, panels, where[-1]):
         plgpu.copy_gmem_to_smem(source.at[(*where, columns)], view.at[at], barrier)
+
+
+def load_columns(  # noqa: PLR0913
+    source: GmemRef,
+    where: tuple[Any, ...],
+    panels: tuple[Panel, ...],
+    at: Index,
+    barrier: Barrier,
+    column: Index,
+) -> None:
+    """Asks for columns of `source[*where]` from a traced one on, zeros past the end."""
+    for panel in panels:
+        width = panel.for_tma.shape[-1]
+        some = source.at[(*where, pl.ds(column, width))]
+        plgpu.copy_gmem_to_smem(some, panel.for_tma.at[at], barrier)
+        column = column + width
 
 
 def store(

@@ -56,6 +56,7 @@ def problem_of(case: cases.AttentionCase) -> AttentionProblem:
         q_offset=case.q_offset if isinstance(case.q_offset, int) else 0,
         arrays=tuple(arrays),
         bias_shape=case.bias_shape,
+        bias_dtype=case.bias_dtype,
         mask_shape=case.mask_shape,
         precision=case.precision,
     )
