@@ -143,6 +143,11 @@ class AttentionProblem:
         return by_mask or (score is not None and score.depends_on(which + 1))
 
     @property
+    def masks_keys(self) -> bool:
+        """Whether mask_array hides keys from all queries alike, as padding masks do."""
+        return self.mask_shape is not None and self.mask_shape[2] == 1 < self.mask_shape[3]
+
+    @property
     def group(self) -> int:
         """Query heads that read the same kv head."""
         return self.q_heads // self.kv_heads

@@ -47,6 +47,8 @@ class AttentionCase:
     bias_shape: tuple[int, ...] | None = None
     bias_dtype: str = "float32"
     mask_shape: tuple[int, ...] | None = None
+    # First and end of the keys that mask_array, of mask_shape [B, 1, 1, S], shows; None: drawn
+    shown_keys: tuple[tuple[int, int], ...] | None = None
     sinks: bool = False
     magnitude: float = 1.0  # standard deviation of q; a large one makes the softmax saturate
     deterministic: bool = False
@@ -111,7 +113,12 @@ class AttentionCase:
         if self.bias_shape is not None:
             arrays["bias"] = _normal(seed, self.bias_dtype, "bias", self.bias_shape)
         if self.mask_shape is not None:
-            arrays["mask_array"] = jnp.array(_mask_array(seed, self.mask_shape))
+            shown = _mask_array(seed, self.mask_shape)
+            if self.shown_keys is not None:
+                lo, hi = np.array(self.shown_keys).T[:, :, None, None, None]
+                at = np.arange(self.kv_len)
+                shown = (lo <= at) & (at < hi)
+            arrays["mask_array"] = jnp.array(shown)
         for name, by in (("bias", math.nan), ("mask_array", True)) if poison else ():
             if name in arrays:
                 for live, axis in ((self.q_lengths, 2), (self.kv_lengths, 3)):

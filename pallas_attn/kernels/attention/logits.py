@@ -174,8 +174,7 @@ def mask_rows(
     if rows.segments is not None:
         s = rows.segments.mask(t, slot, s)
     if "mask_array" in problem.arrays:
-        place = tile_of_rows(ctx, rows, t, slot=slot)
-        shown = array_tile(ctx, "mask_array", place, s.shape) != 0
+        shown = shown_keys(ctx, tile_of_rows(ctx, rows, t, slot=slot), s.shape)
         s = jnp.where(shown, s, -jnp.inf)
     return s
 
@@ -196,6 +195,17 @@ def load_vector(ref: GmemRef, tile: LogitTile, axis: int, shape: tuple[int, int]
     """A vector along one axis of a tile, broadcast over the other."""
     loaded = mosaic.load(ref, tile.layout.reduce(1 - axis))
     return lax.broadcast_in_dim(loaded, shape, [axis])
+
+
+def shown_keys(ctx: KernelContext, tile: LogitTile, shape: tuple[int, int]) -> RegisterTile:
+    """bool: what mask_array shows of a tile of logits."""
+    if not ctx.plan.problem.masks_keys:
+        return array_tile(ctx, "mask_array", tile, shape) != 0
+    from pallas_attn.kernels.attention import key_masks
+
+    row = key_masks.row_of(ctx.refs.mask_array, tile.batch, tile.head)
+    keys = (tile.key, shape, 1 - tile.q_axis, tile.layout)
+    return key_masks.shown(ctx.refs.mask_array, row, *keys)
 
 
 def array_tile(

@@ -176,11 +176,13 @@ def over_scores(
     inputs: AttentionInputs, rows: int, keys: int, in_tiles: Collection[str] = ()
 ) -> dict[str, Any]:
     """The arrays of bias and mask_array that are there, for so many rows and keys: whole tiles, but
-    for those that TMA clips (`in_tiles`).
+    for those that TMA clips (`in_tiles`), and masks of keys, which stay boolean (`key_masks`).
     """
-    operands = {"bias": inputs.bias}
-    if inputs.mask_array is not None:
-        operands["mask_array"] = inputs.mask_array.astype(jnp.int8)
+    operands, mask = {"bias": inputs.bias}, inputs.mask_array
+    if mask is not None:
+        of_keys = mask.shape[2] == 1 < mask.shape[3]
+        operands["mask_array"] = mask if of_keys else mask.astype(jnp.int8)
+        in_tiles = {*in_tiles, *["mask_array"] * of_keys}
     return {
         name: x if name in in_tiles else padded(x, {2: rows, 3: keys})
         for name, x in operands.items()

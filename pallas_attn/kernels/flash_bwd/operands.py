@@ -161,7 +161,11 @@ def over_tiles(plan: KeyPlan, inputs: AttentionInputs) -> dict[str, Any]:
     rows, keys = tiling.padded_rows, tiling.padded_keys
     fields: dict[str, Any] = {name: getattr(inputs, name) for name in problem.arrays}
     over_scores = tma_operands.over_scores(inputs, rows, keys)
-    fields |= {name: array.swapaxes(2, 3) for name, array in over_scores.items()}
+    as_it_is = ["mask_array"] if problem.masks_keys else []
+    fields |= {
+        name: array if name in as_it_is else array.swapaxes(2, 3)
+        for name, array in over_scores.items()
+    }
     fields |= tma_operands.segment_ids(inputs, rows, keys)
     fields |= functions.operands(inputs)
     if plan.has("q_segment_ids"):

@@ -29,7 +29,7 @@ from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkT
 from pallas_attn.kernels.flash_bwd.float32 import Units, left_operand, matmul_add, scaled, units_of
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.producer import Ring, load_rows, store_rows
-from pallas_attn.kernels.flash_fwd import listed, tile_scheduler
+from pallas_attn.kernels.flash_fwd import listed, padded, tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import (
@@ -93,7 +93,16 @@ def buffer_bytes(plan: QueryPlan) -> int:
     return mosaic.bytes_of(scratch(plan)) + (mosaic.REDUCTION_BYTES if exact else 0)
 
 
-def span_of(ctx: KernelContext, tile: WorkTile) -> Span:
+def visible_of(ctx: KernelContext, code: Index) -> Span | None:
+    """The kv tiles that a mask of keys leaves of a work tile, read a work tile ahead; None: there
+    is no such mask.
+    """
+    if not ctx.plan.skips_keys:
+        return None
+    return padded.visible_tiles(ctx, tile_scheduler.work_tile(ctx, code))
+
+
+def span_of(ctx: KernelContext, tile: WorkTile, visible: Span | None) -> Span:
     """The kv tiles of a work tile, ordered lo <= full_lo <= full_hi <= hi."""
     plan, refs, _ = ctx
     if plan.is_listed:
@@ -105,7 +114,9 @@ def span_of(ctx: KernelContext, tile: WorkTile) -> Span:
     if plan.has("q_segment_ids"):
         unit = lax.div(tile.row, jnp.int32(plan.tiling.tile_rows))
         span = span.within(Span(*(refs.segment_spans[tile.batch, i, unit] for i in range(4))))
-    if plan.has("mask_array"):
+    if visible is not None:
+        span = span.within(visible)
+    elif plan.has("mask_array"):
         span = span._replace(full_hi=span.full_lo)
     hi = jnp.maximum(span.lo, jnp.where(rows > 0, span.hi, span.lo))
     full_lo = jnp.clip(span.full_lo, span.lo, hi)
@@ -124,11 +135,12 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
     """The producer warpgroup: K and V of every work tile, in the order in which they are used."""
     plan, refs, _ = ctx
 
-    def load_work_tile(n: Index, carry: tuple[Index, Index]) -> tuple[Index, Index]:
-        count, code = carry
+    def load_work_tile(n: Index, carry: Carry) -> Any:
+        count, code, visible = carry
         following = refs.schedule[block_id, n + 2]
         tile = tile_scheduler.work_tile(ctx, code)
-        span = span_of(ctx, tile)
+        span = span_of(ctx, tile, visible)
+        visible = visible_of(ctx, following)
         head = lax.div(tile.head, jnp.int32(plan.problem.group))
         batch = kv_batch(plan.problem, tile.batch)
 
@@ -136,10 +148,10 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
             _load_kv_tile(ctx, tile, kv_tile_of(ctx, tile, t), (batch, head), count)
             return count + 1
 
-        return lax.fori_loop(span.lo, span.hi, step, count), following
+        return lax.fori_loop(span.lo, span.hi, step, count), following, visible
 
     count, first = refs.schedule[block_id, 0], refs.schedule[block_id, 1]
-    lax.fori_loop(0, count, load_work_tile, (jnp.int32(0), first))
+    lax.fori_loop(0, count, load_work_tile, (jnp.int32(0), first, visible_of(ctx, first)))
 
 
 def _load_kv_tile(
@@ -319,10 +331,10 @@ def _consume(ctx: KernelContext, dq_ref: GmemRef, block_id: Index, wg: Index) ->
     count, first = refs.schedule[block_id, 0], refs.schedule[block_id, 1]
     _load_queries(ctx, tile_scheduler.work_tile(ctx, first), wg)
 
-    def work_tile(n: Index, carry: tuple[Index, Index]) -> tuple[Index, Index]:
-        kv_count, code = carry
+    def work_tile(n: Index, carry: Carry) -> Any:
+        kv_count, code, visible = carry
         following = refs.schedule[block_id, n + 2]
-        rows = _rows(ctx, tile_scheduler.work_tile(ctx, code), wg)
+        rows = _rows(ctx, tile_scheduler.work_tile(ctx, code), wg, visible)
         plgpu.barrier_wait(smem.q_ready.at[wg])
 
         def no_keys(kv_count: Index) -> tuple[RegisterTile, Index]:
@@ -330,6 +342,7 @@ def _consume(ctx: KernelContext, dq_ref: GmemRef, block_id: Index, wg: Index) ->
 
         mainloop = functools.partial(_mainloop, ctx, rows)
         dq, kv_count = lax.cond(rows.span.hi > rows.span.lo, mainloop, no_keys, kv_count)
+        visible = visible_of(ctx, following)
         _store(ctx, dq_ref, rows, dq)
 
         @pl.when(n + 1 < count)
@@ -337,13 +350,13 @@ def _consume(ctx: KernelContext, dq_ref: GmemRef, block_id: Index, wg: Index) ->
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             _load_queries(ctx, tile_scheduler.work_tile(ctx, following), wg)
 
-        return kv_count, following
+        return kv_count, following, visible
 
-    lax.fori_loop(0, count, work_tile, (jnp.int32(0), first))
+    lax.fori_loop(0, count, work_tile, (jnp.int32(0), first, visible_of(ctx, first)))
     plgpu.wait_smem_to_gmem(0)
 
 
-def _rows(ctx: KernelContext, tile: WorkTile, wg: Index) -> DqRows:
+def _rows(ctx: KernelContext, tile: WorkTile, wg: Index, visible: Span | None) -> DqRows:
     row, refs = tile.row + wg * ROWS, ctx.refs
     lse, delta = (
         mosaic.load(ref.at[tile.batch, tile.head, pl.ds(row, ROWS)], mosaic.ROW)
@@ -351,7 +364,7 @@ def _rows(ctx: KernelContext, tile: WorkTile, wg: Index) -> DqRows:
     )
     kv_head = lax.div(tile.head, jnp.int32(ctx.plan.problem.group))
     units = units_of(refs.units, tile.batch, kv_head)
-    return DqRows(tile, span_of(ctx, tile), row, wg, lse, delta, units)
+    return DqRows(tile, span_of(ctx, tile, visible), row, wg, lse, delta, units)
 
 
 def _store(ctx: KernelContext, dq_ref: GmemRef, rows: DqRows, dq: RegisterTile) -> None:

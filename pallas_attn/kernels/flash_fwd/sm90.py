@@ -185,6 +185,10 @@ def _ranges_of(problem: AttentionProblem) -> Any:
         from pallas_attn.kernels.flash_fwd import documents
 
         return documents.Ranges
+    if problem.masks_keys:
+        from pallas_attn.kernels.flash_fwd import padded
+
+        return padded.Ranges
     return tile_scheduler.MaskRanges
 
 
@@ -474,7 +478,10 @@ def _first_tile(
     if not read_later:
         ring.release(slot)
     masked, first_rows = "first_masked" in ctx.plan.sections, rows.with_loaded_tile(rows.last)
-    s, online = _logits(ctx, first_rows, rows.span.hi - 1, slot, s, masked)
+    whole = None
+    if ctx.plan.skips_keys:
+        masked, whole = None, (rows.span.full_lo, rows.span.full_hi)
+    s, online = _logits(ctx, first_rows, rows.span.hi - 1, slot, s, masked, whole)
     if read_later:
         ring.release(slot)
     unit, nothing = ctx.plan.logit_rules.unit, mosaic.filled((ROWS,), -jnp.inf)

@@ -111,6 +111,8 @@ def _takes_wide_tiles(problem: AttentionProblem) -> bool:
     tile is whole and there is little else to do, or where rows past `q_lengths` end in whole tiles.
     """
     arrays = set(problem.arrays)
+    if problem.masks_keys:  # most tiles are whole
+        arrays -= {"mask_array"}
     if problem.softcap is not None or arrays - {"q_lengths", "kv_lengths"}:
         return False
     hides = not problem.mask.is_full or problem.mask_program is not None

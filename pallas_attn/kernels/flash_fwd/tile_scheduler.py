@@ -167,6 +167,11 @@ class QueryPlan:
         return bool(dynamic) and not self.is_listed
 
     @functools.cached_property
+    def skips_keys(self) -> bool:
+        """Whether a mask of keys says which kv tiles are whole: see `key_masks`."""
+        return self.problem.masks_keys and not (self.is_listed or self.has("q_segment_ids"))
+
+    @functools.cached_property
     def is_listed(self) -> bool:
         """Whether kv tiles are numbers in a list: see `listed`."""
         return self.problem.mask_program is not None
@@ -465,10 +470,15 @@ def work_tile(ctx: KernelContext, code: Index) -> WorkTile:
 
 
 def span_of_rows(
-    plan: QueryPlan, tile: WorkTile, wg: Index, read: Callable[[Index], Index] | None = None
+    plan: QueryPlan,
+    tile: WorkTile,
+    wg: Index,
+    read: Callable[[Index], Index] | None = None,
+    visible: Span | None = None,
 ) -> Span:
     """The kv tiles of a warpgroup's rows; lo == hi == 0 where there is none. `read`: reads a field
-    of the work tile's record, where segment ids leave less (`documents`).
+    of the work tile's record, where segment ids leave less (`documents`); `visible`: what a mask of
+    keys leaves (`padded`).
     """
     tiling, rows, idle = plan.tiling, ROWS, False  # type: tuple[QueryTiling, Index, Predicate]
     row = tile.row + wg * ROWS
@@ -480,7 +490,9 @@ def span_of_rows(
     span = plan.span(tile.mask, tile.q_offset + row, rows, tile.kv_len)
     if read is not None:  # rows past T have the last one's id
         span = span.within(Span(*(read(4 * wg + i) for i in range(4))))
-    if "mask_array" in plan.problem.arrays:
+    if visible is not None:
+        span = span.within(visible)
+    elif "mask_array" in plan.problem.arrays:
         span = span._replace(full_hi=span.full_lo)
     if tiling.has_idle_spans:
         span = span._replace(lo=jnp.where(idle, jnp.maximum(span.hi - 1, span.lo), span.lo))

@@ -109,6 +109,9 @@ INTERPRETED = {
     "dim40_256": {},
     "float16_causal": {"config": dataclasses.replace(SMALL, block_q=128)},
     "group7_kv1": {"config": dataclasses.replace(SMALL, block_q=128, l2_heads=1)},
+    "bias_shared": {"deterministic": True},
+    "padding": {"config": dataclasses.replace(SMALL, block_q=128)},
+    "padding_ragged": {"deterministic": True},
     "dim72_24_float32": {},
     "dim72_24_float32_highest": {
         "config": dataclasses.replace(SMALL, fused=False, block_q=16, dq_block_kv=32)
@@ -122,6 +125,8 @@ PORTABLE_INTERPRETED = {
     "documents": {"config": PORTABLE(kv_blocks=2, block_q=32, fused=False)},
     "bias_by_row": {"config": WIDE},
     "t_equals_s": {"config": WIDE},
+    "padding": {"config": PORTABLE(warp_rows=2)},
+    "padding_ragged": {"config": PORTABLE(fused=False, block_q=32, dq_block_kv=32)},
     "strictly_causal": {"config": PORTABLE(block_q=32, warpgroups=2)},
     "dim72_24": {"config": PORTABLE(fused=False, block_q=16, dq_block_kv=16, dq_stages=1)},
     "float32_highest": {"config": PORTABLE(fused=False, block_q=32, dq_block_kv=32)},
