@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn.kernels.attention.tiles import KernelContext, WorkTile, kv_batch, kv_row
-from pallas_attn.kernels.flash_fwd.tile_scheduler import Turn, work_tile
+from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan, Turn, work_tile
 from pallas_attn.kernels.lang import panels
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index
 
@@ -123,7 +123,7 @@ def load_entry(  # noqa: PLR0913
         for _ in range(copies):
             plgpu.barrier_arrive(ready)
 
-    qk, v = ctx.plan.qk.copies, ctx.plan.v.copies
+    qk, v = ctx.plan.qk.copies, copies_of_values(ctx.plan)
     over_scores = ctx.plan.score_tiles
     has_ids = "kv_segment_ids" in ctx.plan.problem.arrays
 
@@ -174,7 +174,21 @@ def copy_rows(
     """Asks for the rows of a kv tile, of the work tile's kv head: `source` is an array, its batch
     row and the first row.
     """
-    ref, batch, first = source
-    head = lax.div(tile.head, jnp.int32(ctx.plan.problem.group))
-    where = batch, pl.ds(first, ctx.plan.config.block_kv), head
-    panels.load(ref, where, getattr(ctx.smem, name), slot, ctx.smem.ready.at[slot])
+    (ref, batch, first), plan, to = source, ctx.plan, getattr(ctx.smem, name)
+    head = lax.div(tile.head, jnp.int32(plan.problem.group))
+    load = functools.partial(panels.load, ref, panels=to, barrier=ctx.smem.ready.at[slot])
+    block, rows = plan.config.block_kv, plan.value_rows
+    if name == "k" or block == rows:
+        return load(where=(batch, pl.ds(first, block), head), at=slot)
+    load(where=(batch, pl.ds(first, block), head), at=(slot, pl.ds(0, block)))
+    # Past the end of an array TMA reads zeros.
+    end = ref.shape[1] + 0 * head
+    return load(
+        where=(batch, pl.ds(end, rows - block), head), at=(slot, pl.ds(block, rows - block))
+    )
+
+
+def copies_of_values(plan: QueryPlan) -> int:
+    """Copies by TMA that make a kv tile of v."""
+    whole = plan.value_rows == plan.config.block_kv or plan.problem.fetches > 1
+    return plan.v.copies * (1 if whole else 2)

@@ -32,7 +32,6 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -58,7 +57,7 @@ from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile, SmemRef
-from pallas_attn.kernels.mma import epilogue, mma_sync
+from pallas_attn.kernels.mma import epilogue, mma_sync, row_numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,7 +259,7 @@ def _epilogue(ctx: KernelContext, rows: QueryRows, sums: OutputSums) -> None:
         inside = mosaic.positions(lse.shape, 0, rows.row) < tile.q_len
         lse = jnp.where(inside, lse, -jnp.inf)
         acc = jax.tree.map(lambda x: jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 0.0), acc)
-    mosaic.store(refs.lse.at[tile.batch, tile.head, pl.ds(rows.row, plan.tiling.tile_rows)], lse)
+    row_numbers.store(lse, refs.lse, tile.batch, tile.head, rows.row)
     at = (tile.batch, tile.head, rows.row, plan.problem.q_len - rows.row)
     if plan.config.columns:
         return sm80_column_stream.write(acc, refs.out, at)
@@ -324,7 +323,7 @@ def run(
         functools.partial(_kernel, plan=plan),
         out_type=(
             plan.format.result(q_len, heads, problem.v_head_dim),
-            jax.ShapeDtypeStruct((batch, heads, plan.tiling.padded_rows), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads, q_len), jnp.float32),
         ),
         scratch_types=(scratch(plan),),
         grid=(plan.order.grid,),
@@ -333,7 +332,7 @@ def run(
         kernel_name="flash_fwd_sm80",
     )
     out, lse = kernel(_operands(plan, inputs))
-    return plan.format.whole_rows(out, problem.v_head_dim), lse[:, :, :q_len]
+    return plan.format.whole_rows(out, problem.v_head_dim), lse
 
 
 def _operands(plan: QueryPlan, inputs: AttentionInputs) -> ForwardRefs:

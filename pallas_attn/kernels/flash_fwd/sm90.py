@@ -49,6 +49,7 @@ problems have files of their own, which are imported where they are needed:
   linear_scores.py      score functions that are a slope and an offset a row
   fetch_producer.py     K and V that other GPUs have
   float32_mainloop.py   float32, in terms of 16 bits
+  one_tile.py           heads whose keys are one kv tile, a consumer each
   sm90_defaults.py      the Config for a problem
 """
 
@@ -113,12 +114,14 @@ class Config:
     q_slots: int = 2  # q tiles of a consumer; 2: the next is loaded early, where there is room
     fetchers: int = 16  # blocks that begin by fetching K and V of other GPUs: see `fetch`
     claims: bool = False  # blocks claim work tiles, where each has a kv tile: see `claims`
+    # Consumers take work tiles of their own, where the keys of a head are a kv tile: `one_tile`.
+    apart: bool = False
 
     def __post_init__(self):
         check(
             self,
             warpgroups=(self.warpgroups in (1, 2, 3, 4), "1, 2, 3 or 4"),
-            block_kv=(16 <= self.block_kv <= 256 and self.block_kv % 16 == 0, "16, 32, .. 256"),
+            block_kv=(16 <= self.block_kv <= 256 and self.block_kv % 8 == 0, "16, 24, .. 256"),
             stages=(self.stages >= 2, "at least 2"),
             l2_heads=(self.l2_heads >= 0, "at least 0"),
             grid=(self.grid >= 0, "at least 0"),
@@ -141,7 +144,13 @@ class Config:
 @functools.lru_cache(maxsize=256)
 def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     """The static values of a launch; kept, since all calls with the same facts share them."""
-    rows, linear, claimed = ROWS * config.warpgroups, False, False
+    linear, claimed, apart = False, False, False
+    if config.apart:
+        from pallas_attn.kernels.flash_fwd import one_tile
+
+        apart = one_tile.takes(problem, config.block_kv)
+    # A list of work tiles is a block's, or a consumer's.
+    rows, lists = (ROWS, config.warpgroups) if apart else (ROWS * config.warpgroups, 1)
     tiling = QueryTiling(problem.q_len, problem.kv_len, rows, config.block_kv)
     if problem.score_program is not None:
         from pallas_attn.kernels.attention import linear_scores
@@ -155,14 +164,15 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
         problem,
         config,
         tiling,
-        Distribution.of(problem, tiling, (config.grid, config.l2_heads), claims=claimed),
+        Distribution.of(problem, tiling, (config.grid * lists, config.l2_heads), claimed, lists),
         LogitRules.of(problem, config.block_kv, linear=linear),
         *_work_tiles_of(problem, claimed),
         _ranges_of(problem),
         _producer_of(problem),
         _mainloop_of(problem),
-        score_tiles=_score_tiles_of(problem, config),
+        score_tiles=() if apart else _score_tiles_of(problem, config),
         panels=tma_operands.takes_panels(problem),
+        apart=apart,
     )
 
 
@@ -244,12 +254,11 @@ class Smem(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def scratch(plan: QueryPlan) -> Smem:
     """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
-    whole = plan.v.swizzle // plan.v.itemsize
-    if plan.config.block_kv % whole:
+    if plan.value_rows != plan.config.block_kv and plan.problem.dtype == "float32":
         raise ValueError(
-            f"Config.block_kv must be a multiple of {whole} where v_head_dim is "
-            f"{plan.problem.v_head_dim}: matmuls take probabilities by whole swizzles. "
-            f"Got {plan.config.block_kv}"
+            f"Config.block_kv must be a multiple of {plan.v.swizzle // plan.v.itemsize} where "
+            f"v_head_dim is {plan.problem.v_head_dim} and numbers are float32: matmuls take "
+            f"probabilities by whole swizzles. Got {plan.config.block_kv}"
         )
     q_slots = _q_slots(plan)
     return _scratch(plan, q_slots, epilogue.staged_widths(plan, _room(plan, q_slots)))
@@ -267,6 +276,10 @@ def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem
         from pallas_attn.kernels.flash_fwd import fetch
 
         fetched = fetch.scratch()
+    if plan.apart:
+        from pallas_attn.kernels.flash_fwd import one_tile
+
+        return one_tile.scratch(plan, out_widths)
     if plan.order.claims:
         from pallas_attn.kernels.flash_fwd import claims
 
@@ -277,15 +290,16 @@ def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem
 
         over_scores = score_tiles.scratch(plan.score_tiles, config.stages, plan.tiling.tile_rows)
     ids, barrier, copies = int(segments is not None), plgpu.Barrier, plan.qk.copies
-    arrivals = copies + plan.v.copies + ids + sum(array.count for array in plan.score_tiles)
+    entry = copies + producer.copies_of_values(plan) + ids
+    entry += sum(array.count for array in plan.score_tiles)
     return Smem(
         q=plan.qk.scratch(q_tiles, ROWS),
         k=plan.qk.scratch(*ring),
-        v=plan.v.scratch(*ring),
+        v=plan.v.scratch(config.stages, plan.value_rows),
         out=epilogue.scratch(plan, out_widths),
         segments=segments,
         q_ready=barrier(num_barriers=q_tiles, num_arrivals=copies + 2 * ids),
-        ready=barrier(num_barriers=config.stages, num_arrivals=arrivals),
+        ready=barrier(num_barriers=config.stages, num_arrivals=entry),
         free=barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
         fetched=fetched,
         claims=claimed,
@@ -349,7 +363,7 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
 
         def load_next_q() -> None:
             following = work_tile(ctx, turn.following)
-            load = functools.partial(_load_q, ctx, following, wg)
+            load = functools.partial(load_q, ctx, following, wg)
             pl.when(turn.has_next())(lambda: load(q_slot(turn.index + 1)))
 
         if double_buffered and may_be_empty:
@@ -380,13 +394,13 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
         return slot, record
 
     start = work_tiles.start(ctx, block)
-    _load_q(ctx, work_tile(ctx, start.codes[0]), wg, q_slot(0))
+    load_q(ctx, work_tile(ctx, start.codes[0]), wg, q_slot(0))
     record = ranges.read_for_rows(ctx, start.codes[0], wg)
     work_tiles.for_each_tile(ctx, block, start, one_tile, (jnp.int32(0), record))
     plgpu.wait_smem_to_gmem(0)
 
 
-def _load_q(ctx: KernelContext, tile: WorkTile, wg: Index, slot: Index) -> None:
+def load_q(ctx: KernelContext, tile: WorkTile, wg: Index, slot: Index) -> None:
     """The rows of a consumer."""
     refs, smem = ctx.refs, ctx.smem
     row = tile.row + wg * ROWS
@@ -461,7 +475,8 @@ def mainloop(
     step = functools.partial(_step, ctx, rows, turns)
     state, slot = for_each_kv_tile(ctx.plan, rows.span, step, (state, ring.after(slot)))
     ring.wait(slot)
-    acc = wgmma.add_value_panels(state.acc, state.p, panels.tiles(smem.v, slot))
+    v = panels.tiles(smem.v, slot)
+    acc = wgmma.add_value_panels(state.acc, widened(state.p, v), v)
     ring.release(slot)
     return Result(acc, state.row_sum, state.row_max), ring.after(slot)
 
@@ -481,7 +496,7 @@ def _first_tile(
     whole = None
     if ctx.plan.skips_keys:
         masked, whole = None, (rows.span.full_lo, rows.span.full_hi)
-    s, online = _logits(ctx, first_rows, rows.span.hi - 1, slot, s, masked, whole)
+    s, online = logits_of(ctx, first_rows, rows.span.hi - 1, slot, s, masked, whole)
     if read_later:
         ring.release(slot)
     unit, nothing = ctx.plan.logit_rules.unit, mosaic.filled((ROWS,), -jnp.inf)
@@ -509,12 +524,12 @@ def _step(  # noqa: PLR0913
 
     def matmuls(scores: RegisterTile, out: RegisterTiles) -> None:
         wgmma.score_panels(scores, q, k)
-        wgmma.value_panels(out, state.p, v)
+        wgmma.value_panels(out, widened(state.p, v), v)
         if turns is not None:
             turns.give()
 
     def softmax_of(s: RegisterTile) -> softmax.Step:
-        s, online = _logits(ctx, rows, t, slot, s, masked, whole)
+        s, online = logits_of(ctx, rows, t, slot, s, masked, whole)
         return online.next_step(
             s,
             ctx.plan.logit_rules.unit,
@@ -533,6 +548,12 @@ def _step(  # noqa: PLR0913
     # in flight and serialises both (C7513).
     p = new.p.astype(ctx.plan.v.dtype)
     return State(acc, row_sum + new.row_sum, new.row_max, p), ring.after(slot)
+
+
+def widened(p: RegisterTile, v: tuple[SmemRef, ...]) -> RegisterTile:
+    """Probabilities with a zero for each row of v past the kv tile: `QueryPlan.value_rows`."""
+    idle = v[0].shape[0] - p.shape[1]
+    return lax.concatenate([p, mosaic.filled((ROWS, idle), 0, p.dtype)], 1) if idle else p
 
 
 def for_each_kv_tile(plan: Any, span: tiles.Span, step: Callable[..., Any], carry: Carry) -> Any:
@@ -558,7 +579,7 @@ def for_each_kv_tile(plan: Any, span: tiles.Span, step: Callable[..., Any], carr
     return loop(low, span.lo, True, carry) if "low" in plan.sections else carry
 
 
-def _logits(  # noqa: PLR0913
+def logits_of(  # noqa: PLR0913
     ctx: KernelContext,
     rows: QueryRows,
     t: Index,
@@ -584,10 +605,14 @@ def _kernel(refs: ForwardRefs, out: GmemRef, lse: GmemRef, *rest: Any, plan: Que
     if fetched:
         refs = refs._replace(fetching=refs.fetching._replace(k=fetched[0], v=fetched[1]))
     ctx = KernelContext(plan, refs._replace(out=out, lse=lse), smem)
+    if plan.apart:
+        from pallas_attn.kernels.flash_fwd import one_tile
+
+        return one_tile.consume(ctx, block, wg)
     produce = functools.partial(plan.produce, ctx, block)
     consume = functools.partial(_consume, ctx, block, wg)
     consumers = plan.config.warpgroups
-    mosaic.share_registers(wg, consumers, produce, consume, REGISTERS[consumers])
+    return mosaic.share_registers(wg, consumers, produce, consume, REGISTERS[consumers])
 
 
 def run(
@@ -606,9 +631,9 @@ def run(
         functools.partial(_kernel, plan=plan),
         out_type=(*_results(plan), *fetched),
         scratch_types=(scratch(plan),),
-        grid=(plan.order.grid,),
+        grid=(plan.order.blocks,),
         grid_names=("block",),
-        num_threads=config.warpgroups + 1,
+        num_threads=config.warpgroups + (0 if plan.apart else 1),
         thread_name="wg",
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_fwd_sm90",

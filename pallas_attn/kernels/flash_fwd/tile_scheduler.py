@@ -64,11 +64,16 @@ class Distribution:
 
     heads: int  # query heads of all batch rows
     work_tiles: int
-    grid: int  # blocks
+    grid: int  # lists of work tiles: a block takes one, or each of its consumers does
     l2_heads: int  # heads of an L2 group: see `heads_of_l2_group`
     code_bits: int  # low bits of a work tile's code that say which rows; the others: which head
     claims: bool = False  # blocks claim work tiles: see `claims`
     first_ranked_head: int = 0  # the head of documents from which on work tiles go by rank
+    lists: int = 1  # lists of a block
+
+    @property
+    def blocks(self) -> int:
+        return self.grid // self.lists
 
     @classmethod
     def of(
@@ -77,20 +82,22 @@ class Distribution:
         tiling: QueryTiling,
         blocks: tuple[int, int],
         claims: bool = False,
+        lists: int = 1,
     ) -> "Distribution":
-        """`blocks`: of a Config grid, 0: a block for each work tile, and l2_heads, 0: as many as
-        `heads_of_l2_group` says.
+        """`blocks`: lists of a Config's grid, 0: one for each work tile, and l2_heads, 0: as many
+        as `heads_of_l2_group` says. `lists`: how many a block has.
         """
         (grid, l2_heads), heads = blocks, problem.batch * problem.q_heads
         work_tiles = heads * tiling.q_tiles
         return cls(
             heads,
             work_tiles,
-            min(grid or work_tiles, work_tiles),
+            tma_operands.round_up(min(grid or work_tiles, work_tiles), lists),
             heads_of_l2_group(problem, tiling, grid, l2_heads),
             (tiling.q_tiles - 1).bit_length(),
             claims,
             heads - problem.group if claims else 0,
+            lists,
         )
 
 
@@ -113,6 +120,7 @@ class QueryPlan:
     format: Any = None  # `sm80_common.MmaFormat`, of the portable kernels
     # Bias and mask_array that come by `score_tiles`.
     score_tiles: tuple[ScoreTiles, ...] = ()
+    apart: bool = False  # consumers take work tiles of their own: `one_tile`
     panels: bool = False  # q, k, v and the output lie in panels: `tma_operands.takes_panels`
 
     @classmethod
@@ -146,6 +154,13 @@ class QueryPlan:
         if self.panels:
             return tma_operands.in_panels(self.problem.dtype, self.problem.v_head_dim)
         return tma_operands.formats_of(self.problem, self.tiling.block_kv)[1]
+
+    @functools.cached_property
+    def value_rows(self) -> int:
+        """Rows of a kv tile of v in shared memory: those past `block_kv`, zeros, fill the last
+        swizzle of probabilities, by which wgmma takes them.
+        """
+        return tma_operands.round_up(self.tiling.block_kv, self.v.swizzle // self.v.itemsize)
 
     @functools.cached_property
     def is_padded(self) -> bool:

@@ -190,6 +190,50 @@ def test_half_a_tile_of_keys_interpreted():
         check(case, dataclasses.replace(SMALL, warpgroups=1, block_kv=128))
 
 
+@pytest.mark.guards
+@pytest.mark.parametrize(
+    "name, dims, rows, config",
+    [
+        ("t_equals_s", (24, 40), (77, 49), dataclasses.replace(SMALL, block_kv=56)),
+        ("t_equals_s", (88, 136), (13, 77), dataclasses.replace(SMALL, warpgroups=1, block_kv=40)),
+        ("kv_lengths_causal", (64, 64), None, dataclasses.replace(SMALL, block_kv=72)),
+    ],
+    ids=str,
+)
+def test_any_size_interpreted(name, dims, rows, config):
+    """No size is a multiple of anything, tiles are not of whole swizzles, NaN past lengths."""
+    case = small(name)
+    q_len, kv_len = rows or (case.q_len, case.kv_len)
+    sizes = {"q_len": q_len, "kv_len": kv_len, "head_dim": dims[0], "v_head_dim": dims[1]}
+    with mosaic.interpret():
+        check(dataclasses.replace(case, **sizes), config)
+
+
+APART = kernel.Config(warpgroups=3, block_kv=136, grid=2, apart=True)
+OF_ONE_TILE = (
+    *("q_lengths", "kv_lengths_causal", "sinks_empty_rows", "bias_by_head", "softcap"),
+    *("strictly_causal", "dim72_24"),
+)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", OF_ONE_TILE)
+def test_keys_of_one_tile_interpreted(name):
+    """Consumers apart, more of them than work tiles in the last block."""
+    assert plan_of(name, APART).apart
+    with mosaic.interpret():
+        check(small(name), APART)
+
+
+def test_consumers_are_apart_where_a_tile_has_all_keys():
+    assert not plan_of("t_equals_s", APART).apart  # 300 keys
+    assert not plan_of("documents_full", dataclasses.replace(APART, block_kv=200)).apart
+
+
+def plan_of(name, config):
+    return kernel.plan_of(problem_of(case_named(name)), config)
+
+
 EDGE = [
     case
     for case in cases.ATTENTION
@@ -248,7 +292,10 @@ COMPILED = [case.name for case in GRID if case.q_len == 8192] + [
 
 def compiled(name, target="h100", chooser=kernel.Config):
     """(the case, the configuration, what became of it)"""
-    case = case_named(name)
+    return compiled_case(case_named(name), target, chooser)
+
+
+def compiled_case(case, target="h100", chooser=kernel.Config):
     problem = problem_of(dataclasses.replace(case, batch=1, q_len=8, kv_len=8))
     sizes = {"batch": case.batch, "q_len": case.q_len, "kv_len": case.kv_len}
     gpu = {"h100": "sm90", "a100": "sm80", "b200": "sm100"}.get(target, target)
@@ -264,6 +311,20 @@ def compiled(name, target="h100", chooser=kernel.Config):
     config = chooser.default(problem)
     call = functools.partial(run, problem=problem, config=config)
     return case, config, mosaic.compile_for(call, inputs, target=target, sass=False)
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "rows, dim", [(197, 64), (577, 40), (729, 72), (1500, 88), (49, 24), (77, 104)]
+)
+def test_any_size_without_copies(rows, dim, dtype):
+    sizes = {"q_len": rows, "kv_len": rows, "head_dim": dim, "v_head_dim": dim, "dtype": dtype}
+    case = dataclasses.replace(case_named("t_equals_s"), **sizes)
+    _, _, report = compiled_case(case)
+    assert (report.launches, report.others, report.spill_bytes) == (1, (), 0)
+    assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
 
 
 # At the highest precision 64 keys with spills are faster than 32 without. Bytes, with either JAX.

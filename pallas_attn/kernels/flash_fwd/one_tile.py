@@ -1,0 +1,108 @@
+"""The Hopper forward where the keys of a head are one kv tile: windows of 49 or 64 rows (Swin),
+short sentences.
+
+A step of the mainloop overlaps two matmuls of neighbouring kv tiles, and a block one work tile's
+loads with another's. Heads of one kv tile have no neighbours, and then a block that takes one head
+at a time mostly waits. Here each warpgroup is on its own: it takes work tiles of its own, of 64
+rows each, loads q, k and v of the next one while it computes this one, and waits for nobody.
+"""
+
+import functools
+from typing import Any
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._call.problem import AttentionProblem
+from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
+from pallas_attn.kernels.flash_fwd import epilogue, producer, sm90
+from pallas_attn.kernels.flash_fwd.sm90 import Result
+from pallas_attn.kernels.flash_fwd.tile_scheduler import (
+    QueryPlan,
+    StaticList,
+    Turn,
+    span_of_rows,
+    work_tile,
+)
+from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.types import Index
+from pallas_attn.kernels.mma import wgmma
+
+SLOTS = 2  # work tiles of a warpgroup in shared memory
+WORK_TILES = StaticList(ahead=2)
+
+
+def takes(problem: AttentionProblem, block_kv: int) -> bool:
+    """Whether the keys of a head are one kv tile, and nothing else decides which are needed."""
+    others = problem.fetches > 1 or problem.zigzag > 1 or problem.mask_program is not None
+    segments = "q_segment_ids" in problem.arrays
+    return not (others or segments or problem.dtype == "float32") and problem.kv_len <= block_kv
+
+
+def scratch(plan: QueryPlan, out_widths: tuple[int, ...]) -> Any:
+    """`sm90.scratch`: slots of each warpgroup in place of a ring."""
+    slots, block = SLOTS * plan.config.warpgroups, plan.config.block_kv
+    copies = plan.qk.copies
+    return sm90.Smem(
+        q=plan.qk.scratch(slots, ROWS),
+        k=plan.qk.scratch(slots, block),
+        v=plan.v.scratch(slots, plan.value_rows),
+        out=epilogue.scratch(plan, out_widths),
+        segments=None,
+        q_ready=plgpu.Barrier(num_barriers=slots, num_arrivals=copies),
+        ready=plgpu.Barrier(
+            num_barriers=slots, num_arrivals=copies + producer.copies_of_values(plan)
+        ),
+        free=None,
+    )
+
+
+def consume(ctx: KernelContext, block: Index, wg: Index) -> None:
+    """All work tiles of a warpgroup."""
+    plan, smem = ctx.plan, ctx.smem
+    own = block * plan.config.warpgroups + wg
+    start = WORK_TILES.start(ctx, own)
+
+    def slot_of(i: Index) -> Index:
+        return wg * SLOTS + (i & 1)
+
+    def load(code: Index, i: Index) -> None:
+        tile, slot = work_tile(ctx, code), slot_of(i)
+        sm90.load_q(ctx, tile, jnp.int32(0), slot)
+        for name in "kv":
+            producer.load_kv_tile(ctx, tile, name, jnp.int32(0), slot)
+
+    def one_tile(turn: Turn, carry: tuple[()]) -> tuple[()]:
+        # All warps have read the slot: they met in the epilogue of the work tile before.
+        pl.when(turn.has_next())(lambda: load(turn.following, turn.index + 1))
+        tile, slot = work_tile(ctx, turn.code), slot_of(turn.index)
+        rows = QueryRows(tile, tile.row, wg, span_of_rows(plan, tile, jnp.int32(0)), slot)
+        plgpu.barrier_wait(smem.q_ready.at[slot])
+        plgpu.barrier_wait(smem.ready.at[slot])
+        attend = functools.partial(_attend, ctx, rows)
+        if "empty" in plan.sections:
+            has_keys = rows.span.hi > rows.span.lo
+            result = lax.cond(has_keys, attend, functools.partial(sm90.no_keys, plan))
+        else:
+            result = attend()
+        epilogue.store(ctx, rows, result)
+        return carry
+
+    pl.when(start.count > 0)(lambda: load(start.codes[0], jnp.int32(0)))
+    WORK_TILES.for_each_tile(ctx, own, start, one_tile, ())
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _attend(ctx: KernelContext, rows: QueryRows) -> Result:
+    """The rows' only kv tile."""
+    plan, smem, slot = ctx.plan, ctx.smem, rows.q_slot
+    q, k, v = (panels.tiles(x, slot) for x in (smem.q, smem.k, smem.v))
+    s = wgmma.matmul((ROWS, k[0].shape[0]), q, k, issue=wgmma.score_panels)
+    s, online = sm90.logits_of(ctx, rows, 0, slot, s, "first_masked" in plan.sections)
+    nothing = mosaic.filled((ROWS,), -jnp.inf)
+    new = online.step(s, plan.logit_rules.unit, nothing, empty_ok=True)
+    p = sm90.widened(new.p.astype(plan.v.dtype), v)
+    acc = wgmma.add_value_panels(sm90.no_keys(plan).acc, p, v)
+    return Result(acc, new.row_sum, new.row_max)
