@@ -20,6 +20,9 @@ Serving, inside a jitted step, caches updated in place:
     Rotary, RMSNorm                              RoPE and a norm of K and q
     append_kv_arrays                             append to arrays of your own
 
+Layers of other libraries: `pallas_attn.flax`, `.keras`, `.equinox` and `.tokamax`, each imported by
+itself.
+
 A problem that no implementation takes is an UnsupportedError that names reasons and remedies
 (`Limit`). Wrong arguments are ValueErrors.
 """

@@ -9,18 +9,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from pallas_attn._autodiff import score_gradients
+from pallas_attn._autodiff import linear
+from pallas_attn._autodiff.derivative import Attention, KernelCall
 from pallas_attn._call import batching, bind, checks, dispatch, sharding
 from pallas_attn._call.bind import AttentionOptions
-from pallas_attn._call.kernel import Chosen
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._context_parallel import attention, heads
 from pallas_attn._context_parallel.layout import Split
 from pallas_attn.context import Context, checked, shards_of
-from pallas_attn.errors import Limit, UnsupportedError
 from pallas_attn.masks import CAUSAL, FULL, LONGEST, Mask, MaskFunction
+from pallas_attn.rotary import Rotary
 from pallas_attn.scores import ScoreFunction
 
 Array = jax.Array
@@ -47,6 +46,8 @@ def flash_attention(  # noqa: PLR0913
     precision: checks.Precision = None,
     deterministic: bool = False,
     context: Context | None = None,
+    rotary: Rotary | None = None,
+    rotary_positions: Array | tuple[Array, Array] | None = None,
     implementation: str | None = None,
 ) -> Array:
     """Attention of every query to the keys it may see.
@@ -105,6 +106,15 @@ def flash_attention(  # noqa: PLR0913
         segment_ids are of this device's rows; so is the T of a bias or mask_array, whose S is of
         all keys, in the order of their positions. Reverse mode only, also with the reference.
         Static.
+      rotary: RoPE of q and k before attention, by position, as `write_kv` and `decode_attention`
+        have it: `Rotary.create(positions, dims)`. In float32, rounded once to q's dtype, by XLA,
+        which fuses it with what makes q and k. q, k and the tables have gradients. Positions are
+        those that masks count: rows of the whole sequence, also with a `context`; rows within each
+        sequence with q_starts. They go on from document to document with segment_ids, which
+        changes nothing: scores depend on differences of positions alone.
+      rotary_positions: int32[T] or int32[B, T], or a pair (of q, of k): positions for `rotary` in
+        place of these; under a `context` those of this device's rows. A row whose position shows at
+        run time only, and lies outside of the tables, is NaN.
       implementation: "sm90", "sm80", "reference", or None for the fastest that takes the problem.
         There is no silent fallback on a GPU; without one the reference is what runs.
 
@@ -141,6 +151,8 @@ def flash_attention_with_lse(  # noqa: PLR0913
     precision: checks.Precision = None,
     deterministic: bool = False,
     context: Context | None = None,
+    rotary: Rotary | None = None,
+    rotary_positions: Array | tuple[Array, Array] | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
     """`flash_attention`, with the same arguments, and the log of each row's softmax denominator.
@@ -152,11 +164,15 @@ def flash_attention_with_lse(  # noqa: PLR0913
     """
     arguments = locals()
     options = AttentionOptions(*[arguments[name] for name in AttentionOptions._fields])
+    if rotary is not None or rotary_positions is not None:
+        from pallas_attn._call.rotation import rotated
+
+        q, k = rotated((q, k, v), rotary, rotary_positions, options, (q_starts, kv_starts))
     if q_starts is not None or kv_starts is not None:
         problem, inputs = bind.packed_attention(q, k, v, (q_starts, kv_starts), options)
         out, lse = _attend(problem, inputs, implementation)
         return out[0], lse[0]
-    if (checked_context := checked(context)) is not None and shards_of(checked_context) == 1:
+    if context is not None and checked(context) and shards_of(context) == 1:
         options = options._replace(context=None)
     problem, inputs = bind.attention(q, k, v, options)
     return _attend(problem, inputs, implementation, options.context)
@@ -181,25 +197,10 @@ def _attend(
     chosen = dispatch.select(problem, implementation)
     if isinstance(chosen, dispatch.Reference):
         return chosen.run(inputs, problem)
-    try:
-        if problem.score_program is None:
-            return _kernel_attention(chosen, problem, implementation, inputs)
-        attend = functools.partial(_kernel_attention, chosen, problem, implementation)
-        gradients = functools.partial(score_gradients.of_call, problem)
-        return score_gradients.attended(attend, inputs, gradients)
-    except TypeError as error:
-        # jax runs no rule of ours in forward mode: it raises where the tangent of a custom_vjp is
-        # evaluated, a plain TypeError that its text alone tells from others. A test holds the text
-        # in every supported version.
-        if "(jvp)" not in str(error):
-            raise
-        only_reverse = Limit(
-            "it has reverse-mode derivatives only",
-            'pass implementation="reference" where jvp, jacfwd or a hessian goes through it',
-        )
-        raise UnsupportedError(
-            f"Forward mode through {problem}", {chosen.name: only_reverse}
-        ) from error
+    run = functools.partial(batching.compiled_once, batching.attention, chosen, problem)
+    call = KernelCall(problem, implementation, run)
+    out, lse = linear.differentiable(Attention, call, inputs)
+    return out, lse
 
 
 def _attend_padded(
@@ -245,39 +246,6 @@ def _nothing_seen(problem: AttentionProblem, q: Array) -> tuple[Array, Array]:
     out = jnp.broadcast_to(rows, (*rows.shape[:3], problem.v_head_dim))
     lse = jnp.swapaxes(rows[..., 0], 1, 2).astype(problem.lse_dtype)
     return out, jnp.full_like(lse, -jnp.inf)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _kernel_attention(
-    chosen: Chosen,
-    problem: AttentionProblem,
-    implementation: str | None,
-    inputs: AttentionInputs,
-) -> tuple[Array, Array]:
-    """(out, lse) by the chosen kernel. `implementation`: the argument of the call, by which the
-    backward's kernel is chosen when there is one.
-    """
-    del implementation
-    return batching.compiled_once(batching.attention, chosen, problem, inputs)
-
-
-def _kernel_forward(chosen, problem, implementation, inputs):
-    out, lse = _kernel_attention(chosen, problem, implementation, inputs)
-    # Names for policies of jax.checkpoint: with both saved, only q, k and v are computed again.
-    out = checkpoint_name(out, "flash_attention_out")
-    lse = checkpoint_name(lse, "flash_attention_lse")
-    return (out, lse), (inputs, out, lse)
-
-
-def _kernel_backward(chosen, problem, implementation, residuals, cotangents):
-    del chosen
-    problem = dataclasses.replace(problem, op="flash_backward")
-    chosen = dispatch.select(problem, implementation)
-    residuals = (*residuals, *cotangents)
-    return (batching.compiled_once(batching.attention_backward, chosen, problem, residuals),)
-
-
-_kernel_attention.defvjp(_kernel_forward, _kernel_backward)
 
 
 def dot_product_attention(  # noqa: PLR0913

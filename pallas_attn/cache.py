@@ -485,6 +485,12 @@ class PagedCache(KVCache):
     Every method is a pure function that works under jit. The pool is a stack of free page ids and a
     reference count a page; a full page may be held by several sequences (`fork`), the page being
     filled never is.
+
+    Attributes:
+      page_table: int32[M, W], the page ids of each sequence in order; negative where it holds none.
+      num_free: int32, pages that no sequence holds: what a server may still admit.
+      holders: int32[pages], the number of sequences that hold a page.
+      lengths: int32[M], rows of each sequence.
     """
 
     kind: ClassVar[str] = "paged"
@@ -690,9 +696,24 @@ class PagedCache(KVCache):
             new_lengths=cache.new_lengths.at[target].set(NOT_EXTENDED, mode="drop"),
         )
 
-    def shared_prefixes(self, *, tokens: int = 1, levels: int = 2) -> SharedPrefixes:
-        """The pages that several sequences share now, found on the device: `SharedPrefixes`."""
-        return prefixes.find(self, tokens, levels)
+    def shared_prefixes(
+        self, *, tokens: int = 1, levels: int = 2, starts: prefixes.Starts = None
+    ) -> SharedPrefixes:
+        """The pages that several sequences share now, found on the device: `SharedPrefixes`.
+
+        Args:
+          tokens: rows of each sequence in q; with `starts` all rows of q.
+          levels: how many times sequences may part.
+          starts: those of the call, int32[M + 1], where its rows are packed.
+        """
+        return prefixes.find(self, tokens, levels, starts)
+
+    def pages_for(self, rows: int) -> int:
+        """Pages that a sequence of so many rows takes: admission compares them with `num_free`."""
+        count = checks.static_int(rows)
+        if count is None or count < 0:
+            raise ValueError(f"rows: expected an int of at least 0, got {described(rows)}")
+        return -(-count // self.page_size)
 
     def _index(self, name: str, value: int | Array) -> Array:
         static = checks.static_int(value)

@@ -76,11 +76,12 @@ def decode_attention(  # noqa: PLR0913
         rotation by each row's position; in float32, rounded once, to q's dtype. With `parents`
         a draft stands as many positions after the last row before the drafts as its path has
         drafts: those of one depth have the same position.
-      shared_prefixes: the result of `cache.shared_prefixes(tokens=t)`, made once in this step for
-        all layers: pages that several sequences have in common are read once for all of them. The
-        result is the same up to rounding. Where a window bounds the mask's left side, under a mask
-        function, with parents, over a latent cache, for packed rows and with batch_invariant, each
-        sequence reads all that it has.
+      shared_prefixes: the result of `cache.shared_prefixes(tokens=t)`, for packed rows of
+        `shared_prefixes(tokens=tokens, starts=starts)`, made once in this step for all layers:
+        pages that several sequences have in common are read once for all of them. The result is
+        the same up to rounding. Where a window bounds the mask's left side, under a mask function,
+        with parents, over a latent cache and with batch_invariant, each sequence reads all that it
+        has.
       prefix: rows of another cache that stand before those of each sequence, `Prefix(cache,
         groups)`; each group's are read once. Every query sees all of them; `sinks` count once.
         It takes no window, mask function, parents, starts, batch_invariant and rotary: positions
@@ -132,7 +133,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
     if prefix is not None:
         out, lse = attend_in_parts.with_prefix(prefix, cache, call, rotary is not None)
     elif shared_prefixes is not None:
-        out, lse = attend_in_parts.with_shared_prefixes(shared_prefixes, cache, call)
+        out, lse = attend_in_parts.with_shared_prefixes(shared_prefixes, cache, call, starts)
     elif cache.context is not None:
         out, lse = sharded_rows.decode(cache.context, *call)
     else:

@@ -6,15 +6,19 @@ Attention then reads the keys of a sequence in parts (`_cache/attend_in_parts.py
 import dataclasses
 import functools
 import operator
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_attn._cache.facts import Cache
 from pallas_attn._call import checks
+from pallas_attn._call.problem import owner_of_rows
 
 Array = jax.Array
+Starts = Array | np.ndarray | Sequence[int] | None  # of packed rows, as a call has them
 
 LEAST_SAVED = 512  # rows that need not be read again, from which on a shared part pays for itself
 
@@ -55,6 +59,35 @@ class Members(NamedTuple):
         parts = jnp.broadcast_to(flat[:, None], places.shape).reshape(by_row)
         return cls(starts * tokens, rows, parts, places.reshape(by_row))
 
+    @classmethod
+    def of_packed(cls, parts: Array, count: int, starts: Array, rows: int) -> "Members":
+        """`of`, where sequence m has rows starts[m] to starts[m + 1] of `rows` packed ones."""
+        levels, sequences = parts.shape
+        flat, at = parts.reshape(-1), jnp.arange(parts.size, dtype=jnp.int32)
+        there, new = flat >= 0, jnp.tile(jnp.diff(starts), levels)
+        before = (flat[None] < flat[:, None]) | (
+            (flat[None] == flat[:, None]) & (at[None] < at[:, None])
+        )
+        first = jnp.where(before & there[None], new[None], 0).sum(axis=1, dtype=jnp.int32)
+        number = jnp.arange(count + 1, dtype=jnp.int32)
+        fewer = there[None] & (flat[None] < number[:, None])
+        begins = jnp.where(fewer, new[None], 0).sum(axis=1, dtype=jnp.int32)
+        owner, owned = _owners(starts, rows)
+        row = jnp.arange(rows, dtype=jnp.int32)
+        part = jnp.where(owned[None], parts[:, owner], -1)
+        place = first.reshape(levels, sequences)[:, owner] + (row - starts[owner])[None]
+        place = jnp.where(part >= 0, place, -1)
+        to = jnp.where(place >= 0, place, place.size).reshape(-1)
+        of_place = jnp.zeros(place.size, jnp.int32).at[to].set(jnp.tile(row, levels), mode="drop")
+        return cls(begins, of_place, part, place)
+
+
+def _owners(starts: Array, rows: int) -> tuple[Array, Array]:
+    """int32[rows]: the sequence of each packed row, or any; bool[rows]: whether it has one."""
+    owners, sequences = owner_of_rows(starts, rows), starts.size - 1
+    owned = (owners >= 0) & (owners < sequences)
+    return jnp.clip(owners, 0, max(sequences - 1, 0)), owned
+
 
 @functools.partial(jax.tree_util.register_dataclass, drop_fields=("searched",))
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +97,13 @@ class SharedPrefixes:
     `decode_attention(shared_prefixes=)` then reads them once for all of these sequences.
 
     It is made once in a step, after `extend`, and serves all layers. `tokens`: the t of q; only
-    whole pages before these newest rows count. `levels`: how many times sequences may part: 1 finds
-    what the forks of one sequence share, 2 also a system prompt that stands before groups of them.
+    whole pages before these newest rows count. For packed rows it is made by
+    `shared_prefixes(tokens=n, starts=starts)`: q has n rows, and sequences without a row share
+    nothing. `levels`: how many times sequences may part: 1 finds what the forks of one sequence
+    share, 2 also a system prompt that stands before groups of them.
     Whatever the page tables say, decoding gives the same up to rounding, also over another state of
-    the cache: a sequence that no longer has the shared pages before its newest rows reads all that
-    it has by itself.
+    the cache: a sequence that no longer has the shared pages before its newest rows, or has other
+    packed rows, reads all that it has by itself.
     """
 
     members: Members
@@ -80,8 +115,10 @@ class SharedPrefixes:
     of_page_table: Array  # int32[M, W] of the cache that was searched: a copy, as it may be donated
     tokens: int = dataclasses.field(metadata={"static": True})
     page_size: int = dataclasses.field(metadata={"static": True})
-    # Lengths and page table that were searched, to know them again within a step. No leaves.
-    searched: tuple[Array, Array] | None = None
+    starts: Array | None = None  # int32[M + 1] of packed rows
+    # Lengths, page table and starts that were searched, to know them again within a step. No
+    # leaves.
+    searched: tuple[Array, Array, Starts] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,13 +149,17 @@ class _Level(NamedTuple):
     entries: Array  # int32[M]: how many they share
 
 
-def find(cache: Cache, tokens: int, levels: int) -> SharedPrefixes:
+def find(cache: Cache, tokens: int, levels: int, starts: Starts = None) -> SharedPrefixes:
     """`PagedCache.shared_prefixes`."""
     checks.positive(tokens=tokens, levels=levels)
     table, sequences, size = cache.page_table, cache.num_sequences, cache.page_size
     width, most = table.shape[1], sequences // 2
-    fits = (cache.lengths <= cache.capacities[0]) & (cache.lengths > tokens)
-    whole = jnp.where(fits, (cache.lengths - tokens) // size, 0)
+    bounds = None if starts is None else checks.row_starts("starts", starts, tokens, sequences)
+    fits, new = cache.lengths <= cache.capacities[0], jnp.int32(tokens)
+    if bounds is not None:
+        new = jnp.diff(bounds)
+        fits &= new > 0
+    whole = jnp.where(fits & (cache.lengths > new), (cache.lengths - new) // size, 0)
     every, skipped = _levels(_common(table, whole, cache.pages), size, levels)
     numbers, parts, chosen = jnp.arange(most, dtype=jnp.int32), [], []
     at = jnp.arange(sequences, dtype=jnp.int32)
@@ -132,8 +173,12 @@ def find(cache: Cache, tokens: int, levels: int) -> SharedPrefixes:
             [jnp.where(mine, x[None], 0).max(axis=1) for x in (at, level.first, level.entries)]
         )
     leader, first, count = (jnp.concatenate(x) for x in zip(*chosen, strict=True))
+    if bounds is None:
+        members = Members.of(jnp.stack(parts), levels * most, tokens)
+    else:
+        members = Members.of_packed(jnp.stack(parts), levels * most, bounds, tokens)
     return SharedPrefixes(
-        Members.of(jnp.stack(parts), levels * most, tokens),
+        members,
         count * size,
         _shifted(table[leader], first, count),
         cache.lengths - skipped * size,
@@ -142,33 +187,51 @@ def find(cache: Cache, tokens: int, levels: int) -> SharedPrefixes:
         jnp.copy(table),
         tokens,
         size,
-        (cache.lengths, table),
+        bounds,
+        (cache.lengths, table, starts),
     )
 
 
-def for_state(shared: SharedPrefixes, lengths: Array, page_table: Array) -> SharedPrefixes:
-    """The shared prefixes for these lengths and this page table of the cache: the layers of a step
-    have the arrays that were searched, any others are compared with them.
+class Now(NamedTuple):
+    """The state of a cache in a call."""
+
+    lengths: Array
+    page_table: Array
+    starts: Array | None = None  # of packed rows, checked
+
+
+def for_state(shared: SharedPrefixes, now: Now, unchecked: Starts = None) -> SharedPrefixes:
+    """The shared prefixes for a state of the cache: the layers of a step have the arrays that were
+    searched, any others are compared with them. `unchecked`: starts as the call has them.
     """
-    now = (lengths, page_table)
-    if shared.searched is not None and all(map(operator.is_, shared.searched, now)):
+    arrays = (now.lengths, now.page_table, unchecked)
+    same = shared.searched is not None and all(map(operator.is_, shared.searched, arrays))
+    if same and not isinstance(unchecked, (np.ndarray, list)):  # whose numbers may have changed
         return shared
-    return _renewed(shared, lengths, page_table)
+    return _renewed(shared, now)
 
 
 @jax.jit
-def _renewed(shared: SharedPrefixes, lengths: Array, page_table: Array) -> SharedPrefixes:
+def _renewed(shared: SharedPrefixes, now: Now) -> SharedPrefixes:
     """Sequences keep their parts where these are still the first pages of their page table and
-    lie before their newest rows; the others have none.
+    lie before their newest rows; the others have none. Packed rows have to be the same.
     """
+    lengths, page_table, starts = now
     (sequences, width), size = page_table.shape, shared.page_size
     entry = jnp.arange(width, dtype=jnp.int32)
     beyond = entry[None] >= shared.covered[:, None]
     kept = (beyond | (page_table == shared.of_page_table)).all(axis=1)
-    kept &= lengths - shared.tokens >= shared.covered * size  # both at least 0, or covered is 0
+    new = jnp.int32(shared.tokens) if starts is None else jnp.diff(starts)
+    kept &= lengths - new >= shared.covered * size  # both at least 0, or covered is 0
     kept &= lengths <= width * size
+    if starts is not None:
+        same = starts == shared.starts
+        kept &= same[:-1] & same[1:]
+        owners, owned = _owners(starts, shared.tokens)
+        by_row = kept[owners] & owned
+    else:
+        by_row = jnp.broadcast_to(kept[:, None], (sequences, shared.tokens)).reshape(-1)
     covered = jnp.where(kept, shared.covered, 0)
-    by_row = jnp.broadcast_to(kept[:, None], (sequences, shared.tokens)).reshape(-1)
     members = shared.members
     return dataclasses.replace(
         shared,

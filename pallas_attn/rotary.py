@@ -1,5 +1,5 @@
 """RMS norm and rotation by position (RoPE) of rows of K, by `write_kv` on their way into a cache,
-and of q, by `decode_attention`.
+and of q, by `decode_attention`; rotation of q and k by `flash_attention`.
 """
 
 import dataclasses
@@ -87,16 +87,25 @@ def changed(
     if not change.pairs:
         return x
     at = jnp.clip(position, 0, arrays["cos"].shape[0] - 1)
-    cos, sin = (arrays[name][at][..., None, :].astype(wide) for name in ("cos", "sin"))
+    return turned(x, arrays["cos"][at], arrays["sin"][at], change)
+
+
+def turned(x: jax.Array, cos: jax.Array, sin: jax.Array, change: Change) -> jax.Array:
+    """Rotate rows x [..., heads, H] by the rows [..., pairs] of the tables, in float32 (float64 for
+    float64 rows), not rounded.
+    """
+    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
+    x = x.astype(wide)
+    cos, sin = (table[..., None, :].astype(wide) for table in (cos, sin))
     end = change.first + 2 * change.pairs
     part = x[..., change.first : end]
     if change.interleaved:
         a, b = part[..., ::2], part[..., 1::2]
     else:
         a, b = part[..., : change.pairs], part[..., change.pairs :]
-    turned = a * cos - b * sin, b * cos + a * sin
+    both = a * cos - b * sin, b * cos + a * sin
     if change.interleaved:
-        part = jnp.stack(turned, axis=-1).reshape(part.shape)
+        part = jnp.stack(both, axis=-1).reshape(part.shape)
     else:
-        part = jnp.concatenate(turned, axis=-1)
+        part = jnp.concatenate(both, axis=-1)
     return jnp.concatenate([x[..., : change.first], part, x[..., end:]], axis=-1)

@@ -4,6 +4,7 @@ What has to be settled before jax is imported is settled while this file is impo
 on the command line in `pytest_configure`, before jax looks for its devices.
 """
 
+import contextlib
 import gc
 import os
 import pathlib
@@ -39,7 +40,8 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
-from tests.support import aot, in_numpy  # noqa: E402
+from pallas_attn._call import device  # noqa: E402
+from tests.support import aot, gpu_cases, in_numpy  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -61,13 +63,13 @@ def _asks_for_gpu(config) -> bool:
     return any(_asks_for(config, mark) for mark in GPU_MARKS)
 
 
-def _share_programs(config):
+def _share_programs(config, least):
     """Lets the other workers, and the run.py that a test starts, read the programs that one process
-    has compiled for the CPU: 8 % of the suite's time.
+    has compiled for `least` seconds: 8 % of the suite's time on a CPU.
     """
     settings = {
         "jax_compilation_cache_dir": os.environ.get("JAX_COMPILATION_CACHE_DIR"),
-        "jax_persistent_cache_min_compile_time_secs": 0.1,
+        "jax_persistent_cache_min_compile_time_secs": least,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
     if settings["jax_compilation_cache_dir"] is None:
@@ -80,9 +82,10 @@ def _share_programs(config):
 
 
 def pytest_configure(config):
-    if not _asks_for_gpu(config):
+    on_gpu = _asks_for_gpu(config)
+    if not on_gpu:
         jax.config.update("jax_platforms", "cpu")
-        _share_programs(config)
+    _share_programs(config, 0.0 if on_gpu else 0.1)
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -92,20 +95,24 @@ def pytest_report_header(config):
     return f"jax {jax.__version__} on {where}; --seed={config.option.seed}"
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Tests for a GPU run when `-m gpu` asks for them, and only then, and those for two when `-m
     multigpu` does; those that compile kernels to machine code when `-m guards` or `-m machine_code`
-    does; the recipes and the fuzzer when theirs.
+    does; the recipes, the fuzzer and memcheck when theirs. `quick` are those of a list.
     """
+    config.stash[gpu_cases.COLLECTED] = frozenset(item.nodeid for item in items)
     left_out = {mark for mark in GPU_MARKS if not _asks_for(config, mark)}
     if not re.search("guards|machine_code", config.option.markexpr or ""):
         left_out.add("machine_code")
-    for mark in ("recipes", "fuzz"):
+    for mark in ("recipes", "fuzz", "memcheck"):
         if mark not in (config.option.markexpr or ""):
             left_out.add(mark)
     missing = pytest.mark.skipif(not aot.available(), reason="the aot extra is not installed")
     kept, rest = [], []
     for item in items:
+        if item.nodeid in gpu_cases.ALL_QUICK:
+            item.add_marker("quick")
         marks = {mark.name for mark in item.iter_markers()}
         (rest if marks & left_out else kept).append(item)
         if "machine_code" in marks:
@@ -118,9 +125,17 @@ def pytest_collection_modifyitems(config, items):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection():
-    """Arrays that modules hold and cases that subjects are asked about are no reason to compile."""
-    with in_numpy.instead_of_xla():
+def pytest_collection(session):
+    """Arrays that modules hold and cases that subjects are asked about are no reason to compile,
+    on a GPU neither: there they are made on the CPU. Refusals need no filtered traceback.
+    """
+    filtering = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "off")
+    with contextlib.ExitStack() as stack:
+        stack.callback(jax.config.update, "jax_traceback_filtering", filtering)
+        if _asks_for_gpu(session.config):
+            stack.enter_context(device.assume(device.gpu_generation()))
+        stack.enter_context(in_numpy.on_the_host())
         return (yield)
 
 

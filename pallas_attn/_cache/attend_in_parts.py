@@ -19,9 +19,14 @@ from pallas_attn._call.problem import DecodeInputs, DecodeProblem, Into
 from pallas_attn.errors import described
 from pallas_attn.masks import AT_RUN_TIME, FULL
 from pallas_attn.merge import add_sinks, merge_attention
-from pallas_attn.prefixes import Members, Prefix, SharedPrefixes, for_state
+from pallas_attn.prefixes import Members, Now, Prefix, SharedPrefixes, Starts, for_state
 
 Array = jax.Array
+
+
+class Results(NamedTuple):
+    out: Array
+    lse: Array
 
 
 class Call(NamedTuple):
@@ -32,8 +37,12 @@ class Call(NamedTuple):
     implementation: str | None
 
 
-def with_shared_prefixes(shared: SharedPrefixes, cache: Cache, call: Call) -> tuple[Array, Array]:
-    """(out, lse) of a call with the argument `shared_prefixes`."""
+def with_shared_prefixes(
+    shared: SharedPrefixes, cache: Cache, call: Call, starts: Starts
+) -> tuple[Array, Array]:
+    """(out, lse) of a call with the argument `shared_prefixes`. `starts`: its argument, as it was
+    given.
+    """
     problem, inputs, _ = call
     table = getattr(cache.page_table, "shape", None)
     if not isinstance(shared, SharedPrefixes) or shared.own_page_table.shape != table:
@@ -47,15 +56,23 @@ def with_shared_prefixes(shared: SharedPrefixes, cache: Cache, call: Call) -> tu
             f"as this call's, got those of pages of {shared.page_size}; make them by this cache's "
             "shared_prefixes()"
         )
-    if not problem.packed and problem.q_len not in (0, shared.tokens):
-        raise ValueError(
-            f"shared_prefixes: expected those of {problem.q_len} tokens, as many as q has, got "
-            f"those of {shared.tokens}; make them by shared_prefixes(tokens={problem.q_len})"
+    rows = problem.q_len if problem.tokens is None else problem.tokens
+    if rows and (rows, problem.packed) != (shared.tokens, shared.starts is not None):
+        wanted, got = (
+            f"{count} {'packed rows' if packed else 'tokens'}"
+            for count, packed in (
+                (rows, problem.packed),
+                (shared.tokens, shared.starts is not None),
+            )
         )
-    plain = not (problem.packed or problem.shared_kv or problem.batch_invariant)
-    if not (plain and _sees_all_before(problem) and shared.members.number):
+        raise ValueError(
+            f"shared_prefixes: expected those of {wanted}, as many as q has, got those of {got}; "
+            f"make them by shared_prefixes(tokens={rows}{', starts=starts' * problem.packed})"
+        )
+    plain = not (problem.shared_kv or problem.batch_invariant)
+    if not (rows and plain and _sees_all_before(problem) and shared.members.number):
         return attend.attend(*call)
-    shared = for_state(shared, cache.lengths, cache.page_table)
+    shared = for_state(shared, Now(cache.lengths, cache.page_table, inputs.starts), starts)
     own = inputs._replace(lengths=shared.own_lengths, page_table=shared.own_page_table)
     parts = inputs._replace(lengths=shared.lengths, page_table=shared.page_table, new_lengths=None)
     # Each row that sees a key sees one of its own.
@@ -149,7 +166,7 @@ def _packed(members: Members, parts: Call, q: Array) -> Call:
         sinks=False,
     )
     packed = parts.inputs._replace(
-        q=q.reshape(-1, *q.shape[2:]),
+        q=q.reshape(-1, *q.shape[-2:]),
         starts=members.starts,
         sinks=None,
         mask_left=None,
@@ -164,22 +181,33 @@ def _merged(
     """Both calls, the second with the rows of `members`, as one: it merges where a kernel can, else
     XLA does. `sinks`: those that neither call has counted.
     """
-    q, implementation = own.inputs.q, own.implementation
     out, lse = attend.attend(*own)
     if not out.size:
         return out, lse
+    if not own.problem.packed:
+        return _with_parts(members, Results(out, lse), own, parts, sinks)
+    # Each packed row is a sequence of one: lse [N, tokens] becomes [tokens, N, 1].
+    results = Results(out[:, None], lse.T[:, :, None])
+    out, lse = _with_parts(members, results, own, parts, sinks)
+    return out[:, 0], lse[:, :, 0].T
+
+
+def _with_parts(
+    members: Members, results: Results, own: Call, parts: Call, sinks: Array | None
+) -> tuple[Array, Array]:
+    """The results of the call `own`, [M, t, N, Hv] and [M, N, t], and those of the parts as one."""
     # Caches of other dtypes may have other columns of zeros behind those that were asked for.
-    out, q = _columns(out, parts.problem.v_head_dim), _columns(q, parts.problem.head_dim)
-    problem, packed, _ = _packed(members, parts, q)
+    out = _columns(results.out, parts.problem.v_head_dim)
+    problem, packed, _ = _packed(members, parts, _columns(own.inputs.q, parts.problem.head_dim))
     if sinks is None:
-        both = dataclasses.replace(problem, merged=(len(members.parts), q.shape[0], q.shape[1]))
-        into = Into(out, lse, members.parts, members.places)
+        both = dataclasses.replace(problem, merged=(len(members.parts), *out.shape[:2]))
+        into = Into(out, results.lse, members.parts, members.places)
         more = packed._replace(rows=members.rows, into=into)
-        if (results := attend.attend_merged(both, more, implementation)) is not None:
-            return results
+        if (merged := attend.attend_merged(both, more, own.implementation)) is not None:
+            return merged
     packed = packed._replace(q=packed.q[members.rows])
-    of_parts = attend.attend(problem, packed, implementation)
-    return _merged_by_xla(members, (out, lse), of_parts, sinks)
+    of_parts = attend.attend(problem, packed, own.implementation)
+    return _merged_by_xla(members, (out, results.lse), of_parts, sinks)
 
 
 def _columns(x: Array, dim: int) -> Array:

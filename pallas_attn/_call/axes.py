@@ -85,6 +85,16 @@ def of_attention_backward(
     )
 
 
+@functools.lru_cache(maxsize=1024)
+def of_attention_tangents(problem: AttentionProblem, tree: PyTreeDef, shapes: Shapes) -> Split:
+    """Tangents have the axes of what they are tangents of."""
+    inputs, *_ = _inputs_of(tree, shapes)
+    axes = _of_arrays(problem, inputs)
+    names = (*inputs.named(), "out", "lse", *problem.tangents)
+    arrays = tuple(axes[name] for name in names)
+    return Split(arrays, (axes["out"], axes["lse"]), _free(problem), begins="t")
+
+
 def _of_arrays(problem: AttentionProblem, inputs: AttentionInputs) -> dict[str, Axes]:
     """The axes of all arrays of an attention call, by name."""
     heads = "k" if problem.group == 1 else "k g"

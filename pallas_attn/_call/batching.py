@@ -183,7 +183,7 @@ def _fold_into_heads(
 
 def _folded(arrays: Named, mapped: list[str], size: int, batch: int) -> Named:
     """The mapped axis made a part of the batch axis, in every array that has one."""
-    broadcasts = ("bias", "mask_array")  # their batch axis may be of 1
+    broadcasts = ("bias", "bias_dot", "mask_array")  # their batch axis may be of 1
 
     def fold(name: str, x: Array) -> Array:
         if name == "sinks" or "_aux" in name:
@@ -247,13 +247,9 @@ def attention_backward(
     """
     inputs, *rows = residuals
     floats = [name for name in FLOATS if getattr(inputs, name) is not None]
-    remedy = 'pass implementation="reference" to the forward call'
-    limit = Limit("kernels have first derivatives only", remedy)
-    leaves, tree = jax.tree.flatten((inputs, *rows))
-    inputs, *rows = jax.tree.unflatten(tree, _underived(problem, limit)(*leaves))
     gradients = dict(zip(floats, _gradients(kernel, problem, inputs, tuple(rows)), strict=True))
     gradients = {
-        name: sharding.gradient_of(getattr(residuals[0], name), x) for name, x in gradients.items()
+        name: sharding.gradient_of(getattr(inputs, name), x) for name, x in gradients.items()
     }
     nothing: Any = None
     aux = (nothing,) * len(inputs.mask_aux), (nothing,) * len(inputs.score_aux)
@@ -310,6 +306,57 @@ def _gradients_of_many(
     inputs, rows = inputs_and_rows(_folded(arrays, mapped, size, problem.batch))
     gradients = _gradients(kernel, resized(problem, inputs), inputs, rows)
     return tuple(_unfolded(x, size) for x in gradients)
+
+
+def attention_tangents(
+    kernel: Chosen, problem: AttentionProblem, residuals: tuple[Any, ...]
+) -> tuple[Array, Array]:
+    """`kernel.run((inputs, out, lse, tangents), problem)` -> the tangents of out and lse, for any
+    batching and sharding. `tangents`: a dict by the names in `AttentionProblem.tangents`.
+    """
+    leaves, tree = jax.tree.flatten(residuals)
+    split = axes.of_attention_tangents(problem, tree, tuple([leaf.shape for leaf in leaves]))
+
+    def run(*arrays: Array) -> tuple[Array, ...]:
+        local, *others = jax.tree.unflatten(tree, arrays[: len(leaves)])
+        local, sizes = _of_rows(problem, local, arrays[len(leaves) :])
+        return kernel.run((local, *others), sizes)
+
+    @custom_vmap
+    def call(*arrays: Array) -> tuple[Array, ...]:
+        return sharding.over_devices(run, arrays, *split)
+
+    @call.def_vmap
+    def rule(size: int, batched: list[bool], *arrays: Array) -> Any:
+        inputs, out, lse, tangents = jax.tree.unflatten(tree, arrays)
+        dots = {f"{name}_dot": tangents[name] for name in problem.tangents}
+        every = inputs.named() | {"out": out, "lse": lse} | dots
+        names = _mapped(every, batched)
+        return _tangents_of_many(kernel, problem, every, names, size), (True, True)
+
+    out, lse = call(*leaves)
+    return out, lse
+
+
+def _tangents_of_many(
+    kernel: Chosen, problem: AttentionProblem, arrays: Named, mapped: list[str], size: int
+) -> tuple[Array, Array]:
+    """`attention_tangents` of arrays of which the `mapped` ones have an axis of `size` in front."""
+
+    def residuals(arrays: Named) -> tuple[Any, ...]:
+        tangents = {name: arrays[f"{name}_dot"] for name in problem.tangents}
+        others = {"out", "lse", *[f"{name}_dot" for name in tangents]}
+        inputs = {name: x for name, x in arrays.items() if name not in others}
+        return AttentionInputs.of(inputs), arrays["out"], arrays["lse"], tangents
+
+    if not _is_foldable(problem, mapped) or not size or _is_split(arrays, mapped):
+        return sharding.one_after_another(
+            lambda some: attention_tangents(kernel, problem, residuals(arrays | some)),
+            {name: arrays[name] for name in mapped},
+        )
+    folded = residuals(_folded(arrays, mapped, size, problem.batch))
+    out, lse = attention_tangents(kernel, resized(problem, folded[0]), folded)
+    return _unfolded(out, size), _unfolded(lse, size)
 
 
 # ---- operations over caches ----------------------------------------------------------------------

@@ -48,7 +48,7 @@ def attention(
     """The problem and the inputs of a call of `flash_attention`. `q_positions`: the field of
     `AttentionInputs`, for packed rows.
     """
-    q, k, v = _operands(q, k, v)
+    q, k, v = operands(q, k, v)
     (batch, q_len, q_heads, head_dim), (_, kv_len, kv_heads, v_head_dim) = q.shape, v.shape
     mask, offset, inputs = options.mask, options.q_offset, AttentionInputs(q, k, v)
     facts: dict[str, Any] = {"mask": mask, "q_offset": offset}
@@ -75,7 +75,7 @@ def attention(
     ), inputs
 
 
-def _operands(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
+def operands(q: Array, k: Array, v: Array) -> tuple[Array, Array, Array]:
     """q, k and v as arrays that fit each other."""
     named = (("q", q, "[B, T, N, H]"), ("k", k, "[B, S, K, H]"), ("v", v, "[B, S, K, Hv]"))
     q, k, v = [x if isinstance(x, Array) else checks.array(name, x) for name, x, _ in named]
@@ -271,10 +271,10 @@ def packed_attention(
     Positions are counted through all keys: a query stands at the position of its sequence's first
     key plus its own within the sequence. Where queries and keys are packed alike that is its row.
     """
-    _refuse_beside_starts(options, starts)
-    q, k, v = _packed_operands(q, k, v)
+    refuse_beside_starts(options, starts)
+    q, k, v = packed_operands(q, k, v)
     q_len, kv_len = q.shape[0], k.shape[0]
-    q_starts, kv_starts = _both_starts(*starts, q_len, kv_len)
+    q_starts, kv_starts = both_starts(*starts, q_len, kv_len)
     sequences = q_starts.size - 1
     static_offset, offset = checks.offset(options.q_offset, sequences, "one a sequence")
     owner, kv_owner = owner_of_rows(q_starts, q_len), owner_of_rows(kv_starts, kv_len)
@@ -299,7 +299,7 @@ def packed_attention(
     return attention(q[None], k[None], v[None], options, positions)
 
 
-def _packed_operands(q: Array, k: Array, v: Array) -> list[Array]:
+def packed_operands(q: Array, k: Array, v: Array) -> list[Array]:
     """q, k and v as arrays without a batch axis."""
     operands = []
     wanted = {"q": "[tokens, N, H]", "k": "[kv_tokens, K, H]", "v": "[kv_tokens, K, Hv]"}
@@ -313,7 +313,7 @@ def _packed_operands(q: Array, k: Array, v: Array) -> list[Array]:
     return operands
 
 
-def _refuse_beside_starts(options: AttentionOptions, starts: tuple[Any, Any]) -> None:
+def refuse_beside_starts(options: AttentionOptions, starts: tuple[Any, Any]) -> None:
     """ValueError for arguments that packed rows do not take."""
     if starts[0] is None:
         raise ValueError("q_starts: expected int32[M + 1] with kv_starts, got None")
@@ -335,7 +335,7 @@ def _refuse_beside_starts(options: AttentionOptions, starts: tuple[Any, Any]) ->
         )
 
 
-def _both_starts(
+def both_starts(
     q_starts: Array, kv_starts: Array | None, q_len: int, kv_len: int
 ) -> tuple[Array, Array]:
     """The starts of queries and of keys, checked; the same array where both are packed alike."""

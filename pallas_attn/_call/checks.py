@@ -207,31 +207,43 @@ def change(
         arrays["norm_weight"] = jnp.pad(weight, (0, stored - dim)) if stored > dim else weight
         static |= {"eps": eps, "weight_dtype": str(weight.dtype)}
     if rotary is not None:
-        if not isinstance(rotary, Rotary):
-            raise ValueError(f"rotary: expected a Rotary or None, got {type(rotary).__name__}")
-        cos, sin = (array(f"rotary.{name}", getattr(rotary, name)) for name in ("cos", "sin"))
-        if cos.ndim != 2 or cos.shape != sin.shape or cos.shape[0] < capacity:
-            raise ValueError(
-                f"rotary.cos, rotary.sin: expected float[positions, pairs], positions at least the "
-                f"{capacity} rows that a sequence of this cache may have, got {list(cos.shape)} "
-                f"and {list(sin.shape)}"
-            )
-        for name, x in (("cos", cos), ("sin", sin)):
-            if not jnp.issubdtype(x.dtype, jnp.floating):
-                raise ValueError(
-                    f"rotary.{name}: expected float[positions, pairs], got {x.dtype}"
-                    f"{list(x.shape)}; Rotary.create(positions, dims) makes tables"
-                )
-        first, pairs = static_int(rotary.first), cos.shape[1]
-        if first is None or first < 0 or pairs < 1 or first + 2 * pairs > dim:
-            raise ValueError(
-                f"rotary: expected columns within the {dim} of a row, got {2 * pairs} from column "
-                f"{described(rotary.first)} on"
-            )
-        static |= {"pairs": pairs, "first": first, "positions": cos.shape[0]}
-        static["interleaved"] = boolean("rotary.interleaved", rotary.interleaved)
-        arrays |= {"cos": cos.astype(jnp.float32), "sin": sin.astype(jnp.float32)}
+        rows = f"{capacity} rows that a sequence of this cache may have"
+        more, tables = rotation(rotary, dim, capacity, rows)
+        static |= more
+        arrays |= tables
     return (Change(dim, **static) if static else None), arrays
+
+
+def rotation(
+    rotary: Argument, dim: int, positions: int, meaning: str
+) -> tuple[dict[str, Any], dict[str, jax.Array]]:
+    """Fields of `Change` for rows of `dim` columns, and the tables by name. `positions`: the least
+    that tables must have, which are `meaning`.
+    """
+    if not isinstance(rotary, Rotary):
+        raise ValueError(f"rotary: expected a Rotary or None, got {type(rotary).__name__}")
+    cos, sin = (array(f"rotary.{name}", getattr(rotary, name)) for name in ("cos", "sin"))
+    if cos.ndim != 2 or cos.shape != sin.shape or cos.shape[0] < positions:
+        raise ValueError(
+            f"rotary.cos, rotary.sin: expected float[positions, pairs], positions at least the "
+            f"{meaning}, got {list(cos.shape)} and {list(sin.shape)}"
+        )
+    for name, x in (("cos", cos), ("sin", sin)):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(
+                f"rotary.{name}: expected float[positions, pairs], got {x.dtype}{list(x.shape)}; "
+                "Rotary.create(positions, dims) makes tables"
+            )
+    first, pairs = static_int(rotary.first), cos.shape[1]
+    if first is None or first < 0 or pairs < 1 or first + 2 * pairs > dim:
+        raise ValueError(
+            f"rotary: expected columns within the {dim} of a row, got {2 * pairs} from column "
+            f"{described(rotary.first)} on"
+        )
+    static = {"pairs": pairs, "first": first, "positions": cos.shape[0]}
+    interleaved = boolean("rotary.interleaved", rotary.interleaved)
+    tables = {"cos": cos.astype(jnp.float32), "sin": sin.astype(jnp.float32)}
+    return static | {"interleaved": interleaved}, tables
 
 
 def one_or_each(name: str, value: Argument, size: int, meaning: str) -> jax.Array:

@@ -186,6 +186,9 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
             ),
         ),
     ),
+    "flash_jvp": (  # what none takes is done by operations of jax: `derivative.by_definition`
+        Candidate("flash_jvp.sm90", HOPPER),
+    ),
     "append": (
         Candidate("append.copy", FROM_AMPERE),
         Reference(reference.append, lambda problem: "it is one scatter a cache"),
@@ -253,6 +256,13 @@ def merging(problem: DecodeProblem, implementation: str | None) -> Candidate | N
                 names.append(candidate.implementation)
             return candidate  # type: ignore[return-value]
     return None
+
+
+@functools.lru_cache(maxsize=1024)
+def of_tangents(problem: AttentionProblem, implementation: str | None) -> Implementation | None:
+    """The kernel of tangents that takes the problem, if there is one."""
+    named = [x for x in TABLES["flash_jvp"] if implementation in (None, x.implementation)]
+    return next((x for x in named if x.takes(problem)), None)
 
 
 def check_name(implementation: str | None) -> None:

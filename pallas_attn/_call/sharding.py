@@ -45,7 +45,7 @@ def over_devices(
     `writes`: number of results that are arrays which `run` holds as refs and writes into; a result
     after those follows from the arrays after as many alone.
     """
-    run, types = _as_now(run), [jax.typeof(array) for array in arrays]
+    run, types = as_now(run), [jax.typeof(array) for array in arrays]
     now = jax.sharding.get_abstract_mesh()
     kinds = set(now.axis_types)
     if kinds == {AxisType.Manual} or any([x.manual_axis_type.varying for x in types]):
@@ -219,10 +219,10 @@ def sealed(run: Callable[..., Any], *arrays: jax.Array) -> tuple[jax.Array, ...]
     """`run(*arrays)` within jax.shard_map, which may hold arrays as refs. Its results are taken to
     be the same on all devices.
     """
-    return tuple(_sealed.bind(*arrays, run=_as_now(run)))
+    return tuple(_sealed.bind(*arrays, run=as_now(run)))
 
 
-def _as_now(run: Callable[..., Any]) -> Callable[..., Any]:
+def as_now(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run` with the context variables of this call (`device.overlapping`, `config.forced`), also
     where jax calls it later, to lower it.
     """
@@ -271,7 +271,7 @@ def in_32_bits[Inputs](run: Callable[[Inputs], Any], inputs: Inputs) -> Any:
         return results
 
     arrays = [leaf for leaf in leaves if not isinstance(leaf, int)]
-    results = jax.jit(functools.partial(_sealed.bind, run=_as_now(flat)))(*arrays)
+    results = jax.jit(functools.partial(_sealed.bind, run=as_now(flat)))(*arrays)
     return jax.tree.unflatten(made[-1], results)
 
 

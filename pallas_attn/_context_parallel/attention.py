@@ -5,15 +5,13 @@ dv leave a device in the dtype of k, as the backward kernels round them, half of
 move; what arrives is added up in float32, in the order of the devices, and rounded once.
 """
 
-import functools
-from typing import Any
+import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from pallas_attn._autodiff import score_gradients
-from pallas_attn._autodiff.score_gradients import Rows
+from pallas_attn._autodiff import by_rows, derivative, linear, score_gradients
+from pallas_attn._autodiff.derivative import Named, Results, Rows
 from pallas_attn._call import sharding
 from pallas_attn._call.problem import AttentionInputs
 from pallas_attn._context_parallel import gather, launch, layout, ring
@@ -22,58 +20,56 @@ from pallas_attn._context_parallel.layout import Split
 Array = jax.Array
 
 
-def attend(split: Split, inputs: AttentionInputs) -> tuple[Array, Array]:
+def attend(split: Split, inputs: AttentionInputs) -> Results:
     """(out, lse) of this device's rows."""
-    run = functools.partial(_attention, split)
-    return score_gradients.attended(run, inputs, functools.partial(_of_score_aux, split))
+    out, lse = linear.differentiable(derivative.Attention, SplitCall(split), inputs)
+    return out, lse
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(split: Split, inputs: AttentionInputs) -> tuple[Array, Array]:
-    method = ring if split.context.method == "ring" else gather
-    return method.forward(split, inputs)
+@dataclasses.dataclass(frozen=True)
+class SplitCall:
+    """A call over rows that several devices have (`derivative.Call`)."""
 
+    split: Split
 
-def _forward(split: Split, inputs: AttentionInputs) -> tuple[Any, Any]:
-    out, lse = _attention(split, inputs)
-    out = checkpoint_name(out, "flash_attention_out")
-    lse = checkpoint_name(lse, "flash_attention_lse")
-    return (out, lse), (inputs, out, lse)
+    @property
+    def in_ring(self) -> bool:
+        return self.split.context.method == "ring"
 
+    def run(self, inputs: AttentionInputs) -> Results:
+        return (ring if self.in_ring else gather).forward(self.split, inputs)
 
-def _backward(
-    split: Split,
-    residuals: tuple[AttentionInputs, Array, Array],
-    cotangents: tuple[Array, Array],
-) -> tuple[AttentionInputs]:
-    inputs, out, lse = residuals
-    method = ring if split.context.method == "ring" else gather
-    gradients = method.backward(split, inputs, (out, lse, *cotangents))
-    gradients = {
-        name: sharding.gradient_of(x, gradients[name].astype(x.dtype))
-        for name, x in launch.floats_of(inputs).items()
-    }
-    nothing: Any = None
-    aux = {name: (nothing,) * len(getattr(inputs, name)) for name in launch.AUX}
-    return (AttentionInputs.of(gradients)._replace(**aux),)
+    def tangents(self, inputs: AttentionInputs, results: Results, tangents: Named) -> Results:
+        del results
+        return derivative.by_definition(self, inputs, tangents)
 
+    def gradients(self, inputs: AttentionInputs, rows: Rows) -> Named:
+        gradients = (ring if self.in_ring else gather).backward(self.split, inputs, rows)
+        return {
+            name: sharding.gradient_of(x, gradients[name].astype(x.dtype))
+            for name, x in launch.floats_of(inputs).items()
+        }
 
-_attention.defvjp(_forward, _backward)
+    def gradients_of_aux(
+        self, inputs: AttentionInputs, numbers: list[int], rows: Rows
+    ) -> list[Array]:
+        split, rows = self.split, layout.rows_by_chunk(self.split, rows)
 
+        def of_launch(inputs: AttentionInputs) -> list[Array]:
+            call = launch.problem_of(split, "flash_forward", launch.Launch(inputs, ()))
+            call = launch.repeated(*call)
+            return score_gradients.of_call(*call, numbers, rows, some_keys=self.in_ring)
 
-def _of_score_aux(
-    split: Split, inputs: AttentionInputs, numbers: list[int], rows: Rows
-) -> list[Array]:
-    """The gradients of arrays that a score function reads, from this device's rows, in float32."""
-    rows = layout.rows_by_chunk(split, rows)
-    in_ring = split.context.method == "ring"
+        if not self.in_ring:
+            return of_launch(gather.launch_of_all(split, inputs))
+        zeros = [jnp.zeros(inputs.score_aux[n].shape, jnp.float32) for n in numbers]
+        zeros = [sharding.varying_like(x, *rows) for x in zeros]
+        return ring.summed_over_parts(split, inputs, of_launch, zeros)
 
-    def of_launch(inputs: AttentionInputs) -> list[Array]:
-        call = launch.problem_of(split, "flash_forward", launch.Launch(inputs, ()))
-        return score_gradients.of_call(*launch.repeated(*call), numbers, rows, some_keys=in_ring)
-
-    if not in_ring:
-        return of_launch(gather.launch_of_all(split, inputs))
-    zeros = [jnp.zeros(inputs.score_aux[n].shape, jnp.float32) for n in numbers]
-    zeros = [sharding.varying_like(x, *rows) for x in zeros]
-    return ring.summed_over_parts(split, inputs, of_launch, zeros)
+    def definition(self, inputs: AttentionInputs) -> Results:
+        """By a device's launch of all keys, in a ring too."""
+        split, inputs = gather.without_blocks(self.split, inputs)
+        whole = launch.Launch(gather.launch_of_all(split, inputs), ())
+        call = launch.repeated(*launch.problem_of(split, "flash_forward", whole))
+        out, lse = by_rows.attention(*call)
+        return layout.by_device(split, out), layout.lse_by_device(split, lse)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._autodiff.score_gradients import Rows
+from pallas_attn._autodiff.derivative import Rows
 from pallas_attn._call import batching, device, dispatch
 from pallas_attn._call.problem import AttentionInputs
 from pallas_attn._context_parallel import launch as _launch
@@ -34,8 +34,29 @@ def backward(split: Split, inputs: AttentionInputs, rows: Rows) -> Floats:
 
 
 def launch_of_all(split: Split, inputs: AttentionInputs) -> AttentionInputs:
-    """The inputs of a launch whose keys are in the order of positions."""
-    return _inputs_of(split, inputs, _moved(split, floats_of(inputs)))
+    """The inputs of a launch whose keys are in the order of positions, by operations that jax
+    differentiates.
+    """
+    floats, window = floats_of(inputs), split.window()
+    for name in ("k", "v"):
+        x = floats[name]
+        if window is None:
+            floats[name] = layout.in_order(split, layout.all_gathered(split, x), 1)
+        else:
+            floats[name] = layout.near(split, x, window)
+    beside = _moved_beside(split, floats)
+    return _inputs_of(split, inputs, floats | beside)
+
+
+def without_blocks(split: Split, inputs: AttentionInputs) -> tuple[Split, AttentionInputs]:
+    """The same call by the method "gather", and without the blocks of a mask, which are those of a
+    method's launches.
+    """
+    problem, context = split.problem, dataclasses.replace(split.context, method="gather")
+    if problem.mask_blocks is not None:
+        inputs = inputs._replace(mask_aux=inputs.mask_aux[:-1])
+        problem = dataclasses.replace(problem, mask_blocks=None)
+    return dataclasses.replace(split, problem=problem, context=context), inputs
 
 
 def _out(inputs: AttentionInputs, split: Split) -> tuple[Array, Array]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._autodiff.score_gradients import Rows
+from pallas_attn._autodiff.derivative import Rows
 from pallas_attn._call import batching, bind, dispatch
 from pallas_attn._call.dispatch import Implementation
 from pallas_attn._call.kernel import Chosen

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_attn._autodiff.score_gradients import Rows
+from pallas_attn._autodiff.derivative import Rows
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn._functions import block_summary
 from pallas_attn._functions.program import Program

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._autodiff.score_gradients import Rows
+from pallas_attn._autodiff.derivative import Rows
 from pallas_attn._call import sharding
 from pallas_attn._call.problem import AttentionInputs
 from pallas_attn._context_parallel import launch as _launch

@@ -17,6 +17,7 @@ import numpy as np
 
 from pallas_attn.bench.case_functions import Positions, made
 from pallas_attn.masks import CAUSAL, FULL, SIDES, Mask
+from pallas_attn.rotary import Rotary
 
 SMALL = 2**23  # score elements up to which a quadratic oracle takes well under a second on a CPU
 
@@ -56,6 +57,9 @@ class AttentionCase:
     function: tuple[str, int] | None = None  # a name of `case_functions`, in place of the mask
     both: bool = False  # op "mask": forward and backward
     mask_at_run_time: bool = False  # the mask's bounds are handed over as arrays
+    # RoPE: the first column, rotated columns, and whether pairs are neighbours
+    rotary: tuple[int, int, bool] | None = None
+    rotary_positions: bool = False  # positions of their own; with offsets that no table has
     labels: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -63,7 +67,7 @@ class AttentionCase:
         """The labels, and tags that the fields imply."""
         names = (
             *("q_lengths", "kv_lengths", "segments", "softcap", "precision", "sinks"),
-            *("deterministic", "mask_at_run_time", "packed"),
+            *("deterministic", "mask_at_run_time", "packed", "rotary"),
         )
         flags = {
             "bias": self.bias_shape,
@@ -127,11 +131,26 @@ class AttentionCase:
             arrays["sinks"] = _normal(seed, "float32", "sinks", (self.q_heads,))
         if self.function is not None:
             arrays["aux"] = tuple(map(jnp.asarray, self.positions().aux))
+        if self.rotary is not None:
+            arrays |= self._rotation(seed)
         if self.mask_at_run_time:
             bounds = {side: getattr(self.mask, side) for side in SIDES}
             bounds = {side: jnp.int32(x) for side, x in bounds.items() if x is not None}
             arrays["mask"] = self.mask.filled(**bounds)
         return arrays
+
+    def _rotation(self, seed: int) -> dict[str, Any]:
+        assert self.rotary is not None
+        first, dims, interleaved = self.rotary
+        how: dict[str, Any] = {"interleaved": interleaved, "first": first}
+        if not self.rotary_positions:
+            assert isinstance(self.q_offset, int)
+            most = max(self.q_offset + self.q_len, self.kv_len, 1)
+            return {"rotary": Rotary.create(most, dims, **how)}
+        rng, most = np.random.default_rng(seed), 500
+        rows = ((self.batch, self.q_len), (self.batch, self.kv_len))
+        at = tuple([jnp.asarray(rng.integers(0, most, shape), jnp.int32) for shape in rows])
+        return {"rotary": Rotary.create(most, dims, **how), "rotary_positions": at}
 
     def positions(self) -> Positions:
         """Its function."""

@@ -1,4 +1,5 @@
-"""The pages that results/ makes: README's table, docs/benchmarks.md and its pictures.
+"""The pages that results/ makes: README's table, docs/benchmarks.md with its pictures, and
+docs/cases.md with a line for each case.
 
 `python -m pallas_attn.bench.pages` writes them anew; a test compares them with results/.
 """
@@ -29,21 +30,22 @@ PICTURES = {
     "decode_loop": "decode_loop",
 }
 _METHOD = """\
-Device time by CUPTI, median, random normal inputs; results were checked before they were timed,
-and peers took turns in the same process. TFLOP/s count visible pairs: 4 operations a pair and head
-dim forward, 3.5 times that with the backward. `of matmul`, `of read`: share of the rate of a large
-matmul, or of reading memory, in the same run. MiB: memory of a step beside arguments and results,
-ours/cuDNN. Kinds of caches, and float16 (`f16`), are columns: their line has the least share, each
-peer's fastest figure, and the least ratio.
+`python run.py --task=bench` measures (see `configs/`): device time by CUPTI, median, random normal
+inputs. Results were checked before they were timed, and peers took turns with ours in the same
+process. TFLOP/s count visible pairs: 4 operations a pair and head dim forward, 3.5 times that with
+the backward. Pictures show shapes that others publish too, decode over pages of 16 rows.
+[All cases](cases.md) has a line for each case."""
+_COLUMNS = """\
+`of matmul`, `of read`: share of the rate of a large matmul, or of reading memory, in the same run.
+MiB: memory of a step beside arguments and results, ours/cuDNN. Kinds of caches, and float16
+(`f16`), are columns: their line has the least share, each peer's fastest figure, and the least
+ratio.
 
 Prefill is `decode_attention` of many query rows a sequence over a full cache. `dense` is our
 `flash_attention` over contiguous K and V, `xla` has a boolean mask; `jax.nn` cannot give cuDNN a
 causal mask that ends at the last key of a longer K. Over shared pages, `plain` is the call without
 `shared_prefixes`, `unshared` that over own pages, `flashinfer` its cascade; only cases that end
-with `_found` count the time to find shared pages, once a step.
-
-`python run.py --task=bench` measures (see `configs/`). Pictures show shapes that others publish
-too, decode over pages of 16 rows."""
+with `_found` count the time to find shared pages, once a step."""
 _SPLIT = """\
 The rows of one causal sequence on several GPUs: TFLOP/s a GPU (`both` with the backward); TB/s of
 live K and V in `rows_decode`. `alone`: the slowest and the fastest GPU with all of it (the first
@@ -62,7 +64,11 @@ _COLUMN = re.compile(r"_(per_sequence|stacked|paged\d*|f16)(?=_|$)")
 def from_results(root: pathlib.Path) -> dict[str, str]:
     """{path: text} of every file of a checkout that its results make."""
     rows, separate = current(read(root / "results")), read(root / "results" / "separate")
-    made = {"README.md": overview(rows), "docs/benchmarks.md": section(rows, separate)}
+    made = {
+        "README.md": overview(rows),
+        "docs/benchmarks.md": benchmarks(rows),
+        "docs/cases.md": every_case(rows, separate),
+    }
     pages = {
         name: between_markers((root / name).read_text("utf-8"), part) for name, part in made.items()
     }
@@ -117,29 +123,67 @@ def pictures(rows: Sequence[Row], separate: Sequence[Row] = ()) -> dict[str, str
     return drawings
 
 
-def section(rows: Sequence[Row], separate: Sequence[Row] = ()) -> str:
-    """The text of docs/benchmarks.md, from the rows alone."""
+def benchmarks(rows: Sequence[Row]) -> str:
+    """The text of docs/benchmarks.md: a picture and a short table for each operation."""
+    groups = latest(rows)
+    if not groups:
+        return "Nothing is measured yet."
+    shown = itertools.chain(*itertools.chain(*groups.values()))
+    parts = [_METHOD, _where([*shown, *_rows_of_split(rows)])]
+    for table in _tables(groups):
+        parts.append(f"## {_title(table, groups)}")
+        if table in PICTURES:
+            parts.append(f"![{table}](pictures/{PICTURES[table]}.svg)")
+        parts.append(_summary(groups[table]))
+    return "\n\n".join(parts)
+
+
+def every_case(rows: Sequence[Row], separate: Sequence[Row] = ()) -> str:
+    """The text of docs/cases.md: a table for each operation."""
     groups, ceilings = latest(rows), _ceilings(rows)
     listed: list[cases.Case] = [*cases.ATTENTION, *itertools.chain(*cases.LISTS.values())]
     order = {case.name: number for number, case in enumerate(listed)}
-    if not groups:
-        return "Nothing is measured yet."
-    split = _newest_split(rows)
-    shown = itertools.chain(*itertools.chain(*groups.values()), *(run.values() for run in split))
-    parts = [_METHOD, _where(shown)]
-    for table in (op + family for family in ("", SEVERAL, PORTABLE) for op in OPS):
-        if table in groups:
-            op = groups[table][0][0]["op"]
-            parts.append(f"## {TITLES[op]}{table.removeprefix(op)}")
-            if table in PICTURES:
-                parts.append(f"![{op}](pictures/{PICTURES[table]}.svg)")
-            ordered = sorted(groups[table], key=lambda rows_of: order.get(rows_of[0]["case"], 0))
-            parts.append(_table(table, ordered, ceilings))
-    if split:
+    parts = [_COLUMNS] if groups else ["Nothing is measured yet."]
+    for table in _tables(groups):
+        ordered = sorted(groups[table], key=lambda rows_of: order.get(rows_of[0]["case"], 0))
+        parts += [f"## {_title(table, groups)}", _table(table, ordered, ceilings)]
+    if split := _newest_split(rows):
         parts += ["## A sequence over several GPUs", _SPLIT, _table_of_split(split)]
     if separate:
         parts += ["## Peers in processes of their own", _SEPARATE, _table_of(separate, groups)]
     return "\n\n".join(parts)
+
+
+def _tables(groups: dict[str, list[list[Row]]]) -> list[str]:
+    """The keys of `latest`, in the order of the page."""
+    every = [op + family for family in ("", SEVERAL, PORTABLE) for op in OPS]
+    return [table for table in every if table in groups]
+
+
+def _title(table: str, groups: dict[str, list[list[Row]]]) -> str:
+    op = groups[table][0][0]["op"]
+    return TITLES[op] + table.removeprefix(op)
+
+
+def _summary(groups: Sequence[Sequence[Row]]) -> str:
+    """A line for each peer: how many times as fast ours is."""
+    over = ratios(groups)
+    if not over:
+        return f"{len(groups)} cases without a peer."
+    lines = [
+        _cells(["peer", "geometric mean of ours over it", "least", "at", "cases"]),
+        _cells(["---", "---:", "---:", "---", "---:"]),
+    ]
+    for peer in sorted(over, key=lambda name: (name == "best", name)):
+        worst = min(over[peer], key=lambda case: over[peer][case])
+        name = "the best of each case" if peer == "best" else peer
+        facts = [f"{geomean(over[peer].values()):.2f}", f"{over[peer][worst]:.2f}", f"`{worst}`"]
+        lines.append(_cells([name, *facts, str(len(over[peer]))]))
+    return "\n".join(lines)
+
+
+def _rows_of_split(rows: Sequence[Row]) -> list[Row]:
+    return [row for run in _newest_split(rows) for row in run.values()]
 
 
 def _ceilings(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
@@ -153,7 +197,11 @@ def _table(table: str, groups: list[list[Row]], ceilings: dict[tuple[str, str], 
     cases = _by_case(groups)
     columns = list(dict.fromkeys(column for case in cases.values() for column in case))
     head = ["case", *(f"**{column}**" for column in columns), *[f"of {unit}"][: int(with_share)]]
-    head += [*peers, "over best peer", *["MiB"][: int(with_memory)]]
+    head += [
+        *(peer.replace("_", " ") for peer in peers),
+        "over best peer",
+        *["MiB"][: int(with_memory)],
+    ]
     lines = [_cells(head), _cells(["---", *["---:"] * (len(head) - 1)])]
     for name, case in cases.items():
         every = list(case.values())
@@ -170,12 +218,6 @@ def _table(table: str, groups: list[list[Row]], ceilings: dict[tuple[str, str], 
             by_name = {row["impl"]: row.get("memory_mib", "") for row in every[0]}
             cells.append(f"{by_name[every[0][0]['impl']]}/{by_name.get('cudnn', '')}".strip("/"))
         lines.append(_cells(cells))
-    means = ratios(groups)
-    said = [f"{geomean(means[name].values()):.2f} of {name}" for name in peers if name in means]
-    if said:
-        best_of = means["best"]
-        worst = min(best_of, key=lambda case: best_of[case])
-        lines += ["", f"Geomean: {', '.join(said)}. Worst cell: {best_of[worst]:.2f} at `{worst}`."]
     return "\n".join(lines)
 
 

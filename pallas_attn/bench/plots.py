@@ -1,6 +1,7 @@
-"""Bars as an SVG file: ours beside its peers, under the ceiling of the machine.
+"""Pictures as SVG files: a line a case, with a bar for ours and a mark for each peer, beside the
+limit of the machine. They are 480 pixels wide, so that labels can be read on a telephone.
 
-The picture is made of the rows alone, by the same arithmetic everywhere, so that a test can compare
+A picture is made of the rows alone, by the same arithmetic everywhere, so that a test can compare
 the committed pictures with results/ byte by byte.
 """
 
@@ -27,8 +28,9 @@ _COLOURS = {
     "xla": "#BBBBBB",
 }
 _OTHERS = "#888888"
-_WIDE = 16  # cases that one row of bars can hold
-_LEFT, _RIGHT, _TOP, _PANEL, _BELOW, _LEGEND = 110, 16, 54, 260, 112, 28  # pixels
+_WIDTH, _RIGHT, _LINE, _TOP = 480, 44, 19, 62  # pixels
+_CHARACTER = 6.4  # pixels of a character of a label, at most
+_LEAST_MICROSECONDS = 0.5  # where the axis of append begins, which is logarithmic
 
 
 def ready(path: str) -> None:
@@ -52,113 +54,128 @@ def drawing(
     own; they are drawn in outline and enter no ratio.
     """
     every = [[*rows, *(r for r in separate if r["case"] == rows[0]["case"])] for rows in groups]
-    names = _names(every)
-    lines = -(-len(every) // _WIDE)
-    each = -(-len(every) // lines)
-    width = _LEFT + _RIGHT + max(660, min(62, 16 + 10 * len(names)) * each)
-    height = _TOP + lines * (_PANEL + _BELOW) + _LEGEND
     facts, op = groups[0][0], groups[0][0]["op"]
-    where = f"{facts['gpu']}, JAX {facts['jax']}{_claim(groups)}"
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" font-family="Verdana, DejaVu Sans, sans-serif" font-size="11">',
-        f"<title>{html.escape(TITLES[op])}</title>",
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        _text(TITLES[op], width / 2, 20, "middle", size=14),
-        _text(where, width / 2, 37, "middle"),
-    ]
     ceiling = _ceiling(facts, ceilings)
-    high = max(_height(row) for rows in every for row in rows)
-    high = 1.1 * max(high, ceiling[1] if ceiling else 0)
-    for n in range(lines):
-        top = _TOP + n * (_PANEL + _BELOW)
-        slot = (width - _LEFT - _RIGHT) / each
-        panel = _Panel(top, width - _RIGHT, slot, high, logarithmic=op == "append")
-        parts += panel.frame(_unit(facts), ceiling)
-        for position, rows in enumerate(every[n * each : (n + 1) * each]):
-            parts += panel.group(position, sorted(rows, key=lambda r: names.index(_name(r))))
-    parts += _legend(names, {row["impl"] for row in separate}, width, height - 12)
+    high = max(_size(row) for rows in every for row in rows)
+    high = 1.05 * max(high, ceiling[1] if ceiling else 0)
+    labels = [_short(rows[0]) for rows in every]
+    left = round(12 + _CHARACTER * max(map(len, labels)))
+    axis = _Axis(left, high, logarithmic=op == "append")
+    legend = _legend(_names(every), {row["impl"] for row in separate})
+    bottom = _TOP + _LINE * len(every)
+    height = bottom + 40 + _LINE * len(legend)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" '
+        f'width="{_WIDTH}" height="{height}" font-family="Verdana, DejaVu Sans, sans-serif" '
+        'font-size="11">',
+        f"<title>{html.escape(TITLES[op])}</title>",
+        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
+        *_head(groups, TITLES[op]),
+        *axis.frame(bottom, ceiling),
+    ]
+    for n, (label, rows) in enumerate(zip(labels, every, strict=True)):
+        middle = _TOP + _LINE * (n + 0.5)
+        parts.append(_text(label, left - 6, middle + 4, "end"))
+        parts += axis.line(middle, rows)
+    for n, entries in enumerate(legend):
+        parts += [part.format(y=bottom + 36 + _LINE * n) for part in entries]
     return "\n".join([*parts, "</svg>", ""])
 
 
 @dataclasses.dataclass(frozen=True)
-class _Panel:
-    """One row of bars: where it lies and how large `high` is."""
+class _Axis:
+    """The horizontal axis: where it begins, and its largest value."""
 
-    top: int
-    right: int
-    slot: float
+    left: int
     high: float
     logarithmic: bool
 
-    def y(self, value: float) -> float:
+    def x(self, value: float) -> float:
         share = value / self.high
         if self.logarithmic:
-            share = max(0.0, math.log(value / 0.5) / math.log(self.high / 0.5))
-        return self.top + _PANEL * (1 - share)
+            least = _LEAST_MICROSECONDS
+            share = max(0.0, math.log(value / least) / math.log(self.high / least))
+        return self.left + (_WIDTH - _RIGHT - self.left) * share
 
-    def frame(self, unit: str, ceiling: tuple[str, float] | None) -> list[str]:
-        """The axis with its lines, and the ceiling."""
-        base, middle = self.top + _PANEL, self.top + _PANEL / 2
-        turned = f'transform="rotate(-90 {_LEFT - 42} {middle})"'
-        parts = [_text(unit, _LEFT - 42, middle, "middle", more=turned)]
-        for value in _ticks(self.high, self.logarithmic):
-            parts.append(_line(self.right, self.y(value), "#dddddd"))
-            parts.append(_text(f"{value:g}", _LEFT - 6, self.y(value) + 4, "end"))
-        if ceiling is not None:
-            parts.append(
-                _line(self.right, self.y(ceiling[1]), "#444444", ' stroke-dasharray="5 4"')
-            )
-            label = f"{ceiling[0]} {ceiling[1]:.3g}"
-            parts.append(_text(label, self.right - 2, self.y(ceiling[1]) - 4, "end"))
-        return [*parts, _line(self.right, base, "#444444")]
-
-    def group(self, position: int, rows: Sequence[Row]) -> list[str]:
-        """The bars of one case, our figure within ours, its name below."""
-        left, base = _LEFT + self.slot * position, self.top + _PANEL
-        thick = 0.84 * self.slot / max(3, len(rows))
-        start = left + (self.slot - thick * len(rows)) / 2
+    def frame(self, bottom: float, ceiling: tuple[str, float] | None) -> list[str]:
+        """The lines of the axis with their numbers, and the limit of the machine."""
         parts = []
-        for n, row in enumerate(rows):
-            x, y, colour = start + n * thick, self.y(_height(row)), _colour(_name(row))
-            outline = f' fill-opacity="0.35" stroke="{colour}"' if "method" in row else ""
-            parts.append(
-                f'<rect x="{x:.1f}" y="{y:.1f}" width="{0.9 * thick:.1f}" '
-                f'height="{base - y:.1f}" fill="{colour}"{outline}/>'
-            )
+        for value in _ticks(self.high, self.logarithmic):
+            parts.append(_vertical(self.x(value), bottom, "#dddddd"))
+            parts.append(_text(f"{value:g}", self.x(value), bottom + 14, "middle"))
+        if ceiling is not None:
+            name, value = ceiling
+            parts.append(_vertical(self.x(value), bottom, "#444444", ' stroke-dasharray="5 4"'))
+            parts.append(_text(f"{name} {value:.3g}", self.x(value), _TOP - 5, "middle"))
+        return parts
+
+    def line(self, middle: float, rows: Sequence[Row]) -> list[str]:
+        """The bar of ours with its figure, and the marks of the peers, of a case."""
+        parts = []
+        order = _names([rows])[::-1]  # known peers last: they lie over the others
+        for row in sorted(rows, key=lambda row: (not is_ours(row), order.index(_name(row)))):
+            x, colour = self.x(_size(row)), _colour(_name(row))
             if is_ours(row):
-                size = min(10, round(thick))  # no larger than its bar is wide
-                middle, inside = x + 0.45 * thick + 0.4 * size, min(y + 30, base - 4)
-                turned = f'fill="white" transform="rotate(-90 {middle:.1f} {inside:.1f})"'
-                parts.append(_text(_label(row), middle, inside, "start", size, turned))
-        middle, below = left + self.slot / 2 + 4, base + 14
-        turned = f'transform="rotate(-32 {middle:.1f} {below})"'
-        return [*parts, _text(_short(rows[0]), middle, below, "end", 10, turned)]
+                parts.append(
+                    f'<rect x="{self.left}" y="{middle - 6:.1f}" width="{x - self.left:.1f}" '
+                    f'height="12" fill="{colour}"/>'
+                )
+                parts.append(_text(_label(row), _WIDTH - 4, middle + 4, "end"))
+            else:
+                parts.append(_mark(x, f"{middle:.1f}", colour, separate="method" in row))
+        return parts
 
 
-def _legend(names: Sequence[str], separate: set[str], width: int, y: int) -> list[str]:
-    labels = [f"{name}, its own process" * (name in separate) or name for name in names]
-    x = (width - sum(30 + 6 * len(label) for label in labels)) / 2
-    parts = []
-    for name, label in zip(names, labels, strict=True):
-        opacity = ' fill-opacity="0.35"' if name in separate else ""
-        colour = f'fill="{_colour(name)}" stroke="{_colour(name)}"'
-        parts.append(f'<rect x="{x:.1f}" y="{y - 9}" width="10" height="10" {colour}{opacity}/>')
-        parts.append(_text(label, x + 14, y, "start"))
-        x += 30 + 6 * len(label)
-    return parts
+def _head(groups: Sequence[Sequence[Row]], title: str) -> list[str]:
+    """The title, and where it was measured, in the middle."""
+    facts, means = groups[0][0], ratios(groups).get("best")
+    where = f"{facts['gpu']}, JAX {facts['jax']}"
+    if means:
+        where += f"; {geomean(means.values()):.2f} times the best peer"
+    unit = " (less is better)" if facts["op"] == "append" else ""
+    title = title.partition(" (")[0].replace(" live", "")  # as short as the picture is narrow
+    lines = [(title + unit, 12), (where, 11)]
+    return [
+        _text(text, _WIDTH / 2, 18 + 17 * n, "middle", size) for n, (text, size) in enumerate(lines)
+    ]
 
 
-def _text(
-    text: str, x: float, y: float, anchor: str, size: int | None = None, more: str = ""
-) -> str:
+def _legend(names: Sequence[str], separate: set[str]) -> list[list[str]]:
+    """Lines of marks with names; `{y}` stands for where a line lies."""
+    lines: list[list[str]] = [[]]
+    x = 12.0
+    for name in names:
+        label = f"{name}, its own process" * (name in separate) or name
+        width = 24 + _CHARACTER * len(label)
+        if x + width > _WIDTH and lines[-1]:
+            lines.append([])
+            x = 12.0
+        if name == "ours":
+            mark = f'<rect x="{x - 5:.1f}" y="{{y}}" width="10" height="10" fill="{_OURS}" '
+            mark += 'transform="translate(0 -9)"/>'
+        else:
+            mark = _mark(x, "{y}", _colour(name), name in separate, ' transform="translate(0 -4)"')
+        place = f'x="{x + 10:.1f}" y="{{y}}" text-anchor="start"'
+        lines[-1] += [mark, f"<text {place}>{html.escape(label)}</text>"]
+        x += width
+    return lines
+
+
+def _mark(x: float, y: str, colour: str, separate: bool, more: str = "") -> str:
+    """The mark of a peer; hollow where it was measured in a process of its own."""
+    fill = f'fill="white" stroke="{colour}" stroke-width="2"' if separate else f'fill="{colour}"'
+    edge = "" if separate else ' stroke="white"'
+    return f'<circle cx="{x:.1f}" cy="{y}" r="4.5" {fill}{edge}{more}/>'
+
+
+def _text(text: str, x: float, y: float, anchor: str, size: int | None = None) -> str:
     larger = f' font-size="{size}"' if size else ""
     place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{larger}'
-    return f"<text {place} {more}>{html.escape(text)}</text>"
+    return f"<text {place}>{html.escape(text)}</text>"
 
 
-def _line(right: float, y: float, colour: str, more: str = "") -> str:
-    ends = f'x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"'
+def _vertical(x: float, bottom: float, colour: str, more: str = "") -> str:
+    ends = f'x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom:.1f}"'
     return f'<line {ends} stroke="{colour}"{more}/>'
 
 
@@ -166,7 +183,7 @@ def _ticks(high: float, logarithmic: bool) -> list[float]:
     if logarithmic:
         return [x for x in (1, 3, 10, 30, 100, 300, 1000) if x < high]
     power = 10 ** math.floor(math.log10(high / 4))
-    step = next(n * power for n in (1, 2, 5, 10) if high / (n * power) <= 8)
+    step = next(n * power for n in (1, 2, 5, 10) if high / (n * power) <= 6)
     return [round(n * step, 6) for n in range(int(high / step) + 1)]
 
 
@@ -187,19 +204,14 @@ def _colour(name: str) -> str:
     return _OURS if name == "ours" else _COLOURS.get(name, _OTHERS)
 
 
-def _height(row: Row) -> float:
+def _size(row: Row) -> float:
+    """The length of a row's bar."""
     return 1e3 * row["ms"] if row["op"] == "append" else rate(row)
 
 
 def _label(row: Row) -> str:
-    value = _height(row)
+    value = _size(row)
     return f"{value:.0f}" if value >= 20 else f"{value:.2f}"
-
-
-def _unit(row: Row) -> str:
-    if row["op"] == "append":
-        return "microseconds (less is better)"
-    return "TFLOP/s" if "tflops" in row else "TB/s"
 
 
 def _ceiling(row: Row, ceilings: dict[str, float]) -> tuple[str, float] | None:
@@ -209,10 +221,3 @@ def _ceiling(row: Row, ceilings: dict[str, float]) -> tuple[str, float] | None:
 
 def _short(row: Row) -> str:
     return row["case"].removeprefix(row["op"] + "_").replace("_", " ")
-
-
-def _claim(groups: Sequence[Sequence[Row]]) -> str:
-    means = ratios(groups).get("best")
-    return (
-        f"; {geomean(means.values()):.2f} times the best peer of the same process" if means else ""
-    )

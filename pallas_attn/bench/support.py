@@ -135,6 +135,7 @@ _ATTENTION_ROWS: dict[str, Variants] = {
     "bias": ({"arrays": ("bias",), "bias_shape": _SCORES},),
     "mask_array": ({"arrays": ("mask_array",), "mask_shape": _SCORES},),
     "rows split over devices": ({"arrays": ("q_offset",), "offsets": ((0, 1024),)},),
+    "rotary, which XLA does before the launch": ({},),
     "mask_fn": ({"mask_program": _ALTERNATE},),
     "score_fn": ({"score_program": _DISTANCE},),
     "mask_fn, rows split over devices": ({"mask_program": _PLACED, "arrays": ("q_offset",)},),

@@ -142,17 +142,11 @@ def _find_devices() -> None:
 
 def _keep_programs() -> None:
     """Has jax keep compiled programs where people expect it, if that can be written."""
-    if jax.config.jax_compilation_cache_dir is not None:
-        return
+    from pallas_attn.lm import machine
+
     with contextlib.suppress(OSError, RuntimeError):  # no home is a RuntimeError
         base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or "")
-        base = base if base.is_absolute() else pathlib.Path.home() / ".cache"
-        folder = base / "pallas_attn"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-            jax.config.update("jax_compilation_cache_dir", str(folder))
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-            jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        machine.keep_programs(base / "pallas_attn" if base.is_absolute() else None)
 
 
 def _program() -> str:
@@ -189,7 +183,7 @@ def _decode() -> int:
     from pallas_attn.lm import sampling, session
 
     drawn = sampling.Sampling(values.temperature, values.top_k, values.top_p)
-    settings = _filled(session.Settings, prompts=_prompts(), sampling=drawn, stop=_stop_ids())
+    settings = _filled(session.Settings, prompts=_prompts(), sampling=drawn, **_stops())
     return session.decode(settings, sys.stdout, sys.stderr)
 
 
@@ -215,11 +209,13 @@ def _prompts() -> tuple[str, ...]:
     return tuple(line.replace("\\n", "\n") for line in lines)
 
 
-def _stop_ids() -> tuple[int, ...] | None:
+def _stops() -> dict[str, Any]:
+    """The texts and the tokens that end a sequence."""
+    texts = tuple(text.replace("\\n", "\n") for text in values.stop)
     if values.stop_ids is None:
-        return None
+        return {"stop": texts, "stop_ids": None}
     try:
-        return tuple(map(int, values.stop_ids))
+        return {"stop": texts, "stop_ids": tuple(map(int, values.stop_ids))}
     except ValueError:
         raise ValueError(f"stop_ids: expected numbers, got {values.stop_ids}") from None
 

@@ -110,6 +110,9 @@ FLAGS = (
     Flag("prompt_file", (DECODE,), str, None,
          r"A file of UTF-8 with a prompt a line, in which \n is a new line as in --prompt; empty "
          r"lines are left out; - is standard input."),
+    Flag("chat", (DECODE,), bool, False,
+         "Prompts are messages of a user, for the chat template in the --checkpoint; takes "
+         "pallas_attn[lm]."),
     Flag("random_prompts", (DECODE,), _ints(most=2**20), 0,
          "This many prompts of random tokens instead."),
     Flag("prompt_length", (DECODE,), _ints(1), 128, "Tokens of a random prompt."),
@@ -123,6 +126,8 @@ FLAGS = (
          "With --cache=paged: pages of the pool. Default: enough for all; with fewer, prompts "
          "wait."),
     Flag("chunk", (DECODE,), _ints(1, 2**16), 16, "Steps inside one jit."),
+    Flag("prefill", (DECODE,), _ints(1), 16384,
+         "Tokens of prompts that are prefilled together at most, padding counted."),
     Flag("prefill_chunk", (DECODE,), _ints(1, 2**20), None,
          "Rows of prompts that a step takes beside the sequences that decode, which then do not "
          "wait for long prompts. Default: prompts come in whole, before the next chunk of steps."),
@@ -137,11 +142,15 @@ FLAGS = (
     Flag("temperature", (DECODE,), float, 0.0, "0 takes the likeliest token."),
     Flag("top_k", (DECODE,), _ints(most=2**30), 0, "Sample from this many; 0: from all."),
     Flag("top_p", (DECODE,), float, 1.0, "Sample from the likeliest that make up this."),
+    Flag("stop", (DECODE,), tuple, [],
+         r"A text that ends a sequence and is left out; may be repeated. \n is a new line."),
     Flag("stop_ids", (DECODE,), list, None,
          "Tokens that end a sequence. Default: what the checkpoint says."),
     Flag("check", (DECODE,), bool, False,
          "Compare every step with the reference path, and print the table."),
     Flag("json", (DECODE,), bool, False, "One JSON object a line, for machines."),
+    Flag("logprobs", (DECODE,), bool, False,
+         "With --json: the log-probability of each token, before temperature, top_k and top_p."),
     Flag("report", (DECODE,), str, None,
          "A folder for report.json and report.png: where a step's time goes."),
 )  # fmt: skip
@@ -224,6 +233,9 @@ def _idle_in_decode(values: flags.FlagValues) -> dict[str, str]:
         (values.checkpoint is not None, "--checkpoint is the model; give one of the two", "model"),
         (values.cache != "paged", "only --cache=paged has pages", "page_size", "pages"),
         (drawn, others, "prompt", "prompt_file"),
+        (drawn, "--random_prompts are no messages", "chat"),
+        (not values.json, "only --json shows them", "logprobs"),
+        (values.prefill_chunk is not None, "--prefill_chunk says how many a step takes", "prefill"),
         (not drawn, "only --random_prompts draws prompts of a length", "prompt_length"),
         (values.prompt and not drawn, "--prompt is given; give one of the two", "prompt_file"),
         (not values.temperature, "nothing is drawn without a --temperature", "top_k", "top_p"),

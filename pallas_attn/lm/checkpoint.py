@@ -29,7 +29,8 @@ from pallas_attn.lm.hf_config import config_from
 EMBEDDED = pathlib.Path(__file__).parent / "tiny"
 
 _OURS, _THEIRS, _INDEX = "model.npy", "model.safetensors", "model.safetensors.index.json"
-NAMES = ("config.json", _OURS, _THEIRS, _INDEX, "generation_config.json", "tokenizer.json")
+NAMES = ("config.json", _OURS, _THEIRS, _INDEX, "generation_config.json", "tokenizer.json",
+         "tokenizer_config.json", "chat_template.jinja")  # fmt: skip
 _DTYPES = ("F64", "F32", "F16", "BF16")
 _UNREAD = ("rotary_emb.inv_freq",)  # tensors that old checkpoints hold and no model reads
 

@@ -18,7 +18,7 @@ from pallas_attn.lm.model import Sent
 from pallas_attn.lm.options import Options
 from pallas_attn.lm.programs import Result
 from pallas_attn.lm.slots import Slots
-from pallas_attn.lm.state import State, forked, program
+from pallas_attn.lm.state import Kept, State, forked, program
 
 Array = jax.Array
 
@@ -45,6 +45,8 @@ def mixed(
     NOTHING where none was due.
     """
     cache = cache.reset(new.vacant)
+    # Sequences that the host has ended run no more.
+    state = dataclasses.replace(state, left=jnp.where(new.vacant, 0, state.left))
     (guesses, newest), begins = drafts.proposed(options, cache, state), cache.lengths
     prompted, count = new.rows > 0, newest.shape[1]
     rows = jnp.where(prompted, new.rows, jnp.where(state.left > 0, count, 0))
@@ -78,7 +80,7 @@ def mixed(
         cache = cache.keep(jnp.where(begun, new.rows, counts), implementation=implementation)
     if options.samples > 1:
         cache = forked(cache, new.source)
-    return cache, state, tokens, logits if options.keep_logits else None
+    return cache, state, tokens, Kept.of(options, logits, tokens)
 
 
 def feed(slots: Slots) -> dict[int, int]:
@@ -107,7 +109,7 @@ def feed(slots: Slots) -> dict[int, int]:
 
 def sources(slots: Slots, fed: dict[int, int]) -> np.ndarray:
     """int32[M]: each slot's own number, or the slot whose prompt, which it waits for, ends now."""
-    source, ends = np.arange(slots.options.slots, dtype=np.int32), dict[int, int]()
+    source, ends = np.arange(slots.options.batch, dtype=np.int32), dict[int, int]()
     for slot, sequence in enumerate(slots.held):
         if sequence is not None and slot in fed and sequence.unfed == fed[slot]:
             ends[sequence.number] = slot
@@ -119,7 +121,7 @@ def sources(slots: Slots, fed: dict[int, int]) -> np.ndarray:
 
 def chunks(slots: Slots, fed: dict[int, int], source: np.ndarray, vacant: np.ndarray) -> Chunks:
     """The rows that are `fed`. In place of keys it has the sequences' numbers."""
-    count = slots.options.slots
+    count = slots.options.batch
     tokens = np.zeros(slots.options.prefill_chunk or 0, np.int32)
     rows, wanted, numbers = np.zeros((3, count), np.int32)
     last, used = source != np.arange(count), 0

@@ -1,6 +1,6 @@
 """The decode loop on the host: a batch of prompts, continuous batching, chunks of steps in one jit.
 
-The cache has `slots` sequences. A prompt takes a vacant one (`slots`), is prefilled together with
+The cache has `batch` sequences. A prompt takes a vacant one (`slots`), is prefilled together with
 the others that wait, and leaves when it has its tokens or meets a stop token; the next prompt takes
 its place and its rows are overwritten. The device works on whole chunks of steps (`programs`); the
 host hands it the next chunk before it reads the tokens of the last, so that neither waits for the
@@ -24,13 +24,14 @@ from pallas_attn._call import dispatch
 from pallas_attn.cache import KVCache
 from pallas_attn.lm import chunked_prefill
 from pallas_attn.lm import mesh as lm_mesh
+from pallas_attn.lm.buckets import bucket, power_of_two
 from pallas_attn.lm.config import Config, Params, num_bytes
 from pallas_attn.lm.options import Options
 from pallas_attn.lm.programs import Arrivals, admit, steps
 from pallas_attn.lm.progress import Generation, Spread, Status
 from pallas_attn.lm.sampling import at_least_1
 from pallas_attn.lm.slots import Slots, arrivals, pages_of
-from pallas_attn.lm.state import DROPPED, NO_NUMBER, NOTHING, Program, State
+from pallas_attn.lm.state import DROPPED, NO_NUMBER, NOTHING, Kept, Program, State
 
 Array = jax.Array
 New = Arrivals | chunked_prefill.Chunks
@@ -40,8 +41,8 @@ New = Arrivals | chunked_prefill.Chunks
 class _Flight:
     """Work that the device has and the host has not read."""
 
-    tokens: Array  # [steps, n]
-    logits: Array | None
+    tokens: Array  # [steps, n], with drafts [steps, n, 1 + drafts]
+    kept: Kept  # axes as those of the tokens
     owners: tuple[Generation | None, ...]  # sequence of each column
     steps: int
     prompted: bool = False  # rows of prompts are in it
@@ -59,14 +60,14 @@ def _fold(key: Array, numbers: Array) -> Array:
 
 
 def _no_larger(options: Options, prompts: Sequence[Sequence[int]], wanted: int) -> Options:
-    """The options with steps that are no larger than the prompts, and no more than are wanted: what
-    is computed of nothing takes as long.
+    """The options with steps that are no larger than the prompts, and no more than are wanted, but
+    for the bucket: what is computed of nothing takes as long.
     """
-    chunk = min(options.chunk, max(wanted, 1))
+    chunk = min(options.chunk, power_of_two(max(wanted - 1, 1)))
     rows = options.prefill_chunk
     if rows is not None:
-        together = sorted(map(len, prompts))[-options.slots :]
-        rows = min(rows, max(sum(together), 1))
+        together = sorted(map(len, prompts))[-options.batch :]
+        rows = min(rows, bucket(sum(together), least=16))
     return dataclasses.replace(options, chunk=chunk, prefill_chunk=rows)
 
 
@@ -136,9 +137,9 @@ class Run:
         if not filled:
             return False
         self._undisturbed = 0
-        tokens, logits = self._call(admit, self.options, arrivals(self.options, filled, vacant))
-        kept = None if logits is None else logits[None]
-        self._fly(_Flight(tokens[None], kept, tuple(sequence for _, sequence in filled), 0))
+        results = self._call(admit, self.options, arrivals(self.options, filled, vacant))
+        tokens, kept = jax.tree.map(lambda x: x[None], results)
+        self._fly(_Flight(tokens, kept, tuple(sequence for _, sequence in filled), 0))
         return True
 
     def _launch(self) -> bool:
@@ -148,10 +149,10 @@ class Run:
         if all(sequence.planned >= sequence.wanted for sequence in running):
             return False
         # Whether prompts come in whole or in chunks, steps are the same program.
-        tokens, logits = self._call(steps, dataclasses.replace(self.options, prefill_chunk=None))
+        tokens, kept = self._call(steps, dataclasses.replace(self.options, prefill_chunk=None))
         for sequence in running:
             sequence.planned += self.options.chunk
-        self._fly(_Flight(tokens, logits, owners, self.options.chunk))
+        self._fly(_Flight(tokens, kept, owners, self.options.chunk))
         return True
 
     def _mix(self) -> bool:
@@ -163,10 +164,10 @@ class Run:
         self._undisturbed = 0
         source = chunked_prefill.sources(slots, fed)
         new = chunked_prefill.chunks(slots, fed, source, vacant)
-        tokens, logits = self._call(chunked_prefill.mixed, self.options, new)
+        results = self._call(chunked_prefill.mixed, self.options, new)
         chunked_prefill.advance(slots, fed, source)
-        kept = None if logits is None else logits[None]
-        self._fly(_Flight(tokens[None], kept, tuple(slots.held), 1, prompted=True))
+        tokens, kept = jax.tree.map(lambda x: x[None], results)
+        self._fly(_Flight(tokens, kept, tuple(slots.held), 1, prompted=True))
         return True
 
     def prepare(self) -> None:
@@ -175,19 +176,19 @@ class Run:
         new: New
         if options.prefill_chunk is not None:
             program = chunked_prefill.mixed
-            new = chunked_prefill.chunks(slots, {}, np.arange(options.slots), slots.vacant)
+            new = chunked_prefill.chunks(slots, {}, np.arange(options.batch), slots.vacant)
         else:
-            program, count = admit, slots.prompts_together(options.slots) * options.samples
+            program, count = admit, slots.prompts_together(options.batch) * options.samples
             new = arrivals(options, list(enumerate(self.sequences[:count])), slots.vacant)
         with self._noted(program, options) as operands:
             program.lower(*operands, self._sent(new)).compile()
 
-    def _call(self, program: Program, options: Options, *new: New) -> tuple[Array, Array | None]:
-        """Tokens and logits of a program; the cache and the state are then those after it."""
+    def _call(self, program: Program, options: Options, *new: New) -> tuple[Array, Kept]:
+        """Tokens of a program and what it kept; the cache and the state are then those after it."""
         with self._noted(program, options) as operands:
             results = program(*operands, *map(self._sent, new))
-        self._cache, self._state, tokens, logits = results
-        return tokens, logits
+        self._cache, self._state, tokens, kept = results
+        return tokens, kept
 
     @contextlib.contextmanager
     def _noted(self, program: Program, options: Options) -> Iterator[tuple[Any, ...]]:
@@ -217,9 +218,7 @@ class Run:
         """
         made, count = 0, len(tokens)
         tokens = tokens.reshape(*tokens.shape[:2], -1)  # [steps, n, tokens of a step]
-        logits = None
-        if flight.logits is not None:
-            logits = np.asarray(flight.logits).reshape(*tokens.shape, -1)
+        kept = jax.tree.map(lambda x: np.asarray(x).reshape(*tokens.shape, -1), flight.kept)
         for column, sequence in enumerate(flight.owners):
             if sequence is None or sequence.ended:
                 continue
@@ -240,20 +239,31 @@ class Run:
             times = (last + (now - last) * step[there] / max(count, 1)).tolist()
             self._gaps += np.diff([*sequence.times[-1:], *times]).tolist()
             sequence.times += times
-            if logits is not None:
-                sequence.logits += list(logits[:, column][there])
+            if kept.logits is not None:
+                sequence.logits += list(kept.logits[:, column][there])
+            if kept.logprobs is not None:
+                sequence.logprobs += kept.logprobs[:, column, :, 0][there].tolist()
             self._end(sequence)
         self._step += flight.steps
         return made
 
     def _end(self, sequence: Generation) -> None:
         """Ends a sequence that met a stop token or has the tokens it wants."""
-        if sequence.tokens and sequence.tokens[-1] in self.options.stop:
+        if sequence.tokens and sequence.tokens[-1] in self.options.stop_ids:
             sequence.ended = "stop"
         elif len(sequence.tokens) >= sequence.wanted:
             sequence.ended = "capacity" if sequence.cut else "length"
         if sequence.ended:
             self._slots.end(sequence)
+
+    def stop(self, sequence: Generation, count: int) -> None:
+        """Ends a sequence after its first `count` tokens. What the device still makes for it is
+        dropped.
+        """
+        for made in (sequence.tokens, sequence.logits, sequence.logprobs, sequence.times):
+            del made[count:]
+        sequence.ended = "stop"
+        self._slots.end(sequence)
 
     def _status(self, flight: _Flight, made: int, took: float, seconds: float) -> Status:
         running = [sequence for sequence in flight.owners if sequence is not None]

@@ -39,7 +39,7 @@ def proposed(options: Options, cache: KVCache, state: State) -> tuple[Array, Arr
     """(drafts int32[M, drafts], NONE where there is none; the newest token of each sequence and its
     drafts, int32[M, 1 + drafts]).
     """
-    guesses = jnp.zeros((options.slots, 0), jnp.int32)
+    guesses = jnp.zeros((options.batch, 0), jnp.int32)
     if state.text is not None:
         guesses = propose(state.text, cache.lengths + 1, options.drafts)
         guesses = jnp.where(state.left[:, None] > 0, guesses, NONE)
@@ -86,7 +86,7 @@ def verified(
     counts, over = accepted(guesses, tokens, ends, state.left)
     new, text = within < counts[:, None], state.text
     if text is not None:
-        sequence = jnp.arange(options.slots, dtype=jnp.int32)[:, None]
+        sequence = jnp.arange(options.batch, dtype=jnp.int32)[:, None]
         place = jnp.where(new, positions, text.shape[1])
         text = text.at[sequence, place].set(tokens, mode="drop")
     token = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]

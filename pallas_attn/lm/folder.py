@@ -7,7 +7,7 @@ import reprlib
 import stat
 from typing import Any
 
-_LARGEST_JSON = 2**26  # bytes; the index of the largest published models takes a sixth of it
+_LARGEST = 2**26  # bytes; the index of the largest published models takes a sixth of it
 _KINDS = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
 
 _short = reprlib.Repr(maxstring=80, maxother=80, maxlong=40, maxlevel=2, maxdict=3, maxlist=3)
@@ -17,6 +17,17 @@ def shown(value: object) -> str:
     """A value from a file in an error message: one line, and a short one."""
     text = _short.repr(value)
     return text if text.isprintable() else ascii(text)
+
+
+def _read(path: pathlib.Path) -> bytes:
+    """The bytes of a file that holds no weights."""
+    size = path.stat().st_size
+    if size > _LARGEST:
+        raise ValueError(f"{path}: expected at most {_LARGEST} bytes, got {size}")
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from None
 
 
 class Folder:
@@ -51,16 +62,20 @@ class Folder:
             raise ValueError(f"{path}: Permission denied")
         return path
 
+    def text(self, name: str) -> str:
+        """A file of UTF-8."""
+        path = self.file(name)
+        try:
+            return _read(path).decode("utf-8")
+        except UnicodeError as error:
+            raise ValueError(f"{path}: {error}") from None
+
     def json(self, name: str) -> dict[str, Any]:
         """A file that has to hold one JSON object."""
         path = self.file(name)
-        size = path.stat().st_size
-        if size > _LARGEST_JSON:
-            raise ValueError(f"{path}: expected at most {_LARGEST_JSON} bytes, got {size}")
+        data = _read(path)
         try:
-            content = json.loads(path.read_bytes().decode("utf-8"))
-        except OSError as error:
-            raise ValueError(f"{path}: {error.strerror or error}") from None
+            content = json.loads(data.decode("utf-8"))
         except RecursionError:
             raise ValueError(f"{path}: not JSON of any use: it is nested too deeply") from None
         except ValueError as error:

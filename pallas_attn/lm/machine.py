@@ -1,10 +1,16 @@
-"""Defaults of this machine: dtype, precision of matmuls, and how much memory it has."""
+"""Defaults of this machine: dtype, precision of matmuls, how much memory it has, and the folder of
+compiled programs.
+"""
 
 import contextlib
+import errno
 import os
+import pathlib
 from collections.abc import Iterator
 
 import jax
+
+PRECISIONS = (None, "default", "high", "highest")
 
 
 def default_dtype() -> str:
@@ -30,3 +36,28 @@ def memory() -> int:
     """Bytes that the default device can hold."""
     stats = jax.local_devices()[0].memory_stats() or {}
     return stats.get("bytes_limit") or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def keep_programs(folder: str | os.PathLike[str] | None = None) -> None:
+    """Has jax keep compiled programs on disk: in the next process a first call compiles nothing
+    that an earlier process has compiled.
+
+    It is jax's persistent compilation cache, for all programs, however fast they compile. Call it
+    before the first of them. Where jax has a folder already, that one stays.
+
+    Args:
+      folder: where; it is made if it is not there. Default: ~/.cache/pallas_attn, as with run.py.
+
+    Raises:
+      OSError: the folder cannot be made, read or written.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    path = pathlib.Path.home() / ".cache" / "pallas_attn" if folder is None else folder
+    path = pathlib.Path(path)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

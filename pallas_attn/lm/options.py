@@ -23,38 +23,76 @@ def check_dtype(dtype: object) -> None:
         raise ValueError(f"dtype: expected one of {DTYPES}, got {dtype!r}")
 
 
+def check_stop_ids(stop_ids: object, vocab: int) -> None:
+    """ValueError for stop tokens, asked for, that the model does not have."""
+    if isinstance(stop_ids, (list, tuple)) and all(map(is_int, stop_ids)):
+        wrong = [token for token in stop_ids if not 0 <= token < vocab]
+        if wrong:
+            raise ValueError(f"stop_ids: expected tokens from 0 to {vocab - 1}, got {wrong}")
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The way to decode. A jit key."""
+    """Options of decoding that programs are compiled for: a jit key. Names and meanings are those
+    of the flags of `run.py`.
 
+    Args:
+      batch: sequences at a time.
+      cache: "per_sequence", "stacked" or "paged".
+      capacity: rows that a sequence can hold.
+      page_size: rows of a page, with cache="paged".
+      pages: pages of the whole pool, with cache="paged". None: enough for `batch` sequences of the
+        full capacity; with fewer, prompts wait for pages.
+      chunk: steps inside one jit.
+      prefill: tokens of prompts that are prefilled together at most, padding counted.
+      prefill_chunk: rows of prompts that a step takes beside the sequences that decode. None:
+        prompts come in whole, between two chunks of steps.
+      samples: answers to each prompt, which is prefilled once and forked. More than one take
+        cache="paged" and a temperature.
+      draft: the source of drafts: "ngram", or None.
+      drafts: drafts of each sequence that a step checks.
+      dtype: "bfloat16", "float16" or "float32", of weights, cache and arithmetic.
+      sampling: the choice of tokens; the flags temperature, top_k and top_p.
+      stop_ids: tokens that end a sequence.
+      logprobs: whether the log-probability of every token is computed.
+      implementation: "reference", or None for the fastest that takes each problem.
+      keep_logits: whether logits are kept, as the flag check asks for.
+      mesh: devices that heads and columns of the model are split over.
+    """
+
+    batch: int = 8
     cache: str = "per_sequence"
-    slots: int = 8
-    capacity: int = 512  # rows of each slot
+    capacity: int = 512
     page_size: int = 64
-    pages: int | None = None  # in the whole pool; None: enough for every slot's capacity
-    chunk: int = 16  # steps inside one jit
-    prefill: int = 16384  # tokens that one prefill takes at most, padding counted
-    prefill_chunk: int | None = None  # rows of prompts that a step takes; None: prompts are whole
-    samples: int = 1  # answers to each prompt, which is prefilled once and forked
-    draft: str | None = None  # source of drafts: "ngram", or None
-    drafts: int = 7  # taken by a step, of each sequence
+    pages: int | None = None
+    chunk: int = 16
+    prefill: int = 16384
+    prefill_chunk: int | None = None
+    samples: int = 1
+    draft: str | None = None
+    drafts: int = 7
     dtype: str = "bfloat16"
     sampling: Sampling = Sampling()
-    stop: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    logprobs: bool = False
     implementation: str | None = None
     keep_logits: bool = False
-    mesh: Mesh | None = None  # devices that heads and columns of the model are split over
+    mesh: Mesh | None = None
 
     def __post_init__(self) -> None:
-        for name in ("slots", "capacity", "page_size", "chunk", "prefill", "drafts", "samples"):
+        for name in ("batch", "capacity", "page_size", "chunk", "prefill", "drafts", "samples"):
             at_least_1(name, getattr(self, name))
         for name in ("pages", "prefill_chunk"):
             if getattr(self, name) is not None:
                 at_least_1(name, getattr(self, name))
         if not isinstance(self.sampling, Sampling):
             raise ValueError(f"sampling: expected a Sampling, got {described(self.sampling)}")
-        if not (isinstance(self.stop, tuple) and all(map(is_int, self.stop))):
-            raise ValueError(f"stop: expected a tuple of tokens, ints, got {described(self.stop)}")
+        if not (isinstance(self.stop_ids, tuple) and all(map(is_int, self.stop_ids))):
+            raise ValueError(
+                f"stop_ids: expected a tuple of tokens, ints, got {described(self.stop_ids)}"
+            )
+        if not isinstance(self.logprobs, bool):
+            raise ValueError(f"logprobs: expected True or False, got {described(self.logprobs)}")
         lm_mesh.check(self.mesh)
         check_dtype(self.dtype)
         if self.cache not in CACHES:
@@ -71,7 +109,7 @@ class Options:
         for name, wrong, wanted in (
             ("cache", self.cache != "paged", "'paged', whose pages are forked,"),
             ("samples", not self.sampling.draws, "1, or a temperature,"),
-            ("slots", self.slots < self.samples, f"at least {self.samples}"),
+            ("batch", self.batch < self.samples, f"at least {self.samples}"),
         ):
             if wrong:
                 raise ValueError(
@@ -82,7 +120,7 @@ class Options:
     @property
     def pool(self) -> int:
         """Pages of the pool."""
-        return self.pages or self.slots * -(-self.rows // self.page_size)
+        return self.pages or self.batch * -(-self.rows // self.page_size)
 
     @property
     def levels(self) -> int:
@@ -110,7 +148,7 @@ class Options:
             "dtype": self.dtype,
         }
         if self.cache == "per_sequence":
-            return PerSequenceCache.create((self.rows,) * self.slots, **sizes)
+            return PerSequenceCache.create((self.rows,) * self.batch, **sizes)
         if self.cache == "stacked":
-            return StackedCache.create(self.slots, self.rows, **sizes)
-        return PagedCache.create(self.slots, self.pool, self.page_size, capacity=self.rows, **sizes)
+            return StackedCache.create(self.batch, self.rows, **sizes)
+        return PagedCache.create(self.batch, self.pool, self.page_size, capacity=self.rows, **sizes)

@@ -31,7 +31,7 @@ Carry = tuple[Caches, Array, Array]  # caches, lengths int32[M], tokens int32[M]
 
 def create(config: Config, options: Options, seed: int) -> Caches:
     """Caches full of random numbers."""
-    shape = (options.slots, options.capacity, config.kv_heads, config.head_dim)
+    shape = (options.batch, options.capacity, config.kv_heads, config.head_dim)
     place = None
     if options.mesh is not None:
         place = NamedSharding(options.mesh, lm_mesh.spec_of_heads(len(shape)))

@@ -10,11 +10,11 @@ from pallas_attn.lm import drafts, model
 from pallas_attn.lm.config import Config, Params
 from pallas_attn.lm.model import Sent
 from pallas_attn.lm.options import Options
-from pallas_attn.lm.state import NOTHING, State, forked, next_tokens, program, stops
+from pallas_attn.lm.state import NOTHING, Kept, State, forked, next_tokens, program, stops
 from pallas_attn.rotary import Rotary
 
 Array = jax.Array
-Result = tuple[KVCache, State, Array, Array | None]  # cache, state, tokens, logits if they are kept
+Result = tuple[KVCache, State, Array, Kept]  # cache, state, tokens
 
 
 @jax.tree_util.register_dataclass
@@ -44,11 +44,14 @@ def admit(
     slots, key = new.slots.reshape(-1), new.key.reshape(-1)
     number = jnp.arange(slots.size, dtype=jnp.int32) // options.samples  # prompt of each answer
     if options.samples > 1:
-        source = jnp.arange(options.slots, dtype=jnp.int32)
+        source = jnp.arange(options.batch, dtype=jnp.int32)
         cache = forked(cache, source.at[slots].set(prompts.slots[number], mode="drop"))
         logits = logits[number]
     token = next_tokens(options, logits, key, prompts.lengths[number])
     left = jnp.where(stops(options, token), 0, new.wanted[number] - 1)
+
+    # Sequences that the host has ended run no more.
+    state = dataclasses.replace(state, left=jnp.where(new.vacant, 0, state.left))
 
     def put(held: Array, x: Array) -> Array:
         return held.at[slots].set(x, mode="drop")
@@ -59,7 +62,7 @@ def admit(
         begun = drafts.begun(prompts.tokens[number], prompts.lengths[number], token, size)
         text = put(text, begun)
     state = State(put(state.token, token), put(state.left, left), put(state.key, key), text)
-    return cache, state, token, logits if options.keep_logits else None
+    return cache, state, token, Kept.of(options, logits, token)
 
 
 @program
@@ -72,16 +75,16 @@ def steps(config: Config, options: Options, params: Params, cache: KVCache, stat
 
     def body(carry: tuple[KVCache, State], _: None):
         cache, state, tokens, logits = one_step(config, options, params, rotary, *carry)
-        return (cache, state), (tokens, logits if options.keep_logits else None)
+        return (cache, state), (tokens, Kept.of(options, logits, tokens))
 
-    (cache, state), (tokens, logits) = jax.lax.scan(body, (cache, state), None, options.chunk)
-    return cache, state, tokens, logits
+    (cache, state), (tokens, kept) = jax.lax.scan(body, (cache, state), None, options.chunk)
+    return cache, state, tokens, kept
 
 
 def _step(
     config: Config, options: Options, params: Params, rotary: Rotary, cache: KVCache, state: State
-) -> Result:
-    """The next token of each sequence that runs, int32[M]."""
+) -> tuple[KVCache, State, Array, Array]:
+    """The next token of each sequence that runs, int32[M], and the logits before it."""
     runs = state.left > 0
     new = state.token[:, None], runs.astype(jnp.int32)
     logits, cache = model.decode(

@@ -17,6 +17,7 @@ class Generation:
     cut: bool = False  # more were asked for than the capacity leaves room for
     tokens: list[int] = dataclasses.field(default_factory=list)
     logits: list[np.ndarray] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)  # one a token
     ended: str = ""  # reason: "stop", "length", "capacity"; "" while it is not over
     times: list[float] = dataclasses.field(default_factory=list)  # seconds: see `Run._read`
     fed: int = 0  # rows of its prompt that the device was told to take

@@ -71,19 +71,19 @@ class Subject:
         capacity = room(self.context, self.options.chunk)
         plain: dict[str, Any] = {
             "keep_logits": False,
-            "stop": (),
+            "stop_ids": (),
             "pages": None,
             "prefill_chunk": None,
         }
         plain |= {"draft": None, "samples": 1}
         return dataclasses.replace(
-            self.options, cache=cache, slots=batch, capacity=capacity, **plain
+            self.options, cache=cache, batch=batch, capacity=capacity, **plain
         )
 
     def lengths(self, options: Options) -> Array:
         """Rows at the start, so that the chunks that are timed lie around the context."""
         rows = max(self.context - (2 + TURNS // 2) * options.chunk, 1)
-        return each(options.mesh, options.slots, rows)
+        return each(options.mesh, options.batch, rows)
 
 
 def room(context: int, chunk: int) -> int:
@@ -132,22 +132,22 @@ def _compile(subject: Subject, options: Options, say: Say) -> None:
     config, mesh = subject.config, options.mesh
     cache = lm_mesh.shapes(mesh, functools.partial(options.create_cache, config), lm_mesh.HEADS)
     state = lm_mesh.shapes(mesh, functools.partial(State.create, options))
-    lengths = lm_mesh.shapes(mesh, lambda: jax.numpy.zeros(options.slots, jax.numpy.int32))
+    lengths = lm_mesh.shapes(mesh, lambda: jax.numpy.zeros(options.batch, jax.numpy.int32))
     programs.steps.lower(config, options, _shapes_of(subject), cache, state).compile()
     for part in step_parts.parts(config, options):
         part.compile(mesh, cache)
     step_parts.hold.lower(cache, lengths).compile()
-    say(f"{options.cache}, {options.slots}: compiled")
+    say(f"{options.cache}, {options.batch}: compiled")
 
 
 def _compile_peer(subject: Subject, options: Options, say: Say) -> None:
     mesh, alone = options.mesh, dataclasses.replace(options, mesh=None)
     create = functools.partial(peer.create, subject.config, alone, 7)
     caches = lm_mesh.shapes(mesh, create, lm_mesh.HEADS)
-    numbers = lm_mesh.shapes(mesh, lambda: jax.numpy.zeros(options.slots, jax.numpy.int32))
+    numbers = lm_mesh.shapes(mesh, lambda: jax.numpy.zeros(options.batch, jax.numpy.int32))
     program = _peer_program(subject.config, options)
     program.lower(_shapes_of(subject), (caches, numbers, numbers)).compile()
-    say(f"cudnn, {options.slots}: compiled")
+    say(f"cudnn, {options.batch}: compiled")
 
 
 def _shapes_of(subject: Subject) -> Any:
@@ -198,7 +198,7 @@ def _measure(subject: Subject, asked: Sequence[Options], say: Say) -> Iterator[R
         row = _row(subject, options, read, say)
         yield row
         if subject.has_peer:
-            peers = _peer_row(subject, subject.at("stacked", options.slots), read)
+            peers = _peer_row(subject, subject.at("stacked", options.batch), read)
             yield peers | {"case": row["case"]}
     if subject.has_first_token:
         yield _first_token(subject)
@@ -207,8 +207,8 @@ def _measure(subject: Subject, asked: Sequence[Options], say: Say) -> Iterator[R
 def _row(subject: Subject, options: Options, read: float, say: Say) -> Row:
     config, mesh = subject.config, options.mesh
     cache, wall, device = _step(subject, options, step_parts.filled(config, options))
-    say(f"{options.cache}, {options.slots}: {wall.ms:.3f} ms a step, kernels {device:.3f}")
-    held = [step_parts.hold(cache, each(mesh, options.slots, subject.context))]
+    say(f"{options.cache}, {options.batch}: {wall.ms:.3f} ms a step, kernels {device:.3f}")
+    held = [step_parts.hold(cache, each(mesh, options.batch, subject.context))]
     del cache
     ms = {part.name: part.ms(mesh, held) for part in step_parts.parts(config, options)}
     ms["matmuls"] = max(device - sum(ms.values()), 0.0)
@@ -226,7 +226,7 @@ def _step(subject: Subject, options: Options, cache: KVCache) -> tuple[KVCache, 
     """(the cache after it, a step's wall time, ms of it that the device works)."""
     config, mesh = subject.config, options.mesh
     state = lm_mesh.made(mesh, functools.partial(State.create, options))
-    state = dataclasses.replace(state, left=each(mesh, options.slots, 2**30))
+    state = dataclasses.replace(state, left=each(mesh, options.batch, 2**30))
     carry = [(step_parts.hold(cache, subject.lengths(options)), state)]
     del cache
 
@@ -245,7 +245,7 @@ def _step(subject: Subject, options: Options, cache: KVCache) -> tuple[KVCache, 
 
 def _facts(subject: Subject, options: Options, wall: Rate, read: float) -> Row:
     """The facts of a row, whichever implementation made the step."""
-    config, batch = subject.config, options.slots
+    config, batch = subject.config, options.batch
     kv = config.kv_bytes(options.dtype) * subject.context * batch
     # A step reads next to nothing of an embedding that is no head.
     weights = num_bytes(subject.params) - (0 if config.tied else subject.params["embed"].nbytes)
@@ -286,7 +286,7 @@ def _peer_program(config: Config, options: Options) -> Any:
 
 
 def _peer_state(subject: Subject, options: Options) -> peer.Carry:
-    tokens = each(options.mesh, options.slots, 0)
+    tokens = each(options.mesh, options.batch, 0)
     return peer.create(subject.config, options, 7), subject.lengths(options), tokens
 
 

@@ -9,23 +9,25 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from pallas_attn.bench import rows
-from pallas_attn.lm import check, checkpoint, findings, report, text
+from pallas_attn.lm import chat, check, checkpoint, findings, report, text
 from pallas_attn.lm import mesh as lm_mesh
+from pallas_attn.lm.buckets import bucket
 from pallas_attn.lm.config import Config, Params
 from pallas_attn.lm.decode import Run, refuse
 from pallas_attn.lm.folder import Folder
 from pallas_attn.lm.hf_config import config_from, stop_tokens
 from pallas_attn.lm.machine import default_dtype, matmul_precision, memory
-from pallas_attn.lm.options import Options
+from pallas_attn.lm.options import Options, check_stop_ids
 from pallas_attn.lm.presets import PRESETS
 from pallas_attn.lm.sampling import Sampling
+from pallas_attn.lm.texts import Texts
 from pallas_attn.lm.views import Json, Text, View
 
 EMBEDDED = "tiny"
@@ -56,12 +58,16 @@ class Settings:
     page_size: int = 64
     pages: int | None = None
     chunk: int = 16
+    prefill: int = 16384
     prefill_chunk: int | None = None
     samples: int = 1  # answers to each prompt
     draft: str | None = None
     drafts: int = 7
     sampling: Sampling = Sampling()
-    stop: tuple[int, ...] | None = None  # None: the checkpoint's
+    stop: tuple[str, ...] = ()  # texts that end a sequence
+    stop_ids: tuple[int, ...] | None = None  # None: the checkpoint's
+    chat: bool = False  # prompts are messages of a user
+    logprobs: bool = False
     dtype: str | None = None
     precision: str | None = None  # jax.default_matmul_precision; None: highest with float32
     implementation: str | None = None
@@ -94,17 +100,17 @@ def decode(settings: Settings, out: TextIO, err: TextIO) -> int:
 
 
 def _decode(settings: Settings, dtype: str, out: TextIO, err: TextIO) -> int:
-    config, tokenizer, stop, weights = _model(settings)
-    prompts = _prompts(settings, config, tokenizer)
-    options = _options(settings, config, prompts, dtype, stop)
+    model = _model(settings)
+    config = model.config
+    prompts = _prompts(settings, model)
+    options = _options(settings, model, prompts, dtype)
     refuse(config, options, prompts, settings.max_new_tokens)
-    asked = list(settings.stop or ())
-    if any(not 0 <= token < config.vocab for token in asked):
-        raise ValueError(f"stop_ids: expected tokens from 0 to {config.vocab - 1}, got {asked}")
+    check_stop_ids(settings.stop_ids, config.vocab)
     _must_fit(config, options, memory())
-    params = weights(dtype, options.mesh)
+    params = model.weights(dtype, options.mesh)
     run = Run(config, params, options, prompts, settings.max_new_tokens, settings.seed)
-    view: View = (Json if settings.json else Text)(run, tokenizer, out, err)
+    texts = Texts(run, model.tokenizer, settings.stop)
+    view: View = (Json if settings.json else Text)(texts, out, err)
     view.quiet = bool(settings.random_prompts)
     report_on = _Report(settings, run, params, view) if settings.report is not None else None
     if _is_demo(settings) and not settings.prompts:
@@ -131,12 +137,17 @@ def _decode(settings: Settings, dtype: str, out: TextIO, err: TextIO) -> int:
 # ---- the run that is asked for ------------------------------------------------------------------
 
 
-def _model(
-    settings: Settings,
-) -> tuple[Config, text.Tokenizer, tuple[int, ...], checkpoint.Loader]:
-    """The model, its tokenizer, the tokens that end a text, and the loader of its weights, which
-    are gigabytes: all else has to be right before.
-    """
+class _Model(NamedTuple):
+    """A model without its weights, which are gigabytes: all else has to be right before."""
+
+    config: Config
+    tokenizer: text.Tokenizer
+    stop_ids: tuple[int, ...]  # tokens that end a text
+    weights: checkpoint.Loader
+    template: chat.Template | None = None
+
+
+def _model(settings: Settings) -> _Model:
     folder = settings.checkpoint
     if folder is None and settings.model == EMBEDDED:
         folder = str(checkpoint.EMBEDDED)
@@ -146,20 +157,22 @@ def _model(
             raise ValueError(f"model: expected one of {names}, got {settings.model!r}")
         config = config_from(PRESETS[settings.model])
         draw = functools.partial(lm_mesh.random_params, config, settings.seed)
-        return config, text.Numbers(), settings.stop or (), draw
-    config = checkpoint.config_of(folder)
-    stop = stop_tokens(Folder(folder)) if settings.stop is None else settings.stop
-    return config, text.tokenizer_of(folder), stop, checkpoint.weights_of(folder, config)
+        return _Model(config, text.Numbers(), settings.stop_ids or (), draw)
+    config, files = checkpoint.config_of(folder), Folder(folder)
+    stop_ids = stop_tokens(files) if settings.stop_ids is None else settings.stop_ids
+    tokenizer, template = text.tokenizer_of(folder), chat.template_of(files)
+    return _Model(config, tokenizer, stop_ids, checkpoint.weights_of(folder, config), template)
 
 
-def _prompts(settings: Settings, config: Config, tokenizer: text.Tokenizer) -> list[list[int]]:
+def _prompts(settings: Settings, model: _Model) -> list[list[int]]:
     if settings.random_prompts:
         shape = (settings.random_prompts, settings.prompt_length)
-        return np.random.default_rng(settings.seed).integers(0, config.vocab, shape).tolist()
+        return np.random.default_rng(settings.seed).integers(0, model.config.vocab, shape).tolist()
     prompts = settings.prompts
     if not prompts and _is_demo(settings):
         prompts = DEMO_PROMPTS
-    return [text.encoded(tokenizer, prompt, n) for n, prompt in enumerate(prompts, 1)]
+    reader = chat.Reader(model.tokenizer, model.template, settings.chat)
+    return [reader.tokens(prompt, n) for n, prompt in enumerate(prompts, 1)]
 
 
 def _is_demo(settings: Settings) -> bool:
@@ -177,28 +190,24 @@ def _introduction(config: Config, prompts: int) -> str:
 
 
 def _options(
-    settings: Settings,
-    config: Config,
-    prompts: Sequence[Sequence[int]],
-    dtype: str,
-    stop: tuple[int, ...],
+    settings: Settings, model: _Model, prompts: Sequence[Sequence[int]], dtype: str
 ) -> Options:
-    longest = max(map(len, prompts), default=0) + settings.max_new_tokens
+    config = model.config
+    exact = max(map(len, prompts), default=0) + settings.max_new_tokens
+    longest = bucket(exact)
     if settings.report is not None:  # then its programs are the run's
-        longest = report.room(longest - 1, settings.chunk)
-    names: tuple[str, ...]
-    names = ("cache", "page_size", "pages", "chunk", "prefill_chunk", "samples", "draft", "drafts")
-    names += ("sampling", "implementation")
-    shared: dict[str, Any] = {name: getattr(settings, name) for name in names}
-    return Options(
-        **shared,
-        slots=min(settings.batch, max(len(prompts) * settings.samples, 1)),
-        capacity=settings.capacity or max(min(-(-longest // 64) * 64, config.positions), 1),
-        dtype=dtype,
-        stop=stop,
-        keep_logits=settings.check,
-        mesh=_mesh(settings, config),
-    )
+        longest = report.room(exact - 1, settings.chunk)
+    names = {field.name for field in dataclasses.fields(Options)}
+    asked = {name: x for name, x in vars(settings).items() if name in names}
+    decided: dict[str, Any] = {
+        "batch": min(settings.batch, max(len(prompts) * settings.samples, 1)),
+        "capacity": settings.capacity or max(min(longest, config.positions), 1),
+        "dtype": dtype,
+        "stop_ids": model.stop_ids,
+        "keep_logits": settings.check,
+        "mesh": _mesh(settings, config),
+    }
+    return Options(**asked | decided)
 
 
 def _mesh(settings: Settings, config: Config) -> Mesh | None:
@@ -214,7 +223,7 @@ def _must_fit(config: Config, options: Options, room: int) -> None:
     if options.mesh is not None and jax.default_backend() != "cpu":  # devices of a CPU share it
         room *= options.mesh.size
     weights = config.size * jax.numpy.dtype(options.dtype).itemsize
-    rows = options.slots * options.rows
+    rows = options.batch * options.rows
     if options.cache == "paged":
         rows = options.pool * options.page_size
     cache = config.kv_bytes(options.dtype) * rows
@@ -293,9 +302,10 @@ def _beside_plain(
     options = dataclasses.replace(run.options, draft=None, keep_logits=False)
     prompts = [sequence.prompt for sequence in run.sequences[:: options.samples]]
     plain = Run(run.config, params, options, prompts, settings.max_new_tokens, settings.seed)
+    texts = Texts(plain, view.texts.tokenizer, settings.stop)
     start = time.perf_counter()
     for _ in plain:
-        pass
+        texts.read()
     facts = plain.summary(time.perf_counter() - start)
     pairs = zip(run.sequences, plain.sequences, strict=True)
     same = sum(drafted.tokens == sequence.tokens for drafted, sequence in pairs)
@@ -326,7 +336,7 @@ class _Report:
             rows.append(settings.out, [])
         self._settings, self._run, self._view = settings, run, view
         self._subject = report.Subject(name, run.config, params, run.options, context)
-        self._start, slots = time.perf_counter(), run.options.slots
+        self._start, slots = time.perf_counter(), run.options.batch
         batches = sorted({1, min(8, slots), slots})
         self._asked = report.prepare(self._subject, batches, self._say, [run.prepare])
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pallas_attn.lm.buckets import bucket, power_of_two
 from pallas_attn.lm.model import Prompts
 from pallas_attn.lm.options import Options
 from pallas_attn.lm.programs import Arrivals
@@ -20,7 +21,7 @@ class Slots:
 
     def __init__(self, options: Options, sequences: Sequence[Generation]):
         self.options = options
-        self.held: list[Generation | None] = [None] * options.slots
+        self.held: list[Generation | None] = [None] * options.batch
         self.waiting = collections.deque(sequences)
 
     @property
@@ -90,7 +91,7 @@ def arrivals(
     tokens = np.zeros((n, padded_length(options, longest)), np.int32)
     lengths, wanted = np.zeros(n, np.int32), np.ones(n, np.int32)
     numbers = np.zeros((n, samples), np.int32)
-    slots = np.full((n, samples), options.slots, np.int32)  # rows that are no prompt go nowhere
+    slots = np.full((n, samples), options.batch, np.int32)  # rows that are no prompt go nowhere
     for place, (slot, sequence) in enumerate(filled):
         row, sample = divmod(place, samples)
         prompt = sequence.prompt
@@ -101,13 +102,8 @@ def arrivals(
 
 
 def padded_length(options: Options, longest: int) -> int:
-    """The power of two that prompts are padded to."""
-    return min(power_of_two(max(longest, 16)), options.capacity)
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
+    """The bucket that prompts are padded to."""
+    return min(bucket(longest, least=16), options.capacity)
 
 
 def pages_of(options: Options, prompt: int, wanted: int) -> int:

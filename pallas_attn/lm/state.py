@@ -1,13 +1,13 @@
 """State of the sequences on the device, and the choice of a token: the base of the loop's programs.
 
 A program is `body(config, options, params, cache, state, ...)`, jitted, with cache and state
-donated; it returns (cache, state, tokens, logits or None).
+donated; it returns (cache, state, tokens, `Kept`).
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,10 +44,25 @@ class State:
 
     @classmethod
     def create(cls, options: Options) -> "State":
-        slots = options.slots
+        slots = options.batch
         token, left = jnp.zeros(slots, jnp.int32), jnp.zeros(slots, jnp.int32)
         text = jnp.zeros((slots, options.rows + 1), jnp.int32) if options.draft else None
         return cls(token, left, jax.random.split(jax.random.key(0), slots), text)
+
+
+class Kept(NamedTuple):
+    """Results beside the tokens, where options ask for them; axes as those of the tokens."""
+
+    logits: Array | None = None  # float32[.., vocab]
+    logprobs: Array | None = None  # float32: of each token among all, before sampling changes them
+
+    @classmethod
+    def of(cls, options: Options, logits: Array, tokens: Array) -> "Kept":
+        logprobs = None
+        if options.logprobs:
+            chosen = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[..., None], axis=-1)
+            logprobs = chosen[..., 0] - jax.nn.logsumexp(logits, axis=-1)
+        return cls(logits if options.keep_logits else None, logprobs)
 
 
 def program(body: Callable[..., Any]) -> Program:
@@ -77,7 +92,7 @@ def next_tokens(options: Options, logits: Array, keys: Array, positions: Array) 
 
 def stops(options: Options, token: Array) -> Array:
     """bool[M]: whether a text ends with this token."""
-    stop = jnp.asarray((*options.stop, NO_NUMBER), jnp.int32)
+    stop = jnp.asarray((*options.stop_ids, NO_NUMBER), jnp.int32)
     return (token[:, None] == stop[None]).any(axis=1)
 
 

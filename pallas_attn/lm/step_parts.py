@@ -86,7 +86,7 @@ def parts(config: Config, options: Options) -> list[Part]:
     def normal(seed: int, *shape: int, dtype: str = options.dtype) -> Array:
         return jax.random.normal(jax.random.key(seed), shape, dtype)
 
-    slots, dim, static = options.slots, config.head_dim, (config, options)
+    slots, dim, static = options.batch, config.head_dim, (config, options)
     new = (slots, 1, config.kv_heads, dim)
 
     def logits() -> tuple[Array, ...]:

@@ -10,9 +10,11 @@ from pallas_attn.lm.hf_config import KEYS
 
 
 class Tokenizer(Protocol):
-    """The interface of a tokenizer."""
+    """The interface of a tokenizer. `special`: whether tokens are put around the text, as the start
+    token of many models; a chat template writes them itself.
+    """
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, special: bool = True) -> list[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
 
@@ -20,7 +22,8 @@ class Tokenizer(Protocol):
 class Bytes:
     """A token a byte of UTF-8."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        del special
         return list(text.encode("utf-8", "surrogateescape"))
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -30,7 +33,8 @@ class Bytes:
 class Numbers:
     """Tokens as numbers: for random weights, which have nothing to say."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        del special
         try:
             return [int(word) for word in text.split()]
         except ValueError:
@@ -61,19 +65,19 @@ class _HuggingFace:
         except BaseException as error:  # the package raises nothing narrower, and panics of Rust's
             raise ValueError(f"{path}: {shown(str(error))[1:-1]}") from None
 
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text).ids
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=special).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids))
 
 
-def encoded(tokenizer: Tokenizer, text: str, number: int) -> list[int]:
+def encoded(tokenizer: Tokenizer, text: str, number: int, special: bool = True) -> list[int]:
     """The tokens of prompt `number`, counted from 1."""
     try:
         if not isinstance(tokenizer, Bytes):
             text.encode("utf-8")
-        return tokenizer.encode(text)
+        return tokenizer.encode(text, special)
     except UnicodeEncodeError as error:
         raise ValueError(f"prompt {number}: not UTF-8 at character {error.start + 1}") from None
     except Exception as error:  # raised by a tokenizer that somebody wrote

@@ -6,9 +6,9 @@ from typing import Any, TextIO
 
 import jax
 
-from pallas_attn.lm import text
 from pallas_attn.lm.decode import Run
 from pallas_attn.lm.progress import Status
+from pallas_attn.lm.texts import Texts
 
 
 class View:
@@ -16,8 +16,8 @@ class View:
 
     quiet = False  # no text: it would be noise
 
-    def __init__(self, run: Run, tokenizer: text.Tokenizer, out: TextIO, err: TextIO):
-        self._run, self._tokenizer, self._out, self._err = run, tokenizer, out, err
+    def __init__(self, texts: Texts, out: TextIO, err: TextIO):
+        self.texts, self._run, self._out, self._err = texts, texts.run, out, err
         self._first: float | None = None
 
     def show(self, status: Status) -> None:
@@ -46,15 +46,17 @@ class View:
 class Json(View):
     """A line for each sequence as it ends, the summary, then a line for each row of each table."""
 
-    def __init__(self, run: Run, tokenizer: text.Tokenizer, out: TextIO, err: TextIO):
-        super().__init__(run, tokenizer, out, err)
-        self._untold = list(run.sequences)
+    def __init__(self, texts: Texts, out: TextIO, err: TextIO):
+        super().__init__(texts, out, err)
+        self._untold = list(texts.run.sequences)
 
     def show(self, status: Status) -> None:
         super().show(status)
+        self.texts.read()
         self._tell(interrupted=False)
 
     def finish(self, seconds: float) -> dict[str, Any]:
+        self.texts.read(over=True)
         self._tell(interrupted=True)
         summary = super().finish(seconds)
         self.record("summary", summary)
@@ -66,11 +68,13 @@ class Json(View):
         for sequence in told:
             facts = {
                 "number": sequence.number + 1,
-                "prompt": self._tokenizer.decode(sequence.prompt),
-                "text": self._tokenizer.decode(sequence.tokens),
+                "prompt": self.texts.tokenizer.decode(sequence.prompt),
+                "text": self.texts.whole(sequence),
                 "tokens": sequence.tokens,
                 "ended": sequence.ended or "interrupted",
             }
+            if self._run.options.logprobs:
+                facts["logprobs"] = sequence.logprobs
             if (samples := self._run.options.samples) > 1:
                 of_prompt = sequence.number // samples + 1
                 facts |= {"of_prompt": of_prompt, "sample": sequence.sample + 1}
@@ -84,11 +88,11 @@ class Json(View):
 class Text(View):
     """Text in the order of the prompts, as it comes; beneath it, on a terminal, a status line."""
 
-    def __init__(self, run: Run, tokenizer: text.Tokenizer, out: TextIO, err: TextIO):
-        super().__init__(run, tokenizer, out, err)
-        self._streams = [text.Stream(tokenizer) for _ in run.sequences]
-        self._written = [0] * len(self._streams)  # tokens of each sequence
+    def __init__(self, texts: Texts, out: TextIO, err: TextIO):
+        super().__init__(texts, out, err)
+        self._unwritten = [""] * len(texts.run.sequences)  # text of each sequence
         self._front = 0  # the sequence that is being written
+        self._titled = False  # whether its title is written
         self._live = err.isatty()
         self._both = self._live and out.isatty()
         self._held = ""  # a line that is not full yet: the status line stands in its place
@@ -131,16 +135,19 @@ class Text(View):
 
     def _stream(self, over: bool) -> None:
         """Writes new text of the first sequence that has not ended, and of those after it."""
-        while not self.quiet and self._front < len(self._streams):
+        samples = self._run.options.samples
+        for piece in self.texts.read(over):
+            self._unwritten[piece.prompt * samples + piece.sample] += piece.text
+        while not self.quiet and self._front < len(self._unwritten):
             n, sequence = self._front, self._run.sequences[self._front]
             last = bool(sequence.ended) or over
             if not sequence.tokens and not last:
                 break
-            if not self._written[n]:
+            if not self._titled:
                 self._write(f"--- {self._title(n)} ---\n")
-                self._write(self._tokenizer.decode(sequence.prompt))
-            self._write(self._streams[n].add(sequence.tokens[self._written[n] :], last))
-            self._written[n] = max(len(sequence.tokens), 1)
+                self._write(self.texts.tokenizer.decode(sequence.prompt))
+            self._write(self._unwritten[n])
+            self._unwritten[n], self._titled = "", not last
             if not last:
                 break
             self._write("\n\n")
@@ -149,7 +156,7 @@ class Text(View):
 
     def _title(self, n: int) -> str:
         samples = self._run.options.samples
-        title = f"{n // samples + 1} of {len(self._streams) // samples}"
+        title = f"{n // samples + 1} of {len(self._unwritten) // samples}"
         return title if samples == 1 else f"{title}, sample {n % samples + 1} of {samples}"
 
     def _write(self, piece: str) -> None:

@@ -35,6 +35,9 @@ def k(*shape, **options):
     return z(*shape or (2, 7, 2, 8), **options)
 
 
+TABLES = pa.Rotary.create(16, 8)
+
+
 def attend(q=None, k=None, v=None, **options):
     default = z(2, 7, 2, 8)
     return lambda: pa.flash_attention(
@@ -212,6 +215,37 @@ ATTENTION = {
     ),
     "segment_ids: expected int32[2, 5] for q, got float32[2, 5]; pass a pair (of q, of kv) where T "
     "and S differ": attend(segment_ids=(z(2, 5), z(2, 7))),
+    # ---- rotation
+    "rotary_positions: expected None without rotary": attend(rotary_positions=z(5, dtype="int32")),
+    "rotary: expected a Rotary or None, got list": attend(rotary=[]),
+    "rotary.cos, rotary.sin: expected float[positions, pairs], positions at least the 7 at which "
+    "rows of q and k stand, got [6, 4] and [6, 4]": attend(rotary=pa.Rotary(z(6, 4), z(6, 4))),
+    "rotary.cos, rotary.sin: expected float[positions, pairs], positions at least the 9 at which "
+    "rows of q and k stand, got [8, 4] and [8, 4]": attend(
+        rotary=pa.Rotary(z(8, 4), z(8, 4)), q_offset=4
+    ),
+    "rotary.cos, rotary.sin: expected float[positions, pairs], positions at least the 1 at which "
+    "rows of q and k stand, got [0, 4] and [0, 4]": attend_packed(
+        *(z(3, dtype="int32"), z(3, dtype="int32")), rotary=pa.Rotary(z(0, 4), z(0, 4))
+    ),
+    "rotary: expected columns within the 8 of a row, got 8 from column 2 on": attend(
+        rotary=pa.Rotary(z(9, 4), z(9, 4), first=2)
+    ),
+    "q_offset: expected at least 0 with rotary, whose tables begin at position 0, got -1; pass "
+    "rotary_positions": attend(rotary=TABLES, q_offset=-1),
+    "rotary_positions: expected a pair (of q, of k) or one array for both, got 3 arrays": attend(
+        rotary=TABLES, rotary_positions=(z(5, dtype="int32"),) * 3
+    ),
+    "rotary_positions: expected int32[7] or int32[2, 7] for k, got int32[5]; pass a pair (of q, of "
+    "k) where T and S differ": attend(rotary=TABLES, rotary_positions=z(5, dtype="int32")),
+    "rotary_positions: expected int32[5] or int32[2, 5] for q, got float32[2, 5]; pass a pair (of "
+    "q, of k) where T and S differ": attend(rotary=TABLES, rotary_positions=(z(2, 5), z(2, 7))),
+    "rotary_positions: expected int32[5], got int32[7]; pass a pair (of q, of k) where T and S "
+    "differ": attend_packed(
+        *(z(3, dtype="int32"), z(3, dtype="int32")),
+        rotary=TABLES,
+        rotary_positions=z(7, dtype="int32"),
+    ),
     # ---- arrays over the scores
     "bias: expected a shape that broadcasts to [B, N, T, S] = [2, 4, 5, 7], got [5, 5]": attend(
         bias=z(5, 5)

@@ -594,14 +594,17 @@ def fake_rows():
 
 
 def test_a_section_shows_the_newest_run_and_ratios_within_it():
-    text = pages.section(fake_rows())
+    text = pages.every_case(fake_rows())
     line = next(line for line in text.splitlines() if "h128_causal_b2_t8192_n16`" in line)
     assert line == "| `h128_causal_b2_t8192_n16` | **687** | 86% | 611 | 1.12 |"
     assert "| `append_m1` | **1.00** | 5.00 | 5.00 |" in text
-    assert "Geomean: 1.12 of cudnn. Worst cell: 1.12" in text
     assert f"## Forward, TFLOP/s{report.PORTABLE}\n" in text
     assert "| `h128_causal_b2_t8192_n16` | **344** || 275 | 1.25 |" in text
-    assert pages.section([]) == "Nothing is measured yet."
+    assert pages.every_case([]) == pages.benchmarks([]) == "Nothing is measured yet."
+    summary = pages.benchmarks(fake_rows())
+    best = "| the best of each case | 1.12 | 1.12 | `h128_causal_b2_t8192_n16` | 1 |"
+    assert best in summary and best.replace("the best of each case", "cudnn") in summary
+    assert "1 cases without a peer." in summary  # decode
 
 
 def test_kinds_of_caches_are_columns():
@@ -616,7 +619,7 @@ def test_kinds_of_caches_are_columns():
             rows.measured(case, "decode", impl, timing.Timing(ms, ms, 15, 1), here)
             for impl, ms in times.items()
         ]
-    text = pages.section(made)
+    text = pages.every_case(made)
     rates = {row["ms"]: rows.rate(row) for row in made if row["op"] == "decode"}
     stacked, paged, cudnn = (f"{rates[ms]:.2f}" for ms in (0.01, 0.02, 0.017))
     assert "| case | **stacked** | **paged** | of read | cudnn | over best peer |" in text
@@ -653,7 +656,7 @@ def test_a_section_shows_what_several_gpus_did_apart():
         row("decode_loop", "pallas_attn/stacked", 20.0, 7.0),
         row("decode_loop", "cudnn", 22.0, 6.4),
     ]
-    text = pages.section([*fake_rows(), *made])
+    text = pages.every_case([*fake_rows(), *made])
     assert "| `context_case` | 2xH200 | 700 | **650** | 93% | 590 | 480 | 1.09 |" in text
     assert "| `context_case` | 2xH100 | 576-600 | **580** | 97% ||||" in text
     assert f"## {report.TITLES['decode_loop']}{report.SEVERAL}\n" in text
@@ -686,8 +689,8 @@ def test_peers_of_other_processes_enter_no_ratio():
     case = "h128_causal_b2_t8192_n16"
     peer = {"op": "forward", "case": case, "impl": "flash_attention_4", "tflops": 613.0}
     peer |= {"version": "4", "date": "2026-11-20", "method": "events", "ours_tflops": 770}
-    text = pages.section(fake_rows(), [peer])
-    assert "Geomean: 1.12 of cudnn. Worst cell: 1.12" in text
+    text = pages.every_case(fake_rows(), [peer])
+    assert "| cudnn | 1.12 |" in pages.benchmarks(fake_rows())
     assert "| Forward | **ours** | flash_attention_4 4 |" in text
     assert f"| `{case}` | **687** | 613 (ours 770) |" in text
     assert "- flash_attention_4 4, 2026-11-20: events." in text
@@ -723,10 +726,15 @@ def test_a_plot_is_drawn(tmp_path):
         path = tmp_path / f"{op}.svg"
         plots.ready(str(path))
         plots.bars(groups, CEILINGS, str(path))
-        drawn = xml.etree.ElementTree.parse(path).getroot().iter("{http://www.w3.org/2000/svg}rect")
-        bars = sum(len(rows_of) for rows_of in groups)
-        kinds = len({row["impl"] for rows_of in groups for row in rows_of})
-        assert len(list(drawn)) == 1 + bars + kinds, op
+        root = xml.etree.ElementTree.parse(path).getroot()
+        bars, marks = (
+            len(list(root.iter("{http://www.w3.org/2000/svg}" + kind)))
+            for kind in ("rect", "circle")
+        )
+        peers = sum(len(rows_of) - 1 for rows_of in groups)
+        kinds = len({row["impl"] for rows_of in groups for row in rows_of[1:]})
+        assert bars == 1 + len(groups) + 1, op  # the ground, ours, and its entry in the legend
+        assert marks == peers + kinds, op
 
 
 @pytest.mark.parametrize("wanted", ["grid", "windows,odd", "grid+causal,-h256", "h64_*", "twin"])

@@ -226,10 +226,9 @@ def test_all_the_same_and_one_alone(rng):
 
 
 def test_where_every_sequence_reads_its_own(rng):
-    """Windows, packed rows, bits that do not depend on others: the call is one without."""
+    """Windows, bits that do not depend on others: the call is one without."""
     cache = cache_of(rng, [[0, 1, 2], [0, 1, 3], [0, 4, 5]], [9, 10, 11])
     shared, q = found_by(cache, 1, 2), rows_of(rng, 3, 4, 8)
-    starts = jnp.asarray(np.arange(4, dtype=np.int32))
 
     def calls(options):
         call = functools.partial(pa.decode_attention, q, cache, **options)
@@ -240,7 +239,6 @@ def test_where_every_sequence_reads_its_own(rng):
         {"mask": pa.sliding_window(9)},
         {"mask": pa.Mask(right=-1)},
         {"batch_invariant": True},
-        {"starts": starts},
     ):
         plain, sharing = calls(options)
         assert plain == sharing > 0
@@ -274,6 +272,100 @@ def test_transforms(rng):
     close(layers, [plain[0], -plain[2]])
 
 
+# ---- packed rows ---------------------------------------------------------------------------------
+
+
+def draw_starts(rng, sequences, rows):
+    """Rows of each sequence, some of which have none or many; a few rows belong to nobody."""
+    counts = rng.integers(0, 4, sequences) * (rng.random(sequences) < 0.8)
+    counts[rng.integers(0, sequences)] += rows // 3
+    counts = np.minimum(counts, np.maximum(rows - np.cumsum(counts) + counts - 1, 0))
+    return np.cumsum([int(rng.integers(0, 2)), *counts]).astype(np.int32)
+
+
+@functools.partial(jax.jit, static_argnames=("levels", "tokens"))
+def both_packed(q, cache, copy, starts, *, levels, tokens, **options):
+    shared = cache.shared_prefixes(tokens=tokens, levels=levels, starts=starts)
+    options |= {"starts": starts}
+    return (
+        pa.decode_attention_with_lse(q, cache, shared_prefixes=shared, **options),
+        pa.decode_attention_with_lse(q, copy, **options),
+        shared,
+    )
+
+
+def test_packed_rows_equal_those_of_an_unshared_copy(rng):
+    """A token of some, many rows of others, none of the rest; up to three levels, and sinks."""
+    parts, tokens = 0, 20
+    for trial in range(12):
+        cache, starts = forked(rng, tokens // 3 + 3), draw_starts(rng, 6, tokens)
+        q = rows_of(rng, tokens, 4, 8)
+        options = {"sinks": jnp.asarray(np.arange(4, dtype=np.float32))} if trial % 2 else {}
+        got, want, shared = both_packed(
+            q, cache, unshared(cache), jnp.asarray(starts), levels=1 + trial % 3, tokens=tokens,
+            **options,
+        )  # fmt: skip
+        lost = np.asarray(cache.overflowed)
+        owner = np.searchsorted(starts, np.arange(tokens), side="right") - 1
+        owned = (owner >= 0) & (owner < 6)
+        lost = owned & lost[np.clip(owner, 0, 5)]
+        for n, axis in enumerate((0, 1)):
+            mine, other = (np.moveaxis(np.asarray(x[n]), axis, 0) for x in (got, want))
+            close([mine[~lost]], [other[~lost]])
+            assert np.isnan(mine[lost]).all()
+        members = jax.tree.map(np.asarray, shared.members)
+        for level, places in enumerate(members.places):
+            there = places >= 0
+            assert (members.rows[places[there]] == np.flatnonzero(there)).all()
+            assert (members.parts[level][there] >= 0).all() and owned[there].all()
+            parts += len(set(members.parts[level][there]))
+    assert parts > 5
+
+
+def test_packed_tokens_are_shared_as_unpacked_ones(rng):
+    """One row of each sequence: the same parts, members and own rows."""
+    cache = forked(rng, 1)
+    plain = found_by(cache, 1, 2)
+    starts = jnp.asarray(np.arange(7, dtype=np.int32))
+    packed = cache.shared_prefixes(tokens=6, levels=2, starts=starts)
+    for name in ("lengths", "page_table", "own_lengths", "own_page_table", "covered"):
+        np.testing.assert_array_equal(getattr(plain, name), getattr(packed, name))
+    used = int(plain.members.starts[-1])
+    assert used
+    for mine, other in zip(plain.members, packed.members, strict=True):
+        if mine is plain.members.rows:
+            mine, other = mine[:used], other[:used]
+        np.testing.assert_array_equal(mine, other)
+
+
+def test_packed_rows_of_another_state(rng):
+    """Sequences with other rows than those that were searched read all that they have."""
+    table = [[0, 1, 2, 3], [0, 1, 4, 5], [0, 1, 6, 7], [0, 1, 8, 9]]
+    cache = cache_of(rng, table, [12, 13, 14, 15])
+    before = jnp.asarray([0, 1, 4, 6, 7], np.int32)
+
+    @jax.jit
+    def call(q, cache, starts):
+        shared = cache.shared_prefixes(tokens=9, levels=1, starts=before)
+        now = prefixes.Now(cache.lengths, cache.page_table, starts)
+        return (
+            pa.decode_attention(q, cache, starts=starts, shared_prefixes=shared),
+            pa.decode_attention(q, cache, starts=starts),
+            prefixes.for_state(shared, now, starts).covered,
+        )
+
+    q = rows_of(rng, 9, 4, 8)
+    for starts, covered in (
+        ([0, 1, 4, 6, 7], [2, 2, 2, 2]),
+        ([0, 1, 4, 6, 9], [2, 2, 2, 0]),
+        ([0, 0, 4, 6, 7], [0, 0, 2, 2]),
+        ([1, 1, 1, 1, 1], [0, 0, 0, 0]),
+    ):
+        got, want, kept = call(q, cache, jnp.asarray(starts, jnp.int32))
+        close([got], [want])
+        assert list(np.asarray(kept)) == covered
+
+
 @functools.partial(jax.jit, static_argnames="tokens")
 def of_another_state(q, before, after, copy, *, tokens):
     """With what was found in the state `before`, and without sharing."""
@@ -281,7 +373,7 @@ def of_another_state(q, before, after, copy, *, tokens):
     return (
         pa.decode_attention_with_lse(q, after, shared_prefixes=shared),
         pa.decode_attention_with_lse(q, copy),
-        prefixes.for_state(shared, after.lengths, after.page_table),
+        prefixes.for_state(shared, prefixes.Now(after.lengths, after.page_table)),
     )
 
 
@@ -322,8 +414,13 @@ def test_layers_of_a_step_compare_nothing(rng):
     """The arrays that were searched are those of the call: no operation but decoding's."""
     cache = cache_of(rng, [[0, 1, 2], [0, 1, 3], [0, 4, 5]], [9, 10, 11])
     shared, written = cache.shared_prefixes(), dataclasses.replace(cache, k=cache.v)
-    assert prefixes.for_state(shared, written.lengths, written.page_table) is shared
-    assert prefixes.for_state(shared, cache.lengths + 1, cache.page_table) is not shared
+    now = prefixes.Now(written.lengths, written.page_table)
+    assert prefixes.for_state(shared, now) is shared
+    assert prefixes.for_state(shared, now._replace(lengths=cache.lengths + 1)) is not shared
+    starts = jnp.asarray(np.arange(4, dtype=np.int32))
+    packed, same = cache.shared_prefixes(tokens=3, starts=starts), now._replace(starts=starts)
+    assert prefixes.for_state(packed, same, starts) is packed
+    assert prefixes.for_state(packed, same, starts + 0) is not packed
     donated = jax.jit(lambda cache: cache.extend(1), donate_argnums=0)(cache)
     q = rows_of(rng, 3, 4, 8)
     close(*(pa.decode_attention_with_lse(q, donated, shared_prefixes=x) for x in (None, shared)))
@@ -416,9 +513,20 @@ def test_what_is_not_taken(rng):
     }.items():
         with pytest.raises(ValueError, match=text):
             pa.decode_attention(q, cache, **options)
-    with pytest.raises(ValueError, match="shared_prefixes: expected those of 2 tokens"):
-        two = jnp.asarray(np.zeros((2, 2, 4, 8), np.float32))
-        pa.decode_attention(two, cache, shared_prefixes=shared)
+    two = jnp.asarray(np.zeros((2, 2, 4, 8), np.float32))
+    packed = cache.shared_prefixes(tokens=2, starts=starts)
+    for text, rows, made, options in (
+        (r"2 tokens, as many as q has, got those of 1 tokens; .*\(tokens=2\)", two, shared, {}),
+        (r"1 tokens, as many as q has, got those of 2 packed rows; .*\(tokens=1\)", q, packed, {}),
+        (r"2 packed rows, .*got those of 1 tokens; .*\(tokens=2, starts=starts\)", q, shared,
+         {"starts": starts}),
+        (r"4 packed rows, .*got those of 2 packed rows", two.reshape(4, 4, 8), packed,
+         {"starts": starts}),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"shared_prefixes: expected those of {text}"):
+            pa.decode_attention(rows, cache, shared_prefixes=made, **options)
+    with pytest.raises(ValueError, match=r"starts: expected int32\[3\]"):
+        cache.shared_prefixes(tokens=2, starts=starts[:2])
     with pytest.raises(ValueError, match="shared_prefixes: expected what cache.shared_p"):
         pa.decode_attention(q, other, shared_prefixes=shared)
     for options in (arguments, {"shared_prefixes": shared}):  # no rows share no prefix
@@ -473,6 +581,28 @@ def test_interpreted(rng, monkeypatch, tokens, heads, warpgroups, grid):  # noqa
     close(got[1:], want[1:], 1e-5)
 
 
+@pytest.mark.guards
+def test_packed_rows_interpreted(rng, monkeypatch):
+    """A token, a chunk of a prompt, none and three rows; one row belongs to nobody."""
+    launches: list[tuple] = []
+    config = kernel.Config(2, block_kv=64, q_slots=1, grid=2)
+    table = np.arange(80).reshape(4, 20)
+    table[:4, :10] = table[0, :10]
+    table[1:4, 10:12] = table[1, 10:12]
+    sizes = {"kv_heads": 1, "head_dim": 64, "page_size": 8, "pages": 101, "dtype": "bfloat16"}
+    cache = cache_of(rng, table, [84, 120, 100, 110], **sizes)
+    starts = jnp.asarray(np.array([0, 1, 20, 20, 23], np.int32))
+    q = rows_of(rng, 24, 5, 64, dtype="bfloat16")
+    shared = cache.shared_prefixes(tokens=24, starts=starts)
+    assert list(np.asarray(shared.lengths)) == [80, 0, 16, 0]
+    monkeypatch.setattr(attend, "attend_merged", by_kernel(config, launches))
+    got = pa.decode_attention_with_lse(q, cache, shared_prefixes=shared, starts=starts)
+    want = pa.decode_attention_with_lse(q, cache, starts=starts)
+    assert launches == [(2, 24, 1)]
+    close(got[:1], want[:1], 2 * 2.0**-7)
+    close(got[1:], want[1:], 1e-5)
+
+
 # ---- on a GPU ------------------------------------------------------------------------------------
 
 ON_GPU = {  # sequences, kv heads, query heads, head dim, rows of a page, tokens, dtype
@@ -508,6 +638,30 @@ def test_on_a_gpu(rng, name):
         got, want, shared = both(q, cache, cache, levels=1 + trial % 3, tokens=tokens, sinks=sinks)
         step = 2.0**-6 if dtype != "float32" else 2e-5
         close(got[:1], want[:1], step)
+        close(got[1:], want[1:], 1e-4)
+        parts += int((np.asarray(shared.lengths) > 0).sum())
+    assert parts
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_GPU)
+def test_packed_rows_on_a_gpu(rng, name):
+    """Single tokens, chunks of prompts and sequences without rows; some rows belong to nobody."""
+    count, kv_heads, heads, dim, size, _, dtype = ON_GPU[name]
+    width, tokens, parts = 1024 // size, 400, 0
+    sizes = {"kv_heads": kv_heads, "head_dim": dim, "page_size": size, "dtype": dtype}
+    for trial in range(4):
+        table = rng.permutation(count * width).reshape(count, width)
+        for _ in range(count):
+            first, at = rng.integers(0, count), rng.integers(0, width)
+            table[rng.integers(first, count, 3), :at] = table[first, :at]
+        cache = cache_of(rng, table, rng.integers(300, 1025, count), pages=count * width, **sizes)
+        starts = jnp.asarray(draw_starts(rng, count, tokens))
+        q = rows_of(rng, tokens, heads, dim, dtype=dtype)
+        sinks = rows_of(rng, heads) if trial % 2 else None
+        how = {"levels": 1 + trial % 3, "tokens": tokens, "sinks": sinks}
+        got, want, shared = both_packed(q, cache, cache, starts, **how)
+        close(got[:1], want[:1], 2.0**-6 if dtype != "float32" else 2e-5)
         close(got[1:], want[1:], 1e-4)
         parts += int((np.asarray(shared.lengths) > 0).sum())
     assert parts

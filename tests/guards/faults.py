@@ -26,6 +26,8 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 
+from tests.guards.seeded import SEEDS
+
 ROOT = pathlib.Path(__file__).parents[2]
 Change = tuple[str, str]  # a text, and the one in its place
 MARK = re.compile(r"# fault ([a-z0-9_, ]+)$")
@@ -505,9 +507,15 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "the_newest_rows_are_shared": Fault(
         "pallas_attn/prefixes.py",
-        "jnp.where(fits, (cache.lengths - tokens) // size, 0)",
-        "jnp.where(fits, cache.lengths // size, 0)",
+        "jnp.where(fits & (cache.lengths > new), (cache.lengths - new) // size, 0)",
+        "jnp.where(fits & (cache.lengths > new), cache.lengths // size, 0)",
         "tests/caches/test_prefixes.py -k test_what_is_shared_is_found",
+    ),
+    "packed_rows_of_other_starts_keep_their_parts": Fault(
+        "pallas_attn/prefixes.py",
+        "kept &= same[:-1] & same[1:]",
+        "kept &= same[:-1]",
+        "tests/caches/test_prefixes.py -k test_packed_rows_of_another_state",
     ),
     "shared_pages_of_an_earlier_state_are_not_compared": Fault(
         "pallas_attn/prefixes.py",
@@ -793,6 +801,9 @@ FAULTS |= {
     name: MarkedFault(name, test, changes if isinstance(changes, list) else [changes])
     for test, entries in MARKED.items()
     for name, changes in entries.items()
+}
+FAULTS |= {
+    name: Fault(*seed, test) for test, seeds in SEEDS.items() for name, seed in seeds.items()
 }
 
 

@@ -21,7 +21,7 @@ from jax import lax
 from pallas_attn import kernels
 from pallas_attn._call import device
 from pallas_attn.kernels.lang import mosaic as lang
-from pallas_attn.kernels.lang import thread_program
+from pallas_attn.kernels.lang import thread_program, threads
 from tests.support import aot, builds, in_numpy, mosaic, watch
 
 pytestmark = pytest.mark.guards
@@ -222,6 +222,43 @@ def test_what_nobody_uses_may_read_anything():
         )
 
 
+def reloaded(a, *, commit=True, barriers=False, used=1):
+    """a @ a of a tile that TMA overwrites as soon as the warpgroup that asks for it is done."""
+
+    def body(a_ref, o_ref, smem, arrived):
+        plgpu.copy_gmem_to_smem(a_ref, smem, arrived)
+        plgpu.barrier_wait(arrived)
+
+        def multiplied(acc):
+            lang.results_are_used(jnp.int32(used))
+            plgpu.wgmma(acc, smem, smem)
+            return acc[...]
+
+        result = pl.run_scoped(multiplied, plgpu.ACC((64, 64), jnp.float32))
+        if commit:
+            plgpu.commit_smem()
+        plgpu.copy_gmem_to_smem(a_ref, smem, arrived)
+        plgpu.barrier_wait(arrived)
+        o_ref[...] = result
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=TILE,
+        scratch_types=[plgpu.SMEM((64, 64), jnp.bfloat16, transforms=SWIZZLED), plgpu.Barrier()],
+        compiler_params=None if barriers else lang.without_barriers(),
+    )
+    return kernel(a)
+
+
+@either_way
+@pytest.mark.parametrize("how", [{}, {"barriers": True}, {"used": 0}, {"commit": True}], ids=str)
+def test_a_copy_waits_for_matmuls_of_all_warps(how):
+    call = jax.jit(functools.partial(reloaded, **{"commit": False, **how}))
+    race = pytest.raises(AssertionError, match="RACE DETECTED")
+    with contextlib.nullcontext() if how else race, mosaic.interpret():
+        jax.block_until_ready(call(numbers(HALF)))
+
+
 @either_way
 @pytest.mark.parametrize("fault", ["commit", "wait"])
 def test_reductions_read_shared_memory_until_they_are_waited_for(fault):
@@ -291,6 +328,99 @@ def test_a_program_of_one_thread():
     with mosaic.interpret():
         got = jax.jit(doubled)(x)
     np.testing.assert_array_equal(got, jnp.where(x < 200, 2 * x, 0))
+
+
+def handed_on(x, *, meet="sync", read="a word", warpgroups=1):
+    """Thread 0 stores a word of shared memory, which all warps of the kernel read."""
+
+    def program(thread, refs, _):
+        word = thread.load(refs[0], thread.index * 0, 4)
+        thread.shared_store(refs[1], thread.index * 0, word, thread.index < 1)
+        if meet == "sync":
+            thread.sync()
+
+    def body(x_ref, o_ref, smem, ready):
+        wg = lax.axis_index("wg")
+
+        @pl.when(wg == 0)
+        def _():
+            thread_program.each_thread(program, (x_ref, smem), jnp.int32(0), threads.Thread())
+            if meet == "commit":
+                plgpu.commit_smem()
+            if meet in ("barrier", "arrival"):
+                plgpu.barrier_arrive(ready)
+            if meet == "barrier":
+                plgpu.barrier_wait(ready)
+
+        @pl.when(wg == warpgroups - 1)
+        def _():
+            if meet == "arrival":
+                plgpu.barrier_wait(ready)
+            if read == "a word":
+                o_ref[...] = jnp.full((128,), smem[0])
+            else:
+                plgpu.copy_gmem_to_smem(x_ref, smem, ready)
+                plgpu.barrier_wait(ready)
+                o_ref[...] = smem[...]
+
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((128,), jnp.int32),
+        scratch_types=[plgpu.SMEM((128,), jnp.int32), plgpu.Barrier()],
+        num_threads=warpgroups,
+        thread_name="wg",
+        compiler_params=lang.without_barriers(),
+    )
+    return kernel(x)
+
+
+@either_way
+@pytest.mark.parametrize(
+    "how, is_right",
+    [
+        ({"meet": "sync"}, True),
+        ({"meet": "commit"}, True),
+        ({"meet": "barrier"}, True),
+        ({"meet": "nothing"}, False),
+        ({"meet": "nothing", "read": "all, by TMA"}, False),
+        ({"meet": "commit", "read": "all, by TMA"}, True),
+        ({"meet": "arrival", "warpgroups": 2}, True),
+        ({"meet": "sync", "warpgroups": 2}, False),
+    ],
+    ids=str,
+)
+def test_a_word_of_a_program_is_read_behind_a_barrier(how, is_right):
+    call = jax.jit(functools.partial(handed_on, **how))
+    race = pytest.raises((AssertionError, jax.errors.JaxRuntimeError), match="RACE DETECTED")
+    with contextlib.nullcontext() if is_right else race, mosaic.interpret(patience=3):
+        jax.block_until_ready(call(jnp.arange(128, dtype=jnp.int32)))
+
+
+def put_and_copied(x, *, commit=True):
+    """Inline code with a twin puts a tile into shared memory, from where TMA takes it."""
+
+    def body(x_ref, o_ref, smem):
+        def twin(tile, to):
+            to[:32], to[32:] = tile[:32], tile[32:]
+
+        tile = plgpu.load(x_ref, layout=plgpu.Layout.WGMMA, optimized=False)
+        types = (plgpu.Layout.WGMMA, plgpu.RefType())
+        lang.inline(lambda tile, to: None, twin, (tile, smem), types, None)
+        if commit:
+            plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem, o_ref)
+        plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(body, out_type=TILE, scratch_types=[plgpu.SMEM(x.shape, x.dtype)])(x)
+
+
+@either_way
+@pytest.mark.parametrize("commit", [True, False])
+def test_twins_take_part_in_race_detection(commit):
+    race = pytest.raises(AssertionError, match="RACE DETECTED")
+    with contextlib.nullcontext() if commit else race, mosaic.interpret():
+        got = jax.jit(functools.partial(put_and_copied, commit=commit))(numbers())
+        np.testing.assert_array_equal(got, numbers())
 
 
 @either_way

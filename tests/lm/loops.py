@@ -31,7 +31,7 @@ def prompts(lengths=LENGTHS):
 
 
 def options(**changes):
-    sizes = {"slots": 3, "capacity": 48, "page_size": 8, "chunk": 4, "dtype": "float32"}
+    sizes = {"batch": 3, "capacity": 48, "page_size": 8, "chunk": 4, "dtype": "float32"}
     return decode.Options(**sizes | changes)
 
 

@@ -44,7 +44,7 @@ def shapes(options):
 
 @pytest.mark.parametrize("kind", CACHES)
 def test_a_chunk_copies_neither_caches_nor_weights(kind):
-    options = decode.Options(cache=kind, slots=4, capacity=512, chunk=8)
+    options = decode.Options(cache=kind, batch=4, capacity=512, chunk=8)
     params, cache, state = shapes(options)
     report = mosaic.compile_for(
         functools.partial(chunk, options),
@@ -67,7 +67,7 @@ def test_a_chunk_copies_neither_caches_nor_weights(kind):
 
 def test_triton_matmuls_would_copy_the_weights():
     """The guard above sees them, and the option is still needed: of more than 64 sequences."""
-    options = decode.Options(cache="stacked", slots=72, capacity=512, chunk=8)
+    options = decode.Options(cache="stacked", batch=72, capacity=512, chunk=8)
     report = mosaic.compile_for(
         functools.partial(chunk, options), *shapes(options), donate_argnums=(1, 2)
     )

@@ -51,13 +51,13 @@ def greedy_by_the_full_forward(prompt, wanted):
 def test_steps_are_no_larger_than_what_there_is_to_do():
     """A step of a million rows, or a chunk of as many steps, for a few tokens takes minutes."""
     config, params = small()
-    asked = options(slots=2, prefill_chunk=10**6, chunk=2**16)
+    asked = options(batch=2, prefill_chunk=10**6, chunk=2**16)
     few = ((1, 2, 3), (4,), (5, 6, 7, 8))
     ours = decode.Run(config, params, asked, few, 5)
-    assert (ours.options.prefill_chunk, ours.options.chunk) == (7, 5)
-    kept = decode.Run(config, params, options(slots=2, prefill_chunk=2, chunk=3), few, 5)
+    assert (ours.options.prefill_chunk, ours.options.chunk) == (16, 4)
+    kept = decode.Run(config, params, options(batch=2, prefill_chunk=2, chunk=3), few, 5)
     assert (kept.options.prefill_chunk, kept.options.chunk) == (2, 3)
-    whole, _ = run(few, options(slots=2))
+    whole, _ = run(few, options(batch=2))
     assert tokens(run(few, asked)[0]) == tokens(whole)
 
 
@@ -71,7 +71,7 @@ def test_a_sequence_in_a_batch_is_the_sequence_alone(kind):
     """
     made = plain_run(cache=kind)
     if kind == "paged":
-        alone, _ = run(prompts()[3:4], options(cache=kind, slots=1))
+        alone, _ = run(prompts()[3:4], options(cache=kind, batch=1))
         assert tokens(made)[3] == tokens(alone)[0]
     wanted = [(greedy_by_the_full_forward(prompt, 10), "length") for prompt in prompts()]
     assert ends(made) == wanted
@@ -82,7 +82,7 @@ def test_sampled_tokens_do_not_depend_on_the_batch():
     """Over one cache: draws know of none. A sequence's tokens differ from one another since a
     token's position is part of its key.
     """
-    drawn, alone = (tokens(plain_run(slots=n, sampling=HOT, cache="paged")) for n in (3, 1))
+    drawn, alone = (tokens(plain_run(batch=n, sampling=HOT, cache="paged")) for n in (3, 1))
     assert drawn == alone
     assert min(len(set(each)) for each in drawn) > 5
     again, _ = run(prompts(), options(sampling=HOT, cache="paged"), seed=1)
@@ -103,7 +103,7 @@ def test_a_stop_token_ends_a_sequence_and_is_its_last():
         if at_once not in whole[m][: n + 1] and whole[m][n] not in whole[m][:n]
     )
     stops = at_once, whole[number][place]
-    made = plain_run(stop=stops)
+    made = plain_run(stop_ids=stops)
     for (some, ended), every in zip(ends(made), whole, strict=True):
         places = [n for n, token in enumerate(every) if token in stops]
         wanted = every[: places[0] + 1] if places else every
@@ -111,7 +111,7 @@ def test_a_stop_token_ends_a_sequence_and_is_its_last():
     # The device needs no host to stop: the token that it drew last is the stop.
     for n, stop in zip((0, number), stops, strict=True):
         assert made.sequences[n].ended == "stop"
-        alone, _ = run(prompts()[n : n + 1], options(stop=stops))
+        alone, _ = run(prompts()[n : n + 1], options(stop_ids=stops))
         assert (alone._state.token[0], alone._state.left[0]) == (stop, 0)
         assert alone.cache.lengths[0] == LENGTHS[n] + len(tokens(alone)[0]) - 1
 
@@ -152,8 +152,8 @@ def test_long_prompts_are_prefilled_a_few_at_a_time():
 def test_prompts_in_chunks_give_the_same_tokens():
     """One prompt in a step and several, in the midst of others and alone; a stop among them."""
     stop = tuple(tokens(plain_run())[4][-1:])
-    made, statuses = run(prompts(), options(stop=stop, prefill_chunk=7))
-    assert ends(made) == ends(plain_run(stop=stop))
+    made, statuses = run(prompts(), options(stop_ids=stop, prefill_chunk=7))
+    assert ends(made) == ends(plain_run(stop_ids=stop))
     assert {ended for _, ended in ends(made)} == {"stop", "length"}
     assert made._step > len(statuses)  # mixed steps, and chunks of steps once all prompts are in
     assert {status.running for status in statuses} >= {0, 3} and statuses[-1].waiting == 0
@@ -237,10 +237,10 @@ NO_CACHE = "cache: expected one of ('per_sequence', 'stacked', 'paged'), got 'ri
         ({"chunk": 0}, "chunk: expected at least 1, got 0"),
         ({"prefill_chunk": 0}, "prefill_chunk: expected at least 1, got 0"),
         ({"chunk": 1.5}, "chunk: expected an int of at least 1, got 1.5"),
-        ({"slots": "3"}, "slots: expected an int of at least 1, got '3'"),
+        ({"batch": "3"}, "batch: expected an int of at least 1, got '3'"),
         ({"samples": True}, "samples: expected an int of at least 1, got True"),
         ({"pages": 0}, "pages: expected at least 1, got 0"),
-        ({"stop": [3]}, "stop: expected a tuple of tokens, ints, got [3]"),
+        ({"stop_ids": [3]}, "stop_ids: expected a tuple of tokens, ints, got [3]"),
         ({"sampling": 0.7}, "sampling: expected a Sampling, got 0.7"),
         ({"mesh": "tp:2"},
          "mesh: expected a mesh with the axis 'tp', as lm.mesh.make('tp:2', ('tp',)) makes it, or "
@@ -278,9 +278,9 @@ def test_generate_continues_texts():
     texts = continued(both)
     assert texts == ["\nWhat say'st thou? i", "l of the seasons and"]
     assert continued(both, cache="stacked", prefill_chunk=4) == texts
-    (drawn,) = continued(["The sea"], sampling=Sampling(2.0), seed=3, slots=1)
+    (drawn,) = continued(["The sea"], sampling=Sampling(2.0), seed=3, batch=1)
     assert drawn != texts[1]
-    assert continued(["The sea"], stop=(ord(" "),), cache="paged") == ["l "]
+    assert continued(["The sea"], stop_ids=(ord(" "),), cache="paged") == ["l "]
 
 
 NO_DTYPE = "dtype: expected one of ('bfloat16', 'float16', 'float32'), got '{}'"
@@ -295,14 +295,17 @@ def test_load_refuses_a_dtype_in_which_no_model_runs(dtype):
     ("texts", "how", "message"),
     [
         ("ROMEO:", {}, "prompts: expected a list of texts, got one; did you mean ['ROMEO:']?"),
-        ([], {}, "prompt: expected at least one, got none"),
         (["a", ""], {}, "prompt 2 is empty"),
         (["a"], {"cache": "ring"}, NO_CACHE),
         (["a"], {"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
         (["a"], {"max_new_tokens": "5"}, "max_new_tokens: expected an int of at least 1, got '5'"),
         (["a"], {"seed": 2**64}, f"seed: expected an int of 64 bits, got {2**64}"),
         (["a"], {"samples": "3"}, "samples: expected an int of at least 1, got '3'"),
-        (["a", None], {}, "prompts: expected a list of texts, got ['a', None]"),
+        (
+            ["a", None],
+            {},
+            "prompt 2: expected a text, a list of token ids or a list of messages, got None",
+        ),
         (None, {}, "prompts: expected a list of texts, got None"),
         (["a"], {"dtype": "int8"}, NO_DTYPE.format("int8")),
     ],

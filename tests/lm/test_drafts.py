@@ -79,8 +79,8 @@ def a_stop():
 def test_the_tokens_are_those_of_plain_decoding():
     """Six prompts through three slots, a stop among them; the last tokens fill the capacity."""
     stop = a_stop()
-    plain = plain_run(wanted=44, stop=stop)
-    made, statuses = run(prompts(), options(cache="paged", stop=stop, **LOOKED_UP), wanted=44)
+    plain = plain_run(wanted=44, stop_ids=stop)
+    made, statuses = run(prompts(), options(cache="paged", stop_ids=stop, **LOOKED_UP), wanted=44)
     assert ends(made) == ends(plain)
     assert {ended for _, ended in ends(made)} >= {"stop", "capacity"}
     facts = made.summary(1.0)
@@ -96,8 +96,8 @@ def test_drafts_beside_prompts_that_come_in_chunks():
     fill the capacity. Some drafts are kept in a step that takes rows of a prompt, too.
     """
     stop = a_stop()
-    plain = plain_run(wanted=44, stop=stop)
-    how = {"stop": stop, "prefill_chunk": 3, "keep_logits": True}
+    plain = plain_run(wanted=44, stop_ids=stop)
+    how = {"stop_ids": stop, "prefill_chunk": 3, "keep_logits": True}
     made, statuses = run(prompts(), options(**how, **LOOKED_UP), wanted=44)
     assert ends(made) == ends(plain)
     pairs = [(a, b) for a, b in itertools.pairwise(statuses) if b.step == a.step + 1]
@@ -105,7 +105,7 @@ def test_drafts_beside_prompts_that_come_in_chunks():
     assert made._step < plain._step and not made.cache.overflowed.any()
     assert made.cache.capacities == (56,) * 3  # 48 and those of drafts, as kernels want it
     # Drafts are looked up in texts that the chunks have put together.
-    alone = plain_run(wanted=44, cache="paged", stop=stop, **LOOKED_UP)
+    alone = plain_run(wanted=44, cache="paged", stop_ids=stop, **LOOKED_UP)
     facts, others = made.summary(1.0), alone.summary(1.0)
     assert all(facts[name] == others[name] > 0 for name in ("drafts", "kept", "acceptance"))
     times_are_known(made)
@@ -120,8 +120,8 @@ def test_any_mixture_gives_the_tokens_of_plain_decoding(seed):
     weights = small(("qwen3", "qwen2")[seed % 2])
     texts = [[pick.randrange(4) for _ in range(pick.randint(1, 30))] for _ in range(5)]
     how = {"sampling": pick.choice((Sampling(), Sampling(0.4, top_k=9)))}
-    how |= {"stop": (pick.randrange(96),), "capacity": pick.choice((32, 48))}
-    more = {"cache": CACHES[seed % 3], "slots": pick.randint(1, 4)}
+    how |= {"stop_ids": (pick.randrange(96),), "capacity": pick.choice((32, 48))}
+    more = {"cache": CACHES[seed % 3], "batch": pick.randint(1, 4)}
     more |= {"chunk": pick.randint(1, 5), "page_size": pick.choice((4, 8)), "draft": "ngram"}
     more |= {"drafts": pick.randint(1, 5), "prefill_chunk": pick.randint(1, 20)}
     more |= {"pages": 16} if more["cache"] == "paged" else {}
@@ -150,7 +150,7 @@ def test_samples_are_those_of_the_prompt_given_again(monkeypatch, changes):
         PagedCache, "shared_prefixes", lambda cache, **how: looked.append(how) or find(cache, **how)
     )
     monkeypatch.setattr(prefixes, "LEAST_SAVED", 16)  # rows, which two of the prompts have
-    texts, how = prompts((5, 16, 9)), DRAWN | {"slots": 4}
+    texts, how = prompts((5, 16, 9)), DRAWN | {"batch": 4}
     again = tuple(text for text in texts for _ in range(3))
     made, statuses = run(texts, options(**how, **LOOKED_UP, **changes, samples=3), wanted=20)
     wanted, _ = run(again, options(**how), wanted=20)
@@ -167,7 +167,7 @@ def test_samples_of_prompts_in_chunks_come_beside_those_that_decode():
     """
     texts = prompts((1, 30, 9, 17))
     for slots, wanted, chunk in ((2, 1, 4), (5, 12, 50), (7, 9, 1)):
-        how = DRAWN | {"slots": slots, "samples": 2, "keep_logits": True}
+        how = DRAWN | {"batch": slots, "samples": 2, "keep_logits": True}
         whole, made = (
             run(texts, options(**how, **x), wanted)[0] for x in ({}, {"prefill_chunk": chunk})
         )
@@ -205,7 +205,7 @@ SAMPLES = DRAWN | {"samples": 3}
          "cache: expected 'paged', whose pages are forked, for 3 samples of"),
         (SAMPLES | {"sampling": Sampling()},
          "samples: expected 1, or a temperature, for 3 samples"),
-        (SAMPLES | {"slots": 2}, "slots: expected at least 3 for 3 samples of a prompt, got 2"),
+        (SAMPLES | {"batch": 2}, "batch: expected at least 3 for 3 samples of a prompt, got 2"),
     ],
 )  # fmt: skip
 def test_options_refuse(how, message):

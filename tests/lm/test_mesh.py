@@ -38,7 +38,7 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9]]
 
 def decoded(config, params, **options):
     """A run of the prompts."""
-    how = {"slots": 2, "capacity": 16, "chunk": 4, "dtype": "float32"}
+    how = {"batch": 2, "capacity": 16, "chunk": 4, "dtype": "float32"}
     run = decode.Run(config, params, decode.Options(**how | options), PROMPTS, 6, seed=3)
     assert list(run)
     return run
@@ -239,7 +239,7 @@ def test_the_loop_beside_ours_is_split_over_devices_too(tmp_path, monkeypatch):
     drawn = []
     for mesh in (None, lm_mesh.make("tp:2", ("tp",))):
         config, params = checkpoint.load(folder, "float32", mesh)
-        how = decode.Options(slots=3, capacity=32, chunk=5, dtype="float32", mesh=mesh)
+        how = decode.Options(batch=3, capacity=32, chunk=5, dtype="float32", mesh=mesh)
         subject = report.Subject("small", config, params, how, 20)
         assert subject.has_peer
         report._compile_peer(subject, how, lambda line: None)

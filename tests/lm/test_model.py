@@ -46,7 +46,7 @@ def test_a_prefill_is_of_32_bits_with_jax_enable_x64():
     def prefill(params):
         slots = jnp.arange(2, dtype=jnp.int32)
         prompts = model.Prompts(jnp.ones((2, 8), jnp.int32), slots + 7, slots)
-        cache = decode.Options(slots=2, dtype="float32").create_cache(config)
+        cache = decode.Options(batch=2, dtype="float32").create_cache(config)
         return model.prefill(config, params, cache, prompts)
 
     with jax.enable_x64(True), warnings.catch_warnings():
@@ -77,7 +77,7 @@ def test_prefill_then_decode_equals_the_full_forward(tmp_path, rng, family, kind
     config, params = loaded(tmp_path, family)
     ids = jnp.asarray(rng.integers(0, config.vocab, (2, 24)), jnp.int32)
     full = model.forward(config, params, ids)
-    options = decode.Options(cache=kind, slots=3, capacity=32, page_size=8, dtype="float32")
+    options = decode.Options(cache=kind, batch=3, capacity=32, page_size=8, dtype="float32")
     lengths, slots = np.array([16, 9]), np.array([2, 0])
     new = model.Prompts(ids[:, :16], *(jnp.asarray(x, jnp.int32) for x in (lengths, slots)))
     run = jax.jit(model.prefill, static_argnums=0)
@@ -139,7 +139,7 @@ def two_slots(folder, kind):
     """A run of four prompts, two at a time."""
     config, params = loaded(folder, "qwen3")
     options = decode.Options(
-        cache=kind, slots=2, capacity=104, page_size=8, chunk=4, dtype="float32"
+        cache=kind, batch=2, capacity=104, page_size=8, chunk=4, dtype="float32"
     )
     return decode.Run(config, params, options, [[1, 2], [3], [4, 5, 6], [7]], 9), params
 

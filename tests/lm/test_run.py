@@ -97,6 +97,20 @@ def test_a_line_is_a_prompt(called, monkeypatch, tmp_path, how):
     assert [x["number"] for x in sequences] == [1, 2, 3]
 
 
+def test_a_stop_is_a_text(called):
+    """It is left out, in text and in JSON, where tokens up to its end have log-probabilities."""
+    flags = ["--prompt=The sea", "--max_new_tokens=20", r"--stop=\n", "--stop=of the"]
+    status, out, error = called(*flags)
+    assert status == 0 and out.startswith("--- 1 of 1 ---\nThe seal \n\n1 sequence, 8 tokens"), (
+        error
+    )
+    status, out, _ = called(*flags, "--json", "--logprobs", "--chunk=1")
+    facts = json.loads(out.splitlines()[0])["sequence"]
+    assert status == 0 and (facts["text"], facts["ended"]) == ("l ", "stop")
+    assert bytes(facts["tokens"]) == b"l of the" and len(facts["logprobs"]) == 8
+    assert all(x <= 0 for x in facts["logprobs"])
+
+
 def test_control_c_ends_with_what_was_generated():
     command = [sys.executable, "-u", "run.py", "--prompt=ROMEO:", "--max_new_tokens=500"]
     command += ["--chunk=2", "--batch=1"]
@@ -272,6 +286,10 @@ WRONG = [
     ("--prompt=a --prompt_file=-", "prompt_file: --prompt is given; give one of the two"),
     ("--top_k=4", "top_k: nothing is drawn without a --temperature"),
     ("--top_p=0.4 --temperature=0", "top_p: nothing is drawn without a --temperature"),
+    ("--logprobs", "logprobs: only --json shows them"),
+    ("--random_prompts=1 --chat", "chat: --random_prompts are no messages"),
+    ("--chat", "prompt 1: chat: the model's folder has no chat template, neither chat_template."),
+    ("--prefill=9 --prefill_chunk=9", "prefill: --prefill_chunk says how many a step takes"),
     ("--commit=abc", "commit: its rows are those of a --report=FOLDER"),
     ("--out=x", "out: its rows are those of a --report=FOLDER"),
 ]

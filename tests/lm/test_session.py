@@ -26,7 +26,7 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"stop": (-1,)}, "stop_ids: expected tokens from 0 to 255, got [-1]"),
+        ({"stop_ids": (-1,)}, "stop_ids: expected tokens from 0 to 255, got [-1]"),
         ({"out": "x"}, "out: the rows are those of a report; say --report=FOLDER as well"),
         ({"prompts": ("",)}, "prompt 1 is empty"),
         ({"prompts": ("a" * 600,)}, "prompt 1: 600 tokens do not fit in a capacity of 512"),

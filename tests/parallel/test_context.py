@@ -33,7 +33,8 @@ from tests.support import mosaic
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 B, T, N, K, H = 2, 32, 8, 8, 8
-ROWS = {"q": 1, "k": 1, "v": 1, "segment_ids": 1, "bias": 2, "mask_array": 2}  # the axis of rows
+# The axis of rows.
+ROWS = {"q": 1, "k": 1, "v": 1, "segment_ids": 1, "bias": 2, "mask_array": 2, "rotary_positions": 1}
 
 
 def normal(seed, *shape):
@@ -131,6 +132,19 @@ OPTIONS |= {
         {**GROUPED, "bias": normal(8, 1, N, T, T)},
     ),
 }
+TURNED = pa.Rotary.create(80, 4, base=100.0, first=2)
+PLACES = jnp.asarray(np.random.default_rng(3).permuted(np.tile(np.arange(T), (B, 1)), axis=1))
+OPTIONS |= {
+    "rotary": (
+        {"mask": pa.CAUSAL, "q_offset": 3, "rotary": TURNED, "segment_ids": documents(9)},
+        {**GROUPED, **SINKS},
+    ),
+    "rotary at run time": (
+        {"mask": pa.CAUSAL, "q_offset": jnp.asarray([5, 2], jnp.int32), "rotary": TURNED},
+        QKV,
+    ),
+    "rotary_positions": ({"rotary": TURNED, "rotary_positions": PLACES}, GROUPED),
+}
 SPREAD = [  # all options, methods and orders, on 2, 4 and 8 devices; not each with each
     ("causal", 4, "zigzag", "ring"),
     ("causal", 4, "zigzag", "heads"),
@@ -150,6 +164,10 @@ SPREAD = [  # all options, methods and orders, on 2, 4 and 8 devices; not each w
     ("near", 8, "contiguous", "gather"),
     ("end", 2, "contiguous", "gather"),
     ("far", 8, "contiguous", "ring"),
+    ("rotary", 4, "zigzag", "gather"),
+    ("rotary", 2, "contiguous", "heads"),
+    ("rotary at run time", 4, "zigzag", "ring"),
+    ("rotary_positions", 2, "zigzag", "gather"),
 ]
 BY_XLA = SPREAD[0], SPREAD[2], SPREAD[4]  # every method, and every order
 

@@ -312,7 +312,7 @@ def test_a_model_whose_kernels_add_up_over_devices(monkeypatch, batch):
     config = model.Config(**sizes, heads=8, kv_heads=4, head_dim=128)
     mesh = lm.mesh.make(f"tp:{count()}", ("tp",))
     params = lm.mesh.random_params(config, 0, jnp.bfloat16, mesh)
-    options = decode.Options(slots=batch, capacity=64, chunk=8, keep_logits=True, mesh=mesh)
+    options = decode.Options(batch=batch, capacity=64, chunk=8, keep_logits=True, mesh=mesh)
     prompts = np.random.default_rng(0).integers(0, 1000, (batch, 9)).tolist()
     run = decode.Run(config, params, options, prompts, 20)
     for _ in run:

@@ -10,6 +10,7 @@ import pathlib
 import subprocess
 import sys
 import tomllib
+import types
 
 import pytest
 
@@ -286,7 +287,8 @@ def test_bench_and_lm_use_the_public_api():
 def test_run_time_dependencies_are_the_four_we_said():
     allowed = {"pallas_attn", "jax", "jaxlib", "numpy", "absl"}
     extras = {"bench": {"matplotlib", "torch", "tokamax", "flash_attn", "flashinfer"}}
-    extras["lm"] = {"matplotlib", "safetensors", "tokenizers"}
+    extras |= {"keras": {"keras"}, "equinox": {"equinox"}}  # modules for layers of these
+    extras["lm"] = {"matplotlib", "safetensors", "tokenizers", "jinja2"}
     for path in FILES:
         here = allowed | extras.get(named(path).partition(".")[0], set())
         for node in nodes(path):
@@ -490,5 +492,33 @@ def test_the_console_command_is_there():
 
 def test_every_module_imports():
     for name in MODULES:
-        if not name.startswith(("bench", "kernels", "lm")):
+        if not name.startswith(("bench", "kernels", "lm", *LIBRARIES)):
             importlib.import_module(f"pallas_attn.{name}" if name != "pallas_attn" else name)
+
+
+# Modules that need a library, and what they say where it is not installed.
+LIBRARIES = {
+    "keras": "expected Keras 3 with the backend jax: pip install keras, and set KERAS_BACKEND=jax "
+    "before keras is imported",
+    "equinox": "expected Equinox: pip install equinox",
+}
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_a_missing_library_is_named(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, f"pallas_attn.{name}", raising=False)
+    with pytest.raises(ImportError) as caught:
+        importlib.import_module(f"pallas_attn.{name}")
+    assert str(caught.value) == f"pallas_attn.{name}: {LIBRARIES[name]}"
+
+
+def test_another_backend_of_keras_is_refused(monkeypatch):
+    keras = types.ModuleType("keras")
+    keras.backend = types.SimpleNamespace(backend=lambda: "torch")
+    monkeypatch.setitem(sys.modules, "keras", keras)
+    monkeypatch.delitem(sys.modules, "pallas_attn.keras", raising=False)
+    with pytest.raises(
+        ImportError, match='^pallas_attn.keras: expected the backend "jax", got "to'
+    ):
+        importlib.import_module("pallas_attn.keras")

@@ -35,6 +35,7 @@ LSE_ROUNDING = 2.0**-20
 EX2 = 2.0**-22
 
 _STATIC = ("mask", "scale", "softcap")
+_BESIDE = ("implementation", "precision", "rotary", "rotary_positions")
 
 
 class VacuousError(AssertionError):
@@ -90,14 +91,16 @@ def attention(
     arrays = {
         name: value
         for name, value in arguments.items()
-        if name not in static and name not in ("implementation", "precision") and value is not None
+        if name not in static and name not in _BESIDE and value is not None
     }
     dtype = str(arrays["q"].dtype)
     narrow = dtype if dtype in ("bfloat16", "float16") else None
     slack = EX2 if tensor_cores and dtype == "float32" else 0.0
     if slack:
         narrow = "tf32" if arguments.get("precision") is None else "terms"
-    results = functools.partial(definition.attention, do=do, dlse=dlse, **static)
+    plain_results = functools.partial(definition.attention, do=do, dlse=dlse, **static)
+    rotating = functools.partial(_rotating, arguments)
+    results = rotating(plain_results)
     oracle = results(arrays)
     names, lse = {"dbias", "dsinks"} & set(oracle), None
     if random:
@@ -114,7 +117,8 @@ def attention(
             plain = plain._replace(scores=definition.one_by_one)
         draws = [results(arrays, arithmetic=plain)]
         for seed in range(len(grids) if names else 0):
-            draws.append(_reordered(arrays, do, seed, arithmetic=plain, call=results))
+            other = functools.partial(_reordered, do=do, seed=seed, call=plain_results)
+            draws.append(rotating(other)(arrays, arithmetic=plain))
     else:
         grids = grids if names else grids[:1]
         draws = [results(arrays, arithmetic=definition.naive(narrow, grid)) for grid in grids]
@@ -124,6 +128,49 @@ def attention(
     naive = _worst_of(oracle, draws, names)
     expected = Expected(oracle, naive, dtype, lse=naive["lse"] if lse is None else lse)
     return expected._replace(slack=slack, noise=2.0**-16 if narrow == "tf32" else expected.noise)
+
+
+def _rotating(arguments: dict[str, Any], call: Any) -> Any:
+    """A call with q and k rotated as `arguments` say, and dq and dk rotated back; what is stored in
+    between is rounded as it is.
+    """
+    if (rotary := arguments.get("rotary")) is None:
+        return call
+    positions = arguments.get("rotary_positions")
+    if positions is None:
+        first = np.reshape(arguments.get("q_offset", 0), (-1, 1))
+        positions = (first + np.arange(arguments["q"].shape[1]), arguments["k"].shape[1])
+        positions = positions[0], np.arange(positions[1])[None]
+
+    def rotated(x, at, arithmetic, back=False):
+        x = np.array(x, arithmetic.dtype)
+        cos, sin = (
+            np.asarray(t)[np.asarray(at)][..., None, :].astype(arithmetic.dtype)
+            for t in (rotary.cos, rotary.sin)
+        )
+        sin, pairs = -sin if back else sin, rotary.cos.shape[1]
+        columns = rotary.first + np.arange(2 * pairs)
+        a, b = columns.reshape(-1, 2).T if rotary.interleaved else columns.reshape(2, -1)
+        x[..., a], x[..., b] = (
+            x[..., a] * cos - x[..., b] * sin,
+            x[..., b] * cos + x[..., a] * sin,
+        )
+        return x
+
+    def both(arrays, arithmetic=definition.EXACT):
+        turned = {
+            name: arithmetic.stored(rotated(arrays[name], at, arithmetic))
+            for name, at in zip("qk", positions, strict=True)
+        }
+        got = call(arrays | turned, arithmetic=arithmetic)
+        gradients = {
+            name: rotated(arithmetic.stored(got[name]), at, arithmetic, back=True)
+            for name, at in zip(("dq", "dk"), positions, strict=True)
+            if name in got
+        }
+        return got | gradients
+
+    return both
 
 
 def _reordered(arrays: dict[str, Any], do: Any, seed: int, *, call: Any, **how: Any) -> Any:

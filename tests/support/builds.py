@@ -279,7 +279,7 @@ def _lm_call(options, params, cache, state):
 
 
 def _lm() -> Build:
-    options = lm_decode.Options(cache="stacked", slots=4, capacity=512, chunk=8)
+    options = lm_decode.Options(cache="stacked", batch=4, capacity=512, chunk=8)
     params = jax.tree.map(
         lambda shape: _shape("bfloat16", *shape), LM.shapes(), is_leaf=lm_config.is_shape
     )

@@ -118,7 +118,20 @@ def draw_attention(seed: int, tiny: bool) -> _case.AttentionCase:
     for small in ({"kv_heads": 1}, {"batch": 1}, {"q_len": 129}, {"q_heads": 1}):
         if case.batch * case.q_heads * case.q_len * case.kv_len > ELEMENTS:
             case = resized(case, **small)
-    return case
+    return dataclasses.replace(case, **_drawn_rotary(case, random.Random(f"rotary {seed}")))
+
+
+def _drawn_rotary(case: _case.AttentionCase, pick: random.Random) -> dict[str, Any]:
+    """Columns that are rotated, if any; positions of their own where offsets have no table's."""
+    if pick.random() < 0.75:
+        return {}
+    dims = 2 * pick.randint(1, min(case.head_dim, 64) // 2)
+    first = pick.choice((0, 0, min(case.head_dim, 64) - dims))
+    on_rows = isinstance(case.q_offset, int) and case.q_offset >= 0
+    return {
+        "rotary": (first, dims, pick.random() < 0.5),
+        "rotary_positions": not on_rows or pick.random() < 0.3,
+    }
 
 
 def resized(case: _case.AttentionCase, **sizes: int) -> _case.AttentionCase:
@@ -233,6 +246,7 @@ def simpler_attention(case: _case.AttentionCase) -> Iterator[dict[str, Any]]:
     plain = {"softcap": None, "sinks": False, "bias_shape": None, "mask_shape": None}
     plain |= {"segments": None, "q_lengths": None, "kv_lengths": None, "q_offset": 0}
     plain |= {"scale": None, "mask": FULL, "deterministic": False, "magnitude": 1.0}
+    plain |= {"rotary": None}
     plain |= {"precision": None, "dtype": "bfloat16", "head_dim": 64, "v_head_dim": 64}
     yield from ({name: value} for name, value in plain.items())
     small = ({"batch": 1}, {"kv_heads": 1}, {"q_heads": 1})

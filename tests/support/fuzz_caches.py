@@ -63,8 +63,8 @@ def work(cache, new, q=None, *, implementation, layer=None, extra=None, levels=0
     at = {} if layer is None else {"layer": layer}
     options |= at | {"implementation": implementation}
     if levels:
-        tokens = 1 if "starts" in options else q.shape[1]
-        options["shared_prefixes"] = cache.shared_prefixes(tokens=tokens, levels=levels)
+        how = {"tokens": q.shape[0 if "starts" in options else 1], "starts": options.get("starts")}
+        options["shared_prefixes"] = cache.shared_prefixes(**how, levels=levels)
     return cache, *pa.decode_attention_with_lse(q, cache, **options)
 
 

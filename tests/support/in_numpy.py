@@ -484,6 +484,14 @@ def _call(eqn, jaxpr=None, call_jaxpr=None, fun_jaxpr=None, call=None, **_):
     return _program(jaxpr or call_jaxpr or fun_jaxpr or call)
 
 
+def _linear(eqn, jaxpr, run, count, **_):
+    """`_autodiff.linear`, which traces its operation late where it is transposed as a rule."""
+    if jaxpr is None:
+        types = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
+        jaxpr = jax.make_jaxpr(run)(tuple(types[:count]), tuple(types[count:]))
+    return _program(jaxpr)
+
+
 def _while(eqn, cond_jaxpr, body_jaxpr, cond_nconsts, body_nconsts):
     del eqn
     condition, body = _program(cond_jaxpr), _program(body_jaxpr)
@@ -539,6 +547,8 @@ def _callback(eqn, callback, result_avals, **_):
 CALLS = {"io_callback", "while", "cond", "scan"}
 CALLS |= {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
 CALLS |= {
+    "pallas_attn_function",
+    "pallas_attn_linear",
     "remat2",
     "checkpoint",
     "custom_vmap_call",
@@ -597,6 +607,7 @@ RULES: dict[str, Callable[..., Rule]] = {
     "shard_map": devices_in_numpy.shard_map(_steps_of),
     **devices_in_numpy.COLLECTIVES,
     **dict.fromkeys(CALLS - {"io_callback", "while", "cond", "scan"}, _call),
+    "pallas_attn_linear": _linear,
 }
 
 
@@ -632,11 +643,20 @@ def instead_of_xla() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def on_the_host() -> Iterator[None]:
+    """`instead_of_xla` on a machine with a GPU, too: arrays that are made in here are the CPU's,
+    and follow those of a GPU that they meet later.
+    """
+    with jax.default_device(jax.local_devices(backend="cpu")[0]), instead_of_xla():
+        yield
+
+
 def _is_here(args, params, mapped) -> bool:
     """On the first CPU device, whose programs may be anyone's: a GPU's own are what is tested. What
     is mapped may be on all of them.
     """
-    here = jax.local_devices()[0]
+    here = jax.config.jax_default_device or jax.local_devices()[0]
     if here.platform != "cpu" or jax.config.jax_debug_nans:
         return False
     arrays = [x for x in args if isinstance(x, jax.Array)]

@@ -1,8 +1,8 @@
 """Kernels on a machine without a GPU: JAX's Mosaic GPU interpreter, made to run what these kernels
 use.
 
-The one file of the tests that knows JAX's private modules (tests/support/watch.py names what waits
-in them). `interpret()` is what a test uses, beside `lower_for_cuda` and, from tests/support/aot.py,
+With tests/support/hazards.py the file of the tests that knows the private modules of JAX's
+interpreter (tests/support/watch.py names what waits in them). `interpret()` is what a test uses, beside `lower_for_cuda` and, from tests/support/aot.py,
 `compile_for`. What is taught to the interpreter, in both JAX versions alike:
 
 - programs of `thread_program.each_thread`: run in NumPy, 128 threads at a time, with bounds and
@@ -11,6 +11,7 @@ in them). `interpret()` is what a test uses, beside `lower_for_cuda` and, from t
   accumulator, `mma`
 - what wgmma and reductions by TMA read in shared memory, from when they are issued until they are
   waited for
+- hazards between the warps of a warpgroup (tests/support/hazards.py)
 - races of every launch of a program: JAX 0.11.2 keeps those of the last one alone
 - cp.async (a copy without a barrier), stores with a predicate, reductions and atomics in global
   memory
@@ -27,7 +28,7 @@ import dataclasses
 import functools
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -51,7 +52,7 @@ from jax._src.state import discharge, indexing
 from jax._src.state import types as state
 from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 
-from tests.support import in_numpy, watch
+from tests.support import hazards, in_numpy, watch
 from tests.support.aot import Report, compile_for
 from tests.support.threads import BlockOfThreads, Memory
 
@@ -67,7 +68,8 @@ def interpret(patience: float = 20) -> Iterator[None]:
     _teach()
     _races.clear()
     host.reset_gpu_interpret_mode_state()
-    params = plgpu.InterpretGPUParams(detect_races=True)
+    clocks = hazards.CLOCKS
+    params = plgpu.InterpretGPUParams(detect_races=True, num_tma_threads_per_device=clocks)
     _watch = watch.Watch(patience, _end)
     try:
         with (
@@ -116,18 +118,22 @@ def _lowered(f: Callable[..., Any], *shapes: Any) -> str:
 
 
 @host.fail_on_exception
-def _run_program(*, token, mesh_location, thread, keys, scalars, program, trees, returns_one):
+def _run_program(
+    *, token, mesh_location, thread, keys, scalars, program, trees, returns_one, source_info
+):
     ours = host._get_shared_memory()
     if not hasattr(ours, "launch_memory"):
         ours.launch_memory = Memory()
     coordinates = (*np.ravel(mesh_location.cluster_coords), *np.ravel(mesh_location.block_coords))
     coordinates = tuple(map(int, coordinates))
-    block = BlockOfThreads(
-        ours.launch_memory.block(*coordinates, int(mesh_location.thread_id)),
-        ours.launch_memory,
-        coordinates,
-    )
     arrays = [_content(ours, key) for key in keys]
+    pairs = zip(map(_shared_key, keys), arrays, strict=True)
+    shared = [(key, array) for key, array in pairs if key is not None]
+    touches = hazards.Program(ours, thread, shared, source_info)
+    first = ours.launch_memory.block(*coordinates, int(mesh_location.thread_id))
+    if touches.has_met:
+        ours.launch_memory.since_meeting.pop(first, None)
+    block = BlockOfThreads(first, ours.launch_memory, coordinates, touches)
     spread = [np.full(128, scalar, np.int32) for scalar in scalars]
     refs, values = (
         jax.tree.unflatten(tree, leaves)
@@ -135,20 +141,35 @@ def _run_program(*, token, mesh_location, thread, keys, scalars, program, trees,
     )
     with np.errstate(all="ignore"):  # NaN and infinity are none of an error on a GPU
         result = program(block, refs, values)
+    touches.end()
     if result is None:
         return token
     result = np.asarray(result, np.int32)
     return token, [result.reshape(-1)[0] if returns_one else result]
 
 
+def _shared_key(key):
+    """The key of a whole array in shared memory, else None."""
+    known = shared_memory.HostAllocationKey.from_array(key[:KEY_SIZE])
+    whole = key.size == KEY_SIZE and known.memory_space_id == hazards.SHARED
+    return known if whole else None
+
+
 @host.fail_on_exception
-def _run_twin(*, token, args, twin, is_ref, results):
-    ours = host._get_shared_memory()
+def _run_twin(*, token, thread, args, twin, is_ref, results, source_info):
+    ours, who = host._get_shared_memory(), {"thread": thread, "source_info": source_info}
     leaves, tree = jax.tree.flatten(args)
-    values = [
-        _content(ours, leaf) if ref else np.asarray(leaf)
-        for leaf, ref in zip(leaves, is_ref, strict=True)
-    ]
+
+    def argument(leaf, is_ref):
+        if not is_ref:
+            return np.asarray(leaf)
+        array, key = _content(ours, leaf), leaf[:KEY_SIZE]
+        key = shared_memory.HostAllocationKey.from_array(key)
+        if key.memory_space_id != hazards.SHARED:
+            return array
+        return hazards.Watched(array, key, tuple(map(int, leaf[KEY_SIZE:])), who)
+
+    values = list(map(argument, leaves, is_ref))
     with np.errstate(all="ignore"), _one_update_at_a_time:
         result = twin(*jax.tree.unflatten(tree, values))
     return token, jax.tree.leaves(result) if results else []
@@ -228,9 +249,16 @@ def _inline_mgpu(self, eqn, token, get_values):
         args = _args_of(eqn, get_values)
         is_ref = [isinstance(kind, plgpu.RefType) for kind in eqn.params["flat_arg_types"]]
         token, results = callback.io_callback(
-            functools.partial(_run_twin, twin=twin, is_ref=is_ref, results=len(eqn.outvars)),
+            functools.partial(
+                _run_twin,
+                twin=twin,
+                is_ref=is_ref,
+                results=len(eqn.outvars),
+                source_info=eqn.source_info,
+            ),
             (host.TOKEN_SHAPE_DTYPE, [_shape_of(var.aval) for var in eqn.outvars]),
             token=token,
+            thread=self.thread,
             args=args,
         )
         return token, results
@@ -241,7 +269,13 @@ def _inline_mgpu(self, eqn, token, get_values):
     trees = jax.tree.structure(refs), jax.tree.structure(scalars)
     results = [_shape_of(var.aval) for var in eqn.outvars]
     returns_one = bool(results) and results[0].shape == ()
-    run = functools.partial(_run_program, program=program, trees=trees, returns_one=returns_one)
+    run = functools.partial(
+        _run_program,
+        program=program,
+        trees=trees,
+        returns_one=returns_one,
+        source_info=eqn.source_info,
+    )
     result = callback.io_callback(
         run,
         (host.TOKEN_SHAPE_DTYPE, results) if results else host.TOKEN_SHAPE_DTYPE,
@@ -529,10 +563,7 @@ def _retire(*, token, thread, left):
 
 def _read_by_matmul(ours, thread, key, there, source_info):
     """Not in the order of the thread's own accesses, but as another thread that it has started."""
-    position = ours.vector_clock_size - 1 - ours.thread_to_vc_position(thread)
-    with ours.lock:
-        ours.clocks[thread].inc(position)
-        clock = ours.clocks[thread].async_smem_clock.copy()
+    clock = hazards.Warpgroup.of(ours, thread).matmul_clock()
     host.get_races().check_read(thread, clock, key, there, source_info=source_info)
 
 
@@ -571,9 +602,26 @@ def _wgmma_wait(self, eqn, token, values):
 
 @host.fail_on_exception
 def _mark_unused(*, token, thread, used, matmuls):
-    if not used:
-        _matmuls_of(host._get_shared_memory(), thread).unused = matmuls
+    _matmuls_of(host._get_shared_memory(), thread).unused = 0 if used else matmuls
     return token
+
+
+# ---- Mosaic's own barriers ----------------------------------------------------------------------
+
+
+def _behind_a_barrier(interpret):
+    """A store, or a copy to shared memory, with the barrier that Mosaic puts in front."""
+
+    @functools.wraps(interpret)
+    def interpreted(self, eqn, token, get_values):
+        params = self.compiler_params
+        params = params.get("mosaic_gpu") if isinstance(params, Mapping) else params
+        if not getattr(params, "unsafe_no_auto_barriers", False):
+            like = host.TOKEN_SHAPE_DTYPE
+            token = callback.io_callback(hazards.meet, like, token=token, thread=self.thread)
+        return interpret(self, eqn, token, get_values)
+
+    return interpreted
 
 
 _ALWAYS = {
@@ -655,7 +703,7 @@ def _free_barrier(self):
 _jax_free_barrier = shared_memory.Barrier.deallocate
 
 
-def _but_in_registers(check):
+def _but_in_registers(check, writes):
     """They are a thread's own; their names start anew in every block, which reads like a race with
     the last one.
     """
@@ -664,6 +712,7 @@ def _but_in_registers(check):
     def checked(self, thread, clock, key, *rest, **more):
         registers = shared_memory.get_memory_space_idx(gpu_core.MemorySpace.REGS)
         if key.memory_space_id != registers:
+            hazards.check_edges(thread, key, rest[0], writes)
             check(self, thread, clock, key, *rest, **more)
             if self.races_found:
                 _races.append(str(thread))
@@ -755,7 +804,11 @@ def _teach() -> None:
     jaxpr_interpret.resolve_ref = _resolve_ref
     host.wgmma, host.wgmma_accumulator_deref = _wgmma, _load_accumulator
     races = race_detection_state.GPURaceDetectionState
-    races.check_read = _but_in_registers(races.check_read)
-    races.check_write = _but_in_registers(races.check_write)
+    races.check_read = _but_in_registers(races.check_read, False)
+    races.check_write = _but_in_registers(races.check_write, True)
+    interpreter = jaxpr_interpret.JaxprInterpreter
+    for name in ("_interpret_swap_p", "_interpret_copy_gmem_to_smem_p"):
+        setattr(interpreter, name, _behind_a_barrier(getattr(interpreter, name)))
+    hazards.teach()
     if not hasattr(shared_memory, "BarrierReallocationChecker"):
         shared_memory.Barrier.deallocate = _free_barrier

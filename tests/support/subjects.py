@@ -127,8 +127,10 @@ ROWS = (
 def rows(*operations: str, but: tuple[str, ...] = ()) -> list[Any]:
     """For `pytest.mark.parametrize("subject", ...)`: who has all of these operations.
 
-    `but`: rows that another test serves.
+    `but`: rows that another test serves. The reference on a GPU is one: XLA compiles there what it
+    compiles here, for which the pairs of each operation and the fuzzer are enough.
     """
+    but += ("reference_on_gpu",)
     return [row.param() for row in _chosen(but) if all(row.exists(name) for name in operations)]
 
 
@@ -144,9 +146,14 @@ def pairs(
 
     `but`: rows that another test serves; "interpreted" is every row that is. `interpreted`: the
     cases that the interpreter runs, where all of them would take it minutes and say the same.
-    `reference`: those that the reference runs, which knows no tiles, dims or alignments.
+    `reference`: those that the reference runs, which knows no tiles, dims or alignments. Cases
+    have dtypes of their own: rows that differ in theirs are one. Rows of a case follow each other,
+    in one process, which then makes the oracle once.
     """
     chosen = [row for row in _chosen(but) if row.exists(operation) and row.somewhere()]
+    apart = {(row.implementation, row.generation, row.marks): row for row in reversed(chosen)}
+    chosen = list(reversed(apart.values()))
+    cases = tuple(cases)
 
     def cases_of(row):
         if row.implementation == "reference":
@@ -156,15 +163,18 @@ def pairs(
     call = functools.cache(call)  # rows share what is drawn
 
     def takes(row, case):
-        function, arguments = call(case)
+        with device.assume(None):  # caches are filled where they are made
+            function, arguments = call(case)
         return row.takes(operation, function, **arguments)
 
-    return [
+    taken = [
         row.param(case, id=case.name)
         for row in chosen
         for case in cases_of(row)
         if row.implementation == "reference" or takes(row, case)
     ]
+    order = {case.name: number for number, case in enumerate(cases)}
+    return sorted(taken, key=lambda param: order.get(param.values[1].name, len(order)))
 
 
 def _chosen(but: tuple[str, ...]) -> list[Subject]:

@@ -23,9 +23,9 @@ class BlockOfThreads:
     element a thread.
     """
 
-    def __init__(self, first: int, memory: "Memory", block: Any = None):
+    def __init__(self, first: int, memory: "Memory", block: Any = None, touches: Any = None):
         self.index = np.arange(128, dtype=np.int32)
-        self.memory, self.block = memory, block
+        self.memory, self.block, self.touches = memory, block, touches
         self.ids = first + self.index.astype(np.int64)
 
     def wide(self, x):
@@ -197,11 +197,11 @@ class BlockOfThreads:
         self.store(ref, index, value, 8, where)
 
     def shared_floats(self, ref, index, count):
-        words = self.memory.shared(ref, np.broadcast_to(index, 128), 4 * count, self.ids, False)
+        words = self._shared(ref, np.broadcast_to(index, 128), 4 * count, self.ids)
         return list(np.ascontiguousarray(words).view(np.float32).reshape(128, count).T)
 
     def shared_load(self, ref, index):
-        return self.memory.shared(ref, np.broadcast_to(index, 128), 4, self.ids, False)
+        return self._shared(ref, np.broadcast_to(index, 128), 4, self.ids)
 
     def shared_store(self, ref, index, value, where):
         where = np.broadcast_to(where, 128)
@@ -210,13 +210,26 @@ class BlockOfThreads:
             value = value.astype(np.int32)
         value = np.ascontiguousarray(value).view(np.int32)[where]
         index = np.broadcast_to(index, 128)[where]
-        self.memory.shared(ref, index, 4, self.ids[where], True, value)
+        self._shared(ref, index, 4, self.ids[where], value)
+
+    def _shared(self, ref, index, nbytes, ids, value=None):
+        if self.touches is not None:
+            new = index if value is None else index[self._changed(ref, index, value)]
+            self.touches.touch(ref, new.astype(np.int64) * nbytes, nbytes, value is not None)
+        return self.memory.shared(ref, index, nbytes, ids, value is not None, value)
+
+    def _changed(self, ref, index, value):
+        """Where a word becomes another one: to find 1 or 1 there is no hazard."""
+        words = self.memory._words(ref, index, 4, "written")
+        return words[index] != value
 
     def sync(self, groups=1):
         """With the block's other warpgroups, each of which is one of these."""
         self.memory.meet(int(self.ids[0]))
+        if self.touches is not None:
+            self.touches.meet()
         if groups > 1:
-            self.memory.gate(self.block, groups).wait()
+            self.touches.meet_others(self.memory.gate(self.block, groups))
 
     def make_barriers(self, ref, count):
         block = int(self.ids[0])

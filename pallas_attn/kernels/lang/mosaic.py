@@ -195,9 +195,10 @@ def opaque_zero(number: jax.Array, bits: int = 31) -> jax.Array:
     return lax.shift_right_logical(number, jnp.int32(bits))
 
 
-def results_are_used(used: jax.Array, matmuls: int) -> None:
-    """Tells the interpreter whether the results of this warpgroup's next `matmuls` are used: where
-    not (0), it does not look for races in what they read. It emits no code.
+def results_are_used(used: jax.Array, matmuls: int = 1 << 30) -> None:
+    """Tells the interpreter whether the results of this warpgroup's next `matmuls`, or of all until
+    it is told again, are used: where not (0), it does not look for races in what they read. It
+    emits no code.
     """
 
     def code(_, used):

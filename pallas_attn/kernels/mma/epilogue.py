@@ -67,7 +67,7 @@ def write(
         batch, head, start, live = map(int, at)
         live, begin = max(0, min(live, rows)), int(group) * width
         some = max(0, min(dim - begin, width))
-        room[int(first) :][:rows, :width] = tile
+        room[int(first) : int(first) + rows, :width] = tile
         to[batch, start : start + live, head, begin : begin + some] = tile[:live, :some]
 
     layout = mosaic.TILE if grid is None else mosaic.warp_layout((rows, width), down)

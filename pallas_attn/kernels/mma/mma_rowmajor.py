@@ -477,7 +477,8 @@ def store_accumulators(
     def twin(acc, top, total, refs):
         for ref, tile in zip(refs, (acc[:, : 8 * chunks], top, total), strict=True):
             mine = tile.reshape(threads.WARPS, ROWS, *tile.shape[1:])[:, :rows]
-            ref.reshape(threads.WARPS, rows, *ref.shape[1:])[..., : mine.shape[-1]] = mine
+            mine = mine.reshape(-1, *tile.shape[1:])
+            ref[..., : mine.shape[-1]] = mine
 
     types = (mosaic.TILE, mosaic.ROW, mosaic.ROW, (REF, REF, REF))
     inline(code, twin, (acc, top, total, tuple(to)), types, None)

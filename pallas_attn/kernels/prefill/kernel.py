@@ -59,6 +59,8 @@ def consume(ctx: KernelContext, block_id: Index, wg: Index) -> None:
         rows = QueryRows(tile, own.row, wg, unit.span, q, mapping=mapping)
 
         def attend(slot):
+            # Warps that store no result do not meet before their rows are loaded anew.
+            mosaic.results_are_used(own.exists.astype(jnp.int32))
             return mainloop(ctx, rows, slot, None, turns)
 
         def skip(slot):

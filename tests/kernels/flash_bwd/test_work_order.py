@@ -267,29 +267,30 @@ def test_long_rows_on_the_gpu(name, dim):
     case = dataclasses.replace(LONG_ONES[name], head_dim=dim, v_head_dim=dim)
     arrays, cotangent = case.arrays(), case.cotangent(1)
 
-    def loss(arrays):
+    def loss(arrays, cotangent):  # a large constant would be folded while XLA compiles
         out = pa.flash_attention(**arrays, **case.options())
         return (out.astype(jnp.float32) * cotangent.astype(jnp.float32)).sum()
 
     taken = [name for name in arrays if name in ("q", "k", "v")]
 
-    def compiled(config=None):
+    def traced(config=None):
         """The step, and the Config of the backward that it runs with."""
         forced = _config.forced("flash_bwd_sm90", config) if config else contextlib.nullcontext()
         with forced, _config.watched() as choices:
-            step = jax.jit(lambda some, rest: jax.grad(lambda x: loss(x | rest))(some))
-            step = step.lower(*split).compile()
+            step = jax.jit(lambda some, *rest: jax.grad(lambda x: loss(x | rest[0], rest[1]))(some))
+            step = step.trace(*split)
         return step, choices[-1].config
 
     split = (
         {name: arrays[name] for name in taken},
         {name: x for name, x in arrays.items() if name not in taken},
+        cotangent,
     )
-    config = dataclasses.asdict(compiled()[1]) | {"claims": True, "lockstep": True}
-    dealt = compiled(config | {"claims": False, "lockstep": False})[0]
+    config = dataclasses.asdict(traced()[1]) | {"claims": True, "lockstep": True}
+    dealt = traced(config | {"claims": False, "lockstep": False})[0].lower().compile()
     want = {name: np.asarray(x, np.float32) for name, x in dealt(*split).items()}
     for changes in ({}, {"lockstep": False}):
-        step = compiled(config | changes)[0]
+        step = traced(config | changes)[0].lower().compile()
         same = case.mask != CAUSAL or case.segments or changes
         for _ in range(3):
             before = [jnp.full(x.shape, jnp.nan, x.dtype) for x in want.values()]

@@ -174,6 +174,14 @@ def test_a_device_fetches_from_itself(monkeypatch, name, order):
     masks = {"full": pa.FULL, "window": pa.sliding_window(3000), "ahead": pa.Mask(right=1500)}
     mask, rows = masks.get(name, pa.CAUSAL), keys // shards // context.chunks
     draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(problem, inputs):
+        config = dataclasses.replace(
+            sm90.Config.default(problem), grid=40, claims=name == "claimed"
+        )
+        return sm90.run(inputs, problem, config)
+
     for seed in range(3):
         sizes = {"rows": rows, "keys": keys, "shards": shards}
         problems = [problem_of(order, mask, **sizes, fetches=x) for x in (True, False)]
@@ -190,19 +198,13 @@ def test_a_device_fetches_from_itself(monkeypatch, name, order):
         here = gathered._replace(device=jnp.asarray([device], jnp.int32))
         here = here._replace(**dict(zip("kv", of_one, strict=True)))
 
-        def run(problem, inputs):
-            config = dataclasses.replace(
-                sm90.Config.default(problem), grid=40, claims=name == "claimed"
-            )
-            return sm90.run(inputs, problem, config)
-
         results = []
         for problem, inputs in zip(problems, (here, gathered), strict=True):
             problem = dataclasses.replace(problem, q_heads=4, kv_heads=2)
             problem = dataclasses.replace(problem, head_dim=128, v_head_dim=128)
             problem = batching.resized(problem, inputs)
             assert problem.fetches == (shards if inputs is here else 1)
-            results.append(jax.jit(run, static_argnums=0)(problem, inputs))
+            results.append(run(problem, inputs))
         for g, w in zip(*results, strict=True):
             g, w = (np.asarray(x, np.float32) for x in (g, w))
             np.testing.assert_allclose(g, w, rtol=0.02, atol=0.005)

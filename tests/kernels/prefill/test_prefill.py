@@ -263,22 +263,27 @@ def test_keys_are_split_where_query_rows_do_not_fill_the_gpu():
 # ---- on a GPU ------------------------------------------------------------------------------------
 
 
+Q_LENS = (5, 7, 8, 16, 63, 64, 65, 128, 300, 1024)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("q_len", [5, 7, 8, 16, 63, 64, 65, 128, 300, 1024])
+@pytest.mark.parametrize("q_len", Q_LENS)
 def test_on_a_gpu(kind, q_len):
-    """Lengths that end inside, at and past a tile and a page; NaN past all of them."""
+    """Lengths that end inside, at and past a tile and a page; NaN past all of them. Options take
+    turns: each meets every q_len and every kind.
+    """
     lengths = (0, 3, 64, 127, 128, 129, 1000, 1024)
     call = Case(kind, lengths, q_len, 28, 4, 128, 128, capacity=1088)
     other = {"q_heads": 8, "head_dim": 64, "v_head_dim": 64, "softcap": 20.0}
-    for changes in ({}, {"mask": sliding_window(200), "sinks": True, "layers": 2}, other):
-        changed = dataclasses.replace(call, **changes)
-        check(changed, Config.default(changed.problem))
+    every = ({}, {"mask": sliding_window(200), "sinks": True, "layers": 2}, other)
+    changes = every[(Q_LENS.index(q_len) + KINDS.index(kind)) % 3]
+    changed = dataclasses.replace(call, **changes)
+    check(changed, Config.default(changed.problem))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", INTERPRETED)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name, kind", turns(INTERPRETED, (*OF_EVERY_KIND, "plain", "splits")))
 def test_interpreted_cases_on_a_gpu(name, kind):
     call, config = INTERPRETED[name]
     check(dataclasses.replace(call, kind=kind), config)

@@ -1,0 +1,76 @@
+"""Attention by the reference, some query rows at a time, which jax differentiates any number of
+times: for derivatives that no kernel computes.
+
+The scores of `ROWS` query rows are in memory at a time, a few times over, and a backward computes
+them again: memory grows with the rows and the keys, not with their product. Sums over rows are
+taken in float32.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from pallas_attn._call import batching, reference
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+
+Array = jax.Array
+ROWS = 128  # the reference computes so many as one block
+SLAB = 2**26  # logits, of which a few arrays are in memory: fewer rows where they are more
+
+
+def attention(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Array, Array]:
+    """(out, lse) of a call."""
+    q_len = inputs.q.shape[1]
+    rows = max(1, min(ROWS, SLAB // (problem.batch * problem.q_heads * problem.kv_len)))
+    if q_len <= rows or jax.typeof(inputs.q).sharding.spec[1] is not None:
+        return reference.attention(inputs, batching.resized(problem, inputs))
+    inputs = _wide(inputs)
+    count = -(-q_len // rows)
+
+    def slab(first: Array, fields: dict[str, Array]) -> tuple[Array, Array]:
+        offset = problem.q_offset if inputs.q_offset is None else inputs.q_offset
+        at = jnp.broadcast_to(jnp.asarray(offset + first, jnp.int32), (problem.batch,))
+        some = inputs._replace(q_offset=at, **fields)
+        if inputs.q_lengths is not None:
+            some = some._replace(q_lengths=jnp.clip(inputs.q_lengths - first, 0, rows))
+        return reference.attention(some, batching.resized(problem, some))
+
+    firsts = jnp.arange(count, dtype=jnp.int32) * rows
+    slabs = firsts, _by_row(inputs, count, rows)
+    out, lse = lax.map(lambda x: jax.checkpoint(slab)(*x), slabs)
+    out = jnp.moveaxis(out, 0, 1).reshape(problem.batch, count * rows, *out.shape[3:])
+    lse = jnp.moveaxis(lse, 0, 2).reshape(*lse.shape[1:3], count * rows)
+    return out[:, :q_len], lse[:, :, :q_len]
+
+
+def _wide(inputs: AttentionInputs) -> AttentionInputs:
+    """The arrays that many rows read, in the dtype of sums of their gradients."""
+    every = {
+        name: x.astype(wide(x.dtype))
+        for name, x in inputs.named().items()
+        if name != "q" and "mask" not in name and jnp.issubdtype(x.dtype, jnp.floating)
+    }
+    return AttentionInputs.of(inputs.named() | every)
+
+
+def _by_row(inputs: AttentionInputs, count: int, rows: int) -> dict[str, Any]:
+    """The arrays with an axis of query rows, in `count` slabs of `rows`."""
+    axes = {"q": 1, "q_segment_ids": 1, "q_positions": 1, "bias": 2, "mask_array": 2}
+    slabs = {}
+    for name, axis in axes.items():
+        x = getattr(inputs, name)
+        if x is None or (name != "q" and x.shape[axis] == 1 < inputs.q.shape[1]):
+            continue
+        pads = [(0, 0)] * x.ndim
+        pads[axis] = (0, count * rows - x.shape[axis])
+        shape = (*x.shape[:axis], count, rows, *x.shape[axis + 1 :])
+        slabs[name] = jnp.moveaxis(jnp.pad(x, pads).reshape(shape), axis, 0)
+    return slabs
+
+
+def wide(dtype: DTypeLike) -> DTypeLike:
+    """The dtype of sums."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32

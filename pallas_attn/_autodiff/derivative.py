@@ -1,0 +1,207 @@
+"""The derivative of a call of attention: one linear operation (`linear.call`) from tangents of its
+inputs to those of out and lse, whose transpose are the gradients.
+
+With P = softmax(S) and S' the tangent of the logits S:
+
+    out' = (P o S') V + P V' - rowsum(P o S') out        lse' = rowsum(P o S')
+
+It starts from the inputs, out and lse. `Call` has both directions for one kind of call.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.tree_util import PyTreeDef
+
+from pallas_attn._autodiff import by_rows, linear, score_gradients
+from pallas_attn._call import batching, dispatch, sharding
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+
+Array = jax.Array
+Arrays = tuple[Array, ...]
+Results = tuple[Array, Array]  # out and lse, or their tangents or cotangents
+Rows = tuple[Array, Array, Array, Array]  # out, lse and their cotangents
+Named = dict[str, Array]
+MOVING = ("q", "k", "v", "bias")  # inputs along which kernels compute tangents
+
+
+class Call(Protocol):
+    """A call of attention: a static, hashable value."""
+
+    def run(self, inputs: AttentionInputs) -> Results:
+        """(out, lse), by kernels."""
+
+    def tangents(self, inputs: AttentionInputs, results: Results, tangents: Named) -> Results:
+        """The tangents of out and lse, by those of some inputs."""
+
+    def gradients(self, inputs: AttentionInputs, rows: Rows) -> Named:
+        """The gradients of the inputs but for `score_aux`."""
+
+    def gradients_of_aux(
+        self, inputs: AttentionInputs, numbers: list[int], rows: Rows
+    ) -> list[Array]:
+        """The gradients of some of `inputs.score_aux`, in float32."""
+
+    def definition(self, inputs: AttentionInputs) -> Results:
+        """(out, lse), by operations that jax differentiates."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """A call as a function of the leaves of its inputs."""
+
+    call: Call
+    tree: PyTreeDef  # structure of the inputs
+
+    def evaluate(self, arrays: Arrays) -> Results:
+        return self.call.run(jax.tree.unflatten(self.tree, arrays))
+
+    def named(self, results: Arrays) -> Results:
+        """With both saved, only q, k and v are computed again."""
+        out, lse = results
+        out = checkpoint_name(out, "flash_attention_out")
+        return out, checkpoint_name(lse, "flash_attention_lse")
+
+    def derivative(self, moving: tuple[int, ...]) -> "Derivative":
+        numbers = jax.tree.unflatten(self.tree, range(self.tree.num_leaves))
+        names = {number: name for name, number in numbers.named().items()}
+        return Derivative(self.call, self.tree, tuple(names[number] for number in moving))
+
+
+@dataclasses.dataclass(frozen=True)
+class Derivative:
+    """The derivative of a call along the inputs of some names (`AttentionInputs.named`). Its
+    residuals are the leaves of the inputs, out and lse.
+    """
+
+    call: Call
+    tree: PyTreeDef  # structure of the inputs
+    names: tuple[str, ...]
+
+    def apply(self, residuals: Arrays, tangents: Arrays) -> Arrays:
+        inputs, *results = self._residuals(residuals)
+        return self.call.tangents(inputs, tuple(results), self._named(tangents))
+
+    def transpose(self, residuals: Arrays, cotangents: Arrays) -> Arrays:
+        inputs, *results = self._residuals(residuals)
+        rows, named = (*results, *cotangents), {}
+        numbers = [int(x.removeprefix("score_aux")) for x in self.names if "score_aux" in x]
+        if len(numbers) < len(self.names):
+            named = self.call.gradients(inputs, rows)
+        if numbers:
+            of_aux = self.call.gradients_of_aux(inputs, numbers, rows)
+            of_aux = zip(numbers, of_aux, strict=True)
+            named |= {f"score_aux{n}": _typed(inputs.score_aux[n], x) for n, x in of_aux}
+        return tuple(named[name] for name in self.names)
+
+    def definition(self, residuals: Arrays, tangents: Arrays) -> Arrays:
+        run, own = self._of_names(residuals)
+        return jax.jvp(run, [own], [self._named(tangents)])[1]
+
+    def definition_of_transpose(self, residuals: Arrays, cotangents: Arrays) -> Arrays:
+        run, own = self._of_names(residuals)
+        (gradients,) = jax.vjp(run, own)[1](tuple(cotangents))
+        return tuple(gradients[name] for name in self.names)
+
+    def result_types(self, residuals: Arrays, tangents: Arrays) -> linear.Types:
+        del tangents
+        return tuple(map(jax.typeof, residuals[-2:]))
+
+    def linear_types(self, residuals: Arrays, cotangents: Arrays) -> linear.Types:
+        del cotangents
+        named = self._residuals(residuals)[0].named()
+        return tuple(jax.typeof(named[name]) for name in self.names)
+
+    def _residuals(self, leaves: Arrays) -> tuple[AttentionInputs, Array, Array]:
+        *leaves, out, lse = leaves
+        return jax.tree.unflatten(self.tree, leaves), out, lse
+
+    def _named(self, arrays: Sequence[Array]) -> Named:
+        return dict(zip(self.names, arrays, strict=True))
+
+    def _of_names(self, residuals: Arrays) -> tuple[Callable[[Named], Results], Named]:
+        """The call as a function of the inputs of these names, and what they are."""
+        named = self._residuals(residuals)[0].named()
+
+        def run(some: Named) -> Results:
+            return self.call.definition(AttentionInputs.of(named | some))
+
+        return run, {name: named[name] for name in self.names}
+
+
+def _typed(array: Array, gradient: Array) -> Array:
+    return sharding.gradient_of(array, gradient).astype(array.dtype)
+
+
+# ---- a call on one device, or over arrays that jax splits ----------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelCall:
+    """A call by a kernel, which `run(inputs)` runs. `implementation`: the argument of the call, by
+    which kernels of its derivatives are chosen when there are any.
+    """
+
+    problem: AttentionProblem
+    implementation: str | None
+    run: Callable[[AttentionInputs], Results] = dataclasses.field(compare=False)
+
+    def tangents(self, inputs: AttentionInputs, results: Results, tangents: Named) -> Results:
+        by_kernel = {name: x for name, x in tangents.items() if name in MOVING}
+        kernel, problem = self._kernel(inputs, tuple(sorted(by_kernel)))
+        if kernel is None:
+            return by_definition(self, inputs, tangents)
+        residuals = (inputs._replace(sinks=None), *results, by_kernel)
+        parts = [batching.compiled_once(batching.attention_tangents, kernel, problem, residuals)]
+        if "sinks" in tangents:
+            parts.append(_along_sinks(inputs, results, tangents["sinks"]))
+        if rest := {name: x for name, x in tangents.items() if name not in (*MOVING, "sinks")}:
+            parts.append(by_definition(self, inputs, rest))
+        out, lse = (sum(each[1:], each[0]) for each in zip(*parts, strict=True))
+        return out, lse
+
+    def _kernel(self, inputs: AttentionInputs, names: tuple[str, ...]) -> tuple[Any, Any]:
+        """The kernel for tangents of inputs of these names, or None, and its problem."""
+        if not names:
+            return None, None
+        problem = dataclasses.replace(self.problem, op="flash_jvp", tangents=names)
+        problem = batching.resized(problem, inputs._replace(sinks=None))
+        return dispatch.of_tangents(problem, self.implementation), problem
+
+    def gradients(self, inputs: AttentionInputs, rows: Rows) -> Named:
+        problem = dataclasses.replace(self.problem, op="flash_backward")
+        chosen = dispatch.select(problem, self.implementation)
+        backward, residuals = batching.attention_backward, (inputs, *rows)
+        return batching.compiled_once(backward, chosen, problem, residuals).named()
+
+    def gradients_of_aux(
+        self, inputs: AttentionInputs, numbers: list[int], rows: Rows
+    ) -> list[Array]:
+        return score_gradients.of_call(self.problem, inputs, numbers, rows)
+
+    def definition(self, inputs: AttentionInputs) -> Results:
+        return by_rows.attention(self.problem, inputs)
+
+
+def _along_sinks(inputs: AttentionInputs, results: Results, along: Array) -> Results:
+    """A sink is one more logit, of no value."""
+    out, lse = results
+    sinks, along = (x.astype(lse.dtype)[None, :, None] for x in (inputs.sinks, along))
+    moved = jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks - jnp.where(lse == -jnp.inf, 0, lse)))
+    moved = moved * along
+    by_row = moved.swapaxes(1, 2)[..., None]
+    return -(by_row * out.astype(lse.dtype)).astype(out.dtype), moved
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def by_definition(call: Call, inputs: AttentionInputs, tangents: Named) -> Results:
+    """The tangents of out and lse by those of some inputs, by operations of jax."""
+    named = inputs.named()
+    own = {name: named[name] for name in tangents}
+    run = lambda some: call.definition(AttentionInputs.of(named | some))  # noqa: E731
+    return jax.jvp(run, [own], [tangents])[1]

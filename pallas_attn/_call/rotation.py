@@ -1,0 +1,141 @@
+"""Rotation of q and k by position (RoPE) beside the launch of attention: plain operations of XLA,
+so that gradients, vmap and devices need nothing of their own.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from pallas_attn._call import bind, checks
+from pallas_attn._call.problem import Change, owner_of_rows
+from pallas_attn.context import checked, shards_of
+from pallas_attn.rotary import turned
+
+Array = jax.Array
+# Positions of rows: int32[rows] or int32[B, rows]; or an int, the position of the first of
+# consecutive rows that the tables are known to have.
+Positions = int | Array
+
+
+def rotated(
+    rows: tuple[Array, Array, Array],
+    rotary: checks.Argument,
+    positions: checks.Argument,
+    options: bind.AttentionOptions,
+    starts: tuple[Any, Any],
+) -> tuple[Array, Array]:
+    """q and k of `rows` (q, k and v) rotated, in their dtypes. `positions`: the argument
+    `rotary_positions`; None: those by which masks count.
+    """
+    if rotary is None:
+        raise ValueError("rotary_positions: expected None without rotary")
+    if packed := any(x is not None for x in starts):
+        bind.refuse_beside_starts(options, starts)
+    q, k, _ = bind.packed_operands(*rows) if packed else bind.operands(*rows)
+    least = 1
+    at_q: Positions
+    at_k: Positions
+    if positions is not None:
+        at_q, at_k = _as_said(positions, q, k)
+    elif packed:
+        at_q, at_k = _within_sequences(q.shape[0], k.shape[0], starts, options.q_offset)
+    else:
+        at_q, at_k, least = _by_rows(q, k, options)
+    fields, tables = checks.rotation(
+        rotary, q.shape[-1], least, f"{least} at which rows of q and k stand"
+    )
+    change = Change(q.shape[-1], **fields)
+    return _turned(q, at_q, change, tables), _turned(k, at_k, change, tables)
+
+
+def _as_said(positions: checks.Argument, q: Array, k: Array) -> list[Array]:
+    """Positions that the caller gives: one array for q and k, or a pair."""
+    pair = positions if isinstance(positions, (tuple, list)) else (positions, positions)
+    if len(pair) != 2:
+        raise ValueError(
+            "rotary_positions: expected a pair (of q, of k) or one array for both, got "
+            f"{len(pair)} arrays"
+        )
+    checked_pair = []
+    for name, x, value in (("q", q, pair[0]), ("k", k, pair[1])):
+        shape, each = x.shape[:-2], getattr(value, "ndim", 1) < 2
+        wanted = f"int32[{shape[-1]}]"
+        wanted += f" or int32[{', '.join(map(str, shape))}] for {name}" if len(shape) > 1 else ""
+        remedy = "; pass a pair (of q, of k) where T and S differ"
+        checked_pair.append(
+            checks.integers(
+                "rotary_positions", value, wanted, shape[-1:] if each else shape, remedy
+            )
+        )
+    return checked_pair
+
+
+def _within_sequences(
+    q_rows: int, kv_rows: int, starts: tuple[Any, Any], q_offset: checks.Argument
+) -> tuple[Array, Array]:
+    """Positions of packed rows in their sequences; 0 for rows of none."""
+    both = bind.both_starts(*starts, q_rows, kv_rows)
+    sequences = both[0].size - 1
+    static, offset = checks.offset(q_offset, sequences, "one a sequence")
+    first = jnp.full(sequences, static, jnp.int32) if offset is None else offset
+    positions = []
+    for begins, rows, add in (
+        (both[0], q_rows, first),
+        (both[1], kv_rows, jnp.zeros(sequences, jnp.int32)),
+    ):
+        owner = owner_of_rows(begins, rows)
+        own = jnp.clip(owner, 0, max(sequences - 1, 0))
+        at = jnp.arange(rows, dtype=jnp.int32) - begins[own]
+        at = at + add[own] if sequences else at
+        positions.append(jnp.where((owner >= 0) & (owner < sequences), at, 0))
+    return positions[0], positions[1]
+
+
+def _by_rows(
+    q: Array, k: Array, options: bind.AttentionOptions
+) -> tuple[Positions, Positions, int]:
+    """Positions of rows that are not packed, and the number of them that are known to occur."""
+    static, offset = checks.offset(options.q_offset, q.shape[0])
+    if static < 0:
+        raise ValueError(
+            f"q_offset: expected at least 0 with rotary, whose tables begin at position 0, got "
+            f"{static}; pass rotary_positions"
+        )
+    context, q_rows, kv_rows, shards = checked(options.context), q.shape[1], k.shape[1], 1
+    at_q: Positions
+    at_k: Positions
+    at_q, at_k = static, 0
+    if context is not None and (shards := shards_of(context)) > 1:
+        at_q, at_k = context.positions(q_rows) + static, context.positions(kv_rows)
+    if offset is not None:
+        own = at_q if isinstance(at_q, jax.Array) else jnp.arange(q_rows, dtype=jnp.int32)
+        at_q = offset[:, None] + own[None]
+    known = 0 if offset is not None else static + q_rows * shards
+    return at_q, at_k, max(known, kv_rows * shards, 1)
+
+
+def _turned(x: Array, at: Positions, change: Change, tables: dict[str, Array]) -> Array:
+    """Rows x [.., rows, heads, H] rotated; NaN, without gradients, outside of the tables."""
+    lead = (None,) * (x.ndim - 3)
+    if isinstance(at, int):
+        cos, sin = (tables[name][at : at + x.shape[-3]][lead] for name in ("cos", "sin"))
+        return turned(x, cos, sin, change).astype(x.dtype)
+    inside = (at >= 0) & (at < change.positions)
+    at = jnp.where(inside, at, 0)
+    cos, sin = (_taken(tables[name], at) for name in ("cos", "sin"))
+    inside = inside[..., None, None]
+    if at.ndim == 1:
+        cos, sin, inside = cos[lead], sin[lead], inside[lead]
+    inside = jnp.broadcast_to(inside, x.shape)
+    return jnp.where(inside, turned(x, cos, sin, change), jnp.nan).astype(x.dtype)
+
+
+def _taken(table: Array, at: Array) -> Array:
+    """Rows of a table, placed as explicit mesh axes split the positions."""
+    sharding = jax.typeof(at).sharding
+    if not any(sharding.spec):
+        return table[at]
+    placed = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, None))
+    return table.at[at].get(out_sharding=placed)

@@ -1,0 +1,151 @@
+"""Small tests of each kernel for `-m "gpu and quick"` and, one of a kernel, for `-m memcheck`.
+
+A row is a kernel's file with tests that run it, one of each dtype it takes; the first is the one
+that memcheck runs. The tests are some of `-m gpu`. Every file that launches has a row, but for
+those of several GPUs.
+"""
+
+import pytest
+
+COLLECTED = pytest.StashKey[frozenset[str]]()  # all that pytest collected, before marks choose
+
+_FWD = "tests/kernels/flash_fwd/test_flash_fwd.py::test_edges_on_the_gpu"
+_BWD = "tests/kernels/flash_bwd/test_flash_bwd.py::"
+_BOTH = "tests/api/test_cases.py::test_forward_and_backward"
+_DECODE = "tests/kernels/decode/test_decode_kernel.py::"
+_MLA = "tests/kernels/decode_mla/test_decode_mla.py::"
+_PREFILL = "tests/kernels/prefill/test_prefill"
+_APPEND = "tests/kernels/append/test_append"
+_LM = "tests/lm/test_kernels.py::"
+
+OF_SEVERAL_GPUS = {"kernels/decode/merge_over_gpus.py", "lm/kernels/all_reduce.py"}
+QUICK: dict[str, tuple[str, ...]] = {
+    "kernels/flash_fwd/sm90.py": (
+        f"{_FWD}[t_equals_s]",
+        f"{_FWD}[float16_causal]",
+        f"{_FWD}[float32_causal]",
+        f"{_FWD}[float32_highest]",
+        "tests/kernels/flash_fwd/test_fetch.py::test_a_device_fetches_from_itself[causal-zigzag]",
+        "tests/kernels/flash_fwd/test_fetch.py::test_a_device_fetches_from_itself"
+        "[claimed-contiguous]",
+    ),
+    "kernels/flash_fwd/segments.py": (f"{_FWD}[documents]",),
+    "kernels/flash_fwd/listed_tiles.py": (
+        "tests/kernels/flash_fwd/test_listed_tiles.py::test_lists_and_codes_are_those_of_jax_numpy"
+        "[(2, 1, 5, 1, 33)-False-gpu]",
+        "tests/kernels/flash_fwd/test_masks_and_scores.py::test_functions_on_the_gpu"
+        "[sm90-0-bfloat16]",
+    ),
+    "kernels/flash_fwd/sm80.py": (
+        "tests/kernels/flash_fwd/test_masks_and_scores.py::test_functions_on_the_gpu"
+        "[sm80-0-bfloat16]",
+        "tests/kernels/flash_fwd/test_masks_and_scores.py::test_functions_on_the_gpu"
+        "[sm80-1-float32]",
+    ),
+    "kernels/flash_bwd/sm90_fused.py": (
+        f"{_BWD}test_edges_on_the_gpu[t_equals_s-True]",
+        f"{_BWD}test_edges_on_the_gpu[float16_causal-True]",
+    ),
+    "kernels/flash_bwd/sm90_dkdv.py": (
+        f"{_BWD}test_edges_on_the_gpu[t_equals_s-False]",
+        f"{_BWD}test_edges_on_the_gpu[float16_causal-False]",
+        f"{_BWD}test_float32_on_the_gpu[t_equals_s_float32]",
+        f"{_BWD}test_float32_on_the_gpu[t_below_s_float32_highest]",
+    ),
+    "kernels/flash_bwd/sm90_dq.py": (f"{_BWD}test_edges_on_the_gpu[band-False]",),
+    "kernels/flash_bwd/sm90_window.py": (
+        f"{_BWD}test_short_windows_on_the_gpu[left=99, right=0_64]",
+        f"{_BWD}test_short_windows_on_the_gpu[left=63, right=0_321]",
+    ),
+    "kernels/flash_bwd/dbias.py": (f"{_BWD}test_edges_on_the_gpu[bias-True]",),
+    "kernels/flash_bwd/sm80.py": (
+        f"{_BWD}test_portable_configurations_on_the_gpu[everything_float32-32]",
+        f"{_BOTH}[portable_kernels-t_equals_s]",
+        f"{_BOTH}[portable_kernels-float16_causal]",
+    ),
+    "kernels/flash_bwd/sm80_dq.py": (
+        f"{_BWD}test_portable_configurations_on_the_gpu[q_lengths_float32_highest-64]",
+    ),
+    "kernels/flash_bwd/sm80_dbias.py": (
+        f"{_BWD}test_portable_configurations_on_the_gpu[bias_float32_highest-64]",
+        f"{_BOTH}[portable_kernels-bias]",
+    ),
+    "kernels/decode/sm90.py": (
+        f"{_DECODE}test_cases_on_the_gpu[plain-paged]",
+        f"{_DECODE}test_cases_on_the_gpu[plain-stacked]",
+        f"{_DECODE}test_cases_on_the_gpu[plain-per_sequence]",
+        f"{_DECODE}test_cases_on_the_gpu[group7_odd_dims-stacked]",
+        f"{_DECODE}test_cases_on_the_gpu[float32-stacked]",
+        f"{_DECODE}test_copies_by_threads_on_the_gpu[pages]",
+        f"{_DECODE}test_copies_by_threads_on_the_gpu[one_stage_float32]",
+        "tests/caches/test_quantized.py::test_decode_against_float64[kernels-per_sequence]",
+        "tests/caches/test_quantized.py::test_decode_against_float64"
+        "[kernels-per_sequence-dtypefloat8_e5m2]",
+        "tests/caches/test_quantized.py::test_decode_against_float64"
+        "[kernels-per_sequence-dtypeint8]",
+    ),
+    "kernels/decode_mla/producer.py": (
+        f"{_MLA}test_on_the_gpu[stacked]",
+        f"{_MLA}test_on_the_gpu[layers_softcap_sinks_float16]",
+    ),
+    "kernels/decode_mla/sm80.py": (
+        f"{_MLA}test_portable_on_the_gpu[stacked-sm80]",
+        f"{_MLA}test_portable_on_the_gpu[layers_softcap_sinks_float16-sm80]",
+    ),
+    "kernels/prefill/plan.py": (
+        f"{_PREFILL}.py::test_interpreted_cases_on_a_gpu[plain-stacked]",
+        f"{_PREFILL}.py::test_interpreted_cases_on_a_gpu[plain-per_sequence]",
+        f"{_PREFILL}.py::test_interpreted_cases_on_a_gpu[group7_float16-stacked]",
+    ),
+    "kernels/prefill/combine_partials.py": (
+        f"{_PREFILL}.py::test_interpreted_cases_on_a_gpu[splits-stacked]",
+    ),
+    "kernels/prefill/merge_parts.py": (
+        "tests/caches/test_prefixes.py::test_on_a_gpu[pages16]",
+        "tests/caches/test_prefixes.py::test_on_a_gpu[group7_float16]",
+    ),
+    "kernels/prefill/widened_sm90.py": (
+        f"{_PREFILL}_widened.py::test_on_a_gpu[int8-paged]",
+        f"{_PREFILL}_widened.py::test_on_a_gpu[float8_e4m3fn-stacked]",
+    ),
+    "kernels/prefill/narrow_sm90.py": (
+        f"{_PREFILL}_narrow.py::test_on_a_gpu[int8-paged]",
+        f"{_PREFILL}_narrow.py::test_on_a_gpu[float8_e5m2-stacked]",
+    ),
+    "kernels/prefill/contiguous_sm90.py": (
+        f"{_PREFILL}_contiguous.py::test_interpreted_cases_on_a_gpu[lengths-]",
+    ),
+    "kernels/prefill/gathered_sm80.py": (
+        f"{_PREFILL}_gathered.py::test_on_the_gpu[plain-paged]",
+        f"{_PREFILL}_gathered.py::test_on_the_gpu[float32-stacked]",
+    ),
+    "kernels/append/copy.py": (
+        f"{_APPEND}_kernel.py::test_on_the_gpu[paged-new_rows7]",
+        f"{_APPEND}_kernel.py::test_on_the_gpu[stacked-new_rows7]",
+        f"{_APPEND}_kernel.py::test_on_the_gpu[per_sequence-new_rows7]",
+    ),
+    "kernels/append/quantize.py": (
+        f"{_APPEND}_quantized.py::test_rows_on_the_gpu[bfloat16-72-int8]",
+        f"{_APPEND}_quantized.py::test_rows_on_the_gpu[float16-72-float8_e4m3fn]",
+        f"{_APPEND}_quantized.py::test_rows_on_the_gpu[bfloat16-72-float8_e5m2]",
+    ),
+    "kernels/append/keep.py": ("tests/caches/test_keep.py::test_every_byte[kernels]",),
+    "lm/kernels/linear.py": (
+        f"{_LM}test_on_the_gpu[128-64-7]",
+        f"{_LM}test_gated_on_the_gpu[64-64-40]",
+    ),
+    "lm/kernels/norm.py": (f"{_LM}test_norm_on_the_gpu[512-2-64]",),
+    "lm/kernels/rotate.py": (f"{_LM}test_rotate_on_the_gpu[5-1-64-64]",),
+}
+
+ALL_QUICK = frozenset(test for tests in QUICK.values() for test in tests)
+
+MEMCHECK = tuple(dict.fromkeys(tests[0] for tests in QUICK.values()))
+
+
+def by_file(tests: tuple[str, ...]) -> dict[str, list[str]]:
+    """{test file: its tests}"""
+    files: dict[str, list[str]] = {}
+    for test in tests:
+        files.setdefault(test.partition("::")[0], []).append(test)
+    return files
