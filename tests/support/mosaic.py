@@ -17,6 +17,8 @@ in them). `interpret()` is what a test uses, beside `lower_for_cuda` and, from t
 - programmatic dependent launch, which means nothing here
 - a launch computed in NumPy (tests/support/in_numpy.py): XLA takes longer to compile it than it
 runs
+- the views of one buffer in a `RefUnion` that differ in transforms alone (`lang/panels.py`): JAX
+  gives each a buffer of its own, and refuses to read by one what was written by another
 - JAX 0.11.2 only: a producer need not see the last time its slots were freed (0.12 allows it too)
 """
 
@@ -253,6 +255,23 @@ def _inline_mgpu(self, eqn, token, get_values):
 
 
 _jax_inline_mgpu = jaxpr_interpret.JaxprInterpreter._interpret_inline_mgpu_p
+
+
+def _resolve_ref(aval, key, transforms):
+    """JAX's, but views of the same numbers at the same place of a union are one buffer."""
+    if not isinstance(aval, gpu_core.AbstractRefUnion):
+        return _jax_resolve_ref(aval, key, transforms)
+    extract, *rest = transforms
+    places = {}
+    for number, member in enumerate(jaxpr_interpret.union_members(aval)):
+        other, shape = member.transforms[0], jaxpr_interpret._member_inner_aval(member).shape
+        slot = places.setdefault((other.offset, other.dtype, shape), number)
+        if other == extract:
+            return key[slot], tuple(rest)
+    raise AssertionError(f"no member of the union: {extract}")
+
+
+_jax_resolve_ref = jaxpr_interpret.resolve_ref
 
 
 # ---- equations that JAX's interpreter does not know ----------------------------------------------
@@ -733,6 +752,7 @@ def _teach() -> None:
     shared_memory._to_int = _to_int
     jaxpr_interpret.JaxprInterpreter.interpret = _interpret
     jaxpr_interpret.JaxprInterpreter._interpret_inline_mgpu_p = _inline_mgpu
+    jaxpr_interpret.resolve_ref = _resolve_ref
     host.wgmma, host.wgmma_accumulator_deref = _wgmma, _load_accumulator
     races = race_detection_state.GPURaceDetectionState
     races.check_read = _but_in_registers(races.check_read)
