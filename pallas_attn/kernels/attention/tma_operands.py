@@ -1,7 +1,7 @@
 """How operands lie in shared memory, and the copies by XLA of arrays that TMA cannot read.
 
-Mosaic's TMA clips at whole tiles of 8 rows and of 16 columns or more, where it could clip anywhere.
-Rows and columns beyond are zeros.
+Mosaic's TMA clips a tiled buffer at whole tiles of 8 rows and of 16 columns or more. A kernel reads
+other sizes by panels (`lang.panels`), or XLA pads them. Rows and columns beyond are zeros.
 """
 
 from typing import Any, NamedTuple
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
+from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import Operand
 from pallas_attn.kernels.mma.wgmma import Kind
 
@@ -74,6 +75,18 @@ class OperandFormat(NamedTuple):
     terms: int  # numbers side by side whose sum stands for one of float32; else 1
     width: int  # columns of one term
     swizzle: int  # bytes
+    panels: tuple[int, ...] = ()  # widths of `lang.panels`; none: all columns lie in one buffer
+
+    def scratch(self, *shape: int) -> Any:
+        """Shared memory [*shape, columns]."""
+        if self.panels:
+            return tuple(panels.scratch(shape, self.dtype, width) for width in self.panels)
+        return mosaic.swizzled((*shape, self.columns), self.dtype, self.swizzle)
+
+    @property
+    def copies(self) -> int:
+        """Copies by TMA of a tile."""
+        return len(self.panels) or 1
 
     @property
     def kind(self) -> Kind:
@@ -107,6 +120,22 @@ def formats_of(problem: AttentionProblem, block_kv: int) -> tuple[OperandFormat,
         OperandFormat(*scores, widths[0], swizzle_of(k_row)),
         OperandFormat(*values, widths[1], min(swizzle_of(v_row), swizzle_of(p_row))),
     )
+
+
+def takes_panels(problem: AttentionProblem) -> bool:
+    """Whether q, k, v and the output lie in panels: 16-bit arrays whose sizes TMA would clip
+    elsewhere, or head dims that a swizzle does not divide.
+    """
+    if problem.dtype == "float32" or problem.fetches > 1:
+        return False
+    narrow = any(dim < 64 and dim % 16 for dim in (problem.head_dim, problem.v_head_dim))
+    return narrow or not is_read_as_it_is(problem)
+
+
+def in_panels(dtype: str, dim: int) -> OperandFormat:
+    """The format of rows of `dim` 16-bit numbers in panels."""
+    widths = panels.widths(dim)
+    return OperandFormat(dtype, 1, sum(widths), 2 * max(widths), widths)
 
 
 def stored(x: jax.Array, form: OperandFormat, power: jax.Array | None = None) -> Operand:

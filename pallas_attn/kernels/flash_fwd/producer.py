@@ -16,7 +16,7 @@ from jax import lax
 
 from pallas_attn.kernels.attention.tiles import KernelContext, WorkTile, kv_batch, kv_row
 from pallas_attn.kernels.flash_fwd.tile_scheduler import Turn, work_tile
-from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang import panels
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index
 
 
@@ -117,8 +117,13 @@ def load_entry(  # noqa: PLR0913
     """Asks for K and V of an entry, by `load` in place of `load_kv_tile`; what it is without counts
     as arrived at once.
     """
-    load = load or load_kv_tile
-    arrive = functools.partial(plgpu.barrier_arrive, ctx.smem.ready.at[slot])
+    load, ready = load or load_kv_tile, ctx.smem.ready.at[slot]
+
+    def arrive(copies: int) -> None:
+        for _ in range(copies):
+            plgpu.barrier_arrive(ready)
+
+    qk, v = ctx.plan.qk.copies, ctx.plan.v.copies
     has_ids = "kv_segment_ids" in ctx.plan.problem.arrays
 
     @pl.when(entry.number < entry.last)
@@ -131,12 +136,10 @@ def load_entry(  # noqa: PLR0913
 
     @pl.when(entry.number == entry.last)
     def _() -> None:
-        arrive()
-        if has_ids:
-            arrive()
+        arrive(qk + has_ids)
 
     pl.when(entry.number > 0)(functools.partial(load, ctx, tile, "v", entry.before, slot))
-    pl.when(entry.number == 0)(arrive)
+    pl.when(entry.number == 0)(functools.partial(arrive, v))
 
 
 def load_kv_tile(ctx: KernelContext, tile: WorkTile, name: str, t: Index, slot: Index) -> None:
@@ -164,8 +167,7 @@ def copy_rows(
     """Asks for the rows of a kv tile, of the work tile's kv head: `source` is an array, its batch
     row and the first row.
     """
-    (ref, batch, first), to = source, getattr(ctx.smem, name).at[slot]
+    ref, batch, first = source
     head = lax.div(tile.head, jnp.int32(ctx.plan.problem.group))
-    columns = mosaic.columns(ref, 0, to.shape[-1], head)
-    rows = ref.at[batch, pl.ds(first, ctx.plan.config.block_kv), head, columns]
-    plgpu.copy_gmem_to_smem(rows, to, ctx.smem.ready.at[slot])
+    where = batch, pl.ds(first, ctx.plan.config.block_kv), head
+    panels.load(ref, where, getattr(ctx.smem, name), slot, ctx.smem.ready.at[slot])

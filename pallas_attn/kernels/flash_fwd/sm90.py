@@ -77,10 +77,10 @@ from pallas_attn.kernels.attention.tiles import (
     WorkTile,
 )
 from pallas_attn.kernels.attention.tiles import limit as limit
-from pallas_attn.kernels.flash_fwd import producer, tile_scheduler
+from pallas_attn.kernels.flash_fwd import epilogue, producer, tile_scheduler
 from pallas_attn.kernels.flash_fwd.producer import Ring
 from pallas_attn.kernels.flash_fwd.tile_scheduler import Distribution, QueryPlan, Turn, work_tile
-from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.types import (
     Barrier,
@@ -89,6 +89,7 @@ from pallas_attn.kernels.lang.types import (
     Index,
     KernelConfig,
     RegisterTile,
+    RegisterTiles,
     SmemRef,
 )
 from pallas_attn.kernels.mma import wgmma
@@ -160,6 +161,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
         _ranges_of(problem),
         _producer_of(problem),
         _mainloop_of(problem),
+        panels=tma_operands.takes_panels(problem),
     )
 
 
@@ -234,13 +236,12 @@ def scratch(plan: QueryPlan) -> Smem:
             f"Got {plan.config.block_kv}"
         )
     q_slots = _q_slots(plan)
-    return _scratch(plan, q_slots, _out_width(plan, q_slots))
+    return _scratch(plan, q_slots, epilogue.staged_widths(plan, _room(plan, q_slots)))
 
 
-def _scratch(plan: QueryPlan, q_slots: int, out_width: int) -> Smem:
-    problem, config, qk, v = plan.problem, plan.config, plan.qk, plan.v
+def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem:
+    problem, config = plan.problem, plan.config
     q_tiles, ring = q_slots * config.warpgroups, (config.stages, config.block_kv)
-    out = (config.warpgroups, ROWS, out_width)
     segments, fetched, claimed = None, None, None
     if "q_segment_ids" in problem.arrays:
         from pallas_attn.kernels.flash_fwd import documents
@@ -254,47 +255,31 @@ def _scratch(plan: QueryPlan, q_slots: int, out_width: int) -> Smem:
         from pallas_attn.kernels.flash_fwd import claims
 
         claimed = claims.scratch()
-    ids, barrier = int(segments is not None), plgpu.Barrier
+    ids, barrier, copies = int(segments is not None), plgpu.Barrier, plan.qk.copies
     return Smem(
-        q=mosaic.swizzled((q_tiles, ROWS, qk.columns), qk.dtype, qk.swizzle),
-        k=mosaic.swizzled((*ring, qk.columns), qk.dtype, qk.swizzle),
-        v=mosaic.swizzled((*ring, v.columns), v.dtype, v.swizzle),
-        out=mosaic.swizzled(out, problem.dtype, _out_swizzle(plan)) if out_width else None,
+        q=plan.qk.scratch(q_tiles, ROWS),
+        k=plan.qk.scratch(*ring),
+        v=plan.v.scratch(*ring),
+        out=epilogue.scratch(plan, out_widths),
         segments=segments,
-        q_ready=barrier(num_barriers=q_tiles, num_arrivals=1 + 2 * ids),
-        ready=barrier(num_barriers=config.stages, num_arrivals=2 + ids),
+        q_ready=barrier(num_barriers=q_tiles, num_arrivals=copies + 2 * ids),
+        ready=barrier(num_barriers=config.stages, num_arrivals=copies + plan.v.copies + ids),
         free=barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
         fetched=fetched,
         claims=claimed,
     )
 
 
-def _out_swizzle(plan: QueryPlan) -> int:
-    if plan.problem.dtype != "float32":
-        return plan.v.swizzle
-    return tma_operands.swizzle_of(plan.v.width * 4)
-
-
 def _room(plan: QueryPlan, q_slots: int) -> int:
     """Bytes of shared memory that are left for the output."""
-    return (
-        SMEM_LIMIT - BARRIERS - mosaic.REDUCTION_BYTES - mosaic.bytes_of(_scratch(plan, q_slots, 0))
-    )
+    others = mosaic.bytes_of(_scratch(plan, q_slots, ()))
+    return SMEM_LIMIT - BARRIERS - mosaic.REDUCTION_BYTES - others
 
 
 def _q_slots(plan: QueryPlan) -> int:
     """The slots of q: as many as were asked for, where there is room."""
     whole = plan.config.warpgroups * ROWS * plan.v.width * jnp.dtype(plan.problem.dtype).itemsize
     return plan.config.q_slots if _room(plan, 2) >= whole // 2 else 1
-
-
-def _out_width(plan: QueryPlan, q_slots: int) -> int:
-    """Columns of the output that are stored at a time: as many as there is room for."""
-    itemsize = jnp.dtype(plan.problem.dtype).itemsize
-    row, room = itemsize * plan.config.warpgroups * ROWS, _room(plan, q_slots)
-    swizzle = _out_swizzle(plan) // itemsize
-    widths = [n for n in range(plan.v.width, 0, -swizzle) if plan.v.width % n == 0]
-    return next((n for n in widths if row * n <= room), swizzle)
 
 
 def shares_keys(problem: AttentionProblem) -> bool:
@@ -330,7 +315,7 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
     """All work tiles of a block."""
     plan, smem = ctx.plan, ctx.smem
     work_tiles, ranges, consumers = plan.consumer_tiles, plan.ranges, plan.config.warpgroups
-    double_buffered = smem.q.shape[0] > consumers
+    double_buffered = smem.q_ready.shape[0] > consumers
     may_be_empty = "empty" in plan.sections and not ranges.never_empty(plan.problem)
 
     def q_slot(i: Index) -> Index:
@@ -368,7 +353,7 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
             plgpu.commit_smem()  # by now all warps have read it, and TMA will write there
             load_next_q()
         record = ranges.read_for_rows(ctx, turn.following, wg)  # under the epilogue
-        _epilogue(ctx, rows, result)
+        epilogue.store(ctx, rows, result)
         return slot, record
 
     start = work_tiles.start(ctx, block)
@@ -382,9 +367,8 @@ def _load_q(ctx: KernelContext, tile: WorkTile, wg: Index, slot: Index) -> None:
     """The rows of a consumer."""
     refs, smem = ctx.refs, ctx.smem
     row = tile.row + wg * ROWS
-    rows, columns = pl.ds(row, ROWS), mosaic.columns(refs.q, 0, smem.q.shape[-1], tile.head)
-    source = refs.q.at[tile.batch, rows, tile.head, columns]
-    plgpu.copy_gmem_to_smem(source, smem.q.at[slot], smem.q_ready.at[slot])
+    where = tile.batch, pl.ds(row, ROWS), tile.head
+    panels.load(refs.q, where, smem.q, slot, smem.q_ready.at[slot])
     if smem.segments is not None:
         from pallas_attn.kernels.flash_fwd import documents
 
@@ -409,7 +393,7 @@ def _release_unused(ctx: KernelContext, entries: Index, slot: Index) -> Index:
 class State(NamedTuple):
     """The carry from kv tile to kv tile."""
 
-    acc: RegisterTile  # [ROWS, v columns]: the output before it is divided
+    acc: RegisterTiles  # [ROWS, v columns], or each panel's: the output before it is divided
     row_sum: RegisterTile  # [ROWS, PARTIALS]
     row_max: RegisterTile  # [ROWS]
     p: RegisterTile  # [ROWS, block_kv]: of the tile whose values are still to come
@@ -418,14 +402,21 @@ class State(NamedTuple):
 class Result(NamedTuple):
     """The state of rows when all of their keys have been taken."""
 
-    acc: RegisterTile
+    acc: RegisterTiles
     row_sum: RegisterTile
     row_max: RegisterTile
 
 
+def _no_values(plan: Any) -> RegisterTiles:
+    """The accumulator of the output, or that of each panel."""
+    if plan.v.panels:
+        return tuple(mosaic.filled((ROWS, width), 0.0) for width in plan.v.panels)
+    return mosaic.filled((ROWS, plan.v.width), 0.0)
+
+
 def no_keys(plan: Any) -> Result:
     """The result of rows that need no kv tile."""
-    acc = mosaic.filled((ROWS, plan.v.width), 0.0)
+    acc = _no_values(plan)
     row_sum = mosaic.filled((ROWS, softmax.PARTIALS), 0.0)
     return Result(acc, row_sum, mosaic.filled((ROWS,), -jnp.inf))
 
@@ -447,7 +438,7 @@ def mainloop(
     step = functools.partial(_step, ctx, rows, turns)
     state, slot = for_each_kv_tile(ctx.plan, rows.span, step, (state, ring.after(slot)))
     ring.wait(slot)
-    acc = wgmma.matmul_add(state.acc, (state.p,), (smem.v.at[slot],))
+    acc = wgmma.add_value_panels(state.acc, state.p, panels.tiles(smem.v, slot))
     ring.release(slot)
     return Result(acc, state.row_sum, state.row_max), ring.after(slot)
 
@@ -457,9 +448,9 @@ def _first_tile(
 ) -> State:
     """The last kv tile, whose scores overlap with nothing but `meanwhile`."""
     ring, smem = Ring.of(ctx), ctx.smem
-    q, k = smem.q.at[rows.q_slot], smem.k.at[slot]
+    q, k = panels.tiles(smem.q, rows.q_slot), panels.tiles(smem.k, slot)
     ring.wait(slot)
-    s = wgmma.matmul((ROWS, k.shape[0]), (q,), (k.transpose((1, 0)),), meanwhile)
+    s = wgmma.matmul((ROWS, k[0].shape[0]), q, k, meanwhile, wgmma.score_panels)
     if rows.segments is None:
         ring.release(slot)
     masked, first_rows = "first_masked" in ctx.plan.sections, rows.with_loaded_tile(rows.last)
@@ -468,8 +459,8 @@ def _first_tile(
         ring.release(slot)
     unit, nothing = ctx.plan.logit_rules.unit, mosaic.filled((ROWS,), -jnp.inf)
     new = online.step(s, unit, nothing, empty_ok=True)
-    acc = mosaic.filled((ROWS, smem.v.shape[-1]), 0.0)
-    return State(acc, new.row_sum, new.row_max, new.p.astype(smem.v.dtype))
+    p = new.p.astype(ctx.plan.v.dtype)
+    return State(_no_values(ctx.plan), new.row_sum, new.row_max, p)
 
 
 def _step(  # noqa: PLR0913
@@ -486,11 +477,12 @@ def _step(  # noqa: PLR0913
     ring.wait(slot)
     if turns is not None:
         turns.take()
-    q, k, v = smem.q.at[rows.q_slot], smem.k.at[slot], smem.v.at[slot]
+    q = panels.tiles(smem.q, rows.q_slot)
+    k, v = panels.tiles(smem.k, slot), panels.tiles(smem.v, slot)
 
-    def matmuls(scores: RegisterTile, out: RegisterTile) -> None:
-        plgpu.wgmma(scores, q, k.transpose((1, 0)))
-        plgpu.wgmma(out, state.p, v)
+    def matmuls(scores: RegisterTile, out: RegisterTiles) -> None:
+        wgmma.score_panels(scores, q, k)
+        wgmma.value_panels(out, state.p, v)
         if turns is not None:
             turns.give()
 
@@ -503,16 +495,16 @@ def _step(  # noqa: PLR0913
             empty_ok=masked is not False or ctx.plan.logit_rules.adds,
         )
 
-    scores_like = mosaic.filled((ROWS, k.shape[0]), 0.0)
+    scores_like = mosaic.filled((ROWS, k[0].shape[0]), 0.0)
     like = softmax.Step(
         scores_like, state.row_max, state.row_max, state.row_sum, jnp.int32(0) + slot
     )
-    acc, new = wgmma.overlapped(state.acc, like, matmuls, softmax_of)
+    acc, new = wgmma.overlapped(state.acc, like, matmuls, softmax_of, behind=len(v))
     ring.release(slot)
     acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
     # P is rounded after the wait: before it, ptxas takes the registers for operands of the matmul
     # in flight and serialises both (C7513).
-    p = new.p.astype(smem.v.dtype)
+    p = new.p.astype(ctx.plan.v.dtype)
     return State(acc, row_sum + new.row_sum, new.row_max, p), ring.after(slot)
 
 
@@ -556,35 +548,6 @@ def _logits(  # noqa: PLR0913
     return logits.masked_logits(ctx, rows, t, slot, s, masked, whole), softmax
 
 
-# ---- epilogue -----------------------------------------------------------------------------------
-
-
-def _epilogue(ctx: KernelContext, rows: QueryRows, result: Result) -> None:
-    """Divides by the row sums, and stores the output and the log-sum-exp."""
-    plan, refs, smem = ctx
-    acc, tile = result.acc, rows.tile
-    sink = None if refs.sinks is None else refs.sinks[tile.head]
-    factor, lse = softmax.finish(result.row_max, result.row_sum, sink)
-    if refs.units is not None:  # float32
-        head = lax.div(tile.head, jnp.int32(plan.problem.group))
-        factor = factor * refs.units[1, tile.batch, head]
-    acc = acc * mosaic.broadcast_rows(factor, acc.shape)
-    if tile.q_len is not None:
-        inside = mosaic.positions((ROWS,), 0, rows.row) < tile.q_len
-        lse = jnp.where(inside, lse, -jnp.inf)
-        acc = jnp.where(mosaic.broadcast_rows(inside, acc.shape), acc, 0.0)
-    mosaic.store(refs.lse.at[tile.batch, tile.head, pl.ds(rows.row, ROWS)], lse)
-    width, staged = smem.out.shape[-1], smem.out.at[rows.wg]
-    for column in range(0, plan.v.width, width):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        part = lax.slice(acc, (0, column), (ROWS, column + width))
-        staged[...] = part.astype(staged.dtype)
-        plgpu.commit_smem()
-        columns = mosaic.columns(refs.out, column, width, tile.head)
-        where = (tile.batch, pl.ds(rows.row, ROWS), tile.head, columns)
-        plgpu.copy_smem_to_gmem(staged, refs.out.at[where])
-
-
 # ---- the kernel and its call --------------------------------------------------------------------
 
 
@@ -624,16 +587,18 @@ def run(
         kernel_name="flash_fwd_sm90",
     )
     out, lse, *_ = kernel(refs)
-    return out[:, : problem.q_len, :, : problem.v_head_dim], lse[:, :, : problem.q_len]
+    return out[:, : problem.q_len, :, : problem.v_head_dim], lse
 
 
 @functools.lru_cache(maxsize=256)
 def _results(plan: QueryPlan) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """The output, in sizes that TMA writes whole, and the log-sum-exp."""
+    """The output, without panels in sizes that TMA writes whole, and the log-sum-exp."""
     problem = plan.problem
     width = plan.v.width if problem.dtype == "float32" else problem.v_head_dim
     rows, columns = tma_operands.rows_in_tma(problem.q_len), tma_operands.width_in_tma(width)
-    out, lse = (rows, problem.q_heads, columns), (problem.q_heads, plan.tiling.padded_rows)
+    if plan.panels:
+        rows, columns = problem.q_len, width
+    out, lse = (rows, problem.q_heads, columns), (problem.q_heads, problem.q_len)
     return (
         jax.ShapeDtypeStruct((problem.batch, *out), problem.dtype),
         jax.ShapeDtypeStruct((problem.batch, *lse), jnp.float32),
@@ -642,8 +607,7 @@ def _results(plan: QueryPlan) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruc
 
 def _operands(plan: QueryPlan, inputs: AttentionInputs) -> ForwardRefs:
     """Global memory that the kernel reads. XLA copies: q, k and v where they are float32 (see
-    mma/wgmma.py); they (and the output, afterwards) where T or S is above 8 and no multiple of 8,
-    or a head dim above 64 and no multiple of 16, which Mosaic's TMA would clip; bias and mask_array
+    mma/wgmma.py), or those of several GPUs in sizes that `lang.panels` is for; bias and mask_array
     where T or S is no multiple of a tile; segment ids; one value tile a sequence where there are
     kv_lengths.
     """
@@ -654,7 +618,7 @@ def _operands(plan: QueryPlan, inputs: AttentionInputs) -> ForwardRefs:
         from pallas_attn.kernels.flash_fwd import float32_mainloop
 
         fields |= float32_mainloop.operands(plan, inputs)
-    elif plan.is_padded:
+    elif plan.is_padded and not plan.panels:
         fields |= {name: tma_operands.for_tma(getattr(inputs, name)) for name in "qkv"}
     if problem.mask_program is not None or problem.score_program is not None:
         from pallas_attn.kernels.attention import functions

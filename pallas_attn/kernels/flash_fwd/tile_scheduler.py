@@ -110,6 +110,7 @@ class QueryPlan:
     produce: Any = None  # `producer.produce`, or another file's
     mainloop: Any = None  # `sm90.mainloop`, or another file's
     format: Any = None  # `sm80_common.MmaFormat`, of the portable kernels
+    panels: bool = False  # q, k, v and the output lie in panels: `tma_operands.takes_panels`
 
     @classmethod
     def of(
@@ -133,10 +134,14 @@ class QueryPlan:
     @functools.cached_property
     def qk(self) -> OperandFormat:
         """How q and k lie in shared memory."""
+        if self.panels:
+            return tma_operands.in_panels(self.problem.dtype, self.problem.head_dim)
         return tma_operands.formats_of(self.problem, self.tiling.block_kv)[0]
 
     @functools.cached_property
     def v(self) -> OperandFormat:
+        if self.panels:
+            return tma_operands.in_panels(self.problem.dtype, self.problem.v_head_dim)
         return tma_operands.formats_of(self.problem, self.tiling.block_kv)[1]
 
     @functools.cached_property

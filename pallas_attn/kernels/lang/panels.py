@@ -73,16 +73,22 @@ def load(
         plgpu.copy_gmem_to_smem(source.at[(*where, columns)], view.at[at], barrier)
 
 
-def store(panels: Panels, at: Index, target: GmemRef, where: tuple[Any, Any, Index]) -> None:
-    """Writes rows of one head after `commit_smem`; what lies past the ends of `target` is left."""
-    for view, columns in _by_columns(target, panels, where[-1]):
+def store(
+    panels: Panels, at: Index, target: GmemRef, where: tuple[Any, Any, Index], column: int = 0
+) -> None:
+    """Writes rows of one head, from a column on, after `commit_smem`; what lies past the ends of
+    `target` is left.
+    """
+    for view, columns in _by_columns(target, panels, where[-1], column):
         plgpu.copy_smem_to_gmem(view.at[at], target.at[(*where, columns)])
 
 
-def _by_columns(array: GmemRef, panels: Panels, traced: Index) -> list[tuple[SmemRef, Any]]:
+def _by_columns(
+    array: GmemRef, panels: Panels, traced: Index, first: int = 0
+) -> list[tuple[SmemRef, Any]]:
     """The views for TMA, and the columns of an array in global memory that each holds."""
     views = [x.for_tma for x in panels] if isinstance(panels, tuple) else [panels]
-    starts = [sum(view.shape[-1] for view in views[:n]) for n in range(len(views))]
+    starts = [first + sum(view.shape[-1] for view in views[:n]) for n in range(len(views))]
     columns = (
         mosaic.columns(array, start, view.shape[-1], traced)
         for start, view in zip(starts, views, strict=True)

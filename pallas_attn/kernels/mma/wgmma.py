@@ -13,7 +13,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_attn.kernels.lang.types import RegisterTile, SmemRef
+from pallas_attn.kernels.lang.types import RegisterTile, RegisterTiles, SmemRef
 
 Terms = Sequence[RegisterTile | SmemRef]  # an operand
 
@@ -79,16 +79,35 @@ def matmul(
     a: Terms,
     b: Terms,
     meanwhile: Callable[[], None] | None = None,
+    issue: Callable[..., None] = multiply,
 ) -> jax.Array:
-    """a @ b, with `meanwhile` under it."""
+    """a @ b by `issue`, with `meanwhile` under it."""
 
     def body(acc):
-        multiply(acc, a, b)
+        issue(acc, a, b)
         if meanwhile is not None:
             meanwhile()
         return acc[...]
 
     return pl.run_scoped(body, plgpu.ACC((shape[0], shape[1]), jnp.float32))
+
+
+def score_panels(acc: RegisterTile, q: Terms, k: Terms) -> None:
+    """Issues acc += q @ k^T, whose columns lie in panels."""
+    for a, b in zip(q, k, strict=True):
+        plgpu.wgmma(acc, a, b.transpose((1, 0)))
+
+
+def value_panels(accs: RegisterTiles, p: RegisterTile, v: Terms) -> None:
+    """Issues accs += p @ v, an accumulator for each panel of v."""
+    for acc, values in zip(jax.tree.leaves(accs), v, strict=True):
+        plgpu.wgmma(acc, p, values)
+
+
+def add_value_panels(accs: RegisterTiles, p: RegisterTile, v: Terms) -> Any:
+    """accs + p @ v."""
+    body = functools.partial(value_panels, p=p, v=v)
+    return pl.run_state(body)(jax.tree.map(plgpu.ACC.init, accs))
 
 
 def matmul_add(acc: jax.Array, a: Terms, b: Terms) -> jax.Array:
@@ -97,18 +116,19 @@ def matmul_add(acc: jax.Array, a: Terms, b: Terms) -> jax.Array:
 
 
 def overlapped(
-    acc: jax.Array,
+    acc: RegisterTiles,
     like: Any,
     start: Callable[[Any, Any], None],
     work: Callable[..., Any],
     behind: int = 1,
-) -> tuple[jax.Array, Any]:
+) -> tuple[Any, Any]:
     """Two matmuls in flight, and arithmetic on the result of the first under the second.
 
     `start(first, second)` issues matmuls into two accumulators, the last `behind` of them into the
-    second. The first accumulator starts from 0 and has the shape of the first leaf of the tree
-    `like`, the second starts from `acc`. `work(first)` gives values of the form of `like`. Returns
-    the second accumulator and those values, when all matmuls are done.
+    second, which may be a tree of several. The first accumulator starts from 0 and has the shape of
+    the first leaf of the tree `like`, the second starts from `acc`. `work(first)`
+    gives values of the form of `like`. Returns the second accumulator and those values, when all
+    matmuls are done.
     """
     shape = jax.tree.leaves(like)[0].shape
 
@@ -123,4 +143,4 @@ def overlapped(
         for out, result in zip(jax.tree.leaves(outs), jax.tree.leaves(work(value)), strict=True):
             out[...] = result
 
-    return pl.run_state(body)((plgpu.ACC.init(acc), like))
+    return pl.run_state(body)((jax.tree.map(plgpu.ACC.init, acc), like))

@@ -1,0 +1,42 @@
+"""Numbers of rows, such as log-sum-exps, from registers to an array that ends where rows do."""
+
+import jax.numpy as jnp
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import vector
+
+from pallas_attn.kernels.lang import asm, mosaic, threads
+from pallas_attn.kernels.lang.thread_program import Int
+from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile
+from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR
+
+
+def store(values: RegisterTile, to: GmemRef, batch: Index, head: Index, row: Index) -> None:
+    """Writes float32 values [rows], a row in four threads each, to `to` [B, heads, T] from `row`
+    on; those past T are dropped.
+    """
+    _, heads, length = to.shape
+
+    def code(values, to, batch, head, row):
+        thread, batch, head, row = threads.Thread(), *map(_int_of, (batch, head, row))
+        lane = thread.index % 32
+        row = row + thread.index // 32 * 16 + lane // 4
+        line = (batch * heads + head) * length + row  # rows of all heads count in 32 bits
+        address = asm.address_of(to, line, 4)
+        ours = lane % 4 < 1
+        for number, register in enumerate(values.registers.flat):
+            below = number // 2 * 64 + number % 2 * 8
+            value = vector.extract(register, [], [0])
+            inside = (ours & (row + below < length)).value
+            asm.do_where(inside, f"st.global.f32 [$1+{4 * below}], $2", [address, value], "l,f")
+
+    def twin(values, to, batch, head, row):
+        some = values[: max(0, length - int(row))]
+        to[int(batch), int(head), int(row) : int(row) + len(some)] = some
+
+    types = mosaic.ROW, REF, SCALAR, SCALAR, SCALAR
+    args = values, to, *(jnp.int32(0) + x for x in (batch, head, row))
+    mosaic.inline(code, twin, args, types, None)
+
+
+def _int_of(scalar: ir.Value) -> Int:
+    return Int(scalar.registers.item())
