@@ -44,6 +44,18 @@ class KeyPlan:
         return LogitRules.of(self.problem, self.tiling.block_kv, natural=self.exact)
 
 
+def is_wide(problem: AttentionProblem) -> bool:
+    """Whether dK and dV of 64 keys are too much for one warpgroup, or k and v of 128 for shared
+    memory.
+    """
+    return max(problem.head_dim, problem.v_head_dim) > 128 or problem.dtype == "float32"
+
+
+def in_panels(problem: AttentionProblem) -> bool:
+    """Whether q, k, v and dO, and the gradients, lie in panels in shared memory."""
+    return tma_operands.takes_panels(problem) and not is_wide(problem)
+
+
 class RowFormats(NamedTuple):
     """How rows lie in shared memory on Hopper."""
 
@@ -53,6 +65,9 @@ class RowFormats(NamedTuple):
     @classmethod
     def of(cls, problem: AttentionProblem, block_q: int) -> "RowFormats":
         """Query tiles of `block_q` rows are multiplied by whole swizzles too."""
+        if in_panels(problem):
+            dims = problem.head_dim, problem.v_head_dim
+            return cls(*(tma_operands.in_panels(problem.dtype, dim) for dim in dims))
         most = tma_operands.swizzle_of(2 * block_q)
         formats = tma_operands.formats_of(problem, ROWS)
         return cls(*(x._replace(swizzle=min(x.swizzle, most)) for x in formats))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.types import Barrier, DType, GmemRef, Index, SmemRef
+from pallas_attn.kernels.lang.types import Barrier, DType, GmemRef, Index, Predicate, SmemRef
 
 WIDEST = 64  # columns of a swizzle of 128 bytes
 
@@ -74,13 +74,18 @@ def load(
 
 
 def store(
-    panels: Panels, at: Index, target: GmemRef, where: tuple[Any, Any, Index], column: int = 0
+    panels: Panels,
+    at: Any,
+    target: GmemRef,
+    where: tuple[Any, Any, Index],
+    column: int = 0,
+    predicate: Predicate | None = None,
 ) -> None:
-    """Writes rows of one head, from a column on, after `commit_smem`; what lies past the ends of
-    `target` is left.
+    """Writes rows of one head, from a column on, after `commit_smem`, if at all; what lies past the
+    ends of `target` is left.
     """
     for view, columns in _by_columns(target, panels, where[-1], column):
-        plgpu.copy_smem_to_gmem(view.at[at], target.at[(*where, columns)])
+        plgpu.copy_smem_to_gmem(view.at[at], target.at[(*where, columns)], predicate)
 
 
 def _by_columns(
