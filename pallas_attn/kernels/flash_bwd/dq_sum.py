@@ -57,7 +57,17 @@ def share_widths(plan: KeyPlan) -> tuple[int, ...]:
     its rows, or half of them.
     """
     widths = qk_widths(plan)
-    return widths if is_split_by_rows(plan) else (sum(widths) // WARPGROUPS,)
+    if is_split_by_rows(plan):
+        return widths
+    return widths[:1] if plan.format.qk.panels else (widths[0] // WARPGROUPS,)
+
+
+def has_rest(plan: KeyPlan) -> bool:
+    """Whether the second half of k, whose columns past the head dim are zeros, is wider than the
+    second panel of q: then scores are made from another copy.
+    """
+    widths = plan.format.qk.panels
+    return plan.format.halves and widths[1] < widths[0]
 
 
 def staging(plan: KeyPlan) -> SmemRef:
@@ -88,7 +98,7 @@ def ds_scratch(plan: KeyPlan) -> tuple[Panels, ...]:
 
 
 def _swizzled_widths(plan: KeyPlan) -> list[int]:
-    return sorted(set(qk_widths(plan)), reverse=True)
+    return sorted(set(share_widths(plan)), reverse=True)
 
 
 def ds_tiles(ctx: KernelContext, *at: Index) -> list[SmemRef]:
@@ -101,9 +111,7 @@ def matmuls(plan: KeyPlan) -> int:
     return WARPGROUPS * len(share_widths(plan))
 
 
-def multiply(
-    ctx: KernelContext, accs: Sequence[RegisterTile], slot: Index, wg: Index
-) -> None:
+def multiply(ctx: KernelContext, accs: Sequence[RegisterTile], slot: Index, wg: Index) -> None:
     """Issues a warpgroup's share of dS K, of the dS in `slot`."""
     plan, _, smem = ctx
     # Else what describes a matmul of each part of k is kept for all of them, and spilled.
@@ -122,7 +130,7 @@ def _half_of_k(ctx: KernelContext, u: int, wg: Index) -> SmemRef:
     """A warpgroup's half of the columns of the keys of warpgroup u."""
     plan, _, smem = ctx
     if plan.format.qk.panels:
-        return smem.k_by_panel.tile.at[wg, u]
+        return smem.k_halves.tile.at[wg, u]
     (columns,) = share_widths(plan)
     return smem.k.at[u, :, pl.ds(wg * columns, columns)]
 

@@ -61,13 +61,20 @@ class RowFormats(NamedTuple):
 
     qk: OperandFormat
     v: OperandFormat  # dO too
+    halves: bool = False  # q and k lie in two panels: each warpgroup adds to one of dQ
 
     @classmethod
-    def of(cls, problem: AttentionProblem, block_q: int) -> "RowFormats":
-        """Query tiles of `block_q` rows are multiplied by whole swizzles too."""
+    def of(cls, problem: AttentionProblem, block_q: int, halves: bool = False) -> "RowFormats":
+        """Query tiles of `block_q` rows are multiplied by whole swizzles too. `halves`: q and k
+        have at least two panels.
+        """
         if in_panels(problem):
             dims = problem.head_dim, problem.v_head_dim
-            return cls(*(tma_operands.in_panels(problem.dtype, dim) for dim in dims))
+            qk, v = (tma_operands.in_panels(problem.dtype, dim) for dim in dims)
+            if halves and len(qk.panels) == 1:
+                width = max(qk.width // 2, 16)
+                qk = qk._replace(panels=(width, width), width=2 * width, swizzle=2 * width)
+            return cls(qk, v, halves)
         most = tma_operands.swizzle_of(2 * block_q)
         formats = tma_operands.formats_of(problem, ROWS)
         return cls(*(x._replace(swizzle=min(x.swizzle, most)) for x in formats))

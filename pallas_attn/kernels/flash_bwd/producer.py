@@ -56,6 +56,7 @@ class KeyPart(NamedTuple):
     to: Panels
     index: int  # in `to`
     ready: Barrier
+    column: int = 0  # the first
 
 
 class KeyBuffers(NamedTuple):
@@ -156,7 +157,7 @@ def _load_key_part(ctx: KernelContext, work: KeyTile, part: KeyPart) -> None:
 
     def copy(ref: GmemRef, start: Index) -> None:
         at = batch, work.kv_head, start + part.first
-        load_rows(ref, at, part.to, part.index, part.ready)
+        load_rows(ref, at, part.to, part.index, part.ready, part.column)
 
     if not plan.has("kv_lengths"):
         return copy(getattr(refs, part.name), kv_row(plan, work.key))
@@ -173,13 +174,20 @@ def kv_row(plan: KeyPlan, key: Index) -> Index:
 # ---- copies by TMA ------------------------------------------------------------------------------
 
 
-def load_rows(
-    ref: GmemRef, at: tuple[Index, ...], to: Panels, index: Index, ready: Barrier
+def load_rows(  # noqa: PLR0913
+    ref: GmemRef,
+    at: tuple[Index, ...],
+    to: Panels,
+    index: Index,
+    ready: Barrier,
+    column: int = 0,
 ) -> None:
-    """Rows of one head, `at` (batch, head, first row), as many as `to` has at `index`."""
+    """Rows of one head, `at` (batch, head, first row), from a column on, as many as `to` has at
+    `index`.
+    """
     batch, head, first = at
     rows = panels.tiles(to, index)[0].shape[0]
-    panels.load(ref, (batch, pl.ds(first, rows), head), to, index, ready)
+    panels.load(ref, (batch, pl.ds(first, rows), head), to, index, ready, column)
 
 
 def store_rows(

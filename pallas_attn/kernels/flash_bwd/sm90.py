@@ -31,7 +31,7 @@ from pallas_attn.kernels.flash_bwd import (
 from pallas_attn.kernels.flash_bwd import plan as backward_plan
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import Residuals, dsinks, row_statistics
-from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats, in_panels, is_wide
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
@@ -143,13 +143,6 @@ def _two_kernels(problem: AttentionProblem) -> Config:
 # ---- which kernel -------------------------------------------------------------------------------
 
 
-def is_wide(problem: AttentionProblem) -> bool:
-    """Whether dK and dV of 64 keys are too much for one warpgroup, or k and v of 128 for shared
-    memory.
-    """
-    return max(problem.head_dim, problem.v_head_dim) > 128 or problem.dtype == "float32"
-
-
 def is_fused(problem: AttentionProblem, config: Config) -> bool:
     """Whether `sm90_fused` adds up dq too."""
     apart = config.window or config.short or is_wide(problem) or problem.deterministic
@@ -176,14 +169,15 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
         claims=config.claims and not (own_order or wide or tiling.is_listed),
     )
     config = dataclasses.replace(config, block_q=block_q)
-    return KeyPlan(problem, config, order, RowFormats.of(problem, block_q))
+    halves = block_q == ROWS and is_fused(problem, config)
+    return KeyPlan(problem, config, order, RowFormats.of(problem, block_q, halves))
 
 
 def _dq_plan(problem: AttentionProblem, config: Config) -> QueryPlan:
     by_rows = flash_fwd_sm90.Config(
         config.dq_warpgroups, config.dq_block_kv, config.dq_stages, 0, config.grid
     )
-    return QueryPlan.of(problem, by_rows)
+    return dataclasses.replace(QueryPlan.of(problem, by_rows), panels=in_panels(problem))
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
@@ -239,7 +233,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     dq = None
     if config.window:
         dq, dk, dv = sm90_window.dq_dk_dv(plan, refs)
-        dq = dq[:, : problem.q_len, :, : problem.head_dim]
+        dq = dq[:, : problem.q_len]
     elif is_wide(problem):
         dk, dv = sm90_dkdv.dk_dv(plan, refs)
     elif is_fused(problem, config):

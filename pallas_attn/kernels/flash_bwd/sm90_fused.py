@@ -80,7 +80,9 @@ KEYS = WARPGROUPS * ROWS  # keys of a work tile
 
 
 class FusedSmem(NamedTuple):
-    k_buffer: Panels | Panel
+    keys: Panels  # k; None: it lies in `k_halves`
+    k_halves: Panel  # [half of the columns, warpgroup, keys, columns], see `dq_sum`, or None
+    k_rest: Panels  # see `dq_sum.has_rest`, or None
     v: Panels
     q: Panels
     do: Panels
@@ -99,18 +101,15 @@ class FusedSmem(NamedTuple):
     claimed: Barrier = None  # barriers of `claims`, whose codes follow row_numbers
 
     @property
-    def k_by_panel(self) -> Panel:
-        """[panel, warpgroup, keys, columns], where each warpgroup takes one panel of dQ."""
-        assert isinstance(self.k_buffer, Panel)
-        return self.k_buffer
+    def k(self) -> Panels:
+        if self.k_halves is None:
+            return self.keys
+        first, second = (Panel(tuple(view.at[n] for view in self.k_halves.views)) for n in range(2))
+        return (first, *(self.k_rest or (second,)))
 
     @property
-    def k(self) -> Panels:
-        if not isinstance(self.k_buffer, Panel):
-            return self.k_buffer
-        return tuple(
-            Panel(tuple(view.at[n] for view in self.k_buffer.views)) for n in range(WARPGROUPS)
-        )
+    def k_second_half(self) -> Panels:
+        return (Panel(tuple(view.at[1] for view in self.k_halves.views)),)
 
     @property
     def claims(self) -> claims.Smem:
@@ -134,11 +133,12 @@ def scratch(plan: KeyPlan) -> FusedSmem:
     if not qk.panels:
         (width,) = dq_sum.qk_widths(plan)
         qk = qk._replace(width=width)
-    k = qk.scratch(WARPGROUPS, ROWS)
-    if qk.panels and not dq_sum.is_split_by_rows(plan):
-        k = panels.scratch((WARPGROUPS, WARPGROUPS, ROWS), dtype, qk.panels[0])
+    in_halves, has_rest = form.halves, dq_sum.has_rest(plan)
+    keys = (WARPGROUPS, ROWS)
     return FusedSmem(
-        k_buffer=k,
+        keys=None if in_halves else qk.scratch(*keys),
+        k_halves=panels.scratch((2, *keys), dtype, qk.panels[0]) if in_halves else None,
+        k_rest=(panels.scratch(keys, dtype, qk.panels[1]),) if has_rest else None,
         v=v.scratch(WARPGROUPS, ROWS),
         q=qk.scratch(stages, block),
         do=v.scratch(stages, block),
@@ -146,7 +146,7 @@ def scratch(plan: KeyPlan) -> FusedSmem:
         dq=dq_sum.staging(plan),
         row_stats=plgpu.SMEM((2, stages, block), jnp.float32),
         row_numbers=plgpu.SMEM((block + (claims.RING if takes_claims else 0),), jnp.int32),
-        kv_ready=barrier(num_arrivals=(qk.copies + v.copies) * WARPGROUPS),
+        kv_ready=barrier(num_arrivals=(qk.copies + has_rest + v.copies) * WARPGROUPS),
         kv_free=barrier(num_arrivals=WARPGROUPS),
         q_ready=barrier(num_arrivals=1 + qk.copies, **ring),
         do_ready=barrier(num_arrivals=1 + v.copies, **ring),
@@ -173,6 +173,11 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
         for wg in range(WARPGROUPS)
         for name, to in (("k", smem.k), ("v", smem.v))
     ]
+    if dq_sum.has_rest(ctx.plan):
+        (width,), half = dq_sum.share_widths(ctx.plan), smem.k_second_half
+        parts += [
+            KeyPart("k", wg * ROWS, half, wg, smem.kv_ready, width) for wg in range(WARPGROUPS)
+        ]
     producer.produce(ctx, block_id, [KeyBuffers(smem.kv_free, parts)])
 
 

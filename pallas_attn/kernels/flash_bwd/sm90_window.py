@@ -93,7 +93,7 @@ class WindowSmem(NamedTuple):
 
 
 def scratch(plan: KeyPlan) -> WindowSmem:
-    dtype, (qk, values) = jnp.dtype(plan.problem.dtype), plan.format
+    dtype, (qk, values) = jnp.dtype(plan.problem.dtype), plan.format[:2]
     return WindowSmem(
         k=qk.scratch(2, ROWS),
         v=values.scratch(2, ROWS),
@@ -219,7 +219,7 @@ def _step(
     next kv tile.
     """
     plan, _, smem = ctx
-    count, kv_slot, (qk, values) = pairs(plan.problem), ring_slot(t, 2), plan.format
+    count, kv_slot, (qk, values) = pairs(plan.problem), ring_slot(t, 2), plan.format[:2]
 
     def all_pairs(state: Carry) -> None:
         dk, dv, *dqs = state
@@ -326,9 +326,7 @@ def dq_dk_dv(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
     """dq, dk and dv."""
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
-        out_type=tuple(
-            jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (refs.q, refs.k, refs.v)
-        ),
+        out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (refs.q, refs.k, refs.v)),
         scratch_types=(scratch(plan),),
         grid=(plan.order.heads * chunks(plan),),
         grid_names=("block",),

@@ -59,9 +59,7 @@ def _write(ctx: ThreadContext) -> None:
             chunk = lane + n * LANES
             inside = there if (n + 1) * LANES <= chunks else there & (chunk < chunks)
             index = thread.wide(line) * chunks + thread.wide(chunk)
-            pairs.append(
-                [thread.load_where(ref, index, 16, inside) for ref in (refs.out, refs.do)]
-            )
+            pairs.append([thread.load_where(ref, index, 16, inside) for ref in (refs.out, refs.do)])
     each = len(pairs) // len(rows)
     for n, row in enumerate(rows):
         total = thread.number(0.0)

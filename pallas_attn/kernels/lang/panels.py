@@ -63,13 +63,18 @@ def copies(panels: Panels) -> int:
     return len(panels) if isinstance(panels, tuple) else 1
 
 
-def load(
-    source: GmemRef, where: tuple[Any, Any, Index], panels: Panels, at: Index, barrier: Barrier
+def load(  # noqa: PLR0913
+    source: GmemRef,
+    where: tuple[Any, Any, Index],
+    panels: Panels,
+    at: Index,
+    barrier: Barrier,
+    column: int = 0,
 ) -> None:
-    """Asks for rows of one head. `where`: batch, rows and head in `source` [B, rows, heads, dim];
-    past its ends lie zeros. `at`: the index in the panels.
+    """Asks for rows of one head, from a column on. `where`: batch, rows and head in `source`
+    [B, rows, heads, dim]; past its ends lie zeros. `at`: the index in the panels.
     """
-    for view, columns in _by_columns(source, panels, where[-1]):
+    for view, columns in _by_columns(source, panels, where[-1], column):
         plgpu.copy_gmem_to_smem(source.at[(*where, columns)], view.at[at], barrier)
 
 
