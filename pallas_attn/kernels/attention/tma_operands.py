@@ -144,7 +144,7 @@ def stored(x: jax.Array, form: OperandFormat, power: jax.Array | None = None) ->
     of x / power [B, kv heads] (None: 1).
     """
     if x.dtype != jnp.float32:
-        return for_tma(x)
+        return x if form.panels else for_tma(x)
     from pallas_attn.kernels.mma import wgmma_float32
 
     split = wgmma_float32.split(x, power, form.kind, form.width)

@@ -12,6 +12,7 @@ that wants a gradient about doubles the time of a backward pass.
 Shared memory: q, do, k and v of a tile of scores, in a ring of `stages`.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -28,10 +29,12 @@ from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, mask_of
 from pallas_attn.kernels.flash_bwd.float32 import scaled, units_of
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
+from pallas_attn.kernels.flash_bwd.plan import in_panels
 from pallas_attn.kernels.flash_bwd.producer import load_rows
 from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
-from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import (
     Barrier,
     GmemRef,
@@ -39,7 +42,6 @@ from pallas_attn.kernels.lang.types import (
     KernelConfig,
     Predicate,
     RegisterTile,
-    SmemRef,
 )
 from pallas_attn.kernels.mma import wgmma
 from pallas_attn.masks import Mask
@@ -148,10 +150,10 @@ def folded(sums: jax.Array, bias: jax.Array) -> jax.Array:
 
 
 class BiasSmem(NamedTuple):
-    q: SmemRef
-    do: SmemRef
-    k: SmemRef
-    v: SmemRef
+    q: Panels
+    do: Panels
+    k: Panels
+    v: Panels
     ready: Barrier
     free: Barrier
 
@@ -159,11 +161,12 @@ class BiasSmem(NamedTuple):
 def scratch(plan: QueryPlan) -> BiasSmem:
     stages = 2 if 2 * _tile_bytes(plan) <= RING_BYTES else 1
     q, do, k, v = (
-        mosaic.swizzled((stages, rows, form.columns), form.dtype, form.swizzle)
+        form.scratch(stages, rows)
         for rows in (ROWS, plan.config.block_kv)
         for form in (plan.qk, plan.v)
     )
-    ready = plgpu.Barrier(num_barriers=stages, num_arrivals=4)
+    copies = 2 * (plan.qk.copies + plan.v.copies)
+    ready = plgpu.Barrier(num_barriers=stages, num_arrivals=copies)
     return BiasSmem(q, do, k, v, ready, plgpu.Barrier(num_barriers=stages))
 
 
@@ -175,7 +178,7 @@ def _tile_bytes(plan: QueryPlan) -> int:
 
 def _produce(ctx: KernelContext, walk: BiasWalk, block: BiasBlock) -> None:
     plan, refs, smem = ctx
-    stages = smem.q.shape[0]
+    stages = smem.ready.shape[0]
 
     def body(i: Index, count: Index) -> Index:
         step = step_of(ctx, walk, block.bias_tile, block.chunk * walk.steps + i)
@@ -187,8 +190,8 @@ def _produce(ctx: KernelContext, walk: BiasWalk, block: BiasBlock) -> None:
             kv_head = lax.div(step.head, jnp.int32(plan.problem.group))
             queries, keys = (step.batch, step.head, step.row), (step.batch, kv_head, step.key)
             for name, at in (("q", queries), ("do", queries), ("k", keys), ("v", keys)):
-                to = getattr(smem, name).at[slot]
-                load_rows(getattr(refs, name), at, to, smem.ready.at[slot])
+                to = getattr(smem, name), slot, smem.ready.at[slot]
+                load_rows(getattr(refs, name), at, *to)
 
         return count + step.live.astype(jnp.int32)
 
@@ -204,7 +207,7 @@ def _consume(ctx: KernelContext, out: GmemRef, walk: BiasWalk, block: BiasBlock)
 
         def add(carry: tuple[RegisterTile, Index]) -> tuple[RegisterTile, Index]:
             acc, count = carry
-            slot = lax.rem(count, jnp.int32(smem.q.shape[0]))
+            slot = lax.rem(count, jnp.int32(smem.ready.shape[0]))
             plgpu.barrier_wait(smem.ready.at[slot])
             ds = _ds(ctx, step, slot)
             plgpu.barrier_arrive(smem.free.at[slot])
@@ -220,13 +223,17 @@ def _ds(ctx: KernelContext, step: BiasStep, slot: Index) -> RegisterTile:
     plan, refs, smem = ctx
     shape = (ROWS, plan.config.block_kv)
     kinds = (plan.qk.kind, plan.v.kind) * 2
-    q, do, k, v = (
-        wgmma.terms_of_smem(ref.at[slot], kind) for ref, kind in zip(smem[:4], kinds, strict=True)
-    )
+    issue, (q, do, k, v) = wgmma.score_panels, (panels.tiles(rows, slot) for rows in smem[:4])
+    if not plan.panels:
+        q, do, k, v = (
+            wgmma.terms_of_smem(ref.at[slot], kind)
+            for ref, kind in zip(smem[:4], kinds, strict=True)
+        )
+        issue, k, v = wgmma.multiply, wgmma.transposed(k), wgmma.transposed(v)
     kv_head = lax.div(step.head, jnp.int32(plan.problem.group))
     units = units_of(refs.units, step.batch, kv_head)
-    s = scaled(wgmma.matmul(shape, q, wgmma.transposed(k)), units.scores)
-    dp = scaled(wgmma.matmul(shape, do, wgmma.transposed(v)), units.dp)
+    s = scaled(wgmma.matmul(shape, q, k, issue=issue), units.scores)
+    dp = scaled(wgmma.matmul(shape, do, v, issue=issue), units.dp)
     where = (step.batch, step.head, step.row, step.key, step.q_offset, step.kv_len, step.mask)
     lse, delta = (
         mosaic.load(ref.at[step.batch, step.head, pl.ds(step.row, ROWS)], mosaic.ROW)
@@ -251,10 +258,12 @@ def _kernel(
 
 def plan_of(problem: AttentionProblem, config: KernelConfig) -> QueryPlan:
     """By tiles of 64 by 64, or 32 where four such do not fit; `config` is the forward's class."""
-    plan = QueryPlan.of(problem, config(warpgroups=1, block_kv=ROWS))
-    if _tile_bytes(plan) <= RING_BYTES:
-        return plan
-    return QueryPlan.of(problem, config(warpgroups=1, block_kv=ROWS // 2))
+    for block in (ROWS, ROWS // 2):
+        plan = QueryPlan.of(problem, config(warpgroups=1, block_kv=block))
+        plan = dataclasses.replace(plan, panels=in_panels(problem))
+        if _tile_bytes(plan) <= RING_BYTES:
+            break
+    return plan
 
 
 def dbias_of(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> jax.Array:

@@ -44,15 +44,37 @@ class KeyPlan:
         return LogitRules.of(self.problem, self.tiling.block_kv, natural=self.exact)
 
 
+def is_wide(problem: AttentionProblem) -> bool:
+    """Whether dK and dV of 64 keys are too much for one warpgroup, or k and v of 128 for shared
+    memory.
+    """
+    return max(problem.head_dim, problem.v_head_dim) > 128 or problem.dtype == "float32"
+
+
+def in_panels(problem: AttentionProblem) -> bool:
+    """Whether q, k, v and dO, and the gradients, lie in panels in shared memory."""
+    return tma_operands.takes_panels(problem) and not is_wide(problem)
+
+
 class RowFormats(NamedTuple):
     """How rows lie in shared memory on Hopper."""
 
     qk: OperandFormat
     v: OperandFormat  # dO too
+    halves: bool = False  # q and k lie in two panels: each warpgroup adds to one of dQ
 
     @classmethod
-    def of(cls, problem: AttentionProblem, block_q: int) -> "RowFormats":
-        """Query tiles of `block_q` rows are multiplied by whole swizzles too."""
+    def of(cls, problem: AttentionProblem, block_q: int, halves: bool = False) -> "RowFormats":
+        """Query tiles of `block_q` rows are multiplied by whole swizzles too. `halves`: q and k
+        have at least two panels.
+        """
+        if in_panels(problem):
+            dims = problem.head_dim, problem.v_head_dim
+            qk, v = (tma_operands.in_panels(problem.dtype, dim) for dim in dims)
+            if halves and len(qk.panels) == 1:
+                width = max(qk.width // 2, 16)
+                qk = qk._replace(panels=(width, width), width=2 * width, swizzle=2 * width)
+            return cls(qk, v, halves)
         most = tma_operands.swizzle_of(2 * block_q)
         formats = tma_operands.formats_of(problem, ROWS)
         return cls(*(x._replace(swizzle=min(x.swizzle, most)) for x in formats))

@@ -17,7 +17,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.types import Barrier, DType, GmemRef, Index, SmemRef
+from pallas_attn.kernels.lang.types import Barrier, DType, GmemRef, Index, Predicate, SmemRef
 
 WIDEST = 64  # columns of a swizzle of 128 bytes
 
@@ -65,13 +65,18 @@ def copies(panels: Panels) -> int:
     return len(panels) if isinstance(panels, tuple) else 1
 
 
-def load(
-    source: GmemRef, where: tuple[Any, Any, Index], panels: Panels, at: Index, barrier: Barrier
+def load(  # noqa: PLR0913
+    source: GmemRef,
+    where: tuple[Any, Any, Index],
+    panels: Panels,
+    at: Index,
+    barrier: Barrier,
+    column: int = 0,
 ) -> None:
-    """Asks for rows of one head. `where`: batch, rows and head in `source` [B, rows, heads, dim];
-    past its ends lie zeros. `at`: the index in the panels.
+    """Asks for rows of one head, from a column on. `where`: batch, rows and head in `source`
+    [B, rows, heads, dim]; past its ends lie zeros. `at`: the index in the panels.
     """
-    for view, columns in _by_columns(source, panels, where[-1]):
+    for view, columns in _by_columns(source, panels, where[-1], column):
         plgpu.copy_gmem_to_smem(source.at[(*where, columns)], view.at[at], barrier)
 
 
@@ -92,13 +97,18 @@ def load_columns(  # noqa: PLR0913
 
 
 def store(
-    panels: Panels, at: Index, target: GmemRef, where: tuple[Any, Any, Index], column: int = 0
+    panels: Panels,
+    at: Any,
+    target: GmemRef,
+    where: tuple[Any, Any, Index],
+    column: int = 0,
+    predicate: Predicate | None = None,
 ) -> None:
-    """Writes rows of one head, from a column on, after `commit_smem`; what lies past the ends of
-    `target` is left.
+    """Writes rows of one head, from a column on, after `commit_smem`, if at all; what lies past the
+    ends of `target` is left.
     """
     for view, columns in _by_columns(target, panels, where[-1], column):
-        plgpu.copy_smem_to_gmem(view.at[at], target.at[(*where, columns)])
+        plgpu.copy_smem_to_gmem(view.at[at], target.at[(*where, columns)], predicate)
 
 
 def _by_columns(
