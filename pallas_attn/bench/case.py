@@ -117,12 +117,7 @@ class AttentionCase:
         if self.bias_shape is not None:
             arrays["bias"] = _normal(seed, self.bias_dtype, "bias", self.bias_shape)
         if self.mask_shape is not None:
-            shown = _mask_array(seed, self.mask_shape)
-            if self.shown_keys is not None:
-                lo, hi = np.array(self.shown_keys).T[:, :, None, None, None]
-                at = np.arange(self.kv_len)
-                shown = (lo <= at) & (at < hi)
-            arrays["mask_array"] = jnp.array(shown)
+            arrays["mask_array"] = jnp.array(_mask_array(seed, self.mask_shape, self.shown_keys))
         for name, by in (("bias", math.nan), ("mask_array", True)) if poison else ():
             if name in arrays:
                 for live, axis in ((self.q_lengths, 2), (self.kv_lengths, 3)):
@@ -564,7 +559,13 @@ def _segment_ids(seed: int, segments: tuple[int, ...] | int, batch: int, length:
     return np.array(rows, np.int32).reshape(batch, length)
 
 
-def _mask_array(seed: int, shape: tuple[int, ...]) -> np.ndarray:
+def _mask_array(
+    seed: int, shape: tuple[int, ...], shown_keys: tuple[tuple[int, int], ...] | None
+) -> np.ndarray:
+    if shown_keys is not None:
+        first, end = np.array(shown_keys).T[:, :, None, None, None]
+        at = np.arange(shape[3])
+        return (first <= at) & (at < end)
     seen = np.random.default_rng(seed).random(shape) < 0.7
     if shape[2] > 1:
         seen[:, :, 1] = False  # a row that sees nothing

@@ -83,7 +83,7 @@ class KeyTiling:
 
     @property
     def reads_key_mask(self) -> bool:
-        """Whether a mask of keys says which work tiles are hidden, or visible whole: `key_masks`."""
+        """Whether a mask of keys says which work tiles are hidden or whole: see `key_masks`."""
         problem = self.problem
         mixed = self.is_listed or "q_segment_ids" in problem.arrays
         return problem.masks_keys and problem.mask_shape[1] == 1 and not mixed

@@ -65,6 +65,7 @@ class BackwardRefs(NamedTuple):
     score_aux: Any = ()
     tiles: GmemRef = None  # see `tile_lists.tiles`
     counter: GmemRef = None  # int32[1], written: see `flash_fwd.claims`
+    key_tiles: GmemRef = None  # int32[B|1, N|1, kv tiles]: 0 hidden, 1 in part, 2 shown whole
 
 
 class KeyGradients(NamedTuple):

@@ -8,7 +8,7 @@
 | short causal windows, head dims up to 64 | `sm90_window` | `sm90_window` |
 | up to 128 queries and keys | `sm90_short` | `sm90_short` |
 
-The gradient of a bias is made by `dbias`, after any of these; that of sinks by XLA.
+The gradient of a bias is made by `sm90_dbias`, after any of these; that of sinks by XLA.
 """
 
 import dataclasses
@@ -19,9 +19,9 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import tiles, tma_operands
 from pallas_attn.kernels.flash_bwd import (
-    dbias,
     lockstep,
     operands,
+    sm90_dbias,
     sm90_dkdv,
     sm90_dq,
     sm90_fused,
@@ -185,7 +185,7 @@ def limit(problem: AttentionProblem) -> Limit | None:
 
 
 def shares_keys(problem: AttentionProblem) -> bool:
-    """Whether batch rows may share k and v; not where dbias.py or float32 units ask for each."""
+    """Whether batch rows may share k and v; not where sm90_dbias.py or float32 units ask for each."""
     return problem.dtype != "float32" and "bias" not in problem.arrays
 
 
@@ -247,9 +247,9 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     dv = dv[:, : problem.kv_len, :, : problem.v_head_dim]
     others = {}
     if inputs.bias is not None:
-        bias_plan = dbias.plan_of(problem, flash_fwd_sm90.Config)
+        bias_plan = sm90_dbias.plan_of(problem, flash_fwd_sm90.Config)
         bias_refs = sm90_dq.operands_of(bias_plan, inputs, operands.ordered_after(refs, dq))
-        others["bias"] = dbias.dbias_of(bias_plan, inputs, bias_refs)
+        others["bias"] = sm90_dbias.dbias_of(bias_plan, inputs, bias_refs)
     if inputs.sinks is not None:
         others["sinks"] = dsinks(residuals, stats)
     return AttentionInputs(q=dq, k=dk, v=dv, **others)
