@@ -109,3 +109,70 @@ def read(tile: tuple[Any, ...]) -> RegisterTile:
     parts = [mosaic.load(panel, mosaic.TILE) for panel in tile]
     plgpu.commit_smem()  # they have been read, and TMA will write there
     return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
+
+
+# ---- for kernels whose tiles of scores have keys down -------------------------------------------
+
+KEYS = 64  # keys of a warpgroup
+
+
+class BiasOfKeys(NamedTuple):
+    """The tile of a bias [B|1, N|1, T, S] for the keys of two warpgroups. One of 16 bits lies as in
+    global memory and is transposed on its way to registers; XLA transposes one of float32, for
+    which no instruction does so.
+    """
+
+    dtype: str
+    rows: int  # queries
+
+    @property
+    def in_16_bits(self) -> bool:
+        return jnp.dtype(self.dtype).itemsize == 2
+
+    @property
+    def copies(self) -> int:
+        return 2 if self.in_16_bits else self.rows // _WIDTH
+
+    def scratch(self, stages: int) -> panels.Panels:
+        if self.in_16_bits:
+            return (panels.scratch((stages, 2, self.rows), self.dtype, KEYS),)
+        shape = stages, 2 * KEYS
+        return tuple(panels.scratch(shape, self.dtype, _WIDTH) for _ in range(self.copies))
+
+    def operand(self, bias: Any) -> Any:
+        return bias if self.in_16_bits else bias.swapaxes(2, 3)
+
+    def load(
+        self, bias: GmemRef, buffer: panels.Panels, at: Place, slot: Index, ready: Barrier
+    ) -> None:
+        """Asks for the tile: `at.row` is its first query, `at.column` its first key."""
+        batch = at.batch if bias.shape[0] > 1 else 0 * at.batch
+        head = at.head if bias.shape[1] > 1 else 0 * at.head
+        if not self.in_16_bits:
+            where = batch, head, pl.ds(at.column, 2 * KEYS)
+            return panels.load_columns(bias, where, buffer, slot, ready, at.row)
+        where = batch, head, pl.ds(at.row, self.rows)
+        for wg in range(2):
+            to = buffer[0].for_tma.at[slot, wg]
+            some = bias.at[(*where, pl.ds(at.column + wg * KEYS, KEYS))]
+            plgpu.copy_gmem_to_smem(some, to, ready)
+        return None
+
+    def of_warpgroup(self, buffer: panels.Panels, slot: Index, wg: Index) -> tuple[Any, ...]:
+        """What `read` takes: [keys, queries] of a warpgroup."""
+        if not self.in_16_bits:
+            return rows_of({"bias": buffer}, slot, wg)["bias"]
+        return (buffer[0].tile.at[slot, wg].transpose((1, 0)),)
+
+
+_WIDTH = 32  # float32 of a panel
+
+
+def bias_of_keys(problem: AttentionProblem, rows: int) -> BiasOfKeys | None:
+    """The tile of `rows` queries, if TMA can bring it."""
+    shape, dtype = problem.bias_shape, problem.bias_dtype
+    if shape is None or min(shape[2:]) == 1 or problem.dtype == "float32" or rows % _WIDTH:
+        return None
+    itemsize = jnp.dtype(dtype).itemsize
+    line = shape[3] if itemsize == 2 else shape[2]
+    return BiasOfKeys(dtype, rows) if line * itemsize % TMA_ROW == 0 and itemsize <= 4 else None

@@ -166,7 +166,10 @@ def over_tiles(plan: KeyPlan, inputs: AttentionInputs) -> dict[str, Any]:
     fields |= {
         name: array if name in as_it_is else array.swapaxes(2, 3)
         for name, array in over_scores.items()
+        if name != "bias" or plan.bias_tiles is None
     }
+    if plan.bias_tiles is not None:
+        fields["bias"] = plan.bias_tiles.operand(inputs.bias)
     fields |= tma_operands.segment_ids(inputs, rows, keys)
     fields |= functions.operands(inputs)
     if plan.has("q_segment_ids"):

@@ -23,6 +23,7 @@ class KeyPlan:
     config: Any  # the kernel's Config
     order: WorkOrder
     format: Any  # `RowFormats`, or `sm80_common.MmaFormat`
+    bias_tiles: Any = None  # `score_tiles.BiasOfKeys`, where `sm90_fused` reads a bias by tiles
 
     @property
     def tiling(self) -> KeyTiling:

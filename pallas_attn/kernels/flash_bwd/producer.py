@@ -9,7 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.attention import tiles
+from pallas_attn.kernels.attention import score_tiles, tiles
 from pallas_attn.kernels.attention.tiles import KernelContext, kv_batch
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, key_tile, step_of
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
@@ -85,6 +85,10 @@ def produce(ctx: KernelContext, block_id: Index, buffers: Sequence[KeyBuffers]) 
             for name, ring in (("q", smem.q_ring), ("do", smem.do_ring)):
                 ring.acquire(count, slot)
                 _load_q_tile(ctx, work, name, ring, slot, head, t)
+            if plan.bias_tiles is not None:
+                place = score_tiles.Place(work.batch, head, t * plan.config.block_q, work.key)
+                ready = smem.q_ring.ready.at[slot]
+                plan.bias_tiles.load(ctx.refs.bias, smem.bias, place, slot, ready)
             pl.when(i == 0)(load_keys)
             return count + 1
 

@@ -17,7 +17,7 @@ from typing import Any
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import tiles, tma_operands
+from pallas_attn.kernels.attention import score_tiles, tiles, tma_operands
 from pallas_attn.kernels.flash_bwd import (
     lockstep,
     operands,
@@ -170,14 +170,25 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     )
     config = dataclasses.replace(config, block_q=block_q)
     halves = block_q == ROWS and is_fused(problem, config)
-    return KeyPlan(problem, config, order, RowFormats.of(problem, block_q, halves))
+    plan = KeyPlan(problem, config, order, RowFormats.of(problem, block_q, halves))
+    if problem.bias_shape is None or own_order or wide:
+        return plan
+    with_tiles = dataclasses.replace(plan, bias_tiles=score_tiles.bias_of_keys(problem, block_q))
+    fits = sm90_fused.buffer_bytes(with_tiles) + BARRIERS <= SMEM_LIMIT
+    return with_tiles if fits else plan
 
 
 def _dq_plan(problem: AttentionProblem, config: Config) -> QueryPlan:
     by_rows = flash_fwd_sm90.Config(
         config.dq_warpgroups, config.dq_block_kv, config.dq_stages, 0, config.grid
     )
-    return dataclasses.replace(QueryPlan.of(problem, by_rows), panels=in_panels(problem))
+    plan = dataclasses.replace(QueryPlan.of(problem, by_rows), panels=in_panels(problem))
+    over_scores = score_tiles.of_problem(problem, config.dq_block_kv)
+    if problem.dtype == "float32" or not over_scores:
+        return plan
+    with_tiles = dataclasses.replace(plan, score_tiles=over_scores)
+    fits = sm90_dq.buffer_bytes(with_tiles) + BARRIERS <= SMEM_LIMIT
+    return with_tiles if fits else plan
 
 
 def limit(problem: AttentionProblem) -> Limit | None:

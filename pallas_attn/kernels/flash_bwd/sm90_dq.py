@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs
-from pallas_attn.kernels.attention import score_mod, segment_spans, tma_operands
+from pallas_attn.kernels.attention import score_mod, score_tiles, segment_spans, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile, kv_batch
 from pallas_attn.kernels.flash_bwd.float32 import Units, left_operand, matmul_add, scaled, units_of
@@ -56,6 +56,7 @@ class DqSmem(NamedTuple):
     v_ready: Barrier
     k_free: Barrier
     v_free: Barrier
+    over_scores: Any = None  # bias and mask_array, in the ring of v: `score_tiles`
 
     @property
     def k_ring(self) -> Ring:
@@ -77,9 +78,12 @@ def scratch(plan: QueryPlan) -> DqSmem:
         v=v.scratch(stages - 1, block),
         q_ready=barrier(num_barriers=consumers, num_arrivals=qk.copies + v.copies),
         k_ready=barrier(num_barriers=stages, num_arrivals=qk.copies),
-        v_ready=barrier(num_barriers=stages - 1, num_arrivals=v.copies),
+        v_ready=barrier(
+            num_barriers=stages - 1, num_arrivals=v.copies + score_tiles.copies(plan.score_tiles)
+        ),
         k_free=barrier(num_barriers=stages, num_arrivals=consumers),
         v_free=barrier(num_barriers=stages - 1, num_arrivals=consumers),
+        over_scores=score_tiles.scratch(plan.score_tiles, stages - 1, plan.tiling.tile_rows),
     )
 
 
@@ -165,6 +169,9 @@ def _load_kv_tile(
         slot = ring.slot(count)
         ring.acquire(count, slot)
         to = ring.tiles, slot, ring.ready.at[slot]
+        if name == "v" and plan.score_tiles:
+            place = score_tiles.Place(tile.batch, tile.head, tile.row, t * block)
+            score_tiles.load(ctx, smem.over_scores, place, slot, ring.ready.at[slot])
         whole = functools.partial(load_rows, getattr(refs, name), (*where, t * block), *to)
         if not plan.has("kv_lengths"):
             whole()
@@ -243,8 +250,11 @@ def _ds(
         smem.k_ring.release(done_with_k)
     masked, key = rows.needs_mask(t), kv_tile_of(ctx, tile, t) * plan.config.block_kv
     where = (tile.batch, tile.head, rows.row, key, tile.q_offset, tile.kv_len, tile.mask)
-    s = scaled(s, rows.units.scores)
-    p, slope = score_mod.probabilities(ctx, LogitTile(*where, q_axis=0), s, rows.lse, masked)
+    s, place = scaled(s, rows.units.scores), LogitTile(*where, q_axis=0)
+    if plan.score_tiles:
+        slot = smem.v_ring.slot(count)  # which `_multiply` has waited for
+        place = place._replace(in_smem=score_tiles.rows_of(smem.over_scores, slot, rows.wg))
+    p, slope = score_mod.probabilities(ctx, place, s, rows.lse, masked)
     dp = plgpu.wgmma_accumulator_load(accs[1], wait_n=0)
     smem.v_ring.release(smem.v_ring.slot(count))
     ds = p * (scaled(dp, rows.units.dp) - mosaic.broadcast_rows(rows.delta, s.shape))

@@ -99,6 +99,7 @@ class FusedSmem(NamedTuple):
     ds_ready: Barrier
     ds_free: Barrier
     claimed: Barrier = None  # barriers of `claims`, whose codes follow row_numbers
+    bias: Panels = None  # [stages, ..], in the ring of q: `KeyPlan.bias_tiles`
 
     @property
     def k(self) -> Panels:
@@ -134,7 +135,7 @@ def scratch(plan: KeyPlan) -> FusedSmem:
         (width,) = dq_sum.qk_widths(plan)
         qk = qk._replace(width=width)
     in_halves, has_rest = form.halves, dq_sum.has_rest(plan)
-    keys = (WARPGROUPS, ROWS)
+    keys, bias = (WARPGROUPS, ROWS), plan.bias_tiles
     return FusedSmem(
         keys=None if in_halves else qk.scratch(*keys),
         k_halves=panels.scratch((2, *keys), dtype, qk.panels[0]) if in_halves else None,
@@ -148,13 +149,14 @@ def scratch(plan: KeyPlan) -> FusedSmem:
         row_numbers=plgpu.SMEM((block + (claims.RING if takes_claims else 0),), jnp.int32),
         kv_ready=barrier(num_arrivals=(qk.copies + has_rest + v.copies) * WARPGROUPS),
         kv_free=barrier(num_arrivals=WARPGROUPS),
-        q_ready=barrier(num_arrivals=1 + qk.copies, **ring),
+        q_ready=barrier(num_arrivals=1 + qk.copies + (bias.copies if bias else 0), **ring),
         do_ready=barrier(num_arrivals=1 + v.copies, **ring),
         q_free=barrier(num_arrivals=WARPGROUPS, **ring),
         do_free=barrier(num_arrivals=WARPGROUPS, **ring),
         ds_ready=barrier(num_arrivals=WARPGROUPS, num_barriers=config.dq_lag),
         ds_free=barrier(num_arrivals=WARPGROUPS, num_barriers=2),
         claimed=claims.barriers() if takes_claims else None,
+        bias=bias.scratch(stages) if bias else None,
     )
 
 
@@ -334,6 +336,9 @@ class FusedStep(NamedTuple):
         """The tile of logits."""
         work, own, key = self.work, self.own, self.work.key + self.wg * ROWS
         place = work.place(own.head, own.t, key, self.plan.config.block_q)
+        if self.plan.bias_tiles is not None:
+            tile = self.plan.bias_tiles.of_warpgroup(self.smem.bias, self.slot, self.wg)
+            place = place._replace(in_smem={"bias": tile})
         return place._replace(numbers=self.smem.row_numbers.at[pl.ds(0, self.shape[1])])
 
     def row_statistic(self, ring: Ring) -> RegisterTile:
