@@ -5,7 +5,6 @@ import functools
 from typing import Any, NamedTuple
 
 from pallas_attn._call.problem import AttentionProblem
-from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.logits import LogitRules
 from pallas_attn.kernels.attention.tiles import ROWS
@@ -79,13 +78,3 @@ class RowFormats(NamedTuple):
         most = tma_operands.swizzle_of(2 * block_q)
         formats = tma_operands.formats_of(problem, ROWS)
         return cls(*(x._replace(swizzle=min(x.swizzle, most)) for x in formats))
-
-
-def limit(problem: AttentionProblem) -> Limit | None:
-    """Why the backward kernels cannot take a problem that the forward takes, or None."""
-    if "bias" in problem.arrays and (problem.mask_program or problem.score_program):
-        return Limit(
-            "it makes no gradient of a bias beside functions of positions",
-            'say implementation="reference", or read the bias in score_fn, under stop_gradient',
-        )
-    return None

@@ -28,7 +28,6 @@ from pallas_attn.kernels.flash_bwd import (
     sm90_short,
     sm90_window,
 )
-from pallas_attn.kernels.flash_bwd import plan as backward_plan
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import Residuals, dsinks, row_statistics
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats, in_panels, is_wide
@@ -192,7 +191,7 @@ def _dq_plan(problem: AttentionProblem, config: Config) -> QueryPlan:
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
-    return backward_plan.limit(problem) or flash_fwd_sm90.limit(problem)
+    return flash_fwd_sm90.limit(problem)
 
 
 def shares_keys(problem: AttentionProblem) -> bool:
