@@ -153,7 +153,7 @@ def test_in_the_interpreter(generation, mask, score):
 
 @pytest.mark.parametrize(
     "generation, mask, score",
-    [("sm90", "documents", None), ("sm90", "signs", "table"), ("sm80", "blocks", None)],
+    [("sm90", "documents", None), ("sm90", "batch", "table"), ("sm80", "blocks", None)],
 )
 def test_a_bias_beside_functions_in_the_interpreter(generation, mask, score):
     """Its gradient is that of the logits, which the function's derivative does not scale."""
