@@ -86,7 +86,7 @@ def ds_scratch(plan: KeyPlan) -> tuple[Panels, ...]:
     swizzle of k, as both operands of a matmul have one. TMA takes blocks of 64 columns, too.
     """
     config, dtype, form = plan.config, jnp.dtype(plan.problem.dtype), plan.format.qk
-    halves = (2 * config.dq_lag, WARPGROUPS, config.block_q // ROWS, ROWS)
+    halves = (plan.ds_slots, WARPGROUPS, config.block_q // ROWS, ROWS)
     if not form.panels:
         return (mosaic.swizzled((*halves, ROWS), dtype, form.swizzle),)
     return tuple(

@@ -23,6 +23,7 @@ class KeyPlan:
     order: WorkOrder
     format: Any  # `RowFormats`, or `sm80_common.MmaFormat`
     bias_tiles: Any = None  # `score_tiles.BiasOfKeys`, where `sm90_fused` reads a bias by tiles
+    adds_dq: bool = True  # `sm90_fused` makes dq, too
 
     @property
     def tiling(self) -> KeyTiling:
@@ -30,6 +31,11 @@ class KeyPlan:
 
     def has(self, name: str) -> bool:
         return name in self.problem.arrays
+
+    @property
+    def ds_slots(self) -> int:
+        """Places for dS in shared memory; beside tiles of a bias no more than are needed."""
+        return 1 if self.bias_tiles and not self.adds_dq else 2 * self.config.dq_lag
 
     @functools.cached_property
     def exact(self) -> bool:

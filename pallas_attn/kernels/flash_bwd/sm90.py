@@ -172,7 +172,8 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     plan = KeyPlan(problem, config, order, RowFormats.of(problem, block_q, halves))
     if problem.bias_shape is None or own_order or wide:
         return plan
-    with_tiles = dataclasses.replace(plan, bias_tiles=score_tiles.bias_of_keys(problem, block_q))
+    bias = score_tiles.bias_of_keys(problem, block_q)
+    with_tiles = dataclasses.replace(plan, bias_tiles=bias, adds_dq=is_fused(problem, config))
     fits = sm90_fused.buffer_bytes(with_tiles) + BARRIERS <= SMEM_LIMIT
     return with_tiles if fits else plan
 

@@ -569,7 +569,7 @@ def stores_from_ds(plan: KeyPlan) -> bool:
     """Whether dk and dv fit where dS is, by swizzles of 64 columns. Query tiles of 64 rows, at head
     dim 128, gain nothing by it; there k may be wider than dk, too, and TMA would wrap around.
     """
-    form, places = plan.format, 2 * plan.config.dq_lag * (plan.config.block_q // ROWS)
+    form, places = plan.format, plan.ds_slots * (plan.config.block_q // ROWS)
     whole = form.qk.swizzle == form.v.swizzle == 128
     widths = _widths(plan)
     whole = whole and all(width % ROWS == 0 for width in widths.dk + widths.dv)

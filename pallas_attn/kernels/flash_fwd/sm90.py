@@ -489,7 +489,7 @@ def _first_tile(
     q, k = panels.tiles(smem.q, rows.q_slot), panels.tiles(smem.k, slot)
     ring.wait(slot)
     s = wgmma.matmul((ROWS, k[0].shape[0]), q, k, meanwhile, wgmma.score_panels)
-    read_later = rows.segments is not None or smem.over_scores is not None
+    read_later = rows.segments is not None or ctx.plan.score_tiles
     if not read_later:
         ring.release(slot)
     masked, first_rows = "first_masked" in ctx.plan.sections, rows.with_loaded_tile(rows.last)
