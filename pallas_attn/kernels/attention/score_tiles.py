@@ -159,7 +159,7 @@ class BiasOfKeys(NamedTuple):
         return None
 
     def of_warpgroup(self, buffer: panels.Panels, slot: Index, wg: Index) -> tuple[Any, ...]:
-        """What `read` takes: [keys, queries] of a warpgroup."""
+        """The tile [keys, queries] of a warpgroup, for `read`."""
         if not self.in_16_bits:
             return rows_of({"bias": buffer}, slot, wg)["bias"]
         return (buffer[0].tile.at[slot, wg].transpose((1, 0)),)

@@ -24,9 +24,9 @@ from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang.types import Index, Predicate
 from pallas_attn.masks import Mask
 
-BLOCKS = tile_scheduler.BLOCKS  # at a time
-WAVES = 4  # of blocks, at most, into which walks are split
-OVERHEAD = 2  # of a block, in tiles of scores
+BLOCKS = tile_scheduler.BLOCKS  # at work at a time
+WAVES = 4  # waves of blocks, at most, into which walks are split
+OVERHEAD = 2  # time of a block beside its walk, in tiles of scores
 
 
 # ---- the walk over tiles of scores --------------------------------------------------------------

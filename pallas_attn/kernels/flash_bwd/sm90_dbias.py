@@ -1,7 +1,7 @@
 """The gradient of a bias, for the Hopper backward: the walks of `dbias`.
 
 A block has one producer and up to two consumer warpgroups of 64 query rows each, which own a tile
-of the bias: it stays in shared memory for the whole walk, and its gradient in registers. A step is a
+of the bias: it stays in shared memory for the whole walk, its gradient in registers. A step is a
 tile of scores: S and dP are issued together, P = exp(S - lse) is computed under dP. The two
 warpgroups, which wait for nothing of each other, overlap the one's matmuls with the other's
 exponentials.
@@ -106,7 +106,7 @@ def _steps(ctx: KernelContext, walk: BiasWalk, block: BiasBlock, body: Any, carr
         batch = jnp.minimum(batch, batches - 1)
         return refs.key_tiles[batch, head if heads > 1 else 0, key_tile]
 
-    def one(i: Index, state: Any) -> Any:
+    def next_step(i: Index, state: Any) -> Any:
         carry, now = state
         following = seen(first + i + 1)
         step = dbias.step_of(ctx, walk, block.bias_tile, first + i, now)
@@ -114,7 +114,7 @@ def _steps(ctx: KernelContext, walk: BiasWalk, block: BiasBlock, body: Any, carr
             return body(step, carry), following
         return lax.cond(step.live, functools.partial(body, step), lambda x: x, carry), following
 
-    return lax.fori_loop(0, count, one, (carry, seen(first)))[0]
+    return lax.fori_loop(0, count, next_step, (carry, seen(first)))[0]
 
 
 def _produce(ctx: KernelContext, walk: BiasWalk, block: BiasBlock) -> None:
