@@ -216,7 +216,14 @@ def array_tile(
         from pallas_attn.kernels.attention import score_tiles
 
         return score_tiles.read(tile.in_smem[name])
-    return load_tile(getattr(ctx.refs, name), tile, shape)
+    ref, tiling = getattr(ctx.refs, name), ctx.plan.tiling
+    whole = (tiling.padded_rows, tiling.padded_keys)
+    whole = whole[::-1] if tile.q_axis else whole
+    if all(size in (1, most) for size, most in zip(ref.shape[2:], whole, strict=True)):
+        return load_tile(ref, tile, shape)
+    from pallas_attn.kernels.attention import clipped
+
+    return clipped.load_tile(ref, tile, shape)
 
 
 def load_tile(ref: GmemRef, tile: LogitTile, shape: tuple[int, int]) -> RegisterTile:

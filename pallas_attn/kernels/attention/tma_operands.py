@@ -175,8 +175,9 @@ def padded(array: Operand, sizes: dict[int, int]) -> Any:
 def over_scores(
     inputs: AttentionInputs, rows: int, keys: int, in_tiles: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The arrays of bias and mask_array that are there, for so many rows and keys: whole tiles, but
-    for those that TMA clips (`in_tiles`), and masks of keys, which stay boolean (`key_masks`).
+    """The arrays of bias and mask_array that are there. Masks of keys stay boolean (`key_masks`).
+    Those of so many numbers that `clipped` cannot count them are padded to so many rows and keys,
+    whole tiles, but where TMA clips them (`in_tiles`).
     """
     operands, mask = {"bias": inputs.bias}, inputs.mask_array
     if mask is not None:
@@ -184,7 +185,7 @@ def over_scores(
         operands["mask_array"] = mask if of_keys else mask.astype(jnp.int8)
         in_tiles = {*in_tiles, *["mask_array"] * of_keys}
     return {
-        name: x if name in in_tiles else padded(x, {2: rows, 3: keys})
+        name: x if name in in_tiles or x.size < 2**31 else padded(x, {2: rows, 3: keys})
         for name, x in operands.items()
         if x is not None
     }

@@ -196,7 +196,7 @@ def limit(problem: AttentionProblem) -> Limit | None:
 
 
 def shares_keys(problem: AttentionProblem) -> bool:
-    """Whether batch rows may share k and v; not where `sm90_dbias` or float32 units ask for each."""
+    """Whether batch rows may share k and v; not where dbias or float32 units ask for each."""
     return problem.dtype != "float32" and "bias" not in problem.arrays
 
 
