@@ -118,8 +118,8 @@ def dsinks(residuals: Residuals, stats: RowStatistics) -> jax.Array:
 
 def for_tma(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> BackwardRefs:
     """The arrays of a Hopper kernel over keys, but for dq. Copied where `tma_operands` says that
-    TMA cannot read them; bias and mask_array always, transposed, since Mosaic loads no transposed
-    tile.
+    TMA cannot read them; bias and mask_array transposed, unless tiles of the array are read across
+    (`over_tiles`).
     """
     problem, tiling, form, inputs = plan.problem, plan.tiling, plan.format, residuals.inputs
     fields: dict[str, Any] = stats._asdict()

@@ -336,8 +336,8 @@ def run(
 
 
 def _operands(plan: QueryPlan, inputs: AttentionInputs) -> ForwardRefs:
-    """Arrays that the kernel reads. Copied are: q, k and v where they are float32, into terms; bias
-    and mask_array where T or S is no multiple of a tile; segment ids.
+    """Arrays that the kernel reads. Copied are: q, k and v where they are float32, into terms;
+    mask_array, to int8, unless it masks keys; segment ids.
     """
     fields: dict[str, Any] = {name: getattr(inputs, name) for name in plan.problem.arrays}
     fields |= {name: plan.format.operand(getattr(inputs, name)) for name in ("q", "k", "v")}

@@ -24,6 +24,7 @@ Shared memory, and who owns it when:
                   kv tile before that, which is what one step reads: one wait, one release a step.
                   The producer owns an entry from when all consumers have released it (`free`) until
                   both of its copies have landed (`ready`), the consumers until they release it
+  over_scores [stages]  tiles of bias and mask_array, in the same entries: `score_tiles`
   out [warpgroup] the consumer's own: some columns of the output on their way to global memory
 
 Kv tiles are taken from the last to the first. Keys that the diagonal, a length or the end of S cuts
@@ -47,6 +48,7 @@ problems have files of their own, which are imported where they are needed:
   documents.py          segment ids
   listed.py             mask functions, whose kv tiles are in lists
   linear_scores.py      score functions that are a slope and an offset a row
+  padded.py             masks of keys
   fetch_producer.py     K and V that other GPUs have
   float32_mainloop.py   float32, in terms of 16 bits
   one_tile.py           heads whose keys are one kv tile, a consumer each
@@ -659,9 +661,8 @@ def _results(plan: QueryPlan) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruc
 
 def _operands(plan: QueryPlan, inputs: AttentionInputs) -> ForwardRefs:
     """Global memory that the kernel reads. XLA copies: q, k and v where they are float32 (see
-    mma/wgmma.py), or those of several GPUs in sizes that `lang.panels` is for; bias and mask_array
-    where T or S is no multiple of a tile; segment ids; one value tile a sequence where there are
-    kv_lengths.
+    mma/wgmma.py), or those of several GPUs in sizes that `lang.panels` is for; mask_array, to
+    int8, unless it masks keys; segment ids; one value tile a sequence where there are kv_lengths.
     """
     problem = plan.problem
     names = "q", "k", "v", *problem.arrays

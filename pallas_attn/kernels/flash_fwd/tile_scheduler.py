@@ -451,8 +451,8 @@ def at_offset(
 
 
 def operands(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Any]:
-    """Operands of a kernel whose work tiles are query rows, by tiles: bias, mask_array and segment
-    ids in whole tiles, and those of `table`.
+    """Operands of a kernel whose work tiles are query rows, by tiles: bias, mask_array, segment ids
+    in whole tiles, and those of `table`.
     """
     fields = table(schedule, plan, inputs)
     if tma_operands.IN_WHOLE_TILES & set(plan.problem.arrays):
