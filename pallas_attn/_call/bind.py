@@ -184,6 +184,8 @@ def _optional(
     facts["arrays"] = tuple([name for name in names if getattr(inputs, name) is not None])
     for name, x in (("bias_shape", inputs.bias), ("mask_shape", inputs.mask_array)):
         facts[name] = None if x is None else x.shape
+    if inputs.bias is not None:
+        facts["bias_dtype"] = str(inputs.bias.dtype)
     return inputs, facts
 
 

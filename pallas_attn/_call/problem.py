@@ -112,6 +112,7 @@ class AttentionProblem:
     precision: str | None = None  # None or "highest"
     arrays: tuple[str, ...] = ()  # optional fields of AttentionInputs that are given, in order
     bias_shape: tuple[int, ...] | None = None
+    bias_dtype: str = "float32"  # meaningless without a bias
     mask_shape: tuple[int, ...] | None = None
     deterministic: bool = False  # whether a backward has the same bits each time
     mask_program: Program | None = None  # function of (b, h, q, kv) that hides keys beside `mask`
@@ -141,6 +142,11 @@ class AttentionProblem:
         mask, score = self.mask_program, self.score_program
         by_mask = mask is not None and mask.depends_on(which)
         return by_mask or (score is not None and score.depends_on(which + 1))
+
+    @property
+    def masks_keys(self) -> bool:
+        """Whether mask_array hides keys from all queries alike, as padding masks do."""
+        return self.mask_shape is not None and self.mask_shape[2] == 1 < self.mask_shape[3]
 
     @property
     def group(self) -> int:

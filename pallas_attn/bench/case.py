@@ -48,6 +48,8 @@ class AttentionCase:
     bias_shape: tuple[int, ...] | None = None
     bias_dtype: str = "float32"
     mask_shape: tuple[int, ...] | None = None
+    # First and end of the keys that mask_array, of mask_shape [B, 1, 1, S], shows; None: drawn
+    shown_keys: tuple[tuple[int, int], ...] | None = None
     sinks: bool = False
     magnitude: float = 1.0  # standard deviation of q; a large one makes the softmax saturate
     deterministic: bool = False
@@ -115,7 +117,7 @@ class AttentionCase:
         if self.bias_shape is not None:
             arrays["bias"] = _normal(seed, self.bias_dtype, "bias", self.bias_shape)
         if self.mask_shape is not None:
-            arrays["mask_array"] = jnp.array(_mask_array(seed, self.mask_shape))
+            arrays["mask_array"] = jnp.array(_mask_array(seed, self.mask_shape, self.shown_keys))
         for name, by in (("bias", math.nan), ("mask_array", True)) if poison else ():
             if name in arrays:
                 for live, axis in ((self.q_lengths, 2), (self.kv_lengths, 3)):
@@ -557,7 +559,13 @@ def _segment_ids(seed: int, segments: tuple[int, ...] | int, batch: int, length:
     return np.array(rows, np.int32).reshape(batch, length)
 
 
-def _mask_array(seed: int, shape: tuple[int, ...]) -> np.ndarray:
+def _mask_array(
+    seed: int, shape: tuple[int, ...], shown_keys: tuple[tuple[int, int], ...] | None
+) -> np.ndarray:
+    if shown_keys is not None:
+        first, end = np.array(shown_keys).T[:, :, None, None, None]
+        at = np.arange(shape[3])
+        return (first <= at) & (at < end)
     seen = np.random.default_rng(seed).random(shape) < 0.7
     if shape[2] > 1:
         seen[:, :, 1] = False  # a row that sees nothing

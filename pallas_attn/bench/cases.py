@@ -139,6 +139,20 @@ def _large_attention() -> list[AttentionCase]:
     for m, t in ((8, 64), (8, 16), (1, 1024), (1, 256), (1, 64), (1, 16)):
         name, offset = f"few_rows_m{m}_t{t}", 8192 - t
         rows.append(causal(name, (m, t, 8192), grouped, 128, "few_rows", q_offset=offset))
+    # Triangle attention and pair bias of AlphaFold 3, T5's encoder, a padded batch.
+    for batch, length, n, dim in ((384, 384, 4, 32), (768, 768, 4, 32), (512, 384, 8, 32)):
+        pair: dict[str, Any] = {"bias_shape": (1, n, length, length), "bias_dtype": "bfloat16"}
+        pair |= {"mask_shape": (batch, 1, 1, length), "shown_keys": ((0, length),) * batch}
+        name = f"h{dim}_pair_bias_b{batch}_t{length}_n{n}"
+        rows.append(full(name, (batch, length), (n, n), dim, "pair_bias", **pair))
+    shape = (4, 16, 768, 768)
+    pair = {"bias_shape": shape, "bias_dtype": "bfloat16"}
+    rows.append(full("h24_pair_bias_b4_t768_n16", (4, 768), equal, 24, "pair_bias", **pair))
+    pair = {"bias_shape": (1, 12, 512, 512), "bias_dtype": "bfloat16"}
+    rows.append(full("h64_t5_bias_b32_t512_n12", (32, 512), (12, 12), 64, "pair_bias", **pair))
+    shown = tuple((0, 2048 - 128 * n) for n in range(8))
+    padding: dict[str, Any] = {"mask_shape": (8, 1, 1, 2048), "shown_keys": shown}
+    rows.append(full("h64_padding_b8_t2048_n16", (8, 2048), equal, 64, "pair_bias", **padding))
     name, half = "lengths_half_of_8192", (4096,) * 4
     rows.append(full(name, (4, 8192), equal, 128, "cost", kv_lengths=half))
     rows.append(full("lengths_none_of_8192", (4, 8192), equal, 128, "cost"))
@@ -210,6 +224,14 @@ def _edge_attention() -> list[AttentionCase]:
         plain("bias_by_row", (2, 130), (2, 2), bias_shape=(2, 1, 130, 1), bias_dtype="bfloat16"),
         plain("mask_array", (2, 130, 200), (4, 2), mask_shape=(2, 4, 130, 200)),
         plain("mask_array_by_batch", (2, 130), (2, 2), mask=CAUSAL, mask_shape=(2, 1, 1, 130)),
+        plain("mask_array_by_row", (2, 130, 208), (4, 2), mask_shape=(2, 1, 130, 208)),
+        plain("bias_shared", (3, 130, 208), (4, 2), bias_shape=(1, 4, 130, 208),
+              bias_dtype="bfloat16", mask_shape=(3, 1, 1, 208),
+              shown_keys=((0, 208), (0, 140), (30, 100))),
+        plain("padding", (4, 130, 300), (4, 2), mask_shape=(4, 1, 1, 300),
+              shown_keys=((0, 300), (0, 128), (140, 290), (70, 70))),
+        plain("padding_ragged", (3, 130, 197), (2, 2), mask=CAUSAL, mask_shape=(3, 1, 1, 197),
+              shown_keys=((0, 197), (0, 77), (3, 60))),
         plain(
             "everything", (3, 130, 200), (8, 2), mask=sliding_window(90), q_offset=(0, 70, 199),
             kv_lengths=(0, 150, 200), segments=(100, 100), softcap=30.0, sinks=True,

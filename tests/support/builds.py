@@ -157,13 +157,15 @@ def _attention(  # noqa: PLR0913
     ids = _shape("int32", 2, rows)
     optional = {
         "bias": _shape("float32", 1, heads[0], rows, rows),
+        "bias_16": _shape("bfloat16", 1, heads[0], rows, keys),
+        "mask_array": _shape("bool", 2, 1, 1, keys),
         "sinks": _shape("float32", heads[0]),
         "kv_lengths": _shape("int32", 2),
         "q_lengths": _shape("int32", 2),
         "segment_ids": (ids, ids),
         "q_starts": _shape("int32", 9),
     }
-    arrays |= {name: optional[name] for name in also}
+    arrays |= {name.removesuffix("_16"): optional[name] for name in also}
     # Arguments, as they may hold arrays; what is static of them stays so.
     arrays |= {name: options.pop(name) for name in ("mask", "score") if name in options}
     call = functools.partial(_backward if backward else _forward, options)
@@ -338,6 +340,7 @@ BUILDS: dict[str, Build] = {
     "flash_fwd/sm80/h128_full": _attention_sm80(128),
     "flash_fwd/sm80/h256_lengths": _attention_sm80(256, also=("kv_lengths",), **_CAUSAL),
     "flash_fwd/sm80/h64_packed": _attention_sm80(64, **_PACKED),
+    "flash_fwd/sm80/h64_padded": _attention_sm80(64, also=("mask_array",)),
     "flash_fwd/sm80/h64_functions": _attention_sm80(64, **_FUNCTIONS),
     "flash_fwd/sm80/h128_float32": _attention_sm80(128, dtype="float32", **_CAUSAL),
     "flash_fwd/sm86/h256_float32_highest": _float32_sm86(256),
@@ -353,6 +356,7 @@ BUILDS: dict[str, Build] = {
     "flash_bwd/sm90/h256_causal": _backward_sm90(256, **_CAUSAL),
     "flash_bwd/sm90/h64_window": _backward_sm90(64, **_WINDOW),
     "flash_bwd/sm90/h64_bias": _backward_sm90(64, also=("bias", "sinks", "kv_lengths")),
+    "flash_bwd/sm90/h64_padded": _backward_sm90(64, also=("mask_array", "bias_16")),
     "flash_bwd/sm90/h64_packed": _backward_sm90(64, **_PACKED),
     "flash_bwd/sm90/h64_functions": _backward_sm90(64, **_FUNCTIONS),
     "flash_bwd/sm90/h128_float32_highest": _backward_sm90(

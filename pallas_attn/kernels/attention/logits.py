@@ -75,16 +75,28 @@ class LogitTile(NamedTuple):
     # The head and the position of each query, where queries are those of several heads.
     rows: Any = None
     layout: Any = mosaic.TILE
+    in_smem: Any = None  # parts of bias and mask_array in shared memory, by name: `score_tiles`
 
 
 def tile_of_rows(
-    ctx: KernelContext, rows: QueryRows, t: Index, layout: Layout = mosaic.TILE
+    ctx: KernelContext,
+    rows: QueryRows,
+    t: Index,
+    layout: Layout = mosaic.TILE,
+    slot: Index | None = None,
 ) -> LogitTile:
-    """The logits of a warpgroup's rows and kv tile t of their span."""
+    """The logits of a warpgroup's rows and kv tile t of their span, which `slot` of the ring holds
+    in the Hopper forward.
+    """
     tile = rows.tile
     key = rows.kv_tile(t) * ctx.plan.config.block_kv
     where = (tile.batch, tile.head, rows.row, key, tile.q_offset, tile.kv_len, tile.mask)
-    return LogitTile(*where, q_axis=0, layout=layout)
+    in_smem = None
+    if slot is not None and ctx.plan.score_tiles:
+        from pallas_attn.kernels.attention import score_tiles
+
+        in_smem = score_tiles.rows_of(ctx.smem.over_scores, slot, rows.wg)
+    return LogitTile(*where, q_axis=0, layout=layout, in_smem=in_smem)
 
 
 def masked_logits(  # noqa: PLR0913
@@ -101,7 +113,7 @@ def masked_logits(  # noqa: PLR0913
     which is (first, one after the last).
     """
     if ctx.plan.logit_rules.unit is None:
-        s, _ = scaled(ctx, tile_of_rows(ctx, rows, t), s)
+        s, _ = scaled(ctx, tile_of_rows(ctx, rows, t, slot=slot), s)
     mask = functools.partial(mask_rows, ctx, rows, t, slot)
     if masked is None:
         assert whole is not None
@@ -138,7 +150,7 @@ def scaled(
     if "bias" in problem.arrays:
         # The sum comes last: a product there would be fused with the subtraction of the row's max,
         # which is rounded. Where all of a row's bias is -1e10 they differ by 2**9.
-        s = s + load_tile(ctx.refs.bias, tile, s.shape).astype(jnp.float32) * unit
+        s = s + array_tile(ctx, "bias", tile, s.shape).astype(jnp.float32) * unit
     return s, slope
 
 
@@ -162,7 +174,7 @@ def mask_rows(
     if rows.segments is not None:
         s = rows.segments.mask(t, slot, s)
     if "mask_array" in problem.arrays:
-        shown = load_tile(ctx.refs.mask_array, tile_of_rows(ctx, rows, t), s.shape) != 0
+        shown = shown_keys(ctx, tile_of_rows(ctx, rows, t, slot=slot), s.shape)
         s = jnp.where(shown, s, -jnp.inf)
     return s
 
@@ -183,6 +195,35 @@ def load_vector(ref: GmemRef, tile: LogitTile, axis: int, shape: tuple[int, int]
     """A vector along one axis of a tile, broadcast over the other."""
     loaded = mosaic.load(ref, tile.layout.reduce(1 - axis))
     return lax.broadcast_in_dim(loaded, shape, [axis])
+
+
+def shown_keys(ctx: KernelContext, tile: LogitTile, shape: tuple[int, int]) -> RegisterTile:
+    """bool: what mask_array shows of a tile of logits."""
+    if not ctx.plan.problem.masks_keys:
+        return array_tile(ctx, "mask_array", tile, shape) != 0
+    from pallas_attn.kernels.attention import key_masks
+
+    row = key_masks.row_of(ctx.refs.mask_array, tile.batch, tile.head)
+    keys = (tile.key, shape, 1 - tile.q_axis, tile.layout)
+    return key_masks.shown(ctx.refs.mask_array, row, *keys)
+
+
+def array_tile(
+    ctx: KernelContext, name: str, tile: LogitTile, shape: tuple[int, int]
+) -> RegisterTile:
+    """The part of bias or mask_array that belongs to a tile of logits."""
+    if tile.in_smem and name in tile.in_smem:
+        from pallas_attn.kernels.attention import score_tiles
+
+        return score_tiles.read(tile.in_smem[name])
+    ref, tiling = getattr(ctx.refs, name), ctx.plan.tiling
+    whole = (tiling.padded_rows, tiling.padded_keys)
+    whole = whole[::-1] if tile.q_axis else whole
+    if all(size in (1, most) for size, most in zip(ref.shape[2:], whole, strict=True)):
+        return load_tile(ref, tile, shape)
+    from pallas_attn.kernels.attention import clipped
+
+    return clipped.load_tile(ref, tile, shape)
 
 
 def load_tile(ref: GmemRef, tile: LogitTile, shape: tuple[int, int]) -> RegisterTile:

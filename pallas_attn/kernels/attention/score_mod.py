@@ -10,7 +10,7 @@ from jax import lax
 
 from pallas_attn.kernels.attention import logits as row_logits
 from pallas_attn.kernels.attention import softmax
-from pallas_attn.kernels.attention.logits import LogitTile, load_tile, load_vector, tile_of_rows
+from pallas_attn.kernels.attention.logits import LogitTile, load_vector, shown_keys, tile_of_rows
 from pallas_attn.kernels.attention.tiles import ForwardRefs, KernelContext, QueryRows, WorkTile
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import (
@@ -73,7 +73,7 @@ def apply_mask(ctx: KernelContext, tile: LogitTile, s: RegisterTile) -> Register
         *_segments(ctx, tile, s.shape),
     )
     if "mask_array" in arrays:
-        shown = load_tile(refs.mask_array, tile, s.shape) != 0
+        shown = shown_keys(ctx, tile, s.shape)
         seen = shown if seen is True else seen & shown
     if plan.problem.mask_program is not None:
         from pallas_attn.kernels.attention import functions

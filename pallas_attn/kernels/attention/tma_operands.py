@@ -4,6 +4,7 @@ Mosaic's TMA clips a tiled buffer at whole tiles of 8 rows and of 16 columns or 
 other sizes by panels (`lang.panels`), or XLA pads them. Rows and columns beyond are zeros.
 """
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -138,7 +139,7 @@ def stored(x: jax.Array, form: OperandFormat, power: jax.Array | None = None) ->
     of x / power [B, kv heads] (None: 1).
     """
     if x.dtype != jnp.float32:
-        return for_tma(x)
+        return x if form.panels else for_tma(x)
     from pallas_attn.kernels.mma import wgmma_float32
 
     split = wgmma_float32.split(x, power, form.kind, form.width)
@@ -166,14 +167,23 @@ def padded(array: Operand, sizes: dict[int, int]) -> Any:
     return jnp.pad(array, widths) if any(after for _, after in widths) else array
 
 
-def over_scores(inputs: AttentionInputs, rows: int, keys: int) -> dict[str, Any]:
-    """The arrays of bias and mask_array that are there, for so many rows and keys: whole tiles."""
-    operands = {}
-    if inputs.bias is not None:
-        operands["bias"] = padded(inputs.bias, {2: rows, 3: keys})
-    if inputs.mask_array is not None:
-        operands["mask_array"] = padded(inputs.mask_array.astype(jnp.int8), {2: rows, 3: keys})
-    return operands
+def over_scores(
+    inputs: AttentionInputs, rows: int, keys: int, in_tiles: Collection[str] = ()
+) -> dict[str, Any]:
+    """The arrays of bias and mask_array that are there. Masks of keys stay boolean (`key_masks`).
+    Those of so many numbers that `clipped` cannot count them are padded to so many rows and keys,
+    whole tiles, but where TMA clips them (`in_tiles`).
+    """
+    operands, mask = {"bias": inputs.bias}, inputs.mask_array
+    if mask is not None:
+        of_keys = mask.shape[2] == 1 < mask.shape[3]
+        operands["mask_array"] = mask if of_keys else mask.astype(jnp.int8)
+        in_tiles = {*in_tiles, *["mask_array"] * of_keys}
+    return {
+        name: x if name in in_tiles or x.size < 2**31 else padded(x, {2: rows, 3: keys})
+        for name, x in operands.items()
+        if x is not None
+    }
 
 
 def segment_ids(inputs: AttentionInputs, rows: int, keys: int) -> dict[str, Any]:

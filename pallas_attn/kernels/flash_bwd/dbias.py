@@ -1,51 +1,32 @@
-"""The gradient of a bias, for the Hopper backward: dS, summed over what the bias is broadcast over.
+"""The gradient of a bias: dS, summed over what the bias is broadcast over.
 
-A kernel of its own that computes S and dP once more, since the tiles of scores that read the same
-tile of the bias are far apart in the schedules of the other kernels. A block owns one tile of 64
-queries by 64 keys of the bias and walks over the tiles of scores that read it: all batch rows,
-heads, query tiles or kv tiles along which the bias has one element. Their dS add up in registers in
-float32, in one order. Where the bias has too few tiles to fill the GPU, the walk is split into
-chunks, which XLA adds up, as it does the 64 rows or columns of a tile that stand for one element.
-Nothing else quadratic is stored. It is not fast: each tile of scores loads four tiles, so a bias
-that wants a gradient about doubles the time of a backward pass.
-
-Shared memory: q, do, k and v of a tile of scores, in a ring of `stages`.
+A kernel of its own makes it (`sm90_dbias`, `sm80_dbias`), which computes S and dP once more, since
+the tiles of scores that read the same tile of the bias are far apart in the schedules of the other
+kernels. A block owns a tile of queries and keys of the bias and walks over the tiles of scores that
+read it: all batch rows, heads, query tiles or kv tiles along which the bias has one element. Their
+dS add up in registers in float32, in one order. Where the bias has too few tiles to fill the GPU,
+the walk is split into chunks, which XLA adds up, as it does the rows or columns of a tile that
+stand for one element. Nothing else quadratic is stored.
 """
 
-import functools
 import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call.problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels.attention import score_mod
-from pallas_attn.kernels.attention.logits import LogitTile
-from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, mask_of
-from pallas_attn.kernels.flash_bwd.float32 import scaled, units_of
-from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
-from pallas_attn.kernels.flash_bwd.producer import load_rows
+from pallas_attn._call.problem import AttentionProblem
+from pallas_attn.kernels.attention.tiles import DYNAMIC, KernelContext, mask_of
 from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
-from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.types import (
-    Barrier,
-    GmemRef,
-    Index,
-    KernelConfig,
-    Predicate,
-    RegisterTile,
-    SmemRef,
-)
-from pallas_attn.kernels.mma import wgmma
+from pallas_attn.kernels.lang.types import Index, Predicate
 from pallas_attn.masks import Mask
 
-BLOCKS = 2 * tile_scheduler.BLOCKS  # enough to fill the GPU
-RING_BYTES = 200 * 1024  # bytes of shared memory for the ring
+BLOCKS = tile_scheduler.BLOCKS  # at work at a time
+WAVES = 4  # waves of blocks, at most, into which walks are split
+OVERHEAD = 2  # time of a block beside its walk, in tiles of scores
 
 
 # ---- the walk over tiles of scores --------------------------------------------------------------
@@ -83,6 +64,7 @@ class BiasStep(NamedTuple):
     kv_len: Index
     mask: Mask
     live: Predicate  # some query may see some key
+    whole: Predicate  # all of them see all keys
 
 
 def walk_of(plan: QueryPlan) -> BiasWalk:
@@ -92,14 +74,28 @@ def walk_of(plan: QueryPlan) -> BiasWalk:
     scores = (problem.batch, problem.q_heads, plan.tiling.q_tiles, key_tiles)
     tiles = tuple(1 if n == 1 else m for n, m in zip(problem.bias_shape, scores, strict=True))
     readers = tuple(m // n for n, m in zip(tiles, scores, strict=True))
-    chunks = min(math.prod(readers), pl.cdiv(BLOCKS, math.prod(tiles)))
-    return BiasWalk(tiles, readers, chunks)
+    return BiasWalk(tiles, readers, _chunks(math.prod(tiles), math.prod(readers)))
 
 
-def step_of(ctx: KernelContext, walk: BiasWalk, bias_tile: Index, n: Index) -> BiasStep:
-    """Tile of scores n of a tile of the bias."""
-    plan, refs, _ = ctx
-    problem, where, rest = plan.problem, [], bias_tile
+def _chunks(tiles: int, readers: int) -> int:
+    """The number of chunks by which blocks, in waves, are done first."""
+    most = min(readers, max(1, WAVES * BLOCKS // tiles))
+
+    def time(chunks: int) -> int:
+        return pl.cdiv(tiles * chunks, BLOCKS) * (pl.cdiv(readers, chunks) + OVERHEAD)
+
+    return min(range(1, most + 1), key=time)
+
+
+def sees_all_alike(problem: AttentionProblem) -> bool:
+    """Whether every query sees every key, as far as arrays and functions of positions say."""
+    others = problem.mask_program is not None or DYNAMIC & set(problem.arrays)
+    return problem.mask.is_full and not others
+
+
+def place_of(walk: BiasWalk, bias_tile: Index, n: Index) -> tuple[Index, ...]:
+    """Batch row, head, query tile and kv tile of tile of scores n of a tile of the bias."""
+    where, rest = [], bias_tile
     for count in reversed(walk.bias_tiles):
         where.append(lax.rem(rest, jnp.int32(count)))
         rest = lax.div(rest, jnp.int32(count))
@@ -108,25 +104,43 @@ def step_of(ctx: KernelContext, walk: BiasWalk, bias_tile: Index, n: Index) -> B
         where[axis] = where[axis] * 1 if count == 1 else lax.rem(rest, jnp.int32(count))
         rest = lax.div(rest, jnp.int32(count))
     key_tile, q_tile, head, batch = where
+    return batch, head, q_tile, key_tile
+
+
+def step_of(
+    ctx: KernelContext, walk: BiasWalk, bias_tile: Index, n: Index, seen: Index | None = None
+) -> BiasStep:
+    """Tile of scores n of a tile of the bias. `seen`: what a mask of keys shows of its keys, 0
+    none, 2 all.
+    """
+    plan, refs, _ = ctx
+    problem = plan.problem
+    batch, head, q_tile, key_tile = place_of(walk, bias_tile, n)
     q_offset: Index = refs.q_offset[batch] if plan.has("q_offset") else problem.q_offset
     kv_len: Index = refs.kv_lengths[batch] if plan.has("kv_lengths") else problem.kv_len
     q_len: Index = refs.q_lengths[batch] if plan.has("q_lengths") else problem.q_len
-    row = q_tile * ROWS
+    rows = plan.tiling.tile_rows
+    row = q_tile * rows
     mask, key = mask_of(problem, refs, batch), key_tile * plan.config.block_kv
-    span = plan.span(mask, q_offset + row, ROWS, kv_len)
+    span = plan.span(mask, q_offset + row, rows, kv_len)
     live = (n < math.prod(walk.readers)) & (row < q_len)
     live = live & (key_tile >= span.lo) & (key_tile < span.hi)
-    return BiasStep(batch, head, row, key, q_offset, q_len, kv_len, mask, live)
+    whole = (key_tile >= span.full_lo) & (key_tile < span.full_hi)
+    if seen is not None:
+        live, whole = live & (seen > 0), whole & (seen == 2)
+    elif plan.is_listed or {"mask_array", "q_segment_ids"} & set(problem.arrays):
+        whole = False
+    return BiasStep(batch, head, row, key, q_offset, q_len, kv_len, mask, live, whole)
 
 
 def sums_shape(plan: QueryPlan, walk: BiasWalk) -> tuple[int, ...]:
     """[chunks, batch rows, heads, rows, keys] of the blocks' sums."""
     *heads, q_tiles, key_tiles = walk.bias_tiles
-    return walk.chunks, *heads, q_tiles * ROWS, key_tiles * plan.config.block_kv
+    return walk.chunks, *heads, q_tiles * plan.tiling.tile_rows, key_tiles * plan.config.block_kv
 
 
 def store_place(walk: BiasWalk, block: BiasBlock, shape: tuple[int, int]) -> tuple[Any, ...]:
-    """The place of a block's sum in an array of `sums_shape`."""
+    """The place of a block's sum, of so many rows and keys, in an array of `sums_shape`."""
     where, rest = [], block.bias_tile
     for count, size in zip(reversed(walk.bias_tiles), (*reversed(shape), 1, 1), strict=True):
         where.append(lax.rem(rest, jnp.int32(count)) * size)
@@ -142,133 +156,3 @@ def folded(sums: jax.Array, bias: jax.Array) -> jax.Array:
         if bias.shape[axis] == 1:
             dbias = dbias.sum(axis=axis, keepdims=True)
     return dbias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
-
-
-# ---- the kernel ---------------------------------------------------------------------------------
-
-
-class BiasSmem(NamedTuple):
-    q: SmemRef
-    do: SmemRef
-    k: SmemRef
-    v: SmemRef
-    ready: Barrier
-    free: Barrier
-
-
-def scratch(plan: QueryPlan) -> BiasSmem:
-    stages = 2 if 2 * _tile_bytes(plan) <= RING_BYTES else 1
-    q, do, k, v = (
-        mosaic.swizzled((stages, rows, form.columns), form.dtype, form.swizzle)
-        for rows in (ROWS, plan.config.block_kv)
-        for form in (plan.qk, plan.v)
-    )
-    ready = plgpu.Barrier(num_barriers=stages, num_arrivals=4)
-    return BiasSmem(q, do, k, v, ready, plgpu.Barrier(num_barriers=stages))
-
-
-def _tile_bytes(plan: QueryPlan) -> int:
-    """Bytes of the four tiles that a tile of scores is made of."""
-    rows = ROWS + plan.config.block_kv
-    return rows * sum(form.columns * form.itemsize for form in (plan.qk, plan.v))
-
-
-def _produce(ctx: KernelContext, walk: BiasWalk, block: BiasBlock) -> None:
-    plan, refs, smem = ctx
-    stages = smem.q.shape[0]
-
-    def body(i: Index, count: Index) -> Index:
-        step = step_of(ctx, walk, block.bias_tile, block.chunk * walk.steps + i)
-
-        @pl.when(step.live)
-        def _():
-            slot = lax.rem(count, jnp.int32(stages))
-            pl.when(count >= stages)(lambda: plgpu.barrier_wait(smem.free.at[slot]))
-            kv_head = lax.div(step.head, jnp.int32(plan.problem.group))
-            queries, keys = (step.batch, step.head, step.row), (step.batch, kv_head, step.key)
-            for name, at in (("q", queries), ("do", queries), ("k", keys), ("v", keys)):
-                to = getattr(smem, name).at[slot]
-                load_rows(getattr(refs, name), at, to, smem.ready.at[slot])
-
-        return count + step.live.astype(jnp.int32)
-
-    lax.fori_loop(0, walk.steps, body, jnp.int32(0))
-
-
-def _consume(ctx: KernelContext, out: GmemRef, walk: BiasWalk, block: BiasBlock) -> None:
-    plan, _, smem = ctx
-    shape = (ROWS, plan.config.block_kv)
-
-    def body(i: Index, carry: tuple[RegisterTile, Index]) -> tuple[RegisterTile, Index]:
-        step = step_of(ctx, walk, block.bias_tile, block.chunk * walk.steps + i)
-
-        def add(carry: tuple[RegisterTile, Index]) -> tuple[RegisterTile, Index]:
-            acc, count = carry
-            slot = lax.rem(count, jnp.int32(smem.q.shape[0]))
-            plgpu.barrier_wait(smem.ready.at[slot])
-            ds = _ds(ctx, step, slot)
-            plgpu.barrier_arrive(smem.free.at[slot])
-            return acc + ds, count + 1
-
-        return lax.cond(step.live, add, lambda carry: carry, carry)
-
-    acc, _ = lax.fori_loop(0, walk.steps, body, (mosaic.filled(shape, 0.0), jnp.int32(0)))
-    mosaic.store(out.at[store_place(walk, block, shape)], acc)
-
-
-def _ds(ctx: KernelContext, step: BiasStep, slot: Index) -> RegisterTile:
-    plan, refs, smem = ctx
-    shape = (ROWS, plan.config.block_kv)
-    kinds = (plan.qk.kind, plan.v.kind) * 2
-    q, do, k, v = (
-        wgmma.terms_of_smem(ref.at[slot], kind) for ref, kind in zip(smem[:4], kinds, strict=True)
-    )
-    kv_head = lax.div(step.head, jnp.int32(plan.problem.group))
-    units = units_of(refs.units, step.batch, kv_head)
-    s = scaled(wgmma.matmul(shape, q, wgmma.transposed(k)), units.scores)
-    dp = scaled(wgmma.matmul(shape, do, wgmma.transposed(v)), units.dp)
-    where = (step.batch, step.head, step.row, step.key, step.q_offset, step.kv_len, step.mask)
-    lse, delta = (
-        mosaic.load(ref.at[step.batch, step.head, pl.ds(step.row, ROWS)], mosaic.ROW)
-        for ref in (refs.lse, refs.delta)
-    )
-    p, _ = score_mod.probabilities(ctx, LogitTile(*where, q_axis=0), s, lse, True)
-    ds = p * (dp - mosaic.broadcast_rows(delta, shape))
-    # Past a length there may be NaN in s and in dp.
-    inside = mosaic.positions(shape, 0, step.row) < step.q_len
-    return scaled(jnp.where(inside & (p != 0), ds, 0.0), units.ds)
-
-
-def _kernel(
-    refs: BackwardRefs, out: GmemRef, smem: BiasSmem, *, plan: QueryPlan, walk: BiasWalk
-) -> None:
-    ctx = KernelContext(plan, refs, smem)
-    block = BiasBlock(lax.axis_index("tile"), lax.axis_index("chunk"))
-    wg = lax.axis_index("wg")
-    pl.when(wg == 1)(lambda: _produce(ctx, walk, block))
-    pl.when(wg == 0)(lambda: _consume(ctx, out, walk, block))
-
-
-def plan_of(problem: AttentionProblem, config: KernelConfig) -> QueryPlan:
-    """By tiles of 64 by 64, or 32 where four such do not fit; `config` is the forward's class."""
-    plan = QueryPlan.of(problem, config(warpgroups=1, block_kv=ROWS))
-    if _tile_bytes(plan) <= RING_BYTES:
-        return plan
-    return QueryPlan.of(problem, config(warpgroups=1, block_kv=ROWS // 2))
-
-
-def dbias_of(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> jax.Array:
-    """The cotangent of inputs.bias."""
-    walk, bias = walk_of(plan), inputs.bias
-    assert bias is not None
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, plan=plan, walk=walk),
-        out_type=jax.ShapeDtypeStruct(sums_shape(plan, walk), jnp.float32),
-        scratch_types=(scratch(plan),),
-        **mosaic.grid_of(tile=math.prod(walk.bias_tiles), chunk=walk.chunks),
-        num_threads=2,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name="flash_bwd_dbias_sm90",
-    )
-    return folded(kernel(refs), bias)

@@ -6,7 +6,7 @@ them in shared memory and has TMA add them. Of 128 rows each takes 64 and adds t
 `rounded` puts it in order. At head dim 64 the way by shared memory takes longer.
 """
 
-import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,7 +18,8 @@ from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
-from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import Index, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import mma_rowmajor
 
@@ -39,55 +40,114 @@ def is_split_by_rows(plan: KeyPlan) -> bool:
     return plan.config.block_q == WARPGROUPS * ROWS
 
 
-def qk_width(plan: KeyPlan) -> int:
-    """The head dim of q and k in shared memory; where warpgroups share the columns of dQ, both
-    halves are whole swizzles.
+def qk_widths(plan: KeyPlan) -> tuple[int, ...]:
+    """Columns of q and k in shared memory, of each panel; where warpgroups share the columns of dQ,
+    both halves are whole swizzles.
     """
+    form = plan.format.qk
+    if form.panels:
+        return form.panels
     if is_split_by_rows(plan):
-        return plan.format.qk.width
-    return tma_operands.round_up(plan.format.qk.width, plan.format.qk.swizzle)
+        return (form.width,)
+    return (tma_operands.round_up(form.width, form.swizzle),)
 
 
-def share_shape(plan: KeyPlan) -> tuple[int, int]:
-    """The shape of a warpgroup's share of the dQ of a query tile."""
-    width = qk_width(plan)
-    return ROWS, width if is_split_by_rows(plan) else width // WARPGROUPS
+def share_widths(plan: KeyPlan) -> tuple[int, ...]:
+    """Columns of a warpgroup's share of the dQ of a query tile, of each accumulator: all columns of
+    its rows, or half of them.
+    """
+    widths = qk_widths(plan)
+    if is_split_by_rows(plan):
+        return widths
+    return widths[:1] if plan.format.qk.panels else (widths[0] // WARPGROUPS,)
+
+
+def has_rest(plan: KeyPlan) -> bool:
+    """Whether the second half of k, whose columns past the head dim are zeros, is wider than the
+    second panel of q: then scores are made from another copy.
+    """
+    widths = plan.format.qk.panels
+    return plan.format.halves and widths[1] < widths[0]
 
 
 def staging(plan: KeyPlan) -> SmemRef:
     """Shared memory for `add`, or None."""
     if is_split_by_rows(plan):
         return None
-    return mosaic.swizzled((WARPGROUPS, *share_shape(plan)), jnp.float32, _swizzle(plan))
+    return mosaic.swizzled((WARPGROUPS, ROWS, *share_widths(plan)), jnp.float32, _swizzle(plan))
 
 
 def _swizzle(plan: KeyPlan) -> int:
-    return tma_operands.swizzle_of(4 * share_shape(plan)[1])
+    return tma_operands.swizzle_of(4 * share_widths(plan)[0])
 
 
-def multiply(ctx: KernelContext, acc: RegisterTile, slot: Index, wg: Index) -> None:
+def ds_scratch(plan: KeyPlan) -> tuple[Panels, ...]:
+    """Shared memory [slot, warpgroup, 64 query rows, keys, query rows] for dS: a copy for each
+    swizzle of k, as both operands of a matmul have one. TMA takes blocks of 64 columns, too.
+    """
+    config, dtype, form = plan.config, jnp.dtype(plan.problem.dtype), plan.format.qk
+    halves = (plan.ds_slots, WARPGROUPS, config.block_q // ROWS, ROWS)
+    if not form.panels:
+        return (mosaic.swizzled((*halves, ROWS), dtype, form.swizzle),)
+    return tuple(
+        (panels.scratch(halves, dtype, ROWS),)
+        if width == ROWS
+        else mosaic.swizzled((*halves, ROWS), dtype, 2 * width)
+        for width in _swizzled_widths(plan)
+    )
+
+
+def _swizzled_widths(plan: KeyPlan) -> list[int]:
+    return sorted(set(share_widths(plan)), reverse=True)
+
+
+def ds_tiles(ctx: KernelContext, *at: Index) -> list[SmemRef]:
+    """The copies of a tile of dS."""
+    return [ref for copy in ctx.smem.ds for ref in panels.tiles(copy, *at)]
+
+
+def matmuls(plan: KeyPlan) -> int:
+    """Matmuls that `multiply` issues."""
+    return WARPGROUPS * len(share_widths(plan))
+
+
+def multiply(ctx: KernelContext, accs: Sequence[RegisterTile], slot: Index, wg: Index) -> None:
     """Issues a warpgroup's share of dS K, of the dS in `slot`."""
     plan, _, smem = ctx
-    _, columns = share_shape(plan)
     # Else what describes a matmul of each part of k is kept for all of them, and spilled.
-    zero = mosaic.opaque_zero(wg, 1)
+    zero, widths = mosaic.opaque_zero(wg, 1), _swizzled_widths(plan)
     for u in range(WARPGROUPS):
         if is_split_by_rows(plan):
-            ds, k = smem.ds.at[slot, u, wg], smem.k.at[u + zero]
+            copies, parts = ds_tiles(ctx, slot, u, wg), panels.tiles(smem.k, u + zero)
         else:
-            ds, k = smem.ds.at[slot, u, 0], smem.k.at[u, :, pl.ds(wg * columns, columns)]
-        plgpu.wgmma(acc, ds.transpose((1, 0)), k)
+            copies, parts = ds_tiles(ctx, slot, u, 0), (_half_of_k(ctx, u, wg),)
+        for acc, k in zip(accs, parts, strict=True):
+            ds = copies[0 if len(copies) == 1 else widths.index(k.shape[1])]
+            plgpu.wgmma(acc, ds.transpose((1, 0)), k)
 
 
-def add(ctx: KernelContext, work: KeyTile, wg: Index, step: PendingDq, dq: RegisterTile) -> None:
+def _half_of_k(ctx: KernelContext, u: int, wg: Index) -> SmemRef:
+    """A warpgroup's half of the columns of the keys of warpgroup u."""
+    plan, _, smem = ctx
+    if plan.format.qk.panels:
+        return smem.k_halves.tile.at[wg, u]
+    (columns,) = share_widths(plan)
+    return smem.k.at[u, :, pl.ds(wg * columns, columns)]
+
+
+def add(
+    ctx: KernelContext, work: KeyTile, wg: Index, step: PendingDq, parts: Sequence[RegisterTile]
+) -> None:
     """Adds a warpgroup's share to global memory."""
     plan, refs, smem = ctx
-    rows, columns = share_shape(plan)
     if is_split_by_rows(plan):
         head = work.batch * plan.problem.q_heads + step.head
-        number = head * _q_tiles(plan) + step.t
-        mma_rowmajor.add(refs.dq, number * WARPGROUPS + wg, dq, step.exists)
+        number = (head * _q_tiles(plan) + step.t) * WARPGROUPS + wg
+        for before, dq in zip(_columns_before(plan), parts, strict=True):
+            first = before * _pieces(plan, plan.problem.batch) // dq.shape[1]
+            mma_rowmajor.add(refs.dq, number + first if first else number, dq, step.exists)
         return
+    (dq,), (columns,), rows = parts, share_widths(plan), ROWS
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     smem.dq[wg] = dq
     plgpu.commit_smem()
@@ -100,10 +160,10 @@ def zeros(plan: KeyPlan, batch: int) -> jax.Array:
     """The array that `add` adds to: whole swizzles. TMA leaves out columns past its last."""
     rows, heads = _q_tiles(plan) * plan.config.block_q, plan.problem.q_heads
     if is_split_by_rows(plan):
-        return jnp.zeros(math.prod((batch, rows, heads, qk_width(plan))))
+        return jnp.zeros(_pieces(plan, batch) * ROWS * sum(qk_widths(plan)))
     width = tma_operands.round_up(plan.problem.head_dim, _swizzle(plan) // 4)
-    if width <= share_shape(plan)[1]:  # all of the second share
-        width = qk_width(plan)
+    if width <= share_widths(plan)[0]:  # all of the second share
+        width = sum(qk_widths(plan))
     return jnp.zeros((batch, rows, heads, width))
 
 
@@ -111,13 +171,36 @@ def rounded(plan: KeyPlan, dq: jax.Array) -> jax.Array:
     """The sums as dq, [B, T, N, H]."""
     problem = plan.problem
     if is_split_by_rows(plan):
-        # batch, head, tile, share, 8 columns, warp, row, 2 columns, row / 8, column
-        tiles = (problem.batch, problem.q_heads, _q_tiles(plan), WARPGROUPS)
-        dq = dq.reshape(*tiles, qk_width(plan) // 8, 4, 8, 4, 2, 2)
-        dq = dq.transpose((0, 2, 3, 5, 8, 6, 1, 4, 7, 9))
-        dq = dq.reshape(problem.batch, -1, problem.q_heads, qk_width(plan))
+        rows, widths = _pieces(plan, problem.batch) * ROWS, qk_widths(plan)
+        starts = [rows * before for before in _columns_before(plan)]
+        parts = [
+            _in_order(plan, dq[start : start + rows * width] if len(widths) > 1 else dq, width)
+            for start, width in zip(starts, widths, strict=True)
+        ]
+        dq = jnp.concatenate(parts, axis=3) if len(parts) > 1 else parts[0]
     dq = dq[:, : problem.q_len, :, : problem.head_dim]
     return (dq * problem.scale).astype(problem.dtype)
+
+
+def _in_order(plan: KeyPlan, dq: jax.Array, width: int) -> jax.Array:
+    """A panel of all shares, as threads hold it -> [B, rows, N, columns]."""
+    # batch, head, tile, share, 8 columns, warp, row, 2 columns, row / 8, column
+    problem = plan.problem
+    tiles = (problem.batch, problem.q_heads, _q_tiles(plan), WARPGROUPS)
+    dq = dq.reshape(*tiles, width // 8, 4, 8, 4, 2, 2)
+    dq = dq.transpose((0, 2, 3, 5, 8, 6, 1, 4, 7, 9))
+    return dq.reshape(problem.batch, -1, problem.q_heads, width)
+
+
+def _pieces(plan: KeyPlan, batch: int) -> int:
+    """Shares of all query tiles, where each has rows of its own."""
+    return batch * plan.problem.q_heads * _q_tiles(plan) * WARPGROUPS
+
+
+def _columns_before(plan: KeyPlan) -> list[int]:
+    """Columns of the panels before each panel."""
+    widths = qk_widths(plan)
+    return [sum(widths[:n]) for n in range(len(widths))]
 
 
 def _q_tiles(plan: KeyPlan) -> int:

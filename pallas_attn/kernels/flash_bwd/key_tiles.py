@@ -82,6 +82,13 @@ class KeyTiling:
         return not ({"mask_array", "q_segment_ids"} & set(self.problem.arrays) or self.is_listed)
 
     @property
+    def reads_key_mask(self) -> bool:
+        """Whether a mask of keys says which work tiles are hidden or whole: see `key_masks`."""
+        problem = self.problem
+        mixed = self.is_listed or "q_segment_ids" in problem.arrays
+        return problem.masks_keys and problem.mask_shape[1] == 1 and not mixed
+
+    @property
     def rotates(self) -> bool:
         """Whether the work tiles of a head begin at different query tiles. Where all of them meet
         all query tiles they run at one time, and would add to the same part of dQ.
@@ -102,7 +109,7 @@ class KeyTiling:
         arrays = self.problem.arrays
         if self.is_listed:
             return frozenset(("full", "high"))
-        if "mask_array" in arrays:
+        if "mask_array" in arrays and not self.reads_key_mask:
             return frozenset(("low",))
         offsets = known_offsets(self.problem)
         if not offsets or "q_segment_ids" in arrays:
@@ -217,7 +224,9 @@ def key_tile(ctx: KernelContext, code: Index) -> KeyTile:
     if plan.has("q_segment_ids"):
         span = span.within(Span(*(refs.segment_spans[batch, i, tile] for i in range(4))))
         span = span._replace(hi=jnp.maximum(span.lo, span.hi))
-    if plan.has("mask_array"):
+    if tiling.reads_key_mask:
+        span = _of_visible_keys(ctx, span, batch, tile)
+    elif plan.has("mask_array"):
         span = span._replace(full_lo=span.hi, full_hi=span.hi)
     kv_head = lax.rem(head, jnp.int32(problem.kv_heads))
     where = (batch, kv_head, key, q_offset, q_len, kv_len, mask)
@@ -231,6 +240,20 @@ def key_tile(ctx: KernelContext, code: Index) -> KeyTile:
     if tiling.rotates:
         rotation = lax.div(tile * tiling.q_tiles, jnp.int32(tiling.kv_tiles))
     return KeyTile(*where, span, QTilesFrom(span, rotation))
+
+
+def _of_visible_keys(ctx: KernelContext, span: Span, batch: Index, tile: Index) -> Span:
+    """The query tiles of keys: none where a mask hides all, and all masked where it hides some."""
+    from pallas_attn.kernels.attention import key_masks
+    from pallas_attn.kernels.lang import booleans
+
+    mask = ctx.refs.mask_array
+    row = key_masks.row_of(mask, batch, 0)
+    word = booleans.tiles_of(mask, row, tile, ctx.plan.tiling.block_kv, 1)
+    hi = jnp.where(key_masks.sees_any(word), span.hi, span.lo)
+    whole = key_masks.sees_all(word)
+    full_lo, full_hi = (jnp.where(whole, x, hi) for x in (span.full_lo, span.full_hi))
+    return Span(span.lo, full_lo, full_hi, hi)
 
 
 def step_of(plan: "KeyPlan", work: KeyTile, i: Index) -> tuple[Index, Index]:

@@ -65,6 +65,7 @@ class BackwardRefs(NamedTuple):
     score_aux: Any = ()
     tiles: GmemRef = None  # see `tile_lists.tiles`
     counter: GmemRef = None  # int32[1], written: see `flash_fwd.claims`
+    key_tiles: GmemRef = None  # int32[B|1, N|1, kv tiles]: 0 hidden, 1 in part, 2 shown whole
 
 
 class KeyGradients(NamedTuple):
@@ -117,8 +118,8 @@ def dsinks(residuals: Residuals, stats: RowStatistics) -> jax.Array:
 
 def for_tma(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> BackwardRefs:
     """The arrays of a Hopper kernel over keys, but for dq. Copied where `tma_operands` says that
-    TMA cannot read them; bias and mask_array always, transposed, since Mosaic loads no transposed
-    tile.
+    TMA cannot read them; bias and mask_array transposed, unless tiles of the array are read across
+    (`over_tiles`).
     """
     problem, tiling, form, inputs = plan.problem, plan.tiling, plan.format, residuals.inputs
     fields: dict[str, Any] = stats._asdict()
@@ -161,7 +162,18 @@ def over_tiles(plan: KeyPlan, inputs: AttentionInputs) -> dict[str, Any]:
     rows, keys = tiling.padded_rows, tiling.padded_keys
     fields: dict[str, Any] = {name: getattr(inputs, name) for name in problem.arrays}
     over_scores = tma_operands.over_scores(inputs, rows, keys)
-    fields |= {name: array.swapaxes(2, 3) for name, array in over_scores.items()}
+    as_it_is = ["mask_array"] if problem.masks_keys else []
+    for name, array in over_scores.items():
+        sizes = array.shape[2:]
+        if min(sizes) > 1 and sizes != (rows, keys):
+            as_it_is.append(name)  # `clipped` reads it
+    fields |= {
+        name: array if name in as_it_is else array.swapaxes(2, 3)
+        for name, array in over_scores.items()
+        if name != "bias" or plan.bias_tiles is None
+    }
+    if plan.bias_tiles is not None:
+        fields["bias"] = plan.bias_tiles.operand(inputs.bias)
     fields |= tma_operands.segment_ids(inputs, rows, keys)
     fields |= functions.operands(inputs)
     if plan.has("q_segment_ids"):

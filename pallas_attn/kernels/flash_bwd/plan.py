@@ -5,7 +5,6 @@ import functools
 from typing import Any, NamedTuple
 
 from pallas_attn._call.problem import AttentionProblem
-from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.logits import LogitRules
 from pallas_attn.kernels.attention.tiles import ROWS
@@ -23,6 +22,8 @@ class KeyPlan:
     config: Any  # the kernel's Config
     order: WorkOrder
     format: Any  # `RowFormats`, or `sm80_common.MmaFormat`
+    bias_tiles: Any = None  # `score_tiles.BiasOfKeys`, where `sm90_fused` reads a bias by tiles
+    adds_dq: bool = True  # `sm90_fused` makes dq, too
 
     @property
     def tiling(self) -> KeyTiling:
@@ -30,6 +31,11 @@ class KeyPlan:
 
     def has(self, name: str) -> bool:
         return name in self.problem.arrays
+
+    @property
+    def ds_slots(self) -> int:
+        """Places for dS in shared memory; beside tiles of a bias no more than are needed."""
+        return 1 if self.bias_tiles and not self.adds_dq else 2 * self.config.dq_lag
 
     @functools.cached_property
     def exact(self) -> bool:
@@ -44,25 +50,37 @@ class KeyPlan:
         return LogitRules.of(self.problem, self.tiling.block_kv, natural=self.exact)
 
 
+def is_wide(problem: AttentionProblem) -> bool:
+    """Whether dK and dV of 64 keys are too much for one warpgroup, or k and v of 128 for shared
+    memory.
+    """
+    return max(problem.head_dim, problem.v_head_dim) > 128 or problem.dtype == "float32"
+
+
+def in_panels(problem: AttentionProblem) -> bool:
+    """Whether q, k, v and dO, and the gradients, lie in panels in shared memory."""
+    return tma_operands.takes_panels(problem) and not is_wide(problem)
+
+
 class RowFormats(NamedTuple):
     """How rows lie in shared memory on Hopper."""
 
     qk: OperandFormat
     v: OperandFormat  # dO too
+    halves: bool = False  # q and k lie in two panels: each warpgroup adds to one of dQ
 
     @classmethod
-    def of(cls, problem: AttentionProblem, block_q: int) -> "RowFormats":
-        """Query tiles of `block_q` rows are multiplied by whole swizzles too."""
+    def of(cls, problem: AttentionProblem, block_q: int, halves: bool = False) -> "RowFormats":
+        """Query tiles of `block_q` rows are multiplied by whole swizzles too. `halves`: q and k
+        have at least two panels.
+        """
+        if in_panels(problem):
+            dims = problem.head_dim, problem.v_head_dim
+            qk, v = (tma_operands.in_panels(problem.dtype, dim) for dim in dims)
+            if halves and len(qk.panels) == 1:
+                width = max(qk.width // 2, 16)
+                qk = qk._replace(panels=(width, width), width=2 * width, swizzle=2 * width)
+            return cls(qk, v, halves)
         most = tma_operands.swizzle_of(2 * block_q)
         formats = tma_operands.formats_of(problem, ROWS)
         return cls(*(x._replace(swizzle=min(x.swizzle, most)) for x in formats))
-
-
-def limit(problem: AttentionProblem) -> Limit | None:
-    """Why the backward kernels cannot take a problem that the forward takes, or None."""
-    if "bias" in problem.arrays and (problem.mask_program or problem.score_program):
-        return Limit(
-            "it makes no gradient of a bias beside functions of positions",
-            'say implementation="reference", or read the bias in score_fn, under stop_gradient',
-        )
-    return None

@@ -9,31 +9,32 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.attention import tiles
+from pallas_attn.kernels.attention import score_tiles, tiles
 from pallas_attn.kernels.attention.tiles import KernelContext, kv_batch
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, key_tile, step_of
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_fwd import claims
-from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang import panels
+from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, SmemRef
 
 
 class Ring(NamedTuple):
     """Stages of shared memory by which tiles get from the producer to the consumers."""
 
-    tiles: SmemRef  # [stages, rows, columns]
+    tiles: Panels  # [stages, rows, columns]
     ready: Barrier  # one a stage: the tile has arrived
     free: Barrier  # one a stage: all consumers have released it
     row_stats: SmemRef = None  # [stages, rows]: a number for each query, arrives with the tile
 
     def slot(self, count: Index) -> Index:
         """The stage of tile number `count` of a block."""
-        return ring_slot(count, self.tiles.shape[0])
+        return ring_slot(count, self.ready.shape[0])
 
     def acquire(self, count: Index, slot: Index) -> None:
         """The producer waits until tile number `count` may be loaded."""
         wait = functools.partial(plgpu.barrier_wait, self.free.at[slot])
-        pl.when(count >= self.tiles.shape[0])(wait)
+        pl.when(count >= self.ready.shape[0])(wait)
 
     def wait(self, slot: Index) -> None:
         plgpu.barrier_wait(self.ready.at[slot])
@@ -52,8 +53,10 @@ class KeyPart(NamedTuple):
 
     name: str  # "k" or "v"
     first: int  # number of the first key in the work tile
-    to: SmemRef
+    to: Panels
+    index: int  # in `to`
     ready: Barrier
+    column: int = 0  # the first
 
 
 class KeyBuffers(NamedTuple):
@@ -82,6 +85,10 @@ def produce(ctx: KernelContext, block_id: Index, buffers: Sequence[KeyBuffers]) 
             for name, ring in (("q", smem.q_ring), ("do", smem.do_ring)):
                 ring.acquire(count, slot)
                 _load_q_tile(ctx, work, name, ring, slot, head, t)
+            if plan.bias_tiles is not None:
+                place = score_tiles.Place(work.batch, head, t * plan.config.block_q, work.key)
+                ready = smem.q_ring.ready.at[slot]
+                plan.bias_tiles.load(ctx.refs.bias, smem.bias, place, slot, ready)
             pl.when(i == 0)(load_keys)
             return count + 1
 
@@ -125,13 +132,13 @@ def _load_q_tile(
     ctx: KernelContext, work: KeyTile, name: str, ring: Ring, slot: Index, head: Index, t: Index
 ) -> None:
     """Query tile t of q or dO, and with it the lse or the delta of its rows."""
-    block, to, ready = ctx.plan.config.block_q, ring.tiles.at[slot], ring.ready.at[slot]
+    block, ready = ctx.plan.config.block_q, ring.ready.at[slot]
     ref, stats = getattr(ctx.refs, name), getattr(ctx.refs, {"q": "lse", "do": "delta"}[name])
     some = pl.ds(t * block, ring.row_stats.shape[1])
     plgpu.copy_gmem_to_smem(stats.at[work.batch, head, some], ring.row_stats.at[slot], ready)
 
     def copy(ref: GmemRef, first: Index) -> None:
-        load_rows(ref, (work.batch, head, first), to, ready)
+        load_rows(ref, (work.batch, head, first), ring.tiles, slot, ready)
 
     if work.q_len is None:
         return copy(ref, t * block)
@@ -149,11 +156,12 @@ def _load_keys(ctx: KernelContext, buffers: Sequence[KeyBuffers], n: Index, work
 
 
 def _load_key_part(ctx: KernelContext, work: KeyTile, part: KeyPart) -> None:
-    plan, refs, to = ctx.plan, ctx.refs, part.to
+    plan, refs, _ = ctx
     batch = kv_batch(plan.problem, work.batch)
 
     def copy(ref: GmemRef, start: Index) -> None:
-        load_rows(ref, (batch, work.kv_head, start + part.first), to, part.ready)
+        at = batch, work.kv_head, start + part.first
+        load_rows(ref, at, part.to, part.index, part.ready, part.column)
 
     if not plan.has("kv_lengths"):
         return copy(getattr(refs, part.name), kv_row(plan, work.key))
@@ -170,20 +178,26 @@ def kv_row(plan: KeyPlan, key: Index) -> Index:
 # ---- copies by TMA ------------------------------------------------------------------------------
 
 
-def load_rows(ref: GmemRef, at: tuple[Index, ...], to: SmemRef, ready: Barrier) -> None:
-    """Rows of one head, `at` (batch, head, first row), as many as `to` has."""
+def load_rows(  # noqa: PLR0913
+    ref: GmemRef,
+    at: tuple[Index, ...],
+    to: Panels,
+    index: Index,
+    ready: Barrier,
+    column: int = 0,
+) -> None:
+    """Rows of one head, `at` (batch, head, first row), from a column on, as many as `to` has at
+    `index`.
+    """
     batch, head, first = at
-    columns = mosaic.columns(ref, 0, to.shape[-1], head)
-    plgpu.copy_gmem_to_smem(ref.at[batch, pl.ds(first, to.shape[0]), head, columns], to, ready)
+    rows = panels.tiles(to, index)[0].shape[0]
+    panels.load(ref, (batch, pl.ds(first, rows), head), to, index, ready, column)
 
 
 def store_rows(
-    staged: SmemRef, to: GmemRef, at: tuple[Index, ...], column: int, *traced: Any
+    staged: Panels, index: Any, to: GmemRef, at: tuple[Index, ...], column: int = 0, **how: Any
 ) -> None:
-    """Rows in shared memory to `at` (batch, head, first row), from a column on. `traced`: any
-    integer for `mosaic.columns`, and whether to store at all.
-    """
+    """Rows in shared memory to `at` (batch, head, first row), from a column on."""
     batch, head, first = at
-    columns = mosaic.columns(to, column, staged.shape[-1], traced[0])
-    there = to.at[batch, pl.ds(first, staged.shape[0]), head, columns]
-    plgpu.copy_smem_to_gmem(staged, there, *traced[1:])
+    rows = panels.tiles(staged, *(index if isinstance(index, tuple) else (index,)))[0].shape[0]
+    panels.store(staged, index, to, (batch, pl.ds(first, rows), head), column, **how)

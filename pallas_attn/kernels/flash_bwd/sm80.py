@@ -50,7 +50,6 @@ from pallas_attn.kernels.attention import (
 from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, copy_async
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import key_tiles, operands, sm80_dbias, sm80_dq, work_order
-from pallas_attn.kernels.flash_bwd import plan as backward_plan
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, KeyTiling, QueryStep
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Residuals, RowStatistics
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
@@ -125,7 +124,7 @@ class Config:
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
-    return backward_plan.limit(problem) or flash_fwd_sm80.limit(problem)
+    return flash_fwd_sm80.limit(problem)
 
 
 # ---- static values ------------------------------------------------------------------------------

@@ -6,8 +6,9 @@
 | the same, short sequences or masks, or bits that must repeat | `sm90_fused` | `sm90_dq` |
 | head dims above 128, or float32 | `sm90_dkdv` | `sm90_dq`, seven matmuls in all |
 | short causal windows, head dims up to 64 | `sm90_window` | `sm90_window` |
+| up to 128 queries and keys | `sm90_short` | `sm90_short` |
 
-The gradient of a bias is made by `dbias`, after any of these; that of sinks by XLA.
+The gradient of a bias is made by `sm90_dbias`, after any of these; that of sinks by XLA.
 """
 
 import dataclasses
@@ -16,20 +17,20 @@ from typing import Any
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import tiles, tma_operands
+from pallas_attn.kernels.attention import score_tiles, tiles, tma_operands
 from pallas_attn.kernels.flash_bwd import (
-    dbias,
     lockstep,
     operands,
+    sm90_dbias,
     sm90_dkdv,
     sm90_dq,
     sm90_fused,
+    sm90_short,
     sm90_window,
 )
-from pallas_attn.kernels.flash_bwd import plan as backward_plan
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import Residuals, dsinks, row_statistics
-from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats, in_panels, is_wide
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
@@ -55,6 +56,7 @@ class Config:
     dq_warpgroups: int = 2  # its consumers
     k_in_registers: bool = False  # half of K, where head dims are above 64, query tiles of 64
     window: bool = False  # all by `sm90_window`, which takes few problems
+    short: bool = False  # all by `sm90_short`, likewise
     lockstep: bool = False  # blocks are at the same query tile, where `lockstep` applies
     claims: bool = False  # blocks claim work tiles, in `sm90_fused`
 
@@ -76,6 +78,8 @@ class Config:
     @classmethod
     def default(cls, problem: AttentionProblem) -> "Config":
         """The Config of a problem that nobody tuned."""
+        if sm90_short.takes(problem):
+            return cls(short=True)
         if sm90_window.takes(problem):
             return cls(window=True)
         if is_wide(problem):
@@ -138,25 +142,20 @@ def _two_kernels(problem: AttentionProblem) -> Config:
 # ---- which kernel -------------------------------------------------------------------------------
 
 
-def is_wide(problem: AttentionProblem) -> bool:
-    """Whether dK and dV of 64 keys are too much for one warpgroup, or k and v of 128 for shared
-    memory.
-    """
-    return max(problem.head_dim, problem.v_head_dim) > 128 or problem.dtype == "float32"
-
-
 def is_fused(problem: AttentionProblem, config: Config) -> bool:
     """Whether `sm90_fused` adds up dq too."""
-    apart = config.window or is_wide(problem) or problem.deterministic
+    apart = config.window or config.short or is_wide(problem) or problem.deterministic
     return config.fused and not apart
 
 
 def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     """The plan of the kernel that makes dk and dv."""
     keys, block_q, wide = sm90_fused.KEYS, config.block_q, is_wide(problem)
-    if config.window:
-        if not sm90_window.takes(problem):
-            raise ValueError(f"Config.window must be False for {problem}")
+    own_order = config.window or config.short
+    if own_order:
+        name, kernel = ("short", sm90_short) if config.short else ("window", sm90_window)
+        if not kernel.takes(problem):
+            raise ValueError(f"Config.{name} must be False for {problem}")
         keys, block_q = ROWS, ROWS
     elif wide:
         keys = sm90_dkdv.KEYS
@@ -165,26 +164,39 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
         tiling,
         blocks=config.grid,
         heads_together=config.l2_heads,
-        lockstep=config.lockstep and not config.window and lockstep.applies(tiling),
-        claims=config.claims and not (config.window or wide or tiling.is_listed),
+        lockstep=config.lockstep and not own_order and lockstep.applies(tiling),
+        claims=config.claims and not (own_order or wide or tiling.is_listed),
     )
     config = dataclasses.replace(config, block_q=block_q)
-    return KeyPlan(problem, config, order, RowFormats.of(problem, block_q))
+    halves = block_q == ROWS and is_fused(problem, config)
+    plan = KeyPlan(problem, config, order, RowFormats.of(problem, block_q, halves))
+    if problem.bias_shape is None or own_order or wide:
+        return plan
+    bias = score_tiles.bias_of_keys(problem, block_q)
+    with_tiles = dataclasses.replace(plan, bias_tiles=bias, adds_dq=is_fused(problem, config))
+    fits = sm90_fused.buffer_bytes(with_tiles) + BARRIERS <= SMEM_LIMIT
+    return with_tiles if fits else plan
 
 
 def _dq_plan(problem: AttentionProblem, config: Config) -> QueryPlan:
     by_rows = flash_fwd_sm90.Config(
         config.dq_warpgroups, config.dq_block_kv, config.dq_stages, 0, config.grid
     )
-    return QueryPlan.of(problem, by_rows)
+    plan = dataclasses.replace(QueryPlan.of(problem, by_rows), panels=in_panels(problem))
+    over_scores = score_tiles.of_problem(problem, config.dq_block_kv)
+    if problem.dtype == "float32" or not over_scores:
+        return plan
+    with_tiles = dataclasses.replace(plan, score_tiles=over_scores)
+    fits = sm90_dq.buffer_bytes(with_tiles) + BARRIERS <= SMEM_LIMIT
+    return with_tiles if fits else plan
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
-    return backward_plan.limit(problem) or flash_fwd_sm90.limit(problem)
+    return flash_fwd_sm90.limit(problem)
 
 
 def shares_keys(problem: AttentionProblem) -> bool:
-    """Whether batch rows may share k and v; not where dbias.py or float32 units ask for each."""
+    """Whether batch rows may share k and v; not where dbias or float32 units ask for each."""
     return problem.dtype != "float32" and "bias" not in problem.arrays
 
 
@@ -201,6 +213,8 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     plan = plan_of(problem, config)
     if config.window:
         return 2 * (sm90_window.buffer_bytes(plan) + sm90_window.RESERVED)
+    if config.short:
+        return sm90_short.buffer_bytes(plan) + BARRIERS
     most = (sm90_dkdv if is_wide(problem) else sm90_fused).buffer_bytes(plan)
     if not is_fused(problem, config):
         most = max(most, sm90_dq.buffer_bytes(_dq_plan(problem, config)))
@@ -213,7 +227,13 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
     residuals, plan = Residuals(*residuals), plan_of(problem, config)
-    inputs, dq_plan = residuals.inputs, _dq_plan(problem, config)
+    inputs = residuals.inputs
+    if config.short:
+        others: dict[str, Any] = {}
+        if inputs.sinks is not None:
+            others["sinks"] = dsinks(residuals, row_statistics(False, problem.q_len, residuals))
+        return AttentionInputs(*sm90_short.dq_dk_dv(plan, residuals), **others)
+    dq_plan = _dq_plan(problem, config)
     # Whole tiles, of either size, and what is read of row statistics beyond the last.
     rows = tma_operands.round_up(problem.q_len + max(0, 32 - config.block_q), 2 * ROWS)
     rows = max(rows, dq_plan.tiling.padded_rows)
@@ -224,7 +244,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     dq = None
     if config.window:
         dq, dk, dv = sm90_window.dq_dk_dv(plan, refs)
-        dq = dq[:, : problem.q_len, :, : problem.head_dim]
+        dq = dq[:, : problem.q_len]
     elif is_wide(problem):
         dk, dv = sm90_dkdv.dk_dv(plan, refs)
     elif is_fused(problem, config):
@@ -236,11 +256,11 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
         dq = sm90_dq.dq_of(dq_plan, sm90_dq.operands_of(dq_plan, inputs, refs))
     dk = dk[:, : problem.kv_len, :, : problem.head_dim]
     dv = dv[:, : problem.kv_len, :, : problem.v_head_dim]
-    others: dict[str, Any] = {}
+    others = {}
     if inputs.bias is not None:
-        bias_plan = dbias.plan_of(problem, flash_fwd_sm90.Config)
+        bias_plan = sm90_dbias.plan_of(problem, flash_fwd_sm90.Config)
         bias_refs = sm90_dq.operands_of(bias_plan, inputs, operands.ordered_after(refs, dq))
-        others["bias"] = dbias.dbias_of(bias_plan, inputs, bias_refs)
+        others["bias"] = sm90_dbias.dbias_of(bias_plan, inputs, bias_refs)
     if inputs.sinks is not None:
         others["sinks"] = dsinks(residuals, stats)
     return AttentionInputs(q=dq, k=dk, v=dv, **others)

@@ -83,7 +83,7 @@ def scratch(plan: KeyPlan) -> DkDvSmem:
     config, form, barrier = plan.config, plan.format, plgpu.Barrier
     stages, block = config.stages, config.block_q
     row_stats = plgpu.SMEM((stages, max(block, 32)), jnp.float32)  # TMA writes to whole 128 bytes
-    row = sum(x.columns * x.itemsize for x in form)
+    row = sum(x.columns * x.itemsize for x in form[:2])
     room = ROOM - (mosaic.REDUCTION_BYTES if plan.exact else 0)
     p_stages = 2 if 2 * 4 * KEYS * block <= room - (KEYS + stages * block) * row else 1
     ring = functools.partial(barrier, num_barriers=stages, num_arrivals=2)
@@ -122,8 +122,8 @@ def buffer_bytes(plan: KeyPlan) -> int:
 def _produce(ctx: KernelContext, block_id: Index) -> None:
     """The producer warpgroup: keys and query tiles of every work tile, in order."""
     smem = ctx.smem
-    k = KeyBuffers(smem.k_free, [KeyPart("k", 0, smem.k.at[0], smem.k_ready)])
-    v = KeyBuffers(smem.v_free, [KeyPart("v", 0, smem.v.at[0], smem.v_ready)])
+    k = KeyBuffers(smem.k_free, [KeyPart("k", 0, smem.k, 0, smem.k_ready)])
+    v = KeyBuffers(smem.v_free, [KeyPart("v", 0, smem.v, 0, smem.v_ready)])
     producer.produce(ctx, block_id, [k, v])
 
 
@@ -354,7 +354,7 @@ def _consume(ctx: KernelContext, block_id: Index, consumer: Consumer) -> None:
 
 
 def _store(consumer: Consumer, work: KeyTile, value: RegisterTile) -> None:
-    staged, out = consumer.keys, consumer.out
+    staged, out = consumer.keys.at[0], consumer.out
     columns = staged.shape[1]  # the other head dim: pieces are made as wide
     for column in range(0, value.shape[1], columns):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -364,7 +364,8 @@ def _store(consumer: Consumer, work: KeyTile, value: RegisterTile) -> None:
             part = lax.concatenate([part, nothing], 1)
         staged[...] = part.astype(staged.dtype)
         plgpu.commit_smem()
-        producer.store_rows(staged, out, (work.batch, work.kv_head, work.key), column, work.kv_head)
+        at = work.batch, work.kv_head, work.key
+        producer.store_rows(consumer.keys, 0, out, at, column)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(consumer.free)
 
@@ -386,12 +387,12 @@ def _kernel(
     @pl.when(wg == 0)
     def _():
         plgpu.set_max_registers(240, action="increase")
-        _consume(ctx, block_id, Consumer(_make_dv, smem.k.at[0], smem.k_ready, smem.k_free, dv_ref))
+        _consume(ctx, block_id, Consumer(_make_dv, smem.k, smem.k_ready, smem.k_free, dv_ref))
 
     @pl.when(wg == 1)
     def _():
         plgpu.set_max_registers(240, action="increase")
-        _consume(ctx, block_id, Consumer(_make_dk, smem.v.at[0], smem.v_ready, smem.v_free, dk_ref))
+        _consume(ctx, block_id, Consumer(_make_dk, smem.v, smem.v_ready, smem.v_free, dk_ref))
 
 
 def dk_dv(plan: KeyPlan, refs: BackwardRefs) -> KeyGradients:

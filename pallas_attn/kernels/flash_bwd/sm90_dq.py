@@ -14,6 +14,7 @@ Shared memory, and who owns it when:
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,15 +24,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs
-from pallas_attn.kernels.attention import score_mod, segment_spans, tma_operands
+from pallas_attn.kernels.attention import score_mod, score_tiles, segment_spans, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile, kv_batch
 from pallas_attn.kernels.flash_bwd.float32 import Units, left_operand, matmul_add, scaled, units_of
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.producer import Ring, load_rows, store_rows
-from pallas_attn.kernels.flash_fwd import listed, tile_scheduler
+from pallas_attn.kernels.flash_fwd import listed, padded, tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
-from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import (
     Barrier,
     Carry,
@@ -45,15 +47,16 @@ from pallas_attn.kernels.mma import wgmma, wgmma_float32
 
 
 class DqSmem(NamedTuple):
-    q: SmemRef
-    do: SmemRef
-    k: SmemRef
-    v: SmemRef
+    q: Panels
+    do: Panels
+    k: Panels
+    v: Panels
     q_ready: Barrier
     k_ready: Barrier
     v_ready: Barrier
     k_free: Barrier
     v_free: Barrier
+    over_scores: Any = None  # bias and mask_array, in the ring of v: `score_tiles`
 
     @property
     def k_ring(self) -> Ring:
@@ -69,15 +72,18 @@ def scratch(plan: QueryPlan) -> DqSmem:
     barrier, consumers, block = plgpu.Barrier, plan.config.warpgroups, plan.config.block_kv
     stages, qk, v = plan.config.stages, plan.qk._replace(swizzle=k_swizzle(plan)), plan.v
     return DqSmem(
-        q=mosaic.swizzled((consumers, ROWS, qk.columns), qk.dtype, qk.swizzle),
-        do=mosaic.swizzled((consumers, ROWS, v.columns), v.dtype, v.swizzle),
-        k=mosaic.swizzled((stages, block, qk.columns), qk.dtype, qk.swizzle),
-        v=mosaic.swizzled((stages - 1, block, v.columns), v.dtype, v.swizzle),
-        q_ready=barrier(num_barriers=consumers, num_arrivals=2),
-        k_ready=barrier(num_barriers=stages),
-        v_ready=barrier(num_barriers=stages - 1),
+        q=qk.scratch(consumers, ROWS),
+        do=v.scratch(consumers, ROWS),
+        k=qk.scratch(stages, block),
+        v=v.scratch(stages - 1, block),
+        q_ready=barrier(num_barriers=consumers, num_arrivals=qk.copies + v.copies),
+        k_ready=barrier(num_barriers=stages, num_arrivals=qk.copies),
+        v_ready=barrier(
+            num_barriers=stages - 1, num_arrivals=v.copies + score_tiles.copies(plan.score_tiles)
+        ),
         k_free=barrier(num_barriers=stages, num_arrivals=consumers),
         v_free=barrier(num_barriers=stages - 1, num_arrivals=consumers),
+        over_scores=score_tiles.scratch(plan.score_tiles, stages - 1, plan.tiling.tile_rows),
     )
 
 
@@ -93,7 +99,16 @@ def buffer_bytes(plan: QueryPlan) -> int:
     return mosaic.bytes_of(scratch(plan)) + (mosaic.REDUCTION_BYTES if exact else 0)
 
 
-def span_of(ctx: KernelContext, tile: WorkTile) -> Span:
+def visible_of(ctx: KernelContext, code: Index) -> Span | None:
+    """The kv tiles that a mask of keys leaves of a work tile, read a work tile ahead; None: there
+    is no such mask.
+    """
+    if not ctx.plan.skips_keys:
+        return None
+    return padded.visible_tiles(ctx, tile_scheduler.work_tile(ctx, code))
+
+
+def span_of(ctx: KernelContext, tile: WorkTile, visible: Span | None) -> Span:
     """The kv tiles of a work tile, ordered lo <= full_lo <= full_hi <= hi."""
     plan, refs, _ = ctx
     if plan.is_listed:
@@ -105,7 +120,9 @@ def span_of(ctx: KernelContext, tile: WorkTile) -> Span:
     if plan.has("q_segment_ids"):
         unit = lax.div(tile.row, jnp.int32(plan.tiling.tile_rows))
         span = span.within(Span(*(refs.segment_spans[tile.batch, i, unit] for i in range(4))))
-    if plan.has("mask_array"):
+    if visible is not None:
+        span = span.within(visible)
+    elif plan.has("mask_array"):
         span = span._replace(full_hi=span.full_lo)
     hi = jnp.maximum(span.lo, jnp.where(rows > 0, span.hi, span.lo))
     full_lo = jnp.clip(span.full_lo, span.lo, hi)
@@ -124,11 +141,12 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
     """The producer warpgroup: K and V of every work tile, in the order in which they are used."""
     plan, refs, _ = ctx
 
-    def load_work_tile(n: Index, carry: tuple[Index, Index]) -> tuple[Index, Index]:
-        count, code = carry
+    def load_work_tile(n: Index, carry: Carry) -> Any:
+        count, code, visible = carry
         following = refs.schedule[block_id, n + 2]
         tile = tile_scheduler.work_tile(ctx, code)
-        span = span_of(ctx, tile)
+        span = span_of(ctx, tile, visible)
+        visible = visible_of(ctx, following)
         head = lax.div(tile.head, jnp.int32(plan.problem.group))
         batch = kv_batch(plan.problem, tile.batch)
 
@@ -136,10 +154,10 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
             _load_kv_tile(ctx, tile, kv_tile_of(ctx, tile, t), (batch, head), count)
             return count + 1
 
-        return lax.fori_loop(span.lo, span.hi, step, count), following
+        return lax.fori_loop(span.lo, span.hi, step, count), following, visible
 
     count, first = refs.schedule[block_id, 0], refs.schedule[block_id, 1]
-    lax.fori_loop(0, count, load_work_tile, (jnp.int32(0), first))
+    lax.fori_loop(0, count, load_work_tile, (jnp.int32(0), first, visible_of(ctx, first)))
 
 
 def _load_kv_tile(
@@ -150,7 +168,10 @@ def _load_kv_tile(
     for name, ring in (("k", smem.k_ring), ("v", smem.v_ring)):
         slot = ring.slot(count)
         ring.acquire(count, slot)
-        to = ring.tiles.at[slot], ring.ready.at[slot]
+        to = ring.tiles, slot, ring.ready.at[slot]
+        if name == "v" and plan.score_tiles:
+            place = score_tiles.Place(tile.batch, tile.head, tile.row, t * block)
+            score_tiles.load(ctx, smem.over_scores, place, slot, ring.ready.at[slot])
         whole = functools.partial(load_rows, getattr(refs, name), (*where, t * block), *to)
         if not plan.has("kv_lengths"):
             whole()
@@ -165,7 +186,7 @@ def _load_queries(ctx: KernelContext, tile: WorkTile, wg: Index) -> None:
     _, refs, smem = ctx
     at = (tile.batch, tile.head, tile.row + wg * ROWS)
     for ref, to in ((refs.q, smem.q), (refs.do, smem.do)):
-        load_rows(ref, at, to.at[wg], smem.q_ready.at[wg])
+        load_rows(ref, at, to, wg, smem.q_ready.at[wg])
 
 
 # ---- a kv tile ----------------------------------------------------------------------------------
@@ -197,7 +218,14 @@ def _multiply(
         (accs[0], smem.q, smem.k_ring, plan.qk.kind),
         (accs[1], smem.do, smem.v_ring, plan.v.kind),
     ):
-        slot, terms = ring.slot(count), wgmma.terms_of_smem(left.at[wg], kind)
+        slot = ring.slot(count)
+        if plan.panels:
+            parts = panels.tiles(left, wg)
+            ring.wait(slot)
+            wgmma.score_panels(acc, parts, panels.tiles(ring.tiles, slot))
+            issued += len(parts)
+            continue
+        terms = wgmma.terms_of_smem(left.at[wg], kind)
         ring.wait(slot)
         right = wgmma.transposed(wgmma.terms_of_smem(ring.tiles.at[slot], kind))
         wgmma.multiply(acc, terms, right)
@@ -216,13 +244,17 @@ def _ds(
     rings); `done_with_k`: the slot of k that no matmul reads any more when S is there.
     """
     (plan, _, smem), tile, (t, count) = ctx, rows.tile, step
-    s = plgpu.wgmma_accumulator_load(accs[0], wait_n=wgmma.products(*(plan.v.terms,) * 2))
+    behind = plan.v.copies if plan.panels else wgmma.products(*(plan.v.terms,) * 2)
+    s = plgpu.wgmma_accumulator_load(accs[0], wait_n=behind)
     if done_with_k is not None:
         smem.k_ring.release(done_with_k)
     masked, key = rows.needs_mask(t), kv_tile_of(ctx, tile, t) * plan.config.block_kv
     where = (tile.batch, tile.head, rows.row, key, tile.q_offset, tile.kv_len, tile.mask)
-    s = scaled(s, rows.units.scores)
-    p, slope = score_mod.probabilities(ctx, LogitTile(*where, q_axis=0), s, rows.lse, masked)
+    s, place = scaled(s, rows.units.scores), LogitTile(*where, q_axis=0)
+    if plan.score_tiles:
+        slot = smem.v_ring.slot(count)  # which `_multiply` has waited for
+        place = place._replace(in_smem=score_tiles.rows_of(smem.over_scores, slot, rows.wg))
+    p, slope = score_mod.probabilities(ctx, place, s, rows.lse, masked)
     dp = plgpu.wgmma_accumulator_load(accs[1], wait_n=0)
     smem.v_ring.release(smem.v_ring.slot(count))
     ds = p * (scaled(dp, rows.units.dp) - mosaic.broadcast_rows(rows.delta, s.shape))
@@ -251,27 +283,33 @@ def _first_ds(ctx: KernelContext, rows: DqRows, count: Index) -> tuple[RegisterT
     return left_operand(ctx.plan.problem, pl.run_scoped(body, *_scores(ctx)))
 
 
-def _mainloop(ctx: KernelContext, rows: DqRows, count: Index) -> tuple[RegisterTile, Index]:
-    """dQ of a warpgroup's rows over all kv tiles, of which there is one at least, and the new count
-    of kv tiles.
+def _mainloop(ctx: KernelContext, rows: DqRows, count: Index) -> tuple[list[RegisterTile], Index]:
+    """dQ of a warpgroup's rows, one tile a panel, over all kv tiles, of which there is one at
+    least, and the new count of kv tiles.
     """
     if wgmma_float32.is_exact(ctx.plan.problem):
         return _sum_in_registers(ctx, rows, count)
     accumulate = functools.partial(_sum_in_accumulator, ctx, rows, count)
-    return pl.run_scoped(accumulate, plgpu.ACC((ROWS, ctx.plan.qk.width), jnp.float32))
+    widths = ctx.plan.qk.panels or (ctx.plan.qk.width,)
+    return pl.run_scoped(accumulate, *(plgpu.ACC((ROWS, n), jnp.float32) for n in widths))
 
 
 def _sum_in_accumulator(
-    ctx: KernelContext, rows: DqRows, count: Index, dq: RegisterTile
-) -> tuple[RegisterTile, Index]:
+    ctx: KernelContext, rows: DqRows, count: Index, *dq: RegisterTile
+) -> tuple[list[RegisterTile], Index]:
     k_ring = ctx.smem.k_ring
+
+    def add(ds: tuple[RegisterTile, ...], slot: Index) -> None:
+        if ctx.plan.panels:
+            return wgmma.value_panels(dq, ds[0], panels.tiles(ctx.smem.k, slot))
+        return wgmma.multiply(dq[0], ds, _keys(ctx, slot))
 
     def step(t: Index, carry: Carry) -> Any:
         count, ds = carry
         last = k_ring.slot(count - 1)
 
         def body(*accs: RegisterTile) -> RegisterTile:
-            wgmma.multiply(dq, ds, _keys(ctx, last))
+            add(ds, last)
             _multiply(ctx, rows, count, accs)
             return _ds(ctx, rows, (t, count), accs, last)
 
@@ -280,13 +318,15 @@ def _sum_in_accumulator(
 
     first = _first_ds(ctx, rows, count)
     end, ds = lax.fori_loop(rows.span.lo + 1, rows.span.hi, step, (count + 1, first))
-    wgmma.multiply(dq, ds, _keys(ctx, k_ring.slot(end - 1)))
-    value = dq[...]
+    add(ds, k_ring.slot(end - 1))
+    values = [acc[...] for acc in dq]
     k_ring.release(k_ring.slot(end - 1))
-    return value, end
+    return values, end
 
 
-def _sum_in_registers(ctx: KernelContext, rows: DqRows, count: Index) -> tuple[RegisterTile, Index]:
+def _sum_in_registers(
+    ctx: KernelContext, rows: DqRows, count: Index
+) -> tuple[list[RegisterTile], Index]:
     """Exact float32: tiles of dQ are added up in registers (`wgmma_float32.exact_matmul_add`)."""
     plan, k_ring, swizzle = ctx.plan, ctx.smem.k_ring, k_swizzle(ctx.plan)
 
@@ -307,7 +347,7 @@ def _sum_in_registers(ctx: KernelContext, rows: DqRows, count: Index) -> tuple[R
     end, ds, dq = lax.fori_loop(rows.span.lo + 1, rows.span.hi, step, start)
     dq = matmul_add(plan.problem, dq, ds, _keys(ctx, k_ring.slot(end - 1)), swizzle)
     k_ring.release(k_ring.slot(end - 1))
-    return dq, end
+    return [dq], end
 
 
 # ---- the consumers ------------------------------------------------------------------------------
@@ -319,17 +359,19 @@ def _consume(ctx: KernelContext, dq_ref: GmemRef, block_id: Index, wg: Index) ->
     count, first = refs.schedule[block_id, 0], refs.schedule[block_id, 1]
     _load_queries(ctx, tile_scheduler.work_tile(ctx, first), wg)
 
-    def work_tile(n: Index, carry: tuple[Index, Index]) -> tuple[Index, Index]:
-        kv_count, code = carry
+    def work_tile(n: Index, carry: Carry) -> Any:
+        kv_count, code, visible = carry
         following = refs.schedule[block_id, n + 2]
-        rows = _rows(ctx, tile_scheduler.work_tile(ctx, code), wg)
+        rows = _rows(ctx, tile_scheduler.work_tile(ctx, code), wg, visible)
         plgpu.barrier_wait(smem.q_ready.at[wg])
 
-        def no_keys(kv_count: Index) -> tuple[RegisterTile, Index]:
-            return mosaic.filled((ROWS, plan.qk.width), 0.0), kv_count
+        def no_keys(kv_count: Index) -> tuple[list[RegisterTile], Index]:
+            widths = plan.qk.panels or (plan.qk.width,)
+            return [mosaic.filled((ROWS, width), 0.0) for width in widths], kv_count
 
         mainloop = functools.partial(_mainloop, ctx, rows)
         dq, kv_count = lax.cond(rows.span.hi > rows.span.lo, mainloop, no_keys, kv_count)
+        visible = visible_of(ctx, following)
         _store(ctx, dq_ref, rows, dq)
 
         @pl.when(n + 1 < count)
@@ -337,13 +379,13 @@ def _consume(ctx: KernelContext, dq_ref: GmemRef, block_id: Index, wg: Index) ->
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             _load_queries(ctx, tile_scheduler.work_tile(ctx, following), wg)
 
-        return kv_count, following
+        return kv_count, following, visible
 
-    lax.fori_loop(0, count, work_tile, (jnp.int32(0), first))
+    lax.fori_loop(0, count, work_tile, (jnp.int32(0), first, visible_of(ctx, first)))
     plgpu.wait_smem_to_gmem(0)
 
 
-def _rows(ctx: KernelContext, tile: WorkTile, wg: Index) -> DqRows:
+def _rows(ctx: KernelContext, tile: WorkTile, wg: Index, visible: Span | None) -> DqRows:
     row, refs = tile.row + wg * ROWS, ctx.refs
     lse, delta = (
         mosaic.load(ref.at[tile.batch, tile.head, pl.ds(row, ROWS)], mosaic.ROW)
@@ -351,24 +393,29 @@ def _rows(ctx: KernelContext, tile: WorkTile, wg: Index) -> DqRows:
     )
     kv_head = lax.div(tile.head, jnp.int32(ctx.plan.problem.group))
     units = units_of(refs.units, tile.batch, kv_head)
-    return DqRows(tile, span_of(ctx, tile), row, wg, lse, delta, units)
+    return DqRows(tile, span_of(ctx, tile, visible), row, wg, lse, delta, units)
 
 
-def _store(ctx: KernelContext, dq_ref: GmemRef, rows: DqRows, dq: RegisterTile) -> None:
+def _store(
+    ctx: KernelContext, dq_ref: GmemRef, rows: DqRows, parts: Sequence[RegisterTile]
+) -> None:
     """Rows past a query length may have met NaN: they are selected away."""
     plan, _, smem = ctx
-    tile, staged = rows.tile, smem.q.at[rows.wg]
-    dq = dq * (plan.problem.scale if rows.units.dq is None else rows.units.dq)
+    tile = rows.tile
+    unit = plan.problem.scale if rows.units.dq is None else rows.units.dq
+    parts = [part * unit for part in parts]
     if tile.q_len is not None:
         inside = mosaic.positions((ROWS,), 0, rows.row) < tile.q_len
-        dq = jnp.where(mosaic.broadcast_rows(inside, dq.shape), dq, 0.0)
+        parts = [jnp.where(mosaic.broadcast_rows(inside, part.shape), part, 0.0) for part in parts]
     if plan.problem.dtype == "float32":
+        (dq,) = parts
         plgpu.commit_smem()  # q and dO have been read, and TMA will write there
         where = (tile.batch, pl.ds(rows.row, ROWS), tile.head, pl.ds(0, dq.shape[1]))
         return mosaic.store(dq_ref.at[where], dq)
-    staged[...] = dq.astype(staged.dtype)
+    for part, staged in zip(parts, panels.tiles(smem.q, rows.wg), strict=True):
+        staged[...] = part.astype(staged.dtype)
     plgpu.commit_smem()
-    return store_rows(staged, dq_ref, (tile.batch, tile.head, rows.row), 0, tile.head)
+    return store_rows(smem.q, rows.wg, dq_ref, (tile.batch, tile.head, rows.row))
 
 
 # ---- the kernel and its call --------------------------------------------------------------------
@@ -386,7 +433,7 @@ def _kernel(refs: BackwardRefs, dq_ref: GmemRef, smem: DqSmem, *, plan: QueryPla
 def dq_of(plan: QueryPlan, refs: BackwardRefs) -> jax.Array:
     """dq, from the operands that `operands_of` gives."""
     problem = plan.problem
-    padded = (*refs.q.shape[:3], tma_operands.width_in_tma(problem.head_dim))
+    padded = refs.q.shape
     if problem.dtype == "float32":
         padded = (padded[0], plan.tiling.padded_rows, padded[2], plan.qk.width)
     kernel = plgpu.kernel(

@@ -44,6 +44,7 @@ Shared memory, and who owns it when:
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -52,7 +53,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.attention import score_mod, tma_operands
+from pallas_attn.kernels.attention import score_mod
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import dq_sum, key_tiles, producer
@@ -62,7 +63,8 @@ from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, KeyG
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart, Ring, ring_slot
 from pallas_attn.kernels.flash_fwd import claims
-from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.panels import Panel, Panels
 from pallas_attn.kernels.lang.types import (
     Barrier,
     Carry,
@@ -72,16 +74,19 @@ from pallas_attn.kernels.lang.types import (
     RegisterTile,
     SmemRef,
 )
+from pallas_attn.kernels.mma import wgmma
 
 KEYS = WARPGROUPS * ROWS  # keys of a work tile
 
 
 class FusedSmem(NamedTuple):
-    k: SmemRef
-    v: SmemRef
-    q: SmemRef
-    do: SmemRef
-    ds: SmemRef
+    keys: Panels  # k; None: it lies in `k_halves`
+    k_halves: Panel  # [half of the columns, warpgroup, keys, columns], see `dq_sum`, or None
+    k_rest: Panels  # see `dq_sum.has_rest`, or None
+    v: Panels
+    q: Panels
+    do: Panels
+    ds: tuple[Panels, ...]  # see `dq_sum.ds_scratch`
     dq: SmemRef
     row_stats: SmemRef  # lse and delta of the tiles of q and dO
     row_numbers: SmemRef  # 0, 1, .. of a query tile
@@ -94,6 +99,18 @@ class FusedSmem(NamedTuple):
     ds_ready: Barrier
     ds_free: Barrier
     claimed: Barrier = None  # barriers of `claims`, whose codes follow row_numbers
+    bias: Panels = None  # [stages, ..], in the ring of q: `KeyPlan.bias_tiles`
+
+    @property
+    def k(self) -> Panels:
+        if self.k_halves is None:
+            return self.keys
+        first, second = (Panel(tuple(view.at[n] for view in self.k_halves.views)) for n in range(2))
+        return (first, *(self.k_rest or (second,)))
+
+    @property
+    def k_second_half(self) -> Panels:
+        return (Panel(tuple(view.at[1] for view in self.k_halves.views)),)
 
     @property
     def claims(self) -> claims.Smem:
@@ -111,28 +128,35 @@ class FusedSmem(NamedTuple):
 def scratch(plan: KeyPlan) -> FusedSmem:
     """Shared memory, described once: `dk_dv` launches it, `smem_bytes` adds it up."""
     config, form, dtype = plan.config, plan.format, jnp.dtype(plan.problem.dtype)
-    k_width, barrier, swizzled = dq_sum.qk_width(plan), plgpu.Barrier, mosaic.swizzled
-    stages, block, ds_stages = config.stages, config.block_q, 2 * config.dq_lag
+    barrier, stages, block = plgpu.Barrier, config.stages, config.block_q
     ring, takes_claims = {"num_barriers": stages}, plan.order.claims
-    halves = (ds_stages, WARPGROUPS, block // ROWS, ROWS, ROWS)
+    qk, v = form.qk, form.v
+    if not qk.panels:
+        (width,) = dq_sum.qk_widths(plan)
+        qk = qk._replace(width=width)
+    in_halves, has_rest = form.halves, dq_sum.has_rest(plan)
+    keys, bias = (WARPGROUPS, ROWS), plan.bias_tiles
     return FusedSmem(
-        k=swizzled((WARPGROUPS, ROWS, k_width), dtype, form.qk.swizzle),
-        v=swizzled((WARPGROUPS, ROWS, form.v.width), dtype, form.v.swizzle),
-        q=swizzled((stages, block, k_width), dtype, form.qk.swizzle),
-        do=swizzled((stages, block, form.v.width), dtype, form.v.swizzle),
-        ds=swizzled(halves, dtype, form.qk.swizzle),
+        keys=None if in_halves else qk.scratch(*keys),
+        k_halves=panels.scratch((2, *keys), dtype, qk.panels[0]) if in_halves else None,
+        k_rest=(panels.scratch(keys, dtype, qk.panels[1]),) if has_rest else None,
+        v=v.scratch(WARPGROUPS, ROWS),
+        q=qk.scratch(stages, block),
+        do=v.scratch(stages, block),
+        ds=dq_sum.ds_scratch(plan),
         dq=dq_sum.staging(plan),
         row_stats=plgpu.SMEM((2, stages, block), jnp.float32),
         row_numbers=plgpu.SMEM((block + (claims.RING if takes_claims else 0),), jnp.int32),
-        kv_ready=barrier(num_arrivals=2 * WARPGROUPS),
+        kv_ready=barrier(num_arrivals=(qk.copies + has_rest + v.copies) * WARPGROUPS),
         kv_free=barrier(num_arrivals=WARPGROUPS),
-        q_ready=barrier(num_arrivals=2, **ring),
-        do_ready=barrier(num_arrivals=2, **ring),
+        q_ready=barrier(num_arrivals=1 + qk.copies + (bias.copies if bias else 0), **ring),
+        do_ready=barrier(num_arrivals=1 + v.copies, **ring),
         q_free=barrier(num_arrivals=WARPGROUPS, **ring),
         do_free=barrier(num_arrivals=WARPGROUPS, **ring),
         ds_ready=barrier(num_arrivals=WARPGROUPS, num_barriers=config.dq_lag),
         ds_free=barrier(num_arrivals=WARPGROUPS, num_barriers=2),
         claimed=claims.barriers() if takes_claims else None,
+        bias=bias.scratch(stages) if bias else None,
     )
 
 
@@ -147,10 +171,15 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
     """The producer warpgroup: keys and query tiles of every work tile, in order."""
     smem = ctx.smem
     parts = [
-        KeyPart(name, wg * ROWS, to.at[wg], smem.kv_ready)
+        KeyPart(name, wg * ROWS, to, wg, smem.kv_ready)
         for wg in range(WARPGROUPS)
         for name, to in (("k", smem.k), ("v", smem.v))
     ]
+    if dq_sum.has_rest(ctx.plan):
+        (width,), half = dq_sum.share_widths(ctx.plan), smem.k_second_half
+        parts += [
+            KeyPart("k", wg * ROWS, half, wg, smem.kv_ready, width) for wg in range(WARPGROUPS)
+        ]
     producer.produce(ctx, block_id, [KeyBuffers(smem.kv_free, parts)])
 
 
@@ -164,19 +193,21 @@ def _mainloop(
     the gradients of the keys, and the new count.
     """
     plan, refs, smem = ctx
-    group, lag, k_part = plan.problem.group, plan.config.dq_lag, None
+    group, lag, k_part, widths = plan.problem.group, plan.config.dq_lag, None, _widths(plan)
     if has_k_in_registers(ctx):
-        k_part = mosaic.load(smem.k.at[wg, :, pl.ds(0, ROWS)], mosaic.TILE)
+        k_part = mosaic.load(_columns_of(smem.k, wg, 0, ROWS)[0], mosaic.TILE)
     first_head = work.kv_head * group
 
-    def all_steps(dk_acc: RegisterTile, dv_acc: RegisterTile) -> tuple[KeyGradients, Index]:
+    def all_steps(*accs: RegisterTile) -> tuple[KeyGradients, Index]:
+        dk_accs, dv_accs = accs[: len(widths.dk)], accs[len(widths.dk) :]
+
         def step(n: Index, carry: Carry) -> Any:
             (g, i), pending = carry
             t = work.q_tile(i)
             own = PendingDq(jnp.int32(1), pending[-1].count + 1, first_head + g, t)
             masked = key_tiles.needs_mask(plan.tiling, work, t, i)
             now = FusedStep(ctx, work, wg, masked, pending, own, k_part)
-            _step(now, KeyGradients(dk_acc, dv_acc))
+            _step(now, KeyGradients(dk_accs, dv_accs))
             return key_tiles.step_after(plan, work, g, i), (*pending[1:], own)
 
         nothing = PendingDq(jnp.int32(0), count - 1, first_head, jnp.int32(0))
@@ -186,7 +217,7 @@ def _mainloop(
         if refs.dq is not None:
             for n, due in enumerate(pending, 1 - lag):
                 _last_dq(ctx, work, wg, due, last.count + n)
-        results = dk_acc[...], dv_acc[...]
+        results = [[acc[...] for acc in accs] for accs in (dk_accs, dv_accs)]
 
         @pl.when(last.exists != 0)
         def _():
@@ -194,8 +225,26 @@ def _mainloop(
 
         return KeyGradients(*results), last.count + 1
 
-    widths = (dq_sum.qk_width(plan), plan.format.v.width)
-    return pl.run_scoped(all_steps, *(plgpu.ACC((ROWS, n), jnp.float32) for n in widths))
+    return pl.run_scoped(all_steps, *_accumulators(widths.dk + widths.dv))
+
+
+def _accumulators(widths: tuple[int, ...]) -> list[Any]:
+    return [plgpu.ACC((ROWS, width), jnp.float32) for width in widths]
+
+
+def _widths(plan: KeyPlan) -> KeyGradients:
+    """Columns of the accumulators of dK and dV."""
+    v = plan.format.v
+    return KeyGradients(dq_sum.qk_widths(plan), v.panels or (v.width,))
+
+
+def _columns_of(rows: Panels, at: Index, first: int, count: int | None = None) -> list[SmemRef]:
+    """Columns of a tile in shared memory from a number on, a ref for each panel."""
+    if isinstance(rows, tuple):
+        tiles = panels.tiles(rows, at)
+        last = None if count is None else (first + count) // ROWS
+        return list(tiles[first // ROWS : last])
+    return [rows.at[at, :, pl.ds(first, count or rows.shape[-1] - first)]]
 
 
 def _last_dq(ctx: KernelContext, work: KeyTile, wg: Index, due: PendingDq, count: Index) -> None:
@@ -203,14 +252,14 @@ def _last_dq(ctx: KernelContext, work: KeyTile, wg: Index, due: PendingDq, count
     plan, smem = ctx.plan, ctx.smem
     slot, ready = _ds_slot(plan, count), _ds_ready(ctx, count)
 
-    def matmuls(acc: RegisterTile) -> RegisterTile:
-        dq_sum.multiply(ctx, acc, slot, wg)
-        return acc[...]
+    def matmuls(*accs: RegisterTile) -> list[RegisterTile]:
+        dq_sum.multiply(ctx, accs, slot, wg)
+        return [acc[...] for acc in accs]
 
     @pl.when(due.exists != 0)
     def _():
         plgpu.barrier_wait(ready)
-        dq = pl.run_scoped(matmuls, plgpu.ACC(dq_sum.share_shape(plan), jnp.float32))
+        dq = pl.run_scoped(matmuls, *_accumulators(dq_sum.share_widths(plan)))
         if dq_sum.is_split_by_rows(plan):
             plgpu.barrier_arrive(smem.ds_free.at[slot])
         dq_sum.add(ctx, work, wg, due, dq)
@@ -219,7 +268,7 @@ def _last_dq(ctx: KernelContext, work: KeyTile, wg: Index, due: PendingDq, count
 def has_k_in_registers(ctx: KernelContext) -> bool:
     """Whether half of k is read out of shared memory once a work tile, not once a step."""
     plan = ctx.plan
-    whole = dq_sum.qk_width(plan) == 2 * ROWS and plan.format.qk.swizzle == 128
+    whole = sum(dq_sum.qk_widths(plan)) == 2 * ROWS and plan.format.qk.swizzle == 128
     return plan.config.k_in_registers and whole and presets_accumulators(ctx)
 
 
@@ -287,6 +336,9 @@ class FusedStep(NamedTuple):
         """The tile of logits."""
         work, own, key = self.work, self.own, self.work.key + self.wg * ROWS
         place = work.place(own.head, own.t, key, self.plan.config.block_q)
+        if self.plan.bias_tiles is not None:
+            tile = self.plan.bias_tiles.of_warpgroup(self.smem.bias, self.slot, self.wg)
+            place = place._replace(in_smem={"bias": tile})
         return place._replace(numbers=self.smem.row_numbers.at[pl.ds(0, self.shape[1])])
 
     def row_statistic(self, ring: Ring) -> RegisterTile:
@@ -301,17 +353,19 @@ class FusedStep(NamedTuple):
 
     def multiply_scores(self, acc: RegisterTile) -> int:
         """Issues S = K Q^T, as so many groups of matmuls."""
-        q, n = self.smem.q.at[self.slot], 0
+        smem, n = self.smem, 0
         if self.k_part is not None:
             n = self.k_part.shape[1]
-            plgpu.wgmma(acc, self.k_part, q.at[:, pl.ds(0, n)].transpose((1, 0)))
-        rest = pl.ds(n, q.shape[1] - n)
-        plgpu.wgmma(acc, self.smem.k.at[self.wg, :, rest], q.at[:, rest].transpose((1, 0)))
-        return 1 if self.k_part is None else 2
+            (q,) = _columns_of(smem.q, self.slot, 0, n)
+            plgpu.wgmma(acc, self.k_part, q.transpose((1, 0)))
+        k, q = _columns_of(smem.k, self.wg, n), _columns_of(smem.q, self.slot, n)
+        wgmma.score_panels(acc, k, q)
+        return len(k) + (self.k_part is not None)
 
     def multiply_dp(self, acc: RegisterTile) -> None:
         """Issues dP = V dO^T."""
-        plgpu.wgmma(acc, self.smem.v.at[self.wg], self.smem.do.at[self.slot].transpose((1, 0)))
+        v = panels.tiles(self.smem.v, self.wg)
+        wgmma.score_panels(acc, v, panels.tiles(self.smem.do, self.slot))
 
 
 def _step(now: FusedStep, sums: KeyGradients) -> None:
@@ -328,15 +382,14 @@ def _step(now: FusedStep, sums: KeyGradients) -> None:
 
 
 def _step_dq_first(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> None:
-    dq_acc = plgpu.ACC(dq_sum.share_shape(now.plan), jnp.float32)
-    pl.run_scoped(functools.partial(_dq_and_scores, now, s_acc), dq_acc)
+    dq_accs = _accumulators(dq_sum.share_widths(now.plan))
+    pl.run_scoped(functools.partial(_dq_and_scores, now, s_acc), *dq_accs)
     rest = functools.partial(_dv_and_dk, now, sums, s_acc)
     pl.run_scoped(rest, plgpu.ACC(now.shape, jnp.float32))
 
 
 def _step_without_dq(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> None:
-    now.multiply_scores(s_acc)
-    plgpu.wgmma_wait(1)
+    plgpu.wgmma_wait(now.multiply_scores(s_acc))
     now.release_last_q()
     now.smem.do_ring.wait(now.slot)
     rest = functools.partial(_dv_and_dk, now, sums, s_acc)
@@ -356,12 +409,12 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> No
         p = score_mod.exponentials(plan, logits, now.row_statistic(smem.q_ring))
         return _ds(now, sums, dp_acc, p, slope)
 
-    def to_dq(ds: RegisterTile, dq_acc: RegisterTile) -> None:
+    def to_dq(ds: RegisterTile, *dq_accs: RegisterTile) -> None:
         slot = _ds_slot(plan, due.count)
-        mosaic.results_are_used(due.exists, WARPGROUPS)
-        dq_sum.multiply(ctx, dq_acc, slot, now.wg)
-        plgpu.wgmma(sums.dk, ds, smem.q.at[now.slot])
-        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
+        mosaic.results_are_used(due.exists, dq_sum.matmuls(plan))
+        dq_sum.multiply(ctx, dq_accs, slot, now.wg)
+        wgmma.value_panels(sums.dk, ds, panels.tiles(smem.q, now.slot))
+        dq = [plgpu.wgmma_accumulator_load(acc, wait_n=len(sums.dk)) for acc in dq_accs]
         smem.do_ring.release(now.slot)
         pl.when(due.exists != 0)(lambda: plgpu.barrier_arrive(smem.ds_free.at[slot]))
         dq_sum.add(ctx, now.work, now.wg, due, dq)
@@ -372,25 +425,26 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> No
     logits, slope = score_mod.logits_and_slope(ctx, now.place, s, now.masked)
     smem.do_ring.wait(now.slot)
     ds = pl.run_scoped(functools.partial(to_ds, logits, slope), plgpu.ACC(now.shape, jnp.float32))
-    pl.run_scoped(functools.partial(to_dq, ds), plgpu.ACC(dq_sum.share_shape(plan), jnp.float32))
+    pl.run_scoped(functools.partial(to_dq, ds), *_accumulators(dq_sum.share_widths(plan)))
 
 
-def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, dq_acc: RegisterTile) -> None:
+def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, *dq_accs: RegisterTile) -> None:
     """dQ of a step before, which is being added when this returns, and S of this one, which still
     runs.
     """
     ctx, wg, due, count = now.ctx, now.wg, now.pending[0], now.own.count
     plan, smem = now.plan, now.smem
     pl.when(due.exists != 0)(lambda: plgpu.barrier_wait(_ds_ready(ctx, count)))
-    dq_sum.multiply(ctx, dq_acc, _ds_slot(plan, count - plan.config.dq_lag), wg)
+    dq_sum.multiply(ctx, dq_accs, _ds_slot(plan, count - plan.config.dq_lag), wg)
     if now.presets:  # S begins in registers out of which dK was made
-        plgpu.wgmma_wait(WARPGROUPS)
+        plgpu.wgmma_wait(dq_sum.matmuls(plan))
         now.release_last_q()
     smem.q_ring.wait(now.slot)
     if now.presets:
         s_acc[...] = now.row_statistic(smem.q_ring)
     groups = now.multiply_scores(s_acc)
-    dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=groups)  # and dK of the last step is done
+    # And dK of the last step is done.
+    dq = [plgpu.wgmma_accumulator_load(acc, wait_n=groups) for acc in dq_accs]
     if not now.presets:
         now.release_last_q()
     dq_sum.add(ctx, now.work, wg, due, dq)
@@ -406,15 +460,15 @@ def _dv_and_dk(
     if now.presets:
         dp_acc[...] = now.row_statistic(smem.do_ring)
     now.multiply_dp(dp_acc)
-    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(sums.dv))
     lse = None
     if not now.presets:
         lse = mosaic.load(smem.q_ring.row_stats.at[now.slot], mosaic.COLUMN)
     p, slope = score_mod.probabilities(now.ctx, now.place, s, lse, now.masked)
     ds = _ds(now, sums, dp_acc, p, slope)
     if not now.presets:
-        plgpu.wgmma(sums.dk, ds, smem.q.at[now.slot])
-    plgpu.wgmma_wait(1)
+        wgmma.value_panels(sums.dk, ds, panels.tiles(smem.q, now.slot))
+    plgpu.wgmma_wait(len(sums.dk))
     smem.do_ring.release(now.slot)
 
 
@@ -430,10 +484,9 @@ def _ds(
     """
     plan, refs, smem = now.ctx
     dtype = jnp.dtype(plan.problem.dtype)
-    q, do = smem.q.at[now.slot], smem.do.at[now.slot]
     slot, ready = _ds_slot(plan, now.own.count), _ds_ready(now.ctx, now.own.count)
-    plgpu.wgmma(sums.dv, p.astype(dtype), do)
-    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+    wgmma.value_panels(sums.dv, p.astype(dtype), panels.tiles(smem.do, now.slot))
+    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(sums.dv))
     ds = p * (dp if now.presets else dp - now.row_statistic(smem.do_ring))
     ds = (ds if slope is None else ds * slope).astype(dtype)
     if refs.dq is not None:
@@ -442,9 +495,10 @@ def _ds(
             pl.when(now.pending[-1].exists != 0)(lambda: plgpu.barrier_wait(ready))
         for half in range(plan.config.block_q // ROWS):
             part = lax.slice(ds, (0, half * ROWS), (ROWS, (half + 1) * ROWS))
-            smem.ds[slot, now.wg, half] = part
+            for copy in dq_sum.ds_tiles(now.ctx, slot, now.wg, half):
+                copy[...] = part
     if now.presets:
-        plgpu.wgmma(sums.dk, ds, q)
+        wgmma.value_panels(sums.dk, ds, panels.tiles(smem.q, now.slot))
     plgpu.commit_smem()  # lse and delta have been read, too, and TMA will write there
     if refs.dq is not None:
         plgpu.barrier_arrive(ready)
@@ -473,40 +527,64 @@ def _store_dk_dv(
     from_ds = stores_from_ds(plan)
     if from_ds:
         plgpu.barrier_arrive(smem.kv_free)
-    staging = KeyGradients([smem.k.at[wg]], [smem.v.at[wg]])
+    staging = KeyGradients(Staging(smem.k, wg), Staging(smem.v, wg))
     if from_ds:
         staging = _ds_staging(ctx, wg)
-    row = producer.kv_row(plan, work.key) + wg * ROWS
-    for value, staged, out in zip(grads, staging, outs, strict=True):
-        columns = value.shape[1] // len(staged)
-        for n, to in enumerate(staged):
-            part = lax.slice(value, (0, n * columns), (ROWS, (n + 1) * columns))
-            to[...] = part.astype(to.dtype)
-        plgpu.commit_smem()
-        for n, to in enumerate(staged):
-            producer.store_rows(to, out, (work.batch, work.kv_head, row), n * columns, wg)
+    at = work.batch, work.kv_head, producer.kv_row(plan, work.key) + wg * ROWS
+    for parts, staged, out in zip(grads, staging, outs, strict=True):
+        staged.store(parts, out, at)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if not from_ds:
         plgpu.barrier_arrive(smem.kv_free)
+
+
+class Staging(NamedTuple):
+    """Shared memory from where a gradient is stored: rows of all columns, or blocks of dS."""
+
+    rows: Panels
+    index: Any  # or a list of them, one a block of 64 columns
+
+    def store(self, parts: Sequence[RegisterTile], out: GmemRef, at: tuple[Index, ...]) -> None:
+        """A gradient, in an accumulator or one a panel; `at`: batch, head and first row."""
+        if not isinstance(self.index, list):
+            for part, to in zip(parts, panels.tiles(self.rows, self.index), strict=True):
+                to[...] = part.astype(to.dtype)
+            plgpu.commit_smem()
+            return producer.store_rows(self.rows, self.index, out, at)
+        blocks = [
+            lax.slice(part, (0, n), (ROWS, n + ROWS))
+            for part in parts
+            for n in range(0, part.shape[1], ROWS)
+        ]
+        for block, index in zip(blocks, self.index, strict=True):
+            (to,) = panels.tiles(self.rows, *index)
+            to[...] = block.astype(to.dtype)
+        plgpu.commit_smem()
+        for n, index in enumerate(self.index):
+            producer.store_rows(self.rows, index, out, at, n * ROWS)
+        return None
 
 
 def stores_from_ds(plan: KeyPlan) -> bool:
     """Whether dk and dv fit where dS is, by swizzles of 64 columns. Query tiles of 64 rows, at head
     dim 128, gain nothing by it; there k may be wider than dk, too, and TMA would wrap around.
     """
-    form, places = plan.format, 2 * plan.config.dq_lag * (plan.config.block_q // ROWS)
+    form, places = plan.format, plan.ds_slots * (plan.config.block_q // ROWS)
     whole = form.qk.swizzle == form.v.swizzle == 128
-    fit = dq_sum.qk_width(plan) // ROWS + form.v.width // ROWS <= places
+    widths = _widths(plan)
+    whole = whole and all(width % ROWS == 0 for width in widths.dk + widths.dv)
+    fit = sum(widths.dk) // ROWS + sum(widths.dv) // ROWS <= places
     return whole and fit and dq_sum.is_split_by_rows(plan)
 
 
 def _ds_staging(ctx: KernelContext, wg: Index) -> KeyGradients:
-    """Blocks of ds of 64 columns: lists of them for dk and for dv."""
+    """Blocks of ds of 64 columns for dk and for dv."""
     plan, _, smem = ctx
-    halves, of_dk = plan.config.block_q // ROWS, dq_sum.qk_width(plan) // ROWS
-    numbers = range(of_dk + plan.format.v.width // ROWS)
-    blocks = [smem.ds.at[n // halves, wg, n % halves] for n in numbers]
-    return KeyGradients(blocks[:of_dk], blocks[of_dk:])
+    halves, widths = plan.config.block_q // ROWS, _widths(plan)
+    of_dk = sum(widths.dk) // ROWS
+    blocks = [(n // halves, wg, n % halves) for n in range(of_dk + sum(widths.dv) // ROWS)]
+    rows = smem.ds[0]
+    return KeyGradients(Staging(rows, blocks[:of_dk]), Staging(rows, blocks[of_dk:]))
 
 
 # ---- the kernel and its call --------------------------------------------------------------------
@@ -529,7 +607,7 @@ def _consume(ctx: KernelContext, outs: KeyGradients, block_id: Index, wg: Index)
         work = key_tiles.key_tile(ctx, code)
         plgpu.barrier_wait(smem.kv_ready)
         grads, count = _mainloop(ctx, work, wg, count)
-        grads = grads._replace(dk=grads.dk * plan.problem.scale)
+        grads = grads._replace(dk=[part * plan.problem.scale for part in grads.dk])
         _store_dk_dv(ctx, outs, work, wg, grads)
         return count
 
@@ -548,7 +626,7 @@ def _kernel(
 
 
 def dq_dk_dv(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
-    """dq, and dk and dv padded as refs.k and refs.v are."""
+    """dq, and dk and dv in the sizes of refs.k and refs.v."""
     refs = refs._replace(dq=jax.new_ref(dq_sum.zeros(plan, refs.q.shape[0])))
     grads = dk_dv(plan, _with_presets(KernelContext(plan, refs)))
     return Gradients(dq_sum.rounded(plan, jax.freeze(refs.dq)), *grads)
@@ -563,11 +641,10 @@ def _with_presets(ctx: KernelContext) -> BackwardRefs:
 
 
 def dk_dv(plan: KeyPlan, refs: BackwardRefs) -> KeyGradients:
-    """dk and dv, padded as refs.k and refs.v are; adds to refs.dq, if there is one."""
+    """dk and dv, in the sizes of refs.k and refs.v; adds to refs.dq, if there is one."""
     outs = []
     for x in (refs.k, refs.v):  # a gradient for each batch row of q
-        sizes = (plan.problem.batch, *x.shape[1:3], tma_operands.width_in_tma(x.shape[3]))
-        outs.append(jax.ShapeDtypeStruct(sizes, x.dtype))
+        outs.append(jax.ShapeDtypeStruct((plan.problem.batch, *x.shape[1:]), x.dtype))
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=tuple(outs),

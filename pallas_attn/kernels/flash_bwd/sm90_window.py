@@ -33,14 +33,15 @@ from jax import lax
 
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import AttentionProblem
-from pallas_attn.kernels.attention import score_mod, tma_operands
+from pallas_attn.kernels.attention import score_mod
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd.key_tiles import per_column
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import load_rows, ring_slot, store_rows
-from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import Barrier, Carry, GmemRef, Index, RegisterTile, SmemRef
 
 MOST_PAIRS = 3  # a kv tile: dQ of all but one of them is in registers
@@ -79,10 +80,10 @@ def padded_rows(problem: AttentionProblem) -> int:
 
 
 class WindowSmem(NamedTuple):
-    k: SmemRef
-    v: SmemRef
-    q: SmemRef
-    do: SmemRef
+    k: Panels
+    v: Panels
+    q: Panels
+    do: Panels
     ds: SmemRef
     lse: SmemRef
     delta: SmemRef
@@ -92,12 +93,12 @@ class WindowSmem(NamedTuple):
 
 
 def scratch(plan: KeyPlan) -> WindowSmem:
-    dtype, (qk, values) = jnp.dtype(plan.problem.dtype), plan.format
+    dtype, (qk, values) = jnp.dtype(plan.problem.dtype), plan.format[:2]
     return WindowSmem(
-        k=mosaic.swizzled((2, ROWS, qk.width), dtype, qk.swizzle),
-        v=mosaic.swizzled((2, ROWS, values.width), dtype, values.swizzle),
-        q=mosaic.swizzled((STAGES, ROWS, qk.width), dtype, qk.swizzle),
-        do=mosaic.swizzled((STAGES, ROWS, values.width), dtype, values.swizzle),
+        k=qk.scratch(2, ROWS),
+        v=values.scratch(2, ROWS),
+        q=qk.scratch(STAGES, ROWS),
+        do=values.scratch(STAGES, ROWS),
         ds=mosaic.swizzled((ROWS, ROWS), dtype, qk.swizzle),
         lse=plgpu.SMEM((STAGES, ROWS), jnp.float32),
         delta=plgpu.SMEM((STAGES, ROWS), jnp.float32),
@@ -155,7 +156,7 @@ def _load_kv(ctx: KernelContext, walk: Walk, t: Index) -> None:
     _, refs, smem = ctx
     slot, at = ring_slot(t, 2), (walk.batch, walk.head, t * ROWS)
     for ref, to in ((refs.k, smem.k), (refs.v, smem.v)):
-        load_rows(ref, at, to.at[slot], smem.kv_ready.at[slot])
+        load_rows(ref, at, to, slot, smem.kv_ready.at[slot])
 
 
 def _load_q(ctx: KernelContext, walk: Walk, t: Index) -> None:
@@ -164,7 +165,7 @@ def _load_q(ctx: KernelContext, walk: Walk, t: Index) -> None:
     slot = ring_slot(t, STAGES)
     ready, last = smem.q_ready.at[slot], jnp.minimum(t, plan.tiling.q_tiles - 1)
     for ref, to in ((refs.q, smem.q), (refs.do, smem.do)):
-        load_rows(ref, (walk.batch, walk.head, last * ROWS), to.at[slot], ready)
+        load_rows(ref, (walk.batch, walk.head, last * ROWS), to, slot, ready)
     for ref, to in ((refs.lse, smem.lse), (refs.delta, smem.delta)):
         there = ref.at[walk.batch, walk.head, pl.ds(t * ROWS, ROWS)]
         plgpu.copy_gmem_to_smem(there, to.at[slot], ready)
@@ -174,18 +175,20 @@ class TileGradient(NamedTuple):
     """A gradient of tile t, from a place in shared memory that no matmul reads any more."""
 
     value: RegisterTile
-    staged: SmemRef
+    staged: Panels
+    slot: Index
     to: GmemRef
 
 
 def _store(walk: Walk, t: Index, *gradients: TileGradient) -> None:
     plgpu.commit_smem()  # in no warp
     for gradient in gradients:
-        gradient.staged[...] = gradient.value.astype(gradient.staged.dtype)
+        (staged,) = panels.tiles(gradient.staged, gradient.slot)
+        staged[...] = gradient.value.astype(staged.dtype)
     plgpu.commit_smem()
     for gradient in gradients:
         at = (walk.batch, walk.head, t * ROWS)
-        store_rows(gradient.staged, gradient.to, at, 0, walk.head, t >= walk.begin)
+        store_rows(gradient.staged, gradient.slot, gradient.to, at, predicate=t >= walk.begin)
 
 
 def _load_next_and_store_dq(
@@ -203,7 +206,7 @@ def _load_next_and_store_dq(
         _load_q(ctx, walk, t + pairs(plan.problem))
 
     dq = plgpu.wgmma_accumulator_load(acc, wait_n=2)
-    _store(walk, t, TileGradient(dq * plan.problem.scale, smem.q.at[ring_slot(t, STAGES)], to))
+    _store(walk, t, TileGradient(dq * plan.problem.scale, smem.q, ring_slot(t, STAGES), to))
 
 
 # ---- the mainloop -------------------------------------------------------------------------------
@@ -216,7 +219,7 @@ def _step(
     next kv tile.
     """
     plan, _, smem = ctx
-    count, kv_slot, (qk, values) = pairs(plan.problem), ring_slot(t, 2), plan.format
+    count, kv_slot, (qk, values) = pairs(plan.problem), ring_slot(t, 2), plan.format[:2]
 
     def all_pairs(state: Carry) -> None:
         dk, dv, *dqs = state
@@ -234,8 +237,8 @@ def _step(
     zeros = [mosaic.filled((ROWS, x.width), 0.0) for x in (qk, values, qk)]
     fresh = [plgpu.ACC.init(value) for value in (*zeros[:2], *open_dq, zeros[2])]
     dk, dv, _, *open_dq = pl.run_state(all_pairs)(fresh)
-    dk = TileGradient(dk * plan.problem.scale, smem.k.at[kv_slot], outs.dk)
-    _store(walk, t, dk, TileGradient(dv, smem.v.at[kv_slot], outs.dv))
+    dk = TileGradient(dk * plan.problem.scale, smem.k, kv_slot, outs.dk)
+    _store(walk, t, dk, TileGradient(dv, smem.v, kv_slot, outs.dv))
     # A sum that changes places: were it copied as it is, ptxas would do so between matmuls in
     # flight, and have them wait for each other. To add 0 is no copy.
     return [dq + 0.0 for dq in open_dq]
@@ -250,7 +253,8 @@ def _pair(
     (plan, _, smem), (t, n) = ctx, tile
     dtype, shape = jnp.dtype(plan.problem.dtype), (ROWS, ROWS)
     slot, keys = ring_slot(t + n, STAGES), ring_slot(t, 2)
-    q, do, k, v = smem.q.at[slot], smem.do.at[slot], smem.k.at[keys], smem.v.at[keys]
+    (q,), (do,) = (panels.tiles(x, slot) for x in (smem.q, smem.do))
+    (k,), (v,) = (panels.tiles(x, keys) for x in (smem.k, smem.v))
 
     def row_statistic(numbers: SmemRef) -> RegisterTile:
         return per_column(mosaic.load(numbers.at[slot], mosaic.COLUMN), shape)
@@ -319,13 +323,10 @@ def _kernel(refs: BackwardRefs, *rest: Any, plan: KeyPlan) -> None:
 
 
 def dq_dk_dv(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
-    """dq, dk and dv, padded as refs.q, refs.k and refs.v are."""
+    """dq, dk and dv."""
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
-        out_type=tuple(
-            jax.ShapeDtypeStruct((*x.shape[:3], tma_operands.width_in_tma(x.shape[3])), x.dtype)
-            for x in (refs.q, refs.k, refs.v)
-        ),
+        out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (refs.q, refs.k, refs.v)),
         scratch_types=(scratch(plan),),
         grid=(plan.order.heads * chunks(plan),),
         grid_names=("block",),

@@ -124,6 +124,7 @@ def load_entry(  # noqa: PLR0913
             plgpu.barrier_arrive(ready)
 
     k_copies, v_copies = ctx.plan.copies
+    over_scores = ctx.plan.score_tiles
     has_ids = "kv_segment_ids" in ctx.plan.problem.arrays
 
     @pl.when(entry.number < entry.last)
@@ -133,10 +134,16 @@ def load_entry(  # noqa: PLR0913
             from pallas_attn.kernels.flash_fwd import documents
 
             documents.load_keys(ctx, tile, entry.t, slot)
+        if over_scores:
+            from pallas_attn.kernels.attention import score_tiles
+
+            column = entry.t * ctx.plan.config.block_kv
+            place = score_tiles.Place(tile.batch, tile.head, tile.row, column)
+            score_tiles.load(ctx, ctx.smem.over_scores, place, slot, ready)
 
     @pl.when(entry.number == entry.last)
     def _() -> None:
-        arrive(k_copies + has_ids)
+        arrive(k_copies + has_ids + sum(array.count for array in over_scores))
 
     pl.when(entry.number > 0)(functools.partial(load, ctx, tile, "v", entry.before, slot))
     pl.when(entry.number == 0)(functools.partial(arrive, v_copies))

@@ -30,6 +30,7 @@ class Smem(NamedTuple):
     free: Barrier
     fetched: Any = None  # barriers of `fetch`, as words
     claims: Any = None  # `claims.Smem`
+    over_scores: Any = None  # [stages, rows, block_kv] of bias and mask_array: `score_tiles`
 
 
 @functools.lru_cache(maxsize=256)
@@ -66,7 +67,13 @@ def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem
         from pallas_attn.kernels.flash_fwd import claims
 
         claimed = claims.scratch()
+    over_scores = None
+    if plan.score_tiles:
+        from pallas_attn.kernels.attention import score_tiles
+
+        over_scores = score_tiles.scratch(plan.score_tiles, config.stages, plan.tiling.tile_rows)
     ids, barrier = int(segments is not None), plgpu.Barrier
+    entry = sum(plan.copies) + ids + sum(array.count for array in plan.score_tiles)
     return Smem(
         q=plan.qk.scratch(q_tiles, ROWS),
         k=plan.qk.scratch(*ring),
@@ -74,10 +81,11 @@ def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem
         out=out_scratch(plan, out_widths),
         segments=segments,
         q_ready=barrier(num_barriers=q_tiles, num_arrivals=plan.copies[0] + 2 * ids),
-        ready=barrier(num_barriers=config.stages, num_arrivals=sum(plan.copies) + ids),
+        ready=barrier(num_barriers=config.stages, num_arrivals=entry),
         free=barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
         fetched=fetched,
         claims=claimed,
+        over_scores=over_scores,
     )
 
 

@@ -51,7 +51,7 @@ from pallas_attn.kernels.attention.score_mod import ForwardRefs
 from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, OutputSums, copy_async
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows, Span, WorkTile
 from pallas_attn.kernels.attention.tiles import limit as limit
-from pallas_attn.kernels.flash_fwd import documents, sm80_columns, tile_scheduler
+from pallas_attn.kernels.flash_fwd import documents, padded, sm80_columns, tile_scheduler
 from pallas_attn.kernels.flash_fwd.listed import list_of
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic
@@ -304,7 +304,9 @@ def _span(ctx: KernelContext, tile: WorkTile) -> Span:
     if plan.has("q_segment_ids"):
         unit = lax.div(tile.row, jnp.int32(plan.tiling.tile_rows))
         span = span.within(Span(*(refs.segment_spans[tile.batch, i, unit] for i in range(4))))
-    if plan.has("mask_array"):
+    if plan.skips_keys:
+        span = span.within(padded.visible_tiles(ctx, tile))
+    elif plan.has("mask_array"):
         span = span._replace(full_hi=span.full_lo)
     return tile_scheduler.empty_as_zero(tile, rows, span) if "empty" in plan.sections else span
 
@@ -334,8 +336,8 @@ def run(
 
 
 def _operands(plan: QueryPlan, inputs: AttentionInputs) -> ForwardRefs:
-    """Arrays that the kernel reads. Copied are: q, k and v where they are float32, into terms; bias
-    and mask_array where T or S is no multiple of a tile; segment ids.
+    """Arrays that the kernel reads. Copied are: q, k and v where they are float32, into terms;
+    mask_array, to int8, unless it masks keys; segment ids.
     """
     fields: dict[str, Any] = {name: getattr(inputs, name) for name in plan.problem.arrays}
     fields |= {name: plan.format.operand(getattr(inputs, name)) for name in ("q", "k", "v")}

@@ -24,6 +24,7 @@ Shared memory, and who owns it when:
                   kv tile before that, which is what one step reads: one wait, one release a step.
                   The producer owns an entry from when all consumers have released it (`free`) until
                   both of its copies have landed (`ready`), the consumers until they release it
+  over_scores [stages]  tiles of bias and mask_array, in the same entries: `score_tiles`
   out [warpgroup] the consumer's own: some columns of the output on their way to global memory
 
 Kv tiles are taken from the last to the first. Keys that the diagonal, a length or the end of S cuts
@@ -47,6 +48,7 @@ problems have files of their own, which are imported where they are needed:
   documents.py          segment ids
   listed.py             mask functions, whose kv tiles are in lists
   linear_scores.py      score functions that are a slope and an offset a row
+  padded.py             masks of keys
   fetch_producer.py     K and V that other GPUs have
   float32_mainloop.py   float32, in terms of 16 bits
   one_tile.py           heads whose keys are one kv tile, a consumer each
@@ -168,6 +170,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
         _ranges_of(problem),
         _producer_of(problem),
         _mainloop_of(problem),
+        score_tiles=() if apart else _score_tiles_of(problem, config),
         panels=tma_operands.takes_panels(problem),
         apart=apart,
     )
@@ -192,6 +195,10 @@ def _ranges_of(problem: AttentionProblem) -> Any:
         from pallas_attn.kernels.flash_fwd import documents
 
         return documents.Ranges
+    if problem.masks_keys:
+        from pallas_attn.kernels.flash_fwd import padded
+
+        return padded.Ranges
     return tile_scheduler.MaskRanges
 
 
@@ -213,6 +220,16 @@ def _mainloop_of(problem: AttentionProblem) -> Callable[..., tuple["Result", Ind
     from pallas_attn.kernels.flash_fwd import float32_mainloop
 
     return float32_mainloop.mainloop
+
+
+def _score_tiles_of(problem: AttentionProblem, config: Config) -> tuple[Any, ...]:
+    """Bias and mask_array that come by tiles, if any."""
+    shapes = [shape for shape in (problem.bias_shape, problem.mask_shape) if shape is not None]
+    if not shapes or problem.dtype == "float32" or problem.fetches > 1:
+        return ()
+    from pallas_attn.kernels.attention import score_tiles
+
+    return score_tiles.of_problem(problem, config.block_kv)
 
 
 # ---- limits --------------------------------------------------------------------------------------
@@ -388,11 +405,15 @@ def _first_tile(
     q, k = panels.tiles(smem.q, rows.q_slot), panels.tiles(smem.k, slot)
     ring.wait(slot)
     s = wgmma.matmul((ROWS, k[0].shape[0]), q, k, meanwhile, wgmma.score_panels)
-    if rows.segments is None:
+    read_later = rows.segments is not None or ctx.plan.score_tiles
+    if not read_later:
         ring.release(slot)
     masked, first_rows = "first_masked" in ctx.plan.sections, rows.with_loaded_tile(rows.last)
-    s, online = logits_of(ctx, first_rows, rows.span.hi - 1, slot, s, masked)
-    if rows.segments is not None:
+    whole = None
+    if ctx.plan.skips_keys:
+        masked, whole = None, (rows.span.full_lo, rows.span.full_hi)
+    s, online = logits_of(ctx, first_rows, rows.span.hi - 1, slot, s, masked, whole)
+    if read_later:
         ring.release(slot)
     unit, nothing = ctx.plan.logit_rules.unit, mosaic.filled((ROWS,), -jnp.inf)
     new = online.step(s, unit, nothing, empty_ok=True)
@@ -605,9 +626,8 @@ def _results(plan: QueryPlan) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruc
 
 def _operands(plan: QueryPlan, inputs: AttentionInputs) -> ForwardRefs:
     """Global memory that the kernel reads. XLA copies: q, k and v where they are float32 (see
-    mma/wgmma.py), or those of several GPUs in sizes that `lang.panels` is for; bias and mask_array
-    where T or S is no multiple of a tile; segment ids; one value tile a sequence where there are
-    kv_lengths.
+    mma/wgmma.py), or those of several GPUs in sizes that `lang.panels` is for; mask_array, to
+    int8, unless it masks keys; segment ids; one value tile a sequence where there are kv_lengths.
     """
     problem = plan.problem
     names = "q", "k", "v", *problem.arrays

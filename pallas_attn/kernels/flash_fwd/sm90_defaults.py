@@ -22,6 +22,22 @@ def config_of(problem: AttentionProblem) -> Config:
     """The fastest on an H200 of those that fit in registers and shared memory."""
     if problem.dtype == "float32":
         return _float32(problem)
+    config = _of_16_bits(problem)
+    shapes = [shape for shape in (problem.bias_shape, problem.mask_shape) if shape is not None]
+    return _with_room(problem, config) if shapes else config
+
+
+def _with_room(problem: AttentionProblem, config: Config) -> Config:
+    """With as many stages, and keys of a tile, as tiles of bias and mask_array leave room for."""
+    for keys in (config.block_kv, 64):
+        for stages in range(config.stages, 1, -1):
+            smaller = dataclasses.replace(config, block_kv=keys, stages=stages)
+            if smem_bytes(problem, smaller) <= SMEM_LIMIT:
+                return smaller
+    return dataclasses.replace(config, warpgroups=1, block_kv=64, stages=2, q_slots=1)
+
+
+def _of_16_bits(problem: AttentionProblem) -> Config:
     dim = max(problem.head_dim, problem.v_head_dim)
     l2_heads = _l2_heads(problem, dim)
     if dim <= 128 and _reads_block_table(problem):
@@ -152,6 +168,8 @@ def _takes_wide_tiles(problem: AttentionProblem) -> bool:
     tile is whole and there is little else to do, or where rows past `q_lengths` end in whole tiles.
     """
     arrays = set(problem.arrays)
+    if problem.masks_keys:  # most tiles are whole
+        arrays -= {"mask_array"}
     if problem.softcap is not None or arrays - {"q_lengths", "kv_lengths"}:
         return False
     hides = not problem.mask.is_full or problem.mask_program is not None

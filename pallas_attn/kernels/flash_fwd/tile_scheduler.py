@@ -31,6 +31,7 @@ from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.logits import LogitRules
+from pallas_attn.kernels.attention.score_tiles import ScoreTiles
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     KernelContext,
@@ -113,6 +114,8 @@ class QueryPlan:
     produce: Any = None  # `producer.produce`, or another file's
     mainloop: Any = None  # `sm90.mainloop`, or another file's
     format: Any = None  # `sm80_common.MmaFormat`, of the portable kernels
+    # Bias and mask_array that come by `score_tiles`.
+    score_tiles: tuple[ScoreTiles, ...] = ()
     apart: bool = False  # consumers take work tiles of their own: `one_tile`
     panels: bool = False  # q, k, v and the output lie in panels: `tma_operands.takes_panels`
 
@@ -179,6 +182,11 @@ class QueryPlan:
         """
         dynamic = {"q_segment_ids", "mask_array"} & set(self.problem.arrays)
         return bool(dynamic) and not self.is_listed
+
+    @functools.cached_property
+    def skips_keys(self) -> bool:
+        """Whether a mask of keys says which kv tiles are whole: see `key_masks`."""
+        return self.problem.masks_keys and not (self.is_listed or self.has("q_segment_ids"))
 
     @functools.cached_property
     def is_listed(self) -> bool:
@@ -445,13 +453,14 @@ def at_offset(
 
 
 def operands(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Any]:
-    """Operands of a kernel whose work tiles are query rows, by tiles: bias, mask_array and segment
-    ids in whole tiles, and those of `table`.
+    """Operands of a kernel whose work tiles are query rows, by tiles: bias, mask_array, segment ids
+    in whole tiles, and those of `table`.
     """
     fields = table(schedule, plan, inputs)
     if tma_operands.IN_WHOLE_TILES & set(plan.problem.arrays):
         sizes = plan.tiling.padded_rows, plan.tiling.padded_keys
-        fields |= tma_operands.over_scores(inputs, *sizes)
+        in_tiles = {array.name for array in plan.score_tiles}
+        fields |= tma_operands.over_scores(inputs, *sizes, in_tiles)
         fields |= tma_operands.segment_ids(inputs, *sizes)
     return fields
 
@@ -478,10 +487,15 @@ def work_tile(ctx: KernelContext, code: Index) -> WorkTile:
 
 
 def span_of_rows(
-    plan: QueryPlan, tile: WorkTile, wg: Index, read: Callable[[Index], Index] | None = None
+    plan: QueryPlan,
+    tile: WorkTile,
+    wg: Index,
+    read: Callable[[Index], Index] | None = None,
+    visible: Span | None = None,
 ) -> Span:
     """The kv tiles of a warpgroup's rows; lo == hi == 0 where there is none. `read`: reads a field
-    of the work tile's record, where segment ids leave less (`documents`).
+    of the work tile's record, where segment ids leave less (`documents`); `visible`: what a mask of
+    keys leaves (`padded`).
     """
     tiling, rows, idle = plan.tiling, ROWS, False  # type: tuple[QueryTiling, Index, Predicate]
     row = tile.row + wg * ROWS
@@ -493,7 +507,9 @@ def span_of_rows(
     span = plan.span(tile.mask, tile.q_offset + row, rows, tile.kv_len)
     if read is not None:  # rows past T have the last one's id
         span = span.within(Span(*(read(4 * wg + i) for i in range(4))))
-    if "mask_array" in plan.problem.arrays:
+    if visible is not None:
+        span = span.within(visible)
+    elif "mask_array" in plan.problem.arrays:
         span = span._replace(full_hi=span.full_lo)
     if tiling.has_idle_spans:
         span = span._replace(lo=jnp.where(idle, jnp.maximum(span.hi - 1, span.lo), span.lo))

@@ -13,8 +13,8 @@ from pallas_attn.kernels.lang.types import GmemRef, Layout
 
 
 def gather(ref: GmemRef, index: jax.Array, layout: Layout) -> jax.Array:
-    """`ref[index]` of a flat array of int32 or float32; `index`, int32, is a tile of that layout or
-    a vector along one side of it, and within the array.
+    """`ref.ravel()[index]` of an array of any dtype but booleans; `index`, int32, is a tile of that
+    layout or a vector along one side of it, and within the array.
     """
     dtype = ref.dtype
 
@@ -33,9 +33,9 @@ def gather(ref: GmemRef, index: jax.Array, layout: Layout) -> jax.Array:
                 registers[at] = vector.from_elements(result, [load(x) for x in places])
             else:
                 registers[at] = load(register)
-        signed = None if kind == ir.F32Type.get() else True
+        signed = True if isinstance(kind, ir.IntegerType) else None
         return mgpu.FragmentedArray(_registers=registers, _layout=index.layout, _is_signed=signed)
 
     result = plgpu.ShapeDtypeStruct(index.shape, dtype, layout=layout)
     types = (plgpu.RefType(), layout)
-    return mosaic.inline(code, lambda ref, index: ref[index], (ref, index), types, result)
+    return mosaic.inline(code, lambda ref, index: ref.ravel()[index], (ref, index), types, result)

@@ -12,10 +12,12 @@ All functions take a plain buffer, too, which is one tiled panel of all columns.
 
 from typing import Any, NamedTuple
 
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.types import Barrier, DType, GmemRef, Index, SmemRef
+from pallas_attn.kernels.lang.types import Barrier, DType, GmemRef, Index, Predicate, SmemRef
 
 WIDEST = 64  # columns of a swizzle of 128 bytes
 
@@ -47,7 +49,7 @@ Panels = tuple[Panel, ...] | SmemRef
 
 def scratch(shape: tuple[int, ...], dtype: DType, width: int) -> Panel:
     """A panel of `width` columns as shared memory; `shape`: [.., rows]."""
-    tiled = mosaic.swizzled((*shape, width), dtype, 2 * width)
+    tiled = mosaic.swizzled((*shape, width), dtype, jnp.dtype(dtype).itemsize * width)
     untiled = plgpu.SMEM(tiled.shape, dtype, transforms=tiled.transforms[1:])
     return Panel(plgpu.RefUnion(untiled, tiled))
 
@@ -63,24 +65,50 @@ def copies(panels: Panels) -> int:
     return len(panels) if isinstance(panels, tuple) else 1
 
 
-def load(
-    source: GmemRef, where: tuple[Any, Any, Index], panels: Panels, at: Index, barrier: Barrier
+def load(  # noqa: PLR0913
+    source: GmemRef,
+    where: tuple[Any, Any, Index],
+    panels: Panels,
+    at: Index,
+    barrier: Barrier,
+    column: int = 0,
 ) -> None:
-    """Asks for rows of one head. `where`: batch, rows and head in `source` [B, rows, heads, dim];
-    past its ends lie zeros. `at`: the index in the panels.
+    """Asks for rows of one head, from a column on. `where`: batch, rows and head in `source`
+    [B, rows, heads, dim]; past its ends lie zeros. `at`: the index in the panels.
     """
-    for view, columns in _by_columns(source, panels, where[-1]):
+    for view, columns in _by_columns(source, panels, where[-1], column):
         plgpu.copy_gmem_to_smem(source.at[(*where, columns)], view.at[at], barrier)
 
 
-def store(
-    panels: Panels, at: Index, target: GmemRef, where: tuple[Any, Any, Index], column: int = 0
+def load_columns(  # noqa: PLR0913
+    source: GmemRef,
+    where: tuple[Any, ...],
+    panels: tuple[Panel, ...],
+    at: Index,
+    barrier: Barrier,
+    column: Index,
 ) -> None:
-    """Writes rows of one head, from a column on, after `commit_smem`; what lies past the ends of
-    `target` is left.
+    """Asks for columns of `source[*where]` from a traced one on, zeros past the end."""
+    for panel in panels:
+        width = panel.for_tma.shape[-1]
+        some = source.at[(*where, pl.ds(column, width))]
+        plgpu.copy_gmem_to_smem(some, panel.for_tma.at[at], barrier)
+        column = column + width
+
+
+def store(
+    panels: Panels,
+    at: Any,
+    target: GmemRef,
+    where: tuple[Any, Any, Index],
+    column: int = 0,
+    predicate: Predicate | None = None,
+) -> None:
+    """Writes rows of one head, from a column on, after `commit_smem`, if at all; what lies past the
+    ends of `target` is left.
     """
     for view, columns in _by_columns(target, panels, where[-1], column):
-        plgpu.copy_smem_to_gmem(view.at[at], target.at[(*where, columns)])
+        plgpu.copy_smem_to_gmem(view.at[at], target.at[(*where, columns)], predicate)
 
 
 def _by_columns(

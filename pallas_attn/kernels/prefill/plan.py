@@ -145,6 +145,8 @@ class Plan:
     merged: tuple[int, int, int] | None = None  # `DecodeProblem.merged`
     widening: Any = None  # `widening_producer.Widening`, for a quantised cache
     tree: bool = False  # whether the mask function is a tree of drafts
+    score_tiles = ()  # it takes no bias and no mask_array
+    skips_keys = False
     one_loop = False  # tiles that need no mask have a loop of their own in the mainloop
 
     @functools.cached_property

@@ -21,7 +21,7 @@ from pallas_attn.bench import cases
 from pallas_attn.kernels.attention import score_mod
 from pallas_attn.kernels.attention.logits import LogitRules
 from pallas_attn.kernels.attention.tiles import KernelContext
-from pallas_attn.kernels.flash_bwd import dbias, work_order
+from pallas_attn.kernels.flash_bwd import dbias, sm90_dbias, work_order
 from pallas_attn.kernels.flash_bwd import sm80 as flash_bwd_sm80
 from pallas_attn.kernels.flash_bwd import sm90 as kernel
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
@@ -109,6 +109,9 @@ INTERPRETED = {
     "dim40_256": {},
     "float16_causal": {"config": dataclasses.replace(SMALL, block_q=128)},
     "group7_kv1": {"config": dataclasses.replace(SMALL, block_q=128, l2_heads=1)},
+    "bias_shared": {"deterministic": True},
+    "padding": {"config": dataclasses.replace(SMALL, block_q=128)},
+    "padding_ragged": {"deterministic": True},
     "dim72_24_float32": {},
     "dim72_24_float32_highest": {
         "config": dataclasses.replace(SMALL, fused=False, block_q=16, dq_block_kv=32)
@@ -122,6 +125,8 @@ PORTABLE_INTERPRETED = {
     "documents": {"config": PORTABLE(kv_blocks=2, block_q=32, fused=False)},
     "bias_by_row": {"config": WIDE},
     "t_equals_s": {"config": WIDE},
+    "padding": {"config": PORTABLE(warp_rows=2)},
+    "padding_ragged": {"config": PORTABLE(fused=False, block_q=32, dq_block_kv=32)},
     "strictly_causal": {"config": PORTABLE(block_q=32, warpgroups=2)},
     "dim72_24": {"config": PORTABLE(fused=False, block_q=16, dq_block_kv=16, dq_stages=1)},
     "float32_highest": {"config": PORTABLE(fused=False, block_q=32, dq_block_kv=32)},
@@ -500,14 +505,15 @@ def test_every_tile_of_work_is_dealt_once():
 def test_every_tile_of_scores_is_summed_once(batch, shape):
     """The walks of the kernel for dbias, all of them together."""
     problem = problem_of(dataclasses.replace(case_named("bias"), bias_shape=shape))
-    plan = dbias.plan_of(dataclasses.replace(problem, batch=batch), flash_fwd_sm90.Config)
+    plan = sm90_dbias.plan_of(dataclasses.replace(problem, batch=batch), flash_fwd_sm90.Config)
     walk, refs = dbias.walk_of(plan), BackwardRefs(**dict.fromkeys(BackwardRefs._fields))
     tiles, steps = np.prod(walk.bias_tiles), walk.chunks * walk.steps
     tile, n = (jnp.asarray(x.ravel(), jnp.int32) for x in np.mgrid[:tiles, :steps])
     step = jax.vmap(functools.partial(dbias.step_of, KernelContext(plan, refs), walk))(tile, n)
     where = np.stack([np.asarray(x) for x in step[:4]], axis=1)[np.asarray(step.live)]
-    wanted = np.ndindex(batch, 4, 3, 4)
-    assert sorted(where.tolist()) == sorted([b, h, q * 64, k * 64] for b, h, q, k in wanted)
+    rows, keys = plan.tiling.tile_rows, plan.config.block_kv
+    wanted = np.ndindex(batch, 4, -(-130 // rows), -(-200 // keys))
+    assert sorted(where.tolist()) == sorted([b, h, q * rows, k * keys] for b, h, q, k in wanted)
 
 
 # ---- on the GPU ---------------------------------------------------------------------------------

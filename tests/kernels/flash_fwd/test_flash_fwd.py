@@ -57,6 +57,7 @@ def problem_of(case: cases.AttentionCase) -> AttentionProblem:
         q_offset=case.q_offset if isinstance(case.q_offset, int) else 0,
         arrays=tuple(arrays),
         bias_shape=case.bias_shape,
+        bias_dtype=case.bias_dtype,
         mask_shape=case.mask_shape,
         precision=case.precision,
     )
@@ -107,7 +108,7 @@ def small(name: str) -> cases.AttentionCase:
     """
     case = case_named(name)
     rows = {}
-    for field in ("q_offset", "q_lengths", "kv_lengths"):
+    for field in ("q_offset", "q_lengths", "kv_lengths", "shown_keys"):
         if isinstance(value := getattr(case, field), tuple):
             rows[field] = tuple(value[n] for n in OF_EIGHT) if len(value) == 8 else value
     batch = max(map(len, rows.values()), default=1)
@@ -132,7 +133,12 @@ INTERPRETED = {
     "documents_unseen": dataclasses.replace(SMALL, warpgroups=3),  # with whole blocks
     "dim72_24": dataclasses.replace(SMALL, warpgroups=1),
     "float16_causal": dataclasses.replace(SMALL, block_kv=128),
+    "bias_shared": SMALL,  # tiles of a bias by TMA, over the ends of T and S
+    "mask_array_by_row": dataclasses.replace(SMALL, block_kv=128),
+    "padding": dataclasses.replace(SMALL, warpgroups=3),  # hidden, whole and cut kv tiles
+    "padding_ragged": SMALL,
     "everything_float32": SMALL,
+    "padding_float32": SMALL,
     "q_lengths_float32_highest": dataclasses.replace(SMALL, block_kv=32),
     "dim72_24_float32_highest": dataclasses.replace(SMALL, warpgroups=1, block_kv=16),
 }
@@ -145,6 +151,8 @@ PORTABLE_INTERPRETED = {
     "dim72_24": PORTABLE(row_blocks=2, block_kv=64),
     "float32_highest": PORTABLE(row_blocks=1, block_kv=32),
     "q_lengths": PORTABLE(2, 64, 2),
+    "padding": PORTABLE(1, 64),
+    "padding_ragged": PORTABLE(2, 64, 2),
     "everything_float32": PORTABLE(1, 32, columns=32),
     "dim72_24_float32_highest": PORTABLE(1, 32, columns=32),  # an odd number of parts
     "bias_by_row": PORTABLE(1, 64, columns_before_v=16),

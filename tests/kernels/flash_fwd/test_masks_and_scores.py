@@ -104,7 +104,8 @@ def asked(case, function, score, seed, gradients):
         dense |= {"mask": pa.FULL, "mask_array": seen}
     if score is not None:
         options["score"] = of_scores(*sizes)[score]
-        dense |= biased(score, case)
+        own, by_score = dense.get("bias", np.float32(0)), biased(score, case)
+        dense |= by_score | {"bias": by_score["bias"] + np.asarray(own, np.float32)}
     do = np.random.default_rng(seed).standard_normal((*arguments["q"].shape[:3], case.v_head_dim))
     do = jnp.asarray(do, case.dtype) if gradients else None
     return options, budget.attention(dense, do, tensor_cores=True), do
@@ -116,18 +117,20 @@ def check(subject, function, score, seed=0, gradients=True, **facts):
     with in_numpy.on_the_host():
         options, expected, do = asked(case, function, score, seed, gradients)
     q, k, v = (options.pop(name) for name in "qkv")
+    bias = options.pop("bias", None)
 
-    def call(q, k, v, *, implementation, **options):
+    def call(q, k, v, bias, *, implementation, **options):
         attend = functools.partial(
             pa.flash_attention_with_lse, implementation=implementation, **options
         )
         if not gradients:
-            return dict(zip(("out", "lse"), attend(q, k, v), strict=True))
-        (out, lse), back = jax.vjp(attend, q, k, v)
-        grads = back((do, jnp.zeros_like(lse)))
-        return dict(zip(("out", "lse", "dq", "dk", "dv"), (out, lse, *grads), strict=True))
+            return dict(zip(("out", "lse"), attend(q, k, v, bias=bias), strict=True))
+        (out, lse), back = jax.vjp(lambda q, k, v, b: attend(q, k, v, bias=b), q, k, v, bias)
+        names = ("out", "lse", "dq", "dk", "dv", *["dbias"] * (bias is not None))
+        grads = back((do, jnp.zeros_like(lse)))[: len(names) - 2]
+        return dict(zip(names, (out, lse, *grads), strict=True))
 
-    budget.check(subject.call(call, q, k, v, **options), expected)
+    budget.check(subject.call(call, q, k, v, bias, **options), expected)
 
 
 def subject_of(generation, interpreted):
@@ -146,6 +149,16 @@ def test_in_the_interpreter(generation, mask, score):
     few = mask in ("nothing", "narrow") or score == "linear"
     facts = {"q_len": 70, "kv_len": 75, "batch": 1} if few else {}
     check(subject_of(generation, True), mask, score, gradients=not few, **facts)
+
+
+@pytest.mark.parametrize(
+    "generation, mask, score",
+    [("sm90", "documents", None), ("sm90", "batch", "table"), ("sm80", "blocks", None)],
+)
+def test_a_bias_beside_functions_in_the_interpreter(generation, mask, score):
+    """Its gradient is that of the logits, which the function's derivative does not scale."""
+    facts = {"q_len": 70, "kv_len": 80, "batch": 1, "bias_shape": (1, SIZES["q_heads"], 70, 80)}
+    check(subject_of(generation, True), mask, score, **facts)
 
 
 def test_slopes_must_be_finite():

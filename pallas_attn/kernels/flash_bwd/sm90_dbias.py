@@ -1,0 +1,307 @@
+"""The gradient of a bias, for the Hopper backward: the walks of `dbias`.
+
+A block has one producer and up to two consumer warpgroups of 64 query rows each, which own a tile
+of the bias: it stays in shared memory for the whole walk, its gradient in registers. A step is a
+tile of scores: S and dP are issued together, P = exp(S - lse) is computed under dP. The two
+warpgroups, which wait for nothing of each other, overlap the one's matmuls with the other's
+exponentials.
+
+A walk that is in one chunk ends with dbias in the bias' dtype; several are summed by XLA.
+
+Shared memory, and who owns it when:
+  q, do, k, v [stages]  a ring of tiles of scores, with the lse and delta of their rows
+  bias                  the tile of the bias; where it does not come by `score_tiles` threads read
+                        it from global memory. The consumers store dbias from there
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn.kernels.attention import score_mod, score_tiles
+from pallas_attn.kernels.attention.logits import LogitTile
+from pallas_attn.kernels.attention.score_tiles import ScoreTiles
+from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
+from pallas_attn.kernels.flash_bwd import dbias
+from pallas_attn.kernels.flash_bwd.dbias import BiasBlock, BiasStep, BiasWalk
+from pallas_attn.kernels.flash_bwd.float32 import scaled, units_of
+from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
+from pallas_attn.kernels.flash_bwd.plan import in_panels
+from pallas_attn.kernels.flash_bwd.producer import load_rows
+from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
+from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.panels import Panels
+from pallas_attn.kernels.lang.types import (
+    Barrier,
+    GmemRef,
+    Index,
+    KernelConfig,
+    RegisterTile,
+    SmemRef,
+)
+from pallas_attn.kernels.mma import wgmma
+
+SMEM_BYTES = 220 * 1024
+SIZES = ((2, 128), (2, 64), (1, 64), (1, 32))  # consumers and keys of a tile, the best first
+
+
+class BiasSmem(NamedTuple):
+    q: Panels  # [stages, rows, ..]
+    do: Panels
+    k: Panels  # [stages, block_kv, ..]
+    v: Panels
+    row_stats: SmemRef  # [2, stages, rows]: lse and delta
+    bias: Any  # `score_tiles.scratch` of one stage
+    ready: Barrier  # one a stage
+    free: Barrier
+    bias_ready: Barrier
+
+
+def bias_tiles(plan: QueryPlan) -> tuple[ScoreTiles, ...]:
+    """The tile of the bias, if it comes by TMA."""
+    arrays = score_tiles.of_problem(plan.problem, plan.config.block_kv)
+    return tuple(array for array in arrays if array.name == "bias")
+
+
+def scratch(plan: QueryPlan) -> BiasSmem:
+    stages, consumers, bias = plan.config.stages, plan.config.warpgroups, bias_tiles(plan)
+    rows = plan.tiling.tile_rows
+    q, do, k, v = (
+        form.scratch(stages, count)
+        for count in (rows, plan.config.block_kv)
+        for form in (plan.qk, plan.v)
+    )
+    copies = 2 * (plan.qk.copies + plan.v.copies) + 2
+    return BiasSmem(
+        *(q, do, k, v),
+        row_stats=plgpu.SMEM((2, stages, rows), jnp.float32),
+        bias=score_tiles.scratch(bias, 1, rows),
+        ready=plgpu.Barrier(num_barriers=stages, num_arrivals=copies),
+        free=plgpu.Barrier(num_barriers=stages, num_arrivals=consumers),
+        bias_ready=plgpu.Barrier(num_arrivals=max(1, score_tiles.copies(bias))),
+    )
+
+
+def _steps(ctx: KernelContext, walk: BiasWalk, block: BiasBlock, body: Any, carry: Any) -> Any:
+    """carry = body(step, carry) for the tiles of scores of a block that may be seen; what a mask of
+    keys shows of them is read a step ahead.
+    """
+    plan, refs, _ = ctx
+    first = block.chunk * walk.steps
+    count = jnp.minimum(walk.steps, math.prod(walk.readers) - first)
+
+    def seen(n: Index) -> Index | None:
+        if refs.key_tiles is None:
+            return None
+        batch, head, _, key_tile = dbias.place_of(walk, block.bias_tile, n)
+        batches, heads, _ = refs.key_tiles.shape
+        batch = jnp.minimum(batch, batches - 1)
+        return refs.key_tiles[batch, head if heads > 1 else 0, key_tile]
+
+    def next_step(i: Index, state: Any) -> Any:
+        carry, now = state
+        following = seen(first + i + 1)
+        step = dbias.step_of(ctx, walk, block.bias_tile, first + i, now)
+        if dbias.sees_all_alike(plan.problem):
+            return body(step, carry), following
+        return lax.cond(step.live, functools.partial(body, step), lambda x: x, carry), following
+
+    return lax.fori_loop(0, count, next_step, (carry, seen(first)))[0]
+
+
+def _produce(ctx: KernelContext, walk: BiasWalk, block: BiasBlock) -> None:
+    plan, refs, smem = ctx
+    stages, rows = smem.ready.shape[0], plan.tiling.tile_rows
+    batch, head, q_tile, key_tile = dbias.place_of(walk, block.bias_tile, jnp.int32(0))
+    key = key_tile * plan.config.block_kv
+    bias_place = score_tiles.Place(batch, head, q_tile * rows, key)
+    score_tiles.load(ctx, smem.bias, bias_place, jnp.int32(0), smem.bias_ready)
+
+    def load(step: BiasStep, count: Index) -> Index:
+        slot = lax.rem(count, jnp.int32(stages))
+        pl.when(count >= stages)(lambda: plgpu.barrier_wait(smem.free.at[slot]))
+        kv_head, ready = lax.div(step.head, jnp.int32(plan.problem.group)), smem.ready.at[slot]
+        queries, keys = (step.batch, step.head, step.row), (step.batch, kv_head, step.key)
+        for name, at in (("q", queries), ("do", queries), ("k", keys), ("v", keys)):
+            load_rows(getattr(refs, name), at, getattr(smem, name), slot, ready)
+        for n, stats in enumerate((refs.lse, refs.delta)):
+            some = stats.at[step.batch, step.head, pl.ds(step.row, rows)]
+            plgpu.copy_gmem_to_smem(some, smem.row_stats.at[n, slot], ready)
+        return count + 1
+
+    _steps(ctx, walk, block, load, jnp.int32(0))
+
+
+def _consume(ctx: KernelContext, out: GmemRef, walk: BiasWalk, block: BiasBlock, wg: Index) -> None:
+    plan, _, smem = ctx
+    shape = (ROWS, plan.config.block_kv)
+    if smem.bias:
+        plgpu.barrier_wait(smem.bias_ready)
+
+    def add(step: BiasStep, carry: tuple[RegisterTile, Index]) -> tuple[RegisterTile, Index]:
+        acc, count = carry
+        slot = lax.rem(count, jnp.int32(smem.ready.shape[0]))
+        plgpu.barrier_wait(smem.ready.at[slot])
+        ds = _ds(ctx, step, slot, wg)
+        plgpu.barrier_arrive(smem.free.at[slot])
+        return acc + ds, count + 1
+
+    zeros = mosaic.filled(shape, 0.0), jnp.int32(0)
+    acc, _ = _steps(ctx, walk, block, add, zeros)
+    _store(ctx, out, walk, block, wg, acc)
+
+
+def _store(  # noqa: PLR0913
+    ctx: KernelContext,
+    out: GmemRef,
+    walk: BiasWalk,
+    block: BiasBlock,
+    wg: Index,
+    acc: RegisterTile,
+) -> None:
+    plan, _, smem = ctx
+    rows, keys = plan.tiling.tile_rows, plan.config.block_kv
+    if not stores_by_tma(plan, walk):
+        chunk, batch, head, row, key = dbias.store_place(walk, block, (rows, keys))
+        own = pl.ds(row.start + wg * ROWS, ROWS)
+        return mosaic.store(out.at[chunk, batch, head, own, key], acc)
+    batch, head, q_tile, key_tile = dbias.place_of(walk, block.bias_tile, jnp.int32(0))
+    own, column, first = pl.ds(wg * ROWS, ROWS), key_tile * keys, 0
+    plgpu.commit_smem()  # all warps have read the bias
+    for panel in smem.bias["bias"]:
+        width = panel.tile.shape[-1]
+        part = lax.slice(acc, (0, first), (ROWS, first + width))
+        panel.tile.at[0, own][...] = part.astype(panel.tile.dtype)
+        first += width
+    plgpu.commit_smem()
+    for panel in smem.bias["bias"]:
+        width = panel.tile.shape[-1]
+        there = (batch, head, pl.ds(q_tile * rows + wg * ROWS, ROWS), pl.ds(column, width))
+        plgpu.copy_smem_to_gmem(panel.for_tma.at[0, own], out.at[there])
+        column = column + width
+    return plgpu.wait_smem_to_gmem(0)
+
+
+def stores_by_tma(plan: QueryPlan, walk: BiasWalk) -> bool:
+    """Whether a block's sum is the gradient of its tile, stored as the bias lies."""
+    return walk.chunks == 1 and bool(bias_tiles(plan))
+
+
+def _ds(ctx: KernelContext, step: BiasStep, slot: Index, wg: Index) -> RegisterTile:
+    """dS of a warpgroup's rows of a tile of scores, by the logits."""
+    plan, refs, smem = ctx
+    shape, own, problem = (ROWS, plan.config.block_kv), pl.ds(wg * ROWS, ROWS), plan.problem
+    row = step.row + wg * ROWS
+    units = units_of(refs.units, step.batch, lax.div(step.head, jnp.int32(problem.group)))
+    where = (step.batch, step.head, row, step.key, step.q_offset, step.kv_len, step.mask)
+    tile = LogitTile(*where, q_axis=0)
+    if smem.bias:
+        tile = tile._replace(in_smem=score_tiles.rows_of(smem.bias, jnp.int32(0), wg))
+    masked = True if step.whole is False else ~step.whole
+    if dbias.sees_all_alike(problem) and not plan.logit_rules.ragged_keys:
+        masked = False
+
+    def of_scores(s_acc: RegisterTile, dp_acc: RegisterTile) -> RegisterTile:
+        _issue(ctx, slot, own, s_acc, dp_acc)
+        lse, delta = (mosaic.load(x.at[slot, own], mosaic.ROW) for x in _statistics(smem))
+        s = scaled(plgpu.wgmma_accumulator_load(s_acc, wait_n=_matmuls(plan)), units.scores)
+        p, _ = score_mod.probabilities(ctx, tile, s, lse, masked)
+        if not smem.bias:
+            plgpu.commit_smem()  # lse and delta have been read, and TMA will write there
+        dp = scaled(plgpu.wgmma_accumulator_load(dp_acc, wait_n=0), units.dp)
+        return p, p * (dp - mosaic.broadcast_rows(delta, shape))
+
+    p, ds = pl.run_scoped(of_scores, *[plgpu.ACC(shape, jnp.float32)] * 2)
+    if not dbias.sees_all_alike(problem):  # NaN past a length, in s and in dp
+        inside = mosaic.positions(shape, 0, row) < step.q_len
+        ds = jnp.where(inside & (p != 0), ds, 0.0)
+    return scaled(ds, units.ds)
+
+
+def _statistics(smem: BiasSmem) -> tuple[SmemRef, SmemRef]:
+    return smem.row_stats.at[0], smem.row_stats.at[1]
+
+
+def _matmuls(plan: QueryPlan) -> int:
+    """Matmuls of dP."""
+    return len(plan.v.panels) if plan.panels else wgmma.products(*(plan.v.terms,) * 2)
+
+
+def _issue(
+    ctx: KernelContext, slot: Index, own: Any, s_acc: RegisterTile, dp_acc: RegisterTile
+) -> None:
+    """Issues S = Q K^T and dP = dO V^T."""
+    plan, _, smem = ctx
+    for acc, left, right, form in (
+        (s_acc, smem.q, smem.k, plan.qk),
+        (dp_acc, smem.do, smem.v, plan.v),
+    ):
+        if plan.panels:
+            wgmma.score_panels(acc, panels.tiles(left, slot, own), panels.tiles(right, slot))
+            continue
+        rows = wgmma.terms_of_smem(left.at[slot, own], form.kind)
+        keys = wgmma.terms_of_smem(right.at[slot], form.kind)
+        wgmma.multiply(acc, rows, wgmma.transposed(keys))
+
+
+def _kernel(
+    refs: BackwardRefs, out: GmemRef, smem: BiasSmem, *, plan: QueryPlan, walk: BiasWalk
+) -> None:
+    ctx = KernelContext(plan, refs, smem)
+    block = BiasBlock(lax.axis_index("tile"), lax.axis_index("chunk"))
+    wg = lax.axis_index("wg")
+    produce = functools.partial(_produce, ctx, walk, block)
+    consume = functools.partial(_consume, ctx, out, walk, block, wg)
+    mosaic.share_registers(wg, plan.config.warpgroups, produce, consume, 240)
+
+
+def plan_of(problem: AttentionProblem, config: KernelConfig) -> QueryPlan:
+    """By the first of SIZES of which two stages fit, or the last; `config` is the forward's
+    class.
+    """
+    for consumers, block in SIZES[2:] if problem.dtype == "float32" else SIZES:
+        for stages in (3, 2, 1):
+            plan = QueryPlan.of(problem, config(consumers, block, max(stages, 2)))
+            plan = dataclasses.replace(plan, panels=in_panels(problem))
+            if mosaic.bytes_of(scratch(plan)) <= SMEM_BYTES:
+                return plan
+    return plan
+
+
+def dbias_of(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> jax.Array:
+    """The cotangent of inputs.bias."""
+    walk, bias = dbias.walk_of(plan), inputs.bias
+    assert bias is not None
+    direct = stores_by_tma(plan, walk)
+    shape, dtype = (bias.shape, bias.dtype) if direct else (dbias.sums_shape(plan, walk), None)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan=plan, walk=walk),
+        out_type=jax.ShapeDtypeStruct(shape, dtype or jnp.float32),
+        scratch_types=(scratch(plan),),
+        **mosaic.grid_of(tile=math.prod(walk.bias_tiles), chunk=walk.chunks),
+        num_threads=plan.config.warpgroups + 1,
+        thread_name="wg",
+        compiler_params=mosaic.without_barriers(),
+        kernel_name="flash_bwd_dbias_sm90",
+    )
+    if plan.skips_keys:
+        refs = refs._replace(key_tiles=_shown_tiles(inputs.mask_array, plan.config.block_kv))
+    dbias_or_sums = kernel(refs)
+    return dbias_or_sums if direct else dbias.folded(dbias_or_sums, bias)
+
+
+def _shown_tiles(mask: Any, block: int) -> jax.Array:
+    """int32[B|1, N|1, kv tiles]: what a mask of keys shows of each tile, 0 none, 1 some, 2 all."""
+    batch, heads, _, keys = mask.shape
+    pad = ((0, 0), (0, 0), (0, -keys % block))
+    shown = jnp.pad(mask[:, :, 0], pad).reshape(batch, heads, -1, block)
+    beyond = jnp.pad(mask[:, :, 0], pad, constant_values=True).reshape(shown.shape)
+    return shown.any(axis=-1).astype(jnp.int32) + beyond.all(axis=-1).astype(jnp.int32)

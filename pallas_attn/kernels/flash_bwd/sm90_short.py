@@ -1,0 +1,305 @@
+"""The Hopper backward of short sequences: one launch makes dq, dk and dv, each head by one
+warpgroup. Every array is read once and every gradient written once; nothing is added up in global
+memory, so bits repeat.
+
+Grid: a block is one warpgroup with a head of at most `TILES` tiles of 64 queries and as many of 64
+keys. Several blocks share a multiprocessor: one computes while others wait for memory.
+
+Kv tiles come one after the other, each with all query tiles that meet it. dQ of all query tiles
+stays in registers throughout, dK and dV for one kv tile. Tiles of scores have keys as rows, see
+`key_tiles`. Rows past the ends are zeros in shared memory and are not stored (`panels`).
+
+Shared memory:
+  q, do [query tiles]  dq is stored from q
+  k, v [kv tiles]      dk and dv are stored from the same places
+  ds                   of one pair of tiles: the left operand of its dQ
+  lse, delta           of all query rows, see `tile_statistics`
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._call.problem import AttentionProblem
+from pallas_attn.kernels.attention import score_mod
+from pallas_attn.kernels.attention.logits import LogitTile
+from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span
+from pallas_attn.kernels.flash_bwd import tile_statistics
+from pallas_attn.kernels.flash_bwd.key_tiles import per_column
+from pallas_attn.kernels.flash_bwd.operands import Gradients, KeyGradients, Residuals
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.flash_bwd.tile_statistics import QueryTileAt, StatisticsRefs
+from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
+
+TILES = 2  # of queries and of keys, at most
+SUMS = 256  # columns of float32 that a warpgroup holds beside S and dP: 128 registers a thread
+
+
+def takes(problem: AttentionProblem) -> bool:
+    """Whether this kernel serves a problem."""
+    q_tiles, kv_tiles = (pl.cdiv(n, ROWS) for n in (problem.q_len, problem.kv_len))
+    qk, v = (sum(panels.widths(n)) for n in (problem.head_dim, problem.v_head_dim))
+    return (
+        1 <= q_tiles <= TILES
+        and 1 <= kv_tiles <= TILES
+        and (q_tiles + 1) * qk + v <= SUMS
+        and problem.group == problem.share == problem.zigzag == 1
+        and set(problem.arrays) <= {"sinks"}
+        and not problem.mask.arrives
+        and problem.dtype != "float32"
+        and problem.mask_program is None
+        and problem.score_program is None
+    )
+
+
+class ShortRefs(NamedTuple):
+    """Global memory."""
+
+    q: GmemRef
+    k: GmemRef
+    v: GmemRef
+    do: GmemRef
+    out: GmemRef
+    lse: GmemRef
+    d_lse: GmemRef
+
+
+class ShortSmem(NamedTuple):
+    q: panels.Panels
+    do: panels.Panels
+    k: panels.Panels
+    v: panels.Panels
+    ds: tuple[SmemRef, ...]  # a copy for each swizzle of k: both operands of a matmul have one
+    lse: SmemRef
+    delta: SmemRef
+    q_ready: Barrier
+    do_ready: Barrier
+    k_ready: Barrier
+    v_ready: Barrier
+
+
+def scratch(plan: KeyPlan) -> ShortSmem:
+    problem, tiling, dtype = plan.problem, plan.tiling, jnp.dtype(plan.problem.dtype)
+    qk, v = panels.widths(problem.head_dim), panels.widths(problem.v_head_dim)
+
+    def rows(tiles: int, widths: tuple[int, ...]) -> panels.Panels:
+        return tuple(panels.scratch((tiles, ROWS), dtype, width) for width in widths)
+
+    def barriers(tiles: int, widths: tuple[int, ...]) -> Barrier:
+        return plgpu.Barrier(num_arrivals=len(widths), num_barriers=tiles)
+
+    q_tiles, kv_tiles = tiling.q_tiles, tiling.kv_tiles
+    return ShortSmem(
+        q=rows(q_tiles, qk),
+        do=rows(q_tiles, v),
+        k=rows(kv_tiles, qk),
+        v=rows(kv_tiles, v),
+        ds=tuple(mosaic.swizzled((ROWS, ROWS), dtype, 2 * width) for width in sorted(set(qk))),
+        lse=plgpu.SMEM((q_tiles, ROWS), jnp.float32),
+        delta=plgpu.SMEM((q_tiles, ROWS), jnp.float32),
+        q_ready=barriers(q_tiles, qk),
+        do_ready=barriers(q_tiles, v),
+        k_ready=barriers(kv_tiles, qk),
+        v_ready=barriers(kv_tiles, v),
+    )
+
+
+def buffer_bytes(plan: KeyPlan) -> int:
+    return mosaic.bytes_of(scratch(plan))
+
+
+class Head(NamedTuple):
+    batch: Index
+    head: Index
+
+    def rows(self, t: int) -> tuple[Any, Any, Index]:
+        """Tile t in global memory. JAX refuses to slice past an end that it knows, see
+        `mosaic.columns`.
+        """
+        return self.batch, pl.ds(t * ROWS + 0 * self.head, ROWS), self.head
+
+
+# ---- loads and stores ---------------------------------------------------------------------------
+
+
+def _load(ctx: KernelContext, head: Head) -> None:
+    """Asks for all tiles, those of the first pair first, and computes the row statistics."""
+    plan, refs, smem = ctx
+    tiling = plan.tiling
+
+    def load(names: tuple[str, ...], t: int) -> None:
+        for name in names:
+            to, ready = getattr(smem, name), getattr(smem, f"{name}_ready")
+            panels.load(getattr(refs, name), head.rows(t), to, t, ready.at[t])
+
+    load(("k", "q", "v", "do"), 0)
+    for t in range(1, tiling.q_tiles):
+        load(("q", "do"), t)
+    for t in range(1, tiling.kv_tiles):
+        load(("k", "v"), t)
+    memory = StatisticsRefs(refs.out, refs.do, refs.lse, refs.d_lse, smem.lse, smem.delta)
+    for t in range(tiling.q_tiles):
+        at = QueryTileAt(*head, jnp.int32(t), jnp.int32(t))
+        tile_statistics.write(plan, memory, at)
+    plgpu.commit_smem()
+
+
+class TileGradient(NamedTuple):
+    """A gradient of tile t, an accumulator a panel; where it is stored from, and where to."""
+
+    accs: tuple[RegisterTile, ...]
+    t: int
+    scale: float
+    staged: panels.Panels
+    to: GmemRef
+
+
+def _store(head: Head, *gradients: TileGradient) -> None:
+    values = [[acc[...] for acc in gradient.accs] for gradient in gradients]
+    plgpu.commit_smem()  # no warp multiplies what lies there any more
+    for gradient, parts in zip(gradients, values, strict=True):
+        for value, to in zip(parts, panels.tiles(gradient.staged, gradient.t), strict=True):
+            value = value if gradient.scale == 1.0 else value * gradient.scale
+            to[...] = value.astype(to.dtype)
+    plgpu.commit_smem()
+    for gradient in gradients:
+        panels.store(gradient.staged, gradient.t, gradient.to, head.rows(gradient.t))
+
+
+# ---- the mainloop -------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    """Kv tile j and query tile t of a head."""
+
+    head: Head
+    j: int
+    t: int
+
+    @property
+    def is_first_of_queries(self) -> bool:
+        return self.j == 0
+
+    @property
+    def is_first_of_keys(self) -> bool:
+        return self.t == 0
+
+
+def _spans(plan: KeyPlan) -> list[Span]:
+    """The query tiles of each kv tile."""
+    return plan.tiling.static_spans(plan.problem.q_offset)
+
+
+def _kv_tile(
+    ctx: KernelContext, outs: Gradients, head: Head, j: int, dqs: Any, *sums: RegisterTile
+) -> None:
+    """Kv tile j with all query tiles: adds to `dqs`, and stores its dK and dV."""
+    plan, _, smem = ctx
+    count, span = panels.copies(smem.k), _spans(plan)[j]
+    grads = KeyGradients(sums[:count], sums[count:])
+    for t in range(plan.tiling.q_tiles):
+        pair = Pair(head, j, t)
+        if not span.lo <= t < span.hi:
+            _wait(smem, pair, ("k", "q"))
+            _wait(smem, pair, ("v", "do"))
+            continue
+        add = functools.partial(_add_pair, ctx, pair, Gradients(dqs[t], *grads))
+        pl.run_scoped(add, *(plgpu.ACC((ROWS, ROWS), jnp.float32) for _ in range(2)))
+    dk = TileGradient(grads.dk, j, plan.problem.scale, smem.k, outs.dk)
+    _store(head, dk, TileGradient(grads.dv, j, 1.0, smem.v, outs.dv))
+
+
+def _wait(smem: ShortSmem, pair: Pair, names: tuple[str, str]) -> None:
+    """Waits for the keys and the queries of a pair that no pair before has waited for."""
+    keys, queries = names
+    if pair.is_first_of_keys:
+        plgpu.barrier_wait(getattr(smem, f"{keys}_ready").at[pair.j])
+    if pair.is_first_of_queries:
+        plgpu.barrier_wait(getattr(smem, f"{queries}_ready").at[pair.t])
+
+
+def _add_pair(
+    ctx: KernelContext, pair: Pair, sums: Gradients, s_acc: RegisterTile, dp_acc: RegisterTile
+) -> None:
+    plan, _, smem = ctx
+    problem, (head, j, t) = plan.problem, pair
+    dtype, span = jnp.dtype(problem.dtype), _spans(plan)[j]
+    q, do = panels.tiles(smem.q, t), panels.tiles(smem.do, t)
+    k, v = panels.tiles(smem.k, j), panels.tiles(smem.v, j)
+    _wait(smem, pair, ("k", "q"))
+    for left, right in zip(k, q, strict=True):
+        plgpu.wgmma(s_acc, left, right.transpose((1, 0)))
+    _wait(smem, pair, ("v", "do"))
+    for left, right in zip(v, do, strict=True):
+        plgpu.wgmma(dp_acc, left, right.transpose((1, 0)))
+    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(v))
+    place = LogitTile(
+        *head, t * ROWS, j * ROWS, problem.q_offset, problem.kv_len, problem.mask, q_axis=1
+    )
+    lse, masked = mosaic.load(smem.lse.at[t], mosaic.COLUMN), not span.full_lo <= t < span.full_hi
+    p, slope = score_mod.probabilities(ctx, place, s, lse, masked)
+    for acc, right in zip(sums.dv, do, strict=True):
+        plgpu.wgmma(acc, p.astype(dtype), right)
+    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(do))
+    ds = p * (dp - per_column(mosaic.load(smem.delta.at[t], mosaic.COLUMN), dp.shape))
+    ds = (ds if slope is None else ds * slope).astype(dtype)
+    plgpu.commit_smem()  # all warps have read the dS of the pair before
+    for copy in smem.ds:
+        copy[...] = ds
+    plgpu.commit_smem()
+    for acc, right in zip(sums.dk, q, strict=True):
+        plgpu.wgmma(acc, ds, right)
+    swizzles = sorted({right.shape[1] for right in k})
+    for acc, right in zip(sums.dq, k, strict=True):
+        left = smem.ds[swizzles.index(right.shape[1])]
+        plgpu.wgmma(acc, left.transpose((1, 0)), right)
+
+
+# ---- the kernel and its call --------------------------------------------------------------------
+
+
+def _kernel(refs: ShortRefs, *rest: Any, plan: KeyPlan) -> None:
+    *outs, smem = rest
+    outs, ctx = Gradients(*outs), KernelContext(plan, refs, smem)
+    problem, tiling = plan.problem, plan.tiling
+    row, heads = lax.axis_index("block"), jnp.int32(problem.q_heads)
+    head = Head(lax.div(row, heads), lax.rem(row, heads))
+    _load(ctx, head)
+    qk, v = panels.widths(problem.head_dim), panels.widths(problem.v_head_dim)
+
+    def accs(widths: tuple[int, ...]) -> list[Any]:
+        return [plgpu.ACC((ROWS, width), jnp.float32) for width in widths]
+
+    def all_tiles(*sums: RegisterTile) -> None:
+        dqs = [sums[n : n + len(qk)] for n in range(0, len(sums), len(qk))]
+        for j in range(tiling.kv_tiles):
+            kv_tile = functools.partial(_kv_tile, ctx, outs, head, j, dqs)
+            pl.run_scoped(kv_tile, *accs(qk), *accs(v))
+        grads = (TileGradient(x, t, problem.scale, smem.q, outs.dq) for t, x in enumerate(dqs))
+        _store(head, *grads)
+
+    pl.run_scoped(all_tiles, *accs(qk * tiling.q_tiles))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def dq_dk_dv(plan: KeyPlan, residuals: Residuals) -> Gradients:
+    """dq, dk and dv."""
+    inputs, out, lse, d_out, d_lse = residuals
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=tuple(
+            jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.q, inputs.k, inputs.v)
+        ),
+        scratch_types=(scratch(plan),),
+        grid=(plan.order.heads,),
+        grid_names=("block",),
+        compiler_params=mosaic.without_barriers(),
+        kernel_name="flash_bwd_short_sm90",
+    )
+    return Gradients(*kernel(ShortRefs(inputs.q, inputs.k, inputs.v, d_out, out, lse, d_lse)))

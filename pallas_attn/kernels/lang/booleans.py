@@ -1,0 +1,148 @@
+"""Booleans in global memory as bytes: numbers of single ones, and votes of a warp over tiles of
+them.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_attn.kernels.lang import asm, mosaic
+from pallas_attn.kernels.lang.thread_program import Int, Thread
+from pallas_attn.kernels.lang.types import GmemRef, Index, Layout, RegisterTile
+
+LANES = 32
+ROUND = 32  # tiles whose flags one word holds
+
+
+def tiles_of(ref: GmemRef, row: Index, first: Index, block: int, count: int) -> jax.Array:
+    """Flags of `count` tiles, up to 32, of `block` booleans of a row from tile `first` on, counted
+    from there, as four bytes lo, full_lo, full_hi and hi: the first tile with a True one and the
+    end of the last, 0 where there is none, and the first run of tiles that are True whole, which
+    is empty where there is none. `row`: the number of a row of the last axis.
+    """
+    keys = ref.shape[3]
+
+    def code(ref, row, first):
+        row, first = (Int(x.registers.item()) for x in (row, first))
+        words = _words(ref, row, first, block, count, keys)
+        return mgpu.FragmentedArray.splat(words, (), is_signed=True)
+
+    def twin(ref, row, first):
+        bytes_ = np.asarray(ref).reshape(-1, keys)[int(row)]
+        some = [bytes_[(first + n) * block : (first + n + 1) * block] for n in range(count)]
+        seen = [n for n, tile in enumerate(some) if tile.any()]
+        whole = [bool(len(tile)) and bool(tile.all()) for tile in some]
+        lo, hi = (seen[0], seen[-1] + 1) if seen else (ROUND, 0)
+        full_lo = whole.index(True) if any(whole) else ROUND
+        full_hi = full_lo
+        while full_hi < count and whole[full_hi]:
+            full_hi += 1
+        return np.uint32(lo | full_lo << 8 | full_hi << 16 | hi << 24).astype(np.int32)
+
+    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    types = plgpu.RefType(), plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT
+    args = ref, jnp.int32(0) + row, jnp.int32(0) + first
+    return mosaic.inline(code, twin, args, types, result)
+
+
+def _words(ref: Any, row: Int, first: Int, block: int, count: int, keys: int) -> ir.Value:
+    """All loads come before the first vote, so that they are in flight together."""
+    thread = Thread()
+    lane, start = thread.index % LANES, thread.wide(row) * keys
+    base, tiles = asm.pointer_of(ref), []
+    for n in range(count):
+        tile = first + n
+        pieces = []
+        for offset, width in _pieces(block, keys):
+            key = tile * block + offset + lane * width
+            inside = (key < keys) & (lane * width + offset < block)
+            where = utils.getelementptr(base, [(start + thread.wide(key)).value], asm.word_type(1))
+            pieces.append((_load(where, inside, width), inside, width))
+        tiles.append((pieces, tile * block < keys))
+    some, whole = _word(0), _word(0)
+    for n, (pieces, exists) in enumerate(tiles):
+        seen, hidden = _word(0), _word(0)
+        for value, inside, width in pieces:
+            ones = _word(sum(1 << 8 * i for i in range(width)))
+            seen = arith.ori(seen, value)
+            lacks = arith.andi(inside.value, arith.cmpi(arith.CmpIPredicate.ne, value, ones))
+            hidden = arith.ori(hidden, arith.extui(asm.i32(), lacks))
+        some = arith.ori(some, _vote(seen, 1 << n))
+        none_hidden = arith.xori(_vote(hidden, 1 << n), _word(1 << n))
+        whole = arith.ori(whole, arith.select(exists.value, none_hidden, _word(0)))
+    return asm.give(asm.i32(), _PACK, [some, whole], "=r,r,r")
+
+
+# lo | full_lo << 8 | full_hi << 16 | hi << 24 of the words of visible and of whole tiles.
+_PACK = """{ .reg .b32 lo, hi, a, b;
+  brev.b32 lo, $1; clz.b32 lo, lo; clz.b32 hi, $1; sub.s32 hi, 32, hi;
+  brev.b32 a, $2; clz.b32 a, a; shr.u32 b, $2, a; not.b32 b, b; brev.b32 b, b; clz.b32 b, b;
+  add.s32 b, b, a;
+  shl.b32 a, a, 8; shl.b32 b, b, 16; shl.b32 hi, hi, 24;
+  or.b32 lo, lo, a; or.b32 lo, lo, b; or.b32 $0, lo, hi; }"""
+
+
+def _pieces(block: int, keys: int) -> Iterator[tuple[int, int]]:
+    """(first key, bytes a lane) of the loads of a warp that make up a tile."""
+    offset = 0
+    while offset < block:
+        widths = (width for width in (4, 2) if keys % width == 0 and block % (width * LANES) == 0)
+        width = next(widths, 1)
+        yield offset, width
+        offset += width * LANES
+
+
+def _load(address: ir.Value, inside: Int, width: int) -> ir.Value:
+    """Bytes, or 0 where not inside, as an int32."""
+    kind = {1: "u8", 2: "u16", 4: "u32"}[width]
+    ptx = (
+        f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.{kind} $0, [$1]; }}"
+    )
+    return asm.give(asm.i32(), ptx, [address, arith.extui(asm.i32(), inside.value)], "=&r,l,r")
+
+
+def _vote(value: ir.Value, bit: int) -> ir.Value:
+    """`bit` where a lane's value is not 0, else 0."""
+    ptx = (
+        "{ .reg .pred p, q; setp.ne.b32 p, $1, 0; vote.sync.any.pred q, p, 0xffffffff;"
+        " selp.b32 $0, $2, 0, q; }"
+    )
+    return asm.give(asm.i32(), ptx, [value, _word(bit)], "=r,r,r")
+
+
+def _word(number: int) -> ir.Value:
+    return arith.constant(asm.i32(), ir.IntegerAttr.get(asm.i32(), number - (number >> 31 << 32)))
+
+
+def numbers_at(ref: GmemRef, index: RegisterTile, layout: Layout) -> RegisterTile:
+    """int32: bytes of a boolean array, as a flat one, at `index`."""
+
+    def code(ref, index):
+        byte, base = asm.word_type(1), asm.pointer_of(ref)
+        registers = index.registers.copy()
+
+        def load(place):
+            return arith.extui(asm.i32(), llvm.load(byte, utils.getelementptr(base, [place], byte)))
+
+        for at, register in np.ndenumerate(index.registers):
+            if isinstance(register.type, ir.VectorType):
+                count = ir.VectorType(register.type).shape[0]
+                values = [load(vector.extract(register, [], [i])) for i in range(count)]
+                registers[at] = vector.from_elements(register.type, values)
+            else:
+                registers[at] = load(register)
+        return mgpu.FragmentedArray(_registers=registers, _layout=index.layout, _is_signed=True)
+
+    def twin(ref, index):
+        return np.asarray(ref).ravel()[index].astype(np.int32)
+
+    result = plgpu.ShapeDtypeStruct(index.shape, jnp.int32, layout=layout)
+    return mosaic.inline(code, twin, (ref, index), (plgpu.RefType(), layout), result)
