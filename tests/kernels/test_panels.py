@@ -1,7 +1,5 @@
 """Panels of columns in shared memory: exact ends, and matmuls over all of them."""
 
-import functools
-
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
