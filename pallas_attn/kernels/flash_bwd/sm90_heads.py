@@ -35,7 +35,7 @@ from pallas_attn.kernels.attention import score_mod, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import sm90_short, tile_statistics
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling, per_column
+from pallas_attn.kernels.flash_bwd.key_tiles import per_column
 from pallas_attn.kernels.flash_bwd.operands import Gradients, KeyGradients, Residuals
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import load_rows, store_rows
@@ -59,18 +59,7 @@ def takes(problem: AttentionProblem) -> bool:
         and KEYS < max(sizes) <= MOST
         and max(problem.head_dim, problem.v_head_dim) <= ROWS
         and sm90_short.is_plain(problem)
-        and _are_all_met(problem)
     )
-
-
-def _are_all_met(problem: AttentionProblem) -> bool:
-    """Whether each round of keys and each unit of queries meets some of the others: no gradient is
-    to be 0 without a step.
-    """
-    tiling = KeyTiling(problem, KEYS, HALVES * ROWS)
-    spans = tiling.static_spans(problem.q_offset)
-    met = {t for span in spans for t in range(span.lo, span.hi)}
-    return all(span.lo < span.hi for span in spans) and len(met) == tiling.q_tiles
 
 
 class HeadsSmem(NamedTuple):
@@ -127,28 +116,6 @@ def buffer_bytes(plan: KeyPlan) -> int:
 def units(plan: KeyPlan) -> int:
     """Units of a round."""
     return pl.cdiv(plan.tiling.q_tiles, HALVES)
-
-
-class Unit(NamedTuple):
-    """Query tiles of a round that are taken together."""
-
-    round: int
-    i: int  # the unit's number among those of all rounds' query rows
-    slot: int  # in ds
-
-    @property
-    def tiles(self) -> tuple[int, ...]:
-        return tuple(range(HALVES * self.i, HALVES * (self.i + 1)))
-
-
-def units_of(plan: KeyPlan) -> list[Unit]:
-    """The units of a head in their order, without those that the mask leaves empty."""
-    spans, all_units = plan.tiling.static_spans(plan.problem.q_offset), []
-    for j, span in enumerate(spans):
-        for i in range(units(plan)):
-            if span.lo < HALVES * (i + 1) and HALVES * i < span.hi:
-                all_units.append(Unit(j, i, len(all_units) % 2))
-    return all_units
 
 
 class Head(NamedTuple):
@@ -214,7 +181,9 @@ def _produce(ctx: KernelContext, block: Index) -> None:
 
         def statistics(t: Index, carry: Index) -> Index:
             at = QueryTileAt(head.batch, head.head, t, slot * tiles + t)
-            tile_statistics.write(plan, memory, at, at_once=2)
+            tile_statistics.write(
+                plan, memory, at, at_once=int(__import__("os").environ.get("AO", "2"))
+            )
             return carry
 
         lax.fori_loop(0, tiles, statistics, jnp.int32(0))
@@ -229,143 +198,146 @@ def _produce(ctx: KernelContext, block: Index) -> None:
 # ---- the consumers ------------------------------------------------------------------------------
 
 
-class Consumer(NamedTuple):
-    """A warpgroup with a head."""
+class Round(NamedTuple):
+    """A warpgroup with a round of a head."""
 
     ctx: KernelContext
     outs: Gradients
     head: Head
     wg: Index
+    j: Index
 
-    def release_queries(self, t: int) -> None:
-        plgpu.barrier_arrive(self.ctx.smem.q_free.at[t])
+    @property
+    def is_first(self) -> Predicate:
+        return self.j == 0
 
-    def row_statistic(self, numbers: SmemRef, t: int) -> RegisterTile:
+    @property
+    def is_last(self) -> Predicate:
+        return self.j == self.ctx.plan.tiling.kv_tiles - 1
+
+    def zero(self, t: int) -> Index:
+        """0, which makes addresses of query tile t no constants: all of them would be computed
+        before the first head, and spilled. Compilers know that the round is no negative number.
+        """
+        return mosaic.opaque_zero(self.head.batch + self.j + t)
+
+    @property
+    def key(self) -> Index:
+        return self.j * KEYS + self.wg * ROWS
+
+    def slot(self, i: int) -> Index:
+        """The place in ds of unit i: units go on from round to round and from head to head."""
+        plan, count = self.ctx.plan, units(self.ctx.plan)
+        return (self.head.n * (plan.tiling.kv_tiles * count) + self.j * count + i) & 1
+
+    def row_statistic(self, numbers: SmemRef, t: Index) -> RegisterTile:
         tiles = numbers.shape[0] // 2
         return mosaic.load(numbers.at[(self.head.n & 1) * tiles + t], mosaic.COLUMN)
 
+    def needs_mask(self, t: int) -> Predicate:
+        """Whether query tile t needs a mask in this round."""
+        plan = self.ctx.plan
+        spans = plan.tiling.static_spans(plan.problem.q_offset)
+        masked = [not span.full_lo <= t < span.full_hi for span in spans]
+        if all(masked) or not any(masked):
+            return masked[0]
+        return self.is_last if masked[-1] else self.is_first
 
-class Step(NamedTuple):
-    """A query tile of a unit."""
-
-    own: Consumer
-    unit: Unit
-    t: int
-    before: Unit | None  # the unit whose dQ is still to come
-    done: int | None  # the query tile that the matmuls in flight are the last to read
-    first: bool  # of the round
-    masked: Predicate
+    def multiply_dq(self, i: int, acc: RegisterTile, zero: Index) -> None:
+        """Issues dQ of this warpgroup's query tile of unit i, when both have put dS there."""
+        smem, slot = self.ctx.smem, self.slot(i)
+        plgpu.barrier_wait(smem.ds_ready.at[slot])
+        for u in range(WARPGROUPS):
+            (ds,) = panels.tiles(smem.ds, slot, u, self.wg)
+            (k,) = panels.tiles(smem.k, self.j, u + zero)
+            plgpu.wgmma(acc, ds.transpose((1, 0)), k)
 
 
-def _step(step: Step, sums: KeyGradients, dqs: Any, *accs: RegisterTile) -> None:
-    """Adds to dK and dV, whose matmuls still run when this returns, and to dQ of the unit before,
-    which do not.
+def _step(
+    own: Round, t: int, sums: KeyGradients, dqs: Any, s_acc: RegisterTile, dp_acc: RegisterTile
+) -> None:
+    """Query tile t: adds to dK and dV, whose matmuls still run when this returns. The first of a
+    unit adds dQ of the unit before, too.
     """
-    own, unit, t, before, done, first, masked = step
-    (plan, _, smem), head, wg = own.ctx, own.head, own.wg
-    (s_acc, dp_acc), dtype, problem = accs, jnp.dtype(plan.problem.dtype), plan.problem
-    (q,), (do,) = panels.tiles(smem.q, t), panels.tiles(smem.do, t)
-    at = unit.round, wg + mosaic.opaque_zero(head.n)
-    (k,), (v,) = panels.tiles(smem.k, *at), panels.tiles(smem.v, *at)
-    if first:
-        plgpu.barrier_wait(smem.k_ready.at[unit.round])
-    if is_first_of_tile(plan, unit):
-        plgpu.barrier_wait(smem.q_ready.at[t])
+    (plan, _, smem), head, (i, half) = own.ctx, own.head, divmod(t, HALVES)
+    problem, dtype = plan.problem, jnp.dtype(plan.problem.dtype)
+    zero = own.zero(t)
+    tile, wg = t + zero, own.wg + zero
+    (q,), (do,) = panels.tiles(smem.q, tile), panels.tiles(smem.do, tile)
+    (k,), (v,) = panels.tiles(smem.k, own.j, wg), panels.tiles(smem.v, own.j, wg)
+    pl.when(own.is_first)(lambda: plgpu.barrier_wait(smem.q_ready.at[tile]))
     plgpu.wgmma(s_acc, k, q.transpose((1, 0)))
-    if before is not None:
-        _multiply_dq(own, before, dqs[before.i])
-    if first:
-        plgpu.barrier_wait(smem.v_ready.at[unit.round])
-    if is_first_of_tile(plan, unit):
-        plgpu.barrier_wait(smem.do_ready.at[t])
+    adds_dq = i > 0 and half == 0
+    if adds_dq:
+        own.multiply_dq(i - 1, dqs[i - 1], zero)
+    if t == 0:
+        plgpu.barrier_wait(smem.v_ready.at[own.j])
+    pl.when(own.is_first)(lambda: plgpu.barrier_wait(smem.do_ready.at[tile]))
     plgpu.wgmma(dp_acc, v, do.transpose((1, 0)))
-    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1 if before is None else 1 + WARPGROUPS)
-    if done is not None:
-        own.release_queries(done)
-    key = unit.round * KEYS + wg * ROWS
-    where = head.batch, head.head, t * ROWS, key, problem.q_offset, problem.kv_len, problem.mask
-    lse = own.row_statistic(smem.lse, t)
-    p, slope = score_mod.probabilities(own.ctx, LogitTile(*where, q_axis=1), s, lse, masked)
+    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1 + WARPGROUPS if adds_dq else 1)
+    if t:  # its last matmul is done
+        pl.when(own.is_last)(lambda: plgpu.barrier_arrive(smem.q_free.at[tile - 1]))
+    where = head.batch, head.head, t * ROWS, own.key, problem.q_offset, problem.kv_len
+    place = LogitTile(*where, problem.mask, q_axis=1)
+    lse = own.row_statistic(smem.lse, tile)
+    p, slope = score_mod.probabilities(own.ctx, place, s, lse, own.needs_mask(t))
     plgpu.wgmma(sums.dv, p.astype(dtype), do)
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-    ds = p * (dp - per_column(own.row_statistic(smem.delta, t), dp.shape))
+    ds = p * (dp - per_column(own.row_statistic(smem.delta, tile), dp.shape))
     ds = (ds if slope is None else ds * slope).astype(dtype)
-    rounds = _rounds(plan)
-    number = rounds.index(unit.round)
-    if first:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # what was stored from ds, v and dk
-    if first and number:
-        plgpu.barrier_arrive(smem.kv_free.at[rounds[number - 1]])
-    (staged,) = panels.tiles(smem.ds, unit.slot, wg, t % HALVES)
+    if t == 0:
+        # What was stored from ds, v and dk has left. The keys of a head's last round are released
+        # at its end.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        pl.when(own.j > 0)(lambda: plgpu.barrier_arrive(smem.kv_free.at[own.j - 1]))
+    (staged,) = panels.tiles(smem.ds, own.slot(i), wg, half)
     staged[...] = ds
     plgpu.wgmma(sums.dk, ds, q)
-    if t % HALVES == HALVES - 1:
+    if half == HALVES - 1:
         plgpu.commit_smem()
-        plgpu.barrier_arrive(smem.ds_ready.at[unit.slot])
+        plgpu.barrier_arrive(smem.ds_ready.at[own.slot(i)])
 
 
-def is_first_of_tile(plan: KeyPlan, unit: Unit) -> bool:
-    """Whether no unit before has the same query tiles."""
-    return unit == next(other for other in units_of(plan) if other.i == unit.i)
-
-
-def _rounds(plan: KeyPlan) -> list[int]:
-    """The rounds that have units."""
-    return sorted({unit.round for unit in units_of(plan)})
-
-
-def _multiply_dq(own: Consumer, unit: Unit, acc: RegisterTile) -> None:
-    """Issues dQ of the unit's query tile that is this warpgroup's."""
-    smem, wg = own.ctx.smem, own.wg
-    plgpu.barrier_wait(smem.ds_ready.at[unit.slot])
-    for u in range(WARPGROUPS):
-        (ds,), (k,) = panels.tiles(smem.ds, unit.slot, u, wg), panels.tiles(smem.k, unit.round, u)
-        plgpu.wgmma(acc, ds.transpose((1, 0)), k)
-
-
-def _round(own: Consumer, j: int, dqs: Any, *accs: RegisterTile) -> None:
-    """All units of a round, and its dK and dV."""
-    (plan, _, smem), order = own.ctx, units_of(own.ctx.plan)
-    sums, span = KeyGradients(*accs), plan.tiling.static_spans(plan.problem.q_offset)[j]
-    last_of = {unit.i: unit for unit in order}
-    done, first = None, True
-    for number, unit in enumerate(order):
-        if unit.round != j:
-            continue
-        for t in unit.tiles:
-            before = order[number - 1] if number and t == unit.tiles[0] else None
-            masked = not span.full_lo <= t < span.full_hi
-            step = Step(own, unit, t, before, done, first, masked)
-            scores = (plgpu.ACC((ROWS, ROWS), jnp.float32) for _ in range(2))
-            pl.run_scoped(functools.partial(_step, step, sums, dqs), *scores)
-            done, first = t if last_of[unit.i] == unit else None, False
-    dk, dv = (acc[...] for acc in sums)
-    if done is not None:
-        own.release_queries(done)
-    (dk_staged,), (dv_staged,) = panels.tiles(smem.dk, own.wg), panels.tiles(smem.v, j, own.wg)
+def _round(own: Round, dqs: Any, *accs: RegisterTile) -> None:
+    """All query tiles with the keys of a round, and its dK and dV."""
+    (plan, _, smem), sums, last = own.ctx, KeyGradients(*accs), units(own.ctx.plan) - 1
+    plgpu.barrier_wait(smem.k_ready.at[own.j])
+    for t in range(HALVES * units(plan)):
+        scores = (plgpu.ACC((ROWS, ROWS), jnp.float32) for _ in range(2))
+        pl.run_scoped(functools.partial(_step, own, t, sums, dqs), *scores)
+    own.multiply_dq(last, dqs[last], own.zero(HALVES * units(plan)))
+    dk, dv = (plgpu.wgmma_accumulator_load(acc, wait_n=WARPGROUPS) for acc in sums)
+    release = functools.partial(plgpu.barrier_arrive, smem.q_free.at[HALVES * last + 1])
+    pl.when(own.is_last)(release)
+    wg = own.wg + own.zero(HALVES * units(plan) + 1)
+    (dk_staged,), (dv_staged,) = panels.tiles(smem.dk, wg), panels.tiles(smem.v, own.j, wg)
     plgpu.commit_smem()  # no warp multiplies what lies in v any more
     dk_staged[...] = (dk * plan.problem.scale).astype(dk_staged.dtype)
     dv_staged[...] = dv.astype(dv_staged.dtype)
     plgpu.commit_smem()
-    at = own.head.at(j * KEYS + own.wg * ROWS)
+    at = own.head.at(own.key)
     store_rows(smem.dk, own.wg, own.outs.dk, at)
-    store_rows(smem.v, (j, own.wg), own.outs.dv, at)
+    store_rows(smem.v, (own.j, own.wg), own.outs.dv, at)
+    plgpu.wgmma_wait(0)
 
 
-def _all_rounds(own: Consumer, *dqs: RegisterTile) -> None:
-    """A head."""
-    (plan, _, smem), head, wg = own.ctx, own.head, own.wg
-    slot = head.n & 1
+def _head_of(ctx: KernelContext, outs: Gradients, head: Head, wg: Index, *dqs: Any) -> None:
+    """All rounds of a head, and its dQ."""
+    plan, _, smem = ctx
+    rounds, slot = plan.tiling.kv_tiles, head.n & 1
     widths = [x[0].for_tma.shape[-1] for x in (smem.k, smem.v)]
     plgpu.barrier_wait(smem.stats_ready.at[slot])
-    for j in _rounds(plan):
+
+    def body(j: Index, carry: Index) -> Index:
         accs = (plgpu.ACC((ROWS, width), jnp.float32) for width in widths)
-        pl.run_scoped(functools.partial(_round, own, j, dqs), *accs)
+        pl.run_scoped(functools.partial(_round, Round(ctx, outs, head, wg, j), dqs), *accs)
+        return carry
+
+    lax.fori_loop(0, rounds, body, jnp.int32(0))
     plgpu.barrier_arrive(smem.stats_free.at[slot])
-    last = units_of(plan)[-1]
-    _multiply_dq(own, last, dqs[last.i])
     values = [acc[...] * plan.problem.scale for acc in dqs]
-    free = 1 - last.slot
+    # Both have done with the unit before the last.
+    free = 1 - Round(ctx, outs, head, wg, jnp.int32(rounds - 1)).slot(units(plan) - 1)
     for i, value in enumerate(values):
         (staged,) = panels.tiles(smem.ds, free, wg, i)
         if value.shape[1] < ROWS:
@@ -375,12 +347,9 @@ def _all_rounds(own: Consumer, *dqs: RegisterTile) -> None:
     plgpu.commit_smem()
     for i in range(len(values)):
         at = head.at((HALVES * i + wg) * ROWS)
-        store_rows(smem.ds, (free, wg, i), own.outs.dq, at)
+        store_rows(smem.ds, (free, wg, i), outs.dq, at)
     plgpu.wait_smem_to_gmem(len(values), wait_read_only=True)  # dk and dv have left
-    plgpu.barrier_arrive(smem.kv_free.at[_rounds(plan)[-1]])
-    if last.slot == 0:  # the first unit of the next head takes the place of the last
-        plgpu.barrier_arrive(smem.ds_ready.at[free])
-        plgpu.barrier_wait(smem.ds_ready.at[free])
+    plgpu.barrier_arrive(smem.kv_free.at[rounds - 1])
 
 
 def _consume(ctx: KernelContext, outs: Gradients, block: Index, wg: Index) -> None:
@@ -388,9 +357,9 @@ def _consume(ctx: KernelContext, outs: Gradients, block: Index, wg: Index) -> No
     (width,) = panels.widths(plan.problem.head_dim)
 
     def body(n: Index, carry: Index) -> Index:
-        own = Consumer(ctx, outs, _head(plan, block, n), wg)
         dqs = (plgpu.ACC((ROWS, width), jnp.float32) for _ in range(units(plan)))
-        pl.run_scoped(functools.partial(_all_rounds, own), *dqs)
+        head = _head(plan, block, n)
+        pl.run_scoped(functools.partial(_head_of, ctx, outs, head, wg), *dqs)
         return carry
 
     lax.fori_loop(0, _heads(plan, block), body, jnp.int32(0))
@@ -405,7 +374,10 @@ def _kernel(refs: ShortRefs, *rest: Any, plan: KeyPlan) -> None:
     ctx, block, wg = KernelContext(plan, refs, smem), lax.axis_index("block"), lax.axis_index("wg")
     produce = functools.partial(_produce, ctx, block)
     consume = functools.partial(_consume, ctx, Gradients(*outs), block, wg)
-    mosaic.share_registers(wg, WARPGROUPS, produce, consume, 224, 56)
+    import os
+
+    R = tuple(map(int, os.environ.get("RR", "224,56").split(",")))
+    mosaic.share_registers(wg, WARPGROUPS, produce, consume, *R)
 
 
 def dq_dk_dv(plan: KeyPlan, residuals: Residuals) -> Gradients:
