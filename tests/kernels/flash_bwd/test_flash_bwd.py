@@ -232,7 +232,7 @@ ONE = {"batch": 1, "q_heads": 1, "kv_heads": 1}
     "case",
     [
         windowed(129, 135, **ONE, head_dim=40, v_head_dim=32, softcap=20.0, dtype="float16"),
-        windowed(1, 65, **ONE, sinks=True),
+        windowed(1, 135, **ONE, sinks=True),
     ],
     ids=["three_tiles", "one_tile"],
 )
