@@ -525,8 +525,8 @@ def store_result(ctx: KernelContext, rows: QueryRows, result: Result) -> None:
 
 
 def _parts_of_output(
-    plan: QueryPlan, acc: RegisterTiles, out: panels.Panels
-) -> list[tuple[int, tuple[RegisterTile, ...], panels.Panels]]:
+    plan: QueryPlan, acc: RegisterTiles, out: SmemRef
+) -> list[tuple[int, tuple[RegisterTile, ...], SmemRef]]:
     """(first column, register tiles, their buffers) of what is stored at a time: columns of the
     accumulator, or panels of it, as many as shared memory holds.
     """
