@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn.kernels.attention.tiles import Span
-from pallas_attn.kernels.lang.booleans import ROUND, numbers_at, tiles_of
+from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.booleans import ROUND, columns, numbers_at, tiles_of
 from pallas_attn.kernels.lang.types import GmemRef, Index, Layout, RegisterTile
 
 
@@ -76,6 +77,9 @@ def shown(
     The last key stands for those past S.
     """
     keys, along = ref.shape[3], layout.reduce(1 - axis)
+    if keys % shape[axis] == 0 and keys % 2 == 0 and axis == 1 and layout == mosaic.TILE:
+        bytes_ = columns(ref, row * keys + first, shape[1])
+        return lax.broadcast_in_dim(bytes_, shape, [1]) != 0
     numbers = plgpu.broadcasted_iota(jnp.int32, (shape[axis],), 0, layout=along) + first
     bytes_ = numbers_at(ref, jnp.minimum(numbers, keys - 1) + row * keys, along)
     return lax.broadcast_in_dim(bytes_, shape, [axis]) != 0

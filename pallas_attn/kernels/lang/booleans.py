@@ -146,3 +146,29 @@ def numbers_at(ref: GmemRef, index: RegisterTile, layout: Layout) -> RegisterTil
 
     result = plgpu.ShapeDtypeStruct(index.shape, jnp.int32, layout=layout)
     return mosaic.inline(code, twin, (ref, index), (plgpu.RefType(), layout), result)
+
+
+def columns(ref: GmemRef, start: Index, count: int) -> RegisterTile:
+    """int32[count], one a column of a tile: booleans of a flat array from `start` on, which is even,
+    all of them within the array. A thread has one address for all of its own.
+    """
+
+    def code(ref, start):
+        thread, index = Thread(), Int(start.registers.item())
+        own = thread.wide(index) + thread.wide(thread.index % 4 * 2)
+        base = utils.getelementptr(asm.pointer_of(ref), [own.value], asm.word_type(1))
+        registers = []
+        for block in range(count // 8):
+            place = utils.getelementptr(base, [8 * block], asm.word_type(1))
+            both = llvm.load(asm.word_type(2), place, alignment=2)
+            both = arith.extui(asm.i32(), both)
+            pair = [arith.andi(both, _word(1)), arith.shrui(both, _word(8))]
+            registers.append(vector.from_elements(ir.VectorType.get((2,), asm.i32()), pair))
+        return mosaic.array_of(registers, (count,), mosaic.COLUMN, signed=True)
+
+    def twin(ref, start):
+        return np.asarray(ref).ravel()[int(start) : int(start) + count].astype(np.int32)
+
+    result = plgpu.ShapeDtypeStruct((count,), jnp.int32, layout=mosaic.COLUMN)
+    args = ref, jnp.int32(0) + start
+    return mosaic.inline(code, twin, args, (plgpu.RefType(), plgpu.Layout.WG_SPLAT), result)
