@@ -220,7 +220,7 @@ def _ds(ctx: KernelContext, step: BiasStep, slot: Index, wg: Index) -> RegisterT
         return p, p * (dp - mosaic.broadcast_rows(delta, shape))
 
     p, ds = pl.run_scoped(of_scores, *[plgpu.ACC(shape, jnp.float32)] * 2)
-    if not dbias.sees_all_alike(problem):  # NaN past a length, in s and in dp
+    if {"q_lengths", "kv_lengths"} & set(problem.arrays):  # past one s and dp may be NaN
         inside = mosaic.positions(shape, 0, row) < step.q_len
         ds = jnp.where(inside & (p != 0), ds, 0.0)
     return scaled(ds, units.ds)

@@ -149,8 +149,8 @@ def numbers_at(ref: GmemRef, index: RegisterTile, layout: Layout) -> RegisterTil
 
 
 def columns(ref: GmemRef, start: Index, count: int) -> RegisterTile:
-    """int32[count], one a column of a tile: booleans of a flat array from `start` on, which is even,
-    all of them within the array. A thread has one address for all of its own.
+    """int32[count], one a column of a tile: booleans of a flat array from `start` on, an even
+    number, all of them within the array. A thread has one address for all of its own.
     """
 
     def code(ref, start):
