@@ -23,7 +23,8 @@ def read(mask, block):
     def kernel(mask, spans, tiles):
         b, h = lax.axis_index("b"), lax.axis_index("h")
         row = key_masks.row_of(mask, b, h)
-        for n, field in enumerate(key_masks.span_of(mask, row, block)):
+        read = key_masks.read_ahead(mask, row, block)
+        for n, field in enumerate(key_masks.span_of(mask, read, block)):
             spans[b, h, n] = field
         for axis in range(2):
             shown = key_masks.shown(mask, row, 8, SHAPE, axis, mosaic.TILE)

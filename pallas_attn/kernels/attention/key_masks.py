@@ -7,12 +7,14 @@ so a padding mask costs its one cut tile. In other tiles each thread loads the b
 (`shown`).
 """
 
+from typing import Any, NamedTuple
+
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn.kernels.attention.tiles import Span
-from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang import booleans, mosaic
 from pallas_attn.kernels.lang.booleans import ROUND, columns, numbers_at, tiles_of
 from pallas_attn.kernels.lang.types import GmemRef, Index, Layout, RegisterTile
 
@@ -29,12 +31,28 @@ def row_of(ref: GmemRef, batch: Index, head: Index) -> Index:
 # ---- tiles ---------------------------------------------------------------------------------------
 
 
-def span_of(ref: GmemRef, row: Index, block: int) -> Span:
+class MaskRow(NamedTuple):
+    """A row of a mask whose kv tiles are asked for: what threads have loaded of it, if they hold
+    that until it is used.
+    """
+
+    row: Index
+    loaded: Any
+
+
+def read_ahead(ref: GmemRef, row: Index, block: int) -> MaskRow:
+    """The row for a later `span_of`."""
+    count = min(-(-ref.shape[3] // block), ROUND)
+    few = booleans.loads_of(ref.shape[3], block, count) <= booleans.MOST_HELD
+    return MaskRow(row, booleans.load_tiles(ref, row, 0, block, count) if few else None)
+
+
+def span_of(ref: GmemRef, mask_row: MaskRow, block: int) -> Span:
     """The kv tiles of `block` keys that hold a visible key, lo to hi, and the first run of those
     that are visible whole.
     """
-    tiles = -(-ref.shape[3] // block)
-    first = _unpacked(tiles_of(ref, row, 0, block, min(tiles, ROUND)), 0)
+    tiles, (row, loaded) = -(-ref.shape[3] // block), mask_row
+    first = _unpacked(tiles_of(ref, row, 0, block, min(tiles, ROUND), loaded), 0)
     if tiles <= ROUND:
         return first
 

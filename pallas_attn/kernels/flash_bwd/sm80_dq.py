@@ -187,7 +187,7 @@ def _kernel(refs: BackwardRefs, dq_ref: GmemRef, smem: DqSmem, *, plan: QueryPla
     listed = list_of(ctx, tile) if plan.is_listed else None
     where = (tile.batch, tile.head, tile.row, tile.q_offset, q_len, tile.kv_len, tile.mask)
     rows = ScoreRows(*where, listed)
-    visible = padded.visible_tiles(ctx, tile) if ctx.plan.skips_keys else None
+    visible = padded.read_ahead(ctx, tile) if ctx.plan.skips_keys else None
     span, stats = sm90_dq.span_of(ctx, tile, visible), load_statistics(ctx, rows)
     at, scale = (tile.batch, tile.head, tile.row, length - tile.row), plan.problem.scale
     if plan.config.columns:

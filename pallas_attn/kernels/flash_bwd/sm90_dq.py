@@ -25,6 +25,7 @@ from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.attention import score_mod, score_tiles, segment_spans, tma_operands
+from pallas_attn.kernels.attention.key_masks import MaskRow
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile, kv_batch
 from pallas_attn.kernels.flash_bwd.float32 import Units, left_operand, matmul_add, scaled, units_of
@@ -99,16 +100,12 @@ def buffer_bytes(plan: QueryPlan) -> int:
     return mosaic.bytes_of(scratch(plan)) + (mosaic.REDUCTION_BYTES if exact else 0)
 
 
-def visible_of(ctx: KernelContext, code: Index) -> Span | None:
-    """The kv tiles that a mask of keys leaves of a work tile, read a work tile ahead; None: there
-    is no such mask.
-    """
-    if not ctx.plan.skips_keys:
-        return None
-    return padded.visible_tiles(ctx, tile_scheduler.work_tile(ctx, code))
+def visible_of(ctx: KernelContext, code: Index) -> MaskRow | None:
+    """The mask of keys of a work tile, read a work tile ahead; None: there is no such mask."""
+    return padded.Ranges.read_for_block(ctx, code) if ctx.plan.skips_keys else None
 
 
-def span_of(ctx: KernelContext, tile: WorkTile, visible: Span | None) -> Span:
+def span_of(ctx: KernelContext, tile: WorkTile, visible: MaskRow | None) -> Span:
     """The kv tiles of a work tile, ordered lo <= full_lo <= full_hi <= hi."""
     plan, refs, _ = ctx
     if plan.is_listed:
@@ -121,7 +118,7 @@ def span_of(ctx: KernelContext, tile: WorkTile, visible: Span | None) -> Span:
         unit = lax.div(tile.row, jnp.int32(plan.tiling.tile_rows))
         span = span.within(Span(*(refs.segment_spans[tile.batch, i, unit] for i in range(4))))
     if visible is not None:
-        span = span.within(visible)
+        span = span.within(padded.visible_tiles(ctx, visible))
     elif plan.has("mask_array"):
         span = span._replace(full_hi=span.full_lo)
     hi = jnp.maximum(span.lo, jnp.where(rows > 0, span.hi, span.lo))
@@ -385,7 +382,7 @@ def _consume(ctx: KernelContext, dq_ref: GmemRef, block_id: Index, wg: Index) ->
     plgpu.wait_smem_to_gmem(0)
 
 
-def _rows(ctx: KernelContext, tile: WorkTile, wg: Index, visible: Span | None) -> DqRows:
+def _rows(ctx: KernelContext, tile: WorkTile, wg: Index, visible: MaskRow | None) -> DqRows:
     row, refs = tile.row + wg * ROWS, ctx.refs
     lse, delta = (
         mosaic.load(ref.at[tile.batch, tile.head, pl.ds(row, ROWS)], mosaic.ROW)

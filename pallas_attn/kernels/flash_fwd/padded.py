@@ -9,16 +9,22 @@ import jax.numpy as jnp
 
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention import key_masks
+from pallas_attn.kernels.attention.key_masks import MaskRow
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows, Span, WorkTile
 from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.lang.types import Index
 
 
-def visible_tiles(ctx: KernelContext, tile: WorkTile) -> Span:
-    """The kv tiles with a visible key of a work tile's head, and a run of whole ones."""
+def read_ahead(ctx: KernelContext, tile: WorkTile) -> MaskRow:
+    """The mask of a work tile, for a later `visible_tiles`."""
     mask = ctx.refs.mask_array
     row = key_masks.row_of(mask, tile.batch, tile.head)
-    return key_masks.span_of(mask, row, ctx.plan.tiling.block_kv)
+    return key_masks.read_ahead(mask, row, ctx.plan.tiling.block_kv)
+
+
+def visible_tiles(ctx: KernelContext, mask_row: MaskRow) -> Span:
+    """The kv tiles with a visible key, and a run of whole ones."""
+    return key_masks.span_of(ctx.refs.mask_array, mask_row, ctx.plan.tiling.block_kv)
 
 
 def never_empty(problem: AttentionProblem) -> bool:
@@ -34,32 +40,41 @@ class Ranges:
     never_empty = staticmethod(never_empty)
 
     @staticmethod
-    def read_for_block(ctx: KernelContext, code: Index) -> Span:
-        visible = visible_tiles(ctx, tile_scheduler.work_tile(ctx, code))
-        if not never_empty(ctx.plan.problem):
-            return visible
-        none = visible.hi == 0
-        return Span(*(jnp.where(none, int(n == 3), x) for n, x in enumerate(visible)))
+    def read_for_block(ctx: KernelContext, code: Index) -> MaskRow:
+        return read_ahead(ctx, tile_scheduler.work_tile(ctx, code))
 
     @staticmethod
-    def read_for_rows(ctx: KernelContext, code: Index, wg: Index) -> Span:
+    def read_for_rows(ctx: KernelContext, code: Index, wg: Index) -> MaskRow:
         del wg
         return Ranges.read_for_block(ctx, code)
 
     @staticmethod
-    def of_block(ctx: KernelContext, tile: WorkTile, record: Span) -> tuple[Index, Index]:
-        plan = ctx.plan
-        spans = [_span(ctx, tile, wg, record) for wg in range(plan.config.warpgroups)]
-        return tile_scheduler.union_of(plan, spans)
+    def of_block(ctx: KernelContext, tile: WorkTile, record: MaskRow) -> tuple[Index, Index]:
+        return _of_block(ctx, tile, _visible(ctx, record))
 
     @staticmethod
     def of_rows(
-        ctx: KernelContext, tile: WorkTile, wg: Index, q_slot: Index, record: Span
+        ctx: KernelContext, tile: WorkTile, wg: Index, q_slot: Index, record: MaskRow
     ) -> tuple[tuple[Index, Index], QueryRows]:
-        span = _span(ctx, tile, wg, record)
+        visible = _visible(ctx, record)
+        span = tile_scheduler.span_of_rows(ctx.plan, tile, wg, visible=visible)
         rows = QueryRows(tile, tile.row + wg * ROWS, wg, span, q_slot)
-        return Ranges.of_block(ctx, tile, record), rows
+        return _of_block(ctx, tile, visible), rows
 
 
-def _span(ctx: KernelContext, tile: WorkTile, wg: Index, visible: Span) -> Span:
-    return tile_scheduler.span_of_rows(ctx.plan, tile, wg, visible=visible)
+def _visible(ctx: KernelContext, record: MaskRow) -> Span:
+    """`visible_tiles`, of which there is one at least where rows are never empty."""
+    visible = visible_tiles(ctx, record)
+    if not never_empty(ctx.plan.problem):
+        return visible
+    none = visible.hi == 0
+    return Span(*(jnp.where(none, int(n == 3), x) for n, x in enumerate(visible)))
+
+
+def _of_block(ctx: KernelContext, tile: WorkTile, visible: Span) -> tuple[Index, Index]:
+    plan = ctx.plan
+    spans = [
+        tile_scheduler.span_of_rows(plan, tile, wg, visible=visible)
+        for wg in range(plan.config.warpgroups)
+    ]
+    return tile_scheduler.union_of(plan, spans)
