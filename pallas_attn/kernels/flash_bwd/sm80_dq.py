@@ -187,7 +187,7 @@ def _kernel(refs: BackwardRefs, dq_ref: GmemRef, smem: DqSmem, *, plan: QueryPla
     listed = list_of(ctx, tile) if plan.is_listed else None
     where = (tile.batch, tile.head, tile.row, tile.q_offset, q_len, tile.kv_len, tile.mask)
     rows = ScoreRows(*where, listed)
-    visible = padded.read_ahead(ctx, tile) if ctx.plan.skips_keys else None
+    visible = padded.visible_tiles(ctx, tile) if ctx.plan.skips_keys else None
     span, stats = sm90_dq.span_of(ctx, tile, visible), load_statistics(ctx, rows)
     at, scale = (tile.batch, tile.head, tile.row, length - tile.row), plan.problem.scale
     if plan.config.columns:
@@ -212,7 +212,9 @@ def dq_of(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> jax.A
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="flash_bwd_dq_sm80",
     )
-    return plan.format.whole_rows(kernel(sm90_dq.by_rows(plan, inputs, refs)), problem.head_dim)
+    return plan.format.whole_rows(
+        kernel(sm90_dq.with_spans(plan, sm90_dq.by_rows(plan, inputs, refs))), problem.head_dim
+    )
 
 
 # ---- dq that another kernel adds up -------------------------------------------------------------

@@ -25,7 +25,6 @@ from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.attention import score_mod, score_tiles, segment_spans, tma_operands
-from pallas_attn.kernels.attention.key_masks import MaskRow
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile, kv_batch
 from pallas_attn.kernels.flash_bwd.float32 import Units, left_operand, matmul_add, scaled, units_of
@@ -100,12 +99,22 @@ def buffer_bytes(plan: QueryPlan) -> int:
     return mosaic.bytes_of(scratch(plan)) + (mosaic.REDUCTION_BYTES if exact else 0)
 
 
-def visible_of(ctx: KernelContext, code: Index) -> MaskRow | None:
-    """The mask of keys of a work tile, read a work tile ahead; None: there is no such mask."""
+def with_spans(plan: QueryPlan, refs: BackwardRefs) -> BackwardRefs:
+    """`padded.with_spans`, launched after the kernels before, as `operands.ordered_after` says."""
+    if not plan.skips_keys:
+        return refs
+    mask, _ = lax.optimization_barrier((refs.mask_array, refs.delta))
+    return padded.with_spans(plan, refs._replace(mask_array=mask))
+
+
+def visible_of(ctx: KernelContext, code: Index) -> Span | None:
+    """The kv tiles that a mask of keys leaves of a work tile, read a work tile ahead; None: there
+    is no such mask.
+    """
     return padded.Ranges.read_for_block(ctx, code) if ctx.plan.skips_keys else None
 
 
-def span_of(ctx: KernelContext, tile: WorkTile, visible: MaskRow | None) -> Span:
+def span_of(ctx: KernelContext, tile: WorkTile, visible: Span | None) -> Span:
     """The kv tiles of a work tile, ordered lo <= full_lo <= full_hi <= hi."""
     plan, refs, _ = ctx
     if plan.is_listed:
@@ -118,7 +127,7 @@ def span_of(ctx: KernelContext, tile: WorkTile, visible: MaskRow | None) -> Span
         unit = lax.div(tile.row, jnp.int32(plan.tiling.tile_rows))
         span = span.within(Span(*(refs.segment_spans[tile.batch, i, unit] for i in range(4))))
     if visible is not None:
-        span = span.within(padded.visible_tiles(ctx, visible))
+        span = span.within(visible)
     elif plan.has("mask_array"):
         span = span._replace(full_hi=span.full_lo)
     hi = jnp.maximum(span.lo, jnp.where(rows > 0, span.hi, span.lo))
@@ -382,7 +391,7 @@ def _consume(ctx: KernelContext, dq_ref: GmemRef, block_id: Index, wg: Index) ->
     plgpu.wait_smem_to_gmem(0)
 
 
-def _rows(ctx: KernelContext, tile: WorkTile, wg: Index, visible: MaskRow | None) -> DqRows:
+def _rows(ctx: KernelContext, tile: WorkTile, wg: Index, visible: Span | None) -> DqRows:
     row, refs = tile.row + wg * ROWS, ctx.refs
     lse, delta = (
         mosaic.load(ref.at[tile.batch, tile.head, pl.ds(row, ROWS)], mosaic.ROW)
@@ -444,7 +453,7 @@ def dq_of(plan: QueryPlan, refs: BackwardRefs) -> jax.Array:
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="flash_bwd_dq_sm90",
     )
-    return kernel(refs)[:, : problem.q_len, :, : problem.head_dim]
+    return kernel(with_spans(plan, refs))[:, : problem.q_len, :, : problem.head_dim]
 
 
 def operands_of(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> BackwardRefs:

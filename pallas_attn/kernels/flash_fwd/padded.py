@@ -1,30 +1,35 @@
 """The kv tiles that a mask of keys leaves in the Hopper forward (`key_masks`): padded batches.
 
-Producer and consumers each read the visibility of a work tile's kv tiles while the one before is
-at work. Between the first and the last visible tile those outside the first run of whole ones are
+Producer and consumers each read the visible kv tiles of a work tile while the one before is at
+work. Between the first and the last visible tile those outside the first run of whole ones are
 masked, in loops of their own.
 """
+
+from typing import Any
 
 import jax.numpy as jnp
 
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention import key_masks
-from pallas_attn.kernels.attention.key_masks import MaskRow
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows, Span, WorkTile
 from pallas_attn.kernels.flash_fwd import tile_scheduler
+from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang.types import Index
 
 
-def read_ahead(ctx: KernelContext, tile: WorkTile) -> MaskRow:
-    """The mask of a work tile, for a later `visible_tiles`."""
-    mask = ctx.refs.mask_array
-    row = key_masks.row_of(mask, tile.batch, tile.head)
-    return key_masks.read_ahead(mask, row, ctx.plan.tiling.block_kv)
+def with_spans(plan: QueryPlan, refs: Any) -> Any:
+    """The operands, and the kv tiles that a mask of keys leaves, if there is one."""
+    if not plan.skips_keys:
+        return refs
+    return refs._replace(key_spans=key_masks.spans(refs.mask_array, plan.tiling.block_kv))
 
 
-def visible_tiles(ctx: KernelContext, mask_row: MaskRow) -> Span:
-    """The kv tiles with a visible key, and a run of whole ones."""
-    return key_masks.span_of(ctx.refs.mask_array, mask_row, ctx.plan.tiling.block_kv)
+def visible_tiles(ctx: KernelContext, tile: WorkTile) -> Span:
+    """The kv tiles with a visible key of a work tile's head, and a run of whole ones."""
+    spans = ctx.refs.key_spans
+    batches, heads, _ = spans.shape
+    batch, head = tile.batch if batches > 1 else 0, tile.head if heads > 1 else 0
+    return Span(*(spans[batch, head, n] for n in range(4)))
 
 
 def never_empty(problem: AttentionProblem) -> bool:
@@ -40,21 +45,22 @@ class Ranges:
     never_empty = staticmethod(never_empty)
 
     @staticmethod
-    def read_for_block(ctx: KernelContext, code: Index) -> MaskRow:
-        return read_ahead(ctx, tile_scheduler.work_tile(ctx, code))
+    def read_for_block(ctx: KernelContext, code: Index) -> Span:
+        """The visible kv tiles, and a run of whole ones."""
+        return visible_tiles(ctx, tile_scheduler.work_tile(ctx, code))
 
     @staticmethod
-    def read_for_rows(ctx: KernelContext, code: Index, wg: Index) -> MaskRow:
+    def read_for_rows(ctx: KernelContext, code: Index, wg: Index) -> Span:
         del wg
         return Ranges.read_for_block(ctx, code)
 
     @staticmethod
-    def of_block(ctx: KernelContext, tile: WorkTile, record: MaskRow) -> tuple[Index, Index]:
+    def of_block(ctx: KernelContext, tile: WorkTile, record: Span) -> tuple[Index, Index]:
         return _of_block(ctx, tile, _visible(ctx, record))
 
     @staticmethod
     def of_rows(
-        ctx: KernelContext, tile: WorkTile, wg: Index, q_slot: Index, record: MaskRow
+        ctx: KernelContext, tile: WorkTile, wg: Index, q_slot: Index, record: Span
     ) -> tuple[tuple[Index, Index], QueryRows]:
         visible = _visible(ctx, record)
         span = tile_scheduler.span_of_rows(ctx.plan, tile, wg, visible=visible)
@@ -62,9 +68,8 @@ class Ranges:
         return _of_block(ctx, tile, visible), rows
 
 
-def _visible(ctx: KernelContext, record: MaskRow) -> Span:
-    """`visible_tiles`, of which there is one at least where rows are never empty."""
-    visible = visible_tiles(ctx, record)
+def _visible(ctx: KernelContext, visible: Span) -> Span:
+    """The visible tiles, of which there is one at least where rows are never empty."""
     if not never_empty(ctx.plan.problem):
         return visible
     none = visible.hi == 0

@@ -305,7 +305,7 @@ def _span(ctx: KernelContext, tile: WorkTile) -> Span:
         unit = lax.div(tile.row, jnp.int32(plan.tiling.tile_rows))
         span = span.within(Span(*(refs.segment_spans[tile.batch, i, unit] for i in range(4))))
     if plan.skips_keys:
-        span = span.within(padded.visible_tiles(ctx, padded.read_ahead(ctx, tile)))
+        span = span.within(padded.visible_tiles(ctx, tile))
     elif plan.has("mask_array"):
         span = span._replace(full_hi=span.full_lo)
     return tile_scheduler.empty_as_zero(tile, rows, span) if "empty" in plan.sections else span
@@ -331,7 +331,7 @@ def run(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="flash_fwd_sm80",
     )
-    out, lse = kernel(_operands(plan, inputs))
+    out, lse = kernel(padded.with_spans(plan, _operands(plan, inputs)))
     return plan.format.whole_rows(out, problem.v_head_dim), lse
 
 

@@ -22,70 +22,20 @@ LANES = 32
 ROUND = 32  # tiles whose flags one word holds
 
 
-MOST_HELD = 8  # bytes or words of a thread that are worth a register each until they are used
-
-
-def loads_of(keys: int, block: int, count: int) -> int:
-    """Loads of a thread for the flags of `count` tiles."""
-    return count * len(list(_pieces(block, keys)))
-
-
-def load_tiles(ref: GmemRef, row: Index, first: Index, block: int, count: int) -> jax.Array:
-    """Booleans that `tiles_of` with the same arguments votes over, as threads load them: what they
-    are used for may come later.
-    """
-    keys = ref.shape[3]
-    size = loads_of(keys, block, count)
-
-    def code(ref, row, first):
-        row, first = (Int(x.registers.item()) for x in (row, first))
-        loaded = [_load(*piece) for tile in _tiles(ref, row, first, block, count) for piece in tile]
-        vector_type = ir.VectorType.get((size,), asm.i32())
-        registers = [vector.from_elements(vector_type, loaded)]
-        return mosaic.array_of(registers, (mosaic.THREADS * size,), _held(size), signed=True)
-
-    def twin(ref, row, first):
-        del ref, row, first
-        return np.zeros(mosaic.THREADS * size, np.int32)
-
-    shape = (mosaic.THREADS * size,)
-    result = plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=_held(size))
-    types = plgpu.RefType(), plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT
-    args = ref, jnp.int32(0) + row, jnp.int32(0) + first
-    return mosaic.inline(code, twin, args, types, result)
-
-
-def _held(size: int) -> Layout:
-    return plgpu.Layout.WG_STRIDED((mosaic.THREADS * size,), size)
-
-
-def tiles_of(  # noqa: PLR0913
-    ref: GmemRef,
-    row: Index,
-    first: Index,
-    block: int,
-    count: int,
-    loaded: jax.Array | None = None,
-) -> jax.Array:
+def tiles_of(ref: GmemRef, row: Index, first: Index, block: int, count: int) -> jax.Array:
     """Flags of `count` tiles, up to 32, of `block` booleans of a row from tile `first` on, counted
     from there, as four bytes lo, full_lo, full_hi and hi: the first tile with a True one and the
     end of the last, 0 where there is none, and the first run of tiles that are True whole, which
-    is empty where there is none. `row`: the number of a row of the last axis; `loaded`: of
-    `load_tiles`.
+    is empty where there is none. `row`: the number of a row of the last axis.
     """
     keys = ref.shape[3]
 
-    def code(ref, row, first, *loaded):
+    def code(ref, row, first):
         row, first = (Int(x.registers.item()) for x in (row, first))
-        held = None
-        if loaded:
-            register = loaded[0].registers.item()
-            held = [vector.extract(register, [], [n]) for n in range(loads_of(keys, block, count))]
-        words = _words(ref, row, first, block, count, held)
+        words = _words(ref, row, first, block, count)
         return mgpu.FragmentedArray.splat(words, (), is_signed=True)
 
-    def twin(ref, row, first, *loaded):
-        del loaded
+    def twin(ref, row, first):
         bytes_ = np.asarray(ref).reshape(-1, keys)[int(row)]
         some = [bytes_[(first + n) * block : (first + n + 1) * block] for n in range(count)]
         seen = [n for n, tile in enumerate(some) if tile.any()]
@@ -98,11 +48,8 @@ def tiles_of(  # noqa: PLR0913
         return np.uint32(lo | full_lo << 8 | full_hi << 16 | hi << 24).astype(np.int32)
 
     result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
-    types = [plgpu.RefType(), plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT]
-    args = [ref, jnp.int32(0) + row, jnp.int32(0) + first]
-    if loaded is not None:
-        types.append(_held(loads_of(keys, block, count)))
-        args.append(loaded)
+    types = plgpu.RefType(), plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT
+    args = ref, jnp.int32(0) + row, jnp.int32(0) + first
     return mosaic.inline(code, twin, args, types, result)
 
 
@@ -120,13 +67,11 @@ def _tiles(ref: Any, row: Int, first: Int, block: int, count: int) -> Iterator[l
         yield pieces
 
 
-def _words(  # noqa: PLR0913
-    ref: Any, row: Int, first: Int, block: int, count: int, held: list[ir.Value] | None
-) -> ir.Value:
+def _words(ref: Any, row: Int, first: Int, block: int, count: int) -> ir.Value:
     """All loads come before the first vote, so that they are in flight together."""
     keys, tiles = ir.MemRefType(ref.type).shape[3], list(_tiles(ref, row, first, block, count))
-    held = held or [_load(*piece) for tile in tiles for piece in tile]
-    values, some, whole = iter(held), _word(0), _word(0)
+    values = iter([_load(*piece) for tile in tiles for piece in tile])
+    some, whole = _word(0), _word(0)
     for n, pieces in enumerate(tiles):
         seen, hidden, exists = _word(0), _word(0), (first + n) * block < keys
         for _, inside, width in pieces:
