@@ -104,7 +104,7 @@ def flash_attention(  # noqa: PLR0913
         the rows that each device has, and how they move (`Context`). T and S are those of this
         device; positions, q_offset, q_lengths and kv_lengths those of the whole sequence.
         segment_ids are of this device's rows; so is the T of a bias or mask_array, whose S is of
-        all keys, in the order of their positions. Reverse mode only, also with the reference.
+        all keys, in the order of their positions.
         Static.
       rotary: RoPE of q and k before attention, by position, as `write_kv` and `decode_attention`
         have it: `Rotary.create(positions, dims)`. In float32, rounded once to q's dtype, by XLA,
@@ -122,8 +122,9 @@ def flash_attention(  # noqa: PLR0913
       `[B, T, N, Hv]`, or `[tokens, N, Hv]` of packed rows, in q's dtype. A
       row that sees no key is 0 and so are its gradients, also where S == 0.
 
-    Reverse-mode differentiation works with every implementation that has a backward; forward mode
-    (jvp) and higher orders need implementation="reference". Under `jax.checkpoint` a kernel's
+    Differentiable in forward and reverse mode, any number of times, with every implementation. First
+    derivatives are kernels' work, but for those of a score function's arrays; of higher ones a part
+    is that of the reference, some query rows at a time, which takes longer. Under `jax.checkpoint` a kernel's
     results have the names "flash_attention_out" and "flash_attention_lse": a policy that saves both
     (`jax.checkpoint_policies.save_only_these_names`) spares the backward pass a second forward.
     """

@@ -106,7 +106,7 @@ def make_attention_mask(
     rows = query_input.shape[-1], key_input.shape[-1]
     q, kv = (jnp.asarray(x)[(None,) * extra_batch_dims] for x in (query_input, key_input))
     if pairwise_fn in (jnp.multiply, jnp.logical_and, operator.mul):
-        return SparseMask(rows, q_counts=q != 0, kv_counts=kv != 0)
+        return SparseMask(rows, q_counts=q.astype(bool), kv_counts=kv.astype(bool))
     integers = all(jnp.issubdtype(x.dtype, jnp.integer) for x in (q, kv))
     if pairwise_fn in (jnp.equal, operator.eq) and integers:
         return SparseMask(rows, ids=(q, kv))

@@ -18,7 +18,7 @@ from pallas_attn._call import checks
 from pallas_attn._call.problem import owner_of_rows
 
 Array = jax.Array
-Starts = Array | np.ndarray | Sequence[int] | None  # of packed rows, as a call has them
+Starts = Array | np.ndarray | Sequence[int] | None  # packed rows' starts, as a call has them
 
 LEAST_SAVED = 512  # rows that need not be read again, from which on a shared part pays for itself
 
@@ -61,7 +61,7 @@ class Members(NamedTuple):
 
     @classmethod
     def of_packed(cls, parts: Array, count: int, starts: Array, rows: int) -> "Members":
-        """`of`, where sequence m has rows starts[m] to starts[m + 1] of `rows` packed ones."""
+        """The same where sequence m has rows starts[m] to starts[m + 1] of `rows` packed ones."""
         levels, sequences = parts.shape
         flat, at = parts.reshape(-1), jnp.arange(parts.size, dtype=jnp.int32)
         there, new = flat >= 0, jnp.tile(jnp.diff(starts), levels)
@@ -197,7 +197,7 @@ class Now(NamedTuple):
 
     lengths: Array
     page_table: Array
-    starts: Array | None = None  # of packed rows, checked
+    starts: Array | None = None  # packed rows' starts, checked
 
 
 def for_state(shared: SharedPrefixes, now: Now, unchecked: Starts = None) -> SharedPrefixes:
@@ -206,7 +206,8 @@ def for_state(shared: SharedPrefixes, now: Now, unchecked: Starts = None) -> Sha
     """
     arrays = (now.lengths, now.page_table, unchecked)
     same = shared.searched is not None and all(map(operator.is_, shared.searched, arrays))
-    if same and not isinstance(unchecked, (np.ndarray, list)):  # whose numbers may have changed
+    may_change = isinstance(unchecked, (np.ndarray, list))
+    if same and not may_change:
         return shared
     return _renewed(shared, now)
 
@@ -224,7 +225,7 @@ def _renewed(shared: SharedPrefixes, now: Now) -> SharedPrefixes:
     new = jnp.int32(shared.tokens) if starts is None else jnp.diff(starts)
     kept &= lengths - new >= shared.covered * size  # both at least 0, or covered is 0
     kept &= lengths <= width * size
-    if starts is not None:
+    if starts is not None and shared.starts is not None:
         same = starts == shared.starts
         kept &= same[:-1] & same[1:]
         owners, owned = _owners(starts, shared.tokens)

@@ -200,7 +200,8 @@ def _with_parts(
     out = _columns(results.out, parts.problem.v_head_dim)
     problem, packed, _ = _packed(members, parts, _columns(own.inputs.q, parts.problem.head_dim))
     if sinks is None:
-        both = dataclasses.replace(problem, merged=(len(members.parts), *out.shape[:2]))
+        sizes = len(members.parts), out.shape[0], out.shape[1]
+        both = dataclasses.replace(problem, merged=sizes)
         into = Into(out, results.lse, members.parts, members.places)
         more = packed._replace(rows=members.rows, into=into)
         if (merged := attend.attend_merged(both, more, own.implementation)) is not None:

@@ -188,6 +188,7 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
     ),
     "flash_jvp": (  # what none takes is done by operations of jax: `derivative.by_definition`
         Candidate("flash_jvp.sm90", HOPPER),
+        Candidate("flash_jvp.sm80", FROM_AMPERE),
     ),
     "append": (
         Candidate("append.copy", FROM_AMPERE),

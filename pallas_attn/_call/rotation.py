@@ -109,6 +109,9 @@ def _by_rows(
     at_q, at_k = static, 0
     if context is not None and (shards := shards_of(context)) > 1:
         at_q, at_k = context.positions(q_rows) + static, context.positions(kv_rows)
+    if not (isinstance(q_rows, int) and isinstance(kv_rows, int)):  # symbolic sizes of jax.export
+        at_q, at_k = (jnp.arange(n, dtype=jnp.int32) for n in (q_rows, kv_rows))
+        return (at_q + static if offset is None else offset[:, None] + at_q[None]), at_k, 1
     if offset is not None:
         own = at_q if isinstance(at_q, jax.Array) else jnp.arange(q_rows, dtype=jnp.int32)
         at_q = offset[:, None] + own[None]

@@ -15,8 +15,9 @@ from pallas_attn.masks import FULL, Mask, MaskFunction
 Array = jax.Array | np.ndarray
 
 MOST_READ = 2**26  # numbers of a known mask that are looked at
-# Segment ids of queries that see nothing, and of keys that nobody sees.
-_BLIND, _HIDDEN = -(2**31), -(2**31) + 1
+# Segment ids of queries that see nothing, and of keys that nobody sees. Large ones, as padding
+# mostly comes last: kernels skip tiles by the least and the greatest id in them.
+_BLIND, _HIDDEN = 2**31 - 2, 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -102,6 +103,8 @@ def over_batch(x: Array, batch: tuple[int, ...], inner: int) -> jax.Array:
     x = x.reshape((1,) * (inner - x.ndim) + x.shape)
     own = x.shape[x.ndim - inner :]
     lead = x.shape[: x.ndim - inner]
+    if len(batch) == 1 and lead == batch:
+        return x
     if int(np.prod(lead)) == 1 and not batch:
         return x.reshape(1, *own)
     return jnp.broadcast_to(x, (*batch, *own)).reshape(-1, *own)
@@ -164,9 +167,10 @@ def _read(mask: np.ndarray, rows: tuple[int, int]) -> SparseMask:
     for band in bands:
         if (seen == (counts & band.dense(*rows))).all():
             return SparseMask(rows, band, **_counting(q_counts, kv_counts, lead))
-    first = np.where(q_counts, seen.argmax(-1), -1)  # the first key that a query sees: its segment
-    own = np.take_along_axis(first, seen.argmax(-2), -1)  # segments of the first query of each key
-    kv_first = np.where(kv_counts, own, -2)
+    # A query's segment is the first key that it sees, a key's is that of the first query to see it.
+    first = np.where(q_counts, seen.argmax(-1), rows[1])
+    own = np.take_along_axis(first, seen.argmax(-2), -1)
+    kv_first = np.where(kv_counts, own, rows[1] + 1)
     same = first[:, :, None] == kv_first[:, None]
     for band in bands[:2]:
         if (seen == (same & band.dense(*rows))).all():

@@ -54,6 +54,12 @@ of a second, long enough to reach the power limit, of which busy links take a pa
 before each turn (until 2026-11-24 clocks depended on the turn before); all wait for the slowest.
 `ring` and `cudnn_ring` pass K and V between launches of our kernels and of cuDNN's."""
 _OURS_SPLIT = ("pallas_attn/gather", "pallas_attn/rows")
+_FIRST_CALL = """\
+Seconds of wall time in a fresh process, after imports, CUDA's start and the arrays: `fwd` is causal
+over bfloat16 [2, 4096, 16, 128], `both` its gradients, `docs` those of documents of 1000 rows;
+`layers` are unrolled with gradients; `step` appends and decodes a row of 32 sequences, `prefill`
+takes 512 rows of each over the cache. Older rows count the first run as compiling.
+`again`: a second process with jax's persistent cache. Import: ours after jax's."""
 _SEPARATE = """\
 Figures from processes and timers of the peers' own: they enter no ratio on this page, and are pale
 in the pictures, which show the newest version."""
@@ -64,9 +70,10 @@ _COLUMN = re.compile(r"_(per_sequence|stacked|paged\d*|f16)(?=_|$)")
 def from_results(root: pathlib.Path) -> dict[str, str]:
     """{path: text} of every file of a checkout that its results make."""
     rows, separate = current(read(root / "results")), read(root / "results" / "separate")
+    first_calls = section_of_first_calls(read(root / "results" / "first_call"))
     made = {
         "README.md": overview(rows),
-        "docs/benchmarks.md": benchmarks(rows),
+        "docs/benchmarks.md": "\n\n".join([benchmarks(rows), *first_calls]),
         "docs/cases.md": every_case(rows, separate),
     }
     pages = {
@@ -186,6 +193,31 @@ def _rows_of_split(rows: Sequence[Row]) -> list[Row]:
     return [row for run in _newest_split(rows) for row in run.values()]
 
 
+def section_of_first_calls(rows: Sequence[Row]) -> list[str]:
+    """Title, method and table of op `first_call`: the newest rows."""
+    newest = {(r["case"], r["impl"], r["persistent_cache"]): r for r in _by_date(rows)}
+    if not newest:
+        return []
+    steps = ("trace_s", "lower_s", "compile_s", "run_s")
+    head = ["seconds", *(step.removesuffix("_s") for step in steps), "**total**", "again"]
+    peers = sorted({impl for _, impl, _ in newest} - {"pallas_attn"})
+    lines = [_cells([*head, *peers]), _cells(["---", *["---:"] * (len(head) - 1 + len(peers))])]
+    for case in dict.fromkeys(case for case, _, _ in newest):
+        ours = newest.get((case, "pallas_attn", None), {})
+        again = newest.get((case, "pallas_attn", "filled"), {})
+        others = [newest.get((case, peer, None), {}) for peer in peers]
+        times = [*(ours.get(step) for step in steps), ours.get("total_s"), again.get("total_s")]
+        cells = ["" if x is None else f"{x:.2f}" for x in times]
+        cells[len(steps)] = f"**{ours['total_s']:.2f}**" if ours else ""
+        cells += [f"{row['total_s']:.2f}" if row else "" for row in others]
+        lines.append(_cells([f"`{case}`", *cells]))
+    return ["## The first call", _FIRST_CALL, _where(newest.values()), "\n".join(lines)]
+
+
+def _by_date(rows: Iterable[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: row["date"])
+
+
 def _ceilings(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
     return {(row["run"], row["case"]): rate(row) for row in rows if row["op"] == "ceiling"}
 
@@ -241,7 +273,7 @@ def _newest_split(rows: Sequence[Row]) -> list[dict[str, Row]]:
     number and kind of GPUs.
     """
     runs: dict[tuple[tuple[str, int, str], str], dict[str, Row]] = {}
-    for row in sorted(rows, key=lambda row: row["date"]):
+    for row in _by_date(rows):
         if row["op"] == "context":
             case = row["case"], row["problem"]["devices"], _gpu(row)
             runs.setdefault((case, row["run"]), {})[row["impl"]] = row

@@ -30,7 +30,7 @@ _COLOURS = {
 _OTHERS = "#888888"
 _WIDTH, _RIGHT, _LINE, _TOP = 480, 44, 19, 62  # pixels
 _CHARACTER = 6.4  # pixels of a character of a label, at most
-_LEAST_MICROSECONDS = 0.5  # where the axis of append begins, which is logarithmic
+_LEAST_MICROSECONDS = 0.5  # start of the axis of append, which is logarithmic
 
 
 def ready(path: str) -> None:
@@ -133,7 +133,7 @@ def _head(groups: Sequence[Sequence[Row]], title: str) -> list[str]:
     if means:
         where += f"; {geomean(means.values()):.2f} times the best peer"
     unit = " (less is better)" if facts["op"] == "append" else ""
-    title = title.partition(" (")[0].replace(" live", "")  # as short as the picture is narrow
+    title = title.partition(" (")[0].replace(" live", "")  # it has to fit the width
     lines = [(title + unit, 12), (where, 11)]
     return [
         _text(text, _WIDTH / 2, 18 + 17 * n, "middle", size) for n, (text, size) in enumerate(lines)

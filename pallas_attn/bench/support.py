@@ -24,7 +24,11 @@ BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
 GENERATIONS = ("sm80", "sm86", "sm90", "sm100")
 # {title: {label: operation}}; labels tell apart what one table shows of several operations.
 _TABLES = {
-    "attention": {"forward": "flash_forward", "backward": "flash_backward"},
+    "attention": {
+        "forward": "flash_forward",
+        "backward": "flash_backward",
+        "tangents": "flash_jvp",
+    },
     "append": {"": "append"},
     "keep": {"": "keep"},
     "decode": {"": "decode"},
@@ -75,6 +79,7 @@ _DECODE = DecodeProblem(
 )
 _BASE = {"flash_forward": _ATTENTION, "append": _APPEND, "keep": _KEEP, "decode": _DECODE}
 _BASE["flash_backward"] = dataclasses.replace(_ATTENTION, op="flash_backward")
+_BASE["flash_jvp"] = dataclasses.replace(_ATTENTION, op="flash_jvp", tangents=("k", "q", "v"))
 
 Variants = tuple[dict[str, Any], ...]  # problems of one row: fields that differ from the base
 _CACHE_DTYPES = ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "float64")
@@ -146,6 +151,7 @@ _ATTENTION_ROWS: dict[str, Variants] = {
 _ROWS: dict[str, dict[str, Variants]] = {
     "flash_forward": _ATTENTION_ROWS,
     "flash_backward": _ATTENTION_ROWS,
+    "flash_jvp": _ATTENTION_ROWS,
     "append": {
         "cache": _CACHES,
         "cache dtype": _each(_CACHE_DTYPES, "cache_dtype", "dtype"),
@@ -238,7 +244,8 @@ def rewrite(page: str) -> None:
 
 
 def _table(title: str) -> str:
-    label, operations = f"{title}, {' and '.join(_TABLES[title])}", _TABLES[title]
+    *labels, last = operations = _TABLES[title]
+    label = f"{title}, {' and '.join(filter(None, (', '.join(labels), last)))}"
     lines = [f"| {label.removesuffix(', ')} | every GPU |", "|---|---|"]
     for name, variants in _ROWS[next(iter(operations.values()))].items():
         lines.append(f"| {name} | {_cell(operations, variants)} |")

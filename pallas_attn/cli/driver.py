@@ -246,6 +246,10 @@ def _parity() -> int:
 def _bench() -> int:
     from pallas_attn import bench
 
+    if values.op == "first_call":
+        return bench.first_call.run(
+            values.cases, values.peers, values.turns, values.commit, values.out
+        )
     if values.op == "context":
         return bench.context.run(values.cases, values.seed, values.turns, values.commit, values.out)
     return bench.run_bench(values.op, values.cases, _filled(bench.Options))

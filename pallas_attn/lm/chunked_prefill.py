@@ -61,8 +61,9 @@ def mixed(
     # The logits after a prompt's last row count, and those after each row of a step.
     first = jnp.where(prompted, starts[1:] - 1, starts[:-1])
     after = first[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+    packed = model.Packed(tokens, starts, after)
     logits, cache = model.mixed(
-        config, params, cache, tokens, starts, after, rotary, implementation
+        config, params, cache, packed, rotary, implementation, options.levels
     )
     text = state.text
     if text is not None:

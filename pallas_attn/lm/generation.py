@@ -21,6 +21,7 @@ from pallas_attn.lm.config import Config, Params
 from pallas_attn.lm.decode import Run
 from pallas_attn.lm.folder import Folder
 from pallas_attn.lm.options import Options, check_dtype, check_stop_ids
+from pallas_attn.lm.progress import Status
 from pallas_attn.lm.sampling import Sampling, at_least_1, is_int
 from pallas_attn.lm.texts import Piece, Texts, finish_reason
 
@@ -151,8 +152,8 @@ def complete(model: Model, prompts: Sequence[Prompt], **options: object) -> list
     job = _Job.of(model, prompts, options)
     if job is None:
         return []
-    for _ in job.pieces():
-        pass
+    for _ in job.statuses():
+        job.texts.watch()
     return [
         Completion(
             sequence.number // job.run.options.samples,
@@ -210,7 +211,12 @@ class _Job(NamedTuple):
         return cls(run, Texts(run, model.tokenizer, stop), precision)
 
     def pieces(self) -> Iterator[Piece]:
-        """The pieces of all texts. The precision of matmuls is the caller's between two of them."""
+        """The pieces of all texts."""
+        for _ in self.statuses():
+            yield from self.texts.read()
+
+    def statuses(self) -> Iterator[Status]:
+        """The run. The precision of matmuls is the caller's between two of its chunks."""
         statuses = iter(self.run)
         try:
             while True:
@@ -218,7 +224,7 @@ class _Job(NamedTuple):
                     status = next(statuses, None)
                 if status is None:
                     return
-                yield from self.texts.read()
+                yield status
         finally:
             self.run.wait()
 

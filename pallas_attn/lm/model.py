@@ -265,25 +265,37 @@ def decode(
     return logits_of(config, params, x, run.stream), cache
 
 
+class Packed(NamedTuple):
+    """New rows of all sequences, one behind the other: chunks of prompts, a token and its drafts,
+    or none.
+    """
+
+    tokens: Array  # int32[R]
+    starts: Array  # int32[M + 1]: sequence i takes those from starts[i] to starts[i + 1]
+    after: Array  # int32[...]: rows whose logits are wanted; those past the end give anything
+
+
 def mixed(
     config: Config,
     params: Params,
     cache: KVCache,
-    tokens: Array,
-    starts: Array,
-    after: Array,
+    packed: Packed,
     rotary: Rotary,
     implementation: str | None = None,
+    levels: int = 0,
 ) -> tuple[Array, KVCache]:
-    """Packed tokens int32[R]: sequence i of the cache takes those from starts[i] to starts[i + 1],
-    chunks of prompts, a token and its drafts, or none. Logits float32[..., vocab] after the packed
-    rows `after` int32[...] (rows past the end give anything), and the cache.
+    """Packed rows into the cache: logits float32[..., vocab] after the wanted ones, and the cache.
+    `levels`: as in `decode`.
     """
+    tokens, starts, after = packed
     cache = cache.extend(jnp.diff(starts))
     owners = owners_of(starts, tokens.shape[0])
     place = jnp.arange(tokens.shape[0], dtype=jnp.int32) - starts[owners + 1]
     positions = jnp.maximum(cache.lengths[owners] + place, 0)[None]
-    run = _over_cache(config, params, _NewRows(positions, rotary, starts), implementation)
+    shared = None
+    if levels and isinstance(cache, PagedCache):
+        shared = cache.shared_prefixes(tokens=tokens.shape[0], levels=levels, starts=starts)
+    run = _over_cache(config, params, _NewRows(positions, rotary, starts, shared), implementation)
     x, cache = _layers(config, params, tokens[None], run, cache)
     wanted = jnp.take(x[0], after, axis=0, mode="clip")
     return logits_of(config, params, wanted, run.stream), cache

@@ -305,7 +305,7 @@ def _beside_plain(
     texts = Texts(plain, view.texts.tokenizer, settings.stop)
     start = time.perf_counter()
     for _ in plain:
-        texts.read()
+        texts.watch()
     facts = plain.summary(time.perf_counter() - start)
     pairs = zip(run.sequences, plain.sequences, strict=True)
     same = sum(drafted.tokens == sequence.tokens for drafted, sequence in pairs)

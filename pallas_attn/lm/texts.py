@@ -90,6 +90,13 @@ class Texts:
             pieces.append(self._piece(sequence, text, taken))
         return pieces
 
+    def watch(self) -> None:
+        """Ends sequences at stop strings, for a reader of whole texts only; without stop strings
+        nothing is decoded.
+        """
+        if self._stop:
+            self.read()
+
     def _piece(self, sequence: Generation, text: str, taken: int) -> Piece:
         options = self.run.options
         return Piece(

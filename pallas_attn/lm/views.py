@@ -52,11 +52,10 @@ class Json(View):
 
     def show(self, status: Status) -> None:
         super().show(status)
-        self.texts.read()
+        self.texts.watch()
         self._tell(interrupted=False)
 
     def finish(self, seconds: float) -> dict[str, Any]:
-        self.texts.read(over=True)
         self._tell(interrupted=True)
         summary = super().finish(seconds)
         self.record("summary", summary)
@@ -135,10 +134,13 @@ class Text(View):
 
     def _stream(self, over: bool) -> None:
         """Writes new text of the first sequence that has not ended, and of those after it."""
+        if self.quiet:
+            self.texts.watch()
+            return
         samples = self._run.options.samples
         for piece in self.texts.read(over):
             self._unwritten[piece.prompt * samples + piece.sample] += piece.text
-        while not self.quiet and self._front < len(self._unwritten):
+        while self._front < len(self._unwritten):
             n, sequence = self._front, self._run.sequences[self._front]
             last = bool(sequence.ended) or over
             if not sequence.tokens and not last:

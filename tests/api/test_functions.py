@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import types
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +14,15 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn import attention
-from pallas_attn._autodiff import score_gradients
-from pallas_attn._call import device, dispatch, reference
+from pallas_attn._autodiff import by_rows
+from pallas_attn._call import device, dispatch
 from pallas_attn._functions import program as _program
 from pallas_attn._functions import tracing
 from pallas_attn.kernels.attention import linear_scores
+from tests.parallel.test_kernels_batched_and_sharded import (
+    BackwardInPlaceOfAKernel,
+    InPlaceOfAKernel,
+)
 from tests.support import in_numpy
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -604,7 +606,7 @@ def test_gradients_of_what_a_score_reads(monkeypatch, facts):
         options["bias"] = jnp.asarray(rng.standard_normal((1, N, T, S)), jnp.float32)
     slopes = jnp.asarray(rng.standard_normal(N), jnp.float32)
     table = jnp.asarray(rng.standard_normal((N, 16)), jnp.bfloat16)
-    monkeypatch.setattr(score_gradients, "SLAB", 5 * B * N * S)
+    monkeypatch.setattr(by_rows, "SLAB", 5 * B * N * S)
     weights = jnp.asarray(rng.standard_normal((B, N, T)), jnp.float32)
 
     def loss(results):
@@ -615,16 +617,12 @@ def test_gradients_of_what_a_score_reads(monkeypatch, facts):
         score = alibi_with_a_table(slopes, table)
         return loss(pa.flash_attention_with_lse(q, k, v, score=score, **options))
 
-    def attached(slopes, table, q):
-        kernel = lambda _, problem, __, inputs: reference.attention(inputs, problem)  # noqa: E731
-        with monkeypatch.context() as changed:
-            changed.setattr(attention, "_kernel_attention", kernel)
-            changed.setattr(dispatch, "select", lambda *_: types.SimpleNamespace(name="kernel"))
-            return attend(slopes, table, q)
-
     wide = table.astype(jnp.float32)
     wanted = in_numpy.call(jax.grad(attend, (0, 1, 2)), slopes, wide, q)
-    result = in_numpy.call(jax.grad(attached, (0, 1, 2)), slopes, table, q)
+    forward, backward = InPlaceOfAKernel("flash_forward"), BackwardInPlaceOfAKernel()
+    monkeypatch.setitem(dispatch.TABLES, "flash_forward", (forward,))
+    monkeypatch.setitem(dispatch.TABLES, "flash_backward", (backward,))
+    result = in_numpy.call(jax.grad(attend, (0, 1, 2)), slopes, table, q)
     assert result[1].dtype == jnp.bfloat16
     for got, want, tolerance in zip(result, wanted, (1e-4, 1e-2, 1e-4), strict=True):
         np.testing.assert_allclose(got.astype(jnp.float32), want, rtol=tolerance, atol=tolerance)

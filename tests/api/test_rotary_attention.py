@@ -254,3 +254,14 @@ def test_in_shard_map_and_remat(rng):
     jax.tree.map(close, jax.jit(split)(q, k, v), layer(q, k, v))
     want = jax.grad(functools.partial(loss, layer), (0, 1, 2))(q, k, v)
     jax.tree.map(functools.partial(close, atol=2e-5), jax.jit(gradients)(q, k, v), want)
+
+
+def test_export_with_symbolic_sizes(rng):
+    """One exported program for every batch and length; longer than the tables is NaN."""
+    run = jax.jit(functools.partial(pa.flash_attention, mask=CAUSAL, rotary=ROTARY, q_offset=1))
+    batch, length = jax.export.symbolic_shape("b, t")
+    shapes = [jax.ShapeDtypeStruct((batch, length, n, 8), "float32") for n in (4, 2, 2)]
+    exported = jax.export.export(run)(*shapes)
+    arrays = drawn(rng, 2)
+    close(exported.call(*arrays), run(*arrays))
+    assert jnp.isnan(exported.call(*drawn(rng, 1, rows=(65, 65)))[0, 63:]).all()

@@ -295,26 +295,42 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     "forward_stores_by_tma_before_the_commit": Fault(
         f"{FWD}/sm90.py",
         """        plgpu.commit_smem()
-        columns = mosaic.columns(refs.out, column, width, tile.head)
-        where = (tile.batch, pl.ds(rows.row, ROWS), tile.head, columns)
-        plgpu.copy_smem_to_gmem(staged, refs.out.at[where])
+        where = tile.batch, pl.ds(rows.row, ROWS), tile.head
+        panels.store(staged, rows.wg, refs.out, where, column)
 """,
-        """        columns = mosaic.columns(refs.out, column, width, tile.head)
-        where = (tile.batch, pl.ds(rows.row, ROWS), tile.head, columns)
-        plgpu.copy_smem_to_gmem(staged, refs.out.at[where])
+        """        where = tile.batch, pl.ds(rows.row, ROWS), tile.head
+        panels.store(staged, rows.wg, refs.out, where, column)
         plgpu.commit_smem()
 """,
         f"{TEST_FWD} -k 'test_interpreted and t_equals_s'",
     ),
+    "forward_stores_a_panel_at_the_first_column": Fault(
+        "pallas_attn/kernels/lang/panels.py",
+        "        first += view.shape[-1]\n",
+        "",
+        f"{TEST_FWD} -k 'test_any_size_interpreted and 136'",
+    ),
+    "forward_stores_the_lse_of_rows_past_the_end": Fault(
+        "pallas_attn/kernels/mma/row_numbers.py",
+        "inside = (ours & (row + below < length)).value",
+        "inside = (ours & (row + below <= length)).value",
+        "tests/guards/test_emitted_code.py -k numbers_of_rows",
+    ),
+    "consumers_apart_read_values_that_are_under_way": Fault(
+        f"{FWD}/one_tile.py",
+        "        plgpu.barrier_wait(smem.ready.at[slot])\n",
+        "",
+        f"{TEST_FWD} -k 'test_keys_of_one_tile_interpreted and softcap'",
+    ),
     "forward_releases_keys_before_they_are_multiplied": Fault(
         f"{FWD}/sm90.py",
-        """    s = wgmma.matmul((ROWS, k.shape[0]), (q,), (k.transpose((1, 0)),), meanwhile)
+        """    s = wgmma.matmul((ROWS, k[0].shape[0]), q, k, meanwhile, wgmma.score_panels)
     if rows.segments is None:
         ring.release(slot)
 """,
         """    if rows.segments is None:
         ring.release(slot)
-    s = wgmma.matmul((ROWS, k.shape[0]), (q,), (k.transpose((1, 0)),), meanwhile)
+    s = wgmma.matmul((ROWS, k[0].shape[0]), q, k, meanwhile, wgmma.score_panels)
 """,
         f"{TEST_FWD} -k 'test_interpreted and t_equals_s'",
     ),

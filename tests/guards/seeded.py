@@ -1,5 +1,5 @@
-"""More faults for tests/guards/faults.py, by the test that must catch them: name -> (file, text, the
-one in its place). They lived once, each for a class of mistakes that no guard saw.
+"""More faults for tests/guards/faults.py, by the test that must catch them: name -> (file, text,
+the one in its place). The first ones lived once, each for a class of mistakes that no guard saw.
 """
 
 SOURCE = "pallas_attn"
@@ -17,6 +17,17 @@ FWD, BWD, PREFILL, MLA, DECODE, APPEND, SHARED, MMA, LANG = (
         "lang",
     )
 )
+
+TEST_HARD, TEST_BOUNDARIES = (
+    "tests/kernels/test_hard_data.py",
+    "tests/kernels/test_boundaries.py",
+)
+TEST_MLA, TEST_APPEND, TEST_BWD = (
+    "tests/kernels/decode_mla/test_decode_mla.py",
+    "tests/kernels/append/test_append_kernel.py",
+    "tests/kernels/flash_bwd/test_flash_bwd.py",
+)
+TEST_MATMULS = "tests/guards/test_emitted_matmuls.py"
 
 Seed = tuple[str, str, str]
 
@@ -51,8 +62,216 @@ SEEDS: dict[str, dict[str, Seed]] = {
     "tests/kernels/prefill/test_prefill_narrow.py -k test_interpreted": {
         "widened_rows_are_handed_over_without_a_fence": (
             f"{PREFILL}/widening_producer.py",
-            "            plgpu.commit_smem()\n            plgpu.barrier_arrive(ring.ready.at[slot])\n",
-            "            plgpu.barrier_arrive(ring.ready.at[slot])\n",
+            "plgpu.commit_smem()\n            plgpu.barrier_arrive(",
+            "plgpu.barrier_arrive(",
+        ),
+    },
+    # ---- code behind a twin (tests/support/emitted.py) -------------------------------------------
+    TEST_MATMULS: {
+        "packed_results_of_the_lower_rows_go_to_the_upper": (
+            f"{MMA}/packed_rows.py",
+            "thread.store(to, lines[half] + beside // 2, word, 4, starts[half][2])",
+            "thread.store(to, lines[0] + beside // 2, word, 4, starts[half][2])",
+        ),
+        "packed_log_sum_exps_have_one_head": (
+            f"{MMA}/packed_rows.py",
+            "index = thread.wide(head) * tokens + thread.wide(token)",
+            "index = thread.wide(at.head) * tokens + thread.wide(token)",
+        ),
+        "scales_are_those_of_another_warps_keys": (
+            f"{MMA}/mma_rowmajor.py",
+            "* split.keys + split.first_key(warp) + lane % 4 * 2",
+            "* split.keys + lane % 4 * 2",
+        ),
+        "the_last_block_to_arrive_is_one_too_many": (
+            f"{LANG}/threads.py",
+            "            (count - 1).value,\n",
+            "            count.value,\n",
+        ),
+        "rows_of_float32_keys_are_mixed": (
+            f"{MMA}/mma_tf32.py",
+            "        start = start + (split.first_key(warp) + lane // 4) * words\n",
+            "        start = start + (split.first_key(warp) + lane % 8) * words\n",
+        ),
+        "float32_probabilities_change_places": (
+            f"{MMA}/mma_tf32.py",
+            "for n in range(2) for pair in column]",
+            "for pair in column for n in range(2)]",
+        ),
+        "float32_queries_leave_out_a_small_product": (
+            f"{MMA}/mma_tf32.py",
+            "        sums[2] = _mma(sums[2], rest_of_left, right)\n",
+            "",
+        ),
+        "a_matmul_takes_the_words_of_the_next_keys": (
+            f"{MMA}/mma_rowmajor.py",
+            "b[2 * n : 2 * n + 2], dtype)",
+            "b[2 * n ^ 2 :][:2], dtype)",
+        ),
+        "columns_of_two_rows_are_swapped": (
+            f"{MMA}/mma_rowmajor.py",
+            'for order in ("0x5410", "0x7632")',
+            'for order in ("0x7632", "0x5410")',
+        ),
+        "folded_probabilities_meet_other_keys": (
+            f"{MMA}/mma_rowmajor.py",
+            "of_a = [a[key // 8], zero, a[key // 8 + 1], zero]",
+            "of_a = [a[key // 8], zero, zero, a[key // 8 + 1]]",
+        ),
+        "values_are_read_untransposed": (
+            f"{MMA}/mma_sync.py",
+            "n * width + column), transposed=True)",
+            "n * width + column), transposed=False)",
+        ),
+        "keys_of_a_matrix_are_in_another_order": (
+            f"{MMA}/mma_sync.py",
+            "+ lane % 8 + lane // 16 * 8\n        right = address_of(k, row, lane // 8 % 2, step)",
+            "+ lane % 16\n        right = address_of(k, row, lane // 16, step)",
+        ),
+        "a_transposed_operand_has_rows_and_keys_swapped": (
+            f"{MMA}/mma_2x2.py",
+            "        a_row = lane % 8 + lane // 16 * 8\n",
+            "        a_row = lane % 16\n",
+        ),
+        "int8_is_128_too_large": (
+            f"{LANG}/thread_math.py",
+            "mov.b32 c, 0x64806480",
+            "mov.b32 c, 0x64006400",
+        ),
+        "row_maxima_are_those_of_one_lane": (
+            f"{MMA}/mma_2x2.py",
+            "            for distance in (1, 2):\n",
+            "            for distance in (1,):\n",
+        ),
+    },
+    # ---- data that hurts -------------------------------------------------------------------------
+    f"{TEST_HARD} -k 'over_caches and (decode or latent)'": {
+        "decode_rescales_its_row_sum_alone": (
+            f"{DECODE}/mainloop.py",
+            "acc, row_sum = softmax.rescaled(new, (state.acc, state.row_sum))",
+            "acc, row_sum = state.acc, softmax.rescaled(new, state.row_sum)",
+        ),
+        "latent_rows_rescale_their_row_sum_alone": (
+            f"{MLA}/sm90_few_rows.py",
+            "accs = tuple(acc * _down_columns(rescale, acc.shape) for acc in state.accs)",
+            "accs = state.accs",
+        ),
+        "latent_values_are_never_rescaled": (
+            f"{MLA}/sm90.py",
+            "mosaic.any_in_warp(row_max - state.row_max, 0.0) != 0,",
+            "mosaic.any_in_warp(row_max - state.row_max, 0.0) > 1,",
+        ),
+        "portable_latent_values_are_never_rescaled": (
+            f"{MLA}/sm80.py",
+            "lax.cond(moved != 0, rescaled,",
+            "lax.cond(moved > 1, rescaled,",
+        ),
+        "decode_begins_with_a_row_max_of_zero": (
+            f"{DECODE}/mainloop.py",
+            "        mosaic.filled((ROWS,), -jnp.inf),\n",
+            "        mosaic.filled((ROWS,), 0.0),\n",
+        ),
+    },
+    f"{TEST_HARD} -k test_forward": {
+        "the_forward_rescales_its_row_sum_alone": (
+            f"{FWD}/sm90.py",
+            "acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))",
+            "row_sum = softmax.rescaled(new, state.row_sum)",
+        ),
+        "the_portable_forward_never_rescales": (
+            f"{SHARED}/softmax.py",
+            "lax.cond(moved != 0, raised, lambda: (row_max, older))",
+            "lax.cond(moved > 1, raised, lambda: (row_max, older))",
+        ),
+    },
+    f"{TEST_MLA} -k test_interpreted": {
+        "probabilities_are_put_where_other_warps_still_read_keys": (
+            f"{MLA}/sm90.py",
+            "            threads.each_thread(lambda thread, *_: thread.sync(), (), ())\n",
+            "",
+        ),
+    },
+    # ---- boundaries ------------------------------------------------------------------------------
+    f"{TEST_BOUNDARIES} -k test_backward": {
+        "a_key_tile_one_key_short_is_whole": (
+            f"{BWD}/key_tiles.py",
+            "cut = key + self.block_kv > kv_len",
+            "cut = key + self.block_kv > kv_len + 1",
+        ),
+    },
+    f"{TEST_BOUNDARIES} -k 'lengths_and_pages and prefill and paged'": {
+        "the_last_partial_page_is_not_read": (
+            f"{PREFILL}/tma_producer.py",
+            "start < length)(copy)\n                pl.when(start >= length)(",
+            "start + size <= length)(copy)\n                pl.when(start + size > length)(",
+        ),
+    },
+    "tests/guards/test_emitted_code.py -k test_masks": {
+        "a_trees_bits_are_those_of_the_first_lane": (
+            f"{SHARED}/logits.py",
+            "[arith.shrui(bits, first) for (bits,) in operands[word]]",
+            "[bits for (bits,) in operands[word]]",
+        ),
+    },
+    "tests/caches/test_keep.py -k 'looked_at and interpreted'": {
+        "keep_does_not_look_at_the_last_partial_page": (
+            f"{APPEND}/keep.py",
+            "plan.layout.entry(length - 1) + 1",
+            "plan.layout.entry(length)",
+        ),
+    },
+    "tests/caches/test_prefixes.py -k 'saves or interpreted'": {
+        "a_part_that_saves_nothing_is_shared": (
+            "pallas_attn/prefixes.py",
+            "(others * (end - begun) >= -(-LEAST_SAVED // size))",
+            "(others * (end - begun) >= 1)",
+        ),
+        "the_ninth_partial_of_a_part_is_the_first_again": (
+            f"{PREFILL}/merge_parts.py",
+            "numbers = [(batch + 1) * AT_ONCE + i for i in range(AT_ONCE)]",
+            "numbers = [batch * AT_ONCE + i for i in range(AT_ONCE)]",
+        ),
+    },
+    f"{TEST_APPEND} -k 'test_interpreted or wraps'": {
+        "a_length_that_wraps_is_a_start": (
+            f"{APPEND}/plan.py",
+            "jnp.where(start | known >= 0 if problem.from_end else start >= 0, rows, 0)",
+            "jnp.where(start >= 0, rows, 0)",
+        ),
+    },
+    "tests/kernels/flash_fwd/test_fetch.py": {
+        "a_launch_ends_when_one_peer_has_read": (
+            f"{FWD}/fetch.py",
+            "jnp.int32((sizes.devices - 1) * sizes.fetchers)",
+            "jnp.int32(sizes.fetchers)",
+        ),
+    },
+    f"{TEST_BWD} -k 'test_interpreted and bias'": {
+        "dbias_of_float32_reads_the_keys_of_the_query_head": (
+            f"{BWD}/dbias.py",
+            "    kv_head = lax.div(step.head, jnp.int32(plan.problem.group))\n    units",
+            "    kv_head = step.head\n    units",
+        ),
+    },
+    "tests/caches/test_quantized.py": {
+        "portable_scales_past_a_length_are_read": (
+            f"{DECODE}/thread_copies.py",
+            "Word(array, source), row < live, inside, 4)",
+            "Word(array, source), row < tile, inside, 4)",
+        ),
+    },
+    "tests/api/test_functions.py": {
+        "keys_past_the_last_make_a_whole_tile": (
+            "pallas_attn/_functions/tile_bounds.py",
+            "    full = grid.first_keys + grid.block <= grid.kv_len\n",
+            "    full = grid.first_keys >= 0\n",
+        ),
+    },
+    "tests/caches/test_packed_rows.py -k 'interpreted'": {
+        "packed_sequences_arrive_at_one_counter": (
+            f"{DECODE}/combine_splits.py",
+            "line, queries = at.sequence, plan.queries",
+            "line, queries = at.sequence * 0, plan.queries",
         ),
     },
 }

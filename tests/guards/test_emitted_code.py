@@ -22,6 +22,7 @@ from pallas_attn.kernels.mma import (
     mma_rowmajor,
     mma_sync,
     narrow_rows,
+    row_numbers,
 )
 from tests.support import emitted
 from tests.support.emitted import Far, captured, evaluate
@@ -146,6 +147,23 @@ def test_results_past_two_to_the_31(name):
     row, column = np.arange(rows - 64, rows)[:, None], np.arange(64)
     want = ((((batch - 1) * rows + row) * heads + heads - 1) * dim + column) * 2
     np.testing.assert_array_equal(got, want.ravel())
+
+
+@pytest.mark.parametrize("row", [0, 64, 77, 140, 150])
+@pytest.mark.parametrize("count", [64, 128])
+def test_numbers_of_rows_end_where_rows_end(row, count):
+    tops = np.arange(count).reshape(-1, 4, 2, 8).transpose(1, 3, 0, 2)  # of each warp 16 in turn
+    held = {repr(mosaic.ROW): tops.reshape(4, 8, -1).repeat(4, 1).reshape(128, -1, 1)}
+    both = [np.full((2, 3, 150), -1, np.float32) for _ in range(2)]
+    for to, ours in zip(both, (True, False), strict=True):
+        at = (np.int32(1), np.int32(2), np.int32(row))
+        code = captured(row_numbers.store, numbers((count,)), to, *at)
+        if ours:
+            evaluate(code, held)
+        else:
+            code.function.twin(*code.args)
+    np.testing.assert_array_equal(*both)
+    assert (both[0] != -1).sum() == min(count, 150 - row)
 
 
 # ---- tiles in the order of their threads ---------------------------------------------------------

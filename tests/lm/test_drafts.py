@@ -158,7 +158,9 @@ def test_samples_are_those_of_the_prompt_given_again(monkeypatch, changes):
     assert made.acceptance and [x.sample for x in made.sequences] == [0, 1, 2] * 3
     assert max(status.running for status in statuses) == 3  # a prompt's answers begin together
     assert not made.cache.overflowed.any()
-    assert looked == [{"tokens": 4, "levels": 1}]  # traced once, and not for a single answer
+    packed = looked[:-1]  # steps beside rows of prompts; traced once, not for a single answer
+    assert looked[-1] == {"tokens": 4, "levels": 1} and len(packed) == len(changes) // 2
+    assert all(how["tokens"] == 6 + 4 * 4 and how["levels"] == 1 for how in packed)
 
 
 def test_samples_of_prompts_in_chunks_come_beside_those_that_decode():

@@ -227,6 +227,18 @@ def test_processes_with_a_device_each_say_what_one_device_does():
     assert "ROMEO:" not in other
 
 
+def test_a_model_over_devices_completes_as_one_does():
+    """A mesh by its flag; log-probabilities are those of the whole vocabulary."""
+    how = {"max_new_tokens": 6, "logprobs": True}
+    model = lm.load(mesh="tp:2")
+    assert model.mesh.shape == {"tp": 2}
+    (split,), (alone,) = (lm.complete(each, ["ROMEO:"], **how) for each in (model, lm.load()))
+    assert split.tokens == alone.tokens
+    np.testing.assert_allclose(split.logprobs, alone.logprobs, atol=1e-4)
+    with pytest.raises(ValueError, match="^mesh: expected tp:N, N at least 1, got 'cp:2'"):
+        lm.load(mesh="cp:2")
+
+
 @pytest.mark.by_xla
 def test_the_loop_beside_ours_is_split_over_devices_too(tmp_path, monkeypatch):
     """The same tokens as on one device, and a row of the report; cuDNN is stood in for."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
+from pallas_attn import lm
 from pallas_attn._call import dispatch
 from pallas_attn.bench import pages, support
 from tests.project.test_package import FLOORS, imports_at_top
@@ -162,6 +163,13 @@ def test_the_api_page_has_every_public_name():
     text = (ROOT / "docs" / "api.md").read_text()
     for name in pa.__all__:
         assert f":: pallas_attn.{name}\n" in text or f"`{name}` is" in text, name
+
+
+def test_the_api_page_has_every_name_of_the_language_model():
+    text = (ROOT / "docs" / "api.md").read_text()
+    for name in set(lm.__all__) - {"mesh"}:
+        assert f":: pallas_attn.lm.{name}\n" in text, name
+        assert getattr(lm, name).__doc__
 
 
 def test_the_site_has_every_page():

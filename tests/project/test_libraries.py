@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
 from pallas_attn._libraries import call, masks
@@ -184,6 +186,24 @@ def test_leading_axes_are_the_batch(rng):
     np.testing.assert_allclose(alone[None], first, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_over_a_mesh(rng, kind):
+    """Batch and heads split over devices, with the mask of documents and of what counts."""
+    q, k, v = (jnp.asarray(rng.standard_normal((2, T, 4, 8)), jnp.float32) for _ in range(3))
+    mesh = jax.make_mesh((2, 2), ("data", "model"), (kind,) * 2, devices=jax.devices()[:4])
+
+    def attend(q, k, v, ids, counts):
+        parts = make_attention_mask(counts, counts), make_attention_mask(ids, ids, jnp.equal)
+        return attention_fn(q, k, v, mask=combine_masks(*parts, make_causal_mask(ids)))
+
+    wanted = attend(q, k, v, IDS, COUNTS)
+    with jax.set_mesh(mesh):
+        heads, rows = (NamedSharding(mesh, P(*x)) for x in (("data", None, "model"), ("data",)))
+        arrays = [jax.device_put(x, heads) for x in (q, k, v)]
+        arrays += [jax.device_put(x, rows) for x in (IDS, COUNTS)]
+        np.testing.assert_allclose(jax.jit(attend)(*arrays), wanted, atol=1e-6)
+
+
 def test_wrong_arguments_are_named(rng):
     q = jnp.zeros((2, T, 4, 8))
     for mask, text in (
@@ -271,14 +291,22 @@ def test_nnx(rng, how):
     same(lambda x: ours(x, **how), lambda x: layer(x, **how), x_of(rng))
 
 
-@pytest.mark.parametrize("positions", [None, np.stack([np.arange(T), np.arange(T)[::-1]])])
+@pytest.mark.parametrize("positions", [None, np.arange(T)[::-1]], ids=["rows", "own"])
 def test_rope_of_nnx(rng, positions):
+    """`nnx.dot_product_attention_with_rope` as it is without positions; with them it maps them over
+    heads, so each head is turned alone here.
+    """
     from flax import nnx
+
+    def of_heads(query, key, value, input_positions, **rest):
+        turn = jax.vmap(lambda x: nnx.RoPE()(x, input_positions), in_axes=-2, out_axes=-2)
+        return nnx.dot_product_attention(turn(query), turn(key), value, **rest)
 
     make = functools.partial(nnx.MultiHeadAttention, 4, 32, decode=False)
     rope = functools.partial(nnx.dot_product_attention_with_rope, rope=nnx.RoPE())
+    theirs = rope if positions is None else of_heads
     flash = functools.partial(attention_fn, rotary=pa.Rotary.create(T, 8))
-    ours, layer = (make(rngs=nnx.Rngs(0), attention_fn=f) for f in (flash, rope))
+    ours, layer = (make(rngs=nnx.Rngs(0), attention_fn=f) for f in (flash, theirs))
     how = {"is_causal": True, "input_positions": positions}
     same(lambda x: ours(x, **how), lambda x: layer(x, **how), x_of(rng))
     with pytest.raises(ValueError, match="^input_positions: expected None without rotary"):

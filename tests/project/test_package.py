@@ -180,6 +180,7 @@ FLOORS = {
     "flash_bwd": 4,
     "prefill": 4,
     "decode_mla": 4,
+    "flash_jvp": 5,
 }
 
 

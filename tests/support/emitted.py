@@ -2,8 +2,8 @@
 element a thread. The interpreter runs the twins of such code; this is how a test compares the two.
 
 `captured` gives the inline function that a call makes, and its twin; `evaluate` runs its code. It
-knows as much of MLIR and PTX as masks, addresses, loads, stores and votes need, and
-says what it does not know.
+knows as much of MLIR and PTX as masks, addresses, loads, stores, votes, conversions of 8-bit
+numbers, copies and tensor cores need, and says what it does not know.
 """
 
 import re
@@ -58,7 +58,9 @@ class Memory:
         if not where.any():
             return
         ref, offset = self._place(address[where], value.shape[1])
-        assert len(np.unique(offset)) == len(offset), "two threads write one word"
+        words = np.concatenate([offset[:, None], value[where]], axis=1)
+        apart = len(np.unique(offset)) == len(np.unique(words, axis=0))
+        assert apart, "two threads write different numbers to one word"
         if isinstance(ref, Far):
             ref.stores.append((offset, value[where]))
         else:
@@ -147,6 +149,12 @@ def _divided(op: Any, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return divide(_unsigned(a), _unsigned(b)).view(a.dtype)
 
 
+def _shuffled(op: Any, mask: Any, value: np.ndarray, by: np.ndarray, clamp: Any) -> np.ndarray:
+    del mask, clamp
+    assert "bfly" in str(op.attributes["kind"])
+    return value[np.arange(THREADS) ^ by]
+
+
 def _position(op: Any) -> int:
     (position,) = ir.DenseI64ArrayAttr(op.attributes["static_position"])
     return position
@@ -168,7 +176,12 @@ def _element_address(op: Any, pointer: np.ndarray, *indices: np.ndarray) -> np.n
 
 
 def _elementwise(operation: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda op, *values: operation(*values)
+    def compute(_: Any, *values: Any) -> Any:
+        if any(isinstance(x, list) for x in values):  # vectors
+            return [operation(*each) for each in zip(*values, strict=True)]
+        return operation(*values)
+
+    return compute
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
@@ -181,6 +194,11 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "arith.shli": _elementwise(np.left_shift),
     "arith.shrui": lambda op, a, b: (_unsigned(a) >> _unsigned(b)).view(a.dtype),
     "arith.mulf": _elementwise(np.multiply),
+    "arith.addf": _elementwise(np.add),
+    "arith.subf": _elementwise(np.subtract),
+    "arith.xori": _elementwise(np.bitwise_xor),
+    "math.fma": _elementwise(lambda a, b, c: a * b + c),
+    "arith.maximumf": _elementwise(np.maximum),
     "arith.minsi": _elementwise(np.minimum),
     "arith.maxsi": _elementwise(np.maximum),
     "arith.maxnumf": _elementwise(np.fmax),
@@ -196,6 +214,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("arith.bitcast", "llvm.bitcast"), _bitcast),
     "vector.extract": lambda op, vector: vector[_position(op)],
     "vector.insert": _inserted,
+    "nvvm.shfl.sync": _shuffled,
+    "vector.from_elements": lambda op, *values: list(values),
     "vector.broadcast": lambda op, x: [x] * _kinds(op.result.type)[1],
     "llvm.mlir.undef": lambda op: (
         [np.zeros(THREADS, _kinds(op.result.type)[0])] * (_kinds(op.result.type)[1] or 1)
@@ -228,6 +248,8 @@ class _Machine:
             return self.thread
         if op.name == "llvm.extractvalue":
             (which,) = ir.DenseI64ArrayAttr(op.attributes["position"])
+            if isinstance(operands[0], tuple):  # results of PTX
+                return operands[0][which]
             return operands[0] if which == 1 else np.zeros(THREADS, np.int64)
         if op.name == "llvm.load":
             size = _element_bytes(op.result.type)
@@ -249,25 +271,37 @@ class _Ptx:
     def __init__(self, memory: Memory, op: Any, operands: list[Any]):
         self.memory, self.op = memory, op
         self.code = ir.StringAttr(op.attributes["asm_string"]).value
-        constraints = ir.StringAttr(op.attributes["constraints"]).value
-        self.has_result = constraints.startswith("=")
-        first = 1 if self.has_result else 0
-        self.values = {f"${n}": x for n, x in enumerate(operands, first)}
+        constraints = ir.StringAttr(op.attributes["constraints"]).value.split(",")
+        self.results = [f"${n}" for n, x in enumerate(constraints) if x.startswith("=")]
+        inputs = [x for x in constraints[len(self.results) :] if not x.startswith("~")]
+        self.values = {f"${n}": x for n, x in enumerate(operands, len(self.results))}
+        for place, operand in zip(inputs, operands, strict=True):
+            if place.isdigit():  # begins as the result does
+                self.values[f"${place}"] = operand
+        self.here = np.ones(THREADS, bool)  # threads that have not branched to a label
+        self.waiting: dict[str, np.ndarray] = {}
 
     def run(self) -> Any:
-        text = self.code.strip().removeprefix("{").removesuffix("}").strip()
+        braces = r"^\s*{|}\s*$|}\s*{(?= \.reg)"  # of blocks of their own
+        text = re.sub(braces, " ", self.code.strip())
         for statement in filter(None, (part.strip() for part in text.split(";"))):
             self._statement(statement)
-        return self.values["$0"] if self.has_result else None
+        results = tuple(self.values[name] for name in self.results)
+        return results if len(results) > 1 else results[0] if results else None
 
     def _statement(self, statement: str) -> None:
-        where = np.ones(THREADS, bool)
+        if label := re.match(r"(\w+):\s*", statement):
+            self.here = self.here | self.waiting.get(label[1], False)
+            statement = statement[label.end() :]
+            if not statement:
+                return
+        where = self.here
         if guard := re.match(r"@(!?)(\w+) (.*)", statement):
-            where = self.values[guard[2]] != bool(guard[1])
+            where = where & (self.values[guard[2]] != bool(guard[1]))
             statement = guard[3]
         name, _, rest = statement.partition(" ")
         operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", rest)
-        if name in (".reg", "bar.warp.sync"):
+        if name in (".reg", "bar.warp.sync", "bar.sync", "fence.proxy.async.global"):
             return
         kind, *more = name.split(".")
         getattr(self, f"_{kind}")(more, operands, where)
@@ -277,6 +311,8 @@ class _Ptx:
             return [self._value(x.strip()) for x in operand[1:-1].split(",")]
         if operand in self.values:
             return self.values[operand]
+        if operand.startswith("0f"):
+            return np.full(THREADS, int(operand[2:], 16), np.uint32).view(np.float32)
         return np.full(THREADS, int(operand, 0) & 0xFFFFFFFF, np.uint32).view(np.int32)
 
     def _address(self, operand: str) -> np.ndarray:
@@ -291,8 +327,12 @@ class _Ptx:
         return np.concatenate(parts, axis=1)
 
     def _setp(self, more, operands, where):
-        compare = {"ne": np.not_equal, "eq": np.equal}[more[0]]
-        self.values[operands[0]] = compare(*map(self._value, operands[1:]))
+        compare = {"ne": np.not_equal, "eq": np.equal, "lt": np.less, "ge": np.greater_equal}[
+            more[0]
+        ]
+        values = map(self._value, operands[1:])
+        values = map(_unsigned, values) if more[1] == "u32" else values
+        self.values[operands[0]] = compare(*values)
 
     def _selp(self, more, operands, where):
         a, b, predicate = map(self._value, operands[1:])
@@ -302,14 +342,15 @@ class _Ptx:
         self.memory.store(self._address(operands[0]), self._words(more, operands[1]), where)
 
     def _ld(self, more, operands, where):
-        names = operands[0].strip("{}").split(",")
-        safe = np.where(where, self._address(operands[1]), self._address(operands[1])[where][:1])
-        words = self.memory.load(safe, 4 * len(names)) if where.any() else None
-        for n, name in enumerate(names):
-            word = (
-                words[:, 4 * n : 4 * n + 4] if words is not None else np.zeros((THREADS, 4), "u1")
-            )
-            self.values[name.strip()] = np.ascontiguousarray(word).view(np.int32)[:, 0]
+        names, size = operands[0].strip("{}").split(","), int(more[-1][1:]) // 8
+        word = np.dtype(np.int64 if size == 8 else np.int32)
+        loaded = np.zeros((THREADS, max(size, word.itemsize) * len(names)), np.uint8)
+        if where.any():
+            first = self._address(operands[1])
+            loaded[where, : size * len(names)] = self.memory.load(first[where], size * len(names))
+        for n, name in enumerate(name.strip() for name in names):
+            numbers = np.ascontiguousarray(loaded).view(word)[:, n]
+            self.values[name] = np.where(where, numbers, self.values.get(name, numbers))
 
     def _red(self, more, operands, where):
         value = self._value(operands[1])
@@ -335,12 +376,151 @@ class _Ptx:
         self.values[name] = value[source]
         self.values[predicate] = there
 
+    def _bra(self, more, operands, where):
+        (label,) = operands
+        self.waiting[label] = self.waiting.get(label, False) | where
+        self.here = self.here & ~where
+
+    def _atom(self, more, operands, where):
+        """One thread after the other."""
+        address, most = self._address(operands[1]), self._value(operands[2])
+        old = np.zeros(THREADS, np.int32)
+        for n in np.flatnonzero(where):
+            one = np.arange(THREADS) == n
+            was = np.ascontiguousarray(self.memory.load(address[one], 4)).view(np.uint32)[0, 0]
+            limit = _unsigned(most)[n]
+            new = {"add": was + limit, "inc": 0 if was >= limit else was + 1}[more[3]]
+            words = np.full((THREADS, 1), new, np.uint32).view(np.uint8)
+            self.memory.store(address, words, one)
+            old[n] = was
+        name = operands[0]
+        self.values[name] = np.where(where, old, self.values.get(name, old))
+
+    def _cp(self, more, operands, where):
+        """`cp.async`, done at once: zeros past the bytes that are read."""
+        if more[1] not in ("cg", "ca"):
+            return
+        to, source = self._address(operands[0]), self._address(operands[1])
+        size, reads = int(operands[2]), self._value(operands[3])
+        words = np.zeros((THREADS, size), np.uint8)
+        there = where & (reads == size)
+        assert (there | (reads == 0) | ~where).all()
+        if there.any():
+            words[there] = self.memory.load(source[there], size)
+        self.memory.store(to, words, where)
+
+    def _ldmatrix(self, more, operands, where):
+        names = [name.strip() for name in operands[0].strip("{}").split(",")]
+        lanes = np.arange(32) < 8 * len(names)
+        address = self._address(operands[1]).reshape(4, 32)
+        address = np.where(lanes, address, address[:, :1]).ravel()
+        rows = np.ascontiguousarray(self.memory.load(address, 16)).view(np.uint16)
+        rows = rows.reshape(4, 4, 8, 8)  # warp, matrix, row, column
+        rows = rows.swapaxes(2, 3) if "trans" in more else rows
+        for n, name in enumerate(names):
+            pairs = np.ascontiguousarray(rows[:, n]).view(np.int32)  # lane: row, pair of columns
+            self.values[name] = pairs.reshape(THREADS)
+
+    def _mma(self, more, operands, where):
+        names = [name.strip() for name in operands[0].strip("{}").split(",")]
+        a, b, c = map(self._value, operands[1:])
+        made = multiplied(a, b, c, more[6])
+        self.values.update(zip(names, made, strict=True))
+
+    def _prmt(self, more, operands, where):
+        low, high, order = map(self._value, operands[1:])
+        raw = _bytes([low, high])
+        places = (order[:, None] >> np.arange(0, 16, 4)) & 7
+        self.values[operands[0]] = np.take_along_axis(raw, places, 1).copy().view(np.int32)[:, 0]
+
+    def _cvt(self, more, operands, where):
+        values = [self._value(x) for x in operands[1:]]
+        if more[-2] == "f16x2" and more[-1] == "f32":
+            halves = np.stack(values[::-1], 1).astype(np.float16)
+            self.values[operands[0]] = halves.view(np.int32)[:, 0]
+            return
+        assert more == ["rn", "f16x2", "e4m3x2"], more
+        narrow = values[0].astype(np.uint16)[:, None].view(jnp.float8_e4m3fn)
+        self.values[operands[0]] = narrow.astype(np.float16).view(np.int32)[:, 0]
+
+    def _arithmetic(self, more, operands, operation):
+        values = [self._value(x) for x in operands[1:]]
+        if more[-1] == "f16x2":
+            values = [np.ascontiguousarray(x)[:, None].view(np.float16) for x in values]
+            with np.errstate(all="ignore"):
+                made = operation(*(x.astype(np.float32) for x in values)).astype(np.float16)
+            self.values[operands[0]] = made.view(np.int32)[:, 0]
+            return
+        with np.errstate(all="ignore"):
+            self.values[operands[0]] = operation(*values)
+
+    def _sub(self, more, operands, where):
+        self._arithmetic(more, operands, np.subtract)
+
+    def _mul(self, more, operands, where):
+        self._arithmetic(more, operands, np.multiply)
+
+    def _fma(self, more, operands, where):
+        self._arithmetic(more, operands, lambda a, b, c: a * b + c)
+
+    def _and(self, more, operands, where):
+        self._arithmetic(more, operands, np.bitwise_and)
+
+    def _or(self, more, operands, where):
+        self._arithmetic(more, operands, np.bitwise_or)
+
+    def _xor(self, more, operands, where):
+        self._arithmetic(more, operands, np.bitwise_xor)
+
+    def _shr(self, more, operands, where):
+        shift = lambda a, b: (_unsigned(a) >> _unsigned(b)).view(np.int32)  # noqa: E731
+        self._arithmetic(more, operands, shift)
+
     def _mov(self, more, operands, where):
+        if operands[0].startswith("{"):
+            word = _unsigned(self._value(operands[1]))
+            for n, name in enumerate(operands[0].strip("{}").split(",")):
+                self.values[name.strip()] = (word >> np.uint32(16 * n)) & np.uint32(0xFFFF)
+            return
         name, value = operands[0], self._value(operands[1])
         self.values[name] = np.where(where, value, self.values.get(name, value))
 
     def _add(self, more, operands, where):
         self.values[operands[0]] = self._value(operands[1]) + self._value(operands[2])
+
+
+def multiplied(a: Sequence, b: Sequence, c: Sequence, kind: str) -> list[np.ndarray]:
+    """c + a @ b of each warp by a tensor core: the fragments of m16 n8 k16 in bf16 or f16, or k8 in
+    tf32, which takes the first 19 bits of a number.
+    """
+    group, lane = np.arange(32) // 4, np.arange(32) % 4
+    size = 8 if kind == "tf32" else 16
+    left, right = np.zeros((4, 16, size), np.float32), np.zeros((4, size, 8), np.float32)
+    for n, word in enumerate(a):
+        for i, x in enumerate(_numbers_of(word, kind)):
+            column = lane + n // 2 * 4 if kind == "tf32" else 2 * lane + i + n // 2 * 8
+            left[:, group + n % 2 * 8, column] = x
+    for n, word in enumerate(b):
+        for i, x in enumerate(_numbers_of(word, kind)):
+            row = lane + 4 * n if kind == "tf32" else 2 * lane + i + 8 * n
+            right[:, row, group] = x
+    with np.errstate(all="ignore"):
+        product = left @ right
+    rows, columns = [group, group, group + 8, group + 8], [2 * lane, 2 * lane + 1] * 2
+    pairs = zip(c, rows, columns, strict=True)
+    return [
+        (x.reshape(4, 32) + product[:, row, column]).astype(np.float32).reshape(THREADS)
+        for x, row, column in pairs
+    ]
+
+
+def _numbers_of(word: np.ndarray, kind: str) -> list[np.ndarray]:
+    """[4 warps, 32 lanes] of each number of a word."""
+    word = np.ascontiguousarray(word)
+    if kind == "tf32":
+        return [(word.view(np.int32) & np.int32(-(2**13))).view(np.float32).reshape(4, 32)]
+    numbers = word[:, None].view(jnp.bfloat16 if kind == "bf16" else np.float16)
+    return list(numbers.astype(np.float32).T.reshape(2, 4, 32))
 
 
 # ---- a function of tiles, refs and scalars -------------------------------------------------------
@@ -385,9 +565,10 @@ def captured(call: Callable[..., Any], *args: Any, **options: Any) -> Captured:
     return code
 
 
-def evaluate(code: Captured, held: dict[str, np.ndarray], warpgroup: int = 0) -> Any:
+def evaluate(code: Captured, held: dict[str, Any], warpgroup: int = 0) -> Any:
     """Runs the code. Refs are NumPy arrays, which it may change, or `Far`; tiles and scalars are
-    arrays. `held`: by layout (as its repr is), which elements a thread's registers hold. Comes back
+    arrays. `held`: by layout (as its repr is), which elements a thread's registers hold, or a
+    function that says so of a shape. Comes back
     with the registers of the result, if there is one: [threads, registers, ..].
     """
     leaves, tree = jax.tree.flatten(code.args)
@@ -405,17 +586,25 @@ def evaluate(code: Captured, held: dict[str, np.ndarray], warpgroup: int = 0) ->
         with ir.InsertionPoint(block):
             arguments = iter(block.arguments)
             inside = [finish([next(arguments) for _ in types]) for types, _, finish in made]
-            out = code.code(*jax.tree.unflatten(tree, inside))
+            with mock.patch.object(utils, "warpgroup_barrier", lambda: None):
+                out = code.code(*jax.tree.unflatten(tree, inside))
             func.ReturnOp([])
         values = dict(zip(block.arguments, inputs, strict=True))
         _Machine(memory, warpgroup).run(block.operations, values)
         if out is None:
             return None
-        registers = [values[register] for register in out.registers.flat]
-    return np.stack([np.stack(x, 1) if isinstance(x, list) else x for x in registers], 1)
+        results = [
+            [values[register] for register in one.registers.flat]
+            for one in (out if isinstance(out, tuple) else (out,))
+        ]
+    made = [
+        np.stack([np.stack(x, 1) if isinstance(x, list) else x for x in registers], 1)
+        for registers in results
+    ]
+    return tuple(made) if isinstance(out, tuple) else made[0]
 
 
-def _argument(memory: Memory, x: Any, kind: Any, held: dict[str, np.ndarray]) -> tuple[Any, ...]:
+def _argument(memory: Memory, x: Any, kind: Any, held: dict[str, Any]) -> tuple[Any, ...]:
     """(types of the function's arguments, their values, what the code is handed of them)."""
     if isinstance(kind, plgpu.RefType):
         element = utils.dtype_to_ir_type(jnp.dtype(x.dtype))
@@ -428,6 +617,7 @@ def _argument(memory: Memory, x: Any, kind: Any, held: dict[str, np.ndarray]) ->
         splat = lambda values: mgpu.FragmentedArray.splat(values[0], (), is_signed=True)  # noqa: E731
         return [element], [np.full(THREADS, x[()])], splat
     layout, where = kind.to_mgpu(), held[repr(kind)]
+    where = where(x.shape) if callable(where) else where
     shape = layout.registers_shape(x.shape)
     numbers = x.reshape(-1)[where].reshape(THREADS, int(np.prod(shape)), -1)
     registers = [list(np.ascontiguousarray(numbers[:, n].T)) for n in range(numbers.shape[1])]

@@ -1,12 +1,12 @@
 """Hazards between the four warps of a warpgroup, which JAX's race detector takes for one thread.
 
-Two places of each warpgroup's clock say up to where all its warps have come (`Met`): they move where
-the warpgroup meets, by `commit_smem`, by a wait for copies out of shared memory, by `sync` of a
-program, and by an mbarrier that it has arrived at and waited for. Mosaic's own barriers around
+Two places of each warpgroup's clock say up to where all its warps have come (`Met`): they move
+where the warpgroup meets, by `commit_smem`, by a wait for copies out of shared memory, by `sync` of
+a program, and by an mbarrier that it has arrived at and waited for. Mosaic's own barriers around
 stores and before copies count where a kernel has them (`mosaic.without_barriers` turns them off).
 
-- One thread issues a TMA copy. The copy into shared memory follows matmuls of its warpgroup only up
-  to where all warps have come: those of another warp may still read there.
+- What a thread writes to shared memory, itself or by a TMA copy, follows matmuls of its warpgroup
+  only up to where all warps have come: those of another warp may still read there.
 - Words that a program of single threads has written and that no barrier followed may be read by the
   thread alone that wrote them; nor may anybody else write where a program has read or written.
 - Programs and twins of inline code (`Watched`) show JAX's detector what they read and write.
@@ -52,6 +52,7 @@ class Warpgroup:
         self.ours, self.thread, self.met = ours, thread, Met()
         self.edges: list[Edge] = []
         self.program_end = 0
+        self.free_stores = 0  # stores to come that need not wait for matmuls
         self.own = ours.thread_to_vc_position(thread)
         self.matmuls = len(ours.all_concurrent_threads) + TMA_THREADS + thread.warpgroup_id
 
@@ -99,10 +100,20 @@ class Warpgroup:
                     )
 
 
-def check_edges(thread: Any, key: Any, there: Any, writes: bool) -> None:
-    """Before an access to shared memory by anything but a program of single threads."""
-    if key.memory_space_id == SHARED and isinstance(thread, shared_memory.Warpgroup):
-        Warpgroup.of(host._get_shared_memory(), thread).check_edges(key, there, writes)
+def checked(thread: Any, clock: Any, key: Any, there: Any, writes: bool) -> Any:
+    """The clock of an access to memory, once it is known to meet no program's edge. Who writes,
+    itself or by TMA, follows matmuls of its warpgroup only up to where all warps have met.
+    """
+    if key.memory_space_id != SHARED:
+        return clock
+    warpgroup = Warpgroup.of(host._get_shared_memory(), thread)
+    warpgroup.check_edges(key, there, writes)
+    if writes and warpgroup.free_stores:
+        warpgroup.free_stores -= 1
+    elif writes:
+        clock = clock.copy()
+        clock.clock[warpgroup.matmuls] = warpgroup.met.matmuls
+    return clock
 
 
 # ---- where warpgroups meet -----------------------------------------------------------------------
@@ -125,6 +136,12 @@ def meet(*, token, thread):
     return token
 
 
+@host.fail_on_exception
+def let_overwrite(*, token, thread, stores):
+    Warpgroup.of(host._get_shared_memory(), thread).free_stores = stores
+    return token
+
+
 def _wait(self, thread, *rest, **more):
     """`Barrier.wait`: those threads of the warpgroup that arrived have come up to there."""
     result = _jax_wait(self, thread, *rest, **more)
@@ -137,18 +154,6 @@ def _wait(self, thread, *rest, **more):
 
 
 _jax_wait = shared_memory.Barrier.wait
-
-
-def _check_write_by_tma(self, tma_thread_id, ours):
-    """`AsyncCopyGmemToSmemTask.post_read`, behind all warps' matmuls up to where they have met."""
-    assert self.clock is not None
-    self.clock.inc(tma_thread_id)
-    clock = self.clock.async_smem_clock.copy()
-    warpgroup = Warpgroup.of(ours, self.thread)
-    clock.clock[warpgroup.matmuls] = warpgroup.met.matmuls
-    host.get_races().check_write(
-        self.thread, clock, self.dst_allocation_key, self.dst_access, source_info=self.source_info
-    )
 
 
 # ---- programs of single threads ------------------------------------------------------------------
@@ -196,18 +201,25 @@ class Program:
                 ours.clocks[thread].update(clock)
 
     def show(self) -> None:
-        """Shows JAX's detector what was touched until now."""
-        clock = self.warpgroup.ours.incr_clock(self.warpgroup.thread).generic_clock
-        self.warpgroup.program_end = int(clock.clock[self.warpgroup.own])
-        races = host.get_races()
+        """Shows JAX's detector what was touched until now. At the edges of earlier programs it is
+        `threads.Memory` that tells one thread's words from another's.
+        """
+        warpgroup, races = self.warpgroup, host.get_races()
+        edges, warpgroup.edges = warpgroup.edges, []
+        warpgroup.program_end = warpgroup.seen(warpgroup.clock).steps + 1
         for key, array in self.arrays:
             for writes in (False, True):
                 some = [x for other, x, wrote in self.log if other is key and wrote == writes]
-                for place in _stretches(array.shape, np.concatenate(some)) if some else ():
+                if not some:
+                    continue
+                clock = warpgroup.ours.incr_clock(warpgroup.thread).generic_clock
+                warpgroup.program_end = int(clock.clock[warpgroup.own])
+                check = races.check_write if writes else races.check_read
+                for place in _stretches(array.shape, np.concatenate(some)):
                     access = interpret_utils.Access(place)
-                    check = races.check_write if writes else races.check_read
-                    check(self.warpgroup.thread, clock.copy(), key, access, self.source_info)
+                    check(warpgroup.thread, clock.copy(), key, access, self.source_info)
         self.log.clear()
+        warpgroup.edges = edges
 
     def end(self) -> None:
         self.show()
@@ -299,4 +311,3 @@ def teach() -> None:
     host.wait_smem_to_gmem = _meets(host.wait_smem_to_gmem)
     shared_memory.Barrier.wait = _wait
     shared_memory.GPUSharedMemory.get_next_tma_thread_id = _next_tma_thread
-    host.AsyncCopyGmemToSmemTask.post_read = _check_write_by_tma

@@ -1,9 +1,10 @@
 """Kernels on a machine without a GPU: JAX's Mosaic GPU interpreter, made to run what these kernels
 use.
 
-With tests/support/hazards.py the file of the tests that knows the private modules of JAX's
-interpreter (tests/support/watch.py names what waits in them). `interpret()` is what a test uses, beside `lower_for_cuda` and, from tests/support/aot.py,
-`compile_for`. What is taught to the interpreter, in both JAX versions alike:
+Beside tests/support/hazards.py the one file of the tests that knows the private modules of JAX's
+interpreter (tests/support/watch.py names what waits in them). `interpret()` is what a test uses,
+beside `lower_for_cuda` and, from tests/support/aot.py, `compile_for`. What is taught to the
+interpreter, in both JAX versions alike:
 
 - programs of `thread_program.each_thread`: run in NumPy, 128 threads at a time, with bounds and
   races checked byte by byte; inline code that brings a twin in NumPy, which runs in its place
@@ -29,7 +30,7 @@ import functools
 import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -117,10 +118,17 @@ def _lowered(f: Callable[..., Any], *shapes: Any) -> str:
 # ---- programs of thread_program.each_thread, run in NumPy ---------------------------------------
 
 
+class _Program(NamedTuple):
+    """A program of single threads, as it is called."""
+
+    run: Callable[..., Any]
+    trees: tuple[Any, Any]  # of its refs and scalars
+    returns_one: bool
+    source_info: Any
+
+
 @host.fail_on_exception
-def _run_program(
-    *, token, mesh_location, thread, keys, scalars, program, trees, returns_one, source_info
-):
+def _run_program(*, token, mesh_location, thread, keys, scalars, program):
     ours = host._get_shared_memory()
     if not hasattr(ours, "launch_memory"):
         ours.launch_memory = Memory()
@@ -129,7 +137,7 @@ def _run_program(
     arrays = [_content(ours, key) for key in keys]
     pairs = zip(map(_shared_key, keys), arrays, strict=True)
     shared = [(key, array) for key, array in pairs if key is not None]
-    touches = hazards.Program(ours, thread, shared, source_info)
+    touches = hazards.Program(ours, thread, shared, program.source_info)
     first = ours.launch_memory.block(*coordinates, int(mesh_location.thread_id))
     if touches.has_met:
         ours.launch_memory.since_meeting.pop(first, None)
@@ -137,15 +145,15 @@ def _run_program(
     spread = [np.full(128, scalar, np.int32) for scalar in scalars]
     refs, values = (
         jax.tree.unflatten(tree, leaves)
-        for tree, leaves in zip(trees, (arrays, spread), strict=True)
+        for tree, leaves in zip(program.trees, (arrays, spread), strict=True)
     )
     with np.errstate(all="ignore"):  # NaN and infinity are none of an error on a GPU
-        result = program(block, refs, values)
+        result = program.run(block, refs, values)
     touches.end()
     if result is None:
         return token
     result = np.asarray(result, np.int32)
-    return token, [result.reshape(-1)[0] if returns_one else result]
+    return token, [result.reshape(-1)[0] if program.returns_one else result]
 
 
 def _shared_key(key):
@@ -242,6 +250,10 @@ def _inline_mgpu(self, eqn, token, get_values):
         mark = functools.partial(_mark_unused, matmuls=matmuls)
         like = host.TOKEN_SHAPE_DTYPE
         return callback.io_callback(mark, like, token=token, thread=self.thread, used=used), []
+    if (stores := getattr(eqn.params["mgpu_fn"], "stores", None)) is not None:
+        mark = functools.partial(hazards.let_overwrite, stores=stores)
+        like = host.TOKEN_SHAPE_DTYPE
+        return callback.io_callback(mark, like, token=token, thread=self.thread), []
     if (values := getattr(eqn.params["mgpu_fn"], "values", None)) is not None:
         result = values(*_args_of(eqn, get_values))
         return token, jax.tree.leaves(result)
@@ -269,15 +281,9 @@ def _inline_mgpu(self, eqn, token, get_values):
     trees = jax.tree.structure(refs), jax.tree.structure(scalars)
     results = [_shape_of(var.aval) for var in eqn.outvars]
     returns_one = bool(results) and results[0].shape == ()
-    run = functools.partial(
-        _run_program,
-        program=program,
-        trees=trees,
-        returns_one=returns_one,
-        source_info=eqn.source_info,
-    )
+    program = _Program(program, trees, returns_one, eqn.source_info)
     result = callback.io_callback(
-        run,
+        functools.partial(_run_program, program=program),
         (host.TOKEN_SHAPE_DTYPE, results) if results else host.TOKEN_SHAPE_DTYPE,
         token=token,
         mesh_location=self.mesh_location,
@@ -712,7 +718,7 @@ def _but_in_registers(check, writes):
     def checked(self, thread, clock, key, *rest, **more):
         registers = shared_memory.get_memory_space_idx(gpu_core.MemorySpace.REGS)
         if key.memory_space_id != registers:
-            hazards.check_edges(thread, key, rest[0], writes)
+            clock = hazards.checked(thread, clock, key, rest[0], writes)
             check(self, thread, clock, key, *rest, **more)
             if self.races_found:
                 _races.append(str(thread))

@@ -147,14 +147,14 @@ def seen_at(ctx: Context, numbers: Sequence[Value], registers: Registers) -> Any
 
 def score(ctx: Context, place: Any, s: RegisterTile) -> tuple[Any, Any]:
     """The result of the score function for a tile of logits in natural units; and its slope there,
-    in a backward, else None.
+    where it is differentiated, else None.
     """
     registers = Registers(s.shape, place.layout)
     (plan, refs, _), slope = ctx, None
     program = plan.problem.score_program
     assert program is not None
     numbers = Value(s, (0, 1)), *_numbers(program, registers, place)
-    if plan.problem.op == "flash_backward":
+    if plan.problem.op != "flash_forward":
         derivative = tracing.derivative(program)
         aux = tracing.derivative_arrays(program, refs.score_aux)
         derived = _program.evaluate(derivative, numbers, aux, registers)

@@ -227,6 +227,7 @@ def _lose(thread: threads.Thread, lost: SmemRef, m: Index) -> None:
 def clear(tile: SmemRef, columns: int, live: Index) -> None:
     """Zeros over values past the last key: whatever lies there, NaN too, has a weight of 0."""
     inside = mosaic.positions((TILE, WIDTH), 0, 0) < live
+    mosaic.overwrites_what_is_masked(columns // WIDTH)  # scores of these rows
     for column in range(0, columns, WIDTH):
         ref = tile.at[:, pl.ds(column, WIDTH)]
         ref[...] = jnp.where(inside, plgpu.load(ref, layout=mosaic.TILE), 0)

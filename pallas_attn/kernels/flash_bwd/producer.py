@@ -182,7 +182,7 @@ def load_rows(  # noqa: PLR0913
     ref: GmemRef,
     at: tuple[Index, ...],
     to: Panels,
-    index: Index,
+    index: Any,
     ready: Barrier,
     column: int = 0,
 ) -> None:
@@ -190,7 +190,7 @@ def load_rows(  # noqa: PLR0913
     `index`.
     """
     batch, head, first = at
-    rows = panels.tiles(to, index)[0].shape[0]
+    rows = _rows_of(to, index)
     panels.load(ref, (batch, pl.ds(first, rows), head), to, index, ready, column)
 
 
@@ -199,5 +199,10 @@ def store_rows(
 ) -> None:
     """Rows in shared memory to `at` (batch, head, first row), from a column on."""
     batch, head, first = at
-    rows = panels.tiles(staged, *(index if isinstance(index, tuple) else (index,)))[0].shape[0]
+    rows = _rows_of(staged, index)
     panels.store(staged, index, to, (batch, pl.ds(first, rows), head), column, **how)
+
+
+def _rows_of(buffer: Panels, index: Any) -> int:
+    at = index if isinstance(index, tuple) else (index,)
+    return panels.tiles(buffer, *at)[0].shape[0]

@@ -353,19 +353,19 @@ class FusedStep(NamedTuple):
 
     def multiply_scores(self, acc: RegisterTile) -> int:
         """Issues S = K Q^T, as so many groups of matmuls."""
-        smem, n = self.smem, 0
+        smem, slot, n = self.smem, self.slot, 0
         if self.k_part is not None:
             n = self.k_part.shape[1]
-            (q,) = _columns_of(smem.q, self.slot, 0, n)
+            (q,) = _columns_of(smem.q, slot, 0, n)
             plgpu.wgmma(acc, self.k_part, q.transpose((1, 0)))
-        k, q = _columns_of(smem.k, self.wg, n), _columns_of(smem.q, self.slot, n)
+        k, q = _columns_of(smem.k, self.wg, n), _columns_of(smem.q, slot, n)
         wgmma.score_panels(acc, k, q)
         return len(k) + (self.k_part is not None)
 
     def multiply_dp(self, acc: RegisterTile) -> None:
         """Issues dP = V dO^T."""
-        v = panels.tiles(self.smem.v, self.wg)
-        wgmma.score_panels(acc, v, panels.tiles(self.smem.do, self.slot))
+        do = panels.tiles(self.smem.do, self.slot)
+        wgmma.score_panels(acc, panels.tiles(self.smem.v, self.wg), do)
 
 
 def _step(now: FusedStep, sums: KeyGradients) -> None:

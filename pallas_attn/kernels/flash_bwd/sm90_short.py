@@ -49,7 +49,16 @@ def takes(problem: AttentionProblem) -> bool:
         1 <= q_tiles <= TILES
         and 1 <= kv_tiles <= TILES
         and (q_tiles + 1) * qk + v <= SUMS
-        and problem.group == problem.share == problem.zigzag == 1
+        and is_plain(problem)
+    )
+
+
+def is_plain(problem: AttentionProblem) -> bool:
+    """Whether a head is known beforehand: which of its keys each query sees, and that no other head
+    shares them.
+    """
+    return (
+        problem.group == problem.share == problem.zigzag == 1
         and set(problem.arrays) <= {"sinks"}
         and not problem.mask.arrives
         and problem.dtype != "float32"

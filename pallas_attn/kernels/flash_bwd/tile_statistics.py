@@ -2,6 +2,8 @@
 once: no launch before it, and nothing of them in global memory but the forward's lse.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -33,19 +35,22 @@ class QueryTileAt(NamedTuple):
     slot: Index  # the row of `to_lse` and `to_delta`
 
 
-def write(plan: Any, refs: StatisticsRefs, at: QueryTileAt) -> None:
+def write(plan: Any, refs: StatisticsRefs, at: QueryTileAt, at_once: int = 4) -> None:
     """lse in log2 units and delta = rowsum(dO * O) - dLSE of query tile `at.t` in shared memory;
-    inf and 0 in rows that see no key and past T, so that their P and dS are 0.
+    inf and 0 in rows that see no key and past T, so that their P and dS are 0. `at_once`: rows that
+    a thread has under way, 16 registers each.
     """
-    threads.run(_write, plan.problem, refs, at)
+    step = mosaic.THREADS // LANES
+    for first in range(0, ROWS, step * at_once):
+        rows = range(first, first + step * at_once, step)
+        threads.run(functools.partial(_write, firsts=rows), plan.problem, refs, at)
 
 
-def _write(ctx: ThreadContext) -> None:
+def _write(ctx: ThreadContext, firsts: Sequence[int]) -> None:
     thread, refs, at, problem = ctx
     chunks, heads, length = problem.v_head_dim // NUMBERS, problem.q_heads, problem.q_len
     lane, down = thread.index % LANES, thread.index // LANES
-    step = mosaic.THREADS // LANES
-    rows = [down + n for n in range(0, ROWS, step)]
+    rows = [down + n for n in firsts]
     lines = [(at.batch * length + at.t * ROWS + row) * heads + at.head for row in rows]
     live = [at.t * ROWS + row < length for row in rows]
     own = [(at.batch * heads + at.head) * length + at.t * ROWS + row for row in rows]

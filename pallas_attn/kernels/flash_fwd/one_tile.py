@@ -17,7 +17,7 @@ from jax import lax
 
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
-from pallas_attn.kernels.flash_fwd import epilogue, producer, sm90
+from pallas_attn.kernels.flash_fwd import producer, shared_memory, sm90
 from pallas_attn.kernels.flash_fwd.sm90 import Result
 from pallas_attn.kernels.flash_fwd.tile_scheduler import (
     QueryPlan,
@@ -42,19 +42,16 @@ def takes(problem: AttentionProblem, block_kv: int) -> bool:
 
 
 def scratch(plan: QueryPlan, out_widths: tuple[int, ...]) -> Any:
-    """`sm90.scratch`: slots of each warpgroup in place of a ring."""
+    """`shared_memory.scratch`: slots of each warpgroup in place of a ring."""
     slots, block = SLOTS * plan.config.warpgroups, plan.config.block_kv
-    copies = plan.qk.copies
-    return sm90.Smem(
+    return shared_memory.Smem(
         q=plan.qk.scratch(slots, ROWS),
         k=plan.qk.scratch(slots, block),
         v=plan.v.scratch(slots, plan.value_rows),
-        out=epilogue.scratch(plan, out_widths),
+        out=shared_memory.out_scratch(plan, out_widths),
         segments=None,
-        q_ready=plgpu.Barrier(num_barriers=slots, num_arrivals=copies),
-        ready=plgpu.Barrier(
-            num_barriers=slots, num_arrivals=copies + producer.copies_of_values(plan)
-        ),
+        q_ready=plgpu.Barrier(num_barriers=slots, num_arrivals=plan.copies[0]),
+        ready=plgpu.Barrier(num_barriers=slots, num_arrivals=sum(plan.copies)),
         free=None,
     )
 
@@ -87,7 +84,7 @@ def consume(ctx: KernelContext, block: Index, wg: Index) -> None:
             result = lax.cond(has_keys, attend, functools.partial(sm90.no_keys, plan))
         else:
             result = attend()
-        epilogue.store(ctx, rows, result)
+        sm90.store_result(ctx, rows, result)
         return carry
 
     pl.when(start.count > 0)(lambda: load(start.codes[0], jnp.int32(0)))

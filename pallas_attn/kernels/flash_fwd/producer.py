@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn.kernels.attention.tiles import KernelContext, WorkTile, kv_batch, kv_row
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan, Turn, work_tile
+from pallas_attn.kernels.flash_fwd.tile_scheduler import Turn, work_tile
 from pallas_attn.kernels.lang import panels
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index
 
@@ -123,7 +123,7 @@ def load_entry(  # noqa: PLR0913
         for _ in range(copies):
             plgpu.barrier_arrive(ready)
 
-    qk, v = ctx.plan.qk.copies, copies_of_values(ctx.plan)
+    k_copies, v_copies = ctx.plan.copies
     over_scores = ctx.plan.score_tiles
     has_ids = "kv_segment_ids" in ctx.plan.problem.arrays
 
@@ -143,10 +143,10 @@ def load_entry(  # noqa: PLR0913
 
     @pl.when(entry.number == entry.last)
     def _() -> None:
-        arrive(qk + has_ids + sum(array.count for array in over_scores))
+        arrive(k_copies + has_ids + sum(array.count for array in over_scores))
 
     pl.when(entry.number > 0)(functools.partial(load, ctx, tile, "v", entry.before, slot))
-    pl.when(entry.number == 0)(functools.partial(arrive, v))
+    pl.when(entry.number == 0)(functools.partial(arrive, v_copies))
 
 
 def load_kv_tile(ctx: KernelContext, tile: WorkTile, name: str, t: Index, slot: Index) -> None:
@@ -186,9 +186,3 @@ def copy_rows(
     return load(
         where=(batch, pl.ds(end, rows - block), head), at=(slot, pl.ds(block, rows - block))
     )
-
-
-def copies_of_values(plan: QueryPlan) -> int:
-    """Copies by TMA that make a kv tile of v."""
-    whole = plan.value_rows == plan.config.block_kv or plan.problem.fetches > 1
-    return plan.v.copies * (1 if whole else 2)

@@ -66,7 +66,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import logits, softmax, tiles, tma_operands
@@ -80,13 +79,14 @@ from pallas_attn.kernels.attention.tiles import (
     WorkTile,
 )
 from pallas_attn.kernels.attention.tiles import limit as limit
-from pallas_attn.kernels.flash_fwd import epilogue, producer, tile_scheduler
+from pallas_attn.kernels.flash_fwd import producer, shared_memory, tile_scheduler
 from pallas_attn.kernels.flash_fwd.producer import Ring
+from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS as BARRIERS
+from pallas_attn.kernels.flash_fwd.shared_memory import SMEM_LIMIT
 from pallas_attn.kernels.flash_fwd.tile_scheduler import Distribution, QueryPlan, Turn, work_tile
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.types import (
-    Barrier,
     Carry,
     GmemRef,
     Index,
@@ -97,8 +97,6 @@ from pallas_attn.kernels.lang.types import (
 )
 from pallas_attn.kernels.mma import wgmma
 
-SMEM_LIMIT = gpu_specs.shared_memory(gpu_specs.HOPPER)
-BARRIERS = 1024  # bytes kept for them and for alignment
 # Registers of a consumer's thread, by how many consumers there are.
 REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
 MOST_STAGES = 12  # stages of the ring of K and V where work tiles are claimed: see `claims`
@@ -234,91 +232,7 @@ def _score_tiles_of(problem: AttentionProblem, config: Config) -> tuple[Any, ...
     return score_tiles.of_problem(problem, config.block_kv)
 
 
-# ---- shared memory ------------------------------------------------------------------------------
-
-
-class Smem(NamedTuple):
-    """Shared memory; the head of this file says who owns it when."""
-
-    q: SmemRef  # [q tiles, ROWS, ..]
-    k: SmemRef  # [stages, block_kv, ..]
-    v: SmemRef  # [stages, block_kv, ..]
-    out: SmemRef  # [warpgroups, ROWS, ..]
-    segments: Any  # `documents.Smem`, where there are segment ids
-    q_ready: Barrier  # one a q tile
-    ready: Barrier  # one an entry of the ring: see `Ring`
-    free: Barrier
-    fetched: Any = None  # barriers of `fetch`, as words
-    claims: Any = None  # `claims.Smem`
-    over_scores: Any = None  # [stages, rows, block_kv] of bias and mask_array: `score_tiles`
-
-
-@functools.lru_cache(maxsize=256)
-def scratch(plan: QueryPlan) -> Smem:
-    """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
-    if plan.value_rows != plan.config.block_kv and plan.problem.dtype == "float32":
-        raise ValueError(
-            f"Config.block_kv must be a multiple of {plan.v.swizzle // plan.v.itemsize} where "
-            f"v_head_dim is {plan.problem.v_head_dim} and numbers are float32: matmuls take "
-            f"probabilities by whole swizzles. Got {plan.config.block_kv}"
-        )
-    q_slots = _q_slots(plan)
-    return _scratch(plan, q_slots, epilogue.staged_widths(plan, _room(plan, q_slots)))
-
-
-def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem:
-    problem, config = plan.problem, plan.config
-    q_tiles, ring = q_slots * config.warpgroups, (config.stages, config.block_kv)
-    segments, fetched, claimed = None, None, None
-    if "q_segment_ids" in problem.arrays:
-        from pallas_attn.kernels.flash_fwd import documents
-
-        segments = documents.scratch(q_tiles, *ring)
-    if problem.fetches > 1:
-        from pallas_attn.kernels.flash_fwd import fetch
-
-        fetched = fetch.scratch()
-    if plan.apart:
-        from pallas_attn.kernels.flash_fwd import one_tile
-
-        return one_tile.scratch(plan, out_widths)
-    if plan.order.claims:
-        from pallas_attn.kernels.flash_fwd import claims
-
-        claimed = claims.scratch()
-    over_scores = None
-    if plan.score_tiles:
-        from pallas_attn.kernels.attention import score_tiles
-
-        over_scores = score_tiles.scratch(plan.score_tiles, config.stages, plan.tiling.tile_rows)
-    ids, barrier, copies = int(segments is not None), plgpu.Barrier, plan.qk.copies
-    entry = copies + producer.copies_of_values(plan) + ids
-    entry += sum(array.count for array in plan.score_tiles)
-    return Smem(
-        q=plan.qk.scratch(q_tiles, ROWS),
-        k=plan.qk.scratch(*ring),
-        v=plan.v.scratch(config.stages, plan.value_rows),
-        out=epilogue.scratch(plan, out_widths),
-        segments=segments,
-        q_ready=barrier(num_barriers=q_tiles, num_arrivals=copies + 2 * ids),
-        ready=barrier(num_barriers=config.stages, num_arrivals=entry),
-        free=barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
-        fetched=fetched,
-        claims=claimed,
-        over_scores=over_scores,
-    )
-
-
-def _room(plan: QueryPlan, q_slots: int) -> int:
-    """Bytes of shared memory that are left for the output."""
-    others = mosaic.bytes_of(_scratch(plan, q_slots, ()))
-    return SMEM_LIMIT - BARRIERS - mosaic.REDUCTION_BYTES - others
-
-
-def _q_slots(plan: QueryPlan) -> int:
-    """The slots of q: as many as were asked for, where there is room."""
-    whole = plan.config.warpgroups * ROWS * plan.v.width * jnp.dtype(plan.problem.dtype).itemsize
-    return plan.config.q_slots if _room(plan, 2) >= whole // 2 else 1
+# ---- limits --------------------------------------------------------------------------------------
 
 
 def shares_keys(problem: AttentionProblem) -> bool:
@@ -344,7 +258,7 @@ def fetches(problem: AttentionProblem) -> bool:
 
 
 def smem_bytes(problem: AttentionProblem, config: KernelConfig) -> int:
-    return mosaic.bytes_of(scratch(plan_of(problem, config))) + BARRIERS + mosaic.REDUCTION_BYTES
+    return shared_memory.bytes_of(plan_of(problem, config))
 
 
 # ---- consumers: a warpgroup each, 64 query rows of every work tile -------------------------------
@@ -392,7 +306,7 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
             plgpu.commit_smem()  # by now all warps have read it, and TMA will write there
             load_next_q()
         record = ranges.read_for_rows(ctx, turn.following, wg)  # under the epilogue
-        epilogue.store(ctx, rows, result)
+        store_result(ctx, rows, result)
         return slot, record
 
     start = work_tiles.start(ctx, block)
@@ -598,6 +512,57 @@ def logits_of(  # noqa: PLR0913
     return logits.masked_logits(ctx, rows, t, slot, s, masked, whole), softmax
 
 
+# ---- epilogue -----------------------------------------------------------------------------------
+
+
+def store_result(ctx: KernelContext, rows: QueryRows, result: Result) -> None:
+    """Divides by the row sums, and stores the output and the log-sum-exp."""
+    plan, refs, smem = ctx
+    acc, tile = result.acc, rows.tile
+    sink = None if refs.sinks is None else refs.sinks[tile.head]
+    factor, lse = softmax.finish(result.row_max, result.row_sum, sink)
+    if refs.units is not None:  # float32
+        head = lax.div(tile.head, jnp.int32(plan.problem.group))
+        factor = factor * refs.units[1, tile.batch, head]
+    acc = jax.tree.map(lambda x: x * mosaic.broadcast_rows(factor, x.shape), acc)
+    if tile.q_len is not None:
+        inside = mosaic.positions((ROWS,), 0, rows.row) < tile.q_len
+        lse = jnp.where(inside, lse, -jnp.inf)
+        acc = jax.tree.map(lambda x: jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 0.0), acc)
+    if plan.tiling.padded_rows == plan.problem.q_len:
+        mosaic.store(refs.lse.at[tile.batch, tile.head, pl.ds(rows.row, ROWS)], lse)
+    else:
+        from pallas_attn.kernels.mma import row_numbers
+
+        row_numbers.store(lse, refs.lse, tile.batch, tile.head, rows.row)
+    for column, parts, staged in _parts_of_output(plan, acc, smem.out):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for part, to in zip(parts, panels.tiles(staged, rows.wg), strict=True):
+            to[...] = part.astype(to.dtype)
+        plgpu.commit_smem()
+        where = tile.batch, pl.ds(rows.row, ROWS), tile.head
+        panels.store(staged, rows.wg, refs.out, where, column)
+
+
+def _parts_of_output(
+    plan: QueryPlan, acc: RegisterTiles, out: panels.Panels
+) -> list[tuple[int, tuple[RegisterTile, ...], panels.Panels]]:
+    """(first column, register tiles, their buffers) of what is stored at a time: columns of the
+    accumulator, or panels of it, as many as shared memory holds.
+    """
+    if not plan.v.panels:
+        width = out.shape[-1]
+        starts = range(0, plan.v.width, width)
+        return [(n, (lax.slice(acc, (0, n), (ROWS, n + width)),), out) for n in starts]
+    wide, rest = shared_memory.wide_and_rest(plan.v.panels)
+    held, parts = len(out) - len(rest), []
+    for first in range(0, len(wide), held):
+        last = first + held >= len(wide)
+        staged = out[: min(held, len(wide) - first)] + (out[held:] if last else ())
+        parts.append((first * wide[0], acc[first : first + len(staged)], staged))
+    return parts
+
+
 # ---- the kernel and its call --------------------------------------------------------------------
 
 
@@ -632,8 +597,8 @@ def run(
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=(*_results(plan), *fetched),
-        scratch_types=(scratch(plan),),
-        grid=(plan.order.blocks,),
+        scratch_types=(shared_memory.scratch(plan),),
+        grid=(plan.order.grid // plan.order.lists,),
         grid_names=("block",),
         num_threads=config.warpgroups + (0 if plan.apart else 1),
         thread_name="wg",

@@ -2,14 +2,18 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
+
+from jax.experimental.pallas import cdiv
 
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention.tiles import ROWS, heads_in
 from pallas_attn.kernels.attention.tma_operands import round_up
 from pallas_attn.kernels.flash_fwd.sm90 import SMEM_LIMIT, Config, plan_of, smem_bytes
-from pallas_attn.kernels.flash_fwd.tile_scheduler import L2_BYTES
+from pallas_attn.kernels.flash_fwd.tile_scheduler import BLOCKS, L2_BYTES
 
 LONG = 16384  # rows from which blocks claim work tiles; few are then of two packed documents
+SHORT = 2048  # rows below which idle rows of work tiles decide how many consumers there are
 HELD_BY_L2 = 48 * 2**20  # bytes of K and V of a kv head up to which L2 holds them
 
 
@@ -45,6 +49,9 @@ def _of_16_bits(problem: AttentionProblem) -> Config:
         return Config(2, block_kv=128, stages=2 if dim > 64 else 4, l2_heads=l2_heads)
     segments, claimed = "q_segment_ids" in problem.arrays, _gains_by_claims(problem)
     made = functools.partial(Config, l2_heads=l2_heads, claims=claimed)
+    short = problem.q_len < SHORT or problem.kv_len <= 128
+    if short and dim <= 128 and not segments:
+        return _of_few_rows(problem, dim, made)
     if dim <= 64 and _fits(problem, 4) and not _takes_wide_tiles(problem):
         return made(4, block_kv=64, stages=6)
     if dim <= 64:
@@ -58,6 +65,56 @@ def _of_16_bits(problem: AttentionProblem) -> Config:
     config = made(2, block_kv=64, stages=2)
     fits = smem_bytes(problem, config) <= SMEM_LIMIT
     return config if fits else dataclasses.replace(config, q_slots=1)
+
+
+# The time of a work tile's rows, by consumers, up to some head dim.
+_ROW_COSTS = {
+    64: {4: 1.0, 3: 1.05, 2: 1.3, 1: 2.0},
+    80: {4: 1.15, 3: 1.0, 2: 1.4, 1: 2.0},
+    128: {3: 1.0, 2: 1.3, 1: 2.0},
+}
+
+
+def _of_few_rows(problem: AttentionProblem, dim: int, made: Callable[..., Config]) -> Config:
+    """The Config that leaves few rows and keys of its tiles idle. Measured from 33 to 2047 rows."""
+    if _gains_by_consumers_apart(problem, dim):
+        return made(4, block_kv=64 if problem.kv_len <= 64 else 128, stages=2, apart=True)
+    keys, bias = problem.kv_len, "bias" in problem.arrays
+    costs = dict(next(costs for widest, costs in _ROW_COSTS.items() if dim <= widest))
+    if dim > 64 and (bias or keys <= 128):  # registers
+        costs = {n: costs[n] for n in (2, 1)}
+    if bias and dim > 64 and problem.q_len > 64:
+        costs = {2: 1.0}
+
+    def time_of(consumers: int) -> float:
+        tiles = problem.batch * problem.q_heads * cdiv(problem.q_len, ROWS * consumers)
+        return costs[consumers] * consumers * cdiv(tiles, BLOCKS)
+
+    consumers = min(costs, key=time_of)
+    if 64 < keys <= 128:
+        # All in one tile. Of two, the loop over all but the first has one step, which ptxas takes
+        # for no loop, and spills.
+        fits = not {"bias", "mask_array"} & set(problem.arrays) and problem.mask_program is None
+        return made(consumers, round_up(keys, 8) if fits else 128, stages=4 if dim <= 64 else 2)
+    if consumers == 1 and keys <= 64:
+        return made(1, block_kv=64, stages=6 if dim <= 80 else 4)
+    if consumers < 3:
+        wide = keys >= 512 or dim <= 64 or bias or consumers == 1
+        return made(consumers, 128 if wide else 64, stages=4 if dim <= 64 or not wide else 2)
+    if consumers == 3:
+        if dim <= 64 and (keys >= 768 or bias):
+            return made(3, block_kv=128, stages=4)
+        return made(3, block_kv=64, stages=4 if dim <= 96 else 3)
+    return made(4, block_kv=64, stages=6 if dim <= 64 else 4)
+
+
+def _gains_by_consumers_apart(problem: AttentionProblem, dim: int) -> bool:
+    """Whether heads are so small that each consumer takes one: see `one_tile`."""
+    from pallas_attn.kernels.flash_fwd import one_tile
+
+    most = 128 if dim <= 32 else 64 if dim <= 64 else 0
+    tiles = problem.batch * problem.q_heads * cdiv(problem.q_len, ROWS)
+    return problem.q_len <= 128 and tiles > BLOCKS and one_tile.takes(problem, most)
 
 
 # Heads of an L2 group, by mask and widest head dim, from a query length on; 0: `heads_of_l2_group`.

@@ -71,10 +71,6 @@ class Distribution:
     first_ranked_head: int = 0  # the head of documents from which on work tiles go by rank
     lists: int = 1  # lists of a block
 
-    @property
-    def blocks(self) -> int:
-        return self.grid // self.lists
-
     @classmethod
     def of(
         cls,
@@ -161,6 +157,12 @@ class QueryPlan:
         swizzle of probabilities, by which wgmma takes them.
         """
         return tma_operands.round_up(self.tiling.block_kv, self.v.swizzle // self.v.itemsize)
+
+    @functools.cached_property
+    def copies(self) -> tuple[int, int]:
+        """Copies by TMA that make a kv tile of k, and one of v."""
+        whole = self.value_rows == self.tiling.block_kv
+        return len(self.qk.panels) or 1, (len(self.v.panels) or 1) * (1 if whole else 2)
 
     @functools.cached_property
     def is_padded(self) -> bool:

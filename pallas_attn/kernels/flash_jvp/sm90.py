@@ -36,9 +36,16 @@ from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import score_mod, softmax, tma_operands
+from pallas_attn.kernels.attention import logits, score_mod, softmax, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile, load_tile
-from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile, kv_batch
+from pallas_attn.kernels.attention.tiles import (
+    ROWS,
+    KernelContext,
+    QueryRows,
+    Span,
+    WorkTile,
+    kv_batch,
+)
 from pallas_attn.kernels.flash_bwd.producer import Ring, load_rows, store_rows
 from pallas_attn.kernels.flash_bwd.sm90_dq import kv_tile_of, span_of
 from pallas_attn.kernels.flash_fwd import tile_scheduler
@@ -131,18 +138,21 @@ class Smem(NamedTuple):
 
 def scratch(plan: QueryPlan) -> Smem:
     """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
-    config, problem, barrier = plan.config, plan.problem, plgpu.Barrier
+    products = sum(operands.score_products(plan.problem), ())
+    return buffers(plan, {"q", "k", "out", *operands.values(plan.problem), *products})
+
+
+def buffers(plan: QueryPlan, names: set[str]) -> Smem:
+    """Shared memory for these arrays."""
+    config, barrier = plan.config, plgpu.Barrier
     consumers, stages = config.warpgroups, config.stages
-    names = {"k", *operands.values(problem), *sum(operands.score_products(problem), ())}
 
     def rows(name: str, count: int, size: int, form: Any) -> SmemRef:
         if name not in names:
             return None
         return mosaic.swizzled((count, size, form.columns), form.dtype, form.swizzle)
 
-    keys, of_v = [x for x in ("k", "k_dot") if x in names], operands.values(problem)
-    names |= {"q", "out"}
-    queries = [x for x in ("q", "q_dot") if x in names]
+    queries, keys, values = (names & {x, f"{x}_dot"} for x in "qkv")
     return Smem(
         q=rows("q", consumers, ROWS, plan.qk),
         q_dot=rows("q_dot", consumers, ROWS, plan.qk),
@@ -154,7 +164,7 @@ def scratch(plan: QueryPlan) -> Smem:
         q_ready=barrier(num_barriers=consumers, num_arrivals=len(queries)),
         out_ready=barrier(num_barriers=consumers),
         k_ready=barrier(num_barriers=stages, num_arrivals=len(keys)),
-        v_ready=barrier(num_barriers=stages, num_arrivals=len(of_v)),
+        v_ready=barrier(num_barriers=stages, num_arrivals=len(values)),
         k_free=barrier(num_barriers=stages, num_arrivals=consumers),
         v_free=barrier(num_barriers=stages, num_arrivals=consumers),
     )
@@ -167,7 +177,7 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 # ---- loads --------------------------------------------------------------------------------------
 
 
-def _produce(ctx: KernelContext, block_id: Index) -> None:
+def produce(ctx: KernelContext, block_id: Index) -> None:
     """The producer warpgroup: the kv tiles of every work tile, in the order in which they are
     used.
     """
@@ -213,7 +223,7 @@ def _load_kv_tile(  # noqa: PLR0913
         pl.when(jnp.logical_not(cut))(whole)
 
 
-def _load_queries(ctx: KernelContext, tile: WorkTile, wg: Index) -> None:
+def load_queries(ctx: KernelContext, tile: WorkTile, wg: Index) -> None:
     """q and its tangent of a consumer warpgroup's rows."""
     _, refs, smem = ctx
     at = (tile.batch, tile.head, tile.row + wg * ROWS)
@@ -222,7 +232,7 @@ def _load_queries(ctx: KernelContext, tile: WorkTile, wg: Index) -> None:
             load_rows(ref, at, to.at[wg], smem.q_ready.at[wg])
 
 
-def _load_out(ctx: KernelContext, tile: WorkTile, wg: Index) -> None:
+def load_out(ctx: KernelContext, tile: WorkTile, wg: Index) -> None:
     if operands.moves_scores(ctx.plan.problem):
         at, to = (tile.batch, tile.head, tile.row + wg * ROWS), ctx.smem.out.at[wg]
         load_rows(ctx.refs.out, at, to, ctx.smem.out_ready.at[wg])
@@ -251,11 +261,11 @@ class Weights(NamedTuple):
     row_sum: RegisterTile  # [ROWS, PARTIALS]: of P o S', of all tiles so far
 
 
-def _issue_scores(ctx: KernelContext, rows: TangentRows, slot: Index, acc: RegisterTile) -> None:
+def issue_scores(ctx: KernelContext, rows: TangentRows, slot: Index, acc: RegisterTile) -> None:
     plgpu.wgmma(acc, _of_rows(ctx, rows, "q", slot), _keys(ctx, "k", slot))
 
 
-def _issue_tangent(ctx: KernelContext, rows: TangentRows, slot: Index, acc: RegisterTile) -> None:
+def issue_tangent(ctx: KernelContext, rows: TangentRows, slot: Index, acc: RegisterTile) -> None:
     for left, right in operands.score_products(ctx.plan.problem):
         plgpu.wgmma(acc, _of_rows(ctx, rows, left, slot), _keys(ctx, right, slot))
 
@@ -288,34 +298,68 @@ def _weights(  # noqa: PLR0913
     """The weights of kv tile t, whose S, and then `behind` other matmuls with S' last, have been
     issued; all matmuls are done then.
     """
-    plan, tile, problem = ctx.plan, rows.tile, ctx.plan.problem
+    problem = ctx.plan.problem
     s = plgpu.wgmma_accumulator_load(accs[0], wait_n=behind)
-    key = kv_tile_of(ctx, tile, t) * plan.config.block_kv
-    where = (tile.batch, tile.head, rows.row, key, tile.q_offset, tile.kv_len, tile.mask)
-    logit_tile = LogitTile(*where, q_axis=0)
-    p, slope = score_mod.probabilities(ctx, logit_tile, s, rows.lse, rows.needs_mask(t))
+    s, slope = masked_logits(ctx, rows, t, s)
+    p = score_mod.exponentials(ctx.plan, s, mosaic.broadcast_rows(rows.lse, s.shape))
     left: list[RegisterTile] = [p] if "v" in problem.tangents else []
-    s_dot: Any = None
-    if len(accs) > 1:
-        s_dot = plgpu.wgmma_accumulator_load(accs[1], wait_n=0) * problem.scale
-        s_dot = s_dot if slope is None else s_dot * slope
-    else:
-        plgpu.wgmma_wait(0)
-    if "bias" in problem.tangents:
-        bias_dot = load_tile(ctx.refs.bias_dot, logit_tile, s.shape).astype(jnp.float32)
-        s_dot = bias_dot if s_dot is None else s_dot + bias_dot
-        s_dot = jnp.where(p > 0, s_dot, 0.0)  # past a length it may hold anything
-    if s_dot is not None:
-        moved = p * s_dot
+    moved = moved_by(ctx, rows, t, accs[1:], (p, slope))
+    if moved is not None:
         row_sum = row_sum + softmax.partials(moved, operator.add)
         left.append(moved)
     return Weights(tuple([x.astype(problem.dtype) for x in left]), row_sum)
 
 
+def moved_by(
+    ctx: KernelContext,
+    rows: TangentRows,
+    t: Index,
+    accs: tuple[RegisterTile, ...],
+    of_scores: tuple[RegisterTile, RegisterTile | None],
+) -> RegisterTile | None:
+    """P o S' of kv tile t, if there is an S', whose products have been issued; waits for all
+    matmuls. `of_scores`: P, and the derivative of `masked_logits`.
+    """
+    problem, s_dot, (p, slope) = ctx.plan.problem, None, of_scores  # type: Any, Any, Any
+    if accs:
+        s_dot = plgpu.wgmma_accumulator_load(accs[0], wait_n=0) * problem.scale
+        s_dot = s_dot if slope is None else s_dot * slope
+    else:
+        plgpu.wgmma_wait(0)
+    if "bias" in problem.tangents:
+        bias_dot = load_tile(ctx.refs.bias_dot, _logit_tile(ctx, rows, t), p.shape)
+        bias_dot = bias_dot.astype(jnp.float32)
+        s_dot = bias_dot if s_dot is None else s_dot + bias_dot
+        s_dot = jnp.where(p > 0, s_dot, 0.0)  # past a length it may hold anything
+    return None if s_dot is None else p * s_dot
+
+
+def _logit_tile(ctx: KernelContext, rows: TangentRows, t: Index) -> LogitTile:
+    tile, key = rows.tile, kv_tile_of(ctx, rows.tile, t) * ctx.plan.config.block_kv
+    where = (tile.batch, tile.head, rows.row, key, tile.q_offset, tile.kv_len, tile.mask)
+    return LogitTile(*where, q_axis=0)
+
+
+def masked_logits(
+    ctx: KernelContext, rows: TangentRows, t: Index, s: RegisterTile
+) -> tuple[RegisterTile, RegisterTile | None]:
+    """Scores of kv tile t -> logits, and their derivative by the scaled score, or None: 1."""
+    plan, slope, logit_tile = ctx.plan, None, _logit_tile(ctx, rows, t)
+    if plan.logit_rules.unit is None:
+        s, slope = logits.scaled(ctx, logit_tile, s)
+    mask = functools.partial(score_mod.apply_mask, ctx, logit_tile)
+    if not (plan.is_listed or plan.has("q_segment_ids")):
+        own = QueryRows(rows.tile, rows.row, rows.wg, rows.span)
+        mask = functools.partial(logits.mask_rows, ctx, own, t, None)
+    if {"first_masked", "high", "low"} & plan.sections:
+        s = lax.cond(rows.needs_mask(t), mask, lambda s: s, s)
+    return s, slope
+
+
 # ---- the mainloop -------------------------------------------------------------------------------
 
 
-def _scores(ctx: KernelContext) -> list[Any]:
+def score_accumulators(ctx: KernelContext) -> list[Any]:
     """The accumulators of S and of its tangent."""
     count = 2 if operands.score_products(ctx.plan.problem) else 1
     return [plgpu.ACC((ROWS, ctx.plan.config.block_kv), jnp.float32) for _ in range(count)]
@@ -334,9 +378,9 @@ def _mainloop(
     def first(*accs: RegisterTile) -> Weights:
         slot = k_ring.slot(count)
         k_ring.wait(slot)
-        _issue_scores(ctx, rows, slot, accs[0])
+        issue_scores(ctx, rows, slot, accs[0])
         if products:
-            _issue_tangent(ctx, rows, slot, accs[1])
+            issue_tangent(ctx, rows, slot, accs[1])
         nothing = mosaic.filled((ROWS, softmax.PARTIALS), 0.0)
         weights = _weights(ctx, rows, rows.span.lo, accs, products, nothing)
         k_ring.release(slot)
@@ -348,19 +392,19 @@ def _mainloop(
         def body(*accs: RegisterTile) -> Weights:
             slot, last = k_ring.slot(count), v_ring.slot(count - 1)
             k_ring.wait(slot)
-            _issue_scores(ctx, rows, slot, accs[0])
+            issue_scores(ctx, rows, slot, accs[0])
             v_ring.wait(last)
             _issue_values(ctx, last, acc, weights.left)
             if products:
-                _issue_tangent(ctx, rows, slot, accs[1])
+                issue_tangent(ctx, rows, slot, accs[1])
             new = _weights(ctx, rows, t, accs, values + products, weights.row_sum)
             k_ring.release(slot)
             v_ring.release(last)
             return new
 
-        return count + 1, pl.run_scoped(body, *_scores(ctx))
+        return count + 1, pl.run_scoped(body, *score_accumulators(ctx))
 
-    start = count + 1, pl.run_scoped(first, *_scores(ctx))
+    start = count + 1, pl.run_scoped(first, *score_accumulators(ctx))
     end, weights = lax.fori_loop(rows.span.lo + 1, rows.span.hi, step, start)
     last = v_ring.slot(end - 1)
     v_ring.wait(last)
@@ -378,8 +422,8 @@ def _consume(ctx: KernelContext, results: tuple[GmemRef, GmemRef], block: Index,
     plan, refs, smem = ctx
     count, first = refs.schedule[block, 0], refs.schedule[block, 1]
     first_tile = tile_scheduler.work_tile(ctx, first)
-    _load_queries(ctx, first_tile, wg)
-    _load_out(ctx, first_tile, wg)
+    load_queries(ctx, first_tile, wg)
+    load_out(ctx, first_tile, wg)
 
     def one_tile(n: Index, carry: tuple[Index, Index]) -> tuple[Index, Index]:
         kv_count, code = carry
@@ -402,14 +446,14 @@ def _consume(ctx: KernelContext, results: tuple[GmemRef, GmemRef], block: Index,
         @pl.when(n + 1 < count)
         def _() -> None:
             plgpu.commit_smem()  # by now all warps have read it, and TMA will write there
-            _load_queries(ctx, next_tile, wg)
+            load_queries(ctx, next_tile, wg)
 
         _epilogue(ctx, results, rows, acc, row_sum)
 
         @pl.when(n + 1 < count)
         def _() -> None:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            _load_out(ctx, next_tile, wg)
+            load_out(ctx, next_tile, wg)
 
         return kv_count, following
 
@@ -457,24 +501,17 @@ def _kernel(
 ) -> None:
     ctx, consumers = KernelContext(plan, refs, smem), plan.config.warpgroups
     block, wg = lax.axis_index("block"), lax.axis_index("wg")
-    produce = functools.partial(_produce, ctx, block)
+    produce = functools.partial(produce, ctx, block)
     consume = functools.partial(_consume, ctx, (out_dot, lse_dot), block, wg)
     mosaic.share_registers(wg, consumers, produce, consume, REGISTERS[consumers])
 
 
 def run(residuals: Any, problem: AttentionProblem, config: Config) -> tuple[jax.Array, jax.Array]:
     """The tangents of out [B, T, N, Hv], in q's dtype, and of lse, float32 [B, N, T]."""
-    plan, residuals = plan_of(problem, config), Residuals(*residuals)
-    rows = tma_operands.rows_in_tma(problem.q_len)
-    width = tma_operands.width_in_tma(problem.v_head_dim)
-    out = (problem.batch, rows, problem.q_heads, width)
-    lse = (problem.batch, problem.q_heads, plan.tiling.padded_rows)
+    plan = plan_of(problem, config)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
-        out_type=(
-            jax.ShapeDtypeStruct(out, problem.dtype),
-            jax.ShapeDtypeStruct(lse, jnp.float32),
-        ),
+        out_type=results(plan),
         scratch_types=(scratch(plan),),
         grid=(plan.order.grid,),
         grid_names=("block",),
@@ -483,14 +520,26 @@ def run(residuals: Any, problem: AttentionProblem, config: Config) -> tuple[jax.
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="flash_jvp_sm90",
     )
-    out_dot, lse_dot = kernel(_operands(plan, residuals))
+    out_dot, lse_dot = kernel(operands_of(plan, Residuals(*residuals)))
     return out_dot[:, : problem.q_len, :, : problem.v_head_dim], lse_dot[:, :, : problem.q_len]
 
 
-def _operands(plan: QueryPlan, residuals: Residuals) -> TangentRefs:
-    """Global memory that the kernel reads; XLA copies what the forward's has it copy."""
+def results(plan: QueryPlan) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """out, in sizes that TMA writes whole, and lse, or their tangents."""
+    problem = plan.problem
+    rows = tma_operands.rows_in_tma(problem.q_len)
+    width = tma_operands.width_in_tma(problem.v_head_dim)
+    out = (problem.batch, rows, problem.q_heads, width)
+    lse = (problem.batch, problem.q_heads, plan.tiling.padded_rows)
+    return jax.ShapeDtypeStruct(out, problem.dtype), jax.ShapeDtypeStruct(lse, jnp.float32)
+
+
+def operands_of(plan: QueryPlan, residuals: Residuals) -> TangentRefs:
+    """Global memory that a kernel reads; XLA copies what the forward's has it copy."""
     inputs, fields = residuals.inputs, operands.of_call(plan, residuals)
-    arrays = {name: getattr(inputs, name) for name in "qkv"} | {"out": residuals.out}
+    arrays = {name: getattr(inputs, name) for name in "qkv"}
+    if residuals.out is not None:
+        arrays["out"] = residuals.out
     arrays |= {f"{name}_dot": x for name, x in residuals.tangents.items() if name != "bias"}
     fields |= {name: tma_operands.for_tma(x) for name, x in arrays.items()}
     if plan.has("kv_lengths"):

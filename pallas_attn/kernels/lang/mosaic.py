@@ -212,6 +212,19 @@ def results_are_used(used: jax.Array, matmuls: int = 1 << 30) -> None:
     plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT,))(known)(used)
 
 
+def overwrites_what_is_masked(stores: int) -> None:
+    """Tells the interpreter that this warpgroup's next `stores` to shared memory change nothing
+    that counts in a matmul under way in another warp. It emits no code.
+    """
+
+    def code(_):
+        pass
+
+    known: Any = code
+    known.stores = stores
+    plgpu.inline_mgpu(arg_types=())(known)()
+
+
 def any_in_warp(numbers: jax.Array, bound: float, layout: Layout | None = None) -> jax.Array:
     """int32: 1 where one of this warp's part of a tile, or of one number a row, lies above `bound`,
     else 0.

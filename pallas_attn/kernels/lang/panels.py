@@ -57,7 +57,7 @@ def scratch(shape: tuple[int, ...], dtype: DType, width: int) -> Panel:
 def tiles(panels: Panels, *at: Any) -> tuple[SmemRef, ...]:
     """The views of matmuls, of all panels at an index."""
     views = [x.tile for x in panels] if isinstance(panels, tuple) else [panels]
-    return tuple(view.at[at] for view in views)
+    return tuple([view.at[at] for view in views])
 
 
 def copies(panels: Panels) -> int:
@@ -116,9 +116,8 @@ def _by_columns(
 ) -> list[tuple[SmemRef, Any]]:
     """The views for TMA, and the columns of an array in global memory that each holds."""
     views = [x.for_tma for x in panels] if isinstance(panels, tuple) else [panels]
-    starts = [first + sum(view.shape[-1] for view in views[:n]) for n in range(len(views))]
-    columns = (
-        mosaic.columns(array, start, view.shape[-1], traced)
-        for start, view in zip(starts, views, strict=True)
-    )
-    return list(zip(views, columns, strict=True))
+    columns = []
+    for view in views:
+        columns.append((view, mosaic.columns(array, first, view.shape[-1], traced)))
+        first += view.shape[-1]
+    return columns

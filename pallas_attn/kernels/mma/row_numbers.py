@@ -34,7 +34,7 @@ def store(values: RegisterTile, to: GmemRef, batch: Index, head: Index, row: Ind
         to[int(batch), int(head), int(row) : int(row) + len(some)] = some
 
     types = mosaic.ROW, REF, SCALAR, SCALAR, SCALAR
-    args = values, to, *(jnp.int32(0) + x for x in (batch, head, row))
+    args = values, to, *[jnp.int32(0) + x for x in (batch, head, row)]
     mosaic.inline(code, twin, args, types, None)
 
 

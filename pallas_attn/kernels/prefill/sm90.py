@@ -52,6 +52,7 @@ from pallas_attn.kernels.prefill import (
     kernel,
     packed,
     queries,
+    separate_caches,
     shared_parts,
     tma_producer,
 )
@@ -281,10 +282,24 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> Results
     """
     if problem.merged is not None:
         return shared_parts.run(plan_of(problem, config), inputs)
-    into = None
+    into, whole = None, problem
     if problem.packed:
         into, problem = packed.decode_few(inputs, problem)
-    return launch_over_cache(plan_of(problem, config), inputs, into)
+    some = separate_caches.groups(problem)
+    if len(some) == 1:
+        return launch_over_cache(plan_of(problem, config), inputs, into)
+    default = config == Config.default(whole)
+    parts = []
+    for group in some:
+        part = separate_caches.problem_of(problem, group)
+        plan = plan_of(part, Config.default(part) if default else config)
+        result = launch_over_cache(plan, separate_caches.inputs_of(problem, inputs, group), into)
+        into = result if problem.packed else None
+        parts.append(result)
+    if into is not None:
+        return into
+    out, lse = (jnp.concatenate(each) for each in zip(*parts, strict=True))
+    return out, lse
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))

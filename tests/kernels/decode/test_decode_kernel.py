@@ -559,7 +559,7 @@ def draw(seed: int) -> Case:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("number", range(80))
+@pytest.mark.parametrize("number", range(56))
 def test_drawn_on_the_gpu(number, seed):
     """By what serves the problem, or a few blocks that each have many heads. Other seeds, and the
     fuzzer, draw others.

@@ -214,8 +214,13 @@ def test_on_the_gpu(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("gpu", ["sm80", "sm89", "sm90"])  # the GPU whose shared memory is assumed
-@pytest.mark.parametrize("case", [*CASES, *OF_WARPS, *LARGE])
+@pytest.mark.parametrize(  # the GPU whose shared memory is assumed, in turns
+    "case, gpu",
+    [
+        (case, ("sm80", "sm89", "sm90")[number % 3])
+        for number, case in enumerate([*CASES, *OF_WARPS, *LARGE])
+    ],
+)
 def test_portable_on_the_gpu(case, gpu):
     case, *_ = ({**CASES, **OF_WARPS}[case]) if case not in LARGE else (LARGE[case],)
     check(case, PORTABLE.default(dataclasses.replace(case.problem, gpu=gpu)))

@@ -249,13 +249,22 @@ EVERYWHERE = [
 )
 def test_functions_on_the_gpu(generation, number, dtype):
     mask, score, facts = EVERYWHERE[number]
-    check(subject_of(generation, False), mask, score, seed=number, dtype=dtype, **facts)
+    gradients = dtype == "bfloat16" or number % 4 < 2
+    subject = subject_of(generation, False)
+    check(subject, mask, score, seed=number, gradients=gradients, dtype=dtype, **facts)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [32, 128, 256])
-@pytest.mark.parametrize("mask, score", [("documents", "linear"), ("blocks", None)])
-@pytest.mark.parametrize("generation", ["sm90", "sm80"])
+@pytest.mark.parametrize(
+    "generation, mask, score, head_dim",
+    [
+        (generation, mask, score, head_dim)
+        for i, head_dim in enumerate((32, 128, 256))
+        for j, (mask, score) in enumerate((("documents", "linear"), ("blocks", None)))
+        for k, generation in enumerate(("sm90", "sm80"))
+        if (i + j + k) % 2 == 0
+    ],
+)
 def test_head_dims_on_the_gpu(generation, mask, score, head_dim):
     facts = {"q_len": 523, "kv_len": 541, "q_heads": 4, "kv_heads": 2, "dtype": "float16"}
     dims = {"head_dim": head_dim, "v_head_dim": head_dim}

@@ -9,9 +9,9 @@ import pytest
 from pallas_attn.kernels.flash_fwd.sm90 import SMEM_LIMIT
 from pallas_attn.kernels.prefill import narrow_sm90 as kernel
 from pallas_attn.kernels.prefill import selection, sm90, widening_producer
-from tests.caches.test_quantized import KINDS, LARGEST
 from tests.kernels.prefill.test_prefill_widened import (
     MANY,
+    ON_A_GPU,
     PROBLEM,
     chosen,
     interpreted,
@@ -67,7 +67,6 @@ def test_interpreted(rng, many):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", LARGEST)
+@pytest.mark.parametrize("dtype, kind", ON_A_GPU)
 def test_on_a_gpu(rng, kind, dtype):
     on_a_gpu(rng, kind, dtype)

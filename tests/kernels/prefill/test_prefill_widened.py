@@ -233,22 +233,27 @@ def test_interpreted(rng, monkeypatch, many):
     interpreted(rng, kernel, kernel.Config(sm90.Config(2, block_kv=64, grid=3)), many)
 
 
+# Each kind with two dtypes, each dtype with two kinds; in a window and packed in turns.
+IN_A_WINDOW, PACKED = (
+    [(dtype, KINDS[(number + turn) % 3]) for number, dtype in enumerate(LARGEST)] for turn in (0, 1)
+)
+ON_A_GPU = [*IN_A_WINDOW, *PACKED]
+
+
 def on_a_gpu(rng, kind, dtype):
-    """A cache without and with an overflow: plain, and in turns in a window and packed."""
+    """A cache without and with an overflow, by one program: plain, and in a window or packed."""
     both = [drawn(rng, kind, dtype, 2, rows) for rows in ((0, 37, 70), (17, 72, 300))]
     filled, layer = [some[:2] for some in both], both[0][2]
     agree(filled, **layer)
-    turn = (KINDS.index(kind) + list(LARGEST).index(dtype)) % 3
-    if turn == 0:
+    if (dtype, kind) in IN_A_WINDOW:
         agree(filled, **layer, mask=pa.sliding_window(20), softcap=5.0)
-    if turn == 1:
+    else:
         starts = jnp.asarray([0, 0, 30, 72], jnp.int32)
         agree([(q.reshape(72, 16, 64), cache) for q, cache in filled], **layer, starts=starts)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", LARGEST)
+@pytest.mark.parametrize("dtype, kind", ON_A_GPU)
 def test_on_a_gpu(rng, monkeypatch, kind, dtype):
     never_too_few(monkeypatch)
     on_a_gpu(rng, kind, dtype)

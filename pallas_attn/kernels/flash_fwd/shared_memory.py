@@ -1,0 +1,142 @@
+"""Shared memory of the Hopper forward. The head of sm90.py says who owns which buffer when."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+
+from pallas_attn._call import gpu_specs
+from pallas_attn.kernels.attention import tma_operands
+from pallas_attn.kernels.attention.tiles import ROWS
+from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
+from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.types import Barrier, SmemRef
+
+SMEM_LIMIT = gpu_specs.shared_memory(gpu_specs.HOPPER)
+BARRIERS = 1024  # bytes kept for them and for alignment
+
+
+class Smem(NamedTuple):
+    """Shared memory; the head of sm90.py says who owns it when."""
+
+    q: SmemRef  # [q tiles, ROWS, ..]
+    k: SmemRef  # [stages, block_kv, ..]
+    v: SmemRef  # [stages, block_kv, ..]
+    out: SmemRef  # [warpgroups, ROWS, ..]
+    segments: Any  # `documents.Smem`, where there are segment ids
+    q_ready: Barrier  # one a q tile
+    ready: Barrier  # one an entry of the ring: see `Ring`
+    free: Barrier
+    fetched: Any = None  # barriers of `fetch`, as words
+    claims: Any = None  # `claims.Smem`
+    over_scores: Any = None  # [stages, rows, block_kv] of bias and mask_array: `score_tiles`
+
+
+@functools.lru_cache(maxsize=256)
+def scratch(plan: QueryPlan) -> Smem:
+    """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
+    loaded_apart = plan.problem.dtype == "float32" or plan.problem.fetches > 1
+    if plan.value_rows != plan.config.block_kv and loaded_apart:
+        raise ValueError(
+            f"Config.block_kv must be a multiple of {plan.v.swizzle // plan.v.itemsize} where "
+            f"v_head_dim is {plan.problem.v_head_dim}, for float32 and for keys of other devices: "
+            f"matmuls take probabilities by whole swizzles. Got {plan.config.block_kv}"
+        )
+    q_slots = _q_slots(plan)
+    return _scratch(plan, q_slots, _out_widths(plan, _room(plan, q_slots)))
+
+
+def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem:
+    problem, config = plan.problem, plan.config
+    q_tiles, ring = q_slots * config.warpgroups, (config.stages, config.block_kv)
+    segments, fetched, claimed = None, None, None
+    if "q_segment_ids" in problem.arrays:
+        from pallas_attn.kernels.flash_fwd import documents
+
+        segments = documents.scratch(q_tiles, *ring)
+    if problem.fetches > 1:
+        from pallas_attn.kernels.flash_fwd import fetch
+
+        fetched = fetch.scratch()
+    if plan.apart:
+        from pallas_attn.kernels.flash_fwd import one_tile
+
+        return one_tile.scratch(plan, out_widths)
+    if plan.order.claims:
+        from pallas_attn.kernels.flash_fwd import claims
+
+        claimed = claims.scratch()
+    over_scores = None
+    if plan.score_tiles:
+        from pallas_attn.kernels.attention import score_tiles
+
+        over_scores = score_tiles.scratch(plan.score_tiles, config.stages, plan.tiling.tile_rows)
+    ids, barrier = int(segments is not None), plgpu.Barrier
+    entry = sum(plan.copies) + ids + sum(array.count for array in plan.score_tiles)
+    return Smem(
+        q=plan.qk.scratch(q_tiles, ROWS),
+        k=plan.qk.scratch(*ring),
+        v=plan.v.scratch(config.stages, plan.value_rows),
+        out=out_scratch(plan, out_widths),
+        segments=segments,
+        q_ready=barrier(num_barriers=q_tiles, num_arrivals=plan.copies[0] + 2 * ids),
+        ready=barrier(num_barriers=config.stages, num_arrivals=entry),
+        free=barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
+        fetched=fetched,
+        claims=claimed,
+        over_scores=over_scores,
+    )
+
+
+def _room(plan: QueryPlan, q_slots: int) -> int:
+    """Bytes of shared memory that are left for the output."""
+    others = mosaic.bytes_of(_scratch(plan, q_slots, ()))
+    return SMEM_LIMIT - BARRIERS - mosaic.REDUCTION_BYTES - others
+
+
+def _q_slots(plan: QueryPlan) -> int:
+    """The slots of q: as many as were asked for, where there is room."""
+    whole = plan.config.warpgroups * ROWS * plan.v.width * jnp.dtype(plan.problem.dtype).itemsize
+    return plan.config.q_slots if _room(plan, 2) >= whole // 2 else 1
+
+
+def _out_widths(plan: QueryPlan, room: int) -> tuple[int, ...]:
+    """Columns of the output in shared memory at a time, by buffer: as many as `room` bytes hold."""
+    itemsize = jnp.dtype(plan.problem.dtype).itemsize
+    row = itemsize * plan.config.warpgroups * ROWS
+    if plan.v.panels:
+        whole, rest = wide_and_rest(plan.v.panels)
+        counts = range(len(whole), 1, -1)
+        held = next((n for n in counts if row * sum(whole[:n] + rest) <= room), len(whole[:1]))
+        return whole[:held] + rest
+    swizzle = _out_swizzle(plan) // itemsize
+    widths = [n for n in range(plan.v.width, 0, -swizzle) if plan.v.width % n == 0]
+    return (next((n for n in widths if row * n <= room), swizzle),)
+
+
+def wide_and_rest(widths: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The panels that are as wide as the first one, and one that is not."""
+    wide = widths.count(widths[0])
+    return widths[:wide], widths[wide:]
+
+
+def _out_swizzle(plan: QueryPlan) -> int:
+    if plan.problem.dtype != "float32":
+        return plan.v.swizzle
+    return tma_operands.swizzle_of(plan.v.width * 4)
+
+
+def out_scratch(plan: QueryPlan, widths: tuple[int, ...]) -> Any:
+    """Shared memory for the output, of `_out_widths`; none: not known yet."""
+    shape, dtype = (plan.config.warpgroups, ROWS), plan.problem.dtype
+    if not widths:
+        return None
+    if plan.v.panels:
+        return tuple(panels.scratch(shape, dtype, width) for width in widths)
+    return mosaic.swizzled((*shape, *widths), dtype, _out_swizzle(plan))
+
+
+def bytes_of(plan: QueryPlan) -> int:
+    """All of a block's shared memory."""
+    return mosaic.bytes_of(scratch(plan)) + BARRIERS + mosaic.REDUCTION_BYTES

@@ -1,0 +1,141 @@
+"""Every kernel family on data that hurts: row maxima that rise and fall by more than 2**8 from tile
+to tile, logits on one side of 0, equal logits; lengths on both sides of a tile's edge.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn import CAUSAL, sliding_window
+from pallas_attn._call.problem import DecodeInputs
+from pallas_attn.bench.case import AttentionCase
+from pallas_attn.kernels.decode import sm80 as decode_sm80
+from pallas_attn.kernels.decode import sm90 as decode_sm90
+from pallas_attn.kernels.decode_mla import sm80 as mla_sm80
+from pallas_attn.kernels.decode_mla import sm90 as mla_sm90
+from pallas_attn.kernels.flash_bwd import sm80 as bwd_sm80
+from pallas_attn.kernels.flash_bwd import sm90 as bwd_sm90
+from pallas_attn.kernels.flash_fwd import sm80 as fwd_sm80
+from pallas_attn.kernels.flash_fwd import sm90 as fwd_sm90
+from pallas_attn.kernels.prefill import sm90 as prefill_sm90
+from tests.kernels.decode_mla import test_decode_mla
+from tests.kernels.flash_bwd import test_flash_bwd
+from tests.kernels.flash_fwd import test_flash_fwd
+from tests.support import decode_cases, hard_data, mosaic
+
+pytestmark = [pytest.mark.guards, pytest.mark.usefixtures("programs_in_numpy")]
+
+LENGTHS = (200, 129, 128, 127, 192)  # of keys: kv tiles are of 32, 64 and 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention(AttentionCase):
+    """A call of `flash_attention` with hard data."""
+
+    def arrays(self, seed=0, *, poison=False):
+        arrays = super().arrays(seed, poison=poison)
+        if isinstance(arrays["q"], jax.core.Tracer):  # only shapes are wanted
+            return arrays
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        q, k = hard_data.hardened(*(np.asarray(arrays[x]) for x in "qk"), scale, 1)
+        return arrays | {"q": jnp.asarray(q), "k": jnp.asarray(k)}
+
+
+def attention(**fields):
+    sizes = {"batch": hard_data.NUMBER, "q_len": 70, "kv_len": 200, "q_heads": 2, "kv_heads": 1}
+    sizes |= {"head_dim": 64, "v_head_dim": 64, "mask": CAUSAL, "q_offset": 130}
+    return Attention("hard", **(sizes | {"kv_lengths": LENGTHS, "magnitude": 0.5} | fields))
+
+
+FORWARD = {
+    "sm90": (attention(), fwd_sm90.Config(warpgroups=2, block_kv=64, stages=2, grid=3)),
+    "sm90_wide_tiles": (attention(), fwd_sm90.Config(2, block_kv=128, stages=2, grid=3)),
+    "sm90_float32": (
+        attention(dtype="float32"),
+        fwd_sm90.Config(warpgroups=2, block_kv=64, stages=2, grid=3),
+    ),
+    "sm80": (attention(), fwd_sm80.Config(block_kv=32, stages=3)),
+    "sm80_rows_in_registers": (
+        attention(), fwd_sm80.Config(row_blocks=1, block_kv=64, q_in_registers=True)
+    ),
+    "sm80_columns": (attention(dtype="float32"), fwd_sm80.Config(1, 32, columns=32)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward(name):
+    with mosaic.interpret():
+        test_flash_fwd.check(*FORWARD[name])
+
+
+SMALL = bwd_sm90.Config(grid=3)
+BACKWARD = {
+    "sm90": {"config": SMALL},
+    "sm90_two_kernels": {"config": dataclasses.replace(SMALL, fused=False)},
+    "sm80": {"config": bwd_sm80.Config(warp_rows=2)},
+    "sm80_apart": {"config": bwd_sm80.Config(fused=False, block_q=32, dq_block_kv=32)},
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_backward(name):
+    """Past a length gradients are 0, exactly."""
+    case = attention(q_lengths=(70, 65, 64, 63, 1))
+    with mosaic.interpret():
+        got = test_flash_bwd.check(case, **BACKWARD[name])
+    for x, lengths in ((got.q, case.q_lengths), (got.k, LENGTHS), (got.v, LENGTHS)):
+        for rows, length in zip(np.asarray(x, np.float32), lengths, strict=True):
+            assert not rows[length:].any()
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode(decode_cases.Case):
+    """A decode with hard data."""
+
+    lengths: tuple[int, ...] = LENGTHS
+
+    def inputs(self, seed: int = 0, fill: float | None = None) -> DecodeInputs:
+        return hardened(self, super().inputs(seed, fill))
+
+
+@dataclasses.dataclass(frozen=True)
+class Latent(test_decode_mla.Case):
+    lengths: tuple[int, ...] = LENGTHS
+
+    def inputs(self, seed: int = 0, fill: float | None = None) -> DecodeInputs:
+        return hardened(self, super().inputs(seed, fill))
+
+
+def hardened(case, inputs):
+    q, k = (np.asarray(x) for x in (inputs.q, inputs.k_cache))
+    q, k = hard_data.hardened(q, k, case.head_dim**-0.5, 2)
+    return inputs._replace(q=jnp.asarray(q), k_cache=jnp.asarray(k))
+
+
+def prefill(**fields):
+    return Decode(q_len=40, q_heads=4, kv_heads=1, **fields)
+
+
+OVER_CACHES = {
+    "decode": (Decode(), decode_sm90.Config(stages=3, grid=2)),
+    "decode_in_parts": (Decode(q_len=2), decode_sm90.Config(stages=2, grid=9)),
+    "decode_sm80": (Decode(q_len=3, mask=sliding_window(150)), decode_sm80.Config(grid=3)),
+    "decode_sm80_folded": (Decode(), decode_sm80.Config(stages=2, grid=9)),
+    "latent": (Latent(q_heads=40), mla_sm90.Config(stages=6, grid=3)),
+    "latent_in_parts": (Latent(q_heads=40), mla_sm90.Config(stages=6, grid=9)),
+    "latent_few_rows": (Latent(), mla_sm90.Config(stages=2, grid=3)),
+    "latent_few_rows_in_parts": (Latent(), mla_sm90.Config(stages=2, grid=9)),
+    "latent_sm80": (Latent(q_heads=8), mla_sm80.Config(stages=2, grid=3)),
+    "latent_sm80_in_parts": (Latent(q_len=2), mla_sm80.Config(tile=32, stages=2, grid=9)),
+    "prefill": (prefill(), prefill_sm90.Config(2, block_kv=64, grid=3, in_turn=True)),
+    "prefill_in_parts": (prefill(), prefill_sm90.Config(2, block_kv=64, grid=3, splits=3)),
+}
+
+
+@pytest.mark.parametrize("name", OVER_CACHES)
+def test_over_caches(name):
+    with mosaic.interpret():
+        decode_cases.check(*OVER_CACHES[name])

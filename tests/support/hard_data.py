@@ -1,0 +1,34 @@
+"""Data on which mistakes of a softmax show. Each batch row, or sequence, has its kind of logits."""
+
+import numpy as np
+
+STEP = 12 * np.log(2)  # nats from one 64 keys to the next: more than a row max may lag behind
+ROOT = 8.0  # what q has in the column that adds to logits
+
+# Nats that are added to the logits of n keys. A row max that rises, or falls, by 2**12 from tile to
+# tile; where each key has more than the one before, one key too many shows. Logits far on one side
+# of 0 show a row max that begins there.
+KINDS = {
+    "rising": lambda n: np.arange(n) * (STEP / 64),
+    "falling": lambda n: np.arange(n) * (-STEP / 64),
+    "negative": lambda n: np.full(n, -200.0),
+    "positive": lambda n: np.full(n, 200.0),
+    "equal": lambda n: np.zeros(n),  # and all keys are the same
+}
+NUMBER = len(KINDS)
+
+
+def hardened(q: np.ndarray, k: np.ndarray, scale: float, keys: int) -> tuple[np.ndarray, ...]:
+    """q and k [M, .., H] with logits of these kinds, in turns over M. `keys`: the axis of k along
+    which its rows lie.
+    """
+    q, k = q.copy(), k.copy()
+    q[..., -1] = ROOT
+    for m, kind in zip(range(len(k)), list(KINDS) * len(k), strict=False):
+        rows = np.moveaxis(k[m], keys - 1, 0)  # a view
+        added = KINDS[kind](len(rows)) / (ROOT * scale)
+        rows[..., -1] = added.reshape(-1, *[1] * (rows.ndim - 2)).astype(k.dtype)
+        if kind == "equal":
+            unknown = np.isnan(rows.astype(np.float32))
+            rows[:] = np.where(unknown, rows, rows[:1])
+    return q, k
