@@ -606,6 +606,10 @@ def run(
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_fwd_sm90",
     )
+    if plan.skips_keys and not plan.apart:
+        from pallas_attn.kernels.flash_fwd import padded
+
+        refs = padded.with_spans(plan, refs)
     out, lse, *_ = kernel(refs)
     return out[:, : problem.q_len, :, : problem.v_head_dim], lse
 

@@ -23,18 +23,22 @@ def config_of(problem: AttentionProblem) -> Config:
     if problem.dtype == "float32":
         return _float32(problem)
     config = _of_16_bits(problem)
-    shapes = [shape for shape in (problem.bias_shape, problem.mask_shape) if shape is not None]
-    return _with_room(problem, config) if shapes else config
+    in_tiles = ({"bias", "mask_array"} & set(problem.arrays)) and not problem.fetches > 1
+    return _with_room(problem, config) if in_tiles else config
 
 
 def _with_room(problem: AttentionProblem, config: Config) -> Config:
     """With as many stages, and keys of a tile, as tiles of bias and mask_array leave room for."""
-    for keys in (config.block_kv, 64):
-        for stages in range(config.stages, 1, -1):
-            smaller = dataclasses.replace(config, block_kv=keys, stages=stages)
-            if smem_bytes(problem, smaller) <= SMEM_LIMIT:
-                return smaller
-    return dataclasses.replace(config, warpgroups=1, block_kv=64, stages=2, q_slots=1)
+    tiles = ((config.block_kv, config.stages), (64, max(config.stages, 4)))
+    choices = (
+        dataclasses.replace(config, warpgroups=warpgroups, block_kv=keys, stages=stages)
+        for warpgroups in range(config.warpgroups, 0, -1)
+        for keys, most in tiles
+        for stages in range(most, 1, -1)
+    )
+    last = dataclasses.replace(config, warpgroups=1, block_kv=64, stages=2, q_slots=1)
+    fitting = (choice for choice in choices if smem_bytes(problem, choice) <= SMEM_LIMIT)
+    return next(fitting, last)
 
 
 def _of_16_bits(problem: AttentionProblem) -> Config:

@@ -181,7 +181,7 @@ class QueryPlan:
         tiles of both kinds come in any order. It is also half the code to compile.
         """
         dynamic = {"q_segment_ids", "mask_array"} & set(self.problem.arrays)
-        return bool(dynamic) and not self.is_listed
+        return bool(dynamic) and not (self.is_listed or self.skips_keys)
 
     @functools.cached_property
     def skips_keys(self) -> bool:
