@@ -213,7 +213,7 @@ def _load_kv_tile(  # noqa: PLR0913
     for name in names:
         if getattr(smem, name) is None:
             continue
-        to = getattr(smem, name).at[slot], ring.ready.at[slot]
+        to = getattr(smem, name), slot, ring.ready.at[slot]
         whole = functools.partial(load_rows, getattr(refs, name), (*where, t * block), *to)
         if not plan.has("kv_lengths"):
             whole()
@@ -229,13 +229,13 @@ def load_queries(ctx: KernelContext, tile: WorkTile, wg: Index) -> None:
     at = (tile.batch, tile.head, tile.row + wg * ROWS)
     for ref, to in ((refs.q, smem.q), (refs.q_dot, smem.q_dot)):
         if to is not None:
-            load_rows(ref, at, to.at[wg], smem.q_ready.at[wg])
+            load_rows(ref, at, to, wg, smem.q_ready.at[wg])
 
 
 def load_out(ctx: KernelContext, tile: WorkTile, wg: Index) -> None:
     if operands.moves_scores(ctx.plan.problem):
-        at, to = (tile.batch, tile.head, tile.row + wg * ROWS), ctx.smem.out.at[wg]
-        load_rows(ctx.refs.out, at, to, ctx.smem.out_ready.at[wg])
+        at = (tile.batch, tile.head, tile.row + wg * ROWS)
+        load_rows(ctx.refs.out, at, ctx.smem.out, wg, ctx.smem.out_ready.at[wg])
 
 
 # ---- a kv tile ----------------------------------------------------------------------------------
@@ -490,7 +490,7 @@ def _epilogue(
     mosaic.store(results[1].at[tile.batch, tile.head, pl.ds(rows.row, ROWS)], total)
     staged[...] = acc.astype(staged.dtype)
     plgpu.commit_smem()
-    store_rows(staged, results[0], (tile.batch, tile.head, rows.row), 0, tile.head)
+    store_rows(smem.out, rows.wg, results[0], (tile.batch, tile.head, rows.row))
 
 
 # ---- the kernel and its call --------------------------------------------------------------------

@@ -185,7 +185,7 @@ def _store(
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     staged[...] = x.astype(staged.dtype)
     plgpu.commit_smem()
-    store_rows(staged, to, (tile.batch, tile.head, rows.row), 0, tile.head)
+    store_rows(ctx.smem.out, rows.wg, to, (tile.batch, tile.head, rows.row))
 
 
 # ---- the kernel and its call --------------------------------------------------------------------
