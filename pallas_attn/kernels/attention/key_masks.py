@@ -1,10 +1,10 @@
 """Masks of keys, mask_array [B|1, N|1, 1, S]: padding masks.
 
-Kernels read the bytes of the boolean array as they are: XLA launches nothing before. Which kv tiles
-are visible whole, in part or not at all follows from votes of a warp over bytes that its lanes load
-(`tiles_of`): hidden tiles at either end are skipped, and visible ones take the path without a mask,
-so a padding mask costs its one cut tile. In other tiles each thread loads the bytes of its own keys
-(`shown`).
+Kernels read the bytes of the boolean array itself, so XLA launches nothing before them. The lanes
+of a warp load these bytes and vote on which kv tiles are visible whole, in part or not at all
+(`tiles_of`): hidden tiles at either end are skipped, and whole ones take the path without a mask,
+so a padding mask costs only the tile that it cuts. In other tiles each thread loads the bytes of
+its own keys (`shown`).
 """
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -17,7 +17,7 @@ from pallas_attn.kernels.lang.types import GmemRef, Index, Layout, RegisterTile
 
 
 def row_of(ref: GmemRef, batch: Index, head: Index) -> Index:
-    """The number of the bytes of a batch row and head, in rows of S bytes."""
+    """The index of the row of S bytes that a batch row and head have."""
     batches, heads = ref.shape[:2]
     row: Index = jnp.int32(0)
     if batches > 1:
@@ -73,7 +73,7 @@ def shown(
     ref: GmemRef, row: Index, first: Index, shape: tuple[int, int], axis: int, layout: Layout
 ) -> RegisterTile:
     """bool `shape`: whether a key is visible; keys lie along `axis` of the tile, from `first` on.
-    The last key stands for those past S.
+    Keys past S are read as the last one.
     """
     keys, along = ref.shape[3], layout.reduce(1 - axis)
     numbers = plgpu.broadcasted_iota(jnp.int32, (shape[axis],), 0, layout=along) + first
