@@ -65,7 +65,7 @@ from pallas_attn.kernels.lang.types import (
 
 SMEM_LIMIT = gpu_specs.shared_memory(gpu_specs.HOPPER)
 BARRIERS = 1024  # bytes kept for barriers and for alignment
-REGISTERS = {1: 240, 2: 240, 3: 160}  # of a consumer's thread, by how many consumers there are
+REGISTERS = {1: 240, 2: 240, 3: 160}  # registers of a consumer's thread, by number of consumers
 
 
 @dataclasses.dataclass(frozen=True)
