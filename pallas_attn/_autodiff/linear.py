@@ -221,7 +221,7 @@ def call(operation: Linear, residuals: Sequence[Array], linear: Sequence[Array])
     residuals, linear = tuple(residuals), tuple(linear)
     # The context variables of this call decide, wherever jax evaluates the operation.
     run, jaxpr = sharding.as_now(operation.apply), None
-    if isinstance(linear[0], JaxprTracer):  # as a rule only transposed; tracing takes time
+    if isinstance(linear[0], JaxprTracer):  # usually only transposed; tracing takes time
         types = operation.result_types(residuals, linear)
     else:
         jaxpr = jax.make_jaxpr(run)(residuals, linear)

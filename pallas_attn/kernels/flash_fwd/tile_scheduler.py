@@ -176,9 +176,9 @@ class QueryPlan:
 
     @functools.cached_property
     def one_loop(self) -> bool:
-        """Whether one loop goes over all kv tiles, with a branch for those that need a mask, in place
-        of a loop each for masked and unmasked tiles. It does where run-time values decide, and
-        tiles of both kinds come in any order. It is also half the code to compile.
+        """Whether one loop goes over all kv tiles, with a branch for those that need a mask, in
+        place of a loop each for masked and unmasked tiles: where run-time values decide which tiles
+        need one, in any order. One loop is also half the code to compile.
         """
         dynamic = {"q_segment_ids", "mask_array"} & set(self.problem.arrays)
         return bool(dynamic) and not self.is_listed
