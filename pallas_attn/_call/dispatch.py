@@ -186,7 +186,8 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
             ),
         ),
     ),
-    "flash_jvp": (  # what none takes is done by operations of jax: `derivative.by_definition`
+    # Problems that no kernel takes: see `derivative.by_definition`.
+    "flash_jvp": (
         Candidate("flash_jvp.sm90", HOPPER),
         Candidate("flash_jvp.sm80", FROM_AMPERE),
     ),
