@@ -15,30 +15,25 @@ SHAPE = (64, 64)
 
 
 def read(mask, block):
-    """int32[B, N, 4], spans of tiles of `block` keys; [B, N, 2, 64, 64], keys 8 .. 71 along each
-    axis of a tile.
+    """Spans of tiles of `block` keys; [B, N, 2, 64, 64], keys 8 .. 71 along each axis of a
+    tile.
     """
     batch, heads = mask.shape[:2]
 
-    def kernel(mask, spans, tiles):
+    def kernel(mask, tiles):
         b, h = lax.axis_index("b"), lax.axis_index("h")
         row = key_masks.row_of(mask, b, h)
-        for n, field in enumerate(key_masks.span_of(mask, row, block)):
-            spans[b, h, n] = field
         for axis in range(2):
             shown = key_masks.shown(mask, row, 8, SHAPE, axis, mosaic.TILE)
             mosaic.store(tiles.at[b, h, axis], jnp.where(shown, mosaic.filled(SHAPE, 1.0), 0.0))
 
     call = plgpu.kernel(
         kernel,
-        out_type=(
-            jax.ShapeDtypeStruct((batch, heads, 4), jnp.int32),
-            jax.ShapeDtypeStruct((batch, heads, 2, *SHAPE), jnp.float32),
-        ),
+        out_type=jax.ShapeDtypeStruct((batch, heads, 2, *SHAPE), jnp.float32),
         **mosaic.grid_of(b=batch, h=heads),
         compiler_params=mosaic.without_barriers(),
     )
-    return jax.jit(call)(mask)
+    return jax.jit(key_masks.spans, static_argnums=1)(mask, block), jax.jit(call)(mask)
 
 
 def rows_of(keys, block):
@@ -55,6 +50,7 @@ def check(keys, block):
     rows = rows_of(keys, block)
     rows = rows[: len(rows) // 2 * 2].reshape(-1, 2, 1, keys)
     spans, tiles = map(np.asarray, read(jnp.asarray(rows), block))
+    codes = np.asarray(jax.jit(key_masks.codes, static_argnums=1)(jnp.asarray(rows), block))
     count = -(-keys // block)
     for (b, h), (lo, full_lo, full_hi, hi) in zip(
         np.ndindex(rows.shape[:2]), spans.reshape(-1, 4), strict=True
@@ -63,6 +59,8 @@ def check(keys, block):
         some = [row[n * block : (n + 1) * block] for n in range(count)]
         seen, whole = ([n for n in range(count) if f(some[n])] for f in (np.any, np.all))
         assert (lo, hi) == (seen[0], seen[-1] + 1) if seen else lo >= hi
+        wanted = [int(n in seen) + int(n in whole) for n in range(count)]
+        np.testing.assert_array_equal(codes[b, h], wanted)
         run = list(range(full_lo, full_hi))
         assert set(run) <= set(whole) and bool(run) == bool(whole)
         assert not whole or (full_lo == whole[0] and full_hi not in whole)

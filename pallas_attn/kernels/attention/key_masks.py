@@ -1,19 +1,23 @@
 """Masks of keys, mask_array [B|1, N|1, 1, S]: padding masks.
 
-Kernels read the bytes of the boolean array itself, so XLA launches nothing before them. The lanes
-of a warp load these bytes and vote on which kv tiles are visible whole, in part or not at all
-(`tiles_of`): hidden tiles at either end are skipped, and whole ones take the path without a mask,
-so a padding mask costs only the tile that it cuts. In other tiles each thread loads the bytes of
-its own keys (`shown`).
+Kernels read the bytes of the boolean array itself. A small launch before them (`spans`, `codes`)
+finds which kv tiles are visible whole, in part or not at all: the lanes of a warp load the bytes
+and vote. It takes no longer than the conversion of the mask that it replaced. Hidden tiles at
+either end are skipped, and whole ones take the path without a mask, so a padding mask costs only
+the tile that it cuts. There each thread loads the bytes of its own keys (`shown`).
 """
 
+from typing import Any
+
+import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn.kernels.attention.tiles import Span
-from pallas_attn.kernels.lang.booleans import ROUND, numbers_at, tiles_of
-from pallas_attn.kernels.lang.types import GmemRef, Index, Layout, RegisterTile
+from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.booleans import ROUND, columns, numbers_at, tiles_of
+from pallas_attn.kernels.lang.types import GmemRef, Index, Layout, Operand, RegisterTile
 
 
 def row_of(ref: GmemRef, batch: Index, head: Index) -> Index:
@@ -28,7 +32,7 @@ def row_of(ref: GmemRef, batch: Index, head: Index) -> Index:
 # ---- tiles ---------------------------------------------------------------------------------------
 
 
-def span_of(ref: GmemRef, row: Index, block: int) -> Span:
+def _span_of(ref: GmemRef, row: Index, block: int) -> Span:
     """The kv tiles of `block` keys that hold a visible key, lo to hi, and the first run of those
     that are visible whole.
     """
@@ -56,14 +60,46 @@ def _unpacked(word: Index, base: Index) -> Span:
     return Span(*(field + base for field in fields))
 
 
-def sees_any(word: Index) -> Index:
-    """Whether the one tile that a word of `tiles_of` is about has a visible key."""
-    return lax.shift_right_logical(word, jnp.int32(24)) > 0
+def spans(mask: Operand, block: int) -> jax.Array:
+    """int32[B|1, N|1, 4]: the fields of a Span, the kv tiles of `block` keys that hold a visible
+    key and the first run of those that are visible whole. A launch for kernels over query rows.
+    """
+
+    def kernel(mask: GmemRef, out: GmemRef) -> None:
+        batch, head = lax.axis_index("batch"), lax.axis_index("head")
+        span = _span_of(mask, row_of(mask, batch, head), block)
+        for n, field in enumerate(span):
+            out[batch, head, n] = field
+
+    batch, heads = mask.shape[:2]
+    return _launched(kernel, mask, (batch, heads, 4), batch=batch, head=heads)
 
 
-def sees_all(word: Index) -> Index:
-    """Whether the one tile that a word of `tiles_of` is about is visible whole."""
-    return (lax.shift_right_logical(word, jnp.int32(8)) & 255) == 0  # the run begins there
+def codes(mask: Operand, block: int) -> jax.Array:
+    """int32[B|1, N|1, kv tiles]: what a mask shows of each tile of `block` keys, 0 none, 1 some, 2
+    all. A launch for kernels over keys.
+    """
+
+    def kernel(mask: GmemRef, out: GmemRef) -> None:
+        batch, head, tile = (lax.axis_index(name) for name in ("batch", "head", "tile"))
+        word = tiles_of(mask, row_of(mask, batch, head), tile, block, 1)
+        sees = lax.shift_right_logical(word, jnp.int32(24))  # the end of what is seen, 0 or 1
+        whole = (lax.shift_right_logical(word, jnp.int32(8)) & 255) == 0  # its run begins at 0
+        out[batch, head, tile] = sees + whole.astype(jnp.int32)
+
+    sizes = (*mask.shape[:2], -(-mask.shape[3] // block))
+    return _launched(kernel, mask, sizes, batch=sizes[0], head=sizes[1], tile=sizes[2])
+
+
+def _launched(kernel: Any, mask: Operand, sizes: tuple[int, ...], **grid: int) -> jax.Array:
+    call = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(sizes, jnp.int32),
+        **mosaic.grid_of(**grid),
+        compiler_params=mosaic.without_barriers(),
+        kernel_name="key_mask_tiles",
+    )
+    return call(mask)
 
 
 # ---- keys within a tile --------------------------------------------------------------------------
@@ -76,6 +112,9 @@ def shown(
     Keys past S are read as the last one.
     """
     keys, along = ref.shape[3], layout.reduce(1 - axis)
+    if keys % shape[axis] == 0 and keys % 2 == 0 and axis == 1 and layout == mosaic.TILE:
+        bytes_ = columns(ref, row * keys + first, shape[1])
+        return lax.broadcast_in_dim(bytes_, shape, [1]) != 0
     numbers = plgpu.broadcasted_iota(jnp.int32, (shape[axis],), 0, layout=along) + first
     bytes_ = numbers_at(ref, jnp.minimum(numbers, keys - 1) + row * keys, along)
     return lax.broadcast_in_dim(bytes_, shape, [axis]) != 0

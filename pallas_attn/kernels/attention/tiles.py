@@ -66,6 +66,7 @@ class ForwardRefs(NamedTuple):
     tiles: Any = None  # see `tile_lists.tiles`
     fetching: Any = None  # see `fetch.Operands`
     counter: Any = None  # int32[1], written: see `claims`
+    key_spans: Any = None  # int32[B|1, N|1, 4]: see `key_masks.spans`
 
 
 class Span(NamedTuple):

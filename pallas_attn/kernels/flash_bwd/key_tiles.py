@@ -243,14 +243,9 @@ def key_tile(ctx: KernelContext, code: Index) -> KeyTile:
 
 def _of_visible_keys(ctx: KernelContext, span: Span, batch: Index, tile: Index) -> Span:
     """The query tiles of keys: none where a mask hides all, and all masked where it hides some."""
-    from pallas_attn.kernels.attention import key_masks
-    from pallas_attn.kernels.lang import booleans
-
-    mask = ctx.refs.mask_array
-    row = key_masks.row_of(mask, batch, 0)
-    word = booleans.tiles_of(mask, row, tile, ctx.plan.tiling.block_kv, 1)
-    hi = jnp.where(key_masks.sees_any(word), span.hi, span.lo)
-    whole = key_masks.sees_all(word)
+    codes = ctx.refs.key_tiles
+    code = codes[batch if codes.shape[0] > 1 else 0, 0, tile]
+    hi, whole = jnp.where(code > 0, span.hi, span.lo), code == 2
     full_lo, full_hi = (jnp.where(whole, x, hi) for x in (span.full_lo, span.full_hi))
     return Span(span.lo, full_lo, full_hi, hi)
 

@@ -65,7 +65,8 @@ class BackwardRefs(NamedTuple):
     score_aux: Any = ()
     tiles: GmemRef = None  # see `tile_lists.tiles`
     counter: GmemRef = None  # int32[1], written: see `flash_fwd.claims`
-    key_tiles: GmemRef = None  # int32[B|1, N|1, kv tiles]: 0 hidden, 1 in part, 2 shown whole
+    key_tiles: GmemRef = None  # int32[B|1, N|1, kv tiles]: see `key_masks.codes`
+    key_spans: GmemRef = None  # int32[B|1, N|1, 4]: see `key_masks.spans`
 
 
 class KeyGradients(NamedTuple):
@@ -172,6 +173,10 @@ def over_tiles(plan: KeyPlan, inputs: AttentionInputs) -> dict[str, Any]:
         for name, array in over_scores.items()
         if name != "bias" or plan.bias_tiles is None
     }
+    if tiling.reads_key_mask:
+        from pallas_attn.kernels.attention import key_masks
+
+        fields["key_tiles"] = key_masks.codes(fields["mask_array"], tiling.block_kv)
     if plan.bias_tiles is not None:
         fields["bias"] = plan.bias_tiles.operand(inputs.bias)
     fields |= tma_operands.segment_ids(inputs, rows, keys)

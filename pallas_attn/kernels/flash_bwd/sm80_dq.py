@@ -212,7 +212,9 @@ def dq_of(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> jax.A
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="flash_bwd_dq_sm80",
     )
-    return plan.format.whole_rows(kernel(sm90_dq.by_rows(plan, inputs, refs)), problem.head_dim)
+    return plan.format.whole_rows(
+        kernel(sm90_dq.with_spans(plan, sm90_dq.by_rows(plan, inputs, refs))), problem.head_dim
+    )
 
 
 # ---- dq that another kernel adds up -------------------------------------------------------------

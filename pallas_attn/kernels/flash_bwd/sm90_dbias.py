@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels.attention import score_mod, score_tiles
+from pallas_attn.kernels.attention import key_masks, score_mod, score_tiles
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.score_tiles import ScoreTiles
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
@@ -220,7 +220,7 @@ def _ds(ctx: KernelContext, step: BiasStep, slot: Index, wg: Index) -> RegisterT
         return p, p * (dp - mosaic.broadcast_rows(delta, shape))
 
     p, ds = pl.run_scoped(of_scores, *[plgpu.ACC(shape, jnp.float32)] * 2)
-    if not dbias.sees_all_alike(problem):  # NaN past a length, in s and in dp
+    if {"q_lengths", "kv_lengths"} & set(problem.arrays):  # past one s and dp may be NaN
         inside = mosaic.positions(shape, 0, row) < step.q_len
         ds = jnp.where(inside & (p != 0), ds, 0.0)
     return scaled(ds, units.ds)
@@ -245,7 +245,7 @@ def _issue(
         (dp_acc, smem.do, smem.v, plan.v),
     ):
         if plan.panels:
-            wgmma.score_panels(acc, panels.tiles(left, slot, own), panels.tiles(right, slot))
+            wgmma.score_panels(acc, panels.tiles(left, (slot, own)), panels.tiles(right, slot))
             continue
         rows = wgmma.terms_of_smem(left.at[slot, own], form.kind)
         keys = wgmma.terms_of_smem(right.at[slot], form.kind)
@@ -292,16 +292,17 @@ def dbias_of(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> ja
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_bwd_dbias_sm90",
     )
-    if plan.skips_keys:
-        refs = refs._replace(key_tiles=_shown_tiles(inputs.mask_array, plan.config.block_kv))
+    refs = refs._replace(key_tiles=_codes(plan, refs))
     dbias_or_sums = kernel(refs)
     return dbias_or_sums if direct else dbias.folded(dbias_or_sums, bias)
 
 
-def _shown_tiles(mask: Any, block: int) -> jax.Array:
-    """int32[B|1, N|1, kv tiles]: what a mask of keys shows of each tile, 0 none, 1 some, 2 all."""
-    batch, heads, _, keys = mask.shape
-    pad = ((0, 0), (0, 0), (0, -keys % block))
-    shown = jnp.pad(mask[:, :, 0], pad).reshape(batch, heads, -1, block)
-    beyond = jnp.pad(mask[:, :, 0], pad, constant_values=True).reshape(shown.shape)
-    return shown.any(axis=-1).astype(jnp.int32) + beyond.all(axis=-1).astype(jnp.int32)
+def _codes(plan: QueryPlan, refs: BackwardRefs) -> jax.Array | None:
+    """`key_masks.codes`, those of the kernel before if its tiles have as many keys."""
+    if not plan.skips_keys:
+        return None
+    block, codes = plan.config.block_kv, refs.key_tiles
+    if codes is not None and codes.shape[2] == -(-plan.problem.kv_len // block):
+        return codes
+    mask, _ = lax.optimization_barrier((refs.mask_array, refs.delta))
+    return key_masks.codes(mask, block)

@@ -99,17 +99,25 @@ def buffer_bytes(plan: QueryPlan) -> int:
     return mosaic.bytes_of(scratch(plan)) + (mosaic.REDUCTION_BYTES if exact else 0)
 
 
+def with_spans(plan: QueryPlan, refs: BackwardRefs) -> BackwardRefs:
+    """`padded.with_spans`, launched after the kernels before, as `operands.ordered_after` says."""
+    if not plan.skips_keys:
+        return refs
+    mask, _ = lax.optimization_barrier((refs.mask_array, refs.delta))
+    return padded.with_spans(plan, refs._replace(mask_array=mask))
+
+
 def visible_of(ctx: KernelContext, code: Index) -> Span | None:
     """The kv tiles that a mask of keys leaves of a work tile, read a work tile ahead; None: there
     is no such mask.
     """
-    if not ctx.plan.skips_keys:
-        return None
-    return padded.visible_tiles(ctx, tile_scheduler.work_tile(ctx, code))
+    return padded.Ranges.read_for_block(ctx, code) if ctx.plan.skips_keys else None
 
 
-def span_of(ctx: KernelContext, tile: WorkTile, visible: Span | None) -> Span:
-    """The kv tiles of a work tile, ordered lo <= full_lo <= full_hi <= hi."""
+def span_of(ctx: KernelContext, tile: WorkTile, visible: Span | None = None) -> Span:
+    """The kv tiles of a work tile, ordered lo <= full_lo <= full_hi <= hi. `visible`: those that a
+    mask of keys leaves; None where all tiles are masked by it.
+    """
     plan, refs, _ = ctx
     if plan.is_listed:
         return listed.list_of(ctx, tile).span
@@ -447,7 +455,7 @@ def dq_of(plan: QueryPlan, refs: BackwardRefs) -> jax.Array:
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="flash_bwd_dq_sm90",
     )
-    return kernel(refs)[:, : problem.q_len, :, : problem.head_dim]
+    return kernel(with_spans(plan, refs))[:, : problem.q_len, :, : problem.head_dim]
 
 
 def operands_of(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> BackwardRefs:

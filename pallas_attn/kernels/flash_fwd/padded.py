@@ -1,30 +1,52 @@
 """The kv tiles that a mask of keys leaves in the Hopper forward (`key_masks`): padded batches.
 
-Producer and consumers each read the visibility of a work tile's kv tiles while the one before is
-at work. Between the first and the last visible tile those outside the first run of whole ones are
-masked, by a branch.
+Producer and consumers each read the visible kv tiles of a work tile while the one before is at
+work. Between the first and the last visible tile those outside the first run of whole ones are
+masked, in loops of their own.
 """
 
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention import key_masks
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows, Span, WorkTile
 from pallas_attn.kernels.flash_fwd import tile_scheduler
+from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang.types import Index
+
+
+def with_spans(plan: QueryPlan, refs: Any) -> Any:
+    """The operands, and the kv tiles that a mask of keys leaves, if there is one."""
+    if not plan.skips_keys:
+        return refs
+    return refs._replace(key_spans=key_masks.spans(refs.mask_array, plan.tiling.block_kv))
 
 
 def visible_tiles(ctx: KernelContext, tile: WorkTile) -> Span:
     """The kv tiles with a visible key of a work tile's head, and a run of whole ones."""
-    mask = ctx.refs.mask_array
-    row = key_masks.row_of(mask, tile.batch, tile.head)
-    return key_masks.span_of(mask, row, ctx.plan.tiling.block_kv)
+    spans = ctx.refs.key_spans
+    batches, heads, _ = spans.shape
+    batch, head = tile.batch if batches > 1 else 0, tile.head if heads > 1 else 0
+    return Span(*(spans[batch, head, n] for n in range(4)))
+
+
+def never_empty(problem: AttentionProblem) -> bool:
+    """Whether rows without a key take the first kv tile all the same, masked whole: a branch around
+    the mainloop would cost every work tile a hundred moves of registers.
+    """
+    return problem.mask.is_full and set(problem.arrays) <= {"mask_array", "bias", "sinks"}
 
 
 class Ranges:
     """`tile_scheduler.MaskRanges` within what a mask of keys leaves."""
 
-    never_empty = tile_scheduler.MaskRanges.never_empty
+    never_empty = staticmethod(never_empty)
 
     @staticmethod
     def read_for_block(ctx: KernelContext, code: Index) -> Span:
+        """The visible kv tiles, and a run of whole ones."""
         return visible_tiles(ctx, tile_scheduler.work_tile(ctx, code))
 
     @staticmethod
@@ -34,18 +56,30 @@ class Ranges:
 
     @staticmethod
     def of_block(ctx: KernelContext, tile: WorkTile, record: Span) -> tuple[Index, Index]:
-        plan = ctx.plan
-        spans = [_span(ctx, tile, wg, record) for wg in range(plan.config.warpgroups)]
-        return tile_scheduler.union_of(plan, spans)
+        return _of_block(ctx, tile, _visible(ctx, record))
 
     @staticmethod
     def of_rows(
         ctx: KernelContext, tile: WorkTile, wg: Index, q_slot: Index, record: Span
     ) -> tuple[tuple[Index, Index], QueryRows]:
-        span = _span(ctx, tile, wg, record)
+        visible = _visible(ctx, record)
+        span = tile_scheduler.span_of_rows(ctx.plan, tile, wg, visible=visible)
         rows = QueryRows(tile, tile.row + wg * ROWS, wg, span, q_slot)
-        return Ranges.of_block(ctx, tile, record), rows
+        return _of_block(ctx, tile, visible), rows
 
 
-def _span(ctx: KernelContext, tile: WorkTile, wg: Index, visible: Span) -> Span:
-    return tile_scheduler.span_of_rows(ctx.plan, tile, wg, visible=visible)
+def _visible(ctx: KernelContext, visible: Span) -> Span:
+    """The visible tiles, of which there is one at least where rows are never empty."""
+    if not never_empty(ctx.plan.problem):
+        return visible
+    none = visible.hi == 0
+    return Span(*(jnp.where(none, int(n == 3), x) for n, x in enumerate(visible)))
+
+
+def _of_block(ctx: KernelContext, tile: WorkTile, visible: Span) -> tuple[Index, Index]:
+    plan = ctx.plan
+    spans = [
+        tile_scheduler.span_of_rows(plan, tile, wg, visible=visible)
+        for wg in range(plan.config.warpgroups)
+    ]
+    return tile_scheduler.union_of(plan, spans)

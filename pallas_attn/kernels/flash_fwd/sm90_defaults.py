@@ -23,18 +23,22 @@ def config_of(problem: AttentionProblem) -> Config:
     if problem.dtype == "float32":
         return _float32(problem)
     config = _of_16_bits(problem)
-    shapes = [shape for shape in (problem.bias_shape, problem.mask_shape) if shape is not None]
-    return _with_room(problem, config) if shapes else config
+    in_tiles = ({"bias", "mask_array"} & set(problem.arrays)) and not problem.fetches > 1
+    return _with_room(problem, config) if in_tiles else config
 
 
 def _with_room(problem: AttentionProblem, config: Config) -> Config:
-    """`config` with fewer stages, or keys of a tile, where bias and mask_array need the room."""
-    for keys in (config.block_kv, 64):
-        for stages in range(config.stages, 1, -1):
-            smaller = dataclasses.replace(config, block_kv=keys, stages=stages)
-            if smem_bytes(problem, smaller) <= SMEM_LIMIT:
-                return smaller
-    return dataclasses.replace(config, warpgroups=1, block_kv=64, stages=2, q_slots=1)
+    """`config` with fewer stages, keys or consumers, where bias and mask_array need the room."""
+    tiles = ((config.block_kv, config.stages), (64, max(config.stages, 4)))
+    choices = (
+        dataclasses.replace(config, warpgroups=warpgroups, block_kv=keys, stages=stages)
+        for warpgroups in range(config.warpgroups, 0, -1)
+        for keys, most in tiles
+        for stages in range(most, 1, -1)
+    )
+    last = dataclasses.replace(config, warpgroups=1, block_kv=64, stages=2, q_slots=1)
+    fitting = (choice for choice in choices if smem_bytes(problem, choice) <= SMEM_LIMIT)
+    return next(fitting, last)
 
 
 def _of_16_bits(problem: AttentionProblem) -> Config:
@@ -78,7 +82,9 @@ def _of_few_rows(problem: AttentionProblem, dim: int, made: Callable[..., Config
     keys, bias = problem.kv_len, "bias" in problem.arrays
     costs = dict(next(costs for widest, costs in _ROW_COSTS.items() if dim <= widest))
     if dim > 64 and (bias or keys <= 128):  # registers
-        costs = {n: costs[n] for n in (2, 1)}
+        costs.pop(4, None)
+    if dim > 64 and (bias or 64 < keys <= 96):
+        del costs[3]
     if bias and dim > 64 and problem.q_len > 64:
         costs = {2: 1.0}
 
@@ -87,7 +93,7 @@ def _of_few_rows(problem: AttentionProblem, dim: int, made: Callable[..., Config
         return costs[consumers] * consumers * cdiv(tiles, BLOCKS)
 
     consumers = min(costs, key=time_of)
-    if 64 < keys <= 128:
+    if 64 < keys <= 128 and (dim <= 64 or consumers < 3):
         # All in one tile. Of two, the loop over all but the first has one step, which ptxas takes
         # for no loop, and spills.
         fits = not {"bias", "mask_array"} & set(problem.arrays) and problem.mask_program is None
@@ -121,7 +127,7 @@ _L2_HEADS = {
     ("causal", 256): ((0, 8), (4096, 0)),
     ("window", 64): ((0, 64),),
     ("full", 64): ((0, 48), (4096, 12)),
-    ("full", 128): ((0, 1), (4096, 0)),
+    ("full", 128): ((0, 0), (1536, 1), (4096, 0)),
     ("full", 256): ((0, 4), (4096, 3)),
 }
 

@@ -32,7 +32,7 @@ def tiles_of(ref: GmemRef, row: Index, first: Index, block: int, count: int) -> 
 
     def code(ref, row, first):
         row, first = (Int(x.registers.item()) for x in (row, first))
-        words = _words(ref, row, first, block, count, keys)
+        words = _words(ref, row, first, block, count)
         return mgpu.FragmentedArray.splat(words, (), is_signed=True)
 
     def twin(ref, row, first):
@@ -53,25 +53,29 @@ def tiles_of(ref: GmemRef, row: Index, first: Index, block: int, count: int) -> 
     return mosaic.inline(code, twin, args, types, result)
 
 
-def _words(ref: Any, row: Int, first: Int, block: int, count: int, keys: int) -> ir.Value:
-    """All loads come before the first vote, so that they are in flight together."""
-    thread = Thread()
-    lane, start = thread.index % LANES, thread.wide(row) * keys
-    base, tiles = asm.pointer_of(ref), []
+def _tiles(ref: Any, row: Int, first: Int, block: int, count: int) -> Iterator[list[Any]]:
+    """(address, whether it is within tile and row, bytes) of a lane's loads of each tile."""
+    thread, keys = Thread(), ir.MemRefType(ref.type).shape[3]
+    lane, start, base = thread.index % LANES, thread.wide(row) * keys, asm.pointer_of(ref)
     for n in range(count):
-        tile = first + n
         pieces = []
         for offset, width in _pieces(block, keys):
-            key = tile * block + offset + lane * width
+            key = (first + n) * block + offset + lane * width
             inside = (key < keys) & (lane * width + offset < block)
             where = utils.getelementptr(base, [(start + thread.wide(key)).value], asm.word_type(1))
-            pieces.append((_load(where, inside, width), inside, width))
-        tiles.append((pieces, tile * block < keys))
+            pieces.append((where, inside, width))
+        yield pieces
+
+
+def _words(ref: Any, row: Int, first: Int, block: int, count: int) -> ir.Value:
+    """All loads come before the first vote, so that they are in flight together."""
+    keys, tiles = ir.MemRefType(ref.type).shape[3], list(_tiles(ref, row, first, block, count))
+    values = iter([_load(*piece) for tile in tiles for piece in tile])
     some, whole = _word(0), _word(0)
-    for n, (pieces, exists) in enumerate(tiles):
-        seen, hidden = _word(0), _word(0)
-        for value, inside, width in pieces:
-            ones = _word(sum(1 << 8 * i for i in range(width)))
+    for n, pieces in enumerate(tiles):
+        seen, hidden, exists = _word(0), _word(0), (first + n) * block < keys
+        for _, inside, width in pieces:
+            value, ones = next(values), _word(sum(1 << 8 * i for i in range(width)))
             seen = arith.ori(seen, value)
             lacks = arith.andi(inside.value, arith.cmpi(arith.CmpIPredicate.ne, value, ones))
             hidden = arith.ori(hidden, arith.extui(asm.i32(), lacks))
@@ -146,3 +150,29 @@ def numbers_at(ref: GmemRef, index: RegisterTile, layout: Layout) -> RegisterTil
 
     result = plgpu.ShapeDtypeStruct(index.shape, jnp.int32, layout=layout)
     return mosaic.inline(code, twin, (ref, index), (plgpu.RefType(), layout), result)
+
+
+def columns(ref: GmemRef, start: Index, count: int) -> RegisterTile:
+    """int32[count], one a column of a tile: booleans of a flat array from `start` on, an even
+    number, all of them within the array. A thread has one address for all of its own.
+    """
+
+    def code(ref, start):
+        thread, index = Thread(), Int(start.registers.item())
+        own = thread.wide(index) + thread.wide(thread.index % 4 * 2)
+        base = utils.getelementptr(asm.pointer_of(ref), [own.value], asm.word_type(1))
+        registers = []
+        for block in range(count // 8):
+            place = utils.getelementptr(base, [8 * block], asm.word_type(1))
+            both = llvm.load(asm.word_type(2), place, alignment=2)
+            both = arith.extui(asm.i32(), both)
+            pair = [arith.andi(both, _word(1)), arith.shrui(both, _word(8))]
+            registers.append(vector.from_elements(ir.VectorType.get((2,), asm.i32()), pair))
+        return mosaic.array_of(registers, (count,), mosaic.COLUMN, signed=True)
+
+    def twin(ref, start):
+        return np.asarray(ref).ravel()[int(start) : int(start) + count].astype(np.int32)
+
+    result = plgpu.ShapeDtypeStruct((count,), jnp.int32, layout=mosaic.COLUMN)
+    args = ref, jnp.int32(0) + start
+    return mosaic.inline(code, twin, args, (plgpu.RefType(), plgpu.Layout.WG_SPLAT), result)

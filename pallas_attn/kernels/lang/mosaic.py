@@ -169,13 +169,16 @@ def inline(
 
 
 def array_of(
-    registers: Sequence[ir.Value], shape: Sequence[int], layout: Layout
+    registers: Sequence[ir.Value],
+    shape: Sequence[int],
+    layout: Layout,
+    signed: bool | None = None,
 ) -> mgpu.FragmentedArray:
     """In inlined code: an array of this shape and layout of a thread's registers."""
     kind, values = layout.to_mgpu(), np.empty(len(registers), object)
     values[:] = registers
     values = values.reshape(kind.registers_shape(tuple(shape)))
-    return mgpu.FragmentedArray(_registers=values, _layout=kind, _is_signed=None)
+    return mgpu.FragmentedArray(_registers=values, _layout=kind, _is_signed=signed)
 
 
 def broadcast_rows(rows: jax.Array, shape: Sequence[int]) -> jax.Array:
