@@ -83,7 +83,7 @@ def codes(mask: Operand, block: int) -> jax.Array:
     def kernel(mask: GmemRef, out: GmemRef) -> None:
         batch, head, tile = (lax.axis_index(name) for name in ("batch", "head", "tile"))
         word = tiles_of(mask, row_of(mask, batch, head), tile, block, 1)
-        sees = lax.shift_right_logical(word, jnp.int32(24))  # the end of what is seen, 0 or 1
+        sees = lax.shift_right_logical(word, jnp.int32(24))  # end of the visible tiles, 0 or 1
         whole = (lax.shift_right_logical(word, jnp.int32(8)) & 255) == 0  # its run begins at 0
         out[batch, head, tile] = sees + whole.astype(jnp.int32)
 
