@@ -148,7 +148,7 @@ def _batch_choice(arrays: Any, dims: Any, **static: Any) -> Any:
     results = len(jaxpr.out_avals)
     count = len(arrays) - 2 * results - len(moving)
     if not _is_alike(moving, dims[results:][: count] + dims[len(dims) - len(moving) :], count):
-        return arrays[:results], dims[:results]  # it was split
+        return arrays[:results], dims[:results]  # it has come apart
     size, own = linear.mapped_size(arrays, dims), tuple(dims[results : results + count])
     mapped = linear.MappedFunction(function, size, own)
     primals = arrays[results : results + count]

@@ -126,7 +126,7 @@ class Mapped:
         return jax.vmap(run, (self.residuals, dims), axis_size=self.size)
 
     def _summed(self, run: Callable[..., Arrays], residuals: Arrays, cotangents: Arrays) -> Arrays:
-        """The cotangents; those of arrays that are not mapped are float32 sums over the axis."""
+        """Cotangents of what is not mapped are sums over the mapped axis, in float32."""
         results = self._mapped(run, 0)(residuals, cotangents)
         return tuple(
             x.astype(wide(x.dtype)).sum(axis=0).astype(x.dtype)
