@@ -57,7 +57,7 @@ def flash_attention(  # noqa: PLR0913
       k: `[B, S, K, H]`.
       v: `[B, S, K, Hv]`; Hv need not be H. Kernels take multiples of 8 up to 256: q, k and v of
         other head dims are zero-padded to a multiple of 8 first, which copies them.
-      mask: who sees whom by position: `FULL`, `CAUSAL`, `sliding_window(n)` or any `Mask(left,
+      mask: the keys that a query sees: `FULL`, `CAUSAL`, `sliding_window(n)` or any `Mask(left,
         right)`, whose bounds may be traced. Query row i stands at position q_offset + i and key j
         at j; with the default q_offset a causal mask is top-left::
 
@@ -65,7 +65,7 @@ def flash_attention(  # noqa: PLR0913
             1 . . .                        1 1 1 .
             1 1 . .                        1 1 1 1
 
-        Or by a function of positions: `mask_fn(f, *aux)`, which combines with these by &, | and ~.
+        Or a function of positions: `mask_fn(f, *aux)`, which combines with these by &, | and ~.
         Tiles of keys that it hides from all of some queries are not computed.
       score: a function of the scaled, capped scores, `score_fn(f, *aux)`. Differentiable, and so
         are its aux: where their gradients are wanted, the reference computes them, some rows at a
@@ -74,9 +74,9 @@ def flash_attention(  # noqa: PLR0913
       q_offset: position of query row 0: an int, or int32[B]. Within -2**29 .. 2**29: an int outside
         is a ValueError, numbers of an array are clipped.
       q_lengths: int32[B], clipped to 0 .. T; rows at or past it give 0 and take no gradient.
-      kv_lengths: int32[B], clipped to 0 .. S; keys and values at or past it do not exist. Past a
-        length anything may lie, NaN included: in q, k, v, bias, mask_array, segment_ids, and in the
-        cotangents of out and lse.
+      kv_lengths: int32[B], clipped to 0 .. S; keys and values at or past it are not used. Past a
+        length there may be any numbers, NaN included: in q, k, v, bias, mask_array, segment_ids,
+        and in the cotangents of out and lse.
       segment_ids: int32[B, T] and int32[B, S] as a pair, or one array for both: a query sees keys
         of its own segment.
       q_starts: int32[M + 1], traced: the rows of q are packed. Then q is `[tokens, N, H]`, k and v
@@ -103,29 +103,29 @@ def flash_attention(  # noqa: PLR0913
       context: within `jax.shard_map`, over a mesh axis that the rows of q, k and v are split over:
         the rows that each device has, and how they move (`Context`). T and S are those of this
         device; positions, q_offset, q_lengths and kv_lengths those of the whole sequence.
-        segment_ids are of this device's rows; so is the T of a bias or mask_array, whose S is of
-        all keys, in the order of their positions.
-        Static.
+        segment_ids are those of this device's rows; a bias or mask_array has the T of this device
+        and all keys, in the order of their positions. Static.
       rotary: RoPE of q and k before attention, by position, as `write_kv` and `decode_attention`
-        have it: `Rotary.create(positions, dims)`. In float32, rounded once to q's dtype, by XLA,
-        which fuses it with what makes q and k. q, k and the tables have gradients. Positions are
-        those that masks count: rows of the whole sequence, also with a `context`; rows within each
-        sequence with q_starts. They go on from document to document with segment_ids, which
-        changes nothing: scores depend on differences of positions alone.
+        have it: `Rotary.create(positions, dims)`. XLA computes it in float32, rounded once to q's
+        dtype, and fuses it with the operations that make q and k. q, k and the tables have
+        gradients. Positions are those that masks count: rows of the whole sequence, also with a
+        `context`; rows within each sequence with q_starts. With segment_ids they go on from
+        document to document, which changes nothing: scores depend on differences of positions.
       rotary_positions: int32[T] or int32[B, T], or a pair (of q, of k): positions for `rotary` in
-        place of these; under a `context` those of this device's rows. A row whose position shows at
-        run time only, and lies outside of the tables, is NaN.
+        place of these; under a `context` those of this device's rows. A row whose position is known
+        only at run time, and lies outside of the tables, becomes NaN.
       implementation: "sm90", "sm80", "reference", or None for the fastest that takes the problem.
         There is no silent fallback on a GPU; without one the reference is what runs.
 
     Returns:
-      `[B, T, N, Hv]`, or `[tokens, N, Hv]` of packed rows, in q's dtype. A
-      row that sees no key is 0 and so are its gradients, also where S == 0.
+      `[B, T, N, Hv]`, or `[tokens, N, Hv]` of packed rows, in q's dtype.
+      A row that sees no key is 0 and so are its gradients, also where S == 0.
 
-    Differentiable in forward and reverse mode, any number of times, with every implementation. First
-    derivatives are kernels' work, but for those of a score function's arrays; of higher ones a part
-    is that of the reference, some query rows at a time, which takes longer. Under `jax.checkpoint` a kernel's
-    results have the names "flash_attention_out" and "flash_attention_lse": a policy that saves both
+    Differentiable in forward and reverse mode, any number of times, with every implementation.
+    Kernels compute first derivatives, but for those of a score function's arrays; the reference
+    computes a part of higher ones, some query rows at a time, which takes longer. Under
+    `jax.checkpoint` a kernel's results have the names "flash_attention_out" and
+    "flash_attention_lse": a policy that saves both
     (`jax.checkpoint_policies.save_only_these_names`) spares the backward pass a second forward.
     """
     return flash_attention_with_lse(**locals())[0]

@@ -703,8 +703,8 @@ class PagedCache(KVCache):
 
         Args:
           tokens: rows of each sequence in q; with `starts` all rows of q.
-          levels: how many times sequences may part.
-          starts: those of the call, int32[M + 1], where its rows are packed.
+          levels: how many times sequences with a common prefix may diverge.
+          starts: the starts of the call, int32[M + 1], where its rows are packed.
         """
         return prefixes.find(self, tokens, levels, starts)
 

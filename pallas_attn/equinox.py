@@ -1,9 +1,9 @@
 """Equinox: `MultiheadAttention`, and `dot_product_attention` for layers of your own.
 
-from pallas_attn.equinox import MultiheadAttention
+    from pallas_attn.equinox import MultiheadAttention
 
-layer = MultiheadAttention(num_heads=8, query_size=512, key=key)
-layer(x, x, x, is_causal=True)
+    layer = MultiheadAttention(num_heads=8, query_size=512, key=key)
+    layer(x, x, x, is_causal=True)
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ __all__ = ["MultiheadAttention", "dot_product_attention"]
 
 
 class MultiheadAttention(eqx.nn.MultiheadAttention):
-    """`eqx.nn.MultiheadAttention` with `flash_attention` inside: the same arguments, parameters and
-    bits of the parameters. Dropout of attention weights is a ValueError, but for inference.
+    """`eqx.nn.MultiheadAttention` with `flash_attention` inside: it has the same arguments, and the
+    same parameters for a key. Dropout of attention weights is a ValueError except in inference.
     """
 
     def __call__(  # noqa: PLR0913
@@ -76,12 +76,12 @@ def dot_product_attention(  # noqa: PLR0913
     is_causal: bool = False,
     segment_ids: Ids | None = None,
 ) -> jax.Array:
-    """The attention within Equinox's layer: of one head `[T, H]`, which may be under `jax.vmap`, or
-    of `[T, N, H]` to `[S, K, H]`, where K divides N.
+    """The attention function within Equinox's layer, for one head `[T, H]`, which may be under
+    `jax.vmap`, or for queries `[T, N, H]` and keys `[S, K, H]`, where K divides N.
 
     Args:
       mask: an array `[T, S]` or `[N, T, S]`, or a `Mask` or `mask_fn`. A known array (not traced)
-        becomes a band, lengths or segment ids where it is such.
+        becomes a band, lengths or segment ids where it equals one.
       dropout: the layer's; a ValueError unless its p is 0 or `inference` holds.
       segment_ids: integers `[T]`, or a pair for queries and keys.
     """

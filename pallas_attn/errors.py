@@ -1,4 +1,4 @@
-"""Errors of calls that no implementation takes: who refused, why, and the remedy."""
+"""Errors of calls that no implementation takes: each refusal, its reason and the remedy."""
 
 import dataclasses
 

@@ -5,8 +5,8 @@
     layer = linen.MultiHeadDotProductAttention(num_heads=8, attention_fn=attention_fn)
     layer.apply(variables, x, mask=make_causal_mask(tokens))
 
-The makers of masks have the names and arguments of Flax's, and keep masks sparse under `jax.jit`,
-where the numbers of an array are not known. A mask of Flax's makers works as well.
+The functions that make masks have the names and arguments of Flax's, and keep masks sparse under
+`jax.jit`, where the numbers of an array are not known. Masks that Flax makes work as well.
 """
 
 import functools
@@ -50,22 +50,24 @@ def attention_fn(  # noqa: PLR0913
     rotary: Rotary | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """The `dot_product_attention` of linen and of nnx, argument for argument.
+    """`dot_product_attention` of linen and of nnx, with the same arguments.
 
     Args:
       query: `[..., T, N, H]`; key and value `[..., S, K, H]`, where K divides N.
       mask: an array `[..., N or 1, T, S]` of bool or of 0 and 1, a `Mask`, a `mask_fn`, or a
-        `SparseMask` of the makers below. Arrays whose numbers are known (made outside of `jax.jit`)
-        become bands, lengths and segment ids where they are such; traced ones do where T or S is 1.
-      dropout_rate: of attention weights; a ValueError unless deterministic.
-      module: where attention weights go; a ValueError, since they are never computed as a whole.
+        `SparseMask` that the functions below make. Arrays whose numbers are known (made outside of
+        `jax.jit`) become bands, lengths and segment ids where they equal these; traced arrays
+        become segment ids where T or S is 1.
+      dropout_rate: dropout of attention weights; a ValueError unless 0 or `deterministic`.
+      module: must be None, since attention weights are never computed as a whole.
       segment_ids: integers `[..., T]`, or a pair for queries and keys: a query sees keys of its own
-        segment. For `functools.partial`; `make_attention_mask(ids, ids, jnp.equal)` is the same.
-      rotary: RoPE of queries and keys, as in `flash_attention`; for `functools.partial`.
+        segment. No layer passes it: use `functools.partial`, or the mask
+        `make_attention_mask(ids, ids, jnp.equal)`, which means the same.
+      rotary: RoPE of queries and keys, as in `flash_attention`; by `functools.partial` too.
       input_positions: integers `[..., T]`, positions of queries and keys for `rotary`.
       implementation: as in `flash_attention`.
 
-    linen passes only the arguments that this signature names; it names all.
+    linen passes only arguments that the signature names, so it names all of them.
     """
     del broadcast_dropout, dropout_rng, force_fp32_for_softmax
     if dropout_rate and not deterministic:
@@ -99,9 +101,9 @@ def make_attention_mask(
     extra_batch_dims: int = 0,
     dtype: DTypeLike = jnp.float32,
 ) -> SparseMask | jax.Array:
-    """Flax's function of this name. Sparse where `pairwise_fn` is `jnp.multiply` or
+    """Flax's function of this name. The result is sparse where `pairwise_fn` is `jnp.multiply` or
     `jnp.logical_and` (queries and keys that count) or, for integers, `jnp.equal` (segments); else
-    the array that Flax makes, of `dtype`.
+    it is the array that Flax makes, of `dtype`.
     """
     rows = query_input.shape[-1], key_input.shape[-1]
     q, kv = (jnp.asarray(x)[(None,) * extra_batch_dims] for x in (query_input, key_input))
@@ -124,7 +126,7 @@ def make_causal_mask(
 def combine_masks(
     *masks: SparseMask | Array | None, dtype: DTypeLike = jnp.float32
 ) -> SparseMask | Array | None:
-    """Flax's function of this name: the keys that all masks show. Sparse if one of them is."""
+    """Flax's function of this name: the keys that all masks show; sparse if any mask is."""
     sparse = [mask for mask in masks if isinstance(mask, SparseMask)]
     arrays = [mask for mask in masks if mask is not None and not isinstance(mask, SparseMask)]
     if sparse:

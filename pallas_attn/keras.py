@@ -2,7 +2,7 @@
 
     from pallas_attn.keras import MultiHeadAttention
 
-They take the arguments of Keras's layers, have their weights and are saved as they are. Masks that
+They have the arguments and the weights of Keras's layers and are saved in the same way. Masks that
 Keras makes (padding, `use_causal_mask`, `sliding_window`) never become T x S numbers.
 """
 
@@ -87,7 +87,9 @@ def _mask(  # noqa: PLR0913
     key_mask: Array | None = None,
     use_causal_mask: bool = False,
 ) -> SparseMask:
-    """The masks of a layer, combined. `window`: a query sees keys closer than this, either way."""
+    """The masks of a layer, combined. `window`: a query sees keys closer than this, before and
+    after it.
+    """
     rows = query.shape[1], value.shape[1]
     if isinstance(attention_mask, (jax.Array, np.ndarray)) and attention_mask.ndim == 3:
         attention_mask = attention_mask[:, None]  # [B, T, S], for all heads

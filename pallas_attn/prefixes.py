@@ -1,6 +1,6 @@
-"""Rows that several sequences have in common, read once for all of them: which ones these are.
+"""The rows that several sequences have in common, which attention reads once for all of them.
 
-Attention then reads the keys of a sequence in parts (`_cache/attend_in_parts.py`).
+It then reads the keys of a sequence in parts (`_cache/attend_in_parts.py`).
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class Members(NamedTuple):
 
     @property
     def number(self) -> int:
-        """Number of parts, some of which nobody reads."""
+        """Number of parts, some of which may have no reader."""
         return self.starts.size - 1
 
     @classmethod
@@ -99,8 +99,8 @@ class SharedPrefixes:
     It is made once in a step, after `extend`, and serves all layers. `tokens`: the t of q; only
     whole pages before these newest rows count. For packed rows it is made by
     `shared_prefixes(tokens=n, starts=starts)`: q has n rows, and sequences without a row share
-    nothing. `levels`: how many times sequences may part: 1 finds what the forks of one sequence
-    share, 2 also a system prompt that stands before groups of them.
+    nothing. `levels`: how many times sequences may diverge: 1 finds the pages that the forks of one
+    sequence share, 2 also a system prompt that stands before groups of forks.
     Whatever the page tables say, decoding gives the same up to rounding, also over another state of
     the cache: a sequence that no longer has the shared pages before its newest rows, or has other
     packed rows, reads all that it has by itself.
@@ -144,7 +144,7 @@ jax.tree_util.register_dataclass(Prefix, data_fields=["cache", "groups"], meta_f
 class _Level(NamedTuple):
     """The pages that sequences share beyond the levels before."""
 
-    leader: Array  # int32[M]: the first sequence of those that share; M where nobody does
+    leader: Array  # int32[M]: the first sequence of those that share; M where none does
     first: Array  # int32[M]: the first entry of the page table that they share
     entries: Array  # int32[M]: how many they share
 

@@ -1,9 +1,9 @@
 """An implementation for `tokamax.dot_product_attention`:
 
-from pallas_attn.tokamax import implementation
+    from pallas_attn.tokamax import implementation
 
-tokamax.dot_product_attention(q, k, v, is_causal=True, implementation=[implementation])
-tokamax.dot_product_attention(q, k, v, implementation=[implementation, "mosaic", "xla"])
+    tokamax.dot_product_attention(q, k, v, is_causal=True, implementation=[implementation])
+    tokamax.dot_product_attention(q, k, v, implementation=[implementation, "mosaic", "xla"])
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ from pallas_attn.masks import Mask
 
 __all__ = ["implementation"]
 
-# Arguments of tokamax's operation with the values that mean that nothing is asked for.
+# Arguments of tokamax's operation that are not supported, with the values by which they are unused.
 _UNUSED: dict[str, Any] = {
     "dropout_mask": None,
     "dropout_rate": 0.0,
@@ -46,8 +46,8 @@ def implementation(
     """One of the `implementation`s of `tokamax.dot_product_attention`.
 
     A problem that no kernel takes is a NotImplementedError, at which tokamax goes on to the next in
-    the list; so are quantised arrays, `q_sharding` (the kernels split themselves where arrays are
-    split), and a `logits_soft_cap` beside a bias, which tokamax adds first and kernels last.
+    the list. So are quantised arrays, `q_sharding` (kernels are split as their arrays are), and a
+    `logits_soft_cap` beside a bias: tokamax adds the bias before the softcap, kernels after it.
     """
     for name, x in (("query", q), ("key", k), ("value", v)):
         if not isinstance(x, jax.Array):
@@ -72,8 +72,8 @@ def implementation(
 
 
 def _mask(mask: Argument, rows: tuple[int, int]) -> SparseMask:
-    """A `Mask` of tokamax's: its band, its lengths where they are the same in all heads and rows,
-    and the array of what is left.
+    """A `Mask` of tokamax as a sparse one: its band, its lengths where all heads and rows have the
+    same, and an array for the rest.
     """
     if mask is None or isinstance(mask, jax.Array):
         return sparse(mask, rows)

@@ -1,7 +1,7 @@
-"""Attention by the reference, some query rows at a time, which jax differentiates any number of
-times: for derivatives that no kernel computes.
+"""Attention by the reference, some query rows at a time, for derivatives that no kernel computes:
+jax differentiates it any number of times.
 
-The scores of `ROWS` query rows are in memory at a time, a few times over, and a backward computes
+A few copies of the scores of `ROWS` query rows are in memory at a time, and a backward computes
 them again: memory grows with the rows and the keys, not with their product. Sums over rows are
 taken in float32.
 """
@@ -17,8 +17,8 @@ from pallas_attn._call import batching, reference
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 
 Array = jax.Array
-ROWS = 128  # the reference computes so many as one block
-SLAB = 2**26  # logits, of which a few arrays are in memory: fewer rows where they are more
+ROWS = 128  # query rows that the reference computes as one block
+SLAB = 2**26  # most logits of a block; it has fewer rows where ROWS would have more
 
 
 def attention(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Array, Array]:

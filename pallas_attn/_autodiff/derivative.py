@@ -1,11 +1,11 @@
-"""The derivative of a call of attention: one linear operation (`linear.call`) from tangents of its
-inputs to those of out and lse, whose transpose are the gradients.
+"""The derivative of a call of attention: one linear operation (`linear.call`) from the tangents of
+its inputs to those of out and lse. The transpose of this operation gives the gradients.
 
 With P = softmax(S) and S' the tangent of the logits S:
 
     out' = (P o S') V + P V' - rowsum(P o S') out        lse' = rowsum(P o S')
 
-It starts from the inputs, out and lse. `Call` has both directions for one kind of call.
+Both directions start from the inputs, out and lse; a `Call` computes them for one kind of call.
 """
 
 import dataclasses
@@ -67,7 +67,7 @@ class Attention:
         return self.call.run(jax.tree.unflatten(self.tree, arrays))
 
     def named(self, results: Arrays) -> Results:
-        """With both saved, only q, k and v are computed again."""
+        """The results by their names. Where both are saved, no kernel of the forward runs again."""
         out, lse = results
         out = checkpoint_name(out, "flash_attention_out")
         return out, checkpoint_name(lse, "flash_attention_lse")
@@ -142,7 +142,7 @@ class Derivative:
         return dict(zip(self.names, arrays, strict=True))
 
     def _of_names(self, residuals: Arrays) -> tuple[Callable[[Named], Results], Named]:
-        """The call as a function of the inputs of these names, and what they are."""
+        """The call as a function of the inputs of these names, and the values of these."""
         named = self._residuals(residuals)[0].named()
 
         def run(some: Named) -> Results:
@@ -160,8 +160,8 @@ def _typed(array: Array, gradient: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class KernelCall:
-    """A call by a kernel, which `run(inputs)` runs. `implementation`: the argument of the call, by
-    which kernels of its derivatives are chosen when there are any.
+    """A call by a kernel, which `run(inputs)` runs. `implementation`: the argument of the call,
+    which also chooses the kernels of its derivatives.
     """
 
     problem: AttentionProblem
@@ -223,7 +223,7 @@ class KernelCall:
 
 
 def _along_sinks(inputs: AttentionInputs, results: Results, along: Array) -> Results:
-    """A sink is one more logit, of no value."""
+    """Tangents of out and lse along the sinks: a sink is one more logit without a value row."""
     out, lse = results
     sinks, along = (x.astype(lse.dtype)[None, :, None] for x in (inputs.sinks, along))
     moved = jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks - jnp.where(lse == -jnp.inf, 0, lse)))

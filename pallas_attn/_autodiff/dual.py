@@ -1,11 +1,11 @@
-"""A function and its derivative in one launch, where nothing but forward mode asks for both.
+"""A function and its derivative in one launch, where forward mode alone asks for both.
 
-jax takes gradients by a derivative rule too: it evaluates what is known, the results, and keeps the
-rest, the derivative, for later. One operation that makes both has to come apart then. `bind` says
-so to jax: where only the results are known, the rules below put the function and its derivative
-(`linear.call`) in its place, with the results under the names that policies of jax.checkpoint know.
-A second operation, `_choose`, stands behind those names: it hands on the tangents of the launch,
-and becomes the derivative that reads the named results where the launch has come apart.
+jax computes gradients by the derivative rule too: it evaluates the known part (the results) and
+stages the rest (the derivative) for later. An operation that computes both has to be split then.
+The rules below do so: where only the results are known, they replace the operation of `bind` by the
+function and its derivative (`linear.call`), with the results under the names that policies of
+jax.checkpoint know. A second operation, `_choose`, follows these names: it passes on the tangents
+of the launch, and where the launch was split it becomes the derivative of the named results.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from pallas_attn._call import sharding
 
 Array = jax.Array
 Tracer = Any
-Equation = Any  # of a jaxpr
+Equation = Any  # a JaxprEqn
 # (known equation, staged one, unknown results, results that are there, residuals)
 Rule = Any
 
@@ -168,7 +168,7 @@ ad.primitive_transposes[_choose] = _transpose_of_choice
 batching.primitive_batchers[_dual], batching.primitive_batchers[_choose] = _batch, _batch_choice
 
 
-# ---- where a gradient is taken: the launch comes apart -------------------------------------------
+# ---- under gradients: the launch is split in two -------------------------------------------------
 
 
 def _derivative_of(static: Any, count: int) -> tuple[Primitive, dict[str, Any]]:
@@ -203,7 +203,7 @@ def _choose_partly(trace: Any, *tracers: Tracer, **static: Any) -> list[Any]:
 
 
 def _whole(saveable: Any, unknown: Sequence[bool], there: Sequence[bool], eqn: Equation) -> Rule:
-    """An equation that does not come apart, as jax treats those without a rule."""
+    """An equation that is not split, as jax treats equations without a rule."""
     count = len(eqn.outvars)
     missing = [x for x, is_there in zip(eqn.invars, there, strict=True) if not is_there]
     if any(unknown):
@@ -217,7 +217,7 @@ def _whole(saveable: Any, unknown: Sequence[bool], there: Sequence[bool], eqn: E
 def _staged(saveable: Any, unknown: Sequence[bool], there: Sequence[bool], eqn: Equation) -> Rule:
     """The launch in a function under jax.checkpoint, where tangents are not known: the results are
     known, and computed again with the tangents unless a policy saves them. `_staged_choice` makes
-    the derivative of the named ones; jax drops what nobody reads then.
+    the derivative of the named ones; jax then drops results that nothing reads.
     """
     static = eqn.params
     count, results = len(eqn.invars) - len(static["moving"]), len(static["jaxpr"].out_avals)

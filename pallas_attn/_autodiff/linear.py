@@ -1,13 +1,12 @@
 """Functions whose derivative is one linear operation with a transpose of its own, as primitives of
 jax.
 
-A derivative of attention is linear in tangents, and kernels compute both it and its transpose.
+The derivative of attention is linear in tangents, and kernels compute both it and its transpose.
 jax's custom_vjp has no forward mode, and a loop whose gradient is differentiated loses the rule of
-its custom_jvp. So `differentiable` binds a
-primitive, whose derivative is another one, of
-`call`: jax.vmap maps both directions (`Mapped`), a transposition swaps them (`Transposed`), and a
-derivative along the residuals is that of `definition`, the same operation by operations of jax,
-any number of times.
+its custom_jvp. So `differentiable` binds a primitive, whose derivative is a second primitive, bound
+by `call`. jax.vmap maps both directions of it (`Mapped`), transposition swaps them (`Transposed`),
+and its derivative along the residuals is that of `definition`, the same function by operations of
+jax, which can be differentiated any number of times.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ from pallas_attn._call import sharding
 Array = jax.Array
 Arrays = tuple[Array, ...]
 Types = tuple[Any, ...]  # shape, dtype and sharding of arrays, as jax.typeof says
-Dims = tuple[int | None, ...]  # the axis of each array that vmap maps; None: it is not mapped
+Dims = tuple[int | None, ...]  # the mapped axis of each array under vmap; None: not mapped
 
 
 class Linear(Protocol):
@@ -244,7 +243,7 @@ def call(operation: Linear, residuals: Sequence[Array], linear: Sequence[Array])
     residuals, linear = tuple(residuals), tuple(linear)
     # The context variables of this call decide, wherever jax evaluates the operation.
     run, jaxpr = sharding.as_now(operation.apply), None
-    if isinstance(linear[0], JaxprTracer):  # to be transposed, as a rule: tracing costs time
+    if isinstance(linear[0], JaxprTracer):  # usually only transposed; tracing takes time
         types = operation.result_types(residuals, linear)
     else:
         jaxpr = jax.make_jaxpr(run)(residuals, linear)

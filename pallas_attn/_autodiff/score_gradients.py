@@ -1,9 +1,8 @@
-"""Gradients of the arrays that a score function reads, beside kernels: by autodiff of the
-reference, some query rows at a time.
+"""Gradients of the arrays that a score function reads: by autodiff of the reference, some query
+rows at a time, while kernels compute the gradients of q, k and v.
 
-Kernels give the gradients of q, k and v. An array that a score reads has one number for many
-logits: its gradient is a sum over rows and keys of a head, or of a distance, as the function says.
-It is taken in float32. Where nobody wants these gradients nothing is computed.
+An array that a score reads has one number for many logits: its gradient is a float32 sum over the
+rows and keys that read the number. Nothing is computed where these gradients are not asked for.
 """
 
 import functools

@@ -1,5 +1,5 @@
-"""Rotation of q and k by position (RoPE) beside the launch of attention: plain operations of XLA,
-so that gradients, vmap and devices need nothing of their own.
+"""Rotation of q and k by position (RoPE) before the launch of attention. It consists of plain
+operations of XLA, so gradients, vmap and sharding need no code here.
 """
 
 from typing import Any
@@ -14,8 +14,8 @@ from pallas_attn.context import checked, shards_of
 from pallas_attn.rotary import turned
 
 Array = jax.Array
-# Positions of rows: int32[rows] or int32[B, rows]; or an int, the position of the first of
-# consecutive rows that the tables are known to have.
+# Positions of rows: int32[rows] or int32[B, rows]; or an int, the position of the first row of
+# consecutive ones, all of which are known to be in the tables.
 Positions = int | Array
 
 
@@ -51,7 +51,7 @@ def rotated(
 
 
 def _as_said(positions: checks.Argument, q: Array, k: Array) -> list[Array]:
-    """Positions that the caller gives: one array for q and k, or a pair."""
+    """Positions that the caller passes: one array for q and k, or a pair."""
     pair = positions if isinstance(positions, (tuple, list)) else (positions, positions)
     if len(pair) != 2:
         raise ValueError(

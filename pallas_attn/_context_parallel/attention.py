@@ -1,8 +1,9 @@
 """Attention over rows that several devices have, by the methods "gather" and "ring".
 
-The backward starts from this device's q, k, v, out and lse: what others have is moved again. dk and
-dv leave a device in the dtype of k, as the backward kernels round them, half of what float32 would
-move; what arrives is added up in float32, in the order of the devices, and rounded once.
+The backward starts from this device's q, k, v, out and lse, and moves other devices' rows again. dk
+and dv leave a device in the dtype of k, as the backward kernels round them, which is half of the
+bytes of float32; arriving parts are added in float32, in the order of the devices, and rounded
+once.
 """
 
 import dataclasses

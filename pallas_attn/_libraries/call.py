@@ -1,4 +1,4 @@
-"""`flash_attention` as layers of other libraries call it."""
+"""`flash_attention` with the arguments that layers of other libraries pass."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Masks of other libraries' layers in the terms of `flash_attention`, without T x S numbers."""
+"""Masks of other libraries' layers as arguments of `flash_attention`, without T x S numbers."""
 
 import dataclasses
 import operator
@@ -14,16 +14,16 @@ from pallas_attn.masks import FULL, Mask, MaskFunction
 
 Array = jax.Array | np.ndarray
 
-MOST_READ = 2**26  # numbers of a known mask that are looked at
-# Segment ids of queries that see nothing, and of keys that nobody sees. Large ones, as padding
-# mostly comes last: kernels skip tiles by the least and the greatest id in them.
+MOST_READ = 2**26  # numbers of the largest known mask that is examined
+# Segment ids of queries that see no key, and of keys that no query sees. They are large, since
+# padding mostly comes last, and kernels skip tiles by the least and the greatest id in them.
 _BLIND, _HIDDEN = 2**31 - 2, 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SparseMask:
     """A mask `[..., heads or 1, T, S]` as a band or a function of positions, segment ids, lengths,
-    the queries and keys that count, and an array for what is left. A pytree; `&` combines masks.
+    the queries and keys that count, and an array for the rest. It is a pytree; `&` combines masks.
     """
 
     rows: tuple[int, int]  # T, S
@@ -31,7 +31,7 @@ class SparseMask:
     # Integers [..., T] and [..., S]: a query sees keys of its own segment.
     ids: tuple[Array, Array] | None = None
     q_counts: Array | None = None  # bool[..., T]: False for a query that sees nothing
-    kv_counts: Array | None = None  # bool[..., S]: False for a key that nobody sees
+    kv_counts: Array | None = None  # bool[..., S]: False for a key that no query sees
     q_lengths: Array | None = None  # int32[...]
     kv_lengths: Array | None = None
     array: Array | None = None  # bool[..., heads or 1, T or 1, S or 1]
@@ -111,8 +111,8 @@ def over_batch(x: Array, batch: tuple[int, ...], inner: int) -> jax.Array:
 
 
 def sparse(mask: AnyMask | None, rows: tuple[int, int]) -> SparseMask:
-    """A mask of whatever kind. Known numbers are looked at; traced ones tell by their shape alone
-    whether they are about keys or queries only.
+    """A mask of any kind as a sparse one. Known arrays are examined; of traced ones the shape alone
+    tells whether they are masks of keys or of queries only.
     """
     if mask is None:
         return SparseMask(rows)
@@ -152,8 +152,8 @@ def _is_known(mask: Array) -> bool:
 
 
 def _read(mask: np.ndarray, rows: tuple[int, int]) -> SparseMask:
-    """A known mask: a band, of the queries and keys that see and are seen, or of segments; itself
-    where it is neither.
+    """A known mask as a band, with the queries and keys that count, or as segments within a band;
+    the array itself where it is neither.
     """
     if not (mask == mask[..., :1, :, :]).all():
         return SparseMask(rows, array=mask)
@@ -189,7 +189,7 @@ def _bands(seen: np.ndarray, q_counts: np.ndarray) -> list[Mask]:
 
 
 def _counting(q_counts: np.ndarray, kv_counts: np.ndarray, lead: tuple[int, ...]) -> dict[str, Any]:
-    """Fields for queries and keys that count: nothing where all do, lengths where the first do."""
+    """Fields for queries and keys that count: none where all do, lengths where the first do."""
     fields: dict[str, Any] = {}
     for side, counts in (("q", q_counts), ("kv", kv_counts)):
         lengths = counts.sum(-1, dtype=np.int32)
@@ -211,7 +211,7 @@ def _both(
 
 
 def _where(counts: Array | None, ids: Array, other: int) -> Array:
-    """Ids where they count; of a type that has room for the other."""
+    """`ids`, with `other` where a row does not count, in a dtype that can hold both."""
     if counts is None:
         return ids
     counts, ids = jnp.broadcast_arrays(counts, ids)

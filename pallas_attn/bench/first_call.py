@@ -22,7 +22,7 @@ from pallas_attn.bench.first_call_programs import CASES, OURS, STEPS, Case
 from pallas_attn.bench.rows import Row
 
 TIMEOUT_S = 600
-# The file as a program: as a module of this package it would import the benchmark.
+# The path of the file, which is run as a program: as a module it would import the benchmark.
 _RUN = "import runpy, sys; sys.path[0] = sys.argv.pop(1); file = sys.argv.pop(1); "
 _RUN += "runpy.run_path(file, run_name='__main__')"
 States = tuple[str | None, ...]  # no persistent cache of jax's, or an "empty" or "filled" one
@@ -47,7 +47,7 @@ def run(wanted: str, peers: str, turns: int, commit: str | None, out: str | None
 
 
 def every_timing(chosen: list[Case], peers: str) -> Iterator[tuple[Case, str, States]]:
-    """Each case by ours and by peers, and ours once more with a persistent cache."""
+    """Each case with this package and with peers, and with this package and a persistent cache."""
     wanted = (OURS, *peers.split(","))
     for case in chosen:
         for impl in case.impls:

@@ -22,7 +22,7 @@ _AFTER_JAX = time.perf_counter()
 
 OURS = "pallas_attn"
 STEPS = ("trace_s", "lower_s", "compile_s", "run_s")
-Program = tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]  # and the donated arguments
+Program = tuple[Callable[..., Any], tuple[Any, ...], tuple[int, ...]]  # last: donated arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,8 +79,8 @@ def _attend(impl: str, ids: jax.Array | None, q: jax.Array, k: jax.Array, v: jax
 
 
 def cache(impl: str, *, kind: str, sequences: int, rows: int, room: int = 1024) -> Program:
-    """A row of each sequence appended and decoded, the cache donated; or more rows over the cache,
-    32 query heads to 8 kv heads of 128.
+    """A step that appends and decodes a row of each sequence, with the cache donated, or more rows
+    of each over the cache; 32 query heads and 8 kv heads of 128.
     """
     import pallas_attn as pa
 
@@ -105,7 +105,7 @@ def cache(impl: str, *, kind: str, sequences: int, rows: int, room: int = 1024) 
 
 
 def imports(impl: str) -> Program:
-    """Nothing is called."""
+    """Case of the imports alone, which calls nothing."""
     raise AssertionError(impl)
 
 

@@ -42,7 +42,7 @@ class Template:
                 f"{self._where}: a chat template takes the package jinja2: "
                 "pip install 'pallas_attn[lm]'"
             ) from None
-        except Exception as error:  # any: a program that somebody wrote
+        except Exception as error:  # a template may raise anything
             raise ValueError(f"{self._where}: {shown(str(error))[1:-1]}") from None
 
 
@@ -58,11 +58,11 @@ def check(messages: Sequence[Message]) -> None:
 
 
 class Reader(NamedTuple):
-    """Reads prompts: texts, conversations and token ids become token ids."""
+    """Turns prompts (texts, conversations or token ids) into token ids."""
 
     tokenizer: Tokenizer
     template: Template | None
-    messages: bool = False  # texts are messages of a user
+    messages: bool = False  # whether texts are messages of a user
 
     def tokens(self, prompt: object, number: int) -> list[int]:
         """The tokens of prompt `number`, counted from 1."""

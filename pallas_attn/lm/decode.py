@@ -60,8 +60,8 @@ def _fold(key: Array, numbers: Array) -> Array:
 
 
 def _no_larger(options: Options, prompts: Sequence[Sequence[int]], wanted: int) -> Options:
-    """The options with steps that are no larger than the prompts, and no more than are wanted, but
-    for the bucket: what is computed of nothing takes as long.
+    """The options with `chunk` and `prefill_chunk` cut to what the prompts need, rounded up to a
+    bucket: empty rows and steps take as long as full ones.
     """
     chunk = min(options.chunk, power_of_two(max(wanted - 1, 1)))
     rows = options.prefill_chunk
@@ -205,7 +205,7 @@ class Run:
         return dataclasses.replace(sent, key=_fold(self._seed, sent.key))
 
     def _fly(self, flight: _Flight) -> None:
-        """The results start on their way to the host."""
+        """Starts the copies of the results to the host."""
         flight.tokens.copy_to_host_async()
         self._flights.append(flight)
         self._slots.leave()
@@ -332,18 +332,18 @@ class Run:
         return round(kept / drafts, 4) if drafts else None
 
     def to_first_token(self) -> Spread | None:
-        """From the start of the run, which has all prompts, to each sequence's first token."""
+        """Times from the start of the run, with all prompts, to each sequence's first token."""
         return Spread.of([sequence.times[0] for sequence in self.sequences if sequence.times])
 
     def between_tokens(self) -> Spread | None:
-        """From each token of a sequence to its next."""
+        """Times from each token of a sequence to its next."""
         return Spread.of(self._gaps)
 
     # ---- the end
 
     @property
     def cache(self) -> KVCache:
-        """The cache as it is now; the next step takes it away."""
+        """The cache as it is now; the next step donates it."""
         return self._cache
 
     def wait(self) -> None:
@@ -357,7 +357,7 @@ class Run:
 
 
 def refuse(config: Config, options: Options, prompts: Sequence[Sequence[int]], wanted: int) -> None:
-    """Raises ValueError for a run that cannot be, before there are weights."""
+    """Raises ValueError for a run that is not possible, before weights are loaded."""
     at_least_1("max_new_tokens", wanted)
     if options.capacity > config.positions:
         raise ValueError(

@@ -27,7 +27,7 @@ from pallas_attn.lm.texts import Piece, Texts, finish_reason
 
 Prompt = str | Sequence[int] | Sequence[chat.Message]
 
-_TOGETHER = 8  # sequences at a time, if nobody says another number
+_TOGETHER = 8  # sequences at a time by default
 _SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
 # Options that programs are compiled for, but for those that the model and `sampling` decide.
 _COMPILED = tuple(
@@ -111,7 +111,7 @@ def generate(
     seed: int = 0,
     **options: object,
 ) -> list[str]:
-    """Continues prompts, side by side; the text after each, without the prompt.
+    """Continues prompts, side by side; returns the text after each, without the prompt.
 
     Args:
       model: from `load`.
@@ -139,7 +139,7 @@ def generate(
           float32.
 
     Raises:
-      ValueError: a prompt or an option cannot be; the message names it.
+      ValueError: a prompt or an option is not valid; the message names it.
     """
     options |= {"max_new_tokens": max_new_tokens, "seed": seed}
     return [completion.text for completion in complete(model, prompts, **options)]
@@ -173,7 +173,7 @@ def stream(model: Model, prompts: Sequence[Prompt], **options: object) -> Iterat
     chunk of steps together (`chunk=1`: token by token).
 
     Arguments are checked at once. A stream that is closed, or left, stops after the chunk that the
-    device is at.
+    device is computing.
     """
     job = _Job.of(model, prompts, options)
     return iter(()) if job is None else job.pieces()
@@ -230,7 +230,7 @@ class _Job(NamedTuple):
 
 
 def _check_call(model: object, prompts: object, options: Mapping[str, Any]) -> None:
-    """Raises ValueError for arguments that would be another error later."""
+    """Raises ValueError for wrong arguments that would end in a less clear error later."""
     for name in options:
         if name not in NAMES:
             near = difflib.get_close_matches(name, NAMES, 1, 0.7)

@@ -20,8 +20,8 @@ def default_dtype() -> str:
 
 @contextlib.contextmanager
 def matmul_precision(asked: str | None, dtype: str) -> Iterator[None]:
-    """JAX's default precision of matmuls, in every thread: float32 is float32 unless something else
-    is asked for, not the TF32 that JAX takes on GPUs.
+    """Sets JAX's default precision of matmuls, in every thread: float32 means float32, not the TF32
+    that JAX takes on GPUs, unless another precision is asked for.
     """
     before = jax.config.jax_default_matmul_precision
     default = "highest" if dtype == "float32" else "default"

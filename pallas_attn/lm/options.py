@@ -18,13 +18,13 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def check_dtype(dtype: object) -> None:
-    """ValueError for a dtype in which no model runs."""
+    """Raises ValueError for a dtype in which no model runs."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype: expected one of {DTYPES}, got {dtype!r}")
 
 
 def check_stop_ids(stop_ids: object, vocab: int) -> None:
-    """ValueError for stop tokens, asked for, that the model does not have."""
+    """Raises ValueError for `stop_ids` that the model does not have."""
     if isinstance(stop_ids, (list, tuple)) and all(map(is_int, stop_ids)):
         wrong = [token for token in stop_ids if not 0 <= token < vocab]
         if wrong:
@@ -105,7 +105,7 @@ class Options:
             )
 
     def _refuse_samples(self) -> None:
-        """Raises ValueError where several answers cannot be, or would all be the same."""
+        """Raises ValueError where several answers are not possible, or would all be the same."""
         for name, wrong, wanted in (
             ("cache", self.cache != "paged", "'paged', whose pages are forked,"),
             ("samples", not self.sampling.draws, "1, or a temperature,"),
@@ -137,7 +137,7 @@ class Options:
 
     @property
     def rows(self) -> int:
-        """Rows of each slot, those of drafts as well: then a multiple of 8, as kernels want it."""
+        """Rows of each slot, with those of drafts; then a multiple of 8, as kernels need."""
         return -(-(self.capacity + self.ahead) // 8) * 8 if self.ahead else self.capacity
 
     def create_cache(self, config: Config) -> KVCache:

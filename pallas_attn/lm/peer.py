@@ -1,6 +1,6 @@
 """The same step without this package: dense caches, `dynamic_update_slice`, cuDNN's attention.
 
-It is written to be fast, not to lose: a cache a layer, so that nothing is sliced out of a stack,
+It is written to be as fast as it can be: a cache a layer, so that nothing is sliced out of a stack,
 layers unrolled, and this model's own fused matmuls. Sequences have lengths of their own, as in any
 batch that is served. It serves no model with windows: cuDNN's are counted from row 0. On a mesh
 heads, columns and vocabulary are split as ours are; devices add up in the model's dtype.

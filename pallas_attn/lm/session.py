@@ -44,7 +44,7 @@ INTERRUPTED = 130  # the exit status that a shell gives for Ctrl-C
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Everything that a run is asked for. Fields have the names of their flags."""
+    """All settings of a run. Fields have the names of their flags."""
 
     model: str = EMBEDDED
     checkpoint: str | None = None
@@ -138,7 +138,7 @@ def _decode(settings: Settings, dtype: str, out: TextIO, err: TextIO) -> int:
 
 
 class _Model(NamedTuple):
-    """A model without its weights, which are gigabytes: all else has to be right before."""
+    """A model without its weights, gigabytes that load when all else has been checked."""
 
     config: Config
     tokenizer: text.Tokenizer
@@ -219,7 +219,7 @@ def _mesh(settings: Settings, config: Config) -> Mesh | None:
 
 
 def _must_fit(config: Config, options: Options, room: int) -> None:
-    """Refuses a model that memory does not hold: out of memory comes late and says little."""
+    """Refuses a model that does not fit in memory: JAX's own error comes late and says little."""
     if options.mesh is not None and jax.default_backend() != "cpu":  # devices of a CPU share it
         room *= options.mesh.size
     weights = config.size * jax.numpy.dtype(options.dtype).itemsize

@@ -68,7 +68,7 @@ class Slots:
         return pages <= self.options.pool
 
     def leave(self) -> None:
-        """Vacates the slots whose tokens are all planned: the device does things in order."""
+        """Vacates the slots whose tokens are all planned: the device works in order."""
         for slot, sequence in enumerate(self.held):
             if sequence is not None and sequence.planned >= sequence.wanted:
                 self.held[slot] = None

@@ -31,7 +31,7 @@ class Bytes:
 
 
 class Numbers:
-    """Tokens as numbers: for random weights, which have nothing to say."""
+    """Tokens as numbers, for random weights, whose tokens stand for no text."""
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         del special
@@ -62,7 +62,7 @@ class _HuggingFace:
             self._tokenizer.no_truncation()
         except (KeyboardInterrupt, MemoryError):
             raise
-        except BaseException as error:  # the package raises nothing narrower, and panics of Rust's
+        except BaseException as error:  # the package raises nothing narrower, and Rust's panics
             raise ValueError(f"{path}: {shown(str(error))[1:-1]}") from None
 
     def encode(self, text: str, special: bool = True) -> list[int]:
@@ -80,7 +80,7 @@ def encoded(tokenizer: Tokenizer, text: str, number: int, special: bool = True) 
         return tokenizer.encode(text, special)
     except UnicodeEncodeError as error:
         raise ValueError(f"prompt {number}: not UTF-8 at character {error.start + 1}") from None
-    except Exception as error:  # raised by a tokenizer that somebody wrote
+    except Exception as error:  # a tokenizer may raise anything
         raise ValueError(f"prompt {number}: {error}") from None
 
 

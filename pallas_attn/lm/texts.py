@@ -11,8 +11,9 @@ from pallas_attn.lm.text import Stream, Tokenizer
 class Piece(NamedTuple):
     """New tokens of a sequence, and the text that they finish.
 
-    A text may lag behind its tokens: a token may end within a character, and text that a stop
-    string may begin with waits until that is known. The pieces of a sequence make its whole text.
+    A text may lag behind its tokens: a token may end within a character, and text that may be the
+    start of a stop string is held back until that is decided. The pieces of a sequence make up its
+    whole text.
     """
 
     prompt: int  # its place in the list of prompts, from 0
@@ -28,11 +29,11 @@ class Cursor:
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
         self._stream, self._stop = Stream(tokenizer), stop
-        self._held = ""  # the end of the text, with which a stop string may begin
+        self._held = ""  # the end of the text, which may be the start of a stop string
 
     def add(self, tokens: Sequence[int], last: bool = False) -> tuple[str, int | None]:
-        """The text that these tokens make certain; and how many of them there are up to the end of
-        a stop string, None where there is none. The stop string is no part of the text.
+        """The text that is final after these tokens; and how many of them there are up to the end
+        of a stop string, None where there is none. The stop string is no part of the text.
         """
         if not self._stop:
             return self._stream.add(tokens, last), None
@@ -51,7 +52,7 @@ class Cursor:
         return text, None
 
     def _begun(self) -> int:
-        """Characters at the end of the text with which a stop string begins."""
+        """The number of characters at the end of the text that are the start of a stop string."""
         longest = min(max(map(len, self._stop)) - 1, len(self._held))
         ends = (count for count in range(longest, 0, -1) if self._begins(self._held[-count:]))
         return next(ends, 0)

@@ -58,7 +58,7 @@ def tile_of(registers, shape, places=tile_places):
 
 
 def both(call, *args, shape=None, where=HELD, places=tile_places, **options):
-    """What code and twin make of the same: a tile of this shape, or what they leave in the refs."""
+    """Results of code and twin for the same arguments: a tile of this shape, or the refs."""
     results = []
     for ours in (True, False):
         own = [np.array(x) if isinstance(x, np.ndarray) and x.ndim else x for x in args]

@@ -89,7 +89,7 @@ IN_PARTS = {
 
 @pytest.mark.parametrize("name", IN_PARTS)
 def test_many_partials_of_two_neighbours(name):
-    """Of which each is split, with an empty sequence between them."""
+    """Two split sequences, with an empty one between them."""
     case, config = IN_PARTS[name]
     with mosaic.interpret():
         decode_cases.check(case, config)
@@ -112,7 +112,7 @@ class Attention(AttentionCase):
 
 
 def attention(q_len, kv_len, **fields):
-    some = slice(0, None, 2)  # of the lengths
+    some = slice(0, None, 2)  # every other length
     sizes = {"q_heads": 2, "kv_heads": 1, "head_dim": 64, "v_head_dim": 64, "mask": CAUSAL}
     sizes |= {"batch": 4, "q_offset": kv_len - q_len}
     sizes |= {"kv_lengths": boundaries.lengths(kv_len)[some]}

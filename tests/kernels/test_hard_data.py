@@ -28,7 +28,7 @@ from tests.support import decode_cases, hard_data, mosaic
 
 pytestmark = [pytest.mark.guards, pytest.mark.usefixtures("programs_in_numpy")]
 
-LENGTHS = (200, 129, 128, 127, 192)  # of keys: kv tiles are of 32, 64 and 128
+LENGTHS = (200, 129, 128, 127, 192)  # numbers of keys: kv tiles have 32, 64 or 128
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Inline code as emitted for a GPU, run in NumPy: 128 threads at once, a value is an array with an
 element a thread. The interpreter runs the twins of such code; this is how a test compares the two.
 
-`captured` gives the inline function that a call makes, and its twin; `evaluate` runs its code. It
-knows as much of MLIR and PTX as masks, addresses, loads, stores, votes, conversions of 8-bit
-numbers, copies and tensor cores need, and says what it does not know.
+`captured` returns the inline function that a call makes, and its twin; `evaluate` runs its code. It
+implements the MLIR and PTX that masks, addresses, loads, stores, votes, conversions of 8-bit
+numbers, copies and tensor cores need, and raises an error that names anything else.
 """
 
 import re
@@ -282,7 +282,7 @@ class _Ptx:
         self.waiting: dict[str, np.ndarray] = {}
 
     def run(self) -> Any:
-        braces = r"^\s*{|}\s*$|}\s*{(?= \.reg)"  # of blocks of their own
+        braces = r"^\s*{|}\s*$|}\s*{(?= \.reg)"  # braces of PTX blocks
         text = re.sub(braces, " ", self.code.strip())
         for statement in filter(None, (part.strip() for part in text.split(";"))):
             self._statement(statement)
@@ -386,12 +386,12 @@ class _Ptx:
         address, most = self._address(operands[1]), self._value(operands[2])
         old = np.zeros(THREADS, np.int32)
         for n in np.flatnonzero(where):
-            one = np.arange(THREADS) == n
-            was = np.ascontiguousarray(self.memory.load(address[one], 4)).view(np.uint32)[0, 0]
+            thread = np.arange(THREADS) == n
+            was = np.ascontiguousarray(self.memory.load(address[thread], 4)).view(np.uint32)[0, 0]
             limit = _unsigned(most)[n]
             new = {"add": was + limit, "inc": 0 if was >= limit else was + 1}[more[3]]
             words = np.full((THREADS, 1), new, np.uint32).view(np.uint8)
-            self.memory.store(address, words, one)
+            self.memory.store(address, words, thread)
             old[n] = was
         name = operands[0]
         self.values[name] = np.where(where, old, self.values.get(name, old))
@@ -568,8 +568,8 @@ def captured(call: Callable[..., Any], *args: Any, **options: Any) -> Captured:
 def evaluate(code: Captured, held: dict[str, Any], warpgroup: int = 0) -> Any:
     """Runs the code. Refs are NumPy arrays, which it may change, or `Far`; tiles and scalars are
     arrays. `held`: by layout (as its repr is), which elements a thread's registers hold, or a
-    function that says so of a shape. Comes back
-    with the registers of the result, if there is one: [threads, registers, ..].
+    function from a shape to these. Returns the registers of the result, if there is one:
+    [threads, registers, ..].
     """
     leaves, tree = jax.tree.flatten(code.args)
     kinds = jax.tree.leaves(code.types)
@@ -594,8 +594,8 @@ def evaluate(code: Captured, held: dict[str, Any], warpgroup: int = 0) -> Any:
         if out is None:
             return None
         results = [
-            [values[register] for register in one.registers.flat]
-            for one in (out if isinstance(out, tuple) else (out,))
+            [values[register] for register in array.registers.flat]
+            for array in (out if isinstance(out, tuple) else (out,))
         ]
     made = [
         np.stack([np.stack(x, 1) if isinstance(x, list) else x for x in registers], 1)

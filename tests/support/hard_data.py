@@ -1,13 +1,13 @@
-"""Data on which mistakes of a softmax show. Each batch row, or sequence, has its kind of logits."""
+"""Data that expose mistakes of a softmax. Each batch row, or sequence, has its kind of logits."""
 
 import numpy as np
 
-STEP = 12 * np.log(2)  # nats from one 64 keys to the next: more than a row max may lag behind
-ROOT = 8.0  # what q has in the column that adds to logits
+STEP = 12 * np.log(2)  # nats between each 64 keys and the next: more than a row max may lag by
+ROOT = 8.0  # q in the column that adds to logits
 
-# Nats that are added to the logits of n keys. A row max that rises, or falls, by 2**12 from tile to
-# tile; where each key has more than the one before, one key too many shows. Logits far on one side
-# of 0 show a row max that begins there.
+# Nats that are added to the logits of n keys. In some kinds the row max rises or falls by a factor
+# of 2**12 from tile to tile. Where each key has more than the one before, one key too many shows in
+# the result. Logits far from 0 on one side expose a row max that starts at 0.
 KINDS = {
     "rising": lambda n: np.arange(n) * (STEP / 64),
     "falling": lambda n: np.arange(n) * (-STEP / 64),

@@ -1,14 +1,15 @@
 """Hazards between the four warps of a warpgroup, which JAX's race detector takes for one thread.
 
-Two places of each warpgroup's clock say up to where all its warps have come (`Met`): they move
-where the warpgroup meets, by `commit_smem`, by a wait for copies out of shared memory, by `sync` of
-a program, and by an mbarrier that it has arrived at and waited for. Mosaic's own barriers around
-stores and before copies count where a kernel has them (`mosaic.without_barriers` turns them off).
+Two entries of each warpgroup's vector clock record up to which step all of its warps have come
+(`Met`). They advance where the warps meet: at `commit_smem`, at a wait for copies out of shared
+memory, at `sync` of a program, and at an mbarrier that the warpgroup has arrived at and waited for.
+Mosaic's own barriers around stores and before copies count where a kernel has them
+(`mosaic.without_barriers` turns them off).
 
-- What a thread writes to shared memory, itself or by a TMA copy, follows matmuls of its warpgroup
-  only up to where all warps have come: those of another warp may still read there.
-- Words that a program of single threads has written and that no barrier followed may be read by the
-  thread alone that wrote them; nor may anybody else write where a program has read or written.
+- A write to shared memory, by a thread or by its TMA copy, is ordered after the matmuls of its
+  warpgroup only up to the step to which all warps have come: another warp's may still read there.
+- Until the next barrier, words that a program of single threads has written may be read only by the
+  thread that wrote them, and no other thread may write where a program has read or written.
 - Programs and twins of inline code (`Watched`) show JAX's detector what they read and write.
 """
 
@@ -28,19 +29,19 @@ SHARED = shared_memory.get_memory_space_idx(gpu_core.MemorySpace.SMEM)
 
 
 class Met(NamedTuple):
-    """Numbers in a warpgroup's clock: of its own steps, and of its matmuls."""
+    """Entries of a warpgroup's clock: all warps have come to this step, and to this matmul."""
 
     steps: int = 0
     matmuls: int = 0
 
 
 class Edge(NamedTuple):
-    """Elements of a buffer that a program touched behind its last barrier."""
+    """Elements of a buffer that a program touched after its last barrier."""
 
     key: Any
     touched: np.ndarray  # bool, in the buffer's shape
     written: np.ndarray
-    step: int  # of the warpgroup's clock
+    step: int  # end of the program, by the clock of the warpgroup
 
 
 class Warpgroup:
@@ -52,13 +53,13 @@ class Warpgroup:
         self.ours, self.thread, self.met = ours, thread, Met()
         self.edges: list[Edge] = []
         self.program_end = 0
-        self.free_stores = 0  # stores to come that need not wait for matmuls
+        self.free_stores = 0  # coming stores that need not wait for matmuls
         self.own = ours.thread_to_vc_position(thread)
         self.matmuls = len(ours.all_concurrent_threads) + TMA_THREADS + thread.warpgroup_id
 
     @classmethod
     def of(cls, ours: Any, thread: Any) -> "Warpgroup":
-        """That of a thread, which may be a warp of it."""
+        """The warpgroup of a thread, which may be one of its warps."""
         if isinstance(thread, shared_memory.Warp):
             place = thread.device_id, thread.cluster_id, thread.block_id, thread.warpgroup_id
             thread = shared_memory.Warpgroup(*place)
@@ -72,12 +73,12 @@ class Warpgroup:
         return self.ours.clocks[self.thread]
 
     def seen(self, clock: Any) -> Met:
-        """What a clock says of this warpgroup."""
+        """The step and the matmul of this warpgroup that a clock has seen."""
         steps = int(clock.generic_clock.clock[self.own])
         return Met(steps, int(clock.async_smem_clock.clock[self.matmuls]))
 
     def meet(self, upto: Met | None = None) -> None:
-        """All warps have come here, or up to there."""
+        """Notes that all warps have come to this step, or to the one that is passed."""
         upto = upto or self.seen(self.clock)
         self.met = Met(*map(max, zip(self.met, upto, strict=True)))
         self.edges = [edge for edge in self.edges if edge.step > self.met.steps]
@@ -101,8 +102,8 @@ class Warpgroup:
 
 
 def checked(thread: Any, clock: Any, key: Any, there: Any, writes: bool) -> Any:
-    """The clock of an access to memory, once it is known to meet no program's edge. Who writes,
-    itself or by TMA, follows matmuls of its warpgroup only up to where all warps have met.
+    """The clock of an access to memory, after a check that it meets no program's edge. A write, by
+    a thread or by TMA, follows matmuls of its warpgroup only up to where all warps have met.
     """
     if key.memory_space_id != SHARED:
         return clock
@@ -116,7 +117,7 @@ def checked(thread: Any, clock: Any, key: Any, there: Any, writes: bool) -> Any:
     return clock
 
 
-# ---- where warpgroups meet -----------------------------------------------------------------------
+# ---- points at which warpgroups meet -------------------------------------------------------------
 
 
 def _meets(callback: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,8 +161,8 @@ _jax_wait = shared_memory.Barrier.wait
 
 
 class Program:
-    """What the program of a warpgroup touches in shared memory. `arrays`: (key, array) of its refs
-    there.
+    """Accesses of a warpgroup's program to shared memory. `arrays`: (key, array) of its refs in
+    shared memory.
     """
 
     def __init__(self, ours: Any, thread: Any, arrays: Any, source_info: Any):
@@ -254,8 +255,8 @@ def _stretches(shape: tuple[int, ...], elements: np.ndarray) -> Iterator[tuple[A
 
 
 class Watched:
-    """An array in memory as a twin gets it. What it takes is a copy that nobody can write to; what
-    it puts goes to memory. Both are accesses of the warpgroup.
+    """An array in memory as a twin gets it. Reads give a copy that cannot be written to, and writes
+    go to memory. Both count as accesses of the warpgroup.
     """
 
     def __init__(self, array: np.ndarray, key: Any, place: tuple[int, ...], who: dict[str, Any]):
@@ -306,7 +307,7 @@ def _next_tma_thread(self):
 
 
 def teach() -> None:
-    """JAX's interpreter is to know where warpgroups meet."""
+    """Makes JAX's interpreter note where warpgroups meet."""
     host.commit_smem = _meets(host.commit_smem)
     host.wait_smem_to_gmem = _meets(host.wait_smem_to_gmem)
     shared_memory.Barrier.wait = _wait

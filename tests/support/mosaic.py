@@ -122,7 +122,7 @@ class _Program(NamedTuple):
     """A program of single threads, as it is called."""
 
     run: Callable[..., Any]
-    trees: tuple[Any, Any]  # of its refs and scalars
+    trees: tuple[Any, Any]  # trees of its refs and scalars
     returns_one: bool
     source_info: Any
 

@@ -219,7 +219,7 @@ class BlockOfThreads:
         return self.memory.shared(ref, index, nbytes, ids, value is not None, value)
 
     def _changed(self, ref, index, value):
-        """Where a word becomes another one: to find 1 or 1 there is no hazard."""
+        """Words whose value changes: to write the value that is there is no hazard."""
         words = self.memory._words(ref, index, 4, "written")
         return words[index] != value
 

@@ -1,5 +1,5 @@
-"""Tiles of bias and mask_array, read where the arrays end within a tile: what lies past an end is
-the last number before it, so that no array is padded. Addresses are those of single numbers.
+"""Loads of bias and mask_array where an array ends within a tile: places past the end read the last
+number before it, so that no array is padded. Each number has an address of its own.
 """
 
 import jax.experimental.pallas.mosaic_gpu as plgpu

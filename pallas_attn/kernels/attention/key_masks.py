@@ -1,10 +1,10 @@
 """Masks of keys, mask_array [B|1, N|1, 1, S]: padding masks.
 
-Kernels read the bytes of the boolean array as they are. Which kv tiles are visible whole, in part
-or not at all follows from votes of a warp over bytes that its lanes load, in a small launch before
-(`spans`, `codes`), which takes no longer than a conversion of the mask took: hidden tiles at either
-end are skipped, and visible ones take the path without a mask, so a padding mask costs its one cut
-tile. There each thread loads the bytes of its own keys (`shown`).
+Kernels read the bytes of the boolean array itself. A small launch before them (`spans`, `codes`)
+finds which kv tiles are visible whole, in part or not at all: the lanes of a warp load the bytes
+and vote. It takes no longer than the conversion of the mask that it replaced. Hidden tiles at
+either end are skipped, and whole ones take the path without a mask, so a padding mask costs only
+the tile that it cuts. There each thread loads the bytes of its own keys (`shown`).
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from pallas_attn.kernels.lang.types import GmemRef, Index, Layout, Operand, Regi
 
 
 def row_of(ref: GmemRef, batch: Index, head: Index) -> Index:
-    """The number of the bytes of a batch row and head, in rows of S bytes."""
+    """The index of the row of S bytes that a batch row and head have."""
     batches, heads = ref.shape[:2]
     row: Index = jnp.int32(0)
     if batches > 1:
@@ -83,7 +83,7 @@ def codes(mask: Operand, block: int) -> jax.Array:
     def kernel(mask: GmemRef, out: GmemRef) -> None:
         batch, head, tile = (lax.axis_index(name) for name in ("batch", "head", "tile"))
         word = tiles_of(mask, row_of(mask, batch, head), tile, block, 1)
-        sees = lax.shift_right_logical(word, jnp.int32(24))  # the end of what is seen, 0 or 1
+        sees = lax.shift_right_logical(word, jnp.int32(24))  # end of the visible tiles, 0 or 1
         whole = (lax.shift_right_logical(word, jnp.int32(8)) & 255) == 0  # its run begins at 0
         out[batch, head, tile] = sees + whole.astype(jnp.int32)
 
@@ -109,7 +109,7 @@ def shown(
     ref: GmemRef, row: Index, first: Index, shape: tuple[int, int], axis: int, layout: Layout
 ) -> RegisterTile:
     """bool `shape`: whether a key is visible; keys lie along `axis` of the tile, from `first` on.
-    The last key stands for those past S.
+    Keys past S are read as the last one.
     """
     keys, along = ref.shape[3], layout.reduce(1 - axis)
     if keys % shape[axis] == 0 and keys % 2 == 0 and axis == 1 and layout == mosaic.TILE:

@@ -1,9 +1,9 @@
-"""Bias and mask_array by tiles in shared memory, which TMA brings there beside K.
+"""Tiles of bias and mask_array that TMA loads into shared memory beside K.
 
-Out of global memory a warpgroup would load two numbers a thread at a time, a step's scores waiting
-for all of them: a bias doubled the time of a forward at head dim 32. Here the producer asks for the
-tile of a work tile's rows when it asks for the K of the same keys. A tile lies in panels
-(`lang.panels`), so TMA clips it at T and S exactly and no array is padded.
+By loads from global memory a thread gets two numbers at a time, and the scores of a step wait for
+all of them: a bias doubled the time of a forward at head dim 32. Here the producer loads the tile
+of a work tile's rows together with K of the same keys. A tile lies in panels (`lang.panels`), so
+TMA clips it at T and S exactly and no array is padded.
 
 Arrays that broadcast over queries or keys, and rows whose bytes TMA cannot address (no multiple of
 16), are read by `logits.load_tile`.
@@ -22,7 +22,7 @@ from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile
 
-TMA_ROW = 16  # bytes that every stride of an array is a multiple of
+TMA_ROW = 16  # bytes; every stride of an array is to be a multiple
 
 
 class ScoreTiles(NamedTuple):
@@ -39,7 +39,7 @@ class ScoreTiles(NamedTuple):
 
 
 def of_problem(problem: AttentionProblem, columns: int) -> tuple[ScoreTiles, ...]:
-    """The arrays of a problem that come by tiles of so many columns."""
+    """The arrays of a problem that TMA can load, in tiles of `columns` columns."""
     arrays = (
         ("bias", problem.bias_shape, problem.bias_dtype),
         ("mask_array", problem.mask_shape, "int8"),
@@ -84,7 +84,7 @@ class Place(NamedTuple):
 def load(
     ctx: KernelContext, buffers: dict[str, panels.Panels], at: Place, slot: Index, ready: Barrier
 ) -> None:
-    """Asks for the tiles of all arrays."""
+    """Issues the loads of the tiles of all arrays."""
     for name, buffer in buffers.items():
         array: GmemRef = getattr(ctx.refs, name)
         batch = at.batch if array.shape[0] > 1 else 0 * at.batch
@@ -111,15 +111,15 @@ def read(tile: tuple[Any, ...]) -> RegisterTile:
     return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
 
 
-# ---- for kernels whose tiles of scores have keys down -------------------------------------------
+# ---- for kernels whose tiles of scores have keys as rows ----------------------------------------
 
 KEYS = 64  # keys of a warpgroup
 
 
 class BiasOfKeys(NamedTuple):
-    """The tile of a bias [B|1, N|1, T, S] for the keys of two warpgroups. One of 16 bits lies as in
-    global memory and is transposed on its way to registers; XLA transposes one of float32, for
-    which no instruction does so.
+    """The tile of a bias [B|1, N|1, T, S] for the keys of two warpgroups. A 16-bit tile lies as in
+    global memory and is transposed on its way to registers; a float32 bias is transposed by XLA
+    beforehand, as no instruction transposes 32-bit numbers.
     """
 
     dtype: str
@@ -145,7 +145,7 @@ class BiasOfKeys(NamedTuple):
     def load(
         self, bias: GmemRef, buffer: panels.Panels, at: Place, slot: Index, ready: Barrier
     ) -> None:
-        """Asks for the tile: `at.row` is its first query, `at.column` its first key."""
+        """Issues the loads of the tile: `at.row` is its first query, `at.column` its first key."""
         batch = at.batch if bias.shape[0] > 1 else 0 * at.batch
         head = at.head if bias.shape[1] > 1 else 0 * at.head
         if not self.in_16_bits:
@@ -165,11 +165,11 @@ class BiasOfKeys(NamedTuple):
         return (buffer[0].tile.at[slot, wg].transpose((1, 0)),)
 
 
-_WIDTH = 32  # float32 of a panel
+_WIDTH = 32  # columns of a panel of float32
 
 
 def bias_of_keys(problem: AttentionProblem, rows: int) -> BiasOfKeys | None:
-    """The tile of `rows` queries, if TMA can bring it."""
+    """The tile of `rows` queries, or None where TMA cannot load it."""
     shape, dtype = problem.bias_shape, problem.bias_dtype
     if shape is None or min(shape[2:]) == 1 or problem.dtype == "float32" or rows % _WIDTH:
         return None

@@ -1,12 +1,12 @@
-"""The gradient of a bias: dS, summed over what the bias is broadcast over.
+"""The gradient of a bias: dS, summed over the axes along which the bias is broadcast.
 
 A kernel of its own makes it (`sm90_dbias`, `sm80_dbias`), which computes S and dP once more, since
 the tiles of scores that read the same tile of the bias are far apart in the schedules of the other
 kernels. A block owns a tile of queries and keys of the bias and walks over the tiles of scores that
 read it: all batch rows, heads, query tiles or kv tiles along which the bias has one element. Their
 dS add up in registers in float32, in one order. Where the bias has too few tiles to fill the GPU,
-the walk is split into chunks, which XLA adds up, as it does the rows or columns of a tile that
-stand for one element. Nothing else quadratic is stored.
+the walk is split into chunks, whose sums XLA adds up; XLA also adds up the rows or columns of a
+tile along which the bias has one element. No other array of T x S numbers is stored.
 """
 
 import math
@@ -24,7 +24,7 @@ from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang.types import Index, Predicate
 from pallas_attn.masks import Mask
 
-BLOCKS = tile_scheduler.BLOCKS  # at work at a time
+BLOCKS = tile_scheduler.BLOCKS  # blocks at work at a time
 WAVES = 4  # waves of blocks, at most, into which walks are split
 OVERHEAD = 2  # time of a block beside its walk, in tiles of scores
 

@@ -1,9 +1,10 @@
 """dQ of the fused Hopper kernel: a share for each warpgroup, added up in global memory.
 
-The two warpgroups share the dQ of a query tile. Of 64 rows each takes half of the columns, puts
-them in shared memory and has TMA add them. Of 128 rows each takes 64 and adds them from registers,
-16 bytes a thread: the array then holds every half tile in the order in which threads hold it, and
-`rounded` puts it in order. At head dim 64 the way by shared memory takes longer.
+The two warpgroups share the dQ of a query tile. In a tile of 64 rows each takes half of the
+columns, puts them in shared memory, and TMA adds them to global memory. In a tile of 128 rows each
+takes 64 and adds them from registers, 16 bytes a thread: the array then holds every half tile in
+the order in which threads hold it, and `rounded` reorders it. At head dim 64 adding through shared
+memory takes longer.
 """
 
 from collections.abc import Sequence
@@ -64,7 +65,7 @@ def share_widths(plan: KeyPlan) -> tuple[int, ...]:
 
 def has_rest(plan: KeyPlan) -> bool:
     """Whether the second half of k, whose columns past the head dim are zeros, is wider than the
-    second panel of q: then scores are made from another copy.
+    second panel of q: then scores are computed from another copy of k.
     """
     widths = plan.format.qk.panels
     return plan.format.halves and widths[1] < widths[0]
@@ -114,7 +115,7 @@ def matmuls(plan: KeyPlan) -> int:
 def multiply(ctx: KernelContext, accs: Sequence[RegisterTile], slot: Index, wg: Index) -> None:
     """Issues a warpgroup's share of dS K, of the dS in `slot`."""
     plan, _, smem = ctx
-    # Else what describes a matmul of each part of k is kept for all of them, and spilled.
+    # Without the opaque zero the matmul descriptors of all parts of k stay live, and are spilled.
     zero, widths = mosaic.opaque_zero(wg, 1), _swizzled_widths(plan)
     for u in range(WARPGROUPS):
         if is_split_by_rows(plan):
@@ -162,7 +163,7 @@ def zeros(plan: KeyPlan, batch: int) -> jax.Array:
     if is_split_by_rows(plan):
         return jnp.zeros(_pieces(plan, batch) * ROWS * sum(qk_widths(plan)))
     width = tma_operands.round_up(plan.problem.head_dim, _swizzle(plan) // 4)
-    if width <= share_widths(plan)[0]:  # all of the second share
+    if width <= share_widths(plan)[0]:  # the second share is past the last column
         width = sum(qk_widths(plan))
     return jnp.zeros((batch, rows, heads, width))
 

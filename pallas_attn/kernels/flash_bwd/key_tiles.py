@@ -1,8 +1,7 @@
 """Work tiles of keys, and the query tiles that meet each of them.
 
-Tiles of scores have keys as rows and queries as columns, S^T = K Q^T: so P^T comes out of one
-matmul in the registers from which the matmul for dV takes its left operand, and dS^T likewise that
-for dK.
+Tiles of scores have keys as rows and queries as columns, S^T = K Q^T: so one matmul leaves P^T in
+the registers from which the matmul for dV takes its left operand, and dS^T is in those for dK.
 """
 
 import dataclasses

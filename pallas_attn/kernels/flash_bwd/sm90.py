@@ -99,9 +99,9 @@ class Config:
 
 
 def _in_order(problem: AttentionProblem, config: Config) -> Config:
-    """`config`, with the order in which blocks take work tiles and query tiles. In that of a table,
-    one L2 group after the other, blocks read rows of heads that share keys from memory, or the long
-    work tiles of the last group begin late.
+    """`config`, with the order in which blocks take work tiles and query tiles. A static table
+    takes one L2 group after the other: then blocks read rows of heads that share keys from memory,
+    not L2, or the long work tiles of the last group begin late.
     """
     order = plan_of(problem, dataclasses.replace(config, lockstep=True, claims=True)).order
     fused, long = is_fused(problem, config), order.head_exceeds_l2

@@ -2,16 +2,16 @@
 
 A block has one producer and up to two consumer warpgroups of 64 query rows each, which own a tile
 of the bias: it stays in shared memory for the whole walk, its gradient in registers. A step is a
-tile of scores: S and dP are issued together, P = exp(S - lse) is computed under dP. The two
-warpgroups, which wait for nothing of each other, overlap the one's matmuls with the other's
-exponentials.
+tile of scores: S and dP are issued together, and P = exp(S - lse) is computed while dP runs. The
+two warpgroups do not wait for each other, so the matmuls of one overlap with the exponentials of
+the other.
 
-A walk that is in one chunk ends with dbias in the bias' dtype; several are summed by XLA.
+A walk of one chunk stores dbias in the bias' dtype; the sums of several chunks are added by XLA.
 
 Shared memory, and who owns it when:
   q, do, k, v [stages]  a ring of tiles of scores, with the lse and delta of their rows
-  bias                  the tile of the bias; where it does not come by `score_tiles` threads read
-                        it from global memory. The consumers store dbias from there
+  bias                  the tile of the bias, from where the consumers also store dbias. Where TMA
+                        cannot load it (`score_tiles`) threads read it from global memory
 """
 
 import dataclasses

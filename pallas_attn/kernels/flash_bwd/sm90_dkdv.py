@@ -1,11 +1,11 @@
 """dK and dV of the Hopper backward where dK and dV of 64 keys do not fit in one warpgroup's
 registers together: head dims above 128, and float32, where 128 keys would not fit in shared memory
-either. dQ is a kernel of its own there, `sm90_dq`.
+either. dQ is then computed by a kernel of its own, `sm90_dq`.
 
 A block owns 64 keys. Its two consumer warpgroups share the matmuls instead of the keys: the first
-computes S^T, P^T and dV, the second dP^T, dS^T and dK. All that passes between them is P, through
-shared memory, one way: the first may be ahead by up to a query tile or two, so that one is busy
-with exponents while the matmuls of the other run. In each, the matmul for its gradient is a query
+computes S^T, P^T and dV, the second dP^T, dS^T and dK. Only P passes between them, through shared
+memory and one way: the first may be ahead by a query tile or two, so that one computes exponentials
+while the matmuls of the other run. In each, the matmul for its gradient is a query
 tile behind, see `_mainloop`.
 
 Grid, work tiles and rings of query tiles are those of `sm90_fused`.
@@ -131,8 +131,8 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
 
 
 class Role(NamedTuple):
-    """One of the two consumer warpgroups: it multiplies its keys with the tiles of one ring, and
-    what it makes of the product with the tiles of the other, for its gradient.
+    """One of the two consumer warpgroups: it multiplies its keys with the tiles of one ring, makes
+    P or dS of the product, and multiplies that with the tiles of the other ring for its gradient.
     """
 
     keys: SmemRef  # k or v, [1, KEYS, columns]

@@ -1,9 +1,9 @@
-"""dQ of the Hopper backward, by a kernel of its own: no sum in global memory, so the same bits each
-time, and nothing to set to zero before or to round after. It computes S and dP a second time: seven
-matmuls in all where the fused kernel has five.
+"""dQ of the Hopper backward by a kernel of its own. It adds up nothing in global memory, so bits
+repeat, and no array is set to zero before or rounded after. It computes S and dP a second time:
+seven matmuls in all where the fused kernel has five.
 
-The forward's grid and orientation: a work tile is 64 query rows a consumer warpgroup,
-`tile_scheduler.schedule` says which block takes which, and kv tiles pass by in rings. A step issues
+Grid and orientation are those of the forward: a work tile is 64 query rows a consumer warpgroup,
+`tile_scheduler.schedule` says which block takes which, and kv tiles arrive in rings. A step issues
 dQ of the kv tile before, then S and dP of its own; P = exp(S - lse) is computed under dP.
 
 Shared memory, and who owns it when:
@@ -220,7 +220,7 @@ def _multiply(
 ) -> int:
     """Issues S and dP of the kv tile that comes as number `count`; the number of matmuls."""
     (plan, _, smem), issued = ctx, 0
-    # Else addresses are computed before the loop and spilled.
+    # An opaque zero, or addresses would be computed before the loop and spilled.
     wg = rows.wg + mosaic.opaque_zero(count)
     for acc, left, ring, kind in (
         (accs[0], smem.q, smem.k_ring, plan.qk.kind),
@@ -407,7 +407,7 @@ def _rows(ctx: KernelContext, tile: WorkTile, wg: Index, visible: Span | None) -
 def _store(
     ctx: KernelContext, dq_ref: GmemRef, rows: DqRows, parts: Sequence[RegisterTile]
 ) -> None:
-    """Rows past a query length may have met NaN: they are selected away."""
+    """Stores dQ. Rows past a query length may have met NaN: zeros are selected in their place."""
     plan, _, smem = ctx
     tile = rows.tile
     unit = plan.problem.scale if rows.units.dq is None else rows.units.dq

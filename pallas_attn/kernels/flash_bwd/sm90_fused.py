@@ -9,14 +9,14 @@ Grid: one block a multiprocessor, which takes work tiles in the order of `work_o
 one kv head, over the query heads of its group. Two consumer warpgroups have 64 keys each, one
 producer warpgroup loads.
 
-At head dim 128 a step reads 32 KB of q and dO and adds 32 KB to dQ: of all blocks together more
-than memory gives. So those at work at one time have to meet the same query tiles, which L2 then
-holds: by the order of work tiles or, under a causal mask, in lockstep (`lockstep`).
+At head dim 128 a step reads 32 KB of q and dO and adds 32 KB to dQ: in all blocks together, more
+than memory bandwidth allows. So blocks at work at one time have to meet the same query tiles, which
+L2 then holds: by the order of work tiles or, under a causal mask, in lockstep (`lockstep`).
 
 A step is one query tile. P^T and dS^T, keys by queries, are register operands of the matmuls for dV
-and dK; for dQ both warpgroups put their half of dS in shared memory, and each takes a half of dQ
-when the other has. A warpgroup waits for its own instructions, not for the tensor cores: the
-matmuls of one have to run under the arithmetic of the other, so each may be almost a step ahead.
+and dK; for dQ both warpgroups put their half of dS in shared memory, and each computes a half of
+dQ when both halves are there. The matmuls of one warpgroup have to run during the arithmetic of
+the other, so either may be almost a step ahead of the other.
 
 Query tiles of 64: dQ of a step comes at the beginning of the next or, where shared memory has room,
 of the one after that (`dq_lag`). S begins with -lse and dP with -delta, so neither is waited for.
@@ -266,7 +266,7 @@ def _last_dq(ctx: KernelContext, work: KeyTile, wg: Index, due: PendingDq, count
 
 
 def has_k_in_registers(ctx: KernelContext) -> bool:
-    """Whether half of k is read out of shared memory once a work tile, not once a step."""
+    """Whether half of k is read from shared memory once a work tile, not once a step."""
     plan = ctx.plan
     whole = sum(dq_sum.qk_widths(plan)) == 2 * ROWS and plan.format.qk.swizzle == 128
     return plan.config.k_in_registers and whole and presets_accumulators(ctx)
@@ -370,8 +370,8 @@ class FusedStep(NamedTuple):
 
 def _step(now: FusedStep, sums: KeyGradients) -> None:
     """Adds to `sums`, the accumulators of dK and dV, and adds a dQ to global memory."""
-    # Else what follows from wg alone, all addresses in k and v, is computed before the loop and
-    # spilled.
+    # An opaque zero, or all values that follow from wg alone (addresses in k and v) would be
+    # computed before the loop and spilled.
     now = now._replace(wg=now.wg + mosaic.opaque_zero(now.own.count))
 
     order = _step_dq_first

@@ -1,5 +1,5 @@
 """Row statistics of a query tile, computed by the threads of a kernel that reads each query tile
-once: no launch before it, and nothing of them in global memory but the forward's lse.
+once: no launch comes before it, and only the forward's lse is read from global memory for them.
 """
 
 from typing import NamedTuple

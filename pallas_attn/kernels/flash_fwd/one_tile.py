@@ -1,10 +1,10 @@
 """The Hopper forward where the keys of a head are one kv tile: windows of 49 or 64 rows (Swin),
 short sentences.
 
-A step of the mainloop overlaps two matmuls of neighbouring kv tiles, and a block one work tile's
-loads with another's. Heads of one kv tile have no neighbours, and then a block that takes one head
-at a time mostly waits. Here each warpgroup is on its own: it takes work tiles of its own, of 64
-rows each, loads q, k and v of the next one while it computes this one, and waits for nobody.
+A step of the usual mainloop overlaps two matmuls of neighbouring kv tiles. A head of one kv tile
+has no neighbouring tiles, and a block that takes one head at a time mostly waits for loads. Here
+each consumer warpgroup takes work tiles of its own, of 64 rows each, loads q, k and v of the next
+one while it computes this one, and waits for no other warpgroup.
 """
 
 import functools
@@ -35,7 +35,7 @@ WORK_TILES = StaticList(ahead=2)
 
 
 def takes(problem: AttentionProblem, block_kv: int) -> bool:
-    """Whether the keys of a head are one kv tile, and nothing else decides which are needed."""
+    """Whether the keys of a head are one kv tile, which only the mask and lengths restrict."""
     others = problem.fetches > 1 or problem.zigzag > 1 or problem.mask_program is not None
     segments = "q_segment_ids" in problem.arrays
     return not (others or segments or problem.dtype == "float32") and problem.kv_len <= block_kv

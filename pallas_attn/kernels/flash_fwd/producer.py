@@ -114,8 +114,8 @@ def load_entry(  # noqa: PLR0913
     slot: Index,
     load: Callable[..., None] | None = None,
 ) -> None:
-    """Asks for K and V of an entry, by `load` in place of `load_kv_tile`; what it is without counts
-    as arrived at once.
+    """Issues loads of K and V of an entry, by `load` in place of `load_kv_tile`; a K or V that the
+    entry is without counts as arrived at once.
     """
     load, ready = load or load_kv_tile, ctx.smem.ready.at[slot]
 
@@ -150,7 +150,7 @@ def load_entry(  # noqa: PLR0913
 
 
 def load_kv_tile(ctx: KernelContext, tile: WorkTile, name: str, t: Index, slot: Index) -> None:
-    """Asks for kv tile t of "k" or "v". A tile of v that a length cuts is `v_edge`."""
+    """Issues loads of kv tile t of "k" or "v". A tile of v that a length cuts is `v_edge`."""
     plan, refs = ctx.plan, ctx.refs
     block, batch = plan.config.block_kv, kv_batch(plan.problem, tile.batch)
     row = kv_row(plan.problem, block, t * block)
@@ -171,8 +171,8 @@ def copy_rows(
     slot: Index,
     source: tuple[GmemRef, Index, Index],
 ) -> None:
-    """Asks for the rows of a kv tile, of the work tile's kv head: `source` is an array, its batch
-    row and the first row.
+    """Issues loads of the rows of a kv tile, of the work tile's kv head: `source` is an array, its
+    batch row and the first row.
     """
     (ref, batch, first), plan, to = source, ctx.plan, getattr(ctx.smem, name)
     head = lax.div(tile.head, jnp.int32(plan.problem.group))

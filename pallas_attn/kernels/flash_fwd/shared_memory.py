@@ -1,4 +1,4 @@
-"""Shared memory of the Hopper forward. The head of sm90.py says who owns which buffer when."""
+"""Shared memory of the Hopper forward. The docstring of sm90.py says who owns which buffer when."""
 
 import functools
 from typing import Any, NamedTuple
@@ -14,11 +14,11 @@ from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import Barrier, SmemRef
 
 SMEM_LIMIT = gpu_specs.shared_memory(gpu_specs.HOPPER)
-BARRIERS = 1024  # bytes kept for them and for alignment
+BARRIERS = 1024  # bytes kept for barriers and for alignment
 
 
 class Smem(NamedTuple):
-    """Shared memory; the head of sm90.py says who owns it when."""
+    """The buffers of a block, and its barriers."""
 
     q: SmemRef  # [q tiles, ROWS, ..]
     k: SmemRef  # [stages, block_kv, ..]
@@ -96,7 +96,7 @@ def _room(plan: QueryPlan, q_slots: int) -> int:
 
 
 def _q_slots(plan: QueryPlan) -> int:
-    """The slots of q: as many as were asked for, where there is room."""
+    """The slots of q: those of the Config where there is room, else one."""
     whole = plan.config.warpgroups * ROWS * plan.v.width * jnp.dtype(plan.problem.dtype).itemsize
     return plan.config.q_slots if _room(plan, 2) >= whole // 2 else 1
 
@@ -116,7 +116,7 @@ def _out_widths(plan: QueryPlan, room: int) -> tuple[int, ...]:
 
 
 def wide_and_rest(widths: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The panels that are as wide as the first one, and one that is not."""
+    """The panels that are as wide as the first one; the narrower last one, if there is one."""
     wide = widths.count(widths[0])
     return widths[:wide], widths[wide:]
 
@@ -128,7 +128,7 @@ def _out_swizzle(plan: QueryPlan) -> int:
 
 
 def out_scratch(plan: QueryPlan, widths: tuple[int, ...]) -> Any:
-    """Shared memory for the output, of `_out_widths`; none: not known yet."""
+    """Shared memory for the output, by `_out_widths`; () where they are not known yet."""
     shape, dtype = (plan.config.warpgroups, ROWS), plan.problem.dtype
     if not widths:
         return None

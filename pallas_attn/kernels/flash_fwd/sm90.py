@@ -13,8 +13,7 @@ a kv head are neighbours.
 
 Warpgroups: one producer, which loads K and V by TMA for all work tiles of the block, and
 `Config.warpgroups` consumers of 64 query rows each. A consumer loads its own rows of Q, computes
-them and stores the result. Consumers meet only at the ring of K and V, and are not ordered among
-themselves.
+their result and stores it. Consumers synchronise only at the ring of K and V, in no fixed order.
 
 Shared memory, and who owns it when:
   q [warpgroup]   the consumer's own: it loads its rows by TMA and waits for `q_ready`. Where there
@@ -35,21 +34,21 @@ tiles.
 What bounds it: the mainloop has 5.6 instructions a score, among them 1.0 ex2, 1.0 max, 1.0
 multiply-add, 1.0 adds and 0.5 conversions. At head dim 64 the ex2 alone (16 a cycle; of bfloat16
 pairs they are two instructions as well) take as long as the matmuls at their peak; at 128 half of
-that, at 256 a quarter. Between scores and exponents lies latency, which two or three warps a
-scheduler hide in part: see `softmax.next_step`. Where T is small, what lies around a work tile
-counts: the next q is loaded under the first matmul, and the barriers that Mosaic puts at each copy
-and store are off. Those that are needed are written out (`plgpu.commit_smem`).
+that, at 256 a quarter. The latency between scores and exponents is hidden in part by the two or
+three warps of a scheduler: see `softmax.next_step`. Where T is small, the start and end of a work
+tile count: the next q is loaded during the first matmul, and the barriers that Mosaic puts at each
+copy and store are off. Those that are needed are written out (`plgpu.commit_smem`).
 
 To follow a call, read `run`, `_kernel`, `_consume` and `mainloop` here; then tile_scheduler.py,
-producer.py, attention/tiles.py, attention/logits.py, attention/softmax.py and mma/wgmma.py. Other
-problems have files of their own, which are imported where they are needed:
+producer.py, attention/tiles.py, attention/logits.py, attention/softmax.py and mma/wgmma.py. Special
+cases have files of their own, which are imported where they are needed:
 
   claims.py             blocks claim work tiles: long documents, K and V of a head beyond L2
   documents.py          segment ids
   listed.py             mask functions, whose kv tiles are in lists
   linear_scores.py      score functions that are a slope and an offset a row
   padded.py             masks of keys
-  fetch_producer.py     K and V that other GPUs have
+  fetch_producer.py     K and V in the memory of other GPUs
   float32_mainloop.py   float32, in terms of 16 bits
   one_tile.py           heads whose keys are one kv tile, a consumer each
   sm90_defaults.py      the Config for a problem
@@ -98,7 +97,7 @@ from pallas_attn.kernels.lang.types import (
 )
 from pallas_attn.kernels.mma import wgmma
 
-# Registers of a consumer's thread, by how many consumers there are.
+# Registers of a consumer's thread, by number of consumers.
 REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
 MOST_STAGES = 12  # stages of the ring of K and V where work tiles are claimed: see `claims`
 
@@ -187,7 +186,7 @@ def _work_tiles_of(problem: AttentionProblem, claimed: bool) -> tuple[Any, Any]:
 
 
 def _ranges_of(problem: AttentionProblem) -> Any:
-    """The class that says which kv tiles a work tile needs."""
+    """The class that decides which kv tiles a work tile needs."""
     if problem.mask_program is not None:
         from pallas_attn.kernels.flash_fwd import listed
 
@@ -224,7 +223,7 @@ def _mainloop_of(problem: AttentionProblem) -> Callable[..., tuple["Result", Ind
 
 
 def _score_tiles_of(problem: AttentionProblem, config: Config) -> tuple[Any, ...]:
-    """Bias and mask_array that come by tiles, if any."""
+    """The arrays (bias, mask_array) that TMA loads by tiles."""
     shapes = [shape for shape in (problem.bias_shape, problem.mask_shape) if shape is not None]
     if not shapes or problem.dtype == "float32" or problem.fetches > 1:
         return ()
@@ -330,7 +329,7 @@ def load_q(ctx: KernelContext, tile: WorkTile, wg: Index, slot: Index) -> None:
 
 
 def _release_unused(ctx: KernelContext, entries: Index, slot: Index) -> Index:
-    """Releases entries of the ring that only other consumers need; the slot after them."""
+    """Releases entries of the ring that only other consumers need; returns the slot after them."""
     ring = Ring.of(ctx)
 
     def release(_: Index, slot: Index) -> Index:
@@ -350,7 +349,7 @@ class State(NamedTuple):
     acc: RegisterTiles  # [ROWS, v columns], or each panel's: the output before it is divided
     row_sum: RegisterTile  # [ROWS, PARTIALS]
     row_max: RegisterTile  # [ROWS]
-    p: RegisterTile  # [ROWS, block_kv]: of the tile whose values are still to come
+    p: RegisterTile  # [ROWS, block_kv]: P of the tile whose P V is still to be issued
 
 
 class Result(NamedTuple):

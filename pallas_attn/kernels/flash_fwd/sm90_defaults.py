@@ -1,4 +1,4 @@
-"""The Config of the Hopper forward for a problem: rules of measurements on an H200."""
+"""The Config of the Hopper forward for a problem, by rules that were measured on an H200."""
 
 import dataclasses
 import functools
@@ -28,7 +28,7 @@ def config_of(problem: AttentionProblem) -> Config:
 
 
 def _with_room(problem: AttentionProblem, config: Config) -> Config:
-    """With as many stages, and keys of a tile, as tiles of bias and mask_array leave room for."""
+    """`config` with fewer stages, keys or consumers, where bias and mask_array need the room."""
     tiles = ((config.block_kv, config.stages), (64, max(config.stages, 4)))
     choices = (
         dataclasses.replace(config, warpgroups=warpgroups, block_kv=keys, stages=stages)
@@ -45,7 +45,7 @@ def _of_16_bits(problem: AttentionProblem) -> Config:
     dim = max(problem.head_dim, problem.v_head_dim)
     l2_heads = _l2_heads(problem, dim)
     if dim <= 128 and _reads_block_table(problem):
-        # A table of blocks, which are of 128 as a rule: each is a tile, whole or empty.
+        # The array is a table of blocks, of 128 keys as a rule, each of which is whole or empty.
         return Config(2, block_kv=128, stages=2 if dim > 64 else 4, l2_heads=l2_heads)
     segments, claimed = "q_segment_ids" in problem.arrays, _gains_by_claims(problem)
     made = functools.partial(Config, l2_heads=l2_heads, claims=claimed)
@@ -67,7 +67,7 @@ def _of_16_bits(problem: AttentionProblem) -> Config:
     return config if fits else dataclasses.replace(config, q_slots=1)
 
 
-# The time of a work tile's rows, by consumers, up to some head dim.
+# Time of the rows of a work tile: by the largest head dim, then by the number of consumers.
 _ROW_COSTS = {
     64: {4: 1.0, 3: 1.05, 2: 1.3, 1: 2.0},
     80: {4: 1.15, 3: 1.0, 2: 1.4, 1: 2.0},

@@ -3,16 +3,16 @@
 A work tile is `QueryTiling.tile_rows` query rows of one head. `schedule` lists for each block the
 work tiles that it takes, in order; the list is made before anything runs, so that a block can read
 ahead. It needs no counter in global memory, and a block loads the next q tile during this one.
-Measured on an H200 it is faster than one block a work tile, and that than every multiprocessor
-taking each 132nd work tile.
+Measured on an H200 it is faster than one block a work tile, which is faster than a persistent block
+that takes every 132nd work tile.
 
 Producer and consumers go through their block's work tiles by `StaticList.for_each_tile`. A work
 tile is a number in the list, which `work_tile` decodes; `block_range` are the kv tiles that a block
 loads for it, and `rows_of` the rows of a warpgroup with those that they need.
 
-Other ways to hand out work, with the same functions: blocks that claim work tiles (`claims`),
-packed documents (`documents`), lists of kv tiles by a mask function (`listed`), and keys that
-other GPUs have (`fetch`).
+Other schedulers, with the same functions: blocks that claim work tiles (`claims`), packed documents
+(`documents`), lists of kv tiles by a mask function (`listed`), and keys in the memory of other GPUs
+(`fetch`).
 """
 
 import dataclasses
@@ -106,15 +106,15 @@ class QueryPlan:
     tiling: QueryTiling
     order: Distribution
     logit_rules: LogitRules
-    # The Hopper forward's: who hands out work tiles, who says which kv tiles they need, and the
-    # functions of its warpgroups.
+    # The Hopper forward's: its sources of work tiles, the class that decides which kv tiles they
+    # need, and the functions of its warpgroups.
     producer_tiles: Any = None  # StaticList or `claims.Claiming`
     consumer_tiles: Any = None  # StaticList or `claims.Claimed`
     ranges: Any = None  # MaskRanges, `documents.Ranges` or `listed.Ranges`
     produce: Any = None  # `producer.produce`, or another file's
     mainloop: Any = None  # `sm90.mainloop`, or another file's
     format: Any = None  # `sm80_common.MmaFormat`, of the portable kernels
-    # Bias and mask_array that come by `score_tiles`.
+    # The arrays (bias, mask_array) that TMA loads by tiles.
     score_tiles: tuple[ScoreTiles, ...] = ()
     apart: bool = False  # consumers take work tiles of their own: `one_tile`
     panels: bool = False  # q, k, v and the output lie in panels: `tma_operands.takes_panels`
@@ -176,16 +176,16 @@ class QueryPlan:
 
     @functools.cached_property
     def one_loop(self) -> bool:
-        """Whether one loop goes over all kv tiles, with a branch for those that need a mask; not a
-        loop each for those that do and those that do not. So where it is not known beforehand and
-        tiles of both kinds come in any order. It is also half the code to compile.
+        """Whether one loop goes over all kv tiles, with a branch for those that need a mask, in
+        place of a loop each for masked and unmasked tiles: where run-time values decide which tiles
+        need one, in any order. One loop is also half the code to compile.
         """
         dynamic = {"q_segment_ids", "mask_array"} & set(self.problem.arrays)
         return bool(dynamic) and not (self.is_listed or self.skips_keys)
 
     @functools.cached_property
     def skips_keys(self) -> bool:
-        """Whether a mask of keys says which kv tiles are whole: see `key_masks`."""
+        """Whether a mask of keys decides which kv tiles are whole: see `key_masks`."""
         return self.problem.masks_keys and not (self.is_listed or self.has("q_segment_ids"))
 
     @functools.cached_property
@@ -258,7 +258,7 @@ class Turn(NamedTuple):
 
     index: Index  # work tiles that the block took before
     code: Index  # which it is, for `work_tile`
-    following: Index  # the code of the next one, or of any if there is none
+    following: Index  # the code of the next one; any code if there is none
     has_next: Callable[[], Predicate]  # computed where it is asked, not held in a register
     # The next one, where it is claimed among entries of this one (`claims.Claiming`): its index,
     # and any code.

@@ -22,7 +22,7 @@ class Residuals(NamedTuple):
     """The arrays of a launch."""
 
     inputs: AttentionInputs
-    out: Any  # None, and lse as well, where the launch makes them too
+    out: Any  # None, like lse, where the launch makes both of them
     lse: Any
     tangents: dict[str, jax.Array]  # by the names of inputs: `AttentionProblem.tangents`
 
@@ -39,7 +39,7 @@ class TangentRefs(NamedTuple):
     k_dot: GmemRef = None
     v_dot: GmemRef = None
     bias_dot: GmemRef = None
-    k_edge: GmemRef = None  # [B, block_kv, K, H]: the kv tile that kv_lengths cuts, 0 behind them
+    k_edge: GmemRef = None  # [B, block_kv, K, H]: the kv tile that kv_lengths cuts, 0 past them
     v_edge: GmemRef = None
     k_dot_edge: GmemRef = None
     v_dot_edge: GmemRef = None

@@ -5,9 +5,9 @@ From q, k, v, out, lse and the tangents q', k', v' and bias' of some of them, in
     P = exp(S - lse)      S' = slope o (scale (q' k^T + q k'^T)) + bias'
     out' = P v' + (P o S') v - rowsum(P o S') out      lse' = rowsum(P o S')
 
-where `slope` is the derivative of softcap or of a score function. The lse is known, so a step has
-no maximum and rescales nothing, and both products with values add to one accumulator: five matmuls
-a tile at most. Terms of tangents that are absent are not there.
+where `slope` is the derivative of softcap or of a score function. The lse is known, so a step needs
+no row max and no rescale, and both products with values add to one accumulator: at most five
+matmuls a tile. Terms of tangents that the call does not have are left out.
 
 Grid and orientation are those of dq (`flash_bwd.sm90_dq`): a work tile is 64 query rows a consumer
 warpgroup, and kv tiles pass by in rings. A step issues S, the products of the tile before with
@@ -64,7 +64,7 @@ from pallas_attn.kernels.lang.types import (
 )
 
 SMEM_LIMIT = gpu_specs.shared_memory(gpu_specs.HOPPER)
-BARRIERS = 1024  # bytes kept for them and for alignment
+BARRIERS = 1024  # bytes kept for barriers and for alignment
 REGISTERS = {1: 240, 2: 240, 3: 160}  # registers of a consumer's thread, by number of consumers
 
 
@@ -271,7 +271,7 @@ def issue_tangent(ctx: KernelContext, rows: TangentRows, slot: Index, acc: Regis
 
 
 def _of_rows(ctx: KernelContext, rows: TangentRows, name: str, slot: Index) -> SmemRef:
-    # Else addresses are computed before the loop and spilled.
+    # An opaque zero, or addresses would be computed before the loop and spilled.
     return getattr(ctx.smem, name).at[rows.wg + mosaic.opaque_zero(slot)]
 
 
@@ -475,7 +475,7 @@ def _epilogue(
     row_sum: RegisterTile,
 ) -> None:
     """Stores the tangents of out and lse. Rows past a query length may have met NaN: they are
-    selected away.
+    replaced by zeros.
     """
     (plan, _, smem), tile = ctx, rows.tile
     staged, total = smem.out.at[rows.wg], row_sum.sum(axis=1)
@@ -535,7 +535,7 @@ def results(plan: QueryPlan) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct
 
 
 def operands_of(plan: QueryPlan, residuals: Residuals) -> TangentRefs:
-    """Global memory that a kernel reads; XLA copies what the forward's has it copy."""
+    """Global memory that a kernel reads. XLA copies the arrays that it copies for the forward."""
     inputs, fields = residuals.inputs, operands.of_call(plan, residuals)
     arrays = {name: getattr(inputs, name) for name in "qkv"}
     if residuals.out is not None:

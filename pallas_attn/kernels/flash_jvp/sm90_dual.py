@@ -4,10 +4,10 @@ With the inputs and tangents of some of them, by an online softmax over kv tiles
 
     out = P v     lse     out' = P v' + (P o S') v - rowsum(P o S') out     lse' = rowsum(P o S')
 
-`flash_jvp.sm90` starts from out and lse and multiplies the scores a second time: seven matmuls a
-tile with the forward's, where these are six. A warpgroup has two accumulators of its 64 rows, so
-nothing else is in flight beside a step's own matmuls: while one warpgroup computes exponents, the
-other has the tensor cores.
+`flash_jvp.sm90` starts from out and lse and computes the scores a second time: with the forward,
+seven matmuls a tile, where this kernel has six. A warpgroup holds two accumulators of its 64 rows,
+which leaves no registers to overlap two steps: while one warpgroup computes exponentials, the other
+uses the tensor cores.
 
 Grid, rings and shared memory are those of `flash_jvp.sm90`; both results leave by its `out`.
 """

@@ -1,13 +1,14 @@
 """Rows of 16-bit numbers in shared memory, in panels of columns that TMA clips exactly.
 
-A tile for wgmma lies in blocks of 8 rows and one swizzle. A copy by TMA to a buffer that Pallas
-tiles so takes the array in global memory by the same blocks, and Mosaic rounds its sizes down to
-whole ones: rows past the last multiple of 8 and columns past the last swizzle are never read. A
-panel is as wide as its swizzle, so that untiled rows are the same bytes. Its buffer has two views:
-TMA copies through the untiled one, and then fills with zeros, or leaves unwritten, exactly what
-lies past the end of an array; matmuls and registers use the tiled one.
+wgmma takes a tile in blocks of 8 rows by one swizzle. For a TMA copy to a buffer that Pallas tiles
+in this way, Mosaic divides the array in global memory into the same blocks and rounds its sizes
+down to whole blocks: rows past the last multiple of 8 and columns past the last swizzle are never
+read. A panel is as wide as its swizzle, so that its tiled and untiled layouts are the same bytes.
+Its buffer has two views. TMA copies through the untiled view, and so treats exactly the places past
+the end of an array as out of bounds: it loads zeros there, and stores nothing. Matmuls and
+registers use the tiled view.
 
-All functions take a plain buffer, too, which is one tiled panel of all columns.
+All functions also take a plain buffer, which is one tiled panel of all columns.
 """
 
 from typing import Any, NamedTuple
@@ -73,8 +74,8 @@ def load(  # noqa: PLR0913
     barrier: Barrier,
     column: int = 0,
 ) -> None:
-    """Asks for rows of one head, from a column on. `where`: batch, rows and head in `source`
-    [B, rows, heads, dim]; past its ends lie zeros. `at`: the index in the panels.
+    """Issues loads of rows of one head, from a column on. `where`: batch, rows and head in `source`
+    [B, rows, heads, dim], past whose ends zeros are loaded. `at`: the index in the panels.
     """
     for view, columns in _by_columns(source, panels, where[-1], column):
         plgpu.copy_gmem_to_smem(source.at[(*where, columns)], view.at[at], barrier)
@@ -88,7 +89,7 @@ def load_columns(  # noqa: PLR0913
     barrier: Barrier,
     column: Index,
 ) -> None:
-    """Asks for columns of `source[*where]` from a traced one on, zeros past the end."""
+    """Issues loads of columns of `source[*where]` from a traced one on; zeros past the end."""
     for panel in panels:
         width = panel.for_tma.shape[-1]
         some = source.at[(*where, pl.ds(column, width))]
@@ -104,8 +105,8 @@ def store(
     column: int = 0,
     predicate: Predicate | None = None,
 ) -> None:
-    """Writes rows of one head, from a column on, after `commit_smem`, if at all; what lies past the
-    ends of `target` is left.
+    """Issues stores of rows of one head, from a column on, if `predicate` holds; `commit_smem`
+    comes before. Places past the ends of `target` are not written.
     """
     for view, columns in _by_columns(target, panels, where[-1], column):
         plgpu.copy_smem_to_gmem(view.at[at], target.at[(*where, columns)], predicate)

@@ -1,4 +1,4 @@
-"""Numbers of rows, such as log-sum-exps, from registers to an array that ends where rows do."""
+"""Stores of one number a row, such as the log-sum-exp, to an array without padded rows."""
 
 import jax.numpy as jnp
 from jaxlib.mlir.dialects import vector
@@ -19,7 +19,7 @@ def store(values: RegisterTile, to: GmemRef, batch: Index, head: Index, row: Ind
         thread, batch, head, row = threads.Thread(), *map(_int_of, (batch, head, row))
         lane = thread.index % 32
         row = row + thread.index // 32 * 16 + lane // 4
-        line = (batch * heads + head) * length + row  # rows of all heads count in 32 bits
+        line = (batch * heads + head) * length + row  # 32 bits count the rows of all heads
         address = asm.address_of(to, line, 4)
         ours = lane % 4 < 1
         for number, register in enumerate(values.registers.flat):

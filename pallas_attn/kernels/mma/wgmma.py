@@ -81,7 +81,7 @@ def matmul(
     meanwhile: Callable[[], None] | None = None,
     issue: Callable[..., None] = multiply,
 ) -> jax.Array:
-    """a @ b by `issue`, with `meanwhile` under it."""
+    """a @ b, issued by `issue`; `meanwhile` is run while the matmul is in flight."""
 
     def body(acc):
         issue(acc, a, b)
@@ -93,13 +93,13 @@ def matmul(
 
 
 def score_panels(acc: RegisterTile, q: Terms, k: Terms) -> None:
-    """Issues acc += q @ k^T, whose columns lie in panels."""
+    """Issues acc += q @ k^T, where the columns of q and k lie in panels."""
     for a, b in zip(q, k, strict=True):
         plgpu.wgmma(acc, a, b.transpose((1, 0)))
 
 
 def value_panels(accs: RegisterTiles, p: RegisterTile, v: Terms) -> None:
-    """Issues accs += p @ v, an accumulator for each panel of v."""
+    """Issues accs += p @ v, with an accumulator for each panel of v."""
     for acc, values in zip(jax.tree.leaves(accs), v, strict=True):
         plgpu.wgmma(acc, p, values)
 
