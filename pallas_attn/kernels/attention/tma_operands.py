@@ -85,6 +85,11 @@ class OperandFormat(NamedTuple):
         return mosaic.swizzled((*shape, self.columns), self.dtype, self.swizzle)
 
     @property
+    def copies(self) -> int:
+        """Copies by TMA of a tile."""
+        return len(self.panels) or 1
+
+    @property
     def kind(self) -> Kind:
         return Kind(self.dtype, self.terms)
 
