@@ -425,6 +425,18 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "            owner = owner + head * 0",
         f"{TEST_LISTED} -k test_lists_and_codes",
     ),
+    "keys_that_a_mask_cuts_count_as_whole": Fault(
+        f"{BWD}/key_tiles.py",
+        "span.lo), code == 2",
+        "span.lo), code >= 1",
+        f"{TEST_BWD} -k 'test_interpreted and padding'",
+    ),
+    "a_bias_is_read_for_the_rows_of_the_first_warpgroup": Fault(
+        f"{SHARED}/score_tiles.py",
+        "panel.tile.at[slot, pl.ds(wg * ROWS, ROWS)]",
+        "panel.tile.at[slot, pl.ds(wg * 0, ROWS)]",
+        f"{TEST_BWD} -k 'test_interpreted and bias_shared'",
+    ),
     "dbias_counts_a_tile_of_scores_twice": Fault(
         f"{BWD}/dbias.py",
         "    live = (n < math.prod(walk.readers)) & (row < q_len)\n",
