@@ -39,6 +39,11 @@ class Call(Protocol):
     def tangents(self, inputs: AttentionInputs, results: Results, tangents: Named) -> Results:
         """The tangents of out and lse, by those of some inputs."""
 
+    def dual(self, names: tuple[str, ...]) -> Callable[..., Arrays] | None:
+        """Computes (out, lse, tangents of out and lse) by the inputs and tangents of some, in one
+        launch; None where there is no such launch.
+        """
+
     def gradients(self, inputs: AttentionInputs, rows: Rows) -> Named:
         """The gradients of the inputs but for `score_aux`."""
 
@@ -71,6 +76,18 @@ class Attention:
         numbers = jax.tree.unflatten(self.tree, range(self.tree.num_leaves))
         names = {number: name for name, number in numbers.named().items()}
         return Derivative(self.call, self.tree, tuple(names[number] for number in moving))
+
+    def dual(self, moving: tuple[int, ...]) -> Callable[[Arrays, Arrays], Arrays] | None:
+        names = self.derivative(moving).names
+        dual = self.call.dual(names)
+        if dual is None:
+            return None
+
+        def run(arrays: Arrays, along: Arrays) -> Arrays:
+            inputs = jax.tree.unflatten(self.tree, arrays)
+            return dual(inputs, dict(zip(names, along, strict=True)))
+
+        return run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,11 +170,21 @@ class KernelCall:
 
     def tangents(self, inputs: AttentionInputs, results: Results, tangents: Named) -> Results:
         by_kernel = {name: x for name, x in tangents.items() if name in MOVING}
-        kernel, problem = self._kernel(inputs, tuple(sorted(by_kernel)))
+        inputs_of_kernel = inputs._replace(sinks=None)  # the lse says what they do
+        problem = dataclasses.replace(self.problem, tangents=tuple(sorted(by_kernel)))
+        problem = batching.resized(dataclasses.replace(problem, op="flash_jvp"), inputs_of_kernel)
+        kernel = dispatch.of_tangents(problem, self.implementation) if by_kernel else None
         if kernel is None:
             return by_definition(self, inputs, tangents)
-        residuals = (inputs._replace(sinks=None), *results, by_kernel)
-        parts = [batching.compiled_once(batching.attention_tangents, kernel, problem, residuals)]
+        residuals = (inputs_of_kernel, *results, by_kernel)
+        first = batching.compiled_once(batching.attention_tangents, kernel, problem, residuals)
+        return self._with_others(inputs, results, tangents, first)
+
+    def _with_others(
+        self, inputs: AttentionInputs, results: Results, tangents: Named, first: Results
+    ) -> Results:
+        """The tangents along all inputs, by those along `MOVING`."""
+        parts = [first]
         if "sinks" in tangents:
             parts.append(_along_sinks(inputs, results, tangents["sinks"]))
         if rest := {name: x for name, x in tangents.items() if name not in (*MOVING, "sinks")}:
@@ -165,13 +192,20 @@ class KernelCall:
         out, lse = (sum(each[1:], each[0]) for each in zip(*parts, strict=True))
         return out, lse
 
-    def _kernel(self, inputs: AttentionInputs, names: tuple[str, ...]) -> tuple[Any, Any]:
-        """The kernel for tangents of inputs of these names, or None, and its problem."""
-        if not names:
-            return None, None
-        problem = dataclasses.replace(self.problem, op="flash_jvp", tangents=names)
-        problem = batching.resized(problem, inputs._replace(sinks=None))
-        return dispatch.of_tangents(problem, self.implementation), problem
+    def dual(self, names: tuple[str, ...]) -> Callable[..., Arrays] | None:
+        moving = tuple(sorted(set(names) & set(MOVING)))
+        problem = dataclasses.replace(self.problem, op="flash_dual", tangents=moving)
+        kernel = dispatch.of_tangents(problem, self.implementation) if moving else None
+        if kernel is None:
+            return None
+
+        def run(inputs: AttentionInputs, tangents: Named) -> Arrays:
+            arrays = inputs, {name: tangents[name] for name in moving}
+            both = batching.compiled_once(batching.attention_tangents, kernel, problem, arrays)
+            results, first = both[:2], both[2:]
+            return *results, *self._with_others(inputs, results, tangents, first)
+
+        return run
 
     def gradients(self, inputs: AttentionInputs, rows: Rows) -> Named:
         problem = dataclasses.replace(self.problem, op="flash_backward")

@@ -65,6 +65,11 @@ class Function(Protocol):
         and then the results.
         """
 
+    def dual(self, moving: tuple[int, ...]) -> Callable[[Arrays, Arrays], Arrays] | None:
+        """Computes the results and the derivative in one launch, by all arrays and the tangents of
+        some; None where there is no such launch.
+        """
+
 
 @dataclasses.dataclass(frozen=True)
 class Transposed:
@@ -150,6 +155,12 @@ class MappedFunction:
         dims, of = self.dims, self.of.derivative(moving)
         return Mapped(of, self.size, (*dims, 0, 0), tuple(dims[n] for n in moving))
 
+    def dual(self, moving: tuple[int, ...]) -> Callable[[Arrays, Arrays], Arrays] | None:
+        dims, of = self.dims, self.of.dual(moving)
+        if of is None:
+            return None
+        return jax.vmap(of, (dims, tuple(dims[n] for n in moving)), axis_size=self.size)
+
 
 # ---- the primitive of a function -----------------------------------------------------------------
 
@@ -185,25 +196,36 @@ mlir.register_lowering(_function, mlir.lower_fun(_run, multiple_results=True))
 
 
 def _jvp_of_function(primals: Any, tangents: Any, *, function: Function, jaxpr: Any) -> Any:
-    results = function.named(tuple(_function.bind(*primals, function=function, jaxpr=jaxpr)))
     moving = tuple(n for n, x in enumerate(tangents) if not is_zero(x))
+    along = [tangents[n] for n in moving]
+    alone = not any([isinstance(x, JaxprTracer) for x in along])  # nobody wants a gradient
+    if moving and alone and function.dual(moving) is not None:
+        from pallas_attn._autodiff import dual
+
+        return dual.bind(function, jaxpr, moving, primals, along)
+    results = bound(function, jaxpr, primals)
     if not moving:
         return results, [ad.Zero(jax.typeof(x)) for x in results]
-    along = [tangents[n] for n in moving]
     return results, call(function.derivative(moving), (*primals, *results), along)
+
+
+def bound(function: Function, jaxpr: Any, arrays: Sequence[Array]) -> Arrays:
+    """The results of a function that was traced before."""
+    return function.named(tuple(_function.bind(*arrays, function=function, jaxpr=jaxpr)))
 
 
 def _batch_function(
     arrays: Sequence[Array], dims: Sequence[Any], *, function: Function, jaxpr: Any
 ) -> Any:
     del jaxpr
-    mapped = MappedFunction(function, _size(arrays, dims), tuple(dims))
+    mapped = MappedFunction(function, mapped_size(arrays, dims), tuple(dims))
     jaxpr = jax.make_jaxpr(mapped.evaluate)(tuple(arrays))
     results = _function.bind(*arrays, function=mapped, jaxpr=jaxpr)
     return results, [0] * len(results)
 
 
-def _size(arrays: Sequence[Array], dims: Sequence[Any]) -> int:
+def mapped_size(arrays: Sequence[Array], dims: Sequence[Any]) -> int:
+    """The size of the axis that vmap maps."""
     return next(x.shape[dim] for x, dim in zip(arrays, dims, strict=True) if dim is not None)
 
 
@@ -227,8 +249,23 @@ def call(operation: Linear, residuals: Sequence[Array], linear: Sequence[Array])
     else:
         jaxpr = jax.make_jaxpr(run)(residuals, linear)
         types = tuple(jaxpr.out_avals)
-    static = {"operation": operation, "count": len(residuals), "types": types}
-    return list(_linear.bind(*residuals, *linear, jaxpr=jaxpr, run=run, **static))
+    static = _static(operation, len(residuals), types)
+    return list(_linear.bind(*residuals, *linear, **(static | {"jaxpr": jaxpr, "run": run})))
+
+
+def _static(operation: Linear, count: int, types: Types) -> dict[str, Any]:
+    run = sharding.as_now(operation.apply)
+    return {"operation": operation, "count": count, "types": types, "jaxpr": None, "run": run}
+
+
+def staged(operation: Linear, count: int, types: Types) -> tuple[Primitive, dict[str, Any]]:
+    """The primitive of a call, and its parameters, where it is traced when it is lowered."""
+    return _linear, _static(operation, count, types)
+
+
+def staged_function(function: Function, jaxpr: Any) -> tuple[Primitive, dict[str, Any]]:
+    """The primitive of a function that was traced before, and its parameters."""
+    return _function, {"function": function, "jaxpr": jaxpr}
 
 
 def apply(
@@ -291,7 +328,7 @@ def _transpose(
     del static
     residuals, linear = arrays[:count], arrays[count:]
     results = call(Transposed(operation), residuals, [ad.instantiate_zeros(x) for x in cotangents])
-    # What is known is no argument of the function that is transposed.
+    # A known array is no argument of the function that is transposed.
     wanted = map(ad.is_undefined_primal, linear)
     return [None] * count + [x if y else None for x, y in zip(results, wanted, strict=True)]
 
@@ -300,7 +337,7 @@ def _batch(
     arrays: Sequence[Array], dims: Sequence[Any], *, operation: Linear, count: int, **static: Any
 ) -> Any:
     del static
-    mapped = Mapped(operation, _size(arrays, dims), tuple(dims[:count]), tuple(dims[count:]))
+    mapped = Mapped(operation, mapped_size(arrays, dims), tuple(dims[:count]), tuple(dims[count:]))
     results = call(mapped, arrays[:count], arrays[count:])
     return results, [0] * len(results)
 

@@ -88,11 +88,13 @@ def of_attention_backward(
 @functools.lru_cache(maxsize=1024)
 def of_attention_tangents(problem: AttentionProblem, tree: PyTreeDef, shapes: Shapes) -> Split:
     """Tangents have the axes of what they are tangents of."""
-    inputs, *_ = _inputs_of(tree, shapes)
-    axes = _of_arrays(problem, inputs)
-    names = (*inputs.named(), "out", "lse", *problem.tangents)
-    arrays = tuple(axes[name] for name in names)
-    return Split(arrays, (axes["out"], axes["lse"]), _free(problem), begins="t")
+    inputs, *others = _inputs_of(tree, shapes)
+    axes, results = _of_arrays(problem, inputs), ("out", "lse")
+    own = results if len(others) > 1 else ()
+    names = (*inputs.named(), *own, *problem.tangents)
+    made = results if own else (*results, *results)
+    arrays, outputs = (tuple(axes[name] for name in each) for each in (names, made))
+    return Split(arrays, outputs, _free(problem), begins="t")
 
 
 def _of_arrays(problem: AttentionProblem, inputs: AttentionInputs) -> dict[str, Axes]:

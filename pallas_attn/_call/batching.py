@@ -310,9 +310,10 @@ def _gradients_of_many(
 
 def attention_tangents(
     kernel: Chosen, problem: AttentionProblem, residuals: tuple[Any, ...]
-) -> tuple[Array, Array]:
-    """`kernel.run((inputs, out, lse, tangents), problem)` -> the tangents of out and lse, for any
-    batching and sharding. `tangents`: a dict by the names in `AttentionProblem.tangents`.
+) -> tuple[Array, ...]:
+    """`kernel.run(residuals, problem)`, for any batching and sharding: (inputs, out, lse, tangents)
+    -> the tangents of out and lse, or (inputs, tangents) -> out, lse and their tangents.
+    `tangents`: a dict by the names in `AttentionProblem.tangents`.
     """
     leaves, tree = jax.tree.flatten(residuals)
     split = axes.of_attention_tangents(problem, tree, tuple([leaf.shape for leaf in leaves]))
@@ -328,35 +329,37 @@ def attention_tangents(
 
     @call.def_vmap
     def rule(size: int, batched: list[bool], *arrays: Array) -> Any:
-        inputs, out, lse, tangents = jax.tree.unflatten(tree, arrays)
+        inputs, *results, tangents = jax.tree.unflatten(tree, arrays)
         dots = {f"{name}_dot": tangents[name] for name in problem.tangents}
-        every = inputs.named() | {"out": out, "lse": lse} | dots
+        every = inputs.named() | dict(zip(("out", "lse"), results, strict=False)) | dots
         names = _mapped(every, batched)
-        return _tangents_of_many(kernel, problem, every, names, size), (True, True)
+        made = _tangents_of_many(kernel, problem, every, names, size)
+        return made, (True,) * len(made)
 
-    out, lse = call(*leaves)
-    return out, lse
+    return tuple(call(*leaves))
 
 
 def _tangents_of_many(
     kernel: Chosen, problem: AttentionProblem, arrays: Named, mapped: list[str], size: int
-) -> tuple[Array, Array]:
+) -> tuple[Array, ...]:
     """`attention_tangents` of arrays of which the `mapped` ones have an axis of `size` in front."""
 
     def residuals(arrays: Named) -> tuple[Any, ...]:
         tangents = {name: arrays[f"{name}_dot"] for name in problem.tangents}
+        results = [arrays[name] for name in ("out", "lse") if name in arrays]
         others = {"out", "lse", *[f"{name}_dot" for name in tangents]}
         inputs = {name: x for name, x in arrays.items() if name not in others}
-        return AttentionInputs.of(inputs), arrays["out"], arrays["lse"], tangents
+        return AttentionInputs.of(inputs), *results, tangents
 
-    if not _is_foldable(problem, mapped) or not size or _is_split(arrays, mapped):
+    foldable = size and _is_foldable(problem, mapped) and "sinks" not in mapped
+    if not foldable or _is_split(arrays, mapped):
         return sharding.one_after_another(
             lambda some: attention_tangents(kernel, problem, residuals(arrays | some)),
             {name: arrays[name] for name in mapped},
         )
     folded = residuals(_folded(arrays, mapped, size, problem.batch))
-    out, lse = attention_tangents(kernel, resized(problem, folded[0]), folded)
-    return _unfolded(out, size), _unfolded(lse, size)
+    made = attention_tangents(kernel, resized(problem, folded[0]), folded)
+    return tuple([_unfolded(x, size) for x in made])
 
 
 # ---- operations over caches ----------------------------------------------------------------------

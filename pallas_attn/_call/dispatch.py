@@ -186,10 +186,13 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
             ),
         ),
     ),
-    "flash_jvp": (  # what none takes is done by operations of jax: `derivative.by_definition`
+    # Problems that no kernel takes: see `derivative.by_definition`.
+    "flash_jvp": (
         Candidate("flash_jvp.sm90", HOPPER),
         Candidate("flash_jvp.sm80", FROM_AMPERE),
     ),
+    # The forward and its tangents in one launch, where forward mode alone asks for them.
+    "flash_dual": (Candidate("flash_jvp.sm90_dual", HOPPER),),
     "append": (
         Candidate("append.copy", FROM_AMPERE),
         Reference(reference.append, lambda problem: "it is one scatter a cache"),
@@ -259,10 +262,9 @@ def merging(problem: DecodeProblem, implementation: str | None) -> Candidate | N
     return None
 
 
-@functools.lru_cache(maxsize=1024)
 def of_tangents(problem: AttentionProblem, implementation: str | None) -> Implementation | None:
     """The kernel of tangents that takes the problem, if there is one."""
-    named = [x for x in TABLES["flash_jvp"] if implementation in (None, x.implementation)]
+    named = [x for x in TABLES[problem.op] if implementation in (None, x.implementation)]
     return next((x for x in named if x.takes(problem)), None)
 
 

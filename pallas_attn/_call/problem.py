@@ -84,7 +84,7 @@ def bounds_of(inputs: WithBounds) -> dict[str, Array]:
 class AttentionProblem:
     """The static facts of one forward or backward call."""
 
-    op: str  # "flash_forward", "flash_backward" or "flash_jvp"
+    op: str  # "flash_forward", "flash_backward", "flash_jvp" or "flash_dual"
     gpu: str | None  # "sm80", "sm90", ...: the generation; None where there is no GPU
     dtype: str  # dtype of q, k and v
     batch: int
@@ -121,7 +121,7 @@ class AttentionProblem:
     # T, S and q_offset (None: an array) of `MaskFunction.blocks`, the last array of mask_aux;
     # None: mask_aux has no blocks.
     mask_blocks: tuple[int, int, int | None] | None = None
-    tangents: tuple[str, ...] = ()  # inputs whose tangents are given, sorted: of "flash_jvp"
+    tangents: tuple[str, ...] = ()  # inputs whose tangents are given, sorted: of "flash_jvp" and "flash_dual"
 
     @property
     def uses_batch(self) -> bool:

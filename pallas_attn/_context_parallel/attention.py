@@ -43,6 +43,9 @@ class SplitCall:
         del results
         return derivative.by_definition(self, inputs, tangents)
 
+    def dual(self, names: tuple[str, ...]) -> None:
+        del names
+
     def gradients(self, inputs: AttentionInputs, rows: Rows) -> Named:
         gradients = (ring if self.in_ring else gather).backward(self.split, inputs, rows)
         return {

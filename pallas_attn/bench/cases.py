@@ -156,7 +156,31 @@ def _large_attention() -> list[AttentionCase]:
     name, half = "lengths_half_of_8192", (4096,) * 4
     rows.append(full(name, (4, 8192), equal, 128, "cost", kv_lengths=half))
     rows.append(full("lengths_none_of_8192", (4, 8192), equal, 128, "cost"))
-    return rows
+    return rows + _models()
+
+
+# (model, (B, T) or (B, T, S), heads, H): sizes that are no multiple of a tile.
+_MODELS = (
+    ("vit_b", (256, 197), 12, 64),
+    ("vit_l_384", (64, 577), 16, 64),
+    ("siglip_so400m", (64, 729), 16, 72),
+    ("dit_xl_256", (128, 256), 16, 72),
+    ("whisper_large", (16, 1500), 20, 64),
+    ("bert_base", (64, 512), 12, 64),
+    ("clip_text", (512, 77), 8, 64),
+    ("swin_windows", (2048, 49), 4, 32),
+    ("windows_of_64", (512, 64), 8, 64),
+    ("sd_cross", (8, 4096, 77), 8, 40),
+)
+
+
+def _models() -> list[AttentionCase]:
+    """The attention of models that are no decoder of text."""
+    masks = {"clip_text": CAUSAL}
+    return [
+        _attention(name, sizes, (heads, heads), dim, "models", mask=masks.get(name, FULL))
+        for name, sizes, heads, dim in _MODELS
+    ]
 
 
 def _functions() -> list[AttentionCase]:

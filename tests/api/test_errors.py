@@ -697,6 +697,10 @@ def test_a_cache_that_comes_whole_where_its_rows_are_split(step):
     assert str(caught.value) == _WHOLE_CACHE
 
 
+CACHES |= {
+    "rows: expected an int of at least 0, got -1": lambda: paged().pages_for(-1),
+    "rows: expected an int of at least 0, got 1.5": lambda: paged().pages_for(1.5),
+}
 DECODES |= {
     **{
         f"layer: expected 0 to {n - 1} for a cache of {n} layers, got None; pass layer=l": (

@@ -21,10 +21,32 @@ from tests.parallel.test_kernels_batched_and_sharded import (
 )
 
 
-@pytest.fixture(autouse=True)
-def kernels(monkeypatch):
-    """The reference as a kernel, and by its own name."""
+class DualInPlaceOfAKernel:
+    """The reference and its derivative, handed over as a kernel does it."""
+
+    name = implementation = "kernel"
+
+    def takes(self, problem):
+        assert problem.op == "flash_dual" and problem.tangents
+        return True
+
+    def run(self, arrays, problem):
+        inputs, tangents = arrays
+        assert tuple(tangents) == problem.tangents
+        own = {name: getattr(inputs, name) for name in tangents}
+        run = lambda some: REFERENCE.run(inputs._replace(**some), problem)  # noqa: E731
+        results, dots = jax.jvp(run, (own,), (tangents,))
+        return *results, *dots
+
+
+@pytest.fixture(autouse=True, params=["apart", "dual"])
+def kernels(monkeypatch, request):
+    """The reference as a kernel, and by its own name; with tangents by its definition, or in the
+    launch of the results.
+    """
     forward = InPlaceOfAKernel("flash_forward"), REFERENCE
+    dual = (DualInPlaceOfAKernel(),) if request.param == "dual" else ()
+    monkeypatch.setitem(dispatch.TABLES, "flash_dual", dual)
     monkeypatch.setitem(dispatch.TABLES, "flash_forward", forward)
     monkeypatch.setitem(dispatch.TABLES, "flash_backward", (BackwardInPlaceOfAKernel(),))
 
@@ -187,11 +209,11 @@ def test_a_scan_over_layers(rng, policy):
 def test_vmap(rng, mapped):
     ours, theirs, floats, along = both(rng)
     stack = lambda tree: jax.tree.map(lambda x: jnp.stack([x, 2 * x, -x]), tree)  # noqa: E731
-    one = dict.fromkeys(floats)
+    alone = dict.fromkeys(floats)
     axes = {
-        "primals": (dict.fromkeys(floats, 0), one),
-        "tangents": (one, dict.fromkeys(floats, 0)),
-        "q": (one | {"q": 0}, one | {"q": 0}),
+        "primals": (dict.fromkeys(floats, 0), alone),
+        "tangents": (alone, dict.fromkeys(floats, 0)),
+        "q": (alone | {"q": 0}, alone | {"q": 0}),
         "all": (dict.fromkeys(floats, 0),) * 2,
     }[mapped]
     pair = tuple(

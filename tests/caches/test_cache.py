@@ -425,3 +425,8 @@ def test_page_operations_in_a_scan():
 def test_a_cache_is_printed_by_its_sizes(cache, said):
     assert repr(cache()) == repr(jax.eval_shape(cache)) == said
     assert repr(jax.tree.map(lambda x: None, cache())).endswith("Cache(...)")
+
+
+def test_pages_for_rows():
+    cache = pa.PagedCache.create(2, 8, 4, kv_heads=1, head_dim=8)
+    assert [cache.pages_for(rows) for rows in (0, 1, 4, 5, np.int64(9))] == [0, 1, 1, 2, 3]

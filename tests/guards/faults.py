@@ -325,10 +325,12 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     "forward_releases_keys_before_they_are_multiplied": Fault(
         f"{FWD}/sm90.py",
         """    s = wgmma.matmul((ROWS, k[0].shape[0]), q, k, meanwhile, wgmma.score_panels)
-    if rows.segments is None:
+    read_later = rows.segments is not None or ctx.plan.score_tiles
+    if not read_later:
         ring.release(slot)
 """,
-        """    if rows.segments is None:
+        """    read_later = rows.segments is not None or ctx.plan.score_tiles
+    if not read_later:
         ring.release(slot)
     s = wgmma.matmul((ROWS, k[0].shape[0]), q, k, meanwhile, wgmma.score_panels)
 """,

@@ -599,7 +599,7 @@ def test_a_digest_forgets_names_and_keeps_constants():
 
 def test_builds_cover_every_family_on_both_generations():
     families = {tuple(name.split("/")[:2]) for name in builds.BUILDS}
-    kinds = ("flash_fwd", "flash_bwd", "decode", "decode_mla", "append")
+    kinds = ("flash_fwd", "flash_bwd", "flash_jvp", "decode", "decode_mla", "append")
     assert {(kind, gpu) for kind in kinds for gpu in ("sm80", "sm90")} <= families
     assert len(builds.BUILDS) >= 24
 

@@ -46,6 +46,7 @@ def scores_and_copy(q, k):
             return acc[...]
 
         lang.store(scores.at[b, h, t, s], pl.run_scoped(product, plgpu.ACC((ROWS, KEYS))))
+        plgpu.commit_smem()  # all warps have read q
         for x in panels.tiles(q_smem, 0):
             x[...] = plgpu.load(x, layout=lang.TILE, optimized=False) + 1
         plgpu.commit_smem()

@@ -246,9 +246,9 @@ def test_the_reference_knows_only_records_and_programs():
 
 
 def test_only_the_dispatch_knows_the_reference():
-    """But for gradients and numbers of rows that it alone computes."""
+    """But for derivatives and numbers of rows that it alone computes."""
     users = who_imports("_call.reference")
-    assert users == {"_call.dispatch", "_autodiff.score_gradients", "_cache.keep"}
+    assert users == {"_call.dispatch", "_autodiff.by_rows", "_cache.keep"}
 
 
 def test_who_knows_the_dispatch():
@@ -261,6 +261,7 @@ def test_who_knows_the_dispatch():
     }  # they ask for the candidates, and for the one that was taken
     ours = {
         "attention",
+        "_autodiff.derivative",
         "_context_parallel.gather",
         "_context_parallel.launch",
         "_cache.write",

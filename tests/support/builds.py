@@ -291,6 +291,21 @@ def _lm() -> Build:
     return Build("h100", call, (params, cache, state), (1, 2), lm_state.COMPILER)
 
 
+def tangents(options, alone, q, k, v, *along):
+    """Along all of q, k and v: `alone` beside the results, in one launch where there is one; else
+    as jax.linearize has them.
+    """
+    attend = functools.partial(pa.flash_attention_with_lse, **options)
+    if alone:
+        return jax.jvp(attend, (q, k, v), along)
+    return jax.linearize(attend, q, k, v)[1](*along)
+
+
+def _tangents(target: str, dim: int, alone: bool = False, **options: Any) -> Build:
+    shapes = (_shape("bfloat16", 2, 1024, 4, dim),) * 6
+    return Build(target, functools.partial(tangents, options, alone), shapes)
+
+
 _attention_sm90 = functools.partial(_attention, "h100")
 _attention_sm80 = functools.partial(_attention, "a100")
 _backward_sm90 = functools.partial(_attention, "h100", backward=True)
@@ -362,6 +377,10 @@ BUILDS: dict[str, Build] = {
     "flash_bwd/sm90/h128_float32_highest": _backward_sm90(
         128, dtype="float32", precision="highest", **_CAUSAL
     ),
+    "flash_jvp/sm90/h128_causal": _tangents("h100", 128, mask=pa.CAUSAL),
+    "flash_jvp/sm90/h64_dual": _tangents("h100", 64, alone=True, mask=pa.CAUSAL),
+    "flash_jvp/sm90/h128_dual": _tangents("h100", 128, alone=True),
+    "flash_jvp/sm80/h64_causal": _tangents("a100", 64, mask=pa.CAUSAL),
     "flash_bwd/sm80/h64_causal": _backward_sm80(64, **_CAUSAL),
     "flash_bwd/sm80/h128_full": _backward_sm80(128),
     "flash_bwd/sm80/h64_bias": _backward_sm80(64, also=("bias",)),

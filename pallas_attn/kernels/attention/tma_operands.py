@@ -86,7 +86,7 @@ class OperandFormat(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """Copies by TMA of a tile."""
+        """Copies by TMA of a tile of rows: one a panel."""
         return len(self.panels) or 1
 
     @property

@@ -103,7 +103,7 @@ def _swizzled_widths(plan: KeyPlan) -> list[int]:
 
 def ds_tiles(ctx: KernelContext, *at: Index) -> list[SmemRef]:
     """The copies of a tile of dS."""
-    return [ref for copy in ctx.smem.ds for ref in panels.tiles(copy, *at)]
+    return [ref for copy in ctx.smem.ds for ref in panels.tiles(copy, at)]
 
 
 def matmuls(plan: KeyPlan) -> int:

@@ -205,4 +205,4 @@ def store_rows(
 
 def _rows_of(buffer: Panels, index: Any) -> int:
     at = index if isinstance(index, tuple) else (index,)
-    return panels.tiles(buffer, *at)[0].shape[0]
+    return panels.tiles(buffer, at)[0].shape[0]

@@ -245,7 +245,7 @@ def _issue(
         (dp_acc, smem.do, smem.v, plan.v),
     ):
         if plan.panels:
-            wgmma.score_panels(acc, panels.tiles(left, slot, own), panels.tiles(right, slot))
+            wgmma.score_panels(acc, panels.tiles(left, (slot, own)), panels.tiles(right, slot))
             continue
         rows = wgmma.terms_of_smem(left.at[slot, own], form.kind)
         keys = wgmma.terms_of_smem(right.at[slot], form.kind)

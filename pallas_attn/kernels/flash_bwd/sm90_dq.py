@@ -114,8 +114,10 @@ def visible_of(ctx: KernelContext, code: Index) -> Span | None:
     return padded.Ranges.read_for_block(ctx, code) if ctx.plan.skips_keys else None
 
 
-def span_of(ctx: KernelContext, tile: WorkTile, visible: Span | None) -> Span:
-    """The kv tiles of a work tile, ordered lo <= full_lo <= full_hi <= hi."""
+def span_of(ctx: KernelContext, tile: WorkTile, visible: Span | None = None) -> Span:
+    """The kv tiles of a work tile, ordered lo <= full_lo <= full_hi <= hi. `visible`: those that a
+    mask of keys leaves; None where all tiles are masked by it.
+    """
     plan, refs, _ = ctx
     if plan.is_listed:
         return listed.list_of(ctx, tile).span

@@ -557,7 +557,7 @@ class Staging(NamedTuple):
             for n in range(0, part.shape[1], ROWS)
         ]
         for block, index in zip(blocks, self.index, strict=True):
-            (to,) = panels.tiles(self.rows, *index)
+            (to,) = panels.tiles(self.rows, index)
             to[...] = block.astype(to.dtype)
         plgpu.commit_smem()
         for n, index in enumerate(self.index):

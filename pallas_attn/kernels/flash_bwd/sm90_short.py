@@ -155,7 +155,7 @@ def _load(ctx: KernelContext, head: Head) -> None:
     memory = StatisticsRefs(refs.out, refs.do, refs.lse, refs.d_lse, smem.lse, smem.delta)
     for t in range(tiling.q_tiles):
         at = QueryTileAt(*head, jnp.int32(t), jnp.int32(t))
-        tile_statistics.write(plan, memory, at)
+        tile_statistics.write(plan.problem, memory, at)
     plgpu.commit_smem()
 
 

@@ -2,13 +2,12 @@
 once: no launch before it, and nothing of them in global memory but the forward's lse.
 """
 
-import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.experimental.pallas as pl
 import numpy as np
 
+from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.attention.tiles import ROWS
 from pallas_attn.kernels.lang import mosaic, threads
@@ -35,22 +34,18 @@ class QueryTileAt(NamedTuple):
     slot: Index  # the row of `to_lse` and `to_delta`
 
 
-def write(plan: Any, refs: StatisticsRefs, at: QueryTileAt, at_once: int = 4) -> None:
+def write(problem: AttentionProblem, refs: StatisticsRefs, at: QueryTileAt) -> None:
     """lse in log2 units and delta = rowsum(dO * O) - dLSE of query tile `at.t` in shared memory;
-    inf and 0 in rows that see no key and past T, so that their P and dS are 0. `at_once`: rows that
-    a thread has under way, 16 registers each.
+    inf and 0 in rows that see no key and past T, so that their P and dS are 0.
     """
-    step = mosaic.THREADS // LANES
-    for first in range(0, ROWS, step * at_once):
-        rows = range(first, first + step * at_once, step)
-        threads.run(functools.partial(_write, firsts=rows), plan.problem, refs, at)
+    threads.run(_write, problem, refs, at)
 
 
-def _write(ctx: ThreadContext, firsts: Sequence[int]) -> None:
+def _write(ctx: ThreadContext) -> None:
     thread, refs, at, problem = ctx
     chunks, heads, length = problem.v_head_dim // NUMBERS, problem.q_heads, problem.q_len
     lane, down = thread.index % LANES, thread.index // LANES
-    rows = [down + n for n in firsts]
+    rows = [down + n for n in range(0, ROWS, mosaic.THREADS // LANES)]
     lines = [(at.batch * length + at.t * ROWS + row) * heads + at.head for row in rows]
     live = [at.t * ROWS + row < length for row in rows]
     own = [(at.batch * heads + at.head) * length + at.t * ROWS + row for row in rows]

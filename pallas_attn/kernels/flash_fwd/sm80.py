@@ -32,6 +32,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -259,7 +260,12 @@ def _epilogue(ctx: KernelContext, rows: QueryRows, sums: OutputSums) -> None:
         inside = mosaic.positions(lse.shape, 0, rows.row) < tile.q_len
         lse = jnp.where(inside, lse, -jnp.inf)
         acc = jax.tree.map(lambda x: jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 0.0), acc)
-    row_numbers.store(lse, refs.lse, tile.batch, tile.head, rows.row)
+    if plan.tiling.padded_rows == plan.problem.q_len:
+        mosaic.store(
+            refs.lse.at[tile.batch, tile.head, pl.ds(rows.row, plan.tiling.tile_rows)], lse
+        )
+    else:
+        row_numbers.store(lse, refs.lse, tile.batch, tile.head, rows.row)
     at = (tile.batch, tile.head, rows.row, plan.problem.q_len - rows.row)
     if plan.config.columns:
         return sm80_column_stream.write(acc, refs.out, at)

@@ -79,6 +79,7 @@ from pallas_attn.kernels.attention.tiles import (
     WorkTile,
 )
 from pallas_attn.kernels.attention.tiles import limit as limit
+from pallas_attn.kernels.attention.tma_operands import OperandFormat
 from pallas_attn.kernels.flash_fwd import producer, shared_memory, tile_scheduler
 from pallas_attn.kernels.flash_fwd.producer import Ring
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS as BARRIERS
@@ -360,16 +361,16 @@ class Result(NamedTuple):
     row_max: RegisterTile
 
 
-def _no_values(plan: Any) -> RegisterTiles:
+def _no_values(v: OperandFormat) -> RegisterTiles:
     """The accumulator of the output, or that of each panel."""
-    if plan.v.panels:
-        return tuple(mosaic.filled((ROWS, width), 0.0) for width in plan.v.panels)
-    return mosaic.filled((ROWS, plan.v.width), 0.0)
+    if v.panels:
+        return tuple([mosaic.filled((ROWS, width), 0.0) for width in v.panels])
+    return mosaic.filled((ROWS, v.width), 0.0)
 
 
 def no_keys(plan: Any) -> Result:
     """The result of rows that need no kv tile."""
-    acc = _no_values(plan)
+    acc = _no_values(plan.v)
     row_sum = mosaic.filled((ROWS, softmax.PARTIALS), 0.0)
     return Result(acc, row_sum, mosaic.filled((ROWS,), -jnp.inf))
 
@@ -418,7 +419,7 @@ def _first_tile(
     unit, nothing = ctx.plan.logit_rules.unit, mosaic.filled((ROWS,), -jnp.inf)
     new = online.step(s, unit, nothing, empty_ok=True)
     p = new.p.astype(ctx.plan.v.dtype)
-    return State(_no_values(ctx.plan), new.row_sum, new.row_max, p)
+    return State(_no_values(ctx.plan.v), new.row_sum, new.row_max, p)
 
 
 def _step(  # noqa: PLR0913
@@ -545,8 +546,8 @@ def store_result(ctx: KernelContext, rows: QueryRows, result: Result) -> None:
 
 
 def _parts_of_output(
-    plan: QueryPlan, acc: RegisterTiles, out: panels.Panels
-) -> list[tuple[int, tuple[RegisterTile, ...], panels.Panels]]:
+    plan: QueryPlan, acc: RegisterTiles, out: SmemRef
+) -> list[tuple[int, tuple[RegisterTile, ...], SmemRef]]:
     """(first column, register tiles, their buffers) of what is stored at a time: columns of the
     accumulator, or panels of it, as many as shared memory holds.
     """

@@ -82,7 +82,9 @@ def _of_few_rows(problem: AttentionProblem, dim: int, made: Callable[..., Config
     keys, bias = problem.kv_len, "bias" in problem.arrays
     costs = dict(next(costs for widest, costs in _ROW_COSTS.items() if dim <= widest))
     if dim > 64 and (bias or keys <= 128):  # registers
-        costs = {n: costs[n] for n in (2, 1)}
+        costs.pop(4, None)
+    if dim > 64 and (bias or 64 < keys <= 96):
+        del costs[3]
     if bias and dim > 64 and problem.q_len > 64:
         costs = {2: 1.0}
 
@@ -91,7 +93,7 @@ def _of_few_rows(problem: AttentionProblem, dim: int, made: Callable[..., Config
         return costs[consumers] * consumers * cdiv(tiles, BLOCKS)
 
     consumers = min(costs, key=time_of)
-    if 64 < keys <= 128:
+    if 64 < keys <= 128 and (dim <= 64 or consumers < 3):
         # All in one tile. Of two, the loop over all but the first has one step, which ptxas takes
         # for no loop, and spills.
         fits = not {"bias", "mask_array"} & set(problem.arrays) and problem.mask_program is None
@@ -125,7 +127,7 @@ _L2_HEADS = {
     ("causal", 256): ((0, 8), (4096, 0)),
     ("window", 64): ((0, 64),),
     ("full", 64): ((0, 48), (4096, 12)),
-    ("full", 128): ((0, 1), (4096, 0)),
+    ("full", 128): ((0, 0), (1536, 1), (4096, 0)),
     ("full", 256): ((0, 4), (4096, 3)),
 }
 

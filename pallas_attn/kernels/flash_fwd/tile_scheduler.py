@@ -162,7 +162,7 @@ class QueryPlan:
     def copies(self) -> tuple[int, int]:
         """Copies by TMA that make a kv tile of k, and one of v."""
         whole = self.value_rows == self.tiling.block_kv
-        return len(self.qk.panels) or 1, (len(self.v.panels) or 1) * (1 if whole else 2)
+        return self.qk.copies, self.v.copies * (1 if whole else 2)
 
     @functools.cached_property
     def is_padded(self) -> bool:

@@ -58,7 +58,7 @@ class TangentRefs(NamedTuple):
     mask_aux: Any = ()
     score_aux: Any = ()
     tiles: GmemRef = None
-    sinks: GmemRef = None  # where out and lse are made too
+    sinks: GmemRef = None  # read by `sm90_dual` alone
 
 
 def of_call(plan: QueryPlan, residuals: Residuals) -> dict[str, Any]:

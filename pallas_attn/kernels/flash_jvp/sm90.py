@@ -65,7 +65,7 @@ from pallas_attn.kernels.lang.types import (
 
 SMEM_LIMIT = gpu_specs.shared_memory(gpu_specs.HOPPER)
 BARRIERS = 1024  # bytes kept for them and for alignment
-REGISTERS = {1: 240, 2: 240, 3: 160}  # of a consumer's thread, by how many consumers there are
+REGISTERS = {1: 240, 2: 240, 3: 160}  # registers of a consumer's thread, by number of consumers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,7 +257,7 @@ class TangentRows(NamedTuple):
 class Weights(NamedTuple):
     """The numbers of a kv tile by which values are multiplied."""
 
-    left: tuple[RegisterTile, ...]  # of each of `operands.values`, as matmuls take them
+    by_value: tuple[RegisterTile, ...]  # left operands, one for each of `operands.values`
     row_sum: RegisterTile  # [ROWS, PARTIALS]: of P o S', of all tiles so far
 
 
@@ -394,7 +394,7 @@ def _mainloop(
             k_ring.wait(slot)
             issue_scores(ctx, rows, slot, accs[0])
             v_ring.wait(last)
-            _issue_values(ctx, last, acc, weights.left)
+            _issue_values(ctx, last, acc, weights.by_value)
             if products:
                 issue_tangent(ctx, rows, slot, accs[1])
             new = _weights(ctx, rows, t, accs, values + products, weights.row_sum)
@@ -408,7 +408,7 @@ def _mainloop(
     end, weights = lax.fori_loop(rows.span.lo + 1, rows.span.hi, step, start)
     last = v_ring.slot(end - 1)
     v_ring.wait(last)
-    _issue_values(ctx, last, acc, weights.left)
+    _issue_values(ctx, last, acc, weights.by_value)
     value = acc[...]
     v_ring.release(last)
     return value, weights.row_sum, end
@@ -501,9 +501,9 @@ def _kernel(
 ) -> None:
     ctx, consumers = KernelContext(plan, refs, smem), plan.config.warpgroups
     block, wg = lax.axis_index("block"), lax.axis_index("wg")
-    produce = functools.partial(produce, ctx, block)
+    load = functools.partial(produce, ctx, block)
     consume = functools.partial(_consume, ctx, (out_dot, lse_dot), block, wg)
-    mosaic.share_registers(wg, consumers, produce, consume, REGISTERS[consumers])
+    mosaic.share_registers(wg, consumers, load, consume, REGISTERS[consumers])
 
 
 def run(residuals: Any, problem: AttentionProblem, config: Config) -> tuple[jax.Array, jax.Array]:

@@ -54,8 +54,8 @@ def scratch(shape: tuple[int, ...], dtype: DType, width: int) -> Panel:
     return Panel(plgpu.RefUnion(untiled, tiled))
 
 
-def tiles(panels: Panels, *at: Any) -> tuple[SmemRef, ...]:
-    """The views of matmuls, of all panels at an index."""
+def tiles(panels: Panels, at: Any) -> tuple[SmemRef, ...]:
+    """The views of matmuls, of all panels at an index, or at a tuple of them."""
     views = [x.tile for x in panels] if isinstance(panels, tuple) else [panels]
     return tuple([view.at[at] for view in views])
 

@@ -1,7 +1,6 @@
 """Numbers of rows, such as log-sum-exps, from registers to an array that ends where rows do."""
 
 import jax.numpy as jnp
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
 from pallas_attn.kernels.lang import asm, mosaic, threads
@@ -38,5 +37,5 @@ def store(values: RegisterTile, to: GmemRef, batch: Index, head: Index, row: Ind
     mosaic.inline(code, twin, args, types, None)
 
 
-def _int_of(scalar: ir.Value) -> Int:
+def _int_of(scalar: Index) -> Int:
     return Int(scalar.registers.item())

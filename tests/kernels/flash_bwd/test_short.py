@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from pallas_attn.kernels.flash_bwd import sm90 as kernel
-from pallas_attn.kernels.flash_bwd import sm90_heads, sm90_short
+from pallas_attn.kernels.flash_bwd import sm90_short
 from pallas_attn.masks import CAUSAL, FULL, Mask
 from tests.kernels.flash_bwd.test_flash_bwd import ONE, case_named, check, problem_of
 from tests.support import mosaic
@@ -36,21 +36,3 @@ def test_interpreted(name):
     assert sm90_short.takes(problem_of(case))
     with mosaic.interpret():
         check(case, kernel.Config(short=True))
-
-
-HEADS = {
-    "four_tiles": short(197, 197, 64),
-    "few_keys": short(150, 40, 32),
-    "few_queries": short(13, 200, 40, v_head_dim=64, **ONE),
-    "causal": short(200, 200, 24, mask=CAUSAL, dtype="float16", **ONE),
-    "window": short(256, 256, 16, mask=Mask(left=40, right=20), softcap=20.0, sinks=True, **ONE),
-}
-
-
-@pytest.mark.guards
-@pytest.mark.parametrize("name", HEADS)
-def test_heads_interpreted(name):
-    case = HEADS[name]
-    assert sm90_heads.takes(problem_of(case))
-    with mosaic.interpret():
-        check(case, kernel.Config(heads=True, grid=2))

@@ -5,6 +5,7 @@ ahead of time, and, with `-m gpu`, right on the real thing, beside derivatives b
 import contextlib
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import jax
@@ -15,8 +16,8 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import CAUSAL, FULL, Mask, sliding_window
 from pallas_attn._call import bind, config, device
-from pallas_attn.kernels.flash_jvp import sm80, sm90
-from tests.support import mosaic, subjects
+from pallas_attn.kernels.flash_jvp import sm80, sm90, sm90_dual
+from tests.support import aot, builds, mosaic, subjects
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -165,10 +166,21 @@ def by_hand(case, floats, dots, rounded=lambda x: x):
 
 
 def tangents(floats, dots, rest, implementation):
+    """As jax.linearize has them: from out and lse of the forward."""
+
     def run(some):
         return pa.flash_attention_with_lse(**(floats | some), **rest, implementation=implementation)
 
-    return jax.jvp(run, ({name: floats[name] for name in dots},), (dots,))[1]
+    return jax.linearize(run, {name: floats[name] for name in dots})[1](dots)
+
+
+def dual(floats, dots, rest, implementation):
+    """As jax.jvp has them: in one launch with out and lse, on Hopper."""
+
+    def run(some):
+        return pa.flash_attention_with_lse(**(floats | some), **rest, implementation=implementation)
+
+    return jax.jvp(run, ({name: floats[name] for name in dots},), (dots,))
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "score"])  # it is of float32
@@ -201,24 +213,36 @@ def check(case, got):
         assert (np.abs(x - y) <= allowed).all(), (np.abs(x - y) - allowed).max()
 
 
-def computed(case, generation, configuration=None):
+def computed(case, kernel, configuration=None, call=tangents):
     floats, dots, rest = drawn(case, poison=True)
-    name = "sm90" if generation == "sm90" else "sm80"
     forced = contextlib.nullcontext()
     if configuration:
-        forced = config.forced(f"flash_jvp_{name}", configuration)
-    subject = subjects.Subject("interpreted", name, generation)
-    run = lambda floats, dots, implementation: tangents(floats, dots, rest, implementation)  # noqa: E731
+        forced = config.forced(kernel, configuration)
+    generation = "sm80" if "sm80" in kernel else "sm90"
+    subject = subjects.Subject("interpreted", generation, generation)
+    run = lambda floats, dots, implementation: call(floats, dots, rest, implementation)  # noqa: E731
     with forced, config.watched() as choices:
         results = subject.call(run, floats, dots)
-    assert choices[-1].kernel == f"flash_jvp_{name}"
+    assert choices[-1].kernel == kernel
     return results
+
+
+def check_dual(case, results):
+    """The results are those of the forward, too."""
+    check(case, results[1])
+    floats, _, rest = drawn(case)
+    options = rest | {name: x for name, x in floats.items() if name in ("bias", "sinks")}
+    qkv = [floats[name] for name in "qkv"]
+    run = functools.partial(pa.flash_attention_with_lse, **options, implementation="reference")
+    for x, y in zip(results[0], jax.jit(run)(*qkv), strict=True):
+        x, y = np.float32(x), np.float32(y)
+        np.testing.assert_allclose(x, y, rtol=2e-2, atol=2e-2 if x.ndim == 4 else 1e-4)
 
 
 @pytest.mark.guards
 @pytest.mark.parametrize("name", CASES)
 def test_hopper_interpreted(name):
-    check(CASES[name], computed(CASES[name], "sm90"))
+    check(CASES[name], computed(CASES[name], "flash_jvp_sm90"))
 
 
 @pytest.mark.guards
@@ -233,20 +257,41 @@ def test_hopper_interpreted(name):
 )
 def test_hopper_interpreted_otherwise(configuration):
     case = dataclasses.replace(CASES["causal"], q=(1, 260, 2, 64), kv=(260, 1))
-    check(case, computed(case, "sm90", configuration))
+    check(case, computed(case, "flash_jvp_sm90", configuration))
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", CASES)
+def test_dual_interpreted(name):
+    check_dual(CASES[name], computed(CASES[name], "flash_jvp_sm90_dual", call=dual))
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        {"warpgroups": 3, "block_kv": 64, "stages": 3, "grid": 2},
+        {"warpgroups": 1, "block_kv": 64, "stages": 2, "grid": 1},
+        {"warpgroups": 2, "block_kv": 128, "stages": 2, "grid": 2, "l2_heads": 1},
+    ],
+    ids=str,
+)
+def test_dual_interpreted_otherwise(configuration):
+    case = dataclasses.replace(CASES["causal"], q=(1, 260, 2, 64), kv=(260, 1))
+    check_dual(case, computed(case, "flash_jvp_sm90_dual", configuration, dual))
 
 
 @pytest.mark.guards
 @pytest.mark.parametrize("name", [*CASES, *FLOAT32])
 def test_portable_interpreted(name):
     case = (CASES | FLOAT32)[name]
-    check(case, computed(case, "sm80"))
+    check(case, computed(case, "flash_jvp_sm80"))
 
 
 @pytest.mark.guards
 @pytest.mark.parametrize("configuration", [{"block_kv": 16, "stages": 1}, {"block_kv": 64}])
 def test_portable_interpreted_otherwise(configuration):
-    check(CASES["window"], computed(CASES["window"], "sm80", configuration))
+    check(CASES["window"], computed(CASES["window"], "flash_jvp_sm80", configuration))
 
 
 def problem_of(dim, along=("k", "q", "v"), dtype="bfloat16", gpu="sm90"):
@@ -264,26 +309,76 @@ def problem_of(dim, along=("k", "q", "v"), dtype="bfloat16", gpu="sm90"):
 def test_what_kernels_take():
     assert sm90.limit(problem_of(128)) is None
     for problem in (problem_of(192), problem_of(64, dtype="float32"), problem_of(64, ("sinks",))):
-        assert sm90.limit(problem) is not None
+        assert sm90.limit(problem) is not None and sm90_dual.limit(problem) is not None
     assert sm80.limit(problem_of(256, gpu="sm80")) is None
     assert sm80.limit(problem_of(256, dtype="float32", gpu="sm86")) is not None
     for dim in (32, 64, 72, 96, 128):
-        chosen = sm90.Config.default(problem_of(dim))
-        assert sm90.smem_bytes(problem_of(dim), chosen) <= sm90.SMEM_LIMIT
+        for kernel in (sm90, sm90_dual):
+            chosen = kernel.Config.default(problem_of(dim))
+            assert kernel.smem_bytes(problem_of(dim), chosen) <= sm90.SMEM_LIMIT
+
+
+def lowered(run, generation):
+    shape = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
+    with device.assume(generation):
+        text = mosaic.lower_for_cuda(run, *[shape] * 6)
+    names = re.findall(r"kernel_name = \"(\w+)\"", text) or re.findall(r"(flash_\w+?_sm\d+)", text)
+    return sorted(set(names))
+
+
+ATTEND = functools.partial(pa.flash_attention_with_lse, mask=CAUSAL)
+POLICY = jax.checkpoint_policies.save_only_these_names(
+    "flash_attention_out", "flash_attention_lse"
+)
+
+
+def forward(q, k, v, *dots):
+    return jax.jvp(ATTEND, (q, k, v), dots)
+
+
+def linearized(q, k, v, *dots):
+    return jax.linearize(ATTEND, q, k, v)[1](*dots)
+
+
+def with_a_gradient(q, k, v, *dots):
+    def loss(q):
+        (out, _), (out_dot, _) = jax.jvp(ATTEND, (q, k, v), dots)
+        return (out - jax.lax.stop_gradient(out_dot)).astype(jnp.float32).sum()
+
+    return jax.grad(loss)(q)
+
+
+def gradient_alone(q, k, v, *dots):
+    del dots
+    attend = jax.checkpoint(lambda q: ATTEND(q, k, v)[0].astype(jnp.float32).sum(), policy=POLICY)
+    return jax.grad(attend)(q)
 
 
 @pytest.mark.guards
 @pytest.mark.parametrize("generation", ["sm80", "sm86", "sm90", "sm100"])
-def test_lowers(generation):
-    shape = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16)
+def test_launches(generation):
+    """One launch where forward mode alone asks; a gradient has the launches that it always had, and
+    one more for a tangent that is in the loss.
+    """
+    number = "sm90" if generation == "sm90" else "sm80"
+    fwd, bwd, jvp = (f"flash_{x}_{number}" for x in ("fwd", "bwd", "jvp"))
+    alone = ["flash_dual_sm90"] if number == "sm90" else [fwd, jvp]
+    assert lowered(forward, generation) == alone
+    assert lowered(linearized, generation) == [fwd, jvp]
+    launches = lowered(with_a_gradient, generation)
+    assert {fwd, jvp} < set(launches) and any(bwd in name for name in launches)
+    assert not any("jvp" in x or "dual" in x for x in lowered(gradient_alone, generation))
 
-    def run(q, k, v, *dots):
-        attend = functools.partial(pa.flash_attention_with_lse, mask=CAUSAL)
-        return jax.jvp(attend, (q, k, v), dots)
 
-    with device.assume(generation):
-        text = mosaic.lower_for_cuda(run, *[shape] * 6)
-    assert "flash_jvp" in text and text.count("mosaic_gpu_v2") == 2
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("name", ["h128_causal", "h64_dual", "h128_dual"])
+def test_machine_code_of_hopper(name):
+    """No matmuls that wait for each other, and few spills."""
+    build = builds.BUILDS[f"flash_jvp/sm90/{name}"]
+    report = aot.compile_for(build.call, *build.shapes)
+    assert not {"C7510", "C7511", "C7512", "C7513"} & set(report.notes)
+    assert report.spill_bytes <= (400 if name == "h128_dual" else 32)
 
 
 @pytest.mark.gpu
@@ -292,5 +387,7 @@ def test_lowers(generation):
 def test_on_the_gpu(name, implementation):
     case = (CASES | FLOAT32)[name]
     floats, dots, rest = drawn(case, poison=True)
-    run = functools.partial(tangents, rest=rest, implementation=implementation)
-    check(case, jax.block_until_ready(jax.jit(run)(floats, dots)))
+    for call in (tangents, dual):
+        run = functools.partial(call, rest=rest, implementation=implementation)
+        results = jax.block_until_ready(jax.jit(run)(floats, dots))
+        check(case, results if call is tangents else results[1])
