@@ -325,10 +325,12 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     "forward_releases_keys_before_they_are_multiplied": Fault(
         f"{FWD}/sm90.py",
         """    s = wgmma.matmul((ROWS, k[0].shape[0]), q, k, meanwhile, wgmma.score_panels)
-    if rows.segments is None:
+    read_later = rows.segments is not None or ctx.plan.score_tiles
+    if not read_later:
         ring.release(slot)
 """,
-        """    if rows.segments is None:
+        """    read_later = rows.segments is not None or ctx.plan.score_tiles
+    if not read_later:
         ring.release(slot)
     s = wgmma.matmul((ROWS, k[0].shape[0]), q, k, meanwhile, wgmma.score_panels)
 """,
@@ -424,6 +426,18 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "            owner = owner + head % sizes.heads_of_codes",
         "            owner = owner + head * 0",
         f"{TEST_LISTED} -k test_lists_and_codes",
+    ),
+    "keys_that_a_mask_cuts_count_as_whole": Fault(
+        f"{BWD}/key_tiles.py",
+        "span.lo), code == 2",
+        "span.lo), code >= 1",
+        f"{TEST_BWD} -k 'test_interpreted and padding'",
+    ),
+    "a_bias_is_read_for_the_rows_of_the_first_warpgroup": Fault(
+        f"{SHARED}/score_tiles.py",
+        "panel.tile.at[slot, pl.ds(wg * ROWS, ROWS)]",
+        "panel.tile.at[slot, pl.ds(wg * 0, ROWS)]",
+        f"{TEST_BWD} -k 'test_interpreted and bias_shared'",
     ),
     "dbias_counts_a_tile_of_scores_twice": Fault(
         f"{BWD}/dbias.py",

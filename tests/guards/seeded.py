@@ -248,9 +248,9 @@ SEEDS: dict[str, dict[str, Seed]] = {
     },
     f"{TEST_BWD} -k 'test_interpreted and bias'": {
         "dbias_of_float32_reads_the_keys_of_the_query_head": (
-            f"{BWD}/dbias.py",
-            "    kv_head = lax.div(step.head, jnp.int32(plan.problem.group))\n    units",
-            "    kv_head = step.head\n    units",
+            f"{BWD}/sm90_dbias.py",
+            "units_of(refs.units, step.batch, lax.div(step.head, jnp.int32(problem.group)))",
+            "units_of(refs.units, step.batch, step.head)",
         ),
     },
     "tests/caches/test_quantized.py": {

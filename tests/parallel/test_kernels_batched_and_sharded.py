@@ -631,7 +631,7 @@ def test_grids_are_ones_that_cuda_launches(asked, implementation, monkeypatch):
     monkeypatch.setattr(plgpu, "kernel", launched)
     of_bias = f"flash_bwd_dbias_{implementation}"
     call, name, shapes = {
-        "bias": (biased, of_bias, [(1, 4096, 32, 64), (32, 4096, 4096)]),
+        "bias": (biased, of_bias, [(1, 4096, 96, 64), (96, 4096, 4096)]),
         "mask": (masked, "listed_tiles", [(70_000, 64, 1, 64), (70_000, 64)]),
     }[asked]
     with device.assume("sm90"):
