@@ -152,7 +152,7 @@ def test_results_past_two_to_the_31(name):
 @pytest.mark.parametrize("row", [0, 64, 77, 140, 150])
 @pytest.mark.parametrize("count", [64, 128])
 def test_numbers_of_rows_end_where_rows_end(row, count):
-    tops = np.arange(count).reshape(-1, 4, 2, 8).transpose(1, 3, 0, 2)  # of each warp 16 in turn
+    tops = np.arange(count).reshape(-1, 4, 2, 8).transpose(1, 3, 0, 2)  # 16 a warp in turn
     held = {repr(mosaic.ROW): tops.reshape(4, 8, -1).repeat(4, 1).reshape(128, -1, 1)}
     both = [np.full((2, 3, 150), -1, np.float32) for _ in range(2)]
     for to, ours in zip(both, (True, False), strict=True):
