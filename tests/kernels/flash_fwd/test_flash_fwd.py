@@ -321,9 +321,7 @@ def compiled_case(case, target="h100", chooser=kernel.Config):
     "rows, dim", [(197, 64), (577, 40), (729, 72), (1500, 88), (49, 24), (77, 104)]
 )
 def test_any_size_without_copies(rows, dim, dtype):
-    sizes = {"q_len": rows, "kv_len": rows, "head_dim": dim, "v_head_dim": dim, "dtype": dtype}
-    case = dataclasses.replace(case_named("t_equals_s"), **sizes)
-    _, _, report = compiled_case(case)
+    _, _, report = compiled_case(of_size(rows, rows, (dim, dim), dtype=dtype))
     assert (report.launches, report.others, report.spill_bytes) == (1, (), 0)
     assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
 
@@ -603,6 +601,42 @@ def in_turns(turn: int, step: int = 1) -> list[cases.AttentionCase]:
 )
 def test_edges_on_the_gpu(case):
     check(case, kernel.Config.default(problem_of(case)))
+
+
+def of_size(rows, keys, dims, mask=FULL, dtype="bfloat16", heads=(4, 2)):
+    """A case whose sizes are no multiple of anything."""
+    fields = {"q_len": rows, "kv_len": keys, "mask": mask, "dtype": dtype, "batch": 3}
+    fields |= {"head_dim": dims[0], "v_head_dim": dims[1]}
+    return dataclasses.replace(
+        case_named("t_equals_s"), q_heads=heads[0], kv_heads=heads[1], **fields
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=str)
+@pytest.mark.parametrize(
+    "rows, keys, dims",
+    [
+        (17, 17, (16, 24)),
+        (49, 49, (32, 32)),
+        (64, 64, (64, 64)),
+        (77, 77, (64, 64)),
+        (100, 100, (24, 32)),
+        (197, 197, (72, 72)),
+        (257, 77, (40, 40)),
+        (300, 120, (80, 72)),
+        (577, 577, (88, 88)),
+        (729, 333, (128, 104)),
+        (1025, 1025, (136, 200)),
+        (1500, 1500, (64, 64)),
+    ],
+)
+def test_any_size_on_the_gpu(rows, keys, dims, mask, dtype):
+    """Few heads, and as many as have consumers apart."""
+    for heads in ((4, 2), (64, 64)) if rows <= 300 else ((4, 2),):
+        case = of_size(rows, keys, dims, mask, dtype, heads)
+        check(case, kernel.Config.default(problem_of(case)))
 
 
 @pytest.mark.gpu
