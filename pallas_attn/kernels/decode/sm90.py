@@ -345,7 +345,8 @@ def run(
     if no_rows.has_no_rows(problem):
         return no_rows.results_of(inputs, problem)
     if not problem.packed:
-        return _by_launches(inputs, problem, config)
+        some = launch if problem.sequences <= CACHES_OF_A_LAUNCH else _by_launches
+        return some(inputs, problem, config)
     few, rest = launches.by_rows(problem)
     of_few = dataclasses.replace(_config_of_few(few, type(config)), overlaps=config.overlaps)
     results = launch(inputs, few, of_few)
