@@ -291,6 +291,12 @@ def test_dealing_interpreted(rng, changes):
         _check_mixture(rng, INTERPRETED[0], "paged", "full_sinks")
 
 
+def test_separate_caches_of_several_launches_interpreted(rng, monkeypatch):
+    """Each writes its sequences' rows into the results of those before."""
+    monkeypatch.setattr(sm90, "CACHES_OF_A_LAUNCH", 2)
+    _check_mixture(rng, INTERPRETED[0], "per_sequence", "full_sinks")
+
+
 @each_subject
 @pytest.mark.parametrize("kind, name", TURNS)
 def test_a_mixture(rng, subject, kind, name):

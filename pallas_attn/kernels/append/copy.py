@@ -198,6 +198,7 @@ def _write_into(
     return separate_arrays.by_launches(caches, problem, launch)
 
 
+@functools.partial(jax.jit, static_argnames=("problem", "config"))
 def _launch(
     caches: Arrays,
     new: dict[str, Operand],
@@ -206,7 +207,7 @@ def _launch(
     config: Config,
 ) -> Arrays:
     """One launch over all of `caches`, which it holds as refs meanwhile: that is what makes it
-    write in place.
+    write in place. Jitted, so that launches of one size are one kernel.
     """
     plan = Plan.of(problem, tuple(new), config.words)
     names = [name for name in Caches._fields if name in caches]  # jit has sorted them

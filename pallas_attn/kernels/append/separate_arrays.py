@@ -4,6 +4,7 @@ caches that append's kernels take.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,9 +33,21 @@ def limit(problem: AppendProblem | KeepProblem) -> Limit | None:
     return None
 
 
+# XLA looks through the text of a launch for each of its operands: 512 arrays compile in 3 s, 1536
+# in 27 s.
+ARRAYS_OF_A_LAUNCH = 512
+
+
 def most_arrays(each: int) -> int:
     """Sequences with so many arrays each that a launch has parameters for."""
     return (mosaic.PARAMETER_BYTES // 8 - 8) // each  # 8: the new rows, lengths and the like
+
+
+def _most_of_a_launch(each: int, problem: Any) -> int:
+    """Sequences of a launch; packed rows have one launch."""
+    most = most_arrays(each)
+    packed = isinstance(problem, AppendProblem) and problem.packed
+    return most if packed else min(most, ARRAYS_OF_A_LAUNCH // each)
 
 
 def by_launches(
@@ -42,16 +55,18 @@ def by_launches(
     problem: Any,
     launch: Callable[[Arrays, Any, Callable[[Operand], Operand]], Arrays],
 ) -> dict[str, Any]:
-    """The caches after `launch(arrays, problem, rows_of)`, called for as many sequences at once as
-    it has parameters for. `rows_of` takes the rows of these sequences from an array [M, ..].
+    """The caches after `launch(arrays, problem, rows_of)`, called for some sequences after
+    another. `rows_of` takes the rows of these sequences from an array [M, ..].
     """
     if not cache_layout.layout_of(problem).separate:
         written = launch({name: (x,) for name, x in caches.items()}, problem, lambda array: array)
         return {name: x for name, (x,) in written.items()}
-    most = most_arrays(len(caches))
+    most = _most_of_a_launch(len(caches), problem)
     live = [m for m, capacity in enumerate(problem.capacities) if capacity]
     results = {name: list(arrays) for name, arrays in caches.items()}
-    for some in (live[lo : lo + most] for lo in range(0, len(live), most)):
+    launches = -(-len(live) // most)  # of one size, if there can be
+    ends = [len(live) * n // launches for n in range(launches + 1)]
+    for some in (live[lo:hi] for lo, hi in itertools.pairwise(ends)):
         capacities = tuple(problem.capacities[m] for m in some)
         written = launch(
             {name: tuple(arrays[m] for m in some) for name, arrays in caches.items()},
@@ -65,7 +80,9 @@ def by_launches(
 
 
 def _rows_of(sequences: list[int], array: Operand) -> Operand:
-    """`array` itself where these are all of its sequences, as they mostly are."""
+    """`array` itself where these are all of its sequences, as they mostly are. No slice: XLA would
+    fuse it with the launch, and take more than linear time in the arrays of a fusion.
+    """
     if len(sequences) == array.shape[0]:
         return array
     return array[jnp.asarray(sequences)]

@@ -32,7 +32,7 @@ from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import tma_operands
+from pallas_attn.kernels.attention import separate_caches, tma_operands
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import (
     combine_splits,
@@ -60,6 +60,7 @@ from pallas_attn.kernels.mma import mma_rowmajor, mma_tf32
 SMEM_OF_TWO = 233_472 // 2 - 1024  # bytes of each of two blocks on a multiprocessor
 MULTIPROCESSORS = gpu_specs.multiprocessors(gpu_specs.HOPPER)
 HEAD_OVERHEAD = 48 * 1024  # bytes that a block could read while it begins a head
+CACHES_OF_A_LAUNCH = 256  # separate ones; `append.separate_arrays` says why
 LONG = 2048  # keys of a block, from which on memory bandwidth counts more than latency
 
 
@@ -344,11 +345,31 @@ def run(
     if no_rows.has_no_rows(problem):
         return no_rows.results_of(inputs, problem)
     if not problem.packed:
-        return launch(inputs, problem, config)
+        some = launch if problem.sequences <= CACHES_OF_A_LAUNCH else _by_launches
+        return some(inputs, problem, config)
     few, rest = launches.by_rows(problem)
     of_few = dataclasses.replace(_config_of_few(few, type(config)), overlaps=config.overlaps)
     results = launch(inputs, few, of_few)
     return results if rest is None else launch(inputs, rest, config, results)
+
+
+def _by_launches(
+    inputs: DecodeInputs, problem: DecodeProblem, config: KernelConfig
+) -> tuple[Operand, Operand]:
+    """One launch; over very many separate caches several."""
+    some = separate_caches.groups(problem, CACHES_OF_A_LAUNCH)
+    if len(some) == 1:
+        return launch(inputs, problem, config)
+    return separate_caches.joined(
+        [
+            launch(
+                separate_caches.inputs_of(problem, inputs, group),
+                separate_caches.problem_of(problem, group),
+                config,
+            )
+            for group in some
+        ]
+    )
 
 
 def _config_of_few(few: DecodeProblem, config_type: Any) -> Any:

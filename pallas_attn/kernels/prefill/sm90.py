@@ -41,7 +41,7 @@ import jax.numpy as jnp
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import cache_layout, tma_operands
+from pallas_attn.kernels.attention import cache_layout, separate_caches, tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS
 from pallas_attn.kernels.decode import launches
 from pallas_attn.kernels.flash_fwd.sm90 import SMEM_LIMIT
@@ -52,7 +52,6 @@ from pallas_attn.kernels.prefill import (
     kernel,
     packed,
     queries,
-    separate_caches,
     shared_parts,
     tma_producer,
 )
@@ -71,7 +70,10 @@ Array = jax.Array
 Results = tuple[Array, Array]  # out and lse
 
 MOST_SPLITS = 32  # a lane of `combine_partials` has one
-MOST_ARRAYS = 32  # separate caches: each takes two tensor maps, which compile slowly
+MOST_ARRAYS = 32  # separate caches
+# Each takes two tensor maps, and host code loads the maps of a launch as one array of bytes, which
+# LLVM splits: 18 maps compile in a second, 66 in half a minute.
+CACHES_OF_A_LAUNCH = 8
 FEW_UNITS = 12  # units a block: where they are more, long ones and short ones even out
 FEW_UNITS_PACKED = 4  # the same where packed rows may be those of one sequence
 UNEVEN = 8  # new rows are one in so many, or more: below, all q tiles see nearly as many keys
@@ -285,21 +287,19 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> Results
     into, whole = None, problem
     if problem.packed:
         into, problem = packed.decode_few(inputs, problem)
-    some = separate_caches.groups(problem)
+    if problem.kind != "per_sequence" or problem.sequences <= CACHES_OF_A_LAUNCH:
+        return launch_over_cache(plan_of(problem, config), inputs, into)
+    some = separate_caches.groups(problem, CACHES_OF_A_LAUNCH)
     if len(some) == 1:
         return launch_over_cache(plan_of(problem, config), inputs, into)
-    default = config == Config.default(whole)
-    parts = []
+    default, parts = config == Config.default(whole), []
     for group in some:
         part = separate_caches.problem_of(problem, group)
         plan = plan_of(part, Config.default(part) if default else config)
-        result = launch_over_cache(plan, separate_caches.inputs_of(problem, inputs, group), into)
-        into = result if problem.packed else None
-        parts.append(result)
-    if into is not None:
-        return into
-    out, lse = (jnp.concatenate(each) for each in zip(*parts, strict=True))
-    return out, lse
+        rows = separate_caches.inputs_of(problem, inputs, group)
+        parts.append(launch_over_cache(plan, rows, into))
+        into = parts[-1] if problem.packed else None
+    return separate_caches.joined(parts) if into is None else into
 
 
 @functools.partial(jax.jit, static_argnames=("plan",))

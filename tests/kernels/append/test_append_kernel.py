@@ -289,14 +289,19 @@ def test_as_many_sequences_in_a_launch_as_its_parameters_hold():
 
 
 @pytest.mark.guards
-@pytest.mark.parametrize("sequences, launches", [(20, 1), (21, 2), (50, 3)])
-def test_more_sequences_take_a_second_launch(monkeypatch, sequences, launches):
-    """With room for 20: lowering 2100, which are too many for what there is, takes 7 s."""
+@pytest.mark.parametrize(
+    "sequences, launches, sizes", [(20, 1, 1), (21, 2, 2), (50, 3, 2), (60, 3, 1)]
+)
+def test_more_sequences_take_a_second_launch(monkeypatch, sequences, launches, sizes):
+    """With room for 20: lowering 2100, which are too many for what there is, takes 7 s. Launches of
+    one size are one kernel.
+    """
     assert append_copy.mosaic.PARAMETER_BYTES == 32764
     monkeypatch.setattr(append_copy.mosaic, "PARAMETER_BYTES", 8 * (2 * 20 + 8))
     case = Case("per_sequence", sequences, kv_heads=1, head_dim=8, capacity=4, spread=0)
     text = mosaic.lower_for_cuda(functools.partial(step, case.problem), *shapes_of(case))
-    assert text.count("stablehlo.custom_call @mosaic_gpu") == launches
+    assert text.count("stablehlo.custom_call @mosaic_gpu") == sizes
+    assert text.count("call @_launch") == launches
 
 
 @pytest.mark.guards

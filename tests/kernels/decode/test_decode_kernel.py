@@ -158,6 +158,14 @@ def test_parts_and_splits_do_not_depend_on_the_rest_of_the_batch(kind):
 
 @pytest.mark.guards
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_separate_caches_of_several_launches(dtype, monkeypatch):
+    monkeypatch.setattr(kernel, "CACHES_OF_A_LAUNCH", 2)
+    with mosaic.interpret():
+        check(Case("per_sequence", (5, 130, 0, 64, 7), dtype=dtype), SMALL)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_infinity_in_a_value_is_no_nan(dtype):
     """Nor where parts of three blocks are merged."""
     case = Case(lengths=(200,), kv_heads=1, dtype=dtype)

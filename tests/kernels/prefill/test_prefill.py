@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_attn as pa
 from pallas_attn import FULL, Mask, sliding_window
+from pallas_attn.kernels.attention import separate_caches
 from pallas_attn.kernels.prefill import sm90 as kernel
 from tests.kernels.decode.test_decode_kernel import SOME
 from tests.support import mosaic
@@ -82,6 +84,31 @@ def test_interpreted(name, kind):
     call, config = INTERPRETED[name]
     with mosaic.interpret():
         check(dataclasses.replace(call, kind=kind), config)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", ["splits", "window_sinks"])
+def test_separate_caches_of_several_launches_interpreted(name, monkeypatch):
+    monkeypatch.setattr(kernel, "CACHES_OF_A_LAUNCH", 2)
+    call, config = INTERPRETED[name]
+    call = dataclasses.replace(call, kind="per_sequence")
+    assert len(separate_caches.groups(call.problem, 2)) > 1
+    with mosaic.interpret():
+        check(call, config)
+
+
+@pytest.mark.parametrize(
+    "count, sizes",
+    [(8, [8]), (9, [4, 5]), (12, [6, 6]), (15, [5, 5, 5]), (23, [7, 8, 8]), (32, [8] * 4)],
+)
+def test_launches_of_separate_caches(count, sizes):
+    """As few as may be, or of one size; together every sequence once."""
+    call = Case("per_sequence", (5,) * count)
+    launches = separate_caches.groups(call.problem, 8)
+    assert [x.stop - x.start for x in launches] == sizes
+    assert np.concatenate([np.arange(count)[x] for x in launches]).tolist() == list(range(count))
+    for other in ({"kind": "stacked"}, {"hides": SOME}):
+        assert len(separate_caches.groups(dataclasses.replace(call, **other).problem, 8)) == 1
 
 
 @pytest.mark.guards
@@ -216,6 +243,20 @@ def test_machine_code(name):
     assert not {"C7510", "C7511", "C7512", "C7513"} & set(report.notes)
 
 
+def over_a_cache(q, cache):
+    return pa.decode_attention(q, cache)
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+def test_many_separate_caches_are_one_kernel():
+    """Of few tensor maps, which take LLVM more than linear time."""
+    make = functools.partial(pa.PerSequenceCache.create, [1024] * 32, 8, 128)
+    q = jax.ShapeDtypeStruct((32, 128, 32, 128), jnp.bfloat16)
+    report = mosaic.compile_for(over_a_cache, q, jax.eval_shape(make), sass=False)
+    assert (report.launches, len(report.kernels), report.tensor_maps) == (4, 1, 18)
+
+
 # ---- capability ----------------------------------------------------------------------------------
 
 
@@ -280,6 +321,15 @@ def test_on_a_gpu(kind, q_len):
     changes = every[(Q_LENS.index(q_len) + KINDS.index(kind)) % 3]
     changed = dataclasses.replace(call, **changes)
     check(changed, Config.default(changed.problem))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [9, 20])
+def test_many_separate_caches_on_a_gpu(count):
+    """In launches of two sizes, and of one."""
+    lengths = tuple(range(1, 40 * count, 40))
+    call = Case("per_sequence", lengths, 40, 8, 2, 128, 128, capacity=800)
+    check(call, Config.default(call.problem))
 
 
 @pytest.mark.gpu

@@ -1,27 +1,29 @@
-"""Many separate caches: a launch for a few of them after another.
-
-A cache takes two tensor maps, and the host code of a launch loads all maps as one array of bytes,
-which LLVM splits in more than linear time: 18 maps compile in a second, 66 in half a minute.
-Launches of as many caches of equal capacities are one kernel, compiled once.
+"""Many separate caches: a launch for some of them after another, since what compiles a launch takes
+more than linear time in its arrays. Launches of as many caches of equal capacities are one kernel,
+compiled once.
 """
 
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
+
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels.attention import cache_layout
+from pallas_attn.kernels.lang.types import Operand
 
-MOST = 8  # caches of a launch
-FEWEST = 5  # the same, where launches of one size are more than have to be
+Results = tuple[Operand, Operand]  # out and lse
 
 
-def groups(problem: DecodeProblem) -> list[slice]:
-    """The sequences of each launch; one launch takes all where a function reads their numbers."""
+def groups(problem: DecodeProblem, most: int) -> list[slice]:
+    """The sequences of each launch, up to `most`: as few launches as there can be, or a few more of
+    one size. One launch takes all where a function reads their numbers.
+    """
     count = problem.sequences
-    if not cache_layout.layout_of(problem).separate or count <= MOST or problem.uses_batch:
+    if not cache_layout.layout_of(problem).separate or count <= most or problem.uses_batch:
         return [slice(0, count)]
-    launches = -(-count // MOST)
-    alike = [n for n in range(launches, count // FEWEST + 1) if count % n == 0]
+    launches = -(-count // most)
+    alike = [n for n in range(launches, count * 8 // (most * 5) + 1) if count % n == 0]
     launches = min(alike, default=launches)
     ends = [count * n // launches for n in range(launches + 1)]
     return [slice(*pair) for pair in zip(ends, ends[1:], strict=False)]
@@ -43,7 +45,15 @@ def inputs_of(problem: DecodeProblem, inputs: DecodeInputs, some: slice) -> Deco
         q=inputs.q if problem.packed else inputs.q[some],
         k_cache=cut(inputs.k_cache),
         v_cache=cut(inputs.v_cache),
+        k_scale=cut(inputs.k_scale),
+        v_scale=cut(inputs.v_scale),
         lengths=cut(inputs.lengths),
         new_lengths=cut(inputs.new_lengths),
         starts=None if starts is None else starts[some.start : some.stop + 1],
     )
+
+
+def joined(parts: list[Results]) -> Results:
+    """Results of all sequences."""
+    outs, lses = zip(*parts, strict=True)
+    return jnp.concatenate(outs), jnp.concatenate(lses)
