@@ -491,16 +491,16 @@ def test_interpreted(rng, monkeypatch, tokens, heads, warpgroups, grid):  # noqa
 
 @pytest.mark.guards
 def test_many_partials_interpreted(rng, monkeypatch):
-    """A part of which each of eleven blocks has a tile."""
+    """A part of which eleven blocks, or more, have two tiles each."""
     launches: list[tuple] = []
-    config = kernel.Config(1, block_kv=64, q_slots=1, grid=12)
-    table = np.arange(36).reshape(3, 12)
-    table[:, :11] = table[0, :11]
-    sizes = {"kv_heads": 1, "head_dim": 64, "page_size": 64, "pages": 36, "dtype": "bfloat16"}
-    cache = cache_of(rng, table, [720, 730, 710], **sizes)
+    config = kernel.Config(1, block_kv=64, q_slots=1, grid=26)
+    table = np.arange(72).reshape(3, 24)
+    table[:, :23] = table[0, :23]
+    sizes = {"kv_heads": 1, "head_dim": 64, "page_size": 64, "pages": 72, "dtype": "bfloat16"}
+    cache = cache_of(rng, table, [1500, 1510, 1490], **sizes)
     q = rows_of(rng, 3, 1, 4, 64, dtype="bfloat16")
     shared = found_by(cache, 1, 1)
-    assert list(np.asarray(shared.lengths)) == [704]
+    assert list(np.asarray(shared.lengths)) == [23 * 64]
     monkeypatch.setattr(attend, "attend_merged", by_kernel(config, launches))
     got = pa.decode_attention_with_lse(q, cache, shared_prefixes=shared)
     want = pa.decode_attention_with_lse(q, cache)
