@@ -338,6 +338,21 @@ def test_every_page_is_looked_at(rng, subject):
     append_cases.assert_same_bytes(got.k, wanted)
 
 
+@pytest.mark.parametrize("subject", subjects.rows("keep"))
+def test_the_last_page_is_looked_at(rng, subject):
+    """Of which a sequence has some rows only."""
+    cache = PagedCache.create(2, 8, 4, 1, 2, capacity=16, dtype="float32")
+    table = jnp.array([[0, 1, 2, -1], [3, 4, -1, -1]], jnp.int32)
+    fields = {"lengths": jnp.full(2, 10, jnp.int32), "new_lengths": jnp.full(2, 3, jnp.int32)}
+    holders = jnp.ones(8, jnp.int32)
+    cache = dataclasses.replace(cache, page_table=table, holders=holders, **fields)
+    cache = with_bits(rng, cache)
+    got = subject.call(keep, cache, jnp.full(2, 1), jnp.array([[0, 0]] * 2, jnp.int32))
+    np.testing.assert_array_equal(got.lengths, [8, 10])  # a lost sequence stays as it is
+    np.testing.assert_array_equal(got.new_lengths, [1, 3])
+    append_cases.assert_same_bytes(got.k, cache.k)
+
+
 @every_kind
 @pytest.mark.by_xla
 def test_in_loops_and_under_vmap(rng, kind):

@@ -297,6 +297,16 @@ def test_separate_caches_of_several_launches_interpreted(rng, monkeypatch):
     _check_mixture(rng, INTERPRETED[0], "per_sequence", "full_sinks")
 
 
+@pytest.mark.guards
+@pytest.mark.parametrize("subject", [row.param() for row in INTERPRETED])
+def test_two_neighbours_that_are_split_interpreted(rng, subject):
+    """Blocks combine the keys of each."""
+    mixture = Mixture(rng, "stacked", "bfloat16", (1, 1), (300, 270))
+    operands = (mixture.before, mixture.q, mixture.packed(mixture.k), mixture.packed(mixture.v))
+    _, *results = subject.call(append_and_decode, *operands, starts=jnp.asarray(mixture.starts))
+    mixture.check(*results, subject)
+
+
 @each_subject
 @pytest.mark.parametrize("kind, name", TURNS)
 def test_a_mixture(rng, subject, kind, name):

@@ -22,6 +22,9 @@ SIZE = 4  # rows of a page
 HEADS = {"kv_heads": 2, "head_dim": 8}
 
 
+LEAST_SAVED = prefixes.LEAST_SAVED  # rows
+
+
 @pytest.fixture(autouse=True)
 def every_page_counts(monkeypatch):
     """Else tests would need long sequences."""
@@ -535,6 +538,19 @@ def test_what_is_not_taken(rng):
         cache.shared_prefixes(levels=0)
 
 
+def test_what_saves_little_is_not_shared(rng, monkeypatch):
+    """By the threshold that users have: two sequences read `LEAST_SAVED` rows once."""
+    monkeypatch.setattr(prefixes, "LEAST_SAVED", LEAST_SAVED)
+    size = 64
+    enough = LEAST_SAVED // size
+    for pages, saved in ((enough, enough), (enough - 1, 0)):
+        table = np.arange(2 * (enough + 1)).reshape(2, enough + 1)
+        table[1, :pages] = table[0, :pages]
+        cache = cache_of(rng, table, [size * (enough + 1)] * 2, page_size=size)
+        shared = cache.shared_prefixes(tokens=1, levels=1)  # not `found_by`, which may be traced
+        assert list(np.asarray(shared.lengths)) == [saved * size]
+
+
 # ---- the kernel ----------------------------------------------------------------------------------
 
 
@@ -599,6 +615,26 @@ def test_packed_rows_interpreted(rng, monkeypatch):
     got = pa.decode_attention_with_lse(q, cache, shared_prefixes=shared, starts=starts)
     want = pa.decode_attention_with_lse(q, cache, starts=starts)
     assert launches == [(2, 24, 1)]
+    close(got[:1], want[:1], 2 * 2.0**-7)
+    close(got[1:], want[1:], 1e-5)
+
+
+@pytest.mark.guards
+def test_many_partials_interpreted(rng, monkeypatch):
+    """A part of which eleven blocks, or more, have two tiles each."""
+    launches: list[tuple] = []
+    config = kernel.Config(1, block_kv=64, q_slots=1, grid=26)
+    table = np.arange(72).reshape(3, 24)
+    table[:, :23] = table[0, :23]
+    sizes = {"kv_heads": 1, "head_dim": 64, "page_size": 64, "pages": 72, "dtype": "bfloat16"}
+    cache = cache_of(rng, table, [1500, 1510, 1490], **sizes)
+    q = rows_of(rng, 3, 1, 4, 64, dtype="bfloat16")
+    shared = found_by(cache, 1, 1)
+    assert list(np.asarray(shared.lengths)) == [23 * 64]
+    monkeypatch.setattr(attend, "attend_merged", by_kernel(config, launches))
+    got = pa.decode_attention_with_lse(q, cache, shared_prefixes=shared)
+    want = pa.decode_attention_with_lse(q, cache)
+    assert len(launches) == 1
     close(got[:1], want[:1], 2 * 2.0**-7)
     close(got[1:], want[1:], 1e-5)
 

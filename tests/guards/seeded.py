@@ -246,21 +246,21 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "jnp.int32(sizes.fetchers)",
         ),
     },
-    f"{TEST_BWD} -k 'test_interpreted and bias'": {
+    f"{TEST_BWD} -k 'test_interpreted and bias_float32'": {
         "dbias_of_float32_reads_the_keys_of_the_query_head": (
             f"{BWD}/sm90_dbias.py",
             "units_of(refs.units, step.batch, lax.div(step.head, jnp.int32(problem.group)))",
             "units_of(refs.units, step.batch, step.head)",
         ),
     },
-    "tests/caches/test_quantized.py": {
+    f"{TEST_BOUNDARIES} -k quantized": {
         "portable_scales_past_a_length_are_read": (
             f"{DECODE}/thread_copies.py",
             "Word(array, source), row < live, inside, 4)",
             "Word(array, source), row < tile, inside, 4)",
         ),
     },
-    "tests/api/test_functions.py": {
+    "tests/kernels/flash_fwd/test_masks_and_scores.py -k 'bounds or blocks'": {
         "keys_past_the_last_make_a_whole_tile": (
             "pallas_attn/_functions/tile_bounds.py",
             "    full = grid.first_keys + grid.block <= grid.kv_len\n",

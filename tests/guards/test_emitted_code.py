@@ -52,7 +52,7 @@ def numbers(shape, dtype="float32"):
 # ---- masks ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("names", ["high", "low", "low high", "rows columns"])
+@pytest.mark.parametrize("names", ["high", "low", "low high", "rows columns", "words"])
 @pytest.mark.parametrize("keys, warpgroup", [(16, 0), (128, 2)])
 def test_masks(names, keys, warpgroup, rng):
     """Bounds at every place of a thread's columns, and past both ends of the tile."""
@@ -62,7 +62,9 @@ def test_masks(names, keys, warpgroup, rng):
     bounds = {"low": low, "high": high}
     bounds = {name: jnp.asarray(bounds[name]) if name in names else None for name in bounds}
     ids = tuple(map(jnp.asarray, ids)) if "rows" in names else None
-    code = captured(logits.mask_columns, jnp.asarray(s), *bounds.values(), ids)
+    words = rng.integers(-(2**31), 2**31, (-(-keys // 32), 64)).astype(np.int32)
+    words = tuple(map(jnp.asarray, words)) if "words" in names else ()
+    code = captured(logits.mask_columns, jnp.asarray(s), *bounds.values(), ids, words)
     got = evaluate(code, held_by(s.shape), warpgroup)
     want = np.asarray(code.function.values(*code.args))
     assert np.isneginf(want).any() and np.isfinite(want).any()

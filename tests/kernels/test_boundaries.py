@@ -95,6 +95,50 @@ def test_many_partials_of_two_neighbours(name):
         decode_cases.check(case, config)
 
 
+@dataclasses.dataclass(frozen=True)
+class Quantized(Decode):
+    """Rows of int8 with a scale each, which is NaN past the length."""
+
+    @property
+    def problem(self):
+        return dataclasses.replace(super().problem, cache_dtype="int8", quantized=True)
+
+    def inputs(self, seed=0, fill=None):
+        rng = np.random.default_rng(seed)
+        inputs = super().inputs(seed)
+        live = np.arange(self.capacity) < np.array(self.lengths)[:, None, None]
+        scales = []
+        for _ in range(2):
+            scale = rng.uniform(0.01, 0.03, (len(self.lengths), self.kv_heads, self.capacity))
+            scales.append(jnp.asarray(np.where(live, scale, fill or 0.0), jnp.float32))
+        shape = np.shape(inputs.k_cache)
+        rows = [jnp.asarray(rng.integers(-127, 128, shape), jnp.int8) for _ in range(2)]
+        scales = {"k_scale": scales[0], "v_scale": scales[1]}
+        return inputs._replace(k_cache=rows[0], v_cache=rows[1], **scales)
+
+
+QUANTIZED = {
+    "sm90": decode_sm90.Config(stages=3, grid=5),
+    "sm80": decode_sm80.Config(stages=2, grid=5),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized(name):
+    case = Quantized("stacked")
+    with mosaic.interpret():
+        got = decode_cases.launched(case, case.inputs(fill=np.nan), QUANTIZED[name])
+    inputs = case.inputs()
+    k, v = (
+        np.asarray(rows, np.float32) * np.asarray(scale)[..., None]
+        for rows, scale in ((inputs.k_cache, inputs.k_scale), (inputs.v_cache, inputs.v_scale))
+    )
+    plain = Decode("stacked")
+    want = decode_cases.of_definition(plain, inputs._replace(k_cache=k, v_cache=v))
+    decode_cases.close(got[0], want[0], 2.0**-6, 2.0**-6)
+    decode_cases.close(got[1], want[1], 1e-3, 1e-3)
+
+
 # ---- attention -----------------------------------------------------------------------------------
 
 

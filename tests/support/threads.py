@@ -476,6 +476,7 @@ class Memory:
         self.signalled: dict[tuple[int, int], list[CopyBack]] = {}  # by counter
         self.since_meeting: dict[int, dict[Any, tuple[set, bool]]] = {}  # by block and byte
         self.arrived: dict[tuple[int, int], set[int]] = {}
+        self.complete: set[tuple[int, int]] = set()  # counters at which all have arrived
         self.gates: dict[Any, threading.Barrier] = {}
 
     def block(self, *coordinates) -> int:
@@ -557,8 +558,12 @@ class Memory:
         self.copies_of(block).meet()
 
     def arrive(self, counters, index, count, block) -> bool:
-        """Whether all have arrived; what they wrote until then is anybody's to read."""
+        """Whether all have arrived; what they wrote until then is anybody's to read. Blocks run one
+        after the other here, and would not notice that others count at their counter.
+        """
         with self.lock:
+            if (id(counters), index) in self.complete:
+                raise RuntimeError("RACE DETECTED: a counter counts what belongs to two results")
             here = self.arrived.setdefault((id(counters), index), set())
             here.add(block)
             flat = counters.reshape(-1)
@@ -566,6 +571,7 @@ class Memory:
                 flat[index] += 1
                 return False
             flat[index] = 0
+            self.complete.add((id(counters), index))
             for wrote, _ in self.touched.values():
                 wrote[np.isin(wrote // 128 * 128, list(here)) & (wrote >= 0)] = self.NOBODY
             here.clear()

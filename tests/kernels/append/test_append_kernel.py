@@ -82,6 +82,19 @@ def test_zero_of_anything(kind, fields, rng):
     assert_same_bytes(got, case.expected(inputs))
 
 
+@pytest.mark.guards
+def test_a_length_that_wraps_has_no_rows(rng):
+    """A negative length less the new rows is a position that the cache has."""
+    case = Case("stacked", ragged=True, from_end=True)
+    inputs = case.draw(rng)
+    least, many = np.full(case.sequences, -(2**31), np.int32), np.int32(2**31 - 1)
+    new = many - np.arange(case.sequences, dtype=np.int32)
+    inputs = inputs._replace(start=least, new_lengths=new)
+    with mosaic.interpret():
+        got = jax.jit(functools.partial(run, case.problem))(on_device(inputs))
+    assert_same_bytes(got, (inputs.k_cache, inputs.v_cache))
+
+
 # ---- addresses past 2**31 ------------------------------------------------------------------------
 
 

@@ -146,10 +146,22 @@ def test_what_is_fetched_is_read_as_if_it_were_here(monkeypatch, name, order, sh
         assert sm90.plan_of(problem, config).order.claims == config.claims
         return sm90.run(inputs, problem, config)
 
+    awaited = []  # (counters, word, how many) of waits for peers
+
+    def wait_until(self, counters, index, least, remote=False):
+        if remote:
+            awaited.append((counters, int(np.max(index)), int(np.max(least))))
+        return as_before(self, counters, index, least, remote)
+
+    as_before = threads.BlockOfThreads.wait_until
+    monkeypatch.setattr(threads.BlockOfThreads, "wait_until", wait_until)
     with mosaic.interpret(), mosaic.with_peers(on_peer):
         got, want = (
             jax.jit(run, static_argnums=0)(*x) for x in ((fetching, here), (problem, gathered))
         )
+    # What this device counts on the others, they count here: it waits for all of it.
+    counters, word, least = awaited[-1]
+    assert counters.reshape(-1)[word] == least
     any_order = fetch.takes_any_order(sm90.plan_of(fetching, config_of(fetching)))
     assert any_order == (name in ("causal", "full", "causal claimed", "ahead", "anywhere"))
     for g, w in zip(got, want, strict=True):
