@@ -650,8 +650,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_BWD} -k test_dq_of_many_keys",
         (
             (
-                "(WARPGROUPS, *share_shape(plan)), jnp.float32, _swizzle(plan)",
-                "(WARPGROUPS, *share_shape(plan)), jnp.bfloat16, _swizzle(plan)",
+                "(WARPGROUPS, ROWS, *share_widths(plan)), jnp.float32, _swizzle(plan)",
+                "(WARPGROUPS, ROWS, *share_widths(plan)), jnp.bfloat16, _swizzle(plan)",
             ),
             ("smem.dq[wg] = dq", "smem.dq[wg] = dq.astype(jnp.bfloat16)"),
         ),

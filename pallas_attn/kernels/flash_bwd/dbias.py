@@ -24,12 +24,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels.attention import score_mod
+from pallas_attn.kernels.attention import score_mod, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, mask_of
 from pallas_attn.kernels.flash_bwd.float32 import scaled, units_of
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
-from pallas_attn.kernels.flash_bwd.plan import in_panels
 from pallas_attn.kernels.flash_bwd.producer import load_rows
 from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
@@ -260,7 +259,7 @@ def plan_of(problem: AttentionProblem, config: KernelConfig) -> QueryPlan:
     """By tiles of 64 by 64, or 32 where four such do not fit; `config` is the forward's class."""
     for block in (ROWS, ROWS // 2):
         plan = QueryPlan.of(problem, config(warpgroups=1, block_kv=block))
-        plan = dataclasses.replace(plan, panels=in_panels(problem))
+        plan = dataclasses.replace(plan, panels=tma_operands.takes_panels(problem))
         if _tile_bytes(plan) <= RING_BYTES:
             break
     return plan

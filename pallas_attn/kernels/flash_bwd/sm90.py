@@ -20,6 +20,7 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import tiles, tma_operands
 from pallas_attn.kernels.flash_bwd import (
     dbias,
+    dq_sum,
     lockstep,
     operands,
     sm90_dkdv,
@@ -31,7 +32,7 @@ from pallas_attn.kernels.flash_bwd import (
 from pallas_attn.kernels.flash_bwd import plan as backward_plan
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import Residuals, dsinks, row_statistics
-from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats, in_panels, is_wide
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats, is_wide
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
@@ -96,7 +97,10 @@ class Config:
         idle = 2 * order.work_tiles <= config.grid
         scattered = order.exceeds_l2 and (idle or not order.tiling.follows_mask)
         fused = order.tiling.mean_q_rows > 512 and not scattered
-        return _in_order(problem, dataclasses.replace(config, fused=fused))
+        config = dataclasses.replace(config, fused=fused)
+        if fused and dq_sum.has_rest(plan_of(problem, config)):
+            config = dataclasses.replace(config, stages=3, dq_lag=1)
+        return _in_order(problem, config)
 
 
 def _in_order(problem: AttentionProblem, config: Config) -> Config:
@@ -183,7 +187,8 @@ def _dq_plan(problem: AttentionProblem, config: Config) -> QueryPlan:
     by_rows = flash_fwd_sm90.Config(
         config.dq_warpgroups, config.dq_block_kv, config.dq_stages, 0, config.grid
     )
-    return dataclasses.replace(QueryPlan.of(problem, by_rows), panels=in_panels(problem))
+    in_panels = tma_operands.takes_panels(problem)
+    return dataclasses.replace(QueryPlan.of(problem, by_rows), panels=in_panels)
 
 
 def limit(problem: AttentionProblem) -> Limit | None:

@@ -37,7 +37,7 @@ from pallas_attn.kernels.flash_bwd.tile_statistics import QueryTileAt, Statistic
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
 
-TILES = 2  # of queries and of keys, at most
+TILES = 2  # most query tiles, and most kv tiles
 SUMS = 256  # columns of float32 that a warpgroup holds beside S and dP: 128 registers a thread
 
 
