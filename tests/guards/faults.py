@@ -131,6 +131,7 @@ TEST_EMITTED, TEST_SCHEDULES = (
 TEST_NARROW = "tests/kernels/prefill/test_prefill_narrow.py"
 TEST_FETCH = "tests/kernels/flash_fwd/test_fetch.py -k as_if_it_were_here"
 TEST_CLAIMS = "tests/kernels/flash_fwd/test_claims.py"
+TEST_SIZES = "tests/kernels/flash_bwd/test_any_size.py"
 TEST_ORDER = "tests/kernels/flash_bwd/test_work_order.py"
 TEST_SUMS = "tests/lm/test_kernels.py -k 'norm_over_devices or norm_waits'"
 TEST_LINEAR_LAYER = "tests/lm/test_kernels.py -k test_interpreted"
@@ -374,9 +375,46 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "dk_dv_release_a_tile_one_matmul_early": Fault(
         f"{BWD}/sm90_dkdv.py",
-        "plgpu.wgmma_wait(1)",
-        "plgpu.wgmma_wait(2)",
+        "plgpu.wgmma_wait(role.product_form.copies)",
+        "plgpu.wgmma_wait(1 + role.product_form.copies)",
         f"{TEST_BWD} -k 'test_interpreted and dim192_128'",
+    ),
+    "a_short_backward_overwrites_a_ds_that_is_being_read": Fault(
+        f"{BWD}/sm90_short.py",
+        "    plgpu.commit_smem()  # all warps have read the dS of the pair before\n    for copy",
+        "    for copy",
+        f"{TEST_SIZES} -k 'test_short_interpreted and two_key_tiles'",
+    ),
+    "a_short_backward_stores_from_k_that_is_being_read": Fault(
+        f"{BWD}/sm90_short.py",
+        "    values = [[acc[...] for acc in gradient.accs] for gradient in gradients]\n"
+        "    plgpu.commit_smem()  # no warp multiplies what lies there any more\n",
+        "    values = [[acc[...] for acc in gradient.accs] for gradient in gradients]\n",
+        f"{TEST_SIZES} -k 'test_short_interpreted and one_tile'",
+    ),
+    "delta_without_the_gradient_of_the_lse": Fault(
+        f"{BWD}/tile_statistics.py",
+        "thread.sum_of_lanes(total, LANES) - thread.as_float(d_lse[n])",
+        "thread.sum_of_lanes(total, LANES)",
+        f"{TEST_SIZES} -k 'test_short_interpreted and one_tile'",
+    ),
+    "rows_that_see_no_key_have_probabilities": Fault(
+        f"{BWD}/tile_statistics.py",
+        "scaled = thread.choose(thread.nothing_yet(value), never, scaled)",
+        "scaled = scaled",
+        f"{TEST_SIZES} -k 'test_short_interpreted and rows_without_keys'",
+    ),
+    "panels_of_dq_lie_over_each_other": Fault(
+        f"{BWD}/dq_sum.py",
+        "first = before * _pieces(",
+        "first = 0 * _pieces(",
+        f"{TEST_SIZES} -k 'test_any_size_interpreted and rows_of_two_swizzles'",
+    ),
+    "wide_gradients_are_stored_at_the_first_columns": Fault(
+        f"{BWD}/sm90_dkdv.py",
+        "consumer.out, at, first * width)",
+        "consumer.out, at, 0)",
+        f"{TEST_SIZES} -k 'test_any_size_interpreted and wide_values'",
     ),
     "latent_values_are_released_one_matmul_early": Fault(
         f"{MLA}/sm90.py",
@@ -688,8 +726,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_BWD} -k test_dq_of_many_keys",
         (
             (
-                "(WARPGROUPS, *share_shape(plan)), jnp.float32, _swizzle(plan)",
-                "(WARPGROUPS, *share_shape(plan)), jnp.bfloat16, _swizzle(plan)",
+                "(WARPGROUPS, ROWS, *share_widths(plan)), jnp.float32, _swizzle(plan)",
+                "(WARPGROUPS, ROWS, *share_widths(plan)), jnp.bfloat16, _swizzle(plan)",
             ),
             ("smem.dq[wg] = dq", "smem.dq[wg] = dq.astype(jnp.bfloat16)"),
         ),

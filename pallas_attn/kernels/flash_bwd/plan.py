@@ -57,11 +57,6 @@ def is_wide(problem: AttentionProblem) -> bool:
     return max(problem.head_dim, problem.v_head_dim) > 128 or problem.dtype == "float32"
 
 
-def in_panels(problem: AttentionProblem) -> bool:
-    """Whether q, k, v and dO, and the gradients, lie in panels in shared memory."""
-    return tma_operands.takes_panels(problem) and not is_wide(problem)
-
-
 class RowFormats(NamedTuple):
     """How rows lie in shared memory on Hopper."""
 
@@ -74,7 +69,7 @@ class RowFormats(NamedTuple):
         """Query tiles of `block_q` rows are multiplied by whole swizzles too. `halves`: q and k
         have at least two panels.
         """
-        if in_panels(problem):
+        if tma_operands.takes_panels(problem):
             dims = problem.head_dim, problem.v_head_dim
             qk, v = (tma_operands.in_panels(problem.dtype, dim) for dim in dims)
             if halves and len(qk.panels) == 1:

@@ -19,6 +19,7 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import score_tiles, tiles, tma_operands
 from pallas_attn.kernels.flash_bwd import (
+    dq_sum,
     lockstep,
     operands,
     sm90_dbias,
@@ -30,7 +31,7 @@ from pallas_attn.kernels.flash_bwd import (
 )
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import Residuals, dsinks, row_statistics
-from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats, in_panels, is_wide
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats, is_wide
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
@@ -95,7 +96,10 @@ class Config:
         idle = 2 * order.work_tiles <= config.grid
         scattered = order.exceeds_l2 and (idle or not order.tiling.follows_mask)
         fused = order.tiling.mean_q_rows > 512 and not scattered
-        return _in_order(problem, dataclasses.replace(config, fused=fused))
+        config = dataclasses.replace(config, fused=fused)
+        if fused and dq_sum.has_rest(plan_of(problem, config)):
+            config = dataclasses.replace(config, stages=3, dq_lag=1)
+        return _in_order(problem, config)
 
 
 def _in_order(problem: AttentionProblem, config: Config) -> Config:
@@ -188,7 +192,8 @@ def _dq_plan(problem: AttentionProblem, config: Config) -> QueryPlan:
     by_rows = flash_fwd_sm90.Config(
         config.dq_warpgroups, config.dq_block_kv, config.dq_stages, 0, config.grid
     )
-    plan = dataclasses.replace(QueryPlan.of(problem, by_rows), panels=in_panels(problem))
+    in_panels = tma_operands.takes_panels(problem)
+    plan = dataclasses.replace(QueryPlan.of(problem, by_rows), panels=in_panels)
     over_scores = score_tiles.of_problem(problem, config.dq_block_kv)
     if problem.dtype == "float32" or not over_scores:
         return plan

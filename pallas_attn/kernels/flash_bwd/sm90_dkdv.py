@@ -20,7 +20,7 @@ Shared memory, and who owns it when:
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,8 +38,17 @@ from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, KeyGradients
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart, Ring
-from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.types import Barrier, Carry, GmemRef, Index, RegisterTile, SmemRef
+from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.panels import Panels
+from pallas_attn.kernels.lang.types import (
+    Barrier,
+    Carry,
+    GmemRef,
+    Index,
+    RegisterTile,
+    RegisterTiles,
+    SmemRef,
+)
 from pallas_attn.kernels.mma import wgmma, wgmma_float32
 
 KEYS = ROWS  # keys of a work tile
@@ -47,10 +56,10 @@ ROOM = 228 * 1024  # bytes of shared memory for k, v, q, do and p
 
 
 class DkDvSmem(NamedTuple):
-    k: SmemRef
-    v: SmemRef
-    q: SmemRef
-    do: SmemRef
+    k: Panels
+    v: Panels
+    q: Panels
+    do: Panels
     p: SmemRef
     lse: SmemRef
     delta: SmemRef
@@ -86,27 +95,24 @@ def scratch(plan: KeyPlan) -> DkDvSmem:
     row = sum(x.columns * x.itemsize for x in form[:2])
     room = ROOM - (mosaic.REDUCTION_BYTES if plan.exact else 0)
     p_stages = 2 if 2 * 4 * KEYS * block <= room - (KEYS + stages * block) * row else 1
-    ring = functools.partial(barrier, num_barriers=stages, num_arrivals=2)
-
-    def buffer(x: OperandFormat, *rows: int) -> SmemRef:
-        return mosaic.swizzled((*rows, x.columns), x.dtype, x.swizzle)
-
+    ring = functools.partial(barrier, num_barriers=stages)
+    qk, v = form.qk, form.v
     return DkDvSmem(
-        k=buffer(form.qk, 1, KEYS),
-        v=buffer(form.v, 1, KEYS),
-        q=buffer(form.qk, stages, block),
-        do=buffer(form.v, stages, block),
+        k=qk.scratch(1, KEYS),
+        v=v.scratch(1, KEYS),
+        q=qk.scratch(stages, block),
+        do=v.scratch(stages, block),
         p=mosaic.swizzled((p_stages, KEYS, block), jnp.float32, 128 if block % 32 == 0 else 64),
         lse=row_stats,
         delta=row_stats,
-        k_ready=barrier(),
-        v_ready=barrier(),
+        k_ready=barrier(num_arrivals=qk.copies),
+        v_ready=barrier(num_arrivals=v.copies),
         k_free=barrier(),
         v_free=barrier(),
-        q_ready=ring(),
-        do_ready=ring(),
-        q_free=ring(),
-        do_free=ring(),
+        q_ready=ring(num_arrivals=1 + qk.copies),
+        do_ready=ring(num_arrivals=1 + v.copies),
+        q_free=ring(num_arrivals=2),
+        do_free=ring(num_arrivals=2),
         p_ready=barrier(num_barriers=p_stages),
         p_free=barrier(num_barriers=p_stages),
     )
@@ -135,7 +141,7 @@ class Role(NamedTuple):
     P or dS of the product, and multiplies that with the tiles of the other ring for its gradient.
     """
 
-    keys: SmemRef  # k or v, [1, KEYS, columns]
+    keys: Panels  # k or v, [1, KEYS, columns]
     product: Ring  # q or dO
     product_form: OperandFormat
     gradient: Ring  # dO or q
@@ -154,8 +160,8 @@ class QTile(NamedTuple):
 
 
 def _two_matmuls(
-    acc: RegisterTile, shape: tuple[int, int], start: Callable[[Any, Any], None]
-) -> tuple[RegisterTile, RegisterTile]:
+    acc: RegisterTiles, shape: tuple[int, int], start: Callable[[Any, Any], None]
+) -> tuple[RegisterTiles, RegisterTile]:
     """Two matmuls to their end: acc with the result of one added, and the result of the other;
     start(other, acc) issues them.
     """
@@ -169,19 +175,47 @@ def _two_matmuls(
 
         out[...] = pl.run_scoped(matmuls, plgpu.ACC(shape, jnp.float32))
 
-    return pl.run_state(body)((plgpu.ACC.init(acc), mosaic.filled(shape, 0.0)))
+    accs = jax.tree.map(plgpu.ACC.init, acc)
+    return pl.run_state(body)((accs, mosaic.filled(shape, 0.0)))
 
 
 def _keys_of(role: Role, count: Index) -> tuple[SmemRef, ...]:
+    if role.product_form.panels:
+        return panels.tiles(role.keys, 0)
     at: Index = 0
     if role.keys.shape[-1] > 256:
         at = mosaic.opaque_zero(count)  # else addresses are computed early and spilled
     return wgmma.terms_of_smem(role.keys.at[at], role.product_form.kind)
 
 
+def _nothing(form: OperandFormat) -> RegisterTiles:
+    """A gradient before anything is added, a tile a panel."""
+    if form.panels:
+        return tuple(mosaic.filled((KEYS, width), 0.0) for width in form.panels)
+    return mosaic.filled((KEYS, form.width), 0.0)
+
+
+def _issue_gradient(
+    form: OperandFormat, acc: RegisterTiles, left: wgmma.Terms, tiles: wgmma.Terms
+) -> None:
+    """Issues acc += left @ tiles."""
+    if form.panels:
+        return wgmma.value_panels(acc, left[0], tiles)
+    return wgmma.multiply(acc, left, tiles)
+
+
+def _add_gradient(
+    plan: KeyPlan, form: OperandFormat, acc: RegisterTiles, left: wgmma.Terms, tiles: wgmma.Terms
+) -> RegisterTiles:
+    """acc + left @ tiles."""
+    if form.panels:
+        return wgmma.add_value_panels(acc, left[0], tiles)
+    return float32.matmul_add(plan.problem, acc, left, tiles, form.swizzle)
+
+
 def _mainloop(
     plan: KeyPlan, role: Role, work: KeyTile, count: Index, make_left: Callable[..., RegisterTile]
-) -> tuple[RegisterTile, Index]:
+) -> tuple[RegisterTiles, Index]:
     """The gradient of the keys over all query tiles, and the new count of query tiles.
     make_left(q_tile, product, row_stats) makes the left operand of its matmul, float32.
 
@@ -192,8 +226,9 @@ def _mainloop(
     Where float32's bits are owed the gradient comes first, too, and the product behind its last
     part.
     """
-    group, form = plan.problem.group, role.gradient_form
+    group, form, in_panels = plan.problem.group, role.gradient_form, bool(role.gradient_form.panels)
     shape = KEYS, plan.config.block_q
+    multiply_keys = wgmma.score_panels if in_panels else wgmma.multiply
     to_left = functools.partial(float32.left_operand, plan.problem, by=role.left_scale)
     keys = functools.partial(_keys_of, role)
     slot_of, release = role.product.slot, role.gradient.release
@@ -210,31 +245,35 @@ def _mainloop(
 
     def product(slot: Index) -> tuple[SmemRef, ...]:
         role.product.wait(slot)
+        if in_panels:
+            return panels.tiles(role.product.tiles, slot)
         return wgmma.transposed(
             wgmma.terms_of_smem(role.product.tiles.at[slot], role.product_form.kind)
         )
 
     def gradient(slot: Index) -> tuple[SmemRef, ...]:
         role.gradient.wait(slot)
+        if in_panels:
+            return panels.tiles(role.gradient.tiles, slot)
         return wgmma.terms_of_smem(role.gradient.tiles.at[slot], form.kind)
 
-    def all_steps(count: Index) -> tuple[RegisterTile, Index]:
+    def all_steps(count: Index) -> tuple[RegisterTiles, Index]:
         slot = slot_of(count)
-        left = left_of(0, count, wgmma.matmul(shape, keys(count), product(slot)))
-        left, acc = to_left(left), mosaic.filled((KEYS, form.width), 0.0)
+        first = wgmma.matmul(shape, keys(count), product(slot), issue=multiply_keys)
+        left, acc = to_left(left_of(0, count, first)), _nothing(form)
 
         def step(i: Index, carry: Carry) -> Any:
             acc, left, count = carry
             slot, before = slot_of(count), slot_of(count - 1)
 
             def product_first(product_acc: RegisterTile, acc_ref: RegisterTile) -> None:
-                wgmma.multiply(product_acc, keys(count), product(slot))
-                wgmma.multiply(acc_ref, left, gradient(before))
+                multiply_keys(product_acc, keys(count), product(slot))
+                _issue_gradient(form, acc_ref, left, gradient(before))
 
             def gradient_first(product_acc: RegisterTile, acc_ref: RegisterTile) -> None:
-                wgmma.multiply(acc_ref, left, gradient(before))
-                wgmma.multiply(product_acc, keys(count), product(slot))
-                plgpu.wgmma_wait(1)
+                _issue_gradient(form, acc_ref, left, gradient(before))
+                multiply_keys(product_acc, keys(count), product(slot))
+                plgpu.wgmma_wait(role.product_form.copies)
                 release(before)
 
             finish = functools.partial(left_of, i, count)
@@ -247,7 +286,7 @@ def _mainloop(
                 acc, value = wgmma_float32.exact_matmul_add_overlapped(*some, shape, both)
                 release(before)
                 return acc, to_left(finish(value)), count + 1
-            behind = wgmma.products(plan.format.v.terms, form.terms)
+            behind = form.copies * wgmma.products(plan.format.v.terms, form.terms)
             zeros = mosaic.filled(shape, 0.0)
             acc, left = wgmma.overlapped(acc, zeros, product_first, finish, behind)
             release(before)
@@ -255,17 +294,17 @@ def _mainloop(
 
         acc, left, end = lax.fori_loop(1, group * work.steps, step, (acc, left, count + 1))
         last = slot_of(end - 1)
-        acc = float32.matmul_add(plan.problem, acc, left, gradient(last), form.swizzle)
+        acc = _add_gradient(plan, form, acc, left, gradient(last))
         release(last)
         return acc, end
 
-    def no_step(count: Index) -> tuple[RegisterTile, Index]:
-        return mosaic.filled((KEYS, form.width), 0.0), count
+    def no_step(count: Index) -> tuple[RegisterTiles, Index]:
+        return _nothing(form), count
 
     return lax.cond(work.steps > 0, all_steps, no_step, count)
 
 
-def _make_dv(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterTile, Index]:
+def _make_dv(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterTiles, Index]:
     """The first warpgroup: P, for the other too, and dV."""
     (plan, refs, smem), form = ctx, ctx.plan.format
     units, ring = float32.units_of(refs.units, work.batch, work.kv_head), smem.p_ring
@@ -292,10 +331,10 @@ def _make_dv(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterT
         return p
 
     dv, count = _mainloop(plan, role, work, count, make_p)
-    return scaled(dv, units.dv), count
+    return jax.tree.map(lambda part: scaled(part, units.dv), dv), count
 
 
-def _make_dk(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterTile, Index]:
+def _make_dk(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterTiles, Index]:
     """The second warpgroup: dS and dK."""
     (plan, refs, smem), form = ctx, ctx.plan.format
     units, ring = float32.units_of(refs.units, work.batch, work.kv_head), smem.p_ring
@@ -318,7 +357,8 @@ def _make_dk(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterT
         return p * (scaled(dp, units.dp) - key_tiles.per_column(delta, dp.shape))
 
     dk, count = _mainloop(plan, role, work, count, make_ds)
-    return dk * (plan.problem.scale if units.dk is None else units.dk), count
+    unit = plan.problem.scale if units.dk is None else units.dk
+    return jax.tree.map(lambda part: part * unit, dk), count
 
 
 # ---- the epilogue -------------------------------------------------------------------------------
@@ -327,8 +367,8 @@ def _make_dk(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterT
 class Consumer(NamedTuple):
     """A consumer warpgroup: the gradient that it makes, and where that goes."""
 
-    make: Callable[..., tuple[RegisterTile, Index]]
-    keys: SmemRef  # from where the gradient is stored
+    make: Callable[..., tuple[RegisterTiles, Index]]
+    keys: Panels  # from where the gradient is stored
     ready: Barrier
     free: Barrier
     out: GmemRef
@@ -345,6 +385,8 @@ def _consume(ctx: KernelContext, block_id: Index, consumer: Consumer) -> None:
             plgpu.barrier_arrive(consumer.free)
             where = (work.batch, pl.ds(work.key, KEYS), work.kv_head, pl.ds(0, value.shape[1]))
             mosaic.store(consumer.out.at[where], value)
+        elif isinstance(value, tuple):
+            _store_panels(consumer, work, value)
         else:
             _store(consumer, work, value)
         return count
@@ -366,6 +408,30 @@ def _store(consumer: Consumer, work: KeyTile, value: RegisterTile) -> None:
         plgpu.commit_smem()
         at = work.batch, work.kv_head, work.key
         producer.store_rows(consumer.keys, 0, out, at, column)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(consumer.free)
+
+
+def _store_panels(consumer: Consumer, work: KeyTile, parts: Sequence[RegisterTile]) -> None:
+    """Stores as many panels at a time as there are of the other head dim, in the widest."""
+    places = panels.tiles(consumer.keys, 0)
+    width = places[0].shape[1]
+    count = sum(place.shape[1] == width for place in places)
+    pieces: list[RegisterTile] = []
+    for part in parts:
+        starts = range(0, part.shape[1], width)
+        pieces += [lax.slice(part, (0, n), (KEYS, min(n + width, part.shape[1]))) for n in starts]
+    at = work.batch, work.kv_head, work.key
+    for first in range(0, len(pieces), count):
+        some = pieces[first : first + count]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for piece, staged in zip(some, places, strict=False):
+            if piece.shape[1] < width:  # the last: TMA leaves out columns past the head dim
+                nothing = mosaic.filled((KEYS, width - piece.shape[1]), 0.0)
+                piece = lax.concatenate([piece, nothing], 1)
+            staged[...] = piece.astype(staged.dtype)
+        plgpu.commit_smem()
+        producer.store_rows(consumer.keys[: len(some)], 0, consumer.out, at, first * width)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(consumer.free)
 
@@ -396,13 +462,17 @@ def _kernel(
 
 
 def dk_dv(plan: KeyPlan, refs: BackwardRefs) -> KeyGradients:
-    """dk and dv, padded as refs.k and refs.v are; in float32 to whole tiles."""
+    """dk and dv, in the sizes of refs.k and refs.v; in float32 in whole tiles."""
     outs: list[jax.ShapeDtypeStruct] = []
     form = plan.format
     for x, width, swizzle in (
         (refs.k, form.qk.width, form.v.swizzle),
         (refs.v, form.v.width, form.qk.swizzle),
     ):
+        if form.qk.panels:
+            sizes = (plan.problem.batch, *x.shape[1:])
+            outs.append(jax.ShapeDtypeStruct(sizes, x.dtype))
+            continue
         columns = x.shape[3]
         if plan.problem.dtype == "float32":
             sizes = (x.shape[0], plan.tiling.padded_keys, x.shape[2], width)

@@ -1,0 +1,138 @@
+"""The Hopper backward of sequences and head dims that no tile divides, and of short sequences by
+one launch: no array is copied around the kernels.
+"""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_attn.bench import cases
+from pallas_attn.kernels.flash_bwd import sm90 as kernel
+from pallas_attn.kernels.flash_bwd import sm90_short
+from pallas_attn.masks import CAUSAL, FULL, Mask
+from tests.kernels.flash_bwd.test_flash_bwd import (
+    ONE,
+    SMALL,
+    case_named,
+    check,
+    problem_of,
+    run,
+    shapes_of,
+)
+from tests.support import mosaic
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+
+def sized(rows: int, keys: int, dim: int, **changes) -> cases.AttentionCase:
+    changes = {"mask": FULL, "v_head_dim": dim} | changes
+    sizes = {"q_len": rows, "kv_len": keys, "head_dim": dim}
+    return dataclasses.replace(case_named("t_equals_s"), **sizes, **changes)
+
+
+SHORT = {
+    "one_tile": sized(49, 49, 32),
+    "two_key_tiles": sized(13, 77, 40),
+    "two_query_tiles": sized(77, 10, 40, **ONE),
+    "causal": sized(77, 70, 24, mask=CAUSAL, dtype="float16", v_head_dim=40, **ONE),
+    "two_swizzles": sized(49, 70, 72, v_head_dim=88, **ONE),
+    "rows_without_keys": sized(100, 70, 64, mask=Mask(right=-30), softcap=20.0, sinks=True, **ONE),
+}
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", SHORT)
+def test_short_interpreted(name):
+    case = SHORT[name]
+    assert kernel.Config.default(problem_of(case)).short
+    with mosaic.interpret():
+        check(case)
+
+
+def test_problems_that_one_launch_does_not_take():
+    problem = problem_of(SHORT["one_tile"])
+    assert sm90_short.takes(problem)
+    for changes in (
+        {"q_len": 129},
+        {"kv_len": 129},
+        {"kv_heads": 1},
+        {"head_dim": 136},
+        {"dtype": "float32"},
+        {"arrays": ("kv_lengths",)},
+    ):
+        assert not sm90_short.takes(dataclasses.replace(problem, **changes)), changes
+    with pytest.raises(ValueError, match=r"^Config\.short must be False for "):
+        kernel.plan_of(dataclasses.replace(problem, q_len=129), kernel.Config(short=True))
+
+
+HALVES, ROWS = dataclasses.replace(SMALL, dq_lag=2), dataclasses.replace(SMALL, block_q=128)
+APART = dataclasses.replace(SMALL, fused=False)
+ANY_SIZE = {
+    "halves": (sized(77, 150, 40, **ONE), HALVES),
+    "halves_of_16": (sized(77, 150, 24, mask=CAUSAL, **ONE), SMALL),
+    "halves_with_rest": (sized(150, 141, 72, v_head_dim=24, **ONE), SMALL),
+    "halves_in_registers": (
+        sized(70, 130, 104, **ONE),
+        dataclasses.replace(HALVES, k_in_registers=True),
+    ),
+    "rows": (sized(150, 130, 48, dtype="float16", **ONE), ROWS),
+    "rows_of_two_swizzles": (sized(141, 70, 72, v_head_dim=40, **ONE), ROWS),
+    "apart": (sized(77, 150, 88, **ONE), APART),
+    "wide": (sized(141, 70, 136, v_head_dim=24, **ONE), APART),
+    "wide_values": (sized(70, 77, 24, v_head_dim=200, mask=CAUSAL, **ONE), APART),
+}
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", ANY_SIZE)
+def test_any_size_interpreted(name):
+    case, config = ANY_SIZE[name]
+    with mosaic.interpret():
+        check(case, config)
+
+
+# Rows, keys, head dims, kernels, and arrays of 16 bits that XLA writes: dq, which is rounded from
+# float32 where the kernel adds it up.
+COPIED = [
+    (49, 49, 32, 32, 1, 0),
+    (77, 77, 64, 64, 1, 0),
+    (64, 49, 72, 72, 1, 0),
+    (197, 197, 64, 64, 2, 0),
+    (256, 256, 72, 72, 2, 0),
+    (577, 577, 64, 64, 1, 1),
+    (729, 729, 72, 72, 1, 1),
+    (1500, 77, 40, 40, 1, 1),
+    (1001, 1001, 104, 104, 1, 1),
+    (577, 577, 192, 128, 2, 0),
+    (77, 300, 136, 24, 2, 0),
+]
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("sizes", COPIED, ids=lambda sizes: "-".join(map(str, sizes[:4])))
+def test_nothing_is_copied(sizes, dtype):
+    rows, keys, dim, v_dim, launches, rounded = sizes
+    if dtype == "float16" and rows not in (77, 577):
+        pytest.skip("as in bfloat16")
+    case = sized(rows, keys, dim, v_head_dim=v_dim, dtype=dtype, batch=16, q_heads=8, kv_heads=8)
+    problem = problem_of(case)
+    call = functools.partial(run, problem=problem, config=kernel.Config.default(problem))
+    out = jax.ShapeDtypeStruct((16, rows, 8, v_dim), jnp.dtype(dtype))
+    report = mosaic.compile_for(call, _residuals(case, out), sass=False)
+    assert report.launches == launches
+    assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
+    entry = report.hlo[report.hlo.index("\nENTRY") :]
+    name = {"bfloat16": "bf16", "float16": "f16"}[dtype]
+    written = re.findall(rf"= {name}\[[\d,]+\]\S* (?:fusion|copy|pad|slice|transpose)\(", entry)
+    assert len(written) == rounded, report.others
+
+
+def _residuals(case: cases.AttentionCase, out: jax.ShapeDtypeStruct) -> tuple:
+    inputs, _, lse, *_ = shapes_of(case)
+    return inputs, out, lse, out, lse
