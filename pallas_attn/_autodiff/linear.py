@@ -126,9 +126,7 @@ class Mapped:
     def _mapped(self, run: Callable[..., Arrays], dims: Dims | int) -> Callable[..., Arrays]:
         return jax.vmap(run, (self.residuals, dims), axis_size=self.size)
 
-    def _summed(
-        self, run: Callable[..., Arrays], residuals: Arrays, cotangents: Arrays
-    ) -> Arrays:
+    def _summed(self, run: Callable[..., Arrays], residuals: Arrays, cotangents: Arrays) -> Arrays:
         """Cotangents of what is not mapped are sums over the mapped axis, in float32."""
         results = self._mapped(run, 0)(residuals, cotangents)
         return tuple(

@@ -52,9 +52,7 @@ def kernels(monkeypatch, request):
 
 
 TREES = {"q": (2, 9, 4, 8), "k": (2, 11, 2, 8), "v": (2, 11, 2, 6)}
-POLICY = jax.checkpoint_policies.save_only_these_names(
-    "flash_attention_out", "flash_attention_lse"
-)
+POLICY = jax.checkpoint_policies.save_only_these_names("flash_attention_out", "flash_attention_lse")
 
 
 def relative(s, b, h, q, kv, table, slopes):

@@ -506,9 +506,7 @@ def _kernel(
     mosaic.share_registers(wg, consumers, load, consume, REGISTERS[consumers])
 
 
-def run(
-    residuals: Any, problem: AttentionProblem, config: Config
-) -> tuple[jax.Array, jax.Array]:
+def run(residuals: Any, problem: AttentionProblem, config: Config) -> tuple[jax.Array, jax.Array]:
     """The tangents of out [B, T, N, Hv], in q's dtype, and of lse, float32 [B, N, T]."""
     plan = plan_of(problem, config)
     kernel = plgpu.kernel(
