@@ -166,7 +166,7 @@ def by_hand(case, floats, dots, rounded=lambda x: x):
 
 
 def tangents(floats, dots, rest, implementation):
-    """As jax.linearize has them: from out and lse of the forward."""
+    """By jax.linearize: from out and lse of the forward."""
 
     def run(some):
         return pa.flash_attention_with_lse(**(floats | some), **rest, implementation=implementation)
@@ -175,7 +175,7 @@ def tangents(floats, dots, rest, implementation):
 
 
 def dual(floats, dots, rest, implementation):
-    """As jax.jvp has them: in one launch with out and lse, on Hopper."""
+    """By jax.jvp: in one launch with out and lse, on Hopper."""
 
     def run(some):
         return pa.flash_attention_with_lse(**(floats | some), **rest, implementation=implementation)
