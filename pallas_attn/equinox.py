@@ -1,9 +1,9 @@
 """Equinox: `MultiheadAttention`, and `dot_product_attention` for layers of your own.
 
-    from pallas_attn.equinox import MultiheadAttention
+from pallas_attn.equinox import MultiheadAttention
 
-    layer = MultiheadAttention(num_heads=8, query_size=512, key=key)
-    layer(x, x, x, is_causal=True)
+layer = MultiheadAttention(num_heads=8, query_size=512, key=key)
+layer(x, x, x, is_causal=True)
 """
 
 from collections.abc import Callable

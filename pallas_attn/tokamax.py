@@ -1,9 +1,9 @@
 """An implementation for `tokamax.dot_product_attention`:
 
-    from pallas_attn.tokamax import implementation
+from pallas_attn.tokamax import implementation
 
-    tokamax.dot_product_attention(q, k, v, is_causal=True, implementation=[implementation])
-    tokamax.dot_product_attention(q, k, v, implementation=[implementation, "mosaic", "xla"])
+tokamax.dot_product_attention(q, k, v, is_causal=True, implementation=[implementation])
+tokamax.dot_product_attention(q, k, v, implementation=[implementation, "mosaic", "xla"])
 """
 
 from typing import Any

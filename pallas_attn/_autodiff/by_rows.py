@@ -33,7 +33,8 @@ def attention(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Array
     def slab(first: Array, fields: dict[str, Array]) -> tuple[Array, Array]:
         offset = problem.q_offset if inputs.q_offset is None else inputs.q_offset
         at = jnp.broadcast_to(jnp.asarray(offset + first, jnp.int32), (problem.batch,))
-        some = inputs._replace(q_offset=at, **fields)
+        by_row: Any = fields
+        some = inputs._replace(q_offset=at, **by_row)
         if inputs.q_lengths is not None:
             some = some._replace(q_lengths=jnp.clip(inputs.q_lengths - first, 0, rows))
         return reference.attention(some, batching.resized(problem, some))

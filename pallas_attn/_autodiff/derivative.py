@@ -11,7 +11,7 @@ Both directions start from the inputs, out and lse; a `Call` computes them for o
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -101,18 +101,18 @@ class Derivative:
     names: tuple[str, ...]
 
     def apply(self, residuals: Arrays, tangents: Arrays) -> Arrays:
-        inputs, *results = self._residuals(residuals)
-        return self.call.tangents(inputs, tuple(results), self._named(tangents))
+        inputs, out, lse = self._residuals(residuals)
+        return self.call.tangents(inputs, (out, lse), self._named(tangents))
 
     def transpose(self, residuals: Arrays, cotangents: Arrays) -> Arrays:
-        inputs, *results = self._residuals(residuals)
-        rows, named = (*results, *cotangents), {}
+        (inputs, out, lse), (d_out, d_lse) = self._residuals(residuals), cotangents
+        rows, named = (out, lse, d_out, d_lse), {}
         numbers = [int(x.removeprefix("score_aux")) for x in self.names if "score_aux" in x]
         if len(numbers) < len(self.names):
             named = self.call.gradients(inputs, rows)
         if numbers:
-            of_aux = self.call.gradients_of_aux(inputs, numbers, rows)
-            of_aux = zip(numbers, of_aux, strict=True)
+            gradients = self.call.gradients_of_aux(inputs, numbers, rows)
+            of_aux = zip(numbers, gradients, strict=True)
             named |= {f"score_aux{n}": _typed(inputs.score_aux[n], x) for n, x in of_aux}
         return tuple(named[name] for name in self.names)
 
@@ -135,8 +135,8 @@ class Derivative:
         return tuple(jax.typeof(named[name]) for name in self.names)
 
     def _residuals(self, leaves: Arrays) -> tuple[AttentionInputs, Array, Array]:
-        *leaves, out, lse = leaves
-        return jax.tree.unflatten(self.tree, leaves), out, lse
+        *of_inputs, out, lse = leaves
+        return jax.tree.unflatten(self.tree, of_inputs), out, lse
 
     def _named(self, arrays: Sequence[Array]) -> Named:
         return dict(zip(self.names, arrays, strict=True))
@@ -225,7 +225,7 @@ class KernelCall:
 def _along_sinks(inputs: AttentionInputs, results: Results, along: Array) -> Results:
     """Tangents of out and lse along the sinks: a sink is one more logit without a value row."""
     out, lse = results
-    sinks, along = (x.astype(lse.dtype)[None, :, None] for x in (inputs.sinks, along))
+    sinks, along = (jnp.asarray(x, lse.dtype)[None, :, None] for x in (inputs.sinks, along))
     moved = jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks - jnp.where(lse == -jnp.inf, 0, lse)))
     moved = moved * along
     by_row = moved.swapaxes(1, 2)[..., None]

@@ -17,11 +17,13 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
 from pallas_attn._autodiff import linear
+from pallas_attn._autodiff.linear import Jaxpr, Operand, Operands, Parameter, Traced
 from pallas_attn._call import sharding
 
 Array = jax.Array
-Tracer = Any
-Equation = Any  # a JaxprEqn
+Tracer = Any  # a tracer of a partial evaluation, or its trace
+Policy = Any  # a policy of jax.checkpoint
+Equation = Any  # an equation of a jaxpr
 # (known equation, staged one, unknown results, results that are there, residuals)
 Rule = Any
 
@@ -30,7 +32,11 @@ _dual.multiple_results = _choose.multiple_results = True
 
 
 def bind(
-    function: linear.Function, jaxpr: Any, moving: tuple[int, ...], arrays: Any, along: Any
+    function: linear.Function,
+    jaxpr: Jaxpr,
+    moving: tuple[int, ...],
+    arrays: Operands,
+    along: Operands,
 ) -> tuple[Any, Any]:
     """The results of a function and their tangents. `jaxpr`: the function's."""
     both = _bind_dual(function, jaxpr, moving, arrays, along)
@@ -41,16 +47,24 @@ def bind(
 
 
 def _bind_dual(
-    function: linear.Function, jaxpr: Any, moving: tuple[int, ...], arrays: Any, along: Any
+    function: linear.Function,
+    jaxpr: Jaxpr,
+    moving: tuple[int, ...],
+    arrays: Operands,
+    along: Operands,
 ) -> list[Array]:
-    run, dual = sharding.as_now(function.dual(moving)), None
+    launch, dual = function.dual(moving), None
+    assert launch is not None
+    run = sharding.as_now(launch)
     if jax.sharding.get_abstract_mesh().manual_axes:  # unknown where it is lowered
         dual = jax.make_jaxpr(run)(tuple(arrays), tuple(along))
     static = {"function": function, "jaxpr": jaxpr, "moving": moving}
     return list(_dual.bind(*arrays, *along, run=run, dual=dual, **static))
 
 
-def _run(*arrays: Array, run: Any, dual: Any, moving: tuple[int, ...], **static: Any) -> list[Array]:
+def _run(
+    *arrays: Array, run: Traced, dual: Traced, moving: tuple[int, ...], **static: Parameter
+) -> list[Array]:
     del static
     if dual is not None:
         return jaxpr_as_fun(dual)(*arrays)
@@ -58,7 +72,7 @@ def _run(*arrays: Array, run: Any, dual: Any, moving: tuple[int, ...], **static:
     return list(run(arrays[:count], arrays[count:]))
 
 
-def _chosen(*arrays: Array, jaxpr: Any, **static: Any) -> list[Array]:
+def _chosen(*arrays: Array, jaxpr: Jaxpr, **static: Parameter) -> list[Array]:
     del static
     return list(arrays[: len(jaxpr.out_avals)])
 
@@ -73,14 +87,16 @@ for primitive, implementation in ((_dual, _run), (_choose, _chosen)):
 # ---- jvp, transpose and vmap ---------------------------------------------------------------------
 
 
-def _apart(arrays: Sequence[Array], along: Sequence[Array], static: Any) -> list[Array]:
+def _apart(arrays: Sequence[Array], along: Sequence[Array], static: Parameter) -> list[Array]:
     """The results and the tangents, by two operations."""
     function, moving = static["function"], static["moving"]
     results = linear.bound(function, static["jaxpr"], arrays)
     return [*results, *linear.call(function.derivative(moving), (*arrays, *results), along)]
 
 
-def _jvp(primals: Any, tangents: Any, *, run: Any, dual: Any, **static: Any) -> Any:
+def _jvp(
+    primals: Operands, tangents: Operands, *, run: Traced, dual: Traced, **static: Parameter
+) -> Any:
     del run, dual
     count = len(primals) - len(static["moving"])
     some = [n for n, x in enumerate(tangents) if not linear.is_zero(x)]
@@ -94,13 +110,17 @@ def _jvp(primals: Any, tangents: Any, *, run: Any, dual: Any, **static: Any) -> 
     return jax.jvp(of, [primals[n] for n in some], [tangents[n] for n in some])
 
 
-def _jvp_of_choice(primals: Any, tangents: Any, *, jaxpr: Any, **static: Any) -> Any:
+def _jvp_of_choice(
+    primals: Operands, tangents: Operands, *, jaxpr: Jaxpr, **static: Parameter
+) -> Any:
     del static
     count = len(jaxpr.out_avals)
     return list(primals[:count]), list(tangents[:count])
 
 
-def _transpose(cotangents: Any, *arrays: Any, run: Any, dual: Any, **static: Any) -> Any:
+def _transpose(
+    cotangents: Operands, *arrays: Operand, run: Traced, dual: Traced, **static: Parameter
+) -> Any:
     del run, dual
     function, moving = static["function"], static["moving"]
     count = len(arrays) - len(moving)
@@ -112,7 +132,7 @@ def _transpose(cotangents: Any, *arrays: Any, run: Any, dual: Any, **static: Any
     return [None] * count + [x if y else None for x, y in zip(gradients, wanted, strict=True)]
 
 
-def _transpose_of_choice(cotangents: Any, *arrays: Any, **static: Any) -> Any:
+def _transpose_of_choice(cotangents: Operands, *arrays: Operand, **static: Parameter) -> Any:
     del static
     count = len(cotangents)
     wanted = map(ad.is_undefined_primal, arrays[:count])
@@ -120,12 +140,14 @@ def _transpose_of_choice(cotangents: Any, *arrays: Any, **static: Any) -> Any:
     return own + [None] * (len(arrays) - count)
 
 
-def _is_alike(moving: tuple[int, ...], dims: Sequence[Any], count: int) -> bool:
+def _is_alike(moving: tuple[int, ...], dims: Operands, count: int) -> bool:
     """Whether vmap maps each array and its tangent alike."""
     return [dims[n] for n in moving] == list(dims[count:])
 
 
-def _batch(arrays: Any, dims: Any, *, run: Any, dual: Any, **static: Any) -> Any:
+def _batch(
+    arrays: Operands, dims: Operands, *, run: Traced, dual: Traced, **static: Parameter
+) -> Any:
     del run, dual
     function, moving, jaxpr = static["function"], static["moving"], static["jaxpr"]
     count, size = len(arrays) - len(moving), linear.mapped_size(arrays, dims)
@@ -143,11 +165,11 @@ def _batch(arrays: Any, dims: Any, *, run: Any, dual: Any, **static: Any) -> Any
     return [*results, *tangents], [at] * len(results) + [0] * len(tangents)
 
 
-def _batch_choice(arrays: Any, dims: Any, **static: Any) -> Any:
+def _batch_choice(arrays: Operands, dims: Operands, **static: Parameter) -> Any:
     function, moving, jaxpr = static["function"], static["moving"], static["jaxpr"]
     results = len(jaxpr.out_avals)
     count = len(arrays) - 2 * results - len(moving)
-    if not _is_alike(moving, dims[results:][: count] + dims[len(dims) - len(moving) :], count):
+    if not _is_alike(moving, dims[results:][:count] + dims[len(dims) - len(moving) :], count):
         return arrays[:results], dims[:results]  # it has come apart
     size, own = linear.mapped_size(arrays, dims), tuple(dims[results : results + count])
     mapped = linear.MappedFunction(function, size, own)
@@ -171,14 +193,16 @@ batching.primitive_batchers[_dual], batching.primitive_batchers[_choose] = _batc
 # ---- under gradients: the launch is split in two -------------------------------------------------
 
 
-def _derivative_of(static: Any, count: int) -> tuple[Primitive, dict[str, Any]]:
+def _derivative_of(static: Parameter, count: int) -> tuple[Primitive, dict[str, Any]]:
     """The derivative by `count` arrays and the results, as an operation to stage."""
     types = tuple(static["jaxpr"].out_avals)
     operation = static["function"].derivative(static["moving"])
     return linear.staged(operation, count + len(types), types)
 
 
-def _partly(trace: Any, *tracers: Tracer, run: Any, dual: Any, **static: Any) -> list[Any]:
+def _partly(
+    trace: Tracer, *tracers: Tracer, run: Traced, dual: Traced, **static: Parameter
+) -> list[Any]:
     """The launch where tangents are not known."""
     count = len(tracers) - len(static["moving"])
     whole = {"run": run, "dual": dual, **static}
@@ -192,7 +216,7 @@ def _partly(trace: Any, *tracers: Tracer, run: Any, dual: Any, **static: Any) ->
     return [*results, *tangents]
 
 
-def _choose_partly(trace: Any, *tracers: Tracer, **static: Any) -> list[Any]:
+def _choose_partly(trace: Tracer, *tracers: Tracer, **static: Parameter) -> list[Any]:
     results = len(static["jaxpr"].out_avals)
     known = [x.is_known() for x in tracers]
     count = len(tracers) - 2 * results - len(static["moving"])
@@ -202,7 +226,7 @@ def _choose_partly(trace: Any, *tracers: Tracer, **static: Any) -> list[Any]:
     return trace.default_process_primitive(staged[0], tracers[results:], staged[1])
 
 
-def _whole(saveable: Any, unknown: Sequence[bool], there: Sequence[bool], eqn: Equation) -> Rule:
+def _whole(saveable: Policy, unknown: Sequence[bool], there: Sequence[bool], eqn: Equation) -> Rule:
     """An equation that is not split, as jax treats equations without a rule."""
     count = len(eqn.outvars)
     missing = [x for x, is_there in zip(eqn.invars, there, strict=True) if not is_there]
@@ -214,7 +238,9 @@ def _whole(saveable: Any, unknown: Sequence[bool], there: Sequence[bool], eqn: E
     return eqn, eqn, [False] * count, [True] * count, missing
 
 
-def _staged(saveable: Any, unknown: Sequence[bool], there: Sequence[bool], eqn: Equation) -> Rule:
+def _staged(
+    saveable: Policy, unknown: Sequence[bool], there: Sequence[bool], eqn: Equation
+) -> Rule:
     """The launch in a function under jax.checkpoint, where tangents are not known: the results are
     known, and computed again with the tangents unless a policy saves them. `_staged_choice` makes
     the derivative of the named ones; jax then drops results that nothing reads.
@@ -243,7 +269,7 @@ def _staged(saveable: Any, unknown: Sequence[bool], there: Sequence[bool], eqn: 
 
 
 def _staged_choice(
-    saveable: Any, unknown: Sequence[bool], there: Sequence[bool], eqn: Equation
+    saveable: Policy, unknown: Sequence[bool], there: Sequence[bool], eqn: Equation
 ) -> Rule:
     static = eqn.params
     results = len(static["jaxpr"].out_avals)

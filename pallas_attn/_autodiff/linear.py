@@ -25,6 +25,12 @@ from pallas_attn._call import sharding
 Array = jax.Array
 Arrays = tuple[Array, ...]
 Types = tuple[Any, ...]  # shape, dtype and sharding of arrays, as jax.typeof says
+# Values that jax hands to rules: arrays, tracers, symbolic zeros, undefined primals, axes.
+Operand = Any
+Operands = Any
+Parameter = Any  # a static parameter of a primitive
+Jaxpr = Any  # a closed jaxpr
+Traced = Any  # a function that is traced when jax asks
 Dims = tuple[int | None, ...]  # the mapped axis of each array under vmap; None: not mapped
 
 
@@ -167,7 +173,9 @@ _function = Primitive("pallas_attn_function")
 _function.multiple_results = True
 
 
-def differentiable(function: Callable[..., Function], call: Any, inputs: Any) -> tuple[Array, ...]:
+def differentiable(
+    function: Callable[..., Function], call: Operand, inputs: Operands
+) -> tuple[Array, ...]:
     """`call.run(inputs)`, of a tree of arrays, which jax differentiates and maps as
     `function(call, structure of inputs)` says.
     """
@@ -179,13 +187,13 @@ def differentiable(function: Callable[..., Function], call: Any, inputs: Any) ->
     return tuple(_function.bind(*arrays, function=function(call, tree), jaxpr=jaxpr))
 
 
-def _run(*arrays: Array, function: Function, jaxpr: Any) -> list[Array]:
+def _run(*arrays: Array, function: Function, jaxpr: Jaxpr) -> list[Array]:
     del function
     return jaxpr_as_fun(jaxpr)(*arrays)
 
 
 @_function.def_abstract_eval
-def _(*arrays: Array, function: Function, jaxpr: Any) -> list[Any]:
+def _(*arrays: Array, function: Function, jaxpr: Jaxpr) -> list[Any]:
     del arrays, function
     return list(jaxpr.out_avals)
 
@@ -194,7 +202,9 @@ _function.def_impl(_run)
 mlir.register_lowering(_function, mlir.lower_fun(_run, multiple_results=True))
 
 
-def _jvp_of_function(primals: Any, tangents: Any, *, function: Function, jaxpr: Any) -> Any:
+def _jvp_of_function(
+    primals: Operands, tangents: Operands, *, function: Function, jaxpr: Jaxpr
+) -> Any:
     moving = tuple(n for n, x in enumerate(tangents) if not is_zero(x))
     along = [tangents[n] for n in moving]
     alone = not any([isinstance(x, JaxprTracer) for x in along])  # nobody wants a gradient
@@ -208,13 +218,13 @@ def _jvp_of_function(primals: Any, tangents: Any, *, function: Function, jaxpr: 
     return results, call(function.derivative(moving), (*primals, *results), along)
 
 
-def bound(function: Function, jaxpr: Any, arrays: Sequence[Array]) -> Arrays:
+def bound(function: Function, jaxpr: Jaxpr, arrays: Sequence[Array]) -> Arrays:
     """The results of a function that was traced before."""
     return function.named(tuple(_function.bind(*arrays, function=function, jaxpr=jaxpr)))
 
 
 def _batch_function(
-    arrays: Sequence[Array], dims: Sequence[Any], *, function: Function, jaxpr: Any
+    arrays: Sequence[Array], dims: Operands, *, function: Function, jaxpr: Jaxpr
 ) -> Any:
     del jaxpr
     mapped = MappedFunction(function, mapped_size(arrays, dims), tuple(dims))
@@ -223,7 +233,7 @@ def _batch_function(
     return results, [0] * len(results)
 
 
-def mapped_size(arrays: Sequence[Array], dims: Sequence[Any]) -> int:
+def mapped_size(arrays: Sequence[Array], dims: Operands) -> int:
     """The size of the axis that vmap maps."""
     return next(x.shape[dim] for x, dim in zip(arrays, dims, strict=True) if dim is not None)
 
@@ -262,13 +272,13 @@ def staged(operation: Linear, count: int, types: Types) -> tuple[Primitive, dict
     return _linear, _static(operation, count, types)
 
 
-def staged_function(function: Function, jaxpr: Any) -> tuple[Primitive, dict[str, Any]]:
+def staged_function(function: Function, jaxpr: Jaxpr) -> tuple[Primitive, dict[str, Any]]:
     """The primitive of a function that was traced before, and its parameters."""
     return _function, {"function": function, "jaxpr": jaxpr}
 
 
 def apply(
-    *arrays: Array, operation: Linear, count: int, types: Types, jaxpr: Any, run: Any
+    *arrays: Array, operation: Linear, count: int, types: Types, jaxpr: Jaxpr, run: Traced
 ) -> list[Array]:
     """The results of a call."""
     del operation, types
@@ -278,7 +288,7 @@ def apply(
 
 
 @_linear.def_abstract_eval
-def _(*arrays: Array, types: Types, **static: Any) -> list[Any]:
+def _(*arrays: Array, types: Types, **static: Parameter) -> list[Any]:
     del arrays, static
     return list(types)
 
@@ -287,7 +297,9 @@ _linear.def_impl(apply)
 mlir.register_lowering(_linear, mlir.lower_fun(apply, multiple_results=True))
 
 
-def _jvp(primals: Any, tangents: Any, *, operation: Linear, count: int, **static: Any) -> Any:
+def _jvp(
+    primals: Operands, tangents: Operands, *, operation: Linear, count: int, **static: Parameter
+) -> Any:
     results = _linear.bind(*primals, operation=operation, count=count, **static)
     residuals, linear = primals[:count], primals[count:]
     moving = [n for n, x in enumerate(tangents[:count]) if not is_zero(x)]
@@ -303,7 +315,7 @@ def _jvp(primals: Any, tangents: Any, *, operation: Linear, count: int, **static
     return results, [sum(each[1:], each[0]) for each in zip(*parts, strict=True)]
 
 
-def is_zero(tangent: Any) -> bool:
+def is_zero(tangent: Operand) -> bool:
     """Whether a tangent is a symbolic zero, or that of integers."""
     return type(tangent) is ad.Zero or tangent.dtype == jax.dtypes.float0
 
@@ -322,7 +334,7 @@ def _along_residuals(
 
 
 def _transpose(
-    cotangents: Any, *arrays: Any, operation: Linear, count: int, **static: Any
+    cotangents: Operands, *arrays: Operand, operation: Linear, count: int, **static: Parameter
 ) -> list[Any]:
     del static
     residuals, linear = arrays[:count], arrays[count:]
@@ -333,7 +345,7 @@ def _transpose(
 
 
 def _batch(
-    arrays: Sequence[Array], dims: Sequence[Any], *, operation: Linear, count: int, **static: Any
+    arrays: Sequence[Array], dims: Operands, *, operation: Linear, count: int, **static: Parameter
 ) -> Any:
     del static
     mapped = Mapped(operation, mapped_size(arrays, dims), tuple(dims[:count]), tuple(dims[count:]))

@@ -137,7 +137,44 @@ TEST_SUMS = "tests/lm/test_kernels.py -k 'norm_over_devices or norm_waits'"
 TEST_LINEAR_LAYER = "tests/lm/test_kernels.py -k test_interpreted"
 TEST_MERGE = "tests/kernels/decode/test_merge_over_gpus.py -k 'interpreted or waits'"
 
+JVP = "pallas_attn/kernels/flash_jvp"
+TEST_JVP = "tests/kernels/flash_jvp/test_flash_jvp.py"
+
 FAULTS: dict[str, Fault | MarkedFault] = {
+    # ---- tangents --------------------------------------------------------------------------------
+    "values_are_released_before_their_matmul": Fault(
+        f"{JVP}/sm90.py",
+        "            v_ring.wait(last)\n            _issue_values(",
+        "            v_ring.wait(last)\n            v_ring.release(last)\n            _issue_values(",
+        f"{TEST_JVP} -k 'hopper and causal'",
+        more=(
+            ("            v_ring.release(last)\n            return new", "            return new"),
+        ),
+    ),
+    "out_is_not_subtracted_from_its_tangent": Fault(
+        f"{JVP}/sm90.py",
+        "acc = acc - out * mosaic.broadcast_rows(total, acc.shape)",
+        "acc = acc - 0 * out * mosaic.broadcast_rows(total, acc.shape)",
+        f"{TEST_JVP} -k 'hopper and plain'",
+    ),
+    "the_sum_of_moved_probabilities_is_not_rescaled": Fault(
+        f"{JVP}/sm90_dual.py",
+        "out, out_dot, row_sum, dot_sum = softmax.rescaled(new, older)",
+        "out, out_dot, row_sum, _ = softmax.rescaled(new, older)\n    dot_sum = sums.dot_sum",
+        f"{TEST_JVP} -k 'dual and bias'",
+    ),
+    "a_tangent_has_no_slope_of_the_score": Fault(
+        f"{SHARED}/functions.py",
+        'if plan.problem.op != "flash_forward":',
+        'if plan.problem.op == "flash_backward":',
+        f"{TEST_JVP} -k 'portable and score'",
+    ),
+    "tangents_of_keys_come_from_the_keys": Fault(
+        f"{JVP}/operands.py",
+        '"k": ("q", "k_dot")}',
+        '"k": ("q", "k")}',
+        f"{TEST_JVP} -k 'portable and of_k'",
+    ),
     # ---- order of reads and writes ---------------------------------------------------------------
     "a_work_tile_is_left_out_of_what_blocks_claim": Fault(
         f"{FWD}/claims.py",

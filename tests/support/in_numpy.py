@@ -47,7 +47,7 @@ def call(function: Callable[..., Any], *args: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(traced.out_info), map(jnp.asarray, results))
 
 
-_one_at_a_time = threading.Lock()
+_one_at_a_time = threading.RLock()
 
 
 class Program:

@@ -30,11 +30,11 @@ from pallas_attn.kernels.attention import key_masks, score_mod, score_tiles
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.score_tiles import ScoreTiles
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
+from pallas_attn.kernels.attention.tma_operands import takes_panels
 from pallas_attn.kernels.flash_bwd import dbias
 from pallas_attn.kernels.flash_bwd.dbias import BiasBlock, BiasStep, BiasWalk
 from pallas_attn.kernels.flash_bwd.float32 import scaled, units_of
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
-from pallas_attn.kernels.flash_bwd.plan import in_panels
 from pallas_attn.kernels.flash_bwd.producer import load_rows
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic, panels
@@ -270,7 +270,7 @@ def plan_of(problem: AttentionProblem, config: KernelConfig) -> QueryPlan:
     for consumers, block in SIZES[2:] if problem.dtype == "float32" else SIZES:
         for stages in (3, 2, 1):
             plan = QueryPlan.of(problem, config(consumers, block, max(stages, 2)))
-            plan = dataclasses.replace(plan, panels=in_panels(problem))
+            plan = dataclasses.replace(plan, panels=takes_panels(problem))
             if mosaic.bytes_of(scratch(plan)) <= SMEM_BYTES:
                 return plan
     return plan

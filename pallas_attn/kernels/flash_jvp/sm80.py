@@ -24,7 +24,7 @@ from jax import lax
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import score_mod, sm80_common, softmax, tma_operands
+from pallas_attn.kernels.attention import score_mod, sm80_common, softmax
 from pallas_attn.kernels.attention.logits import LogitTile, load_tile
 from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, copy_async
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile
@@ -35,7 +35,14 @@ from pallas_attn.kernels.flash_jvp import operands
 from pallas_attn.kernels.flash_jvp.operands import Residuals, TangentRefs
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
-from pallas_attn.kernels.lang.types import Carry, GmemRef, Index, RegisterTile, SmemRef
+from pallas_attn.kernels.lang.types import (
+    Carry,
+    GmemRef,
+    Index,
+    Predicate,
+    RegisterTile,
+    SmemRef,
+)
 from pallas_attn.kernels.mma import mma_sync
 
 
@@ -175,7 +182,11 @@ def _mainloop(ctx: KernelContext, tile: WorkTile, span: Span) -> Sums:
 
 
 def _step(
-    ctx: KernelContext, tile: LogitTile, first: Index, how: tuple[RegisterTile, Any], sums: Sums
+    ctx: KernelContext,
+    tile: LogitTile,
+    first: Index,
+    how: tuple[RegisterTile, Predicate],
+    sums: Sums,
 ) -> Sums:
     """A kv tile that lies in shared memory from row `first` on. `how`: the lse, and whether to
     mask.
@@ -231,7 +242,9 @@ def _kernel(
     mma_sync.write(acc.astype(out_dot.dtype), out_dot, at)
 
 
-def run(residuals: Any, problem: AttentionProblem, config: Config) -> tuple[jax.Array, jax.Array]:
+def run(
+    residuals: Residuals, problem: AttentionProblem, config: Config
+) -> tuple[jax.Array, jax.Array]:
     """The tangents of out [B, T, N, Hv], in q's dtype, and of lse, float32 [B, N, T]."""
     plan, residuals = plan_of(problem, config), Residuals(*residuals)
     batch, heads, q_len = problem.batch, problem.q_heads, problem.q_len

@@ -46,6 +46,7 @@ from pallas_attn.kernels.attention.tiles import (
     WorkTile,
     kv_batch,
 )
+from pallas_attn.kernels.attention.tma_operands import OperandFormat
 from pallas_attn.kernels.flash_bwd.producer import Ring, load_rows, store_rows
 from pallas_attn.kernels.flash_bwd.sm90_dq import kv_tile_of, span_of
 from pallas_attn.kernels.flash_fwd import tile_scheduler
@@ -147,7 +148,7 @@ def buffers(plan: QueryPlan, names: set[str]) -> Smem:
     config, barrier = plan.config, plgpu.Barrier
     consumers, stages = config.warpgroups, config.stages
 
-    def rows(name: str, count: int, size: int, form: Any) -> SmemRef:
+    def rows(name: str, count: int, size: int, form: OperandFormat) -> SmemRef:
         if name not in names:
             return None
         return mosaic.swizzled((count, size, form.columns), form.dtype, form.swizzle)
@@ -320,7 +321,8 @@ def moved_by(
     """P o S' of kv tile t, if there is an S', whose products have been issued; waits for all
     matmuls. `of_scores`: P, and the derivative of `masked_logits`.
     """
-    problem, s_dot, (p, slope) = ctx.plan.problem, None, of_scores  # type: Any, Any, Any
+    problem, (p, slope) = ctx.plan.problem, of_scores
+    s_dot: RegisterTile = None
     if accs:
         s_dot = plgpu.wgmma_accumulator_load(accs[0], wait_n=0) * problem.scale
         s_dot = s_dot if slope is None else s_dot * slope
@@ -371,7 +373,7 @@ def _mainloop(
     """The sum of values and the partial row sums of P o S' over all kv tiles, of which there is one
     at least, and the new count of kv tiles.
     """
-    (plan, _, smem), k_ring, v_ring = ctx, ctx.smem.k_ring, ctx.smem.v_ring
+    plan, k_ring, v_ring = ctx.plan, ctx.smem.k_ring, ctx.smem.v_ring
     products = len(operands.score_products(plan.problem))
     values = len(operands.values(plan.problem))
 
@@ -506,7 +508,9 @@ def _kernel(
     mosaic.share_registers(wg, consumers, load, consume, REGISTERS[consumers])
 
 
-def run(residuals: Any, problem: AttentionProblem, config: Config) -> tuple[jax.Array, jax.Array]:
+def run(
+    residuals: Residuals, problem: AttentionProblem, config: Config
+) -> tuple[jax.Array, jax.Array]:
     """The tangents of out [B, T, N, Hv], in q's dtype, and of lse, float32 [B, N, T]."""
     plan = plan_of(problem, config)
     kernel = plgpu.kernel(

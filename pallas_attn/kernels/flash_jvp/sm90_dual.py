@@ -25,7 +25,7 @@ from jax import lax
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import softmax, tma_operands
+from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, WorkTile
 from pallas_attn.kernels.flash_bwd.producer import store_rows
 from pallas_attn.kernels.flash_bwd.sm90_dq import span_of
@@ -36,7 +36,7 @@ from pallas_attn.kernels.flash_jvp.operands import TangentRefs
 from pallas_attn.kernels.flash_jvp.sm90 import Config as TangentConfig
 from pallas_attn.kernels.flash_jvp.sm90 import Smem, TangentRows, plan_of
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile
+from pallas_attn.kernels.lang.types import GmemRef, Index, Ref, RegisterTile
 
 
 class Config(TangentConfig):
@@ -119,9 +119,7 @@ def _step(
     return count + 1, Sums(out, out_dot, row_sum + new.row_sum, dot_sum, new.row_max)
 
 
-def _consume(
-    ctx: KernelContext, results: tuple[GmemRef, ...], block: Index, wg: Index
-) -> None:
+def _consume(ctx: KernelContext, results: tuple[GmemRef, ...], block: Index, wg: Index) -> None:
     """A consumer warpgroup: every work tile of its block."""
     plan, refs, smem = ctx
     count, first = refs.schedule[block, 0], refs.schedule[block, 1]
@@ -191,7 +189,7 @@ def _store(
 # ---- the kernel and its call --------------------------------------------------------------------
 
 
-def _kernel(refs: TangentRefs, *rest: Any, plan: QueryPlan) -> None:
+def _kernel(refs: TangentRefs, *rest: Ref, plan: QueryPlan) -> None:
     *results, smem = rest
     ctx, consumers = KernelContext(plan, refs, smem), plan.config.warpgroups
     block, wg = lax.axis_index("block"), lax.axis_index("wg")
@@ -223,9 +221,7 @@ def run(
     refs = sm90.operands_of(plan, operands.Residuals(inputs, None, None, tangents))
     rows, columns = problem.q_len, problem.v_head_dim
     results = kernel(refs)
-    return tuple(
-        x[:, :rows, :, :columns] if x.ndim == 4 else x[:, :, :rows] for x in results
-    )
+    return tuple(x[:, :rows, :, :columns] if x.ndim == 4 else x[:, :, :rows] for x in results)
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
