@@ -50,7 +50,9 @@ def _bind_dual(
     return list(_dual.bind(*arrays, *along, run=run, dual=dual, **static))
 
 
-def _run(*arrays: Array, run: Any, dual: Any, moving: tuple[int, ...], **static: Any) -> list[Array]:
+def _run(
+    *arrays: Array, run: Any, dual: Any, moving: tuple[int, ...], **static: Any
+) -> list[Array]:
     del static
     if dual is not None:
         return jaxpr_as_fun(dual)(*arrays)
@@ -147,7 +149,7 @@ def _batch_choice(arrays: Any, dims: Any, **static: Any) -> Any:
     function, moving, jaxpr = static["function"], static["moving"], static["jaxpr"]
     results = len(jaxpr.out_avals)
     count = len(arrays) - 2 * results - len(moving)
-    if not _is_alike(moving, dims[results:][: count] + dims[len(dims) - len(moving) :], count):
+    if not _is_alike(moving, dims[results:][:count] + dims[len(dims) - len(moving) :], count):
         return arrays[:results], dims[:results]  # it has come apart
     size, own = linear.mapped_size(arrays, dims), tuple(dims[results : results + count])
     mapped = linear.MappedFunction(function, size, own)

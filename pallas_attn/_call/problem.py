@@ -121,7 +121,9 @@ class AttentionProblem:
     # T, S and q_offset (None: an array) of `MaskFunction.blocks`, the last array of mask_aux;
     # None: mask_aux has no blocks.
     mask_blocks: tuple[int, int, int | None] | None = None
-    tangents: tuple[str, ...] = ()  # inputs whose tangents are given, sorted: of "flash_jvp" and "flash_dual"
+    tangents: tuple[
+        str, ...
+    ] = ()  # inputs whose tangents are given, sorted: of "flash_jvp" and "flash_dual"
 
     @property
     def uses_batch(self) -> bool:

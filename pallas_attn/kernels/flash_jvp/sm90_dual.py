@@ -119,9 +119,7 @@ def _step(
     return count + 1, Sums(out, out_dot, row_sum + new.row_sum, dot_sum, new.row_max)
 
 
-def _consume(
-    ctx: KernelContext, results: tuple[GmemRef, ...], block: Index, wg: Index
-) -> None:
+def _consume(ctx: KernelContext, results: tuple[GmemRef, ...], block: Index, wg: Index) -> None:
     """A consumer warpgroup: every work tile of its block."""
     plan, refs, smem = ctx
     count, first = refs.schedule[block, 0], refs.schedule[block, 1]
@@ -223,9 +221,7 @@ def run(
     refs = sm90.operands_of(plan, operands.Residuals(inputs, None, None, tangents))
     rows, columns = problem.q_len, problem.v_head_dim
     results = kernel(refs)
-    return tuple(
-        x[:, :rows, :, :columns] if x.ndim == 4 else x[:, :, :rows] for x in results
-    )
+    return tuple(x[:, :rows, :, :columns] if x.ndim == 4 else x[:, :, :rows] for x in results)
 
 
 def limit(problem: AttentionProblem) -> Limit | None:

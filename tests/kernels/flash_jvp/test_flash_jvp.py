@@ -327,9 +327,7 @@ def lowered(run, generation):
 
 
 ATTEND = functools.partial(pa.flash_attention_with_lse, mask=CAUSAL)
-POLICY = jax.checkpoint_policies.save_only_these_names(
-    "flash_attention_out", "flash_attention_lse"
-)
+POLICY = jax.checkpoint_policies.save_only_these_names("flash_attention_out", "flash_attention_lse")
 
 
 def forward(q, k, v, *dots):
