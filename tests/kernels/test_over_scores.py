@@ -34,7 +34,7 @@ def compiled(call, sizes, bias, shown=None, **options):
 @pytest.mark.parametrize("target", ["h100", "a100"])
 @pytest.mark.parametrize("rows", [49, 197, 333, 384])
 def test_no_copy_of_a_bias_or_a_mask_of_keys(rows, target):
-    """Of any size: TMA or the threads clip."""
+    """At any size: TMA or the threads clip."""
     call = functools.partial(compiled, sass=False, target=target)
     report = call(forward, (2, rows, 4, 64), (1, 4, rows, rows), (2, 1, 1, rows))
     assert report.others == ()

@@ -356,6 +356,7 @@ BUILDS: dict[str, Build] = {
     "flash_fwd/sm80/h256_lengths": _attention_sm80(256, also=("kv_lengths",), **_CAUSAL),
     "flash_fwd/sm80/h64_packed": _attention_sm80(64, **_PACKED),
     "flash_fwd/sm80/h64_padded": _attention_sm80(64, also=("mask_array",)),
+    "flash_fwd/sm80/h64_clipped": _attention_sm80(64, rows=333, keys=333, also=("bias_16",)),
     "flash_fwd/sm80/h64_functions": _attention_sm80(64, **_FUNCTIONS),
     "flash_fwd/sm80/h128_float32": _attention_sm80(128, dtype="float32", **_CAUSAL),
     "flash_fwd/sm86/h256_float32_highest": _float32_sm86(256),

@@ -292,13 +292,14 @@ def dbias_of(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> ja
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_bwd_dbias_sm90",
     )
-    refs = refs._replace(key_tiles=_codes(plan, refs))
+    refs = refs._replace(key_tiles=_codes(KernelContext(plan, refs)))
     dbias_or_sums = kernel(refs)
     return dbias_or_sums if direct else dbias.folded(dbias_or_sums, bias)
 
 
-def _codes(plan: QueryPlan, refs: BackwardRefs) -> jax.Array | None:
+def _codes(ctx: KernelContext) -> jax.Array | None:
     """`key_masks.codes`, those of the kernel before if its tiles have as many keys."""
+    plan, refs, _ = ctx
     if not plan.skips_keys:
         return None
     block, codes = plan.config.block_kv, refs.key_tiles

@@ -104,7 +104,7 @@ def with_spans(plan: QueryPlan, refs: BackwardRefs) -> BackwardRefs:
     if not plan.skips_keys:
         return refs
     mask, _ = lax.optimization_barrier((refs.mask_array, refs.delta))
-    return padded.with_spans(plan, refs._replace(mask_array=mask))
+    return padded.with_spans(KernelContext(plan, refs._replace(mask_array=mask)))
 
 
 def visible_of(ctx: KernelContext, code: Index) -> Span | None:

@@ -13,12 +13,12 @@ from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention import key_masks
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows, Span, WorkTile
 from pallas_attn.kernels.flash_fwd import tile_scheduler
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang.types import Index
 
 
-def with_spans(plan: QueryPlan, refs: Any) -> Any:
+def with_spans(ctx: KernelContext) -> Any:
     """The operands, and the kv tiles that a mask of keys leaves, if there is one."""
+    plan, refs, _ = ctx
     if not plan.skips_keys:
         return refs
     return refs._replace(key_spans=key_masks.spans(refs.mask_array, plan.tiling.block_kv))

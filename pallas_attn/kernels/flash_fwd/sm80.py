@@ -337,7 +337,7 @@ def run(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="flash_fwd_sm80",
     )
-    out, lse = kernel(padded.with_spans(plan, _operands(plan, inputs)))
+    out, lse = kernel(padded.with_spans(KernelContext(plan, _operands(plan, inputs))))
     return plan.format.whole_rows(out, problem.v_head_dim), lse
 
 

@@ -608,7 +608,7 @@ def run(
     if plan.skips_keys and not plan.apart:
         from pallas_attn.kernels.flash_fwd import padded
 
-        refs = padded.with_spans(plan, refs)
+        refs = padded.with_spans(KernelContext(plan, refs))
     out, lse, *_ = kernel(refs)
     return out[:, : problem.q_len, :, : problem.v_head_dim], lse
 
