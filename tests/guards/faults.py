@@ -416,17 +416,16 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "plgpu.wgmma_wait(1 + role.product_form.copies)",
         f"{TEST_BWD} -k 'test_interpreted and dim192_128'",
     ),
-    "a_short_backward_overwrites_a_ds_that_is_being_read": Fault(
+    "a_short_backward_stores_by_tma_before_the_commit": Fault(
         f"{BWD}/sm90_short.py",
-        "    plgpu.commit_smem()  # all warps have read the dS of the pair before\n    for copy",
-        "    for copy",
-        f"{TEST_SIZES} -k 'test_short_interpreted and two_key_tiles'",
+        "            to[...] = value.astype(to.dtype)\n    plgpu.commit_smem()\n",
+        "            to[...] = value.astype(to.dtype)\n",
+        f"{TEST_SIZES} -k 'test_short_interpreted and one_tile'",
     ),
-    "a_short_backward_stores_from_k_that_is_being_read": Fault(
+    "a_short_backward_reads_v_before_it_is_there": Fault(
         f"{BWD}/sm90_short.py",
-        "    values = [[acc[...] for acc in gradient.accs] for gradient in gradients]\n"
-        "    plgpu.commit_smem()  # no warp multiplies what lies there any more\n",
-        "    values = [[acc[...] for acc in gradient.accs] for gradient in gradients]\n",
+        '    _wait(smem, pair, ("v", "do"))\n    wgmma',
+        "    wgmma",
         f"{TEST_SIZES} -k 'test_short_interpreted and one_tile'",
     ),
     "delta_without_the_gradient_of_the_lse": Fault(

@@ -36,6 +36,7 @@ from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.tile_statistics import QueryTileAt, StatisticsRefs
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
+from pallas_attn.kernels.mma import wgmma
 
 TILES = 2  # most query tiles, and most kv tiles
 SUMS = 256  # columns of float32 that a warpgroup holds beside S and dP: 128 registers a thread
@@ -242,19 +243,16 @@ def _add_pair(
     q, do = panels.tiles(smem.q, t), panels.tiles(smem.do, t)
     k, v = panels.tiles(smem.k, j), panels.tiles(smem.v, j)
     _wait(smem, pair, ("k", "q"))
-    for left, right in zip(k, q, strict=True):
-        plgpu.wgmma(s_acc, left, right.transpose((1, 0)))
+    wgmma.score_panels(s_acc, k, q)
     _wait(smem, pair, ("v", "do"))
-    for left, right in zip(v, do, strict=True):
-        plgpu.wgmma(dp_acc, left, right.transpose((1, 0)))
+    wgmma.score_panels(dp_acc, v, do)
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(v))
     place = LogitTile(
         *head, t * ROWS, j * ROWS, problem.q_offset, problem.kv_len, problem.mask, q_axis=1
     )
     lse, masked = mosaic.load(smem.lse.at[t], mosaic.COLUMN), not span.full_lo <= t < span.full_hi
     p, slope = score_mod.probabilities(ctx, place, s, lse, masked)
-    for acc, right in zip(sums.dv, do, strict=True):
-        plgpu.wgmma(acc, p.astype(dtype), right)
+    wgmma.value_panels(sums.dv, p.astype(dtype), do)
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(do))
     ds = p * (dp - per_column(mosaic.load(smem.delta.at[t], mosaic.COLUMN), dp.shape))
     ds = (ds if slope is None else ds * slope).astype(dtype)
@@ -262,8 +260,7 @@ def _add_pair(
     for copy in smem.ds:
         copy[...] = ds
     plgpu.commit_smem()
-    for acc, right in zip(sums.dk, q, strict=True):
-        plgpu.wgmma(acc, ds, right)
+    wgmma.value_panels(sums.dk, ds, q)
     swizzles = sorted({right.shape[1] for right in k})
     for acc, right in zip(sums.dq, k, strict=True):
         left = smem.ds[swizzles.index(right.shape[1])]
