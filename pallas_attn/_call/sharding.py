@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -177,7 +178,22 @@ def _partition(
     ins, outs = (
         tuple(NamedSharding(mesh, _spec(axes, places)) for axes in many) for many in split[:2]
     )
-    return mesh, split.local(functools.partial(_sealed.bind, run=run), places), outs, ins
+    platform = mesh.devices.flat[0].platform
+
+    def local(*arrays: jax.Array) -> Any:
+        shapes = tuple([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays])
+        return _lowered_once(run, shapes, "cuda" if platform == "gpu" else platform)(*arrays)
+
+    return mesh, split.local(local, places), outs, ins
+
+
+@functools.lru_cache(maxsize=256)
+def _lowered_once(run: Run, shapes: tuple[jax.ShapeDtypeStruct, ...], platform: str) -> Run:
+    """`run` on one device. XLA asks for each call of a program by itself, and what it gets would be
+    lowered anew: this is lowered already.
+    """
+    sealed = jax.jit(functools.partial(_sealed.bind, run=run))
+    return jax.export.export(sealed, platforms=[platform])(*shapes).call
 
 
 class _Rule(NamedTuple):

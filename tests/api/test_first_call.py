@@ -14,7 +14,7 @@ from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import pallas_attn as pa
-from pallas_attn._call import device
+from pallas_attn._call import device, sharding
 from tests.support.mosaic import lower_for_cuda
 
 FEW, MANY = 2, 5  # layers
@@ -139,6 +139,28 @@ def test_layers_over_an_explicit_mesh():
     x = jax.ShapeDtypeStruct(Q.shape, Q.dtype, sharding=split)
     with jax.set_mesh(mesh):
         same_for_any_depth(lambda number: (gradients(layers_of(number, plain)), x))
+
+
+def test_layers_over_an_automatic_mesh(monkeypatch):
+    """XLA asks how each call is split; what runs on a device is lowered once."""
+    split = NamedSharding(jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,)), BATCH)
+    lowered, lower = [], sharding.mlir.lower_fun
+
+    def counted(function):
+        lowered.append(function)
+        return lower(function)
+
+    monkeypatch.setattr(sharding.mlir, "lower_fun", counted)
+
+    @jax.jit
+    def attend(x):
+        axes = [("b", "t")]
+        return sharding.over_devices(lambda x: (x * 2,), [x], axes, axes, ["b"])[0]
+
+    model, x = jax.jit(layers_of(MANY, attend)), jnp.ones((4, 3))
+    result = model(jax.device_put(x, split))
+    assert (result == 3**MANY).all() and result.sharding == split
+    assert len(lowered) == 1
 
 
 @pytest.mark.parametrize("method", ["gather", "ring", "heads"])

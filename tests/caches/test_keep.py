@@ -340,7 +340,7 @@ def test_every_page_is_looked_at(rng, subject):
 
 @pytest.mark.parametrize("subject", subjects.rows("keep"))
 def test_the_last_page_is_looked_at(rng, subject):
-    """Of which a sequence has some rows only."""
+    """The sequence has only some rows of that page."""
     cache = PagedCache.create(2, 8, 4, 1, 2, capacity=16, dtype="float32")
     table = jnp.array([[0, 1, 2, -1], [3, 4, -1, -1]], jnp.int32)
     fields = {"lengths": jnp.full(2, 10, jnp.int32), "new_lengths": jnp.full(2, 3, jnp.int32)}

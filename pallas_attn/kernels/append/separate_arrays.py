@@ -64,7 +64,7 @@ def by_launches(
     most = _most_of_a_launch(len(caches), problem)
     live = [m for m, capacity in enumerate(problem.capacities) if capacity]
     results = {name: list(arrays) for name, arrays in caches.items()}
-    launches = -(-len(live) // most)  # of one size, if there can be
+    launches = -(-len(live) // most)  # equal sizes where possible
     ends = [len(live) * n // launches for n in range(launches + 1)]
     for some in (live[lo:hi] for lo, hi in itertools.pairwise(ends)):
         capacities = tuple(problem.capacities[m] for m in some)

@@ -104,7 +104,7 @@ INTERPRETED = {
     "documents": {"config": dataclasses.replace(SMALL, fused=False, dq_block_kv=128, dq_stages=3)},
     "everything": {"config": dataclasses.replace(SMALL, block_q=128)},
     "bias": {"deterministic": True},
-    "bias_float32": {},  # of two query heads a kv head
+    "bias_float32": {},  # two query heads a kv head
     "dim72_24": {"config": dataclasses.replace(SMALL, stages=3, dq_lag=2)},
     "dim192_128": {},
     "dim40_256": {},

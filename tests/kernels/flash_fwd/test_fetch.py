@@ -159,7 +159,7 @@ def test_what_is_fetched_is_read_as_if_it_were_here(monkeypatch, name, order, sh
         got, want = (
             jax.jit(run, static_argnums=0)(*x) for x in ((fetching, here), (problem, gathered))
         )
-    # What this device counts on the others, they count here: it waits for all of it.
+    # The others count here as this device counts on them: it waits for all of them.
     counters, word, least = awaited[-1]
     assert counters.reshape(-1)[word] == least
     any_order = fetch.takes_any_order(sm90.plan_of(fetching, config_of(fetching)))
