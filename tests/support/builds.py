@@ -347,6 +347,8 @@ BUILDS: dict[str, Build] = {
     "flash_fwd/sm90/h128_alibi": _attention_sm90(128, **_ALIBI),
     "flash_fwd/sm90/h128_mask_fn": _attention_sm90(128, **_BLOCKS),
     "flash_fwd/sm90/h128_window_at_run_time": _attention_sm90(128, mask=_WINDOW_AT_RUN_TIME),
+    "flash_fwd/sm90/h32_windows": _attention_sm90(32, heads=(128, 128), rows=49, keys=49),
+    "flash_fwd/sm90/h72_any_size": _attention_sm90(72, rows=729, keys=729),
     "flash_fwd/sm90/h64_float32": _attention_sm90(64, dtype="float32", **_CAUSAL),
     "flash_fwd/sm90/h128_float32_highest": _attention_sm90(
         128, dtype="float32", precision="highest"

@@ -49,7 +49,8 @@ def _of_16_bits(problem: AttentionProblem) -> Config:
         return Config(2, block_kv=128, stages=2 if dim > 64 else 4, l2_heads=l2_heads)
     segments, claimed = "q_segment_ids" in problem.arrays, _gains_by_claims(problem)
     made = functools.partial(Config, l2_heads=l2_heads, claims=claimed)
-    short = problem.q_len < SHORT or problem.kv_len <= 128
+    few = problem.q_len <= 128 or problem.kv_len < 2 * SHORT
+    short = (problem.q_len < SHORT and few) or problem.kv_len <= 128
     if short and dim <= 128 and not segments:
         return _of_few_rows(problem, dim, made)
     if dim <= 64 and _fits(problem, 4) and not _takes_wide_tiles(problem):
