@@ -113,9 +113,9 @@ def flash_attention(  # noqa: PLR0913
     Differentiable in forward and reverse mode, any number of times, with every implementation.
     First derivatives are kernels' work, but for those of a score function's arrays; of higher ones
     a part is that of the reference, some query rows at a time, which takes longer. Under
-    `jax.checkpoint` a kernel's results have the names "flash_attention_out" and "flash_attention_lse": a policy that
-    saves both (`jax.checkpoint_policies.save_only_these_names`) spares the backward pass a second
-    forward.
+    `jax.checkpoint` a kernel's results have the names "flash_attention_out" and
+    "flash_attention_lse": a policy that saves both
+    (`jax.checkpoint_policies.save_only_these_names`) spares the backward pass a second forward.
     """
     return flash_attention_with_lse(**locals())[0]
 
