@@ -144,9 +144,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     # ---- tangents --------------------------------------------------------------------------------
     "values_are_released_before_their_matmul": Fault(
         f"{JVP}/sm90.py",
-        "            v_ring.wait(last)\n            _issue_values(",
-        "            v_ring.wait(last)\n            v_ring.release(last)\n"
-        "            _issue_values(",
+        "v_ring.wait(last)\n            _issue_values(",
+        "v_ring.wait(last)\n            v_ring.release(last)\n            _issue_values(",
         f"{TEST_JVP} -k 'hopper and causal'",
         more=(
             ("            v_ring.release(last)\n            return new", "            return new"),
