@@ -11,7 +11,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 _BEGUN = time.perf_counter()
 
@@ -75,7 +75,8 @@ def _attend(impl: str, ids: jax.Array | None, q: jax.Array, k: jax.Array, v: jax
 
         return pa.flash_attention(q, k, v, mask=pa.CAUSAL, segment_ids=ids)
     mask = None if ids is None else (ids[:, None, :, None] == ids[:, None, None, :])
-    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=impl)
+    peer: Literal["cudnn", "xla"] = "cudnn" if impl == "cudnn" else "xla"
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=peer)
 
 
 def cache(impl: str, *, kind: str, sequences: int, rows: int, room: int = 1024) -> Program:

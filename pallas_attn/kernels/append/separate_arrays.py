@@ -43,7 +43,7 @@ def most_arrays(each: int) -> int:
     return (mosaic.PARAMETER_BYTES // 8 - 8) // each  # 8: the new rows, lengths and the like
 
 
-def _most_of_a_launch(each: int, problem: Any) -> int:
+def _most_of_a_launch(each: int, problem: AppendProblem | KeepProblem) -> int:
     """Sequences of a launch; packed rows have one launch."""
     most = most_arrays(each)
     packed = isinstance(problem, AppendProblem) and problem.packed
@@ -64,7 +64,7 @@ def by_launches(
     most = _most_of_a_launch(len(caches), problem)
     live = [m for m, capacity in enumerate(problem.capacities) if capacity]
     results = {name: list(arrays) for name, arrays in caches.items()}
-    launches = -(-len(live) // most)  # equal sizes where possible
+    launches = -(-len(live) // most)  # equal sizes are one kernel
     ends = [len(live) * n // launches for n in range(launches + 1)]
     for some in (live[lo:hi] for lo, hi in itertools.pairwise(ends)):
         capacities = tuple(problem.capacities[m] for m in some)

@@ -4,7 +4,6 @@ compiled once.
 """
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -37,7 +36,7 @@ def problem_of(problem: DecodeProblem, some: slice) -> DecodeProblem:
 def inputs_of(problem: DecodeProblem, inputs: DecodeInputs, some: slice) -> DecodeInputs:
     """The arrays of some sequences; packed rows are those of all, found by `starts`."""
 
-    def cut(array: Any) -> Any:
+    def cut[T: (Operand, tuple[Operand, ...])](array: T | None) -> T | None:
         return None if array is None else array[some]
 
     starts = inputs.starts

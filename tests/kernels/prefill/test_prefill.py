@@ -102,7 +102,7 @@ def test_separate_caches_of_several_launches_interpreted(name, monkeypatch):
     [(8, [8]), (9, [4, 5]), (12, [6, 6]), (15, [5, 5, 5]), (23, [7, 8, 8]), (32, [8] * 4)],
 )
 def test_launches_of_separate_caches(count, sizes):
-    """As few launches as possible, or launches of equal sizes; each sequence is in one of them."""
+    """The fewest launches, or a few more of one size; together every sequence once."""
     call = Case("per_sequence", (5,) * count)
     launches = separate_caches.groups(call.problem, 8)
     assert [x.stop - x.start for x in launches] == sizes
@@ -250,7 +250,7 @@ def over_a_cache(q, cache):
 @pytest.mark.machine_code
 @pytest.mark.guards
 def test_many_separate_caches_are_one_kernel():
-    """It has few tensor maps: their compile time grows faster than their number."""
+    """A launch has few tensor maps, which take LLVM more than linear time."""
     make = functools.partial(pa.PerSequenceCache.create, [1024] * 32, 8, 128)
     q = jax.ShapeDtypeStruct((32, 128, 32, 128), jnp.bfloat16)
     report = mosaic.compile_for(over_a_cache, q, jax.eval_shape(make), sass=False)
