@@ -27,6 +27,13 @@ TEST_MLA, TEST_APPEND, TEST_BWD = (
     "tests/kernels/append/test_append_kernel.py",
     "tests/kernels/flash_bwd/test_flash_bwd.py",
 )
+TEST_FWD, TEST_DECODE, TEST_PREFILL = (
+    "tests/kernels/flash_fwd/test_flash_fwd.py",
+    "tests/kernels/decode/test_decode_kernel.py",
+    "tests/kernels/prefill/test_prefill.py",
+)
+BOTH = f"{TEST_BOUNDARIES} {TEST_HARD}"
+OVER_CACHES = "over_caches or lengths_and_pages or many_partials or quantized or test_interpreted"
 TEST_MATMULS = "tests/guards/test_emitted_matmuls.py"
 
 Seed = tuple[str, str, str]
@@ -272,6 +279,221 @@ SEEDS: dict[str, dict[str, Seed]] = {
             f"{DECODE}/combine_splits.py",
             "line, queries = at.sequence, plan.queries",
             "line, queries = at.sequence * 0, plan.queries",
+        ),
+    },
+    # ---- and forty that nobody had tried before, of which the guards caught CAUGHT --------------
+    f"{BOTH} {TEST_FWD} -k 'test_forward or test_interpreted'": {
+        "float32_outputs_are_scaled_as_scores": (
+            f"{FWD}/sm90.py",
+            "factor = factor * refs.units[1, tile.batch, head]",
+            "factor = factor * refs.units[0, tile.batch, head]",
+        ),
+        "outputs_past_a_query_length_are_one": (
+            f"{FWD}/sm90.py",
+            "acc = jnp.where(mosaic.broadcast_rows(inside, acc.shape), acc, 0.0)",
+            "acc = jnp.where(mosaic.broadcast_rows(inside, acc.shape), acc, 1.0)",
+        ),
+        "a_loop_over_whole_tiles_leaves_one_out": (
+            f"{FWD}/sm90.py",
+            "    carry = loop(high, low, False, carry)\n",
+            "    carry = loop(high, low + 1, False, carry)\n",
+        ),
+        "values_are_those_of_the_keys_of_an_entry": (
+            f"{FWD}/producer.py",
+            "Entry(e, last, t, t + 1)",
+            "Entry(e, last, t, t)",
+        ),
+        "a_cut_tile_of_values_is_read_whole": (
+            f"{FWD}/producer.py",
+            "cut = (t + 1) * block > tile.kv_len",
+            "cut = t * block > tile.kv_len",
+        ),
+        "the_portable_forward_writes_rows_past_the_end": (
+            f"{FWD}/sm80.py",
+            "at = (tile.batch, tile.head, rows.row, plan.problem.q_len - rows.row)",
+            "at = (tile.batch, tile.head, rows.row, plan.problem.q_len + 0 * rows.row)",
+        ),
+        "the_portable_forward_loads_the_same_keys_again": (
+            f"{FWD}/sm80.py",
+            'copy_async(copy(t - 1, "k"), pending=0)',
+            'copy_async(copy(t, "k"), pending=0)',
+        ),
+        "one_key_past_the_last_is_seen": (
+            f"{SHARED}/logits.py",
+            "tile.kv_len - start, jnp.int32)",
+            "tile.kv_len - start + 1, jnp.int32)",
+        ),
+        "a_sink_does_not_rescale_the_row_sum": (
+            f"{SHARED}/softmax.py",
+            "row_sum = row_sum * jnp.exp2(row_max - higher) + jnp.exp2(sink - higher)",
+            "row_sum = row_sum + jnp.exp2(sink - higher)",
+        ),
+        "a_tile_that_the_mask_cuts_is_whole": (
+            f"{SHARED}/tiles.py",
+            "full_hi=_divided(larger(full_hi, 0), block)",
+            "full_hi=_divided(larger(full_hi + block - 1, 0), block)",
+        ),
+    },
+    f"{BOTH} {TEST_BWD} -k 'test_backward or test_interpreted'": {
+        "the_slope_of_a_softcap_forgets_the_cap": (
+            f"{SHARED}/logits.py",
+            "slope = 1.0 - s * s * (1.0 / problem.softcap**2)",
+            "slope = 1.0 - s * s",
+        ),
+        "delta_is_added": (
+            f"{BWD}/sm90_dkdv.py",
+            "scaled(dp, units.dp) - key_tiles.per_column",
+            "scaled(dp, units.dp) + key_tiles.per_column",
+        ),
+        "delta_is_overwritten_while_it_is_read": (
+            f"{BWD}/sm90_dkdv.py",
+            "        plgpu.commit_smem()  # delta has been read",
+            "        pass  # delta has been read",
+        ),
+        "keys_are_loaded_where_gradients_still_leave": (
+            f"{BWD}/sm90_dkdv.py",
+            "    plgpu.wait_smem_to_gmem(0, wait_read_only=True)\n    plgpu.barrier_arrive(cons",
+            "    plgpu.barrier_arrive(cons",
+        ),
+        "dq_past_a_length_is_what_came": (
+            f"{BWD}/sm90_dq.py",
+            "dq = jnp.where(mosaic.broadcast_rows(inside, dq.shape), dq, 0.0)",
+            "dq = jnp.where(mosaic.broadcast_rows(inside, dq.shape), dq, dq)",
+        ),
+        "queries_are_loaded_where_dq_still_leaves": (
+            f"{BWD}/sm90_dq.py",
+            "plgpu.wait_smem_to_gmem(0, wait_read_only=True)\n            _load_queries",
+            "_load_queries",
+        ),
+        "dq_is_not_scaled": (
+            f"{BWD}/sm90_dq.py",
+            "dq = dq * (plan.problem.scale if rows.units.dq is None",
+            "dq = dq * (1.0 if rows.units.dq is None",
+        ),
+        "the_last_queries_of_a_length_meet_no_key": (
+            f"{BWD}/key_tiles.py",
+            "rows = lax.div(q_len + (block - 1), jnp.int32(block)) * block",
+            "rows = lax.div(q_len, jnp.int32(block)) * block",
+        ),
+        "all_batch_rows_have_the_length_of_the_first": (
+            f"{BWD}/key_tiles.py",
+            "kv_len = refs.kv_lengths[batch]",
+            "kv_len = refs.kv_lengths[0]",
+        ),
+    },
+    f"{BOTH} {TEST_DECODE} -k '({OVER_CACHES}) and not latent and not prefill'": {
+        "blocks_of_larger_shares_overlap": (
+            f"{DECODE}/scheduler.py",
+            "first = block_id * base + jnp.minimum(block_id, rest)",
+            "first = block_id * base",
+        ),
+        "a_lost_sequence_is_an_empty_one": (
+            f"{DECODE}/scheduler.py",
+            "lost.append(thread.select(good, m * 0, 1))",
+            "lost.append(thread.select(good, m * 0, 0))",
+        ),
+        "partials_that_do_not_exist_add_up": (
+            f"{DECODE}/combine_splits.py",
+            "            own_sum = thread.choose(exists, own_sum, zero)\n",
+            "",
+        ),
+        "the_first_partial_lies_with_the_later_ones": (
+            f"{DECODE}/combine_splits.py",
+            "index = thread.choose(p < 1, at.first, at.later + p * plan.partials_a_block)",
+            "index = at.later + p * plan.partials_a_block",
+        ),
+        "a_tile_one_key_short_needs_no_mask": (
+            f"{DECODE}/mainloop.py",
+            "(start + plan.keys.tile <= hi)",
+            "(start + plan.keys.tile <= hi + 1)",
+        ),
+        "a_tile_has_more_keys_than_it_holds": (
+            f"{DECODE}/memory.py",
+            "thread.minimum(at.live, plan.keys.tile), 0)",
+            "at.live, 0)",
+        ),
+        "int8_values_are_not_rescaled": (
+            f"{DECODE}/quantized_mainloop.py",
+            "acc = softmax.rescaled(heavy, state.acc)",
+            "acc = state.acc",
+        ),
+        "copies_of_threads_are_awaited_one_too_few": (
+            f"{DECODE}/thread_copies.py",
+            "stages == 1 else stages - 2)",
+            "stages == 1 else stages - 1)",
+        ),
+    },
+    f"{BOTH} {TEST_MLA} -k 'latent or test_interpreted'": {
+        "latent_row_maxima_of_later_batches_are_not_seen": (
+            f"{MLA}/combine_latent.py",
+            "p = jnp.minimum(n * LOADS_AT_ONCE + i, partials.count - 1)",
+            "p = jnp.minimum(n + i, partials.count - 1)",
+        ),
+        "latent_row_sums_are_not_rescaled": (
+            f"{MLA}/sm90.py",
+            "row_sum = softmax.rescaled(new, row_sum) + new.row_sum",
+            "row_sum = row_sum + new.row_sum",
+        ),
+        "flags_of_warps_are_read_unsynced": (
+            f"{MLA}/sm90_few_rows.py",
+            "_Flag(parity, moved))\n    plgpu.commit_smem()\n",
+            "_Flag(parity, moved))\n",
+        ),
+        "two_warps_do_not_wait_for_their_maxima": (
+            f"{MLA}/sm80.py",
+            "    mma_2x2.sync_row_pair(0)\n    peak",
+            "    peak",
+        ),
+        "a_value_past_the_length_is_not_cleared": (
+            f"{MLA}/producer.py",
+            "inside = mosaic.positions((TILE, WIDTH), 0, 0) < live",
+            "inside = mosaic.positions((TILE, WIDTH), 0, 0) <= live",
+        ),
+    },
+    f"{BOTH} {TEST_PREFILL} -k 'prefill and ({OVER_CACHES} or missing_page)'": {
+        "all_heads_of_a_tile_have_one_sink": (
+            f"{PREFILL}/queries.py",
+            "sink = sinks[jnp.minimum(rows.head + n, plan.problem.q_heads - 1)]",
+            "sink = sinks[jnp.minimum(rows.head, plan.problem.q_heads - 1)]",
+        ),
+        "a_split_that_does_not_exist_counts": (
+            f"{PREFILL}/combine_partials.py",
+            "exists = lane < splits",
+            "exists = lane <= splits",
+        ),
+        "a_partial_of_a_lost_sequence_is_not_spoiled": (
+            f"{PREFILL}/queries.py",
+            "result.row_sum.sum(axis=1) + end.spoil)",
+            "result.row_sum.sum(axis=1))",
+        ),
+        "the_first_value_past_a_length_stays": (
+            f"{PREFILL}/tma_producer.py",
+            "inside = mosaic.positions((ROWS, wide), 0, 0) < live",
+            "inside = mosaic.positions((ROWS, wide), 0, 0) <= live",
+        ),
+    },
+    "tests/kernels/append/test_append_quantized.py tests/caches/test_keep.py -k 'interpreted'": {
+        "an_infinite_row_has_a_scale": (
+            f"{APPEND}/quantize.py",
+            "finite = top < _INFINITY",
+            "finite = top < _INFINITY + 1",
+        ),
+        "keep_moves_a_row_past_the_newest": (
+            f"{APPEND}/keep.py",
+            "thread.minimum(thread.maximum(source, 0), at.last)",
+            "thread.minimum(thread.maximum(source, 0), at.last + 1)",
+        ),
+    },
+    f"{TEST_MATMULS} tests/guards/test_emitted_code.py": {
+        "a_portable_result_has_a_row_too_many": (
+            f"{MMA}/mma_sync.py",
+            "thread.store(to, index, word, bits // 8, row + down < live)",
+            "thread.store(to, index, word, bits // 8, row + down <= live)",
+        ),
+        "a_running_sum_ends_at_sixteen_lanes": (
+            f"{LANG}/threads.py",
+            "for distance in (1, 2, 4, 8, 16):",
+            "for distance in (1, 2, 4, 8):",
         ),
     },
 }
