@@ -51,7 +51,7 @@ def _of_16_bits(problem: AttentionProblem) -> Config:
     made = functools.partial(Config, l2_heads=l2_heads, claims=claimed)
     few = problem.q_len <= 128 or problem.kv_len < 2 * SHORT
     short = (problem.q_len < SHORT and few) or problem.kv_len <= 128
-    if short and dim <= 128 and not segments:
+    if short and dim <= 128 and not segments and problem.fetches == 1:
         return _of_few_rows(problem, dim, made)
     if dim <= 64 and _fits(problem, 4) and not _takes_wide_tiles(problem):
         return made(4, block_kv=64, stages=6)
