@@ -244,18 +244,10 @@ def _mainloop(
         return left
 
     def product(slot: Index) -> tuple[SmemRef, ...]:
-        role.product.wait(slot)
-        if in_panels:
-            return panels.tiles(role.product.tiles, slot)
-        return wgmma.transposed(
-            wgmma.terms_of_smem(role.product.tiles.at[slot], role.product_form.kind)
-        )
+        rows = _awaited(role.product, role.product_form, slot)
+        return rows if in_panels else wgmma.transposed(rows)
 
-    def gradient(slot: Index) -> tuple[SmemRef, ...]:
-        role.gradient.wait(slot)
-        if in_panels:
-            return panels.tiles(role.gradient.tiles, slot)
-        return wgmma.terms_of_smem(role.gradient.tiles.at[slot], form.kind)
+    gradient = functools.partial(_awaited, role.gradient, form)
 
     def all_steps(count: Index) -> tuple[RegisterTiles, Index]:
         slot = slot_of(count)
@@ -302,6 +294,14 @@ def _mainloop(
         return _nothing(form), count
 
     return lax.cond(work.steps > 0, all_steps, no_step, count)
+
+
+def _awaited(ring: Ring, form: OperandFormat, slot: Index) -> tuple[SmemRef, ...]:
+    """The terms, or panels, of the rows in a slot of a ring, when they have arrived."""
+    ring.wait(slot)
+    if form.panels:
+        return panels.tiles(ring.tiles, slot)
+    return wgmma.terms_of_smem(ring.tiles.at[slot], form.kind)
 
 
 def _make_dv(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterTiles, Index]:

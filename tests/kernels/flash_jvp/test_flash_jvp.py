@@ -40,6 +40,7 @@ class Case:
     blocks: int = 0  # a mask function of blocks of so many rows
     score: bool = False
     bias: tuple[int, ...] | None = None
+    ramp: float = 0.0  # by which the bias rises from key to key: each tile raises the row max
     sinks: bool = False
     precision: str | None = None
 
@@ -56,6 +57,7 @@ CASES = {
     "score": Case(mask=CAUSAL, score=True, softcap=3.0),
     "bias": Case(("bias", "k", "q", "v"), bias=(1, 4, 70, 90), kv_lengths=(51, 90)),
     "bias_of_keys": Case(("bias",), bias=(2, 1, 1, 90)),
+    "ramp": Case(("bias", "k", "q", "v"), kv=(200, 2), bias=(1, 1, 1, 200), ramp=0.15),
     "sinks": Case(("k", "q", "sinks", "v"), sinks=True, mask=CAUSAL, q_offset=-5),
     "float16": Case(dtype="float16", q=(1, 70, 2, 128), v_dim=128, kv=(90, 1)),
     "of_q": Case(("q",), mask=CAUSAL),
@@ -87,6 +89,7 @@ def drawn(case, poison=False):
     )
     if case.bias:
         floats["bias"], dots["bias"] = np.float32(rng.standard_normal((2, *case.bias)))
+        floats["bias"] += np.float32(case.ramp * np.arange(case.bias[3]))
     if case.sinks:
         floats["sinks"], dots["sinks"] = np.float32(rng.standard_normal((2, heads)))
     rest: dict[str, Any] = {"mask": case.mask, "softcap": case.softcap, "q_offset": case.q_offset}
