@@ -110,10 +110,11 @@ class Quantized(Decode):
         scales = []
         for _ in range(2):
             scale = rng.uniform(0.01, 0.03, (len(self.lengths), self.kv_heads, self.capacity))
-            scales.append(jnp.asarray(np.where(live, scale, fill or 0.0), jnp.float32))
+            scales.append(np.where(live, scale, fill or 0.0).astype(np.float32))
+        scales[0][..., boundaries.TILE :] *= 20  # row maxima rise behind the first tile
         shape = np.shape(inputs.k_cache)
         rows = [jnp.asarray(rng.integers(-127, 128, shape), jnp.int8) for _ in range(2)]
-        scales = {"k_scale": scales[0], "v_scale": scales[1]}
+        scales = dict(zip(("k_scale", "v_scale"), map(jnp.asarray, scales), strict=True))
         return inputs._replace(k_cache=rows[0], v_cache=rows[1], **scales)
 
 
