@@ -15,6 +15,7 @@ Shared memory: q, do, k and v of a tile of scores, in a ring of `stages`.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -222,7 +223,8 @@ def _ds(ctx: KernelContext, step: BiasStep, slot: Index) -> RegisterTile:
     plan, refs, smem = ctx
     shape = (ROWS, plan.config.block_kv)
     kinds = (plan.qk.kind, plan.v.kind) * 2
-    issue, (q, do, k, v) = wgmma.score_panels, (panels.tiles(rows, slot) for rows in smem[:4])
+    issue: Callable[..., None] = wgmma.score_panels
+    q, do, k, v = (panels.tiles(rows, slot) for rows in smem[:4])
     if not plan.panels:
         q, do, k, v = (
             wgmma.terms_of_smem(ref.at[slot], kind)
