@@ -169,7 +169,7 @@ def _two_matmuls(
     def body(state: Carry) -> None:
         acc_ref, out = state
 
-        def matmuls(other: Any) -> RegisterTile:
+        def matmuls(other: RegisterTile) -> RegisterTile:
             start(other, acc_ref)
             return other[...]
 

@@ -277,7 +277,7 @@ def _add_pair(
 # ---- the kernel and its call --------------------------------------------------------------------
 
 
-def _kernel(refs: ShortRefs, *rest: Any, plan: KeyPlan) -> None:
+def _kernel(refs: ShortRefs, *rest: GmemRef, plan: KeyPlan) -> None:
     *written, smem = rest
     outs, ctx = Gradients(*written), KernelContext(plan, refs, smem)
     problem, tiling = plan.problem, plan.tiling

@@ -52,7 +52,7 @@ def scratch(shape: tuple[int, ...], dtype: DType, width: int) -> Panel:
     return Panel(plgpu.RefUnion(untiled, tiled))
 
 
-def tiles(panels: Panels, *at: Any) -> tuple[SmemRef, ...]:
+def tiles(panels: Panels, *at: Index) -> tuple[SmemRef, ...]:
     """The views of matmuls, of all panels at an index."""
     views = [x.tile for x in panels] if isinstance(panels, tuple) else [panels]
     return tuple(view.at[at] for view in views)
@@ -80,7 +80,7 @@ def load(  # noqa: PLR0913
 
 def store(
     panels: Panels,
-    at: Any,
+    at: Index,
     target: GmemRef,
     where: tuple[Any, Any, Index],
     column: int = 0,
