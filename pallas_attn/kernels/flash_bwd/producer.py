@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -16,7 +16,7 @@ from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_fwd import claims
 from pallas_attn.kernels.lang import panels
 from pallas_attn.kernels.lang.panels import Panels
-from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, SmemRef
+from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, SmemRef
 
 
 class Ring(NamedTuple):
@@ -54,7 +54,7 @@ class KeyPart(NamedTuple):
     name: str  # "k" or "v"
     first: int  # number of the first key in the work tile
     to: Panels
-    index: int  # in `to`
+    place: int  # in `to`
     ready: Barrier
     column: int = 0  # the first
 
@@ -161,7 +161,7 @@ def _load_key_part(ctx: KernelContext, work: KeyTile, part: KeyPart) -> None:
 
     def copy(ref: GmemRef, start: Index) -> None:
         at = batch, work.kv_head, start + part.first
-        load_rows(ref, at, part.to, part.index, part.ready, part.column)
+        load_rows(ref, at, part.to, part.place, part.ready, part.column)
 
     if not plan.has("kv_lengths"):
         return copy(getattr(refs, part.name), kv_row(plan, work.key))
@@ -182,7 +182,7 @@ def load_rows(  # noqa: PLR0913
     ref: GmemRef,
     at: tuple[Index, ...],
     to: Panels,
-    index: Any,
+    index: Index,
     ready: Barrier,
     column: int = 0,
 ) -> None:
@@ -195,14 +195,19 @@ def load_rows(  # noqa: PLR0913
 
 
 def store_rows(
-    staged: Panels, index: Any, to: GmemRef, at: tuple[Index, ...], column: int = 0, **how: Any
+    staged: Panels,
+    index: Index,
+    to: GmemRef,
+    at: tuple[Index, ...],
+    column: int = 0,
+    predicate: Predicate | None = None,
 ) -> None:
     """Rows in shared memory to `at` (batch, head, first row), from a column on."""
     batch, head, first = at
     rows = _rows_of(staged, index)
-    panels.store(staged, index, to, (batch, pl.ds(first, rows), head), column, **how)
+    panels.store(staged, index, to, (batch, pl.ds(first, rows), head), column, predicate)
 
 
-def _rows_of(buffer: Panels, index: Any) -> int:
+def _rows_of(buffer: Panels, index: Index) -> int:
     at = index if isinstance(index, tuple) else (index,)
     return panels.tiles(buffer, at)[0].shape[0]

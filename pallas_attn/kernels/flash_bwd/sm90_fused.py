@@ -81,7 +81,7 @@ KEYS = WARPGROUPS * ROWS  # keys of a work tile
 
 class FusedSmem(NamedTuple):
     keys: Panels  # k; None: it lies in `k_halves`
-    k_halves: Panel  # [half of the columns, warpgroup, keys, columns], see `dq_sum`, or None
+    k_halves: Panel | None  # [half of the columns, warpgroup, keys, columns], see `dq_sum`, or None
     k_rest: Panels  # see `dq_sum.has_rest`, or None
     v: Panels
     q: Panels
@@ -110,6 +110,7 @@ class FusedSmem(NamedTuple):
 
     @property
     def k_second_half(self) -> Panels:
+        assert self.k_halves is not None
         return (Panel(tuple(view.at[1] for view in self.k_halves.views)),)
 
     @property

@@ -35,7 +35,14 @@ from pallas_attn.kernels.flash_bwd.operands import Gradients, KeyGradients, Resi
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.tile_statistics import QueryTileAt, StatisticsRefs
 from pallas_attn.kernels.lang import mosaic, panels
-from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
+from pallas_attn.kernels.lang.types import (
+    Barrier,
+    GmemRef,
+    Index,
+    RegisterTile,
+    RegisterTiles,
+    SmemRef,
+)
 from pallas_attn.kernels.mma import wgmma
 
 TILES = 2  # most query tiles, and most kv tiles
@@ -207,7 +214,7 @@ def _spans(plan: KeyPlan) -> list[Span]:
 
 
 def _kv_tile(
-    ctx: KernelContext, outs: Gradients, head: Head, j: int, dqs: Any, *sums: RegisterTile
+    ctx: KernelContext, outs: Gradients, head: Head, j: int, dqs: RegisterTiles, *sums: RegisterTile
 ) -> None:
     """Kv tile j with all query tiles: adds to `dqs`, and stores its dK and dV."""
     plan, _, smem = ctx
@@ -270,9 +277,9 @@ def _add_pair(
 # ---- the kernel and its call --------------------------------------------------------------------
 
 
-def _kernel(refs: ShortRefs, *rest: Any, plan: KeyPlan) -> None:
-    *outs, smem = rest
-    outs, ctx = Gradients(*outs), KernelContext(plan, refs, smem)
+def _kernel(refs: ShortRefs, *rest: GmemRef, plan: KeyPlan) -> None:
+    *written, smem = rest
+    outs, ctx = Gradients(*written), KernelContext(plan, refs, smem)
     problem, tiling = plan.problem, plan.tiling
     row, heads = lax.axis_index("block"), jnp.int32(problem.q_heads)
     head = Head(lax.div(row, heads), lax.rem(row, heads))

@@ -301,7 +301,7 @@ def _masked(ctx: KernelContext, n: int, p: RegisterTile) -> RegisterTile:
 # ---- the kernel and its call --------------------------------------------------------------------
 
 
-def _kernel(refs: BackwardRefs, *rest: Any, plan: KeyPlan) -> None:
+def _kernel(refs: BackwardRefs, *rest: GmemRef, plan: KeyPlan) -> None:
     *outs, smem = rest
     ctx, walk = KernelContext(plan, refs, smem), _walk(plan, lax.axis_index("block"))
     count = pairs(plan.problem)
