@@ -31,11 +31,11 @@ class ScoreTiles(NamedTuple):
     name: str  # a field of AttentionInputs
     dtype: str
     width: int  # columns of a panel
-    count: int  # panels of a tile
+    panel_count: int
 
     def scratch(self, stages: int, rows: int) -> panels.Panels:
         shape = (stages, rows)
-        return tuple(panels.scratch(shape, self.dtype, self.width) for _ in range(self.count))
+        return tuple(panels.scratch(shape, self.dtype, self.width) for _ in range(self.panel_count))
 
 
 def of_problem(problem: AttentionProblem, columns: int) -> tuple[ScoreTiles, ...]:
@@ -64,7 +64,7 @@ def _tiles_of(name: str, shape: tuple[int, ...], dtype: str, columns: int) -> Sc
 
 def copies(tiles: tuple[ScoreTiles, ...]) -> int:
     """Copies of an entry, each of which arrives at its barrier."""
-    return sum(array.count for array in tiles)
+    return sum(array.panel_count for array in tiles)
 
 
 def scratch(tiles: tuple[ScoreTiles, ...], stages: int, rows: int) -> dict[str, panels.Panels]:

@@ -85,7 +85,8 @@ class KeyTiling:
         """Whether a mask of keys says which work tiles are hidden or whole: see `key_masks`."""
         problem = self.problem
         mixed = self.is_listed or "q_segment_ids" in problem.arrays
-        return problem.masks_keys and problem.mask_shape[1] == 1 and not mixed
+        of_all_heads = problem.mask_shape is not None and problem.mask_shape[1] == 1
+        return problem.masks_keys and of_all_heads and not mixed
 
     @property
     def rotates(self) -> bool:

@@ -78,4 +78,5 @@ class RowFormats(NamedTuple):
             return cls(qk, v, halves)
         most = tma_operands.swizzle_of(2 * block_q)
         formats = tma_operands.formats_of(problem, ROWS)
-        return cls(*(x._replace(swizzle=min(x.swizzle, most)) for x in formats))
+        qk, v = (x._replace(swizzle=min(x.swizzle, most)) for x in formats)
+        return cls(qk, v)

@@ -180,12 +180,30 @@ def _two_matmuls(
 
 
 def _keys_of(role: Role, count: Index) -> tuple[SmemRef, ...]:
+    tiles = panels.tiles(role.keys, 0)
     if role.product_form.panels:
-        return panels.tiles(role.keys, 0)
-    at: Index = 0
-    if role.keys.shape[-1] > 256:
-        at = mosaic.opaque_zero(count)  # else addresses are computed early and spilled
-    return wgmma.terms_of_smem(role.keys.at[at], role.product_form.kind)
+        return tiles
+    if tiles[0].shape[-1] > 256:  # else addresses are computed early and spilled
+        tiles = panels.tiles(role.keys, mosaic.opaque_zero(count))
+    return wgmma.terms_of_smem(tiles[0], role.product_form.kind)
+
+
+def _product_tiles(role: Role, slot: Index) -> tuple[SmemRef, ...]:
+    """The right operand of the product: panels, or transposed terms."""
+    role.product.wait(slot)
+    tiles = panels.tiles(role.product.tiles, slot)
+    if role.product_form.panels:
+        return tiles
+    return wgmma.transposed(wgmma.terms_of_smem(tiles[0], role.product_form.kind))
+
+
+def _gradient_tiles(role: Role, slot: Index) -> tuple[SmemRef, ...]:
+    """The right operand of the gradient's matmul: panels, or terms."""
+    role.gradient.wait(slot)
+    tiles = panels.tiles(role.gradient.tiles, slot)
+    if role.gradient_form.panels:
+        return tiles
+    return wgmma.terms_of_smem(tiles[0], role.gradient_form.kind)
 
 
 def _nothing(form: OperandFormat) -> RegisterTiles:
@@ -226,11 +244,13 @@ def _mainloop(
     Where float32's bits are owed the gradient comes first, too, and the product behind its last
     part.
     """
-    group, form, in_panels = plan.problem.group, role.gradient_form, bool(role.gradient_form.panels)
+    group, form = plan.problem.group, role.gradient_form
     shape = KEYS, plan.config.block_q
-    multiply_keys = wgmma.score_panels if in_panels else wgmma.multiply
+    multiply_keys = wgmma.score_panels if form.panels else wgmma.multiply
     to_left = functools.partial(float32.left_operand, plan.problem, by=role.left_scale)
     keys = functools.partial(_keys_of, role)
+    product = functools.partial(_product_tiles, role)
+    gradient = functools.partial(_gradient_tiles, role)
     slot_of, release = role.product.slot, role.gradient.release
 
     def left_of(i: Index, count: Index, value: RegisterTile) -> RegisterTile:
@@ -242,12 +262,6 @@ def _mainloop(
         left = make_left(q_tile, value, row_stats)
         role.product.release(slot)
         return left
-
-    def product(slot: Index) -> tuple[SmemRef, ...]:
-        rows = _awaited(role.product, role.product_form, slot)
-        return rows if in_panels else wgmma.transposed(rows)
-
-    gradient = functools.partial(_awaited, role.gradient, form)
 
     def all_steps(count: Index) -> tuple[RegisterTiles, Index]:
         slot = slot_of(count)
@@ -294,14 +308,6 @@ def _mainloop(
         return _nothing(form), count
 
     return lax.cond(work.steps > 0, all_steps, no_step, count)
-
-
-def _awaited(ring: Ring, form: OperandFormat, slot: Index) -> tuple[SmemRef, ...]:
-    """The terms, or panels, of the rows in a slot of a ring, when they have arrived."""
-    ring.wait(slot)
-    if form.panels:
-        return panels.tiles(ring.tiles, slot)
-    return wgmma.terms_of_smem(ring.tiles.at[slot], form.kind)
 
 
 def _make_dv(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterTiles, Index]:
@@ -396,7 +402,7 @@ def _consume(ctx: KernelContext, block_id: Index, consumer: Consumer) -> None:
 
 
 def _store(consumer: Consumer, work: KeyTile, value: RegisterTile) -> None:
-    staged, out = consumer.keys.at[0], consumer.out
+    (staged,), out = panels.tiles(consumer.keys, 0), consumer.out
     columns = staged.shape[1]  # the other head dim: pieces are made as wide
     for column in range(0, value.shape[1], columns):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

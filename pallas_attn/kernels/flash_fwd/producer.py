@@ -143,7 +143,7 @@ def load_entry(  # noqa: PLR0913
 
     @pl.when(entry.number == entry.last)
     def _() -> None:
-        arrive(k_copies + has_ids + sum(array.count for array in over_scores))
+        arrive(k_copies + has_ids + sum(array.panel_count for array in over_scores))
 
     pl.when(entry.number > 0)(functools.partial(load, ctx, tile, "v", entry.before, slot))
     pl.when(entry.number == 0)(functools.partial(arrive, v_copies))

@@ -73,7 +73,7 @@ def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem
 
         over_scores = score_tiles.scratch(plan.score_tiles, config.stages, plan.tiling.tile_rows)
     ids, barrier = int(segments is not None), plgpu.Barrier
-    entry = sum(plan.copies) + ids + sum(array.count for array in plan.score_tiles)
+    entry = sum(plan.copies) + ids + sum(array.panel_count for array in plan.score_tiles)
     return Smem(
         q=plan.qk.scratch(q_tiles, ROWS),
         k=plan.qk.scratch(*ring),

@@ -408,8 +408,8 @@ def _first_tile(
     read_later = rows.segments is not None or ctx.plan.score_tiles
     if not read_later:
         ring.release(slot)
-    masked, first_rows = "first_masked" in ctx.plan.sections, rows.with_loaded_tile(rows.last)
-    whole = None
+    masked: bool | None = "first_masked" in ctx.plan.sections
+    first_rows, whole = rows.with_loaded_tile(rows.last), None
     if ctx.plan.skips_keys:
         masked, whole = None, (rows.span.full_lo, rows.span.full_hi)
     s, online = logits_of(ctx, first_rows, rows.span.hi - 1, slot, s, masked, whole)

@@ -123,7 +123,7 @@ def _vote(value: ir.Value, bit: int) -> ir.Value:
 
 
 def _word(number: int) -> ir.Value:
-    return arith.constant(asm.i32(), ir.IntegerAttr.get(asm.i32(), number - (number >> 31 << 32)))
+    return utils.c(number - (number >> 31 << 32), asm.i32())
 
 
 def numbers_at(ref: GmemRef, index: RegisterTile, layout: Layout) -> RegisterTile:
