@@ -386,7 +386,7 @@ BUILDS: dict[str, Build] = {
     "flash_jvp/sm90/h128_causal": _tangents("h100", 128, mask=pa.CAUSAL),
     "flash_jvp/sm90/h64_dual": _tangents("h100", 64, alone=True, mask=pa.CAUSAL),
     "flash_jvp/sm90/h128_dual": _tangents("h100", 128, alone=True),
-    "flash_jvp/sm80/h64_causal": _tangents("a100", 64, mask=pa.CAUSAL),
+    "flash_jvp/sm80/h64_causal": _tangents("a100", 64, alone=True, mask=pa.CAUSAL),
     "flash_bwd/sm80/h64_causal": _backward_sm80(64, **_CAUSAL),
     "flash_bwd/sm80/h128_full": _backward_sm80(128),
     "flash_bwd/sm80/h64_bias": _backward_sm80(64, also=("bias",)),
