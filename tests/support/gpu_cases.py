@@ -11,6 +11,8 @@ COLLECTED = pytest.StashKey[frozenset[str]]()  # all that pytest collected, befo
 
 _FWD = "tests/kernels/flash_fwd/test_flash_fwd.py::test_edges_on_the_gpu"
 _BWD = "tests/kernels/flash_bwd/test_flash_bwd.py::"
+_SIZES = "tests/kernels/flash_bwd/test_any_size.py::"
+_JVP = "tests/kernels/flash_jvp/test_flash_jvp.py::"
 _BOTH = "tests/api/test_cases.py::test_forward_and_backward"
 _DECODE = "tests/kernels/decode/test_decode_kernel.py::"
 _MLA = "tests/kernels/decode_mla/test_decode_mla.py::"
@@ -57,7 +59,23 @@ QUICK: dict[str, tuple[str, ...]] = {
         f"{_BWD}test_short_windows_on_the_gpu[left=99, right=0_64]",
         f"{_BWD}test_short_windows_on_the_gpu[left=63, right=0_321]",
     ),
-    "kernels/flash_bwd/dbias.py": (f"{_BWD}test_edges_on_the_gpu[bias-True]",),
+    "kernels/flash_bwd/sm90_short.py": (
+        f"{_SIZES}test_short_on_the_gpu[one_tile]",
+        f"{_SIZES}test_short_on_the_gpu[causal]",
+    ),
+    "kernels/flash_bwd/sm90_dbias.py": (f"{_BWD}test_edges_on_the_gpu[bias-True]",),
+    "kernels/flash_jvp/sm90.py": (
+        f"{_JVP}test_on_the_gpu[plain-sm90]",
+        f"{_JVP}test_on_the_gpu[float16-sm90]",
+    ),
+    "kernels/flash_jvp/sm90_dual.py": (f"{_JVP}test_on_the_gpu[causal-sm90]",),
+    "kernels/flash_jvp/sm80.py": (
+        f"{_JVP}test_on_the_gpu[plain-sm80]",
+        f"{_JVP}test_on_the_gpu[float32-sm80]",
+    ),
+    "kernels/attention/key_masks.py": (
+        "tests/kernels/test_key_masks.py::test_tiles_and_keys_on_the_gpu[197-64]",
+    ),
     "kernels/flash_bwd/sm80.py": (
         f"{_BWD}test_portable_configurations_on_the_gpu[everything_float32-32]",
         f"{_BOTH}[portable_kernels-t_equals_s]",

@@ -53,6 +53,12 @@ def test_short_interpreted(name):
         check(case)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SHORT)
+def test_short_on_the_gpu(name):
+    check(SHORT[name])
+
+
 def test_problems_that_one_launch_does_not_take():
     problem = problem_of(SHORT["one_tile"])
     assert sm90_short.takes(problem)
@@ -85,6 +91,12 @@ ANY_SIZE = {
     "wide": (sized(141, 70, 136, v_head_dim=24, **ONE), APART),
     "wide_values": (sized(70, 77, 24, v_head_dim=200, mask=CAUSAL, **ONE), APART),
 }
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ANY_SIZE)
+def test_any_size_on_the_gpu(name):
+    check(*ANY_SIZE[name])
 
 
 @pytest.mark.guards
