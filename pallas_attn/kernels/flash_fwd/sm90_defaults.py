@@ -51,7 +51,8 @@ def _of_16_bits(problem: AttentionProblem) -> Config:
     made = functools.partial(Config, l2_heads=l2_heads, claims=claimed)
     few = problem.q_len <= 128 or problem.kv_len < 2 * SHORT
     short = (problem.q_len < SHORT and few) or problem.kv_len <= 128
-    if short and dim <= 128 and not segments and problem.fetches == 1:
+    plain = not segments and problem.fetches == 1 and problem.mask_program is None
+    if short and dim <= 128 and plain:
         return _of_few_rows(problem, dim, made)
     if dim <= 64 and _fits(problem, 4) and not _takes_wide_tiles(problem):
         return made(4, block_kv=64, stages=6)
@@ -97,7 +98,7 @@ def _of_few_rows(problem: AttentionProblem, dim: int, made: Callable[..., Config
     if 64 < keys <= 128 and (dim <= 64 or consumers < 3):
         # All in one tile. Of two, the loop over all but the first has one step, which ptxas takes
         # for no loop, and spills.
-        fits = not {"bias", "mask_array"} & set(problem.arrays) and problem.mask_program is None
+        fits = not {"bias", "mask_array"} & set(problem.arrays)
         return made(consumers, round_up(keys, 8) if fits else 128, stages=4 if dim <= 64 else 2)
     if consumers == 1 and keys <= 64:
         return made(1, block_kv=64, stages=6 if dim <= 80 else 4)
