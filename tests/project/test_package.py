@@ -88,7 +88,7 @@ def run(code):
 
 def test_importing_costs_little():
     """Beside jax itself, on a machine that may be busy."""
-    assert min(float(run(_COST)) for _ in range(4)) < 0.3
+    assert min(float(run(_COST)) for _ in range(4)) < 0.5
 
 
 def test_importing_asks_no_device_and_reads_no_environment():
