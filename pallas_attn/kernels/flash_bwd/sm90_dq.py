@@ -172,7 +172,7 @@ def _load_kv_tile(
     ctx: KernelContext, tile: WorkTile, t: Index, where: tuple[Index, Index], count: Index
 ) -> None:
     """Kv tile t of k and v at `where`, (batch, head), as number `count` of the rings."""
-    (plan, refs, smem), block = ctx, ctx.plan.config.block_kv
+    (plan, _, smem), block = ctx, ctx.plan.config.block_kv
     for name, ring in (("k", smem.k_ring), ("v", smem.v_ring)):
         slot = ring.slot(count)
         ring.acquire(count, slot)
@@ -180,13 +180,24 @@ def _load_kv_tile(
         if name == "v" and plan.score_tiles:
             place = score_tiles.Place(tile.batch, tile.head, tile.row, t * block)
             score_tiles.load(ctx, smem.over_scores, place, slot, ring.ready.at[slot])
-        whole = functools.partial(load_rows, getattr(refs, name), (*where, t * block), *to)
-        if not plan.has("kv_lengths"):
-            whole()
-            continue
-        cut = (t + 1) * block > tile.kv_len  # only the last tile may be
-        pl.when(cut)(functools.partial(load_rows, getattr(refs, f"{name}_edge"), (*where, 0), *to))
-        pl.when(jnp.logical_not(cut))(whole)
+        load_keys(ctx, tile, t, name, (*where, *to))
+
+
+def load_keys(
+    ctx: KernelContext, tile: WorkTile, t: Index, name: str, where: tuple[Any, ...]
+) -> None:
+    """Kv tile t of an array of keys or values; of its edge, where a length cuts the tile. `where`:
+    batch row, head, and the arguments of `load_rows` for shared memory.
+    """
+    (plan, refs, _), block, (batch, head, *to) = ctx, ctx.plan.config.block_kv, where
+    whole = functools.partial(load_rows, getattr(refs, name), (batch, head, t * block), *to)
+    if not plan.has("kv_lengths"):
+        return whole()
+    cut = (t + 1) * block > tile.kv_len  # only the last tile may be
+    edge = getattr(refs, f"{name}_edge")
+    pl.when(cut)(functools.partial(load_rows, edge, (batch, head, 0), *to))
+    pl.when(jnp.logical_not(cut))(whole)
+    return None
 
 
 def _load_queries(ctx: KernelContext, tile: WorkTile, wg: Index) -> None:

@@ -124,7 +124,11 @@ def load_entry(  # noqa: PLR0913
             plgpu.barrier_arrive(ready)
 
     k_copies, v_copies = ctx.plan.copies
-    over_scores = ctx.plan.score_tiles
+    over_scores, score_copies = ctx.plan.score_tiles, 0
+    if over_scores:
+        from pallas_attn.kernels.attention import score_tiles
+
+        score_copies = score_tiles.copies(over_scores)
     has_ids = "kv_segment_ids" in ctx.plan.problem.arrays
 
     @pl.when(entry.number < entry.last)
@@ -135,15 +139,13 @@ def load_entry(  # noqa: PLR0913
 
             documents.load_keys(ctx, tile, entry.t, slot)
         if over_scores:
-            from pallas_attn.kernels.attention import score_tiles
-
             column = entry.t * ctx.plan.config.block_kv
             place = score_tiles.Place(tile.batch, tile.head, tile.row, column)
             score_tiles.load(ctx, ctx.smem.over_scores, place, slot, ready)
 
     @pl.when(entry.number == entry.last)
     def _() -> None:
-        arrive(k_copies + has_ids + sum(array.panel_count for array in over_scores))
+        arrive(k_copies + has_ids + score_copies)
 
     pl.when(entry.number > 0)(functools.partial(load, ctx, tile, "v", entry.before, slot))
     pl.when(entry.number == 0)(functools.partial(arrive, v_copies))

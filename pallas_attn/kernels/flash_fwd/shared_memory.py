@@ -67,13 +67,14 @@ def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem
         from pallas_attn.kernels.flash_fwd import claims
 
         claimed = claims.scratch()
-    over_scores = None
+    over_scores, score_copies = None, 0
     if plan.score_tiles:
         from pallas_attn.kernels.attention import score_tiles
 
         over_scores = score_tiles.scratch(plan.score_tiles, config.stages, plan.tiling.tile_rows)
+        score_copies = score_tiles.copies(plan.score_tiles)
     ids, barrier = int(segments is not None), plgpu.Barrier
-    entry = sum(plan.copies) + ids + sum(array.panel_count for array in plan.score_tiles)
+    entry = sum(plan.copies) + ids + score_copies
     return Smem(
         q=plan.qk.scratch(q_tiles, ROWS),
         k=plan.qk.scratch(*ring),

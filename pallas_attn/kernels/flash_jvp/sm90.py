@@ -48,7 +48,7 @@ from pallas_attn.kernels.attention.tiles import (
 )
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
 from pallas_attn.kernels.flash_bwd.producer import Ring, load_rows, store_rows
-from pallas_attn.kernels.flash_bwd.sm90_dq import kv_tile_of, span_of
+from pallas_attn.kernels.flash_bwd.sm90_dq import kv_tile_of, load_keys, span_of
 from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.flash_jvp import operands
@@ -206,7 +206,7 @@ def _load_kv_tile(  # noqa: PLR0913
     ctx: KernelContext, tile: WorkTile, t: Index, ring: Ring, names: tuple[str, ...], count: Index
 ) -> None:
     """Kv tile t of the arrays of a ring, as its number `count`."""
-    (plan, refs, smem), block = ctx, ctx.plan.config.block_kv
+    plan, _, smem = ctx
     slot = ring.slot(count)
     ring.acquire(count, slot)
     head = lax.div(tile.head, jnp.int32(plan.problem.group))
@@ -215,13 +215,7 @@ def _load_kv_tile(  # noqa: PLR0913
         if getattr(smem, name) is None:
             continue
         to = getattr(smem, name), slot, ring.ready.at[slot]
-        whole = functools.partial(load_rows, getattr(refs, name), (*where, t * block), *to)
-        if not plan.has("kv_lengths"):
-            whole()
-            continue
-        cut = (t + 1) * block > tile.kv_len  # only the last tile may be
-        pl.when(cut)(functools.partial(load_rows, getattr(refs, f"{name}_edge"), (*where, 0), *to))
-        pl.when(jnp.logical_not(cut))(whole)
+        load_keys(ctx, tile, t, name, (*where, *to))
 
 
 def load_queries(ctx: KernelContext, tile: WorkTile, wg: Index) -> None:

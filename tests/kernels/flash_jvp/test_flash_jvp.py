@@ -39,6 +39,7 @@ class Case:
     documents: int = 0  # rows of a segment
     blocks: int = 0  # a mask function of blocks of so many rows
     score: bool = False
+    hidden: tuple[int, ...] | None = None  # the shape of a mask_array that hides a third
     bias: tuple[int, ...] | None = None
     ramp: float = 0.0  # by which the bias rises from key to key: each tile raises the row max
     sinks: bool = False
@@ -58,6 +59,8 @@ CASES = {
     "bias": Case(("bias", "k", "q", "v"), bias=(1, 4, 70, 90), kv_lengths=(51, 90)),
     "bias_of_keys": Case(("bias",), bias=(2, 1, 1, 90)),
     "ramp": Case(("bias", "k", "q", "v"), kv=(200, 2), bias=(1, 1, 1, 200), ramp=0.15),
+    "mask_of_keys": Case(hidden=(2, 1, 1, 90)),
+    "mask_array": Case(mask=CAUSAL, hidden=(1, 4, 70, 90)),
     "sinks": Case(("k", "q", "sinks", "v"), sinks=True, mask=CAUSAL, q_offset=-5),
     "float16": Case(dtype="float16", q=(1, 70, 2, 128), v_dim=128, kv=(90, 1)),
     "of_q": Case(("q",), mask=CAUSAL),
@@ -107,14 +110,23 @@ def drawn(case, poison=False):
         rest["segment_ids"] = tuple(np.int32(np.repeat(x, batch, axis=0)) for x in ids)
     if case.blocks:
         rest["mask"] = pa.mask_fn(lambda b, h, q, kv: q // case.blocks >= kv // case.blocks)
+    if case.hidden:
+        rest["mask_array"] = shown(case)
     if case.score:
         slopes = jnp.asarray(0.1 * (1 + np.arange(heads)), case.dtype).astype(jnp.float32)
         rest["score"] = pa.score_fn(bend, slopes)
     return floats, {name: dots[name] for name in case.along}, rest
 
 
+def shown(case):
+    """A mask_array: the first keys hidden, and some of the others."""
+    mask = np.random.default_rng(7).random(case.hidden) < 0.8
+    mask[..., :12] = False
+    return mask
+
+
 def seen(case):
-    """bool[B, 1, T, S]"""
+    """bool[B, 1 or N, T, S]"""
     (batch, rows, *_), (keys, _) = case.q, case.kv
     row, key = np.arange(rows)[:, None], np.arange(keys)[None]
     at = row + case.q_offset
@@ -126,7 +138,7 @@ def seen(case):
         allowed &= row // case.documents == key // case.documents
     if case.blocks:
         allowed &= row // case.blocks >= key // case.blocks
-    return allowed[:, None]
+    return allowed[:, None] & (shown(case) if case.hidden else True)
 
 
 def by_hand(case, floats, dots, rounded=lambda x: x):
