@@ -24,7 +24,7 @@ from pallas_attn.kernels.attention.tiles import KernelContext, Span
 from pallas_attn.kernels.flash_bwd import sm90_dq
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, RowStatistics
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
-from pallas_attn.kernels.flash_fwd import padded, tile_scheduler
+from pallas_attn.kernels.flash_fwd import key_mask_ranges, tile_scheduler
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.flash_fwd.listed import list_of
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
@@ -187,7 +187,7 @@ def _kernel(refs: BackwardRefs, dq_ref: GmemRef, smem: DqSmem, *, plan: QueryPla
     listed = list_of(ctx, tile) if plan.is_listed else None
     where = (tile.batch, tile.head, tile.row, tile.q_offset, q_len, tile.kv_len, tile.mask)
     rows = ScoreRows(*where, listed)
-    visible = padded.visible_tiles(ctx, tile) if ctx.plan.skips_keys else None
+    visible = key_mask_ranges.visible_tiles(ctx, tile) if ctx.plan.skips_keys else None
     span, stats = sm90_dq.span_of(ctx, tile, visible), load_statistics(ctx, rows)
     at, scale = (tile.batch, tile.head, tile.row, length - tile.row), plan.problem.scale
     if plan.config.columns:

@@ -30,7 +30,7 @@ from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkT
 from pallas_attn.kernels.flash_bwd.float32 import Units, left_operand, matmul_add, scaled, units_of
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.producer import Ring, load_rows, store_rows
-from pallas_attn.kernels.flash_fwd import listed, padded, tile_scheduler
+from pallas_attn.kernels.flash_fwd import key_mask_ranges, listed, tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels
@@ -100,18 +100,20 @@ def buffer_bytes(plan: QueryPlan) -> int:
 
 
 def with_spans(plan: QueryPlan, refs: BackwardRefs) -> BackwardRefs:
-    """`padded.with_spans`, launched after the kernels before, as `operands.ordered_after` says."""
+    """`key_mask_ranges.with_spans`, launched after the kernels before: `operands.ordered_after`
+    says why.
+    """
     if not plan.skips_keys:
         return refs
     mask, _ = lax.optimization_barrier((refs.mask_array, refs.delta))
-    return padded.with_spans(KernelContext(plan, refs._replace(mask_array=mask)))
+    return key_mask_ranges.with_spans(KernelContext(plan, refs._replace(mask_array=mask)))
 
 
 def visible_of(ctx: KernelContext, code: Index) -> Span | None:
     """The kv tiles that a mask of keys leaves of a work tile, read a work tile ahead; None: there
     is no such mask.
     """
-    return padded.Ranges.read_for_block(ctx, code) if ctx.plan.skips_keys else None
+    return key_mask_ranges.Ranges.read_for_block(ctx, code) if ctx.plan.skips_keys else None
 
 
 def span_of(ctx: KernelContext, tile: WorkTile, visible: Span | None = None) -> Span:

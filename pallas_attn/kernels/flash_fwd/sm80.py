@@ -52,7 +52,7 @@ from pallas_attn.kernels.attention.score_mod import ForwardRefs
 from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, OutputSums, copy_async
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows, Span, WorkTile
 from pallas_attn.kernels.attention.tiles import limit as limit
-from pallas_attn.kernels.flash_fwd import documents, padded, sm80_columns, tile_scheduler
+from pallas_attn.kernels.flash_fwd import documents, key_mask_ranges, sm80_columns, tile_scheduler
 from pallas_attn.kernels.flash_fwd.listed import list_of
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic
@@ -311,7 +311,7 @@ def _span(ctx: KernelContext, tile: WorkTile) -> Span:
         unit = lax.div(tile.row, jnp.int32(plan.tiling.tile_rows))
         span = span.within(Span(*(refs.segment_spans[tile.batch, i, unit] for i in range(4))))
     if plan.skips_keys:
-        span = span.within(padded.visible_tiles(ctx, tile))
+        span = span.within(key_mask_ranges.visible_tiles(ctx, tile))
     elif plan.has("mask_array"):
         span = span._replace(full_hi=span.full_lo)
     return tile_scheduler.empty_as_zero(tile, rows, span) if "empty" in plan.sections else span
@@ -337,7 +337,7 @@ def run(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         kernel_name="flash_fwd_sm80",
     )
-    out, lse = kernel(padded.with_spans(KernelContext(plan, _operands(plan, inputs))))
+    out, lse = kernel(key_mask_ranges.with_spans(KernelContext(plan, _operands(plan, inputs))))
     return plan.format.whole_rows(out, problem.v_head_dim), lse
 
 

@@ -47,7 +47,7 @@ cases have files of their own, which are imported where they are needed:
   documents.py          segment ids
   listed.py             mask functions, whose kv tiles are in lists
   linear_scores.py      score functions that are a slope and an offset a row
-  padded.py             masks of keys
+  key_mask_ranges.py    masks of keys
   fetch_producer.py     K and V in the memory of other GPUs
   float32_mainloop.py   float32, in terms of 16 bits
   one_tile.py           heads whose keys are one kv tile, a consumer each
@@ -196,9 +196,9 @@ def _ranges_of(problem: AttentionProblem) -> Any:
 
         return documents.Ranges
     if problem.masks_keys:
-        from pallas_attn.kernels.flash_fwd import padded
+        from pallas_attn.kernels.flash_fwd import key_mask_ranges
 
-        return padded.Ranges
+        return key_mask_ranges.Ranges
     return tile_scheduler.MaskRanges
 
 
@@ -606,9 +606,9 @@ def run(
         kernel_name="flash_fwd_sm90",
     )
     if plan.skips_keys and not plan.apart:
-        from pallas_attn.kernels.flash_fwd import padded
+        from pallas_attn.kernels.flash_fwd import key_mask_ranges
 
-        refs = padded.with_spans(KernelContext(plan, refs))
+        refs = key_mask_ranges.with_spans(KernelContext(plan, refs))
     out, lse, *_ = kernel(refs)
     return out[:, : problem.q_len, :, : problem.v_head_dim], lse
 

@@ -1,4 +1,4 @@
-"""The kv tiles that a mask of keys leaves in the Hopper forward (`key_masks`): padded batches.
+"""The kv tiles that a mask of keys (`key_masks`) leaves in the Hopper forward.
 
 Producer and consumers each read the visible kv tiles of a work tile while the one before is at
 work. Between the first and the last visible tile those outside the first run of whole ones are
