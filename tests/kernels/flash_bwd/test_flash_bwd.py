@@ -594,7 +594,7 @@ def test_wide_without_a_mask_on_the_gpu(dim):
     [
         windowed(128, 1100),
         windowed(128, 300, batch=5, q_heads=60, kv_heads=60),  # longer walks
-        windowed(100, 64, sinks=True),
+        windowed(100, 190, sinks=True),
         windowed(64, 321, batch=20, q_heads=16, kv_heads=16, dtype="float16"),
         windowed(129, 255, head_dim=40, v_head_dim=64, softcap=30.0),
         windowed(90, 500, head_dim=24, v_head_dim=8),
