@@ -40,9 +40,9 @@ class Packed:
     def both(self):
         return self.q_starts, self.q_starts if self.kv_starts is None else self.kv_starts
 
-    def arrays(self, dtype: str) -> dict:
+    def arrays(self, dtype: str, seed: int = 0) -> dict:
         """Inputs, NaN past the last start."""
-        rng, (n, k) = np.random.default_rng(0), self.heads
+        rng, (n, k) = np.random.default_rng(seed), self.heads
         sizes = {"q": (self.rows, n), "k": (self.keys, k), "v": (self.keys, k)}
         results = {}
         for name, size in sizes.items():
@@ -73,7 +73,40 @@ class Packed:
             padded[i, :count] = x[starts[i] : starts[i] + count]
         return padded
 
-    def expected(self, arrays: dict, do, dlse) -> budget.Expected:
+    def cotangents(self, dtype: str, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
+        """Those of out, in numbers of the dtype, and of lse."""
+        rng = np.random.default_rng((seed, self.rows))
+        do = rng.standard_normal((self.rows, self.heads[0], self.dim)).astype(np.float32)
+        dlse = rng.standard_normal((self.heads[0], self.rows)).astype(np.float32)
+        return np.array(jnp.asarray(do, dtype), np.float32), dlse
+
+    def spoilt(self, do, dlse) -> tuple[np.ndarray, np.ndarray]:
+        """Cotangents with NaN past the last start."""
+        do, dlse = do.copy(), dlse.copy()
+        for x in (do, dlse.T):
+            x[self.q_starts[-1] :] = np.nan
+        return do, dlse
+
+    def each_apart(self, got: dict) -> dict:
+        """Results of sequences by themselves; rows of none are 0, and their lse -inf."""
+        parts = {}
+        for name, x in got.items():
+            if name == "dsinks":
+                parts[name] = x
+                continue
+            rows = x.T if name == "lse" else x
+            starts = self.both[name in ("dk", "dv")]
+            for free in (rows[: starts[0]], rows[starts[-1] :]):
+                np.testing.assert_array_equal(free, -np.inf if name == "lse" else 0.0, err_msg=name)
+            apart = self.apart("k" if name in ("dk", "dv") else "q", rows)
+            if name == "lse":
+                apart[np.arange(apart.shape[1])[None] >= np.diff(starts)[:, None]] = -np.inf
+            parts[name] = np.swapaxes(apart, 1, 2) if name == "lse" else apart
+        return parts
+
+    def expected(
+        self, arrays: dict, do, dlse, random: bool = False, grids=budget.GRIDS
+    ) -> budget.Expected:
         args = {name: self.apart(name, x) for name, x in arrays.items() if name != "sinks"}
         lengths = {"q_lengths": self.both[0], "kv_lengths": self.both[1]}
         args |= {name: np.diff(starts).astype(np.int32) for name, starts in lengths.items()}
@@ -83,7 +116,8 @@ class Packed:
             args["q_offset"] = np.asarray(self.q_offset, np.int32)
         do, dlse = self.apart("q", do), np.swapaxes(self.apart("q", dlse.T), 1, 2)
         static = {name: x for name, x in self.options().items() if name != "deterministic"}
-        return budget.attention(args | static, do, dlse, tensor_cores=True)
+        how = {"tensor_cores": True, "random": random, "grids": grids}
+        return budget.attention(args | static, do, dlse, **how)
 
 
 def with_gradients(arrays, starts, do, dlse, *, implementation, **static):
@@ -128,30 +162,12 @@ BOTH = "flash_forward", "flash_backward"
 
 
 def check(subject, packed: Packed):
-    arrays, rng = packed.arrays(subject.dtype), np.random.default_rng(1)
-    do = rng.standard_normal((packed.rows, packed.heads[0], packed.dim)).astype(np.float32)
-    do = np.array(jnp.asarray(do, subject.dtype), np.float32)
-    dlse = rng.standard_normal((packed.heads[0], packed.rows)).astype(np.float32)
+    arrays = packed.arrays(subject.dtype)
+    do, dlse = packed.cotangents(subject.dtype)
     expected = packed.expected(arrays, do, dlse)
-    for x in (do, dlse.T):
-        x[packed.q_starts[-1] :] = np.nan
-    got = subject.call(with_gradients, arrays, packed.starts(), jnp.asarray(do), jnp.asarray(dlse),
-                       **packed.options())  # fmt: skip
-    got = jax.tree.map(np.array, got)
-    parts = {}
-    for name, x in got.items():
-        if name == "dsinks":
-            parts[name] = x
-            continue
-        rows = x.T if name == "lse" else x
-        starts = packed.both[name in ("dk", "dv")]
-        for free in (rows[: starts[0]], rows[starts[-1] :]):
-            np.testing.assert_array_equal(free, -np.inf if name == "lse" else 0.0, err_msg=name)
-        apart = packed.apart("k" if name in ("dk", "dv") else "q", rows)
-        if name == "lse":
-            apart[np.arange(apart.shape[1])[None] >= np.diff(starts)[:, None]] = -np.inf
-        parts[name] = np.swapaxes(apart, 1, 2) if name == "lse" else apart
-    budget.check(parts, expected)
+    handed = map(jnp.asarray, packed.spoilt(do, dlse))
+    got = subject.call(with_gradients, arrays, packed.starts(), *handed, **packed.options())
+    budget.check(packed.each_apart(jax.tree.map(np.array, got)), expected)
 
 
 @pytest.mark.parametrize("name", CASES)

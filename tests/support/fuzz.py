@@ -45,13 +45,15 @@ class Tally:
 
     problems: collections.Counter = dataclasses.field(default_factory=collections.Counter)
     calls: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    rounds: int = 0  # inputs that went through the programs of a problem
     vague: int = 0  # results whose budget is too wide to prove much
     failures: list[str] = dataclasses.field(default_factory=list)
 
     def __str__(self) -> str:
         of = [f"{count} {name}" for name, count in sorted(self.problems.items())]
         by = [f"{count} by {name}" for name, count in sorted(self.calls.items())]
-        return f"{', '.join(of)}; calls: {', '.join(by)}; {self.vague} results with vague budgets"
+        inputs = f"{self.rounds} rounds of inputs"
+        return f"{', '.join(of)}; {inputs}; calls: {', '.join(by)}; {self.vague} vague budgets"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,10 +210,10 @@ def run_attention(case: _case.AttentionCase, place: Place, tally: Tally) -> None
             arguments = attention_inputs(case, 0)[0] | options
             lower("flash_backward", function, arguments, generation, tally)
         return
-    for turn in turns(place):
+    for turn in turns(place, tally):
         handed, plain = attention_inputs(case, turn)
         arguments = handed | options
-        expected = functools.cache(functools.partial(_attention_expected, plain, options))
+        expected = functools.cache(functools.partial(attention_expected, plain, options))
         for subject in place.subjects:
             if takes(subject, "flash_backward", function, arguments):
                 _try_attention(subject, arguments, expected, turn, tally)
@@ -231,7 +233,7 @@ def _try_attention(
             same_bits([got[name] for name in names], [again[name] for name in names])
 
 
-def _attention_expected(
+def attention_expected(
     plain: dict, options: dict, tensor_cores: bool, grids: tuple[float, ...]
 ) -> budget.Expected:
     arguments = plain | {name: x for name, x in options.items() if name != "deterministic"}
@@ -259,10 +261,13 @@ def simpler_attention(case: _case.AttentionCase) -> Iterator[dict[str, Any]]:
 # ---- shared by both kinds ------------------------------------------------------------------------
 
 
-def turns(place: Place) -> Iterator[int]:
-    """The rounds of a problem: for as long as its first one took, which compiles its programs."""
+def turns(place: Place, tally: Tally) -> Iterator[int]:
+    """The rounds of a problem, each with other inputs: for as long as its first one took, which
+    compiles its programs.
+    """
     begun = time.monotonic()
     for turn in range(place.rounds if place.exact else MOST_ROUNDS):
+        tally.rounds += 1
         yield turn
         if turn == 0:
             compiled = time.monotonic()
@@ -349,11 +354,15 @@ def lower(  # noqa: PLR0913
 
 
 def kinds() -> dict[str, Kind]:
-    from tests.support import fuzz_cache_cases, fuzz_caches
+    from tests.support import fuzz_cache_cases, fuzz_caches, fuzz_positions
 
     return {
         "attention": Kind(draw_attention, run_attention, simpler_attention),
         "cache": Kind(fuzz_cache_cases.draw, fuzz_caches.run, fuzz_cache_cases.simpler),
+        "functions": Kind(fuzz_positions.draw, fuzz_positions.run, fuzz_positions.simpler),
+        "packed": Kind(
+            fuzz_positions.draw_rows, fuzz_positions.run_rows, fuzz_positions.simpler_rows
+        ),
     }
 
 
@@ -457,8 +466,9 @@ def run(
     while (most is None or index < first + most * step) and (
         seconds is None or time.monotonic() < end
     ):
-        name = tuple(kinds())[index % 2]
-        word = f"{name}/{places[index // 2 % len(places)]}:{seed * 2**24 + index}"
+        names = tuple(kinds())
+        name, turn = names[index % len(names)], index // len(names)
+        word = f"{name}/{places[turn % len(places)]}:{seed * 2**24 + index}"
         print(word, file=sys.stderr, flush=True)  # noqa: T201 - what a deadlock ends says where
         tally.problems[name] += 1
         wrong = attempt(word, tally)

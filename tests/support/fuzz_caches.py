@@ -666,7 +666,7 @@ def run(case: Case, place: fuzz.Place, tally: fuzz.Tally) -> None:
         for each in [program, *([] if before is None else [before])]:
             each.manage(np.array(each.case.lengths, np.int32), each.case.capacity)
             each.step(each.case.capacity, 0, decode=False)
-        for turn in fuzz.turns(place):
+        for turn in fuzz.turns(place, tally):
             if before is not None and turn:
                 more = before.rng.choice([LEAST, -1, 0, 0, 0, 1, 2, 5, MOST], len(case.prefix))
                 before.manage(more.astype(np.int32), before.case.capacity)
