@@ -35,7 +35,6 @@ LEAST, MOST = -(2**31), 2**31 - 1
 FARTHEST = 2**29  # largest position of a query
 ELEMENTS = 2**19  # scores: what the oracle takes a tenth of a second for
 SHRINKING = 60  # seconds that making a failed problem simpler may take
-MOST_ROUNDS = 40
 KEPT = 12  # problems after which compiled programs are forgotten
 
 
@@ -62,7 +61,9 @@ class Place:
 
     subjects: tuple[Subject, ...]
     rounds: int  # at least
-    exact: bool = False  # no more of them
+    most: int = 40  # rounds
+    share: float = 1.0  # time of later rounds, in that of the first
+    exact: bool = False  # `rounds` and no more of them
     tiny: bool = False  # small problems, since a call takes seconds
     lowered: tuple[str, ...] = ()  # GPU generations for which kernels are only lowered
 
@@ -78,7 +79,10 @@ PLACES = {
     "portable": Place((_BY_NAME["portable"],), 1, exact=True, tiny=True),
     "lowered": Place((), 1, lowered=("sm90", "sm80", "sm90", "sm86", "sm90", "sm89", "sm100")),
     "gpu": Place(
-        tuple(_BY_NAME[name] for name in ("kernels", "portable_kernels", "reference_on_gpu")), 6
+        tuple(_BY_NAME[name] for name in ("kernels", "portable_kernels", "reference_on_gpu")),
+        rounds=6,
+        most=200,
+        share=2.0,
     ),
 }
 # In turn: of eight problems on a CPU two take kernels.
@@ -266,12 +270,13 @@ def turns(place: Place, tally: Tally) -> Iterator[int]:
     compiles its programs.
     """
     begun = time.monotonic()
-    for turn in range(place.rounds if place.exact else MOST_ROUNDS):
+    for turn in range(place.rounds if place.exact else place.most):
         tally.rounds += 1
         yield turn
         if turn == 0:
             compiled = time.monotonic()
-        elif turn + 1 >= place.rounds and time.monotonic() - compiled > compiled - begun:
+            end = compiled + place.share * (compiled - begun)
+        elif turn + 1 >= place.rounds and time.monotonic() > end:
             return
 
 
