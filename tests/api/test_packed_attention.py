@@ -74,7 +74,7 @@ class Packed:
         return padded
 
     def cotangents(self, dtype: str, seed: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """Those of out, in numbers of the dtype, and of lse."""
+        """Cotangents of out, in numbers of the dtype, and of lse."""
         rng = np.random.default_rng((seed, self.rows))
         do = rng.standard_normal((self.rows, self.heads[0], self.dim)).astype(np.float32)
         dlse = rng.standard_normal((self.heads[0], self.rows)).astype(np.float32)

@@ -416,6 +416,20 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "plgpu.wgmma_wait(1 + role.product_form.copies)",
         f"{TEST_BWD} -k 'test_interpreted and dim192_128'",
     ),
+    "wide_keys_are_freed_while_their_gradients_are_stored": Fault(
+        f"{BWD}/sm90_dkdv.py",
+        "producer.store_rows(consumer.keys, 0, out, at, column)\n"
+        "    plgpu.wait_smem_to_gmem(0, wait_read_only=True)\n",
+        "producer.store_rows(consumer.keys, 0, out, at, column)\n",
+        f"{TEST_BWD} -k 'wide_key_tiles_of_a_block and one_buffer'",
+    ),
+    "wide_panels_are_freed_while_their_gradients_are_stored": Fault(
+        f"{BWD}/sm90_dkdv.py",
+        "producer.store_rows(consumer.keys[: len(some)], 0, consumer.out, at, first * width)\n"
+        "    plgpu.wait_smem_to_gmem(0, wait_read_only=True)\n",
+        "producer.store_rows(consumer.keys[: len(some)], 0, consumer.out, at, first * width)\n",
+        f"{TEST_BWD} -k 'wide_key_tiles_of_a_block and panels'",
+    ),
     "a_short_backward_stores_by_tma_before_the_commit": Fault(
         f"{BWD}/sm90_short.py",
         "            to[...] = value.astype(to.dtype)\n    plgpu.commit_smem()\n",

@@ -59,7 +59,7 @@ MASKS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "dilated": (lambda b, h, q, kv: kv % 4 == q % 4, ()),
     "causal": (lambda b, h, q, kv: q >= kv, ()),
 }
-# What is added to a score.
+# Functions whose results are added to a score, likewise.
 ADDED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "alibi": (lambda b, h, q, kv, slope: -slope[h] * abs(q - kv), ("slopes",)),
     "linear": (lambda b, h, q, kv, slope: slope[h] * (kv - q), ("slopes",)),
@@ -67,9 +67,9 @@ ADDED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "keys": (lambda b, h, q, kv, t: t[kv % 16], ("few",)),
 }
 JOINED: dict[str, Callable[[Any, Any], Any]] = {
-    "and": lambda one, other: one & other,
-    "or": lambda one, other: one | other,
-    "and not": lambda one, other: one & ~other,
+    "and": lambda x, y: x & y,
+    "or": lambda x, y: x | y,
+    "and not": lambda x, y: x & ~y,
 }
 
 

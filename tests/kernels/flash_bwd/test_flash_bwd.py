@@ -220,6 +220,15 @@ def test_wide_without_a_mask_interpreted():
         check(unmasked(160, q_heads=1, kv_len=64))
 
 
+@pytest.mark.guards
+@pytest.mark.parametrize("rows", [64, 61], ids=["one_buffer", "panels"])
+def test_wide_key_tiles_of_a_block_interpreted(rows):
+    """Gradients of a tile of keys are stored by TMA from where the next tile's keys are loaded."""
+    sizes = {"batch": 1, "q_heads": 1, "kv_heads": 1, "q_len": rows, "kv_len": 128}
+    with mosaic.interpret():
+        check(unmasked(160, **sizes), dataclasses.replace(SMALL, grid=1))
+
+
 def windowed(window: int, rows: int, **changes) -> cases.AttentionCase:
     sizes = {"mask": sliding_window(window), "q_len": rows, "kv_len": rows}
     return dataclasses.replace(case_named("t_equals_s"), **sizes, **changes)
