@@ -16,7 +16,7 @@ from pallas_attn._call.problem import DecodeInputs
 from pallas_attn.bench import support
 from pallas_attn.kernels.prefill import selection, sm90
 from pallas_attn.kernels.prefill import widened_sm90 as kernel
-from tests.caches.test_quantized import KINDS, LARGEST
+from tests.caches.test_quantized import KINDS, LARGEST, quantized
 from tests.support import in_numpy, mosaic
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -181,6 +181,28 @@ def test_rows_are_rounded_once_and_those_past_a_length_are_left_alone(rng, monke
             np.testing.assert_array_equal(got[live], want[live])
             assert live.any() or cache.lengths[m] == 0
             assert np.isnan(got[~live]).all()  # unwritten rows, or rows of no page
+
+
+@pytest.mark.parametrize("dtype", LARGEST)
+@pytest.mark.parametrize("to, most", [("bfloat16", 0.4), ("float16", 0.04)])
+def test_rounding_of_widened_rows_is_bounded(to, most, dtype):
+    """As docs/semantics.md says: logits up to 180 of rows in q's dtype, and of float64 rows."""
+    unit, largest = float(jnp.finfo(to).eps) / 2, 0.0
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        q, k = (rng.standard_normal((n, 64)).astype(np.float32) for n in (16, 512))
+        stored, scales = quantized(np.asarray(jnp.asarray(k, to))[None, :, None], dtype)
+        rows = (stored.astype(np.float32) * scales[..., None])[0, :, 0]
+        rounded = np.asarray(jnp.asarray(rows).astype(to), np.float64)
+        rows = rows.astype(np.float64)
+        q = np.asarray(jnp.asarray(q * 180 / np.abs(q @ rows.T).max(), to), np.float64)
+        exact, ours = (q @ x.T for x in (rows, rounded))
+        bound = unit * (np.abs(q) @ np.abs(rows).T)
+        assert (np.abs(ours - exact) <= bound).all()
+        off = np.abs(np.logaddexp.reduce(ours, axis=1) - np.logaddexp.reduce(exact, axis=1))
+        assert (off <= bound.max(axis=1)).all()
+        largest = max(largest, off.max())
+    assert most / 2 < largest < most
 
 
 @pytest.mark.guards
