@@ -430,6 +430,12 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "producer.store_rows(consumer.keys[: len(some)], 0, consumer.out, at, first * width)\n",
         f"{TEST_BWD} -k 'wide_key_tiles_of_a_block and panels'",
     ),
+    "a_window_is_loaded_where_gradients_are_being_stored": Fault(
+        f"{BWD}/sm90_window.py",
+        "    plgpu.wait_smem_to_gmem(0, wait_read_only=True)\n",
+        "",
+        f"{TEST_BWD} -k test_a_block_walks_over_a_window",
+    ),
     "a_short_backward_stores_by_tma_before_the_commit": Fault(
         f"{BWD}/sm90_short.py",
         "            to[...] = value.astype(to.dtype)\n    plgpu.commit_smem()\n",

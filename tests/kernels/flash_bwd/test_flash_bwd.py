@@ -21,7 +21,7 @@ from pallas_attn.bench import cases
 from pallas_attn.kernels.attention import score_mod
 from pallas_attn.kernels.attention.logits import LogitRules
 from pallas_attn.kernels.attention.tiles import KernelContext
-from pallas_attn.kernels.flash_bwd import dbias, sm90_dbias, work_order
+from pallas_attn.kernels.flash_bwd import dbias, sm90_dbias, sm90_window, work_order
 from pallas_attn.kernels.flash_bwd import sm80 as flash_bwd_sm80
 from pallas_attn.kernels.flash_bwd import sm90 as kernel
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
@@ -250,6 +250,15 @@ def test_short_windows_interpreted(case):
     assert kernel.Config.default(problem_of(case)).window
     with mosaic.interpret():
         check(case)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("window", [129, 1])
+def test_a_block_walks_over_a_window_interpreted(monkeypatch, window):
+    """One block has all tiles, each in the place of one whose gradients TMA has stored."""
+    monkeypatch.setattr(sm90_window, "BLOCKS", 1)
+    with mosaic.interpret():
+        check(windowed(window, 250, **ONE))
 
 
 @pytest.mark.guards
