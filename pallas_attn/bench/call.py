@@ -8,7 +8,7 @@ from pallas_attn.bench import subjects
 from pallas_attn.bench.timing import Subject
 
 OPTIONS = ("q_lengths", "kv_lengths", "segments", "bias", "mask_array", "softcap", "sinks",
-           "q_offset", "window", "band", "precision")  # fmt: skip
+           "q_offset", "window", "band", "precision", "rotary")  # fmt: skip
 
 
 class Unavailable(Exception):

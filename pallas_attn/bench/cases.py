@@ -153,6 +153,15 @@ def _large_attention() -> list[AttentionCase]:
     shown = tuple((0, 2048 - 128 * n) for n in range(8))
     padding: dict[str, Any] = {"mask_shape": (8, 1, 1, 2048), "shown_keys": shown}
     rows.append(full("h64_padding_b8_t2048_n16", (8, 2048), equal, 64, "pair_bias", **padding))
+    # RoPE: all columns, GPT-NeoX's first quarter, DeepSeek's last 64, interleaved.
+    for name, sizes, heads, dims, rotary in (
+        ("h128_causal_b2_t8192_n16", (2, 8192), equal, 128, (0, 128, False)),
+        ("h128_causal_b2_t8192_n32k8", (2, 8192), grouped, 128, (0, 128, False)),
+        ("h64_causal_b8_t2048_n32", (8, 2048), (32, 32), 64, (0, 64, False)),
+        ("h128_causal_b8_t2048_n16_quarter", (8, 2048), equal, 128, (0, 32, False)),
+        ("h192_hv128_causal_t4096", (4, 4096), equal, (192, 128), (128, 64, True)),
+    ):
+        rows.append(causal(f"{name}_rotary", sizes, heads, dims, "rope", rotary=rotary))
     name, half = "lengths_half_of_8192", (4096,) * 4
     rows.append(full(name, (4, 8192), equal, 128, "cost", kv_lengths=half))
     rows.append(full("lengths_none_of_8192", (4, 8192), equal, 128, "cost"))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn.bench import subjects, verify
+from pallas_attn.bench import rotation, subjects, verify
 from pallas_attn.bench.call import Call
 from pallas_attn.bench.case import AppendCase, DecodeCase
 from pallas_attn.bench.timing import Produced, Subject
@@ -32,7 +32,8 @@ def _attention_judge(call: Call) -> Judge:
         arrays = {name: x for name, x in arrays.items() if name != "aux"} | case.written_out()
     elif "q_offset" in options:
         arrays = arrays | {"q_offset": options["q_offset"]}
-    oracle, naive = verify.expected(arrays, options, call.cotangent)
+    expected = verify.expected if case.rotary is None else rotation.expected
+    oracle, naive = expected(arrays, options, call.cotangent)
     return lambda subject, produced: verify.judge(subject.outputs(produced), oracle, naive)
 
 

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn.bench import subjects, torch_peers
+import pallas_attn
+from pallas_attn.bench import rotation, subjects, torch_peers
 from pallas_attn.bench.call import Call, Peer, Unavailable
 from pallas_attn.bench.case import AttentionCase, DecodeCase
 from pallas_attn.bench.cases import Case
@@ -39,11 +40,12 @@ def _masked(call: Call) -> dict[str, Any]:
 
 
 def _jax_nn(name: str, call: Call) -> list[Subject]:
-    call.require("q_lengths", "kv_lengths", "bias", "mask_array", "window", "precision")
+    call.require("q_lengths", "kv_lengths", "bias", "mask_array", "window", "precision", "rotary")
     _require_gpu_of(name)
     static = _masked(call) | {"implementation": name}
 
     def function(q: Array, k: Array, v: Array, rest: dict[str, Any]) -> Array:
+        q, k, rest = rotation.in_model(q, k, rest)
         arrays: dict[str, Any] = {
             "bias": rest.get("bias"),
             "mask": rest.get("mask_array"),
@@ -167,6 +169,19 @@ def built_in(call: Call) -> list[Subject]:
         arrays["segment_ids"] = tuple(map(jnp.asarray, options["segment_ids"]))
     launch = subjects.attention(case, arrays, call.cotangent, call.op, None)
     return [Subject("built_in", launch)]
+
+
+def in_model(call: Call) -> list[Subject]:
+    """Ours with q and k that the model rotates in the same program."""
+    if call.case.rotary is None:
+        raise Unavailable("nothing to rotate")
+    static = call.case.options()
+
+    def function(q: Array, k: Array, v: Array, rest: dict[str, Any]) -> Array:
+        q, k, rest = rotation.in_model(q, k, rest)
+        return pallas_attn.flash_attention(q, k, v, **rest, **static)
+
+    return [Subject("in_model", call.launch(function))]
 
 
 # ---- decode and prefill -------------------------------------------------------------------------
@@ -369,6 +384,7 @@ _ATTENTION: dict[str, Peer] = {
     "tokamax": tokamax,
     **torch_peers.SDPA,
     "xla": xla,
+    "in_model": in_model,
 }
 PEERS: dict[str, dict[str, Peer]] = {
     "forward": _ATTENTION,

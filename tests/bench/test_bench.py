@@ -228,6 +228,39 @@ def test_functions_are_checked_beside_the_options_that_say_the_same(case, tmp_pa
     assert any("torch" in line for line in lines)  # flex is not there, and said
 
 
+ROTATED = [case for case in known.ATTENTION if case.rotary is not None]
+
+
+def little_rotated(case):
+    """A quarter of the columns, 40 rows."""
+    sizes = {"batch": 1, "q_len": 40, "kv_len": 40, "q_heads": 4, "kv_heads": 2, "head_dim": 48}
+    first, dims, interleaved = case.rotary
+    rotary = (first // 4, dims // 4, interleaved)
+    return dataclasses.replace(case, **sizes, v_head_dim=32, rotary=rotary, dtype="float32")
+
+
+@pytest.mark.parametrize("op", ["forward", "backward"])
+@pytest.mark.parametrize("case", ROTATED, ids=lambda case: case.name)
+def test_rotation_is_checked_beside_that_of_a_model(op, case, tmp_path, monkeypatch):
+    monkeypatch.setitem(LITTLE, case.name, little_rotated(case))
+    status, written, lines, _ = bench(op, [case.name], tmp_path, Options(turns=1))
+    assert status == 0, "\n".join(lines)
+    impls = [row["impl"] for row in of_op(written, {"forward": op}.get(op, "forward+backward"))]
+    assert {"pallas_attn/reference", "in_model"} <= set(impls), lines
+
+
+def test_a_rotation_by_other_positions_is_wrong(tmp_path, monkeypatch):
+    def wrong(right, *args, rotary, **options):
+        rotary = dataclasses.replace(rotary, sin=-rotary.sin)
+        return right(*args, rotary=rotary, **options)
+
+    change(monkeypatch, "flash_attention", wrong)
+    monkeypatch.setitem(LITTLE, ROTATED[0].name, little_rotated(ROTATED[0]))
+    monkeypatch.setitem(peers.PEERS, "forward", {})
+    status, written, _, _ = bench("forward", [ROTATED[0].name], tmp_path, Options(turns=1))
+    assert status == 1 and not of_op(written, "forward")
+
+
 def test_a_function_that_hides_another_key_is_wrong(tmp_path, monkeypatch):
     def wrong(right, f, *aux):
         return right(lambda b, h, q, kv, *x: f(b, h, q, kv + 1, *x), *aux)
