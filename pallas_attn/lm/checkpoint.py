@@ -153,11 +153,22 @@ _LAYER = {
     "q_norm": ("self_attn.q_norm.weight",),
     "k_norm": ("self_attn.k_norm.weight",),
 }
+# Those of Gemma's that differ: there the second norm is one of attention's result.
+_GEMMA_LAYER = _LAYER | {
+    "attn_post_norm": ("post_attention_layernorm.weight",),
+    "mlp_norm": ("pre_feedforward_layernorm.weight",),
+    "mlp_post_norm": ("post_feedforward_layernorm.weight",),
+}
 _TOP = {
     "embed": "model.embed_tokens.weight",
     "norm": "model.norm.weight",
     "head": "lm_head.weight",
 }
+
+
+def _tensors_of(config: Config) -> dict[str, tuple[str, ...]]:
+    """The tensors of each parameter of a layer."""
+    return _GEMMA_LAYER if config.gemma else _LAYER
 
 
 def _wanted(config: Config) -> Iterator[tuple[str, Shape]]:
@@ -169,7 +180,7 @@ def _wanted(config: Config) -> Iterator[tuple[str, Shape]]:
     for run in shapes["runs"]:
         layer = [
             (tensor, (rows, *run[name][2:]))
-            for name, tensors in _LAYER.items()
+            for name, tensors in _tensors_of(config).items()
             if name in run
             for tensor, rows in zip(tensors, config.joined(name) or run[name][1:2], strict=True)
         ]
@@ -254,6 +265,7 @@ class _Tensors:
         """The part of a parameter that slices say; of a layer's parameter, always all layers."""
         if name in _TOP:
             return self._take(_TOP[name], dtype, at)
+        tensors = _tensors_of(self._config)
         _, run, name = name.split(".")
         first = sum(count for count, _ in self._config.runs[: int(run)])
         counts = [len(range(*part.indices(n))) for part, n in zip(at, shape, strict=True)]
@@ -262,7 +274,7 @@ class _Tensors:
         for n in range(shape[0]):
             start = 0
             for matrix, rows in lm_mesh.spans(sizes, at[1], shape[1]):
-                tensor = f"model.layers.{first + n}.{_LAYER[name][matrix]}"
+                tensor = f"model.layers.{first + n}.{tensors[name][matrix]}"
                 part = self._take(tensor, dtype, (rows, *at[2:]))
                 stacked[n, start : start + len(part)] = part
                 start += len(part)
@@ -274,7 +286,10 @@ class _Tensors:
         shape = file.get_slice(name).get_shape()
         whole = all(part.indices(n) == (0, n, 1) for part, n in zip(at, shape, strict=False))
         with np.errstate(over="ignore", invalid="ignore"):
-            return (file.get_tensor(name) if whole else file.get_slice(name)[at]).astype(dtype)
+            held = file.get_tensor(name) if whole else file.get_slice(name)[at]
+            if self._config.gemma and name.endswith("norm.weight"):
+                held = held.astype(np.float32) + 1
+            return held.astype(dtype)
 
     def not_finite(self, dtype: DType) -> str:
         """The error for the first tensor with a number that is not finite."""

@@ -92,6 +92,13 @@ class Config:
     qk_norm: bool = False  # Qwen3
     tied: bool = False  # the head is the embedding
     windows: tuple[int | None, ...] = ()  # keys that each layer sees, its own counted; None: all
+    scale: float | None = None  # factor of scores; None: head_dim ** -0.5
+    softcap: float | None = None  # bound of scores, Gemma 2
+    logit_softcap: float | None = None  # bound of logits, Gemma 2
+    window_rope: Rope | None = None  # rotary positions of layers with a window, Gemma 3
+    # Gemma: results of attention and MLP are normalised, too, embeddings are scaled, the gate is a
+    # GELU. Checkpoints hold weights of norms less 1.
+    gemma: bool = False
     # The mesh axis whose devices have the other heads and columns of the MLP. Sizes are then those
     # of one device, within jax.shard_map (`mesh.local`).
     over: str | None = None
@@ -104,6 +111,15 @@ class Config:
             (len(list(layers)), CAUSAL if window is None else sliding_window(window))
             for window, layers in windows
         )
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """Rotary positions of all layers, or of those without and with a window."""
+        return (self.rope,) if self.window_rope is None else (self.rope, self.window_rope)
+
+    def rope_number(self, mask: Mask) -> int:
+        """Which of `ropes` the layers with a mask have."""
+        return int(self.window_rope is not None and mask.left is not None)
 
     def kv_bytes(self, dtype: DType) -> int:
         """Bytes of cache that one token takes."""
@@ -132,6 +148,8 @@ class Config:
             "gate_up": (2 * self.mlp, self.hidden),
             "down": (self.hidden, self.mlp),
         }
+        if self.gemma:
+            layer |= {"attn_post_norm": (self.hidden,), "mlp_post_norm": (self.hidden,)}
         if self.qkv_bias:
             layer["qkv_bias"] = (qkv,)
         if self.qk_norm:

@@ -14,7 +14,6 @@ from pallas_attn.lm import model
 from pallas_attn.lm.config import Config, Params
 from pallas_attn.lm.options import Options
 from pallas_attn.lm.state import DROPPED, NOTHING, State, next_tokens, stops
-from pallas_attn.rotary import Rotary
 
 Array = jax.Array
 
@@ -23,7 +22,12 @@ NONE = -1  # in place of a draft
 
 
 def step(
-    config: Config, options: Options, params: Params, rotary: Rotary, cache: KVCache, state: State
+    config: Config,
+    options: Options,
+    params: Params,
+    rotary: model.Tables,
+    cache: KVCache,
+    state: State,
 ) -> tuple[KVCache, State, Array, Array]:
     """One step with drafts: (cache, state, tokens int32[M, 1 + drafts], logits)."""
     (guesses, tokens), known = proposed(options, cache, state), cache.lengths + 1

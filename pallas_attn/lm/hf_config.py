@@ -14,7 +14,8 @@ from typing import Any
 from pallas_attn.lm.config import Config, Rope
 from pallas_attn.lm.folder import Folder, shown
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+GEMMA = ("gemma2", "gemma3_text")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *GEMMA)
 WINDOWED = ("full_attention", "sliding_attention")  # names in layer_types
 REQUIRED = object()
 
@@ -55,7 +56,7 @@ def _factor(default: float | None = None) -> Key:
     return Key(float, 1e-3, 1e6, default=default)
 
 
-# Keys of config.json. The last five have one value that this model computes.
+# Keys of config.json. The last four have one value that this model computes.
 KEYS: dict[str, Key] = {
     "model_type": Key(str, choices=FAMILIES, default=REQUIRED),
     "vocab_size": Key(int, most=2**24, default=REQUIRED),
@@ -76,7 +77,14 @@ KEYS: dict[str, Key] = {
     "max_window_layers": Key(int, least=0, default=28),
     "layer_types": Key(list),
     "tokenizer": Key(str, choices=("bytes",)),
-    "hidden_act": Key(str, choices=("silu",)),
+    "hidden_act": Key(str, choices=("silu", "gelu_pytorch_tanh")),
+    "hidden_activation": Key(str, choices=("gelu_pytorch_tanh",)),
+    "query_pre_attn_scalar": _factor(),
+    "attn_logit_softcapping": _factor(),
+    "final_logit_softcapping": _factor(),
+    "rope_local_base_freq": Key(float, least=2, most=1e12, default=10000.0),
+    "sliding_window_pattern": Key(int, most=1000, default=6),
+    "use_bidirectional_attention": Key(bool, choices=(False,)),
     "attention_bias": Key(bool, choices=(False,)),
     "mlp_bias": Key(bool, choices=(False,)),
     "partial_rotary_factor": Key(float, choices=(1.0, 1)),
@@ -100,10 +108,14 @@ ROPE_KEYS: dict[str, Key] = {
 }
 _TOKEN = Key(int, least=0, most=2**31 - 1)
 # Defaults of a family for absent keys; null is another thing.
+_GEMMA = {"sliding_window": 4096, "head_dim": 256, "query_pre_attn_scalar": 256}
+_GEMMA |= {"tie_word_embeddings": True}
 _ABSENT: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 4096},
     "qwen2": {"sliding_window": 4096},
     "qwen3": {"sliding_window": 4096, "head_dim": 128},
+    "gemma2": _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3_text": _GEMMA | {"rope_theta": 1e6},
 }
 
 
@@ -142,6 +154,9 @@ def config_from(described: Mapping[str, Any], where: str = "config.json") -> Con
     kv_heads = read["num_key_value_heads"] or heads
     if heads % kv_heads:
         raise read.wrong("num_key_value_heads", kv_heads, f"a divisor of the {heads} heads")
+    gate = "gelu_pytorch_tanh" if family in GEMMA else "silu"
+    if read["hidden_act"] not in (None, gate):
+        raise read.wrong("hidden_act", read["hidden_act"], f"{gate} in {family}")
     head_dim = read["head_dim"]
     if head_dim is None and read["hidden_size"] % heads:
         wanted = f"a multiple of the {heads} heads, or head_dim"
@@ -158,34 +173,62 @@ def config_from(described: Mapping[str, Any], where: str = "config.json") -> Con
         head_dim=head_dim,
         mlp=read["intermediate_size"],
         positions=read["max_position_embeddings"],
-        rope=_rope(read, where),
+        rope=_rope(read, where, WINDOWED[0]),
         norm_eps=read["rms_norm_eps"],
-        qkv_bias=read["model_type"] == "qwen2",
-        qk_norm=read["model_type"] == "qwen3",
+        qkv_bias=family == "qwen2",
+        qk_norm=family in ("qwen3", "gemma3_text"),
         tied=read["tie_word_embeddings"],
         windows=_windows(read, layers),
+        **(_gemma(read, where) if family in GEMMA else {}),
     )
+
+
+def _gemma(read: _Reader, where: str) -> dict[str, Any]:
+    """The fields of a Config that Gemma alone has."""
+    scale = read["query_pre_attn_scalar"]
+    fields: dict[str, Any] = {"gemma": True, "scale": None if scale is None else scale**-0.5}
+    if read["model_type"] == "gemma3_text":
+        fields["window_rope"] = _rope(read, where, WINDOWED[1])
+    names = {"softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
+    return fields | {name: read[key] for name, key in names.items()}
 
 
 def _windows(read: _Reader, layers: int) -> tuple[int | None, ...]:
     """The window of each layer; () where there is none at all."""
     family, window = read["model_type"], read["sliding_window"]
-    if family == "llama" or (family != "mistral" and not read["use_sliding_window"]):
+    always = family == "mistral" or family in GEMMA
+    if family == "llama" or not (always or read["use_sliding_window"]):
         window = None
     if window is None:
         return ()
-    first = 0 if family == "mistral" else read["max_window_layers"]
     kinds = read["layer_types"]
     if kinds is None:
-        kinds = [WINDOWED[n >= first] for n in range(layers)]
+        kinds = [WINDOWED[_has_window(read, n)] for n in range(layers)]
     if len(kinds) != layers or not all(kind in WINDOWED for kind in kinds):
         raise read.wrong("layer_types", kinds, f"{layers} of {', '.join(WINDOWED)}")
     return tuple(window if kind == WINDOWED[1] else None for kind in kinds)
 
 
-def _rope(outer: _Reader, where: str) -> Rope:
+def _has_window(read: _Reader, layer: int) -> bool:
+    """Whether a layer has a window, where config.json does not list them."""
+    family = read["model_type"]
+    if family in GEMMA:
+        every = 2 if family == "gemma2" else read["sliding_window_pattern"]
+        return (layer + 1) % every != 0
+    return family == "mistral" or layer >= read["max_window_layers"]
+
+
+def _rope(outer: _Reader, where: str, kind_of_layer: str) -> Rope:
+    """Rotary positions of the layers of a kind, one of `WINDOWED`."""
     name = "rope_parameters" if outer["rope_parameters"] else "rope_scaling"
     described = outer[name] or {}
+    if outer["model_type"] == "gemma3_text":
+        if kind_of_layer in described:
+            described, name = described[kind_of_layer], f"{name}.{kind_of_layer}"
+            if not isinstance(described, dict):
+                raise ValueError(f"{where}: {name}: expected an object, got {shown(described)}")
+        elif kind_of_layer == WINDOWED[1]:
+            return Rope(outer["rope_local_base_freq"])
     for key, value in described.items():
         if key not in ROPE_KEYS and isinstance(value, dict):
             raise ValueError(f"{where}: {name}: {shown(key)} is an object, which is not supported")

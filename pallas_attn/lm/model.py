@@ -1,8 +1,8 @@
 """A decoder of the Llama family in jax.numpy and this package's operations.
 
-Llama 2 and 3, Mistral, Qwen2 and Qwen3 are one model with a few choices (`Config`): x plus
-attention of the norm of x, plus a gated MLP of the norm of that. Four ways to run it share every
-layer:
+Llama 2 and 3, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3 are one model with a few choices
+(`Config`): x plus attention of the norm of x, plus a gated MLP of the norm of that. Four ways to
+run it share every layer:
 
     forward(config, params, tokens)               all positions at once, no cache: training, checks
     prefill(config, params, cache, ...)           prompts through `flash_attention` into the cache
@@ -45,6 +45,7 @@ from pallas_attn.rotary import RMSNorm, Rotary
 Array = jax.Array
 Cache = Any  # a KVCache; None without one
 Sent = Any  # an array that is NumPy's on the host and jax's in a program
+Tables = tuple[Rotary, ...]  # one for each of `Config.ropes`
 STREAMED = ("qkv", "out", "gate_up", "down", "attn_norm", "mlp_norm")  # read out of the stack
 
 
@@ -75,7 +76,8 @@ def _layers(config: Config, params: Params, tokens: Array, run: _Pass, cache: Ca
     x = embedded(config, params["embed"], tokens)
     eps, first, angles, exchange = config.norm_eps, 0, None, None
     if run.positions is not None:
-        angles = config.rope.angles(run.positions[:, :, None], config.head_dim)
+        at = run.positions[:, :, None]
+        angles = tuple(rope.angles(at, config.head_dim) for rope in config.ropes)
     if run.stream:  # else XLA's kernel of the angles stands between ours, and those wait for it
         x, angles = lax.optimization_barrier((x, angles))
         if config.over is not None:
@@ -85,7 +87,9 @@ def _layers(config: Config, params: Params, tokens: Array, run: _Pass, cache: Ca
         stacks = {name: weights[name] for name in STREAMED if run.stream}
         sliced = {name: x for name, x in weights.items() if name not in stacks}
 
-        def layer(carry, item, mask=mask, stacks=stacks, first=first):
+        turn = None if angles is None else angles[config.rope_number(mask)]
+
+        def layer(carry, item, mask=mask, stacks=stacks, first=first, angles=turn):
             # The result of a matmul waits for the norm that follows, which adds it to x.
             (x, added, cache, number), weights = carry, dict(item)
             weights |= {name: Layer(stack, number - first) for name, stack in stacks.items()}
@@ -93,8 +97,11 @@ def _layers(config: Config, params: Params, tokens: Array, run: _Pass, cache: Ca
             q, k, v = qkv_of(config, weights, normed, angles)
             out, cache = run.attend(Heads(q, k, v, weights, mask, number), cache)
             added = _added(config, out.reshape(*x.shape[:2], -1), weights["out"], exchange)
+            added = _normed(config, added, weights, "attn_post_norm", x)
             x, normed, exchange = add_norm(x, added, weights["mlp_norm"], eps)
-            added = _added(config, gated(normed, weights["gate_up"]), weights["down"], exchange)
+            inner = gated(normed, weights["gate_up"], _gelu if config.gemma else jax.nn.silu)
+            added = _added(config, inner, weights["down"], exchange)
+            added = _normed(config, added, weights, "mlp_post_norm", x)
             return (x, added, cache, number + 1), None
 
         carry = (x, added, cache, jnp.asarray(first, jnp.int32))
@@ -108,8 +115,10 @@ def _layers(config: Config, params: Params, tokens: Array, run: _Pass, cache: Ca
 def embedded(config: Config, embed: Array, tokens: Array) -> Array:
     """Rows [..., D] of the embedding."""
     if config.over is not None:
-        return tensor_parallel.embedded(config.over, config.vocab, embed, tokens)
-    return jnp.take(embed, tokens, axis=0, mode="clip")
+        rows = tensor_parallel.embedded(config.over, config.vocab, embed, tokens)
+    else:
+        rows = jnp.take(embed, tokens, axis=0, mode="clip")
+    return rows * jnp.asarray(config.hidden**0.5, rows.dtype) if config.gemma else rows
 
 
 def qkv_of(config: Config, weights: Params, x: Array, angles: Angles | None) -> tuple[Array, ...]:
@@ -149,6 +158,23 @@ def _added(
     return Added(tensor_parallel.summed(config.over, sums, x.dtype)[None])
 
 
+def _normed(config: Config, added: Added, weights: Params, name: str, x: Array) -> Added:
+    """Gemma's norm of what is added to the residual stream, else `added`."""
+    if not config.gemma:
+        return added
+    rows = lm_rows.total(added.partials, x.dtype)
+    return Added(rms_norm(rows, weights[name], config.norm_eps)[None])
+
+
+def _gelu(x: Array) -> Array:
+    return jax.nn.gelu(x, approximate=True)
+
+
+def _scores_of(config: Config) -> dict[str, Any]:
+    """Options of attention that say how scores become logits."""
+    return {"scale": config.scale, "softcap": config.softcap}
+
+
 def _nothing_added(
     config: Config, down: Array, x: Array, stream: bool, exchange: Exchange | None
 ) -> Added:
@@ -164,9 +190,11 @@ def logits_of(config: Config, params: Params, x: Array, stream: bool = False) ->
     """float32[..., vocab] of normed rows [..., D]."""
     head = params["embed" if config.tied else "head"]
     logits = linear(x, Layer(head[None], 0) if stream else head, jnp.float32)
-    if config.over is None:
-        return logits
-    return tensor_parallel.all_logits(config.over, config.vocab, logits)
+    if config.over is not None:
+        logits = tensor_parallel.all_logits(config.over, config.vocab, logits)
+    if (cap := config.logit_softcap) is not None:
+        logits = cap * jnp.tanh(logits / cap)
+    return logits
 
 
 # ---- without a cache, and prompts ---------------------------------------------------------------
@@ -186,7 +214,7 @@ def forward(
 
     def attend(heads: Heads, cache: None) -> tuple[Array, None]:
         q, k, v, _, mask, _ = heads
-        shared: dict[str, Any] = {"implementation": implementation, "context": context}
+        shared = _scores_of(config) | {"implementation": implementation, "context": context}
         return flash_attention(q, k, v, mask=mask, **shared), cache
 
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
@@ -221,7 +249,7 @@ def prefill(
 
     def attend(heads: Heads, cache: KVCache) -> tuple[Array, KVCache]:
         q, k, v, _, mask, layer = heads
-        shared: dict[str, Any] = {"mask": mask, "implementation": implementation}
+        shared = _scores_of(config) | {"mask": mask, "implementation": implementation}
         shared |= {"q_lengths": prompts.lengths, "kv_lengths": prompts.lengths}
         out = flash_attention(q, k, v, **shared)
         k, v = (jnp.take(x, source, axis=0) for x in (k, v))
@@ -243,7 +271,7 @@ def decode(
     cache: KVCache,
     tokens: Array,
     rows: Array,
-    rotary: Rotary,
+    rotary: Tables,
     implementation: str | None = None,
     levels: int = 0,
 ) -> tuple[Array, KVCache]:
@@ -280,7 +308,7 @@ def mixed(
     params: Params,
     cache: KVCache,
     packed: Packed,
-    rotary: Rotary,
+    rotary: Tables,
     implementation: str | None = None,
     levels: int = 0,
 ) -> tuple[Array, KVCache]:
@@ -308,17 +336,17 @@ def owners_of(starts: Array, rows: int) -> Array:
     return jnp.clip(owner, 0, starts.shape[0] - 2)
 
 
-def rotary_of(config: Config, cache: KVCache) -> Rotary:
+def rotary_of(config: Config, cache: KVCache) -> Tables:
     """Tables for all rows that a sequence of the cache can hold."""
     positions = jnp.arange(max(cache.capacities), dtype=jnp.int32)
-    return Rotary(*config.rope.angles(positions, config.head_dim))
+    return tuple(Rotary(*rope.angles(positions, config.head_dim)) for rope in config.ropes)
 
 
 class _NewRows(NamedTuple):
     """The place of new rows in a cache."""
 
     positions: Array  # int32[M, t]; packed int32[1, R]
-    rotary: Rotary
+    rotary: Tables
     starts: Array | None = None  # packed: start of each sequence's rows
     shared: SharedPrefixes | None = None  # pages that are read once for several sequences
 
@@ -330,10 +358,10 @@ def _over_cache(config: Config, params: Params, new: _NewRows, implementation: s
     writes it, and q before it is used.
     """
     positions, starts = new.positions, new.starts
-    stream = lm_rows.streams(positions.size, params["embed"].dtype, implementation)
+    few = lm_rows.streams(positions.size, params["embed"].dtype, implementation)
+    stream = few and not config.gemma
     launches = lm_rows.overlapping if stream else contextlib.nullcontext
     rotated = _kernel_rotates(config, stream)
-    rotary = None if rotated else new.rotary
 
     def norm(weights: Params, name: str) -> RMSNorm | None:
         normed = config.qk_norm and not rotated
@@ -341,11 +369,13 @@ def _over_cache(config: Config, params: Params, new: _NewRows, implementation: s
 
     def attend(heads: Heads, cache: KVCache) -> tuple[Array, KVCache]:
         q, k, v = (x if starts is None else x[0] for x in heads[:3])
-        shared: dict[str, Any] = {"starts": starts, "rotary": rotary, "layer": heads.layer}
+        shared: dict[str, Any] = {"starts": starts, "layer": heads.layer}
+        shared["rotary"] = None if rotated else new.rotary[config.rope_number(heads.mask)]
         shared["implementation"] = implementation
         with launches():
             cache = write_kv(cache, k, v, norm=norm(heads.weights, "k_norm"), **shared)
             shared |= {"mask": heads.mask, "norm": norm(heads.weights, "q_norm")}
+            shared |= _scores_of(config)
             out = decode_attention(q, cache, shared_prefixes=new.shared, **shared)
         return out if starts is None else out[None], cache
 

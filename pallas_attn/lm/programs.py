@@ -11,7 +11,6 @@ from pallas_attn.lm.config import Config, Params
 from pallas_attn.lm.model import Sent
 from pallas_attn.lm.options import Options
 from pallas_attn.lm.state import NOTHING, Kept, State, forked, next_tokens, program, stops
-from pallas_attn.rotary import Rotary
 
 Array = jax.Array
 Result = tuple[KVCache, State, Array, Kept]  # cache, state, tokens
@@ -82,7 +81,12 @@ def steps(config: Config, options: Options, params: Params, cache: KVCache, stat
 
 
 def _step(
-    config: Config, options: Options, params: Params, rotary: Rotary, cache: KVCache, state: State
+    config: Config,
+    options: Options,
+    params: Params,
+    rotary: model.Tables,
+    cache: KVCache,
+    state: State,
 ) -> tuple[KVCache, State, Array, Array]:
     """The next token of each sequence that runs, int32[M], and the logits before it."""
     runs = state.left > 0

@@ -60,7 +60,7 @@ class Subject:
 
     @property
     def has_peer(self) -> bool:
-        return step_parts.on_gpu() and not self.config.windows
+        return step_parts.on_gpu() and not (self.config.windows or self.config.gemma)
 
     @property
     def has_first_token(self) -> bool:

@@ -9,6 +9,7 @@ kernel, since behind a kernel of XLA's the next matmul would have to wait.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -87,8 +88,12 @@ def total(added: Array, dtype: DType) -> Array:
     return added[0].astype(dtype) if len(added) == 1 else added.sum(axis=0).astype(dtype)
 
 
-def gated(x: Array, weight: Array | Layer) -> Array:
-    """silu(x by the first half of a weight [2 out, in]) times x by the second: [..., out]."""
+def gated(
+    x: Array, weight: Array | Layer, gate_of: Callable[[Array], Array] = jax.nn.silu
+) -> Array:
+    """gate_of(x by the first half of a weight [2 out, in]) times x by the second: [..., out].
+    A `Layer` has a silu.
+    """
     if isinstance(weight, Layer) and _takes(_gated_problem(x, weight.stack), weight.stack):
         (out,) = sharding.over_devices(
             _gated,
@@ -99,7 +104,7 @@ def gated(x: Array, weight: Array | Layer) -> Array:
         )
         return out.reshape(*x.shape[:-1], -1)
     gate, up = jnp.split(linear(x, weight), 2, axis=-1)
-    return jax.nn.silu(gate) * up
+    return gate_of(gate) * up
 
 
 def _kernel():

@@ -70,7 +70,13 @@ def test_a_checkpoint_computes_what_the_witness_does(tmp_path, rng, family):
 
 @pytest.mark.parametrize(
     "family, kind",
-    [("llama3", "paged"), ("qwen2", "stacked"), *(("qwen3", kind) for kind in CACHES)],
+    [
+        ("llama3", "paged"),
+        ("qwen2", "stacked"),
+        *(("qwen3", kind) for kind in CACHES),
+        ("gemma2", "stacked"),
+        ("gemma3", "paged"),
+    ],
 )
 def test_prefill_then_decode_equals_the_full_forward(tmp_path, rng, family, kind):
     """Two prompts of unlike lengths into a cache of three, then tokens into one and both."""

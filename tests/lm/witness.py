@@ -23,6 +23,12 @@ BASE = {
 }
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+_GEMMA = {name: x for name, x in BASE.items() if name != "hidden_act"} | {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 16,
+    "query_pre_attn_scalar": 12,
+    "sliding_window": 5,
+}
 CONFIGS = {
     "llama2": BASE | {"model_type": "llama", "num_key_value_heads": 4},
     "llama3": BASE
@@ -38,6 +44,11 @@ CONFIGS = {
     "qwen3": BASE
     | {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True}
     | {"rope_parameters": _YARN | {"rope_theta": 1e4}},
+    "gemma2": _GEMMA
+    | {"model_type": "gemma2", "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
+    "gemma3": _GEMMA
+    | {"model_type": "gemma3_text", "sliding_window_pattern": 3, "rope_theta": 1e5}
+    | {"rope_local_base_freq": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
 }
 
 
@@ -60,19 +71,22 @@ def tensors_of(config, rng):
     if config["model_type"] == "qwen2":
         sizes = {"q": heads, "k": kv, "v": kv}
         layer_shapes |= {f"self_attn.{x}_proj.bias": (n * dim,) for x, n in sizes.items()}
-    if config["model_type"] == "qwen3":
+    if gemma := config["model_type"].startswith("gemma"):
+        names = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
+        layer_shapes |= {f"{name}.weight": (hidden,) for name in names}
+    if config["model_type"] in ("qwen3", "gemma3_text"):
         layer_shapes |= {f"self_attn.{x}_norm.weight": (dim,) for x in "qk"}
     shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for layer in range(config["num_hidden_layers"]):
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes.items()}
     shapes["model.norm.weight"] = (hidden,)
-    if not config.get("tie_word_embeddings"):
+    if not config.get("tie_word_embeddings", gemma):
         shapes["lm_head.weight"] = (config["vocab_size"], hidden)
     tensors = {}
     for name, shape in shapes.items():
         drawn = rng.standard_normal(shape)
         # Norms about 1, matrices that keep the size of what they are given, large for one layer.
-        drawn = 1 + 0.2 * drawn if "norm" in name else drawn * (2 / math.sqrt(shape[-1]))
+        drawn = (not gemma) + 0.2 * drawn if "norm" in name else drawn * (2 / math.sqrt(shape[-1]))
         tensors[name] = drawn.astype(np.float32)
     return tensors
 
@@ -104,6 +118,8 @@ def write(folder, config, tensors, shards=1, dtype=np.float32):
 def logits(config, tensors, ids):
     """float64[t, vocab]."""
     tensors = {name: x.astype(np.float64) for name, x in tensors.items()}
+    if config["model_type"].startswith("gemma"):
+        return _gemma_logits(config, tensors, ids)
     x = tensors["model.embed_tokens.weight"][list(ids)]
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
@@ -115,6 +131,26 @@ def logits(config, tensors, ids):
         x = x + (gate / (1 + np.exp(-gate)) * up) @ mine["mlp.down_proj.weight"].T
     head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
     return _norm(config, x, tensors["model.norm.weight"]) @ head.T
+
+
+def _gemma_logits(config, tensors, ids):
+    """Norms of 1 + w on both sides of attention and MLP, a GELU, a bound of the logits."""
+    embed = tensors["model.embed_tokens.weight"]
+    tensors = {name: x + 1 if name.endswith("norm.weight") else x for name, x in tensors.items()}
+    x = embed[list(ids)] * math.sqrt(config["hidden_size"])
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        mine = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        h = _attention(config, mine, _norm(config, x, mine["input_layernorm.weight"]), layer)
+        x = x + _norm(config, h, mine["post_attention_layernorm.weight"])
+        h = _norm(config, x, mine["pre_feedforward_layernorm.weight"])
+        gate = h @ mine["mlp.gate_proj.weight"].T
+        gate = gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+        h = (gate * (h @ mine["mlp.up_proj.weight"].T)) @ mine["mlp.down_proj.weight"].T
+        x = x + _norm(config, h, mine["post_feedforward_layernorm.weight"])
+    logits = _norm(config, x, tensors["model.norm.weight"]) @ embed.T
+    cap = config.get("final_logit_softcapping")
+    return logits if cap is None else cap * np.tanh(logits / cap)
 
 
 def _norm(config, x, weight):
@@ -131,20 +167,34 @@ def _attention(config, mine, x, layer):
         y = y.reshape(len(x), count, dim)
         if f"self_attn.{name}_norm.weight" in mine:
             y = _norm(config, y, mine[f"self_attn.{name}_norm.weight"])
-        rows[name] = y if name == "v" else _turned(config, y, dim)
+        rows[name] = y if name == "v" else _turned(_rotation(config, layer), y, dim)
     out = np.zeros((len(x), heads, dim))
-    window = _window(config, layer)
+    window, cap = _window(config, layer), config.get("attn_logit_softcapping")
     for t in range(len(x)):
         first = 0 if window is None else max(0, t - window + 1)
         for head in range(heads):
             mates = slice(first, t + 1), head // (heads // kv)
-            scores = rows["k"][mates] @ rows["q"][t, head] / math.sqrt(dim)
+            scores = rows["k"][mates] @ rows["q"][t, head]
+            scores = scores / math.sqrt(config.get("query_pre_attn_scalar", dim))
+            scores = scores if cap is None else cap * np.tanh(scores / cap)
             weights = np.exp(scores - scores.max())
             out[t, head] = weights / weights.sum() @ rows["v"][mates]
     return out.reshape(len(x), -1) @ mine["self_attn.o_proj.weight"].T
 
 
+def _rotation(config, layer):
+    """What config.json says of the rotation in a layer: Gemma 3 has another one within windows."""
+    if config["model_type"] != "gemma3_text" or _window(config, layer) is None:
+        return config
+    return {"rope_theta": config["rope_local_base_freq"]}
+
+
 def _window(config, layer):
+    if config["model_type"] == "gemma2":
+        return config["sliding_window"] if layer % 2 == 0 else None
+    if config["model_type"] == "gemma3_text":
+        last = layer % config["sliding_window_pattern"] == config["sliding_window_pattern"] - 1
+        return None if last else config["sliding_window"]
     if config["model_type"] == "mistral":
         return config["sliding_window"]
     if config.get("use_sliding_window") and layer >= config["max_window_layers"]:
