@@ -206,6 +206,38 @@ def test_a_family_has_its_own_values_for_what_is_absent():
     assert config_from(base | {"model_type": "llama"}).head_dim == 8
 
 
+def test_gemma_as_its_config_says():
+    """Where keys are absent, and where newer files list layers and their rotations."""
+    plain = {name: x for name, x in witness.BASE.items() if name != "hidden_act"}
+    two, three = (config_from(plain | {"model_type": name}) for name in hf_config.GEMMA)
+    assert two.windows == (4096, None, 4096) and three.windows == (4096, 4096, 4096)
+    assert (two.softcap, two.logit_softcap, two.scale) == (50.0, 30.0, 1 / 16)
+    assert (three.softcap, three.logit_softcap, three.scale) == (None, None, 1 / 16)
+    assert two.head_dim == 256 and two.tied and not two.qk_norm and three.qk_norm
+    assert [rope.theta for rope in three.ropes] == [1e6, 1e4] and len(two.ropes) == 1
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    ropes = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5}}
+    ropes |= {"sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}
+    listed = plain | {"model_type": "gemma3_text", "layer_types": kinds, "rope_parameters": ropes}
+    config = config_from(listed)
+    assert config.windows == (4096, None, 4096)
+    assert config.ropes == (
+        hf_config.Rope(1e5, "linear", factor=8.0, original_positions=256),
+        hf_config.Rope(500.0),
+    )
+    for changes, line in (
+        (
+            {"hidden_act": "silu"},
+            "hidden_act: expected gelu_pytorch_tanh in gemma3_text, got 'silu'",
+        ),
+        (
+            {"rope_parameters": {"full_attention": 3}},
+            "rope_parameters.full_attention: expected an object, got 3",
+        ),
+    ):
+        assert refusal(config_from, listed | changes) == f"config.json: {line}"
+
+
 # ---- files --------------------------------------------------------------------------------------
 
 FILES = ["config.json", "generation_config.json", "model.safetensors.index.json",

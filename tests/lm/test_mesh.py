@@ -52,6 +52,7 @@ CASES = {  # devices, words, options
         {"cache": "paged", "page_size": 4, "draft": "ngram", "drafts": 2} | {"prefill_chunk": 3},
     ),
     "qwen3": (2, 95, {"cache": "per_sequence", "prefill_chunk": 4}),
+    "gemma3": (2, 95, {"cache": "stacked"}),
 }
 
 
