@@ -81,7 +81,7 @@ PLACES = {
     "gpu": Place(
         tuple(_BY_NAME[name] for name in ("kernels", "portable_kernels", "reference_on_gpu")),
         rounds=6,
-        most=200,
+        most=100,
         share=2.0,
     ),
 }
