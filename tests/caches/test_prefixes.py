@@ -685,11 +685,14 @@ def test_on_a_gpu(rng, name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_GPU)
 def test_packed_rows_on_a_gpu(rng, name):
-    """Single tokens, chunks of prompts and sequences without rows; some rows belong to nobody."""
+    """Single tokens, chunks of prompts and sequences without rows; some rows belong to nobody. One
+    program a test, as above.
+    """
+    number = list(ON_GPU).index(name)
     count, kv_heads, heads, dim, size, _, dtype = ON_GPU[name]
     width, tokens, parts = 1024 // size, 400, 0
     sizes = {"kv_heads": kv_heads, "head_dim": dim, "page_size": size, "dtype": dtype}
-    for trial in range(4):
+    for _ in range(4):
         table = rng.permutation(count * width).reshape(count, width)
         for _ in range(count):
             first, at = rng.integers(0, count), rng.integers(0, width)
@@ -697,8 +700,8 @@ def test_packed_rows_on_a_gpu(rng, name):
         cache = cache_of(rng, table, rng.integers(300, 1025, count), pages=count * width, **sizes)
         starts = jnp.asarray(draw_starts(rng, count, tokens))
         q = rows_of(rng, tokens, heads, dim, dtype=dtype)
-        sinks = rows_of(rng, heads) if trial % 2 else None
-        how = {"levels": 1 + trial % 3, "tokens": tokens, "sinks": sinks}
+        sinks = rows_of(rng, heads) if number % 2 else None
+        how = {"levels": 1 + number % 3, "tokens": tokens, "sinks": sinks}
         got, want, shared = both_packed(q, cache, cache, starts, **how)
         close(got[:1], want[:1], 2.0**-6 if dtype != "float32" else 2e-5)
         close(got[1:], want[1:], 1e-4)
