@@ -207,7 +207,7 @@ def test_a_family_has_its_own_values_for_what_is_absent():
 
 
 def test_gemma_as_its_config_says():
-    """Where keys are absent, and where newer files list layers and their rotations."""
+    """Defaults of absent keys, and newer files that list layers and their rotations."""
     plain = {name: x for name, x in witness.BASE.items() if name != "hidden_act"}
     two, three = (config_from(plain | {"model_type": name}) for name in hf_config.GEMMA)
     assert two.windows == (4096, None, 4096) and three.windows == (4096, 4096, 4096)

@@ -183,7 +183,7 @@ def _attention(config, mine, x, layer):
 
 
 def _rotation(config, layer):
-    """What config.json says of the rotation in a layer: Gemma 3 has another one within windows."""
+    """The keys of config.json about the rotation in a layer: Gemma 3 has another one within windows."""
     if config["model_type"] != "gemma3_text" or _window(config, layer) is None:
         return config
     return {"rope_theta": config["rope_local_base_freq"]}
