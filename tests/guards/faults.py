@@ -436,6 +436,18 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "",
         f"{TEST_BWD} -k test_a_block_walks_over_a_window",
     ),
+    "a_list_of_keys_is_read_past_its_end": Fault(
+        f"{BWD}/sm80_dq.py",
+        "self.listed.tile_ahead(t)",
+        "self.listed.tile(t)",
+        "tests/kernels/flash_fwd/test_masks_and_scores.py -k lists_of_one_tile",
+    ),
+    "a_list_of_queries_is_read_past_its_end": Fault(
+        f"{BWD}/key_tiles.py",
+        "work.q_tiles.tile_ahead(i)",
+        "work.q_tiles.tile(i)",
+        "tests/kernels/flash_fwd/test_masks_and_scores.py -k lists_of_one_tile",
+    ),
     "a_short_backward_stores_by_tma_before_the_commit": Fault(
         f"{BWD}/sm90_short.py",
         "            to[...] = value.astype(to.dtype)\n    plgpu.commit_smem()\n",

@@ -371,6 +371,10 @@ class Listed(NamedTuple):
         at = max(j, 0) if isinstance(j, int) else jnp.maximum(j, 0)
         return self.read(at + first(self.row_blocks))
 
+    def tile_ahead(self, j: Index) -> Index:
+        """`tile(j)`, or any tile if j is past the last place that a list has."""
+        return self.tile(jnp.minimum(j, self.ref.shape[3] - 1 - first(self.row_blocks)))
+
 
 class LoadedTile(NamedTuple):
     """A `Listed` of which one tile is asked for, which was read before."""

@@ -286,7 +286,9 @@ class QueryStep(NamedTuple):
 def query_step(plan: "KeyPlan", work: KeyTile, i: Index) -> QueryStep:
     """Step i of a work tile, one head of the group after the other; there may be none."""
     if plan.problem.group == 1:
-        return QueryStep(work.kv_head, work.q_tile(i), i < work.steps, i)
+        listed = isinstance(work.q_tiles, tile_lists.Listed)
+        t = work.q_tiles.tile_ahead(i) if listed else work.q_tile(i)
+        return QueryStep(work.kv_head, t, i < work.steps, i)
     g = lax.div(i, jnp.maximum(work.steps, 1))
     number = i - g * work.steps
     t, exists = work.q_tile(number), i < plan.problem.group * work.steps

@@ -81,8 +81,8 @@ class ScoreRows(NamedTuple):
     listed: Any = None  # functions.Listed, where kv tiles are numbers in a list
 
     def key(self, t: Index, block: int) -> Index:
-        """The first key of kv tile number t of a span."""
-        return (t if self.listed is None else self.listed.tile(t)) * block
+        """The first key of kv tile number t of a span; any key's, one past the last."""
+        return (t if self.listed is None else self.listed.tile_ahead(t)) * block
 
 
 def load_statistics(ctx: KernelContext, rows: ScoreRows) -> RowStatistics:

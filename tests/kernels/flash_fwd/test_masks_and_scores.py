@@ -94,7 +94,7 @@ def asked(case, function, score, seed, gradients):
     sizes = case.q_len, case.kv_len
     arguments = case.arguments(seed)
     options = dict(arguments)
-    dense = dict(arguments)
+    dense = {name: x for name, x in arguments.items() if name != "deterministic"}
     if function is not None:
         options["mask"] = of_keys(*sizes)[function]
         seen = options["mask"].dense(
@@ -149,6 +149,14 @@ def test_in_the_interpreter(generation, mask, score):
     few = mask in ("nothing", "narrow") or score == "linear"
     facts = {"q_len": 70, "kv_len": 75, "batch": 1} if few else {}
     check(subject_of(generation, True), mask, score, gradients=not few, **facts)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("generation", ["sm90", "sm80"])
+def test_lists_of_one_tile_in_the_interpreter(generation, deterministic):
+    """A tile is asked for ahead: none past the end of a list is read."""
+    facts = {"q_len": 17, "kv_len": 40, "batch": 1, "q_heads": 1, "deterministic": deterministic}
+    check(subject_of(generation, True), "documents", None, **facts)
 
 
 @pytest.mark.parametrize(
