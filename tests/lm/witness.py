@@ -183,7 +183,7 @@ def _attention(config, mine, x, layer):
 
 
 def _rotation(config, layer):
-    """The keys of config.json about the rotation in a layer: Gemma 3 has another one within windows."""
+    """The keys of config.json about the rotation in a layer: Gemma 3 has two kinds of layers."""
     if config["model_type"] != "gemma3_text" or _window(config, layer) is None:
         return config
     return {"rope_theta": config["rope_local_base_freq"]}

@@ -186,7 +186,7 @@ def test_rows_are_rounded_once_and_those_past_a_length_are_left_alone(rng, monke
 @pytest.mark.parametrize("dtype", LARGEST)
 @pytest.mark.parametrize("to, most", [("bfloat16", 0.4), ("float16", 0.04)])
 def test_rounding_of_widened_rows_is_bounded(to, most, dtype):
-    """The bound of docs/semantics.md: logits up to 180 of rows in q's dtype, and of float64 rows."""
+    """The bound of docs/semantics.md: logits up to 180 of rows in q's dtype and in float64."""
     unit, largest = float(jnp.finfo(to).eps) / 2, 0.0
     for seed in range(20):
         rng = np.random.default_rng(seed)
