@@ -87,8 +87,10 @@ def attention(
     split = axes.of_attention(problem, tree, tuple([leaf.shape for leaf in leaves]))
 
     def run(*arrays: Array) -> tuple[Array, ...]:
-        local = jax.tree.unflatten(tree, arrays[: len(leaves)])
-        return kernel.run(*_of_rows(problem, local, arrays[len(leaves) :]))
+        local, sizes = jax.tree.unflatten(tree, arrays[: len(leaves)]), problem
+        if len(arrays) > len(leaves):
+            local, sizes = _from_row(problem, local, arrays[-1])
+        return kernel.run(local, resized(sizes, local))
 
     @custom_vmap
     def call(*arrays: Array) -> tuple[Array, ...]:
@@ -213,27 +215,23 @@ def _one_by_one(
     return sharding.one_after_another(attend, {name: arrays[name] for name in mapped})
 
 
-def _of_rows(
-    problem: AttentionProblem, inputs: AttentionInputs, begin: tuple[Array, ...]
+def _from_row(
+    problem: AttentionProblem, inputs: AttentionInputs, first: Array
 ) -> tuple[AttentionInputs, AttentionProblem]:
-    """The arrays and the problem of a device's rows. `begin` holds the number of the first row
-    where rows are split over devices, and nothing where they are not.
+    """The arrays and the problem of a device's rows, which are split over devices: its first row is
+    number `first` of the whole. The problem keeps its sizes.
     """
-    if not begin:
-        return inputs, resized(problem, inputs)
-    rows, (first,) = inputs.q.shape[1], begin
-    lengths, offset = inputs.q_lengths, inputs.q_offset
-    if lengths is not None:
-        inputs = inputs._replace(q_lengths=jnp.clip(lengths - first, 0, rows))
+    rows, offset = inputs.q.shape[1], inputs.q_offset
+    if inputs.q_lengths is not None:
+        inputs = inputs._replace(q_lengths=jnp.clip(inputs.q_lengths - first, 0, rows))
     if inputs.q_positions is not None:  # split as the rows are
-        return inputs, resized(problem, inputs)
+        return inputs, problem
     if offset is None:
         firsts = range(0, problem.q_len, rows)
         known = tuple((problem.q_offset + n,) for n in firsts)
         problem = dataclasses.replace(problem, q_offset=0, offsets=known)
         offset = jnp.full((inputs.q.shape[0],), known[0][0], jnp.int32)
-    inputs = inputs._replace(q_offset=offset + first)
-    return inputs, resized(problem, inputs)
+    return inputs._replace(q_offset=offset + first), problem
 
 
 FLOATS = ("q", "k", "v", "bias", "sinks")  # inputs that have gradients
@@ -266,9 +264,10 @@ def _gradients(
     split = axes.of_attention_backward(problem, tree, shapes, floats)
 
     def run(*arrays: Array) -> tuple[Array, ...]:
-        local, *of_rows = jax.tree.unflatten(tree, arrays[: len(leaves)])
-        local, sizes = _of_rows(problem, local, arrays[len(leaves) :])
-        results = kernel.run((local, *of_rows), sizes)
+        (local, *of_rows), sizes = jax.tree.unflatten(tree, arrays[: len(leaves)]), problem
+        if len(arrays) > len(leaves):
+            local, sizes = _from_row(problem, local, arrays[-1])
+        results = kernel.run((local, *of_rows), resized(sizes, local))
         return tuple([getattr(results, name) for name in floats])
 
     @custom_vmap
@@ -319,9 +318,10 @@ def attention_tangents(
     split = axes.of_attention_tangents(problem, tree, tuple([leaf.shape for leaf in leaves]))
 
     def run(*arrays: Array) -> tuple[Array, ...]:
-        local, *others = jax.tree.unflatten(tree, arrays[: len(leaves)])
-        local, sizes = _of_rows(problem, local, arrays[len(leaves) :])
-        return kernel.run((local, *others), sizes)
+        (local, *others), sizes = jax.tree.unflatten(tree, arrays[: len(leaves)]), problem
+        if len(arrays) > len(leaves):
+            local, sizes = _from_row(problem, local, arrays[-1])
+        return kernel.run((local, *others), resized(sizes, local))
 
     @custom_vmap
     def call(*arrays: Array) -> tuple[Array, ...]:

@@ -107,13 +107,15 @@ def next_step(logits: Array, unit: Scalar | None, row_max: Array, *, empty_ok: b
 
 def rescaled(new: Step, older: RegisterTiles) -> RegisterTiles:
     """Sums and outputs of the tiles before, a tree of [rows, ..], in terms of the new row max."""
+    to_new_max = functools.partial(scaled, older, new.rescale)
+    return lax.cond(new.moved != 0, to_new_max, lambda: older)
 
-    def scaled():
-        leaves, tree = jax.tree.flatten(older)
-        leaves = [x * mosaic.broadcast_rows(new.rescale, x.shape) for x in leaves]
-        return jax.tree.unflatten(tree, leaves)
 
-    return lax.cond(new.moved != 0, scaled, lambda: older)
+def scaled(tiles: RegisterTiles, factor: Array) -> RegisterTiles:
+    """A tree of [rows, ..] times a number a row."""
+    leaves, tree = jax.tree.flatten(tiles)
+    leaves = [x * mosaic.broadcast_rows(factor, x.shape) for x in leaves]
+    return jax.tree.unflatten(tree, leaves)
 
 
 def step_and_rescale(
@@ -128,7 +130,7 @@ def step_and_rescale(
     def raised():
         higher = raise_to(logits.max(axis=1), unit, row_max)
         rescale = jnp.exp2(row_max - base_of(higher, empty_ok))
-        return higher, jax.tree.map(lambda x: x * mosaic.broadcast_rows(rescale, x.shape), older)
+        return higher, scaled(older, rescale)
 
     row_max, older = lax.cond(moved != 0, raised, lambda: (row_max, older))
     p, row_sum = exponentials_and_sums(logits, unit, base_of(row_max, empty_ok))

@@ -24,7 +24,7 @@ EXCHANGED = 24  # the last work tiles of a block, of which one may change places
 def nearest(
     make: Callable[[Any, Offsets], np.ndarray], plan: QueryPlan, q_offset: Operand
 ) -> jax.Array:
-    """`tile_scheduler.at_offset`: of the tables of all GPUs, that of the nearest offsets."""
+    """`tile_scheduler.table`: of the tables of all GPUs, that of the nearest offsets."""
     known = plan.problem.offsets
     tables = [make(plan, offsets) for offsets in known]
     width = max(table.shape[1] for table in tables)

@@ -409,10 +409,12 @@ def _first_tile(
     if not read_later:
         ring.release(slot)
     masked: bool | None = "first_masked" in ctx.plan.sections
-    first_rows, whole = rows.with_loaded_tile(rows.last), None
+    first_rows, whole = rows, None
+    if rows.last is not None:
+        first_rows = rows.with_loaded_tile(rows.last)
     if ctx.plan.skips_keys:
         masked, whole = None, (rows.span.full_lo, rows.span.full_hi)
-    s, online = logits_of(ctx, first_rows, rows.span.hi - 1, slot, s, masked, whole)
+    s, online = logits.masked_logits(ctx, first_rows, rows.span.hi - 1, slot, s, masked, whole)
     if read_later:
         ring.release(slot)
     unit, nothing = ctx.plan.logit_rules.unit, mosaic.filled((ROWS,), -jnp.inf)
@@ -445,7 +447,7 @@ def _step(  # noqa: PLR0913
             turns.give()
 
     def softmax_of(s: RegisterTile) -> softmax.Step:
-        s, online = logits_of(ctx, rows, t, slot, s, masked, whole)
+        s, online = logits.masked_logits(ctx, rows, t, slot, s, masked, whole)
         return online.next_step(
             s,
             ctx.plan.logit_rules.unit,
@@ -495,23 +497,6 @@ def for_each_kv_tile(plan: Any, span: tiles.Span, step: Callable[..., Any], carr
     return loop(low, span.lo, True, carry) if "low" in plan.sections else carry
 
 
-def logits_of(  # noqa: PLR0913
-    ctx: KernelContext,
-    rows: QueryRows,
-    t: Index,
-    slot: Index,
-    s: RegisterTile,
-    masked: bool | None,
-    whole: tuple[Index, Index] | None = None,
-) -> tuple[RegisterTile, Any]:
-    """`logits.masked_logits`; and the functions `step` and `next_step` of their softmax."""
-    if ctx.plan.logit_rules.linear:
-        from pallas_attn.kernels.attention import linear_scores
-
-        return linear_scores.masked_logits(ctx, rows, t, slot, s, masked, whole)
-    return logits.masked_logits(ctx, rows, t, slot, s, masked, whole), softmax
-
-
 # ---- epilogue -----------------------------------------------------------------------------------
 
 
@@ -524,7 +509,7 @@ def store_result(ctx: KernelContext, rows: QueryRows, result: Result) -> None:
     if refs.units is not None:  # float32
         head = lax.div(tile.head, jnp.int32(plan.problem.group))
         factor = factor * refs.units[1, tile.batch, head]
-    acc = jax.tree.map(lambda x: x * mosaic.broadcast_rows(factor, x.shape), acc)
+    acc = softmax.scaled(acc, factor)
     if tile.q_len is not None:
         inside = mosaic.positions((ROWS,), 0, rows.row) < tile.q_len
         lse = jnp.where(inside, lse, -jnp.inf)
