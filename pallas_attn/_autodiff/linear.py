@@ -19,7 +19,6 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters.partial_eval import JaxprTracer
 
-from pallas_attn._autodiff.by_rows import wide
 from pallas_attn._call import sharding
 
 Array = jax.Array
@@ -135,7 +134,7 @@ class Mapped:
         """Cotangents of what is not mapped are sums over the mapped axis, in float32."""
         results = self._mapped(run, 0)(residuals, cotangents)
         return tuple(
-            x.astype(wide(x.dtype)).sum(axis=0).astype(x.dtype)
+            x.astype(sharding.sum_dtype(x.dtype)).sum(axis=0).astype(x.dtype)
             if dim is None
             else jnp.moveaxis(x, 0, dim)
             for x, dim in zip(results, self.linear, strict=True)

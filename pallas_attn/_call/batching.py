@@ -123,8 +123,8 @@ def _attention_of_many(
     foldable = size and not _is_split(arrays, mapped) and _is_foldable(problem, mapped)
     if not foldable or "sinks" in mapped:  # kernels know a sink a head, and no more
         return _one_by_one(kernel, problem, arrays, mapped)
-    over_scores = problem.bias_shape or problem.mask_shape or problem.uses_head
-    if mapped == ["q"] and not (split or over_scores):
+    differs_by_head = problem.bias_shape or problem.mask_shape or problem.uses_head
+    if mapped == ["q"] and not (split or differs_by_head):
         return _fold_into_heads(kernel, problem, inputs, size)
     inputs = AttentionInputs.of(_folded(arrays, mapped, size, problem.batch))
     out, lse = attention(kernel, resized(problem, inputs), inputs)

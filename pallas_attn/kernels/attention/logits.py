@@ -95,7 +95,7 @@ def tile_of_rows(
     if slot is not None and ctx.plan.score_tiles:
         from pallas_attn.kernels.attention import score_tiles
 
-        in_smem = score_tiles.rows_of(ctx.smem.over_scores, slot, rows.wg)
+        in_smem = score_tiles.rows_of(ctx.smem.bias_and_mask, slot, rows.wg)
     return LogitTile(*where, q_axis=0, layout=layout, in_smem=in_smem)
 
 

@@ -23,7 +23,7 @@ Shared memory, and who owns it when:
                   kv tile before that, which is what one step reads: one wait, one release a step.
                   The producer owns an entry from when all consumers have released it (`free`) until
                   both of its copies have landed (`ready`), the consumers until they release it
-  over_scores [stages]  tiles of bias and mask_array, in the same entries: `score_tiles`
+  bias_and_mask [stages]  tiles of bias and mask_array, in the same entries: `score_tiles`
   out [warpgroup] the consumer's own: some columns of the output on their way to global memory
 
 Kv tiles are taken from the last to the first. Keys that the diagonal, a length or the end of S cuts
@@ -115,7 +115,7 @@ class Config:
     fetchers: int = 16  # blocks that begin by fetching K and V of other GPUs: see `fetch`
     claims: bool = False  # blocks claim work tiles, where each has a kv tile: see `claims`
     # Consumers take work tiles of their own, where the keys of a head are a kv tile: `one_tile`.
-    apart: bool = False
+    independent: bool = False
 
     def __post_init__(self):
         check(
@@ -144,13 +144,13 @@ class Config:
 @functools.lru_cache(maxsize=256)
 def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     """The static values of a launch; kept, since all calls with the same facts share them."""
-    linear, claimed, apart = False, False, False
-    if config.apart:
+    linear, claimed, independent = False, False, False
+    if config.independent:
         from pallas_attn.kernels.flash_fwd import one_tile
 
-        apart = one_tile.takes(problem, config.block_kv)
+        independent = one_tile.takes(problem, config.block_kv)
     # A list of work tiles is a block's, or a consumer's.
-    rows, lists = (ROWS, config.warpgroups) if apart else (ROWS * config.warpgroups, 1)
+    rows, lists = (ROWS, config.warpgroups) if independent else (ROWS * config.warpgroups, 1)
     tiling = QueryTiling(problem.q_len, problem.kv_len, rows, config.block_kv)
     if problem.score_program is not None:
         from pallas_attn.kernels.attention import linear_scores
@@ -170,9 +170,9 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
         _ranges_of(problem),
         _producer_of(problem),
         _mainloop_of(problem),
-        score_tiles=() if apart else _score_tiles_of(problem, config),
+        score_tiles=() if independent else _score_tiles_of(problem, config),
         panels=tma_operands.takes_panels(problem),
-        apart=apart,
+        independent=independent,
     )
 
 
@@ -557,7 +557,7 @@ def _kernel(refs: ForwardRefs, out: GmemRef, lse: GmemRef, *rest: Any, plan: Que
     if fetched:
         refs = refs._replace(fetching=refs.fetching._replace(k=fetched[0], v=fetched[1]))
     ctx = KernelContext(plan, refs._replace(out=out, lse=lse), smem)
-    if plan.apart:
+    if plan.independent:
         from pallas_attn.kernels.flash_fwd import one_tile
 
         return one_tile.consume(ctx, block, wg)
@@ -585,12 +585,12 @@ def run(
         scratch_types=(shared_memory.scratch(plan),),
         grid=(plan.order.grid // plan.order.lists,),
         grid_names=("block",),
-        num_threads=config.warpgroups + (0 if plan.apart else 1),
+        num_threads=config.warpgroups + (0 if plan.independent else 1),
         thread_name="wg",
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_fwd_sm90",
     )
-    if plan.skips_keys and not plan.apart:
+    if plan.skips_keys and not plan.independent:
         from pallas_attn.kernels.flash_fwd import key_mask_ranges
 
         refs = key_mask_ranges.with_spans(KernelContext(plan, refs))

@@ -117,7 +117,7 @@ class QueryPlan:
     format: Any = None  # `sm80_common.MmaFormat`, of the portable kernels
     # The arrays (bias, mask_array) that TMA loads by tiles.
     score_tiles: "tuple[ScoreTiles, ...]" = ()
-    apart: bool = False  # consumers take work tiles of their own: `one_tile`
+    independent: bool = False  # consumers take work tiles of their own: `one_tile`
     panels: bool = False  # q, k, v and the output lie in panels: `tma_operands.takes_panels`
 
     @classmethod
@@ -460,7 +460,7 @@ def operands(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Any]:
     if tma_operands.IN_WHOLE_TILES & set(plan.problem.arrays):
         sizes = plan.tiling.padded_rows, plan.tiling.padded_keys
         in_tiles = {array.name for array in plan.score_tiles}
-        fields |= tma_operands.over_scores(inputs, *sizes, in_tiles)
+        fields |= tma_operands.bias_and_mask(inputs, *sizes, in_tiles)
         fields |= tma_operands.segment_ids(inputs, *sizes)
     return fields
 
