@@ -221,14 +221,14 @@ OF_ONE_TILE = (
 @pytest.mark.parametrize("name", OF_ONE_TILE)
 def test_keys_of_one_tile_interpreted(name):
     """Consumers apart, more of them than work tiles in the last block."""
-    assert plan_of(name, INDEPENDENT).apart
+    assert plan_of(name, INDEPENDENT).independent
     with mosaic.interpret():
         check(small(name), INDEPENDENT)
 
 
 def test_consumers_are_apart_where_a_tile_has_all_keys():
-    assert not plan_of("t_equals_s", INDEPENDENT).apart  # 300 keys
-    assert not plan_of("documents_full", dataclasses.replace(INDEPENDENT, block_kv=200)).apart
+    assert not plan_of("t_equals_s", INDEPENDENT).independent  # 300 keys
+    assert not plan_of("documents_full", dataclasses.replace(INDEPENDENT, block_kv=200)).independent
 
 
 def plan_of(name, config):
