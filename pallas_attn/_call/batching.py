@@ -12,10 +12,12 @@ two are static.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap, sequential_vmap
 
@@ -49,13 +51,18 @@ def compiled_once(
     key is all that decides the launches: so a program traces, lowers and compiles a kernel once,
     however often it calls it.
     """
-    leaves, tree = jax.tree.flatten(inputs)
     if config.observer.get() is not None:  # no key has what it forces or watches
         return operation(kernel, problem, inputs)
-    ints = tuple([leaf if isinstance(leaf, int) else None for leaf in leaves])
-    arrays = [leaf for leaf in leaves if not isinstance(leaf, int)]
-    key = _Key(operation, kernel, problem, tree, ints, device.asked_to_overlap.get())
-    return _program(key, arrays)
+    return _program(*_keyed(operation, kernel, problem, inputs))
+
+
+def traced_once(
+    operation: Operation, kernel: Chosen, problem: Problem, inputs: Inputs
+) -> jax.extend.core.ClosedJaxpr:
+    """The jaxpr of `compiled_once`, which jax keeps under the same key."""
+    if config.observer.get() is not None:
+        return jax.make_jaxpr(functools.partial(operation, kernel, problem))(inputs)
+    return _called.trace(_program, *_keyed(operation, kernel, problem, inputs)).jaxpr
 
 
 class _Key(NamedTuple):
@@ -67,6 +74,19 @@ class _Key(NamedTuple):
     tree: jax.tree_util.PyTreeDef  # structure of the inputs
     ints: tuple[int | None, ...]  # leaves of the inputs that are static, None for arrays
     overlaps: bool  # `device.overlapping` holds
+
+
+def _keyed(
+    operation: Operation, kernel: Chosen, problem: Problem, inputs: Inputs
+) -> tuple[_Key, list[Array]]:
+    """The key of a call, and its arrays."""
+    leaves, tree = jax.tree.flatten(inputs)
+    ints = tuple([leaf if isinstance(leaf, int) else None for leaf in leaves])
+    arrays = [leaf for leaf in leaves if not isinstance(leaf, int)]
+    return _Key(operation, kernel, problem, tree, ints, device.asked_to_overlap.get()), arrays
+
+
+_called = jax.jit(operator.call, static_argnums=(0, 1))
 
 
 @functools.partial(jax.jit, static_argnums=0)
