@@ -198,9 +198,9 @@ def _attend(
     chosen = dispatch.select(problem, implementation)
     if isinstance(chosen, dispatch.Reference):
         return chosen.run(inputs, problem)
-    run = functools.partial(batching.compiled_once, batching.attention, chosen, problem)
-    call = KernelCall(problem, implementation, run)
-    out, lse = linear.differentiable(Attention, call, inputs)
+    call = KernelCall(problem, implementation, chosen)
+    traced = functools.partial(batching.traced_once, batching.attention, chosen, problem)
+    out, lse = linear.differentiable(Attention, call, inputs, traced)
     return out, lse
 
 

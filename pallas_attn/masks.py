@@ -139,7 +139,7 @@ class Mask:
         """The mask with `AT_RUN_TIME` for bounds that arrive then: hashable."""
         return self.filled(**dict.fromkeys(self.arrays, AT_RUN_TIME))
 
-    @property
+    @functools.cached_property
     def arrives(self) -> tuple[str, ...]:
         """The sides of a static mask whose bounds arrive at run time."""
         sides = ("left", self.left), ("right", self.right)
@@ -161,7 +161,8 @@ class Mask:
         tighter = []
         for pair in ((self.left, other.left), (self.right, other.right)):
             bounds = [bound for bound in pair if bound is not None]
-            tighter.append(functools.reduce(_minimum, bounds) if bounds else None)
+            least = functools.partial(_extreme, "minimum")
+            tighter.append(functools.reduce(least, bounds) if bounds else None)
         return Mask(*tighter)
 
     def __or__(self, other: "Mask") -> "MaskFunction":
@@ -216,8 +217,8 @@ class Mask:
         lo = 0 if self.left is None else q_lo - self.left
         hi = kv_len if self.right is None else q_hi + self.right
         if not (self.left is None or isinstance(self.left, int) and self.left >= 0):
-            lo = _minimum(lo, kv_len)  # the band may begin after the query
-        return _maximum(lo, 0), _minimum(hi, kv_len)
+            lo = _extreme("minimum", lo, kv_len)  # the band may begin after the query
+        return _extreme("maximum", lo, 0), _extreme("minimum", hi, kv_len)
 
     def kv_full_range(
         self, q_lo: Position, q_hi: Position, kv_len: Position
@@ -225,7 +226,7 @@ class Mask:
         """Keys [lo, hi) that *every* query in [q_lo, q_hi) sees; empty if hi <= lo."""
         lo = 0 if self.left is None else q_hi - 1 - self.left
         hi = kv_len if self.right is None else q_lo + self.right + 1
-        return _maximum(lo, 0), _minimum(hi, kv_len)
+        return _extreme("maximum", lo, 0), _extreme("minimum", hi, kv_len)
 
     def dense(
         self, q_len: int, kv_len: int, *, q_offset: int = 0, kv_length: int | None = None
@@ -535,17 +536,9 @@ def saturated(x: Position) -> Position:
     return x.astype(np.int32)
 
 
-def _minimum(a: Position, b: Position) -> Position:
+def _extreme(name: str, a: Position, b: Position) -> Position:
+    """The "minimum" or the "maximum" of two positions."""
     if isinstance(a, int) and isinstance(b, int):
-        return min(a, b)
-    return (jnp if _is_jax(a, b) else np).minimum(a, b)
-
-
-def _maximum(a: Position, b: Position) -> Position:
-    if isinstance(a, int) and isinstance(b, int):
-        return max(a, b)
-    return (jnp if _is_jax(a, b) else np).maximum(a, b)
-
-
-def _is_jax(a: Position, b: Position) -> bool:
-    return isinstance(a, jax.Array) or isinstance(b, jax.Array)
+        return min(a, b) if name == "minimum" else max(a, b)
+    module = jnp if isinstance(a, jax.Array) or isinstance(b, jax.Array) else np
+    return getattr(module, name)(a, b)

@@ -14,7 +14,7 @@ from pallas_attn.errors import described
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rotary:
-    """RoPE: pairs of columns of a row are turned by angles that grow with its position. A pytree:
+    """RoPE: pairs of columns of a row are rotated by angles that grow with its position. A pytree:
     the tables are its leaves, the rest is static.
 
     Pair j of the row at position p becomes `(a * cos[p, j] - b * sin[p, j], b * cos[p, j] +
@@ -87,10 +87,10 @@ def changed(
     if not change.pairs:
         return x
     at = jnp.clip(position, 0, arrays["cos"].shape[0] - 1)
-    return turned(x, arrays["cos"][at], arrays["sin"][at], change)
+    return rotated_pairs(x, arrays["cos"][at], arrays["sin"][at], change)
 
 
-def turned(x: jax.Array, cos: jax.Array, sin: jax.Array, change: Change) -> jax.Array:
+def rotated_pairs(x: jax.Array, cos: jax.Array, sin: jax.Array, change: Change) -> jax.Array:
     """Rotate rows x [..., heads, H] by the rows [..., pairs] of the tables, in float32 (float64 for
     float64 rows), not rounded.
     """

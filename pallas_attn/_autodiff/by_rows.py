@@ -11,23 +11,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
-from pallas_attn._call import batching, reference
+from pallas_attn._call import batching, reference, sharding
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 
 Array = jax.Array
 ROWS = 128  # query rows that the reference computes as one block
-SLAB = 2**26  # most logits of a block; it has fewer rows where ROWS would have more
+MOST_LOGITS = 2**26  # most logits of a block; it has fewer rows where ROWS would have more
 
 
 def attention(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Array, Array]:
     """(out, lse) of a call."""
     q_len = inputs.q.shape[1]
-    rows = max(1, min(ROWS, SLAB // (problem.batch * problem.q_heads * problem.kv_len)))
+    rows = max(1, min(ROWS, MOST_LOGITS // (problem.batch * problem.q_heads * problem.kv_len)))
     if q_len <= rows or jax.typeof(inputs.q).sharding.spec[1] is not None:
         return reference.attention(inputs, batching.resized(problem, inputs))
-    inputs = _wide(inputs)
+    inputs = _in_sum_dtype(inputs)
     count = -(-q_len // rows)
 
     def slab(first: Array, fields: dict[str, Array]) -> tuple[Array, Array]:
@@ -47,10 +46,10 @@ def attention(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Array
     return out[:, :q_len], lse[:, :, :q_len]
 
 
-def _wide(inputs: AttentionInputs) -> AttentionInputs:
+def _in_sum_dtype(inputs: AttentionInputs) -> AttentionInputs:
     """The arrays that many rows read, in the dtype of sums of their gradients."""
     every = {
-        name: x.astype(wide(x.dtype))
+        name: x.astype(sharding.sum_dtype(x.dtype))
         for name, x in inputs.named().items()
         if name != "q" and "mask" not in name and jnp.issubdtype(x.dtype, jnp.floating)
     }
@@ -70,8 +69,3 @@ def _by_row(inputs: AttentionInputs, count: int, rows: int) -> dict[str, Any]:
         shape = (*x.shape[:axis], count, rows, *x.shape[axis + 1 :])
         slabs[name] = jnp.moveaxis(jnp.pad(x, pads).reshape(shape), axis, 0)
     return slabs
-
-
-def wide(dtype: DTypeLike) -> DTypeLike:
-    """The dtype of sums."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32

@@ -20,6 +20,7 @@ from jax.tree_util import PyTreeDef
 
 from pallas_attn._autodiff import by_rows, linear, score_gradients
 from pallas_attn._call import batching, dispatch, sharding
+from pallas_attn._call.kernel import Chosen
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 
 Array = jax.Array
@@ -160,13 +161,16 @@ def _typed(array: Array, gradient: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class KernelCall:
-    """A call by a kernel, which `run(inputs)` runs. `implementation`: the argument of the call,
-    which also chooses the kernels of its derivatives.
+    """A call by a kernel. `implementation`: the argument of the call, which also chooses the
+    kernels of its derivatives.
     """
 
     problem: AttentionProblem
     implementation: str | None
-    run: Callable[[AttentionInputs], Results] = dataclasses.field(compare=False)
+    kernel: Chosen
+
+    def run(self, inputs: AttentionInputs) -> Results:
+        return batching.compiled_once(batching.attention, self.kernel, self.problem, inputs)
 
     def tangents(self, inputs: AttentionInputs, results: Results, tangents: Named) -> Results:
         by_kernel = {name: x for name, x in tangents.items() if name in MOVING}

@@ -19,7 +19,6 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters.partial_eval import JaxprTracer
 
-from pallas_attn._autodiff.by_rows import wide
 from pallas_attn._call import sharding
 
 Array = jax.Array
@@ -135,7 +134,7 @@ class Mapped:
         """Cotangents of what is not mapped are sums over the mapped axis, in float32."""
         results = self._mapped(run, 0)(residuals, cotangents)
         return tuple(
-            x.astype(wide(x.dtype)).sum(axis=0).astype(x.dtype)
+            x.astype(sharding.sum_dtype(x.dtype)).sum(axis=0).astype(x.dtype)
             if dim is None
             else jnp.moveaxis(x, 0, dim)
             for x, dim in zip(results, self.linear, strict=True)
@@ -174,16 +173,20 @@ _function.multiple_results = True
 
 
 def differentiable(
-    function: Callable[..., Function], call: Operand, inputs: Operands
+    function: Callable[..., Function],
+    call: Operand,
+    inputs: Operands,
+    traced: Callable[[Operands], Jaxpr] | None = None,
 ) -> tuple[Array, ...]:
     """`call.run(inputs)`, of a tree of arrays, which jax differentiates and maps as
-    `function(call, structure of inputs)` says.
+    `function(call, structure of inputs)` says. `traced`: finds the jaxpr of `call.run` where it is
+    kept.
     """
     arrays, tree = jax.tree.flatten(inputs)
     if not any([isinstance(x, jax.core.Tracer) for x in arrays]):
         return call.run(inputs)
     # Traced here, where meshes and context variables are those of the call.
-    jaxpr = jax.make_jaxpr(call.run)(inputs)
+    jaxpr = (traced or jax.make_jaxpr(call.run))(inputs)
     return tuple(_function.bind(*arrays, function=function(call, tree), jaxpr=jaxpr))
 
 
@@ -251,6 +254,8 @@ _linear.multiple_results = True
 def call(operation: Linear, residuals: Sequence[Array], linear: Sequence[Array]) -> list[Array]:
     """`operation.apply(residuals, linear)`, which jax differentiates and maps."""
     residuals, linear = tuple(residuals), tuple(linear)
+    if not any([isinstance(x, jax.core.Tracer) for x in (*residuals, *linear)]):
+        return list(operation.apply(residuals, linear))
     # The context variables of this call decide, wherever jax evaluates the operation.
     run, jaxpr = sharding.as_now(operation.apply), None
     if isinstance(linear[0], JaxprTracer):  # usually only transposed; tracing takes time

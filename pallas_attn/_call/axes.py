@@ -104,7 +104,7 @@ def _of_arrays(problem: AttentionProblem, inputs: AttentionInputs) -> dict[str, 
         heads = "g"  # every query head reads the one kv head: they split freely
     kv_batch = "b" if problem.share == 1 else "kv_b"
 
-    def over_scores(x: jax.Array | None) -> Axes:
+    def of_bias_or_mask(x: jax.Array | None) -> Axes:
         if x is None:
             return ()
         named = zip(x.shape, ("b", heads, "t", "s"), range(4), strict=True)
@@ -122,8 +122,8 @@ def _of_arrays(problem: AttentionProblem, inputs: AttentionInputs) -> dict[str, 
         "sinks": (heads,),
         **dict.fromkeys(by_batch, ("b",)),
         "device": ("one",),
-        "bias": over_scores(inputs.bias),
-        "mask_array": over_scores(inputs.mask_array),
+        "bias": of_bias_or_mask(inputs.bias),
+        "mask_array": of_bias_or_mask(inputs.mask_array),
         **dict(zip(ROWS, (out, lse, out, lse), strict=True)),
     }
     for name, x in inputs.named().items():

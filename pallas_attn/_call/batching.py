@@ -12,10 +12,12 @@ two are static.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap, sequential_vmap
 
@@ -49,13 +51,18 @@ def compiled_once(
     key is all that decides the launches: so a program traces, lowers and compiles a kernel once,
     however often it calls it.
     """
-    leaves, tree = jax.tree.flatten(inputs)
     if config.observer.get() is not None:  # no key has what it forces or watches
         return operation(kernel, problem, inputs)
-    ints = tuple([leaf if isinstance(leaf, int) else None for leaf in leaves])
-    arrays = [leaf for leaf in leaves if not isinstance(leaf, int)]
-    key = _Key(operation, kernel, problem, tree, ints, device.asked_to_overlap.get())
-    return _program(key, arrays)
+    return _program(*_keyed(operation, kernel, problem, inputs))
+
+
+def traced_once(
+    operation: Operation, kernel: Chosen, problem: Problem, inputs: Inputs
+) -> jax.extend.core.ClosedJaxpr:
+    """The jaxpr of `compiled_once`, which jax keeps under the same key."""
+    if config.observer.get() is not None:
+        return jax.make_jaxpr(functools.partial(operation, kernel, problem))(inputs)
+    return _called.trace(_program, *_keyed(operation, kernel, problem, inputs)).jaxpr
 
 
 class _Key(NamedTuple):
@@ -67,6 +74,19 @@ class _Key(NamedTuple):
     tree: jax.tree_util.PyTreeDef  # structure of the inputs
     ints: tuple[int | None, ...]  # leaves of the inputs that are static, None for arrays
     overlaps: bool  # `device.overlapping` holds
+
+
+def _keyed(
+    operation: Operation, kernel: Chosen, problem: Problem, inputs: Inputs
+) -> tuple[_Key, list[Array]]:
+    """The key of a call, and its arrays."""
+    leaves, tree = jax.tree.flatten(inputs)
+    ints = tuple([leaf if isinstance(leaf, int) else None for leaf in leaves])
+    arrays = [leaf for leaf in leaves if not isinstance(leaf, int)]
+    return _Key(operation, kernel, problem, tree, ints, device.asked_to_overlap.get()), arrays
+
+
+_called = jax.jit(operator.call, static_argnums=(0, 1))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -87,8 +107,10 @@ def attention(
     split = axes.of_attention(problem, tree, tuple([leaf.shape for leaf in leaves]))
 
     def run(*arrays: Array) -> tuple[Array, ...]:
-        local = jax.tree.unflatten(tree, arrays[: len(leaves)])
-        return kernel.run(*_of_rows(problem, local, arrays[len(leaves) :]))
+        local, sizes = jax.tree.unflatten(tree, arrays[: len(leaves)]), problem
+        if len(arrays) > len(leaves):
+            local, sizes = _from_row(problem, local, arrays[-1])
+        return kernel.run(local, resized(sizes, local))
 
     @custom_vmap
     def call(*arrays: Array) -> tuple[Array, ...]:
@@ -121,8 +143,8 @@ def _attention_of_many(
     foldable = size and not _is_split(arrays, mapped) and _is_foldable(problem, mapped)
     if not foldable or "sinks" in mapped:  # kernels know a sink a head, and no more
         return _one_by_one(kernel, problem, arrays, mapped)
-    over_scores = problem.bias_shape or problem.mask_shape or problem.uses_head
-    if mapped == ["q"] and not (split or over_scores):
+    differs_by_head = problem.bias_shape or problem.mask_shape or problem.uses_head
+    if mapped == ["q"] and not (split or differs_by_head):
         return _fold_into_heads(kernel, problem, inputs, size)
     inputs = AttentionInputs.of(_folded(arrays, mapped, size, problem.batch))
     out, lse = attention(kernel, resized(problem, inputs), inputs)
@@ -213,27 +235,23 @@ def _one_by_one(
     return sharding.one_after_another(attend, {name: arrays[name] for name in mapped})
 
 
-def _of_rows(
-    problem: AttentionProblem, inputs: AttentionInputs, begin: tuple[Array, ...]
+def _from_row(
+    problem: AttentionProblem, inputs: AttentionInputs, first: Array
 ) -> tuple[AttentionInputs, AttentionProblem]:
-    """The arrays and the problem of a device's rows. `begin` holds the number of the first row
-    where rows are split over devices, and nothing where they are not.
+    """The arrays and the problem of a device's rows, which are split over devices: its first row is
+    number `first` of the whole. The problem keeps its sizes.
     """
-    if not begin:
-        return inputs, resized(problem, inputs)
-    rows, (first,) = inputs.q.shape[1], begin
-    lengths, offset = inputs.q_lengths, inputs.q_offset
-    if lengths is not None:
-        inputs = inputs._replace(q_lengths=jnp.clip(lengths - first, 0, rows))
+    rows, offset = inputs.q.shape[1], inputs.q_offset
+    if inputs.q_lengths is not None:
+        inputs = inputs._replace(q_lengths=jnp.clip(inputs.q_lengths - first, 0, rows))
     if inputs.q_positions is not None:  # split as the rows are
-        return inputs, resized(problem, inputs)
+        return inputs, problem
     if offset is None:
         firsts = range(0, problem.q_len, rows)
         known = tuple((problem.q_offset + n,) for n in firsts)
         problem = dataclasses.replace(problem, q_offset=0, offsets=known)
         offset = jnp.full((inputs.q.shape[0],), known[0][0], jnp.int32)
-    inputs = inputs._replace(q_offset=offset + first)
-    return inputs, resized(problem, inputs)
+    return inputs._replace(q_offset=offset + first), problem
 
 
 FLOATS = ("q", "k", "v", "bias", "sinks")  # inputs that have gradients
@@ -266,9 +284,10 @@ def _gradients(
     split = axes.of_attention_backward(problem, tree, shapes, floats)
 
     def run(*arrays: Array) -> tuple[Array, ...]:
-        local, *of_rows = jax.tree.unflatten(tree, arrays[: len(leaves)])
-        local, sizes = _of_rows(problem, local, arrays[len(leaves) :])
-        results = kernel.run((local, *of_rows), sizes)
+        (local, *of_rows), sizes = jax.tree.unflatten(tree, arrays[: len(leaves)]), problem
+        if len(arrays) > len(leaves):
+            local, sizes = _from_row(problem, local, arrays[-1])
+        results = kernel.run((local, *of_rows), resized(sizes, local))
         return tuple([getattr(results, name) for name in floats])
 
     @custom_vmap
@@ -319,9 +338,10 @@ def attention_tangents(
     split = axes.of_attention_tangents(problem, tree, tuple([leaf.shape for leaf in leaves]))
 
     def run(*arrays: Array) -> tuple[Array, ...]:
-        local, *others = jax.tree.unflatten(tree, arrays[: len(leaves)])
-        local, sizes = _of_rows(problem, local, arrays[len(leaves) :])
-        return kernel.run((local, *others), sizes)
+        (local, *others), sizes = jax.tree.unflatten(tree, arrays[: len(leaves)]), problem
+        if len(arrays) > len(leaves):
+            local, sizes = _from_row(problem, local, arrays[-1])
+        return kernel.run((local, *others), resized(sizes, local))
 
     @custom_vmap
     def call(*arrays: Array) -> tuple[Array, ...]:

@@ -151,7 +151,7 @@ def _optional(
     q_ids, kv_ids = checks.segments(options.segment_ids, batch, q_len, kv_len, axis)
     band = FULL if isinstance(mask, MaskFunction) else checks.mask(mask)
     bounds = {side: jnp.broadcast_to(x, batch) for side, x in checks.mask_bounds(band).items()}
-    bias = checks.over_scores("bias", options.bias, scores, jnp.floating)
+    bias = checks.bias_or_mask("bias", options.bias, scores, jnp.floating)
     if bias is not None and bias.dtype == jnp.float64 != q.dtype:  # logits are float32
         bias = bias.astype(jnp.float32)
     inputs = inputs._replace(
@@ -161,7 +161,7 @@ def _optional(
         q_segment_ids=q_ids,
         kv_segment_ids=kv_ids,
         bias=bias,
-        mask_array=checks.over_scores("mask_array", options.mask_array, scores, jnp.bool_),
+        mask_array=checks.bias_or_mask("mask_array", options.mask_array, scores, jnp.bool_),
         sinks=checks.sink_logits(options.sinks, q),
         mask_left=bounds.get("left"),
         mask_right=bounds.get("right"),

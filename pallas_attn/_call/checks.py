@@ -355,7 +355,7 @@ def reads(argument: str, program: Program, sizes: tuple[int | None, ...]) -> Non
                 )
 
 
-def over_scores(
+def bias_or_mask(
     name: str, value: Argument, scores: tuple[int, ...], kind: DTypeLike
 ) -> jax.Array | None:
     """An array that broadcasts over the scores [B, N, T, S], with its missing leading axes added;

@@ -49,7 +49,7 @@ class Candidate:
         """The family that `implementation=` names."""
         return "sm90" if self.generations == HOPPER else "sm80"
 
-    @property
+    @functools.cached_property
     def kernel(self) -> Kernel:
         return importlib.import_module(f"pallas_attn.kernels.{self.module}").KERNEL
 

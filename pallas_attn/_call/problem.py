@@ -3,6 +3,7 @@ are chosen) and its arrays (a `...Inputs`, a pytree, which the chosen implementa
 """
 
 import dataclasses
+import functools
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -150,7 +151,7 @@ class AttentionProblem:
         """Whether mask_array hides keys from all queries alike, as padding masks do."""
         return self.mask_shape is not None and self.mask_shape[2] == 1 < self.mask_shape[3]
 
-    @property
+    @functools.cached_property
     def group(self) -> int:
         """Query heads that read the same kv head."""
         return self.q_heads // self.kv_heads

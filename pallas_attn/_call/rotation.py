@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pallas_attn._call import bind, checks
 from pallas_attn._call.problem import Change, owner_of_rows
 from pallas_attn.context import checked, shards_of
-from pallas_attn.rotary import turned
+from pallas_attn.rotary import rotated_pairs
 
 Array = jax.Array
 # Positions of rows: int32[rows] or int32[B, rows]; or an int, the position of the first row of
@@ -47,7 +47,7 @@ def rotated(
         rotary, q.shape[-1], least, f"{least} at which rows of q and k stand"
     )
     change = Change(q.shape[-1], **fields)
-    return _turned(q, at_q, change, tables), _turned(k, at_k, change, tables)
+    return _rotated_rows(q, at_q, change, tables), _rotated_rows(k, at_k, change, tables)
 
 
 def _as_said(positions: checks.Argument, q: Array, k: Array) -> list[Array]:
@@ -119,12 +119,12 @@ def _by_rows(
     return at_q, at_k, max(known, kv_rows * shards, 1)
 
 
-def _turned(x: Array, at: Positions, change: Change, tables: dict[str, Array]) -> Array:
+def _rotated_rows(x: Array, at: Positions, change: Change, tables: dict[str, Array]) -> Array:
     """Rows x [.., rows, heads, H] rotated; NaN, without gradients, outside of the tables."""
     lead = (None,) * (x.ndim - 3)
     if isinstance(at, int):
         cos, sin = (tables[name][at : at + x.shape[-3]][lead] for name in ("cos", "sin"))
-        return turned(x, cos, sin, change).astype(x.dtype)
+        return rotated_pairs(x, cos, sin, change).astype(x.dtype)
     inside = (at >= 0) & (at < change.positions)
     at = jnp.where(inside, at, 0)
     cos, sin = (_taken(tables[name], at) for name in ("cos", "sin"))
@@ -132,7 +132,7 @@ def _turned(x: Array, at: Positions, change: Change, tables: dict[str, Array]) -
     if at.ndim == 1:
         cos, sin, inside = cos[lead], sin[lead], inside[lead]
     inside = jnp.broadcast_to(inside, x.shape)
-    return jnp.where(inside, turned(x, cos, sin, change), jnp.nan).astype(x.dtype)
+    return jnp.where(inside, rotated_pairs(x, cos, sin, change), jnp.nan).astype(x.dtype)
 
 
 def _taken(table: Array, at: Array) -> Array:

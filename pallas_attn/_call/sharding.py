@@ -20,6 +20,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 Axes = tuple[str, ...]  # a factor an axis; "k g" is an axis made of two, the major one first
 Run = Callable[..., tuple[jax.Array, ...]]
@@ -129,12 +130,18 @@ class _Split(NamedTuple):
             for result, factors in zip(run(*arrays, *more), self.sums, strict=True):
                 over = tuple(name for factor in factors for name in places.get(factor, ()))
                 if over:
-                    wide = jnp.promote_types(result.dtype, jnp.float32)
-                    result = jax.lax.psum(result.astype(wide), over).astype(result.dtype)
+                    result = jax.lax.psum(result.astype(sum_dtype(result.dtype)), over).astype(
+                        result.dtype
+                    )
                 results.append(result)
             return tuple(results)
 
         return part
+
+
+def sum_dtype(dtype: DTypeLike) -> DTypeLike:
+    """The dtype in which floats are added up."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 def _on_this_device(run: Run, arrays: Sequence[jax.Array], writes: int) -> tuple[jax.Array, ...]:

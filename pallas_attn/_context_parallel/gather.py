@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._autodiff.derivative import Rows
-from pallas_attn._call import batching, device, dispatch
+from pallas_attn._call import batching, device, dispatch, sharding
 from pallas_attn._call.problem import AttentionInputs
 from pallas_attn._context_parallel import launch as _launch
 from pallas_attn._context_parallel import layout
@@ -41,7 +41,7 @@ def launch_of_all(split: Split, inputs: AttentionInputs) -> AttentionInputs:
     for name in ("k", "v"):
         x = floats[name]
         if window is None:
-            floats[name] = layout.in_order(split, layout.all_gathered(split, x), 1)
+            floats[name] = layout.in_sequence_order(split, layout.all_gathered(split, x), 1)
         else:
             floats[name] = layout.near(split, x, window)
     beside = _moved_beside(split, floats)
@@ -73,7 +73,7 @@ def _gradients(inputs: AttentionInputs, rows: Rows, split: Split) -> Floats:
     launch = Launch(_inputs_of(split, inputs, move(floats)), _offsets(split), zigzag)
     gradients = _launch.backward(split, launch, layout.rows_by_chunk(split, rows))
     if split.window() is not None:  # sums of neighbours are added up in float32
-        floats = {name: x.astype(layout.wide(x.dtype)) for name, x in floats.items()}
+        floats = {name: x.astype(sharding.sum_dtype(x.dtype)) for name, x in floats.items()}
     moved, back = jax.vjp(move, floats)
     gradients = back({name: gradients[name].astype(x.dtype) for name, x in moved.items()})[0]
     return {name: x.astype(getattr(inputs, name).dtype) for name, x in gradients.items()}
@@ -131,11 +131,11 @@ def _narrowest(split: Split, q_ids: Array, kv_ids: Array) -> Array:
     windows = split.windows
     size, batch = min((split.keys, *split.reaches)), kv_ids.shape[0]
     pieces = split.all_keys // size
-    kv_ids = layout.in_order(split, layout.all_gathered(split, kv_ids), 1)
+    kv_ids = layout.in_sequence_order(split, layout.all_gathered(split, kv_ids), 1)
     kv_ids = kv_ids.reshape(batch, 1, pieces, size)
     chunk_ids = q_ids.reshape(batch, split.chunks, split.rows)
     ends = [layout.all_gathered(split, f(chunk_ids, axis=2)) for f in (jnp.min, jnp.max)]
-    least, most = (layout.in_order(split, x, 1)[:, :, None] for x in ends)
+    least, most = (layout.in_sequence_order(split, x, 1)[:, :, None] for x in ends)
     meet = ((kv_ids.max(axis=3) >= least) & (kv_ids.min(axis=3) <= most)).any(axis=0)
     chunk, first = np.indices(meet.shape)
     at = first * size - chunk * split.keys  # a piece's first key, from the chunk's own on

@@ -27,7 +27,7 @@ def by_heads(split: Split, inputs: AttentionInputs) -> tuple[AttentionProblem, A
             f"{split.context.axis!r} divide, got K = {problem.kv_heads}; take 'gather' or 'ring'"
         )
     arrays: dict[str, Any] = {
-        name: layout.in_order(split, _swapped(split, getattr(inputs, name), 2, 1), 1)
+        name: layout.in_sequence_order(split, _swapped(split, getattr(inputs, name), 2, 1), 1)
         for name in ("q", "k", "v")
     }
     for name in ("q_segment_ids", "kv_segment_ids"):
@@ -73,4 +73,4 @@ def _scores_by_heads(split: Split, x: Array) -> Array:
         x = lax.all_gather(x, split.context.axis, axis=2, tiled=True)
     else:
         x = _swapped(split, x, 1, 2)
-    return layout.in_order(split, x, 2)
+    return layout.in_sequence_order(split, x, 2)

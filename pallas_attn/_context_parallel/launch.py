@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._autodiff.derivative import Rows
-from pallas_attn._call import batching, bind, dispatch
+from pallas_attn._call import batching, bind, dispatch, sharding
 from pallas_attn._call.dispatch import Implementation
 from pallas_attn._call.kernel import Chosen
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, bounds_of
@@ -160,7 +160,7 @@ def _selected(
     kernel = dispatch.kernel_of(chosen)
     if problem.zigzag > 1 and (kernel is None or not kernel.reads_zigzag(problem)):
         problem = dataclasses.replace(problem, zigzag=1)
-        k, v = (layout.in_order(split, x, 1) for x in (inputs.k, inputs.v))
+        k, v = (layout.in_sequence_order(split, x, 1) for x in (inputs.k, inputs.v))
         inputs = inputs._replace(k=k, v=v)
     if kernel is None or not kernel.shares_keys(problem):
         problem, inputs = repeated(problem, inputs)
@@ -192,7 +192,7 @@ def backward(split: Split, launch: Launch, rows: Rows) -> Floats:
     for name in ("k", "v"):  # a sum over the batch rows that have read it
         parts = gradients[name]
         parts = parts.reshape(-1, share, *parts.shape[1:])
-        gradients[name] = parts.astype(layout.wide(parts.dtype)).sum(axis=1)
+        gradients[name] = parts.astype(sharding.sum_dtype(parts.dtype)).sum(axis=1)
     return gradients
 
 

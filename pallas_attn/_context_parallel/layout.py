@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
 from pallas_attn._autodiff.derivative import Rows
+from pallas_attn._call import sharding
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn._functions import block_summary
 from pallas_attn._functions.program import Program
@@ -191,7 +191,7 @@ def scores_by_chunk(split: Split, x: Array) -> Array:
     return parts.reshape(-1, *parts.shape[2:])
 
 
-def in_order(split: Split, x: Array, axis: int) -> Array:
+def in_sequence_order(split: Split, x: Array, axis: int) -> Array:
     """Rows of all devices, one device after the other along an axis, in the order of positions."""
     if split.chunks == 1:
         return x
@@ -203,7 +203,7 @@ def in_order(split: Split, x: Array, axis: int) -> Array:
 
 
 def as_devices_have_it(split: Split, x: Array, axis: int) -> Array:
-    """`in_order` undone."""
+    """`in_sequence_order` undone."""
     if split.chunks == 1:
         return x
     shape = x.shape
@@ -218,7 +218,7 @@ def as_devices_have_it(split: Split, x: Array, axis: int) -> Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def gathered(split: Split, x: Array) -> Array:
     """[B, rows, ...] of each device -> rows of all devices, in the order of positions."""
-    return in_order(split, all_gathered(split, x), 1)
+    return in_sequence_order(split, all_gathered(split, x), 1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -234,7 +234,7 @@ def scattered(split: Split, gradient: Array) -> Array:
     batch, rows, *rest = gradient.shape
     parts = gradient.reshape(batch, split.shards, rows // split.shards, *rest)
     parts = lax.all_to_all(parts, split.context.axis, 1, 1, tiled=True)
-    return parts.astype(wide(gradient.dtype)).sum(axis=1).astype(gradient.dtype)
+    return parts.astype(sharding.sum_dtype(gradient.dtype)).sum(axis=1).astype(gradient.dtype)
 
 
 gathered.defvjp(
@@ -299,8 +299,3 @@ def moved(split: Split, x: Array) -> Array:
     """
     window = split.window()
     return gathered(split, x) if window is None else near(split, x, window)
-
-
-def wide(dtype: DTypeLike) -> DTypeLike:
-    """The dtype of sums."""
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32

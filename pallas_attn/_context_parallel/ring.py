@@ -29,7 +29,7 @@ MOST_OFFSETS = 16  # offsets for which schedules are made beforehand
 def forward(split: Split, inputs: AttentionInputs) -> tuple[Array, Array]:
     """(out, lse) of this device's rows."""
     moving, fixed = _keys_of(split, inputs), _fixed(split, inputs)
-    wide = layout.wide(inputs.q.dtype)
+    wide = sharding.sum_dtype(inputs.q.dtype)
     shape = (*fixed.q.shape[:3], split.problem.v_head_dim)
     out = jnp.zeros(shape, wide)
     lse = jnp.full((shape[0], shape[2], shape[1]), -jnp.inf, wide)
@@ -67,7 +67,9 @@ def backward(split: Split, inputs: AttentionInputs, rows: Rows) -> Floats:
         numbers = _source(split, number)
         for slot, part in enumerate(_parts(split, inputs, fixed, moving, number)):
             gradients = _launch.backward(split, Launch(part, _offsets(split)), by_chunk)
-            gradients = {name: x.astype(layout.wide(x.dtype)) for name, x in gradients.items()}
+            gradients = {
+                name: x.astype(sharding.sum_dtype(x.dtype)) for name, x in gradients.items()
+            }
             sums["q"] = sums["q"] + gradients["q"]
             for name in ("k", "v"):
                 passing[name] = passing[name].at[:, slot].add(gradients[name])
@@ -115,7 +117,7 @@ def _numbers(split: Split) -> Array:
 
 def _zeros(x: Array) -> Array:
     """A sum, of nothing yet, of an array's gradients."""
-    return jnp.zeros_like(x, layout.wide(x.dtype))
+    return jnp.zeros_like(x, sharding.sum_dtype(x.dtype))
 
 
 def _added_from(total: Array, part: Array, start: Array) -> Array:

@@ -103,7 +103,7 @@ class Case:
             local["cudnn_ring"] = _cudnn_ring  # its lse has no derivative
         return local
 
-    def in_order(self, result: Array) -> Array:
+    def in_sequence_order(self, result: Array) -> Array:
         """The result of all GPUs in the order of one."""
         return pa.Context("cp", self.order).restore(result, len(jax.devices()))
 
@@ -161,7 +161,7 @@ class CacheCase:
             f"{rows.OURS}rows": (jax.jit(local), (fill(), *new)),
         }
 
-    def in_order(self, result: Array) -> Array:
+    def in_sequence_order(self, result: Array) -> Array:
         return result
 
     def rate(self, ms: float, devices: int) -> dict[str, float]:
@@ -286,7 +286,7 @@ def time_case(
 def _same(case: Case | CacheCase, truth: Results, results: Results) -> bool:
     """Whether all results are within LOSSES of one GPU's."""
     pairs = zip(truth, results, strict=True)
-    return all(_close(x, case.in_order(jax.device_put(y, x.sharding))) for x, y in pairs)
+    return all(_close(x, case.in_sequence_order(jax.device_put(y, x.sharding))) for x, y in pairs)
 
 
 @jax.jit

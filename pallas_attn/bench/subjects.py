@@ -185,9 +185,9 @@ def _into_pages(dense: jax.Array, table: jax.Array, pages: int) -> jax.Array:
 
 
 def decode(
-    case: DecodeCase, arrays: dict[str, Any], implementation: str | None, *, apart: bool = False
+    case: DecodeCase, arrays: dict[str, Any], implementation: str | None, *, unshared: bool = False
 ) -> Callable[[], Any]:
-    """`decode_attention` over a cache that is full to its lengths; `apart`: shared rows are read
+    """`decode_attention` over a cache that is full to its lengths; `unshared`: shared rows are read
     once. A tree is made beforehand, as a model makes it once for all of its layers.
     """
     cache, parents = filled_cache(case, arrays), case.parents()
@@ -198,11 +198,11 @@ def decode(
         tree = pallas_attn.DraftTree.create(parents, starts, **most)
     find = jax.jit(functools.partial(pallas_attn.PagedCache.shared_prefixes, levels=2))
     rest = {"sinks": arrays.get("sinks"), "starts": starts, "parents": tree}
-    if apart and not case.finding:
+    if unshared and not case.finding:
         rest["shared_prefixes"] = find(cache)
 
     def step(q, cache, rest):
-        if apart and case.finding:
+        if unshared and case.finding:
             rest = rest | {"shared_prefixes": find(cache)}
         return (pallas_attn.decode_attention(q, cache, **rest, **static),)
 

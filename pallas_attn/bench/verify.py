@@ -21,7 +21,7 @@ from pallas_attn.masks import Mask
 
 VACUOUS = 0.05  # share of the values' rms; twice the naive error passes
 Operand = Any  # an array, or the pair of segment ids
-SLAB = 2**26  # score elements that one slab may hold
+MOST_SCORES = 2**26  # score elements that one slab may hold
 
 
 class Rules(NamedTuple):
@@ -52,7 +52,7 @@ def attention(arrays: dict[str, Any], do: jax.Array | None, rules: Rules) -> tup
     shapes = [(*q.shape[:3], v.shape[-1])] + ([] if do is None else [q.shape, k.shape, v.shape])
     if not min(batch, q_len, kv_len, kv_heads):
         return tuple(jnp.zeros(shape, rules.dtype) for shape in shapes)
-    slab = max(1, min(q_len, SLAB // (group * kv_len)))
+    slab = max(1, min(q_len, MOST_SCORES // (group * kv_len)))
     starts = jnp.arange(-(-q_len // slab), dtype=jnp.int32) * slab
 
     def of_kv_head(index):

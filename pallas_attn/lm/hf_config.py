@@ -235,7 +235,7 @@ def _rope(outer: _Reader, where: str, kind_of_layer: str) -> Rope:
     if "dynamic" in (described.get("rope_type"), described.get("type")):
         raise ValueError(
             f"{where}: {name}: type 'dynamic' turns keys anew as the text grows, which a cache of "
-            "turned keys cannot; use 'yarn' or 'linear'"
+            "rotated keys cannot; use 'yarn' or 'linear'"
         )
     read = _Reader(f"{where}: {name}.", described, ROPE_KEYS)
     theta = outer["rope_theta"] if described.get("rope_theta") is None else read["rope_theta"]

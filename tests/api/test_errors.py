@@ -411,7 +411,7 @@ CACHES = {
 }
 
 
-def turned(rotary=None, norm=None):
+def changed(rotary=None, norm=None):
     return lambda: pa.append_kv(stacked(v_head_dim=8), ROW, ROW, rotary=rotary, norm=norm)
 
 
@@ -421,22 +421,24 @@ APPENDS = {
             stacked(), z(3, 2, 8), z(3, 2, 8), starts=np.zeros(3, np.int32), new_lengths=[1, 1]
         )
     ),
-    "norm: expected an RMSNorm or None, got float": turned(norm=1.0),
-    "norm.weight: expected float[8], a number a column, got float32[4]": turned(
+    "norm: expected an RMSNorm or None, got float": changed(norm=1.0),
+    "norm.weight: expected float[8], a number a column, got float32[4]": changed(
         norm=pa.RMSNorm(z(4))
     ),
-    "norm.eps: expected a number of at least 0, got -1": turned(norm=pa.RMSNorm(z(8), -1)),
-    "rotary: expected a Rotary or None, got tuple": turned(rotary=(z(9, 4), z(9, 4))),
+    "norm.eps: expected a number of at least 0, got -1": changed(norm=pa.RMSNorm(z(8), -1)),
+    "rotary: expected a Rotary or None, got tuple": changed(rotary=(z(9, 4), z(9, 4))),
     "rotary.cos: expected float[positions, pairs], got int32[9, 4]; Rotary.create(positions, dims) "
-    "makes tables": turned(pa.Rotary(*(z(9, 4, dtype="int32"),) * 2)),
+    "makes tables": changed(pa.Rotary(*(z(9, 4, dtype="int32"),) * 2)),
     "rotary.cos, rotary.sin: expected float[positions, pairs], positions at least the 6 rows that "
-    "a sequence of this cache may have, got [5, 4] and [5, 4]": turned(pa.Rotary(z(5, 4), z(5, 4))),
-    "rotary: expected columns within the 8 of a row, got 8 from column 1 on": turned(
+    "a sequence of this cache may have, got [5, 4] and [5, 4]": changed(
+        pa.Rotary(z(5, 4), z(5, 4))
+    ),
+    "rotary: expected columns within the 8 of a row, got 8 from column 1 on": changed(
         pa.Rotary(z(9, 4), z(9, 4), first=1)
     ),
     "rotary.sin: expected float[positions, pairs], got int32[9, 4]; Rotary.create(positions, dims) "
-    "makes tables": turned(pa.Rotary(z(9, 4), z(9, 4, dtype="int32"))),
-    "rotary.interleaved: expected True or False, got 1; it is static": turned(
+    "makes tables": changed(pa.Rotary(z(9, 4), z(9, 4, dtype="int32"))),
+    "rotary.interleaved: expected True or False, got 1; it is static": changed(
         pa.Rotary(z(9, 4), z(9, 4), interleaved=1)
     ),
     f"cache: {CACHE}": lambda: pa.append_kv((), ROW, ROW),

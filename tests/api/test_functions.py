@@ -606,7 +606,7 @@ def test_gradients_of_what_a_score_reads(monkeypatch, facts):
         options["bias"] = jnp.asarray(rng.standard_normal((1, N, T, S)), jnp.float32)
     slopes = jnp.asarray(rng.standard_normal(N), jnp.float32)
     table = jnp.asarray(rng.standard_normal((N, 16)), jnp.bfloat16)
-    monkeypatch.setattr(by_rows, "SLAB", 5 * B * N * S)
+    monkeypatch.setattr(by_rows, "MOST_LOGITS", 5 * B * N * S)
     weights = jnp.asarray(rng.standard_normal((B, N, T)), jnp.float32)
 
     def loss(results):

@@ -152,8 +152,8 @@ def test_queries(rng, packed):
     q = normal(rng, dtype, 4, 3, 2, 64)
     lengths = np.asarray(cache.lengths)
     positions = np.clip(lengths[:, None] - 3 + np.arange(3), 0, None)
-    turned = defined(q.reshape(12, 2, 64), positions.reshape(-1), **arguments).reshape(q.shape)
-    want = pa.decode_attention(jnp.asarray(turned, dtype), cache)
+    rotated = defined(q.reshape(12, 2, 64), positions.reshape(-1), **arguments).reshape(q.shape)
+    want = pa.decode_attention(jnp.asarray(rotated, dtype), cache)
     if packed:
         starts = jnp.arange(0, 15, 3, dtype=jnp.int32)
         got = pa.decode_attention(q.reshape(12, 2, 64), cache, starts=starts, **arguments)

@@ -64,7 +64,7 @@ def drawn(rng, *lead, rows=(24, 24), heads=(4, 2)):
     return [jnp.asarray(rng.standard_normal(shapes[i]), jnp.float32) for i in (0, 1, 1)]
 
 
-def turned(x, at, rotary=ROTARY):
+def rotated(x, at, rotary=ROTARY):
     """x [.., rows, heads, 8] by hand."""
     a, b = jnp.split(x, 2, axis=-1)
     cos, sin = (jnp.broadcast_to(t[at][..., None, :], a.shape) for t in (rotary.cos, rotary.sin))
@@ -84,7 +84,7 @@ def test_the_tables_have_gradients(rng):
     at = jnp.arange(24)
 
     def by_hand(q, k, v, rotary):
-        q, k = (turned(x, jnp.broadcast_to(at, x.shape[:2]), rotary) for x in (q, k))
+        q, k = (rotated(x, jnp.broadcast_to(at, x.shape[:2]), rotary) for x in (q, k))
         return pa.flash_attention_with_lse(q, k, v, mask=CAUSAL)
 
     def ours(q, k, v, rotary):
@@ -104,7 +104,7 @@ def test_positions_are_those_of_masks(rng):
     offsets = jnp.array([3, 17], jnp.int32)
     at = offsets[:, None] + jnp.arange(24, dtype=jnp.int32)[None]
     rows = jnp.broadcast_to(jnp.arange(24), (2, 24))
-    want = pa.flash_attention(turned(q, at), turned(k, rows), v, mask=CAUSAL, q_offset=offsets)
+    want = pa.flash_attention(rotated(q, at), rotated(k, rows), v, mask=CAUSAL, q_offset=offsets)
     close(call(q, k, v, q_offset=offsets), want)
     close(call(q, k, v, q_offset=offsets, rotary_positions=(at, jnp.arange(24))), want)
     for row, offset in enumerate((3, 17)):

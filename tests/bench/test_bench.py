@@ -585,7 +585,7 @@ def test_packed_rows_are_timed_by_their_own_arguments():
 def test_a_slab_at_a_time_is_the_same(monkeypatch):
     case = LITTLE["everything"]
     whole, _ = verify.expected(case.arrays(), case.options())
-    monkeypatch.setattr(verify, "SLAB", 4 * 200 * 7)
+    monkeypatch.setattr(verify, "MOST_SCORES", 4 * 200 * 7)
     jax.clear_caches()
     slabs, _ = verify.expected(case.arrays(), case.options())
     assert jnp.allclose(whole[0], slabs[0], atol=1e-6)

@@ -19,7 +19,7 @@ TABLE = np.asarray([[4, 0, 6], [5, 2, 1]])
 class Numbers:
     """A thread for which numbers of 32 bits are those of 64."""
 
-    def wide(self, x):
+    def to_int64(self, x):
         return x
 
 

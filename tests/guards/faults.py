@@ -876,15 +876,18 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     # ---- code that only a GPU runs ---------------------------------------------------------------
     "gradients_are_addressed_in_32_bits": Fault(
         f"{MMA}/mma_2x2.py",
-        "        start = thread.wide(batch) * length + thread.wide(first)\n",
+        "        start = thread.to_int64(batch) * length + thread.to_int64(first)\n",
         "        start = batch * length + first\n",
         TEST_EMITTED,
         (
             (
-                "(start * heads + thread.wide(head)) * (dim // 2)",
+                "(start * heads + thread.to_int64(head)) * (dim // 2)",
                 "(start * heads + head) * (dim // 2)",
             ),
-            ("start = start + thread.wide(row *", "start = thread.wide(start) + thread.wide(row *"),
+            (
+                "start = start + thread.to_int64(row *",
+                "start = thread.to_int64(start) + thread.to_int64(row *",
+            ),
         ),
     ),
     "dq_is_read_in_another_order_than_it_is_added": Fault(

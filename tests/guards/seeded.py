@@ -82,8 +82,8 @@ SEEDS: dict[str, dict[str, Seed]] = {
         ),
         "packed_log_sum_exps_have_one_head": (
             f"{MMA}/packed_rows.py",
-            "index = thread.wide(head) * tokens + thread.wide(token)",
-            "index = thread.wide(at.head) * tokens + thread.wide(token)",
+            "index = thread.to_int64(head) * tokens + thread.to_int64(token)",
+            "index = thread.to_int64(at.head) * tokens + thread.to_int64(token)",
         ),
         "scales_are_those_of_another_warps_keys": (
             f"{MMA}/mma_rowmajor.py",

@@ -287,7 +287,7 @@ def test_words_are_stored_where_the_condition_holds(nbytes):
 
     def program(thread, refs, _):
         word = thread.load(refs[0], thread.index, nbytes)
-        index = thread.wide(thread.index) + 2**33
+        index = thread.to_int64(thread.index) + 2**33
         thread.store(refs[1], index, word, nbytes, thread.index >= 100)
 
     words = numbers(128, f"int{8 * nbytes}")

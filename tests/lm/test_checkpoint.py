@@ -161,7 +161,7 @@ def test_a_key_that_has_to_be_there(tmp_path, name):
          "hidden_size: expected a multiple of the 6 heads, or head_dim, got 32"),
         ({"head_dim": 7}, "head_dim: expected an even number, for rotary positions, got 7"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}},
-         "rope_scaling: type 'dynamic' turns keys anew as the text grows, which a cache of turned "
+         "rope_scaling: type 'dynamic' turns keys anew as the text grows, which a cache of rotated "
          "keys cannot; use 'yarn' or 'linear'"),
         ({"rope_scaling": {"rope_type": "linear"}},
          "rope_scaling.factor: expected a number from 0.001 to 1e+06, got None"),

@@ -424,7 +424,7 @@ def test_overlapping_reaches_those_that_know_of_it(monkeypatch, operation, overl
     taken = dispatch.select(problem, None)
     module = importlib.import_module(f"pallas_attn.kernels.{taken.module}")
     kernel = dataclasses.replace(module.KERNEL, run=lambda inputs, problem, config: config)
-    monkeypatch.setattr(module, "KERNEL", kernel)
+    monkeypatch.setitem(vars(taken), "kernel", kernel)
     with _device.assume("sm90"):
         plain = taken.run(None, problem)
         with _device.overlapping():

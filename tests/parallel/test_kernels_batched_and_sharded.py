@@ -230,6 +230,22 @@ def kernels_that_differentiate(monkeypatch):
     monkeypatch.setitem(dispatch.TABLES, "flash_backward", (BackwardInPlaceOfAKernel(),))
 
 
+@pytest.mark.usefixtures("kernels_that_differentiate")
+def test_gradients_outside_of_jit_trace_nothing_anew(monkeypatch):
+    """The jaxpr of a call is kept with the kernel and the problem, and its transpose is run at
+    once.
+    """
+    q, k, v = jnp.ones((3, 1, 4, 2, 8))
+    gradient = jax.grad(lambda *arrays: pallas_attn.flash_attention(*arrays).sum(), (0, 1, 2))
+    expected = gradient(q, k, v)
+
+    def refuse(*_):
+        raise AssertionError("traced again")
+
+    monkeypatch.setattr(jax, "make_jaxpr", refuse)
+    jax.tree.map(np.testing.assert_array_equal, gradient(q, k, v), expected)
+
+
 def gradients_of(function, floats, **fixed):
     """Gradients of a random sum over out and lse."""
 

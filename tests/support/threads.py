@@ -28,7 +28,7 @@ class BlockOfThreads:
         self.memory, self.block, self.touches = memory, block, touches
         self.ids = first + self.index.astype(np.int64)
 
-    def wide(self, x):
+    def to_int64(self, x):
         return np.asarray(x, np.int64)
 
     def minimum(self, a, b):
@@ -105,7 +105,7 @@ class BlockOfThreads:
             return table[chosen.pop()]
         return tuple(Picked(which, refs) for refs in zip(*table, strict=True))
 
-    def in_order(self):
+    def order_loads(self):
         pass
 
     def prefetch(self, ref, index, nbytes):

@@ -64,7 +64,7 @@ def changed(ctx: ThreadContext, row: Index, begin: Index, columns: list[Index]) 
     change, nbytes = change_of(plan), plan.word_bytes[0]
 
     def numbers(column):
-        word = thread.load(refs.new[0], begin + thread.wide(column), nbytes)
+        word = thread.load(refs.new[0], begin + thread.to_int64(column), nbytes)
         return thread.numbers(word, nbytes, plan.new_dtype)
 
     inside = [thread.minimum(column, plan.row_words[0] - 1) for column in columns]
@@ -145,11 +145,11 @@ def _halves(
     other = normed_at(thread.select(high, n - half, thread.select(low, n + half, n)))
     group = thread.select(low, n - first, thread.select(high, n - (first + half), n * 0))
     cos, sin = _angles(ctx, position, group, count)
-    turned = []
+    rotated = []
     for x, y, c, s in zip(word, other, cos, sin, strict=True):
         s = thread.choose(low, s * -1.0, s)
-        turned.append(thread.choose(low | high, x * c + y * s, x))
-    return turned
+        rotated.append(thread.choose(low | high, x * c + y * s, x))
+    return rotated
 
 
 def _interleaved(ctx: ThreadContext, position: Index, n: Index, word: Floats) -> Floats:
@@ -159,9 +159,9 @@ def _interleaved(ctx: ThreadContext, position: Index, n: Index, word: Floats) ->
     inside = (n >= first) & (n < first + words)
     group = thread.select(inside, n - first, n * 0)
     cos, sin = _angles(ctx, position, group, count)
-    turned = []
+    rotated = []
     for a, b, c, s in zip(word[::2], word[1::2], cos, sin, strict=True):
         minus = b * s * -1.0
-        turned.append(thread.choose(inside, a * c + minus, a))
-        turned.append(thread.choose(inside, b * c + a * s, b))
-    return turned
+        rotated.append(thread.choose(inside, a * c + minus, a))
+        rotated.append(thread.choose(inside, b * c + a * s, b))
+    return rotated

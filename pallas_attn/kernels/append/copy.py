@@ -124,14 +124,14 @@ def _read(ctx: ThreadContext, word: Index, array: int) -> Int:
     total = plan.problem.new_rows * plan.problem.kv_heads * plan.row_words[array]
     if total < plan.chunks * plan.in_flight * mosaic.THREADS:
         word = thread.minimum(word, total - 1)
-    index = thread.wide(at.sequence) * total + thread.wide(word)
+    index = thread.to_int64(at.sequence) * total + thread.to_int64(word)
     return thread.load(refs.new[array], index, plan.word_bytes[array])
 
 
 def _write(ctx: ThreadContext, cache: GmemRef, place: Place, value: Int, array: int) -> None:
     thread, plan = ctx.thread, ctx.plan
     row = plan.layout.number(thread, place.row)
-    index = row * plan.row_words[array] + thread.wide(place.column)
+    index = row * plan.row_words[array] + thread.to_int64(place.column)
     thread.store(cache, index, value, plan.word_bytes[array], place.exists)
 
 

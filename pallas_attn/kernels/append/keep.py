@@ -203,7 +203,7 @@ def _move(ctx: ThreadContext, array: int) -> None:
     if plan.layout.paged:
         thread.shared_store(refs.bad, thread.index, thread.index * 0, thread.index < 2)
         thread.sync()
-    first, words = thread.wide(at.sequence) * plan.width, plan.words[array]
+    first, words = thread.to_int64(at.sequence) * plan.width, plan.words[array]
     path = [thread.load(refs.path, first + j, 4) for j in range(plan.width)]
     looked = newest = None
     if plan.layout.paged:
@@ -301,7 +301,7 @@ def _address(ctx: ThreadContext, row: Row, words: Words) -> tuple[Index, Predica
     word = at.chunk * mosaic.THREADS + thread.index
     head, column = word // words.row, word % words.row
     number = plan.layout.number(thread, row._replace(head=head))
-    return number * words.row + thread.wide(column), head < plan.heads
+    return number * words.row + thread.to_int64(column), head < plan.heads
 
 
 def _row(ctx: ThreadContext, number: Index) -> Row:

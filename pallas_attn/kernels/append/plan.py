@@ -174,7 +174,7 @@ def read_all(ctx: ThreadContext, read: Callable[..., Any], items: list[Index]) -
         _prefetch_page_table(ctx)
     loaded = [[read(ctx, item, array) for item in items] for array in range(len(ctx.refs.new))]
     if plan.layout.paged:
-        ctx.thread.in_order()
+        ctx.thread.order_loads()
     return loaded
 
 

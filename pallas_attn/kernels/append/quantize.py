@@ -102,7 +102,7 @@ def _read(ctx: ThreadContext, row: Index, array: int) -> _Row:
     row_words = plan.row_words[array]
     if rows % plan.chunk_items:
         row = thread.minimum(row, rows - 1)
-    begin = (thread.wide(at.sequence) * rows + thread.wide(row)) * row_words
+    begin = (thread.to_int64(at.sequence) * rows + thread.to_int64(row)) * row_words
     lane = thread.index % plan.lanes
     columns = [lane + start for start in range(0, row_words, plan.lanes)]
     if plan.problem.change is not None and array == 0:
@@ -112,7 +112,7 @@ def _read(ctx: ThreadContext, row: Index, array: int) -> _Row:
     if row_words % plan.lanes:
         inside[-1] = thread.minimum(columns[-1], row_words - 1)
     nbytes = plan.word_bytes[array]
-    words = [thread.load(refs.new[array], begin + thread.wide(n), nbytes) for n in inside]
+    words = [thread.load(refs.new[array], begin + thread.to_int64(n), nbytes) for n in inside]
     return _Row(words, None, columns, row_words)
 
 
@@ -173,7 +173,7 @@ def _word_at(
     exists = place.exists
     if row.row_words % ctx.plan.lanes:
         exists = exists & (column < row.row_words)
-    return at_row * row.row_words + ctx.thread.wide(column), exists
+    return at_row * row.row_words + ctx.thread.to_int64(column), exists
 
 
 def _converts_to_float8(gpu: str | None) -> bool:

@@ -97,11 +97,11 @@ class Layout:
 
     def number(self, thread: Thread, row: Row) -> Index:
         """The number of the row among all of its array, in 64 bits."""
-        line, slab = thread.wide(row.head), self._slab_of_all(row)
+        line, slab = thread.to_int64(row.head), self._slab_of_all(row)
         if slab is not None:
-            line = thread.wide(slab) * self.kv_heads + line
-        rows = self.slab_rows if row.capacity is None else thread.wide(row.capacity)
-        return line * rows + thread.wide(self.row_in_slab(row.position))
+            line = thread.to_int64(slab) * self.kv_heads + line
+        rows = self.slab_rows if row.capacity is None else thread.to_int64(row.capacity)
+        return line * rows + thread.to_int64(self.row_in_slab(row.position))
 
     def slice_of(self, row: Row) -> tuple[Index, Index]:
         """(index, row) of it in the array's `view`."""
@@ -176,7 +176,7 @@ class Paged(Layout):
 
     def entry_index(self, thread: Thread, sequence: Index, entry: Index) -> Index:
         """The place of an entry of a sequence in the page table, in 64 bits."""
-        return thread.wide(sequence) * self.entries + thread.wide(entry)
+        return thread.to_int64(sequence) * self.entries + thread.to_int64(entry)
 
     def load_page(
         self, thread: Thread, page_table: GmemRef, sequence: Index, entry: Index

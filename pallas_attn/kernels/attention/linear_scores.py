@@ -24,9 +24,9 @@ from pallas_attn._call.problem import AttentionProblem
 from pallas_attn._functions import program as _program
 from pallas_attn._functions.program import Operation, Program
 from pallas_attn.kernels.attention import functions, logits, softmax
-from pallas_attn.kernels.attention.tiles import KernelContext, QueryRows
+from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.lang import mosaic, slopes
-from pallas_attn.kernels.lang.types import Index, Ref, RegisterTile
+from pallas_attn.kernels.lang.types import Ref, RegisterTile
 
 
 class Linear(NamedTuple):
@@ -128,25 +128,12 @@ def takes(problem: AttentionProblem) -> bool:
 # ---- in the kernel ------------------------------------------------------------------------------
 
 
-def masked_logits(  # noqa: PLR0913
-    ctx: KernelContext,
-    rows: QueryRows,
-    t: Index,
-    slot: Index,
-    s: RegisterTile,
-    masked: bool | None,
-    whole: tuple[Index, Index] | None = None,
-) -> tuple[RegisterTile, "OffsetSoftmax"]:
-    """`logits.masked_logits` of scores, as they are, with the part of the function that differs
-    from column to column; and a softmax that adds the rest.
-    """
-    s, offset = _sloped(ctx, logits.tile_of_rows(ctx, rows, t), s)
-    return logits.masked_logits(ctx, rows, t, slot, s, masked, whole), OffsetSoftmax(offset)
-
-
-def _sloped(
+def sloped(
     ctx: KernelContext, tile: logits.LogitTile, s: RegisterTile
-) -> tuple[RegisterTile, RegisterTile]:
+) -> tuple[RegisterTile, "OffsetSoftmax"]:
+    """Scores with the part of the function that differs from column to column, and a softmax that
+    adds the rest.
+    """
     registers = functions.Registers(s.shape, tile.layout)
     program, rows = ctx.plan.problem.score_program, (tile.q_axis,)
     row_numbers = functions.numbers_of_rows(program, registers, tile)
@@ -159,11 +146,12 @@ def _sloped(
 
     offset = mosaic.broadcast_rows(softmax.to_log2(each_row(linear.rest)), shape)
     if linear.slope is None:
-        return s, offset
+        return s, OffsetSoftmax(offset)
     slope = each_row(linear.slope)
     column = mosaic.positions(shape, 1, 0).astype(jnp.float32)
     offset = offset + mosaic.broadcast_rows(softmax.to_log2(slope), shape) * column
-    return slopes.add_slopes(s, slope * (1 / ctx.plan.problem.scale)), offset
+    s = slopes.add_slopes(s, slope * (1 / ctx.plan.problem.scale))
+    return s, OffsetSoftmax(offset)
 
 
 class OffsetSoftmax(NamedTuple):

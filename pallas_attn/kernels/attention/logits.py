@@ -95,7 +95,7 @@ def tile_of_rows(
     if slot is not None and ctx.plan.score_tiles:
         from pallas_attn.kernels.attention import score_tiles
 
-        in_smem = score_tiles.rows_of(ctx.smem.over_scores, slot, rows.wg)
+        in_smem = score_tiles.rows_of(ctx.smem.bias_and_mask, slot, rows.wg)
     return LogitTile(*where, q_axis=0, layout=layout, in_smem=in_smem)
 
 
@@ -107,18 +107,23 @@ def masked_logits(  # noqa: PLR0913
     s: RegisterTile,
     masked: bool | None,
     whole: tuple[Index, Index] | None = None,
-) -> RegisterTile:
+) -> tuple[RegisterTile, Any]:
     """The scores of kv tile t, which `slot` of the ring holds -> logits, in log2 units if
-    `LogitRules.unit` is None. `masked` None: a branch masks the tile unless t lies in `whole`,
-    which is (first, one after the last).
+    `LogitRules.unit` is None; and the functions `step` and `next_step` of their softmax. `masked`
+    None: a branch masks the tile unless t lies in `whole`, which is (first, one after the last).
     """
+    online: Any = softmax
+    if ctx.plan.logit_rules.linear:
+        from pallas_attn.kernels.attention import linear_scores
+
+        s, online = linear_scores.sloped(ctx, tile_of_rows(ctx, rows, t), s)
     if ctx.plan.logit_rules.unit is None:
         s, _ = scaled(ctx, tile_of_rows(ctx, rows, t, slot=slot), s)
     mask = functools.partial(mask_rows, ctx, rows, t, slot)
     if masked is None:
         assert whole is not None
-        return lax.cond((t < whole[0]) | (t >= whole[1]), mask, lambda s: s, s)
-    return mask(s) if masked else s
+        return lax.cond((t < whole[0]) | (t >= whole[1]), mask, lambda s: s, s), online
+    return (mask(s) if masked else s), online
 
 
 def scaled(

@@ -59,8 +59,8 @@ def spans_of(
     if not of_keys:
         return segment_spans(*ids, sizes, _seen_tiles(problem, inputs, fields, sizes))
     seen = _seen_tiles(problem, inputs, fields, sizes[::-1])
-    turned = seen and (seen[0].swapaxes(1, 2), seen[1].swapaxes(1, 2))
-    return segment_spans(*ids[::-1], sizes, turned)
+    transposed = seen and (seen[0].swapaxes(1, 2), seen[1].swapaxes(1, 2))
+    return segment_spans(*ids[::-1], sizes, transposed)
 
 
 def segment_spans(

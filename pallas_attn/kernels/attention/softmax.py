@@ -2,7 +2,7 @@
 
 Inside, exponents are to base 2: the GPU's ex2 is one instruction, and `scale * log2(e)` folds into
 the multiply-add that comes before it. Outside, a log-sum-exp is a natural logarithm. No other file
-knows the base: `to_log2` and `to_natural` convert.
+knows the base: `to_log2` and the ends convert.
 
 The state of a row is its `row_max`, the largest logit so far in log2 units (-inf: no key yet), and
 its `row_sum`, the sum of 2**(logit - row_max). A sum is kept as 8 partial sums a row, one for each
@@ -37,11 +37,6 @@ RESCALE_THRESHOLD = 8.0  # log2 units that a row max may lag behind: p reaches 2
 def to_log2(x: Scalar) -> Any:
     """A logit or a logarithm in natural units -> in log2 units."""
     return x * _LOG2_E
-
-
-def to_natural(x: Scalar) -> Any:
-    """A logarithm in log2 units -> the natural one."""
-    return x * (1 / _LOG2_E)
 
 
 def unit_of(scale: float) -> float | None:
@@ -107,13 +102,15 @@ def next_step(logits: Array, unit: Scalar | None, row_max: Array, *, empty_ok: b
 
 def rescaled(new: Step, older: RegisterTiles) -> RegisterTiles:
     """Sums and outputs of the tiles before, a tree of [rows, ..], in terms of the new row max."""
+    to_new_max = functools.partial(scaled, older, new.rescale)
+    return lax.cond(new.moved != 0, to_new_max, lambda: older)
 
-    def scaled():
-        leaves, tree = jax.tree.flatten(older)
-        leaves = [x * mosaic.broadcast_rows(new.rescale, x.shape) for x in leaves]
-        return jax.tree.unflatten(tree, leaves)
 
-    return lax.cond(new.moved != 0, scaled, lambda: older)
+def scaled(tiles: RegisterTiles, factor: Array) -> RegisterTiles:
+    """A tree of [rows, ..] times a number a row."""
+    leaves, tree = jax.tree.flatten(tiles)
+    leaves = [x * mosaic.broadcast_rows(factor, x.shape) for x in leaves]
+    return jax.tree.unflatten(tree, leaves)
 
 
 def step_and_rescale(
@@ -128,7 +125,7 @@ def step_and_rescale(
     def raised():
         higher = raise_to(logits.max(axis=1), unit, row_max)
         rescale = jnp.exp2(row_max - base_of(higher, empty_ok))
-        return higher, jax.tree.map(lambda x: x * mosaic.broadcast_rows(rescale, x.shape), older)
+        return higher, scaled(older, rescale)
 
     row_max, older = lax.cond(moved != 0, raised, lambda: (row_max, older))
     p, row_sum = exponentials_and_sums(logits, unit, base_of(row_max, empty_ok))
@@ -214,7 +211,7 @@ def finish(row_max: Array, row_sum: Array, sink: Array | None) -> tuple[Array, A
         row_sum = row_sum * jnp.exp2(row_max - higher) + jnp.exp2(sink - higher)
     base = jnp.where(empty, 0.0, row_max)
     factor = jnp.exp2(base - jnp.where(empty, 0.0, higher)) / jnp.where(empty, 1.0, row_sum)
-    lse = to_natural(higher + jnp.log2(row_sum))
+    lse = (higher + jnp.log2(row_sum)) * (1 / _LOG2_E)
     return jnp.where(empty, 0.0, factor), jnp.where(empty, -jnp.inf, lse)
 
 
@@ -230,5 +227,5 @@ def finish_row(thread: Any, row_max: Scalar, row_sum: Scalar, sink: Any | None) 
         row_sum = row_sum * thread.exp2(base - higher) + thread.exp2(sink - higher)
     row_sum = thread.choose(empty, unit, row_sum)
     factor = thread.choose(empty, zero, thread.exp2(base - higher) / row_sum)
-    lse = to_natural(higher + thread.log2(row_sum))
+    lse = (higher + thread.log2(row_sum)) * (1 / _LOG2_E)
     return factor, thread.choose(empty, thread.number(float("-inf")), lse)

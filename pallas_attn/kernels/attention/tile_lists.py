@@ -212,7 +212,7 @@ def _sorted(xp: Any, order: Any) -> tuple[Any, Any]:
     if xp is np:
         listed = order.argsort(-1)
         return listed.argsort(-1).astype(np.int32), listed.astype(np.int32)
-    return in_order(order[..., None, :] < order[..., :, None])
+    return sorted_places(order[..., None, :] < order[..., :, None])
 
 
 def longest_first(count: jax.Array) -> jax.Array:
@@ -223,10 +223,10 @@ def longest_first(count: jax.Array) -> jax.Array:
     down, across = (numbers((*axes, *shape)) for shape in ((n, 1), (1, n)))
     longer = count[..., None, :] > count[..., :, None]
     tie = (count[..., None, :] == count[..., :, None]) & (across < down)
-    return in_order(longer | tie)[1]
+    return sorted_places(longer | tie)[1]
 
 
-def in_order(before: Any) -> tuple[Any, Any]:
+def sorted_places(before: Any) -> tuple[Any, Any]:
     """The place of each of n numbers when they are sorted, and the number at each place. `before`,
     bool[.., n, n]: whether the second one comes before the first. A sort by XLA would be several
     kernels.

@@ -124,10 +124,8 @@ class QueryRows(NamedTuple):
     last: Any = None  # the last kv tile of that list that the rows need
     mapping: Any = None  # says which rows of which heads they are, where not of one: `prefill.plan`
 
-    def with_loaded_tile(self, tile: Index | None) -> "QueryRows":
+    def with_loaded_tile(self, tile: Index) -> "QueryRows":
         """The same rows where the list's entry for the kv tile at hand was read before."""
-        if tile is None:
-            return self
         from pallas_attn.kernels.attention import tile_lists
 
         return self._replace(listed=tile_lists.LoadedTile(tile))

@@ -172,7 +172,7 @@ def padded(array: Operand, sizes: dict[int, int]) -> Any:
     return jnp.pad(array, widths) if any(after for _, after in widths) else array
 
 
-def over_scores(
+def bias_and_mask(
     inputs: AttentionInputs, rows: int, keys: int, in_tiles: Collection[str] = ()
 ) -> dict[str, Any]:
     """The arrays of bias and mask_array that are there. Masks of keys stay boolean (`key_masks`).

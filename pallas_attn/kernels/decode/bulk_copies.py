@@ -83,7 +83,9 @@ def copy_tile(ctx: ThreadContext) -> None:
     zeros = thread.minimum(missing - chunk, ZERO_BYTES)
     to = (at.slot + 1) * (tile * v_bytes // 16) + chunk // 16 - missing // 16
     some = (zeros >= 1) & (at.wanted >= 1)
-    thread.copy(Word(smem.v, to), Word(refs.counters, thread.wide(chunk * 0)), zeros, done, some)
+    thread.copy(
+        Word(smem.v, to), Word(refs.counters, thread.to_int64(chunk * 0)), zeros, done, some
+    )
     if problem.quantized:  # 4 scales a word: capacities, pages and tiles are multiples of 4
         nbytes = _scale_bytes(at_least(here, 0))
         for array, ring in zip(scales, (smem.k_scale, smem.v_scale), strict=True):

@@ -145,7 +145,7 @@ def write_partial(ctx: ThreadContext) -> None:
         partial = _of_warps(ctx, place)
         line = at.own * plan.queries.chunk_rows + place.row
         words = plan.problem.v_head_dim // 4
-        index = thread.wide(line) * words + thread.wide(place.column)
+        index = thread.to_int64(line) * words + thread.to_int64(place.column)
         thread.store_floats(results.partial_out, index, partial.out, place.exists)
         first = place.exists & (place.column < 1)
         thread.store_floats(results.partial_max, line, [partial.row_max], first)
@@ -195,8 +195,8 @@ class _Batch(NamedTuple):
         """`self.loads` partials of each row, from number `first` on."""
         thread, loaded = self.thread, []
         for place, line in zip(self.places, self.lines, strict=True):
-            at = [thread.wide(thread.of_lane(line, first + i)) for i in range(self.loads)]
-            at = [n * self.words + thread.wide(place.column) for n in at]
+            at = [thread.to_int64(thread.of_lane(line, first + i)) for i in range(self.loads)]
+            at = [n * self.words + thread.to_int64(place.column) for n in at]
             loaded.append([thread.load_floats(self.partial_out, n, 4) for n in at])
         return loaded
 
@@ -361,18 +361,22 @@ def _write(ctx: ThreadContext, results: Results, place: _Place, partial: _Partia
     if results.sinks is not None:
         (sink,) = thread.load_floats(results.sinks, head, 1)
     factor, lse = softmax.finish_row(thread, partial.row_max, partial.row_sum, sink)
-    wide = thread.wide(at.sequence) * problem.q_len if at.row is None else thread.wide(at.row)
-    line = (wide + thread.wide(token)) * problem.q_heads + thread.wide(head)
+    wide = (
+        thread.to_int64(at.sequence) * problem.q_len if at.row is None else thread.to_int64(at.row)
+    )
+    line = (wide + thread.to_int64(token)) * problem.q_heads + thread.to_int64(head)
     words = problem.v_head_dim // 4
     values = [x * factor for x in partial.out]
-    index = line * words + thread.wide(place.column)
+    index = line * words + thread.to_int64(place.column)
     if problem.dtype == "float32":
         thread.store_floats(results.out, index, values, place.exists)
     else:
         thread.store_narrow(results.out, index, values, problem.dtype, place.exists)
     if at.row is None:
-        line = (thread.wide(at.sequence) * problem.q_heads + thread.wide(head)) * problem.q_len
+        line = (
+            thread.to_int64(at.sequence) * problem.q_heads + thread.to_int64(head)
+        ) * problem.q_len
     else:
-        line = thread.wide(head) * problem.tokens + thread.wide(at.row)
+        line = thread.to_int64(head) * problem.tokens + thread.to_int64(at.row)
     first = place.exists & (place.column < 1)
-    thread.store_floats(results.lse, line + thread.wide(token), [lse], first)
+    thread.store_floats(results.lse, line + thread.to_int64(token), [lse], first)

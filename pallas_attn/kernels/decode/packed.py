@@ -105,14 +105,14 @@ def write_unowned(ctx: ThreadContext) -> None:
         row = thread.select(number < at.first, number, number - at.first + at.end)
         for start in range(0, words, mosaic.THREADS):
             word = thread.index + start
-            index, inside = thread.wide(row) * words + thread.wide(word), word < words
+            index, inside = thread.to_int64(row) * words + thread.to_int64(word), word < words
             if problem.dtype == "float32":
                 thread.store_floats(refs.out, index, [zero] * 4, inside)
             else:
                 thread.store_narrow(refs.out, index, [zero] * 4, problem.dtype, inside)
         for start in range(0, problem.q_heads, mosaic.THREADS):
             head = thread.index + start
-            index = thread.wide(head) * problem.tokens + thread.wide(row)
+            index = thread.to_int64(head) * problem.tokens + thread.to_int64(row)
             thread.store_floats(refs.lse, index, [nothing], head < problem.q_heads)
         return carry
 

@@ -159,9 +159,9 @@ def prefetch_queries(ctx: ThreadContext) -> None:
     row = first + n // queries.group * problem.q_heads + n % queries.group
     if problem.tokens is not None:  # rows past the sequence's last are another's, or none
         row = thread.minimum(row, problem.tokens * problem.q_heads - 1)
-    row = thread.wide(row)
+    row = thread.to_int64(row)
     word = thread.minimum(thread.index % lines * 8, row_bytes // 16 - 1)
-    thread.prefetch(q, row * (row_bytes // 16) + thread.wide(word), 16)
+    thread.prefetch(q, row * (row_bytes // 16) + thread.to_int64(word), 16)
 
 
 # ---- pages that a mask skips ---------------------------------------------------------------------

@@ -58,7 +58,7 @@ def copy_tile(ctx: ThreadContext) -> None:
             index = thread.index + first
             row, word = index // words, index % words
             inside = None if first + 128 <= tile * words else row < tile
-            source = number_of(thread.minimum(row, tile - 1)) * words + thread.wide(word)
+            source = number_of(thread.minimum(row, tile - 1)) * words + thread.to_int64(word)
             to = Word(ring, (start + row) * words + word)
             thread.copy_async(to, Word(array, source), row < live, inside)
     rings = (smem.k_scale, smem.v_scale) if problem.quantized else ()
@@ -77,7 +77,7 @@ def row_numbers(ctx: ThreadContext, live: Index) -> Callable[[Index], Index]:
     rows = plan.keys.page_rows
     if not plan.layout.paged:
         begin = row_number(ctx, thread.index * 0, live >= 1)
-        return lambda row: begin + thread.wide(row)
+        return lambda row: begin + thread.to_int64(row)
 
     def number_of(row: Index) -> Index:
         stretch = row // rows

@@ -94,8 +94,8 @@ def load(ref: GmemRef, index: Index, shape: tuple[int, int]) -> RegisterTile:
 def _address(ref: GmemRef, index: mgpu.FragmentedArray, size: int) -> ir.Value:
     """The address of the first four numbers that the thread holds."""
     thread = threads.Thread()
-    start = thread.wide(thread_program.Int(index.registers.item())) * size
-    start = start + thread.wide(thread.index) * 4
+    start = thread.to_int64(thread_program.Int(index.registers.item())) * size
+    start = start + thread.to_int64(thread.index) * 4
     return asm.address_of(ref, start, 4)
 
 

@@ -188,7 +188,7 @@ def _copy_row(ctx: ThreadContext, copy: _Copy, exists: Predicate) -> None:
     column = thread.index % COPYING
     chunks, whole = ctx.plan.problem.head_dim // 8, width // 8
     place = copy.row * (mma_sync.pitch(width) // 8) + column
-    begin = copy.line * chunks + thread.wide(column)
+    begin = copy.line * chunks + thread.to_int64(column)
     for n in range(0, whole, COPYING):
         inside = None if n + COPYING <= whole else column < whole - n
         live = exists if n + COPYING <= chunks else exists & (column < chunks - n)
@@ -215,7 +215,7 @@ def _copy_queries(ctx: ThreadContext) -> None:
         row = thread.index // COPYING + down
         n = thread.minimum(at.chunk + row, rows - 1)
         line = at.row + n // group * plan.problem.q_heads + n % group
-        _copy_row(ctx, _Copy(to, row, q, thread.wide(line)), at.chunk + row < rows)
+        _copy_row(ctx, _Copy(to, row, q, thread.to_int64(line)), at.chunk + row < rows)
     thread.commit_copies()
 
 

@@ -162,15 +162,15 @@ def over_tiles(plan: KeyPlan, inputs: AttentionInputs) -> dict[str, Any]:
     problem, tiling = plan.problem, plan.tiling
     rows, keys = tiling.padded_rows, tiling.padded_keys
     fields: dict[str, Any] = {name: getattr(inputs, name) for name in problem.arrays}
-    over_scores = tma_operands.over_scores(inputs, rows, keys)
+    bias_and_mask = tma_operands.bias_and_mask(inputs, rows, keys)
     as_it_is = ["mask_array"] if problem.masks_keys else []
-    for name, array in over_scores.items():
+    for name, array in bias_and_mask.items():
         sizes = array.shape[2:]
         if min(sizes) > 1 and sizes != (rows, keys):
             as_it_is.append(name)  # `clipped` reads it
     fields |= {
         name: array if name in as_it_is else array.swapaxes(2, 3)
-        for name, array in over_scores.items()
+        for name, array in bias_and_mask.items()
         if name != "bias" or plan.bias_tiles is None
     }
     if tiling.reads_key_mask:

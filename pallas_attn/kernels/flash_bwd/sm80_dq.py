@@ -249,7 +249,7 @@ def _clear(after: GmemRef, out: GmemRef, *, words: int) -> None:
     del after
 
     def program(thread: threads.Thread, refs: tuple[GmemRef], scalars: tuple[Index]) -> None:
-        first = thread.wide(scalars[0]) * CLEARED + thread.wide(thread.index)
+        first = thread.to_int64(scalars[0]) * CLEARED + thread.to_int64(thread.index)
         for start in range(0, CLEARED, mosaic.THREADS):
             zeros = [thread.number(0.0)] * 4
             thread.store_floats(refs[0], first + start, zeros, first + start < words)

@@ -194,10 +194,10 @@ def _dq_plan(problem: AttentionProblem, config: Config) -> QueryPlan:
     )
     in_panels = tma_operands.takes_panels(problem)
     plan = dataclasses.replace(QueryPlan.of(problem, by_rows), panels=in_panels)
-    over_scores = score_tiles.of_problem(problem, config.dq_block_kv)
-    if problem.dtype == "float32" or not over_scores:
+    bias_and_mask = score_tiles.of_problem(problem, config.dq_block_kv)
+    if problem.dtype == "float32" or not bias_and_mask:
         return plan
-    with_tiles = dataclasses.replace(plan, score_tiles=over_scores)
+    with_tiles = dataclasses.replace(plan, score_tiles=bias_and_mask)
     fits = sm90_dq.buffer_bytes(with_tiles) + BARRIERS <= SMEM_LIMIT
     return with_tiles if fits else plan
 

@@ -56,7 +56,7 @@ class DqSmem(NamedTuple):
     v_ready: Barrier
     k_free: Barrier
     v_free: Barrier
-    over_scores: Any = None  # bias and mask_array, in the ring of v: `score_tiles`
+    bias_and_mask: Any = None  # bias and mask_array, in the ring of v: `score_tiles`
 
     @property
     def k_ring(self) -> Ring:
@@ -83,7 +83,7 @@ def scratch(plan: QueryPlan) -> DqSmem:
         ),
         k_free=barrier(num_barriers=stages, num_arrivals=consumers),
         v_free=barrier(num_barriers=stages - 1, num_arrivals=consumers),
-        over_scores=score_tiles.scratch(plan.score_tiles, stages - 1, plan.tiling.tile_rows),
+        bias_and_mask=score_tiles.scratch(plan.score_tiles, stages - 1, plan.tiling.tile_rows),
     )
 
 
@@ -181,7 +181,7 @@ def _load_kv_tile(
         to = ring.tiles, slot, ring.ready.at[slot]
         if name == "v" and plan.score_tiles:
             place = score_tiles.Place(tile.batch, tile.head, tile.row, t * block)
-            score_tiles.load(ctx, smem.over_scores, place, slot, ring.ready.at[slot])
+            score_tiles.load(ctx, smem.bias_and_mask, place, slot, ring.ready.at[slot])
         load_keys(ctx, tile, t, name, (*where, *to))
 
 
@@ -274,7 +274,7 @@ def _ds(
     s, place = scaled(s, rows.units.scores), LogitTile(*where, q_axis=0)
     if plan.score_tiles:
         slot = smem.v_ring.slot(count)  # which `_multiply` has waited for
-        place = place._replace(in_smem=score_tiles.rows_of(smem.over_scores, slot, rows.wg))
+        place = place._replace(in_smem=score_tiles.rows_of(smem.bias_and_mask, slot, rows.wg))
     p, slope = score_mod.probabilities(ctx, place, s, rows.lse, masked)
     dp = plgpu.wgmma_accumulator_load(accs[1], wait_n=0)
     smem.v_ring.release(smem.v_ring.slot(count))

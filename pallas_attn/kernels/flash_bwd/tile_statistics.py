@@ -58,7 +58,7 @@ def _write(ctx: ThreadContext) -> None:
         for n in range(pl.cdiv(chunks, LANES)):
             chunk = lane + n * LANES
             inside = there if (n + 1) * LANES <= chunks else there & (chunk < chunks)
-            index = thread.wide(line) * chunks + thread.wide(chunk)
+            index = thread.to_int64(line) * chunks + thread.to_int64(chunk)
             pairs.append([thread.load_where(ref, index, 16, inside) for ref in (refs.out, refs.do)])
     each = len(pairs) // len(rows)
     for n, row in enumerate(rows):

@@ -138,7 +138,7 @@ def schedule(order: WorkOrder, offsets: tuple[int, ...] = ()) -> np.ndarray:
     each = [
         tile_scheduler.costs_of(code, tiling.code_bits, costs, problem.kv_heads) for code in codes
     ]
-    ordered = chunk_schedules.in_order(codes, each, len(costs))
+    ordered = chunk_schedules.join_groups(codes, each, len(costs))
     if order.claims:
         return _claimed(order, *ordered)
     return tile_scheduler.assign(*ordered, order.grid)

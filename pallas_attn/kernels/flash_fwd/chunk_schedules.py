@@ -24,7 +24,7 @@ EXCHANGED = 24  # the last work tiles of a block, of which one may change places
 def nearest(
     make: Callable[[Any, Offsets], np.ndarray], plan: QueryPlan, q_offset: Operand
 ) -> jax.Array:
-    """`tile_scheduler.at_offset`: of the tables of all GPUs, that of the nearest offsets."""
+    """`tile_scheduler.table`: of the tables of all GPUs, that of the nearest offsets."""
     known = plan.problem.offsets
     tables = [make(plan, offsets) for offsets in known]
     width = max(table.shape[1] for table in tables)
@@ -46,14 +46,14 @@ def assign(
 
         known = plan.problem.offsets
         busy = fetch.busy_before(plan, known.index(offsets) if offsets in known else 0)
-    tiles, tile_costs = in_order(codes, costs, kinds)
+    tiles, tile_costs = join_groups(codes, costs, kinds)
     numbers, ends = tile_scheduler.assigned(tile_costs, plan.order.grid, busy)
     if kinds > 1:
         _rebalance(numbers, tile_costs, ends)
     return tile_scheduler.table_of([tiles[block].tolist() for block in numbers])
 
 
-def in_order(
+def join_groups(
     codes: list[np.ndarray], costs: list[np.ndarray], kinds: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """L2 groups of work tiles as one list, and their costs. Where batch rows are of several kinds,

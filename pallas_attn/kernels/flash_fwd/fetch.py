@@ -394,8 +394,8 @@ def _piece(ctx: ThreadContext, number: Index, entry: Index) -> _Piece:
         owner = thread.select(late, chunk, chunk * -1 + (2 * sizes.devices - 1))
         row = thread.select(late, row, row + sizes.chunk)
     away = (owner + sizes.devices - at.device) % sizes.devices
-    source = thread.wide(batch * sizes.keys + row)
-    target = thread.wide(owner * (sizes.batch * sizes.keys)) + source
+    source = thread.to_int64(batch * sizes.keys + row)
+    target = thread.to_int64(owner * (sizes.batch * sizes.keys)) + source
     return _Piece(thread.maximum(away - 1, 0), source, target)
 
 

@@ -131,8 +131,8 @@ def _first_tile(
     if rows.segments is None:
         ring.release(slot)
     masked = "first_masked" in ctx.plan.sections
-    first_rows, s = rows.with_loaded_tile(rows.last), numbers.scaled(s)
-    s = logits.masked_logits(ctx, first_rows, rows.span.hi - 1, slot, s, masked)
+    first_rows = rows if rows.last is None else rows.with_loaded_tile(rows.last)
+    s, _ = logits.masked_logits(ctx, first_rows, rows.span.hi - 1, slot, numbers.scaled(s), masked)
     if rows.segments is not None:
         ring.release(slot)
     new = softmax.step(s, numbers.unit, mosaic.filled((ROWS,), -jnp.inf), empty_ok=True)
@@ -159,7 +159,7 @@ def _step(  # noqa: PLR0913
     score_operands = functools.partial(numbers.score_operands, ctx, rows, slot)
 
     def softmax_of(s: RegisterTile) -> softmax.Step:
-        s = logits.masked_logits(ctx, rows, t, slot, numbers.scaled(s), masked, whole)
+        s, _ = logits.masked_logits(ctx, rows, t, slot, numbers.scaled(s), masked, whole)
         return softmax.next_step(
             s,
             numbers.unit,

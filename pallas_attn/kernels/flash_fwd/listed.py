@@ -33,17 +33,17 @@ def costs(plan: QueryPlan) -> np.ndarray:
     return tile_scheduler.TILE_OVERHEAD + lists[..., 0].mean(axis=(0, 1))
 
 
-def table(
+def tables(
     make: Callable[[Any, Offsets], np.ndarray], plan: Any, inputs: AttentionInputs
 ) -> dict[str, Operand]:
-    """`tile_scheduler.table` with the lists."""
+    """Operands of `tile_scheduler.table`: the lists, and the schedule where it follows from them at
+    run time.
+    """
     from pallas_attn.kernels.flash_fwd import listed_tiles
 
     problem, sizes = plan.problem, plan.list_sizes
     if tile_lists.static(problem, *sizes) is not None:
-        lists = tile_lists.tiles(problem, inputs, *sizes)
-        schedule = tile_scheduler.at_offset(make, plan, inputs.q_offset)
-        return {"tiles": lists, "schedule": schedule}
+        return {"tiles": tile_lists.tiles(problem, inputs, *sizes)}
     ranked, heads = make(plan, ()), plan.heads // problem.batch
     *_, by_keys, row_blocks = sizes
     kinds = tile_lists.kinds(problem, inputs, sizes)

@@ -304,7 +304,7 @@ def _span(thread: Thread, ends: list, header: list, n: int) -> list:
 
 
 def _ranks(ctx: ThreadContext) -> None:
-    threads.in_order(ctx.thread, ctx.refs.memory, ctx.at.wg, ctx.plan)
+    threads.order_by_cost(ctx.thread, ctx.refs.memory, ctx.at.wg, ctx.plan)
 
 
 def _codes(ctx: ThreadContext) -> None:

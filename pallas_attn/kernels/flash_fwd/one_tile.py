@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.problem import AttentionProblem
+from pallas_attn.kernels.attention import logits
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
 from pallas_attn.kernels.flash_fwd import producer, shared_memory, sm90
 from pallas_attn.kernels.flash_fwd.sm90 import Result
@@ -97,7 +98,7 @@ def _attend(ctx: KernelContext, rows: QueryRows) -> Result:
     plan, smem, slot = ctx.plan, ctx.smem, rows.q_slot
     q, k, v = (panels.tiles(x, slot) for x in (smem.q, smem.k, smem.v))
     s = wgmma.matmul((ROWS, k[0].shape[0]), q, k, issue=wgmma.score_panels)
-    s, online = sm90.logits_of(ctx, rows, 0, slot, s, "first_masked" in plan.sections)
+    s, online = logits.masked_logits(ctx, rows, 0, slot, s, "first_masked" in plan.sections)
     nothing = mosaic.filled((ROWS,), -jnp.inf)
     new = online.step(s, plan.logit_rules.unit, nothing, empty_ok=True)
     p = sm90.widened(new.p.astype(plan.v.dtype), v)

@@ -124,11 +124,11 @@ def load_entry(  # noqa: PLR0913
             plgpu.barrier_arrive(ready)
 
     k_copies, v_copies = ctx.plan.copies
-    over_scores, score_copies = ctx.plan.score_tiles, 0
-    if over_scores:
+    bias_and_mask, score_copies = ctx.plan.score_tiles, 0
+    if bias_and_mask:
         from pallas_attn.kernels.attention import score_tiles
 
-        score_copies = score_tiles.copies(over_scores)
+        score_copies = score_tiles.copies(bias_and_mask)
     has_ids = "kv_segment_ids" in ctx.plan.problem.arrays
 
     @pl.when(entry.number < entry.last)
@@ -138,10 +138,10 @@ def load_entry(  # noqa: PLR0913
             from pallas_attn.kernels.flash_fwd import documents
 
             documents.load_keys(ctx, tile, entry.t, slot)
-        if over_scores:
+        if bias_and_mask:
             column = entry.t * ctx.plan.config.block_kv
             place = score_tiles.Place(tile.batch, tile.head, tile.row, column)
-            score_tiles.load(ctx, ctx.smem.over_scores, place, slot, ready)
+            score_tiles.load(ctx, ctx.smem.bias_and_mask, place, slot, ready)
 
     @pl.when(entry.number == entry.last)
     def _() -> None:

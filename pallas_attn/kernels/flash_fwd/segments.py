@@ -243,7 +243,7 @@ def _span(ctx: ThreadContext, unit: Index, lane: Index) -> tuple[Any, ...]:
 
 
 def _ranks(ctx: ThreadContext) -> None:
-    threads.in_order(ctx.thread, ctx.refs.memory, ctx.at.wg, _Sizes.of(ctx.plan))
+    threads.order_by_cost(ctx.thread, ctx.refs.memory, ctx.at.wg, _Sizes.of(ctx.plan))
 
 
 def _codes(ctx: ThreadContext) -> None:

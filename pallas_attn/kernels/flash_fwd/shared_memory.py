@@ -30,7 +30,7 @@ class Smem(NamedTuple):
     free: Barrier
     fetched: Any = None  # barriers of `fetch`, as words
     claims: Any = None  # `claims.Smem`
-    over_scores: Any = None  # [stages, rows, block_kv] of bias and mask_array: `score_tiles`
+    bias_and_mask: Any = None  # [stages, rows, block_kv] of bias and mask_array: `score_tiles`
 
 
 @functools.lru_cache(maxsize=256)
@@ -59,7 +59,7 @@ def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem
         from pallas_attn.kernels.flash_fwd import fetch
 
         fetched = fetch.scratch()
-    if plan.apart:
+    if plan.independent:
         from pallas_attn.kernels.flash_fwd import one_tile
 
         return one_tile.scratch(plan, out_widths)
@@ -67,11 +67,11 @@ def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem
         from pallas_attn.kernels.flash_fwd import claims
 
         claimed = claims.scratch()
-    over_scores, score_copies = None, 0
+    bias_and_mask, score_copies = None, 0
     if plan.score_tiles:
         from pallas_attn.kernels.attention import score_tiles
 
-        over_scores = score_tiles.scratch(plan.score_tiles, config.stages, plan.tiling.tile_rows)
+        bias_and_mask = score_tiles.scratch(plan.score_tiles, config.stages, plan.tiling.tile_rows)
         score_copies = score_tiles.copies(plan.score_tiles)
     ids, barrier = int(segments is not None), plgpu.Barrier
     entry = sum(plan.copies) + ids + score_copies
@@ -86,7 +86,7 @@ def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem
         free=barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
         fetched=fetched,
         claims=claimed,
-        over_scores=over_scores,
+        bias_and_mask=bias_and_mask,
     )
 
 

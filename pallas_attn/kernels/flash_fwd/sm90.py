@@ -23,7 +23,7 @@ Shared memory, and who owns it when:
                   kv tile before that, which is what one step reads: one wait, one release a step.
                   The producer owns an entry from when all consumers have released it (`free`) until
                   both of its copies have landed (`ready`), the consumers until they release it
-  over_scores [stages]  tiles of bias and mask_array, in the same entries: `score_tiles`
+  bias_and_mask [stages]  tiles of bias and mask_array, in the same entries: `score_tiles`
   out [warpgroup] the consumer's own: some columns of the output on their way to global memory
 
 Kv tiles are taken from the last to the first. Keys that the diagonal, a length or the end of S cuts
@@ -115,7 +115,7 @@ class Config:
     fetchers: int = 16  # blocks that begin by fetching K and V of other GPUs: see `fetch`
     claims: bool = False  # blocks claim work tiles, where each has a kv tile: see `claims`
     # Consumers take work tiles of their own, where the keys of a head are a kv tile: `one_tile`.
-    apart: bool = False
+    independent: bool = False
 
     def __post_init__(self):
         check(
@@ -144,13 +144,13 @@ class Config:
 @functools.lru_cache(maxsize=256)
 def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     """The static values of a launch; kept, since all calls with the same facts share them."""
-    linear, claimed, apart = False, False, False
-    if config.apart:
+    linear, claimed, independent = False, False, False
+    if config.independent:
         from pallas_attn.kernels.flash_fwd import one_tile
 
-        apart = one_tile.takes(problem, config.block_kv)
+        independent = one_tile.takes(problem, config.block_kv)
     # A list of work tiles is a block's, or a consumer's.
-    rows, lists = (ROWS, config.warpgroups) if apart else (ROWS * config.warpgroups, 1)
+    rows, lists = (ROWS, config.warpgroups) if independent else (ROWS * config.warpgroups, 1)
     tiling = QueryTiling(problem.q_len, problem.kv_len, rows, config.block_kv)
     if problem.score_program is not None:
         from pallas_attn.kernels.attention import linear_scores
@@ -170,9 +170,9 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
         _ranges_of(problem),
         _producer_of(problem),
         _mainloop_of(problem),
-        score_tiles=() if apart else _score_tiles_of(problem, config),
+        score_tiles=() if independent else _score_tiles_of(problem, config),
         panels=tma_operands.takes_panels(problem),
-        apart=apart,
+        independent=independent,
     )
 
 
@@ -409,10 +409,12 @@ def _first_tile(
     if not read_later:
         ring.release(slot)
     masked: bool | None = "first_masked" in ctx.plan.sections
-    first_rows, whole = rows.with_loaded_tile(rows.last), None
+    first_rows, whole = rows, None
+    if rows.last is not None:
+        first_rows = rows.with_loaded_tile(rows.last)
     if ctx.plan.skips_keys:
         masked, whole = None, (rows.span.full_lo, rows.span.full_hi)
-    s, online = logits_of(ctx, first_rows, rows.span.hi - 1, slot, s, masked, whole)
+    s, online = logits.masked_logits(ctx, first_rows, rows.span.hi - 1, slot, s, masked, whole)
     if read_later:
         ring.release(slot)
     unit, nothing = ctx.plan.logit_rules.unit, mosaic.filled((ROWS,), -jnp.inf)
@@ -445,7 +447,7 @@ def _step(  # noqa: PLR0913
             turns.give()
 
     def softmax_of(s: RegisterTile) -> softmax.Step:
-        s, online = logits_of(ctx, rows, t, slot, s, masked, whole)
+        s, online = logits.masked_logits(ctx, rows, t, slot, s, masked, whole)
         return online.next_step(
             s,
             ctx.plan.logit_rules.unit,
@@ -495,23 +497,6 @@ def for_each_kv_tile(plan: Any, span: tiles.Span, step: Callable[..., Any], carr
     return loop(low, span.lo, True, carry) if "low" in plan.sections else carry
 
 
-def logits_of(  # noqa: PLR0913
-    ctx: KernelContext,
-    rows: QueryRows,
-    t: Index,
-    slot: Index,
-    s: RegisterTile,
-    masked: bool | None,
-    whole: tuple[Index, Index] | None = None,
-) -> tuple[RegisterTile, Any]:
-    """`logits.masked_logits`; and the functions `step` and `next_step` of their softmax."""
-    if ctx.plan.logit_rules.linear:
-        from pallas_attn.kernels.attention import linear_scores
-
-        return linear_scores.masked_logits(ctx, rows, t, slot, s, masked, whole)
-    return logits.masked_logits(ctx, rows, t, slot, s, masked, whole), softmax
-
-
 # ---- epilogue -----------------------------------------------------------------------------------
 
 
@@ -524,7 +509,7 @@ def store_result(ctx: KernelContext, rows: QueryRows, result: Result) -> None:
     if refs.units is not None:  # float32
         head = lax.div(tile.head, jnp.int32(plan.problem.group))
         factor = factor * refs.units[1, tile.batch, head]
-    acc = jax.tree.map(lambda x: x * mosaic.broadcast_rows(factor, x.shape), acc)
+    acc = softmax.scaled(acc, factor)
     if tile.q_len is not None:
         inside = mosaic.positions((ROWS,), 0, rows.row) < tile.q_len
         lse = jnp.where(inside, lse, -jnp.inf)
@@ -572,7 +557,7 @@ def _kernel(refs: ForwardRefs, out: GmemRef, lse: GmemRef, *rest: Any, plan: Que
     if fetched:
         refs = refs._replace(fetching=refs.fetching._replace(k=fetched[0], v=fetched[1]))
     ctx = KernelContext(plan, refs._replace(out=out, lse=lse), smem)
-    if plan.apart:
+    if plan.independent:
         from pallas_attn.kernels.flash_fwd import one_tile
 
         return one_tile.consume(ctx, block, wg)
@@ -600,12 +585,12 @@ def run(
         scratch_types=(shared_memory.scratch(plan),),
         grid=(plan.order.grid // plan.order.lists,),
         grid_names=("block",),
-        num_threads=config.warpgroups + (0 if plan.apart else 1),
+        num_threads=config.warpgroups + (0 if plan.independent else 1),
         thread_name="wg",
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_fwd_sm90",
     )
-    if plan.skips_keys and not plan.apart:
+    if plan.skips_keys and not plan.independent:
         from pallas_attn.kernels.flash_fwd import key_mask_ranges
 
         refs = key_mask_ranges.with_spans(KernelContext(plan, refs))

@@ -80,7 +80,7 @@ _ROW_COSTS = {
 def _of_few_rows(problem: AttentionProblem, dim: int, made: Callable[..., Config]) -> Config:
     """The Config that leaves few rows and keys of its tiles idle. Measured from 33 to 2047 rows."""
     if _gains_by_consumers_apart(problem, dim):
-        return made(4, block_kv=64 if problem.kv_len <= 64 else 128, stages=2, apart=True)
+        return made(4, block_kv=64 if problem.kv_len <= 64 else 128, stages=2, independent=True)
     keys, bias = problem.kv_len, "bias" in problem.arrays
     costs = dict(next(costs for widest, costs in _ROW_COSTS.items() if dim <= widest))
     if dim > 64 and (bias or keys <= 128):  # registers

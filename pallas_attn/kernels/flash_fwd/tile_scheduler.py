@@ -19,9 +19,8 @@ import dataclasses
 import functools
 import heapq
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +30,6 @@ from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.logits import LogitRules
-from pallas_attn.kernels.attention.score_tiles import ScoreTiles
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     KernelContext,
@@ -46,8 +44,11 @@ from pallas_attn.kernels.attention.tiles import (
     span_mask,
 )
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
-from pallas_attn.kernels.lang.types import Carry, Index, KernelConfig, Operand, Predicate
+from pallas_attn.kernels.lang.types import Carry, Index, KernelConfig, Predicate
 from pallas_attn.masks import Mask
+
+if TYPE_CHECKING:
+    from pallas_attn.kernels.attention.score_tiles import ScoreTiles
 
 BLOCKS = gpu_specs.multiprocessors(gpu_specs.HOPPER)  # at a time, where Config does not say
 L2_BYTES = 32 * 2**20  # bytes of K and V of the heads of an L2 group: a part of L2
@@ -115,8 +116,8 @@ class QueryPlan:
     mainloop: Any = None  # `sm90.mainloop`, or another file's
     format: Any = None  # `sm80_common.MmaFormat`, of the portable kernels
     # The arrays (bias, mask_array) that TMA loads by tiles.
-    score_tiles: tuple[ScoreTiles, ...] = ()
-    apart: bool = False  # consumers take work tiles of their own: `one_tile`
+    score_tiles: "tuple[ScoreTiles, ...]" = ()
+    independent: bool = False  # consumers take work tiles of their own: `one_tile`
     panels: bool = False  # q, k, v and the output lie in panels: `tma_operands.takes_panels`
 
     @classmethod
@@ -430,26 +431,25 @@ def table_of(codes: list[list[int]]) -> np.ndarray:
     return table
 
 
-def table(make: Callable[[Any, Offsets], np.ndarray], plan: Any, inputs: AttentionInputs) -> Any:
-    """The operands by which blocks know their work tiles: "schedule", of `make(plan, offsets)`; and
-    "tiles", lists of kv tiles, where a mask function leaves some.
+def table(
+    make: Callable[[Any, Offsets], np.ndarray], plan: Any, inputs: AttentionInputs
+) -> dict[str, Any]:
+    """The operands by which blocks know their work tiles: "schedule", the int32 table
+    `make(plan, offsets)` for the offset in the problem; and "tiles", lists of kv tiles, where a
+    mask function leaves some.
     """
+    fields: dict[str, Any] = {}
     if plan.problem.mask_program is not None:
         from pallas_attn.kernels.flash_fwd import listed
 
-        return listed.table(make, plan, inputs)
-    return {"schedule": at_offset(make, plan, inputs.q_offset)}
-
-
-def at_offset(
-    make: Callable[[Any, Offsets], np.ndarray], plan: Any, q_offset: Operand | None
-) -> jax.Array:
-    """`make(plan, offsets)`, an int32 table, for the offset in the problem."""
-    if q_offset is None or not plan.problem.offsets:
-        return jnp.asarray(make(plan, ()))
+        fields = listed.tables(make, plan, inputs)
+    if "schedule" in fields:  # by lists that are known at run time
+        return fields
+    if inputs.q_offset is None or not plan.problem.offsets:
+        return fields | {"schedule": jnp.asarray(make(plan, ()))}
     from pallas_attn.kernels.flash_fwd import chunk_schedules
 
-    return chunk_schedules.nearest(make, plan, q_offset)
+    return fields | {"schedule": chunk_schedules.nearest(make, plan, inputs.q_offset)}
 
 
 def operands(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Any]:
@@ -460,7 +460,7 @@ def operands(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Any]:
     if tma_operands.IN_WHOLE_TILES & set(plan.problem.arrays):
         sizes = plan.tiling.padded_rows, plan.tiling.padded_keys
         in_tiles = {array.name for array in plan.score_tiles}
-        fields |= tma_operands.over_scores(inputs, *sizes, in_tiles)
+        fields |= tma_operands.bias_and_mask(inputs, *sizes, in_tiles)
         fields |= tma_operands.segment_ids(inputs, *sizes)
     return fields
 

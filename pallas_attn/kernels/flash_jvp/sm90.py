@@ -298,14 +298,14 @@ def _weights(  # noqa: PLR0913
     s, slope = masked_logits(ctx, rows, t, s)
     p = score_mod.exponentials(ctx.plan, s, mosaic.broadcast_rows(rows.lse, s.shape))
     left: list[RegisterTile] = [p] if "v" in problem.tangents else []
-    moved = moved_by(ctx, rows, t, accs[1:], (p, slope))
+    moved = weighted_tangent_of_logits(ctx, rows, t, accs[1:], (p, slope))
     if moved is not None:
         row_sum = row_sum + softmax.partials(moved, operator.add)
         left.append(moved)
     return Weights(tuple([x.astype(problem.dtype) for x in left]), row_sum)
 
 
-def moved_by(
+def weighted_tangent_of_logits(
     ctx: KernelContext,
     rows: TangentRows,
     t: Index,

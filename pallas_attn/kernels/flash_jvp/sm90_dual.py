@@ -95,7 +95,7 @@ def _step(
         s, slope = sm90.masked_logits(ctx, rows, t, s)
         online = softmax.step if first else softmax.next_step
         new = online(s, unit, sums.row_max, empty_ok=True)
-        return new, sm90.moved_by(ctx, rows, t, accs[1:], (new.p, slope))
+        return new, sm90.weighted_tangent_of_logits(ctx, rows, t, accs[1:], (new.p, slope))
 
     new, moved = pl.run_scoped(scores, *sm90.score_accumulators(ctx))
     k_ring.release(slot)

@@ -56,13 +56,15 @@ def tiles_of(ref: GmemRef, row: Index, first: Index, block: int, count: int) -> 
 def _tiles(ref: Any, row: Int, first: Int, block: int, count: int) -> Iterator[list[Any]]:
     """(address, whether it is within tile and row, bytes) of a lane's loads of each tile."""
     thread, keys = Thread(), ir.MemRefType(ref.type).shape[3]
-    lane, start, base = thread.index % LANES, thread.wide(row) * keys, asm.pointer_of(ref)
+    lane, start, base = thread.index % LANES, thread.to_int64(row) * keys, asm.pointer_of(ref)
     for n in range(count):
         pieces = []
         for offset, width in _pieces(block, keys):
             key = (first + n) * block + offset + lane * width
             inside = (key < keys) & (lane * width + offset < block)
-            where = utils.getelementptr(base, [(start + thread.wide(key)).value], asm.word_type(1))
+            where = utils.getelementptr(
+                base, [(start + thread.to_int64(key)).value], asm.word_type(1)
+            )
             pieces.append((where, inside, width))
         yield pieces
 
@@ -159,7 +161,7 @@ def columns(ref: GmemRef, start: Index, count: int) -> RegisterTile:
 
     def code(ref, start):
         thread, index = Thread(), Int(start.registers.item())
-        own = thread.wide(index) + thread.wide(thread.index % 4 * 2)
+        own = thread.to_int64(index) + thread.to_int64(thread.index % 4 * 2)
         base = utils.getelementptr(asm.pointer_of(ref), [own.value], asm.word_type(1))
         registers = []
         for block in range(count // 8):

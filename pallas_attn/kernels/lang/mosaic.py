@@ -113,6 +113,7 @@ def share_registers(  # noqa: PLR0913
         compute()
 
 
+@functools.cache
 def without_barriers(by_lane: bool = False) -> Any:
     """Parameters of a kernel whose warpgroups read what they write to shared memory by TMA or
     matmuls only, after `commit_smem`, or after a barrier. Else Mosaic puts each store between two

@@ -77,7 +77,7 @@ class Thread:
         """The number of the thread in its warpgroup."""
         return Int(arith.index_cast(i32(), gpu.thread_id(gpu.Dimension.x))) % THREADS
 
-    def wide(self, x: Int) -> Int:
+    def to_int64(self, x: Int) -> Int:
         """`x` in 64 bits, for offsets that 32 cannot hold."""
         return Int(arith.extsi(ir.IntegerType.get_signless(64), x.value))
 
@@ -116,7 +116,7 @@ class Thread:
         address, nothing = address_of(ref, index, nbytes), ir.Type.parse("!llvm.void")
         give(nothing, "prefetch.L1 [$0];", [address], "l")
 
-    def in_order(self) -> None:
+    def order_loads(self) -> None:
         """Loads before this are issued before loads after it, which ptxas does not promise.
 
         A warp that waits for an index would otherwise hold back loads that need none.

@@ -514,7 +514,7 @@ def repeat(thread: Any, count: int, carry: list, body: Callable[[Any, list], lis
     return carry
 
 
-def in_order(thread: Any, memory: SmemRef, wg: Index, sizes: Any) -> None:
+def order_by_cost(thread: Any, memory: SmemRef, wg: Index, sizes: Any) -> None:
     """Writes to word `sizes.order` + r of shared memory the work tile of rank r, of `sizes.tiles`
     tiles whose costs are at `sizes.costs`: the dearest first, of equals the first. A warp for each.
     """

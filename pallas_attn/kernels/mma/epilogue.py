@@ -45,7 +45,7 @@ def write(
             word = llvm.bitcast(asm.i32(), register)
             asm.do(f"st.shared.b32 [$0+{2 * (below * pitch + across)}], $1;", [base, word], "r,r")
         asm.do("bar.warp.sync 0xffffffff;", [], "")
-        line = thread.wide((batch * length + start) * heads + head)  # rows count in 32 bits
+        line = thread.to_int64((batch * length + start) * heads + head)  # rows count in 32 bits
         column = mma_2x2.int_of(group) * (width // 8) + wide * chunks
         for index in range(0, 16 * chunks, 32):
             row, chunk = (lane + index) // chunks, (lane + index) % chunks
@@ -56,7 +56,7 @@ def write(
                 inside = _both(inside, lane + index < 16 * chunks)
             source = (own + row) * (pitch // 8) + wide * chunks + chunk
             address = asm.shared_address(room, source, 16)
-            target = thread.wide((top + row) * (heads * (dim // 8)) + column + chunk)
+            target = thread.to_int64((top + row) * (heads * (dim // 8)) + column + chunk)
             pointer = asm.address_of(to, line * (dim // 8) + target, 16)
             for block in range(count):
                 there = _both(inside, top + row + block * step < live)

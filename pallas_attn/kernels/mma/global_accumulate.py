@@ -50,8 +50,8 @@ _ADDING = threading.Lock()  # the interpreter's blocks are threads
 
 def _lines(tile: Any, to: Any, index: Any, size: int, vectors: bool) -> Any:
     thread = threads.Thread()
-    start = thread.wide(mma_2x2.int_of(index)) * size
-    start = start + thread.wide(thread.index) * (4 if vectors else 1)
+    start = thread.to_int64(mma_2x2.int_of(index)) * size
+    start = start + thread.to_int64(thread.index) * (4 if vectors else 1)
     base = asm.address_of(to, start, 4)
     f32 = ir.F32Type.get()
     for n, pair in enumerate(tile.registers.reshape(-1, 2)):
@@ -66,8 +66,8 @@ def load(ref: Ref, index: Array, shape: tuple[int, int], vectors: bool) -> Array
 
     def code(ref, index):
         thread, f32 = threads.Thread(), ir.F32Type.get()
-        start = thread.wide(mma_2x2.int_of(index)) * size
-        start = start + thread.wide(thread.index) * (4 if vectors else 1)
+        start = thread.to_int64(mma_2x2.int_of(index)) * size
+        start = start + thread.to_int64(thread.index) * (4 if vectors else 1)
         base = asm.address_of(ref, start, 4)
         registers = []
         for n in range(size // mosaic.THREADS // 4):

@@ -339,10 +339,10 @@ def write(tile: RegisterTile, to: GmemRef, at: tuple[Index, ...], grid: WarpGrid
         thread = threads.Thread()
         high, lane, share = _share(grid, group)
         batch, head, first, live = (int_of(x) for x in at)
-        start = thread.wide(batch) * length + thread.wide(first)
+        start = thread.to_int64(batch) * length + thread.to_int64(first)
         row, column = high * (shape[0] // grid.down) + lane // 4, share * mine
-        start = (start * heads + thread.wide(head)) * (dim // 2)
-        start = start + thread.wide(row * (heads * dim // 2) + column // 2 + lane % 4)
+        start = (start * heads + thread.to_int64(head)) * (dim // 2)
+        start = start + thread.to_int64(row * (heads * dim // 2) + column // 2 + lane % 4)
         for n, register in enumerate(tile.registers.flat):
             right, below = n // 2 % (mine // 8) * 8, n // (mine // 4) * 16 + n % 2 * 8
             there = row + below < live

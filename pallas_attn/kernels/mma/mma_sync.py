@@ -87,15 +87,15 @@ def load_rows_async(thread: threads.Thread, refs: tuple[Ref, Ref], at: Any, copy
     (to, source), (batch, head, first, live, where) = refs, at
     rows, (_, length, heads, dim), width, fixed = copy
     chunks, wide = width // CHUNK, dim // CHUNK
-    line = thread.wide(batch) * length + thread.wide(first)
-    line = (line * heads + thread.wide(head)) * wide
+    line = thread.to_int64(batch) * length + thread.to_int64(first)
+    line = (line * heads + thread.to_int64(head)) * wide
     step = pitch(width) // CHUNK
     mine = thread.index
     # The same chunk of rows THREADS // chunks apart: constants from one address, where the compiler
     # cannot find them. Where it can, it knows better: 60 bytes less are spilled.
     if (mosaic.THREADS % chunks == 0 and not fixed) or fixed is None:
         row, chunk, at_once = mine // chunks, mine % chunks, mosaic.THREADS // chunks
-        begin = line + thread.wide(row * (heads * wide) + chunk)
+        begin = line + thread.to_int64(row * (heads * wide) + chunk)
         place, live = (where + row) * step + chunk, live - row
         for down in range(0, rows, at_once):
             there = live > down
@@ -110,10 +110,10 @@ def load_rows_async(thread: threads.Thread, refs: tuple[Ref, Ref], at: Any, copy
     for start in range(0, rows * chunks, mosaic.THREADS):
         if mosaic.THREADS % chunks:
             row, chunk = (mine + start) // chunks, (mine + start) % chunks
-            begin = line + thread.wide(row * (heads * wide) + chunk)
+            begin = line + thread.to_int64(row * (heads * wide) + chunk)
         else:
             row, chunk = mine // chunks + start // chunks, mine % chunks
-            begin = line + thread.wide(mine // chunks * (heads * wide) + chunk)
+            begin = line + thread.to_int64(mine // chunks * (heads * wide) + chunk)
             begin = begin + start // chunks * heads * wide
         there = row < live
         if wide < chunks:
@@ -353,10 +353,10 @@ def write(tile: Array, to: Ref, at: tuple[Any, ...]) -> None:
         thread = threads.Thread()
         warp, lane = warp_and_lane()
         batch, head, first, live = (Int(x.registers.item()) for x in at)
-        start = thread.wide(batch) * length + thread.wide(first)
+        start = thread.to_int64(batch) * length + thread.to_int64(first)
         row = warp * 16 + lane // 4
-        start = (start * heads + thread.wide(head)) * (dim // 2)
-        start = start + thread.wide(row * (heads * dim // 2) + lane % 4)
+        start = (start * heads + thread.to_int64(head)) * (dim // 2)
+        start = start + thread.to_int64(row * (heads * dim // 2) + lane % 4)
         for n, register in enumerate(tile.registers.flat):
             half, column = n % 2, n // 2 % (shape[1] // 8) * 8
             down = n // 2 // (shape[1] // 8) * BLOCK + 8 * half

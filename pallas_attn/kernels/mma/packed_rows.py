@@ -54,8 +54,8 @@ def load(  # noqa: PLR0913
             token = thread.select(there, at.row + own, 0)
             token = thread.load(rows[0], token, 4) if rows else token
             head = thread.select(there, at.head + head, 0)
-            source = (thread.wide(token) * q_heads + thread.wide(head)) * (dim // 8)
-            source = source + thread.wide(thread.select(there, chunk, 0))
+            source = (thread.to_int64(token) * q_heads + thread.to_int64(head)) * (dim // 8)
+            source = source + thread.to_int64(thread.select(there, chunk, 0))
             place = swizzled_place(row, chunk, chunks, across)
             thread.copy_async(Word(to, slot * (ROWS * chunks) + place), Word(q, source), there)
         thread.commit_copies()
@@ -107,8 +107,8 @@ def store(tile: Any, to: Ref, column: int, at: Place, head_rows: int) -> None:
         at, lane = Place(*map(_int_of, at)), thread.index % 32
         starts = _rows_of_thread(thread, at, head_rows)
         lines = [
-            (thread.wide(token) * q_heads + thread.wide(head)) * (dim // 2)
-            + thread.wide(lane % 4 + column // 2)
+            (thread.to_int64(token) * q_heads + thread.to_int64(head)) * (dim // 2)
+            + thread.to_int64(lane % 4 + column // 2)
             for token, head, _ in starts
         ]
         for n, register in enumerate(tile.registers.flat):
@@ -137,7 +137,7 @@ def store_numbers(rows: Any, to: Ref, at: Place, head_rows: int) -> None:
         ):
             if isinstance(register.type, ir.VectorType):
                 register = vector.extract(register, [], [0])
-            index = thread.wide(head) * tokens + thread.wide(token)
+            index = thread.to_int64(head) * tokens + thread.to_int64(token)
             thread.store_floats(to, index, [threads.Float(register)], exists & first)
 
     def twin(rows, to, at):

@@ -60,7 +60,7 @@ def _row(ctx: ThreadContext) -> None:
 
     splits, lines = plan.config.splits, math.prod(partial_tiles) * ROWS
     exists = lane < splits
-    place = thread.wide(thread.minimum(lane, splits - 1)) * lines + thread.wide(line)
+    place = thread.to_int64(thread.minimum(lane, splits - 1)) * lines + thread.to_int64(line)
     (row_max,) = thread.load_floats(refs.row_maxes, place, 1)
     (row_sum,) = thread.load_floats(refs.row_sums, place, 1)
     row_max = thread.choose(exists, row_max, nothing)
@@ -72,28 +72,28 @@ def _row(ctx: ThreadContext) -> None:
     if refs.sinks is not None:
         (sink,) = thread.load_floats(refs.sinks, q_head, 1)
     factor, value = softmax.finish_row(thread, highest, thread.warp_sum(weight * row_sum), sink)
-    to = (thread.wide(m) * problem.q_heads + thread.wide(q_head)) * problem.q_len
+    to = (thread.to_int64(m) * problem.q_heads + thread.to_int64(q_head)) * problem.q_len
     store = functools.reduce(operator.and_, conditions, lane < 1)
-    thread.store_floats(refs.lse, to + thread.wide(to_token), [value], store)
+    thread.store_floats(refs.lse, to + thread.to_int64(to_token), [value], store)
 
-    to = (thread.wide(m) * problem.q_len + thread.wide(to_token)) * problem.q_heads
-    to = to + thread.wide(q_head)
+    to = (thread.to_int64(m) * problem.q_len + thread.to_int64(to_token)) * problem.q_heads
+    to = to + thread.to_int64(q_head)
     for first in range(0, problem.v_head_dim, LANES * FOUR):
         column = lane + first // FOUR
         inside = functools.reduce(operator.and_, conditions, column < problem.v_head_dim // FOUR)
         column = thread.minimum(column, problem.v_head_dim // FOUR - 1)
         sums = [zero] * FOUR
         for split in range(splits):
-            start = (thread.wide(thread.index * 0 + split) * lines + thread.wide(line)) * (
+            start = (thread.to_int64(thread.index * 0 + split) * lines + thread.to_int64(line)) * (
                 plan.v.width // FOUR
             )
-            part = thread.load_floats(refs.accs, start + thread.wide(column), FOUR)
+            part = thread.load_floats(refs.accs, start + thread.to_int64(column), FOUR)
             w = thread.of_lane(weight, thread.index * 0 + split)
             none = thread.is_zero(w)  # a split without a key may hold anything
             part = [thread.choose(none, zero, x) for x in part]
             sums = [x + w * y for x, y in zip(sums, part, strict=True)]
         values = [x * factor for x in sums]
-        index = to * (problem.v_head_dim // FOUR) + thread.wide(column)
+        index = to * (problem.v_head_dim // FOUR) + thread.to_int64(column)
         thread.store_narrow(refs.out, index, values, problem.dtype, inside)
 
 

@@ -117,10 +117,13 @@ def _merged(ctx: ThreadContext, merge: _Merge, part: _Part, carry: list) -> list
 
         def load(numbers: list[Index]) -> list:
             lines = [
-                thread.wide(thread.of_lane(place, n)) * (plan.v.width // FOUR) for n in numbers
+                thread.to_int64(thread.of_lane(place, n)) * (plan.v.width // FOUR) for n in numbers
             ]
             return [
-                sum((thread.load_floats(refs.accs, x + thread.wide(c), FOUR) for c in columns), [])
+                sum(
+                    (thread.load_floats(refs.accs, x + thread.to_int64(c), FOUR) for c in columns),
+                    [],
+                )
                 for x in lines
             ]
 
@@ -133,7 +136,7 @@ def _merged(ctx: ThreadContext, merge: _Merge, part: _Part, carry: list) -> list
             return sums
 
         own_max, own_sum = (
-            thread.load_floats(ref, thread.wide(place), 1)[0]
+            thread.load_floats(ref, thread.to_int64(place), 1)[0]
             for ref in (refs.row_maxes, refs.row_sums)
         )
         at_first = [lane * 0 + i for i in range(AT_ONCE)]
@@ -176,18 +179,19 @@ def _warp(ctx: ThreadContext) -> None:
     lane, words = thread.index % LANES, problem.v_head_dim // FOUR
     zero = thread.number(0.0)
     line = (token // t * problem.q_heads + head) * t + token % t
-    (own_lse,) = thread.load_floats(refs.own_lse, thread.wide(line), 1)
+    (own_lse,) = thread.load_floats(refs.own_lse, thread.to_int64(line), 1)
     at = [token + level * tokens for level in range(levels)]
     parts = [_Part(*(thread.load(ref, n, 4) for ref in (refs.parts, refs.places))) for n in at]
     total = _before(ctx, lane * 0 + problem.batch)
     kept = [lane * 0 + (2 * packed.table_size(plan) + n) for n in shares.AT]
     total = total._replace(dealing=shares.Dealing(*(thread.load(refs.sums, x, 4) for x in kept)))
-    to = (thread.wide(token) * problem.q_heads + thread.wide(head)) * words
+    to = (thread.to_int64(token) * problem.q_heads + thread.to_int64(head)) * words
     columns = [lane + n for n in range(0, words, LANES)]
     inside = [exists & (column < words) for column in columns]
     columns = [thread.minimum(column, words - 1) for column in columns]
     own = [
-        thread.load_narrow(refs.own, to + thread.wide(column), problem.dtype) for column in columns
+        thread.load_narrow(refs.own, to + thread.to_int64(column), problem.dtype)
+        for column in columns
     ]
     own_sum = thread.choose(thread.nothing_yet(own_lse), zero, thread.number(1.0))
     carry = [softmax.to_log2(own_lse), own_sum, *sum(own, [])]
@@ -201,10 +205,10 @@ def _warp(ctx: ThreadContext) -> None:
         carry = thread.loop(is_read, carry, add_part)
     row_max, row_sum, *sums = carry
     factor, lse = softmax.finish_row(thread, row_max, row_sum, None)
-    thread.store_floats(refs.lse, thread.wide(line), [lse], exists & (lane < 1))
+    thread.store_floats(refs.lse, thread.to_int64(line), [lse], exists & (lane < 1))
     for n, column in enumerate(columns):
         values = [x * factor for x in sums[n * FOUR : (n + 1) * FOUR]]
-        index = to + thread.wide(column)
+        index = to + thread.to_int64(column)
         thread.store_narrow(refs.out, index, values, problem.dtype, inside[n])
 
 

@@ -100,15 +100,15 @@ def count(ctx: ThreadContext) -> None:
         for i, total in enumerate(totals):
             value, at = before[number] + total[number], lane * each + (i + 1)
             thread.shared_store(sums, at, value, mine)
-            thread.store(refs.kept, thread.wide(at + row), value, 4, mine & writes)
+            thread.store(refs.kept, thread.to_int64(at + row), value, 4, mine & writes)
         thread.shared_store(sums, zero, zero, first)
-        thread.store(refs.kept, thread.wide(zero + row), zero, 4, first & writes)
+        thread.store(refs.kept, thread.to_int64(zero + row), zero, 4, first & writes)
     tiles, steps, odd, *over = (thread.total_of_lanes(x) for x in (tiles, steps, odd, *over))
     paired = thread.select(odd <= 0, zero + int(plan.grid >= PAIRED_FROM), 0)
     alone = thread.select(thread.select(paired >= 1, over[1], over[0]) <= 0, zero + 1, 0)
     for n, x in enumerate(Dealing((zero + plan.grid) >> paired, paired, alone)):
         thread.shared_store(refs.sums.dealing, zero + n, x, first)
-        at = thread.wide(zero + (2 * size + n))
+        at = thread.to_int64(zero + (2 * size + n))
         thread.store(refs.kept, at, x, 4, first & writes)
     thread.sync()
 

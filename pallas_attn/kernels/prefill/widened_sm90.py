@@ -164,7 +164,7 @@ def _widen(ctx: ThreadContext) -> None:
         words = plan.words(side)
         for start in range(0, plan.rows * words, THREADS):
             place = thread.index + start
-            position, column = at.first + place // words, thread.wide(place % words)
+            position, column = at.first + place // words, thread.to_int64(place % words)
             exists = position < at.live
             position = thread.minimum(position, at.live - 1)
             row = cache_layout.Row(at.sequence, at.head, position, at.layer, None, at.capacity)

@@ -202,7 +202,7 @@ def _copy(ctx: ThreadContext, side: int) -> None:
         return layout.number(thread, place)
 
     for number, start, row, below, word in narrow_rows.pieces(thread.index, block, words):
-        source = line(row, below) * words + thread.wide(word)
+        source = line(row, below) * words + thread.to_int64(word)
         source = Word(numbers, source, 0 if layout.paged else below * words)
         place = Word(to.numbers, tile.slot * slot_words + number, start)
         thread.copy_async(place, source, row + below < tile.live)

@@ -71,7 +71,7 @@ def _program(
     cos = [thread.choose(turns, x, unit) for x in cos]
     sin = [thread.choose(turns, x, zero) for x in sin]
     columns = list(zip(first, second, cos, sin, strict=True))
-    turned = (
+    rotated = (
         [a * c - b * s for a, b, c, s in columns],
         [b * c + a * s for a, b, c, s in columns],
     )
@@ -79,7 +79,7 @@ def _program(
     for ref, heads in ((q, problem.heads), (k, problem.kv_heads), (v, problem.kv_heads)):
         own_head = there & (head < start + heads) & (head + (1 - start) > 0)
         place = (row * heads + head - start) * (2 * quads) + quad
-        for n, values in enumerate(turned):
+        for n, values in enumerate(rotated):
             thread.store_narrow(ref, place + n * quads, values, problem.dtype, own_head)
         start += heads
 

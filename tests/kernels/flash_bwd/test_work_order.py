@@ -92,7 +92,7 @@ def full_tiles(plan, case):
 @pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding_window(300)], ids=str)
 def test_tiles_within_a_document_need_no_mask(mask, config):
     """Only tiles of one document that the mask does not cut."""
-    case = of((520, 180), (2, 1), mask=mask)
+    case = of((520, 180), (1, 1), mask=mask)
     module = sm80 if isinstance(config, sm80.Config) else sm90
     assert full_tiles(module.plan_of(problem_of(case), config), case) >= 2
     with mosaic.interpret():

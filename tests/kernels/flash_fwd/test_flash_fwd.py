@@ -211,7 +211,7 @@ def test_any_size_interpreted(name, dims, rows, config):
         check(dataclasses.replace(case, **sizes), config)
 
 
-APART = kernel.Config(warpgroups=3, block_kv=136, grid=2, apart=True)
+INDEPENDENT = kernel.Config(warpgroups=3, block_kv=136, grid=2, independent=True)
 OF_ONE_TILE = (
     *("q_lengths", "kv_lengths_causal", "sinks_empty_rows", "bias_by_head", "softcap"),
     *("strictly_causal", "dim72_24"),
@@ -222,14 +222,14 @@ OF_ONE_TILE = (
 @pytest.mark.parametrize("name", OF_ONE_TILE)
 def test_keys_of_one_tile_interpreted(name):
     """Consumers apart, more of them than work tiles in the last block."""
-    assert plan_of(name, APART).apart
+    assert plan_of(name, INDEPENDENT).independent
     with mosaic.interpret():
-        check(small(name), APART)
+        check(small(name), INDEPENDENT)
 
 
 def test_consumers_are_apart_where_a_tile_has_all_keys():
-    assert not plan_of("t_equals_s", APART).apart  # 300 keys
-    assert not plan_of("documents_full", dataclasses.replace(APART, block_kv=200)).apart
+    assert not plan_of("t_equals_s", INDEPENDENT).independent  # 300 keys
+    assert not plan_of("documents_full", dataclasses.replace(INDEPENDENT, block_kv=200)).independent
 
 
 def plan_of(name, config):
