@@ -209,6 +209,7 @@ def _of_caches(problem: CacheProblem, inputs: CacheInputs) -> dict[str, list[Axe
     """The axes of the arrays that a cache has, by the names of their fields."""
     layer = () if problem.layers is None else ("l",)
     rows = ("m", "k", "c") if problem.kind == "stacked" else ("p", "k", "z")
+    rows = ("p", "z", "k") if problem.kind == "interleaved" else rows
     axes: dict[str, list[Axes]] = {
         "lengths": [("m",)],
         "new_lengths": [("m",)],

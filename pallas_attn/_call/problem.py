@@ -376,6 +376,8 @@ class DecodeProblem:
     precision: str | None = None  # None or "highest"
     batch_invariant: bool = False
     quantized: bool = False
+    # Whether rows of a quantised cache have no scales: their numbers stand for themselves.
+    unscaled: bool = False
     shared_kv: bool = False  # V is the first columns of K (a latent cache): there is no v_cache
     tokens: int | None = None  # packed rows of all sequences; None: rows are not packed
     # Packed rows that a sequence must have: a launch leaves sequences of fewer, or of more than
@@ -399,6 +401,11 @@ class DecodeProblem:
     def uses_head(self) -> bool:
         """Whether the function reads the number of its query head."""
         return self.mask_program is not None and self.mask_program.depends_on(1)
+
+    @property
+    def row_scales(self) -> bool:
+        """Whether each row of the cache has a scale."""
+        return self.quantized and not self.unscaled
 
     @property
     def packed(self) -> bool:

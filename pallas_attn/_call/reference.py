@@ -242,6 +242,8 @@ def decode(inputs: DecodeInputs, problem: DecodeProblem) -> tuple[Array, Array]:
     sequence whose `new_lengths` is negative, which nobody has extended, and everything where a
     traced layer is none of the cache's.
     """
+    if problem.kind == "interleaved":
+        inputs = _separated(inputs, problem)
     q, lengths, layer = inputs.q, inputs.lengths, inputs.layer
 
     def dense(cache: Buffers, scales: Buffers) -> Array:
@@ -304,6 +306,13 @@ def decode(inputs: DecodeInputs, problem: DecodeProblem) -> tuple[Array, Array]:
     out = jnp.where(lost[:, None, None, None], jnp.nan, out).astype(q.dtype)
     lse = jnp.where(lost[:, None, None], jnp.nan, lse)
     return (out, lse) if packed is None else (packed.taken(out, 0), packed.taken(lse, -jnp.inf).T)
+
+
+def _separated(inputs: DecodeInputs, problem: DecodeProblem) -> DecodeInputs:
+    """Pages of K and of V [.., pages, K, rows, H], of pages that have both [.., rows, K, H + Hv]."""
+    pages = jnp.swapaxes(inputs.k_cache, -3, -2)
+    k, v = pages[..., : problem.head_dim], pages[..., problem.head_dim :]
+    return inputs._replace(k_cache=k, v_cache=v)
 
 
 class _Packed(NamedTuple):

@@ -44,7 +44,7 @@ def _copy_number(thread: Thread) -> Index:
 
 
 def _stretch(ctx: ThreadContext) -> _Stretch:
-    thread, rows = ctx.thread, ctx.plan.keys.page_rows
+    thread, rows = ctx.thread, ctx.plan.keys.contiguous_rows
     live = live_keys(ctx)
     skipped = _copy_number(thread) * rows
     return _Stretch(skipped, thread.minimum(live - skipped, rows))
@@ -63,11 +63,12 @@ def copy_tile(ctx: ThreadContext) -> None:
     """
     thread, (refs, smem), at, plan = ctx
     problem, tile = plan.problem, plan.keys.tile
-    k_bytes, v_bytes = (plan.itemsize * dim for dim in (problem.head_dim, problem.v_head_dim))
+    dims = problem.head_dim, problem.v_head_dim
+    k_bytes, v_bytes = (plan.itemsize * dim for dim in dims)
     live = at_least(live_keys(ctx), 0)
     missing = (live * -1 + tile) * v_bytes
     nbytes = live * k_bytes + tile * v_bytes
-    if problem.quantized:
+    if problem.row_scales:
         nbytes = nbytes + _scale_bytes(live) * 2
     thread.announce(smem.barriers, at.slot, nbytes, (thread.index < 1) & (at.wanted >= 1))
     k, v, *scales = plan.layout.arrays_of(thread, refs.caches, at.sequence)
@@ -76,15 +77,19 @@ def copy_tile(ctx: ThreadContext) -> None:
     line = row_number(ctx, skipped, exists)
     row = at.slot * tile + skipped
     done = Word(smem.barriers, at.slot)
-    for array, ring, size in ((k, smem.k, k_bytes), (v, smem.v, v_bytes)):
-        words = size // 16
-        thread.copy(Word(ring, row * words), Word(array, line * words), here * size, done, exists)
+    sides = (k, smem.k, k_bytes), (v, smem.v, v_bytes)
+    for (array, ring, size), columns in zip(sides, plan.layout.columns(*dims), strict=True):
+        to = Word(ring, row * (size // 16))
+        source = line * (columns.row * plan.itemsize // 16)
+        if columns.first:
+            source = source + columns.first * plan.itemsize // 16
+        thread.copy(to, Word(array, source), here * size, done, exists)
     chunk = _copy_number(thread) * ZERO_BYTES
     zeros = thread.minimum(missing - chunk, ZERO_BYTES)
     to = (at.slot + 1) * (tile * v_bytes // 16) + chunk // 16 - missing // 16
     some = (zeros >= 1) & (at.wanted >= 1)
     thread.copy(Word(smem.v, to), Word(refs.counters, thread.wide(chunk * 0)), zeros, done, some)
-    if problem.quantized:  # 4 scales a word: capacities, pages and tiles are multiples of 4
+    if problem.row_scales:  # 4 scales a word: capacities, pages and tiles are multiples of 4
         nbytes = _scale_bytes(at_least(here, 0))
         for array, ring in zip(scales, (smem.k_scale, smem.v_scale), strict=True):
             thread.copy(Word(ring, row // 4), Word(array, line // 4), nbytes, done, exists)

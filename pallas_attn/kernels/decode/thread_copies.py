@@ -52,16 +52,21 @@ def copy_tile(ctx: ThreadContext) -> None:
     k, v, *scales = plan.layout.arrays_of(thread, refs.caches, at.sequence)
     start = at.slot * tile
     number_of = row_numbers(ctx, live)
-    for array, ring, dim in ((k, smem.k, problem.head_dim), (v, smem.v, problem.v_head_dim)):
-        words = plan.itemsize * dim // 16
+    dims = problem.head_dim, problem.v_head_dim
+    sides = (k, smem.k, dims[0]), (v, smem.v, dims[1])
+    for (array, ring, dim), columns in zip(sides, plan.layout.columns(*dims), strict=True):
+        words, row_words, before = (
+            plan.itemsize * n // 16 for n in (dim, columns.row, columns.first)
+        )
         for first in range(0, tile * words, 128):
             index = thread.index + first
             row, word = index // words, index % words
             inside = None if first + 128 <= tile * words else row < tile
-            source = number_of(thread.minimum(row, tile - 1)) * words + thread.wide(word)
+            column = word + before if before else word
+            source = number_of(thread.minimum(row, tile - 1)) * row_words + thread.wide(column)
             to = Word(ring, (start + row) * words + word)
             thread.copy_async(to, Word(array, source), row < live, inside)
-    rings = (smem.k_scale, smem.v_scale) if problem.quantized else ()
+    rings = (smem.k_scale, smem.v_scale) if problem.row_scales else ()
     for array, ring in zip(scales, rings, strict=True):
         for first in range(0, tile, 128):
             row = thread.index + first

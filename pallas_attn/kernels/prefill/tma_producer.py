@@ -60,6 +60,7 @@ class Target(NamedTuple):
     """Arrays to copy a tile from, and where to."""
 
     arrays: tuple[GmemRef, ...]  # K or V
+    first_column: int
     to: SmemRef  # [block_kv, columns]
     landed: Barrier  # counts the copies
 
@@ -73,14 +74,16 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
         unit = plan.queries.unit_of(ctx, units, units.number(i))
         tiles = unit.span.hi - unit.span.lo
 
+        k_columns, v_columns = plan.layout.columns(plan.problem.head_dim, plan.problem.v_head_dim)
+
         def entry(e, count):
             slot, t = ring.acquire(count), unit.span.hi - 1 - e
             ready = ring.ready.at[slot]
             nothing = functools.partial(_arrive, ready, plan.copies)
-            keys = Target(refs.k, smem.k.at[slot], ready)
+            keys = Target(refs.k, k_columns.first, smem.k.at[slot], ready)
             pl.when(e < tiles)(lambda: _copy_tile(ctx, unit, keys, t))
             pl.when(e == tiles)(nothing)
-            values = Target(refs.v, smem.v.at[slot], ready)
+            values = Target(refs.v, v_columns.first, smem.v.at[slot], ready)
             if "kv_lengths" in plan.problem.arrays:
                 cut = (e == 1) & ((t + 2) * plan.config.block_kv > unit.tile.kv_len)
                 pl.when((e > 0) & ~cut)(lambda: _copy_tile(ctx, unit, values, t + 1))
@@ -120,7 +123,8 @@ def _copy_tile(ctx: KernelContext, unit: Unit, target: Target, t: Index) -> None
 
 def _copy(layout: Layout, array: GmemRef, row: Row, target: Target) -> None:
     """Asks for as many rows as the target has, which lie together."""
-    columns = mosaic.columns(array, 0, target.to.shape[-1], row.position)
+    first, width = target.first_column, target.to.shape[-1]
+    columns = mosaic.columns(array, first, width, row.position)
     source = array.at[*layout.rows_from(row, target.to.shape[0]), columns]
     plgpu.copy_gmem_to_smem(source, target.to, target.landed)
 

@@ -59,6 +59,8 @@ def limit(problem: DecodeProblem) -> Limit | None:
     other = "leave implementation=None"
     if not problem.quantized:
         return Limit("the cache is not quantised", other)
+    if problem.unscaled:
+        return Limit("rows have no scales", other)
     if (refused := sm90.limit(_widened(problem))) is not None:
         return refused
     size = selection.stored_rows(problem) * (problem.head_dim + problem.v_head_dim) * 2
