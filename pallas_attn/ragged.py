@@ -119,7 +119,7 @@ def ragged_paged_attention(  # noqa: PLR0913
         return jnp.zeros_like(rows)
     out, _ = attend(problem, inputs, implementation)
     if factors[1] != 1.0:
-        out = (out * jnp.asarray(factors[1], jnp.float32)).astype(out.dtype)
+        out = (out.astype(problem.lse_dtype) * factors[1]).astype(out.dtype)
     return out
 
 
