@@ -309,7 +309,7 @@ def decode(inputs: DecodeInputs, problem: DecodeProblem) -> tuple[Array, Array]:
 
 
 def _separated(inputs: DecodeInputs, problem: DecodeProblem) -> DecodeInputs:
-    """Pages of K and of V [.., pages, K, rows, H], of pages that have both [.., rows, K, H + Hv]."""
+    """Pages of K and of V, [.., pages, K, rows, H], of pages [.., pages, rows, K, H + Hv]."""
     pages = jnp.swapaxes(inputs.k_cache, -3, -2)
     k, v = pages[..., : problem.head_dim], pages[..., problem.head_dim :]
     return inputs._replace(k_cache=k, v_cache=v)

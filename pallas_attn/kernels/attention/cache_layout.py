@@ -43,13 +43,6 @@ class Row(NamedTuple):
     capacity: Index | None = None  # rows of the sequence, where capacities differ
 
 
-class Columns(NamedTuple):
-    """The columns of K or of V in a row of an array."""
-
-    first: int
-    row: int  # columns of the whole row
-
-
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """Sizes and addresses of a cache; the subclasses say which slab has a row."""
@@ -60,6 +53,7 @@ class Layout:
     slabs: int  # slabs of one layer of an array
     slab_rows: int | None  # rows of a kv head in a slab; None where they differ between arrays
     separate = False  # whether each sequence has arrays of its own
+    joined = False  # whether a row of K and that of V are one row of one array
     paged = False
 
     @property
@@ -74,10 +68,6 @@ class Layout:
     def contiguous_rows(self, tile: int) -> int:
         """How many rows of a tile lie together in memory, wherever the tile begins."""
         return self.page_rows(tile)
-
-    def columns(self, head_dim: int, v_head_dim: int) -> tuple[Columns, Columns]:
-        """The columns of K and of V in the rows of their arrays."""
-        return Columns(0, head_dim), Columns(0, v_head_dim)
 
     def slab(self, row: Row) -> Index | None:
         """The slab of a layer that has the row; None where there is a single one."""
@@ -229,17 +219,11 @@ class Interleaved(Paged):
     Other heads lie between two rows of a head.
     """
 
+    joined = True
+
     def contiguous_rows(self, tile: int) -> int:
         del tile
         return 1
-
-    def columns(self, head_dim: int, v_head_dim: int) -> tuple[Columns, Columns]:
-        both = head_dim + v_head_dim
-        return Columns(0, both), Columns(head_dim, both)
-
-    def tables(self, *arrays: Operand) -> tuple[tuple[Operand, ...], ...]:
-        """The one array in place of K and of V."""
-        return ((arrays[0], arrays[0]),)
 
     def view(self, array: Operand) -> Operand:
         return array.reshape(-1, *array.shape[-3:])

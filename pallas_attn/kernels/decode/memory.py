@@ -16,8 +16,8 @@ from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, Predicate, S
 class DecodeSmem(NamedTuple):
     """Shared memory of a block."""
 
-    k: SmemRef  # [stages, tile, H]
-    v: SmemRef  # [stages, tile, Hv]
+    k: SmemRef  # [stages, tile, H]; of K and V in one array, [stages, tile, H + Hv]
+    v: SmemRef | None  # [stages, tile, Hv]
     warp_partials: combine_splits.WarpPartials
     table: scheduler.Table
     barriers: SmemRef  # [stages] of 8 bytes
@@ -38,6 +38,14 @@ class DecodeRefs(NamedTuple):
     sinks: GmemRef | None
     counters: GmemRef  # behind `combine_splits.ZERO_BYTES` of zeros
     mask_aux: tuple[GmemRef, ...] = ()  # operands of a function of positions: `functions.flat`
+
+
+def rings_of(smem: DecodeSmem, plan: Plan) -> list[tuple[SmemRef, int]]:
+    """The rings of K and of V, or of both together, and the bytes of a row of each."""
+    dims, rings = (plan.problem.head_dim, plan.problem.v_head_dim), (smem.k, smem.v)
+    if plan.layout.joined:
+        dims, rings = (sum(dims),), (smem.k,)
+    return [(ring, plan.itemsize * dim) for ring, dim in zip(rings, dims, strict=True)]
 
 
 def refs_of(inputs: DecodeInputs, counters: Operand, plan: Plan) -> DecodeRefs:

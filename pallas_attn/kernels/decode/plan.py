@@ -166,6 +166,11 @@ class Plan:
         return mma_tf32 if self.is_float32 else mma_rowmajor
 
     @property
+    def values_from(self) -> int:
+        """The column of a row in shared memory at which V begins."""
+        return self.problem.head_dim if self.layout.joined else 0
+
+    @property
     def itemsize(self) -> int:
         """Bytes of a number in the cache."""
         return jnp.dtype(self.problem.cache_dtype).itemsize

@@ -54,7 +54,8 @@ def load_queries(ctx: KernelContext, work: WorkTile) -> Queries:
 
 def scores(ctx: KernelContext, queries: Queries, slot: Index) -> RegisterTile:
     split = ctx.plan.split
-    s = mma_rowmajor.scores(queries.q, ctx.smem.k, slot, split)
+    dim = ctx.plan.problem.head_dim
+    s = mma_rowmajor.scores(queries.q, ctx.smem.k, slot, split, dim)
     if ctx.plan.problem.row_scales:
         s = s * mma_rowmajor.number_of_each_key(ctx.smem.k_scale, slot, split)
     return s * mosaic.broadcast_rows(queries.units, s.shape)
@@ -75,18 +76,16 @@ def attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, stat
     heavy = softmax.step(tiles.weights, None, state.weight_max, empty_ok=True)
     acc = softmax.rescaled(heavy, state.acc)
     p = heavy.p.astype("float16")
-    acc = mma_rowmajor.matmul_add(acc, p, ctx.smem.v, at.slot, split)
+    acc = mainloop.add_values(ctx, acc, p, at)
     return State(acc, row_sum + new.row_sum, new.row_max, heavy.row_max)
 
 
-def _attend_unscaled(
-    ctx: KernelContext, at: TileAt, logits: RegisterTile, state: State
-) -> State:
+def _attend_unscaled(ctx: KernelContext, at: TileAt, logits: RegisterTile, state: State) -> State:
     """`attend` where the weights of values are the probabilities."""
     new = softmax.step(logits, None, state.row_max, empty_ok=True)
     acc, row_sum = softmax.rescaled(new, (state.acc, state.row_sum))
     p = new.p.astype("float16")
-    acc = mma_rowmajor.matmul_add(acc, p, ctx.smem.v, at.slot, ctx.plan.split)
+    acc = mainloop.add_values(ctx, acc, p, at)
     return State(acc, row_sum + new.row_sum, new.row_max, new.row_max)
 
 

@@ -184,9 +184,10 @@ def scratch(plan: Plan) -> DecodeSmem:
     if plan.is_float32:
         shape = mma_tf32.queries_shape(problem.head_dim, queries.most_rows)
         q = plgpu.SMEM(shape, jnp.float32)
+    joined, dims = plan.layout.joined, (problem.head_dim, problem.v_head_dim)
     return DecodeSmem(
-        k=plgpu.SMEM((*ring, problem.head_dim), dtype),
-        v=plgpu.SMEM((*ring, problem.v_head_dim), dtype),
+        k=plgpu.SMEM((*ring, sum(dims) if joined else dims[0]), dtype),
+        v=None if joined else plgpu.SMEM((*ring, dims[1]), dtype),
         warp_partials=combine_splits.WarpPartials(out, sums, sums),
         table=scheduler.table_scratch(plan),
         barriers=plgpu.SMEM((plan.config.stages, 2), jnp.int32),

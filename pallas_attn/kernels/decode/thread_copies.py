@@ -4,7 +4,7 @@ thread at a time. A tile is there when each thread's own copies are and all thre
 
 from collections.abc import Callable
 
-from pallas_attn.kernels.decode.memory import live_keys, load_page, row_number
+from pallas_attn.kernels.decode.memory import live_keys, load_page, rings_of, row_number
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import Thread, Word
@@ -47,27 +47,22 @@ def load_pages(ctx: ThreadContext) -> Index:
 def copy_tile(ctx: ThreadContext) -> None:
     """Issues the copies of a tile; zeros where there is no row."""
     thread, (refs, smem), at, plan = ctx
-    problem, tile = plan.problem, plan.keys.tile
+    tile = plan.keys.tile
     live = live_keys(ctx)
-    k, v, *scales = plan.layout.arrays_of(thread, refs.caches, at.sequence)
+    arrays = plan.layout.arrays_of(thread, refs.caches, at.sequence)
     start = at.slot * tile
     number_of = row_numbers(ctx, live)
-    dims = problem.head_dim, problem.v_head_dim
-    sides = (k, smem.k, dims[0]), (v, smem.v, dims[1])
-    for (array, ring, dim), columns in zip(sides, plan.layout.columns(*dims), strict=True):
-        words, row_words, before = (
-            plan.itemsize * n // 16 for n in (dim, columns.row, columns.first)
-        )
+    for array, (ring, nbytes) in zip(arrays, rings_of(smem, plan), strict=False):
+        words = nbytes // 16
         for first in range(0, tile * words, 128):
             index = thread.index + first
             row, word = index // words, index % words
             inside = None if first + 128 <= tile * words else row < tile
-            column = word + before if before else word
-            source = number_of(thread.minimum(row, tile - 1)) * row_words + thread.wide(column)
+            source = number_of(thread.minimum(row, tile - 1)) * words + thread.wide(word)
             to = Word(ring, (start + row) * words + word)
             thread.copy_async(to, Word(array, source), row < live, inside)
-    rings = (smem.k_scale, smem.v_scale) if problem.row_scales else ()
-    for array, ring in zip(scales, rings, strict=True):
+    rings = (smem.k_scale, smem.v_scale) if plan.problem.row_scales else ()
+    for array, ring in zip(arrays[2:], rings, strict=True):
         for first in range(0, tile, 128):
             row = thread.index + first
             inside = None if first + 128 <= tile else row < tile

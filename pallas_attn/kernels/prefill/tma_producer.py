@@ -26,8 +26,9 @@ REGISTERS_OF_TABLES = {1: (240, 64), 2: (224, 56), 3: (152, 56)}
 
 def operands(plan: Plan, inputs: DecodeInputs) -> dict[str, tuple[Operand, ...]]:
     """Fields of `plan.PrefillRefs`."""
-    k, v = zip(*plan.layout.tables(inputs.k_cache, inputs.v_cache), strict=True)
-    return {"k": tuple(map(plan.layout.view, k)), "v": tuple(map(plan.layout.view, v))}
+    tables = plan.layout.tables(inputs.k_cache, inputs.v_cache)
+    k, v = (tuple([plan.layout.view(table[n]) for table in tables]) for n in (0, -1))
+    return {"k": k, "v": v}
 
 
 def warpgroups(plan: Plan) -> int:
@@ -60,30 +61,29 @@ class Target(NamedTuple):
     """Arrays to copy a tile from, and where to."""
 
     arrays: tuple[GmemRef, ...]  # K or V
-    first_column: int
     to: SmemRef  # [block_kv, columns]
     landed: Barrier  # counts the copies
+    first_column: int = 0  # in a row of the arrays
 
 
 def _produce(ctx: KernelContext, block_id: Index) -> None:
     """K and V of every unit of the block, in the order in which consumers use them."""
     (plan, refs, smem), ring = ctx, Ring.of(ctx)
     units = plan.queries.units_of(ctx, block_id)
+    values_from = plan.problem.head_dim if plan.layout.joined else 0
 
     def one_unit(i, count):
         unit = plan.queries.unit_of(ctx, units, units.number(i))
         tiles = unit.span.hi - unit.span.lo
 
-        k_columns, v_columns = plan.layout.columns(plan.problem.head_dim, plan.problem.v_head_dim)
-
         def entry(e, count):
             slot, t = ring.acquire(count), unit.span.hi - 1 - e
             ready = ring.ready.at[slot]
             nothing = functools.partial(_arrive, ready, plan.copies)
-            keys = Target(refs.k, k_columns.first, smem.k.at[slot], ready)
+            keys = Target(refs.k, smem.k.at[slot], ready)
             pl.when(e < tiles)(lambda: _copy_tile(ctx, unit, keys, t))
             pl.when(e == tiles)(nothing)
-            values = Target(refs.v, v_columns.first, smem.v.at[slot], ready)
+            values = Target(refs.v, smem.v.at[slot], ready, values_from)
             if "kv_lengths" in plan.problem.arrays:
                 cut = (e == 1) & ((t + 2) * plan.config.block_kv > unit.tile.kv_len)
                 pl.when((e > 0) & ~cut)(lambda: _copy_tile(ctx, unit, values, t + 1))
