@@ -12,10 +12,17 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._cache.attend import attend
+from pallas_attn._cache.write import rows_into
 from pallas_attn._call import checks, device
 from pallas_attn._call.bind import precision
 from pallas_attn._call.bind_cache import LEAST_BOUND
-from pallas_attn._call.problem import QUANTIZED, DecodeInputs, DecodeProblem
+from pallas_attn._call.problem import (
+    QUANTIZED,
+    AppendInputs,
+    DecodeInputs,
+    DecodeProblem,
+    owner_of_rows,
+)
 from pallas_attn.errors import described
 from pallas_attn.masks import CAUSAL
 from pallas_attn.masks import sliding_window as window_of
@@ -80,10 +87,8 @@ def ragged_paged_attention(  # noqa: PLR0913
     rows = _rows("q", q, pages)
     table = _table(kv_lens, page_indices, cu_q_lens, num_seqs, rows.shape[0])
     _check_mask_value(mask_value)
-    factors = [
-        1.0 if x is None else checks.static_float(name, x, "multiply q or the result instead")
-        for name, x in (("k_scale", k_scale), ("v_scale", v_scale))
-    ]
+    scales = (("k_scale", k_scale), ("v_scale", v_scale))
+    factors = [1.0 if x is None else _scale(name, x) for name, x in scales]
     scale = checks.static_float("sm_scale", sm_scale, "multiply q by it instead")
     narrow = pages.array.dtype.name in QUANTIZED and pages.array.dtype != rows.dtype
     problem = DecodeProblem(
@@ -121,6 +126,65 @@ def ragged_paged_attention(  # noqa: PLR0913
     if factors[1] != 1.0:
         out = (out.astype(problem.lse_dtype) * factors[1]).astype(out.dtype)
     return out
+
+
+def update_kv_pages(  # noqa: PLR0913
+    kv_pages: Array,
+    k: Array,
+    v: Array,
+    kv_lens: Array,
+    page_indices: Array,
+    cu_q_lens: Array,
+    num_seqs: Array,
+    *,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    implementation: str | None = None,
+) -> Array:
+    """The newest rows of all sequences into pages with K and V interleaved, before
+    `ragged_paged_attention` of the same arguments: one launch, in place where the pages are
+    donated or the carry of a loop.
+
+    Args:
+      kv_pages: as in `ragged_paged_attention`.
+      k, v: `[tokens, K, H]`, the new rows, packed as the rows of q will be.
+      kv_lens, page_indices, cu_q_lens, num_seqs: as in `ragged_paged_attention`; lengths count the
+        new rows.
+      k_scale, v_scale: rows are divided by these before they are stored. In pages of narrow dtypes
+        what lies beyond the dtype's largest number becomes that.
+      implementation: "sm80", "reference" or None.
+
+    Returns:
+      The pages with the rows in. Rows without a place are dropped: those that no sequence owns,
+      before position 0, past the page table, and of pages that the pool does not have.
+    """
+    pages = _pages(kv_pages)
+    shape = kv_pages.shape
+    new = [_new_rows(name, x, pages) for name, x in (("k", k), ("v", v))]
+    if new[0].shape[0] != new[1].shape[0]:
+        raise ValueError(f"v: expected {new[0].shape[0]} rows as in k, got {new[1].shape[0]}")
+    table = _table(kv_lens, page_indices, cu_q_lens, num_seqs, new[0].shape[0])
+    for n, (name, factor) in enumerate((("k_scale", k_scale), ("v_scale", v_scale))):
+        factor = 1.0 if factor is None else _scale(name, factor)
+        new[n] = _stored(new[n], factor, pages.array.dtype)
+    if 0 in (new[0].shape[0], table.pages.shape[0]):
+        return pages.array.reshape(shape)
+    owners = owner_of_rows(table.starts, new[0].shape[0])
+    last = table.pages.shape[0] - 1
+    owned, owners = (owners >= 0) & (owners <= last), jnp.clip(owners, 0, last)
+    number = jnp.arange(owners.size, dtype=jnp.int32) - table.starts[owners + 1]
+    position = jnp.where(owned, table.lengths[owners] + number, -1)
+    inputs = AppendInputs(
+        pages.array,
+        None,
+        *new,
+        position,
+        None,
+        table.pages,
+        None,
+        owners=owners,
+    )
+    return rows_into(inputs, "interleaved", implementation).k_cache.reshape(shape)
 
 
 class _Pages(NamedTuple):
@@ -166,6 +230,36 @@ def _rows(name: str, value: Array, pages: _Pages) -> Array:
             f"for these pages, got {list(x.shape)}"
         )
     return x
+
+
+def _new_rows(name: str, value: Array, pages: _Pages) -> Array:
+    """[tokens, K, H] of a float dtype."""
+    x, wanted = checks.array(name, value), (pages.array.shape[-2], pages.head_dim)
+    if x.ndim != 3 or x.shape[1:] != wanted or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"{name}: expected packed rows of a float dtype, [tokens, K, H] = [tokens, "
+            f"{wanted[0]}, {wanted[1]}], for these pages, got {x.dtype}{list(x.shape)}"
+        )
+    return x
+
+
+def _stored(rows: Array, factor: float, dtype: Any) -> Array:
+    """rows / factor in the dtype of pages."""
+    if factor == 1.0 and rows.dtype == dtype:
+        return rows
+    wide = rows.astype(jnp.float32 if rows.dtype.itemsize < 4 else rows.dtype) / factor
+    if dtype.name in QUANTIZED:
+        most = float((jnp.iinfo if dtype == jnp.int8 else jnp.finfo)(dtype).max)
+        wide = jnp.clip(wide, -most, most)
+        wide = jnp.round(wide) if dtype == jnp.int8 else wide
+    return wide.astype(dtype)
+
+
+def _scale(name: str, value: float) -> float:
+    factor = checks.static_float(name, value, "multiply q or the result instead")
+    if factor <= 0:
+        raise ValueError(f"{name}: expected a positive float or None, got {factor:g}")
+    return factor
 
 
 def _table(  # noqa: PLR0913

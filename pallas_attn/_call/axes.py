@@ -209,13 +209,14 @@ def _of_caches(problem: CacheProblem, inputs: CacheInputs) -> dict[str, list[Axe
     """The axes of the arrays that a cache has, by the names of their fields."""
     layer = () if problem.layers is None else ("l",)
     rows = ("m", "k", "c") if problem.kind == "stacked" else ("p", "k", "z")
-    rows = ("p", "z", "k") if problem.kind == "interleaved" else rows
     axes: dict[str, list[Axes]] = {
         "lengths": [("m",)],
         "new_lengths": [("m",)],
         "page_table": [("m", "w")],
         "layer": [()],
     }
+    if problem.kind == "interleaved":
+        return axes | {"k_cache": [(*layer, "p", "z", "k", "columns")]}
     for name, dim in zip(Caches._fields, (("h",), ("e",), (), ()), strict=True):
         axes[name] = [(*layer, *rows, *dim)]
         if problem.kind == "per_sequence":

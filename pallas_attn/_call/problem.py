@@ -232,7 +232,7 @@ class AppendProblem:
     """The static facts of one append."""
 
     gpu: str | None
-    kind: str  # "per_sequence", "stacked" or "paged"
+    kind: str  # "per_sequence", "stacked", "paged" or "interleaved"
     dtype: str  # dtype of the new rows
     cache_dtype: str
     sequences: int

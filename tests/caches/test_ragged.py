@@ -142,3 +142,67 @@ ROWS = [row for row in subjects.ROWS if row.name in ("interpreted", "portable")]
 def test_a_mixture_interpreted(rng, subject, name):
     mixture, options = INTERPRETED[name]
     check(mixture, rng, subject, **options)
+
+
+def written(arguments: tuple[Any, ...], k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """The pages as bytes, with the new rows in, one after the other."""
+    pages, lengths, table, starts, count = map(np.array, arguments)
+    for m in range(int(count[0])):
+        end = min(int(starts[m + 1]), len(k))
+        for i in range(int(starts[m]), end):
+            position = int(lengths[m]) - int(starts[m + 1]) + i
+            slot, row = divmod(position, pages.shape[1])
+            if position < 0 or slot >= table.shape[1] or not 0 <= table[m, slot] < len(pages):
+                continue
+            pages[table[m, slot], row, 0::2], pages[table[m, slot], row, 1::2] = k[i], v[i]
+    return pages.view(np.uint8)
+
+
+UPDATES = {
+    "mixture": Mixture(),
+    "few": Mixture(*FEW, dtype="float16", kv_heads=3, q_heads=3, page_size=5),
+    "float32": Mixture(*FEW, dtype="float32", head_dim=24),
+    "narrow": Mixture(*FEW, page_dtype="float8_e4m3fn"),
+    "int8": Mixture(*FEW, page_dtype="int8", page_size=8),
+    "odd": Mixture(*FEW, head_dim=3, page_size=8),
+}
+
+
+def check_update(mixture: Mixture, rng: np.random.Generator, subject: Any) -> None:
+    _, pages, *small = mixture.arguments(rng)
+    small[0] = small[0].at[1].set(-3)  # a length of no rows
+    small[1] = small[1].at[2, 0].set(10**6)  # and a page that does not exist
+    narrow = mixture.page_dtype is not None
+    factors = {"k_scale": 0.25, "v_scale": 2.0} if narrow else {}
+    tokens = int(small[2][len(mixture.counts)]) + REST
+    shape = tokens, mixture.kv_heads, mixture.head_dim
+    k, v = (jnp.asarray(2 * rng.standard_normal(shape, np.float32), mixture.dtype) for _ in "kv")
+    got = subject.call(pa.update_kv_pages, pages, k, v, *small, **factors)
+    assert got.shape == pages.shape and got.dtype == pages.dtype
+    rows = []
+    for x, factor in zip((k, v), (0.25, 2.0) if narrow else (1.0, 1.0), strict=True):
+        wide = np.asarray(x, np.float32) / np.float32(factor)
+        wide = np.round(wide) if mixture.page_dtype == "int8" else wide
+        rows.append(wide.astype(pages.dtype))
+    np.testing.assert_array_equal(np.asarray(got).view(np.uint8), written((pages, *small), *rows))
+
+
+@pytest.mark.parametrize("name", UPDATES)
+@pytest.mark.parametrize("subject", subjects.rows("append", but=("interpreted", "portable")))
+def test_update(rng, subject, name):
+    check_update(UPDATES[name], rng, subject)
+
+
+@pytest.mark.parametrize("name", ["few", "narrow", "odd"])
+def test_update_interpreted(rng, name):
+    check_update(UPDATES[name], rng, ROWS[0])
+
+
+def test_narrow_rows_are_clipped():
+    pages = jnp.zeros((1, 2, 2, 4), jnp.float8_e4m3fn)
+    small = (jnp.asarray(x, jnp.int32) for x in ([1], [[0]], [0, 1], [1]))
+    k = jnp.asarray([[[1e6, -1e6, 8.0, 0.0]]], jnp.bfloat16)
+    got = pa.update_kv_pages(pages, k, k, *small, k_scale=2.0)
+    want = np.asarray([[448, -448, 4, 0], [448, -448, 8, 0]], np.float32)
+    np.testing.assert_array_equal(np.asarray(got[0, 0], np.float32), want)
+    assert not np.asarray(got[0, 1], np.float32).any()
