@@ -222,8 +222,7 @@ class Interleaved(Paged):
     joined = True
 
     def contiguous_rows(self, tile: int) -> int:
-        del tile
-        return 1
+        return self.page_rows(tile) if self.kv_heads == 1 else 1
 
     def view(self, array: Operand) -> Operand:
         return array.reshape(-1, *array.shape[-3:])
@@ -232,6 +231,16 @@ class Interleaved(Paged):
         slab = thread.wide(self._slab_of_all(row))
         position = slab * self.page_size + thread.wide(self.row_in_slab(row.position))
         return position * self.kv_heads + thread.wide(row.head)
+
+    def box(self, rows: int, columns: int) -> tuple[int, ...]:
+        """The shape of so many rows of a head in the array."""
+        layer = () if self.layers is None else (1,)
+        return *layer, 1, rows, 1, columns
+
+    def coordinates(self, row: Row) -> tuple[Index, ...]:
+        """Indices of the row in the array, but for the columns."""
+        layer = () if row.layer is None else (row.layer,)
+        return *layer, row.page, self.row_in_slab(row.position), row.head
 
     def rows_from(self, row: Row, rows: int) -> tuple[Any, ...]:
         start = self.row_in_slab(row.position)

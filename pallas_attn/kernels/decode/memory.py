@@ -104,8 +104,13 @@ def load_page(ctx: ThreadContext, skipped: Index, exists: Predicate) -> Index:
 
 
 def row_number(ctx: ThreadContext, skipped: Index, exists: Predicate) -> Index:
-    """The row of the cache's array that holds key `skipped` of the tile, in 64 bits. A page that is
-    missing makes its sequence a lost one. `ctx.refs`: `Memory`.
+    """The row of the cache's array that holds key `skipped` of the tile, in 64 bits."""
+    return ctx.plan.layout.number(ctx.thread, place_of(ctx, skipped, exists))
+
+
+def place_of(ctx: ThreadContext, skipped: Index, exists: Predicate) -> Row:
+    """The place of key `skipped` of the tile. A page that is missing makes its sequence a lost one.
+    `ctx.refs`: `Memory`.
     """
     thread, memory, at, plan = ctx
     layout, table = plan.layout, memory.smem.table
@@ -118,4 +123,4 @@ def row_number(ctx: ThreadContext, skipped: Index, exists: Predicate) -> Index:
         page = thread.select(good, page, 0)  # some page's rows: the result will be NaN
         bad = thread.select(good, thread.index * 0, 1)
         thread.shared_store(table.lost, at.sequence, bad, exists & (bad >= 1))
-    return layout.number(thread, Row(at.sequence, at.head, row, at.layer, page, capacity))
+    return Row(at.sequence, at.head, row, at.layer, page, capacity)

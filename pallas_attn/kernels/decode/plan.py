@@ -171,6 +171,11 @@ class Plan:
         return self.problem.head_dim if self.layout.joined else 0
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of K and of V."""
+        return self.itemsize * (self.problem.head_dim + self.problem.v_head_dim)
+
+    @property
     def itemsize(self) -> int:
         """Bytes of a number in the cache."""
         return jnp.dtype(self.problem.cache_dtype).itemsize
