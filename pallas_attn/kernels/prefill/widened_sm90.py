@@ -10,7 +10,8 @@ past a length are neither read nor written; of a pool of pages all rows are wide
 rows of a kv head of a sequence, or all rows of a pool; `Widening.share` blocks share out its chunks
 of `Widening.rows` rows. A thread reads 8 numbers of a row at a time, all that it has of K and V of
 a chunk before it converts the first, and writes them as one word of 16 bytes, so that both are
-coalesced. Words of 16 bytes, cache hints and other chunks were not faster on an H200.
+coalesced. Words of 16 bytes, cache hints and other chunks were not faster on an H200. Rows without
+scales are widened by XLA.
 """
 
 import dataclasses
@@ -59,8 +60,6 @@ def limit(problem: DecodeProblem) -> Limit | None:
     other = "leave implementation=None"
     if not problem.quantized:
         return Limit("the cache is not quantised", other)
-    if problem.unscaled:
-        return Limit("rows have no scales", other)
     if (refused := sm90.limit(_widened(problem))) is not None:
         return refused
     size = selection.stored_rows(problem) * (problem.head_dim + problem.v_head_dim) * 2
@@ -86,14 +85,28 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[A
     if problem.layers is not None:
         index = jnp.clip(inputs.layer, 0, problem.layers - 1)
         layer = jnp.where(inputs.layer == index, 0, -1)  # one that the cache lacks stays one
-    k, v = widen(inputs, problem, index)
+    k, v = _converted(inputs, problem, index) if problem.unscaled else widen(inputs, problem, index)
     widened = inputs._replace(k_cache=k, v_cache=v, k_scale=None, v_scale=None, layer=layer)
     return sm90.run(widened, _widened(problem), config.prefill)
 
 
 def _widened(problem: DecodeProblem) -> DecodeProblem:
     layers = None if problem.layers is None else 1
-    return dataclasses.replace(problem, quantized=False, cache_dtype=problem.dtype, layers=layers)
+    changes = {"quantized": False, "unscaled": False, "layers": layers}
+    return dataclasses.replace(problem, cache_dtype=problem.dtype, **changes)
+
+
+def _converted(
+    inputs: DecodeInputs, problem: DecodeProblem, layer: Array | None
+) -> tuple[Array, Array | None]:
+    """K and V whose numbers are only converted, or both in one array, as `widen` gives them."""
+
+    def converted(x: Array | None) -> Array | None:
+        if x is not None and layer is not None:
+            x = lax.dynamic_slice_in_dim(x, layer, 1)
+        return None if x is None else x.astype(problem.dtype)
+
+    return converted(inputs.k_cache), converted(inputs.v_cache)
 
 
 # ---- the launch that widens ----------------------------------------------------------------------
