@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_attn._cache.attend import attend
 from pallas_attn._cache.write import rows_into
@@ -24,7 +25,7 @@ from pallas_attn._call.problem import (
     owner_of_rows,
 )
 from pallas_attn.errors import described
-from pallas_attn.masks import CAUSAL
+from pallas_attn.masks import CAUSAL, Mask
 from pallas_attn.masks import sliding_window as window_of
 
 Array = jax.Array
@@ -243,7 +244,7 @@ def _new_rows(name: str, value: Array, pages: _Pages) -> Array:
     return x
 
 
-def _stored(rows: Array, factor: float, dtype: Any) -> Array:
+def _stored(rows: Array, factor: float, dtype: np.dtype) -> Array:
     """rows / factor in the dtype of pages."""
     if factor == 1.0 and rows.dtype == dtype:
         return rows
@@ -283,7 +284,7 @@ def _table(  # noqa: PLR0913
     return _Table(lengths, pages, checks.row_starts("cu_q_lens", starts, tokens, sequences))
 
 
-def _window(size: int) -> Any:
+def _window(size: int) -> Mask:
     static = checks.static_int(size)
     if static is None or static < 1:
         raise ValueError(

@@ -445,8 +445,8 @@ def _interleaved() -> list[DecodeCase]:
         cache = "interleaved", page
         name = f"interleaved{page}"
         rows.append(_over(f"mixed_{name}", (*tokens, 8192), cache, "mixed", **mixture))
-        one = f"packed_{name}_one_token_4096"
-        rows.append(_over(one, (4096,) * 64, cache, "packed", rows=(1,) * 64))
+        tokens_alone = f"packed_{name}_one_token_4096"
+        rows.append(_over(tokens_alone, (4096,) * 64, cache, "packed", rows=(1,) * 64))
     return rows
 
 

@@ -117,5 +117,5 @@ def test_interleaved_pages(layers):
         assert (view[index, rows.start, column] == want).all()
     assert layout.tables("kv", None) == (("kv",),)
     assert (layout.page_rows(6), layout.contiguous_rows(6)) == (2, 1)
-    one = cache_layout.layout_of(dataclasses.replace(problem_of("interleaved", None), kv_heads=1))
-    assert one.contiguous_rows(6) == 2
+    of_one_head = dataclasses.replace(problem_of("interleaved", None), kv_heads=1)
+    assert cache_layout.layout_of(of_one_head).contiguous_rows(6) == 2

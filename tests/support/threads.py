@@ -256,7 +256,7 @@ class BlockOfThreads:
             into[at] = -1
 
     def copy_box(self, to, source, done, where):
-        """As `copy`, of all rows of a box."""
+        """Copies a box; its bytes arrive as those of `copy` do."""
         into = self.memory._words(to.ref, np.broadcast_to(to.index, 128)[where], 1, "written")
         self.memory._words(source.ref, np.broadcast_to(0, 128)[where], 1, "read")
         box = source.shape

@@ -13,7 +13,7 @@ from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import Box, Word
 from pallas_attn.kernels.lang.types import Index
 
-MOST_COLUMNS = 256  # of a copy by TMA
+MOST_COLUMNS = 256  # TMA copies no wider boxes
 
 make_barriers, meet, wait = bulk_copies.make_barriers, bulk_copies.meet, bulk_copies.wait
 
@@ -47,13 +47,18 @@ def copy_tile(ctx: ThreadContext) -> None:
     shape = layout.box(rows, problem.head_dim + problem.v_head_dim)
     box = Box(array, layout.coordinates(place), shape)
     thread.copy_box(to, box, done, begins & (live >= tile))
-    cut = live < tile
-    line = layout.number(thread, place) * row_words
-    nbytes = index * 0 + plan.row_bytes
-    thread.copy(to, Word(array, line), nbytes, done, (index < live) & cut)
-    missing = (live * -1 + tile) * plan.row_bytes
-    chunk = index * ZERO_BYTES
-    zeros = thread.minimum(missing - chunk, ZERO_BYTES)
-    end = (at.slot + 1) * (tile * row_words) + chunk // 16 - missing // 16
-    source = Word(refs.counters, thread.wide(chunk * 0))
-    thread.copy(Word(smem.k, end), source, zeros, done, (zeros >= 1) & wanted)
+
+    def copy_rows(_: Index, carry: list) -> list:
+        line = layout.number(thread, place) * row_words
+        nbytes = index * 0 + plan.row_bytes
+        thread.copy(to, Word(array, line), nbytes, done, index < live)
+        missing = (live * -1 + tile) * plan.row_bytes
+        chunk = index * ZERO_BYTES
+        zeros = thread.minimum(missing - chunk, ZERO_BYTES)
+        end = (at.slot + 1) * (tile * row_words) + chunk // 16 - missing // 16
+        source = Word(refs.counters, thread.wide(chunk * 0))
+        thread.copy(Word(smem.k, end), source, zeros, done, zeros >= 1)
+        return carry
+
+    is_cut = wanted & (live < tile)
+    thread.loop(thread.select(is_cut, live * 0 + 1, 0), [], copy_rows)

@@ -63,7 +63,7 @@ def copy_tile(ctx: ThreadContext) -> None:
     have to wait for all copies under way before it lets others follow.
     """
     thread, (refs, smem), at, plan = ctx
-    problem, tile, rings = plan.problem, plan.keys.tile, rings_of(smem, plan)
+    problem, tile, rings = plan.problem, plan.keys.tile, rings_of(ctx)
     k_bytes, (v_ring, v_bytes) = (rings[0][1] if len(rings) > 1 else 0), rings[-1]
     live = at_least(live_keys(ctx), 0)
     missing = (live * -1 + tile) * v_bytes

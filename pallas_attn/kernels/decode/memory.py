@@ -40,8 +40,11 @@ class DecodeRefs(NamedTuple):
     mask_aux: tuple[GmemRef, ...] = ()  # operands of a function of positions: `functions.flat`
 
 
-def rings_of(smem: DecodeSmem, plan: Plan) -> list[tuple[SmemRef, int]]:
-    """The rings of K and of V, or of both together, and the bytes of a row of each."""
+def rings_of(ctx: ThreadContext) -> list[tuple[SmemRef, int]]:
+    """The rings of K and of V, or of both together, and the bytes of a row of each. `ctx.refs`:
+    `Memory`.
+    """
+    plan, smem = ctx.plan, ctx.refs.smem
     dims, rings = (plan.problem.head_dim, plan.problem.v_head_dim), (smem.k, smem.v)
     if plan.layout.joined:
         dims, rings = (sum(dims),), (smem.k,)

@@ -52,7 +52,7 @@ def copy_tile(ctx: ThreadContext) -> None:
     arrays = plan.layout.arrays_of(thread, refs.caches, at.sequence)
     start = at.slot * tile
     number_of = row_numbers(ctx, live)
-    for array, (ring, nbytes) in zip(arrays, rings_of(smem, plan), strict=False):
+    for array, (ring, nbytes) in zip(arrays, rings_of(ctx), strict=False):
         words = nbytes // 16
         for first in range(0, tile * words, 128):
             index = thread.index + first

@@ -63,7 +63,7 @@ def swizzle_transforms(dtype: DType, swizzle: int) -> tuple[Any, Any]:
     return tile((8, swizzle // jnp.dtype(dtype).itemsize)), swizzle_by(swizzle)
 
 
-def tensor_map(launch: Any, ref: ir.Value, box: tuple[int, ...]) -> ir.Value:
+def tensor_map(launch: mgpu.LaunchContext, ref: ir.Value, box: tuple[int, ...]) -> ir.Value:
     """A pointer to the tensor map of an operand of the launch, for copies of boxes of this shape
     without a swizzle.
     """
