@@ -256,7 +256,7 @@ def simpler_attention(case: _case.AttentionCase) -> Iterator[dict[str, Any]]:
             yield vars(resized(case, **sizes))
 
 
-# ---- shared by both kinds ------------------------------------------------------------------------
+# ---- shared by all kinds -------------------------------------------------------------------------
 
 
 def turns(place: Place) -> Iterator[int]:
@@ -349,11 +349,12 @@ def lower(  # noqa: PLR0913
 
 
 def kinds() -> dict[str, Kind]:
-    from tests.support import fuzz_cache_cases, fuzz_caches
+    from tests.support import fuzz_cache_cases, fuzz_caches, fuzz_ragged
 
     return {
         "attention": Kind(draw_attention, run_attention, simpler_attention),
         "cache": Kind(fuzz_cache_cases.draw, fuzz_caches.run, fuzz_cache_cases.simpler),
+        "ragged": Kind(fuzz_ragged.draw, fuzz_ragged.run, fuzz_ragged.simpler),
     }
 
 
@@ -457,7 +458,7 @@ def run(
     while (most is None or index < first + most * step) and (
         seconds is None or time.monotonic() < end
     ):
-        name = tuple(kinds())[index % 2]
+        name = "ragged" if index % 9 == 8 else ("attention", "cache")[index % 2]
         word = f"{name}/{places[index // 2 % len(places)]}:{seed * 2**24 + index}"
         print(word, file=sys.stderr, flush=True)  # noqa: T201 - what a deadlock ends says where
         tally.problems[name] += 1
