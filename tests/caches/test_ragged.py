@@ -11,7 +11,7 @@ import pytest
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as of_tpu
 
 import pallas_attn as pa
-from tests.support import subjects
+from tests.support import builds, mosaic, subjects
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -206,3 +206,23 @@ def test_narrow_rows_are_clipped():
     want = np.asarray([[448, -448, 4, 0], [448, -448, 8, 0]], np.float32)
     np.testing.assert_array_equal(np.asarray(got[0, 0], np.float32), want)
     assert not np.asarray(got[0, 1], np.float32).any()
+
+
+BUILDS = {
+    "decode/sm90/interleaved": 2,
+    "decode/sm90/interleaved_float8": 2,
+    "append/sm90/interleaved": 1,
+}
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("name", BUILDS)
+def test_machine_code(name):
+    """No copy of the pages; written in place; at most a register is spilled."""
+    build = builds.BUILDS[name]
+    report = mosaic.compile_for(
+        build.call, *build.shapes, target=build.target, donate_argnums=build.donate, sass=False
+    )
+    assert (report.launches, report.copies) == (BUILDS[name], 0) and report.spill_bytes <= 4
+    assert report.aliases == len(build.donate)
