@@ -178,7 +178,8 @@ def update_kv_pages(  # noqa: PLR0913
     inputs = AppendInputs(
         pages.array,
         None,
-        *new,
+        new[0],
+        new[1],
         position,
         None,
         table.pages,

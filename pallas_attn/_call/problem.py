@@ -403,11 +403,6 @@ class DecodeProblem:
         return self.mask_program is not None and self.mask_program.depends_on(1)
 
     @property
-    def row_scales(self) -> bool:
-        """Whether each row of the cache has a scale."""
-        return self.quantized and not self.unscaled
-
-    @property
     def packed(self) -> bool:
         """Whether inputs.starts is given."""
         return self.tokens is not None

@@ -219,8 +219,8 @@ def _over_interleaved_pages(
     pages = jnp.swapaxes(jnp.stack([cache.k, cache.v], axis=2), 1, 3)  # [pages, rows, 2, K, H]
     pages = jnp.swapaxes(pages, 2, 3).reshape(*pages.shape[:2], -1, case.head_dim)
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    options = {"sm_scale": scale, "soft_cap": case.softcap, "implementation": implementation}
-    left = case.mask.left
+    options: dict[str, Any] = {"sm_scale": scale, "soft_cap": case.softcap}
+    options["implementation"], left = implementation, case.mask.left
     options["sliding_window"] = None if left is None else left + 1
     count = jnp.array([case.sequences], jnp.int32)
     operands = (arrays["q"], pages, cache.lengths, cache.page_table, case.starts(), count)

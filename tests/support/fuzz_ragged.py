@@ -16,7 +16,8 @@ from tests.support import fuzz
 from tests.support.subjects import Subject
 
 NARROW = ("float8_e4m3fn", "float8_e5m2", "int8")
-ERRORS = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 2e-3}  # of the largest number
+# Errors relative to the largest number of a result.
+ERRORS = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 2e-3}
 SMALL = ("kv_lens", "page_indices", "cu_q_lens", "num_seqs")
 
 

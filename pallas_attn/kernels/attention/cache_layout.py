@@ -228,7 +228,8 @@ class Interleaved(Paged):
         return array.reshape(-1, *array.shape[-3:])
 
     def number(self, thread: Thread, row: Row) -> Index:
-        slab = thread.wide(self._slab_of_all(row))
+        page: Index = self._slab_of_all(row)
+        slab = thread.wide(page)
         position = slab * self.page_size + thread.wide(self.row_in_slab(row.position))
         return position * self.kv_heads + thread.wide(row.head)
 

@@ -19,11 +19,11 @@ make_barriers, meet, wait = bulk_copies.make_barriers, bulk_copies.meet, bulk_co
 
 
 def serves(plan: Plan) -> bool:
-    """Whether rows of these pages can be copied so, and are worth it."""
+    """Whether rows of interleaved pages can be copied so, and are worth it."""
     columns = plan.problem.head_dim + plan.problem.v_head_dim
     aligned = columns <= MOST_COLUMNS and columns * plan.itemsize % 128 == 0
     keys = plan.keys
-    return plan.layout.joined and keys.contiguous_rows < keys.page_rows and aligned
+    return aligned and keys.contiguous_rows < keys.page_rows
 
 
 def load_pages(ctx: ThreadContext) -> Index:

@@ -7,7 +7,7 @@ has the same for GPUs without bulk copies.
 from typing import NamedTuple
 
 from pallas_attn.kernels.decode.combine_splits import ZERO_BYTES
-from pallas_attn.kernels.decode.memory import live_keys, load_page, rings_of, row_number
+from pallas_attn.kernels.decode.memory import live_keys, load_page, place_of, rings_of
 from pallas_attn.kernels.decode.plan import Plan, at_least
 from pallas_attn.kernels.lang import threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
@@ -64,17 +64,18 @@ def copy_tile(ctx: ThreadContext) -> None:
     """
     thread, (refs, smem), at, plan = ctx
     problem, tile, rings = plan.problem, plan.keys.tile, rings_of(ctx)
+    scaled = problem.quantized and not problem.unscaled
     k_bytes, (v_ring, v_bytes) = (rings[0][1] if len(rings) > 1 else 0), rings[-1]
     live = at_least(live_keys(ctx), 0)
     missing = (live * -1 + tile) * v_bytes
     nbytes = live * k_bytes + tile * v_bytes
-    if problem.row_scales:
+    if scaled:
         nbytes = nbytes + _scale_bytes(live) * 2
     thread.announce(smem.barriers, at.slot, nbytes, (thread.index < 1) & (at.wanted >= 1))
     arrays = plan.layout.arrays_of(thread, refs.caches, at.sequence)
     skipped, here = _stretch(ctx)
     exists = here >= 1
-    line = row_number(ctx, skipped, exists)
+    line = plan.layout.number(thread, place_of(ctx, skipped, exists))
     row = at.slot * tile + skipped
     done = Word(smem.barriers, at.slot)
     for array, (ring, size) in zip(arrays, rings, strict=False):
@@ -85,7 +86,7 @@ def copy_tile(ctx: ThreadContext) -> None:
     to = (at.slot + 1) * (tile * v_bytes // 16) + chunk // 16 - missing // 16
     some = (zeros >= 1) & (at.wanted >= 1)
     thread.copy(Word(v_ring, to), Word(refs.counters, thread.wide(chunk * 0)), zeros, done, some)
-    if problem.row_scales:  # 4 scales a word: capacities, pages and tiles are multiples of 4
+    if scaled:  # 4 scales a word: capacities, pages and tiles are multiples of 4
         nbytes = _scale_bytes(at_least(here, 0))
         for array, ring in zip(arrays[2:], (smem.k_scale, smem.v_scale), strict=True):
             thread.copy(Word(ring, row // 4), Word(array, line // 4), nbytes, done, exists)

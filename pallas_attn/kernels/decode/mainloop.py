@@ -93,8 +93,8 @@ def attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, stat
 def add_values(ctx: KernelContext, acc: RegisterTile, p: RegisterTile, at: TileAt) -> RegisterTile:
     """acc + p @ V of the kv tile."""
     plan, smem = ctx.plan, ctx.smem
-    values = smem.k if plan.layout.joined else smem.v
-    return plan.matmuls.matmul_add(acc, p, values, at.slot, plan.split, plan.values_from)
+    values, first = (smem.k, plan.problem.head_dim) if plan.layout.joined else (smem.v, 0)
+    return plan.matmuls.matmul_add(acc, p, values, at.slot, plan.split, first)
 
 
 def totals(plan: Plan, state: State) -> tuple[RegisterTile, RegisterTile]:

@@ -45,10 +45,10 @@ def rings_of(ctx: ThreadContext) -> list[tuple[SmemRef, int]]:
     `Memory`.
     """
     plan, smem = ctx.plan, ctx.refs.smem
-    dims, rings = (plan.problem.head_dim, plan.problem.v_head_dim), (smem.k, smem.v)
     if plan.layout.joined:
-        dims, rings = (sum(dims),), (smem.k,)
-    return [(ring, plan.itemsize * dim) for ring, dim in zip(rings, dims, strict=True)]
+        return [(smem.k, plan.row_bytes)]
+    k_bytes, v_bytes = (plan.itemsize * n for n in (plan.problem.head_dim, plan.problem.v_head_dim))
+    return [(smem.k, k_bytes), (smem.v, v_bytes)]
 
 
 def refs_of(inputs: DecodeInputs, counters: Operand, plan: Plan) -> DecodeRefs:
@@ -104,11 +104,6 @@ def load_page(ctx: ThreadContext, skipped: Index, exists: Predicate) -> Index:
     thread, refs, at, plan = ctx
     row = thread.select(exists, at.row + skipped, 0)
     return plan.layout.load_page(thread, refs.page_table, at.sequence, plan.layout.entry(row))
-
-
-def row_number(ctx: ThreadContext, skipped: Index, exists: Predicate) -> Index:
-    """The row of the cache's array that holds key `skipped` of the tile, in 64 bits."""
-    return ctx.plan.layout.number(ctx.thread, place_of(ctx, skipped, exists))
 
 
 def place_of(ctx: ThreadContext, skipped: Index, exists: Predicate) -> Row:

@@ -166,11 +166,6 @@ class Plan:
         return mma_tf32 if self.is_float32 else mma_rowmajor
 
     @property
-    def values_from(self) -> int:
-        """The column of a row in shared memory at which V begins."""
-        return self.problem.head_dim if self.layout.joined else 0
-
-    @property
     def row_bytes(self) -> int:
         """Bytes of a row of K and of V."""
         return self.itemsize * (self.problem.head_dim + self.problem.v_head_dim)

@@ -50,7 +50,7 @@ def copies_of(plan: Plan) -> ModuleType:
     """
     if not plan.config.bulk:
         return thread_copies
-    return box_copies if box_copies.serves(plan) else bulk_copies
+    return box_copies if plan.layout.joined and box_copies.serves(plan) else bulk_copies
 
 
 def fill_ring(ctx: KernelContext, share: Share, first: WorkTile) -> Loading:

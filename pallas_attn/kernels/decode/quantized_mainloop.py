@@ -56,7 +56,7 @@ def scores(ctx: KernelContext, queries: Queries, slot: Index) -> RegisterTile:
     split = ctx.plan.split
     dim = ctx.plan.problem.head_dim
     s = mma_rowmajor.scores(queries.q, ctx.smem.k, slot, split, dim)
-    if ctx.plan.problem.row_scales:
+    if not ctx.plan.problem.unscaled:
         s = s * mma_rowmajor.number_of_each_key(ctx.smem.k_scale, slot, split)
     return s * mosaic.broadcast_rows(queries.units, s.shape)
 
@@ -64,7 +64,7 @@ def scores(ctx: KernelContext, queries: Queries, slot: Index) -> RegisterTile:
 def attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, state: State) -> State:
     plan, split = ctx.plan, ctx.plan.split
     scales = None
-    if plan.problem.row_scales:
+    if not plan.problem.unscaled:
         scales = mma_rowmajor.number_of_each_key(ctx.smem.v_scale, at.slot, split)
     s = mainloop.logits_of_scores(plan, s)
     s = s if plan.unit_of_logits is None else s * plan.unit_of_logits

@@ -179,7 +179,8 @@ def scratch(plan: Plan) -> DecodeSmem:
     dtype, rows = jnp.dtype(problem.cache_dtype), threads.WARPS * queries.warp_rows
     out = plgpu.SMEM((rows, problem.v_head_dim + mma_rowmajor.ROW_PADDING), jnp.float32)
     sums = plgpu.SMEM((rows,), jnp.float32)
-    scales = plgpu.SMEM(ring, jnp.float32) if problem.row_scales else None
+    scaled = problem.quantized and not problem.unscaled
+    scales = plgpu.SMEM(ring, jnp.float32) if scaled else None
     q = None
     if plan.is_float32:
         shape = mma_tf32.queries_shape(problem.head_dim, queries.most_rows)

@@ -4,7 +4,7 @@ thread at a time. A tile is there when each thread's own copies are and all thre
 
 from collections.abc import Callable
 
-from pallas_attn.kernels.decode.memory import live_keys, load_page, rings_of, row_number
+from pallas_attn.kernels.decode.memory import live_keys, load_page, place_of, rings_of
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import Thread, Word
@@ -61,7 +61,8 @@ def copy_tile(ctx: ThreadContext) -> None:
             source = number_of(thread.minimum(row, tile - 1)) * words + thread.wide(word)
             to = Word(ring, (start + row) * words + word)
             thread.copy_async(to, Word(array, source), row < live, inside)
-    rings = (smem.k_scale, smem.v_scale) if plan.problem.row_scales else ()
+    scaled = plan.problem.quantized and not plan.problem.unscaled
+    rings = (smem.k_scale, smem.v_scale) if scaled else ()
     for array, ring in zip(arrays[2:], rings, strict=True):
         for first in range(0, tile, 128):
             row = thread.index + first
@@ -76,7 +77,7 @@ def row_numbers(ctx: ThreadContext, live: Index) -> Callable[[Index], Index]:
     thread, memory, at, plan = ctx
     rows = plan.keys.page_rows
     if not plan.layout.paged:
-        begin = row_number(ctx, thread.index * 0, live >= 1)
+        begin = plan.layout.number(thread, place_of(ctx, thread.index * 0, live >= 1))
         return lambda row: begin + thread.wide(row)
 
     def number_of(row: Index) -> Index:
@@ -85,6 +86,7 @@ def row_numbers(ctx: ThreadContext, live: Index) -> Callable[[Index], Index]:
             page = thread.of_lane(at.page, stretch)
         else:
             page = load_page(ctx._replace(refs=memory.refs), row, row < live)
-        return row_number(ctx._replace(at=at._replace(page=page)), row, row < live)
+        place = place_of(ctx._replace(at=at._replace(page=page)), row, row < live)
+        return plan.layout.number(thread, place)
 
     return number_of

@@ -63,13 +63,6 @@ def swizzle_transforms(dtype: DType, swizzle: int) -> tuple[Any, Any]:
     return tile((8, swizzle // jnp.dtype(dtype).itemsize)), swizzle_by(swizzle)
 
 
-def tensor_map(launch: mgpu.LaunchContext, ref: ir.Value, box: tuple[int, ...]) -> ir.Value:
-    """A pointer to the tensor map of an operand of the launch, for copies of boxes of this shape
-    without a swizzle.
-    """
-    return launch._get_tma_desc(ref, (), None, box, None, None)
-
-
 def bytes_of(scratch: Any) -> int:
     """Bytes of all buffers of a tree of shared memory, as Mosaic lays them out: each begins at a
     multiple of 1024. Barriers are not counted, nor `REDUCTION_BYTES`.

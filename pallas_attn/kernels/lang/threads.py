@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import utils
@@ -296,7 +297,7 @@ class Thread(thread_program.Thread):
         """Issues a copy by TMA of a box of global memory to shared memory, where it lies without
         gaps from a multiple of 128 bytes on. Words are those of `copy`.
         """
-        descriptor = mosaic.tensor_map(self.launch, source.ref, source.shape)
+        descriptor = _tensor_map(self.launch, source)
         begin = [*source.begin, self.index * 0]  # innermost first:
         names = ", ".join(f"${n + 3}" for n in range(len(begin)))
         ptx = (
@@ -604,6 +605,11 @@ def _receive(ref: GmemRef, indices: list[Int], wheres: list[Int], nbytes: int) -
     )
     values = [Int(llvm.extractvalue(i32(), received, [n])) for n in range(len(parts))]
     return [list(word) for word in itertools.batched(values, each)]
+
+
+def _tensor_map(launch: mgpu.LaunchContext, box: Box) -> ir.Value:
+    """A pointer to the tensor map of an operand of the launch, for boxes without a swizzle."""
+    return launch._get_tma_desc(box.ref, (), None, box.shape, None, None)
 
 
 def _floats(ref: Ref, index: Int, count: int) -> list[Float]:

@@ -26,9 +26,9 @@ REGISTERS_OF_TABLES = {1: (240, 64), 2: (224, 56), 3: (152, 56)}
 
 def operands(plan: Plan, inputs: DecodeInputs) -> dict[str, tuple[Operand, ...]]:
     """Fields of `plan.PrefillRefs`."""
-    tables = plan.layout.tables(inputs.k_cache, inputs.v_cache)
-    k, v = (tuple([plan.layout.view(table[n]) for table in tables]) for n in (0, -1))
-    return {"k": k, "v": v}
+    view, tables = plan.layout.view, plan.layout.tables(inputs.k_cache, inputs.v_cache)
+    k, v = [view(table[0]) for table in tables], [view(table[-1]) for table in tables]
+    return {"k": tuple(k), "v": tuple(v)}
 
 
 def warpgroups(plan: Plan) -> int:

@@ -17,7 +17,7 @@ scales are widened by XLA.
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -92,7 +92,7 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[A
 
 def _widened(problem: DecodeProblem) -> DecodeProblem:
     layers = None if problem.layers is None else 1
-    changes = {"quantized": False, "unscaled": False, "layers": layers}
+    changes: dict[str, Any] = {"quantized": False, "unscaled": False, "layers": layers}
     return dataclasses.replace(problem, cache_dtype=problem.dtype, **changes)
 
 
@@ -101,12 +101,12 @@ def _converted(
 ) -> tuple[Array, Array | None]:
     """K and V whose numbers are only converted, or both in one array, as `widen` gives them."""
 
-    def converted(x: Array | None) -> Array | None:
-        if x is not None and layer is not None:
-            x = lax.dynamic_slice_in_dim(x, layer, 1)
-        return None if x is None else x.astype(problem.dtype)
+    def converted(x: Array) -> Array:
+        x = x if layer is None else lax.dynamic_slice_in_dim(x, layer, 1)
+        return x.astype(problem.dtype)
 
-    return converted(inputs.k_cache), converted(inputs.v_cache)
+    v = inputs.v_cache
+    return converted(inputs.k_cache), None if v is None else converted(v)
 
 
 # ---- the launch that widens ----------------------------------------------------------------------
