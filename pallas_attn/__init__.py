@@ -19,6 +19,7 @@ Serving, inside a jitted step, caches updated in place:
     Prefix, SharedPrefixes                       rows that several sequences share, read once
     Rotary, RMSNorm                              RoPE and a norm of K and q
     append_kv_arrays                             append to arrays of your own
+    ragged_paged_attention, update_kv_pages      pages with K and V interleaved, as on TPUs
 
 Layers of other libraries: `pallas_attn.flax`, `.keras`, `.equinox` and `.tokamax`, each imported by
 itself.
@@ -40,6 +41,7 @@ from pallas_attn.errors import Limit, UnsupportedError
 from pallas_attn.masks import CAUSAL, FULL, Mask, MaskFunction, mask_fn, sliding_window
 from pallas_attn.merge import merge_attention
 from pallas_attn.prefixes import Prefix, SharedPrefixes
+from pallas_attn.ragged import ragged_paged_attention, update_kv_pages
 from pallas_attn.rotary import RMSNorm, Rotary
 from pallas_attn.scores import ScoreFunction, score_fn
 from pallas_attn.trees import DraftTree
@@ -73,7 +75,9 @@ __all__ = [
     "flash_attention_with_lse",
     "mask_fn",
     "merge_attention",
+    "ragged_paged_attention",
     "score_fn",
     "sliding_window",
+    "update_kv_pages",
     "write_kv",
 ]

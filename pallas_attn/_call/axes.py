@@ -215,6 +215,8 @@ def _of_caches(problem: CacheProblem, inputs: CacheInputs) -> dict[str, list[Axe
         "page_table": [("m", "w")],
         "layer": [()],
     }
+    if problem.kind == "interleaved":
+        return axes | {"k_cache": [(*layer, "p", "z", "k", "columns")]}
     for name, dim in zip(Caches._fields, (("h",), ("e",), (), ()), strict=True):
         axes[name] = [(*layer, *rows, *dim)]
         if problem.kind == "per_sequence":

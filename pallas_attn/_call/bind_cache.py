@@ -211,8 +211,9 @@ def append(
     caches, table = inputs.k_cache, inputs.page_table
     separate = isinstance(caches, tuple)
     sample = caches[0] if separate else caches
+    page_size = sample.shape[-3 if kind == "interleaved" else -2]
     if table is not None:
-        sequences, capacities = table.shape[0], (table.shape[1] * sample.shape[-2],)
+        sequences, capacities = table.shape[0], (table.shape[1] * page_size,)
     elif separate:
         sequences, capacities = len(caches), tuple([x.shape[-2] for x in caches])
     else:
@@ -229,8 +230,8 @@ def append(
         head_dim=head_dim,
         v_head_dim=None if inputs.v is None else inputs.v.shape[-1],
         capacities=capacities,
-        page_size=sample.shape[-2] if kind == "paged" else None,
-        pages=sample.shape[-4] if kind == "paged" else None,
+        page_size=None if table is None else page_size,
+        pages=None if table is None else sample.shape[-4],
         layers=None if inputs.layer is None else sample.shape[0],
         ragged=inputs.new_lengths is not None,
         from_end=from_end,

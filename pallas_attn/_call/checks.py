@@ -57,19 +57,20 @@ def mask_bounds(band: Mask) -> dict[str, jax.Array]:
 
 
 def scale(value: Argument) -> float:
-    return _static_float("scale", value, "multiply q by it instead")
+    return static_float("scale", value, "multiply q by it instead")
 
 
 def softcap(value: Argument) -> float:
-    cap = _static_float("softcap", value, "softcap is part of the compiled kernel")
-    if cap < _SMALLEST:  # float32 would divide by it as by 0
+    cap = static_float("softcap", value, "softcap is part of the compiled kernel")
+    if cap < SMALLEST:  # float32 would divide by it as by 0
         raise ValueError(
             f"softcap: expected a positive float or None, got {cap:g}; None turns it off"
         )
     return cap
 
 
-def _static_float(name: str, value: Argument, remedy: str) -> float:
+def static_float(name: str, value: Argument, remedy: str) -> float:
+    """A finite Python float; `remedy`: what to do with a traced one."""
     try:
         if isinstance(value, (str, bytes, bool)):
             raise TypeError
@@ -79,12 +80,12 @@ def _static_float(name: str, value: Argument, remedy: str) -> float:
     except (TypeError, ValueError, jax.errors.ConcretizationTypeError):
         kind = "a traced array" if isinstance(value, jax.core.Tracer) else type(value).__name__
         raise ValueError(f"{name}: expected a Python float, got {kind}; {remedy}") from None
-    if not abs(number) <= _LARGEST:  # NaN is not either
+    if not abs(number) <= LARGEST:  # NaN is not either
         raise ValueError(f"{name}: expected a finite float32, got {number:g}")
     return number
 
 
-_SMALLEST, _LARGEST = (float(getattr(np.finfo(np.float32), end)) for end in ("tiny", "max"))
+SMALLEST, LARGEST = (float(getattr(np.finfo(np.float32), end)) for end in ("tiny", "max"))
 
 
 # JAX takes "high" for TF32 on a GPU, as the default: kernels compute that by default, or better.
@@ -199,7 +200,7 @@ def change(
         if weight.shape != (dim,) or not jnp.issubdtype(weight.dtype, jnp.floating):
             got = f"{weight.dtype}{list(weight.shape)}"
             raise ValueError(f"norm.weight: expected float[{dim}], a number a column, got {got}")
-        eps = _static_float("norm.eps", norm.eps, "it is part of the compiled kernel")
+        eps = static_float("norm.eps", norm.eps, "it is part of the compiled kernel")
         if eps < 0:
             raise ValueError(f"norm.eps: expected a number of at least 0, got {eps:g}")
         if weight.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):

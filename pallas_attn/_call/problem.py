@@ -233,7 +233,7 @@ class AppendProblem:
     """The static facts of one append."""
 
     gpu: str | None
-    kind: str  # "per_sequence", "stacked" or "paged"
+    kind: str  # "per_sequence", "stacked", "paged" or "interleaved"
     dtype: str  # dtype of the new rows
     cache_dtype: str
     sequences: int
@@ -377,6 +377,8 @@ class DecodeProblem:
     precision: str | None = None  # None or "highest"
     batch_invariant: bool = False
     quantized: bool = False
+    # Whether rows of a quantised cache have no scales: their numbers stand for themselves.
+    unscaled: bool = False
     shared_kv: bool = False  # V is the first columns of K (a latent cache): there is no v_cache
     tokens: int | None = None  # packed rows of all sequences; None: rows are not packed
     # Packed rows that a sequence must have: a launch leaves sequences of fewer, or of more than

@@ -6,6 +6,7 @@ of query rows at a time, and shares nothing with the kernels but `pallas_attn.ma
 of a call. It differentiates by ordinary autodiff, forward and reverse, any number of times.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -242,6 +243,8 @@ def decode(inputs: DecodeInputs, problem: DecodeProblem) -> tuple[Array, Array]:
     sequence whose `new_lengths` is negative, which nobody has extended, and everything where a
     traced layer is none of the cache's.
     """
+    if problem.kind == "interleaved":
+        inputs = _separated(inputs, problem)
     q, lengths, layer = inputs.q, inputs.lengths, inputs.layer
 
     def dense(cache: Buffers, scales: Buffers) -> Array:
@@ -304,6 +307,13 @@ def decode(inputs: DecodeInputs, problem: DecodeProblem) -> tuple[Array, Array]:
     out = jnp.where(lost[:, None, None, None], jnp.nan, out).astype(q.dtype)
     lse = jnp.where(lost[:, None, None], jnp.nan, lse)
     return (out, lse) if packed is None else (packed.taken(out, 0), packed.taken(lse, -jnp.inf).T)
+
+
+def _separated(inputs: DecodeInputs, problem: DecodeProblem) -> DecodeInputs:
+    """Pages of K and of V, [.., pages, K, rows, H], of pages [.., pages, rows, K, H + Hv]."""
+    pages = jnp.swapaxes(inputs.k_cache, -3, -2)
+    k, v = pages[..., : problem.head_dim], pages[..., problem.head_dim :]
+    return inputs._replace(k_cache=k, v_cache=v)
 
 
 class _Packed(NamedTuple):
@@ -419,6 +429,8 @@ def append(inputs: AppendInputs, problem: AppendProblem) -> Caches:
     is within the sequence's own rows; otherwise it is dropped and nothing else is touched. With
     `owners`, packed rows k, v [tokens, K, H]: row i lands at start[i] of sequence owners[i].
     """
+    if problem.kind == "interleaved":
+        return _append_joined(inputs, problem)
     position, new_lengths = inputs.start, inputs.new_lengths
     if problem.from_end:  # no sequence has a negative number of rows
         position = jnp.where(position >= 0, position - new_lengths, -1)
@@ -457,6 +469,16 @@ def append(inputs: AppendInputs, problem: AppendProblem) -> Caches:
     caches = inputs.k_cache, inputs.v_cache, inputs.k_scale, inputs.v_scale
     new = [pair[n] for n in (0, 1) for pair in rows]
     return Caches(*(write(cache, x) for cache, x in zip(caches, new, strict=True)))
+
+
+def _append_joined(inputs: AppendInputs, problem: AppendProblem) -> Caches:
+    """`append` into pages [.., pages, rows, K, H + Hv], as into pages of rows of both."""
+    assert inputs.v is not None
+    both = jnp.concatenate([inputs.k, inputs.v], axis=-1)
+    pages = jnp.swapaxes(inputs.k_cache, -3, -2)
+    rows = inputs._replace(k_cache=pages, k=both, v=None)
+    written = append(rows, dataclasses.replace(problem, kind="paged"))
+    return written._replace(k_cache=jnp.swapaxes(written.k_cache, -3, -2))
 
 
 def _as_moved(cache: Buffers) -> Any:

@@ -245,7 +245,7 @@ class DecodeCase:
     q_len: int = 1
     rows: tuple[int, ...] | None = None  # packed: query rows of each sequence, not q_len
     dtype: str = "bfloat16"
-    kind: str = "per_sequence"  # or "stacked", "paged"
+    kind: str = "per_sequence"  # or "stacked", "paged", "interleaved" (`ragged_paged_attention`)
     page_size: int | None = None
     mask: Mask = CAUSAL
     softcap: float | None = None

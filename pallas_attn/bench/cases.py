@@ -445,6 +445,20 @@ def _packed() -> list[DecodeCase]:
     ]
 
 
+def _interleaved() -> list[DecodeCase]:
+    """Pages with K and V interleaved: a server's step, and single tokens."""
+    tokens = tuple(min(n, 8192) for n in _lognormal(64, 64 * 2000))
+    mixture: dict[str, Any] = {"rows": (*(1,) * 64, 2048)}
+    rows = []
+    for page in (16, 64):
+        cache = "interleaved", page
+        name = f"interleaved{page}"
+        rows.append(_over(f"mixed_{name}", (*tokens, 8192), cache, "mixed", **mixture))
+        tokens_alone = f"packed_{name}_one_token_4096"
+        rows.append(_over(tokens_alone, (4096,) * 64, cache, "packed", rows=(1,) * 64))
+    return rows
+
+
 def _shared() -> list[DecodeCase]:
     """Sequences with rows in common, in pages that they share, and 256 rows of their own each."""
     rows = []
@@ -518,7 +532,7 @@ def _edge_append() -> list[AppendCase]:
 
 ATTENTION: tuple[AttentionCase, ...] = (*_large_attention(), *_edge_attention())
 DECODE: tuple[DecodeCase, ...] = tuple(_decode())
-PREFILL: tuple[DecodeCase, ...] = (*_prefill(), *_packed())
+PREFILL: tuple[DecodeCase, ...] = (*_prefill(), *_packed(), *_interleaved())
 APPEND: tuple[AppendCase, ...] = tuple(_append())
 SHARED_PREFIX: tuple[DecodeCase, ...] = tuple(_shared())
 MASK: tuple[AttentionCase, ...] = tuple(_functions())

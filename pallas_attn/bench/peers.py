@@ -268,8 +268,8 @@ def _ours(name: str, call: Call, arrays: dict[str, Any] | None = None, **changes
 def unpacked(call: Call) -> list[Subject]:
     """Ours over the same cache, not packed, where sequences have as many rows as each other."""
     case: DecodeCase = call.case
-    if case.rows is None or len(set(case.rows)) != 1:
-        raise Unavailable("for packed rows, as many of each sequence")
+    if case.rows is None or len(set(case.rows)) != 1 or case.kind == "interleaved":
+        raise Unavailable("for packed rows, as many of each sequence, over a cache")
     q = call.arrays["q"]
     q = q.reshape(case.sequences, case.rows[0], *q.shape[1:])
     subject = _ours("unpacked", call, {"q": q}, rows=None, q_len=case.rows[0])
@@ -278,6 +278,13 @@ def unpacked(call: Call) -> list[Subject]:
         return tuple(x.reshape(-1, *x.shape[2:]) for x in produced)
 
     return [dataclasses.replace(subject, outputs=outputs)]
+
+
+def own_pages(call: Call) -> list[Subject]:
+    """Ours over pages of its own, K and V apart."""
+    if call.case.kind != "interleaved":
+        raise Unavailable("for pages with K and V interleaved")
+    return [_ours("own_pages", call, kind="paged")]
 
 
 def chain(call: Call) -> list[Subject]:
@@ -376,7 +383,7 @@ def xla_append(call: Call) -> list[Subject]:
 # ---- tables -------------------------------------------------------------------------------------
 
 # Peers that read a cache of the case's kind; the others have their own layout.
-BY_KIND = ("wide_cache", "unpacked", "chain", "flashinfer", "plain", "unshared")
+BY_KIND = ("wide_cache", "unpacked", "chain", "own_pages", "flashinfer", "plain", "unshared")
 
 _ATTENTION: dict[str, Peer] = {
     "cudnn": cudnn,
@@ -398,6 +405,7 @@ PEERS: dict[str, dict[str, Peer]] = {
         "dense": dense,
         "unpacked": unpacked,
         "chain": chain,
+        "own_pages": own_pages,
         "wide_cache": wide_cache,
         "flashinfer": torch_peers.flashinfer,
         "flash_attention_4": functools.partial(_over_dense, torch_peers.flash_attention_4),

@@ -190,6 +190,8 @@ def decode(
     """`decode_attention` over a cache that is full to its lengths; `unshared`: shared rows are read
     once. A tree is made beforehand, as a model makes it once for all of its layers.
     """
+    if case.kind == "interleaved":
+        return _over_interleaved_pages(case, arrays, implementation)
     cache, parents = filled_cache(case, arrays), case.parents()
     static = case.options() | {"implementation": implementation}
     tree, starts = None, case.starts()
@@ -207,6 +209,26 @@ def decode(
         return (pallas_attn.decode_attention(q, cache, **rest, **static),)
 
     return Step(jax.jit(step), (arrays["q"], cache, rest))
+
+
+def _over_interleaved_pages(
+    case: DecodeCase, arrays: dict[str, Any], implementation: str | None
+) -> Callable[[], Any]:
+    """`ragged_paged_attention` over the rows of our own pages, K and V interleaved."""
+    cache = filled_cache(dataclasses.replace(case, kind="paged"), arrays)
+    pages = jnp.swapaxes(jnp.stack([cache.k, cache.v], axis=2), 1, 3)  # [pages, rows, 2, K, H]
+    pages = jnp.swapaxes(pages, 2, 3).reshape(*pages.shape[:2], -1, case.head_dim)
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    options: dict[str, Any] = {"sm_scale": scale, "soft_cap": case.softcap}
+    options["implementation"], left = implementation, case.mask.left
+    options["sliding_window"] = None if left is None else left + 1
+    count = jnp.array([case.sequences], jnp.int32)
+    operands = (arrays["q"], pages, cache.lengths, cache.page_table, case.starts(), count)
+
+    def step(*operands):
+        return (pallas_attn.ragged_paged_attention(*operands, **options),)
+
+    return Step(jax.jit(step), operands)
 
 
 class Repeated:

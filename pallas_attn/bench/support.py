@@ -107,6 +107,7 @@ _CACHES: Variants = (
 )
 _QUANTISED = _each(("int8", "float8_e4m3fn", "float8_e5m2"), "cache_dtype", quantized=True)
 _PACKED: dict[str, Any] = {"tokens": 2112, "q_len": 2112}
+_INTERLEAVED: dict[str, Any] = {"kind": "interleaved", "page_size": 16, "pages": 512}
 _LATENT: dict[str, Any] = {"head_dim": 576, "v_head_dim": 512, "shared_kv": True}
 _LATENT |= {"kv_heads": 1, "q_heads": 16}
 _IN_TREE: dict[str, Any] = {"tree": True, "mask_program": trees.program((8, 64, 3))}
@@ -165,6 +166,7 @@ _ROWS: dict[str, dict[str, Variants]] = {
             {"sequences": 8 * 32, "new_rows": 8 * 32 * 8, "packed": True},
         ),
         "one array alone": ({"v_head_dim": None},),
+        "packed rows, K and V interleaved": (_INTERLEAVED | {"new_rows": 64, "packed": True},),
         "rotary, norm": ({"change": Change(128, eps=1e-6, pairs=64, positions=1024)},),
     },
     "keep": {
@@ -226,6 +228,10 @@ _ROWS: dict[str, dict[str, Variants]] = {
         "a tree, V within K": (_LATENT | {"q_len": 4} | _IN_TREE,),
         "mask_fn": ({"mask_program": _ALTERNATE},),
         "mask_fn, packed rows": ({"mask_program": _ALTERNATE} | _PACKED,),
+        "packed rows, K and V interleaved": (_INTERLEAVED | _PACKED,),
+        "packed rows, K and V interleaved, in numbers without scales": tuple(
+            dtype | _INTERLEAVED | _PACKED | {"unscaled": True} for dtype in _QUANTISED
+        ),
     },
 }
 

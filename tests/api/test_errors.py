@@ -48,6 +48,26 @@ def attend(q=None, k=None, v=None, **options):
     )
 
 
+def ragged(**changes):
+    arguments = {
+        "q": z(6, 4, 8),
+        "kv_pages": z(3, 4, 4, 8),
+        "kv_lens": z(2, dtype="int32"),
+        "page_indices": z(2, 1, dtype="int32"),
+        "cu_q_lens": z(3, dtype="int32"),
+        "num_seqs": z(1, dtype="int32"),
+    }
+    return pa.ragged_paged_attention(**arguments | changes)
+
+
+def update(**changes):
+    small = ("kv_lens", "page_indices", "cu_q_lens", "num_seqs")
+    shapes = {"kv_lens": (2,), "page_indices": (2, 1), "cu_q_lens": (3,), "num_seqs": (1,)}
+    arguments = {name: z(*shapes[name], dtype="int32") for name in small}
+    arguments |= {"kv_pages": z(3, 4, 4, 8), "k": z(6, 2, 8), "v": z(6, 2, 8)}
+    return pa.update_kv_pages(**arguments | changes)
+
+
 def band(**bounds):
     """A mask whose bounds were not checked, as one out of a pytree."""
     return pa.FULL.filled(**bounds)
@@ -545,6 +565,36 @@ APPENDS = {
             z(2, 2, 6, 8), z(2, 2, 6, 8), ROW, z(2, 2, 2, 8), z(2, dtype="int32")
         )
     ),
+    "kv_pages: expected [pages, page_size, 2 * K, H], K and V interleaved by head, got "
+    "[3, 4, 5, 8]": lambda: ragged(kv_pages=z(3, 4, 5, 8)),
+    "q: expected packed rows [tokens, N, H] = [tokens, a multiple of 2, 8] for these pages, got "
+    "[6, 3, 8]": lambda: ragged(q=z(6, 3, 8)),
+    "page_indices: expected int32[M, pages of a sequence] (the pages of each sequence in order), "
+    "got int32[2]": lambda: ragged(page_indices=z(2, dtype="int32")),
+    "kv_lens: expected int32[2] (rows of each sequence), got float32[2]": (
+        lambda: ragged(kv_lens=z(2))
+    ),
+    "cu_q_lens: expected int32[3] (where each sequence's rows of q start, and the last end), got "
+    "int32[2]": lambda: ragged(cu_q_lens=z(2, dtype="int32")),
+    "num_seqs: expected int32[1] (how many sequences there are), got int32[]": (
+        lambda: ragged(num_seqs=2)
+    ),
+    "sliding_window: expected an int of at least 1 or None, got 0": (
+        lambda: ragged(sliding_window=0)
+    ),
+    "soft_cap: expected a float other than 0 or None, got 0": lambda: ragged(soft_cap=0.0),
+    "mask_value: expected None or a float of at most -10000, since hidden keys have a weight of 0, "
+    "got -5.0": lambda: ragged(mask_value=-5.0),
+    "k_scale: expected a positive float or None, got -1": lambda: ragged(k_scale=-1.0),
+    "v_scale: expected a Python float, got ArrayImpl; multiply q or the result instead": (
+        lambda: ragged(v_scale=z(2))
+    ),
+    "sm_scale: expected a Python float, got NoneType; multiply q by it instead": (
+        lambda: ragged(sm_scale=None)
+    ),
+    "k: expected packed rows of a float dtype, [tokens, K, H] = [tokens, 2, 8], for these pages, "
+    "got int32[6, 2, 8]": lambda: update(k=z(6, 2, 8, dtype="int32")),
+    "v: expected 6 rows as in k, got 5": lambda: update(v=z(5, 2, 8)),
     "k_caches: expected an array, got NoneType": (
         lambda: pa.append_kv_arrays(None, None, ROW, None, [0, 0])
     ),

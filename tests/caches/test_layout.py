@@ -24,7 +24,8 @@ class Numbers:
 
 
 def problem_of(kind, layers, capacities=(12, 12)):
-    paged = {"page_size": PAGE_SIZE, "pages": PAGES} if kind == "paged" else {}
+    pool = kind in ("paged", "interleaved")
+    paged = {"page_size": PAGE_SIZE, "pages": PAGES} if pool else {}
     fields = {"kind": kind, "layers": layers, "capacities": capacities, "kv_heads": HEADS, **paged}
     return dataclasses.replace(support._BASE["decode"], sequences=2, **fields)
 
@@ -94,3 +95,27 @@ def test_pages_and_layers_that_there_are():
     ]
     assert [bool(layout.has_layer(n)) for n in (-1, 0, 1, 2)] == [False, True, True, False]
     assert (layout.entries, layout.contiguous_rows(6)) == (3, 2)
+
+
+@pytest.mark.parametrize("layers", [None, 2])
+def test_interleaved_pages(layers):
+    """A row of K and V together; every method finds it."""
+    layout = cache_layout.layout_of(problem_of("interleaved", layers))
+    shape = (layers or 1, PAGES, PAGE_SIZE, HEADS)
+    array = np.arange(np.prod(shape)).reshape(shape)
+    view = layout.view(np.stack([array] * 8, axis=-1))  # 8: columns of K and V
+    for (layer, page, within, head), want in np.ndenumerate(array):
+        sequence, slot = (int(x[0]) for x in np.nonzero(page == TABLE)) if page != 3 else (0, None)
+        if slot is None:  # a page that nobody has
+            continue
+        position = slot * PAGE_SIZE + within
+        row = Row(sequence, head, position, None if layers is None else layer, page)
+        assert array.ravel()[layout.number(Numbers(), row)] == want
+        whole = array if layers else array[0]
+        assert whole[layout.coordinates(row)] == want
+        index, rows, column = layout.rows_from(row, 1)
+        assert (view[index, rows.start, column] == want).all()
+    assert layout.tables("kv", None) == (("kv",),)
+    assert (layout.page_rows(6), layout.contiguous_rows(6)) == (2, 1)
+    of_one_head = dataclasses.replace(problem_of("interleaved", None), kv_heads=1)
+    assert cache_layout.layout_of(of_one_head).contiguous_rows(6) == 2

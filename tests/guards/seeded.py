@@ -260,6 +260,28 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "units_of(refs.units, step.batch, step.head)",
         ),
     },
+    "tests/caches/test_ragged.py -k interpreted": {
+        "boxes_hold_rows_past_a_length": (
+            f"{DECODE}/box_copies.py",
+            "begins & (live >= tile))",
+            "begins & (live >= 1))",
+        ),
+        "boxes_are_those_of_the_first_head": (
+            f"{SHARED}/cache_layout.py",
+            "return *layer, row.page, self.row_in_slab(row.position), row.head\n",
+            "return *layer, row.page, self.row_in_slab(row.position), row.head * 0\n",
+        ),
+        "interleaved_values_are_keys": (
+            f"{DECODE}/mainloop.py",
+            "(smem.k, plan.problem.head_dim) if plan.layout.joined",
+            "(smem.k, 0) if plan.layout.joined",
+        ),
+        "new_values_are_written_over_keys": (
+            f"{APPEND}/plan.py",
+            "return sum(nbytes[:array]) // word, sum(nbytes) // word\n",
+            "return 0, sum(nbytes) // word\n",
+        ),
+    },
     f"{TEST_BOUNDARIES} -k quantized": {
         "portable_scales_past_a_length_are_read": (
             f"{DECODE}/thread_copies.py",

@@ -623,11 +623,61 @@ def test_the_call_site_of_maxtext(rng, monkeypatch):
         op.cudnn_flash_attention(q, k, k, IDS)
 
 
+def ragged_step(rng, head_dim):
+    """New rows of three sequences, one without any, and what they see: q, k, v, lengths, pages of
+    each sequence in the pool, first rows."""
+    q, k, v = (jnp.asarray(rng.standard_normal((9, n, head_dim)), jnp.float32) for n in (4, 2, 2))
+    lengths, table = jnp.array([12, 0, 5]), jnp.array([[4, 1], [0, 0], [2, 0]])
+    return q, k, v, *(x.astype(jnp.int32) for x in (lengths, table, jnp.array([0, 5, 5, 8])))
+
+
+def test_the_call_site_of_sglang_jax(rng, monkeypatch):
+    """Pages in sglang-jax's form, [.., 2 * K / 2, 2, H], H padded, and one list of all pages."""
+    name = "sgl_jax.srt.layers.attention.flashattention_backend"
+    attend = program_with(monkeypatch, 5, name, {}).ragged_paged_attention_v3
+    q, k, v, lengths, table, starts = ragged_step(rng, 96)
+    pages = jnp.asarray(rng.standard_normal((6, 8, 2, 2, 128)), jnp.float32).at[..., 96:].set(0)
+    list_of_pages, aligned = jnp.array([4, 1, 2], jnp.int32), jnp.array([0, 16, 16, 24], jnp.int32)
+    distribution = jnp.array([0, 0, 3], jnp.int32)
+    sinks = jnp.arange(4.0)
+    small = lengths, list_of_pages, starts, aligned, distribution
+    options = {"sm_scale": 0.1, "sliding_window": 6, "attention_sink": sinks}
+    out, written = attend(q, k, v, pages, *small, decode_mode=0, **options)
+    pool = pages.reshape(6, 8, 4, 128)[..., :96]
+    arguments = lengths, table, starts, jnp.array([3], jnp.int32)
+    pool = pa.update_kv_pages(pool, k, v, *arguments)
+    np.testing.assert_array_equal(written.reshape(6, 8, 4, 128)[..., :96], pool)
+    want = pa.ragged_paged_attention(
+        q, pool, *arguments, sm_scale=0.1, sliding_window=6, sinks=sinks
+    )
+    np.testing.assert_allclose(out, want, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="custom_mask"):
+        attend(q, k, v, pages, *small, jnp.ones(8, jnp.int32))
+
+
+def test_the_call_site_of_tokamax(rng, monkeypatch):
+    """The call beside tokamax's reference of it."""
+    api = pytest.importorskip("tokamax._src.ops.batched_rpa.api")
+    theirs = api._IMPLEMENTATIONS["reference"]
+    for name in ("batched_ragged_paged_attention", "ragged_paged_attention"):
+        monkeypatch.setattr(api, name, None)
+    exec(compile(PROGRAMS[6], "libraries.md", "exec"), {})
+    q, k, v, lengths, table, starts = ragged_step(rng, 96)
+    cache = jnp.asarray(rng.standard_normal((6, 8, 4, 128)), jnp.float32).at[..., 96:].set(0)
+    small = lengths, table.reshape(-1), starts, jnp.array([0, 0, 3], jnp.int32)
+    for options in ({"sm_scale": 0.1}, {"sm_scale": 0.2, "sliding_window": 6, "soft_cap": 3.0}):
+        out, written = api.ragged_paged_attention(q, k, v, cache, *small, **options)
+        want, cache_then = theirs(q, k, v, cache, *small, **options)
+        np.testing.assert_allclose(out[:8], want[:8, :, :96], atol=1e-5)
+        own = np.isin(np.arange(6), np.asarray([4, 1, 2]))
+        np.testing.assert_array_equal(written[own], cache_then[own])
+
+
 def test_the_call_site_of_levanter(rng, monkeypatch):
     # A name that haliax 1.3 imports and jax 0.12 no longer has.
     monkeypatch.setattr(jax._src.tree_util, "BuiltInKeyEntry", object, raising=False)
     hax = importlib.import_module("haliax")
-    attend = program_with(monkeypatch, 5, "levanter.layers.attention", {})._te_flash_attention
+    attend = program_with(monkeypatch, 7, "levanter.layers.attention", {})._te_flash_attention
     sizes = {"batch": 2, "position": T, "kv_head": 2, "group": 2, "head_size": 8}
     axes = {name: hax.Axis(name, size) for name, size in sizes.items()}
     keys = axes["position"].alias("key_position")

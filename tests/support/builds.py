@@ -264,6 +264,18 @@ def _append_packed(target: str, kind: str, **sizes: Any) -> Build:
     return Build(target, _packed_call, arrays, donate=(0,))
 
 
+def _interleaved(target: str, *, update: bool = False, page: int = 16, **options: Any) -> Build:
+    """Packed rows over pages with K and V interleaved."""
+    pages = _shape(options.pop("dtype", "bfloat16"), 4096, page, 16, 128)
+    small = [_shape("int32", *sizes) for sizes in ((16,), (16, 256), (17,), (1,))]
+    if update:
+        new = _shape("bfloat16", _TOKENS, 8, 128)
+        return Build(target, pa.update_kv_pages, (pages, new, new, *small), donate=(0,))
+    q = _shape("bfloat16", _TOKENS, 32, 128)
+    call = functools.partial(pa.ragged_paged_attention, **options)
+    return Build(target, call, (q, pages, *small))
+
+
 def _keep_call(cache, counts, path):
     return cache.keep(counts, path)
 
@@ -411,6 +423,12 @@ BUILDS: dict[str, Build] = {
     "decode/sm80/stacked_tree": _decode("a100", "stacked", rows=16, parents=True),
     "decode/sm80/paged_packed_tree": _decode("a100", "paged", rows=None, parents=True),
     "decode/sm90/stacked_mask_fn": _decode("h100", "stacked", mask=pa.CAUSAL & _BLOCKS["mask"]),
+    # Two launches, the other of prefill's kernel.
+    "decode/sm90/interleaved": _interleaved("h100"),
+    "decode/sm90/interleaved_float8": _interleaved(
+        "h100", dtype="float8_e4m3fn", page=64, k_scale=0.5
+    ),
+    "decode/sm80/interleaved": _interleaved("a100"),
     "decode/sm90/stacked_rows_split": Build("h100x2", rows_of_a_cache, ROWS_OF_A_CACHE),
     "decode_mla/sm90/heads16_tree": _decode(
         "h100", "stacked", rows=2, heads=16, parents=True, **_LATENT
@@ -458,6 +476,7 @@ BUILDS: dict[str, Build] = {
     "append/sm90/per_sequence": _append("h100", "per_sequence", 1),
     "append/sm90/paged_int8": _append("h100", "paged", 7, dtype="int8"),
     "append/sm90/paged_packed": _append_packed("h100", "paged"),
+    "append/sm90/interleaved": _interleaved("h100", update=True),
     "append/sm80/paged": _append("a100", "paged", 7),
     "append/sm90/stacked_rotary": _append("h100", "stacked", 1, pa.Rotary(_TABLE, _TABLE)),
     "append/sm80/paged_int8_interleaved": _append(

@@ -262,7 +262,7 @@ def simpler_attention(case: _case.AttentionCase) -> Iterator[dict[str, Any]]:
             yield vars(resized(case, **sizes))
 
 
-# ---- shared by both kinds ------------------------------------------------------------------------
+# ---- shared by all kinds -------------------------------------------------------------------------
 
 
 def turns(place: Place, tally: Tally) -> Iterator[int]:
@@ -359,7 +359,7 @@ def lower(  # noqa: PLR0913
 
 
 def kinds() -> dict[str, Kind]:
-    from tests.support import fuzz_cache_cases, fuzz_caches, fuzz_positions
+    from tests.support import fuzz_cache_cases, fuzz_caches, fuzz_positions, fuzz_ragged
 
     return {
         "attention": Kind(draw_attention, run_attention, simpler_attention),
@@ -368,6 +368,7 @@ def kinds() -> dict[str, Kind]:
         "packed": Kind(
             fuzz_positions.draw_rows, fuzz_positions.run_rows, fuzz_positions.simpler_rows
         ),
+        "ragged": Kind(fuzz_ragged.draw, fuzz_ragged.run, fuzz_ragged.simpler),
     }
 
 

@@ -102,6 +102,11 @@ QUICK: dict[str, tuple[str, ...]] = {
         "tests/caches/test_quantized.py::test_decode_against_float64"
         "[kernels-per_sequence-dtypeint8]",
     ),
+    "kernels/decode/box_copies.py": (
+        "tests/caches/test_ragged.py::test_a_mixture[kernels-mixture-plain]",
+        "tests/caches/test_ragged.py::test_a_mixture[kernels-float8-plain]",
+        "tests/caches/test_ragged.py::test_a_mixture[portable_kernels-mixture-plain]",
+    ),
     "kernels/decode_mla/producer.py": (
         f"{_MLA}test_on_the_gpu[stacked]",
         f"{_MLA}test_on_the_gpu[layers_softcap_sinks_float16]",
@@ -141,6 +146,7 @@ QUICK: dict[str, tuple[str, ...]] = {
         f"{_APPEND}_kernel.py::test_on_the_gpu[paged-new_rows7]",
         f"{_APPEND}_kernel.py::test_on_the_gpu[stacked-new_rows7]",
         f"{_APPEND}_kernel.py::test_on_the_gpu[per_sequence-new_rows7]",
+        "tests/caches/test_ragged.py::test_update[kernels-few]",
     ),
     "kernels/append/quantize.py": (
         f"{_APPEND}_quantized.py::test_rows_on_the_gpu[bfloat16-72-int8]",

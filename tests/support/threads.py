@@ -255,6 +255,21 @@ class BlockOfThreads:
             self.memory.barriers[int(self.ids[0]), gate].begin(into[at], arrived)
             into[at] = -1
 
+    def copy_box(self, to, source, done, where):
+        """Copies a box; its bytes arrive as those of `copy` do."""
+        into = self.memory._words(to.ref, np.broadcast_to(to.index, 128)[where], 1, "written")
+        self.memory._words(source.ref, np.broadcast_to(0, 128)[where], 1, "read")
+        box = source.shape
+        for at, gate, *begin in self._each(where, to.index, done.index, *source.begin):
+            ends = [first + n for first, n in zip((*begin, 0), box, strict=True)]
+            if min(begin) < 0 or any(np.greater(ends, source.ref.shape)):
+                raise IndexError(f"a box of {box} at {begin} of {source.ref.shape}")
+            some = tuple(map(slice, (*begin, 0), ends))
+            arrived = np.ascontiguousarray(source.ref[some]).reshape(-1).view(into.dtype)
+            place = slice(16 * at, 16 * at + arrived.size)
+            self.memory.barriers[int(self.ids[0]), gate].begin(into[place], arrived.copy())
+            into[place] = -1
+
     def wait(self, barriers, slot, parity):
         ((slot, parity),) = set(self._each(True, slot, parity))
         self.memory.barriers[int(self.ids[0]), slot].wait(parity)

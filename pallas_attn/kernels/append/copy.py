@@ -116,7 +116,7 @@ def _append(ctx: ThreadContext) -> None:
         row_words = plan.row_words[array]
         each = zip(caches[row_words], places[row_words], values, strict=True)
         for arrays, place, value in each:
-            _write(ctx, arrays[array], place, value, array)
+            _write(ctx, arrays[0 if plan.layout.joined else array], place, value, array)
 
 
 def _read(ctx: ThreadContext, word: Index, array: int) -> Int:
@@ -130,8 +130,10 @@ def _read(ctx: ThreadContext, word: Index, array: int) -> Int:
 
 def _write(ctx: ThreadContext, cache: GmemRef, place: Place, value: Int, array: int) -> None:
     thread, plan = ctx.thread, ctx.plan
-    row = plan.layout.number(thread, place.row)
-    index = row * plan.row_words[array] + thread.to_int64(place.column)
+    row, column = plan.layout.number(thread, place.row), place.column
+    before, row_words = plan.words_in_cache(array)
+    column = column + before if before else column
+    index = row * row_words + thread.to_int64(column)
     thread.store(cache, index, value, plan.word_bytes[array], place.exists)
 
 

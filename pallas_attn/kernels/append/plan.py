@@ -74,6 +74,17 @@ class Plan:
     def new_dtype(self) -> str:
         return _new_dtype(self.problem)
 
+    def words_in_cache(self, array: int) -> tuple[int, int]:
+        """Words before the new row of K (array 0) or V (1) in its row of the cache, and the words
+        of that row.
+        """
+        if not self.layout.joined:
+            return 0, self.row_words[array]
+        pairs = zip(self.row_words, self.word_bytes, strict=True)
+        nbytes = [words * word for words, word in pairs]
+        word = self.word_bytes[array]
+        return sum(nbytes[:array]) // word, sum(nbytes) // word
+
     @property
     def chunk_items(self) -> int:
         """Items of a chunk."""

@@ -8,6 +8,8 @@ heads that lie together:
     stacked        one array for all, a slab for each sequence
     paged          one array for all, a slab for each page; a page table [M, entries] has the pages
                    of each sequence in order
+    interleaved    paged, but K and V share one array [layers, pages, rows of a page, kv heads,
+                   H + Hv]: a row of K, the row of V behind it, then those of the next head
 
 A program for one thread asks for `number`, the number of a row among all rows of an array, in 64
 bits; the word of memory follows by a multiplication. A kernel that copies by TMA asks for
@@ -51,6 +53,7 @@ class Layout:
     slabs: int  # slabs of one layer of an array
     slab_rows: int | None  # rows of a kv head in a slab; None where they differ between arrays
     separate = False  # whether each sequence has arrays of its own
+    joined = False  # whether a row of K and that of V are one row of one array
     paged = False
 
     @property
@@ -58,9 +61,13 @@ class Layout:
         """The capacity of every sequence; None where they differ."""
         return self.capacities[0] if len(set(self.capacities)) == 1 else None
 
+    def page_rows(self, tile: int) -> int:
+        """How many rows of a tile lie in one slab, wherever the tile begins."""
+        return tile
+
     def contiguous_rows(self, tile: int) -> int:
         """How many rows of a tile lie together in memory, wherever the tile begins."""
-        return tile
+        return self.page_rows(tile)
 
     def slab(self, row: Row) -> Index | None:
         """The slab of a layer that has the row; None where there is a single one."""
@@ -149,7 +156,7 @@ class Paged(Layout):
         """Entries of a sequence in the page table."""
         return self.capacities[0] // self.page_size
 
-    def contiguous_rows(self, tile: int) -> int:
+    def page_rows(self, tile: int) -> int:
         return math.gcd(self.page_size, tile)
 
     def slab(self, row: Row) -> Index | None:
@@ -207,6 +214,40 @@ class Paged(Layout):
         thread.loop((count + (mosaic.THREADS - 1)) // mosaic.THREADS, [], look)
 
 
+class Interleaved(Paged):
+    """[layers, pages, rows of a page, kv heads, H + Hv]: K and V in one array, and a page table.
+    Other heads lie between two rows of a head.
+    """
+
+    joined = True
+
+    def contiguous_rows(self, tile: int) -> int:
+        return self.page_rows(tile) if self.kv_heads == 1 else 1
+
+    def view(self, array: Operand) -> Operand:
+        return array.reshape(-1, *array.shape[-3:])
+
+    def number(self, thread: Thread, row: Row) -> Index:
+        page: Index = self._slab_of_all(row)
+        slab = thread.wide(page)
+        position = slab * self.page_size + thread.wide(self.row_in_slab(row.position))
+        return position * self.kv_heads + thread.wide(row.head)
+
+    def box(self, rows: int, columns: int) -> tuple[int, ...]:
+        """The shape of so many rows of a head in the array."""
+        layer = () if self.layers is None else (1,)
+        return *layer, 1, rows, 1, columns
+
+    def coordinates(self, row: Row) -> tuple[Index, ...]:
+        """Indices of the row in the array, but for the columns."""
+        layer = () if row.layer is None else (row.layer,)
+        return *layer, row.page, self.row_in_slab(row.position), row.head
+
+    def rows_from(self, row: Row, rows: int) -> tuple[Any, ...]:
+        start = self.row_in_slab(row.position)
+        return self._slab_of_all(row), pl.ds(start, rows), row.head
+
+
 class Contiguous(Layout):
     """[M, rows, kv heads, H]: no cache."""
 
@@ -225,7 +266,8 @@ def layout_of(problem: Any) -> Layout:
         return PerSequence(*sizes, 1, same)
     if problem.kind == "stacked":
         return Stacked(*sizes, problem.sequences, same)
-    return Paged(*sizes, problem.pages or 0, problem.page_size)
+    pool = Interleaved if problem.kind == "interleaved" else Paged
+    return pool(*sizes, problem.pages or 0, problem.page_size)
 
 
 def scalar_operand(number: Operand | None) -> Operand | None:

@@ -1,12 +1,13 @@
 """How a kv tile comes to shared memory on Hopper: by bulk copies, one of K and one of V for each
-stretch of rows that lies together in memory. A slot's barrier completes when the bytes announced
-for it are there. Programs of one thread; `thread_copies` has the same for GPUs without bulk copies.
+stretch of rows that lies together in memory, or one of both where they lie side by side. A slot's
+barrier completes when the bytes announced for it are there. Programs of one thread; `thread_copies`
+has the same for GPUs without bulk copies.
 """
 
 from typing import NamedTuple
 
 from pallas_attn.kernels.decode.combine_splits import ZERO_BYTES
-from pallas_attn.kernels.decode.memory import live_keys, load_page, row_number
+from pallas_attn.kernels.decode.memory import live_keys, load_page, place_of, rings_of
 from pallas_attn.kernels.decode.plan import Plan, at_least
 from pallas_attn.kernels.lang import threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
@@ -44,7 +45,7 @@ def _copy_number(thread: Thread) -> Index:
 
 
 def _stretch(ctx: ThreadContext) -> _Stretch:
-    thread, rows = ctx.thread, ctx.plan.keys.page_rows
+    thread, rows = ctx.thread, ctx.plan.keys.contiguous_rows
     live = live_keys(ctx)
     skipped = _copy_number(thread) * rows
     return _Stretch(skipped, thread.minimum(live - skipped, rows))
@@ -62,33 +63,32 @@ def copy_tile(ctx: ThreadContext) -> None:
     have to wait for all copies under way before it lets others follow.
     """
     thread, (refs, smem), at, plan = ctx
-    problem, tile = plan.problem, plan.keys.tile
-    k_bytes, v_bytes = (plan.itemsize * dim for dim in (problem.head_dim, problem.v_head_dim))
+    problem, tile, rings = plan.problem, plan.keys.tile, rings_of(ctx)
+    scaled = problem.quantized and not problem.unscaled
+    k_bytes, (v_ring, v_bytes) = (rings[0][1] if len(rings) > 1 else 0), rings[-1]
     live = at_least(live_keys(ctx), 0)
     missing = (live * -1 + tile) * v_bytes
     nbytes = live * k_bytes + tile * v_bytes
-    if problem.quantized:
+    if scaled:
         nbytes = nbytes + _scale_bytes(live) * 2
     thread.announce(smem.barriers, at.slot, nbytes, (thread.index < 1) & (at.wanted >= 1))
-    k, v, *scales = plan.layout.arrays_of(thread, refs.caches, at.sequence)
+    arrays = plan.layout.arrays_of(thread, refs.caches, at.sequence)
     skipped, here = _stretch(ctx)
     exists = here >= 1
-    line = row_number(ctx, skipped, exists)
+    line = plan.layout.number(thread, place_of(ctx, skipped, exists))
     row = at.slot * tile + skipped
     done = Word(smem.barriers, at.slot)
-    for array, ring, size in ((k, smem.k, k_bytes), (v, smem.v, v_bytes)):
+    for array, (ring, size) in zip(arrays, rings, strict=False):
         words = size // 16
         thread.copy(Word(ring, row * words), Word(array, line * words), here * size, done, exists)
     chunk = _copy_number(thread) * ZERO_BYTES
     zeros = thread.minimum(missing - chunk, ZERO_BYTES)
     to = (at.slot + 1) * (tile * v_bytes // 16) + chunk // 16 - missing // 16
     some = (zeros >= 1) & (at.wanted >= 1)
-    thread.copy(
-        Word(smem.v, to), Word(refs.counters, thread.to_int64(chunk * 0)), zeros, done, some
-    )
-    if problem.quantized:  # 4 scales a word: capacities, pages and tiles are multiples of 4
+    thread.copy(Word(v_ring, to), Word(refs.counters, thread.to_int64(chunk * 0)), zeros, done, some)
+    if scaled:  # 4 scales a word: capacities, pages and tiles are multiples of 4
         nbytes = _scale_bytes(at_least(here, 0))
-        for array, ring in zip(scales, (smem.k_scale, smem.v_scale), strict=True):
+        for array, ring in zip(arrays[2:], (smem.k_scale, smem.v_scale), strict=True):
             thread.copy(Word(ring, row // 4), Word(array, line // 4), nbytes, done, exists)
 
 

@@ -62,7 +62,8 @@ def quantized_limit(problem: DecodeProblem) -> Limit | None:
             tma_operands.HOW_TO_PAD,
         )
     sizes = problem.capacities if problem.page_size is None else (problem.page_size,)
-    if any(size % 4 for size in sizes) or problem.v_head_dim % 16:
+    uneven = not problem.unscaled and any(size % 4 for size in sizes)
+    if uneven or problem.v_head_dim % 16:
         return Limit(
             "rows are copied 16 bytes at a time, scales too",
             "make capacities (or the page size) a multiple of 4 and v_head_dim one of 16",

@@ -74,7 +74,8 @@ def load_queries(ctx: KernelContext, work: WorkTile) -> RegisterTile | SmemRef:
 
 def scores(ctx: KernelContext, queries: RegisterTile | SmemRef, slot: Index) -> RegisterTile:
     """q @ K^T of the kv tile in a slot."""
-    return ctx.plan.matmuls.scores(queries, ctx.smem.k, slot, ctx.plan.split)
+    plan = ctx.plan
+    return plan.matmuls.scores(queries, ctx.smem.k, slot, plan.split, plan.problem.head_dim)
 
 
 def attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, state: State) -> State:
@@ -85,8 +86,15 @@ def attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, stat
     new = softmax.step(s, plan.unit_of_logits, state.row_max, empty_ok=True, join=join)
     acc, row_sum = softmax.rescaled(new, (state.acc, state.row_sum))
     p = new.p.astype(plan.problem.dtype)
-    acc = plan.matmuls.matmul_add(acc, p, ctx.smem.v, at.slot, plan.split)
+    acc = add_values(ctx, acc, p, at)
     return State(acc, row_sum + new.row_sum, new.row_max)
+
+
+def add_values(ctx: KernelContext, acc: RegisterTile, p: RegisterTile, at: TileAt) -> RegisterTile:
+    """acc + p @ V of the kv tile."""
+    plan, smem = ctx.plan, ctx.smem
+    values, first = (smem.k, plan.problem.head_dim) if plan.layout.joined else (smem.v, 0)
+    return plan.matmuls.matmul_add(acc, p, values, at.slot, plan.split, first)
 
 
 def totals(plan: Plan, state: State) -> tuple[RegisterTile, RegisterTile]:

@@ -16,8 +16,8 @@ from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, Predicate, S
 class DecodeSmem(NamedTuple):
     """Shared memory of a block."""
 
-    k: SmemRef  # [stages, tile, H]
-    v: SmemRef  # [stages, tile, Hv]
+    k: SmemRef  # [stages, tile, H]; of K and V in one array, [stages, tile, H + Hv]
+    v: SmemRef | None  # [stages, tile, Hv]
     warp_partials: combine_splits.WarpPartials
     table: scheduler.Table
     barriers: SmemRef  # [stages] of 8 bytes
@@ -38,6 +38,17 @@ class DecodeRefs(NamedTuple):
     sinks: GmemRef | None
     counters: GmemRef  # behind `combine_splits.ZERO_BYTES` of zeros
     mask_aux: tuple[GmemRef, ...] = ()  # operands of a function of positions: `functions.flat`
+
+
+def rings_of(ctx: ThreadContext) -> list[tuple[SmemRef, int]]:
+    """The rings of K and of V, or of both together, and the bytes of a row of each. `ctx.refs`:
+    `Memory`.
+    """
+    plan, smem = ctx.plan, ctx.refs.smem
+    if plan.layout.joined:
+        return [(smem.k, plan.row_bytes)]
+    k_bytes, v_bytes = (plan.itemsize * n for n in (plan.problem.head_dim, plan.problem.v_head_dim))
+    return [(smem.k, k_bytes), (smem.v, v_bytes)]
 
 
 def refs_of(inputs: DecodeInputs, counters: Operand, plan: Plan) -> DecodeRefs:
@@ -95,9 +106,9 @@ def load_page(ctx: ThreadContext, skipped: Index, exists: Predicate) -> Index:
     return plan.layout.load_page(thread, refs.page_table, at.sequence, plan.layout.entry(row))
 
 
-def row_number(ctx: ThreadContext, skipped: Index, exists: Predicate) -> Index:
-    """The row of the cache's array that holds key `skipped` of the tile, in 64 bits. A page that is
-    missing makes its sequence a lost one. `ctx.refs`: `Memory`.
+def place_of(ctx: ThreadContext, skipped: Index, exists: Predicate) -> Row:
+    """The place of key `skipped` of the tile. A page that is missing makes its sequence a lost one.
+    `ctx.refs`: `Memory`.
     """
     thread, memory, at, plan = ctx
     layout, table = plan.layout, memory.smem.table
@@ -110,4 +121,4 @@ def row_number(ctx: ThreadContext, skipped: Index, exists: Predicate) -> Index:
         page = thread.select(good, page, 0)  # some page's rows: the result will be NaN
         bad = thread.select(good, thread.index * 0, 1)
         thread.shared_store(table.lost, at.sequence, bad, exists & (bad >= 1))
-    return layout.number(thread, Row(at.sequence, at.head, row, at.layer, page, capacity))
+    return Row(at.sequence, at.head, row, at.layer, page, capacity)

@@ -8,7 +8,6 @@ how the scheduler counts them.
 
 import dataclasses
 import functools
-import math
 from types import ModuleType
 from typing import Any
 
@@ -94,7 +93,8 @@ class KvTiles:
     """The kv tiles of a sequence, and the units in which the `scheduler` counts them."""
 
     tile: int  # keys of a kv tile
-    page_rows: int  # rows of a tile that lie together in memory, wherever it begins
+    page_rows: int  # rows of a tile that lie in one slab, wherever it begins
+    contiguous_rows: int  # rows of a tile that lie together in memory, wherever it begins
     most_tiles: int  # tiles of the longest sequence
     tiles_a_unit: int = 1  # more where splits are fixed (`batch_invariant`)
     units_a_tile: int = 1  # more where a unit is `FINE_UNIT` keys
@@ -128,7 +128,8 @@ def kv_tiles(problem: DecodeProblem, config: KernelConfig, layout: Layout) -> Kv
     tile, fine = config.tile, config.many_heads and not problem.batch_invariant
     return KvTiles(
         tile=tile,
-        page_rows=layout.contiguous_rows(tile),
+        page_rows=layout.page_rows(tile),
+        contiguous_rows=layout.contiguous_rows(tile),
         most_tiles=max(1, -(-max(problem.capacities) // tile)),
         tiles_a_unit=config.split_tiles if problem.batch_invariant else 1,
         units_a_tile=tile // FINE_UNIT if fine else 1,
@@ -163,6 +164,11 @@ class Plan:
     def matmuls(self) -> ModuleType:
         """The module that has `scores` and `matmul_add` for q's dtype."""
         return mma_tf32 if self.is_float32 else mma_rowmajor
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row of K and of V."""
+        return self.itemsize * (self.problem.head_dim + self.problem.v_head_dim)
 
     @property
     def itemsize(self) -> int:
@@ -234,8 +240,9 @@ def units_of_full(problem: DecodeProblem, keys: KvTiles) -> int:
 
 def widest_tile(problem: DecodeProblem) -> int:
     """Keys of the widest kv tile: each of 128 threads copies rows that lie together in memory."""
-    page = problem.page_size or 256
-    return next(tile for tile in (256, 128) if tile // math.gcd(page, tile) <= mosaic.THREADS)
+    layout = cache_layout.layout_of(problem)
+    fits = (tile // layout.contiguous_rows(tile) <= mosaic.THREADS for tile in (256, 128))
+    return 256 if next(fits) else 128
 
 
 def _check_tile(problem: DecodeProblem, config: KernelConfig) -> None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn.kernels.attention.tiles import KernelContext
-from pallas_attn.kernels.decode import bulk_copies, scheduler, thread_copies
+from pallas_attn.kernels.decode import box_copies, bulk_copies, scheduler, thread_copies
 from pallas_attn.kernels.decode.memory import Memory, Tile
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.decode.scheduler import Share, WorkTile
@@ -48,7 +48,9 @@ def copies_of(plan: Plan) -> ModuleType:
     """The module that copies tiles: it has `make_barriers`, `meet`, `wait`, `load_pages` and
     `copy_tile`.
     """
-    return bulk_copies if plan.config.bulk else thread_copies
+    if not plan.config.bulk:
+        return thread_copies
+    return box_copies if plan.layout.joined and box_copies.serves(plan) else bulk_copies
 
 
 def fill_ring(ctx: KernelContext, share: Share, first: WorkTile) -> Loading:

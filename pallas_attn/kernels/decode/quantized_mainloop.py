@@ -1,5 +1,6 @@
 """`mainloop` over caches of 8-bit numbers with a float32 scale a row: keys and values become
 float16 for matmuls, scores are multiplied by the scales of keys, probabilities by those of values.
+Where rows have no scales, the numbers are the rows.
 """
 
 from typing import NamedTuple
@@ -53,24 +54,39 @@ def load_queries(ctx: KernelContext, work: WorkTile) -> Queries:
 
 def scores(ctx: KernelContext, queries: Queries, slot: Index) -> RegisterTile:
     split = ctx.plan.split
-    s = mma_rowmajor.scores(queries.q, ctx.smem.k, slot, split)
-    s = s * mma_rowmajor.number_of_each_key(ctx.smem.k_scale, slot, split)
+    dim = ctx.plan.problem.head_dim
+    s = mma_rowmajor.scores(queries.q, ctx.smem.k, slot, split, dim)
+    if not ctx.plan.problem.unscaled:
+        s = s * mma_rowmajor.number_of_each_key(ctx.smem.k_scale, slot, split)
     return s * mosaic.broadcast_rows(queries.units, s.shape)
 
 
 def attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, state: State) -> State:
     plan, split = ctx.plan, ctx.plan.split
-    scales = mma_rowmajor.number_of_each_key(ctx.smem.v_scale, at.slot, split)
+    scales = None
+    if not plan.problem.unscaled:
+        scales = mma_rowmajor.number_of_each_key(ctx.smem.v_scale, at.slot, split)
     s = mainloop.logits_of_scores(plan, s)
     s = s if plan.unit_of_logits is None else s * plan.unit_of_logits
+    if scales is None:
+        return _attend_unscaled(ctx, at, mainloop.masked(ctx, work, at.tile, s), state)
     tiles = mainloop.masked(ctx, work, at.tile, Logits(s, s + jnp.log2(scales)))
     new = softmax.step(tiles.logits, None, state.row_max, empty_ok=True)
     row_sum = state.row_sum * mosaic.broadcast_rows(new.rescale, state.row_sum.shape)
     heavy = softmax.step(tiles.weights, None, state.weight_max, empty_ok=True)
     acc = softmax.rescaled(heavy, state.acc)
     p = heavy.p.astype("float16")
-    acc = mma_rowmajor.matmul_add(acc, p, ctx.smem.v, at.slot, split)
+    acc = mainloop.add_values(ctx, acc, p, at)
     return State(acc, row_sum + new.row_sum, new.row_max, heavy.row_max)
+
+
+def _attend_unscaled(ctx: KernelContext, at: TileAt, logits: RegisterTile, state: State) -> State:
+    """`attend` where the weights of values are the probabilities."""
+    new = softmax.step(logits, None, state.row_max, empty_ok=True)
+    acc, row_sum = softmax.rescaled(new, (state.acc, state.row_sum))
+    p = new.p.astype("float16")
+    acc = mainloop.add_values(ctx, acc, p, at)
+    return State(acc, row_sum + new.row_sum, new.row_max, new.row_max)
 
 
 def totals(plan: Plan, state: State) -> tuple[RegisterTile, RegisterTile]:

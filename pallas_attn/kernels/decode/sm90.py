@@ -179,14 +179,16 @@ def scratch(plan: Plan) -> DecodeSmem:
     dtype, rows = jnp.dtype(problem.cache_dtype), threads.WARPS * queries.warp_rows
     out = plgpu.SMEM((rows, problem.v_head_dim + mma_rowmajor.ROW_PADDING), jnp.float32)
     sums = plgpu.SMEM((rows,), jnp.float32)
-    scales = plgpu.SMEM(ring, jnp.float32) if problem.quantized else None
+    scaled = problem.quantized and not problem.unscaled
+    scales = plgpu.SMEM(ring, jnp.float32) if scaled else None
     q = None
     if plan.is_float32:
         shape = mma_tf32.queries_shape(problem.head_dim, queries.most_rows)
         q = plgpu.SMEM(shape, jnp.float32)
+    joined, dims = plan.layout.joined, (problem.head_dim, problem.v_head_dim)
     return DecodeSmem(
-        k=plgpu.SMEM((*ring, problem.head_dim), dtype),
-        v=plgpu.SMEM((*ring, problem.v_head_dim), dtype),
+        k=plgpu.SMEM((*ring, sum(dims) if joined else dims[0]), dtype),
+        v=None if joined else plgpu.SMEM((*ring, dims[1]), dtype),
         warp_partials=combine_splits.WarpPartials(out, sums, sums),
         table=scheduler.table_scratch(plan),
         barriers=plgpu.SMEM((plan.config.stages, 2), jnp.int32),

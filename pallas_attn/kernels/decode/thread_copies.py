@@ -4,7 +4,7 @@ thread at a time. A tile is there when each thread's own copies are and all thre
 
 from collections.abc import Callable
 
-from pallas_attn.kernels.decode.memory import live_keys, load_page, row_number
+from pallas_attn.kernels.decode.memory import live_keys, load_page, place_of, rings_of
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import Thread, Word
@@ -47,13 +47,13 @@ def load_pages(ctx: ThreadContext) -> Index:
 def copy_tile(ctx: ThreadContext) -> None:
     """Issues the copies of a tile; zeros where there is no row."""
     thread, (refs, smem), at, plan = ctx
-    problem, tile = plan.problem, plan.keys.tile
+    tile = plan.keys.tile
     live = live_keys(ctx)
-    k, v, *scales = plan.layout.arrays_of(thread, refs.caches, at.sequence)
+    arrays = plan.layout.arrays_of(thread, refs.caches, at.sequence)
     start = at.slot * tile
     number_of = row_numbers(ctx, live)
-    for array, ring, dim in ((k, smem.k, problem.head_dim), (v, smem.v, problem.v_head_dim)):
-        words = plan.itemsize * dim // 16
+    for array, (ring, nbytes) in zip(arrays, rings_of(ctx), strict=False):
+        words = nbytes // 16
         for first in range(0, tile * words, 128):
             index = thread.index + first
             row, word = index // words, index % words
@@ -61,8 +61,9 @@ def copy_tile(ctx: ThreadContext) -> None:
             source = number_of(thread.minimum(row, tile - 1)) * words + thread.to_int64(word)
             to = Word(ring, (start + row) * words + word)
             thread.copy_async(to, Word(array, source), row < live, inside)
-    rings = (smem.k_scale, smem.v_scale) if problem.quantized else ()
-    for array, ring in zip(scales, rings, strict=True):
+    scaled = plan.problem.quantized and not plan.problem.unscaled
+    rings = (smem.k_scale, smem.v_scale) if scaled else ()
+    for array, ring in zip(arrays[2:], rings, strict=True):
         for first in range(0, tile, 128):
             row = thread.index + first
             inside = None if first + 128 <= tile else row < tile
@@ -76,7 +77,7 @@ def row_numbers(ctx: ThreadContext, live: Index) -> Callable[[Index], Index]:
     thread, memory, at, plan = ctx
     rows = plan.keys.page_rows
     if not plan.layout.paged:
-        begin = row_number(ctx, thread.index * 0, live >= 1)
+        begin = plan.layout.number(thread, place_of(ctx, thread.index * 0, live >= 1))
         return lambda row: begin + thread.to_int64(row)
 
     def number_of(row: Index) -> Index:
@@ -85,6 +86,7 @@ def row_numbers(ctx: ThreadContext, live: Index) -> Callable[[Index], Index]:
             page = thread.of_lane(at.page, stretch)
         else:
             page = load_page(ctx._replace(refs=memory.refs), row, row < live)
-        return row_number(ctx._replace(at=at._replace(page=page)), row, row < live)
+        place = place_of(ctx._replace(at=at._replace(page=page)), row, row < live)
+        return plan.layout.number(thread, place)
 
     return number_of

@@ -72,6 +72,8 @@ class Thread:
     ref of any dtype.
     """
 
+    launch: Any = None  # Mosaic's context, which makes tensor maps
+
     @property
     def index(self) -> Int:
         """The number of the thread in its warpgroup."""
@@ -207,11 +209,13 @@ def each_thread(
         jax.tree.map(lambda x: number if jnp.ndim(x) else plgpu.Layout.WG_SPLAT, scalars),
     )
 
-    def code(_, refs, scalars):
+    def code(launch, refs, scalars):
         leaves = jax.tree.leaves(scalars, is_leaf=lambda x: hasattr(x, "registers"))
         values = [Int(_scalar(x.registers.item())) for x in leaves]
         scalars = jax.tree.unflatten(jax.tree.structure(types[1]), values)
-        result = program(thread or Thread(), refs, scalars)
+        mine = thread or Thread()
+        mine.launch = launch
+        result = program(mine, refs, scalars)
         if returns is None:
             return None
         if returns == "one":

@@ -9,6 +9,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import utils
@@ -46,6 +47,16 @@ class Word(NamedTuple):
     ref: Ref
     index: Index
     offset: int = 0
+
+
+class Box(NamedTuple):
+    """A box of an array in global memory that is copied at once: where it begins, in all axes but
+    the last, of which it has all, and its shape.
+    """
+
+    ref: GmemRef
+    begin: tuple[Index, ...]
+    shape: tuple[int, ...]
 
 
 def _operator(op: Callable[..., ir.Value]) -> Callable[["Float", Any], "Float"]:
@@ -281,6 +292,25 @@ class Thread(thread_program.Thread):
             shared_address(done.ref, done.index, 8),
         ]
         do_where(where.value, ptx, operands, "r,l,r,r")
+
+    def copy_box(self, to: Word, source: Box, done: Word, where: Int) -> None:
+        """Issues a copy by TMA of a box of global memory to shared memory, where it lies without
+        gaps from a multiple of 128 bytes on. Words are those of `copy`.
+        """
+        descriptor = _tensor_map(self.launch, source)
+        begin = [*source.begin, self.index * 0]  # innermost first:
+        names = ", ".join(f"${n + 3}" for n in range(len(begin)))
+        ptx = (
+            f"cp.async.bulk.tensor.{len(begin)}d.shared::cluster.global.mbarrier::complete_tx::"
+            f"bytes [$1], [$2, {{{names}}}], [${3 + len(begin)}]"
+        )
+        operands = [
+            shared_address(to.ref, to.index, 16),
+            descriptor,
+            *(x.value for x in reversed(begin)),
+            shared_address(done.ref, done.index, 8),
+        ]
+        do_where(where.value, ptx, operands, ",".join(["r", "l", *["r"] * (len(begin) + 1)]))
 
     def wait(self, barriers: SmemRef, slot: Int, parity: Int) -> None:
         """Waits until all bytes that were announced for the phase are there."""
@@ -575,6 +605,11 @@ def _receive(ref: GmemRef, indices: list[Int], wheres: list[Int], nbytes: int) -
     )
     values = [Int(llvm.extractvalue(i32(), received, [n])) for n in range(len(parts))]
     return [list(word) for word in itertools.batched(values, each)]
+
+
+def _tensor_map(launch: mgpu.LaunchContext, box: Box) -> ir.Value:
+    """A pointer to the tensor map of an operand of the launch, for boxes without a swizzle."""
+    return launch._get_tma_desc(box.ref, (), None, box.shape, None, None)
 
 
 def _floats(ref: Ref, index: Int, count: int) -> list[Float]:

@@ -307,18 +307,20 @@ def pair_of(a: ir.Value, b: ir.Value) -> ir.Value:
     return vector.insert(b, vector.insert(a, packed, [], [0]), [], [1])
 
 
-def scores(q: Array, ref: Ref, slot: Array, split: Split) -> Array:
+def scores(q: Array, ref: Ref, slot: Array, split: Split, dim: int | None = None) -> Array:
     """q @ K^T of each warp's own rows and keys, [64, columns], with K in slot `slot` of the ring
-    `ref` [slots, keys, H]. Keys of 8 bits are converted to float16 in registers.
+    `ref` [slots, keys, columns], in all columns or the first `dim`. Keys of 8 bits are converted to
+    float16 in registers.
 
     Matmuls add to two sums in turn, so that only every second one waits for the one before.
     """
-    dim, dtype, ref_dtype = ref.shape[2], q.dtype, ref.dtype
+    pitch, dtype, ref_dtype = ref.shape[2], q.dtype, ref.dtype
+    dim = dim or pitch
     shape, size = (threads.WARPS * ROWS, split.width), jnp.dtype(ref_dtype).itemsize
 
     def code(q, ref, slot):
         warp, lane = (Int(x) for x in warp_and_lane())
-        a, pointer, words = words_of(q), asm.pointer_of(ref), dim * size // 16
+        a, pointer, words = words_of(q), asm.pointer_of(ref), pitch * size // 16
         start = Int(slot.registers.item()) * (split.keys * words)
         start = start + (split.first_key(warp) + lane // 4) * words
         zero = utils.c(0.0, ir.F32Type.get())
@@ -339,7 +341,7 @@ def scores(q: Array, ref: Ref, slot: Array, split: Split) -> Array:
         row, column = np.arange(ROWS)[:, None], np.arange(split.width)
         for warp in range(threads.WARPS):
             here = slice(ROWS * warp, ROWS * (warp + 1))
-            keys = ref[slot][split.first_key(warp) + np.arange(split.columns)]
+            keys = ref[slot][split.first_key(warp) + np.arange(split.columns), :dim]
             all_scores = q[here, :dim].astype(np.float32) @ keys.astype(np.float32).T
             out[here] = all_scores[split.query(row), split.key(row, column)]
         return out
@@ -374,23 +376,23 @@ def accumulator_width(v_head_dim: int) -> int:
     return -(-v_head_dim // 64) * 64
 
 
-def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
+def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split, first: int = 0) -> Array:
     """acc + p @ V of each warp's own keys, [64, accumulator_width(Hv)], with V in slot `slot` of
-    the ring `ref` [slots, keys, at least Hv].
+    the ring `ref` [slots, keys, at least Hv], from column `first` on.
 
     Lane 4 * g + t loads chunk 8 * u + g (8 neighbouring columns) of the keys whose probabilities it
     holds. Accumulator u * 8 + i, of 8 columns, has column i of 8 chunks; `store_accumulators` puts
     the columns in order.
     """
-    pitch, dtype, shape = ref.shape[2], p.dtype, acc.shape
+    pitch, dtype, shape = ref.shape[2] // 8, p.dtype, acc.shape
     narrow = str(jnp.dtype(ref.dtype)) if jnp.dtype(ref.dtype).itemsize == 1 else None
-    chunks = pitch // 8
+    chunks = pitch - first // 8
 
     def code(acc, p, ref, slot):
         warp, lane = (Int(x) for x in warp_and_lane())
         a, pointer = words_of(p), asm.pointer_of(ref)
-        start = Int(slot.registers.item()) * (split.keys * chunks)
-        start = start + (split.first_key(warp) + lane % 4 * 2) * chunks
+        start = Int(slot.registers.item()) * (split.keys * pitch)
+        start = start + (split.first_key(warp) + lane % 4 * 2) * pitch
         sums = []
         for pairs in acc.registers.reshape(-1, 2):
             sums.append([vector.extract(pair, [], [i]) for pair in pairs for i in range(2)])
@@ -401,7 +403,7 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Arr
                 of_a = [a[key // 8], zero, a[key // 8 + 1], zero]
             for u in range(shape[1] // 64):
                 chunk = start + (lane // 4 + 8 * u)._with(arith.minsi, chunks - 1)
-                ahead = [(key + n + i) * chunks for n in (0, 8) for i in range(2)]
+                ahead = [(key + n + i) * pitch + first // 8 for n in (0, 8) for i in range(2)]
                 if narrow is not None:
                     rows = [four_words(pointer, chunk, offset, 2) for offset in ahead]
                     pairs_of_rows = [dequant.interleaved(*rows[n : n + 2]) for n in (0, 2)]
@@ -425,7 +427,7 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Arr
         for warp in range(threads.WARPS):
             here = slice(ROWS * warp, ROWS * (warp + 1))
             values = ref[slot][split.first_key(warp) + np.arange(split.columns)]
-            values = values[:, : shape[1]]
+            values = values[:, first:][:, : shape[1]]
             weights = np.zeros((ROWS, split.columns), np.float32)
             weights[split.query(row), split.key(row, column)] = p[here]
             out[here, : values.shape[1]] += weights @ values.astype(np.float32)

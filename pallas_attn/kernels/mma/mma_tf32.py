@@ -164,15 +164,16 @@ def _store_word(address: ir.Value, offset: int, word: ir.Value, where: Int) -> N
     asm.do(ptx, [arith.extui(asm.i32(), where.value), address, word], "r,r,r")
 
 
-def scores(q: Ref, ref: Ref, slot: Array, split: Split) -> Array:
+def scores(q: Ref, ref: Ref, slot: Array, split: Split, dim: int | None = None) -> Array:
     """`mma_rowmajor.scores` of the queries that `store_queries` left."""
-    dim, (most, pitch) = ref.shape[2], q.shape
+    row_dim, (most, pitch) = ref.shape[2], q.shape
+    dim = dim or row_dim
     shape, columns = (threads.WARPS * ROWS, split.columns), range(0, split.columns, 8)
     both = pitch > _width(dim) + 4
 
     def code(q, ref, slot):
         warp, lane = (Int(x) for x in mma_rowmajor.warp_and_lane())
-        pointer, words = asm.pointer_of(ref), dim // 4
+        pointer, words = asm.pointer_of(ref), row_dim // 4
         start = Int(slot.registers.item()) * (split.keys * words)
         start = start + (split.first_key(warp) + lane // 4) * words
         row = (split.row_block(warp) * ROWS + lane % 16)._with(arith.minsi, most - 1)
@@ -196,7 +197,7 @@ def scores(q: Ref, ref: Ref, slot: Array, split: Split) -> Array:
         out = np.zeros(shape, np.float32)
         for warp in range(threads.WARPS):
             rows = np.minimum(ROWS * split.row_block(warp) + np.arange(ROWS), most - 1)
-            keys = ref[slot][split.first_key(warp) :][: split.columns]
+            keys = ref[slot][split.first_key(warp) :][: split.columns, :dim]
             mine = q[rows, :dim] + (q[rows, _width(dim) :][:, :dim] if both else 0)
             out[ROWS * warp : ROWS * (warp + 1)] = _product_of_numpy(mine, keys.T)
         return out
@@ -228,9 +229,10 @@ def _add_products(sums: list, a: list, key: Words) -> None:
     sums[0] = _sum(sums[0], largest)
 
 
-def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Array:
+def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split, first: int = 0) -> Array:
     """`mma_rowmajor.matmul_add` of float32."""
-    shape, chunks = acc.shape, ref.shape[2] // 8
+    shape, pitch = acc.shape, ref.shape[2] // 8
+    chunks = pitch - first // 8
 
     def code(acc, p, ref, slot):
         warp, lane = (Int(x) for x in mma_rowmajor.warp_and_lane())
@@ -239,8 +241,8 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Arr
             four = [vector.extract(pair, [], [n]) for n in range(2) for pair in column]
             words = [arith.bitcast(asm.i32(), x) for x in four]
             of_p.append(list(zip(*map(_terms, words), strict=True)))
-        start = Int(slot.registers.item()) * (split.keys * chunks)
-        start = start + (split.first_key(warp) + lane % 4 * 2) * chunks
+        start = Int(slot.registers.item()) * (split.keys * pitch)
+        start = start + (split.first_key(warp) + lane % 4 * 2) * pitch
         registers: list[Any] = []
         for u in range(shape[1] // 64):
             chunk = start + (lane // 4 + 8 * u)._with(arith.minsi, chunks - 1)
@@ -249,7 +251,8 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Arr
             sums = [numbers[n : n + 4] for n in range(0, 32, 4)]
             for key in range(0, split.columns, 16):
                 ahead = (0, 1, 8, 9)[: min(4, (split.columns - key) // 4)]
-                rows = [_eight_words(pointer, chunk, (key + n) * chunks, lane % 2) for n in ahead]
+                at = [(key + n) * pitch + first // 8 for n in ahead]
+                rows = [_eight_words(pointer, chunk, offset, lane % 2) for offset in at]
                 a = of_p[key // 8 : key // 8 + 2]
                 products = [_weighed(a, column) for column in zip(*rows, strict=True)]
                 sums = [_sum(*both) for both in zip(sums, products, strict=True)]
@@ -261,7 +264,7 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split) -> Arr
         out = np.array(acc)
         for warp in range(threads.WARPS):
             here = slice(ROWS * warp, ROWS * (warp + 1))
-            values = ref[slot][split.first_key(warp) :][: split.columns, : shape[1]]
+            values = ref[slot][split.first_key(warp) :][: split.columns, first:][:, : shape[1]]
             out[here, : values.shape[1]] += _product_of_numpy(p[here], values)
         return out
 

@@ -43,8 +43,10 @@ class Config:
 def limit(problem: DecodeProblem) -> Limit | None:
     """Why this kernel cannot take the problem, or None."""
     other = "leave implementation=None"
-    if problem.packed or problem.mask_program is not None:
-        return Limit("it takes no packed rows, trees and mask functions", other)
+    if problem.packed or problem.mask_program is not None or problem.kind == "interleaved":
+        return Limit(
+            "it takes no packed rows, trees, mask functions, and K and V in one array", other
+        )
     if problem.batch_invariant:
         return Limit("batch_invariant is kept by the kernel for few rows", other)
     if (refused := limits.dtype_limit(problem)) is not None:

@@ -210,8 +210,8 @@ class Plan:
 
     @functools.cached_property
     def page_rows(self) -> int:
-        """Rows of a kv tile that lie together in memory."""
-        return self.layout.contiguous_rows(self.config.block_kv)
+        """Rows of a kv tile that a copy brings."""
+        return self.layout.page_rows(self.config.block_kv)
 
     @functools.cached_property
     def copies(self) -> int:

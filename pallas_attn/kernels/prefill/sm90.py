@@ -238,6 +238,11 @@ def limit(problem: DecodeProblem) -> Limit | None:
             f"{problem.sequences} separate caches; it takes up to {MOST_ARRAYS}",
             "leave implementation=None",
         )
+    if problem.kind == "interleaved" and problem.head_dim % 64:
+        return Limit(
+            f"head_dim is {problem.head_dim}: of K and V in one array TMA reads a multiple of 64",
+            "leave implementation=None",
+        )
     sizes = problem.capacities if problem.page_size is None else (problem.page_size,)
     block = 128 if max(problem.head_dim, problem.v_head_dim) <= 128 else 64
     if problem.page_size is not None and (

@@ -26,8 +26,9 @@ REGISTERS_OF_TABLES = {1: (240, 64), 2: (224, 56), 3: (152, 56)}
 
 def operands(plan: Plan, inputs: DecodeInputs) -> dict[str, tuple[Operand, ...]]:
     """Fields of `plan.PrefillRefs`."""
-    k, v = zip(*plan.layout.tables(inputs.k_cache, inputs.v_cache), strict=True)
-    return {"k": tuple(map(plan.layout.view, k)), "v": tuple(map(plan.layout.view, v))}
+    view, tables = plan.layout.view, plan.layout.tables(inputs.k_cache, inputs.v_cache)
+    k, v = [view(table[0]) for table in tables], [view(table[-1]) for table in tables]
+    return {"k": tuple(k), "v": tuple(v)}
 
 
 def warpgroups(plan: Plan) -> int:
@@ -62,12 +63,14 @@ class Target(NamedTuple):
     arrays: tuple[GmemRef, ...]  # K or V
     to: SmemRef  # [block_kv, columns]
     landed: Barrier  # counts the copies
+    first_column: int = 0  # in a row of the arrays
 
 
 def _produce(ctx: KernelContext, block_id: Index) -> None:
     """K and V of every unit of the block, in the order in which consumers use them."""
     (plan, refs, smem), ring = ctx, Ring.of(ctx)
     units = plan.queries.units_of(ctx, block_id)
+    values_from = plan.problem.head_dim if plan.layout.joined else 0
 
     def one_unit(i, count):
         unit = plan.queries.unit_of(ctx, units, units.number(i))
@@ -80,7 +83,7 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
             keys = Target(refs.k, smem.k.at[slot], ready)
             pl.when(e < tiles)(lambda: _copy_tile(ctx, unit, keys, t))
             pl.when(e == tiles)(nothing)
-            values = Target(refs.v, smem.v.at[slot], ready)
+            values = Target(refs.v, smem.v.at[slot], ready, values_from)
             if "kv_lengths" in plan.problem.arrays:
                 cut = (e == 1) & ((t + 2) * plan.config.block_kv > unit.tile.kv_len)
                 pl.when((e > 0) & ~cut)(lambda: _copy_tile(ctx, unit, values, t + 1))
@@ -120,7 +123,8 @@ def _copy_tile(ctx: KernelContext, unit: Unit, target: Target, t: Index) -> None
 
 def _copy(layout: Layout, array: GmemRef, row: Row, target: Target) -> None:
     """Asks for as many rows as the target has, which lie together."""
-    columns = mosaic.columns(array, 0, target.to.shape[-1], row.position)
+    first, width = target.first_column, target.to.shape[-1]
+    columns = mosaic.columns(array, first, width, row.position)
     source = array.at[*layout.rows_from(row, target.to.shape[0]), columns]
     plgpu.copy_gmem_to_smem(source, target.to, target.landed)
 

@@ -10,13 +10,14 @@ past a length are neither read nor written; of a pool of pages all rows are wide
 rows of a kv head of a sequence, or all rows of a pool; `Widening.share` blocks share out its chunks
 of `Widening.rows` rows. A thread reads 8 numbers of a row at a time, all that it has of K and V of
 a chunk before it converts the first, and writes them as one word of 16 bytes, so that both are
-coalesced. Words of 16 bytes, cache hints and other chunks were not faster on an H200.
+coalesced. Words of 16 bytes, cache hints and other chunks were not faster on an H200. Rows without
+scales are widened by XLA.
 """
 
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -84,14 +85,28 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[A
     if problem.layers is not None:
         index = jnp.clip(inputs.layer, 0, problem.layers - 1)
         layer = jnp.where(inputs.layer == index, 0, -1)  # one that the cache lacks stays one
-    k, v = widen(inputs, problem, index)
+    k, v = _converted(inputs, problem, index) if problem.unscaled else widen(inputs, problem, index)
     widened = inputs._replace(k_cache=k, v_cache=v, k_scale=None, v_scale=None, layer=layer)
     return sm90.run(widened, _widened(problem), config.prefill)
 
 
 def _widened(problem: DecodeProblem) -> DecodeProblem:
     layers = None if problem.layers is None else 1
-    return dataclasses.replace(problem, quantized=False, cache_dtype=problem.dtype, layers=layers)
+    changes: dict[str, Any] = {"quantized": False, "unscaled": False, "layers": layers}
+    return dataclasses.replace(problem, cache_dtype=problem.dtype, **changes)
+
+
+def _converted(
+    inputs: DecodeInputs, problem: DecodeProblem, layer: Array | None
+) -> tuple[Array, Array | None]:
+    """K and V whose numbers are only converted, or both in one array, as `widen` gives them."""
+
+    def converted(x: Array) -> Array:
+        x = x if layer is None else lax.dynamic_slice_in_dim(x, layer, 1)
+        return x.astype(problem.dtype)
+
+    v = inputs.v_cache
+    return converted(inputs.k_cache), None if v is None else converted(v)
 
 
 # ---- the launch that widens ----------------------------------------------------------------------

@@ -1,0 +1,310 @@
+"""Attention and append over pages with K and V interleaved by head, as JAX's TPU kernel has them:
+`jax.experimental.pallas.ops.tpu.ragged_paged_attention`.
+
+Pages are `[pages, page_size, 2 * K, H]`: head 2k is K of kv head k, head 2k + 1 its V. To the rest
+of the package they are a cache of kind "interleaved", `[pages, page_size, K, 2 * H]`, which is the
+same memory: a row of a head is that of K with that of V behind it.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn._cache.attend import attend
+from pallas_attn._cache.write import rows_into
+from pallas_attn._call import checks, device
+from pallas_attn._call.bind import precision
+from pallas_attn._call.bind_cache import LEAST_BOUND
+from pallas_attn._call.problem import (
+    QUANTIZED,
+    AppendInputs,
+    DecodeInputs,
+    DecodeProblem,
+    owner_of_rows,
+)
+from pallas_attn.errors import described
+from pallas_attn.masks import CAUSAL, Mask
+from pallas_attn.masks import sliding_window as window_of
+
+Array = jax.Array
+
+LEAST_MASK_VALUE = -1e4  # a larger one would not hide keys
+
+
+def ragged_paged_attention(  # noqa: PLR0913
+    q: Array,
+    kv_pages: Array,
+    kv_lens: Array,
+    page_indices: Array,
+    cu_q_lens: Array,
+    num_seqs: Array,
+    *,
+    sm_scale: float = 1.0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    mask_value: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    num_kv_pages_per_block: int | None = None,
+    num_queries_per_block: int | None = None,
+    vmem_limit_bytes: int | None = None,
+    sinks: Array | None = None,
+    implementation: str | None = None,
+) -> Array:
+    """Causal attention of packed query rows to pages with K and V interleaved: prompts, chunks of
+    prompts and single tokens in one call. The arguments are those of JAX's TPU kernel of this name,
+    and two more. The pages are read where they lie, without a copy.
+
+    Args:
+      q: `[tokens, N, H]`, the newest rows of all sequences, one sequence behind the other.
+      kv_pages: `[pages, page_size, 2 * K, H]`, K and V interleaved by head, the rows of q included,
+        in q's dtype or in float8_e4m3fn, float8_e5m2 or int8.
+      kv_lens: int32[M], rows that each sequence has. The last query row of a sequence stands at
+        position kv_len - 1. A length beyond the page table gives NaN.
+      page_indices: int32[M, pages of a sequence], the pages of each sequence in order. Entries past
+        the length are not read. A page within the length that the pool does not have gives NaN.
+      cu_q_lens: int32[M + 1], sequence i owns rows cu_q_lens[i] to cu_q_lens[i + 1] of q, none
+        where they are equal.
+      num_seqs: int32[1], how many sequences there are; what the other arrays say of sequences from
+        there on is not used.
+      sm_scale: the factor of q @ K^T. It is 1 by default, as in JAX's kernel, not H**-0.5.
+      sliding_window: a query sees so many keys, its own included; None: all before it.
+      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
+      mask_value: accepted for the sake of call sites: None or at most -10000. Hidden keys have a
+        weight of 0.
+      k_scale, v_scale: factors of all K and of all V, Python floats, for pages of narrow dtypes.
+      num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes: the tuning of the TPU kernel,
+        accepted and not used.
+      sinks: float[N], a logit of each head that takes part in the softmax without a value.
+      implementation: as in `flash_attention`.
+
+    Returns:
+      `[tokens, N, H]` in q's dtype. Rows that no sequence owns, and those that see no key, give 0.
+    """
+    del num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes
+    pages = _pages(kv_pages)
+    rows = _rows("q", q, pages)
+    table = _table(kv_lens, page_indices, cu_q_lens, num_seqs, rows.shape[0])
+    _check_mask_value(mask_value)
+    scales = (("k_scale", k_scale), ("v_scale", v_scale))
+    factors = [1.0 if x is None else _scale(name, x) for name, x in scales]
+    scale = checks.static_float("sm_scale", sm_scale, "multiply q by it instead")
+    narrow = pages.array.dtype.name in QUANTIZED and pages.array.dtype != rows.dtype
+    problem = DecodeProblem(
+        gpu=device.gpu_generation(),
+        dtype=str(rows.dtype),
+        q_len=max(rows.shape[0], LEAST_BOUND),
+        q_heads=rows.shape[1],
+        mask=CAUSAL if sliding_window is None else _window(sliding_window),
+        scale=scale * factors[0],
+        softcap=None if soft_cap is None else _soft_cap(soft_cap),
+        sinks=sinks is not None,
+        precision=precision(None, rows),
+        quantized=narrow,
+        unscaled=narrow,
+        tokens=rows.shape[0],
+        cache_dtype=str(pages.array.dtype),
+        head_dim=pages.head_dim,
+        v_head_dim=pages.head_dim,
+        kv_heads=pages.array.shape[-2],
+        **table.facts(pages),
+    )
+    inputs = DecodeInputs(
+        rows,
+        pages.array,
+        None,
+        table.lengths,
+        table.pages,
+        layer=None,
+        sinks=None if sinks is None else checks.sink_logits(sinks, rows),
+        starts=table.starts,
+    )
+    if not problem.sequences:
+        return jnp.zeros_like(rows)
+    out, _ = attend(problem, inputs, implementation)
+    if factors[1] != 1.0:
+        out = (out.astype(problem.lse_dtype) * factors[1]).astype(out.dtype)
+    return out
+
+
+def update_kv_pages(  # noqa: PLR0913
+    kv_pages: Array,
+    k: Array,
+    v: Array,
+    kv_lens: Array,
+    page_indices: Array,
+    cu_q_lens: Array,
+    num_seqs: Array,
+    *,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    implementation: str | None = None,
+) -> Array:
+    """The newest rows of all sequences into pages with K and V interleaved, before
+    `ragged_paged_attention` of the same arguments: one launch, in place where the pages are
+    donated or the carry of a loop.
+
+    Args:
+      kv_pages: as in `ragged_paged_attention`.
+      k, v: `[tokens, K, H]`, the new rows, packed as the rows of q will be.
+      kv_lens, page_indices, cu_q_lens, num_seqs: as in `ragged_paged_attention`; lengths count the
+        new rows.
+      k_scale, v_scale: rows are divided by these before they are stored. In pages of narrow dtypes
+        what lies beyond the dtype's largest number becomes that.
+      implementation: "sm80", "reference" or None.
+
+    Returns:
+      The pages with the rows in. Rows without a place are dropped: those that no sequence owns,
+      before position 0, past the page table, and of pages that the pool does not have.
+    """
+    pages = _pages(kv_pages)
+    shape = kv_pages.shape
+    new = [_new_rows(name, x, pages) for name, x in (("k", k), ("v", v))]
+    if new[0].shape[0] != new[1].shape[0]:
+        raise ValueError(f"v: expected {new[0].shape[0]} rows as in k, got {new[1].shape[0]}")
+    table = _table(kv_lens, page_indices, cu_q_lens, num_seqs, new[0].shape[0])
+    for n, (name, factor) in enumerate((("k_scale", k_scale), ("v_scale", v_scale))):
+        factor = 1.0 if factor is None else _scale(name, factor)
+        new[n] = _stored(new[n], factor, pages.array.dtype)
+    if 0 in (new[0].shape[0], table.pages.shape[0]):
+        return pages.array.reshape(shape)
+    owners = owner_of_rows(table.starts, new[0].shape[0])
+    last = table.pages.shape[0] - 1
+    owned, owners = (owners >= 0) & (owners <= last), jnp.clip(owners, 0, last)
+    number = jnp.arange(owners.size, dtype=jnp.int32) - table.starts[owners + 1]
+    position = jnp.where(owned, table.lengths[owners] + number, -1)
+    inputs = AppendInputs(
+        pages.array,
+        None,
+        new[0],
+        new[1],
+        position,
+        None,
+        table.pages,
+        None,
+        owners=owners,
+    )
+    return rows_into(inputs, "interleaved", implementation).k_cache.reshape(shape)
+
+
+class _Pages(NamedTuple):
+    """Pages as a cache of kind "interleaved"."""
+
+    array: Array  # [pages, page_size, K, 2 * H]
+    head_dim: int
+
+
+class _Table(NamedTuple):
+    """The sequences of a call."""
+
+    lengths: Array  # int32[M]
+    pages: Array  # int32[M, pages of a sequence]
+    starts: Array  # int32[M + 1]: rows of q, none of sequences from num_seqs on
+
+    def facts(self, pages: _Pages) -> dict[str, Any]:
+        """Fields of a problem."""
+        sequences, entries = self.pages.shape
+        count, size = pages.array.shape[:2]
+        capacities = (entries * size,) * sequences
+        sizes = {"page_size": size, "pages": count, "capacities": capacities}
+        return {"kind": "interleaved", "sequences": sequences, **sizes}
+
+
+def _pages(kv_pages: Array) -> _Pages:
+    x = checks.array("kv_pages", kv_pages)
+    if x.ndim != 4 or x.shape[2] % 2 or not x.shape[2]:
+        raise ValueError(
+            "kv_pages: expected [pages, page_size, 2 * K, H], K and V interleaved by head, got "
+            f"{list(x.shape)}"
+        )
+    pages, size, heads, dim = x.shape
+    return _Pages(x.reshape(pages, size, heads // 2, 2 * dim), dim)
+
+
+def _rows(name: str, value: Array, pages: _Pages) -> Array:
+    """[tokens, N, H], checked against the pages."""
+    x, dim, heads = checks.array(name, value), pages.head_dim, pages.array.shape[-2]
+    if x.ndim != 3 or x.shape[-1] != dim or x.shape[1] % heads or not x.shape[1]:
+        raise ValueError(
+            f"{name}: expected packed rows [tokens, N, H] = [tokens, a multiple of {heads}, {dim}] "
+            f"for these pages, got {list(x.shape)}"
+        )
+    return x
+
+
+def _new_rows(name: str, value: Array, pages: _Pages) -> Array:
+    """[tokens, K, H] of a float dtype."""
+    x, wanted = checks.array(name, value), (pages.array.shape[-2], pages.head_dim)
+    if x.ndim != 3 or x.shape[1:] != wanted or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"{name}: expected packed rows of a float dtype, [tokens, K, H] = [tokens, "
+            f"{wanted[0]}, {wanted[1]}], for these pages, got {x.dtype}{list(x.shape)}"
+        )
+    return x
+
+
+def _stored(rows: Array, factor: float, dtype: np.dtype) -> Array:
+    """rows / factor in the dtype of pages."""
+    if factor == 1.0 and rows.dtype == dtype:
+        return rows
+    wide = rows.astype(jnp.float32 if rows.dtype.itemsize < 4 else rows.dtype) / factor
+    if dtype.name in QUANTIZED:
+        most = float((jnp.iinfo if dtype == jnp.int8 else jnp.finfo)(dtype).max)
+        wide = jnp.clip(wide, -most, most)
+        wide = jnp.round(wide) if dtype == jnp.int8 else wide
+    return wide.astype(dtype)
+
+
+def _scale(name: str, value: float) -> float:
+    factor = checks.static_float(name, value, "multiply q or the result instead")
+    if factor <= 0:
+        raise ValueError(f"{name}: expected a positive float or None, got {factor:g}")
+    return factor
+
+
+def _table(  # noqa: PLR0913
+    kv_lens: Array,
+    page_indices: Array,
+    cu_q_lens: Array,
+    num_seqs: Array,
+    tokens: int,
+) -> _Table:
+    wanted = "int32[M, pages of a sequence] (the pages of each sequence in order)"
+    pages = checks.integers("page_indices", page_indices, wanted, (None, None))
+    sequences = pages.shape[0]
+    wanted = f"int32[{sequences}] (rows of each sequence)"
+    lengths = checks.integers("kv_lens", kv_lens, wanted, (sequences,))
+    wanted = f"int32[{sequences + 1}] (where each sequence's rows of q start, and the last end)"
+    starts = checks.integers("cu_q_lens", cu_q_lens, wanted, (sequences + 1,))
+    count = checks.integers("num_seqs", num_seqs, "int32[1] (how many sequences there are)", (1,))
+    count = jnp.clip(count, 0, sequences)
+    behind = jnp.arange(sequences + 1, dtype=jnp.int32) > count
+    starts = jnp.where(behind, starts[count], starts)
+    return _Table(lengths, pages, checks.row_starts("cu_q_lens", starts, tokens, sequences))
+
+
+def _window(size: int) -> Mask:
+    static = checks.static_int(size)
+    if static is None or static < 1:
+        raise ValueError(
+            f"sliding_window: expected an int of at least 1 or None, got {described(size)}"
+        )
+    return window_of(static)
+
+
+def _soft_cap(value: float) -> float:
+    cap = checks.static_float("soft_cap", value, "soft_cap is part of the compiled kernel")
+    if not abs(cap) >= checks.SMALLEST:
+        raise ValueError(f"soft_cap: expected a float other than 0 or None, got {cap:g}")
+    return abs(cap)  # tanh is odd
+
+
+def _check_mask_value(value: float | None) -> None:
+    if value is None or (isinstance(value, (int, float)) and value <= LEAST_MASK_VALUE):
+        return
+    raise ValueError(
+        f"mask_value: expected None or a float of at most {LEAST_MASK_VALUE:g}, since hidden keys "
+        f"have a weight of 0, got {described(value)}"
+    )
