@@ -137,7 +137,7 @@ def tokamax(call: Call) -> list[Subject]:
         raise Unavailable("tokamax is not installed")
     import tokamax as module
 
-    call.require("q_lengths", "kv_lengths", "window", "softcap")
+    call.require("q_lengths", "kv_lengths", "bias", "mask_array", "window", "softcap")
     case = call.case
     if case.mask.left is not None and case.q_len != case.kv_len:
         raise Unavailable("its window is wrong where T != S")
@@ -147,11 +147,13 @@ def tokamax(call: Call) -> list[Subject]:
         static["logits_soft_cap"] = case.softcap
 
     def function(q: Array, k: Array, v: Array, rest: dict[str, Any]) -> Array:
-        lengths = {
+        arrays = {
+            "bias": rest.get("bias"),
+            "mask": rest.get("mask_array"),
             "query_seq_lengths": rest.get("q_lengths"),
             "key_value_seq_lengths": rest.get("kv_lengths"),
         }
-        return module.dot_product_attention(q, k, v, **lengths, **static)
+        return module.dot_product_attention(q, k, v, **arrays, **static)
 
     return [Subject(f"tokamax_{name}", call.launch(function))]
 
@@ -374,6 +376,7 @@ PEERS: dict[str, dict[str, Peer]] = {
     "forward": _ATTENTION,
     "forward+backward": _ATTENTION,
     "backward": _ATTENTION,
+    "shapes": _ATTENTION,
     "decode": {
         **{name: functools.partial(_dense_decode, name) for name in ("cudnn", "xla")},
         "wide_cache": wide_cache,
