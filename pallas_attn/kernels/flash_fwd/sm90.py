@@ -51,6 +51,7 @@ cases have files of their own, which are imported where they are needed:
   fetch_producer.py     K and V in the memory of other GPUs
   float32_mainloop.py   float32, in terms of 16 bits
   one_tile.py           heads whose keys are one kv tile, a consumer each
+  batch_rows.py         several batch rows in a work tile
   sm90_defaults.py      the Config for a problem
 """
 
@@ -116,6 +117,7 @@ class Config:
     claims: bool = False  # blocks claim work tiles, where each has a kv tile: see `claims`
     # Consumers take work tiles of their own, where the keys of a head are a kv tile: `one_tile`.
     apart: bool = False
+    batch_rows: int = 1  # batch rows in one work tile, of consumers apart: see `batch_rows`
 
     def __post_init__(self):
         check(
@@ -127,6 +129,10 @@ class Config:
             grid=(self.grid >= 0, "at least 0"),
             q_slots=(self.q_slots in (1, 2), "1 or 2"),
             fetchers=(self.fetchers >= 1, "at least 1"),
+            batch_rows=(
+                self.batch_rows == 1 or (self.apart and 1 < self.batch_rows and self.block_kv >= 64),
+                "1, or more with apart and 64 keys or more",
+            ),
             claims=(
                 not self.claims or self.stages <= MOST_STAGES,
                 f"False above {MOST_STAGES} stages",
@@ -144,7 +150,11 @@ class Config:
 @functools.lru_cache(maxsize=256)
 def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     """The static values of a launch; kept, since all calls with the same facts share them."""
-    linear, claimed, apart = False, False, False
+    linear, claimed, apart, rows_apart = False, False, False, None
+    if config.batch_rows > 1:
+        from pallas_attn.kernels.flash_fwd import batch_rows
+
+        problem, rows_apart = batch_rows.joined(problem, config.batch_rows)
     if config.apart:
         from pallas_attn.kernels.flash_fwd import one_tile
 
@@ -173,6 +183,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
         score_tiles=() if apart else _score_tiles_of(problem, config),
         panels=tma_operands.takes_panels(problem),
         apart=apart,
+        rows_apart=rows_apart,
     )
 
 
@@ -589,6 +600,10 @@ def run(
     if tiles.has_no_scores(problem):
         return tiles.results_without_scores(problem)
     plan = plan_of(problem, config)
+    if plan.rows_apart is not None:
+        from pallas_attn.kernels.flash_fwd import batch_rows
+
+        inputs = batch_rows.joined_inputs(inputs, config.batch_rows)
     refs, fetched = _operands(plan, inputs), []
     if problem.fetches > 1:
         from pallas_attn.kernels.flash_fwd import fetch
@@ -610,7 +625,8 @@ def run(
 
         refs = key_mask_ranges.with_spans(KernelContext(plan, refs))
     out, lse, *_ = kernel(refs)
-    return out[:, : problem.q_len, :, : problem.v_head_dim], lse
+    out = out[:, : plan.problem.q_len, :, : problem.v_head_dim]
+    return (out, lse) if plan.rows_apart is None else batch_rows.split(out, lse, config.batch_rows)
 
 
 @functools.lru_cache(maxsize=256)

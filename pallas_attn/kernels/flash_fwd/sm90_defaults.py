@@ -79,6 +79,13 @@ _ROW_COSTS = {
 
 def _of_few_rows(problem: AttentionProblem, dim: int, made: Callable[..., Config]) -> Config:
     """The Config that leaves few rows and keys of its tiles idle. Measured from 33 to 2047 rows."""
+    if problem.q_len <= ROWS // 2 and problem.batch * problem.q_heads > 4 * BLOCKS:
+        from pallas_attn.kernels.flash_fwd import batch_rows
+
+        rows = batch_rows.most(problem)
+        if rows > 1:
+            consumers = 4 if dim <= 64 else 2
+            return made(consumers, block_kv=64, stages=2, apart=True, batch_rows=rows)
     if _gains_by_consumers_apart(problem, dim):
         return made(4, block_kv=64 if problem.kv_len <= 64 else 128, stages=2, apart=True)
     keys, bias = problem.kv_len, "bias" in problem.arrays

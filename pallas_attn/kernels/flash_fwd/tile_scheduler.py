@@ -117,6 +117,7 @@ class QueryPlan:
     # The arrays (bias, mask_array) that TMA loads by tiles.
     score_tiles: tuple[ScoreTiles, ...] = ()
     apart: bool = False  # consumers take work tiles of their own: `one_tile`
+    rows_apart: Any = None  # `batch_rows.RowsApart`, where a work tile is several batch rows
     panels: bool = False  # q, k, v and the output lie in panels: `tma_operands.takes_panels`
 
     @classmethod

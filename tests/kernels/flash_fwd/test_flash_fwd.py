@@ -22,7 +22,7 @@ from pallas_attn.bench import cases
 from pallas_attn.kernels.attention import segment_spans, tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS, mask_span
 from pallas_attn.kernels.flash_bwd import sm90 as flash_bwd_sm90
-from pallas_attn.kernels.flash_fwd import documents, segments, tile_scheduler
+from pallas_attn.kernels.flash_fwd import batch_rows, documents, segments, tile_scheduler
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as kernel
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
@@ -224,6 +224,47 @@ def test_keys_of_one_tile_interpreted(name):
     assert plan_of(name, APART).apart
     with mosaic.interpret():
         check(small(name), APART)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize(
+    "rows, joined, dims, mask",
+    [
+        (16, 4, (64, 64), FULL),
+        (20, 3, (40, 40), CAUSAL),
+        (32, 2, (80, 128), FULL),
+        (7, 9, (32, 24), sliding_window(3)),
+    ],
+    ids=str,
+)
+def test_batch_rows_in_one_tile_interpreted(rows, joined, dims, mask):
+    """Each sees its own keys, whatever others hold."""
+    case = of_size(rows, rows, dims, mask, "bfloat16", (4, 2))
+    case = dataclasses.replace(case, batch=3 * joined)
+    config = kernel.Config(2, 64, 2, grid=3, apart=True, batch_rows=joined)
+    assert batch_rows.most(problem_of(case)) == joined
+    with mosaic.interpret():
+        check(case, config)
+
+
+@pytest.mark.parametrize(
+    "changes, rows",
+    [
+        ({}, 4),
+        ({"batch": 15}, 3),
+        ({"batch": 7}, 1),
+        ({"q_len": 33, "kv_len": 33}, 1),
+        ({"kv_len": 20}, 1),
+        ({"kv_lengths": (3,) * 64}, 1),
+        ({"dtype": "float32"}, 1),
+    ],
+    ids=str,
+)
+def test_batch_rows_that_fill_a_tile(changes, rows):
+    case = dataclasses.replace(of_size(16, 16, (64, 64), FULL, "bfloat16", (16, 16)), batch=64)
+    problem = problem_of(dataclasses.replace(case, **changes))
+    assert batch_rows.most(problem) == rows
+    assert kernel.Config.default(problem).batch_rows == (rows if problem.batch == 64 else 1)
 
 
 def test_consumers_are_apart_where_a_tile_has_all_keys():
@@ -627,6 +668,7 @@ def of_size(rows, keys, dims, mask=FULL, dtype="bfloat16", heads=(4, 2)):
         (257, 77, (40, 40)),
         (300, 120, (80, 72)),
         (577, 577, (88, 88)),
+        (16, 16, (40, 40)),
         (729, 333, (128, 104)),
         (1025, 1025, (136, 200)),
         (1500, 1500, (64, 64)),
@@ -634,7 +676,8 @@ def of_size(rows, keys, dims, mask=FULL, dtype="bfloat16", heads=(4, 2)):
 )
 def test_any_size_on_the_gpu(rows, keys, dims, mask, dtype):
     """Few heads, and as many as have consumers apart."""
-    for heads in ((4, 2), (64, 64)) if rows <= 300 else ((4, 2),):
+    many = (192, 192) if rows <= 32 else (64, 64)
+    for heads in ((4, 2), many) if rows <= 300 else ((4, 2),):
         case = of_size(rows, keys, dims, mask, dtype, heads)
         check(case, kernel.Config.default(problem_of(case)))
 
