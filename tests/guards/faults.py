@@ -354,6 +354,12 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "inside = (ours & (row + below <= length)).value",
         "tests/guards/test_emitted_code.py -k numbers_of_rows",
     ),
+    "a_batch_row_sees_a_key_of_the_next_in_its_tile": Fault(
+        f"{FWD}/batch_rows.py",
+        "end = first + self.rows",
+        "end = first + self.rows + 1",
+        f"{TEST_FWD} -k 'test_batch_rows_in_one_tile_interpreted and 16-4'",
+    ),
     "consumers_apart_read_values_that_are_under_way": Fault(
         f"{FWD}/one_tile.py",
         "        plgpu.barrier_wait(smem.ready.at[slot])\n",

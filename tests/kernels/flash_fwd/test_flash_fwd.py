@@ -78,6 +78,11 @@ def run(inputs, *, problem, config):
     return sys.modules[type(config).__module__].run(inputs, problem, config)
 
 
+def output(inputs, *, problem, config):
+    """Without the log-sum-exp."""
+    return run(inputs, problem=problem, config=config)[0]
+
+
 def check(case, config, seed=0):
     """The kernel within its budget, with NaN past every length."""
     call = jax.jit(functools.partial(run, problem=problem_of(case), config=config))
@@ -337,7 +342,7 @@ def compiled(name, target="h100", chooser=kernel.Config):
     return compiled_case(case_named(name), target, chooser)
 
 
-def compiled_case(case, target="h100", chooser=kernel.Config):
+def compiled_case(case, target="h100", chooser=kernel.Config, of=run):
     problem = problem_of(dataclasses.replace(case, batch=1, q_len=8, kv_len=8))
     sizes = {"batch": case.batch, "q_len": case.q_len, "kv_len": case.kv_len}
     gpu = {"h100": "sm90", "a100": "sm80", "b200": "sm100"}.get(target, target)
@@ -351,7 +356,7 @@ def compiled_case(case, target="h100", chooser=kernel.Config):
         **{name: jax.ShapeDtypeStruct(size, jnp.dtype(case.dtype)) for name, size in sizes.items()}
     )
     config = chooser.default(problem)
-    call = functools.partial(run, problem=problem, config=config)
+    call = functools.partial(of, problem=problem, config=config)
     return case, config, mosaic.compile_for(call, inputs, target=target, sass=False)
 
 
@@ -365,6 +370,26 @@ def test_any_size_without_copies(rows, dim, dtype):
     _, _, report = compiled_case(of_size(rows, rows, (dim, dim), dtype=dtype))
     assert (report.launches, report.others, report.spill_bytes) == (1, (), 0)
     assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("rows, dim", [(16, 40), (20, 64), (32, 128)])
+def test_batch_rows_that_share_a_tile_are_not_copied(rows, dim):
+    case = dataclasses.replace(of_size(rows, rows, (dim, dim), heads=(16, 16)), batch=960)
+    _, config, report = compiled_case(case, of=output)
+    assert config.batch_rows == 64 // rows
+    assert (report.launches, report.others, report.spill_bytes) == (1, (), 0)
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("target", ["a100", "sm89"])
+@pytest.mark.parametrize("rows, dim", [(197, 40), (577, 72)])
+def test_any_size_without_copies_by_portable_kernels(rows, dim, target):
+    case = of_size(rows, rows, (dim, dim))
+    _, _, report = compiled_case(case, target, PORTABLE)
+    assert (report.launches, report.others, report.spill_bytes) == (1, (), 0)
 
 
 # At the highest precision 64 keys with spills are faster than 32 without. Bytes, with either JAX.
