@@ -15,7 +15,9 @@ def drawing(rows: Sequence[Row]) -> str:
     dim of rows of op "sweep".
     """
     dims = sorted({row["problem"]["head_dim"] for row in rows})
-    curves = {dim: [_point(row) for row in rows if row["problem"]["head_dim"] == dim] for dim in dims}
+    curves = {
+        dim: [_point(row) for row in rows if row["problem"]["head_dim"] == dim] for dim in dims
+    }
     points = [point for curve in curves.values() for point in curve]
     across = _Axis(*_ends([x for x, _ in points]), _LEFT, _WIDTH - _RIGHT)
     up = _Axis(*_ends([y for _, y in points]), _HEIGHT - _BOTTOM, _TOP)

@@ -79,7 +79,9 @@ def from_results(root: pathlib.Path) -> dict[str, str]:
     first_calls = section_of_first_calls(read(root / "results" / "first_call"))
     made = {
         "README.md": overview(rows),
-        "docs/benchmarks.md": "\n\n".join([benchmarks(rows), *section_of_sweep(swept), *first_calls]),
+        "docs/benchmarks.md": "\n\n".join(
+            [benchmarks(rows), *section_of_sweep(swept), *first_calls]
+        ),
         "docs/cases.md": every_case(rows, separate),
     }
     pages = {

@@ -360,6 +360,12 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "end = first + self.rows + 1",
         f"{TEST_FWD} -k 'test_batch_rows_in_one_tile_interpreted and 16-4'",
     ),
+    "the_last_keys_are_eight_too_few": Fault(
+        f"{FWD}/tile_scheduler.py",
+        "tma_operands.round_up(problem.kv_len % block or block, 8)",
+        "tma_operands.round_up(problem.kv_len % block or block, 8) - 8",
+        f"{TEST_FWD} -k 'test_last_keys_in_eights_interpreted and 13-77'",
+    ),
     "consumers_apart_read_values_that_are_under_way": Fault(
         f"{FWD}/one_tile.py",
         "        plgpu.barrier_wait(smem.ready.at[slot])\n",

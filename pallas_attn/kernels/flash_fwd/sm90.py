@@ -130,7 +130,8 @@ class Config:
             q_slots=(self.q_slots in (1, 2), "1 or 2"),
             fetchers=(self.fetchers >= 1, "at least 1"),
             batch_rows=(
-                self.batch_rows == 1 or (self.apart and 1 < self.batch_rows and self.block_kv >= 64),
+                self.batch_rows == 1
+                or (self.apart and 1 < self.batch_rows and self.block_kv >= 64),
                 "1, or more with apart and 64 keys or more",
             ),
             claims=(
@@ -414,8 +415,11 @@ def _first_tile(
     """The last kv tile, whose scores overlap with nothing but `meanwhile`."""
     ring, smem = Ring.of(ctx), ctx.smem
     q, k = panels.tiles(smem.q, rows.q_slot), panels.tiles(smem.k, slot)
+    block, keys = k[0].shape[0], ctx.plan.last_keys
+    if keys < block:
+        k = tuple(panel.at[pl.ds(0, keys)] for panel in k)
     ring.wait(slot)
-    s = wgmma.matmul((ROWS, k[0].shape[0]), q, k, meanwhile, wgmma.score_panels)
+    s = wgmma.matmul((ROWS, keys), q, k, meanwhile, wgmma.score_panels)
     read_later = rows.segments is not None or ctx.plan.score_tiles
     if not read_later:
         ring.release(slot)
@@ -428,7 +432,7 @@ def _first_tile(
         ring.release(slot)
     unit, nothing = ctx.plan.logit_rules.unit, mosaic.filled((ROWS,), -jnp.inf)
     new = online.step(s, unit, nothing, empty_ok=True)
-    p = new.p.astype(ctx.plan.v.dtype)
+    p = with_zeros(new.p.astype(ctx.plan.v.dtype), block)
     return State(_no_values(ctx.plan.v), new.row_sum, new.row_max, p)
 
 
@@ -479,7 +483,12 @@ def _step(  # noqa: PLR0913
 
 def widened(p: RegisterTile, v: tuple[SmemRef, ...]) -> RegisterTile:
     """Probabilities with a zero for each row of v past the kv tile: `QueryPlan.value_rows`."""
-    idle = v[0].shape[0] - p.shape[1]
+    return with_zeros(p, v[0].shape[0])
+
+
+def with_zeros(p: RegisterTile, keys: int) -> RegisterTile:
+    """Probabilities of so many keys, of which those past `p` have none."""
+    idle = keys - p.shape[1]
     return lax.concatenate([p, mosaic.filled((ROWS, idle), 0, p.dtype)], 1) if idle else p
 
 

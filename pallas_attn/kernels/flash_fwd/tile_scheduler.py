@@ -160,6 +160,18 @@ class QueryPlan:
         return tma_operands.round_up(self.tiling.block_kv, self.v.swizzle // self.v.itemsize)
 
     @functools.cached_property
+    def last_keys(self) -> int:
+        """Keys of the last kv tile, in eights, where it is every row's and not full: the scores of
+        197 keys in tiles of 64 are those of 200, not of 256. Else those of a whole tile.
+        """
+        problem, block = self.problem, self.tiling.block_kv
+        programs = problem.mask_program is not None or problem.score_program is not None
+        arrays = set(problem.arrays) <= {"sinks", "q_lengths", "q_offset"}
+        if not problem.mask.is_full or programs or not arrays or problem.fetches > 1:
+            return block
+        return tma_operands.round_up(problem.kv_len % block or block, 8)
+
+    @functools.cached_property
     def copies(self) -> tuple[int, int]:
         """Copies by TMA that make a kv tile of k, and one of v."""
         whole = self.value_rows == self.tiling.block_kv

@@ -215,6 +215,27 @@ def test_any_size_interpreted(name, dims, rows, config):
         check(dataclasses.replace(case, **sizes), config)
 
 
+@pytest.mark.guards
+@pytest.mark.parametrize(
+    "rows, keys, dims, changes, in_eights",
+    [
+        (13, 77, (64, 64), {}, 16),
+        (130, 65, (40, 24), {}, 8),
+        (70, 185, (72, 72), {"sinks": True, "softcap": 20.0}, 64),
+        (130, 100, (64, 128), {"q_lengths": (0, 70, 130)}, 40),
+        (70, 77, (64, 64), {"mask": CAUSAL, "q_offset": 7}, 64),
+    ],
+    ids=str,
+)
+def test_last_keys_in_eights_interpreted(rows, keys, dims, changes, in_eights):
+    """The scores of the last kv tile are of the keys that exist; rows past T take only that."""
+    case = dataclasses.replace(of_size(rows, keys, dims), batch=3, **changes)
+    config = kernel.Config(2, 64, 3, grid=5)
+    assert kernel.plan_of(problem_of(case), config).last_keys == in_eights
+    with mosaic.interpret():
+        check(case, config)
+
+
 APART = kernel.Config(warpgroups=3, block_kv=136, grid=2, apart=True)
 OF_ONE_TILE = (
     *("q_lengths", "kv_lengths_causal", "sinks_empty_rows", "bias_by_head", "softcap"),
