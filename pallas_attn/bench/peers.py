@@ -65,7 +65,11 @@ def cudnn(call: Call) -> list[Subject]:
     """cuDNN's fused attention, as jax.nn offers it."""
     if call.case.dtype == "float32":
         raise Unavailable("no float32")
-    return _jax_nn("cudnn", call)
+    arrays = call.arrays
+    if "mask_array" in arrays and "bias" not in arrays:  # it takes no mask that all rows share
+        shape = (*arrays["mask_array"].shape[:2], call.case.q_len, call.case.kv_len)
+        arrays = arrays | {"mask_array": jnp.broadcast_to(arrays["mask_array"], shape)}
+    return _jax_nn("cudnn", dataclasses.replace(call, arrays=arrays))
 
 
 def xla(call: Call) -> list[Subject]:

@@ -1,5 +1,5 @@
-"""Several batch rows in one work tile of the Hopper forward, where each has few query rows and keys:
-temporal attention of video models, which is over the 16 to 32 frames of each of thousands of pixels.
+"""Several batch rows in one work tile of the Hopper forward, where each has few query rows and
+keys: temporal attention of video models, over the 16 to 32 frames of each of thousands of pixels.
 
 A wgmma takes 64 query rows, so a batch row of 16 in a tile of its own leaves three quarters of the
 tensor cores and exponents idle. Batch rows that follow each other lie side by side in memory:

@@ -131,7 +131,7 @@ class Config:
             fetchers=(self.fetchers >= 1, "at least 1"),
             batch_rows=(
                 self.batch_rows == 1
-                or (self.apart and 1 < self.batch_rows and self.block_kv >= 64),
+                or (self.apart and self.batch_rows > 1 and self.block_kv >= 64),
                 "1, or more with apart and 64 keys or more",
             ),
             claims=(
