@@ -473,7 +473,7 @@ def operands(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Any]:
     if tma_operands.IN_WHOLE_TILES & set(plan.problem.arrays):
         sizes = plan.tiling.padded_rows, plan.tiling.padded_keys
         in_tiles = {array.name for array in plan.score_tiles}
-        fields |= tma_operands.over_scores(inputs, *sizes, in_tiles)
+        fields |= tma_operands.over_scores(inputs, *sizes, in_tiles, only_read=True)
         fields |= tma_operands.segment_ids(inputs, *sizes)
     return fields
 
