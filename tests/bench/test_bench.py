@@ -20,6 +20,7 @@ from pallas_attn.bench import (
     OPS,
     Options,
     contest,
+    curves,
     pages,
     peers,
     plots,
@@ -133,6 +134,28 @@ def test_processes_that_share_a_gpu_time_in_turns(tmp_path):
     assert order[:2] == ["fast prepared", "slow prepared"]
     assert [step.split(maxsplit=1)[1] for step in order[2:]] == ["times", "has timed"] * 2
     assert order[2].split()[0] == order[3].split()[0]
+
+
+def test_curves_have_a_point_for_each_row():
+    def row(dim, rows, ms):
+        problem = {"batch": 4, "q_len": rows, "q_heads": 2, "head_dim": dim}
+        return {"problem": problem, "ms": ms, "gpu": "NVIDIA H200", "jax": "0.11.2"}
+
+    swept = [row(dim, rows, rows * dim / 1e6) for dim in (32, 64) for rows in (16, 33, 2047)]
+    picture = xml.etree.ElementTree.fromstring(curves.drawing(swept))
+    points = [(float(x.get("cx")), float(x.get("cy"))) for x in picture.iter() if "cx" in x.attrib]
+    assert len(points) == 6
+    assert len({x for x, _ in points}) == 3
+    assert points == sorted(points[:3]) + sorted(points[3:])
+
+
+def test_pages_say_which_peers_refuse():
+    """All cases, or some by name."""
+    said = [{"refused": {"tokamax": "not here"}, "case": "a"}, {"case": "b"}]
+    (text,) = pages._refusals([[row] for row in said])
+    assert "- tokamax: not here (`a`)" in text
+    (text,) = pages._refusals([[said[0]]])
+    assert text.endswith("- tokamax: not here")
 
 
 def said_wrong(lines):
