@@ -18,7 +18,7 @@ from pallas_attn.kernels.attention.tiles import ROWS
 from pallas_attn.kernels.lang.types import RegisterTile
 from pallas_attn.masks import FULL, Mask
 
-_SHIFT = 16  # of a quotient as a product, exact for the row numbers of a tile
+_SHIFT = 16  # bits of the fraction: a quotient is a product, exact for rows of a tile
 
 
 def most(problem: AttentionProblem) -> int:
