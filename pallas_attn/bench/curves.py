@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pallas_attn.bench.rows import Row
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 480, 330, 46, 44, 48, 44  # pixels
-_COLOURS = ("#56B4E9", "#003f5c", "#D55E00", "#009E73")  # colours of curves, narrowest head dim first
+_COLOURS = ("#56B4E9", "#003f5c", "#D55E00", "#009E73")  # narrowest head dim first
 
 
 def drawing(rows: Sequence[Row]) -> str:

@@ -8,7 +8,7 @@ batch row are hidden by the mask. `one_tile` is the kernel.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ def joined(problem: AttentionProblem, n: int) -> tuple[AttentionProblem, "RowsAp
     if most(problem) % n:
         raise ValueError(f"Config.batch_rows must divide {most(problem)} for {problem}, got {n}")
     rows = n * problem.q_len
-    sizes = {"batch": problem.batch // n, "q_len": rows, "kv_len": rows}
+    sizes: dict[str, Any] = {"batch": problem.batch // n, "q_len": rows, "kv_len": rows}
     mask = RowsApart(problem.q_len, problem.mask, problem.q_offset)
     return dataclasses.replace(problem, **sizes, mask=FULL, q_offset=0), mask
 
