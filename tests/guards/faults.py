@@ -360,6 +360,12 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "end = first + self.rows + 1",
         f"{TEST_FWD} -k 'test_batch_rows_in_one_tile_interpreted and 16-4'",
     ),
+    "keys_are_shown_that_a_mask_hides": Fault(
+        f"{FWD}/key_mask_ranges.py",
+        "rows._replace(shown=(visible.full_lo, visible.full_hi))",
+        "rows._replace(shown=(visible.lo, visible.hi))",
+        f"{TEST_FWD} -k 'test_interpreted and padding'",
+    ),
     "the_last_keys_are_eight_too_few": Fault(
         f"{FWD}/tile_scheduler.py",
         "tma_operands.round_up(problem.kv_len % block or block, 8)",
