@@ -380,7 +380,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "forward_releases_keys_before_they_are_multiplied": Fault(
         f"{FWD}/sm90.py",
-        """    s = wgmma.matmul((ROWS, k[0].shape[0]), q, k, meanwhile, wgmma.score_panels)
+        """    s = wgmma.matmul((ROWS, keys), q, k, meanwhile, wgmma.score_panels)
     read_later = rows.segments is not None or ctx.plan.score_tiles
     if not read_later:
         ring.release(slot)
@@ -388,7 +388,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         """    read_later = rows.segments is not None or ctx.plan.score_tiles
     if not read_later:
         ring.release(slot)
-    s = wgmma.matmul((ROWS, k[0].shape[0]), q, k, meanwhile, wgmma.score_panels)
+    s = wgmma.matmul((ROWS, keys), q, k, meanwhile, wgmma.score_panels)
 """,
         f"{TEST_FWD} -k 'test_interpreted and t_equals_s'",
     ),
