@@ -140,7 +140,8 @@ def _large_attention() -> list[AttentionCase]:
         name, offset = f"few_rows_m{m}_t{t}", 8192 - t
         rows.append(causal(name, (m, t, 8192), grouped, 128, "few_rows", q_offset=offset))
     # Triangle attention and pair bias of AlphaFold 3, T5's encoder, a padded batch.
-    for batch, length, n, dim in ((384, 384, 4, 32), (768, 768, 4, 32), (512, 384, 8, 32)):
+    sizes_of_pairs = (384, 384, 4, 32), (768, 768, 4, 32), (512, 384, 8, 32), (384, 384, 4, 16)
+    for batch, length, n, dim in sizes_of_pairs:
         pair: dict[str, Any] = {"bias_shape": (1, n, length, length), "bias_dtype": "bfloat16"}
         pair |= {"mask_shape": (batch, 1, 1, length), "shown_keys": ((0, length),) * batch}
         name = f"h{dim}_pair_bias_b{batch}_t{length}_n{n}"
@@ -190,6 +191,13 @@ def _models() -> list[AttentionCase]:
         _attention(name, sizes, (heads, heads), dim, "models", mask=masks.get(name, FULL))
         for name, sizes, heads, dim in _MODELS
     ]
+
+
+def _shapes() -> list[AttentionCase]:
+    """The cases of models that are no decoder of text, forward, and forward and backward."""
+    listed = [case for case in ATTENTION if not case.tags.isdisjoint({"models", "pair_bias"})]
+    both = [dataclasses.replace(case, name=f"{case.name}_both", both=True) for case in listed]
+    return [*listed, *both]
 
 
 def _functions() -> list[AttentionCase]:
@@ -536,6 +544,7 @@ PREFILL: tuple[DecodeCase, ...] = (*_prefill(), *_packed(), *_interleaved())
 APPEND: tuple[AppendCase, ...] = tuple(_append())
 SHARED_PREFIX: tuple[DecodeCase, ...] = tuple(_shared())
 MASK: tuple[AttentionCase, ...] = tuple(_functions())
+SHAPES: tuple[AttentionCase, ...] = tuple(_shapes())
 # Operations of attention draw from ATTENTION.
 LISTS: dict[str, tuple[Case, ...]] = {
     "decode": DECODE,
@@ -543,6 +552,7 @@ LISTS: dict[str, tuple[Case, ...]] = {
     "shared_prefix": SHARED_PREFIX,
     "append": APPEND,
     "mask": MASK,
+    "shapes": SHAPES,
 }
 
 

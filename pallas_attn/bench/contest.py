@@ -24,6 +24,7 @@ from pallas_attn.bench.case import AppendCase, DecodeCase
 from pallas_attn.bench.cases import Case
 from pallas_attn.bench.rows import Row
 from pallas_attn.bench.timing import Subject, Timer, Timing
+from pallas_attn.bench.together import Together
 
 SHARED = "shared_prefix"
 REFUSALS = (Unavailable, ValueError, TypeError, NotImplementedError)
@@ -45,6 +46,7 @@ class Options:
     commit: str | None = None  # named in rows if the tree is no git checkout
     out: str | None = None  # .jsonl to add rows to
     plot: str | None = None  # .svg to draw
+    together: str | None = None  # a file that all processes of a benchmark name
 
 
 @dataclasses.dataclass
@@ -58,6 +60,8 @@ class Bench:
     say: Callable[[str], None]
     flush: Callable[[], None] | None = None
     said: set[str] = dataclasses.field(default_factory=set)
+    together: Together = dataclasses.field(default_factory=Together)
+    refusals: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)  # by case, peer
 
     def say_once(self, line: str) -> None:
         if line not in self.said:
@@ -104,8 +108,10 @@ def alike(cases: Sequence[Case]) -> list[list[Case]]:
     return list(groups.values())
 
 
-def groups_at_once(op: str) -> int:
-    return 4 if op in OVER_CACHES else 1
+def groups_at_once(bench: Bench) -> int:
+    if bench.options.together is not None:
+        return 99
+    return 4 if bench.op in OVER_CACHES else 1
 
 
 def measure(bench: Bench, groups: Sequence[Sequence[Case]]) -> Iterator[tuple[str, Outcome]]:
@@ -224,6 +230,7 @@ def _compile_peer(bench: Bench, name: str, call: Call) -> list[Entry]:
             entries.append(Entry(subject.name, subject, call.case))
     except REFUSALS as error:
         bench.say_once(f"      {name}: {first_line(error)}")
+        bench.refusals.setdefault(call.case.name, {})[name] = first_line(error)
     except Exception as error:
         entries.append(Entry(name, Subject(name, tuple), call.case, lost=error))
     return entries
@@ -281,19 +288,22 @@ def _best(bench: Bench, entries: list[Entry], judge: judges.Judge) -> list[Entry
             _check(entry, judge)
         except Exception as error:
             entry.lost = error
-    fastest = _time(entries, functools.partial(timing.quickest, bench.timer))
+    if sum(not entry.lost for entry in entries) < 2:
+        return entries
+    fastest = _time(bench, entries, functools.partial(timing.quickest, bench.timer))
     return [entry for entry in entries if entry.lost or entry.subject is fastest]
 
 
 def _time[Result](
-    entries: list[Entry], measure: Callable[[list[Subject]], Result]
+    bench: Bench, entries: list[Entry], measure: Callable[[list[Subject]], Result]
 ) -> Result | None:
     """`measure` of all entries that are not lost. An entry that fails in its turn is; then the
     others have all of their turns anew.
     """
     while left := [entry for entry in entries if not entry.lost]:
         try:
-            return measure([entry.subject for entry in left])
+            with bench.together.alone():
+                return measure([entry.subject for entry in left])
         except timing.TimingError as error:
             (failed,) = (entry for entry in left if entry.subject is error.subject)
             failed.lost = error
@@ -310,7 +320,7 @@ def _time_turns(bench: Bench, ours: list[Entry], others: list[Entry]) -> dict[st
     options = bench.options
     turns: dict[str, Any] = {"turns": options.turns, "times": options.times, "flush": bench.flush}
     timings = _time(
-        list(names.values()), functools.partial(timing.interleave, bench.timer, **turns)
+        bench, list(names.values()), functools.partial(timing.interleave, bench.timer, **turns)
     )
     for peer in others:
         if peer.lost:
@@ -337,6 +347,8 @@ def _row(bench: Bench, entry: Entry, case: Case, timings: dict[str, Timing]) -> 
     notes: dict[str, Any] = {"l2": "cold" if bench.options.cold else "warm"}
     if bench.op == "forward+backward" and isinstance(launch, subjects.Step):
         notes["memory_mib"] = launch.memory_mib
+    if bench.op == "shapes" and entry.impl.startswith(rows.OURS) and case.name in bench.refusals:
+        notes["refused"] = bench.refusals[case.name]
     timed = timings[entry.subject.name]
     row = rows.measured(case, bench.op, entry.impl, timed, bench.provenance)
     return row | notes | entry.facts

@@ -9,7 +9,7 @@ import pathlib
 import re
 from collections.abc import Iterable, Sequence
 
-from pallas_attn.bench import cases
+from pallas_attn.bench import cases, curves
 from pallas_attn.bench.plots import drawing
 from pallas_attn.bench.report import (
     OPS,
@@ -26,6 +26,7 @@ BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 PICTURES = {
     "forward": "forward",
     "forward+backward": "backward",
+    "shapes": "shapes",
     "decode": "decode",
     "decode_loop": "decode_loop",
 }
@@ -60,6 +61,10 @@ over bfloat16 [2, 4096, 16, 128], `both` its gradients, `docs` those of document
 `layers` are unrolled with gradients; `step` appends and decodes a row of 32 sequences, `prefill`
 takes 512 rows of each over the cache. Older rows count the first run as compiling.
 `again`: a second process with jax's persistent cache. Import: ours after jax's."""
+_SWEEP = """\
+Sequences of 16 to 2047 rows, bfloat16, 16 heads, about 32,768 rows in all: no size is far from its
+neighbours. Up to 32 rows, several sequences share a tile of 64 query rows; between 33 and 63 a part
+of each tile is idle. The first heads of the last sequence were compared with NumPy."""
 _SEPARATE = """\
 Figures from processes and timers of the peers' own: they enter no ratio on this page, and are pale
 in the pictures, which show the newest version."""
@@ -70,16 +75,20 @@ _COLUMN = re.compile(r"_(per_sequence|stacked|paged\d*|f16)(?=_|$)")
 def from_results(root: pathlib.Path) -> dict[str, str]:
     """{path: text} of every file of a checkout that its results make."""
     rows, separate = current(read(root / "results")), read(root / "results" / "separate")
+    swept = [row for row in read(root / "results" / "shapes") if row["op"] == "sweep"]
     first_calls = section_of_first_calls(read(root / "results" / "first_call"))
     made = {
         "README.md": overview(rows),
-        "docs/benchmarks.md": "\n\n".join([benchmarks(rows), *first_calls]),
+        "docs/benchmarks.md": "\n\n".join(
+            [benchmarks(rows), *section_of_sweep(swept), *first_calls]
+        ),
         "docs/cases.md": every_case(rows, separate),
     }
     pages = {
         name: between_markers((root / name).read_text("utf-8"), part) for name, part in made.items()
     }
     drawn = pictures(rows, separate)
+    drawn |= {"sweep": curves.drawing(swept)} if swept else {}
     return pages | {f"docs/pictures/{name}.svg": svg for name, svg in drawn.items()}
 
 
@@ -118,6 +127,7 @@ def pictures(rows: Sequence[Row], separate: Sequence[Row] = ()) -> dict[str, str
     groups, ceilings = latest(rows), _ceilings(rows)
     published = {case.name for case in cases.ATTENTION if "grid" in case.tags}
     decode = [case for case in cases.DECODE if "paged" in case.tags and "bfloat16" in case.tags]
+    published |= {case.name for case in cases.SHAPES}
     published |= {c.name for c in decode if not c.tags.isdisjoint({"grid", "latency", "uneven"})}
     drawings = {}
     for op, name in PICTURES.items():
@@ -142,6 +152,7 @@ def benchmarks(rows: Sequence[Row]) -> str:
         if table in PICTURES:
             parts.append(f"![{table}](pictures/{PICTURES[table]}.svg)")
         parts.append(_summary(groups[table]))
+        parts += _refusals(groups[table])
     return "\n\n".join(parts)
 
 
@@ -187,6 +198,27 @@ def _summary(groups: Sequence[Sequence[Row]]) -> str:
         facts = [f"{geomean(over[peer].values()):.2f}", f"{over[peer][worst]:.2f}", f"`{worst}`"]
         lines.append(_cells([name, *facts, str(len(over[peer]))]))
     return "\n".join(lines)
+
+
+def _refusals(groups: Sequence[Sequence[Row]]) -> list[str]:
+    """A paragraph that says which peers do not take which cases, where rows say so."""
+    cases: dict[tuple[str, str], list[str]] = {}
+    for rows in groups:
+        for peer, why in rows[0].get("refused", {}).items():
+            cases.setdefault((peer, why), []).append(rows[0]["case"])
+    lines = []
+    for (peer, why), names in cases.items():
+        where = "" if len(names) == len(groups) else f" ({', '.join(f'`{x}`' for x in names)})"
+        lines.append(f"- {peer}: {why}{where}")
+    return ["Peers that do not take a case:\n\n" + "\n".join(lines)] if lines else []
+
+
+def section_of_sweep(rows: Sequence[Row]) -> list[str]:
+    """Title, method and picture of the forward over the rows of a sequence."""
+    if not rows:
+        return []
+    picture = "![sweep](pictures/sweep.svg)"
+    return ["## The forward over the rows of a sequence", picture, _SWEEP, _where(rows)]
 
 
 def _rows_of_split(rows: Sequence[Row]) -> list[Row]:

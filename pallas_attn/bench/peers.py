@@ -67,7 +67,11 @@ def cudnn(call: Call) -> list[Subject]:
     """cuDNN's fused attention, as jax.nn offers it."""
     if call.case.dtype == "float32":
         raise Unavailable("no float32")
-    return _jax_nn("cudnn", call)
+    arrays = call.arrays
+    if "mask_array" in arrays and "bias" not in arrays:  # it takes no mask that all rows share
+        shape = (*arrays["mask_array"].shape[:2], call.case.q_len, call.case.kv_len)
+        arrays = arrays | {"mask_array": jnp.broadcast_to(arrays["mask_array"], shape)}
+    return _jax_nn("cudnn", dataclasses.replace(call, arrays=arrays))
 
 
 def xla(call: Call) -> list[Subject]:
@@ -139,7 +143,7 @@ def tokamax(call: Call) -> list[Subject]:
         raise Unavailable("tokamax is not installed")
     import tokamax as module
 
-    call.require("q_lengths", "kv_lengths", "window", "softcap")
+    call.require("q_lengths", "kv_lengths", "bias", "mask_array", "window", "softcap")
     case = call.case
     if case.mask.left is not None and case.q_len != case.kv_len:
         raise Unavailable("its window is wrong where T != S")
@@ -149,11 +153,13 @@ def tokamax(call: Call) -> list[Subject]:
         static["logits_soft_cap"] = case.softcap
 
     def function(q: Array, k: Array, v: Array, rest: dict[str, Any]) -> Array:
-        lengths = {
+        arrays = {
+            "bias": rest.get("bias"),
+            "mask": rest.get("mask_array"),
             "query_seq_lengths": rest.get("q_lengths"),
             "key_value_seq_lengths": rest.get("kv_lengths"),
         }
-        return module.dot_product_attention(q, k, v, **lengths, **static)
+        return module.dot_product_attention(q, k, v, **arrays, **static)
 
     return [Subject(f"tokamax_{name}", call.launch(function))]
 
@@ -397,6 +403,7 @@ PEERS: dict[str, dict[str, Peer]] = {
     "forward": _ATTENTION,
     "forward+backward": _ATTENTION,
     "backward": _ATTENTION,
+    "shapes": _ATTENTION,
     "decode": {
         **{name: functools.partial(_dense_decode, name) for name in ("cudnn", "xla")},
         "wide_cache": wide_cache,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pallas_attn.bench.rows import Row, is_ours, rate
 
 OPS = (
-    *("forward", "forward+backward", "backward", "mask"),
+    *("forward", "forward+backward", "backward", "shapes", "mask"),
     *("decode", "prefill", "shared_prefix", "decode_loop", "append"),
 )
 PORTABLE = ", portable kernels"  # part of a title: results of the sm80 kernels
@@ -15,6 +15,7 @@ TITLES = {
     "forward": "Forward, TFLOP/s",
     "forward+backward": "Forward and backward together, TFLOP/s",
     "backward": "Backward alone, TFLOP/s",
+    "shapes": "Vision, diffusion, speech and proteins, TFLOP/s",
     "mask": "Masks and scores as functions, TFLOP/s of what is visible",
     "decode": "Decode, TB/s of live K and V",
     "prefill": "Prefill over a cache, TFLOP/s",

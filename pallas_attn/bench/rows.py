@@ -76,7 +76,7 @@ def work(case: Case, op: str) -> tuple[str, float]:
     if isinstance(case, DecodeCase) and op == "prefill":
         case, op = case.dense(), "forward"
     if isinstance(case, AttentionCase):
-        if op == "mask":
+        if op in ("mask", "shapes"):
             op = "forward+backward" if case.both else "forward"
         factor = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}[op]
         return "tflops", factor * case.flops() / 1e12

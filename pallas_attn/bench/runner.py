@@ -11,6 +11,7 @@ from pallas_attn.bench import cases as known
 from pallas_attn.bench import contest, peers, plots, report, rows, timing
 from pallas_attn.bench.contest import SHARED, Bench, Options
 from pallas_attn.bench.timing import Timer
+from pallas_attn.bench.together import Together
 
 # An operation as --op has it, and as rows have it. "backward" times a training step.
 OPS = {
@@ -22,6 +23,7 @@ OPS = {
     SHARED: SHARED,
     "append": "append",
     "mask": "mask",
+    "shapes": "shapes",
 }
 
 
@@ -60,14 +62,16 @@ def run_bench(
     timer = timer or timing.CuptiTimer()
     provenance = rows.Provenance.here(options.commit)
     say(f"{provenance.gpu}, jax {provenance.jax}, commit {provenance.commit}")
-    ceilings = timing.ceilings(timer) if ceilings is None else ceilings
+    together = Together(options.together)
+    if ceilings is None:
+        ceilings = timing.ceilings(timer) if options.together is None else {}
     say(", ".join(f"{name} {value:.4g}" for name, value in ceilings.items()) + " (TFLOP/s, TB/s)")
     flush = timing.cache_flusher() if options.cold else None
-    bench = Bench(OPS[op], options, timer, provenance, say, flush)
+    bench = Bench(OPS[op], options, timer, provenance, say, flush, together=together)
     if options.out:
         rows.append(options.out, rows.ceiling_rows(ceilings, provenance))
     groups, failures, number = [], {}, 0
-    for some in itertools.batched(contest.alike(chosen), contest.groups_at_once(op)):
+    for some in itertools.batched(contest.alike(chosen), contest.groups_at_once(bench)):
         for name, outcome in contest.measure(bench, some):
             number += 1
             if isinstance(outcome, Exception):
@@ -78,6 +82,7 @@ def run_bench(
             groups.append(outcome)
             if options.out:
                 rows.append(options.out, outcome)
+    together.close()
     for line in report.summary(groups, failures):
         say(line)
     if options.plot and groups:

@@ -40,7 +40,9 @@ class Step:
 def attention_launch(
     function: Function, arrays: dict[str, Any], cotangent: jax.Array | None, op: str
 ) -> Callable[[], Any]:
-    """A call of one of the three measures of attention; gives (out,) or (out, dq, dk, dv)."""
+    """A call of one of the three measures of attention; gives (out,) or (out, dq, dk, dv), and the
+    gradient of a bias in a training step.
+    """
     names = ("q", "k", "v")
     q, k, v = (arrays[name] for name in names)
     rest = {name: array for name, array in arrays.items() if name not in names}
@@ -49,8 +51,14 @@ def attention_launch(
     if op == "forward+backward":
 
         def both(q, k, v, rest, do):
-            out, pullback = jax.vjp(lambda q, k, v: function(q, k, v, rest), q, k, v)
-            return (out, *pullback(do))
+            biases = {name: x for name, x in rest.items() if name == "bias"}
+
+            def forward(q, k, v, biases):
+                return function(q, k, v, rest | biases)
+
+            out, pullback = jax.vjp(forward, q, k, v, biases)
+            *gradients, of_biases = pullback(do)
+            return (out, *gradients, *of_biases.values())
 
         return Step(jax.jit(both), (q, k, v, rest, cotangent))
     if op != "backward":
@@ -92,7 +100,7 @@ def attention(
 
 def measure_of(op: str, case: Case) -> str:
     """The measure of attention that an operation of the benchmark is."""
-    if op != "mask":
+    if op not in ("mask", "shapes"):
         return op
     assert isinstance(case, AttentionCase)
     return "forward+backward" if case.both else "forward"

@@ -32,7 +32,7 @@ DEMO = (
 )
 DECODE, TRAIN, PARITY, BENCH = TASKS = ("decode", "train", "parity", "bench")
 _OPS = ["forward", "backward", "backward_alone", "decode", "prefill", "shared_prefix", "append",
-        "mask", "context", "first_call"]  # fmt: skip
+        "mask", "shapes", "context", "first_call"]  # fmt: skip
 
 
 class Flag(NamedTuple):
@@ -76,6 +76,9 @@ FLAGS = (
          "-h256 takes away."),
     Flag("peers", (BENCH,), str, "all", "Whom to time beside: all, none, or names with commas."),
     Flag("turns", (BENCH,), _ints(1), 5, "How often everybody has a turn."),
+    Flag("together", (BENCH,), str, None,
+         "A file that several processes name, each with some of the cases: they compile side by "
+         "side and time in turns. None of them measures the rates of the machine."),
     Flag("cold", (BENCH,), bool, False, "Empty the L2 cache before each timed call."),
     Flag("out", (DECODE, TRAIN, BENCH), str, None,
          "bench, decode with --report: a .jsonl file to add rows to. train: the folder of the "

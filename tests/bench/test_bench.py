@@ -6,6 +6,7 @@ import gc
 import json
 import pathlib
 import threading
+import time
 import types
 import xml.etree.ElementTree
 
@@ -19,6 +20,7 @@ from pallas_attn.bench import (
     OPS,
     Options,
     contest,
+    curves,
     pages,
     peers,
     plots,
@@ -34,6 +36,7 @@ from pallas_attn.bench import cases as known
 from pallas_attn.bench.call import Call, Unavailable
 from pallas_attn.bench.case import DecodeCase
 from pallas_attn.bench.timing import Sample, Subject
+from pallas_attn.bench.together import Together
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -102,6 +105,59 @@ def of_op(written, op):
     return [row for row in written if row["op"] == op]
 
 
+def test_shapes_say_who_refuses(tmp_path):
+    """Our row names the peers that do not take a case."""
+    _, written, _, _ = bench("shapes", ["bias_shared"], tmp_path)
+    assert of_op(written, "shapes")[0]["refused"]["cudnn"] == "no cuDNN without a GPU"
+
+
+def test_processes_that_share_a_gpu_time_in_turns(tmp_path):
+    """Nobody times before all have prepared, and nobody else uses the GPU meanwhile."""
+    file, ready, order = str(tmp_path / "turns"), threading.Barrier(2), []
+
+    def process(name):
+        together = Together(file)
+        ready.wait()
+        time.sleep(0.1 if name == "slow" else 0)
+        order.append(f"{name} prepared")
+        with together.alone():
+            order.append(f"{name} times")
+            time.sleep(0.05)
+            order.append(f"{name} has timed")
+        together.close()
+
+    workers = [threading.Thread(target=process, args=(name,)) for name in ("slow", "fast")]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert order[:2] == ["fast prepared", "slow prepared"]
+    assert [step.split(maxsplit=1)[1] for step in order[2:]] == ["times", "has timed"] * 2
+    assert order[2].split()[0] == order[3].split()[0]
+
+
+def test_curves_have_a_point_for_each_row():
+    def row(dim, rows, ms):
+        problem = {"batch": 4, "q_len": rows, "q_heads": 2, "head_dim": dim}
+        return {"problem": problem, "ms": ms, "gpu": "NVIDIA H200", "jax": "0.11.2"}
+
+    swept = [row(dim, rows, rows * dim / 1e6) for dim in (32, 64) for rows in (16, 33, 2047)]
+    picture = xml.etree.ElementTree.fromstring(curves.drawing(swept))
+    points = [(float(x.get("cx")), float(x.get("cy"))) for x in picture.iter() if "cx" in x.attrib]
+    assert len(points) == 6
+    assert len({x for x, _ in points}) == 3
+    assert points == sorted(points[:3]) + sorted(points[3:])
+
+
+def test_pages_say_which_peers_refuse():
+    """All cases, or some by name."""
+    said = [{"refused": {"tokamax": "not here"}, "case": "a"}, {"case": "b"}]
+    (text,) = pages._refusals([[row] for row in said])
+    assert "- tokamax: not here (`a`)" in text
+    (text,) = pages._refusals([[said[0]]])
+    assert text.endswith("- tokamax: not here")
+
+
 def said_wrong(lines):
     return any("wrong, not timed" in line for line in lines)
 
@@ -113,6 +169,7 @@ def said_wrong(lines):
         ("forward", "everything"),
         ("backward", "group4_kv2"),
         ("backward_alone", "float16_causal"),
+        ("shapes", "bias_shared"),
         ("decode", "decode_per_sequence_edges"),
         ("decode", "decode_paged_float8_e4m3fn"),
         ("decode", "decode_stacked_latent"),

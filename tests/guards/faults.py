@@ -354,6 +354,24 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "inside = (ours & (row + below <= length)).value",
         "tests/guards/test_emitted_code.py -k numbers_of_rows",
     ),
+    "a_batch_row_sees_a_key_of_the_next_in_its_tile": Fault(
+        f"{FWD}/batch_rows.py",
+        "end = first + self.rows",
+        "end = first + self.rows + 1",
+        f"{TEST_FWD} -k 'test_batch_rows_in_one_tile_interpreted and 16-4'",
+    ),
+    "keys_are_shown_that_a_mask_hides": Fault(
+        f"{FWD}/key_mask_ranges.py",
+        "rows._replace(shown=(visible.full_lo, visible.full_hi))",
+        "rows._replace(shown=(visible.lo, visible.hi))",
+        f"{TEST_FWD} -k 'test_interpreted and padding'",
+    ),
+    "the_last_keys_are_eight_too_few": Fault(
+        f"{FWD}/tile_scheduler.py",
+        "tma_operands.round_up(problem.kv_len % block or block, 8)",
+        "tma_operands.round_up(problem.kv_len % block or block, 8) - 8",
+        f"{TEST_FWD} -k 'test_last_keys_in_eights_interpreted and 13-77'",
+    ),
     "consumers_apart_read_values_that_are_under_way": Fault(
         f"{FWD}/one_tile.py",
         "        plgpu.barrier_wait(smem.ready.at[slot])\n",
@@ -362,7 +380,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "forward_releases_keys_before_they_are_multiplied": Fault(
         f"{FWD}/sm90.py",
-        """    s = wgmma.matmul((ROWS, k[0].shape[0]), q, k, meanwhile, wgmma.score_panels)
+        """    s = wgmma.matmul((ROWS, keys), q, k, meanwhile, wgmma.score_panels)
     read_later = rows.segments is not None or ctx.plan.score_tiles
     if not read_later:
         ring.release(slot)
@@ -370,7 +388,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         """    read_later = rows.segments is not None or ctx.plan.score_tiles
     if not read_later:
         ring.release(slot)
-    s = wgmma.matmul((ROWS, k[0].shape[0]), q, k, meanwhile, wgmma.score_panels)
+    s = wgmma.matmul((ROWS, keys), q, k, meanwhile, wgmma.score_panels)
 """,
         f"{TEST_FWD} -k 'test_interpreted and t_equals_s'",
     ),

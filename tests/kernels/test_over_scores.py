@@ -58,3 +58,12 @@ def test_tiles_of_a_bias_come_by_tma():
 def test_masked_keys_are_read_as_booleans():
     report = compiled(forward, (2, 512, 4, 64), None, (2, 1, 1, 512), sass=False)
     assert (report.others, report.launches, report.spill_bytes) == ((), 2, 0)
+
+
+@pytest.mark.parametrize("target", ["h100", "a100"])
+@pytest.mark.parametrize("rows", [197, 512])
+def test_booleans_are_read_as_bytes(rows, target):
+    """A mask of queries and keys that heads share is no array of int8 beforehand."""
+    shape = (2, 1, rows, rows)
+    report = compiled(forward, (2, rows, 4, 64), None, shape, sass=False, target=target)
+    assert (report.others, report.launches) == ((), 1)

@@ -182,7 +182,7 @@ def run(case: Case, place: fuzz.Place, tally: fuzz.Tally) -> None:
             fuzz.lower("append", pa.update_kv_pages, write | factors, generation, tally)
             fuzz.lower("decode", pa.ragged_paged_attention, read | options, generation, tally)
         return
-    for turn in fuzz.turns(place):
+    for turn in fuzz.turns(place, tally):
         drawn = arguments(case, rng) if turn else drawn
         for subject in place.subjects:
             with fuzz.by(subject, turn):

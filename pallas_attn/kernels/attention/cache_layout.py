@@ -229,9 +229,9 @@ class Interleaved(Paged):
 
     def number(self, thread: Thread, row: Row) -> Index:
         page: Index = self._slab_of_all(row)
-        slab = thread.wide(page)
-        position = slab * self.page_size + thread.wide(self.row_in_slab(row.position))
-        return position * self.kv_heads + thread.wide(row.head)
+        slab = thread.to_int64(page)
+        position = slab * self.page_size + thread.to_int64(self.row_in_slab(row.position))
+        return position * self.kv_heads + thread.to_int64(row.head)
 
     def box(self, rows: int, columns: int) -> tuple[int, ...]:
         """The shape of so many rows of a head in the array."""

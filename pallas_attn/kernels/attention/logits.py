@@ -179,9 +179,20 @@ def mask_rows(
     if rows.segments is not None:
         s = rows.segments.mask(t, slot, s)
     if "mask_array" in problem.arrays:
-        shown = shown_keys(ctx, tile_of_rows(ctx, rows, t, slot=slot), s.shape)
-        s = jnp.where(shown, s, -jnp.inf)
+        hide = functools.partial(_without_hidden_keys, ctx, rows, t, slot)
+        if rows.shown is None:
+            return hide(s)
+        first, end = rows.shown
+        s = lax.cond((t < first) | (t >= end), hide, lambda s: s, s)
     return s
+
+
+def _without_hidden_keys(
+    ctx: KernelContext, rows: QueryRows, t: Index, slot: Index, s: RegisterTile
+) -> RegisterTile:
+    """Logits with -inf where mask_array hides a key."""
+    shown = shown_keys(ctx, tile_of_rows(ctx, rows, t, slot=slot), s.shape)
+    return jnp.where(shown, s, -jnp.inf)
 
 
 def _positions(ctx: KernelContext, rows: QueryRows, start: Index) -> RegisterTile:

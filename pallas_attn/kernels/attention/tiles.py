@@ -122,6 +122,7 @@ class QueryRows(NamedTuple):
     segments: Any = None  # `segment_spans.RowSegments`, where there are segment ids
     listed: Any = None  # `tile_lists.Listed`, where kv tiles are numbers in a list
     last: Any = None  # the last kv tile of that list that the rows need
+    shown: Any = None  # (first, end) of kv tiles whose keys `key_masks` shows, as far as there are
     mapping: Any = None  # says which rows of which heads they are, where not of one: `prefill.plan`
 
     def with_loaded_tile(self, tile: Index) -> "QueryRows":

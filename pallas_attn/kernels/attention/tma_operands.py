@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang import booleans, mosaic, panels
 from pallas_attn.kernels.lang.types import Operand
 from pallas_attn.kernels.mma.wgmma import Kind
 
@@ -173,16 +173,23 @@ def padded(array: Operand, sizes: dict[int, int]) -> Any:
 
 
 def bias_and_mask(
-    inputs: AttentionInputs, rows: int, keys: int, in_tiles: Collection[str] = ()
+    inputs: AttentionInputs,
+    rows: int,
+    keys: int,
+    in_tiles: Collection[str] = (),
+    *,
+    only_read: bool = False,
 ) -> dict[str, Any]:
     """The arrays of bias and mask_array that are there. Masks of keys stay boolean (`key_masks`).
     Those of so many numbers that `clipped` cannot count them are padded to so many rows and keys,
-    whole tiles, but where TMA clips them (`in_tiles`).
+    whole tiles, but where TMA clips them (`in_tiles`). `only_read`: no operation of XLA's follows.
     """
     operands, mask = {"bias": inputs.bias}, inputs.mask_array
     if mask is not None:
         of_keys = mask.shape[2] == 1 < mask.shape[3]
-        operands["mask_array"] = mask if of_keys else mask.astype(jnp.int8)
+        read = only_read and ("mask_array" in in_tiles or mask.size < 2**31)
+        in_int8 = booleans.as_bytes if read else lambda x: x.astype(jnp.int8)
+        operands["mask_array"] = mask if of_keys else in_int8(mask)
         in_tiles = {*in_tiles, *["mask_array"] * of_keys}
     return {
         name: x if name in in_tiles or x.size < 2**31 else padded(x, {2: rows, 3: keys})

@@ -56,7 +56,7 @@ def copy_tile(ctx: ThreadContext) -> None:
         chunk = index * ZERO_BYTES
         zeros = thread.minimum(missing - chunk, ZERO_BYTES)
         end = (at.slot + 1) * (tile * row_words) + chunk // 16 - missing // 16
-        source = Word(refs.counters, thread.wide(chunk * 0))
+        source = Word(refs.counters, thread.to_int64(chunk * 0))
         thread.copy(Word(smem.k, end), source, zeros, done, zeros >= 1)
         return carry
 

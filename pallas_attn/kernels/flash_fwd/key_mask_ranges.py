@@ -65,6 +65,10 @@ class Ranges:
         visible = _visible(ctx, record)
         span = tile_scheduler.span_of_rows(ctx.plan, tile, wg, visible=visible)
         rows = QueryRows(tile, tile.row + wg * ROWS, wg, span, q_slot)
+        plan = ctx.plan
+        if plan.logit_rules.ragged_keys and plan.problem.mask.is_full:
+            # The last tile is masked, though all keys in it may be visible.
+            rows = rows._replace(shown=(visible.full_lo, visible.full_hi))
         return _of_block(ctx, tile, visible), rows
 
 

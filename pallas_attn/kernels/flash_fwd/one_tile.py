@@ -98,7 +98,10 @@ def _attend(ctx: KernelContext, rows: QueryRows) -> Result:
     plan, smem, slot = ctx.plan, ctx.smem, rows.q_slot
     q, k, v = (panels.tiles(x, slot) for x in (smem.q, smem.k, smem.v))
     s = wgmma.matmul((ROWS, k[0].shape[0]), q, k, issue=wgmma.score_panels)
-    s, online = logits.masked_logits(ctx, rows, 0, slot, s, "first_masked" in plan.sections)
+    masked = "first_masked" in plan.sections
+    if plan.rows_apart is not None:
+        masked, rows = True, rows._replace(tile=rows.tile._replace(mask=plan.rows_apart))
+    s, online = logits.masked_logits(ctx, rows, 0, slot, s, masked)
     nothing = mosaic.filled((ROWS,), -jnp.inf)
     new = online.step(s, plan.logit_rules.unit, nothing, empty_ok=True)
     p = sm90.widened(new.p.astype(plan.v.dtype), v)

@@ -51,6 +51,7 @@ cases have files of their own, which are imported where they are needed:
   fetch_producer.py     K and V in the memory of other GPUs
   float32_mainloop.py   float32, in terms of 16 bits
   one_tile.py           heads whose keys are one kv tile, a consumer each
+  batch_rows.py         several batch rows in a work tile
   sm90_defaults.py      the Config for a problem
 """
 
@@ -116,6 +117,7 @@ class Config:
     claims: bool = False  # blocks claim work tiles, where each has a kv tile: see `claims`
     # Consumers take work tiles of their own, where the keys of a head are a kv tile: `one_tile`.
     independent: bool = False
+    batch_rows: int = 1  # batch rows in one work tile, of consumers independent: see `batch_rows`
 
     def __post_init__(self):
         check(
@@ -127,6 +129,11 @@ class Config:
             grid=(self.grid >= 0, "at least 0"),
             q_slots=(self.q_slots in (1, 2), "1 or 2"),
             fetchers=(self.fetchers >= 1, "at least 1"),
+            batch_rows=(
+                self.batch_rows == 1
+                or (self.independent and self.batch_rows > 1 and self.block_kv >= 64),
+                "1, or more with apart and 64 keys or more",
+            ),
             claims=(
                 not self.claims or self.stages <= MOST_STAGES,
                 f"False above {MOST_STAGES} stages",
@@ -144,7 +151,11 @@ class Config:
 @functools.lru_cache(maxsize=256)
 def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     """The static values of a launch; kept, since all calls with the same facts share them."""
-    linear, claimed, independent = False, False, False
+    linear, claimed, independent, rows_apart = False, False, False, None
+    if config.batch_rows > 1:
+        from pallas_attn.kernels.flash_fwd import batch_rows
+
+        problem, rows_apart = batch_rows.joined(problem, config.batch_rows)
     if config.independent:
         from pallas_attn.kernels.flash_fwd import one_tile
 
@@ -173,6 +184,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
         score_tiles=() if independent else _score_tiles_of(problem, config),
         panels=tma_operands.takes_panels(problem),
         independent=independent,
+        rows_apart=rows_apart,
     )
 
 
@@ -403,8 +415,11 @@ def _first_tile(
     """The last kv tile, whose scores overlap with nothing but `meanwhile`."""
     ring, smem = Ring.of(ctx), ctx.smem
     q, k = panels.tiles(smem.q, rows.q_slot), panels.tiles(smem.k, slot)
+    block, keys = k[0].shape[0], ctx.plan.last_keys
+    if keys < block:
+        k = tuple(panel.at[pl.ds(0, keys)] for panel in k)
     ring.wait(slot)
-    s = wgmma.matmul((ROWS, k[0].shape[0]), q, k, meanwhile, wgmma.score_panels)
+    s = wgmma.matmul((ROWS, keys), q, k, meanwhile, wgmma.score_panels)
     read_later = rows.segments is not None or ctx.plan.score_tiles
     if not read_later:
         ring.release(slot)
@@ -419,7 +434,7 @@ def _first_tile(
         ring.release(slot)
     unit, nothing = ctx.plan.logit_rules.unit, mosaic.filled((ROWS,), -jnp.inf)
     new = online.step(s, unit, nothing, empty_ok=True)
-    p = new.p.astype(ctx.plan.v.dtype)
+    p = with_zeros(new.p.astype(ctx.plan.v.dtype), block)
     return State(_no_values(ctx.plan.v), new.row_sum, new.row_max, p)
 
 
@@ -470,7 +485,12 @@ def _step(  # noqa: PLR0913
 
 def widened(p: RegisterTile, v: tuple[SmemRef, ...]) -> RegisterTile:
     """Probabilities with a zero for each row of v past the kv tile: `QueryPlan.value_rows`."""
-    idle = v[0].shape[0] - p.shape[1]
+    return with_zeros(p, v[0].shape[0])
+
+
+def with_zeros(p: RegisterTile, keys: int) -> RegisterTile:
+    """Probabilities of so many keys, of which those past `p` have none."""
+    idle = keys - p.shape[1]
     return lax.concatenate([p, mosaic.filled((ROWS, idle), 0, p.dtype)], 1) if idle else p
 
 
@@ -574,6 +594,10 @@ def run(
     if tiles.has_no_scores(problem):
         return tiles.results_without_scores(problem)
     plan = plan_of(problem, config)
+    if plan.rows_apart is not None:
+        from pallas_attn.kernels.flash_fwd import batch_rows
+
+        inputs = batch_rows.joined_inputs(inputs, config.batch_rows)
     refs, fetched = _operands(plan, inputs), []
     if problem.fetches > 1:
         from pallas_attn.kernels.flash_fwd import fetch
@@ -595,7 +619,8 @@ def run(
 
         refs = key_mask_ranges.with_spans(KernelContext(plan, refs))
     out, lse, *_ = kernel(refs)
-    return out[:, : problem.q_len, :, : problem.v_head_dim], lse
+    out = out[:, : plan.problem.q_len, :, : problem.v_head_dim]
+    return (out, lse) if plan.rows_apart is None else batch_rows.split(out, lse, config.batch_rows)
 
 
 @functools.lru_cache(maxsize=256)

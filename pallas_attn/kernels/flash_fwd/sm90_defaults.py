@@ -10,7 +10,7 @@ from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention.tiles import ROWS, heads_in
 from pallas_attn.kernels.attention.tma_operands import round_up
 from pallas_attn.kernels.flash_fwd.sm90 import SMEM_LIMIT, Config, plan_of, smem_bytes
-from pallas_attn.kernels.flash_fwd.tile_scheduler import BLOCKS, L2_BYTES
+from pallas_attn.kernels.flash_fwd.tile_scheduler import BLOCKS, L2_BYTES, STEP_OVERHEAD
 
 LONG = 16384  # rows from which blocks claim work tiles; few are then of two packed documents
 SHORT = 2048  # rows below which idle rows of work tiles decide how many consumers there are
@@ -71,6 +71,7 @@ def _of_16_bits(problem: AttentionProblem) -> Config:
 
 # Time of the rows of a work tile: by the largest head dim, then by the number of consumers.
 _ROW_COSTS = {
+    32: {4: 1.0, 3: 1.02, 2: 1.3, 1: 2.0},
     64: {4: 1.0, 3: 1.05, 2: 1.3, 1: 2.0},
     80: {4: 1.15, 3: 1.0, 2: 1.4, 1: 2.0},
     128: {3: 1.0, 2: 1.3, 1: 2.0},
@@ -79,8 +80,16 @@ _ROW_COSTS = {
 
 def _of_few_rows(problem: AttentionProblem, dim: int, made: Callable[..., Config]) -> Config:
     """The Config that leaves few rows and keys of its tiles idle. Measured from 33 to 2047 rows."""
+    if problem.q_len <= ROWS // 2 and problem.batch * problem.q_heads > 4 * BLOCKS:
+        from pallas_attn.kernels.flash_fwd import batch_rows
+
+        rows = batch_rows.most(problem)
+        if rows > 1:
+            consumers = 4 if dim <= 64 else 2
+            return made(consumers, block_kv=64, stages=2, independent=True, batch_rows=rows)
     if _gains_by_consumers_apart(problem, dim):
-        return made(4, block_kv=64 if problem.kv_len <= 64 else 128, stages=2, independent=True)
+        keys = 64 if problem.kv_len <= 64 else 128
+        return made(4 if dim <= 64 else 2, block_kv=keys, stages=2, independent=True)
     keys, bias = problem.kv_len, "bias" in problem.arrays
     costs = dict(next(costs for widest, costs in _ROW_COSTS.items() if dim <= widest))
     if dim > 64 and (bias or keys <= 128):  # registers
@@ -91,8 +100,11 @@ def _of_few_rows(problem: AttentionProblem, dim: int, made: Callable[..., Config
         costs = {2: 1.0}
 
     def time_of(consumers: int) -> float:
-        tiles = problem.batch * problem.q_heads * cdiv(problem.q_len, ROWS * consumers)
-        return costs[consumers] * consumers * cdiv(tiles, BLOCKS)
+        tiles = cdiv(problem.q_len, ROWS * consumers)
+        rounds = cdiv(problem.batch * problem.q_heads * tiles, BLOCKS)
+        if dim <= 64 and problem.q_len > 256:  # idle consumers give the others their time
+            rounds *= (tiles - 1 + _last_cost(problem, consumers)) / tiles
+        return costs[consumers] * consumers * rounds
 
     consumers = min(costs, key=time_of)
     if 64 < keys <= 128 and (dim <= 64 or consumers < 3):
@@ -106,17 +118,25 @@ def _of_few_rows(problem: AttentionProblem, dim: int, made: Callable[..., Config
         wide = keys >= 512 or dim <= 64 or bias or consumers == 1
         return made(consumers, 128 if wide else 64, stages=4 if dim <= 64 or not wide else 2)
     if consumers == 3:
-        if dim <= 64 and (keys >= 768 or bias):
+        if dim <= 64 and (keys >= 768 or bias or (dim <= 32 and keys > 256)):
             return made(3, block_kv=128, stages=4)
         return made(3, block_kv=64, stages=4 if dim <= 96 else 3)
-    return made(4, block_kv=64, stages=6 if dim <= 64 else 4)
+    if dim <= 64:
+        return made(4, block_kv=64, stages=6)
+    return made(4, block_kv=64, stages=5, q_slots=1)  # by 6 % at head dim 80
+
+
+def _last_cost(problem: AttentionProblem, consumers: int) -> float:
+    """The time of a head's last work tile beside one that has rows for all consumers."""
+    busy = cdiv((problem.q_len - 1) % (ROWS * consumers) + 1, ROWS)
+    return (busy + STEP_OVERHEAD) / (consumers + STEP_OVERHEAD)
 
 
 def _gains_by_consumers_apart(problem: AttentionProblem, dim: int) -> bool:
     """Whether heads are so small that each consumer takes one: see `one_tile`."""
     from pallas_attn.kernels.flash_fwd import one_tile
 
-    most = 128 if dim <= 32 else 64 if dim <= 64 else 0
+    most = 128 if dim <= 32 else 64 if dim <= 64 or problem.q_len < 56 else 0
     tiles = problem.batch * problem.q_heads * cdiv(problem.q_len, ROWS)
     return problem.q_len <= 128 and tiles > BLOCKS and one_tile.takes(problem, most)
 

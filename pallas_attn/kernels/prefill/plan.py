@@ -149,6 +149,11 @@ class Plan:
     skips_keys = False
     one_loop = False  # tiles that need no mask have a loop of their own in the mainloop
 
+    @property
+    def last_keys(self) -> int:
+        """Those of a whole tile, as sequences end anywhere."""
+        return int(self.config.block_kv)
+
     @functools.cached_property
     def tiles(self) -> RowTiles:
         return RowTiles(self.problem.group, self.problem.q_len, self.config.warpgroups)

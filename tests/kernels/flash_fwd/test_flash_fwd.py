@@ -22,7 +22,7 @@ from pallas_attn.bench import cases
 from pallas_attn.kernels.attention import segment_spans, tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS, mask_span
 from pallas_attn.kernels.flash_bwd import sm90 as flash_bwd_sm90
-from pallas_attn.kernels.flash_fwd import documents, segments, tile_scheduler
+from pallas_attn.kernels.flash_fwd import batch_rows, documents, segments, tile_scheduler
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as kernel
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
@@ -77,6 +77,11 @@ def arguments_of(case: cases.AttentionCase, seed: int = 0, poison: bool = False)
 def run(inputs, *, problem, config):
     """By the kernel whose configuration it is."""
     return sys.modules[type(config).__module__].run(inputs, problem, config)
+
+
+def output(inputs, *, problem, config):
+    """Without the log-sum-exp."""
+    return run(inputs, problem=problem, config=config)[0]
 
 
 def check(case, config, seed=0):
@@ -211,6 +216,27 @@ def test_any_size_interpreted(name, dims, rows, config):
         check(dataclasses.replace(case, **sizes), config)
 
 
+@pytest.mark.guards
+@pytest.mark.parametrize(
+    "rows, keys, dims, changes, in_eights",
+    [
+        (13, 77, (64, 64), {}, 16),
+        (130, 65, (40, 24), {}, 8),
+        (70, 185, (72, 72), {"sinks": True, "softcap": 20.0}, 64),
+        (130, 100, (64, 128), {"q_lengths": (0, 70, 130)}, 40),
+        (70, 77, (64, 64), {"mask": CAUSAL, "q_offset": 7}, 64),
+    ],
+    ids=str,
+)
+def test_last_keys_in_eights_interpreted(rows, keys, dims, changes, in_eights):
+    """The scores of the last kv tile are of the keys that exist; rows past T take only that."""
+    case = dataclasses.replace(of_size(rows, keys, dims), batch=3, **changes)
+    config = kernel.Config(2, 64, 3, grid=5)
+    assert kernel.plan_of(problem_of(case), config).last_keys == in_eights
+    with mosaic.interpret():
+        check(case, config)
+
+
 INDEPENDENT = kernel.Config(warpgroups=3, block_kv=136, grid=2, independent=True)
 OF_ONE_TILE = (
     *("q_lengths", "kv_lengths_causal", "sinks_empty_rows", "bias_by_head", "softcap"),
@@ -225,6 +251,47 @@ def test_keys_of_one_tile_interpreted(name):
     assert plan_of(name, INDEPENDENT).independent
     with mosaic.interpret():
         check(small(name), INDEPENDENT)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize(
+    "rows, joined, dims, mask",
+    [
+        (16, 4, (64, 64), FULL),
+        (20, 3, (40, 40), CAUSAL),
+        (32, 2, (80, 128), FULL),
+        (7, 9, (32, 24), sliding_window(3)),
+    ],
+    ids=str,
+)
+def test_batch_rows_in_one_tile_interpreted(rows, joined, dims, mask):
+    """Each sees its own keys, whatever others hold."""
+    case = of_size(rows, rows, dims, mask, "bfloat16", (4, 2))
+    case = dataclasses.replace(case, batch=3 * joined)
+    config = kernel.Config(2, 64, 2, grid=3, independent=True, batch_rows=joined)
+    assert batch_rows.most(problem_of(case)) == joined
+    with mosaic.interpret():
+        check(case, config)
+
+
+@pytest.mark.parametrize(
+    "changes, rows",
+    [
+        ({}, 4),
+        ({"batch": 15}, 3),
+        ({"batch": 7}, 1),
+        ({"q_len": 33, "kv_len": 33}, 1),
+        ({"kv_len": 20}, 1),
+        ({"kv_lengths": (3,) * 64}, 1),
+        ({"dtype": "float32"}, 1),
+    ],
+    ids=str,
+)
+def test_batch_rows_that_fill_a_tile(changes, rows):
+    case = dataclasses.replace(of_size(16, 16, (64, 64), FULL, "bfloat16", (16, 16)), batch=64)
+    problem = problem_of(dataclasses.replace(case, **changes))
+    assert batch_rows.most(problem) == rows
+    assert kernel.Config.default(problem).batch_rows == (rows if problem.batch == 64 else 1)
 
 
 def test_consumers_are_apart_where_a_tile_has_all_keys():
@@ -297,7 +364,7 @@ def compiled(name, target="h100", chooser=kernel.Config):
     return compiled_case(case_named(name), target, chooser)
 
 
-def compiled_case(case, target="h100", chooser=kernel.Config):
+def compiled_case(case, target="h100", chooser=kernel.Config, of=run):
     problem = problem_of(dataclasses.replace(case, batch=1, q_len=8, kv_len=8))
     sizes = {"batch": case.batch, "q_len": case.q_len, "kv_len": case.kv_len}
     gpu = {"h100": "sm90", "a100": "sm80", "b200": "sm100"}.get(target, target)
@@ -311,7 +378,7 @@ def compiled_case(case, target="h100", chooser=kernel.Config):
         **{name: jax.ShapeDtypeStruct(size, jnp.dtype(case.dtype)) for name, size in sizes.items()}
     )
     config = chooser.default(problem)
-    call = functools.partial(run, problem=problem, config=config)
+    call = functools.partial(of, problem=problem, config=config)
     return case, config, mosaic.compile_for(call, inputs, target=target, sass=False)
 
 
@@ -325,6 +392,26 @@ def test_any_size_without_copies(rows, dim, dtype):
     _, _, report = compiled_case(of_size(rows, rows, (dim, dim), dtype=dtype))
     assert (report.launches, report.others, report.spill_bytes) == (1, (), 0)
     assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("rows, dim", [(16, 40), (20, 64), (32, 128)])
+def test_batch_rows_that_share_a_tile_are_not_copied(rows, dim):
+    case = dataclasses.replace(of_size(rows, rows, (dim, dim), heads=(16, 16)), batch=960)
+    _, config, report = compiled_case(case, of=output)
+    assert config.batch_rows == 64 // rows
+    assert (report.launches, report.others, report.spill_bytes) == (1, (), 0)
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("target", ["a100", "sm89"])
+@pytest.mark.parametrize("rows, dim", [(197, 40), (577, 72)])
+def test_any_size_without_copies_by_portable_kernels(rows, dim, target):
+    case = of_size(rows, rows, (dim, dim))
+    _, _, report = compiled_case(case, target, PORTABLE)
+    assert (report.launches, report.others, report.spill_bytes) == (1, (), 0)
 
 
 # At the highest precision 64 keys with spills are faster than 32 without. Bytes, with either JAX.
@@ -628,6 +715,7 @@ def of_size(rows, keys, dims, mask=FULL, dtype="bfloat16", heads=(4, 2)):
         (257, 77, (40, 40)),
         (300, 120, (80, 72)),
         (577, 577, (88, 88)),
+        (16, 16, (40, 40)),
         (729, 333, (128, 104)),
         (1025, 1025, (136, 200)),
         (1500, 1500, (64, 64)),
@@ -635,7 +723,8 @@ def of_size(rows, keys, dims, mask=FULL, dtype="bfloat16", heads=(4, 2)):
 )
 def test_any_size_on_the_gpu(rows, keys, dims, mask, dtype):
     """Few heads, and as many as have consumers apart."""
-    for heads in ((4, 2), (64, 64)) if rows <= 300 else ((4, 2),):
+    many = (192, 192) if rows <= 32 else (64, 64)
+    for heads in ((4, 2), many) if rows <= 300 else ((4, 2),):
         case = of_size(rows, keys, dims, mask, dtype, heads)
         # Logits of a few units: a mean of all keys would be small beside the errors of first rows.
         case = dataclasses.replace(case, scale=0.25)

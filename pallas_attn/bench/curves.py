@@ -1,0 +1,83 @@
+"""A picture of curves as an SVG file: time over size, both axes logarithmic, a curve a head dim."""
+
+import html
+import math
+from collections.abc import Sequence
+
+from pallas_attn.bench.rows import Row
+
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 480, 330, 46, 44, 48, 44  # pixels
+_COLOURS = ("#56B4E9", "#003f5c", "#D55E00", "#009E73")  # narrowest head dim first
+
+
+def drawing(rows: Sequence[Row]) -> str:
+    """Nanoseconds of a query row of a head, over the rows of a sequence, a curve for each head
+    dim of rows of op "sweep".
+    """
+    dims = sorted({row["problem"]["head_dim"] for row in rows})
+    curves = {
+        dim: [_point(row) for row in rows if row["problem"]["head_dim"] == dim] for dim in dims
+    }
+    points = [point for curve in curves.values() for point in curve]
+    across = _Axis(*_ends([x for x, _ in points]), _LEFT, _WIDTH - _RIGHT)
+    up = _Axis(*_ends([y for _, y in points]), _HEIGHT - _BOTTOM, _TOP)
+    facts = rows[0]
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        f'width="{_WIDTH}" height="{_HEIGHT}" font-family="Verdana, DejaVu Sans, sans-serif" '
+        'font-size="11">',
+        "<title>Time of a query row over the rows of a sequence</title>",
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
+        _text("Forward, nanoseconds of a query row of a head", _WIDTH / 2, 18, "middle"),
+        _text(f"{facts['gpu']}, JAX {facts['jax']}", _WIDTH / 2, 34, "middle"),
+        _text("rows of a sequence (T = S)", (_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 8, "middle"),
+    ]
+    for x in _ticks(across, 2):
+        parts.append(_line([(across.at(x), _TOP), (across.at(x), _HEIGHT - _BOTTOM)], "#dddddd", 1))
+        parts.append(_text(f"{x:g}", across.at(x), _HEIGHT - _BOTTOM + 14, "middle"))
+    for y in _ticks(up, 2):
+        parts.append(_line([(_LEFT, up.at(y)), (_WIDTH - _RIGHT, up.at(y))], "#dddddd", 1))
+        parts.append(_text(f"{y:g}", _LEFT - 5, up.at(y) + 4, "end"))
+    for colour, (dim, curve) in zip(_COLOURS, curves.items(), strict=False):
+        places = [(across.at(x), up.at(y)) for x, y in sorted(curve)]
+        parts.append(_line(places, colour, 2))
+        parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{colour}"/>' for x, y in places]
+        parts.append(_text(f"H {dim}", places[-1][0] + 5, places[-1][1] + 4, "start", colour))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _point(row: Row) -> tuple[float, float]:
+    sizes = row["problem"]
+    rows = sizes["batch"] * sizes["q_len"] * sizes["q_heads"]
+    return sizes["q_len"], 1e6 * row["ms"] / rows
+
+
+class _Axis:
+    """A logarithmic axis between two places, in pixels."""
+
+    def __init__(self, low: float, high: float, start: float, end: float):
+        self.low, self.high, self.start, self.end = low, high, start, end
+
+    def at(self, value: float) -> float:
+        share = math.log(value / self.low) / math.log(self.high / self.low)
+        return self.start + (self.end - self.start) * share
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    """The powers of two around the values."""
+    return 2.0 ** math.floor(math.log2(min(values))), 2.0 ** math.ceil(math.log2(max(values)))
+
+
+def _ticks(axis: _Axis, base: int) -> list[float]:
+    first, last = (round(math.log(end, base)) for end in (axis.low, axis.high))
+    return [float(base) ** n for n in range(first, last + 1)]
+
+
+def _line(places: Sequence[tuple[float, float]], colour: str, width: int) -> str:
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    return f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
+
+
+def _text(text: str, x: float, y: float, anchor: str, colour: str = "black") -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}"'
+    return f"<text {place}>{html.escape(text)}</text>"
