@@ -173,6 +173,16 @@ class AttentionCase:
         shape = (self.batch, self.q_len, self.q_heads, self.v_head_dim)
         return _normal(seed, self.dtype, "do", shape)
 
+    def tangents(self, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Random tangents of q, k and v."""
+        dims = (self.head_dim, self.head_dim, self.v_head_dim)
+        rows = ((self.q_len, self.q_heads), *[(self.kv_len, self.kv_heads)] * 2)
+        named = zip(("q_dot", "k_dot", "v_dot"), rows, dims, strict=True)
+        q, k, v = (
+            _normal(seed, self.dtype, name, (self.batch, *row, dim)) for name, row, dim in named
+        )
+        return q, k, v
+
     def q_starts(self) -> jax.Array:
         """Starts and end of a packed case's documents, which fill its one batch row."""
         assert isinstance(self.segments, tuple) and (self.batch, self.kv_len) == (1, self.q_len)

@@ -203,6 +203,16 @@ def _functions() -> list[AttentionCase]:
     return rows
 
 
+def _tangents() -> list[AttentionCase]:
+    """Shapes of `jax.jvp`: 16384 rows, and those of DiT-XL at 256 pixels."""
+    rows = [
+        _attention(f"jvp_h{dim}_{mask}_t{length}_n16", (16384 // length, length), (16, 16), dim,
+                   "grid", mask=mask)
+        for dim in (64, 128) for mask in (FULL, CAUSAL) for length in (1024, 4096, 8192)
+    ]  # fmt: skip
+    return [*rows, _attention("jvp_h72_full_t256_n16", (128, 256), (16, 16), 72, "grid")]
+
+
 def _edge_attention() -> list[AttentionCase]:
     """Small and awkward: both sides of a tile's edge, empty rows, every argument alone."""
     lengths = (0, 1, 63, 64, 65, 127, 128, 129)
@@ -513,6 +523,7 @@ PREFILL: tuple[DecodeCase, ...] = (*_prefill(), *_packed())
 APPEND: tuple[AppendCase, ...] = tuple(_append())
 SHARED_PREFIX: tuple[DecodeCase, ...] = tuple(_shared())
 MASK: tuple[AttentionCase, ...] = tuple(_functions())
+JVP: tuple[AttentionCase, ...] = tuple(_tangents())
 # Operations of attention draw from ATTENTION.
 LISTS: dict[str, tuple[Case, ...]] = {
     "decode": DECODE,
@@ -520,6 +531,7 @@ LISTS: dict[str, tuple[Case, ...]] = {
     "shared_prefix": SHARED_PREFIX,
     "append": APPEND,
     "mask": MASK,
+    "jvp": JVP,
 }
 
 

@@ -374,6 +374,7 @@ PEERS: dict[str, dict[str, Peer]] = {
     "forward": _ATTENTION,
     "forward+backward": _ATTENTION,
     "backward": _ATTENTION,
+    "jvp": {"cudnn": cudnn, "xla": xla},
     "decode": {
         **{name: functools.partial(_dense_decode, name) for name in ("cudnn", "xla")},
         "wide_cache": wide_cache,

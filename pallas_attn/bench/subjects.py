@@ -15,6 +15,7 @@ from pallas_attn.bench.cases import Case
 
 Cache = Any  # a cache of any kind
 Jitted = Any  # a function as jax.jit returns it
+Directions = Any  # a cotangent of out, tangents of q, k and v, or None
 Function = Callable[[Any, Any, Any, dict[str, Any]], Any]  # (q, k, v, other arrays) -> out
 
 
@@ -38,9 +39,11 @@ class Step:
 
 
 def attention_launch(
-    function: Function, arrays: dict[str, Any], cotangent: jax.Array | None, op: str
+    function: Function, arrays: dict[str, Any], cotangent: Directions, op: str
 ) -> Callable[[], Any]:
-    """A call of one of the three measures of attention; gives (out,) or (out, dq, dk, dv)."""
+    """A call of one of the measures of attention; gives (out,), (out, dq, dk, dv), or (out, its
+    tangent) along `cotangent`, here the tangents of q, k and v.
+    """
     names = ("q", "k", "v")
     q, k, v = (arrays[name] for name in names)
     rest = {name: array for name, array in arrays.items() if name not in names}
@@ -53,8 +56,15 @@ def attention_launch(
             return (out, *pullback(do))
 
         return Step(jax.jit(both), (q, k, v, rest, cotangent))
+    if op == "jvp":
+
+        def along(q, k, v, rest, tangents):
+            return jax.jvp(lambda q, k, v: function(q, k, v, rest), (q, k, v), tangents)
+
+        return Step(jax.jit(along), (q, k, v, rest, cotangent))
     if op != "backward":
-        raise ValueError(f"op: expected forward, forward+backward or backward, got {op!r}")
+        wanted = "forward, forward+backward, backward or jvp"
+        raise ValueError(f"op: expected {wanted}, got {op!r}")
     forward = jax.jit(function)
     out, residuals = jax.vjp(lambda q, k, v: forward(q, k, v, rest), q, k, v)
     pull = jax.jit(lambda pullback, do: pullback(do))
@@ -64,11 +74,11 @@ def attention_launch(
 def attention(
     case: AttentionCase,
     arrays: dict[str, Any],
-    cotangent: jax.Array | None,
+    cotangent: Directions,
     op: str,
     implementation: str | None,
 ) -> Callable[[], Any]:
-    """`flash_attention` and its gradient."""
+    """`flash_attention` and its derivatives."""
     static = case.options() | {"implementation": implementation}
     if case.packed:
         arrays = {name: x for name, x in arrays.items() if name != "segment_ids"}

@@ -113,6 +113,7 @@ def said_wrong(lines):
         ("forward", "everything"),
         ("backward", "group4_kv2"),
         ("backward_alone", "float16_causal"),
+        ("jvp", "float16_causal"),
         ("decode", "decode_per_sequence_edges"),
         ("decode", "decode_paged_float8_e4m3fn"),
         ("decode", "decode_stacked_latent"),
