@@ -8,7 +8,8 @@
 | short causal windows, head dims up to 64 | `sm90_window` | `sm90_window` |
 | up to 128 queries and keys | `sm90_short` | `sm90_short` |
 
-The gradient of a bias is made by `sm90_dbias`, after any of these; that of sinks by XLA.
+The gradient of a bias is made by `sm90_dbias`, after any of these, and sums for those of arrays
+that a score function reads (`aux_sums`); that of sinks by XLA.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import score_tiles, tiles, tma_operands
 from pallas_attn.kernels.flash_bwd import (
+    aux_sums,
     dq_sum,
     lockstep,
     operands,
@@ -272,6 +274,11 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
         bias_plan = sm90_dbias.plan_of(problem, flash_fwd_sm90.Config)
         bias_refs = sm90_dq.operands_of(bias_plan, inputs, operands.ordered_after(refs, dq))
         others["bias"] = sm90_dbias.dbias_of(bias_plan, inputs, bias_refs)
+    if problem.learned:
+        aux_plan = sm90_dbias.plan_of(problem, flash_fwd_sm90.Config)
+        aux_refs = sm90_dq.operands_of(aux_plan, inputs, operands.ordered_after(refs, dq))
+        sums = sm90_dbias.sums_of_reads(aux_plan, aux_refs)
+        others["score_aux"] = aux_sums.gradients(problem, inputs, sums)
     if inputs.sinks is not None:
         others["sinks"] = dsinks(residuals, stats)
     return AttentionInputs(q=dq, k=dk, v=dv, **others)

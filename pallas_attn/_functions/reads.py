@@ -1,0 +1,175 @@
+"""Reads of an array by a function of positions: which positions an element depends on, and the
+derivative of the result by what a read gives.
+
+The gradient of an element is the sum of dS times this derivative over all logits that read it.
+Where the index follows from few numbers, logits are added up first, over all the others.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn._functions import program as _program
+from pallas_attn._functions import tracing
+from pallas_attn._functions.program import Constant, Operand, Operation, Program
+
+# Positions that an index follows from, of queries and keys: none, one of them, or one distance.
+NONE, ROWS, KEYS, DISTANCE, BOTH = "none", "rows", "keys", "distance", "both"
+_COMPARISONS = frozenset(("lt", "le", "gt", "ge", "eq", "ne"))  # follow from a difference
+
+
+class Read(NamedTuple):
+    """A read of an array in a program."""
+
+    number: int  # among all reads, in order
+    array: int
+    batch: bool  # whether the index depends on the batch row
+    head: bool
+    along: str  # NONE, ROWS, KEYS, DISTANCE or BOTH
+
+
+class _Dependence(NamedTuple):
+    """The numbers that a value depends on. `linear`: the factors of the positions of queries and
+    keys where the value is a sum of multiples of these and of what depends on neither, else None.
+    """
+
+    inputs: frozenset[int]
+    along: str
+    linear: tuple[int, int] | None
+
+
+@functools.lru_cache(maxsize=256)
+def of_array(program: Program, array: int) -> tuple[Read, ...]:
+    """The reads of an array of a score function."""
+    score, batch, head, query, key = range(program.inputs)
+    held = [_Dependence(frozenset((n,)), NONE, (0, 0)) for n in (score, batch, head)]
+    held += [_Dependence(frozenset((query,)), ROWS, (1, 0))]
+    held += [_Dependence(frozenset((key,)), KEYS, (0, 1))]
+    reads, number = [], 0
+    for op in program.operations:
+        value = _of_operation(op, [_of_operand(x, held) for x in op.operands])
+        held.append(value)
+        if op.read is None:
+            continue
+        if op.read == array:
+            along = BOTH if score in value.inputs else value.along
+            reads.append(Read(number, array, batch in value.inputs, head in value.inputs, along))
+        number += 1
+    return tuple(reads)
+
+
+def _of_operand(operand: Operand, held: Sequence[_Dependence]) -> _Dependence:
+    if isinstance(operand, Constant):
+        return _Dependence(frozenset(), NONE, (0, 0))
+    return held[operand]
+
+
+def _of_operation(op: Operation, operands: Sequence[_Dependence]) -> _Dependence:
+    inputs = frozenset[int]().union(*[x.inputs for x in operands])
+    linear = _linear(op, [x.linear for x in operands])
+    if linear is not None:
+        kinds = {(False, False): NONE, (True, False): ROWS, (False, True): KEYS}
+        kind = kinds.get((linear[0] != 0, linear[1] != 0), BOTH)
+        along = DISTANCE if kind == BOTH and sum(linear) == 0 else kind
+        return _Dependence(inputs, along, None if op.name in _COMPARISONS else linear)
+    kinds_of = {x.along for x in operands} - {NONE}
+    along = BOTH if len(kinds_of) > 1 else next(iter(kinds_of), NONE)
+    return _Dependence(inputs, along, (0, 0) if along == NONE else None)
+
+
+def _linear(op: Operation, factors: Sequence[tuple[int, int] | None]) -> tuple[int, int] | None:
+    if None in factors or op.read is not None:
+        return None
+    known = [x for x in factors if x is not None]
+    if op.dtype != "int32" and op.name not in _COMPARISONS:
+        return None
+    if op.name == "add":
+        return known[0][0] + known[1][0], known[0][1] + known[1][1]
+    if op.name == "sub" or op.name in _COMPARISONS:
+        return known[0][0] - known[1][0], known[0][1] - known[1][1]
+    if op.name == "neg":
+        return -known[0][0], -known[0][1]
+    if op.name == "mul":
+        for operand, other in zip(op.operands, reversed(known), strict=True):
+            if isinstance(operand, Constant):
+                by = int(operand.value)
+                return by * other[0], by * other[1]
+    return None
+
+
+# ---- the derivative by a read --------------------------------------------------------------------
+
+
+def derivative(program: Program, read: Read) -> Program:
+    """The derivative of the result by what a read gives, which reads `derivative_arrays`."""
+    return _derivative(program, read.number)[0]
+
+
+def derivative_arrays(program: Program, read: Read, arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """The arrays of a program that this derivative reads, in its order."""
+    return tuple(arrays[n] for n in _derivative(program, read.number)[1])
+
+
+@functools.lru_cache(maxsize=256)
+def _derivative(program: Program, number: int) -> tuple[Program, tuple[int, ...]]:
+    arrays = [np.zeros(shape, dtype) for shape, dtype in program.arrays]
+
+    def slope(*arguments: jax.Array) -> Any:
+        numbers, read = arguments[: program.inputs], arguments[program.inputs :]
+
+        def moved(by: jax.Array) -> Any:
+            return _program.evaluate(program, numbers, read, _Moved(number, by))
+
+        return jax.grad(moved)(jnp.float32(0.0))
+
+    dtypes = [jnp.float32] + [jnp.int32] * (program.inputs - 1)
+    traced, kept = tracing.trace("score_fn", slope, dtypes, arrays)
+    identities = [id(x) for x in arrays]
+    return traced, tuple(identities.index(id(x)) for x in kept)
+
+
+class _Moved(_program.Broadcasting):
+    """Values of which those of one read are moved by a number."""
+
+    def __init__(self, number: int, by: jax.Array):
+        self.left, self.by = number, by
+
+    def read(self, array: Any, kind: Any, indices: Sequence[Any]) -> Any:
+        elements = super().read(array, kind, indices)
+        self.left -= 1
+        return elements + self.by.astype(elements.dtype) if self.left == -1 else elements
+
+
+# ---- the index of a read -------------------------------------------------------------------------
+
+
+class _Watched(_program.Broadcasting):
+    """Values that keep the indices of one read."""
+
+    def __init__(self, number: int):
+        self.left = number
+        self.indices: Any = None
+
+    def read(self, array: Any, kind: Any, indices: Sequence[Any]) -> Any:
+        self.left -= 1
+        if self.left == -1:
+            self.indices = tuple(indices)
+        return super().read(array, kind, indices)
+
+
+def index(
+    program: Program, read: Read, numbers: Sequence[Any], arrays: Sequence[jax.Array]
+) -> jax.Array:
+    """int32: the number of the element, counted through the array, that each logit reads at batch
+    row, head and positions `numbers`, which broadcast.
+    """
+    values = _Watched(read.number)
+    _program.evaluate(program, (jnp.float32(0.0), *numbers), arrays, values)
+    flat: Any = jnp.int32(0)
+    for at, size in zip(values.indices, program.arrays[read.array][0], strict=True):
+        flat = flat * size + jnp.clip(at, 0, size - 1)
+    return flat

@@ -1,0 +1,177 @@
+"""Gradients of arrays that a score function reads: dS times the derivative of the score by what a
+read gives, added up over all logits that read an element.
+
+The index of a read follows from few numbers (`_functions.reads`), so kernels add up over all others
+first, in float32 and in one order: the walk of `dbias`, where a block owns a tile of numbers that
+XLA then adds up by their elements. An index by
+
+    no position, or that of a query or a key: a tile of a bias of [B|1, N|1, T|1, S|1]
+    the distance of query and key (T5): a tile of scores at one distance of query tile and kv tile,
+        with all pairs of tiles at this distance as its readers
+
+No array of T x S numbers is stored. Reads by both positions go the way of `_autodiff`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._functions import reads
+from pallas_attn._functions.program import Constant
+from pallas_attn._functions.reads import DISTANCE, KEYS, ROWS, Read
+from pallas_attn.kernels.attention import functions, softmax
+from pallas_attn.kernels.attention.logits import LogitTile
+from pallas_attn.kernels.attention.tiles import KernelContext
+from pallas_attn.kernels.lang.types import RegisterTile
+
+MOST_COMPARED = 2**27  # pairs of a sum and an element that are compared; beyond, sums are sorted
+
+
+class Diagonals(NamedTuple):
+    """Distances of query tiles and kv tiles, in kv tiles, that some query may see."""
+
+    first: int
+    count: int
+    ratio: int  # kv tiles as long as a query tile
+
+
+def all_reads(problem: AttentionProblem) -> list[Read]:
+    """The reads of all arrays whose gradients a backward computes."""
+    program = problem.score_program
+    assert program is not None
+    return [read for n in problem.learned for read in reads.of_array(program, n)]
+
+
+def virtual_bias(problem: AttentionProblem, read: Read) -> tuple[int, ...]:
+    """The shape [B|1, N|1, T|1, S|1] of the sums of a read by no distance."""
+    batch, heads = leading(problem, read)
+    rows = problem.q_len if read.along == ROWS else 1
+    return batch, heads, rows, problem.kv_len if read.along == KEYS else 1
+
+
+def leading(problem: AttentionProblem, read: Read) -> tuple[int, int]:
+    """Batch rows and heads whose sums are apart."""
+    by_batch = read.batch or ("q_offset" in problem.arrays and read.along in (ROWS, DISTANCE))
+    return problem.batch if by_batch else 1, problem.q_heads if read.head else 1
+
+
+def diagonals(problem: AttentionProblem, rows: int, keys: int) -> Diagonals:
+    """The distances of tiles of so many rows and keys."""
+    ratio = rows // keys
+    first, end = 1 - -(-problem.kv_len // keys), (-(-problem.q_len // rows) - 1) * ratio + 1
+    for mask in (problem.mask, problem.mask_within):
+        if "q_offset" in problem.arrays or mask.arrives:
+            continue
+        if mask.right is not None:  # a query sees keys up to `right` after it
+            nearest = -mask.right - problem.q_offset  # the least row - key
+            first = max(first, -(-(nearest - rows + 1) // keys))
+        if mask.left is not None:
+            end = min(end, (mask.left - problem.q_offset + keys - 1) // keys + 1)
+    return Diagonals(first, max(1, end - first), ratio)
+
+
+def weight(
+    ctx: KernelContext, place: LogitTile, read: Read, s: RegisterTile
+) -> RegisterTile | float:
+    """The derivative of the score function by a read, on a tile of scores `s` without scale."""
+    problem = ctx.plan.problem
+    program = problem.score_program
+    assert program is not None
+    slope = reads.derivative(program, read)
+    if isinstance(slope.result, Constant):
+        return float(slope.result.value)
+    aux = reads.derivative_arrays(program, read, ctx.refs.score_aux)
+    s = s * problem.scale
+    if problem.softcap is not None:
+        s = softmax.softcap(s, problem.softcap)
+    return functions.on_tile(slope, aux, place, s)
+
+
+def times(ds: RegisterTile, by: RegisterTile | float) -> RegisterTile:
+    """dS times a weight; 0 where dS is: there a weight may hold anything."""
+    if isinstance(by, float):
+        return ds if by == 1.0 else ds * by
+    return jnp.where(ds == 0, 0.0, ds * by)
+
+
+# ---- by XLA: sums by element ---------------------------------------------------------------------
+
+
+def gradients(
+    problem: AttentionProblem, inputs: AttentionInputs, sums: Sequence[jax.Array]
+) -> tuple[Any, ...]:
+    """The gradients, float32, of `inputs.score_aux`, None for those that nobody wants. `sums`: one
+    array for each of `all_reads`, [B|1, N|1, T|1, S|1], or of a read by distance [B|1, N|1,
+    diagonals, rows, keys].
+    """
+    program = problem.score_program
+    assert program is not None
+    totals: dict[int, Any] = dict.fromkeys(problem.learned)
+    for read, values in zip(all_reads(problem), sums, strict=True):
+        shape = program.arrays[read.array][0]
+        numbers, values = _numbers_of(problem, inputs, read, values)
+        at = reads.index(program, read, numbers, inputs.score_aux)
+        at = jnp.broadcast_to(at, values.shape).reshape(-1)
+        total = added_up(values.reshape(-1), at, math.prod(shape)).reshape(shape)
+        before = totals[read.array]
+        totals[read.array] = total if before is None else before + total
+    return tuple(totals.get(n) for n in range(len(inputs.score_aux)))
+
+
+def _numbers_of(
+    problem: AttentionProblem, inputs: AttentionInputs, read: Read, values: jax.Array
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Batch row, head and positions of sums, which broadcast to them; and the sums, of which those
+    by distance are added up along the diagonals of a tile.
+    """
+
+    def along(axis: int, x: jax.Array) -> jax.Array:
+        return jnp.expand_dims(x, tuple(n for n in range(4) if n != axis))
+
+    def counted(axis: int) -> jax.Array:
+        return along(axis, jnp.arange(values.shape[axis], dtype=jnp.int32))
+
+    offset = along(0, jnp.atleast_1d(jnp.asarray(problem.q_offset, jnp.int32)))
+    if inputs.q_offset is not None and values.shape[0] == problem.batch:
+        offset = along(0, inputs.q_offset)
+    if read.along != DISTANCE:
+        return (counted(0), counted(1), offset + counted(2), counted(3)), values
+    *_, rows, keys = values.shape
+    values = along_diagonals(values)
+    tile = along(2, jnp.arange(values.shape[2], dtype=jnp.int32))
+    tile = (tile + diagonals(problem, rows, keys).first) * keys
+    distance = tile + along(3, jnp.arange(values.shape[3], dtype=jnp.int32)) - (keys - 1)
+    zero = jnp.zeros((1,) * 4, jnp.int32)
+    return (counted(0), counted(1), offset + distance, zero), values
+
+
+def along_diagonals(tiles: jax.Array) -> jax.Array:
+    """[.., rows, keys] -> [.., rows + keys - 1]: the sums of equal row - key, from 1 - keys on."""
+    *axes, rows, keys = tiles.shape
+    width = rows + keys
+    pads = [(0, 0)] * (len(axes) + 1) + [(0, rows)]
+    flat = jnp.pad(tiles[..., ::-1], pads).reshape(*axes, rows * width)
+    skewed = flat[..., : rows * (width - 1)].reshape(*axes, rows, width - 1)  # row r shifted by r
+    return skewed.sum(axis=-2)
+
+
+def added_up(values: jax.Array, at: jax.Array, size: int) -> jax.Array:
+    """float32[size]: the sum of the values at each place, in one order."""
+    if values.size * size <= MOST_COMPARED:
+        places = jnp.arange(size, dtype=jnp.int32)
+        return jnp.where(at[None] == places[:, None], values[None], 0.0).sum(axis=1)
+    at, values = lax.sort((at, values), num_keys=1, is_stable=True)
+
+    def combine(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        (place, total), (after, more) = a, b
+        return after, jnp.where(place == after, total, 0.0) + more
+
+    _, totals = lax.associative_scan(combine, (at, values))
+    is_last = jnp.concatenate([at[1:] != at[:-1], jnp.ones(1, bool)])
+    places = jnp.where(is_last, at, size)
+    return jnp.zeros(size, values.dtype).at[places].set(totals, mode="drop")
