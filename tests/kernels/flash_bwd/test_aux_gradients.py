@@ -169,8 +169,6 @@ def by_hand(case):
     expected = budget.attention(floats | rest | {"bias": bias}, do, tensor_cores=True)
 
     def summed(ds):
-        weights = [jax.vjp(add, *aux)] if False else None
-        del weights
         return [np.asarray(x, np.float64) for x in pull(jnp.asarray(ds, jnp.float32))]
 
     return summed(expected.oracle["dbias"]), summed(expected.naive["dbias"])
@@ -212,3 +210,19 @@ def test_hopper_interpreted(name):
 @pytest.mark.parametrize("name", ["t5_lengths", "alibi_grouped", "of_rows", "float32", "wide"])
 def test_portable_interpreted(name):
     check(CASES[name], computed(CASES[name], "sm80"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["sm90", "sm80"])
+@pytest.mark.parametrize("name", CASES)
+def test_on_the_gpu(name, implementation):
+    case = CASES[name]
+    floats, rest, do = drawn(case)
+    run = functools.partial(gradients, case, rest, implementation=implementation)
+    got = jax.block_until_ready(jax.jit(run)(floats, do))
+    check(case, got)
+    if case.deterministic:
+        again = jax.block_until_ready(jax.jit(run)(floats, do))
+        assert all(
+            bool((x == y).all()) for x, y in zip(*map(jax.tree.leaves, (got, again)), strict=True)
+        )
