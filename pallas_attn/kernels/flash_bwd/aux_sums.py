@@ -9,25 +9,32 @@ XLA then adds up by their elements. An index by
     the distance of query and key (T5): a tile of scores at one distance of query tile and kv tile,
         with all pairs of tiles at this distance as its readers
 
+Sums by keys, or by no position (ALiBi's slopes), `sm90_fused` makes on its way, one for each key: a
+launch that computes S and dP again would be a quarter of a training step.
+
 No array of T x S numbers is stored. Reads by both positions go the way of `_autodiff`.
 """
 
 import math
-from collections.abc import Sequence
+import operator
 from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._functions import reads
 from pallas_attn._functions.program import Constant
-from pallas_attn._functions.reads import DISTANCE, KEYS, ROWS, Read
-from pallas_attn.kernels.attention import functions, softmax
+from pallas_attn._functions.reads import DISTANCE, KEYS, NONE, ROWS, Read
+from pallas_attn.kernels.attention import functions, softmax, tiles
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import KernelContext
-from pallas_attn.kernels.lang.types import RegisterTile
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.types import Index, RegisterTile
 
 MOST_COMPARED = 2**27  # pairs of a sum and an element that are compared; beyond, sums are sorted
 
@@ -45,6 +52,19 @@ def all_reads(problem: AttentionProblem) -> list[Read]:
     program = problem.score_program
     assert program is not None
     return [read for n in problem.learned for read in reads.of_array(program, n)]
+
+
+def of_keys(problem: AttentionProblem) -> tuple[Read, ...]:
+    """The reads whose sums are those of keys, over all queries of a kv head."""
+    program = problem.score_program
+    assert program is not None
+    return tuple(
+        read
+        for read in all_reads(problem)
+        if read.along in (NONE, KEYS)
+        and not (read.head and problem.group > 1)
+        and not reads.derivative(program, read).depends_on(0)
+    )
 
 
 def virtual_bias(problem: AttentionProblem, read: Read) -> tuple[int, ...]:
@@ -78,7 +98,9 @@ def diagonals(problem: AttentionProblem, rows: int, keys: int) -> Diagonals:
 def weight(
     ctx: KernelContext, place: LogitTile, read: Read, s: RegisterTile
 ) -> RegisterTile | float:
-    """The derivative of the score function by a read, on a tile of scores `s` without scale."""
+    """The derivative of the score function by a read, on a tile of scores `s` without scale, or of
+    its shape where it does not depend on the score.
+    """
     problem = ctx.plan.problem
     program = problem.score_program
     assert program is not None
@@ -99,20 +121,71 @@ def times(ds: RegisterTile, by: RegisterTile | float) -> RegisterTile:
     return jnp.where(ds == 0, 0.0, ds * by)
 
 
+# ---- sums of keys, in the kernel over keys -------------------------------------------------------
+
+
+def scratch(plan: KeyPlan, warpgroups: int) -> Any:
+    """Partial sums of the keys of a work tile, which each thread adds to its own; None: none."""
+    if not plan.reads:
+        return None
+    return plgpu.SMEM((len(plan.reads), warpgroups, tiles.ROWS, softmax.PARTIALS), jnp.float32)
+
+
+def clear(ctx: KernelContext, wg: Index) -> None:
+    """Begins the sums of a warpgroup's keys."""
+    for n in range(len(ctx.plan.reads)):
+        nothing = mosaic.filled((tiles.ROWS, softmax.PARTIALS), 0.0)
+        mosaic.store(ctx.smem.aux.at[n, wg], nothing)
+
+
+def add(ctx: KernelContext, place: LogitTile, wg: Index, ds: RegisterTile) -> None:
+    """Adds a tile of dS, keys by queries."""
+    for n, read in enumerate(ctx.plan.reads):
+        own = ctx.smem.aux.at[n, wg]
+        more = softmax.partials(times(ds, weight(ctx, place, read, ds)), operator.add)
+        mosaic.store(own, mosaic.load(own, mosaic.TILE) + more)
+
+
+def store(ctx: KernelContext, at: tuple[Index, Index, Index], wg: Index) -> None:
+    """Stores the sums of a warpgroup's keys; `at`: batch row, kv head and first key."""
+    batch, head, key = at
+    for n in range(len(ctx.plan.reads)):
+        total = mosaic.load(ctx.smem.aux.at[n, wg], mosaic.TILE).sum(axis=1)
+        mosaic.store(ctx.refs.aux_sums.at[n, batch, head, pl.ds(key, tiles.ROWS)], total)
+
+
+def zeros(plan: KeyPlan) -> jax.Array:
+    """The array of all sums of keys, of keys that no work tile has, too."""
+    problem = plan.problem
+    keys = plan.tiling.padded_keys
+    return jnp.zeros((len(plan.reads), problem.batch, problem.kv_heads, keys), jnp.float32)
+
+
+def sums_of_keys(plan: KeyPlan, sums: jax.Array) -> dict[Read, jax.Array]:
+    """The sums of the reads that a kernel over keys adds up, as `gradients` takes them."""
+    problem, results = plan.problem, {}
+    for read, each in zip(plan.reads, sums[..., : problem.kv_len], strict=True):
+        shape = virtual_bias(problem, read)
+        over = tuple(n for n, size in enumerate((shape[0], shape[1], shape[3])) if size == 1)
+        results[read] = each.sum(axis=over).reshape(shape)
+    return results
+
+
 # ---- by XLA: sums by element ---------------------------------------------------------------------
 
 
 def gradients(
-    problem: AttentionProblem, inputs: AttentionInputs, sums: Sequence[jax.Array]
+    problem: AttentionProblem, inputs: AttentionInputs, sums: dict[Read, jax.Array]
 ) -> tuple[Any, ...]:
-    """The gradients, float32, of `inputs.score_aux`, None for those that nobody wants. `sums`: one
-    array for each of `all_reads`, [B|1, N|1, T|1, S|1], or of a read by distance [B|1, N|1,
-    diagonals, rows, keys].
+    """The gradients, float32, of `inputs.score_aux`, None for those that nobody wants. `sums`: of
+    each of `all_reads`, [B|1, N|1, T|1, S|1], or of a read by distance [B|1, N|1, diagonals, rows,
+    keys].
     """
     program = problem.score_program
     assert program is not None
     totals: dict[int, Any] = dict.fromkeys(problem.learned)
-    for read, values in zip(all_reads(problem), sums, strict=True):
+    for read in all_reads(problem):
+        values = sums[read]
         shape = program.arrays[read.array][0]
         numbers, values = _numbers_of(problem, inputs, read, values)
         at = reads.index(program, read, numbers, inputs.score_aux)
@@ -150,12 +223,12 @@ def _numbers_of(
     return (counted(0), counted(1), offset + distance, zero), values
 
 
-def along_diagonals(tiles: jax.Array) -> jax.Array:
+def along_diagonals(sums: jax.Array) -> jax.Array:
     """[.., rows, keys] -> [.., rows + keys - 1]: the sums of equal row - key, from 1 - keys on."""
-    *axes, rows, keys = tiles.shape
+    *axes, rows, keys = sums.shape
     width = rows + keys
     pads = [(0, 0)] * (len(axes) + 1) + [(0, rows)]
-    flat = jnp.pad(tiles[..., ::-1], pads).reshape(*axes, rows * width)
+    flat = jnp.pad(sums[..., ::-1], pads).reshape(*axes, rows * width)
     skewed = flat[..., : rows * (width - 1)].reshape(*axes, rows, width - 1)  # row r shifted by r
     return skewed.sum(axis=-2)
 

@@ -99,14 +99,15 @@ def dbias_of(
 
 def sums_of_reads(
     problem: AttentionProblem, config: KernelConfig, inputs: AttentionInputs, refs: BackwardRefs
-) -> list[jax.Array]:
-    """The sums of all reads of learned arrays, one launch each: see `aux_sums.gradients`."""
-    plan, results = _plan_of(problem, config), []
+) -> dict[Read, jax.Array]:
+    """The sums of reads, one launch each: see `aux_sums.gradients`."""
+    plan = _plan_of(problem, config)
+    results: dict[Read, jax.Array] = {}
     refs = sm90_dq.by_rows(plan, inputs, refs)
     for read in aux_sums.all_reads(problem):
         walk = dbias.walk_of(plan, read)
-        results.append(dbias.sums_of_read(plan, walk, _sums(plan, walk, refs)))
-        refs = operands.ordered_after(refs, results[-1])
+        results[read] = dbias.sums_of_read(plan, walk, _sums(plan, walk, refs))
+        refs = operands.ordered_after(refs, results[read])
     return results
 
 

@@ -15,8 +15,11 @@ that a score function reads (`aux_sums`); that of sinks by XLA.
 import dataclasses
 from typing import Any
 
+import jax
+
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._functions.reads import Read
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import score_tiles, tiles, tma_operands
 from pallas_attn.kernels.flash_bwd import (
@@ -182,6 +185,10 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     config = dataclasses.replace(config, block_q=block_q)
     halves = block_q == ROWS and is_fused(problem, config)
     plan = KeyPlan(problem, config, order, RowFormats.of(problem, block_q, halves))
+    if problem.learned and not (own_order or wide):
+        with_sums = dataclasses.replace(plan, reads=aux_sums.of_keys(problem))
+        if sm90_fused.buffer_bytes(with_sums) + BARRIERS <= SMEM_LIMIT:
+            plan = with_sums
     if problem.bias_shape is None or own_order or wide:
         return plan
     bias = score_tiles.bias_of_keys(problem, block_q)
@@ -254,7 +261,9 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
         rows = sm90_window.padded_rows(problem)
     stats = row_statistics(plan.exact, rows, residuals)
     refs = operands.for_tma(plan, residuals, stats)
-    dq = None
+    dq, sums = None, dict[Read, jax.Array]()
+    if plan.reads:
+        refs = refs._replace(aux_sums=jax.new_ref(aux_sums.zeros(plan)))
     if config.window:
         dq, dk, dv = sm90_window.dq_dk_dv(plan, refs)
         dq = dq[:, : problem.q_len]
@@ -264,6 +273,9 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
         dq, dk, dv = sm90_fused.dq_dk_dv(plan, refs)
     else:
         dk, dv = sm90_fused.dk_dv(plan, refs)
+    if plan.reads:
+        sums = aux_sums.sums_of_keys(plan, jax.freeze(refs.aux_sums))
+        refs = refs._replace(aux_sums=None)
     if dq is None:
         refs = operands.ordered_after(refs, dk)
         dq = sm90_dq.dq_of(dq_plan, sm90_dq.operands_of(dq_plan, inputs, refs))
@@ -277,7 +289,8 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     if problem.learned:
         aux_plan = sm90_dbias.plan_of(problem, flash_fwd_sm90.Config)
         aux_refs = sm90_dq.operands_of(aux_plan, inputs, operands.ordered_after(refs, dq))
-        sums = sm90_dbias.sums_of_reads(aux_plan, aux_refs)
+        rest = [read for read in aux_sums.all_reads(problem) if read not in sums]
+        sums |= sm90_dbias.sums_of_reads(aux_plan, aux_refs, rest)
         others["score_aux"] = aux_sums.gradients(problem, inputs, sums)
     if inputs.sinks is not None:
         others["sinks"] = dsinks(residuals, stats)

@@ -18,6 +18,7 @@ Shared memory, and who owns it when:
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -296,14 +297,16 @@ def dbias_of(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> ja
     return dbias.folded(_sums(plan, walk, refs, sums), bias.shape).astype(bias.dtype)
 
 
-def sums_of_reads(plan: QueryPlan, refs: BackwardRefs) -> list[jax.Array]:
-    """The sums of all reads of learned arrays, one launch each: see `aux_sums.gradients`."""
-    results = []
-    for read in aux_sums.all_reads(plan.problem):
+def sums_of_reads(
+    plan: QueryPlan, refs: BackwardRefs, some: Sequence[Read]
+) -> dict[Read, jax.Array]:
+    """The sums of reads, one launch each: see `aux_sums.gradients`."""
+    results: dict[Read, jax.Array] = {}
+    for read in some:
         walk = dbias.walk_of(plan, read)
         shape = jax.ShapeDtypeStruct(dbias.sums_shape(plan, walk), jnp.float32)
-        results.append(dbias.sums_of_read(plan, walk, _sums(plan, walk, refs, shape)))
-        refs = operands.ordered_after(refs, results[-1])
+        results[read] = dbias.sums_of_read(plan, walk, _sums(plan, walk, refs, shape))
+        refs = operands.ordered_after(refs, results[read])
     return results
 
 

@@ -41,6 +41,7 @@ Shared memory, and who owns it when:
                      that both have read it. Each is of 64 query rows. dk and dv are stored from
                      there where they fit: see `_store_dk_dv`
   dq [warpgroup]     on its way to global memory, where TMA adds it
+  aux [read, warpgroup]  sums of dS by key (`aux_sums`), read and written by the same threads
 """
 
 import functools
@@ -56,7 +57,7 @@ from jax import lax
 from pallas_attn.kernels.attention import score_mod
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import dq_sum, key_tiles, producer
+from pallas_attn.kernels.flash_bwd import aux_sums, dq_sum, key_tiles, producer
 from pallas_attn.kernels.flash_bwd.dq_sum import WARPGROUPS, PendingDq
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, per_column
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, KeyGradients
@@ -100,6 +101,7 @@ class FusedSmem(NamedTuple):
     ds_free: Barrier
     claimed: Barrier = None  # barriers of `claims`, whose codes follow row_numbers
     bias: Panels = None  # [stages, ..], in the ring of q: `KeyPlan.bias_tiles`
+    aux: SmemRef = None  # [reads, warpgroup, ..]: `aux_sums.scratch`
 
     @property
     def k(self) -> Panels:
@@ -158,6 +160,7 @@ def scratch(plan: KeyPlan) -> FusedSmem:
         ds_free=barrier(num_arrivals=WARPGROUPS, num_barriers=2),
         claimed=claims.barriers() if takes_claims else None,
         bias=bias.scratch(stages) if bias else None,
+        aux=aux_sums.scratch(plan, WARPGROUPS),
     )
 
 
@@ -489,6 +492,8 @@ def _ds(
     wgmma.value_panels(sums.dv, p.astype(dtype), panels.tiles(smem.do, now.slot))
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(sums.dv))
     ds = p * (dp if now.presets else dp - now.row_statistic(smem.do_ring))
+    if plan.reads:
+        aux_sums.add(now.ctx, now.place, now.wg, ds)
     ds = (ds if slope is None else ds * slope).astype(dtype)
     if refs.dq is not None:
         if dq_sum.is_split_by_rows(plan):
@@ -607,8 +612,10 @@ def _consume(ctx: KernelContext, outs: KeyGradients, block_id: Index, wg: Index)
     def work_tile(n: Index, count: Index, code: Index) -> Index:
         work = key_tiles.key_tile(ctx, code)
         plgpu.barrier_wait(smem.kv_ready)
+        aux_sums.clear(ctx, wg)
         grads, count = _mainloop(ctx, work, wg, count)
         grads = grads._replace(dk=[part * plan.problem.scale for part in grads.dk])
+        aux_sums.store(ctx, (work.batch, work.kv_head, work.key + wg * ROWS), wg)
         _store_dk_dv(ctx, outs, work, wg, grads)
         return count
 
