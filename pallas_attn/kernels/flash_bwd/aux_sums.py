@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
@@ -124,47 +123,46 @@ def times(ds: RegisterTile, by: RegisterTile | float) -> RegisterTile:
 # ---- sums of keys, in the kernel over keys -------------------------------------------------------
 
 
-def scratch(plan: KeyPlan, warpgroups: int) -> Any:
-    """Partial sums of the keys of a work tile, which each thread adds to its own; None: none."""
-    if not plan.reads:
-        return None
-    return plgpu.SMEM((len(plan.reads), warpgroups, tiles.ROWS, softmax.PARTIALS), jnp.float32)
+def nothing(plan: KeyPlan) -> tuple[RegisterTile, ...]:
+    """The partial sums of a warpgroup's keys, for each read, before the first tile: XLA adds those
+    of a key up, since a reduction in the kernel takes shared memory, of which none is left.
+    """
+    return (mosaic.filled((tiles.ROWS, softmax.PARTIALS), 0.0),) * len(plan.reads)
 
 
-def clear(ctx: KernelContext, wg: Index) -> None:
-    """Begins the sums of a warpgroup's keys."""
-    for n in range(len(ctx.plan.reads)):
-        nothing = mosaic.filled((tiles.ROWS, softmax.PARTIALS), 0.0)
-        mosaic.store(ctx.smem.aux.at[n, wg], nothing)
+def with_tile(
+    ctx: KernelContext, place: LogitTile, sums: tuple[RegisterTile, ...], ds: RegisterTile
+) -> tuple[RegisterTile, ...]:
+    """The sums of a warpgroup's keys with a tile of dS, keys by queries."""
+    results = []
+    for read, before in zip(ctx.plan.reads, sums, strict=True):
+        more = times(ds, weight(ctx, place, read, ds))
+        results.append(before + softmax.partials(more, operator.add))
+    return tuple(results)
 
 
-def add(ctx: KernelContext, place: LogitTile, wg: Index, ds: RegisterTile) -> None:
-    """Adds a tile of dS, keys by queries."""
-    for n, read in enumerate(ctx.plan.reads):
-        own = ctx.smem.aux.at[n, wg]
-        more = softmax.partials(times(ds, weight(ctx, place, read, ds)), operator.add)
-        mosaic.store(own, mosaic.load(own, mosaic.TILE) + more)
-
-
-def store(ctx: KernelContext, at: tuple[Index, Index, Index], wg: Index) -> None:
+def store(
+    ctx: KernelContext, at: tuple[Index, Index, Index], sums: tuple[RegisterTile, ...]
+) -> None:
     """Stores the sums of a warpgroup's keys; `at`: batch row, kv head and first key."""
     batch, head, key = at
-    for n in range(len(ctx.plan.reads)):
-        total = mosaic.load(ctx.smem.aux.at[n, wg], mosaic.TILE).sum(axis=1)
-        mosaic.store(ctx.refs.aux_sums.at[n, batch, head, pl.ds(key, tiles.ROWS)], total)
+    for n, total in enumerate(sums):
+        own = pl.ds(key, tiles.ROWS), pl.ds(0, softmax.PARTIALS)
+        mosaic.store(ctx.refs.aux_sums.at[n, batch, head, *own], total)
 
 
 def zeros(plan: KeyPlan) -> jax.Array:
     """The array of all sums of keys, of keys that no work tile has, too."""
     problem = plan.problem
-    keys = plan.tiling.padded_keys
-    return jnp.zeros((len(plan.reads), problem.batch, problem.kv_heads, keys), jnp.float32)
+    sizes = (len(plan.reads), problem.batch, problem.kv_heads, plan.tiling.padded_keys)
+    return jnp.zeros((*sizes, softmax.PARTIALS), jnp.float32)
 
 
 def sums_of_keys(plan: KeyPlan, sums: jax.Array) -> dict[Read, jax.Array]:
     """The sums of the reads that a kernel over keys adds up, as `gradients` takes them."""
     problem, results = plan.problem, {}
-    for read, each in zip(plan.reads, sums[..., : problem.kv_len], strict=True):
+    sums = sums[..., : problem.kv_len, :].sum(axis=-1)
+    for read, each in zip(plan.reads, sums, strict=True):
         shape = virtual_bias(problem, read)
         over = tuple(n for n, size in enumerate((shape[0], shape[1], shape[3])) if size == 1)
         results[read] = each.sum(axis=over).reshape(shape)
