@@ -30,6 +30,7 @@ class Read(NamedTuple):
     batch: bool  # whether the index depends on the batch row
     head: bool
     along: str  # NONE, ROWS, KEYS, DISTANCE or BOTH
+    known: bool  # whether the index follows from these numbers alone, not from arrays
 
 
 class _Dependence(NamedTuple):
@@ -40,6 +41,7 @@ class _Dependence(NamedTuple):
     inputs: frozenset[int]
     along: str
     linear: tuple[int, int] | None
+    known: bool = True
 
 
 @functools.lru_cache(maxsize=256)
@@ -52,12 +54,13 @@ def of_array(program: Program, array: int) -> tuple[Read, ...]:
     reads, number = [], 0
     for op in program.operations:
         value = _of_operation(op, [_of_operand(x, held) for x in op.operands])
-        held.append(value)
+        held.append(value if op.read is None else value._replace(known=False))
         if op.read is None:
             continue
         if op.read == array:
             along = BOTH if score in value.inputs else value.along
-            reads.append(Read(number, array, batch in value.inputs, head in value.inputs, along))
+            by = batch in value.inputs, head in value.inputs
+            reads.append(Read(number, array, *by, along, value.known))
         number += 1
     return tuple(reads)
 
@@ -70,15 +73,16 @@ def _of_operand(operand: Operand, held: Sequence[_Dependence]) -> _Dependence:
 
 def _of_operation(op: Operation, operands: Sequence[_Dependence]) -> _Dependence:
     inputs = frozenset[int]().union(*[x.inputs for x in operands])
+    known = all(x.known for x in operands)
     linear = _linear(op, [x.linear for x in operands])
     if linear is not None:
         kinds = {(False, False): NONE, (True, False): ROWS, (False, True): KEYS}
         kind = kinds.get((linear[0] != 0, linear[1] != 0), BOTH)
         along = DISTANCE if kind == BOTH and sum(linear) == 0 else kind
-        return _Dependence(inputs, along, None if op.name in _COMPARISONS else linear)
+        return _Dependence(inputs, along, None if op.name in _COMPARISONS else linear, known)
     kinds_of = {x.along for x in operands} - {NONE}
     along = BOTH if len(kinds_of) > 1 else next(iter(kinds_of), NONE)
-    return _Dependence(inputs, along, (0, 0) if along == NONE else None)
+    return _Dependence(inputs, along, (0, 0) if along == NONE else None, known)
 
 
 def _linear(op: Operation, factors: Sequence[tuple[int, int] | None]) -> tuple[int, int] | None:
@@ -173,3 +177,19 @@ def index(
     for at, size in zip(values.indices, program.arrays[read.array][0], strict=True):
         flat = flat * size + jnp.clip(at, 0, size - 1)
     return flat
+
+
+@functools.lru_cache(maxsize=64)
+def by_distance(
+    program: Program, read: Read, heads: int, first: int, count: int
+) -> np.ndarray[Any, Any]:
+    """int32[heads, count]: the index of a read that depends on no array and no batch row, at the
+    distances q - kv from `first` on.
+    """
+    arrays = [np.zeros(shape, dtype) for shape, dtype in program.arrays]
+    head = np.arange(heads, dtype=np.int32)[:, None]
+    distance = np.arange(first, first + count, dtype=np.int32)[None]
+    zero = np.zeros((1, 1), np.int32)
+    with _program.on_cpu(), jax.ensure_compile_time_eval(), jax.enable_x64(False):
+        at = index(program, read, [jnp.asarray(x) for x in (zero, head, distance, zero)], arrays)
+        return np.broadcast_to(np.asarray(at), (heads, count))

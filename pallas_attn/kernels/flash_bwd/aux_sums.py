@@ -9,19 +9,22 @@ XLA then adds up by their elements. An index by
     the distance of query and key (T5): a tile of scores at one distance of query tile and kv tile,
         with all pairs of tiles at this distance as its readers
 
-Sums by keys, or by no position (ALiBi's slopes), `sm90_fused` makes on its way, one for each key: a
-launch that computes S and dP again would be a quarter of a training step.
+A launch that computes S and dP again would be a quarter of a training step, so `sm90_fused` makes
+on its way, one for each key, sums by key or by no position (ALiBi's slopes), and those of far tiles
+where the index is the same from some distance on: T5's last bucket. The walk is left with a band.
 
 No array of T x S numbers is stored. Reads by both positions go the way of `_autodiff`.
 """
 
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
@@ -36,6 +39,38 @@ from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Index, RegisterTile
 
 MOST_COMPARED = 2**27  # pairs of a sum and an element that are compared; beyond, sums are sorted
+
+
+GRAIN = 128  # rows and keys of the tiles that are far or not
+
+
+class Far(NamedTuple):
+    """Tiles of GRAIN rows and keys of which all pairs read one element: those of row tile - key
+    tile up to `low`, and from `high` on.
+    """
+
+    low: int
+    high: int
+
+
+class KeySum(NamedTuple):
+    """A sum that a kernel over keys makes for each key. `side`: 0 over all queries; -1 or 1 over
+    those of far tiles, with the queries before or after the keys.
+    """
+
+    read: Read
+    side: int = 0
+
+
+class Part(NamedTuple):
+    """Sums over logits, from which XLA makes those by element. `values`: [B|1, N|1, T|1, S|1], or
+    along diagonals [B|1, N|1, diagonals, rows, keys].
+    """
+
+    values: jax.Array
+    read: Read
+    side: int = 0  # as that of a KeySum
+    far: Far | None = None  # tiles that are left out
 
 
 class Diagonals(NamedTuple):
@@ -53,17 +88,51 @@ def all_reads(problem: AttentionProblem) -> list[Read]:
     return [read for n in problem.learned for read in reads.of_array(program, n)]
 
 
-def of_keys(problem: AttentionProblem) -> tuple[Read, ...]:
-    """The reads whose sums are those of keys, over all queries of a kv head."""
+def of_keys(problem: AttentionProblem) -> tuple[KeySum, ...]:
+    """The sums that a kernel over keys makes, over all queries of a kv head."""
     program = problem.score_program
     assert program is not None
-    return tuple(
-        read
-        for read in all_reads(problem)
-        if read.along in (NONE, KEYS)
-        and not (read.head and problem.group > 1)
-        and not reads.derivative(program, read).depends_on(0)
-    )
+    results = []
+    for read in all_reads(problem):
+        if read.head and problem.group > 1 or reads.derivative(program, read).depends_on(0):
+            continue
+        if read.along in (NONE, KEYS):
+            results.append(KeySum(read))
+        elif read.along == DISTANCE:
+            results += [KeySum(read, side) for side in far_sides(problem, read)]
+    return tuple(results)
+
+
+def far_of(problem: AttentionProblem, read: Read) -> Far | None:
+    """The far tiles of a read by distance; None: it is not known that there are any."""
+    known = read.known and not read.batch and "q_offset" not in problem.arrays
+    if not known or problem.score_program is None:
+        return None
+    offset, heads = problem.q_offset, problem.q_heads if read.head else 1
+    first, count = offset + 1 - problem.kv_len, problem.q_len + problem.kv_len - 1
+    at = reads.by_distance(problem.score_program, read, heads, first, count)
+    differs = np.flatnonzero((at[:, 1:] != at[:, :-1]).any(axis=0))
+    if not differs.size:  # one element for all
+        differs = np.array([count - 1])
+    last_low, first_high = first + int(differs[0]), first + int(differs[-1]) + 1
+    low, high = last_low - offset - (GRAIN - 1), first_high - offset + GRAIN - 1
+    return Far(low // GRAIN, -(-high // GRAIN))
+
+
+def far_sides(problem: AttentionProblem, read: Read) -> tuple[int, ...]:
+    """The sides on which some query sees keys of far tiles."""
+    far, mask, offset = far_of(problem, read), problem.mask, problem.q_offset
+    if far is None:
+        return ()
+    nearest, furthest = -((problem.kv_len - 1) // GRAIN), (problem.q_len - 1) // GRAIN
+    for bounds in (mask, problem.mask_within):
+        if bounds.arrives:
+            continue
+        if bounds.right is not None:
+            nearest = max(nearest, (-bounds.right - offset - (GRAIN - 1)) // GRAIN)
+        if bounds.left is not None:
+            furthest = min(furthest, (bounds.left - offset + GRAIN - 1) // GRAIN)
+    return (-1,) * (nearest <= far.low) + (1,) * (furthest >= far.high)
 
 
 def virtual_bias(problem: AttentionProblem, read: Read) -> tuple[int, ...]:
@@ -79,10 +148,14 @@ def leading(problem: AttentionProblem, read: Read) -> tuple[int, int]:
     return problem.batch if by_batch else 1, problem.q_heads if read.head else 1
 
 
-def diagonals(problem: AttentionProblem, rows: int, keys: int) -> Diagonals:
-    """The distances of tiles of so many rows and keys."""
+def diagonals(problem: AttentionProblem, rows: int, keys: int, far: Far | None = None) -> Diagonals:
+    """The distances of tiles of so many rows and keys that are not all far."""
     ratio = rows // keys
     first, end = 1 - -(-problem.kv_len // keys), (-(-problem.q_len // rows) - 1) * ratio + 1
+    if far is not None:
+        least, most = (far.low + 1) * GRAIN, (far.high - 1) * GRAIN
+        first = max(first, -(-(least - (GRAIN - 1) - rows + 1) // keys))
+        end = min(end, (most + GRAIN - 1 + keys - 1) // keys + 1)
     for mask in (problem.mask, problem.mask_within):
         if "q_offset" in problem.arrays or mask.arrives:
             continue
@@ -124,10 +197,10 @@ def times(ds: RegisterTile, by: RegisterTile | float) -> RegisterTile:
 
 
 def nothing(plan: KeyPlan) -> tuple[RegisterTile, ...]:
-    """The partial sums of a warpgroup's keys, for each read, before the first tile: XLA adds those
-    of a key up, since a reduction in the kernel takes shared memory, of which none is left.
+    """The partial sums of a warpgroup's keys, for each KeySum, before the first tile. XLA adds up
+    those of a key: a reduction in the kernel takes shared memory, of which none is left.
     """
-    return (mosaic.filled((tiles.ROWS, softmax.PARTIALS), 0.0),) * len(plan.reads)
+    return (mosaic.filled((tiles.ROWS, softmax.PARTIALS), 0.0),) * len(plan.key_sums)
 
 
 def with_tile(
@@ -135,9 +208,15 @@ def with_tile(
 ) -> tuple[RegisterTile, ...]:
     """The sums of a warpgroup's keys with a tile of dS, keys by queries."""
     results = []
-    for read, before in zip(ctx.plan.reads, sums, strict=True):
-        more = times(ds, weight(ctx, place, read, ds))
-        results.append(before + softmax.partials(more, operator.add))
+    for (read, side), before in zip(ctx.plan.key_sums, sums, strict=True):
+        more = softmax.partials(times(ds, weight(ctx, place, read, ds)), operator.add)
+        if side:
+            far = far_of(ctx.plan.problem, read)
+            assert far is not None
+            away = lax.div(place.query, jnp.int32(GRAIN)) - lax.div(place.key, jnp.int32(GRAIN))
+            counts = away >= far.high if side > 0 else away <= far.low
+            more = more * jnp.where(counts, 1.0, 0.0)
+        results.append(before + more)
     return tuple(results)
 
 
@@ -154,52 +233,56 @@ def store(
 def zeros(plan: KeyPlan) -> jax.Array:
     """The array of all sums of keys, of keys that no work tile has, too."""
     problem = plan.problem
-    sizes = (len(plan.reads), problem.batch, problem.kv_heads, plan.tiling.padded_keys)
+    sizes = (len(plan.key_sums), problem.batch, problem.kv_heads, plan.tiling.padded_keys)
     return jnp.zeros((*sizes, softmax.PARTIALS), jnp.float32)
 
 
-def sums_of_keys(plan: KeyPlan, sums: jax.Array) -> dict[Read, jax.Array]:
-    """The sums of the reads that a kernel over keys adds up, as `gradients` takes them."""
-    problem, results = plan.problem, {}
+def parts_of_keys(plan: KeyPlan, sums: jax.Array) -> list[Part]:
+    """The sums that a kernel over keys has made."""
+    problem, results = plan.problem, []
     sums = sums[..., : problem.kv_len, :].sum(axis=-1)
-    for read, each in zip(plan.reads, sums, strict=True):
-        shape = virtual_bias(problem, read)
+    for (read, side), each in zip(plan.key_sums, sums, strict=True):
+        shape = (*leading(problem, read), 1, 1) if side else virtual_bias(problem, read)
         over = tuple(n for n, size in enumerate((shape[0], shape[1], shape[3])) if size == 1)
-        results[read] = each.sum(axis=over).reshape(shape)
+        results.append(Part(each.sum(axis=over).reshape(shape), read, side))
     return results
+
+
+def rest_of(problem: AttentionProblem, parts: Sequence[Part]) -> list[tuple[Read, Far | None]]:
+    """The reads that are not added up wholly, and the tiles that are left out for them."""
+    whole = {part.read for part in parts if not part.side}
+    far = {part.read: far_of(problem, part.read) for part in parts if part.side}
+    return [(read, far.get(read)) for read in all_reads(problem) if read not in whole]
 
 
 # ---- by XLA: sums by element ---------------------------------------------------------------------
 
 
 def gradients(
-    problem: AttentionProblem, inputs: AttentionInputs, sums: dict[Read, jax.Array]
+    problem: AttentionProblem, inputs: AttentionInputs, parts: Sequence[Part]
 ) -> tuple[Any, ...]:
-    """The gradients, float32, of `inputs.score_aux`, None for those that nobody wants. `sums`: of
-    each of `all_reads`, [B|1, N|1, T|1, S|1], or of a read by distance [B|1, N|1, diagonals, rows,
-    keys].
-    """
+    """The gradients, float32, of `inputs.score_aux`, None for those that nobody wants."""
     program = problem.score_program
     assert program is not None
     totals: dict[int, Any] = dict.fromkeys(problem.learned)
-    for read in all_reads(problem):
-        values = sums[read]
-        shape = program.arrays[read.array][0]
-        numbers, values = _numbers_of(problem, inputs, read, values)
-        at = reads.index(program, read, numbers, inputs.score_aux)
+    for part in parts:
+        shape = program.arrays[part.read.array][0]
+        numbers, values = _numbers_of(problem, inputs, part)
+        at = reads.index(program, part.read, numbers, inputs.score_aux)
         at = jnp.broadcast_to(at, values.shape).reshape(-1)
         total = added_up(values.reshape(-1), at, math.prod(shape)).reshape(shape)
-        before = totals[read.array]
-        totals[read.array] = total if before is None else before + total
+        before = totals[part.read.array]
+        totals[part.read.array] = total if before is None else before + total
     return tuple(totals.get(n) for n in range(len(inputs.score_aux)))
 
 
 def _numbers_of(
-    problem: AttentionProblem, inputs: AttentionInputs, read: Read, values: jax.Array
+    problem: AttentionProblem, inputs: AttentionInputs, part: Part
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """Batch row, head and positions of sums, which broadcast to them; and the sums, of which those
     by distance are added up along the diagonals of a tile.
     """
+    values = part.values
 
     def along(axis: int, x: jax.Array) -> jax.Array:
         return jnp.expand_dims(x, tuple(n for n in range(4) if n != axis))
@@ -207,17 +290,20 @@ def _numbers_of(
     def counted(axis: int) -> jax.Array:
         return along(axis, jnp.arange(values.shape[axis], dtype=jnp.int32))
 
+    zero = jnp.zeros((1,) * 4, jnp.int32)
     offset = along(0, jnp.atleast_1d(jnp.asarray(problem.q_offset, jnp.int32)))
     if inputs.q_offset is not None and values.shape[0] == problem.batch:
         offset = along(0, inputs.q_offset)
-    if read.along != DISTANCE:
+    if part.side:
+        furthest = problem.q_len - 1 if part.side > 0 else 1 - problem.kv_len
+        return (counted(0), counted(1), offset + furthest, zero), values
+    if part.read.along != DISTANCE:
         return (counted(0), counted(1), offset + counted(2), counted(3)), values
     *_, rows, keys = values.shape
     values = along_diagonals(values)
     tile = along(2, jnp.arange(values.shape[2], dtype=jnp.int32))
-    tile = (tile + diagonals(problem, rows, keys).first) * keys
+    tile = (tile + diagonals(problem, rows, keys, part.far).first) * keys
     distance = tile + along(3, jnp.arange(values.shape[3], dtype=jnp.int32)) - (keys - 1)
-    zero = jnp.zeros((1,) * 4, jnp.int32)
     return (counted(0), counted(1), offset + distance, zero), values
 
 

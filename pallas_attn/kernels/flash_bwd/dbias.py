@@ -21,7 +21,7 @@ from pallas_attn._call.problem import AttentionProblem
 from pallas_attn._functions.reads import DISTANCE, Read
 from pallas_attn.kernels.attention.tiles import DYNAMIC, KernelContext, mask_of
 from pallas_attn.kernels.flash_bwd import aux_sums
-from pallas_attn.kernels.flash_bwd.aux_sums import Diagonals
+from pallas_attn.kernels.flash_bwd.aux_sums import Diagonals, Far, Part
 from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang.types import Index, Predicate
@@ -47,6 +47,7 @@ class BiasWalk(NamedTuple):
     # Tiles are at distances of query tile and kv tile: bias_tiles counts these as kv tiles, and the
     # query tiles are readers.
     diagonals: Diagonals | None = None
+    far: Far | None = None  # tiles of scores that are left out
 
     @property
     def steps(self) -> int:
@@ -76,18 +77,19 @@ class BiasStep(NamedTuple):
     whole: Predicate  # all of them see all keys
 
 
-def walk_of(plan: QueryPlan, read: Read | None = None) -> BiasWalk:
-    """The walk of the bias, or of a read of a score function."""
+def walk_of(plan: QueryPlan, read: Read | None = None, far: Far | None = None) -> BiasWalk:
+    """The walk of the bias, or of a read of a score function, but for far tiles."""
     problem = plan.problem
     key_tiles = pl.cdiv(problem.kv_len, plan.config.block_kv)
     scores = (problem.batch, problem.q_heads, plan.tiling.q_tiles, key_tiles)
     if read is not None and read.along == DISTANCE:
         apart = aux_sums.leading(problem, read)
-        some = aux_sums.diagonals(problem, plan.tiling.tile_rows, plan.config.block_kv)
+        some = aux_sums.diagonals(problem, plan.tiling.tile_rows, plan.config.block_kv, far)
         tiles = (*apart, 1, some.count)
         heads = tuple(m // n for n, m in zip(apart, scores[:2], strict=True))
         readers = (*heads, plan.tiling.q_tiles, 1)
-        return BiasWalk(tiles, readers, _chunks(math.prod(tiles), math.prod(readers)), read, some)
+        chunks = _chunks(math.prod(tiles), math.prod(readers))
+        return BiasWalk(tiles, readers, chunks, read, some, far)
     shape = problem.bias_shape if read is None else aux_sums.virtual_bias(problem, read)
     assert shape is not None
     tiles = tuple(1 if n == 1 else m for n, m in zip(shape, scores, strict=True))
@@ -145,6 +147,9 @@ def step_of(
     span = plan.span(mask, q_offset + row, rows, kv_len)
     live = (n < math.prod(walk.readers)) & (row < q_len)
     live = live & (key_tile >= span.lo) & (key_tile < span.hi)
+    if walk.far is not None:
+        away = lax.div(row, jnp.int32(aux_sums.GRAIN)) - lax.div(key, jnp.int32(aux_sums.GRAIN))
+        live = live & (away > walk.far.low) & (away < walk.far.high)
     whole = (key_tile >= span.full_lo) & (key_tile < span.full_hi)
     if seen is not None:
         live, whole = live & (seen > 0), whole & (seen == 2)
@@ -185,10 +190,11 @@ def folded(sums: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return dbias[:, :, : shape[2], : shape[3]]
 
 
-def sums_of_read(plan: QueryPlan, walk: BiasWalk, sums: jax.Array) -> jax.Array:
-    """The sums of a read as `aux_sums.gradients` takes them, by those of all blocks."""
+def part_of(plan: QueryPlan, walk: BiasWalk, sums: jax.Array) -> Part:
+    """The sums of a read, by those of all blocks."""
     assert walk.read is not None
     if walk.diagonals is None:
-        return folded(sums, aux_sums.virtual_bias(plan.problem, walk.read))
-    tile = plan.tiling.tile_rows, plan.config.block_kv
-    return sums.sum(axis=0).reshape(*walk.bias_tiles[:2], walk.diagonals.count, *tile)
+        return Part(folded(sums, aux_sums.virtual_bias(plan.problem, walk.read)), walk.read)
+    sizes = walk.diagonals.count, plan.tiling.tile_rows, plan.config.block_kv
+    values = sums.sum(axis=0).reshape(*walk.bias_tiles[:2], *sizes)
+    return Part(values, walk.read, far=walk.far)

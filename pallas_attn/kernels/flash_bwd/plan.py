@@ -5,7 +5,6 @@ import functools
 from typing import Any, NamedTuple
 
 from pallas_attn._call.problem import AttentionProblem
-from pallas_attn._functions.reads import Read
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.logits import LogitRules
 from pallas_attn.kernels.attention.tiles import ROWS
@@ -25,7 +24,7 @@ class KeyPlan:
     format: Any  # `RowFormats`, or `sm80_common.MmaFormat`
     bias_tiles: Any = None  # `score_tiles.BiasOfKeys`, where `sm90_fused` reads a bias by tiles
     adds_dq: bool = True  # `sm90_fused` makes dq, too
-    reads: tuple[Read, ...] = ()  # reads of arrays that `sm90_fused` adds up: `aux_sums`
+    key_sums: tuple[Any, ...] = ()  # `aux_sums.KeySum`s that `sm90_fused` makes
 
     @property
     def tiling(self) -> KeyTiling:

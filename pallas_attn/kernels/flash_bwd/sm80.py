@@ -456,8 +456,8 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
         grads["bias"] = sm80_dbias.dbias_of(problem, config, inputs, refs)
     if problem.learned:
         refs = operands.ordered_after(refs, dq)
-        sums = sm80_dbias.sums_of_reads(problem, config, inputs, refs)
-        grads["score_aux"] = aux_sums.gradients(problem, inputs, sums)
+        parts = sm80_dbias.parts_of(problem, config, inputs, refs)
+        grads["score_aux"] = aux_sums.gradients(problem, inputs, parts)
     if inputs.sinks is not None:
         grads["sinks"] = operands.dsinks(residuals, stats)
     return AttentionInputs(q=dq, **grads)

@@ -15,6 +15,7 @@ from pallas_attn._functions.reads import Read
 from pallas_attn.kernels.attention.sm80_common import copy_async, fits
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import aux_sums, dbias, operands, sm80_dq, sm90_dq
+from pallas_attn.kernels.flash_bwd.aux_sums import Part
 from pallas_attn.kernels.flash_bwd.dbias import BiasStep, BiasWalk
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.sm80_dq import DqSmem, ScoreRows
@@ -97,18 +98,17 @@ def dbias_of(
     return dbias.folded(sums, bias.shape).astype(bias.dtype)
 
 
-def sums_of_reads(
+def parts_of(
     problem: AttentionProblem, config: KernelConfig, inputs: AttentionInputs, refs: BackwardRefs
-) -> dict[Read, jax.Array]:
-    """The sums of reads, one launch each: see `aux_sums.gradients`."""
-    plan = _plan_of(problem, config)
-    results: dict[Read, jax.Array] = {}
+) -> list[Part]:
+    """The sums of all reads of learned arrays, one launch each."""
+    plan, parts = _plan_of(problem, config), []
     refs = sm90_dq.by_rows(plan, inputs, refs)
     for read in aux_sums.all_reads(problem):
         walk = dbias.walk_of(plan, read)
-        results[read] = dbias.sums_of_read(plan, walk, _sums(plan, walk, refs))
-        refs = operands.ordered_after(refs, results[read])
-    return results
+        parts.append(dbias.part_of(plan, walk, _sums(plan, walk, refs)))
+        refs = operands.ordered_after(refs, parts[-1].values)
+    return parts
 
 
 def _sums(plan: QueryPlan, walk: BiasWalk, refs: BackwardRefs) -> jax.Array:

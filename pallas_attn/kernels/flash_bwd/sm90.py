@@ -19,7 +19,6 @@ import jax
 
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
-from pallas_attn._functions.reads import Read
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import score_tiles, tiles, tma_operands
 from pallas_attn.kernels.flash_bwd import (
@@ -34,6 +33,7 @@ from pallas_attn.kernels.flash_bwd import (
     sm90_short,
     sm90_window,
 )
+from pallas_attn.kernels.flash_bwd.aux_sums import Part
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import Residuals, dsinks, row_statistics
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats, is_wide
@@ -186,7 +186,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     halves = block_q == ROWS and is_fused(problem, config)
     plan = KeyPlan(problem, config, order, RowFormats.of(problem, block_q, halves))
     if problem.learned and not (own_order or wide):
-        with_sums = dataclasses.replace(plan, reads=aux_sums.of_keys(problem))
+        with_sums = dataclasses.replace(plan, key_sums=aux_sums.of_keys(problem))
         if sm90_fused.buffer_bytes(with_sums) + BARRIERS <= SMEM_LIMIT:
             plan = with_sums
     if problem.bias_shape is None or own_order or wide:
@@ -261,8 +261,8 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
         rows = sm90_window.padded_rows(problem)
     stats = row_statistics(plan.exact, rows, residuals)
     refs = operands.for_tma(plan, residuals, stats)
-    dq, sums = None, dict[Read, jax.Array]()
-    if plan.reads:
+    dq, parts = None, list[Part]()
+    if plan.key_sums:
         refs = refs._replace(aux_sums=jax.new_ref(aux_sums.zeros(plan)))
     if config.window:
         dq, dk, dv = sm90_window.dq_dk_dv(plan, refs)
@@ -273,8 +273,8 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
         dq, dk, dv = sm90_fused.dq_dk_dv(plan, refs)
     else:
         dk, dv = sm90_fused.dk_dv(plan, refs)
-    if plan.reads:
-        sums = aux_sums.sums_of_keys(plan, jax.freeze(refs.aux_sums))
+    if plan.key_sums:
+        parts = aux_sums.parts_of_keys(plan, jax.freeze(refs.aux_sums))
         refs = refs._replace(aux_sums=None)
     if dq is None:
         refs = operands.ordered_after(refs, dk)
@@ -289,9 +289,8 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     if problem.learned:
         aux_plan = sm90_dbias.plan_of(problem, flash_fwd_sm90.Config)
         aux_refs = sm90_dq.operands_of(aux_plan, inputs, operands.ordered_after(refs, dq))
-        rest = [read for read in aux_sums.all_reads(problem) if read not in sums]
-        sums |= sm90_dbias.sums_of_reads(aux_plan, aux_refs, rest)
-        others["score_aux"] = aux_sums.gradients(problem, inputs, sums)
+        parts += sm90_dbias.parts_of(aux_plan, aux_refs, aux_sums.rest_of(problem, parts))
+        others["score_aux"] = aux_sums.gradients(problem, inputs, parts)
     if inputs.sinks is not None:
         others["sinks"] = dsinks(residuals, stats)
     return AttentionInputs(q=dq, k=dk, v=dv, **others)

@@ -35,6 +35,7 @@ from pallas_attn.kernels.attention.score_tiles import ScoreTiles
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.attention.tma_operands import takes_panels
 from pallas_attn.kernels.flash_bwd import aux_sums, dbias, operands
+from pallas_attn.kernels.flash_bwd.aux_sums import Far, Part
 from pallas_attn.kernels.flash_bwd.dbias import BiasBlock, BiasStep, BiasWalk
 from pallas_attn.kernels.flash_bwd.float32 import scaled, units_of
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
@@ -297,17 +298,17 @@ def dbias_of(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> ja
     return dbias.folded(_sums(plan, walk, refs, sums), bias.shape).astype(bias.dtype)
 
 
-def sums_of_reads(
-    plan: QueryPlan, refs: BackwardRefs, some: Sequence[Read]
-) -> dict[Read, jax.Array]:
-    """The sums of reads, one launch each: see `aux_sums.gradients`."""
-    results: dict[Read, jax.Array] = {}
-    for read in some:
-        walk = dbias.walk_of(plan, read)
+def parts_of(
+    plan: QueryPlan, refs: BackwardRefs, some: Sequence[tuple[Read, Far | None]]
+) -> list[Part]:
+    """The sums of reads but for far tiles, one launch each."""
+    parts = []
+    for read, far in some:
+        walk = dbias.walk_of(plan, read, far)
         shape = jax.ShapeDtypeStruct(dbias.sums_shape(plan, walk), jnp.float32)
-        results[read] = dbias.sums_of_read(plan, walk, _sums(plan, walk, refs, shape))
-        refs = operands.ordered_after(refs, results[read])
-    return results
+        parts.append(dbias.part_of(plan, walk, _sums(plan, walk, refs, shape)))
+        refs = operands.ordered_after(refs, parts[-1].values)
+    return parts
 
 
 def _sums(

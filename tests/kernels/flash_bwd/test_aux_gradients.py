@@ -14,6 +14,7 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import CAUSAL, FULL, Mask, sliding_window
+from pallas_attn._call import config
 from pallas_attn.bench import tolerance
 from tests.support import budget, subjects
 
@@ -98,6 +99,8 @@ CASES = {
     "t5_window": Case("t5", sliding_window(40), kv_heads=4, aux_dtype="bfloat16"),
     "both_ways": Case("both_ways", FULL, (130, 200), kv_heads=4),
     "offsets": Case("both_ways", FULL, (130, 200), q_offset=(0, 33)),
+    "t5_far": Case("t5", sizes=(420, 420), kv_heads=4),
+    "both_ways_far": Case("both_ways", FULL, (300, 420), kv_heads=4),
     "alibi": Case("alibi", kv_heads=4),
     "alibi_grouped": Case("alibi", sinks=True),
     "alibi_bits": Case("alibi", deterministic=True, kv_heads=4, dim=72),
@@ -202,6 +205,21 @@ def computed(case, generation):
 @pytest.mark.parametrize("name", CASES)
 def test_hopper_interpreted(name):
     check(CASES[name], computed(CASES[name], "sm90"))
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize(
+    "changes",
+    [{"block_q": 128}, {"block_q": 64, "dq_lag": 2}, {"fused": False, "block_q": 64}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["t5_far", "both_ways_far", "alibi"])
+def test_sums_of_keys_interpreted(name, changes):
+    configuration = {"grid": 3} | changes
+    with config.forced("flash_bwd_sm90", configuration), config.watched() as choices:
+        results = computed(CASES[name], "sm90")
+    assert choices[-1].kernel == "flash_bwd_sm90"
+    check(CASES[name], results)
 
 
 @pytest.mark.guards
