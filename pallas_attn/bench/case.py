@@ -56,6 +56,7 @@ class AttentionCase:
     packed: bool = False  # ours is called with packed rows and q_starts, not with segment ids
     function: tuple[str, int] | None = None  # a name of `case_functions`, in place of the mask
     both: bool = False  # op "mask": forward and backward
+    learned: bool = False  # gradients of the function's arrays are asked, too
     mask_at_run_time: bool = False  # the mask's bounds are handed over as arrays
     # RoPE: the first column, rotated columns, and whether pairs are neighbours
     rotary: tuple[int, int, bool] | None = None

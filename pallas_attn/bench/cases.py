@@ -200,6 +200,13 @@ def _functions() -> list[AttentionCase]:
         sizes = (1, 4096), (16, 16), 128, "grid"
         title = f"mask_h128_causal_t4096{tail}"
         rows.append(_attention(title, *sizes, function=("causal", 0), both=both))
+    for name in ("alibi", "t5"):
+        for dim in (64, 128):
+            for length in (1024, 4096, 8192):
+                title = f"mask_h{dim}_{name}_t{length}_learned"
+                sizes = (16384 // length, length), (16, 16), dim, "learned"
+                both = {"both": True, "learned": True}
+                rows.append(_attention(title, *sizes, function=(name, 0), **both))
     return rows
 
 

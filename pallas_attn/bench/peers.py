@@ -169,6 +169,15 @@ def built_in(call: Call) -> list[Subject]:
     return [Subject("built_in", launch)]
 
 
+def not_learned(call: Call) -> list[Subject]:
+    """Ours without gradients of the function's arrays."""
+    if not call.case.learned:
+        raise Unavailable("for gradients of a function's arrays only")
+    case = dataclasses.replace(call.case, learned=False)
+    launch = subjects.attention(case, call.arrays, call.cotangent, call.op, None)
+    return [Subject("not_learned", launch)]
+
+
 # ---- decode and prefill -------------------------------------------------------------------------
 
 
@@ -390,7 +399,7 @@ PEERS: dict[str, dict[str, Peer]] = {
     },
     "shared_prefix": {"plain": plain, "unshared": unshared, "flashinfer": torch_peers.flashinfer},
     "append": {"xla": xla_append},
-    "mask": {"built_in": built_in, "flex": torch_peers.flex},
+    "mask": {"built_in": built_in, "not_learned": not_learned, "flex": torch_peers.flex},
 }
 
 

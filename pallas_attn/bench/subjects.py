@@ -39,10 +39,15 @@ class Step:
 
 
 def attention_launch(
-    function: Function, arrays: dict[str, Any], cotangent: Directions, op: str
+    function: Function,
+    arrays: dict[str, Any],
+    cotangent: Directions,
+    op: str,
+    learned: bool = False,
 ) -> Callable[[], Any]:
     """A call of one of the measures of attention; gives (out,), (out, dq, dk, dv), or (out, its
-    tangent) along `cotangent`, here the tangents of q, k and v.
+    tangent) along `cotangent`, here the tangents of q, k and v. `learned`: with gradients, those of
+    a score function's arrays, too.
     """
     names = ("q", "k", "v")
     q, k, v = (arrays[name] for name in names)
@@ -51,11 +56,17 @@ def attention_launch(
         return Step(jax.jit(lambda *operands: (function(*operands),)), (q, k, v, rest))
     if op == "forward+backward":
 
+        def with_aux(q, k, v, rest, do):
+            of_all = lambda q, k, v, aux: function(q, k, v, rest | {"aux": aux})  # noqa: E731
+            out, pullback = jax.vjp(of_all, q, k, v, rest["aux"])
+            *gradients, of_aux = pullback(do)
+            return (out, *gradients, *of_aux)
+
         def both(q, k, v, rest, do):
             out, pullback = jax.vjp(lambda q, k, v: function(q, k, v, rest), q, k, v)
             return (out, *pullback(do))
 
-        return Step(jax.jit(both), (q, k, v, rest, cotangent))
+        return Step(jax.jit(with_aux if learned else both), (q, k, v, rest, cotangent))
     if op == "jvp":
 
         def along(q, k, v, rest, tangents):
@@ -97,7 +108,7 @@ def attention(
             return pallas_attn.flash_attention(q, k, v, **rest, **static)[None]
         return pallas_attn.flash_attention(q, k, v, **rest, **static)
 
-    return attention_launch(function, arrays, cotangent, op)
+    return attention_launch(function, arrays, cotangent, op, case.learned)
 
 
 def measure_of(op: str, case: Case) -> str:
