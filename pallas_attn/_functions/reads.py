@@ -5,6 +5,7 @@ The gradient of an element is the sum of dS times this derivative over all logit
 Where the index follows from few numbers, logits are added up first, over all the others.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import numpy as np
 
 from pallas_attn._functions import program as _program
 from pallas_attn._functions import tracing
+from pallas_attn._functions.folding import Lines
 from pallas_attn._functions.program import Constant, Operand, Operation, Program
 
 # Positions that an index follows from, of queries and keys: none, one of them, or one distance.
@@ -111,6 +113,46 @@ def _linear(op: Operation, factors: Sequence[tuple[int, int] | None]) -> tuple[i
 def derivative(program: Program, read: Read) -> Program:
     """The derivative of the result by what a read gives, which reads `derivative_arrays`."""
     return _derivative(program, read.number)[0]
+
+
+@functools.lru_cache(maxsize=256)
+def in_floats(program: Program) -> Program:
+    """The same function, exact for positions below 2**24: sums of integers that become float32 are
+    taken of float32. A row or a column is converted then, not a tile, which takes four times as
+    long as an addition.
+    """
+    lines = Lines(["float32"] + ["int32"] * (program.inputs - 1))
+    values: list[Operand] = [*range(program.inputs)]
+    by_value = dict(enumerate(program.operations, program.inputs))
+
+    def moved(x: Operand) -> Operand:
+        return x if isinstance(x, Constant) else values[x]
+
+    def floating(x: Operand) -> Operand:
+        op = None if isinstance(x, Constant) else by_value.get(x)
+        if op is not None and op.name in _KEPT and op.dtype == "int32":
+            operands = tuple(map(floating, op.operands))
+            return lines.add(Operation(op.name, operands, "float32"))
+        return lines.add(Operation("convert_element_type", (moved(x),), "float32"))
+
+    for op in program.operations:
+        if op.name == "convert_element_type" and op.dtype == "float32":
+            values.append(floating(op.operands[0]))
+        else:
+            operands = tuple(map(moved, op.operands))
+            values.append(lines.add(dataclasses.replace(op, operands=operands)))
+    return lines.program(moved(program.result), program.arrays)[0]
+
+
+_KEPT = frozenset(("add", "sub", "neg", "max", "min"))  # the same on floats that are integers
+# Operations whose results are finite where their operands are, but for an overflow.
+_FINITE = frozenset(("add", "sub", "mul", "neg", "abs", "sign", "max", "min", "clamp", "select_n"))
+_FINITE |= _COMPARISONS | {"and", "or", "not", "convert_element_type"}
+
+
+def is_finite(program: Program) -> bool:
+    """Whether a function of positions alone is finite for all of them."""
+    return all(op.name in _FINITE for op in program.operations) and not program.depends_on(0)
 
 
 def derivative_arrays(program: Program, read: Read, arrays: Sequence[Any]) -> tuple[Any, ...]:

@@ -34,6 +34,7 @@ from pallas_attn._functions.reads import DISTANCE, KEYS, NONE, ROWS, Read
 from pallas_attn.kernels.attention import functions, softmax, tiles
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import KernelContext
+from pallas_attn.kernels.flash_bwd.operands import Residuals, RowStatistics
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Index, RegisterTile
@@ -41,6 +42,7 @@ from pallas_attn.kernels.lang.types import Index, RegisterTile
 MOST_COMPARED = 2**27  # pairs of a sum and an element that are compared; beyond, sums are sorted
 
 
+EXACT = 2**24  # float32 holds all integers up to it
 GRAIN = 128  # rows and keys of the tiles that are far or not
 
 
@@ -99,8 +101,17 @@ def of_keys(problem: AttentionProblem) -> tuple[KeySum, ...]:
         if read.along in (NONE, KEYS):
             results.append(KeySum(read))
         elif read.along == DISTANCE:
-            results += [KeySum(read, side) for side in far_sides(problem, read)]
+            sides = far_sides(problem, read)
+            sides = sides[:-1] if adds_up(problem, read) else sides
+            results += [KeySum(read, side) for side in sides]
     return tuple(results)
+
+
+def adds_up(problem: AttentionProblem, read: Read) -> bool:
+    """Whether all sums of a read are known to add up to those of dS, a multiple of `row_sums`."""
+    program = problem.score_program
+    assert program is not None
+    return isinstance(reads.derivative(program, read).result, Constant)
 
 
 def far_of(problem: AttentionProblem, read: Read) -> Far | None:
@@ -168,10 +179,10 @@ def diagonals(problem: AttentionProblem, rows: int, keys: int, far: Far | None =
 
 
 def weight(
-    ctx: KernelContext, place: LogitTile, read: Read, s: RegisterTile
+    ctx: KernelContext, place: LogitTile, read: Read, s: RegisterTile, seen: RegisterTile
 ) -> RegisterTile | float:
     """The derivative of the score function by a read, on a tile of scores `s` without scale, or of
-    its shape where it does not depend on the score.
+    its shape where it does not depend on the score. `seen`: where dS may be other than 0.
     """
     problem = ctx.plan.problem
     program = problem.score_program
@@ -179,18 +190,24 @@ def weight(
     slope = reads.derivative(program, read)
     if isinstance(slope.result, Constant):
         return float(slope.result.value)
+    if "q_offset" not in problem.arrays and _last_position(problem) < EXACT:
+        slope = reads.in_floats(slope)
     aux = reads.derivative_arrays(program, read, ctx.refs.score_aux)
     s = s * problem.scale
     if problem.softcap is not None:
         s = softmax.softcap(s, problem.softcap)
-    return functions.on_tile(slope, aux, place, s)
+    by = functions.on_tile(slope, aux, place, s)
+    # In padding, of keys and queries that are not there, a weight may hold anything.
+    return by if reads.is_finite(slope) else jnp.where(seen, by, 0.0)
+
+
+def _last_position(problem: AttentionProblem) -> int:
+    return max(abs(problem.q_offset) + problem.q_len, problem.kv_len)
 
 
 def times(ds: RegisterTile, by: RegisterTile | float) -> RegisterTile:
-    """dS times a weight; 0 where dS is: there a weight may hold anything."""
-    if isinstance(by, float):
-        return ds if by == 1.0 else ds * by
-    return jnp.where(ds == 0, 0.0, ds * by)
+    """dS times a weight."""
+    return ds if isinstance(by, float) and by == 1.0 else ds * by
 
 
 # ---- sums of keys, in the kernel over keys -------------------------------------------------------
@@ -209,7 +226,7 @@ def with_tile(
     """The sums of a warpgroup's keys with a tile of dS, keys by queries."""
     results = []
     for (read, side), before in zip(ctx.plan.key_sums, sums, strict=True):
-        more = softmax.partials(times(ds, weight(ctx, place, read, ds)), operator.add)
+        more = softmax.partials(times(ds, weight(ctx, place, read, ds, ds != 0)), operator.add)
         if side:
             far = far_of(ctx.plan.problem, read)
             assert far is not None
@@ -248,11 +265,62 @@ def parts_of_keys(plan: KeyPlan, sums: jax.Array) -> list[Part]:
     return results
 
 
-def rest_of(problem: AttentionProblem, parts: Sequence[Part]) -> list[tuple[Read, Far | None]]:
-    """The reads that are not added up wholly, and the tiles that are left out for them."""
-    whole = {part.read for part in parts if not part.side}
-    far = {part.read: far_of(problem, part.read) for part in parts if part.side}
-    return [(read, far.get(read)) for read in all_reads(problem) if read not in whole]
+class Rest(NamedTuple):
+    """A read that is not added up wholly."""
+
+    read: Read
+    far: Far | None  # tiles that the walk leaves out
+    side: int = 0  # side of far tiles that nobody adds up: see `remainders`
+
+
+def rest_of(problem: AttentionProblem, parts: Sequence[Part]) -> list[Rest]:
+    """The reads that walks are to add up, after a kernel over keys made `parts`."""
+    results = []
+    for read in all_reads(problem):
+        sides = {part.side for part in parts if part.read == read}
+        if 0 in sides:
+            continue
+        missing = [side for side in far_sides(problem, read) if side not in sides]
+        known = len(missing) < (2 if adds_up(problem, read) else 1)
+        far = far_of(problem, read) if read.along == DISTANCE and known else None
+        results.append(Rest(read, far, missing[0] if far and missing else 0))
+    return results
+
+
+def remainders(
+    problem: AttentionProblem, sums: jax.Array, rest: Sequence[Rest], parts: Sequence[Part]
+) -> list[Part]:
+    """The sums of far tiles that no kernel has made: what is left of all. `sums`: float32[B, N],
+    of dS.
+    """
+    results, program = [], problem.score_program
+    assert program is not None
+    for read, _, side in rest:
+        if not side:
+            continue
+        slope: Any = reads.derivative(program, read).result
+        apart = leading(problem, read)
+        over = tuple(n for n, size in enumerate(apart) if size == 1)
+        left = sums.sum(axis=over, keepdims=True) * float(slope.value)
+        for part in parts:
+            if part.read == read:
+                left = left - part.values.sum(axis=tuple(range(2, part.values.ndim)))
+        results.append(Part(left[:, :, None, None], read, side))
+    return results
+
+
+def sums_of_ds(residuals: Residuals, stats: RowStatistics) -> jax.Array:
+    """float32[B, N]: dS added up over all logits: over those of a row, which probabilities make a
+    mean of dP, it is the cotangent of the lse, and the share of a sink in delta.
+    """
+    lse, dlse = residuals.lse, residuals.d_lse
+    rows = lse.shape[2]
+    dead = stats.lse[:, :, :rows] == jnp.inf
+    total = dlse
+    if residuals.inputs.sinks is not None:
+        sinks = residuals.inputs.sinks.astype(jnp.float32)[None, :, None]
+        total = total + jnp.exp(sinks - jnp.where(dead, 0.0, lse)) * stats.delta[:, :, :rows]
+    return jnp.where(dead, 0.0, total).sum(axis=2)
 
 
 # ---- by XLA: sums by element ---------------------------------------------------------------------

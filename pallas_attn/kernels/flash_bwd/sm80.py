@@ -456,7 +456,9 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
         grads["bias"] = sm80_dbias.dbias_of(problem, config, inputs, refs)
     if problem.learned:
         refs = operands.ordered_after(refs, dq)
-        parts = sm80_dbias.parts_of(problem, config, inputs, refs)
+        rest = aux_sums.rest_of(problem, ())
+        parts = sm80_dbias.parts_of(problem, config, inputs, refs, rest)
+        parts += aux_sums.remainders(problem, aux_sums.sums_of_ds(residuals, stats), rest, parts)
         grads["score_aux"] = aux_sums.gradients(problem, inputs, parts)
     if inputs.sinks is not None:
         grads["sinks"] = operands.dsinks(residuals, stats)

@@ -4,6 +4,7 @@ portable backward: the walk of `dbias`, by tiles of 64 queries by `block_kv` key
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -15,7 +16,7 @@ from pallas_attn._functions.reads import Read
 from pallas_attn.kernels.attention.sm80_common import copy_async, fits
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import aux_sums, dbias, operands, sm80_dq, sm90_dq
-from pallas_attn.kernels.flash_bwd.aux_sums import Part
+from pallas_attn.kernels.flash_bwd.aux_sums import Part, Rest
 from pallas_attn.kernels.flash_bwd.dbias import BiasStep, BiasWalk
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.sm80_dq import DqSmem, ScoreRows
@@ -67,7 +68,7 @@ def _ds(ctx: KernelContext, read: Read | None, step: BiasStep) -> RegisterTile:
     p, _ = sm80_dq.probabilities(ctx, rows, step.key, s, stats.lse, True)
     by = 1.0
     if read is not None:
-        by = aux_sums.weight(ctx, sm80_dq.logit_tile(rows, step.key), read, s)
+        by = aux_sums.weight(ctx, sm80_dq.logit_tile(rows, step.key), read, s, p > 0)
     return aux_sums.times(sm80_dq.ds_of(p, product(), stats.delta), by)
 
 
@@ -99,13 +100,17 @@ def dbias_of(
 
 
 def parts_of(
-    problem: AttentionProblem, config: KernelConfig, inputs: AttentionInputs, refs: BackwardRefs
+    problem: AttentionProblem,
+    config: KernelConfig,
+    inputs: AttentionInputs,
+    refs: BackwardRefs,
+    some: Sequence[Rest],
 ) -> list[Part]:
-    """The sums of all reads of learned arrays, one launch each."""
+    """The sums of reads but for far tiles, one launch each."""
     plan, parts = _plan_of(problem, config), []
     refs = sm90_dq.by_rows(plan, inputs, refs)
-    for read in aux_sums.all_reads(problem):
-        walk = dbias.walk_of(plan, read)
+    for read, far, _ in some:
+        walk = dbias.walk_of(plan, read, far)
         parts.append(dbias.part_of(plan, walk, _sums(plan, walk, refs)))
         refs = operands.ordered_after(refs, parts[-1].values)
     return parts

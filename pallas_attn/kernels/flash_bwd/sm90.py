@@ -287,9 +287,12 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
         bias_refs = sm90_dq.operands_of(bias_plan, inputs, operands.ordered_after(refs, dq))
         others["bias"] = sm90_dbias.dbias_of(bias_plan, inputs, bias_refs)
     if problem.learned:
-        aux_plan = sm90_dbias.plan_of(problem, flash_fwd_sm90.Config)
+        first = aux_sums.all_reads(problem)[0]
+        aux_plan = sm90_dbias.plan_of(problem, flash_fwd_sm90.Config, first)
         aux_refs = sm90_dq.operands_of(aux_plan, inputs, operands.ordered_after(refs, dq))
-        parts += sm90_dbias.parts_of(aux_plan, aux_refs, aux_sums.rest_of(problem, parts))
+        rest = aux_sums.rest_of(problem, parts)
+        parts += sm90_dbias.parts_of(aux_plan, aux_refs, rest)
+        parts += aux_sums.remainders(problem, aux_sums.sums_of_ds(residuals, stats), rest, parts)
         others["score_aux"] = aux_sums.gradients(problem, inputs, parts)
     if inputs.sinks is not None:
         others["sinks"] = dsinks(residuals, stats)

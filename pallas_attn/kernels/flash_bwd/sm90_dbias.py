@@ -35,7 +35,7 @@ from pallas_attn.kernels.attention.score_tiles import ScoreTiles
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.attention.tma_operands import takes_panels
 from pallas_attn.kernels.flash_bwd import aux_sums, dbias, operands
-from pallas_attn.kernels.flash_bwd.aux_sums import Far, Part
+from pallas_attn.kernels.flash_bwd.aux_sums import Part, Rest
 from pallas_attn.kernels.flash_bwd.dbias import BiasBlock, BiasStep, BiasWalk
 from pallas_attn.kernels.flash_bwd.float32 import scaled, units_of
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
@@ -224,7 +224,7 @@ def _ds(
         lse, delta = (mosaic.load(x.at[slot, own], mosaic.ROW) for x in _statistics(smem))
         s = scaled(plgpu.wgmma_accumulator_load(s_acc, wait_n=_matmuls(plan)), units.scores)
         p, _ = score_mod.probabilities(ctx, tile, s, lse, masked)
-        by = 1.0 if read is None else aux_sums.weight(ctx, tile, read, s)
+        by = 1.0 if read is None else aux_sums.weight(ctx, tile, read, s, p > 0)
         if not smem.bias:
             plgpu.commit_smem()  # lse and delta have been read, and TMA will write there
         dp = scaled(plgpu.wgmma_accumulator_load(dp_acc, wait_n=0), units.dp)
@@ -274,12 +274,14 @@ def _kernel(
     mosaic.share_registers(wg, plan.config.warpgroups, produce, consume, 240)
 
 
-def plan_of(problem: AttentionProblem, config: KernelConfig) -> QueryPlan:
+def plan_of(problem: AttentionProblem, config: KernelConfig, read: Read | None = None) -> QueryPlan:
     """By the first of SIZES of which two stages fit, or the last; `config` is the forward's
-    class. Shared memory is that of the bias, or of the first read of a score function.
+    class. For the bias, or for reads of a score function.
     """
-    read = None if problem.bias_shape else aux_sums.all_reads(problem)[0]
-    for consumers, block in SIZES[2:] if problem.dtype == "float32" else SIZES:
+    sizes = SIZES[2:] if problem.dtype == "float32" else SIZES
+    if read is not None:  # a score function needs registers
+        sizes = [size for size in sizes if size[1] <= ROWS]
+    for consumers, block in sizes:
         for stages in (3, 2, 1):
             plan = QueryPlan.of(problem, config(consumers, block, max(stages, 2)))
             plan = dataclasses.replace(plan, panels=takes_panels(problem))
@@ -298,12 +300,10 @@ def dbias_of(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> ja
     return dbias.folded(_sums(plan, walk, refs, sums), bias.shape).astype(bias.dtype)
 
 
-def parts_of(
-    plan: QueryPlan, refs: BackwardRefs, some: Sequence[tuple[Read, Far | None]]
-) -> list[Part]:
+def parts_of(plan: QueryPlan, refs: BackwardRefs, some: Sequence[Rest]) -> list[Part]:
     """The sums of reads but for far tiles, one launch each."""
     parts = []
-    for read, far in some:
+    for read, far, _ in some:
         walk = dbias.walk_of(plan, read, far)
         shape = jax.ShapeDtypeStruct(dbias.sums_shape(plan, walk), jnp.float32)
         parts.append(dbias.part_of(plan, walk, _sums(plan, walk, refs, shape)))
