@@ -22,8 +22,8 @@ Rows = tuple[Array, Array, Array, Array]  # out, lse and their cotangents
 
 
 def by_kernels(problem: AttentionProblem, numbers: list[int]) -> tuple[int, ...]:
-    """Those arrays of a score function, by number, whose gradients backward kernels add up: where
-    each index follows from the batch row, the head, and one of the positions or their distance.
+    """Numbers of the arrays of a score function whose gradients backward kernels add up: where each
+    index follows from the batch row, the head, and one of the positions or their distance.
     """
     whole = problem.share == problem.zigzag == problem.fetches == 1
     if not whole or "q_positions" in problem.arrays or problem.dtype == "float64":

@@ -228,10 +228,10 @@ def by_distance(
     """int32[heads, count]: the index of a read that depends on no array and no batch row, at the
     distances q - kv from `first` on.
     """
-    arrays = [np.zeros(shape, dtype) for shape, dtype in program.arrays]
     head = np.arange(heads, dtype=np.int32)[:, None]
     distance = np.arange(first, first + count, dtype=np.int32)[None]
     zero = np.zeros((1, 1), np.int32)
     with _program.on_cpu(), jax.ensure_compile_time_eval(), jax.enable_x64(False):
+        arrays = [jnp.zeros(shape, dtype) for shape, dtype in program.arrays]
         at = index(program, read, [jnp.asarray(x) for x in (zero, head, distance, zero)], arrays)
         return np.broadcast_to(np.asarray(at), (heads, count))

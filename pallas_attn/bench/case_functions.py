@@ -62,14 +62,14 @@ def made(name: str, n: int, sizes: tuple[int, int, int, int]) -> Positions:
             lambda s, b, h, q, kv, m: s - m[h] * (q - kv),
         )
     if name == "t5":  # 16 exact buckets of distances, then 16 logarithmic ones up to 128
-        table = np.random.default_rng(0).standard_normal((heads, 32), np.float32)
+        numbers = np.random.default_rng(0).standard_normal((heads, 32), np.float32)
 
         def score(s: Any, b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
             n = (q - kv).clip(0, 127)
             far = 16 + _int(_log(n.clip(1, 127) * (1 / 16)) * (16 / math.log(8)))
             return s + table[h, n * (n < 16) + far * (n >= 16)]
 
-        return Positions(lambda b, h, q, kv, table: q >= kv, (table,), score)
+        return Positions(lambda b, h, q, kv, table: q >= kv, (numbers,), score)
     if name == "random_blocks":  # one in ten is live
         shape = -(-q_len // n), -(-kv_len // n)
         table = np.random.default_rng(0).random(shape) < 0.1

@@ -205,8 +205,7 @@ def _functions() -> list[AttentionCase]:
             for length in (1024, 4096, 8192):
                 title = f"mask_h{dim}_{name}_t{length}_learned"
                 sizes = (16384 // length, length), (16, 16), dim, "learned"
-                both = {"both": True, "learned": True}
-                rows.append(_attention(title, *sizes, function=(name, 0), **both))
+                rows.append(_attention(title, *sizes, function=(name, 0), both=True, learned=True))
     return rows
 
 

@@ -154,14 +154,14 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "out_is_not_subtracted_from_its_tangent": Fault(
         f"{JVP}/sm90.py",
-        "acc = acc - out * mosaic.broadcast_rows(total, acc.shape)",
-        "acc = acc - 0 * out * mosaic.broadcast_rows(total, acc.shape)",
+        "x - out * mosaic.broadcast_rows(total, x.shape)",
+        "x - 0 * out * mosaic.broadcast_rows(total, x.shape)",
         f"{TEST_JVP} -k 'hopper and plain'",
     ),
     "the_sum_of_moved_probabilities_is_not_rescaled": Fault(
         f"{JVP}/sm90_dual.py",
-        "out, out_dot, row_sum, dot_sum = softmax.rescaled(new, older)",
-        "out, out_dot, row_sum, _ = softmax.rescaled(new, older)\n    dot_sum = sums.dot_sum",
+        "*outs, row_sum, dot_sum = softmax.rescaled(new, older)",
+        "*outs, row_sum, _ = softmax.rescaled(new, older)\n    dot_sum = sums.dot_sum",
         f"{TEST_JVP} -k 'dual and ramp'",
     ),
     "a_tangent_has_no_slope_of_the_score": Fault(

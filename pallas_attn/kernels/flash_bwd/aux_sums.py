@@ -71,7 +71,7 @@ class Part(NamedTuple):
 
     values: jax.Array
     read: Read
-    side: int = 0  # as that of a KeySum
+    side: int = 0  # that of a KeySum
     far: Far | None = None  # tiles that are left out
 
 
@@ -79,7 +79,7 @@ class Diagonals(NamedTuple):
     """Distances of query tiles and kv tiles, in kv tiles, that some query may see."""
 
     first: int
-    count: int
+    tiles: int
     ratio: int  # kv tiles as long as a query tile
 
 

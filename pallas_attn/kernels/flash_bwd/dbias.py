@@ -85,11 +85,9 @@ def walk_of(plan: QueryPlan, read: Read | None = None, far: Far | None = None) -
     if read is not None and read.along == DISTANCE:
         apart = aux_sums.leading(problem, read)
         some = aux_sums.diagonals(problem, plan.tiling.tile_rows, plan.config.block_kv, far)
-        tiles = (*apart, 1, some.count)
-        heads = tuple(m // n for n, m in zip(apart, scores[:2], strict=True))
-        readers = (*heads, plan.tiling.q_tiles, 1)
-        chunks = _chunks(math.prod(tiles), math.prod(readers))
-        return BiasWalk(tiles, readers, chunks, read, some, far)
+        own = (*apart, 1, some.tiles)
+        rest = (scores[0] // apart[0], scores[1] // apart[1], plan.tiling.q_tiles, 1)
+        return BiasWalk(own, rest, _chunks(math.prod(own), math.prod(rest)), read, some, far)
     shape = problem.bias_shape if read is None else aux_sums.virtual_bias(problem, read)
     assert shape is not None
     tiles = tuple(1 if n == 1 else m for n, m in zip(shape, scores, strict=True))
@@ -175,7 +173,8 @@ def store_place(walk: BiasWalk, block: BiasBlock, shape: tuple[int, int]) -> tup
         rest = lax.div(rest, jnp.int32(count))
     key, row, head, batch = where
     if walk.diagonals is not None:
-        key, row = 0, lax.div(key, jnp.int32(shape[1])) * shape[0]
+        row = lax.div(key, jnp.int32(shape[1])) * shape[0]
+        return block.chunk, batch, head, pl.ds(row, shape[0]), pl.ds(0, shape[1])
     return block.chunk, batch, head, pl.ds(row, shape[0]), pl.ds(key, shape[1])
 
 
@@ -195,6 +194,6 @@ def part_of(plan: QueryPlan, walk: BiasWalk, sums: jax.Array) -> Part:
     assert walk.read is not None
     if walk.diagonals is None:
         return Part(folded(sums, aux_sums.virtual_bias(plan.problem, walk.read)), walk.read)
-    sizes = walk.diagonals.count, plan.tiling.tile_rows, plan.config.block_kv
+    sizes = walk.diagonals.tiles, plan.tiling.tile_rows, plan.config.block_kv
     values = sums.sum(axis=0).reshape(*walk.bias_tiles[:2], *sizes)
     return Part(values, walk.read, far=walk.far)

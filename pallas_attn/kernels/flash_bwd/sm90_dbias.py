@@ -279,9 +279,9 @@ def plan_of(problem: AttentionProblem, config: KernelConfig, read: Read | None =
     class. For the bias, or for reads of a score function.
     """
     sizes = SIZES[2:] if problem.dtype == "float32" else SIZES
-    if read is not None:  # a score function needs registers
-        sizes = [size for size in sizes if size[1] <= ROWS]
     for consumers, block in sizes:
+        if read is not None and block > ROWS:  # a score function needs registers
+            continue
         for stages in (3, 2, 1):
             plan = QueryPlan.of(problem, config(consumers, block, max(stages, 2)))
             plan = dataclasses.replace(plan, panels=takes_panels(problem))

@@ -213,7 +213,7 @@ def _mainloop(
 
         nothing = PendingDq(jnp.int32(0), count - 1, first_head, jnp.int32(0))
         start = (jnp.int32(0), jnp.int32(0)), (nothing,) * lag, aux_sums.nothing(plan)
-        _, pending, of_aux = lax.fori_loop(0, group * work.steps, step, start)
+        pending, of_aux = lax.fori_loop(0, group * work.steps, step, start)[1:]
         last = pending[-1]
         if refs.dq is not None:
             for n, due in enumerate(pending, 1 - lag):

@@ -82,7 +82,7 @@ class Case:
     function: str
     mask: Mask = CAUSAL
     sizes: tuple[int, int] = (150, 150)  # T and S
-    kv_heads: int = 2  # of 4 query heads
+    kv_heads: int = 2  # for 4 query heads
     dim: int = 32
     dtype: str = "bfloat16"
     aux_dtype: str = "float32"
