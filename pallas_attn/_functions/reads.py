@@ -17,7 +17,7 @@ import numpy as np
 from pallas_attn._functions import program as _program
 from pallas_attn._functions import tracing
 from pallas_attn._functions.folding import Lines
-from pallas_attn._functions.program import Constant, Operand, Operation, Program
+from pallas_attn._functions.program import Constant, Kind, Operand, Operation, Program, Value
 
 # Positions that an index follows from, of queries and keys: none, one of them, or one distance.
 NONE, ROWS, KEYS, DISTANCE, BOTH = "none", "rows", "keys", "distance", "both"
@@ -184,7 +184,7 @@ class _Moved(_program.Broadcasting):
     def __init__(self, number: int, by: jax.Array):
         self.left, self.by = number, by
 
-    def read(self, array: Any, kind: Any, indices: Sequence[Any]) -> Any:
+    def read(self, array: Value, kind: Kind, indices: Sequence[Value]) -> Value:
         elements = super().read(array, kind, indices)
         self.left -= 1
         return elements + self.by.astype(elements.dtype) if self.left == -1 else elements
@@ -200,7 +200,7 @@ class _Watched(_program.Broadcasting):
         self.left = number
         self.indices: Any = None
 
-    def read(self, array: Any, kind: Any, indices: Sequence[Any]) -> Any:
+    def read(self, array: Value, kind: Kind, indices: Sequence[Value]) -> Value:
         self.left -= 1
         if self.left == -1:
             self.indices = tuple(indices)

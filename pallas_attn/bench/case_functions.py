@@ -11,6 +11,8 @@ import numpy as np
 
 from pallas_attn.masks import CAUSAL, FULL, sliding_window
 
+Number = Any  # one or many, of NumPy, jax or torch
+
 
 class Positions(NamedTuple):
     """A mask and a score by their positions."""
@@ -21,13 +23,13 @@ class Positions(NamedTuple):
     built_in: dict[str, Any] | None = None  # the options that say the same; None: there are none
 
 
-def _log(x: Any) -> Any:
+def _log(x: Number) -> Number:
     if hasattr(x, "log"):  # torch's
         return x.log()
     return np.log(x) if isinstance(x, (np.ndarray, np.generic)) else jnp.log(x)
 
 
-def _int(x: Any) -> Any:
+def _int(x: Number) -> Number:
     return x.astype(np.int32) if hasattr(x, "astype") else x.int()
 
 
@@ -64,7 +66,7 @@ def made(name: str, n: int, sizes: tuple[int, int, int, int]) -> Positions:
     if name == "t5":  # 16 exact buckets of distances, then 16 logarithmic ones up to 128
         numbers = np.random.default_rng(0).standard_normal((heads, 32), np.float32)
 
-        def score(s: Any, b: Any, h: Any, q: Any, kv: Any, table: Any) -> Any:
+        def score(s: Number, b: int, h: int, q: Number, kv: Number, table: Number) -> Number:
             n = (q - kv).clip(0, 127)
             far = 16 + _int(_log(n.clip(1, 127) * (1 / 16)) * (16 / math.log(8)))
             return s + table[h, n * (n < 16) + far * (n >= 16)]

@@ -71,7 +71,7 @@ class Part(NamedTuple):
 
     values: jax.Array
     read: Read
-    side: int = 0  # that of a KeySum
+    side: int = 0  # side of a KeySum
     far: Far | None = None  # tiles that are left out
 
 
@@ -130,19 +130,27 @@ def far_of(problem: AttentionProblem, read: Read) -> Far | None:
     return Far(low // GRAIN, -(-high // GRAIN))
 
 
+def distances(problem: AttentionProblem) -> tuple[int, int]:
+    """The least and the largest row - key that masks known at trace time show."""
+    middle = 2**30  # further from both ends than any key
+    least, most = -middle, middle
+    for mask in (problem.mask, problem.mask_within):
+        if not mask.arrives:
+            low, high = mask.kv_range(middle, middle + 1, 2 * middle)
+            least = max(least, middle - (int(high) - 1) - problem.q_offset)
+            most = min(most, middle - int(low) - problem.q_offset)
+    return least, most
+
+
 def far_sides(problem: AttentionProblem, read: Read) -> tuple[int, ...]:
     """The sides on which some query sees keys of far tiles."""
-    far, mask, offset = far_of(problem, read), problem.mask, problem.q_offset
+    far = far_of(problem, read)
     if far is None:
         return ()
-    nearest, furthest = -((problem.kv_len - 1) // GRAIN), (problem.q_len - 1) // GRAIN
-    for bounds in (mask, problem.mask_within):
-        if bounds.arrives:
-            continue
-        if bounds.right is not None:
-            nearest = max(nearest, (-bounds.right - offset - (GRAIN - 1)) // GRAIN)
-        if bounds.left is not None:
-            furthest = min(furthest, (bounds.left - offset + GRAIN - 1) // GRAIN)
+    least, most = distances(problem)
+    nearest, furthest = (least - (GRAIN - 1)) // GRAIN, (most + GRAIN - 1) // GRAIN
+    nearest = max(nearest, -((problem.kv_len - 1) // GRAIN))
+    furthest = min(furthest, (problem.q_len - 1) // GRAIN)
     return (-1,) * (nearest <= far.low) + (1,) * (furthest >= far.high)
 
 
@@ -167,14 +175,10 @@ def diagonals(problem: AttentionProblem, rows: int, keys: int, far: Far | None =
         least, most = (far.low + 1) * GRAIN, (far.high - 1) * GRAIN
         first = max(first, -(-(least - (GRAIN - 1) - rows + 1) // keys))
         end = min(end, (most + GRAIN - 1 + keys - 1) // keys + 1)
-    for mask in (problem.mask, problem.mask_within):
-        if "q_offset" in problem.arrays or mask.arrives:
-            continue
-        if mask.right is not None:  # a query sees keys up to `right` after it
-            nearest = -mask.right - problem.q_offset  # the least row - key
-            first = max(first, -(-(nearest - rows + 1) // keys))
-        if mask.left is not None:
-            end = min(end, (mask.left - problem.q_offset + keys - 1) // keys + 1)
+    if "q_offset" not in problem.arrays:
+        nearest, furthest = distances(problem)
+        first = max(first, -(-(nearest - rows + 1) // keys))
+        end = min(end, (furthest + keys - 1) // keys + 1)
     return Diagonals(first, max(1, end - first), ratio)
 
 

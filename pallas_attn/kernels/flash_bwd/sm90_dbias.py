@@ -292,12 +292,12 @@ def plan_of(problem: AttentionProblem, config: KernelConfig, read: Read | None =
 
 def dbias_of(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> jax.Array:
     """The cotangent of inputs.bias."""
-    walk, bias = dbias.walk_of(plan), inputs.bias
+    ctx, walk, bias = KernelContext(plan, refs), dbias.walk_of(plan), inputs.bias
     assert bias is not None
     if stores_by_tma(plan, walk):
-        return _sums(plan, walk, refs, jax.ShapeDtypeStruct(bias.shape, bias.dtype))
+        return _sums(ctx, walk, jax.ShapeDtypeStruct(bias.shape, bias.dtype))
     sums = jax.ShapeDtypeStruct(dbias.sums_shape(plan, walk), jnp.float32)
-    return dbias.folded(_sums(plan, walk, refs, sums), bias.shape).astype(bias.dtype)
+    return dbias.folded(_sums(ctx, walk, sums), bias.shape).astype(bias.dtype)
 
 
 def parts_of(plan: QueryPlan, refs: BackwardRefs, some: Sequence[Rest]) -> list[Part]:
@@ -306,15 +306,15 @@ def parts_of(plan: QueryPlan, refs: BackwardRefs, some: Sequence[Rest]) -> list[
     for read, far, _ in some:
         walk = dbias.walk_of(plan, read, far)
         shape = jax.ShapeDtypeStruct(dbias.sums_shape(plan, walk), jnp.float32)
-        parts.append(dbias.part_of(plan, walk, _sums(plan, walk, refs, shape)))
+        sums = _sums(KernelContext(plan, refs), walk, shape)
+        parts.append(dbias.part_of(plan, walk, sums))
         refs = operands.ordered_after(refs, parts[-1].values)
     return parts
 
 
-def _sums(
-    plan: QueryPlan, walk: BiasWalk, refs: BackwardRefs, out: jax.ShapeDtypeStruct
-) -> jax.Array:
+def _sums(ctx: KernelContext, walk: BiasWalk, out: jax.ShapeDtypeStruct) -> jax.Array:
     """The sums of all blocks."""
+    plan, refs, _ = ctx
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan, walk=walk),
         out_type=out,
@@ -325,7 +325,7 @@ def _sums(
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_bwd_dbias_sm90" if walk.read is None else "flash_bwd_daux_sm90",
     )
-    return kernel(refs._replace(key_tiles=_codes(KernelContext(plan, refs))))
+    return kernel(refs._replace(key_tiles=_codes(ctx)))
 
 
 def _codes(ctx: KernelContext) -> jax.Array | None:

@@ -36,7 +36,7 @@ from pallas_attn.kernels.flash_jvp.operands import TangentRefs
 from pallas_attn.kernels.flash_jvp.sm90 import Config as TangentConfig
 from pallas_attn.kernels.flash_jvp.sm90 import Smem, TangentRows, plan_of
 from pallas_attn.kernels.lang import mosaic, panels
-from pallas_attn.kernels.lang.types import GmemRef, Index, Ref, RegisterTile
+from pallas_attn.kernels.lang.types import GmemRef, Index, Ref, RegisterTile, RegisterTiles
 from pallas_attn.kernels.mma import wgmma
 
 
@@ -108,7 +108,7 @@ def _step(
     out, out_dot = tuple(outs[: len(sums.out)]), tuple(outs[len(sums.out) :])
     v_ring.wait(slot)
 
-    def values(accs: Any) -> None:
+    def values(accs: tuple[RegisterTiles, RegisterTiles]) -> None:
         v = panels.tiles(smem.v, slot)
         wgmma.value_panels(accs[0], p, v)
         if smem.v_dot is not None:
