@@ -45,13 +45,8 @@ class Call(Protocol):
         launch; None where there is no such launch.
         """
 
-    def gradients(self, inputs: AttentionInputs, rows: Rows) -> Named:
-        """The gradients of the inputs but for `score_aux`."""
-
-    def gradients_of_aux(
-        self, inputs: AttentionInputs, numbers: list[int], rows: Rows
-    ) -> list[Array]:
-        """The gradients of some of `inputs.score_aux`, in float32."""
+    def gradients(self, inputs: AttentionInputs, rows: Rows, names: tuple[str, ...]) -> Named:
+        """The gradients of the inputs of these names, at least; of `score_aux` in float32."""
 
     def definition(self, inputs: AttentionInputs) -> Results:
         """(out, lse), by operations that jax differentiates."""
@@ -107,14 +102,9 @@ class Derivative:
 
     def transpose(self, residuals: Arrays, cotangents: Arrays) -> Arrays:
         (inputs, out, lse), (d_out, d_lse) = self._residuals(residuals), cotangents
-        rows, named = (out, lse, d_out, d_lse), {}
-        numbers = [int(x.removeprefix("score_aux")) for x in self.names if "score_aux" in x]
-        if len(numbers) < len(self.names):
-            named = self.call.gradients(inputs, rows)
-        if numbers:
-            gradients = self.call.gradients_of_aux(inputs, numbers, rows)
-            of_aux = zip(numbers, gradients, strict=True)
-            named |= {f"score_aux{n}": _typed(inputs.score_aux[n], x) for n, x in of_aux}
+        named = self.call.gradients(inputs, (out, lse, d_out, d_lse), self.names)
+        for n in numbers_of_aux(self.names):
+            named[f"score_aux{n}"] = _typed(inputs.score_aux[n], named[f"score_aux{n}"])
         return tuple(named[name] for name in self.names)
 
     def definition(self, residuals: Arrays, tangents: Arrays) -> Arrays:
@@ -150,6 +140,11 @@ class Derivative:
             return self.call.definition(AttentionInputs.of(named | some))
 
         return run, {name: named[name] for name in self.names}
+
+
+def numbers_of_aux(names: Sequence[str]) -> list[int]:
+    """The numbers of those arrays that a score function reads."""
+    return [int(name.removeprefix("score_aux")) for name in names if "score_aux" in name]
 
 
 def _typed(array: Array, gradient: Array) -> Array:
@@ -211,16 +206,19 @@ class KernelCall:
 
         return run
 
-    def gradients(self, inputs: AttentionInputs, rows: Rows) -> Named:
-        problem = dataclasses.replace(self.problem, op="flash_backward")
-        chosen = dispatch.select(problem, self.implementation)
-        backward, residuals = batching.attention_backward, (inputs, *rows)
-        return batching.compiled_once(backward, chosen, problem, residuals).named()
-
-    def gradients_of_aux(
-        self, inputs: AttentionInputs, numbers: list[int], rows: Rows
-    ) -> list[Array]:
-        return score_gradients.of_call(self.problem, inputs, numbers, rows)
+    def gradients(self, inputs: AttentionInputs, rows: Rows, names: tuple[str, ...]) -> Named:
+        numbers, named = numbers_of_aux(names), dict[str, Array]()
+        learned = score_gradients.by_kernels(self.problem, numbers)
+        if learned or len(numbers) < len(names):
+            problem = dataclasses.replace(self.problem, op="flash_backward", learned=learned)
+            chosen = dispatch.select(problem, self.implementation)
+            backward, residuals = batching.attention_backward, (inputs, *rows)
+            named = batching.compiled_once(backward, chosen, problem, residuals).named()
+        rest = [n for n in numbers if n not in learned]
+        if rest:
+            gradients = score_gradients.of_call(self.problem, inputs, rest, rows)
+            named |= {f"score_aux{n}": x for n, x in zip(rest, gradients, strict=True)}
+        return named
 
     def definition(self, inputs: AttentionInputs) -> Results:
         return by_rows.attention(self.problem, inputs)

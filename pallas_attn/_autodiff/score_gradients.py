@@ -1,5 +1,5 @@
-"""Gradients of the arrays that a score function reads: by autodiff of the reference, some query
-rows at a time, while kernels compute the gradients of q, k and v.
+"""Gradients of the arrays that a score function reads: which ones kernels add up, and the others by
+autodiff of the reference, some query rows at a time, while kernels compute those of q, k and v.
 
 An array that a score reads has one number for many logits: its gradient is a float32 sum over the
 rows and keys that read the number. Nothing is computed where these gradients are not asked for.
@@ -13,10 +13,35 @@ import jax.numpy as jnp
 from pallas_attn._autodiff import by_rows
 from pallas_attn._call import sharding
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._functions import reads
+from pallas_attn._functions.program import Program
 from pallas_attn.merge import cotangents_of_part
 
 Array = jax.Array
 Rows = tuple[Array, Array, Array, Array]  # out, lse and their cotangents
+
+
+def by_kernels(problem: AttentionProblem, numbers: list[int]) -> tuple[int, ...]:
+    """Numbers of the arrays of a score function whose gradients backward kernels add up: where each
+    index follows from the batch row, the head, and one of the positions or their distance.
+    """
+    whole = problem.share == problem.zigzag == problem.fetches == 1
+    if not whole or "q_positions" in problem.arrays or problem.dtype == "float64":
+        return ()
+    return tuple(n for n in sorted(numbers) if _is_summed(problem.score_program, n))
+
+
+def _is_summed(program: Program | None, number: int) -> bool:
+    assert program is not None
+    some = reads.of_array(program, number)
+    if any(read.along == reads.BOTH for read in some):
+        return False
+    try:
+        for read in some:
+            reads.derivative(program, read)
+    except ValueError:  # the derivative has an operation that kernels do not compute
+        return False
+    return True
 
 
 def of_call(

@@ -264,21 +264,26 @@ def attention_backward(
     batching and sharding; None for inputs that have none.
     """
     inputs, *rows = residuals
-    floats = [name for name in FLOATS if getattr(inputs, name) is not None]
+    named, floats = inputs.named(), _floats(problem, inputs)
     gradients = dict(zip(floats, _gradients(kernel, problem, inputs, tuple(rows)), strict=True))
-    gradients = {
-        name: sharding.gradient_of(getattr(inputs, name), x) for name, x in gradients.items()
-    }
+    gradients = {name: sharding.gradient_of(named[name], x) for name, x in gradients.items()}
     nothing: Any = None
-    aux = (nothing,) * len(inputs.mask_aux), (nothing,) * len(inputs.score_aux)
-    return AttentionInputs.of(gradients)._replace(mask_aux=aux[0], score_aux=aux[1])
+    of_aux = tuple([gradients.pop(f"score_aux{n}", nothing) for n in range(len(inputs.score_aux))])
+    by_name = AttentionInputs.of(gradients)
+    return by_name._replace(mask_aux=(nothing,) * len(inputs.mask_aux), score_aux=of_aux)
+
+
+def _floats(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[str, ...]:
+    """The names of the inputs whose gradients a backward kernel gives."""
+    floats = [name for name in FLOATS if getattr(inputs, name) is not None]
+    return (*floats, *[f"score_aux{n}" for n in problem.learned])
 
 
 def _gradients(
     kernel: Chosen, problem: AttentionProblem, inputs: AttentionInputs, rows: Rows
 ) -> tuple[Array, ...]:
-    """The gradients of the inputs that have any, in the order of `FLOATS`."""
-    floats = tuple([name for name in FLOATS if getattr(inputs, name) is not None])
+    """The gradients of the inputs that have any, in the order of `_floats`."""
+    floats = _floats(problem, inputs)
     leaves, tree = jax.tree.flatten((inputs, *rows))
     shapes = tuple([leaf.shape for leaf in leaves])
     split = axes.of_attention_backward(problem, tree, shapes, floats)
@@ -287,8 +292,8 @@ def _gradients(
         (local, *of_rows), sizes = jax.tree.unflatten(tree, arrays[: len(leaves)]), problem
         if len(arrays) > len(leaves):
             local, sizes = _from_row(problem, local, arrays[-1])
-        results = kernel.run((local, *of_rows), resized(sizes, local))
-        return tuple([getattr(results, name) for name in floats])
+        named = kernel.run((local, *of_rows), resized(sizes, local)).named()
+        return tuple([named[name] for name in floats])
 
     @custom_vmap
     def call(*arrays: Array) -> tuple[Array, ...]:
@@ -315,8 +320,8 @@ def _gradients_of_many(
         out, lse, d_out, d_lse = (arrays[name] for name in axes.ROWS)
         return AttentionInputs.of(inputs), (out, lse, d_out, d_lse)
 
-    # Gradients of a bias and of sinks are sums over the batch.
-    summed = "bias" in arrays or "sinks" in arrays
+    # Gradients of a bias, of sinks and of arrays of a score function are sums over the batch.
+    summed = "bias" in arrays or "sinks" in arrays or problem.learned
     if summed or not _is_foldable(problem, mapped) or not size or _is_split(arrays, mapped):
         return sharding.one_after_another(
             lambda some: _gradients(kernel, problem, *inputs_and_rows(arrays | some)),

@@ -119,6 +119,8 @@ class AttentionProblem:
     mask_program: Program | None = None  # function of (b, h, q, kv) that hides keys beside `mask`
     mask_within: Mask = FULL  # a static band that shows all that mask_program shows
     score_program: Program | None = None  # function of (score, b, h, q, kv)
+    # Arrays of score_aux whose gradients a backward computes, by number, sorted
+    learned: tuple[int, ...] = ()
     # T, S and q_offset (None: an array) of `MaskFunction.blocks`, the last array of mask_aux;
     # None: mask_aux has no blocks.
     mask_blocks: tuple[int, int, int | None] | None = None
@@ -173,6 +175,8 @@ class AttentionProblem:
             facts.append(f"precision {self.precision}")
         if self.deterministic:
             facts.append("deterministic")
+        if self.learned:
+            facts.append("gradients of aux " + ", ".join(map(str, self.learned)))
         if self.tangents:
             facts.append("tangents of " + ", ".join(self.tangents))
         return f"{self.op} on {self.gpu or 'a machine without a GPU'}: " + ", ".join(facts)

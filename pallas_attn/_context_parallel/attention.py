@@ -47,14 +47,18 @@ class SplitCall:
     def dual(self, names: tuple[str, ...]) -> None:
         del names
 
-    def gradients(self, inputs: AttentionInputs, rows: Rows) -> Named:
-        gradients = (ring if self.in_ring else gather).backward(self.split, inputs, rows)
-        return {
-            name: sharding.gradient_of(x, gradients[name].astype(x.dtype))
-            for name, x in launch.floats_of(inputs).items()
-        }
+    def gradients(self, inputs: AttentionInputs, rows: Rows, names: tuple[str, ...]) -> Named:
+        numbers, named = derivative.numbers_of_aux(names), dict[str, Array]()
+        if len(numbers) < len(names):
+            gradients = (ring if self.in_ring else gather).backward(self.split, inputs, rows)
+            for name, x in launch.floats_of(inputs).items():
+                named[name] = sharding.gradient_of(x, gradients[name].astype(x.dtype))
+        if numbers:
+            of_aux = zip(numbers, self._gradients_of_aux(inputs, numbers, rows), strict=True)
+            named |= {f"score_aux{n}": x for n, x in of_aux}
+        return named
 
-    def gradients_of_aux(
+    def _gradients_of_aux(
         self, inputs: AttentionInputs, numbers: list[int], rows: Rows
     ) -> list[Array]:
         split, rows = self.split, layout.rows_by_chunk(self.split, rows)

@@ -56,6 +56,7 @@ class AttentionCase:
     packed: bool = False  # ours is called with packed rows and q_starts, not with segment ids
     function: tuple[str, int] | None = None  # a name of `case_functions`, in place of the mask
     both: bool = False  # ops "mask" and "shapes": forward and backward
+    learned: bool = False  # gradients of the function's arrays are asked, too
     mask_at_run_time: bool = False  # the mask's bounds are handed over as arrays
     # RoPE: the first column, rotated columns, and whether pairs are neighbours
     rotary: tuple[int, int, bool] | None = None
@@ -172,6 +173,16 @@ class AttentionCase:
         """A random dO, never ones: ones hide a permutation of the head dimension."""
         shape = (self.batch, self.q_len, self.q_heads, self.v_head_dim)
         return _normal(seed, self.dtype, "do", shape)
+
+    def tangents(self, seed: int = 0) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Random tangents of q, k and v."""
+        dims = (self.head_dim, self.head_dim, self.v_head_dim)
+        rows = ((self.q_len, self.q_heads), *[(self.kv_len, self.kv_heads)] * 2)
+        named = zip(("q_dot", "k_dot", "v_dot"), rows, dims, strict=True)
+        q, k, v = (
+            _normal(seed, self.dtype, name, (self.batch, *row, dim)) for name, row, dim in named
+        )
+        return q, k, v
 
     def q_starts(self) -> jax.Array:
         """Starts and end of a packed case's documents, which fill its one batch row."""

@@ -2,12 +2,16 @@
 jax and torch have in common: the subject, its peers and the oracle read the same line.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn.masks import CAUSAL, FULL, sliding_window
+
+Number = Any  # one or many, of NumPy, jax or torch
 
 
 class Positions(NamedTuple):
@@ -17,6 +21,16 @@ class Positions(NamedTuple):
     aux: tuple[np.ndarray, ...] = ()
     score: Callable[..., Any] | None = None  # (s, b, h, q, kv, *aux)
     built_in: dict[str, Any] | None = None  # the options that say the same; None: there are none
+
+
+def _log(x: Number) -> Number:
+    if hasattr(x, "log"):  # torch's
+        return x.log()
+    return np.log(x) if isinstance(x, (np.ndarray, np.generic)) else jnp.log(x)
+
+
+def _int(x: Number) -> Number:
+    return x.astype(np.int32) if hasattr(x, "astype") else x.int()
 
 
 def made(name: str, n: int, sizes: tuple[int, int, int, int]) -> Positions:
@@ -49,6 +63,15 @@ def made(name: str, n: int, sizes: tuple[int, int, int, int]) -> Positions:
             (slopes.astype(np.float32),),
             lambda s, b, h, q, kv, m: s - m[h] * (q - kv),
         )
+    if name == "t5":  # 16 exact buckets of distances, then 16 logarithmic ones up to 128
+        numbers = np.random.default_rng(0).standard_normal((heads, 32), np.float32)
+
+        def score(s: Number, b: int, h: int, q: Number, kv: Number, table: Number) -> Number:
+            n = (q - kv).clip(0, 127)
+            far = 16 + _int(_log(n.clip(1, 127) * (1 / 16)) * (16 / math.log(8)))
+            return s + table[h, n * (n < 16) + far * (n >= 16)]
+
+        return Positions(lambda b, h, q, kv, table: q >= kv, (numbers,), score)
     if name == "random_blocks":  # one in ten is live
         shape = -(-q_len // n), -(-kv_len // n)
         table = np.random.default_rng(0).random(shape) < 0.1

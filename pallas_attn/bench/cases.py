@@ -217,7 +217,23 @@ def _functions() -> list[AttentionCase]:
         sizes = (1, 4096), (16, 16), 128, "grid"
         title = f"mask_h128_causal_t4096{tail}"
         rows.append(_attention(title, *sizes, function=("causal", 0), both=both))
+    for name in ("alibi", "t5"):
+        for dim in (64, 128):
+            for length in (1024, 4096, 8192):
+                title = f"mask_h{dim}_{name}_t{length}_learned"
+                sizes = (16384 // length, length), (16, 16), dim, "learned"
+                rows.append(_attention(title, *sizes, function=(name, 0), both=True, learned=True))
     return rows
+
+
+def _tangents() -> list[AttentionCase]:
+    """Shapes of `jax.jvp`: 16384 rows, and those of DiT-XL at 256 pixels."""
+    rows = [
+        _attention(f"jvp_h{dim}_{mask}_t{length}_n16", (16384 // length, length), (16, 16), dim,
+                   "grid", mask=mask)
+        for dim in (64, 128) for mask in (FULL, CAUSAL) for length in (1024, 4096, 8192)
+    ]  # fmt: skip
+    return [*rows, _attention("jvp_h72_full_t256_n16", (128, 256), (16, 16), 72, "grid")]
 
 
 def _edge_attention() -> list[AttentionCase]:
@@ -545,6 +561,7 @@ APPEND: tuple[AppendCase, ...] = tuple(_append())
 SHARED_PREFIX: tuple[DecodeCase, ...] = tuple(_shared())
 MASK: tuple[AttentionCase, ...] = tuple(_functions())
 SHAPES: tuple[AttentionCase, ...] = tuple(_shapes())
+JVP: tuple[AttentionCase, ...] = tuple(_tangents())
 # Operations of attention draw from ATTENTION.
 LISTS: dict[str, tuple[Case, ...]] = {
     "decode": DECODE,
@@ -553,6 +570,7 @@ LISTS: dict[str, tuple[Case, ...]] = {
     "append": APPEND,
     "mask": MASK,
     "shapes": SHAPES,
+    "jvp": JVP,
 }
 
 

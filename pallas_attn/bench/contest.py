@@ -140,9 +140,11 @@ def _begin(bench: Bench, cases: Sequence[Case]) -> tuple[list[Call] | Exception,
     try:
         arrays = cases[0].arrays(bench.options.seed)
         op = subjects.measure_of(bench.op, cases[0])
-        cotangent = None
+        cotangent: subjects.Directions = None
         if "backward" in op:
             cotangent = cases[0].cotangent(bench.options.seed)  # type: ignore[union-attr]
+        elif op == "jvp":
+            cotangent = cases[0].tangents(bench.options.seed)  # type: ignore[union-attr]
         calls = [Call(case, arrays, cotangent, op) for case in cases]
     except Exception as error:
         return error, _failed(error)
@@ -345,7 +347,7 @@ def _rows(bench: Bench, entry: Entry, others: list[Entry], timings: dict[str, Ti
 def _row(bench: Bench, entry: Entry, case: Case, timings: dict[str, Timing]) -> Row:
     launch = entry.subject.launch
     notes: dict[str, Any] = {"l2": "cold" if bench.options.cold else "warm"}
-    if bench.op == "forward+backward" and isinstance(launch, subjects.Step):
+    if bench.op in ("forward+backward", "jvp") and isinstance(launch, subjects.Step):
         notes["memory_mib"] = launch.memory_mib
     if bench.op == "shapes" and entry.impl.startswith(rows.OURS) and case.name in bench.refusals:
         notes["refused"] = bench.refusals[case.name]

@@ -32,6 +32,12 @@ def _attention_judge(call: Call) -> Judge:
         arrays = {name: x for name, x in arrays.items() if name != "aux"} | case.written_out()
     elif "q_offset" in options:
         arrays = arrays | {"q_offset": options["q_offset"]}
+    if call.op == "jvp":
+        oracle, naive = verify.expected(arrays, options, tangents=call.cotangent)
+        names = ("out", "out_dot")
+        return lambda subject, produced: verify.judge(
+            subject.outputs(produced), oracle, naive, names=names
+        )
     expected = verify.expected if case.rotary is None else rotation.expected
     oracle, naive = expected(arrays, options, call.cotangent)
     return lambda subject, produced: verify.judge(subject.outputs(produced), oracle, naive)

@@ -190,6 +190,15 @@ def in_model(call: Call) -> list[Subject]:
     return [Subject("in_model", call.launch(function))]
 
 
+def not_learned(call: Call) -> list[Subject]:
+    """Ours without gradients of the function's arrays."""
+    if not call.case.learned:
+        raise Unavailable("for gradients of a function's arrays only")
+    case = dataclasses.replace(call.case, learned=False)
+    launch = subjects.attention(case, call.arrays, call.cotangent, call.op, None)
+    return [Subject("not_learned", launch)]
+
+
 # ---- decode and prefill -------------------------------------------------------------------------
 
 
@@ -404,6 +413,7 @@ PEERS: dict[str, dict[str, Peer]] = {
     "forward+backward": _ATTENTION,
     "backward": _ATTENTION,
     "shapes": _ATTENTION,
+    "jvp": {"cudnn": cudnn, "xla": xla},
     "decode": {
         **{name: functools.partial(_dense_decode, name) for name in ("cudnn", "xla")},
         "wide_cache": wide_cache,
@@ -420,7 +430,7 @@ PEERS: dict[str, dict[str, Peer]] = {
     },
     "shared_prefix": {"plain": plain, "unshared": unshared, "flashinfer": torch_peers.flashinfer},
     "append": {"xla": xla_append},
-    "mask": {"built_in": built_in, "flex": torch_peers.flex},
+    "mask": {"built_in": built_in, "not_learned": not_learned, "flex": torch_peers.flex},
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pallas_attn.bench.rows import Row, is_ours, rate
 
 OPS = (
-    *("forward", "forward+backward", "backward", "shapes", "mask"),
+    *("forward", "forward+backward", "backward", "shapes", "jvp", "mask"),
     *("decode", "prefill", "shared_prefix", "decode_loop", "append"),
 )
 PORTABLE = ", portable kernels"  # part of a title: results of the sm80 kernels
@@ -16,6 +16,7 @@ TITLES = {
     "forward+backward": "Forward and backward together, TFLOP/s",
     "backward": "Backward alone, TFLOP/s",
     "shapes": "Vision, diffusion, speech and proteins, TFLOP/s",
+    "jvp": "Forward and its tangents (jax.jvp), TFLOP/s",
     "mask": "Masks and scores as functions, TFLOP/s of what is visible",
     "decode": "Decode, TB/s of live K and V",
     "prefill": "Prefill over a cache, TFLOP/s",

@@ -78,7 +78,7 @@ def work(case: Case, op: str) -> tuple[str, float]:
     if isinstance(case, AttentionCase):
         if op in ("mask", "shapes"):
             op = "forward+backward" if case.both else "forward"
-        factor = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5}[op]
+        factor = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5, "jvp": 3.0}[op]
         return "tflops", factor * case.flops() / 1e12
     moved = case.live_bytes() if isinstance(case, DecodeCase) else case.moved_bytes()
     return "tbps", moved / 1e12

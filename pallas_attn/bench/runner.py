@@ -18,6 +18,7 @@ OPS = {
     "forward": "forward",
     "backward": "forward+backward",
     "backward_alone": "backward",
+    "jvp": "jvp",
     "decode": "decode",
     "prefill": "prefill",
     SHARED: SHARED,

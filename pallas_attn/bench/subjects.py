@@ -15,6 +15,7 @@ from pallas_attn.bench.cases import Case
 
 Cache = Any  # a cache of any kind
 Jitted = Any  # a function as jax.jit returns it
+Directions = Any  # a cotangent of out, tangents of q, k and v, or None
 Function = Callable[[Any, Any, Any, dict[str, Any]], Any]  # (q, k, v, other arrays) -> out
 
 
@@ -38,10 +39,15 @@ class Step:
 
 
 def attention_launch(
-    function: Function, arrays: dict[str, Any], cotangent: jax.Array | None, op: str
+    function: Function,
+    arrays: dict[str, Any],
+    cotangent: Directions,
+    op: str,
+    learned: bool = False,
 ) -> Callable[[], Any]:
-    """A call of one of the three measures of attention; gives (out,) or (out, dq, dk, dv), and the
-    gradient of a bias in a training step.
+    """A call of one of the measures of attention; gives (out,), (out, dq, dk, dv), and the gradient
+    of a bias in a training step, or (out, its tangent) along `cotangent`, here the tangents of q, k
+    and v. `learned`: with gradients, those of a score function's arrays, too.
     """
     names = ("q", "k", "v")
     q, k, v = (arrays[name] for name in names)
@@ -49,6 +55,12 @@ def attention_launch(
     if op == "forward":
         return Step(jax.jit(lambda *operands: (function(*operands),)), (q, k, v, rest))
     if op == "forward+backward":
+
+        def with_aux(q, k, v, rest, do):
+            of_all = lambda q, k, v, aux: function(q, k, v, rest | {"aux": aux})  # noqa: E731
+            out, pullback = jax.vjp(of_all, q, k, v, rest["aux"])
+            *gradients, of_aux = pullback(do)
+            return (out, *gradients, *of_aux)
 
         def both(q, k, v, rest, do):
             biases = {name: x for name, x in rest.items() if name == "bias"}
@@ -60,9 +72,16 @@ def attention_launch(
             *gradients, of_biases = pullback(do)
             return (out, *gradients, *of_biases.values())
 
-        return Step(jax.jit(both), (q, k, v, rest, cotangent))
+        return Step(jax.jit(with_aux if learned else both), (q, k, v, rest, cotangent))
+    if op == "jvp":
+
+        def along(q, k, v, rest, tangents):
+            return jax.jvp(lambda q, k, v: function(q, k, v, rest), (q, k, v), tangents)
+
+        return Step(jax.jit(along), (q, k, v, rest, cotangent))
     if op != "backward":
-        raise ValueError(f"op: expected forward, forward+backward or backward, got {op!r}")
+        wanted = "forward, forward+backward, backward or jvp"
+        raise ValueError(f"op: expected {wanted}, got {op!r}")
     forward = jax.jit(function)
     out, residuals = jax.vjp(lambda q, k, v: forward(q, k, v, rest), q, k, v)
     pull = jax.jit(lambda pullback, do: pullback(do))
@@ -72,11 +91,11 @@ def attention_launch(
 def attention(
     case: AttentionCase,
     arrays: dict[str, Any],
-    cotangent: jax.Array | None,
+    cotangent: Directions,
     op: str,
     implementation: str | None,
 ) -> Callable[[], Any]:
-    """`flash_attention` and its gradient."""
+    """`flash_attention` and its derivatives."""
     static = case.options() | {"implementation": implementation}
     if case.packed:
         arrays = {name: x for name, x in arrays.items() if name != "segment_ids"}
@@ -95,7 +114,7 @@ def attention(
             return pallas_attn.flash_attention(q, k, v, **rest, **static)[None]
         return pallas_attn.flash_attention(q, k, v, **rest, **static)
 
-    return attention_launch(function, arrays, cotangent, op)
+    return attention_launch(function, arrays, cotangent, op, case.learned)
 
 
 def measure_of(op: str, case: Case) -> str:

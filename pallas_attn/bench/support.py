@@ -7,6 +7,8 @@ import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import numpy as np
+
 from pallas_attn import trees
 from pallas_attn._call import dispatch
 from pallas_attn._call.problem import (
@@ -86,6 +88,7 @@ _CACHE_DTYPES = ("bfloat16", "float16", "float32", "int8", "float8_e4m3fn", "flo
 _SCORES = (2, 8, 1024, 1024)
 _ALTERNATE = mask_fn(lambda b, h, q, kv: (q ^ kv) & 1 == 0).program
 _DISTANCE = score_fn(lambda s, b, h, q, kv: s - (q - kv)).program
+_SLOPES = score_fn(lambda s, b, h, q, kv, m: s - m[h] * (q - kv), np.ones(8, np.float32)).program
 _PLACED = program.placed(_ALTERNATE, 2, (2, 3), 2)
 
 
@@ -144,6 +147,7 @@ _ATTENTION_ROWS: dict[str, Variants] = {
     "rotary, which XLA does before the launch": ({},),
     "mask_fn": ({"mask_program": _ALTERNATE},),
     "score_fn": ({"score_program": _DISTANCE},),
+    "score_fn, gradients of its arrays": ({"score_program": _SLOPES, "learned": (0,)},),
     "mask_fn, rows split over devices": ({"mask_program": _PLACED, "arrays": ("q_offset",)},),
     "bias beside mask_fn or score_fn": (
         {"mask_program": _ALTERNATE, "arrays": ("bias",), "bias_shape": _SCORES},

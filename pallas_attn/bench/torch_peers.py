@@ -92,15 +92,17 @@ SDPA: dict[str, Peer] = {
 }
 
 
-def _attention_subject(name: str, function: Callable[..., Tensor], call: Call) -> Subject:
-    """Attention of q, k and v [B, N, T, H], and its gradient."""
+def _attention_subject(
+    name: str, function: Callable[..., Tensor], call: Call, learned: Sequence[Tensor] = ()
+) -> Subject:
+    """Attention of q, k and v [B, N, T, H], and its gradient, of `learned` tensors, too."""
     import torch
 
     arrays = [call.arrays[name] for name in ("q", "k", "v")]
     q, k, v = (torch.from_dlpack(x).transpose(1, 2).detach() for x in arrays)
     backward = call.op != "forward"
     do = torch.from_dlpack(call.cotangent).transpose(1, 2) if backward else None
-    for x in (q, k, v):
+    for x in (q, k, v, *learned):
         x.requires_grad_(backward)
     kept = function(q, k, v) if call.op == "backward" else None
 
@@ -109,7 +111,7 @@ def _attention_subject(name: str, function: Callable[..., Tensor], call: Call) -
         if not backward:
             return (out,)
         keep = kept is not None
-        return (out, *torch.autograd.grad(out, (q, k, v), do, retain_graph=keep))
+        return (out, *torch.autograd.grad(out, (q, k, v, *learned), do, retain_graph=keep)[:3])
 
     return _subject(name, launch, lambda x: x.transpose(1, 2))
 
@@ -132,7 +134,8 @@ def flex(call: Call) -> list[Subject]:
         score = function.score
         options["score_mod"] = lambda s, b, h, q, kv: score(s, b, h, q, kv, *aux)
     compiled = torch.compile(module.flex_attention, dynamic=False)
-    return [_attention_subject("flex", lambda q, k, v: compiled(q, k, v, **options), call)]
+    attend = lambda q, k, v: compiled(q, k, v, **options)  # noqa: E731
+    return [_attention_subject("flex", attend, call, aux if case.learned else ())]
 
 
 # ---- prefill ------------------------------------------------------------------------------------

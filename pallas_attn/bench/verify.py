@@ -130,9 +130,14 @@ def _rows_of(name: str, x: Operand, rows: jax.Array) -> Any:
 
 
 def expected(
-    arrays: dict[str, Any], options: dict[str, Any], cotangent: jax.Array | None = None
+    arrays: dict[str, Any],
+    options: dict[str, Any],
+    cotangent: jax.Array | None = None,
+    tangents: tuple[jax.Array, ...] | None = None,
 ) -> Any:
-    """(oracle, naive): each (out,), or (out, dq, dk, dv) where a cotangent is given."""
+    """(oracle, naive): each (out,), (out, dq, dk, dv) where a cotangent is given, or (out, its
+    tangent) by tangents of q, k and v.
+    """
     dtype = str(arrays["q"].dtype)
     wide = "float64" if dtype in ("float32", "float64") else "float32"
     scale = arrays["q"].shape[-1] ** -0.5 if options.get("scale") is None else options["scale"]
@@ -143,20 +148,40 @@ def expected(
         arrays["q_offset"] = jnp.asarray(arrays["q_offset"], jnp.int32).reshape(-1)
     static = mask, scale, options.get("softcap")
     with jax.enable_x64(wide == "float64"):
-        oracle = _results(Rules(*static, wide, None), arrays, cotangent)
+        oracle = _results(Rules(*static, wide, None), arrays, cotangent, tangents)
     operands = "tf32" if dtype == "float32" and options.get("precision") is None else dtype
-    return oracle, _results(Rules(*static, "float32", operands), arrays, cotangent)
+    return oracle, _results(Rules(*static, "float32", operands), arrays, cotangent, tangents)
 
 
 # An oracle runs once: choosing the best matmuls for it costs more than it could save.
 @functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_gpu_autotune_level": 0})
-def _results(rules: Rules, arrays: dict[str, Any], cotangent: jax.Array | None) -> tuple[Any, ...]:
+def _results(
+    rules: Rules,
+    arrays: dict[str, Any],
+    cotangent: jax.Array | None,
+    tangents: tuple[jax.Array, ...] | None,
+) -> tuple[Any, ...]:
     with jax.default_matmul_precision("highest"):
-        return attention(arrays, cotangent, rules)
+        if tangents is None:
+            return attention(arrays, cotangent, rules)
+        wide = lambda x: x.astype(rules.dtype)  # noqa: E731
+        names, along = ("q", "k", "v"), jax.tree.map(wide, tangents)
+
+        def of(*some: jax.Array) -> tuple[jax.Array, ...]:
+            return attention(arrays | dict(zip(names, some, strict=True)), None, rules)
+
+        primals = tuple(wide(arrays[name]) for name in names)
+        (out,), (out_dot,) = jax.jvp(of, primals, along)
+        return out, out_dot
 
 
 def judge(
-    got: Sequence[Any], oracle: Sequence[Any], naive: Sequence[Any], *, axis: int = 1
+    got: Sequence[Any],
+    oracle: Sequence[Any],
+    naive: Sequence[Any],
+    *,
+    axis: int = 1,
+    names: Sequence[str] = ("out", "dq", "dk", "dv"),
 ) -> str | None:
     """None where every array is within budget, else a line that says which is not, the positions
     and the error.
@@ -164,7 +189,6 @@ def judge(
     `axis`: the positions that bands are made of; 0 makes every index a band of its own (sequences
     of a batch).
     """
-    names = ("out", "dq", "dk", "dv")
     for name, mine, truth, plain in zip(names, got, oracle, naive, strict=False):
         if mine.shape != truth.shape:
             return f"{name}: expected shape {truth.shape}, got {mine.shape}"

@@ -32,7 +32,7 @@ DEMO = (
 )
 DECODE, TRAIN, PARITY, BENCH = TASKS = ("decode", "train", "parity", "bench")
 _OPS = ["forward", "backward", "backward_alone", "decode", "prefill", "shared_prefix", "append",
-        "mask", "shapes", "context", "first_call"]  # fmt: skip
+        "mask", "shapes", "jvp", "context", "first_call"]  # fmt: skip
 
 
 class Flag(NamedTuple):

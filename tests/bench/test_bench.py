@@ -170,6 +170,7 @@ def said_wrong(lines):
         ("backward", "group4_kv2"),
         ("backward_alone", "float16_causal"),
         ("shapes", "bias_shared"),
+        ("jvp", "float16_causal"),
         ("decode", "decode_per_sequence_edges"),
         ("decode", "decode_paged_float8_e4m3fn"),
         ("decode", "decode_stacked_latent"),

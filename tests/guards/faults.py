@@ -110,6 +110,7 @@ LANG = "pallas_attn/kernels/lang"
 
 TEST_FUNCTIONS = "tests/kernels/flash_fwd/test_masks_and_scores.py"
 TEST_LISTED = "tests/kernels/flash_fwd/test_listed_tiles.py"
+TEST_AUX = "tests/kernels/flash_bwd/test_aux_gradients.py"
 TEST_FWD, TEST_BWD = (
     "tests/kernels/flash_fwd/test_flash_fwd.py",
     "tests/kernels/flash_bwd/test_flash_bwd.py",
@@ -153,14 +154,14 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "out_is_not_subtracted_from_its_tangent": Fault(
         f"{JVP}/sm90.py",
-        "acc = acc - out * mosaic.broadcast_rows(total, acc.shape)",
-        "acc = acc - 0 * out * mosaic.broadcast_rows(total, acc.shape)",
+        "x - out * mosaic.broadcast_rows(total, x.shape)",
+        "x - 0 * out * mosaic.broadcast_rows(total, x.shape)",
         f"{TEST_JVP} -k 'hopper and plain'",
     ),
     "the_sum_of_moved_probabilities_is_not_rescaled": Fault(
         f"{JVP}/sm90_dual.py",
-        "out, out_dot, row_sum, dot_sum = softmax.rescaled(new, older)",
-        "out, out_dot, row_sum, _ = softmax.rescaled(new, older)\n    dot_sum = sums.dot_sum",
+        "*outs, row_sum, dot_sum = softmax.rescaled(new, older)",
+        "*outs, row_sum, _ = softmax.rescaled(new, older)\n    dot_sum = sums.dot_sum",
         f"{TEST_JVP} -k 'dual and ramp'",
     ),
     "a_tangent_has_no_slope_of_the_score": Fault(
@@ -568,6 +569,24 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "    live = (n < math.prod(walk.readers)) & (row < q_len)\n",
         "    live = row < q_len\n",
         f"{TEST_BWD} -k test_every_tile_of_scores_is_summed_once",
+    ),
+    "a_far_tile_is_summed_by_the_walk_too": Fault(
+        f"{BWD}/dbias.py",
+        "(away < walk.far.high)",
+        "(away <= walk.far.high)",
+        f"{TEST_AUX} -k 'hopper and t5_far'",
+    ),
+    "sums_of_keys_take_the_other_side": Fault(
+        f"{BWD}/aux_sums.py",
+        "counts = away >= far.high if side > 0 else away <= far.low",
+        "counts = away <= far.low if side > 0 else away >= far.high",
+        f"{TEST_AUX} -k 'hopper and both_ways_far'",
+    ),
+    "a_distance_is_off_by_one": Fault(
+        f"{BWD}/aux_sums.py",
+        "- (keys - 1)\n    return (counted(0)",
+        "- keys\n    return (counted(0)",
+        f"{TEST_AUX} -k 'hopper and t5_window'",
     ),
     "decode_counts_a_block_too_many": Fault(
         f"{DECODE}/scheduler.py",

@@ -216,11 +216,19 @@ class BackwardInPlaceOfAKernel:
             for name in batching.FLOATS
             if (x := getattr(inputs, name)) is not None
         }
+        floats["score_aux"] = {
+            n: sharding.varying_like(inputs.score_aux[n].astype(jnp.float32), inputs.q)
+            for n in problem.learned
+        }
 
         def forward(floats):
+            aux = dict(enumerate(inputs.score_aux)) | floats["score_aux"]
+            floats = floats | {"score_aux": tuple(aux.values())}
             return REFERENCE.run(inputs._replace(**floats), problem)
 
         (gradients,) = jax.vjp(forward, floats)[1](tuple(cotangents))
+        count = len(inputs.score_aux)
+        gradients["score_aux"] = tuple(gradients["score_aux"].get(n) for n in range(count))
         return AttentionInputs(**dict.fromkeys(("q", "k", "v")) | gradients)
 
 

@@ -160,6 +160,7 @@ def test_kernels_import_nothing_that_is_public_but_masks_and_errors(module):
         "_call.problem",
         "_call.kernel",
         "_functions.program",
+        "_functions.reads",
         "_functions.tracing",
         "_functions.tile_bounds",
         "_call.gpu_specs",

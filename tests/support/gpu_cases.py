@@ -12,6 +12,7 @@ COLLECTED = pytest.StashKey[frozenset[str]]()  # all that pytest collected, befo
 _FWD = "tests/kernels/flash_fwd/test_flash_fwd.py::test_edges_on_the_gpu"
 _BWD = "tests/kernels/flash_bwd/test_flash_bwd.py::"
 _SIZES = "tests/kernels/flash_bwd/test_any_size.py::"
+_AUX = "tests/kernels/flash_bwd/test_aux_gradients.py::"
 _JVP = "tests/kernels/flash_jvp/test_flash_jvp.py::"
 _BOTH = "tests/api/test_cases.py::test_forward_and_backward"
 _DECODE = "tests/kernels/decode/test_decode_kernel.py::"
@@ -64,6 +65,11 @@ QUICK: dict[str, tuple[str, ...]] = {
         f"{_SIZES}test_short_on_the_gpu[causal]",
     ),
     "kernels/flash_bwd/sm90_dbias.py": (f"{_BWD}test_edges_on_the_gpu[bias-True]",),
+    "kernels/flash_bwd/aux_sums.py": (
+        f"{_AUX}test_on_the_gpu[t5_far-sm90]",
+        f"{_AUX}test_on_the_gpu[alibi-sm90]",
+        f"{_AUX}test_on_the_gpu[of_rows-sm80]",
+    ),
     "kernels/flash_jvp/sm90.py": (
         f"{_JVP}test_on_the_gpu[plain-sm90]",
         f"{_JVP}test_on_the_gpu[float16-sm90]",

@@ -163,6 +163,18 @@ def score(ctx: Context, place: Any, s: RegisterTile) -> tuple[Any, Any]:
     return registers.spread(scored, (0, 1)).astype(jnp.float32), slope
 
 
+def on_tile(
+    program: Program, aux: Sequence[Any], place: LogitTile, s: RegisterTile
+) -> RegisterTile:
+    """float32: a program of a score and its positions on a tile of logits. `s`: what the score
+    function is given.
+    """
+    registers, score = Registers(s.shape, place.layout), Value(s, (0, 1))
+    numbers = score, *_numbers(program, registers, place)
+    result = _program.evaluate(program, numbers, aux, registers)
+    return registers.spread(result, (0, 1)).astype(jnp.float32)
+
+
 def operands(inputs: AttentionInputs) -> dict[str, Any]:
     """The arrays that functions read, as kernels want them."""
     return {"mask_aux": flat(inputs.mask_aux), "score_aux": flat(inputs.score_aux)}

@@ -18,7 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.problem import AttentionProblem
+from pallas_attn._functions.reads import DISTANCE, Read
 from pallas_attn.kernels.attention.tiles import DYNAMIC, KernelContext, mask_of
+from pallas_attn.kernels.flash_bwd import aux_sums
+from pallas_attn.kernels.flash_bwd.aux_sums import Diagonals, Far, Part
 from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang.types import Index, Predicate
@@ -33,11 +36,18 @@ OVERHEAD = 2  # time of a block beside its walk, in tiles of scores
 
 
 class BiasWalk(NamedTuple):
-    """The tiles of scores over which each tile of the bias is summed."""
+    """The tiles of scores over which each tile of the bias is summed; or, in place of a bias, of
+    the numbers by which a read of a score function is added up (`aux_sums`).
+    """
 
     bias_tiles: tuple[int, ...]  # batch rows, heads, query tiles, kv tiles of the bias
     readers: tuple[int, ...]  # tiles of scores along each axis that read one tile of the bias
     chunks: int
+    read: Read | None = None  # None: the bias
+    # Tiles are at distances of query tile and kv tile: bias_tiles counts these as kv tiles, and the
+    # query tiles are readers.
+    diagonals: Diagonals | None = None
+    far: Far | None = None  # tiles of scores that are left out
 
     @property
     def steps(self) -> int:
@@ -67,14 +77,22 @@ class BiasStep(NamedTuple):
     whole: Predicate  # all of them see all keys
 
 
-def walk_of(plan: QueryPlan) -> BiasWalk:
+def walk_of(plan: QueryPlan, read: Read | None = None, far: Far | None = None) -> BiasWalk:
+    """The walk of the bias, or of a read of a score function, but for far tiles."""
     problem = plan.problem
-    assert problem.bias_shape is not None
     key_tiles = pl.cdiv(problem.kv_len, plan.config.block_kv)
     scores = (problem.batch, problem.q_heads, plan.tiling.q_tiles, key_tiles)
-    tiles = tuple(1 if n == 1 else m for n, m in zip(problem.bias_shape, scores, strict=True))
+    if read is not None and read.along == DISTANCE:
+        apart = aux_sums.leading(problem, read)
+        some = aux_sums.diagonals(problem, plan.tiling.tile_rows, plan.config.block_kv, far)
+        own = (*apart, 1, some.tiles)
+        rest = (scores[0] // apart[0], scores[1] // apart[1], plan.tiling.q_tiles, 1)
+        return BiasWalk(own, rest, _chunks(math.prod(own), math.prod(rest)), read, some, far)
+    shape = problem.bias_shape if read is None else aux_sums.virtual_bias(problem, read)
+    assert shape is not None
+    tiles = tuple(1 if n == 1 else m for n, m in zip(shape, scores, strict=True))
     readers = tuple(m // n for n, m in zip(tiles, scores, strict=True))
-    return BiasWalk(tiles, readers, _chunks(math.prod(tiles), math.prod(readers)))
+    return BiasWalk(tiles, readers, _chunks(math.prod(tiles), math.prod(readers)), read)
 
 
 def _chunks(tiles: int, readers: int) -> int:
@@ -104,6 +122,8 @@ def place_of(walk: BiasWalk, bias_tile: Index, n: Index) -> tuple[Index, ...]:
         where[axis] = where[axis] * 1 if count == 1 else lax.rem(rest, jnp.int32(count))
         rest = lax.div(rest, jnp.int32(count))
     key_tile, q_tile, head, batch = where
+    if walk.diagonals is not None:
+        key_tile = q_tile * walk.diagonals.ratio - (key_tile + walk.diagonals.first)
     return batch, head, q_tile, key_tile
 
 
@@ -125,6 +145,9 @@ def step_of(
     span = plan.span(mask, q_offset + row, rows, kv_len)
     live = (n < math.prod(walk.readers)) & (row < q_len)
     live = live & (key_tile >= span.lo) & (key_tile < span.hi)
+    if walk.far is not None:
+        away = lax.div(row, jnp.int32(aux_sums.GRAIN)) - lax.div(key, jnp.int32(aux_sums.GRAIN))
+        live = live & (away > walk.far.low) & (away < walk.far.high)
     whole = (key_tile >= span.full_lo) & (key_tile < span.full_hi)
     if seen is not None:
         live, whole = live & (seen > 0), whole & (seen == 2)
@@ -136,7 +159,10 @@ def step_of(
 def sums_shape(plan: QueryPlan, walk: BiasWalk) -> tuple[int, ...]:
     """[chunks, batch rows, heads, rows, keys] of the blocks' sums."""
     *heads, q_tiles, key_tiles = walk.bias_tiles
-    return walk.chunks, *heads, q_tiles * plan.tiling.tile_rows, key_tiles * plan.config.block_kv
+    rows, keys = plan.tiling.tile_rows, plan.config.block_kv
+    if walk.diagonals is not None:
+        return walk.chunks, *heads, key_tiles * rows, keys
+    return walk.chunks, *heads, q_tiles * rows, key_tiles * keys
 
 
 def store_place(walk: BiasWalk, block: BiasBlock, shape: tuple[int, int]) -> tuple[Any, ...]:
@@ -146,13 +172,28 @@ def store_place(walk: BiasWalk, block: BiasBlock, shape: tuple[int, int]) -> tup
         where.append(lax.rem(rest, jnp.int32(count)) * size)
         rest = lax.div(rest, jnp.int32(count))
     key, row, head, batch = where
+    if walk.diagonals is not None:
+        row = lax.div(key, jnp.int32(shape[1])) * shape[0]
+        return block.chunk, batch, head, pl.ds(row, shape[0]), pl.ds(0, shape[1])
     return block.chunk, batch, head, pl.ds(row, shape[0]), pl.ds(key, shape[1])
 
 
-def folded(sums: jax.Array, bias: jax.Array) -> jax.Array:
-    """The chunks, and the rows or columns that stand for one element, added up."""
+def folded(sums: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The chunks, and the rows or columns that stand for one element, added up; `shape`: that of
+    the bias.
+    """
     dbias = sums[0] if sums.shape[0] == 1 else sums.sum(axis=0)
     for axis in (2, 3):
-        if bias.shape[axis] == 1:
+        if shape[axis] == 1:
             dbias = dbias.sum(axis=axis, keepdims=True)
-    return dbias[:, :, : bias.shape[2], : bias.shape[3]].astype(bias.dtype)
+    return dbias[:, :, : shape[2], : shape[3]]
+
+
+def part_of(plan: QueryPlan, walk: BiasWalk, sums: jax.Array) -> Part:
+    """The sums of a read, by those of all blocks."""
+    assert walk.read is not None
+    if walk.diagonals is None:
+        return Part(folded(sums, aux_sums.virtual_bias(plan.problem, walk.read)), walk.read)
+    sizes = walk.diagonals.tiles, plan.tiling.tile_rows, plan.config.block_kv
+    values = sums.sum(axis=0).reshape(*walk.bias_tiles[:2], *sizes)
+    return Part(values, walk.read, far=walk.far)

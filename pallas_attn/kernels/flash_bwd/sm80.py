@@ -49,7 +49,14 @@ from pallas_attn.kernels.attention import (
 )
 from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, copy_async
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import key_tiles, operands, sm80_dbias, sm80_dq, work_order
+from pallas_attn.kernels.flash_bwd import (
+    aux_sums,
+    key_tiles,
+    operands,
+    sm80_dbias,
+    sm80_dq,
+    work_order,
+)
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, KeyTiling, QueryStep
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Residuals, RowStatistics
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
@@ -447,6 +454,12 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     if inputs.bias is not None:
         refs = operands.ordered_after(refs, dq)
         grads["bias"] = sm80_dbias.dbias_of(problem, config, inputs, refs)
+    if problem.learned:
+        refs = operands.ordered_after(refs, dq)
+        rest = aux_sums.rest_of(problem, ())
+        parts = sm80_dbias.parts_of(problem, config, inputs, refs, rest)
+        parts += aux_sums.remainders(problem, aux_sums.sums_of_ds(residuals, stats), rest, parts)
+        grads["score_aux"] = aux_sums.gradients(problem, inputs, parts)
     if inputs.sinks is not None:
         grads["sinks"] = operands.dsinks(residuals, stats)
     return AttentionInputs(q=dq, **grads)

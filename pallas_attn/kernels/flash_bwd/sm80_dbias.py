@@ -1,9 +1,10 @@
-"""The gradient of a bias, for the portable backward: the walk of `dbias`, by tiles of 64 queries by
-`block_kv` keys.
+"""The gradient of a bias, or sums for those of arrays of a score function (`aux_sums`), for the
+portable backward: the walk of `dbias`, by tiles of 64 queries by `block_kv` keys.
 """
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -11,9 +12,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._functions.reads import Read
 from pallas_attn.kernels.attention.sm80_common import copy_async, fits
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import dbias, sm80_dq, sm90_dq
+from pallas_attn.kernels.flash_bwd import aux_sums, dbias, operands, sm80_dq, sm90_dq
+from pallas_attn.kernels.flash_bwd.aux_sums import Part, Rest
 from pallas_attn.kernels.flash_bwd.dbias import BiasStep, BiasWalk
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.sm80_dq import DqSmem, ScoreRows
@@ -34,14 +37,16 @@ def _kernel(
 
     def body(i: Index, acc: RegisterTile) -> RegisterTile:
         step = dbias.step_of(ctx, walk, block.bias_tile, block.chunk * walk.steps + i)
-        return lax.cond(step.live, lambda: acc + _ds(ctx, step), lambda: acc)
+        return lax.cond(step.live, lambda: acc + _ds(ctx, walk.read, step), lambda: acc)
 
     acc = lax.fori_loop(0, walk.steps, body, mosaic.filled(shape, 0.0))
     mosaic.store(out.at[dbias.store_place(walk, block, shape)], acc)
 
 
-def _ds(ctx: KernelContext, step: BiasStep) -> RegisterTile:
-    """dS of a tile of scores, whose operands are loaded and waited for."""
+def _ds(ctx: KernelContext, read: Read | None, step: BiasStep) -> RegisterTile:
+    """dS of a tile of scores, whose operands are loaded and waited for, by the logits, or by what a
+    read gives.
+    """
     q_len = jnp.int32(0) + step.q_len
     rows = ScoreRows(step.batch, step.head, step.row, step.q_offset, q_len, step.kv_len, step.mask)
     none = jnp.int32(0)
@@ -52,15 +57,19 @@ def _ds(ctx: KernelContext, step: BiasStep) -> RegisterTile:
         stream.begin(step.key, sync=True)
         chunks = stream.step(none, step.key, None)
         stats = sm80_dq.load_statistics(ctx, rows)
-        p, _ = sm80_dq.probabilities(ctx, rows, step.key, chunks.scores(), stats.lse, True)
-        return sm80_dq.ds_of(p, chunks.scores(), stats.delta)
-    keys = sm80_dq.copies_of_keys(ctx, rows, step.key, none)
-    copy_async(*sm80_dq.copies_of_rows(ctx, rows), *keys, pending=None, sync=True)
-    copy_async(pending=0)
-    stats = sm80_dq.load_statistics(ctx, rows)
-    s = sm80_dq.product(ctx, "q", "k", none)
+        s, product = chunks.scores(), chunks.scores
+    else:
+        keys = sm80_dq.copies_of_keys(ctx, rows, step.key, none)
+        copy_async(*sm80_dq.copies_of_rows(ctx, rows), *keys, pending=None, sync=True)
+        copy_async(pending=0)
+        stats = sm80_dq.load_statistics(ctx, rows)
+        s = sm80_dq.product(ctx, "q", "k", none)
+        product = functools.partial(sm80_dq.product, ctx, "do", "v", none)
     p, _ = sm80_dq.probabilities(ctx, rows, step.key, s, stats.lse, True)
-    return sm80_dq.ds_of(p, sm80_dq.product(ctx, "do", "v", none), stats.delta)
+    by = 1.0
+    if read is not None:
+        by = aux_sums.weight(ctx, sm80_dq.logit_tile(rows, step.key), read, s, p > 0)
+    return aux_sums.times(sm80_dq.ds_of(p, product(), stats.delta), by)
 
 
 def _plan_of(problem: AttentionProblem, config: KernelConfig) -> QueryPlan:
@@ -69,7 +78,8 @@ def _plan_of(problem: AttentionProblem, config: KernelConfig) -> QueryPlan:
     def of(keys: int, columns: int) -> QueryPlan:
         return flash_fwd_sm80.plan_of(problem, flash_fwd_sm80.Config(1, keys, 1, columns=columns))
 
-    choices = [of(config.dq_block_kv, config.columns), of(32, 0), of(16, 0), of(32, FEWEST_COLUMNS)]
+    block = min(config.dq_block_kv, ROWS)  # `aux_sums.Diagonals`: no more keys than rows
+    choices = [of(block, config.columns), of(32, 0), of(16, 0), of(32, FEWEST_COLUMNS)]
     return next(plan for plan in choices if fits(problem, _bytes_of, plan))
 
 
@@ -85,12 +95,35 @@ def dbias_of(
     plan, bias = _plan_of(problem, config), inputs.bias
     walk = dbias.walk_of(plan)
     assert bias is not None
+    sums = _sums(plan, walk, sm90_dq.by_rows(plan, inputs, refs))
+    return dbias.folded(sums, bias.shape).astype(bias.dtype)
+
+
+def parts_of(
+    problem: AttentionProblem,
+    config: KernelConfig,
+    inputs: AttentionInputs,
+    refs: BackwardRefs,
+    some: Sequence[Rest],
+) -> list[Part]:
+    """The sums of reads but for far tiles, one launch each."""
+    plan, parts = _plan_of(problem, config), []
+    refs = sm90_dq.by_rows(plan, inputs, refs)
+    for read, far, _ in some:
+        walk = dbias.walk_of(plan, read, far)
+        parts.append(dbias.part_of(plan, walk, _sums(plan, walk, refs)))
+        refs = operands.ordered_after(refs, parts[-1].values)
+    return parts
+
+
+def _sums(plan: QueryPlan, walk: BiasWalk, refs: BackwardRefs) -> jax.Array:
+    """The sums of all blocks."""
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan, walk=walk),
         out_type=jax.ShapeDtypeStruct(dbias.sums_shape(plan, walk), jnp.float32),
         scratch_types=(sm80_dq.scratch(plan),),
         **mosaic.grid_of(tile=math.prod(walk.bias_tiles), chunk=walk.chunks),
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name="flash_bwd_dbias_sm80",
+        kernel_name="flash_bwd_dbias_sm80" if walk.read is None else "flash_bwd_daux_sm80",
     )
-    return dbias.folded(kernel(sm90_dq.by_rows(plan, inputs, refs)), bias)
+    return kernel(refs)

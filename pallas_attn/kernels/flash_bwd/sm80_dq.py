@@ -103,8 +103,13 @@ def probabilities(
     masked: Predicate,
 ) -> tuple[RegisterTile, RegisterTile | None]:
     """(P of a tile whose first key is `key`; the derivative of softcap, or None)."""
+    return score_mod.probabilities(ctx, logit_tile(rows, key), s, lse, masked)
+
+
+def logit_tile(rows: ScoreRows, key: Index) -> LogitTile:
+    """The tile of logits whose first key is `key`."""
     where = (rows.batch, rows.head, rows.row, key, rows.q_offset, rows.kv_len, rows.mask)
-    return score_mod.probabilities(ctx, LogitTile(*where, q_axis=0), s, lse, masked)
+    return LogitTile(*where, q_axis=0)
 
 
 def ds_of(p: RegisterTile, dp: RegisterTile, delta: RegisterTile) -> RegisterTile:

@@ -8,17 +8,21 @@
 | short causal windows, head dims up to 64 | `sm90_window` | `sm90_window` |
 | up to 128 queries and keys | `sm90_short` | `sm90_short` |
 
-The gradient of a bias is made by `sm90_dbias`, after any of these; that of sinks by XLA.
+The gradient of a bias is made by `sm90_dbias`, after any of these, and sums for those of arrays
+that a score function reads (`aux_sums`); that of sinks by XLA.
 """
 
 import dataclasses
 from typing import Any
+
+import jax
 
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import score_tiles, tiles, tma_operands
 from pallas_attn.kernels.flash_bwd import (
+    aux_sums,
     dq_sum,
     lockstep,
     operands,
@@ -29,6 +33,7 @@ from pallas_attn.kernels.flash_bwd import (
     sm90_short,
     sm90_window,
 )
+from pallas_attn.kernels.flash_bwd.aux_sums import Part
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import Residuals, dsinks, row_statistics
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats, is_wide
@@ -180,6 +185,10 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     config = dataclasses.replace(config, block_q=block_q)
     halves = block_q == ROWS and is_fused(problem, config)
     plan = KeyPlan(problem, config, order, RowFormats.of(problem, block_q, halves))
+    if problem.learned and not (own_order or wide):
+        with_sums = dataclasses.replace(plan, key_sums=aux_sums.of_keys(problem))
+        if sm90_fused.buffer_bytes(with_sums) + BARRIERS <= SMEM_LIMIT:
+            plan = with_sums
     if problem.bias_shape is None or own_order or wide:
         return plan
     bias = score_tiles.bias_of_keys(problem, block_q)
@@ -252,7 +261,9 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
         rows = sm90_window.padded_rows(problem)
     stats = row_statistics(plan.exact, rows, residuals)
     refs = operands.for_tma(plan, residuals, stats)
-    dq = None
+    dq, parts = None, list[Part]()
+    if plan.key_sums:
+        refs = refs._replace(aux_sums=jax.new_ref(aux_sums.zeros(plan)))
     if config.window:
         dq, dk, dv = sm90_window.dq_dk_dv(plan, refs)
         dq = dq[:, : problem.q_len]
@@ -262,6 +273,9 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
         dq, dk, dv = sm90_fused.dq_dk_dv(plan, refs)
     else:
         dk, dv = sm90_fused.dk_dv(plan, refs)
+    if plan.key_sums:
+        parts = aux_sums.parts_of_keys(plan, jax.freeze(refs.aux_sums))
+        refs = refs._replace(aux_sums=None)
     if dq is None:
         refs = operands.ordered_after(refs, dk)
         dq = sm90_dq.dq_of(dq_plan, sm90_dq.operands_of(dq_plan, inputs, refs))
@@ -272,6 +286,14 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
         bias_plan = sm90_dbias.plan_of(problem, flash_fwd_sm90.Config)
         bias_refs = sm90_dq.operands_of(bias_plan, inputs, operands.ordered_after(refs, dq))
         others["bias"] = sm90_dbias.dbias_of(bias_plan, inputs, bias_refs)
+    if problem.learned:
+        first = aux_sums.all_reads(problem)[0]
+        aux_plan = sm90_dbias.plan_of(problem, flash_fwd_sm90.Config, first)
+        aux_refs = sm90_dq.operands_of(aux_plan, inputs, operands.ordered_after(refs, dq))
+        rest = aux_sums.rest_of(problem, parts)
+        parts += sm90_dbias.parts_of(aux_plan, aux_refs, rest)
+        parts += aux_sums.remainders(problem, aux_sums.sums_of_ds(residuals, stats), rest, parts)
+        others["score_aux"] = aux_sums.gradients(problem, inputs, parts)
     if inputs.sinks is not None:
         others["sinks"] = dsinks(residuals, stats)
     return AttentionInputs(q=dq, k=dk, v=dv, **others)

@@ -1,4 +1,5 @@
-"""The gradient of a bias, for the Hopper backward: the walks of `dbias`.
+"""The gradient of a bias, for the Hopper backward: the walks of `dbias`. The same kernel adds up
+what arrays of a score function get (`aux_sums`), in place of a bias.
 
 A block has one producer and up to two consumer warpgroups of 64 query rows each, which own a tile
 of the bias: it stays in shared memory for the whole walk, its gradient in registers. A step is a
@@ -17,6 +18,7 @@ Shared memory, and who owns it when:
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,12 +28,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._functions.reads import Read
 from pallas_attn.kernels.attention import key_masks, score_mod, score_tiles
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.score_tiles import ScoreTiles
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.attention.tma_operands import takes_panels
-from pallas_attn.kernels.flash_bwd import dbias
+from pallas_attn.kernels.flash_bwd import aux_sums, dbias, operands
+from pallas_attn.kernels.flash_bwd.aux_sums import Part, Rest
 from pallas_attn.kernels.flash_bwd.dbias import BiasBlock, BiasStep, BiasWalk
 from pallas_attn.kernels.flash_bwd.float32 import scaled, units_of
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
@@ -65,14 +69,16 @@ class BiasSmem(NamedTuple):
     bias_ready: Barrier
 
 
-def bias_tiles(plan: QueryPlan) -> tuple[ScoreTiles, ...]:
-    """The tile of the bias, if it comes by TMA."""
+def bias_tiles(plan: QueryPlan, walk: BiasWalk) -> tuple[ScoreTiles, ...]:
+    """The tile of the bias, if it comes by TMA and stays for the whole walk."""
+    if walk.read is not None:
+        return ()
     arrays = score_tiles.of_problem(plan.problem, plan.config.block_kv)
     return tuple(array for array in arrays if array.name == "bias")
 
 
-def scratch(plan: QueryPlan) -> BiasSmem:
-    stages, consumers, bias = plan.config.stages, plan.config.warpgroups, bias_tiles(plan)
+def scratch(plan: QueryPlan, walk: BiasWalk) -> BiasSmem:
+    stages, consumers, bias = plan.config.stages, plan.config.warpgroups, bias_tiles(plan, walk)
     rows = plan.tiling.tile_rows
     q, do, k, v = (
         form.scratch(stages, count)
@@ -102,7 +108,8 @@ def _steps(ctx: KernelContext, walk: BiasWalk, block: BiasBlock, body: Any, carr
         if refs.key_tiles is None:
             return None
         batch, head, _, key_tile = dbias.place_of(walk, block.bias_tile, n)
-        batches, heads, _ = refs.key_tiles.shape
+        batches, heads, tiles = refs.key_tiles.shape
+        key_tile = jnp.clip(key_tile, 0, tiles - 1)  # on a diagonal it may lie outside
         batch = jnp.minimum(batch, batches - 1)
         return refs.key_tiles[batch, head if heads > 1 else 0, key_tile]
 
@@ -110,7 +117,7 @@ def _steps(ctx: KernelContext, walk: BiasWalk, block: BiasBlock, body: Any, carr
         carry, now = state
         following = seen(first + i + 1)
         step = dbias.step_of(ctx, walk, block.bias_tile, first + i, now)
-        if dbias.sees_all_alike(plan.problem):
+        if dbias.sees_all_alike(plan.problem) and walk.diagonals is None:
             return body(step, carry), following
         return lax.cond(step.live, functools.partial(body, step), lambda x: x, carry), following
 
@@ -123,7 +130,8 @@ def _produce(ctx: KernelContext, walk: BiasWalk, block: BiasBlock) -> None:
     batch, head, q_tile, key_tile = dbias.place_of(walk, block.bias_tile, jnp.int32(0))
     key = key_tile * plan.config.block_kv
     bias_place = score_tiles.Place(batch, head, q_tile * rows, key)
-    score_tiles.load(ctx, smem.bias, bias_place, jnp.int32(0), smem.bias_ready)
+    if smem.bias:
+        score_tiles.load(ctx, smem.bias, bias_place, jnp.int32(0), smem.bias_ready)
 
     def load(step: BiasStep, count: Index) -> Index:
         slot = lax.rem(count, jnp.int32(stages))
@@ -150,7 +158,7 @@ def _consume(ctx: KernelContext, out: GmemRef, walk: BiasWalk, block: BiasBlock,
         acc, count = carry
         slot = lax.rem(count, jnp.int32(smem.ready.shape[0]))
         plgpu.barrier_wait(smem.ready.at[slot])
-        ds = _ds(ctx, step, slot, wg)
+        ds = _ds(ctx, walk.read, step, slot, wg)
         plgpu.barrier_arrive(smem.free.at[slot])
         return acc + ds, count + 1
 
@@ -192,11 +200,13 @@ def _store(  # noqa: PLR0913
 
 def stores_by_tma(plan: QueryPlan, walk: BiasWalk) -> bool:
     """Whether a block's sum is the gradient of its tile, stored as the bias lies."""
-    return walk.chunks == 1 and bool(bias_tiles(plan))
+    return walk.chunks == 1 and bool(bias_tiles(plan, walk))
 
 
-def _ds(ctx: KernelContext, step: BiasStep, slot: Index, wg: Index) -> RegisterTile:
-    """dS of a warpgroup's rows of a tile of scores, by the logits."""
+def _ds(
+    ctx: KernelContext, read: Read | None, step: BiasStep, slot: Index, wg: Index
+) -> RegisterTile:
+    """dS of a warpgroup's rows of a tile of scores, by the logits, or by what a read gives."""
     plan, refs, smem = ctx
     shape, own, problem = (ROWS, plan.config.block_kv), pl.ds(wg * ROWS, ROWS), plan.problem
     row = step.row + wg * ROWS
@@ -214,10 +224,11 @@ def _ds(ctx: KernelContext, step: BiasStep, slot: Index, wg: Index) -> RegisterT
         lse, delta = (mosaic.load(x.at[slot, own], mosaic.ROW) for x in _statistics(smem))
         s = scaled(plgpu.wgmma_accumulator_load(s_acc, wait_n=_matmuls(plan)), units.scores)
         p, _ = score_mod.probabilities(ctx, tile, s, lse, masked)
+        by = 1.0 if read is None else aux_sums.weight(ctx, tile, read, s, p > 0)
         if not smem.bias:
             plgpu.commit_smem()  # lse and delta have been read, and TMA will write there
         dp = scaled(plgpu.wgmma_accumulator_load(dp_acc, wait_n=0), units.dp)
-        return p, p * (dp - mosaic.broadcast_rows(delta, shape))
+        return p, aux_sums.times(p * (dp - mosaic.broadcast_rows(delta, shape)), by)
 
     p, ds = pl.run_scoped(of_scores, *[plgpu.ACC(shape, jnp.float32)] * 2)
     if {"q_lengths", "kv_lengths"} & set(problem.arrays):  # past one s and dp may be NaN
@@ -263,38 +274,58 @@ def _kernel(
     mosaic.share_registers(wg, plan.config.warpgroups, produce, consume, 240)
 
 
-def plan_of(problem: AttentionProblem, config: KernelConfig) -> QueryPlan:
+def plan_of(problem: AttentionProblem, config: KernelConfig, read: Read | None = None) -> QueryPlan:
     """By the first of SIZES of which two stages fit, or the last; `config` is the forward's
-    class.
+    class. For the bias, or for reads of a score function.
     """
-    for consumers, block in SIZES[2:] if problem.dtype == "float32" else SIZES:
+    sizes = SIZES[2:] if problem.dtype == "float32" else SIZES
+    for consumers, block in sizes:
+        if read is not None and block > ROWS:  # a score function needs registers
+            continue
         for stages in (3, 2, 1):
             plan = QueryPlan.of(problem, config(consumers, block, max(stages, 2)))
             plan = dataclasses.replace(plan, panels=takes_panels(problem))
-            if mosaic.bytes_of(scratch(plan)) <= SMEM_BYTES:
+            if mosaic.bytes_of(scratch(plan, dbias.walk_of(plan, read))) <= SMEM_BYTES:
                 return plan
     return plan
 
 
 def dbias_of(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> jax.Array:
     """The cotangent of inputs.bias."""
-    walk, bias = dbias.walk_of(plan), inputs.bias
+    ctx, walk, bias = KernelContext(plan, refs), dbias.walk_of(plan), inputs.bias
     assert bias is not None
-    direct = stores_by_tma(plan, walk)
-    shape, dtype = (bias.shape, bias.dtype) if direct else (dbias.sums_shape(plan, walk), None)
+    if stores_by_tma(plan, walk):
+        return _sums(ctx, walk, jax.ShapeDtypeStruct(bias.shape, bias.dtype))
+    sums = jax.ShapeDtypeStruct(dbias.sums_shape(plan, walk), jnp.float32)
+    return dbias.folded(_sums(ctx, walk, sums), bias.shape).astype(bias.dtype)
+
+
+def parts_of(plan: QueryPlan, refs: BackwardRefs, some: Sequence[Rest]) -> list[Part]:
+    """The sums of reads but for far tiles, one launch each."""
+    parts = []
+    for read, far, _ in some:
+        walk = dbias.walk_of(plan, read, far)
+        shape = jax.ShapeDtypeStruct(dbias.sums_shape(plan, walk), jnp.float32)
+        sums = _sums(KernelContext(plan, refs), walk, shape)
+        parts.append(dbias.part_of(plan, walk, sums))
+        refs = operands.ordered_after(refs, parts[-1].values)
+    return parts
+
+
+def _sums(ctx: KernelContext, walk: BiasWalk, out: jax.ShapeDtypeStruct) -> jax.Array:
+    """The sums of all blocks."""
+    plan, refs, _ = ctx
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan, walk=walk),
-        out_type=jax.ShapeDtypeStruct(shape, dtype or jnp.float32),
-        scratch_types=(scratch(plan),),
+        out_type=out,
+        scratch_types=(scratch(plan, walk),),
         **mosaic.grid_of(tile=math.prod(walk.bias_tiles), chunk=walk.chunks),
         num_threads=plan.config.warpgroups + 1,
         thread_name="wg",
         compiler_params=mosaic.without_barriers(),
-        kernel_name="flash_bwd_dbias_sm90",
+        kernel_name="flash_bwd_dbias_sm90" if walk.read is None else "flash_bwd_daux_sm90",
     )
-    refs = refs._replace(key_tiles=_codes(KernelContext(plan, refs)))
-    dbias_or_sums = kernel(refs)
-    return dbias_or_sums if direct else dbias.folded(dbias_or_sums, bias)
+    return kernel(refs._replace(key_tiles=_codes(ctx)))
 
 
 def _codes(ctx: KernelContext) -> jax.Array | None:

@@ -56,7 +56,7 @@ from jax import lax
 from pallas_attn.kernels.attention import score_mod
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import dq_sum, key_tiles, producer
+from pallas_attn.kernels.flash_bwd import aux_sums, dq_sum, key_tiles, producer
 from pallas_attn.kernels.flash_bwd.dq_sum import WARPGROUPS, PendingDq
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, per_column
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, KeyGradients
@@ -189,9 +189,9 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
 
 def _mainloop(
     ctx: KernelContext, work: KeyTile, wg: Index, count: Index
-) -> tuple[KeyGradients, Index]:
+) -> tuple[KeyGradients, Any, Index]:
     """All query tiles of a warpgroup's keys, `count` steps having been done for other work tiles:
-    the gradients of the keys, and the new count.
+    the gradients of the keys, sums for arrays of a score function, and the new count.
     """
     plan, refs, smem = ctx
     group, lag, k_part, widths = plan.problem.group, plan.config.dq_lag, None, _widths(plan)
@@ -199,21 +199,21 @@ def _mainloop(
         k_part = mosaic.load(_columns_of(smem.k, wg, 0, ROWS)[0], mosaic.TILE)
     first_head = work.kv_head * group
 
-    def all_steps(*accs: RegisterTile) -> tuple[KeyGradients, Index]:
+    def all_steps(*accs: RegisterTile) -> tuple[KeyGradients, Any, Index]:
         dk_accs, dv_accs = accs[: len(widths.dk)], accs[len(widths.dk) :]
 
         def step(n: Index, carry: Carry) -> Any:
-            (g, i), pending = carry
+            (g, i), pending, of_aux = carry
             t = work.q_tile(i)
             own = PendingDq(jnp.int32(1), pending[-1].count + 1, first_head + g, t)
             masked = key_tiles.needs_mask(plan.tiling, work, t, i)
-            now = FusedStep(ctx, work, wg, masked, pending, own, k_part)
-            _step(now, KeyGradients(dk_accs, dv_accs))
-            return key_tiles.step_after(plan, work, g, i), (*pending[1:], own)
+            now = FusedStep(ctx, work, wg, masked, pending, own, k_part, of_aux)
+            of_aux = _step(now, KeyGradients(dk_accs, dv_accs))
+            return key_tiles.step_after(plan, work, g, i), (*pending[1:], own), of_aux
 
         nothing = PendingDq(jnp.int32(0), count - 1, first_head, jnp.int32(0))
-        start = (jnp.int32(0), jnp.int32(0)), (nothing,) * lag
-        pending = lax.fori_loop(0, group * work.steps, step, start)[1]
+        start = (jnp.int32(0), jnp.int32(0)), (nothing,) * lag, aux_sums.nothing(plan)
+        pending, of_aux = lax.fori_loop(0, group * work.steps, step, start)[1:]
         last = pending[-1]
         if refs.dq is not None:
             for n, due in enumerate(pending, 1 - lag):
@@ -224,7 +224,7 @@ def _mainloop(
         def _():
             smem.q_ring.release(smem.q_ring.slot(last.count))
 
-        return KeyGradients(*results), last.count + 1
+        return KeyGradients(*results), of_aux, last.count + 1
 
     return pl.run_scoped(all_steps, *_accumulators(widths.dk + widths.dv))
 
@@ -295,6 +295,9 @@ def presets_accumulators(ctx: KernelContext) -> bool:
     return adds_dq and plan.config.block_q == ROWS and plan.logit_rules.unit is not None
 
 
+Sums = tuple[RegisterTile, ...]  # by key, for arrays of a score function: `aux_sums`
+
+
 class FusedStep(NamedTuple):
     """One query tile of a warpgroup."""
 
@@ -305,6 +308,7 @@ class FusedStep(NamedTuple):
     pending: tuple[PendingDq, ...]  # the steps whose dQ is to come, in order
     own: PendingDq
     k_part: RegisterTile  # columns of k in registers, or None
+    of_aux: Sums  # sums of the steps before
 
     @property
     def plan(self) -> KeyPlan:
@@ -369,8 +373,10 @@ class FusedStep(NamedTuple):
         wgmma.score_panels(acc, panels.tiles(self.smem.v, self.wg), do)
 
 
-def _step(now: FusedStep, sums: KeyGradients) -> None:
-    """Adds to `sums`, the accumulators of dK and dV, and adds a dQ to global memory."""
+def _step(now: FusedStep, sums: KeyGradients) -> Sums:
+    """Adds to `sums`, the accumulators of dK and dV, and adds a dQ to global memory; the new sums
+    for arrays of a score function.
+    """
     # An opaque zero, or all values that follow from wg alone (addresses in k and v) would be
     # computed before the loop and spilled.
     now = now._replace(wg=now.wg + mosaic.opaque_zero(now.own.count))
@@ -379,25 +385,25 @@ def _step(now: FusedStep, sums: KeyGradients) -> None:
     if not now.dq_comes_first:
         now.smem.q_ring.wait(now.slot)
         order = _step_without_dq if now.ctx.refs.dq is None else _step_dq_last
-    pl.run_scoped(functools.partial(order, now, sums), plgpu.ACC(now.shape, jnp.float32))
+    return pl.run_scoped(functools.partial(order, now, sums), plgpu.ACC(now.shape, jnp.float32))
 
 
-def _step_dq_first(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> None:
+def _step_dq_first(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Sums:
     dq_accs = _accumulators(dq_sum.share_widths(now.plan))
     pl.run_scoped(functools.partial(_dq_and_scores, now, s_acc), *dq_accs)
     rest = functools.partial(_dv_and_dk, now, sums, s_acc)
-    pl.run_scoped(rest, plgpu.ACC(now.shape, jnp.float32))
+    return pl.run_scoped(rest, plgpu.ACC(now.shape, jnp.float32))
 
 
-def _step_without_dq(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> None:
+def _step_without_dq(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Sums:
     plgpu.wgmma_wait(now.multiply_scores(s_acc))
     now.release_last_q()
     now.smem.do_ring.wait(now.slot)
     rest = functools.partial(_dv_and_dk, now, sums, s_acc)
-    pl.run_scoped(rest, plgpu.ACC(now.shape, jnp.float32))
+    return pl.run_scoped(rest, plgpu.ACC(now.shape, jnp.float32))
 
 
-def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> None:
+def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Sums:
     """S, dP and dS, then dQ of the step before: the other warpgroup has had the time of a step for
     its half of that dS. The first step of a work tile has none before it: what it multiplies is
     whatever lies there, which the other warpgroup may be writing, and `dq_sum.add` adds it nowhere.
@@ -405,7 +411,7 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> No
     ctx, due = now.ctx, now.pending[0]
     plan, smem = now.plan, now.smem
 
-    def to_ds(logits: RegisterTile, slope: RegisterTile, dp_acc: RegisterTile) -> RegisterTile:
+    def to_ds(logits: RegisterTile, slope: RegisterTile, dp_acc: RegisterTile) -> Any:
         now.multiply_dp(dp_acc)
         p = score_mod.exponentials(plan, logits, now.row_statistic(smem.q_ring))
         return _ds(now, sums, dp_acc, p, slope)
@@ -425,8 +431,10 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> No
     now.release_last_q()
     logits, slope = score_mod.logits_and_slope(ctx, now.place, s, now.masked)
     smem.do_ring.wait(now.slot)
-    ds = pl.run_scoped(functools.partial(to_ds, logits, slope), plgpu.ACC(now.shape, jnp.float32))
+    to_ds = functools.partial(to_ds, logits, slope)
+    ds, of_aux = pl.run_scoped(to_ds, plgpu.ACC(now.shape, jnp.float32))
     pl.run_scoped(functools.partial(to_dq, ds), *_accumulators(dq_sum.share_widths(plan)))
+    return of_aux
 
 
 def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, *dq_accs: RegisterTile) -> None:
@@ -453,7 +461,7 @@ def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, *dq_accs: RegisterTile) 
 
 def _dv_and_dk(
     now: FusedStep, sums: KeyGradients, s_acc: RegisterTile, dp_acc: RegisterTile
-) -> None:
+) -> Sums:
     """Adds to dV and dK, which still runs when this returns."""
     smem = now.smem
     if now.dq_comes_first:
@@ -466,11 +474,12 @@ def _dv_and_dk(
     if not now.presets:
         lse = mosaic.load(smem.q_ring.row_stats.at[now.slot], mosaic.COLUMN)
     p, slope = score_mod.probabilities(now.ctx, now.place, s, lse, now.masked)
-    ds = _ds(now, sums, dp_acc, p, slope)
+    ds, of_aux = _ds(now, sums, dp_acc, p, slope)
     if not now.presets:
         wgmma.value_panels(sums.dk, ds, panels.tiles(smem.q, now.slot))
     plgpu.wgmma_wait(len(sums.dk))
     smem.do_ring.release(now.slot)
+    return of_aux
 
 
 def _ds(
@@ -479,9 +488,9 @@ def _ds(
     dp_acc: RegisterTile,
     p: RegisterTile,
     slope: RegisterTile | None,
-) -> RegisterTile:
-    """dS, which is also in shared memory when this returns, while dV still runs. `slope`: the
-    derivative of softcap or of the score function.
+) -> tuple[RegisterTile, Sums]:
+    """dS, which is also in shared memory when this returns, while dV still runs, and the sums for
+    arrays of a score function. `slope`: the derivative of softcap or of the score function.
     """
     plan, refs, smem = now.ctx
     dtype = jnp.dtype(plan.problem.dtype)
@@ -489,6 +498,7 @@ def _ds(
     wgmma.value_panels(sums.dv, p.astype(dtype), panels.tiles(smem.do, now.slot))
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(sums.dv))
     ds = p * (dp if now.presets else dp - now.row_statistic(smem.do_ring))
+    of_aux = aux_sums.with_tile(now.ctx, now.place, now.of_aux, ds) if plan.key_sums else ()
     ds = (ds if slope is None else ds * slope).astype(dtype)
     if refs.dq is not None:
         if dq_sum.is_split_by_rows(plan):
@@ -503,7 +513,7 @@ def _ds(
     plgpu.commit_smem()  # lse and delta have been read, too, and TMA will write there
     if refs.dq is not None:
         plgpu.barrier_arrive(ready)
-    return ds
+    return ds, of_aux
 
 
 # ---- the epilogue: dk and dv --------------------------------------------------------------------
@@ -607,8 +617,9 @@ def _consume(ctx: KernelContext, outs: KeyGradients, block_id: Index, wg: Index)
     def work_tile(n: Index, count: Index, code: Index) -> Index:
         work = key_tiles.key_tile(ctx, code)
         plgpu.barrier_wait(smem.kv_ready)
-        grads, count = _mainloop(ctx, work, wg, count)
+        grads, of_aux, count = _mainloop(ctx, work, wg, count)
         grads = grads._replace(dk=[part * plan.problem.scale for part in grads.dk])
+        aux_sums.store(ctx, (work.batch, work.kv_head, work.key + wg * ROWS), of_aux)
         _store_dk_dv(ctx, outs, work, wg, grads)
         return count
 

@@ -53,8 +53,9 @@ from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.flash_jvp import operands
 from pallas_attn.kernels.flash_jvp.operands import Residuals, TangentRefs
-from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import (
     Barrier,
     GmemRef,
@@ -63,6 +64,7 @@ from pallas_attn.kernels.lang.types import (
     RegisterTile,
     SmemRef,
 )
+from pallas_attn.kernels.mma import wgmma
 
 SMEM_LIMIT = gpu_specs.shared_memory(gpu_specs.HOPPER)
 BARRIERS = 1024  # bytes kept for barriers and for alignment
@@ -105,7 +107,8 @@ class Config:
 @functools.lru_cache(maxsize=256)
 def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     """The static values of a launch."""
-    return QueryPlan.of(problem, config)
+    plan = QueryPlan.of(problem, config)
+    return dataclasses.replace(plan, panels=tma_operands.takes_panels(problem))
 
 
 # ---- shared memory ------------------------------------------------------------------------------
@@ -114,13 +117,13 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
 class Smem(NamedTuple):
     """Shared memory; the head of this file says who owns it when. None: not in this problem."""
 
-    q: SmemRef
-    q_dot: SmemRef
-    out: SmemRef
-    k: SmemRef
-    k_dot: SmemRef
-    v: SmemRef
-    v_dot: SmemRef
+    q: Panels
+    q_dot: Panels
+    out: Panels
+    k: Panels
+    k_dot: Panels
+    v: Panels
+    v_dot: Panels
     q_ready: Barrier
     out_ready: Barrier
     k_ready: Barrier
@@ -148,12 +151,11 @@ def buffers(plan: QueryPlan, names: set[str]) -> Smem:
     config, barrier = plan.config, plgpu.Barrier
     consumers, stages = config.warpgroups, config.stages
 
-    def rows(name: str, count: int, size: int, form: OperandFormat) -> SmemRef:
-        if name not in names:
-            return None
-        return mosaic.swizzled((count, size, form.columns), form.dtype, form.swizzle)
+    def rows(name: str, count: int, size: int, form: OperandFormat) -> Panels:
+        return form.scratch(count, size) if name in names else None
 
     queries, keys, values = (names & {x, f"{x}_dot"} for x in "qkv")
+    qk, v = plan.qk.copies, plan.v.copies
     return Smem(
         q=rows("q", consumers, ROWS, plan.qk),
         q_dot=rows("q_dot", consumers, ROWS, plan.qk),
@@ -162,10 +164,10 @@ def buffers(plan: QueryPlan, names: set[str]) -> Smem:
         k_dot=rows("k_dot", stages, config.block_kv, plan.qk),
         v=rows("v", stages, config.block_kv, plan.v),
         v_dot=rows("v_dot", stages, config.block_kv, plan.v),
-        q_ready=barrier(num_barriers=consumers, num_arrivals=len(queries)),
-        out_ready=barrier(num_barriers=consumers),
-        k_ready=barrier(num_barriers=stages, num_arrivals=len(keys)),
-        v_ready=barrier(num_barriers=stages, num_arrivals=len(values)),
+        q_ready=barrier(num_barriers=consumers, num_arrivals=len(queries) * qk),
+        out_ready=barrier(num_barriers=consumers, num_arrivals=v),
+        k_ready=barrier(num_barriers=stages, num_arrivals=len(keys) * qk),
+        v_ready=barrier(num_barriers=stages, num_arrivals=len(values) * v),
         k_free=barrier(num_barriers=stages, num_arrivals=consumers),
         v_free=barrier(num_barriers=stages, num_arrivals=consumers),
     )
@@ -257,29 +259,29 @@ class Weights(NamedTuple):
 
 
 def issue_scores(ctx: KernelContext, rows: TangentRows, slot: Index, acc: RegisterTile) -> None:
-    plgpu.wgmma(acc, _of_rows(ctx, rows, "q", slot), _keys(ctx, "k", slot))
+    wgmma.score_panels(acc, _of_rows(ctx, rows, "q", slot), panels.tiles(ctx.smem.k, slot))
 
 
 def issue_tangent(ctx: KernelContext, rows: TangentRows, slot: Index, acc: RegisterTile) -> None:
     for left, right in operands.score_products(ctx.plan.problem):
-        plgpu.wgmma(acc, _of_rows(ctx, rows, left, slot), _keys(ctx, right, slot))
+        own = _of_rows(ctx, rows, left, slot)
+        wgmma.score_panels(acc, own, panels.tiles(getattr(ctx.smem, right), slot))
 
 
-def _of_rows(ctx: KernelContext, rows: TangentRows, name: str, slot: Index) -> SmemRef:
+def _of_rows(ctx: KernelContext, rows: TangentRows, name: str, slot: Index) -> tuple[SmemRef, ...]:
     # An opaque zero, or addresses would be computed before the loop and spilled.
-    return getattr(ctx.smem, name).at[rows.wg + mosaic.opaque_zero(slot)]
-
-
-def _keys(ctx: KernelContext, name: str, slot: Index) -> SmemRef:
-    return getattr(ctx.smem, name).at[slot].transpose((1, 0))
+    return panels.tiles(getattr(ctx.smem, name), rows.wg + mosaic.opaque_zero(slot))
 
 
 def _issue_values(
-    ctx: KernelContext, slot: Index, acc: RegisterTile, left: tuple[RegisterTile, ...]
+    ctx: KernelContext,
+    slot: Index,
+    accs: tuple[RegisterTile, ...],
+    left: tuple[RegisterTile, ...],
 ) -> None:
-    """acc += P v' + (P o S') v of a kv tile in `slot`."""
+    """accs, one a panel, += P v' + (P o S') v of a kv tile in `slot`."""
     for x, name in zip(left, operands.values(ctx.plan.problem), strict=True):
-        plgpu.wgmma(acc, x, getattr(ctx.smem, name).at[slot])
+        wgmma.value_panels(accs, x, panels.tiles(getattr(ctx.smem, name), slot))
 
 
 def _weights(  # noqa: PLR0913
@@ -361,15 +363,20 @@ def score_accumulators(ctx: KernelContext) -> list[Any]:
     return [plgpu.ACC((ROWS, ctx.plan.config.block_kv), jnp.float32) for _ in range(count)]
 
 
+def widths(plan: QueryPlan) -> tuple[int, ...]:
+    """Columns of the accumulators of values."""
+    return plan.v.panels or (plan.v.width,)
+
+
 def _mainloop(
-    ctx: KernelContext, rows: TangentRows, count: Index, acc: RegisterTile
-) -> tuple[RegisterTile, RegisterTile, Index]:
-    """The sum of values and the partial row sums of P o S' over all kv tiles, of which there is one
-    at least, and the new count of kv tiles.
+    ctx: KernelContext, rows: TangentRows, count: Index, *acc: RegisterTile
+) -> tuple[list[RegisterTile], RegisterTile, Index]:
+    """The sums of values, one a panel, and the partial row sums of P o S' over all kv tiles, of
+    which there is one at least, and the new count of kv tiles.
     """
     plan, k_ring, v_ring = ctx.plan, ctx.smem.k_ring, ctx.smem.v_ring
-    products = len(operands.score_products(plan.problem))
-    values = len(operands.values(plan.problem))
+    products = len(operands.score_products(plan.problem)) * plan.qk.copies
+    values = len(operands.values(plan.problem)) * plan.v.copies
 
     def first(*accs: RegisterTile) -> Weights:
         slot = k_ring.slot(count)
@@ -405,7 +412,7 @@ def _mainloop(
     last = v_ring.slot(end - 1)
     v_ring.wait(last)
     _issue_values(ctx, last, acc, weights.by_value)
-    value = acc[...]
+    value = [x[...] for x in acc]
     v_ring.release(last)
     return value, weights.row_sum, end
 
@@ -427,13 +434,15 @@ def _consume(ctx: KernelContext, results: tuple[GmemRef, GmemRef], block: Index,
         rows = _rows(ctx, tile_scheduler.work_tile(ctx, code), wg)
         plgpu.barrier_wait(smem.q_ready.at[wg])
 
-        def attend(kv_count: Index) -> tuple[RegisterTile, RegisterTile, Index]:
+        def attend(kv_count: Index) -> tuple[list[RegisterTile], RegisterTile, Index]:
             mainloop = functools.partial(_mainloop, ctx, rows, kv_count)
-            return pl.run_scoped(mainloop, plgpu.ACC((ROWS, plan.v.width), jnp.float32))
+            accs = [plgpu.ACC((ROWS, width), jnp.float32) for width in widths(plan)]
+            return pl.run_scoped(mainloop, *accs)
 
-        def no_keys(kv_count: Index) -> tuple[RegisterTile, RegisterTile, Index]:
+        def no_keys(kv_count: Index) -> tuple[list[RegisterTile], RegisterTile, Index]:
             sums = mosaic.filled((ROWS, softmax.PARTIALS), 0.0)
-            return mosaic.filled((ROWS, plan.v.width), 0.0), sums, kv_count
+            nothing = [mosaic.filled((ROWS, width), 0.0) for width in widths(plan)]
+            return nothing, sums, kv_count
 
         some = rows.span.hi > rows.span.lo
         acc, row_sum, kv_count = lax.cond(some, attend, no_keys, kv_count)
@@ -467,24 +476,26 @@ def _epilogue(
     ctx: KernelContext,
     results: tuple[GmemRef, GmemRef],
     rows: TangentRows,
-    acc: RegisterTile,
+    acc: list[RegisterTile],
     row_sum: RegisterTile,
 ) -> None:
     """Stores the tangents of out and lse. Rows past a query length may have met NaN: they are
     replaced by zeros.
     """
     (plan, _, smem), tile = ctx, rows.tile
-    staged, total = smem.out.at[rows.wg], row_sum.sum(axis=1)
+    staged, total = panels.tiles(smem.out, rows.wg), row_sum.sum(axis=1)
     if operands.moves_scores(plan.problem):
         plgpu.barrier_wait(smem.out_ready.at[rows.wg])
-        out = mosaic.load(staged, mosaic.TILE).astype(jnp.float32)
-        acc = acc - out * mosaic.broadcast_rows(total, acc.shape)
+        outs = [mosaic.load(x, mosaic.TILE).astype(jnp.float32) for x in staged]
+        pairs = zip(acc, outs, strict=True)
+        acc = [x - out * mosaic.broadcast_rows(total, x.shape) for x, out in pairs]
     if tile.q_len is not None:
         inside = mosaic.positions((ROWS,), 0, rows.row) < tile.q_len
         total = jnp.where(inside, total, 0.0)
-        acc = jnp.where(mosaic.broadcast_rows(inside, acc.shape), acc, 0.0)
+        acc = [jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 0.0) for x in acc]
     mosaic.store(results[1].at[tile.batch, tile.head, pl.ds(rows.row, ROWS)], total)
-    staged[...] = acc.astype(staged.dtype)
+    for x, to in zip(acc, staged, strict=True):
+        to[...] = x.astype(to.dtype)
     plgpu.commit_smem()
     store_rows(smem.out, rows.wg, results[0], (tile.batch, tile.head, rows.row))
 
@@ -523,23 +534,25 @@ def run(
 
 
 def results(plan: QueryPlan) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """out, in sizes that TMA writes whole, and lse, or their tangents."""
+    """out, without panels in sizes that TMA writes whole, and lse, or their tangents."""
     problem = plan.problem
-    rows = tma_operands.rows_in_tma(problem.q_len)
-    width = tma_operands.width_in_tma(problem.v_head_dim)
+    rows, width = problem.q_len, problem.v_head_dim
+    if not plan.panels:
+        rows, width = tma_operands.rows_in_tma(rows), tma_operands.width_in_tma(width)
     out = (problem.batch, rows, problem.q_heads, width)
     lse = (problem.batch, problem.q_heads, plan.tiling.padded_rows)
     return jax.ShapeDtypeStruct(out, problem.dtype), jax.ShapeDtypeStruct(lse, jnp.float32)
 
 
 def operands_of(plan: QueryPlan, residuals: Residuals) -> TangentRefs:
-    """Global memory that a kernel reads. XLA copies the arrays that it copies for the forward."""
+    """Global memory that a kernel reads. XLA copies no array, as for the forward."""
     inputs, fields = residuals.inputs, operands.of_call(plan, residuals)
     arrays = {name: getattr(inputs, name) for name in "qkv"}
     if residuals.out is not None:
         arrays["out"] = residuals.out
     arrays |= {f"{name}_dot": x for name, x in residuals.tangents.items() if name != "bias"}
-    fields |= {name: tma_operands.for_tma(x) for name, x in arrays.items()}
+    forms = {name: plan.v if name in ("v", "v_dot", "out") else plan.qk for name in arrays}
+    fields |= {name: tma_operands.stored(x, forms[name]) for name, x in arrays.items()}
     if plan.has("kv_lengths"):
         lengths = jnp.asarray(inputs.kv_lengths)[:: plan.problem.share]
         for name in ("k", "v", "k_dot", "v_dot"):

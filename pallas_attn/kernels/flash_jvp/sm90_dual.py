@@ -35,8 +35,9 @@ from pallas_attn.kernels.flash_jvp import operands, sm90
 from pallas_attn.kernels.flash_jvp.operands import TangentRefs
 from pallas_attn.kernels.flash_jvp.sm90 import Config as TangentConfig
 from pallas_attn.kernels.flash_jvp.sm90 import Smem, TangentRows, plan_of
-from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.types import GmemRef, Index, Ref, RegisterTile
+from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.types import GmemRef, Index, Ref, RegisterTile, RegisterTiles
+from pallas_attn.kernels.mma import wgmma
 
 
 class Config(TangentConfig):
@@ -64,8 +65,8 @@ def smem_bytes(problem: AttentionProblem, config: TangentConfig) -> int:
 class Sums(NamedTuple):
     """The carry from kv tile to kv tile, all relative to `row_max`."""
 
-    out: RegisterTile  # [ROWS, v columns]: P v
-    out_dot: RegisterTile  # [ROWS, v columns]: P v' + (P o S') v
+    out: tuple[RegisterTile, ...]  # [ROWS, columns], one a panel of v: P v
+    out_dot: tuple[RegisterTile, ...]  # P v' + (P o S') v
     row_sum: RegisterTile  # [ROWS, PARTIALS]: of P
     dot_sum: RegisterTile  # [ROWS, PARTIALS]: of P o S'
     row_max: RegisterTile  # [ROWS]
@@ -73,7 +74,7 @@ class Sums(NamedTuple):
     @classmethod
     def nothing(cls, plan: QueryPlan) -> "Sums":
         """Before the first kv tile."""
-        acc = mosaic.filled((ROWS, plan.v.width), 0.0)
+        acc = tuple(mosaic.filled((ROWS, width), 0.0) for width in sm90.widths(plan))
         row = mosaic.filled((ROWS, softmax.PARTIALS), 0.0)
         return cls(acc, acc, row, row, mosaic.filled((ROWS,), -jnp.inf))
 
@@ -84,7 +85,8 @@ def _step(
     """Kv tile t."""
     (plan, _, smem), (count, sums) = ctx, carry
     k_ring, v_ring, unit = smem.k_ring, smem.v_ring, plan.logit_rules.unit
-    slot, products = k_ring.slot(count), len(operands.score_products(plan.problem))
+    slot = k_ring.slot(count)
+    products = len(operands.score_products(plan.problem)) * plan.qk.copies
 
     def scores(*accs: RegisterTile) -> tuple[Any, ...]:
         k_ring.wait(slot)
@@ -101,18 +103,20 @@ def _step(
     k_ring.release(slot)
     dot_part = None if moved is None else softmax.partials(moved, operator.add)
     p, moved = (None if x is None else x.astype(plan.problem.dtype) for x in (new.p, moved))
-    older = sums.out, sums.out_dot, sums.row_sum, sums.dot_sum
-    out, out_dot, row_sum, dot_sum = softmax.rescaled(new, older)
+    older = *sums.out, *sums.out_dot, sums.row_sum, sums.dot_sum
+    *outs, row_sum, dot_sum = softmax.rescaled(new, older)
+    out, out_dot = tuple(outs[: len(sums.out)]), tuple(outs[len(sums.out) :])
     v_ring.wait(slot)
 
-    def values(accs: tuple[RegisterTile, RegisterTile]) -> None:
-        plgpu.wgmma(accs[0], p, smem.v.at[slot])
+    def values(accs: tuple[RegisterTiles, RegisterTiles]) -> None:
+        v = panels.tiles(smem.v, slot)
+        wgmma.value_panels(accs[0], p, v)
         if smem.v_dot is not None:
-            plgpu.wgmma(accs[1], p, smem.v_dot.at[slot])
+            wgmma.value_panels(accs[1], p, panels.tiles(smem.v_dot, slot))
         if moved is not None:
-            plgpu.wgmma(accs[1], moved, smem.v.at[slot])
+            wgmma.value_panels(accs[1], moved, v)
 
-    accs = plgpu.ACC.init(out), plgpu.ACC.init(out_dot)
+    accs = jax.tree.map(plgpu.ACC.init, (out, out_dot))
     out, out_dot = pl.run_state(values)(accs)
     v_ring.release(slot)
     dot_sum = dot_sum if dot_part is None else dot_sum + dot_part
@@ -161,14 +165,17 @@ def _epilogue(
     sink = None if refs.sinks is None else refs.sinks[tile.head]
     factor, lse = softmax.finish(sums.row_max, sums.row_sum, sink)
     moved = sums.dot_sum.sum(axis=1) * factor
-    out = sums.out * mosaic.broadcast_rows(factor, sums.out.shape)
-    out_dot = sums.out_dot * mosaic.broadcast_rows(factor, out.shape)
-    out_dot = out_dot - out * mosaic.broadcast_rows(moved, out.shape)
+    out, out_dot = list(sums.out), list(sums.out_dot)
+    for n, x in enumerate(sums.out):
+        scaled = x * mosaic.broadcast_rows(factor, x.shape)
+        dot = sums.out_dot[n] * mosaic.broadcast_rows(factor, x.shape)
+        out[n], out_dot[n] = scaled, dot - scaled * mosaic.broadcast_rows(moved, x.shape)
     if tile.q_len is not None:
         inside = mosaic.positions((ROWS,), 0, rows.row) < tile.q_len
         lse, moved = jnp.where(inside, lse, -jnp.inf), jnp.where(inside, moved, 0.0)
-        wide = mosaic.broadcast_rows(inside, out.shape)
-        out, out_dot = jnp.where(wide, out, 0.0), jnp.where(wide, out_dot, 0.0)
+        some = [mosaic.broadcast_rows(inside, x.shape) for x in out]
+        out = [jnp.where(live, x, 0.0) for live, x in zip(some, out, strict=True)]
+        out_dot = [jnp.where(live, x, 0.0) for live, x in zip(some, out_dot, strict=True)]
     at = pl.ds(rows.row, ROWS)
     mosaic.store(results[1].at[tile.batch, tile.head, at], lse)
     mosaic.store(results[3].at[tile.batch, tile.head, at], moved)
@@ -177,11 +184,11 @@ def _epilogue(
 
 
 def _store(
-    ctx: KernelContext, tile: WorkTile, rows: TangentRows, x: RegisterTile, to: GmemRef
+    ctx: KernelContext, tile: WorkTile, rows: TangentRows, parts: list[RegisterTile], to: GmemRef
 ) -> None:
-    staged = ctx.smem.out.at[rows.wg]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    staged[...] = x.astype(staged.dtype)
+    for part, staged in zip(parts, panels.tiles(ctx.smem.out, rows.wg), strict=True):
+        staged[...] = part.astype(staged.dtype)
     plgpu.commit_smem()
     store_rows(ctx.smem.out, rows.wg, to, (tile.batch, tile.head, rows.row))
 

@@ -1,0 +1,237 @@
+"""Reads of an array by a function of positions: which positions an element depends on, and the
+derivative of the result by what a read gives.
+
+The gradient of an element is the sum of dS times this derivative over all logits that read it.
+Where the index follows from few numbers, logits are added up first, over all the others.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn._functions import program as _program
+from pallas_attn._functions import tracing
+from pallas_attn._functions.folding import Lines
+from pallas_attn._functions.program import Constant, Kind, Operand, Operation, Program, Value
+
+# Positions that an index follows from, of queries and keys: none, one of them, or one distance.
+NONE, ROWS, KEYS, DISTANCE, BOTH = "none", "rows", "keys", "distance", "both"
+_COMPARISONS = frozenset(("lt", "le", "gt", "ge", "eq", "ne"))  # follow from a difference
+
+
+class Read(NamedTuple):
+    """A read of an array in a program."""
+
+    number: int  # among all reads, in order
+    array: int
+    batch: bool  # whether the index depends on the batch row
+    head: bool
+    along: str  # NONE, ROWS, KEYS, DISTANCE or BOTH
+    known: bool  # whether the index follows from these numbers alone, not from arrays
+
+
+class _Dependence(NamedTuple):
+    """The numbers that a value depends on. `linear`: the factors of the positions of queries and
+    keys where the value is a sum of multiples of these and of what depends on neither, else None.
+    """
+
+    inputs: frozenset[int]
+    along: str
+    linear: tuple[int, int] | None
+    known: bool = True
+
+
+@functools.lru_cache(maxsize=256)
+def of_array(program: Program, array: int) -> tuple[Read, ...]:
+    """The reads of an array of a score function."""
+    score, batch, head, query, key = range(program.inputs)
+    held = [_Dependence(frozenset((n,)), NONE, (0, 0)) for n in (score, batch, head)]
+    held += [_Dependence(frozenset((query,)), ROWS, (1, 0))]
+    held += [_Dependence(frozenset((key,)), KEYS, (0, 1))]
+    reads, number = [], 0
+    for op in program.operations:
+        value = _of_operation(op, [_of_operand(x, held) for x in op.operands])
+        held.append(value if op.read is None else value._replace(known=False))
+        if op.read is None:
+            continue
+        if op.read == array:
+            along = BOTH if score in value.inputs else value.along
+            by = batch in value.inputs, head in value.inputs
+            reads.append(Read(number, array, *by, along, value.known))
+        number += 1
+    return tuple(reads)
+
+
+def _of_operand(operand: Operand, held: Sequence[_Dependence]) -> _Dependence:
+    if isinstance(operand, Constant):
+        return _Dependence(frozenset(), NONE, (0, 0))
+    return held[operand]
+
+
+def _of_operation(op: Operation, operands: Sequence[_Dependence]) -> _Dependence:
+    inputs = frozenset[int]().union(*[x.inputs for x in operands])
+    known = all(x.known for x in operands)
+    linear = _linear(op, [x.linear for x in operands])
+    if linear is not None:
+        kinds = {(False, False): NONE, (True, False): ROWS, (False, True): KEYS}
+        kind = kinds.get((linear[0] != 0, linear[1] != 0), BOTH)
+        along = DISTANCE if kind == BOTH and sum(linear) == 0 else kind
+        return _Dependence(inputs, along, None if op.name in _COMPARISONS else linear, known)
+    kinds_of = {x.along for x in operands} - {NONE}
+    along = BOTH if len(kinds_of) > 1 else next(iter(kinds_of), NONE)
+    return _Dependence(inputs, along, (0, 0) if along == NONE else None, known)
+
+
+def _linear(op: Operation, factors: Sequence[tuple[int, int] | None]) -> tuple[int, int] | None:
+    if None in factors or op.read is not None:
+        return None
+    known = [x for x in factors if x is not None]
+    if op.dtype != "int32" and op.name not in _COMPARISONS:
+        return None
+    if op.name == "add":
+        return known[0][0] + known[1][0], known[0][1] + known[1][1]
+    if op.name == "sub" or op.name in _COMPARISONS:
+        return known[0][0] - known[1][0], known[0][1] - known[1][1]
+    if op.name == "neg":
+        return -known[0][0], -known[0][1]
+    if op.name == "mul":
+        for operand, other in zip(op.operands, reversed(known), strict=True):
+            if isinstance(operand, Constant):
+                by = int(operand.value)
+                return by * other[0], by * other[1]
+    return None
+
+
+# ---- the derivative by a read --------------------------------------------------------------------
+
+
+def derivative(program: Program, read: Read) -> Program:
+    """The derivative of the result by what a read gives, which reads `derivative_arrays`."""
+    return _derivative(program, read.number)[0]
+
+
+@functools.lru_cache(maxsize=256)
+def in_floats(program: Program) -> Program:
+    """The same function, exact for positions below 2**24: sums of integers that become float32 are
+    taken of float32. A row or a column is converted then, not a tile, which takes four times as
+    long as an addition.
+    """
+    lines = Lines(["float32"] + ["int32"] * (program.inputs - 1))
+    values: list[Operand] = [*range(program.inputs)]
+    by_value = dict(enumerate(program.operations, program.inputs))
+
+    def moved(x: Operand) -> Operand:
+        return x if isinstance(x, Constant) else values[x]
+
+    def floating(x: Operand) -> Operand:
+        op = None if isinstance(x, Constant) else by_value.get(x)
+        if op is not None and op.name in _KEPT and op.dtype == "int32":
+            operands = tuple(map(floating, op.operands))
+            return lines.add(Operation(op.name, operands, "float32"))
+        return lines.add(Operation("convert_element_type", (moved(x),), "float32"))
+
+    for op in program.operations:
+        if op.name == "convert_element_type" and op.dtype == "float32":
+            values.append(floating(op.operands[0]))
+        else:
+            operands = tuple(map(moved, op.operands))
+            values.append(lines.add(dataclasses.replace(op, operands=operands)))
+    return lines.program(moved(program.result), program.arrays)[0]
+
+
+_KEPT = frozenset(("add", "sub", "neg", "max", "min"))  # the same on floats that are integers
+# Operations whose results are finite where their operands are, but for an overflow.
+_FINITE = frozenset(("add", "sub", "mul", "neg", "abs", "sign", "max", "min", "clamp", "select_n"))
+_FINITE |= _COMPARISONS | {"and", "or", "not", "convert_element_type"}
+
+
+def is_finite(program: Program) -> bool:
+    """Whether a function of positions alone is finite for all of them."""
+    return all(op.name in _FINITE for op in program.operations) and not program.depends_on(0)
+
+
+def derivative_arrays(program: Program, read: Read, arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """The arrays of a program that this derivative reads, in its order."""
+    return tuple(arrays[n] for n in _derivative(program, read.number)[1])
+
+
+@functools.lru_cache(maxsize=256)
+def _derivative(program: Program, number: int) -> tuple[Program, tuple[int, ...]]:
+    arrays = [np.zeros(shape, dtype) for shape, dtype in program.arrays]
+
+    def slope(*arguments: jax.Array) -> Any:
+        numbers, read = arguments[: program.inputs], arguments[program.inputs :]
+
+        def moved(by: jax.Array) -> Any:
+            return _program.evaluate(program, numbers, read, _Moved(number, by))
+
+        return jax.grad(moved)(jnp.float32(0.0))
+
+    dtypes = [jnp.float32] + [jnp.int32] * (program.inputs - 1)
+    traced, kept = tracing.trace("score_fn", slope, dtypes, arrays)
+    identities = [id(x) for x in arrays]
+    return traced, tuple(identities.index(id(x)) for x in kept)
+
+
+class _Moved(_program.Broadcasting):
+    """Values of which those of one read are moved by a number."""
+
+    def __init__(self, number: int, by: jax.Array):
+        self.left, self.by = number, by
+
+    def read(self, array: Value, kind: Kind, indices: Sequence[Value]) -> Value:
+        elements = super().read(array, kind, indices)
+        self.left -= 1
+        return elements + self.by.astype(elements.dtype) if self.left == -1 else elements
+
+
+# ---- the index of a read -------------------------------------------------------------------------
+
+
+class _Watched(_program.Broadcasting):
+    """Values that keep the indices of one read."""
+
+    def __init__(self, number: int):
+        self.left = number
+        self.indices: Any = None
+
+    def read(self, array: Value, kind: Kind, indices: Sequence[Value]) -> Value:
+        self.left -= 1
+        if self.left == -1:
+            self.indices = tuple(indices)
+        return super().read(array, kind, indices)
+
+
+def index(
+    program: Program, read: Read, numbers: Sequence[Any], arrays: Sequence[jax.Array]
+) -> jax.Array:
+    """int32: the number of the element, counted through the array, that each logit reads at batch
+    row, head and positions `numbers`, which broadcast.
+    """
+    values = _Watched(read.number)
+    _program.evaluate(program, (jnp.float32(0.0), *numbers), arrays, values)
+    flat: Any = jnp.int32(0)
+    for at, size in zip(values.indices, program.arrays[read.array][0], strict=True):
+        flat = flat * size + jnp.clip(at, 0, size - 1)
+    return flat
+
+
+@functools.lru_cache(maxsize=64)
+def by_distance(
+    program: Program, read: Read, heads: int, first: int, count: int
+) -> np.ndarray[Any, Any]:
+    """int32[heads, count]: the index of a read that depends on no array and no batch row, at the
+    distances q - kv from `first` on.
+    """
+    head = np.arange(heads, dtype=np.int32)[:, None]
+    distance = np.arange(first, first + count, dtype=np.int32)[None]
+    zero = np.zeros((1, 1), np.int32)
+    with _program.on_cpu(), jax.ensure_compile_time_eval(), jax.enable_x64(False):
+        arrays = [jnp.zeros(shape, dtype) for shape, dtype in program.arrays]
+        at = index(program, read, [jnp.asarray(x) for x in (zero, head, distance, zero)], arrays)
+        return np.broadcast_to(np.asarray(at), (heads, count))

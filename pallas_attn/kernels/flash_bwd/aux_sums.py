@@ -1,0 +1,406 @@
+"""Gradients of arrays that a score function reads: dS times the derivative of the score by what a
+read gives, added up over all logits that read an element.
+
+The index of a read follows from few numbers (`_functions.reads`), so kernels add up over all others
+first, in float32 and in one order: the walk of `dbias`, where a block owns a tile of numbers that
+XLA then adds up by their elements. An index by
+
+    no position, or that of a query or a key: a tile of a bias of [B|1, N|1, T|1, S|1]
+    the distance of query and key (T5): a tile of scores at one distance of query tile and kv tile,
+        with all pairs of tiles at this distance as its readers
+
+A launch that computes S and dP again would be a quarter of a training step, so `sm90_fused` makes
+on its way, one for each key, sums by key or by no position (ALiBi's slopes), and those of far tiles
+where the index is the same from some distance on: T5's last bucket. The walk is left with a band.
+
+No array of T x S numbers is stored. Reads by both positions go the way of `_autodiff`.
+"""
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._functions import reads
+from pallas_attn._functions.program import Constant
+from pallas_attn._functions.reads import DISTANCE, KEYS, NONE, ROWS, Read
+from pallas_attn.kernels.attention import functions, softmax, tiles
+from pallas_attn.kernels.attention.logits import LogitTile
+from pallas_attn.kernels.attention.tiles import KernelContext
+from pallas_attn.kernels.flash_bwd.operands import Residuals, RowStatistics
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.types import Index, RegisterTile
+
+MOST_COMPARED = 2**27  # pairs of a sum and an element that are compared; beyond, sums are sorted
+
+
+EXACT = 2**24  # float32 holds all integers up to it
+GRAIN = 128  # rows and keys of the tiles that are far or not
+
+
+class Far(NamedTuple):
+    """Tiles of GRAIN rows and keys of which all pairs read one element: those of row tile - key
+    tile up to `low`, and from `high` on.
+    """
+
+    low: int
+    high: int
+
+
+class KeySum(NamedTuple):
+    """A sum that a kernel over keys makes for each key. `side`: 0 over all queries; -1 or 1 over
+    those of far tiles, with the queries before or after the keys.
+    """
+
+    read: Read
+    side: int = 0
+
+
+class Part(NamedTuple):
+    """Sums over logits, from which XLA makes those by element. `values`: [B|1, N|1, T|1, S|1], or
+    along diagonals [B|1, N|1, diagonals, rows, keys].
+    """
+
+    values: jax.Array
+    read: Read
+    side: int = 0  # side of a KeySum
+    far: Far | None = None  # tiles that are left out
+
+
+class Diagonals(NamedTuple):
+    """Distances of query tiles and kv tiles, in kv tiles, that some query may see."""
+
+    first: int
+    tiles: int
+    ratio: int  # kv tiles as long as a query tile
+
+
+def all_reads(problem: AttentionProblem) -> list[Read]:
+    """The reads of all arrays whose gradients a backward computes."""
+    program = problem.score_program
+    assert program is not None
+    return [read for n in problem.learned for read in reads.of_array(program, n)]
+
+
+def of_keys(problem: AttentionProblem) -> tuple[KeySum, ...]:
+    """The sums that a kernel over keys makes, over all queries of a kv head."""
+    program = problem.score_program
+    assert program is not None
+    results = []
+    for read in all_reads(problem):
+        if read.head and problem.group > 1 or reads.derivative(program, read).depends_on(0):
+            continue
+        if read.along in (NONE, KEYS):
+            results.append(KeySum(read))
+        elif read.along == DISTANCE:
+            sides = far_sides(problem, read)
+            sides = sides[:-1] if adds_up(problem, read) else sides
+            results += [KeySum(read, side) for side in sides]
+    return tuple(results)
+
+
+def adds_up(problem: AttentionProblem, read: Read) -> bool:
+    """Whether all sums of a read are known to add up to those of dS, a multiple of `row_sums`."""
+    program = problem.score_program
+    assert program is not None
+    return isinstance(reads.derivative(program, read).result, Constant)
+
+
+def far_of(problem: AttentionProblem, read: Read) -> Far | None:
+    """The far tiles of a read by distance; None: it is not known that there are any."""
+    known = read.known and not read.batch and "q_offset" not in problem.arrays
+    if not known or problem.score_program is None:
+        return None
+    offset, heads = problem.q_offset, problem.q_heads if read.head else 1
+    first, count = offset + 1 - problem.kv_len, problem.q_len + problem.kv_len - 1
+    at = reads.by_distance(problem.score_program, read, heads, first, count)
+    differs = np.flatnonzero((at[:, 1:] != at[:, :-1]).any(axis=0))
+    if not differs.size:  # one element for all
+        differs = np.array([count - 1])
+    last_low, first_high = first + int(differs[0]), first + int(differs[-1]) + 1
+    low, high = last_low - offset - (GRAIN - 1), first_high - offset + GRAIN - 1
+    return Far(low // GRAIN, -(-high // GRAIN))
+
+
+def distances(problem: AttentionProblem) -> tuple[int, int]:
+    """The least and the largest row - key that masks known at trace time show."""
+    middle = 2**30  # further from both ends than any key
+    least, most = -middle, middle
+    for mask in (problem.mask, problem.mask_within):
+        if not mask.arrives:
+            low, high = mask.kv_range(middle, middle + 1, 2 * middle)
+            least = max(least, middle - (int(high) - 1) - problem.q_offset)
+            most = min(most, middle - int(low) - problem.q_offset)
+    return least, most
+
+
+def far_sides(problem: AttentionProblem, read: Read) -> tuple[int, ...]:
+    """The sides on which some query sees keys of far tiles."""
+    far = far_of(problem, read)
+    if far is None:
+        return ()
+    least, most = distances(problem)
+    nearest, furthest = (least - (GRAIN - 1)) // GRAIN, (most + GRAIN - 1) // GRAIN
+    nearest = max(nearest, -((problem.kv_len - 1) // GRAIN))
+    furthest = min(furthest, (problem.q_len - 1) // GRAIN)
+    return (-1,) * (nearest <= far.low) + (1,) * (furthest >= far.high)
+
+
+def virtual_bias(problem: AttentionProblem, read: Read) -> tuple[int, ...]:
+    """The shape [B|1, N|1, T|1, S|1] of the sums of a read by no distance."""
+    batch, heads = leading(problem, read)
+    rows = problem.q_len if read.along == ROWS else 1
+    return batch, heads, rows, problem.kv_len if read.along == KEYS else 1
+
+
+def leading(problem: AttentionProblem, read: Read) -> tuple[int, int]:
+    """Batch rows and heads whose sums are apart."""
+    by_batch = read.batch or ("q_offset" in problem.arrays and read.along in (ROWS, DISTANCE))
+    return problem.batch if by_batch else 1, problem.q_heads if read.head else 1
+
+
+def diagonals(problem: AttentionProblem, rows: int, keys: int, far: Far | None = None) -> Diagonals:
+    """The distances of tiles of so many rows and keys that are not all far."""
+    ratio = rows // keys
+    first, end = 1 - -(-problem.kv_len // keys), (-(-problem.q_len // rows) - 1) * ratio + 1
+    if far is not None:
+        least, most = (far.low + 1) * GRAIN, (far.high - 1) * GRAIN
+        first = max(first, -(-(least - (GRAIN - 1) - rows + 1) // keys))
+        end = min(end, (most + GRAIN - 1 + keys - 1) // keys + 1)
+    if "q_offset" not in problem.arrays:
+        nearest, furthest = distances(problem)
+        first = max(first, -(-(nearest - rows + 1) // keys))
+        end = min(end, (furthest + keys - 1) // keys + 1)
+    return Diagonals(first, max(1, end - first), ratio)
+
+
+def weight(
+    ctx: KernelContext, place: LogitTile, read: Read, s: RegisterTile, seen: RegisterTile
+) -> RegisterTile | float:
+    """The derivative of the score function by a read, on a tile of scores `s` without scale, or of
+    its shape where it does not depend on the score. `seen`: where dS may be other than 0.
+    """
+    problem = ctx.plan.problem
+    program = problem.score_program
+    assert program is not None
+    slope = reads.derivative(program, read)
+    if isinstance(slope.result, Constant):
+        return float(slope.result.value)
+    if "q_offset" not in problem.arrays and _last_position(problem) < EXACT:
+        slope = reads.in_floats(slope)
+    aux = reads.derivative_arrays(program, read, ctx.refs.score_aux)
+    s = s * problem.scale
+    if problem.softcap is not None:
+        s = softmax.softcap(s, problem.softcap)
+    by = functions.on_tile(slope, aux, place, s)
+    # In padding, of keys and queries that are not there, a weight may hold anything.
+    return by if reads.is_finite(slope) else jnp.where(seen, by, 0.0)
+
+
+def _last_position(problem: AttentionProblem) -> int:
+    return max(abs(problem.q_offset) + problem.q_len, problem.kv_len)
+
+
+def times(ds: RegisterTile, by: RegisterTile | float) -> RegisterTile:
+    """dS times a weight."""
+    return ds if isinstance(by, float) and by == 1.0 else ds * by
+
+
+# ---- sums of keys, in the kernel over keys -------------------------------------------------------
+
+
+def nothing(plan: KeyPlan) -> tuple[RegisterTile, ...]:
+    """The partial sums of a warpgroup's keys, for each KeySum, before the first tile. XLA adds up
+    those of a key: a reduction in the kernel takes shared memory, of which none is left.
+    """
+    return (mosaic.filled((tiles.ROWS, softmax.PARTIALS), 0.0),) * len(plan.key_sums)
+
+
+def with_tile(
+    ctx: KernelContext, place: LogitTile, sums: tuple[RegisterTile, ...], ds: RegisterTile
+) -> tuple[RegisterTile, ...]:
+    """The sums of a warpgroup's keys with a tile of dS, keys by queries."""
+    results = []
+    for (read, side), before in zip(ctx.plan.key_sums, sums, strict=True):
+        more = softmax.partials(times(ds, weight(ctx, place, read, ds, ds != 0)), operator.add)
+        if side:
+            far = far_of(ctx.plan.problem, read)
+            assert far is not None
+            away = lax.div(place.query, jnp.int32(GRAIN)) - lax.div(place.key, jnp.int32(GRAIN))
+            counts = away >= far.high if side > 0 else away <= far.low
+            more = more * jnp.where(counts, 1.0, 0.0)
+        results.append(before + more)
+    return tuple(results)
+
+
+def store(
+    ctx: KernelContext, at: tuple[Index, Index, Index], sums: tuple[RegisterTile, ...]
+) -> None:
+    """Stores the sums of a warpgroup's keys; `at`: batch row, kv head and first key."""
+    batch, head, key = at
+    for n, total in enumerate(sums):
+        own = pl.ds(key, tiles.ROWS), pl.ds(0, softmax.PARTIALS)
+        mosaic.store(ctx.refs.aux_sums.at[n, batch, head, *own], total)
+
+
+def zeros(plan: KeyPlan) -> jax.Array:
+    """The array of all sums of keys, of keys that no work tile has, too."""
+    problem = plan.problem
+    sizes = (len(plan.key_sums), problem.batch, problem.kv_heads, plan.tiling.padded_keys)
+    return jnp.zeros((*sizes, softmax.PARTIALS), jnp.float32)
+
+
+def parts_of_keys(plan: KeyPlan, sums: jax.Array) -> list[Part]:
+    """The sums that a kernel over keys has made."""
+    problem, results = plan.problem, []
+    sums = sums[..., : problem.kv_len, :].sum(axis=-1)
+    for (read, side), each in zip(plan.key_sums, sums, strict=True):
+        shape = (*leading(problem, read), 1, 1) if side else virtual_bias(problem, read)
+        over = tuple(n for n, size in enumerate((shape[0], shape[1], shape[3])) if size == 1)
+        results.append(Part(each.sum(axis=over).reshape(shape), read, side))
+    return results
+
+
+class Rest(NamedTuple):
+    """A read that is not added up wholly."""
+
+    read: Read
+    far: Far | None  # tiles that the walk leaves out
+    side: int = 0  # side of far tiles that nobody adds up: see `remainders`
+
+
+def rest_of(problem: AttentionProblem, parts: Sequence[Part]) -> list[Rest]:
+    """The reads that walks are to add up, after a kernel over keys made `parts`."""
+    results = []
+    for read in all_reads(problem):
+        sides = {part.side for part in parts if part.read == read}
+        if 0 in sides:
+            continue
+        missing = [side for side in far_sides(problem, read) if side not in sides]
+        known = len(missing) < (2 if adds_up(problem, read) else 1)
+        far = far_of(problem, read) if read.along == DISTANCE and known else None
+        results.append(Rest(read, far, missing[0] if far and missing else 0))
+    return results
+
+
+def remainders(
+    problem: AttentionProblem, sums: jax.Array, rest: Sequence[Rest], parts: Sequence[Part]
+) -> list[Part]:
+    """The sums of far tiles that no kernel has made: what is left of all. `sums`: float32[B, N],
+    of dS.
+    """
+    results, program = [], problem.score_program
+    assert program is not None
+    for read, _, side in rest:
+        if not side:
+            continue
+        slope: Any = reads.derivative(program, read).result
+        apart = leading(problem, read)
+        over = tuple(n for n, size in enumerate(apart) if size == 1)
+        left = sums.sum(axis=over, keepdims=True) * float(slope.value)
+        for part in parts:
+            if part.read == read:
+                left = left - part.values.sum(axis=tuple(range(2, part.values.ndim)))
+        results.append(Part(left[:, :, None, None], read, side))
+    return results
+
+
+def sums_of_ds(residuals: Residuals, stats: RowStatistics) -> jax.Array:
+    """float32[B, N]: dS added up over all logits: over those of a row, which probabilities make a
+    mean of dP, it is the cotangent of the lse, and the share of a sink in delta.
+    """
+    lse, dlse = residuals.lse, residuals.d_lse
+    rows = lse.shape[2]
+    dead = stats.lse[:, :, :rows] == jnp.inf
+    total = dlse
+    if residuals.inputs.sinks is not None:
+        sinks = residuals.inputs.sinks.astype(jnp.float32)[None, :, None]
+        total = total + jnp.exp(sinks - jnp.where(dead, 0.0, lse)) * stats.delta[:, :, :rows]
+    return jnp.where(dead, 0.0, total).sum(axis=2)
+
+
+# ---- by XLA: sums by element ---------------------------------------------------------------------
+
+
+def gradients(
+    problem: AttentionProblem, inputs: AttentionInputs, parts: Sequence[Part]
+) -> tuple[Any, ...]:
+    """The gradients, float32, of `inputs.score_aux`, None for those that nobody wants."""
+    program = problem.score_program
+    assert program is not None
+    totals: dict[int, Any] = dict.fromkeys(problem.learned)
+    for part in parts:
+        shape = program.arrays[part.read.array][0]
+        numbers, values = _numbers_of(problem, inputs, part)
+        at = reads.index(program, part.read, numbers, inputs.score_aux)
+        at = jnp.broadcast_to(at, values.shape).reshape(-1)
+        total = added_up(values.reshape(-1), at, math.prod(shape)).reshape(shape)
+        before = totals[part.read.array]
+        totals[part.read.array] = total if before is None else before + total
+    return tuple(totals.get(n) for n in range(len(inputs.score_aux)))
+
+
+def _numbers_of(
+    problem: AttentionProblem, inputs: AttentionInputs, part: Part
+) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """Batch row, head and positions of sums, which broadcast to them; and the sums, of which those
+    by distance are added up along the diagonals of a tile.
+    """
+    values = part.values
+
+    def along(axis: int, x: jax.Array) -> jax.Array:
+        return jnp.expand_dims(x, tuple(n for n in range(4) if n != axis))
+
+    def counted(axis: int) -> jax.Array:
+        return along(axis, jnp.arange(values.shape[axis], dtype=jnp.int32))
+
+    zero = jnp.zeros((1,) * 4, jnp.int32)
+    offset = along(0, jnp.atleast_1d(jnp.asarray(problem.q_offset, jnp.int32)))
+    if inputs.q_offset is not None and values.shape[0] == problem.batch:
+        offset = along(0, inputs.q_offset)
+    if part.side:
+        furthest = problem.q_len - 1 if part.side > 0 else 1 - problem.kv_len
+        return (counted(0), counted(1), offset + furthest, zero), values
+    if part.read.along != DISTANCE:
+        return (counted(0), counted(1), offset + counted(2), counted(3)), values
+    *_, rows, keys = values.shape
+    values = along_diagonals(values)
+    tile = along(2, jnp.arange(values.shape[2], dtype=jnp.int32))
+    tile = (tile + diagonals(problem, rows, keys, part.far).first) * keys
+    distance = tile + along(3, jnp.arange(values.shape[3], dtype=jnp.int32)) - (keys - 1)
+    return (counted(0), counted(1), offset + distance, zero), values
+
+
+def along_diagonals(sums: jax.Array) -> jax.Array:
+    """[.., rows, keys] -> [.., rows + keys - 1]: the sums of equal row - key, from 1 - keys on."""
+    *axes, rows, keys = sums.shape
+    width = rows + keys
+    pads = [(0, 0)] * (len(axes) + 1) + [(0, rows)]
+    flat = jnp.pad(sums[..., ::-1], pads).reshape(*axes, rows * width)
+    skewed = flat[..., : rows * (width - 1)].reshape(*axes, rows, width - 1)  # row r shifted by r
+    return skewed.sum(axis=-2)
+
+
+def added_up(values: jax.Array, at: jax.Array, size: int) -> jax.Array:
+    """float32[size]: the sum of the values at each place, in one order."""
+    if values.size * size <= MOST_COMPARED:
+        places = jnp.arange(size, dtype=jnp.int32)
+        return jnp.where(at[None] == places[:, None], values[None], 0.0).sum(axis=1)
+    at, values = lax.sort((at, values), num_keys=1, is_stable=True)
+
+    def combine(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        (place, total), (after, more) = a, b
+        return after, jnp.where(place == after, total, 0.0) + more
+
+    _, totals = lax.associative_scan(combine, (at, values))
+    is_last = jnp.concatenate([at[1:] != at[:-1], jnp.ones(1, bool)])
+    places = jnp.where(is_last, at, size)
+    return jnp.zeros(size, values.dtype).at[places].set(totals, mode="drop")
