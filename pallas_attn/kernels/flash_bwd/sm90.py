@@ -26,6 +26,7 @@ from pallas_attn.kernels.flash_bwd import (
     sm90_dkdv,
     sm90_dq,
     sm90_fused,
+    sm90_heads,
     sm90_short,
     sm90_window,
 )
@@ -58,6 +59,7 @@ class Config:
     k_in_registers: bool = False  # half of K, where head dims are above 64, query tiles of 64
     window: bool = False  # all by `sm90_window`, which takes few problems
     short: bool = False  # all by `sm90_short`, likewise
+    heads: bool = False  # all by `sm90_heads`, likewise
     lockstep: bool = False  # blocks are at the same query tile, where `lockstep` applies
     claims: bool = False  # blocks claim work tiles, in `sm90_fused`
 
@@ -148,7 +150,7 @@ def _two_kernels(problem: AttentionProblem) -> Config:
 
 def own_kernel(config: Config) -> tuple[str, Any] | None:
     """The field of `config` that asks for one kernel for all gradients, and that kernel."""
-    kernels = {"window": sm90_window, "short": sm90_short}
+    kernels = {"window": sm90_window, "short": sm90_short, "heads": sm90_heads}
     return next(((name, x) for name, x in kernels.items() if getattr(config, name)), None)
 
 
@@ -166,7 +168,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
         name, kernel = own_order
         if not kernel.takes(problem):
             raise ValueError(f"Config.{name} must be False for {problem}")
-        keys, block_q = ROWS, ROWS
+        keys, block_q = sm90_heads.KEYS if config.heads else ROWS, ROWS
     elif wide:
         keys = sm90_dkdv.KEYS
     tiling = KeyTiling(problem, keys, block_q)
@@ -226,6 +228,8 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
         return 2 * (sm90_window.buffer_bytes(plan) + sm90_window.RESERVED)
     if config.short:
         return sm90_short.buffer_bytes(plan) + BARRIERS
+    if config.heads:
+        return sm90_heads.buffer_bytes(plan)
     most = (sm90_dkdv if is_wide(problem) else sm90_fused).buffer_bytes(plan)
     if not is_fused(problem, config):
         most = max(most, sm90_dq.buffer_bytes(_dq_plan(problem, config)))
@@ -239,11 +243,12 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
     residuals, plan = Residuals(*residuals), plan_of(problem, config)
     inputs = residuals.inputs
-    if config.short:
+    if config.short or config.heads:
+        kernel = sm90_heads if config.heads else sm90_short
         others: dict[str, Any] = {}
         if inputs.sinks is not None:
             others["sinks"] = dsinks(residuals, row_statistics(False, problem.q_len, residuals))
-        return AttentionInputs(*sm90_short.dq_dk_dv(plan, residuals), **others)
+        return AttentionInputs(*kernel.dq_dk_dv(plan, residuals), **others)
     dq_plan = _dq_plan(problem, config)
     # Whole tiles, of either size, and what is read of row statistics beyond the last.
     rows = tma_operands.round_up(problem.q_len + max(0, 32 - config.block_q), 2 * ROWS)

@@ -1,0 +1,527 @@
+"""The Hopper backward of sequences whose dQ fits in shared memory: one launch makes dq, dk and dv.
+Every array is read once from memory and every gradient written once; nothing is added up in global
+memory, so bits repeat. Five matmuls a tile, as in `sm90_fused`.
+
+Grid: one block a multiprocessor, which takes head after head. A head's kv tiles of 128 keys come
+one after the other, each with all query tiles of 64 rows. Two consumer warpgroups have 64 keys
+each, with dK and dV in registers, and put dS in shared memory; a third warpgroup adds dS K to dQ,
+which stays in shared memory in float32, and computes the row statistics of the next head while it
+finishes this one. A producer warpgroup loads. Tiles of scores have keys as rows, see `key_tiles`;
+rows past the ends are zeros in shared memory and are not stored (`panels`).
+
+Shared memory, and who owns it when:
+  k, v [kv slots, warpgroup]  loaded for a kv tile; dv is stored from v when its warpgroup is done,
+                     dk from k when dQ is done too (`dq_done`); then `kv_free`
+  q, do [stages]     rings of query tiles, released by both consumers
+  ds [ds slots, warpgroup]  a ring by steps: `ds_ready` says that both consumers have written
+                     theirs, `ds_free` that it has been multiplied
+  sums [query tiles] dQ so far, of the third warpgroup alone
+  dq                 a tile of dQ on its way to global memory
+  lse, delta [query tiles]  see `tile_statistics`; `stats_ready` says that a tile's are those of the
+                     next head. Both consumers have read a tile's by the last dS of a head
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._call import gpu_specs
+from pallas_attn._call.problem import AttentionProblem
+from pallas_attn.kernels.attention import score_mod, tma_operands
+from pallas_attn.kernels.attention.logits import LogitTile
+from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
+from pallas_attn.kernels.flash_bwd import sm90_short, tile_statistics
+from pallas_attn.kernels.flash_bwd.key_tiles import per_column
+from pallas_attn.kernels.flash_bwd.operands import Gradients, KeyGradients, Residuals
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.flash_bwd.producer import Ring, ring_slot
+from pallas_attn.kernels.flash_bwd.sm90_short import ShortRefs
+from pallas_attn.kernels.flash_bwd.tile_statistics import QueryTileAt, StatisticsRefs
+from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.panels import Panels
+from pallas_attn.kernels.lang.types import (
+    Barrier,
+    Carry,
+    GmemRef,
+    Index,
+    RegisterTile,
+    SmemRef,
+)
+from pallas_attn.kernels.mma import wgmma
+
+WARPGROUPS = 2  # consumers
+KEYS = WARPGROUPS * ROWS  # keys of a kv tile
+SUMS = 160  # columns of dK and dV that a consumer holds: 80 registers a thread
+REGISTERS = 200, 88, 24  # a thread of consumers, of the warpgroup of dQ, and of the producer
+RESERVED = 2048  # bytes of shared memory for barriers and for alignment
+PRESETS = False  # dP begins with -delta
+
+
+class Slots(NamedTuple):
+    """Entries of the rings."""
+
+    kv: int
+    ds: int
+    stages: int
+
+
+# The best first.
+_SLOTS = [Slots(2, 2, n) for n in (4, 3, 2)] + [Slots(1, 2, n) for n in (3, 2)] + [Slots(1, 1, 2)]
+
+
+def takes(problem: AttentionProblem) -> bool:
+    """Whether this kernel serves a problem."""
+    columns = sum(panels.widths(problem.head_dim)) + sum(panels.widths(problem.v_head_dim))
+    plain = sm90_short.is_plain(problem) and problem.mask.is_full
+    return plain and min(problem.q_len, problem.kv_len) >= 1 and columns <= SUMS and fits(problem)
+
+
+def fits(problem: AttentionProblem) -> bool:
+    return _fitting(problem) is not None
+
+
+@functools.lru_cache(maxsize=256)
+def _fitting(problem: AttentionProblem) -> Slots | None:
+    """The first of `_SLOTS` for which there is shared memory."""
+    most = gpu_specs.shared_memory(gpu_specs.HOPPER) - RESERVED
+    return next((slots for slots in _SLOTS if mosaic.bytes_of(_scratch(problem, slots)) <= most), None)
+
+
+def slots_of(problem: AttentionProblem) -> Slots:
+    slots = _fitting(problem)
+    assert slots is not None
+    return slots
+
+
+class HeadsSmem(NamedTuple):
+    k: Panels
+    v: Panels
+    q: Panels
+    do: Panels
+    ds: tuple[SmemRef, ...]  # a copy for each swizzle of k: both operands of a matmul have one
+    sums: tuple[SmemRef, ...]  # float32, a panel of q each
+    dq: Panels
+    lse: SmemRef
+    delta: SmemRef
+    kv_ready: Barrier
+    kv_free: Barrier
+    q_ready: Barrier
+    do_ready: Barrier
+    q_free: Barrier
+    do_free: Barrier
+    ds_ready: Barrier
+    ds_free: Barrier
+    dq_done: Barrier
+    stats_ready: Barrier
+
+    @property
+    def q_ring(self) -> Ring:
+        return Ring(self.q, self.q_ready, self.q_free)
+
+    @property
+    def do_ring(self) -> Ring:
+        return Ring(self.do, self.do_ready, self.do_free)
+
+
+def _q_tiles(problem: AttentionProblem) -> int:
+    return pl.cdiv(problem.q_len, ROWS)
+
+
+def _kv_tiles(problem: AttentionProblem) -> int:
+    return pl.cdiv(problem.kv_len, KEYS)
+
+
+def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
+    dtype, q_tiles = jnp.dtype(problem.dtype), _q_tiles(problem)
+    qk, v = panels.widths(problem.head_dim), panels.widths(problem.v_head_dim)
+    barrier = plgpu.Barrier
+
+    def rows(shape: tuple[int, ...], widths: tuple[int, ...]) -> Panels:
+        return tuple(panels.scratch(shape, dtype, width) for width in widths)
+
+    def sums(width: int) -> SmemRef:
+        shape = q_tiles, ROWS, width
+        return mosaic.swizzled(shape, jnp.float32, tma_operands.swizzle_of(4 * width))
+
+    keys, ds = (slots.kv, WARPGROUPS, ROWS), (slots.ds, WARPGROUPS, ROWS, ROWS)
+    ring = {"num_barriers": slots.stages}
+    return HeadsSmem(
+        k=rows(keys, qk),
+        v=rows(keys, v),
+        q=rows((slots.stages, ROWS), qk),
+        do=rows((slots.stages, ROWS), v),
+        ds=tuple(mosaic.swizzled(ds, dtype, 2 * width) for width in sorted(set(qk))),
+        sums=tuple(sums(width) for width in qk),
+        dq=rows((1, ROWS), qk),
+        lse=plgpu.SMEM((q_tiles, ROWS), jnp.float32),
+        delta=plgpu.SMEM((q_tiles, ROWS), jnp.float32),
+        kv_ready=barrier(num_arrivals=(len(qk) + len(v)) * WARPGROUPS, num_barriers=slots.kv),
+        kv_free=barrier(num_arrivals=WARPGROUPS, num_barriers=slots.kv),
+        q_ready=barrier(num_arrivals=len(qk), **ring),
+        do_ready=barrier(num_arrivals=len(v), **ring),
+        q_free=barrier(num_arrivals=WARPGROUPS, **ring),
+        do_free=barrier(num_arrivals=WARPGROUPS, **ring),
+        ds_ready=barrier(num_arrivals=WARPGROUPS, num_barriers=slots.ds),
+        ds_free=barrier(num_arrivals=1, num_barriers=slots.ds),
+        dq_done=barrier(num_arrivals=1, num_barriers=1),
+        stats_ready=barrier(num_arrivals=1, num_barriers=q_tiles),
+    )
+
+
+def buffer_bytes(plan: KeyPlan) -> int:
+    return mosaic.bytes_of(_scratch(plan.problem, slots_of(plan.problem))) + RESERVED
+
+
+# ---- work of a block ----------------------------------------------------------------------------
+
+
+class HeadTile(NamedTuple):
+    """A kv tile of a head, as number `n` of those of a block."""
+
+    n: Index
+    batch: Index
+    head: Index
+    j: Index
+    kv_tiles: int
+
+    @property
+    def is_first(self) -> Index:
+        return self.j == 0
+
+    @property
+    def is_last(self) -> Index:
+        return self.j == self.kv_tiles - 1
+
+
+class Walk(NamedTuple):
+    """Heads `block`, `block + grid`, .. in this order, kv tile after kv tile."""
+
+    plan: KeyPlan
+    block: Index
+
+    @property
+    def grid(self) -> int:
+        return grid_of(self.plan)
+
+    @property
+    def kv_tiles(self) -> int:
+        return _kv_tiles(self.plan.problem)
+
+    @property
+    def tiles(self) -> Index:
+        """Kv tiles of this block."""
+        heads = self.plan.problem.batch * self.plan.problem.q_heads
+        own = lax.div(jnp.int32(heads - 1 + self.grid) - self.block, jnp.int32(self.grid))
+        return own * self.kv_tiles
+
+    def tile(self, n: Index) -> HeadTile:
+        kv_tiles = jnp.int32(self.kv_tiles)
+        number = self.block + lax.div(n, kv_tiles) * self.grid
+        heads = jnp.int32(self.plan.problem.q_heads)
+        where = lax.div(number, heads), lax.rem(number, heads)
+        return HeadTile(n, *where, lax.rem(n, kv_tiles), self.kv_tiles)
+
+
+def grid_of(plan: KeyPlan) -> int:
+    """Blocks that are launched."""
+    heads = plan.problem.batch * plan.problem.q_heads
+    return min(plan.config.grid or heads, heads)
+
+
+# ---- the producer -------------------------------------------------------------------------------
+
+
+def _produce(ctx: KernelContext, walk: Walk) -> None:
+    """The producer warpgroup: the keys of a kv tile come after its first query tile, since the keys
+    before them are in use for longer.
+    """
+    plan, refs, smem = ctx
+    q_tiles, slots = _q_tiles(plan.problem), slots_of(plan.problem)
+
+    def load_keys(tile: HeadTile) -> None:
+        slot = ring_slot(tile.n, slots.kv)
+        pl.when(tile.n >= slots.kv)(lambda: plgpu.barrier_wait(smem.kv_free.at[slot]))
+        for source, to in ((refs.k, smem.k), (refs.v, smem.v)):
+            for wg in range(WARPGROUPS):
+                rows = pl.ds(tile.j * KEYS + wg * ROWS, ROWS)
+                where = tile.batch, rows, tile.head
+                panels.load(source, where, to, (slot, wg), smem.kv_ready.at[slot])
+
+    def kv_tile(n: Index, count: Index) -> Index:
+        tile = walk.tile(n)
+
+        def step(t: Index, count: Index) -> Index:
+            slot = smem.q_ring.slot(count)
+            for source, ring in ((refs.q, smem.q_ring), (refs.do, smem.do_ring)):
+                ring.acquire(count, slot)
+                where = tile.batch, pl.ds(t * ROWS, ROWS), tile.head
+                panels.load(source, where, ring.tiles, slot, ring.ready.at[slot])
+            pl.when(t == 0)(functools.partial(load_keys, tile))
+            return count + 1
+
+        return lax.fori_loop(0, q_tiles, step, count)
+
+    lax.fori_loop(0, walk.tiles, kv_tile, jnp.int32(0))
+
+
+# ---- dK and dV: the consumers -------------------------------------------------------------------
+
+
+class HeadStep(NamedTuple):
+    """Query tile t of a kv tile, as number `count` of those of a block."""
+
+    ctx: KernelContext
+    tile: HeadTile
+    wg: Index
+    t: Index
+    count: Index
+
+    @property
+    def slot(self) -> Index:
+        return self.ctx.smem.q_ring.slot(self.count)
+
+    @property
+    def keys(self) -> tuple[Index, Index]:
+        """Where the warpgroup's keys lie."""
+        return ring_slot(self.tile.n, slots_of(self.ctx.plan.problem).kv), self.wg
+
+    @property
+    def place(self) -> LogitTile:
+        problem, tile = self.ctx.plan.problem, self.tile
+        key = tile.j * KEYS + self.wg * ROWS
+        where = tile.batch, tile.head, self.t * ROWS, key, problem.q_offset, problem.kv_len
+        return LogitTile(*where, problem.mask, q_axis=1)
+
+    @property
+    def is_masked(self) -> Index | bool:
+        """Whether some of the keys are past the last."""
+        kv_len = self.ctx.plan.problem.kv_len
+        return self.place.key + ROWS > kv_len if kv_len % KEYS else False
+
+
+def _consume(ctx: KernelContext, outs: KeyGradients, walk: Walk, wg: Index) -> None:
+    problem, smem = ctx.plan.problem, ctx.smem
+    slots, q_tiles = slots_of(problem), _q_tiles(problem)
+    qk, v = panels.widths(problem.head_dim), panels.widths(problem.v_head_dim)
+
+    def kv_tile(n: Index, count: Index) -> Index:
+        tile, slot = walk.tile(n), ring_slot(n, slots.kv)
+        plgpu.barrier_wait(smem.kv_ready.at[slot])
+
+        def all_steps(*accs: RegisterTile) -> list[list[RegisterTile]]:
+            sums = KeyGradients(accs[: len(qk)], accs[len(qk) :])
+
+            def step(t: Index, count: Index) -> Index:
+                _step(HeadStep(ctx, tile, wg, t, count), sums)
+                return count + 1
+
+            lax.fori_loop(0, q_tiles, step, count)
+            return [[acc[...] for acc in accs] for accs in sums]
+
+        accs = [plgpu.ACC((ROWS, width), jnp.float32) for width in qk + v]
+        grads = KeyGradients(*pl.run_scoped(all_steps, *accs))
+        smem.q_ring.release(smem.q_ring.slot(count + (q_tiles - 1)))
+        _store_dk_dv(ctx, outs, HeadStep(ctx, tile, wg, 0, count), grads)
+        return count + q_tiles
+
+    lax.fori_loop(0, walk.tiles, kv_tile, jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _step(now: HeadStep, sums: KeyGradients) -> None:
+    """Adds to `sums`, the accumulators of dK and dV; dK still runs when this returns."""
+    now = now._replace(wg=now.wg + mosaic.opaque_zero(now.count))
+    pl.run_scoped(functools.partial(_scores, now, sums), plgpu.ACC((ROWS, ROWS), jnp.float32))
+
+
+def _scores(now: HeadStep, sums: KeyGradients, s_acc: RegisterTile) -> None:
+    smem, slot = now.ctx.smem, now.slot
+    k = panels.tiles(smem.k, now.keys)
+    smem.q_ring.wait(slot)
+    wgmma.score_panels(s_acc, k, panels.tiles(smem.q, slot))
+    plgpu.wgmma_wait(len(k))
+    before = smem.q_ring.slot(now.count - 1)
+    pl.when(now.t > 0)(lambda: smem.q_ring.release(before))
+    smem.do_ring.wait(slot)
+    pl.when(now.tile.is_first)(lambda: plgpu.barrier_wait(smem.stats_ready.at[now.t]))
+    body = functools.partial(_dv_and_dk, now, sums, s_acc)
+    pl.run_scoped(body, plgpu.ACC((ROWS, ROWS), jnp.float32))
+
+
+def _dv_and_dk(
+    now: HeadStep, sums: KeyGradients, s_acc: RegisterTile, dp_acc: RegisterTile
+) -> None:
+    (plan, _, smem), slot = now.ctx, now.slot
+    dtype, ds_slots = jnp.dtype(plan.problem.dtype), slots_of(plan.problem).ds
+    do = panels.tiles(smem.do, slot)
+    if PRESETS:
+        negative = -mosaic.load(smem.delta.at[now.t], mosaic.COLUMN)
+        dp_acc[...] = per_column(negative, (ROWS, ROWS))
+    wgmma.score_panels(dp_acc, panels.tiles(smem.v, now.keys), do)
+    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(do))
+    lse = mosaic.load(smem.lse.at[now.t], mosaic.COLUMN)
+    p, slope = score_mod.probabilities(now.ctx, now.place, s, lse, now.is_masked)
+    wgmma.value_panels(sums.dv, p.astype(dtype), do)
+    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(do))
+    if not PRESETS:
+        dp = dp - per_column(mosaic.load(smem.delta.at[now.t], mosaic.COLUMN), dp.shape)
+    ds = p * dp
+    ds = (ds if slope is None else ds * slope).astype(dtype)
+    to = ring_slot(now.count, ds_slots)
+    pl.when(now.count >= ds_slots)(lambda: plgpu.barrier_wait(smem.ds_free.at[to]))
+    for copy in smem.ds:
+        copy[to, now.wg] = ds
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(smem.ds_ready.at[to])
+    wgmma.value_panels(sums.dk, ds, panels.tiles(smem.q, slot))
+    plgpu.wgmma_wait(len(sums.dk))
+    smem.do_ring.release(slot)
+
+
+def _store_dk_dv(
+    ctx: KernelContext, outs: KeyGradients, at: HeadStep, grads: KeyGradients
+) -> None:
+    """dk and dv of a warpgroup's keys, from where k and v are."""
+    plan, _, smem = ctx
+    tile, slot = at.tile, at.keys[0]
+    where = tile.batch, pl.ds(tile.j * KEYS + at.wg * ROWS, ROWS), tile.head
+
+    def stage(parts: RegisterTile, scale: float, staged: Panels) -> None:
+        for part, to in zip(parts, panels.tiles(staged, at.keys), strict=True):
+            part = part if scale == 1.0 else part * scale
+            to[...] = part.astype(to.dtype)
+
+    plgpu.commit_smem()  # no warp multiplies what lies there any more
+    stage(grads.dv, 1.0, smem.v)
+    plgpu.barrier_wait(smem.dq_done)
+    stage(grads.dk, plan.problem.scale, smem.k)
+    plgpu.commit_smem()
+    panels.store(smem.v, at.keys, outs.dv, where)
+    panels.store(smem.k, at.keys, outs.dk, where)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(smem.kv_free.at[slot])
+
+
+# ---- dQ -----------------------------------------------------------------------------------------
+
+
+def _sum_dq(ctx: KernelContext, dq_ref: GmemRef, walk: Walk) -> None:
+    """The third warpgroup: dQ of all query tiles, and row statistics."""
+    plan, _, smem = ctx
+    slots, q_tiles = slots_of(plan.problem), _q_tiles(plan.problem)
+    first = walk.tile(jnp.int32(0))
+
+    def first_statistics(t: Index, _: Carry) -> Carry:
+        _write_statistics(ctx, first, t)
+        return _
+
+    lax.fori_loop(0, q_tiles, first_statistics, jnp.int32(0))
+
+    def kv_tile(n: Index, count: Index) -> Index:
+        tile, following = walk.tile(n), walk.tile(n + 1)
+        plgpu.barrier_wait(smem.kv_ready.at[ring_slot(n, slots.kv)])
+
+        def step(t: Index, count: Index) -> Index:
+            _add_dq(ctx, dq_ref, tile, t, count)
+            more = tile.is_last & (n + 1 < walk.tiles)
+            pl.when(more)(lambda: _write_statistics(ctx, following, t))
+            return count + 1
+
+        count = lax.fori_loop(0, q_tiles, step, count)
+        plgpu.barrier_arrive(smem.dq_done)
+        return count
+
+    lax.fori_loop(0, walk.tiles, kv_tile, jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _write_statistics(ctx: KernelContext, tile: HeadTile, t: Index) -> None:
+    plan, refs, smem = ctx
+    memory = StatisticsRefs(refs.out, refs.do, refs.lse, refs.d_lse, smem.lse, smem.delta)
+    tile_statistics.write(plan.problem, memory, QueryTileAt(tile.batch, tile.head, t, t))
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(smem.stats_ready.at[t])
+
+
+def _add_dq(ctx: KernelContext, dq_ref: GmemRef, tile: HeadTile, t: Index, count: Index) -> None:
+    plan, _, smem = ctx
+    slots, qk = slots_of(plan.problem), panels.widths(plan.problem.head_dim)
+    slot, kv_slot = ring_slot(count, slots.ds), ring_slot(tile.n, slots.kv)
+    swizzles = sorted(set(qk))
+
+    def before(sums: SmemRef) -> RegisterTile:
+        so_far = mosaic.load(sums.at[t], mosaic.TILE)
+        return jnp.where(mosaic.broadcast_scalar(tile.is_first, so_far.shape), 0.0, so_far)
+
+    def matmuls(accs: Any) -> None:
+        for wg in range(WARPGROUPS):
+            for acc, k in zip(accs, panels.tiles(smem.k, (kv_slot, wg)), strict=True):
+                ds = smem.ds[swizzles.index(k.shape[1])].at[slot, wg]
+                plgpu.wgmma(acc, ds.transpose((1, 0)), k)
+
+    so_far = [before(sums) for sums in smem.sums]
+    plgpu.barrier_wait(smem.ds_ready.at[slot])
+    parts = pl.run_state(matmuls)([plgpu.ACC.init(x) for x in so_far])
+    plgpu.barrier_arrive(smem.ds_free.at[slot])
+
+    @pl.when(jnp.logical_not(tile.is_last))
+    def _():
+        for part, sums in zip(parts, smem.sums, strict=True):
+            sums[t] = part
+        plgpu.commit_smem()
+
+    @pl.when(tile.is_last)
+    def _():
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for part, to in zip(parts, panels.tiles(smem.dq, 0), strict=True):
+            to[...] = (part * plan.problem.scale).astype(to.dtype)
+        plgpu.commit_smem()
+        panels.store(smem.dq, 0, dq_ref, (tile.batch, pl.ds(t * ROWS, ROWS), tile.head))
+
+
+# ---- the kernel and its call --------------------------------------------------------------------
+
+
+def _kernel(refs: ShortRefs, *rest: GmemRef, plan: KeyPlan) -> None:
+    dq_ref, dk_ref, dv_ref, smem = rest
+    ctx, wg = KernelContext(plan, refs, smem), lax.axis_index("wg")
+    walk, (ours, of_dq, of_producer) = Walk(plan, lax.axis_index("block")), REGISTERS
+
+    @pl.when(wg == WARPGROUPS + 1)
+    def _():
+        plgpu.set_max_registers(of_producer, action="decrease")
+        _produce(ctx, walk)
+
+    @pl.when(wg == WARPGROUPS)
+    def _():
+        plgpu.set_max_registers(of_dq, action="decrease")
+        _sum_dq(ctx, dq_ref, walk)
+
+    @pl.when(wg < WARPGROUPS)
+    def _():
+        plgpu.set_max_registers(ours, action="increase")
+        _consume(ctx, KeyGradients(dk_ref, dv_ref), walk, wg)
+
+
+def dq_dk_dv(plan: KeyPlan, residuals: Residuals) -> Gradients:
+    """dq, dk and dv."""
+    inputs, out, lse, d_out, d_lse = residuals
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan=plan),
+        out_type=tuple(
+            jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.q, inputs.k, inputs.v)
+        ),
+        scratch_types=(_scratch(plan.problem, slots_of(plan.problem)),),
+        grid=(grid_of(plan),),
+        grid_names=("block",),
+        num_threads=WARPGROUPS + 2,
+        thread_name="wg",
+        compiler_params=mosaic.without_barriers(),
+        kernel_name="flash_bwd_heads_sm90",
+    )
+    return Gradients(*kernel(ShortRefs(inputs.q, inputs.k, inputs.v, d_out, out, lse, d_lse)))
