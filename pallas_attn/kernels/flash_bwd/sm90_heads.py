@@ -57,7 +57,7 @@ from pallas_attn.kernels.mma import wgmma
 WARPGROUPS = 2  # consumers
 KEYS = WARPGROUPS * ROWS  # keys of a kv tile
 SUMS = 160  # columns of dK and dV that a consumer holds: 80 registers a thread
-REGISTERS = 200, 88, 24  # a thread of consumers, of the warpgroup of dQ, and of the producer
+REGISTERS = 184, 120, 24  # a thread of consumers, of the warpgroup of dQ, and of the producer
 RESERVED = 2048  # bytes of shared memory for barriers and for alignment
 PRESETS = False  # dP begins with -delta
 
@@ -68,10 +68,12 @@ class Slots(NamedTuple):
     kv: int
     ds: int
     stages: int
+    sums: int = 0  # 0: all tiles of dQ are in shared memory; else they pass through so many entries
 
 
 # The best first.
 _SLOTS = [Slots(2, 2, n) for n in (4, 3, 2)] + [Slots(1, 2, n) for n in (3, 2)] + [Slots(1, 1, 2)]
+_SLOTS += [Slots(1, 2, n, 2) for n in (3, 2)] + [Slots(1, 1, 2, 2)]
 
 
 def takes(problem: AttentionProblem) -> bool:
@@ -104,7 +106,7 @@ class HeadsSmem(NamedTuple):
     q: Panels
     do: Panels
     ds: tuple[SmemRef, ...]  # a copy for each swizzle of k: both operands of a matmul have one
-    sums: tuple[SmemRef, ...]  # float32, a panel of q each
+    sums: tuple[SmemRef, ...]  # float32 [query tiles or entries, rows, columns], a panel of q each
     dq: Panels
     lse: SmemRef
     delta: SmemRef
@@ -118,6 +120,7 @@ class HeadsSmem(NamedTuple):
     ds_free: Barrier
     dq_done: Barrier
     stats_ready: Barrier
+    sums_ready: Barrier
 
     @property
     def q_ring(self) -> Ring:
@@ -145,7 +148,7 @@ def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
         return tuple(panels.scratch(shape, dtype, width) for width in widths)
 
     def sums(width: int) -> SmemRef:
-        shape = q_tiles, ROWS, width
+        shape = slots.sums or q_tiles, ROWS, width
         return mosaic.swizzled(shape, jnp.float32, tma_operands.swizzle_of(4 * width))
 
     keys, ds = (slots.kv, WARPGROUPS, ROWS), (slots.ds, WARPGROUPS, ROWS, ROWS)
@@ -170,6 +173,7 @@ def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
         ds_free=barrier(num_arrivals=1, num_barriers=slots.ds),
         dq_done=barrier(num_arrivals=1, num_barriers=1),
         stats_ready=barrier(num_arrivals=1, num_barriers=q_tiles),
+        sums_ready=barrier(num_arrivals=len(qk), num_barriers=slots.sums or 1),
     )
 
 
@@ -410,15 +414,48 @@ def _store_dk_dv(
 # ---- dQ -----------------------------------------------------------------------------------------
 
 
-def _sum_dq(ctx: KernelContext, dq_ref: GmemRef, walk: Walk) -> None:
+class DqRefs(NamedTuple):
+    """Global memory that the third warpgroup writes."""
+
+    dq: GmemRef
+    sums: tuple[GmemRef, ...]  # float32 [blocks, rows, columns], a panel of q each; or none
+
+
+class DqStep(NamedTuple):
+    """Query tile t of a kv tile, as number `count` of those of a block."""
+
+    ctx: KernelContext
+    refs: DqRefs
+    block: Index
+    tile: HeadTile
+    t: Index
+    count: Index
+
+    @property
+    def slots(self) -> Slots:
+        return slots_of(self.ctx.plan.problem)
+
+    @property
+    def entry(self) -> Index:
+        """The tile of dQ in shared memory."""
+        return ring_slot(self.count, self.slots.sums) if self.slots.sums else self.t
+
+    @property
+    def following(self) -> tuple[HeadTile, Index]:
+        over, tile = self.t + 1 == _q_tiles(self.ctx.plan.problem), self.tile
+        j = tile.j + over.astype(jnp.int32)
+        return tile._replace(j=j), jnp.where(over, 0, self.t + 1)
+
+
+def _sum_dq(ctx: KernelContext, refs: DqRefs, walk: Walk) -> None:
     """The third warpgroup: dQ of all query tiles, and row statistics."""
     plan, _, smem = ctx
     slots, q_tiles = slots_of(plan.problem), _q_tiles(plan.problem)
     first = walk.tile(jnp.int32(0))
 
-    def first_statistics(t: Index, _: Carry) -> Carry:
+    def first_statistics(t: Index, carry: Carry) -> Carry:
         _write_statistics(ctx, first, t)
-        return _
+        return carry
 
     lax.fori_loop(0, q_tiles, first_statistics, jnp.int32(0))
 
@@ -427,7 +464,7 @@ def _sum_dq(ctx: KernelContext, dq_ref: GmemRef, walk: Walk) -> None:
         plgpu.barrier_wait(smem.kv_ready.at[ring_slot(n, slots.kv)])
 
         def step(t: Index, count: Index) -> Index:
-            _add_dq(ctx, dq_ref, tile, t, count)
+            _add_dq(DqStep(ctx, refs, walk.block, tile, t, count))
             more = tile.is_last & (n + 1 < walk.tiles)
             pl.when(more)(lambda: _write_statistics(ctx, following, t))
             return count + 1
@@ -448,14 +485,13 @@ def _write_statistics(ctx: KernelContext, tile: HeadTile, t: Index) -> None:
     plgpu.barrier_arrive(smem.stats_ready.at[t])
 
 
-def _add_dq(ctx: KernelContext, dq_ref: GmemRef, tile: HeadTile, t: Index, count: Index) -> None:
-    plan, _, smem = ctx
-    slots, qk = slots_of(plan.problem), panels.widths(plan.problem.head_dim)
-    slot, kv_slot = ring_slot(count, slots.ds), ring_slot(tile.n, slots.kv)
-    swizzles = sorted(set(qk))
+def _add_dq(now: DqStep) -> None:
+    (plan, _, smem), tile = now.ctx, now.tile
+    qk, kv_slot = panels.widths(plan.problem.head_dim), ring_slot(tile.n, now.slots.kv)
+    slot, swizzles = ring_slot(now.count, now.slots.ds), sorted(set(qk))
 
     def before(sums: SmemRef) -> RegisterTile:
-        so_far = mosaic.load(sums.at[t], mosaic.TILE)
+        so_far = mosaic.load(sums.at[now.entry], mosaic.TILE)
         return jnp.where(mosaic.broadcast_scalar(tile.is_first, so_far.shape), 0.0, so_far)
 
     def matmuls(accs: Any) -> None:
@@ -464,31 +500,61 @@ def _add_dq(ctx: KernelContext, dq_ref: GmemRef, tile: HeadTile, t: Index, count
                 ds = smem.ds[swizzles.index(k.shape[1])].at[slot, wg]
                 plgpu.wgmma(acc, ds.transpose((1, 0)), k)
 
+    if now.slots.sums:
+        some = jnp.logical_not(tile.is_first)
+        pl.when(some)(lambda: plgpu.barrier_wait(smem.sums_ready.at[now.entry]))
     so_far = [before(sums) for sums in smem.sums]
     plgpu.barrier_wait(smem.ds_ready.at[slot])
     parts = pl.run_state(matmuls)([plgpu.ACC.init(x) for x in so_far])
     plgpu.barrier_arrive(smem.ds_free.at[slot])
+    pl.when(jnp.logical_not(tile.is_last))(functools.partial(_keep, now, parts))
+    pl.when(tile.is_last)(functools.partial(_store_dq, now, parts))
+    if now.slots.sums:
+        _fetch_following(now)
 
-    @pl.when(jnp.logical_not(tile.is_last))
-    def _():
-        for part, sums in zip(parts, smem.sums, strict=True):
-            sums[t] = part
-        plgpu.commit_smem()
 
-    @pl.when(tile.is_last)
+def _keep(now: DqStep, parts: list[RegisterTile]) -> None:
+    """Sums that are not the last of a query tile's."""
+    smem, rows = now.ctx.smem, pl.ds(now.t * ROWS, ROWS)
+    if now.slots.sums:
+        plgpu.wait_smem_to_gmem(len(smem.sums), wait_read_only=True)  # the step before last
+    for part, sums in zip(parts, smem.sums, strict=True):
+        sums[now.entry] = part
+    plgpu.commit_smem()
+    for sums, to in zip(smem.sums, now.refs.sums, strict=False):
+        plgpu.copy_smem_to_gmem(sums.at[now.entry], to.at[now.block, rows])
+
+
+def _store_dq(now: DqStep, parts: list[RegisterTile]) -> None:
+    plan, _, smem = now.ctx
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for part, to in zip(parts, panels.tiles(smem.dq, 0), strict=True):
+        to[...] = (part * plan.problem.scale).astype(to.dtype)
+    plgpu.commit_smem()
+    where = now.tile.batch, pl.ds(now.t * ROWS, ROWS), now.tile.head
+    panels.store(smem.dq, 0, now.refs.dq, where)
+
+
+def _fetch_following(now: DqStep) -> None:
+    """Asks for the sums of the next query tile, stored a kv tile ago. The entry that they come to
+    was stored in the step before this one.
+    """
+    smem, (tile, t) = now.ctx.smem, now.following
+
+    @pl.when((tile.j > 0) & (tile.j < tile.kv_tiles))
     def _():
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for part, to in zip(parts, panels.tiles(smem.dq, 0), strict=True):
-            to[...] = (part * plan.problem.scale).astype(to.dtype)
-        plgpu.commit_smem()
-        panels.store(smem.dq, 0, dq_ref, (tile.batch, pl.ds(t * ROWS, ROWS), tile.head))
+        plgpu.wait_smem_to_gmem(len(smem.sums))
+        entry = ring_slot(now.count + 1, now.slots.sums)
+        for sums, source in zip(smem.sums, now.refs.sums, strict=True):
+            some = source.at[now.block, pl.ds(t * ROWS, ROWS)]
+            plgpu.copy_gmem_to_smem(some, sums.at[entry], smem.sums_ready.at[entry])
 
 
 # ---- the kernel and its call --------------------------------------------------------------------
 
 
 def _kernel(refs: ShortRefs, *rest: GmemRef, plan: KeyPlan) -> None:
-    dq_ref, dk_ref, dv_ref, smem = rest
+    dq_ref, dk_ref, dv_ref, *sums, smem = rest
     ctx, wg = KernelContext(plan, refs, smem), lax.axis_index("wg")
     walk, (ours, of_dq, of_producer) = Walk(plan, lax.axis_index("block")), REGISTERS
 
@@ -500,7 +566,7 @@ def _kernel(refs: ShortRefs, *rest: GmemRef, plan: KeyPlan) -> None:
     @pl.when(wg == WARPGROUPS)
     def _():
         plgpu.set_max_registers(of_dq, action="decrease")
-        _sum_dq(ctx, dq_ref, walk)
+        _sum_dq(ctx, DqRefs(dq_ref, tuple(sums)), walk)
 
     @pl.when(wg < WARPGROUPS)
     def _():
@@ -511,12 +577,14 @@ def _kernel(refs: ShortRefs, *rest: GmemRef, plan: KeyPlan) -> None:
 def dq_dk_dv(plan: KeyPlan, residuals: Residuals) -> Gradients:
     """dq, dk and dv."""
     inputs, out, lse, d_out, d_lse = residuals
+    slots, rows = slots_of(plan.problem), _q_tiles(plan.problem) * ROWS
+    widths = panels.widths(plan.problem.head_dim) if slots.sums else ()
+    outs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.q, inputs.k, inputs.v)]
+    sums = [jax.ShapeDtypeStruct((grid_of(plan), rows, n), jnp.float32) for n in widths]
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
-        out_type=tuple(
-            jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.q, inputs.k, inputs.v)
-        ),
-        scratch_types=(_scratch(plan.problem, slots_of(plan.problem)),),
+        out_type=(*outs, *sums),
+        scratch_types=(_scratch(plan.problem, slots),),
         grid=(grid_of(plan),),
         grid_names=("block",),
         num_threads=WARPGROUPS + 2,
@@ -524,4 +592,5 @@ def dq_dk_dv(plan: KeyPlan, residuals: Residuals) -> Gradients:
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_bwd_heads_sm90",
     )
-    return Gradients(*kernel(ShortRefs(inputs.q, inputs.k, inputs.v, d_out, out, lse, d_lse)))
+    refs = ShortRefs(inputs.q, inputs.k, inputs.v, d_out, out, lse, d_lse)
+    return Gradients(*kernel(refs)[:3])
