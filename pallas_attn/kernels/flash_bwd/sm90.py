@@ -31,7 +31,7 @@ from pallas_attn.kernels.flash_bwd import (
     sm90_window,
 )
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
-from pallas_attn.kernels.flash_bwd.operands import Residuals, dsinks, row_statistics
+from pallas_attn.kernels.flash_bwd.operands import Residuals, RowStatistics, dsinks, row_statistics
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats, is_wide
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
@@ -182,6 +182,8 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     config = dataclasses.replace(config, block_q=block_q)
     halves = block_q == ROWS and is_fused(problem, config)
     plan = KeyPlan(problem, config, order, RowFormats.of(problem, block_q, halves))
+    if config.heads:
+        return dataclasses.replace(plan, bias_tiles=sm90_heads.bias_tiles(problem))
     if problem.bias_shape is None or own_order or wide:
         return plan
     bias = score_tiles.bias_of_keys(problem, block_q)
@@ -244,11 +246,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     residuals, plan = Residuals(*residuals), plan_of(problem, config)
     inputs = residuals.inputs
     if config.short or config.heads:
-        kernel = sm90_heads if config.heads else sm90_short
-        others: dict[str, Any] = {}
-        if inputs.sinks is not None:
-            others["sinks"] = dsinks(residuals, row_statistics(False, problem.q_len, residuals))
-        return AttentionInputs(*kernel.dq_dk_dv(plan, residuals), **others)
+        return _by_one_launch(residuals, plan)
     dq_plan = _dq_plan(problem, config)
     # Whole tiles, of either size, and what is read of row statistics beyond the last.
     rows = tma_operands.round_up(problem.q_len + max(0, 32 - config.block_q), 2 * ROWS)
@@ -272,14 +270,36 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
         dq = sm90_dq.dq_of(dq_plan, sm90_dq.operands_of(dq_plan, inputs, refs))
     dk = dk[:, : problem.kv_len, :, : problem.head_dim]
     dv = dv[:, : problem.kv_len, :, : problem.v_head_dim]
-    others = {}
+    others = _others(residuals, problem, stats, operands.ordered_after(refs, dq))
+    return AttentionInputs(q=dq, k=dk, v=dv, **others)
+
+
+def _by_one_launch(residuals: Residuals, plan: KeyPlan) -> AttentionInputs:
+    """By a kernel that computes row statistics, too."""
+    inputs, problem = residuals.inputs, plan.problem
+    kernel = sm90_heads if plan.config.heads else sm90_short
+    grads = kernel.dq_dk_dv(plan, residuals)
+    if inputs.bias is None and inputs.sinks is None:
+        return AttentionInputs(*grads)
+    rows = tma_operands.round_up(problem.q_len, 2 * ROWS)
+    stats = row_statistics(False, rows, residuals)
+    refs = None
     if inputs.bias is not None:
-        bias_plan = sm90_dbias.plan_of(problem, flash_fwd_sm90.Config)
-        bias_refs = sm90_dq.operands_of(bias_plan, inputs, operands.ordered_after(refs, dq))
-        others["bias"] = sm90_dbias.dbias_of(bias_plan, inputs, bias_refs)
+        refs = operands.ordered_after(operands.for_tma(plan, residuals, stats), grads.dq)
+    return AttentionInputs(*grads, **_others(residuals, problem, stats, refs))
+
+
+def _others(
+    residuals: Residuals, problem: AttentionProblem, stats: RowStatistics, refs: Any
+) -> dict[str, Any]:
+    """The gradients of bias and sinks. `refs`: `BackwardRefs`, needed for a bias."""
+    inputs, others = residuals.inputs, {}
+    if inputs.bias is not None:
+        plan = sm90_dbias.plan_of(problem, flash_fwd_sm90.Config)
+        others["bias"] = sm90_dbias.dbias_of(plan, inputs, sm90_dq.operands_of(plan, inputs, refs))
     if inputs.sinks is not None:
         others["sinks"] = dsinks(residuals, stats)
-    return AttentionInputs(q=dq, k=dk, v=dv, **others)
+    return others
 
 
 KERNEL = Kernel(Config, limit, smem_bytes, run, shares_keys=shares_keys, reads_zigzag=reads_zigzag)

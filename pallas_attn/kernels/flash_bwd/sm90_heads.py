@@ -21,6 +21,7 @@ Shared memory, and who owns it when:
                      next head. Both consumers have read a tile's by the last dS of a head
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from jax import lax
 
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import AttentionProblem
-from pallas_attn.kernels.attention import score_mod, tma_operands
+from pallas_attn.kernels.attention import score_mod, score_tiles, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import sm90_short, tile_statistics
@@ -40,7 +41,6 @@ from pallas_attn.kernels.flash_bwd.key_tiles import per_column
 from pallas_attn.kernels.flash_bwd.operands import Gradients, KeyGradients, Residuals
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import Ring, ring_slot
-from pallas_attn.kernels.flash_bwd.sm90_short import ShortRefs
 from pallas_attn.kernels.flash_bwd.tile_statistics import QueryTileAt, StatisticsRefs
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels
@@ -79,8 +79,22 @@ _SLOTS += [Slots(1, 2, n, 2) for n in (3, 2)] + [Slots(1, 1, 2, 2)]
 def takes(problem: AttentionProblem) -> bool:
     """Whether this kernel serves a problem."""
     columns = sum(panels.widths(problem.head_dim)) + sum(panels.widths(problem.v_head_dim))
-    plain = sm90_short.is_plain(problem) and problem.mask.is_full
+    plain = sm90_short.is_plain(without_tiles(problem)) and problem.mask.is_full
     return plain and min(problem.q_len, problem.kv_len) >= 1 and columns <= SUMS and fits(problem)
+
+
+def without_tiles(problem: AttentionProblem) -> AttentionProblem:
+    """`problem` without a bias that comes by tiles and without a mask of keys for all heads."""
+    arrays = set(problem.arrays)
+    if bias_tiles(problem):
+        arrays.discard("bias")
+    if problem.masks_keys and problem.mask_shape is not None and problem.mask_shape[1] == 1:
+        arrays.discard("mask_array")
+    return dataclasses.replace(problem, arrays=tuple(sorted(arrays)))
+
+
+def bias_tiles(problem: AttentionProblem) -> score_tiles.BiasOfKeys | None:
+    return score_tiles.bias_of_keys(problem, ROWS)
 
 
 def fits(problem: AttentionProblem) -> bool:
@@ -98,6 +112,21 @@ def slots_of(problem: AttentionProblem) -> Slots:
     slots = _fitting(problem)
     assert slots is not None
     return slots
+
+
+class HeadsRefs(NamedTuple):
+    """Global memory."""
+
+    q: GmemRef
+    k: GmemRef
+    v: GmemRef
+    do: GmemRef
+    out: GmemRef
+    lse: GmemRef
+    d_lse: GmemRef
+    bias: GmemRef = None
+    mask_array: GmemRef = None
+    key_tiles: GmemRef = None  # int32[B|1, 1, kv tiles]: see `key_masks.codes`
 
 
 class HeadsSmem(NamedTuple):
@@ -121,6 +150,7 @@ class HeadsSmem(NamedTuple):
     dq_done: Barrier
     stats_ready: Barrier
     sums_ready: Barrier
+    bias: Panels = None  # [stages, ..], in the ring of q
 
     @property
     def q_ring(self) -> Ring:
@@ -152,7 +182,7 @@ def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
         return mosaic.swizzled(shape, jnp.float32, tma_operands.swizzle_of(4 * width))
 
     keys, ds = (slots.kv, WARPGROUPS, ROWS), (slots.ds, WARPGROUPS, ROWS, ROWS)
-    ring = {"num_barriers": slots.stages}
+    ring, bias = {"num_barriers": slots.stages}, bias_tiles(problem)
     return HeadsSmem(
         k=rows(keys, qk),
         v=rows(keys, v),
@@ -165,7 +195,7 @@ def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
         delta=plgpu.SMEM((q_tiles, ROWS), jnp.float32),
         kv_ready=barrier(num_arrivals=(len(qk) + len(v)) * WARPGROUPS, num_barriers=slots.kv),
         kv_free=barrier(num_arrivals=WARPGROUPS, num_barriers=slots.kv),
-        q_ready=barrier(num_arrivals=len(qk), **ring),
+        q_ready=barrier(num_arrivals=len(qk) + (bias.copies if bias else 0), **ring),
         do_ready=barrier(num_arrivals=len(v), **ring),
         q_free=barrier(num_arrivals=WARPGROUPS, **ring),
         do_free=barrier(num_arrivals=WARPGROUPS, **ring),
@@ -174,6 +204,7 @@ def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
         dq_done=barrier(num_arrivals=1, num_barriers=1),
         stats_ready=barrier(num_arrivals=1, num_barriers=q_tiles),
         sums_ready=barrier(num_arrivals=len(qk), num_barriers=slots.sums or 1),
+        bias=bias.scratch(slots.stages) if bias else None,
     )
 
 
@@ -191,44 +222,58 @@ class HeadTile(NamedTuple):
     batch: Index
     head: Index
     j: Index
-    kv_tiles: int
+    steps: Index  # query tiles: none where a mask hides the keys
+    first: Index  # the kv tiles of the head that have steps, of which there is one at least
+    last: Index
+    is_whole: Index | bool  # whether a mask shows all of the keys
 
     @property
     def is_first(self) -> Index:
-        return self.j == 0
+        return self.j == self.first
 
     @property
     def is_last(self) -> Index:
-        return self.j == self.kv_tiles - 1
+        return self.j == self.last
 
 
 class Walk(NamedTuple):
     """Heads `block`, `block + grid`, .. in this order, kv tile after kv tile."""
 
-    plan: KeyPlan
+    ctx: KernelContext
     block: Index
 
     @property
     def grid(self) -> int:
-        return grid_of(self.plan)
+        return grid_of(self.ctx.plan)
 
     @property
     def kv_tiles(self) -> int:
-        return _kv_tiles(self.plan.problem)
+        return _kv_tiles(self.ctx.plan.problem)
 
     @property
     def tiles(self) -> Index:
         """Kv tiles of this block."""
-        heads = self.plan.problem.batch * self.plan.problem.q_heads
+        heads = self.ctx.plan.problem.batch * self.ctx.plan.problem.q_heads
         own = lax.div(jnp.int32(heads - 1 + self.grid) - self.block, jnp.int32(self.grid))
         return own * self.kv_tiles
 
     def tile(self, n: Index) -> HeadTile:
-        kv_tiles = jnp.int32(self.kv_tiles)
-        number = self.block + lax.div(n, kv_tiles) * self.grid
-        heads = jnp.int32(self.plan.problem.q_heads)
-        where = lax.div(number, heads), lax.rem(number, heads)
-        return HeadTile(n, *where, lax.rem(n, kv_tiles), self.kv_tiles)
+        problem, kv_tiles = self.ctx.plan.problem, jnp.int32(self.kv_tiles)
+        number, heads = self.block + lax.div(n, kv_tiles) * self.grid, jnp.int32(problem.q_heads)
+        batch, head, j = lax.div(number, heads), lax.rem(number, heads), lax.rem(n, kv_tiles)
+        q_tiles, codes = _q_tiles(problem), self.ctx.refs.key_tiles
+        if codes is None:
+            return HeadTile(n, batch, head, j, q_tiles, 0, self.kv_tiles - 1, True)
+        row = jnp.minimum(batch, problem.batch - 1) if codes.shape[0] > 1 else 0
+        first, last = jnp.int32(self.kv_tiles), jnp.int32(0)
+        for tile in range(self.kv_tiles):
+            shows = codes[row, 0, tile] > 0
+            first = jnp.where(shows & (first == self.kv_tiles), tile, first)
+            last = jnp.where(shows, tile, last)
+        first = jnp.where(first == self.kv_tiles, 0, first)  # there is a tile that writes dq
+        code = codes[row, 0, j]
+        steps = jnp.where((code > 0) | (j == first), q_tiles, 0)
+        return HeadTile(n, batch, head, j, steps, first, last, code == 2)
 
 
 def grid_of(plan: KeyPlan) -> int:
@@ -245,7 +290,7 @@ def _produce(ctx: KernelContext, walk: Walk) -> None:
     before them are in use for longer.
     """
     plan, refs, smem = ctx
-    q_tiles, slots = _q_tiles(plan.problem), slots_of(plan.problem)
+    slots = slots_of(plan.problem)
 
     def load_keys(tile: HeadTile) -> None:
         slot = ring_slot(tile.n, slots.kv)
@@ -265,10 +310,17 @@ def _produce(ctx: KernelContext, walk: Walk) -> None:
                 ring.acquire(count, slot)
                 where = tile.batch, pl.ds(t * ROWS, ROWS), tile.head
                 panels.load(source, where, ring.tiles, slot, ring.ready.at[slot])
+            if plan.bias_tiles is not None:
+                place = score_tiles.Place(tile.batch, tile.head, t * ROWS, tile.j * KEYS)
+                ready = smem.q_ready.at[slot]
+                plan.bias_tiles.load(refs.bias, smem.bias, place, slot, ready)
             pl.when(t == 0)(functools.partial(load_keys, tile))
             return count + 1
 
-        return lax.fori_loop(0, q_tiles, step, count)
+        count = lax.fori_loop(0, tile.steps, step, count)
+        if refs.key_tiles is not None:
+            pl.when(tile.steps == 0)(functools.partial(load_keys, tile))
+        return count
 
     lax.fori_loop(0, walk.tiles, kv_tile, jnp.int32(0))
 
@@ -299,18 +351,24 @@ class HeadStep(NamedTuple):
         problem, tile = self.ctx.plan.problem, self.tile
         key = tile.j * KEYS + self.wg * ROWS
         where = tile.batch, tile.head, self.t * ROWS, key, problem.q_offset, problem.kv_len
-        return LogitTile(*where, problem.mask, q_axis=1)
+        place, tiles = LogitTile(*where, problem.mask, q_axis=1), self.ctx.plan.bias_tiles
+        if tiles is None:
+            return place
+        bias = tiles.of_warpgroup(self.ctx.smem.bias, self.slot, self.wg)
+        return place._replace(in_smem={"bias": bias})
 
     @property
     def is_masked(self) -> Index | bool:
-        """Whether some of the keys are past the last."""
-        kv_len = self.ctx.plan.problem.kv_len
-        return self.place.key + ROWS > kv_len if kv_len % KEYS else False
+        """Whether some of the keys are past the last, or hidden."""
+        problem, whole = self.ctx.plan.problem, self.tile.is_whole
+        key = self.tile.j * KEYS + self.wg * ROWS
+        is_cut = key + ROWS > problem.kv_len if problem.kv_len % KEYS else False
+        return is_cut if whole is True else is_cut | jnp.logical_not(whole)
 
 
 def _consume(ctx: KernelContext, outs: KeyGradients, walk: Walk, wg: Index) -> None:
     problem, smem = ctx.plan.problem, ctx.smem
-    slots, q_tiles = slots_of(problem), _q_tiles(problem)
+    slots = slots_of(problem)
     qk, v = panels.widths(problem.head_dim), panels.widths(problem.v_head_dim)
 
     def kv_tile(n: Index, count: Index) -> Index:
@@ -324,14 +382,15 @@ def _consume(ctx: KernelContext, outs: KeyGradients, walk: Walk, wg: Index) -> N
                 _step(HeadStep(ctx, tile, wg, t, count), sums)
                 return count + 1
 
-            lax.fori_loop(0, q_tiles, step, count)
+            lax.fori_loop(0, tile.steps, step, count)
             return [[acc[...] for acc in accs] for accs in sums]
 
         accs = [plgpu.ACC((ROWS, width), jnp.float32) for width in qk + v]
         grads = KeyGradients(*pl.run_scoped(all_steps, *accs))
-        smem.q_ring.release(smem.q_ring.slot(count + (q_tiles - 1)))
+        last = smem.q_ring.slot(count + (tile.steps - 1))
+        pl.when(jnp.int32(tile.steps) > 0)(lambda: smem.q_ring.release(last))
         _store_dk_dv(ctx, outs, HeadStep(ctx, tile, wg, 0, count), grads)
-        return count + q_tiles
+        return count + tile.steps
 
     lax.fori_loop(0, walk.tiles, kv_tile, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0)
@@ -442,7 +501,7 @@ class DqStep(NamedTuple):
 
     @property
     def following(self) -> tuple[HeadTile, Index]:
-        over, tile = self.t + 1 == _q_tiles(self.ctx.plan.problem), self.tile
+        over, tile = self.t + 1 == self.tile.steps, self.tile
         j = tile.j + over.astype(jnp.int32)
         return tile._replace(j=j), jnp.where(over, 0, self.t + 1)
 
@@ -450,14 +509,14 @@ class DqStep(NamedTuple):
 def _sum_dq(ctx: KernelContext, refs: DqRefs, walk: Walk) -> None:
     """The third warpgroup: dQ of all query tiles, and row statistics."""
     plan, _, smem = ctx
-    slots, q_tiles = slots_of(plan.problem), _q_tiles(plan.problem)
+    slots = slots_of(plan.problem)
     first = walk.tile(jnp.int32(0))
 
     def first_statistics(t: Index, carry: Carry) -> Carry:
         _write_statistics(ctx, first, t)
         return carry
 
-    lax.fori_loop(0, q_tiles, first_statistics, jnp.int32(0))
+    lax.fori_loop(0, _q_tiles(plan.problem), first_statistics, jnp.int32(0))
 
     def kv_tile(n: Index, count: Index) -> Index:
         tile, following = walk.tile(n), walk.tile(n + 1)
@@ -469,7 +528,7 @@ def _sum_dq(ctx: KernelContext, refs: DqRefs, walk: Walk) -> None:
             pl.when(more)(lambda: _write_statistics(ctx, following, t))
             return count + 1
 
-        count = lax.fori_loop(0, q_tiles, step, count)
+        count = lax.fori_loop(0, tile.steps, step, count)
         plgpu.barrier_arrive(smem.dq_done)
         return count
 
@@ -541,7 +600,7 @@ def _fetch_following(now: DqStep) -> None:
     """
     smem, (tile, t) = now.ctx.smem, now.following
 
-    @pl.when((tile.j > 0) & (tile.j < tile.kv_tiles))
+    @pl.when((tile.j > tile.first) & (tile.j <= tile.last))
     def _():
         plgpu.wait_smem_to_gmem(len(smem.sums))
         entry = ring_slot(now.count + 1, now.slots.sums)
@@ -553,10 +612,10 @@ def _fetch_following(now: DqStep) -> None:
 # ---- the kernel and its call --------------------------------------------------------------------
 
 
-def _kernel(refs: ShortRefs, *rest: GmemRef, plan: KeyPlan) -> None:
+def _kernel(refs: HeadsRefs, *rest: GmemRef, plan: KeyPlan) -> None:
     dq_ref, dk_ref, dv_ref, *sums, smem = rest
     ctx, wg = KernelContext(plan, refs, smem), lax.axis_index("wg")
-    walk, (ours, of_dq, of_producer) = Walk(plan, lax.axis_index("block")), REGISTERS
+    walk, (ours, of_dq, of_producer) = Walk(ctx, lax.axis_index("block")), REGISTERS
 
     @pl.when(wg == WARPGROUPS + 1)
     def _():
@@ -592,5 +651,12 @@ def dq_dk_dv(plan: KeyPlan, residuals: Residuals) -> Gradients:
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_bwd_heads_sm90",
     )
-    refs = ShortRefs(inputs.q, inputs.k, inputs.v, d_out, out, lse, d_lse)
+    refs = HeadsRefs(inputs.q, inputs.k, inputs.v, d_out, out, lse, d_lse)
+    if plan.bias_tiles is not None:
+        refs = refs._replace(bias=plan.bias_tiles.operand(inputs.bias))
+    if plan.has("mask_array"):
+        from pallas_attn.kernels.attention import key_masks
+
+        codes = key_masks.codes(inputs.mask_array, KEYS)
+        refs = refs._replace(mask_array=inputs.mask_array, key_tiles=codes)
     return Gradients(*kernel(refs)[:3])
