@@ -277,13 +277,13 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
 def _by_one_launch(residuals: Residuals, plan: KeyPlan) -> AttentionInputs:
     """By a kernel that computes row statistics, too."""
     inputs, problem = residuals.inputs, plan.problem
-    kernel = sm90_heads if plan.config.heads else sm90_short
-    grads = kernel.dq_dk_dv(plan, residuals)
-    if inputs.bias is None and inputs.sinks is None:
-        return AttentionInputs(*grads)
-    rows = tma_operands.round_up(problem.q_len, 2 * ROWS)
-    stats = row_statistics(False, rows, residuals)
-    refs = None
+    stats, refs = None, None
+    if plan.config.heads or inputs.sinks is not None:
+        stats = row_statistics(False, tma_operands.round_up(problem.q_len, 2 * ROWS), residuals)
+    if plan.config.heads:
+        grads = sm90_heads.dq_dk_dv(plan, residuals, stats)
+    else:
+        grads = sm90_short.dq_dk_dv(plan, residuals)
     if inputs.bias is not None:
         refs = operands.ordered_after(operands.for_tma(plan, residuals, stats), grads.dq)
     return AttentionInputs(*grads, **_others(residuals, problem, stats, refs))

@@ -36,12 +36,16 @@ from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention import score_mod, score_tiles, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import sm90_short, tile_statistics
+from pallas_attn.kernels.flash_bwd import sm90_short
 from pallas_attn.kernels.flash_bwd.key_tiles import per_column
-from pallas_attn.kernels.flash_bwd.operands import Gradients, KeyGradients, Residuals
+from pallas_attn.kernels.flash_bwd.operands import (
+    Gradients,
+    KeyGradients,
+    Residuals,
+    RowStatistics,
+)
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import Ring, ring_slot
-from pallas_attn.kernels.flash_bwd.tile_statistics import QueryTileAt, StatisticsRefs
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import (
@@ -57,9 +61,8 @@ from pallas_attn.kernels.mma import wgmma
 WARPGROUPS = 2  # consumers
 KEYS = WARPGROUPS * ROWS  # keys of a kv tile
 SUMS = 160  # columns of dK and dV that a consumer holds: 80 registers a thread
-REGISTERS = 184, 120, 24  # a thread of consumers, of the warpgroup of dQ, and of the producer
+REGISTERS = 192, 104, 24  # a thread of consumers, of the warpgroup of dQ, and of the producer
 RESERVED = 2048  # bytes of shared memory for barriers and for alignment
-PRESETS = False  # dP begins with -delta
 
 
 class Slots(NamedTuple):
@@ -121,9 +124,8 @@ class HeadsRefs(NamedTuple):
     k: GmemRef
     v: GmemRef
     do: GmemRef
-    out: GmemRef
-    lse: GmemRef
-    d_lse: GmemRef
+    lse: GmemRef  # [B, N, padded rows]: see `operands.RowStatistics`
+    delta: GmemRef
     bias: GmemRef = None
     mask_array: GmemRef = None
     key_tiles: GmemRef = None  # int32[B|1, 1, kv tiles]: see `key_masks.codes`
@@ -137,7 +139,7 @@ class HeadsSmem(NamedTuple):
     ds: tuple[SmemRef, ...]  # a copy for each swizzle of k: both operands of a matmul have one
     sums: tuple[SmemRef, ...]  # float32 [query tiles or entries, rows, columns], a panel of q each
     dq: Panels
-    lse: SmemRef
+    lse: SmemRef  # [stages, rows]
     delta: SmemRef
     kv_ready: Barrier
     kv_free: Barrier
@@ -148,17 +150,16 @@ class HeadsSmem(NamedTuple):
     ds_ready: Barrier
     ds_free: Barrier
     dq_done: Barrier
-    stats_ready: Barrier
     sums_ready: Barrier
     bias: Panels = None  # [stages, ..], in the ring of q
 
     @property
     def q_ring(self) -> Ring:
-        return Ring(self.q, self.q_ready, self.q_free)
+        return Ring(self.q, self.q_ready, self.q_free, self.lse)
 
     @property
     def do_ring(self) -> Ring:
-        return Ring(self.do, self.do_ready, self.do_free)
+        return Ring(self.do, self.do_ready, self.do_free, self.delta)
 
 
 def _q_tiles(problem: AttentionProblem) -> int:
@@ -191,18 +192,17 @@ def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
         ds=tuple(mosaic.swizzled(ds, dtype, 2 * width) for width in sorted(set(qk))),
         sums=tuple(sums(width) for width in qk),
         dq=rows((1, ROWS), qk),
-        lse=plgpu.SMEM((q_tiles, ROWS), jnp.float32),
-        delta=plgpu.SMEM((q_tiles, ROWS), jnp.float32),
+        lse=plgpu.SMEM((slots.stages, ROWS), jnp.float32),
+        delta=plgpu.SMEM((slots.stages, ROWS), jnp.float32),
         kv_ready=barrier(num_arrivals=(len(qk) + len(v)) * WARPGROUPS, num_barriers=slots.kv),
         kv_free=barrier(num_arrivals=WARPGROUPS, num_barriers=slots.kv),
-        q_ready=barrier(num_arrivals=len(qk) + (bias.copies if bias else 0), **ring),
-        do_ready=barrier(num_arrivals=len(v), **ring),
+        q_ready=barrier(num_arrivals=1 + len(qk) + (bias.copies if bias else 0), **ring),
+        do_ready=barrier(num_arrivals=1 + len(v), **ring),
         q_free=barrier(num_arrivals=WARPGROUPS, **ring),
         do_free=barrier(num_arrivals=WARPGROUPS, **ring),
         ds_ready=barrier(num_arrivals=WARPGROUPS, num_barriers=slots.ds),
         ds_free=barrier(num_arrivals=1, num_barriers=slots.ds),
-        dq_done=barrier(num_arrivals=1, num_barriers=1),
-        stats_ready=barrier(num_arrivals=1, num_barriers=q_tiles),
+        dq_done=barrier(num_arrivals=1, num_barriers=slots.kv),
         sums_ready=barrier(num_arrivals=len(qk), num_barriers=slots.sums or 1),
         bias=bias.scratch(slots.stages) if bias else None,
     )
@@ -306,10 +306,15 @@ def _produce(ctx: KernelContext, walk: Walk) -> None:
 
         def step(t: Index, count: Index) -> Index:
             slot = smem.q_ring.slot(count)
-            for source, ring in ((refs.q, smem.q_ring), (refs.do, smem.do_ring)):
+            for source, stats, ring in (
+                (refs.q, refs.lse, smem.q_ring),
+                (refs.do, refs.delta, smem.do_ring),
+            ):
                 ring.acquire(count, slot)
-                where = tile.batch, pl.ds(t * ROWS, ROWS), tile.head
-                panels.load(source, where, ring.tiles, slot, ring.ready.at[slot])
+                rows, ready = pl.ds(t * ROWS, ROWS), ring.ready.at[slot]
+                some = stats.at[tile.batch, tile.head, rows]
+                plgpu.copy_gmem_to_smem(some, ring.row_stats.at[slot], ready)
+                panels.load(source, (tile.batch, rows, tile.head), ring.tiles, slot, ready)
             if plan.bias_tiles is not None:
                 place = score_tiles.Place(tile.batch, tile.head, t * ROWS, tile.j * KEYS)
                 ready = smem.q_ready.at[slot]
@@ -345,6 +350,10 @@ class HeadStep(NamedTuple):
     def keys(self) -> tuple[Index, Index]:
         """Where the warpgroup's keys lie."""
         return ring_slot(self.tile.n, slots_of(self.ctx.plan.problem).kv), self.wg
+
+    @property
+    def k(self) -> tuple[SmemRef, ...]:
+        return panels.tiles(self.ctx.smem.k, self.keys)
 
     @property
     def place(self) -> LogitTile:
@@ -403,15 +412,13 @@ def _step(now: HeadStep, sums: KeyGradients) -> None:
 
 
 def _scores(now: HeadStep, sums: KeyGradients, s_acc: RegisterTile) -> None:
-    smem, slot = now.ctx.smem, now.slot
-    k = panels.tiles(smem.k, now.keys)
+    smem, slot, k = now.ctx.smem, now.slot, now.k
     smem.q_ring.wait(slot)
     wgmma.score_panels(s_acc, k, panels.tiles(smem.q, slot))
     plgpu.wgmma_wait(len(k))
     before = smem.q_ring.slot(now.count - 1)
     pl.when(now.t > 0)(lambda: smem.q_ring.release(before))
     smem.do_ring.wait(slot)
-    pl.when(now.tile.is_first)(lambda: plgpu.barrier_wait(smem.stats_ready.at[now.t]))
     body = functools.partial(_dv_and_dk, now, sums, s_acc)
     pl.run_scoped(body, plgpu.ACC((ROWS, ROWS), jnp.float32))
 
@@ -422,18 +429,13 @@ def _dv_and_dk(
     (plan, _, smem), slot = now.ctx, now.slot
     dtype, ds_slots = jnp.dtype(plan.problem.dtype), slots_of(plan.problem).ds
     do = panels.tiles(smem.do, slot)
-    if PRESETS:
-        negative = -mosaic.load(smem.delta.at[now.t], mosaic.COLUMN)
-        dp_acc[...] = per_column(negative, (ROWS, ROWS))
     wgmma.score_panels(dp_acc, panels.tiles(smem.v, now.keys), do)
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(do))
-    lse = mosaic.load(smem.lse.at[now.t], mosaic.COLUMN)
+    lse = mosaic.load(smem.lse.at[slot], mosaic.COLUMN)
     p, slope = score_mod.probabilities(now.ctx, now.place, s, lse, now.is_masked)
     wgmma.value_panels(sums.dv, p.astype(dtype), do)
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(do))
-    if not PRESETS:
-        dp = dp - per_column(mosaic.load(smem.delta.at[now.t], mosaic.COLUMN), dp.shape)
-    ds = p * dp
+    ds = p * (dp - per_column(mosaic.load(smem.delta.at[slot], mosaic.COLUMN), dp.shape))
     ds = (ds if slope is None else ds * slope).astype(dtype)
     to = ring_slot(now.count, ds_slots)
     pl.when(now.count >= ds_slots)(lambda: plgpu.barrier_wait(smem.ds_free.at[to]))
@@ -461,7 +463,7 @@ def _store_dk_dv(
 
     plgpu.commit_smem()  # no warp multiplies what lies there any more
     stage(grads.dv, 1.0, smem.v)
-    plgpu.barrier_wait(smem.dq_done)
+    plgpu.barrier_wait(smem.dq_done.at[slot])
     stage(grads.dk, plan.problem.scale, smem.k)
     plgpu.commit_smem()
     panels.store(smem.v, at.keys, outs.dv, where)
@@ -507,41 +509,24 @@ class DqStep(NamedTuple):
 
 
 def _sum_dq(ctx: KernelContext, refs: DqRefs, walk: Walk) -> None:
-    """The third warpgroup: dQ of all query tiles, and row statistics."""
+    """The third warpgroup: dQ of all query tiles."""
     plan, _, smem = ctx
     slots = slots_of(plan.problem)
-    first = walk.tile(jnp.int32(0))
-
-    def first_statistics(t: Index, carry: Carry) -> Carry:
-        _write_statistics(ctx, first, t)
-        return carry
-
-    lax.fori_loop(0, _q_tiles(plan.problem), first_statistics, jnp.int32(0))
 
     def kv_tile(n: Index, count: Index) -> Index:
-        tile, following = walk.tile(n), walk.tile(n + 1)
-        plgpu.barrier_wait(smem.kv_ready.at[ring_slot(n, slots.kv)])
+        tile, slot = walk.tile(n), ring_slot(n, slots.kv)
+        plgpu.barrier_wait(smem.kv_ready.at[slot])
 
         def step(t: Index, count: Index) -> Index:
             _add_dq(DqStep(ctx, refs, walk.block, tile, t, count))
-            more = tile.is_last & (n + 1 < walk.tiles)
-            pl.when(more)(lambda: _write_statistics(ctx, following, t))
             return count + 1
 
         count = lax.fori_loop(0, tile.steps, step, count)
-        plgpu.barrier_arrive(smem.dq_done)
+        plgpu.barrier_arrive(smem.dq_done.at[slot])
         return count
 
     lax.fori_loop(0, walk.tiles, kv_tile, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0)
-
-
-def _write_statistics(ctx: KernelContext, tile: HeadTile, t: Index) -> None:
-    plan, refs, smem = ctx
-    memory = StatisticsRefs(refs.out, refs.do, refs.lse, refs.d_lse, smem.lse, smem.delta)
-    tile_statistics.write(plan.problem, memory, QueryTileAt(tile.batch, tile.head, t, t))
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(smem.stats_ready.at[t])
 
 
 def _add_dq(now: DqStep) -> None:
@@ -633,9 +618,9 @@ def _kernel(refs: HeadsRefs, *rest: GmemRef, plan: KeyPlan) -> None:
         _consume(ctx, KeyGradients(dk_ref, dv_ref), walk, wg)
 
 
-def dq_dk_dv(plan: KeyPlan, residuals: Residuals) -> Gradients:
+def dq_dk_dv(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Gradients:
     """dq, dk and dv."""
-    inputs, out, lse, d_out, d_lse = residuals
+    inputs, d_out = residuals.inputs, residuals.d_out
     slots, rows = slots_of(plan.problem), _q_tiles(plan.problem) * ROWS
     widths = panels.widths(plan.problem.head_dim) if slots.sums else ()
     outs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.q, inputs.k, inputs.v)]
@@ -651,7 +636,7 @@ def dq_dk_dv(plan: KeyPlan, residuals: Residuals) -> Gradients:
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_bwd_heads_sm90",
     )
-    refs = HeadsRefs(inputs.q, inputs.k, inputs.v, d_out, out, lse, d_lse)
+    refs = HeadsRefs(inputs.q, inputs.k, inputs.v, d_out, *stats)
     if plan.bias_tiles is not None:
         refs = refs._replace(bias=plan.bias_tiles.operand(inputs.bias))
     if plan.has("mask_array"):
