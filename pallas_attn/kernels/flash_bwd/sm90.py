@@ -29,6 +29,7 @@ from pallas_attn.kernels.flash_bwd import (
     sm90_heads,
     sm90_short,
     sm90_window,
+    statistics,
 )
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import Residuals, RowStatistics, dsinks, row_statistics
@@ -279,7 +280,8 @@ def _by_one_launch(residuals: Residuals, plan: KeyPlan) -> AttentionInputs:
     inputs, problem = residuals.inputs, plan.problem
     stats, refs = None, None
     if plan.config.heads or inputs.sinks is not None:
-        stats = row_statistics(False, tma_operands.round_up(problem.q_len, 2 * ROWS), residuals)
+        rows = tma_operands.round_up(problem.q_len, 2 * ROWS)
+        stats = statistics.of_rows(problem, rows, residuals)
     if plan.config.heads:
         grads = sm90_heads.dq_dk_dv(plan, residuals, stats)
     else:

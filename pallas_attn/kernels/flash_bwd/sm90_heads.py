@@ -61,7 +61,8 @@ from pallas_attn.kernels.mma import wgmma
 WARPGROUPS = 2  # consumers
 KEYS = WARPGROUPS * ROWS  # keys of a kv tile
 SUMS = 160  # columns of dK and dV that a consumer holds: 80 registers a thread
-REGISTERS = 192, 104, 24  # a thread of consumers, of the warpgroup of dQ, and of the producer
+REGISTERS = 200, 88, 24  # a thread of consumers, of the warpgroup of dQ, and of the producer
+IN_REGISTERS = "kv"
 RESERVED = 2048  # bytes of shared memory for barriers and for alignment
 
 
@@ -75,7 +76,8 @@ class Slots(NamedTuple):
 
 
 # The best first.
-_SLOTS = [Slots(2, 2, n) for n in (4, 3, 2)] + [Slots(1, 2, n) for n in (3, 2)] + [Slots(1, 1, 2)]
+_SLOTS = [Slots(2, 2, 4), Slots(2, 1, 4), Slots(2, 2, 3), Slots(2, 2, 2), Slots(2, 1, 2)]
+_SLOTS += [Slots(1, 2, 3), Slots(1, 2, 2), Slots(1, 1, 2)]
 _SLOTS += [Slots(1, 2, n, 2) for n in (3, 2)] + [Slots(1, 1, 2, 2)]
 
 
@@ -341,6 +343,8 @@ class HeadStep(NamedTuple):
     wg: Index
     t: Index
     count: Index
+    k: wgmma.Terms  # the warpgroup's keys and values, a panel each
+    v: wgmma.Terms
 
     @property
     def slot(self) -> Index:
@@ -350,10 +354,6 @@ class HeadStep(NamedTuple):
     def keys(self) -> tuple[Index, Index]:
         """Where the warpgroup's keys lie."""
         return ring_slot(self.tile.n, slots_of(self.ctx.plan.problem).kv), self.wg
-
-    @property
-    def k(self) -> tuple[SmemRef, ...]:
-        return panels.tiles(self.ctx.smem.k, self.keys)
 
     @property
     def place(self) -> LogitTile:
@@ -378,27 +378,32 @@ class HeadStep(NamedTuple):
 def _consume(ctx: KernelContext, outs: KeyGradients, walk: Walk, wg: Index) -> None:
     problem, smem = ctx.plan.problem, ctx.smem
     slots = slots_of(problem)
-    qk, v = panels.widths(problem.head_dim), panels.widths(problem.v_head_dim)
+    qk_widths, v_widths = panels.widths(problem.head_dim), panels.widths(problem.v_head_dim)
 
     def kv_tile(n: Index, count: Index) -> Index:
         tile, slot = walk.tile(n), ring_slot(n, slots.kv)
         plgpu.barrier_wait(smem.kv_ready.at[slot])
+        k, v = (panels.tiles(x, (slot, wg)) for x in (smem.k, smem.v))
+        if IN_REGISTERS in ("k", "kv"):
+            k = [mosaic.load(x, mosaic.TILE) for x in k]
+        if IN_REGISTERS in ("v", "kv"):
+            v = [mosaic.load(x, mosaic.TILE) for x in v]
 
         def all_steps(*accs: RegisterTile) -> list[list[RegisterTile]]:
-            sums = KeyGradients(accs[: len(qk)], accs[len(qk) :])
+            sums = KeyGradients(accs[: len(qk_widths)], accs[len(qk_widths) :])
 
             def step(t: Index, count: Index) -> Index:
-                _step(HeadStep(ctx, tile, wg, t, count), sums)
+                _step(HeadStep(ctx, tile, wg, t, count, k, v), sums)
                 return count + 1
 
             lax.fori_loop(0, tile.steps, step, count)
             return [[acc[...] for acc in accs] for accs in sums]
 
-        accs = [plgpu.ACC((ROWS, width), jnp.float32) for width in qk + v]
+        accs = [plgpu.ACC((ROWS, width), jnp.float32) for width in qk_widths + v_widths]
         grads = KeyGradients(*pl.run_scoped(all_steps, *accs))
         last = smem.q_ring.slot(count + (tile.steps - 1))
         pl.when(jnp.int32(tile.steps) > 0)(lambda: smem.q_ring.release(last))
-        _store_dk_dv(ctx, outs, HeadStep(ctx, tile, wg, 0, count), grads)
+        _store_dk_dv(ctx, outs, HeadStep(ctx, tile, wg, 0, count, k, v), grads)
         return count + tile.steps
 
     lax.fori_loop(0, walk.tiles, kv_tile, jnp.int32(0))
@@ -412,10 +417,10 @@ def _step(now: HeadStep, sums: KeyGradients) -> None:
 
 
 def _scores(now: HeadStep, sums: KeyGradients, s_acc: RegisterTile) -> None:
-    smem, slot, k = now.ctx.smem, now.slot, now.k
+    smem, slot = now.ctx.smem, now.slot
     smem.q_ring.wait(slot)
-    wgmma.score_panels(s_acc, k, panels.tiles(smem.q, slot))
-    plgpu.wgmma_wait(len(k))
+    wgmma.score_panels(s_acc, now.k, panels.tiles(smem.q, slot))
+    plgpu.wgmma_wait(len(now.k))
     before = smem.q_ring.slot(now.count - 1)
     pl.when(now.t > 0)(lambda: smem.q_ring.release(before))
     smem.do_ring.wait(slot)
@@ -429,7 +434,7 @@ def _dv_and_dk(
     (plan, _, smem), slot = now.ctx, now.slot
     dtype, ds_slots = jnp.dtype(plan.problem.dtype), slots_of(plan.problem).ds
     do = panels.tiles(smem.do, slot)
-    wgmma.score_panels(dp_acc, panels.tiles(smem.v, now.keys), do)
+    wgmma.score_panels(dp_acc, now.v, do)
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(do))
     lse = mosaic.load(smem.lse.at[slot], mosaic.COLUMN)
     p, slope = score_mod.probabilities(now.ctx, now.place, s, lse, now.is_masked)
@@ -534,9 +539,11 @@ def _add_dq(now: DqStep) -> None:
     qk, kv_slot = panels.widths(plan.problem.head_dim), ring_slot(tile.n, now.slots.kv)
     slot, swizzles = ring_slot(now.count, now.slots.ds), sorted(set(qk))
 
-    def before(sums: SmemRef) -> RegisterTile:
-        so_far = mosaic.load(sums.at[now.entry], mosaic.TILE)
-        return jnp.where(mosaic.broadcast_scalar(tile.is_first, so_far.shape), 0.0, so_far)
+    def nothing() -> list[RegisterTile]:
+        return [mosaic.filled((ROWS, width), 0.0) for width in qk]
+
+    def before() -> list[RegisterTile]:
+        return [mosaic.load(sums.at[now.entry], mosaic.TILE) for sums in smem.sums]
 
     def matmuls(accs: Any) -> None:
         for wg in range(WARPGROUPS):
@@ -547,7 +554,7 @@ def _add_dq(now: DqStep) -> None:
     if now.slots.sums:
         some = jnp.logical_not(tile.is_first)
         pl.when(some)(lambda: plgpu.barrier_wait(smem.sums_ready.at[now.entry]))
-    so_far = [before(sums) for sums in smem.sums]
+    so_far = lax.cond(tile.is_first, nothing, before)
     plgpu.barrier_wait(smem.ds_ready.at[slot])
     parts = pl.run_state(matmuls)([plgpu.ACC.init(x) for x in so_far])
     plgpu.barrier_arrive(smem.ds_free.at[slot])
