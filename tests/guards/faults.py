@@ -459,12 +459,6 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "",
         f"{TEST_HEADS} -k 'test_heads_interpreted and heads_in_turn'",
     ),
-    "sums_of_dq_are_fetched_before_they_are_stored": Fault(
-        f"{BWD}/sm90_heads.py",
-        "        plgpu.wait_smem_to_gmem(len(smem.sums))\n",
-        "",
-        f"{TEST_HEADS} -k 'test_heads_interpreted and passing_sums'",
-    ),
     "a_head_begins_at_its_first_tile_though_hidden": Fault(
         f"{BWD}/sm90_heads.py",
         "        return self.j == self.first\n",

@@ -7,6 +7,7 @@
 | head dims above 128, or float32 | `sm90_dkdv` | `sm90_dq`, seven matmuls in all |
 | short causal windows, head dims up to 64 | `sm90_window` | `sm90_window` |
 | up to 128 queries and keys | `sm90_short` | `sm90_short` |
+| many heads whose dq fits in shared memory | `sm90_heads` | `sm90_heads` |
 
 The gradient of a bias is made by `sm90_dbias`, after any of these; that of sinks by XLA.
 """
@@ -84,6 +85,8 @@ class Config:
         """The Config of a problem that nobody tuned."""
         if sm90_short.takes(problem):
             return cls(short=True)
+        if sm90_heads.takes(problem) and sm90_heads.is_faster(problem):
+            return cls(heads=True)
         if sm90_window.takes(problem):
             return cls(window=True)
         if is_wide(problem):

@@ -1,24 +1,24 @@
-"""The Hopper backward of sequences whose dQ fits in shared memory: one launch makes dq, dk and dv.
-Every array is read once from memory and every gradient written once; nothing is added up in global
-memory, so bits repeat. Five matmuls a tile, as in `sm90_fused`.
+"""The Hopper backward of many heads whose dQ fits in shared memory: one launch makes dq, dk and dv.
+Nothing is added up in global memory, so bits repeat. Five matmuls a tile, as in `sm90_fused`.
 
 Grid: one block a multiprocessor, which takes head after head. A head's kv tiles of 128 keys come
 one after the other, each with all query tiles of 64 rows. Two consumer warpgroups have 64 keys
-each, with dK and dV in registers, and put dS in shared memory; a third warpgroup adds dS K to dQ,
-which stays in shared memory in float32, and computes the row statistics of the next head while it
-finishes this one. A producer warpgroup loads. Tiles of scores have keys as rows, see `key_tiles`;
-rows past the ends are zeros in shared memory and are not stored (`panels`).
+each, with dK and dV in registers, and put dS in shared memory; a third warpgroup adds dS K to dQ. A
+producer warpgroup loads. Tiles of scores have keys as rows, see `key_tiles`; rows past the ends are
+zeros in shared memory and are not stored (`panels`).
+
+Sums of dQ that do not fit and pass through L2 instead were slower than `sm90_fused` (577 rows at
+head dim 64: 790 us against 729, 729 rows at 72: 1751 against 1516), and so were scores that are
+issued a step ahead.
 
 Shared memory, and who owns it when:
   k, v [kv slots, warpgroup]  loaded for a kv tile; dv is stored from v when its warpgroup is done,
                      dk from k when dQ is done too (`dq_done`); then `kv_free`
-  q, do [stages]     rings of query tiles, released by both consumers
+  q, do [stages]     rings of query tiles with their lse and delta, released by both consumers
   ds [ds slots, warpgroup]  a ring by steps: `ds_ready` says that both consumers have written
                      theirs, `ds_free` that it has been multiplied
-  sums [query tiles] dQ so far, of the third warpgroup alone
+  sums [query tiles] dQ so far in float32, of the third warpgroup alone
   dq                 a tile of dQ on its way to global memory
-  lse, delta [query tiles]  see `tile_statistics`; `stats_ready` says that a tile's are those of the
-                     next head. Both consumers have read a tile's by the last dS of a head
 """
 
 import dataclasses
@@ -46,11 +46,11 @@ from pallas_attn.kernels.flash_bwd.operands import (
 )
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import Ring, ring_slot
+from pallas_attn.kernels.flash_bwd.work_order import USUAL_BLOCKS
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import (
     Barrier,
-    Carry,
     GmemRef,
     Index,
     RegisterTile,
@@ -61,8 +61,10 @@ from pallas_attn.kernels.mma import wgmma
 WARPGROUPS = 2  # consumers
 KEYS = WARPGROUPS * ROWS  # keys of a kv tile
 SUMS = 160  # columns of dK and dV that a consumer holds: 80 registers a thread
-REGISTERS = 200, 88, 24  # a thread of consumers, of the warpgroup of dQ, and of the producer
-IN_REGISTERS = "kv"
+REGISTERS = 192, 104, 24  # a thread of consumers, of the warpgroup of dQ, and of the producer
+# The same where k and v are in registers, too, and up to how many columns of both they are.
+REGISTERS_FOR_KEYS, KEYS_IN_REGISTERS = (200, 88, 24), 128
+LEAST_BUSY = 0.75  # part of the waves of blocks that have a head
 RESERVED = 2048  # bytes of shared memory for barriers and for alignment
 
 
@@ -72,20 +74,38 @@ class Slots(NamedTuple):
     kv: int
     ds: int
     stages: int
-    sums: int = 0  # 0: all tiles of dQ are in shared memory; else they pass through so many entries
 
 
-# The best first.
-_SLOTS = [Slots(2, 2, 4), Slots(2, 1, 4), Slots(2, 2, 3), Slots(2, 2, 2), Slots(2, 1, 2)]
-_SLOTS += [Slots(1, 2, 3), Slots(1, 2, 2), Slots(1, 1, 2)]
-_SLOTS += [Slots(1, 2, n, 2) for n in (3, 2)] + [Slots(1, 1, 2, 2)]
+# The fastest first.
+_SLOTS = [Slots(2, 2, 4), Slots(2, 1, 4), Slots(2, 2, 2), Slots(2, 1, 2), Slots(1, 1, 2)]
 
 
 def takes(problem: AttentionProblem) -> bool:
     """Whether this kernel serves a problem."""
-    columns = sum(panels.widths(problem.head_dim)) + sum(panels.widths(problem.v_head_dim))
     plain = sm90_short.is_plain(without_tiles(problem)) and problem.mask.is_full
-    return plain and min(problem.q_len, problem.kv_len) >= 1 and columns <= SUMS and fits(problem)
+    rows = min(problem.q_len, problem.kv_len)
+    return plain and rows >= 1 and _columns(problem) <= SUMS and _fitting(problem) is not None
+
+
+def _columns(problem: AttentionProblem) -> int:
+    """Columns of a key and a value."""
+    return sum(panels.widths(problem.head_dim)) + sum(panels.widths(problem.v_head_dim))
+
+
+def _has_keys_in_registers(problem: AttentionProblem) -> bool:
+    """Whether consumers hold k and v of a kv tile in registers: matmuls of 64 x 64 read both
+    operands from shared memory no faster than they multiply.
+    """
+    return _columns(problem) <= KEYS_IN_REGISTERS
+
+
+def is_faster(problem: AttentionProblem) -> bool:
+    """Whether it is faster than the other kernels where it is taken: blocks are busy to the end."""
+    heads = problem.batch * problem.q_heads
+    busy = heads / (USUAL_BLOCKS * pl.cdiv(heads, USUAL_BLOCKS))
+    rows, keys = problem.q_len, problem.kv_len
+    measured = 128 < rows <= 512 and ROWS < keys <= 512
+    return measured and busy >= LEAST_BUSY
 
 
 def without_tiles(problem: AttentionProblem) -> AttentionProblem:
@@ -102,15 +122,12 @@ def bias_tiles(problem: AttentionProblem) -> score_tiles.BiasOfKeys | None:
     return score_tiles.bias_of_keys(problem, ROWS)
 
 
-def fits(problem: AttentionProblem) -> bool:
-    return _fitting(problem) is not None
-
-
 @functools.lru_cache(maxsize=256)
 def _fitting(problem: AttentionProblem) -> Slots | None:
     """The first of `_SLOTS` for which there is shared memory."""
     most = gpu_specs.shared_memory(gpu_specs.HOPPER) - RESERVED
-    return next((slots for slots in _SLOTS if mosaic.bytes_of(_scratch(problem, slots)) <= most), None)
+    sizes = ((slots, mosaic.bytes_of(_scratch(problem, slots))) for slots in _SLOTS)
+    return next((slots for slots, size in sizes if size <= most), None)
 
 
 def slots_of(problem: AttentionProblem) -> Slots:
@@ -139,7 +156,7 @@ class HeadsSmem(NamedTuple):
     q: Panels
     do: Panels
     ds: tuple[SmemRef, ...]  # a copy for each swizzle of k: both operands of a matmul have one
-    sums: tuple[SmemRef, ...]  # float32 [query tiles or entries, rows, columns], a panel of q each
+    sums: tuple[SmemRef, ...]  # float32 [query tiles, rows, columns], a panel of q each
     dq: Panels
     lse: SmemRef  # [stages, rows]
     delta: SmemRef
@@ -152,7 +169,6 @@ class HeadsSmem(NamedTuple):
     ds_ready: Barrier
     ds_free: Barrier
     dq_done: Barrier
-    sums_ready: Barrier
     bias: Panels = None  # [stages, ..], in the ring of q
 
     @property
@@ -181,7 +197,7 @@ def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
         return tuple(panels.scratch(shape, dtype, width) for width in widths)
 
     def sums(width: int) -> SmemRef:
-        shape = slots.sums or q_tiles, ROWS, width
+        shape = q_tiles, ROWS, width
         return mosaic.swizzled(shape, jnp.float32, tma_operands.swizzle_of(4 * width))
 
     keys, ds = (slots.kv, WARPGROUPS, ROWS), (slots.ds, WARPGROUPS, ROWS, ROWS)
@@ -205,7 +221,6 @@ def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
         ds_ready=barrier(num_arrivals=WARPGROUPS, num_barriers=slots.ds),
         ds_free=barrier(num_arrivals=1, num_barriers=slots.ds),
         dq_done=barrier(num_arrivals=1, num_barriers=slots.kv),
-        sums_ready=barrier(num_arrivals=len(qk), num_barriers=slots.sums or 1),
         bias=bias.scratch(slots.stages) if bias else None,
     )
 
@@ -345,10 +360,35 @@ class HeadStep(NamedTuple):
     count: Index
     k: wgmma.Terms  # the warpgroup's keys and values, a panel each
     v: wgmma.Terms
+    rows: int  # queries
 
     @property
     def slot(self) -> Index:
         return self.ctx.smem.q_ring.slot(self.count)
+
+    @property
+    def q(self) -> list[SmemRef]:
+        return self._rows_of(self.ctx.smem.q)
+
+    @property
+    def do(self) -> list[SmemRef]:
+        return self._rows_of(self.ctx.smem.do)
+
+    def _rows_of(self, tiles: Panels) -> list[SmemRef]:
+        return [tile.at[pl.ds(0, self.rows)] for tile in panels.tiles(tiles, self.slot)]
+
+    def to_whole(self, tile: RegisterTile) -> RegisterTile:
+        """A tile of keys and queries with zeros for queries that are not computed: matmuls over
+        queries take whole swizzles.
+        """
+        if self.rows == ROWS:
+            return tile
+        nothing = mosaic.filled((ROWS, ROWS - self.rows), 0.0, tile.dtype)
+        return lax.concatenate([tile, nothing], 1)
+
+    def statistic(self, numbers: SmemRef) -> RegisterTile:
+        """lse or delta of every query."""
+        return mosaic.load(numbers.at[self.slot, pl.ds(0, self.rows)], mosaic.COLUMN)
 
     @property
     def keys(self) -> tuple[Index, Index]:
@@ -384,78 +424,89 @@ def _consume(ctx: KernelContext, outs: KeyGradients, walk: Walk, wg: Index) -> N
         tile, slot = walk.tile(n), ring_slot(n, slots.kv)
         plgpu.barrier_wait(smem.kv_ready.at[slot])
         k, v = (panels.tiles(x, (slot, wg)) for x in (smem.k, smem.v))
-        if IN_REGISTERS in ("k", "kv"):
-            k = [mosaic.load(x, mosaic.TILE) for x in k]
-        if IN_REGISTERS in ("v", "kv"):
-            v = [mosaic.load(x, mosaic.TILE) for x in v]
+        if _has_keys_in_registers(problem):
+            k, v = ([mosaic.load(x, mosaic.TILE) for x in tiles] for tiles in (k, v))
 
         def all_steps(*accs: RegisterTile) -> list[list[RegisterTile]]:
             sums = KeyGradients(accs[: len(qk_widths)], accs[len(qk_widths) :])
 
-            def step(t: Index, count: Index) -> Index:
-                _step(HeadStep(ctx, tile, wg, t, count, k, v), sums)
+            def step(t: Index, count: Index, rows: int = ROWS) -> Index:
+                _step(HeadStep(ctx, tile, wg, t, count, k, v, rows), sums)
                 return count + 1
 
-            lax.fori_loop(0, tile.steps, step, count)
+            rest = _last_rows(ctx)
+            whole = tile.steps if rest == ROWS else tile.steps - 1
+            so_far = lax.fori_loop(0, whole, step, count)
+            if rest < ROWS:
+                step(jnp.int32(whole), so_far, rest)
             return [[acc[...] for acc in accs] for accs in sums]
 
         accs = [plgpu.ACC((ROWS, width), jnp.float32) for width in qk_widths + v_widths]
         grads = KeyGradients(*pl.run_scoped(all_steps, *accs))
         last = smem.q_ring.slot(count + (tile.steps - 1))
         pl.when(jnp.int32(tile.steps) > 0)(lambda: smem.q_ring.release(last))
-        _store_dk_dv(ctx, outs, HeadStep(ctx, tile, wg, 0, count, k, v), grads)
+        _store_dk_dv(ctx, outs, HeadStep(ctx, tile, wg, 0, count, k, v, ROWS), grads)
         return count + tile.steps
 
     lax.fori_loop(0, walk.tiles, kv_tile, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0)
 
 
+def _last_rows(ctx: KernelContext) -> int:
+    """Query rows of the last tile whose scores are computed; all where the number of steps is known
+    at run time, or tiles of a bias come whole.
+    """
+    plan, refs, _ = ctx
+    if refs.key_tiles is not None or plan.bias_tiles is not None:
+        return ROWS
+    return tma_operands.round_up((plan.problem.q_len - 1) % ROWS + 1, 16)
+
+
 def _step(now: HeadStep, sums: KeyGradients) -> None:
     """Adds to `sums`, the accumulators of dK and dV; dK still runs when this returns."""
     now = now._replace(wg=now.wg + mosaic.opaque_zero(now.count))
-    pl.run_scoped(functools.partial(_scores, now, sums), plgpu.ACC((ROWS, ROWS), jnp.float32))
+    scores = plgpu.ACC((ROWS, now.rows), jnp.float32)
+    pl.run_scoped(functools.partial(_scores, now, sums), scores)
 
 
 def _scores(now: HeadStep, sums: KeyGradients, s_acc: RegisterTile) -> None:
     smem, slot = now.ctx.smem, now.slot
     smem.q_ring.wait(slot)
-    wgmma.score_panels(s_acc, now.k, panels.tiles(smem.q, slot))
+    wgmma.score_panels(s_acc, now.k, now.q)
     plgpu.wgmma_wait(len(now.k))
     before = smem.q_ring.slot(now.count - 1)
     pl.when(now.t > 0)(lambda: smem.q_ring.release(before))
     smem.do_ring.wait(slot)
     body = functools.partial(_dv_and_dk, now, sums, s_acc)
-    pl.run_scoped(body, plgpu.ACC((ROWS, ROWS), jnp.float32))
+    pl.run_scoped(body, plgpu.ACC((ROWS, now.rows), jnp.float32))
 
 
 def _dv_and_dk(
     now: HeadStep, sums: KeyGradients, s_acc: RegisterTile, dp_acc: RegisterTile
 ) -> None:
-    (plan, _, smem), slot = now.ctx, now.slot
+    plan, _, smem = now.ctx
     dtype, ds_slots = jnp.dtype(plan.problem.dtype), slots_of(plan.problem).ds
-    do = panels.tiles(smem.do, slot)
+    do = now.do
     wgmma.score_panels(dp_acc, now.v, do)
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(do))
-    lse = mosaic.load(smem.lse.at[slot], mosaic.COLUMN)
+    lse = now.statistic(smem.lse)
     p, slope = score_mod.probabilities(now.ctx, now.place, s, lse, now.is_masked)
-    wgmma.value_panels(sums.dv, p.astype(dtype), do)
+    wgmma.value_panels(sums.dv, now.to_whole(p.astype(dtype)), panels.tiles(smem.do, now.slot))
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(do))
-    ds = p * (dp - per_column(mosaic.load(smem.delta.at[slot], mosaic.COLUMN), dp.shape))
-    ds = (ds if slope is None else ds * slope).astype(dtype)
+    ds = p * (dp - per_column(now.statistic(smem.delta), dp.shape))
+    ds = now.to_whole((ds if slope is None else ds * slope).astype(dtype))
     to = ring_slot(now.count, ds_slots)
     pl.when(now.count >= ds_slots)(lambda: plgpu.barrier_wait(smem.ds_free.at[to]))
     for copy in smem.ds:
         copy[to, now.wg] = ds
     plgpu.commit_smem()
     plgpu.barrier_arrive(smem.ds_ready.at[to])
-    wgmma.value_panels(sums.dk, ds, panels.tiles(smem.q, slot))
+    wgmma.value_panels(sums.dk, ds, panels.tiles(smem.q, now.slot))
     plgpu.wgmma_wait(len(sums.dk))
-    smem.do_ring.release(slot)
+    smem.do_ring.release(now.slot)
 
 
-def _store_dk_dv(
-    ctx: KernelContext, outs: KeyGradients, at: HeadStep, grads: KeyGradients
-) -> None:
+def _store_dk_dv(ctx: KernelContext, outs: KeyGradients, at: HeadStep, grads: KeyGradients) -> None:
     """dk and dv of a warpgroup's keys, from where k and v are."""
     plan, _, smem = ctx
     tile, slot = at.tile, at.keys[0]
@@ -480,50 +531,26 @@ def _store_dk_dv(
 # ---- dQ -----------------------------------------------------------------------------------------
 
 
-class DqRefs(NamedTuple):
-    """Global memory that the third warpgroup writes."""
-
-    dq: GmemRef
-    sums: tuple[GmemRef, ...]  # float32 [blocks, rows, columns], a panel of q each; or none
-
-
 class DqStep(NamedTuple):
     """Query tile t of a kv tile, as number `count` of those of a block."""
 
     ctx: KernelContext
-    refs: DqRefs
-    block: Index
+    dq: GmemRef
     tile: HeadTile
     t: Index
     count: Index
 
-    @property
-    def slots(self) -> Slots:
-        return slots_of(self.ctx.plan.problem)
 
-    @property
-    def entry(self) -> Index:
-        """The tile of dQ in shared memory."""
-        return ring_slot(self.count, self.slots.sums) if self.slots.sums else self.t
-
-    @property
-    def following(self) -> tuple[HeadTile, Index]:
-        over, tile = self.t + 1 == self.tile.steps, self.tile
-        j = tile.j + over.astype(jnp.int32)
-        return tile._replace(j=j), jnp.where(over, 0, self.t + 1)
-
-
-def _sum_dq(ctx: KernelContext, refs: DqRefs, walk: Walk) -> None:
+def _sum_dq(ctx: KernelContext, dq: GmemRef, walk: Walk) -> None:
     """The third warpgroup: dQ of all query tiles."""
-    plan, _, smem = ctx
-    slots = slots_of(plan.problem)
+    smem, slots = ctx.smem, slots_of(ctx.plan.problem)
 
     def kv_tile(n: Index, count: Index) -> Index:
         tile, slot = walk.tile(n), ring_slot(n, slots.kv)
         plgpu.barrier_wait(smem.kv_ready.at[slot])
 
         def step(t: Index, count: Index) -> Index:
-            _add_dq(DqStep(ctx, refs, walk.block, tile, t, count))
+            _add_dq(DqStep(ctx, dq, tile, t, count))
             return count + 1
 
         count = lax.fori_loop(0, tile.steps, step, count)
@@ -536,78 +563,52 @@ def _sum_dq(ctx: KernelContext, refs: DqRefs, walk: Walk) -> None:
 
 def _add_dq(now: DqStep) -> None:
     (plan, _, smem), tile = now.ctx, now.tile
-    qk, kv_slot = panels.widths(plan.problem.head_dim), ring_slot(tile.n, now.slots.kv)
-    slot, swizzles = ring_slot(now.count, now.slots.ds), sorted(set(qk))
+    slots, qk = slots_of(plan.problem), panels.widths(plan.problem.head_dim)
+    kv_slot, slot = ring_slot(tile.n, slots.kv), ring_slot(now.count, slots.ds)
+    swizzles = sorted(set(qk))
 
     def nothing() -> list[RegisterTile]:
         return [mosaic.filled((ROWS, width), 0.0) for width in qk]
 
     def before() -> list[RegisterTile]:
-        return [mosaic.load(sums.at[now.entry], mosaic.TILE) for sums in smem.sums]
+        return [mosaic.load(sums.at[now.t], mosaic.TILE) for sums in smem.sums]
 
-    def matmuls(accs: Any) -> None:
+    def matmuls(accs: list[RegisterTile]) -> None:
         for wg in range(WARPGROUPS):
             for acc, k in zip(accs, panels.tiles(smem.k, (kv_slot, wg)), strict=True):
                 ds = smem.ds[swizzles.index(k.shape[1])].at[slot, wg]
                 plgpu.wgmma(acc, ds.transpose((1, 0)), k)
 
-    if now.slots.sums:
-        some = jnp.logical_not(tile.is_first)
-        pl.when(some)(lambda: plgpu.barrier_wait(smem.sums_ready.at[now.entry]))
     so_far = lax.cond(tile.is_first, nothing, before)
     plgpu.barrier_wait(smem.ds_ready.at[slot])
     parts = pl.run_state(matmuls)([plgpu.ACC.init(x) for x in so_far])
     plgpu.barrier_arrive(smem.ds_free.at[slot])
-    pl.when(jnp.logical_not(tile.is_last))(functools.partial(_keep, now, parts))
-    pl.when(tile.is_last)(functools.partial(_store_dq, now, parts))
-    if now.slots.sums:
-        _fetch_following(now)
 
-
-def _keep(now: DqStep, parts: list[RegisterTile]) -> None:
-    """Sums that are not the last of a query tile's."""
-    smem, rows = now.ctx.smem, pl.ds(now.t * ROWS, ROWS)
-    if now.slots.sums:
-        plgpu.wait_smem_to_gmem(len(smem.sums), wait_read_only=True)  # the step before last
-    for part, sums in zip(parts, smem.sums, strict=True):
-        sums[now.entry] = part
-    plgpu.commit_smem()
-    for sums, to in zip(smem.sums, now.refs.sums, strict=False):
-        plgpu.copy_smem_to_gmem(sums.at[now.entry], to.at[now.block, rows])
-
-
-def _store_dq(now: DqStep, parts: list[RegisterTile]) -> None:
-    plan, _, smem = now.ctx
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for part, to in zip(parts, panels.tiles(smem.dq, 0), strict=True):
-        to[...] = (part * plan.problem.scale).astype(to.dtype)
-    plgpu.commit_smem()
-    where = now.tile.batch, pl.ds(now.t * ROWS, ROWS), now.tile.head
-    panels.store(smem.dq, 0, now.refs.dq, where)
-
-
-def _fetch_following(now: DqStep) -> None:
-    """Asks for the sums of the next query tile, stored a kv tile ago. The entry that they come to
-    was stored in the step before this one.
-    """
-    smem, (tile, t) = now.ctx.smem, now.following
-
-    @pl.when((tile.j > tile.first) & (tile.j <= tile.last))
+    @pl.when(jnp.logical_not(tile.is_last))
     def _():
-        plgpu.wait_smem_to_gmem(len(smem.sums))
-        entry = ring_slot(now.count + 1, now.slots.sums)
-        for sums, source in zip(smem.sums, now.refs.sums, strict=True):
-            some = source.at[now.block, pl.ds(t * ROWS, ROWS)]
-            plgpu.copy_gmem_to_smem(some, sums.at[entry], smem.sums_ready.at[entry])
+        for part, sums in zip(parts, smem.sums, strict=True):
+            sums[now.t] = part
+        plgpu.commit_smem()
+
+    @pl.when(tile.is_last)
+    def _():
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for part, to in zip(parts, panels.tiles(smem.dq, 0), strict=True):
+            to[...] = (part * plan.problem.scale).astype(to.dtype)
+        plgpu.commit_smem()
+        panels.store(smem.dq, 0, now.dq, (tile.batch, pl.ds(now.t * ROWS, ROWS), tile.head))
 
 
 # ---- the kernel and its call --------------------------------------------------------------------
 
 
-def _kernel(refs: HeadsRefs, *rest: GmemRef, plan: KeyPlan) -> None:
-    dq_ref, dk_ref, dv_ref, *sums, smem = rest
+def _kernel(refs: HeadsRefs, *rest: Any, plan: KeyPlan) -> None:
+    dq_ref, dk_ref, dv_ref, smem = rest
     ctx, wg = KernelContext(plan, refs, smem), lax.axis_index("wg")
-    walk, (ours, of_dq, of_producer) = Walk(ctx, lax.axis_index("block")), REGISTERS
+    walk, registers = Walk(ctx, lax.axis_index("block")), REGISTERS
+    if _has_keys_in_registers(plan.problem):
+        registers = REGISTERS_FOR_KEYS
+    ours, of_dq, of_producer = registers
 
     @pl.when(wg == WARPGROUPS + 1)
     def _():
@@ -617,7 +618,7 @@ def _kernel(refs: HeadsRefs, *rest: GmemRef, plan: KeyPlan) -> None:
     @pl.when(wg == WARPGROUPS)
     def _():
         plgpu.set_max_registers(of_dq, action="decrease")
-        _sum_dq(ctx, DqRefs(dq_ref, tuple(sums)), walk)
+        _sum_dq(ctx, dq_ref, walk)
 
     @pl.when(wg < WARPGROUPS)
     def _():
@@ -628,14 +629,11 @@ def _kernel(refs: HeadsRefs, *rest: GmemRef, plan: KeyPlan) -> None:
 def dq_dk_dv(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Gradients:
     """dq, dk and dv."""
     inputs, d_out = residuals.inputs, residuals.d_out
-    slots, rows = slots_of(plan.problem), _q_tiles(plan.problem) * ROWS
-    widths = panels.widths(plan.problem.head_dim) if slots.sums else ()
     outs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.q, inputs.k, inputs.v)]
-    sums = [jax.ShapeDtypeStruct((grid_of(plan), rows, n), jnp.float32) for n in widths]
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
-        out_type=(*outs, *sums),
-        scratch_types=(_scratch(plan.problem, slots),),
+        out_type=tuple(outs),
+        scratch_types=(_scratch(plan.problem, slots_of(plan.problem)),),
         grid=(grid_of(plan),),
         grid_names=("block",),
         num_threads=WARPGROUPS + 2,
@@ -651,4 +649,4 @@ def dq_dk_dv(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Gradi
 
         codes = key_masks.codes(inputs.mask_array, KEYS)
         refs = refs._replace(mask_array=inputs.mask_array, key_tiles=codes)
-    return Gradients(*kernel(refs)[:3])
+    return Gradients(*kernel(refs))

@@ -1,11 +1,7 @@
 """The Hopper backward that keeps dQ of a head in shared memory."""
 
-import contextlib
 import dataclasses
-from unittest import mock
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from pallas_attn.kernels.flash_bwd import sm90 as kernel
@@ -28,9 +24,8 @@ PADDING = TWO | {
 }
 HEADS = {
     "one_tile": (sized(49, 100, 32, **ONE), EACH),
-    "heads_in_turn": (sized(77, 150, 24, batch=2, q_heads=2, kv_heads=2), ALONE),
+    "heads_in_turn": (sized(77, 150, 24, **TWO), ALONE),
     "two_swizzles": (sized(141, 270, 72, v_head_dim=40, dtype="float16", **ONE), EACH),
-    "passing_sums": (sized(190, 270, 24, v_head_dim=40, **ONE), EACH),
     "bias": (
         sized(130, 200, 32, bias_shape=(1, 2, 130, 200), bias_dtype="bfloat16", **TWO),
         ALONE,
@@ -39,28 +34,37 @@ HEADS = {
     "bias_float32": (sized(72, 100, 24, bias_shape=(1, 2, 72, 100), **ONE_OF_TWO), EACH),
     "softcap": (sized(130, 200, 64, softcap=20.0, sinks=True, **ONE), EACH),
 }
-PASSING = ("passing_sums",)
-
-
-@contextlib.contextmanager
-def slots(name):
-    """Sums of dQ that pass through shared memory, in some cases."""
-    some = [x for x in sm90_heads._SLOTS if x.sums or name not in PASSING]
-    with mock.patch.object(sm90_heads, "_SLOTS", some):
-        sm90_heads._fitting.cache_clear()
-        yield
-    sm90_heads._fitting.cache_clear()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_on_the_gpu(name):
-    with slots(name):
-        check(*HEADS[name])
+    check(*HEADS[name])
 
 
 @pytest.mark.guards
 @pytest.mark.parametrize("name", HEADS)
 def test_heads_interpreted(name):
-    with mosaic.interpret(), slots(name):
+    with mosaic.interpret():
         check(*HEADS[name])
+
+
+def test_problems_of_this_kernel():
+    """Plain ones whose dQ fits; by default only where there are heads for all blocks."""
+    problem = problem_of(sized(197, 197, 64, batch=33, q_heads=8, kv_heads=8))
+    assert kernel.Config.default(problem).heads
+    for changes in (
+        {"q_len": 577},
+        {"kv_heads": 1},
+        {"head_dim": 104},
+        {"dtype": "float32"},
+        {"arrays": ("kv_lengths",)},
+        {"mask": CAUSAL},
+    ):
+        assert not sm90_heads.takes(dataclasses.replace(problem, **changes)), changes
+    for changes in ({"batch": 1}, {"batch": 17}, {"q_len": 128, "kv_len": 600}):
+        few = dataclasses.replace(problem, **changes)
+        assert sm90_heads.takes(few) and not kernel.Config.default(few).heads, changes
+    wide = dataclasses.replace(problem, head_dim=104)
+    with pytest.raises(ValueError, match=r"^Config\.heads must be False for "):
+        kernel.plan_of(wide, kernel.Config(heads=True))
