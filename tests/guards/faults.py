@@ -443,8 +443,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "a_dq_tile_is_stored_before_the_commit": Fault(
         f"{BWD}/sm90_heads.py",
-        "        to[...] = (part * plan.problem.scale).astype(to.dtype)\n    plgpu.commit_smem()\n",
-        "        to[...] = (part * plan.problem.scale).astype(to.dtype)\n",
+        "(part * plan.problem.scale).astype(to.dtype)\n        plgpu.commit_smem()\n",
+        "(part * plan.problem.scale).astype(to.dtype)\n",
         f"{TEST_HEADS} -k 'test_heads_interpreted and heads_in_turn'",
     ),
     "ds_is_written_while_dq_reads_it": Fault(

@@ -23,7 +23,7 @@ Shared memory, and who owns it when:
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -392,7 +392,7 @@ class HeadStep(NamedTuple):
 
     @property
     def keys(self) -> tuple[Index, Index]:
-        """Where the warpgroup's keys lie."""
+        """The slot of the warpgroup's keys, and which half of it they are."""
         return ring_slot(self.tile.n, slots_of(self.ctx.plan.problem).kv), self.wg
 
     @property
@@ -602,7 +602,7 @@ def _add_dq(now: DqStep) -> None:
 # ---- the kernel and its call --------------------------------------------------------------------
 
 
-def _kernel(refs: HeadsRefs, *rest: Any, plan: KeyPlan) -> None:
+def _kernel(refs: HeadsRefs, *rest: GmemRef, plan: KeyPlan) -> None:
     dq_ref, dk_ref, dv_ref, smem = rest
     ctx, wg = KernelContext(plan, refs, smem), lax.axis_index("wg")
     walk, registers = Walk(ctx, lax.axis_index("block")), REGISTERS
