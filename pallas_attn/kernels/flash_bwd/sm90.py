@@ -279,12 +279,12 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
 
 
 def _by_one_launch(residuals: Residuals, plan: KeyPlan) -> AttentionInputs:
-    """By a kernel that computes row statistics, too."""
+    """By one kernel that makes dq, dk and dv. `sm90_short` computes row statistics, too."""
     inputs, problem = residuals.inputs, plan.problem
-    stats, refs = None, None
-    if plan.config.heads or inputs.sinks is not None:
-        rows = tma_operands.round_up(problem.q_len, 2 * ROWS)
-        stats = statistics.of_rows(problem, rows, residuals)
+    if plan.config.short and inputs.sinks is None:
+        return AttentionInputs(*sm90_short.dq_dk_dv(plan, residuals))
+    rows, refs = tma_operands.round_up(problem.q_len, 2 * ROWS), None
+    stats = statistics.of_rows(problem, rows, residuals)
     if plan.config.heads:
         grads = sm90_heads.dq_dk_dv(plan, residuals, stats)
     else:
@@ -298,7 +298,8 @@ def _others(
     residuals: Residuals, problem: AttentionProblem, stats: RowStatistics, refs: Any
 ) -> dict[str, Any]:
     """The gradients of bias and sinks. `refs`: `BackwardRefs`, needed for a bias."""
-    inputs, others = residuals.inputs, {}
+    inputs = residuals.inputs
+    others: dict[str, Any] = {}
     if inputs.bias is not None:
         plan = sm90_dbias.plan_of(problem, flash_fwd_sm90.Config)
         others["bias"] = sm90_dbias.dbias_of(plan, inputs, sm90_dq.operands_of(plan, inputs, refs))

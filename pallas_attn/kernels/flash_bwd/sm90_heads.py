@@ -23,7 +23,7 @@ Shared memory, and who owns it when:
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -201,7 +201,8 @@ def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
         return mosaic.swizzled(shape, jnp.float32, tma_operands.swizzle_of(4 * width))
 
     keys, ds = (slots.kv, WARPGROUPS, ROWS), (slots.ds, WARPGROUPS, ROWS, ROWS)
-    ring, bias = {"num_barriers": slots.stages}, bias_tiles(problem)
+    ring: dict[str, Any] = {"num_barriers": slots.stages}
+    bias = bias_tiles(problem)
     return HeadsSmem(
         k=rows(keys, qk),
         v=rows(keys, v),
@@ -423,9 +424,10 @@ def _consume(ctx: KernelContext, outs: KeyGradients, walk: Walk, wg: Index) -> N
     def kv_tile(n: Index, count: Index) -> Index:
         tile, slot = walk.tile(n), ring_slot(n, slots.kv)
         plgpu.barrier_wait(smem.kv_ready.at[slot])
-        k, v = (panels.tiles(x, (slot, wg)) for x in (smem.k, smem.v))
+        operands: list[wgmma.Terms] = [panels.tiles(x, (slot, wg)) for x in (smem.k, smem.v)]
         if _has_keys_in_registers(problem):
-            k, v = ([mosaic.load(x, mosaic.TILE) for x in tiles] for tiles in (k, v))
+            operands = [[mosaic.load(x, mosaic.TILE) for x in terms] for terms in operands]
+        k, v = operands
 
         def all_steps(*accs: RegisterTile) -> list[list[RegisterTile]]:
             sums = KeyGradients(accs[: len(qk_widths)], accs[len(qk_widths) :])
@@ -562,7 +564,7 @@ def _sum_dq(ctx: KernelContext, dq: GmemRef, walk: Walk) -> None:
 
 
 def _add_dq(now: DqStep) -> None:
-    (plan, _, smem), tile = now.ctx, now.tile
+    plan, smem, tile = now.ctx.plan, now.ctx.smem, now.tile
     slots, qk = slots_of(plan.problem), panels.widths(plan.problem.head_dim)
     kv_slot, slot = ring_slot(tile.n, slots.kv), ring_slot(now.count, slots.ds)
     swizzles = sorted(set(qk))

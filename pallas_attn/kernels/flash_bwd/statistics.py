@@ -21,7 +21,7 @@ from pallas_attn.kernels.lang.types import GmemRef, SmemRef
 
 
 def _kernel(
-    inputs: tuple[GmemRef, ...],
+    inputs: tuple[GmemRef, GmemRef, GmemRef, GmemRef],
     lse_ref: GmemRef,
     delta_ref: GmemRef,
     lse: SmemRef,
