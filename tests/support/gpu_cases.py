@@ -68,6 +68,7 @@ QUICK: dict[str, tuple[str, ...]] = {
         f"{_HEADS}test_heads_on_the_gpu[heads_in_turn]",
         f"{_HEADS}test_heads_on_the_gpu[two_swizzles]",
     ),
+    "kernels/flash_bwd/statistics.py": (f"{_HEADS}test_heads_on_the_gpu[softcap]",),
     "kernels/flash_bwd/sm90_dbias.py": (f"{_BWD}test_edges_on_the_gpu[bias-True]",),
     "kernels/flash_jvp/sm90.py": (
         f"{_JVP}test_on_the_gpu[plain-sm90]",
