@@ -33,7 +33,13 @@ from pallas_attn.kernels.flash_bwd import (
     statistics,
 )
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
-from pallas_attn.kernels.flash_bwd.operands import Residuals, RowStatistics, dsinks, row_statistics
+from pallas_attn.kernels.flash_bwd.operands import (
+    BackwardRefs,
+    Residuals,
+    RowStatistics,
+    dsinks,
+    row_statistics,
+)
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats, is_wide
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
@@ -295,12 +301,16 @@ def _by_one_launch(residuals: Residuals, plan: KeyPlan) -> AttentionInputs:
 
 
 def _others(
-    residuals: Residuals, problem: AttentionProblem, stats: RowStatistics, refs: Any
+    residuals: Residuals,
+    problem: AttentionProblem,
+    stats: RowStatistics,
+    refs: BackwardRefs | None,
 ) -> dict[str, Any]:
-    """The gradients of bias and sinks. `refs`: `BackwardRefs`, needed for a bias."""
+    """The gradients of bias and sinks; one of a bias needs `refs`."""
     inputs = residuals.inputs
     others: dict[str, Any] = {}
     if inputs.bias is not None:
+        assert refs is not None
         plan = sm90_dbias.plan_of(problem, flash_fwd_sm90.Config)
         others["bias"] = sm90_dbias.dbias_of(plan, inputs, sm90_dq.operands_of(plan, inputs, refs))
     if inputs.sinks is not None:
