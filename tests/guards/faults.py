@@ -133,6 +133,7 @@ TEST_NARROW = "tests/kernels/prefill/test_prefill_narrow.py"
 TEST_FETCH = "tests/kernels/flash_fwd/test_fetch.py -k as_if_it_were_here"
 TEST_CLAIMS = "tests/kernels/flash_fwd/test_claims.py"
 TEST_SIZES = "tests/kernels/flash_bwd/test_any_size.py"
+TEST_HEADS = "tests/kernels/flash_bwd/test_heads.py"
 TEST_ORDER = "tests/kernels/flash_bwd/test_work_order.py"
 TEST_SUMS = "tests/lm/test_kernels.py -k 'norm_over_devices or norm_waits'"
 TEST_LINEAR_LAYER = "tests/lm/test_kernels.py -k test_interpreted"
@@ -490,6 +491,30 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "scaled = thread.choose(thread.nothing_yet(value), never, scaled)",
         "scaled = scaled",
         f"{TEST_SIZES} -k 'test_short_interpreted and rows_without_keys'",
+    ),
+    "a_dq_tile_is_stored_before_the_commit": Fault(
+        f"{BWD}/sm90_heads.py",
+        "(part * plan.problem.scale).astype(to.dtype)\n        plgpu.commit_smem()\n",
+        "(part * plan.problem.scale).astype(to.dtype)\n",
+        f"{TEST_HEADS} -k 'test_heads_interpreted and heads_in_turn'",
+    ),
+    "ds_is_written_while_dq_reads_it": Fault(
+        f"{BWD}/sm90_heads.py",
+        "pl.when(now.count >= ds_slots)(lambda: plgpu.barrier_wait(smem.ds_free.at[to]))",
+        "pass",
+        f"{TEST_HEADS} -k 'test_heads_interpreted and heads_in_turn'",
+    ),
+    "dk_is_stored_where_dq_still_reads_k": Fault(
+        f"{BWD}/sm90_heads.py",
+        "    plgpu.barrier_wait(smem.dq_done.at[slot])\n",
+        "",
+        f"{TEST_HEADS} -k 'test_heads_interpreted and heads_in_turn'",
+    ),
+    "a_head_begins_at_its_first_tile_though_hidden": Fault(
+        f"{BWD}/sm90_heads.py",
+        "        return self.j == self.first\n",
+        "        return self.j == 0\n",
+        f"{TEST_HEADS} -k 'test_heads_interpreted and bias_and_padding'",
     ),
     "panels_of_dq_lie_over_each_other": Fault(
         f"{BWD}/dq_sum.py",

@@ -11,6 +11,7 @@ COLLECTED = pytest.StashKey[frozenset[str]]()  # all that pytest collected, befo
 
 _FWD = "tests/kernels/flash_fwd/test_flash_fwd.py::test_edges_on_the_gpu"
 _BWD = "tests/kernels/flash_bwd/test_flash_bwd.py::"
+_HEADS = "tests/kernels/flash_bwd/test_heads.py::"
 _SIZES = "tests/kernels/flash_bwd/test_any_size.py::"
 _AUX = "tests/kernels/flash_bwd/test_aux_gradients.py::"
 _JVP = "tests/kernels/flash_jvp/test_flash_jvp.py::"
@@ -64,6 +65,11 @@ QUICK: dict[str, tuple[str, ...]] = {
         f"{_SIZES}test_short_on_the_gpu[one_tile]",
         f"{_SIZES}test_short_on_the_gpu[causal]",
     ),
+    "kernels/flash_bwd/sm90_heads.py": (
+        f"{_HEADS}test_heads_on_the_gpu[heads_in_turn]",
+        f"{_HEADS}test_heads_on_the_gpu[two_swizzles]",
+    ),
+    "kernels/flash_bwd/statistics.py": (f"{_HEADS}test_heads_on_the_gpu[softcap]",),
     "kernels/flash_bwd/sm90_dbias.py": (f"{_BWD}test_edges_on_the_gpu[bias-True]",),
     "kernels/flash_bwd/aux_sums.py": (
         f"{_AUX}test_on_the_gpu[t5_far-sm90]",

@@ -7,12 +7,14 @@
 | head dims above 128, or float32 | `sm90_dkdv` | `sm90_dq`, seven matmuls in all |
 | short causal windows, head dims up to 64 | `sm90_window` | `sm90_window` |
 | up to 128 queries and keys | `sm90_short` | `sm90_short` |
+| many heads whose dq fits in shared memory | `sm90_heads` | `sm90_heads` |
 
 The gradient of a bias is made by `sm90_dbias`, after any of these, and sums for those of arrays
 that a score function reads (`aux_sums`); that of sinks by XLA.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -30,12 +32,20 @@ from pallas_attn.kernels.flash_bwd import (
     sm90_dkdv,
     sm90_dq,
     sm90_fused,
+    sm90_heads,
     sm90_short,
     sm90_window,
+    statistics,
 )
 from pallas_attn.kernels.flash_bwd.aux_sums import Part
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
-from pallas_attn.kernels.flash_bwd.operands import Residuals, dsinks, row_statistics
+from pallas_attn.kernels.flash_bwd.operands import (
+    BackwardRefs,
+    Residuals,
+    RowStatistics,
+    dsinks,
+    row_statistics,
+)
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats, is_wide
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
@@ -63,6 +73,7 @@ class Config:
     k_in_registers: bool = False  # half of K, where head dims are above 64, query tiles of 64
     window: bool = False  # all by `sm90_window`, which takes few problems
     short: bool = False  # all by `sm90_short`, likewise
+    heads: bool = False  # all by `sm90_heads`, likewise
     lockstep: bool = False  # blocks are at the same query tile, where `lockstep` applies
     claims: bool = False  # blocks claim work tiles, in `sm90_fused`
 
@@ -86,6 +97,8 @@ class Config:
         """The Config of a problem that nobody tuned."""
         if sm90_short.takes(problem):
             return cls(short=True)
+        if sm90_heads.takes(problem) and sm90_heads.is_faster(problem):
+            return cls(heads=True)
         if sm90_window.takes(problem):
             return cls(window=True)
         if is_wide(problem):
@@ -153,7 +166,7 @@ def _two_kernels(problem: AttentionProblem) -> Config:
 
 def own_kernel(config: Config) -> tuple[str, Any] | None:
     """The field of `config` that asks for one kernel for all gradients, and that kernel."""
-    kernels = {"window": sm90_window, "short": sm90_short}
+    kernels = {"window": sm90_window, "short": sm90_short, "heads": sm90_heads}
     return next(((name, x) for name, x in kernels.items() if getattr(config, name)), None)
 
 
@@ -171,7 +184,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
         name, kernel = own_order
         if not kernel.takes(problem):
             raise ValueError(f"Config.{name} must be False for {problem}")
-        keys, block_q = ROWS, ROWS
+        keys, block_q = sm90_heads.KEYS if config.heads else ROWS, ROWS
     elif wide:
         keys = sm90_dkdv.KEYS
     tiling = KeyTiling(problem, keys, block_q)
@@ -185,6 +198,8 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     config = dataclasses.replace(config, block_q=block_q)
     halves = block_q == ROWS and is_fused(problem, config)
     plan = KeyPlan(problem, config, order, RowFormats.of(problem, block_q, halves))
+    if config.heads:
+        return dataclasses.replace(plan, bias_tiles=sm90_heads.bias_tiles(problem))
     if problem.learned and not (own_order or wide):
         with_sums = dataclasses.replace(plan, key_sums=aux_sums.of_keys(problem))
         if sm90_fused.buffer_bytes(with_sums) + BARRIERS <= SMEM_LIMIT:
@@ -235,6 +250,8 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
         return 2 * (sm90_window.buffer_bytes(plan) + sm90_window.RESERVED)
     if config.short:
         return sm90_short.buffer_bytes(plan) + BARRIERS
+    if config.heads:
+        return sm90_heads.buffer_bytes(plan)
     most = (sm90_dkdv if is_wide(problem) else sm90_fused).buffer_bytes(plan)
     if not is_fused(problem, config):
         most = max(most, sm90_dq.buffer_bytes(_dq_plan(problem, config)))
@@ -248,11 +265,8 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
     residuals, plan = Residuals(*residuals), plan_of(problem, config)
     inputs = residuals.inputs
-    if config.short:
-        others: dict[str, Any] = {}
-        if inputs.sinks is not None:
-            others["sinks"] = dsinks(residuals, row_statistics(False, problem.q_len, residuals))
-        return AttentionInputs(*sm90_short.dq_dk_dv(plan, residuals), **others)
+    if config.short or config.heads:
+        return _by_one_launch(residuals, plan)
     dq_plan = _dq_plan(problem, config)
     # Whole tiles, of either size, and what is read of row statistics beyond the last.
     rows = tma_operands.round_up(problem.q_len + max(0, 32 - config.block_q), 2 * ROWS)
@@ -281,22 +295,54 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
         dq = sm90_dq.dq_of(dq_plan, sm90_dq.operands_of(dq_plan, inputs, refs))
     dk = dk[:, : problem.kv_len, :, : problem.head_dim]
     dv = dv[:, : problem.kv_len, :, : problem.v_head_dim]
-    others = {}
+    others = _others(residuals, problem, stats, operands.ordered_after(refs, dq), parts)
+    return AttentionInputs(q=dq, k=dk, v=dv, **others)
+
+
+def _by_one_launch(residuals: Residuals, plan: KeyPlan) -> AttentionInputs:
+    """By one kernel that makes dq, dk and dv. `sm90_short` computes row statistics, too."""
+    inputs, problem = residuals.inputs, plan.problem
+    if plan.config.short and inputs.sinks is None:
+        return AttentionInputs(*sm90_short.dq_dk_dv(plan, residuals))
+    rows, refs = tma_operands.round_up(problem.q_len, 2 * ROWS), None
+    stats = statistics.of_rows(problem, rows, residuals)
+    if plan.config.heads:
+        grads = sm90_heads.dq_dk_dv(plan, residuals, stats)
+    else:
+        grads = sm90_short.dq_dk_dv(plan, residuals)
     if inputs.bias is not None:
-        bias_plan = sm90_dbias.plan_of(problem, flash_fwd_sm90.Config)
-        bias_refs = sm90_dq.operands_of(bias_plan, inputs, operands.ordered_after(refs, dq))
-        others["bias"] = sm90_dbias.dbias_of(bias_plan, inputs, bias_refs)
+        refs = operands.ordered_after(operands.for_tma(plan, residuals, stats), grads.dq)
+    return AttentionInputs(*grads, **_others(residuals, problem, stats, refs))
+
+
+def _others(
+    residuals: Residuals,
+    problem: AttentionProblem,
+    stats: RowStatistics,
+    refs: BackwardRefs | None,
+    parts: Sequence[Part] = (),
+) -> dict[str, Any]:
+    """The gradients of bias, arrays of a score function and sinks; all but the last need `refs`.
+    `parts`: sums for those of a score function, made by the kernel over keys.
+    """
+    inputs = residuals.inputs
+    others: dict[str, Any] = {}
+    if inputs.bias is not None:
+        assert refs is not None
+        plan = sm90_dbias.plan_of(problem, flash_fwd_sm90.Config)
+        others["bias"] = sm90_dbias.dbias_of(plan, inputs, sm90_dq.operands_of(plan, inputs, refs))
     if problem.learned:
-        first = aux_sums.all_reads(problem)[0]
-        aux_plan = sm90_dbias.plan_of(problem, flash_fwd_sm90.Config, first)
-        aux_refs = sm90_dq.operands_of(aux_plan, inputs, operands.ordered_after(refs, dq))
+        assert refs is not None
         rest = aux_sums.rest_of(problem, parts)
-        parts += sm90_dbias.parts_of(aux_plan, aux_refs, rest)
-        parts += aux_sums.remainders(problem, aux_sums.sums_of_ds(residuals, stats), rest, parts)
-        others["score_aux"] = aux_sums.gradients(problem, inputs, parts)
+        plan = sm90_dbias.plan_of(problem, flash_fwd_sm90.Config, aux_sums.all_reads(problem)[0])
+        walk = sm90_dbias.parts_of(plan, sm90_dq.operands_of(plan, inputs, refs), rest)
+        every = [*parts, *walk]
+        sums = aux_sums.sums_of_ds(residuals, stats)
+        every += aux_sums.remainders(problem, sums, rest, every)
+        others["score_aux"] = aux_sums.gradients(problem, inputs, every)
     if inputs.sinks is not None:
         others["sinks"] = dsinks(residuals, stats)
-    return AttentionInputs(q=dq, k=dk, v=dv, **others)
+    return others
 
 
 KERNEL = Kernel(Config, limit, smem_bytes, run, shares_keys=shares_keys, reads_zigzag=reads_zigzag)

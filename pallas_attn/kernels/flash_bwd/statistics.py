@@ -1,0 +1,58 @@
+"""Row statistics of all query rows by a launch of their own: out and dO are read once.
+
+Grid: a block of one warpgroup for each tile of 64 rows of a head.
+"""
+
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._call.problem import AttentionProblem
+from pallas_attn.kernels.attention.tiles import ROWS
+from pallas_attn.kernels.flash_bwd import tile_statistics
+from pallas_attn.kernels.flash_bwd.operands import Residuals, RowStatistics
+from pallas_attn.kernels.flash_bwd.tile_statistics import QueryTileAt, StatisticsRefs
+from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.types import GmemRef, SmemRef
+
+
+def _kernel(
+    inputs: tuple[GmemRef, GmemRef, GmemRef, GmemRef],
+    lse_ref: GmemRef,
+    delta_ref: GmemRef,
+    lse: SmemRef,
+    delta: SmemRef,
+    *,
+    problem: AttentionProblem,
+) -> None:
+    t, row = lax.axis_index("tile"), lax.axis_index("row")
+    batch, head = lax.div(row, jnp.int32(problem.q_heads)), lax.rem(row, jnp.int32(problem.q_heads))
+    at = QueryTileAt(batch, head, t, 0 * t)
+    tile_statistics.write(problem, StatisticsRefs(*inputs, lse, delta), at)
+    plgpu.commit_smem()
+    for tile, to in ((lse, lse_ref), (delta, delta_ref)):
+        plgpu.copy_smem_to_gmem(tile.at[0], to.at[batch, head, pl.ds(t * ROWS, ROWS)])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def of_rows(problem: AttentionProblem, rows: int, residuals: Residuals) -> RowStatistics:
+    """Statistics of `rows` rows, a multiple of 64, as `operands.row_statistics` computes them; the
+    problem has no query lengths.
+    """
+    heads = problem.batch, problem.q_heads
+    number = jax.ShapeDtypeStruct((*heads, rows), jnp.float32)
+    tile = plgpu.SMEM((1, ROWS), jnp.float32)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, problem=problem),
+        out_type=(number, number),
+        scratch_types=(tile, tile),
+        **mosaic.grid_of(tile=rows // ROWS, row=heads[0] * heads[1]),
+        compiler_params=mosaic.without_barriers(),
+        kernel_name="flash_bwd_statistics",
+    )
+    _, out, lse, d_out, d_lse = residuals
+    return RowStatistics(*kernel((out, d_out, lse, d_lse)))

@@ -1,0 +1,70 @@
+"""The Hopper backward that keeps dQ of a head in shared memory."""
+
+import dataclasses
+
+import pytest
+
+from pallas_attn.kernels.flash_bwd import sm90 as kernel
+from pallas_attn.kernels.flash_bwd import sm90_heads
+from pallas_attn.masks import CAUSAL
+from tests.kernels.flash_bwd.test_any_size import sized
+from tests.kernels.flash_bwd.test_flash_bwd import ONE, check, problem_of
+from tests.support import mosaic
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+# One block takes all heads, or each block one.
+ALONE, EACH = (kernel.Config(heads=True, grid=grid) for grid in (1, 0))
+TWO = {"batch": 2, "q_heads": 2, "kv_heads": 2}
+ONE_OF_TWO = TWO | {"batch": 1}
+PADDING = TWO | {
+    "bias_dtype": "bfloat16",
+    "mask_shape": (2, 1, 1, 392),
+    "shown_keys": ((0, 90), (140, 300)),
+}
+HEADS = {
+    "one_tile": (sized(49, 100, 32, **ONE), EACH),
+    "heads_in_turn": (sized(77, 150, 24, **TWO), ALONE),
+    "two_swizzles": (sized(141, 270, 72, v_head_dim=40, dtype="float16", **ONE), EACH),
+    "bias": (
+        sized(130, 200, 32, bias_shape=(1, 2, 130, 200), bias_dtype="bfloat16", **TWO),
+        ALONE,
+    ),
+    "bias_and_padding": (sized(70, 392, 32, bias_shape=(2, 1, 70, 392), **PADDING), ALONE),
+    "bias_float32": (sized(72, 100, 24, bias_shape=(1, 2, 72, 100), **ONE_OF_TWO), EACH),
+    "softcap": (sized(130, 200, 64, softcap=20.0, sinks=True, **ONE), EACH),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_on_the_gpu(name):
+    check(*HEADS[name])
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_interpreted(name):
+    with mosaic.interpret():
+        check(*HEADS[name])
+
+
+def test_problems_of_this_kernel():
+    """Plain ones whose dQ fits; by default only where there are heads for all blocks."""
+    problem = problem_of(sized(197, 197, 64, batch=33, q_heads=8, kv_heads=8))
+    assert kernel.Config.default(problem).heads
+    for changes in (
+        {"q_len": 577},
+        {"kv_heads": 1},
+        {"head_dim": 104},
+        {"dtype": "float32"},
+        {"arrays": ("kv_lengths",)},
+        {"mask": CAUSAL},
+    ):
+        assert not sm90_heads.takes(dataclasses.replace(problem, **changes)), changes
+    for changes in ({"batch": 1}, {"batch": 17}, {"q_len": 128, "kv_len": 600}):
+        few = dataclasses.replace(problem, **changes)
+        assert sm90_heads.takes(few) and not kernel.Config.default(few).heads, changes
+    wide = dataclasses.replace(problem, head_dim=104)
+    with pytest.raises(ValueError, match=r"^Config\.heads must be False for "):
+        kernel.plan_of(wide, kernel.Config(heads=True))
