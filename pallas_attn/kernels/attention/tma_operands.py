@@ -26,12 +26,12 @@ def round_up(n: int, to: int) -> int:
     return -(-n // to) * to
 
 
-def dims_limit(problem: Any) -> Limit | None:
-    """Why head dims are none that kernels take, or None."""
+def dims_limit(problem: Any, widest: int = 256) -> Limit | None:
+    """Why head dims are none that a kernel takes which takes up to `widest`, or None."""
     dims = {"head_dim": problem.head_dim, "v_head_dim": problem.v_head_dim}
     for name, size in dims.items():
-        reason = f"{name} is {size}; it takes multiples of 8 up to 256"
-        if size > 256:
+        reason = f"{name} is {size}; it takes multiples of 8 up to {widest}"
+        if size > widest:
             return Limit(reason, 'say implementation="reference"')
         if size % 8:
             return Limit(reason, HOW_TO_PAD)
