@@ -269,6 +269,10 @@ def _edge_attention() -> list[AttentionCase]:
         rows.append(_attention(f"dim{dim}", (1, 130), (2, 1), dim, "dims", mask=CAUSAL))
     for h, hv in ((192, 128), (64, 128), (128, 64), (40, 256), (72, 24)):
         rows.append(_attention(f"dim{h}_{hv}", (1, 130), (2, 1), (h, hv), "dims", mask=CAUSAL))
+    for dims in (264, 512, (512, 64), (72, 320)):
+        name = "_".join(map(str, dims)) if isinstance(dims, tuple) else dims
+        labels = ("dims", "wide")
+        rows.append(_attention(f"dim{name}", (1, 130), (2, 1), dims, *labels, mask=CAUSAL))
     for dtype in ("float16", "float32"):
         for mask in (FULL, CAUSAL):
             rows.append(plain(f"{dtype}_{mask}", (2, 130, 200), (4, 2), mask=mask, dtype=dtype))

@@ -411,6 +411,13 @@ BUILDS: dict[str, Build] = {
     "decode/sm80/stacked_tree": _decode("a100", "stacked", rows=16, parents=True),
     "decode/sm80/paged_packed_tree": _decode("a100", "paged", rows=None, parents=True),
     "decode/sm90/stacked_mask_fn": _decode("h100", "stacked", mask=pa.CAUSAL & _BLOCKS["mask"]),
+    "decode/sm90/stacked_wide": _decode("h100", "stacked", kv_heads=4, head_dim=512),
+    "decode/sm90/paged_int8_wide": _decode(
+        "h100", "paged", rows=4, kv_heads=4, head_dim=512, dtype="int8"
+    ),
+    "decode/sm80/stacked_float32_wide": _decode(
+        "a100", "stacked", kv_heads=4, head_dim=512, dtype="float32"
+    ),
     "decode/sm90/stacked_rows_split": Build("h100x2", rows_of_a_cache, ROWS_OF_A_CACHE),
     "decode_mla/sm90/heads16_tree": _decode(
         "h100", "stacked", rows=2, heads=16, parents=True, **_LATENT
