@@ -173,6 +173,7 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         # few query rows, many keys
         Candidate("prefill.contiguous_sm90", HOPPER, selection.contiguous_sm90),
         Candidate("flash_fwd.sm90", HOPPER),
+        Candidate("flash_fwd.sm90_wide", HOPPER),  # head dims above 256
         Candidate("flash_fwd.sm80", FROM_AMPERE),
         Reference(reference.attention, _score_matrix),
     ),

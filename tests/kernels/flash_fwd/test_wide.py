@@ -1,0 +1,80 @@
+"""The Hopper forward at head dims above 256: right in the interpreter with its races watched, and
+compiled ahead of time.
+"""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_attn import CAUSAL, FULL
+from pallas_attn.bench import cases
+from pallas_attn.kernels.flash_fwd import sm90_wide as kernel
+from tests.kernels.flash_fwd.test_flash_fwd import (
+    AttentionInputs,
+    arguments_of,
+    check,
+    problem_of,
+    run,
+    shape_of,
+    small,
+)
+from tests.support import mosaic
+
+pytestmark = [pytest.mark.usefixtures("programs_in_numpy"), pytest.mark.guards]
+
+SMALL = kernel.Config(grid=2)
+ALONE = kernel.Config(blocks=1, grid=2, k_ring=5)
+
+
+def wide(name: str, head_dim: int = 512) -> cases.AttentionCase:
+    """A named problem with wide heads, of few of them."""
+    case = small(name)
+    return dataclasses.replace(case, head_dim=head_dim, v_head_dim=512)
+
+
+INTERPRETED = {
+    "dim512": ("dim512", 512, SMALL),
+    "alone": ("dim512", 512, ALONE),
+    "all_in_registers": ("dim512", 256, ALONE),
+    "window_t_above_s": ("window_t_above_s", 128, SMALL),  # rows without a key
+    "kv_lengths_causal": ("kv_lengths_causal", 384, SMALL),
+    "q_lengths": ("q_lengths", 128, SMALL),
+    "sinks": ("sinks_empty_rows", 128, ALONE),
+    "softcap": ("softcap", 128, SMALL),
+}
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreted(name):
+    problem, head_dim, config = INTERPRETED[name]
+    with mosaic.interpret():
+        check(wide(problem, head_dim), config)
+
+
+def compiled(case: cases.AttentionCase):
+    problem = problem_of(dataclasses.replace(case, batch=1, q_len=8, kv_len=8))
+    sizes = {"batch": case.batch, "q_len": case.q_len, "kv_len": case.kv_len}
+    problem = dataclasses.replace(problem, **sizes)
+    config = kernel.Config.default(problem)
+    q, k = (
+        jnp.zeros((case.batch, 1, n, case.head_dim), case.dtype)
+        for n in (case.q_heads, case.kv_heads)
+    )
+    del q, k
+    call = functools.partial(run, problem=problem, config=config)
+    return call, problem
+
+
+@pytest.mark.machine_code
+@pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=str)
+def test_machine_code(mask):
+    case = dataclasses.replace(wide("dim512"), q_len=1024, kv_len=1024, mask=mask)
+    problem = problem_of(case)
+    call = functools.partial(run, problem=problem, config=kernel.Config.default(problem))
+    shapes = AttentionInputs(**{k: shape_of(x) for k, x in arguments_of(case).items()})
+    report = mosaic.compile_for(call, shapes)
+    assert (report.launches, report.others) == (1, ())
+    assert report.spill_bytes == 0
+    assert not {"C7511", "C7512", "C7513"} & set(report.notes)
