@@ -109,6 +109,9 @@ def _large_attention() -> list[AttentionCase]:
         causal("h96_causal_t4096", (4, 4096), equal, 96, "odd"),
         causal("h192_hv128_causal_t4096", (4, 4096), equal, (192, 128), "odd"),
         causal("h128_causal_t3000_n28k4", (4, 3000), (28, 4), 128, "odd"),
+        # Gemma 4's global layers
+        full("h512_full_b1_t8192_n32k4", (1, 8192), (32, 4), 512, "gemma4"),
+        causal("h512_causal_b1_t8192_n32k4", (1, 8192), (32, 4), 512, "gemma4"),
         # The price of bits that repeat: the same cases without are in the grid.
         full("h64_full_b2_t8192_n32_bits", (2, 8192), (32, 32), 64, "bits", deterministic=True),
         causal("h128_causal_b2_t8192_n16_bits", (2, 8192), equal, 128, "bits", deterministic=True),
@@ -316,6 +319,7 @@ def _decode() -> list[DecodeCase]:
         ),
         "latency": ((1, 1024, 32, 8, 128), (8, 512, 32, 8, 128), (8, 4096, 64, 8, 128)),
         "uneven": ((32, 8192, 32, 8, 128), (64, 4096, 28, 4, 128)),
+        "gemma4": ((32, 8192, 32, 4, 512),),
     }
     rows = []
     for label, every in shapes.items():

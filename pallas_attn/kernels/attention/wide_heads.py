@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from pallas_attn.kernels.attention.sm80_common import MmaFormat
 
-WIDEST = 512  # columns of a head
 COLUMNS = 256  # columns of a launch, at most
 
 

@@ -30,7 +30,7 @@ from pallas_attn.masks import Mask
 FINE_UNIT = 16  # keys of a unit that is finer than a kv tile
 # Columns of q, or of the output, that the registers of a warp hold: warps share out those of wider
 # rows. The widest rows of all leave room in shared memory for tiles of 16 keys.
-COLUMNS_OF_A_WARP, WIDEST = 256, 512
+COLUMNS_OF_A_WARP = 256
 
 
 def div(x: Index, y: Index) -> Index:

@@ -51,7 +51,6 @@ from pallas_attn.kernels.decode.mainloop import TileAt
 from pallas_attn.kernels.decode.memory import DecodeRefs, DecodeSmem
 from pallas_attn.kernels.decode.plan import (
     FINE_UNIT,
-    WIDEST,
     Plan,
     is_wide,
     plan_of,
@@ -173,7 +172,7 @@ def limit(problem: DecodeProblem) -> Limit | None:
     refused = limits.dtype_limit(problem)
     if refused is None and problem.quantized:
         refused = limits.quantized_limit(problem)
-    refused = refused or tma_operands.dims_limit(problem, WIDEST) or limits.size_limit(problem)
+    refused = refused or tma_operands.dims_limit(problem, tma_operands.WIDEST) or limits.size_limit(problem)
     if refused is not None or problem.dtype != "float32":
         return refused
     if smem_bytes(problem, Config.default(problem)) > limits.SMEM_LIMIT:

@@ -49,6 +49,7 @@ from pallas_attn.kernels.attention import (
     sm80_common,
     softmax,
     tiles,
+    tma_operands,
     wide_heads,
 )
 from pallas_attn.kernels.attention.score_mod import ForwardRefs
@@ -116,7 +117,7 @@ class Config:
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
-    return tiles.limit(problem, wide_heads.WIDEST)
+    return tiles.limit(problem, tma_operands.WIDEST)
 
 
 def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
