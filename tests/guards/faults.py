@@ -538,13 +538,13 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         TEST_SCHEDULES,
     ),
     "gathered_rows_of_a_missing_page_count": Fault(
-        f"{PREFILL}/gathered_sm80.py",
+        f"{PREFILL}/gathered.py",
         "there = (inputs.page_table >= 0) & (inputs.page_table < problem.pages)",
         "there = inputs.page_table < problem.pages",
         "tests/kernels/prefill/test_prefill_gathered.py -k page_that_is_missing",
     ),
     "gathered_rows_stand_at_the_first_keys": Fault(
-        f"{PREFILL}/gathered_sm80.py",
+        f"{PREFILL}/gathered.py",
         "q_offset=lengths - problem.q_len",
         "q_offset=lengths * 0",
         "tests/kernels/prefill/test_prefill_gathered.py -k 'test_interpreted and per_sequence'",

@@ -115,12 +115,8 @@ def limit(problem: AttentionProblem) -> Limit | None:
     other = "leave implementation=None"
     if problem.dtype == "float32":
         return Limit("float32 at head dims above 256; it takes bfloat16 and float16", other)
-    if problem.v_head_dim != V_DIM or problem.head_dim % WIDTH:
-        return Limit(
-            f"head dims {problem.head_dim} and {problem.v_head_dim}; it takes v_head_dim {V_DIM} "
-            f"and head_dim {WIDTH}, {2 * WIDTH}, {3 * WIDTH} or {4 * WIDTH}",
-            other,
-        )
+    if max(problem.head_dim, problem.v_head_dim) <= 256:
+        return Limit("it is for head dims above 256", other)
     functions = problem.mask_program is not None or problem.score_program is not None
     odd = set(problem.arrays) - SUPPORTED
     if functions or odd or problem.fetches > 1 or problem.share > 1 or problem.zigzag > 1:
@@ -171,7 +167,7 @@ class WideSmem(NamedTuple):
 
 def k_blocks(plan: QueryPlan) -> int:
     """Blocks of a tile of K, and of q."""
-    return plan.problem.head_dim // WIDTH
+    return pl.cdiv(plan.problem.head_dim, WIDTH)
 
 
 def _q_in_smem(plan: QueryPlan) -> int:
@@ -626,7 +622,7 @@ def run(
     inputs: AttentionInputs, problem: AttentionProblem, config: Config
 ) -> tuple[jax.Array, jax.Array]:
     """out [B, T, N, Hv] in q's dtype, log-sum-exp float32 [B, N, T]. XLA copies q, k and v where T
-    or S is above 8 and no multiple of 8.
+    or S is above 8 and no multiple of 8, or H no multiple of 128, or Hv not 512.
     """
     if tiles.has_no_scores(problem):
         return tiles.results_without_scores(problem)
@@ -636,7 +632,7 @@ def run(
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=(
-            shape((problem.batch, rows, problem.q_heads, problem.v_head_dim), problem.dtype),
+            shape((problem.batch, rows, problem.q_heads, V_DIM), problem.dtype),
             shape((problem.batch, problem.q_heads, problem.q_len), jnp.float32),
         ),
         scratch_types=(scratch(plan),),
@@ -649,13 +645,17 @@ def run(
         **cluster,
     )
     out, lse = kernel(_operands(plan, inputs))
-    return out[:, : problem.q_len], lse
+    return out[:, : problem.q_len, :, : problem.v_head_dim], lse
 
 
 def _operands(plan: QueryPlan, inputs: AttentionInputs) -> ForwardRefs:
     problem = plan.problem
     fields: dict[str, Any] = {name: getattr(inputs, name) for name in problem.arrays}
-    fields |= {name: tma_operands.for_tma(getattr(inputs, name)) for name in ("q", "k", "v")}
+    for name, width in (("q", k_blocks(plan) * WIDTH), ("k", k_blocks(plan) * WIDTH), ("v", V_DIM)):
+        array = getattr(inputs, name)
+        fields[name] = tma_operands.padded(
+            array, {1: tma_operands.rows_in_tma(array.shape[1]), 3: width}
+        )
     fields |= tile_scheduler.operands(plan, inputs)
     if "kv_lengths" in problem.arrays:
         fields["v_edge"] = tma_operands.edge(fields["v"], jnp.asarray(inputs.kv_lengths), KEYS)
