@@ -537,6 +537,36 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "jnp.where(i & 1 == 1, self.first, self.back)",
         TEST_SCHEDULES,
     ),
+    "wide_keys_are_loaded_over_keys_that_are_read": Fault(
+        f"{FWD}/sm90_wide.py",
+        "block.acquire(number >= ctx.plan.config.k_ring)",
+        "block.acquire(number > ctx.plan.config.k_ring)",
+        "tests/kernels/flash_fwd/test_wide.py -k interpreted",
+    ),
+    "wide_probabilities_are_stored_over_others": Fault(
+        f"{FWD}/sm90_wide.py",
+        "pl.when(sums.used >= P_SLOTS)",
+        "pl.when(sums.used > P_SLOTS)",
+        "tests/kernels/flash_fwd/test_wide.py -k interpreted",
+    ),
+    "wide_outputs_are_relative_to_an_older_max": Fault(
+        f"{FWD}/sm90_wide.py",
+        "return Output(accs, row_max, out.used + 1)",
+        "return Output(accs, out.row_max, out.used + 1)",
+        "tests/kernels/flash_fwd/test_wide.py -k interpreted",
+    ),
+    "parts_of_columns_are_of_other_registers": Fault(
+        "pallas_attn/kernels/mma/column_parts.py",
+        "thread.shared_floats(to, other + n * mosaic.THREADS, 4)",
+        "thread.shared_floats(to, other + 0 * mosaic.THREADS, 4)",
+        "tests/guards/test_emitted_matmuls.py -k scores_of_all_columns",
+    ),
+    "each_launch_makes_the_first_columns": Fault(
+        "pallas_attn/kernels/attention/sm80_common.py",
+        "return range(first, first + count)",
+        "return range(0, count)",
+        "tests/kernels/flash_bwd/test_flash_bwd.py -k 'interpreted and dim264'",
+    ),
     "gathered_rows_of_a_missing_page_count": Fault(
         f"{PREFILL}/gathered.py",
         "there = (inputs.page_table >= 0) & (inputs.page_table < problem.pages)",

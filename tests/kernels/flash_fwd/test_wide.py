@@ -21,7 +21,7 @@ from tests.kernels.flash_fwd.test_flash_fwd import (
 )
 from tests.support import mosaic
 
-pytestmark = [pytest.mark.usefixtures("programs_in_numpy"), pytest.mark.guards]
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 SMALL = kernel.Config(grid=2)
 ALONE = kernel.Config(blocks=1, grid=2, k_ring=5)
@@ -47,6 +47,20 @@ INTERPRETED = {
 }
 
 
+ON_THE_GPU = INTERPRETED | {
+    "float16": ("float16_causal", 512, kernel.Config()),
+    "long": ("t_equals_s", 512, kernel.Config()),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_THE_GPU)
+def test_on_the_gpu(name):
+    problem, head_dim, config = ON_THE_GPU[name]
+    check(wide(problem, head_dim), config)
+
+
+@pytest.mark.guards
 @pytest.mark.parametrize("name", INTERPRETED)
 def test_interpreted(name):
     problem, head_dim, config = INTERPRETED[name]
@@ -55,6 +69,7 @@ def test_interpreted(name):
 
 
 @pytest.mark.machine_code
+@pytest.mark.guards
 @pytest.mark.parametrize("mask", [FULL, CAUSAL], ids=str)
 def test_machine_code(mask):
     case = dataclasses.replace(wide("dim512"), q_len=1024, kv_len=1024, mask=mask)

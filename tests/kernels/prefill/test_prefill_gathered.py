@@ -77,15 +77,24 @@ def test_interpreted(name):
 WIDE = Case("paged", (70, 5), 9, page_size=8, head_dim=264, v_head_dim=512, sinks=True)
 
 
-@pytest.mark.guards
-def test_wide_heads_interpreted():
+def wide_heads_agree():
     """By the Hopper forward of wide heads."""
     config = gathered_sm90.Config.default(WIDE.problem)
-    with mosaic.interpret():
-        got = decode_cases.launched(WIDE, WIDE.inputs(0, fill=np.nan), config)
+    got = decode_cases.launched(WIDE, WIDE.inputs(0, fill=np.nan), config)
     want = decode_cases.of_definition(WIDE, WIDE.inputs(0, fill=0.0))
     for g, w, close in zip(got, want, (2.0**-6, 1e-4), strict=True):
         decode_cases.close(g, w, close, close)
+
+
+@pytest.mark.guards
+def test_wide_heads_interpreted():
+    with mosaic.interpret():
+        wide_heads_agree()
+
+
+@pytest.mark.gpu
+def test_wide_heads_on_the_gpu():
+    wide_heads_agree()
 
 
 def test_who_takes_wide_heads():
