@@ -137,9 +137,7 @@ QUICK: dict[str, tuple[str, ...]] = {
         "tests/kernels/flash_fwd/test_wide.py::test_on_the_gpu[dim512]",
         "tests/kernels/flash_fwd/test_wide.py::test_on_the_gpu[float16]",
     ),
-    "kernels/prefill/gathered_sm90.py": (
-        f"{_PREFILL}_gathered.py::test_wide_heads_on_the_gpu",
-    ),
+    "kernels/prefill/gathered_sm90.py": (f"{_PREFILL}_gathered.py::test_wide_heads_on_the_gpu",),
     "kernels/prefill/gathered_sm80.py": (
         f"{_PREFILL}_gathered.py::test_on_the_gpu[plain-paged]",
         f"{_PREFILL}_gathered.py::test_on_the_gpu[float32-stacked]",

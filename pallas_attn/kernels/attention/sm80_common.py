@@ -68,7 +68,7 @@ class MmaFormat:
         return self.width(name) // (self.columns or self.width(name))
 
     def made_chunks(self, name: str) -> range:
-        """Chunks of a gradient's columns that a launch makes, by the chunks of its right operand."""
+        """Chunks of a gradient's columns that a launch makes: those of its right operand."""
         first, count = self.made or (0, self.chunks(name))
         return range(first, first + count)
 

@@ -73,7 +73,8 @@ LONG = 2048  # keys of a block, from which on memory bandwidth counts more than 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """`tile`: keys of a kv tile; 32 of float32 and of head dims above 256 only, 16 of the latter. `stages`: tiles of K and V in the ring.
+    """`tile`: keys of a kv tile; 32 only of float32 and of head dims above 256, 16 of the latter.
+    `stages`: tiles of K and V in the ring.
     `grid`: persistent blocks. `split_tiles`: kv tiles of a split where `batch_invariant` is asked
     for. `many_heads`: blocks have several heads each, and do what would slow down a block with one:
     queries are loaded a head ahead, scores of few rows are folded, and keys are shared out in units
@@ -172,7 +173,11 @@ def limit(problem: DecodeProblem) -> Limit | None:
     refused = limits.dtype_limit(problem)
     if refused is None and problem.quantized:
         refused = limits.quantized_limit(problem)
-    refused = refused or tma_operands.dims_limit(problem, tma_operands.WIDEST) or limits.size_limit(problem)
+    refused = (
+        refused
+        or tma_operands.dims_limit(problem, tma_operands.WIDEST)
+        or limits.size_limit(problem)
+    )
     if refused is not None or problem.dtype != "float32":
         return refused
     if smem_bytes(problem, Config.default(problem)) > limits.SMEM_LIMIT:

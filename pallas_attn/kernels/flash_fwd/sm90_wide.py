@@ -17,9 +17,9 @@ Warpgroups, and the barriers that they arrive at:
   3     the producer: `ready`, `q_ready`
 
 Shared memory: a ring for each warpgroup that computes, of blocks of 64 rows and 128 columns. That of
-warpgroup 2 holds the first columns of q, on their way to registers, and then K of each kv tile, from
-the last to the first; the others hold their columns of V. The other columns of q lie in a buffer of
-their own. A block is filled anew when its readers, one in each block of the cluster, released it.
+warpgroup 2 holds the first columns of q, on their way to registers, and then K of each kv tile,
+from the last to the first; the others hold their columns of V. The other columns of q lie in a
+buffer of their own. A block is filled anew when its readers, one in each block of the cluster, released it.
 
 While warpgroup 2 computes the softmax of a tile, tensor cores have the values of the tile before.
 """
@@ -48,7 +48,6 @@ from pallas_attn.kernels.attention.tiles import (
     WorkTile,
 )
 from pallas_attn.kernels.flash_fwd import shared_memory, tile_scheduler
-from pallas_attn.kernels.flash_fwd.shared_memory import SMEM_LIMIT
 from pallas_attn.kernels.flash_fwd.tile_scheduler import (
     Distribution,
     MaskRanges,
@@ -162,7 +161,7 @@ class WideSmem(NamedTuple):
     p_free: Barrier
     factor_ready: Barrier
     factor_free: Barrier
-    done: Barrier  # of all warpgroups of the cluster
+    done: Barrier  # all warpgroups of the cluster are
 
 
 def k_blocks(plan: QueryPlan) -> int:
@@ -228,7 +227,6 @@ class RingBlock(NamedTuple):
 
     def release(self) -> None:
         plgpu.barrier_arrive(self.free)
-
 
     def acquire(self, reused: Any) -> None:
         """Waits until the readers of what was here before have released it."""
@@ -304,7 +302,7 @@ def _rows_of(ctx: KernelContext, turn: Turn, cta: Index) -> OwnRows:
 
 def _produce(ctx: KernelContext, cluster: Index, cta: Index) -> None:
     """Q, K and V of all work tiles."""
-    plan, work_tiles = ctx.plan, ctx.plan.producer_tiles
+    work_tiles = ctx.plan.producer_tiles
 
     def one_tile(turn: Turn, position: Position) -> Position:
         tile = work_tile(ctx, turn.code)
@@ -326,9 +324,7 @@ def _produce(ctx: KernelContext, cluster: Index, cta: Index) -> None:
     work_tiles.for_each_tile(ctx, cluster, start, one_tile, first)
 
 
-def _load_q(
-    ctx: KernelContext, turn: Turn, tile: WorkTile, position: Position, cta: Index
-) -> None:
+def _load_q(ctx: KernelContext, turn: Turn, tile: WorkTile, position: Position, cta: Index) -> None:
     """The block's own rows: first columns through the ring, the others to their buffer."""
     plan, refs, smem = ctx
     where = tile.batch, pl.ds(tile.row + cta * ROWS, ROWS), tile.head
@@ -507,7 +503,7 @@ class Output(NamedTuple):
 
     accs: tuple[RegisterTile, ...]  # [ROWS, WIDTH] each
     row_max: RegisterTile  # [ROWS]: what they are relative to
-    used: Index  # as in `Sums`
+    used: Index  # the same as `Sums.used`
 
 
 def _weigh(ctx: KernelContext, cluster: Index, cta: Index, wg: Index) -> None:
@@ -573,9 +569,7 @@ def _skip_values(blocks: list[RingBlock], out: Output) -> Output:
     return out
 
 
-def _store(
-    ctx: KernelContext, rows: QueryRows, wg: Index, accs: list[RegisterTile]
-) -> None:
+def _store(ctx: KernelContext, rows: QueryRows, wg: Index, accs: list[RegisterTile]) -> None:
     """The output's columns, some at a time through shared memory."""
     refs, tile, staged = ctx.refs, rows.tile, ctx.smem.out.at[wg]
     for n, acc in enumerate(accs):

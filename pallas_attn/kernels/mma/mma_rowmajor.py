@@ -313,8 +313,8 @@ def words_of_unit(
 
 
 def own_columns_of_warps(rows: np.ndarray, split: Split, size: int | None = None) -> np.ndarray:
-    """Of `rows` [64, dim] each warp's own columns, in the rows of that warp. `size`: bytes of the
-    keys' numbers, where these are others than those of `rows`.
+    """Each warp's own columns of its rows of `rows` [64, dim]. `size`: bytes of the keys' numbers,
+    where these are others than those of `rows`.
     """
     tile = rows.reshape(threads.WARPS, ROWS, -1)
     if size is None:
@@ -559,16 +559,19 @@ def store_accumulators(  # noqa: PLR0913
     shared memory: `to` is [WARPS * rows, Hv + ROW_PADDING] and twice [WARPS * rows]. Warps that
     share out columns store theirs beside each other.
     """
-    if split.parts > 1:
-        return _store_parts(acc, top, total, to, (rows, split))
     chunks, words = (to[0].shape[1] - ROW_PADDING) // 8, to[0].shape[1] // 4
+    alone, width = split.parts == 1, acc.shape[1]
+
+    def line_of(warp):
+        return (warp if alone else split.row_block(warp)) * rows
 
     def row_of(half, acc, numbers, refs):
         warp, lane = (Int(x) for x in warp_and_lane())
-        line, row = warp * rows + lane // 4 + 8 * half, lane // 4 + 8 * half
-        for u in range(acc.shape[1] // 64):
+        line, row = line_of(warp) + lane // 4 + 8 * half, lane // 4 + 8 * half
+        for u in range(width // 64):
             for n in range(2):
                 chunk = lane % 4 * 2 + (8 * u + n)
+                chunk = chunk if alone else chunk + first_chunk(split, width)
                 there = ((row < rows) & (chunk < chunks)).value
                 eight = [acc.registers.flat[2 * (8 * u + i) + half] for i in range(8)]
                 eight = [vector.extract(pair, [], [n]) for pair in eight]
@@ -579,58 +582,21 @@ def store_accumulators(  # noqa: PLR0913
             number = row_numbers.registers.flat[half]
             if isinstance(number.type, ir.VectorType):
                 number = vector.extract(number, [], [0])
-            threads.Thread().shared_store(ref, line, threads.Float(number), row < rows)
+            mine = row < rows if alone else (row < rows) & (warp < split.row_blocks)
+            threads.Thread().shared_store(ref, line, threads.Float(number), mine)
 
     def code(acc, top, total, refs):
         for half in range(-(-rows // 8)):
             row_of(half, acc, (top, total), refs)
 
     def twin(acc, top, total, refs):
-        for ref, tile in zip(refs, (acc[:, : 8 * chunks], top, total), strict=True):
-            mine = tile.reshape(threads.WARPS, ROWS, *tile.shape[1:])[:, :rows]
-            mine = mine.reshape(-1, *tile.shape[1:])
-            ref[..., : mine.shape[-1]] = mine
-
-    types = (mosaic.TILE, mosaic.ROW, mosaic.ROW, (REF, REF, REF))
-    return inline(code, twin, (acc, top, total, tuple(to)), types, None)
-
-
-def _store_parts(
-    acc: Array, top: Array, total: Array, to: tuple[Ref, Ref, Ref], at: tuple[int, Split]
-) -> None:
-    """`store_accumulators` where warps share out columns; `at`: its rows and split."""
-    (rows, split), chunks = at, (to[0].shape[1] - ROW_PADDING) // 8
-    words, width = to[0].shape[1] // 4, acc.shape[1]
-
-    def code(acc, top, total, refs):
-        warp, lane = (Int(x) for x in warp_and_lane())
-        for half in range(-(-rows // 8)):
-            row = lane // 4 + 8 * half
-            line = split.row_block(warp) * rows + row
-            for u in range(width // 64):
-                for n in range(2):
-                    chunk = lane % 4 * 2 + (8 * u + n) + first_chunk(split, width)
-                    there = ((row < rows) & (chunk < chunks)).value
-                    eight = [acc.registers.flat[2 * (8 * u + i) + half] for i in range(8)]
-                    eight = [vector.extract(pair, [], [n]) for pair in eight]
-                    for k in range(2):
-                        index = line * words + chunk * 2 + k
-                        store_four(refs[0], index, eight[4 * k : 4 * k + 4], there)
-            for ref, numbers in zip(refs[1:], (top, total), strict=True):
-                number = numbers.registers.flat[half]
-                if isinstance(number.type, ir.VectorType):
-                    number = vector.extract(number, [], [0])
-                first = (row < rows) & (warp < split.row_blocks)
-                threads.Thread().shared_store(ref, line, threads.Float(number), first)
-
-    def twin(acc, top, total, refs):
         for warp in range(threads.WARPS):
-            here, row_block = slice(ROWS * warp, ROWS * warp + rows), split.row_block(warp)
-            lines = slice(row_block * rows, (row_block + 1) * rows)
+            here = slice(ROWS * warp, ROWS * warp + rows)
+            lines = slice(line_of(warp), line_of(warp) + rows)
             first = warp // split.row_blocks % split.parts * width
             own = acc[here, : max(min(width, 8 * chunks - first), 0)]
             refs[0][lines, first : first + own.shape[1]] = own
-            if warp < split.row_blocks:
+            if alone or warp < split.row_blocks:
                 refs[1][lines], refs[2][lines] = top[here], total[here]
 
     types = (mosaic.TILE, mosaic.ROW, mosaic.ROW, (REF, REF, REF))

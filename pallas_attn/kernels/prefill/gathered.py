@@ -26,7 +26,6 @@ Array = jax.Array
 Cache = Array | tuple[Array, ...]
 
 
-
 class Forward(NamedTuple):
     """The forward that reads the rows."""
 

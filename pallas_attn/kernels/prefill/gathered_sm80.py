@@ -1,4 +1,6 @@
-"""Attention of many new rows to a cache, for every GPU from Ampere on: `gathered`, by the portable forward."""
+"""Attention of many new rows to a cache, for every GPU from Ampere on: `gathered`, by the portable
+forward.
+"""
 
 import dataclasses
 import functools

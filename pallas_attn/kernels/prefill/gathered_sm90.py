@@ -1,4 +1,6 @@
-"""Attention of many new rows to a cache, at head dims above 256, for Hopper: `gathered`, by the forward of such heads."""
+"""Attention of many new rows to a cache at head dims above 256, for Hopper: `gathered`, by the
+forward of such heads.
+"""
 
 import dataclasses
 import functools

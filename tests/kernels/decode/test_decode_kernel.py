@@ -101,7 +101,8 @@ INTERPRETED = {
     ),
     # Warps share out the columns.
     "wide": (
-        Case(lengths=(5, 70), head_dim=512, v_head_dim=512), kernel.Config(tile=32, grid=3, stages=2)
+        Case(lengths=(5, 70), head_dim=512, v_head_dim=512),
+        kernel.Config(tile=32, grid=3, stages=2),
     ),
     "wide_24_rows_odd_dims": (
         Case(lengths=(40,), q_heads=8, kv_heads=1, q_len=5, head_dim=264, v_head_dim=72),
