@@ -10,16 +10,17 @@ Grid: persistent clusters, each with the work tiles that `tile_scheduler.schedul
 `flash_fwd.sm90`: its rows have a span of their own within the kv tiles that the cluster loads.
 
 Warpgroups, and the barriers that they arrive at:
-  0, 1  weigh values, half of the columns each: `free` when a block of V has been multiplied,
+  0, 1  weigh values, half of the columns each: `v_free` when a block of V has been multiplied,
         `p_free` when a tile's probabilities have, `factor_free`
-  2     scores: `free` of blocks of K and of q, `q_free`, `p_ready` when a tile's probabilities and
-        the row max that they are relative to are in shared memory, `factor_ready`
-  3     the producer: `ready`, `q_ready`
+  2     scores: `k_free` of blocks of K and of q, `q_free`, `p_ready` when a tile's probabilities
+        and the row max that they are relative to are in shared memory, `factor_ready`
+  3     the producer: `k_ready`, `v_ready`, `q_ready`
 
-Shared memory: a ring for each warpgroup that computes, of blocks of 64 rows and 128 columns. That of
-warpgroup 2 holds the first columns of q, on their way to registers, and then K of each kv tile,
+Shared memory: a ring for each warpgroup that computes, of blocks of 64 rows and 128 columns. That
+of warpgroup 2 holds the first columns of q, on their way to registers, and then K of each kv tile,
 from the last to the first; the others hold their columns of V. The other columns of q lie in a
-buffer of their own. A block is filled anew when its readers, one in each block of the cluster, released it.
+buffer of their own. A block is filled anew when its readers have released it: one in each block of
+the cluster.
 
 While warpgroup 2 computes the softmax of a tile, tensor cores have the values of the tile before.
 """

@@ -19,7 +19,7 @@ from tests.kernels.flash_fwd.test_flash_fwd import (
     shape_of,
     small,
 )
-from tests.support import mosaic
+from tests.support import budget, mosaic, subjects
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -58,6 +58,17 @@ ON_THE_GPU = INTERPRETED | {
 def test_on_the_gpu(name):
     problem, head_dim, config = ON_THE_GPU[name]
     check(wide(problem, head_dim), config)
+
+
+@pytest.mark.gpu
+def test_gradients_on_the_gpu():
+    """As dispatch chooses: this forward, and the portable backward."""
+    case = wide("dim512")
+    do, dlse = subjects.cotangents(case)
+    arguments = case.arguments() | {"do": do, "dlse": dlse, "implementation": None}
+    got = subjects.forward_and_backward(**arguments)
+    wanted = budget.attention(case.arguments(), do, dlse, tensor_cores=True)
+    budget.check(got, wanted)
 
 
 @pytest.mark.guards
