@@ -272,8 +272,8 @@ def _edge_attention() -> list[AttentionCase]:
         rows.append(_attention(f"dim{dim}", (1, 130), (2, 1), dim, "dims", mask=CAUSAL))
     for h, hv in ((192, 128), (64, 128), (128, 64), (40, 256), (72, 24)):
         rows.append(_attention(f"dim{h}_{hv}", (1, 130), (2, 1), (h, hv), "dims", mask=CAUSAL))
-    for dims in (264, 512, (512, 64), (72, 320)):
-        name = "_".join(map(str, dims)) if isinstance(dims, tuple) else dims
+    for dims in ((264, 264), (512, 512), (512, 64), (72, 320)):
+        name = "_".join(map(str, dict.fromkeys(dims)))
         labels = ("dims", "wide")
         rows.append(_attention(f"dim{name}", (1, 130), (2, 1), dims, *labels, mask=CAUSAL))
     for dtype in ("float16", "float32"):

@@ -27,7 +27,8 @@ def by_parts(
     """
     if not form.columns or form.width(name) <= COLUMNS:
         return make(form, None)
-    most, made = COLUMNS // form.columns, []
+    most = COLUMNS // form.columns
+    made: list[jax.Array] = []
     for first in range(0, form.chunks(name), most):
         part = form.of_chunks(first, min(most, form.chunks(name) - first))
         made.append(make(part, made[-1] if made else None))

@@ -342,14 +342,14 @@ def run(
         return tiles.results_without_scores(problem)
     if problem.v_head_dim <= wide_heads.COLUMNS:
         return _launch(inputs, problem, config)
-    outs, lse = [], None
+    results: list[tuple[jax.Array, jax.Array]] = []
     for columns in wide_heads.value_columns(problem.v_head_dim):
         part = inputs._replace(v=inputs.v[..., columns])
-        if lse is not None:  # the interpreter simulates one kernel at a time
-            part = part._replace(q=lax.optimization_barrier((part.q, lse))[0])
-        out, lse = _launch(part, _of_a_launch(problem, columns), config)
-        outs.append(out)
-    return jnp.concatenate(outs, axis=-1), lse
+        if results:  # the interpreter simulates one kernel at a time
+            part = part._replace(q=lax.optimization_barrier((part.q, results[-1]))[0])
+        results.append(_launch(part, _of_a_launch(problem, columns), config))
+    outs, lses = zip(*results, strict=True)
+    return jnp.concatenate(outs, axis=-1), lses[0]
 
 
 def _launch(

@@ -178,7 +178,7 @@ def _q_in_smem(plan: QueryPlan) -> int:
 def scratch(plan: QueryPlan) -> WideSmem:
     """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
     config, dtype, barrier = plan.config, plan.problem.dtype, plgpu.Barrier
-    across = barrier
+    across: Any = barrier
     if config.blocks > 1:
         across = functools.partial(plgpu.ClusterBarrier, collective_axes=("cta",))
     columns = _q_in_smem(plan)
@@ -525,11 +525,11 @@ def _weigh(ctx: KernelContext, cluster: Index, cta: Index, wg: Index) -> None:
         plgpu.barrier_wait(smem.factor_ready)
         factor = plgpu.load(smem.factor, layout=mosaic.ROW)
         plgpu.barrier_arrive(smem.factor_free)
-        accs = [acc * mosaic.broadcast_rows(factor, acc.shape) for acc in out.accs]
+        result = [acc * mosaic.broadcast_rows(factor, acc.shape) for acc in out.accs]
         if (q_len := own.rows.tile.q_len) is not None:  # the others may be NaN
             inside = mosaic.positions((ROWS,), 0, own.rows.row) < q_len
-            accs = [jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 0.0) for x in accs]
-        _store(ctx, own.rows, wg, accs)
+            result = [jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 0.0) for x in result]
+        _store(ctx, own.rows, wg, result)
         return position.after(ctx, own.count), out.used
 
     start, none = work_tiles.start(ctx, cluster), jnp.int32(0)
@@ -622,7 +622,9 @@ def run(
     if tiles.has_no_scores(problem):
         return tiles.results_without_scores(problem)
     plan = plan_of(problem, config)
-    cluster = {"cluster": (config.blocks,), "cluster_names": ("cta",)} if config.blocks > 1 else {}
+    cluster: dict[str, Any] = {}
+    if config.blocks > 1:
+        cluster = {"cluster": (config.blocks,), "cluster_names": ("cta",)}
     rows, shape = tma_operands.rows_in_tma(problem.q_len), jax.ShapeDtypeStruct
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
