@@ -428,8 +428,9 @@ def _launch(plan: KeyPlan, refs: BackwardRefs, which: str) -> dict[str, jax.Arra
     return {name: plan.format.whole_rows(x, dims[name]) for name, x in grads}
 
 
-def _by_parts(plan: KeyPlan, refs: BackwardRefs, which: str) -> jax.Array:
+def _by_parts(ctx: KernelContext, which: str) -> jax.Array:
     """dk or dv, by a launch or several."""
+    plan, refs, _ = ctx
 
     def make(form: MmaFormat, before: jax.Array | None) -> jax.Array:
         part = dataclasses.replace(plan, format=form)
@@ -454,7 +455,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
         if len(which) > 1:
             grads |= _launch(plan, refs, which)
         else:
-            grads[which] = _by_parts(plan, refs, which)
+            grads[which] = _by_parts(KernelContext(plan, refs), which)
         refs = operands.ordered_after(refs, grads[which[0]])
     if fused:
         vectors = adds_vectors(problem)

@@ -206,13 +206,13 @@ def dq_of(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> jax.A
 
     def make(form: MmaFormat, before: jax.Array | None) -> jax.Array:
         after = refs if before is None else operands.ordered_after(refs, before)
-        return _launch(dataclasses.replace(plan, format=form), inputs, after)
+        return _launch(KernelContext(dataclasses.replace(plan, format=form), after), inputs)
 
     return wide_heads.by_parts(plan.format, "k", make)
 
 
-def _launch(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> jax.Array:
-    problem = plan.problem
+def _launch(ctx: KernelContext, inputs: AttentionInputs) -> jax.Array:
+    (plan, refs, _), problem = ctx, ctx.plan.problem
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=plan.format.result(problem.q_len, problem.q_heads, problem.head_dim),

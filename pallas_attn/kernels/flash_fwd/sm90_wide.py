@@ -1,13 +1,12 @@
 """Flash attention forward for Hopper at head dims above 256: Gemma 4's global layers have 512.
 
-An output of 64 x 512 numbers fills the registers of two warpgroups, so a block has 64 query rows,
-and each key costs it as many bytes as 128 rows cost at half the head dim. Two blocks of a cluster
-therefore take neighbouring rows of a head and read K and V once: each loads half of every tile, by
-TMA multicast to both.
+An output of 64 x 512 numbers fills the registers of two warpgroups, so a block has 64 query rows.
+Each key costs it twice the bytes that 128 rows cost at half the head dim. Clusters of two blocks
+that share K and V by TMA multicast were measured on an H200: as fast without a mask, 3 % slower
+with a causal one, and are not made.
 
-Grid: persistent clusters, each with the work tiles that `tile_scheduler.schedule` lists for it,
-`64 * Config.blocks` query rows of a head. A block of the cluster takes the place of a warpgroup of
-`flash_fwd.sm90`: its rows have a span of their own within the kv tiles that the cluster loads.
+Grid: one persistent block a multiprocessor, each with the work tiles that
+`tile_scheduler.schedule` lists for it, 64 query rows of a head.
 
 Warpgroups, and the barriers that they arrive at:
   0, 1  weigh values, half of the columns each: `v_free` when a block of V has been multiplied,
@@ -19,8 +18,7 @@ Warpgroups, and the barriers that they arrive at:
 Shared memory: a ring for each warpgroup that computes, of blocks of 64 rows and 128 columns. That
 of warpgroup 2 holds the first columns of q, on their way to registers, and then K of each kv tile,
 from the last to the first; the others hold their columns of V. The other columns of q lie in a
-buffer of their own. A block is filled anew when its readers have released it: one in each block of
-the cluster.
+buffer of their own. A block of columns is filled anew when its reader has released it.
 
 While warpgroup 2 computes the softmax of a tile, tensor cores have the values of the tile before.
 """
@@ -46,10 +44,12 @@ from pallas_attn.kernels.attention.tiles import (
     KernelContext,
     QueryRows,
     QueryTiling,
+    Span,
     WorkTile,
 )
 from pallas_attn.kernels.flash_fwd import shared_memory, tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import (
+    BLOCKS,
     Distribution,
     MaskRanges,
     QueryPlan,
@@ -59,7 +59,7 @@ from pallas_attn.kernels.flash_fwd.tile_scheduler import (
 )
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
-from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
+from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, RegisterTile, SmemRef
 
 KEYS = 64  # keys of a kv tile
 WIDTH = 128  # columns of a block of the ring
@@ -78,33 +78,25 @@ SUPPORTED = {"q_offset", "q_lengths", "kv_lengths", "mask_left", "mask_right", "
 class Config:
     """Tuning only: the result is the same up to rounding."""
 
-    blocks: int = 2  # blocks of a cluster
-    k_ring: int = 4  # blocks of columns of K
-    v_ring: int = 3  # blocks of columns of V, for each of two warpgroups
-    grid: int = 66  # clusters
+    k_ring: int = 6  # blocks of columns of K
+    v_ring: int = 2  # blocks of columns of V, for each of two warpgroups
+    grid: int = BLOCKS  # persistent blocks
     l2_heads: int = 0  # see `flash_fwd.sm90`
 
-    block_kv = KEYS
+    block_kv, warpgroups = KEYS, 1  # of a work tile
 
     def __post_init__(self) -> None:
         check(
             self,
-            blocks=(self.blocks in (1, 2), "1 or 2"),
             k_ring=(self.k_ring >= 1, "at least 1"),
             v_ring=(self.v_ring >= V_BLOCKS, f"at least {V_BLOCKS}"),
             grid=(self.grid >= 1, "at least 1"),
             l2_heads=(self.l2_heads >= 0, "at least 0"),
         )
 
-    @property
-    def warpgroups(self) -> int:
-        """Spans of a work tile: see `tile_scheduler.MaskRanges`."""
-        return self.blocks
-
     @classmethod
     def default(cls, problem: AttentionProblem) -> "Config":
-        if problem.q_len <= ROWS:
-            return cls(blocks=1, grid=132)
+        del problem
         return cls()
 
 
@@ -127,8 +119,7 @@ def limit(problem: AttentionProblem) -> Limit | None:
 
 @functools.lru_cache(maxsize=256)
 def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
-    rows = ROWS * config.blocks
-    tiling = QueryTiling(problem.q_len, problem.kv_len, rows, KEYS)
+    tiling = QueryTiling(problem.q_len, problem.kv_len, ROWS, KEYS)
     return QueryPlan(
         problem,
         config,
@@ -162,7 +153,6 @@ class WideSmem(NamedTuple):
     p_free: Barrier
     factor_ready: Barrier
     factor_free: Barrier
-    done: Barrier  # all warpgroups of the cluster are
 
 
 def k_blocks(plan: QueryPlan) -> int:
@@ -178,9 +168,6 @@ def _q_in_smem(plan: QueryPlan) -> int:
 def scratch(plan: QueryPlan) -> WideSmem:
     """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
     config, dtype, barrier = plan.config, plan.problem.dtype, plgpu.Barrier
-    across: Any = barrier
-    if config.blocks > 1:
-        across = functools.partial(plgpu.ClusterBarrier, collective_axes=("cta",))
     columns = _q_in_smem(plan)
     return WideSmem(
         q=mosaic.swizzled((ROWS, columns), dtype, 128) if columns else None,
@@ -193,14 +180,13 @@ def scratch(plan: QueryPlan) -> WideSmem:
         q_ready=barrier(),
         q_free=barrier(),
         k_ready=barrier(num_barriers=config.k_ring),
-        k_free=across(num_barriers=config.k_ring),
+        k_free=barrier(num_barriers=config.k_ring),
         v_ready=barrier(num_barriers=V_WARPGROUPS * config.v_ring),
-        v_free=across(num_barriers=V_WARPGROUPS * config.v_ring),
+        v_free=barrier(num_barriers=V_WARPGROUPS * config.v_ring),
         p_ready=barrier(num_barriers=P_SLOTS),
         p_free=barrier(num_barriers=P_SLOTS, num_arrivals=V_WARPGROUPS),
         factor_ready=barrier(),
         factor_free=barrier(num_arrivals=V_WARPGROUPS),
-        done=across(num_arrivals=PRODUCER + 1),
     )
 
 
@@ -209,8 +195,8 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     return mosaic.bytes_of(buffers) + shared_memory.BARRIERS + mosaic.REDUCTION_BYTES
 
 
-def _is_barrier(x: Any) -> bool:
-    return x is None or isinstance(x, plgpu.Barrier | plgpu.ClusterBarrier)
+def _is_barrier(x: object) -> bool:
+    return x is None or isinstance(x, plgpu.Barrier)
 
 
 # ---- the ring ------------------------------------------------------------------------------------
@@ -229,8 +215,8 @@ class RingBlock(NamedTuple):
     def release(self) -> None:
         plgpu.barrier_arrive(self.free)
 
-    def acquire(self, reused: Any) -> None:
-        """Waits until the readers of what was here before have released it."""
+    def acquire(self, reused: Predicate) -> None:
+        """Waits until the reader of what was here before has released it."""
         pl.when(reused)(lambda: plgpu.barrier_wait(self.free))
 
 
@@ -276,59 +262,46 @@ def _value_blocks(
     return blocks
 
 
-class OwnRows(NamedTuple):
-    """The rows of this block in a work tile."""
-
-    rows: QueryRows
-    hi: Index  # the end of the kv tiles that the cluster loads
-    count: Index  # how many those are
-
-    def tile(self, e: Index) -> Index:
-        """The e-th kv tile."""
-        return self.hi - 1 - e
-
-    def needs(self, e: Index) -> Any:
-        """Whether these rows see a key of the e-th kv tile."""
-        t = self.tile(e)
-        return (t >= self.rows.span.lo) & (t < self.rows.span.hi)
+def _rows_of(ctx: KernelContext, turn: Turn) -> QueryRows:
+    """The rows of a work tile, with the kv tiles that they need: hi <= lo where there is none."""
+    return MaskRanges.of_rows(ctx, work_tile(ctx, turn.code), jnp.int32(0), None)[1]
 
 
-def _rows_of(ctx: KernelContext, turn: Turn, cta: Index) -> OwnRows:
-    (lo, hi), rows = MaskRanges.of_rows(ctx, work_tile(ctx, turn.code), cta, None)
-    return OwnRows(rows, hi, jnp.maximum(hi - lo, 0))
+def _count(span: Span) -> Index:
+    """The number of kv tiles."""
+    return jnp.maximum(span.hi - span.lo, 0)
 
 
 # ---- the producer --------------------------------------------------------------------------------
 
 
-def _produce(ctx: KernelContext, cluster: Index, cta: Index) -> None:
+def _produce(ctx: KernelContext, block_id: Index) -> None:
     """Q, K and V of all work tiles."""
     work_tiles = ctx.plan.producer_tiles
 
     def one_tile(turn: Turn, position: Position) -> Position:
-        tile = work_tile(ctx, turn.code)
-        _load_q(ctx, turn, tile, position, cta)
-        lo, hi = MaskRanges.of_block(ctx, tile)
-        count = jnp.maximum(hi - lo, 0)
+        rows = _rows_of(ctx, turn)
+        tile, last, count = rows.tile, rows.span.hi - 1, _count(rows.span)
+        _load_q(ctx, turn, tile, position)
 
         @pl.loop(0, count)
         def _(e: Index) -> None:
             for n, (number, block) in enumerate(_key_blocks(ctx, position, e)):
                 block.acquire(number >= ctx.plan.config.k_ring)
-                _load_block(ctx, tile, ("k", hi - 1 - e, n), block)
-            _load_values(ctx, tile, hi - 1 - e, e, position)
+                _load_block(ctx, tile, ("k", last - e, n), block)
+            _load_values(ctx, tile, last - e, e, position)
 
         return position.after(ctx, count)
 
-    start = work_tiles.start(ctx, cluster)
+    start = work_tiles.start(ctx, block_id)
     first = Position(jnp.int32(0), jnp.int32(0))
-    work_tiles.for_each_tile(ctx, cluster, start, one_tile, first)
+    work_tiles.for_each_tile(ctx, block_id, start, one_tile, first)
 
 
-def _load_q(ctx: KernelContext, turn: Turn, tile: WorkTile, position: Position, cta: Index) -> None:
+def _load_q(ctx: KernelContext, turn: Turn, tile: WorkTile, position: Position) -> None:
     """The block's own rows: first columns through the ring, the others to their buffer."""
     plan, refs, smem = ctx
-    where = tile.batch, pl.ds(tile.row + cta * ROWS, ROWS), tile.head
+    where = tile.batch, pl.ds(tile.row, ROWS), tile.head
     for n in range(_q_blocks(plan)):
         block = _k_block(ctx, position.k + n)
         block.acquire(position.k + n >= plan.config.k_ring)
@@ -362,12 +335,11 @@ def _load_values(
 def _load_block(
     ctx: KernelContext, tile: WorkTile, what: tuple[str, Index, int], block: RingBlock
 ) -> None:
-    """Block n of kv tile t of an array, to both blocks of the cluster."""
+    """Block n of the columns of kv tile t of an array."""
     (name, t, n), plan = what, ctx.plan
     head, ref = lax.div(tile.head, jnp.int32(plan.problem.group)), getattr(ctx.refs, name)
     source = ref.at[tile.batch, pl.ds(t * KEYS, KEYS), head, pl.ds(n * WIDTH, WIDTH)]
-    across = "cta" if plan.config.blocks > 1 else None
-    plgpu.copy_gmem_to_smem(source, block.ref, block.ready, collective_axes=across)
+    plgpu.copy_gmem_to_smem(source, block.ref, block.ready)
 
 
 # ---- scores --------------------------------------------------------------------------------------
@@ -379,33 +351,25 @@ class Sums(NamedTuple):
     used: Index  # tiles whose probabilities this block computed since the launch began
 
 
-def _score(ctx: KernelContext, cluster: Index, cta: Index) -> None:
+def _score(ctx: KernelContext, block_id: Index) -> None:
     """Probabilities of all tiles, what they are relative to, and the factor of each output."""
     smem, work_tiles = ctx.smem, ctx.plan.consumer_tiles
 
     def one_tile(turn: Turn, carry: tuple[Position, Index]) -> tuple[Position, Index]:
-        (position, used), own = carry, _rows_of(ctx, turn, cta)
+        (position, used), rows = carry, _rows_of(ctx, turn)
         q = _queries(ctx, position)
         nothing = mosaic.filled((ROWS,), -jnp.inf)
         sums = Sums(nothing, mosaic.filled((ROWS, softmax.PARTIALS), 0.0), used)
-        step = functools.partial(_score_tile, ctx, own, q, position)
+        step = functools.partial(_score_tile, ctx, rows, q, position)
 
-        def one_kv_tile(e: Index, sums: Sums) -> Sums:
-            return lax.cond(
-                own.needs(e),
-                functools.partial(step, e),
-                functools.partial(_skip_keys, ctx, position, e),
-                sums,
-            )
-
-        sums = lax.fori_loop(0, own.count, one_kv_tile, sums)
+        sums = lax.fori_loop(0, _count(rows.span), step, sums)
         if smem.q is not None:
             plgpu.barrier_arrive(smem.q_free)
-        _finish(ctx, turn, own.rows, sums)
-        return position.after(ctx, own.count), sums.used
+        _finish(ctx, turn, rows, sums)
+        return position.after(ctx, _count(rows.span)), sums.used
 
-    start, none = work_tiles.start(ctx, cluster), jnp.int32(0)
-    work_tiles.for_each_tile(ctx, cluster, start, one_tile, (Position(none, none), none))
+    start, none = work_tiles.start(ctx, block_id), jnp.int32(0)
+    work_tiles.for_each_tile(ctx, block_id, start, one_tile, (Position(none, none), none))
 
 
 def _queries(ctx: KernelContext, position: Position) -> list[RegisterTile]:
@@ -424,7 +388,7 @@ def _queries(ctx: KernelContext, position: Position) -> list[RegisterTile]:
 
 def _score_tile(
     ctx: KernelContext,
-    own: OwnRows,
+    rows: QueryRows,
     q: list[RegisterTile],
     position: Position,
     e: Index,
@@ -433,10 +397,11 @@ def _score_tile(
     """The e-th kv tile."""
     plan, smem = ctx.plan, ctx.smem
     s = _product(ctx, q, position, e)
-    t, span, unit = own.tile(e), own.rows.span, plan.logit_rules.unit
+    span, unit = rows.span, plan.logit_rules.unit
+    t = span.hi - 1 - e
     masked = None if plan.sections - {"empty"} else False
     whole = (span.full_lo, span.full_hi)
-    s = logits.masked_logits(ctx, own.rows, t, jnp.int32(0), s, masked, whole)
+    s = logits.masked_logits(ctx, rows, t, jnp.int32(0), s, masked, whole)
     new = softmax.next_step(s, unit, sums.row_max, empty_ok=True)
     row_sum = softmax.rescaled(new, sums.row_sum) + new.row_sum
     slot = sums.used & 1
@@ -454,7 +419,7 @@ def _product(
     """q @ K^T; blocks of K are released as they have been multiplied."""
     blocks = [block for _, block in _key_blocks(ctx, position, e)]
 
-    def body(acc: Any) -> RegisterTile:
+    def body(acc: RegisterTile) -> RegisterTile:
         for n, block in enumerate(blocks):
             block.wait()
             rest = pl.ds((n - IN_REGISTERS) * WIDTH, WIDTH)
@@ -466,14 +431,6 @@ def _product(
         return acc[...]
 
     return pl.run_scoped(body, plgpu.ACC((ROWS, KEYS), jnp.float32))
-
-
-def _skip_keys(ctx: KernelContext, position: Position, e: Index, sums: Sums) -> Sums:
-    """Releases K of a tile that only the rows of the other block need."""
-    for _, block in _key_blocks(ctx, position, e):
-        block.wait()
-        block.release()
-    return sums
 
 
 def _finish(ctx: KernelContext, turn: Turn, rows: QueryRows, sums: Sums) -> None:
@@ -507,33 +464,32 @@ class Output(NamedTuple):
     used: Index  # the same as `Sums.used`
 
 
-def _weigh(ctx: KernelContext, cluster: Index, cta: Index, wg: Index) -> None:
+def _weigh(ctx: KernelContext, block_id: Index, wg: Index) -> None:
     """A warpgroup's columns of the values, of all tiles."""
     smem, work_tiles = ctx.smem, ctx.plan.consumer_tiles
 
     def one_tile(turn: Turn, carry: tuple[Position, Index]) -> tuple[Position, Index]:
-        (position, used), own = carry, _rows_of(ctx, turn, cta)
+        (position, used), rows = carry, _rows_of(ctx, turn)
         accs = tuple(mosaic.filled((ROWS, WIDTH), 0.0) for _ in range(V_BLOCKS))
         out = Output(accs, mosaic.filled((ROWS,), -jnp.inf), used)
 
         def one_kv_tile(e: Index, out: Output) -> Output:
             blocks = [block for _, block in _value_blocks(ctx, position, e, wg)]
-            weigh = functools.partial(_weigh_tile, ctx, blocks)
-            return lax.cond(own.needs(e), weigh, functools.partial(_skip_values, blocks), out)
+            return _weigh_tile(ctx, blocks, out)
 
-        out = lax.fori_loop(0, own.count, one_kv_tile, out)
+        out = lax.fori_loop(0, _count(rows.span), one_kv_tile, out)
         plgpu.barrier_wait(smem.factor_ready)
         factor = plgpu.load(smem.factor, layout=mosaic.ROW)
         plgpu.barrier_arrive(smem.factor_free)
         result = [acc * mosaic.broadcast_rows(factor, acc.shape) for acc in out.accs]
-        if (q_len := own.rows.tile.q_len) is not None:  # the others may be NaN
-            inside = mosaic.positions((ROWS,), 0, own.rows.row) < q_len
+        if (q_len := rows.tile.q_len) is not None:  # the others may be NaN
+            inside = mosaic.positions((ROWS,), 0, rows.row) < q_len
             result = [jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 0.0) for x in result]
-        _store(ctx, own.rows, wg, result)
-        return position.after(ctx, own.count), out.used
+        _store(ctx, rows, wg, result)
+        return position.after(ctx, _count(rows.span)), out.used
 
-    start, none = work_tiles.start(ctx, cluster), jnp.int32(0)
-    work_tiles.for_each_tile(ctx, cluster, start, one_tile, (Position(none, none), none))
+    start, none = work_tiles.start(ctx, block_id), jnp.int32(0)
+    work_tiles.for_each_tile(ctx, block_id, start, one_tile, (Position(none, none), none))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -562,14 +518,6 @@ def _weigh_tile(ctx: KernelContext, blocks: list[RingBlock], out: Output) -> Out
     return Output(accs, row_max, out.used + 1)
 
 
-def _skip_values(blocks: list[RingBlock], out: Output) -> Output:
-    """Releases V of a tile that only the rows of the other block need."""
-    for block in blocks:
-        block.wait()
-        block.release()
-    return out
-
-
 def _store(ctx: KernelContext, rows: QueryRows, wg: Index, accs: list[RegisterTile]) -> None:
     """The output's columns, some at a time through shared memory."""
     refs, tile, staged = ctx.refs, rows.tile, ctx.smem.out.at[wg]
@@ -587,30 +535,27 @@ def _store(ctx: KernelContext, rows: QueryRows, wg: Index, accs: list[RegisterTi
 # ---- the kernel and its call ---------------------------------------------------------------------
 
 
-def _kernel(refs: ForwardRefs, out: GmemRef, lse: GmemRef, smem: WideSmem, *, plan: Any) -> None:
-    cluster, wg = lax.axis_index("cluster"), lax.axis_index("wg")
-    cta = lax.axis_index("cta") if plan.config.blocks > 1 else jnp.int32(0)
+def _kernel(
+    refs: ForwardRefs, out: GmemRef, lse: GmemRef, smem: WideSmem, *, plan: QueryPlan
+) -> None:
+    block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
     ctx = KernelContext(plan, refs._replace(out=out, lse=lse), smem)
     values, scores, loader = REGISTERS
 
     @pl.when(wg == PRODUCER)
     def _() -> None:
         plgpu.set_max_registers(loader, action="decrease")
-        _produce(ctx, cluster, cta)
+        _produce(ctx, block_id)
 
     @pl.when(wg == SCORES)
     def _() -> None:
         plgpu.set_max_registers(scores, action="increase")
-        _score(ctx, cluster, cta)
+        _score(ctx, block_id)
 
     @pl.when(wg < V_WARPGROUPS)
     def _() -> None:
         plgpu.set_max_registers(values, action="increase")
-        _weigh(ctx, cluster, cta, wg)
-
-    if plan.config.blocks > 1:  # the other block writes to this one's memory and barriers
-        plgpu.barrier_arrive(smem.done)
-        plgpu.barrier_wait(smem.done)
+        _weigh(ctx, block_id, wg)
 
 
 def run(
@@ -622,9 +567,6 @@ def run(
     if tiles.has_no_scores(problem):
         return tiles.results_without_scores(problem)
     plan = plan_of(problem, config)
-    cluster: dict[str, Any] = {}
-    if config.blocks > 1:
-        cluster = {"cluster": (config.blocks,), "cluster_names": ("cta",)}
     rows, shape = tma_operands.rows_in_tma(problem.q_len), jax.ShapeDtypeStruct
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
@@ -634,12 +576,11 @@ def run(
         ),
         scratch_types=(scratch(plan),),
         grid=(plan.order.grid,),
-        grid_names=("cluster",),
+        grid_names=("block",),
         num_threads=PRODUCER + 1,
         thread_name="wg",
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_fwd_wide_sm90",
-        **cluster,
     )
     out, lse = kernel(_operands(plan, inputs))
     return out[:, : problem.q_len, :, : problem.v_head_dim], lse

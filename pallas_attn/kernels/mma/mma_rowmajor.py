@@ -75,7 +75,7 @@ class Split:
         """Units of a warp: its part of rows of so many bytes, in units of `UNIT` bytes."""
         return -(-nbytes // (UNIT * self.parts))
 
-    def first_unit(self, warp: Any, nbytes: int) -> Any:
+    def first_unit(self, warp: Int | int, nbytes: int) -> Any:
         """The first of a warp's units."""
         return warp // self.row_blocks % self.parts * self.units(nbytes)
 

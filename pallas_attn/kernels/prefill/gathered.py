@@ -20,6 +20,7 @@ from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.decode import limits
+from pallas_attn.kernels.lang.types import KernelConfig
 from pallas_attn.kernels.prefill.plan import over_contiguous_keys
 
 Array = jax.Array
@@ -52,7 +53,7 @@ def limit(problem: DecodeProblem, forward: Forward) -> Limit | None:
 
 
 def run(
-    inputs: DecodeInputs, problem: DecodeProblem, forward: Forward, config: Any
+    inputs: DecodeInputs, problem: DecodeProblem, forward: Forward, config: KernelConfig
 ) -> tuple[Array, Array]:
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
     assert inputs.v_cache is not None  # latent caches have kernels of their own
