@@ -163,7 +163,7 @@ def _dense_copy(problem: DecodeProblem) -> str:
 
 
 _DECODE = (
-    Candidate("prefill.gathered_sm80", FROM_AMPERE, selection.gathered_sm80),  # many query rows
+    Candidate("prefill.gathered_sm80", FROM_AMPERE, selection.gathered),  # many query rows
     Candidate("decode.sm80", FROM_AMPERE),
     Reference(reference.decode, _dense_copy),
 )
@@ -204,14 +204,14 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
     ),
     "decode": (
         Candidate("prefill.sm90", HOPPER, selection.sm90, merges=True),  # many query rows
-        Candidate("prefill.gathered_sm90", HOPPER, selection.gathered_sm90),  # wide heads
+        Candidate("prefill.gathered_sm90", HOPPER, selection.gathered),  # wide heads
         Candidate("decode.sm90", HOPPER),
         *_DECODE,
     ),
     "decode_quantized": (
         Candidate("prefill.widened_sm90", HOPPER, selection.widened_sm90),  # many query rows
         Candidate("prefill.narrow_sm90", HOPPER, selection.narrow_sm90),  # fewer of them
-        Candidate("prefill.gathered_sm90", HOPPER, selection.gathered_sm90),  # wide heads
+        Candidate("prefill.gathered_sm90", HOPPER, selection.gathered),  # wide heads
         Candidate("decode.sm90", HOPPER),
         *_DECODE,
     ),

@@ -275,9 +275,7 @@ def owner_of(chunk: Index, devices: int) -> tuple[Any, Any]:
 
 
 def limit(problem: AttentionProblem, widest: int = 256) -> Limit | None:
-    """Why forward kernels for head dims up to `widest`, and so backward ones, cannot take a
-    problem, or None.
-    """
+    """Why kernels of head dims up to `widest`, forward and backward, refuse a problem, or None."""
     if problem.dtype not in ("bfloat16", "float16", "float32"):
         return Limit(
             f"it takes bfloat16, float16 and float32, not {problem.dtype}",

@@ -20,7 +20,6 @@ from pallas_attn.kernels.mma.wgmma import Kind
 IN_WHOLE_TILES = {"bias", "mask_array", "q_segment_ids", "kv_segment_ids", "q_positions"}
 # Attention pads what it is given; what still comes with such dims are buffers of a cache.
 WIDEST = 512  # head dim that some kernel takes
-OTHER = "leave implementation=None"
 HOW_TO_PAD = "make the cache by create() where a GPU is the default device: it pads its buffers"
 
 
@@ -34,8 +33,8 @@ def dims_limit(problem: Any, widest: int = 256) -> Limit | None:
     for name, size in dims.items():
         reason = f"{name} is {size}; it takes multiples of 8 up to {widest}"
         if size > widest:
-            wider = widest < WIDEST and size <= WIDEST  # another kernel takes it
-            return Limit(reason, OTHER if wider else 'say implementation="reference"')
+            remedies = "leave implementation=None", 'say implementation="reference"'
+            return Limit(reason, remedies[size > WIDEST])
         if size % 8:
             return Limit(reason, HOW_TO_PAD)
     return None

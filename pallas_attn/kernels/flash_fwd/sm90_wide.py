@@ -83,7 +83,7 @@ class Config:
     grid: int = BLOCKS  # persistent blocks
     l2_heads: int = 0  # see `flash_fwd.sm90`
 
-    block_kv, warpgroups = KEYS, 1  # of a work tile
+    block_kv, warpgroups = KEYS, 1  # a work tile has one warpgroup of rows
 
     def __post_init__(self) -> None:
         check(

@@ -10,7 +10,7 @@ Rows are copied whether a length reaches them or not: it pays where there are en
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp

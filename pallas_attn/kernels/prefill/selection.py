@@ -51,13 +51,7 @@ def narrow_sm90(problem: DecodeProblem) -> Limit | None:
     return sm90(problem)
 
 
-def gathered_sm90(problem: DecodeProblem) -> Limit | None:
-    if max(problem.head_dim, problem.v_head_dim) <= 256:
-        return Limit("it is for head dims above 256", _OTHER)
-    return gathered_sm80(problem)
-
-
-def gathered_sm80(problem: DecodeProblem) -> Limit | None:
+def gathered(problem: DecodeProblem) -> Limit | None:
     copied = problem.sequences * max(problem.capacities) * problem.kv_heads
     return _FEW if _pairs(problem) < FEWEST_PAIRS_GATHERED * copied else None
 
