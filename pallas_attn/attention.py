@@ -55,7 +55,7 @@ def flash_attention(  # noqa: PLR0913
     Args:
       q: `[B, T, N, H]`. N query heads share K kv heads: query head n reads kv head n // (N // K).
       k: `[B, S, K, H]`.
-      v: `[B, S, K, Hv]`; Hv need not be H. Kernels take multiples of 8 up to 256: q, k and v of
+      v: `[B, S, K, Hv]`; Hv need not be H. Kernels take multiples of 8 up to 512: q, k and v of
         other head dims are zero-padded to a multiple of 8 first, which copies them.
       mask: the keys that a query sees: `FULL`, `CAUSAL`, `sliding_window(n)` or any `Mask(left,
         right)`, whose bounds may be traced. Query row i stands at position q_offset + i and key j

@@ -163,7 +163,7 @@ def _dense_copy(problem: DecodeProblem) -> str:
 
 
 _DECODE = (
-    Candidate("prefill.gathered_sm80", FROM_AMPERE, selection.gathered_sm80),  # many query rows
+    Candidate("prefill.gathered_sm80", FROM_AMPERE, selection.gathered),  # many query rows
     Candidate("decode.sm80", FROM_AMPERE),
     Reference(reference.decode, _dense_copy),
 )
@@ -173,6 +173,7 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         # few query rows, many keys
         Candidate("prefill.contiguous_sm90", HOPPER, selection.contiguous_sm90),
         Candidate("flash_fwd.sm90", HOPPER),
+        Candidate("flash_fwd.sm90_wide", HOPPER),  # head dims above 256
         Candidate("flash_fwd.sm80", FROM_AMPERE),
         Reference(reference.attention, _score_matrix),
     ),
@@ -203,12 +204,14 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
     ),
     "decode": (
         Candidate("prefill.sm90", HOPPER, selection.sm90, merges=True),  # many query rows
+        Candidate("prefill.gathered_sm90", HOPPER, selection.gathered),  # wide heads
         Candidate("decode.sm90", HOPPER),
         *_DECODE,
     ),
     "decode_quantized": (
         Candidate("prefill.widened_sm90", HOPPER, selection.widened_sm90),  # many query rows
         Candidate("prefill.narrow_sm90", HOPPER, selection.narrow_sm90),  # fewer of them
+        Candidate("prefill.gathered_sm90", HOPPER, selection.gathered),  # wide heads
         Candidate("decode.sm90", HOPPER),
         *_DECODE,
     ),

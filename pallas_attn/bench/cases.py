@@ -109,6 +109,9 @@ def _large_attention() -> list[AttentionCase]:
         causal("h96_causal_t4096", (4, 4096), equal, 96, "odd"),
         causal("h192_hv128_causal_t4096", (4, 4096), equal, (192, 128), "odd"),
         causal("h128_causal_t3000_n28k4", (4, 3000), (28, 4), 128, "odd"),
+        # Gemma 4's global layers
+        full("h512_full_b1_t8192_n32k4", (1, 8192), (32, 4), 512, "gemma4"),
+        causal("h512_causal_b1_t8192_n32k4", (1, 8192), (32, 4), 512, "gemma4"),
         # The price of bits that repeat: the same cases without are in the grid.
         full("h64_full_b2_t8192_n32_bits", (2, 8192), (32, 32), 64, "bits", deterministic=True),
         causal("h128_causal_b2_t8192_n16_bits", (2, 8192), equal, 128, "bits", deterministic=True),
@@ -302,6 +305,10 @@ def _edge_attention() -> list[AttentionCase]:
         rows.append(_attention(f"dim{dim}", (1, 130), (2, 1), dim, "dims", mask=CAUSAL))
     for h, hv in ((192, 128), (64, 128), (128, 64), (40, 256), (72, 24)):
         rows.append(_attention(f"dim{h}_{hv}", (1, 130), (2, 1), (h, hv), "dims", mask=CAUSAL))
+    for dims in ((264, 264), (512, 512), (512, 64), (72, 320)):
+        name = "_".join(map(str, dict.fromkeys(dims)))
+        labels = ("dims", "wide")
+        rows.append(_attention(f"dim{name}", (1, 130), (2, 1), dims, *labels, mask=CAUSAL))
     for dtype in ("float16", "float32"):
         for mask in (FULL, CAUSAL):
             rows.append(plain(f"{dtype}_{mask}", (2, 130, 200), (4, 2), mask=mask, dtype=dtype))
@@ -345,6 +352,7 @@ def _decode() -> list[DecodeCase]:
         ),
         "latency": ((1, 1024, 32, 8, 128), (8, 512, 32, 8, 128), (8, 4096, 64, 8, 128)),
         "uneven": ((32, 8192, 32, 8, 128), (64, 4096, 28, 4, 128)),
+        "gemma4": ((32, 8192, 32, 4, 512),),
     }
     rows = []
     for label, every in shapes.items():

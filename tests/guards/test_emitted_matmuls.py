@@ -12,6 +12,7 @@ import pytest
 import pallas_attn
 from pallas_attn.kernels.lang import gather, mosaic, slopes, threads
 from pallas_attn.kernels.mma import (
+    column_parts,
     mma_2x2,
     mma_rowmajor,
     mma_sync,
@@ -93,6 +94,8 @@ SPLITS = {
     "two blocks": Split(2, 64),
     "four blocks": Split(4, 32),
     "folded": Split(1, 128, folded=True),
+    "columns of four": Split(1, 32, across=True),
+    "columns of two": Split(2, 16, across=True),
 }
 
 
@@ -100,9 +103,11 @@ def taken_queries(call, at, split, dtype, name):
     """Query rows by code and by twin."""
     code = captured(call, at, split)
     shape = 64, 32 * -(-at.dim // 32)
+    if split.parts > 1:
+        shape = 64, split.units(at.dim * (1 if name == "narrow" else 2)) * 64
     made, twin = evaluate(code, HELD), code.function.twin(*code.args)
     if name == "narrow":
-        shape = 64, at.dim
+        shape = 64, at.dim if split.parts == 1 else split.units(at.dim) * 128
         rows = [tile_of(made[0], shape), tile_of(made[1], (64,))], list(twin)
         np.testing.assert_array_equal(rows[0][1], rows[1][1])
         return rows[0][0].astype(dtype), twin[0]
@@ -110,7 +115,10 @@ def taken_queries(call, at, split, dtype, name):
 
 
 @pytest.mark.parametrize("name", SPLITS)
-@pytest.mark.parametrize("dim, dtype", [(64, "bfloat16"), (40, "float16"), (192, "bfloat16")])
+@pytest.mark.parametrize(
+    "dim, dtype",
+    [(64, "bfloat16"), (40, "float16"), (192, "bfloat16"), (264, "float16"), (512, "bfloat16")],
+)
 def test_scores_of_decode(rng, name, dim, dtype):
     split, q = SPLITS[name], normal(rng, (60, dim), dtype)
     rows = 8 if split.folded else 21
@@ -131,12 +139,13 @@ NARROW = {
 
 
 @pytest.mark.parametrize("kind", NARROW)
-def test_scores_of_narrow_keys(rng, kind):
-    split = Split(2, 64, integers=NARROW[kind])
-    q, dtype = normal(rng, (60, 64), "bfloat16"), jnp.dtype(kind.split()[0])
+@pytest.mark.parametrize("dim, blocks, across", [(64, 2, False), (320, 1, True), (512, 2, True)])
+def test_scores_of_narrow_keys(rng, kind, dim, blocks, across):
+    split = Split(blocks, 64, integers=NARROW[kind], across=across)
+    q, dtype = normal(rng, (60, dim), "bfloat16"), jnp.dtype(kind.split()[0])
     call = mma_rowmajor.float16_queries
     ours, twins = taken_queries(call, at_rows(q, 21), split, np.float16, "narrow")
-    k = (rng.standard_normal((2, 64, 64)) * (30 if dtype == np.int8 else 1)).astype(dtype)
+    k = (rng.standard_normal((2, 64, dim)) * (30 if dtype == np.int8 else 1)).astype(dtype)
     code = captured(mma_rowmajor.scores, jnp.asarray(ours), k, ONE, split)
     got = tile_of(evaluate(code, HELD), (64, split.width))
     assert_close(got, code.function.twin(twins, k, ONE))
@@ -152,7 +161,7 @@ def test_scales_of_a_warps_own_keys(rng, name):
 
 def stored(rng, split, product, v, dtype, rows):
     """Accumulators, in the columns in which they are stored; by code and by twin."""
-    width = mma_rowmajor.accumulator_width(v.shape[2])
+    width = mma_rowmajor.accumulator_width(v.shape[2], split.parts)
     acc = np.zeros((64, width), np.float32)
     p = normal(rng, (64, split.width), dtype)
     code = captured(product, jnp.asarray(acc), jnp.asarray(p), v, ONE, split)
@@ -163,7 +172,7 @@ def stored(rng, split, product, v, dtype, rows):
         pitch = v.shape[2] + mma_rowmajor.ROW_PADDING
         to = [np.zeros((4 * rows, *rest), np.float32) for rest in ((pitch,), (), ())]
         tiles = map(jnp.asarray, (x, top, total))
-        store = captured(mma_rowmajor.store_accumulators, *tiles, tuple(to), rows)
+        store = captured(mma_rowmajor.store_accumulators, *tiles, tuple(to), rows, split)
         evaluate(store, HELD) if is_ours else store.function.twin(*map(np_of, store.args))
         results.append(to)
     for got, want in zip(*results, strict=True):
@@ -175,27 +184,34 @@ def np_of(x):
 
 
 @pytest.mark.parametrize("name", SPLITS)
-@pytest.mark.parametrize("dim, dtype", [(64, "bfloat16"), (40, "float16"), (128, "bfloat16")])
+@pytest.mark.parametrize(
+    "dim, dtype",
+    [(64, "bfloat16"), (40, "float16"), (128, "bfloat16"), (512, "float16"), (328, "bfloat16")],
+)
 def test_values_of_decode(rng, name, dim, dtype):
     v = normal(rng, (2, SPLITS[name].keys, dim), dtype)
     stored(rng, SPLITS[name], mma_rowmajor.matmul_add, v, dtype, 8 if name == "folded" else 16)
 
 
 @pytest.mark.parametrize("kind", NARROW)
-def test_narrow_values(rng, kind):
-    split, dtype = Split(2, 64, integers=NARROW[kind]), jnp.dtype(kind.split()[0])
-    v = (rng.standard_normal((2, 64, 64)) * (30 if dtype == np.int8 else 1)).astype(dtype)
+@pytest.mark.parametrize("dim, across", [(64, False), (512, True)])
+def test_narrow_values(rng, kind, dim, across):
+    split, dtype = Split(2, 64, integers=NARROW[kind], across=across), jnp.dtype(kind.split()[0])
+    v = (rng.standard_normal((2, 64, dim)) * (30 if dtype == np.int8 else 1)).astype(dtype)
     stored(rng, split, mma_rowmajor.matmul_add, v, "float16", 16)
 
 
-@pytest.mark.parametrize("dim, rows", [(64, 16), (40, 16), (192, 32)])
-def test_float32_of_decode(rng, dim, rows):
-    split = Split(rows // 16, 64)
-    q, k, v = (normal(rng, shape, "float32") for shape in ((60, dim), *[(2, 64, dim)] * 2))
+@pytest.mark.parametrize(
+    "dim, rows, across",
+    [(64, 16, False), (40, 16, False), (192, 32, False), (512, 16, True), (264, 16, True)],
+)
+def test_float32_of_decode(rng, dim, rows, across):
+    split = Split(rows // 16, 32 if across else 64, across=across)
+    q, k, v = (normal(rng, shape, "float32") for shape in ((60, dim), *[(2, split.keys, dim)] * 2))
     shape = 64, split.width
     rooms = []
     for ours in (True, False):
-        room = np.zeros(mma_tf32.queries_shape(dim, rows), np.float32)
+        room = np.zeros(mma_tf32.queries_shape(dim, rows, split.parts), np.float32)
         code = captured(mma_tf32.store_queries, at_rows(q, 21), split, room)
         evaluate(code, HELD) if ours else code.function.twin(*code.args)
         rooms.append(room)
@@ -203,6 +219,16 @@ def test_float32_of_decode(rng, dim, rows):
     got = tile_of(evaluate(code, HELD), shape)
     assert_close(got, code.function.twin(rooms[1], k, ONE), 3e-6)
     stored(rng, split, mma_tf32.matmul_add, v, "float32", 16)
+
+
+@pytest.mark.parametrize("name", ["columns of four", "columns of two"])
+def test_scores_of_all_columns(rng, name):
+    split = SPLITS[name]
+    s, room = (normal(rng, shape, "float32") for shape in ((64, split.width), (64 * split.width,)))
+    code = captured(column_parts.sum_of_parts, jnp.asarray(s), room, split)
+    want = code.function.twin(s, room.copy())
+    np.testing.assert_array_equal(tile_of(evaluate(code, HELD), s.shape), want)
+    assert not np.array_equal(want, s)
 
 
 @pytest.mark.parametrize("op", ["maximum", "sum"])

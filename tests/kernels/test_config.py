@@ -266,7 +266,7 @@ _REFUSED = {
         ("dq_warpgroups", 4, "1, 2 or 3"),
     ],
     decode_sm90: [
-        ("tile", 16, "32, 64, 128 or 256"),
+        ("tile", 8, "16, 32, 64, 128 or 256"),
         ("stages", 1, "at least 2"),
         ("grid", 0, "at least 1"),
         ("split_tiles", 0, "at least 1"),

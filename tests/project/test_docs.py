@@ -196,7 +196,7 @@ _LATENT = {"shared_kv": True, "kv_heads": 1, "q_heads": 16, "head_dim": 576, "v_
     ("operation", "fields"),
     [
         *((name, {"dtype": "float64"}) for name in ("flash_forward", "flash_backward", "decode")),
-        *((name, {"head_dim": 264}) for name in ("flash_forward", "flash_backward", "decode")),
+        *((name, {"head_dim": 520}) for name in ("flash_forward", "flash_backward", "decode")),
         *((name, {"v_head_dim": 36}) for name in ("flash_forward", "flash_backward", "decode")),
         ("decode", {"sequences": 2001, "capacities": (8,) * 2001}),
         ("decode", _SEPARATE | {"sequences": 1001, "capacities": (8,) * 1001}),

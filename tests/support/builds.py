@@ -353,6 +353,7 @@ BUILDS: dict[str, Build] = {
         128, also=("bias", "sinks", "kv_lengths", "q_lengths"), softcap=20.0, **_WINDOW
     ),
     "flash_fwd/sm90/h256_causal": _attention_sm90(256, **_CAUSAL),
+    "flash_fwd/sm90/h512_causal": _attention_sm90(512, **_CAUSAL),
     "flash_fwd/sm90/h128_packed": _attention_sm90(128, **_PACKED),
     "flash_fwd/sm90/h64_functions": _attention_sm90(64, **_FUNCTIONS),
     "flash_fwd/sm90/h128_documents": _attention_sm90(128, mask=_FUNCTIONS["mask"] & pa.CAUSAL),
@@ -368,6 +369,7 @@ BUILDS: dict[str, Build] = {
     "flash_fwd/sm80/h64_causal": _attention_sm80(64, **_CAUSAL),
     "flash_fwd/sm80/h128_full": _attention_sm80(128),
     "flash_fwd/sm80/h256_lengths": _attention_sm80(256, also=("kv_lengths",), **_CAUSAL),
+    "flash_fwd/sm80/h512_full": _attention_sm80(512),
     "flash_fwd/sm80/h64_packed": _attention_sm80(64, **_PACKED),
     "flash_fwd/sm80/h64_padded": _attention_sm80(64, also=("mask_array",)),
     "flash_fwd/sm80/h64_clipped": _attention_sm80(64, rows=333, keys=333, also=("bias_16",)),
@@ -400,6 +402,7 @@ BUILDS: dict[str, Build] = {
     "flash_jvp/sm90/h64_dual": _tangents("h100", 64, alone=True, mask=pa.CAUSAL),
     "flash_jvp/sm90/h128_dual": _tangents("h100", 128, alone=True),
     "flash_jvp/sm80/h64_causal": _tangents("a100", 64, alone=True, mask=pa.CAUSAL),
+    "flash_bwd/sm80/h512_causal": _backward_sm80(512, **_CAUSAL),
     "flash_bwd/sm80/h64_causal": _backward_sm80(64, **_CAUSAL),
     "flash_bwd/sm80/h128_full": _backward_sm80(128),
     "flash_bwd/sm80/h64_bias": _backward_sm80(64, also=("bias",)),
@@ -430,6 +433,13 @@ BUILDS: dict[str, Build] = {
         "h100", dtype="float8_e4m3fn", page=64, k_scale=0.5
     ),
     "decode/sm80/interleaved": _interleaved("a100"),
+    "decode/sm90/stacked_wide": _decode("h100", "stacked", kv_heads=4, head_dim=512),
+    "decode/sm90/paged_int8_wide": _decode(
+        "h100", "paged", rows=4, kv_heads=4, head_dim=512, dtype="int8"
+    ),
+    "decode/sm80/stacked_float32_wide": _decode(
+        "a100", "stacked", kv_heads=4, head_dim=512, dtype="float32"
+    ),
     "decode/sm90/stacked_rows_split": Build("h100x2", rows_of_a_cache, ROWS_OF_A_CACHE),
     "decode_mla/sm90/heads16_tree": _decode(
         "h100", "stacked", rows=2, heads=16, parents=True, **_LATENT
@@ -463,6 +473,9 @@ BUILDS: dict[str, Build] = {
         "h100", "stacked", dtype="float8_e4m3fn", rows=16
     ),
     "prefill/gathered_sm80/paged_int8": _decode("a100", "paged", dtype="int8", rows=512),
+    "prefill/gathered_sm90/paged_wide": _decode(
+        "h100", "paged", rows=512, kv_heads=4, head_dim=512
+    ),
     # Two launches, the other of decode's kernel.
     "prefill/sm90/paged_packed": _decode("h100", "paged", rows=None),
     # Two launches after one of decode's kernel.

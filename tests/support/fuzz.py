@@ -114,7 +114,7 @@ def draw_attention(seed: int, tiny: bool) -> _case.AttentionCase:
         precision=pick.choice((None, "highest")) if dtype == "float32" else None,
         deterministic=pick.random() < 0.25,
         magnitude=pick.choice((1.0, 1.0, 1.0, 0.05, 3.0)),
-        head_dim=odd if pick.random() < 0.1 else case.head_dim,
+        **_drawn_dims(case, odd, pick),
         bias_dtype=pick.choice(("float32", "bfloat16", "float16")),
     )
     if tiny:
@@ -125,6 +125,15 @@ def draw_attention(seed: int, tiny: bool) -> _case.AttentionCase:
         if case.batch * case.q_heads * case.q_len * case.kv_len > ELEMENTS:
             case = resized(case, **small)
     return dataclasses.replace(case, **_drawn_rotary(case, random.Random(f"rotary {seed}")))
+
+
+def _drawn_dims(case: _case.AttentionCase, odd: int, pick: random.Random) -> dict[str, int]:
+    """Head dims that no kernel takes as they are, or wide ones, now and then."""
+    chance = pick.random()
+    if chance > 0.95:
+        dims = (264, 320, 512, 512)
+        return {"head_dim": pick.choice(dims), "v_head_dim": pick.choice((64, *dims))}
+    return {"head_dim": odd} if chance < 0.1 else {}
 
 
 def _drawn_rotary(case: _case.AttentionCase, pick: random.Random) -> dict[str, Any]:

@@ -80,8 +80,11 @@ def draw(seed: int, tiny: bool) -> Case:
     more = pick.choice((1, 1, 2, 3, 8, 16, 33, 70, 130))
     if not drawn.shared_kv:
         odd = pick.choice((4, 20, 36, 80, 100))
-        if pick.random() < 0.1:
+        if (chance := pick.random()) < 0.1:
             fields |= {"head_dim": odd, "v_head_dim": odd}
+        elif chance > 0.93 and not tiny:
+            wide = pick.choice((264, 320, 512, 512))
+            fields |= {"head_dim": wide, "v_head_dim": pick.choice((64, wide, 512))}
         if pick.random() < 0.2:
             fields |= {"dtype": "float32", "precision": pick.choice((None, "highest"))}
     case = Case(

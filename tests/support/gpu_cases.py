@@ -150,6 +150,11 @@ QUICK: dict[str, tuple[str, ...]] = {
     "kernels/prefill/contiguous_sm90.py": (
         f"{_PREFILL}_contiguous.py::test_interpreted_cases_on_a_gpu[lengths-]",
     ),
+    "kernels/flash_fwd/sm90_wide.py": (
+        "tests/kernels/flash_fwd/test_wide.py::test_on_the_gpu[dim512]",
+        "tests/kernels/flash_fwd/test_wide.py::test_on_the_gpu[float16]",
+    ),
+    "kernels/prefill/gathered_sm90.py": (f"{_PREFILL}_gathered.py::test_wide_heads_on_the_gpu",),
     "kernels/prefill/gathered_sm80.py": (
         f"{_PREFILL}_gathered.py::test_on_the_gpu[plain-paged]",
         f"{_PREFILL}_gathered.py::test_on_the_gpu[float32-stacked]",

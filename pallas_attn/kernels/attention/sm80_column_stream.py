@@ -75,7 +75,13 @@ class Stream:
         (plan, self.refs, self.smem), self.rows_of = ctx, rows_of
         self.format: MmaFormat = plan.format
         self.tile = self.smem.rhs.shape[0] // 2
-        self.chunks = [Chunk(*x, n) for x in products for n in range(self.format.chunks(x.rhs))]
+        self.chunks = [Chunk(*x, n) for x in products for n in self._chunks_of(x)]
+
+    def _chunks_of(self, product: Product) -> range:
+        """All of a product that scores add up; those that a launch makes of an output."""
+        name = product.rhs
+        whole = product.lhs is not None
+        return range(self.format.chunks(name)) if whole else self.format.made_chunks(name)
 
     def begin(self, where: Any, sync: bool = False) -> None:
         """Issues the copy of the first chunk of the first step."""
@@ -149,7 +155,7 @@ class Step:
 
 def zeros(form: MmaFormat, name: str) -> tuple[RegisterTile, ...]:
     """Sums to begin with, for `Step.weigh`, of as many columns as "k" or "v" has."""
-    chunks = range(form.chunks(name))
+    chunks = form.made_chunks(name)
     return tuple(mosaic.filled((ROWS, form.columns), 0.0) for _ in chunks)
 
 

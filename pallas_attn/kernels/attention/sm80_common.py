@@ -37,6 +37,8 @@ class MmaFormat:
     problem: AttentionProblem
     columns: int = 0  # columns of a chunk (sm80_column_stream.py); 0: rows are whole
     unit: int = 16  # columns that the width of a whole row is a multiple of
+    # (first, number) of the chunks that a launch makes of a gradient; None: all (`wide_heads`)
+    made: tuple[int, int] | None = None
 
     @property
     def terms(self) -> int:
@@ -65,6 +67,22 @@ class MmaFormat:
         """Chunks of columns that a row of "q", "k", "v" or "do" comes in."""
         return self.width(name) // (self.columns or self.width(name))
 
+    def made_chunks(self, name: str) -> range:
+        """Chunks of a gradient's columns that a launch makes: those of its right operand."""
+        first, count = self.made or (0, self.chunks(name))
+        return range(first, first + count)
+
+    def of_chunks(self, first: int, count: int) -> "MmaFormat":
+        """The format of a launch that makes so many chunks of a gradient, from `first` on."""
+        return dataclasses.replace(self, made=(first, count))
+
+    def made_columns(self, dim: int) -> int:
+        """Columns of a result of `dim` columns that a launch makes."""
+        if self.made is None:
+            return dim
+        first, count = (n * self.columns for n in self.made)
+        return min(dim - first, count)
+
     def buffer(self, rows: int, width: int) -> SmemRef:
         """Shared memory for so many rows of `width` columns."""
         return plgpu.SMEM((rows, mma_sync.pitch(self.terms * width)), self.dtype)
@@ -85,7 +103,7 @@ class MmaFormat:
         """A result as the kernel writes it: [B, rows, heads, dim]; where columns come in chunks,
         [B, rows, heads * chunks, columns].
         """
-        sizes = (heads, dim)
+        sizes, dim = (heads, dim), self.made_columns(dim)
         if self.columns:
             sizes = (heads * pl.cdiv(dim, self.columns), self.columns)
         return jax.ShapeDtypeStruct((self.problem.batch, rows, *sizes), self.problem.dtype)
@@ -94,6 +112,7 @@ class MmaFormat:
         """`result` of a kernel -> [B, rows, heads, dim]."""
         if not self.columns:
             return x
+        dim = self.made_columns(dim)
         width = tma_operands.round_up(dim, self.columns)
         return x.reshape(*x.shape[:2], -1, width)[..., :dim]
 

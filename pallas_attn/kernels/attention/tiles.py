@@ -273,14 +273,14 @@ def owner_of(chunk: Index, devices: int) -> tuple[Any, Any]:
 # ---- problems -----------------------------------------------------------------------------------
 
 
-def limit(problem: AttentionProblem) -> Limit | None:
-    """Why the forward kernels, and so the backward ones, cannot take a problem, or None."""
+def limit(problem: AttentionProblem, widest: int = 256) -> Limit | None:
+    """Why kernels of head dims up to `widest`, forward and backward, refuse a problem, or None."""
     if problem.dtype not in ("bfloat16", "float16", "float32"):
         return Limit(
             f"it takes bfloat16, float16 and float32, not {problem.dtype}",
             "cast q, k and v to one of them",
         )
-    if (refused := tma_operands.dims_limit(problem)) is not None:
+    if (refused := tma_operands.dims_limit(problem, widest)) is not None:
         return refused
     if problem.batch * problem.q_heads * (problem.q_len + 256) >= 2**31:
         return Limit("it counts query rows of all heads in 32 bits", "split the batch")

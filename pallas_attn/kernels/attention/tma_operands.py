@@ -19,6 +19,7 @@ from pallas_attn.kernels.mma.wgmma import Kind
 # Arrays that kernels read in whole tiles of queries and keys.
 IN_WHOLE_TILES = {"bias", "mask_array", "q_segment_ids", "kv_segment_ids", "q_positions"}
 # Attention pads what it is given; what still comes with such dims are buffers of a cache.
+WIDEST = 512  # head dim that some kernel takes
 HOW_TO_PAD = "make the cache by create() where a GPU is the default device: it pads its buffers"
 
 
@@ -26,13 +27,14 @@ def round_up(n: int, to: int) -> int:
     return -(-n // to) * to
 
 
-def dims_limit(problem: Any) -> Limit | None:
-    """Why head dims are none that kernels take, or None."""
+def dims_limit(problem: Any, widest: int = 256) -> Limit | None:
+    """Why head dims are none that a kernel takes which takes up to `widest`, or None."""
     dims = {"head_dim": problem.head_dim, "v_head_dim": problem.v_head_dim}
     for name, size in dims.items():
-        reason = f"{name} is {size}; it takes multiples of 8 up to 256"
-        if size > 256:
-            return Limit(reason, 'say implementation="reference"')
+        reason = f"{name} is {size}; it takes multiples of 8 up to {widest}"
+        if size > widest:
+            remedies = "leave implementation=None", 'say implementation="reference"'
+            return Limit(reason, remedies[size > WIDEST])
         if size % 8:
             return Limit(reason, HOW_TO_PAD)
     return None

@@ -20,7 +20,7 @@ from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.decode.scheduler import WorkTile
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.types import Index, Layout, RegisterTile, SmemRef
-from pallas_attn.kernels.mma import mma_rowmajor, mma_sync, mma_tf32
+from pallas_attn.kernels.mma import column_parts, mma_rowmajor, mma_sync, mma_tf32
 
 ROWS = threads.WARPS * mma_rowmajor.ROWS  # rows of the warps' matrices, one above the other
 
@@ -42,8 +42,9 @@ class TileAt(NamedTuple):
 
 def initial(plan: Plan) -> State:
     """The state before the first key."""
+    width = mma_rowmajor.accumulator_width(plan.problem.v_head_dim, plan.split.parts)
     return State(
-        mosaic.filled((ROWS, mma_rowmajor.accumulator_width(plan.problem.v_head_dim)), 0.0),
+        mosaic.filled((ROWS, width), 0.0),
         mosaic.filled((ROWS, softmax.PARTIALS), 0.0),
         mosaic.filled((ROWS,), -jnp.inf),
     )
@@ -75,7 +76,14 @@ def load_queries(ctx: KernelContext, work: WorkTile) -> RegisterTile | SmemRef:
 def scores(ctx: KernelContext, queries: RegisterTile | SmemRef, slot: Index) -> RegisterTile:
     """q @ K^T of the kv tile in a slot."""
     plan = ctx.plan
-    return plan.matmuls.scores(queries, ctx.smem.k, slot, plan.split, plan.problem.head_dim)
+    dim = plan.problem.head_dim
+    return of_all_columns(ctx, plan.matmuls.scores(queries, ctx.smem.k, slot, plan.split, dim))
+
+
+def of_all_columns(ctx: KernelContext, s: RegisterTile) -> RegisterTile:
+    """The scores, of those of each warp's own columns where warps share out columns."""
+    split = ctx.plan.split
+    return s if split.parts == 1 else column_parts.sum_of_parts(s, ctx.smem.scores, split)
 
 
 def attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, state: State) -> State:

@@ -25,6 +25,7 @@ class DecodeSmem(NamedTuple):
     k_scale: SmemRef | None = None  # float32[stages, tile], of a quantised cache
     v_scale: SmemRef | None = None
     q: SmemRef | None = None  # queries of float32: `mma_tf32.queries_shape`
+    scores: SmemRef | None = None  # `column_parts.shape`, for warps that share out columns
 
 
 class DecodeRefs(NamedTuple):

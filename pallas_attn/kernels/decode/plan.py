@@ -27,6 +27,9 @@ from pallas_attn.kernels.mma.mma_rowmajor import ROWS, Split
 from pallas_attn.masks import Mask
 
 FINE_UNIT = 16  # keys of a unit that is finer than a kv tile
+# Columns of q, or of the output, that the registers of a warp hold: warps share out those of wider
+# rows. The widest rows of all leave room in shared memory for tiles of 16 keys.
+COLUMNS_OF_A_WARP = 256
 
 
 def div(x: Index, y: Index) -> Index:
@@ -74,6 +77,11 @@ class QueryRows:
         return div(count * self.group + (self.chunk_rows - 1), self.chunk_rows)
 
 
+def is_wide(problem: DecodeProblem) -> bool:
+    """Whether warps share out the columns of rows, and not the keys."""
+    return max(problem.head_dim, problem.v_head_dim) > COLUMNS_OF_A_WARP
+
+
 def query_rows(
     problem: DecodeProblem, config: KernelConfig, row_blocks: int | None = None
 ) -> QueryRows:
@@ -82,7 +90,7 @@ def query_rows(
     rows = group * problem.q_len
     if row_blocks is None:
         row_blocks = -(-min(rows, config.q_rows) // ROWS)
-        row_blocks = row_blocks if row_blocks <= 2 else 4
+        row_blocks = row_blocks if row_blocks <= 2 else 2 if is_wide(problem) else 4
         if problem.dtype == "float32" and problem.head_dim + problem.v_head_dim > 256:
             row_blocks = 1  # more queries would leave no room for keys
     return QueryRows(group, rows, row_blocks, min(config.q_rows, row_blocks * ROWS))
@@ -189,7 +197,7 @@ class Plan:
         few = self.queries.rows <= FEW_ROWS and not problem.quantized and not self.is_float32
         integers = dequant.by_integers(problem.cache_dtype, problem.gpu)
         blocks, folded = self.queries.row_blocks, few and config.many_heads
-        return Split(blocks, self.keys.tile, folded, integers)
+        return Split(blocks, self.keys.tile, folded, integers, is_wide(problem))
 
     @functools.cached_property
     def load_first(self) -> bool:
@@ -251,5 +259,9 @@ def _check_tile(problem: DecodeProblem, config: KernelConfig) -> None:
     if config.bulk and tile > (most := widest_tile(problem)):
         want = f"at most {most} over pages of {problem.page_size} rows"
         raise ValueError(f"Config.tile must be {want}, got {tile}")
+    if is_wide(problem):
+        return
+    if tile < 32:
+        raise ValueError(f"Config.tile must be at least 32 of head dims up to 256, got {tile}")
     if tile < 64 and problem.dtype != "float32":
         raise ValueError(f"Config.tile must be at least 64 of 16-bit numbers, got {tile}")

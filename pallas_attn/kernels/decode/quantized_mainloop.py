@@ -58,7 +58,7 @@ def scores(ctx: KernelContext, queries: Queries, slot: Index) -> RegisterTile:
     s = mma_rowmajor.scores(queries.q, ctx.smem.k, slot, split, dim)
     if not ctx.plan.problem.unscaled:
         s = s * mma_rowmajor.number_of_each_key(ctx.smem.k_scale, slot, split)
-    return s * mosaic.broadcast_rows(queries.units, s.shape)
+    return mainloop.of_all_columns(ctx, s * mosaic.broadcast_rows(queries.units, s.shape))
 
 
 def attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, state: State) -> State:

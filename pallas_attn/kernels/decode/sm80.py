@@ -12,13 +12,15 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention.sm80_common import fits
 from pallas_attn.kernels.decode import limits
 from pallas_attn.kernels.decode import sm90 as decode_sm90
+from pallas_attn.kernels.decode.plan import is_wide
 from pallas_attn.kernels.lang.types import Operand
 from pallas_attn.kernels.mma import mma_rowmajor
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """`tile`: keys of a kv tile; 32 of float32 only. `stages`: tiles of K and V in the ring; with a
+    """`tile`: keys of a kv tile; 32 only of float32 and of head dims above 256, 16 of the latter.
+    `stages`: tiles of K and V in the ring; with a
     single one nothing arrives under the matmuls of a tile. `grid`: persistent blocks.
     `split_tiles`: kv tiles of a split where `batch_invariant` is asked for. `load_first`: the load
     of the next tile begins before the wait for this one. `q_rows`: query rows that a block takes at
@@ -37,7 +39,7 @@ class Config:
     def __post_init__(self):
         limits.check_config(
             self,
-            tile=(self.tile in (32, 64, 128, 256), "32, 64, 128 or 256"),
+            tile=(self.tile in (16, 32, 64, 128, 256), "16, 32, 64, 128 or 256"),
             q_rows=(self.q_rows in (4, 8, 16, 32, 64), "4, 8, 16, 32 or 64"),
         )
 
@@ -55,6 +57,9 @@ class Config:
             choices = [*pairs, *choices[:-1], *small]
         # A tile at a time, or few queries, where rows are wide and shared memory is little.
         tile = 32 if is_float32 else 64
+        if is_wide(problem):
+            sizes, tile = ((32, (4, 3, 2)), (16, (6, 5, 4, 3, 2))), 16
+            choices = [cls(tile=n, stages=s, grid=grid) for n, deep in sizes for s in deep]
         choices += [
             cls(tile=tile, stages=stages, grid=grid, load_first=True, q_rows=rows)
             for rows in (16, 8, 4)

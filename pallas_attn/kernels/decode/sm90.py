@@ -49,13 +49,20 @@ from pallas_attn.kernels.decode import (
 from pallas_attn.kernels.decode.combine_splits import Results
 from pallas_attn.kernels.decode.mainloop import TileAt
 from pallas_attn.kernels.decode.memory import DecodeRefs, DecodeSmem
-from pallas_attn.kernels.decode.plan import FINE_UNIT, Plan, plan_of, query_rows, widest_tile
+from pallas_attn.kernels.decode.plan import (
+    FINE_UNIT,
+    Plan,
+    is_wide,
+    plan_of,
+    query_rows,
+    widest_tile,
+)
 from pallas_attn.kernels.decode.producer import Phase
 from pallas_attn.kernels.decode.scheduler import Partials, Share, WorkTile
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import Carry, GmemRef, Index, KernelConfig, Operand
-from pallas_attn.kernels.mma import mma_rowmajor, mma_tf32
+from pallas_attn.kernels.mma import column_parts, mma_rowmajor, mma_tf32
 
 SMEM_OF_TWO = 233_472 // 2 - 1024  # bytes of each of two blocks on a multiprocessor
 MULTIPROCESSORS = gpu_specs.multiprocessors(gpu_specs.HOPPER)
@@ -66,7 +73,8 @@ LONG = 2048  # keys of a block, from which on memory bandwidth counts more than 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """`tile`: keys of a kv tile; 32 of float32 only. `stages`: tiles of K and V in the ring.
+    """`tile`: keys of a kv tile; 32 only of float32 and of head dims above 256, 16 of the latter.
+    `stages`: tiles of K and V in the ring.
     `grid`: persistent blocks. `split_tiles`: kv tiles of a split where `batch_invariant` is asked
     for. `many_heads`: blocks have several heads each, and do what would slow down a block with one:
     queries are loaded a head ahead, scores of few rows are folded, and keys are shared out in units
@@ -90,7 +98,7 @@ class Config:
         overhead = self.head_overhead
         limits.check_config(
             self,
-            tile=(self.tile in (32, 64, 128, 256), "32, 64, 128 or 256"),
+            tile=(self.tile in (16, 32, 64, 128, 256), "16, 32, 64, 128 or 256"),
             head_overhead=(overhead % FINE_UNIT == 0 <= overhead, "a multiple of 16"),
         )
 
@@ -108,7 +116,7 @@ class Config:
         if problem.quantized and keys >= 2 * MULTIPROCESSORS * 8 * 128:
             # Keys of 8 bits keep a warp busy for longer than their bytes take to come: of two
             # blocks on a multiprocessor one computes while the other waits.
-            for tile in (128, 64):
+            for tile in (128, 64, 32)[: 3 if is_wide(problem) else 2]:
                 config = cls(tile, stages=2, grid=_even_pairs(heads), load_first=True)
                 if smem_bytes(problem, config) <= SMEM_OF_TWO:
                     return limits.deepest(smem_bytes, problem, config, SMEM_OF_TWO)
@@ -127,7 +135,10 @@ class Config:
         few_rows = rows.row_blocks == 1
         most = min(widest_tile(problem), keys // grid // share, 2**16 // row if few_rows else 0)
         tiles = [tile for tile in (256, 128, 64, 32) if tile <= max(most, 64)]
-        tiles = tiles if is_float32 else tiles[:-1]
+        if is_wide(problem):
+            tiles = [64, 32, 16]
+        elif not is_float32:
+            tiles = tiles[:-1]
         choices = [
             limits.deepest(
                 smem_bytes, problem, dataclasses.replace(config, tile=tile), limits.SMEM_LIMIT
@@ -162,7 +173,11 @@ def limit(problem: DecodeProblem) -> Limit | None:
     refused = limits.dtype_limit(problem)
     if refused is None and problem.quantized:
         refused = limits.quantized_limit(problem)
-    refused = refused or tma_operands.dims_limit(problem) or limits.size_limit(problem)
+    refused = (
+        refused
+        or tma_operands.dims_limit(problem, tma_operands.WIDEST)
+        or limits.size_limit(problem)
+    )
     if refused is not None or problem.dtype != "float32":
         return refused
     if smem_bytes(problem, Config.default(problem)) > limits.SMEM_LIMIT:
@@ -176,14 +191,15 @@ def limit(problem: DecodeProblem) -> Limit | None:
 def scratch(plan: Plan) -> DecodeSmem:
     """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
     problem, ring, queries = plan.problem, (plan.config.stages, plan.keys.tile), plan.queries
-    dtype, rows = jnp.dtype(problem.cache_dtype), threads.WARPS * queries.warp_rows
+    split, dtype = plan.split, jnp.dtype(problem.cache_dtype)
+    rows = threads.WARPS // split.parts * queries.warp_rows
     out = plgpu.SMEM((rows, problem.v_head_dim + mma_rowmajor.ROW_PADDING), jnp.float32)
     sums = plgpu.SMEM((rows,), jnp.float32)
     scaled = problem.quantized and not problem.unscaled
     scales = plgpu.SMEM(ring, jnp.float32) if scaled else None
     q = None
     if plan.is_float32:
-        shape = mma_tf32.queries_shape(problem.head_dim, queries.most_rows)
+        shape = mma_tf32.queries_shape(problem.head_dim, queries.most_rows, split.parts)
         q = plgpu.SMEM(shape, jnp.float32)
     joined, dims = plan.layout.joined, (problem.head_dim, problem.v_head_dim)
     return DecodeSmem(
@@ -196,6 +212,7 @@ def scratch(plan: Plan) -> DecodeSmem:
         k_scale=scales,
         v_scale=scales,
         q=q,
+        scores=plgpu.SMEM(column_parts.shape(split), jnp.float32) if split.parts > 1 else None,
     )
 
 
@@ -294,7 +311,8 @@ def _epilogue(
     at = combine_splits.Head(work.sequence, work.head, lost, *partials, work.queries, work.row)
     acc, row_sum = _steps_of(plan).totals(plan, state)
     rows = plan.queries.warp_rows
-    mma_rowmajor.store_accumulators(acc, state.row_max, row_sum, smem.warp_partials, rows)
+    to, split = smem.warp_partials, plan.split
+    mma_rowmajor.store_accumulators(acc, state.row_max, row_sum, to, rows, split)
     refs = combine_splits.ResultRefs(smem.warp_partials, results, smem.last)
 
     @pl.when(partials.count == 1)

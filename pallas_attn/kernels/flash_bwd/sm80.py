@@ -46,6 +46,7 @@ from pallas_attn.kernels.attention import (
     sm80_common,
     tile_lists,
     tma_operands,
+    wide_heads,
 )
 from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, copy_async
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
@@ -112,6 +113,8 @@ class Config:
     def default(cls, problem: AttentionProblem) -> "Config":
         """The first Config for which the GPU has the shared memory."""
         dim = max(problem.head_dim, problem.v_head_dim)
+        if dim > wide_heads.COLUMNS:
+            return cls(block_q=32, fused=False, dq_block_kv=32, columns=64)
         if problem.dtype == "float32":
             choices = [cls()] if dim <= 128 else []
         elif dim > 128:
@@ -432,6 +435,18 @@ def _launch(plan: KeyPlan, refs: BackwardRefs, which: str) -> dict[str, jax.Arra
     return {name: plan.format.whole_rows(x, dims[name]) for name, x in grads}
 
 
+def _by_parts(ctx: KernelContext, which: str) -> jax.Array:
+    """dk or dv, by a launch or several."""
+    plan, refs, _ = ctx
+
+    def make(form: MmaFormat, before: jax.Array | None) -> jax.Array:
+        part = dataclasses.replace(plan, format=form)
+        after = refs if before is None else operands.ordered_after(refs, before)
+        return _launch(part, after, which)[which]
+
+    return wide_heads.by_parts(plan.format, which, make)
+
+
 def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
     residuals, plan = Residuals(*residuals), plan_of(problem, config)
@@ -444,7 +459,10 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
         sums = sm80_dq.sums_shape(plan, dq_slices(plan))
         refs = refs._replace(dq=jax.new_ref(sm80_dq.cleared(sums, refs.delta)))
     for which in launches(plan):
-        grads |= _launch(plan, refs, which)
+        if len(which) > 1:
+            grads |= _launch(plan, refs, which)
+        else:
+            grads[which] = _by_parts(KernelContext(plan, refs), which)
         refs = operands.ordered_after(refs, grads[which[0]])
     if fused:
         vectors = adds_vectors(problem)

@@ -6,6 +6,7 @@ the kv tiles that meet them; the next K and V are loaded under this tile's arith
 is room for them. Nothing is added up in global memory: the same bits each time.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -17,11 +18,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels.attention import score_mod, sm80_column_stream
+from pallas_attn.kernels.attention import score_mod, sm80_column_stream, wide_heads
 from pallas_attn.kernels.attention.logits import LogitTile
-from pallas_attn.kernels.attention.sm80_common import Copy, copy_async
+from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, copy_async
 from pallas_attn.kernels.attention.tiles import KernelContext, Span
-from pallas_attn.kernels.flash_bwd import sm90_dq
+from pallas_attn.kernels.flash_bwd import operands, sm90_dq
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, RowStatistics
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_fwd import key_mask_ranges, tile_scheduler
@@ -207,7 +208,16 @@ def _kernel(refs: BackwardRefs, dq_ref: GmemRef, smem: DqSmem, *, plan: QueryPla
 
 def dq_of(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> jax.Array:
     """dq, from the operands of a kernel over keys."""
-    problem = plan.problem
+
+    def make(form: MmaFormat, before: jax.Array | None) -> jax.Array:
+        after = refs if before is None else operands.ordered_after(refs, before)
+        return _launch(KernelContext(dataclasses.replace(plan, format=form), after), inputs)
+
+    return wide_heads.by_parts(plan.format, "k", make)
+
+
+def _launch(ctx: KernelContext, inputs: AttentionInputs) -> jax.Array:
+    (plan, refs, _), problem = ctx, ctx.plan.problem
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=plan.format.result(problem.q_len, problem.q_heads, problem.head_dim),

@@ -24,7 +24,8 @@ beforehand, and V past a length is never read.
 
 float32 is multiplied in bfloat16 terms (mma/mma_sync.py): 3 products good to 2**-16 by default,
 better than TF32's 2**-10, and 6 for precision "highest". Where shared memory is too small for 64
-such rows of q and a tile of K and V, `sm80_columns` has the mainloop (`Config.columns`).
+such rows of q and a tile of K and V, `sm80_columns` has the mainloop (`Config.columns`). Of values
+above head dim 256 each launch weighs some columns (attention/wide_heads.py).
 """
 
 import dataclasses
@@ -39,6 +40,7 @@ from jax import lax
 
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import (
     functions,
     score_mod,
@@ -47,11 +49,12 @@ from pallas_attn.kernels.attention import (
     sm80_common,
     softmax,
     tiles,
+    tma_operands,
+    wide_heads,
 )
 from pallas_attn.kernels.attention.score_mod import ForwardRefs
 from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, OutputSums, copy_async
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows, Span, WorkTile
-from pallas_attn.kernels.attention.tiles import limit as limit
 from pallas_attn.kernels.flash_fwd import documents, key_mask_ranges, sm80_columns, tile_scheduler
 from pallas_attn.kernels.flash_fwd.listed import list_of
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
@@ -98,6 +101,7 @@ class Config:
     @classmethod
     def default(cls, problem: AttentionProblem) -> "Config":
         """The first Config for which the GPU has the shared memory."""
+        problem = _of_a_launch(problem)
         dim = max(problem.head_dim, problem.v_head_dim)
         choices = [cls(1, 32), cls(1, 16), cls(1, 32, columns=64)]
         if problem.dtype == "float32":
@@ -110,6 +114,10 @@ class Config:
         else:
             choices.insert(0, cls(2, 64, 2 if problem.kv_len <= 2048 else 1, q_in_registers=True))
         return next((x for x in choices if sm80_common.fits(problem, smem_bytes, x)), choices[-1])
+
+
+def limit(problem: AttentionProblem) -> Limit | None:
+    return tiles.limit(problem, tma_operands.WIDEST)
 
 
 def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
@@ -143,7 +151,16 @@ def scratch(plan: QueryPlan) -> ForwardSmem | sm80_column_stream.ChunkSmem:
 
 
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
-    return mosaic.bytes_of(scratch(plan_of(problem, config))) + mosaic.REDUCTION_BYTES
+    plan = plan_of(_of_a_launch(problem), config)
+    return mosaic.bytes_of(scratch(plan)) + mosaic.REDUCTION_BYTES
+
+
+def _of_a_launch(problem: AttentionProblem, columns: slice | None = None) -> AttentionProblem:
+    """The problem of a launch that weighs some columns of v; None: of that with the most."""
+    if problem.v_head_dim <= wide_heads.COLUMNS:
+        return problem
+    columns = columns or wide_heads.value_columns(problem.v_head_dim)[0]
+    return dataclasses.replace(problem, v_head_dim=columns.stop - columns.start)
 
 
 # ---- copies to shared memory, which all threads of a block issue --------------------------------
@@ -323,6 +340,21 @@ def run(
     """out [B, T, N, Hv] in q's dtype, log-sum-exp float32 [B, N, T]."""
     if tiles.has_no_scores(problem):
         return tiles.results_without_scores(problem)
+    if problem.v_head_dim <= wide_heads.COLUMNS:
+        return _launch(inputs, problem, config)
+    results: list[tuple[jax.Array, jax.Array]] = []
+    for columns in wide_heads.value_columns(problem.v_head_dim):
+        part = inputs._replace(v=inputs.v[..., columns])
+        if results:  # the interpreter simulates one kernel at a time
+            part = part._replace(q=lax.optimization_barrier((part.q, results[-1]))[0])
+        results.append(_launch(part, _of_a_launch(problem, columns), config))
+    outs, lses = zip(*results, strict=True)
+    return jnp.concatenate(outs, axis=-1), lses[0]
+
+
+def _launch(
+    inputs: AttentionInputs, problem: AttentionProblem, config: Config
+) -> tuple[jax.Array, jax.Array]:
     plan = plan_of(problem, config)
     batch, q_len, heads = problem.batch, problem.q_len, problem.q_heads
     kernel = plgpu.kernel(

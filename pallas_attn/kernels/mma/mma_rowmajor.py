@@ -9,6 +9,7 @@ loads 16 bytes of a row. The order of columns that results is not that of memory
 for both operands of a matmul, whose sum does not depend on it.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ Array = Any
 
 ROW_PADDING = 8  # floats behind a spilled row: without, 8 rows would meet in the same banks
 ROWS = 16  # query rows of a warp
+UNIT = 128  # bytes of a row: where warps share out columns, each has some of these units
 
 
 class Split:
@@ -40,6 +42,10 @@ class Split:
     `folded`: there are at most 8 query rows. Rows 8 to 15 of the scores then hold the scores of
     rows 0 to 7 with every second group of 8 keys, which halves the numbers of a thread.
     `integers`: how keys of 8 bits become float16 (`dequant.by_integers`).
+
+    `across`: the warps that share a row block share out the columns of q, K and V instead, and all
+    have the same keys. This is for rows that are too wide for the registers of a warp. Scores are
+    then sums over a warp's own columns, which `column_parts.sum_of_parts` adds up.
     """
 
     def __init__(
@@ -48,10 +54,13 @@ class Split:
         keys: int,
         folded: bool = False,
         integers: bool = False,
+        across: bool = False,
     ):
         self.row_blocks, self.keys, self.folded = row_blocks, keys, folded
         self.integers = integers
-        self.groups = threads.WARPS // row_blocks  # groups of keys
+        warps = threads.WARPS // row_blocks  # warps that share a row block
+        self.parts = warps if across else 1  # parts of the columns
+        self.groups = warps // self.parts  # groups of keys
         self.columns = keys // self.groups
         self.width = self.columns // 2 if folded else self.columns
 
@@ -60,7 +69,25 @@ class Split:
 
     def first_key(self, warp: Any) -> Any:
         """The key of a warp's column 0."""
-        return warp // self.row_blocks * self.columns
+        return warp // self.row_blocks // self.parts * self.columns
+
+    def units(self, nbytes: int) -> int:
+        """Units of a warp: its part of rows of so many bytes, in units of `UNIT` bytes."""
+        return -(-nbytes // (UNIT * self.parts))
+
+    def first_unit(self, warp: Int | int, nbytes: int) -> Any:
+        """The first of a warp's units."""
+        return warp // self.row_blocks % self.parts * self.units(nbytes)
+
+    def own_columns(self, rows: np.ndarray, warp: int) -> np.ndarray:
+        """A warp's columns of `rows` [.., dim], zeros past the last."""
+        dim, size = rows.shape[-1], rows.dtype.itemsize
+        if self.parts == 1:
+            return rows
+        count = self.units(dim * size) * UNIT // size
+        first = self.first_unit(warp, dim * size) * UNIT // size
+        own = rows[..., first : first + count]
+        return np.pad(own, [(0, 0)] * (rows.ndim - 1) + [(0, count - own.shape[-1])])
 
     def key(self, row: Any, column: Any) -> Any:
         """Which of the warp's keys a row and a column of its scores stand for."""
@@ -118,21 +145,26 @@ class Queries(NamedTuple):
 def queries(at: Queries, split: Split) -> Array:
     """The query rows of every warp in registers, [64, H rounded up to a multiple of 32]: row r of
     warp w is query row_block(w) * 16 + r, counted from `at.first`. Rows past the last repeat it.
-    Columns are in the order of `words_of_row`, so that only `scores` can use them.
+    Columns are in the order of `words_of_row`, so that only `scores` can use them; they are each
+    warp's own where warps share out columns.
     """
     ref, dim = at.ref, at.dim
-    shape, dtype = (threads.WARPS * ROWS, 32 * -(-dim // 32)), ref.dtype
+    width = 32 * -(-dim // 32) if split.parts == 1 else split.units(2 * dim) * UNIT // 2
+    shape, dtype = (threads.WARPS * ROWS, width), ref.dtype
 
     def code(ref, first):
         pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(jnp.dtype(dtype)))
         lane, starts = rows_of_lane(first, at, split)
-        halves = [words_of_row(asm.pointer_of(ref), start, lane, dim) for start in starts]
+        load = words_of_row if split.parts == 1 else functools.partial(words_of_part, split)
+        halves = [load(asm.pointer_of(ref), start, lane, dim) for start in starts]
         return tile_with(
             [llvm.bitcast(pair, w) for both in zip(*halves, strict=True) for w in both], shape
         )
 
     def twin(ref, first):
         q = ref.reshape(-1, dim)[rows_of_twin(first, at, split)]
+        if split.parts > 1:
+            return own_columns_of_warps(q, split)
         return np.pad(q, ((0, 0), (0, shape[1] - dim)))
 
     return inline(
@@ -145,7 +177,8 @@ def float16_queries(at: Queries, split: Split) -> tuple[Array, Array]:
     divided by this power of two so that no number overflows; its scores are to be multiplied by it.
     """
     ref, dim = at.ref, at.dim
-    shape, dtype = (threads.WARPS * ROWS, dim), ref.dtype
+    width = dim if split.parts == 1 else split.units(dim) * UNIT
+    shape, dtype = (threads.WARPS * ROWS, width), ref.dtype
     kind = jnp.dtype(jnp.float16)
 
     def code(ref, first):
@@ -153,7 +186,7 @@ def float16_queries(at: Queries, split: Split) -> tuple[Array, Array]:
         lane, starts = rows_of_lane(first, at, split)
         halves, units = [], []
         for start in starts:
-            words = _as_narrow_lies(asm.pointer_of(ref), start, lane, dim)
+            words = _as_narrow_lies(asm.pointer_of(ref), start, lane, dim, split)
             words, unit = dequant.normalised(words, str(jnp.dtype(dtype)))
             halves.append(words)
             units.append(unit)
@@ -162,6 +195,9 @@ def float16_queries(at: Queries, split: Split) -> tuple[Array, Array]:
 
     def twin(ref, first):
         q = ref.reshape(-1, dim)[rows_of_twin(first, at, split)]
+        if split.parts > 1:
+            q = np.pad(q, ((0, 0), (0, split.parts * width - dim)))
+            q = own_columns_of_warps(q, split, 1)
         q = q.astype(np.float32)
         bits = np.abs(q).max(axis=1).view(np.int32) & 0x7F800000
         bits = np.minimum(bits, dequant.MOST)
@@ -241,13 +277,75 @@ def words_of_row(pointer: ir.Value, start: Int, lane: Int, dim: int, offset: int
     return words
 
 
-def _as_narrow_lies(pointer: ir.Value, start: Int, lane: Int, dim: int) -> list:
-    """`words_of_row` in the order of columns of a row of 8-bit numbers, of which a lane loads 16
-    neighbouring numbers of each 64.
+def words_of_part(
+    split: Split, pointer: ir.Value, start: Int, lane: Int, dim: int, offset: int = 0
+) -> list:
+    """`words_of_row` of this warp's columns alone: 8 words of each of its units."""
+    return [
+        word
+        for n in range(split.units(2 * dim))
+        for word in words_of_unit(split, pointer, start, (lane, dim, n), offset)
+    ]
+
+
+def words_of_unit(
+    split: Split, pointer: ir.Value, start: Int, at: tuple[Int, int, int], offset: int = 0
+) -> list:
+    """8 words of a unit of this warp; `at`: lane, 16-bit numbers of a row, number of the unit."""
+    lane, dim, number = at
+    like = (lambda x: x) if start.value.type == asm.i32() else in_64_bits
+    chunks, odd = dim // 8, lane // 4 % 2
+    first = (split.first_unit(Int(warp_and_lane()[0]), 2 * dim) + number) * 8 + lane % 4
+    swapped, zero = (odd >= 1).value, utils.c(0, asm.i32())
+    halves = []
+    for chunk in (first + odd * 4, first + (odd * -4 + 4)):
+        near = chunk
+        if chunks % (8 * split.parts):
+            near = chunk._with(arith.minsi, chunks - 1)
+        four = four_words(pointer, start + like(near), offset)
+        if near is not chunk:
+            there = (chunk < chunks).value
+            four = [arith.select(there, word, zero) for word in four]
+        halves.append(four)
+    early, late = halves
+    pairs = [*zip(late, early, strict=True), *zip(early, late, strict=True)]
+    return [arith.select(swapped, x, y) for x, y in pairs]
+
+
+def own_columns_of_warps(rows: np.ndarray, split: Split, size: int | None = None) -> np.ndarray:
+    """Each warp's own columns of its rows of `rows` [64, dim]. `size`: bytes of the keys' numbers,
+    where these are others than those of `rows`.
     """
+    tile = rows.reshape(threads.WARPS, ROWS, -1)
+    if size is None:
+        return np.concatenate([split.own_columns(x, warp) for warp, x in enumerate(tile)])
+    count = rows.shape[1] // split.parts
+    firsts = [warp // split.row_blocks % split.parts * count for warp in range(threads.WARPS)]
+    return np.concatenate([x[:, n : n + count] for n, x in zip(firsts, tile, strict=True)])
+
+
+def _as_narrow_lies(pointer: ir.Value, start: Int, lane: Int, dim: int, split: Split) -> list:
+    """`words_of_row` in the order of columns of a row of 8-bit numbers, of which a lane loads 16
+    neighbouring numbers of each 64; this warp's own where warps share out columns.
+    """
+    if split.parts > 1:
+        return _part_as_narrow_lies(pointer, start, lane, dim, split)
     first = start + in_64_bits(lane % 4 * 2)
     chunks = range(0, dim // 8, 8)
     return [w for n in chunks for i in range(2) for w in four_words(pointer, first, n + i)]
+
+
+def _part_as_narrow_lies(pointer: ir.Value, start: Int, lane: Int, dim: int, split: Split) -> list:
+    first = split.first_unit(Int(warp_and_lane()[0]), dim) * 16 + lane % 4 * 2
+    chunks, zero, words = dim // 8, utils.c(0, asm.i32()), []
+    for n in range(0, split.units(dim) * 16, 8):
+        for i in range(2):
+            chunk = first + (n + i)
+            near = in_64_bits(chunk._with(arith.minsi, chunks - 1))
+            there = (chunk < chunks).value
+            four = four_words(pointer, start + near, 0)
+            words += [arith.select(there, word, zero) for word in four]
+    return words
 
 
 def four_words(pointer: ir.Value, index: Int, offset: int, count: int = 4) -> list[ir.Value]:
@@ -324,9 +422,10 @@ def scores(q: Array, ref: Ref, slot: Array, split: Split, dim: int | None = None
         start = Int(slot.registers.item()) * (split.keys * words)
         start = start + (split.first_key(warp) + lane // 4) * words
         zero = utils.c(0.0, ir.F32Type.get())
+        load = words_of_row if split.parts == 1 else functools.partial(words_of_part, split)
         registers: list[Any] = []
         for column in range(0, split.columns, 8):
-            b = words_of_row(pointer, start, lane, dim * size // 2, column * words)
+            b = load(pointer, start, lane, dim * size // 2, column * words)
             if size == 1:
                 b = thread_math.to_16_bits(b, str(jnp.dtype(ref_dtype)), split.integers)
             sums = [[zero] * 4 for _ in range(2)]
@@ -342,7 +441,8 @@ def scores(q: Array, ref: Ref, slot: Array, split: Split, dim: int | None = None
         for warp in range(threads.WARPS):
             here = slice(ROWS * warp, ROWS * (warp + 1))
             keys = ref[slot][split.first_key(warp) + np.arange(split.columns), :dim]
-            all_scores = q[here, :dim].astype(np.float32) @ keys.astype(np.float32).T
+            keys = split.own_columns(keys, warp).astype(np.float32)
+            all_scores = q[here, : keys.shape[1]].astype(np.float32) @ keys.T
             out[here] = all_scores[split.query(row), split.key(row, column)]
         return out
 
@@ -371,9 +471,9 @@ def number_of_each_key(ref: Ref, slot: Array, split: Split) -> Array:
     return inline(code, twin, (ref, slot), (REF, SCALAR), tile_of(shape, jnp.float32))
 
 
-def accumulator_width(v_head_dim: int) -> int:
-    """Columns of the accumulator of `matmul_add`."""
-    return -(-v_head_dim // 64) * 64
+def accumulator_width(v_head_dim: int, parts: int = 1) -> int:
+    """Columns of a warp's accumulator of `matmul_add`, where `parts` warps share out all."""
+    return -(-v_head_dim // (64 * parts)) * 64
 
 
 def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split, first: int = 0) -> Array:
@@ -393,6 +493,7 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split, first:
         a, pointer = words_of(p), asm.pointer_of(ref)
         start = Int(slot.registers.item()) * (split.keys * pitch)
         start = start + (split.first_key(warp) + lane % 4 * 2) * pitch
+        mine = lane // 4 if split.parts == 1 else lane // 4 + first_chunk(split, shape[1])
         sums = []
         for pairs in acc.registers.reshape(-1, 2):
             sums.append([vector.extract(pair, [], [i]) for pair in pairs for i in range(2)])
@@ -402,7 +503,7 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split, first:
                 zero = utils.c(0, asm.i32())
                 of_a = [a[key // 8], zero, a[key // 8 + 1], zero]
             for u in range(shape[1] // 64):
-                chunk = start + (lane // 4 + 8 * u)._with(arith.minsi, chunks - 1)
+                chunk = start + (mine + 8 * u)._with(arith.minsi, chunks - 1)
                 ahead = [(key + n + i) * pitch + first // 8 for n in (0, 8) for i in range(2)]
                 if narrow is not None:
                     rows = [four_words(pointer, chunk, offset, 2) for offset in ahead]
@@ -427,7 +528,8 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split, first:
         for warp in range(threads.WARPS):
             here = slice(ROWS * warp, ROWS * (warp + 1))
             values = ref[slot][split.first_key(warp) + np.arange(split.columns)]
-            values = values[:, first:][:, : shape[1]]
+            own = first + warp // split.row_blocks % split.parts * shape[1]
+            values = values[:, own : own + shape[1]]
             weights = np.zeros((ROWS, split.columns), np.float32)
             weights[split.query(row), split.key(row, column)] = p[here]
             out[here, : values.shape[1]] += weights @ values.astype(np.float32)
@@ -435,6 +537,12 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split, first:
 
     types = (mosaic.TILE, mosaic.TILE, REF, SCALAR)
     return inline(code, twin, (acc, p, ref, slot), types, tile_of(shape, jnp.float32))
+
+
+def first_chunk(split: Split, width: int) -> Int:
+    """The first chunk of V that is this warp's, whose accumulator has `width` columns."""
+    warp = Int(warp_and_lane()[0])
+    return warp // split.row_blocks % split.parts * (width // 8)
 
 
 def _columns(first: list, second: list) -> list[ir.Value]:
@@ -446,47 +554,59 @@ def _columns(first: list, second: list) -> list[ir.Value]:
     ]
 
 
-def store_accumulators(
-    acc: Array, top: Array, total: Array, to: tuple[Ref, Ref, Ref], rows: int
+def store_accumulators(  # noqa: PLR0913
+    acc: Array, top: Array, total: Array, to: tuple[Ref, Ref, Ref], rows: int, split: Split
 ) -> None:
     """Stores the first `rows` rows of each warp's accumulator, and their row max and row sum, to
-    shared memory: `to` is [WARPS * rows, Hv + ROW_PADDING] and twice [WARPS * rows].
+    shared memory: `to` is [WARPS * rows, Hv + ROW_PADDING] and twice [WARPS * rows]. Warps that
+    share out columns store theirs beside each other.
     """
     chunks, words = (to[0].shape[1] - ROW_PADDING) // 8, to[0].shape[1] // 4
+    alone, width = split.parts == 1, acc.shape[1]
+
+    def line_of(warp):
+        return (warp if alone else split.row_block(warp)) * rows
 
     def row_of(half, acc, numbers, refs):
         warp, lane = (Int(x) for x in warp_and_lane())
-        line, row = warp * rows + lane // 4 + 8 * half, lane // 4 + 8 * half
-        for u in range(acc.shape[1] // 64):
+        line, row = line_of(warp) + lane // 4 + 8 * half, lane // 4 + 8 * half
+        for u in range(width // 64):
             for n in range(2):
                 chunk = lane % 4 * 2 + (8 * u + n)
+                chunk = chunk if alone else chunk + first_chunk(split, width)
                 there = ((row < rows) & (chunk < chunks)).value
                 eight = [acc.registers.flat[2 * (8 * u + i) + half] for i in range(8)]
                 eight = [vector.extract(pair, [], [n]) for pair in eight]
                 for k in range(2):
                     index = line * words + chunk * 2 + k
-                    _store_four(refs[0], index, eight[4 * k : 4 * k + 4], there)
+                    store_four(refs[0], index, eight[4 * k : 4 * k + 4], there)
         for ref, row_numbers in zip(refs[1:], numbers, strict=True):
             number = row_numbers.registers.flat[half]
             if isinstance(number.type, ir.VectorType):
                 number = vector.extract(number, [], [0])
-            threads.Thread().shared_store(ref, line, threads.Float(number), row < rows)
+            mine = row < rows if alone else (row < rows) & (warp < split.row_blocks)
+            threads.Thread().shared_store(ref, line, threads.Float(number), mine)
 
     def code(acc, top, total, refs):
         for half in range(-(-rows // 8)):
             row_of(half, acc, (top, total), refs)
 
     def twin(acc, top, total, refs):
-        for ref, tile in zip(refs, (acc[:, : 8 * chunks], top, total), strict=True):
-            mine = tile.reshape(threads.WARPS, ROWS, *tile.shape[1:])[:, :rows]
-            mine = mine.reshape(-1, *tile.shape[1:])
-            ref[..., : mine.shape[-1]] = mine
+        for warp in range(threads.WARPS):
+            here = slice(ROWS * warp, ROWS * warp + rows)
+            lines = slice(line_of(warp), line_of(warp) + rows)
+            first = warp // split.row_blocks % split.parts * width
+            own = acc[here, : max(min(width, 8 * chunks - first), 0)]
+            refs[0][lines, first : first + own.shape[1]] = own
+            if alone or warp < split.row_blocks:
+                refs[1][lines], refs[2][lines] = top[here], total[here]
 
     types = (mosaic.TILE, mosaic.ROW, mosaic.ROW, (REF, REF, REF))
     inline(code, twin, (acc, top, total, tuple(to)), types, None)
 
 
-def _store_four(ref: Ref, index: Int, values: list, there: ir.Value) -> None:
+def store_four(ref: Ref, index: Int, values: list, there: ir.Value) -> None:
+    """Stores 16 bytes to word `index` of shared memory, where `there` holds."""
     ptx = "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p st.shared.v4.b32 [$1], {$2, $3, $4, $5}; }"
     words = [arith.bitcast(asm.i32(), x) for x in values]
     operands = [arith.extui(asm.i32(), there), asm.shared_address(ref, index, 16), *words]

@@ -37,18 +37,19 @@ KEPT = -(2**13)  # the bits of a float32 that a tensor core takes; it cuts off t
 UP = 1 + 2.0**-11.5
 
 
-def queries_shape(dim: int, rows: int) -> tuple[int, int]:
+def queries_shape(dim: int, rows: int, parts: int = 1) -> tuple[int, int]:
     """The shape [rows, numbers of a row] of a block's queries in shared memory, for
     `store_queries`: both terms side by side where rows are few and short, else the float32 numbers.
     A row has an odd number of chunks of 16 bytes, so that `ldmatrix` finds 8 rows in different
-    banks.
+    banks. `parts`: parts of the columns that warps share out, of whole units each.
     """
     terms = 2 if rows <= ROWS and dim <= 128 else 1
-    return rows, terms * _width(dim) + 4
+    return rows, terms * _width(dim, parts) + 4
 
 
-def _width(dim: int) -> int:
-    return 16 * -(-dim // 16)
+def _width(dim: int, parts: int) -> int:
+    unit = 16 if parts == 1 else mma_rowmajor.UNIT // 4 * parts
+    return unit * -(-dim // unit)
 
 
 def _terms(word: ir.Value, *, whole: bool = False) -> tuple[ir.Value, ir.Value]:
@@ -114,8 +115,9 @@ def store_queries(at: mma_rowmajor.Queries, split: Split, to: Ref) -> None:
     where `ldmatrix` returns them to it. The warps of a row block share out the columns.
     """
     ref, dim = at.ref, at.dim
-    steps, (most, pitch) = -(-dim // 16), to.shape
-    both = pitch > _width(dim) + 4
+    width, (most, pitch) = _width(dim, split.parts), to.shape
+    steps, both = width // 16, pitch > width + 4
+    sharing = threads.WARPS // split.row_blocks  # warps that share out the columns
 
     def code(ref, first, to):
         lane, starts = mma_rowmajor.rows_of_lane(first, at, split, itemsize=4)
@@ -125,8 +127,8 @@ def store_queries(at: mma_rowmajor.Queries, split: Split, to: Ref) -> None:
             asm.pointer_of(ref),
         )
         row = split.row_block(warp) * ROWS + lane // 4
-        count = -(-steps // split.groups)
-        turns = [warp // split.row_blocks + n * split.groups for n in range(count)]
+        count = -(-steps // sharing)
+        turns = [warp // split.row_blocks + n * sharing for n in range(count)]
         chunks = [  # all loads are issued before the first is waited for
             [_chunk_of_query(pointer, start, n * 4 + column, dim) for start in starts]
             for n in turns
@@ -137,7 +139,7 @@ def store_queries(at: mma_rowmajor.Queries, split: Split, to: Ref) -> None:
                 where = (n < steps) & (row + 8 * half < most)
                 terms = list(zip(*map(_terms, four), strict=True)) if both else [four]
                 for i, word in enumerate(itertools.chain(*terms)):
-                    offset = i // 4 * _width(dim) + i % 4 * 4 + 8 * half * pitch
+                    offset = i // 4 * width + i % 4 * 4 + 8 * half * pitch
                     _store_word(address, 4 * offset, word, where)
 
     def twin(ref, first, to):
@@ -145,7 +147,7 @@ def store_queries(at: mma_rowmajor.Queries, split: Split, to: Ref) -> None:
         q = ref.reshape(-1, dim)[taken[:most]]
         to[:] = 0
         for n, term in enumerate(_terms_of_numpy(q) if both else [q]):
-            to[:, n * _width(dim) : n * _width(dim) + dim] = term
+            to[:, n * width : n * width + dim] = term
 
     args = (ref, (at.start, at.first), to)
     mma_rowmajor.inline(code, twin, args, (REF, (SCALAR, SCALAR), REF), None)
@@ -169,7 +171,10 @@ def scores(q: Ref, ref: Ref, slot: Array, split: Split, dim: int | None = None) 
     row_dim, (most, pitch) = ref.shape[2], q.shape
     dim = dim or row_dim
     shape, columns = (threads.WARPS * ROWS, split.columns), range(0, split.columns, 8)
-    both = pitch > _width(dim) + 4
+    width, steps = _width(dim, split.parts), -(-dim // 16)
+    if split.parts > 1:
+        steps = 2 * split.units(4 * dim)
+    both = pitch > width + 4
 
     def code(q, ref, slot):
         warp, lane = (Int(x) for x in mma_rowmajor.warp_and_lane())
@@ -177,14 +182,15 @@ def scores(q: Ref, ref: Ref, slot: Array, split: Split, dim: int | None = None) 
         start = Int(slot.registers.item()) * (split.keys * words)
         start = start + (split.first_key(warp) + lane // 4) * words
         row = (split.row_block(warp) * ROWS + lane % 16)._with(arith.minsi, most - 1)
-        base = asm.shared_address(q, row * (pitch // 4) + lane // 16, 16)
+        place = row * (pitch // 4) + lane // 16
+        if split.parts > 1:
+            place = place + split.first_unit(warp, 4 * dim) * 8
+        base = asm.shared_address(q, place, 16)
         sums = [[_zeros() for _ in range(3)] for _ in columns]
-        for n in range(-(-dim // 16)):
+        for n in range(steps):
             if n % 2 == 0:  # the keys' words come for two steps at a time
-                here = 2 * min(32, dim - 16 * n)
-                at = [column * words + 4 * n for column in columns]
-                keys = [mma_rowmajor.words_of_row(pointer, start, lane, here, x) for x in at]
-            a = [_query_terms(base, 16 * n + 8 * half, both and _width(dim)) for half in range(2)]
+                keys = [words_of(pointer, start, lane, n, column * words) for column in columns]
+            a = [_query_terms(base, 16 * n + 8 * half, both and width) for half in range(2)]
             for of_column, key in zip(sums, keys, strict=True):
                 _add_products(of_column, a, key[n % 2 * 4 :][:4])
         registers = []
@@ -193,12 +199,20 @@ def scores(q: Ref, ref: Ref, slot: Array, split: Split, dim: int | None = None) 
             registers += [mma_rowmajor.pair_of(s[0], s[1]), mma_rowmajor.pair_of(s[2], s[3])]
         return mma_rowmajor.tile_with(registers, shape)
 
+    def words_of(pointer, start, lane, n, offset):
+        if split.parts > 1:
+            at = lane, 2 * dim, n // 2
+            return mma_rowmajor.words_of_unit(split, pointer, start, at, offset)
+        here = 2 * min(32, dim - 16 * n)
+        return mma_rowmajor.words_of_row(pointer, start, lane, here, offset + 4 * n)
+
     def twin(q, ref, slot):
         out = np.zeros(shape, np.float32)
         for warp in range(threads.WARPS):
             rows = np.minimum(ROWS * split.row_block(warp) + np.arange(ROWS), most - 1)
             keys = ref[slot][split.first_key(warp) :][: split.columns, :dim]
-            mine = q[rows, :dim] + (q[rows, _width(dim) :][:, :dim] if both else 0)
+            mine = q[rows, :dim] + (q[rows, width:][:, :dim] if both else 0)
+            mine, keys = (split.own_columns(x, warp) for x in (mine, keys))
             out[ROWS * warp : ROWS * (warp + 1)] = _product_of_numpy(mine, keys.T)
         return out
 
@@ -243,9 +257,12 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split, first:
             of_p.append(list(zip(*map(_terms, words), strict=True)))
         start = Int(slot.registers.item()) * (split.keys * pitch)
         start = start + (split.first_key(warp) + lane % 4 * 2) * pitch
+        mine = lane // 4
+        if split.parts > 1:
+            mine = mine + mma_rowmajor.first_chunk(split, shape[1])
         registers: list[Any] = []
         for u in range(shape[1] // 64):
-            chunk = start + (lane // 4 + 8 * u)._with(arith.minsi, chunks - 1)
+            chunk = start + (mine + 8 * u)._with(arith.minsi, chunks - 1)
             before = acc.registers.flat[16 * u : 16 * u + 16]
             numbers = [vector.extract(pair, [], [n]) for pair in before for n in range(2)]
             sums = [numbers[n : n + 4] for n in range(0, 32, 4)]
@@ -264,7 +281,8 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split, first:
         out = np.array(acc)
         for warp in range(threads.WARPS):
             here = slice(ROWS * warp, ROWS * (warp + 1))
-            values = ref[slot][split.first_key(warp) :][: split.columns, first:][:, : shape[1]]
+            own = first + warp // split.row_blocks % split.parts * shape[1]
+            values = ref[slot][split.first_key(warp) :][: split.columns, own : own + shape[1]]
             out[here, : values.shape[1]] += _product_of_numpy(p[here], values)
         return out
 

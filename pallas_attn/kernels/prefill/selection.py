@@ -51,7 +51,7 @@ def narrow_sm90(problem: DecodeProblem) -> Limit | None:
     return sm90(problem)
 
 
-def gathered_sm80(problem: DecodeProblem) -> Limit | None:
+def gathered(problem: DecodeProblem) -> Limit | None:
     copied = problem.sequences * max(problem.capacities) * problem.kv_heads
     return _FEW if _pairs(problem) < FEWEST_PAIRS_GATHERED * copied else None
 

@@ -121,6 +121,8 @@ INTERPRETED = {
 
 
 PORTABLE_INTERPRETED = {
+    "dim264": {"config": PORTABLE(fused=False, block_q=32, dq_block_kv=32, columns=64)},
+    "dim72_320": {"config": PORTABLE(fused=False, block_q=32, dq_block_kv=32, columns=64)},
     "t_above_s": {"config": PORTABLE(warp_rows=2)},
     "q_lengths": {"config": PORTABLE(fused=False, block_q=32, dq_block_kv=32)},
     "documents": {"config": PORTABLE(kv_blocks=2, block_q=32, fused=False)},
@@ -365,6 +367,16 @@ def test_the_portable_kernel_compiles_for_every_gpu(name, target):
 
 @pytest.mark.machine_code
 @pytest.mark.guards
+@pytest.mark.parametrize("op", ["forward", "backward"])
+def test_wide_heads_compile_in_parts(op):
+    call, arguments = call_of(small_problem(512, "bfloat16", None, op))
+    report = mosaic.compile_for(call, arguments, target="sm86", sass=False)
+    assert report.launches == (2 if op == "forward" else 6)
+    assert report.spill_bytes <= 200  # dK of 64 rows takes 128 of 255 registers
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
 @pytest.mark.parametrize("op, most", [("forward", 300), ("backward", 500)])
 def test_what_comes_by_columns_compiles_for_the_smallest_gpus(op, most):
     """Spills that another card of the same registers would have too: nobody who wants speed has so
@@ -410,6 +422,8 @@ def small_problem(dim, dtype, precision, op):
         ("backward", 128, "float32", None),
         ("forward", 256, "float32", "highest"),
         ("backward", 256, "float32", "highest"),
+        ("forward", 512, "bfloat16", None),
+        ("backward", 512, "bfloat16", None),
     ],
 )
 def test_the_smallest_gpus_have_the_shared_memory(op, dim, dtype, precision):
@@ -427,7 +441,7 @@ def test_the_smallest_gpus_have_the_shared_memory(op, dim, dtype, precision):
 )
 def test_the_smallest_gpus_take_all_head_dims(dtype, precision):
     for op, module in (("forward", flash_fwd_sm80), ("backward", flash_bwd_sm80)):
-        for dim in range(8, 257, 8):
+        for dim in (*range(8, 257, 8), 264, 320, 512):
             problem = small_problem(dim, dtype, precision, op)
             config = module.Config.default(problem)
             assert module.smem_bytes(problem, config) <= gpu_specs.shared_memory("sm86")

@@ -151,6 +151,8 @@ INTERPRETED = {
 
 
 PORTABLE_INTERPRETED = {
+    "dim264": PORTABLE(1, 32),  # values in two launches
+    "dim72_320": PORTABLE(1, 16),
     "band": PORTABLE(block_kv=32, stages=3),
     "window_t_above_s": PORTABLE(row_blocks=1, block_kv=32, stages=2, q_in_registers=True),
     "everything": PORTABLE(row_blocks=1),
@@ -306,7 +308,7 @@ def plan_of(name, config):
 EDGE = [
     case
     for case in cases.ATTENTION
-    if "edge" in case.tags and case.batch * case.q_len * case.kv_len
+    if "edge" in case.tags and case.batch * case.q_len * case.kv_len and "wide" not in case.labels
 ]
 FLOAT32 = [
     in_float32(case, precision)

@@ -12,7 +12,7 @@ from pallas_attn import FULL, Mask, sliding_window
 from pallas_attn._call import dispatch
 from pallas_attn.bench import support
 from pallas_attn.kernels.prefill import gathered_sm80 as kernel
-from pallas_attn.kernels.prefill import selection
+from pallas_attn.kernels.prefill import gathered_sm90, selection
 from tests.kernels.prefill import test_prefill_widened
 from tests.support import decode_cases, mosaic
 from tests.support.decode_cases import Case
@@ -72,6 +72,36 @@ def agree(case):
 def test_interpreted(name):
     with mosaic.interpret():
         agree(SOME[name])
+
+
+WIDE = Case("paged", (70, 5), 9, page_size=8, head_dim=264, v_head_dim=512, sinks=True)
+
+
+def wide_heads_agree():
+    """By the Hopper forward of wide heads."""
+    config = gathered_sm90.Config.default(WIDE.problem)
+    got = decode_cases.launched(WIDE, WIDE.inputs(0, fill=np.nan), config)
+    want = decode_cases.of_definition(WIDE, WIDE.inputs(0, fill=0.0))
+    for g, w, close in zip(got, want, (2.0**-6, 1e-4), strict=True):
+        decode_cases.close(g, w, close, close)
+
+
+@pytest.mark.guards
+def test_wide_heads_interpreted():
+    with mosaic.interpret():
+        wide_heads_agree()
+
+
+@pytest.mark.gpu
+def test_wide_heads_on_the_gpu():
+    wide_heads_agree()
+
+
+def test_who_takes_wide_heads():
+    wide = {"gpu": "sm90", "head_dim": 512, "v_head_dim": 512}
+    assert chosen(**wide) == "prefill.gathered_sm90" and chosen(**wide, q_len=1) == "decode.sm90"
+    assert chosen(**wide, tokens=4096) == "decode.sm90"
+    assert "256" in str(gathered_sm90.limit(dataclasses.replace(PROBLEM, gpu="sm90")))
 
 
 @pytest.mark.guards

@@ -1,0 +1,138 @@
+"""Attention of many new rows to a cache by a forward, over rows that XLA makes contiguous.
+
+Decode's kernels take any number of rows, but give each warp 16 of them and read keys again for
+every 64. Here XLA copies the rows of one layer to contiguous arrays in q's dtype first, which live
+as long as the call; quantised rows are widened on the way. A forward then reads these as it reads
+any K and V: query rows stand at the end of their sequence, and lengths are those of keys.
+
+Rows are copied whether a length reaches them or not: it pays where there are enough queries
+(`selection.gathered`). `gathered_sm80` and `gathered_sm90` are the kernels.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._call.kernel import Kernel
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem, DecodeInputs, DecodeProblem
+from pallas_attn.errors import Limit
+from pallas_attn.kernels.decode import limits
+from pallas_attn.kernels.lang.types import KernelConfig
+from pallas_attn.kernels.prefill.plan import over_contiguous_keys
+
+Array = jax.Array
+Cache = Array | tuple[Array, ...]
+
+
+class Forward(NamedTuple):
+    """The forward that reads the rows."""
+
+    kernel: Kernel
+    most_bytes: int  # bytes of the copies
+
+
+def limit(problem: DecodeProblem, forward: Forward) -> Limit | None:
+    """Why the forward cannot take the problem so, or None."""
+    other = "leave implementation=None"
+    if problem.packed or problem.mask_program is not None or problem.kind == "interleaved":
+        return Limit(
+            "it takes no packed rows, trees, mask functions, and K and V in one array", other
+        )
+    if problem.batch_invariant:
+        return Limit("batch_invariant is kept by the kernel for few rows", other)
+    if (refused := limits.dtype_limit(problem)) is not None:
+        return refused
+    if (refused := forward.kernel.limit(contiguous(problem))) is not None:
+        return refused
+    copied = problem.sequences * max(problem.capacities) * problem.kv_heads
+    size = copied * (problem.head_dim + problem.v_head_dim) * jnp.dtype(problem.dtype).itemsize
+    if size > forward.most_bytes:
+        return Limit(f"contiguous rows would take {size / 2**30:.1f} GiB", other)
+    return None
+
+
+def run(
+    inputs: DecodeInputs, problem: DecodeProblem, forward: Forward, config: KernelConfig
+) -> tuple[Array, Array]:
+    """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
+    assert inputs.v_cache is not None  # latent caches have kernels of their own
+    lost = _is_lost(inputs, problem)
+    lengths = jnp.where(lost, 0, jnp.maximum(inputs.lengths, 0))
+    dense = AttentionInputs(
+        inputs.q,
+        _rows(inputs, problem, inputs.k_cache, inputs.k_scale),
+        _rows(inputs, problem, inputs.v_cache, inputs.v_scale),
+        q_offset=lengths - problem.q_len,
+        kv_lengths=lengths,
+        sinks=inputs.sinks,
+        mask_left=_for_each_sequence(inputs.mask_left, problem),
+        mask_right=_for_each_sequence(inputs.mask_right, problem),
+    )
+    arrays = tuple(name for name in dense.named() if name not in ("q", "k", "v"))
+    some = dataclasses.replace(contiguous(problem), arrays=arrays)
+    out, lse = forward.kernel.run(dense, some, config)
+    out = jnp.where(lost[:, None, None, None], jnp.asarray(jnp.nan, out.dtype), out)
+    return out, jnp.where(lost[:, None, None], jnp.nan, lse)
+
+
+def _for_each_sequence(bound: Array | None, problem: DecodeProblem) -> Array | None:
+    return None if bound is None else jnp.broadcast_to(bound, (problem.sequences,))
+
+
+def contiguous(problem: DecodeProblem) -> AttentionProblem:
+    """The problem of the forward."""
+    return dataclasses.replace(over_contiguous_keys(problem), precision=problem.precision)
+
+
+def _rows(
+    inputs: DecodeInputs, problem: DecodeProblem, cache: Cache | None, scale: Cache | None
+) -> Array:
+    """[M, S, K, H] in q's dtype: the rows of the layer, in the order of their sequence. Where there
+    is no page, those of another.
+    """
+    index = None
+    if problem.layers is not None:
+        index = jnp.clip(jnp.asarray(inputs.layer), 0, problem.layers - 1)
+
+    def widened(rows: Array, scale: Array | None = None) -> Array:
+        if index is not None:
+            rows = lax.dynamic_index_in_dim(rows, index, keepdims=False)
+            if scale is not None:
+                scale = lax.dynamic_index_in_dim(scale, index, keepdims=False)
+        if inputs.page_table is not None:
+            pages = jnp.clip(inputs.page_table, 0, rows.shape[0] - 1)
+            rows, scale = rows[pages], None if scale is None else scale[pages]
+        if scale is not None:
+            rows = rows.astype(jnp.float32) * scale[..., None]
+        return rows.astype(problem.dtype)
+
+    rows = jax.tree.map(widened, *((cache,) if scale is None else (cache, scale)))
+    if isinstance(rows, tuple):
+        most = max(problem.capacities)
+        rows = [jnp.pad(x, ((0, 0), (0, most - x.shape[1]), (0, 0))) for x in rows]
+        rows = jnp.stack(rows)
+    elif inputs.page_table is not None:  # [M, pages, K, rows of a page, H]
+        m, pages, heads, size, dim = rows.shape
+        return jnp.swapaxes(rows, 2, 3).reshape(m, pages * size, heads, dim)
+    return jnp.swapaxes(rows, 1, 2)
+
+
+def _is_lost(inputs: DecodeInputs, problem: DecodeProblem) -> Array:
+    """bool[M]: whether rows were lost, or nobody has extended an empty sequence, or the cache does
+    not have the layer.
+    """
+    held = jnp.asarray(problem.capacities, jnp.int32)
+    if inputs.page_table is not None:
+        assert problem.pages is not None and problem.page_size is not None
+        there = (inputs.page_table >= 0) & (inputs.page_table < problem.pages)
+        held = jnp.cumprod(there.astype(jnp.int32), axis=1).sum(axis=1) * problem.page_size
+    lost = inputs.lengths > held
+    if inputs.new_lengths is not None:
+        lost = lost | ((inputs.lengths <= 0) & (inputs.new_lengths < 0))
+    if problem.layers is not None:
+        layer = jnp.asarray(inputs.layer)
+        lost = lost | (layer < 0) | (layer >= problem.layers)
+    return lost
