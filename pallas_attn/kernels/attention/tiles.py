@@ -58,6 +58,7 @@ class ForwardRefs(NamedTuple):
     sinks: Any = None
     schedule: Any = None  # int32[blocks, n]: see `tile_scheduler.schedule`
     q_positions: Any = None  # int32[B, padded rows]
+    logit_units: Any = None  # float32[B, N]: factor of a head's scores, of float8 operands
     units: Any = None  # float32[2, B, K]: of scores and of outputs, where q, k and v are terms
     out: Any = None  # written
     lse: Any = None  # written
@@ -281,8 +282,11 @@ def limit(problem: AttentionProblem) -> Limit | None:
             f"it takes bfloat16, float16 and float32, not {problem.dtype}",
             "cast q, k and v to one of them",
         )
-    if (refused := tma_operands.dims_limit(problem)) is not None:
-        return refused
+    return tma_operands.dims_limit(problem) or sizes_limit(problem)
+
+
+def sizes_limit(problem: AttentionProblem) -> Limit | None:
+    """Why rows, or arrays of functions, are too many, or None."""
     if problem.batch * problem.q_heads * (problem.q_len + 256) >= 2**31:
         return Limit("it counts query rows of all heads in 32 bits", "split the batch")
     programs = filter(None, (problem.mask_program, problem.score_program))
@@ -303,7 +307,7 @@ def has_no_scores(problem: AttentionProblem) -> bool:
 def results_without_scores(problem: AttentionProblem) -> tuple[jax.Array, jax.Array]:
     """out and lse of rows that see no key."""
     heads, rows = problem.q_heads, problem.q_len
-    out = jnp.zeros((problem.batch, rows, heads, problem.v_head_dim), problem.dtype)
+    out = jnp.zeros((problem.batch, rows, heads, problem.v_head_dim), problem.result_dtype)
     return out, jnp.full((problem.batch, heads, rows), -jnp.inf, jnp.float32)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from jax.experimental.pallas import cdiv
 
-from pallas_attn._call.problem import AttentionProblem
+from pallas_attn._call.problem import FLOAT8, AttentionProblem
 from pallas_attn.kernels.attention.tiles import ROWS, heads_in
 from pallas_attn.kernels.attention.tma_operands import round_up
 from pallas_attn.kernels.flash_fwd.sm90 import SMEM_LIMIT, Config, plan_of, smem_bytes
@@ -22,6 +22,8 @@ def config_of(problem: AttentionProblem) -> Config:
     """The fastest on an H200 of those that fit in registers and shared memory."""
     if problem.dtype == "float32":
         return _float32(problem)
+    if problem.dtype in FLOAT8:
+        return _with_room(problem, _float8(problem))
     config = _of_16_bits(problem)
     in_tiles = ({"bias", "mask_array"} & set(problem.arrays)) and not problem.fetches > 1
     return _with_room(problem, config) if in_tiles else config
@@ -208,3 +210,12 @@ def _float32(problem: AttentionProblem) -> Config:
         for config in _FLOAT32
         if (few or config.warpgroups < 3) and smem_bytes(problem, config) <= SMEM_LIMIT
     )
+
+
+def _float8(problem: AttentionProblem) -> Config:
+    """Registers hold two sums of the output beside scores: see `float8_mainloop`."""
+    dim = max(problem.head_dim, problem.v_head_dim)
+    l2_heads = _l2_heads(problem, dim)
+    if dim <= 64:
+        return Config(3, block_kv=128, stages=4, l2_heads=l2_heads)
+    return Config(2, block_kv=128 if dim <= 128 else 64, stages=4, l2_heads=l2_heads)

@@ -1,0 +1,206 @@
+"""The mainloop of the Hopper forward for float8 with scales.
+
+Scales of q and k multiply scores, those of v the output. Matmuls on 8 bits take operands that are
+K-major alone (mma/wgmma_float8.py): V is transposed before the launch, zeros past lengths.
+
+A tensor core adds products of float8 with about 14 bits. The product P V of a kv tile therefore
+has an accumulator of its own, which registers of float32 are added to; with `Config.plain_sums` the
+tensor core adds all.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn.errors import Limit
+from pallas_attn.kernels.attention import logits, softmax, tiles, tma_operands
+from pallas_attn.kernels.attention.tiles import (
+    ROWS,
+    KernelContext,
+    QueryRows,
+    WorkTile,
+    kv_batch,
+    kv_row,
+)
+from pallas_attn.kernels.flash_fwd.producer import Ring
+from pallas_attn.kernels.flash_fwd.sm90 import Result, for_each_kv_tile
+from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
+from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.types import Index, Operand, RegisterTile, Scalar
+from pallas_attn.kernels.mma import wgmma, wgmma_float8
+
+# Probabilities are below 2**8.75 = 431; the largest float8_e4m3fn is 448.
+EXPONENTS = softmax.Exponents(threshold=2.75, offset=6.0)
+SPREAD = 2.0**EXPONENTS.offset
+LEAST = 2.0**-100  # of a factor of scores: hidden ones are -inf, times 0 they would be NaN
+
+
+def limit(problem: AttentionProblem) -> Limit | None:
+    """Why the kernel cannot take a problem of float8, or None."""
+    if (refused := tma_operands.dims_limit(problem)) is not None:
+        return refused
+    return tiles.sizes_limit(problem)
+
+
+def operands(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Operand]:
+    """q and k in sizes that TMA reads, V^T, and the factors of scores and of outputs."""
+    problem, v = plan.problem, inputs.v
+    fields: dict[str, Any] = {}
+    for name in "qk":
+        x = getattr(inputs, name)
+        sizes = {1: tma_operands.rows_in_tma(x.shape[1]), 3: plan.qk.width}
+        fields[name] = tma_operands.padded(x, sizes)
+    if inputs.kv_lengths is not None:
+        live = jnp.arange(v.shape[1], dtype=jnp.int32)[None] < inputs.kv_lengths[:, None]
+        v = jnp.where(live[:, :, None, None], v, jnp.zeros((), v.dtype))
+    keys = tma_operands.round_up(v.shape[1], plan.tiling.block_kv)
+    fields["v"] = wgmma_float8.transposed_values(v, plan.v.width, keys)
+    of_q, of_k, of_v = (
+        jnp.ones((problem.batch, n), jnp.float32) if x is None else x[:, 0]
+        for x, n in (
+            (inputs.q_scale, problem.q_heads),
+            (inputs.k_scale, problem.kv_heads),
+            (inputs.v_scale, problem.kv_heads),
+        )
+    )
+    factor = of_q * jnp.repeat(of_k, problem.group, axis=1)
+    fields["logit_units"] = jnp.maximum(factor, LEAST)
+    fields["units"] = jnp.stack([of_v, of_v * (1 / SPREAD)])
+    return fields
+
+
+def load_values(ctx: KernelContext, tile: WorkTile, t: Index, slot: Index) -> None:
+    """Issues the load of kv tile t of V^T."""
+    plan, smem = ctx.plan, ctx.smem
+    block, batch = plan.config.block_kv, kv_batch(plan.problem, tile.batch)
+    head = lax.div(tile.head, jnp.int32(plan.problem.group))
+    columns = pl.ds(kv_row(plan.problem, block, t * block), block)
+    source = ctx.refs.v.at[batch, head, :, columns]
+    plgpu.copy_gmem_to_smem(source, smem.v.at[slot], smem.ready.at[slot])
+
+
+class _Factors(NamedTuple):
+    """Factors of scores, of a work tile's head."""
+
+    factor: Scalar | None  # scores are multiplied by it first; None: 1
+    unit: Scalar | None  # turns logits into log2 units; None: they are
+
+    @classmethod
+    def of(cls, ctx: KernelContext, tile: WorkTile) -> "_Factors":
+        by, unit = ctx.refs.logit_units[tile.batch, tile.head], ctx.plan.logit_rules.unit
+        return cls(by, None) if unit is None else cls(None, by * unit)
+
+    def scaled(self, s: RegisterTile) -> RegisterTile:
+        return s if self.factor is None else s * mosaic.broadcast_scalar(self.factor, s.shape)
+
+
+class _State(NamedTuple):
+    """The carry from kv tile to kv tile."""
+
+    acc: RegisterTile  # [ROWS, v width]: the output before it is divided
+    row_sum: RegisterTile  # [ROWS, PARTIALS]
+    row_max: RegisterTile  # [ROWS]
+    p: RegisterTile  # [ROWS, block_kv], float8: P of the tile whose P V is still to be issued
+
+
+def mainloop(
+    ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Callable[[], None] | None
+) -> tuple[Result, Index]:
+    """`sm90.mainloop`."""
+    ring, factors = Ring.of(ctx), _Factors.of(ctx, rows.tile)
+    state = _first_tile(ctx, rows, factors, slot, meanwhile)
+    step = functools.partial(_step, ctx, rows, factors)
+    state, slot = for_each_kv_tile(ctx.plan, rows.span, step, (state, ring.after(slot)))
+    ring.wait(slot)
+    v = _values(ctx, slot)
+    if ctx.plan.config.plain_sums:
+        acc = wgmma.matmul_add(state.acc, (state.p,), (v,))
+    else:
+        acc = state.acc + wgmma.matmul(state.acc.shape, (state.p,), (v,))
+    ring.release(slot)
+    row_sum = state.row_sum * (1 / SPREAD)
+    return Result(acc, row_sum, state.row_max), ring.after(slot)
+
+
+def _values(ctx: KernelContext, slot: Index) -> Any:
+    """V [keys, v width] of an entry of the ring."""
+    return ctx.smem.v.at[slot].transpose((1, 0))
+
+
+def _first_tile(
+    ctx: KernelContext,
+    rows: QueryRows,
+    factors: _Factors,
+    slot: Index,
+    meanwhile: Callable[[], None] | None,
+) -> _State:
+    """The last kv tile, whose scores overlap with nothing but `meanwhile`."""
+    ring, smem = Ring.of(ctx), ctx.smem
+    q, k = panels.tiles(smem.q, rows.q_slot), panels.tiles(smem.k, slot)
+    ring.wait(slot)
+    s = wgmma.matmul((ROWS, ctx.plan.config.block_kv), q, k, meanwhile, wgmma.score_panels)
+    read_later = rows.segments is not None or ctx.plan.score_tiles
+    if not read_later:
+        ring.release(slot)
+    masked: bool | None = "first_masked" in ctx.plan.sections
+    first_rows, whole = rows.with_loaded_tile(rows.last), None
+    if ctx.plan.skips_keys:
+        masked, whole = None, (rows.span.full_lo, rows.span.full_hi)
+    last = rows.span.hi - 1
+    s = logits.masked_logits(ctx, first_rows, last, slot, factors.scaled(s), masked, whole)
+    if read_later:
+        ring.release(slot)
+    nothing = mosaic.filled((ROWS,), -jnp.inf)
+    new = softmax.step(s, factors.unit, nothing, empty_ok=True, exponents=EXPONENTS)
+    acc = mosaic.filled((ROWS, ctx.plan.v.width), 0.0)
+    return _State(acc, new.row_sum, new.row_max, wgmma_float8.probabilities(new.p))
+
+
+def _step(  # noqa: PLR0913
+    ctx: KernelContext,
+    rows: QueryRows,
+    factors: _Factors,
+    whole: tuple[Index, Index],
+    masked: bool | None,
+    t: Index,
+    carry: tuple[_State, Index],
+) -> tuple[_State, Index]:
+    """Kv tile t: the softmax of its scores S runs while P V of the tile before it is in flight."""
+    (state, slot), smem, ring = carry, ctx.smem, Ring.of(ctx)
+    ring.wait(slot)
+    q, k = panels.tiles(smem.q, rows.q_slot), panels.tiles(smem.k, slot)
+    v = _values(ctx, slot)
+
+    def matmuls(scores: RegisterTile, out: RegisterTile) -> None:
+        wgmma.score_panels(scores, q, k)
+        wgmma.multiply(out, (state.p,), (v,))
+
+    def softmax_of(s: RegisterTile) -> softmax.Step:
+        s = logits.masked_logits(ctx, rows, t, slot, factors.scaled(s), masked, whole)
+        return softmax.next_step(
+            s,
+            factors.unit,
+            state.row_max,
+            empty_ok=masked is not False or ctx.plan.logit_rules.adds,
+            exponents=EXPONENTS,
+        )
+
+    scores_like = mosaic.filled((ROWS, ctx.plan.config.block_kv), 0.0)
+    like = softmax.Step(
+        scores_like, state.row_max, state.row_max, state.row_sum, jnp.int32(0) + slot
+    )
+    plain = ctx.plan.config.plain_sums
+    start = state.acc if plain else mosaic.filled(state.acc.shape, 0.0)
+    acc, new = wgmma.overlapped(start, like, matmuls, softmax_of)
+    ring.release(slot)
+    acc = acc if plain else state.acc + acc
+    acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
+    # P is rounded after the wait: see `sm90`.
+    p = wgmma_float8.probabilities(new.p)
+    return _State(acc, row_sum + new.row_sum, new.row_max, p), ring.after(slot)
