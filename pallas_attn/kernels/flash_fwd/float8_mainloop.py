@@ -3,9 +3,8 @@
 Scales of q and k multiply scores, those of v the output. Matmuls on 8 bits take operands that are
 K-major alone (mma/wgmma_float8.py): V is transposed before the launch, zeros past lengths.
 
-A tensor core adds products of float8 with about 14 bits. The product P V of a kv tile therefore
-has an accumulator of its own, which registers of float32 are added to; with `Config.plain_sums` the
-tensor core adds all.
+A tensor core adds products of float8 with about 14 bits. The products P V of `Config.sum_tiles` kv
+tiles therefore have an accumulator of their own, which is added to float32 registers.
 """
 
 import functools
@@ -104,6 +103,7 @@ class _State(NamedTuple):
     """The carry from kv tile to kv tile."""
 
     acc: RegisterTile  # [ROWS, v width]: the output before it is divided
+    part: RegisterTile | None  # the same of tiles that acc lacks; None: acc lacks none
     row_sum: RegisterTile  # [ROWS, PARTIALS]
     row_max: RegisterTile  # [ROWS]
     p: RegisterTile  # [ROWS, block_kv], float8: P of the tile whose P V is still to be issued
@@ -119,13 +119,37 @@ def mainloop(
     state, slot = for_each_kv_tile(ctx.plan, rows.span, step, (state, ring.after(slot)))
     ring.wait(slot)
     v = _values(ctx, slot)
-    if ctx.plan.config.plain_sums:
-        acc = wgmma.matmul_add(state.acc, (state.p,), (v,))
-    else:
-        acc = state.acc + wgmma.matmul(state.acc.shape, (state.p,), (v,))
+    acc = wgmma.matmul_add(_start(ctx, state), (state.p,), (v,))
+    if ctx.plan.config.sum_tiles:
+        acc = state.acc + acc
     ring.release(slot)
     row_sum = state.row_sum * (1 / SPREAD)
     return Result(acc, row_sum, state.row_max), ring.after(slot)
+
+
+def _start(ctx: KernelContext, state: _State) -> RegisterTile:
+    """The accumulator that the next P V is added to."""
+    if ctx.plan.config.sum_tiles == 0:
+        return state.acc
+    return mosaic.filled(state.acc.shape, 0.0) if state.part is None else state.part
+
+
+def _summed(
+    ctx: KernelContext, state: _State, out: RegisterTile, new: softmax.Step, t: Index
+) -> tuple[RegisterTile, RegisterTile | None, RegisterTile]:
+    """(acc, part, row_sum) after the step `new`, by the accumulator `out` of P V."""
+    tiles_summed = ctx.plan.config.sum_tiles
+    if tiles_summed <= 1:
+        acc = state.acc + out if tiles_summed else out
+        acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
+        return acc, None, row_sum
+    ends = (t & (tiles_summed - 1)) == 0
+
+    def added() -> tuple[RegisterTile, RegisterTile, RegisterTile]:
+        acc, row_sum = softmax.rescaled(new, (state.acc + out, state.row_sum))
+        return acc, mosaic.filled(out.shape, 0.0), row_sum
+
+    return lax.cond(ends | (new.moved != 0), added, lambda: (state.acc, out, state.row_sum))
 
 
 def _values(ctx: KernelContext, slot: Index) -> Any:
@@ -159,7 +183,8 @@ def _first_tile(
     nothing = mosaic.filled((ROWS,), -jnp.inf)
     new = softmax.step(s, factors.unit, nothing, empty_ok=True, exponents=EXPONENTS)
     acc = mosaic.filled((ROWS, ctx.plan.v.width), 0.0)
-    return _State(acc, new.row_sum, new.row_max, wgmma_float8.probabilities(new.p))
+    part = acc if ctx.plan.config.sum_tiles > 1 else None
+    return _State(acc, part, new.row_sum, new.row_max, wgmma_float8.probabilities(new.p))
 
 
 def _step(  # noqa: PLR0913
@@ -195,12 +220,9 @@ def _step(  # noqa: PLR0913
     like = softmax.Step(
         scores_like, state.row_max, state.row_max, state.row_sum, jnp.int32(0) + slot
     )
-    plain = ctx.plan.config.plain_sums
-    start = state.acc if plain else mosaic.filled(state.acc.shape, 0.0)
-    acc, new = wgmma.overlapped(start, like, matmuls, softmax_of)
+    out, new = wgmma.overlapped(_start(ctx, state), like, matmuls, softmax_of)
     ring.release(slot)
-    acc = acc if plain else state.acc + acc
-    acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
+    acc, part, row_sum = _summed(ctx, state, out, new, t)
     # P is rounded after the wait: see `sm90`.
     p = wgmma_float8.probabilities(new.p)
-    return _State(acc, row_sum + new.row_sum, new.row_max, p), ring.after(slot)
+    return _State(acc, part, row_sum + new.row_sum, new.row_max, p), ring.after(slot)
