@@ -55,6 +55,9 @@ def attention(inputs: AttentionInputs, problem: AttentionProblem) -> tuple[Array
     batch, q_len, q_heads, _ = q.shape
     kv_len, kv_heads = k.shape[1], k.shape[2]
     acc = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    if problem.out_dtype is not None:
+        scales = inputs.q_scale, inputs.k_scale, inputs.v_scale
+        q, k, v = (_dequantised(x, scale) for x, scale in zip((q, k, v), scales, strict=True))
     q, k, v = (
         jnp.swapaxes(_zero_past(x, lengths), 1, 2).astype(acc)  # heads first: plain matmuls
         for x, lengths in ((q, inputs.q_lengths), (k, inputs.kv_lengths), (v, inputs.kv_lengths))
@@ -77,7 +80,15 @@ def attention(inputs: AttentionInputs, problem: AttentionProblem) -> tuple[Array
             q, k, v, result = lax.optimization_barrier((q, k, v, result))
         results.append(result)
     out, lse = (jnp.concatenate(x, axis=2) for x in zip(*results, strict=True))
-    return jnp.swapaxes(out, 1, 2).astype(inputs.q.dtype), lse
+    return jnp.swapaxes(out, 1, 2).astype(problem.out_dtype or inputs.q.dtype), lse
+
+
+def _dequantised(x: Array, scale: Array | None) -> Array:
+    """float8 x [B, rows, heads, dim] times scales [B, n, heads] of rows / n rows each."""
+    x = x.astype(jnp.float32)
+    if scale is None:
+        return x
+    return x * jnp.repeat(scale, x.shape[1] // scale.shape[1], axis=1)[..., None]
 
 
 _OF_ROWS = "reference_rows"  # name of numbers of query rows that a backward reads

@@ -27,6 +27,7 @@ from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import RegisterTiles, Scalar
 
 Array = jax.Array
+Unit = Scalar | Array | None  # factor of logits, of all or of each row [rows]; None: 1
 
 _LOG2_E = math.log2(math.e)
 PARTIALS = 8  # partial sums a row
@@ -75,7 +76,7 @@ class Step(NamedTuple):
 
 def step(
     logits: Array,
-    unit: Scalar | None,
+    unit: Unit,
     row_max: Array,
     *,
     empty_ok: bool,
@@ -99,7 +100,7 @@ def step(
 
 def next_step(
     logits: Array,
-    unit: Scalar | None,
+    unit: Unit,
     row_max: Array,
     *,
     empty_ok: bool,
@@ -154,14 +155,14 @@ def step_and_rescale(
     return Step(p, row_max, None, row_sum, moved), older
 
 
-def exponentials(logits: Array, unit: Scalar | None, base: Array) -> Array:
+def exponentials(logits: Array, unit: Unit, base: Array) -> Array:
     """[rows, keys], float32: 2**(logit - base), of one base a row."""
-    logits = logits if unit is None else logits * unit
+    logits = _in_log2(logits, unit)
     return jnp.exp2(logits - mosaic.broadcast_rows(base, logits.shape))
 
 
 def raise_to(
-    peak: Array, unit: Scalar | None, row_max: Array, threshold: float = RESCALE_THRESHOLD
+    peak: Array, unit: Unit, row_max: Array, threshold: float = RESCALE_THRESHOLD
 ) -> Array:
     """The row max after a tile with the largest logit `peak`."""
     higher = jnp.maximum(row_max, peak if unit is None else peak * unit)
@@ -171,6 +172,13 @@ def raise_to(
 def base_of(row_max: Array, empty_ok: bool) -> Array:
     """The number that logits are taken relative to in exponents."""
     return jnp.where(row_max == -jnp.inf, 0.0, row_max) if empty_ok else row_max
+
+
+def _in_log2(logits: Array, unit: Unit) -> Array:
+    if unit is None:
+        return logits
+    is_of_rows = getattr(unit, "ndim", 0) == 1
+    return logits * (mosaic.broadcast_rows(unit, logits.shape) if is_of_rows else unit)
 
 
 def _lowered(base: Array, exponents: Exponents) -> Array:
@@ -189,7 +197,7 @@ def partials(x: Array, join: Callable[[Array, Array], Array]) -> Array:
 
 
 def exponentials_and_sums(
-    logits: Array, unit: Scalar | None, base: Array, compute: Callable[..., Array] = exponentials
+    logits: Array, unit: Unit, base: Array, compute: Callable[..., Array] = exponentials
 ) -> tuple[Array, Array]:
     """(`exponentials` of logits, their partial sums), some columns at a time."""
     (rows, keys), pieces, sums = logits.shape, [], []
@@ -201,11 +209,11 @@ def exponentials_and_sums(
 
 
 def _any_above(
-    logits: Array, unit: Scalar | None, row_max: Array, threshold: float = RESCALE_THRESHOLD
+    logits: Array, unit: Unit, row_max: Array, threshold: float = RESCALE_THRESHOLD
 ) -> Array:
     """int32: not 0 where one of this warp's logits asks for a rescaling."""
     peaks = partials(logits, jnp.maximum)
-    peaks = peaks if unit is None else peaks * unit
+    peaks = _in_log2(peaks, unit)
     above = peaks - mosaic.broadcast_rows(row_max, peaks.shape)
     return mosaic.any_in_warp(above, threshold)
 

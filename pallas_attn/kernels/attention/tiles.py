@@ -58,7 +58,10 @@ class ForwardRefs(NamedTuple):
     sinks: Any = None
     schedule: Any = None  # int32[blocks, n]: see `tile_scheduler.schedule`
     q_positions: Any = None  # int32[B, padded rows]
-    logit_units: Any = None  # float32[B, N]: factor of a head's scores, of float8 operands
+    logit_units: Any = None  # float32[B, N], of float8: factor of a head's scores
+    q_units: Any = None  # float32[B, N, padded rows]: of a row's scores
+    k_units: Any = None  # float32[B, K, ..]: of a key's scores, or of a block of keys
+    v_units: Any = None  # float32[B, K, ..]: of values, likewise
     units: Any = None  # float32[2, B, K]: of scores and of outputs, where q, k and v are terms
     out: Any = None  # written
     lse: Any = None  # written

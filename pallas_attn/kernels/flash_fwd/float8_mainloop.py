@@ -31,7 +31,7 @@ from pallas_attn.kernels.flash_fwd.producer import Ring
 from pallas_attn.kernels.flash_fwd.sm90 import Result, for_each_kv_tile
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic, panels
-from pallas_attn.kernels.lang.types import Index, Operand, RegisterTile, Scalar
+from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, RegisterTile, Scalar
 from pallas_attn.kernels.mma import wgmma, wgmma_float8
 
 # Probabilities are below 2**8.75 = 431; the largest float8_e4m3fn is 448.
@@ -60,18 +60,58 @@ def operands(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Operand]:
         v = jnp.where(live[:, :, None, None], v, jnp.zeros((), v.dtype))
     keys = tma_operands.round_up(v.shape[1], plan.tiling.block_kv)
     fields["v"] = wgmma_float8.transposed_values(v, plan.v.width, keys)
-    of_q, of_k, of_v = (
-        jnp.ones((problem.batch, n), jnp.float32) if x is None else x[:, 0]
-        for x, n in (
-            (inputs.q_scale, problem.q_heads),
-            (inputs.k_scale, problem.kv_heads),
-            (inputs.v_scale, problem.kv_heads),
-        )
-    )
-    factor = of_q * jnp.repeat(of_k, problem.group, axis=1)
-    fields["logit_units"] = jnp.maximum(factor, LEAST)
+    return fields | _units(plan, inputs)
+
+
+def _units(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Operand]:
+    """The factors of scores and of outputs by heads, and those by rows where scales have rows."""
+    problem, fields = plan.problem, {}  # type: tuple[AttentionProblem, dict[str, Any]]
+    by_head = jnp.ones((problem.batch, problem.q_heads), jnp.float32)
+    q, k, v = inputs.q_scale, inputs.k_scale, inputs.v_scale
+    if q is not None and q.shape[1] == 1:
+        by_head = q[:, 0]
+    elif q is not None:
+        fields["q_units"] = _by_rows(q, problem.q_len, plan.tiling.padded_rows)
+    if k is not None and k.shape[1] == 1:
+        by_head = by_head * jnp.repeat(k[:, 0], problem.group, axis=1)
+    elif k is not None:
+        fields["k_units"] = _by_keys(plan, k)
+    of_v = jnp.ones((problem.batch, problem.kv_heads), jnp.float32)
+    if v is not None and v.shape[1] > 1:
+        v = _by_keys(plan, v)
+        if v.shape[2] == plan.tiling.padded_keys:  # rounded with probabilities
+            live = jnp.arange(v.shape[2], dtype=jnp.int32) < problem.kv_len
+            if inputs.kv_lengths is not None:
+                live = live & (jnp.arange(v.shape[2]) < inputs.kv_lengths[:, None])[:, None]
+            v = jnp.where(live, v, 0)
+            of_v = jnp.maximum(v.max(axis=2), LEAST)
+            v = v / of_v[..., None]
+        fields["v_units"] = v
+    elif v is not None:
+        of_v = v[:, 0]
+    fields["logit_units"] = jnp.maximum(by_head, LEAST)
     fields["units"] = jnp.stack([of_v, of_v * (1 / SPREAD)])
     return fields
+
+
+def _by_rows(scale: Operand, rows: int, padded_rows: int) -> Any:
+    """[B, n, heads] -> [B, heads, padded rows]."""
+    each = jnp.repeat(scale, rows // scale.shape[1], axis=1).swapaxes(1, 2)
+    return jnp.pad(each, ((0, 0), (0, 0), (0, padded_rows - rows)), mode="edge")
+
+
+def _by_keys(plan: QueryPlan, scale: Operand) -> Any:
+    """Scales [B, n, K] as the kernel reads them: [B, K, n] where a kv tile has one, else [B, K,
+    padded keys].
+    """
+    if has_tiles(plan, scale.shape[1]):
+        return scale.swapaxes(1, 2)
+    return _by_rows(scale, plan.problem.kv_len, plan.tiling.padded_keys)
+
+
+def has_tiles(plan: QueryPlan, blocks: int) -> bool:
+    """Whether all keys of a kv tile have one of `blocks` scales."""
+    return plan.problem.kv_len // blocks % plan.tiling.block_kv == 0
 
 
 def load_values(ctx: KernelContext, tile: WorkTile, t: Index, slot: Index) -> None:
@@ -85,18 +125,69 @@ def load_values(ctx: KernelContext, tile: WorkTile, t: Index, slot: Index) -> No
 
 
 class _Factors(NamedTuple):
-    """Factors of scores, of a work tile's head."""
+    """Factors of scores and of values, of a consumer's rows."""
 
-    factor: Scalar | None  # scores are multiplied by it first; None: 1
-    unit: Scalar | None  # turns logits into log2 units; None: they are
+    ctx: KernelContext
+    rows: QueryRows
+    factor: Any  # scores are multiplied by it first, all or each row; None: 1
+    unit: softmax.Unit  # turns logits into log2 units; None: they are
 
     @classmethod
-    def of(cls, ctx: KernelContext, tile: WorkTile) -> "_Factors":
-        by, unit = ctx.refs.logit_units[tile.batch, tile.head], ctx.plan.logit_rules.unit
-        return cls(by, None) if unit is None else cls(None, by * unit)
+    def of(cls, ctx: KernelContext, rows: QueryRows) -> "_Factors":
+        tile, refs = rows.tile, ctx.refs
+        by = refs.logit_units[tile.batch, tile.head]
+        if refs.q_units is not None:
+            own = refs.q_units.at[tile.batch, tile.head, pl.ds(rows.row, ROWS)]
+            by = mosaic.load(own, mosaic.ROW) * by
+        unit = ctx.plan.logit_rules.unit
+        return cls(ctx, rows, by, None) if unit is None else cls(ctx, rows, None, by * unit)
 
-    def scaled(self, s: RegisterTile) -> RegisterTile:
-        return s if self.factor is None else s * mosaic.broadcast_scalar(self.factor, s.shape)
+    def of_scores(self, t: Index, s: RegisterTile) -> tuple[RegisterTile, softmax.Unit]:
+        """Scores of kv tile t, and what turns their logits into log2 units."""
+        factor, unit = self.factor, self.unit
+        blocks = self.ctx.plan.problem.scale_blocks[1]
+        if blocks > 1 and has_tiles(self.ctx.plan, blocks):
+            by = self._of_tile(self.ctx.refs.k_units, t)
+            factor, unit = (None, unit * by) if factor is None else (factor * by, None)
+        elif blocks > 1:
+            s = s * self._of_keys(self.ctx.refs.k_units, t, s.shape)
+        if factor is None:
+            return s, unit
+        spread = mosaic.broadcast_rows if factor.ndim else mosaic.broadcast_scalar
+        return s * spread(factor, s.shape), unit
+
+    def of_values(self, t: Index, p: RegisterTile) -> RegisterTile:
+        """Probabilities of kv tile t times the scales of its values."""
+        if self.ctx.plan.problem.scale_blocks[2] == 1:
+            return p
+        units = self.ctx.refs.v_units
+        if has_tiles(self.ctx.plan, self.ctx.plan.problem.scale_blocks[2]):
+            return p
+        return p * self._of_keys(units, t, p.shape)
+
+    def of_sum(self, t: Index, out: RegisterTile) -> RegisterTile:
+        """P V of kv tile t alone times the scale of its values."""
+        blocks = self.ctx.plan.problem.scale_blocks[2]
+        if blocks == 1 or not has_tiles(self.ctx.plan, blocks):
+            return out
+        return out * self._of_tile(self.ctx.refs.v_units, t)
+
+    def _of_tile(self, units: GmemRef, t: Index) -> Scalar:
+        """The number of a kv tile."""
+        plan, tile = self.ctx.plan, self.rows.tile
+        tiles_of_block = plan.problem.kv_len // units.shape[2] // plan.tiling.block_kv
+        block = lax.div(self.rows.kv_tile(t), jnp.int32(tiles_of_block))
+        return units[tile.batch, self._kv_head(), block]
+
+    def _of_keys(self, units: GmemRef, t: Index, shape: tuple[int, ...]) -> RegisterTile:
+        """The numbers of a kv tile's keys, for each row."""
+        block = self.ctx.plan.config.block_kv
+        keys = pl.ds(self.rows.kv_tile(t) * block, block)
+        numbers = mosaic.load(units.at[self.rows.tile.batch, self._kv_head(), keys], mosaic.COLUMN)
+        return lax.broadcast_in_dim(numbers, shape, [1])
+
+    def _kv_head(self) -> Index:
+        return lax.div(self.rows.tile.head, jnp.int32(self.ctx.plan.problem.group))
 
 
 class _State(NamedTuple):
@@ -113,7 +204,7 @@ def mainloop(
     ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Callable[[], None] | None
 ) -> tuple[Result, Index]:
     """`sm90.mainloop`."""
-    ring, factors = Ring.of(ctx), _Factors.of(ctx, rows.tile)
+    ring, factors = Ring.of(ctx), _Factors.of(ctx, rows)
     state = _first_tile(ctx, rows, factors, slot, meanwhile)
     step = functools.partial(_step, ctx, rows, factors)
     state, slot = for_each_kv_tile(ctx.plan, rows.span, step, (state, ring.after(slot)))
@@ -121,7 +212,7 @@ def mainloop(
     v = _values(ctx, slot)
     acc = wgmma.matmul_add(_start(ctx, state), (state.p,), (v,))
     if ctx.plan.config.sum_tiles:
-        acc = state.acc + acc
+        acc = state.acc + factors.of_sum(rows.span.lo, acc)
     ring.release(slot)
     row_sum = state.row_sum * (1 / SPREAD)
     return Result(acc, row_sum, state.row_max), ring.after(slot)
@@ -177,14 +268,16 @@ def _first_tile(
     if ctx.plan.skips_keys:
         masked, whole = None, (rows.span.full_lo, rows.span.full_hi)
     last = rows.span.hi - 1
-    s = logits.masked_logits(ctx, first_rows, last, slot, factors.scaled(s), masked, whole)
+    s, unit = factors._replace(rows=first_rows).of_scores(last, s)
+    s = logits.masked_logits(ctx, first_rows, last, slot, s, masked, whole)
     if read_later:
         ring.release(slot)
     nothing = mosaic.filled((ROWS,), -jnp.inf)
-    new = softmax.step(s, factors.unit, nothing, empty_ok=True, exponents=EXPONENTS)
+    new = softmax.step(s, unit, nothing, empty_ok=True, exponents=EXPONENTS)
+    p = wgmma_float8.probabilities(factors._replace(rows=first_rows).of_values(last, new.p))
     acc = mosaic.filled((ROWS, ctx.plan.v.width), 0.0)
     part = acc if ctx.plan.config.sum_tiles > 1 else None
-    return _State(acc, part, new.row_sum, new.row_max, wgmma_float8.probabilities(new.p))
+    return _State(acc, part, new.row_sum, new.row_max, p)
 
 
 def _step(  # noqa: PLR0913
@@ -207,10 +300,11 @@ def _step(  # noqa: PLR0913
         wgmma.multiply(out, (state.p,), (v,))
 
     def softmax_of(s: RegisterTile) -> softmax.Step:
-        s = logits.masked_logits(ctx, rows, t, slot, factors.scaled(s), masked, whole)
+        s, unit = factors.of_scores(t, s)
+        s = logits.masked_logits(ctx, rows, t, slot, s, masked, whole)
         return softmax.next_step(
             s,
-            factors.unit,
+            unit,
             state.row_max,
             empty_ok=masked is not False or ctx.plan.logit_rules.adds,
             exponents=EXPONENTS,
@@ -222,7 +316,7 @@ def _step(  # noqa: PLR0913
     )
     out, new = wgmma.overlapped(_start(ctx, state), like, matmuls, softmax_of)
     ring.release(slot)
-    acc, part, row_sum = _summed(ctx, state, out, new, t)
+    acc, part, row_sum = _summed(ctx, state, factors.of_sum(t + 1, out), new, t)
     # P is rounded after the wait: see `sm90`.
-    p = wgmma_float8.probabilities(new.p)
+    p = wgmma_float8.probabilities(factors.of_values(t, new.p))
     return _State(acc, part, row_sum + new.row_sum, new.row_max, p), ring.after(slot)
