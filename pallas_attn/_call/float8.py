@@ -1,6 +1,5 @@
 """Calls of attention on float8 q, k and v, each with scales."""
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,6 @@ Array = jax.Array
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 SCALES = ("q_scale", "k_scale", "v_scale")
 LEAST = 2.0**-100  # scales below count as this one
-FAST = "fast_accum"  # AttentionProblem.precision: the tensor core's own sums
 
 
 class Options(NamedTuple):
@@ -53,7 +51,9 @@ def bound(inputs: AttentionInputs, options: Options) -> tuple[AttentionInputs, d
 
 def _scale(name: str, value: Any, sizes: tuple[int, int, int]) -> Array:
     """float32 [B, n, heads] of an argument that broadcasts to it; n divides the rows."""
-    x, (batch, rows, heads) = checks.array(name, value), sizes
+    batch, rows, heads = sizes
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    x = jnp.float32(value) if number else checks.array(name, value)
     axes = (1,) * (3 - x.ndim) + x.shape
     fits = len(axes) == 3 and axes[0] in (1, batch) and axes[2] in (1, heads)
     if not fits or axes[1] < 1 or rows % axes[1] or not jnp.issubdtype(x.dtype, jnp.floating):
@@ -107,16 +107,4 @@ def refuse_devices(problem: AttentionProblem) -> None:
     raise ValueError(
         f"context: expected None for {problem.dtype} q, k and v; dequantise them, "
         "x.astype(jnp.bfloat16) * scale"
-    )
-
-
-def repeated(scale: Array, rows: int) -> Array:
-    """[B, n, heads] -> [B, rows, heads]."""
-    return jnp.repeat(scale, rows // scale.shape[1], axis=1)
-
-
-def dequantised(problem: AttentionProblem) -> AttentionProblem:
-    """The problem of the same rows in 16 bits."""
-    return dataclasses.replace(
-        problem, dtype=problem.result_dtype, out_dtype=None, scale_blocks=(1, 1, 1)
     )

@@ -391,14 +391,20 @@ def quantize(rows: Array, dtype: DTypeLike) -> tuple[Array, Array]:
     GPU, out of it: a row of zeros has that scale. A row that holds a NaN or an infinity has the
     scale NaN and zeros for numbers: it is NaN from then on, whatever dtype it lies in.
     """
-    x = rows.astype(jnp.float32)
+    numbers, scales = quantize_over(rows, dtype, (rows.ndim - 1,))
+    return numbers, scales[..., 0]
+
+
+def quantize_over(x: Array, dtype: DTypeLike, axes: tuple[int, ...]) -> tuple[Array, Array]:
+    """`quantize` of what lies along `axes`, which are of length 1 in the scales."""
+    x = x.astype(jnp.float32)
     bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF  # bits of |x| order as |x| does
-    top = bits.max(axis=-1)
+    top = bits.max(axis=axes, keepdims=True)
     finite = top < 0x7F800000
     top = lax.bitcast_convert_type(jnp.where(finite, top, 0), jnp.float32)
     inverse = np.float32(1) / np.float32(_LARGEST[jnp.dtype(dtype).name])
     scale = jnp.maximum(top * inverse, np.float32(2.0**-100))
-    scaled = jnp.where(finite[..., None], x, 0) * _reciprocal(scale)[..., None]
+    scaled = jnp.where(finite, x, 0) * _reciprocal(scale)
     if jnp.dtype(dtype) == jnp.int8:
         scaled = jnp.round(scaled)
     return scaled.astype(dtype), jnp.where(finite, scale, jnp.nan)
