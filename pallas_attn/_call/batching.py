@@ -406,8 +406,8 @@ def _over_caches(
     def call(*arrays: Array) -> tuple[Array, ...]:
         return sharding.over_devices(run, arrays, *split)
 
-    underived = underived(problem, _NO_DERIVATIVE)
-    return call(*underived(*[leaf for leaf in leaves if not isinstance(leaf, int)]))
+    refuse = underived(problem, _NO_DERIVATIVE)
+    return call(*refuse(*[leaf for leaf in leaves if not isinstance(leaf, int)]))
 
 
 _NO_DERIVATIVE = Limit("kernels over caches have no derivative", 'pass implementation="reference"')

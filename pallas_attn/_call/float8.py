@@ -49,7 +49,7 @@ def bound(inputs: AttentionInputs, options: Options) -> tuple[AttentionInputs, d
     return inputs._replace(**scales), facts
 
 
-def _scale(name: str, value: Any, sizes: tuple[int, int, int]) -> Array:
+def _scale(name: str, value: checks.Argument, sizes: tuple[int, int, int]) -> Array:
     """float32 [B, n, heads] of an argument that broadcasts to it; n divides the rows."""
     batch, rows, heads = sizes
     number = isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -145,10 +145,10 @@ def test_under_vmap_and_packed(rng):
     scale = jnp.asarray(rng.uniform(0.5, 2, (2, 32, 1)), jnp.float32)
     whole = pa.flash_attention(q, k, v, k_scale=scale)
 
-    def one(q, k, v, scale):
+    def of_row(q, k, v, scale):
         return pa.flash_attention(q[None], k[None], v[None], k_scale=scale[None])[0]
 
-    mapped = jax.vmap(one)(q, k, v, scale)
+    mapped = jax.vmap(of_row)(q, k, v, scale)
     np.testing.assert_array_equal(np.float32(mapped), np.float32(whole))
     starts = jnp.array([0, 32], jnp.int32)
     for row in range(2):

@@ -9,7 +9,7 @@ and out is held to the worst of them, too.
 
 Of float8 the oracle multiplies dequantised numbers; the naive one rounds probabilities to
 float8_e4m3fn, relative to the largest of a row. Such errors are 2 to 3 % of the values, so their
-RMS is held as well as each.
+RMS is held as well as each, and it is that budget which must prove something.
 
 The oracle is `definition` in float64. The naive one does what every implementation for tensor cores
 must: it multiplies operands of the inputs' dtype (so the probabilities are rounded to it before
@@ -38,10 +38,7 @@ MANY_GRIDS = tuple(2 ** (i / 64) for i in range(64))
 LSE_ROUNDING = 2.0**-20
 EX2 = 2.0**-22
 
-# In float8 single numbers may be off by a quarter of the RMS; so their own RMS is held, too, to a
-# multiple of that of the naive ones.
-VACUOUS_FLOAT8 = 0.6
-RMS_FLOAT8 = 1.5
+RMS_FLOAT8 = 2.0  # share of the naive errors' RMS that errors of float8 may have
 
 _STATIC = ("mask", "scale", "softcap")
 _BESIDE = ("implementation", "precision", "rotary", "rotary_positions", "out_dtype")
@@ -62,6 +59,7 @@ class Expected(NamedTuple):
     slack: float = 0.0  # share of each number, beside the rounding of its dtype
     lse: Any = None  # input of a gradient alone
     float8: bool = False
+    first: Any = None  # out of one naive run, in float8
 
 
 def attention(
@@ -123,6 +121,8 @@ def attention(
         names |= {name for name, number in rows.items() if number < tolerance.FEW}
     if grids is MANY_GRIDS:
         names = set(oracle)
+    if float8:  # the largest probability of a row, 1, is a float8 on one grid alone
+        names |= {"out"}
     if narrow in (None, "terms"):
         names |= {"out"}  # in float32 mostly the error of the few scores that count
         if handed:
@@ -142,7 +142,7 @@ def attention(
             draws.append(results(arrays, arithmetic=sums))
     naive = _worst_of(oracle, draws, names)
     lse = naive["lse"] if lse is None else lse
-    expected = Expected(oracle, naive, dtype, lse=lse, float8=float8)
+    expected = Expected(oracle, naive, dtype, lse=lse, float8=float8, first=draws[0]["out"])
     return expected._replace(slack=slack, noise=2.0**-16 if narrow == "tf32" else expected.noise)
 
 
@@ -249,11 +249,10 @@ def _compare(
         f"{np.max(allowed):.3e}, RMS of the oracle {rms:.3e}, {np.sum(~(error <= allowed))} of "
         f"{error.size} elements"
     )
-    if expected.float8 and name == "out":
-        _check_rms(error, naive - oracle, rounding)
     vague = np.sqrt(np.mean(allowed**2))
+    if expected.float8 and name == "out":
+        vague = _check_rms(error, expected.first[finite] - oracle, rounding)
     share = VACUOUS_GRADIENT if name.startswith("d") else VACUOUS
-    share = VACUOUS_FLOAT8 if expected.float8 else share
     if rms != 0 and not vague <= share * rms:
         raise VacuousError(
             f"{name}: a budget of {vague:.2e} proves nothing about values of RMS {rms:.2e}"
@@ -261,11 +260,14 @@ def _compare(
     return float(error.max()), float(np.max(allowed))
 
 
-def _check_rms(error: Any, naive: Any, rounding: Any) -> None:
-    """Fails where the errors of float8 are larger than those of the naive one on the whole."""
-    of_error, of_naive = (np.sqrt(np.mean(x**2)) for x in (error, naive))
-    most = RMS_FLOAT8 * of_naive + np.sqrt(np.mean(rounding**2))
+def _check_rms(error: Any, naive: Any, rounding: Any) -> float:
+    """Fails where the errors of float8 are larger than those of the naive one on the whole; the
+    budget.
+    """
+    of_error, of_naive = (float(np.sqrt(np.mean(x**2))) for x in (error, naive))
+    most = RMS_FLOAT8 * of_naive + float(np.sqrt(np.mean(rounding**2)))
     assert of_error <= most, f"out: off by {of_error:.3e} in RMS, allowed {most:.3e}"
+    return most
 
 
 def _worst(name: str, error: np.ndarray, which: Any, noise: float) -> Any:

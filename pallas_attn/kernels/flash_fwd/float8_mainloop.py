@@ -37,7 +37,7 @@ from pallas_attn.kernels.mma import wgmma, wgmma_float8
 # Probabilities are below 2**8.75 = 431; the largest float8_e4m3fn is 448.
 EXPONENTS = softmax.Exponents(threshold=2.75, offset=6.0)
 SPREAD = 2.0**EXPONENTS.offset
-LEAST = 2.0**-100  # of a factor of scores: hidden ones are -inf, times 0 they would be NaN
+LEAST = 2.0**-100  # smallest factor of scores: hidden ones are -inf, times 0 they would be NaN
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
@@ -80,10 +80,8 @@ def _units(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Operand]:
     if v is not None and v.shape[1] > 1:
         v = _by_keys(plan, v)
         if v.shape[2] == plan.tiling.padded_keys:  # rounded with probabilities
-            live = jnp.arange(v.shape[2], dtype=jnp.int32) < problem.kv_len
-            if inputs.kv_lengths is not None:
-                live = live & (jnp.arange(v.shape[2]) < inputs.kv_lengths[:, None])[:, None]
-            v = jnp.where(live, v, 0)
+            ends = problem.kv_len if inputs.kv_lengths is None else inputs.kv_lengths[:, None, None]
+            v = jnp.where(jnp.arange(v.shape[2], dtype=jnp.int32)[None, None] < ends, v, 0)
             of_v = jnp.maximum(v.max(axis=2), LEAST)
             v = v / of_v[..., None]
         fields["v_units"] = v
@@ -94,7 +92,7 @@ def _units(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Operand]:
     return fields
 
 
-def _by_rows(scale: Operand, rows: int, padded_rows: int) -> Any:
+def _by_rows(scale: Operand, rows: int, padded_rows: int) -> Operand:
     """[B, n, heads] -> [B, heads, padded rows]."""
     each = jnp.repeat(scale, rows // scale.shape[1], axis=1).swapaxes(1, 2)
     return jnp.pad(each, ((0, 0), (0, 0), (0, padded_rows - rows)), mode="edge")
@@ -222,7 +220,7 @@ def _start(ctx: KernelContext, state: _State) -> RegisterTile:
     """The accumulator that the next P V is added to."""
     if ctx.plan.config.sum_tiles == 0:
         return state.acc
-    return mosaic.filled(state.acc.shape, 0.0) if state.part is None else state.part
+    return wgmma_float8.zeros(state.acc.shape) if state.part is None else state.part
 
 
 def _summed(

@@ -117,8 +117,7 @@ class Config:
     claims: bool = False  # blocks claim work tiles, where each has a kv tile: see `claims`
     # Consumers take work tiles of their own, where the keys of a head are a kv tile: `one_tile`.
     apart: bool = False
-    # Of float8: kv tiles whose P V the tensor core adds up, with few bits, before float32 registers
-    # do; 0: all.
+    # Kv tiles whose P V, in float8, the tensor core adds up before float32 registers do; 0: all.
     sum_tiles: int = 1
 
     def __post_init__(self):

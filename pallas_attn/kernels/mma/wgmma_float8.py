@@ -38,7 +38,7 @@ def probabilities(p: RegisterTile) -> RegisterTile:
     """P float32 [64, keys] as a left operand: float8_e4m3fn, columns in `ORDER`."""
     layout = plgpu.Layout.WGMMA_8BIT
 
-    def code(_: Any, p: Any) -> Any:
+    def code(_, p):
         numbers = [
             [vector.extract(register, [], [i]) for i in range(2)] for register in p.registers.flat
         ]
@@ -50,7 +50,7 @@ def probabilities(p: RegisterTile) -> RegisterTile:
         return mosaic.array_of(words, p.shape, layout)
 
     inline: Any = code
-    inline.values = _reordered  # run by the interpreter
+    inline.values = reordered  # run by the interpreter
     result = plgpu.ShapeDtypeStruct(p.shape, _PROBABILITIES, layout=layout)
     return plgpu.inline_mgpu(arg_types=(mosaic.TILE,), return_type=result)(inline)(p)
 
@@ -61,9 +61,26 @@ def _packed(numbers: list[ir.Value]) -> ir.Value:
     return utils.bitcast(word, ir.VectorType.get((4,), ir.Float8E4M3FNType.get()))
 
 
-def _reordered(p: jax.Array) -> jax.Array:
+def reordered(p: jax.Array) -> jax.Array:
+    """`probabilities` in jax.numpy."""
     columns = p.reshape(p.shape[0], -1, UNIT)[:, :, ORDER]
     return columns.reshape(p.shape).astype(_PROBABILITIES)
+
+
+def zeros(shape: tuple[int, int]) -> RegisterTile:
+    """An accumulator of zeros that have a register of their own: ptxas leaves zeros out of a
+    matmul, but of one whose zeros are another matmul's too it writes them to all registers first.
+    """
+
+    def code(_):
+        zero = give(ir.F32Type.get(), "mov.b32 $0, 0;", [], "=f")
+        pair = vector.broadcast(ir.VectorType.get((2,), zero.type), zero)
+        return mosaic.array_of([pair] * (shape[0] * shape[1] // 256), shape, mosaic.TILE)
+
+    inline: Any = code
+    inline.values = lambda: jnp.zeros(shape, jnp.float32)
+    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=mosaic.TILE)
+    return plgpu.inline_mgpu(arg_types=(), return_type=result)(inline)()
 
 
 def transposed_values(v: jax.Array, width: int, keys: int) -> jax.Array:
