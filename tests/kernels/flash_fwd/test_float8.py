@@ -1,0 +1,120 @@
+"""The Hopper forward on float8: right in the interpreter with its races watched, compiled without
+spills ahead of time, and right on a GPU.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn._call import config, device
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn.kernels.flash_fwd import sm90 as kernel
+from pallas_attn.kernels.mma import wgmma_float8
+from pallas_attn.masks import CAUSAL, FULL
+from tests.support import budget, mosaic, subjects
+from tests.support.float8_cases import CASES, case_of, draw
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+HOPPER = next(row for row in subjects.ROWS if row.name == "interpreted")
+
+
+def check(subject, name):
+    arguments, finite = case_of(name)
+    got = subject.call(pa.flash_attention_with_lse, **arguments)
+    budget.check(dict(zip(("out", "lse"), got, strict=True)), budget.attention(finite))
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted(name):
+    check(HOPPER, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_on_the_gpu(name):
+    if device.gpu_generation() != "sm90":
+        pytest.skip("a kernel for Hopper")
+    check(subjects.Subject("gpu", None), name)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("sum_tiles", [0, 1, 2, 8])
+def test_sums_of_tiles(sum_tiles, rng):
+    """Any number of tiles between two sums in registers gives the same result up to rounding."""
+    arguments = dict(zip("qkv", draw(rng, q_len=64, kv_len=700, dim=32), strict=True))
+    with config.forced("flash_fwd_sm90", {"block_kv": 64, "sum_tiles": sum_tiles, "grid": 1}):
+        got = HOPPER.call(pa.flash_attention_with_lse, **arguments)
+    budget.check(dict(zip(("out", "lse"), got, strict=True)), budget.attention(arguments))
+
+
+def test_order_of_columns():
+    """V^T has the keys in the order in which threads hold probabilities."""
+    keys = np.arange(48, dtype=np.float32)
+    v = jnp.asarray(keys.reshape(1, 48, 1, 1))
+    order = np.asarray(wgmma_float8.transposed_values(v, 1, 64))[0, 0, 0]
+    p = wgmma_float8.reordered(jnp.asarray(np.tile(keys, (64, 1))))
+    np.testing.assert_array_equal(np.float32(p[0]), np.float32(jnp.asarray(order[:48]).astype(p.dtype)))
+    assert not order[48:].any() and sorted(order[:48]) == list(keys)
+
+
+# ---- compiled ------------------------------------------------------------------------------------
+
+
+def problem_of(dim: int, mask=FULL, **fields) -> AttentionProblem:
+    problem = AttentionProblem(
+        op="flash_forward",
+        gpu="sm90",
+        dtype="float8_e4m3fn",
+        batch=1,
+        q_len=4096,
+        kv_len=4096,
+        q_heads=16,
+        kv_heads=4,
+        head_dim=dim,
+        v_head_dim=dim,
+        mask=mask,
+        scale=dim**-0.5,
+        out_dtype="bfloat16",
+    )
+    return dataclasses.replace(problem, **fields)
+
+
+def shapes_of(problem: AttentionProblem) -> tuple[jax.ShapeDtypeStruct, ...]:
+    rows = (problem.q_len, problem.q_heads, problem.head_dim)
+    keys = [(problem.kv_len, problem.kv_heads, n) for n in (problem.head_dim, problem.v_head_dim)]
+    dtype = jnp.dtype(problem.dtype)
+    return tuple([jax.ShapeDtypeStruct((problem.batch, *x), dtype) for x in (rows, *keys)])
+
+
+def run(problem, q, k, v):
+    return kernel.run(AttentionInputs(q, k, v), problem, kernel.Config.default(problem))
+
+
+COMPILED = {
+    "128": problem_of(128),
+    "128_causal": problem_of(128, CAUSAL),
+    "64": problem_of(64),
+    "256": problem_of(256),
+    "192_128": problem_of(192, v_head_dim=128),
+}
+
+
+@pytest.mark.machine_code
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiles_without_spills(name):
+    problem = COMPILED[name]
+    report = mosaic.compile_for(functools.partial(run, problem), *shapes_of(problem), sass=False)
+    assert report.spill_bytes == 0 and not report.notes
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_lowers(name):
+    problem = COMPILED[name]
+    mosaic.lower_for_cuda(functools.partial(run, problem), *shapes_of(problem))
