@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -53,6 +53,7 @@ def flash_attention(  # noqa: PLR0913
     k_scale: Array | float | None = None,
     v_scale: Array | float | None = None,
     out_dtype: DTypeLike | None = None,
+    float8: bool = False,
     implementation: str | None = None,
 ) -> Array:
     """Attention of every query to the keys it may see.
@@ -128,6 +129,9 @@ def flash_attention(  # noqa: PLR0913
         few keys; `precision=jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM` leaves all
         sums to the tensor cores, which add float8 with about 14 bits.
       out_dtype: of the output, for float8: bfloat16 (default), float16 or float32. Static.
+      float8: for training with 16-bit q, k and v: they are rounded to float8_e4m3fn with a power of
+        2 for each 128 rows of a head, and the forward multiplies float8. Derivatives are those of
+        16-bit attention on the rounded numbers ("straight through"). Static.
       implementation: "sm90", "sm80", "reference", or None for the fastest that takes the problem.
         There is no silent fallback on a GPU; without one the reference is what runs.
 
@@ -136,7 +140,7 @@ def flash_attention(  # noqa: PLR0913
       A row that sees no key is 0 and so are its gradients, also where S == 0.
 
     Differentiable in forward and reverse mode, any number of times, with every implementation;
-    not on float8, whose kernels compute the forward alone.
+    float8 arrays by the reference alone (train with `float8=True`).
     Kernels compute first derivatives, but for those of a score function's arrays; the reference
     computes a part of higher ones, some query rows at a time, which takes longer. Under
     `jax.checkpoint` a kernel's results have the names "flash_attention_out" and
@@ -173,6 +177,7 @@ def flash_attention_with_lse(  # noqa: PLR0913
     k_scale: Array | float | None = None,
     v_scale: Array | float | None = None,
     out_dtype: DTypeLike | None = None,
+    float8: bool = False,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
     """`flash_attention`, with the same arguments, and the log of each row's softmax denominator.
@@ -190,12 +195,28 @@ def flash_attention_with_lse(  # noqa: PLR0913
         q, k = rotated((q, k, v), rotary, rotary_positions, options, (q_starts, kv_starts))
     if q_starts is not None or kv_starts is not None:
         problem, inputs = bind.packed_attention(q, k, v, (q_starts, kv_starts), options)
-        out, lse = _attend(problem, inputs, implementation)
+        attend = _attend if float8 is False else _straight_through(float8)
+        out, lse = attend(problem, inputs, implementation)
         return out[0], lse[0]
     if context is not None and checked(context) and shards_of(context) == 1:
         options = options._replace(context=None)
     problem, inputs = bind.attention(q, k, v, options)
+    if float8 is not False:
+        if options.context is not None:
+            raise ValueError("context: expected None with float8; leave one of them out")
+        return _straight_through(float8)(problem, inputs, implementation)
     return _attend(problem, inputs, implementation, options.context)
+
+
+def _straight_through(
+    float8: bool,
+) -> Callable[[AttentionProblem, AttentionInputs, str | None], tuple[Array, Array]]:
+    """`_attend` with a forward in float8, or itself where the argument is False."""
+    if not checks.boolean("float8", float8):
+        return _attend
+    from pallas_attn._call.float8 import straight_through
+
+    return straight_through
 
 
 def _attend(

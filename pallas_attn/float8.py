@@ -8,6 +8,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_attn._call import bind, checks, reference
+from pallas_attn._call.float8 import live
 from pallas_attn._call.problem import FLOAT8
 from pallas_attn.errors import described
 
@@ -76,9 +77,7 @@ def _blocks(x: Array, ends: Array | None, dtype: str, rows: int | None) -> tuple
     """x [B, rows, heads, dim] as numbers and scales [B, n, heads]."""
     if x.size == 0:
         return x.astype(dtype), jnp.ones((x.shape[0], 1, x.shape[2]), jnp.float32)
-    if ends is not None:
-        live = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < ends[:, None]
-        x = jnp.where(live[:, :, None, None], x, jnp.zeros((), x.dtype))
+    x = live(x, ends)
     batch, length, heads, dim = x.shape
     size = length if rows is None else min(rows, length)
     size = next(n for n in range(size, 0, -1) if length % n == 0)

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
+from pallas_attn._call import device
+from pallas_attn._call.float8 import quantised, rounded
 from tests.support import budget, subjects
 from tests.support.float8_cases import CASES, case_of, draw
 
@@ -154,3 +156,59 @@ def test_under_vmap_and_packed(rng):
     for row in range(2):
         packed = pa.flash_attention(q[row], k[row], v[row], q_starts=starts, k_scale=scale[row])
         np.testing.assert_array_equal(np.float32(packed), np.float32(whole[row]))
+
+
+def test_training_is_16_bit_attention_on_rounded_numbers(rng):
+    """Results and gradients of `float8=True`, by the reference; numbers that float8 holds stay."""
+    x = [jnp.asarray(rng.standard_normal((2, 48, n, 16)), jnp.bfloat16) for n in (4, 2, 2)]
+    kept = [rounded(rows) for rows in x]
+    for rows, once in zip(x, kept, strict=True):
+        np.testing.assert_array_equal(np.float32(rounded(once)), np.float32(once))
+        assert np.abs(np.float32(once) - np.float32(rows)).max() <= np.abs(np.float32(rows)).max() / 16
+        numbers, scale = quantised(once)
+        wide = numbers.astype(jnp.float32) * np.repeat(scale, 48, axis=1)[..., None]
+        np.testing.assert_array_equal(np.float32(once), np.asarray(wide))
+
+    def loss(x, **options):
+        return pa.flash_attention(*x, mask=pa.CAUSAL, **options).astype(jnp.float32).sum()
+
+    value, gradients = jax.value_and_grad(lambda x: loss(x, float8=True))(x)
+    wanted, expected = jax.value_and_grad(loss)(kept)
+    np.testing.assert_array_equal(value, wanted)
+    for a, b in zip(gradients, expected, strict=True):
+        np.testing.assert_array_equal(np.float32(a), np.float32(b))
+
+
+def test_training_refuses_by_name(rng):
+    q, k, v = draw(rng)
+    with pytest.raises(ValueError, match="float8: expected bfloat16 or float16 q, k and v, got"):
+        pa.flash_attention(q, k, v, float8=True)
+    wide = [x.astype(jnp.bfloat16) for x in (q, k, v)]
+    with pytest.raises(ValueError, match="float8: expected True or False, got 1"):
+        pa.flash_attention(*wide, float8=1)
+    with device.assume("sm80"), pytest.raises(pa.UnsupportedError, match="float8_e4m3fn"):
+        jax.eval_shape(lambda: pa.flash_attention(*wide, float8=True))
+    with device.assume("sm90"), pytest.raises(pa.UnsupportedError, match="with float8=True"):
+        jax.eval_shape(jax.grad(lambda v: pa.flash_attention(q, k, v).astype(jnp.float32).sum()), v)
+
+
+@pytest.mark.guards
+def test_training_by_kernels(rng):
+    """The forward kernel in float8 and the backward in 16 bits, interpreted."""
+    hopper = next(row for row in subjects.ROWS if row.name == "interpreted")
+    x = [jnp.asarray(rng.standard_normal((1, 64, n, 64)), jnp.bfloat16) for n in (2, 1, 1)]
+
+    def both(q, k, v, implementation):
+        def loss(x):
+            out = pa.flash_attention(*x, float8=True, implementation=implementation)
+            return out.astype(jnp.float32).sum()
+
+        return jax.value_and_grad(loss)((q, k, v))
+
+    got, wanted = (
+        subject.call(both, **dict(zip("qkv", x, strict=True)))
+        for subject in (hopper, subjects.ROWS[0])
+    )
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        a, b = np.float32(a), np.float32(b)
+        assert np.abs(a - b).max() <= 0.1 * np.abs(b).max() + 0.1

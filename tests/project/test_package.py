@@ -18,7 +18,7 @@ import pallas_attn as pa
 
 ROOT = pathlib.Path(pa.__file__).parent
 PUBLIC = ("attention", "decode", "cache", "append", "context", "masks", "merge", "rotary")
-PUBLIC += ("scores", "trees", "errors", "prefixes")
+PUBLIC += ("scores", "trees", "errors", "prefixes", "float8")
 FILES = sorted(ROOT.rglob("*.py"))
 
 

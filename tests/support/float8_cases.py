@@ -10,7 +10,7 @@ import pallas_attn as pa
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
-def draw(
+def draw(  # noqa: PLR0913
     rng, batch=1, q_len=32, kv_len=32, q_heads=2, kv_heads=1, dim=16, v_dim=None, dtype=E4M3
 ) -> tuple[Any, ...]:
     """q, k and v of normal numbers."""

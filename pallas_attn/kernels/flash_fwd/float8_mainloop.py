@@ -49,7 +49,7 @@ def limit(problem: AttentionProblem) -> Limit | None:
 
 def operands(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Operand]:
     """q and k in sizes that TMA reads, V^T, and the factors of scores and of outputs."""
-    problem, v = plan.problem, inputs.v
+    v = inputs.v
     fields: dict[str, Any] = {}
     for name in "qk":
         x = getattr(inputs, name)

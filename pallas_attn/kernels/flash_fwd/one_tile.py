@@ -38,7 +38,8 @@ def takes(problem: AttentionProblem, block_kv: int) -> bool:
     """Whether the keys of a head are one kv tile, which only the mask and lengths restrict."""
     others = problem.fetches > 1 or problem.zigzag > 1 or problem.mask_program is not None
     segments = "q_segment_ids" in problem.arrays
-    return not (others or segments or problem.dtype in ("float32", *FLOAT8)) and problem.kv_len <= block_kv
+    others = others or segments or problem.dtype in ("float32", *FLOAT8)
+    return not others and problem.kv_len <= block_kv
 
 
 def scratch(plan: QueryPlan, out_widths: tuple[int, ...]) -> Any:

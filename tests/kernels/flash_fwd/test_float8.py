@@ -60,7 +60,8 @@ def test_order_of_columns():
     v = jnp.asarray(keys.reshape(1, 48, 1, 1))
     order = np.asarray(wgmma_float8.transposed_values(v, 1, 64))[0, 0, 0]
     p = wgmma_float8.reordered(jnp.asarray(np.tile(keys, (64, 1))))
-    np.testing.assert_array_equal(np.float32(p[0]), np.float32(jnp.asarray(order[:48]).astype(p.dtype)))
+    rounded = jnp.asarray(order[:48]).astype(p.dtype)
+    np.testing.assert_array_equal(np.float32(p[0]), np.float32(rounded))
     assert not order[48:].any() and sorted(order[:48]) == list(keys)
 
 
