@@ -148,9 +148,7 @@ def _forward(
 ) -> tuple[Array, Array]:
     """The forward kernel on rounded inputs, which are float8 times powers of 2."""
     q, k, v = (quantised(getattr(inputs, name)) for name in "qkv")
-    inputs = inputs._replace(
-        q=q[0], k=k[0], v=v[0], q_scale=q[1], k_scale=k[1], v_scale=v[1]
-    )
+    inputs = inputs._replace(q=q[0], k=k[0], v=v[0], q_scale=q[1], k_scale=k[1], v_scale=v[1])
     narrow = dataclasses.replace(
         problem,
         dtype=FLOAT8[0],

@@ -47,7 +47,8 @@ EXACT = Arithmetic(np.float64)
 def naive(dtype: str | None, grid: float = 1.0) -> Arithmetic:
     """Sums in float32 of products in `dtype`. "tf32": scores in TF32, all else in two bfloat16
     terms; "terms": all but scores without the last bit of a float32, which its terms may lose;
-    "float8": probabilities in float8_e4m3fn, all else in float32; None: all in float32. Where more than that is lost, a number is rounded as `grid` times itself.
+    "float8": probabilities in float8_e4m3fn, all else in float32; None: all in float32. Where more
+    than that is lost, a number is rounded as `grid` times itself.
     """
     if dtype is None:
         return Arithmetic(np.float32)

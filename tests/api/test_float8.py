@@ -164,7 +164,9 @@ def test_training_is_16_bit_attention_on_rounded_numbers(rng):
     kept = [rounded(rows) for rows in x]
     for rows, once in zip(x, kept, strict=True):
         np.testing.assert_array_equal(np.float32(rounded(once)), np.float32(once))
-        assert np.abs(np.float32(once) - np.float32(rows)).max() <= np.abs(np.float32(rows)).max() / 16
+        assert (
+            np.abs(np.float32(once) - np.float32(rows)).max() <= np.abs(np.float32(rows)).max() / 16
+        )
         numbers, scale = quantised(once)
         wide = numbers.astype(jnp.float32) * np.repeat(scale, 48, axis=1)[..., None]
         np.testing.assert_array_equal(np.float32(once), np.asarray(wide))

@@ -93,7 +93,8 @@ def step(
     peak = logits.max(axis=1)
     higher = raise_to(peak if join is None else join(peak), unit, row_max, exponents.threshold)
     base = base_of(higher, empty_ok)
-    p, row_sum = exponentials_and_sums(logits, unit, _lowered(base, exponents))
+    base_of_p = base - exponents.offset if exponents.offset else base
+    p, row_sum = exponentials_and_sums(logits, unit, base_of_p)
     moved = mosaic.any_in_warp(higher - row_max, 0.0)
     return Step(p, higher, jnp.exp2(row_max - base), row_sum, moved)
 
@@ -120,7 +121,8 @@ def next_step(
     higher, rescale = lax.cond(
         moved != 0, raised, lambda: (row_max, mosaic.filled(row_max.shape, 1.0))
     )
-    base = _lowered(base_of(higher, empty_ok), exponents)
+    base = base_of(higher, empty_ok)
+    base = base - exponents.offset if exponents.offset else base
     p, row_sum = exponentials_and_sums(logits, unit, base)
     return Step(p, higher, rescale, row_sum, moved)
 
@@ -157,7 +159,9 @@ def step_and_rescale(
 
 def exponentials(logits: Array, unit: Unit, base: Array) -> Array:
     """[rows, keys], float32: 2**(logit - base), of one base a row."""
-    logits = _in_log2(logits, unit)
+    if getattr(unit, "ndim", 0):
+        unit = mosaic.broadcast_rows(unit, logits.shape)
+    logits = logits if unit is None else logits * unit
     return jnp.exp2(logits - mosaic.broadcast_rows(base, logits.shape))
 
 
@@ -172,18 +176,6 @@ def raise_to(
 def base_of(row_max: Array, empty_ok: bool) -> Array:
     """The number that logits are taken relative to in exponents."""
     return jnp.where(row_max == -jnp.inf, 0.0, row_max) if empty_ok else row_max
-
-
-def _in_log2(logits: Array, unit: Unit) -> Array:
-    if unit is None:
-        return logits
-    is_of_rows = getattr(unit, "ndim", 0) == 1
-    return logits * (mosaic.broadcast_rows(unit, logits.shape) if is_of_rows else unit)
-
-
-def _lowered(base: Array, exponents: Exponents) -> Array:
-    """`base_of` for probabilities that are multiplied by 2**offset."""
-    return base - exponents.offset if exponents.offset else base
 
 
 def partials(x: Array, join: Callable[[Array, Array], Array]) -> Array:
@@ -213,7 +205,9 @@ def _any_above(
 ) -> Array:
     """int32: not 0 where one of this warp's logits asks for a rescaling."""
     peaks = partials(logits, jnp.maximum)
-    peaks = _in_log2(peaks, unit)
+    if getattr(unit, "ndim", 0):
+        unit = mosaic.broadcast_rows(unit, peaks.shape)
+    peaks = peaks if unit is None else peaks * unit
     above = peaks - mosaic.broadcast_rows(row_max, peaks.shape)
     return mosaic.any_in_warp(above, threshold)
 

@@ -281,9 +281,10 @@ def owner_of(chunk: Index, devices: int) -> tuple[Any, Any]:
 def limit(problem: AttentionProblem) -> Limit | None:
     """Why the forward kernels, and so the backward ones, cannot take a problem, or None."""
     if problem.dtype not in ("bfloat16", "float16", "float32"):
+        how = "multiply them by their scales and " if problem.out_dtype else ""
         return Limit(
             f"it takes bfloat16, float16 and float32, not {problem.dtype}",
-            "cast q, k and v to one of them",
+            f"{how}cast q, k and v to one of them",
         )
     return tma_operands.dims_limit(problem) or sizes_limit(problem)
 

@@ -85,7 +85,6 @@ from pallas_attn.kernels.flash_fwd.producer import Ring
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS as BARRIERS
 from pallas_attn.kernels.flash_fwd.shared_memory import SMEM_LIMIT
 from pallas_attn.kernels.flash_fwd.tile_scheduler import Distribution, QueryPlan, Turn, work_tile
-from pallas_attn.kernels.flash_fwd.turns import Turns
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.types import (
@@ -352,10 +351,12 @@ def load_q(ctx: KernelContext, tile: WorkTile, wg: Index, slot: Index) -> None:
         documents.load_rows(ctx, tile, row, slot)
 
 
-def turns_of(ctx: KernelContext, wg: Index) -> Turns | None:
-    """The turns of consumers that issue their matmuls in turn."""
+def turns_of(ctx: KernelContext, wg: Index) -> Any:
+    """`turns.Turns` of consumers that issue their matmuls in turn, or None."""
     if not ctx.plan.takes_turns:
         return None
+    from pallas_attn.kernels.flash_fwd.turns import Turns
+
     return Turns(ctx.smem.turns, wg, ctx.plan.config.warpgroups)
 
 
@@ -413,7 +414,7 @@ def mainloop(
     rows: QueryRows,
     slot: Index,
     meanwhile: Callable[[], None] | None,
-    turns: Turns | None = None,
+    turns: Any = None,
 ) -> tuple[Result, Index]:
     """All kv tiles of a consumer's rows, from the last to the first, and the slot after them. Where
     some are fetched, a whole one may be another than its number says: nothing reads that then.
@@ -457,7 +458,7 @@ def _first_tile(
 def _step(  # noqa: PLR0913
     ctx: KernelContext,
     rows: QueryRows,
-    turns: Turns | None,
+    turns: Any,
     whole: tuple[Index, Index],
     masked: bool | None,
     t: Index,
