@@ -69,11 +69,6 @@ def width_in_smem(dim: int, dtype: str = "bfloat16") -> int:
     )
 
 
-def width_of_float8(dim: int) -> int:
-    """The head dim of q and k in 8 bits, in global and in shared memory: whole swizzles."""
-    return round_up(dim, 32)
-
-
 class OperandFormat(NamedTuple):
     """How rows of q and k, or of v, lie in shared memory."""
 
@@ -114,7 +109,7 @@ class OperandFormat(NamedTuple):
 def formats_of(problem: AttentionProblem, block_kv: int) -> tuple[OperandFormat, OperandFormat]:
     """The formats of q and k, and of v."""
     if problem.dtype in FLOAT8:
-        qk, v = width_of_float8(problem.head_dim), round_up(problem.v_head_dim, 16)
+        qk, v = round_up(problem.head_dim, 32), round_up(problem.v_head_dim, 16)
         return (
             OperandFormat(problem.dtype, 1, qk, swizzle_of(qk)),
             OperandFormat(problem.dtype, 1, v, swizzle_of(block_kv), transposed=True),

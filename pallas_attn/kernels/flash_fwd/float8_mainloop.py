@@ -265,7 +265,7 @@ def _first_tile(
     ring, smem, turns = Ring.of(ctx), ctx.smem, turns_of(ctx, rows.wg)
     q, k = panels.tiles(smem.q, rows.q_slot), panels.tiles(smem.k, slot)
 
-    def issue(scores: RegisterTile, q: Any, k: Any) -> None:
+    def issue(scores: RegisterTile, q: wgmma.Terms, k: wgmma.Terms) -> None:
         wgmma.score_panels(scores, q, k)
         if turns is not None:
             turns.give()
