@@ -38,6 +38,8 @@ MANY_GRIDS = tuple(2 ** (i / 64) for i in range(64))
 LSE_ROUNDING = 2.0**-20
 EX2 = 2.0**-22
 
+# Scores of float8 are sums that a tensor core adds with about 14 bits, aligned to the largest.
+SCORE_FLOAT8 = 2.0**-14
 RMS_FLOAT8 = 2.0  # share of the naive errors' RMS that errors of float8 may have
 
 _STATIC = ("mask", "scale", "softcap")
@@ -60,6 +62,7 @@ class Expected(NamedTuple):
     lse: Any = None  # input of a gradient alone
     float8: bool = False
     first: Any = None  # out of one naive run, in float8
+    score: float = 0.0  # the largest that a score of float8 may be
 
 
 def attention(
@@ -142,7 +145,11 @@ def attention(
             draws.append(results(arrays, arithmetic=sums))
     naive = _worst_of(oracle, draws, names)
     lse = naive["lse"] if lse is None else lse
-    expected = Expected(oracle, naive, dtype, lse=lse, float8=float8, first=draws[0]["out"])
+    expected = Expected(oracle, naive, dtype, lse=lse)
+    if float8:
+        expected = expected._replace(
+            float8=True, first=draws[0]["out"], score=_largest(arguments, arrays)
+        )
     return expected._replace(slack=slack, noise=2.0**-16 if narrow == "tf32" else expected.noise)
 
 
@@ -235,7 +242,7 @@ def _compare(
     if not oracle.size:
         return 0.0, 0.0
     if name == "lse":
-        rounding = LSE_ROUNDING * np.maximum(np.abs(oracle), 1)
+        rounding = LSE_ROUNDING * np.maximum(np.abs(oracle), 1) + SCORE_FLOAT8 * expected.score
     else:  # a value of the result's own dtype is at best half a unit in the last place away
         tiny = float(jnp.finfo(expected.dtype).tiny)
         rounding = (eps / 2 + expected.slack) * np.abs(oracle) + tiny
@@ -258,6 +265,12 @@ def _compare(
             f"{name}: a budget of {vague:.2e} proves nothing about values of RMS {rms:.2e}"
         )
     return float(error.max()), float(np.max(allowed))
+
+
+def _largest(arguments: dict[str, Any], arrays: dict[str, Any]) -> float:
+    """A bound of the scores' magnitudes."""
+    lengths = [np.sqrt((arrays[name] ** 2).sum(axis=-1)).max(initial=0) for name in "qk"]
+    return abs(arguments.get("scale") or arrays["q"].shape[-1] ** -0.5) * lengths[0] * lengths[1]
 
 
 def _check_rms(error: Any, naive: Any, rounding: Any) -> float:

@@ -28,7 +28,7 @@ from pallas_attn.kernels.attention.tiles import (
     kv_row,
 )
 from pallas_attn.kernels.flash_fwd.producer import Ring
-from pallas_attn.kernels.flash_fwd.sm90 import Result, for_each_kv_tile, turns_of
+from pallas_attn.kernels.flash_fwd.sm90 import Result, for_each_kv_tile
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, RegisterTile, Scalar
@@ -202,21 +202,13 @@ def mainloop(
     ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Callable[[], None] | None
 ) -> tuple[Result, Index]:
     """`sm90.mainloop`."""
-    ring, factors, turns = Ring.of(ctx), _Factors.of(ctx, rows), turns_of(ctx, rows.wg)
+    ring, factors = Ring.of(ctx), _Factors.of(ctx, rows)
     state = _first_tile(ctx, rows, factors, slot, meanwhile)
     step = functools.partial(_step, ctx, rows, factors)
     state, slot = for_each_kv_tile(ctx.plan, rows.span, step, (state, ring.after(slot)))
     ring.wait(slot)
     v = _values(ctx, slot)
-    if turns is not None:
-        turns.take()
-
-    def values(acc: RegisterTile) -> None:
-        wgmma.multiply(acc, (state.p,), (v,))
-        if turns is not None:
-            turns.give()
-
-    acc = pl.run_state(values)(plgpu.ACC.init(_start(ctx, state)))
+    acc = wgmma.matmul_add(_start(ctx, state), (state.p,), (v,))
     if ctx.plan.config.sum_tiles:
         acc = state.acc + factors.of_sum(rows.span.lo, acc)
     ring.release(slot)
@@ -262,18 +254,10 @@ def _first_tile(
     meanwhile: Callable[[], None] | None,
 ) -> _State:
     """The last kv tile, whose scores overlap with nothing but `meanwhile`."""
-    ring, smem, turns = Ring.of(ctx), ctx.smem, turns_of(ctx, rows.wg)
+    ring, smem = Ring.of(ctx), ctx.smem
     q, k = panels.tiles(smem.q, rows.q_slot), panels.tiles(smem.k, slot)
-
-    def issue(scores: RegisterTile, q: wgmma.Terms, k: wgmma.Terms) -> None:
-        wgmma.score_panels(scores, q, k)
-        if turns is not None:
-            turns.give()
-
     ring.wait(slot)
-    if turns is not None:
-        turns.take()
-    s = wgmma.matmul((ROWS, ctx.plan.config.block_kv), q, k, meanwhile, issue)
+    s = wgmma.matmul((ROWS, ctx.plan.config.block_kv), q, k, meanwhile, wgmma.score_panels)
     read_later = rows.segments is not None or ctx.plan.score_tiles
     if not read_later:
         ring.release(slot)
@@ -305,18 +289,13 @@ def _step(  # noqa: PLR0913
 ) -> tuple[_State, Index]:
     """Kv tile t: the softmax of its scores S runs while P V of the tile before it is in flight."""
     (state, slot), smem, ring = carry, ctx.smem, Ring.of(ctx)
-    turns = turns_of(ctx, rows.wg)
     ring.wait(slot)
-    if turns is not None:
-        turns.take()
     q, k = panels.tiles(smem.q, rows.q_slot), panels.tiles(smem.k, slot)
     v = _values(ctx, slot)
 
     def matmuls(scores: RegisterTile, out: RegisterTile) -> None:
         wgmma.score_panels(scores, q, k)
         wgmma.multiply(out, (state.p,), (v,))
-        if turns is not None:
-            turns.give()
 
     def softmax_of(s: RegisterTile) -> softmax.Step:
         s, unit = factors.of_scores(t, s)

@@ -31,7 +31,6 @@ class Smem(NamedTuple):
     fetched: Any = None  # barriers of `fetch`, as words
     claims: Any = None  # `claims.Smem`
     over_scores: Any = None  # [stages, rows, block_kv] of bias and mask_array: `score_tiles`
-    turns: Any = None  # barriers of `turns.Turns`
 
 
 @functools.lru_cache(maxsize=256)
@@ -88,7 +87,6 @@ def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem
         fetched=fetched,
         claims=claimed,
         over_scores=over_scores,
-        turns=barrier(num_barriers=config.warpgroups) if plan.takes_turns else None,
     )
 
 

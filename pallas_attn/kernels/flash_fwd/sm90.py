@@ -119,7 +119,6 @@ class Config:
     apart: bool = False
     # Kv tiles whose P V, in float8, the tensor core adds up before float32 registers do; 0: all.
     sum_tiles: int = 1
-    in_turn: bool = False  # consumers issue their matmuls in turn, in float8: see `turns`
 
     def __post_init__(self):
         check(
@@ -310,14 +309,13 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
         (lo, hi), rows = ranges.of_rows(ctx, tile, wg, q, record)
 
         def attend(slot: Index) -> tuple[Result, Index]:
-            slot = _release_unused(ctx, wg, hi - rows.span.hi, slot)
+            slot = _release_unused(ctx, hi - rows.span.hi, slot)
             meanwhile = load_next_q if double_buffered and not may_be_empty else None
             result, slot = plan.mainloop(ctx, rows, slot, meanwhile)
-            return result, _release_unused(ctx, wg, rows.span.lo - lo, slot)
+            return result, _release_unused(ctx, rows.span.lo - lo, slot)
 
         def skip(slot: Index) -> tuple[Result, Index]:
-            entries = jnp.where(hi > lo, hi - lo + 1, 0)
-            return no_keys(plan), _release_unused(ctx, wg, entries, slot)
+            return no_keys(plan), _release_unused(ctx, jnp.where(hi > lo, hi - lo + 1, 0), slot)
 
         if may_be_empty:
             result, slot = lax.cond(rows.span.hi > rows.span.lo, attend, skip, slot)
@@ -330,8 +328,6 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
         store_result(ctx, rows, result)
         return slot, record
 
-    if (turns := turns_of(ctx, wg)) is not None:
-        turns.begin()
     start = work_tiles.start(ctx, block)
     load_q(ctx, work_tile(ctx, start.codes[0]), wg, q_slot(0))
     record = ranges.read_for_rows(ctx, start.codes[0], wg)
@@ -351,24 +347,12 @@ def load_q(ctx: KernelContext, tile: WorkTile, wg: Index, slot: Index) -> None:
         documents.load_rows(ctx, tile, row, slot)
 
 
-def turns_of(ctx: KernelContext, wg: Index) -> Any:
-    """`turns.Turns` of consumers that issue their matmuls in turn, or None."""
-    if not ctx.plan.takes_turns:
-        return None
-    from pallas_attn.kernels.flash_fwd.turns import Turns
-
-    return Turns(ctx.smem.turns, wg, ctx.plan.config.warpgroups)
-
-
-def _release_unused(ctx: KernelContext, wg: Index, entries: Index, slot: Index) -> Index:
+def _release_unused(ctx: KernelContext, entries: Index, slot: Index) -> Index:
     """Releases entries of the ring that only other consumers need; returns the slot after them."""
-    ring, turns = Ring.of(ctx), turns_of(ctx, wg)
+    ring = Ring.of(ctx)
 
     def release(_: Index, slot: Index) -> Index:
         ring.wait(slot)
-        if turns is not None:
-            turns.take()
-            turns.give()
         ring.release(slot)
         return ring.after(slot)
 
@@ -418,7 +402,8 @@ def mainloop(
 ) -> tuple[Result, Index]:
     """All kv tiles of a consumer's rows, from the last to the first, and the slot after them. Where
     some are fetched, a whole one may be another than its number says: nothing reads that then.
-    `meanwhile`: further work, done under the first matmul. `turns`: those of prefill's consumers.
+    `meanwhile`: further work, done under the first matmul. `turns`: makes consumers issue their
+    matmuls in turn (`take`, `give`); None: whenever they can.
     """
     ring, smem = Ring.of(ctx), ctx.smem
     state = _first_tile(ctx, rows, slot, meanwhile)

@@ -217,7 +217,7 @@ def _float8(problem: AttentionProblem) -> Config:
     dim = max(problem.head_dim, problem.v_head_dim)
     tiles = 0 if problem.precision == "fast_accum" or problem.v_head_dim > 128 else 1
     l2_heads = _l2_heads(problem, dim)
-    made = functools.partial(Config, l2_heads=l2_heads, sum_tiles=tiles, in_turn=True)
+    made = functools.partial(Config, l2_heads=l2_heads, sum_tiles=tiles)
     if dim <= 64:
         return made(3, block_kv=128, stages=4)
     return made(2, block_kv=128 if dim <= 192 else 64, stages=4 if dim <= 128 else 2)

@@ -189,11 +189,6 @@ class QueryPlan:
         return self.problem.masks_keys and not (self.is_listed or self.has("q_segment_ids"))
 
     @functools.cached_property
-    def takes_turns(self) -> bool:
-        """Whether consumers issue their matmuls in turn: see `turns`."""
-        return self.config.in_turn and self.config.warpgroups > 1
-
-    @functools.cached_property
     def is_listed(self) -> bool:
         """Whether kv tiles are numbers in a list: see `listed`."""
         return self.problem.mask_program is not None

@@ -1,7 +1,7 @@
 """A block of prefill's kernel, and its consumers: warpgroups of 64 query rows each."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -11,10 +11,9 @@ from jax import lax
 from pallas_attn.kernels.attention.cache_layout import Paged
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
 from pallas_attn.kernels.flash_fwd.sm90 import Result, mainloop, no_keys
-from pallas_attn.kernels.flash_fwd.turns import Turns
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
-from pallas_attn.kernels.lang.types import Index, Predicate, RegisterTile
+from pallas_attn.kernels.lang.types import Barrier, Index, Predicate, RegisterTile
 from pallas_attn.kernels.prefill.plan import Plan, PrefillRefs
 from pallas_attn.kernels.prefill.queries import Ending, Unit, WgTile, wg_tile_of
 
@@ -79,6 +78,26 @@ def consume(ctx: KernelContext, block_id: Index, wg: Index) -> None:
 
     lax.fori_loop(0, units.count, one_unit, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0)
+
+
+class Turns(NamedTuple):
+    """Two consumers that have as many steps issue their matmuls in turn: while one computes its
+    softmax, the tensor cores have the other's matmuls. Barrier n completes when consumer n may
+    issue those of its next step; the first consumer begins.
+    """
+
+    barriers: Barrier
+    wg: Index
+
+    def begin(self) -> None:
+        """Done once, before all steps of a launch."""
+        pl.when(self.wg == 1)(self.give)
+
+    def take(self) -> None:
+        plgpu.barrier_wait(self.barriers.at[self.wg])
+
+    def give(self) -> None:
+        plgpu.barrier_arrive(self.barriers.at[1 - self.wg])
 
 
 def _without_idle_rows(ctx: KernelContext, unit: Unit, own: WgTile, result: Result) -> Result:
