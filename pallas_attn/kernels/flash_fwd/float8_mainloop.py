@@ -8,6 +8,7 @@ tiles therefore have an accumulator of their own, which is added to float32 regi
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from pallas_attn.kernels.attention.tiles import (
     kv_batch,
     kv_row,
 )
+from pallas_attn.kernels.flash_fwd import float8_values
 from pallas_attn.kernels.flash_fwd.producer import Ring
 from pallas_attn.kernels.flash_fwd.sm90 import Result, for_each_kv_tile
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
@@ -55,11 +57,8 @@ def operands(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Operand]:
         x = getattr(inputs, name)
         sizes = {1: tma_operands.rows_in_tma(x.shape[1]), 3: plan.qk.width}
         fields[name] = tma_operands.padded(x, sizes)
-    if inputs.kv_lengths is not None:
-        live = jnp.arange(v.shape[1], dtype=jnp.int32)[None] < inputs.kv_lengths[:, None]
-        v = jnp.where(live[:, :, None, None], v, jnp.zeros((), v.dtype))
-    keys = tma_operands.round_up(v.shape[1], plan.tiling.block_kv)
-    fields["v"] = wgmma_float8.transposed_values(v, plan.v.width, keys)
+    keys = tma_operands.round_up(v.shape[1], math.lcm(plan.tiling.block_kv, float8_values.KEYS))
+    fields["v"] = float8_values.transposed(v, inputs.kv_lengths, plan.v.width, keys)
     return fields | _units(plan, inputs)
 
 

@@ -81,11 +81,3 @@ def zeros(shape: tuple[int, int]) -> RegisterTile:
     inline.values = lambda: jnp.zeros(shape, jnp.float32)
     result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=mosaic.TILE)
     return plgpu.inline_mgpu(arg_types=(), return_type=result)(inline)()
-
-
-def transposed_values(v: jax.Array, width: int, keys: int) -> jax.Array:
-    """v [B, S, K, Hv] -> V^T [B, K, width, keys], columns in `ORDER`, zeros beyond."""
-    batch, rows, heads, dim = v.shape
-    v = jnp.pad(v, ((0, 0), (0, keys - rows), (0, 0), (0, width - dim)))
-    v = v.reshape(batch, keys // UNIT, 2, 4, 2, heads, width)
-    return v.transpose(0, 5, 6, 1, 3, 2, 4).reshape(batch, heads, width, keys)

@@ -13,6 +13,7 @@ import pytest
 import pallas_attn as pa
 from pallas_attn._call import config, device
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn.kernels.flash_fwd import float8_values
 from pallas_attn.kernels.flash_fwd import sm90 as kernel
 from pallas_attn.kernels.mma import wgmma_float8
 from pallas_attn.masks import CAUSAL, FULL
@@ -54,15 +55,24 @@ def test_sums_of_tiles(sum_tiles, rng):
     budget.check(dict(zip(("out", "lse"), got, strict=True)), budget.attention(arguments))
 
 
-def test_order_of_columns():
-    """V^T has the keys in the order in which threads hold probabilities."""
-    keys = np.arange(48, dtype=np.float32)
-    v = jnp.asarray(keys.reshape(1, 48, 1, 1))
-    order = np.asarray(wgmma_float8.transposed_values(v, 1, 64))[0, 0, 0]
-    p = wgmma_float8.reordered(jnp.asarray(np.tile(keys, (64, 1))))
-    rounded = jnp.asarray(order[:48]).astype(p.dtype)
-    np.testing.assert_array_equal(np.float32(p[0]), np.float32(rounded))
-    assert not order[48:].any() and sorted(order[:48]) == list(keys)
+@pytest.mark.guards
+def test_values_lie_as_probabilities_do():
+    """V^T has the keys in the order in which threads hold probabilities, zeros past lengths."""
+    rng = np.random.default_rng(0)
+    v = jnp.asarray(rng.standard_normal((2, 70, 3, 24)), jnp.float32).astype(jnp.float8_e4m3fn)
+    lengths = jnp.array([33, 70], jnp.int32)
+
+    def transposed(v, lengths, implementation):
+        del implementation
+        return float8_values.transposed(v, lengths, 32, 128)
+
+    for ends in (lengths, None):
+        got = np.float32(HOPPER.call(transposed, v=v, lengths=ends))
+        wanted = np.zeros((2, 3, 32, 128), np.float32)
+        for row, end in enumerate((70, 70) if ends is None else (33, 70)):
+            wanted[row, :, :24, :end] = np.float32(v)[row, :end].transpose(1, 2, 0)
+        p = wgmma_float8.reordered(jnp.asarray(wanted.reshape(-1, 128)))
+        np.testing.assert_array_equal(got, np.float32(p).reshape(got.shape))
 
 
 # ---- compiled ------------------------------------------------------------------------------------
