@@ -3,8 +3,10 @@
 Scales of q and k multiply scores, those of v the output. Matmuls on 8 bits take operands that are
 K-major alone (mma/wgmma_float8.py): V is transposed before the launch, zeros past lengths.
 
-A tensor core adds products of float8 with about 14 bits. The products P V of `Config.sum_tiles` kv
-tiles therefore have an accumulator of their own, which is added to float32 registers.
+A tensor core adds products of float8 with about 14 bits. The product P V of a kv tile therefore has
+an accumulator of its own, which is added to float32 registers (`Config.float32_sums`). On an H200
+that costs 1 to 2 %, and products of two or more tiles in one accumulator are slower, not faster.
+Consumers that issue their matmuls in turn gained 1 %, or lost 3.
 """
 
 import functools
@@ -39,6 +41,8 @@ from pallas_attn.kernels.mma import wgmma, wgmma_float8
 # Probabilities are below 2**8.75 = 431; the largest float8_e4m3fn is 448.
 EXPONENTS = softmax.Exponents(threshold=2.75, offset=6.0)
 SPREAD = 2.0**EXPONENTS.offset
+WIDEST = 128  # columns of the output of which registers hold two sums
+PART = 64
 LEAST = 2.0**-100  # smallest factor of scores: hidden ones are -inf, times 0 they would be NaN
 
 
@@ -74,11 +78,12 @@ def _units(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Operand]:
     if k is not None and k.shape[1] == 1:
         by_head = by_head * jnp.repeat(k[:, 0], problem.group, axis=1)
     elif k is not None:
-        fields["k_units"] = _by_keys(plan, k)
+        fields["k_units"] = _by_keys(plan, k, has_tiles(plan, 1))
     of_v = jnp.ones((problem.batch, problem.kv_heads), jnp.float32)
     if v is not None and v.shape[1] > 1:
-        v = _by_keys(plan, v)
-        if v.shape[2] == plan.tiling.padded_keys:  # rounded with probabilities
+        by_tile = has_tiles(plan, 2)
+        v = _by_keys(plan, v, by_tile)
+        if not by_tile:  # rounded with probabilities
             ends = problem.kv_len if inputs.kv_lengths is None else inputs.kv_lengths[:, None, None]
             v = jnp.where(jnp.arange(v.shape[2], dtype=jnp.int32)[None, None] < ends, v, 0)
             of_v = jnp.maximum(v.max(axis=2), LEAST)
@@ -97,18 +102,22 @@ def _by_rows(scale: Operand, rows: int, padded_rows: int) -> Operand:
     return jnp.pad(each, ((0, 0), (0, 0), (0, padded_rows - rows)), mode="edge")
 
 
-def _by_keys(plan: QueryPlan, scale: Operand) -> Any:
+def _by_keys(plan: QueryPlan, scale: Operand, by_tile: bool) -> Any:
     """Scales [B, n, K] as the kernel reads them: [B, K, n] where a kv tile has one, else [B, K,
     padded keys].
     """
-    if has_tiles(plan, scale.shape[1]):
+    if by_tile:
         return scale.swapaxes(1, 2)
     return _by_rows(scale, plan.problem.kv_len, plan.tiling.padded_keys)
 
 
-def has_tiles(plan: QueryPlan, blocks: int) -> bool:
-    """Whether all keys of a kv tile have one of `blocks` scales."""
-    return plan.problem.kv_len // blocks % plan.tiling.block_kv == 0
+def has_tiles(plan: QueryPlan, side: int) -> bool:
+    """Whether all keys of a kv tile have one scale of k (side 1) or v (2), which for v multiplies
+    the product of the tile alone.
+    """
+    blocks = plan.problem.scale_blocks[side]
+    whole = blocks > 1 and plan.problem.kv_len // blocks % plan.config.block_kv == 0
+    return whole and (side == 1 or plan.config.float32_sums)
 
 
 def load_values(ctx: KernelContext, tile: WorkTile, t: Index, slot: Index) -> None:
@@ -142,11 +151,11 @@ class _Factors(NamedTuple):
     def of_scores(self, t: Index, s: RegisterTile) -> tuple[RegisterTile, softmax.Unit]:
         """Scores of kv tile t, and what turns their logits into log2 units."""
         factor, unit = self.factor, self.unit
-        blocks = self.ctx.plan.problem.scale_blocks[1]
-        if blocks > 1 and has_tiles(self.ctx.plan, blocks):
+        plan = self.ctx.plan
+        if has_tiles(plan, 1):
             by = self._of_tile(self.ctx.refs.k_units, t)
             factor, unit = (None, unit * by) if factor is None else (factor * by, None)
-        elif blocks > 1:
+        elif plan.problem.scale_blocks[1] > 1:
             s = s * self._of_keys(self.ctx.refs.k_units, t, s.shape)
         if factor is None:
             return s, unit
@@ -155,17 +164,14 @@ class _Factors(NamedTuple):
 
     def of_values(self, t: Index, p: RegisterTile) -> RegisterTile:
         """Probabilities of kv tile t times the scales of its values."""
-        if self.ctx.plan.problem.scale_blocks[2] == 1:
+        plan = self.ctx.plan
+        if plan.problem.scale_blocks[2] == 1 or has_tiles(plan, 2):
             return p
-        units = self.ctx.refs.v_units
-        if has_tiles(self.ctx.plan, self.ctx.plan.problem.scale_blocks[2]):
-            return p
-        return p * self._of_keys(units, t, p.shape)
+        return p * self._of_keys(self.ctx.refs.v_units, t, p.shape)
 
     def of_sum(self, t: Index, out: RegisterTile) -> RegisterTile:
         """P V of kv tile t alone times the scale of its values."""
-        blocks = self.ctx.plan.problem.scale_blocks[2]
-        if blocks == 1 or not has_tiles(self.ctx.plan, blocks):
+        if not has_tiles(self.ctx.plan, 2):
             return out
         return out * self._of_tile(self.ctx.refs.v_units, t)
 
@@ -190,8 +196,7 @@ class _Factors(NamedTuple):
 class _State(NamedTuple):
     """The carry from kv tile to kv tile."""
 
-    acc: RegisterTile  # [ROWS, v width]: the output before it is divided
-    part: RegisterTile | None  # the same of tiles that acc lacks; None: acc lacks none
+    acc: tuple[RegisterTile, ...]  # [ROWS, columns] of `_parts`: the output before it is divided
     row_sum: RegisterTile  # [ROWS, PARTIALS]
     row_max: RegisterTile  # [ROWS]
     p: RegisterTile  # [ROWS, block_kv], float8: P of the tile whose P V is still to be issued
@@ -206,43 +211,50 @@ def mainloop(
     step = functools.partial(_step, ctx, rows, factors)
     state, slot = for_each_kv_tile(ctx.plan, rows.span, step, (state, ring.after(slot)))
     ring.wait(slot)
-    v = _values(ctx, slot)
-    acc = wgmma.matmul_add(_start(ctx, state), (state.p,), (v,))
-    if ctx.plan.config.sum_tiles:
-        acc = state.acc + factors.of_sum(rows.span.lo, acc)
+    acc = _with_values(ctx, factors, rows.span.lo, state, _values(ctx, slot))
     ring.release(slot)
     row_sum = state.row_sum * (1 / SPREAD)
+    acc = lax.concatenate(acc, 1) if len(acc) > 1 else acc[0]
     return Result(acc, row_sum, state.row_max), ring.after(slot)
 
 
-def _start(ctx: KernelContext, state: _State) -> RegisterTile:
+def _parts(plan: QueryPlan) -> tuple[tuple[int, int], ...]:
+    """(first column, columns) of the parts of V that have an accumulator each in turn: all columns,
+    or where registers do not hold a second sum of the output `PART` at a time.
+    """
+    width = plan.v.width
+    if not plan.config.float32_sums or width <= WIDEST:
+        return ((0, width),)
+    return tuple([(n, min(PART, width - n)) for n in range(0, width, PART)])
+
+
+def _start(ctx: KernelContext, acc: RegisterTile) -> RegisterTile:
     """The accumulator that the next P V is added to."""
-    if ctx.plan.config.sum_tiles == 0:
-        return state.acc
-    return wgmma_float8.zeros(state.acc.shape) if state.part is None else state.part
+    return wgmma_float8.zeros(acc.shape) if ctx.plan.config.float32_sums else acc
 
 
-def _summed(
-    ctx: KernelContext, state: _State, out: RegisterTile, new: softmax.Step, t: Index
-) -> tuple[RegisterTile, RegisterTile | None, RegisterTile]:
-    """(acc, part, row_sum) after the step `new`, by the accumulator `out` of P V."""
-    tiles_summed = ctx.plan.config.sum_tiles
-    if tiles_summed <= 1:
-        acc = state.acc + out if tiles_summed else out
-        acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
-        return acc, None, row_sum
-    ends = (t & (tiles_summed - 1)) == 0
-
-    def added() -> tuple[RegisterTile, RegisterTile, RegisterTile]:
-        acc, row_sum = softmax.rescaled(new, (state.acc + out, state.row_sum))
-        return acc, mosaic.filled(out.shape, 0.0), row_sum
-
-    return lax.cond(ends | (new.moved != 0), added, lambda: (state.acc, out, state.row_sum))
+def _values(ctx: KernelContext, slot: Index) -> tuple[Any, ...]:
+    """V [keys, columns] of an entry of the ring, its `_parts`."""
+    views = [ctx.smem.v.at[slot, pl.ds(*part)] for part in _parts(ctx.plan)]
+    return wgmma.transposed(views)
 
 
-def _values(ctx: KernelContext, slot: Index) -> Any:
-    """V [keys, v width] of an entry of the ring."""
-    return ctx.smem.v.at[slot].transpose((1, 0))
+def _added(
+    ctx: KernelContext, factors: _Factors, t: Index, acc: RegisterTile, out: RegisterTile
+) -> RegisterTile:
+    """The output with P V of kv tile t, whose accumulator is `out`."""
+    return acc + factors.of_sum(t, out) if ctx.plan.config.float32_sums else out
+
+
+def _with_values(
+    ctx: KernelContext, factors: _Factors, t: Index, state: _State, v: tuple[Any, ...]
+) -> tuple[RegisterTile, ...]:
+    """The output with P V of kv tile t, of as many parts as `v` has."""
+    accs = []
+    for acc, part in zip(state.acc[-len(v) :], v, strict=True):
+        out = wgmma.matmul_add(_start(ctx, acc), (state.p,), (part,))
+        accs.append(_added(ctx, factors, t, acc, out))
+    return tuple(accs)
 
 
 def _first_tile(
@@ -272,9 +284,8 @@ def _first_tile(
     nothing = mosaic.filled((ROWS,), -jnp.inf)
     new = softmax.step(s, unit, nothing, empty_ok=True, exponents=EXPONENTS)
     p = wgmma_float8.probabilities(factors._replace(rows=first_rows).of_values(last, new.p))
-    acc = mosaic.filled((ROWS, ctx.plan.v.width), 0.0)
-    part = acc if ctx.plan.config.sum_tiles > 1 else None
-    return _State(acc, part, new.row_sum, new.row_max, p)
+    acc = tuple([mosaic.filled((ROWS, columns), 0.0) for _, columns in _parts(ctx.plan)])
+    return _State(acc, new.row_sum, new.row_max, p)
 
 
 def _step(  # noqa: PLR0913
@@ -294,7 +305,7 @@ def _step(  # noqa: PLR0913
 
     def matmuls(scores: RegisterTile, out: RegisterTile) -> None:
         wgmma.score_panels(scores, q, k)
-        wgmma.multiply(out, (state.p,), (v,))
+        wgmma.multiply(out, (state.p,), v[:1])
 
     def softmax_of(s: RegisterTile) -> softmax.Step:
         s, unit = factors.of_scores(t, s)
@@ -311,9 +322,12 @@ def _step(  # noqa: PLR0913
     like = softmax.Step(
         scores_like, state.row_max, state.row_max, state.row_sum, jnp.int32(0) + slot
     )
-    out, new = wgmma.overlapped(_start(ctx, state), like, matmuls, softmax_of)
+    out, new = wgmma.overlapped(_start(ctx, state.acc[0]), like, matmuls, softmax_of)
+    acc = (_added(ctx, factors, t + 1, state.acc[0], out),)
+    if len(v) > 1:
+        acc += _with_values(ctx, factors, t + 1, state, v[1:])
     ring.release(slot)
-    acc, part, row_sum = _summed(ctx, state, factors.of_sum(t + 1, out), new, t)
+    acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
     # P is rounded after the wait: see `sm90`.
     p = wgmma_float8.probabilities(factors.of_values(t, new.p))
-    return _State(acc, part, row_sum + new.row_sum, new.row_max, p), ring.after(slot)
+    return _State(acc, row_sum + new.row_sum, new.row_max, p), ring.after(slot)

@@ -117,8 +117,7 @@ class Config:
     claims: bool = False  # blocks claim work tiles, where each has a kv tile: see `claims`
     # Consumers take work tiles of their own, where the keys of a head are a kv tile: `one_tile`.
     apart: bool = False
-    # Kv tiles whose P V, in float8, the tensor core adds up before float32 registers do; 0: all.
-    sum_tiles: int = 1
+    float32_sums: bool = True  # of float8: tiles of P V are added in registers: `float8_mainloop`
 
     def __post_init__(self):
         check(
@@ -130,7 +129,6 @@ class Config:
             grid=(self.grid >= 0, "at least 0"),
             q_slots=(self.q_slots in (1, 2), "1 or 2"),
             fetchers=(self.fetchers >= 1, "at least 1"),
-            sum_tiles=(self.sum_tiles in (0, 1, 2, 4, 8), "0, 1, 2, 4 or 8"),
             claims=(
                 not self.claims or self.stages <= MOST_STAGES,
                 f"False above {MOST_STAGES} stages",

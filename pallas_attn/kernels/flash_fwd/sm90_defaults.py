@@ -215,9 +215,9 @@ def _float32(problem: AttentionProblem) -> Config:
 def _float8(problem: AttentionProblem) -> Config:
     """Registers hold two sums of the output beside scores: see `float8_mainloop`."""
     dim = max(problem.head_dim, problem.v_head_dim)
-    tiles = 0 if problem.precision == "fast_accum" or problem.v_head_dim > 128 else 1
-    l2_heads = _l2_heads(problem, dim)
-    made = functools.partial(Config, l2_heads=l2_heads, sum_tiles=tiles)
+    sums, l2_heads = problem.precision != "fast_accum", _l2_heads(problem, dim)
+    made = functools.partial(Config, l2_heads=l2_heads, float32_sums=sums)
     if dim <= 64:
         return made(3, block_kv=128, stages=4)
-    return made(2, block_kv=128 if dim <= 192 else 64, stages=4 if dim <= 128 else 2)
+    few = sums and problem.v_head_dim > 128  # registers
+    return made(2, block_kv=64 if few else 128, stages=4 if dim <= 128 else 2)

@@ -46,11 +46,15 @@ def test_on_the_gpu(name):
 
 
 @pytest.mark.guards
-@pytest.mark.parametrize("sum_tiles", [0, 1, 2, 8])
-def test_sums_of_tiles(sum_tiles, rng):
-    """Any number of tiles between two sums in registers gives the same result up to rounding."""
-    arguments = dict(zip("qkv", draw(rng, q_len=64, kv_len=700, dim=32), strict=True))
-    with config.forced("flash_fwd_sm90", {"block_kv": 64, "sum_tiles": sum_tiles, "grid": 1}):
+@pytest.mark.parametrize("sums", [True, False])
+@pytest.mark.parametrize("v_dim", [32, 136])
+def test_sums(sums, v_dim, rng):
+    """Sums in registers and on the tensor core, and parts of wide values, which scales of blocks
+    multiply.
+    """
+    arguments = dict(zip("qkv", draw(rng, q_len=64, kv_len=640, dim=32, v_dim=v_dim), strict=True))
+    arguments["v_scale"] = jnp.asarray(rng.uniform(0.5, 2, (1, 5, 1)), jnp.float32)
+    with config.forced("flash_fwd_sm90", {"block_kv": 64, "float32_sums": sums, "grid": 1}):
         got = HOPPER.call(pa.flash_attention_with_lse, **arguments)
     budget.check(dict(zip(("out", "lse"), got, strict=True)), budget.attention(arguments))
 
