@@ -117,7 +117,7 @@ class Config:
     claims: bool = False  # blocks claim work tiles, where each has a kv tile: see `claims`
     # Consumers take work tiles of their own, where the keys of a head are a kv tile: `one_tile`.
     apart: bool = False
-    float32_sums: bool = True  # of float8: tiles of P V are added in registers: `float8_mainloop`
+    float32_sums: bool = True  # registers add up P V of kv tiles, in float8: `float8_mainloop`
 
     def __post_init__(self):
         check(
