@@ -42,7 +42,8 @@ def bound(inputs: AttentionInputs, options: Options) -> tuple[AttentionInputs, d
             f"{name}: expected None for {inputs.q.dtype} q, k and v, since it belongs to "
             f"{' and '.join(FLOAT8)}, got {described(named[name])}; {remedy}"
         )
-    scales, blocks = {}, []
+    scales: dict[str, Any] = {}
+    blocks: list[int] = []
     for name in SCALES:
         rows = getattr(inputs, name[0])
         if named[name] is None:
@@ -50,7 +51,10 @@ def bound(inputs: AttentionInputs, options: Options) -> tuple[AttentionInputs, d
             continue
         scales[name] = _scale(name, named[name], rows.shape[:3])
         blocks.append(scales[name].shape[1])
-    facts = {"out_dtype": _out_dtype(options.out_dtype), "scale_blocks": tuple(blocks)}
+    facts: dict[str, Any] = {
+        "out_dtype": _out_dtype(options.out_dtype),
+        "scale_blocks": tuple(blocks),
+    }
     return inputs._replace(**scales), facts
 
 
@@ -133,7 +137,9 @@ def straight_through(
             "leave float8 out"
         )
     ends = {"q": inputs.q_lengths, "k": inputs.kv_lengths, "v": inputs.kv_lengths}
-    rows = {name: rounded(live(getattr(inputs, name), end)) for name, end in ends.items()}
+    rows: dict[str, Any] = {
+        name: rounded(live(getattr(inputs, name), end)) for name, end in ends.items()
+    }
     inputs = inputs._replace(**rows)
     forward = functools.partial(_forward, problem, implementation)
     if problem.gpu is None or implementation == "reference":

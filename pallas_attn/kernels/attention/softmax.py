@@ -159,7 +159,7 @@ def step_and_rescale(
 
 def exponentials(logits: Array, unit: Unit, base: Array) -> Array:
     """[rows, keys], float32: 2**(logit - base), of one base a row."""
-    if getattr(unit, "ndim", 0):
+    if isinstance(unit, Array) and unit.ndim:
         unit = mosaic.broadcast_rows(unit, logits.shape)
     logits = logits if unit is None else logits * unit
     return jnp.exp2(logits - mosaic.broadcast_rows(base, logits.shape))
@@ -205,7 +205,7 @@ def _any_above(
 ) -> Array:
     """int32: not 0 where one of this warp's logits asks for a rescaling."""
     peaks = partials(logits, jnp.maximum)
-    if getattr(unit, "ndim", 0):
+    if isinstance(unit, Array) and unit.ndim:
         unit = mosaic.broadcast_rows(unit, peaks.shape)
     peaks = peaks if unit is None else peaks * unit
     above = peaks - mosaic.broadcast_rows(row_max, peaks.shape)

@@ -109,10 +109,10 @@ class OperandFormat(NamedTuple):
 def formats_of(problem: AttentionProblem, block_kv: int) -> tuple[OperandFormat, OperandFormat]:
     """The formats of q and k, and of v."""
     if problem.dtype in FLOAT8:
-        qk, v = round_up(problem.head_dim, 32), round_up(problem.v_head_dim, 16)
+        dim, v_dim = round_up(problem.head_dim, 32), round_up(problem.v_head_dim, 16)
         return (
-            OperandFormat(problem.dtype, 1, qk, swizzle_of(qk)),
-            OperandFormat(problem.dtype, 1, v, swizzle_of(block_kv), transposed=True),
+            OperandFormat(problem.dtype, 1, dim, swizzle_of(dim)),
+            OperandFormat(problem.dtype, 1, v_dim, swizzle_of(block_kv), transposed=True),
         )
     dims = problem.head_dim, problem.v_head_dim
     widths = [width_in_smem(dim, problem.dtype) for dim in dims]

@@ -219,5 +219,7 @@ def _float8(problem: AttentionProblem) -> Config:
     made = functools.partial(Config, l2_heads=l2_heads, float32_sums=sums)
     if dim <= 64:
         return made(3, block_kv=128, stages=4)
+    if dim <= 128 and not sums:
+        return made(2, block_kv=192, stages=3)
     few = sums and problem.v_head_dim > 128  # registers
     return made(2, block_kv=64 if few else 128, stages=4 if dim <= 128 else 2)
