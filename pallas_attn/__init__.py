@@ -8,6 +8,7 @@ Training, in place of `jax.nn.dot_product_attention`:
     mask_fn, score_fn                            masks and scores as functions of positions
     Context                                      rows split over the devices of a mesh axis
     merge_attention                              results over different keys, combined
+    quantize_qkv                                 q, k and v in float8, for flash_attention
 
 Serving, inside a jitted step, caches updated in place:
 
@@ -38,6 +39,7 @@ from pallas_attn.cache import KVCache, PagedCache, PerSequenceCache, StackedCach
 from pallas_attn.context import Context
 from pallas_attn.decode import decode_attention, decode_attention_with_lse
 from pallas_attn.errors import Limit, UnsupportedError
+from pallas_attn.float8 import QuantizedQKV, quantize_qkv
 from pallas_attn.masks import CAUSAL, FULL, Mask, MaskFunction, mask_fn, sliding_window
 from pallas_attn.merge import merge_attention
 from pallas_attn.prefixes import Prefix, SharedPrefixes
@@ -60,6 +62,7 @@ __all__ = [
     "PagedCache",
     "PerSequenceCache",
     "Prefix",
+    "QuantizedQKV",
     "RMSNorm",
     "Rotary",
     "ScoreFunction",
@@ -75,6 +78,7 @@ __all__ = [
     "flash_attention_with_lse",
     "mask_fn",
     "merge_attention",
+    "quantize_qkv",
     "ragged_paged_attention",
     "score_fn",
     "sliding_window",

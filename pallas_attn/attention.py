@@ -4,11 +4,12 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_attn._autodiff import linear
 from pallas_attn._autodiff.derivative import Attention, KernelCall
@@ -48,6 +49,11 @@ def flash_attention(  # noqa: PLR0913
     context: Context | None = None,
     rotary: Rotary | None = None,
     rotary_positions: Array | tuple[Array, Array] | None = None,
+    q_scale: Array | float | None = None,
+    k_scale: Array | float | None = None,
+    v_scale: Array | float | None = None,
+    out_dtype: DTypeLike | None = None,
+    float8: bool = False,
     implementation: str | None = None,
 ) -> Array:
     """Attention of every query to the keys it may see.
@@ -114,14 +120,27 @@ def flash_attention(  # noqa: PLR0913
       rotary_positions: int32[T] or int32[B, T], or a pair (of q, of k): positions for `rotary` in
         place of these; under a `context` those of this device's rows. A row whose position is known
         only at run time, and lies outside of the tables, becomes NaN.
+      q_scale: of float8_e4m3fn and float8_e5m2 q, k and v, which stand for q * q_scale, k * k_scale
+        and v * v_scale: floats that broadcast to `[B, n, N]`, where n divides T and each scale is
+        that of T / n rows: a number, one a head (`[N]`), a row (`[B, T, N]`), or a block of rows.
+        Default 1. Scales below 2**-100 count as that. `quantize_qkv` makes arrays and scales.
+      k_scale: broadcasts to `[B, n, K]`, where n divides S.
+      v_scale: as k_scale. Kernels round probabilities to float8_e4m3fn and add float32 sums of a
+        few keys; `precision=jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM` leaves all
+        sums to the tensor cores, which add float8 with about 14 bits.
+      out_dtype: of the output, for float8: bfloat16 (default), float16 or float32. Static.
+      float8: for training with 16-bit q, k and v: they are rounded to float8_e4m3fn with a power of
+        2 for each 128 rows of a head, and the forward multiplies float8. Derivatives are those of
+        16-bit attention on the rounded numbers ("straight through"). Static.
       implementation: "sm90", "sm80", "reference", or None for the fastest that takes the problem.
         There is no silent fallback on a GPU; without one the reference is what runs.
 
     Returns:
-      `[B, T, N, Hv]`, or `[tokens, N, Hv]` of packed rows, in q's dtype.
+      `[B, T, N, Hv]`, or `[tokens, N, Hv]` of packed rows, in q's dtype, or out_dtype.
       A row that sees no key is 0 and so are its gradients, also where S == 0.
 
-    Differentiable in forward and reverse mode, any number of times, with every implementation.
+    Differentiable in forward and reverse mode, any number of times, with every implementation;
+    float8 arrays by the reference alone (train with `float8=True`).
     Kernels compute first derivatives, but for those of a score function's arrays; the reference
     computes a part of higher ones, some query rows at a time, which takes longer. Under
     `jax.checkpoint` a kernel's results have the names "flash_attention_out" and
@@ -154,6 +173,11 @@ def flash_attention_with_lse(  # noqa: PLR0913
     context: Context | None = None,
     rotary: Rotary | None = None,
     rotary_positions: Array | tuple[Array, Array] | None = None,
+    q_scale: Array | float | None = None,
+    k_scale: Array | float | None = None,
+    v_scale: Array | float | None = None,
+    out_dtype: DTypeLike | None = None,
+    float8: bool = False,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
     """`flash_attention`, with the same arguments, and the log of each row's softmax denominator.
@@ -171,12 +195,28 @@ def flash_attention_with_lse(  # noqa: PLR0913
         q, k = rotated((q, k, v), rotary, rotary_positions, options, (q_starts, kv_starts))
     if q_starts is not None or kv_starts is not None:
         problem, inputs = bind.packed_attention(q, k, v, (q_starts, kv_starts), options)
-        out, lse = _attend(problem, inputs, implementation)
+        attend = _attend if float8 is False else _straight_through(float8)
+        out, lse = attend(problem, inputs, implementation)
         return out[0], lse[0]
     if context is not None and checked(context) and shards_of(context) == 1:
         options = options._replace(context=None)
     problem, inputs = bind.attention(q, k, v, options)
+    if float8 is not False:
+        if options.context is not None:
+            raise ValueError("context: expected None with float8; leave one of them out")
+        return _straight_through(float8)(problem, inputs, implementation)
     return _attend(problem, inputs, implementation, options.context)
+
+
+def _straight_through(
+    float8: bool,
+) -> Callable[[AttentionProblem, AttentionInputs, str | None], tuple[Array, Array]]:
+    """`_attend` with a forward in float8, or itself where the argument is False."""
+    if not checks.boolean("float8", float8):
+        return _attend
+    from pallas_attn._call.float8 import straight_through
+
+    return straight_through
 
 
 def _attend(
@@ -190,11 +230,19 @@ def _attend(
         dispatch.check_name(implementation)
     if 0 in (problem.batch, problem.q_len, problem.kv_len):
         return _nothing_seen(problem, inputs.q)
+    if problem.out_dtype is not None and context is not None:
+        from pallas_attn._call import float8
+
+        float8.refuse_devices(problem)
     odd = problem.head_dim % 8 or problem.v_head_dim % 8
     if odd and problem.gpu is not None and implementation != "reference":
         return _attend_padded(problem, inputs, implementation, context)
     if context is not None:
         return _attend_over_devices(problem, inputs, implementation, context)
+    if problem.out_dtype is not None:
+        from pallas_attn._call import float8
+
+        return float8.attend(problem, inputs, implementation)
     chosen = dispatch.select(problem, implementation)
     if isinstance(chosen, dispatch.Reference):
         return chosen.run(inputs, problem)
@@ -243,7 +291,7 @@ def _attend_over_devices(
 
 def _nothing_seen(problem: AttentionProblem, q: Array) -> tuple[Array, Array]:
     """The results where an axis is empty, placed over devices as q is."""
-    rows = jnp.zeros_like(q[..., :1])
+    rows = jnp.zeros_like(q[..., :1], problem.result_dtype)
     out = jnp.broadcast_to(rows, (*rows.shape[:3], problem.v_head_dim))
     lse = jnp.swapaxes(rows[..., 0], 1, 2).astype(problem.lse_dtype)
     return out, jnp.full_like(lse, -jnp.inf)

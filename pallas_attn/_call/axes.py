@@ -120,6 +120,9 @@ def _of_arrays(problem: AttentionProblem, inputs: AttentionInputs) -> dict[str, 
         "kv_segment_ids": ("b", "s"),
         "q_positions": ("b", "t"),
         "sinks": (heads,),
+        "q_scale": ("b", "q_blocks", heads),
+        "k_scale": (kv_batch, "k_blocks", "k"),
+        "v_scale": (kv_batch, "v_blocks", "k"),
         **dict.fromkeys(by_batch, ("b",)),
         "device": ("one",),
         "bias": of_bias_or_mask(inputs.bias),
@@ -137,7 +140,7 @@ def _free(problem: AttentionProblem) -> tuple[str, ...]:
     head means those of the whole array.
     """
     functions = problem.mask_program is not None or problem.score_program is not None
-    rows = () if functions else ("t",)
+    rows = () if functions or problem.scale_blocks[0] > 1 else ("t",)
     batch = rows if problem.uses_batch else ("b", *rows)
     if problem.share > 1:  # in a shard_map, where nothing else is split
         return ()

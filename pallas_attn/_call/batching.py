@@ -144,7 +144,7 @@ def _attention_of_many(
     if not foldable or "sinks" in mapped:  # kernels know a sink a head, and no more
         return _one_by_one(kernel, problem, arrays, mapped)
     differs_by_head = problem.bias_shape or problem.mask_shape or problem.uses_head
-    if mapped == ["q"] and not (split or differs_by_head):
+    if mapped == ["q"] and not (split or differs_by_head or problem.out_dtype):
         return _fold_into_heads(kernel, problem, inputs, size)
     inputs = AttentionInputs.of(_folded(arrays, mapped, size, problem.batch))
     out, lse = attention(kernel, resized(problem, inputs), inputs)
@@ -431,15 +431,15 @@ def _over_caches(
     def call(*arrays: Array) -> tuple[Array, ...]:
         return sharding.over_devices(run, arrays, *split)
 
-    underived = _underived(problem, _NO_DERIVATIVE)
-    return call(*underived(*[leaf for leaf in leaves if not isinstance(leaf, int)]))
+    refuse = underived(problem, _NO_DERIVATIVE)
+    return call(*refuse(*[leaf for leaf in leaves if not isinstance(leaf, int)]))
 
 
 _NO_DERIVATIVE = Limit("kernels over caches have no derivative", 'pass implementation="reference"')
 
 
 @functools.lru_cache(maxsize=1024)
-def _underived(problem: AttentionProblem | CacheProblem, limit: Limit) -> Callable[..., Any]:
+def underived(problem: AttentionProblem | CacheProblem, limit: Limit) -> Callable[..., Any]:
     """The arrays as they are, and an error where somebody takes a derivative. Around the arrays,
     not around the call: jax cannot take references out of a custom_jvp.
     """

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_attn._call import checks, device
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, owner_of_rows
@@ -37,9 +38,16 @@ class AttentionOptions(NamedTuple):
     precision: checks.Precision = None
     deterministic: bool = False
     context: Context | None = None  # several devices; lengths are those of all
+    q_scale: Array | float | None = None
+    k_scale: Array | float | None = None
+    v_scale: Array | float | None = None
+    out_dtype: DTypeLike | None = None
 
 
-_ARRAYS = ("score", "q_lengths", "kv_lengths", "segment_ids", "bias", "mask_array", "sinks")
+_OPTIONAL = (
+    *("score", "q_lengths", "kv_lengths", "segment_ids", "bias", "mask_array", "sinks"),
+    *("q_scale", "k_scale", "v_scale", "out_dtype"),
+)
 
 
 def attention(
@@ -53,7 +61,8 @@ def attention(
     mask, offset, inputs = options.mask, options.q_offset, AttentionInputs(q, k, v)
     facts: dict[str, Any] = {"mask": mask, "q_offset": offset}
     plain = is_static(mask) and type(offset) is int and abs(offset) <= checks.FARTHEST
-    if not plain or any([getattr(options, name) is not None for name in _ARRAYS]):
+    narrow = q.dtype.itemsize == 1
+    if narrow or not plain or any([getattr(options, name) is not None for name in _OPTIONAL]):
         inputs, facts = _optional(inputs._replace(q_positions=q_positions), options)
     softcap, deterministic = options.softcap, options.deterministic
     return AttentionProblem(
@@ -129,8 +138,9 @@ def is_static(mask: Mask | MaskFunction) -> bool:
 
 def precision(value: checks.Precision, q: Array) -> str | None:
     """None or "highest"; dtypes other than float32 have one way to be multiplied."""
-    if value is None and q.dtype != jnp.float32:
-        return None
+    if q.dtype != jnp.float32 and (value is None or q.dtype.itemsize == 1):
+        fast = getattr(value, "name", value) == "ANY_F8_ANY_F8_F32_FAST_ACCUM"
+        return "fast_accum" if fast else None
     return checks.precision(value, q.dtype)
 
 
@@ -180,6 +190,12 @@ def _optional(
             )
         checks.reads("score", score.program, sizes)
         inputs, facts["score_program"] = inputs._replace(score_aux=score.aux), score.program
+    of_float8 = (options.q_scale, options.k_scale, options.v_scale, options.out_dtype)
+    if q.dtype.itemsize == 1 or any([x is not None for x in of_float8]):
+        from pallas_attn._call import float8
+
+        inputs, more = float8.bound(inputs, float8.Options(*of_float8))
+        facts |= more
     names = AttentionInputs._fields[3:-2]
     facts["arrays"] = tuple([name for name in names if getattr(inputs, name) is not None])
     for name, x in (("bias_shape", inputs.bias), ("mask_shape", inputs.mask_array)):

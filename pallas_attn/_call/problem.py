@@ -17,6 +17,8 @@ WithBounds = Any  # inputs, or the refs of a kernel, that have mask_left and mas
 # Cache dtypes that are stored with one float32 scale per row.
 QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8")
 
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")  # dtypes of q, k and v with scales
+
 MOST_ROWS = 2**31 - 1  # rows of a sequence: lengths are int32
 
 
@@ -41,6 +43,10 @@ class AttentionInputs(NamedTuple):
     # int32[B], within 2**30: bounds of AttentionProblem.mask that arrive at run time
     mask_left: Array | None = None
     mask_right: Array | None = None
+    # float32, of FLOAT8: q is q * q_scale, blocks of T / n rows by their scale; 2**-100 or more
+    q_scale: Array | None = None  # [B, n, N]
+    k_scale: Array | None = None  # [B, n, K]
+    v_scale: Array | None = None  # [B, n, K]
     device: Array | None = None  # int32[1]: number of this device among AttentionProblem.fetches
     mask_aux: tuple[Array, ...] = ()  # arrays that AttentionProblem.mask_program reads
     score_aux: tuple[Array, ...] = ()  # arrays that AttentionProblem.score_program reads
@@ -124,6 +130,8 @@ class AttentionProblem:
     # T, S and q_offset (None: an array) of `MaskFunction.blocks`, the last array of mask_aux;
     # None: mask_aux has no blocks.
     mask_blocks: tuple[int, int, int | None] | None = None
+    out_dtype: str | None = None  # dtype of the output; None: that of q
+    scale_blocks: tuple[int, int, int] = (1, 1, 1)  # n of q_scale, k_scale and v_scale
     tangents: tuple[
         str, ...
     ] = ()  # inputs whose tangents are given, sorted: of "flash_jvp" and "flash_dual"
@@ -162,6 +170,11 @@ class AttentionProblem:
     def lse_dtype(self) -> str:
         """The dtype of logits, LSE and sums."""
         return "float64" if self.dtype == "float64" else "float32"
+
+    @property
+    def result_dtype(self) -> str:
+        """The dtype of the output."""
+        return self.out_dtype or self.dtype
 
     def __str__(self) -> str:
         q = f"{self.dtype} q[{self.batch},{self.q_len},{self.q_heads},{self.head_dim}]"

@@ -56,6 +56,9 @@ def attention(inputs: AttentionInputs, problem: AttentionProblem) -> tuple[Array
     batch, q_len, q_heads, _ = q.shape
     kv_len, kv_heads = k.shape[1], k.shape[2]
     acc = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    if problem.out_dtype is not None:
+        scales = inputs.q_scale, inputs.k_scale, inputs.v_scale
+        q, k, v = (_dequantised(x, scale) for x, scale in zip((q, k, v), scales, strict=True))
     q, k, v = (
         jnp.swapaxes(_zero_past(x, lengths), 1, 2).astype(acc)  # heads first: plain matmuls
         for x, lengths in ((q, inputs.q_lengths), (k, inputs.kv_lengths), (v, inputs.kv_lengths))
@@ -78,7 +81,15 @@ def attention(inputs: AttentionInputs, problem: AttentionProblem) -> tuple[Array
             q, k, v, result = lax.optimization_barrier((q, k, v, result))
         results.append(result)
     out, lse = (jnp.concatenate(x, axis=2) for x in zip(*results, strict=True))
-    return jnp.swapaxes(out, 1, 2).astype(inputs.q.dtype), lse
+    return jnp.swapaxes(out, 1, 2).astype(problem.out_dtype or inputs.q.dtype), lse
+
+
+def _dequantised(x: Array, scale: Array | None) -> Array:
+    """float8 x [B, rows, heads, dim] times scales [B, n, heads] of rows / n rows each."""
+    x = x.astype(jnp.float32)
+    if scale is None:
+        return x
+    return x * jnp.repeat(scale, x.shape[1] // scale.shape[1], axis=1)[..., None]
 
 
 _OF_ROWS = "reference_rows"  # name of numbers of query rows that a backward reads
@@ -390,14 +401,20 @@ def quantize(rows: Array, dtype: DTypeLike) -> tuple[Array, Array]:
     GPU, out of it: a row of zeros has that scale. A row that holds a NaN or an infinity has the
     scale NaN and zeros for numbers: it is NaN from then on, whatever dtype it lies in.
     """
-    x = rows.astype(jnp.float32)
+    numbers, scales = quantize_over(rows, dtype, (rows.ndim - 1,))
+    return numbers, scales[..., 0]
+
+
+def quantize_over(x: Array, dtype: DTypeLike, axes: tuple[int, ...]) -> tuple[Array, Array]:
+    """`quantize` of what lies along `axes`, which are of length 1 in the scales."""
+    x = x.astype(jnp.float32)
     bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF  # bits of |x| order as |x| does
-    top = bits.max(axis=-1)
+    top = bits.max(axis=axes, keepdims=True)
     finite = top < 0x7F800000
     top = lax.bitcast_convert_type(jnp.where(finite, top, 0), jnp.float32)
     inverse = np.float32(1) / np.float32(_LARGEST[jnp.dtype(dtype).name])
     scale = jnp.maximum(top * inverse, np.float32(2.0**-100))
-    scaled = jnp.where(finite[..., None], x, 0) * _reciprocal(scale)[..., None]
+    scaled = jnp.where(finite, x, 0) * _reciprocal(scale)
     if jnp.dtype(dtype) == jnp.int8:
         scaled = jnp.round(scaled)
     return scaled.astype(dtype), jnp.where(finite, scale, jnp.nan)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_attn._call import bind, checks
-from pallas_attn._call.problem import Change, owner_of_rows
+from pallas_attn._call.problem import FLOAT8, Change, owner_of_rows
 from pallas_attn.context import checked, shards_of
 from pallas_attn.rotary import rotated_pairs
 
@@ -34,6 +34,11 @@ def rotated(
     if packed := any(x is not None for x in starts):
         bind.refuse_beside_starts(options, starts)
     q, k, _ = bind.packed_operands(*rows) if packed else bind.operands(*rows)
+    if str(q.dtype) in FLOAT8:
+        raise ValueError(
+            f"rotary: expected None for {q.dtype} q and k, which a rotation would round; rotate "
+            "before they are quantised"
+        )
     least = 1
     at_q: Positions
     at_k: Positions

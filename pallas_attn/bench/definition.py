@@ -8,6 +8,7 @@ one kv head at a time. It uses nothing of the package but `masks`. Loops, their 
 and autodiff prove it (tests/api/test_attention.py, test_gradients.py).
 """
 
+import functools
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -39,16 +40,20 @@ class Arithmetic(NamedTuple):
     scores: Callable[[Array, Array], Array] = np.matmul  # q @ k
 
 
+SPREAD = 64.0  # probabilities are rounded to float8 as so many times themselves
 EXACT = Arithmetic(np.float64)
 
 
 def naive(dtype: str | None, grid: float = 1.0) -> Arithmetic:
     """Sums in float32 of products in `dtype`. "tf32": scores in TF32, all else in two bfloat16
     terms; "terms": all but scores without the last bit of a float32, which its terms may lose;
-    None: all in float32. Where more than that is lost, a number is rounded as `grid` times itself.
+    "float8": probabilities in float8_e4m3fn, all else in float32; None: all in float32. Where more
+    than that is lost, a number is rounded as `grid` times itself.
     """
     if dtype is None:
         return Arithmetic(np.float32)
+    if dtype == "float8":
+        return Arithmetic(np.float32, made=functools.partial(_in_float8, by=grid * SPREAD))
     if dtype == "terms":
         return Arithmetic(np.float32, value=lambda x: cut(x, 1), made=lambda x: cut(x, 1))
     by = np.float32(grid)
@@ -62,6 +67,26 @@ def naive(dtype: str | None, grid: float = 1.0) -> Arithmetic:
     if dtype == "tf32":
         return Arithmetic(np.float32, nearest, lambda x: cut(x, 0xFF), terms)
     return Arithmetic(np.float32, made=rounded, stored=rounded)
+
+
+def _in_float8(x: Array, by: float) -> Array:
+    """Probabilities rounded relative to the largest of their row."""
+    unit = np.float32(by) / np.maximum(x.max(axis=-1, keepdims=True), np.float32(2.0**-100))
+    return (x * unit).astype(jnp.float8_e4m3fn).astype(np.float32) / unit
+
+
+def dequantised(arrays: dict[str, Any]) -> dict[str, Any]:
+    """Arguments with float8 q, k and v and their scales, as q, k and v in float64."""
+    wide = dict(arrays)
+    for name in "qkv":
+        x = np.asarray(arrays[name]).astype(np.float32).astype(np.float64)
+        scale = wide.pop(f"{name}_scale", None)
+        if scale is not None:
+            scale = np.asarray(scale, np.float64)
+            scale = scale.reshape((1,) * (3 - scale.ndim) + scale.shape)
+            x = x * np.repeat(scale, x.shape[1] // scale.shape[1], axis=1)[..., None]
+        wide[name] = x
+    return wide
 
 
 def one_by_one(a: Array, b: Array) -> Array:

@@ -126,6 +126,9 @@ _LENGTHS_AND_IDS = ("q_lengths", "kv_lengths", "q_segment_ids", "kv_segment_ids"
 _ATTENTION_ROWS: dict[str, Variants] = {
     "dtype": _each(("bfloat16", "float16", "float32", "float64"), "dtype"),
     'float32, precision="highest"': ({"dtype": "float32", "precision": "highest"},),
+    "float8 with scales": _each(
+        ("float8_e4m3fn", "float8_e5m2"), "dtype", out_dtype="bfloat16", arrays=("q_scale",)
+    ),
     "head dim": _head_dims(32, 64, 72, 80, 96, 128, 192, 256, 320, 512),
     "head dim of q, k and of v": (
         {"head_dim": 192, "v_head_dim": 128},

@@ -406,6 +406,24 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "return result, slot",
         f"{TEST_FWD} -k 'test_interpreted and band'",
     ),
+    "float8_scales_values_by_the_next_block": Fault(
+        f"{FWD}/float8_mainloop.py",
+        "acc = (_added(ctx, factors, t + 1, state.acc[0], out),)",
+        "acc = (_added(ctx, factors, t, state.acc[0], out),)",
+        "tests/kernels/flash_fwd/test_float8.py -k 'test_sums and True'",
+    ),
+    "float8_keeps_a_value_past_the_length": Fault(
+        f"{FWD}/float8_values.py",
+        "inside & (key < at.live)",
+        "inside & (key <= at.live)",
+        "tests/kernels/flash_fwd/test_float8.py -k test_values",
+    ),
+    "float8_forgets_the_offset_of_exponents": Fault(
+        f"{FWD}/float8_mainloop.py",
+        "row_sum = state.row_sum * (1 / SPREAD)",
+        "row_sum = state.row_sum",
+        "tests/kernels/flash_fwd/test_float8.py -k 'test_interpreted and plain'",
+    ),
     "portable_forward_waits_for_one_copy_less": Fault(
         f"{FWD}/sm80.py",
         "copy_async(*coming, pending=config.stages - 2)",

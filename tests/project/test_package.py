@@ -18,7 +18,7 @@ import pallas_attn as pa
 
 ROOT = pathlib.Path(pa.__file__).parent
 PUBLIC = ("attention", "decode", "cache", "append", "context", "masks", "merge", "rotary")
-PUBLIC += ("scores", "trees", "errors", "prefixes", "ragged")
+PUBLIC += ("scores", "trees", "errors", "prefixes", "ragged", "float8")
 FILES = sorted(ROOT.rglob("*.py"))
 
 
@@ -249,7 +249,7 @@ def test_the_reference_knows_only_records_and_programs():
 def test_only_the_dispatch_knows_the_reference():
     """But for derivatives and numbers of rows that it alone computes."""
     users = who_imports("_call.reference")
-    assert users == {"_call.dispatch", "_autodiff.by_rows", "_cache.keep"}
+    assert users == {"_call.dispatch", "_autodiff.by_rows", "_cache.keep", "float8"}
 
 
 def test_who_knows_the_dispatch():
@@ -263,6 +263,7 @@ def test_who_knows_the_dispatch():
     ours = {
         "attention",
         "_autodiff.derivative",
+        "_call.float8",
         "_context_parallel.gather",
         "_context_parallel.launch",
         "_cache.write",

@@ -7,6 +7,10 @@ and those of q, k and v of a random problem of few rows, to the worst of several
 roundings fall on different grids. In float32 their scores are sums in different orders instead,
 and out is held to the worst of them, too.
 
+Of float8 the oracle multiplies dequantised numbers; the naive one rounds probabilities to
+float8_e4m3fn, relative to the largest of a row. Such errors are 2 to 3 % of the values, so their
+RMS is held as well as each, and it is that budget which must prove something.
+
 The oracle is `definition` in float64. The naive one does what every implementation for tensor cores
 must: it multiplies operands of the inputs' dtype (so the probabilities are rounded to it before
 they meet v, and so is dS before it meets q and k), adds up in float32, and keeps the result
@@ -34,8 +38,13 @@ MANY_GRIDS = tuple(2 ** (i / 64) for i in range(64))
 LSE_ROUNDING = 2.0**-20
 EX2 = 2.0**-22
 
+# Scores of float8 are sums that a tensor core adds with about 14 bits, aligned to the largest.
+SCORE_FLOAT8 = 2.0**-14
+RMS_FLOAT8 = 2.0  # share of the naive errors' RMS that errors of float8 may have
+
 _STATIC = ("mask", "scale", "softcap")
-_BESIDE = ("implementation", "precision", "rotary", "rotary_positions")
+_BESIDE = ("implementation", "precision", "rotary", "rotary_positions", "out_dtype")
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 class VacuousError(AssertionError):
@@ -51,6 +60,9 @@ class Expected(NamedTuple):
     noise: float = 2.0**-23  # rounding of a product in a matmul
     slack: float = 0.0  # share of each number, beside the rounding of its dtype
     lse: Any = None  # input of a gradient alone
+    float8: bool = False
+    first: Any = None  # out of one naive run, in float8
+    score: float = 0.0  # the largest that a score of float8 may be
 
 
 def attention(
@@ -94,7 +106,11 @@ def attention(
         if name not in static and name not in _BESIDE and value is not None
     }
     dtype = str(arrays["q"].dtype)
+    if float8 := dtype in _FLOAT8:
+        dtype = str(jnp.dtype(arguments.get("out_dtype") or "bfloat16"))
+        arrays = definition.dequantised(arrays)
     narrow = dtype if dtype in ("bfloat16", "float16") else None
+    narrow = "float8" if float8 else narrow
     slack = EX2 if tensor_cores and dtype == "float32" else 0.0
     if slack:
         narrow = "tf32" if arguments.get("precision") is None else "terms"
@@ -108,6 +124,8 @@ def attention(
         names |= {name for name, number in rows.items() if number < tolerance.FEW}
     if grids is MANY_GRIDS:
         names = set(oracle)
+    if float8:  # the largest probability of a row, 1, is a float8 on one grid alone
+        names |= {"out"}
     if narrow in (None, "terms"):
         names |= {"out"}  # in float32 mostly the error of the few scores that count
         if handed:
@@ -126,7 +144,12 @@ def attention(
             sums = definition.naive(narrow)._replace(scores=definition.towards_zero)
             draws.append(results(arrays, arithmetic=sums))
     naive = _worst_of(oracle, draws, names)
-    expected = Expected(oracle, naive, dtype, lse=naive["lse"] if lse is None else lse)
+    lse = naive["lse"] if lse is None else lse
+    expected = Expected(oracle, naive, dtype, lse=lse)
+    if float8:
+        expected = expected._replace(
+            float8=True, first=draws[0]["out"], score=_largest(arguments, arrays)
+        )
     return expected._replace(slack=slack, noise=2.0**-16 if narrow == "tf32" else expected.noise)
 
 
@@ -219,7 +242,7 @@ def _compare(
     if not oracle.size:
         return 0.0, 0.0
     if name == "lse":
-        rounding = LSE_ROUNDING * np.maximum(np.abs(oracle), 1)
+        rounding = LSE_ROUNDING * np.maximum(np.abs(oracle), 1) + SCORE_FLOAT8 * expected.score
     else:  # a value of the result's own dtype is at best half a unit in the last place away
         tiny = float(jnp.finfo(expected.dtype).tiny)
         rounding = (eps / 2 + expected.slack) * np.abs(oracle) + tiny
@@ -234,12 +257,30 @@ def _compare(
         f"{error.size} elements"
     )
     vague = np.sqrt(np.mean(allowed**2))
+    if expected.float8 and name == "out":
+        vague = _check_rms(error, expected.first[finite] - oracle, rounding)
     share = VACUOUS_GRADIENT if name.startswith("d") else VACUOUS
     if rms != 0 and not vague <= share * rms:
         raise VacuousError(
             f"{name}: a budget of {vague:.2e} proves nothing about values of RMS {rms:.2e}"
         )
     return float(error.max()), float(np.max(allowed))
+
+
+def _largest(arguments: dict[str, Any], arrays: dict[str, Any]) -> float:
+    """A bound of the scores' magnitudes."""
+    lengths = [np.sqrt((arrays[name] ** 2).sum(axis=-1)).max(initial=0) for name in "qk"]
+    return abs(arguments.get("scale") or arrays["q"].shape[-1] ** -0.5) * lengths[0] * lengths[1]
+
+
+def _check_rms(error: Any, naive: Any, rounding: Any) -> float:
+    """Fails where the errors of float8 are larger than those of the naive one on the whole; the
+    budget.
+    """
+    of_error, of_naive = (float(np.sqrt(np.mean(x**2))) for x in (error, naive))
+    most = RMS_FLOAT8 * of_naive + float(np.sqrt(np.mean(rounding**2)))
+    assert of_error <= most, f"out: off by {of_error:.3e} in RMS, allowed {most:.3e}"
+    return most
 
 
 def _worst(name: str, error: np.ndarray, which: Any, noise: float) -> Any:

@@ -340,6 +340,7 @@ _BLOCKS = {"mask": pa.mask_fn(lambda b, h, q, kv: (q // 32 >= kv // 32) & ((q + 
 BUILDS: dict[str, Build] = {
     "flash_fwd/sm90/h64_causal": _attention_sm90(64, **_CAUSAL),
     "flash_fwd/sm90/h128_full": _attention_sm90(128),
+    "flash_fwd/sm90/float8_h128": _attention_sm90(128, dtype="float8_e4m3fn"),
     "flash_fwd/sm90/h128_causal_gqa": _attention_sm90(128, heads=(8, 2), **_CAUSAL),
     "flash_fwd/sm90/h128_fetched": _fetching(32768, 32, 8, 128, mask=pa.CAUSAL),
     "flash_fwd/sm90/h128_segments": _attention_sm90(128, also=("segment_ids",), **_CAUSAL),

@@ -27,11 +27,22 @@ from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import RegisterTiles, Scalar
 
 Array = jax.Array
+Unit = Scalar | Array | None  # factor of logits, of all or of each row [rows]; None: 1
 
 _LOG2_E = math.log2(math.e)
 PARTIALS = 8  # partial sums a row
 CHUNK = 32  # columns whose exponents are computed together: faster than all at once
 RESCALE_THRESHOLD = 8.0  # log2 units that a row max may lag behind: p reaches 2**8, no overflow
+
+
+class Exponents(NamedTuple):
+    """The range of exponents of probabilities, for the dtype that they are rounded to."""
+
+    threshold: float = RESCALE_THRESHOLD  # log2 units that a row max may lag behind
+    offset: float = 0.0  # probabilities and their sums are multiplied by 2**offset
+
+
+WIDE = Exponents()  # float32, bfloat16, float16
 
 
 def to_log2(x: Scalar) -> Any:
@@ -60,11 +71,12 @@ class Step(NamedTuple):
 
 def step(
     logits: Array,
-    unit: Scalar | None,
+    unit: Unit,
     row_max: Array,
     *,
     empty_ok: bool,
     join: Callable[[Array], Array] | None = None,
+    exponents: Exponents = WIDE,
 ) -> Step:
     """The step of any tile; `unit` turns its logits into log2 units (None: they are).
 
@@ -74,29 +86,39 @@ def step(
     maxima those of the whole row.
     """
     peak = logits.max(axis=1)
-    higher = raise_to(peak if join is None else join(peak), unit, row_max)
+    higher = raise_to(peak if join is None else join(peak), unit, row_max, exponents.threshold)
     base = base_of(higher, empty_ok)
-    p, row_sum = exponentials_and_sums(logits, unit, base)
+    base_of_p = base - exponents.offset if exponents.offset else base
+    p, row_sum = exponentials_and_sums(logits, unit, base_of_p)
     moved = mosaic.any_in_warp(higher - row_max, 0.0)
     return Step(p, higher, jnp.exp2(row_max - base), row_sum, moved)
 
 
-def next_step(logits: Array, unit: Scalar | None, row_max: Array, *, empty_ok: bool) -> Step:
+def next_step(
+    logits: Array,
+    unit: Unit,
+    row_max: Array,
+    *,
+    empty_ok: bool,
+    exponents: Exponents = WIDE,
+) -> Step:
     """`step` where few maxima are raised: any tile but a row's first. All that most tiles ask is
     whether one of a warp's logits lies above its row's max by more than `RESCALE_THRESHOLD`, for
     which no thread has to know what the others of its row hold. Only where one does are maxima
     shuffled.
     """
-    moved = _any_above(logits, unit, row_max)
+    moved = _any_above(logits, unit, row_max, exponents.threshold)
 
     def raised():
-        higher = raise_to(logits.max(axis=1), unit, row_max)
+        higher = raise_to(logits.max(axis=1), unit, row_max, exponents.threshold)
         return higher, jnp.exp2(row_max - base_of(higher, empty_ok))
 
     higher, rescale = lax.cond(
         moved != 0, raised, lambda: (row_max, mosaic.filled(row_max.shape, 1.0))
     )
-    p, row_sum = exponentials_and_sums(logits, unit, base_of(higher, empty_ok))
+    base = base_of(higher, empty_ok)
+    base = base - exponents.offset if exponents.offset else base
+    p, row_sum = exponentials_and_sums(logits, unit, base)
     return Step(p, higher, rescale, row_sum, moved)
 
 
@@ -132,16 +154,20 @@ def step_and_rescale(
     return Step(p, row_max, None, row_sum, moved), older
 
 
-def exponentials(logits: Array, unit: Scalar | None, base: Array) -> Array:
+def exponentials(logits: Array, unit: Unit, base: Array) -> Array:
     """[rows, keys], float32: 2**(logit - base), of one base a row."""
+    if isinstance(unit, Array) and unit.ndim:
+        unit = mosaic.broadcast_rows(unit, logits.shape)
     logits = logits if unit is None else logits * unit
     return jnp.exp2(logits - mosaic.broadcast_rows(base, logits.shape))
 
 
-def raise_to(peak: Array, unit: Scalar | None, row_max: Array) -> Array:
+def raise_to(
+    peak: Array, unit: Unit, row_max: Array, threshold: float = RESCALE_THRESHOLD
+) -> Array:
     """The row max after a tile with the largest logit `peak`."""
     higher = jnp.maximum(row_max, peak if unit is None else peak * unit)
-    return jnp.where(higher - row_max > RESCALE_THRESHOLD, higher, row_max)
+    return jnp.where(higher - row_max > threshold, higher, row_max)
 
 
 def base_of(row_max: Array, empty_ok: bool) -> Array:
@@ -160,7 +186,7 @@ def partials(x: Array, join: Callable[[Array, Array], Array]) -> Array:
 
 
 def exponentials_and_sums(
-    logits: Array, unit: Scalar | None, base: Array, compute: Callable[..., Array] = exponentials
+    logits: Array, unit: Unit, base: Array, compute: Callable[..., Array] = exponentials
 ) -> tuple[Array, Array]:
     """(`exponentials` of logits, their partial sums), some columns at a time."""
     (rows, keys), pieces, sums = logits.shape, [], []
@@ -171,12 +197,16 @@ def exponentials_and_sums(
     return lax.concatenate(pieces, 1), functools.reduce(operator.add, sums)
 
 
-def _any_above(logits: Array, unit: Scalar | None, row_max: Array) -> Array:
+def _any_above(
+    logits: Array, unit: Unit, row_max: Array, threshold: float = RESCALE_THRESHOLD
+) -> Array:
     """int32: not 0 where one of this warp's logits asks for a rescaling."""
     peaks = partials(logits, jnp.maximum)
+    if isinstance(unit, Array) and unit.ndim:
+        unit = mosaic.broadcast_rows(unit, peaks.shape)
     peaks = peaks if unit is None else peaks * unit
     above = peaks - mosaic.broadcast_rows(row_max, peaks.shape)
-    return mosaic.any_in_warp(above, RESCALE_THRESHOLD)
+    return mosaic.any_in_warp(above, threshold)
 
 
 def softcap(logits: Array, cap: float) -> Array:

@@ -58,6 +58,10 @@ class ForwardRefs(NamedTuple):
     sinks: Any = None
     schedule: Any = None  # int32[blocks, n]: see `tile_scheduler.schedule`
     q_positions: Any = None  # int32[B, padded rows]
+    logit_units: Any = None  # float32[B, N], of float8: factor of a head's scores
+    q_units: Any = None  # float32[B, N, padded rows]: of a row's scores
+    k_units: Any = None  # float32[B, K, ..]: of a key's scores, or of a block of keys
+    v_units: Any = None  # float32[B, K, ..]: of values, likewise
     units: Any = None  # float32[2, B, K]: of scores and of outputs, where q, k and v are terms
     out: Any = None  # written
     lse: Any = None  # written
@@ -276,12 +280,16 @@ def owner_of(chunk: Index, devices: int) -> tuple[Any, Any]:
 def limit(problem: AttentionProblem, widest: int = 256) -> Limit | None:
     """Why kernels of head dims up to `widest`, forward and backward, refuse a problem, or None."""
     if problem.dtype not in ("bfloat16", "float16", "float32"):
+        how = "multiply them by their scales and " if problem.out_dtype else ""
         return Limit(
             f"it takes bfloat16, float16 and float32, not {problem.dtype}",
-            "cast q, k and v to one of them",
+            f"{how}cast q, k and v to one of them",
         )
-    if (refused := tma_operands.dims_limit(problem, widest)) is not None:
-        return refused
+    return tma_operands.dims_limit(problem, widest) or sizes_limit(problem)
+
+
+def sizes_limit(problem: AttentionProblem) -> Limit | None:
+    """Why rows, or arrays of functions, are too many, or None."""
     if problem.batch * problem.q_heads * (problem.q_len + 256) >= 2**31:
         return Limit("it counts query rows of all heads in 32 bits", "split the batch")
     programs = filter(None, (problem.mask_program, problem.score_program))
@@ -302,7 +310,7 @@ def has_no_scores(problem: AttentionProblem) -> bool:
 def results_without_scores(problem: AttentionProblem) -> tuple[jax.Array, jax.Array]:
     """out and lse of rows that see no key."""
     heads, rows = problem.q_heads, problem.q_len
-    out = jnp.zeros((problem.batch, rows, heads, problem.v_head_dim), problem.dtype)
+    out = jnp.zeros((problem.batch, rows, heads, problem.v_head_dim), problem.result_dtype)
     return out, jnp.full((problem.batch, heads, rows), -jnp.inf, jnp.float32)
 
 

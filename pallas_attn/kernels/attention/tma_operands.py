@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._call.problem import FLOAT8, AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.lang import booleans, mosaic, panels
 from pallas_attn.kernels.lang.types import Operand
@@ -79,9 +79,13 @@ class OperandFormat(NamedTuple):
     width: int  # columns of one term
     swizzle: int  # bytes
     panels: tuple[int, ...] = ()  # widths of `lang.panels`; none: all columns lie in one buffer
+    transposed: bool = False  # V^T: rows of a tile lie along the last axis
 
     def scratch(self, *shape: int) -> Any:
-        """Shared memory [*shape, columns]."""
+        """Shared memory [*shape, columns], or with the last two axes exchanged."""
+        if self.transposed:
+            *outer, rows = shape
+            return mosaic.swizzled((*outer, self.columns, rows), self.dtype, self.swizzle)
         if self.panels:
             return tuple(panels.scratch(shape, self.dtype, width) for width in self.panels)
         return mosaic.swizzled((*shape, self.columns), self.dtype, self.swizzle)
@@ -106,6 +110,12 @@ class OperandFormat(NamedTuple):
 
 def formats_of(problem: AttentionProblem, block_kv: int) -> tuple[OperandFormat, OperandFormat]:
     """The formats of q and k, and of v."""
+    if problem.dtype in FLOAT8:
+        dim, v_dim = round_up(problem.head_dim, 32), round_up(problem.v_head_dim, 16)
+        return (
+            OperandFormat(problem.dtype, 1, dim, swizzle_of(dim)),
+            OperandFormat(problem.dtype, 1, v_dim, swizzle_of(block_kv), transposed=True),
+        )
     dims = problem.head_dim, problem.v_head_dim
     widths = [width_in_smem(dim, problem.dtype) for dim in dims]
     if problem.dtype != "float32":
@@ -129,7 +139,7 @@ def takes_panels(problem: AttentionProblem) -> bool:
     """Whether q, k, v and the output lie in panels: 16-bit arrays whose sizes TMA would clip
     elsewhere, or head dims that a swizzle does not divide.
     """
-    if problem.dtype == "float32" or problem.fetches > 1:
+    if problem.dtype in ("float32", *FLOAT8) or problem.fetches > 1:
         return False
     narrow = any(dim < 64 and dim % 16 for dim in (problem.head_dim, problem.v_head_dim))
     return narrow or not is_read_as_it_is(problem)

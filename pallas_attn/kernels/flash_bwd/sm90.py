@@ -227,7 +227,7 @@ def _dq_plan(problem: AttentionProblem, config: Config) -> QueryPlan:
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
-    return flash_fwd_sm90.limit(problem)
+    return tiles.limit(problem)
 
 
 def shares_keys(problem: AttentionProblem) -> bool:

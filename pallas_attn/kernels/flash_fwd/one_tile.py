@@ -15,7 +15,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call.problem import AttentionProblem
+from pallas_attn._call.problem import FLOAT8, AttentionProblem
 from pallas_attn.kernels.attention import logits
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
 from pallas_attn.kernels.flash_fwd import producer, shared_memory, sm90
@@ -39,7 +39,8 @@ def takes(problem: AttentionProblem, block_kv: int) -> bool:
     """Whether the keys of a head are one kv tile, which only the mask and lengths restrict."""
     others = problem.fetches > 1 or problem.zigzag > 1 or problem.mask_program is not None
     segments = "q_segment_ids" in problem.arrays
-    return not (others or segments or problem.dtype == "float32") and problem.kv_len <= block_kv
+    others = others or segments or problem.dtype in ("float32", *FLOAT8)
+    return not others and problem.kv_len <= block_kv
 
 
 def scratch(plan: QueryPlan, out_widths: tuple[int, ...]) -> Any:

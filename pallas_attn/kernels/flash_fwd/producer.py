@@ -154,6 +154,10 @@ def load_entry(  # noqa: PLR0913
 def load_kv_tile(ctx: KernelContext, tile: WorkTile, name: str, t: Index, slot: Index) -> None:
     """Issues loads of kv tile t of "k" or "v". A tile of v that a length cuts is `v_edge`."""
     plan, refs = ctx.plan, ctx.refs
+    if name == "v" and plan.v.transposed:
+        from pallas_attn.kernels.flash_fwd import float8_mainloop
+
+        return float8_mainloop.load_values(ctx, tile, t, slot)
     block, batch = plan.config.block_kv, kv_batch(plan.problem, tile.batch)
     row = kv_row(plan.problem, block, t * block)
     load_whole = functools.partial(

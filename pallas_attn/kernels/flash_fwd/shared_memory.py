@@ -98,13 +98,14 @@ def _room(plan: QueryPlan, q_slots: int) -> int:
 
 def _q_slots(plan: QueryPlan) -> int:
     """The slots of q: those of the Config where there is room, else one."""
-    whole = plan.config.warpgroups * ROWS * plan.v.width * jnp.dtype(plan.problem.dtype).itemsize
+    itemsize = jnp.dtype(plan.problem.result_dtype).itemsize
+    whole = plan.config.warpgroups * ROWS * plan.v.width * itemsize
     return plan.config.q_slots if _room(plan, 2) >= whole // 2 else 1
 
 
 def _out_widths(plan: QueryPlan, room: int) -> tuple[int, ...]:
     """Columns of the output in shared memory at a time, by buffer: as many as `room` bytes hold."""
-    itemsize = jnp.dtype(plan.problem.dtype).itemsize
+    itemsize = jnp.dtype(plan.problem.result_dtype).itemsize
     row = itemsize * plan.config.warpgroups * ROWS
     if plan.v.panels:
         whole, rest = wide_and_rest(plan.v.panels)
@@ -123,14 +124,15 @@ def wide_and_rest(widths: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, 
 
 
 def _out_swizzle(plan: QueryPlan) -> int:
-    if plan.problem.dtype != "float32":
+    if plan.problem.dtype == plan.problem.result_dtype != "float32":
         return plan.v.swizzle
-    return tma_operands.swizzle_of(plan.v.width * 4)
+    itemsize = jnp.dtype(plan.problem.result_dtype).itemsize
+    return tma_operands.swizzle_of(plan.v.width * itemsize)
 
 
 def out_scratch(plan: QueryPlan, widths: tuple[int, ...]) -> Any:
     """Shared memory for the output, by `_out_widths`; () where they are not known yet."""
-    shape, dtype = (plan.config.warpgroups, ROWS), plan.problem.dtype
+    shape, dtype = (plan.config.warpgroups, ROWS), plan.problem.result_dtype
     if not widths:
         return None
     if plan.v.panels:

@@ -50,6 +50,7 @@ cases have files of their own, which are imported where they are needed:
   key_mask_ranges.py    masks of keys
   fetch_producer.py     K and V in the memory of other GPUs
   float32_mainloop.py   float32, in terms of 16 bits
+  float8_mainloop.py    float8 with scales
   one_tile.py           heads whose keys are one kv tile, a consumer each
   batch_rows.py         several batch rows in a work tile
   sm90_defaults.py      the Config for a problem
@@ -67,7 +68,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.kernel import Kernel
-from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._call.problem import FLOAT8, AttentionInputs, AttentionProblem
+from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import logits, softmax, tiles, tma_operands
 from pallas_attn.kernels.attention.logits import LogitRules
 from pallas_attn.kernels.attention.tiles import (
@@ -78,7 +80,6 @@ from pallas_attn.kernels.attention.tiles import (
     QueryTiling,
     WorkTile,
 )
-from pallas_attn.kernels.attention.tiles import limit as limit
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
 from pallas_attn.kernels.flash_fwd import producer, shared_memory, tile_scheduler
 from pallas_attn.kernels.flash_fwd.producer import Ring
@@ -117,7 +118,8 @@ class Config:
     claims: bool = False  # blocks claim work tiles, where each has a kv tile: see `claims`
     # Consumers take work tiles of their own, where the keys of a head are a kv tile: `one_tile`.
     independent: bool = False
-    batch_rows: int = 1  # batch rows in one work tile, of consumers independent: see `batch_rows`
+    batch_rows: int = 1  # batch rows in one work tile, of independent consumers: see `batch_rows`
+    float32_sums: bool = True  # registers add up P V of kv tiles, in float8: `float8_mainloop`
 
     def __post_init__(self):
         check(
@@ -166,7 +168,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     if problem.score_program is not None:
         from pallas_attn.kernels.attention import linear_scores
 
-        linear = linear_scores.takes(problem)
+        linear = problem.dtype not in FLOAT8 and linear_scores.takes(problem)
     if config.claims:
         from pallas_attn.kernels.flash_fwd import claims
 
@@ -227,6 +229,10 @@ def _producer_of(problem: AttentionProblem) -> Callable[[KernelContext, Index], 
 
 
 def _mainloop_of(problem: AttentionProblem) -> Callable[..., tuple["Result", Index]]:
+    if problem.dtype in FLOAT8:
+        from pallas_attn.kernels.flash_fwd import float8_mainloop
+
+        return float8_mainloop.mainloop
     if problem.dtype != "float32":
         return mainloop
     from pallas_attn.kernels.flash_fwd import float32_mainloop
@@ -247,15 +253,26 @@ def _score_tiles_of(problem: AttentionProblem, config: Config) -> tuple[Any, ...
 # ---- limits --------------------------------------------------------------------------------------
 
 
+def limit(problem: AttentionProblem) -> Limit | None:
+    """Why the kernel cannot take a problem, or None."""
+    if problem.dtype in FLOAT8:
+        from pallas_attn.kernels.flash_fwd import float8_mainloop
+
+        return float8_mainloop.limit(problem)
+    return tiles.limit(problem)
+
+
 def shares_keys(problem: AttentionProblem) -> bool:
-    """Whether batch rows may share k and v; the units of float32 are of each batch row."""
-    return problem.dtype != "float32"
+    """Whether batch rows may share k and v; the units of float32 and float8 are of each batch
+    row.
+    """
+    return problem.dtype not in ("float32", *FLOAT8)
 
 
 def reads_zigzag(problem: AttentionProblem) -> bool:
     """Whether k and v may lie in the order zigzag: a kv tile lies in one chunk."""
     chunk = problem.kv_len // (2 * problem.zigzag)
-    return problem.dtype != "float32" and "kv_lengths" not in problem.arrays and chunk % 128 == 0
+    return shares_keys(problem) and "kv_lengths" not in problem.arrays and chunk % 128 == 0
 
 
 def fetches(problem: AttentionProblem) -> bool:
@@ -526,7 +543,7 @@ def store_result(ctx: KernelContext, rows: QueryRows, result: Result) -> None:
     acc, tile = result.acc, rows.tile
     sink = None if refs.sinks is None else refs.sinks[tile.head]
     factor, lse = softmax.finish(result.row_max, result.row_sum, sink)
-    if refs.units is not None:  # float32
+    if refs.units is not None:  # float32, float8
         head = lax.div(tile.head, jnp.int32(plan.problem.group))
         factor = factor * refs.units[1, tile.batch, head]
     acc = softmax.scaled(acc, factor)
@@ -627,13 +644,13 @@ def run(
 def _results(plan: QueryPlan) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """The output, without panels in sizes that TMA writes whole, and the log-sum-exp."""
     problem = plan.problem
-    width = plan.v.width if problem.dtype == "float32" else problem.v_head_dim
+    width = problem.v_head_dim if shares_keys(problem) else plan.v.width
     rows, columns = tma_operands.rows_in_tma(problem.q_len), tma_operands.width_in_tma(width)
     if plan.panels:
         rows, columns = problem.q_len, width
     out, lse = (rows, problem.q_heads, columns), (problem.q_heads, problem.q_len)
     return (
-        jax.ShapeDtypeStruct((problem.batch, *out), problem.dtype),
+        jax.ShapeDtypeStruct((problem.batch, *out), problem.result_dtype),
         jax.ShapeDtypeStruct((problem.batch, *lse), jnp.float32),
     )
 
@@ -650,6 +667,10 @@ def _operands(plan: QueryPlan, inputs: AttentionInputs) -> ForwardRefs:
         from pallas_attn.kernels.flash_fwd import float32_mainloop
 
         fields |= float32_mainloop.operands(plan, inputs)
+    elif problem.dtype in FLOAT8:
+        from pallas_attn.kernels.flash_fwd import float8_mainloop
+
+        fields |= float8_mainloop.operands(plan, inputs)
     elif plan.is_padded and not plan.panels:
         fields |= {name: tma_operands.for_tma(getattr(inputs, name)) for name in "qkv"}
     if problem.mask_program is not None or problem.score_program is not None:
@@ -670,7 +691,7 @@ def _operands(plan: QueryPlan, inputs: AttentionInputs) -> ForwardRefs:
 
         fetch.check(plan)
         fields["fetching"] = fetch.operands(plan, inputs, fields.get("segment_spans"))
-    if "kv_lengths" in problem.arrays:
+    if "kv_lengths" in problem.arrays and not plan.v.transposed:
         lengths = jnp.asarray(inputs.kv_lengths)[:: problem.share]
         fields["v_edge"] = tma_operands.edge(fields["v"], lengths, plan.config.block_kv)
     return ForwardRefs(**{name: fields[name] for name in ForwardRefs._fields if name in fields})

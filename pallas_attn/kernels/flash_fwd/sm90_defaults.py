@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from jax.experimental.pallas import cdiv
 
-from pallas_attn._call.problem import AttentionProblem
+from pallas_attn._call.problem import FLOAT8, AttentionProblem
 from pallas_attn.kernels.attention.tiles import ROWS, heads_in
 from pallas_attn.kernels.attention.tma_operands import round_up
 from pallas_attn.kernels.flash_fwd.sm90 import SMEM_LIMIT, Config, plan_of, smem_bytes
@@ -22,6 +22,8 @@ def config_of(problem: AttentionProblem) -> Config:
     """The fastest on an H200 of those that fit in registers and shared memory."""
     if problem.dtype == "float32":
         return _float32(problem)
+    if problem.dtype in FLOAT8:
+        return _with_room(problem, _float8(problem))
     config = _of_16_bits(problem)
     in_tiles = ({"bias", "mask_array"} & set(problem.arrays)) and not problem.fetches > 1
     return _with_room(problem, config) if in_tiles else config
@@ -228,3 +230,16 @@ def _float32(problem: AttentionProblem) -> Config:
         for config in _FLOAT32
         if (few or config.warpgroups < 3) and smem_bytes(problem, config) <= SMEM_LIMIT
     )
+
+
+def _float8(problem: AttentionProblem) -> Config:
+    """Registers hold two sums of the output beside scores: see `float8_mainloop`."""
+    dim = max(problem.head_dim, problem.v_head_dim)
+    sums, l2_heads = problem.precision != "fast_accum", _l2_heads(problem, dim)
+    made = functools.partial(Config, l2_heads=l2_heads, float32_sums=sums)
+    if dim <= 64:
+        return made(3, block_kv=128, stages=4)
+    if dim <= 128 and not sums:
+        return made(2, block_kv=192, stages=3)
+    few = sums and problem.v_head_dim > 128  # registers
+    return made(2, block_kv=64 if few else 128, stages=4 if dim <= 128 else 2)

@@ -1,0 +1,201 @@
+"""Calls of attention on float8 q, k and v, each with scales."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from pallas_attn._autodiff import linear
+from pallas_attn._autodiff.derivative import Attention, KernelCall
+from pallas_attn._call import batching, checks, dispatch
+from pallas_attn._call.problem import FLOAT8, AttentionInputs, AttentionProblem
+from pallas_attn.errors import Limit, described
+
+Array = jax.Array
+OUT_DTYPES = ("bfloat16", "float16", "float32")
+SCALES = ("q_scale", "k_scale", "v_scale")
+LEAST = 2.0**-100  # scales below count as this one
+
+
+class Options(NamedTuple):
+    """The arguments of `flash_attention` that only float8 has."""
+
+    q_scale: Any
+    k_scale: Any
+    v_scale: Any
+    out_dtype: DTypeLike | None
+
+
+def bound(inputs: AttentionInputs, options: Options) -> tuple[AttentionInputs, dict[str, Any]]:
+    """The inputs with scales [B, n, heads], and the facts that follow from them."""
+    named = dict(zip(Options._fields, options, strict=True))
+    if str(inputs.q.dtype) not in FLOAT8:
+        name = next((name for name, value in named.items() if value is not None), None)
+        if name is None:  # another dtype of 8 bits
+            return inputs, {}
+        remedy = "cast the result" if name == "out_dtype" else "multiply by it instead"
+        raise ValueError(
+            f"{name}: expected None for {inputs.q.dtype} q, k and v, since it belongs to "
+            f"{' and '.join(FLOAT8)}, got {described(named[name])}; {remedy}"
+        )
+    scales: dict[str, Any] = {}
+    blocks: list[int] = []
+    for name in SCALES:
+        rows = getattr(inputs, name[0])
+        if named[name] is None:
+            blocks.append(1)
+            continue
+        scales[name] = _scale(name, named[name], rows.shape[:3])
+        blocks.append(scales[name].shape[1])
+    facts: dict[str, Any] = {
+        "out_dtype": _out_dtype(options.out_dtype),
+        "scale_blocks": tuple(blocks),
+    }
+    return inputs._replace(**scales), facts
+
+
+def _scale(name: str, value: checks.Argument, sizes: tuple[int, int, int]) -> Array:
+    """float32 [B, n, heads] of an argument that broadcasts to it; n divides the rows."""
+    batch, rows, heads = sizes
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    x = jnp.float32(value) if number else checks.array(name, value)
+    axes = (1,) * (3 - x.ndim) + x.shape
+    fits = len(axes) == 3 and axes[0] in (1, batch) and axes[2] in (1, heads)
+    if not fits or axes[1] < 1 or rows % axes[1] or not jnp.issubdtype(x.dtype, jnp.floating):
+        letter, kind = ("T", "N") if name == "q_scale" else ("S", "K")
+        raise ValueError(
+            f"{name}: expected floats that broadcast to [B, n, {kind}] = [{batch}, n, {heads}], "
+            f"where n is 1 or divides {letter} = {rows} (a scale of {letter} / n rows each), got "
+            f"{x.dtype}{list(x.shape)}"
+        )
+    x = jnp.broadcast_to(x.reshape(axes), (batch, axes[1], heads))
+    return jnp.maximum(x.astype(jnp.float32), LEAST)  # NaN stays
+
+
+def _out_dtype(value: DTypeLike | None) -> str:
+    if value is None:
+        return "bfloat16"
+    try:
+        name = str(jnp.dtype(value))
+    except TypeError:
+        name = ""
+    if name not in OUT_DTYPES:
+        raise ValueError(
+            f"out_dtype: expected one of {', '.join(OUT_DTYPES)} or None (bfloat16), got "
+            f"{described(value)}"
+        )
+    return name
+
+
+_NO_DERIVATIVE = Limit(
+    "kernels on float8 have no derivative",
+    "pass bfloat16 q, k and v with float8=True, which has the derivative of their rounded numbers",
+)
+
+
+def attend(
+    problem: AttentionProblem, inputs: AttentionInputs, implementation: str | None
+) -> tuple[Array, Array]:
+    """(out, lse) by the implementation that takes the problem."""
+    chosen = dispatch.select(problem, implementation)
+    if isinstance(chosen, dispatch.Reference):
+        return chosen.run(inputs, problem)
+    leaves, tree = jax.tree.flatten(inputs)
+    leaves = batching.underived(problem, _NO_DERIVATIVE)(*leaves)
+    inputs = jax.tree.unflatten(tree, leaves)
+    out, lse = batching.compiled_once(batching.attention, chosen, problem, inputs)
+    return out, lse
+
+
+def refuse_devices(problem: AttentionProblem) -> None:
+    """ValueError for a `context`."""
+    raise ValueError(
+        f"context: expected None for {problem.dtype} q, k and v; dequantise them, "
+        "x.astype(jnp.bfloat16) * scale"
+    )
+
+
+# ---- training: float8 forward, 16-bit backward ---------------------------------------------------
+
+BLOCK = 128  # rows of a head that share a scale, at most
+
+
+def straight_through(
+    problem: AttentionProblem, inputs: AttentionInputs, implementation: str | None
+) -> tuple[Array, Array]:
+    """(out, lse) of 16-bit q, k and v rounded to float8 with scales that are powers of 2, so that
+    16 bits hold them. The forward multiplies float8; derivatives are those of 16-bit kernels on the
+    rounded numbers, and pass the rounding as if it were none.
+    """
+    if problem.dtype not in ("bfloat16", "float16"):
+        raise ValueError(
+            f"float8: expected bfloat16 or float16 q, k and v, got {problem.dtype}; cast them, or "
+            "leave float8 out"
+        )
+    ends = {"q": inputs.q_lengths, "k": inputs.kv_lengths, "v": inputs.kv_lengths}
+    rows: dict[str, Any] = {
+        name: rounded(live(getattr(inputs, name), end)) for name, end in ends.items()
+    }
+    inputs = inputs._replace(**rows)
+    forward = functools.partial(_forward, problem, implementation)
+    if problem.gpu is None or implementation == "reference":
+        return dispatch.select(problem, implementation).run(inputs, problem)
+    call = KernelCall(problem, implementation, forward)
+    out, lse = linear.differentiable(Attention, call, inputs)
+    return out, lse
+
+
+def _forward(
+    problem: AttentionProblem, implementation: str | None, inputs: AttentionInputs
+) -> tuple[Array, Array]:
+    """The forward kernel on rounded inputs, which are float8 times powers of 2."""
+    q, k, v = (quantised(getattr(inputs, name)) for name in "qkv")
+    inputs = inputs._replace(q=q[0], k=k[0], v=v[0], q_scale=q[1], k_scale=k[1], v_scale=v[1])
+    narrow = dataclasses.replace(
+        problem,
+        dtype=FLOAT8[0],
+        out_dtype=problem.dtype,
+        scale_blocks=(q[1].shape[1], k[1].shape[1], v[1].shape[1]),
+    )
+    narrow = batching.resized(narrow, inputs)
+    chosen = dispatch.select(narrow, implementation)
+    return batching.compiled_once(batching.attention, chosen, narrow, inputs)
+
+
+def live(x: Array, ends: Array | None) -> Array:
+    """x [B, rows, heads, dim] with zeros past the ends of rows."""
+    if ends is None:
+        return x
+    inside = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < ends[:, None]
+    return jnp.where(inside[:, :, None, None], x, jnp.zeros((), x.dtype))
+
+
+def quantised(x: Array) -> tuple[Array, Array]:
+    """x as float8_e4m3fn and scales [B, n, heads]: the powers of 2 by which the largest number of a
+    block lies in 224 .. 448. The result of `rounded` is these numbers times their scales.
+    """
+    batch, rows, heads, dim = x.shape
+    size = next(n for n in range(min(BLOCK, rows), 0, -1) if rows % n == 0)
+    blocks = x.astype(jnp.float32).reshape(batch, rows // size, size, heads, dim)
+    top = jnp.abs(blocks).max(axis=(2, 4), keepdims=True)
+    _, exponent = jnp.frexp(jnp.maximum(top, LEAST) * np.float32(1 / 448))
+    scale = jnp.ldexp(jnp.ones_like(top), exponent)
+    numbers = (blocks / scale).astype(FLOAT8[0])
+    return numbers.reshape(x.shape), scale[:, :, 0, :, 0]
+
+
+@jax.custom_jvp
+def rounded(x: Array) -> Array:
+    """x rounded to float8 with scales; its derivative is 1."""
+    numbers, scale = quantised(x)
+    each = jnp.repeat(scale, x.shape[1] // scale.shape[1], axis=1)[..., None]
+    return (numbers.astype(jnp.float32) * each).astype(x.dtype)
+
+
+@rounded.defjvp
+def _pass_on(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return rounded(*primals), tangents[0]

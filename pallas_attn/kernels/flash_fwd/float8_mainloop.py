@@ -1,0 +1,333 @@
+"""The mainloop of the Hopper forward for float8 with scales.
+
+Scales of q and k multiply scores, those of v the output. Matmuls on 8 bits take operands that are
+K-major alone (mma/wgmma_float8.py): V is transposed before the launch, zeros past lengths.
+
+A tensor core adds products of float8 with about 14 bits. The product P V of a kv tile therefore has
+an accumulator of its own, which is added to float32 registers (`Config.float32_sums`). Products of
+two or more tiles in one accumulator were slower, not faster; consumers that issue their matmuls in
+turn (`prefill.kernel.Turns`) gained 1 % or lost 3 on an H200.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn.errors import Limit
+from pallas_attn.kernels.attention import logits, softmax, tiles, tma_operands
+from pallas_attn.kernels.attention.tiles import (
+    ROWS,
+    KernelContext,
+    QueryRows,
+    WorkTile,
+    kv_batch,
+    kv_row,
+)
+from pallas_attn.kernels.flash_fwd import float8_values
+from pallas_attn.kernels.flash_fwd.producer import Ring
+from pallas_attn.kernels.flash_fwd.sm90 import Result, for_each_kv_tile
+from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
+from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, RegisterTile, Scalar
+from pallas_attn.kernels.mma import wgmma, wgmma_float8
+
+# Probabilities are below 2**8.75 = 431; the largest float8_e4m3fn is 448.
+EXPONENTS = softmax.Exponents(threshold=2.75, offset=6.0)
+SPREAD = 2.0**EXPONENTS.offset
+WIDEST = 128  # columns of the output of which registers hold two sums
+PART = 32
+LEAST = 2.0**-100  # smallest factor of scores: hidden ones are -inf, times 0 they would be NaN
+
+
+def limit(problem: AttentionProblem) -> Limit | None:
+    """Why the kernel cannot take a problem of float8, or None."""
+    if (refused := tma_operands.dims_limit(problem)) is not None:
+        return refused
+    return tiles.sizes_limit(problem)
+
+
+def operands(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Operand]:
+    """q and k in sizes that TMA reads, V^T, and the factors of scores and of outputs."""
+    v = inputs.v
+    fields: dict[str, Any] = {}
+    for name in "qk":
+        x = getattr(inputs, name)
+        sizes = {1: tma_operands.rows_in_tma(x.shape[1]), 3: plan.qk.width}
+        fields[name] = tma_operands.padded(x, sizes)
+    keys = tma_operands.round_up(v.shape[1], math.lcm(plan.tiling.block_kv, float8_values.KEYS))
+    fields["v"] = float8_values.transposed(v, inputs.kv_lengths, plan.v.width, keys)
+    return fields | _units(plan, inputs)
+
+
+def _units(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Operand]:
+    """The factors of scores and of outputs by heads, and those by rows where scales have rows."""
+    problem, fields = plan.problem, {}  # type: tuple[AttentionProblem, dict[str, Any]]
+    by_head = jnp.ones((problem.batch, problem.q_heads), jnp.float32)
+    q, k, v = inputs.q_scale, inputs.k_scale, inputs.v_scale
+    if q is not None and q.shape[1] == 1:
+        by_head = q[:, 0]
+    elif q is not None:
+        fields["q_units"] = _by_rows(q, problem.q_len, plan.tiling.padded_rows)
+    if k is not None and k.shape[1] == 1:
+        by_head = by_head * jnp.repeat(k[:, 0], problem.group, axis=1)
+    elif k is not None:
+        fields["k_units"] = _by_keys(plan, k, has_tiles(plan, 1))
+    of_v = jnp.ones((problem.batch, problem.kv_heads), jnp.float32)
+    if v is not None and v.shape[1] > 1:
+        by_tile = has_tiles(plan, 2)
+        v = _by_keys(plan, v, by_tile)
+        if not by_tile:  # rounded with probabilities
+            ends = problem.kv_len if inputs.kv_lengths is None else inputs.kv_lengths[:, None, None]
+            v = jnp.where(jnp.arange(v.shape[2], dtype=jnp.int32)[None, None] < ends, v, 0)
+            of_v = jnp.maximum(v.max(axis=2), LEAST)
+            v = v / of_v[..., None]
+        fields["v_units"] = v
+    elif v is not None:
+        of_v = v[:, 0]
+    fields["logit_units"] = jnp.maximum(by_head, LEAST)
+    fields["units"] = jnp.stack([of_v, of_v * (1 / SPREAD)])
+    return fields
+
+
+def _by_rows(scale: Operand, rows: int, padded_rows: int) -> Operand:
+    """[B, n, heads] -> [B, heads, padded rows]."""
+    each = jnp.repeat(scale, rows // scale.shape[1], axis=1).swapaxes(1, 2)
+    return jnp.pad(each, ((0, 0), (0, 0), (0, padded_rows - rows)), mode="edge")
+
+
+def _by_keys(plan: QueryPlan, scale: Operand, by_tile: bool) -> Any:
+    """Scales [B, n, K] as the kernel reads them: [B, K, n] where a kv tile has one, else [B, K,
+    padded keys].
+    """
+    if by_tile:
+        return scale.swapaxes(1, 2)
+    return _by_rows(scale, plan.problem.kv_len, plan.tiling.padded_keys)
+
+
+def has_tiles(plan: QueryPlan, side: int) -> bool:
+    """Whether all keys of a kv tile have one scale of k (side 1) or v (2), which for v multiplies
+    the product of the tile alone.
+    """
+    blocks = plan.problem.scale_blocks[side]
+    whole = blocks > 1 and plan.problem.kv_len // blocks % plan.config.block_kv == 0
+    return whole and (side == 1 or plan.config.float32_sums)
+
+
+def load_values(ctx: KernelContext, tile: WorkTile, t: Index, slot: Index) -> None:
+    """Issues the load of kv tile t of V^T."""
+    plan, smem = ctx.plan, ctx.smem
+    block, batch = plan.config.block_kv, kv_batch(plan.problem, tile.batch)
+    head = lax.div(tile.head, jnp.int32(plan.problem.group))
+    columns = pl.ds(kv_row(plan.problem, block, t * block), block)
+    source = ctx.refs.v.at[batch, head, :, columns]
+    plgpu.copy_gmem_to_smem(source, smem.v.at[slot], smem.ready.at[slot])
+
+
+class _Factors(NamedTuple):
+    """Factors of scores and of values, of a consumer's rows."""
+
+    ctx: KernelContext
+    rows: QueryRows
+    factor: Any  # scores are multiplied by it first, all or each row; None: 1
+    unit: softmax.Unit  # turns logits into log2 units; None: they are
+
+    @classmethod
+    def of(cls, ctx: KernelContext, rows: QueryRows) -> "_Factors":
+        tile, refs = rows.tile, ctx.refs
+        by = refs.logit_units[tile.batch, tile.head]
+        if refs.q_units is not None:
+            own = refs.q_units.at[tile.batch, tile.head, pl.ds(rows.row, ROWS)]
+            by = mosaic.load(own, mosaic.ROW) * by
+        unit = ctx.plan.logit_rules.unit
+        return cls(ctx, rows, by, None) if unit is None else cls(ctx, rows, None, by * unit)
+
+    def of_scores(self, t: Index, s: RegisterTile) -> tuple[RegisterTile, softmax.Unit]:
+        """Scores of kv tile t, and what turns their logits into log2 units."""
+        factor, unit = self.factor, self.unit
+        plan = self.ctx.plan
+        if has_tiles(plan, 1):
+            by = self._of_tile(self.ctx.refs.k_units, t)
+            factor, unit = (None, unit * by) if factor is None else (factor * by, None)
+        elif plan.problem.scale_blocks[1] > 1:
+            s = s * self._of_keys(self.ctx.refs.k_units, t, s.shape)
+        if factor is None:
+            return s, unit
+        spread = mosaic.broadcast_rows if factor.ndim else mosaic.broadcast_scalar
+        return s * spread(factor, s.shape), unit
+
+    def of_values(self, t: Index, p: RegisterTile) -> RegisterTile:
+        """Probabilities of kv tile t times the scales of its values."""
+        plan = self.ctx.plan
+        if plan.problem.scale_blocks[2] == 1 or has_tiles(plan, 2):
+            return p
+        return p * self._of_keys(self.ctx.refs.v_units, t, p.shape)
+
+    def of_sum(self, t: Index, out: RegisterTile) -> RegisterTile:
+        """P V of kv tile t alone times the scale of its values."""
+        if not has_tiles(self.ctx.plan, 2):
+            return out
+        return out * self._of_tile(self.ctx.refs.v_units, t)
+
+    def _of_tile(self, units: GmemRef, t: Index) -> Scalar:
+        """The number of a kv tile."""
+        plan, tile = self.ctx.plan, self.rows.tile
+        tiles_of_block = plan.problem.kv_len // units.shape[2] // plan.tiling.block_kv
+        block = lax.div(self.rows.kv_tile(t), jnp.int32(tiles_of_block))
+        return units[tile.batch, self._kv_head(), block]
+
+    def _of_keys(self, units: GmemRef, t: Index, shape: tuple[int, ...]) -> RegisterTile:
+        """The numbers of a kv tile's keys, for each row."""
+        block = self.ctx.plan.config.block_kv
+        keys = pl.ds(self.rows.kv_tile(t) * block, block)
+        numbers = mosaic.load(units.at[self.rows.tile.batch, self._kv_head(), keys], mosaic.COLUMN)
+        return lax.broadcast_in_dim(numbers, shape, [1])
+
+    def _kv_head(self) -> Index:
+        return lax.div(self.rows.tile.head, jnp.int32(self.ctx.plan.problem.group))
+
+
+class _State(NamedTuple):
+    """The carry from kv tile to kv tile."""
+
+    acc: tuple[RegisterTile, ...]  # [ROWS, columns] of `_parts`: the output before it is divided
+    row_sum: RegisterTile  # [ROWS, PARTIALS]
+    row_max: RegisterTile  # [ROWS]
+    p: RegisterTile  # [ROWS, block_kv], float8: P of the tile whose P V is still to be issued
+
+
+def mainloop(
+    ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Callable[[], None] | None
+) -> tuple[Result, Index]:
+    """`sm90.mainloop`."""
+    ring, factors = Ring.of(ctx), _Factors.of(ctx, rows)
+    state = _first_tile(ctx, rows, factors, slot, meanwhile)
+    step = functools.partial(_step, ctx, rows, factors)
+    state, slot = for_each_kv_tile(ctx.plan, rows.span, step, (state, ring.after(slot)))
+    ring.wait(slot)
+    accs = _with_values(ctx, factors, rows.span.lo, state, _values(ctx, slot))
+    ring.release(slot)
+    row_sum = state.row_sum * (1 / SPREAD)
+    acc = lax.concatenate(accs, 1) if len(accs) > 1 else accs[0]
+    return Result(acc, row_sum, state.row_max), ring.after(slot)
+
+
+def _parts(plan: QueryPlan) -> tuple[tuple[int, int], ...]:
+    """(first column, columns) of the parts of V that have an accumulator each in turn: all columns,
+    or where registers do not hold a second sum of the output `PART` at a time.
+    """
+    width = plan.v.width
+    if not plan.config.float32_sums or width <= WIDEST:
+        return ((0, width),)
+    return tuple([(n, min(PART, width - n)) for n in range(0, width, PART)])
+
+
+def _start(ctx: KernelContext, acc: RegisterTile) -> RegisterTile:
+    """The accumulator that the next P V is added to."""
+    return wgmma_float8.zeros(acc.shape) if ctx.plan.config.float32_sums else acc
+
+
+def _values(ctx: KernelContext, slot: Index) -> tuple[Any, ...]:
+    """V [keys, columns] of an entry of the ring, its `_parts`."""
+    views = [ctx.smem.v.at[slot, pl.ds(*part)] for part in _parts(ctx.plan)]
+    return wgmma.transposed(views)
+
+
+def _added(
+    ctx: KernelContext, factors: _Factors, t: Index, acc: RegisterTile, out: RegisterTile
+) -> RegisterTile:
+    """The output with P V of kv tile t, whose accumulator is `out`."""
+    return acc + factors.of_sum(t, out) if ctx.plan.config.float32_sums else out
+
+
+def _with_values(
+    ctx: KernelContext, factors: _Factors, t: Index, state: _State, v: tuple[Any, ...]
+) -> tuple[RegisterTile, ...]:
+    """The output with P V of kv tile t, of as many parts as `v` has."""
+    accs = []
+    for acc, part in zip(state.acc[-len(v) :], v, strict=True):
+        out = wgmma.matmul_add(_start(ctx, acc), (state.p,), (part,))
+        accs.append(_added(ctx, factors, t, acc, out))
+    return tuple(accs)
+
+
+def _first_tile(
+    ctx: KernelContext,
+    rows: QueryRows,
+    factors: _Factors,
+    slot: Index,
+    meanwhile: Callable[[], None] | None,
+) -> _State:
+    """The last kv tile, whose scores overlap with nothing but `meanwhile`."""
+    ring, smem = Ring.of(ctx), ctx.smem
+    q, k = panels.tiles(smem.q, rows.q_slot), panels.tiles(smem.k, slot)
+    ring.wait(slot)
+    s = wgmma.matmul((ROWS, ctx.plan.config.block_kv), q, k, meanwhile, wgmma.score_panels)
+    read_later = rows.segments is not None or ctx.plan.score_tiles
+    if not read_later:
+        ring.release(slot)
+    masked: bool | None = "first_masked" in ctx.plan.sections
+    first_rows, whole = rows.with_loaded_tile(rows.last), None
+    if ctx.plan.skips_keys:
+        masked, whole = None, (rows.span.full_lo, rows.span.full_hi)
+    last = rows.span.hi - 1
+    s, unit = factors._replace(rows=first_rows).of_scores(last, s)
+    s = logits.masked_logits(ctx, first_rows, last, slot, s, masked, whole)
+    if read_later:
+        ring.release(slot)
+    nothing = mosaic.filled((ROWS,), -jnp.inf)
+    new = softmax.step(s, unit, nothing, empty_ok=True, exponents=EXPONENTS)
+    p = wgmma_float8.probabilities(factors._replace(rows=first_rows).of_values(last, new.p))
+    acc = tuple([mosaic.filled((ROWS, columns), 0.0) for _, columns in _parts(ctx.plan)])
+    return _State(acc, new.row_sum, new.row_max, p)
+
+
+def _step(  # noqa: PLR0913
+    ctx: KernelContext,
+    rows: QueryRows,
+    factors: _Factors,
+    whole: tuple[Index, Index],
+    masked: bool | None,
+    t: Index,
+    carry: tuple[_State, Index],
+) -> tuple[_State, Index]:
+    """Kv tile t: the softmax of its scores S runs while P V of the tile before it is in flight."""
+    (state, slot), smem, ring = carry, ctx.smem, Ring.of(ctx)
+    ring.wait(slot)
+    q, k = panels.tiles(smem.q, rows.q_slot), panels.tiles(smem.k, slot)
+    v = _values(ctx, slot)
+
+    def matmuls(scores: RegisterTile, out: RegisterTile) -> None:
+        wgmma.score_panels(scores, q, k)
+        wgmma.multiply(out, (state.p,), v[:1])
+
+    def softmax_of(s: RegisterTile) -> softmax.Step:
+        s, unit = factors.of_scores(t, s)
+        s = logits.masked_logits(ctx, rows, t, slot, s, masked, whole)
+        return softmax.next_step(
+            s,
+            unit,
+            state.row_max,
+            empty_ok=masked is not False or ctx.plan.logit_rules.adds,
+            exponents=EXPONENTS,
+        )
+
+    scores_like = mosaic.filled((ROWS, ctx.plan.config.block_kv), 0.0)
+    like = softmax.Step(
+        scores_like, state.row_max, state.row_max, state.row_sum, jnp.int32(0) + slot
+    )
+    out, new = wgmma.overlapped(_start(ctx, state.acc[0]), like, matmuls, softmax_of)
+    acc = (_added(ctx, factors, t + 1, state.acc[0], out),)
+    if len(v) > 1:
+        acc += _with_values(ctx, factors, t + 1, state, v[1:])
+    ring.release(slot)
+    acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
+    # P is rounded after the wait: see `sm90`.
+    p = wgmma_float8.probabilities(factors.of_values(t, new.p))
+    return _State(acc, row_sum + new.row_sum, new.row_max, p), ring.after(slot)

@@ -1,0 +1,83 @@
+"""Operands of Hopper's matmuls on float8, both of which must be K-major.
+
+Q and K of S = Q K^T are: their rows are head dims. V of O = P V is not, so V^T is what lies in
+memory. P is the left operand, in registers.
+
+A thread has the scores of 2 neighbouring columns of each 8, and as a left operand of 8 bits
+it needs 4 neighbouring columns of each 16. Instead of moving numbers between threads, each takes
+the 4 numbers of 16 columns that it has; so P's columns are in another order (`ORDER`), which the
+columns of V^T have too.
+"""
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import vector
+
+from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.asm import give, i32
+from pallas_attn.kernels.lang.types import RegisterTile
+
+UNIT = 16  # columns that are reordered together
+# The column of 16 scores that each of 16 columns of the operand is: thread j has 2 j, 2 j + 1,
+# 8 + 2 j and 9 + 2 j.
+ORDER = np.arange(UNIT).reshape(2, 4, 2).transpose(1, 0, 2).ravel()
+_PROBABILITIES = jnp.float8_e4m3fn  # for V of float8_e5m2 too: its 2 bits are fewer
+_PACK = (
+    "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
+    "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
+)
+
+
+def probabilities(p: RegisterTile) -> RegisterTile:
+    """P float32 [64, keys] as a left operand: float8_e4m3fn, columns in `ORDER`."""
+    layout = plgpu.Layout.WGMMA_8BIT
+
+    def code(_, p):
+        numbers = [
+            [vector.extract(register, [], [i]) for i in range(2)] for register in p.registers.flat
+        ]
+        words = []
+        for block in range(p.shape[1] // UNIT):
+            for row in range(2):
+                first, second = numbers[4 * block + row], numbers[4 * block + 2 + row]
+                words.append(_packed([*first, *second]))
+        return mosaic.array_of(words, p.shape, layout)
+
+    inline: Any = code
+    inline.values = reordered  # run by the interpreter
+    result = plgpu.ShapeDtypeStruct(p.shape, _PROBABILITIES, layout=layout)
+    return plgpu.inline_mgpu(arg_types=(mosaic.TILE,), return_type=result)(inline)(p)
+
+
+def _packed(numbers: list[ir.Value]) -> ir.Value:
+    """4 floats as a vector of float8."""
+    word = give(i32(), _PACK, numbers, "=r,f,f,f,f")
+    return utils.bitcast(word, ir.VectorType.get((4,), ir.Float8E4M3FNType.get()))
+
+
+def reordered(p: jax.Array) -> jax.Array:
+    """`probabilities` in jax.numpy."""
+    columns = p.reshape(p.shape[0], -1, UNIT)[:, :, ORDER]
+    return columns.reshape(p.shape).astype(_PROBABILITIES)
+
+
+def zeros(shape: tuple[int, int]) -> RegisterTile:
+    """An accumulator of zeros that have a register of their own: ptxas leaves zeros out of a
+    matmul, but of one whose zeros are another matmul's too it writes them to all registers first.
+    """
+
+    def code(_):
+        zero = give(ir.F32Type.get(), "mov.b32 $0, 0;", [], "=f")
+        pair = vector.broadcast(ir.VectorType.get((2,), zero.type), zero)
+        return mosaic.array_of([pair] * (shape[0] * shape[1] // 256), shape, mosaic.TILE)
+
+    inline: Any = code
+    inline.values = lambda: jnp.zeros(shape, jnp.float32)
+    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=mosaic.TILE)
+    return plgpu.inline_mgpu(arg_types=(), return_type=result)(inline)()

@@ -1,0 +1,216 @@
+"""`flash_attention` on float8 q, k and v with scales, and `quantize_qkv`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn._call import device
+from pallas_attn._call.float8 import quantised, rounded
+from tests.support import budget, subjects
+from tests.support.float8_cases import CASES, case_of, draw
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_reference_is_the_definition(name):
+    arguments, finite = case_of(name)
+    got = subjects.ROWS[0].call(pa.flash_attention_with_lse, **arguments)
+    expected = budget.attention(finite)
+    budget.check(dict(zip(("out", "lse"), got, strict=True)), expected)
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (1, 4), (2, 1, 4), (2, 32, 1), (2, 4, 4), (8, 1)])
+def test_scales_broadcast(rng, shape):
+    """A number, one a head, a row, and blocks of rows are the same scales written out."""
+    q, k, v = draw(rng, batch=2, q_len=32, kv_len=32, q_heads=4, kv_heads=4, dim=16)
+    scale = jnp.asarray(rng.uniform(0.5, 2, shape), jnp.float32)
+    full = np.asarray(scale).reshape((1,) * (3 - scale.ndim) + scale.shape)
+    full = np.repeat(full, 32 // full.shape[1], axis=1) * np.ones((2, 1, 4))
+    some = dict.fromkeys(("q_scale", "k_scale", "v_scale"), scale)
+    every = dict.fromkeys(some, jnp.asarray(full, jnp.float32))
+    for a, b in zip(
+        pa.flash_attention_with_lse(q, k, v, **some),
+        pa.flash_attention_with_lse(q, k, v, **every),
+        strict=True,
+    ):
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-6)
+
+
+@pytest.mark.parametrize("out_dtype", [None, "bfloat16", jnp.float16, jnp.float32])
+def test_out_dtype(rng, out_dtype):
+    q, k, v = draw(rng)
+    out, lse = pa.flash_attention_with_lse(q, k, v, out_dtype=out_dtype)
+    assert out.dtype == jnp.dtype(out_dtype or "bfloat16") and lse.dtype == jnp.float32
+    empty = pa.flash_attention(q[:, :0], k, v, out_dtype=out_dtype)
+    assert empty.dtype == out.dtype and empty.shape[1] == 0
+
+
+def test_a_scale_of_nan_is_nan_and_none_is_below_the_least(rng):
+    q, k, v = draw(rng)
+    assert np.isnan(np.float32(pa.flash_attention(q, k, v, v_scale=jnp.nan))).all()
+    for scale in (0.0, -1.0):
+        lse = pa.flash_attention_with_lse(q, k, v, q_scale=scale)[1]
+        np.testing.assert_allclose(lse, np.log(k.shape[1]), rtol=1e-6)
+
+
+REFUSED = {
+    "scale_of_bfloat16": (
+        lambda q, k, v: pa.flash_attention(
+            *(x.astype(jnp.bfloat16) for x in (q, k, v)), k_scale=2.0
+        ),
+        "k_scale: expected None for bfloat16 q, k and v, since it belongs to float8_e4m3fn and "
+        "float8_e5m2, got 2.0; multiply by it instead",
+    ),
+    "out_dtype_of_bfloat16": (
+        lambda q, k, v: pa.flash_attention(
+            *(x.astype(jnp.bfloat16) for x in (q, k, v)), out_dtype=jnp.float16
+        ),
+        "out_dtype: expected None for bfloat16 q, k and v, since it belongs to float8_e4m3fn and "
+        "float8_e5m2, got <class 'jax.numpy.float16'>; cast the result",
+    ),
+    "shape": (
+        lambda q, k, v: pa.flash_attention(q, k, v, q_scale=jnp.ones((3, 1))),
+        "q_scale: expected floats that broadcast to [B, n, N] = [1, n, 2], where n is 1 or divides "
+        "T = 32 (a scale of T / n rows each), got float32[3, 1]",
+    ),
+    "integers": (
+        lambda q, k, v: pa.flash_attention(q, k, v, v_scale=jnp.ones(1, jnp.int32)),
+        "v_scale: expected floats that broadcast to [B, n, K] = [1, n, 1], where n is 1 or divides "
+        "S = 32 (a scale of S / n rows each), got int32[1]",
+    ),
+    "out_dtype": (
+        lambda q, k, v: pa.flash_attention(q, k, v, out_dtype="int8"),
+        "out_dtype: expected one of bfloat16, float16, float32 or None (bfloat16), got 'int8'",
+    ),
+    "rotary": (
+        lambda q, k, v: pa.flash_attention(q, k, v, rotary=pa.Rotary.create(64, 16)),
+        "rotary: expected None for float8_e4m3fn q and k, which a rotation would round; rotate "
+        "before they are quantised",
+    ),
+    "quantised_dtype": (
+        lambda q, k, v: pa.quantize_qkv(
+            *(x.astype(jnp.float32) for x in (q, k, v)), dtype=jnp.int8
+        ),
+        "dtype: expected float8_e4m3fn or float8_e5m2, got <class 'jax.numpy.int8'>",
+    ),
+    "rows": (
+        lambda q, k, v: pa.quantize_qkv(*(x.astype(jnp.float32) for x in (q, k, v)), rows=0),
+        "rows: expected an int of at least 1 or None, got 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(rng, name):
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError) as error:
+        call(*draw(rng))
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+@pytest.mark.parametrize("rows, blocks", [(128, 2), (64, 3), (None, 1), (1, 192)])
+def test_quantize_qkv(rng, dtype, rows, blocks):
+    """Numbers times scales are close to what was there; each block reaches the largest number."""
+    x = [jnp.asarray(rng.standard_normal((2, 192, n, 16)), jnp.float32) for n in (4, 2, 2)]
+    got = pa.quantize_qkv(*x, dtype=dtype, rows=rows)
+    largest, eps = float(jnp.finfo(dtype).max), float(jnp.finfo(dtype).eps)
+    for name, original in zip("qkv", x, strict=True):
+        numbers, scale = getattr(got, name), getattr(got, f"{name}_scale")
+        assert numbers.dtype == dtype and scale.shape == (2, blocks, original.shape[2])
+        each = np.repeat(scale, 192 // blocks, axis=1)[..., None]
+        wide = np.asarray(numbers.astype(jnp.float32))
+        top = np.abs(wide).reshape(2, blocks, -1, *wide.shape[2:]).max(axis=(2, 4))
+        assert (top == largest).all()
+        room = eps / 2 * np.abs(original) + each * float(jnp.finfo(dtype).smallest_subnormal)
+        assert (np.abs(wide * each - original) <= room).all()
+
+
+def test_quantize_qkv_leaves_rows_past_lengths_out(rng):
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 8, 1, 4)), jnp.float32) for _ in range(3))
+    poisoned = [x.at[0, 5:].set(jnp.nan) for x in (q, k, v)]
+    ends = jnp.array([5, 8], jnp.int32)
+    got = pa.quantize_qkv(*poisoned, q_lengths=ends, kv_lengths=ends)
+    wanted = pa.quantize_qkv(*(x.at[0, 5:].set(0) for x in (q, k, v)))
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(np.float32(a), np.float32(b))
+    lost = pa.quantize_qkv(*poisoned)
+    assert np.isnan(lost.k_scale[0]).all() and not np.isnan(lost.k_scale[1]).any()
+
+
+def test_under_vmap_and_packed(rng):
+    """vmap over a batch axis and packed rows are the calls that they stand for."""
+    q, k, v = draw(rng, batch=2)
+    scale = jnp.asarray(rng.uniform(0.5, 2, (2, 32, 1)), jnp.float32)
+    whole = pa.flash_attention(q, k, v, k_scale=scale)
+
+    def of_row(q, k, v, scale):
+        return pa.flash_attention(q[None], k[None], v[None], k_scale=scale[None])[0]
+
+    mapped = jax.vmap(of_row)(q, k, v, scale)
+    np.testing.assert_array_equal(np.float32(mapped), np.float32(whole))
+    starts = jnp.array([0, 32], jnp.int32)
+    for row in range(2):
+        packed = pa.flash_attention(q[row], k[row], v[row], q_starts=starts, k_scale=scale[row])
+        np.testing.assert_array_equal(np.float32(packed), np.float32(whole[row]))
+
+
+def test_training_is_16_bit_attention_on_rounded_numbers(rng):
+    """Results and gradients of `float8=True`, by the reference; numbers that float8 holds stay."""
+    x = [jnp.asarray(rng.standard_normal((2, 48, n, 16)), jnp.bfloat16) for n in (4, 2, 2)]
+    kept = [rounded(rows) for rows in x]
+    for rows, once in zip(x, kept, strict=True):
+        np.testing.assert_array_equal(np.float32(rounded(once)), np.float32(once))
+        assert (
+            np.abs(np.float32(once) - np.float32(rows)).max() <= np.abs(np.float32(rows)).max() / 16
+        )
+        numbers, scale = quantised(once)
+        wide = numbers.astype(jnp.float32) * np.repeat(scale, 48, axis=1)[..., None]
+        np.testing.assert_array_equal(np.float32(once), np.asarray(wide))
+
+    def loss(x, **options):
+        return pa.flash_attention(*x, mask=pa.CAUSAL, **options).astype(jnp.float32).sum()
+
+    value, gradients = jax.value_and_grad(lambda x: loss(x, float8=True))(x)
+    wanted, expected = jax.value_and_grad(loss)(kept)
+    np.testing.assert_array_equal(value, wanted)
+    for a, b in zip(gradients, expected, strict=True):
+        np.testing.assert_array_equal(np.float32(a), np.float32(b))
+
+
+def test_training_refuses_by_name(rng):
+    q, k, v = draw(rng)
+    with pytest.raises(ValueError, match="float8: expected bfloat16 or float16 q, k and v, got"):
+        pa.flash_attention(q, k, v, float8=True)
+    wide = [x.astype(jnp.bfloat16) for x in (q, k, v)]
+    with pytest.raises(ValueError, match="float8: expected True or False, got 1"):
+        pa.flash_attention(*wide, float8=1)
+    with device.assume("sm80"), pytest.raises(pa.UnsupportedError, match="float8_e4m3fn"):
+        jax.eval_shape(lambda: pa.flash_attention(*wide, float8=True))
+    with device.assume("sm90"), pytest.raises(pa.UnsupportedError, match="with float8=True"):
+        jax.eval_shape(jax.grad(lambda v: pa.flash_attention(q, k, v).astype(jnp.float32).sum()), v)
+
+
+@pytest.mark.guards
+def test_training_by_kernels(rng):
+    """The forward kernel in float8 and the backward in 16 bits, interpreted."""
+    hopper = next(row for row in subjects.ROWS if row.name == "interpreted")
+    x = [jnp.asarray(rng.standard_normal((1, 64, n, 64)), jnp.bfloat16) for n in (2, 1, 1)]
+
+    def both(q, k, v, implementation):
+        def loss(x):
+            out = pa.flash_attention(*x, float8=True, implementation=implementation)
+            return out.astype(jnp.float32).sum()
+
+        return jax.value_and_grad(loss)((q, k, v))
+
+    got, wanted = (
+        subject.call(both, **dict(zip("qkv", x, strict=True)))
+        for subject in (hopper, subjects.ROWS[0])
+    )
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        a, b = np.float32(a), np.float32(b)
+        assert np.abs(a - b).max() <= 0.1 * np.abs(b).max() + 0.1
