@@ -157,14 +157,17 @@ def _typed(array: Array, gradient: Array) -> Array:
 @dataclasses.dataclass(frozen=True)
 class KernelCall:
     """A call by a kernel. `implementation`: the argument of the call, which also chooses the
-    kernels of its derivatives.
+    kernels of its derivatives. `forward`: computes the results in place of the kernel.
     """
 
     problem: AttentionProblem
     implementation: str | None
     kernel: Chosen
+    forward: Callable[[AttentionInputs], Results] | None = None
 
     def run(self, inputs: AttentionInputs) -> Results:
+        if self.forward is not None:
+            return self.forward(inputs)
         return batching.compiled_once(batching.attention, self.kernel, self.problem, inputs)
 
     def tangents(self, inputs: AttentionInputs, results: Results, tangents: Named) -> Results:

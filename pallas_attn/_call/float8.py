@@ -142,9 +142,10 @@ def straight_through(
     }
     inputs = inputs._replace(**rows)
     forward = functools.partial(_forward, problem, implementation)
-    if problem.gpu is None or implementation == "reference":
-        return dispatch.select(problem, implementation).run(inputs, problem)
-    call = KernelCall(problem, implementation, forward)
+    chosen = dispatch.select(problem, implementation)
+    if isinstance(chosen, dispatch.Reference):
+        return chosen.run(inputs, problem)
+    call = KernelCall(problem, implementation, chosen, forward)
     out, lse = linear.differentiable(Attention, call, inputs)
     return out, lse
 

@@ -200,21 +200,21 @@ class Rows:
     def drawn(self, turn: int) -> packed_rows.Packed:
         """The starts of a round, with some that are out of order or out of range."""
         rng = np.random.default_rng((self.seed, turn))
-        sizes = (self.rows, self.keys) if self.independent else (self.rows,)
+        sizes = (self.rows, self.keys) if self.apart else (self.rows,)
         meant = [np.sort(rng.integers(0, size + 1, self.count + 1)) for size in sizes]
         told = [starts.astype(np.int64) for starts in meant]
         for starts, size in zip(told, sizes, strict=True):
             if turn % 3 == 2:  # below 0 is 0, beyond the rows is their number
                 starts[starts == starts[0]] = np.where(starts[0] == 0, fuzz.LEAST, starts[0])
                 starts[starts == size] = fuzz.MOST
-        rest = [None] * (not self.independent)
+        rest = [None] * (not self.apart)
         offsets = rng.integers(-20, self.keys + 1, self.count)
         static = {"mask": self.mask, "softcap": self.softcap, "precision": self.precision}
         static |= {"deterministic": self.deterministic or None}
         return packed_rows.Packed(
             *[tuple(x.tolist()) for x in meant],
             rows=self.rows,
-            keys=self.keys if self.independent else self.rows,
+            keys=self.keys if self.apart else self.rows,
             q_offset=tuple(offsets.tolist()) if self.offsets else 0,
             sinks=self.sinks,
             heads=self.heads,
@@ -272,7 +272,7 @@ def run_rows(case: Rows, place: fuzz.Place, tally: fuzz.Tally) -> None:
 
 
 def simpler_rows(case: Rows) -> Iterator[dict[str, Any]]:
-    plain = {"softcap": None, "precision": None, "sinks": False, "independent": False, "offsets": False}
+    plain = {"softcap": None, "precision": None, "sinks": False, "apart": False, "offsets": False}
     plain |= {"deterministic": False, "mask": FULL, "dtype": "bfloat16", "dim": 64}
     yield from ({name: value} for name, value in plain.items())
     yield from ({"count": 1}, {"heads": (1, 1)}, {"rows": 64}, {"keys": 64})

@@ -85,7 +85,9 @@ def copy_tile(ctx: ThreadContext) -> None:
     zeros = thread.minimum(missing - chunk, ZERO_BYTES)
     to = (at.slot + 1) * (tile * v_bytes // 16) + chunk // 16 - missing // 16
     some = (zeros >= 1) & (at.wanted >= 1)
-    thread.copy(Word(v_ring, to), Word(refs.counters, thread.to_int64(chunk * 0)), zeros, done, some)
+    thread.copy(
+        Word(v_ring, to), Word(refs.counters, thread.to_int64(chunk * 0)), zeros, done, some
+    )
     if scaled:  # 4 scales a word: capacities, pages and tiles are multiples of 4
         nbytes = _scale_bytes(at_least(here, 0))
         for array, ring in zip(arrays[2:], (smem.k_scale, smem.v_scale), strict=True):

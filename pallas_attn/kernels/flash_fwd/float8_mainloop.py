@@ -278,7 +278,7 @@ def _first_tile(
         masked, whole = None, (rows.span.full_lo, rows.span.full_hi)
     last = rows.span.hi - 1
     s, unit = factors._replace(rows=first_rows).of_scores(last, s)
-    s = logits.masked_logits(ctx, first_rows, last, slot, s, masked, whole)
+    s, _ = logits.masked_logits(ctx, first_rows, last, slot, s, masked, whole)
     if read_later:
         ring.release(slot)
     nothing = mosaic.filled((ROWS,), -jnp.inf)
@@ -309,7 +309,7 @@ def _step(  # noqa: PLR0913
 
     def softmax_of(s: RegisterTile) -> softmax.Step:
         s, unit = factors.of_scores(t, s)
-        s = logits.masked_logits(ctx, rows, t, slot, s, masked, whole)
+        s, _ = logits.masked_logits(ctx, rows, t, slot, s, masked, whole)
         return softmax.next_step(
             s,
             unit,

@@ -71,7 +71,8 @@ def _transpose(ctx: ThreadContext) -> None:
     inside = column < sizes.dim // COLUMNS
     row_words = sizes.heads * (sizes.dim // COLUMNS)
     begin = thread.to_int64(at.batch) * (sizes.rows * row_words)
-    begin = begin + thread.to_int64(at.head * (sizes.dim // COLUMNS) + thread.select(inside, column, 0))
+    read = at.head * (sizes.dim // COLUMNS) + thread.select(inside, column, 0)
+    begin = begin + thread.to_int64(read)
     words = []
     for n in range(KEYS):
         key = group * KEYS + n

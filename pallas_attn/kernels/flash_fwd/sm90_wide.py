@@ -401,7 +401,7 @@ def _score_tile(
     t = span.hi - 1 - e
     masked = None if plan.sections - {"empty"} else False
     whole = (span.full_lo, span.full_hi)
-    s = logits.masked_logits(ctx, rows, t, jnp.int32(0), s, masked, whole)
+    s, _ = logits.masked_logits(ctx, rows, t, jnp.int32(0), s, masked, whole)
     new = softmax.next_step(s, unit, sums.row_max, empty_ok=True)
     row_sum = softmax.rescaled(new, sums.row_sum) + new.row_sum
     slot = sums.used & 1
