@@ -361,35 +361,22 @@ class HeadStep(NamedTuple):
     count: Index
     k: wgmma.Terms  # the warpgroup's keys and values, a panel each
     v: wgmma.Terms
-    rows: int  # queries
 
     @property
     def slot(self) -> Index:
         return self.ctx.smem.q_ring.slot(self.count)
 
     @property
-    def q(self) -> list[SmemRef]:
-        return self._rows_of(self.ctx.smem.q)
+    def q(self) -> tuple[SmemRef, ...]:
+        return panels.tiles(self.ctx.smem.q, self.slot)
 
     @property
-    def do(self) -> list[SmemRef]:
-        return self._rows_of(self.ctx.smem.do)
-
-    def _rows_of(self, tiles: Panels) -> list[SmemRef]:
-        return [tile.at[pl.ds(0, self.rows)] for tile in panels.tiles(tiles, self.slot)]
-
-    def to_whole(self, tile: RegisterTile) -> RegisterTile:
-        """A tile of keys and queries with zeros for queries that are not computed: matmuls over
-        queries take whole swizzles.
-        """
-        if self.rows == ROWS:
-            return tile
-        nothing = mosaic.filled((ROWS, ROWS - self.rows), 0.0, tile.dtype)
-        return lax.concatenate([tile, nothing], 1)
+    def do(self) -> tuple[SmemRef, ...]:
+        return panels.tiles(self.ctx.smem.do, self.slot)
 
     def statistic(self, numbers: SmemRef) -> RegisterTile:
         """lse or delta of every query."""
-        return mosaic.load(numbers.at[self.slot, pl.ds(0, self.rows)], mosaic.COLUMN)
+        return mosaic.load(numbers.at[self.slot], mosaic.COLUMN)
 
     @property
     def keys(self) -> tuple[Index, Index]:
@@ -432,43 +419,28 @@ def _consume(ctx: KernelContext, outs: KeyGradients, walk: Walk, wg: Index) -> N
         def all_steps(*accs: RegisterTile) -> list[list[RegisterTile]]:
             sums = KeyGradients(accs[: len(qk_widths)], accs[len(qk_widths) :])
 
-            def step(t: Index, count: Index, rows: int = ROWS) -> Index:
-                _step(HeadStep(ctx, tile, wg, t, count, k, v, rows), sums)
+            def step(t: Index, count: Index) -> Index:
+                _step(HeadStep(ctx, tile, wg, t, count, k, v), sums)
                 return count + 1
 
-            rest = _last_rows(ctx)
-            whole = tile.steps if rest == ROWS else tile.steps - 1
-            so_far = lax.fori_loop(0, whole, step, count)
-            if rest < ROWS:
-                step(jnp.int32(whole), so_far, rest)
+            lax.fori_loop(0, tile.steps, step, count)
             return [[acc[...] for acc in accs] for accs in sums]
 
         accs = [plgpu.ACC((ROWS, width), jnp.float32) for width in qk_widths + v_widths]
         grads = KeyGradients(*pl.run_scoped(all_steps, *accs))
         last = smem.q_ring.slot(count + (tile.steps - 1))
         pl.when(jnp.int32(tile.steps) > 0)(lambda: smem.q_ring.release(last))
-        _store_dk_dv(ctx, outs, HeadStep(ctx, tile, wg, 0, count, k, v, ROWS), grads)
+        _store_dk_dv(ctx, outs, HeadStep(ctx, tile, wg, 0, count, k, v), grads)
         return count + tile.steps
 
     lax.fori_loop(0, walk.tiles, kv_tile, jnp.int32(0))
     plgpu.wait_smem_to_gmem(0)
 
 
-def _last_rows(ctx: KernelContext) -> int:
-    """Query rows of the last tile whose scores are computed; all where the number of steps is known
-    at run time, or tiles of a bias come whole.
-    """
-    plan, refs, _ = ctx
-    if refs.key_tiles is not None or plan.bias_tiles is not None:
-        return ROWS
-    return tma_operands.round_up((plan.problem.q_len - 1) % ROWS + 1, 16)
-
-
 def _step(now: HeadStep, sums: KeyGradients) -> None:
     """Adds to `sums`, the accumulators of dK and dV; dK still runs when this returns."""
     now = now._replace(wg=now.wg + mosaic.opaque_zero(now.count))
-    scores = plgpu.ACC((ROWS, now.rows), jnp.float32)
-    pl.run_scoped(functools.partial(_scores, now, sums), scores)
+    pl.run_scoped(functools.partial(_scores, now, sums), plgpu.ACC((ROWS, ROWS), jnp.float32))
 
 
 def _scores(now: HeadStep, sums: KeyGradients, s_acc: RegisterTile) -> None:
@@ -480,7 +452,7 @@ def _scores(now: HeadStep, sums: KeyGradients, s_acc: RegisterTile) -> None:
     pl.when(now.t > 0)(lambda: smem.q_ring.release(before))
     smem.do_ring.wait(slot)
     body = functools.partial(_dv_and_dk, now, sums, s_acc)
-    pl.run_scoped(body, plgpu.ACC((ROWS, now.rows), jnp.float32))
+    pl.run_scoped(body, plgpu.ACC((ROWS, ROWS), jnp.float32))
 
 
 def _dv_and_dk(
@@ -493,17 +465,17 @@ def _dv_and_dk(
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(do))
     lse = now.statistic(smem.lse)
     p, slope = score_mod.probabilities(now.ctx, now.place, s, lse, now.is_masked)
-    wgmma.value_panels(sums.dv, now.to_whole(p.astype(dtype)), panels.tiles(smem.do, now.slot))
+    wgmma.value_panels(sums.dv, p.astype(dtype), do)
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(do))
     ds = p * (dp - per_column(now.statistic(smem.delta), dp.shape))
-    ds = now.to_whole((ds if slope is None else ds * slope).astype(dtype))
+    ds = (ds if slope is None else ds * slope).astype(dtype)
     to = ring_slot(now.count, ds_slots)
     pl.when(now.count >= ds_slots)(lambda: plgpu.barrier_wait(smem.ds_free.at[to]))
     for copy in smem.ds:
         copy[to, now.wg] = ds
     plgpu.commit_smem()
     plgpu.barrier_arrive(smem.ds_ready.at[to])
-    wgmma.value_panels(sums.dk, ds, panels.tiles(smem.q, now.slot))
+    wgmma.value_panels(sums.dk, ds, now.q)
     plgpu.wgmma_wait(len(sums.dk))
     smem.do_ring.release(now.slot)
 
