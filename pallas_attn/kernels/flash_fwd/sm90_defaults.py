@@ -101,7 +101,7 @@ def _of_few_rows(problem: AttentionProblem, dim: int, made: Callable[..., Config
 
     def time_of(consumers: int) -> float:
         tiles = cdiv(problem.q_len, ROWS * consumers)
-        rounds = cdiv(problem.batch * problem.q_heads * tiles, BLOCKS)
+        rounds: float = cdiv(problem.batch * problem.q_heads * tiles, BLOCKS)
         if dim <= 64 and problem.q_len > 256:  # idle consumers give the others their time
             rounds *= (tiles - 1 + _last_cost(problem, consumers)) / tiles
         return costs[consumers] * consumers * rounds
