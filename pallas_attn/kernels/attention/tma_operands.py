@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_attn._call.problem import FLOAT8, AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.lang import booleans, mosaic, panels
+from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import Operand
 from pallas_attn.kernels.mma.wgmma import Kind
 
@@ -200,14 +200,21 @@ def bias_and_mask(
     if mask is not None:
         of_keys = mask.shape[2] == 1 < mask.shape[3]
         read = only_read and ("mask_array" in in_tiles or mask.size < 2**31)
-        in_int8 = booleans.as_bytes if read else lambda x: x.astype(jnp.int8)
-        operands["mask_array"] = mask if of_keys else in_int8(mask)
+        operands["mask_array"] = mask if of_keys else _in_int8(mask, read)
         in_tiles = {*in_tiles, *["mask_array"] * of_keys}
     return {
         name: x if name in in_tiles or x.size < 2**31 else padded(x, {2: rows, 3: keys})
         for name, x in operands.items()
         if x is not None
     }
+
+
+def _in_int8(mask: jax.Array, only_read: bool) -> jax.Array:
+    if not only_read:
+        return mask.astype(jnp.int8)
+    from pallas_attn.kernels.lang import booleans
+
+    return booleans.as_bytes(mask)
 
 
 def segment_ids(inputs: AttentionInputs, rows: int, keys: int) -> dict[str, Any]:

@@ -432,7 +432,8 @@ def _first_tile(
     """The last kv tile, whose scores overlap with nothing but `meanwhile`."""
     ring, smem = Ring.of(ctx), ctx.smem
     q, k = panels.tiles(smem.q, rows.q_slot), panels.tiles(smem.k, slot)
-    block, keys = k[0].shape[0], ctx.plan.last_keys
+    block = k[0].shape[0]
+    keys = ctx.plan.last_keys or block
     if keys < block:
         k = tuple(panel.at[pl.ds(0, keys)] for panel in k)
     ring.wait(slot)
@@ -451,7 +452,8 @@ def _first_tile(
         ring.release(slot)
     unit, nothing = ctx.plan.logit_rules.unit, mosaic.filled((ROWS,), -jnp.inf)
     new = online.step(s, unit, nothing, empty_ok=True)
-    p = with_zeros(new.p.astype(ctx.plan.v.dtype), block)
+    p = new.p.astype(ctx.plan.v.dtype)
+    p = with_zeros(p, block) if keys < block else p
     return State(_no_values(ctx.plan.v), new.row_sum, new.row_max, p)
 
 
@@ -502,13 +504,12 @@ def _step(  # noqa: PLR0913
 
 def widened(p: RegisterTile, v: tuple[SmemRef, ...]) -> RegisterTile:
     """Probabilities with a zero for each row of v past the kv tile: `QueryPlan.value_rows`."""
-    return with_zeros(p, v[0].shape[0])
+    return p if p.shape[1] == v[0].shape[0] else with_zeros(p, v[0].shape[0])
 
 
 def with_zeros(p: RegisterTile, keys: int) -> RegisterTile:
     """Probabilities of so many keys, of which those past `p` have none."""
-    idle = keys - p.shape[1]
-    return lax.concatenate([p, mosaic.filled((ROWS, idle), 0, p.dtype)], 1) if idle else p
+    return lax.concatenate([p, mosaic.filled((ROWS, keys - p.shape[1]), 0, p.dtype)], 1)
 
 
 def for_each_kv_tile(plan: Any, span: tiles.Span, step: Callable[..., Any], carry: Carry) -> Any:

@@ -147,12 +147,8 @@ class Plan:
     tree: bool = False  # whether the mask function is a tree of drafts
     score_tiles = ()  # it takes no bias and no mask_array
     skips_keys = False
+    last_keys = 0  # keys of the last kv tile: all, as sequences end anywhere
     one_loop = False  # tiles that need no mask have a loop of their own in the mainloop
-
-    @property
-    def last_keys(self) -> int:
-        """Those of a whole tile, as sequences end anywhere."""
-        return int(self.config.block_kv)
 
     @functools.cached_property
     def tiles(self) -> RowTiles:
