@@ -265,7 +265,7 @@ def test_prefill_over_several_caches_meets_attention_without_one(tmp_path):
 
 # Each function once, and the backward of one that is a score.
 FUNCTIONS = [x for x in known.MASK if x.head_dim == 128 and x.kv_len == 8192]
-FUNCTIONS = [x for x in FUNCTIONS if x.both == (x.function[0] == "alibi")]
+FUNCTIONS = [x for x in FUNCTIONS if x.both == (x.function[0] in ("alibi", "t5"))]
 
 
 @pytest.mark.parametrize("case", FUNCTIONS, ids=lambda x: x.name)
@@ -279,6 +279,7 @@ def test_functions_are_checked_beside_the_options_that_say_the_same(case, tmp_pa
     status, written, lines, _ = bench("mask", [case.name], tmp_path, Options(turns=1))
     assert status == 0, lines
     beside = ["built_in"] if name in ("full", "causal", "window", "documents") else []
+    beside += ["not_learned"] if case.learned else []
     impls = [row["impl"] for row in of_op(written, "mask")]
     assert impls == ["pallas_attn/reference", *beside]
     pairs = int(little.written_out()["mask_array"].sum()) * (1 if name == "documents" else 2)
