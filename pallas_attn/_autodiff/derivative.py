@@ -143,7 +143,7 @@ class Derivative:
 
 
 def numbers_of_aux(names: Sequence[str]) -> list[int]:
-    """Indices into `score_aux` of the names that stand for its arrays, such as 3 of "score_aux3"."""
+    """Indices into `score_aux` of the names that stand for its arrays: 3 for "score_aux3"."""
     return [int(name.removeprefix("score_aux")) for name in names if "score_aux" in name]
 
 

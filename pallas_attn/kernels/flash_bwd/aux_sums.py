@@ -398,7 +398,7 @@ def along_diagonals(sums: jax.Array) -> jax.Array:
 
 
 def sums_by_element(values: jax.Array, at: jax.Array, size: int) -> jax.Array:
-    """float32[size]: the sum of the values whose index in `at` is each element's, in a fixed order."""
+    """float32[size]: for each element, the sum of the values with its index in `at`, in order."""
     if values.size * size <= MOST_COMPARED:
         places = jnp.arange(size, dtype=jnp.int32)
         return jnp.where(at[None] == places[:, None], values[None], 0.0).sum(axis=1)

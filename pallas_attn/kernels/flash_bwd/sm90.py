@@ -300,7 +300,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
 
 
 def _by_one_launch(residuals: Residuals, plan: KeyPlan) -> AttentionInputs:
-    """The gradients, with dq, dk and dv by one kernel. `sm90_short` computes row statistics, too."""
+    """The gradients, with dq, dk and dv by one kernel; `sm90_short` computes row statistics too."""
     inputs, problem = residuals.inputs, plan.problem
     if plan.config.short and inputs.sinks is None:
         return AttentionInputs(*sm90_short.dq_dk_dv(plan, residuals))
