@@ -280,7 +280,9 @@ def _first_tile(
     if not read_later:
         ring.release(slot)
     masked: bool | None = "first_masked" in ctx.plan.sections
-    first_rows, whole = rows.with_loaded_tile(rows.last), None
+    first_rows, whole = rows, None
+    if rows.last is not None:
+        first_rows = rows.with_loaded_tile(rows.last)
     if ctx.plan.skips_keys:
         masked, whole = None, (rows.span.full_lo, rows.span.full_hi)
     last = rows.span.hi - 1
