@@ -108,10 +108,9 @@ def masked_logits(  # noqa: PLR0913
     masked: bool | None,
     whole: tuple[Index, Index] | None = None,
 ) -> tuple[RegisterTile, Any]:
-    """The logits of kv tile t from its scores `s`, in log2 units if `LogitRules.unit` is None; and
-    an object with the functions `step` and `next_step` of their softmax. `slot`: the entry of the
-    ring that holds the tile. `masked` None: a branch masks the tile unless t lies in `whole`,
-    (first, one after the last).
+    """The logits of kv tile t, whose ring entry is `slot`, from its scores `s`, in log2 units if
+    `LogitRules.unit` is None; and the functions `step` and `next_step` of their softmax. `masked`
+    None: a branch masks the tile unless t lies in `whole`, (first, one after the last).
     """
     online: Any = softmax
     if ctx.plan.logit_rules.linear:
