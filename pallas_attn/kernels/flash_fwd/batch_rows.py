@@ -21,7 +21,7 @@ from pallas_attn.masks import FULL, Mask
 _SHIFT = 16  # fraction bits of 1 / rows: the product replaces a division, exact below 64
 
 
-def most(problem: AttentionProblem) -> int:
+def most_joined(problem: AttentionProblem) -> int:
     """The largest number of batch rows that can share a work tile; 1 where none may be joined."""
     rows = problem.q_len
     joins = rows == problem.kv_len <= ROWS // 2 and set(problem.arrays) <= {"sinks"}
@@ -36,8 +36,8 @@ def joined(problem: AttentionProblem, n: int) -> tuple[AttentionProblem, "RowsAp
     """The problem whose batch rows are `n` batch rows of this one each, with a FULL mask, and the
     mask to use in its place, which hides the keys of other batch rows.
     """
-    if most(problem) % n:
-        raise ValueError(f"Config.batch_rows must divide {most(problem)} for {problem}, got {n}")
+    if (most := most_joined(problem)) % n:
+        raise ValueError(f"Config.batch_rows must divide {most} for {problem}, got {n}")
     rows = n * problem.q_len
     sizes: dict[str, Any] = {"batch": problem.batch // n, "q_len": rows, "kv_len": rows}
     mask = RowsApart(problem.q_len, problem.mask, problem.q_offset)

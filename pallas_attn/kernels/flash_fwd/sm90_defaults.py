@@ -85,7 +85,7 @@ def _of_few_rows(problem: AttentionProblem, dim: int, made: Callable[..., Config
     if problem.q_len <= ROWS // 2 and problem.batch * problem.q_heads > 4 * BLOCKS:
         from pallas_attn.kernels.flash_fwd import batch_rows
 
-        rows = batch_rows.most(problem)
+        rows = batch_rows.most_joined(problem)
         if rows > 1:
             consumers = 4 if dim <= 64 else 2
             return made(consumers, block_kv=64, stages=2, independent=True, batch_rows=rows)

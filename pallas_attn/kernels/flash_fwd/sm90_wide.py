@@ -107,14 +107,14 @@ def limit(problem: AttentionProblem) -> Limit | None:
         return refused
     other = "leave implementation=None"
     if problem.dtype == "float32":
-        return Limit("float32 at head dims above 256; it takes bfloat16 and float16", other)
+        return Limit("it takes bfloat16 and float16, not float32", other)
     if max(problem.head_dim, problem.v_head_dim) <= 256:
-        return Limit("it is for head dims above 256", other)
+        return Limit("it takes head dims above 256", other)
     functions = problem.mask_program is not None or problem.score_program is not None
     odd = set(problem.arrays) - SUPPORTED
     if functions or odd or problem.fetches > 1 or problem.share > 1 or problem.zigzag > 1:
-        what = ", ".join(sorted(odd)) or "functions of positions, or rows of several GPUs,"
-        return Limit(f"{what} at head dims above 256", other)
+        what = ", ".join(sorted(odd)) or "functions of positions or rows of several GPUs"
+        return Limit(f"it does not take {what}", other)
     return None
 
 

@@ -39,7 +39,7 @@ def limit(problem: DecodeProblem, forward: Forward) -> Limit | None:
     other = "leave implementation=None"
     if problem.packed or problem.mask_program is not None or problem.kind == "interleaved":
         return Limit(
-            "it takes no packed rows, trees, mask functions, and K and V in one array", other
+            "it takes no packed rows, trees, mask functions or K and V in one array", other
         )
     if problem.batch_invariant:
         return Limit("batch_invariant is kept by the kernel for few rows", other)
