@@ -264,4 +264,6 @@ def _help_of(flag: Flag) -> list[str]:
     shown = f"--{flag.name}={'|'.join(flag.kind)}" if isinstance(flag.kind, list) else shown
     default = "" if flag.default in (None, [], False) else f" Default: {flag.default}."
     wrapped = textwrap.wrap(flag.text + default, 92)
-    return [f"  {shown}", *(f"      {line}" for line in wrapped)]
+    shown = textwrap.fill(shown.replace("|", "| "), 96, subsequent_indent="      ")  # breaks at |
+    shown = shown.replace("| ", "|").replace("\n", "\n  ")
+    return [*f"  {shown}".splitlines(), *(f"      {line}" for line in wrapped)]

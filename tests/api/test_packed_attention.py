@@ -98,7 +98,7 @@ class Packed:
             starts = self.both[name in ("dk", "dv")]
             for free in (rows[: starts[0]], rows[starts[-1] :]):
                 np.testing.assert_array_equal(free, -np.inf if name == "lse" else 0.0, err_msg=name)
-            apart = self.independent("k" if name in ("dk", "dv") else "q", rows)
+            apart = self.apart("k" if name in ("dk", "dv") else "q", rows)
             if name == "lse":
                 apart[np.arange(apart.shape[1])[None] >= np.diff(starts)[:, None]] = -np.inf
             parts[name] = np.swapaxes(apart, 1, 2) if name == "lse" else apart
@@ -107,14 +107,14 @@ class Packed:
     def expected(
         self, arrays: dict, do, dlse, random: bool = False, grids=budget.GRIDS
     ) -> budget.Expected:
-        args = {name: self.independent(name, x) for name, x in arrays.items() if name != "sinks"}
+        args = {name: self.apart(name, x) for name, x in arrays.items() if name != "sinks"}
         lengths = {"q_lengths": self.both[0], "kv_lengths": self.both[1]}
         args |= {name: np.diff(starts).astype(np.int32) for name, starts in lengths.items()}
         if self.sinks:
             args["sinks"] = arrays["sinks"]
         if not isinstance(self.q_offset, int):
             args["q_offset"] = np.asarray(self.q_offset, np.int32)
-        do, dlse = self.independent("q", do), np.swapaxes(self.independent("q", dlse.T), 1, 2)
+        do, dlse = self.apart("q", do), np.swapaxes(self.apart("q", dlse.T), 1, 2)
         static = {name: x for name, x in self.options().items() if name != "deterministic"}
         how = {"tensor_cores": True, "random": random, "grids": grids}
         return budget.attention(args | static, do, dlse, **how)

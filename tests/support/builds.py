@@ -340,6 +340,7 @@ _BLOCKS = {"mask": pa.mask_fn(lambda b, h, q, kv: (q // 32 >= kv // 32) & ((q + 
 BUILDS: dict[str, Build] = {
     "flash_fwd/sm90/h64_causal": _attention_sm90(64, **_CAUSAL),
     "flash_fwd/sm90/h128_full": _attention_sm90(128),
+    "flash_fwd/sm90/h64_batch_rows": _attention_sm90(64, heads=(300, 300), rows=16, keys=16),
     "flash_fwd/sm90/float8_h128": _attention_sm90(128, dtype="float8_e4m3fn"),
     "flash_fwd/sm90/h128_causal_gqa": _attention_sm90(128, heads=(8, 2), **_CAUSAL),
     "flash_fwd/sm90/h128_fetched": _fetching(32768, 32, 8, 128, mask=pa.CAUSAL),
@@ -389,7 +390,7 @@ BUILDS: dict[str, Build] = {
     "flash_bwd/sm90/h256_causal": _backward_sm90(256, **_CAUSAL),
     "flash_bwd/sm90/h64_window": _backward_sm90(64, **_WINDOW),
     "flash_bwd/sm90/h72_short": _backward_sm90(72, rows=49, keys=64),
-    "flash_bwd/sm90/h64_heads": _backward_sm90(64, heads=(80, 80), rows=197, keys=197),
+    "flash_bwd/sm90/h64_heads": _backward_sm90(64, heads=(130, 130), rows=197, keys=197),
     "flash_bwd/sm90/h72_odd": _backward_sm90(72, rows=729, keys=729),
     "flash_bwd/sm90/h136_odd": _backward_sm90(136, rows=577, keys=577),
     "flash_bwd/sm90/h64_bias": _backward_sm90(64, also=("bias", "sinks", "kv_lengths")),
