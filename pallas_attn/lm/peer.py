@@ -55,12 +55,12 @@ def steps(
 ) -> tuple[Carry, Array]:
     """A chunk of greedy steps and its tokens; on a mesh each device has its own heads."""
     if options.mesh is None:
-        return _steps(config, options, implementation, params, carry)
+        return _steps(config, implementation, options.chunk, params, carry)
     caches = jax.tree.map(lambda x: lm_mesh.spec_of_heads(x.ndim), carry[0])
     state = (caches, P(), P())
     local = lm_mesh.local(config, options.mesh)
     return jax.shard_map(
-        functools.partial(_steps, local, options, implementation),
+        functools.partial(_steps, local, implementation, options.chunk),
         mesh=options.mesh,
         in_specs=(lm_mesh.specs(config, options.mesh), state),
         out_specs=(state, P()),
@@ -69,11 +69,7 @@ def steps(
 
 
 def _steps(
-    config: Config,
-    options: Options,
-    implementation: Name,
-    params: Params,
-    carry: Carry,
+    config: Config, implementation: Name, count: int, params: Params, carry: Carry
 ) -> tuple[Carry, Array]:
     def step(carry: Carry, _: None) -> tuple[Carry, Array]:
         caches, lengths, tokens = carry
@@ -81,7 +77,7 @@ def _steps(
         tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
         return (caches, lengths + 1, tokens), tokens
 
-    return lax.scan(step, carry, None, options.chunk)
+    return lax.scan(step, carry, None, count)
 
 
 def _decode(

@@ -105,26 +105,26 @@ def tiles(size):
     return [(lo, hi) for lo in range(size) for hi in range(lo + 1, size + 1)]
 
 
+def check_range(mask, range_of, by):
+    """`range_of(first, end, keys)` are the keys that `by`, any or all, of the queries see."""
+    for (q_lo, q_hi), offset, kv_len in itertools.product(tiles(5), (-2, 0, 4), (0, 3, 8)):
+        lo, hi = range_of(q_lo + offset, q_hi + offset, kv_len)
+        keys = [
+            j for j in range(kv_len) if by(seen(mask, p + offset, j) for p in range(q_lo, q_hi))
+        ]
+        assert list(range(lo, hi)) == keys
+        assert by is all or (lo >= 0 and hi <= kv_len)
+
+
 @by_mask
 def test_kv_range_holds_every_key_that_somebody_sees_and_is_tight(mask):
-    for (q_lo, q_hi), offset, kv_len in itertools.product(tiles(5), (-2, 0, 4), (0, 3, 8)):
-        lo, hi = mask.kv_range(q_lo + offset, q_hi + offset, kv_len)
-        some = [
-            j for j in range(kv_len) if any(seen(mask, p + offset, j) for p in range(q_lo, q_hi))
-        ]
-        assert lo >= 0 and hi <= kv_len
-        # The union of a band over adjacent rows has no hole: the bound is tight.
-        assert list(range(lo, hi)) == some
+    # The union of a band over adjacent rows has no hole: the bound is tight.
+    check_range(mask, mask.kv_range, any)
 
 
 @by_mask
 def test_kv_full_range_is_what_everybody_sees(mask):
-    for (q_lo, q_hi), offset, kv_len in itertools.product(tiles(5), (-2, 0, 4), (0, 3, 8)):
-        lo, hi = mask.kv_full_range(q_lo + offset, q_hi + offset, kv_len)
-        every = [
-            j for j in range(kv_len) if all(seen(mask, p + offset, j) for p in range(q_lo, q_hi))
-        ]
-        assert list(range(lo, hi)) == every
+    check_range(mask, mask.kv_full_range, all)
 
 
 @by_mask

@@ -86,6 +86,10 @@ class Mixture:
             rows[start : start + self.counts[m]] = x[m, self.held[m] : self.lengths[m]]
         return rows
 
+    def arguments(self):
+        """Arguments of `append_and_decode`."""
+        return self.before, self.q, self.packed(self.k), self.packed(self.v), self.starts
+
     def expected(self, m, mask, tensor_cores, **options):
         own = slice(self.starts[m], self.starts[m + 1])
         k, v = (x[m : m + 1, : self.lengths[m]] for x in (self.k, self.v))
@@ -302,8 +306,7 @@ def test_separate_caches_of_several_launches_interpreted(rng, monkeypatch):
 def test_two_neighbours_that_are_split_interpreted(rng, subject):
     """Blocks combine the keys of each."""
     mixture = Mixture(rng, "stacked", "bfloat16", (1, 1), (300, 270))
-    operands = (mixture.before, mixture.q, mixture.packed(mixture.k), mixture.packed(mixture.v))
-    _, *results = subject.call(append_and_decode, *operands, starts=jnp.asarray(mixture.starts))
+    _, *results = subject.call(append_and_decode, *mixture.arguments())
     mixture.check(*results, subject)
 
 
@@ -363,14 +366,7 @@ def _check_mixture(rng, subject, kind, name, sizes=None):
     few = "gpu" not in subject.marks
     counts, held = sizes or ((FEW_COUNTS, FEW_HELD) if few else (COUNTS, HELD))
     mixture = Mixture(rng, kind, subject.dtype, counts, held)
-    arguments = (
-        mixture.before,
-        mixture.q,
-        mixture.packed(mixture.k),
-        mixture.packed(mixture.v),
-        mixture.starts,
-    )
-    cache, out, lse = subject.call(append_and_decode, *arguments, **OPTIONS[name])
+    cache, out, lse = subject.call(append_and_decode, *mixture.arguments(), **OPTIONS[name])
     np.testing.assert_array_equal(cache.lengths, mixture.lengths)
     mixture.check(out, lse, subject, **OPTIONS[name])
 
@@ -445,14 +441,7 @@ def test_lost_sequences_spoil_their_rows_alone(rng, subject):
     """One that overflowed, one whose first page is missing, one that was never extended."""
     held, counts = (70, 5, 0, 40), (1, 30, 3, 20)
     mixture = Mixture(rng, "paged", subject.dtype, counts, held)
-    arguments = (
-        mixture.before,
-        mixture.q,
-        mixture.packed(mixture.k),
-        mixture.packed(mixture.v),
-        mixture.starts,
-    )
-    cache, *_ = subject.call(append_and_decode, *arguments)
+    cache, *_ = subject.call(append_and_decode, *mixture.arguments())
     decode = pa.decode_attention_with_lse
     table = cache.page_table.at[3, 0].set(-2)
     lengths = cache.lengths.at[1].set(10**6).at[2].set(0)

@@ -467,7 +467,6 @@ EXCUSED = {
     "kernels.mma.wgmma_float8.probabilities": "rounds to float8, which GPU tests compare",
     "kernels.mma.wgmma_float8.zeros": "emits one move of 0",
     "kernels.lang.mosaic.inline": "makes inline code of what it is given",
-    "kernels.mma.mma_rowmajor.inline": "makes inline code of what it is given",
     "kernels.lang.mosaic.results_are_used": "emits nothing",
     "kernels.lang.mosaic.overwrites_what_is_masked": "emits nothing",
     "kernels.lang.thread_program.each_thread": "test_emitted_code.py has the instructions",

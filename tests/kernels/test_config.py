@@ -9,7 +9,7 @@ import pytest
 from pallas_attn._call import config as _config
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
-from pallas_attn._call.problem import AttentionProblem
+from pallas_attn.bench import support
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.flash_bwd import sm90 as flash_bwd_sm90
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
@@ -19,21 +19,9 @@ from pallas_attn.masks import CAUSAL, FULL, sliding_window
 
 
 def attention(**changes):
-    base = AttentionProblem(
-        op="flash_forward",
-        gpu="sm90",
-        dtype="bfloat16",
-        batch=2,
-        q_len=8192,
-        kv_len=8192,
-        q_heads=16,
-        kv_heads=16,
-        head_dim=128,
-        v_head_dim=128,
-        mask=CAUSAL,
-        scale=1.0,
-    )
-    return dataclasses.replace(base, **changes)
+    sizes = {"q_len": 8192, "kv_len": 8192, "q_heads": 16, "kv_heads": 16}
+    fields = sizes | {"mask": CAUSAL, "scale": 1.0} | changes
+    return dataclasses.replace(support._BASE["flash_forward"], **fields)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -428,9 +429,8 @@ def mapped(shards=2, options=(), **fields):
     ],
 )
 def test_what_is_refused(call, said):
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(said)):
         call()
-    assert said in str(error.value)
 
 
 def test_an_odd_number_of_rows_has_no_zigzag():

@@ -57,6 +57,17 @@ class Results(NamedTuple):
     sinks: GmemRef | None
 
 
+class Outputs(NamedTuple):
+    """The arrays that a launch makes."""
+
+    out: GmemRef
+    lse: GmemRef
+    partials: PartialRefs
+
+    def results(self, counters: GmemRef, sinks: GmemRef | None) -> Results:
+        return Results(self.out, self.lse, *self.partials, counters, sinks)
+
+
 class Head(NamedTuple):
     """The head of a sequence that a block has finished with, and the places of its partials; int32
     scalars.

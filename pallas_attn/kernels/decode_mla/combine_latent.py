@@ -66,7 +66,7 @@ def store(ref: GmemRef, index: Index, tile: RegisterTile) -> None:
         ref[int(index)] = tile.ravel()
 
     types = (mosaic.TILE, mma_rowmajor.REF, mma_rowmajor.SCALAR)
-    mma_rowmajor.inline(code, twin, (tile, ref, index), types, None)
+    mosaic.inline(code, twin, (tile, ref, index), types, None)
 
 
 def load(ref: GmemRef, index: Index, shape: tuple[int, int]) -> RegisterTile:
@@ -88,7 +88,7 @@ def load(ref: GmemRef, index: Index, shape: tuple[int, int]) -> RegisterTile:
 
     result = mma_rowmajor.tile_of(shape, jnp.float32)
     types = (mma_rowmajor.REF, mma_rowmajor.SCALAR)
-    return mma_rowmajor.inline(code, twin, (ref, index), types, result)
+    return mosaic.inline(code, twin, (ref, index), types, result)
 
 
 def _address(ref: GmemRef, index: mgpu.FragmentedArray, size: int) -> ir.Value:
@@ -116,7 +116,7 @@ def load_rows(ref: GmemRef, index: Index, layout: Layout) -> RegisterTile:
 
     result = plgpu.ShapeDtypeStruct((count,), jnp.float32, layout=layout)
     types = (mma_rowmajor.REF, mma_rowmajor.SCALAR)
-    return mma_rowmajor.inline(code, twin, (ref, index), types, result)
+    return mosaic.inline(code, twin, (ref, index), types, result)
 
 
 def base_of(row_max: RegisterTile) -> RegisterTile:

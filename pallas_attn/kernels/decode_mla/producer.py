@@ -3,7 +3,7 @@ blocks of columns, each of which has barriers of its own.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -17,6 +17,7 @@ from pallas_attn.kernels.attention.cache_layout import Row
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import memory, scheduler
 from pallas_attn.kernels.decode import producer as decode_producer
+from pallas_attn.kernels.decode.combine_splits import Outputs
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.decode.scheduler import Share, Table, WorkTile
 from pallas_attn.kernels.lang import mosaic, threads
@@ -66,12 +67,12 @@ def refs_of(
 
 
 def kernel_of(
-    plan: Plan, body: Callable[..., None], results: Sequence[Any], smem: SmemRef, warpgroups: int
+    plan: Plan, body: Callable[..., None], outputs: Outputs, smem: SmemRef, warpgroups: int
 ) -> Callable[..., Any]:
-    """The launch of `body(refs, *results, smem)` on all blocks."""
+    """The launch of `body(refs, outputs, smem)` on all blocks."""
     return plgpu.kernel(
         functools.partial(body, plan=plan),
-        out_type=results,
+        out_type=(outputs,),
         scratch_types=(smem,),
         grid=(plan.grid,),
         grid_names=("block",),

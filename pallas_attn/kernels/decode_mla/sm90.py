@@ -44,7 +44,7 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, softmax, tma_operands
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import combine_splits, limits, mainloop, scheduler
-from pallas_attn.kernels.decode.combine_splits import PartialRefs, Results
+from pallas_attn.kernels.decode.combine_splits import Outputs, Results
 from pallas_attn.kernels.decode.mainloop import ROWS
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.decode.scheduler import Table, WorkTile
@@ -63,7 +63,7 @@ from pallas_attn.kernels.decode_mla.plan import (
 )
 from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs, RingBlock
 from pallas_attn.kernels.lang import mosaic, threads
-from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
+from pallas_attn.kernels.lang.types import Barrier, Index, RegisterTile, SmemRef
 
 Array = jax.Array
 
@@ -579,17 +579,9 @@ def _write(plan: Plan, own: _Own, work: WorkTile, n: int, out: RegisterTile) -> 
 # ---- the kernel and its call ---------------------------------------------------------------------
 
 
-def _kernel(
-    refs: LatentRefs,
-    out: GmemRef,
-    lse: GmemRef,
-    partials: PartialRefs,
-    smem: LatentSmem,
-    *,
-    plan: Plan,
-) -> None:
+def _kernel(refs: LatentRefs, outputs: Outputs, smem: LatentSmem, *, plan: Plan) -> None:
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
-    results = Results(out, lse, *partials, refs.counters, refs.sinks)
+    results = outputs.results(refs.counters, refs.sinks)
     ctx = KernelContext(plan, refs, smem)
 
     @pl.when(wg == PRODUCER)
@@ -635,13 +627,13 @@ def _launch(
     rows = _padded_rows(plan), plan.queries.chunks * ROWS
     sums = shape((plan.partials, ROWS), jnp.float32)
     kept = shape((partial_block(plan, plan.partials, 0, 0), ROWS * columns.block), jnp.float32)
-    out_type = (
+    outputs = Outputs(
         shape((lines * ROWS, problem.v_head_dim), problem.dtype),
         shape((lines, ROWS), jnp.float32),
         (kept, sums, sums),
     )
-    kernel = producer.kernel_of(plan, _kernel, out_type, scratch(plan), V_WARPGROUPS + 2)
-    out, lse, _ = kernel(producer.refs_of(inputs, counters, plan, *rows))
+    kernel = producer.kernel_of(plan, _kernel, outputs, scratch(plan), V_WARPGROUPS + 2)
+    ((out, lse, _),) = kernel(producer.refs_of(inputs, counters, plan, *rows))
     return combine_latent.of_sequences(plan, out, lse)
 
 

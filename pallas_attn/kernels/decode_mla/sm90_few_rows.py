@@ -28,7 +28,7 @@ from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels.attention import softmax, tma_operands
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import combine_splits, mainloop, scheduler
-from pallas_attn.kernels.decode.combine_splits import PartialRefs, Results
+from pallas_attn.kernels.decode.combine_splits import Outputs, Results
 from pallas_attn.kernels.decode.plan import Plan, plan_with, query_rows
 from pallas_attn.kernels.decode.scheduler import Share, Table, WorkTile
 from pallas_attn.kernels.decode_mla import combine_latent, producer
@@ -37,7 +37,6 @@ from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRef
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.types import (
     Barrier,
-    GmemRef,
     Index,
     KernelConfig,
     RegisterTile,
@@ -367,17 +366,9 @@ def _write(plan: Plan, results: Results, m: Index, whole: State) -> None:
 # ---- the kernel and its call ---------------------------------------------------------------------
 
 
-def _kernel(  # noqa: PLR0913
-    refs: LatentRefs,
-    out: GmemRef,
-    lse: GmemRef,
-    partials: PartialRefs,
-    smem: FewRowsSmem,
-    *,
-    plan: Plan,
-) -> None:
+def _kernel(refs: LatentRefs, outputs: Outputs, smem: FewRowsSmem, *, plan: Plan) -> None:
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
-    results = Results(out, lse, *partials, refs.counters, refs.sinks)
+    results = outputs.results(refs.counters, refs.sinks)
     ctx = KernelContext(plan, refs, smem)
 
     @pl.when(wg == 1)
@@ -401,11 +392,11 @@ def launch(
     rows, partials = plan.queries.chunk_rows, plan.partials
     sums = shape((partials, rows), jnp.float32)
     accs = tuple(shape((partials, n * rows), jnp.float32) for n in columns_of(plan).accs)
-    out_type = (
+    outputs = Outputs(
         shape((problem.sequences * rows, problem.v_head_dim), problem.dtype),
         shape((problem.sequences, rows), jnp.float32),
         (accs, sums, sums),
     )
-    kernel = producer.kernel_of(plan, _kernel, out_type, scratch(plan), warpgroups=2)
-    out, lse, _ = kernel(producer.refs_of(inputs, counters, plan, rows, rows))
+    kernel = producer.kernel_of(plan, _kernel, outputs, scratch(plan), warpgroups=2)
+    ((out, lse, _),) = kernel(producer.refs_of(inputs, counters, plan, rows, rows))
     return combine_latent.of_sequences(plan, out, lse)

@@ -188,11 +188,11 @@ def diagonals(problem: AttentionProblem, rows: int, keys: int, far: Far | None =
 
 
 def weight(
-    ctx: KernelContext, place: LogitTile, read: Read, s: RegisterTile, seen: RegisterTile
+    ctx: KernelContext, place: LogitTile, read: Read, s: RegisterTile | None, seen: RegisterTile
 ) -> RegisterTile | float:
     """The derivative of the score function with respect to a read, on a tile of logits. `s`: scores
-    before the scale; any tile of this shape where the derivative does not depend on the score.
-    `seen`: the logits whose dS may be other than 0.
+    before the scale; None where the derivative does not depend on the score. `seen`: the logits
+    whose dS may be other than 0.
     """
     problem = ctx.plan.problem
     program = problem.score_program
@@ -203,9 +203,13 @@ def weight(
     if "q_offset" not in problem.arrays and _last_position(problem) < EXACT:
         slope = reads.in_floats(slope)
     aux = reads.derivative_arrays(program, read, ctx.refs.score_aux)
-    s = s * problem.scale
-    if problem.softcap is not None:
-        s = softmax.softcap(s, problem.softcap)
+    if s is None:
+        assert not slope.depends_on(0)
+        s = mosaic.filled(seen.shape, 0.0)  # not read
+    else:
+        s = s * problem.scale
+        if problem.softcap is not None:
+            s = softmax.softcap(s, problem.softcap)
     by = functions.on_tile(slope, aux, place, s)
     # At queries and keys past the end, dS is 0 and a weight may be infinite or NaN.
     return by if reads.is_finite(slope) else jnp.where(seen, by, 0.0)
@@ -237,7 +241,7 @@ def add_tile(
     """The sums of a warpgroup's keys, with a tile of dS [keys, queries] added to them."""
     results = []
     for (read, side), before in zip(ctx.plan.key_sums, sums, strict=True):
-        more = softmax.partials(times(ds, weight(ctx, place, read, ds, ds != 0)), operator.add)
+        more = softmax.partials(times(ds, weight(ctx, place, read, None, ds != 0)), operator.add)
         if side:
             far = far_of(ctx.plan.problem, read)
             assert far is not None

@@ -38,7 +38,7 @@ from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, KeyGradients
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart, Ring
-from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang import launch, mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import (
     Barrier,
@@ -488,18 +488,12 @@ def dk_dv(plan: KeyPlan, refs: BackwardRefs) -> KeyGradients:
             columns = tma_operands.round_up(columns, swizzle // 2)
         sizes = (plan.problem.batch, *x.shape[1:3], columns)
         outs.append(jax.ShapeDtypeStruct(sizes, x.dtype))
-    params = plgpu.CompilerParams(approx_math=True)
-    if plan.problem.dtype != "float32":
-        params = mosaic.without_barriers()
-    kernel = plgpu.kernel(
+    kernel = launch.persistent_kernel(
         functools.partial(_kernel, plan=plan),
-        out_type=tuple(outs),
-        scratch_types=(scratch(plan),),
-        grid=(plan.order.grid,),
-        grid_names=("block",),
-        num_threads=3,
-        thread_name="wg",
-        compiler_params=params,
-        kernel_name="flash_bwd_dkdv_sm90",
+        "flash_bwd_dkdv_sm90",
+        tuple(outs),
+        scratch(plan),
+        (plan.order.grid, 3),
+        barriers=plan.problem.dtype == "float32",
     )
     return KeyGradients(*kernel(refs))

@@ -32,7 +32,7 @@ from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.producer import Ring, load_rows, store_rows
 from pallas_attn.kernels.flash_fwd import key_mask_ranges, listed, tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
-from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang import launch, mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import (
     Barrier,
@@ -457,16 +457,17 @@ def dq_of(plan: QueryPlan, refs: BackwardRefs) -> jax.Array:
     padded = refs.q.shape
     if problem.dtype == "float32":
         padded = (padded[0], plan.tiling.padded_rows, padded[2], plan.qk.width)
-    kernel = plgpu.kernel(
+    body, size = (
         functools.partial(_kernel, plan=plan),
-        out_type=jax.ShapeDtypeStruct(padded, problem.dtype),
-        scratch_types=(scratch(plan),),
-        grid=(plan.order.grid,),
-        grid_names=("block",),
-        num_threads=plan.config.warpgroups + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name="flash_bwd_dq_sm90",
+        (plan.order.grid, plan.config.warpgroups + 1),
+    )
+    kernel = launch.persistent_kernel(
+        body,
+        "flash_bwd_dq_sm90",
+        jax.ShapeDtypeStruct(padded, problem.dtype),
+        scratch(plan),
+        size,
+        barriers=True,
     )
     return kernel(with_spans(plan, refs))[:, : problem.q_len, :, : problem.head_dim]
 

@@ -63,7 +63,7 @@ from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, KeyG
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart, Ring, ring_slot
 from pallas_attn.kernels.flash_fwd import claims
-from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang import launch, mosaic, panels
 from pallas_attn.kernels.lang.panels import Panel, Panels
 from pallas_attn.kernels.lang.types import (
     Barrier,
@@ -657,15 +657,6 @@ def dk_dv(plan: KeyPlan, refs: BackwardRefs) -> KeyGradients:
     outs = []
     for x in (refs.k, refs.v):  # a gradient for each batch row of q
         outs.append(jax.ShapeDtypeStruct((plan.problem.batch, *x.shape[1:]), x.dtype))
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, plan=plan),
-        out_type=tuple(outs),
-        scratch_types=(scratch(plan),),
-        grid=(plan.order.grid,),
-        grid_names=("block",),
-        num_threads=WARPGROUPS + 1,
-        thread_name="wg",
-        compiler_params=mosaic.without_barriers(),
-        kernel_name="flash_bwd_sm90",
-    )
+    body, size = functools.partial(_kernel, plan=plan), (plan.order.grid, WARPGROUPS + 1)
+    kernel = launch.persistent_kernel(body, "flash_bwd_sm90", tuple(outs), scratch(plan), size)
     return KeyGradients(*kernel(refs))

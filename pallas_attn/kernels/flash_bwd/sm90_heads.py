@@ -48,7 +48,7 @@ from pallas_attn.kernels.flash_bwd.operands import (
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import Ring, ring_slot
 from pallas_attn.kernels.flash_bwd.work_order import USUAL_BLOCKS
-from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang import launch, mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import (
     Barrier,
@@ -609,16 +609,12 @@ def dq_dk_dv(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Gradi
     """dq, dk and dv, by one launch."""
     inputs, d_out = residuals.inputs, residuals.d_out
     outs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.q, inputs.k, inputs.v)]
-    kernel = plgpu.kernel(
+    kernel = launch.persistent_kernel(
         functools.partial(_kernel, plan=plan),
-        out_type=tuple(outs),
-        scratch_types=(_scratch(plan.problem, slots_of(plan.problem)),),
-        grid=(grid_of(plan),),
-        grid_names=("block",),
-        num_threads=WARPGROUPS + 2,
-        thread_name="wg",
-        compiler_params=mosaic.without_barriers(),
-        kernel_name="flash_bwd_heads_sm90",
+        "flash_bwd_heads_sm90",
+        tuple(outs),
+        _scratch(plan.problem, slots_of(plan.problem)),
+        (grid_of(plan), WARPGROUPS + 2),
     )
     refs = HeadsRefs(inputs.q, inputs.k, inputs.v, d_out, *stats)
     if plan.bias_tiles is not None:

@@ -58,7 +58,7 @@ from pallas_attn.kernels.flash_fwd.tile_scheduler import (
     Turn,
     work_tile,
 )
-from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang import launch, mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, RegisterTile, SmemRef
 
@@ -571,20 +571,12 @@ def run(
         return tiles.results_without_scores(problem)
     plan = plan_of(problem, config)
     rows, shape = tma_operands.rows_in_tma(problem.q_len), jax.ShapeDtypeStruct
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, plan=plan),
-        out_type=(
-            shape((problem.batch, rows, problem.q_heads, V_DIM), problem.dtype),
-            shape((problem.batch, problem.q_heads, problem.q_len), jnp.float32),
-        ),
-        scratch_types=(scratch(plan),),
-        grid=(plan.order.grid,),
-        grid_names=("block",),
-        num_threads=PRODUCER + 1,
-        thread_name="wg",
-        compiler_params=mosaic.without_barriers(),
-        kernel_name="flash_fwd_wide_sm90",
+    out_type = (
+        shape((problem.batch, rows, problem.q_heads, V_DIM), problem.dtype),
+        shape((problem.batch, problem.q_heads, problem.q_len), jnp.float32),
     )
+    body, size = functools.partial(_kernel, plan=plan), (plan.order.grid, PRODUCER + 1)
+    kernel = launch.persistent_kernel(body, "flash_fwd_wide_sm90", out_type, scratch(plan), size)
     out, lse = kernel(_operands(plan, inputs))
     return out[:, : problem.q_len, :, : problem.v_head_dim], lse
 

@@ -35,7 +35,7 @@ from pallas_attn.kernels.flash_jvp import operands, sm90
 from pallas_attn.kernels.flash_jvp.operands import TangentRefs
 from pallas_attn.kernels.flash_jvp.sm90 import Config as TangentConfig
 from pallas_attn.kernels.flash_jvp.sm90 import Smem, TangentRows, plan_of
-from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang import launch, mosaic, panels
 from pallas_attn.kernels.lang.types import GmemRef, Index, Ref, RegisterTile, RegisterTiles
 from pallas_attn.kernels.mma import wgmma
 
@@ -213,16 +213,9 @@ def run(
     """(inputs, tangents) -> out, lse and their tangents."""
     plan = plan_of(problem, config)
     out, lse = sm90.results(plan)
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, plan=plan),
-        out_type=(out, lse, out, lse),
-        scratch_types=(scratch(plan),),
-        grid=(plan.order.grid,),
-        grid_names=("block",),
-        num_threads=config.warpgroups + 1,
-        thread_name="wg",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name="flash_dual_sm90",
+    body, size = functools.partial(_kernel, plan=plan), (plan.order.grid, config.warpgroups + 1)
+    kernel = launch.persistent_kernel(
+        body, "flash_dual_sm90", (out, lse, out, lse), scratch(plan), size, barriers=True
     )
     inputs, tangents = arrays
     refs = sm90.operands_of(plan, operands.Residuals(inputs, None, None, tangents))

@@ -62,4 +62,4 @@ def sum_of_parts(s: Array, to: Ref, split: Split) -> Array:
         return np.broadcast_to(total, parts.shape).reshape(s.shape)
 
     result = mma_rowmajor.tile_of(s.shape, jnp.float32)
-    return mma_rowmajor.inline(code, twin, (s, to), (mosaic.TILE, REF), result)
+    return mosaic.inline(code, twin, (s, to), (mosaic.TILE, REF), result)

@@ -11,7 +11,7 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_attn.kernels.lang import asm, mosaic, threads
 from pallas_attn.kernels.lang.thread_program import Int
-from pallas_attn.kernels.mma import mma_2x2, mma_rowmajor
+from pallas_attn.kernels.mma import mma_2x2
 from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR
 
 Ref = Any
@@ -73,7 +73,7 @@ def write(
     layout = mosaic.TILE if grid is None else mosaic.warp_layout((rows, width), down)
     types = (layout, REF, (SCALAR,) * 4, REF, SCALAR, SCALAR)
     args = (tile, to, tuple(at), room, jnp.int32(first), jnp.int32(group))
-    mma_rowmajor.inline(code, twin, args, types, None)
+    mosaic.inline(code, twin, args, types, None)
 
 
 def _both(a: Int | None, b: Int) -> Int:

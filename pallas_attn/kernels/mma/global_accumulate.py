@@ -42,7 +42,7 @@ def add(tile: Array, to: Ref, index: Array, vectors: bool) -> None:
             to[int(index)] += tile.ravel()
 
     types = (mosaic.warp_layout((rows, columns), 2), REF, SCALAR)
-    mma_rowmajor.inline(code, twin, (tile, to, index), types, None)
+    mosaic.inline(code, twin, (tile, to, index), types, None)
 
 
 _ADDING = threading.Lock()  # the interpreter's blocks are threads
@@ -85,4 +85,4 @@ def load(ref: Ref, index: Array, shape: tuple[int, int], vectors: bool) -> Array
         return ref[int(index)].reshape(shape).copy()
 
     result = mma_2x2.result_of(shape, jnp.float32, 2)
-    return mma_rowmajor.inline(code, twin, (ref, index), (REF, SCALAR), result)
+    return mosaic.inline(code, twin, (ref, index), (REF, SCALAR), result)

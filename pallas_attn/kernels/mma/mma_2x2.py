@@ -163,7 +163,7 @@ def product(
         return out
 
     types, args = (REF, SCALAR, REF, SCALAR), (a_ref, a_first, b_ref, b_first)
-    return mma_rowmajor.inline(code, twin, args, types, result_of(shape, jnp.float32, down))
+    return mosaic.inline(code, twin, args, types, result_of(shape, jnp.float32, down))
 
 
 def matmul_add(
@@ -190,7 +190,7 @@ def matmul_add(
     kind = mosaic.warp_layout((rows, width), down)
     types = (kind, (mosaic.warp_layout((rows, inner), down),) * len(p), REF, SCALAR)
     result = result_of((rows, width), jnp.float32, down)
-    return mma_rowmajor.inline(code, twin, (acc, tuple(p), x_ref, first), types, result)
+    return mosaic.inline(code, twin, (acc, tuple(p), x_ref, first), types, result)
 
 
 def matmul_add_shared(
@@ -231,7 +231,7 @@ def matmul_add_shared(
 
     types = (mosaic.warp_layout(shape, grid.down), REF, REF, SCALAR, SCALAR)
     args = (acc, p, x_ref, first, jnp.int32(grid.group))
-    return mma_rowmajor.inline(code, twin, args, types, result_of(shape, jnp.float32, grid.down))
+    return mosaic.inline(code, twin, args, types, result_of(shape, jnp.float32, grid.down))
 
 
 def product_of_numpy(p: Any, x: Any, width: int) -> Any:
@@ -290,7 +290,7 @@ def transposed_product(
 
     args = (left, right, jnp.int32(grid.group))
     result = result_of(shape, jnp.float32, 2)
-    return mma_rowmajor.inline(code, twin, args, (REF, REF, SCALAR), result)
+    return mosaic.inline(code, twin, args, (REF, REF, SCALAR), result)
 
 
 # ---- shared memory ------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ def store_tile(tile: Sequence[RegisterTile], to: SmemRef, grid: WarpGrid) -> Non
 
     types = ((mosaic.warp_layout((rows, columns), grid.down),) * len(tile), REF, SCALAR)
     args = (tuple(tile), to, jnp.int32(grid.group))
-    mma_rowmajor.inline(code, twin, args, types, None)
+    mosaic.inline(code, twin, args, types, None)
     assert to.dtype == tile[0].dtype
 
 
@@ -360,7 +360,7 @@ def write(tile: RegisterTile, to: GmemRef, at: tuple[Index, ...], grid: WarpGrid
 
     types = (mosaic.warp_layout(shape, grid.down), REF, (SCALAR,) * 4, SCALAR)
     args = (tile, to, tuple(at), jnp.int32(grid.group))
-    mma_rowmajor.inline(code, twin, args, types, None)
+    mosaic.inline(code, twin, args, types, None)
 
 
 # ---- rows whose columns two warps share ---------------------------------------------------------
@@ -394,7 +394,7 @@ def store_row_partials(tile: RegisterTile, to: SmemRef, first: Index, op: str) -
         to[:, int(first) : int(first) + rows] = of_warps.T
 
     types = (mosaic.warp_layout((rows, columns), 2), REF, SCALAR)
-    mma_rowmajor.inline(code, twin, (tile, to, jnp.int32(first)), types, None)
+    mosaic.inline(code, twin, (tile, to, jnp.int32(first)), types, None)
 
 
 def load_row_totals(ref: SmemRef, first: Index, rows: int, op: str) -> RegisterTile:
@@ -418,7 +418,7 @@ def load_row_totals(ref: SmemRef, first: Index, rows: int, op: str) -> RegisterT
         return numpy(ref[:, int(first) : int(first) + rows], axis=0).astype(np.float32)
 
     result = plgpu.ShapeDtypeStruct((rows,), jnp.float32, layout=layout)
-    return mma_rowmajor.inline(code, twin, (ref, jnp.int32(first)), (REF, SCALAR), result)
+    return mosaic.inline(code, twin, (ref, jnp.int32(first)), (REF, SCALAR), result)
 
 
 def sync_row_pair(group: Index) -> None:
@@ -429,7 +429,7 @@ def sync_row_pair(group: Index) -> None:
         number = int_of(group) * 2 + high + BARRIER
         asm.do(f"bar.sync $0, {2 * 32};", [number.value], "r")
 
-    mma_rowmajor.inline(code, lambda group: None, (jnp.int32(group),), (SCALAR,), None)
+    mosaic.inline(code, lambda group: None, (jnp.int32(group),), (SCALAR,), None)
 
 
 def partial_sums(tile: RegisterTile) -> RegisterTile:
@@ -443,7 +443,7 @@ def partial_sums(tile: RegisterTile) -> RegisterTile:
         return np.asarray(tile).reshape(rows, 2, columns // PARTIALS, 8).sum(2).reshape(shape)
 
     types = (mosaic.warp_layout((rows, columns), 2),)
-    return mma_rowmajor.inline(code, twin, (tile,), types, result_of(shape, jnp.float32, 2))
+    return mosaic.inline(code, twin, (tile,), types, result_of(shape, jnp.float32, 2))
 
 
 def halves(tile: Any, rows: int) -> list[list[ir.Value]]:

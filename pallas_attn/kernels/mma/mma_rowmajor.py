@@ -10,7 +10,7 @@ for both operands of a matmul, whose sum does not depend on it.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -98,20 +98,6 @@ class Split:
         return row % 8 if self.folded else row
 
 
-def inline(
-    code: Callable, twin: Callable, args: Sequence[Any], types: Sequence[Any], result: Any
-) -> Any:
-    """`code(context, *args)` on the GPU, `twin(*args)` in NumPy under the interpreter."""
-
-    def run(context, *values):
-        del context
-        return code(*values)
-
-    known: Any = run
-    known.twin = twin
-    return plgpu.inline_mgpu(arg_types=tuple(types), return_type=result)(known)(*args)
-
-
 SCALAR = plgpu.Layout.WG_SPLAT
 REF = plgpu.RefType()
 
@@ -167,7 +153,7 @@ def queries(at: Queries, split: Split) -> Array:
             return own_columns_of_warps(q, split)
         return np.pad(q, ((0, 0), (0, shape[1] - dim)))
 
-    return inline(
+    return mosaic.inline(
         code, twin, (ref, (at.start, at.first)), (REF, (SCALAR, SCALAR)), tile_of(shape, dtype)
     )
 
@@ -208,7 +194,7 @@ def float16_queries(at: Queries, split: Split) -> tuple[Array, Array]:
         tile_of(shape, kind),
         plgpu.ShapeDtypeStruct((shape[0],), jnp.float32, layout=mosaic.ROW),
     )
-    return inline(code, twin, (ref, (at.start, at.first)), (REF, (SCALAR, SCALAR)), result)
+    return mosaic.inline(code, twin, (ref, (at.start, at.first)), (REF, (SCALAR, SCALAR)), result)
 
 
 def rows_of_lane(
@@ -449,7 +435,7 @@ def scores(q: Array, ref: Ref, slot: Array, split: Split, dim: int | None = None
         return out
 
     types = (mosaic.TILE, REF, SCALAR)
-    return inline(code, twin, (q, ref, slot), types, tile_of(shape, jnp.float32))
+    return mosaic.inline(code, twin, (q, ref, slot), types, tile_of(shape, jnp.float32))
 
 
 def number_of_each_key(ref: Ref, slot: Array, split: Split) -> Array:
@@ -470,7 +456,7 @@ def number_of_each_key(ref: Ref, slot: Array, split: Split) -> Array:
         first = split.first_key(np.arange(threads.WARPS).repeat(ROWS))[:, None]
         return ref[slot][first + np.arange(split.columns)]
 
-    return inline(code, twin, (ref, slot), (REF, SCALAR), tile_of(shape, jnp.float32))
+    return mosaic.inline(code, twin, (ref, slot), (REF, SCALAR), tile_of(shape, jnp.float32))
 
 
 def accumulator_width(v_head_dim: int, parts: int = 1) -> int:
@@ -538,7 +524,7 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split, first:
         return out
 
     types = (mosaic.TILE, mosaic.TILE, REF, SCALAR)
-    return inline(code, twin, (acc, p, ref, slot), types, tile_of(shape, jnp.float32))
+    return mosaic.inline(code, twin, (acc, p, ref, slot), types, tile_of(shape, jnp.float32))
 
 
 def first_chunk(split: Split, width: int) -> Int:
@@ -604,7 +590,7 @@ def store_accumulators(  # noqa: PLR0913
                 refs[1][lines], refs[2][lines] = top[here], total[here]
 
     types = (mosaic.TILE, mosaic.ROW, mosaic.ROW, (REF, REF, REF))
-    inline(code, twin, (acc, top, total, tuple(to)), types, None)
+    mosaic.inline(code, twin, (acc, top, total, tuple(to)), types, None)
 
 
 def store_four(ref: Ref, index: Int, values: list, there: ir.Value) -> None:
@@ -649,4 +635,4 @@ def add(ref: Any, number: Any, tile: Any, where: Any) -> None:
             ref[int(number) * tile.size :][: tile.size] += pieces.ravel()
 
     types = (REF, SCALAR, mosaic.TILE, SCALAR)
-    inline(code, twin, (ref, number, tile, where), types, None)
+    mosaic.inline(code, twin, (ref, number, tile, where), types, None)

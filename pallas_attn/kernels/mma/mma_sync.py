@@ -176,7 +176,7 @@ def load_fragments(ref: Ref, first: Array, rows: int, width: int) -> Array:
         return ref[int(first) : int(first) + rows, :width].copy()
 
     types = (REF, SCALAR)
-    return mma_rowmajor.inline(code, twin, (ref, first), types, mma_rowmajor.tile_of(shape, dtype))
+    return mosaic.inline(code, twin, (ref, first), types, mma_rowmajor.tile_of(shape, dtype))
 
 
 def scores(
@@ -240,7 +240,7 @@ def scores(
     args: tuple[Any, ...] = (left_rows, q_first, k_rows, first)
     if before is not None:
         types, args = (*types, mosaic.TILE), (*args, before)
-    return mma_rowmajor.inline(code, twin, args, types, mma_rowmajor.tile_of(shape, jnp.float32))
+    return mosaic.inline(code, twin, args, types, mma_rowmajor.tile_of(shape, jnp.float32))
 
 
 def matmul_add(acc: Array, p: Sequence[Array], v: Ref, first: Array, width: int) -> Array:
@@ -281,7 +281,7 @@ def matmul_add(acc: Array, p: Sequence[Array], v: Ref, first: Array, width: int)
         return out
 
     types = (mosaic.TILE, (mosaic.TILE,) * terms, REF, SCALAR)
-    return mma_rowmajor.inline(
+    return mosaic.inline(
         code, twin, (acc, tuple(p), v, first), types, mma_rowmajor.tile_of(shape, jnp.float32)
     )
 
@@ -371,7 +371,7 @@ def write(tile: Array, to: Ref, at: tuple[Any, ...]) -> None:
         to[batch, first : first + live, head] = tile[:live, :dim]
 
     types = (mosaic.TILE, REF, (SCALAR,) * 4)
-    mma_rowmajor.inline(code, twin, (tile, to, tuple(at)), types, None)
+    mosaic.inline(code, twin, (tile, to, tuple(at)), types, None)
 
 
 def reduce_folded(rows: Array, op: str) -> Array:
@@ -391,4 +391,4 @@ def reduce_folded(rows: Array, op: str) -> Array:
         return np.repeat(both[:, None], 2, axis=1).reshape(shape).astype(np.float32)
 
     result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=mosaic.ROW)
-    return mma_rowmajor.inline(code, twin, (rows,), (mosaic.ROW,), result)
+    return mosaic.inline(code, twin, (rows,), (mosaic.ROW,), result)

@@ -150,7 +150,7 @@ def store_queries(at: mma_rowmajor.Queries, split: Split, to: Ref) -> None:
             to[:, n * width : n * width + dim] = term
 
     args = (ref, (at.start, at.first), to)
-    mma_rowmajor.inline(code, twin, args, (REF, (SCALAR, SCALAR), REF), None)
+    mosaic.inline(code, twin, args, (REF, (SCALAR, SCALAR), REF), None)
 
 
 def _chunk_of_query(pointer: ir.Value, start: Int, chunk: Int, dim: int) -> Words:
@@ -217,7 +217,7 @@ def scores(q: Ref, ref: Ref, slot: Array, split: Split, dim: int | None = None) 
         return out
 
     types, result = (REF, REF, SCALAR), mma_rowmajor.tile_of(shape, np.float32)
-    return mma_rowmajor.inline(code, twin, (q, ref, slot), types, result)
+    return mosaic.inline(code, twin, (q, ref, slot), types, result)
 
 
 def _query_terms(base: ir.Value, column: int, step: int) -> list[Words]:
@@ -288,7 +288,7 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split, first:
 
     types = (mosaic.TILE, mosaic.TILE, REF, SCALAR)
     result = mma_rowmajor.tile_of(shape, np.float32)
-    return mma_rowmajor.inline(code, twin, (acc, p, ref, slot), types, result)
+    return mosaic.inline(code, twin, (acc, p, ref, slot), types, result)
 
 
 def _weighed(a: list, column: Words) -> list[ir.Value]:

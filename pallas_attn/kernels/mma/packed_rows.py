@@ -14,7 +14,7 @@ from jaxlib.mlir.dialects import llvm, vector
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.lang.threads import Word
-from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR, inline
+from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR
 
 Ref = Any
 Scalar = Any
@@ -75,7 +75,7 @@ def load(  # noqa: PLR0913
     room = plgpu.RefType(transforms=(tiled((8, swizzle // 2)), swizzled(swizzle)))
     row_numbers = () if rows is None else (rows,)
     kinds = (REF, room, SCALAR, (SCALAR,) * 4, *(REF for _ in row_numbers))
-    inline(code, twin, (q, to, slot, tuple(at), *row_numbers), kinds, None)
+    mosaic.inline(code, twin, (q, to, slot, tuple(at), *row_numbers), kinds, None)
 
 
 def swizzled_place(row: Any, chunk: Any, chunks: int, across: int) -> Any:
@@ -94,7 +94,7 @@ def wait(left: int) -> None:
     def code():
         threads.Thread().wait_copies(left)
 
-    inline(code, lambda: None, (), (), None)
+    mosaic.inline(code, lambda: None, (), (), None)
     plgpu.commit_smem()
 
 
@@ -122,7 +122,7 @@ def store(tile: Any, to: Ref, column: int, at: Place, head_rows: int) -> None:
         for r, token, head in _rows_of_twin(at, head_rows):
             to[token, head, column : column + some] = tile[r, :some]
 
-    inline(code, twin, (tile, to, tuple(at)), (mosaic.TILE, REF, (SCALAR,) * 4), None)
+    mosaic.inline(code, twin, (tile, to, tuple(at)), (mosaic.TILE, REF, (SCALAR,) * 4), None)
 
 
 def store_numbers(rows: Any, to: Ref, at: Place, head_rows: int) -> None:
@@ -144,7 +144,7 @@ def store_numbers(rows: Any, to: Ref, at: Place, head_rows: int) -> None:
         for r, token, head in _rows_of_twin(at, head_rows):
             to[head, token] = rows[r]
 
-    inline(code, twin, (rows, to, tuple(at)), (mosaic.ROW, REF, (SCALAR,) * 4), None)
+    mosaic.inline(code, twin, (rows, to, tuple(at)), (mosaic.ROW, REF, (SCALAR,) * 4), None)
 
 
 def _int_of(scalar: Any) -> Int:

@@ -6,11 +6,11 @@ widens quantised rows on the way. The forward then reads them as any K and V: qu
 the end of their sequence, and lengths are those of keys.
 
 All rows are copied, past lengths too, which pays where there are enough queries
-(`selection.gathered`). `gathered_sm80` and `gathered_sm90` are the kernels.
+(`selection.gathered`). `gathered_sm80` and `gathered_sm90` are the kernels, each with a forward.
 """
 
 import dataclasses
-from typing import NamedTuple
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +27,31 @@ Array = jax.Array
 Cache = Array | tuple[Array, ...]
 
 
-class Forward(NamedTuple):
-    """The forward kernel that reads the copies."""
+def kernel_with(base: Kernel, most_bytes: int) -> Kernel:
+    """The kernel whose copies `base` reads, a forward. `most_bytes`: largest size of the copies."""
 
-    kernel: Kernel
-    most_bytes: int  # largest size of the copies
+    @dataclasses.dataclass(frozen=True)
+    class Config:
+        """The tuning of the forward."""
+
+        forward: KernelConfig = base.config()
+
+        @classmethod
+        def default(cls, problem: DecodeProblem) -> "Config":
+            return cls(base.config.default(contiguous(problem)))
+
+    def smem_bytes(problem: DecodeProblem, config: Config) -> int:
+        return base.smem_bytes(contiguous(problem), config.forward)
+
+    @functools.partial(jax.jit, static_argnames=("problem", "config"))
+    def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:
+        return _run(inputs, problem, base, config.forward)
+
+    limit = functools.partial(_limit, forward=base, most_bytes=most_bytes)
+    return Kernel(Config, limit, smem_bytes, run)
 
 
-def limit(problem: DecodeProblem, forward: Forward) -> Limit | None:
+def _limit(problem: DecodeProblem, forward: Kernel, most_bytes: int) -> Limit | None:
     """Why the forward cannot take the problem by copies, or None."""
     other = "leave implementation=None"
     if problem.packed or problem.mask_program is not None or problem.kind == "interleaved":
@@ -45,17 +62,17 @@ def limit(problem: DecodeProblem, forward: Forward) -> Limit | None:
         return Limit("batch_invariant is kept by the kernel for few rows", other)
     if (refused := limits.dtype_limit(problem)) is not None:
         return refused
-    if (refused := forward.kernel.limit(contiguous(problem))) is not None:
+    if (refused := forward.limit(contiguous(problem))) is not None:
         return refused
     copied = problem.sequences * max(problem.capacities) * problem.kv_heads
     size = copied * (problem.head_dim + problem.v_head_dim) * jnp.dtype(problem.dtype).itemsize
-    if size > forward.most_bytes:
+    if size > most_bytes:
         return Limit(f"contiguous rows would take {size / 2**30:.1f} GiB", other)
     return None
 
 
-def run(
-    inputs: DecodeInputs, problem: DecodeProblem, forward: Forward, config: KernelConfig
+def _run(
+    inputs: DecodeInputs, problem: DecodeProblem, forward: Kernel, config: KernelConfig
 ) -> tuple[Array, Array]:
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
     assert inputs.v_cache is not None  # latent caches have kernels of their own
@@ -73,7 +90,7 @@ def run(
     )
     arrays = tuple(name for name in dense.named() if name not in ("q", "k", "v"))
     some = dataclasses.replace(contiguous(problem), arrays=arrays)
-    out, lse = forward.kernel.run(dense, some, config)
+    out, lse = forward.run(dense, some, config)
     out = jnp.where(lost[:, None, None, None], jnp.asarray(jnp.nan, out.dtype), out)
     return out, jnp.where(lost[:, None, None], jnp.nan, lse)
 

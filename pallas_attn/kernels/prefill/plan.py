@@ -28,7 +28,7 @@ from pallas_attn.kernels.attention.logits import LogitRules
 from pallas_attn.kernels.attention.tiles import ROWS
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
 from pallas_attn.kernels.flash_fwd.sm90 import BARRIERS
-from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang import launch, mosaic
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, RegisterTile, SmemRef
 from pallas_attn.masks import Mask
 
@@ -314,16 +314,12 @@ def bytes_of(plan: Plan) -> int:
 
 def kernel_of(plan: Plan, body: Callable[..., None], results: Sequence[Any]) -> Callable[..., Any]:
     """The launch of `body(refs, *results, smem)` on all blocks."""
-    return plgpu.kernel(
+    return launch.persistent_kernel(
         functools.partial(body, plan=plan),
-        out_type=tuple(results),
-        scratch_types=(plan.queries.scratch(plan),),
-        grid=(plan.grid,),
-        grid_names=("block",),
-        num_threads=plan.config.warpgroups + plan.producer.warpgroups(plan),
-        thread_name="wg",
-        compiler_params=mosaic.without_barriers(),
-        kernel_name="prefill_sm90",
+        "prefill_sm90",
+        tuple(results),
+        plan.queries.scratch(plan),
+        (plan.grid, plan.config.warpgroups + plan.producer.warpgroups(plan)),
     )
 
 

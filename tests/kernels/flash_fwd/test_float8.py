@@ -13,6 +13,7 @@ import pytest
 import pallas_attn as pa
 from pallas_attn._call import config, device
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn.bench import support
 from pallas_attn.kernels.flash_fwd import float8_values
 from pallas_attn.kernels.flash_fwd import sm90 as kernel
 from pallas_attn.kernels.mma import wgmma_float8
@@ -83,22 +84,11 @@ def test_values_lie_as_probabilities_do():
 
 
 def problem_of(dim: int, mask=FULL, **fields) -> AttentionProblem:
-    problem = AttentionProblem(
-        op="flash_forward",
-        gpu="sm90",
-        dtype="float8_e4m3fn",
-        batch=1,
-        q_len=4096,
-        kv_len=4096,
-        q_heads=16,
-        kv_heads=4,
-        head_dim=dim,
-        v_head_dim=dim,
-        mask=mask,
-        scale=dim**-0.5,
-        out_dtype="bfloat16",
-    )
-    return dataclasses.replace(problem, **fields)
+    sizes = {"batch": 1, "q_len": 4096, "kv_len": 4096, "q_heads": 16, "kv_heads": 4}
+    dtypes = {"dtype": "float8_e4m3fn", "out_dtype": "bfloat16"}
+    dims = {"head_dim": dim, "v_head_dim": dim, "scale": dim**-0.5}
+    fields = sizes | dtypes | dims | {"mask": mask} | fields
+    return dataclasses.replace(support._BASE["flash_forward"], **fields)
 
 
 def shapes_of(problem: AttentionProblem) -> tuple[jax.ShapeDtypeStruct, ...]:

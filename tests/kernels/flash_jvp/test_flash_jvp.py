@@ -262,8 +262,8 @@ def test_hopper_interpreted(name):
     check(CASES[name], computed(CASES[name], "flash_jvp_sm90"))
 
 
-@pytest.mark.guards
-@pytest.mark.parametrize(
+LONGER = dataclasses.replace(CASES["causal"], q=(1, 260, 2, 64), kv=(260, 1))
+by_configuration = pytest.mark.parametrize(
     "configuration",
     [
         {"warpgroups": 3, "block_kv": 64, "stages": 3, "grid": 2},
@@ -272,9 +272,12 @@ def test_hopper_interpreted(name):
     ],
     ids=str,
 )
+
+
+@pytest.mark.guards
+@by_configuration
 def test_hopper_interpreted_otherwise(configuration):
-    case = dataclasses.replace(CASES["causal"], q=(1, 260, 2, 64), kv=(260, 1))
-    check(case, computed(case, "flash_jvp_sm90", configuration))
+    check(LONGER, computed(LONGER, "flash_jvp_sm90", configuration))
 
 
 @pytest.mark.guards
@@ -284,18 +287,9 @@ def test_dual_interpreted(name):
 
 
 @pytest.mark.guards
-@pytest.mark.parametrize(
-    "configuration",
-    [
-        {"warpgroups": 3, "block_kv": 64, "stages": 3, "grid": 2},
-        {"warpgroups": 1, "block_kv": 64, "stages": 2, "grid": 1},
-        {"warpgroups": 2, "block_kv": 128, "stages": 2, "grid": 2, "l2_heads": 1},
-    ],
-    ids=str,
-)
+@by_configuration
 def test_dual_interpreted_otherwise(configuration):
-    case = dataclasses.replace(CASES["causal"], q=(1, 260, 2, 64), kv=(260, 1))
-    check_dual(case, computed(case, "flash_jvp_sm90_dual", configuration, dual))
+    check_dual(LONGER, computed(LONGER, "flash_jvp_sm90_dual", configuration, dual))
 
 
 @pytest.mark.guards

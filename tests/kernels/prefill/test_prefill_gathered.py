@@ -3,16 +3,18 @@ what becomes of layers, pages, scales and rows that do not exist, and that it is
 """
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_attn import FULL, Mask, sliding_window
 from pallas_attn._call import dispatch
+from pallas_attn._call.kernel import Kernel
 from pallas_attn.bench import support
-from pallas_attn.kernels.prefill import gathered_sm80 as kernel
-from pallas_attn.kernels.prefill import gathered_sm90, selection
+from pallas_attn.kernels.prefill import gathered_sm80, gathered_sm90, selection
 from tests.kernels.prefill import test_prefill_widened
 from tests.support import decode_cases, mosaic
 from tests.support.decode_cases import Case
@@ -39,7 +41,7 @@ def test_who_takes_what():
     assert chosen(dtype="float32", cache_dtype="float32") == ours
     assert chosen(tokens=4096) == chosen(batch_invariant=True) == "decode.sm80"
     long = dataclasses.replace(PROBLEM, capacities=(2**24,) * PROBLEM.sequences)
-    assert "GiB" in str(kernel.limit(long))
+    assert "GiB" in str(gathered_sm80.KERNEL.limit(long))
 
 
 # Several tiles of rows, and of keys; lengths that end in the first, within and past a sequence.
@@ -53,9 +55,9 @@ SOME = {
 }
 
 
-def launched(case, inputs):
-    config = kernel.Config.default(dataclasses.replace(case.problem, gpu="sm80"))
-    return decode_cases.launched(case, inputs, config)
+def launched(case, inputs, kernel: Kernel = gathered_sm80.KERNEL, gpu: str = "sm80"):
+    config = kernel.config.default(dataclasses.replace(case.problem, gpu=gpu))
+    return jax.jit(functools.partial(kernel.run, problem=case.problem, config=config))(inputs)
 
 
 def agree(case):
@@ -79,8 +81,7 @@ WIDE = Case("paged", (70, 5), 9, page_size=8, head_dim=264, v_head_dim=512, sink
 
 def wide_heads_agree():
     """By the Hopper forward of wide heads."""
-    config = gathered_sm90.Config.default(WIDE.problem)
-    got = decode_cases.launched(WIDE, WIDE.inputs(0, fill=np.nan), config)
+    got = launched(WIDE, WIDE.inputs(0, fill=np.nan), gathered_sm90.KERNEL, "sm90")
     want = decode_cases.of_definition(WIDE, WIDE.inputs(0, fill=0.0))
     for g, w, close in zip(got, want, (2.0**-6, 1e-4), strict=True):
         decode_cases.close(g, w, close, close)
@@ -101,7 +102,7 @@ def test_who_takes_wide_heads():
     wide = {"gpu": "sm90", "head_dim": 512, "v_head_dim": 512}
     assert chosen(**wide) == "prefill.gathered_sm90" and chosen(**wide, q_len=1) == "decode.sm90"
     assert chosen(**wide, tokens=4096) == "decode.sm90"
-    assert "256" in str(gathered_sm90.limit(dataclasses.replace(PROBLEM, gpu="sm90")))
+    assert "256" in str(gathered_sm90.KERNEL.limit(dataclasses.replace(PROBLEM, gpu="sm90")))
 
 
 @pytest.mark.guards
@@ -109,7 +110,8 @@ def test_who_takes_wide_heads():
 def test_quantised_interpreted(rng, many, monkeypatch):
     alone = dispatch.Candidate("prefill.gathered_sm80", dispatch.FROM_AMPERE)
     monkeypatch.setitem(dispatch.TABLES, "decode_quantized", (alone, REFERENCE))
-    test_prefill_widened.interpreted(rng, kernel, kernel.Config(), many)
+    kernel = gathered_sm80.KERNEL
+    test_prefill_widened.interpreted(rng, kernel, kernel.config(), many)
 
 
 def test_layers_and_sequences_that_do_not_exist():
