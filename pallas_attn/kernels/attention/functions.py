@@ -164,12 +164,16 @@ def score(ctx: Context, place: Any, s: RegisterTile) -> tuple[Any, Any]:
 
 
 def on_tile(
-    program: Program, aux: Sequence[Any], place: LogitTile, s: RegisterTile
+    program: Program,
+    aux: Sequence[Any],
+    place: LogitTile,
+    s: RegisterTile | None,
+    shape: tuple[int, int],
 ) -> RegisterTile:
     """A program of a score and its positions, evaluated in float32 on a tile of logits. `s`: the
-    scores.
+    scores; None where the program does not read them.
     """
-    registers, score = Registers(s.shape, place.layout), Value(s, (0, 1))
+    registers, score = Registers(shape, place.layout), Value(s, (0, 1))
     numbers = score, *_numbers(program, registers, place)
     result = _program.evaluate(program, numbers, aux, registers)
     return registers.spread(result, (0, 1)).astype(jnp.float32)

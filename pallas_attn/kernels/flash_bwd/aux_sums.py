@@ -203,14 +203,11 @@ def weight(
     if "q_offset" not in problem.arrays and _last_position(problem) < EXACT:
         slope = reads.in_floats(slope)
     aux = reads.derivative_arrays(program, read, ctx.refs.score_aux)
-    if s is None:
-        assert not slope.depends_on(0)
-        s = mosaic.filled(seen.shape, 0.0)  # not read
-    else:
+    if s is not None:
         s = s * problem.scale
         if problem.softcap is not None:
             s = softmax.softcap(s, problem.softcap)
-    by = functions.on_tile(slope, aux, place, s)
+    by = functions.on_tile(slope, aux, place, s, seen.shape)
     # At queries and keys past the end, dS is 0 and a weight may be infinite or NaN.
     return by if reads.is_finite(slope) else jnp.where(seen, by, 0.0)
 
