@@ -64,7 +64,7 @@ class Packed:
         static = dict(self.static)
         return static | {"q_offset": self.q_offset} if isinstance(self.q_offset, int) else static
 
-    def apart(self, name: str, x) -> np.ndarray:
+    def by_sequence(self, name: str, x) -> np.ndarray:
         """[rows, ..] -> [M, the longest, ..], with 0 past each end."""
         starts, x = self.both[name in ("k", "v")], np.asarray(x)
         counts = np.diff(starts)
@@ -87,7 +87,7 @@ class Packed:
             x[self.q_starts[-1] :] = np.nan
         return do, dlse
 
-    def each_apart(self, got: dict) -> dict:
+    def results_by_sequence(self, got: dict) -> dict:
         """Results of sequences by themselves; rows of none are 0, and their lse -inf."""
         parts = {}
         for name, x in got.items():
@@ -98,23 +98,23 @@ class Packed:
             starts = self.both[name in ("dk", "dv")]
             for free in (rows[: starts[0]], rows[starts[-1] :]):
                 np.testing.assert_array_equal(free, -np.inf if name == "lse" else 0.0, err_msg=name)
-            apart = self.apart("k" if name in ("dk", "dv") else "q", rows)
+            own = self.by_sequence("k" if name in ("dk", "dv") else "q", rows)
             if name == "lse":
-                apart[np.arange(apart.shape[1])[None] >= np.diff(starts)[:, None]] = -np.inf
-            parts[name] = np.swapaxes(apart, 1, 2) if name == "lse" else apart
+                own[np.arange(own.shape[1])[None] >= np.diff(starts)[:, None]] = -np.inf
+            parts[name] = np.swapaxes(own, 1, 2) if name == "lse" else own
         return parts
 
     def expected(
         self, arrays: dict, do, dlse, random: bool = False, grids=budget.GRIDS
     ) -> budget.Expected:
-        args = {name: self.apart(name, x) for name, x in arrays.items() if name != "sinks"}
+        args = {name: self.by_sequence(name, x) for name, x in arrays.items() if name != "sinks"}
         lengths = {"q_lengths": self.both[0], "kv_lengths": self.both[1]}
         args |= {name: np.diff(starts).astype(np.int32) for name, starts in lengths.items()}
         if self.sinks:
             args["sinks"] = arrays["sinks"]
         if not isinstance(self.q_offset, int):
             args["q_offset"] = np.asarray(self.q_offset, np.int32)
-        do, dlse = self.apart("q", do), np.swapaxes(self.apart("q", dlse.T), 1, 2)
+        do, dlse = self.by_sequence("q", do), np.swapaxes(self.by_sequence("q", dlse.T), 1, 2)
         static = {name: x for name, x in self.options().items() if name != "deterministic"}
         how = {"tensor_cores": True, "random": random, "grids": grids}
         return budget.attention(args | static, do, dlse, **how)
@@ -167,7 +167,7 @@ def check(subject, packed: Packed):
     expected = packed.expected(arrays, do, dlse)
     handed = map(jnp.asarray, packed.spoilt(do, dlse))
     got = subject.call(with_gradients, arrays, packed.starts(), *handed, **packed.options())
-    budget.check(packed.each_apart(jax.tree.map(np.array, got)), expected)
+    budget.check(packed.results_by_sequence(jax.tree.map(np.array, got)), expected)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -267,7 +267,9 @@ def run_rows(case: Rows, place: fuzz.Place, tally: fuzz.Tally) -> None:
             return
         finite = {name: jnp.nan_to_num(x) for name, x in arrays.items()}
         wanted = lambda cores, grids: packed.expected(finite, do, dlse, True, grids)  # noqa: E731,B023
-        round_ = _Round(function, arguments, functools.cache(wanted), turn, packed.each_apart)
+        round_ = _Round(
+            function, arguments, functools.cache(wanted), turn, packed.results_by_sequence
+        )
         round_.try_each(place, tally)
 
 
