@@ -202,7 +202,7 @@ class _Forward(NamedTuple):
     weights are concerned.
     """
 
-    q: Array  # as matmuls read it
+    q: Array  # rounded for matmuls, as k and v are
     k: Array
     v: Array
     slope: Array  # derivative of a logit by the product of query and key

@@ -124,7 +124,7 @@ def simpler_tangents(case: Tangents) -> Iterator[dict[str, Any]]:
 
 
 class Term(NamedTuple):
-    """What is added to a score: a weight times the element of an array at an index. Both follow
+    """A number that is added to a score: a weight times the element of an array at an index. Both follow
     from batch row, head, query and key.
     """
 
