@@ -191,9 +191,12 @@ def _aux(case: Learned, turn: int) -> tuple[jax.Array, ...]:
 
 
 def added(terms: tuple[str, ...], b: Any, h: Any, q: Any, kv: Any, aux: Any) -> Any:
+    """The sum of the terms, in float32: jax rounds bfloat16 or not, as XLA likes."""
     total: Any = 0
     for name, x in zip(terms, aux, strict=True):
-        total = total + TERMS[name].weight(b, h, q, kv) * x[TERMS[name].index(b, h, q, kv)]
+        term = TERMS[name]
+        number = x[term.index(b, h, q, kv)].astype(jnp.float32)
+        total = total + term.weight(b, h, q, kv) * number
     return total
 
 
