@@ -9,6 +9,7 @@ and autodiff prove it (tests/api/test_attention.py, test_gradients.py).
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ class Arithmetic(NamedTuple):
     stored: Callable[[Array], Array] = _unchanged  # out, as the backward pass reads it
     lse: Any = None  # read by the backward pass; None: its own
     scores: Callable[[Array, Array], Array] = np.matmul  # q @ k
+    of_rows: Callable[[Array, Array], Array] = operator.matmul  # sums over query rows
 
 
 SPREAD = 64.0  # probabilities are rounded to float8 as so many times themselves
@@ -156,9 +158,10 @@ def attention(  # noqa: PLR0913
     do = arithmetic.value(_by_head(do, f.k.shape[1]))
     dlogits = probs * ((do @ f.v.swapaxes(-1, -2)).reshape(probs.shape) + row[..., None])
     ds = arithmetic.made(dlogits.reshape(grouped) * f.slope)
+    over_rows = lambda x, y: arithmetic.of_rows(x.swapaxes(-1, -2), y)  # noqa: E731
     results["dq"] = _by_position(ds @ f.k)
-    results["dk"] = _by_position((ds.swapaxes(-1, -2) @ f.q).sum(axis=2, keepdims=True))
-    results["dv"] = _by_position((weights.swapaxes(-1, -2) @ do).sum(axis=2, keepdims=True))
+    results["dk"] = _by_position(over_rows(ds, f.q).sum(axis=2, keepdims=True))
+    results["dv"] = _by_position(over_rows(weights, do).sum(axis=2, keepdims=True))
     if "bias" in arrays:
         results["dbias"] = _summed_to(np.shape(arrays["bias"]), dlogits)
     if "sinks" in arrays:
@@ -180,6 +183,11 @@ def tangents(  # noqa: PLR0913
     k, v, bias and sinks, in NumPy.
     """
     f = _forward(arrays, mask, scale, softcap, q_offset, arithmetic, np)
+    if arithmetic.lse is not None:
+        finite = np.where(f.lse == -np.inf, 0, arithmetic.lse)
+        probs = np.exp(f.logits - finite[..., None])
+        weights = arithmetic.made(probs).reshape(f.weights.shape)
+        f = f._replace(probs=probs, weights=weights)
     along = _as_wide(along, arithmetic, np)
     heads = {name: _by_head(along[name], f.k.shape[1]) for name in "qkv" if name in along}
     logits = np.zeros_like(f.weights)

@@ -145,6 +145,9 @@ def attention(
         for seed in range(len(grids) if names else 0):
             other = functools.partial(_reordered, do=do, seed=seed, call=plain_results)
             draws.append(rotating(other)(arrays, arithmetic=plain))
+        if grids is MANY_GRIDS:  # many rows that see one key
+            in_turn = plain._replace(of_rows=_in_turn)
+            draws.append(results(arrays, arithmetic=in_turn))
     else:
         grids = grids if names else grids[:1]
         draws = [results(arrays, arithmetic=definition.naive(narrow, grid)) for grid in grids]
@@ -190,6 +193,9 @@ def tangents(
             turned, moved = (_in_order(x, scores, values) for x in (arrays, along))
             other = results(turned, moved, arithmetic=plain)
             draws.append(other | {"out_dot": other["out_dot"][..., np.argsort(values)]})
+        if narrow == "tf32" and tensor_cores:  # scores of 16 bits, by the lse of a forward in TF32
+            mixed = plain._replace(score=plain.value, lse=expected.naive["lse"])
+            draws.append(results(arrays, along, arithmetic=mixed))
     oracle = results(arrays, along)
     naive = _worst_of(oracle, draws, set(oracle))
     return expected._replace(oracle=expected.oracle | oracle, naive=expected.naive | naive)
@@ -251,6 +257,13 @@ def _reordered(arrays: dict[str, Any], do: Any, seed: int, *, call: Any, **how: 
     places = {"dq": scores, "dk": scores, "dv": values, "out": values}
     back = {n: result[n][..., np.argsort(order)] for n, order in places.items() if n in result}
     return result | back
+
+
+def _in_turn(a: Any, b: Any) -> Any:
+    """a @ b of each query head, added up over the heads of a kv head: one sum, term by term."""
+    wide = np.moveaxis(a, 2, 3)
+    wide = wide.reshape(*wide.shape[:2], 1, wide.shape[2], -1)
+    return definition.one_by_one(wide, b.reshape(*b.shape[:2], 1, -1, b.shape[-1]))
 
 
 def _orders(arrays: dict[str, Any], seed: int) -> tuple[Any, Any]:

@@ -124,8 +124,8 @@ def simpler_tangents(case: Tangents) -> Iterator[dict[str, Any]]:
 
 
 class Term(NamedTuple):
-    """A number that is added to a score: a weight times the element of an array at an index. Both follow
-    from batch row, head, query and key.
+    """A number that is added to a score: a weight times the element of an array at an index. Both
+    follow from batch row, head, query and key.
     """
 
     shape: Callable[["Learned"], tuple[int, ...]]
