@@ -20,7 +20,7 @@ Serving, inside a jitted step, caches updated in place:
     Prefix, SharedPrefixes                       rows that several sequences share, read once
     Rotary, RMSNorm                              RoPE and a norm of K and q
     append_kv_arrays                             append to arrays of your own
-    ragged_paged_attention, update_kv_pages      pages with K and V interleaved, as on TPUs
+    ragged_paged_attention, update_kv_pages      pages with K and V interleaved, as in JAX on TPUs
 
 Layers of other libraries: `pallas_attn.flax`, `.keras`, `.equinox` and `.tokamax`, each imported by
 itself.

@@ -74,8 +74,10 @@ def flash_attention(  # noqa: PLR0913
         Or a function of positions: `mask_fn(f, *aux)`, which combines with these by &, | and ~.
         Tiles of keys that it hides from all of some queries are not computed.
       score: a function of the scaled, capped scores, `score_fn(f, *aux)`. Differentiable, and so
-        are its aux: where their gradients are wanted, the reference computes them, some rows at a
-        time, which takes far longer than the kernels do.
+        are its aux. The backward kernels add up gradients of arrays that are read at indices which
+        depend on the batch row, the head, and at most one of the query's position, the key's and
+        their distance. For other reads, and with a `context`, the reference computes them, some
+        rows at a time, which takes far longer.
       scale: multiplies the logits; default H**-0.5. Static.
       q_offset: position of query row 0: an int, or int32[B]. Within -2**29 .. 2**29: an int outside
         is a ValueError, numbers of an array are clipped.
@@ -120,18 +122,23 @@ def flash_attention(  # noqa: PLR0913
       rotary_positions: int32[T] or int32[B, T], or a pair (of q, of k): positions for `rotary` in
         place of these; under a `context` those of this device's rows. A row whose position is known
         only at run time, and lies outside of the tables, becomes NaN.
-      q_scale: of float8_e4m3fn and float8_e5m2 q, k and v, which stand for q * q_scale, k * k_scale
-        and v * v_scale: floats that broadcast to `[B, n, N]`, where n divides T and each scale is
-        that of T / n rows: a number, one a head (`[N]`), a row (`[B, T, N]`), or a block of rows.
-        Default 1. Scales below 2**-100 count as that. `quantize_qkv` makes arrays and scales.
+      q_scale: scale of a float8 q. float8_e4m3fn and float8_e5m2 q, k and v stand for q * q_scale,
+        k * k_scale and v * v_scale. Floats that broadcast to `[B, n, N]`, where n divides T and
+        each scale belongs to T / n rows: a number, one a head (`[N]`), one a row (`[B, T, N]`), or
+        one a block of rows. Default 1. Scales below 2**-100 count as 2**-100. `quantize_qkv` makes
+        arrays and scales. Kernels take head dims up to 256.
       k_scale: broadcasts to `[B, n, K]`, where n divides S.
-      v_scale: as k_scale. Kernels round probabilities to float8_e4m3fn and add float32 sums of a
-        few keys; `precision=jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM` leaves all
-        sums to the tensor cores, which add float8 with about 14 bits.
-      out_dtype: of the output, for float8: bfloat16 (default), float16 or float32. Static.
-      float8: for training with 16-bit q, k and v: they are rounded to float8_e4m3fn with a power of
-        2 for each 128 rows of a head, and the forward multiplies float8. Derivatives are those of
-        16-bit attention on the rounded numbers ("straight through"). Static.
+      v_scale: broadcasts as k_scale does. Kernels round probabilities to float8_e4m3fn. Tensor
+        cores add products of float8 with about 14 bits, so kernels add the sums of each kv tile in
+        float32 registers; with
+        `precision=jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM` the tensor cores add
+        all.
+      out_dtype: dtype of the output of float8 q, k and v: bfloat16 (default), float16 or float32.
+        Static.
+      float8: True trains with a float8 forward: 16-bit q, k and v are rounded to float8_e4m3fn,
+        with a power of 2 as the scale of each 128 rows of a head, and the forward multiplies
+        float8. Derivatives are those of 16-bit attention on the rounded numbers ("straight
+        through"). Static.
       implementation: "sm90", "sm80", "reference", or None for the fastest that takes the problem.
         There is no silent fallback on a GPU; without one the reference is what runs.
 
@@ -141,8 +148,9 @@ def flash_attention(  # noqa: PLR0913
 
     Differentiable in forward and reverse mode, any number of times, with every implementation;
     float8 arrays by the reference alone (train with `float8=True`).
-    Kernels compute first derivatives, but for those of a score function's arrays; the reference
-    computes a part of higher ones, some query rows at a time, which takes longer. Under
+    Kernels compute first derivatives, with few exceptions (some arrays of a score function,
+    tangents of head dims above 256); the reference computes those, and a part of higher ones, some
+    query rows at a time, which takes longer. Under
     `jax.checkpoint` a kernel's results have the names "flash_attention_out" and
     "flash_attention_lse": a policy that saves both
     (`jax.checkpoint_policies.save_only_these_names`) spares the backward pass a second forward.
@@ -211,7 +219,7 @@ def flash_attention_with_lse(  # noqa: PLR0913
 def _straight_through(
     float8: bool,
 ) -> Callable[[AttentionProblem, AttentionInputs, str | None], tuple[Array, Array]]:
-    """`_attend` with a forward in float8, or itself where the argument is False."""
+    """`_attend`, or for True the same with a forward in float8."""
     if not checks.boolean("float8", float8):
         return _attend
     from pallas_attn._call.float8 import straight_through

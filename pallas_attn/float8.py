@@ -36,19 +36,21 @@ def quantize_qkv(  # noqa: PLR0913
     q_lengths: Array | None = None,
     kv_lengths: Array | None = None,
 ) -> QuantizedQKV:
-    """q, k and v as float8 with scales: `flash_attention(**quantize_qkv(q, k, v)._asdict())`.
+    """Converts q, k and v to float8 with scales, for
+    `flash_attention(**quantize_qkv(q, k, v)._asdict())`.
 
     Args:
-      q: `[B, T, N, H]` of bfloat16, float16 or float32; k and v as `flash_attention` takes them.
+      q: `[B, T, N, H]`, bfloat16, float16 or float32; k and v likewise, in the shapes of
+        `flash_attention`.
       dtype: float8_e4m3fn, or float8_e5m2, whose numbers have one bit less and a wider range.
-      rows: rows of a head that share a scale, at most; the largest divisor of T, or of S, is taken.
-        None: all. Kernels apply scales of 128 rows, or of a head, without further work.
+      rows: largest number of rows of a head that share a scale: the largest divisor of T, or of S,
+        up to it is taken. None: all rows. Scales of 128 rows, or of a head, cost kernels nothing.
       q_lengths: int32[B]; rows at or past it become 0 and count in no scale.
       kv_lengths: int32[B], for k and v.
 
     Returns:
-      `QuantizedQKV`. The largest number of a block of rows becomes the largest of the dtype; the
-      scale of a block with a NaN or an infinity is NaN.
+      `QuantizedQKV`. The largest number of a block of rows becomes the largest number of the dtype;
+      the scale of a block with a NaN or an infinity is NaN.
     """
     q, k, v = bind.operands(q, k, v)
     name = _dtype(dtype)

@@ -537,7 +537,7 @@ def saturated(x: Position) -> Position:
 
 
 def _extreme(name: str, a: Position, b: Position) -> Position:
-    """The "minimum" or the "maximum" of two positions."""
+    """The "minimum" or the "maximum" (`name`) of two positions."""
     if isinstance(a, int) and isinstance(b, int):
         return min(a, b) if name == "minimum" else max(a, b)
     module = jnp if isinstance(a, jax.Array) or isinstance(b, jax.Array) else np

@@ -1,9 +1,9 @@
 """Attention and append over pages with K and V interleaved by head, as JAX's TPU kernel has them:
 `jax.experimental.pallas.ops.tpu.ragged_paged_attention`.
 
-Pages are `[pages, page_size, 2 * K, H]`: head 2k is K of kv head k, head 2k + 1 its V. To the rest
-of the package they are a cache of kind "interleaved", `[pages, page_size, K, 2 * H]`, which is the
-same memory: a row of a head is that of K with that of V behind it.
+Pages are `[pages, page_size, 2 * K, H]`: head 2k is K of kv head k, head 2k + 1 its V. The rest of
+the package views the same memory as a cache of kind "interleaved", `[pages, page_size, K, 2 * H]`:
+a row of a head is its row of K followed by its row of V.
 """
 
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from pallas_attn.masks import sliding_window as window_of
 
 Array = jax.Array
 
-LEAST_MASK_VALUE = -1e4  # a larger one would not hide keys
+LEAST_MASK_VALUE = -1e4  # largest mask_value that hides keys
 
 
 def ragged_paged_attention(  # noqa: PLR0913
@@ -55,7 +55,7 @@ def ragged_paged_attention(  # noqa: PLR0913
 ) -> Array:
     """Causal attention of packed query rows to pages with K and V interleaved: prompts, chunks of
     prompts and single tokens in one call. The arguments are those of JAX's TPU kernel of this name,
-    and two more. The pages are read where they lie, without a copy.
+    and `sinks` and `implementation`. The pages are read in place.
 
     Args:
       q: `[tokens, N, H]`, the newest rows of all sequences, one sequence behind the other.
@@ -67,17 +67,18 @@ def ragged_paged_attention(  # noqa: PLR0913
         the length are not read. A page within the length that the pool does not have gives NaN.
       cu_q_lens: int32[M + 1], sequence i owns rows cu_q_lens[i] to cu_q_lens[i + 1] of q, none
         where they are equal.
-      num_seqs: int32[1], how many sequences there are; what the other arrays say of sequences from
-        there on is not used.
+      num_seqs: int32[1], the number of sequences; entries of the other arrays for further sequences
+        are not used.
       sm_scale: the factor of q @ K^T. It is 1 by default, as in JAX's kernel, not H**-0.5.
-      sliding_window: a query sees so many keys, its own included; None: all before it.
+      sliding_window: the number of keys that a query sees, its own included; None: all up to it.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
-      mask_value: accepted for the sake of call sites: None or at most -10000. Hidden keys have a
-        weight of 0.
-      k_scale, v_scale: factors of all K and of all V, Python floats, for pages of narrow dtypes.
-      num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes: the tuning of the TPU kernel,
-        accepted and not used.
-      sinks: float[N], a logit of each head that takes part in the softmax without a value.
+      mask_value: None or at most -10000; accepted for compatibility. Hidden keys have a weight of
+        0 whatever it is.
+      k_scale, v_scale: Python floats that multiply all of K and all of V, for pages of narrow
+        dtypes.
+      num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes: tuning of the TPU kernel;
+        accepted, not used.
+      sinks: float[N], one logit a head that takes part in the denominator of the softmax only.
       implementation: as in `flash_attention`.
 
     Returns:
@@ -142,21 +143,21 @@ def update_kv_pages(  # noqa: PLR0913
     v_scale: float | None = None,
     implementation: str | None = None,
 ) -> Array:
-    """The newest rows of all sequences into pages with K and V interleaved, before
-    `ragged_paged_attention` of the same arguments: one launch, in place where the pages are
-    donated or the carry of a loop.
+    """Writes the newest rows of all sequences into pages with K and V interleaved, before
+    `ragged_paged_attention` with the same arguments: one launch, in place where the pages are
+    donated or are the carry of a loop.
 
     Args:
       kv_pages: as in `ragged_paged_attention`.
       k, v: `[tokens, K, H]`, the new rows, packed as the rows of q will be.
       kv_lens, page_indices, cu_q_lens, num_seqs: as in `ragged_paged_attention`; lengths count the
         new rows.
-      k_scale, v_scale: rows are divided by these before they are stored. In pages of narrow dtypes
-        what lies beyond the dtype's largest number becomes that.
+      k_scale, v_scale: divisors of the rows before they are stored. In pages of narrow dtypes,
+        larger numbers than the dtype has become its largest.
       implementation: "sm80", "reference" or None.
 
     Returns:
-      The pages with the rows in. Rows without a place are dropped: those that no sequence owns,
+      The pages with the new rows. Rows without a place are dropped: those that no sequence owns,
       before position 0, past the page table, and of pages that the pool does not have.
     """
     pages = _pages(kv_pages)
@@ -201,10 +202,10 @@ class _Table(NamedTuple):
 
     lengths: Array  # int32[M]
     pages: Array  # int32[M, pages of a sequence]
-    starts: Array  # int32[M + 1]: rows of q, none of sequences from num_seqs on
+    starts: Array  # int32[M + 1]: first rows in q; sequences from num_seqs on have none
 
     def facts(self, pages: _Pages) -> dict[str, Any]:
-        """Fields of a problem."""
+        """The fields of a problem that describe these sequences and pages."""
         sequences, entries = self.pages.shape
         count, size = pages.array.shape[:2]
         capacities = (entries * size,) * sequences
@@ -224,7 +225,7 @@ def _pages(kv_pages: Array) -> _Pages:
 
 
 def _rows(name: str, value: Array, pages: _Pages) -> Array:
-    """[tokens, N, H], checked against the pages."""
+    """Rows [tokens, N, H], checked against the pages."""
     x, dim, heads = checks.array(name, value), pages.head_dim, pages.array.shape[-2]
     if x.ndim != 3 or x.shape[-1] != dim or x.shape[1] % heads or not x.shape[1]:
         raise ValueError(
@@ -235,7 +236,7 @@ def _rows(name: str, value: Array, pages: _Pages) -> Array:
 
 
 def _new_rows(name: str, value: Array, pages: _Pages) -> Array:
-    """[tokens, K, H] of a float dtype."""
+    """New rows [tokens, K, H] of a float dtype, checked against the pages."""
     x, wanted = checks.array(name, value), (pages.array.shape[-2], pages.head_dim)
     if x.ndim != 3 or x.shape[1:] != wanted or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
@@ -246,7 +247,7 @@ def _new_rows(name: str, value: Array, pages: _Pages) -> Array:
 
 
 def _stored(rows: Array, factor: float, dtype: np.dtype) -> Array:
-    """rows / factor in the dtype of pages."""
+    """rows / factor, clipped and rounded to the dtype of pages."""
     if factor == 1.0 and rows.dtype == dtype:
         return rows
     wide = rows.astype(jnp.float32 if rows.dtype.itemsize < 4 else rows.dtype) / factor

@@ -17,7 +17,7 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 
 Array = jax.Array
 ROWS = 128  # query rows that the reference computes as one block
-MOST_LOGITS = 2**26  # most logits of a block; it has fewer rows where ROWS would have more
+MOST_LOGITS = 2**26  # largest number of logits of a block; ROWS is cut to it
 
 
 def attention(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Array, Array]:

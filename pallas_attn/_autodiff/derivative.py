@@ -46,7 +46,7 @@ class Call(Protocol):
         """
 
     def gradients(self, inputs: AttentionInputs, rows: Rows, names: tuple[str, ...]) -> Named:
-        """The gradients of the inputs of these names, at least; of `score_aux` in float32."""
+        """Gradients of at least the inputs `names`; those of `score_aux` are float32."""
 
     def definition(self, inputs: AttentionInputs) -> Results:
         """(out, lse), by operations that jax differentiates."""
@@ -143,7 +143,7 @@ class Derivative:
 
 
 def numbers_of_aux(names: Sequence[str]) -> list[int]:
-    """The numbers of those arrays that a score function reads."""
+    """Indices into `score_aux` of the names that stand for its arrays: 3 for "score_aux3"."""
     return [int(name.removeprefix("score_aux")) for name in names if "score_aux" in name]
 
 
@@ -156,8 +156,8 @@ def _typed(array: Array, gradient: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class KernelCall:
-    """A call by a kernel. `implementation`: the argument of the call, which also chooses the
-    kernels of its derivatives. `forward`: computes the results in place of the kernel.
+    """A call that a kernel computes. `implementation`: the argument of the call, which also chooses
+    the kernels of its derivatives. `forward`: a function that computes the results instead.
     """
 
     problem: AttentionProblem

@@ -178,9 +178,9 @@ def differentiable(
     inputs: Operands,
     traced: Callable[[Operands], Jaxpr] | None = None,
 ) -> tuple[Array, ...]:
-    """`call.run(inputs)`, of a tree of arrays, which jax differentiates and maps as
-    `function(call, structure of inputs)` says. `traced`: finds the jaxpr of `call.run` where it is
-    kept.
+    """The results of `call.run(inputs)` for a tree of arrays, differentiated and mapped by the
+    rules that `function(call, structure of inputs)` returns. `traced`: returns the jaxpr of
+    `call.run` from a cache.
     """
     arrays, tree = jax.tree.flatten(inputs)
     if not any([isinstance(x, jax.core.Tracer) for x in arrays]):

@@ -1,8 +1,9 @@
-"""Gradients of the arrays that a score function reads: which ones kernels add up, and the others by
-autodiff of the reference, some query rows at a time, while kernels compute those of q, k and v.
+"""Gradients of the arrays that a score function reads: the choice of arrays whose gradients the
+backward kernels add up, and the gradients of the others by autodiff of the reference, some query
+rows at a time, while kernels compute those of q, k and v.
 
-An array that a score reads has one number for many logits: its gradient is a float32 sum over the
-rows and keys that read the number. Nothing is computed where these gradients are not asked for.
+Many logits read one element of an array: its gradient is a float32 sum over the rows and keys that
+read it. Nothing is computed where these gradients are not asked for.
 """
 
 import functools
@@ -22,8 +23,9 @@ Rows = tuple[Array, Array, Array, Array]  # out, lse and their cotangents
 
 
 def by_kernels(problem: AttentionProblem, numbers: list[int]) -> tuple[int, ...]:
-    """Numbers of the arrays of a score function whose gradients backward kernels add up: where each
-    index follows from the batch row, the head, and one of the positions or their distance.
+    """Indices of the arrays of a score function whose gradients the backward kernels add up. Every
+    read of such an array has an index that depends on the batch row, the head, and at most one of:
+    the query's position, the key's position, their distance.
     """
     whole = problem.share == problem.zigzag == problem.fetches == 1
     if not whole or "q_positions" in problem.arrays or problem.dtype == "float64":

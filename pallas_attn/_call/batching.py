@@ -238,8 +238,8 @@ def _one_by_one(
 def _from_row(
     problem: AttentionProblem, inputs: AttentionInputs, first: Array
 ) -> tuple[AttentionInputs, AttentionProblem]:
-    """The arrays and the problem of a device's rows, which are split over devices: its first row is
-    number `first` of the whole. The problem keeps its sizes.
+    """Inputs and problem of one device, where query rows are split over devices. `first`: the index
+    of its first row in the whole array. The problem keeps its sizes.
     """
     rows, offset = inputs.q.shape[1], inputs.q_offset
     if inputs.q_lengths is not None:

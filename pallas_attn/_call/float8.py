@@ -18,7 +18,7 @@ from pallas_attn.errors import Limit, described
 Array = jax.Array
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 SCALES = ("q_scale", "k_scale", "v_scale")
-LEAST = 2.0**-100  # scales below count as this one
+LEAST = 2.0**-100  # smaller scales are raised to it
 
 
 class Options(NamedTuple):
@@ -31,11 +31,11 @@ class Options(NamedTuple):
 
 
 def bound(inputs: AttentionInputs, options: Options) -> tuple[AttentionInputs, dict[str, Any]]:
-    """The inputs with scales [B, n, heads], and the facts that follow from them."""
+    """The inputs with scales [B, n, heads], and the fields of the problem that follow from them."""
     named = dict(zip(Options._fields, options, strict=True))
     if str(inputs.q.dtype) not in FLOAT8:
         name = next((name for name, value in named.items() if value is not None), None)
-        if name is None:  # another dtype of 8 bits
+        if name is None:  # no argument of float8; dtypes are checked elsewhere
             return inputs, {}
         remedy = "cast the result" if name == "out_dtype" else "multiply by it instead"
         raise ValueError(
@@ -112,7 +112,7 @@ def attend(
 
 
 def refuse_devices(problem: AttentionProblem) -> None:
-    """ValueError for a `context`."""
+    """Raises the ValueError for float8 arrays with a `context`."""
     raise ValueError(
         f"context: expected None for {problem.dtype} q, k and v; dequantise them, "
         "x.astype(jnp.bfloat16) * scale"
@@ -127,9 +127,10 @@ BLOCK = 128  # rows of a head that share a scale, at most
 def straight_through(
     problem: AttentionProblem, inputs: AttentionInputs, implementation: str | None
 ) -> tuple[Array, Array]:
-    """(out, lse) of 16-bit q, k and v rounded to float8 with scales that are powers of 2, so that
-    16 bits hold them. The forward multiplies float8; derivatives are those of 16-bit kernels on the
-    rounded numbers, and pass the rounding as if it were none.
+    """(out, lse) of 16-bit q, k and v rounded to float8. Scales are powers of 2, so that the
+    rounded numbers times their scales are exact in 16 bits. The forward multiplies float8;
+    derivatives are those of 16-bit kernels on the rounded numbers, and the derivative of the
+    rounding counts as 1.
     """
     if problem.dtype not in ("bfloat16", "float16"):
         raise ValueError(
@@ -168,7 +169,7 @@ def _forward(
 
 
 def live(x: Array, ends: Array | None) -> Array:
-    """x [B, rows, heads, dim] with zeros past the ends of rows."""
+    """x [B, rows, heads, dim] with zeros in rows from `ends` int32[B] on."""
     if ends is None:
         return x
     inside = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < ends[:, None]
@@ -176,8 +177,8 @@ def live(x: Array, ends: Array | None) -> Array:
 
 
 def quantised(x: Array) -> tuple[Array, Array]:
-    """x as float8_e4m3fn and scales [B, n, heads]: the powers of 2 by which the largest number of a
-    block lies in 224 .. 448. The result of `rounded` is these numbers times their scales.
+    """x as float8_e4m3fn, and scales [B, n, heads], one for a block of rows: the power of 2 that
+    brings the block's largest number into 224 .. 448. `rounded` returns numbers times scales.
     """
     batch, rows, heads, dim = x.shape
     size = next(n for n in range(min(BLOCK, rows), 0, -1) if rows % n == 0)

@@ -43,7 +43,7 @@ class AttentionInputs(NamedTuple):
     # int32[B], within 2**30: bounds of AttentionProblem.mask that arrive at run time
     mask_left: Array | None = None
     mask_right: Array | None = None
-    # float32, of FLOAT8: q is q * q_scale, blocks of T / n rows by their scale; 2**-100 or more
+    # Scales of float8 q, k and v: float32, at least 2**-100, one for each rows / n rows of a head
     q_scale: Array | None = None  # [B, n, N]
     k_scale: Array | None = None  # [B, n, K]
     v_scale: Array | None = None  # [B, n, K]
@@ -125,7 +125,7 @@ class AttentionProblem:
     mask_program: Program | None = None  # function of (b, h, q, kv) that hides keys beside `mask`
     mask_within: Mask = FULL  # a static band that shows all that mask_program shows
     score_program: Program | None = None  # function of (score, b, h, q, kv)
-    # Arrays of score_aux whose gradients a backward computes, by number, sorted
+    # Indices of the arrays of score_aux whose gradients a backward computes, sorted
     learned: tuple[int, ...] = ()
     # T, S and q_offset (None: an array) of `MaskFunction.blocks`, the last array of mask_aux;
     # None: mask_aux has no blocks.
@@ -394,7 +394,7 @@ class DecodeProblem:
     precision: str | None = None  # None or "highest"
     batch_invariant: bool = False
     quantized: bool = False
-    # Whether rows of a quantised cache have no scales: their numbers stand for themselves.
+    # Whether a cache of 8-bit numbers has no scales: the numbers are the values.
     unscaled: bool = False
     shared_kv: bool = False  # V is the first columns of K (a latent cache): there is no v_cache
     tokens: int | None = None  # packed rows of all sequences; None: rows are not packed

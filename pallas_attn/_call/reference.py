@@ -321,7 +321,9 @@ def decode(inputs: DecodeInputs, problem: DecodeProblem) -> tuple[Array, Array]:
 
 
 def _separated(inputs: DecodeInputs, problem: DecodeProblem) -> DecodeInputs:
-    """Pages of K and of V, [.., pages, K, rows, H], of pages [.., pages, rows, K, H + Hv]."""
+    """Inputs with interleaved pages [.., pages, rows, K, H + Hv] split into pages of K and of V,
+    [.., pages, K, rows, H].
+    """
     pages = jnp.swapaxes(inputs.k_cache, -3, -2)
     k, v = pages[..., : problem.head_dim], pages[..., problem.head_dim :]
     return inputs._replace(k_cache=k, v_cache=v)
@@ -406,7 +408,7 @@ def quantize(rows: Array, dtype: DTypeLike) -> tuple[Array, Array]:
 
 
 def quantize_over(x: Array, dtype: DTypeLike, axes: tuple[int, ...]) -> tuple[Array, Array]:
-    """`quantize` of what lies along `axes`, which are of length 1 in the scales."""
+    """`quantize` with one scale for all numbers along `axes`, which have length 1 in the scales."""
     x = x.astype(jnp.float32)
     bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7FFFFFFF  # bits of |x| order as |x| does
     top = bits.max(axis=axes, keepdims=True)
@@ -489,7 +491,9 @@ def append(inputs: AppendInputs, problem: AppendProblem) -> Caches:
 
 
 def _append_joined(inputs: AppendInputs, problem: AppendProblem) -> Caches:
-    """`append` into pages [.., pages, rows, K, H + Hv], as into pages of rows of both."""
+    """`append` into interleaved pages [.., pages, rows, K, H + Hv]: K and V of a new row are joined
+    and written as one row.
+    """
     assert inputs.v is not None
     both = jnp.concatenate([inputs.k, inputs.v], axis=-1)
     pages = jnp.swapaxes(inputs.k_cache, -3, -2)

@@ -1,8 +1,8 @@
-"""Reads of an array by a function of positions: which positions an element depends on, and the
-derivative of the result by what a read gives.
+"""Reads of an array by a function of positions: the positions that the index of a read depends on,
+and the derivative of the function's result with respect to the value of a read.
 
-The gradient of an element is the sum of dS times this derivative over all logits that read it.
-Where the index follows from few numbers, logits are added up first, over all the others.
+The gradient of an element is the sum of dS times this derivative over all logits that read the
+element. Where the index depends on few positions, kernels first add up over all the others.
 """
 
 import dataclasses
@@ -19,25 +19,25 @@ from pallas_attn._functions import tracing
 from pallas_attn._functions.folding import Lines
 from pallas_attn._functions.program import Constant, Kind, Operand, Operation, Program, Value
 
-# Positions that an index follows from, of queries and keys: none, one of them, or one distance.
+# Positions that an index depends on: none, the query's, the key's, their distance, or both.
 NONE, ROWS, KEYS, DISTANCE, BOTH = "none", "rows", "keys", "distance", "both"
-_COMPARISONS = frozenset(("lt", "le", "gt", "ge", "eq", "ne"))  # follow from a difference
+_COMPARISONS = frozenset(("lt", "le", "gt", "ge", "eq", "ne"))  # depend on a difference alone
 
 
 class Read(NamedTuple):
     """A read of an array in a program."""
 
-    number: int  # among all reads, in order
+    number: int  # its place among all reads of the program, in order
     array: int
     batch: bool  # whether the index depends on the batch row
     head: bool
-    along: str  # NONE, ROWS, KEYS, DISTANCE or BOTH
-    known: bool  # whether the index follows from these numbers alone, not from arrays
+    along: str  # positions that the index depends on: NONE, ROWS, KEYS, DISTANCE or BOTH
+    known: bool  # whether the index depends on no array
 
 
 class _Dependence(NamedTuple):
-    """The numbers that a value depends on. `linear`: the factors of the positions of queries and
-    keys where the value is a sum of multiples of these and of what depends on neither, else None.
+    """The inputs of a program that a value depends on. `linear`: (a, b) where the value is a * q +
+    b * kv plus a term that depends on neither position, else None.
     """
 
     inputs: frozenset[int]
@@ -107,19 +107,21 @@ def _linear(op: Operation, factors: Sequence[tuple[int, int] | None]) -> tuple[i
     return None
 
 
-# ---- the derivative by a read --------------------------------------------------------------------
+# ---- the derivative with respect to a read -------------------------------------------------------
 
 
 def derivative(program: Program, read: Read) -> Program:
-    """The derivative of the result by what a read gives, which reads `derivative_arrays`."""
+    """The derivative of the result with respect to the value of a read, a program over the arrays
+    `derivative_arrays`.
+    """
     return _derivative(program, read.number)[0]
 
 
 @functools.lru_cache(maxsize=256)
 def in_floats(program: Program) -> Program:
-    """The same function, exact for positions below 2**24: sums of integers that become float32 are
-    taken of float32. A row or a column is converted then, not a tile, which takes four times as
-    long as an addition.
+    """The same function, with integer sums that it converts to float32 computed in float32 from the
+    start: exact for positions below 2**24. A row or a column of positions is then converted in
+    place of a tile; a conversion takes four times as long as an addition.
     """
     lines = Lines(["float32"] + ["int32"] * (program.inputs - 1))
     values: list[Operand] = [*range(program.inputs)]
@@ -144,19 +146,19 @@ def in_floats(program: Program) -> Program:
     return lines.program(moved(program.result), program.arrays)[0]
 
 
-_KEPT = frozenset(("add", "sub", "neg", "max", "min"))  # the same on floats that are integers
-# Operations whose results are finite where their operands are, but for an overflow.
+_KEPT = frozenset(("add", "sub", "neg", "max", "min"))  # exact on floats that are integers
+# Operations with finite results for finite operands, overflows aside.
 _FINITE = frozenset(("add", "sub", "mul", "neg", "abs", "sign", "max", "min", "clamp", "select_n"))
 _FINITE |= _COMPARISONS | {"and", "or", "not", "convert_element_type"}
 
 
 def is_finite(program: Program) -> bool:
-    """Whether a function of positions alone is finite for all of them."""
+    """Whether a program that does not depend on the score is finite at all positions."""
     return all(op.name in _FINITE for op in program.operations) and not program.depends_on(0)
 
 
 def derivative_arrays(program: Program, read: Read, arrays: Sequence[Any]) -> tuple[Any, ...]:
-    """The arrays of a program that this derivative reads, in its order."""
+    """The arrays that the program of `derivative` reads, in its order."""
     return tuple(arrays[n] for n in _derivative(program, read.number)[1])
 
 
@@ -167,10 +169,10 @@ def _derivative(program: Program, number: int) -> tuple[Program, tuple[int, ...]
     def slope(*arguments: jax.Array) -> Any:
         numbers, read = arguments[: program.inputs], arguments[program.inputs :]
 
-        def moved(by: jax.Array) -> Any:
-            return _program.evaluate(program, numbers, read, _Moved(number, by))
+        def shifted(by: jax.Array) -> Any:
+            return _program.evaluate(program, numbers, read, _ShiftedRead(number, by))
 
-        return jax.grad(moved)(jnp.float32(0.0))
+        return jax.grad(shifted)(jnp.float32(0.0))
 
     dtypes = [jnp.float32] + [jnp.int32] * (program.inputs - 1)
     traced, kept = tracing.trace("score_fn", slope, dtypes, arrays)
@@ -178,8 +180,8 @@ def _derivative(program: Program, number: int) -> tuple[Program, tuple[int, ...]
     return traced, tuple(identities.index(id(x)) for x in kept)
 
 
-class _Moved(_program.Broadcasting):
-    """Values of which those of one read are moved by a number."""
+class _ShiftedRead(_program.Broadcasting):
+    """Evaluates a program with `by` added to the value of one read."""
 
     def __init__(self, number: int, by: jax.Array):
         self.left, self.by = number, by
@@ -193,8 +195,8 @@ class _Moved(_program.Broadcasting):
 # ---- the index of a read -------------------------------------------------------------------------
 
 
-class _Watched(_program.Broadcasting):
-    """Values that keep the indices of one read."""
+class _RecordedRead(_program.Broadcasting):
+    """Evaluates a program and records the indices of one read."""
 
     def __init__(self, number: int):
         self.left = number
@@ -210,10 +212,10 @@ class _Watched(_program.Broadcasting):
 def index(
     program: Program, read: Read, numbers: Sequence[Any], arrays: Sequence[jax.Array]
 ) -> jax.Array:
-    """int32: the number of the element, counted through the array, that each logit reads at batch
-    row, head and positions `numbers`, which broadcast.
+    """int32: the flat index of the element that each logit reads. `numbers`: batch rows, heads,
+    positions of queries and of keys, which broadcast.
     """
-    values = _Watched(read.number)
+    values = _RecordedRead(read.number)
     _program.evaluate(program, (jnp.float32(0.0), *numbers), arrays, values)
     flat: Any = jnp.int32(0)
     for at, size in zip(values.indices, program.arrays[read.array][0], strict=True):
@@ -225,8 +227,8 @@ def index(
 def by_distance(
     program: Program, read: Read, heads: int, first: int, count: int
 ) -> np.ndarray[Any, Any]:
-    """int32[heads, count]: the index of a read that depends on no array and no batch row, at the
-    distances q - kv from `first` on.
+    """int32[heads, count]: the flat index of a read at the distances q - kv = first, first + 1, ..;
+    the index depends on no array and no batch row.
     """
     head = np.arange(heads, dtype=np.int32)[:, None]
     distance = np.arange(first, first + count, dtype=np.int32)[None]

@@ -55,8 +55,8 @@ class AttentionCase:
     deterministic: bool = False
     packed: bool = False  # ours is called with packed rows and q_starts, not with segment ids
     function: tuple[str, int] | None = None  # a name of `case_functions`, in place of the mask
-    both: bool = False  # ops "mask" and "shapes": forward and backward
-    learned: bool = False  # gradients of the function's arrays are asked, too
+    both: bool = False  # ops "mask" and "shapes": measure forward and backward
+    learned: bool = False  # measure gradients of the function's arrays, too
     mask_at_run_time: bool = False  # the mask's bounds are handed over as arrays
     # RoPE: the first column, rotated columns, and whether pairs are neighbours
     rotary: tuple[int, int, bool] | None = None

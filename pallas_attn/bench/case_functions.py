@@ -11,7 +11,7 @@ import numpy as np
 
 from pallas_attn.masks import CAUSAL, FULL, sliding_window
 
-Number = Any  # one or many, of NumPy, jax or torch
+Number = Any  # a number or an array of NumPy, jax or torch
 
 
 class Positions(NamedTuple):
@@ -24,7 +24,7 @@ class Positions(NamedTuple):
 
 
 def _log(x: Number) -> Number:
-    if hasattr(x, "log"):  # torch's
+    if hasattr(x, "log"):  # a torch tensor
         return x.log()
     return np.log(x) if isinstance(x, (np.ndarray, np.generic)) else jnp.log(x)
 

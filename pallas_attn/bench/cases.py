@@ -157,7 +157,7 @@ def _large_attention() -> list[AttentionCase]:
     shown = tuple((0, 2048 - 128 * n) for n in range(8))
     padding: dict[str, Any] = {"mask_shape": (8, 1, 1, 2048), "shown_keys": shown}
     rows.append(full("h64_padding_b8_t2048_n16", (8, 2048), equal, 64, "pair_bias", **padding))
-    # RoPE: all columns, GPT-NeoX's first quarter, DeepSeek's last 64, interleaved.
+    # RoPE of all columns, of GPT-NeoX's first quarter, of DeepSeek's last 64, and interleaved.
     for name, sizes, heads, dims, rotary in (
         ("h128_causal_b2_t8192_n16", (2, 8192), equal, 128, (0, 128, False)),
         ("h128_causal_b2_t8192_n32k8", (2, 8192), grouped, 128, (0, 128, False)),
@@ -188,7 +188,7 @@ _MODELS = (
 
 
 def _models() -> list[AttentionCase]:
-    """The attention of models that are no decoder of text."""
+    """Attention of models other than text decoders."""
     masks = {"clip_text": CAUSAL}
     return [
         _attention(name, sizes, (heads, heads), dim, "models", mask=masks.get(name, FULL))
@@ -197,7 +197,9 @@ def _models() -> list[AttentionCase]:
 
 
 def _shapes() -> list[AttentionCase]:
-    """The cases of models that are no decoder of text, forward, and forward and backward."""
+    """Cases of op "shapes": attention of models other than text decoders, forward alone and with
+    the backward.
+    """
     listed = [case for case in ATTENTION if not case.tags.isdisjoint({"models", "pair_bias"})]
     both = [dataclasses.replace(case, name=f"{case.name}_both", both=True) for case in listed]
     return [*listed, *both]
@@ -230,7 +232,7 @@ def _functions() -> list[AttentionCase]:
 
 
 def _tangents() -> list[AttentionCase]:
-    """Shapes of `jax.jvp`: 16384 rows, and those of DiT-XL at 256 pixels."""
+    """Cases of op "jvp": 16384 rows, and DiT-XL at 256 pixels."""
     rows = [
         _attention(f"jvp_h{dim}_{mask}_t{length}_n16", (16384 // length, length), (16, 16), dim,
                    "grid", mask=mask)
@@ -478,7 +480,7 @@ def _packed() -> list[DecodeCase]:
 
 
 def _interleaved() -> list[DecodeCase]:
-    """Pages with K and V interleaved: a server's step, and single tokens."""
+    """Cases over pages with K and V interleaved: a step of a server, and single tokens."""
     tokens = tuple(min(n, 8192) for n in _lognormal(64, 64 * 2000))
     mixture: dict[str, Any] = {"rows": (*(1,) * 64, 2048)}
     rows = []

@@ -46,7 +46,7 @@ class Options:
     commit: str | None = None  # named in rows if the tree is no git checkout
     out: str | None = None  # .jsonl to add rows to
     plot: str | None = None  # .svg to draw
-    together: str | None = None  # a file that all processes of a benchmark name
+    together: str | None = None  # lock file that all processes of a benchmark share: `Together`
 
 
 @dataclasses.dataclass
@@ -61,7 +61,9 @@ class Bench:
     flush: Callable[[], None] | None = None
     said: set[str] = dataclasses.field(default_factory=set)
     together: Together = dataclasses.field(default_factory=Together)
-    refusals: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)  # by case, peer
+    refusals: dict[str, dict[str, str]] = dataclasses.field(
+        default_factory=dict
+    )  # {case: {peer: reason}}
 
     def say_once(self, line: str) -> None:
         if line not in self.said:

@@ -1,4 +1,4 @@
-"""A picture of curves as an SVG file: time over size, both axes logarithmic, a curve a head dim."""
+"""An SVG picture of the sweep: time over size, both axes logarithmic, one curve a head dim."""
 
 import html
 import math
@@ -11,8 +11,8 @@ _COLOURS = ("#56B4E9", "#003f5c", "#D55E00", "#009E73")  # narrowest head dim fi
 
 
 def drawing(rows: Sequence[Row]) -> str:
-    """Nanoseconds of a query row of a head, over the rows of a sequence, a curve for each head
-    dim of rows of op "sweep".
+    """The SVG text: nanoseconds per query row of a head over rows of a sequence, with a curve for
+    each head dim. `rows`: result rows of op "sweep".
     """
     dims = sorted({row["problem"]["head_dim"] for row in rows})
     curves = {
@@ -53,7 +53,7 @@ def _point(row: Row) -> tuple[float, float]:
 
 
 class _Axis:
-    """A logarithmic axis between two places, in pixels."""
+    """A logarithmic axis, from `low` at pixel `start` to `high` at pixel `end`."""
 
     def __init__(self, low: float, high: float, start: float, end: float):
         self.low, self.high, self.start, self.end = low, high, start, end
@@ -64,7 +64,7 @@ class _Axis:
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:
-    """The powers of two around the values."""
+    """The nearest powers of two below and above all values."""
     return 2.0 ** math.floor(math.log2(min(values))), 2.0 ** math.ceil(math.log2(max(values)))
 
 

@@ -42,15 +42,15 @@ class Arithmetic(NamedTuple):
     of_rows: Callable[[Array, Array], Array] = operator.matmul  # sums over query rows
 
 
-SPREAD = 64.0  # probabilities are rounded to float8 as so many times themselves
+SPREAD = 64.0  # factor of probabilities before they are rounded to float8
 EXACT = Arithmetic(np.float64)
 
 
 def naive(dtype: str | None, grid: float = 1.0) -> Arithmetic:
     """Sums in float32 of products in `dtype`. "tf32": scores in TF32, all else in two bfloat16
     terms; "terms": all but scores without the last bit of a float32, which its terms may lose;
-    "float8": probabilities in float8_e4m3fn, all else in float32; None: all in float32. Where more
-    than that is lost, a number is rounded as `grid` times itself.
+    "float8": probabilities in float8_e4m3fn, all else in float32; None: all in float32. Numbers
+    that are rounded to fewer bits than float32 has are multiplied by `grid` before.
     """
     if dtype is None:
         return Arithmetic(np.float32)
@@ -72,13 +72,13 @@ def naive(dtype: str | None, grid: float = 1.0) -> Arithmetic:
 
 
 def _in_float8(x: Array, by: float) -> Array:
-    """Probabilities rounded relative to the largest of their row."""
+    """Probabilities rounded to float8, relative to the largest of their row."""
     unit = np.float32(by) / np.maximum(x.max(axis=-1, keepdims=True), np.float32(2.0**-100))
     return (x * unit).astype(jnp.float8_e4m3fn).astype(np.float32) / unit
 
 
 def dequantised(arrays: dict[str, Any]) -> dict[str, Any]:
-    """Arguments with float8 q, k and v and their scales, as q, k and v in float64."""
+    """Arguments in which float8 q, k and v and their scales become q, k and v in float64."""
     wide = dict(arrays)
     for name in "qkv":
         x = np.asarray(arrays[name]).astype(np.float32).astype(np.float64)

@@ -201,7 +201,7 @@ def _summary(groups: Sequence[Sequence[Row]]) -> str:
 
 
 def _refusals(groups: Sequence[Sequence[Row]]) -> list[str]:
-    """A paragraph that says which peers do not take which cases, where rows say so."""
+    """A paragraph that lists the peers that refuse cases, as recorded in the rows."""
     cases: dict[tuple[str, str], list[str]] = {}
     for rows in groups:
         for peer, why in rows[0].get("refused", {}).items():
@@ -214,7 +214,7 @@ def _refusals(groups: Sequence[Sequence[Row]]) -> list[str]:
 
 
 def section_of_sweep(rows: Sequence[Row]) -> list[str]:
-    """Title, method and picture of the forward over the rows of a sequence."""
+    """The section on the forward over the rows of a sequence: title, picture, method."""
     if not rows:
         return []
     picture = "![sweep](pictures/sweep.svg)"

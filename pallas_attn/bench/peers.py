@@ -68,7 +68,7 @@ def cudnn(call: Call) -> list[Subject]:
     if call.case.dtype == "float32":
         raise Unavailable("no float32")
     arrays = call.arrays
-    if "mask_array" in arrays and "bias" not in arrays:  # it takes no mask that all rows share
+    if "mask_array" in arrays and "bias" not in arrays:  # cuDNN takes no mask that all rows share
         shape = (*arrays["mask_array"].shape[:2], call.case.q_len, call.case.kv_len)
         arrays = arrays | {"mask_array": jnp.broadcast_to(arrays["mask_array"], shape)}
     return _jax_nn("cudnn", dataclasses.replace(call, arrays=arrays))
@@ -178,7 +178,7 @@ def built_in(call: Call) -> list[Subject]:
 
 
 def in_model(call: Call) -> list[Subject]:
-    """Ours with q and k that the model rotates in the same program."""
+    """Our attention with q and k rotated by the model, in the same program."""
     if call.case.rotary is None:
         raise Unavailable("nothing to rotate")
     static = call.case.options()
@@ -191,7 +191,7 @@ def in_model(call: Call) -> list[Subject]:
 
 
 def not_learned(call: Call) -> list[Subject]:
-    """Ours without gradients of the function's arrays."""
+    """Our attention without gradients of the function's arrays."""
     if not call.case.learned:
         raise Unavailable("for gradients of a function's arrays only")
     case = dataclasses.replace(call.case, learned=False)
@@ -296,7 +296,7 @@ def unpacked(call: Call) -> list[Subject]:
 
 
 def own_pages(call: Call) -> list[Subject]:
-    """Ours over pages of its own, K and V apart."""
+    """Our attention over a `PagedCache`, with K and V in two arrays."""
     if call.case.kind != "interleaved":
         raise Unavailable("for pages with K and V interleaved")
     return [_ours("own_pages", call, kind="paged")]

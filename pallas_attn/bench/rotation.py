@@ -10,8 +10,8 @@ from pallas_attn.rotary import Rotary
 
 
 def rotate(x: jax.Array, rotary: Rotary, back: bool = False) -> jax.Array:
-    """Rows x [B, rows, heads, H], of positions 0, 1, .., rotated in float32; `back`: by the
-    opposite angles.
+    """Rows x [B, rows, heads, H] at positions 0, 1, .. rotated in float32; `back`: by the opposite
+    angles.
     """
     cos, sin = (t[None, : x.shape[1], None].astype(jnp.float32) for t in (rotary.cos, rotary.sin))
     sin, pairs = -sin if back else sin, rotary.cos.shape[1]
@@ -25,7 +25,7 @@ def rotate(x: jax.Array, rotary: Rotary, back: bool = False) -> jax.Array:
 def in_model(
     q: jax.Array, k: jax.Array, rest: dict[str, Any]
 ) -> tuple[jax.Array, jax.Array, dict[str, Any]]:
-    """q and k rotated before the call where `rest` has tables, and the rest without them."""
+    """q and k, rotated if `rest` has a "rotary", and `rest` without it."""
     rest = dict(rest)
     rotary = rest.pop("rotary", None)
     if rotary is None:
@@ -50,8 +50,8 @@ def in_model(
 
 
 def expected(arrays: dict[str, Any], options: dict[str, Any], cotangent: jax.Array | None) -> Any:
-    """`verify.expected` of q and k that are rotated and rounded once, with dq and dk rotated back.
-    Those of the naive result are rounded before, as they are stored.
+    """`verify.expected` for q and k that are rotated and rounded once; dq and dk are rotated back.
+    The naive dq and dk are rounded before that, since the model stores them.
     """
     arrays = dict(arrays)
     rotary, dtype = arrays.pop("rotary"), arrays["q"].dtype

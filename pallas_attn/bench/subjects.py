@@ -15,7 +15,7 @@ from pallas_attn.bench.cases import Case
 
 Cache = Any  # a cache of any kind
 Jitted = Any  # a function as jax.jit returns it
-Directions = Any  # a cotangent of out, tangents of q, k and v, or None
+Directions = Any  # the cotangent of out, the tangents of q, k and v, or None
 Function = Callable[[Any, Any, Any, dict[str, Any]], Any]  # (q, k, v, other arrays) -> out
 
 
@@ -45,9 +45,9 @@ def attention_launch(
     op: str,
     learned: bool = False,
 ) -> Callable[[], Any]:
-    """A call of one of the measures of attention; gives (out,), (out, dq, dk, dv), and the gradient
-    of a bias in a training step, or (out, its tangent) along `cotangent`, here the tangents of q, k
-    and v. `learned`: with gradients, those of a score function's arrays, too.
+    """A launch of attention for op `op`. It returns (out,); with gradients (out, dq, dk, dv), and
+    in a training step the gradient of a bias; for "jvp" (out, its tangent), where `cotangent` holds
+    the tangents of q, k and v. `learned`: gradients include those of a score function's arrays.
     """
     names = ("q", "k", "v")
     q, k, v = (arrays[name] for name in names)
@@ -95,7 +95,7 @@ def attention(
     op: str,
     implementation: str | None,
 ) -> Callable[[], Any]:
-    """`flash_attention` and its derivatives."""
+    """A launch of `flash_attention`, with the derivatives that `op` names."""
     static = case.options() | {"implementation": implementation}
     if case.packed:
         arrays = {name: x for name, x in arrays.items() if name != "segment_ids"}
@@ -241,7 +241,7 @@ def decode(
 def _over_interleaved_pages(
     case: DecodeCase, arrays: dict[str, Any], implementation: str | None
 ) -> Callable[[], Any]:
-    """`ragged_paged_attention` over the rows of our own pages, K and V interleaved."""
+    """A launch of `ragged_paged_attention` over the rows of a `PagedCache`, interleaved."""
     cache = filled_cache(dataclasses.replace(case, kind="paged"), arrays)
     pages = jnp.swapaxes(jnp.stack([cache.k, cache.v], axis=2), 1, 3)  # [pages, rows, 2, K, H]
     pages = jnp.swapaxes(pages, 2, 3).reshape(*pages.shape[:2], -1, case.head_dim)

@@ -1,9 +1,9 @@
-"""Processes of one benchmark that share a GPU: they compile and check side by side, and each times
-while the others wait.
+"""Several processes of one benchmark on one GPU: they compile and check side by side, and take
+turns to time kernels.
 
-A short case takes seconds to compile and milliseconds to run, so one process would hold the GPU
-idle. All processes name the same file. A process holds a shared lock on it but for two moments:
-while it times, when its lock is exclusive, and while it waits for that.
+A short case takes seconds to compile and milliseconds to run, so a single process would leave the
+GPU idle. All processes name the same lock file. A process that compiles or checks holds a shared
+lock on it; to time, it gives that up, waits for an exclusive lock, and returns to a shared one.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from typing import TextIO
 
 
 class Together:
-    """One process of several; of one alone where there is no file."""
+    """The lock of one process among several; without a file it does nothing."""
 
     def __init__(self, path: str | None = None):
         self.file: TextIO | None = None
@@ -23,7 +23,7 @@ class Together:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Within it no other process uses the GPU."""
+        """A context in which no other process uses the GPU."""
         if self.file is None:
             yield
             return
@@ -36,6 +36,6 @@ class Together:
             fcntl.flock(self.file, fcntl.LOCK_SH)
 
     def close(self) -> None:
-        """Lets the others go on."""
+        """Releases the lock."""
         if self.file is not None:
             self.file.close()

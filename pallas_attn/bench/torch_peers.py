@@ -95,7 +95,7 @@ SDPA: dict[str, Peer] = {
 def _attention_subject(
     name: str, function: Callable[..., Tensor], call: Call, learned: Sequence[Tensor] = ()
 ) -> Subject:
-    """Attention of q, k and v [B, N, T, H], and its gradient, of `learned` tensors, too."""
+    """Attention of q, k and v [B, N, T, H], with gradients of these and of `learned` tensors."""
     import torch
 
     arrays = [call.arrays[name] for name in ("q", "k", "v")]

@@ -21,7 +21,7 @@ from pallas_attn.masks import Mask
 
 VACUOUS = 0.05  # share of the values' rms; twice the naive error passes
 Operand = Any  # an array, or the pair of segment ids
-MOST_SCORES = 2**26  # score elements that one slab may hold
+MOST_SCORES = 2**26  # largest number of scores in a slab
 
 
 class Rules(NamedTuple):
@@ -135,8 +135,8 @@ def expected(
     cotangent: jax.Array | None = None,
     tangents: tuple[jax.Array, ...] | None = None,
 ) -> Any:
-    """(oracle, naive): each (out,), (out, dq, dk, dv) where a cotangent is given, or (out, its
-    tangent) by tangents of q, k and v.
+    """(oracle, naive) results, each (out,); (out, dq, dk, dv) with a cotangent; (out, its tangent)
+    with tangents of q, k and v.
     """
     dtype = str(arrays["q"].dtype)
     wide = "float64" if dtype in ("float32", "float64") else "float32"

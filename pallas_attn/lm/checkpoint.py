@@ -153,7 +153,7 @@ _LAYER = {
     "q_norm": ("self_attn.q_norm.weight",),
     "k_norm": ("self_attn.k_norm.weight",),
 }
-# Tensors of Gemma's layers: there the second norm is one of attention's result.
+# Tensors of Gemma's layers, whose "post_attention_layernorm" norms the result of attention.
 _GEMMA_LAYER = _LAYER | {
     "attn_post_norm": ("post_attention_layernorm.weight",),
     "mlp_norm": ("pre_feedforward_layernorm.weight",),

@@ -92,12 +92,12 @@ class Config:
     qk_norm: bool = False  # Qwen3
     tied: bool = False  # the head is the embedding
     windows: tuple[int | None, ...] = ()  # keys that each layer sees, its own counted; None: all
-    scale: float | None = None  # factor of scores; None: head_dim ** -0.5
-    softcap: float | None = None  # bound of scores, Gemma 2
-    logit_softcap: float | None = None  # bound of logits, Gemma 2
-    window_rope: Rope | None = None  # rotary positions of layers with a window, Gemma 3
-    # Gemma: results of attention and MLP are normalised, too, embeddings are scaled, the gate is a
-    # GELU. Checkpoints hold weights of norms less 1.
+    scale: float | None = None  # factor of attention scores; None: head_dim ** -0.5
+    softcap: float | None = None  # softcap of attention scores (Gemma 2)
+    logit_softcap: float | None = None  # softcap of the model's logits (Gemma 2)
+    window_rope: Rope | None = None  # RoPE of layers with a window (Gemma 3); None: `rope`
+    # Gemma also normalises the results of attention and MLP, scales embeddings, and has a GELU as
+    # the gate. Its checkpoints hold the weights of norms minus 1.
     gemma: bool = False
     # The mesh axis whose devices have the other heads and columns of the MLP. Sizes are then those
     # of one device, within jax.shard_map (`mesh.local`).
@@ -114,11 +114,11 @@ class Config:
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """Rotary positions of all layers, or of those without and with a window."""
+        """The RoPE of all layers, or of layers without a window and of layers with one."""
         return (self.rope,) if self.window_rope is None else (self.rope, self.window_rope)
 
     def rope_number(self, mask: Mask) -> int:
-        """Which of `ropes` the layers with a mask have."""
+        """The index in `ropes` for layers with this mask."""
         return int(self.window_rope is not None and mask.left is not None)
 
     def kv_bytes(self, dtype: DType) -> int:

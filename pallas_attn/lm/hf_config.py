@@ -56,7 +56,7 @@ def _factor(default: float | None = None) -> Key:
     return Key(float, 1e-3, 1e6, default=default)
 
 
-# Keys of config.json. The last four have one value that this model computes.
+# Keys of config.json. The model supports a single value of each of the last four.
 KEYS: dict[str, Key] = {
     "model_type": Key(str, choices=FAMILIES, default=REQUIRED),
     "vocab_size": Key(int, most=2**24, default=REQUIRED),
@@ -184,7 +184,7 @@ def config_from(described: Mapping[str, Any], where: str = "config.json") -> Con
 
 
 def _gemma(read: _Reader, where: str) -> dict[str, Any]:
-    """The fields of a Config that Gemma alone has."""
+    """The fields of a Config that are set for Gemma only."""
     scale = read["query_pre_attn_scalar"]
     fields: dict[str, Any] = {"gemma": True, "scale": None if scale is None else scale**-0.5}
     if read["model_type"] == "gemma3_text":
@@ -210,7 +210,7 @@ def _windows(read: _Reader, layers: int) -> tuple[int | None, ...]:
 
 
 def _has_window(read: _Reader, layer: int) -> bool:
-    """Whether a layer has a window, where config.json does not list them."""
+    """Whether a layer has a window by its family's rule, where config.json lists no types."""
     family = read["model_type"]
     if family in GEMMA:
         every = 2 if family == "gemma2" else read["sliding_window_pattern"]
@@ -219,7 +219,7 @@ def _has_window(read: _Reader, layer: int) -> bool:
 
 
 def _rope(outer: _Reader, where: str, kind_of_layer: str) -> Rope:
-    """Rotary positions of the layers of a kind, one of `WINDOWED`."""
+    """The RoPE of layers of a kind, one of `WINDOWED`."""
     name = "rope_parameters" if outer["rope_parameters"] else "rope_scaling"
     described = outer[name] or {}
     if outer["model_type"] == "gemma3_text":

@@ -45,7 +45,7 @@ from pallas_attn.rotary import RMSNorm, Rotary
 Array = jax.Array
 Cache = Any  # a KVCache; None without one
 Sent = Any  # an array that is NumPy's on the host and jax's in a program
-Tables = tuple[Rotary, ...]  # one for each of `Config.ropes`
+Tables = tuple[Rotary, ...]  # tables for each of `Config.ropes`
 STREAMED = ("qkv", "out", "gate_up", "down", "attn_norm", "mlp_norm")  # read out of the stack
 
 
@@ -159,7 +159,7 @@ def _added(
 
 
 def _normed(config: Config, added: Added, weights: Params, name: str, x: Array) -> Added:
-    """Gemma's norm of what is added to the residual stream, else `added`."""
+    """The term for the residual stream, with Gemma's norm applied in a Gemma model."""
     if not config.gemma:
         return added
     rows = lm_rows.total(added.partials, x.dtype)
@@ -171,7 +171,7 @@ def _gelu(x: Array) -> Array:
 
 
 def _scores_of(config: Config) -> dict[str, Any]:
-    """Options of attention that say how scores become logits."""
+    """Options of attention that turn scores into logits: scale and softcap."""
     return {"scale": config.scale, "softcap": config.softcap}
 
 

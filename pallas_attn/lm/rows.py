@@ -91,8 +91,8 @@ def total(added: Array, dtype: DType) -> Array:
 def gated(
     x: Array, weight: Array | Layer, gate_of: Callable[[Array], Array] = jax.nn.silu
 ) -> Array:
-    """gate_of(x by the first half of a weight [2 out, in]) times x by the second: [..., out].
-    A `Layer` has a silu.
+    """The gated product [..., out]: gate_of(x by the first half of a weight [2 out, in]) times x by
+    the second half. The kernel for a `Layer` has silu as its gate.
     """
     if isinstance(weight, Layer) and _takes(_gated_problem(x, weight.stack), weight.stack):
         (out,) = sharding.over_devices(

@@ -51,7 +51,7 @@ DRAWN_DECODES = tuple(cases.draw_decode(seed) for seed in range(8))
 
 @functools.lru_cache(maxsize=1)  # subjects of one case run one after the other
 def expected(case, tensor_cores):
-    # Of rows that see few keys, one naive run says little about a single number.
+    # Rows that see few keys get more naive runs: a single one says little about a single number.
     grids = budget.GRIDS if case.shown_keys is None else budget.MANY_GRIDS
     options = {"tensor_cores": tensor_cores, "grids": grids}
     return budget.attention(case.arguments(), *cotangents(case), **options)

@@ -75,8 +75,8 @@ class Plan:
         return _new_dtype(self.problem)
 
     def words_in_cache(self, array: int) -> tuple[int, int]:
-        """Words before the new row of K (array 0) or V (1) in its row of the cache, and the words
-        of that row.
+        """(offset, length) in words: where the new row of K (array 0) or V (1) begins in a row of
+        the cache array, and the length of that row.
         """
         if not self.layout.joined:
             return 0, self.row_words[array]

@@ -9,7 +9,7 @@ heads that lie together:
     paged          one array for all, a slab for each page; a page table [M, entries] has the pages
                    of each sequence in order
     interleaved    paged, but K and V share one array [layers, pages, rows of a page, kv heads,
-                   H + Hv]: a row of K, the row of V behind it, then those of the next head
+                   H + Hv]: for each head the row of K, followed by the row of V
 
 A program for one thread asks for `number`, the number of a row among all rows of an array, in 64
 bits; the word of memory follows by a multiplication. A kernel that copies by TMA asks for
@@ -53,7 +53,7 @@ class Layout:
     slabs: int  # slabs of one layer of an array
     slab_rows: int | None  # rows of a kv head in a slab; None where they differ between arrays
     separate = False  # whether each sequence has arrays of its own
-    joined = False  # whether a row of K and that of V are one row of one array
+    joined = False  # whether K and V share one array, whose rows are a row of K and one of V
     paged = False
 
     @property
@@ -62,7 +62,7 @@ class Layout:
         return self.capacities[0] if len(set(self.capacities)) == 1 else None
 
     def page_rows(self, tile: int) -> int:
-        """How many rows of a tile lie in one slab, wherever the tile begins."""
+        """The number of rows of a tile that lie in one slab, wherever the tile begins."""
         return tile
 
     def contiguous_rows(self, tile: int) -> int:
@@ -215,8 +215,8 @@ class Paged(Layout):
 
 
 class Interleaved(Paged):
-    """[layers, pages, rows of a page, kv heads, H + Hv]: K and V in one array, and a page table.
-    Other heads lie between two rows of a head.
+    """K and V in one array [layers, pages, rows of a page, kv heads, H + Hv], and a page table. The
+    rows of a head are not contiguous: rows of the other heads lie between them.
     """
 
     joined = True
@@ -234,12 +234,12 @@ class Interleaved(Paged):
         return position * self.kv_heads + thread.to_int64(row.head)
 
     def box(self, rows: int, columns: int) -> tuple[int, ...]:
-        """The shape of so many rows of a head in the array."""
+        """The shape of `rows` rows of a head in the array."""
         layer = () if self.layers is None else (1,)
         return *layer, 1, rows, 1, columns
 
     def coordinates(self, row: Row) -> tuple[Index, ...]:
-        """Indices of the row in the array, but for the columns."""
+        """Indices of the row in all axes of the array but the last."""
         layer = () if row.layer is None else (row.layer,)
         return *layer, row.page, self.row_in_slab(row.position), row.head
 

@@ -166,8 +166,8 @@ def score(ctx: Context, place: Any, s: RegisterTile) -> tuple[Any, Any]:
 def on_tile(
     program: Program, aux: Sequence[Any], place: LogitTile, s: RegisterTile
 ) -> RegisterTile:
-    """float32: a program of a score and its positions on a tile of logits. `s`: what the score
-    function is given.
+    """A program of a score and its positions, evaluated in float32 on a tile of logits. `s`: the
+    scores.
     """
     registers, score = Registers(s.shape, place.layout), Value(s, (0, 1))
     numbers = score, *_numbers(program, registers, place)

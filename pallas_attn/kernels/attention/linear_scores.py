@@ -131,8 +131,8 @@ def takes(problem: AttentionProblem) -> bool:
 def sloped(
     ctx: KernelContext, tile: logits.LogitTile, s: RegisterTile
 ) -> tuple[RegisterTile, "OffsetSoftmax"]:
-    """Scores with the part of the function that differs from column to column, and a softmax that
-    adds the rest.
+    """Scores with the part of the function that depends on the key added, and the softmax that adds
+    the rest, an offset a row.
     """
     registers = functions.Registers(s.shape, tile.layout)
     program, rows = ctx.plan.problem.score_program, (tile.q_axis,)

@@ -108,9 +108,9 @@ def masked_logits(  # noqa: PLR0913
     masked: bool | None,
     whole: tuple[Index, Index] | None = None,
 ) -> tuple[RegisterTile, Any]:
-    """The scores of kv tile t, which `slot` of the ring holds -> logits, in log2 units if
+    """The logits of kv tile t, whose ring entry is `slot`, from its scores `s`, in log2 units if
     `LogitRules.unit` is None; and the functions `step` and `next_step` of their softmax. `masked`
-    None: a branch masks the tile unless t lies in `whole`, which is (first, one after the last).
+    None: a branch masks the tile unless t lies in `whole`, (first, one after the last).
     """
     online: Any = softmax
     if ctx.plan.logit_rules.linear:

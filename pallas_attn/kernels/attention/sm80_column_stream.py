@@ -78,7 +78,9 @@ class Stream:
         self.chunks = [Chunk(*x, n) for x in products for n in self._chunks_of(x)]
 
     def _chunks_of(self, product: Product) -> range:
-        """All of a product that scores add up; those that a launch makes of an output."""
+        """The chunks of columns that a product reads: all for scores, and for an output those that
+        this launch makes.
+        """
         name = product.rhs
         whole = product.lhs is not None
         return range(self.format.chunks(name)) if whole else self.format.made_chunks(name)

@@ -37,7 +37,7 @@ class MmaFormat:
     problem: AttentionProblem
     columns: int = 0  # columns of a chunk (sm80_column_stream.py); 0: rows are whole
     unit: int = 16  # columns that the width of a whole row is a multiple of
-    # (first, number) of the chunks that a launch makes of a gradient; None: all (`wide_heads`)
+    # (first, number) of a gradient's chunks that this launch makes (`wide_heads`); None: all
     made: tuple[int, int] | None = None
 
     @property
@@ -68,16 +68,16 @@ class MmaFormat:
         return self.width(name) // (self.columns or self.width(name))
 
     def made_chunks(self, name: str) -> range:
-        """Chunks of a gradient's columns that a launch makes: those of its right operand."""
+        """The chunks of columns of a gradient, and of its right operand, that this launch makes."""
         first, count = self.made or (0, self.chunks(name))
         return range(first, first + count)
 
     def of_chunks(self, first: int, count: int) -> "MmaFormat":
-        """The format of a launch that makes so many chunks of a gradient, from `first` on."""
+        """The format of a launch that makes `count` chunks of a gradient, from `first` on."""
         return dataclasses.replace(self, made=(first, count))
 
     def made_columns(self, dim: int) -> int:
-        """Columns of a result of `dim` columns that a launch makes."""
+        """The number of columns that this launch makes of a result with `dim` columns."""
         if self.made is None:
             return dim
         first, count = (n * self.columns for n in self.made)

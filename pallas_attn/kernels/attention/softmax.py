@@ -27,7 +27,7 @@ from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import RegisterTiles, Scalar
 
 Array = jax.Array
-Unit = Scalar | Array | None  # factor of logits, of all or of each row [rows]; None: 1
+Unit = Scalar | Array | None  # factor of logits: a scalar, one a row [rows], or None for 1
 
 _LOG2_E = math.log2(math.e)
 PARTIALS = 8  # partial sums a row
@@ -36,9 +36,9 @@ RESCALE_THRESHOLD = 8.0  # log2 units that a row max may lag behind: p reaches 2
 
 
 class Exponents(NamedTuple):
-    """The range of exponents of probabilities, for the dtype that they are rounded to."""
+    """The range of probabilities, for the dtype that they are rounded to."""
 
-    threshold: float = RESCALE_THRESHOLD  # log2 units that a row max may lag behind
+    threshold: float = RESCALE_THRESHOLD  # log2 units by which a logit may exceed the row max kept
     offset: float = 0.0  # probabilities and their sums are multiplied by 2**offset
 
 

@@ -372,7 +372,7 @@ class Listed(NamedTuple):
         return self.read(at + first(self.row_blocks))
 
     def tile_ahead(self, j: Index) -> Index:
-        """`tile(j)`, or any tile if j is past the last place that a list has."""
+        """`tile(j)`; any tile where j lies past the end of the lists' memory."""
         return self.tile(jnp.minimum(j, self.ref.shape[3] - 1 - first(self.row_blocks)))
 
 

@@ -58,10 +58,10 @@ class ForwardRefs(NamedTuple):
     sinks: Any = None
     schedule: Any = None  # int32[blocks, n]: see `tile_scheduler.schedule`
     q_positions: Any = None  # int32[B, padded rows]
-    logit_units: Any = None  # float32[B, N], of float8: factor of a head's scores
-    q_units: Any = None  # float32[B, N, padded rows]: of a row's scores
-    k_units: Any = None  # float32[B, K, ..]: of a key's scores, or of a block of keys
-    v_units: Any = None  # float32[B, K, ..]: of values, likewise
+    logit_units: Any = None  # float8: float32[B, N], factor of a head's scores
+    q_units: Any = None  # float8: float32[B, N, padded rows], factor of a row's scores
+    k_units: Any = None  # float8: float32[B, K, ..], factor of the scores of a key or of a kv tile
+    v_units: Any = None  # float8: float32[B, K, ..], factor of the values of a key or of a kv tile
     units: Any = None  # float32[2, B, K]: of scores and of outputs, where q, k and v are terms
     out: Any = None  # written
     lse: Any = None  # written
@@ -126,7 +126,7 @@ class QueryRows(NamedTuple):
     segments: Any = None  # `segment_spans.RowSegments`, where there are segment ids
     listed: Any = None  # `tile_lists.Listed`, where kv tiles are numbers in a list
     last: Any = None  # the last kv tile of that list that the rows need
-    shown: Any = None  # (first, end) of kv tiles whose keys `key_masks` shows, as far as there are
+    shown: Any = None  # (first, end) of kv tiles in which `key_masks` hides no existing key
     mapping: Any = None  # says which rows of which heads they are, where not of one: `prefill.plan`
 
     def with_loaded_tile(self, tile: Index) -> "QueryRows":
@@ -278,7 +278,7 @@ def owner_of(chunk: Index, devices: int) -> tuple[Any, Any]:
 
 
 def limit(problem: AttentionProblem, widest: int = 256) -> Limit | None:
-    """Why kernels of head dims up to `widest`, forward and backward, refuse a problem, or None."""
+    """Why a kernel that takes head dims up to `widest` refuses a problem, or None."""
     if problem.dtype not in ("bfloat16", "float16", "float32"):
         how = "multiply them by their scales and " if problem.out_dtype else ""
         return Limit(
@@ -289,7 +289,7 @@ def limit(problem: AttentionProblem, widest: int = 256) -> Limit | None:
 
 
 def sizes_limit(problem: AttentionProblem) -> Limit | None:
-    """Why rows, or arrays of functions, are too many, or None."""
+    """Why there are too many rows, or too large arrays of functions, or None."""
     if problem.batch * problem.q_heads * (problem.q_len + 256) >= 2**31:
         return Limit("it counts query rows of all heads in 32 bits", "split the batch")
     programs = filter(None, (problem.mask_program, problem.score_program))

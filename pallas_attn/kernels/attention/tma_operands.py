@@ -19,7 +19,7 @@ from pallas_attn.kernels.mma.wgmma import Kind
 # Arrays that kernels read in whole tiles of queries and keys.
 IN_WHOLE_TILES = {"bias", "mask_array", "q_segment_ids", "kv_segment_ids", "q_positions"}
 # Attention pads what it is given; what still comes with such dims are buffers of a cache.
-WIDEST = 512  # head dim that some kernel takes
+WIDEST = 512  # largest head dim that any kernel takes
 HOW_TO_PAD = "make the cache by create() where a GPU is the default device: it pads its buffers"
 
 
@@ -28,7 +28,7 @@ def round_up(n: int, to: int) -> int:
 
 
 def dims_limit(problem: Any, widest: int = 256) -> Limit | None:
-    """Why head dims are none that a kernel takes which takes up to `widest`, or None."""
+    """Why a kernel that takes multiples of 8 up to `widest` refuses the head dims, or None."""
     dims = {"head_dim": problem.head_dim, "v_head_dim": problem.v_head_dim}
     for name, size in dims.items():
         reason = f"{name} is {size}; it takes multiples of 8 up to {widest}"
@@ -79,7 +79,7 @@ class OperandFormat(NamedTuple):
     width: int  # columns of one term
     swizzle: int  # bytes
     panels: tuple[int, ...] = ()  # widths of `lang.panels`; none: all columns lie in one buffer
-    transposed: bool = False  # V^T: rows of a tile lie along the last axis
+    transposed: bool = False  # whether rows of a tile lie along the last axis (V^T)
 
     def scratch(self, *shape: int) -> Any:
         """Shared memory [*shape, columns], or with the last two axes exchanged."""
@@ -192,9 +192,9 @@ def bias_and_mask(
     *,
     only_read: bool = False,
 ) -> dict[str, Any]:
-    """The arrays of bias and mask_array that are there. Masks of keys stay boolean (`key_masks`).
-    Those of so many numbers that `clipped` cannot count them are padded to so many rows and keys,
-    whole tiles, but where TMA clips them (`in_tiles`). `only_read`: no operation of XLA's follows.
+    """The operands of bias and mask_array. Masks of keys stay boolean (`key_masks`). Arrays of
+    2**31 numbers or more, which `clipped` cannot count, are padded to `rows` and `keys`, whole
+    tiles, unless TMA clips them (`in_tiles`). `only_read`: XLA does not read the operands.
     """
     operands, mask = {"bias": inputs.bias}, inputs.mask_array
     if mask is not None:

@@ -1,6 +1,6 @@
-"""Outputs and gradients of head dims above 256 by the portable kernels: launches that make some of
-their columns each, since registers of a warpgroup hold 64 rows of 256 columns in float32. Each
-launch computes all scores again.
+"""Outputs and gradients of head dims above 256 by the portable kernels. The registers of a block
+hold an accumulator of 64 rows by 256 columns in float32, so several launches make some of the
+columns each, and each of them computes all scores again.
 """
 
 from collections.abc import Callable
@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 from pallas_attn.kernels.attention.sm80_common import MmaFormat
 
-COLUMNS = 256  # columns of a launch, at most
+COLUMNS = 256  # largest number of columns that a launch makes
 
 
 def value_columns(dim: int) -> list[slice]:
-    """The columns of v that each launch of a forward weighs: nearly as many each, in eights."""
+    """The columns of v that each launch of a forward takes: nearly as many each, in eights."""
     width = -(-dim // (8 * -(-dim // COLUMNS))) * 8
     return [slice(start, min(start + width, dim)) for start in range(0, dim, width)]
 
@@ -22,8 +22,9 @@ def value_columns(dim: int) -> list[slice]:
 def by_parts(
     form: MmaFormat, name: str, make: Callable[[MmaFormat, jax.Array | None], jax.Array]
 ) -> jax.Array:
-    """The gradient of "q", "k" or "v" by `make(format, before)`, the columns of each launch, whose
-    format has whole chunks of them; `before`: the columns that the launch before made.
+    """The gradient of "q", "k" or "v", put together from the columns that each launch makes:
+    `make(format, before)`, where `format` names whole chunks of columns, and `before` are the
+    columns of the launch before, or None.
     """
     if not form.columns or form.width(name) <= COLUMNS:
         return make(form, None)

@@ -1,8 +1,9 @@
-"""How a kv tile of interleaved pages comes to shared memory on Hopper: by TMA, a copy for all rows
-of a page. `bulk_copies` would issue a copy a row, since other heads lie between two rows of a head.
+"""Copies of a kv tile of interleaved pages to shared memory on Hopper: by TMA, one copy for all
+rows of a page. `bulk_copies` would issue a copy a row, since other heads lie between two rows of a
+head.
 
-A tile that the length cuts comes by copies of rows nonetheless: only rows that exist are read, and
-those behind them are filled with zeros. Programs of one thread, which has one row of the tile.
+A tile that the length cuts is copied row by row: only rows that exist are read, and the rest of the
+tile is filled with zeros. These are programs of one thread, each of which has one row of the tile.
 """
 
 from pallas_attn.kernels.decode import bulk_copies
@@ -13,13 +14,13 @@ from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import Box, Word
 from pallas_attn.kernels.lang.types import Index
 
-MOST_COLUMNS = 256  # TMA copies no wider boxes
+MOST_COLUMNS = 256  # widest box that TMA copies
 
 make_barriers, meet, wait = bulk_copies.make_barriers, bulk_copies.meet, bulk_copies.wait
 
 
 def serves(plan: Plan) -> bool:
-    """Whether rows of interleaved pages can be copied so, and are worth it."""
+    """Whether TMA can copy the rows of a page at once, and saves copies by it."""
     columns = plan.problem.head_dim + plan.problem.v_head_dim
     aligned = columns <= MOST_COLUMNS and columns * plan.itemsize % 128 == 0
     keys = plan.keys

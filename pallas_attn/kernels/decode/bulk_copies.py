@@ -1,7 +1,7 @@
-"""How a kv tile comes to shared memory on Hopper: by bulk copies, one of K and one of V for each
-stretch of rows that lies together in memory, or one of both where they lie side by side. A slot's
-barrier completes when the bytes announced for it are there. Programs of one thread; `thread_copies`
-has the same for GPUs without bulk copies.
+"""Copies of a kv tile to shared memory on Hopper: bulk copies, one of K and one of V for each
+stretch of rows that lies together in memory, or one of both where K and V lie side by side. A
+slot's barrier completes when the bytes announced for it are there. Programs of one thread;
+`thread_copies` has the same for GPUs without bulk copies.
 """
 
 from typing import NamedTuple

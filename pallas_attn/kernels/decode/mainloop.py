@@ -81,7 +81,7 @@ def scores(ctx: KernelContext, queries: RegisterTile | SmemRef, slot: Index) -> 
 
 
 def of_all_columns(ctx: KernelContext, s: RegisterTile) -> RegisterTile:
-    """The scores, of those of each warp's own columns where warps share out columns."""
+    """The scores; the sum of the warps' parts `s` where warps divide the columns."""
     split = ctx.plan.split
     return s if split.parts == 1 else column_parts.sum_of_parts(s, ctx.smem.scores, split)
 

@@ -16,7 +16,7 @@ from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, Predicate, S
 class DecodeSmem(NamedTuple):
     """Shared memory of a block."""
 
-    k: SmemRef  # [stages, tile, H]; of K and V in one array, [stages, tile, H + Hv]
+    k: SmemRef  # [stages, tile, H]; [stages, tile, H + Hv] if K and V share one array
     v: SmemRef | None  # [stages, tile, Hv]
     warp_partials: combine_splits.WarpPartials
     table: scheduler.Table
@@ -25,7 +25,7 @@ class DecodeSmem(NamedTuple):
     k_scale: SmemRef | None = None  # float32[stages, tile], of a quantised cache
     v_scale: SmemRef | None = None
     q: SmemRef | None = None  # queries of float32: `mma_tf32.queries_shape`
-    scores: SmemRef | None = None  # `column_parts.shape`, for warps that share out columns
+    scores: SmemRef | None = None  # `column_parts.shape`, where warps divide the columns
 
 
 class DecodeRefs(NamedTuple):

@@ -27,8 +27,8 @@ from pallas_attn.kernels.mma.mma_rowmajor import ROWS, Split
 from pallas_attn.masks import Mask
 
 FINE_UNIT = 16  # keys of a unit that is finer than a kv tile
-# Columns of q, or of the output, that the registers of a warp hold: warps share out those of wider
-# rows. The widest rows of all leave room in shared memory for tiles of 16 keys.
+# Largest number of columns of q, or of the output, in the registers of a warp. Warps divide the
+# columns of wider rows; the widest of these leave room in shared memory for tiles of 16 keys only.
 COLUMNS_OF_A_WARP = 256
 
 
@@ -78,7 +78,7 @@ class QueryRows:
 
 
 def is_wide(problem: DecodeProblem) -> bool:
-    """Whether warps share out the columns of rows, and not the keys."""
+    """Whether warps divide the columns of rows among them, and not the keys."""
     return max(problem.head_dim, problem.v_head_dim) > COLUMNS_OF_A_WARP
 
 
@@ -101,8 +101,8 @@ class KvTiles:
     """The kv tiles of a sequence, and the units in which the `scheduler` counts them."""
 
     tile: int  # keys of a kv tile
-    page_rows: int  # rows of a tile that lie in one slab, wherever it begins
-    contiguous_rows: int  # rows of a tile that lie together in memory, wherever it begins
+    page_rows: int  # rows of a tile that are sure to lie in one slab
+    contiguous_rows: int  # rows of a tile that are sure to be contiguous in memory
     most_tiles: int  # tiles of the longest sequence
     tiles_a_unit: int = 1  # more where splits are fixed (`batch_invariant`)
     units_a_tile: int = 1  # more where a unit is `FINE_UNIT` keys
@@ -262,6 +262,6 @@ def _check_tile(problem: DecodeProblem, config: KernelConfig) -> None:
     if is_wide(problem):
         return
     if tile < 32:
-        raise ValueError(f"Config.tile must be at least 32 of head dims up to 256, got {tile}")
+        raise ValueError(f"Config.tile must be at least 32 for head dims up to 256, got {tile}")
     if tile < 64 and problem.dtype != "float32":
         raise ValueError(f"Config.tile must be at least 64 of 16-bit numbers, got {tile}")

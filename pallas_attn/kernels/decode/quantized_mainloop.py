@@ -1,6 +1,6 @@
 """`mainloop` over caches of 8-bit numbers with a float32 scale a row: keys and values become
 float16 for matmuls, scores are multiplied by the scales of keys, probabilities by those of values.
-Where rows have no scales, the numbers are the rows.
+Without scales the numbers are the values.
 """
 
 from typing import NamedTuple
@@ -81,7 +81,7 @@ def attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, stat
 
 
 def _attend_unscaled(ctx: KernelContext, at: TileAt, logits: RegisterTile, state: State) -> State:
-    """`attend` where the weights of values are the probabilities."""
+    """`attend` for a cache without scales, whose values are weighted by the probabilities alone."""
     new = softmax.step(logits, None, state.row_max, empty_ok=True)
     acc, row_sum = softmax.rescaled(new, (state.acc, state.row_sum))
     p = new.p.astype("float16")

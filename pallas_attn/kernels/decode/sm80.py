@@ -19,12 +19,12 @@ from pallas_attn.kernels.mma import mma_rowmajor
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """`tile`: keys of a kv tile; 32 only of float32 and of head dims above 256, 16 of the latter.
-    `stages`: tiles of K and V in the ring; with a
-    single one nothing arrives under the matmuls of a tile. `grid`: persistent blocks.
-    `split_tiles`: kv tiles of a split where `batch_invariant` is asked for. `load_first`: the load
-    of the next tile begins before the wait for this one. `q_rows`: query rows that a block takes at
-    once, at most; where they are fewer than a kv head has, keys are read more than once.
+    """`tile`: keys of a kv tile; 32 only for float32 or head dims above 256, 16 only for the
+    latter. `stages`: tiles of K and V in the ring; with a single one nothing arrives under the
+    matmuls of a tile. `grid`: persistent blocks. `split_tiles`: kv tiles of a split where
+    `batch_invariant` is asked for. `load_first`: the load of the next tile begins before the wait
+    for this one. `q_rows`: query rows that a block takes at once, at most; where they are fewer
+    than a kv head has, keys are read more than once.
     """
 
     tile: int = 64

@@ -73,14 +73,14 @@ LONG = 2048  # keys of a block, from which on memory bandwidth counts more than 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """`tile`: keys of a kv tile; 32 only of float32 and of head dims above 256, 16 of the latter.
-    `stages`: tiles of K and V in the ring.
-    `grid`: persistent blocks. `split_tiles`: kv tiles of a split where `batch_invariant` is asked
-    for. `many_heads`: blocks have several heads each, and do what would slow down a block with one:
-    queries are loaded a head ahead, scores of few rows are folded, and keys are shared out in units
-    finer than tiles (`scheduler`), a head as `head_overhead` keys more than it has: as many as a
-    block could read while it begins a head. `load_first`: the load of the next tile begins before
-    the wait for this one, not under its matmuls: where blocks read many keys.
+    """`tile`: keys of a kv tile; 32 only for float32 or head dims above 256, 16 only for the
+    latter. `stages`: tiles of K and V in the ring. `grid`: persistent blocks. `split_tiles`: kv
+    tiles of a split where `batch_invariant` is asked for. `many_heads`: blocks have several heads
+    each, and do what would slow down a block with one: queries are loaded a head ahead, scores of
+    few rows are folded, and keys are shared out in units finer than tiles (`scheduler`), a head as
+    `head_overhead` keys more than it has: as many as a block could read while it begins a head.
+    `load_first`: the load of the next tile begins before the wait for this one, not under its
+    matmuls: where blocks read many keys.
     """
 
     tile: int = 64

@@ -1,19 +1,22 @@
-"""Gradients of arrays that a score function reads: dS times the derivative of the score by what a
-read gives, added up over all logits that read an element.
+"""Gradients of the arrays that a score function reads. The gradient of an element is the sum, over
+all logits that read it, of dS times a weight: the derivative of the score with respect to the value
+of the read.
 
-The index of a read follows from few numbers (`_functions.reads`), so kernels add up over all others
-first, in float32 and in one order: the walk of `dbias`, where a block owns a tile of numbers that
-XLA then adds up by their elements. An index by
+The index of a read depends on few positions (`_functions.reads`), so kernels first add up over all
+other positions, in float32 and in a fixed order; XLA then adds up these sums by element. There are
+two kinds of sums:
 
-    no position, or that of a query or a key: a tile of a bias of [B|1, N|1, T|1, S|1]
-    the distance of query and key (T5): a tile of scores at one distance of query tile and kv tile,
-        with all pairs of tiles at this distance as its readers
+- The walk of `dbias`, a launch that computes S and dP again. A block owns a tile of sums. Where the
+  index depends on no position, the query's or the key's, the sums are those of the gradient of a
+  bias [B|1, N|1, T|1, S|1]. Where it depends on their distance (T5), the tile belongs to one
+  distance of query tile and kv tile, and all pairs of tiles at this distance are added to it.
+- Sums for each key, which `sm90_fused` makes beside dK and dV, since a walk would be a quarter of a
+  training step: of reads whose index depends on no position (ALiBi's slopes) or on the key's, and
+  of the far tiles of reads by distance, in which the index is the same from some distance on (T5's
+  last bucket). The walk then takes the band of the other tiles.
 
-A launch that computes S and dP again would be a quarter of a training step, so `sm90_fused` makes
-on its way, one for each key, sums by key or by no position (ALiBi's slopes), and those of far tiles
-where the index is the same from some distance on: T5's last bucket. The walk is left with a band.
-
-No array of T x S numbers is stored. Reads by both positions go the way of `_autodiff`.
+No array of T x S numbers is stored. Reads that depend on both positions in another way are left to
+`_autodiff.score_gradients`.
 """
 
 import math
@@ -39,16 +42,14 @@ from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Index, RegisterTile
 
-MOST_COMPARED = 2**27  # pairs of a sum and an element that are compared; beyond, sums are sorted
-
-
+MOST_COMPARED = 2**27  # largest number of sums times elements to compare; above, sums are sorted
 EXACT = 2**24  # float32 holds all integers up to it
-GRAIN = 128  # rows and keys of the tiles that are far or not
+GRAIN = 128  # rows and keys of a tile that counts as far or not
 
 
 class Far(NamedTuple):
-    """Tiles of GRAIN rows and keys of which all pairs read one element: those of row tile - key
-    tile up to `low`, and from `high` on.
+    """Far tiles, of GRAIN rows by GRAIN keys, in which all logits read the same element: those
+    whose row tile - key tile is at most `low`, and those where it is at least `high`.
     """
 
     low: int
@@ -56,8 +57,8 @@ class Far(NamedTuple):
 
 
 class KeySum(NamedTuple):
-    """A sum that a kernel over keys makes for each key. `side`: 0 over all queries; -1 or 1 over
-    those of far tiles, with the queries before or after the keys.
+    """A sum for each key, made by the kernel of dK and dV. `side`: 0 for the sum over all queries;
+    -1 for the far tiles with queries before the keys, 1 for those with queries after the keys.
     """
 
     read: Read
@@ -65,22 +66,24 @@ class KeySum(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Sums over logits, from which XLA makes those by element. `values`: [B|1, N|1, T|1, S|1], or
-    along diagonals [B|1, N|1, diagonals, rows, keys].
+    """Sums over logits, which XLA adds up by element. `values`: [B|1, N|1, T|1, S|1], or for reads
+    by distance [B|1, N|1, diagonals, rows of a tile, keys of a tile].
     """
 
     values: jax.Array
     read: Read
-    side: int = 0  # side of a KeySum
-    far: Far | None = None  # tiles that are left out
+    side: int = 0  # side of the KeySum that they come from
+    far: Far | None = None  # tiles that the sums leave out
 
 
 class Diagonals(NamedTuple):
-    """Distances of query tiles and kv tiles, in kv tiles, that some query may see."""
+    """The distances, query tile - kv tile counted in kv tiles, at which some query may see a key:
+    `first` and the `tiles - 1` that follow.
+    """
 
     first: int
     tiles: int
-    ratio: int  # kv tiles as long as a query tile
+    ratio: int  # kv tiles with as many keys as a query tile has rows
 
 
 def all_reads(problem: AttentionProblem) -> list[Read]:
@@ -90,8 +93,8 @@ def all_reads(problem: AttentionProblem) -> list[Read]:
     return [read for n in problem.learned for read in reads.of_array(program, n)]
 
 
-def of_keys(problem: AttentionProblem) -> tuple[KeySum, ...]:
-    """The sums that a kernel over keys makes, over all queries of a kv head."""
+def key_sums(problem: AttentionProblem) -> tuple[KeySum, ...]:
+    """The sums for each key that the kernel of dK and dV makes, over all queries of a kv head."""
     program = problem.score_program
     assert program is not None
     results = []
@@ -102,20 +105,20 @@ def of_keys(problem: AttentionProblem) -> tuple[KeySum, ...]:
             results.append(KeySum(read))
         elif read.along == DISTANCE:
             sides = far_sides(problem, read)
-            sides = sides[:-1] if adds_up(problem, read) else sides
+            sides = sides[:-1] if has_known_total(problem, read) else sides
             results += [KeySum(read, side) for side in sides]
     return tuple(results)
 
 
-def adds_up(problem: AttentionProblem, read: Read) -> bool:
-    """Whether all sums of a read are known to add up to those of dS, a multiple of `row_sums`."""
+def has_known_total(problem: AttentionProblem, read: Read) -> bool:
+    """Whether the sums of a read add up to a known total: a constant weight times `sums_of_ds`."""
     program = problem.score_program
     assert program is not None
     return isinstance(reads.derivative(program, read).result, Constant)
 
 
 def far_of(problem: AttentionProblem, read: Read) -> Far | None:
-    """The far tiles of a read by distance; None: it is not known that there are any."""
+    """The far tiles of a read by distance; None where they are unknown at trace time."""
     known = read.known and not read.batch and "q_offset" not in problem.arrays
     if not known or problem.score_program is None:
         return None
@@ -123,7 +126,7 @@ def far_of(problem: AttentionProblem, read: Read) -> Far | None:
     first, count = offset + 1 - problem.kv_len, problem.q_len + problem.kv_len - 1
     at = reads.by_distance(problem.score_program, read, heads, first, count)
     differs = np.flatnonzero((at[:, 1:] != at[:, :-1]).any(axis=0))
-    if not differs.size:  # one element for all
+    if not differs.size:  # all logits read one element
         differs = np.array([count - 1])
     last_low, first_high = first + int(differs[0]), first + int(differs[-1]) + 1
     low, high = last_low - offset - (GRAIN - 1), first_high - offset + GRAIN - 1
@@ -131,7 +134,7 @@ def far_of(problem: AttentionProblem, read: Read) -> Far | None:
 
 
 def distances(problem: AttentionProblem) -> tuple[int, int]:
-    """The least and the largest row - key that masks known at trace time show."""
+    """The least and the largest row - key that the masks show, as far as known at trace time."""
     middle = 2**30  # further from both ends than any key
     least, most = -middle, middle
     for mask in (problem.mask, problem.mask_within):
@@ -143,7 +146,7 @@ def distances(problem: AttentionProblem) -> tuple[int, int]:
 
 
 def far_sides(problem: AttentionProblem, read: Read) -> tuple[int, ...]:
-    """The sides on which some query sees keys of far tiles."""
+    """The sides (-1, 1: see `KeySum`) on which some query sees keys of far tiles."""
     far = far_of(problem, read)
     if far is None:
         return ()
@@ -154,21 +157,23 @@ def far_sides(problem: AttentionProblem, read: Read) -> tuple[int, ...]:
     return (-1,) * (nearest <= far.low) + (1,) * (furthest >= far.high)
 
 
-def virtual_bias(problem: AttentionProblem, read: Read) -> tuple[int, ...]:
-    """The shape [B|1, N|1, T|1, S|1] of the sums of a read by no distance."""
-    batch, heads = leading(problem, read)
+def shape_of_sums(problem: AttentionProblem, read: Read) -> tuple[int, ...]:
+    """The shape [B|1, N|1, T|1, S|1] of the sums of a read whose index depends on no distance."""
+    batch, heads = separate_heads(problem, read)
     rows = problem.q_len if read.along == ROWS else 1
     return batch, heads, rows, problem.kv_len if read.along == KEYS else 1
 
 
-def leading(problem: AttentionProblem, read: Read) -> tuple[int, int]:
-    """Batch rows and heads whose sums are apart."""
+def separate_heads(problem: AttentionProblem, read: Read) -> tuple[int, int]:
+    """Numbers of batch rows and of heads that have sums of their own; 1 where all share them."""
     by_batch = read.batch or ("q_offset" in problem.arrays and read.along in (ROWS, DISTANCE))
     return problem.batch if by_batch else 1, problem.q_heads if read.head else 1
 
 
 def diagonals(problem: AttentionProblem, rows: int, keys: int, far: Far | None = None) -> Diagonals:
-    """The distances of tiles of so many rows and keys that are not all far."""
+    """The distances of query tiles of `rows` rows and kv tiles of `keys` keys that are not covered
+    by far tiles.
+    """
     ratio = rows // keys
     first, end = 1 - -(-problem.kv_len // keys), (-(-problem.q_len // rows) - 1) * ratio + 1
     if far is not None:
@@ -185,8 +190,9 @@ def diagonals(problem: AttentionProblem, rows: int, keys: int, far: Far | None =
 def weight(
     ctx: KernelContext, place: LogitTile, read: Read, s: RegisterTile, seen: RegisterTile
 ) -> RegisterTile | float:
-    """The derivative of the score function by a read, on a tile of scores `s` without scale, or of
-    its shape where it does not depend on the score. `seen`: where dS may be other than 0.
+    """The derivative of the score function with respect to a read, on a tile of logits. `s`: scores
+    before the scale; any tile of this shape where the derivative does not depend on the score.
+    `seen`: the logits whose dS may be other than 0.
     """
     problem = ctx.plan.problem
     program = problem.score_program
@@ -201,7 +207,7 @@ def weight(
     if problem.softcap is not None:
         s = softmax.softcap(s, problem.softcap)
     by = functions.on_tile(slope, aux, place, s)
-    # In padding, of keys and queries that are not there, a weight may hold anything.
+    # At queries and keys past the end, dS is 0 and a weight may be infinite or NaN.
     return by if reads.is_finite(slope) else jnp.where(seen, by, 0.0)
 
 
@@ -210,24 +216,25 @@ def _last_position(problem: AttentionProblem) -> int:
 
 
 def times(ds: RegisterTile, by: RegisterTile | float) -> RegisterTile:
-    """dS times a weight."""
+    """dS times a weight, without a multiplication for a weight of 1."""
     return ds if isinstance(by, float) and by == 1.0 else ds * by
 
 
-# ---- sums of keys, in the kernel over keys -------------------------------------------------------
+# ---- sums for each key, in the kernel of dK and dV -----------------------------------------------
 
 
-def nothing(plan: KeyPlan) -> tuple[RegisterTile, ...]:
-    """The partial sums of a warpgroup's keys, for each KeySum, before the first tile. XLA adds up
-    those of a key: a reduction in the kernel takes shared memory, of which none is left.
+def empty_sums(plan: KeyPlan) -> tuple[RegisterTile, ...]:
+    """Zeros for the partial sums of a warpgroup's keys, [ROWS, PARTIALS] for each KeySum. XLA adds
+    up the partial sums of a key: a reduction in the kernel would take shared memory, of which none
+    is left.
     """
     return (mosaic.filled((tiles.ROWS, softmax.PARTIALS), 0.0),) * len(plan.key_sums)
 
 
-def with_tile(
+def add_tile(
     ctx: KernelContext, place: LogitTile, sums: tuple[RegisterTile, ...], ds: RegisterTile
 ) -> tuple[RegisterTile, ...]:
-    """The sums of a warpgroup's keys with a tile of dS, keys by queries."""
+    """The sums of a warpgroup's keys, with a tile of dS [keys, queries] added to them."""
     results = []
     for (read, side), before in zip(ctx.plan.key_sums, sums, strict=True):
         more = softmax.partials(times(ds, weight(ctx, place, read, ds, ds != 0)), operator.add)
@@ -251,41 +258,41 @@ def store(
         mosaic.store(ctx.refs.aux_sums.at[n, batch, head, *own], total)
 
 
-def zeros(plan: KeyPlan) -> jax.Array:
-    """The array of all sums of keys, of keys that no work tile has, too."""
+def zero_array(plan: KeyPlan) -> jax.Array:
+    """Zeros for the sums of all keys, since keys without a work tile are not stored."""
     problem = plan.problem
     sizes = (len(plan.key_sums), problem.batch, problem.kv_heads, plan.tiling.padded_keys)
     return jnp.zeros((*sizes, softmax.PARTIALS), jnp.float32)
 
 
 def parts_of_keys(plan: KeyPlan, sums: jax.Array) -> list[Part]:
-    """The sums that a kernel over keys has made."""
+    """The parts that the sums for each key make; `sums`: the array that the kernel has filled."""
     problem, results = plan.problem, []
     sums = sums[..., : problem.kv_len, :].sum(axis=-1)
     for (read, side), each in zip(plan.key_sums, sums, strict=True):
-        shape = (*leading(problem, read), 1, 1) if side else virtual_bias(problem, read)
+        shape = (*separate_heads(problem, read), 1, 1) if side else shape_of_sums(problem, read)
         over = tuple(n for n, size in enumerate((shape[0], shape[1], shape[3])) if size == 1)
         results.append(Part(each.sum(axis=over).reshape(shape), read, side))
     return results
 
 
 class Rest(NamedTuple):
-    """A read that is not added up wholly."""
+    """A read of which a walk adds up what the sums for each key leave out."""
 
     read: Read
     far: Far | None  # tiles that the walk leaves out
-    side: int = 0  # side of far tiles that nobody adds up: see `remainders`
+    side: int = 0  # side of the far tiles that no kernel adds up: see `remainders`
 
 
 def rest_of(problem: AttentionProblem, parts: Sequence[Part]) -> list[Rest]:
-    """The reads that walks are to add up, after a kernel over keys made `parts`."""
+    """The reads that need a walk; `parts`: sums that the kernel of dK and dV has made."""
     results = []
     for read in all_reads(problem):
         sides = {part.side for part in parts if part.read == read}
         if 0 in sides:
             continue
         missing = [side for side in far_sides(problem, read) if side not in sides]
-        known = len(missing) < (2 if adds_up(problem, read) else 1)
+        known = len(missing) < (2 if has_known_total(problem, read) else 1)
         far = far_of(problem, read) if read.along == DISTANCE and known else None
         results.append(Rest(read, far, missing[0] if far and missing else 0))
     return results
@@ -294,8 +301,8 @@ def rest_of(problem: AttentionProblem, parts: Sequence[Part]) -> list[Rest]:
 def remainders(
     problem: AttentionProblem, sums: jax.Array, rest: Sequence[Rest], parts: Sequence[Part]
 ) -> list[Part]:
-    """The sums of far tiles that no kernel has made: what is left of all. `sums`: float32[B, N],
-    of dS.
+    """The sums of far tiles that no kernel has made: the known total minus all other parts. `sums`:
+    `sums_of_ds`.
     """
     results, program = [], problem.score_program
     assert program is not None
@@ -303,8 +310,8 @@ def remainders(
         if not side:
             continue
         slope: Any = reads.derivative(program, read).result
-        apart = leading(problem, read)
-        over = tuple(n for n, size in enumerate(apart) if size == 1)
+        own = separate_heads(problem, read)
+        over = tuple(n for n, size in enumerate(own) if size == 1)
         left = sums.sum(axis=over, keepdims=True) * float(slope.value)
         for part in parts:
             if part.read == read:
@@ -314,8 +321,8 @@ def remainders(
 
 
 def sums_of_ds(residuals: Residuals, stats: RowStatistics) -> jax.Array:
-    """float32[B, N]: dS added up over all logits: over those of a row, which probabilities make a
-    mean of dP, it is the cotangent of the lse, and the share of a sink in delta.
+    """float32[B, N]: the sum of dS over all logits of a head. With dS = P (dP - delta) and delta =
+    sum(P dP) - d_lse, the sum over a row is d_lse, plus delta times the probability of the sink.
     """
     lse, dlse = residuals.lse, residuals.d_lse
     rows = lse.shape[2]
@@ -327,13 +334,13 @@ def sums_of_ds(residuals: Residuals, stats: RowStatistics) -> jax.Array:
     return jnp.where(dead, 0.0, total).sum(axis=2)
 
 
-# ---- by XLA: sums by element ---------------------------------------------------------------------
+# ---- sums by element, by XLA ---------------------------------------------------------------------
 
 
 def gradients(
     problem: AttentionProblem, inputs: AttentionInputs, parts: Sequence[Part]
 ) -> tuple[Any, ...]:
-    """The gradients, float32, of `inputs.score_aux`, None for those that nobody wants."""
+    """The float32 gradients of `inputs.score_aux`; None for arrays that are not in `learned`."""
     program = problem.score_program
     assert program is not None
     totals: dict[int, Any] = dict.fromkeys(problem.learned)
@@ -342,7 +349,7 @@ def gradients(
         numbers, values = _numbers_of(problem, inputs, part)
         at = reads.index(program, part.read, numbers, inputs.score_aux)
         at = jnp.broadcast_to(at, values.shape).reshape(-1)
-        total = added_up(values.reshape(-1), at, math.prod(shape)).reshape(shape)
+        total = sums_by_element(values.reshape(-1), at, math.prod(shape)).reshape(shape)
         before = totals[part.read.array]
         totals[part.read.array] = total if before is None else before + total
     return tuple(totals.get(n) for n in range(len(inputs.score_aux)))
@@ -351,8 +358,9 @@ def gradients(
 def _numbers_of(
     problem: AttentionProblem, inputs: AttentionInputs, part: Part
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Batch row, head and positions of sums, which broadcast to them; and the sums, of which those
-    by distance are added up along the diagonals of a tile.
+    """(batch rows, heads, positions of queries and of keys) at which a part's sums were read, and
+    the sums; the former broadcast to the latter. Sums by distance are added up along the diagonals
+    of their tiles.
     """
     values = part.values
 
@@ -380,7 +388,7 @@ def _numbers_of(
 
 
 def along_diagonals(sums: jax.Array) -> jax.Array:
-    """[.., rows, keys] -> [.., rows + keys - 1]: the sums of equal row - key, from 1 - keys on."""
+    """[.., rows, keys] -> [.., rows + keys - 1]: sums along row - key = 1 - keys, 2 - keys, .."""
     *axes, rows, keys = sums.shape
     width = rows + keys
     pads = [(0, 0)] * (len(axes) + 1) + [(0, rows)]
@@ -389,8 +397,8 @@ def along_diagonals(sums: jax.Array) -> jax.Array:
     return skewed.sum(axis=-2)
 
 
-def added_up(values: jax.Array, at: jax.Array, size: int) -> jax.Array:
-    """float32[size]: the sum of the values at each place, in one order."""
+def sums_by_element(values: jax.Array, at: jax.Array, size: int) -> jax.Array:
+    """float32[size]: for each element, the sum of the values with its index in `at`, in order."""
     if values.size * size <= MOST_COMPARED:
         places = jnp.arange(size, dtype=jnp.int32)
         return jnp.where(at[None] == places[:, None], values[None], 0.0).sum(axis=1)

@@ -36,18 +36,18 @@ OVERHEAD = 2  # time of a block beside its walk, in tiles of scores
 
 
 class BiasWalk(NamedTuple):
-    """The tiles of scores over which each tile of the bias is summed; or, in place of a bias, of
-    the numbers by which a read of a score function is added up (`aux_sums`).
+    """The tiles of scores that are added up for each tile of the bias; or, for a read of a score
+    function, for each tile of its sums (`aux_sums`), which takes the place of a bias tile.
     """
 
     bias_tiles: tuple[int, ...]  # batch rows, heads, query tiles, kv tiles of the bias
     readers: tuple[int, ...]  # tiles of scores along each axis that read one tile of the bias
     chunks: int
     read: Read | None = None  # None: the bias
-    # Tiles are at distances of query tile and kv tile: bias_tiles counts these as kv tiles, and the
-    # query tiles are readers.
+    # Reads by distance: each tile belongs to one distance of query tile and kv tile. The last of
+    # bias_tiles is the number of distances, and query tiles count among the readers.
     diagonals: Diagonals | None = None
-    far: Far | None = None  # tiles of scores that are left out
+    far: Far | None = None  # tiles of scores that the walk leaves out
 
     @property
     def steps(self) -> int:
@@ -78,17 +78,17 @@ class BiasStep(NamedTuple):
 
 
 def walk_of(plan: QueryPlan, read: Read | None = None, far: Far | None = None) -> BiasWalk:
-    """The walk of the bias, or of a read of a score function, but for far tiles."""
+    """The walk of the bias, or of a read of a score function without its far tiles."""
     problem = plan.problem
     key_tiles = pl.cdiv(problem.kv_len, plan.config.block_kv)
     scores = (problem.batch, problem.q_heads, plan.tiling.q_tiles, key_tiles)
     if read is not None and read.along == DISTANCE:
-        apart = aux_sums.leading(problem, read)
+        batch, heads = aux_sums.separate_heads(problem, read)
         some = aux_sums.diagonals(problem, plan.tiling.tile_rows, plan.config.block_kv, far)
-        own = (*apart, 1, some.tiles)
-        rest = (scores[0] // apart[0], scores[1] // apart[1], plan.tiling.q_tiles, 1)
+        own = (batch, heads, 1, some.tiles)
+        rest = (scores[0] // batch, scores[1] // heads, plan.tiling.q_tiles, 1)
         return BiasWalk(own, rest, _chunks(math.prod(own), math.prod(rest)), read, some, far)
-    shape = problem.bias_shape if read is None else aux_sums.virtual_bias(problem, read)
+    shape = problem.bias_shape if read is None else aux_sums.shape_of_sums(problem, read)
     assert shape is not None
     tiles = tuple(1 if n == 1 else m for n, m in zip(shape, scores, strict=True))
     readers = tuple(m // n for n, m in zip(tiles, scores, strict=True))
@@ -179,7 +179,7 @@ def store_place(walk: BiasWalk, block: BiasBlock, shape: tuple[int, int]) -> tup
 
 
 def folded(sums: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The chunks, and the rows or columns that stand for one element, added up; `shape`: that of
+    """Adds up the chunks, and the rows or columns along axes of length 1 in `shape`, the shape of
     the bias.
     """
     dbias = sums[0] if sums.shape[0] == 1 else sums.sum(axis=0)
@@ -190,10 +190,10 @@ def folded(sums: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def part_of(plan: QueryPlan, walk: BiasWalk, sums: jax.Array) -> Part:
-    """The sums of a read, by those of all blocks."""
+    """The part that the walk of a read makes; `sums`: those of all blocks."""
     assert walk.read is not None
     if walk.diagonals is None:
-        return Part(folded(sums, aux_sums.virtual_bias(plan.problem, walk.read)), walk.read)
+        return Part(folded(sums, aux_sums.shape_of_sums(plan.problem, walk.read)), walk.read)
     sizes = walk.diagonals.tiles, plan.tiling.tile_rows, plan.config.block_kv
     values = sums.sum(axis=0).reshape(*walk.bias_tiles[:2], *sizes)
     return Part(values, walk.read, far=walk.far)

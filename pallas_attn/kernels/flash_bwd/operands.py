@@ -59,7 +59,7 @@ class BackwardRefs(NamedTuple):
     mask_array: GmemRef
     schedule: GmemRef  # int32[blocks, n]: see `work_order.schedule`
     dq: GmemRef  # float32, added to, in the kernel's own layout
-    aux_sums: GmemRef = None  # float32[reads, B, K, padded keys, n], written: `aux_sums.zeros`
+    aux_sums: GmemRef = None  # float32[reads, B, K, padded keys, n], written: `aux_sums.zero_array`
     q_positions: GmemRef = None
     units: GmemRef = None  # float32[6, B, K]: see `bwd_float32.Units`; delta is in those of dS
     mask_aux: Any = ()  # arrays of functions of positions: `functions.operands`

@@ -436,7 +436,7 @@ def _launch(plan: KeyPlan, refs: BackwardRefs, which: str) -> dict[str, jax.Arra
 
 
 def _by_parts(ctx: KernelContext, which: str) -> jax.Array:
-    """dk or dv, by a launch or several."""
+    """dk or dv, by as many launches as `wide_heads` needs."""
     plan, refs, _ = ctx
 
     def make(form: MmaFormat, before: jax.Array | None) -> jax.Array:

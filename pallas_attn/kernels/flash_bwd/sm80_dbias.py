@@ -1,5 +1,5 @@
-"""The gradient of a bias, or sums for those of arrays of a score function (`aux_sums`), for the
-portable backward: the walk of `dbias`, by tiles of 64 queries by `block_kv` keys.
+"""The walk of `dbias` for the portable backward, by tiles of 64 queries by `block_kv` keys: the
+gradient of a bias, or sums for the gradients of a score function's arrays (`aux_sums`).
 """
 
 import functools
@@ -44,8 +44,8 @@ def _kernel(
 
 
 def _ds(ctx: KernelContext, read: Read | None, step: BiasStep) -> RegisterTile:
-    """dS of a tile of scores, whose operands are loaded and waited for, by the logits, or by what a
-    read gives.
+    """dS of a tile of scores, whose operands are in shared memory; for a read, times its weight
+    (`aux_sums.weight`).
     """
     q_len = jnp.int32(0) + step.q_len
     rows = ScoreRows(step.batch, step.head, step.row, step.q_offset, q_len, step.kv_len, step.mask)
@@ -78,7 +78,7 @@ def _plan_of(problem: AttentionProblem, config: KernelConfig) -> QueryPlan:
     def of(keys: int, columns: int) -> QueryPlan:
         return flash_fwd_sm80.plan_of(problem, flash_fwd_sm80.Config(1, keys, 1, columns=columns))
 
-    block = min(config.dq_block_kv, ROWS)  # `aux_sums.Diagonals`: no more keys than rows
+    block = min(config.dq_block_kv, ROWS)  # at most as many keys as rows, for `aux_sums.Diagonals`
     choices = [of(block, config.columns), of(32, 0), of(16, 0), of(32, FEWEST_COLUMNS)]
     return next(plan for plan in choices if fits(problem, _bytes_of, plan))
 
@@ -106,7 +106,7 @@ def parts_of(
     refs: BackwardRefs,
     some: Sequence[Rest],
 ) -> list[Part]:
-    """The sums of reads but for far tiles, one launch each."""
+    """The parts that walks make, without far tiles: one launch for each read in `some`."""
     plan, parts = _plan_of(problem, config), []
     refs = sm90_dq.by_rows(plan, inputs, refs)
     for read, far, _ in some:
@@ -117,7 +117,7 @@ def parts_of(
 
 
 def _sums(plan: QueryPlan, walk: BiasWalk, refs: BackwardRefs) -> jax.Array:
-    """The sums of all blocks."""
+    """Launches a walk: the sums of all blocks."""
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan, walk=walk),
         out_type=jax.ShapeDtypeStruct(dbias.sums_shape(plan, walk), jnp.float32),

@@ -82,7 +82,7 @@ class ScoreRows(NamedTuple):
     listed: Any = None  # functions.Listed, where kv tiles are numbers in a list
 
     def key(self, t: Index, block: int) -> Index:
-        """The first key of kv tile number t of a span; any key's, one past the last."""
+        """The first key of kv tile number t of a span; for the t after the last, any key."""
         return (t if self.listed is None else self.listed.tile_ahead(t)) * block
 
 

@@ -9,8 +9,8 @@
 | up to 128 queries and keys | `sm90_short` | `sm90_short` |
 | many heads whose dq fits in shared memory | `sm90_heads` | `sm90_heads` |
 
-The gradient of a bias is made by `sm90_dbias`, after any of these, and sums for those of arrays
-that a score function reads (`aux_sums`); that of sinks by XLA.
+After any of these, `sm90_dbias` makes the gradient of a bias and the sums for the gradients of a
+score function's arrays that no other kernel has made (`aux_sums`). XLA makes the gradient of sinks.
 """
 
 import dataclasses
@@ -73,7 +73,7 @@ class Config:
     k_in_registers: bool = False  # half of K, where head dims are above 64, query tiles of 64
     window: bool = False  # all by `sm90_window`, which takes few problems
     short: bool = False  # all by `sm90_short`, likewise
-    heads: bool = False  # all by `sm90_heads`, likewise
+    heads: bool = False  # dq, dk and dv by `sm90_heads`
     lockstep: bool = False  # blocks are at the same query tile, where `lockstep` applies
     claims: bool = False  # blocks claim work tiles, in `sm90_fused`
 
@@ -201,7 +201,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     if config.heads:
         return dataclasses.replace(plan, bias_tiles=sm90_heads.bias_tiles(problem))
     if problem.learned and not (own_order or wide):
-        with_sums = dataclasses.replace(plan, key_sums=aux_sums.of_keys(problem))
+        with_sums = dataclasses.replace(plan, key_sums=aux_sums.key_sums(problem))
         if sm90_fused.buffer_bytes(with_sums) + BARRIERS <= SMEM_LIMIT:
             plan = with_sums
     if problem.bias_shape is None or own_order or wide:
@@ -277,7 +277,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     refs = operands.for_tma(plan, residuals, stats)
     dq, parts = None, list[Part]()
     if plan.key_sums:
-        refs = refs._replace(aux_sums=jax.new_ref(aux_sums.zeros(plan)))
+        refs = refs._replace(aux_sums=jax.new_ref(aux_sums.zero_array(plan)))
     if config.window:
         dq, dk, dv = sm90_window.dq_dk_dv(plan, refs)
         dq = dq[:, : problem.q_len]
@@ -300,7 +300,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
 
 
 def _by_one_launch(residuals: Residuals, plan: KeyPlan) -> AttentionInputs:
-    """By one kernel that makes dq, dk and dv. `sm90_short` computes row statistics, too."""
+    """The gradients, with dq, dk and dv by one kernel; `sm90_short` computes row statistics too."""
     inputs, problem = residuals.inputs, plan.problem
     if plan.config.short and inputs.sinks is None:
         return AttentionInputs(*sm90_short.dq_dk_dv(plan, residuals))
@@ -322,8 +322,8 @@ def _others(
     refs: BackwardRefs | None,
     parts: Sequence[Part] = (),
 ) -> dict[str, Any]:
-    """The gradients of bias, arrays of a score function and sinks; all but the last need `refs`.
-    `parts`: sums for those of a score function, made by the kernel over keys.
+    """The gradients of bias, of a score function's arrays and of sinks; all but the last need
+    `refs`. `parts`: sums for a score function's arrays that the kernel of dK and dV has made.
     """
     inputs = residuals.inputs
     others: dict[str, Any] = {}

@@ -1,5 +1,5 @@
-"""The gradient of a bias, for the Hopper backward: the walks of `dbias`. The same kernel adds up
-what arrays of a score function get (`aux_sums`), in place of a bias.
+"""The walks of `dbias` for the Hopper backward: the gradient of a bias, or sums for the gradients
+of a score function's arrays (`aux_sums`).
 
 A block has one producer and up to two consumer warpgroups of 64 query rows each, which own a tile
 of the bias: it stays in shared memory for the whole walk, its gradient in registers. A step is a
@@ -109,7 +109,7 @@ def _steps(ctx: KernelContext, walk: BiasWalk, block: BiasBlock, body: Any, carr
             return None
         batch, head, _, key_tile = dbias.place_of(walk, block.bias_tile, n)
         batches, heads, tiles = refs.key_tiles.shape
-        key_tile = jnp.clip(key_tile, 0, tiles - 1)  # on a diagonal it may lie outside
+        key_tile = jnp.clip(key_tile, 0, tiles - 1)  # a diagonal may leave the tiles
         batch = jnp.minimum(batch, batches - 1)
         return refs.key_tiles[batch, head if heads > 1 else 0, key_tile]
 
@@ -206,7 +206,7 @@ def stores_by_tma(plan: QueryPlan, walk: BiasWalk) -> bool:
 def _ds(
     ctx: KernelContext, read: Read | None, step: BiasStep, slot: Index, wg: Index
 ) -> RegisterTile:
-    """dS of a warpgroup's rows of a tile of scores, by the logits, or by what a read gives."""
+    """dS of a warpgroup's rows of a tile of scores; for a read, times its weight."""
     plan, refs, smem = ctx
     shape, own, problem = (ROWS, plan.config.block_kv), pl.ds(wg * ROWS, ROWS), plan.problem
     row = step.row + wg * ROWS
@@ -276,11 +276,11 @@ def _kernel(
 
 def plan_of(problem: AttentionProblem, config: KernelConfig, read: Read | None = None) -> QueryPlan:
     """By the first of SIZES of which two stages fit, or the last; `config` is the forward's
-    class. For the bias, or for reads of a score function.
+    class. The plan is for the bias, or for a read of a score function.
     """
     sizes = SIZES[2:] if problem.dtype == "float32" else SIZES
     for consumers, block in sizes:
-        if read is not None and block > ROWS:  # a score function needs registers
+        if read is not None and block > ROWS:  # a score function takes registers of its own
             continue
         for stages in (3, 2, 1):
             plan = QueryPlan.of(problem, config(consumers, block, max(stages, 2)))
@@ -301,7 +301,7 @@ def dbias_of(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> ja
 
 
 def parts_of(plan: QueryPlan, refs: BackwardRefs, some: Sequence[Rest]) -> list[Part]:
-    """The sums of reads but for far tiles, one launch each."""
+    """The parts that walks make, without far tiles: one launch for each read in `some`."""
     parts = []
     for read, far, _ in some:
         walk = dbias.walk_of(plan, read, far)
@@ -313,7 +313,7 @@ def parts_of(plan: QueryPlan, refs: BackwardRefs, some: Sequence[Rest]) -> list[
 
 
 def _sums(ctx: KernelContext, walk: BiasWalk, out: jax.ShapeDtypeStruct) -> jax.Array:
-    """The sums of all blocks."""
+    """Launches a walk: the sums of all blocks."""
     plan, refs, _ = ctx
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan, walk=walk),

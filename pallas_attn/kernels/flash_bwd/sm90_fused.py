@@ -190,8 +190,8 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
 def _mainloop(
     ctx: KernelContext, work: KeyTile, wg: Index, count: Index
 ) -> tuple[KeyGradients, Any, Index]:
-    """All query tiles of a warpgroup's keys, `count` steps having been done for other work tiles:
-    the gradients of the keys, sums for arrays of a score function, and the new count.
+    """All query tiles of a warpgroup's keys; `count`: steps done before, for other work tiles.
+    Returns the gradients of the keys, their sums for a score function's arrays, and the new count.
     """
     plan, refs, smem = ctx
     group, lag, k_part, widths = plan.problem.group, plan.config.dq_lag, None, _widths(plan)
@@ -212,7 +212,7 @@ def _mainloop(
             return key_tiles.step_after(plan, work, g, i), (*pending[1:], own), of_aux
 
         nothing = PendingDq(jnp.int32(0), count - 1, first_head, jnp.int32(0))
-        start = (jnp.int32(0), jnp.int32(0)), (nothing,) * lag, aux_sums.nothing(plan)
+        start = (jnp.int32(0), jnp.int32(0)), (nothing,) * lag, aux_sums.empty_sums(plan)
         pending, of_aux = lax.fori_loop(0, group * work.steps, step, start)[1:]
         last = pending[-1]
         if refs.dq is not None:
@@ -295,7 +295,7 @@ def presets_accumulators(ctx: KernelContext) -> bool:
     return adds_dq and plan.config.block_q == ROWS and plan.logit_rules.unit is not None
 
 
-Sums = tuple[RegisterTile, ...]  # by key, for arrays of a score function: `aux_sums`
+Sums = tuple[RegisterTile, ...]  # sums for each key, for a score function's arrays: `aux_sums`
 
 
 class FusedStep(NamedTuple):
@@ -308,7 +308,7 @@ class FusedStep(NamedTuple):
     pending: tuple[PendingDq, ...]  # the steps whose dQ is to come, in order
     own: PendingDq
     k_part: RegisterTile  # columns of k in registers, or None
-    of_aux: Sums  # sums of the steps before
+    of_aux: Sums  # up to the step before
 
     @property
     def plan(self) -> KeyPlan:
@@ -374,8 +374,8 @@ class FusedStep(NamedTuple):
 
 
 def _step(now: FusedStep, sums: KeyGradients) -> Sums:
-    """Adds to `sums`, the accumulators of dK and dV, and adds a dQ to global memory; the new sums
-    for arrays of a score function.
+    """Adds to `sums`, the accumulators of dK and dV, and adds a dQ to global memory. Returns the
+    new sums for a score function's arrays.
     """
     # An opaque zero, or all values that follow from wg alone (addresses in k and v) would be
     # computed before the loop and spilled.
@@ -489,8 +489,8 @@ def _ds(
     p: RegisterTile,
     slope: RegisterTile | None,
 ) -> tuple[RegisterTile, Sums]:
-    """dS, which is also in shared memory when this returns, while dV still runs, and the sums for
-    arrays of a score function. `slope`: the derivative of softcap or of the score function.
+    """dS, which is also in shared memory when this returns, while dV still runs, and the new sums
+    for a score function's arrays. `slope`: the derivative of softcap or of the score function.
     """
     plan, refs, smem = now.ctx
     dtype = jnp.dtype(plan.problem.dtype)
@@ -498,7 +498,7 @@ def _ds(
     wgmma.value_panels(sums.dv, p.astype(dtype), panels.tiles(smem.do, now.slot))
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(sums.dv))
     ds = p * (dp if now.presets else dp - now.row_statistic(smem.do_ring))
-    of_aux = aux_sums.with_tile(now.ctx, now.place, now.of_aux, ds) if plan.key_sums else ()
+    of_aux = aux_sums.add_tile(now.ctx, now.place, now.of_aux, ds) if plan.key_sums else ()
     ds = (ds if slope is None else ds * slope).astype(dtype)
     if refs.dq is not None:
         if dq_sum.is_split_by_rows(plan):

@@ -1,23 +1,24 @@
 """The Hopper backward of many heads whose dQ fits in shared memory: one launch makes dq, dk and dv.
 Nothing is added up in global memory, so bits repeat. Five matmuls a tile, as in `sm90_fused`.
 
-Grid: one block a multiprocessor, which takes head after head. A head's kv tiles of 128 keys come
-one after the other, each with all query tiles of 64 rows. Two consumer warpgroups have 64 keys
-each, with dK and dV in registers, and put dS in shared memory; a third warpgroup adds dS K to dQ. A
-producer warpgroup loads. Tiles of scores have keys as rows, see `key_tiles`; rows past the ends are
-zeros in shared memory and are not stored (`panels`).
+Grid: one block a multiprocessor, which takes one head at a time. It goes through the head's kv
+tiles of 128 keys, and for each through all query tiles of 64 rows. Two consumer warpgroups take 64
+keys each: they hold dK and dV in registers and write dS to shared memory. A third warpgroup adds
+dS K to dQ, and a fourth, the producer, loads. Tiles of scores have keys as rows, see `key_tiles`;
+rows past the ends are zeros in shared memory and are not stored (`panels`).
 
-Sums of dQ that do not fit and pass through L2 instead were slower than `sm90_fused` (577 rows at
-head dim 64: 790 us against 729, 729 rows at 72: 1751 against 1516), and so were scores that are
-issued a step ahead.
+Two variants were slower: dQ that does not fit into shared memory, kept in global memory (577 rows
+at head dim 64 take 790 us, `sm90_fused` 729; 729 rows at 72 take 1751 and 1516), and scores issued
+a step ahead.
 
 Shared memory, and who owns it when:
-  k, v [kv slots, warpgroup]  loaded for a kv tile; dv is stored from v when its warpgroup is done,
-                     dk from k when dQ is done too (`dq_done`); then `kv_free`
+  k, v [kv slots, warpgroup]  a kv tile. Its warpgroup stores dv from v when its steps are done,
+                     and dk from k when the third warpgroup is done, too (`dq_done`), and then
+                     releases the slot (`kv_free`)
   q, do [stages]     rings of query tiles with their lse and delta, released by both consumers
-  ds [ds slots, warpgroup]  a ring by steps: `ds_ready` says that both consumers have written
-                     theirs, `ds_free` that it has been multiplied
-  sums [query tiles] dQ so far in float32, of the third warpgroup alone
+  ds [ds slots, warpgroup]  a ring with an entry a step. `ds_ready`: both consumers have written
+                     theirs; `ds_free`: the third warpgroup has multiplied it
+  sums [query tiles] float32 dQ so far, of the third warpgroup alone
   dq                 a tile of dQ on its way to global memory
 """
 
@@ -60,23 +61,23 @@ from pallas_attn.kernels.mma import wgmma
 
 WARPGROUPS = 2  # consumers
 KEYS = WARPGROUPS * ROWS  # keys of a kv tile
-SUMS = 160  # columns of dK and dV that a consumer holds: 80 registers a thread
-REGISTERS = 192, 104, 24  # a thread of consumers, of the warpgroup of dQ, and of the producer
-# The same where k and v are in registers, too, and up to how many columns of both they are.
+SUMS = 160  # largest number of columns of dK and dV in a consumer's registers: 80 a thread
+REGISTERS = 192, 104, 24  # a thread of consumers, of the third warpgroup, of the producer
+# The same where k and v are in registers, too, and the largest number of columns of both for that.
 REGISTERS_FOR_KEYS, KEYS_IN_REGISTERS = (200, 88, 24), 128
-LEAST_BUSY = 0.75  # part of the waves of blocks that have a head
+LEAST_BUSY = 0.75  # least share of blocks with a head, over all waves, for `is_faster`
 RESERVED = 2048  # bytes of shared memory for barriers and for alignment
 
 
 class Slots(NamedTuple):
-    """Entries of the rings."""
+    """Numbers of entries of the rings: kv tiles, tiles of dS, query tiles."""
 
     kv: int
     ds: int
     stages: int
 
 
-# The fastest first.
+# Fastest first.
 _SLOTS = [Slots(2, 2, 4), Slots(2, 1, 4), Slots(2, 2, 2), Slots(2, 1, 2), Slots(1, 1, 2)]
 
 
@@ -93,14 +94,16 @@ def _columns(problem: AttentionProblem) -> int:
 
 
 def _has_keys_in_registers(problem: AttentionProblem) -> bool:
-    """Whether consumers hold k and v of a kv tile in registers: matmuls of 64 x 64 read both
-    operands from shared memory no faster than they multiply.
+    """Whether consumers hold k and v of a kv tile in registers. A matmul of 64 x 64 with both
+    operands in shared memory is bound by reading them.
     """
     return _columns(problem) <= KEYS_IN_REGISTERS
 
 
 def is_faster(problem: AttentionProblem) -> bool:
-    """Whether it is faster than the other kernels where it is taken: blocks are busy to the end."""
+    """Whether this kernel is faster than the others: at measured sizes, with most blocks busy in
+    the last wave.
+    """
     heads = problem.batch * problem.q_heads
     busy = heads / (USUAL_BLOCKS * pl.cdiv(heads, USUAL_BLOCKS))
     rows, keys = problem.q_len, problem.kv_len
@@ -109,7 +112,9 @@ def is_faster(problem: AttentionProblem) -> bool:
 
 
 def without_tiles(problem: AttentionProblem) -> AttentionProblem:
-    """`problem` without a bias that comes by tiles and without a mask of keys for all heads."""
+    """`problem` without the arrays that this kernel takes: a bias in tiles, and a mask of keys that
+    all heads share.
+    """
     arrays = set(problem.arrays)
     if bias_tiles(problem):
         arrays.discard("bias")
@@ -124,7 +129,7 @@ def bias_tiles(problem: AttentionProblem) -> score_tiles.BiasOfKeys | None:
 
 @functools.lru_cache(maxsize=256)
 def _fitting(problem: AttentionProblem) -> Slots | None:
-    """The first of `_SLOTS` for which there is shared memory."""
+    """The first of `_SLOTS` that fits into shared memory."""
     most = gpu_specs.shared_memory(gpu_specs.HOPPER) - RESERVED
     sizes = ((slots, mosaic.bytes_of(_scratch(problem, slots))) for slots in _SLOTS)
     return next((slots for slots, size in sizes if size <= most), None)
@@ -155,7 +160,7 @@ class HeadsSmem(NamedTuple):
     v: Panels
     q: Panels
     do: Panels
-    ds: tuple[SmemRef, ...]  # a copy for each swizzle of k: both operands of a matmul have one
+    ds: tuple[SmemRef, ...]  # a copy in each swizzle of k: a matmul's operands share it
     sums: tuple[SmemRef, ...]  # float32 [query tiles, rows, columns], a panel of q each
     dq: Panels
     lse: SmemRef  # [stages, rows]
@@ -234,16 +239,16 @@ def buffer_bytes(plan: KeyPlan) -> int:
 
 
 class HeadTile(NamedTuple):
-    """A kv tile of a head, as number `n` of those of a block."""
+    """A kv tile of a head: the `n`-th kv tile of its block."""
 
     n: Index
     batch: Index
     head: Index
     j: Index
-    steps: Index  # query tiles: none where a mask hides the keys
-    first: Index  # the kv tiles of the head that have steps, of which there is one at least
+    steps: Index  # query tiles; 0 where a mask hides all keys
+    first: Index  # first and last kv tile of the head that has steps; there is always one
     last: Index
-    is_whole: Index | bool  # whether a mask shows all of the keys
+    is_whole: Index | bool  # whether the mask shows all of its keys
 
     @property
     def is_first(self) -> Index:
@@ -255,7 +260,7 @@ class HeadTile(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """Heads `block`, `block + grid`, .. in this order, kv tile after kv tile."""
+    """The kv tiles of a block: those of heads `block`, `block + grid`, .. in this order."""
 
     ctx: KernelContext
     block: Index
@@ -270,7 +275,7 @@ class Walk(NamedTuple):
 
     @property
     def tiles(self) -> Index:
-        """Kv tiles of this block."""
+        """The number of kv tiles of this block."""
         heads = self.ctx.plan.problem.batch * self.ctx.plan.problem.q_heads
         own = lax.div(jnp.int32(heads - 1 + self.grid) - self.block, jnp.int32(self.grid))
         return own * self.kv_tiles
@@ -288,14 +293,14 @@ class Walk(NamedTuple):
             shows = codes[row, 0, tile] > 0
             first = jnp.where(shows & (first == self.kv_tiles), tile, first)
             last = jnp.where(shows, tile, last)
-        first = jnp.where(first == self.kv_tiles, 0, first)  # there is a tile that writes dq
+        first = jnp.where(first == self.kv_tiles, 0, first)  # some tile must write dq
         code = codes[row, 0, j]
         steps = jnp.where((code > 0) | (j == first), q_tiles, 0)
         return HeadTile(n, batch, head, j, steps, first, last, code == 2)
 
 
 def grid_of(plan: KeyPlan) -> int:
-    """Blocks that are launched."""
+    """The number of blocks."""
     heads = plan.problem.batch * plan.problem.q_heads
     return min(plan.config.grid or heads, heads)
 
@@ -304,8 +309,8 @@ def grid_of(plan: KeyPlan) -> int:
 
 
 def _produce(ctx: KernelContext, walk: Walk) -> None:
-    """The producer warpgroup: the keys of a kv tile come after its first query tile, since the keys
-    before them are in use for longer.
+    """The producer warpgroup. It loads the keys of a kv tile after the first query tile, since
+    their slot is released later than that of the query tile.
     """
     plan, refs, smem = ctx
     slots = slots_of(plan.problem)
@@ -352,14 +357,14 @@ def _produce(ctx: KernelContext, walk: Walk) -> None:
 
 
 class HeadStep(NamedTuple):
-    """Query tile t of a kv tile, as number `count` of those of a block."""
+    """Query tile t of a kv tile: the `count`-th step of the block."""
 
     ctx: KernelContext
     tile: HeadTile
     wg: Index
     t: Index
     count: Index
-    k: wgmma.Terms  # the warpgroup's keys and values, a panel each
+    k: wgmma.Terms  # the warpgroup's keys, in panels; v likewise
     v: wgmma.Terms
 
     @property
@@ -380,7 +385,7 @@ class HeadStep(NamedTuple):
 
     @property
     def keys(self) -> tuple[Index, Index]:
-        """The slot of the warpgroup's keys, and which half of it they are."""
+        """Indices of the warpgroup's keys in `HeadsSmem.k`: the slot and the warpgroup."""
         return ring_slot(self.tile.n, slots_of(self.ctx.plan.problem).kv), self.wg
 
     @property
@@ -396,7 +401,7 @@ class HeadStep(NamedTuple):
 
     @property
     def is_masked(self) -> Index | bool:
-        """Whether some of the keys are past the last, or hidden."""
+        """Whether some of the keys lie past the end or are hidden by the mask."""
         problem, whole = self.ctx.plan.problem, self.tile.is_whole
         key = self.tile.j * KEYS + self.wg * ROWS
         is_cut = key + ROWS > problem.kv_len if problem.kv_len % KEYS else False
@@ -481,7 +486,7 @@ def _dv_and_dk(
 
 
 def _store_dk_dv(ctx: KernelContext, outs: KeyGradients, at: HeadStep, grads: KeyGradients) -> None:
-    """dk and dv of a warpgroup's keys, from where k and v are."""
+    """Stores dk and dv of a warpgroup's keys by way of the buffers of k and v."""
     plan, _, smem = ctx
     tile, slot = at.tile, at.keys[0]
     where = tile.batch, pl.ds(tile.j * KEYS + at.wg * ROWS, ROWS), tile.head
@@ -491,7 +496,7 @@ def _store_dk_dv(ctx: KernelContext, outs: KeyGradients, at: HeadStep, grads: Ke
             part = part if scale == 1.0 else part * scale
             to[...] = part.astype(to.dtype)
 
-    plgpu.commit_smem()  # no warp multiplies what lies there any more
+    plgpu.commit_smem()  # all warps have finished matmuls that read these buffers
     stage(grads.dv, 1.0, smem.v)
     plgpu.barrier_wait(smem.dq_done.at[slot])
     stage(grads.dk, plan.problem.scale, smem.k)
@@ -506,7 +511,7 @@ def _store_dk_dv(ctx: KernelContext, outs: KeyGradients, at: HeadStep, grads: Ke
 
 
 class DqStep(NamedTuple):
-    """Query tile t of a kv tile, as number `count` of those of a block."""
+    """Query tile t of a kv tile: the `count`-th step of the block."""
 
     ctx: KernelContext
     dq: GmemRef
@@ -516,7 +521,7 @@ class DqStep(NamedTuple):
 
 
 def _sum_dq(ctx: KernelContext, dq: GmemRef, walk: Walk) -> None:
-    """The third warpgroup: dQ of all query tiles."""
+    """The third warpgroup: dQ of all query tiles of the block's heads."""
     smem, slots = ctx.smem, slots_of(ctx.plan.problem)
 
     def kv_tile(n: Index, count: Index) -> Index:
@@ -601,7 +606,7 @@ def _kernel(refs: HeadsRefs, *rest: GmemRef, plan: KeyPlan) -> None:
 
 
 def dq_dk_dv(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Gradients:
-    """dq, dk and dv."""
+    """dq, dk and dv, by one launch."""
     inputs, d_out = residuals.inputs, residuals.d_out
     outs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.q, inputs.k, inputs.v)]
     kernel = plgpu.kernel(

@@ -1,4 +1,4 @@
-"""Row statistics of all query rows by a launch of their own: out and dO are read once.
+"""Row statistics (lse and delta) of all query rows, by a launch that reads out and dO once.
 
 Grid: a block of one warpgroup for each tile of 64 rows of a head.
 """
@@ -40,8 +40,8 @@ def _kernel(
 
 
 def of_rows(problem: AttentionProblem, rows: int, residuals: Residuals) -> RowStatistics:
-    """Statistics of `rows` rows, a multiple of 64, as `operands.row_statistics` computes them; the
-    problem has no query lengths.
+    """The statistics that `operands.row_statistics` computes, for `rows` rows a head, a multiple of
+    64; the problem has no query lengths.
     """
     heads = problem.batch, problem.q_heads
     number = jax.ShapeDtypeStruct((*heads, rows), jnp.float32)

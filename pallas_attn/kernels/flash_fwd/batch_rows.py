@@ -18,11 +18,11 @@ from pallas_attn.kernels.attention.tiles import ROWS
 from pallas_attn.kernels.lang.types import RegisterTile
 from pallas_attn.masks import FULL, Mask
 
-_SHIFT = 16  # bits of the fraction: a quotient is a product, exact for rows of a tile
+_SHIFT = 16  # fraction bits of 1 / rows: the product replaces a division, exact below 64
 
 
-def most(problem: AttentionProblem) -> int:
-    """The number of batch rows that fill a work tile; 1 where none may be joined."""
+def most_joined(problem: AttentionProblem) -> int:
+    """The largest number of batch rows that can share a work tile; 1 where none may be joined."""
     rows = problem.q_len
     joins = rows == problem.kv_len <= ROWS // 2 and set(problem.arrays) <= {"sinks"}
     others = problem.fetches > 1 or problem.zigzag > 1 or problem.share > 1
@@ -33,11 +33,11 @@ def most(problem: AttentionProblem) -> int:
 
 
 def joined(problem: AttentionProblem, n: int) -> tuple[AttentionProblem, "RowsApart"]:
-    """The problem of batch rows that are `n` of this one's each, and the mask that keeps those
-    apart, in place of its own.
+    """The problem whose batch rows are `n` batch rows of this one each, with a FULL mask, and the
+    mask to use in its place, which hides the keys of other batch rows.
     """
-    if most(problem) % n:
-        raise ValueError(f"Config.batch_rows must divide {most(problem)} for {problem}, got {n}")
+    if (most := most_joined(problem)) % n:
+        raise ValueError(f"Config.batch_rows must divide {most} for {problem}, got {n}")
     rows = n * problem.q_len
     sizes: dict[str, Any] = {"batch": problem.batch // n, "q_len": rows, "kv_len": rows}
     mask = RowsApart(problem.q_len, problem.mask, problem.q_offset)
@@ -45,13 +45,15 @@ def joined(problem: AttentionProblem, n: int) -> tuple[AttentionProblem, "RowsAp
 
 
 def joined_inputs(inputs: AttentionInputs, n: int) -> AttentionInputs:
-    """q, k and v as `joined` has them."""
+    """The inputs of the `joined` problem: q, k and v reshaped."""
     q, k, v = (x.reshape(-1, n * x.shape[1], *x.shape[2:]) for x in inputs[:3])
     return inputs._replace(q=q, k=k, v=v)
 
 
 def split(out: jax.Array, lse: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
-    """out [B/n, n T, N, H] and log-sum-exp [B/n, N, n T] by the batch rows that were joined."""
+    """out [B/n, n T, N, H] and log-sum-exp [B/n, N, n T] of joined batch rows -> [B, T, N, H] and
+    [B, N, T].
+    """
     batch, heads, rows = lse.shape
     lse = jnp.swapaxes(lse.reshape(batch, heads, n, rows // n), 1, 2)
     out = out.reshape(batch * n, rows // n, *out.shape[2:])
@@ -59,7 +61,9 @@ def split(out: jax.Array, lse: jax.Array, n: int) -> tuple[jax.Array, jax.Array]
 
 
 class RowsApart(NamedTuple):
-    """A mask of joined batch rows: each of `rows` positions sees its own keys, as `mask` says."""
+    """The mask of joined batch rows of `rows` rows each: a query sees keys of its own batch row
+    only, by `mask`.
+    """
 
     rows: int
     mask: Mask
@@ -67,7 +71,7 @@ class RowsApart(NamedTuple):
     is_full: bool = False
 
     def row_bounds(self, position: RegisterTile) -> tuple[RegisterTile, RegisterTile]:
-        """Keys [low, high) that the query in a row of the tile sees."""
+        """Keys [low, high) that a query sees. `position`: its row in the work tile."""
         factor = -(-(1 << _SHIFT) // self.rows)
         first = ((position * factor) >> _SHIFT) * self.rows
         low, high = self.mask.row_bounds(position + self.q_offset)

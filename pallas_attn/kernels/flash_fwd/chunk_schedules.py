@@ -24,7 +24,9 @@ EXCHANGED = 24  # the last work tiles of a block, of which one may change places
 def nearest(
     make: Callable[[Any, Offsets], np.ndarray], plan: QueryPlan, q_offset: Operand
 ) -> jax.Array:
-    """`tile_scheduler.table`: of the tables of all GPUs, that of the nearest offsets."""
+    """The table, among those of all GPUs, for the offsets nearest to `q_offset`: see
+    `tile_scheduler.table`.
+    """
     known = plan.problem.offsets
     tables = [make(plan, offsets) for offsets in known]
     width = max(table.shape[1] for table in tables)

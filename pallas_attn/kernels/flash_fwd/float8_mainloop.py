@@ -1,12 +1,12 @@
 """The mainloop of the Hopper forward for float8 with scales.
 
-Scales of q and k multiply scores, those of v the output. Matmuls on 8 bits take operands that are
-K-major alone (mma/wgmma_float8.py): V is transposed before the launch, zeros past lengths.
+Scales of q and k multiply scores, those of v the output. Matmuls on 8 bits take K-major operands
+only (mma/wgmma_float8.py), so V is transposed before the launch, with zeros past lengths.
 
 A tensor core adds products of float8 with about 14 bits. The product P V of a kv tile therefore has
-an accumulator of its own, which is added to float32 registers (`Config.float32_sums`). Products of
-two or more tiles in one accumulator were slower, not faster; consumers that issue their matmuls in
-turn (`prefill.kernel.Turns`) gained 1 % or lost 3 on an H200.
+an accumulator of its own, which is added to float32 registers (`Config.float32_sums`). Two variants
+gained nothing on an H200: one accumulator for two or more tiles (slower), and consumers that issue
+their matmuls in turn, `prefill.kernel.Turns` (between 1 % faster and 3 % slower).
 """
 
 import functools
@@ -38,12 +38,12 @@ from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, RegisterTile, Scalar
 from pallas_attn.kernels.mma import wgmma, wgmma_float8
 
-# Probabilities are below 2**8.75 = 431; the largest float8_e4m3fn is 448.
+# Probabilities stay below 2**(threshold + offset) = 431; the largest float8_e4m3fn is 448.
 EXPONENTS = softmax.Exponents(threshold=2.75, offset=6.0)
 SPREAD = 2.0**EXPONENTS.offset
-WIDEST = 128  # columns of the output of which registers hold two sums
-PART = 32
-LEAST = 2.0**-100  # smallest factor of scores: hidden ones are -inf, times 0 they would be NaN
+WIDEST = 128  # largest number of columns of the output that registers hold twice
+PART = 32  # columns of a part of wider outputs, see `_parts`
+LEAST = 2.0**-100  # smallest factor of scores: a factor of 0 would make a hidden -inf NaN
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
@@ -67,7 +67,9 @@ def operands(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Operand]:
 
 
 def _units(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Operand]:
-    """The factors of scores and of outputs by heads, and those by rows where scales have rows."""
+    """The factors of scores and outputs: one for each head, and arrays for scales of blocks of
+    rows.
+    """
     problem, fields = plan.problem, {}  # type: tuple[AttentionProblem, dict[str, Any]]
     by_head = jnp.ones((problem.batch, problem.q_heads), jnp.float32)
     q, k, v = inputs.q_scale, inputs.k_scale, inputs.v_scale
@@ -83,7 +85,7 @@ def _units(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Operand]:
     if v is not None and v.shape[1] > 1:
         by_tile = has_tiles(plan, 2)
         v = _by_keys(plan, v, by_tile)
-        if not by_tile:  # rounded with probabilities
+        if not by_tile:  # multiplied into probabilities before they are rounded to float8
             ends = problem.kv_len if inputs.kv_lengths is None else inputs.kv_lengths[:, None, None]
             v = jnp.where(jnp.arange(v.shape[2], dtype=jnp.int32)[None, None] < ends, v, 0)
             of_v = jnp.maximum(v.max(axis=2), LEAST)
@@ -97,14 +99,14 @@ def _units(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Operand]:
 
 
 def _by_rows(scale: Operand, rows: int, padded_rows: int) -> Operand:
-    """[B, n, heads] -> [B, heads, padded rows]."""
+    """Scales of blocks of rows, [B, n, heads], as one a row, [B, heads, padded rows]."""
     each = jnp.repeat(scale, rows // scale.shape[1], axis=1).swapaxes(1, 2)
     return jnp.pad(each, ((0, 0), (0, 0), (0, padded_rows - rows)), mode="edge")
 
 
 def _by_keys(plan: QueryPlan, scale: Operand, by_tile: bool) -> Any:
-    """Scales [B, n, K] as the kernel reads them: [B, K, n] where a kv tile has one, else [B, K,
-    padded keys].
+    """Scales [B, n, K] as the kernel reads them: [B, K, n] where each kv tile has a single scale
+    (`by_tile`), else [B, K, padded keys].
     """
     if by_tile:
         return scale.swapaxes(1, 2)
@@ -112,8 +114,8 @@ def _by_keys(plan: QueryPlan, scale: Operand, by_tile: bool) -> Any:
 
 
 def has_tiles(plan: QueryPlan, side: int) -> bool:
-    """Whether all keys of a kv tile have one scale of k (side 1) or v (2), which for v multiplies
-    the product of the tile alone.
+    """Whether each kv tile has a single scale of k (`side` 1) or of v (2). For v this needs
+    `float32_sums`, since the scale multiplies the P V of one tile.
     """
     blocks = plan.problem.scale_blocks[side]
     whole = blocks > 1 and plan.problem.kv_len // blocks % plan.config.block_kv == 0
@@ -131,12 +133,12 @@ def load_values(ctx: KernelContext, tile: WorkTile, t: Index, slot: Index) -> No
 
 
 class _Factors(NamedTuple):
-    """Factors of scores and of values, of a consumer's rows."""
+    """Factors of scores and values for the rows of a consumer."""
 
     ctx: KernelContext
     rows: QueryRows
-    factor: Any  # scores are multiplied by it first, all or each row; None: 1
-    unit: softmax.Unit  # turns logits into log2 units; None: they are
+    factor: Any  # scalar or [ROWS]: multiplies scores before masks and functions; None: 1
+    unit: softmax.Unit  # factor from logits to log2 units; None: they are in log2 units
 
     @classmethod
     def of(cls, ctx: KernelContext, rows: QueryRows) -> "_Factors":
@@ -149,7 +151,7 @@ class _Factors(NamedTuple):
         return cls(ctx, rows, by, None) if unit is None else cls(ctx, rows, None, by * unit)
 
     def of_scores(self, t: Index, s: RegisterTile) -> tuple[RegisterTile, softmax.Unit]:
-        """Scores of kv tile t, and what turns their logits into log2 units."""
+        """Scores of kv tile t times their factors, and the factor from logits to log2 units."""
         factor, unit = self.factor, self.unit
         plan = self.ctx.plan
         if has_tiles(plan, 1):
@@ -176,14 +178,14 @@ class _Factors(NamedTuple):
         return out * self._of_tile(self.ctx.refs.v_units, t)
 
     def _of_tile(self, units: GmemRef, t: Index) -> Scalar:
-        """The number of a kv tile."""
+        """The scale of a kv tile."""
         plan, tile = self.ctx.plan, self.rows.tile
         tiles_of_block = plan.problem.kv_len // units.shape[2] // plan.tiling.block_kv
         block = lax.div(self.rows.kv_tile(t), jnp.int32(tiles_of_block))
         return units[tile.batch, self._kv_head(), block]
 
     def _of_keys(self, units: GmemRef, t: Index, shape: tuple[int, ...]) -> RegisterTile:
-        """The numbers of a kv tile's keys, for each row."""
+        """The scales of a kv tile's keys, broadcast to all rows."""
         block = self.ctx.plan.config.block_kv
         keys = pl.ds(self.rows.kv_tile(t) * block, block)
         numbers = mosaic.load(units.at[self.rows.tile.batch, self._kv_head(), keys], mosaic.COLUMN)
@@ -194,9 +196,11 @@ class _Factors(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The carry from kv tile to kv tile."""
+    """The carry of the mainloop from kv tile to kv tile."""
 
-    acc: tuple[RegisterTile, ...]  # [ROWS, columns] of `_parts`: the output before it is divided
+    acc: tuple[
+        RegisterTile, ...
+    ]  # [ROWS, columns], one of each of `_parts`: output before the division
     row_sum: RegisterTile  # [ROWS, PARTIALS]
     row_max: RegisterTile  # [ROWS]
     p: RegisterTile  # [ROWS, block_kv], float8: P of the tile whose P V is still to be issued
@@ -205,7 +209,7 @@ class _State(NamedTuple):
 def mainloop(
     ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Callable[[], None] | None
 ) -> tuple[Result, Index]:
-    """`sm90.mainloop`."""
+    """The counterpart of `sm90.mainloop`, with the same arguments and results."""
     ring, factors = Ring.of(ctx), _Factors.of(ctx, rows)
     state = _first_tile(ctx, rows, factors, slot, meanwhile)
     step = functools.partial(_step, ctx, rows, factors)
@@ -219,8 +223,9 @@ def mainloop(
 
 
 def _parts(plan: QueryPlan) -> tuple[tuple[int, int], ...]:
-    """(first column, columns) of the parts of V that have an accumulator each in turn: all columns,
-    or where registers do not hold a second sum of the output `PART` at a time.
+    """(first column, number of columns) of the parts of V, which are multiplied one after the
+    other: one part of all columns, or parts of `PART` where registers do not hold a second
+    accumulator.
     """
     width = plan.v.width
     if not plan.config.float32_sums or width <= WIDEST:
@@ -229,12 +234,12 @@ def _parts(plan: QueryPlan) -> tuple[tuple[int, int], ...]:
 
 
 def _start(ctx: KernelContext, acc: RegisterTile) -> RegisterTile:
-    """The accumulator that the next P V is added to."""
+    """The initial accumulator of the next P V: zeros, or `acc` without `float32_sums`."""
     return wgmma_float8.zeros(acc.shape) if ctx.plan.config.float32_sums else acc
 
 
 def _values(ctx: KernelContext, slot: Index) -> tuple[Any, ...]:
-    """V [keys, columns] of an entry of the ring, its `_parts`."""
+    """The `_parts` of V, [keys, columns], in an entry of the ring."""
     views = [ctx.smem.v.at[slot, pl.ds(*part)] for part in _parts(ctx.plan)]
     return wgmma.transposed(views)
 
@@ -242,14 +247,14 @@ def _values(ctx: KernelContext, slot: Index) -> tuple[Any, ...]:
 def _added(
     ctx: KernelContext, factors: _Factors, t: Index, acc: RegisterTile, out: RegisterTile
 ) -> RegisterTile:
-    """The output with P V of kv tile t, whose accumulator is `out`."""
+    """The output with P V of kv tile t added; `out`: the accumulator of that product."""
     return acc + factors.of_sum(t, out) if ctx.plan.config.float32_sums else out
 
 
 def _with_values(
     ctx: KernelContext, factors: _Factors, t: Index, state: _State, v: tuple[Any, ...]
 ) -> tuple[RegisterTile, ...]:
-    """The output with P V of kv tile t, of as many parts as `v` has."""
+    """The output with P V of kv tile t added, for the last `len(v)` parts."""
     accs = []
     for acc, part in zip(state.acc[-len(v) :], v, strict=True):
         out = wgmma.matmul_add(_start(ctx, acc), (state.p,), (part,))
@@ -264,7 +269,9 @@ def _first_tile(
     slot: Index,
     meanwhile: Callable[[], None] | None,
 ) -> _State:
-    """The last kv tile, whose scores overlap with nothing but `meanwhile`."""
+    """The state after the first tile in order, the last of the span. Its scores overlap with
+    nothing but `meanwhile`.
+    """
     ring, smem = Ring.of(ctx), ctx.smem
     q, k = panels.tiles(smem.q, rows.q_slot), panels.tiles(smem.k, slot)
     ring.wait(slot)

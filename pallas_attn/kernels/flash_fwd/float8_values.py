@@ -1,8 +1,9 @@
-"""V^T for matmuls on float8: [B, S, K, Hv] -> [B, K, width, keys], columns in
-`wgmma_float8.ORDER`, zeros past lengths and sizes.
+"""A launch that transposes V for matmuls on float8: [B, S, K, Hv] -> [B, K, width, keys], with keys
+in the order of `wgmma_float8.ORDER` and zeros past lengths and sizes.
 
-A thread reads 4 bytes of 32 rows, so that neighbours read neighbouring bytes, and writes 32 bytes
-of 4 rows of V^T, whole sectors. XLA's own transpose takes five times as long on an H200.
+A thread reads 4 bytes of each of 32 rows (neighbouring threads read neighbouring bytes) and writes
+32 bytes, whole sectors, to each of 4 rows of V^T. XLA's transpose takes five times as long on an
+H200.
 """
 
 import dataclasses
@@ -38,7 +39,7 @@ class Sizes:
 
     @property
     def words(self) -> int:
-        """Threads beside each other, for all columns of V^T."""
+        """Words of 4 columns in a row of V^T: the threads that share the same keys."""
         return self.width // COLUMNS
 
     @property
@@ -56,12 +57,12 @@ class Refs(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """The place of a block: scalars."""
+    """The batch row, head and first thread of a block, as scalars."""
 
     batch: Index
     head: Index
-    first: Index  # number of its first thread among those of the head
-    live: Index  # rows of v that count
+    first: Index  # index of its first thread among those of the head
+    live: Index  # rows of v before the length
 
 
 def _transpose(ctx: ThreadContext) -> None:
@@ -103,7 +104,7 @@ def _kernel(refs: Refs, out: GmemRef, *, sizes: Sizes) -> None:
 
 
 def transposed(v: Operand, lengths: Operand | None, width: int, keys: int) -> jax.Array:
-    """V^T of v, whose rows from `lengths` int32[B] on may hold anything."""
+    """V^T of v. `lengths` int32[B]: rows from there on count as zeros, whatever they hold."""
     batch, rows, heads, dim = v.shape
     sizes = Sizes(batch, rows, heads, dim, width, keys)
     kernel = thread_program.lane_kernel(

@@ -67,7 +67,7 @@ class Ranges:
         rows = QueryRows(tile, tile.row + wg * ROWS, wg, span, q_slot)
         plan = ctx.plan
         if plan.logit_rules.ragged_keys and plan.problem.mask.is_full:
-            # The last tile is masked, though all keys in it may be visible.
+            # The last tile is masked even where all its keys are visible.
             rows = rows._replace(shown=(visible.full_lo, visible.full_hi))
         return _of_block(ctx, tile, visible), rows
 

@@ -24,8 +24,8 @@ beforehand, and V past a length is never read.
 
 float32 is multiplied in bfloat16 terms (mma/mma_sync.py): 3 products good to 2**-16 by default,
 better than TF32's 2**-10, and 6 for precision "highest". Where shared memory is too small for 64
-such rows of q and a tile of K and V, `sm80_columns` has the mainloop (`Config.columns`). Of values
-above head dim 256 each launch weighs some columns (attention/wide_heads.py).
+such rows of q and a tile of K and V, `sm80_columns` has the mainloop (`Config.columns`). Where Hv
+is above 256, each launch makes some columns of the output (attention/wide_heads.py).
 """
 
 import dataclasses
@@ -156,7 +156,7 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 
 
 def _of_a_launch(problem: AttentionProblem, columns: slice | None = None) -> AttentionProblem:
-    """The problem of a launch that weighs some columns of v; None: of that with the most."""
+    """The problem of a launch that makes `columns` of the output; None: the widest such launch."""
     if problem.v_head_dim <= wide_heads.COLUMNS:
         return problem
     columns = columns or wide_heads.value_columns(problem.v_head_dim)[0]
@@ -345,7 +345,7 @@ def run(
     results: list[tuple[jax.Array, jax.Array]] = []
     for columns in wide_heads.value_columns(problem.v_head_dim):
         part = inputs._replace(v=inputs.v[..., columns])
-        if results:  # the interpreter simulates one kernel at a time
+        if results:  # an order between launches: the interpreter simulates one kernel at a time
             part = part._replace(q=lax.optimization_barrier((part.q, results[-1]))[0])
         results.append(_launch(part, _of_a_launch(problem, columns), config))
     outs, lses = zip(*results, strict=True)

@@ -118,8 +118,8 @@ class Config:
     claims: bool = False  # blocks claim work tiles, where each has a kv tile: see `claims`
     # Consumers take work tiles of their own, where the keys of a head are a kv tile: `one_tile`.
     independent: bool = False
-    batch_rows: int = 1  # batch rows in one work tile, of independent consumers: see `batch_rows`
-    float32_sums: bool = True  # registers add up P V of kv tiles, in float8: `float8_mainloop`
+    batch_rows: int = 1  # batch rows in a work tile, with `independent`: see `batch_rows`
+    float32_sums: bool = True  # float8: whether P V of kv tiles are added up in registers
 
     def __post_init__(self):
         check(
@@ -134,7 +134,7 @@ class Config:
             batch_rows=(
                 self.batch_rows == 1
                 or (self.independent and self.batch_rows > 1 and self.block_kv >= 64),
-                "1, or more with apart and 64 keys or more",
+                "1, or more with independent and block_kv >= 64",
             ),
             claims=(
                 not self.claims or self.stages <= MOST_STAGES,
@@ -263,8 +263,8 @@ def limit(problem: AttentionProblem) -> Limit | None:
 
 
 def shares_keys(problem: AttentionProblem) -> bool:
-    """Whether batch rows may share k and v; the units of float32 and float8 are of each batch
-    row.
+    """Whether batch rows may share k and v: not with float32 and float8, whose units differ from
+    batch row to batch row.
     """
     return problem.dtype not in ("float32", *FLOAT8)
 
@@ -508,7 +508,7 @@ def widened(p: RegisterTile, v: tuple[SmemRef, ...]) -> RegisterTile:
 
 
 def with_zeros(p: RegisterTile, keys: int) -> RegisterTile:
-    """Probabilities of so many keys, of which those past `p` have none."""
+    """Probabilities extended by zeros to `keys` keys."""
     return lax.concatenate([p, mosaic.filled((ROWS, keys - p.shape[1]), 0, p.dtype)], 1)
 
 

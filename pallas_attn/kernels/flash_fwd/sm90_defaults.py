@@ -85,7 +85,7 @@ def _of_few_rows(problem: AttentionProblem, dim: int, made: Callable[..., Config
     if problem.q_len <= ROWS // 2 and problem.batch * problem.q_heads > 4 * BLOCKS:
         from pallas_attn.kernels.flash_fwd import batch_rows
 
-        rows = batch_rows.most(problem)
+        rows = batch_rows.most_joined(problem)
         if rows > 1:
             consumers = 4 if dim <= 64 else 2
             return made(consumers, block_kv=64, stages=2, independent=True, batch_rows=rows)
@@ -125,11 +125,11 @@ def _of_few_rows(problem: AttentionProblem, dim: int, made: Callable[..., Config
         return made(3, block_kv=64, stages=4 if dim <= 96 else 3)
     if dim <= 64:
         return made(4, block_kv=64, stages=6)
-    return made(4, block_kv=64, stages=5, q_slots=1)  # by 6 % at head dim 80
+    return made(4, block_kv=64, stages=5, q_slots=1)  # 6 % faster at head dim 80
 
 
 def _last_cost(problem: AttentionProblem, consumers: int) -> float:
-    """The time of a head's last work tile beside one that has rows for all consumers."""
+    """The time of a head's last work tile, relative to one with rows for all consumers."""
     busy = cdiv((problem.q_len - 1) % (ROWS * consumers) + 1, ROWS)
     return (busy + STEP_OVERHEAD) / (consumers + STEP_OVERHEAD)
 
@@ -233,7 +233,7 @@ def _float32(problem: AttentionProblem) -> Config:
 
 
 def _float8(problem: AttentionProblem) -> Config:
-    """Registers hold two sums of the output beside scores: see `float8_mainloop`."""
+    """The Config for float8, where registers hold two accumulators of the output beside scores."""
     dim = max(problem.head_dim, problem.v_head_dim)
     sums, l2_heads = problem.precision != "fast_accum", _l2_heads(problem, dim)
     made = functools.partial(Config, l2_heads=l2_heads, float32_sums=sums)

@@ -1,26 +1,27 @@
 """Flash attention forward for Hopper at head dims above 256: Gemma 4's global layers have 512.
 
-An output of 64 x 512 numbers fills the registers of two warpgroups, so a block has 64 query rows.
-Each key costs it twice the bytes that 128 rows cost at half the head dim. Clusters of two blocks
-that share K and V by TMA multicast were measured on an H200: as fast without a mask, 3 % slower
-with a causal one, and are not made.
+An output of 64 x 512 numbers fills the registers of two warpgroups, so a block has 64 query rows
+and loads, for each row, twice the bytes of K and V that a block of 128 rows loads at half the head
+dim. Clusters of two blocks that share K and V by TMA multicast were as fast on an H200 without a
+mask, and 3 % slower with a causal one, and are not used.
 
 Grid: one persistent block a multiprocessor, each with the work tiles that
 `tile_scheduler.schedule` lists for it, 64 query rows of a head.
 
 Warpgroups, and the barriers that they arrive at:
-  0, 1  weigh values, half of the columns each: `v_free` when a block of V has been multiplied,
-        `p_free` when a tile's probabilities have, `factor_free`
-  2     scores: `k_free` of blocks of K and of q, `q_free`, `p_ready` when a tile's probabilities
-        and the row max that they are relative to are in shared memory, `factor_ready`
+  0, 1  P V, half of the columns each: `v_free` when a block of V has been multiplied, `p_free`
+        when the probabilities of a tile have been, `factor_free`
+  2     scores and softmax: `k_free` when a block of K or q has been read, `q_free`, `p_ready` when
+        the probabilities of a tile and the row max that they are relative to are in shared memory,
+        `factor_ready`
   3     the producer: `k_ready`, `v_ready`, `q_ready`
 
-Shared memory: a ring for each warpgroup that computes, of blocks of 64 rows and 128 columns. That
+Shared memory: warpgroups 0, 1 and 2 have a ring each, of blocks of 64 rows by 128 columns. The ring
 of warpgroup 2 holds the first columns of q, on their way to registers, and then K of each kv tile,
-from the last to the first; the others hold their columns of V. The other columns of q lie in a
-buffer of their own. A block of columns is filled anew when its reader has released it.
+from the last to the first; those of warpgroups 0 and 1 hold their columns of V. The other columns
+of q have a buffer of their own. A block is filled again when its reader has released it.
 
-While warpgroup 2 computes the softmax of a tile, tensor cores have the values of the tile before.
+While warpgroup 2 computes the softmax of a tile, warpgroups 0 and 1 multiply the tile before by V.
 """
 
 import dataclasses
@@ -66,10 +67,10 @@ WIDTH = 128  # columns of a block of the ring
 V_DIM = 512
 V_WARPGROUPS, SCORES, PRODUCER = 2, 2, 3
 V_BLOCKS = V_DIM // WIDTH // V_WARPGROUPS  # blocks of V of a warpgroup
-IN_REGISTERS = 2  # blocks of q's columns, at most, that stay in registers
+IN_REGISTERS = 2  # largest number of blocks of q that stay in registers
 P_SLOTS = 2
 OUT_WIDTH = 32  # columns of the output that a warpgroup stores at a time
-# Registers of a thread: of the warpgroups of values, of scores, of the producer.
+# Registers of a thread in warpgroups 0 and 1, in 2, and in the producer.
 REGISTERS = (160, 168, 24)
 SUPPORTED = {"q_offset", "q_lengths", "kv_lengths", "mask_left", "mask_right", "sinks", "bias"}
 
@@ -78,8 +79,8 @@ SUPPORTED = {"q_offset", "q_lengths", "kv_lengths", "mask_left", "mask_right", "
 class Config:
     """Tuning only: the result is the same up to rounding."""
 
-    k_ring: int = 6  # blocks of columns of K
-    v_ring: int = 2  # blocks of columns of V, for each of two warpgroups
+    k_ring: int = 6  # blocks of the ring of warpgroup 2
+    v_ring: int = 2  # blocks of the rings of warpgroups 0 and 1
     grid: int = BLOCKS  # persistent blocks
     l2_heads: int = 0  # see `flash_fwd.sm90`
 
@@ -106,14 +107,14 @@ def limit(problem: AttentionProblem) -> Limit | None:
         return refused
     other = "leave implementation=None"
     if problem.dtype == "float32":
-        return Limit("float32 at head dims above 256; it takes bfloat16 and float16", other)
+        return Limit("it takes bfloat16 and float16, not float32", other)
     if max(problem.head_dim, problem.v_head_dim) <= 256:
-        return Limit("it is for head dims above 256", other)
+        return Limit("it takes head dims above 256", other)
     functions = problem.mask_program is not None or problem.score_program is not None
     odd = set(problem.arrays) - SUPPORTED
     if functions or odd or problem.fetches > 1 or problem.share > 1 or problem.zigzag > 1:
-        what = ", ".join(sorted(odd)) or "functions of positions, or rows of several GPUs,"
-        return Limit(f"{what} at head dims above 256", other)
+        what = ", ".join(sorted(odd)) or "functions of positions or rows of several GPUs"
+        return Limit(f"it does not take {what}", other)
     return None
 
 
@@ -136,27 +137,27 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
 
 
 class WideSmem(NamedTuple):
-    q: SmemRef  # [ROWS, ..]: the columns that are not in registers; None where all are
+    q: SmemRef  # [ROWS, ..]: the columns that are not in registers; None if there are none
     k: SmemRef  # [k_ring, KEYS, WIDTH]
     v: SmemRef  # [V_WARPGROUPS * v_ring, KEYS, WIDTH]
     p: SmemRef  # [P_SLOTS, ROWS, KEYS]: probabilities of two tiles, alternately
     out: SmemRef  # [V_WARPGROUPS, ROWS, OUT_WIDTH]
-    row_max: SmemRef  # float32[P_SLOTS, ROWS]: what probabilities are relative to
-    factor: SmemRef  # float32[ROWS]: of the output
+    row_max: SmemRef  # float32[P_SLOTS, ROWS]: the row max that probabilities are relative to
+    factor: SmemRef  # float32[ROWS]: the last factor of each row of the output
     q_ready: Barrier
     q_free: Barrier
-    k_ready: Barrier  # one a block of the ring
+    k_ready: Barrier  # one for each block of the ring
     k_free: Barrier
     v_ready: Barrier
     v_free: Barrier
-    p_ready: Barrier  # one a slot
+    p_ready: Barrier  # one for each slot
     p_free: Barrier
     factor_ready: Barrier
     factor_free: Barrier
 
 
 def k_blocks(plan: QueryPlan) -> int:
-    """Blocks of a tile of K, and of q."""
+    """Blocks of columns in a tile of K, or of q."""
     return pl.cdiv(plan.problem.head_dim, WIDTH)
 
 
@@ -166,7 +167,7 @@ def _q_in_smem(plan: QueryPlan) -> int:
 
 
 def scratch(plan: QueryPlan) -> WideSmem:
-    """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
+    """Shared memory, described once: `run` allocates it, `smem_bytes` adds up its bytes."""
     config, dtype, barrier = plan.config, plan.problem.dtype, plgpu.Barrier
     columns = _q_in_smem(plan)
     return WideSmem(
@@ -203,7 +204,7 @@ def _is_barrier(x: object) -> bool:
 
 
 class RingBlock(NamedTuple):
-    """A block of columns."""
+    """A block of columns in a ring."""
 
     ref: SmemRef  # [KEYS, WIDTH]
     ready: Barrier
@@ -216,12 +217,12 @@ class RingBlock(NamedTuple):
         plgpu.barrier_arrive(self.free)
 
     def acquire(self, reused: Predicate) -> None:
-        """Waits until the reader of what was here before has released it."""
+        """Waits until the reader has released the block, if it was used before."""
         pl.when(reused)(lambda: plgpu.barrier_wait(self.free))
 
 
 class Position(NamedTuple):
-    """How many blocks and kv tiles there were before a work tile, since the launch began."""
+    """Numbers of ring blocks and kv tiles that this block of threads took before a work tile."""
 
     k: Index  # blocks of q and K
     tiles: Index  # kv tiles
@@ -243,7 +244,7 @@ def _k_block(ctx: KernelContext, number: Index) -> RingBlock:
 
 
 def _key_blocks(ctx: KernelContext, position: Position, e: Index) -> list[tuple[Index, RingBlock]]:
-    """The numbers and blocks of K of the e-th kv tile of a work tile."""
+    """K of the e-th kv tile of a work tile: its blocks, numbered since the launch began."""
     count = k_blocks(ctx.plan)
     first = position.k + _q_blocks(ctx.plan) + e * count
     return [(first + n, _k_block(ctx, first + n)) for n in range(count)]
@@ -252,7 +253,7 @@ def _key_blocks(ctx: KernelContext, position: Position, e: Index) -> list[tuple[
 def _value_blocks(
     ctx: KernelContext, position: Position, e: Index, wg: Index
 ) -> list[tuple[Index, RingBlock]]:
-    """The same of a warpgroup's columns of V."""
+    """V of the e-th kv tile in a warpgroup's columns, likewise."""
     smem, ring, blocks = ctx.smem, ctx.plan.config.v_ring, []
     for n in range(V_BLOCKS):
         number = (position.tiles + e) * V_BLOCKS + n
@@ -263,12 +264,12 @@ def _value_blocks(
 
 
 def _rows_of(ctx: KernelContext, turn: Turn) -> QueryRows:
-    """The rows of a work tile, with the kv tiles that they need: hi <= lo where there is none."""
+    """The rows of a work tile, with the span of kv tiles that they need; hi <= lo: none."""
     return MaskRanges.of_rows(ctx, work_tile(ctx, turn.code), jnp.int32(0), None)[1]
 
 
 def _count(span: Span) -> Index:
-    """The number of kv tiles."""
+    """The number of kv tiles of a span."""
     return jnp.maximum(span.hi - span.lo, 0)
 
 
@@ -276,7 +277,7 @@ def _count(span: Span) -> Index:
 
 
 def _produce(ctx: KernelContext, block_id: Index) -> None:
-    """Q, K and V of all work tiles."""
+    """Loads q, K and V of all work tiles."""
     work_tiles = ctx.plan.producer_tiles
 
     def one_tile(turn: Turn, position: Position) -> Position:
@@ -299,7 +300,7 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
 
 
 def _load_q(ctx: KernelContext, turn: Turn, tile: WorkTile, position: Position) -> None:
-    """The block's own rows: first columns through the ring, the others to their buffer."""
+    """Loads the rows of q: the first columns to the ring, the others to their buffer."""
     plan, refs, smem = ctx
     where = tile.batch, pl.ds(tile.row, ROWS), tile.head
     for n in range(_q_blocks(plan)):
@@ -316,7 +317,9 @@ def _load_q(ctx: KernelContext, turn: Turn, tile: WorkTile, position: Position) 
 def _load_values(
     ctx: KernelContext, tile: WorkTile, t: Index, e: Index, position: Position
 ) -> None:
-    """Kv tile t of V; the one that a length cuts is `v_edge`, zeros past the length."""
+    """Loads kv tile t of V. The tile that a length cuts comes from `v_edge`, a copy with zeros past
+    the length.
+    """
 
     def load(name: str, t: Index) -> None:
         for n in range(V_BLOCKS):
@@ -335,7 +338,7 @@ def _load_values(
 def _load_block(
     ctx: KernelContext, tile: WorkTile, what: tuple[str, Index, int], block: RingBlock
 ) -> None:
-    """Block n of the columns of kv tile t of an array."""
+    """Loads a block of columns; `what`: name of the array, kv tile, number of the block."""
     (name, t, n), plan = what, ctx.plan
     head, ref = lax.div(tile.head, jnp.int32(plan.problem.group)), getattr(ctx.refs, name)
     source = ref.at[tile.batch, pl.ds(t * KEYS, KEYS), head, pl.ds(n * WIDTH, WIDTH)]
@@ -348,11 +351,11 @@ def _load_block(
 class Sums(NamedTuple):
     row_max: RegisterTile  # [ROWS]
     row_sum: RegisterTile  # [ROWS, softmax.PARTIALS]
-    used: Index  # tiles whose probabilities this block computed since the launch began
+    used: Index  # number of tiles since the launch began, which gives the slot of P
 
 
 def _score(ctx: KernelContext, block_id: Index) -> None:
-    """Probabilities of all tiles, what they are relative to, and the factor of each output."""
+    """Warpgroup 2: probabilities and row maxima of all tiles, and the last factor of outputs."""
     smem, work_tiles = ctx.smem, ctx.plan.consumer_tiles
 
     def one_tile(turn: Turn, carry: tuple[Position, Index]) -> tuple[Position, Index]:
@@ -373,13 +376,13 @@ def _score(ctx: KernelContext, block_id: Index) -> None:
 
 
 def _queries(ctx: KernelContext, position: Position) -> list[RegisterTile]:
-    """The columns of q that stay in registers."""
+    """Reads the columns of q that stay in registers."""
     loaded = []
     for n in range(_q_blocks(ctx.plan)):
         block = _k_block(ctx, position.k + n)
         block.wait()
         loaded.append(plgpu.load(block.ref, layout=mosaic.TILE))
-        plgpu.commit_smem()  # by now all warps have read it, and TMA will write there
+        plgpu.commit_smem()  # all warps have read the block before TMA writes to it again
         block.release()
     if ctx.smem.q is not None:
         plgpu.barrier_wait(ctx.smem.q_ready)
@@ -394,7 +397,7 @@ def _score_tile(
     e: Index,
     sums: Sums,
 ) -> Sums:
-    """The e-th kv tile."""
+    """The scores and probabilities of the e-th kv tile of a work tile."""
     plan, smem = ctx.plan, ctx.smem
     s = _product(ctx, q, position, e)
     span, unit = rows.span, plan.logit_rules.unit
@@ -416,7 +419,7 @@ def _score_tile(
 def _product(
     ctx: KernelContext, q: list[RegisterTile], position: Position, e: Index
 ) -> RegisterTile:
-    """q @ K^T; blocks of K are released as they have been multiplied."""
+    """q @ K^T; each block of K is released as soon as it has been multiplied."""
     blocks = [block for _, block in _key_blocks(ctx, position, e)]
 
     def body(acc: RegisterTile) -> RegisterTile:
@@ -434,7 +437,7 @@ def _product(
 
 
 def _finish(ctx: KernelContext, turn: Turn, rows: QueryRows, sums: Sums) -> None:
-    """The log-sum-exp, and the factor of the output for the other warpgroups."""
+    """Stores the log-sum-exp, and the last factor of the output for warpgroups 0 and 1."""
     (plan, refs, smem), tile = ctx, rows.tile
     sink = None if refs.sinks is None else refs.sinks[tile.head]
     factor, lse = softmax.finish(sums.row_max, sums.row_sum, sink)
@@ -457,15 +460,15 @@ def _finish(ctx: KernelContext, turn: Turn, rows: QueryRows, sums: Sums) -> None
 
 
 class Output(NamedTuple):
-    """A warpgroup's columns of the output, before they are divided."""
+    """A warpgroup's columns of the output, before the division by row sums."""
 
     accs: tuple[RegisterTile, ...]  # [ROWS, WIDTH] each
-    row_max: RegisterTile  # [ROWS]: what they are relative to
+    row_max: RegisterTile  # [ROWS]: the row max that they are relative to
     used: Index  # the same as `Sums.used`
 
 
 def _weigh(ctx: KernelContext, block_id: Index, wg: Index) -> None:
-    """A warpgroup's columns of the values, of all tiles."""
+    """Warpgroup 0 or 1: P V of all tiles in its half of the columns, and the store."""
     smem, work_tiles = ctx.smem, ctx.plan.consumer_tiles
 
     def one_tile(turn: Turn, carry: tuple[Position, Index]) -> tuple[Position, Index]:
@@ -482,7 +485,7 @@ def _weigh(ctx: KernelContext, block_id: Index, wg: Index) -> None:
         factor = plgpu.load(smem.factor, layout=mosaic.ROW)
         plgpu.barrier_arrive(smem.factor_free)
         result = [acc * mosaic.broadcast_rows(factor, acc.shape) for acc in out.accs]
-        if (q_len := rows.tile.q_len) is not None:  # the others may be NaN
+        if (q_len := rows.tile.q_len) is not None:  # the rows past a length may be NaN
             inside = mosaic.positions((ROWS,), 0, rows.row) < q_len
             result = [jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 0.0) for x in result]
         _store(ctx, rows, wg, result)
@@ -519,7 +522,7 @@ def _weigh_tile(ctx: KernelContext, blocks: list[RingBlock], out: Output) -> Out
 
 
 def _store(ctx: KernelContext, rows: QueryRows, wg: Index, accs: list[RegisterTile]) -> None:
-    """The output's columns, some at a time through shared memory."""
+    """Stores a warpgroup's columns of the output, OUT_WIDTH at a time, through shared memory."""
     refs, tile, staged = ctx.refs, rows.tile, ctx.smem.out.at[wg]
     for n, acc in enumerate(accs):
         for column in range(0, WIDTH, OUT_WIDTH):
@@ -561,8 +564,8 @@ def _kernel(
 def run(
     inputs: AttentionInputs, problem: AttentionProblem, config: Config
 ) -> tuple[jax.Array, jax.Array]:
-    """out [B, T, N, Hv] in q's dtype, log-sum-exp float32 [B, N, T]. XLA copies q, k and v where T
-    or S is above 8 and no multiple of 8, or H no multiple of 128, or Hv not 512.
+    """out [B, T, N, Hv] in q's dtype, log-sum-exp float32 [B, N, T]. XLA pads q, k and v where T or
+    S is above 8 and no multiple of 8, H is no multiple of 128, or Hv is not 512.
     """
     if tiles.has_no_scores(problem):
         return tiles.results_without_scores(problem)

@@ -117,7 +117,7 @@ class QueryPlan:
     format: Any = None  # `sm80_common.MmaFormat`, of the portable kernels
     # The arrays (bias, mask_array) that TMA loads by tiles.
     score_tiles: "tuple[ScoreTiles, ...]" = ()
-    independent: bool = False  # consumers take work tiles of their own: `one_tile`
+    independent: bool = False  # whether each consumer takes work tiles of its own: `one_tile`
     rows_apart: Any = None  # `batch_rows.RowsApart`, where a work tile is several batch rows
     panels: bool = False  # q, k, v and the output lie in panels: `tma_operands.takes_panels`
 
@@ -162,9 +162,9 @@ class QueryPlan:
 
     @functools.cached_property
     def last_keys(self) -> int:
-        """Keys of the last kv tile, in eights, where it is every row's and not full: the scores of
-        197 keys in tiles of 64 are those of 200, not of 256. Else, and where it saves less than 4
-        % of the scores (the loop got up to 5 % slower by it), those of a whole tile.
+        """Keys of the last kv tile whose scores are computed. Where S cuts the tile and every row
+        needs it, those that exist, in eights: 197 keys in tiles of 64 cost 200, not 256. Else, and
+        where this saves less than 4 % of the scores (the loop got up to 5 % slower), a whole tile.
         """
         problem, block = self.problem, self.tiling.block_kv
         programs = problem.mask_program is not None or problem.score_program is not None
@@ -449,16 +449,16 @@ def table_of(codes: list[list[int]]) -> np.ndarray:
 def table(
     make: Callable[[Any, Offsets], np.ndarray], plan: Any, inputs: AttentionInputs
 ) -> dict[str, Any]:
-    """The operands by which blocks know their work tiles: "schedule", the int32 table
-    `make(plan, offsets)` for the offset in the problem; and "tiles", lists of kv tiles, where a
-    mask function leaves some.
+    """The operands that assign work tiles to blocks: "schedule", the int32 table `make(plan,
+    offsets)` for the offset of the problem; and for a mask function "tiles", the lists of kv tiles
+    that it leaves.
     """
     fields: dict[str, Any] = {}
     if plan.problem.mask_program is not None:
         from pallas_attn.kernels.flash_fwd import listed
 
         fields = listed.tables(make, plan, inputs)
-    if "schedule" in fields:  # by lists that are known at run time
+    if "schedule" in fields:  # made from lists that are known at run time
         return fields
     if inputs.q_offset is None or not plan.problem.offsets:
         return fields | {"schedule": jnp.asarray(make(plan, ()))}

@@ -364,15 +364,15 @@ def score_accumulators(ctx: KernelContext) -> list[Any]:
 
 
 def widths(plan: QueryPlan) -> tuple[int, ...]:
-    """Columns of the accumulators of values."""
+    """Columns of the accumulators of P v, one a panel of v."""
     return plan.v.panels or (plan.v.width,)
 
 
 def _mainloop(
     ctx: KernelContext, rows: TangentRows, count: Index, *acc: RegisterTile
 ) -> tuple[list[RegisterTile], RegisterTile, Index]:
-    """The sums of values, one a panel, and the partial row sums of P o S' over all kv tiles, of
-    which there is one at least, and the new count of kv tiles.
+    """All kv tiles of the rows, of which there is at least one. Returns the accumulators of values,
+    one a panel, the partial row sums of P o S', and the new count of kv tiles.
     """
     plan, k_ring, v_ring = ctx.plan, ctx.smem.k_ring, ctx.smem.v_ring
     products = len(operands.score_products(plan.problem)) * plan.qk.copies
@@ -534,7 +534,9 @@ def run(
 
 
 def results(plan: QueryPlan) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """out, without panels in sizes that TMA writes whole, and lse, or their tangents."""
+    """Shapes of out and lse, or of their tangents. Without panels out is padded to sizes that TMA
+    writes whole.
+    """
     problem = plan.problem
     rows, width = problem.q_len, problem.v_head_dim
     if not plan.panels:
@@ -545,7 +547,7 @@ def results(plan: QueryPlan) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct
 
 
 def operands_of(plan: QueryPlan, residuals: Residuals) -> TangentRefs:
-    """Global memory that a kernel reads. XLA copies no array, as for the forward."""
+    """The operands of a kernel. XLA copies none of them, as in the forward."""
     inputs, fields = residuals.inputs, operands.of_call(plan, residuals)
     arrays = {name: getattr(inputs, name) for name in "qkv"}
     if residuals.out is not None:

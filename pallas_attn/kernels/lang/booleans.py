@@ -1,5 +1,5 @@
-"""Booleans in global memory as bytes: whole arrays, numbers of single ones, and votes of a warp
-over tiles of them.
+"""Booleans in global memory, which are bytes of 0 and 1: whole arrays as int8 operands, the loads
+of single ones, and votes of a warp over tiles of them.
 """
 
 from collections.abc import Iterator
@@ -30,9 +30,9 @@ mlir.register_lowering(_as_bytes, lambda ctx, x: [x], platform="cuda")
 
 
 def as_bytes(x: jax.Array) -> jax.Array:
-    """A boolean array as int8 for an operand of a kernel, and for nothing else. On a GPU it is the
-    array itself, whose booleans are bytes of 0 and 1; the conversion by XLA of a mask of 8 x 2048 x
-    2048 takes 41 us, a tenth of the attention with it.
+    """A boolean array as an int8 operand of a kernel; no operation of XLA may read the result. On a
+    GPU it is the array itself, whose booleans are bytes of 0 and 1. A conversion by XLA would take
+    41 us for a mask of 8 x 2048 x 2048, a tenth of the time of the attention.
     """
     as_int8: jax.Array = _as_bytes.bind(x)
     return as_int8

@@ -50,8 +50,8 @@ class Word(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A box of an array in global memory that is copied at once: where it begins, in all axes but
-    the last, of which it has all, and its shape.
+    """A box of an array in global memory, copied at once. `begin`: its first index in each axis but
+    the last, whose whole length it has; `shape`: its sizes.
     """
 
     ref: GmemRef
@@ -294,8 +294,8 @@ class Thread(thread_program.Thread):
         do_where(where.value, ptx, operands, "r,l,r,r")
 
     def copy_box(self, to: Word, source: Box, done: Word, where: Int) -> None:
-        """Issues a copy by TMA of a box of global memory to shared memory, where it lies without
-        gaps from a multiple of 128 bytes on. Words are those of `copy`.
+        """Issues a TMA copy of a box of global memory to contiguous shared memory, at a multiple of
+        128 bytes. `to`, `done` and `where` are as in `copy`.
         """
         descriptor = _tensor_map(self.launch, source)
         begin = [*source.begin, self.index * 0]  # innermost first:

@@ -1,8 +1,10 @@
-"""Scores of warps that share out columns (`mma_rowmajor.Split.parts`): each has a sum over its own
-columns of q and K; the sum of all parts goes through shared memory.
+"""Scores where warps divide the columns among them (`mma_rowmajor.Split.parts`). The scores of a
+warp are sums over its own columns of q and K; shared memory passes these parts to the other warps,
+and each adds up all of them.
 
-A thread stores its registers and loads those of the same lane of the other warps, 16 bytes side by
-side with its neighbours'. Parts are added in the order of the warps, so all have the same bits.
+A thread stores its registers, and loads those of the same lane of the other warps, in words of 16
+bytes that neighbouring threads have side by side. Parts are added in the order of the warps, so all
+warps get the same bits.
 """
 
 from typing import Any
@@ -20,13 +22,13 @@ Array = Any
 
 
 def shape(split: Split) -> tuple[int]:
-    """The shape of the shared memory, float32, that `sum_of_parts` needs."""
+    """The shape of the float32 shared memory that `sum_of_parts` uses."""
     return (threads.WARPS * mma_rowmajor.ROWS * split.width,)
 
 
 def sum_of_parts(s: Array, to: Ref, split: Split) -> Array:
-    """The scores [64, columns] of all columns, from those of each warp's own. All threads of the
-    block meet once in here; they have met since `to` was last read.
+    """The scores [64, columns]; `s`: each warp's part. All threads of the block meet at a barrier
+    in here; they must also have met since `to` was last read.
     """
 
     def code(s, to):

@@ -29,7 +29,7 @@ Array = Any
 
 ROW_PADDING = 8  # floats behind a spilled row: without, 8 rows would meet in the same banks
 ROWS = 16  # query rows of a warp
-UNIT = 128  # bytes of a row: where warps share out columns, each has some of these units
+UNIT = 128  # bytes of a row: where warps divide the columns, each has whole units of these
 
 
 class Split:
@@ -43,9 +43,9 @@ class Split:
     rows 0 to 7 with every second group of 8 keys, which halves the numbers of a thread.
     `integers`: how keys of 8 bits become float16 (`dequant.by_integers`).
 
-    `across`: the warps that share a row block share out the columns of q, K and V instead, and all
-    have the same keys. This is for rows that are too wide for the registers of a warp. Scores are
-    then sums over a warp's own columns, which `column_parts.sum_of_parts` adds up.
+    `across`: the warps that share a row block have the same keys, and divide the columns of q, K
+    and V among them. This is for rows that are too wide for the registers of a warp. A warp's
+    scores are then sums over its own columns, which `column_parts.sum_of_parts` adds up.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class Split:
         return warp // self.row_blocks // self.parts * self.columns
 
     def units(self, nbytes: int) -> int:
-        """Units of a warp: its part of rows of so many bytes, in units of `UNIT` bytes."""
+        """The number of units of `UNIT` bytes that a warp has of a row of `nbytes` bytes."""
         return -(-nbytes // (UNIT * self.parts))
 
     def first_unit(self, warp: Int | int, nbytes: int) -> Any:
-        """The first of a warp's units."""
+        """The index of a warp's first unit."""
         return warp // self.row_blocks % self.parts * self.units(nbytes)
 
     def own_columns(self, rows: np.ndarray, warp: int) -> np.ndarray:
@@ -145,8 +145,8 @@ class Queries(NamedTuple):
 def queries(at: Queries, split: Split) -> Array:
     """The query rows of every warp in registers, [64, H rounded up to a multiple of 32]: row r of
     warp w is query row_block(w) * 16 + r, counted from `at.first`. Rows past the last repeat it.
-    Columns are in the order of `words_of_row`, so that only `scores` can use them; they are each
-    warp's own where warps share out columns.
+    Columns are in the order of `words_of_row`, so that only `scores` can use them; where warps
+    divide the columns, each has its own.
     """
     ref, dim = at.ref, at.dim
     width = 32 * -(-dim // 32) if split.parts == 1 else split.units(2 * dim) * UNIT // 2
@@ -280,7 +280,7 @@ def words_of_row(pointer: ir.Value, start: Int, lane: Int, dim: int, offset: int
 def words_of_part(
     split: Split, pointer: ir.Value, start: Int, lane: Int, dim: int, offset: int = 0
 ) -> list:
-    """`words_of_row` of this warp's columns alone: 8 words of each of its units."""
+    """`words_of_row` for the columns of this warp: 8 words of each of its units."""
     return [
         word
         for n in range(split.units(2 * dim))
@@ -291,7 +291,9 @@ def words_of_part(
 def words_of_unit(
     split: Split, pointer: ir.Value, start: Int, at: tuple[Int, int, int], offset: int = 0
 ) -> list:
-    """8 words of a unit of this warp; `at`: lane, 16-bit numbers of a row, number of the unit."""
+    """8 words of a unit of this warp; `at`: lane, length of a row in 16-bit numbers, and which of
+    the warp's units.
+    """
     lane, dim, number = at
     like = (lambda x: x) if start.value.type == asm.i32() else in_64_bits
     chunks, odd = dim // 8, lane // 4 % 2
@@ -313,8 +315,8 @@ def words_of_unit(
 
 
 def own_columns_of_warps(rows: np.ndarray, split: Split, size: int | None = None) -> np.ndarray:
-    """Each warp's own columns of its rows of `rows` [64, dim]. `size`: bytes of the keys' numbers,
-    where these are others than those of `rows`.
+    """Each warp's own columns of its rows of `rows` [64, dim]. `size`: bytes of a number of the
+    keys, where it differs from that of `rows`.
     """
     tile = rows.reshape(threads.WARPS, ROWS, -1)
     if size is None:
@@ -326,7 +328,7 @@ def own_columns_of_warps(rows: np.ndarray, split: Split, size: int | None = None
 
 def _as_narrow_lies(pointer: ir.Value, start: Int, lane: Int, dim: int, split: Split) -> list:
     """`words_of_row` in the order of columns of a row of 8-bit numbers, of which a lane loads 16
-    neighbouring numbers of each 64; this warp's own where warps share out columns.
+    neighbouring numbers of each 64; only this warp's columns where warps divide them.
     """
     if split.parts > 1:
         return _part_as_narrow_lies(pointer, start, lane, dim, split)
@@ -472,13 +474,13 @@ def number_of_each_key(ref: Ref, slot: Array, split: Split) -> Array:
 
 
 def accumulator_width(v_head_dim: int, parts: int = 1) -> int:
-    """Columns of a warp's accumulator of `matmul_add`, where `parts` warps share out all."""
+    """Columns of a warp's accumulator in `matmul_add`; `parts` warps divide the columns of V."""
     return -(-v_head_dim // (64 * parts)) * 64
 
 
 def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split, first: int = 0) -> Array:
     """acc + p @ V of each warp's own keys, [64, accumulator_width(Hv)], with V in slot `slot` of
-    the ring `ref` [slots, keys, at least Hv], from column `first` on.
+    the ring `ref` [slots, keys, columns], whose columns from `first` on are those of V.
 
     Lane 4 * g + t loads chunk 8 * u + g (8 neighbouring columns) of the keys whose probabilities it
     holds. Accumulator u * 8 + i, of 8 columns, has column i of 8 chunks; `store_accumulators` puts
@@ -540,7 +542,7 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split, first:
 
 
 def first_chunk(split: Split, width: int) -> Int:
-    """The first chunk of V that is this warp's, whose accumulator has `width` columns."""
+    """The first chunk of V of this warp, whose accumulator has `width` columns."""
     warp = Int(warp_and_lane()[0])
     return warp // split.row_blocks % split.parts * (width // 8)
 
@@ -559,7 +561,7 @@ def store_accumulators(  # noqa: PLR0913
 ) -> None:
     """Stores the first `rows` rows of each warp's accumulator, and their row max and row sum, to
     shared memory: `to` is [WARPS * rows, Hv + ROW_PADDING] and twice [WARPS * rows]. Warps that
-    share out columns store theirs beside each other.
+    divide the columns of a row store them side by side.
     """
     chunks, words = (to[0].shape[1] - ROW_PADDING) // 8, to[0].shape[1] // 4
     alone, width = split.parts == 1, acc.shape[1]
@@ -606,7 +608,7 @@ def store_accumulators(  # noqa: PLR0913
 
 
 def store_four(ref: Ref, index: Int, values: list, there: ir.Value) -> None:
-    """Stores 16 bytes to word `index` of shared memory, where `there` holds."""
+    """Stores 16 bytes to word `index` of shared memory if `there` holds."""
     ptx = "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p st.shared.v4.b32 [$1], {$2, $3, $4, $5}; }"
     words = [arith.bitcast(asm.i32(), x) for x in values]
     operands = [arith.extui(asm.i32(), there), asm.shared_address(ref, index, 16), *words]

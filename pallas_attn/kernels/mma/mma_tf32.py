@@ -41,7 +41,7 @@ def queries_shape(dim: int, rows: int, parts: int = 1) -> tuple[int, int]:
     """The shape [rows, numbers of a row] of a block's queries in shared memory, for
     `store_queries`: both terms side by side where rows are few and short, else the float32 numbers.
     A row has an odd number of chunks of 16 bytes, so that `ldmatrix` finds 8 rows in different
-    banks. `parts`: parts of the columns that warps share out, of whole units each.
+    banks. `parts`: warps that divide the columns, of which each has whole units.
     """
     terms = 2 if rows <= ROWS and dim <= 128 else 1
     return rows, terms * _width(dim, parts) + 4
@@ -117,7 +117,7 @@ def store_queries(at: mma_rowmajor.Queries, split: Split, to: Ref) -> None:
     ref, dim = at.ref, at.dim
     width, (most, pitch) = _width(dim, split.parts), to.shape
     steps, both = width // 16, pitch > width + 4
-    sharing = threads.WARPS // split.row_blocks  # warps that share out the columns
+    sharing = threads.WARPS // split.row_blocks  # warps that share a row block
 
     def code(ref, first, to):
         lane, starts = mma_rowmajor.rows_of_lane(first, at, split, itemsize=4)

@@ -1,12 +1,11 @@
 """Operands of Hopper's matmuls on float8, both of which must be K-major.
 
-Q and K of S = Q K^T are: their rows are head dims. V of O = P V is not, so V^T is what lies in
-memory. P is the left operand, in registers.
+In S = Q K^T they are, since Q and K are contiguous along the head dim. In O = P V, V is not, so
+memory holds V^T. P is the left operand, in registers.
 
-A thread has the scores of 2 neighbouring columns of each 8, and as a left operand of 8 bits
-it needs 4 neighbouring columns of each 16. Instead of moving numbers between threads, each takes
-the 4 numbers of 16 columns that it has; so P's columns are in another order (`ORDER`), which the
-columns of V^T have too.
+In an accumulator a thread has 2 neighbouring columns of each 8, but in a left operand of 8 bits it
+has 4 neighbouring columns of each 16. No numbers move between threads: each passes the 4 of 16
+columns that it has, so the columns of P are reordered (`ORDER`), and those of V^T likewise.
 """
 
 from typing import Any
@@ -24,10 +23,10 @@ from pallas_attn.kernels.lang.asm import give, i32
 from pallas_attn.kernels.lang.types import RegisterTile
 
 UNIT = 16  # columns that are reordered together
-# The column of 16 scores that each of 16 columns of the operand is: thread j has 2 j, 2 j + 1,
-# 8 + 2 j and 9 + 2 j.
+# Column ORDER[n] of 16 scores becomes column n of the operand: thread j of 4 has the scores of
+# columns 2 j, 2 j + 1, 8 + 2 j and 9 + 2 j.
 ORDER = np.arange(UNIT).reshape(2, 4, 2).transpose(1, 0, 2).ravel()
-_PROBABILITIES = jnp.float8_e4m3fn  # for V of float8_e5m2 too: its 2 bits are fewer
+_PROBABILITIES = jnp.float8_e4m3fn  # also beside V of float8_e5m2, which has one bit less
 _PACK = (
     "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, $2, $1; "
     "cvt.rn.satfinite.e4m3x2.f32 high, $4, $3; mov.b32 $0, {low, high}; }"
@@ -56,7 +55,7 @@ def probabilities(p: RegisterTile) -> RegisterTile:
 
 
 def _packed(numbers: list[ir.Value]) -> ir.Value:
-    """4 floats as a vector of float8."""
+    """4 floats as a vector of 4 float8."""
     word = give(i32(), _PACK, numbers, "=r,f,f,f,f")
     return utils.bitcast(word, ir.VectorType.get((4,), ir.Float8E4M3FNType.get()))
 
@@ -68,8 +67,8 @@ def reordered(p: jax.Array) -> jax.Array:
 
 
 def zeros(shape: tuple[int, int]) -> RegisterTile:
-    """An accumulator of zeros that have a register of their own: ptxas leaves zeros out of a
-    matmul, but of one whose zeros are another matmul's too it writes them to all registers first.
+    """An accumulator of zeros in a register of its own. ptxas drops the zeros of a matmul that
+    starts from them, but where two matmuls share them it first writes zeros to all registers.
     """
 
     def code(_):

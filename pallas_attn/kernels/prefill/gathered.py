@@ -1,11 +1,11 @@
-"""Attention of many new rows to a cache by a forward, over rows that XLA makes contiguous.
+"""Attention of many new rows to a cache by a forward kernel, over rows that XLA makes contiguous.
 
-Decode's kernels take any number of rows, but give each warp 16 of them and read keys again for
-every 64. Here XLA copies the rows of one layer to contiguous arrays in q's dtype first, which live
-as long as the call; quantised rows are widened on the way. A forward then reads these as it reads
-any K and V: query rows stand at the end of their sequence, and lengths are those of keys.
+Decode's kernels take any number of rows, but read all keys again for every 64 of them. Here XLA
+first copies the rows of one layer to contiguous arrays in q's dtype, temporaries of the call, and
+widens quantised rows on the way. The forward then reads them as any K and V: query rows stand at
+the end of their sequence, and lengths are those of keys.
 
-Rows are copied whether a length reaches them or not: it pays where there are enough queries
+All rows are copied, past lengths too, which pays where there are enough queries
 (`selection.gathered`). `gathered_sm80` and `gathered_sm90` are the kernels.
 """
 
@@ -28,18 +28,18 @@ Cache = Array | tuple[Array, ...]
 
 
 class Forward(NamedTuple):
-    """The forward that reads the rows."""
+    """The forward kernel that reads the copies."""
 
     kernel: Kernel
-    most_bytes: int  # bytes of the copies
+    most_bytes: int  # largest size of the copies
 
 
 def limit(problem: DecodeProblem, forward: Forward) -> Limit | None:
-    """Why the forward cannot take the problem so, or None."""
+    """Why the forward cannot take the problem by copies, or None."""
     other = "leave implementation=None"
     if problem.packed or problem.mask_program is not None or problem.kind == "interleaved":
         return Limit(
-            "it takes no packed rows, trees, mask functions, and K and V in one array", other
+            "it takes no packed rows, trees, mask functions or K and V in one array", other
         )
     if problem.batch_invariant:
         return Limit("batch_invariant is kept by the kernel for few rows", other)
@@ -83,15 +83,15 @@ def _for_each_sequence(bound: Array | None, problem: DecodeProblem) -> Array | N
 
 
 def contiguous(problem: DecodeProblem) -> AttentionProblem:
-    """The problem of the forward."""
+    """The problem of the forward over the copies."""
     return dataclasses.replace(over_contiguous_keys(problem), precision=problem.precision)
 
 
 def _rows(
     inputs: DecodeInputs, problem: DecodeProblem, cache: Cache | None, scale: Cache | None
 ) -> Array:
-    """[M, S, K, H] in q's dtype: the rows of the layer, in the order of their sequence. Where there
-    is no page, those of another.
+    """The rows of the layer, [M, S, K, H] in q's dtype, in the order of each sequence. Entries of
+    the page table without a page give rows of some other page.
     """
     index = None
     if problem.layers is not None:
@@ -121,8 +121,8 @@ def _rows(
 
 
 def _is_lost(inputs: DecodeInputs, problem: DecodeProblem) -> Array:
-    """bool[M]: whether rows were lost, or nobody has extended an empty sequence, or the cache does
-    not have the layer.
+    """bool[M]: whether the result of a sequence is NaN: rows were lost, an empty sequence was never
+    extended, or the cache does not have the layer.
     """
     held = jnp.asarray(problem.capacities, jnp.int32)
     if inputs.page_table is not None:

@@ -1,4 +1,4 @@
-"""Attention of many new rows to a cache, for every GPU from Ampere on: `gathered`, by the portable
+"""Attention of many new rows to a cache, for every GPU from Ampere on: `gathered` with the portable
 forward.
 """
 
@@ -13,7 +13,9 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.flash_fwd import sm80
 from pallas_attn.kernels.prefill import gathered
 
-FORWARD = gathered.Forward(sm80.KERNEL, most_bytes=2**30)  # GPUs may have little memory
+FORWARD = gathered.Forward(
+    sm80.KERNEL, most_bytes=2**30
+)  # small, since GPUs may have little memory
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Attention of many new rows to a cache at head dims above 256, for Hopper: `gathered`, by the
-forward of such heads.
+"""Attention of many new rows to a cache at head dims above 256, for Hopper: `gathered` with
+`flash_fwd.sm90_wide`.
 """
 
 import dataclasses

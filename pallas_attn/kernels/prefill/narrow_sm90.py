@@ -72,7 +72,7 @@ def limit(problem: DecodeProblem) -> Limit | None:
     if not problem.quantized or problem.cache_dtype not in dequant.DTYPES:
         return Limit("the cache is not quantised", other)
     if problem.unscaled:
-        return Limit("rows have no scales", other)
+        return Limit("it takes 8-bit caches with scales only", other)
     if problem.merged is not None:
         return Limit("it does not merge results of packed rows with others", other)
     if (refused := sm90.limit(_unquantized(problem))) is not None:

@@ -147,7 +147,7 @@ class Plan:
     tree: bool = False  # whether the mask function is a tree of drafts
     score_tiles = ()  # it takes no bias and no mask_array
     skips_keys = False
-    last_keys = 0  # keys of the last kv tile: all, as sequences end anywhere
+    last_keys = 0  # no shorter last kv tile, since sequences end anywhere
     one_loop = False  # tiles that need no mask have a loop of their own in the mainloop
 
     @functools.cached_property
@@ -211,7 +211,7 @@ class Plan:
 
     @functools.cached_property
     def page_rows(self) -> int:
-        """Rows of a kv tile that a copy brings."""
+        """The number of rows of a kv tile that one TMA copy loads."""
         return self.layout.page_rows(self.config.block_kv)
 
     @functools.cached_property

@@ -240,7 +240,7 @@ def limit(problem: DecodeProblem) -> Limit | None:
         )
     if problem.kind == "interleaved" and problem.head_dim % 64:
         return Limit(
-            f"head_dim is {problem.head_dim}: of K and V in one array TMA reads a multiple of 64",
+            f"head_dim is {problem.head_dim}; of K and V in one array it takes multiples of 64",
             "leave implementation=None",
         )
     sizes = problem.capacities if problem.page_size is None else (problem.page_size,)

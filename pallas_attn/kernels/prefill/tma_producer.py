@@ -63,7 +63,7 @@ class Target(NamedTuple):
     arrays: tuple[GmemRef, ...]  # K or V
     to: SmemRef  # [block_kv, columns]
     landed: Barrier  # counts the copies
-    first_column: int = 0  # in a row of the arrays
+    first_column: int = 0  # first column to read in a row of the array
 
 
 def _produce(ctx: KernelContext, block_id: Index) -> None:

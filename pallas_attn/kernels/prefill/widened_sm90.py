@@ -99,7 +99,7 @@ def _widened(problem: DecodeProblem) -> DecodeProblem:
 def _converted(
     inputs: DecodeInputs, problem: DecodeProblem, layer: Array | None
 ) -> tuple[Array, Array | None]:
-    """K and V whose numbers are only converted, or both in one array, as `widen` gives them."""
+    """K and V of a cache without scales, converted by XLA: two arrays, or one of both."""
 
     def converted(x: Array) -> Array:
         x = x if layer is None else lax.dynamic_slice_in_dim(x, layer, 1)

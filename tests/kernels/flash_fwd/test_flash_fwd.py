@@ -269,7 +269,7 @@ def check_joined(name, grid):
     rows, joined, dims, mask, dtype = JOINED[name]
     case = of_size(rows, rows, dims, mask, dtype, (4, 2))
     case = dataclasses.replace(case, batch=3 * joined)
-    assert batch_rows.most(problem_of(case)) == joined
+    assert batch_rows.most_joined(problem_of(case)) == joined
     check(case, kernel.Config(2, 64, 2, grid=grid, independent=True, batch_rows=joined))
 
 
@@ -296,7 +296,7 @@ def test_batch_rows_in_one_tile_interpreted(name):
 def test_batch_rows_that_fill_a_tile(changes, rows):
     case = dataclasses.replace(of_size(16, 16, (64, 64), FULL, "bfloat16", (16, 16)), batch=64)
     problem = problem_of(dataclasses.replace(case, **changes))
-    assert batch_rows.most(problem) == rows
+    assert batch_rows.most_joined(problem) == rows
     assert kernel.Config.default(problem).batch_rows == (rows if problem.batch == 64 else 1)
 
 
