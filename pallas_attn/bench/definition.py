@@ -1,5 +1,5 @@
-"""Attention and its gradients from the definition: all scores at once, derivatives written out by
-hand.
+"""Attention, its gradients and its tangents from the definition: all scores at once, derivatives
+written out by hand.
 
 In float64 it is the oracle of tests and benchmarks; in float32, with the operands of matmuls
 rounded as tensor cores need them, it is the naive witness that tolerances come from. It computes in
@@ -9,6 +9,7 @@ and autodiff prove it (tests/api/test_attention.py, test_gradients.py).
 """
 
 import functools
+import operator
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ class Arithmetic(NamedTuple):
     stored: Callable[[Array], Array] = _unchanged  # out, as the backward pass reads it
     lse: Any = None  # read by the backward pass; None: its own
     scores: Callable[[Array, Array], Array] = np.matmul  # q @ k
+    of_rows: Callable[[Array, Array], Array] = operator.matmul  # sums over query rows
 
 
 SPREAD = 64.0  # factor of probabilities before they are rounded to float8
@@ -140,9 +142,97 @@ def attention(  # noqa: PLR0913
     dsinks too. `arrays`: as `flash_attention` takes them, finite also past their lengths. `xp`:
     numpy or jax.numpy.
     """
+    do, dlse = (_as_wide(x, arithmetic, xp) for x in (do, dlse))
+    f = _forward(arrays, mask, scale, softcap, q_offset, arithmetic, xp)
+    results = {"out": f.out, "lse": f.lse}
+    if do is None and dlse is None:
+        return results
+
+    probs, weights, grouped = f.probs, f.weights, f.weights.shape
+    if arithmetic.lse is not None:
+        probs = xp.exp(f.logits - xp.where(f.lse == -np.inf, 0, arithmetic.lse)[..., None])
+        weights = arithmetic.made(probs).reshape(grouped)
+    do = xp.zeros_like(f.out) if do is None else do
+    delta = (do * arithmetic.stored(f.out)).sum(axis=-1).swapaxes(1, 2)
+    row = (0 if dlse is None else dlse) - delta  # [B, N, T]; d lse / d logit is the probability
+    do = arithmetic.value(_by_head(do, f.k.shape[1]))
+    dlogits = probs * ((do @ f.v.swapaxes(-1, -2)).reshape(probs.shape) + row[..., None])
+    ds = arithmetic.made(dlogits.reshape(grouped) * f.slope)
+    over_rows = lambda x, y: arithmetic.of_rows(x.swapaxes(-1, -2), y)  # noqa: E731
+    results["dq"] = _by_position(ds @ f.k)
+    results["dk"] = _by_position(over_rows(ds, f.q).sum(axis=2, keepdims=True))
+    results["dv"] = _by_position(over_rows(weights, do).sum(axis=2, keepdims=True))
+    if "bias" in arrays:
+        results["dbias"] = _summed_to(np.shape(arrays["bias"]), dlogits)
+    if "sinks" in arrays:
+        results["dsinks"] = (f.sink * row).sum(axis=(0, 2))
+    return results
+
+
+def tangents(  # noqa: PLR0913
+    arrays: dict[str, Any],
+    along: dict[str, Any],
+    *,
+    mask: Mask = FULL,
+    scale: float | None = None,
+    softcap: float | None = None,
+    q_offset: int = 0,
+    arithmetic: Arithmetic = EXACT,
+) -> dict[str, Array]:
+    """Tangents out_dot [B, T, N, Hv] and lse_dot [B, N, T], by the tangents `along` of some of q,
+    k, v, bias and sinks, in NumPy.
+    """
+    f = _forward(arrays, mask, scale, softcap, q_offset, arithmetic, np)
+    if arithmetic.lse is not None:
+        finite = np.where(f.lse == -np.inf, 0, arithmetic.lse)
+        probs = np.exp(f.logits - finite[..., None])
+        weights = arithmetic.made(probs).reshape(f.weights.shape)
+        f = f._replace(probs=probs, weights=weights)
+    along = _as_wide(along, arithmetic, np)
+    heads = {name: _by_head(along[name], f.k.shape[1]) for name in "qkv" if name in along}
+    logits = np.zeros_like(f.weights)
+    if "q" in along:
+        logits += arithmetic.scores(arithmetic.score(heads["q"]), f.k.swapaxes(-1, -2))
+    if "k" in along:
+        logits += arithmetic.scores(f.q, arithmetic.score(heads["k"]).swapaxes(-1, -2))
+    moved = f.probs * ((logits * f.slope).reshape(f.probs.shape) + along.get("bias", 0))
+    sinks = along.get("sinks", np.zeros(f.probs.shape[1], moved.dtype))
+    row = moved.sum(axis=-1) + f.sink * sinks[:, None]  # tangent of lse
+    out = arithmetic.made(moved).reshape(f.weights.shape) @ f.v
+    if "v" in along:
+        out = out + f.weights @ arithmetic.value(heads["v"])
+    less = row.swapaxes(1, 2)[..., None] * arithmetic.stored(f.out)
+    return {"out_dot": _by_position(out) - less, "lse_dot": row}
+
+
+class _Forward(NamedTuple):
+    """The forward pass: what its derivatives read. Axes of heads are [K, N / K], where q, k, v and
+    weights are concerned.
+    """
+
+    q: Array  # rounded for matmuls, as k and v are
+    k: Array
+    v: Array
+    slope: Array  # derivative of a logit by the product of query and key
+    logits: Array  # [B, N, T, S]
+    probs: Array  # [B, N, T, S]
+    weights: Array  # probabilities as they meet v
+    sink: Array  # probabilities of the sinks, [B, N, T]
+    out: Array  # [B, T, N, Hv]
+    lse: Array  # [B, N, T]
+
+
+def _forward(
+    arrays: dict[str, Any],
+    mask: Mask,
+    scale: float | None,
+    softcap: float | None,
+    q_offset: int,
+    arithmetic: Arithmetic,
+    xp: ModuleType,
+) -> _Forward:
     assert set(arrays) <= ARRAYS, f"unknown: {set(arrays) - ARRAYS}"
-    wide = lambda x: _wide(xp.asarray(x), arithmetic.dtype)  # noqa: E731
-    arrays, do, dlse = jax.tree.map(wide, (arrays, do, dlse))
+    arrays = _as_wide(arrays, arithmetic, xp)
     kv_heads = arrays["k"].shape[2]
     q, k, v = (_by_head(arrays[name], kv_heads) for name in ("q", "k", "v"))
     q, k, v = arithmetic.score(q), arithmetic.score(k), arithmetic.value(v)
@@ -154,27 +244,12 @@ def attention(  # noqa: PLR0913
     logits = xp.where(_seen(arrays, shape, mask, q_offset, xp), logits, -np.inf)
     probs, lse, sink = _softmax(logits, arrays.get("sinks"), xp)
     weights = arithmetic.made(probs).reshape(grouped)
-    results = {"out": _by_position(weights @ v), "lse": lse}
-    if do is None and dlse is None:
-        return results
+    out = _by_position(weights @ v)
+    return _Forward(q, k, v, slope * scale, logits, probs, weights, sink, out, lse)
 
-    if arithmetic.lse is not None:
-        probs = xp.exp(logits - xp.where(lse == -np.inf, 0, arithmetic.lse)[..., None])
-        weights = arithmetic.made(probs).reshape(grouped)
-    do = xp.zeros_like(results["out"]) if do is None else do
-    delta = (do * arithmetic.stored(results["out"])).sum(axis=-1).swapaxes(1, 2)
-    row = (0 if dlse is None else dlse) - delta  # [B, N, T]; d lse / d logit is the probability
-    do = arithmetic.value(_by_head(do, kv_heads))
-    dlogits = probs * ((do @ v.swapaxes(-1, -2)).reshape(shape) + row[..., None])
-    ds = arithmetic.made(dlogits.reshape(grouped) * (slope * scale))
-    results["dq"] = _by_position(ds @ k)
-    results["dk"] = _by_position((ds.swapaxes(-1, -2) @ q).sum(axis=2, keepdims=True))
-    results["dv"] = _by_position((weights.swapaxes(-1, -2) @ do).sum(axis=2, keepdims=True))
-    if "bias" in arrays:
-        results["dbias"] = _summed_to(arrays["bias"].shape, dlogits)
-    if "sinks" in arrays:
-        results["dsinks"] = (sink * row).sum(axis=(0, 2))
-    return results
+
+def _as_wide(tree: Any, arithmetic: Arithmetic, xp: ModuleType) -> Any:
+    return jax.tree.map(lambda x: _wide(xp.asarray(x), arithmetic.dtype), tree)
 
 
 def _wide(x: Array, dtype: type[np.floating] | str) -> Array:

@@ -101,6 +101,27 @@ def gradients(arguments, do, dlse, implementation=None):
     return in_numpy.call(jax.grad(loss), floats, rest)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_tangents_of_the_definition(rng, name):
+    """In float64, those of finite differences: of all inputs together, and of each alone."""
+    arguments = draw(rng, 5, 7) | options(rng, 5, 7)[name]
+    floats, rest, static = split(arguments)
+    along = {name: rng.standard_normal(x.shape) for name, x in floats.items()}
+    for names in (tuple(along), *((name,) for name in along)):
+        own = {name: along[name] for name in names}
+        got = definition.tangents(floats | rest, own, **static)
+        high, low = (
+            definition.attention(
+                floats | rest | {name: floats[name] + step * own[name] for name in names}, **static
+            )
+            for step in (1e-5, -1e-5)
+        )
+        for result in ("out", "lse"):
+            with np.errstate(invalid="ignore"):  # -inf of rows without a key
+                difference = np.nan_to_num(high[result] - low[result]) / 2e-5
+            np.testing.assert_allclose(got[f"{result}_dot"], difference, rtol=1e-6, atol=1e-8)
+
+
 @pytest.mark.parametrize(
     "sizes, name",
     [

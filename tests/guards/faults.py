@@ -360,7 +360,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{FWD}/batch_rows.py",
         "end = first + self.rows",
         "end = first + self.rows + 1",
-        f"{TEST_FWD} -k 'test_batch_rows_in_one_tile_interpreted and 16-4'",
+        f"{TEST_FWD} -k 'test_batch_rows_in_one_tile_interpreted and frames16'",
     ),
     "keys_are_shown_that_a_mask_hides": Fault(
         f"{FWD}/key_mask_ranges.py",

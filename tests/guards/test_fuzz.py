@@ -8,11 +8,12 @@ import dataclasses
 import os
 import shlex
 
+import numpy as np
 import pytest
 
 from pallas_attn import Mask
 from pallas_attn.bench import definition
-from tests.support import append_cases, budget, fuzz, fuzz_caches
+from tests.support import append_cases, budget, fuzz, fuzz_caches, fuzz_derivatives
 
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 each_process = pytest.mark.parametrize("process", range(PROCESSES))
@@ -81,6 +82,26 @@ def _every_number_a_group(monkeypatch):
     monkeypatch.setattr(fuzz_caches, "group_of", lambda groups, count: right(groups % count, count))
 
 
+def _more_of_a_tangent(monkeypatch):
+    """An oracle that takes tangents for a twentieth longer than they are."""
+    right = definition.tangents
+
+    def wrong(arrays, along, **options):
+        return right(arrays, {name: 1.05 * x for name, x in along.items()}, **options)
+
+    monkeypatch.setattr(definition, "tangents", wrong)
+
+
+def _no_last_key(monkeypatch):
+    """An oracle whose arrays have no gradient by the last key."""
+    right = fuzz_derivatives._summed
+
+    def wrong(case, at, ds):
+        return right(case, at, np.where(np.arange(ds.shape[-1]) == ds.shape[-1] - 1, 0, ds))
+
+    monkeypatch.setattr(fuzz_derivatives, "_summed", wrong)
+
+
 @pytest.mark.parametrize(
     "fault, first", [(_strictly_causal, 0), (_one_row_less, 1)], ids=["oracle", "model"]
 )
@@ -96,6 +117,20 @@ def test_a_fault_is_found_and_one_line_repeats_it(monkeypatch, fault, first):
         assert line == fuzz.command(word) and "reference, round" in wrong
         again = fuzz.attempt(word, fuzz.Tally())
         assert again is not None and "reference, round" in again
+    assert fuzz.attempt(word, fuzz.Tally()) is None
+
+
+@pytest.mark.parametrize(
+    "fault, word",
+    [(_more_of_a_tangent, "tangents/cpu:7:rounds=1"), (_no_last_key, "learned/cpu:7:rounds=1")],
+    ids=["tangents", "learned"],
+)
+def test_a_fault_of_derivatives_is_found(monkeypatch, fault, word):
+    with monkeypatch.context() as inside:
+        fault(inside)
+        inside.setattr(budget, "MANY_GRIDS", (1.0, 1.3))
+        wrong = fuzz.attempt(word, fuzz.Tally())
+        assert wrong is not None and "reference, round" in wrong
     assert fuzz.attempt(word, fuzz.Tally()) is None
 
 

@@ -22,6 +22,7 @@ float64 code that runs once.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -37,6 +38,7 @@ MANY_GRIDS = tuple(2 ** (i / 64) for i in range(64))
 # lse is float32 whatever the inputs are; GPUs' ex2 and lg2 are good to 2**-22, a sum of them to:
 LSE_ROUNDING = 2.0**-20
 EX2 = 2.0**-22
+AUX_ROUNDING = 1e-5  # share of an array's largest gradient that a sum over all scores may lose
 
 # Scores of float8 are sums that a tensor core adds with about 14 bits, aligned to the largest.
 SCORE_FLOAT8 = 2.0**-14
@@ -52,7 +54,9 @@ class VacuousError(AssertionError):
 
 
 class Expected(NamedTuple):
-    """Expected results by name: out, lse, and dq, dk, dv, dbias, dsinks with cotangents."""
+    """Expected results by name: out, lse, and dq, dk, dv, dbias, dsinks with cotangents; out_dot
+    and lse_dot with tangents; daux.. of arrays that a score function reads.
+    """
 
     oracle: dict[str, np.ndarray]
     naive: dict[str, np.ndarray]
@@ -74,6 +78,7 @@ def attention(
     handed: bool = False,
     random: bool = False,
     grids: tuple[float, ...] = GRIDS,
+    sums: Callable[[Any], dict[str, Any]] | None = None,
 ) -> Expected:
     """Oracle and naive result of `flash_attention_with_lse(**arguments)`; gradients where `do`
     (or `dlse`) is given. What lies past a length should be finite here, whatever the subject got.
@@ -96,6 +101,8 @@ def attention(
     of 64: where one query's delta makes most of a gradient, a single run says little about it. In
     float32 these add up scores one product at a time, on every machine; of narrower numbers one run
     more adds them up as tensor cores do, which shows where rows see few keys.
+
+    `sums`: makes further results, of the dbias of a run, which are then not expected itself.
     """
     static = {name: arguments[name] for name in _STATIC if arguments.get(name) is not None}
     if isinstance(arguments.get("q_offset"), int):
@@ -114,11 +121,12 @@ def attention(
     slack = EX2 if tensor_cores and dtype == "float32" else 0.0
     if slack:
         narrow = "tf32" if arguments.get("precision") is None else "terms"
-    plain_results = functools.partial(definition.attention, do=do, dlse=dlse, **static)
+    plain_results = functools.partial(_attention, do=do, dlse=dlse, sums=sums, **static)
     rotating = functools.partial(_rotating, arguments)
     results = rotating(plain_results)
     oracle = results(arrays)
-    names, lse = {"dbias", "dsinks"} & set(oracle), None
+    names = {name for name in oracle if name in ("dbias", "dsinks") or name.startswith("daux")}
+    lse = None
     if random:
         rows = {name: np.prod(oracle[name].shape[:3]) for name in {"dq", "dk", "dv"} & set(oracle)}
         names |= {name for name, number in rows.items() if number < tolerance.FEW}
@@ -137,6 +145,9 @@ def attention(
         for seed in range(len(grids) if names else 0):
             other = functools.partial(_reordered, do=do, seed=seed, call=plain_results)
             draws.append(rotating(other)(arrays, arithmetic=plain))
+        if grids is MANY_GRIDS:  # many rows that see one key
+            in_turn = plain._replace(of_rows=_in_turn)
+            draws.append(results(arrays, arithmetic=in_turn))
     else:
         grids = grids if names else grids[:1]
         draws = [results(arrays, arithmetic=definition.naive(narrow, grid)) for grid in grids]
@@ -151,6 +162,48 @@ def attention(
             float8=True, first=draws[0]["out"], score=_largest(arguments, arrays)
         )
     return expected._replace(slack=slack, noise=2.0**-16 if narrow == "tf32" else expected.noise)
+
+
+def tangents(
+    arguments: dict[str, Any],
+    along: dict[str, Any],
+    *,
+    tensor_cores: bool = False,
+    grids: tuple[float, ...] = GRIDS,
+) -> Expected:
+    """Oracle and naive result of out and lse, and of their tangents out_dot and lse_dot by those of
+    some inputs; of a problem that nobody chose. The tangents are held to the worst of several naive
+    runs, in float32 of other orders of the columns.
+    """
+    expected = attention(arguments, tensor_cores=tensor_cores, random=True, grids=grids)
+    static = {name: arguments[name] for name in _STATIC if arguments.get(name) is not None}
+    if isinstance(arguments.get("q_offset"), int):
+        static["q_offset"] = arguments["q_offset"]
+    arrays = {name: x for name, x in arguments.items() if name not in (*static, *_BESIDE)}
+    results = functools.partial(definition.tangents, **static)
+    if expected.dtype != "float32":
+        kinds = [definition.naive(expected.dtype, grid) for grid in grids]
+        draws = [results(arrays, along, arithmetic=kind) for kind in kinds]
+    else:
+        narrow = "tf32" if arguments.get("precision") is None else "terms"
+        plain = definition.naive(narrow if tensor_cores else None)
+        draws = [results(arrays, along, arithmetic=plain)]
+        for seed in range(len(grids)):
+            scores, values = _orders(arrays, seed)
+            turned, moved = (_in_order(x, scores, values) for x in (arrays, along))
+            other = results(turned, moved, arithmetic=plain)
+            draws.append(other | {"out_dot": other["out_dot"][..., np.argsort(values)]})
+        if narrow == "tf32" and tensor_cores:  # scores of 16 bits, by the lse of a forward in TF32
+            mixed = plain._replace(score=plain.value, lse=expected.naive["lse"])
+            draws.append(results(arrays, along, arithmetic=mixed))
+    oracle = results(arrays, along)
+    naive = _worst_of(oracle, draws, set(oracle))
+    return expected._replace(oracle=expected.oracle | oracle, naive=expected.naive | naive)
+
+
+def _attention(arrays: dict[str, Any], *, sums: Any, **options: Any) -> dict[str, Any]:
+    results = definition.attention(arrays, **options)
+    return results if sums is None else results | sums(results.pop("dbias"))
 
 
 def _rotating(arguments: dict[str, Any], call: Any) -> Any:
@@ -198,15 +251,32 @@ def _rotating(arguments: dict[str, Any], call: Any) -> Any:
 
 def _reordered(arrays: dict[str, Any], do: Any, seed: int, *, call: Any, **how: Any) -> Any:
     """With the columns of q and k in an order of its own, and those of v and do."""
-    rng = np.random.default_rng(seed)
-    scores, values = (rng.permutation(arrays[name].shape[3]) for name in "kv")
-    turned = {name: np.asarray(arrays[name])[..., scores] for name in "qk"}
-    turned["v"] = np.asarray(arrays["v"])[..., values]
+    scores, values = _orders(arrays, seed)
     do = None if do is None else np.asarray(do)[..., values]
-    result = call(arrays | turned, do=do, **how)
+    result = call(_in_order(arrays, scores, values), do=do, **how)
     places = {"dq": scores, "dk": scores, "dv": values, "out": values}
     back = {n: result[n][..., np.argsort(order)] for n, order in places.items() if n in result}
     return result | back
+
+
+def _in_turn(a: Any, b: Any) -> Any:
+    """a @ b of each query head, added up over the heads of a kv head: one sum, term by term."""
+    wide = np.moveaxis(a, 2, 3)
+    wide = wide.reshape(*wide.shape[:2], 1, wide.shape[2], -1)
+    return definition.one_by_one(wide, b.reshape(*b.shape[:2], 1, -1, b.shape[-1]))
+
+
+def _orders(arrays: dict[str, Any], seed: int) -> tuple[Any, Any]:
+    """Orders of the columns of q and k, and of those of v."""
+    rng = np.random.default_rng(seed)
+    scores, values = (rng.permutation(arrays[name].shape[3]) for name in "kv")
+    return scores, values
+
+
+def _in_order(arrays: dict[str, Any], scores: Any, values: Any) -> dict[str, Any]:
+    orders = {"q": scores, "k": scores, "v": values}
+    turned = {n: np.asarray(arrays[n])[..., order] for n, order in orders.items() if n in arrays}
+    return arrays | turned
 
 
 def _worst_of(oracle: dict[str, Any], draws: list[dict[str, Any]], names: set[str]) -> Any:
@@ -241,11 +311,13 @@ def _compare(
     got, oracle, naive = (x[finite] for x in (got, oracle, naive))
     if not oracle.size:
         return 0.0, 0.0
-    if name == "lse":
+    if name in ("lse", "lse_dot"):
         rounding = LSE_ROUNDING * np.maximum(np.abs(oracle), 1) + SCORE_FLOAT8 * expected.score
     else:  # a value of the result's own dtype is at best half a unit in the last place away
         tiny = float(jnp.finfo(expected.dtype).tiny)
         rounding = (eps / 2 + expected.slack) * np.abs(oracle) + tiny
+        if name.startswith("daux"):  # float32 sums of many numbers that cancel
+            rounding = rounding + AUX_ROUNDING * np.abs(oracle).max()
     live = oracle != 0  # keys and queries that nobody sees have exact zeros, which say nothing
     worst = _worst(name, np.abs(naive - oracle), (finite, live), expected.noise)
     allowed = tolerance.allowed(worst, rounding)
@@ -290,7 +362,7 @@ def _worst(name: str, error: np.ndarray, which: Any, noise: float) -> Any:
     finite, live = which
     if name == "dsinks":  # one sum of many rows, each made of what is multiplied
         return error.max() + 16 * noise
-    if name not in ("dq", "dk", "dv", "dbias") or not finite.all():
+    if name not in ("dq", "dk", "dv", "dbias", "out_dot") or not finite.all():
         return error.max()
     error, live = error.reshape(finite.shape), live.reshape(finite.shape)
     axis = 2 if name == "dbias" else 1  # axis of positions: [B, N, T, S], else [B, T, N, H]

@@ -247,13 +247,17 @@ def _try_attention(
 
 
 def attention_expected(
-    plain: dict, options: dict, tensor_cores: bool, grids: tuple[float, ...]
+    plain: dict,
+    options: dict,
+    tensor_cores: bool,
+    grids: tuple[float, ...],
+    sums: Callable[[Any], dict[str, Any]] | None = None,
 ) -> budget.Expected:
     arguments = plain | {name: x for name, x in options.items() if name != "deterministic"}
     do, dlse = arguments.pop("do"), arguments.pop("dlse")
     with np.errstate(all="ignore"):
         return budget.attention(
-            arguments, do, dlse, tensor_cores=tensor_cores, random=True, grids=grids
+            arguments, do, dlse, tensor_cores=tensor_cores, random=True, grids=grids, sums=sums
         )
 
 
@@ -368,7 +372,13 @@ def lower(  # noqa: PLR0913
 
 
 def kinds() -> dict[str, Kind]:
-    from tests.support import fuzz_cache_cases, fuzz_caches, fuzz_positions, fuzz_ragged
+    from tests.support import (
+        fuzz_cache_cases,
+        fuzz_caches,
+        fuzz_derivatives,
+        fuzz_positions,
+        fuzz_ragged,
+    )
 
     return {
         "attention": Kind(draw_attention, run_attention, simpler_attention),
@@ -378,6 +388,16 @@ def kinds() -> dict[str, Kind]:
             fuzz_positions.draw_rows, fuzz_positions.run_rows, fuzz_positions.simpler_rows
         ),
         "ragged": Kind(fuzz_ragged.draw, fuzz_ragged.run, fuzz_ragged.simpler),
+        "tangents": Kind(
+            fuzz_derivatives.draw_tangents,
+            fuzz_derivatives.run_tangents,
+            fuzz_derivatives.simpler_tangents,
+        ),
+        "learned": Kind(
+            fuzz_derivatives.draw_learned,
+            fuzz_derivatives.run_learned,
+            fuzz_derivatives.simpler_learned,
+        ),
     }
 
 

@@ -25,7 +25,7 @@ from tests.support import budget, fuzz, subjects
 POSITIONS = 1024  # more than any query or key has
 
 
-class _Round(NamedTuple):
+class Round(NamedTuple):
     """A call with its inputs, and what is expected: `expected(tensor_cores, grids=..)`, of the
     results as `results` shows them.
     """
@@ -35,10 +35,11 @@ class _Round(NamedTuple):
     expected: Callable[..., budget.Expected]
     turn: int
     results: Callable[[Any], Any] = lambda got: got
+    operation: str = "flash_backward"  # the last that follows from the call
 
     def try_each(self, place: fuzz.Place, tally: fuzz.Tally) -> None:
         for subject in place.subjects:
-            if not fuzz.takes(subject, "flash_backward", self.function, self.arguments):
+            if not fuzz.takes(subject, self.operation, self.function, self.arguments):
                 continue
             tally.calls[subject.name] += 1
             with fuzz.by(subject, self.turn):
@@ -162,7 +163,7 @@ def run(case: Case, place: fuzz.Place, tally: fuzz.Tally) -> None:
         dense["mask_array"] = dense["mask_array"] & np.asarray(plain.get("mask_array", True))
         arguments = handed | options | _functions(case, arrays)
         wanted = functools.partial(fuzz.attention_expected, plain | dense, options | {"mask": FULL})
-        round_ = _Round(function, arguments, functools.cache(wanted), turn)
+        round_ = Round(function, arguments, functools.cache(wanted), turn)
         round_.try_each(place, tally)
 
 
@@ -267,7 +268,7 @@ def run_rows(case: Rows, place: fuzz.Place, tally: fuzz.Tally) -> None:
             return
         finite = {name: jnp.nan_to_num(x) for name, x in arrays.items()}
         wanted = lambda cores, grids: packed.expected(finite, do, dlse, True, grids)  # noqa: E731,B023
-        round_ = _Round(
+        round_ = Round(
             function, arguments, functools.cache(wanted), turn, packed.results_by_sequence
         )
         round_.try_each(place, tally)

@@ -37,6 +37,12 @@ QUICK: dict[str, tuple[str, ...]] = {
         "tests/kernels/flash_fwd/test_float8.py::test_on_the_gpu[lengths]",
         "tests/kernels/flash_fwd/test_float8.py::test_on_the_gpu[e5m2]",
     ),
+    "kernels/flash_fwd/batch_rows.py": (
+        "tests/kernels/flash_fwd/test_flash_fwd.py::test_batch_rows_in_one_tile_on_the_gpu"
+        "[frames16]",
+        "tests/kernels/flash_fwd/test_flash_fwd.py::test_batch_rows_in_one_tile_on_the_gpu"
+        "[causal20]",
+    ),
     "kernels/flash_fwd/segments.py": (f"{_FWD}[documents]",),
     "kernels/flash_fwd/listed_tiles.py": (
         "tests/kernels/flash_fwd/test_listed_tiles.py::test_lists_and_codes_are_those_of_jax_numpy"

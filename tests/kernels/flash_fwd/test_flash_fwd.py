@@ -255,25 +255,29 @@ def test_keys_of_one_tile_interpreted(name):
         check(small(name), INDEPENDENT)
 
 
-@pytest.mark.guards
-@pytest.mark.parametrize(
-    "rows, joined, dims, mask",
-    [
-        (16, 4, (64, 64), FULL),
-        (20, 3, (40, 40), CAUSAL),
-        (32, 2, (80, 128), FULL),
-        (7, 9, (32, 24), sliding_window(3)),
-    ],
-    ids=str,
-)
-def test_batch_rows_in_one_tile_interpreted(rows, joined, dims, mask):
-    """Each sees its own keys, whatever others hold."""
-    case = of_size(rows, rows, dims, mask, "bfloat16", (4, 2))
+# Rows and keys of a batch row, batch rows in a tile, head dims, mask and dtype
+JOINED = {
+    "frames16": (16, 4, (64, 64), FULL, "bfloat16"),
+    "causal20": (20, 3, (40, 40), CAUSAL, "float16"),
+    "frames32": (32, 2, (80, 128), FULL, "float16"),
+    "window7": (7, 9, (32, 24), sliding_window(3), "bfloat16"),
+}
+
+
+def check_joined(name, grid):
+    """Batch rows in one tile: each sees its own keys, whatever others hold."""
+    rows, joined, dims, mask, dtype = JOINED[name]
+    case = of_size(rows, rows, dims, mask, dtype, (4, 2))
     case = dataclasses.replace(case, batch=3 * joined)
-    config = kernel.Config(2, 64, 2, grid=3, independent=True, batch_rows=joined)
     assert batch_rows.most_joined(problem_of(case)) == joined
+    check(case, kernel.Config(2, 64, 2, grid=grid, independent=True, batch_rows=joined))
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", JOINED)
+def test_batch_rows_in_one_tile_interpreted(name):
     with mosaic.interpret():
-        check(case, config)
+        check_joined(name, grid=3)
 
 
 @pytest.mark.parametrize(
@@ -731,6 +735,12 @@ def test_any_size_on_the_gpu(rows, keys, dims, mask, dtype):
         # Logits of a few units: a mean of all keys would be small beside the errors of first rows.
         case = dataclasses.replace(case, scale=0.25)
         check(case, kernel.Config.default(problem_of(case)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", JOINED)
+def test_batch_rows_in_one_tile_on_the_gpu(name):
+    check_joined(name, grid=5)
 
 
 @pytest.mark.gpu
