@@ -247,10 +247,12 @@ def _new_rows(name: str, value: Array, pages: _Pages) -> Array:
 
 
 def _stored(rows: Array, factor: float, dtype: np.dtype) -> Array:
-    """rows / factor, clipped and rounded to the dtype of pages."""
+    """rows / factor, clipped and rounded to the dtype of pages. Multiplies by the reciprocal, as XLA
+    does with a division by a constant in a jitted function alone.
+    """
     if factor == 1.0 and rows.dtype == dtype:
         return rows
-    wide = rows.astype(jnp.float32 if rows.dtype.itemsize < 4 else rows.dtype) / factor
+    wide = rows.astype(jnp.float32 if rows.dtype.itemsize < 4 else rows.dtype) * (1.0 / factor)
     if dtype.name in QUANTIZED:
         most = float((jnp.iinfo if dtype == jnp.int8 else jnp.finfo)(dtype).max)
         wide = jnp.clip(wide, -most, most)

@@ -128,7 +128,7 @@ def written(case: Case, arrays: dict[str, np.ndarray], factors: dict[str, float]
     pages = arrays["kv_pages"].copy()
     rows = []
     for side in "kv":
-        x = arrays[side].astype(np.float32) / np.float32(factors.get(f"{side}_scale", 1.0))
+        x = arrays[side].astype(np.float32) * np.float32(1.0 / factors.get(f"{side}_scale", 1.0))
         rows.append((np.round(x) if pages.dtype == np.int8 else x).astype(pages.dtype))
     for m, first, end in owners(case, arrays):
         for row in range(first, end):
