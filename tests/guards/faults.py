@@ -615,9 +615,9 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "a_far_tile_is_summed_by_the_walk_too": Fault(
         f"{BWD}/dbias.py",
-        "(away < walk.far.high)",
-        "(away <= walk.far.high)",
-        f"{TEST_AUX} -k 'hopper and t5_far'",
+        "(away > walk.far.low)",
+        "(away >= walk.far.low)",
+        f"{TEST_AUX} -k 'hopper and both_ways_far'",
     ),
     "sums_of_keys_take_the_other_side": Fault(
         f"{BWD}/aux_sums.py",
