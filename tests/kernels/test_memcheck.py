@@ -47,15 +47,18 @@ def test_no_access_out_of_bounds(group):
     assert f"{len(GROUPS[group])} passed" in done.stdout
     assert "ERROR SUMMARY: 0 errors" in done.stdout + done.stderr
 
+# Files that define launches and make none.
+DEFINITIONS = {"kernels/lang/thread_program.py", "kernels/lang/launch.py"}
+
 
 def test_every_launch_has_a_small_test():
     package = ROOT / "pallas_attn"
     launches = {
         str(path.relative_to(package))
         for path in package.rglob("*.py")
-        if re.search(r"(plgpu\.kernel|lane_kernel)\(", path.read_text("utf-8"))
+        if re.search(r"(plgpu\.kernel|lane_kernel|persistent_kernel)\(", path.read_text("utf-8"))
     }
-    launches -= gpu_cases.OF_SEVERAL_GPUS | {"kernels/lang/thread_program.py"}
+    launches -= gpu_cases.OF_SEVERAL_GPUS | DEFINITIONS
     assert launches <= set(gpu_cases.QUICK), launches - set(gpu_cases.QUICK)
     assert all((package / name).is_file() for name in gpu_cases.QUICK)
 
