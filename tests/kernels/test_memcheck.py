@@ -47,6 +47,7 @@ def test_no_access_out_of_bounds(group):
     assert f"{len(GROUPS[group])} passed" in done.stdout
     assert "ERROR SUMMARY: 0 errors" in done.stdout + done.stderr
 
+
 # Files that define launches and make none.
 DEFINITIONS = {"kernels/lang/thread_program.py", "kernels/lang/launch.py"}
 
