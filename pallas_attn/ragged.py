@@ -247,8 +247,8 @@ def _new_rows(name: str, value: Array, pages: _Pages) -> Array:
 
 
 def _stored(rows: Array, factor: float, dtype: np.dtype) -> Array:
-    """rows / factor, clipped and rounded to the dtype of pages. Multiplies by the reciprocal, as XLA
-    does with a division by a constant in a jitted function alone.
+    """rows / factor, clipped and rounded to the dtype of pages. Multiplies by the reciprocal: XLA
+    makes that of a division by a constant, but only in jitted functions.
     """
     if factor == 1.0 and rows.dtype == dtype:
         return rows
