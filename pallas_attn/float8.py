@@ -8,7 +8,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_attn._call import bind, checks, reference
-from pallas_attn._call.float8 import live
+from pallas_attn._call.float8 import block_rows, live
 from pallas_attn._call.problem import FLOAT8
 from pallas_attn.errors import described
 
@@ -81,8 +81,7 @@ def _blocks(x: Array, ends: Array | None, dtype: str, rows: int | None) -> tuple
         return x.astype(dtype), jnp.ones((x.shape[0], 1, x.shape[2]), jnp.float32)
     x = live(x, ends)
     batch, length, heads, dim = x.shape
-    size = length if rows is None else min(rows, length)
-    size = next(n for n in range(size, 0, -1) if length % n == 0)
+    size = block_rows(length, length if rows is None else rows)
     blocks = x.reshape(batch, length // size, size, heads, dim)
     numbers, scales = reference.quantize_over(blocks, dtype, (2, 4))
     return numbers.reshape(x.shape), lax.squeeze(scales, (2, 4))

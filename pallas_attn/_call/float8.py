@@ -176,12 +176,17 @@ def live(x: Array, ends: Array | None) -> Array:
     return jnp.where(inside[:, :, None, None], x, jnp.zeros((), x.dtype))
 
 
+def block_rows(rows: int, most: int) -> int:
+    """Rows of a block that has one scale: the largest divisor of `rows` up to `most`."""
+    return next(n for n in range(min(most, rows), 0, -1) if rows % n == 0)
+
+
 def quantised(x: Array) -> tuple[Array, Array]:
     """x as float8_e4m3fn, and scales [B, n, heads], one for a block of rows: the power of 2 that
     brings the block's largest number into 224 .. 448. `rounded` returns numbers times scales.
     """
     batch, rows, heads, dim = x.shape
-    size = next(n for n in range(min(BLOCK, rows), 0, -1) if rows % n == 0)
+    size = block_rows(rows, BLOCK)
     blocks = x.astype(jnp.float32).reshape(batch, rows // size, size, heads, dim)
     top = jnp.abs(blocks).max(axis=(2, 4), keepdims=True)
     _, exponent = jnp.frexp(jnp.maximum(top, LEAST) * np.float32(1 / 448))

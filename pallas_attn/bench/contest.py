@@ -203,7 +203,7 @@ def _our_subject(bench: Bench, call: Call) -> Subject:
     case, arrays, implementation = call.case, call.arrays, bench.options.implementation
     launch: Callable[[], Any]
     if isinstance(case, DecodeCase):
-        launch = subjects.decode(case, arrays, implementation, unshared=call.op == SHARED)
+        launch = subjects.decode(case, arrays, implementation, shared=call.op == SHARED)
     elif isinstance(case, AppendCase):
         launch = subjects.writes(case, arrays, implementation)
     else:

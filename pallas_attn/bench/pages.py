@@ -59,12 +59,12 @@ _FIRST_CALL = """\
 Seconds of wall time in a fresh process, after imports, CUDA's start and the arrays: `fwd` is causal
 over bfloat16 [2, 4096, 16, 128], `both` its gradients, `docs` those of documents of 1000 rows;
 `layers` are unrolled with gradients; `step` appends and decodes a row of 32 sequences, `prefill`
-takes 512 rows of each over the cache. Older rows count the first run as compiling.
-`again`: a second process with jax's persistent cache. Import: ours after jax's."""
+takes 512 rows of each over the cache. `again`: a second process with jax's persistent cache."""
 _SWEEP = """\
-Sequences of 16 to 2047 rows, bfloat16, 16 heads, about 32,768 rows in all: no size is far from its
-neighbours. Up to 32 rows, several sequences share a tile of 64 query rows; between 33 and 63 a part
-of each tile is idle. The first heads of the last sequence were compared with NumPy."""
+Sequences of 16 to 2047 rows, bfloat16, 16 heads, about 32,768 rows in all. A size just above a
+multiple of the tiles takes up to about 1.5 times its neighbour's time a row. Up to 32 rows, several
+sequences share a tile of 64 query rows; between 33 and 63 a part of each tile is idle. The first
+heads of the last sequence were compared with NumPy."""
 _SEPARATE = """\
 Figures from processes and timers of the peers' own: they enter no ratio on this page, and are pale
 in the pictures, which show the newest version."""

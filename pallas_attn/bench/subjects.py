@@ -212,9 +212,9 @@ def _into_pages(dense: jax.Array, table: jax.Array, pages: int) -> jax.Array:
 
 
 def decode(
-    case: DecodeCase, arrays: dict[str, Any], implementation: str | None, *, unshared: bool = False
+    case: DecodeCase, arrays: dict[str, Any], implementation: str | None, *, shared: bool = False
 ) -> Callable[[], Any]:
-    """`decode_attention` over a cache that is full to its lengths; `unshared`: shared rows are read
+    """`decode_attention` over a cache that is full to its lengths; `shared`: shared rows are read
     once. A tree is made beforehand, as a model makes it once for all of its layers.
     """
     if case.kind == "interleaved":
@@ -227,11 +227,11 @@ def decode(
         tree = pallas_attn.DraftTree.create(parents, starts, **most)
     find = jax.jit(functools.partial(pallas_attn.PagedCache.shared_prefixes, levels=2))
     rest = {"sinks": arrays.get("sinks"), "starts": starts, "parents": tree}
-    if unshared and not case.finding:
+    if shared and not case.finding:
         rest["shared_prefixes"] = find(cache)
 
     def step(q, cache, rest):
-        if unshared and case.finding:
+        if shared and case.finding:
             rest = rest | {"shared_prefixes": find(cache)}
         return (pallas_attn.decode_attention(q, cache, **rest, **static),)
 

@@ -583,6 +583,9 @@ APPENDS = {
         lambda: ragged(sliding_window=0)
     ),
     "soft_cap: expected a float other than 0 or None, got 0": lambda: ragged(soft_cap=0.0),
+    "soft_cap: expected a Python float, got ArrayImpl; soft_cap is part of the compiled kernel": (
+        lambda: ragged(soft_cap=z(2))
+    ),
     "mask_value: expected None or a float of at most -10000, since hidden keys have a weight of 0, "
     "got -5.0": lambda: ragged(mask_value=-5.0),
     "k_scale: expected a positive float or None, got -1": lambda: ragged(k_scale=-1.0),

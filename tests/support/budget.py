@@ -7,7 +7,7 @@ and those of q, k and v of a random problem of few rows, to the worst of several
 roundings fall on different grids. In float32 their scores are sums in different orders instead,
 and out is held to the worst of them, too.
 
-Of float8 the oracle multiplies dequantised numbers; the naive one rounds probabilities to
+For float8 the oracle multiplies dequantised numbers; the naive one rounds probabilities to
 float8_e4m3fn, relative to the largest of a row. Such errors are 2 to 3 % of the values, so their
 RMS is held as well as each, and it is that budget which must prove something.
 
