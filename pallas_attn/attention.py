@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -196,6 +196,7 @@ def flash_attention_with_lse(  # noqa: PLR0913
       -inf for a row that sees no key.
     """
     arguments = locals()
+    float8 = float8 is not False and checks.boolean("float8", float8)
     options = AttentionOptions(*[arguments[name] for name in AttentionOptions._fields])
     if rotary is not None or rotary_positions is not None:
         from pallas_attn._call.rotation import rotated
@@ -203,28 +204,14 @@ def flash_attention_with_lse(  # noqa: PLR0913
         q, k = rotated((q, k, v), rotary, rotary_positions, options, (q_starts, kv_starts))
     if q_starts is not None or kv_starts is not None:
         problem, inputs = bind.packed_attention(q, k, v, (q_starts, kv_starts), options)
-        attend = _attend if float8 is False else _straight_through(float8)
-        out, lse = attend(problem, inputs, implementation)
+        out, lse = _attend(problem, inputs, implementation, float8=float8)
         return out[0], lse[0]
     if context is not None and checked(context) and shards_of(context) == 1:
         options = options._replace(context=None)
     problem, inputs = bind.attention(q, k, v, options)
-    if float8 is not False:
-        if options.context is not None:
-            raise ValueError("context: expected None with float8; leave one of them out")
-        return _straight_through(float8)(problem, inputs, implementation)
-    return _attend(problem, inputs, implementation, options.context)
-
-
-def _straight_through(
-    float8: bool,
-) -> Callable[[AttentionProblem, AttentionInputs, str | None], tuple[Array, Array]]:
-    """`_attend`, or for True the same with a forward in float8."""
-    if not checks.boolean("float8", float8):
-        return _attend
-    from pallas_attn._call.float8 import straight_through
-
-    return straight_through
+    if float8 and options.context is not None:
+        raise ValueError("context: expected None with float8; leave one of them out")
+    return _attend(problem, inputs, implementation, options.context, float8)
 
 
 def _attend(
@@ -232,25 +219,32 @@ def _attend(
     inputs: AttentionInputs,
     implementation: str | None,
     context: Context | None = None,
+    float8: bool = False,
 ) -> tuple[Array, Array]:
-    """(out, lse) by the implementation that takes the problem."""
+    """(out, lse) by the implementation that takes the problem. `float8`: of 16-bit inputs, by a
+    forward in float8.
+    """
     if implementation is not None:
         dispatch.check_name(implementation)
     if 0 in (problem.batch, problem.q_len, problem.kv_len):
         return _nothing_seen(problem, inputs.q)
     if problem.out_dtype is not None and context is not None:
-        from pallas_attn._call import float8
+        from pallas_attn._call.float8 import refuse_devices
 
-        float8.refuse_devices(problem)
+        refuse_devices(problem)
     odd = problem.head_dim % 8 or problem.v_head_dim % 8
     if odd and problem.gpu is not None and implementation != "reference":
-        return _attend_padded(problem, inputs, implementation, context)
+        return _attend_padded(problem, inputs, implementation, context, float8)
     if context is not None:
         return _attend_over_devices(problem, inputs, implementation, context)
-    if problem.out_dtype is not None:
-        from pallas_attn._call import float8
+    if float8:
+        from pallas_attn._call.float8 import straight_through
 
-        return float8.attend(problem, inputs, implementation)
+        return straight_through(problem, inputs, implementation)
+    if problem.out_dtype is not None:
+        from pallas_attn._call.float8 import attend
+
+        return attend(problem, inputs, implementation)
     chosen = dispatch.select(problem, implementation)
     if isinstance(chosen, dispatch.Reference):
         return chosen.run(inputs, problem)
@@ -265,6 +259,7 @@ def _attend_padded(
     inputs: AttentionInputs,
     implementation: str | None,
     context: Context | None,
+    float8: bool,
 ) -> tuple[Array, Array]:
     """`_attend` with head dims zero-padded to a multiple of 8; the scale stays that of the true
     head dim.
@@ -276,7 +271,7 @@ def _attend_padded(
     q, k = checks.widened(inputs.q, dim), checks.widened(inputs.k, dim)
     padded = dataclasses.replace(problem, head_dim=dim, v_head_dim=v_dim)
     inputs = inputs._replace(q=q, k=k, v=checks.widened(inputs.v, v_dim))
-    out, lse = _attend(padded, inputs, implementation, context)
+    out, lse = _attend(padded, inputs, implementation, context, float8)
     return out[..., : problem.v_head_dim], lse
 
 

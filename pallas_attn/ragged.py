@@ -119,7 +119,7 @@ def ragged_paged_attention(  # noqa: PLR0913
         table.lengths,
         table.pages,
         layer=None,
-        sinks=None if sinks is None else checks.sink_logits(sinks, rows),
+        sinks=checks.sink_logits(sinks, rows),
         starts=table.starts,
     )
     if not problem.sequences:
@@ -305,7 +305,9 @@ def _soft_cap(value: float) -> float:
 
 
 def _check_mask_value(value: float | None) -> None:
-    if value is None or (isinstance(value, (int, float)) and value <= LEAST_MASK_VALUE):
+    if value is None or (isinstance(value, float) and value == -np.inf):
+        return
+    if checks.static_float("mask_value", value, "pass None") <= LEAST_MASK_VALUE:
         return
     raise ValueError(
         f"mask_value: expected None or a float of at most {LEAST_MASK_VALUE:g}, since hidden keys "

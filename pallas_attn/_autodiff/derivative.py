@@ -163,11 +163,11 @@ class KernelCall:
     problem: AttentionProblem
     implementation: str | None
     kernel: Chosen
-    forward: Callable[[AttentionInputs], Results] | None = None
+    forward: Callable[[AttentionProblem, str | None, AttentionInputs], Results] | None = None
 
     def run(self, inputs: AttentionInputs) -> Results:
         if self.forward is not None:
-            return self.forward(inputs)
+            return self.forward(self.problem, self.implementation, inputs)
         return batching.compiled_once(batching.attention, self.kernel, self.problem, inputs)
 
     def tangents(self, inputs: AttentionInputs, results: Results, tangents: Named) -> Results:

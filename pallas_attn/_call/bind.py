@@ -137,10 +137,13 @@ def is_static(mask: Mask | MaskFunction) -> bool:
 
 
 def precision(value: checks.Precision, q: Array) -> str | None:
-    """None or "highest"; dtypes other than float32 have one way to be multiplied."""
-    if q.dtype != jnp.float32 and (value is None or q.dtype.itemsize == 1):
-        fast = getattr(value, "name", value) == "ANY_F8_ANY_F8_F32_FAST_ACCUM"
-        return "fast_accum" if fast else None
+    """None, "highest" for float32, or "fast_accum" for float8."""
+    if q.dtype.itemsize == 1:
+        if getattr(value, "name", value) == "ANY_F8_ANY_F8_F32_FAST_ACCUM":
+            return "fast_accum"
+        return None if value is None else checks.precision(value, q.dtype)
+    if q.dtype != jnp.float32 and value is None:
+        return None
     return checks.precision(value, q.dtype)
 
 

@@ -1,7 +1,6 @@
 """Calls of attention on float8 q, k and v, each with scales."""
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -142,11 +141,10 @@ def straight_through(
         name: rounded(live(getattr(inputs, name), end)) for name, end in ends.items()
     }
     inputs = inputs._replace(**rows)
-    forward = functools.partial(_forward, problem, implementation)
     chosen = dispatch.select(problem, implementation)
     if isinstance(chosen, dispatch.Reference):
         return chosen.run(inputs, problem)
-    call = KernelCall(problem, implementation, chosen, forward)
+    call = KernelCall(problem, implementation, chosen, _forward)
     out, lse = linear.differentiable(Attention, call, inputs)
     return out, lse
 

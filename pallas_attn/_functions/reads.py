@@ -119,9 +119,10 @@ def derivative(program: Program, read: Read) -> Program:
 
 @functools.lru_cache(maxsize=256)
 def in_floats(program: Program) -> Program:
-    """The same function, with integer sums that it converts to float32 computed in float32 from the
-    start: exact for positions below 2**24. A row or a column of positions is then converted in
-    place of a tile; a conversion takes four times as long as an addition.
+    """The same function, with integer sums of positions that it converts to float32 computed in
+    float32 from the start: exact for positions below `MOST_IN_FLOATS`. A row or a column of
+    positions is then converted in place of a tile; a conversion takes four times as long as an
+    addition.
     """
     lines = Lines(["float32"] + ["int32"] * (program.inputs - 1))
     values: list[Operand] = [*range(program.inputs)]
@@ -130,9 +131,20 @@ def in_floats(program: Program) -> Program:
     def moved(x: Operand) -> Operand:
         return x if isinstance(x, Constant) else values[x]
 
+    @functools.cache
+    def terms(x: Operand) -> int:
+        """Positions and small constants that make an integer; more than `TERMS`: anything else."""
+        if isinstance(x, Constant):
+            return 1 if abs(int(x.value)) < MOST_IN_FLOATS else TERMS + 1
+        op = by_value.get(x)
+        if op is None:
+            return 1
+        kept = op.name in _KEPT and op.dtype == "int32"
+        return sum(map(terms, op.operands)) if kept else TERMS + 1
+
     def floating(x: Operand) -> Operand:
         op = None if isinstance(x, Constant) else by_value.get(x)
-        if op is not None and op.name in _KEPT and op.dtype == "int32":
+        if op is not None and terms(x) <= TERMS:
             operands = tuple(map(floating, op.operands))
             return lines.add(Operation(op.name, operands, "float32"))
         return lines.add(Operation("convert_element_type", (moved(x),), "float32"))
@@ -146,6 +158,8 @@ def in_floats(program: Program) -> Program:
     return lines.program(moved(program.result), program.arrays)[0]
 
 
+TERMS = 4  # the most of an integer sum that is computed in float32
+MOST_IN_FLOATS = 2**24 // TERMS  # float32 holds all integers up to 2**24
 _KEPT = frozenset(("add", "sub", "neg", "max", "min"))  # exact on floats that are integers
 # Operations with finite results for finite operands, overflows aside.
 _FINITE = frozenset(("add", "sub", "mul", "neg", "abs", "sign", "max", "min", "clamp", "select_n"))

@@ -9,7 +9,7 @@ its `row_sum`, the sum of 2**(logit - row_max). A sum is kept as 8 partial sums 
 column modulo 8, and `finish` adds across the threads that share a row: shuffles in every step are
 slower.
 
-A row max is raised only where it has to move by more than `RESCALE_THRESHOLD`. In most tiles none
+A row max is raised only where it has to move by more than `exponents.threshold`. In most tiles none
 of a warp's rows does, and the output needs no rescaling.
 """
 

@@ -18,8 +18,8 @@ from pallas_attn.kernels.mma.wgmma import Kind
 
 # Arrays that kernels read in whole tiles of queries and keys.
 IN_WHOLE_TILES = {"bias", "mask_array", "q_segment_ids", "kv_segment_ids", "q_positions"}
-# Attention pads what it is given; what still comes with such dims are buffers of a cache.
 WIDEST = 512  # largest head dim that any kernel takes
+# Attention pads what it is given; what still comes with such dims are buffers of a cache.
 HOW_TO_PAD = "make the cache by create() where a GPU is the default device: it pads its buffers"
 
 
@@ -33,8 +33,9 @@ def dims_limit(problem: Any, widest: int = 256) -> Limit | None:
     for name, size in dims.items():
         reason = f"{name} is {size}; it takes multiples of 8 up to {widest}"
         if size > widest:
-            remedies = "leave implementation=None", 'say implementation="reference"'
-            return Limit(reason, remedies[size > WIDEST])
+            helps = size <= WIDEST and problem.dtype not in FLOAT8
+            remedy = "leave implementation=None" if helps else 'say implementation="reference"'
+            return Limit(reason, remedy)
         if size % 8:
             return Limit(reason, HOW_TO_PAD)
     return None

@@ -43,7 +43,6 @@ from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Index, RegisterTile
 
 MOST_COMPARED = 2**27  # largest number of sums times elements to compare; above, sums are sorted
-EXACT = 2**24  # float32 holds all integers up to it
 GRAIN = 128  # rows and keys of a tile that counts as far or not
 
 
@@ -200,7 +199,7 @@ def weight(
     slope = reads.derivative(program, read)
     if isinstance(slope.result, Constant):
         return float(slope.result.value)
-    if "q_offset" not in problem.arrays and _last_position(problem) < EXACT:
+    if "q_offset" not in problem.arrays and _last_position(problem) < reads.MOST_IN_FLOATS:
         slope = reads.in_floats(slope)
     aux = reads.derivative_arrays(program, read, ctx.refs.score_aux)
     if s is not None:

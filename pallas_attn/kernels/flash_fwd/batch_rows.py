@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._call.problem import FLOAT8, AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention.tiles import ROWS
 from pallas_attn.kernels.lang.types import RegisterTile
 from pallas_attn.masks import FULL, Mask
@@ -27,7 +27,7 @@ def most_joined(problem: AttentionProblem) -> int:
     joins = rows == problem.kv_len <= ROWS // 2 and set(problem.arrays) <= {"sinks"}
     others = problem.fetches > 1 or problem.zigzag > 1 or problem.share > 1
     functions = problem.mask_program is not None or problem.score_program is not None
-    if others or functions or not joins or problem.dtype == "float32":
+    if others or functions or not joins or problem.dtype in ("float32", *FLOAT8):
         return 1
     return next(n for n in range(ROWS // max(rows, 1), 0, -1) if problem.batch % n == 0)
 

@@ -5,8 +5,8 @@ only (mma/wgmma_float8.py), so V is transposed before the launch, with zeros pas
 
 A tensor core adds products of float8 with about 14 bits. The product P V of a kv tile therefore has
 an accumulator of its own, which is added to float32 registers (`Config.float32_sums`). Two variants
-gained nothing on an H200: one accumulator for two or more tiles (slower), and consumers that issue
-their matmuls in turn, `prefill.kernel.Turns` (between 1 % faster and 3 % slower).
+gained nothing on an H200: one accumulator for two or more tiles, and consumers that issue their
+matmuls in turn (`prefill.kernel.Turns`).
 """
 
 import functools

@@ -2,8 +2,7 @@
 in the order of `wgmma_float8.ORDER` and zeros past lengths and sizes.
 
 A thread reads 4 bytes of each of 32 rows (neighbouring threads read neighbouring bytes) and writes
-32 bytes, whole sectors, to each of 4 rows of V^T. XLA's transpose takes five times as long on an
-H200.
+32 bytes, whole sectors, to each of 4 rows of V^T.
 """
 
 import dataclasses

@@ -50,8 +50,8 @@ class Word(NamedTuple):
 
 
 class Box(NamedTuple):
-    """A box of an array in global memory, copied at once. `begin`: its first index in each axis but
-    the last, whose whole length it has; `shape`: its sizes.
+    """A box of an array in global memory, which one TMA copies. `begin`: the index of its first
+    element in each axis but the last, which the box spans whole; `shape`: its size in each axis.
     """
 
     ref: GmemRef
@@ -298,7 +298,7 @@ class Thread(thread_program.Thread):
         128 bytes. `to`, `done` and `where` are as in `copy`.
         """
         descriptor = _tensor_map(self.launch, source)
-        begin = [*source.begin, self.index * 0]  # innermost first:
+        begin = [*source.begin, self.index * 0]  # outermost axis first
         names = ", ".join(f"${n + 3}" for n in range(len(begin)))
         ptx = (
             f"cp.async.bulk.tensor.{len(begin)}d.shared::cluster.global.mbarrier::complete_tx::"

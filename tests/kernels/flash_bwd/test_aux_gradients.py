@@ -36,6 +36,12 @@ def alibi(s, b, h, q, kv, slopes):
     return s - slopes[h] * (q - kv)
 
 
+def of_times(s, b, h, q, kv, slopes):
+    """Integers that no float32 holds, whose difference one does."""
+    begin = 1_700_000_000
+    return s - slopes[h] * ((q + begin) - (kv + begin))
+
+
 def number(s, b, h, q, kv, rate):
     return s + rate[0] * jnp.abs(q - kv)
 
@@ -67,6 +73,7 @@ FUNCTIONS = {
     "t5": Function(t5, (4, 24)),
     "both_ways": Function(both_ways, (16, 4)),
     "alibi": Function(alibi, (4,)),
+    "of_times": Function(of_times, (4,)),
     "number": Function(number, (1,)),
     "of_keys": Function(of_keys, (2, 200)),
     "of_rows": Function(of_rows, (4, 200)),
@@ -104,6 +111,7 @@ CASES = {
     "alibi": Case("alibi", kv_heads=4),
     "alibi_grouped": Case("alibi", sinks=True),
     "alibi_bits": Case("alibi", deterministic=True, kv_heads=4, dim=72),
+    "of_times": Case("of_times", sizes=(70, 70), kv_heads=4),
     "number": Case("number", FULL, (70, 150), kv_heads=4),
     "of_keys": Case("of_keys", FULL, (70, 200)),
     "of_rows": Case("of_rows", sizes=(200, 150)),
@@ -121,7 +129,7 @@ def drawn(case):
     sizes |= dict.fromkeys("kv", (2, keys, case.kv_heads, case.dim))
     arrays = {name: jnp.asarray(rng.standard_normal(x), case.dtype) for name, x in sizes.items()}
     for n, shape in enumerate(FUNCTIONS[case.function].shapes):
-        scale = 0.05 if case.function in ("alibi", "number") or n else 0.5
+        scale = 0.05 if case.function in ("alibi", "of_times", "number") or n else 0.5
         arrays[f"aux{n}"] = jnp.asarray(scale * rng.standard_normal(shape), case.aux_dtype)
     rest = {"mask": case.mask, "q_offset": case.q_offset, "deterministic": case.deterministic}
     if case.kv_lengths is not None:
