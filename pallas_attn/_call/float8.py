@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_attn._autodiff import linear
@@ -187,8 +188,10 @@ def quantised(x: Array) -> tuple[Array, Array]:
     size = block_rows(rows, BLOCK)
     blocks = x.astype(jnp.float32).reshape(batch, rows // size, size, heads, dim)
     top = jnp.abs(blocks).max(axis=(2, 4), keepdims=True)
-    _, exponent = jnp.frexp(jnp.maximum(top, LEAST) * np.float32(1 / 448))
-    scale = jnp.ldexp(jnp.ones_like(top), exponent)
+    # The next power of 2, by bits: jnp.frexp has a derivative, which kernels' primitives refuse.
+    bits = lax.bitcast_convert_type(jnp.maximum(top, LEAST) * np.float32(1 / 448), jnp.int32)
+    exponent = jnp.minimum((bits >> 23 & 255) + 1, 254)  # an infinity or a NaN: the largest power
+    scale = lax.bitcast_convert_type(exponent << 23, jnp.float32)
     numbers = (blocks / scale).astype(FLOAT8[0])
     return numbers.reshape(x.shape), scale[:, :, 0, :, 0]
 

@@ -186,12 +186,38 @@ def test_training_refuses_by_name(rng):
     with pytest.raises(ValueError, match="float8: expected bfloat16 or float16 q, k and v, got"):
         pa.flash_attention(q, k, v, float8=True)
     wide = [x.astype(jnp.bfloat16) for x in (q, k, v)]
+    with pytest.raises(ValueError, match="precision: expected one of .*, got 'nonsense'"):
+        pa.flash_attention(q, k, v, precision="nonsense")
     with pytest.raises(ValueError, match="float8: expected True or False, got 1"):
         pa.flash_attention(*wide, float8=1)
     with device.assume("sm80"), pytest.raises(pa.UnsupportedError, match="float8_e4m3fn"):
         jax.eval_shape(lambda: pa.flash_attention(*wide, float8=True))
     with device.assume("sm90"), pytest.raises(pa.UnsupportedError, match="with float8=True"):
         jax.eval_shape(jax.grad(lambda v: pa.flash_attention(q, k, v).astype(jnp.float32).sum()), v)
+
+
+@pytest.mark.parametrize("dim", [64, 60])
+def test_training_lowers_in_jit(dim):
+    """Head dims that are no multiple of 8 are padded."""
+    x = jax.ShapeDtypeStruct((1, 64, 2, dim), jnp.bfloat16)
+    loss = lambda *x: pa.flash_attention(*x, float8=True).astype(jnp.float32).sum()  # noqa: E731
+    with device.assume("sm90"):
+        lowered = jax.jit(jax.grad(loss)).trace(x, x, x).lower(lowering_platforms=("cuda",))
+    assert lowered.out_info.shape == x.shape
+
+
+@pytest.mark.parametrize("rows, keys", [(0, 4), (4, 0)])
+def test_training_on_nothing(rows, keys):
+    q, k = jnp.ones((1, rows, 2, 64), jnp.bfloat16), jnp.ones((1, keys, 2, 64), jnp.bfloat16)
+    out = pa.flash_attention(q, k, k, float8=True)
+    assert out.shape == q.shape and not out.any()
+
+
+@pytest.mark.parametrize("exponent", [-140, -100, -20, 0, 15, 120])
+def test_scales_of_training_are_powers_of_2(exponent):
+    x = jnp.float32(1.75 * 2.0**exponent).reshape(1, 1, 1, 1)
+    scale = float(quantised(x)[1][0, 0, 0])
+    assert scale == 2.0 ** np.frexp(max(float(x[0, 0, 0, 0]), 2.0**-100) / 448)[1]
 
 
 @pytest.mark.guards
