@@ -2,7 +2,7 @@
 
 Inside, exponents are to base 2: the GPU's ex2 is one instruction, and `scale * log2(e)` folds into
 the multiply-add that comes before it. Outside, a log-sum-exp is a natural logarithm. No other file
-knows the base: `to_log2` and the ends convert.
+knows the base: `to_log2`, `finish` and `finish_row` convert.
 
 The state of a row is its `row_max`, the largest logit so far in log2 units (-inf: no key yet), and
 its `row_sum`, the sum of 2**(logit - row_max). A sum is kept as 8 partial sums a row, one for each

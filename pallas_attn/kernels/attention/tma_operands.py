@@ -33,9 +33,8 @@ def dims_limit(problem: Any, widest: int = 256) -> Limit | None:
     for name, size in dims.items():
         reason = f"{name} is {size}; it takes multiples of 8 up to {widest}"
         if size > widest:
-            helps = size <= WIDEST and problem.dtype not in FLOAT8
-            remedy = "leave implementation=None" if helps else 'say implementation="reference"'
-            return Limit(reason, remedy)
+            remedies = "leave implementation=None", 'say implementation="reference"'
+            return Limit(reason, remedies[size > WIDEST or problem.dtype in FLOAT8])
         if size % 8:
             return Limit(reason, HOW_TO_PAD)
     return None

@@ -247,10 +247,9 @@ def units_of_full(problem: DecodeProblem, keys: KvTiles) -> int:
 
 
 def widest_tile(problem: DecodeProblem) -> int:
-    """Keys of the widest kv tile: each of 128 threads copies rows that lie together in memory."""
+    """Keys of the widest kv tile: 128 threads copy a tile, each of them rows that lie in a line."""
     layout = cache_layout.layout_of(problem)
-    fits = (tile // layout.contiguous_rows(tile) <= mosaic.THREADS for tile in (256, 128))
-    return 256 if next(fits) else 128
+    return 256 if 256 // layout.contiguous_rows(256) <= mosaic.THREADS else 128
 
 
 def _check_tile(problem: DecodeProblem, config: KernelConfig) -> None:

@@ -122,7 +122,7 @@ def _copy_tile(ctx: KernelContext, unit: Unit, target: Target, t: Index) -> None
 
 
 def _copy(layout: Layout, array: GmemRef, row: Row, target: Target) -> None:
-    """Asks for as many rows as the target has, which lie together."""
+    """Issues one TMA copy of the target's rows, all of one slab of the cache."""
     first, width = target.first_column, target.to.shape[-1]
     columns = mosaic.columns(array, first, width, row.position)
     source = array.at[*layout.rows_from(row, target.to.shape[0]), columns]
