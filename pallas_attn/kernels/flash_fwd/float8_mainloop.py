@@ -27,8 +27,6 @@ from pallas_attn.kernels.attention.tiles import (
     KernelContext,
     QueryRows,
     WorkTile,
-    kv_batch,
-    kv_row,
 )
 from pallas_attn.kernels.flash_fwd import float8_values
 from pallas_attn.kernels.flash_fwd.producer import Ring
@@ -125,10 +123,9 @@ def has_tiles(plan: QueryPlan, side: int) -> bool:
 def load_values(ctx: KernelContext, tile: WorkTile, t: Index, slot: Index) -> None:
     """Issues the load of kv tile t of V^T."""
     plan, smem = ctx.plan, ctx.smem
-    block, batch = plan.config.block_kv, kv_batch(plan.problem, tile.batch)
     head = lax.div(tile.head, jnp.int32(plan.problem.group))
-    columns = pl.ds(kv_row(plan.problem, block, t * block), block)
-    source = ctx.refs.v.at[batch, head, :, columns]
+    columns = pl.ds(t * plan.config.block_kv, plan.config.block_kv)
+    source = ctx.refs.v.at[tile.batch, head, :, columns]
     plgpu.copy_gmem_to_smem(source, smem.v.at[slot], smem.ready.at[slot])
 
 

@@ -192,12 +192,8 @@ def scratch(plan: QueryPlan) -> WideSmem:
 
 
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
-    buffers = [x for x in scratch(plan_of(problem, config)) if not _is_barrier(x)]
-    return mosaic.bytes_of(buffers) + shared_memory.BARRIERS + mosaic.REDUCTION_BYTES
-
-
-def _is_barrier(x: object) -> bool:
-    return x is None or isinstance(x, plgpu.Barrier)
+    buffers = mosaic.bytes_of(scratch(plan_of(problem, config)))
+    return buffers + shared_memory.BARRIERS + mosaic.REDUCTION_BYTES
 
 
 # ---- the ring ------------------------------------------------------------------------------------
@@ -484,7 +480,7 @@ def _weigh(ctx: KernelContext, block_id: Index, wg: Index) -> None:
         plgpu.barrier_wait(smem.factor_ready)
         factor = plgpu.load(smem.factor, layout=mosaic.ROW)
         plgpu.barrier_arrive(smem.factor_free)
-        result = [acc * mosaic.broadcast_rows(factor, acc.shape) for acc in out.accs]
+        result = list(softmax.scaled(out.accs, factor))
         if (q_len := rows.tile.q_len) is not None:  # the rows past a length may be NaN
             inside = mosaic.positions((ROWS,), 0, rows.row) < q_len
             result = [jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 0.0) for x in result]
@@ -505,7 +501,7 @@ def _weigh_tile(ctx: KernelContext, blocks: list[RingBlock], out: Output) -> Out
     rescale = jnp.exp2(out.row_max - softmax.base_of(row_max, empty_ok=True))
     accs = lax.cond(
         mosaic.any_in_warp(row_max - out.row_max, 0.0) != 0,
-        lambda: tuple(acc * mosaic.broadcast_rows(rescale, acc.shape) for acc in out.accs),
+        lambda: softmax.scaled(out.accs, rescale),
         lambda: out.accs,
     )
 
