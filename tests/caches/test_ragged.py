@@ -97,7 +97,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"sliding_window": 37},
     "soft_cap": {"soft_cap": 3.0},
-    "scales": {"k_scale": 0.5, "v_scale": 3.0, "mask_value": -1e30},
+    "scales": {"k_scale": 0.5, "v_scale": 3.0, "mask_value": np.finfo(np.float32).min},
     "all": {"sliding_window": 100, "soft_cap": -20.0, "sm_scale": 0.3},
 }
 CASES = {
