@@ -97,7 +97,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"sliding_window": 37},
     "soft_cap": {"soft_cap": 3.0},
-    "scales": {"k_scale": 0.5, "v_scale": 3.0, "mask_value": np.finfo(np.float32).min},
+    "scales": {"k_scale": 0.5, "v_scale": 3.0, "mask_value": -1e30},
     "all": {"sliding_window": 100, "soft_cap": -20.0, "sm_scale": 0.3},
 }
 CASES = {
@@ -196,6 +196,14 @@ def test_update(rng, subject, name):
 @pytest.mark.parametrize("name", ["few", "narrow", "odd"])
 def test_update_interpreted(rng, name):
     check_update(UPDATES[name], rng, ROWS[0])
+
+
+@pytest.mark.parametrize("value", [np.finfo(np.float32).min, -np.inf, -1e30, None])
+def test_mask_values_of_hidden_keys(value):
+    pages = jnp.ones((1, 2, 2, 4), jnp.float32)
+    small = (jnp.asarray(x, jnp.int32) for x in ([1], [[0]], [0, 1], [1]))
+    out = pa.ragged_paged_attention(jnp.ones((1, 1, 4)), pages, *small, mask_value=value)
+    np.testing.assert_array_equal(np.asarray(out), np.ones((1, 1, 4)))
 
 
 def test_narrow_rows_are_clipped():
