@@ -37,7 +37,8 @@ class Arithmetic(NamedTuple):
     value: Callable[[Array], Array] = _unchanged  # v and dO
     made: Callable[[Array], Array] = _unchanged  # the probabilities, and dS
     stored: Callable[[Array], Array] = _unchanged  # out, as the backward pass reads it
-    lse: Any = None  # read by the backward pass; None: its own
+    lse: Any = None  # read by the backward pass and by tangents; None: their own
+    out: Any = None  # read by tangents; None: their own
     scores: Callable[[Array, Array], Array] = np.matmul  # q @ k
     of_rows: Callable[[Array, Array], Array] = operator.matmul  # sums over query rows
 
@@ -67,7 +68,7 @@ def naive(dtype: str | None, grid: float = 1.0) -> Arithmetic:
         return (x * by).astype(jnp.dtype(dtype)).astype(np.float32) / by
 
     if dtype == "tf32":
-        return Arithmetic(np.float32, nearest, lambda x: cut(x, 0xFF), terms)
+        return Arithmetic(np.float32, nearest, terms, terms)
     return Arithmetic(np.float32, made=rounded, stored=rounded)
 
 
@@ -201,7 +202,8 @@ def tangents(  # noqa: PLR0913
     out = arithmetic.made(moved).reshape(f.weights.shape) @ f.v
     if "v" in along:
         out = out + f.weights @ arithmetic.value(heads["v"])
-    less = row.swapaxes(1, 2)[..., None] * arithmetic.stored(f.out)
+    stored = arithmetic.stored(f.out) if arithmetic.out is None else arithmetic.out
+    less = row.swapaxes(1, 2)[..., None] * stored
     return {"out_dot": _by_position(out) - less, "lse_dot": row}
 
 

@@ -38,6 +38,7 @@ MANY_GRIDS = tuple(2 ** (i / 64) for i in range(64))
 # lse is float32 whatever the inputs are; GPUs' ex2 and lg2 are good to 2**-22, a sum of them to:
 LSE_ROUNDING = 2.0**-20
 EX2 = 2.0**-22
+LSE_STORED = 2.0**-23  # share of lse by which an exponent of a launch that reads it may be off
 AUX_ROUNDING = 1e-5  # share of an array's largest gradient that a sum over all scores may lose
 
 # Scores of float8 are sums that a tensor core adds with about 14 bits, aligned to the largest.
@@ -193,9 +194,15 @@ def tangents(
             turned, moved = (_in_order(x, scores, values) for x in (arrays, along))
             other = results(turned, moved, arithmetic=plain)
             draws.append(other | {"out_dot": other["out_dot"][..., np.argsort(values)]})
-        if narrow == "tf32" and tensor_cores:  # scores of 16 bits, by the lse of a forward in TF32
-            mixed = plain._replace(score=plain.value, lse=expected.naive["lse"])
-            draws.append(results(arrays, along, arithmetic=mixed))
+        if narrow == "tf32" and tensor_cores:  # scores of 16 bits, by a forward in TF32
+            forward = {name: expected.naive[name] for name in ("out", "lse")}
+            draws.append(
+                results(arrays, along, arithmetic=plain._replace(score=plain.value, **forward))
+            )
+    arithmetic = kinds[0] if expected.dtype != "float32" else plain
+    for by in (1 - LSE_STORED, 1 + LSE_STORED):
+        stored = arithmetic._replace(lse=expected.naive["lse"] * by)
+        draws.append(results(arrays, along, arithmetic=stored))
     oracle = results(arrays, along)
     naive = _worst_of(oracle, draws, set(oracle))
     return expected._replace(oracle=expected.oracle | oracle, naive=expected.naive | naive)
