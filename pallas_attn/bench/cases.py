@@ -104,6 +104,10 @@ def _large_attention() -> list[AttentionCase]:
     for keys in (128, 1024):
         name = f"h128_window{keys}_t8192_at_run_time"
         window(name, keys, (2, 8192), 16, 128, mask_at_run_time=True)
+    # gpt-oss, and its window without sinks, which cuDNN takes.
+    for tail, sinks in (("", True), ("_no_sinks", False)):
+        local: dict[str, Any] = {"mask": sliding_window(128), "sinks": sinks}
+        rows.append(full(f"gpt_oss_t8192{tail}", (1, 8192), (64, 8), 64, "windows", **local))
     rows += [
         causal("h80_causal_t4096", (4, 4096), equal, 80, "odd"),
         causal("h96_causal_t4096", (4, 4096), equal, 96, "odd"),
