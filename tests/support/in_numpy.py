@@ -95,6 +95,7 @@ _steps_of = functools.lru_cache(maxsize=256)(Program)
 
 def _program(jaxpr: Any) -> Callable[..., list[Any]]:
     """The function of a jaxpr that brings its constants."""
+    jaxpr = _without_refs(jaxpr)
     return functools.partial(_steps_of(jaxpr), *map(np.asarray, jaxpr.consts))
 
 
@@ -695,6 +696,7 @@ def _without_refs(jaxpr: Any) -> Any:
 
 
 EFFECTS = (core.NamedAxisEffect, callback.IOEffect, callback.OrderedIOEffect)
+EFFECTS += (core.InternalMutableArrayEffect,)  # of programs within, which lose their refs, too
 
 
 @functools.lru_cache(maxsize=4096)
@@ -713,7 +715,8 @@ def _takes(jaxpr: Any) -> bool:
         keys = [var.aval.dtype._impl for var in eqn.outvars if _is_key(var.aval)]
         if any(impl.key_shape != (2,) for impl in keys):
             return False
-        if not all(map(_takes, core.jaxprs_in_params(eqn.params))):
+        within = core.jaxprs_in_params(eqn.params)
+        if not all(_takes(_without_refs(jaxpr)) for jaxpr in within):
             return False
     return True
 
