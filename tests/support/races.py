@@ -1,9 +1,9 @@
 """JAX's race detector in one NumPy comparison an access, instead of one an earlier access: those
 were a tenth of the time of the kernels' tests.
 
-Clocks of all reads, and of all writes, of a buffer lie side by side. Where an access is ordered with
-all that it may meet, nothing more is done; else JAX's own detector is shown the few that it is not
-ordered with, and reports them.
+Clocks of all reads, and of all writes, of a buffer lie side by side. Where an access is ordered
+with all that it may meet, nothing more is done; else JAX's own detector is shown the few that it is
+not ordered with, and reports them.
 """
 
 import threading

@@ -27,6 +27,8 @@ from pallas_attn.kernels.flash_fwd import (
 from tests.kernels.flash_fwd import test_flash_fwd as forward
 from tests.support import builds, mosaic, threads
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 CAUSAL, FULL = pa.CAUSAL, pa.FULL
 TWO, THREE, FOUR = (
     {"warpgroups": 2, "block_kv": 64, "stages": 2},

@@ -23,6 +23,8 @@ from pallas_attn.kernels.attention.tiles import ForwardRefs, KernelContext
 from pallas_attn.kernels.flash_fwd import fetch, fetch_producer, sm90, tile_scheduler
 from tests.support import builds, mosaic, threads
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 SHARDS, DIM = 2, 64
 AUTO = (jax.sharding.AxisType.Auto,)
 
