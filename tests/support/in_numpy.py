@@ -62,6 +62,9 @@ class Program:
         for eqn in jaxpr.eqns:
             inputs = [self._place(places, atom) for atom in eqn.invars]
             rule = _rule(eqn)
+            if eqn.primitive.name in FOLDED and all(hasattr(atom, "val") for atom in eqn.invars):
+                self._add(places, eqn.outvars[0], rule(*[self.start[i] for i in inputs]))
+                continue
             outputs = [self._add(places, var) for var in eqn.outvars]
             self.steps.append((rule, inputs, outputs))
         self.results = [self._place(places, atom) for atom in jaxpr.outvars]
@@ -258,15 +261,22 @@ def _bitcast(eqn, new_dtype):
     return bitcast
 
 
+SMALL = 1 << 12  # elements of an array that is copied sooner than it is viewed anew
+
+
 def _broadcast(eqn, shape, broadcast_dimensions, **_):
-    del eqn
-    places = tuple(broadcast_dimensions)
+    wide = [1] * len(shape)
+    for place, size in zip(broadcast_dimensions, eqn.invars[0].aval.shape, strict=True):
+        wide[place] = size
+    if wide == list(shape):
+        return lambda x: x.reshape(wide)
+    if math.prod(shape) > SMALL:
+        return lambda x: np.broadcast_to(x.reshape(wide), shape)
 
     def broadcast(x):
-        wide = [1] * len(shape)
-        for place, size in zip(places, x.shape, strict=True):
-            wide[place] = size
-        return np.broadcast_to(x.reshape(wide), shape)
+        result = np.empty(shape, x.dtype)
+        result[...] = x.reshape(wide)
+        return result
 
     return broadcast
 
@@ -563,6 +573,9 @@ CALLS |= {
 }  # on one device
 SEVERAL = CALLS | {"unstack", "split"}  # primitives with several results, or one
 SEVERAL |= {"shard_map", "mpmd_map"} | devices_in_numpy.COLLECTIVES.keys()
+
+# What depends on nothing but literals is computed once a program.
+FOLDED = {"broadcast_in_dim", "convert_element_type", "iota"}
 
 # Rare primitives that JAX computes one by one.
 ALONE = {"argmin", "ceil", "clz", "erf_inv", "expm1", "floor", "le_to", "log1p", "lt_to", "pow"}
