@@ -709,13 +709,15 @@ def _without_refs(jaxpr: Any) -> Any:
 
 
 EFFECTS = (core.NamedAxisEffect, callback.IOEffect, callback.OrderedIOEffect)
-EFFECTS += (core.InternalMutableArrayEffect,)  # of programs within, which lose their refs, too
 
 
 @functools.lru_cache(maxsize=4096)
-def _takes(jaxpr: Any) -> bool:
-    """Whether every equation of the program has a rule, or can be left to JAX."""
-    if any(not isinstance(effect, EFFECTS) for effect in jaxpr.effects):
+def _takes(jaxpr: Any, mapped: bool = False) -> bool:
+    """Whether every equation of the program has a rule, or can be left to JAX. Programs within lose
+    their refs, too, but for those that are `mapped`, whose axes JAX knows in a `shard_map` only.
+    """
+    effects = EFFECTS if mapped else (*EFFECTS, core.InternalMutableArrayEffect)
+    if any(not isinstance(effect, effects) for effect in jaxpr.effects):
         return False
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -728,8 +730,10 @@ def _takes(jaxpr: Any) -> bool:
         keys = [var.aval.dtype._impl for var in eqn.outvars if _is_key(var.aval)]
         if any(impl.key_shape != (2,) for impl in keys):
             return False
+        inside = mapped or name == "shard_map"
         within = core.jaxprs_in_params(eqn.params)
-        if not all(_takes(_without_refs(jaxpr)) for jaxpr in within):
+        within = within if inside else map(_without_refs, within)
+        if not all(_takes(inner, inside) for inner in within):
             return False
     return True
 
