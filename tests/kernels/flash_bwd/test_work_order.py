@@ -114,7 +114,7 @@ def test_wide_rows_in_lockstep_interpreted():
 def test_each_claim_counts_once(monkeypatch, lockstep):
     """A block claims once for each work tile that it takes: all there are, and no more."""
     claimed = count_claims(monkeypatch)
-    case, config = plain(700, 700, (2, 1)), sm90.Config(grid=2, claims=True, lockstep=lockstep)
+    case, config = plain(700, 700, (1, 1)), sm90.Config(grid=2, claims=True, lockstep=lockstep)
     with mosaic.interpret():
         check(case, config)
     assert sum(claimed) == sm90.plan_of(problem_of(case), config).order.work_tiles == 6
