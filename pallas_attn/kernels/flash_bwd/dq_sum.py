@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
+from pallas_attn.kernels.flash_bwd import whole_heads
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.lang import mosaic, panels
@@ -73,7 +74,7 @@ def has_rest(plan: KeyPlan) -> bool:
 
 def staging(plan: KeyPlan) -> SmemRef:
     """Shared memory for `add`, or None."""
-    if is_split_by_rows(plan):
+    if is_split_by_rows(plan) or plan.config.whole_heads:
         return None
     return mosaic.swizzled((WARPGROUPS, ROWS, *share_widths(plan)), jnp.float32, _swizzle(plan))
 
@@ -136,11 +137,19 @@ def _half_of_k(ctx: KernelContext, u: int, wg: Index) -> SmemRef:
     return smem.k.at[u, :, pl.ds(wg * columns, columns)]
 
 
-def add(
-    ctx: KernelContext, work: KeyTile, wg: Index, step: PendingDq, parts: Sequence[RegisterTile]
+def add(  # noqa: PLR0913
+    ctx: KernelContext,
+    work: KeyTile,
+    wg: Index,
+    step: PendingDq,
+    parts: Sequence[RegisterTile],
+    before: Sequence[RegisterTile] | None,
 ) -> None:
-    """Adds a warpgroup's share to global memory."""
+    """Adds a warpgroup's share to global memory. `before`: see `whole_heads.so_far`."""
     plan, refs, smem = ctx
+    if before is not None:
+        whole_heads.add(ctx, (work, wg, step), parts, before)
+        return
     if is_split_by_rows(plan):
         head = work.batch * plan.problem.q_heads + step.head
         number = (head * _q_tiles(plan) + step.t) * WARPGROUPS + wg

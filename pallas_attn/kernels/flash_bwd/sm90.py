@@ -36,6 +36,7 @@ from pallas_attn.kernels.flash_bwd import (
     sm90_short,
     sm90_window,
     statistics,
+    whole_heads,
 )
 from pallas_attn.kernels.flash_bwd.aux_sums import Part
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
@@ -76,6 +77,7 @@ class Config:
     heads: bool = False  # dq, dk and dv by `sm90_heads`
     lockstep: bool = False  # blocks are at the same query tile, where `lockstep` applies
     claims: bool = False  # blocks claim work tiles, in `sm90_fused`
+    whole_heads: bool = False  # a block takes all keys of a head there: see `whole_heads`
 
     def __post_init__(self) -> None:
         blocks = (64, 128) if self.fused else (16, 32, 64, 128)
@@ -172,8 +174,9 @@ def own_kernel(config: Config) -> tuple[str, Any] | None:
 
 def is_fused(problem: AttentionProblem, config: Config) -> bool:
     """Whether `sm90_fused` adds up dq too."""
-    apart = own_kernel(config) is not None or is_wide(problem) or problem.deterministic
-    return config.fused and not apart
+    apart = own_kernel(config) is not None or is_wide(problem)
+    scattered = problem.deterministic and not config.whole_heads
+    return config.fused and not apart and not scattered
 
 
 def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
@@ -188,12 +191,15 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     elif wide:
         keys = sm90_dkdv.KEYS
     tiling = KeyTiling(problem, keys, block_q)
+    if config.whole_heads and (own_order or not whole_heads.takes(tiling)):
+        raise ValueError(f"Config.whole_heads must be False for {problem}")
     order = WorkOrder(
         tiling,
         blocks=config.grid,
         heads_together=config.l2_heads,
         lockstep=config.lockstep and own_order is None and lockstep.applies(tiling),
         claims=config.claims and not (own_order is not None or wide or tiling.is_listed),
+        whole_heads=config.whole_heads,
     )
     config = dataclasses.replace(config, block_q=block_q)
     halves = block_q == ROWS and is_fused(problem, config)

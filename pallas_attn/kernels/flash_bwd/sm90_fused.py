@@ -56,7 +56,7 @@ from jax import lax
 from pallas_attn.kernels.attention import score_mod
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import aux_sums, dq_sum, key_tiles, producer
+from pallas_attn.kernels.flash_bwd import aux_sums, dq_sum, key_tiles, producer, whole_heads
 from pallas_attn.kernels.flash_bwd.dq_sum import WARPGROUPS, PendingDq
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, per_column
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, KeyGradients
@@ -260,10 +260,11 @@ def _last_dq(ctx: KernelContext, work: KeyTile, wg: Index, due: PendingDq, count
     @pl.when(due.exists != 0)
     def _():
         plgpu.barrier_wait(ready)
+        before = whole_heads.so_far(ctx, work, wg, due)
         dq = pl.run_scoped(matmuls, *_accumulators(dq_sum.share_widths(plan)))
         if dq_sum.is_split_by_rows(plan):
             plgpu.barrier_arrive(smem.ds_free.at[slot])
-        dq_sum.add(ctx, work, wg, due, dq)
+        dq_sum.add(ctx, work, wg, due, dq, before)
 
 
 def has_k_in_registers(ctx: KernelContext) -> bool:
@@ -291,7 +292,7 @@ def presets_accumulators(ctx: KernelContext) -> bool:
     with is read while other matmuls run, and subtracted by no instruction. Where logits are scores
     times a factor; query tiles of 128 gain nothing by it.
     """
-    plan, adds_dq = ctx.plan, ctx.refs.dq is not None
+    plan, adds_dq = ctx.plan, ctx.plan.config.whole_heads or ctx.refs.dq is not None
     return adds_dq and plan.config.block_q == ROWS and plan.logit_rules.unit is not None
 
 
@@ -421,10 +422,11 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Su
         mosaic.results_are_used(due.exists, dq_sum.matmuls(plan))
         dq_sum.multiply(ctx, dq_accs, slot, now.wg)
         wgmma.value_panels(sums.dk, ds, panels.tiles(smem.q, now.slot))
+        before = whole_heads.so_far(ctx, now.work, now.wg, due)
         dq = [plgpu.wgmma_accumulator_load(acc, wait_n=len(sums.dk)) for acc in dq_accs]
         smem.do_ring.release(now.slot)
         pl.when(due.exists != 0)(lambda: plgpu.barrier_arrive(smem.ds_free.at[slot]))
-        dq_sum.add(ctx, now.work, now.wg, due, dq)
+        dq_sum.add(ctx, now.work, now.wg, due, dq, before)
 
     now.multiply_scores(s_acc)
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
@@ -452,11 +454,12 @@ def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, *dq_accs: RegisterTile) 
     if now.presets:
         s_acc[...] = now.row_statistic(smem.q_ring)
     groups = now.multiply_scores(s_acc)
+    before = whole_heads.so_far(ctx, now.work, wg, due)
     # And dK of the last step is done.
     dq = [plgpu.wgmma_accumulator_load(acc, wait_n=groups) for acc in dq_accs]
     if not now.presets:
         now.release_last_q()
-    dq_sum.add(ctx, now.work, wg, due, dq)
+    dq_sum.add(ctx, now.work, wg, due, dq, before)
 
 
 def _dv_and_dk(
@@ -627,9 +630,10 @@ def _consume(ctx: KernelContext, outs: KeyGradients, block_id: Index, wg: Index)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _kernel(
-    refs: BackwardRefs, dk_ref: GmemRef, dv_ref: GmemRef, smem: FusedSmem, *, plan: KeyPlan
-) -> None:
+def _kernel(refs: BackwardRefs, *rest: Any, plan: KeyPlan) -> None:
+    dk_ref, dv_ref, *of_dq, smem = rest
+    if of_dq:
+        refs = refs._replace(dq=of_dq[0], dq_sums=of_dq[1])
     ctx = KernelContext(plan, refs, smem)
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
     produce = functools.partial(_produce, ctx, block_id)
@@ -639,6 +643,9 @@ def _kernel(
 
 def dq_dk_dv(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
     """dq, and dk and dv in the sizes of refs.k and refs.v."""
+    if plan.config.whole_heads:
+        dk, dv, dq, _ = _launch(plan, _with_presets(KernelContext(plan, refs)))
+        return Gradients(dq, dk, dv)
     refs = refs._replace(dq=jax.new_ref(dq_sum.zeros(plan, refs.q.shape[0])))
     grads = dk_dv(plan, _with_presets(KernelContext(plan, refs)))
     return Gradients(dq_sum.rounded(plan, jax.freeze(refs.dq)), *grads)
@@ -654,9 +661,16 @@ def _with_presets(ctx: KernelContext) -> BackwardRefs:
 
 def dk_dv(plan: KeyPlan, refs: BackwardRefs) -> KeyGradients:
     """dk and dv, in the sizes of refs.k and refs.v; adds to refs.dq, if there is one."""
+    return KeyGradients(*_launch(plan, refs))
+
+
+def _launch(plan: KeyPlan, refs: BackwardRefs) -> Any:
+    """dk, dv, and `whole_heads.outputs` where blocks take whole heads."""
     outs = []
     for x in (refs.k, refs.v):  # a gradient for each batch row of q
         outs.append(jax.ShapeDtypeStruct((plan.problem.batch, *x.shape[1:]), x.dtype))
+    if plan.config.whole_heads:
+        outs += whole_heads.outputs(plan)
     body, size = functools.partial(_kernel, plan=plan), (plan.order.grid, WARPGROUPS + 1)
     kernel = launch.persistent_kernel(body, "flash_bwd_sm90", tuple(outs), scratch(plan), size)
-    return KeyGradients(*kernel(refs))
+    return kernel(refs)

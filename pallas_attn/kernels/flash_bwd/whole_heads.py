@@ -1,0 +1,138 @@
+"""The fused Hopper backward of heads that blocks take whole: ViT-L, SigLIP, and other encoders of
+some hundred rows and many heads.
+
+A block takes all kv tiles of a head, one after another, and so is alone in adding up its dQ. The
+float32 sums of one head a block stay in L2: nothing is set to zero before, and no launch rounds
+afterwards. Each thread meets the same numbers of dQ at every kv tile: it stores them at the first,
+adds to them at the next ones, and at the last one reads them, adds its own, and writes dq. So no
+thread waits for another, and bits repeat.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_attn._call.problem import AttentionProblem
+from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
+from pallas_attn.kernels.flash_bwd import sm90_short
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, KeyTiling
+from pallas_attn.kernels.flash_fwd import tile_scheduler
+from pallas_attn.kernels.lang.types import Index, RegisterTile
+from pallas_attn.kernels.mma import mma_rowmajor, mma_sync, thread_pieces
+
+if TYPE_CHECKING:
+    from pallas_attn.kernels.flash_bwd.dq_sum import PendingDq
+    from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+    from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
+
+
+def takes(tiling: KeyTiling) -> bool:
+    """Whether every kv tile of a head meets every query tile, and none is first and last at once."""
+    problem = tiling.problem
+    plain = sm90_short.is_plain(problem) and problem.mask.is_full
+    return plain and max(problem.head_dim, problem.v_head_dim) <= 128 and tiling.kv_tiles > 1
+
+
+def schedule(order: "WorkOrder") -> np.ndarray:
+    """`tile_scheduler.table_of` heads `block`, `block + grid`, .. of each block."""
+    heads, bits = np.arange(order.heads)[:, None], order.code_bits
+    codes = (heads << bits) + np.arange(order.tiling.kv_tiles)
+    return tile_scheduler.table_of(
+        [codes[block :: order.grid].ravel().tolist() for block in range(order.grid)]
+    )
+
+
+def outputs(plan: "KeyPlan") -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """dq, and the sums of the blocks' heads, which nothing has to read afterwards."""
+    problem = plan.problem
+    shape = problem.batch, problem.q_len, problem.q_heads, problem.head_dim
+    sums = _pieces(plan) * ROWS * sum(_widths(plan))
+    return (
+        jax.ShapeDtypeStruct(shape, problem.dtype),
+        jax.ShapeDtypeStruct((sums,), jnp.float32),
+    )
+
+
+class Share(NamedTuple):
+    """A tile of a warpgroup's share of the dQ of a query tile."""
+
+    number: Index  # its piece among those of its width: see `thread_pieces`
+    row: Index
+    column: Index
+    width: int
+
+
+def _widths(plan: "KeyPlan") -> tuple[int, ...]:
+    from pallas_attn.kernels.flash_bwd import dq_sum
+
+    return dq_sum.share_widths(plan)
+
+
+def _pieces(plan: "KeyPlan") -> int:
+    """Shares of all query tiles of a head, for each block."""
+    return plan.order.grid * plan.tiling.q_tiles * 2
+
+
+def _shares(ctx: KernelContext, wg: Index, t: Index) -> list[Share]:
+    plan = ctx.plan
+    number = (lax.axis_index("block") * plan.tiling.q_tiles + t) * 2 + wg
+    shares, before = list[Share](), 0
+    by_rows = plan.config.block_q > ROWS
+    for width in _widths(plan):
+        first = before * _pieces(plan) // width
+        row = (t * 2 + wg) * ROWS if by_rows else t * ROWS
+        column = jnp.int32(before) if by_rows else wg * width
+        shares.append(Share(number + first, row, column, width))
+        before += width
+    return shares
+
+
+def _is_last(ctx: KernelContext, work: KeyTile) -> Index:
+    return work.key + ctx.plan.tiling.block_kv >= ctx.plan.problem.kv_len
+
+
+def so_far(
+    ctx: KernelContext, work: KeyTile, wg: Index, due: "PendingDq"
+) -> list[RegisterTile] | None:
+    """What the kv tiles before have added up, which `add` needs at the last one. None: blocks do
+    not take whole heads.
+    """
+    plan, refs, _ = ctx
+    if not plan.config.whole_heads:
+        return None
+    where = ((due.exists != 0) & _is_last(ctx, work)).astype(jnp.int32)
+    return [
+        thread_pieces.load(refs.dq_sums, share.number, (ROWS, share.width), where)
+        for share in _shares(ctx, wg, due.t)
+    ]
+
+
+def add(
+    ctx: KernelContext,
+    at: tuple[KeyTile, Index, "PendingDq"],
+    parts: Sequence[RegisterTile],
+    before: Sequence[RegisterTile],
+) -> None:
+    """Adds a warpgroup's share of the dQ of a step, or writes dq. `at`: work tile, warpgroup, step;
+    `before`: `so_far`.
+    """
+    (plan, refs, _), (work, wg, due) = ctx, at
+    problem, exists, is_last = plan.problem, due.exists != 0, _is_last(ctx, work)
+    is_first = work.key == 0
+    for share, dq, sums in zip(_shares(ctx, wg, due.t), parts, before, strict=True):
+        begins = (exists & is_first).astype(jnp.int32)
+        adds = (exists & jnp.logical_not(is_first | is_last)).astype(jnp.int32)
+        thread_pieces.store(refs.dq_sums, share.number, dq, begins)
+        mma_rowmajor.add(refs.dq_sums, share.number, dq, adds)
+
+        def write(share: Share = share, dq: RegisterTile = dq, sums: RegisterTile = sums) -> None:
+            rounded = ((dq + sums) * problem.scale).astype(problem.dtype)
+            place = work.batch, due.head, share.row, problem.q_len - share.row, share.column
+            mma_sync.write(rounded, refs.dq, place)
+
+        pl.when(exists & is_last)(write)
