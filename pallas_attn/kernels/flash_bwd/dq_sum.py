@@ -137,18 +137,13 @@ def _half_of_k(ctx: KernelContext, u: int, wg: Index) -> SmemRef:
     return smem.k.at[u, :, pl.ds(wg * columns, columns)]
 
 
-def add(  # noqa: PLR0913
-    ctx: KernelContext,
-    work: KeyTile,
-    wg: Index,
-    step: PendingDq,
-    parts: Sequence[RegisterTile],
-    before: Sequence[RegisterTile] | None,
+def add(
+    ctx: KernelContext, work: KeyTile, wg: Index, step: PendingDq, parts: Sequence[RegisterTile]
 ) -> None:
-    """Adds a warpgroup's share to global memory. `before`: see `whole_heads.so_far`."""
+    """Adds a warpgroup's share to global memory."""
     plan, refs, smem = ctx
-    if before is not None:
-        whole_heads.add(ctx, (work, wg, step), parts, before)
+    if plan.config.whole_heads:
+        whole_heads.add(ctx, work, wg, step, parts)
         return
     if is_split_by_rows(plan):
         head = work.batch * plan.problem.q_heads + step.head

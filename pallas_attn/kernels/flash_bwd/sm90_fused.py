@@ -260,11 +260,10 @@ def _last_dq(ctx: KernelContext, work: KeyTile, wg: Index, due: PendingDq, count
     @pl.when(due.exists != 0)
     def _():
         plgpu.barrier_wait(ready)
-        before = whole_heads.so_far(ctx, work, wg, due)
         dq = pl.run_scoped(matmuls, *_accumulators(dq_sum.share_widths(plan)))
         if dq_sum.is_split_by_rows(plan):
             plgpu.barrier_arrive(smem.ds_free.at[slot])
-        dq_sum.add(ctx, work, wg, due, dq, before)
+        dq_sum.add(ctx, work, wg, due, dq)
 
 
 def has_k_in_registers(ctx: KernelContext) -> bool:
@@ -422,11 +421,10 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Su
         mosaic.results_are_used(due.exists, dq_sum.matmuls(plan))
         dq_sum.multiply(ctx, dq_accs, slot, now.wg)
         wgmma.value_panels(sums.dk, ds, panels.tiles(smem.q, now.slot))
-        before = whole_heads.so_far(ctx, now.work, now.wg, due)
         dq = [plgpu.wgmma_accumulator_load(acc, wait_n=len(sums.dk)) for acc in dq_accs]
         smem.do_ring.release(now.slot)
         pl.when(due.exists != 0)(lambda: plgpu.barrier_arrive(smem.ds_free.at[slot]))
-        dq_sum.add(ctx, now.work, now.wg, due, dq, before)
+        dq_sum.add(ctx, now.work, now.wg, due, dq)
 
     now.multiply_scores(s_acc)
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
@@ -454,12 +452,11 @@ def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, *dq_accs: RegisterTile) 
     if now.presets:
         s_acc[...] = now.row_statistic(smem.q_ring)
     groups = now.multiply_scores(s_acc)
-    before = whole_heads.so_far(ctx, now.work, wg, due)
     # And dK of the last step is done.
     dq = [plgpu.wgmma_accumulator_load(acc, wait_n=groups) for acc in dq_accs]
     if not now.presets:
         now.release_last_q()
-    dq_sum.add(ctx, now.work, wg, due, dq, before)
+    dq_sum.add(ctx, now.work, wg, due, dq)
 
 
 def _dv_and_dk(

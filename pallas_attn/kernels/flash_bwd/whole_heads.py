@@ -92,45 +92,23 @@ def _shares(ctx: KernelContext, wg: Index, t: Index) -> list[Share]:
     return shares
 
 
-def _is_last(ctx: KernelContext, work: KeyTile) -> Index:
-    return work.key + ctx.plan.tiling.block_kv >= ctx.plan.problem.kv_len
-
-
-def so_far(
-    ctx: KernelContext, work: KeyTile, wg: Index, due: "PendingDq"
-) -> list[RegisterTile] | None:
-    """What the kv tiles before have added up, which `add` needs at the last one. None: blocks do
-    not take whole heads.
+def add(
+    ctx: KernelContext, work: KeyTile, wg: Index, due: "PendingDq", parts: Sequence[RegisterTile]
+) -> None:
+    """Adds a warpgroup's share of the dQ of a step to the sums of its head, or writes dq. The sums
+    are loaded behind a branch: on their way during the matmuls before they would be spilled.
     """
     plan, refs, _ = ctx
-    if not plan.config.whole_heads:
-        return None
-    where = ((due.exists != 0) & _is_last(ctx, work)).astype(jnp.int32)
-    return [
-        thread_pieces.load(refs.dq_sums, share.number, (ROWS, share.width), where)
-        for share in _shares(ctx, wg, due.t)
-    ]
-
-
-def add(
-    ctx: KernelContext,
-    at: tuple[KeyTile, Index, "PendingDq"],
-    parts: Sequence[RegisterTile],
-    before: Sequence[RegisterTile],
-) -> None:
-    """Adds a warpgroup's share of the dQ of a step, or writes dq. `at`: work tile, warpgroup, step;
-    `before`: `so_far`.
-    """
-    (plan, refs, _), (work, wg, due) = ctx, at
-    problem, exists, is_last = plan.problem, due.exists != 0, _is_last(ctx, work)
-    is_first = work.key == 0
-    for share, dq, sums in zip(_shares(ctx, wg, due.t), parts, before, strict=True):
+    problem, exists, is_first = plan.problem, due.exists != 0, work.key == 0
+    is_last = work.key + plan.tiling.block_kv >= problem.kv_len
+    for share, dq in zip(_shares(ctx, wg, due.t), parts, strict=True):
         begins = (exists & is_first).astype(jnp.int32)
         adds = (exists & jnp.logical_not(is_first | is_last)).astype(jnp.int32)
         thread_pieces.store(refs.dq_sums, share.number, dq, begins)
         mma_rowmajor.add(refs.dq_sums, share.number, dq, adds)
 
-        def write(share: Share = share, dq: RegisterTile = dq, sums: RegisterTile = sums) -> None:
+        def write(share: Share = share, dq: RegisterTile = dq) -> None:
+            sums = thread_pieces.load(refs.dq_sums, share.number, (ROWS, share.width))
             rounded = ((dq + sums) * problem.scale).astype(problem.dtype)
             place = work.batch, due.head, share.row, problem.q_len - share.row, share.column
             mma_sync.write(rounded, refs.dq, place)

@@ -44,32 +44,29 @@ def store(ref: GmemRef, number: Index, tile: RegisterTile, where: Index) -> None
     mosaic.inline(code, twin, (ref, number, tile, where), types, None)
 
 
-def load(ref: GmemRef, number: Index, shape: tuple[int, int], where: Index) -> RegisterTile:
-    """The tile in piece `number`; anything where `where` is 0."""
+def load(ref: GmemRef, number: Index, shape: tuple[int, int]) -> RegisterTile:
+    """The tile in piece `number`, from L2."""
     size, f32 = shape[0] * shape[1], ir.F32Type
 
-    def code(ref, number, where):
+    def code(ref, number):
         address, registers = _begin(ref, number, size), []
         four = ir.Type.parse("!llvm.struct<(i32, i32, i32, i32)>")
         for n in range(size // mosaic.THREADS // 4):
-            ptx = (
-                "{ .reg .pred p; setp.ne.b32 p, $4, 0; @p ld.relaxed.gpu.global.v4.b32 "
-                f"{{$0, $1, $2, $3}}, [$5+{16 * mosaic.THREADS * n}]; }}"
-            )
-            operands = [where.registers.item(), address]
-            words = asm.give(four, ptx, operands, "=&r,=&r,=&r,=&r,r,l,~{memory}")
+            offset = 16 * mosaic.THREADS * n
+            ptx = f"ld.relaxed.gpu.global.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];"
+            words = asm.give(four, ptx, [address], "=r,=r,=r,=r,l,~{memory}")
             numbers = [
                 llvm.bitcast(f32.get(), llvm.extractvalue(asm.i32(), words, [i])) for i in range(4)
             ]
             registers += [mma_rowmajor.pair_of(*numbers[i : i + 2]) for i in (0, 2)]
         return mma_rowmajor.tile_with(registers, shape)
 
-    def twin(ref, number, where):
+    def twin(ref, number):
         held = ref[int(number) * size :][:size]
         return held.reshape(-1, 4, 8, 4, 2, 2).transpose(1, 4, 2, 0, 3, 5).reshape(shape)
 
     result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=mosaic.TILE)
-    return mosaic.inline(code, twin, (ref, number, where), (REF, SCALAR, SCALAR), result)
+    return mosaic.inline(code, twin, (ref, number), (REF, SCALAR), result)
 
 
 def _pieces(tile: Any) -> Any:
