@@ -77,6 +77,7 @@ class Config:
     heads: bool = False  # dq, dk and dv by `sm90_heads`
     lockstep: bool = False  # blocks are at the same query tile, where `lockstep` applies
     claims: bool = False  # blocks claim work tiles, in `sm90_fused`
+    kv_slots: int = 1  # work tiles whose keys are in shared memory, in `sm90_fused`
     whole_heads: bool = False  # a block takes all keys of a head there: see `whole_heads`
 
     def __post_init__(self) -> None:
@@ -86,6 +87,7 @@ class Config:
             self,
             block_q=(self.block_q in blocks, "64 or 128, or, if it is not fused, 16 or 32"),
             stages=(self.stages >= 2, "at least 2"),
+            kv_slots=(self.kv_slots in (1, 2), "1 or 2"),
             l2_heads=(self.l2_heads >= 0, "at least 0"),
             grid=(self.grid >= 0, "at least 0"),
             dq_block_kv=(self.dq_block_kv in (32, 64, 128), "32, 64 or 128"),

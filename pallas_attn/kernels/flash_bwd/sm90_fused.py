@@ -34,7 +34,7 @@ warpgroups waited for each other after S, and did the same at the same time.
 
 Shared memory, and who owns it when:
   k, v [warpgroup]   loaded for a work tile; `kv_free` when both warpgroups are done, or have stored
-                     dk and dv from there
+                     dk and dv from there. With two slots the next keys are loaded meanwhile
   q, do [stages]     rings of query tiles with their lse and delta, released by both warpgroups
   ds [2 dq_lag, warpgroup]  a ring by steps, so that one wait a step is enough: `ds_ready` says that
                      both warpgroups have written theirs. Where dQ comes at the end `ds_free` says
@@ -108,6 +108,26 @@ class FusedSmem(NamedTuple):
         first, second = (Panel(tuple(view.at[n] for view in self.k_halves.views)) for n in range(2))
         return (first, *(self.k_rest or (second,)))
 
+    def with_keys_of(self, n: Index, slots: int) -> "FusedSmem":
+        """The same with the keys of work tile `n` of a block alone, where there are several slots."""
+        if slots == 1:
+            return self
+        slot = ring_slot(n, slots)
+
+        def at(rows: Panels) -> Panels:
+            if not isinstance(rows, tuple):
+                return rows.at[slot]
+            return tuple(Panel(tuple(view.at[slot] for view in panel.views)) for panel in rows)
+
+        halves = self.k_halves
+        if halves is not None:
+            halves = Panel(tuple(view.at[:, slot] for view in halves.views))
+        keys, rest = (x and at(x) for x in (self.keys, self.k_rest))
+        ready, free = self.kv_ready.at[slot], self.kv_free.at[slot]
+        return self._replace(
+            keys=keys, k_halves=halves, k_rest=rest, v=at(self.v), kv_ready=ready, kv_free=free
+        )
+
     @property
     def k_second_half(self) -> Panels:
         assert self.k_halves is not None
@@ -136,20 +156,23 @@ def scratch(plan: KeyPlan) -> FusedSmem:
         (width,) = dq_sum.qk_widths(plan)
         qk = qk._replace(width=width)
     in_halves, has_rest = form.halves, dq_sum.has_rest(plan)
-    keys, bias = (WARPGROUPS, ROWS), plan.bias_tiles
+    slots, bias = config.kv_slots, plan.bias_tiles
+    keys = (WARPGROUPS, ROWS) if slots == 1 else (slots, WARPGROUPS, ROWS)
     return FusedSmem(
         keys=None if in_halves else qk.scratch(*keys),
         k_halves=panels.scratch((2, *keys), dtype, qk.panels[0]) if in_halves else None,
         k_rest=(panels.scratch(keys, dtype, qk.panels[1]),) if has_rest else None,
-        v=v.scratch(WARPGROUPS, ROWS),
+        v=v.scratch(*keys),
         q=qk.scratch(stages, block),
         do=v.scratch(stages, block),
         ds=dq_sum.ds_scratch(plan),
         dq=dq_sum.staging(plan),
         row_stats=plgpu.SMEM((2, stages, block), jnp.float32),
         row_numbers=plgpu.SMEM((block + (claims.RING if takes_claims else 0),), jnp.int32),
-        kv_ready=barrier(num_arrivals=(qk.copies + has_rest + v.copies) * WARPGROUPS),
-        kv_free=barrier(num_arrivals=WARPGROUPS),
+        kv_ready=barrier(
+            num_arrivals=(qk.copies + has_rest + v.copies) * WARPGROUPS, num_barriers=slots
+        ),
+        kv_free=barrier(num_arrivals=WARPGROUPS, num_barriers=slots),
         q_ready=barrier(num_arrivals=1 + qk.copies + (bias.copies if bias else 0), **ring),
         do_ready=barrier(num_arrivals=1 + v.copies, **ring),
         q_free=barrier(num_arrivals=WARPGROUPS, **ring),
@@ -181,7 +204,8 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
         parts += [
             KeyPart("k", wg * ROWS, half, wg, smem.kv_ready, width) for wg in range(WARPGROUPS)
         ]
-    producer.produce(ctx, block_id, [KeyBuffers(smem.kv_free, parts)])
+    buffers = KeyBuffers(smem.kv_free, parts, ctx.plan.config.kv_slots)
+    producer.produce(ctx, block_id, [buffers])
 
 
 # ---- the mainloop -------------------------------------------------------------------------------
@@ -616,11 +640,12 @@ def _consume(ctx: KernelContext, outs: KeyGradients, block_id: Index, wg: Index)
 
     def work_tile(n: Index, count: Index, code: Index) -> Index:
         work = key_tiles.key_tile(ctx, code)
-        plgpu.barrier_wait(smem.kv_ready)
-        grads, of_aux, count = _mainloop(ctx, work, wg, count)
+        own = ctx._replace(smem=smem.with_keys_of(n, plan.config.kv_slots))
+        plgpu.barrier_wait(own.smem.kv_ready)
+        grads, of_aux, count = _mainloop(own, work, wg, count)
         grads = grads._replace(dk=[part * plan.problem.scale for part in grads.dk])
         aux_sums.store(ctx, (work.batch, work.kv_head, work.key + wg * ROWS), of_aux)
-        _store_dk_dv(ctx, outs, work, wg, grads)
+        _store_dk_dv(own, outs, work, wg, grads)
         return count
 
     producer.each_work_tile(ctx, block_id, work_tile)

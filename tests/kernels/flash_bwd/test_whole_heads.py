@@ -19,12 +19,12 @@ THREE = {"batch": 1, "q_heads": 3, "kv_heads": 3}
 WHOLE = dataclasses.replace(SMALL, whole_heads=True, grid=2)
 ROWS = dataclasses.replace(WHOLE, block_q=128)
 CASES = {
-    "rows": (sized(200, 300, 64, **THREE), ROWS),
+    "rows": (sized(200, 300, 64, **THREE), dataclasses.replace(ROWS, kv_slots=2)),
     "rows_of_two_swizzles": (sized(141, 150, 72, v_head_dim=24, dtype="float16", **ONE), ROWS),
     "halves": (sized(77, 260, 40, softcap=20.0, sinks=True, **THREE), WHOLE),
     "halves_with_rest": (
         sized(141, 130, 72, **ONE),
-        dataclasses.replace(WHOLE, stages=3, dq_lag=1),
+        dataclasses.replace(WHOLE, stages=3, dq_lag=1, kv_slots=2),
     ),
     "halves_late": (sized(70, 130, 128, **ONE), dataclasses.replace(WHOLE, dq_lag=2)),
 }
