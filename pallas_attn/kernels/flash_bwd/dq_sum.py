@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import whole_heads
+from pallas_attn.kernels.flash_bwd import dq_rounding, whole_heads
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.lang import mosaic, panels
@@ -176,25 +176,9 @@ def rounded(plan: KeyPlan, dq: jax.Array) -> jax.Array:
     """The sums as dq, [B, T, N, H]."""
     problem = plan.problem
     if is_split_by_rows(plan):
-        rows, widths = _pieces(plan, problem.batch) * ROWS, qk_widths(plan)
-        starts = [rows * before for before in _columns_before(plan)]
-        parts = [
-            _in_order(plan, dq[start : start + rows * width] if len(widths) > 1 else dq, width)
-            for start, width in zip(starts, widths, strict=True)
-        ]
-        dq = jnp.concatenate(parts, axis=3) if len(parts) > 1 else parts[0]
+        return dq_rounding.rounded(problem, dq, qk_widths(plan))
     dq = dq[:, : problem.q_len, :, : problem.head_dim]
     return (dq * problem.scale).astype(problem.dtype)
-
-
-def _in_order(plan: KeyPlan, dq: jax.Array, width: int) -> jax.Array:
-    """A panel of all shares, as threads hold it -> [B, rows, N, columns]."""
-    # batch, head, tile, share, 8 columns, warp, row, 2 columns, row / 8, column
-    problem = plan.problem
-    tiles = (problem.batch, problem.q_heads, _q_tiles(plan), WARPGROUPS)
-    dq = dq.reshape(*tiles, width // 8, 4, 8, 4, 2, 2)
-    dq = dq.transpose((0, 2, 3, 5, 8, 6, 1, 4, 7, 9))
-    return dq.reshape(problem.batch, -1, problem.q_heads, width)
 
 
 def _pieces(plan: KeyPlan, batch: int) -> int:

@@ -8,6 +8,7 @@ adds to them at the next ones, and at the last one reads them, adds its own, and
 thread waits for another, and bits repeat.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,11 +20,11 @@ from jax import lax
 
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import sm90_short
+from pallas_attn.kernels.flash_bwd import dq_rounding, sm90_short
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, KeyTiling
 from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.lang.types import Index, RegisterTile
-from pallas_attn.kernels.mma import mma_rowmajor, mma_sync, thread_pieces
+from pallas_attn.kernels.mma import mma_rowmajor, thread_pieces
 
 if TYPE_CHECKING:
     from pallas_attn.kernels.flash_bwd.dq_sum import PendingDq
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
 def takes(tiling: KeyTiling) -> bool:
     """Whether every kv tile of a head meets every query tile, and none is first and last at once."""
     problem = tiling.problem
-    plain = sm90_short.is_plain(problem) and problem.mask.is_full
+    arrays = tuple(name for name in problem.arrays if name != "bias")
+    plain = sm90_short.is_plain(dataclasses.replace(problem, arrays=arrays)) and problem.mask.is_full
     return plain and max(problem.head_dim, problem.v_head_dim) <= 128 and tiling.kv_tiles > 1
 
 
@@ -109,8 +111,7 @@ def add(
 
         def write(share: Share = share, dq: RegisterTile = dq) -> None:
             sums = thread_pieces.load(refs.dq_sums, share.number, (ROWS, share.width))
-            rounded = ((dq + sums) * problem.scale).astype(problem.dtype)
-            place = work.batch, due.head, share.row, problem.q_len - share.row, share.column
-            mma_sync.write(rounded, refs.dq, place)
+            head = work.batch, due.head
+            dq_rounding.write(problem, dq + sums, refs.dq, head, share.row, share.column)
 
         pl.when(exists & is_last)(write)

@@ -26,6 +26,10 @@ CASES = {
         sized(141, 130, 72, **ONE),
         dataclasses.replace(WHOLE, stages=3, dq_lag=1, kv_slots=2),
     ),
+    "bias": (
+        sized(130, 200, 64, bias_shape=(1, 2, 130, 200), bias_dtype="bfloat16", batch=2, q_heads=2, kv_heads=2),
+        dataclasses.replace(ROWS, stages=2),
+    ),
     "halves_late": (sized(70, 130, 128, **ONE), dataclasses.replace(WHOLE, dq_lag=2)),
 }
 
