@@ -522,7 +522,7 @@ def _ds(
     wgmma.value_panels(sums.dv, p.astype(dtype), panels.tiles(smem.do, now.slot))
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(sums.dv))
     ds = p * (dp if now.presets else dp - now.row_statistic(smem.do_ring))
-    of_aux = aux_sums.add_tile(now.ctx, now.place, now.of_aux, ds) if plan.key_sums else ()
+    of_aux = aux_sums.add_tile(now.ctx, now.place, now.of_aux, ds)
     ds = (ds if slope is None else ds * slope).astype(dtype)
     if refs.dq is not None:
         if dq_sum.is_split_by_rows(plan):

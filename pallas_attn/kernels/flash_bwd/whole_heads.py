@@ -23,7 +23,7 @@ from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import dq_rounding, sm90_short
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, KeyTiling
 from pallas_attn.kernels.flash_fwd import tile_scheduler
-from pallas_attn.kernels.lang.types import Index, RegisterTile
+from pallas_attn.kernels.lang.types import Index, Predicate, RegisterTile
 from pallas_attn.kernels.mma import mma_rowmajor, thread_pieces
 
 if TYPE_CHECKING:
@@ -33,11 +33,13 @@ if TYPE_CHECKING:
 
 
 def takes(tiling: KeyTiling) -> bool:
-    """Whether every kv tile of a head meets every query tile, and none is first and last at once."""
+    """Whether every query of a head meets every key that a mask of keys shows."""
     problem = tiling.problem
-    arrays = tuple(name for name in problem.arrays if name != "bias")
-    plain = sm90_short.is_plain(dataclasses.replace(problem, arrays=arrays)) and problem.mask.is_full
-    return plain and max(problem.head_dim, problem.v_head_dim) <= 128 and tiling.kv_tiles > 1
+    others = {"bias", "mask_array"} if tiling.reads_key_mask else {"bias"}
+    arrays = tuple(name for name in problem.arrays if name not in others)
+    plain = sm90_short.is_plain(dataclasses.replace(problem, arrays=arrays))
+    widest = max(problem.head_dim, problem.v_head_dim)
+    return plain and problem.mask.is_full and widest <= 128 and tiling.kv_tiles > 0
 
 
 def schedule(order: "WorkOrder") -> np.ndarray:
@@ -58,6 +60,27 @@ def outputs(plan: "KeyPlan") -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct
         jax.ShapeDtypeStruct(shape, problem.dtype),
         jax.ShapeDtypeStruct((sums,), jnp.float32),
     )
+
+
+class Turn(NamedTuple):
+    """Where a kv tile stands among those of its head that have steps."""
+
+    is_first: Predicate
+    is_last: Predicate
+
+
+def turn_of(ctx: KernelContext, batch: Index, tile: Index) -> Turn:
+    """The turn of kv tile `tile`. Of a head whose keys are all hidden tile 0 writes dq."""
+    kv_tiles, codes = ctx.plan.tiling.kv_tiles, ctx.refs.key_tiles
+    if codes is None:
+        return Turn(tile == 0, tile == kv_tiles - 1)
+    row = batch if codes.shape[0] > 1 else 0
+    first, last = jnp.int32(kv_tiles), jnp.int32(0)
+    for n in range(kv_tiles):
+        shows = codes[row, 0, n] > 0
+        first = jnp.where(shows & (first == kv_tiles), n, first)
+        last = jnp.where(shows, n, last)
+    return Turn(tile == jnp.where(first == kv_tiles, 0, first), tile == last)
 
 
 class Share(NamedTuple):
@@ -101,17 +124,18 @@ def add(
     are loaded behind a branch: on their way during the matmuls before they would be spilled.
     """
     plan, refs, _ = ctx
-    problem, exists, is_first = plan.problem, due.exists != 0, work.key == 0
-    is_last = work.key + plan.tiling.block_kv >= problem.kv_len
+    problem, exists = plan.problem, due.exists != 0
+    assert work.turn is not None
+    is_first, is_last = work.turn
     for share, dq in zip(_shares(ctx, wg, due.t), parts, strict=True):
-        begins = (exists & is_first).astype(jnp.int32)
-        adds = (exists & jnp.logical_not(is_first | is_last)).astype(jnp.int32)
-        thread_pieces.store(refs.dq_sums, share.number, dq, begins)
-        mma_rowmajor.add(refs.dq_sums, share.number, dq, adds)
+        goes_on = exists & jnp.logical_not(is_last)
+        begins, adds = goes_on & is_first, goes_on & jnp.logical_not(is_first)
+        thread_pieces.store(refs.dq_sums, share.number, dq, begins.astype(jnp.int32))
+        mma_rowmajor.add(refs.dq_sums, share.number, dq, adds.astype(jnp.int32))
 
         def write(share: Share = share, dq: RegisterTile = dq) -> None:
             sums = thread_pieces.load(refs.dq_sums, share.number, (ROWS, share.width))
-            head = work.batch, due.head
-            dq_rounding.write(problem, dq + sums, refs.dq, head, share.row, share.column)
+            total, head = jnp.where(is_first, dq, dq + sums), (work.batch, due.head)
+            dq_rounding.write(problem, total, refs.dq, head, share.row, share.column)
 
         pl.when(exists & is_last)(write)

@@ -30,6 +30,18 @@ CASES = {
         sized(130, 200, 64, bias_shape=(1, 2, 130, 200), bias_dtype="bfloat16", batch=2, q_heads=2, kv_heads=2),
         dataclasses.replace(ROWS, stages=2),
     ),
+    "bias_and_padding": (
+        sized(
+            70, 520, 32, bias_shape=(2, 1, 70, 520), bias_dtype="bfloat16", batch=2, q_heads=2,
+            kv_heads=2, mask_shape=(2, 1, 1, 520), shown_keys=((140, 390), (130, 200)),
+        ),
+        ROWS,
+    ),
+    "all_hidden": (
+        sized(70, 300, 64, **THREE, mask_shape=(1, 1, 1, 300), shown_keys=((0, 0),)),
+        WHOLE,
+    ),
+    "one_tile": (sized(70, 100, 64, **THREE), ROWS),
     "halves_late": (sized(70, 130, 128, **ONE), dataclasses.replace(WHOLE, dq_lag=2)),
 }
 
@@ -62,7 +74,6 @@ def test_problems_of_whole_heads():
     problem = problem_of(sized(577, 577, 64, **THREE))
     assert whole_heads.takes(kernel.plan_of(problem, SMALL).tiling)
     for changes in (
-        {"kv_len": 128},
         {"kv_heads": 1},
         {"head_dim": 136},
         {"dtype": "float32"},
