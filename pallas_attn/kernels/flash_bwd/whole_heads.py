@@ -10,7 +10,7 @@ thread waits for another, and bits repeat.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -133,9 +133,11 @@ def add(
         thread_pieces.store(refs.dq_sums, share.number, dq, begins.astype(jnp.int32))
         mma_rowmajor.add(refs.dq_sums, share.number, dq, adds.astype(jnp.int32))
 
-        def write(share: Share = share, dq: RegisterTile = dq) -> None:
-            sums = thread_pieces.load(refs.dq_sums, share.number, (ROWS, share.width))
-            total, head = jnp.where(is_first, dq, dq + sums), (work.batch, due.head)
+        def with_sums(share: Share = share, dq: RegisterTile = dq) -> RegisterTile:
+            return dq + thread_pieces.load(refs.dq_sums, share.number, (ROWS, share.width))
+
+        def write(share: Share = share, dq: RegisterTile = dq, rest: Any = with_sums) -> None:
+            total, head = lax.cond(is_first, lambda: dq, rest), (work.batch, due.head)
             dq_rounding.write(problem, total, refs.dq, head, share.row, share.column)
 
         pl.when(exists & is_last)(write)
