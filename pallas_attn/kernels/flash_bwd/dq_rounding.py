@@ -1,4 +1,4 @@
-"""Float32 sums of dQ, in pieces as threads hold them, rounded to dq by a launch that moves them once.
+"""A launch that rounds float32 sums of dQ, which lie in pieces as threads hold them, to dq.
 
 Grid: a block of one warpgroup for each piece of 64 query rows of a head.
 """
@@ -35,9 +35,10 @@ def rounded(problem: AttentionProblem, sums: jax.Array, widths: tuple[int, ...])
     and rows, then those of the next columns.
     """
     heads = problem.batch, problem.q_heads
+    shape = heads[0], problem.q_len, heads[1], problem.head_dim
     kernel = plgpu.kernel(
         functools.partial(_kernel, problem=problem, widths=widths),
-        out_type=jax.ShapeDtypeStruct((heads[0], problem.q_len, heads[1], problem.head_dim), problem.dtype),
+        out_type=jax.ShapeDtypeStruct(shape, problem.dtype),
         **mosaic.grid_of(tile=pl.cdiv(problem.q_len, ROWS), row=heads[0] * heads[1]),
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_bwd_rounding",

@@ -109,7 +109,7 @@ class FusedSmem(NamedTuple):
         return (first, *(self.k_rest or (second,)))
 
     def with_keys_of(self, n: Index, slots: int) -> "FusedSmem":
-        """The same with the keys of work tile `n` of a block alone, where there are several slots."""
+        """These, with the keys of a block's work tile `n` alone."""
         if slots == 1:
             return self
         slot = ring_slot(n, slots)

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import dq_rounding, sm90_short
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, KeyTiling
@@ -55,15 +54,12 @@ def outputs(plan: "KeyPlan") -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct
     """dq, and the sums of the blocks' heads, which nothing has to read afterwards."""
     problem = plan.problem
     shape = problem.batch, problem.q_len, problem.q_heads, problem.head_dim
-    sums = _pieces(plan) * ROWS * sum(_widths(plan))
-    return (
-        jax.ShapeDtypeStruct(shape, problem.dtype),
-        jax.ShapeDtypeStruct((sums,), jnp.float32),
-    )
+    sums = jax.ShapeDtypeStruct((_parts(plan)[1],), jnp.float32)
+    return jax.ShapeDtypeStruct(shape, problem.dtype), sums
 
 
 class Turn(NamedTuple):
-    """Where a kv tile stands among those of its head that have steps."""
+    """The place of a kv tile among those of its head that have steps."""
 
     is_first: Predicate
     is_last: Predicate
@@ -84,35 +80,51 @@ def turn_of(ctx: KernelContext, batch: Index, tile: Index) -> Turn:
 
 
 class Share(NamedTuple):
-    """A tile of a warpgroup's share of the dQ of a query tile."""
+    """Columns of a part of a warpgroup's dQ of a query tile, where `exists`."""
 
-    number: Index  # its piece among those of its width: see `thread_pieces`
-    row: Index
-    column: Index
+    part: int
+    first: int  # column of the part
     width: int
+    number: Index  # its piece among those of its width: see `thread_pieces`
+    row: Index  # of dq, as `column`
+    column: Index
+    exists: Predicate
 
 
-def _widths(plan: "KeyPlan") -> tuple[int, ...]:
+def _parts(plan: "KeyPlan") -> tuple[list[tuple[int, int, int, int]], int]:
+    """Part, first column, number of columns, and first piece of that width, of each share of a
+    warpgroup; and the size of all pieces. Where warpgroups share the columns of dQ the second one
+    has only those up to the head dim.
+    """
     from pallas_attn.kernels.flash_bwd import dq_sum
 
-    return dq_sum.share_widths(plan)
-
-
-def _pieces(plan: "KeyPlan") -> int:
-    """Shares of all query tiles of a head, for each block."""
-    return plan.order.grid * plan.tiling.q_tiles * 2
+    pieces = plan.order.grid * plan.tiling.q_tiles * 2  # those of all query tiles, for each block
+    parts, size = list[tuple[int, int, int, int]](), 0
+    for part, width in enumerate(dq_sum.share_widths(plan)):
+        both = (
+            width
+            if plan.config.block_q > ROWS
+            else max(0, min(width, plan.problem.head_dim - width))
+        )
+        for first, count in ((0, both), (both, width - both)):
+            if count > 0:
+                start = pl.cdiv(size, ROWS * count)
+                parts.append((part, first, count, start))
+                size = (start + pieces) * ROWS * count
+    return parts, size
 
 
 def _shares(ctx: KernelContext, wg: Index, t: Index) -> list[Share]:
     plan = ctx.plan
     number = (lax.axis_index("block") * plan.tiling.q_tiles + t) * 2 + wg
-    shares, before = list[Share](), 0
     by_rows = plan.config.block_q > ROWS
-    for width in _widths(plan):
-        first = before * _pieces(plan) // width
-        row = (t * 2 + wg) * ROWS if by_rows else t * ROWS
-        column = jnp.int32(before) if by_rows else wg * width
-        shares.append(Share(number + first, row, column, width))
+    row, shares, before = (t * 2 + wg) * ROWS if by_rows else t * ROWS, list[Share](), 0
+    parts = _parts(plan)[0]
+    whole = sum(width for _, _, width, _ in parts)  # columns of a warpgroup
+    for part, first, width, start in parts:
+        column = jnp.int32(before) if by_rows else wg * whole + first
+        exists = column < plan.problem.head_dim
+        shares.append(Share(part, first, width, number + start, row, column, exists))
         before += width
     return shares
 
@@ -124,10 +136,13 @@ def add(
     are loaded behind a branch: on their way during the matmuls before they would be spilled.
     """
     plan, refs, _ = ctx
-    problem, exists = plan.problem, due.exists != 0
+    problem = plan.problem
     assert work.turn is not None
     is_first, is_last = work.turn
-    for share, dq in zip(_shares(ctx, wg, due.t), parts, strict=True):
+    for share in _shares(ctx, wg, due.t):
+        last = share.first + share.width
+        dq, exists = lax.slice(parts[share.part], (0, share.first), (ROWS, last)), due.exists != 0
+        exists = exists & share.exists
         goes_on = exists & jnp.logical_not(is_last)
         begins, adds = goes_on & is_first, goes_on & jnp.logical_not(is_first)
         thread_pieces.store(refs.dq_sums, share.number, dq, begins.astype(jnp.int32))

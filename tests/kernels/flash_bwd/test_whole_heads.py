@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import numpy as np
 import pytest
 
 from pallas_attn.kernels.flash_bwd import sm90 as kernel
@@ -15,6 +14,7 @@ from tests.support import mosaic
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 # Two blocks, of which one takes two of three heads.
+TWO = {"batch": 2, "q_heads": 2, "kv_heads": 2}
 THREE = {"batch": 1, "q_heads": 3, "kv_heads": 3}
 WHOLE = dataclasses.replace(SMALL, whole_heads=True, grid=2)
 ROWS = dataclasses.replace(WHOLE, block_q=128)
@@ -27,13 +27,30 @@ CASES = {
         dataclasses.replace(WHOLE, stages=3, dq_lag=1, kv_slots=2),
     ),
     "bias": (
-        sized(130, 200, 64, bias_shape=(1, 2, 130, 200), bias_dtype="bfloat16", batch=2, q_heads=2, kv_heads=2),
+        sized(
+            130,
+            200,
+            64,
+            bias_shape=(1, 2, 130, 200),
+            bias_dtype="bfloat16",
+            batch=2,
+            q_heads=2,
+            kv_heads=2,
+        ),
         dataclasses.replace(ROWS, stages=2),
     ),
     "bias_and_padding": (
         sized(
-            70, 520, 32, bias_shape=(2, 1, 70, 520), bias_dtype="bfloat16", batch=2, q_heads=2,
-            kv_heads=2, mask_shape=(2, 1, 1, 520), shown_keys=((140, 390), (130, 200)),
+            70,
+            520,
+            32,
+            bias_shape=(2, 1, 70, 520),
+            bias_dtype="bfloat16",
+            batch=2,
+            q_heads=2,
+            kv_heads=2,
+            mask_shape=(2, 1, 1, 520),
+            shown_keys=((140, 390), (130, 200)),
         ),
         ROWS,
     ),
@@ -86,5 +103,5 @@ def test_problems_of_whole_heads():
 
 
 def test_bits_repeat():
-    assert kernel.is_fused(dataclasses.replace(problem_of(CASES["rows"][0]), deterministic=True), ROWS)
-    assert np is not None
+    problem = dataclasses.replace(problem_of(CASES["rows"][0]), deterministic=True)
+    assert kernel.is_fused(problem, ROWS)
