@@ -74,7 +74,9 @@ def has_rest(plan: KeyPlan) -> bool:
 
 def staging(plan: KeyPlan) -> SmemRef:
     """Shared memory for `add`, or None."""
-    if is_split_by_rows(plan) or plan.config.whole_heads:
+    if plan.config.whole_heads:
+        return whole_heads.staging(plan)
+    if is_split_by_rows(plan):
         return None
     return mosaic.swizzled((WARPGROUPS, ROWS, *share_widths(plan)), jnp.float32, _swizzle(plan))
 
@@ -143,15 +145,14 @@ def add(
     """Adds a warpgroup's share to global memory."""
     plan, refs, smem = ctx
     if plan.config.whole_heads:
-        whole_heads.add(ctx, work, wg, step, parts)
-        return
+        return whole_heads.add(ctx, work, wg, step, *parts)
     if is_split_by_rows(plan):
         head = work.batch * plan.problem.q_heads + step.head
         number = (head * _q_tiles(plan) + step.t) * WARPGROUPS + wg
         for before, dq in zip(_columns_before(plan), parts, strict=True):
             first = before * _pieces(plan, plan.problem.batch) // dq.shape[1]
             mma_rowmajor.add(refs.dq, number + first if first else number, dq, step.exists)
-        return
+        return None
     (dq,), (columns,), rows = parts, share_widths(plan), ROWS
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     smem.dq[wg] = dq
@@ -159,6 +160,7 @@ def add(
     where = pl.ds(step.t * rows, rows), step.head, pl.ds(wg * columns, columns)
     to = refs.dq.at[work.batch, *where]
     plgpu.copy_smem_to_gmem(smem.dq.at[wg], to, step.exists != 0, reduction_op="add")
+    return None
 
 
 def zeros(plan: KeyPlan, batch: int) -> jax.Array:

@@ -89,7 +89,7 @@ class FusedSmem(NamedTuple):
     ds: tuple[Panels, ...]  # see `dq_sum.ds_scratch`
     dq: SmemRef
     row_stats: SmemRef  # lse and delta of the tiles of q and dO
-    row_numbers: SmemRef  # 0, 1, .. of a query tile
+    row_numbers: SmemRef  # 0, 1, .. of a query tile; None where no mask asks for them
     kv_ready: Barrier
     kv_free: Barrier
     q_ready: Barrier
@@ -100,6 +100,7 @@ class FusedSmem(NamedTuple):
     ds_free: Barrier
     claimed: Barrier = None  # barriers of `claims`, whose codes follow row_numbers
     bias: Panels = None  # [stages, ..], in the ring of q: `KeyPlan.bias_tiles`
+    sums_ready: Barrier = None  # `whole_heads.barriers`
 
     @property
     def k(self) -> Panels:
@@ -168,7 +169,9 @@ def scratch(plan: KeyPlan) -> FusedSmem:
         ds=dq_sum.ds_scratch(plan),
         dq=dq_sum.staging(plan),
         row_stats=plgpu.SMEM((2, stages, block), jnp.float32),
-        row_numbers=plgpu.SMEM((block + (claims.RING if takes_claims else 0),), jnp.int32),
+        row_numbers=None
+        if config.whole_heads
+        else plgpu.SMEM((block + (claims.RING if takes_claims else 0),), jnp.int32),
         kv_ready=barrier(
             num_arrivals=(qk.copies + has_rest + v.copies) * WARPGROUPS, num_barriers=slots
         ),
@@ -181,6 +184,7 @@ def scratch(plan: KeyPlan) -> FusedSmem:
         ds_free=barrier(num_arrivals=WARPGROUPS, num_barriers=2),
         claimed=claims.barriers() if takes_claims else None,
         bias=bias.scratch(stages) if bias else None,
+        sums_ready=whole_heads.barriers(plan),
     )
 
 
@@ -281,6 +285,8 @@ def _last_dq(ctx: KernelContext, work: KeyTile, wg: Index, due: PendingDq, count
         dq_sum.multiply(ctx, accs, slot, wg)
         return [acc[...] for acc in accs]
 
+    whole_heads.load_sums(ctx, work, wg, due)
+
     @pl.when(due.exists != 0)
     def _():
         plgpu.barrier_wait(ready)
@@ -368,6 +374,8 @@ class FusedStep(NamedTuple):
         if self.plan.bias_tiles is not None:
             tile = self.plan.bias_tiles.of_warpgroup(self.smem.bias, self.slot, self.wg)
             place = place._replace(in_smem={"bias": tile})
+        if self.smem.row_numbers is None:
+            return place
         return place._replace(numbers=self.smem.row_numbers.at[pl.ds(0, self.shape[1])])
 
     def row_statistic(self, ring: Ring) -> RegisterTile:
@@ -405,6 +413,7 @@ def _step(now: FusedStep, sums: KeyGradients) -> Sums:
     # computed before the loop and spilled.
     now = now._replace(wg=now.wg + mosaic.opaque_zero(now.own.count))
 
+    whole_heads.load_sums(now.ctx, now.work, now.wg, now.pending[0])
     order = _step_dq_first
     if not now.dq_comes_first:
         now.smem.q_ring.wait(now.slot)
@@ -631,6 +640,8 @@ def _consume(ctx: KernelContext, outs: KeyGradients, block_id: Index, wg: Index)
 
     @pl.when(wg == 0)
     def _():
+        if smem.row_numbers is None:
+            return
         block = plan.config.block_q
         numbers = plgpu.broadcasted_iota(jnp.int32, (block,), 0, layout=mosaic.COLUMN)
         smem.row_numbers[pl.ds(0, block)] = numbers

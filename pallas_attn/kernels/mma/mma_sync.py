@@ -343,7 +343,7 @@ def terms_of(p: Array, terms: int, dtype: Any) -> tuple[Array, ...]:
 def write(tile: Array, to: Ref, at: tuple[Any, ...]) -> None:
     """The first `live` rows of a tile, and as many columns as there are, to [B, rows, heads, dim].
 
-    `at`: (batch, head, first row, live), int32 scalars, and the first column, if it is not 0.
+    `at`: (batch, head, first row, live), int32 scalars.
     """
     _, length, heads, dim = to.shape
     dtype, shape = tile.dtype, tile.shape
@@ -352,31 +352,25 @@ def write(tile: Array, to: Ref, at: tuple[Any, ...]) -> None:
     def code(tile, to, at):
         thread = threads.Thread()
         warp, lane = warp_and_lane()
-        batch, head, first, live, *left = (Int(x.registers.item()) for x in at)
+        batch, head, first, live = (Int(x.registers.item()) for x in at)
         start = thread.to_int64(batch) * length + thread.to_int64(first)
         row = warp * 16 + lane // 4
         start = (start * heads + thread.to_int64(head)) * (dim // 2)
         start = start + thread.to_int64(row * (heads * dim // 2) + lane % 4)
-        for skipped in left:
-            start = start + thread.to_int64(skipped // 2)
         for n, register in enumerate(tile.registers.flat):
             half, column = n % 2, n // 2 % (shape[1] // 8) * 8
             down = n // 2 // (shape[1] // 8) * BLOCK + 8 * half
             if column < dim:
                 word = Int(llvm.bitcast(ir.IntegerType.get_signless(bits), register))
                 index = start + (down * (heads * dim // 2) + column // 2)
-                inside = row + down < live
-                for skipped in left:
-                    inside = inside & (skipped + column < dim)
-                thread.store(to, index, word, bits // 8, inside)
+                thread.store(to, index, word, bits // 8, row + down < live)
 
     def twin(tile, to, at):
-        batch, head, first, live, *left = map(int, at)
-        live, column = max(0, min(live, shape[0])), sum(left)
-        rows = to[batch, first : first + live, head, column : column + shape[1]]
-        rows[...] = tile[:live, : rows.shape[1]]
+        batch, head, first, live = map(int, at)
+        live = max(0, min(live, shape[0]))
+        to[batch, first : first + live, head] = tile[:live, :dim]
 
-    types = (mosaic.TILE, REF, (SCALAR,) * len(at))
+    types = (mosaic.TILE, REF, (SCALAR,) * 4)
     mosaic.inline(code, twin, (tile, to, tuple(at)), types, None)
 
 

@@ -8,7 +8,7 @@ from pallas_attn.kernels.flash_bwd import sm90 as kernel
 from pallas_attn.kernels.flash_bwd import whole_heads, work_order
 from pallas_attn.masks import CAUSAL
 from tests.kernels.flash_bwd.test_any_size import sized
-from tests.kernels.flash_bwd.test_flash_bwd import ONE, SMALL, check, problem_of
+from tests.kernels.flash_bwd.test_flash_bwd import SMALL, check, problem_of
 from tests.support import mosaic
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -16,50 +16,18 @@ pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 # Two blocks, of which one takes two of three heads.
 TWO = {"batch": 2, "q_heads": 2, "kv_heads": 2}
 THREE = {"batch": 1, "q_heads": 3, "kv_heads": 3}
-WHOLE = dataclasses.replace(SMALL, whole_heads=True, grid=2)
-ROWS = dataclasses.replace(WHOLE, block_q=128)
+ROWS = dataclasses.replace(SMALL, block_q=128, whole_heads=True, grid=2)
+SLOTS = dataclasses.replace(ROWS, kv_slots=2)
+BIAS = TWO | {"bias_dtype": "bfloat16"}
+PADDING = {"mask_shape": (2, 1, 1, 520), "shown_keys": ((140, 390), (130, 200))}
+HIDDEN = {"mask_shape": (1, 1, 1, 300), "shown_keys": ((0, 0),)}
 CASES = {
-    "rows": (sized(200, 300, 64, **THREE), dataclasses.replace(ROWS, kv_slots=2)),
-    "rows_of_two_swizzles": (sized(141, 150, 72, v_head_dim=24, dtype="float16", **ONE), ROWS),
-    "halves": (sized(77, 260, 40, softcap=20.0, sinks=True, **THREE), WHOLE),
-    "halves_with_rest": (
-        sized(141, 130, 72, **ONE),
-        dataclasses.replace(WHOLE, stages=3, dq_lag=1, kv_slots=2),
-    ),
-    "bias": (
-        sized(
-            130,
-            200,
-            64,
-            bias_shape=(1, 2, 130, 200),
-            bias_dtype="bfloat16",
-            batch=2,
-            q_heads=2,
-            kv_heads=2,
-        ),
-        dataclasses.replace(ROWS, stages=2),
-    ),
-    "bias_and_padding": (
-        sized(
-            70,
-            520,
-            32,
-            bias_shape=(2, 1, 70, 520),
-            bias_dtype="bfloat16",
-            batch=2,
-            q_heads=2,
-            kv_heads=2,
-            mask_shape=(2, 1, 1, 520),
-            shown_keys=((140, 390), (130, 200)),
-        ),
-        ROWS,
-    ),
-    "all_hidden": (
-        sized(70, 300, 64, **THREE, mask_shape=(1, 1, 1, 300), shown_keys=((0, 0),)),
-        WHOLE,
-    ),
-    "one_tile": (sized(70, 100, 64, **THREE), ROWS),
-    "halves_late": (sized(70, 130, 128, **ONE), dataclasses.replace(WHOLE, dq_lag=2)),
+    "two_slots": (sized(200, 300, 64, **THREE), SLOTS),
+    "softcap": (sized(77, 260, 40, softcap=20.0, sinks=True, **THREE), SLOTS),
+    "one_tile": (sized(150, 100, 64, v_head_dim=24, dtype="float16", **THREE), ROWS),
+    "bias": (sized(130, 200, 64, bias_shape=(1, 2, 130, 200), **BIAS), ROWS),
+    "bias_and_padding": (sized(70, 520, 32, bias_shape=(2, 1, 70, 520), **BIAS, **PADDING), SLOTS),
+    "all_hidden": (sized(70, 300, 64, **THREE, **HIDDEN), ROWS),
 }
 
 
@@ -87,12 +55,12 @@ def test_heads_of_blocks():
 
 
 def test_problems_of_whole_heads():
-    """Those whose kv tiles all meet all query tiles."""
+    """Every query meets every key that a mask of keys shows; head dims up to 64."""
     problem = problem_of(sized(577, 577, 64, **THREE))
-    assert whole_heads.takes(kernel.plan_of(problem, SMALL).tiling)
+    assert whole_heads.takes(kernel.plan_of(problem, ROWS).tiling)
     for changes in (
         {"kv_heads": 1},
-        {"head_dim": 136},
+        {"head_dim": 72},
         {"dtype": "float32"},
         {"arrays": ("kv_lengths",)},
         {"mask": CAUSAL},
@@ -103,5 +71,5 @@ def test_problems_of_whole_heads():
 
 
 def test_bits_repeat():
-    problem = dataclasses.replace(problem_of(CASES["rows"][0]), deterministic=True)
+    problem = dataclasses.replace(problem_of(CASES["two_slots"][0]), deterministic=True)
     assert kernel.is_fused(problem, ROWS)
