@@ -133,6 +133,7 @@ TEST_NARROW = "tests/kernels/prefill/test_prefill_narrow.py"
 TEST_FETCH = "tests/kernels/flash_fwd/test_fetch.py -k as_if_it_were_here"
 TEST_CLAIMS = "tests/kernels/flash_fwd/test_claims.py"
 TEST_SIZES = "tests/kernels/flash_bwd/test_any_size.py"
+TEST_WHOLE = "tests/kernels/flash_bwd/test_whole_heads.py"
 TEST_HEADS = "tests/kernels/flash_bwd/test_heads.py"
 TEST_ORDER = "tests/kernels/flash_bwd/test_work_order.py"
 TEST_SUMS = "tests/lm/test_kernels.py -k 'norm_over_devices or norm_waits'"
@@ -533,6 +534,24 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "        return self.j == self.first\n",
         "        return self.j == 0\n",
         f"{TEST_HEADS} -k 'test_heads_interpreted and bias_and_padding'",
+    ),
+    "sums_of_a_head_are_read_before_they_arrive": Fault(
+        f"{BWD}/whole_heads.py",
+        "        plgpu.barrier_wait(smem.sums_ready.at[wg])\n",
+        "",
+        f"{TEST_WHOLE} -k 'interpreted and two_slots'",
+    ),
+    "a_hidden_tile_ends_a_whole_head": Fault(
+        f"{BWD}/whole_heads.py",
+        "    return Turn(tile == 0, tile == last)\n",
+        "    return Turn(tile == 0, tile == kv_tiles - 1)\n",
+        f"{TEST_WHOLE} -k 'interpreted and bias_and_padding'",
+    ),
+    "keys_are_loaded_into_a_slot_in_use": Fault(
+        f"{BWD}/producer.py",
+        "pl.when(n > slots - 1)",
+        "pl.when(n > 2 * slots - 2)",
+        f"{TEST_WHOLE} -k 'interpreted and two_slots'",
     ),
     "panels_of_dq_lie_over_each_other": Fault(
         f"{BWD}/dq_sum.py",

@@ -99,10 +99,10 @@ class Config:
     @classmethod
     def default(cls, problem: AttentionProblem) -> "Config":
         """The Config of a problem that nobody tuned."""
-        if sm90_short.takes(problem):
-            return cls(short=True)
         if sm90_heads.takes(problem) and sm90_heads.is_faster(problem):
             return cls(heads=True)
+        if sm90_short.takes(problem):
+            return cls(short=True)
         if sm90_window.takes(problem):
             return cls(window=True)
         if is_wide(problem):

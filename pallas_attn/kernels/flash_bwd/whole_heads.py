@@ -84,24 +84,23 @@ def barriers(plan: "KeyPlan") -> Barrier | None:
 
 
 class Turn(NamedTuple):
-    """The place of a kv tile among those of its head that have steps."""
+    """The place of a kv tile in its head."""
 
     is_first: Predicate
-    is_last: Predicate
+    is_last: Predicate  # of those with a visible key
 
 
 def turn_of(ctx: KernelContext, batch: Index, tile: Index) -> Turn:
-    """The turn of kv tile `tile`. Of a head whose keys are all hidden tile 0 writes dq."""
+    """The turn of kv tile `tile`. The first tile of a head has steps even if its keys are hidden:
+    it begins the sums.
+    """
     kv_tiles, codes = ctx.plan.tiling.kv_tiles, ctx.refs.key_tiles
     if codes is None:
         return Turn(tile == 0, tile == kv_tiles - 1)
-    row = batch if codes.shape[0] > 1 else 0
-    first, last = jnp.int32(kv_tiles), jnp.int32(0)
-    for n in range(kv_tiles):
-        shows = codes[row, 0, n] > 0
-        first = jnp.where(shows & (first == kv_tiles), n, first)
-        last = jnp.where(shows, n, last)
-    return Turn(tile == jnp.where(first == kv_tiles, 0, first), tile == last)
+    row, last = batch if codes.shape[0] > 1 else 0, jnp.int32(0)
+    for n in range(1, kv_tiles):
+        last = jnp.where(codes[row, 0, n] > 0, n, last)
+    return Turn(tile == 0, tile == last)
 
 
 def _number(ctx: KernelContext, wg: Index, t: Index) -> Index:

@@ -111,7 +111,7 @@ def test_any_size_interpreted(name):
 # float32 where the kernel adds it up.
 COPIED = [
     (49, 49, 32, 32, 1, 0),
-    (77, 77, 64, 64, 1, 0),
+    (77, 77, 64, 64, 2, 0),
     (64, 49, 72, 72, 1, 0),
     (197, 197, 64, 64, 2, 0),
     (200, 384, 40, 24, 2, 0),
