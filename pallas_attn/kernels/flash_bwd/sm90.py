@@ -28,6 +28,7 @@ from pallas_attn.kernels.flash_bwd import (
     dq_sum,
     lockstep,
     operands,
+    query_chunks,
     sm90_dbias,
     sm90_dkdv,
     sm90_dq,
@@ -78,6 +79,7 @@ class Config:
     lockstep: bool = False  # blocks are at the same query tile, where `lockstep` applies
     claims: bool = False  # blocks claim work tiles, in `sm90_fused`
     kv_slots: int = 1  # work tiles whose keys are in shared memory, in `sm90_fused`
+    q_chunks: int = 1  # parts of the query rows that are batch rows: see `query_chunks`
     whole_heads: bool = False  # a block takes all keys of a head there: see `whole_heads`
 
     def __post_init__(self) -> None:
@@ -88,6 +90,7 @@ class Config:
             block_q=(self.block_q in blocks, "64 or 128, or, if it is not fused, 16 or 32"),
             stages=(self.stages >= 2, "at least 2"),
             kv_slots=(self.kv_slots in (1, 2), "1 or 2"),
+            q_chunks=(self.q_chunks >= 1, "at least 1"),
             l2_heads=(self.l2_heads >= 0, "at least 0"),
             grid=(self.grid >= 0, "at least 0"),
             dq_block_kv=(self.dq_block_kv in (32, 64, 128), "32, 64 or 128"),
@@ -192,6 +195,8 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
         keys, block_q = sm90_heads.KEYS if config.heads else ROWS, ROWS
     elif wide:
         keys = sm90_dkdv.KEYS
+    if config.q_chunks > 1 and not query_chunks.takes(problem, config.q_chunks):
+        raise ValueError(f"Config.q_chunks must be 1 for {problem}")
     tiling = KeyTiling(problem, keys, block_q)
     if config.whole_heads and (own_order or not whole_heads.takes(tiling)):
         raise ValueError(f"Config.whole_heads must be False for {problem}")
@@ -271,7 +276,12 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 
 def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
-    residuals, plan = Residuals(*residuals), plan_of(problem, config)
+    residuals = Residuals(*residuals)
+    if config.q_chunks > 1:
+        parts = query_chunks.split(residuals, problem, config.q_chunks)
+        grads = run(*parts, dataclasses.replace(config, q_chunks=1))
+        return query_chunks.joined(grads, problem)
+    plan = plan_of(problem, config)
     inputs = residuals.inputs
     if config.short or config.heads:
         return _by_one_launch(residuals, plan)

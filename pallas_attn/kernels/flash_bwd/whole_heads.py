@@ -38,7 +38,8 @@ def takes(tiling: KeyTiling) -> bool:
     problem = tiling.problem
     others = {"bias", "mask_array"} if tiling.reads_key_mask else {"bias"}
     arrays = tuple(name for name in problem.arrays if name not in others)
-    plain = sm90_short.is_plain(dataclasses.replace(problem, arrays=arrays))
+    share = problem.share if problem.arrays else 1
+    plain = sm90_short.is_plain(dataclasses.replace(problem, arrays=arrays, share=share))
     fits = max(problem.head_dim, problem.v_head_dim) <= ROWS and tiling.block_q == 2 * ROWS
     return plain and problem.mask.is_full and fits and min(problem.q_len, tiling.kv_tiles) > 0
 

@@ -27,6 +27,10 @@ CASES = {
     "one_tile": (sized(150, 100, 64, v_head_dim=24, dtype="float16", **THREE), ROWS),
     "bias": (sized(130, 200, 64, bias_shape=(1, 2, 130, 200), **BIAS), ROWS),
     "bias_and_padding": (sized(70, 520, 32, bias_shape=(2, 1, 70, 520), **BIAS, **PADDING), SLOTS),
+    "chunks": (
+        sized(258, 77, 40, batch=2, q_heads=1, kv_heads=1),
+        dataclasses.replace(ROWS, q_chunks=2, grid=3),
+    ),
     "all_hidden": (sized(70, 300, 64, **THREE, **HIDDEN), ROWS),
 }
 
