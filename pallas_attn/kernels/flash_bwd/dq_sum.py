@@ -183,6 +183,12 @@ def rounded(plan: KeyPlan, dq: jax.Array) -> jax.Array:
     return (dq * problem.scale).astype(problem.dtype)
 
 
+def pieces_of_head(plan: KeyPlan) -> tuple[int, int]:
+    """Shares of all query tiles of a head, and the columns of each, where they have one panel."""
+    (columns,) = qk_widths(plan)
+    return _q_tiles(plan) * WARPGROUPS, columns
+
+
 def _pieces(plan: KeyPlan, batch: int) -> int:
     """Shares of all query tiles, where each has rows of its own."""
     return batch * plan.problem.q_heads * _q_tiles(plan) * WARPGROUPS

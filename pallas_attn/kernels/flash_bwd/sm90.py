@@ -288,11 +288,15 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     dq_plan = _dq_plan(problem, config)
     # Whole tiles, of either size, and what is read of row statistics beyond the last.
     rows = tma_operands.round_up(problem.q_len + max(0, 32 - config.block_q), 2 * ROWS)
-    rows = max(rows, dq_plan.tiling.padded_rows)
+    others = problem.bias_shape is not None or problem.learned
+    if not is_fused(problem, config) or others:
+        rows = max(rows, dq_plan.tiling.padded_rows)
     if config.window:
         rows = sm90_window.padded_rows(problem)
-    stats = row_statistics(plan.exact, rows, residuals)
+    stats, zeros = _statistics(plan, rows, residuals)
     refs = operands.for_tma(plan, residuals, stats)
+    if zeros is not None:
+        refs = refs._replace(dq=zeros)
     dq, parts = None, list[Part]()
     if plan.key_sums:
         refs = refs._replace(aux_sums=jax.new_ref(aux_sums.zero_array(plan)))
@@ -315,6 +319,21 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     dv = dv[:, : problem.kv_len, :, : problem.v_head_dim]
     others = _others(residuals, problem, stats, operands.ordered_after(refs, dq), parts)
     return AttentionInputs(q=dq, k=dk, v=dv, **others)
+
+
+def _statistics(
+    plan: KeyPlan, rows: int, residuals: Residuals
+) -> tuple[RowStatistics, jax.Array | None]:
+    """The statistics of `rows` rows, and what `sm90_fused` adds dq up in, if both come from one
+    launch.
+    """
+    problem, config = plan.problem, plan.config
+    by_rows = is_fused(problem, config) and dq_sum.is_split_by_rows(plan)
+    if not by_rows or "q_lengths" in problem.arrays or len(dq_sum.qk_widths(plan)) > 1:
+        return row_statistics(plan.exact, rows, residuals), None
+    if config.whole_heads:
+        return statistics.of_rows(problem, rows, residuals), None
+    return statistics.with_zeros(problem, rows, residuals, dq_sum.pieces_of_head(plan))
 
 
 def _by_one_launch(residuals: Residuals, plan: KeyPlan) -> AttentionInputs:

@@ -679,7 +679,8 @@ def dq_dk_dv(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
     if plan.config.whole_heads:
         dk, dv, dq, _ = _launch(plan, _with_presets(KernelContext(plan, refs)))
         return Gradients(dq, dk, dv)
-    refs = refs._replace(dq=jax.new_ref(dq_sum.zeros(plan, refs.q.shape[0])))
+    zeros = dq_sum.zeros(plan, refs.q.shape[0]) if refs.dq is None else refs.dq
+    refs = refs._replace(dq=jax.new_ref(zeros))
     grads = dk_dv(plan, _with_presets(KernelContext(plan, refs)))
     return Gradients(dq_sum.rounded(plan, jax.freeze(refs.dq)), *grads)
 
