@@ -211,7 +211,6 @@ def test_pieces_are_read_in_the_order_in_which_they_were_written():
     shape, ref = (64, 80), np.zeros(3 * 64 * 80, np.float32)
     tile, held = numbers(shape), held_by((64, 80))
     evaluate(captured(thread_pieces.store, ref, np.int32(1), tile, np.int32(1)), held)
-    evaluate(captured(thread_pieces.order_before_copies), {})
     code = captured(thread_pieces.load, ref, np.int32(1), shape)
     np.testing.assert_array_equal(code.function.twin(*code.args), tile)
     got = evaluate(code, held)

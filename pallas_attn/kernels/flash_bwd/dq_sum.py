@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import dq_rounding, whole_heads
+from pallas_attn.kernels.flash_bwd import dq_rounding, one_key_tile
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.lang import mosaic, panels
@@ -74,8 +74,6 @@ def has_rest(plan: KeyPlan) -> bool:
 
 def staging(plan: KeyPlan) -> SmemRef:
     """Shared memory for `add`, or None."""
-    if plan.config.whole_heads:
-        return whole_heads.staging(plan)
     if is_split_by_rows(plan):
         return None
     return mosaic.swizzled((WARPGROUPS, ROWS, *share_widths(plan)), jnp.float32, _swizzle(plan))
@@ -144,8 +142,8 @@ def add(
 ) -> None:
     """Adds a warpgroup's share to global memory."""
     plan, refs, smem = ctx
-    if plan.config.whole_heads:
-        return whole_heads.add(ctx, work, wg, step, *parts)
+    if plan.config.one_key_tile:
+        return one_key_tile.write(ctx, work, wg, step, *parts)
     if is_split_by_rows(plan):
         head = work.batch * plan.problem.q_heads + step.head
         number = (head * _q_tiles(plan) + step.t) * WARPGROUPS + wg

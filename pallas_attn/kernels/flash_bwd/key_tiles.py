@@ -29,7 +29,6 @@ from pallas_attn.kernels.lang.types import Index, Layout, Predicate, RegisterTil
 from pallas_attn.masks import Mask
 
 if TYPE_CHECKING:
-    from pallas_attn.kernels.flash_bwd import whole_heads
     from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 
 
@@ -185,7 +184,6 @@ class KeyTile(NamedTuple):
     mask: Mask
     span: Span  # query tiles, or places in the list of them
     q_tiles: Any  # QTilesFrom, tile_lists.Listed or Run, or lockstep.DownOrUp: see `tile`
-    turn: "whole_heads.Turn | None" = None  # where blocks take whole heads
 
     @property
     def steps(self) -> Index:
@@ -226,13 +224,8 @@ def key_tile(ctx: KernelContext, code: Index) -> KeyTile:
     if plan.has("q_segment_ids"):
         span = span.within(Span(*(refs.segment_spans[batch, i, tile] for i in range(4))))
         span = span._replace(hi=jnp.maximum(span.lo, span.hi))
-    turn = None
-    if plan.order.whole_heads:
-        from pallas_attn.kernels.flash_bwd import whole_heads
-
-        turn = whole_heads.turn_of(ctx, batch, tile)
     if tiling.reads_key_mask:
-        span = _of_visible_keys(ctx, span, batch, tile, turn)
+        span = _of_visible_keys(ctx, span, batch, tile)
     elif plan.has("mask_array"):
         span = span._replace(full_lo=span.hi, full_hi=span.hi)
     kv_head = lax.rem(head, jnp.int32(problem.kv_heads))
@@ -246,19 +239,14 @@ def key_tile(ctx: KernelContext, code: Index) -> KeyTile:
     rotation: Index = 0
     if tiling.rotates:
         rotation = lax.div(tile * tiling.q_tiles, jnp.int32(tiling.kv_tiles))
-    return KeyTile(*where, span, QTilesFrom(span, rotation), turn)
+    return KeyTile(*where, span, QTilesFrom(span, rotation))
 
 
-def _of_visible_keys(
-    ctx: KernelContext, span: Span, batch: Index, tile: Index, turn: "whole_heads.Turn | None"
-) -> Span:
-    """The query tiles of keys: none where a mask hides all, unless they begin a head, and all
-    masked where it hides some.
-    """
+def _of_visible_keys(ctx: KernelContext, span: Span, batch: Index, tile: Index) -> Span:
+    """The query tiles of keys: none where a mask hides all, and all masked where it hides some."""
     codes = ctx.refs.key_tiles
     code = codes[batch if codes.shape[0] > 1 else 0, 0, tile]
-    has_steps = code > 0 if turn is None else (code > 0) | turn.is_first
-    hi, whole = jnp.where(has_steps, span.hi, span.lo), code == 2
+    hi, whole = jnp.where(code > 0, span.hi, span.lo), code == 2
     full_lo, full_hi = (jnp.where(whole, x, hi) for x in (span.full_lo, span.full_hi))
     return Span(span.lo, full_lo, full_hi, hi)
 

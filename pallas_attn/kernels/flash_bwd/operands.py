@@ -58,7 +58,7 @@ class BackwardRefs(NamedTuple):
     bias: GmemRef
     mask_array: GmemRef
     schedule: GmemRef  # int32[blocks, n]: see `work_order.schedule`
-    dq: GmemRef  # float32, added to, in the kernel's own layout; or dq: see `whole_heads`
+    dq: GmemRef  # float32, added to, in the kernel's own layout; or dq: see `one_key_tile`
     aux_sums: GmemRef = None  # float32[reads, B, K, padded keys, n], written: `aux_sums.zero_array`
     q_positions: GmemRef = None
     units: GmemRef = None  # float32[6, B, K]: see `bwd_float32.Units`; delta is in those of dS
@@ -68,7 +68,6 @@ class BackwardRefs(NamedTuple):
     counter: GmemRef = None  # int32[1], written: see `flash_fwd.claims`
     key_tiles: GmemRef = None  # int32[B|1, N|1, kv tiles]: see `key_masks.codes`
     key_spans: GmemRef = None  # int32[B|1, N|1, 4]: see `key_masks.spans`
-    dq_sums: GmemRef = None  # float32, the dQ of a head a block so far: see `whole_heads`
 
 
 class KeyGradients(NamedTuple):

@@ -27,6 +27,7 @@ from pallas_attn.kernels.flash_bwd import (
     aux_sums,
     dq_sum,
     lockstep,
+    one_key_tile,
     operands,
     query_chunks,
     sm90_dbias,
@@ -37,7 +38,6 @@ from pallas_attn.kernels.flash_bwd import (
     sm90_short,
     sm90_window,
     statistics,
-    whole_heads,
 )
 from pallas_attn.kernels.flash_bwd.aux_sums import Part
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
@@ -80,7 +80,7 @@ class Config:
     claims: bool = False  # blocks claim work tiles, in `sm90_fused`
     kv_slots: int = 1  # work tiles whose keys are in shared memory, in `sm90_fused`
     q_chunks: int = 1  # parts of the query rows that are batch rows: see `query_chunks`
-    whole_heads: bool = False  # a block takes all keys of a head there: see `whole_heads`
+    one_key_tile: bool = False  # `sm90_fused` writes dq itself, see `one_key_tile`
 
     def __post_init__(self) -> None:
         blocks = (64, 128) if self.fused else (16, 32, 64, 128)
@@ -112,6 +112,9 @@ class Config:
             return _in_order(problem, _two_kernels(problem))
         has_functions = problem.mask_program is not None or problem.score_program is not None
         config = cls(dq_stages=3, dq_lag=2, k_in_registers=not has_functions)
+        if one_key_tile.takes(problem):
+            chunks = query_chunks.default(problem)
+            return _with_slots(problem, cls(128, one_key_tile=True, q_chunks=chunks))
         if max(problem.head_dim, problem.v_head_dim) <= 64:
             config = cls(128, dq_stages=4, dq_warpgroups=3)
         # A float32 dq is set to 0 before and rounded after, which costs more than it saves where
@@ -124,7 +127,20 @@ class Config:
         config = dataclasses.replace(config, fused=fused)
         if fused and dq_sum.has_rest(plan_of(problem, config)):
             config = dataclasses.replace(config, stages=3, dq_lag=1)
-        return _in_order(problem, config)
+        return _with_slots(problem, _in_order(problem, config))
+
+
+def _with_slots(problem: AttentionProblem, config: Config) -> Config:
+    """`config`, with two slots for keys where they fit beside all else: the keys of a work tile are
+    loaded during the one before.
+    """
+    if not is_fused(problem, config) or config.block_q == ROWS:
+        return config
+    more = dataclasses.replace(config, kv_slots=2)
+    before, plan = plan_of(problem, config), plan_of(problem, more)
+    same = (before.bias_tiles, before.key_sums) == (plan.bias_tiles, plan.key_sums)
+    fits = sm90_fused.buffer_bytes(plan) + BARRIERS <= SMEM_LIMIT
+    return more if same and fits else config
 
 
 def _in_order(problem: AttentionProblem, config: Config) -> Config:
@@ -180,7 +196,7 @@ def own_kernel(config: Config) -> tuple[str, Any] | None:
 def is_fused(problem: AttentionProblem, config: Config) -> bool:
     """Whether `sm90_fused` adds up dq too."""
     apart = own_kernel(config) is not None or is_wide(problem)
-    scattered = problem.deterministic and not config.whole_heads
+    scattered = problem.deterministic and not config.one_key_tile
     return config.fused and not apart and not scattered
 
 
@@ -198,15 +214,15 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     if config.q_chunks > 1 and not query_chunks.takes(problem, config.q_chunks):
         raise ValueError(f"Config.q_chunks must be 1 for {problem}")
     tiling = KeyTiling(problem, keys, block_q)
-    if config.whole_heads and (own_order or not whole_heads.takes(tiling)):
-        raise ValueError(f"Config.whole_heads must be False for {problem}")
+    alone = config.fused and block_q == 2 * ROWS and one_key_tile.takes(problem)
+    if config.one_key_tile and (own_order or not alone):
+        raise ValueError(f"Config.one_key_tile must be False for {problem}")
     order = WorkOrder(
         tiling,
         blocks=config.grid,
         heads_together=config.l2_heads,
         lockstep=config.lockstep and own_order is None and lockstep.applies(tiling),
         claims=config.claims and not (own_order is not None or wide or tiling.is_listed),
-        whole_heads=config.whole_heads,
     )
     config = dataclasses.replace(config, block_q=block_q)
     halves = block_q == ROWS and is_fused(problem, config)
@@ -331,7 +347,7 @@ def _statistics(
     by_rows = is_fused(problem, config) and dq_sum.is_split_by_rows(plan)
     if not by_rows or "q_lengths" in problem.arrays or len(dq_sum.qk_widths(plan)) > 1:
         return row_statistics(plan.exact, rows, residuals), None
-    if config.whole_heads:
+    if config.one_key_tile:
         return statistics.of_rows(problem, rows, residuals), None
     return statistics.with_zeros(problem, rows, residuals, dq_sum.pieces_of_head(plan))
 

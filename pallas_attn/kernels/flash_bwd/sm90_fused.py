@@ -56,7 +56,7 @@ from jax import lax
 from pallas_attn.kernels.attention import score_mod
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import aux_sums, dq_sum, key_tiles, producer, whole_heads
+from pallas_attn.kernels.flash_bwd import aux_sums, dq_sum, key_tiles, one_key_tile, producer
 from pallas_attn.kernels.flash_bwd.dq_sum import WARPGROUPS, PendingDq
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, per_column
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, KeyGradients
@@ -89,7 +89,7 @@ class FusedSmem(NamedTuple):
     ds: tuple[Panels, ...]  # see `dq_sum.ds_scratch`
     dq: SmemRef
     row_stats: SmemRef  # lse and delta of the tiles of q and dO
-    row_numbers: SmemRef  # 0, 1, .. of a query tile; None where no mask asks for them
+    row_numbers: SmemRef  # 0, 1, .. of a query tile
     kv_ready: Barrier
     kv_free: Barrier
     q_ready: Barrier
@@ -100,7 +100,6 @@ class FusedSmem(NamedTuple):
     ds_free: Barrier
     claimed: Barrier = None  # barriers of `claims`, whose codes follow row_numbers
     bias: Panels = None  # [stages, ..], in the ring of q: `KeyPlan.bias_tiles`
-    sums_ready: Barrier = None  # `whole_heads.barriers`
 
     @property
     def k(self) -> Panels:
@@ -169,9 +168,7 @@ def scratch(plan: KeyPlan) -> FusedSmem:
         ds=dq_sum.ds_scratch(plan),
         dq=dq_sum.staging(plan),
         row_stats=plgpu.SMEM((2, stages, block), jnp.float32),
-        row_numbers=None
-        if config.whole_heads
-        else plgpu.SMEM((block + (claims.RING if takes_claims else 0),), jnp.int32),
+        row_numbers=plgpu.SMEM((block + (claims.RING if takes_claims else 0),), jnp.int32),
         kv_ready=barrier(
             num_arrivals=(qk.copies + has_rest + v.copies) * WARPGROUPS, num_barriers=slots
         ),
@@ -184,7 +181,6 @@ def scratch(plan: KeyPlan) -> FusedSmem:
         ds_free=barrier(num_arrivals=WARPGROUPS, num_barriers=2),
         claimed=claims.barriers() if takes_claims else None,
         bias=bias.scratch(stages) if bias else None,
-        sums_ready=whole_heads.barriers(plan),
     )
 
 
@@ -285,8 +281,6 @@ def _last_dq(ctx: KernelContext, work: KeyTile, wg: Index, due: PendingDq, count
         dq_sum.multiply(ctx, accs, slot, wg)
         return [acc[...] for acc in accs]
 
-    whole_heads.load_sums(ctx, work, wg, due)
-
     @pl.when(due.exists != 0)
     def _():
         plgpu.barrier_wait(ready)
@@ -321,7 +315,7 @@ def presets_accumulators(ctx: KernelContext) -> bool:
     with is read while other matmuls run, and subtracted by no instruction. Where logits are scores
     times a factor; query tiles of 128 gain nothing by it.
     """
-    plan, adds_dq = ctx.plan, ctx.plan.config.whole_heads or ctx.refs.dq is not None
+    plan, adds_dq = ctx.plan, ctx.plan.config.one_key_tile or ctx.refs.dq is not None
     return adds_dq and plan.config.block_q == ROWS and plan.logit_rules.unit is not None
 
 
@@ -374,8 +368,6 @@ class FusedStep(NamedTuple):
         if self.plan.bias_tiles is not None:
             tile = self.plan.bias_tiles.of_warpgroup(self.smem.bias, self.slot, self.wg)
             place = place._replace(in_smem={"bias": tile})
-        if self.smem.row_numbers is None:
-            return place
         return place._replace(numbers=self.smem.row_numbers.at[pl.ds(0, self.shape[1])])
 
     def row_statistic(self, ring: Ring) -> RegisterTile:
@@ -413,7 +405,6 @@ def _step(now: FusedStep, sums: KeyGradients) -> Sums:
     # computed before the loop and spilled.
     now = now._replace(wg=now.wg + mosaic.opaque_zero(now.own.count))
 
-    whole_heads.load_sums(now.ctx, now.work, now.wg, now.pending[0])
     order = _step_dq_first
     if not now.dq_comes_first:
         now.smem.q_ring.wait(now.slot)
@@ -640,8 +631,6 @@ def _consume(ctx: KernelContext, outs: KeyGradients, block_id: Index, wg: Index)
 
     @pl.when(wg == 0)
     def _():
-        if smem.row_numbers is None:
-            return
         block = plan.config.block_q
         numbers = plgpu.broadcasted_iota(jnp.int32, (block,), 0, layout=mosaic.COLUMN)
         smem.row_numbers[pl.ds(0, block)] = numbers
@@ -666,7 +655,7 @@ def _consume(ctx: KernelContext, outs: KeyGradients, block_id: Index, wg: Index)
 def _kernel(refs: BackwardRefs, *rest: Any, plan: KeyPlan) -> None:
     dk_ref, dv_ref, *of_dq, smem = rest
     if of_dq:
-        refs = refs._replace(dq=of_dq[0], dq_sums=of_dq[1])
+        refs = refs._replace(dq=of_dq[0])
     ctx = KernelContext(plan, refs, smem)
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
     produce = functools.partial(_produce, ctx, block_id)
@@ -676,8 +665,8 @@ def _kernel(refs: BackwardRefs, *rest: Any, plan: KeyPlan) -> None:
 
 def dq_dk_dv(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
     """dq, and dk and dv in the sizes of refs.k and refs.v."""
-    if plan.config.whole_heads:
-        dk, dv, dq, _ = _launch(plan, _with_presets(KernelContext(plan, refs)))
+    if plan.config.one_key_tile:
+        dk, dv, dq = _launch(plan, _with_presets(KernelContext(plan, refs)))
         return Gradients(dq, dk, dv)
     zeros = dq_sum.zeros(plan, refs.q.shape[0]) if refs.dq is None else refs.dq
     refs = refs._replace(dq=jax.new_ref(zeros))
@@ -699,12 +688,12 @@ def dk_dv(plan: KeyPlan, refs: BackwardRefs) -> KeyGradients:
 
 
 def _launch(plan: KeyPlan, refs: BackwardRefs) -> Any:
-    """dk, dv, and `whole_heads.outputs` where blocks take whole heads."""
+    """dk, dv, and dq where all keys are one tile."""
     outs = []
     for x in (refs.k, refs.v):  # a gradient for each batch row of q
         outs.append(jax.ShapeDtypeStruct((plan.problem.batch, *x.shape[1:]), x.dtype))
-    if plan.config.whole_heads:
-        outs += whole_heads.outputs(plan)
+    if plan.config.one_key_tile:
+        outs.append(one_key_tile.output(plan.problem))
     body, size = functools.partial(_kernel, plan=plan), (plan.order.grid, WARPGROUPS + 1)
     kernel = launch.persistent_kernel(body, "flash_bwd_sm90", tuple(outs), scratch(plan), size)
     return kernel(refs)

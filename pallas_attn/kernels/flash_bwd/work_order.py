@@ -29,7 +29,6 @@ class WorkOrder:
     heads_together: int = 0  # `l2_heads`; 0: chosen
     lockstep: bool = False
     claims: bool = False  # blocks claim work tiles
-    whole_heads: bool = False  # a block takes all kv tiles of a head, in order
     l2_bytes: int = L2_BYTES
 
     @property
@@ -56,8 +55,7 @@ class WorkOrder:
     @property
     def grid(self) -> int:
         """Blocks that are launched."""
-        most = self.heads if self.whole_heads else self.work_tiles
-        return min(self.blocks or most, most)
+        return min(self.blocks or self.work_tiles, self.work_tiles)
 
     @property
     def l2_heads(self) -> int:
@@ -122,10 +120,6 @@ def schedule(order: WorkOrder, offsets: tuple[int, ...] = ()) -> np.ndarray:
     `documents.schedule_by_rank`.
     """
     problem, tiling = order.problem, order.tiling
-    if order.whole_heads:
-        from pallas_attn.kernels.flash_bwd import whole_heads
-
-        return whole_heads.schedule(order)
     costs = np.full((max(1, len(offsets)), tiling.kv_tiles), WORK_TILE_OVERHEAD)
     lists = tile_lists.static(problem, *tiling.list_sizes)
     if lists is not None:

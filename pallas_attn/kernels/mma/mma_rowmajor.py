@@ -632,7 +632,7 @@ def add(ref: Any, number: Any, tile: Any, where: Any) -> None:
         if where:
             # warp, row / 8, row, 8 columns, 2 columns, column
             pieces = tile.reshape(4, 2, 8, -1, 4, 2).transpose(3, 0, 2, 4, 1, 5)
-            ref.reshape(-1, tile.size)[int(number)] += pieces.ravel()
+            ref[int(number) * tile.size :][: tile.size] += pieces.ravel()
 
     types = (REF, SCALAR, mosaic.TILE, SCALAR)
     mosaic.inline(code, twin, (ref, number, tile, where), types, None)

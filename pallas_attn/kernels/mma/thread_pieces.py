@@ -1,6 +1,6 @@
-"""Float32 tiles in an array in memory, each in a piece of its own, in the order in which threads
-of a warpgroup hold it: `mma_rowmajor.add` adds to a piece, `store` begins one, and `load` reads it.
-A thread reads and writes places of its own, so no other thread has to be waited for.
+"""Float32 tiles in a vector in global memory, each in a piece of its own, in the order in which the
+threads of a warpgroup hold it: `mma_rowmajor.add` adds to a piece, `store` begins one, `load` reads
+it.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_attn.kernels.lang import asm, mosaic, threads
 from pallas_attn.kernels.lang.thread_program import Int
-from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile, SmemRef
+from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile
 from pallas_attn.kernels.mma import mma_rowmajor
 from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR
 
@@ -38,13 +38,13 @@ def store(ref: GmemRef, number: Index, tile: RegisterTile, where: Index) -> None
 
     def twin(ref, number, tile, where):
         if where:
-            ref.reshape(-1, tile.size)[int(number)] = _pieces(tile)
+            ref[int(number) * tile.size :][: tile.size] = _pieces(tile)
 
     types = (REF, SCALAR, mosaic.TILE, SCALAR)
     mosaic.inline(code, twin, (ref, number, tile, where), types, None)
 
 
-def load(ref: GmemRef | SmemRef, number: Index, shape: tuple[int, int]) -> RegisterTile:
+def load(ref: GmemRef, number: Index, shape: tuple[int, int]) -> RegisterTile:
     """The tile in piece `number`."""
     size = shape[0] * shape[1]
 
@@ -58,23 +58,11 @@ def load(ref: GmemRef | SmemRef, number: Index, shape: tuple[int, int]) -> Regis
         return mma_rowmajor.tile_with(registers, shape)
 
     def twin(ref, number):
-        at = slice(int(number) * size, (int(number) + 1) * size)
-        held = ref[at] if len(ref.shape) == 1 else ref[int(number)]
+        held = ref[int(number) * size :][:size]
         return held.reshape(-1, 4, 8, 4, 2, 2).transpose(1, 4, 2, 0, 3, 5).reshape(shape)
 
     result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=mosaic.TILE)
     return mosaic.inline(code, twin, (ref, number), (REF, SCALAR), result)
-
-
-def order_before_copies() -> None:
-    """Pieces that this thread has written are there for a bulk copy that is issued after the next
-    barrier.
-    """
-
-    def code():
-        asm.do("fence.proxy.async.global;", [], "")
-
-    mosaic.inline(code, lambda: None, (), (), None)
 
 
 def _pieces(tile: Any) -> Any:
