@@ -6,7 +6,8 @@
 | the same, short sequences or masks, or bits that must repeat | `sm90_fused` | `sm90_dq` |
 | head dims above 128, or float32 | `sm90_dkdv` | `sm90_dq`, seven matmuls in all |
 | short causal windows, head dims up to 64 | `sm90_window` | `sm90_window` |
-| up to 128 queries and keys | `sm90_short` | `sm90_short` |
+| up to 128 keys, head dims up to 64 | `sm90_fused` | written there: `one_key_tile` |
+| up to 64 queries and keys; 128 of few heads or masked | `sm90_short` | `sm90_short` |
 | many heads whose dq fits in shared memory | `sm90_heads` | `sm90_heads` |
 
 After any of these, `sm90_dbias` makes the gradient of a bias and the sums for the gradients of a

@@ -652,7 +652,7 @@ def _consume(ctx: KernelContext, outs: KeyGradients, block_id: Index, wg: Index)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _kernel(refs: BackwardRefs, *rest: Any, plan: KeyPlan) -> None:
+def _kernel(refs: BackwardRefs, *rest: GmemRef, plan: KeyPlan) -> None:
     dk_ref, dv_ref, *of_dq, smem = rest
     if of_dq:
         refs = refs._replace(dq=of_dq[0])

@@ -3,8 +3,6 @@ threads of a warpgroup hold it: `mma_rowmajor.add` adds to a piece, `store` begi
 it.
 """
 
-from typing import Any
-
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
@@ -18,7 +16,7 @@ from pallas_attn.kernels.mma import mma_rowmajor
 from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR
 
 
-def _begin(ref: Any, number: Any, size: int) -> ir.Value:
+def _begin(ref: GmemRef, number: RegisterTile, size: int) -> ir.Value:
     """The address of a thread's first 16 bytes in piece `number` of `size` numbers."""
     thread = threads.Thread()
     start = thread.to_int64(Int(number.registers.item())) * (size // 4)
@@ -65,6 +63,6 @@ def load(ref: GmemRef, number: Index, shape: tuple[int, int]) -> RegisterTile:
     return mosaic.inline(code, twin, (ref, number), (REF, SCALAR), result)
 
 
-def _pieces(tile: Any) -> Any:
+def _pieces(tile: RegisterTile) -> RegisterTile:
     """The numbers of a tile in the order of threads, in NumPy."""
     return tile.reshape(4, 2, 8, -1, 4, 2).transpose(3, 0, 2, 4, 1, 5).ravel()
