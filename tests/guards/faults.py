@@ -133,6 +133,7 @@ TEST_NARROW = "tests/kernels/prefill/test_prefill_narrow.py"
 TEST_FETCH = "tests/kernels/flash_fwd/test_fetch.py -k as_if_it_were_here"
 TEST_CLAIMS = "tests/kernels/flash_fwd/test_claims.py"
 TEST_SIZES = "tests/kernels/flash_bwd/test_any_size.py"
+TEST_ONE_TILE = "tests/kernels/flash_bwd/test_one_key_tile.py"
 TEST_HEADS = "tests/kernels/flash_bwd/test_heads.py"
 TEST_ORDER = "tests/kernels/flash_bwd/test_work_order.py"
 TEST_SUMS = "tests/lm/test_kernels.py -k 'norm_over_devices or norm_waits'"
@@ -533,6 +534,24 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "        return self.j == self.first\n",
         "        return self.j == 0\n",
         f"{TEST_HEADS} -k 'test_heads_interpreted and bias_and_padding'",
+    ),
+    "dq_of_one_key_tile_is_written_to_the_rows_of_the_other_warpgroup": Fault(
+        f"{BWD}/one_key_tile.py",
+        "        row = (due.t * 2 + wg) * ROWS\n",
+        "        row = (due.t * 2 + 1 - wg) * ROWS\n",
+        f"{TEST_ONE_TILE} -k 'interpreted and chunks'",
+    ),
+    "dq_is_added_to_what_was_there": Fault(
+        f"{BWD}/statistics.py",
+        "(t < pieces).astype(jnp.int32)",
+        "(t < pieces - 1).astype(jnp.int32)",
+        f"{TEST_SIZES} -k 'test_any_size_interpreted and rows'",
+    ),
+    "keys_are_loaded_into_a_slot_in_use": Fault(
+        f"{BWD}/producer.py",
+        "pl.when(n > slots - 1)",
+        "pl.when(n > 2 * slots - 2)",
+        f"{TEST_ONE_TILE} -k 'interpreted and two_slots'",
     ),
     "panels_of_dq_lie_over_each_other": Fault(
         f"{BWD}/dq_sum.py",

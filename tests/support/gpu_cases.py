@@ -11,6 +11,7 @@ COLLECTED = pytest.StashKey[frozenset[str]]()  # all that pytest collected, befo
 
 _FWD = "tests/kernels/flash_fwd/test_flash_fwd.py::test_edges_on_the_gpu"
 _BWD = "tests/kernels/flash_bwd/test_flash_bwd.py::"
+_ONE_TILE = "tests/kernels/flash_bwd/test_one_key_tile.py::"
 _HEADS = "tests/kernels/flash_bwd/test_heads.py::"
 _SIZES = "tests/kernels/flash_bwd/test_any_size.py::"
 _AUX = "tests/kernels/flash_bwd/test_aux_gradients.py::"
@@ -78,6 +79,10 @@ QUICK: dict[str, tuple[str, ...]] = {
     "kernels/flash_bwd/sm90_heads.py": (
         f"{_HEADS}test_heads_on_the_gpu[heads_in_turn]",
         f"{_HEADS}test_heads_on_the_gpu[two_swizzles]",
+    ),
+    "kernels/flash_bwd/one_key_tile.py": (
+        f"{_ONE_TILE}test_on_the_gpu[chunks]",
+        f"{_ONE_TILE}test_on_the_gpu[two_slots]",
     ),
     "kernels/flash_bwd/statistics.py": (f"{_HEADS}test_heads_on_the_gpu[softcap]",),
     "kernels/flash_bwd/sm90_dbias.py": (f"{_BWD}test_edges_on_the_gpu[bias-True]",),

@@ -58,7 +58,7 @@ class BackwardRefs(NamedTuple):
     bias: GmemRef
     mask_array: GmemRef
     schedule: GmemRef  # int32[blocks, n]: see `work_order.schedule`
-    dq: GmemRef  # float32, added to, in the kernel's own layout
+    dq: GmemRef  # float32, added to, in the kernel's own layout; or dq: see `one_key_tile`
     aux_sums: GmemRef = None  # float32[reads, B, K, padded keys, n], written: `aux_sums.zero_array`
     q_positions: GmemRef = None
     units: GmemRef = None  # float32[6, B, K]: see `bwd_float32.Units`; delta is in those of dS

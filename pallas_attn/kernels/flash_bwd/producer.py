@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -54,7 +54,7 @@ class KeyPart(NamedTuple):
     name: str  # "k" or "v"
     first: int  # number of the first key in the work tile
     to: Panels
-    place: int  # in `to`
+    place: Any  # in `to`
     ready: Barrier
     column: int = 0  # the first
 
@@ -64,6 +64,7 @@ class KeyBuffers(NamedTuple):
 
     free: Barrier
     parts: Sequence[KeyPart]
+    slots: int = 1  # work tiles whose keys fit there: the first axis, if there are several
 
 
 def produce(ctx: KernelContext, block_id: Index, buffers: Sequence[KeyBuffers]) -> None:
@@ -149,8 +150,14 @@ def _load_q_tile(
 
 def _load_keys(ctx: KernelContext, buffers: Sequence[KeyBuffers], n: Index, work: KeyTile) -> None:
     """The keys of work tile n, when those of the one before are no longer in use."""
-    for free, parts in buffers:
-        pl.when(n > 0)(functools.partial(plgpu.barrier_wait, free))
+    for free, parts, slots in buffers:
+        if slots > 1:
+            slot = ring_slot(n, slots)
+            free = free.at[slot]
+            parts = [
+                part._replace(place=(slot, part.place), ready=part.ready.at[slot]) for part in parts
+            ]
+        pl.when(n > slots - 1)(functools.partial(plgpu.barrier_wait, free))
         for part in parts:
             _load_key_part(ctx, work, part)
 

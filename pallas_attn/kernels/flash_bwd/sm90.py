@@ -6,7 +6,8 @@
 | the same, short sequences or masks, or bits that must repeat | `sm90_fused` | `sm90_dq` |
 | head dims above 128, or float32 | `sm90_dkdv` | `sm90_dq`, seven matmuls in all |
 | short causal windows, head dims up to 64 | `sm90_window` | `sm90_window` |
-| up to 128 queries and keys | `sm90_short` | `sm90_short` |
+| up to 128 keys, head dims up to 64 | `sm90_fused` | written there: `one_key_tile` |
+| up to 64 queries and keys; 128 of few heads or masked | `sm90_short` | `sm90_short` |
 | many heads whose dq fits in shared memory | `sm90_heads` | `sm90_heads` |
 
 After any of these, `sm90_dbias` makes the gradient of a bias and the sums for the gradients of a
@@ -27,7 +28,9 @@ from pallas_attn.kernels.flash_bwd import (
     aux_sums,
     dq_sum,
     lockstep,
+    one_key_tile,
     operands,
+    query_chunks,
     sm90_dbias,
     sm90_dkdv,
     sm90_dq,
@@ -76,6 +79,9 @@ class Config:
     heads: bool = False  # dq, dk and dv by `sm90_heads`
     lockstep: bool = False  # blocks are at the same query tile, where `lockstep` applies
     claims: bool = False  # blocks claim work tiles, in `sm90_fused`
+    kv_slots: int = 1  # work tiles whose keys are in shared memory, in `sm90_fused`
+    q_chunks: int = 1  # parts of the query rows that are batch rows: see `query_chunks`
+    one_key_tile: bool = False  # `sm90_fused` writes dq itself, see `one_key_tile`
 
     def __post_init__(self) -> None:
         blocks = (64, 128) if self.fused else (16, 32, 64, 128)
@@ -84,6 +90,8 @@ class Config:
             self,
             block_q=(self.block_q in blocks, "64 or 128, or, if it is not fused, 16 or 32"),
             stages=(self.stages >= 2, "at least 2"),
+            kv_slots=(self.kv_slots in (1, 2), "1 or 2"),
+            q_chunks=(self.q_chunks >= 1, "at least 1"),
             l2_heads=(self.l2_heads >= 0, "at least 0"),
             grid=(self.grid >= 0, "at least 0"),
             dq_block_kv=(self.dq_block_kv in (32, 64, 128), "32, 64 or 128"),
@@ -95,16 +103,19 @@ class Config:
     @classmethod
     def default(cls, problem: AttentionProblem) -> "Config":
         """The Config of a problem that nobody tuned."""
-        if sm90_short.takes(problem):
-            return cls(short=True)
         if sm90_heads.takes(problem) and sm90_heads.is_faster(problem):
             return cls(heads=True)
+        if sm90_short.takes(problem):
+            return cls(short=True)
         if sm90_window.takes(problem):
             return cls(window=True)
         if is_wide(problem):
             return _in_order(problem, _two_kernels(problem))
         has_functions = problem.mask_program is not None or problem.score_program is not None
         config = cls(dq_stages=3, dq_lag=2, k_in_registers=not has_functions)
+        if one_key_tile.takes(problem):
+            chunks = query_chunks.default(problem)
+            return _with_slots(problem, cls(128, one_key_tile=True, q_chunks=chunks))
         if max(problem.head_dim, problem.v_head_dim) <= 64:
             config = cls(128, dq_stages=4, dq_warpgroups=3)
         # A float32 dq is set to 0 before and rounded after, which costs more than it saves where
@@ -117,7 +128,20 @@ class Config:
         config = dataclasses.replace(config, fused=fused)
         if fused and dq_sum.has_rest(plan_of(problem, config)):
             config = dataclasses.replace(config, stages=3, dq_lag=1)
-        return _in_order(problem, config)
+        return _with_slots(problem, _in_order(problem, config))
+
+
+def _with_slots(problem: AttentionProblem, config: Config) -> Config:
+    """`config`, with two slots for keys where they fit beside all else: the keys of a work tile are
+    loaded during the one before.
+    """
+    if not is_fused(problem, config) or config.block_q == ROWS:
+        return config
+    more = dataclasses.replace(config, kv_slots=2)
+    before, plan = plan_of(problem, config), plan_of(problem, more)
+    same = (before.bias_tiles, before.key_sums) == (plan.bias_tiles, plan.key_sums)
+    fits = sm90_fused.buffer_bytes(plan) + BARRIERS <= SMEM_LIMIT
+    return more if same and fits else config
 
 
 def _in_order(problem: AttentionProblem, config: Config) -> Config:
@@ -172,8 +196,9 @@ def own_kernel(config: Config) -> tuple[str, Any] | None:
 
 def is_fused(problem: AttentionProblem, config: Config) -> bool:
     """Whether `sm90_fused` adds up dq too."""
-    apart = own_kernel(config) is not None or is_wide(problem) or problem.deterministic
-    return config.fused and not apart
+    apart = own_kernel(config) is not None or is_wide(problem)
+    scattered = problem.deterministic and not config.one_key_tile
+    return config.fused and not apart and not scattered
 
 
 def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
@@ -187,7 +212,12 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
         keys, block_q = sm90_heads.KEYS if config.heads else ROWS, ROWS
     elif wide:
         keys = sm90_dkdv.KEYS
+    if config.q_chunks > 1 and not query_chunks.takes(problem, config.q_chunks):
+        raise ValueError(f"Config.q_chunks must be 1 for {problem}")
     tiling = KeyTiling(problem, keys, block_q)
+    alone = config.fused and block_q == 2 * ROWS and one_key_tile.takes(problem)
+    if config.one_key_tile and (own_order or not alone):
+        raise ValueError(f"Config.one_key_tile must be False for {problem}")
     order = WorkOrder(
         tiling,
         blocks=config.grid,
@@ -263,18 +293,27 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 
 def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
-    residuals, plan = Residuals(*residuals), plan_of(problem, config)
+    residuals = Residuals(*residuals)
+    if config.q_chunks > 1:
+        parts = query_chunks.split(residuals, problem, config.q_chunks)
+        grads = run(*parts, dataclasses.replace(config, q_chunks=1))
+        return query_chunks.joined(grads, problem)
+    plan = plan_of(problem, config)
     inputs = residuals.inputs
     if config.short or config.heads:
         return _by_one_launch(residuals, plan)
     dq_plan = _dq_plan(problem, config)
     # Whole tiles, of either size, and what is read of row statistics beyond the last.
     rows = tma_operands.round_up(problem.q_len + max(0, 32 - config.block_q), 2 * ROWS)
-    rows = max(rows, dq_plan.tiling.padded_rows)
+    others = problem.bias_shape is not None or problem.learned
+    if not is_fused(problem, config) or others:
+        rows = max(rows, dq_plan.tiling.padded_rows)
     if config.window:
         rows = sm90_window.padded_rows(problem)
-    stats = row_statistics(plan.exact, rows, residuals)
+    stats, zeros = _statistics(plan, rows, residuals)
     refs = operands.for_tma(plan, residuals, stats)
+    if zeros is not None:
+        refs = refs._replace(dq=zeros)
     dq, parts = None, list[Part]()
     if plan.key_sums:
         refs = refs._replace(aux_sums=jax.new_ref(aux_sums.zero_array(plan)))
@@ -297,6 +336,21 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     dv = dv[:, : problem.kv_len, :, : problem.v_head_dim]
     others = _others(residuals, problem, stats, operands.ordered_after(refs, dq), parts)
     return AttentionInputs(q=dq, k=dk, v=dv, **others)
+
+
+def _statistics(
+    plan: KeyPlan, rows: int, residuals: Residuals
+) -> tuple[RowStatistics, jax.Array | None]:
+    """The statistics of `rows` rows, and what `sm90_fused` adds dq up in, if both come from one
+    launch.
+    """
+    problem, config = plan.problem, plan.config
+    by_rows = is_fused(problem, config) and dq_sum.is_split_by_rows(plan)
+    if not by_rows or "q_lengths" in problem.arrays or len(dq_sum.qk_widths(plan)) > 1:
+        return row_statistics(plan.exact, rows, residuals), None
+    if config.one_key_tile:
+        return statistics.of_rows(problem, rows, residuals), None
+    return statistics.with_zeros(problem, rows, residuals, dq_sum.pieces_of_head(plan))
 
 
 def _by_one_launch(residuals: Residuals, plan: KeyPlan) -> AttentionInputs:
