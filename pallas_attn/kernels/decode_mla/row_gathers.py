@@ -104,6 +104,7 @@ def load(
     lag: int = LAG,
 ) -> Index:
     """As `producer.load`. `lag`: fewer where the ring has no more than a tile and so many blocks."""
+    lag = min(lag, len(list(copies_of(count))))
     layer = jnp.int32(0)
     if ctx.refs.layer is not None:
         layer = jnp.clip(ctx.refs.layer[0], 0, ctx.plan.layout.layers - 1)
