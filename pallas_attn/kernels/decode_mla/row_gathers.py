@@ -32,6 +32,7 @@ from pallas_attn.kernels.lang.types import Index, Layout, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import gathered_rows
 
 LAG = 2  # groups of copies that are under way when a block is handed over
+REGISTERS = 40, 152  # of the producer and of the scores in `sm90`
 
 
 def with_whole_tiles(plan: Plan) -> Plan:

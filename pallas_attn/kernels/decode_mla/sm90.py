@@ -599,14 +599,16 @@ def _kernel(refs: LatentRefs, outputs: Outputs, smem: LatentSmem, *, plan: Plan)
 
     @pl.when(wg == PRODUCER)
     def _():
-        plgpu.set_max_registers(40 if plan.layout.listed else 24, action="decrease")
+        loader = row_gathers.REGISTERS[0] if plan.layout.listed else 24
+        plgpu.set_max_registers(loader, action="decrease")
         producer.fill_table(ctx)
         plgpu.barrier_arrive(smem.table_ready)
         _load(ctx, block_id)
 
     @pl.when(wg == SCORES)
     def _():
-        plgpu.set_max_registers(152 if plan.layout.listed else 168, action="increase")
+        scorer = row_gathers.REGISTERS[1] if plan.layout.listed else 168
+        plgpu.set_max_registers(scorer, action="increase")
         plgpu.barrier_wait(smem.table_ready)
         _score(ctx, block_id)
 
