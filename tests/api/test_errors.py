@@ -781,6 +781,45 @@ DECODES |= {
             prefix=pa.Prefix(stacked(), z(2, dtype="int32")),
         )
     ),
+    **{
+        f"kv_indices: expected int32[2, 3, n] (n >= 1 positions a query row, -1 for none), got {got}": (
+            lambda x=x: pa.decode_attention(z(2, 3, 4, 8), stacked(), kv_indices=x)
+        )
+        for got, x in {
+            "int32[2, 3]": z(2, 3, dtype="int32"),
+            "int32[2, 3, 0]": z(2, 3, 0, dtype="int32"),
+            "float32[2, 3, 5]": z(2, 3, 5),
+            "str": "first",
+        }.items()
+    },
+    "kv_indices: expected None beside parents, which say what drafts see, got both; list the "
+    "ancestors of each draft in kv_indices instead": (
+        lambda: pa.decode_attention(
+            z(2, 1, 4, 8),
+            stacked(),
+            parents=z(2, 1, dtype="int32"),
+            kv_indices=z(2, 1, 5, dtype="int32"),
+        )
+    ),
+    "kv_indices: expected None beside a cache whose rows are split over devices, got both; use a "
+    "cache without context": (
+        lambda: over_a_whole_cache(
+            lambda cache: pa.decode_attention(
+                z(2, 1, 4, 8), cache, kv_indices=z(2, 1, 5, dtype="int32")
+            )
+        )()
+    ),
+    **{
+        f"{name}: expected None beside kv_indices, got both; pass one of them": (
+            lambda name=name, x=x: pa.decode_attention(
+                z(2, 1, 4, 8), paged(), kv_indices=z(2, 1, 5, dtype="int32"), **{name: x()}
+            )
+        )
+        for name, x in {
+            "prefix": lambda: pa.Prefix(stacked(), z(2, dtype="int32")),
+            "shared_prefixes": lambda: paged().shared_prefixes(),
+        }.items()
+    },
     "parents: expected int32[2, 1] (one a draft) or a DraftTree of them, got int32[2]": (
         lambda: pa.decode_attention(z(2, 1, 4, 8), stacked(), parents=z(2, dtype="int32"))
     ),

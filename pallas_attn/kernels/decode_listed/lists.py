@@ -162,7 +162,7 @@ def _lists(inputs: DecodeInputs, problem: DecodeProblem) -> Lists:
         key = key % slab_rows
     rows = jnp.where(seen, slab * slab_rows + key, -1)
     entry = jnp.arange(1, n + 1, dtype=jnp.int32)
-    lengths = jnp.where(rows >= 0, entry, 0).max(axis=1)
+    lengths = jnp.where(rows >= 0, entry[None], 0).max(axis=1)
     lost = _lost(inputs, problem)[owner] & owned
     return Lists(rows, jnp.where(lost, n + 1, lengths))
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn import CAUSAL, FULL, sliding_window
+from pallas_attn import FULL, sliding_window
 from pallas_attn._call import reference
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
-from tests.support import decode_cases, in_numpy, mosaic
+from tests.support import builds, decode_cases, in_numpy, mosaic, subjects
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -47,7 +47,9 @@ class Case(decode_cases.Case):
             inputs = inputs._replace(q=jnp.asarray(q, inputs.q.dtype), starts=starts)
         inputs = inputs._replace(v_cache=None) if self.latent else inputs
         indices = rng.integers(-20, max(self.lengths) + 20, (*rows, self.listed))
-        indices = np.where(rng.random(indices.shape) < 0.1, rng.choice(NONE, indices.shape), indices)
+        indices = np.where(
+            rng.random(indices.shape) < 0.1, rng.choice(NONE, indices.shape), indices
+        )
         indices[..., -3:] = indices[..., :3]  # listed twice
         indices[-1:] = np.where(np.arange(self.listed) < self.listed // 3, indices[-1:], -1)
         inputs = inputs._replace(kv_indices=jnp.asarray(indices.astype(np.int32)))
@@ -175,6 +177,14 @@ INTERPRETED = {
         Case("stacked", (200, 77), listed=200, batch_invariant=True, **LATENT),
         {"stages": 2, "grid": 3, "split_tiles": 2},
     ),
+    "latent_float16": (
+        "latent_sm90", Case("stacked", (100,), listed=66, dtype="float16", **LATENT), {"grid": 2}
+    ),
+    "packed_float32": (
+        "sm90",
+        Case("paged", (60, 30), listed=40, dtype="float32", starts=(0, 2, 3), softcap=3.0),
+        {"grid": 2},
+    ),
     "latent_threads": ("latent_sm80", Case("paged", (200, 40), listed=70, **LATENT), SMALL),
 }  # fmt: skip
 
@@ -194,6 +204,44 @@ def test_reference(name):
     result = in_numpy.call(functools.partial(reference.decode_listed, problem=case.problem), inputs)
     for one, other, budget in zip(result, wanted(case, inputs), (0.01, 1e-5), strict=True):
         decode_cases.close(one, other, budget, budget)
+
+
+@pytest.mark.parametrize("subject", subjects.rows("decode"))
+@pytest.mark.parametrize("kind, dtype", [("paged", "int8"), ("stacked", "bfloat16")])
+def test_all_positions_in_any_order_are_plain_attention(rng, subject, kind, dtype):
+    """Of one token without t, too; by the call that a user makes."""
+    sizes = {"kv_heads": 2, "head_dim": 64, "dtype": dtype}
+    cache = pa.StackedCache.create(2, 40, **sizes)
+    if kind == "paged":
+        cache = pa.PagedCache.create(2, 10, 8, capacity=40, **sizes)
+    k, v, q = (
+        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+        for shape in ((2, 33, 2, 64), (2, 33, 2, 64), (2, 4, 64))
+    )
+    cache = in_numpy.call(pa.append_kv, cache, k, v)
+    indices = np.stack([rng.permutation(40), rng.permutation(40)]).astype(np.int32)
+    plain, listed = (
+        subject.call(pa.decode_attention_with_lse, q, cache, **more)
+        for more in ({}, {"kv_indices": jnp.asarray(indices)})
+    )
+    for one, other, budget in zip(listed, plain, (0.02, 1e-4), strict=True):
+        assert one.shape == other.shape
+        decode_cases.close(one, other, budget, budget)
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize(
+    "name, copies",
+    [("decode_listed/latent_sm90/heads128", 0), ("decode_listed/latent_sm90/heads16", 0)],
+)
+def test_machine_code(name, copies):
+    """One launch after XLA has made the lists; a few scalars are spilled."""
+    build = builds.BUILDS[name]
+    report = mosaic.compile_for(build.call, *build.shapes, target=build.target)
+    assert (report.launches, report.copies) == (1, copies)
+    assert report.spill_bytes <= (256 if "128" in name else 0)
+    assert not {"C7510", "C7511", "C7512", "C7513"} & set(report.notes)
 
 
 @pytest.mark.gpu
