@@ -782,9 +782,8 @@ DECODES |= {
         )
     ),
     **{
-        f"kv_indices: expected int32[2, 3, n] (n >= 1 positions a query row, -1 for none), got {got}": (
-            lambda x=x: pa.decode_attention(z(2, 3, 4, 8), stacked(), kv_indices=x)
-        )
+        "kv_indices: expected int32[2, 3, n] (n >= 1 positions a query row, -1 for none), got "
+        f"{got}": (lambda x=x: pa.decode_attention(z(2, 3, 4, 8), stacked(), kv_indices=x))
         for got, x in {
             "int32[2, 3]": z(2, 3, dtype="int32"),
             "int32[2, 3, 0]": z(2, 3, 0, dtype="int32"),

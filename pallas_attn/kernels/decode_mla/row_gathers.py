@@ -1,5 +1,5 @@
-"""Rows of a latent cache that a list names (`cache_layout.Listed`), on their way to shared memory: in
-place of `producer.load`, which copies rows that lie together by TMA.
+"""Rows of a latent cache that a list names (`cache_layout.Listed`), on their way to shared memory:
+in place of `producer.load`, which copies rows that lie together by TMA.
 
 The threads of the producer copy rows by cp.async, a tile in the same blocks of columns, a group of
 copies each. A block is handed over when the group is there and `LAG` later ones have been issued:
@@ -32,7 +32,7 @@ from pallas_attn.kernels.lang.types import Index, Layout, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import gathered_rows
 
 LAG = 2  # groups of copies that are under way when a block is handed over
-REGISTERS = 40, 152  # of the producer and of the scores in `sm90`
+REGISTERS = 40, 152  # registers of a thread of `sm90`: producer, scores
 
 
 def with_whole_tiles(plan: Plan) -> Plan:
@@ -104,7 +104,9 @@ def load(
     copies_of: Callable[[Index], Iterable[Copy]],
     lag: int = LAG,
 ) -> Index:
-    """As `producer.load`. `lag`: fewer where the ring has no more than a tile and so many blocks."""
+    """Issues the copies of all tiles of a work, as `producer.load` does. `lag`: fewer than `LAG`
+    where the ring has room for no more than a tile and so many blocks.
+    """
     lag = min(lag, len(list(copies_of(count))))
     layer = jnp.int32(0)
     if ctx.refs.layer is not None:

@@ -31,7 +31,7 @@ class Layer(NamedTuple):
     rows: int
 
 
-def row_of(thread: Any, n: int) -> Any:
+def row_of(thread: threads.Thread, n: int) -> Index:
     """The n-th row of a tile of which a thread copies some, for n below `EACH`."""
     return thread.index // ACROSS + n * AT_ONCE
 

@@ -1,5 +1,5 @@
-"""Attention to the positions that `kv_indices` lists: the reference and every kernel against loops in
-NumPy, with any int32 for a position and NaN in all rows that no list names.
+"""Attention to the positions that `kv_indices` lists: the reference and every kernel against loops
+in NumPy, with any int32 for a position and NaN in all rows that no list names.
 """
 
 import dataclasses
@@ -131,8 +131,8 @@ def check(case: Case, module: str, seed: int = 0, **config: Any) -> None:
     on_gpu = jax.default_backend() == "gpu"
     result = jax.jit(run)(inputs) if on_gpu else in_numpy.call(run, inputs)
     step = 2 * float(jnp.finfo(case.dtype).eps)
-    for one, other, budget in zip(result, wanted(case, inputs), (step, 1e-5), strict=True):
-        decode_cases.close(one, other, budget, budget)
+    for got, other, budget in zip(result, wanted(case, inputs), (step, 1e-5), strict=True):
+        decode_cases.close(got, other, budget, budget)
 
 
 LATENT = {"latent": True, "kv_heads": 1, "head_dim": 192, "v_head_dim": 128}
@@ -140,7 +140,9 @@ SMALL = {"stages": 2, "grid": 3}
 INTERPRETED = {
     "pages": ("sm90", Case("paged", (5, 130, 0)), {"grid": 3}),
     "packed_layers": (
-        "sm90", Case("stacked", (100, 300, 9), layers=2, starts=(1, 3, 4, 9), mask=FULL), {"grid": 2}
+        "sm90",
+        Case("stacked", (100, 300, 9), layers=2, starts=(1, 3, 4, 9), mask=FULL),
+        {"grid": 2},
     ),
     "threads": ("sm80", Case("paged", (70, 130), q_len=3, mask=sliding_window(50)), SMALL),
     "latent_pages": (
@@ -202,14 +204,14 @@ def test_reference(name):
     _, case, _ = INTERPRETED[name]
     inputs = case.inputs(0, np.nan)
     result = in_numpy.call(functools.partial(reference.decode_listed, problem=case.problem), inputs)
-    for one, other, budget in zip(result, wanted(case, inputs), (0.01, 1e-5), strict=True):
-        decode_cases.close(one, other, budget, budget)
+    for got, other, budget in zip(result, wanted(case, inputs), (0.01, 1e-5), strict=True):
+        decode_cases.close(got, other, budget, budget)
 
 
 @pytest.mark.parametrize("subject", subjects.rows("decode"))
 @pytest.mark.parametrize("kind, dtype", [("paged", "int8"), ("stacked", "bfloat16")])
 def test_all_positions_in_any_order_are_plain_attention(rng, subject, kind, dtype):
-    """Of one token without t, too; by the call that a user makes."""
+    """The call that a user makes, for a token without t."""
     sizes = {"kv_heads": 2, "head_dim": 64, "dtype": dtype}
     cache = pa.StackedCache.create(2, 40, **sizes)
     if kind == "paged":
@@ -224,9 +226,9 @@ def test_all_positions_in_any_order_are_plain_attention(rng, subject, kind, dtyp
         subject.call(pa.decode_attention_with_lse, q, cache, **more)
         for more in ({}, {"kv_indices": jnp.asarray(indices)})
     )
-    for one, other, budget in zip(listed, plain, (0.02, 1e-4), strict=True):
-        assert one.shape == other.shape
-        decode_cases.close(one, other, budget, budget)
+    for got, other, budget in zip(listed, plain, (0.02, 1e-4), strict=True):
+        assert got.shape == other.shape
+        decode_cases.close(got, other, budget, budget)
 
 
 @pytest.mark.machine_code
