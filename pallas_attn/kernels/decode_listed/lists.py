@@ -23,6 +23,7 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.decode import no_rows
 from pallas_attn.kernels.lang.types import KernelConfig
+from pallas_attn.kernels.mma.gathered_rows import TILE
 from pallas_attn.masks import FULL
 
 Array = jax.Array
@@ -46,7 +47,7 @@ def kernel_with(base: Kernel, *, fills: bool) -> Kernel:
             return cls(base.config.default(_first_launch(problem, fills)))
 
     def limit(problem: DecodeProblem) -> Limit | None:
-        return _limit(problem) or base.limit(_of_rows(problem, 1, fills))
+        return _limit(problem, fills) or base.limit(_of_rows(problem, 1, fills))
 
     def smem_bytes(problem: DecodeProblem, config: Config) -> int:
         return base.smem_bytes(_first_launch(problem, fills), config.of_lists)
@@ -60,7 +61,7 @@ def kernel_with(base: Kernel, *, fills: bool) -> Kernel:
     return Kernel(Config, limit, smem_bytes, run)
 
 
-def _limit(problem: DecodeProblem) -> Limit | None:
+def _limit(problem: DecodeProblem, fills: bool) -> Limit | None:
     """Why rows cannot be listed, or None."""
     if cache_layout.layout_of(problem).separate:
         return Limit("kv_indices over separate arrays", "use a StackedCache or a PagedCache")
@@ -72,7 +73,7 @@ def _limit(problem: DecodeProblem) -> Limit | None:
     slabs, slab_rows = _slabs(problem)
     if (problem.layers or 1) * slabs * slab_rows >= 2**31:
         return Limit("it counts the rows of a cache in 32 bits", "split the layers")
-    if _count(problem) * problem.q_heads * (_entries(problem) // 64 + 1) >= 2**31:
+    if _count(problem) * problem.q_heads * (_entries(problem, fills) // 64 + 1) >= 2**31:
         return Limit("it counts tiles of lists in 32 bits", "split the rows over several calls")
     return None
 
@@ -89,10 +90,10 @@ def _count(problem: DecodeProblem) -> int:
     return problem.sequences * problem.q_len if problem.tokens is None else problem.tokens
 
 
-def _entries(problem: DecodeProblem) -> int:
-    """Entries of a list."""
+def _entries(problem: DecodeProblem, fills: bool) -> int:
+    """Entries of a list; of one that is taken as it is, whole tiles."""
     assert problem.listed is not None
-    return problem.listed
+    return problem.listed if fills else -(-problem.listed // TILE) * TILE
 
 
 def _first_launch(problem: DecodeProblem, fills: bool) -> DecodeProblem:
@@ -109,11 +110,11 @@ def _of_rows(problem: DecodeProblem, rows: int, fills: bool) -> DecodeProblem:
         sequences=rows,
         q_len=1,
         tokens=None,
-        capacities=(_entries(problem),) * rows,
+        capacities=(_entries(problem, fills),) * rows,
         mask=FULL,
         page_size=slab_rows,
         pages=slabs,
-        mask_program=_names_a_row(rows, _entries(problem)) if fills else None,
+        mask_program=_names_a_row(rows, _entries(problem, fills)) if fills else None,
         listed=None,
     )
 
@@ -128,12 +129,12 @@ def _names_a_row(rows: int, entries: int) -> Program:
 class Lists(NamedTuple):
     """The lists of all query rows."""
 
-    rows: Array  # int32[R, n]: rows of the layer, -1 for none
-    lengths: Array  # int32[R]: entries up to the last row; more than n where rows were lost
+    rows: Array  # int32[R, entries]: rows of the layer, -1 for none
+    lengths: Array  # int32[R]: entries up to the last row; more than all where rows were lost
 
 
-def _lists(inputs: DecodeInputs, problem: DecodeProblem) -> Lists:
-    length, n = inputs.lengths, _entries(problem)
+def _lists(inputs: DecodeInputs, problem: DecodeProblem, fills: bool) -> Lists:
+    length, n = inputs.lengths, _entries(problem, fills)
     at = jnp.arange(_count(problem), dtype=jnp.int32)
     last = problem.sequences - 1
     if inputs.starts is None:
@@ -146,7 +147,9 @@ def _lists(inputs: DecodeInputs, problem: DecodeProblem) -> Lists:
         owner = jnp.clip(owner, 0, last)
         position = length[owner] - (inputs.starts[owner + 1] - at)
     assert inputs.kv_indices is not None
-    key = inputs.kv_indices.reshape(at.size, n)
+    key = inputs.kv_indices.reshape(at.size, -1)
+    if n > key.shape[1]:
+        key = jnp.pad(key, ((0, 0), (0, n - key.shape[1])), constant_values=-1)
     # No query sees beyond its sequence's capacity: those that are longer are lost.
     end = jnp.minimum(length, max(problem.capacities))[owner][:, None]
     seen = (key >= 0) & (key < end) & owned[:, None]
@@ -185,7 +188,7 @@ def _lost(inputs: DecodeInputs, problem: DecodeProblem) -> Array:
 
 def _run(launch, inputs: DecodeInputs, problem: DecodeProblem, fills: bool) -> tuple[Array, Array]:
     """out and lse of the call, by as many launches as it takes."""
-    rows, lengths = _lists(inputs, problem)
+    rows, lengths = _lists(inputs, problem, fills)
     q, count = inputs.q.reshape(-1, 1, *inputs.q.shape[-2:]), _count(problem)
     table, aux = rows, ()
     if fills:

@@ -4,17 +4,18 @@ in place of `producer.load`, which copies rows that lie together by TMA.
 The threads of the producer copy rows by cp.async, a tile in the same blocks of columns, a group of
 copies each. A block is handed over when the group is there and `LAG` later ones have been issued:
 the copies of a few blocks are always under way. Each thread copies parts of four rows of a tile; it
-looks their numbers up while the tile before is on its way.
+looks their numbers up while the tile before is copied, and has the rows brought to L2: what is on
+its way to shared memory is too little to hide the latency of memory.
 
 An entry of a list that names no row is copied as zeros, and `holes` keeps consumers from counting
-it. Lists have room for equally many entries, so the scheduler needs no table of lengths in shared
+it. Lists are whole tiles long, and equally long, so the scheduler needs no table of lengths in shared
 memory: a launch takes any number of lists.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -28,11 +29,17 @@ from pallas_attn.kernels.decode.scheduler import Table, WorkTile
 from pallas_attn.kernels.decode_mla.producer import TILE, Copy, RingBlock
 from pallas_attn.kernels.lang import mosaic, thread_program, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
-from pallas_attn.kernels.lang.types import Index, Layout, RegisterTile, SmemRef
+from pallas_attn.kernels.lang.types import (
+    Index,
+    Layout,
+    Predicate,
+    RegisterTile,
+    SmemRef,
+)
 from pallas_attn.kernels.mma import gathered_rows
 
 LAG = 2  # groups of copies that are under way when a block is handed over
-REGISTERS = 40, 152  # registers of a thread of `sm90`: producer, scores
+REGISTERS = 56, 136  # registers of a thread of `sm90`: producer, scores
 
 
 def with_whole_tiles(plan: Plan) -> Plan:
@@ -102,6 +109,7 @@ def load(
     work: WorkTile,
     count: Index,
     copies_of: Callable[[Index], Iterable[Copy]],
+    prefetches: Callable[[Index], Predicate] | None = None,
     lag: int = LAG,
 ) -> Index:
     """Issues the copies of all tiles of a work, as `producer.load` does. `lag`: fewer than `LAG`
@@ -115,6 +123,7 @@ def load(
 
     def one_tile(tile, carry):
         count, rows = carry
+        following, wanted = look_up(ctx, work, tile + 1), tile + 1 < work.end
         before, copies = list(copies_of(count - 1)), list(copies_of(count))
         pl.when(tile == work.tile + 2)(functools.partial(_hand_over_last, before, lag))
         for number, copy in enumerate(copies):
@@ -129,7 +138,10 @@ def load(
                 later = (tile > work.tile) & (tile != work.tile + 2)
                 to = before[len(before) - lag + number].to
                 pl.when(later)(functools.partial(_hand_over, to, lag))
-        return count + 1, look_up(ctx, work, tile + 1)
+            if number == 1 and prefetches is not None:
+                prefetch = functools.partial(gathered_rows.prefetch, ctx.refs.kv, layer, following)
+                pl.when(wanted & prefetches(tile + 1))(prefetch)
+        return count + 1, following
 
     start = count, look_up(ctx, work, work.tile)
     count, _ = lax.fori_loop(work.tile, work.end, one_tile, start)
@@ -158,8 +170,11 @@ class _Tile(NamedTuple):
 
 
 def look_up(ctx: KernelContext, work: WorkTile, tile: Index) -> list[RegisterTile]:
-    """int32[128] a row of which a thread copies some: where it lies in its layer, or -1."""
-    at = _Tile(work.sequence, tile * TILE)
+    """int32[128] a row of which a thread copies some: the entry of the list. Past the last tile it
+    is any of them.
+    """
+    last = ctx.plan.layout.entries - TILE
+    at = _Tile(work.sequence, jnp.minimum(tile * TILE, last))
 
     def row(n: int) -> RegisterTile:
         program = thread_program.in_context(_row_number, ctx.plan, n=n)
@@ -170,12 +185,8 @@ def look_up(ctx: KernelContext, work: WorkTile, tile: Index) -> list[RegisterTil
 
 def _row_number(ctx: ThreadContext, n: int) -> Index:
     thread, table, at, plan = ctx
-    layout: Any = plan.layout
     entry = at.first + gathered_rows.row_of(thread, n)
-    last = layout.entries - 1
-    inside = thread.minimum(entry, last)
-    row = layout.load_page(thread, table, at.sequence, inside)
-    return thread.select((entry <= last) & layout.has_page(row), row, -1)
+    return plan.layout.load_page(thread, table, at.sequence, entry)
 
 
 class _Holes(NamedTuple):
@@ -191,9 +202,11 @@ def note_holes(ctx: KernelContext, rows: list[RegisterTile], count: Index) -> No
 
 
 def _note(ctx: ThreadContext) -> None:
-    thread, holes, (slot, rows), _ = ctx
+    thread, holes, (slot, rows), plan = ctx
     writes = thread.index % gathered_rows.ACROSS < 1
     high, low = thread.number(float("inf")), thread.number(float("-inf"))
     for n, row in enumerate(rows):
         place = slot * TILE + gathered_rows.row_of(thread, n)
-        thread.shared_store(holes, place, thread.choose(row >= 0, high, low), writes)
+        thread.shared_store(
+            holes, place, thread.choose(plan.layout.has_page(row), high, low), writes
+        )

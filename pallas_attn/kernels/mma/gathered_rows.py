@@ -10,7 +10,7 @@ import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
-from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang import asm, mosaic, threads
 from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.lang.threads import Word
 from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile, SmemRef
@@ -47,7 +47,7 @@ def copy(
     """Issues the copies of columns of a tile of kv [slabs, rows of a slab, H] from `column` on, as
     many as a tile of `to` has, to to[index], which is [TILE, columns]; they are a group. `rows`:
     int32[128] `EACH` times, where each thread's `row_of` the tile lies among the rows of the layer;
-    a negative number gives zeros.
+    zeros where there is no such row.
     """
     words, chunks, count = kv.shape[2] // 8, to.shape[-1] // 8, len(index)
     to_sizes, layer_rows = to.shape[:count], layer.rows
@@ -65,7 +65,7 @@ def copy(
         begin = thread.to_int64(Int(layer.registers.item())) * layer_rows
         for n, row in enumerate(rows):
             row = Int(_element(row.registers.item()))
-            there = row >= 0
+            there = exists(row, layer_rows)
             line = begin + thread.to_int64(thread.select(there, row, 0))
             source = line * words + thread.to_int64(word) + column // 8
             for chunk in range(0, chunks, ACROSS):
@@ -78,7 +78,7 @@ def copy(
         every = np.stack([np.asarray(x)[::ACROSS] for x in rows]).reshape(-1)
         tile = np.zeros((TILE, chunks * 8), kv.dtype)
         flat = kv.reshape(-1, kv.shape[-1])
-        there = every >= 0
+        there = exists(every, layer_rows)
         line = int(layer) * layer_rows + every[there]
         tile[there] = flat[line, column : column + chunks * 8]
         to[index] = tile
@@ -88,6 +88,35 @@ def copy(
     room = plgpu.RefType(transforms=(tiled((8, ACROSS * 8)), swizzled(ACROSS * 16)))
     kinds = (REF, room, SCALAR, *[SCALAR] * count, *[NUMBER] * len(rows))
     mosaic.inline(code, twin, (kv, to, layer.number, *index, *rows), kinds, None)
+
+
+def prefetch(kv: GmemRef, layer: Layer, rows: list[RegisterTile]) -> None:
+    """Has rows brought to L2, by the threads that `copy` them: 128 bytes each at a time."""
+    words, layer_rows = kv.shape[2] // 8, layer.rows
+
+    def code(kv, layer, *rows):
+        thread = threads.Thread()
+        begin = thread.to_int64(Int(layer.registers.item())) * layer_rows
+        for row in rows:
+            row = Int(_element(row.registers.item()))
+            there = exists(row, layer_rows)
+            source = (begin + thread.to_int64(thread.select(there, row, 0))) * words
+            for first in range(0, words // 8, ACROSS):
+                line = thread.index % ACROSS + first
+                place = source + thread.to_int64(thread.minimum(line, words // 8 - 1)) * 8
+                address = asm.address_of(kv, place, 16)
+                asm.do_where(there.value, "prefetch.global.L2 [$1]", [address], "l")
+
+    def twin(*_):
+        pass
+
+    kinds = (REF, SCALAR, *[NUMBER] * len(rows))
+    mosaic.inline(code, twin, (kv, layer.number, *rows), kinds, None)
+
+
+def exists(row: Index, rows: int) -> Index:
+    """Whether a layer has a row of this number."""
+    return (row >= 0) & (row < rows)
 
 
 def _element(register: ir.Value) -> ir.Value:
