@@ -689,7 +689,31 @@ def over_two(mask=None, band=pa.FULL, method="gather", **options):
     return call
 
 
+_BLOCKS = z(1, 1, 1, 2, dtype="int32")
 ATTENTION |= {
+    **{
+        f"{name}: expected its default beside kv_blocks, got both": call
+        for name, call in {
+            "q_offset": attend(kv_blocks=_BLOCKS, q_offset=3),
+            "q_starts": attend_packed(z(2, dtype="int32"), kv_blocks=_BLOCKS),
+            "context": attend(kv_blocks=_BLOCKS, context=pa.Context("cp")),
+        }.items()
+    },
+    **{
+        "kv_blocks: expected int32[B, heads, 1, n], B 2 or 1, heads 4, 2 or 1 (a list of blocks of "
+        f"64 keys for each 64 query rows, -1 for none), got {got}": attend(kv_blocks=x)
+        for got, x in {
+            "int32[1, 1, 2, 2]": z(1, 1, 2, 2, dtype="int32"),
+            "int32[3, 1, 1, 2]": z(3, 1, 1, 2, dtype="int32"),
+            "float32[1, 1, 1, 2]": z(1, 1, 1, 2),
+            "int32[2, 4, 1, 0]": z(2, 4, 1, 0, dtype="int32"),
+        }.items()
+    },
+    "q, k: expected 4 axes beside kv_blocks, got 3 and 4": attend(q=z(5, 4, 8), kv_blocks=_BLOCKS),
+    "block_size: expected an int of at least 1, or a pair (query rows, keys) of them, got 0; it is "
+    "static": attend(kv_blocks=_BLOCKS, block_size=0),
+    "block_size: expected an int of at least 1, or a pair (query rows, keys) of them, got (64, 1.5)"
+    "; it is static": attend(kv_blocks=_BLOCKS, block_size=(64, 1.5)),
     "mask: expected blocks of (T, S, q_offset, context) = (5, 5, 0, Context(axis='cp', "
     "order='contiguous', method='gather', overlap=True)), got those of (9, 9, 0); "
     f"{_SIZES_OF_THIS_CALL}": over_two(mask=_OF_9),

@@ -8,8 +8,8 @@ looks their numbers up while the tile before is copied, and has the rows brought
 its way to shared memory is too little to hide the latency of memory.
 
 An entry of a list that names no row is copied as zeros, and `holes` keeps consumers from counting
-it. Lists are whole tiles long, and equally long, so the scheduler needs no table of lengths in shared
-memory: a launch takes any number of lists.
+it. Lists are whole tiles long, and equally long, so the scheduler needs no table of lengths in
+shared memory: a launch takes any number of lists.
 """
 
 import dataclasses
