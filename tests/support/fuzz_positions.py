@@ -59,7 +59,7 @@ MASKS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "blocks": (lambda b, h, q, kv: (q // 32 >= kv // 32) & ((q + kv) % 3 != h % 2), ()),
     "dilated": (lambda b, h, q, kv: kv % 4 == q % 4, ()),
     "causal": (lambda b, h, q, kv: q >= kv, ()),
-    # what `kv_blocks` makes
+    # Block lists, as `kv_blocks` makes them
     "lists": (lambda b, h, q, kv, seen: seen[b, h // 2, q // 64, kv // 32], ("seen",)),
 }
 # Functions whose results are added to a score, likewise.
