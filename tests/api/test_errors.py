@@ -690,6 +690,7 @@ def over_two(mask=None, band=pa.FULL, method="gather", **options):
 
 
 _BLOCKS = z(1, 1, 1, 2, dtype="int32")
+_LISTS = z(2, 1, 5, 3, dtype="int32")
 ATTENTION |= {
     **{
         f"{name}: expected its default beside kv_blocks, got both": call
@@ -709,6 +710,30 @@ ATTENTION |= {
             "int32[2, 4, 1, 0]": z(2, 4, 1, 0, dtype="int32"),
         }.items()
     },
+    **{
+        "kv_indices: expected int32[2, heads, 5, n], heads 2 or 1 (n >= 1 positions a query row, "
+        f"-1 for none), got {got}": attend(kv_indices=x)
+        for got, x in {
+            "int32[2, 4, 5, 3]": z(2, 4, 5, 3, dtype="int32"),
+            "int32[2, 1, 5, 0]": z(2, 1, 5, 0, dtype="int32"),
+            "float32[2, 1, 5, 3]": z(2, 1, 5, 3),
+        }.items()
+    },
+    "bias: expected None beside kv_indices, got 'zeros'; leave it": attend(
+        kv_indices=_LISTS, bias="zeros"
+    ),
+    "deterministic: expected False beside kv_indices, got True; leave it": attend(
+        kv_indices=_LISTS, deterministic=True
+    ),
+    "mask: expected a Mask beside kv_indices, got MaskFunction; leave hidden positions out of the "
+    "lists": attend(kv_indices=_LISTS, mask=pa.mask_fn(lambda b, h, q, kv: kv > q)),
+    "q_offset: expected an int, got int32[2]": attend(
+        kv_indices=_LISTS, q_offset=z(2, dtype="int32")
+    ),
+    "q, k, v: expected [B, T, N, H], [B, S, K, H] and [B, S, K, Hv], N a multiple of K, beside "
+    "kv_indices, got [2, 5, 4, 8], [2, 7, 3, 8], [2, 7, 3, 8]": attend(
+        k=z(2, 7, 3, 8), v=z(2, 7, 3, 8), kv_indices=_LISTS
+    ),
     "q, k: expected 4 axes beside kv_blocks, got 3 and 4": attend(q=z(5, 4, 8), kv_blocks=_BLOCKS),
     "block_size: expected an int of at least 1, or a pair (query rows, keys) of them, got 0; it is "
     "static": attend(kv_blocks=_BLOCKS, block_size=0),

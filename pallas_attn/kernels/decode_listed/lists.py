@@ -11,10 +11,12 @@ last: a row that is named stands in for none, and a function of positions hides 
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem, bounds_of, owner_of_rows
@@ -29,6 +31,7 @@ from pallas_attn.masks import FULL
 Array = jax.Array
 
 ROWS_AT_ONCE = 512  # query rows of a launch that keeps a table of them in shared memory
+MOST_LAUNCHES = 8  # launches that a program has one by one; of more it has a loop
 
 
 def kernel_with(base: Kernel, *, fills: bool) -> Kernel:
@@ -186,32 +189,46 @@ def _lost(inputs: DecodeInputs, problem: DecodeProblem) -> Array:
     return lost
 
 
-def _run(launch, inputs: DecodeInputs, problem: DecodeProblem, fills: bool) -> tuple[Array, Array]:
+Launch = Callable[[DecodeInputs, DecodeProblem], tuple[Array, Array]]
+
+
+def _run(
+    launch: Launch, inputs: DecodeInputs, problem: DecodeProblem, fills: bool
+) -> tuple[Array, Array]:
     """out and lse of the call, by as many launches as it takes."""
     rows, lengths = _lists(inputs, problem, fills)
     q, count = inputs.q.reshape(-1, 1, *inputs.q.shape[-2:]), _count(problem)
-    table, aux = rows, ()
+    each, step = [q, lengths, rows], count
     if fills:
         table = jnp.where(rows >= 0, rows, rows.max(axis=1, keepdims=True))
-        aux = (rows,)
-    outs, lses, step = [], [], ROWS_AT_ONCE if fills else count
-    for first in range(0, count, step):
-        here = slice(first, first + step)
+        each, step = [q, lengths, table, rows], ROWS_AT_ONCE
+
+    def one_launch(some: Sequence[Array]) -> tuple[Array, Array]:
+        q, lengths, table, *aux = some
         part = DecodeInputs(
-            q[here],
+            q,
             inputs.k_cache,
             inputs.v_cache,
-            lengths[here],
-            table[here],
+            lengths,
+            table,
             inputs.layer,
             inputs.sinks,
             inputs.k_scale,
             inputs.v_scale,
-            mask_aux=tuple(x[here] for x in aux),
+            mask_aux=tuple(aux),
         )
-        out, lse = launch(part, _of_rows(problem, part.q.shape[0], fills))
-        outs.append(out[:, 0])
-        lses.append(lse[:, :, 0])
-    out, lse = (x[0] if len(x) == 1 else jnp.concatenate(x) for x in (outs, lses))
+        out, lse = launch(part, _of_rows(problem, len(q), fills))
+        return out[:, 0], lse[:, :, 0]
+
+    if count > MOST_LAUNCHES * step:
+        pads = -count % step
+        padded = [jnp.pad(x, ((0, pads), *((0, 0),) * (x.ndim - 1))) for x in each]
+        parts = tuple(x.reshape(-1, step, *x.shape[1:]) for x in padded)
+        out, lse = (x.reshape(-1, *x.shape[2:])[:count] for x in lax.map(one_launch, parts))
+    else:
+        firsts = range(0, count, step)
+        results = [one_launch([x[first : first + step] for x in each]) for first in firsts]
+        parts = tuple(zip(*results, strict=True))
+        out, lse = (x[0] if len(x) == 1 else jnp.concatenate(x) for x in parts)
     out = out.reshape(*problem.out_shape, out.shape[-1])
     return out, jnp.swapaxes(lse.reshape(problem.out_shape), -1, -2)

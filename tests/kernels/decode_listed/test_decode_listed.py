@@ -16,6 +16,7 @@ import pallas_attn as pa
 from pallas_attn import FULL, sliding_window
 from pallas_attn._call import reference
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
+from pallas_attn.kernels.decode_listed import lists
 from tests.support import builds, decode_cases, in_numpy, mosaic, subjects
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -197,6 +198,15 @@ def test_interpreted(name):
     module, case, config = INTERPRETED[name]
     with mosaic.interpret():
         check(case, module, **config)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("most", [2, 3], ids=["in_a_loop", "one_by_one"])
+def test_several_launches(monkeypatch, most):
+    monkeypatch.setattr(lists, "ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(lists, "MOST_LAUNCHES", most)
+    with mosaic.interpret():
+        check(Case("paged", (70, 30, 9), q_len=3, listed=20), "sm90", grid=3)
 
 
 @pytest.mark.parametrize("name", INTERPRETED)
