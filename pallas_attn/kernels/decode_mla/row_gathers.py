@@ -4,8 +4,7 @@ in place of `producer.load`, which copies rows that lie together by TMA.
 The threads of the producer copy rows by cp.async, a tile in the same blocks of columns, a group of
 copies each. A block is handed over when the group is there and `LAG` later ones have been issued:
 the copies of a few blocks are always under way. Each thread copies parts of four rows of a tile; it
-looks their numbers up while the tile before is copied, and has the rows brought to L2: what is on
-its way to shared memory is too little to hide the latency of memory.
+looks their numbers up while the tile before is copied.
 
 An entry of a list that names no row is copied as zeros, and `holes` keeps consumers from counting
 it. Lists are whole tiles long, and equally long, so the scheduler needs no table of lengths in
@@ -32,14 +31,13 @@ from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import (
     Index,
     Layout,
-    Predicate,
     RegisterTile,
     SmemRef,
 )
 from pallas_attn.kernels.mma import gathered_rows
 
 LAG = 2  # groups of copies that are under way when a block is handed over
-REGISTERS = 56, 136  # registers of a thread of `sm90`: producer, scores
+REGISTERS = 40, 152  # registers of a thread of `sm90`: producer, scores
 
 
 def with_whole_tiles(plan: Plan) -> Plan:
@@ -109,7 +107,6 @@ def load(
     work: WorkTile,
     count: Index,
     copies_of: Callable[[Index], Iterable[Copy]],
-    prefetches: Callable[[Index], Predicate] | None = None,
     lag: int = LAG,
 ) -> Index:
     """Issues the copies of all tiles of a work, as `producer.load` does. `lag`: fewer than `LAG`
@@ -123,7 +120,7 @@ def load(
 
     def one_tile(tile, carry):
         count, rows = carry
-        following, wanted = look_up(ctx, work, tile + 1), tile + 1 < work.end
+        following = look_up(ctx, work, tile + 1)
         before, copies = list(copies_of(count - 1)), list(copies_of(count))
         pl.when(tile == work.tile + 2)(functools.partial(_hand_over_last, before, lag))
         for number, copy in enumerate(copies):
@@ -138,9 +135,6 @@ def load(
                 later = (tile > work.tile) & (tile != work.tile + 2)
                 to = before[len(before) - lag + number].to
                 pl.when(later)(functools.partial(_hand_over, to, lag))
-            if number == 1 and prefetches is not None:
-                prefetch = functools.partial(gathered_rows.prefetch, ctx.refs.kv, layer, following)
-                pl.when(wanted & prefetches(tile + 1))(prefetch)
         return count + 1, following
 
     start = count, look_up(ctx, work, work.tile)

@@ -279,7 +279,7 @@ def _load(ctx: KernelContext, block_id: Index) -> None:
                 yield Copy(own, to, reused=count >= P_SLOTS)
 
         if plan.layout.listed:
-            return row_gathers.load(ctx, work, count, copies_of, prefetches)
+            return row_gathers.load(ctx, work, count, copies_of)
         ahead = prefetches if scores_first(plan) else None
         return producer.load(ctx, work, count, copies_of, ahead)
 

@@ -143,7 +143,7 @@ def _load(ctx: KernelContext, share: Share) -> None:
         plgpu.copy_gmem_to_smem(refs.q.at[rows], smem.q, smem.q_ready)
         if plan.layout.listed:
             lag = min(row_gathers.LAG, columns.ring - columns.blocks)
-            return row_gathers.load(ctx, work, count, copies_of, lag=lag)
+            return row_gathers.load(ctx, work, count, copies_of, lag)
         return producer.load(ctx, work, count, copies_of)
 
     producer.each_work(plan, smem.table, share, one_work, jnp.int32(0))

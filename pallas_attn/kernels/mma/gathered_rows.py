@@ -10,7 +10,7 @@ import numpy as np
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
-from pallas_attn.kernels.lang import asm, mosaic, threads
+from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.lang.threads import Word
 from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile, SmemRef
@@ -88,30 +88,6 @@ def copy(
     room = plgpu.RefType(transforms=(tiled((8, ACROSS * 8)), swizzled(ACROSS * 16)))
     kinds = (REF, room, SCALAR, *[SCALAR] * count, *[NUMBER] * len(rows))
     mosaic.inline(code, twin, (kv, to, layer.number, *index, *rows), kinds, None)
-
-
-def prefetch(kv: GmemRef, layer: Layer, rows: list[RegisterTile]) -> None:
-    """Has rows brought to L2, by the threads that `copy` them: 128 bytes each at a time."""
-    words, layer_rows = kv.shape[2] // 8, layer.rows
-
-    def code(kv, layer, *rows):
-        thread = threads.Thread()
-        begin = thread.to_int64(Int(layer.registers.item())) * layer_rows
-        for row in rows:
-            row = Int(_element(row.registers.item()))
-            there = exists(row, layer_rows)
-            source = (begin + thread.to_int64(thread.select(there, row, 0))) * words
-            for first in range(0, words // 8, ACROSS):
-                line = thread.index % ACROSS + first
-                place = source + thread.to_int64(thread.minimum(line, words // 8 - 1)) * 8
-                address = asm.address_of(kv, place, 16)
-                asm.do_where(there.value, "prefetch.global.L2 [$1]", [address], "l")
-
-    def twin(*_):
-        pass
-
-    kinds = (REF, SCALAR, *[NUMBER] * len(rows))
-    mosaic.inline(code, twin, (kv, layer.number, *rows), kinds, None)
 
 
 def exists(row: Index, rows: int) -> Index:
