@@ -776,10 +776,10 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "        head = work.head * neighbours(plan)\n",
         f"{TEST_MLA} -k 'test_interpreted and two_chunks_side_by_side'",
     ),
-    "latent_rows_of_a_list_are_handed_over_early": Fault(
+    "latent_rows_of_a_list_are_not_committed": Fault(
         f"{MLA}/row_gathers.py",
-        "lambda thread, *_: thread.wait_copies(left), (), ())",
-        "lambda thread, *_: thread.wait_copies(left + 1), (), ())",
+        "    plgpu.commit_smem()\n    plgpu.barrier_arrive(to.ready)",
+        "    plgpu.barrier_arrive(to.ready)",
         f"{TEST_LISTS} -k 'test_interpreted and latent_pages'",
     ),
     "latent_holes_of_a_list_count": Fault(
