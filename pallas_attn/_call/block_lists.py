@@ -52,9 +52,10 @@ def shown(
     group = q_heads // heads if heads else 1
 
     def function(b: Array, h: Array, row: Array, key: Array, seen: Array) -> Array:
-        b = b if batches > 1 else 0
-        h = lax.div(h, np.int32(group)) if heads > 1 else 0
-        return seen[b, h, lax.div(row, np.int32(q_size)), lax.div(key, np.int32(kv_size))]
+        own_batch = b if batches > 1 else 0
+        head = lax.div(h, np.int32(group)) if heads > 1 else 0
+        block = lax.div(row, np.int32(q_size)), lax.div(key, np.int32(kv_size))
+        return seen[own_batch, head, *block]
 
     return mask_fn(function, seen) & mask
 

@@ -374,7 +374,7 @@ def _decode() -> list[DecodeCase]:
             lengths = (length,) * batch
             rows.append(_over(name, lengths, cache, "latent", heads=heads, shared_kv=True))
             if cache != _KINDS[0]:  # top-k attention reads some rows of each sequence
-                some = {"heads": heads, "shared_kv": True, "listed": 2048}
+                some: dict[str, Any] = {"heads": heads, "shared_kv": True, "listed": 2048}
                 rows.append(_over(f"{name}_top2048", lengths, cache, "latent", **some))
         rows.append(_even(cache, 64, 4096, "wide", dtype="float32"))
     return [

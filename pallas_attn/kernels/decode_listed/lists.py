@@ -58,7 +58,10 @@ def kernel_with(base: Kernel, *, fills: bool) -> Kernel:
     def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:
         if no_rows.has_no_rows(problem):
             return no_rows.results_of(inputs, problem)
-        launch = functools.partial(base.run, config=config.of_lists)
+
+        def launch(part: DecodeInputs, lists: DecodeProblem) -> tuple[Array, Array]:
+            return base.run(part, lists, config.of_lists)
+
         return _run(launch, inputs, problem, fills)
 
     return Kernel(Config, limit, smem_bytes, run)
@@ -228,7 +231,7 @@ def _run(
     else:
         firsts = range(0, count, step)
         results = [one_launch([x[first : first + step] for x in each]) for first in firsts]
-        parts = tuple(zip(*results, strict=True))
-        out, lse = (x[0] if len(x) == 1 else jnp.concatenate(x) for x in parts)
+        both = zip(*results, strict=True)
+        out, lse = (x[0] if len(x) == 1 else jnp.concatenate(x) for x in both)
     out = out.reshape(*problem.out_shape, out.shape[-1])
     return out, jnp.swapaxes(lse.reshape(problem.out_shape), -1, -2)

@@ -119,7 +119,7 @@ class RingBlock(NamedTuple):
     ready: Barrier  # the producer's copies complete it
     free: Barrier  # consumers arrive when they have multiplied the block
     buffer: SmemRef  # the buffer that has the block
-    index: tuple[Index, ...]  # its place there
+    place: tuple[Index, ...]  # its indices there
 
 
 class Copy(NamedTuple):

@@ -128,7 +128,7 @@ def load(
             if number == 0:
                 note_holes(ctx, rows, count)
             column = copy.columns.start
-            gathered_rows.copy(ctx.refs.kv, layer, rows, column, copy.to.buffer, copy.to.index)
+            gathered_rows.copy(ctx.refs.kv, layer, rows, column, copy.to.buffer, copy.to.place)
             if number >= lag:
                 _hand_over(copies[number - lag].to, lag)
             else:

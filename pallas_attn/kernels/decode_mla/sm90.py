@@ -157,7 +157,7 @@ class LatentSmem(NamedTuple):
     p: SmemRef  # [P_SLOTS, ROWS, TILE]: probabilities; None where k_rope has room for them
     row_max: SmemRef  # float32[P_SLOTS, ROWS]: after a tile
     row_sum: SmemRef  # likewise, after the last tile of a work
-    table: Table
+    table: Table | None  # None: `row_gathers.with_table`
     last: SmemRef  # int32[1]
     holes: SmemRef | None  # `row_gathers.holes_scratch`
     q_ready: Barrier

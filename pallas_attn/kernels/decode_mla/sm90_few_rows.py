@@ -89,7 +89,7 @@ class FewRowsSmem(NamedTuple):
     kv: SmemRef  # [ring, TILE, block]
     p: SmemRef  # [2, chunk_rows, TILE]: probabilities of two tiles, alternately
     flags: SmemRef  # int32[2 * WARPS]: likewise, whether a warp has a logit that is too high
-    table: Table
+    table: Table | None  # None: `row_gathers.with_table`
     last: SmemRef  # int32[1]
     holes: SmemRef | None  # `row_gathers.holes_scratch`
     q_ready: Barrier
