@@ -173,7 +173,7 @@ def _backward(
     q, k, v, rows = lists
     wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     d_out, d_lse = (x.astype(wide) for x in cotangents)
-    # Of a row that sees no key everything is 0.
+    # Everything is 0 for a row that sees no key.
     delta = (d_out * out.astype(wide)).sum(-1) - d_lse
     empty = lse == -jnp.inf
     lse, delta = jnp.where(empty, jnp.inf, lse), jnp.where(empty, 0, delta)

@@ -6,7 +6,8 @@ than for memory, so kv tiles come by TMA, swizzled for wgmma. An output of 64 x 
 the registers of one warpgroup: two share it by columns. A third computes the scores of all rows. It
 is a tile ahead of them, and writes its probabilities over the columns of K that are not of V (those
 of rope). Half of q stays in its registers, which leaves shared memory for half a tile more of keys.
-Up to 32 query rows are for `sm90_few_rows`.
+Up to 32 query rows are for `sm90_few_rows`. Rows that lists name come by cp.async to where TMA puts
+others (`row_gathers`).
 
 The scheduler is that of decode, but neighbouring blocks have other rows of the same queries and
 read the same keys: memory is read once, L2 as often as there are q chunks. Partials of a row are
