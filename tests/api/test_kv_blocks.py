@@ -14,7 +14,7 @@ from tests.support import budget, in_numpy, subjects
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
-T, S, N, K, DIM = 150, 220, 4, 2, 64
+T, S, N, K, DIM = 90, 140, 4, 2, 64
 
 
 def arrays(rng, dtype):
