@@ -54,6 +54,9 @@ def flash_attention(  # noqa: PLR0913
     v_scale: Array | float | None = None,
     out_dtype: DTypeLike | None = None,
     float8: bool = False,
+    kv_blocks: Array | None = None,
+    block_size: int | tuple[int, int] = 64,
+    kv_indices: Array | None = None,
     implementation: str | None = None,
 ) -> Array:
     """Attention of every query to the keys it may see.
@@ -139,6 +142,19 @@ def flash_attention(  # noqa: PLR0913
         with a power of 2 as the scale of each 128 rows of a head, and the forward multiplies
         float8. Derivatives are those of 16-bit attention on the rounded numbers ("straight
         through"). Static.
+      kv_blocks: int32[B or 1, heads, q blocks, n], traced or not, where heads are N, K or 1: block
+        lists. Query rows see the keys of the listed blocks only, of those that `mask` shows. List i
+        is that of the query rows of block i; -1 is none, and so is any number of no block. A block
+        that is listed twice counts once. Tiles of keys that lists leave out are not computed,
+        forward and backward. It takes no packed rows, array q_offset and context.
+      block_size: query rows of a list and keys of a block, an int for both or a pair. Static. It is
+        64 or more, or kernels find their tiles slowly: by a look at all pairs of positions.
+      kv_indices: int32[B, K or 1, T, n], traced or not: a query row attends to these positions
+        only, as in `decode_attention`: -1 is none, and so is a position that there is not or that
+        `mask` hides; one that is listed twice counts twice. The forward is a kernel of decode; the
+        backward, in reverse mode alone, is XLA's: it gathers some rows at a time and adds to
+        gradients of k and v in float32, in any order. It goes with a `Mask`, scale, softcap,
+        kv_lengths and one q_offset.
       implementation: "sm90", "sm80", "reference", or None for the fastest that takes the problem.
         There is no silent fallback on a GPU; without one the reference is what runs.
 
@@ -186,6 +202,9 @@ def flash_attention_with_lse(  # noqa: PLR0913
     v_scale: Array | float | None = None,
     out_dtype: DTypeLike | None = None,
     float8: bool = False,
+    kv_blocks: Array | None = None,
+    block_size: int | tuple[int, int] = 64,
+    kv_indices: Array | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
     """`flash_attention`, with the same arguments, and the log of each row's softmax denominator.
@@ -195,7 +214,17 @@ def flash_attention_with_lse(  # noqa: PLR0913
       float32 (float64 for float64 inputs), differentiable, the sink included;
       -inf for a row that sees no key.
     """
+    if kv_blocks is not None:
+        from pallas_attn._call.block_lists import shown
+
+        offset = None if isinstance(q_offset, int) and q_offset == 0 else q_offset
+        others = {"q_offset": offset, "q_starts": q_starts, "kv_starts": kv_starts}
+        mask = shown(mask, kv_blocks, block_size, (q, k), others | {"context": context})
     arguments = locals()
+    if kv_indices is not None:
+        from pallas_attn._autodiff import listed
+
+        return listed.attention((q, k, v), kv_indices, arguments)
     float8 = float8 is not False and checks.boolean("float8", float8)
     options = AttentionOptions(*[arguments[name] for name in AttentionOptions._fields])
     if rotary is not None or rotary_positions is not None:

@@ -32,6 +32,7 @@ def decode_attention(  # noqa: PLR0913
     norm: RMSNorm | None = None,
     shared_prefixes: SharedPrefixes | None = None,
     prefix: Prefix | None = None,
+    kv_indices: Array | None = None,
     implementation: str | None = None,
 ) -> Array:
     """Attention of the newest rows of every sequence to all that its cache holds, those rows
@@ -86,6 +87,12 @@ def decode_attention(  # noqa: PLR0913
         groups)`; each group's are read once. Every query sees all of them; `sinks` count once.
         It takes no window, mask function, parents, starts, batch_invariant and rotary: positions
         here are those of the sequence's own rows.
+      kv_indices: int32[M, t, n], traced or not, of packed rows int32[tokens, n]: a query row
+        attends to these positions of its sequence only, whatever their order. -1 stands for none,
+        and so does any position that the sequence does not have or that `mask` hides from the row.
+        A position counts as often as it is listed: list each once. All heads of a row share its
+        list. It takes no parents, shared_prefixes, prefix and no cache whose rows are split over
+        devices.
       implementation: as in `flash_attention`.
 
     Returns:
@@ -114,6 +121,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
     norm: RMSNorm | None = None,
     shared_prefixes: SharedPrefixes | None = None,
     prefix: Prefix | None = None,
+    kv_indices: Array | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
     """`decode_attention`, with the same arguments, and the log of each row's softmax denominator.
@@ -127,6 +135,9 @@ def decode_attention_with_lse(  # noqa: PLR0913
     if not isinstance(cache, KVCache):
         raise not_a_cache(cache)
     problem, inputs = bind_cache.decode(q, cache, options)
+    if kv_indices is not None and not (prefix is None and shared_prefixes is None):
+        name = "shared_prefixes" if prefix is None else "prefix"
+        raise ValueError(f"{name}: expected None beside kv_indices, got both; pass one of them")
     if prefix is not None and shared_prefixes is not None:
         raise ValueError("shared_prefixes: expected None beside prefix, got both; pass one of them")
     call = attend_in_parts.Call(problem, inputs, implementation)

@@ -204,6 +204,7 @@ def of_decode(problem: DecodeProblem, tree: PyTreeDef, shapes: Shapes) -> Split:
         "mask_aux": aux,
         "rows": [("r",)],
         "into": [*results, *[("level", "ir")] * 2],
+        "kv_indices": [(*rows, "n")],
     }
     return Split(_ordered(inputs, axes, shapes), tuple(results), _free_of_caches(problem))
 

@@ -49,6 +49,7 @@ class DecodeOptions(NamedTuple):
     batch_invariant: bool = False
     rotary: Rotary | None = None
     norm: RMSNorm | None = None
+    kv_indices: Array | None = None
 
 
 def decode(q: Array, cache: Cache, options: DecodeOptions) -> tuple[DecodeProblem, DecodeInputs]:
@@ -72,6 +73,7 @@ def decode(q: Array, cache: Cache, options: DecodeOptions) -> tuple[DecodeProble
     if options.rotary is not None or options.norm is not None:
         q = _changed(q, cache, (options.rotary, options.norm), starts, tree)
     sinks, softcap, invariant = options.sinks, options.softcap, options.batch_invariant
+    indices = None if options.kv_indices is None else _indices(options, q, cache)
     inputs = DecodeInputs(
         checks.widened(q, facts.head_dim),
         cache.k,
@@ -87,6 +89,7 @@ def decode(q: Array, cache: Cache, options: DecodeOptions) -> tuple[DecodeProble
         bounds.get("left"),
         bounds.get("right"),
         () if function is None else function.aux,
+        kv_indices=indices,
     )
     return DecodeProblem(
         gpu=device.gpu_generation(),
@@ -102,6 +105,7 @@ def decode(q: Array, cache: Cache, options: DecodeOptions) -> tuple[DecodeProble
         tokens=None if starts is None else rows,
         mask_program=None if function is None else function.program,
         tree=tree is not None and cache.context is None and not band.bounds_left,
+        listed=None if indices is None else indices.shape[-1],
         **facts.of_problem(),
     ), inputs
 
@@ -121,6 +125,30 @@ def _queries(q: Array, facts: CacheFacts, *, packed: bool) -> Array:
         raise ValueError(f"q: expected {wanted} for this cache, got {list(rows.shape)}{hint}")
     query_heads(q, facts.kv_heads)
     return q
+
+
+def _indices(options: DecodeOptions, q: Array, cache: Cache) -> Array:
+    """The argument `kv_indices` of query rows [M, t, N, H], or packed rows [tokens, N, H]."""
+    rows, beside = q.shape[:-2], "kv_indices: expected None beside "
+    if options.parents is not None:
+        raise ValueError(
+            beside + "parents, which say what drafts see, got both; list the ancestors of each "
+            "draft in kv_indices instead"
+        )
+    if cache.context is not None:
+        raise ValueError(
+            beside + "a cache whose rows are split over devices, got both; use a cache without "
+            "context"
+        )
+    size = ", ".join(map(str, rows))
+    wanted = f"int32[{size}, n] (n >= 1 positions a query row, -1 for none)"
+    indices: Any = options.kv_indices
+    if options.starts is None and rows[1] == 1 and getattr(indices, "ndim", None) == 2:
+        indices = indices[:, None]
+    indices = checks.integers("kv_indices", indices, wanted, (*rows, None))
+    if not indices.shape[-1]:
+        raise ValueError(f"kv_indices: expected {wanted}, got int32{list(indices.shape)}")
+    return indices
 
 
 def _visible(

@@ -220,6 +220,16 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         Candidate("decode_mla.sm80", FROM_AMPERE),
         Reference(reference.decode, _dense_copy),
     ),
+    "decode_listed": (  # each query row attends to the positions that it names
+        Candidate("decode_listed.sm90", HOPPER),
+        Candidate("decode_listed.sm80", FROM_AMPERE),
+        Reference(reference.decode_listed, _dense_copy),
+    ),
+    "decode_listed_mla": (
+        Candidate("decode_listed.latent_sm90", HOPPER),
+        Candidate("decode_listed.latent_sm80", FROM_AMPERE),
+        Reference(reference.decode_listed, _dense_copy),
+    ),
 }
 
 
@@ -241,6 +251,8 @@ def recorded() -> Iterator[list[str]]:
 
 def table_of(problem: Problem) -> tuple[Implementation, ...]:
     """The candidates for a problem, fastest first."""
+    if isinstance(problem, DecodeProblem) and problem.listed is not None:
+        return TABLES["decode_listed_mla" if problem.shared_kv else "decode_listed"]
     if isinstance(problem, DecodeProblem) and (problem.shared_kv or problem.quantized):
         return TABLES["decode_mla" if problem.shared_kv else "decode_quantized"]
     return TABLES[problem.op]

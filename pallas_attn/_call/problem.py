@@ -358,6 +358,8 @@ class DecodeInputs(NamedTuple):
     mask_aux: tuple[Array, ...] = ()  # arrays that DecodeProblem.mask_program reads
     rows: Array | None = None  # int32[tokens]: row of q of a packed row (DecodeProblem.merged)
     into: Any = None  # an `Into`: results of those rows over other keys (DecodeProblem.merged)
+    # int32[M, t, n], of packed rows [tokens, n]: positions that a query row attends to
+    kv_indices: Array | None = None
 
 
 class Into(NamedTuple):
@@ -408,6 +410,7 @@ class DecodeProblem:
     # (levels, M, t) where packed rows are copies of rows of q and their results are merged into
     # inputs.into; else None
     merged: tuple[int, int, int] | None = None
+    listed: int | None = None  # n of inputs.kv_indices; None: each row attends to all that it sees
     op: str = "decode"
 
     @property
@@ -454,6 +457,7 @@ class DecodeProblem:
             f"{self.kv_heads} kv heads, mask {self.mask}"
             + (f", precision {self.precision}" if self.precision else "")
             + ("" if self.mask_program is None else function)
+            + ("" if self.listed is None else f", {self.listed} indices a row")
         )
 
 

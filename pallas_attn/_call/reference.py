@@ -33,6 +33,7 @@ from pallas_attn._call.problem import (
     bounds_of,
 )
 from pallas_attn._functions.program import Broadcasting, evaluate
+from pallas_attn.masks import FULL
 
 Array = jax.Array
 Layer = int | Array | None
@@ -256,20 +257,8 @@ def decode(inputs: DecodeInputs, problem: DecodeProblem) -> tuple[Array, Array]:
     """
     if problem.kind == "interleaved":
         inputs = _separated(inputs, problem)
-    q, lengths, layer = inputs.q, inputs.lengths, inputs.layer
-
-    def dense(cache: Buffers, scales: Buffers) -> Array:
-        rows = _dense_rows(_select_layer(cache, layer), inputs.page_table)
-        if scales is None:
-            return rows
-        # Laid out as rows of one column, whose dim is added after the layer is chosen.
-        columns = jax.tree.map(lambda x: x[..., None], _select_layer(scales, layer))
-        return rows.astype(jnp.float32) * _dense_rows(columns, inputs.page_table)
-
-    k = dense(inputs.k_cache, inputs.k_scale)
-    v = k[..., : problem.v_head_dim]
-    if not problem.shared_kv:
-        v = dense(inputs.v_cache, inputs.v_scale)
+    q, lengths = inputs.q, inputs.lengths
+    k, v = _keys_and_values(inputs, problem)
     packed = None if inputs.starts is None else _Packed.of(inputs.starts, q.shape[0])
     begin = lengths - (q.shape[1] if inputs.starts is None else jnp.diff(inputs.starts))
     q = q if packed is None else q[packed.rows]
@@ -310,14 +299,92 @@ def decode(inputs: DecodeInputs, problem: DecodeProblem) -> tuple[Array, Array]:
         mask_program=None if problem.tree else problem.mask_program,
     )
     out, lse = attention(rows, facts)
+    lost = _lost(inputs)
+    out = jnp.where(lost[:, None, None, None], jnp.nan, out).astype(q.dtype)
+    lse = jnp.where(lost[:, None, None], jnp.nan, lse)
+    return (out, lse) if packed is None else (packed.taken(out, 0), packed.taken(lse, -jnp.inf).T)
+
+
+def decode_listed(inputs: DecodeInputs, problem: DecodeProblem) -> tuple[Array, Array]:
+    """`decode` where a query row attends to the positions `kv_indices` [M, t, n] (of packed rows
+    [tokens, n]) alone: to each as often as it is listed, if the sequence has it and the mask shows
+    it to the row.
+    """
+    k, v = _keys_and_values(inputs, problem)
+    lengths, shape = inputs.lengths, inputs.q.shape
+    q, indices = inputs.q.reshape(-1, *shape[-2:]), inputs.kv_indices
+    assert indices is not None
+    indices, at = indices.reshape(len(q), -1), jnp.arange(len(q), dtype=jnp.int32)
+    if inputs.starts is None:
+        owner, owned = at // shape[1], jnp.ones(len(q), bool)
+        position = lengths[owner] - shape[1] + at % shape[1]
+    else:
+        packed = _Packed.of(inputs.starts, len(q))
+        owner, owned = packed.owner, packed.owned
+        position = lengths[owner] - (inputs.starts[owner + 1] - at)
+    exists = (indices >= 0) & (indices < k.shape[1]) & owned[:, None]
+    key = jnp.where(exists, indices, 0)
+    mask = problem.mask.filled(**bounds_of(inputs))
+    row, query = (x[:, None, None, None] for x in (owner, position))
+    seen = mask.allows(query, key[:, None, None], lengths[owner][:, None, None, None])
+    seen = jnp.broadcast_to(seen & exists[:, None, None], (len(q), 1, 1, indices.shape[1]))
+    if problem.mask_program is not None:
+        head = jnp.arange(shape[-2], dtype=jnp.int32)[None, :, None, None]
+        numbers = row, head, query, key[:, None, None]
+        seen &= evaluate(problem.mask_program, numbers, inputs.mask_aux, Broadcasting())
+    hidden = ~seen.any(axis=(1, 2))[..., None, None]
+    k, v = (jnp.where(hidden, 0, x[owner[:, None], key]) for x in (k, v))
+    rows = AttentionInputs(q[:, None], k, v, mask_array=seen, sinks=inputs.sinks)
+    facts = AttentionProblem(
+        op="flash_forward",
+        gpu=None,
+        dtype=problem.dtype,
+        batch=len(q),
+        q_len=1,
+        kv_len=indices.shape[1],
+        q_heads=q.shape[1],
+        kv_heads=k.shape[2],
+        head_dim=k.shape[3],
+        v_head_dim=v.shape[3],
+        mask=FULL,
+        scale=problem.scale,
+        softcap=problem.softcap,
+    )
+    out, lse = attention(rows, facts)
+    lost = _lost(inputs)[owner] & owned
+    out = jnp.where(lost[:, None, None, None], jnp.nan, out).astype(q.dtype)
+    out = out.reshape(*shape[:-1], out.shape[-1])
+    lse = jnp.where(lost[:, None, None], jnp.nan, lse)[..., 0]
+    return out, jnp.swapaxes(lse.reshape(shape[:-1]), -1, -2)
+
+
+def _keys_and_values(inputs: DecodeInputs, problem: DecodeProblem) -> tuple[Array, Array]:
+    """K and V of the layer, [M, S, K, H] and [.., Hv]."""
+    layer = inputs.layer
+
+    def dense(cache: Buffers, scales: Buffers) -> Array:
+        rows = _dense_rows(_select_layer(cache, layer), inputs.page_table)
+        if scales is None:
+            return rows
+        # Laid out as rows of one column, whose dim is added after the layer is chosen.
+        columns = jax.tree.map(lambda x: x[..., None], _select_layer(scales, layer))
+        return rows.astype(jnp.float32) * _dense_rows(columns, inputs.page_table)
+
+    k = dense(inputs.k_cache, inputs.k_scale)
+    if problem.shared_kv:
+        return k, k[..., : problem.v_head_dim]
+    return k, dense(inputs.v_cache, inputs.v_scale)
+
+
+def _lost(inputs: DecodeInputs) -> Array:
+    """bool[M]: sequences whose result is NaN."""
+    lengths, layer = inputs.lengths, inputs.layer
     lost = lengths > _rows_held(_select_layer(inputs.k_cache, layer), inputs.page_table, lengths)
     if inputs.new_lengths is not None:
         lost = lost | ((lengths < 1) & (inputs.new_lengths < 0))
     if layer is not None:
         lost = lost | (layer < 0) | (layer >= jax.tree.leaves(inputs.k_cache)[0].shape[0])
-    out = jnp.where(lost[:, None, None, None], jnp.nan, out).astype(q.dtype)
-    lse = jnp.where(lost[:, None, None], jnp.nan, lse)
-    return (out, lse) if packed is None else (packed.taken(out, 0), packed.taken(lse, -jnp.inf).T)
+    return lost
 
 
 def _separated(inputs: DecodeInputs, problem: DecodeProblem) -> DecodeInputs:

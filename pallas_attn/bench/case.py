@@ -267,6 +267,7 @@ class DecodeCase:
     precision: str | None = None
     batch_invariant: bool = False
     tree: bool = False  # the q_len rows are drafts of a tree
+    listed: int | None = None  # positions that a query row attends to (`kv_indices`)
     # Each (sequences, rows): so many sequences in turn have so many rows more in common, from
     # the first on, in pages that they share
     shared: tuple[tuple[int, int], ...] = ()
@@ -286,6 +287,7 @@ class DecodeCase:
             "chunk": max(self.rows or (self.q_len,)) > 1,
             "packed": self.rows is not None,
             "window": self.mask.left is not None,
+            "listed": self.listed is not None,
         }
         score_elements = self.sequences * self.q_heads * self.q_len * self.capacity
         return _tags(self, names, flags, score_elements)
@@ -319,6 +321,28 @@ class DecodeCase:
         at, rng = np.concatenate([np.arange(t) for t in self.each]), np.random.default_rng(seed)
         parents = rng.integers(-1, np.maximum(at, 1)).astype(np.int32)
         return parents if self.rows is not None else parents.reshape(self.sequences, self.q_len)
+
+    def indices(self, seed: int = 0) -> np.ndarray | None:
+        """int32[M, t, n]: different positions of each query row's sequence, -1 where it has no
+        more. Rows are not packed.
+        """
+        if self.listed is None:
+            return None
+        rng, shape = np.random.default_rng(seed), (self.sequences, self.q_len, self.listed)
+        indices = np.full(shape, -1, np.int32)
+        for m, length in enumerate(self.lengths):
+            for row in indices[m]:
+                some = rng.permutation(length)[: self.listed]
+                row[: len(some)] = some
+        return indices
+
+    def seen_in_lists(self, seed: int = 0) -> jax.Array:
+        """bool[M, 1, t, capacity]: positions that are listed."""
+        indices = self.indices(seed)
+        assert indices is not None
+        seen = np.zeros((self.sequences, 1, self.q_len, self.capacity + 1), bool)
+        np.put_along_axis(seen[:, 0], indices % (self.capacity + 1), True, axis=-1)
+        return jnp.asarray(seen[..., :-1])
 
     def seen_in_tree(self, seed: int = 0) -> jax.Array:
         """bool[M, 1, t, capacity]: the rows before the drafts, themselves and their ancestors. For
@@ -413,7 +437,7 @@ class DecodeCase:
         rows = 0
         for length, t in zip(self.lengths, self.each, strict=True):
             low, high = self.mask.kv_range(length - t, length, length) if t else (0, 0)
-            rows += max(high - low, 0)
+            rows += max(high - low, 0) if self.listed is None else t * min(self.listed, length)
         for size, count in self.shared:  # once for all that have them
             rows -= (self.sequences - -(-self.sequences // size)) * count
         dims = (self.head_dim,) if self.shared_kv else (self.head_dim, self.v_head_dim)

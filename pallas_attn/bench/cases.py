@@ -377,6 +377,9 @@ def _decode() -> list[DecodeCase]:
             name, heads = f"decode_{cache[0]}_b{batch}_s{length}_n{n}_latent", (n, 1, 576, 512)
             lengths = (length,) * batch
             rows.append(_over(name, lengths, cache, "latent", heads=heads, shared_kv=True))
+            if cache != _KINDS[0]:  # top-k attention reads some rows of each sequence
+                some: dict[str, Any] = {"heads": heads, "shared_kv": True, "listed": 2048}
+                rows.append(_over(f"{name}_top2048", lengths, cache, "latent", **some))
         rows.append(_even(cache, 64, 4096, "wide", dtype="float32"))
     return [
         *rows,
@@ -415,6 +418,7 @@ _DECODE_EDGES: tuple[Edge, ...] = (
     ("float8_e4m3fn", (0, 33, 256), {"cache_dtype": "float8_e4m3fn"}),
     ("int8", (64, 1, 200), {"cache_dtype": "int8", "q_len": 3}),
     ("latent", (0, 100, 256), {"heads": (8, 1, 576, 512), "shared_kv": True}),
+    ("listed", (0, 33, 256), {"q_len": 2, "listed": 70}),
 )
 
 

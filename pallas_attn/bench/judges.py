@@ -63,7 +63,10 @@ def _decode_judge(call: Call) -> Judge:
         return [tuple(x[packed] for x in results) for results in both]
 
     causal = expected()
-    tree = expected(mask_array=case.seen_in_tree()) if case.tree else causal
+    tree = causal
+    if case.tree or case.listed:
+        seen = case.seen_in_tree() if case.tree else case.seen_in_lists()
+        tree = expected(mask_array=seen)
 
     def judge(subject: Subject, produced: Produced) -> str | None:
         oracle, naive = causal if subject.name == "chain" else tree

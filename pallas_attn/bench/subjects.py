@@ -227,6 +227,8 @@ def decode(
         tree = pallas_attn.DraftTree.create(parents, starts, **most)
     find = jax.jit(functools.partial(pallas_attn.PagedCache.shared_prefixes, levels=2))
     rest = {"sinks": arrays.get("sinks"), "starts": starts, "parents": tree}
+    if (indices := case.indices()) is not None:
+        rest["kv_indices"] = jnp.asarray(indices)
     if shared and not case.finding:
         rest["shared_prefixes"] = find(cache)
 

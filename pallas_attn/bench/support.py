@@ -113,6 +113,7 @@ _PACKED: dict[str, Any] = {"tokens": 2112, "q_len": 2112}
 _INTERLEAVED: dict[str, Any] = {"kind": "interleaved", "page_size": 16, "pages": 512}
 _LATENT: dict[str, Any] = {"head_dim": 576, "v_head_dim": 512, "shared_kv": True}
 _LATENT |= {"kv_heads": 1, "q_heads": 16}
+_LISTED: dict[str, Any] = {"listed": 512}
 _IN_TREE: dict[str, Any] = {"tree": True, "mask_program": trees.program((8, 64, 3))}
 _PACKED_TREE = _PACKED | {"tree": True, "mask_program": trees.program((2112, 3), 8)}
 _WINDOW = Mask(left=1086, right=0)
@@ -236,6 +237,11 @@ _ROWS: dict[str, dict[str, Variants]] = {
         "a tree, V within K": (_LATENT | {"q_len": 4} | _IN_TREE,),
         "mask_fn": ({"mask_program": _ALTERNATE},),
         "mask_fn, packed rows": ({"mask_program": _ALTERNATE} | _PACKED,),
+        "kv_indices, a list of positions a row; cache": tuple(x | _LISTED for x in _CACHES),
+        "kv_indices; tokens at once": tuple({"q_len": n} | _LISTED for n in (1, 64)),
+        "kv_indices, packed rows": (_PACKED | _LISTED,),
+        "kv_indices over a quantised cache": tuple(dtype | _LISTED for dtype in _QUANTISED),
+        "kv_indices, V within K": (_LATENT | _LISTED,),
         "packed rows, K and V interleaved": (_INTERLEAVED | _PACKED,),
         "packed rows, K and V interleaved, in numbers without scales": tuple(
             dtype | _INTERLEAVED | _PACKED | {"unscaled": True} for dtype in _QUANTISED

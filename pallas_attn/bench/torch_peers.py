@@ -172,7 +172,7 @@ def flashinfer(call: Call) -> list[Subject]:
         raise Unavailable("flashinfer is not installed")
     if case.kind != "paged" or case.page_size is None:
         raise Unavailable("paged caches only")
-    call.refuse("window", "softcap", "sinks", "quantized", "shared_kv", "float32")
+    call.refuse("window", "softcap", "sinks", "quantized", "shared_kv", "float32", "listed")
     import flashinfer as module
 
     cache = subjects.filled_cache(case, call.arrays)

@@ -715,7 +715,56 @@ def over_two(mask=None, band=pa.FULL, method="gather", **options):
     return call
 
 
+_BLOCKS = z(1, 1, 1, 2, dtype="int32")
+_LISTS = z(2, 1, 5, 3, dtype="int32")
 ATTENTION |= {
+    **{
+        f"{name}: expected its default beside kv_blocks, got both": call
+        for name, call in {
+            "q_offset": attend(kv_blocks=_BLOCKS, q_offset=3),
+            "q_starts": attend_packed(z(2, dtype="int32"), kv_blocks=_BLOCKS),
+            "context": attend(kv_blocks=_BLOCKS, context=pa.Context("cp")),
+        }.items()
+    },
+    **{
+        "kv_blocks: expected int32[B, heads, 1, n], B 2 or 1, heads 4, 2 or 1 (a list of blocks of "
+        f"64 keys for each 64 query rows, -1 for none), got {got}": attend(kv_blocks=x)
+        for got, x in {
+            "int32[1, 1, 2, 2]": z(1, 1, 2, 2, dtype="int32"),
+            "int32[3, 1, 1, 2]": z(3, 1, 1, 2, dtype="int32"),
+            "float32[1, 1, 1, 2]": z(1, 1, 1, 2),
+            "int32[2, 4, 1, 0]": z(2, 4, 1, 0, dtype="int32"),
+        }.items()
+    },
+    **{
+        "kv_indices: expected int32[2, heads, 5, n], heads 2 or 1 (n >= 1 positions a query row, "
+        f"-1 for none), got {got}": attend(kv_indices=x)
+        for got, x in {
+            "int32[2, 4, 5, 3]": z(2, 4, 5, 3, dtype="int32"),
+            "int32[2, 1, 5, 0]": z(2, 1, 5, 0, dtype="int32"),
+            "float32[2, 1, 5, 3]": z(2, 1, 5, 3),
+        }.items()
+    },
+    "bias: expected None beside kv_indices, got 'zeros'; leave it": attend(
+        kv_indices=_LISTS, bias="zeros"
+    ),
+    "deterministic: expected False beside kv_indices, got True; leave it": attend(
+        kv_indices=_LISTS, deterministic=True
+    ),
+    "mask: expected a Mask beside kv_indices, got MaskFunction; leave hidden positions out of the "
+    "lists": attend(kv_indices=_LISTS, mask=pa.mask_fn(lambda b, h, q, kv: kv > q)),
+    "q_offset: expected an int, got int32[2]": attend(
+        kv_indices=_LISTS, q_offset=z(2, dtype="int32")
+    ),
+    "q, k, v: expected [B, T, N, H], [B, S, K, H] and [B, S, K, Hv], N a multiple of K, beside "
+    "kv_indices, got [2, 5, 4, 8], [2, 7, 3, 8], [2, 7, 3, 8]": attend(
+        k=z(2, 7, 3, 8), v=z(2, 7, 3, 8), kv_indices=_LISTS
+    ),
+    "q, k: expected 4 axes beside kv_blocks, got 3 and 4": attend(q=z(5, 4, 8), kv_blocks=_BLOCKS),
+    "block_size: expected an int of at least 1, or a pair (query rows, keys) of them, got 0; it is "
+    "static": attend(kv_blocks=_BLOCKS, block_size=0),
+    "block_size: expected an int of at least 1, or a pair (query rows, keys) of them, got (64, 1.5)"
+    "; it is static": attend(kv_blocks=_BLOCKS, block_size=(64, 1.5)),
     "mask: expected blocks of (T, S, q_offset, context) = (5, 5, 0, Context(axis='cp', "
     "order='contiguous', method='gather', overlap=True)), got those of (9, 9, 0); "
     f"{_SIZES_OF_THIS_CALL}": over_two(mask=_OF_9),
@@ -807,6 +856,44 @@ DECODES |= {
             prefix=pa.Prefix(stacked(), z(2, dtype="int32")),
         )
     ),
+    **{
+        "kv_indices: expected int32[2, 3, n] (n >= 1 positions a query row, -1 for none), got "
+        f"{got}": (lambda x=x: pa.decode_attention(z(2, 3, 4, 8), stacked(), kv_indices=x))
+        for got, x in {
+            "int32[2, 3]": z(2, 3, dtype="int32"),
+            "int32[2, 3, 0]": z(2, 3, 0, dtype="int32"),
+            "float32[2, 3, 5]": z(2, 3, 5),
+            "str": "first",
+        }.items()
+    },
+    "kv_indices: expected None beside parents, which say what drafts see, got both; list the "
+    "ancestors of each draft in kv_indices instead": (
+        lambda: pa.decode_attention(
+            z(2, 1, 4, 8),
+            stacked(),
+            parents=z(2, 1, dtype="int32"),
+            kv_indices=z(2, 1, 5, dtype="int32"),
+        )
+    ),
+    "kv_indices: expected None beside a cache whose rows are split over devices, got both; use a "
+    "cache without context": (
+        lambda: over_a_whole_cache(
+            lambda cache: pa.decode_attention(
+                z(2, 1, 4, 8), cache, kv_indices=z(2, 1, 5, dtype="int32")
+            )
+        )()
+    ),
+    **{
+        f"{name}: expected None beside kv_indices, got both; pass one of them": (
+            lambda name=name, x=x: pa.decode_attention(
+                z(2, 1, 4, 8), paged(), kv_indices=z(2, 1, 5, dtype="int32"), **{name: x()}
+            )
+        )
+        for name, x in {
+            "prefix": lambda: pa.Prefix(stacked(), z(2, dtype="int32")),
+            "shared_prefixes": lambda: paged().shared_prefixes(),
+        }.items()
+    },
     "parents: expected int32[2, 1] (one a draft) or a DraftTree of them, got int32[2]": (
         lambda: pa.decode_attention(z(2, 1, 4, 8), stacked(), parents=z(2, dtype="int32"))
     ),

@@ -106,7 +106,8 @@ APPEND, DECODE = "pallas_attn/kernels/append", "pallas_attn/kernels/decode"
 MLA, PREFILL = "pallas_attn/kernels/decode_mla", "pallas_attn/kernels/prefill"
 FWD, BWD = "pallas_attn/kernels/flash_fwd", "pallas_attn/kernels/flash_bwd"
 SHARED, MMA = "pallas_attn/kernels/attention", "pallas_attn/kernels/mma"
-LANG = "pallas_attn/kernels/lang"
+LANG, LISTS = "pallas_attn/kernels/lang", "pallas_attn/kernels/decode_listed"
+TEST_LISTS = "tests/kernels/decode_listed/test_decode_listed.py"
 
 TEST_FUNCTIONS = "tests/kernels/flash_fwd/test_masks_and_scores.py"
 TEST_LISTED = "tests/kernels/flash_fwd/test_listed_tiles.py"
@@ -793,6 +794,30 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "        head = work.head * neighbours(plan) + member.number\n",
         "        head = work.head * neighbours(plan)\n",
         f"{TEST_MLA} -k 'test_interpreted and two_chunks_side_by_side'",
+    ),
+    "latent_rows_of_a_list_are_not_committed": Fault(
+        f"{MLA}/row_gathers.py",
+        "    plgpu.commit_smem()\n    plgpu.barrier_arrive(to.ready)",
+        "    plgpu.barrier_arrive(to.ready)",
+        f"{TEST_LISTS} -k 'test_interpreted and latent_pages'",
+    ),
+    "latent_holes_of_a_list_count": Fault(
+        f"{MLA}/row_gathers.py",
+        "    return jnp.minimum(s, lax.broadcast_in_dim(bound, s.shape, [axis]))",
+        "    return s",
+        f"{TEST_LISTS} -k 'test_interpreted and latent_pages'",
+    ),
+    "blocks_before_q_is_free_are_kept_back": Fault(
+        f"{MLA}/row_gathers.py",
+        "pl.when(tile == work.tile + 2)",
+        "pl.when(tile == work.tile + 3)",
+        f"{TEST_LISTS} -k 'test_interpreted and latent_neighbours_no_rest'",
+    ),
+    "listed_rows_ignore_the_mask": Fault(
+        f"{LISTS}/lists.py",
+        "    seen &= mask.allows(position[:, None], key)\n",
+        "",
+        f"{TEST_LISTS} -k 'test_interpreted and threads'",
     ),
     "append_drops_the_last_row": Fault(
         f"{APPEND}/plan.py",

@@ -452,7 +452,8 @@ class InPlaceOfAKernel:
 
 
 def as_kernels(monkeypatch):
-    for table in ("append", "decode", "decode_quantized", "decode_mla"):
+    of_decode = ("decode", "decode_quantized", "decode_mla", "decode_listed", "decode_listed_mla")
+    for table in ("append", *of_decode):
         monkeypatch.setitem(dispatch.TABLES, table, (InPlaceOfAKernel(table),))
 
 
@@ -533,6 +534,34 @@ def test_vmap_of_cache_operations(monkeypatch, kind, held):
     as_kernels(monkeypatch)
     got = in_numpy.call(jax.vmap(lambda *args: step(*args, 0)), many, k, v, q)
     assert_same(jax.tree.leaves(got), jax.tree.leaves(want))
+
+
+@pytest.mark.parametrize(("kind", "held"), [("stacked", "int8"), ("paged", "shared")])
+def test_lists_of_positions_are_mapped_and_split_as_query_rows(monkeypatch, kind, held):
+    k, v, q = step_arrays()
+    cache = CACHES[kind](**HELD[held])
+    cache = pallas_attn.append_kv(cache, k, None if cache.shared_kv else v)
+    indices = jnp.asarray(np.random.default_rng(0).integers(-1, 4, (M, q.shape[1], 5)), jnp.int32)
+
+    def attend(q, cache, indices):
+        return pallas_attn.decode_attention_with_lse(q, cache, kv_indices=indices)
+
+    want = in_numpy.call(attend, q, cache, indices)
+    as_kernels(monkeypatch)
+    many = jax.tree.map(lambda x: jnp.stack([x, x]), (q, cache, indices))
+    for have, wanted in zip(in_numpy.call(jax.vmap(attend), *many), want, strict=True):
+        assert_same(have, (wanted, wanted))
+    heads = NamedSharding(mesh_of(AxisType.Auto), P(None, None, "y"))
+    compiled = jax.jit(attend).lower(jax.device_put(q, heads), cache, indices).compile()
+    assert_same(compiled(jax.device_put(q, heads), cache, indices), want)
+    kinds = {"axis_types": (AxisType.Auto,), "devices": jax.devices()[:2]}
+    mesh, rows = jax.make_mesh((2,), ("m",), **kinds), P("m")
+    if kind == "stacked":
+        specs = jax.tree.map(lambda x: rows, cache)
+        local = jax.shard_map(
+            attend, mesh=mesh, in_specs=(rows, specs, rows), out_specs=rows, check_vma=False
+        )
+        assert_same(jax.jit(local)(q, cache, indices), want)
 
 
 def test_a_constant_of_a_kernel_without_jit():

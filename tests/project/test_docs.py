@@ -217,6 +217,8 @@ _LATENT = {"shared_kv": True, "kv_heads": 1, "q_heads": 16, "head_dim": 576, "v_
         ("decode", _QUANTIZED | {"head_dim": 96, "v_head_dim": 96}),
         ("decode", _LATENT | {"kind": "per_sequence", "tokens": 8}),
         ("decode", _LATENT | {"mask": pa.FULL, "tokens": 8}),
+        ("decode", _SEPARATE | {"listed": 8}),
+        ("decode", {"listed": 8, "mask_program": pa.mask_fn(lambda b, h, q, kv: kv > h).program}),
     ],
 )
 def test_problems_that_no_kernel_takes(operation, fields):
@@ -233,6 +235,7 @@ def test_the_changelog_begins_with_this_version():
 
 def test_the_matrix_knows_every_operation():
     variants = {"decode_mla", "decode_quantized", "flash_dual"}
+    variants |= {"decode_listed", "decode_listed_mla"}
     assert set(support.OPERATIONS) | variants == set(dispatch.TABLES)
 
 

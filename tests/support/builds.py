@@ -198,10 +198,13 @@ def _decode(
     heads: int = 32,
     mask: Any = pa.CAUSAL,
     parents: bool = False,
+    listed: int | None = None,
     options: Any = (),
     **sizes: Any,
 ) -> Build:
-    """`rows` of each sequence; None: packed. `parents`: they are drafts of a tree."""
+    """`rows` of each sequence; None: packed. `parents`: they are drafts of a tree. `listed`:
+    positions that a row attends to.
+    """
     dtype = sizes.get("dtype", "bfloat16")
     dtype = dtype if dtype in ("bfloat16", "float16", "float32") else "bfloat16"
     count = (_TOKENS,) if rows is None else (16, rows)
@@ -212,6 +215,8 @@ def _decode(
         if rows is None:
             create, arguments = functools.partial(create, drafts_most=64), [*arguments, _STARTS]
         arrays["parents"] = jax.eval_shape(create, *arguments)
+    if listed:
+        arrays["kv_indices"] = _shape("int32", *count, listed)
     call = functools.partial(_decode_call, dict(options))
     return Build(target, call, (q, _cache(kind, **sizes), arrays))
 
@@ -453,6 +458,15 @@ BUILDS: dict[str, Build] = {
     "decode_mla/sm90/heads16_packed_tree": _decode(
         "h100", "paged", rows=None, heads=16, parents=True, **_LATENT
     ),
+    "decode_listed/latent_sm90/heads128": _decode(
+        "h100", "paged", heads=128, listed=2048, **_LATENT
+    ),
+    "decode_listed/latent_sm90/heads16": _decode(
+        "h100", "stacked", heads=16, listed=2048, **_LATENT
+    ),
+    "decode_listed/latent_sm80/heads16": _decode("a100", "paged", heads=16, listed=2048, **_LATENT),
+    "decode_listed/sm90/paged": _decode("h100", "paged", listed=1024),
+    "decode_listed/sm80/paged_int8": _decode("a100", "paged", dtype="int8", listed=1024),
     "prefill/sm90/stacked": _decode("h100", "stacked", rows=1024),
     "prefill/sm90/paged": _decode("h100", "paged", rows=64),
     "prefill/sm90/paged_tree": _decode("h100", "paged", rows=64, parents=True),

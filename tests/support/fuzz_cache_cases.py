@@ -108,6 +108,9 @@ def draw(seed: int, tiny: bool) -> Case:
         case = dataclasses.replace(case, mask=sliding_window(pick.choice((1, 2, 5, 40))))
     if pick.random() < 0.2:
         case = _with_prefix(case, pick, tiny)
+    of_lists = random.Random(f"lists {seed}")
+    if not (case.tree or case.shared or case.prefix) and of_lists.random() < 0.4:
+        case = dataclasses.replace(case, listed=of_lists.choice((1, 7, 64, 65, 200)))
     if tiny:
         small = {"capacity": 48, "q_len": min(case.q_len, 9), "layers": case.layers and 2}
         dims = (min(case.head_dim, 64), min(case.v_head_dim, 64))

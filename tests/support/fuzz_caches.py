@@ -282,6 +282,8 @@ class Program:
             options["starts"] = jnp.asarray(np.r_[0, np.cumsum(self.counts)], jnp.int32)
         if case.tree:
             options["parents"] = jnp.asarray(self.parents[own])
+        if case.listed:
+            options["kv_indices"] = self.as_taken(jnp.asarray(self.lists()))
         if case.drafts_most:
             options["parents"] = pa.DraftTree.create(
                 options["parents"], options["starts"], drafts_most=case.drafts_most
@@ -336,6 +338,15 @@ class Program:
         groups = np.where(rng.random(m) < 0.3, edges, rng.integers(0, count, m)).astype(np.int32)
         prefix = pa.Prefix(cache, jnp.asarray(groups))
         return prefix, Held.of(before.case, cache), group_of(groups, count)
+
+    def lists(self) -> np.ndarray:
+        """int32[M, t, n]: positions of each query row, no two of them equal; some of no row."""
+        case, rng = self.case, self.rng
+        many = case.capacity + case.listed + 9
+        order = rng.random((case.sequences, case.q_len, many)).argsort(axis=-1)
+        indices = order[..., : case.listed] - 4
+        odd = rng.choice([LEAST, LEAST + 1, -1, MOST - 1, MOST], indices.shape)
+        return np.where(rng.random(indices.shape) < 0.1, odd, indices).astype(np.int32)
 
     def none_kept(self) -> dict[str, jax.Array]:
         """Arguments of `keep`."""
@@ -452,6 +463,9 @@ class Program:
             arguments |= {"q": self.as_taken(queries), **self.options}
             arguments |= {} if layer is None else {"layer": jnp.int32(layer)}
             arguments["levels"] = case.shared
+        lists = self.lists() if decode and case.listed else None
+        if lists is not None:
+            arguments["kv_indices"] = self.as_taken(jnp.asarray(lists))
         before = None
         if decode and self.before is not None:
             arguments["prefix"], *before = self.prefixes(spoil=spoil)
@@ -472,7 +486,7 @@ class Program:
                 buffers = {side: getattr(cache_after, side) for side in after.arrays}
                 append_cases.assert_same_bytes(buffers, after.arrays)
                 if decode:
-                    expected = expected or self._expected(after, queries, layer, before)
+                    expected = expected or self._expected(after, queries, layer, before, lists)
                     self._check(self.unpacked(results, expected[2]), *expected)
                 if decode and turn == 0 and not spoil and subject.marks:
                     fuzz.same_bits(results, subject.call(work, **arguments)[1:])
@@ -565,7 +579,12 @@ class Program:
     # ---- expected results of a step --------------------------------------------------------------
 
     def _expected(
-        self, held: Held, q: jax.Array, layer: int | None, before: Any = None
+        self,
+        held: Held,
+        q: jax.Array,
+        layer: int | None,
+        before: Any = None,
+        lists: np.ndarray | None = None,
     ) -> tuple[Any, ...]:
         """(expected, which sequences it is of, which are lost). Those that hold rows that nobody
         wrote are neither. `before`: what a prefix holds, and which group each sequence has.
@@ -573,6 +592,8 @@ class Program:
         lost = held.lost(layer)
         k, v, lengths = held.live(layer)
         own = {"q": np.asarray(q), "k": k, "v": v, "lengths": lengths}
+        if lists is not None:
+            own["lists"] = lists
         if before is not None:
             other, group = before
             lost |= (group >= 0) & other.lost(layer)[group]
@@ -610,7 +631,10 @@ class Program:
         plain |= {"q_offset": lengths - case.q_len, "precision": "highest"}
         names = ("mask", "scale", "softcap", "sinks")
         plain |= {name: self.options[name] for name in names if name in self.options}
-        if case.tree or case.packed:
+        if "lists" in own:
+            listed = own["lists"][..., None] == np.arange(k.shape[1], dtype=np.int32)
+            plain["mask_array"] = (listed.any(axis=2) & self.placed[some][..., None])[:, None]
+        elif case.tree or case.packed:
             seen = np.zeros((len(some), 1, case.q_len, k.shape[1]), bool)
             for n, (m, length) in enumerate(zip(some, lengths, strict=True)):
                 count = self.counts[m]

@@ -59,6 +59,8 @@ MASKS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "blocks": (lambda b, h, q, kv: (q // 32 >= kv // 32) & ((q + kv) % 3 != h % 2), ()),
     "dilated": (lambda b, h, q, kv: kv % 4 == q % 4, ()),
     "causal": (lambda b, h, q, kv: q >= kv, ()),
+    # Block lists, as `kv_blocks` makes them
+    "lists": (lambda b, h, q, kv, seen: seen[b, h // 2, q // 64, kv // 32], ("seen",)),
 }
 # Functions whose results are added to a score, likewise.
 ADDED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
@@ -104,6 +106,7 @@ def _arrays(case: Case, turn: int) -> dict[str, np.ndarray]:
     return {
         "ids": np.sort(ids, axis=1) if turn % 2 else ids,
         "ends": ends.astype(np.int32),
+        "seen": rng.random((rows, heads, POSITIONS // 64, POSITIONS // 32)) < 0.4,
         "signs": rng.random((heads, 2 * POSITIONS)) < 0.7,
         "widths": rng.integers(-2, 300, heads).astype(np.int32),
         "slopes": rng.random(heads, dtype=np.float32) / 8,

@@ -19,6 +19,7 @@ _JVP = "tests/kernels/flash_jvp/test_flash_jvp.py::"
 _BOTH = "tests/api/test_cases.py::test_forward_and_backward"
 _DECODE = "tests/kernels/decode/test_decode_kernel.py::"
 _MLA = "tests/kernels/decode_mla/test_decode_mla.py::"
+_LISTS = "tests/kernels/decode_listed/test_decode_listed.py::"
 _PREFILL = "tests/kernels/prefill/test_prefill"
 _APPEND = "tests/kernels/append/test_append"
 _LM = "tests/lm/test_kernels.py::"
@@ -141,6 +142,14 @@ QUICK: dict[str, tuple[str, ...]] = {
     "kernels/decode_mla/sm80.py": (
         f"{_MLA}test_portable_on_the_gpu[stacked-sm80]",
         f"{_MLA}test_portable_on_the_gpu[layers_softcap_sinks_float16-sm80]",
+    ),
+    "kernels/decode_mla/row_gathers.py": (
+        f"{_LISTS}test_on_the_gpu[latent_neighbours]",
+        f"{_LISTS}test_on_the_gpu[latent_float16]",
+    ),
+    "kernels/decode_listed/lists.py": (
+        f"{_LISTS}test_on_the_gpu[pages]",
+        f"{_LISTS}test_on_the_gpu[packed_float32]",
     ),
     "kernels/prefill/plan.py": (
         f"{_PREFILL}.py::test_interpreted_cases_on_a_gpu[plain-stacked]",

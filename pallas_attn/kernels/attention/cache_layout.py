@@ -10,6 +10,8 @@ heads that lie together:
                    of each sequence in order
     interleaved    paged, but K and V share one array [layers, pages, rows of a page, kv heads,
                    H + Hv]: for each head the row of K, followed by the row of V
+    listed         the arrays of a stacked or paged cache, and for each sequence a list of rows in
+                   place of its entries of the page table
 
 A program for one thread asks for `number`, the number of a row among all rows of an array, in 64
 bits; the word of memory follows by a multiplication. A kernel that copies by TMA asks for
@@ -55,6 +57,7 @@ class Layout:
     separate = False  # whether each sequence has arrays of its own
     joined = False  # whether K and V share one array, whose rows are a row of K and one of V
     paged = False
+    listed = False  # whether a page table has single rows
 
     @property
     def capacity(self) -> int | None:
@@ -248,6 +251,40 @@ class Interleaved(Paged):
         return self._slab_of_all(row), pl.ds(start, rows), row.head
 
 
+class Listed(Paged):
+    """The arrays of a stacked or paged cache, in which each entry of a list [sequences, entries]
+    names a row of a layer: its slab's number times the rows of a slab, and its number there.
+    """
+
+    listed = True
+
+    @property
+    def entries(self) -> int:
+        return self.capacities[0]
+
+    @property
+    def rows(self) -> int:
+        """Rows of a kv head that a layer has."""
+        return self.slabs * self.page_size
+
+    def page_rows(self, tile: int) -> int:
+        return 1
+
+    def has_page(self, page: Index) -> Index:
+        return (page >= 0) & (page < self.rows)
+
+    def lacks_page(self, page: Index) -> Index:
+        return (page < 0) | (page >= self.rows)
+
+    def entry(self, position: Index) -> Index:
+        return position
+
+    def number(self, thread: Thread, row: Row) -> Index:
+        assert row.page is not None
+        inside = row._replace(page=row.page // self.page_size, position=row.page % self.page_size)
+        return super().number(thread, inside)
+
+
 class Contiguous(Layout):
     """[M, rows, kv heads, H]: no cache."""
 
@@ -266,7 +303,7 @@ def layout_of(problem: Any) -> Layout:
         return PerSequence(*sizes, 1, same)
     if problem.kind == "stacked":
         return Stacked(*sizes, problem.sequences, same)
-    pool = Interleaved if problem.kind == "interleaved" else Paged
+    pool = {"interleaved": Interleaved, "listed": Listed}.get(problem.kind, Paged)
     return pool(*sizes, problem.pages or 0, problem.page_size)
 
 

@@ -15,7 +15,7 @@ from jax import lax
 from pallas_attn._call.problem import DecodeProblem
 from pallas_attn.kernels.decode.mainloop import ROWS
 from pallas_attn.kernels.decode.plan import Plan, plan_with, query_rows, units_of_full
-from pallas_attn.kernels.decode_mla import combine_latent
+from pallas_attn.kernels.decode_mla import combine_latent, row_gathers
 from pallas_attn.kernels.decode_mla.producer import WIDTH
 from pallas_attn.kernels.lang.types import Index, KernelConfig
 
@@ -27,6 +27,7 @@ P_SLOTS = 2  # tiles whose probabilities there is room for
 def plan_of(problem: DecodeProblem, config: KernelConfig) -> Plan:
     """Query rows are always taken 64 at a time, which wgmma multiplies."""
     plan = plan_with(problem, config, query_rows(problem, config, ROWS // 16))
+    plan = row_gathers.with_whole_tiles(plan)
     together = neighbours(plan)
     heads = plan.queries.chunks // together
     splits = combine_latent.best_splits(plan, plan.keys.most_tiles)

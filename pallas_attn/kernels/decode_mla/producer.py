@@ -39,6 +39,7 @@ class LatentRefs(NamedTuple):
     mask_aux: tuple[GmemRef, ...]  # arrays of a function of positions: `functions.flat`
     counters: GmemRef  # `combine_splits.Results`
     sinks: GmemRef | None  # float32[rows of a sequence, and some more]
+    lost: GmemRef | None = None  # int32[M]: `scheduler.Table.lost`, of rows that lists name
 
 
 def refs_of(
@@ -54,6 +55,10 @@ def refs_of(
     if inputs.sinks is not None:
         row_sinks = jnp.tile(inputs.sinks.astype(jnp.float32), inputs.q.shape[1])
         row_sinks = jnp.pad(row_sinks, (0, sinks - row_sinks.size))
+    lost = None
+    if plan.layout.listed:
+        lost = (inputs.lengths > plan.layout.capacity).astype(jnp.int32)
+        inputs = inputs._replace(lengths=jnp.where(lost == 1, 0, jnp.maximum(inputs.lengths, 0)))
     return LatentRefs(
         q=q.reshape(-1, width),
         kv=plan.layout.view(inputs.k_cache),
@@ -63,6 +68,7 @@ def refs_of(
         mask_aux=functions.flat(inputs.mask_aux),
         counters=counters,
         sinks=row_sinks,
+        lost=lost,
     )
 
 
@@ -85,6 +91,8 @@ def kernel_of(
 
 def fill_table(ctx: KernelContext) -> None:
     """Fills the table of lengths, by one warpgroup for all."""
+    if ctx.plan.layout.listed:  # it lies in global memory
+        return
     refs = scheduler.TableRefs(ctx.refs.lengths, ctx.smem.table)
     threads.run(scheduler.fill_table, ctx.plan, refs, memory.has_layer(ctx.plan, ctx.refs.layer))
 
@@ -95,6 +103,8 @@ def each_work(plan: Plan, table: Table, share: Share, body: Callable, carry: Ind
     def take(state):
         unit, m, number, carry = state
         work = scheduler.work_at(plan, table, share, unit, m)
+        if plan.layout.listed:  # units are those of full lists
+            work = work._replace(end=jnp.maximum(work.end, work.tile + 1))
         return work.next_unit, work.sequence, number + 1, body(work, number, carry)
 
     m = scheduler.sequence_of(plan, table, share.first)
@@ -108,6 +118,8 @@ class RingBlock(NamedTuple):
     ref: SmemRef  # [TILE, columns]
     ready: Barrier  # the producer's copies complete it
     free: Barrier  # consumers arrive when they have multiplied the block
+    buffer: SmemRef  # the buffer that has the block
+    place: tuple[Index, ...]  # its indices there
 
 
 class Copy(NamedTuple):

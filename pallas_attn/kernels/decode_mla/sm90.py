@@ -6,7 +6,8 @@ than for memory, so kv tiles come by TMA, swizzled for wgmma. An output of 64 x 
 the registers of one warpgroup: two share it by columns. A third computes the scores of all rows. It
 is a tile ahead of them, and writes its probabilities over the columns of K that are not of V (those
 of rope). Half of q stays in its registers, which leaves shared memory for half a tile more of keys.
-Up to 32 query rows are for `sm90_few_rows`.
+Up to 32 query rows are for `sm90_few_rows`. Rows that lists name come by cp.async to where TMA puts
+others (`row_gathers`).
 
 The scheduler is that of decode, but neighbouring blocks have other rows of the same queries and
 read the same keys: memory is read once, L2 as often as there are q chunks. Partials of a row are
@@ -48,7 +49,13 @@ from pallas_attn.kernels.decode.combine_splits import Outputs, Results
 from pallas_attn.kernels.decode.mainloop import ROWS
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.decode.scheduler import Table, WorkTile
-from pallas_attn.kernels.decode_mla import combine_latent, packed, producer, sm90_few_rows
+from pallas_attn.kernels.decode_mla import (
+    combine_latent,
+    packed,
+    producer,
+    row_gathers,
+    sm90_few_rows,
+)
 from pallas_attn.kernels.decode_mla.combine_latent import base_of
 from pallas_attn.kernels.decode_mla.plan import (
     P_SLOTS,
@@ -132,7 +139,7 @@ def _rows_limit(problem: DecodeProblem) -> Limit | None:
             reference,
         )
     rows = problem.page_size or max(problem.capacities)
-    if rows % 8:
+    if rows % 8 and not cache_layout.layout_of(problem).listed:
         return Limit(
             f"V within K by {rows} rows; TMA copies 8 at a time",
             "make capacities (or the page size) a multiple of 8",
@@ -151,8 +158,9 @@ class LatentSmem(NamedTuple):
     p: SmemRef  # [P_SLOTS, ROWS, TILE]: probabilities; None where k_rope has room for them
     row_max: SmemRef  # float32[P_SLOTS, ROWS]: after a tile
     row_sum: SmemRef  # likewise, after the last tile of a work
-    table: Table
+    table: Table | None  # None: `row_gathers.with_table`
     last: SmemRef  # int32[1]
+    holes: SmemRef | None  # `row_gathers.holes_scratch`
     q_ready: Barrier
     q_free: Barrier
     ready: Barrier  # one a block of both rings
@@ -180,8 +188,9 @@ def scratch(plan: Plan) -> LatentSmem:
         p=None if columns.rope else swizzled(P_SLOTS, ROWS, TILE),
         row_max=plgpu.SMEM((P_SLOTS, ROWS), jnp.float32),
         row_sum=plgpu.SMEM((P_SLOTS, ROWS), jnp.float32),
-        table=scheduler.table_scratch(plan),
+        table=row_gathers.table_scratch(plan),
         last=plgpu.SMEM((1,), jnp.int32),
+        holes=row_gathers.holes_scratch(plan, columns.ring // columns.blocks),
         q_ready=barrier(num_arrivals=max(columns.q_copies, 1)),
         q_free=barrier(),
         ready=barrier(num_barriers=V_WARPGROUPS * columns.ring, num_arrivals=stretches),
@@ -216,7 +225,8 @@ def _ring_block(ctx: KernelContext, wg: Index, number: Index) -> RingBlock:
     ring, smem = columns_of(ctx.plan).ring, ctx.smem
     slot = lax.rem(number, jnp.int32(ring))
     entry = wg * ring + slot
-    return RingBlock(smem.kv.at[wg, slot], smem.ready.at[entry], smem.free.at[entry])
+    place = wg, slot
+    return RingBlock(smem.kv.at[place], smem.ready.at[entry], smem.free.at[entry], smem.kv, place)
 
 
 def _q_block(plan: Plan, number: Index, count: Index) -> Index:
@@ -266,8 +276,11 @@ def _load(ctx: KernelContext, block_id: Index) -> None:
                 own = pl.ds(plan.problem.v_head_dim, columns.rope)
                 slot = lax.rem(count, jnp.int32(P_SLOTS))
                 refs = smem.k_rope.at[slot], smem.rope_ready.at[slot], smem.p_free.at[slot]
-                yield Copy(own, RingBlock(*refs), reused=count >= P_SLOTS)
+                to = RingBlock(*refs, smem.k_rope, (slot,))
+                yield Copy(own, to, reused=count >= P_SLOTS)
 
+        if plan.layout.listed:
+            return row_gathers.load(ctx, work, count, copies_of)
         ahead = prefetches if scores_first(plan) else None
         return producer.load(ctx, work, count, copies_of, ahead)
 
@@ -390,6 +403,7 @@ def _score(ctx: KernelContext, block_id: Index) -> None:
                         producer.clear(block.ref, columns.block, live)
 
             s = mainloop.masked(ctx, work, tile, mainloop.logits_of_scores(plan, s))
+            s = row_gathers.without_holes(ctx, s, count, mosaic.COLUMN)
             new = softmax.next_step(s, plan.unit_of_logits, row_max, empty_ok=True)
             row_sum = softmax.rescaled(new, row_sum) + new.row_sum
             # Probabilities are put where keys were: all warps must have their scores.
@@ -582,18 +596,20 @@ def _write(plan: Plan, own: _Own, work: WorkTile, n: int, out: RegisterTile) -> 
 def _kernel(refs: LatentRefs, outputs: Outputs, smem: LatentSmem, *, plan: Plan) -> None:
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
     results = outputs.results(refs.counters, refs.sinks)
-    ctx = KernelContext(plan, refs, smem)
+    ctx = row_gathers.with_table(KernelContext(plan, refs, smem))
 
     @pl.when(wg == PRODUCER)
     def _():
-        plgpu.set_max_registers(24, action="decrease")
+        loader = row_gathers.REGISTERS[0] if plan.layout.listed else 24
+        plgpu.set_max_registers(loader, action="decrease")
         producer.fill_table(ctx)
         plgpu.barrier_arrive(smem.table_ready)
         _load(ctx, block_id)
 
     @pl.when(wg == SCORES)
     def _():
-        plgpu.set_max_registers(168, action="increase")
+        scorer = row_gathers.REGISTERS[1] if plan.layout.listed else 168
+        plgpu.set_max_registers(scorer, action="increase")
         plgpu.barrier_wait(smem.table_ready)
         _score(ctx, block_id)
 

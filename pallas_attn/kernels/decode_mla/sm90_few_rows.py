@@ -31,7 +31,7 @@ from pallas_attn.kernels.decode import combine_splits, mainloop, scheduler
 from pallas_attn.kernels.decode.combine_splits import Outputs, Results
 from pallas_attn.kernels.decode.plan import Plan, plan_with, query_rows
 from pallas_attn.kernels.decode.scheduler import Share, Table, WorkTile
-from pallas_attn.kernels.decode_mla import combine_latent, producer
+from pallas_attn.kernels.decode_mla import combine_latent, producer, row_gathers
 from pallas_attn.kernels.decode_mla.combine_latent import base_of
 from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs, RingBlock
 from pallas_attn.kernels.lang import mosaic, threads
@@ -55,7 +55,8 @@ def plan_of(problem: DecodeProblem, config: KernelConfig) -> Plan:
     queries = dataclasses.replace(queries, chunk_rows=tma_operands.round_up(queries.rows, 8))
     plan = plan_with(problem, config, queries)
     splits = combine_latent.best_splits(plan, 2 * plan.keys.most_tiles)
-    return plan_with(problem, config, queries, problem.sequences * splits)
+    plan = plan_with(problem, config, queries, problem.sequences * splits)
+    return row_gathers.with_whole_tiles(plan)
 
 
 class Columns(NamedTuple):
@@ -88,8 +89,9 @@ class FewRowsSmem(NamedTuple):
     kv: SmemRef  # [ring, TILE, block]
     p: SmemRef  # [2, chunk_rows, TILE]: probabilities of two tiles, alternately
     flags: SmemRef  # int32[2 * WARPS]: likewise, whether a warp has a logit that is too high
-    table: Table
+    table: Table | None  # None: `row_gathers.with_table`
     last: SmemRef  # int32[1]
+    holes: SmemRef | None  # `row_gathers.holes_scratch`
     q_ready: Barrier
     q_free: Barrier
     ready: Barrier
@@ -105,8 +107,9 @@ def scratch(plan: Plan) -> FewRowsSmem:
         kv=mosaic.swizzled((ring, TILE, columns.block), dtype, 2 * WIDTH),
         p=mosaic.swizzled((2, rows, TILE), dtype, 2 * WIDTH),
         flags=plgpu.SMEM((2 * threads.WARPS,), jnp.int32),
-        table=scheduler.table_scratch(plan),
+        table=row_gathers.table_scratch(plan),
         last=plgpu.SMEM((1,), jnp.int32),
+        holes=row_gathers.holes_scratch(plan, ring // columns.blocks),
         q_ready=barrier(),
         q_free=barrier(),
         ready=barrier(num_barriers=ring, num_arrivals=TILE // plan.keys.page_rows),
@@ -122,7 +125,7 @@ def _ring_block(ctx: KernelContext, count: Index, block: int) -> RingBlock:
     """A block of a tile, before which there were `count` tiles since the kernel began."""
     columns, smem = columns_of(ctx.plan), ctx.smem
     slot = lax.rem(count * columns.blocks + block, jnp.int32(columns.ring))
-    return RingBlock(smem.kv.at[slot], smem.ready.at[slot], smem.free.at[slot])
+    return RingBlock(smem.kv.at[slot], smem.ready.at[slot], smem.free.at[slot], smem.kv, (slot,))
 
 
 def _load(ctx: KernelContext, share: Share) -> None:
@@ -138,6 +141,9 @@ def _load(ctx: KernelContext, share: Share) -> None:
         pl.when(number > 0)(lambda: plgpu.barrier_wait(smem.q_free))
         rows = pl.ds(work.sequence * plan.queries.chunk_rows, plan.queries.chunk_rows)
         plgpu.copy_gmem_to_smem(refs.q.at[rows], smem.q, smem.q_ready)
+        if plan.layout.listed:
+            lag = min(row_gathers.LAG, columns.ring - columns.blocks)
+            return row_gathers.load(ctx, work, count, copies_of, lag)
         return producer.load(ctx, work, count, copies_of)
 
     producer.each_work(plan, smem.table, share, one_work, jnp.int32(0))
@@ -244,7 +250,7 @@ def _one_tile(ctx: KernelContext, work: WorkTile, tile: Index, carry: _Carry) ->
         for block, width in zip(blocks, columns.v, strict=True):
             producer.clear(block.ref, width, live)
 
-    s = _logits(ctx, work, tile, s)
+    s = row_gathers.without_holes(ctx, _logits(ctx, work, tile, s), count, mosaic.ROW)
     above = s - _down_columns(state.row_max, s.shape)
     moved = mosaic.any_in_warp(above, softmax.RESCALE_THRESHOLD)
     p = jnp.exp2(s - _down_columns(base_of(state.row_max), s.shape))
@@ -369,18 +375,18 @@ def _write(plan: Plan, results: Results, m: Index, whole: State) -> None:
 def _kernel(refs: LatentRefs, outputs: Outputs, smem: FewRowsSmem, *, plan: Plan) -> None:
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
     results = outputs.results(refs.counters, refs.sinks)
-    ctx = KernelContext(plan, refs, smem)
+    ctx = row_gathers.with_table(KernelContext(plan, refs, smem))
 
     @pl.when(wg == 1)
     def _():
         producer.fill_table(ctx)
         plgpu.barrier_arrive(smem.table_ready)
-        _load(ctx, scheduler.share_of(plan, smem.table, block_id))
+        _load(ctx, scheduler.share_of(plan, ctx.smem.table, block_id))
 
     @pl.when(wg == 0)
     def _():
         plgpu.barrier_wait(smem.table_ready)
-        _compute(ctx, results, scheduler.share_of(plan, smem.table, block_id), block_id)
+        _compute(ctx, results, scheduler.share_of(plan, ctx.smem.table, block_id), block_id)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))

@@ -1,0 +1,124 @@
+"""`flash_attention(kv_indices=)`: lists of positions over contiguous keys, forward and backward,
+against attention to all keys, each of which counts as often as it is listed.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from tests.support import in_numpy, subjects
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+B, T, S, N, K, DIM = 2, 5, 90, 4, 2, 64
+
+
+def arrays(rng, dtype="float32"):
+    shapes = (B, T, N, DIM), (B, S, K, DIM), (B, S, K, DIM)
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+
+
+def lists(rng, heads=K, n=40):
+    """Positions, some twice, some of none; the last row has none at all."""
+    indices = rng.integers(-3, S + 3, (B, heads, T, n))
+    odd = rng.choice([-(2**31), 2**31 - 1], indices.shape)
+    indices = np.where(rng.random(indices.shape) < 0.1, odd, indices)
+    indices[..., -5:] = indices[..., :5]
+    indices[-1, -1, -1] = -1
+    return indices.astype(np.int32)
+
+
+def counts(indices, mask, q_offset=0, lengths=None):
+    """float32[B, N, T, S]: how often each query row attends to each key."""
+    times = np.zeros((B, indices.shape[1], T, S), np.float32)
+    for b, h, t in np.ndindex(times.shape[:3]):
+        for at in indices[b, h, t]:
+            if 0 <= at < (S if lengths is None else lengths[b]) and mask.allows(q_offset + t, at):
+                times[b, h, t, at] += 1
+    return np.repeat(times, N // indices.shape[1], axis=1)
+
+
+def dense(q, k, v, times, softcap=None):
+    """Attention by its definition."""
+    k, v = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
+    logits = jnp.einsum("bthd,bshd->bhts", q, k, precision="highest") * DIM**-0.5
+    logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    top = jnp.where(times > 0, logits, -jnp.inf).max(-1, keepdims=True)
+    p = jnp.exp(logits - jnp.where(top > -jnp.inf, top, 0)) * times
+    total = p.sum(-1, keepdims=True)
+    out = jnp.einsum("bhts,bshd->bthd", p / jnp.where(total == 0, 1, total), v, precision="highest")
+    lse = top + jnp.log(jnp.where(total == 0, 1, total))
+    return out, lse[..., 0]
+
+
+def weighed(call):
+    """A function of q, k and v whose gradients depend on both results."""
+
+    def loss(*arrays):
+        out, lse = call(*arrays)
+        weights = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+        return (out * weights).sum() + jnp.where(jnp.isfinite(lse), jnp.sin(lse), 0).sum()
+
+    return loss
+
+
+CASES = {
+    "by_kv_head": (K, pa.FULL, {}),
+    "causal_softcap": (1, pa.CAUSAL, {"q_offset": 60, "softcap": 2.0}),
+    "window_lengths": (
+        K, pa.sliding_window(50), {"q_offset": 40, "kv_lengths": np.array([44, 90], np.int32)}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_forward_and_gradients(rng, name):
+    heads, mask, options = CASES[name]
+    q, k, v = arrays(rng)
+    indices = lists(rng, heads)
+    times = counts(indices, mask, options.get("q_offset", 0), options.get("kv_lengths"))
+    softcap = options.get("softcap")
+
+    def listed(q, k, v):
+        return pa.flash_attention_with_lse(q, k, v, kv_indices=indices, mask=mask, **options)
+
+    def written_out(q, k, v):
+        return dense(q, k, v, times, softcap)
+
+    unread = jnp.asarray(times.reshape(B, -1, S).sum(1) == 0)[..., None, None]
+    for call in (lambda f: f, lambda f: jax.grad(weighed(f), (0, 1, 2))):
+        hidden = [jnp.where(unread, jnp.nan, x) for x in (k, v)]
+        got = in_numpy.call(call(listed), q, *hidden)
+        for x, y in zip(got, in_numpy.call(call(written_out), q, k, v), strict=True):
+            np.testing.assert_allclose(x, y, atol=2e-5)
+
+
+@pytest.mark.parametrize("subject", subjects.rows("flash_forward"))
+def test_kernels(rng, subject):
+    q, k, v = arrays(rng, subject.dtype)
+    indices = lists(rng)
+    out, lse = subject.call(pa.flash_attention_with_lse, q, k, v, kv_indices=jnp.asarray(indices))
+    wide = (x.astype(jnp.float32) for x in (q, k, v))
+    want = in_numpy.call(dense, *wide, counts(indices, pa.FULL))
+    np.testing.assert_allclose(np.asarray(out, np.float32), want[0], atol=0.02)
+    np.testing.assert_allclose(lse, want[1], atol=1e-3)
+
+
+def test_a_few_rows_at_a_time(rng, monkeypatch):
+    """Steps of the backward, and vmap."""
+    from pallas_attn._autodiff import listed
+
+    q, k, v = arrays(rng)
+    indices = jnp.asarray(lists(rng))
+
+    def gradient(q, k, v):
+        call = lambda q: pa.flash_attention(q, k, v, kv_indices=indices).sum()  # noqa: E731
+        return jax.grad(call)(q)
+
+    want = in_numpy.call(gradient, q, k, v)
+    monkeypatch.setattr(listed, "GATHERED", 40 * DIM * 7)
+    got = in_numpy.call(jax.vmap(gradient, in_axes=(0, None, None)), jnp.stack([q, q]), k, v)
+    for x in got:
+        np.testing.assert_allclose(x, want, atol=1e-5)
