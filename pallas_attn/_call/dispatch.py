@@ -209,6 +209,8 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         *_DECODE,
     ),
     "decode_quantized": (
+        # many query rows, where matmuls on 8 bits are allowed
+        Candidate("prefill.float8_sm90", HOPPER, selection.float8_sm90),
         Candidate("prefill.widened_sm90", HOPPER, selection.widened_sm90),  # many query rows
         Candidate("prefill.narrow_sm90", HOPPER, selection.narrow_sm90),  # fewer of them
         Candidate("prefill.gathered_sm90", HOPPER, selection.gathered),  # wide heads

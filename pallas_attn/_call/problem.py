@@ -18,6 +18,11 @@ WithBounds = Any  # inputs, or the refs of a kernel, that have mask_left and mas
 QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")  # dtypes of q, k and v with scales
+# Names of jax.lax.DotAlgorithmPreset that allow matmuls on the numbers of a float8 cache.
+FLOAT8_PRECISIONS = {
+    "ANY_F8_ANY_F8_F32": "float8",
+    "ANY_F8_ANY_F8_F32_FAST_ACCUM": "fast_accum",
+}
 
 MOST_ROWS = 2**31 - 1  # rows of a sequence: lengths are int32
 
@@ -391,7 +396,9 @@ class DecodeProblem:
     pages: int | None = None
     layers: int | None = None
     sinks: bool = False
-    precision: str | None = None  # None or "highest"
+    # None, "highest", or what allows matmuls on the numbers of a float8 cache: "float8", or
+    # "fast_accum", whose sums are those of a tensor core.
+    precision: str | None = None
     batch_invariant: bool = False
     quantized: bool = False
     # Whether a cache of 8-bit numbers has no scales: the numbers are the values.
@@ -419,6 +426,11 @@ class DecodeProblem:
     def uses_head(self) -> bool:
         """Whether the function reads the number of its query head."""
         return self.mask_program is not None and self.mask_program.depends_on(1)
+
+    @property
+    def multiplies_float8(self) -> bool:
+        """Whether a kernel may round q and probabilities to float8."""
+        return self.precision in FLOAT8_PRECISIONS.values()
 
     @property
     def packed(self) -> bool:

@@ -15,6 +15,7 @@ FEW_ROWS, FEW_ROWS_QUANTIZED = 16, 32
 # Pairs of query head and query row that a row of a quantised cache must meet to be worth widening,
 # by its dtype: int8 takes longest where the kernel widens it.
 FEWEST_PAIRS_WIDENED = {"int8": 512, "float8_e4m3fn": 768, "float8_e5m2": 768}
+FEWEST_PAIRS_FLOAT8 = 256  # the same for a launch that transposes V
 FEWEST_PAIRS_GATHERED = 1024  # the same for a copy of rows by XLA
 
 _OTHER = "leave implementation=None"
@@ -42,6 +43,14 @@ def widened_sm90(problem: DecodeProblem, *, keys_are_split: bool = False) -> Lim
     if keys_are_split:
         fewest += fewest // 2
     return _FEW if _pairs(problem) < fewest * stored_rows(problem) else None
+
+
+def float8_sm90(problem: DecodeProblem) -> Limit | None:
+    if not problem.multiplies_float8:
+        return Limit("precision does not ask for matmuls on float8", _OTHER)
+    if (slower := sm90(problem)) is not None:
+        return slower
+    return _FEW if _pairs(problem) < FEWEST_PAIRS_FLOAT8 * stored_rows(problem) else None
 
 
 def narrow_sm90(problem: DecodeProblem) -> Limit | None:
