@@ -20,6 +20,7 @@ import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -47,14 +48,6 @@ class _State(NamedTuple):
     row_sum: RegisterTile  # [ROWS, PARTIALS]
     row_max: RegisterTile  # [ROWS]
     p: RegisterTile  # [ROWS, block_kv], float8: P of the tile whose P V is still to be issued
-
-
-class _Keys(NamedTuple):
-    """`Units` of the keys of a kv tile, each spread over all rows."""
-
-    score: RegisterTile
-    value: RegisterTile
-    sum: RegisterTile
 
 
 def mainloop(
@@ -108,11 +101,11 @@ def _values(ctx: KernelContext, slot: Index) -> tuple:
     return wgmma.transposed((ctx.smem.v.at[slot],))
 
 
-def _keys_of(ctx: KernelContext, slot: Index) -> _Keys:
-    shape = (ROWS, ctx.plan.config.block_kv)
-    units = ctx.smem.producer.units.at[slot]
-    loaded = [mosaic.load(units.at[int(unit)], mosaic.COLUMN) for unit in Units]
-    return _Keys(*[lax.broadcast_in_dim(x, shape, [1]) for x in loaded])
+def _unit(ctx: KernelContext, slot: Index, unit: Units, start: int) -> RegisterTile:
+    """A unit of `CHUNK` keys of a ring entry, spread over all rows."""
+    keys = ctx.smem.producer.units.at[slot, int(unit), pl.ds(start, softmax.CHUNK)]
+    numbers = mosaic.load(keys, mosaic.COLUMN)
+    return lax.broadcast_in_dim(numbers, (ROWS, softmax.CHUNK), [1])
 
 
 def _release(ring: Ring, slot: Index) -> None:
@@ -125,27 +118,30 @@ def _logits(  # noqa: PLR0913
     ctx: KernelContext,
     rows: QueryRows,
     factor: RegisterTile,
-    keys: _Keys,
     t: Index,
     slot: Index,
     s: RegisterTile,
     masked: bool | None,
 ) -> RegisterTile:
     """Logits of kv tile t in log2 units, with the logarithms of V's scales added."""
-    s = s * keys.score * mosaic.broadcast_rows(factor, s.shape)
-    if ctx.plan.logit_rules.unit is None:
-        s, _ = logits.scaled(ctx, logits.tile_of_rows(ctx, rows, t), s)
-    s = s + keys.value
+    factor = mosaic.broadcast_rows(factor, (ROWS, softmax.CHUNK))
+    pieces = []
+    for start in range(0, s.shape[1], softmax.CHUNK):
+        piece = lax.slice(s, (0, start), (ROWS, start + softmax.CHUNK))
+        piece = piece * _unit(ctx, slot, Units.SCORE, start) * factor
+        if ctx.plan.logit_rules.unit is None:
+            piece, _ = logits.scaled(ctx, logits.tile_of_rows(ctx, rows, t), piece)
+        pieces.append(piece + _unit(ctx, slot, Units.VALUE, start))
+    s = lax.concatenate(pieces, 1)
     return logits.mask_rows(ctx, rows, t, slot, s) if masked else s
 
 
 def _softmax(
-    s: RegisterTile, keys: _Keys, row_max: RegisterTile, *, empty_ok: bool
+    ctx: KernelContext, slot: Index, s: RegisterTile, row_max: RegisterTile, *, empty_ok: bool
 ) -> softmax.Step:
     """`softmax.next_step`, whose sums are those of probabilities without V's scales."""
-    peaks = softmax.partials(s, jnp.maximum) - mosaic.broadcast_rows(
-        row_max, (ROWS, softmax.PARTIALS)
-    )
+    base = mosaic.broadcast_rows(row_max, (ROWS, softmax.PARTIALS))
+    peaks = softmax.partials(s, jnp.maximum) - base
     moved = mosaic.any_in_warp(peaks, EXPONENTS.threshold)
 
     def raised():
@@ -159,10 +155,10 @@ def _softmax(
     base = softmax.base_of(row_max, empty_ok) - EXPONENTS.offset
     pieces, sums = [], []
     for start in range(0, s.shape[1], softmax.CHUNK):
-        columns = (0, start), (ROWS, start + softmax.CHUNK)
-        p = softmax.exponentials(lax.slice(s, *columns), None, base)
-        pieces.append(p)
-        sums.append(softmax.partials(p * lax.slice(keys.sum, *columns), operator.add))
+        piece = lax.slice(s, (0, start), (ROWS, start + softmax.CHUNK))
+        pieces.append(softmax.exponentials(piece, None, base))
+        parts = pieces[-1] * _unit(ctx, slot, Units.SUM, start)
+        sums.append(softmax.partials(parts, operator.add))
     row_sum = functools.reduce(operator.add, sums)
     return softmax.Step(lax.concatenate(pieces, 1), row_max, rescale, row_sum, moved)
 
@@ -175,9 +171,9 @@ def _first_tile(ctx: KernelContext, rows: QueryRows, factor: RegisterTile, slot:
     q, k = panels.tiles(smem.producer.q, rows.wg), panels.tiles(smem.k, slot)
     ring.wait(slot)
     s = wgmma.matmul((ROWS, ctx.plan.config.block_kv), q, k, None, wgmma.score_panels)
-    keys, last = _keys_of(ctx, slot), rows.span.hi - 1
-    s = _logits(ctx, rows, factor, keys, last, slot, s, "first_masked" in ctx.plan.sections)
-    new = _softmax(s, keys, mosaic.filled((ROWS,), -jnp.inf), empty_ok=True)
+    masked = "first_masked" in ctx.plan.sections
+    s = _logits(ctx, rows, factor, rows.span.hi - 1, slot, s, masked)
+    new = _softmax(ctx, slot, s, mosaic.filled((ROWS,), -jnp.inf), empty_ok=True)
     _release(ring, slot)
     acc = mosaic.filled((ROWS, ctx.plan.v.width), 0.0)
     return _State(acc, new.row_sum, new.row_max, wgmma_float8.probabilities(new.p))
@@ -208,9 +204,8 @@ def _step(  # noqa: PLR0913
             turns.give()
 
     def softmax_of(s: RegisterTile) -> softmax.Step:
-        keys = _keys_of(ctx, slot)
-        s = _logits(ctx, rows, factor, keys, t, slot, s, masked)
-        return _softmax(s, keys, state.row_max, empty_ok=masked is not False)
+        s = _logits(ctx, rows, factor, t, slot, s, masked)
+        return _softmax(ctx, slot, s, state.row_max, empty_ok=masked is not False)
 
     scores_like = mosaic.filled((ROWS, ctx.plan.config.block_kv), 0.0)
     like = softmax.Step(
