@@ -1,26 +1,19 @@
 """The mainloop of prefill over a float8 cache, whose matmuls multiply 8 bits.
 
-K is the cache's numbers as they lie, V^T comes from a launch before (`float8_values`), and a
-consumer rounds its rows of q to float8, with a scale a row, when they are there. No scale is
-rounded: those of q and K multiply scores. V's scale is added to logits as its logarithm, so that
-probabilities hold it before they are rounded to float8, in units of the row's largest product of
-both; the sum of a row takes it out again:
-
-    x = score * q_scale * k_scale * scale * log2(e) + log2(v_scale)     a multiplication and a fma
-    p = 2**(x - row_max)                                                row_max: largest x so far
-    row_sum += p / v_scale                                              a fma
-    out += float8(p) @ v
+A launch before (`float8_tiles`) has made K and V^T with a scale for each tile of keys; a consumer
+rounds its rows of q to float8, with a scale a row, when they are there. Scales of q and K multiply
+logits in the softmax. V's scale counts as a part of the probabilities, p * v_scale, which are
+rounded to float8 in units of the row's largest so far: in log2 units it shifts the row max for the
+softmax of a tile, and the tile's sums are divided by it.
 
 A tensor core adds products of float8 with about 14 bits, so P V of a kv tile has an accumulator of
 its own, as in `flash_fwd.float8_mainloop`; with precision "fast_accum" it adds up all tiles.
 """
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -31,10 +24,10 @@ from pallas_attn.kernels.flash_fwd.float8_mainloop import EXPONENTS
 from pallas_attn.kernels.flash_fwd.producer import Ring
 from pallas_attn.kernels.flash_fwd.sm90 import Result, for_each_kv_tile
 from pallas_attn.kernels.lang import mosaic, panels
-from pallas_attn.kernels.lang.types import Index, RegisterTile
+from pallas_attn.kernels.lang.types import Index, RegisterTile, Scalar
 from pallas_attn.kernels.mma import wgmma, wgmma_float8
 from pallas_attn.kernels.prefill.float8_producer import Q_DTYPE
-from pallas_attn.kernels.prefill.float8_values import Units
+from pallas_attn.kernels.prefill.float8_tiles import KEYS, Units
 from pallas_attn.kernels.prefill.kernel import Turns
 
 LARGEST = 448.0  # of Q_DTYPE
@@ -101,66 +94,54 @@ def _values(ctx: KernelContext, slot: Index) -> tuple:
     return wgmma.transposed((ctx.smem.v.at[slot],))
 
 
-def _unit(ctx: KernelContext, slot: Index, unit: Units, start: int) -> RegisterTile:
-    """A unit of `CHUNK` keys of a ring entry, spread over all rows."""
-    keys = ctx.smem.producer.units.at[slot, int(unit), pl.ds(start, softmax.CHUNK)]
-    numbers = mosaic.load(keys, mosaic.COLUMN)
-    return lax.broadcast_in_dim(numbers, (ROWS, softmax.CHUNK), [1])
+def _unit(ctx: KernelContext, rows: QueryRows, t: Index, unit: Units) -> Scalar:
+    """A unit of kv tile t."""
+    plan, tile = ctx.plan, rows.tile
+    head = tile.batch * plan.problem.kv_heads + lax.div(tile.head, jnp.int32(plan.problem.group))
+    number = (
+        t if plan.config.block_kv == KEYS else lax.div(t * plan.config.block_kv, jnp.int32(KEYS))
+    )
+    return ctx.refs.tile_units[head, number, int(unit)]
 
 
-def _release(ring: Ring, slot: Index) -> None:
-    """Releases an entry whose units registers have read, where TMA will write."""
-    plgpu.commit_smem()
-    ring.release(slot)
+class _Tile(NamedTuple):
+    """A kv tile and the factor of its scores."""
+
+    number: Index
+    slot: Index
+    masked: bool
+    factor: RegisterTile  # [ROWS]
+    value: Scalar  # log2 of V's scale
+    sum: Scalar  # its reciprocal
 
 
-def _logits(  # noqa: PLR0913
+def _tile(  # noqa: PLR0913
     ctx: KernelContext,
     rows: QueryRows,
     factor: RegisterTile,
     t: Index,
     slot: Index,
-    s: RegisterTile,
-    masked: bool | None,
-) -> RegisterTile:
-    """Logits of kv tile t in log2 units, with the logarithms of V's scales added."""
-    factor = mosaic.broadcast_rows(factor, (ROWS, softmax.CHUNK))
-    pieces = []
-    for start in range(0, s.shape[1], softmax.CHUNK):
-        piece = lax.slice(s, (0, start), (ROWS, start + softmax.CHUNK))
-        piece = piece * _unit(ctx, slot, Units.SCORE, start) * factor
-        if ctx.plan.logit_rules.unit is None:
-            piece, _ = logits.scaled(ctx, logits.tile_of_rows(ctx, rows, t), piece)
-        pieces.append(piece + _unit(ctx, slot, Units.VALUE, start))
-    s = lax.concatenate(pieces, 1)
-    return logits.mask_rows(ctx, rows, t, slot, s) if masked else s
+    masked: bool,
+) -> _Tile:
+    score, value, of_sum = (_unit(ctx, rows, t, unit) for unit in Units)
+    return _Tile(t, slot, masked, factor * score, value, of_sum)
 
 
 def _softmax(
-    ctx: KernelContext, slot: Index, s: RegisterTile, row_max: RegisterTile, *, empty_ok: bool
+    ctx: KernelContext, rows: QueryRows, tile: _Tile, s: RegisterTile, row_max: RegisterTile
 ) -> softmax.Step:
-    """`softmax.next_step`, whose sums are those of probabilities without V's scales."""
-    base = mosaic.broadcast_rows(row_max, (ROWS, softmax.PARTIALS))
-    peaks = softmax.partials(s, jnp.maximum) - base
-    moved = mosaic.any_in_warp(peaks, EXPONENTS.threshold)
-
-    def raised():
-        higher = softmax.raise_to(s.max(axis=1), None, row_max, EXPONENTS.threshold)
-        return higher, jnp.exp2(row_max - softmax.base_of(higher, empty_ok))
-
-    def kept():
-        return row_max, mosaic.filled(row_max.shape, 1.0)
-
-    row_max, rescale = lax.cond(moved != 0, raised, kept)
-    base = softmax.base_of(row_max, empty_ok) - EXPONENTS.offset
-    pieces, sums = [], []
-    for start in range(0, s.shape[1], softmax.CHUNK):
-        piece = lax.slice(s, (0, start), (ROWS, start + softmax.CHUNK))
-        pieces.append(softmax.exponentials(piece, None, base))
-        parts = pieces[-1] * _unit(ctx, slot, Units.SUM, start)
-        sums.append(softmax.partials(parts, operator.add))
-    row_sum = functools.reduce(operator.add, sums)
-    return softmax.Step(lax.concatenate(pieces, 1), row_max, rescale, row_sum, moved)
+    """The step of a kv tile, whose row maxima are those of probabilities times V's scale."""
+    unit = tile.factor
+    if ctx.plan.logit_rules.unit is None:
+        s = s * mosaic.broadcast_rows(unit, s.shape)
+        s, _ = logits.scaled(ctx, logits.tile_of_rows(ctx, rows, tile.number), s)
+        unit = None
+    if tile.masked:
+        s = logits.mask_rows(ctx, rows, tile.number, tile.slot, s)
+    before = row_max - tile.value
+    new = softmax.next_step(s, unit, before, empty_ok=tile.masked, exponents=EXPONENTS)
+    higher = jnp.where(new.row_max == before, row_max, new.row_max + tile.value)
+    return new._replace(row_max=higher, row_sum=new.row_sum * tile.sum)
 
 
 def _first_tile(ctx: KernelContext, rows: QueryRows, factor: RegisterTile, slot: Index) -> _State:
@@ -171,10 +152,9 @@ def _first_tile(ctx: KernelContext, rows: QueryRows, factor: RegisterTile, slot:
     q, k = panels.tiles(smem.producer.q, rows.wg), panels.tiles(smem.k, slot)
     ring.wait(slot)
     s = wgmma.matmul((ROWS, ctx.plan.config.block_kv), q, k, None, wgmma.score_panels)
-    masked = "first_masked" in ctx.plan.sections
-    s = _logits(ctx, rows, factor, rows.span.hi - 1, slot, s, masked)
-    new = _softmax(ctx, slot, s, mosaic.filled((ROWS,), -jnp.inf), empty_ok=True)
-    _release(ring, slot)
+    ring.release(slot)
+    tile = _tile(ctx, rows, factor, rows.span.hi - 1, slot, masked=True)
+    new = _softmax(ctx, rows, tile, s, mosaic.filled((ROWS,), -jnp.inf))
     acc = mosaic.filled((ROWS, ctx.plan.v.width), 0.0)
     return _State(acc, new.row_sum, new.row_max, wgmma_float8.probabilities(new.p))
 
@@ -192,6 +172,7 @@ def _step(  # noqa: PLR0913
     """Kv tile t: the softmax of its scores S runs while P V of the tile before it is in flight."""
     del whole
     (state, slot), smem, ring = carry, ctx.smem, Ring.of(ctx)
+    tile = _tile(ctx, rows, factor, t, slot, masked=masked is not False)
     ring.wait(slot)
     if turns is not None:
         turns.take()
@@ -204,8 +185,7 @@ def _step(  # noqa: PLR0913
             turns.give()
 
     def softmax_of(s: RegisterTile) -> softmax.Step:
-        s = _logits(ctx, rows, factor, t, slot, s, masked)
-        return _softmax(ctx, slot, s, state.row_max, empty_ok=masked is not False)
+        return _softmax(ctx, rows, tile, s, state.row_max)
 
     scores_like = mosaic.filled((ROWS, ctx.plan.config.block_kv), 0.0)
     like = softmax.Step(
@@ -213,7 +193,7 @@ def _step(  # noqa: PLR0913
     )
     out, new = wgmma.overlapped(_start(ctx, state.acc), like, matmuls, softmax_of)
     acc = _added(ctx, state.acc, out)
-    _release(ring, slot)
+    ring.release(slot)
     acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
     # P is rounded after the wait: see `flash_fwd.sm90`.
     p = wgmma_float8.probabilities(new.p)

@@ -19,11 +19,11 @@ from pallas_attn.kernels.prefill.plan import Plan, bytes_of, over_contiguous_key
 
 Array = jax.Array
 
-MOST_BYTES = 2**32  # bytes of V^T
+MOST_BYTES = 2**32  # bytes of K and V of a layer
 WIDEST = 128  # largest head dim of v: registers hold two accumulators of the output
 COLUMNS = 64  # head dims of q and K are multiples of it
-# Three consumers have no registers for two accumulators.
 CONFIGS = (sm90.Config(1, q_slots=1), sm90.Config(2))
+CONFIGS_OF_64 = (*CONFIGS, sm90.Config(3))  # up to head dim 64: registers hold two accumulators
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,9 @@ class Config:
     @functools.lru_cache(maxsize=1024)
     def default(cls, problem: DecodeProblem) -> "Config":
         plan = plan_of(problem, cls())
-        config = sm90.fastest(plan, max(problem.capacities), configs=CONFIGS)
+        narrow = max(problem.head_dim, problem.v_head_dim) <= 64
+        configs = CONFIGS_OF_64 if narrow else CONFIGS
+        config = sm90.fastest(plan, max(problem.capacities), configs=configs)
         return cls(dataclasses.replace(config, in_turn=False))
 
 
@@ -56,9 +58,9 @@ def limit(problem: DecodeProblem) -> Limit | None:
     if problem.v_head_dim > WIDEST:
         return Limit(f"v_head_dim is {problem.v_head_dim}; it takes up to {WIDEST}", other)
     rows = problem.sequences * problem.kv_heads * max(problem.capacities)
-    size = rows * (problem.v_head_dim + 12)
+    size = rows * (problem.head_dim + problem.v_head_dim)
     if size > MOST_BYTES:
-        return Limit(f"V transposed would take {size / 2**30:.1f} GiB", other)
+        return Limit(f"rows of a layer would take {size / 2**30:.1f} GiB", other)
     if smem_bytes(problem, Config.default(problem)) > SMEM_LIMIT:
         return Limit("such rows do not fit in shared memory", other)
     return None

@@ -270,7 +270,7 @@ class PrefillRefs(NamedTuple):
     starts: GmemRef = None  # int32[M + 1], where rows are packed
     rows: GmemRef = None  # int32[tokens]: rows of q that packed rows are copies of
     tables: Any = None  # `Layout.tables` of a quantised cache, in place of k and v
-    key_units: GmemRef = None  # float32[M * K, 3, keys]: `float8_values.Units`
+    tile_units: GmemRef = None  # float32[M * K, tiles, 4]: `float8_tiles.Units`
     results: tuple[GmemRef, ...] = ()  # written: out and lse, or partials
     mask_aux: tuple[GmemRef, ...] = ()  # arrays of a function of positions: `functions.flat`
 

@@ -79,17 +79,17 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
         def entry(e, count):
             slot, t = ring.acquire(count), unit.span.hi - 1 - e
             ready = ring.ready.at[slot]
-            nothing = functools.partial(arrive, ready, plan.copies)
+            nothing = functools.partial(_arrive, ready, plan.copies)
             keys = Target(refs.k, smem.k.at[slot], ready)
-            pl.when(e < tiles)(lambda: copy_tile(ctx, unit, keys, t))
+            pl.when(e < tiles)(lambda: _copy_tile(ctx, unit, keys, t))
             pl.when(e == tiles)(nothing)
             values = Target(refs.v, smem.v.at[slot], ready, values_from)
             if "kv_lengths" in plan.problem.arrays:
                 cut = (e == 1) & ((t + 2) * plan.config.block_kv > unit.tile.kv_len)
-                pl.when((e > 0) & ~cut)(lambda: copy_tile(ctx, unit, values, t + 1))
+                pl.when((e > 0) & ~cut)(lambda: _copy_tile(ctx, unit, values, t + 1))
                 pl.when(cut)(lambda: _copy_cut_values(ctx, unit, values, t + 1))
             else:
-                pl.when(e > 0)(lambda: copy_tile(ctx, unit, values, t + 1))
+                pl.when(e > 0)(lambda: _copy_tile(ctx, unit, values, t + 1))
             pl.when(e == 0)(nothing)
             return count + 1
 
@@ -98,15 +98,15 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
     lax.fori_loop(0, units.count, one_unit, jnp.int32(0))
 
 
-def arrive(barrier: Barrier, times: int) -> None:
-    def body(_, carry):
+def _arrive(barrier: Barrier, times: int) -> None:
+    def arrive(_, carry):
         plgpu.barrier_arrive(barrier)
         return carry
 
-    lax.fori_loop(0, times, body, None)
+    lax.fori_loop(0, times, arrive, None)
 
 
-def copy_tile(ctx: KernelContext, unit: Unit, target: Target, t: Index) -> None:
+def _copy_tile(ctx: KernelContext, unit: Unit, target: Target, t: Index) -> None:
     """Asks for kv tile t of K or of V."""
     layout, layer = ctx.plan.layout, None
     if layout.layers is not None:
@@ -159,11 +159,11 @@ def _copy_pages(ctx: KernelContext, unit: Unit, target: Target, row: Row) -> Non
 
 
 def _copy_cut_values(ctx: KernelContext, unit: Unit, target: Target, t: Index) -> None:
-    """`copy_tile` of the value tile that the length cuts, with zeros in place of rows past it:
+    """`_copy_tile` of the value tile that the length cuts, with zeros in place of rows past it:
     whatever lies there, NaN too, has a probability of 0.
     """
     plan, landed = ctx.plan, ctx.smem.landed
-    copy_tile(ctx, unit, target._replace(landed=landed), t)
+    _copy_tile(ctx, unit, target._replace(landed=landed), t)
     plgpu.barrier_wait(landed)
     wide = plan.v.swizzle // 2
     for row in range(0, plan.config.block_kv, ROWS):
@@ -173,4 +173,4 @@ def _copy_cut_values(ctx: KernelContext, unit: Unit, target: Target, t: Index) -
             inside = mosaic.positions((ROWS, wide), 0, 0) < live
             part[...] = jnp.where(inside, plgpu.load(part, layout=mosaic.TILE), 0)
     plgpu.commit_smem()
-    arrive(target.landed, plan.copies)
+    _arrive(target.landed, plan.copies)
