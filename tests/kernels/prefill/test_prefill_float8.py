@@ -1,6 +1,6 @@
 """Prefill over float8 caches on Hopper by matmuls on 8 bits: who takes what, that it is right
-beside the oracle on the rows that it multiplies (q rounded to float8, a scale a row), and the
-launch that transposes V.
+beside the oracle on the rows that it multiplies (q with a scale a row, K and V with one for 128
+rows), and the launch that makes these.
 """
 
 import dataclasses
@@ -18,7 +18,8 @@ from pallas_attn.bench import support
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.mma.wgmma_float8 import ORDER, UNIT
 from pallas_attn.kernels.prefill import float8_sm90 as kernel
-from pallas_attn.kernels.prefill import float8_values, selection, sm90
+from pallas_attn.kernels.prefill import float8_tiles, selection, sm90
+from pallas_attn.kernels.prefill.float8_tiles import Units
 from tests.support import budget, mosaic
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -98,6 +99,9 @@ def drawn(rng, kind, dtype, layers=None, rows=(0, 70, 150), dims=(64, 64)):
     return q, cache, layer
 
 
+SIZE = 256  # rows of `dense`: two tiles
+
+
 def dense(cache, x, layer, lengths):
     """Rows [M, S, K, ..] of one array of the cache, zeros past lengths."""
     each = [np.asarray(a)[layer.get("layer", ())] for a in (x if isinstance(x, tuple) else (x,))]
@@ -106,20 +110,31 @@ def dense(cache, x, layer, lengths):
         each = [np.concatenate(list(rows), axis=1) for rows in pages]
     elif not isinstance(x, tuple):
         each = list(each[0])
-    rows = np.zeros((3, 160, *each[0].shape[:1], *each[0].shape[2:]), each[0].dtype)
+    rows = np.zeros((3, SIZE, *each[0].shape[:1], *each[0].shape[2:]), each[0].dtype)
     for m, have in enumerate(each):
         rows[m, : lengths[m]] = have.swapaxes(0, 1)[: lengths[m]]
-    return jnp.asarray(rows)
+    return rows
+
+
+def of_tiles(numbers, scales):
+    """Rows [M, S, K, H] with a scale each as rows with one for 128, [M, S / 128, K]."""
+    tiles = scales.reshape(3, -1, float8_tiles.KEYS, 2)
+    largest = np.fmax(tiles, float8_tiles.LEAST_SCALE).max(axis=2, keepdims=True)
+    ratios = (tiles * (np.float32(1) / largest)).reshape(scales.shape)[..., None]
+    return (numbers.astype(np.float32) * ratios).astype(numbers.dtype), largest[:, :, 0]
 
 
 def expected(q, cache, layer, **options):
     """Results on rows that kernels multiply."""
     lengths = np.asarray(cache.lengths)
-    numbers, scale = reference.quantize(q, jnp.float8_e4m3fn)
-    names = {"k": cache.k, "v": cache.v, "k_scale": cache.k_scale, "v_scale": cache.v_scale}
-    arrays = {name: dense(cache, x, layer, lengths) for name, x in names.items()}
-    arrays |= {"q": numbers, "q_scale": scale, "kv_lengths": jnp.asarray(lengths)}
-    arrays["q_offset"] = jnp.asarray(lengths - q.shape[1])
+    q, q_scale = reference.quantize(q, jnp.float8_e4m3fn)
+    k, k_scale, v, v_scale = (
+        dense(cache, x, layer, lengths) for x in (cache.k, cache.k_scale, cache.v, cache.v_scale)
+    )
+    (k, k_scale), (v, v_scale) = of_tiles(k, k_scale), of_tiles(v, v_scale)
+    arrays = {"q": q, "k": k, "v": v, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    arrays |= {"kv_lengths": lengths, "q_offset": lengths - q.shape[1]}
+    arrays = {name: jnp.asarray(x) for name, x in arrays.items()}
     return budget.attention(arrays | {"mask": pa.CAUSAL} | options)
 
 
@@ -148,7 +163,7 @@ CASES = {
     "per_sequence": (
         ("per_sequence", "float8_e5m2", None),
         {"softcap": 4.0, "precision": "fast_accum"},
-        {"warpgroups": 1, "q_slots": 1},
+        {"warpgroups": 3, "block_kv": 64, "stages": 3},
     ),
     "paged": (
         ("paged", "float8_e4m3fn", 2),
@@ -178,30 +193,38 @@ def test_interpreted(rng, name):
 
 
 @pytest.mark.guards
-def test_values_are_transposed(rng):
-    """In whole kv tiles, zeros past lengths, one of which is past the end and one negative."""
+def test_tiles(rng):
+    """K and V with a scale for 128 rows, zeros past lengths; one is past the end, one negative."""
     _, cache, _ = drawn(rng, "stacked", "float8_e4m3fn", rows=(160, 70, 150))
-    plan = float8_values.Transposition(
-        cache_layout.layout_of(problem_of(None, cache)), v_head_dim=64, keys=192, block_kv=64
-    )
+    scales = [x.at[0, 1, 3].set(jnp.nan) for x in (cache.k_scale, cache.v_scale)]
+    cache = dataclasses.replace(cache, k_scale=scales[0], v_scale=scales[1])
+    layout = cache_layout.layout_of(problem_of(None, cache))
+    plan = float8_tiles.Tiles(layout, "float8_e4m3fn", (64, 64))
     lengths = jnp.asarray([2**31 - 1, 70, -5], jnp.int32)
     inputs = inputs_of(None, cache, {})._replace(lengths=lengths)
     with mosaic.interpret():
-        values, units = float8_values.transposed(plan, inputs)
-    values = np.asarray(values.astype(jnp.float32)).reshape(3, 2, 64, -1, UNIT)
-    back = np.empty_like(values)
-    back[..., ORDER] = values
-    back, units = back.reshape(3, 2, 64, -1), np.asarray(units).reshape(3, 2, 3, -1)
-    for m, live in enumerate((160, 70)):
-        written = -(-live // 64) * 64
-        want = np.zeros((2, written, 64), np.float32)
-        want[:, :live] = np.asarray(cache.v[m, :, :live], np.float32)
-        np.testing.assert_array_equal(back[m, ..., :written], want.swapaxes(1, 2))
-        of_v = np.maximum(cache.v_scale[m, :, :live], float8_values.LEAST_SCALE)
-        np.testing.assert_array_equal(units[m, :, 0, :live], cache.k_scale[m, :, :live])
-        np.testing.assert_allclose(units[m, :, 1, :live], np.log2(of_v), rtol=1e-6, atol=1e-6)
-        np.testing.assert_allclose(units[m, :, 2, :live], 1 / of_v, rtol=1e-6)
-        assert not units[m, :, :, live:written].any()
+        k, v, units = float8_tiles.tiles_of(plan, inputs)
+    held, units = (160, 70, 0), np.asarray(units).reshape(3, 2, 2, 4)
+    values = np.asarray(v.astype(jnp.float32)).reshape(3, 2, 64, -1, UNIT)
+    v = np.empty_like(values)
+    v[..., ORDER] = values
+    v = v.reshape(3, 2, 64, SIZE).swapaxes(2, 3)
+    k = np.asarray(k.astype(jnp.float32)).reshape(3, 2, SIZE, 64)
+    columns = ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale))
+    for side, (got, numbers, of_row) in enumerate(columns):
+        rows, of_row = dense(cache, numbers, {}, held), dense(cache, of_row, {}, held)
+        want, largest = of_tiles(rows, of_row)
+        want, largest = want.astype(np.float32).swapaxes(1, 2), largest.swapaxes(1, 2)
+        for m, tiles in enumerate((2, 1, 0)):
+            written = tiles * float8_tiles.KEYS
+            np.testing.assert_array_equal(got[m, :, :written], want[m, :, :written])
+            known = largest[m, :, :tiles]
+            if side == 0:
+                np.testing.assert_array_equal(units[m, :, :tiles, Units.SCORE], known)
+                continue
+            logarithm, inverse = units[m, :, :tiles, Units.VALUE], units[m, :, :tiles, Units.SUM]
+            np.testing.assert_allclose(logarithm, np.log2(known), rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(inverse, 1 / known, rtol=1e-6)
 
 
 def launched(inputs, *, problem, config):
