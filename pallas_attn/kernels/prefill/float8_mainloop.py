@@ -131,33 +131,32 @@ def _unit(ctx: KernelContext, rows: QueryRows, t: Index, unit: Units) -> Scalar:
 
 
 class _Tile(NamedTuple):
-    """A kv tile and the factor of its scores."""
+    """A kv tile and its `Units`, whose loads from L2 are issued before the matmuls whose results
+    they multiply.
+    """
 
     number: Index
     slot: Index
     masked: bool
-    factor: RegisterTile  # [ROWS]
-    value: Scalar  # log2 of V's scale
-    sum: Scalar  # its reciprocal
+    score: Scalar
+    value: Scalar
+    sum: Scalar
 
 
-def _tile(  # noqa: PLR0913
+def _tile(ctx: KernelContext, rows: QueryRows, t: Index, slot: Index, masked: bool) -> _Tile:
+    return _Tile(t, slot, masked, *[_unit(ctx, rows, t, unit) for unit in Units])
+
+
+def _softmax(  # noqa: PLR0913
     ctx: KernelContext,
     rows: QueryRows,
     factor: RegisterTile,
-    t: Index,
-    slot: Index,
-    masked: bool,
-) -> _Tile:
-    score, value, of_sum = (_unit(ctx, rows, t, unit) for unit in Units)
-    return _Tile(t, slot, masked, factor * score, value, of_sum)
-
-
-def _softmax(
-    ctx: KernelContext, rows: QueryRows, tile: _Tile, s: RegisterTile, row_max: RegisterTile
+    tile: _Tile,
+    s: RegisterTile,
+    row_max: RegisterTile,
 ) -> softmax.Step:
     """The step of a kv tile, whose row maxima are those of probabilities times V's scale."""
-    unit = tile.factor
+    unit = factor * tile.score
     if ctx.plan.logit_rules.unit is None:
         s = s * mosaic.broadcast_rows(unit, s.shape)
         s, _ = logits.scaled(ctx, logits.tile_of_rows(ctx, rows, tile.number), s)
@@ -176,11 +175,11 @@ def _first_tile(ctx: KernelContext, rows: QueryRows, factor: RegisterTile, slot:
     """
     ring, smem = Ring.of(ctx), ctx.smem
     q, k = panels.tiles(smem.producer.q, rows.wg), panels.tiles(smem.k, slot)
+    tile = _tile(ctx, rows, rows.span.hi - 1, slot, masked=True)
     ring.wait(slot)
     s = wgmma.matmul((ROWS, ctx.plan.config.block_kv), q, k, None, wgmma.score_panels)
     ring.release(slot)
-    tile = _tile(ctx, rows, factor, rows.span.hi - 1, slot, masked=True)
-    new = _softmax(ctx, rows, tile, s, mosaic.filled((ROWS,), -jnp.inf))
+    new = _softmax(ctx, rows, factor, tile, s, mosaic.filled((ROWS,), -jnp.inf))
     acc = tuple([mosaic.filled((ROWS, columns), 0.0) for columns in _parts(ctx.plan)])
     return _State(acc, new.row_sum, new.row_max, wgmma_float8.probabilities(new.p))
 
@@ -198,7 +197,7 @@ def _step(  # noqa: PLR0913
     """Kv tile t: the softmax of its scores S runs while P V of the tile before it is in flight."""
     del whole
     (state, slot), smem, ring = carry, ctx.smem, Ring.of(ctx)
-    tile = _tile(ctx, rows, factor, t, slot, masked=masked is not False)
+    tile = _tile(ctx, rows, t, slot, masked=masked is not False)
     ring.wait(slot)
     if turns is not None:
         turns.take()
@@ -212,7 +211,7 @@ def _step(  # noqa: PLR0913
             turns.give()
 
     def softmax_of(s: RegisterTile) -> softmax.Step:
-        return _softmax(ctx, rows, tile, s, state.row_max)
+        return _softmax(ctx, rows, factor, tile, s, state.row_max)
 
     scores_like = mosaic.filled((ROWS, ctx.plan.config.block_kv), 0.0)
     like = softmax.Step(
