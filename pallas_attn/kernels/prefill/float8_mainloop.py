@@ -14,7 +14,6 @@ import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
@@ -30,16 +29,15 @@ from pallas_attn.kernels.mma import wgmma, wgmma_float8
 from pallas_attn.kernels.prefill.float8_producer import Q_DTYPE
 from pallas_attn.kernels.prefill.float8_tiles import KEYS, Units
 from pallas_attn.kernels.prefill.kernel import Turns
-from pallas_attn.kernels.prefill.plan import Plan
 
-LARGEST = 448.0  # of Q_DTYPE
+LARGEST = 448.0  # largest number of Q_DTYPE
 LEAST = 2.0**-100  # smallest scale of q
 
 
 class _State(NamedTuple):
     """The carry of the mainloop from kv tile to kv tile."""
 
-    acc: tuple[RegisterTile, ...]  # [ROWS, columns] of each part: output before the division
+    acc: RegisterTile  # [ROWS, v columns]: output before the division
     row_sum: RegisterTile  # [ROWS, PARTIALS]
     row_max: RegisterTile  # [ROWS]
     p: RegisterTile  # [ROWS, block_kv], float8: P of the tile whose P V is still to be issued
@@ -60,8 +58,8 @@ def mainloop(
     step = functools.partial(_step, ctx, rows, factor, turns)
     state, slot = for_each_kv_tile(ctx.plan, rows.span, step, (state, ring.after(slot)))
     ring.wait(slot)
-    accs = _with_values(ctx, state, _values(ctx, slot))
-    acc = lax.concatenate(accs, 1) if len(accs) > 1 else accs[0]
+    out = wgmma.matmul_add(_start(ctx, state.acc), (state.p,), _values(ctx, slot))
+    acc = _added(ctx, state.acc, out)
     ring.release(slot)
     # Sums are in units of 2**(row_max - offset).
     return Result(acc, state.row_sum, state.row_max - EXPONENTS.offset), ring.after(slot)
@@ -91,33 +89,9 @@ def _added(ctx: KernelContext, acc: RegisterTile, out: RegisterTile) -> Register
     return out if ctx.plan.problem.precision == "fast_accum" else acc + out
 
 
-def _parts(plan: Plan) -> tuple[int, ...]:
-    """Numbers of columns of V that are multiplied one after the other: all at once, or half where
-    three consumers have no registers for a second accumulator of all.
-    """
-    width = plan.v.width
-    halves = plan.config.warpgroups == 3 and width > 64 and plan.problem.precision != "fast_accum"
-    return (64, width - 64) if halves else (width,)
-
-
 def _values(ctx: KernelContext, slot: Index) -> tuple[SmemRef, ...]:
-    """The parts of V, [keys, columns], in an entry of the ring."""
-    parts, first = [], 0
-    for columns in _parts(ctx.plan):
-        parts.append(ctx.smem.v.at[slot, pl.ds(first, columns)])
-        first += columns
-    return wgmma.transposed(parts)
-
-
-def _with_values(
-    ctx: KernelContext, state: _State, v: tuple[SmemRef, ...]
-) -> tuple[RegisterTile, ...]:
-    """The output with P V of the kv tile before added, for the last `len(v)` parts."""
-    accs = []
-    for acc, part in zip(state.acc[-len(v) :], v, strict=True):
-        out = wgmma.matmul_add(_start(ctx, acc), (state.p,), (part,))
-        accs.append(_added(ctx, acc, out))
-    return tuple(accs)
+    """V, [keys, columns], in an entry of the ring."""
+    return wgmma.transposed((ctx.smem.v.at[slot],))
 
 
 def _unit(ctx: KernelContext, rows: QueryRows, t: Index, unit: Units) -> Scalar:
@@ -180,7 +154,7 @@ def _first_tile(ctx: KernelContext, rows: QueryRows, factor: RegisterTile, slot:
     s = wgmma.matmul((ROWS, ctx.plan.config.block_kv), q, k, None, wgmma.score_panels)
     ring.release(slot)
     new = _softmax(ctx, rows, factor, tile, s, mosaic.filled((ROWS,), -jnp.inf))
-    acc = tuple([mosaic.filled((ROWS, columns), 0.0) for columns in _parts(ctx.plan)])
+    acc = mosaic.filled((ROWS, ctx.plan.v.width), 0.0)
     return _State(acc, new.row_sum, new.row_max, wgmma_float8.probabilities(new.p))
 
 
@@ -202,11 +176,10 @@ def _step(  # noqa: PLR0913
     if turns is not None:
         turns.take()
     q, k = panels.tiles(smem.producer.q, rows.wg), panels.tiles(smem.k, slot)
-    v = _values(ctx, slot)
 
     def matmuls(scores: RegisterTile, out: RegisterTile) -> None:
         wgmma.score_panels(scores, q, k)
-        wgmma.multiply(out, (state.p,), v[:1])
+        wgmma.multiply(out, (state.p,), _values(ctx, slot))
         if turns is not None:
             turns.give()
 
@@ -217,10 +190,8 @@ def _step(  # noqa: PLR0913
     like = softmax.Step(
         scores_like, state.row_max, state.row_max, state.row_sum, jnp.int32(0) + slot
     )
-    out, new = wgmma.overlapped(_start(ctx, state.acc[0]), like, matmuls, softmax_of)
-    acc = (_added(ctx, state.acc[0], out),)
-    if len(v) > 1:
-        acc += _with_values(ctx, state, v[1:])
+    out, new = wgmma.overlapped(_start(ctx, state.acc), like, matmuls, softmax_of)
+    acc = _added(ctx, state.acc, out)
     ring.release(slot)
     acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
     # P is rounded after the wait: see `flash_fwd.sm90`.

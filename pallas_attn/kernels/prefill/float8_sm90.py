@@ -22,8 +22,8 @@ Array = jax.Array
 MOST_BYTES = 2**32  # bytes of K and V of a layer
 WIDEST = 128  # largest head dim of v: registers hold two accumulators of the output
 COLUMNS = 64  # head dims of q and K are multiples of it
+# Three consumers have no registers for two accumulators.
 CONFIGS = (sm90.Config(1, q_slots=1), sm90.Config(2))
-CONFIGS_OF_64 = (*CONFIGS, sm90.Config(3))  # up to head dim 64: registers hold two accumulators
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Config:
     @functools.lru_cache(maxsize=1024)
     def default(cls, problem: DecodeProblem) -> "Config":
         plan = plan_of(problem, cls())
-        narrow = max(problem.head_dim, problem.v_head_dim) <= 64
-        configs = CONFIGS_OF_64 if narrow else CONFIGS
-        config = sm90.fastest(plan, max(problem.capacities), configs=configs)
-        return cls(dataclasses.replace(config, in_turn=False))
+        config = sm90.fastest(plan, max(problem.capacities), configs=CONFIGS)
+        config = dataclasses.replace(config, in_turn=False)
+        plan = plan_of(problem, cls(config))
+        return cls(dataclasses.replace(config, together=sm90.together(plan)))
 
 
 def limit(problem: DecodeProblem) -> Limit | None:

@@ -56,7 +56,7 @@ class Tiles:
 
     layout: cache_layout.Layout
     dtype: str
-    dims: tuple[int, int]  # of K and of V
+    dims: tuple[int, int]  # head dims of K and V
 
     @functools.cached_property
     def tiles(self) -> int:
@@ -92,7 +92,7 @@ class _Place(NamedTuple):
     tile: Index
     live: Index  # rows of the sequence, at least one of them in the tile
     layer: Index | None
-    capacity: Index | None  # where capacities differ
+    capacity: Index | None  # rows of the sequence, where capacities differ
 
 
 def _line(ctx: ThreadContext, position: Index, together: int) -> Index:

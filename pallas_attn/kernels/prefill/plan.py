@@ -144,7 +144,7 @@ class Plan:
     fewest: int = 1  # packed rows of a sequence that the launch serves, at least
     merged: tuple[int, int, int] | None = None  # `DecodeProblem.merged`
     widening: Any = None  # `widening_producer.Widening`, for a quantised cache
-    mainloop: Callable[..., Any] = mainloop  # that of the dense forward, or `float8_mainloop`'s
+    mainloop: Callable[..., Any] = mainloop  # the dense forward's, or `float8_mainloop.mainloop`
     tree: bool = False  # whether the mask function is a tree of drafts
     score_tiles = ()  # it takes no bias and no mask_array
     skips_keys = False

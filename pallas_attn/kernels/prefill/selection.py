@@ -15,7 +15,9 @@ FEW_ROWS, FEW_ROWS_QUANTIZED = 16, 32
 # Pairs of query head and query row that a row of a quantised cache must meet to be worth widening,
 # by its dtype: int8 takes longest where the kernel widens it.
 FEWEST_PAIRS_WIDENED = {"int8": 512, "float8_e4m3fn": 768, "float8_e5m2": 768}
-FEWEST_PAIRS_FLOAT8 = 256  # the same for a launch that transposes V
+# The same for the launch before matmuls on float8, and head dims of K and V together from which on
+# these are faster: below, the softmax takes as long.
+FEWEST_PAIRS_FLOAT8, FEWEST_COLUMNS_FLOAT8 = 512, 256
 FEWEST_PAIRS_GATHERED = 1024  # the same for a copy of rows by XLA
 
 _OTHER = "leave implementation=None"
@@ -50,6 +52,8 @@ def float8_sm90(problem: DecodeProblem) -> Limit | None:
         return Limit("precision does not ask for matmuls on float8", _OTHER)
     if (slower := sm90(problem)) is not None:
         return slower
+    if problem.head_dim + problem.v_head_dim < FEWEST_COLUMNS_FLOAT8:
+        return Limit("such head dims are not faster by it", _OTHER)
     return _FEW if _pairs(problem) < FEWEST_PAIRS_FLOAT8 * stored_rows(problem) else None
 
 

@@ -32,7 +32,7 @@ PROBLEM = dataclasses.replace(
     cache_dtype="float8_e4m3fn",
     quantized=True,
     precision="float8",
-    q_len=64,
+    q_len=256,
     capacities=(1024,) * support._BASE["decode"].sequences,
 )
 
@@ -48,12 +48,13 @@ def test_who_takes_what():
     assert chosen() == chosen(q_len=few) == chosen(precision="fast_accum") == ours
     assert chosen(q_len=few - 1) == "prefill.narrow_sm90"
     assert chosen(q_len=1) == "decode.sm90"
-    assert chosen(gpu="sm80") == "decode.sm80"
+    assert chosen(gpu="sm80") == "prefill.gathered_sm80"
     many = {"q_len": 1000}
     for changes in (
         {"precision": None},
         {"cache_dtype": "int8"},
         {"v_head_dim": 192},
+        {"head_dim": 64},
         {"tokens": 1000 * PROBLEM.sequences},
     ):
         assert chosen(**many, **changes) == "prefill.widened_sm90"
@@ -163,7 +164,7 @@ CASES = {
     "per_sequence": (
         ("per_sequence", "float8_e5m2", None),
         {"softcap": 4.0, "precision": "fast_accum"},
-        {"warpgroups": 3, "block_kv": 64, "stages": 3},
+        {"warpgroups": 1, "q_slots": 1},
     ),
     "paged": (
         ("paged", "float8_e4m3fn", 2),
