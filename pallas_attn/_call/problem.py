@@ -428,11 +428,6 @@ class DecodeProblem:
         return self.mask_program is not None and self.mask_program.depends_on(1)
 
     @property
-    def multiplies_float8(self) -> bool:
-        """Whether a kernel may round q and probabilities to float8."""
-        return self.precision in FLOAT8_PRECISIONS.values()
-
-    @property
     def packed(self) -> bool:
         """Whether inputs.starts is given."""
         return self.tokens is not None

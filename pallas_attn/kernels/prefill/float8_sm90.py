@@ -14,14 +14,17 @@ from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import FLOAT8, DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.flash_fwd.sm90 import SMEM_LIMIT
-from pallas_attn.kernels.prefill import float8_mainloop, float8_producer, sm90
+from pallas_attn.kernels.prefill import float8_mainloop, float8_producer, selection, sm90
 from pallas_attn.kernels.prefill.plan import Plan, bytes_of, over_contiguous_keys
 
 Array = jax.Array
 
 MOST_BYTES = 2**32  # bytes of K and V of a layer
 WIDEST = 128  # largest head dim of v: registers hold two accumulators of the output
-COLUMNS = 64  # head dims of q and K are multiples of it
+# Pairs of query head and query row that a row of the cache must meet to be worth a launch before,
+# and head dims of K and V together from which on the matmuls, not the softmax, take most time.
+FEWEST_PAIRS, FEWEST_COLUMNS = 512, 256
+COLUMNS = 64  # head dims are multiples of it
 # Three consumers have no registers for two accumulators.
 CONFIGS = (sm90.Config(1, q_slots=1), sm90.Config(2))
 
@@ -47,14 +50,13 @@ def limit(problem: DecodeProblem) -> Limit | None:
     other = "leave implementation=None"
     if not problem.quantized or problem.unscaled or problem.cache_dtype not in FLOAT8:
         return Limit("it takes float8 caches with scales", other)
-    if not problem.multiplies_float8:
-        return Limit("precision does not ask for matmuls on float8", other)
     if problem.packed or problem.merged is not None:
         return Limit("it takes no packed rows", other)
     if (refused := sm90.limit(_in_16_bits(problem))) is not None:
         return refused
-    if problem.head_dim % COLUMNS:
-        return Limit(f"head_dim is {problem.head_dim}; it takes multiples of {COLUMNS}", other)
+    for name, dim in (("head_dim", problem.head_dim), ("v_head_dim", problem.v_head_dim)):
+        if dim % COLUMNS:
+            return Limit(f"{name} is {dim}; it takes multiples of {COLUMNS}", other)
     if problem.v_head_dim > WIDEST:
         return Limit(f"v_head_dim is {problem.v_head_dim}; it takes up to {WIDEST}", other)
     rows = problem.sequences * problem.kv_heads * max(problem.capacities)
@@ -63,6 +65,17 @@ def limit(problem: DecodeProblem) -> Limit | None:
         return Limit(f"rows of a layer would take {size / 2**30:.1f} GiB", other)
     if smem_bytes(problem, Config.default(problem)) > SMEM_LIMIT:
         return Limit("such rows do not fit in shared memory", other)
+    return None
+
+
+def slower(problem: DecodeProblem) -> Limit | None:
+    """Why another kernel is faster, or None. Bounds were measured on an H200."""
+    if problem.head_dim + problem.v_head_dim < FEWEST_COLUMNS:
+        return Limit("such head dims are not faster by it", "leave implementation=None")
+    fewest = FEWEST_PAIRS * selection.stored_rows(problem)
+    pairs = problem.q_len * problem.sequences * problem.q_heads * max(problem.capacities)
+    if selection.sm90(problem) is not None or pairs < fewest:
+        return Limit("few query rows are faster without it", "leave implementation=None")
     return None
 
 
@@ -95,4 +108,4 @@ def _in_16_bits(problem: DecodeProblem) -> DecodeProblem:
     return dataclasses.replace(problem, quantized=False, cache_dtype=problem.dtype)
 
 
-KERNEL = Kernel(Config, limit, smem_bytes, run)
+KERNEL = Kernel(Config, limit, smem_bytes, run, slower=slower)

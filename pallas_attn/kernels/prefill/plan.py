@@ -173,7 +173,9 @@ class Plan:
 
     @functools.cached_property
     def q(self) -> OperandFormat:
-        """The format in which q arrives."""
+        """The format in which q arrives, whose dtype the output has."""
+        if self.problem.out_dtype is None:
+            return self.qk
         as_given = dataclasses.replace(self.problem, dtype=self.problem.result_dtype)
         return tma_operands.formats_of(as_given, self.config.block_kv)[0]
 
@@ -300,10 +302,14 @@ def base_scratch(plan: Plan, **buffers: Any) -> PrefillSmem:
     """Shared memory of a block, described once; `buffers`: those of the query rows."""
     config, barrier = plan.config, plgpu.Barrier
     ring = config.stages, config.block_kv
+    q = config.q_slots * config.warpgroups, ROWS, plan.q.width
+    v = (*ring, plan.v.width)
+    if plan.v.transposed:
+        v = config.stages, plan.v.width, config.block_kv
     fields = {
-        "q": plan.q.scratch(config.q_slots * config.warpgroups, ROWS),
-        "k": plan.qk.scratch(*ring),
-        "v": plan.v.scratch(*ring),
+        "q": mosaic.swizzled(q, plan.q.dtype, plan.q.swizzle),
+        "k": mosaic.swizzled((*ring, plan.qk.width), plan.qk.dtype, plan.qk.swizzle),
+        "v": mosaic.swizzled(v, plan.v.dtype, plan.v.swizzle),
         "lost": plgpu.SMEM((config.warpgroups,), jnp.int32),
         "ready": barrier(num_barriers=config.stages, num_arrivals=plan.producer.arrivals(plan)),
         "free": barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),

@@ -9,7 +9,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.attention import softmax, tma_operands
+from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     KernelContext,
@@ -200,12 +200,12 @@ def partial_tiles(plan: Plan) -> tuple[int, int]:
 
 def scratch(plan: Plan) -> PrefillSmem:
     """Shared memory of a block."""
-    swizzle = tma_operands.swizzle(plan.problem.v_head_dim)
+    swizzle = (plan.q if plan.v.transposed else plan.v).swizzle
     out = plan.config.warpgroups, ROWS, swizzle // 2
     q_tiles = plan.config.q_slots * plan.config.warpgroups
     return base_scratch(
         plan,
-        out=mosaic.swizzled(out, plan.problem.result_dtype, swizzle),
+        out=mosaic.swizzled(out, plan.q.dtype, swizzle),
         q_ready=plgpu.Barrier(num_barriers=q_tiles, num_arrivals=plan.tiles.tile_heads),
     )
 

@@ -15,9 +15,6 @@ FEW_ROWS, FEW_ROWS_QUANTIZED = 16, 32
 # Pairs of query head and query row that a row of a quantised cache must meet to be worth widening,
 # by its dtype: int8 takes longest where the kernel widens it.
 FEWEST_PAIRS_WIDENED = {"int8": 512, "float8_e4m3fn": 768, "float8_e5m2": 768}
-# The same for the launch before matmuls on float8, and head dims of K and V together from which on
-# these are faster: below, the softmax takes as long.
-FEWEST_PAIRS_FLOAT8, FEWEST_COLUMNS_FLOAT8 = 512, 256
 FEWEST_PAIRS_GATHERED = 1024  # the same for a copy of rows by XLA
 
 _OTHER = "leave implementation=None"
@@ -45,16 +42,6 @@ def widened_sm90(problem: DecodeProblem, *, keys_are_split: bool = False) -> Lim
     if keys_are_split:
         fewest += fewest // 2
     return _FEW if _pairs(problem) < fewest * stored_rows(problem) else None
-
-
-def float8_sm90(problem: DecodeProblem) -> Limit | None:
-    if not problem.multiplies_float8:
-        return Limit("precision does not ask for matmuls on float8", _OTHER)
-    if (slower := sm90(problem)) is not None:
-        return slower
-    if problem.head_dim + problem.v_head_dim < FEWEST_COLUMNS_FLOAT8:
-        return Limit("such head dims are not faster by it", _OTHER)
-    return _FEW if _pairs(problem) < FEWEST_PAIRS_FLOAT8 * stored_rows(problem) else None
 
 
 def narrow_sm90(problem: DecodeProblem) -> Limit | None:

@@ -330,7 +330,7 @@ def launch(plan: Plan, refs: PrefillRefs, into: Results | None = None) -> Result
     problem, shape = plan.problem, jax.ShapeDtypeStruct
     lse = problem.batch, problem.kv_heads, plan.tiles.padded_wg_tiles, ROWS
     results = (
-        shape((*refs.q.shape[:3], problem.v_head_dim), problem.result_dtype),
+        shape((*refs.q.shape[:3], problem.v_head_dim), plan.q.dtype),
         shape(lse, jnp.float32),
     )
     out, lse_of_tiles = kernel_of(plan, kernel.block, results)(refs)

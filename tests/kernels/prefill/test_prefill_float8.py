@@ -18,7 +18,7 @@ from pallas_attn.bench import support
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.mma.wgmma_float8 import ORDER, UNIT
 from pallas_attn.kernels.prefill import float8_sm90 as kernel
-from pallas_attn.kernels.prefill import float8_tiles, selection, sm90
+from pallas_attn.kernels.prefill import float8_tiles, sm90
 from pallas_attn.kernels.prefill.float8_tiles import Units
 from tests.support import budget, mosaic
 
@@ -44,7 +44,7 @@ def chosen(**changes):
 
 def test_who_takes_what():
     ours = "prefill.float8_sm90"
-    few = -(-selection.FEWEST_PAIRS_FLOAT8 * PROBLEM.kv_heads // PROBLEM.q_heads)
+    few = -(-kernel.FEWEST_PAIRS * PROBLEM.kv_heads // PROBLEM.q_heads)
     assert chosen() == chosen(q_len=few) == chosen(precision="fast_accum") == ours
     assert chosen(q_len=few - 1) == "prefill.narrow_sm90"
     assert chosen(q_len=1) == "decode.sm90"
@@ -264,7 +264,7 @@ ON_A_GPU = (
 @pytest.mark.parametrize("kind, dtype, options", ON_A_GPU, ids=[row[0] for row in ON_A_GPU])
 def test_on_a_gpu(rng, monkeypatch, kind, dtype, options):
     """By dispatch, for two sets of lengths; then an overflow and a layer that does not exist."""
-    monkeypatch.setattr(selection, "FEWEST_PAIRS_FLOAT8", 0)
+    monkeypatch.setattr(kernel, "FEWEST_PAIRS", 0)
     call = functools.partial(pa.decode_attention_with_lse, **options)
     program = jax.jit(lambda q, cache, layer: call(q, cache, layer=layer))
     told = {name: x for name, x in options.items() if name != "precision"}
