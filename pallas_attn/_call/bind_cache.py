@@ -12,6 +12,8 @@ from pallas_attn._cache.facts import Cache, CacheFacts, facts_of, holders_of
 from pallas_attn._call import checks, device
 from pallas_attn._call.bind import is_static, precision, query_heads
 from pallas_attn._call.problem import (
+    FLOAT8,
+    FLOAT8_PRECISIONS,
     MOST_ROWS,
     AppendInputs,
     AppendProblem,
@@ -74,6 +76,7 @@ def decode(q: Array, cache: Cache, options: DecodeOptions) -> tuple[DecodeProble
         q = _changed(q, cache, (options.rotary, options.norm), starts, tree)
     sinks, softcap, invariant = options.sinks, options.softcap, options.batch_invariant
     indices = None if options.kv_indices is None else _indices(options, q, cache)
+    allowed = None if options.precision is None else _float8(options.precision, facts)
     inputs = DecodeInputs(
         checks.widened(q, facts.head_dim),
         cache.k,
@@ -100,7 +103,7 @@ def decode(q: Array, cache: Cache, options: DecodeOptions) -> tuple[DecodeProble
         scale=facts.dims[0] ** -0.5 if options.scale is None else checks.scale(options.scale),
         softcap=None if softcap is None else checks.softcap(softcap),
         sinks=sinks is not None,
-        precision=precision(options.precision, q),
+        precision=allowed or precision(options.precision, q),
         batch_invariant=invariant is not False and checks.boolean("batch_invariant", invariant),
         tokens=None if starts is None else rows,
         mask_program=None if function is None else function.program,
@@ -108,6 +111,13 @@ def decode(q: Array, cache: Cache, options: DecodeOptions) -> tuple[DecodeProble
         listed=None if indices is None else indices.shape[-1],
         **facts.of_problem(),
     ), inputs
+
+
+def _float8(precision: checks.Precision, facts: CacheFacts) -> str | None:
+    """The precision that allows matmuls on the numbers of this cache, or None."""
+    name = str(getattr(precision, "name", precision))
+    scaled = facts.quantized and facts.cache_dtype in FLOAT8
+    return FLOAT8_PRECISIONS.get(name) if scaled else None
 
 
 def _queries(q: Array, facts: CacheFacts, *, packed: bool) -> Array:

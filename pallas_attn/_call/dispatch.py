@@ -18,7 +18,7 @@ from jax import export
 from pallas_attn._call import config as _config
 from pallas_attn._call import device, gpu_specs, reference, sharding
 from pallas_attn._call.kernel import Inputs, Kernel, Problem, Results, never_slower
-from pallas_attn._call.problem import AttentionProblem, DecodeProblem
+from pallas_attn._call.problem import FLOAT8_PRECISIONS, AttentionProblem, DecodeProblem
 from pallas_attn.errors import Limit, UnsupportedError, described
 from pallas_attn.kernels.prefill import selection
 
@@ -162,6 +162,13 @@ def _dense_copy(problem: DecodeProblem) -> str:
     return "it would copy every cache to a dense array"
 
 
+def _without_float8(problem: DecodeProblem) -> Limit | None:
+    """Why no kernel is to round q to float8, or None."""
+    if problem.precision in FLOAT8_PRECISIONS.values():
+        return None
+    return Limit("precision does not ask for matmuls on float8", "leave implementation=None")
+
+
 _DECODE = (
     Candidate("prefill.gathered_sm80", FROM_AMPERE, selection.gathered),  # many query rows
     Candidate("decode.sm80", FROM_AMPERE),
@@ -209,6 +216,8 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         *_DECODE,
     ),
     "decode_quantized": (
+        # many query rows, where matmuls on 8 bits are allowed
+        Candidate("prefill.float8_sm90", HOPPER, _without_float8),
         Candidate("prefill.widened_sm90", HOPPER, selection.widened_sm90),  # many query rows
         Candidate("prefill.narrow_sm90", HOPPER, selection.narrow_sm90),  # fewer of them
         Candidate("prefill.gathered_sm90", HOPPER, selection.gathered),  # wide heads

@@ -18,6 +18,11 @@ WithBounds = Any  # inputs, or the refs of a kernel, that have mask_left and mas
 QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")  # dtypes of q, k and v with scales
+# Names of jax.lax.DotAlgorithmPreset that allow matmuls on the numbers of a float8 cache.
+FLOAT8_PRECISIONS = {
+    "ANY_F8_ANY_F8_F32": "float8",
+    "ANY_F8_ANY_F8_F32_FAST_ACCUM": "fast_accum",
+}
 
 MOST_ROWS = 2**31 - 1  # rows of a sequence: lengths are int32
 
@@ -393,7 +398,9 @@ class DecodeProblem:
     pages: int | None = None
     layers: int | None = None
     sinks: bool = False
-    precision: str | None = None  # None or "highest"
+    # None, "highest", or what allows matmuls on the numbers of a float8 cache: "float8", or
+    # "fast_accum", whose sums are those of a tensor core.
+    precision: str | None = None
     batch_invariant: bool = False
     quantized: bool = False
     # Whether a cache of 8-bit numbers has no scales: the numbers are the values.

@@ -293,6 +293,11 @@ class DecodeCase:
         return _tags(self, names, flags, score_elements)
 
     @property
+    def multiplies_float8(self) -> bool:
+        """Whether matmuls on the numbers of a float8 cache are allowed."""
+        return bool(self.cache_dtype) and str(self.precision).startswith("ANY_F8")
+
+    @property
     def problem_alone(self) -> "DecodeCase":
         """The case but for the kind of its cache, which changes neither arrays nor results."""
         alone = {"kind": "stacked", "page_size": None, "labels": (), "finding": False}

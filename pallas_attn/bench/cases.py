@@ -446,7 +446,19 @@ def _prefill() -> list[DecodeCase]:
     sizes += [(1, rows) for rows in (1024, 256, 64, 16)]
     caches = _STACKED, per_sequence, _PAGED16, _PAGED64
     plain = [(*size, cache, None) for size in sizes for cache in caches]
-    return [
+    matmuls = [
+        _over(
+            f"prefill_stacked_m8_t{rows}_float8_e4m3fn_matmuls",
+            (8192,) * 8,
+            _STACKED,
+            "matmuls",
+            q_len=rows,
+            cache_dtype="float8_e4m3fn",
+            precision="ANY_F8_ANY_F8_F32",
+        )
+        for rows in (4096, 1024, 256)
+    ]
+    return matmuls + [
         _over(
             f"prefill_{kind}{page or ''}_m{batch}_t{rows}{f'_{dtype}' if dtype else ''}",
             (8192,) * batch,

@@ -194,6 +194,9 @@ _ROWS: dict[str, dict[str, Variants]] = {
             ("float32",), "dtype", "cache_dtype", precision="highest"
         ),
         "quantised cache": _QUANTISED,
+        "float8 cache, precision=ANY_F8_ANY_F8_F32": (
+            _QUANTISED[1] | {"precision": "float8", "q_len": 64},
+        ),
         "V within K, head dim 576 and 512": (_LATENT,),
         "head dim": _head_dims(64, 72, 96, 128, 192, 256, 320, 512),
         "query heads a kv head": _GROUPS,

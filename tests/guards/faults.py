@@ -130,6 +130,7 @@ TEST_EMITTED, TEST_SCHEDULES = (
     "tests/guards/test_emitted_code.py",
     "tests/kernels/test_schedules.py",
 )
+TEST_FLOAT8 = "tests/kernels/prefill/test_prefill_float8.py"
 TEST_NARROW = "tests/kernels/prefill/test_prefill_narrow.py"
 TEST_FETCH = "tests/kernels/flash_fwd/test_fetch.py -k as_if_it_were_here"
 TEST_CLAIMS = "tests/kernels/flash_fwd/test_claims.py"
@@ -716,6 +717,30 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "_wait(plan, asked - 1 - n)",
         "_wait(plan, asked - n)",
         f"{TEST_NARROW} -k test_interpreted",
+    ),
+    "float8_tiles_have_the_scale_of_the_first_lanes": Fault(
+        f"{PREFILL}/float8_tiles.py",
+        "return thread.warp_highest(top)",
+        "return top",
+        f"{TEST_FLOAT8} -k test_tiles",
+    ),
+    "float8_rows_past_a_length_are_read": Fault(
+        f"{PREFILL}/float8_tiles.py",
+        "narrow = thread.select(position < at.live, narrow, 0)",
+        "narrow = thread.select(position < at.live + 1, narrow, 0)",
+        f"{TEST_FLOAT8} -k test_tiles",
+    ),
+    "float8_sums_keep_the_scale_of_v": Fault(
+        f"{PREFILL}/float8_mainloop.py",
+        "row_sum=new.row_sum * tile.sum",
+        "row_sum=new.row_sum",
+        f"{TEST_FLOAT8} -k test_interpreted",
+    ),
+    "float8_queries_are_multiplied_before_they_are_stored": Fault(
+        f"{PREFILL}/float8_mainloop.py",
+        "    ctx.smem.producer.q[rows.wg] = q.astype(Q_DTYPE)\n    plgpu.commit_smem()",
+        "    ctx.smem.producer.q[rows.wg] = q.astype(Q_DTYPE)",
+        f"{TEST_FLOAT8} -k test_interpreted",
     ),
     "a_cut_chunk_of_rows_is_not_widened": Fault(
         f"{PREFILL}/widened_sm90.py",

@@ -236,6 +236,7 @@ def _decode_shared(kind: str) -> Build:
     )
 
 
+_FLOAT8 = (("precision", jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32),)
 _TOKENS, _STARTS = 1200, _shape("int32", 17)
 _LATENT = {"kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "shared_kv": True}
 
@@ -487,6 +488,9 @@ BUILDS: dict[str, Build] = {
     "prefill/narrow_sm90/paged_int8": _decode("h100", "paged", dtype="int8", rows=64),
     "prefill/narrow_sm90/stacked_float8": _decode(
         "h100", "stacked", dtype="float8_e4m3fn", rows=16
+    ),
+    "prefill/float8_sm90/stacked": _decode(
+        "h100", "stacked", dtype="float8_e4m3fn", rows=512, options=_FLOAT8
     ),
     "prefill/gathered_sm80/paged_int8": _decode("a100", "paged", dtype="int8", rows=512),
     "prefill/gathered_sm90/paged_wide": _decode(

@@ -171,6 +171,10 @@ QUICK: dict[str, tuple[str, ...]] = {
         f"{_PREFILL}_narrow.py::test_on_a_gpu[int8-paged]",
         f"{_PREFILL}_narrow.py::test_on_a_gpu[float8_e5m2-stacked]",
     ),
+    "kernels/prefill/float8_sm90.py": (
+        f"{_PREFILL}_float8.py::test_on_a_gpu[stacked]",
+        f"{_PREFILL}_float8.py::test_on_a_gpu[paged]",
+    ),
     "kernels/prefill/contiguous_sm90.py": (
         f"{_PREFILL}_contiguous.py::test_interpreted_cases_on_a_gpu[lengths-]",
     ),
