@@ -1,0 +1,761 @@
+"""Flash attention backward for Hopper at head dims above 256: a launch each for dV, dK and dQ.
+
+The registers of two warpgroups hold 64 rows of one gradient, 64 x 512 numbers, and no second one
+beside it. Each launch therefore computes the scores again: eight matmuls a tile in all where a
+backward of narrow heads has five or seven. Nothing is added up in global memory, so bits repeat.
+
+| launch | work tile | its matmuls for each tile of 64 rows that it meets |
+|---|---|---|
+| dV | keys | S^T = K Q^T, dV += P^T dO |
+| dK | keys | S^T = K Q^T, dP^T = V dO^T, dK += dS^T Q |
+| dQ | query rows | S = Q K^T, dP = dO V^T, dQ += dS K |
+
+A launch is told by a `Gradient`: its `left` arrays, whose rows are those of the work tile; the
+`streamed` ones, whose tiles it meets; and the `right` one, which is multiplied by `weights`, P or
+dS, of a tile.
+
+Grid: one persistent block a multiprocessor, which takes the work tiles of its list one by one.
+
+Warpgroups, and the barriers that they arrive at:
+  0, 1  weights @ right in half of the columns each: `weights_free`. Each loads its own blocks of
+        the right array: nobody else reads them, so it needs no barrier to fill one again
+  2     products and weights: `ring_free`, `left_free`, `stats_free`, `weights_ready`
+  3     the producer: `ring_ready`, `left_ready`, `stats_ready`
+
+Shared memory:
+  left     the columns of the left arrays that are not in registers, for a whole work tile
+  ring     blocks of 64 rows by some columns: the first columns of the first left array, on their
+           way to registers, then the streamed arrays of each tile
+  right    the right array's blocks of 128 columns, of warpgroups 0 and 1
+  weights  weights of two tiles, alternately
+  stats    lse and delta of the query rows of two tiles, where work tiles are keys
+
+Warpgroup 2 computes the weights of a tile under S of the next one, while warpgroups 0 and 1
+multiply those of the tile before.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._call.kernel import Kernel
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn.errors import Limit
+from pallas_attn.kernels.attention import score_mod, tiles, tma_operands
+from pallas_attn.kernels.attention.logits import LogitTile
+from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile
+from pallas_attn.kernels.flash_bwd import key_tiles, operands, producer, sm90_dq, work_order
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, KeyTiling
+from pallas_attn.kernels.flash_bwd.operands import (
+    BackwardRefs,
+    Residuals,
+    RowStatistics,
+    dsinks,
+    row_statistics,
+)
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.flash_bwd.producer import ring_slot
+from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
+from pallas_attn.kernels.flash_fwd import sm90_wide as flash_fwd_sm90_wide
+from pallas_attn.kernels.flash_fwd import tile_scheduler
+from pallas_attn.kernels.flash_fwd.tile_scheduler import BLOCKS, QueryPlan
+from pallas_attn.kernels.lang import launch, mosaic
+from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, RegisterTile, SmemRef
+
+WIDTH = 128  # columns of a block of the right array
+HALVES, WEIGHTS, PRODUCER = 2, 2, 3
+SLOTS = 2  # of weights and of row statistics
+ROOM = 225 * 1024  # bytes of shared memory; the others are left for barriers
+# Registers of a thread in warpgroups 0 and 1, in 2, and in the producer.
+import os
+REGISTERS = eval(os.environ.get("REG", "(152, 184, 24)"))
+SUPPORTED = flash_fwd_sm90_wide.SUPPORTED - {"bias"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tuning only: the result is the same up to rounding."""
+
+    width: int = 128  # columns of a block of the ring
+    ring: int = 0  # blocks; 0: as many as there is room for, up to three tiles of an array
+    in_registers: int = 256  # columns of the first left array that are in registers
+    right_blocks: int = 0  # of the right array, for each warpgroup; 0: a tile, where there is room
+    grid: int = BLOCKS  # persistent blocks
+
+    block_kv, block_q, warpgroups, l2_heads = ROWS, ROWS, 1, 0  # for plans
+
+    def __post_init__(self) -> None:
+        check(
+            self,
+            width=(self.width in (64, 128), "64 or 128"),
+            ring=(self.ring >= 0, "at least 0"),
+            in_registers=(
+                self.in_registers >= 0 and self.in_registers % self.width == 0,
+                f"a multiple of width, {self.width}",
+            ),
+            right_blocks=(self.right_blocks in (0, 1, 2), "0, 1 or 2"),
+            grid=(self.grid >= 1, "at least 1"),
+        )
+
+    @classmethod
+    def default(cls, problem: AttentionProblem) -> "Config":
+        del problem
+        return cls()
+
+
+def limit(problem: AttentionProblem) -> Limit | None:
+    """Why this kernel cannot take the problem, or None."""
+    if (refused := flash_fwd_sm90_wide.limit(problem)) is not None:
+        return refused
+    if odd := set(problem.arrays) - SUPPORTED:
+        return Limit(f"it does not take {', '.join(sorted(odd))}", "leave implementation=None")
+    return None
+
+
+# ---- static values ------------------------------------------------------------------------------
+
+
+class Gradient(NamedTuple):
+    """What a launch makes, by names of arrays."""
+
+    name: str
+    left: tuple[str, ...]  # multiplied by the streamed ones: their products are S and dP
+    streamed: tuple[str, ...]
+    right: str  # multiplied by weights
+    is_of_keys: bool  # whether rows of a work tile are keys
+
+    @property
+    def has_dp(self) -> bool:
+        return len(self.left) > 1
+
+
+DV = Gradient("dv", ("k",), ("q",), "do", is_of_keys=True)
+DK = Gradient("dk", ("k", "v"), ("q", "do"), "q", is_of_keys=True)
+DQ = Gradient("dq", ("q", "do"), ("k", "v"), "k", is_of_keys=False)
+
+
+def columns_of(problem: AttentionProblem, name: str) -> int:
+    """Columns of an array in global memory: whole blocks of both halves."""
+    dim = problem.head_dim if name in ("q", "k") else problem.v_head_dim
+    return tma_operands.round_up(dim, HALVES * WIDTH)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The blocks of a launch in shared memory."""
+
+    problem: AttentionProblem
+    config: Config
+    gradient: Gradient
+
+    @property
+    def products(self) -> list[int]:
+        """Blocks of columns that S takes, and dP."""
+        dims = self.problem.head_dim, self.problem.v_head_dim
+        return [pl.cdiv(dim, self.config.width) for dim in dims[: len(self.gradient.left)]]
+
+    @property
+    def step_blocks(self) -> int:
+        """Blocks of the ring that a tile takes."""
+        return sum(self.products)
+
+    @property
+    def in_registers(self) -> int:
+        """Blocks of the first left array that are in registers."""
+        return min(self.config.in_registers // self.config.width, self.products[0])
+
+    @property
+    def in_smem(self) -> int:
+        """Blocks of left arrays in shared memory."""
+        return self.step_blocks - self.in_registers
+
+    @property
+    def out_blocks(self) -> int:
+        """Blocks of the gradient that each of two warpgroups makes."""
+        return columns_of(self.problem, self.gradient.right) // (HALVES * WIDTH)
+
+    @property
+    def room(self) -> int:
+        """Bytes for the ring and the right array."""
+        left = 2 * ROWS * self.config.width * self.in_smem
+        return ROOM - left - 2 * ROWS * ROWS * SLOTS - 1024
+
+    @property
+    def right_blocks(self) -> int:
+        """Blocks of the right array that each of two warpgroups has: all of a tile, or one."""
+        if self.config.right_blocks:
+            return min(self.config.right_blocks, self.out_blocks)
+        whole = 2 * ROWS * WIDTH * HALVES * self.out_blocks
+        streamed = 2 * ROWS * self.config.width * self.step_blocks
+        return self.out_blocks if self.room - whole >= streamed else 1
+
+    @property
+    def ring(self) -> int:
+        """Blocks of the ring."""
+        if self.config.ring:
+            return self.config.ring
+        rest = self.room - 2 * ROWS * WIDTH * HALVES * self.right_blocks
+        return min(rest // (2 * ROWS * self.config.width), 3 * max(self.products))
+
+
+class WideSmem(NamedTuple):
+    left: SmemRef  # [blocks, ROWS, width]; None: all columns are in registers
+    ring: SmemRef  # [ring, ROWS, width]
+    right: SmemRef  # [HALVES * right_blocks, ROWS, WIDTH]
+    weights: SmemRef  # [SLOTS, ROWS, ROWS]
+    stats: SmemRef  # float32[SLOTS, 2, ROWS]: lse and delta; None where work tiles are queries
+    left_ready: Barrier
+    left_free: Barrier
+    ring_ready: Barrier  # one for each block
+    ring_free: Barrier
+    right_ready: Barrier  # one for each block
+    weights_ready: Barrier  # one for each slot
+    weights_free: Barrier
+    stats_ready: Barrier
+    stats_free: Barrier
+
+
+def scratch(layout: Layout) -> WideSmem:
+    """Shared memory, described once: `gradient_of` launches it, `smem_bytes` adds it up."""
+    dtype, width, barrier = layout.problem.dtype, layout.config.width, plgpu.Barrier
+    slots, each = functools.partial(barrier, num_barriers=SLOTS), layout.right_blocks * HALVES
+    return WideSmem(
+        left=mosaic.swizzled((layout.in_smem, ROWS, width), dtype, 128) if layout.in_smem else None,
+        ring=mosaic.swizzled((layout.ring, ROWS, width), dtype, 128),
+        right=mosaic.swizzled((each, ROWS, WIDTH), dtype, 128),
+        weights=mosaic.swizzled((SLOTS, ROWS, ROWS), dtype, 128),
+        stats=plgpu.SMEM((SLOTS, 2, ROWS), jnp.float32) if layout.gradient.is_of_keys else None,
+        left_ready=barrier(num_arrivals=max(layout.in_smem, 1)),
+        left_free=barrier(),
+        ring_ready=barrier(num_barriers=layout.ring),
+        ring_free=barrier(num_barriers=layout.ring),
+        right_ready=barrier(num_barriers=each),
+        weights_ready=slots(),
+        weights_free=slots(num_arrivals=HALVES),
+        stats_ready=slots(num_arrivals=len(layout.gradient.left)),
+        stats_free=slots(),
+    )
+
+
+def smem_bytes(problem: AttentionProblem, config: Config) -> int:
+    """Shared memory of the launch that needs most, barriers included."""
+    layouts = [Layout(problem, config, gradient) for gradient in (DV, DK, DQ)]
+    return max(mosaic.bytes_of(scratch(layout)) for layout in layouts) + 1024
+
+
+class WideContext(NamedTuple):
+    """The first argument of the functions of a launch."""
+
+    ctx: KernelContext  # its plan: a KeyPlan, or dQ's QueryPlan
+    layout: Layout
+
+
+# ---- work tiles, and the tiles that they meet ---------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """64 rows of an array in global memory."""
+
+    batch: Index
+    head: Index
+    row: Index  # the first
+    length: Any  # past which all is NaN, perhaps, and is not to be read; None: all counts
+
+
+class QueryRows(NamedTuple):
+    """A work tile of dQ, and the kv tiles that it meets."""
+
+    tile: WorkTile
+    span: Span
+    row_stats: tuple[RegisterTile, ...] = ()  # lse and delta
+
+    @property
+    def rows(self) -> Rows:
+        return Rows(self.tile.batch, self.tile.head, self.tile.row, None)
+
+    @property
+    def length(self) -> Any:
+        """Rows of the gradient from there on are zeros."""
+        return self.tile.q_len
+
+    def steps(self, plan: QueryPlan) -> Index:
+        del plan
+        return self.span.hi - self.span.lo
+
+    def met(self, plan: QueryPlan, i: Index) -> Rows:
+        """The rows of the i-th tile that the work tile meets."""
+        tile, head = self.tile, lax.div(self.tile.head, jnp.int32(plan.problem.group))
+        length = tile.kv_len if plan.has("kv_lengths") else None
+        return Rows(tile.batch, head, (self.span.lo + i) * ROWS, length)
+
+    def logits(self, plan: QueryPlan, i: Index) -> tuple[LogitTile, Predicate]:
+        """The i-th tile of logits, and whether it needs a mask."""
+        del plan
+        tile, t = self.tile, self.span.lo + i
+        where = (tile.batch, tile.head, tile.row, t * ROWS, tile.q_offset, tile.kv_len, tile.mask)
+        masked = (t < self.span.full_lo) | (t >= self.span.full_hi)
+        return LogitTile(*where, q_axis=0), masked
+
+
+class KeyRows(NamedTuple):
+    """A work tile of dV or dK, and the query tiles that it meets."""
+
+    work: KeyTile
+    has_lengths: bool
+    row_stats: tuple[RegisterTile, ...] = ()
+    length: Any = None  # all rows of the gradient count
+
+    @property
+    def rows(self) -> Rows:
+        work = self.work
+        length = work.kv_len if self.has_lengths else None
+        return Rows(work.batch, work.kv_head, work.key, length)
+
+    def steps(self, plan: KeyPlan) -> Index:
+        return plan.problem.group * self.work.steps
+
+    def met(self, plan: KeyPlan, i: Index) -> Rows:
+        g, number = key_tiles.step_of(plan, self.work, i)
+        head = self.work.kv_head * plan.problem.group + g
+        return Rows(self.work.batch, head, self.work.q_tile(number) * ROWS, self.work.q_len)
+
+    def logits(self, plan: KeyPlan, i: Index) -> tuple[LogitTile, Predicate]:
+        g, number = key_tiles.step_of(plan, self.work, i)
+        head, t = self.work.kv_head * plan.problem.group + g, self.work.q_tile(number)
+        masked = key_tiles.needs_mask(plan.tiling, self.work, t, number)
+        return self.work.place(head, t, self.work.key, ROWS), masked
+
+
+WideRows = QueryRows | KeyRows
+
+
+def _rows(wide: WideContext, code: Index) -> WideRows:
+    """The work tile that a number in the schedule stands for."""
+    ctx, layout = wide
+    if layout.gradient.is_of_keys:
+        return KeyRows(key_tiles.key_tile(ctx, code), ctx.plan.has("kv_lengths"))
+    tile = tile_scheduler.work_tile(ctx, code)
+    return QueryRows(tile, sm90_dq.span_of(ctx, tile))
+
+
+def _load(
+    ctx: KernelContext, name: str, rows: Rows, column: Index, to: tuple[SmemRef, Barrier]
+) -> None:
+    """Loads rows of an array from a column on; of its edge, where a length cuts them."""
+    block, ready = to
+
+    def copy(ref: GmemRef, first: Index) -> None:
+        some = pl.ds(first, ROWS), rows.head, pl.ds(column, block.shape[-1])
+        plgpu.copy_gmem_to_smem(ref.at[rows.batch, *some], block, ready)
+
+    if rows.length is None:
+        return copy(getattr(ctx.refs, name), rows.row)
+    cut = rows.row + ROWS > rows.length
+    pl.when(cut)(lambda: copy(getattr(ctx.refs, f"{name}_edge"), 0))
+    return pl.when(jnp.logical_not(cut))(lambda: copy(getattr(ctx.refs, name), rows.row))
+
+
+# ---- the ring -----------------------------------------------------------------------------------
+
+
+class Position(NamedTuple):
+    """A place in the order of a block's work."""
+
+    work_tile: Index  # work tiles before this one
+    tiles: Index  # tiles that these met
+
+    def left_block(self, layout: Layout, n: int) -> Index:
+        """The number of the n-th block of the first left array, among all of the ring."""
+        return self.work_tile * layout.in_registers + self.tiles * layout.step_blocks + n
+
+    def blocks(self, layout: Layout, i: Index) -> list[Index]:
+        """The numbers of the blocks of the i-th tile."""
+        first = self.left_block(layout, layout.in_registers) + i * layout.step_blocks
+        return [first + n for n in range(layout.step_blocks)]
+
+
+class RingBlock(NamedTuple):
+    """A block of the ring."""
+
+    ref: SmemRef  # [ROWS, width]
+    ready: Barrier
+    free: Barrier
+
+    def release(self) -> None:
+        plgpu.barrier_arrive(self.free)
+
+
+def _ring_block(wide: WideContext, number: Index) -> RingBlock:
+    smem, slot = wide.ctx.smem, ring_slot(number, wide.layout.ring)
+    return RingBlock(smem.ring.at[slot], smem.ring_ready.at[slot], smem.ring_free.at[slot])
+
+
+# ---- the producer -------------------------------------------------------------------------------
+
+
+def _produce(wide: WideContext, block_id: Index) -> None:
+    """Loads the left arrays of all work tiles, and the streamed ones with row statistics."""
+    (ctx, layout), width = wide, wide.layout.config.width
+    names = _columns(layout, layout.gradient.streamed)
+
+    def fill(number: Index, name: str, rows: Rows, column: int) -> None:
+        block = _ring_block(wide, number)
+        pl.when(number >= layout.ring)(lambda: plgpu.barrier_wait(block.free))
+        _load(ctx, name, rows, column, (block.ref, block.ready))
+
+    def work_tile(n: Index, tiles_before: Index, code: Index) -> Index:
+        work, position = _rows(wide, code), Position(n, tiles_before)
+        for block in range(layout.in_registers):
+            number = position.left_block(layout, block)
+            fill(number, layout.gradient.left[0], work.rows, block * width)
+        _load_left(wide, work, n)
+
+        def step(i: Index, tiles: Index) -> Index:
+            rows = work.met(ctx.plan, i)
+            if layout.gradient.is_of_keys:
+                _load_stats(wide, rows, tiles)
+            for number, (name, column) in zip(position.blocks(layout, i), names, strict=True):
+                fill(number, name, rows, column)
+            return tiles + 1
+
+        return lax.fori_loop(0, work.steps(ctx.plan), step, tiles_before)
+
+    producer.each_work_tile(ctx, block_id, work_tile)
+
+
+def _columns(layout: Layout, names: Sequence[str]) -> list[tuple[str, int]]:
+    """(name, first column) of the blocks of arrays whose products are S and dP."""
+    width = layout.config.width
+    return [
+        (name, n * width)
+        for name, count in zip(names, layout.products, strict=True)
+        for n in range(count)
+    ]
+
+
+def _load_left(wide: WideContext, work: WideRows, n: Index) -> None:
+    """Loads the columns of left arrays that stay in shared memory."""
+    (ctx, layout), smem = wide, wide.ctx.smem
+    if not layout.in_smem:
+        return
+    pl.when(n > 0)(lambda: plgpu.barrier_wait(smem.left_free))
+    blocks = _columns(layout, layout.gradient.left)[layout.in_registers :]
+    for place, (name, column) in enumerate(blocks):
+        _load(ctx, name, work.rows, column, (smem.left.at[place], smem.left_ready))
+
+
+def _load_stats(wide: WideContext, rows: Rows, tiles: Index) -> None:
+    """Loads the row statistics of query rows, as those of tile number `tiles`."""
+    refs, smem, slot = wide.ctx.refs, wide.ctx.smem, tiles & (SLOTS - 1)
+    pl.when(tiles >= SLOTS)(lambda: plgpu.barrier_wait(smem.stats_free.at[slot]))
+    for n, ref in enumerate((refs.lse, refs.delta)[: len(wide.layout.gradient.left)]):
+        source = ref.at[rows.batch, rows.head, pl.ds(rows.row, ROWS)]
+        plgpu.copy_gmem_to_smem(source, smem.stats.at[slot, n], smem.stats_ready.at[slot])
+
+
+# ---- products and weights -----------------------------------------------------------------------
+
+Products = tuple[RegisterTile, ...]  # S, and dP where weights are dS
+
+
+def _weigh(wide: WideContext, block_id: Index) -> None:
+    """Warpgroup 2: the weights of all tiles."""
+    (ctx, layout), smem = wide, wide.ctx.smem
+
+    def work_tile(n: Index, tiles_before: Index, code: Index) -> Index:
+        work, position = _with_stats(wide, _rows(wide, code)), Position(n, tiles_before)
+        left = _left_in_registers(wide, position)
+        steps = work.steps(ctx.plan)
+
+        def weights(i: Index, values: Products) -> None:
+            _store_weights(wide, work, i, tiles_before + i, values)
+
+        def products(i: Index, meanwhile: Callable[[], None]) -> Products:
+            return _products(wide, left, position.blocks(layout, i), meanwhile)
+
+        @pl.when(steps > 0)
+        def _() -> None:
+            def step(i: Index, values: Products) -> Products:
+                return products(i, lambda: weights(i - 1, values))
+
+            values = products(0, lambda: None)
+            values = lax.fori_loop(1, steps, step, values)
+            weights(steps - 1, values)
+
+        if layout.in_smem:
+            plgpu.barrier_arrive(smem.left_free)
+        return tiles_before + steps
+
+    producer.each_work_tile(ctx, block_id, work_tile)
+
+
+def _with_stats(wide: WideContext, work: WideRows) -> WideRows:
+    """Query rows of a work tile with their row statistics."""
+    if isinstance(work, KeyRows):
+        return work
+    refs, (batch, head, row, _) = wide.ctx.refs, work.rows
+    stats = (mosaic.load(x.at[batch, head, pl.ds(row, ROWS)], mosaic.ROW) for x in refs[4:6])
+    return work._replace(row_stats=tuple(stats))
+
+
+def _left_in_registers(wide: WideContext, position: Position) -> list[RegisterTile]:
+    """The first blocks of the left arrays; the others are there in shared memory, too."""
+    layout, smem, blocks = wide.layout, wide.ctx.smem, list[RegisterTile]()
+    for n in range(layout.in_registers):
+        block = _ring_block(wide, position.left_block(layout, n))
+        plgpu.barrier_wait(block.ready)
+        blocks.append(plgpu.load(block.ref, layout=mosaic.TILE))
+        plgpu.commit_smem()  # all warps have read the block before TMA writes to it again
+        block.release()
+    if layout.in_smem:
+        plgpu.barrier_wait(smem.left_ready)
+    return blocks
+
+
+def _products(
+    wide: WideContext,
+    left: list[RegisterTile],
+    numbers: list[Index],
+    meanwhile: Callable[[], None],
+) -> Products:
+    """S and dP of a tile whose blocks have these numbers; `meanwhile` is run under S."""
+    layout, smem = wide.layout, wide.ctx.smem
+    blocks = [_ring_block(wide, number) for number in numbers]
+    count = layout.products[0]
+    # An opaque zero, or addresses would be computed before the loop and spilled.
+    first = mosaic.opaque_zero(numbers[0]) - len(left)
+
+    def issue(acc: RegisterTile, n: int) -> None:
+        rows = left[n] if n < len(left) else smem.left.at[first + n]
+        plgpu.barrier_wait(blocks[n].ready)
+        plgpu.wgmma(acc, rows, blocks[n].ref.transpose((1, 0)))
+
+    def with_s(s: RegisterTile) -> Products:
+        for n in range(count):
+            issue(s, n)
+        early = count // 2  # blocks that are released first
+        for n in range(early):
+            plgpu.wgmma_wait(count - 1 - n)
+            blocks[n].release()
+        meanwhile()
+        if layout.gradient.has_dp:
+            with_dp = functools.partial(finish, s, early)
+            return pl.run_scoped(with_dp, plgpu.ACC((ROWS, ROWS), jnp.float32))
+        plgpu.wgmma_wait(0)
+        for block in blocks[early:]:
+            block.release()
+        return (s[...],)
+
+    def finish(s: RegisterTile, early: int, dp: RegisterTile) -> Products:
+        for n in range(count, len(blocks)):
+            issue(dp, n)
+            plgpu.wgmma_wait(1)
+            for block in blocks[early:n]:
+                block.release()
+            early = n
+        plgpu.wgmma_wait(0)
+        blocks[-1].release()
+        return s[...], dp[...]
+
+    return pl.run_scoped(with_s, plgpu.ACC((ROWS, ROWS), jnp.float32))
+
+
+def _store_weights(
+    wide: WideContext, work: WideRows, i: Index, number: Index, values: Products
+) -> None:
+    """Computes the weights of the i-th tile of a work tile, number `number` of the block, and hands
+    them to warpgroups 0 and 1.
+    """
+    ctx, layout = wide
+    plan, smem, slot = ctx.plan, ctx.smem, number & (SLOTS - 1)
+    place, masked = work.logits(plan, i)
+    stats, axis = work.row_stats, place.q_axis
+    if not stats:
+        plgpu.barrier_wait(smem.stats_ready.at[slot])
+        rows = range(len(layout.gradient.left))
+        stats = tuple(mosaic.load(smem.stats.at[slot, n], mosaic.COLUMN) for n in rows)
+    weights, slope = score_mod.probabilities(ctx, place, values[0], stats[0], masked)
+    if layout.gradient.has_dp:
+        weights *= values[1] - lax.broadcast_in_dim(stats[1], weights.shape, [axis])
+        weights = weights if slope is None else weights * slope
+    pl.when(number >= SLOTS)(lambda: plgpu.barrier_wait(smem.weights_free.at[slot]))
+    smem.weights.at[slot][...] = weights.astype(plan.problem.dtype)
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(smem.weights_ready.at[slot])
+    if layout.gradient.is_of_keys:
+        plgpu.barrier_arrive(smem.stats_free.at[slot])
+
+
+# ---- the gradient -------------------------------------------------------------------------------
+
+
+def _accumulate(wide: WideContext, out: GmemRef, block_id: Index, wg: Index) -> None:
+    """Warpgroup 0 or 1: its columns of the gradient of all work tiles."""
+    ctx, layout = wide
+
+    def work_tile(n: Index, tiles_before: Index, code: Index) -> Index:
+        del n
+        work = _rows(wide, code)
+        _store(wide, work, out, wg, _sum(wide, work, wg, tiles_before))
+        return tiles_before + work.steps(ctx.plan)
+
+    producer.each_work_tile(ctx, block_id, work_tile)
+
+
+def _sum(
+    wide: WideContext, work: WideRows, wg: Index, tiles_before: Index
+) -> Sequence[RegisterTile]:
+    """weights @ right in a warpgroup's columns, over all tiles that a work tile meets."""
+    (ctx, layout), smem = wide, wide.ctx.smem
+    steps, together = work.steps(ctx.plan), layout.right_blocks
+    groups = [range(n, n + together) for n in range(0, layout.out_blocks, together)]
+
+    def load(i: Index, blocks: range) -> None:
+        rows = work.met(ctx.plan, i)
+        for place, n in enumerate(blocks):
+            slot, column = wg * together + place, (wg * layout.out_blocks + n) * WIDTH
+            to = smem.right.at[slot], smem.right_ready.at[slot]
+            _load(ctx, layout.gradient.right, rows, column, to)
+
+    def multiply(i: Index, accs: Sequence[RegisterTile]) -> None:
+        weights = (tiles_before + i) & (SLOTS - 1)
+        plgpu.barrier_wait(smem.weights_ready.at[weights])
+        for number, blocks in enumerate(groups):
+            for place, n in enumerate(blocks):
+                slot = wg * together + place
+                plgpu.barrier_wait(smem.right_ready.at[slot])
+                plgpu.wgmma(accs[n], smem.weights.at[weights], smem.right.at[slot])
+            plgpu.wgmma_wait(0)
+            plgpu.commit_smem()  # all warps have multiplied the blocks before TMA writes there
+            if number + 1 < len(groups):
+                load(i, groups[number + 1])
+        plgpu.barrier_arrive(smem.weights_free.at[weights])
+        pl.when(i + 1 < steps)(lambda: load(i + 1, groups[0]))
+
+    def step(i: Index, accs: tuple[RegisterTile, ...]) -> tuple[RegisterTile, ...]:
+        return pl.run_state(functools.partial(multiply, i))(tuple(map(plgpu.ACC.init, accs)))
+
+    pl.when(steps > 0)(lambda: load(0, groups[0]))
+    zeros = tuple(mosaic.filled((ROWS, WIDTH), 0.0) for _ in range(layout.out_blocks))
+    return lax.fori_loop(0, steps, step, zeros)
+
+
+def _store(
+    wide: WideContext, work: WideRows, out: GmemRef, wg: Index, parts: Sequence[RegisterTile]
+) -> None:
+    """Stores a warpgroup's columns of a gradient. Rows past a query length may have met NaN: zeros
+    are selected in their place.
+    """
+    (ctx, layout), (batch, head, row, _) = wide, work.rows
+    for n, part in enumerate(parts):
+        if layout.gradient.has_dp:
+            part = part * ctx.plan.problem.scale
+        if work.length is not None:
+            inside = mosaic.positions((ROWS,), 0, row) < work.length
+            part = jnp.where(mosaic.broadcast_rows(inside, part.shape), part, 0.0)
+        columns = pl.ds((wg * layout.out_blocks + n) * WIDTH, WIDTH)
+        mosaic.store(out.at[batch, pl.ds(row, ROWS), head, columns], part.astype(out.dtype))
+
+
+# ---- the kernel and its call --------------------------------------------------------------------
+
+
+def _kernel(
+    refs: BackwardRefs,
+    out: GmemRef,
+    smem: WideSmem,
+    *,
+    plan: KeyPlan | QueryPlan,
+    layout: Layout,
+) -> None:
+    wide = WideContext(KernelContext(plan, refs, smem), layout)
+    block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
+    sums, weights, loader = REGISTERS
+
+    @pl.when(wg == PRODUCER)
+    def _() -> None:
+        plgpu.set_max_registers(loader, action="decrease")
+        _produce(wide, block_id)
+
+    @pl.when(wg == WEIGHTS)
+    def _() -> None:
+        plgpu.set_max_registers(weights, action="increase")
+        _weigh(wide, block_id)
+
+    @pl.when(wg < HALVES)
+    def _() -> None:
+        plgpu.set_max_registers(sums, action="increase")
+        _accumulate(wide, out, block_id, wg)
+
+
+def gradient_of(plan: KeyPlan | QueryPlan, gradient: Gradient, refs: BackwardRefs) -> jax.Array:
+    """dv, dk or dq, in whole tiles of rows and blocks of columns."""
+    problem, layout = plan.problem, Layout(plan.problem, plan.config, gradient)
+    rows, heads = plan.tiling.padded_rows, problem.q_heads
+    if gradient.is_of_keys:
+        rows, heads = plan.tiling.padded_keys, problem.kv_heads
+    sizes = problem.batch, rows, heads, columns_of(problem, gradient.right)
+    kernel = launch.persistent_kernel(
+        functools.partial(_kernel, plan=plan, layout=layout),
+        f"flash_bwd_wide_{gradient.name}_sm90",
+        jax.ShapeDtypeStruct(sizes, problem.dtype),
+        scratch(layout),
+        (plan.order.grid, PRODUCER + 1),
+    )
+    return kernel(refs)
+
+
+def key_plan(problem: AttentionProblem, config: Config) -> KeyPlan:
+    """The plan of the launches for dV and dK."""
+    order = WorkOrder(KeyTiling(problem, ROWS, ROWS), blocks=config.grid)
+    return KeyPlan(problem, config, order, format=None)
+
+
+def _operands(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> BackwardRefs:
+    """The operands of the launches for dV and dK. XLA pads q, k, v and dO where T or S is above 8
+    and no multiple of 8, or a head dim no multiple of 256.
+    """
+    problem, inputs = plan.problem, residuals.inputs
+    fields: dict[str, Any] = operands.over_tiles(plan, inputs) | stats._asdict()
+    for name, x, length in (
+        ("q", inputs.q, "q_lengths"),
+        ("k", inputs.k, "kv_lengths"),
+        ("v", inputs.v, "kv_lengths"),
+        ("do", residuals.d_out, "q_lengths"),
+    ):
+        sizes = {1: tma_operands.rows_in_tma(x.shape[1]), 3: columns_of(problem, name)}
+        fields[name] = tma_operands.padded(x, sizes)
+        if plan.has(length):
+            lengths = jnp.asarray(getattr(inputs, length))
+            fields[f"{name}_edge"] = tma_operands.edge(fields[name], lengths, ROWS)
+    fields |= tile_scheduler.table(work_order.schedule, plan.order, inputs)
+    return BackwardRefs(**{name: fields.get(name) for name in BackwardRefs._fields})
+
+
+def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:
+    """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
+    residuals, plan = Residuals(*residuals), key_plan(problem, config)
+    inputs = residuals.inputs
+    stats = row_statistics(False, plan.tiling.padded_rows, residuals)
+    refs = _operands(plan, residuals, stats)
+    dv = gradient_of(plan, DV, refs)
+    refs = operands.ordered_after(refs, dv)
+    dk = gradient_of(plan, DK, refs)
+    dq_plan, refs = QueryPlan.of(problem, config), operands.ordered_after(refs, dk)
+    dq = gradient_of(dq_plan, DQ, sm90_dq.by_rows(dq_plan, inputs, refs))
+    dq = dq[:, : problem.q_len, :, : problem.head_dim]
+    dk = dk[:, : problem.kv_len, :, : problem.head_dim]
+    dv = dv[:, : problem.kv_len, :, : problem.v_head_dim]
+    sinks = None if inputs.sinks is None else dsinks(residuals, stats)
+    return AttentionInputs(q=dq, k=dk, v=dv, sinks=sinks)
+
+
+KERNEL = Kernel(Config, limit, smem_bytes, run)
