@@ -68,15 +68,25 @@ from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import BLOCKS, QueryPlan
 from pallas_attn.kernels.lang import launch, mosaic
 from pallas_attn.kernels.lang.config import check
-from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, RegisterTile, SmemRef
+from pallas_attn.kernels.lang.late import late
+from pallas_attn.kernels.lang.types import (
+    Barrier,
+    GmemRef,
+    Index,
+    Predicate,
+    RegisterTile,
+    RegisterTiles,
+    SmemRef,
+)
 
-WIDTH = 128  # columns of a block of the right array
+WIDTH = 128  # columns of the output are a multiple for each of warpgroups 0 and 1
+PART = 32  # rows of a block of the right array
+PARTS = ROWS // PART
 HALVES, WEIGHTS, PRODUCER = 2, 2, 3
 SLOTS = 2  # of weights and of row statistics
 ROOM = 225 * 1024  # bytes of shared memory; the others are left for barriers
 # Registers of a thread in warpgroups 0 and 1, in 2, and in the producer.
-import os
-REGISTERS = eval(os.environ.get("REG", "(152, 184, 24)"))
+REGISTERS = (160, 168, 24)
 SUPPORTED = flash_fwd_sm90_wide.SUPPORTED - {"bias"}
 
 
@@ -84,10 +94,11 @@ SUPPORTED = flash_fwd_sm90_wide.SUPPORTED - {"bias"}
 class Config:
     """Tuning only: the result is the same up to rounding."""
 
-    width: int = 128  # columns of a block of the ring
+    width: int = 64  # columns of a block of the ring
     ring: int = 0  # blocks; 0: as many as there is room for, up to three tiles of an array
     in_registers: int = 256  # columns of the first left array that are in registers
     right_blocks: int = 0  # of the right array, for each warpgroup; 0: a tile, where there is room
+    overlaps: bool = False  # weights of a tile are computed under S of the next one
     grid: int = BLOCKS  # persistent blocks
 
     block_kv, block_q, warpgroups, l2_heads = ROWS, ROWS, 1, 0  # for plans
@@ -178,9 +189,14 @@ class Layout:
         return self.step_blocks - self.in_registers
 
     @property
-    def out_blocks(self) -> int:
-        """Blocks of the gradient that each of two warpgroups makes."""
-        return columns_of(self.problem, self.gradient.right) // (HALVES * WIDTH)
+    def out_columns(self) -> int:
+        """Columns of the gradient that each of two warpgroups makes."""
+        return columns_of(self.problem, self.gradient.right) // HALVES
+
+    @property
+    def right_bytes(self) -> int:
+        """Bytes of a block of the right array."""
+        return 2 * PART * self.out_columns
 
     @property
     def room(self) -> int:
@@ -192,25 +208,24 @@ class Layout:
     def right_blocks(self) -> int:
         """Blocks of the right array that each of two warpgroups has: all of a tile, or one."""
         if self.config.right_blocks:
-            return min(self.config.right_blocks, self.out_blocks)
-        whole = 2 * ROWS * WIDTH * HALVES * self.out_blocks
+            return self.config.right_blocks
         streamed = 2 * ROWS * self.config.width * self.step_blocks
-        return self.out_blocks if self.room - whole >= streamed else 1
+        return PARTS if self.room - HALVES * PARTS * self.right_bytes >= streamed else 1
 
     @property
     def ring(self) -> int:
         """Blocks of the ring."""
         if self.config.ring:
             return self.config.ring
-        rest = self.room - 2 * ROWS * WIDTH * HALVES * self.right_blocks
+        rest = self.room - HALVES * self.right_blocks * self.right_bytes
         return min(rest // (2 * ROWS * self.config.width), 3 * max(self.products))
 
 
 class WideSmem(NamedTuple):
     left: SmemRef  # [blocks, ROWS, width]; None: all columns are in registers
     ring: SmemRef  # [ring, ROWS, width]
-    right: SmemRef  # [HALVES * right_blocks, ROWS, WIDTH]
-    weights: SmemRef  # [SLOTS, ROWS, ROWS]
+    right: SmemRef  # [HALVES * right_blocks, PART, out_columns]
+    weights: SmemRef  # [SLOTS * PARTS, ROWS, PART]
     stats: SmemRef  # float32[SLOTS, 2, ROWS]: lse and delta; None where work tiles are queries
     left_ready: Barrier
     left_free: Barrier
@@ -230,8 +245,8 @@ def scratch(layout: Layout) -> WideSmem:
     return WideSmem(
         left=mosaic.swizzled((layout.in_smem, ROWS, width), dtype, 128) if layout.in_smem else None,
         ring=mosaic.swizzled((layout.ring, ROWS, width), dtype, 128),
-        right=mosaic.swizzled((each, ROWS, WIDTH), dtype, 128),
-        weights=mosaic.swizzled((SLOTS, ROWS, ROWS), dtype, 128),
+        right=mosaic.swizzled((each, PART, layout.out_columns), dtype, 2 * PART),
+        weights=mosaic.swizzled((SLOTS * PARTS, ROWS, PART), dtype, 2 * PART),
         stats=plgpu.SMEM((SLOTS, 2, ROWS), jnp.float32) if layout.gradient.is_of_keys else None,
         left_ready=barrier(num_arrivals=max(layout.in_smem, 1)),
         left_free=barrier(),
@@ -346,14 +361,21 @@ def _rows(wide: WideContext, code: Index) -> WideRows:
     return QueryRows(tile, sm90_dq.span_of(ctx, tile))
 
 
-def _load(
-    ctx: KernelContext, name: str, rows: Rows, column: Index, to: tuple[SmemRef, Barrier]
+def _load(  # noqa: PLR0913
+    ctx: KernelContext,
+    name: str,
+    rows: Rows,
+    column: Index,
+    to: tuple[SmemRef, Barrier],
+    skipped: int = 0,
 ) -> None:
-    """Loads rows of an array from a column on; of its edge, where a length cuts them."""
-    block, ready = to
+    """Loads as many rows of an array as there is room for, after `skipped` ones, from a column on;
+    rows of its edge, where a length cuts the 64.
+    """
+    (block, ready), (count, width) = to, to[0].shape
 
     def copy(ref: GmemRef, first: Index) -> None:
-        some = pl.ds(first, ROWS), rows.head, pl.ds(column, block.shape[-1])
+        some = pl.ds(first + skipped, count), rows.head, pl.ds(column, width)
         plgpu.copy_gmem_to_smem(ref.at[rows.batch, *some], block, ready)
 
     if rows.length is None:
@@ -474,27 +496,51 @@ def _weigh(wide: WideContext, block_id: Index) -> None:
         work, position = _with_stats(wide, _rows(wide, code)), Position(n, tiles_before)
         left = _left_in_registers(wide, position)
         steps = work.steps(ctx.plan)
-
-        def weights(i: Index, values: Products) -> None:
-            _store_weights(wide, work, i, tiles_before + i, values)
-
-        def products(i: Index, meanwhile: Callable[[], None]) -> Products:
-            return _products(wide, left, position.blocks(layout, i), meanwhile)
-
-        @pl.when(steps > 0)
-        def _() -> None:
-            def step(i: Index, values: Products) -> Products:
-                return products(i, lambda: weights(i - 1, values))
-
-            values = products(0, lambda: None)
-            values = lax.fori_loop(1, steps, step, values)
-            weights(steps - 1, values)
-
+        walk = _one_ahead if layout.config.overlaps else _one_by_one
+        pl.when(steps > 0)(lambda: walk(wide, work, left, position, steps))
         if layout.in_smem:
             plgpu.barrier_arrive(smem.left_free)
         return tiles_before + steps
 
     producer.each_work_tile(ctx, block_id, work_tile)
+
+
+def _one_ahead(
+    wide: WideContext, work: WideRows, left: list[RegisterTile], position: Position, steps: Index
+) -> None:
+    """The weights of a tile are computed under S of the next one."""
+
+    def tile(i: Index) -> Tile:
+        return Tile(work, i, position.tiles + i, left, position.blocks(wide.layout, i))
+
+    def step(i: Index, products: Products) -> Products:
+        before = tile(i - 1)
+        return _products(wide, tile(i), lambda: _store_weights(wide, before, *products))
+
+    products = _products(wide, tile(0), lambda: None)
+    products = lax.fori_loop(1, steps, step, products)
+    _store_weights(wide, tile(steps - 1), *products)
+
+
+def _one_by_one(
+    wide: WideContext, work: WideRows, left: list[RegisterTile], position: Position, steps: Index
+) -> None:
+    """P of a tile is computed under dP, and dS under no matmul of this warpgroup's."""
+
+    @pl.loop(0, steps)
+    def _(i: Index) -> None:
+        numbers = position.blocks(wide.layout, i)
+        _weights_of(wide, Tile(work, i, position.tiles + i, left, numbers))
+
+
+class Tile(NamedTuple):
+    """A tile that a work tile meets."""
+
+    work: WideRows
+    i: Index  # its number among those of the work tile
+    number: Index  # its number among those of the block
+    left: list[RegisterTile]  # the first blocks of the left array
+    blocks: list[Index]  # numbers of the blocks that it takes of the ring
 
 
 def _with_stats(wide: WideContext, work: WideRows) -> WideRows:
@@ -520,77 +566,123 @@ def _left_in_registers(wide: WideContext, position: Position) -> list[RegisterTi
     return blocks
 
 
-def _products(
-    wide: WideContext,
-    left: list[RegisterTile],
-    numbers: list[Index],
-    meanwhile: Callable[[], None],
-) -> Products:
-    """S and dP of a tile whose blocks have these numbers; `meanwhile` is run under S."""
-    layout, smem = wide.layout, wide.ctx.smem
-    blocks = [_ring_block(wide, number) for number in numbers]
-    count = layout.products[0]
-    # An opaque zero, or addresses would be computed before the loop and spilled.
-    first = mosaic.opaque_zero(numbers[0]) - len(left)
+def _issue(wide: WideContext, tile: Tile, acc: RegisterTile, n: int) -> None:
+    """Issues the matmul of block n of the ring."""
+    plgpu.barrier_wait(_ring_block(wide, tile.blocks[n]).ready)
+    block, rows = _ring_block(wide, late(tile.blocks[n])), tile.left[n : n + 1]
+    if not rows:
+        place = n - len(tile.left) + mosaic.opaque_zero(late(tile.number))
+        rows = [wide.ctx.smem.left.at[place]]
+    plgpu.wgmma(acc, rows[0], block.ref.transpose((1, 0)))
 
-    def issue(acc: RegisterTile, n: int) -> None:
-        rows = left[n] if n < len(left) else smem.left.at[first + n]
-        plgpu.barrier_wait(blocks[n].ready)
-        plgpu.wgmma(acc, rows, blocks[n].ref.transpose((1, 0)))
+
+def _release(wide: WideContext, tile: Tile, blocks: range, in_flight: int) -> None:
+    """Releases blocks of the ring when at most so many matmuls are in flight."""
+    plgpu.wgmma_wait(in_flight)
+    for n in blocks:
+        _ring_block(wide, tile.blocks[n]).release()
+
+
+def _products(wide: WideContext, tile: Tile, meanwhile: Callable[[], None]) -> Products:
+    """S and dP of a tile; `meanwhile` is run under S."""
+    count, every = wide.layout.products[0], wide.layout.step_blocks
+    early = count // 2  # blocks of S that are released first
 
     def with_s(s: RegisterTile) -> Products:
         for n in range(count):
-            issue(s, n)
-        early = count // 2  # blocks that are released first
+            _issue(wide, tile, s, n)
         for n in range(early):
-            plgpu.wgmma_wait(count - 1 - n)
-            blocks[n].release()
+            _release(wide, tile, range(n, n + 1), count - 1 - n)
         meanwhile()
-        if layout.gradient.has_dp:
-            with_dp = functools.partial(finish, s, early)
+        if wide.layout.gradient.has_dp:
+            with_dp = functools.partial(finish, s)
             return pl.run_scoped(with_dp, plgpu.ACC((ROWS, ROWS), jnp.float32))
-        plgpu.wgmma_wait(0)
-        for block in blocks[early:]:
-            block.release()
+        _release(wide, tile, range(early, count), 0)
         return (s[...],)
 
-    def finish(s: RegisterTile, early: int, dp: RegisterTile) -> Products:
-        for n in range(count, len(blocks)):
-            issue(dp, n)
-            plgpu.wgmma_wait(1)
-            for block in blocks[early:n]:
-                block.release()
-            early = n
-        plgpu.wgmma_wait(0)
-        blocks[-1].release()
+    def finish(s: RegisterTile, dp: RegisterTile) -> Products:
+        for n in range(count, every):
+            _issue(wide, tile, dp, n)
+            _release(wide, tile, range(early if n == count else n - 1, n), 1)
+        _release(wide, tile, range(every - 1, every), 0)
         return s[...], dp[...]
 
     return pl.run_scoped(with_s, plgpu.ACC((ROWS, ROWS), jnp.float32))
 
 
+def _weights_of(wide: WideContext, tile: Tile) -> None:
+    """Computes the weights of a tile, and hands them over."""
+    count, every = wide.layout.products[0], wide.layout.step_blocks
+
+    def scores(s: RegisterTile) -> RegisterTile:
+        for n in range(count):
+            _issue(wide, tile, s, n)
+        for n in range(count):
+            _release(wide, tile, range(n, n + 1), count - 1 - n)
+        return s[...]
+
+    s = pl.run_scoped(scores, plgpu.ACC((ROWS, ROWS), jnp.float32))
+    if not wide.layout.gradient.has_dp:
+        return _hand_over(wide, tile, _probabilities(wide, tile, s)[0])
+
+    def with_dp(dp: RegisterTile) -> RegisterTile:
+        early = (count + every) // 2
+        for n in range(count, early):
+            _issue(wide, tile, dp, n)
+        probabilities = _probabilities(wide, tile, s)
+        for n in range(early, every):
+            _issue(wide, tile, dp, n)
+            _release(wide, tile, range(count if n == early else n - 1, n), 1)
+        _release(wide, tile, range(every - 1, every), 0)
+        return _ds(*probabilities, dp[...])
+
+    _hand_over(wide, tile, pl.run_scoped(with_dp, plgpu.ACC((ROWS, ROWS), jnp.float32)))
+    return None
+
+
 def _store_weights(
-    wide: WideContext, work: WideRows, i: Index, number: Index, values: Products
+    wide: WideContext, tile: Tile, s: RegisterTile, dp: RegisterTile | None = None
 ) -> None:
-    """Computes the weights of the i-th tile of a work tile, number `number` of the block, and hands
-    them to warpgroups 0 and 1.
-    """
-    ctx, layout = wide
-    plan, smem, slot = ctx.plan, ctx.smem, number & (SLOTS - 1)
-    place, masked = work.logits(plan, i)
-    stats, axis = work.row_stats, place.q_axis
+    """Computes the weights of a tile from its products, and hands them over."""
+    probabilities = _probabilities(wide, tile, s)
+    weights = probabilities[0] if dp is None else _ds(*probabilities, dp)
+    _hand_over(wide, tile, weights)
+
+
+def _probabilities(
+    wide: WideContext, tile: Tile, s: RegisterTile
+) -> tuple[RegisterTile, RegisterTile | None, RegisterTile | None]:
+    """P of a tile, the slope of logits, and delta spread over it; None: 1, and not needed."""
+    ctx, smem, slot = wide.ctx, wide.ctx.smem, tile.number & (SLOTS - 1)
+    place, masked = tile.work.logits(ctx.plan, tile.i)
+    stats = tile.work.row_stats
     if not stats:
         plgpu.barrier_wait(smem.stats_ready.at[slot])
-        rows = range(len(layout.gradient.left))
-        stats = tuple(mosaic.load(smem.stats.at[slot, n], mosaic.COLUMN) for n in rows)
-    weights, slope = score_mod.probabilities(ctx, place, values[0], stats[0], masked)
-    if layout.gradient.has_dp:
-        weights *= values[1] - lax.broadcast_in_dim(stats[1], weights.shape, [axis])
-        weights = weights if slope is None else weights * slope
-    pl.when(number >= SLOTS)(lambda: plgpu.barrier_wait(smem.weights_free.at[slot]))
-    smem.weights.at[slot][...] = weights.astype(plan.problem.dtype)
+        count = range(len(wide.layout.gradient.left))
+        stats = tuple(mosaic.load(smem.stats.at[slot, n], mosaic.COLUMN) for n in count)
+    p, slope = score_mod.probabilities(ctx, place, s, stats[0], masked)
+    if not wide.layout.gradient.has_dp:
+        return p, slope, None
+    return p, slope, lax.broadcast_in_dim(stats[1], p.shape, [place.q_axis])
+
+
+def _ds(
+    p: RegisterTile, slope: RegisterTile | None, delta: RegisterTile, dp: RegisterTile
+) -> RegisterTile:
+    ds = p * (dp - delta)
+    return ds if slope is None else ds * slope
+
+
+def _hand_over(wide: WideContext, tile: Tile, weights: RegisterTile) -> None:
+    """Weights of a tile to warpgroups 0 and 1."""
+    smem, slot = wide.ctx.smem, tile.number & (SLOTS - 1)
+    pl.when(tile.number >= SLOTS)(lambda: plgpu.barrier_wait(smem.weights_free.at[slot]))
+    for n in range(PARTS):
+        part = lax.slice(weights, (0, n * PART), (ROWS, (n + 1) * PART))
+        smem.weights.at[slot * PARTS + n][...] = part.astype(smem.weights.dtype)
     plgpu.commit_smem()
     plgpu.barrier_arrive(smem.weights_ready.at[slot])
-    if layout.gradient.is_of_keys:
+    if wide.layout.gradient.is_of_keys:
         plgpu.barrier_arrive(smem.stats_free.at[slot])
 
 
@@ -612,57 +704,64 @@ def _accumulate(wide: WideContext, out: GmemRef, block_id: Index, wg: Index) -> 
 
 def _sum(
     wide: WideContext, work: WideRows, wg: Index, tiles_before: Index
-) -> Sequence[RegisterTile]:
+) -> RegisterTiles:
     """weights @ right in a warpgroup's columns, over all tiles that a work tile meets."""
     (ctx, layout), smem = wide, wide.ctx.smem
-    steps, together = work.steps(ctx.plan), layout.right_blocks
-    groups = [range(n, n + together) for n in range(0, layout.out_blocks, together)]
+    steps, blocks = work.steps(ctx.plan), layout.right_blocks
+    zeros = (mosaic.filled((ROWS, WIDTH), 0.0),) * (layout.out_columns // WIDTH)
 
-    def load(i: Index, blocks: range) -> None:
+    def load(i: Index, part: int) -> None:
+        slot = wg * blocks + part % blocks
+        to = smem.right.at[slot], smem.right_ready.at[slot]
         rows = work.met(ctx.plan, i)
-        for place, n in enumerate(blocks):
-            slot, column = wg * together + place, (wg * layout.out_blocks + n) * WIDTH
-            to = smem.right.at[slot], smem.right_ready.at[slot]
-            _load(ctx, layout.gradient.right, rows, column, to)
+        _load(ctx, layout.gradient.right, rows, wg * layout.out_columns, to, part * PART)
 
-    def multiply(i: Index, accs: Sequence[RegisterTile]) -> None:
+    def refill(i: Index, done: int, in_flight: int) -> None:
+        """Fills the block of a part that has been multiplied."""
+        plgpu.wgmma_wait(in_flight * len(zeros))
+        plgpu.commit_smem()  # all warps have, and TMA will write there
+        if (following := done + blocks) < PARTS:
+            return load(i, following)
+        return pl.when(i + 1 < steps)(lambda: load(i + 1, following - PARTS))
+
+    def multiply(i: Index, accs: RegisterTiles) -> None:
         weights = (tiles_before + i) & (SLOTS - 1)
         plgpu.barrier_wait(smem.weights_ready.at[weights])
-        for number, blocks in enumerate(groups):
-            for place, n in enumerate(blocks):
-                slot = wg * together + place
-                plgpu.barrier_wait(smem.right_ready.at[slot])
-                plgpu.wgmma(accs[n], smem.weights.at[weights], smem.right.at[slot])
-            plgpu.wgmma_wait(0)
-            plgpu.commit_smem()  # all warps have multiplied the blocks before TMA writes there
-            if number + 1 < len(groups):
-                load(i, groups[number + 1])
+        for part in range(PARTS):
+            slot = wg * blocks + part % blocks
+            plgpu.barrier_wait(smem.right_ready.at[slot])
+            for n, acc in enumerate(accs):
+                columns = smem.right.at[slot, :, pl.ds(n * WIDTH, WIDTH)]
+                plgpu.wgmma(acc, smem.weights.at[weights * PARTS + part], columns)
+            if part >= blocks - 1:
+                refill(i, part - blocks + 1, blocks - 1)
+        for part in range(PARTS - blocks + 1, PARTS):
+            refill(i, part, PARTS - 1 - part)
         plgpu.barrier_arrive(smem.weights_free.at[weights])
-        pl.when(i + 1 < steps)(lambda: load(i + 1, groups[0]))
 
-    def step(i: Index, accs: tuple[RegisterTile, ...]) -> tuple[RegisterTile, ...]:
+    def step(i: Index, accs: RegisterTiles) -> RegisterTiles:
         return pl.run_state(functools.partial(multiply, i))(tuple(map(plgpu.ACC.init, accs)))
 
-    pl.when(steps > 0)(lambda: load(0, groups[0]))
-    zeros = tuple(mosaic.filled((ROWS, WIDTH), 0.0) for _ in range(layout.out_blocks))
+    for part in range(blocks):
+        pl.when(steps > 0)(functools.partial(load, 0, part))
     return lax.fori_loop(0, steps, step, zeros)
 
 
 def _store(
-    wide: WideContext, work: WideRows, out: GmemRef, wg: Index, parts: Sequence[RegisterTile]
+    wide: WideContext, work: WideRows, out: GmemRef, wg: Index, sums: RegisterTiles
 ) -> None:
     """Stores a warpgroup's columns of a gradient. Rows past a query length may have met NaN: zeros
     are selected in their place.
     """
     (ctx, layout), (batch, head, row, _) = wide, work.rows
-    for n, part in enumerate(parts):
+    for n, value in enumerate(sums):
         if layout.gradient.has_dp:
-            part = part * ctx.plan.problem.scale
+            value = value * ctx.plan.problem.scale
         if work.length is not None:
             inside = mosaic.positions((ROWS,), 0, row) < work.length
-            part = jnp.where(mosaic.broadcast_rows(inside, part.shape), part, 0.0)
-        columns = pl.ds((wg * layout.out_blocks + n) * WIDTH, WIDTH)
-        mosaic.store(out.at[batch, pl.ds(row, ROWS), head, columns], part.astype(out.dtype))
+            value = jnp.where(mosaic.broadcast_rows(inside, value.shape), value, 0.0)
+        columns = pl.ds(wg * layout.out_columns + n * WIDTH, WIDTH)
+        mosaic.store(out.at[batch, pl.ds(row, ROWS), head, columns], value.astype(out.dtype))
 
 
 # ---- the kernel and its call --------------------------------------------------------------------
