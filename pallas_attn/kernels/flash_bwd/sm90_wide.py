@@ -48,7 +48,7 @@ from jax import lax
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import score_mod, tiles, tma_operands
+from pallas_attn.kernels.attention import logits, score_mod, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile
 from pallas_attn.kernels.flash_bwd import key_tiles, operands, producer, sm90_dq, work_order
@@ -660,10 +660,36 @@ def _probabilities(
         plgpu.barrier_wait(smem.stats_ready.at[slot])
         count = range(len(wide.layout.gradient.left))
         stats = tuple(mosaic.load(smem.stats.at[slot, n], mosaic.COLUMN) for n in count)
-    p, slope = score_mod.probabilities(ctx, place, s, stats[0], masked)
+    slope = None
+    if ctx.plan.logit_rules.unit is None:
+        s, slope = logits.scaled(ctx, place, s)
+    if masked is not False:
+        s = lax.cond(masked, functools.partial(_masked, ctx, place), lambda s: s, s)
+    lse = lax.broadcast_in_dim(stats[0], s.shape, [place.q_axis])
+    p = score_mod.exponentials(ctx.plan, s, lse)
     if not wide.layout.gradient.has_dp:
         return p, slope, None
     return p, slope, lax.broadcast_in_dim(stats[1], p.shape, [place.q_axis])
+
+
+def _masked(ctx: KernelContext, place: LogitTile, s: RegisterTile) -> RegisterTile:
+    """Logits with -inf wherever a query does not see a key, by the range of columns that each row
+    keeps. Positions of a whole tile (`score_mod.apply_mask`) would be held in registers, and spill.
+    """
+    row, column = place.q_offset + place.query, place.key
+    mask = place.mask
+    if place.q_axis:
+        row, column, mask = column, row, mask.transposed
+    low, high = None, None
+    if not mask.is_full:
+        low, high = mask.row_bounds(mosaic.positions((ROWS,), 0, row - column))
+    if ctx.plan.logit_rules.ragged_keys:
+        end = mosaic.filled((ROWS,), place.kv_len - column, jnp.int32)
+        if place.q_axis:  # no query sees a key that does not exist
+            exists = mosaic.positions((ROWS,), 0, row) < place.kv_len
+            end = jnp.where(exists, ROWS, 0)
+        high = end if high is None else jnp.minimum(high, end)
+    return logits.mask_columns(s, low, high)
 
 
 def _ds(
