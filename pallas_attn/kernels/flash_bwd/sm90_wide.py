@@ -10,23 +10,23 @@ backward of narrow heads has five or seven. Nothing is added up in global memory
 | dK | keys | S^T = K Q^T, dP^T = V dO^T, dK += dS^T Q |
 | dQ | query rows | S = Q K^T, dP = dO V^T, dQ += dS K |
 
-A launch is told by a `Gradient`: its `left` arrays, whose rows are those of the work tile; the
-`streamed` ones, whose tiles it meets; and the `right` one, which is multiplied by `weights`, P or
+A launch is told by a `Gradient`: its `held` arrays, whose rows are those of the work tile; the
+`streamed` ones, whose tiles it meets; and the `values`, which is multiplied by `weights`, P or
 dS, of a tile.
 
 Grid: one persistent block a multiprocessor, which takes the work tiles of its list one by one.
 
 Warpgroups, and the barriers that they arrive at:
-  0, 1  weights @ right in half of the columns each: `weights_free`. Each loads its own blocks of
-        the right array: nobody else reads them, so it needs no barrier to fill one again
-  2     products and weights: `ring_free`, `left_free`, `stats_free`, `weights_ready`
-  3     the producer: `ring_ready`, `left_ready`, `stats_ready`
+  0, 1  weights @ values in half of the columns each: `weights_free`. Each loads its own blocks of
+        the value array: nobody else reads them, so it needs no barrier to fill one again
+  2     products and weights: `ring_free`, `held_free`, `stats_free`, `weights_ready`
+  3     the producer: `ring_ready`, `held_ready`, `stats_ready`
 
 Shared memory:
-  left     the columns of the left arrays that are not in registers, for a whole work tile
-  ring     blocks of 64 rows by some columns: the first columns of the first left array, on their
+  held     the columns of the held arrays that are not in registers, for a whole work tile
+  ring     blocks of 64 rows by some columns: the first columns of the first held array, on their
            way to registers, then the streamed arrays of each tile
-  right    the right array's blocks of 128 columns, of warpgroups 0 and 1
+  values   the value array's blocks of 128 columns, of warpgroups 0 and 1
   weights  weights of two tiles, alternately
   stats    lse and delta of the query rows of two tiles, where work tiles are keys
 
@@ -50,9 +50,15 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import logits, score_mod, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile
-from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile
-from pallas_attn.kernels.flash_bwd import key_tiles, operands, producer, sm90_dq, work_order
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, KeyTiling
+from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
+from pallas_attn.kernels.flash_bwd import (
+    operands,
+    producer,
+    sm90_dq,
+    wide_rows,
+    work_order,
+)
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import (
     BackwardRefs,
     Residuals,
@@ -62,6 +68,7 @@ from pallas_attn.kernels.flash_bwd.operands import (
 )
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import ring_slot
+from pallas_attn.kernels.flash_bwd.wide_rows import KeyRows, Rows, WideRows
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.flash_fwd import sm90_wide as flash_fwd_sm90_wide
 from pallas_attn.kernels.flash_fwd import tile_scheduler
@@ -73,14 +80,13 @@ from pallas_attn.kernels.lang.types import (
     Barrier,
     GmemRef,
     Index,
-    Predicate,
     RegisterTile,
     RegisterTiles,
     SmemRef,
 )
 
 WIDTH = 128  # columns of the output are a multiple for each of warpgroups 0 and 1
-PART = 32  # rows of a block of the right array
+PART = 32  # rows of a block of the value array
 PARTS = ROWS // PART
 HALVES, WEIGHTS, PRODUCER = 2, 2, 3
 SLOTS = 2  # of weights and of row statistics
@@ -96,8 +102,8 @@ class Config:
 
     width: int = 64  # columns of a block of the ring
     ring: int = 0  # blocks; 0: as many as there is room for, up to three tiles of an array
-    in_registers: int = 256  # columns of the first left array that are in registers
-    right_blocks: int = 0  # of the right array, for each warpgroup; 0: a tile, where there is room
+    in_registers: int = 256  # columns of the first held array that are in registers
+    value_blocks: int = 0  # of the value array, for each warpgroup; 0: a tile, where there is room
     overlaps: bool = False  # weights of a tile are computed under S of the next one
     grid: int = BLOCKS  # persistent blocks
 
@@ -112,7 +118,7 @@ class Config:
                 self.in_registers >= 0 and self.in_registers % self.width == 0,
                 f"a multiple of width, {self.width}",
             ),
-            right_blocks=(self.right_blocks in (0, 1, 2), "0, 1 or 2"),
+            value_blocks=(self.value_blocks in (0, 1, 2), "0, 1 or 2"),
             grid=(self.grid >= 1, "at least 1"),
         )
 
@@ -138,14 +144,14 @@ class Gradient(NamedTuple):
     """What a launch makes, by names of arrays."""
 
     name: str
-    left: tuple[str, ...]  # multiplied by the streamed ones: their products are S and dP
+    held: tuple[str, ...]  # multiplied by the streamed ones: their products are S and dP
     streamed: tuple[str, ...]
-    right: str  # multiplied by weights
+    values: str  # multiplied by weights
     is_of_keys: bool  # whether rows of a work tile are keys
 
     @property
     def has_dp(self) -> bool:
-        return len(self.left) > 1
+        return len(self.held) > 1
 
 
 DV = Gradient("dv", ("k",), ("q",), "do", is_of_keys=True)
@@ -171,7 +177,7 @@ class Layout:
     def products(self) -> list[int]:
         """Blocks of columns that S takes, and dP."""
         dims = self.problem.head_dim, self.problem.v_head_dim
-        return [pl.cdiv(dim, self.config.width) for dim in dims[: len(self.gradient.left)]]
+        return [pl.cdiv(dim, self.config.width) for dim in dims[: len(self.gradient.held)]]
 
     @property
     def step_blocks(self) -> int:
@@ -180,58 +186,58 @@ class Layout:
 
     @property
     def in_registers(self) -> int:
-        """Blocks of the first left array that are in registers."""
+        """Blocks of the first held array that are in registers."""
         return min(self.config.in_registers // self.config.width, self.products[0])
 
     @property
     def in_smem(self) -> int:
-        """Blocks of left arrays in shared memory."""
+        """Blocks of held arrays in shared memory."""
         return self.step_blocks - self.in_registers
 
     @property
     def out_columns(self) -> int:
         """Columns of the gradient that each of two warpgroups makes."""
-        return columns_of(self.problem, self.gradient.right) // HALVES
+        return columns_of(self.problem, self.gradient.values) // HALVES
 
     @property
-    def right_bytes(self) -> int:
-        """Bytes of a block of the right array."""
+    def value_bytes(self) -> int:
+        """Bytes of a block of the value array."""
         return 2 * PART * self.out_columns
 
     @property
     def room(self) -> int:
-        """Bytes for the ring and the right array."""
+        """Bytes for the ring and the value array."""
         left = 2 * ROWS * self.config.width * self.in_smem
         return ROOM - left - 2 * ROWS * ROWS * SLOTS - 1024
 
     @property
-    def right_blocks(self) -> int:
-        """Blocks of the right array that each of two warpgroups has: all of a tile, or one."""
-        if self.config.right_blocks:
-            return self.config.right_blocks
+    def value_blocks(self) -> int:
+        """Blocks of the value array that each of two warpgroups has: all of a tile, or one."""
+        if self.config.value_blocks:
+            return self.config.value_blocks
         streamed = 2 * ROWS * self.config.width * self.step_blocks
-        return PARTS if self.room - HALVES * PARTS * self.right_bytes >= streamed else 1
+        return PARTS if self.room - HALVES * PARTS * self.value_bytes >= streamed else 1
 
     @property
     def ring(self) -> int:
         """Blocks of the ring."""
         if self.config.ring:
             return self.config.ring
-        rest = self.room - HALVES * self.right_blocks * self.right_bytes
+        rest = self.room - HALVES * self.value_blocks * self.value_bytes
         return min(rest // (2 * ROWS * self.config.width), 3 * max(self.products))
 
 
 class WideSmem(NamedTuple):
-    left: SmemRef  # [blocks, ROWS, width]; None: all columns are in registers
+    held: SmemRef  # [blocks, ROWS, width]; None: all columns are in registers
     ring: SmemRef  # [ring, ROWS, width]
-    right: SmemRef  # [HALVES * right_blocks, PART, out_columns]
+    values: SmemRef  # [HALVES * value_blocks, PART, out_columns]
     weights: SmemRef  # [SLOTS * PARTS, ROWS, PART]
     stats: SmemRef  # float32[SLOTS, 2, ROWS]: lse and delta; None where work tiles are queries
-    left_ready: Barrier
-    left_free: Barrier
+    held_ready: Barrier
+    held_free: Barrier
     ring_ready: Barrier  # one for each block
     ring_free: Barrier
-    right_ready: Barrier  # one for each block
+    values_ready: Barrier  # one for each block
     weights_ready: Barrier  # one for each slot
     weights_free: Barrier
     stats_ready: Barrier
@@ -241,21 +247,21 @@ class WideSmem(NamedTuple):
 def scratch(layout: Layout) -> WideSmem:
     """Shared memory, described once: `gradient_of` launches it, `smem_bytes` adds it up."""
     dtype, width, barrier = layout.problem.dtype, layout.config.width, plgpu.Barrier
-    slots, each = functools.partial(barrier, num_barriers=SLOTS), layout.right_blocks * HALVES
+    slots, each = functools.partial(barrier, num_barriers=SLOTS), layout.value_blocks * HALVES
     return WideSmem(
-        left=mosaic.swizzled((layout.in_smem, ROWS, width), dtype, 128) if layout.in_smem else None,
+        held=mosaic.swizzled((layout.in_smem, ROWS, width), dtype, 128) if layout.in_smem else None,
         ring=mosaic.swizzled((layout.ring, ROWS, width), dtype, 128),
-        right=mosaic.swizzled((each, PART, layout.out_columns), dtype, 2 * PART),
+        values=mosaic.swizzled((each, PART, layout.out_columns), dtype, 2 * PART),
         weights=mosaic.swizzled((SLOTS * PARTS, ROWS, PART), dtype, 2 * PART),
         stats=plgpu.SMEM((SLOTS, 2, ROWS), jnp.float32) if layout.gradient.is_of_keys else None,
-        left_ready=barrier(num_arrivals=max(layout.in_smem, 1)),
-        left_free=barrier(),
+        held_ready=barrier(num_arrivals=max(layout.in_smem, 1)),
+        held_free=barrier(),
         ring_ready=barrier(num_barriers=layout.ring),
         ring_free=barrier(num_barriers=layout.ring),
-        right_ready=barrier(num_barriers=each),
+        values_ready=barrier(num_barriers=each),
         weights_ready=slots(),
         weights_free=slots(num_arrivals=HALVES),
-        stats_ready=slots(num_arrivals=len(layout.gradient.left)),
+        stats_ready=slots(num_arrivals=len(layout.gradient.held)),
         stats_free=slots(),
     )
 
@@ -273,118 +279,6 @@ class WideContext(NamedTuple):
     layout: Layout
 
 
-# ---- work tiles, and the tiles that they meet ---------------------------------------------------
-
-
-class Rows(NamedTuple):
-    """64 rows of an array in global memory."""
-
-    batch: Index
-    head: Index
-    row: Index  # the first
-    length: Any  # past which all is NaN, perhaps, and is not to be read; None: all counts
-
-
-class QueryRows(NamedTuple):
-    """A work tile of dQ, and the kv tiles that it meets."""
-
-    tile: WorkTile
-    span: Span
-    row_stats: tuple[RegisterTile, ...] = ()  # lse and delta
-
-    @property
-    def rows(self) -> Rows:
-        return Rows(self.tile.batch, self.tile.head, self.tile.row, None)
-
-    @property
-    def length(self) -> Any:
-        """Rows of the gradient from there on are zeros."""
-        return self.tile.q_len
-
-    def steps(self, plan: QueryPlan) -> Index:
-        del plan
-        return self.span.hi - self.span.lo
-
-    def met(self, plan: QueryPlan, i: Index) -> Rows:
-        """The rows of the i-th tile that the work tile meets."""
-        tile, head = self.tile, lax.div(self.tile.head, jnp.int32(plan.problem.group))
-        length = tile.kv_len if plan.has("kv_lengths") else None
-        return Rows(tile.batch, head, (self.span.lo + i) * ROWS, length)
-
-    def logits(self, plan: QueryPlan, i: Index) -> tuple[LogitTile, Predicate]:
-        """The i-th tile of logits, and whether it needs a mask."""
-        del plan
-        tile, t = self.tile, self.span.lo + i
-        where = (tile.batch, tile.head, tile.row, t * ROWS, tile.q_offset, tile.kv_len, tile.mask)
-        masked = (t < self.span.full_lo) | (t >= self.span.full_hi)
-        return LogitTile(*where, q_axis=0), masked
-
-
-class KeyRows(NamedTuple):
-    """A work tile of dV or dK, and the query tiles that it meets."""
-
-    work: KeyTile
-    has_lengths: bool
-    row_stats: tuple[RegisterTile, ...] = ()
-    length: Any = None  # all rows of the gradient count
-
-    @property
-    def rows(self) -> Rows:
-        work = self.work
-        length = work.kv_len if self.has_lengths else None
-        return Rows(work.batch, work.kv_head, work.key, length)
-
-    def steps(self, plan: KeyPlan) -> Index:
-        return plan.problem.group * self.work.steps
-
-    def met(self, plan: KeyPlan, i: Index) -> Rows:
-        g, number = key_tiles.step_of(plan, self.work, i)
-        head = self.work.kv_head * plan.problem.group + g
-        return Rows(self.work.batch, head, self.work.q_tile(number) * ROWS, self.work.q_len)
-
-    def logits(self, plan: KeyPlan, i: Index) -> tuple[LogitTile, Predicate]:
-        g, number = key_tiles.step_of(plan, self.work, i)
-        head, t = self.work.kv_head * plan.problem.group + g, self.work.q_tile(number)
-        masked = key_tiles.needs_mask(plan.tiling, self.work, t, number)
-        return self.work.place(head, t, self.work.key, ROWS), masked
-
-
-WideRows = QueryRows | KeyRows
-
-
-def _rows(wide: WideContext, code: Index) -> WideRows:
-    """The work tile that a number in the schedule stands for."""
-    ctx, layout = wide
-    if layout.gradient.is_of_keys:
-        return KeyRows(key_tiles.key_tile(ctx, code), ctx.plan.has("kv_lengths"))
-    tile = tile_scheduler.work_tile(ctx, code)
-    return QueryRows(tile, sm90_dq.span_of(ctx, tile))
-
-
-def _load(  # noqa: PLR0913
-    ctx: KernelContext,
-    name: str,
-    rows: Rows,
-    column: Index,
-    to: tuple[SmemRef, Barrier],
-    skipped: int = 0,
-) -> None:
-    """Loads as many rows of an array as there is room for, after `skipped` ones, from a column on;
-    rows of its edge, where a length cuts the 64.
-    """
-    (block, ready), (count, width) = to, to[0].shape
-
-    def copy(ref: GmemRef, first: Index) -> None:
-        some = pl.ds(first + skipped, count), rows.head, pl.ds(column, width)
-        plgpu.copy_gmem_to_smem(ref.at[rows.batch, *some], block, ready)
-
-    if rows.length is None:
-        return copy(getattr(ctx.refs, name), rows.row)
-    cut = rows.row + ROWS > rows.length
-    pl.when(cut)(lambda: copy(getattr(ctx.refs, f"{name}_edge"), 0))
-    return pl.when(jnp.logical_not(cut))(lambda: copy(getattr(ctx.refs, name), rows.row))
-
-
 # ---- the ring -----------------------------------------------------------------------------------
 
 
@@ -394,13 +288,13 @@ class Position(NamedTuple):
     work_tile: Index  # work tiles before this one
     tiles: Index  # tiles that these met
 
-    def left_block(self, layout: Layout, n: int) -> Index:
-        """The number of the n-th block of the first left array, among all of the ring."""
+    def held_block(self, layout: Layout, n: int) -> Index:
+        """The number of the n-th block of the first held array, among all of the ring."""
         return self.work_tile * layout.in_registers + self.tiles * layout.step_blocks + n
 
     def blocks(self, layout: Layout, i: Index) -> list[Index]:
         """The numbers of the blocks of the i-th tile."""
-        first = self.left_block(layout, layout.in_registers) + i * layout.step_blocks
+        first = self.held_block(layout, layout.in_registers) + i * layout.step_blocks
         return [first + n for n in range(layout.step_blocks)]
 
 
@@ -424,21 +318,21 @@ def _ring_block(wide: WideContext, number: Index) -> RingBlock:
 
 
 def _produce(wide: WideContext, block_id: Index) -> None:
-    """Loads the left arrays of all work tiles, and the streamed ones with row statistics."""
+    """Loads the held arrays of all work tiles, and the streamed ones with row statistics."""
     (ctx, layout), width = wide, wide.layout.config.width
     names = _columns(layout, layout.gradient.streamed)
 
     def fill(number: Index, name: str, rows: Rows, column: int) -> None:
         block = _ring_block(wide, number)
         pl.when(number >= layout.ring)(lambda: plgpu.barrier_wait(block.free))
-        _load(ctx, name, rows, column, (block.ref, block.ready))
+        wide_rows.load(ctx, name, rows, column, (block.ref, block.ready))
 
     def work_tile(n: Index, tiles_before: Index, code: Index) -> Index:
-        work, position = _rows(wide, code), Position(n, tiles_before)
+        work, position = wide_rows.rows_of(ctx, code), Position(n, tiles_before)
         for block in range(layout.in_registers):
-            number = position.left_block(layout, block)
-            fill(number, layout.gradient.left[0], work.rows, block * width)
-        _load_left(wide, work, n)
+            number = position.held_block(layout, block)
+            fill(number, layout.gradient.held[0], work.rows, block * width)
+        _load_held(wide, work, n)
 
         def step(i: Index, tiles: Index) -> Index:
             rows = work.met(ctx.plan, i)
@@ -463,22 +357,22 @@ def _columns(layout: Layout, names: Sequence[str]) -> list[tuple[str, int]]:
     ]
 
 
-def _load_left(wide: WideContext, work: WideRows, n: Index) -> None:
-    """Loads the columns of left arrays that stay in shared memory."""
+def _load_held(wide: WideContext, work: WideRows, n: Index) -> None:
+    """Loads the columns of held arrays that stay in shared memory."""
     (ctx, layout), smem = wide, wide.ctx.smem
     if not layout.in_smem:
         return
-    pl.when(n > 0)(lambda: plgpu.barrier_wait(smem.left_free))
-    blocks = _columns(layout, layout.gradient.left)[layout.in_registers :]
+    pl.when(n > 0)(lambda: plgpu.barrier_wait(smem.held_free))
+    blocks = _columns(layout, layout.gradient.held)[layout.in_registers :]
     for place, (name, column) in enumerate(blocks):
-        _load(ctx, name, work.rows, column, (smem.left.at[place], smem.left_ready))
+        wide_rows.load(ctx, name, work.rows, column, (smem.held.at[place], smem.held_ready))
 
 
 def _load_stats(wide: WideContext, rows: Rows, tiles: Index) -> None:
     """Loads the row statistics of query rows, as those of tile number `tiles`."""
     refs, smem, slot = wide.ctx.refs, wide.ctx.smem, tiles & (SLOTS - 1)
     pl.when(tiles >= SLOTS)(lambda: plgpu.barrier_wait(smem.stats_free.at[slot]))
-    for n, ref in enumerate((refs.lse, refs.delta)[: len(wide.layout.gradient.left)]):
+    for n, ref in enumerate((refs.lse, refs.delta)[: len(wide.layout.gradient.held)]):
         source = ref.at[rows.batch, rows.head, pl.ds(rows.row, ROWS)]
         plgpu.copy_gmem_to_smem(source, smem.stats.at[slot, n], smem.stats_ready.at[slot])
 
@@ -493,13 +387,13 @@ def _weigh(wide: WideContext, block_id: Index) -> None:
     (ctx, layout), smem = wide, wide.ctx.smem
 
     def work_tile(n: Index, tiles_before: Index, code: Index) -> Index:
-        work, position = _with_stats(wide, _rows(wide, code)), Position(n, tiles_before)
-        left = _left_in_registers(wide, position)
+        work, position = _with_stats(wide, wide_rows.rows_of(ctx, code)), Position(n, tiles_before)
+        left = _held_in_registers(wide, position)
         steps = work.steps(ctx.plan)
         walk = _one_ahead if layout.config.overlaps else _one_by_one
         pl.when(steps > 0)(lambda: walk(wide, work, left, position, steps))
         if layout.in_smem:
-            plgpu.barrier_arrive(smem.left_free)
+            plgpu.barrier_arrive(smem.held_free)
         return tiles_before + steps
 
     producer.each_work_tile(ctx, block_id, work_tile)
@@ -539,7 +433,7 @@ class Tile(NamedTuple):
     work: WideRows
     i: Index  # its number among those of the work tile
     number: Index  # its number among those of the block
-    left: list[RegisterTile]  # the first blocks of the left array
+    held: list[RegisterTile]  # the first blocks of the held array
     blocks: list[Index]  # numbers of the blocks that it takes of the ring
 
 
@@ -552,27 +446,27 @@ def _with_stats(wide: WideContext, work: WideRows) -> WideRows:
     return work._replace(row_stats=tuple(stats))
 
 
-def _left_in_registers(wide: WideContext, position: Position) -> list[RegisterTile]:
-    """The first blocks of the left arrays; the others are there in shared memory, too."""
+def _held_in_registers(wide: WideContext, position: Position) -> list[RegisterTile]:
+    """The first blocks of the held arrays; the others are there in shared memory, too."""
     layout, smem, blocks = wide.layout, wide.ctx.smem, list[RegisterTile]()
     for n in range(layout.in_registers):
-        block = _ring_block(wide, position.left_block(layout, n))
+        block = _ring_block(wide, position.held_block(layout, n))
         plgpu.barrier_wait(block.ready)
         blocks.append(plgpu.load(block.ref, layout=mosaic.TILE))
         plgpu.commit_smem()  # all warps have read the block before TMA writes to it again
         block.release()
     if layout.in_smem:
-        plgpu.barrier_wait(smem.left_ready)
+        plgpu.barrier_wait(smem.held_ready)
     return blocks
 
 
 def _issue(wide: WideContext, tile: Tile, acc: RegisterTile, n: int) -> None:
     """Issues the matmul of block n of the ring."""
     plgpu.barrier_wait(_ring_block(wide, tile.blocks[n]).ready)
-    block, rows = _ring_block(wide, late(tile.blocks[n])), tile.left[n : n + 1]
+    block, rows = _ring_block(wide, late(tile.blocks[n])), tile.held[n : n + 1]
     if not rows:
-        place = n - len(tile.left) + mosaic.opaque_zero(late(tile.number))
-        rows = [wide.ctx.smem.left.at[place]]
+        place = n - len(tile.held) + mosaic.opaque_zero(late(tile.number))
+        rows = [wide.ctx.smem.held.at[place]]
     plgpu.wgmma(acc, rows[0], block.ref.transpose((1, 0)))
 
 
@@ -658,7 +552,7 @@ def _probabilities(
     stats = tile.work.row_stats
     if not stats:
         plgpu.barrier_wait(smem.stats_ready.at[slot])
-        count = range(len(wide.layout.gradient.left))
+        count = range(len(wide.layout.gradient.held))
         stats = tuple(mosaic.load(smem.stats.at[slot, n], mosaic.COLUMN) for n in count)
     slope = None
     if ctx.plan.logit_rules.unit is None:
@@ -721,26 +615,24 @@ def _accumulate(wide: WideContext, out: GmemRef, block_id: Index, wg: Index) -> 
 
     def work_tile(n: Index, tiles_before: Index, code: Index) -> Index:
         del n
-        work = _rows(wide, code)
+        work = wide_rows.rows_of(ctx, code)
         _store(wide, work, out, wg, _sum(wide, work, wg, tiles_before))
         return tiles_before + work.steps(ctx.plan)
 
     producer.each_work_tile(ctx, block_id, work_tile)
 
 
-def _sum(
-    wide: WideContext, work: WideRows, wg: Index, tiles_before: Index
-) -> RegisterTiles:
-    """weights @ right in a warpgroup's columns, over all tiles that a work tile meets."""
+def _sum(wide: WideContext, work: WideRows, wg: Index, tiles_before: Index) -> RegisterTiles:
+    """weights @ values in a warpgroup's columns, over all tiles that a work tile meets."""
     (ctx, layout), smem = wide, wide.ctx.smem
-    steps, blocks = work.steps(ctx.plan), layout.right_blocks
+    steps, blocks = work.steps(ctx.plan), layout.value_blocks
     zeros = (mosaic.filled((ROWS, WIDTH), 0.0),) * (layout.out_columns // WIDTH)
 
     def load(i: Index, part: int) -> None:
         slot = wg * blocks + part % blocks
-        to = smem.right.at[slot], smem.right_ready.at[slot]
+        to = smem.values.at[slot], smem.values_ready.at[slot]
         rows = work.met(ctx.plan, i)
-        _load(ctx, layout.gradient.right, rows, wg * layout.out_columns, to, part * PART)
+        wide_rows.load(ctx, layout.gradient.values, rows, wg * layout.out_columns, to, part * PART)
 
     def refill(i: Index, done: int, in_flight: int) -> None:
         """Fills the block of a part that has been multiplied."""
@@ -755,9 +647,9 @@ def _sum(
         plgpu.barrier_wait(smem.weights_ready.at[weights])
         for part in range(PARTS):
             slot = wg * blocks + part % blocks
-            plgpu.barrier_wait(smem.right_ready.at[slot])
+            plgpu.barrier_wait(smem.values_ready.at[slot])
             for n, acc in enumerate(accs):
-                columns = smem.right.at[slot, :, pl.ds(n * WIDTH, WIDTH)]
+                columns = smem.values.at[slot, :, pl.ds(n * WIDTH, WIDTH)]
                 plgpu.wgmma(acc, smem.weights.at[weights * PARTS + part], columns)
             if part >= blocks - 1:
                 refill(i, part - blocks + 1, blocks - 1)
@@ -773,9 +665,7 @@ def _sum(
     return lax.fori_loop(0, steps, step, zeros)
 
 
-def _store(
-    wide: WideContext, work: WideRows, out: GmemRef, wg: Index, sums: RegisterTiles
-) -> None:
+def _store(wide: WideContext, work: WideRows, out: GmemRef, wg: Index, sums: RegisterTiles) -> None:
     """Stores a warpgroup's columns of a gradient. Rows past a query length may have met NaN: zeros
     are selected in their place.
     """
@@ -827,7 +717,7 @@ def gradient_of(plan: KeyPlan | QueryPlan, gradient: Gradient, refs: BackwardRef
     rows, heads = plan.tiling.padded_rows, problem.q_heads
     if gradient.is_of_keys:
         rows, heads = plan.tiling.padded_keys, problem.kv_heads
-    sizes = problem.batch, rows, heads, columns_of(problem, gradient.right)
+    sizes = problem.batch, rows, heads, columns_of(problem, gradient.values)
     kernel = launch.persistent_kernel(
         functools.partial(_kernel, plan=plan, layout=layout),
         f"flash_bwd_wide_{gradient.name}_sm90",

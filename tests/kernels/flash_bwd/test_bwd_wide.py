@@ -19,8 +19,8 @@ from tests.support import mosaic
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 SMALL = kernel.Config(grid=2)
-# Blocks of the ring that are no whole tiles; all columns of left arrays in shared memory.
-ROUND = kernel.Config(grid=2, width=128, ring=3, in_registers=0, right_blocks=2)
+# Blocks of the ring that are no whole tiles; all columns of held arrays in shared memory.
+ROUND = kernel.Config(grid=2, width=128, ring=3, in_registers=0, value_blocks=2)
 
 INTERPRETED = {
     "dim512": ("dim512", 512, SMALL),
