@@ -89,7 +89,7 @@ WIDTH = 128  # columns of the output are a multiple for each of warpgroups 0 and
 PART = 32  # rows of a block of the value array
 PARTS = ROWS // PART
 HALVES, WEIGHTS, PRODUCER = 2, 2, 3
-SLOTS = 2  # of weights and of row statistics
+SLOTS = 2  # tiles whose weights and row statistics are in shared memory
 ROOM = 225 * 1024  # bytes of shared memory; the others are left for barriers
 # Registers of a thread in warpgroups 0 and 1, in 2, and in the producer.
 REGISTERS = (160, 168, 24)
@@ -100,11 +100,10 @@ SUPPORTED = flash_fwd_sm90_wide.SUPPORTED - {"bias"}
 class Config:
     """Tuning only: the result is the same up to rounding."""
 
-    width: int = 64  # columns of a block of the ring
-    ring: int = 0  # blocks; 0: as many as there is room for, up to three tiles of an array
+    width: int = 128  # columns of a block of the ring
+    ring: int = 0  # blocks, a tile at least; 0: as many as there is room for, up to three tiles
     in_registers: int = 256  # columns of the first held array that are in registers
-    value_blocks: int = 0  # of the value array, for each warpgroup; 0: a tile, where there is room
-    overlaps: bool = False  # weights of a tile are computed under S of the next one
+    value_blocks: int = 0  # blocks of the value array for each warpgroup; 0: two if there is room
     grid: int = BLOCKS  # persistent blocks
 
     block_kv, block_q, warpgroups, l2_heads = ROWS, ROWS, 1, 0  # for plans
@@ -141,7 +140,7 @@ def limit(problem: AttentionProblem) -> Limit | None:
 
 
 class Gradient(NamedTuple):
-    """What a launch makes, by names of arrays."""
+    """A launch, by the names of its arrays."""
 
     name: str
     held: tuple[str, ...]  # multiplied by the streamed ones: their products are S and dP
@@ -248,6 +247,8 @@ def scratch(layout: Layout) -> WideSmem:
     """Shared memory, described once: `gradient_of` launches it, `smem_bytes` adds it up."""
     dtype, width, barrier = layout.problem.dtype, layout.config.width, plgpu.Barrier
     slots, each = functools.partial(barrier, num_barriers=SLOTS), layout.value_blocks * HALVES
+    if layout.ring < (least := max(layout.products)):
+        raise ValueError(f"Config.ring must be at least {least}, a tile, for {layout.problem}")
     return WideSmem(
         held=mosaic.swizzled((layout.in_smem, ROWS, width), dtype, 128) if layout.in_smem else None,
         ring=mosaic.swizzled((layout.ring, ROWS, width), dtype, 128),
@@ -379,8 +380,6 @@ def _load_stats(wide: WideContext, rows: Rows, tiles: Index) -> None:
 
 # ---- products and weights -----------------------------------------------------------------------
 
-Products = tuple[RegisterTile, ...]  # S, and dP where weights are dS
-
 
 def _weigh(wide: WideContext, block_id: Index) -> None:
     """Warpgroup 2: the weights of all tiles."""
@@ -388,43 +387,19 @@ def _weigh(wide: WideContext, block_id: Index) -> None:
 
     def work_tile(n: Index, tiles_before: Index, code: Index) -> Index:
         work, position = _with_stats(wide, wide_rows.rows_of(ctx, code)), Position(n, tiles_before)
-        left = _held_in_registers(wide, position)
+        held = _held_in_registers(wide, position)
         steps = work.steps(ctx.plan)
-        walk = _one_ahead if layout.config.overlaps else _one_by_one
-        pl.when(steps > 0)(lambda: walk(wide, work, left, position, steps))
+
+        def tile(i: Index) -> Tile:
+            return Tile(work, i, tiles_before + i, held, position.blocks(layout, i))
+
+        every = _every_ds if layout.gradient.has_dp else _every_p
+        pl.when(steps > 0)(lambda: every(wide, tile, steps))
         if layout.in_smem:
             plgpu.barrier_arrive(smem.held_free)
         return tiles_before + steps
 
     producer.each_work_tile(ctx, block_id, work_tile)
-
-
-def _one_ahead(
-    wide: WideContext, work: WideRows, left: list[RegisterTile], position: Position, steps: Index
-) -> None:
-    """The weights of a tile are computed under S of the next one."""
-
-    def tile(i: Index) -> Tile:
-        return Tile(work, i, position.tiles + i, left, position.blocks(wide.layout, i))
-
-    def step(i: Index, products: Products) -> Products:
-        before = tile(i - 1)
-        return _products(wide, tile(i), lambda: _store_weights(wide, before, *products))
-
-    products = _products(wide, tile(0), lambda: None)
-    products = lax.fori_loop(1, steps, step, products)
-    _store_weights(wide, tile(steps - 1), *products)
-
-
-def _one_by_one(
-    wide: WideContext, work: WideRows, left: list[RegisterTile], position: Position, steps: Index
-) -> None:
-    """P of a tile is computed under dP, and dS under no matmul of this warpgroup's."""
-
-    @pl.loop(0, steps)
-    def _(i: Index) -> None:
-        numbers = position.blocks(wide.layout, i)
-        _weights_of(wide, Tile(work, i, position.tiles + i, left, numbers))
 
 
 class Tile(NamedTuple):
@@ -470,77 +445,69 @@ def _issue(wide: WideContext, tile: Tile, acc: RegisterTile, n: int) -> None:
     plgpu.wgmma(acc, rows[0], block.ref.transpose((1, 0)))
 
 
-def _release(wide: WideContext, tile: Tile, blocks: range, in_flight: int) -> None:
-    """Releases blocks of the ring when at most so many matmuls are in flight."""
+def _release(wide: WideContext, tile: Tile, n: int, in_flight: int) -> None:
+    """Releases block n of the ring when at most so many matmuls are in flight."""
     plgpu.wgmma_wait(in_flight)
-    for n in blocks:
-        _ring_block(wide, tile.blocks[n]).release()
+    _ring_block(wide, tile.blocks[n]).release()
 
 
-def _products(wide: WideContext, tile: Tile, meanwhile: Callable[[], None]) -> Products:
-    """S and dP of a tile; `meanwhile` is run under S."""
-    count, every = wide.layout.products[0], wide.layout.step_blocks
-    early = count // 2  # blocks of S that are released first
+def _every_p(wide: WideContext, tile: Callable[[Index], Tile], steps: Index) -> None:
+    """P of all tiles that a work tile meets, each computed under S of the next one."""
+    blocks = wide.layout.step_blocks
+    early = blocks // 2  # blocks that are released before P is computed
 
-    def with_s(s: RegisterTile) -> Products:
+    def scores(i: Index, meanwhile: Callable[[], None]) -> RegisterTile:
+        def body(s: RegisterTile) -> RegisterTile:
+            for n in range(blocks):
+                _issue(wide, tile(i), s, n)
+            for n in range(early):
+                _release(wide, tile(i), n, blocks - 1 - n)
+            meanwhile()
+            for n in range(early, blocks):
+                _release(wide, tile(i), n, blocks - 1 - n)
+            return s[...]
+
+        return pl.run_scoped(body, plgpu.ACC((ROWS, ROWS), jnp.float32))
+
+    def hand_over(i: Index, s: RegisterTile) -> None:
+        _hand_over(wide, tile(i), _probabilities(wide, tile(i), s)[0])
+
+    def step(i: Index, before: RegisterTile) -> RegisterTile:
+        return scores(i, lambda: hand_over(i - 1, before))
+
+    last = lax.fori_loop(1, steps, step, scores(0, lambda: None))
+    hand_over(steps - 1, last)
+
+
+def _every_ds(wide: WideContext, tile: Callable[[Index], Tile], steps: Index) -> None:
+    """dS of all tiles that a work tile meets. P is computed under dP. Registers do not suffice to
+    compute dS under S of the next tile: matmuls then wait for each other, and took 1.6 times as
+    long.
+    """
+    count, blocks = wide.layout.products[0], wide.layout.step_blocks
+    middle = (count + blocks) // 2  # dP's blocks before it are issued before P is computed
+
+    def body(i: Index, s: RegisterTile, dp: RegisterTile) -> None:
         for n in range(count):
-            _issue(wide, tile, s, n)
-        for n in range(early):
-            _release(wide, tile, range(n, n + 1), count - 1 - n)
-        meanwhile()
-        if wide.layout.gradient.has_dp:
-            with_dp = functools.partial(finish, s)
-            return pl.run_scoped(with_dp, plgpu.ACC((ROWS, ROWS), jnp.float32))
-        _release(wide, tile, range(early, count), 0)
-        return (s[...],)
+            _issue(wide, tile(i), s, n)
+        for n in range(count - 1):
+            _release(wide, tile(i), n, count - 1 - n)
+        for n in range(count, middle):
+            _issue(wide, tile(i), dp, n)
+        _release(wide, tile(i), count - 1, middle - count)
+        scores = plgpu.wgmma_accumulator_load(s, wait_n=middle - count)
+        p, slope, delta = _probabilities(wide, tile(i), scores)
+        for n in range(middle, blocks):
+            _issue(wide, tile(i), dp, n)
+        for n in range(count, blocks):
+            _release(wide, tile(i), n, blocks - 1 - n)
+        ds = p * (dp[...] - delta)
+        _hand_over(wide, tile(i), ds if slope is None else ds * slope)
 
-    def finish(s: RegisterTile, dp: RegisterTile) -> Products:
-        for n in range(count, every):
-            _issue(wide, tile, dp, n)
-            _release(wide, tile, range(early if n == count else n - 1, n), 1)
-        _release(wide, tile, range(every - 1, every), 0)
-        return s[...], dp[...]
-
-    return pl.run_scoped(with_s, plgpu.ACC((ROWS, ROWS), jnp.float32))
-
-
-def _weights_of(wide: WideContext, tile: Tile) -> None:
-    """Computes the weights of a tile, and hands them over."""
-    count, every = wide.layout.products[0], wide.layout.step_blocks
-
-    def scores(s: RegisterTile) -> RegisterTile:
-        for n in range(count):
-            _issue(wide, tile, s, n)
-        for n in range(count):
-            _release(wide, tile, range(n, n + 1), count - 1 - n)
-        return s[...]
-
-    s = pl.run_scoped(scores, plgpu.ACC((ROWS, ROWS), jnp.float32))
-    if not wide.layout.gradient.has_dp:
-        return _hand_over(wide, tile, _probabilities(wide, tile, s)[0])
-
-    def with_dp(dp: RegisterTile) -> RegisterTile:
-        early = (count + every) // 2
-        for n in range(count, early):
-            _issue(wide, tile, dp, n)
-        probabilities = _probabilities(wide, tile, s)
-        for n in range(early, every):
-            _issue(wide, tile, dp, n)
-            _release(wide, tile, range(count if n == early else n - 1, n), 1)
-        _release(wide, tile, range(every - 1, every), 0)
-        return _ds(*probabilities, dp[...])
-
-    _hand_over(wide, tile, pl.run_scoped(with_dp, plgpu.ACC((ROWS, ROWS), jnp.float32)))
-    return None
-
-
-def _store_weights(
-    wide: WideContext, tile: Tile, s: RegisterTile, dp: RegisterTile | None = None
-) -> None:
-    """Computes the weights of a tile from its products, and hands them over."""
-    probabilities = _probabilities(wide, tile, s)
-    weights = probabilities[0] if dp is None else _ds(*probabilities, dp)
-    _hand_over(wide, tile, weights)
+    @pl.loop(0, steps)
+    def _(i: Index) -> None:
+        accs = [plgpu.ACC((ROWS, ROWS), jnp.float32)] * 2
+        pl.run_scoped(functools.partial(body, i), *accs)
 
 
 def _probabilities(
@@ -584,13 +551,6 @@ def _masked(ctx: KernelContext, place: LogitTile, s: RegisterTile) -> RegisterTi
             end = jnp.where(exists, ROWS, 0)
         high = end if high is None else jnp.minimum(high, end)
     return logits.mask_columns(s, low, high)
-
-
-def _ds(
-    p: RegisterTile, slope: RegisterTile | None, delta: RegisterTile, dp: RegisterTile
-) -> RegisterTile:
-    ds = p * (dp - delta)
-    return ds if slope is None else ds * slope
 
 
 def _hand_over(wide: WideContext, tile: Tile, weights: RegisterTile) -> None:

@@ -19,8 +19,8 @@ from tests.support import mosaic
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 SMALL = kernel.Config(grid=2)
-# Blocks of the ring that are no whole tiles; all columns of held arrays in shared memory.
-ROUND = kernel.Config(grid=2, width=128, ring=3, in_registers=0, value_blocks=2)
+# The ring holds no whole tiles, and no columns are in registers.
+ROUND = kernel.Config(grid=2, width=64, ring=9, in_registers=0)
 
 INTERPRETED = {
     "dim512": ("dim512", 512, SMALL),
@@ -53,6 +53,14 @@ def test_interpreted(name):
     problem, head_dim, config = INTERPRETED[name]
     with mosaic.interpret():
         check(wide(problem, head_dim), config)
+
+
+def test_a_ring_holds_a_tile():
+    """Warpgroup 2 would wait for blocks that the producer could not load."""
+    problem = problem_of(wide("dim512"))
+    kernel.smem_bytes(problem, kernel.Config(ring=4))
+    with pytest.raises(ValueError, match=r"Config\.ring must be at least 4, a tile, for"):
+        kernel.smem_bytes(problem, kernel.Config(ring=3))
 
 
 @pytest.mark.machine_code
