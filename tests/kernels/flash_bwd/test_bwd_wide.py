@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_attn import CAUSAL, FULL
+from pallas_attn._call import dispatch
 from pallas_attn.kernels.flash_bwd import sm90_wide as kernel
 from tests.kernels.flash_bwd.test_flash_bwd import check, problem_of, run
 from tests.kernels.flash_fwd.test_flash_fwd import AttentionInputs, arguments_of, shape_of
@@ -53,6 +54,14 @@ def test_interpreted(name):
     problem, head_dim, config = INTERPRETED[name]
     with mosaic.interpret():
         check(wide(problem, head_dim), config)
+
+
+def test_who_takes_wide_heads():
+    problem = problem_of(wide("dim512"), gpu="sm90")
+    float32 = dataclasses.replace(problem, dtype="float32")
+    biased = problem_of(wide("bias"), gpu="sm90")
+    names = [dispatch.select(x, None).name for x in (problem, float32, biased)]
+    assert names == ["flash_bwd_sm90_wide", "flash_bwd_sm80", "flash_bwd_sm80"]
 
 
 def test_a_ring_holds_a_tile():
