@@ -669,8 +669,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "wide_streamed_rows_are_loaded_over_rows_that_are_read": Fault(
         f"{BWD}/sm90_wide.py",
-        "pl.when(number >= layout.ring)",
-        "pl.when(number > layout.ring)",
+        "pl.when(number >= buffers.ring)",
+        "pl.when(number > buffers.ring)",
         "tests/kernels/flash_bwd/test_bwd_wide.py -k interpreted",
     ),
     "wide_weights_are_stored_over_others": Fault(

@@ -10,9 +10,9 @@ backward of narrow heads has five or seven. Nothing is added up in global memory
 | dK | keys | S^T = K Q^T, dP^T = V dO^T, dK += dS^T Q |
 | dQ | query rows | S = Q K^T, dP = dO V^T, dQ += dS K |
 
-A launch is told by a `Gradient`: its `held` arrays, whose rows are those of the work tile; the
-`streamed` ones, whose tiles it meets; and the `values`, which is multiplied by `weights`, P or
-dS, of a tile.
+A `Gradient` names the arrays of a launch: the `held` ones, of which a block has the rows of its
+work tile; the `streamed` ones, which it reads by tiles; and `values`, with which the `weights` of a
+tile, P or dS, are multiplied.
 
 Grid: one persistent block a multiprocessor, which takes the work tiles of its list one by one.
 
@@ -26,12 +26,12 @@ Shared memory:
   held     the columns of the held arrays that are not in registers, for a whole work tile
   ring     blocks of 64 rows by some columns: the first columns of the first held array, on their
            way to registers, then the streamed arrays of each tile
-  values   the value array's blocks of 128 columns, of warpgroups 0 and 1
+  values   blocks of 32 rows by half of the columns, of warpgroups 0 and 1
   weights  weights of two tiles, alternately
   stats    lse and delta of the query rows of two tiles, where work tiles are keys
 
-Warpgroup 2 computes the weights of a tile under S of the next one, while warpgroups 0 and 1
-multiply those of the tile before.
+Warpgroup 2 computes P of a tile under dP, or, for dV, under S of the next tile. Warpgroups 0 and 1
+multiply the weights of the tile before.
 """
 
 import dataclasses
@@ -70,8 +70,8 @@ from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import ring_slot
 from pallas_attn.kernels.flash_bwd.wide_rows import KeyRows, Rows, WideRows
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
+from pallas_attn.kernels.flash_fwd import shared_memory, tile_scheduler
 from pallas_attn.kernels.flash_fwd import sm90_wide as flash_fwd_sm90_wide
-from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import BLOCKS, QueryPlan
 from pallas_attn.kernels.lang import launch, mosaic
 from pallas_attn.kernels.lang.config import check
@@ -165,7 +165,7 @@ def columns_of(problem: AttentionProblem, name: str) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class Buffers:
     """The blocks of a launch in shared memory."""
 
     problem: AttentionProblem
@@ -206,8 +206,8 @@ class Layout:
     @property
     def room(self) -> int:
         """Bytes for the ring and the value array."""
-        left = 2 * ROWS * self.config.width * self.in_smem
-        return ROOM - left - 2 * ROWS * ROWS * SLOTS - 1024
+        held = 2 * ROWS * self.config.width * self.in_smem
+        return ROOM - held - 2 * ROWS * ROWS * SLOTS - 1024
 
     @property
     def value_blocks(self) -> int:
@@ -243,41 +243,42 @@ class WideSmem(NamedTuple):
     stats_free: Barrier
 
 
-def scratch(layout: Layout) -> WideSmem:
+def scratch(buffers: Buffers) -> WideSmem:
     """Shared memory, described once: `gradient_of` launches it, `smem_bytes` adds it up."""
-    dtype, width, barrier = layout.problem.dtype, layout.config.width, plgpu.Barrier
-    slots, each = functools.partial(barrier, num_barriers=SLOTS), layout.value_blocks * HALVES
-    if layout.ring < (least := max(layout.products)):
-        raise ValueError(f"Config.ring must be at least {least}, a tile, for {layout.problem}")
+    dtype, width, barrier = buffers.problem.dtype, buffers.config.width, plgpu.Barrier
+    slots, each = functools.partial(barrier, num_barriers=SLOTS), buffers.value_blocks * HALVES
+    if buffers.ring < (least := max(buffers.products)):
+        raise ValueError(f"Config.ring must be at least {least}, a tile, for {buffers.problem}")
+    held = mosaic.swizzled((buffers.in_smem, ROWS, width), dtype, 128) if buffers.in_smem else None
     return WideSmem(
-        held=mosaic.swizzled((layout.in_smem, ROWS, width), dtype, 128) if layout.in_smem else None,
-        ring=mosaic.swizzled((layout.ring, ROWS, width), dtype, 128),
-        values=mosaic.swizzled((each, PART, layout.out_columns), dtype, 2 * PART),
+        held=held,
+        ring=mosaic.swizzled((buffers.ring, ROWS, width), dtype, 128),
+        values=mosaic.swizzled((each, PART, buffers.out_columns), dtype, 2 * PART),
         weights=mosaic.swizzled((SLOTS * PARTS, ROWS, PART), dtype, 2 * PART),
-        stats=plgpu.SMEM((SLOTS, 2, ROWS), jnp.float32) if layout.gradient.is_of_keys else None,
-        held_ready=barrier(num_arrivals=max(layout.in_smem, 1)),
+        stats=plgpu.SMEM((SLOTS, 2, ROWS), jnp.float32) if buffers.gradient.is_of_keys else None,
+        held_ready=barrier(num_arrivals=max(buffers.in_smem, 1)),
         held_free=barrier(),
-        ring_ready=barrier(num_barriers=layout.ring),
-        ring_free=barrier(num_barriers=layout.ring),
+        ring_ready=barrier(num_barriers=buffers.ring),
+        ring_free=barrier(num_barriers=buffers.ring),
         values_ready=barrier(num_barriers=each),
         weights_ready=slots(),
         weights_free=slots(num_arrivals=HALVES),
-        stats_ready=slots(num_arrivals=len(layout.gradient.held)),
+        stats_ready=slots(num_arrivals=len(buffers.gradient.held)),
         stats_free=slots(),
     )
 
 
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     """Shared memory of the launch that needs most, barriers included."""
-    layouts = [Layout(problem, config, gradient) for gradient in (DV, DK, DQ)]
-    return max(mosaic.bytes_of(scratch(layout)) for layout in layouts) + 1024
+    launches = [Buffers(problem, config, gradient) for gradient in (DV, DK, DQ)]
+    return max(mosaic.bytes_of(scratch(buffers)) for buffers in launches) + shared_memory.BARRIERS
 
 
 class WideContext(NamedTuple):
     """The first argument of the functions of a launch."""
 
     ctx: KernelContext  # its plan: a KeyPlan, or dQ's QueryPlan
-    layout: Layout
+    buffers: Buffers
 
 
 # ---- the ring -----------------------------------------------------------------------------------
@@ -289,14 +290,14 @@ class Position(NamedTuple):
     work_tile: Index  # work tiles before this one
     tiles: Index  # tiles that these met
 
-    def held_block(self, layout: Layout, n: int) -> Index:
+    def held_block(self, buffers: Buffers, n: int) -> Index:
         """The number of the n-th block of the first held array, among all of the ring."""
-        return self.work_tile * layout.in_registers + self.tiles * layout.step_blocks + n
+        return self.work_tile * buffers.in_registers + self.tiles * buffers.step_blocks + n
 
-    def blocks(self, layout: Layout, i: Index) -> list[Index]:
+    def blocks(self, buffers: Buffers, i: Index) -> list[Index]:
         """The numbers of the blocks of the i-th tile."""
-        first = self.held_block(layout, layout.in_registers) + i * layout.step_blocks
-        return [first + n for n in range(layout.step_blocks)]
+        first = self.held_block(buffers, buffers.in_registers) + i * buffers.step_blocks
+        return [first + n for n in range(buffers.step_blocks)]
 
 
 class RingBlock(NamedTuple):
@@ -311,7 +312,7 @@ class RingBlock(NamedTuple):
 
 
 def _ring_block(wide: WideContext, number: Index) -> RingBlock:
-    smem, slot = wide.ctx.smem, ring_slot(number, wide.layout.ring)
+    smem, slot = wide.ctx.smem, ring_slot(number, wide.buffers.ring)
     return RingBlock(smem.ring.at[slot], smem.ring_ready.at[slot], smem.ring_free.at[slot])
 
 
@@ -320,26 +321,26 @@ def _ring_block(wide: WideContext, number: Index) -> RingBlock:
 
 def _produce(wide: WideContext, block_id: Index) -> None:
     """Loads the held arrays of all work tiles, and the streamed ones with row statistics."""
-    (ctx, layout), width = wide, wide.layout.config.width
-    names = _columns(layout, layout.gradient.streamed)
+    (ctx, buffers), width = wide, wide.buffers.config.width
+    names = _columns(buffers, buffers.gradient.streamed)
 
     def fill(number: Index, name: str, rows: Rows, column: int) -> None:
         block = _ring_block(wide, number)
-        pl.when(number >= layout.ring)(lambda: plgpu.barrier_wait(block.free))
+        pl.when(number >= buffers.ring)(lambda: plgpu.barrier_wait(block.free))
         wide_rows.load(ctx, name, rows, column, (block.ref, block.ready))
 
     def work_tile(n: Index, tiles_before: Index, code: Index) -> Index:
         work, position = wide_rows.rows_of(ctx, code), Position(n, tiles_before)
-        for block in range(layout.in_registers):
-            number = position.held_block(layout, block)
-            fill(number, layout.gradient.held[0], work.rows, block * width)
+        for block in range(buffers.in_registers):
+            number = position.held_block(buffers, block)
+            fill(number, buffers.gradient.held[0], work.rows, block * width)
         _load_held(wide, work, n)
 
         def step(i: Index, tiles: Index) -> Index:
             rows = work.met(ctx.plan, i)
-            if layout.gradient.is_of_keys:
+            if buffers.gradient.is_of_keys:
                 _load_stats(wide, rows, tiles)
-            for number, (name, column) in zip(position.blocks(layout, i), names, strict=True):
+            for number, (name, column) in zip(position.blocks(buffers, i), names, strict=True):
                 fill(number, name, rows, column)
             return tiles + 1
 
@@ -348,23 +349,23 @@ def _produce(wide: WideContext, block_id: Index) -> None:
     producer.each_work_tile(ctx, block_id, work_tile)
 
 
-def _columns(layout: Layout, names: Sequence[str]) -> list[tuple[str, int]]:
+def _columns(buffers: Buffers, names: Sequence[str]) -> list[tuple[str, int]]:
     """(name, first column) of the blocks of arrays whose products are S and dP."""
-    width = layout.config.width
+    width = buffers.config.width
     return [
         (name, n * width)
-        for name, count in zip(names, layout.products, strict=True)
+        for name, count in zip(names, buffers.products, strict=True)
         for n in range(count)
     ]
 
 
 def _load_held(wide: WideContext, work: WideRows, n: Index) -> None:
     """Loads the columns of held arrays that stay in shared memory."""
-    (ctx, layout), smem = wide, wide.ctx.smem
-    if not layout.in_smem:
+    (ctx, buffers), smem = wide, wide.ctx.smem
+    if not buffers.in_smem:
         return
     pl.when(n > 0)(lambda: plgpu.barrier_wait(smem.held_free))
-    blocks = _columns(layout, layout.gradient.held)[layout.in_registers :]
+    blocks = _columns(buffers, buffers.gradient.held)[buffers.in_registers :]
     for place, (name, column) in enumerate(blocks):
         wide_rows.load(ctx, name, work.rows, column, (smem.held.at[place], smem.held_ready))
 
@@ -373,7 +374,7 @@ def _load_stats(wide: WideContext, rows: Rows, tiles: Index) -> None:
     """Loads the row statistics of query rows, as those of tile number `tiles`."""
     refs, smem, slot = wide.ctx.refs, wide.ctx.smem, tiles & (SLOTS - 1)
     pl.when(tiles >= SLOTS)(lambda: plgpu.barrier_wait(smem.stats_free.at[slot]))
-    for n, ref in enumerate((refs.lse, refs.delta)[: len(wide.layout.gradient.held)]):
+    for n, ref in enumerate((refs.lse, refs.delta)[: len(wide.buffers.gradient.held)]):
         source = ref.at[rows.batch, rows.head, pl.ds(rows.row, ROWS)]
         plgpu.copy_gmem_to_smem(source, smem.stats.at[slot, n], smem.stats_ready.at[slot])
 
@@ -383,7 +384,7 @@ def _load_stats(wide: WideContext, rows: Rows, tiles: Index) -> None:
 
 def _weigh(wide: WideContext, block_id: Index) -> None:
     """Warpgroup 2: the weights of all tiles."""
-    (ctx, layout), smem = wide, wide.ctx.smem
+    (ctx, buffers), smem = wide, wide.ctx.smem
 
     def work_tile(n: Index, tiles_before: Index, code: Index) -> Index:
         work, position = _with_stats(wide, wide_rows.rows_of(ctx, code)), Position(n, tiles_before)
@@ -391,11 +392,11 @@ def _weigh(wide: WideContext, block_id: Index) -> None:
         steps = work.steps(ctx.plan)
 
         def tile(i: Index) -> Tile:
-            return Tile(work, i, tiles_before + i, held, position.blocks(layout, i))
+            return Tile(work, i, tiles_before + i, held, position.blocks(buffers, i))
 
-        every = _every_ds if layout.gradient.has_dp else _every_p
+        every = _every_ds if buffers.gradient.has_dp else _every_p
         pl.when(steps > 0)(lambda: every(wide, tile, steps))
-        if layout.in_smem:
+        if buffers.in_smem:
             plgpu.barrier_arrive(smem.held_free)
         return tiles_before + steps
 
@@ -423,14 +424,14 @@ def _with_stats(wide: WideContext, work: WideRows) -> WideRows:
 
 def _held_in_registers(wide: WideContext, position: Position) -> list[RegisterTile]:
     """The first blocks of the held arrays; the others are there in shared memory, too."""
-    layout, smem, blocks = wide.layout, wide.ctx.smem, list[RegisterTile]()
-    for n in range(layout.in_registers):
-        block = _ring_block(wide, position.held_block(layout, n))
+    buffers, smem, blocks = wide.buffers, wide.ctx.smem, list[RegisterTile]()
+    for n in range(buffers.in_registers):
+        block = _ring_block(wide, position.held_block(buffers, n))
         plgpu.barrier_wait(block.ready)
         blocks.append(plgpu.load(block.ref, layout=mosaic.TILE))
         plgpu.commit_smem()  # all warps have read the block before TMA writes to it again
         block.release()
-    if layout.in_smem:
+    if buffers.in_smem:
         plgpu.barrier_wait(smem.held_ready)
     return blocks
 
@@ -453,7 +454,7 @@ def _release(wide: WideContext, tile: Tile, n: int, in_flight: int) -> None:
 
 def _every_p(wide: WideContext, tile: Callable[[Index], Tile], steps: Index) -> None:
     """P of all tiles that a work tile meets, each computed under S of the next one."""
-    blocks = wide.layout.step_blocks
+    blocks = wide.buffers.step_blocks
     early = blocks // 2  # blocks that are released before P is computed
 
     def scores(i: Index, meanwhile: Callable[[], None]) -> RegisterTile:
@@ -484,7 +485,7 @@ def _every_ds(wide: WideContext, tile: Callable[[Index], Tile], steps: Index) ->
     compute dS under S of the next tile: matmuls then wait for each other, and took 1.6 times as
     long.
     """
-    count, blocks = wide.layout.products[0], wide.layout.step_blocks
+    count, blocks = wide.buffers.products[0], wide.buffers.step_blocks
     middle = (count + blocks) // 2  # dP's blocks before it are issued before P is computed
 
     def body(i: Index, s: RegisterTile, dp: RegisterTile) -> None:
@@ -519,7 +520,7 @@ def _probabilities(
     stats = tile.work.row_stats
     if not stats:
         plgpu.barrier_wait(smem.stats_ready.at[slot])
-        count = range(len(wide.layout.gradient.held))
+        count = range(len(wide.buffers.gradient.held))
         stats = tuple(mosaic.load(smem.stats.at[slot, n], mosaic.COLUMN) for n in count)
     slope = None
     if ctx.plan.logit_rules.unit is None:
@@ -528,7 +529,7 @@ def _probabilities(
         s = lax.cond(masked, functools.partial(_masked, ctx, place), lambda s: s, s)
     lse = lax.broadcast_in_dim(stats[0], s.shape, [place.q_axis])
     p = score_mod.exponentials(ctx.plan, s, lse)
-    if not wide.layout.gradient.has_dp:
+    if not wide.buffers.gradient.has_dp:
         return p, slope, None
     return p, slope, lax.broadcast_in_dim(stats[1], p.shape, [place.q_axis])
 
@@ -562,7 +563,7 @@ def _hand_over(wide: WideContext, tile: Tile, weights: RegisterTile) -> None:
         smem.weights.at[slot * PARTS + n][...] = part.astype(smem.weights.dtype)
     plgpu.commit_smem()
     plgpu.barrier_arrive(smem.weights_ready.at[slot])
-    if wide.layout.gradient.is_of_keys:
+    if wide.buffers.gradient.is_of_keys:
         plgpu.barrier_arrive(smem.stats_free.at[slot])
 
 
@@ -571,7 +572,7 @@ def _hand_over(wide: WideContext, tile: Tile, weights: RegisterTile) -> None:
 
 def _accumulate(wide: WideContext, out: GmemRef, block_id: Index, wg: Index) -> None:
     """Warpgroup 0 or 1: its columns of the gradient of all work tiles."""
-    ctx, layout = wide
+    ctx, buffers = wide
 
     def work_tile(n: Index, tiles_before: Index, code: Index) -> Index:
         del n
@@ -584,15 +585,17 @@ def _accumulate(wide: WideContext, out: GmemRef, block_id: Index, wg: Index) -> 
 
 def _sum(wide: WideContext, work: WideRows, wg: Index, tiles_before: Index) -> RegisterTiles:
     """weights @ values in a warpgroup's columns, over all tiles that a work tile meets."""
-    (ctx, layout), smem = wide, wide.ctx.smem
-    steps, blocks = work.steps(ctx.plan), layout.value_blocks
-    zeros = (mosaic.filled((ROWS, WIDTH), 0.0),) * (layout.out_columns // WIDTH)
+    (ctx, buffers), smem = wide, wide.ctx.smem
+    steps, blocks = work.steps(ctx.plan), buffers.value_blocks
+    zeros = (mosaic.filled((ROWS, WIDTH), 0.0),) * (buffers.out_columns // WIDTH)
 
     def load(i: Index, part: int) -> None:
         slot = wg * blocks + part % blocks
         to = smem.values.at[slot], smem.values_ready.at[slot]
         rows = work.met(ctx.plan, i)
-        wide_rows.load(ctx, layout.gradient.values, rows, wg * layout.out_columns, to, part * PART)
+        wide_rows.load(
+            ctx, buffers.gradient.values, rows, wg * buffers.out_columns, to, part * PART
+        )
 
     def refill(i: Index, done: int, in_flight: int) -> None:
         """Fills the block of a part that has been multiplied."""
@@ -629,14 +632,14 @@ def _store(wide: WideContext, work: WideRows, out: GmemRef, wg: Index, sums: Reg
     """Stores a warpgroup's columns of a gradient. Rows past a query length may have met NaN: zeros
     are selected in their place.
     """
-    (ctx, layout), (batch, head, row, _) = wide, work.rows
+    (ctx, buffers), (batch, head, row, _) = wide, work.rows
     for n, value in enumerate(sums):
-        if layout.gradient.has_dp:
+        if buffers.gradient.has_dp:
             value = value * ctx.plan.problem.scale
         if work.length is not None:
             inside = mosaic.positions((ROWS,), 0, row) < work.length
             value = jnp.where(mosaic.broadcast_rows(inside, value.shape), value, 0.0)
-        columns = pl.ds(wg * layout.out_columns + n * WIDTH, WIDTH)
+        columns = pl.ds(wg * buffers.out_columns + n * WIDTH, WIDTH)
         mosaic.store(out.at[batch, pl.ds(row, ROWS), head, columns], value.astype(out.dtype))
 
 
@@ -649,9 +652,9 @@ def _kernel(
     smem: WideSmem,
     *,
     plan: KeyPlan | QueryPlan,
-    layout: Layout,
+    buffers: Buffers,
 ) -> None:
-    wide = WideContext(KernelContext(plan, refs, smem), layout)
+    wide = WideContext(KernelContext(plan, refs, smem), buffers)
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
     sums, weights, loader = REGISTERS
 
@@ -673,16 +676,16 @@ def _kernel(
 
 def gradient_of(plan: KeyPlan | QueryPlan, gradient: Gradient, refs: BackwardRefs) -> jax.Array:
     """dv, dk or dq, in whole tiles of rows and blocks of columns."""
-    problem, layout = plan.problem, Layout(plan.problem, plan.config, gradient)
+    problem, buffers = plan.problem, Buffers(plan.problem, plan.config, gradient)
     rows, heads = plan.tiling.padded_rows, problem.q_heads
     if gradient.is_of_keys:
         rows, heads = plan.tiling.padded_keys, problem.kv_heads
     sizes = problem.batch, rows, heads, columns_of(problem, gradient.values)
     kernel = launch.persistent_kernel(
-        functools.partial(_kernel, plan=plan, layout=layout),
+        functools.partial(_kernel, plan=plan, buffers=buffers),
         f"flash_bwd_wide_{gradient.name}_sm90",
         jax.ShapeDtypeStruct(sizes, problem.dtype),
-        scratch(layout),
+        scratch(buffers),
         (plan.order.grid, PRODUCER + 1),
     )
     return kernel(refs)
@@ -716,7 +719,9 @@ def _operands(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Back
 
 
 def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:
-    """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
+    """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs. XLA cuts them where T or S is
+    no multiple of 64, or a head dim none of 256.
+    """
     residuals, plan = Residuals(*residuals), key_plan(problem, config)
     inputs = residuals.inputs
     stats = row_statistics(False, plan.tiling.padded_rows, residuals)
