@@ -52,6 +52,7 @@ from pallas_attn.kernels.attention import logits, score_mod, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import (
+    lockstep,
     operands,
     producer,
     sm90_dq,
@@ -104,6 +105,7 @@ class Config:
     ring: int = 0  # blocks, a tile at least; 0: as many as there is room for, up to three tiles
     in_registers: int = 256  # columns of the first held array that are in registers
     value_blocks: int = 0  # blocks of the value array for each warpgroup; 0: two if there is room
+    lockstep: bool = False  # blocks of keys are at the same query tile, where `lockstep` applies
     grid: int = BLOCKS  # persistent blocks
 
     block_kv, block_q, warpgroups, l2_heads = ROWS, ROWS, 1, 0  # for plans
@@ -693,7 +695,9 @@ def gradient_of(plan: KeyPlan | QueryPlan, gradient: Gradient, refs: BackwardRef
 
 def key_plan(problem: AttentionProblem, config: Config) -> KeyPlan:
     """The plan of the launches for dV and dK."""
-    order = WorkOrder(KeyTiling(problem, ROWS, ROWS), blocks=config.grid)
+    tiling = KeyTiling(problem, ROWS, ROWS)
+    together = config.lockstep and lockstep.applies(tiling)
+    order = WorkOrder(tiling, blocks=config.grid, lockstep=together)
     return KeyPlan(problem, config, order, format=None)
 
 
