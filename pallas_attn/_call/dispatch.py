@@ -186,6 +186,7 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
     ),
     "flash_backward": (
         Candidate("flash_bwd.sm90", HOPPER),
+        Candidate("flash_bwd.sm90_wide", HOPPER),  # head dims above 256
         Candidate("flash_bwd.sm80", FROM_AMPERE),
         Refused(
             Limit(

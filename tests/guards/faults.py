@@ -688,6 +688,24 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "return Output(accs, out.row_max, out.used + 1)",
         "tests/kernels/flash_fwd/test_wide.py -k interpreted",
     ),
+    "wide_streamed_rows_are_loaded_over_rows_that_are_read": Fault(
+        f"{BWD}/sm90_wide.py",
+        "pl.when(number >= buffers.ring)",
+        "pl.when(number > buffers.ring)",
+        "tests/kernels/flash_bwd/test_bwd_wide.py -k interpreted",
+    ),
+    "wide_weights_are_stored_over_others": Fault(
+        f"{BWD}/sm90_wide.py",
+        "pl.when(tile.number >= SLOTS)",
+        "pl.when(tile.number > SLOTS)",
+        "tests/kernels/flash_bwd/test_bwd_wide.py -k interpreted",
+    ),
+    "wide_weights_meet_the_first_values": Fault(
+        f"{BWD}/sm90_wide.py",
+        "smem.weights.at[weights * PARTS + part]",
+        "smem.weights.at[weights * PARTS]",
+        "tests/kernels/flash_bwd/test_bwd_wide.py -k interpreted",
+    ),
     "parts_of_columns_are_of_other_registers": Fault(
         "pallas_attn/kernels/mma/column_parts.py",
         "thread.shared_floats(to, other + n * mosaic.THREADS, 4)",

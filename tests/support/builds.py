@@ -394,6 +394,7 @@ BUILDS: dict[str, Build] = {
         128, heads=(8, 2), rows=32768, keys=32768, also=("segment_ids",), **_CAUSAL
     ),
     "flash_bwd/sm90/h256_causal": _backward_sm90(256, **_CAUSAL),
+    "flash_bwd/sm90/h512_causal": _backward_sm90(512, **_CAUSAL),
     "flash_bwd/sm90/h64_window": _backward_sm90(64, **_WINDOW),
     "flash_bwd/sm90/h72_short": _backward_sm90(72, rows=49, keys=64),
     "flash_bwd/sm90/h64_heads": _backward_sm90(64, heads=(130, 130), rows=197, keys=197),

@@ -182,6 +182,10 @@ QUICK: dict[str, tuple[str, ...]] = {
         "tests/kernels/flash_fwd/test_wide.py::test_on_the_gpu[dim512]",
         "tests/kernels/flash_fwd/test_wide.py::test_on_the_gpu[float16]",
     ),
+    "kernels/flash_bwd/sm90_wide.py": (
+        "tests/kernels/flash_bwd/test_bwd_wide.py::test_on_the_gpu[dim512]",
+        "tests/kernels/flash_bwd/test_bwd_wide.py::test_on_the_gpu[float16]",
+    ),
     "kernels/prefill/gathered_sm90.py": (f"{_PREFILL}_gathered.py::test_wide_heads_on_the_gpu",),
     "kernels/prefill/gathered_sm80.py": (
         f"{_PREFILL}_gathered.py::test_on_the_gpu[plain-paged]",
