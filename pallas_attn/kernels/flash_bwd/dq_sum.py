@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
+from pallas_attn.kernels.flash_bwd import turns
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.lang import mosaic, panels
@@ -136,10 +137,15 @@ def _half_of_k(ctx: KernelContext, u: int, wg: Index) -> SmemRef:
     return smem.k.at[u, :, pl.ds(wg * columns, columns)]
 
 
-def add(
-    ctx: KernelContext, work: KeyTile, wg: Index, step: PendingDq, parts: Sequence[RegisterTile]
+def add(  # noqa: PLR0913
+    ctx: KernelContext,
+    work: KeyTile,
+    wg: Index,
+    step: PendingDq,
+    parts: Sequence[RegisterTile],
+    seen: Index | None = None,
 ) -> None:
-    """Adds a warpgroup's share to global memory."""
+    """Adds a warpgroup's share to global memory. `seen`: see `turns.wait`."""
     plan, refs, smem = ctx
     if is_split_by_rows(plan):
         head = work.batch * plan.problem.q_heads + step.head
@@ -149,7 +155,10 @@ def add(
             mma_rowmajor.add(refs.dq, number + first if first else number, dq, step.exists)
         return
     (dq,), (columns,), rows = parts, share_widths(plan), ROWS
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if plan.order.turns:
+        turns.wait(ctx, work, wg, step, seen)
+    else:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     smem.dq[wg] = dq
     plgpu.commit_smem()
     where = pl.ds(step.t * rows, rows), step.head, pl.ds(wg * columns, columns)

@@ -36,6 +36,7 @@ from pallas_attn.kernels.flash_bwd import (
     sm90_short,
     sm90_window,
     statistics,
+    turns,
 )
 from pallas_attn.kernels.flash_bwd.aux_sums import Part
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
@@ -76,6 +77,7 @@ class Config:
     heads: bool = False  # dq, dk and dv by `sm90_heads`
     lockstep: bool = False  # blocks are at the same query tile, where `lockstep` applies
     claims: bool = False  # blocks claim work tiles, in `sm90_fused`
+    turns: bool = False  # dq has the same bits each time, in `sm90_fused`, where `turns` applies
 
     def __post_init__(self) -> None:
         blocks = (64, 128) if self.fused else (16, 32, 64, 128)
@@ -115,6 +117,8 @@ class Config:
         scattered = order.exceeds_l2 and (idle or not order.tiling.follows_mask)
         fused = order.tiling.mean_q_rows > 512 and not scattered
         config = dataclasses.replace(config, fused=fused)
+        if fused and problem.deterministic:
+            config = dataclasses.replace(config, turns=_takes_turns_well(problem, config))
         if fused and dq_sum.has_rest(plan_of(problem, config)):
             config = dataclasses.replace(config, stages=3, dq_lag=1)
         return _in_order(problem, config)
@@ -128,9 +132,16 @@ def _in_order(problem: AttentionProblem, config: Config) -> Config:
     order = plan_of(problem, dataclasses.replace(config, lockstep=True, claims=True)).order
     fused, long = is_fused(problem, config), order.head_exceeds_l2
     lockstep = order.lockstep and (long or (fused and problem.group > 1))
+    if fused and problem.deterministic:
+        return dataclasses.replace(config, lockstep=order.lockstep, claims=True)
     gains = long or lockstep or order.tiling.chunks > 1
     claims = order.claims and fused and gains and order.grid < order.work_tiles
     return dataclasses.replace(config, lockstep=lockstep, claims=claims)
+
+
+def _takes_turns_well(problem: AttentionProblem, config: Config) -> bool:
+    config = dataclasses.replace(config, turns=True, lockstep=True)
+    return takes_turns(problem, config) and turns.is_short_wait(plan_of(problem, config).order)
 
 
 # Tiles of `sm90_dkdv` and `sm90_dq`, the best first.
@@ -172,8 +183,16 @@ def own_kernel(config: Config) -> tuple[str, Any] | None:
 
 def is_fused(problem: AttentionProblem, config: Config) -> bool:
     """Whether `sm90_fused` adds up dq too."""
-    apart = own_kernel(config) is not None or is_wide(problem) or problem.deterministic
-    return config.fused and not apart
+    apart = own_kernel(config) is not None or is_wide(problem)
+    repeats = not problem.deterministic or takes_turns(problem, config)
+    return config.fused and not apart and repeats
+
+
+def takes_turns(problem: AttentionProblem, config: Config) -> bool:
+    """Whether `sm90_fused` adds up dq in one order."""
+    by_columns = config.turns and config.block_q == ROWS and own_kernel(config) is None
+    tiling = KeyTiling(problem, sm90_fused.KEYS, ROWS)
+    return config.fused and by_columns and not is_wide(problem) and turns.applies(tiling)
 
 
 def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
@@ -188,12 +207,15 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     elif wide:
         keys = sm90_dkdv.KEYS
     tiling = KeyTiling(problem, keys, block_q)
+    in_turns = takes_turns(problem, config)
+    claims = in_turns or config.claims
     order = WorkOrder(
         tiling,
         blocks=config.grid,
         heads_together=config.l2_heads,
         lockstep=config.lockstep and own_order is None and lockstep.applies(tiling),
-        claims=config.claims and not (own_order is not None or wide or tiling.is_listed),
+        claims=claims and not (own_order is not None or wide or tiling.is_listed),
+        turns=in_turns,
     )
     config = dataclasses.replace(config, block_q=block_q)
     halves = block_q == ROWS and is_fused(problem, config)

@@ -56,7 +56,7 @@ from jax import lax
 from pallas_attn.kernels.attention import score_mod
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import aux_sums, dq_sum, key_tiles, producer
+from pallas_attn.kernels.flash_bwd import aux_sums, dq_sum, key_tiles, producer, turns
 from pallas_attn.kernels.flash_bwd.dq_sum import WARPGROUPS, PendingDq
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, per_column
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, KeyGradients
@@ -211,13 +211,18 @@ def _mainloop(
             of_aux = _step(now, KeyGradients(dk_accs, dv_accs))
             return key_tiles.step_after(plan, work, g, i), (*pending[1:], own), of_aux
 
-        nothing = PendingDq(jnp.int32(0), count - 1, first_head, jnp.int32(0))
-        start = (jnp.int32(0), jnp.int32(0)), (nothing,) * lag, aux_sums.empty_sums(plan)
+        nothing = (PendingDq(jnp.int32(0), count - 1, first_head, jnp.int32(0)),)
+        kept = lag + plan.order.turns
+        start = (jnp.int32(0), jnp.int32(0)), nothing * kept, aux_sums.empty_sums(plan)
         pending, of_aux = lax.fori_loop(0, group * work.steps, step, start)[1:]
         last = pending[-1]
         if refs.dq is not None:
-            for n, due in enumerate(pending, 1 - lag):
-                _last_dq(ctx, work, wg, due, last.count + n)
+            for n in range(-lag, 0):
+                if plan.order.turns:
+                    turns.pass_on(ctx, work, wg, pending[n - 1])
+                _last_dq(ctx, work, wg, pending[n], last.count + n + 1)
+            if plan.order.turns:
+                turns.pass_on(ctx, work, wg, last)
         results = [[acc[...] for acc in accs] for accs in (dk_accs, dv_accs)]
 
         @pl.when(last.exists != 0)
@@ -305,7 +310,8 @@ class FusedStep(NamedTuple):
     work: KeyTile
     wg: Index
     masked: Predicate
-    pending: tuple[PendingDq, ...]  # the steps whose dQ is to come, in order
+    # The steps whose dQ is to come, in order; in turns after the one whose dQ was added last.
+    pending: tuple[PendingDq, ...]
     own: PendingDq
     k_part: RegisterTile  # columns of k in registers, or None
     of_aux: Sums  # up to the step before
@@ -317,6 +323,11 @@ class FusedStep(NamedTuple):
     @property
     def smem(self) -> FusedSmem:
         return self.ctx.smem
+
+    @property
+    def due(self) -> PendingDq:
+        """The step whose dQ is next."""
+        return self.pending[-self.plan.config.dq_lag]
 
     @property
     def slot(self) -> Index:
@@ -408,7 +419,7 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Su
     its half of that dS. The first step of a work tile has none before it: what it multiplies is
     whatever lies there, which the other warpgroup may be writing, and `dq_sum.add` adds it nowhere.
     """
-    ctx, due = now.ctx, now.pending[0]
+    ctx, due = now.ctx, now.due
     plan, smem = now.plan, now.smem
 
     def to_ds(logits: RegisterTile, slope: RegisterTile, dp_acc: RegisterTile) -> Any:
@@ -441,10 +452,13 @@ def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, *dq_accs: RegisterTile) 
     """dQ of a step before, which is being added when this returns, and S of this one, which still
     runs.
     """
-    ctx, wg, due, count = now.ctx, now.wg, now.pending[0], now.own.count
-    plan, smem = now.plan, now.smem
+    ctx, wg, due, count = now.ctx, now.wg, now.due, now.own.count
+    plan, smem, seen = now.plan, now.smem, None
     pl.when(due.exists != 0)(lambda: plgpu.barrier_wait(_ds_ready(ctx, count)))
     dq_sum.multiply(ctx, dq_accs, _ds_slot(plan, count - plan.config.dq_lag), wg)
+    if plan.order.turns:
+        turns.pass_on(ctx, now.work, wg, now.pending[0])
+        seen = turns.look(ctx, now.work, wg, due)
     if now.presets:  # S begins in registers out of which dK was made
         plgpu.wgmma_wait(dq_sum.matmuls(plan))
         now.release_last_q()
@@ -456,7 +470,7 @@ def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, *dq_accs: RegisterTile) 
     dq = [plgpu.wgmma_accumulator_load(acc, wait_n=groups) for acc in dq_accs]
     if not now.presets:
         now.release_last_q()
-    dq_sum.add(ctx, now.work, wg, due, dq)
+    dq_sum.add(ctx, now.work, wg, due, dq, seen)
 
 
 def _dv_and_dk(
@@ -640,6 +654,8 @@ def _kernel(
 def dq_dk_dv(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
     """dq, and dk and dv in the sizes of refs.k and refs.v."""
     refs = refs._replace(dq=jax.new_ref(dq_sum.zeros(plan, refs.q.shape[0])))
+    if plan.order.turns:
+        refs = refs._replace(turns=turns.counters(plan))
     grads = dk_dv(plan, _with_presets(KernelContext(plan, refs)))
     return Gradients(dq_sum.rounded(plan, jax.freeze(refs.dq)), *grads)
 

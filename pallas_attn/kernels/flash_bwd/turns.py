@@ -1,0 +1,131 @@
+"""Turns: dq added up in one order by the fused Hopper kernel, for gradients whose bits repeat.
+
+A float32 sum depends on the order of its terms. In turns the kv tiles add to a query tile from the
+first to the last: a counter for each query tile and warpgroup, in global memory, says how many have
+added. A warpgroup adds when as many have as there are kv tiles before its own, and raises the
+counter a step later, when TMA has finished its addition.
+
+No deadlock: blocks claim work tiles, the first of each block too, in an order in which the kv tiles
+of a head rise (`work_order.schedule`: causal work tiles of the first keys are the longest). Of the
+work tiles that are not finished, the first waits for none. It is in work, as its block has finished
+all that it claimed before. So it does not matter how many blocks a GPU runs at a time.
+
+No idle time, but at the beginning: a block that follows another one on the same query tiles stays
+more than a step behind it. The blocks of a head that begin together do so one after another.
+Causal blocks go in lockstep, which keeps them together. This is less than a tenth of the launch
+where `is_short_wait` holds.
+"""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn.kernels.attention.tiles import KernelContext
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, KeyTiling
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.lang import threads
+from pallas_attn.kernels.lang.thread_program import ThreadContext
+from pallas_attn.kernels.lang.types import GmemRef, Index
+
+if TYPE_CHECKING:
+    from pallas_attn.kernels.flash_bwd.dq_sum import PendingDq
+    from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
+
+WARPGROUPS = 2  # each adds half of the columns
+STEPS_BEHIND = 1.5  # steps between the additions of two kv tiles to one query tile, at least
+MOST_WAITING = 0.1  # part of a launch that blocks may wait at its beginning
+
+
+def applies(tiling: KeyTiling) -> bool:
+    """Whether the kv tiles that meet a query tile are all of a head up to some number: then a kv
+    tile's turn follows from its own number.
+    """
+    bounds_left = tiling.problem.mask.bounds_left
+    return tiling.follows_mask and tiling.chunks == 1 and not bounds_left
+
+
+def is_short_wait(order: "WorkOrder") -> bool:
+    """Whether blocks wait for a small part of the launch until the kv tiles of a head have all
+    begun.
+    """
+    problem, tiling = order.problem, order.tiling
+    steps = problem.group * tiling.mean_q_rows / tiling.block_q * order.work_tiles / order.grid
+    together = min(tiling.kv_tiles, order.grid / order.l2_heads)
+    return STEPS_BEHIND * together < MOST_WAITING * steps
+
+
+def counters(plan: KeyPlan) -> Any:
+    """Additions to each share of the dQ of each query tile."""
+    problem = plan.problem
+    shares = problem.batch * problem.q_heads * plan.tiling.q_tiles * WARPGROUPS
+    return jax.new_ref(jnp.zeros((shares,), jnp.int32))
+
+
+class _Refs(NamedTuple):
+    counters: GmemRef
+
+
+class _Place(NamedTuple):
+    """A counter, and how many additions it has to show (or whether there is one to count)."""
+
+    index: Index
+    least: Index
+
+
+def _place(
+    ctx: KernelContext, work: KeyTile, wg: Index, step: "PendingDq", least: Index
+) -> _Place:
+    problem, q_tiles = ctx.plan.problem, ctx.plan.tiling.q_tiles
+    tile = (work.batch * problem.q_heads + step.head) * q_tiles + step.t
+    return _Place(tile * WARPGROUPS + wg, jnp.where(step.exists != 0, least, 0))
+
+
+def _turn(ctx: KernelContext, work: KeyTile, wg: Index, step: "PendingDq") -> _Place:
+    number = lax.div(work.key, jnp.int32(ctx.plan.tiling.block_kv))
+    return _place(ctx, work, wg, step, number)
+
+
+def look(ctx: KernelContext, work: KeyTile, wg: Index, step: "PendingDq") -> Index:
+    """The counter of a step's dQ, read while matmuls run, for `wait`."""
+    refs, place = _Refs(ctx.refs.turns), _turn(ctx, work, wg, step)
+    return threads.run(_look, ctx.plan, refs, place, returns="one")
+
+
+def wait(
+    ctx: KernelContext, work: KeyTile, wg: Index, step: "PendingDq", seen: Index | None = None
+) -> None:
+    """Waits until it is this step's turn. `seen`: the result of `look`, which mostly says that it
+    is.
+    """
+    refs, place = _Refs(ctx.refs.turns), _turn(ctx, work, wg, step)
+    until = lambda: threads.run(_wait, ctx.plan, refs, place)  # noqa: E731
+    if seen is None:
+        until()
+    else:
+        pl.when(seen < place.least)(until)
+
+
+def pass_on(ctx: KernelContext, work: KeyTile, wg: Index, step: "PendingDq") -> None:
+    """The turn passes to the next kv tile, when the addition of a step before is in memory."""
+    plgpu.wait_smem_to_gmem(0)
+    refs, place = _Refs(ctx.refs.turns), _place(ctx, work, wg, step, jnp.int32(1))
+    threads.run(_signal, ctx.plan, refs, place)
+
+
+def _look(ctx: ThreadContext) -> Any:
+    thread, refs, at, _ = ctx
+    return thread.peek(refs.counters, at.index)
+
+
+def _wait(ctx: ThreadContext) -> None:
+    thread, refs, at, _ = ctx
+    thread.wait_until(refs.counters, at.index, at.least)
+
+
+def _signal(ctx: ThreadContext) -> None:
+    thread, refs, at, _ = ctx
+    thread.signal(refs.counters, at.index, (thread.index < 1) & (at.least > 0))
