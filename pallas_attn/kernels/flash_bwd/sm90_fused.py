@@ -203,26 +203,26 @@ def _mainloop(
         dk_accs, dv_accs = accs[: len(widths.dk)], accs[len(widths.dk) :]
 
         def step(n: Index, carry: Carry) -> Any:
-            (g, i), pending, of_aux = carry
+            (g, i), pending, added, of_aux = carry
             t = work.q_tile(i)
             own = PendingDq(jnp.int32(1), pending[-1].count + 1, first_head + g, t)
             masked = key_tiles.needs_mask(plan.tiling, work, t, i)
-            now = FusedStep(ctx, work, wg, masked, pending, own, k_part, of_aux)
+            now = FusedStep(ctx, work, wg, masked, pending, own, k_part, of_aux, added)
             of_aux = _step(now, KeyGradients(dk_accs, dv_accs))
-            return key_tiles.step_after(plan, work, g, i), (*pending[1:], own), of_aux
+            following = key_tiles.step_after(plan, work, g, i)
+            return following, (*pending[1:], own), turns.place(ctx, work, wg, now.due), of_aux
 
-        nothing = (PendingDq(jnp.int32(0), count - 1, first_head, jnp.int32(0)),)
-        kept = lag + plan.order.turns
-        start = (jnp.int32(0), jnp.int32(0)), nothing * kept, aux_sums.empty_sums(plan)
-        pending, of_aux = lax.fori_loop(0, group * work.steps, step, start)[1:]
+        nothing = PendingDq(jnp.int32(0), count - 1, first_head, jnp.int32(0))
+        added = turns.place(ctx, work, wg, nothing)
+        start = (jnp.int32(0), jnp.int32(0)), (nothing,) * lag, added, aux_sums.empty_sums(plan)
+        pending, added, of_aux = lax.fori_loop(0, group * work.steps, step, start)[1:]
         last = pending[-1]
         if refs.dq is not None:
-            for n in range(-lag, 0):
-                if plan.order.turns:
-                    turns.pass_on(ctx, work, wg, pending[n - 1])
-                _last_dq(ctx, work, wg, pending[n], last.count + n + 1)
-            if plan.order.turns:
-                turns.pass_on(ctx, work, wg, last)
+            for n, due in enumerate(pending, 1 - lag):
+                turns.pass_on(ctx, added)
+                _last_dq(ctx, work, wg, due, last.count + n)
+                added = turns.place(ctx, work, wg, due)
+            turns.pass_on(ctx, added)
         results = [[acc[...] for acc in accs] for accs in (dk_accs, dv_accs)]
 
         @pl.when(last.exists != 0)
@@ -310,11 +310,11 @@ class FusedStep(NamedTuple):
     work: KeyTile
     wg: Index
     masked: Predicate
-    # The steps whose dQ is to come, in order; in turns after the one whose dQ was added last.
-    pending: tuple[PendingDq, ...]
+    pending: tuple[PendingDq, ...]  # the steps whose dQ is to come, in order
     own: PendingDq
     k_part: RegisterTile  # columns of k in registers, or None
     of_aux: Sums  # up to the step before
+    added: Index | None  # the `turns.place` of the dQ that was added last
 
     @property
     def plan(self) -> KeyPlan:
@@ -327,7 +327,7 @@ class FusedStep(NamedTuple):
     @property
     def due(self) -> PendingDq:
         """The step whose dQ is next."""
-        return self.pending[-self.plan.config.dq_lag]
+        return self.pending[0]
 
     @property
     def slot(self) -> Index:
@@ -453,12 +453,11 @@ def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, *dq_accs: RegisterTile) 
     runs.
     """
     ctx, wg, due, count = now.ctx, now.wg, now.due, now.own.count
-    plan, smem, seen = now.plan, now.smem, None
+    plan, smem = now.plan, now.smem
+    turns.pass_on(ctx, now.added)
+    seen = turns.look(ctx, now.work, wg, due)
     pl.when(due.exists != 0)(lambda: plgpu.barrier_wait(_ds_ready(ctx, count)))
     dq_sum.multiply(ctx, dq_accs, _ds_slot(plan, count - plan.config.dq_lag), wg)
-    if plan.order.turns:
-        turns.pass_on(ctx, now.work, wg, now.pending[0])
-        seen = turns.look(ctx, now.work, wg, due)
     if now.presets:  # S begins in registers out of which dK was made
         plgpu.wgmma_wait(dq_sum.matmuls(plan))
         now.release_last_q()

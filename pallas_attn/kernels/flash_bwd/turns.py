@@ -16,6 +16,7 @@ Causal blocks go in lockstep, which keeps them together. This is less than a ten
 where `is_short_wait` holds.
 """
 
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -69,30 +70,29 @@ class _Refs(NamedTuple):
     counters: GmemRef
 
 
-class _Place(NamedTuple):
-    """A counter, and how many additions it has to show (or whether there is one to count)."""
-
-    index: Index
-    least: Index
+class _Turn(NamedTuple):
+    place: Index  # of a counter; negative: none
+    least: Index = 0  # additions that it has to show
 
 
-def _place(
-    ctx: KernelContext, work: KeyTile, wg: Index, step: "PendingDq", least: Index
-) -> _Place:
-    problem, q_tiles = ctx.plan.problem, ctx.plan.tiling.q_tiles
-    tile = (work.batch * problem.q_heads + step.head) * q_tiles + step.t
-    return _Place(tile * WARPGROUPS + wg, jnp.where(step.exists != 0, least, 0))
+def place(ctx: KernelContext, work: KeyTile, wg: Index, step: "PendingDq") -> Index | None:
+    """The place of the counter of a step's dQ; negative where there is no such step. None: nobody
+    takes turns.
+    """
+    problem, order = ctx.plan.problem, ctx.plan.order
+    if not order.turns:
+        return None
+    tile = (work.batch * problem.q_heads + step.head) * order.tiling.q_tiles + step.t
+    return jnp.where(step.exists != 0, tile * WARPGROUPS + wg, -1)
 
 
-def _turn(ctx: KernelContext, work: KeyTile, wg: Index, step: "PendingDq") -> _Place:
-    number = lax.div(work.key, jnp.int32(ctx.plan.tiling.block_kv))
-    return _place(ctx, work, wg, step, number)
-
-
-def look(ctx: KernelContext, work: KeyTile, wg: Index, step: "PendingDq") -> Index:
+def look(ctx: KernelContext, work: KeyTile, wg: Index, step: "PendingDq") -> Index | None:
     """The counter of a step's dQ, read while matmuls run, for `wait`."""
-    refs, place = _Refs(ctx.refs.turns), _turn(ctx, work, wg, step)
-    return threads.run(_look, ctx.plan, refs, place, returns="one")
+    at = place(ctx, work, wg, step)
+    if at is None:
+        return None
+    refs = _Refs(ctx.refs.turns)
+    return threads.run(_look, ctx.plan, refs, _Turn(at), returns="one")
 
 
 def wait(
@@ -101,31 +101,33 @@ def wait(
     """Waits until it is this step's turn. `seen`: the result of `look`, which mostly says that it
     is.
     """
-    refs, place = _Refs(ctx.refs.turns), _turn(ctx, work, wg, step)
-    until = lambda: threads.run(_wait, ctx.plan, refs, place)  # noqa: E731
+    number = lax.div(work.key, jnp.int32(ctx.plan.tiling.block_kv))
+    at, refs = place(ctx, work, wg, step), _Refs(ctx.refs.turns)
+    turn = _Turn(jnp.maximum(at, 0), jnp.where(step.exists != 0, number, 0))
+    until = functools.partial(threads.run, _wait, ctx.plan, refs, turn)
     if seen is None:
         until()
     else:
-        pl.when(seen < place.least)(until)
+        pl.when(seen < turn.least)(until)
 
 
-def pass_on(ctx: KernelContext, work: KeyTile, wg: Index, step: "PendingDq") -> None:
-    """The turn passes to the next kv tile, when the addition of a step before is in memory."""
-    plgpu.wait_smem_to_gmem(0)
-    refs, place = _Refs(ctx.refs.turns), _place(ctx, work, wg, step, jnp.int32(1))
-    threads.run(_signal, ctx.plan, refs, place)
+def pass_on(ctx: KernelContext, added: Index | None) -> None:
+    """The turn at a place passes to the next kv tile, when the addition is in memory."""
+    if added is not None:
+        plgpu.wait_smem_to_gmem(0)
+        threads.run(_signal, ctx.plan, _Refs(ctx.refs.turns), _Turn(added))
 
 
 def _look(ctx: ThreadContext) -> Any:
     thread, refs, at, _ = ctx
-    return thread.peek(refs.counters, at.index)
+    return thread.peek(refs.counters, thread.maximum(at.place, 0))
 
 
 def _wait(ctx: ThreadContext) -> None:
     thread, refs, at, _ = ctx
-    thread.wait_until(refs.counters, at.index, at.least)
+    thread.wait_until(refs.counters, at.place, at.least)
 
 
 def _signal(ctx: ThreadContext) -> None:
     thread, refs, at, _ = ctx
-    thread.signal(refs.counters, at.index, (thread.index < 1) & (at.least > 0))
+    thread.signal(refs.counters, at.place, (thread.index < 1) & (at.place >= 0))
