@@ -155,11 +155,10 @@ def add(  # noqa: PLR0913
             mma_rowmajor.add(refs.dq, number + first if first else number, dq, step.exists)
         return
     (dq,), (columns,), rows = parts, share_widths(plan), ROWS
-    if plan.order.turns:
-        turns.wait(ctx, work, wg, step, seen)
-    else:
+    if not plan.order.turns:  # or the addition before is in memory
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     smem.dq[wg] = dq
+    turns.wait(ctx, work, wg, step, seen)
     plgpu.commit_smem()
     where = pl.ds(step.t * rows, rows), step.head, pl.ds(wg * columns, columns)
     to = refs.dq.at[work.batch, *where]

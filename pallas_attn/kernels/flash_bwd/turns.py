@@ -101,9 +101,11 @@ def wait(
     """Waits until it is this step's turn. `seen`: the result of `look`, which mostly says that it
     is.
     """
-    number = lax.div(work.key, jnp.int32(ctx.plan.tiling.block_kv))
-    at, refs = place(ctx, work, wg, step), _Refs(ctx.refs.turns)
-    turn = _Turn(jnp.maximum(at, 0), jnp.where(step.exists != 0, number, 0))
+    at = place(ctx, work, wg, step)
+    if at is None:
+        return
+    number, refs = lax.div(work.key, jnp.int32(ctx.plan.tiling.block_kv)), _Refs(ctx.refs.turns)
+    turn = _Turn(jnp.maximum(at, 0), jnp.where(at < 0, 0, number))
     until = functools.partial(threads.run, _wait, ctx.plan, refs, turn)
     if seen is None:
         until()
@@ -131,3 +133,13 @@ def _wait(ctx: ThreadContext) -> None:
 def _signal(ctx: ThreadContext) -> None:
     thread, refs, at, _ = ctx
     thread.signal(refs.counters, at.place, (thread.index < 1) & (at.place >= 0))
+
+
+import os  # TEMPORARY
+_V = os.environ.get("V", "")
+if "noseen" in _V:
+    look = lambda *a: None
+if "nopass" in _V:
+    pass_on = lambda *a: None
+if "nowait" in _V:
+    wait = lambda *a, **k: None
