@@ -27,6 +27,7 @@ class BlockOfThreads:
         self.index = np.arange(128, dtype=np.int32)
         self.memory, self.block, self.touches = memory, block, touches
         self.ids = first + self.index.astype(np.int64)
+        self.stores_in_flight = False  # by TMA, of tiles in shared memory
 
     def to_int64(self, x):
         return np.asarray(x, np.int64)
@@ -318,6 +319,8 @@ class BlockOfThreads:
 
     def signal(self, counters, index, where, remote=False):
         del remote
+        if self.stores_in_flight and np.any(where):
+            raise RuntimeError("RACE DETECTED: a signal before what it tells of is in memory")
         done = self.memory.copies_back_of(int(self.ids[0])).done
         with self.memory.lock:
             for (at,) in self._each(where, index):

@@ -3,7 +3,8 @@
 | problem | dk and dv | dq |
 |---|---|---|
 | 16-bit floats, head dims up to 128 | `sm90_fused`, five matmuls a tile | added up there |
-| the same, short sequences or masks, or bits that must repeat | `sm90_fused` | `sm90_dq` |
+| the same, bits that must repeat: full and causal masks | `sm90_fused` | added up in `turns` |
+| the same, short sequences, or bits that must repeat otherwise | `sm90_fused` | `sm90_dq` |
 | head dims above 128, or float32 | `sm90_dkdv` | `sm90_dq`, seven matmuls in all |
 | short causal windows, head dims up to 64 | `sm90_window` | `sm90_window` |
 | up to 128 queries and keys | `sm90_short` | `sm90_short` |
@@ -77,7 +78,7 @@ class Config:
     heads: bool = False  # dq, dk and dv by `sm90_heads`
     lockstep: bool = False  # blocks are at the same query tile, where `lockstep` applies
     claims: bool = False  # blocks claim work tiles, in `sm90_fused`
-    turns: bool = False  # dq has the same bits each time, in `sm90_fused`, where `turns` applies
+    turns: bool = False  # kv tiles add to dq in one order, in `sm90_fused`, where `turns` applies
 
     def __post_init__(self) -> None:
         blocks = (64, 128) if self.fused else (16, 32, 64, 128)

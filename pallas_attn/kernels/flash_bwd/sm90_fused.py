@@ -40,7 +40,7 @@ Shared memory, and who owns it when:
                      both warpgroups have written theirs. Where dQ comes at the end `ds_free` says
                      that both have read it. Each is of 64 query rows. dk and dv are stored from
                      there where they fit: see `_store_dk_dv`
-  dq [warpgroup]     on its way to global memory, where TMA adds it
+  dq [warpgroup]     on its way to global memory, where TMA adds it, in `turns` if bits must repeat
 """
 
 import functools

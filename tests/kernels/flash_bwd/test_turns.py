@@ -17,7 +17,7 @@ from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests.kernels.flash_bwd.test_flash_bwd import check, problem_of
 from tests.kernels.flash_fwd.test_claims import decoded, plain
-from tests.support import mosaic
+from tests.support import builds, mosaic
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -26,8 +26,14 @@ CASES = {
     "causal": plain(200, 200, (2, 1), 72),
     "lengths": dataclasses.replace(plain(130, 300, (1, 1), 72, batch=2), kv_lengths=(70, 300)),
     "full": dataclasses.replace(plain(100, 300, (1, 1), 72), mask=FULL),
+    "in_registers": plain(70, 200, (1, 1), 128),
 }
-CHANGES = {"causal": {"lockstep": True}, "lengths": {"dq_lag": 1}, "full": {}}
+CHANGES = {
+    "causal": {"lockstep": True},
+    "lengths": {"dq_lag": 1},
+    "full": {},
+    "in_registers": {"k_in_registers": True},
+}
 
 
 @pytest.mark.guards
@@ -102,6 +108,24 @@ def test_where_it_applies():
         assert sm90.plan_of(problem, config).order.turns == in_turns
         assert sm90.is_fused(problem, config) == (in_turns or not problem.deterministic)
     assert not turns.applies(KeyTiling(of(mask=sliding_window(9)), sm90.sm90_fused.KEYS, 64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_on_the_gpu(name):
+    config = dataclasses.replace(TURNS, grid=132, **CHANGES[name])
+    check(CASES[name], config, deterministic=True)
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("name", ["h128_turns", "h128_turns_causal"])
+def test_compiles_without_serialised_matmuls(name):
+    build = builds.BUILDS[f"flash_bwd/sm90/{name}"]
+    report = mosaic.compile_for(build.call, *build.shapes, target=build.target, sass=False)
+    (kernel,) = (x for x in report.kernels if x.name.startswith("flash_bwd"))
+    assert kernel.spill_bytes <= 200
+    assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
 
 
 REPEATED = {
