@@ -254,7 +254,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "the_turn_of_the_last_query_tile_does_not_pass": Fault(
         f"{BWD}/sm90_fused.py",
-        "            turns.pass_on(ctx, added)\n        results",
+        "            turns.pass_on(ctx, work, wg, added)\n        results",
         "        results",
         f"{TEST_TURNS} -k interpreted",
     ),

@@ -364,6 +364,9 @@ class BlockOfThreads:
         self.memory.take_back(ref, here, nbytes, self.ids[where])
         self.store(ref, index, word, nbytes, where)
 
+    def count(self, counters, index, where):
+        self.signal(counters, index, where)
+
     def peek(self, counters, index):
         ((at,),) = set(self._each(True, index))
         return np.full(128, counters.reshape(-1)[at], np.int32)

@@ -203,26 +203,28 @@ def _mainloop(
         dk_accs, dv_accs = accs[: len(widths.dk)], accs[len(widths.dk) :]
 
         def step(n: Index, carry: Carry) -> Any:
-            (g, i), pending, added, of_aux = carry
-            t = work.q_tile(i)
+            (g, i), kept, added, of_aux = carry
+            pending, t = turns.unpacked(plan, kept, count + n), work.q_tile(i)
             own = PendingDq(jnp.int32(1), pending[-1].count + 1, first_head + g, t)
             masked = key_tiles.needs_mask(plan.tiling, work, t, i)
             now = FusedStep(ctx, work, wg, masked, pending, own, k_part, of_aux, added)
             of_aux = _step(now, KeyGradients(dk_accs, dv_accs))
-            following = key_tiles.step_after(plan, work, g, i)
-            return following, (*pending[1:], own), turns.place(ctx, work, wg, now.due), of_aux
+            kept = (*kept[1:], turns.packed(plan, own))
+            return key_tiles.step_after(plan, work, g, i), kept, now.due.number, of_aux
 
         nothing = PendingDq(jnp.int32(0), count - 1, first_head, jnp.int32(0))
-        added = turns.place(ctx, work, wg, nothing)
-        start = (jnp.int32(0), jnp.int32(0)), (nothing,) * lag, added, aux_sums.empty_sums(plan)
-        pending, added, of_aux = lax.fori_loop(0, group * work.steps, step, start)[1:]
+        none, steps = turns.packed(plan, nothing), group * work.steps
+        added = none if plan.order.turns else None
+        start = (jnp.int32(0), jnp.int32(0)), (none,) * lag, added, aux_sums.empty_sums(plan)
+        kept, added, of_aux = lax.fori_loop(0, steps, step, start)[1:]
+        pending = turns.unpacked(plan, kept, count + steps)
         last = pending[-1]
         if refs.dq is not None:
             for n, due in enumerate(pending, 1 - lag):
-                turns.pass_on(ctx, added)
+                turns.pass_on(ctx, work, wg, added)
                 _last_dq(ctx, work, wg, due, last.count + n)
-                added = turns.place(ctx, work, wg, due)
-            turns.pass_on(ctx, added)
+                added = due.number
+            turns.pass_on(ctx, work, wg, added)
         results = [[acc[...] for acc in accs] for accs in (dk_accs, dv_accs)]
 
         @pl.when(last.exists != 0)
@@ -314,7 +316,7 @@ class FusedStep(NamedTuple):
     own: PendingDq
     k_part: RegisterTile  # columns of k in registers, or None
     of_aux: Sums  # up to the step before
-    added: Index | None  # the `turns.place` of the dQ that was added last
+    added: Index | None  # the number of the dQ that was added last: see `turns`
 
     @property
     def plan(self) -> KeyPlan:
@@ -454,7 +456,7 @@ def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, *dq_accs: RegisterTile) 
     """
     ctx, wg, due, count = now.ctx, now.wg, now.due, now.own.count
     plan, smem = now.plan, now.smem
-    turns.pass_on(ctx, now.added)
+    turns.pass_on(ctx, now.work, wg, now.added)
     seen = turns.look(ctx, now.work, wg, due)
     pl.when(due.exists != 0)(lambda: plgpu.barrier_wait(_ds_ready(ctx, count)))
     dq_sum.multiply(ctx, dq_accs, _ds_slot(plan, count - plan.config.dq_lag), wg)

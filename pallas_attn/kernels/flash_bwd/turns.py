@@ -66,6 +66,34 @@ def counters(plan: KeyPlan) -> Any:
     return jax.new_ref(jnp.zeros((shares,), jnp.int32))
 
 
+# ---- steps whose dQ is to come ------------------------------------------------------------------
+
+
+def packed(plan: KeyPlan, step: "PendingDq") -> Any:
+    """A step as the mainloop keeps it: in turns one number, since registers are short."""
+    if not plan.order.turns:
+        return step
+    return jnp.where(step.exists != 0, step.head * plan.tiling.q_tiles + step.t, -1)
+
+
+def unpacked(plan: KeyPlan, kept: tuple[Any, ...], count: Index) -> tuple[Any, ...]:
+    """The steps before step `count`."""
+    if not plan.order.turns:
+        return kept
+    return tuple(_unpacked(plan, number, count - len(kept) + n) for n, number in enumerate(kept))
+
+
+def _unpacked(plan: KeyPlan, number: Index, count: Index) -> "PendingDq":
+    from pallas_attn.kernels.flash_bwd.dq_sum import PendingDq
+
+    q_tiles, at = jnp.int32(plan.tiling.q_tiles), jnp.maximum(number, 0)
+    head = lax.div(at, q_tiles)
+    return PendingDq((number >= 0).astype(jnp.int32), count, head, at - head * q_tiles, number)
+
+
+# ---- turns --------------------------------------------------------------------------------------
+
+
 class _Refs(NamedTuple):
     counters: GmemRef
 
@@ -75,24 +103,18 @@ class _Turn(NamedTuple):
     least: Index = 0  # additions that it has to show
 
 
-def place(ctx: KernelContext, work: KeyTile, wg: Index, step: "PendingDq") -> Index | None:
-    """The place of the counter of a step's dQ; negative where there is no such step. None: nobody
-    takes turns.
-    """
-    problem, order = ctx.plan.problem, ctx.plan.order
-    if not order.turns:
-        return None
-    tile = (work.batch * problem.q_heads + step.head) * order.tiling.q_tiles + step.t
-    return jnp.where(step.exists != 0, tile * WARPGROUPS + wg, -1)
+def _place(ctx: KernelContext, work: KeyTile, wg: Index, number: Index) -> Index:
+    """The place of the counter of a query tile."""
+    problem, q_tiles = ctx.plan.problem, ctx.plan.tiling.q_tiles
+    return (work.batch * (problem.q_heads * q_tiles) + number) * WARPGROUPS + wg
 
 
 def look(ctx: KernelContext, work: KeyTile, wg: Index, step: "PendingDq") -> Index | None:
-    """The counter of a step's dQ, read while matmuls run, for `wait`."""
-    at = place(ctx, work, wg, step)
-    if at is None:
+    """The counter of a step's dQ, read while matmuls run, for `wait`; None: nobody takes turns."""
+    if step.number is None:
         return None
-    refs = _Refs(ctx.refs.turns)
-    return threads.run(_look, ctx.plan, refs, _Turn(at), returns="one")
+    place = _place(ctx, work, wg, jnp.maximum(step.number, 0))
+    return threads.run(_look, ctx.plan, _Refs(ctx.refs.turns), _Turn(place), returns="one")
 
 
 def wait(
@@ -101,28 +123,30 @@ def wait(
     """Waits until it is this step's turn. `seen`: the result of `look`, which mostly says that it
     is.
     """
-    at = place(ctx, work, wg, step)
-    if at is None:
+    if step.number is None:
         return
-    number, refs = lax.div(work.key, jnp.int32(ctx.plan.tiling.block_kv)), _Refs(ctx.refs.turns)
-    turn = _Turn(jnp.maximum(at, 0), jnp.where(at < 0, 0, number))
-    until = functools.partial(threads.run, _wait, ctx.plan, refs, turn)
+    kv_tile = lax.div(work.key, jnp.int32(ctx.plan.tiling.block_kv))
+    least = jnp.where(step.number >= 0, kv_tile, 0)
+    turn = _Turn(_place(ctx, work, wg, jnp.maximum(step.number, 0)), least)
+    until = functools.partial(threads.run, _wait, ctx.plan, _Refs(ctx.refs.turns), turn)
     if seen is None:
         until()
     else:
-        pl.when(seen < turn.least)(until)
+        pl.when(seen < least)(until)
 
 
-def pass_on(ctx: KernelContext, added: Index | None) -> None:
-    """The turn at a place passes to the next kv tile, when the addition is in memory."""
-    if added is not None:
-        plgpu.wait_smem_to_gmem(0)
-        threads.run(_signal, ctx.plan, _Refs(ctx.refs.turns), _Turn(added))
+def pass_on(ctx: KernelContext, work: KeyTile, wg: Index, number: Index | None) -> None:
+    """The turn at a query tile passes to the next kv tile, when the addition is in memory."""
+    if number is None:
+        return
+    plgpu.wait_smem_to_gmem(0)
+    place = jnp.where(number >= 0, _place(ctx, work, wg, number), -1)
+    threads.run(_signal, ctx.plan, _Refs(ctx.refs.turns), _Turn(place))
 
 
 def _look(ctx: ThreadContext) -> Any:
     thread, refs, at, _ = ctx
-    return thread.peek(refs.counters, thread.maximum(at.place, 0))
+    return thread.peek(refs.counters, at.place)
 
 
 def _wait(ctx: ThreadContext) -> None:
@@ -131,5 +155,8 @@ def _wait(ctx: ThreadContext) -> None:
 
 
 def _signal(ctx: ThreadContext) -> None:
+    """Without an order of its own: nobody reads what has been added before, and the next addition
+    is made where this one has been, in L2.
+    """
     thread, refs, at, _ = ctx
-    thread.signal(refs.counters, at.place, (thread.index < 1) & (at.place >= 0))
+    thread.count(refs.counters, at.place, (thread.index < 1) & (at.place >= 0))
