@@ -213,7 +213,7 @@ def _mainloop(
             return key_tiles.step_after(plan, work, g, i), kept, now.due.number, of_aux
 
         nothing = PendingDq(jnp.int32(0), count - 1, first_head, jnp.int32(0))
-        none, steps = turns.packed(plan, nothing), group * work.steps
+        none, steps = turns.packed(plan, nothing), turns.trip_count(plan, work, count)
         added = none if plan.order.turns else None
         start = (jnp.int32(0), jnp.int32(0)), (none,) * lag, added, aux_sums.empty_sums(plan)
         kept, added, of_aux = lax.fori_loop(0, steps, step, start)[1:]

@@ -28,7 +28,7 @@ from jax import lax
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, KeyTiling
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
-from pallas_attn.kernels.lang import threads
+from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import GmemRef, Index
 
@@ -81,6 +81,14 @@ def unpacked(plan: KeyPlan, kept: tuple[Any, ...], count: Index) -> tuple[Any, .
     if not plan.order.turns:
         return kept
     return tuple(_unpacked(plan, number, count - len(kept) + n) for n, number in enumerate(kept))
+
+
+def trip_count(plan: KeyPlan, work: KeyTile, count: Index) -> Index:
+    """Steps of a work tile. In turns their number is hidden from the compiler, which would prepare
+    for one that it knows, and spill 300 bytes for it.
+    """
+    steps = plan.problem.group * work.steps
+    return steps + mosaic.opaque_zero(count) if plan.order.turns else steps
 
 
 def _unpacked(plan: KeyPlan, number: Index, count: Index) -> "PendingDq":
