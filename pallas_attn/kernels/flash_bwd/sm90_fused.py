@@ -204,7 +204,7 @@ def _mainloop(
 
         def step(n: Index, carry: Carry) -> Any:
             (g, i), kept, added, of_aux = carry
-            pending, t = turns.unpacked(plan, kept, count + n), work.q_tile(i)
+            pending, t = turns.unpacked(plan, kept, count, n), work.q_tile(i)
             own = PendingDq(jnp.int32(1), pending[-1].count + 1, first_head + g, t)
             masked = key_tiles.needs_mask(plan.tiling, work, t, i)
             now = FusedStep(ctx, work, wg, masked, pending, own, k_part, of_aux, added)
@@ -213,11 +213,11 @@ def _mainloop(
             return key_tiles.step_after(plan, work, g, i), kept, now.due.number, of_aux
 
         nothing = PendingDq(jnp.int32(0), count - 1, first_head, jnp.int32(0))
-        none, steps = turns.packed(plan, nothing), turns.trip_count(plan, work, count)
+        none = turns.packed(plan, nothing)
         added = none if plan.order.turns else None
         start = (jnp.int32(0), jnp.int32(0)), (none,) * lag, added, aux_sums.empty_sums(plan)
-        kept, added, of_aux = lax.fori_loop(0, steps, step, start)[1:]
-        pending = turns.unpacked(plan, kept, count + steps)
+        kept, added, of_aux = lax.fori_loop(0, turns.trip_count(plan, work, count), step, start)[1:]
+        pending = turns.unpacked_last(plan, kept, count, work)
         last = pending[-1]
         if refs.dq is not None:
             for n, due in enumerate(pending, 1 - lag):

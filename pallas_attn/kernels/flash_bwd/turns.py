@@ -76,11 +76,21 @@ def packed(plan: KeyPlan, step: "PendingDq") -> Any:
     return jnp.where(step.exists != 0, step.head * plan.tiling.q_tiles + step.t, -1)
 
 
-def unpacked(plan: KeyPlan, kept: tuple[Any, ...], count: Index) -> tuple[Any, ...]:
-    """The steps before step `count`."""
+def unpacked(plan: KeyPlan, kept: tuple[Any, ...], count: Index, n: Index) -> tuple[Any, ...]:
+    """The steps before step n of a work tile, before which there were `count`."""
     if not plan.order.turns:
         return kept
-    return tuple(_unpacked(plan, number, count - len(kept) + n) for n, number in enumerate(kept))
+    first = count + n - len(kept)
+    return tuple(_unpacked(plan, number, first + m) for m, number in enumerate(kept))
+
+
+def unpacked_last(
+    plan: KeyPlan, kept: tuple[Any, ...], count: Index, work: KeyTile
+) -> tuple[Any, ...]:
+    """The last steps of a work tile."""
+    return (
+        unpacked(plan, kept, count, plan.problem.group * work.steps) if plan.order.turns else kept
+    )
 
 
 def trip_count(plan: KeyPlan, work: KeyTile, count: Index) -> Index:
