@@ -88,9 +88,9 @@ def unpacked_last(
     plan: KeyPlan, kept: tuple[Any, ...], count: Index, work: KeyTile
 ) -> tuple[Any, ...]:
     """The last steps of a work tile."""
-    return (
-        unpacked(plan, kept, count, plan.problem.group * work.steps) if plan.order.turns else kept
-    )
+    if not plan.order.turns:
+        return kept
+    return unpacked(plan, kept, count, trip_count(plan, work, count))
 
 
 def trip_count(plan: KeyPlan, work: KeyTile, count: Index) -> Index:
