@@ -110,7 +110,8 @@ def flash_attention(  # noqa: PLR0913
         "highest" (or "float32") is float32-accurate.
       deterministic: whether gradients must have the same bits each time. The fastest kernel adds
         what many blocks contribute to dq in the order in which they come, so its last bits vary;
-        True has dq computed by a kernel of its own. All other results never vary. Static.
+        True has them add in one order, or dq computed by a kernel of its own. All other results
+        never vary. Static.
       context: within `jax.shard_map`, over a mesh axis that the rows of q, k and v are split over:
         the rows that each device has, and how they move (`Context`). T and S are those of this
         device; positions, q_offset, q_lengths and kv_lengths those of the whole sequence.

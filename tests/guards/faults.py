@@ -136,6 +136,7 @@ TEST_FETCH = "tests/kernels/flash_fwd/test_fetch.py -k as_if_it_were_here"
 TEST_CLAIMS = "tests/kernels/flash_fwd/test_claims.py"
 TEST_SIZES = "tests/kernels/flash_bwd/test_any_size.py"
 TEST_ONE_TILE = "tests/kernels/flash_bwd/test_one_key_tile.py"
+TEST_TURNS = "tests/kernels/flash_bwd/test_turns.py -m 'not gpu'"
 TEST_HEADS = "tests/kernels/flash_bwd/test_heads.py"
 TEST_ORDER = "tests/kernels/flash_bwd/test_work_order.py"
 TEST_SUMS = "tests/lm/test_kernels.py -k 'norm_over_devices or norm_waits'"
@@ -241,6 +242,30 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "            _ = claims.claim(ctx, n + 1) if plan.order.claims else None\n"
         "            return count + 1\n\n        count = lax.fori_loop",
         f"{TEST_ORDER} -k counts",
+    ),
+    "an_addition_to_dq_waits_for_no_turn": Fault(
+        f"{BWD}/turns.py",
+        "thread.wait_until(refs.counters, at.place, at.least)",
+        "del thread, refs, at",
+        f"{TEST_TURNS} -k before_its_turn",
+    ),
+    "a_turn_passes_before_dq_is_in_memory": Fault(
+        f"{BWD}/turns.py",
+        "plgpu.wait_smem_to_gmem(0)",
+        "plgpu.wait_smem_to_gmem(0, wait_read_only=True)",
+        f"{TEST_TURNS} -k interpreted",
+    ),
+    "the_turn_of_the_last_query_tile_does_not_pass": Fault(
+        f"{BWD}/sm90_fused.py",
+        "            turns.pass_on(ctx, work, wg, added)\n        results",
+        "        results",
+        f"{TEST_TURNS} -k interpreted",
+    ),
+    "blocks_in_turn_do_not_claim_their_first_work_tiles": Fault(
+        f"{BWD}/operands.py",
+        "claims.counter(-plan.order.grid if plan.order.turns else 0)",
+        "claims.counter()",
+        f"{TEST_TURNS} -k interpreted",
     ),
     "a_claim_is_read_before_it_is_written": Fault(
         f"{FWD}/claims.py",
@@ -441,8 +466,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "backward_adds_dq_by_tma_before_the_commit": Fault(
         f"{BWD}/dq_sum.py",
-        "    smem.dq[wg] = dq\n    plgpu.commit_smem()\n",
-        "    smem.dq[wg] = dq\n",
+        "    turns.wait(ctx, work, wg, step, seen)\n    plgpu.commit_smem()\n",
+        "    turns.wait(ctx, work, wg, step, seen)\n",
         f"{TEST_BWD} -k 'test_interpreted and t_equals_s'",
     ),
     "backward_puts_dq_where_tma_still_reads": Fault(

@@ -387,6 +387,12 @@ BUILDS: dict[str, Build] = {
     "flash_bwd/sm90/h64_causal": _backward_sm90(64, **_CAUSAL),
     "flash_bwd/sm90/h128_full": _backward_sm90(128),
     "flash_bwd/sm90/h128_deterministic": _backward_sm90(128, deterministic=True, **_CAUSAL),
+    "flash_bwd/sm90/h128_turns": _backward_sm90(
+        128, heads=(64, 8), rows=8192, keys=8192, deterministic=True
+    ),
+    "flash_bwd/sm90/h128_turns_causal": _backward_sm90(
+        128, heads=(64, 8), rows=8192, keys=8192, deterministic=True, **_CAUSAL
+    ),
     "flash_bwd/sm90/h128_long": _backward_sm90(
         128, heads=(8, 2), rows=65536, keys=65536, **_CAUSAL
     ),

@@ -13,6 +13,7 @@ _FWD = "tests/kernels/flash_fwd/test_flash_fwd.py::test_edges_on_the_gpu"
 _BWD = "tests/kernels/flash_bwd/test_flash_bwd.py::"
 _ONE_TILE = "tests/kernels/flash_bwd/test_one_key_tile.py::"
 _HEADS = "tests/kernels/flash_bwd/test_heads.py::"
+_TURNS = "tests/kernels/flash_bwd/test_turns.py::"
 _SIZES = "tests/kernels/flash_bwd/test_any_size.py::"
 _AUX = "tests/kernels/flash_bwd/test_aux_gradients.py::"
 _JVP = "tests/kernels/flash_jvp/test_flash_jvp.py::"
@@ -61,6 +62,10 @@ QUICK: dict[str, tuple[str, ...]] = {
     "kernels/flash_bwd/sm90_fused.py": (
         f"{_BWD}test_edges_on_the_gpu[t_equals_s-True]",
         f"{_BWD}test_edges_on_the_gpu[float16_causal-True]",
+    ),
+    "kernels/flash_bwd/turns.py": (
+        f"{_TURNS}test_on_the_gpu[causal]",
+        f"{_TURNS}test_on_the_gpu[lengths]",
     ),
     "kernels/flash_bwd/sm90_dkdv.py": (
         f"{_BWD}test_edges_on_the_gpu[t_equals_s-False]",

@@ -142,6 +142,7 @@ def _run_program(*, token, mesh_location, thread, keys, scalars, program):
     if touches.has_met:
         ours.launch_memory.since_meeting.pop(first, None)
     block = BlockOfThreads(first, ours.launch_memory, coordinates, touches)
+    block.stores_in_flight = bool(ours.pending_smem_to_gmem_write_clocks.get(thread))
     spread = [np.full(128, scalar, np.int32) for scalar in scalars]
     refs, values = (
         jax.tree.unflatten(tree, leaves)

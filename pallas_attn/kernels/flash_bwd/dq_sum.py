@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import dq_rounding, one_key_tile
+from pallas_attn.kernels.flash_bwd import dq_rounding, one_key_tile, turns
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.lang import mosaic, panels
@@ -35,6 +35,7 @@ class PendingDq(NamedTuple):
     count: Index  # its number, over all work tiles
     head: Index
     t: Index  # its query tile
+    number: Index | None = None  # of the query tile, over all heads; negative: none; see `turns`
 
 
 def is_split_by_rows(plan: KeyPlan) -> bool:
@@ -137,10 +138,15 @@ def _half_of_k(ctx: KernelContext, u: int, wg: Index) -> SmemRef:
     return smem.k.at[u, :, pl.ds(wg * columns, columns)]
 
 
-def add(
-    ctx: KernelContext, work: KeyTile, wg: Index, step: PendingDq, parts: Sequence[RegisterTile]
+def add(  # noqa: PLR0913
+    ctx: KernelContext,
+    work: KeyTile,
+    wg: Index,
+    step: PendingDq,
+    parts: Sequence[RegisterTile],
+    seen: Index | None = None,
 ) -> None:
-    """Adds a warpgroup's share to global memory."""
+    """Adds a warpgroup's share to global memory. `seen`: see `turns.wait`."""
     plan, refs, smem = ctx
     if plan.config.one_key_tile:
         return one_key_tile.write(ctx, work, wg, step, *parts)
@@ -152,8 +158,10 @@ def add(
             mma_rowmajor.add(refs.dq, number + first if first else number, dq, step.exists)
         return None
     (dq,), (columns,), rows = parts, share_widths(plan), ROWS
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if not plan.order.turns:  # or the addition before is in memory
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     smem.dq[wg] = dq
+    turns.wait(ctx, work, wg, step, seen)
     plgpu.commit_smem()
     where = pl.ds(step.t * rows, rows), step.head, pl.ds(wg * columns, columns)
     to = refs.dq.at[work.batch, *where]

@@ -66,6 +66,7 @@ class BackwardRefs(NamedTuple):
     score_aux: Any = ()
     tiles: GmemRef = None  # see `tile_lists.tiles`
     counter: GmemRef = None  # int32[1], written: see `flash_fwd.claims`
+    turns: GmemRef = None  # int32[n], written: see `turns.counters`
     key_tiles: GmemRef = None  # int32[B|1, N|1, kv tiles]: see `key_masks.codes`
     key_spans: GmemRef = None  # int32[B|1, N|1, 4]: see `key_masks.spans`
 
@@ -151,7 +152,7 @@ def for_tma(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Backwa
             rows = rows[:: problem.share] if lengths == "kv_lengths" else rows
             fields[f"{name}_edge"] = tma_operands.edge(fields[name], rows, block)
     if plan.order.claims:
-        fields["counter"] = claims.counter()
+        fields["counter"] = claims.counter(-plan.order.grid if plan.order.turns else 0)
     refs = BackwardRefs(**{name: fields.get(name) for name in BackwardRefs._fields})
     if documents.go_by_rank(plan.order):
         refs = refs._replace(schedule=documents.schedule_by_rank(KernelContext(plan, refs)))

@@ -125,7 +125,8 @@ def each_work_tile(
         count = body(n, count, code)
         return n + 1, count, claim(ctx, n + 1)
 
-    start = none, none, claims.first_code(ctx, block_id)
+    first = claim(ctx, none) if ctx.plan.order.turns else claims.first_code(ctx, block_id)
+    start = none, none, first
     lax.while_loop(lambda carry: carry[2] >= 0, claimed, start)
 
 

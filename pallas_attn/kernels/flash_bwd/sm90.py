@@ -3,7 +3,8 @@
 | problem | dk and dv | dq |
 |---|---|---|
 | 16-bit floats, head dims up to 128 | `sm90_fused`, five matmuls a tile | added up there |
-| the same, short sequences or masks, or bits that must repeat | `sm90_fused` | `sm90_dq` |
+| the same, bits that must repeat: full and causal masks | `sm90_fused` | added up in `turns` |
+| the same, short sequences, or bits that must repeat otherwise | `sm90_fused` | `sm90_dq` |
 | head dims above 128, or float32 | `sm90_dkdv` | `sm90_dq`, seven matmuls in all |
 | short causal windows, head dims up to 64 | `sm90_window` | `sm90_window` |
 | up to 128 keys, head dims up to 64 | `sm90_fused` | written there: `one_key_tile` |
@@ -39,6 +40,7 @@ from pallas_attn.kernels.flash_bwd import (
     sm90_short,
     sm90_window,
     statistics,
+    turns,
 )
 from pallas_attn.kernels.flash_bwd.aux_sums import Part
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
@@ -82,6 +84,7 @@ class Config:
     kv_slots: int = 1  # work tiles whose keys are in shared memory, in `sm90_fused`
     q_chunks: int = 1  # parts of the query rows that are batch rows: see `query_chunks`
     one_key_tile: bool = False  # `sm90_fused` writes dq itself, see `one_key_tile`
+    turns: bool = False  # kv tiles add to dq in one order, in `sm90_fused`, where `turns` applies
 
     def __post_init__(self) -> None:
         blocks = (64, 128) if self.fused else (16, 32, 64, 128)
@@ -126,6 +129,8 @@ class Config:
         scattered = order.exceeds_l2 and (idle or not order.tiling.follows_mask)
         fused = order.tiling.mean_q_rows > 512 and not scattered
         config = dataclasses.replace(config, fused=fused)
+        if fused and problem.deterministic:
+            config = dataclasses.replace(config, turns=_takes_turns_well(problem, config))
         if fused and dq_sum.has_rest(plan_of(problem, config)):
             config = dataclasses.replace(config, stages=3, dq_lag=1)
         return _with_slots(problem, _in_order(problem, config))
@@ -152,9 +157,16 @@ def _in_order(problem: AttentionProblem, config: Config) -> Config:
     order = plan_of(problem, dataclasses.replace(config, lockstep=True, claims=True)).order
     fused, long = is_fused(problem, config), order.head_exceeds_l2
     lockstep = order.lockstep and (long or (fused and problem.group > 1))
+    if fused and problem.deterministic:
+        return dataclasses.replace(config, lockstep=order.lockstep, claims=True)
     gains = long or lockstep or order.tiling.chunks > 1
     claims = order.claims and fused and gains and order.grid < order.work_tiles
     return dataclasses.replace(config, lockstep=lockstep, claims=claims)
+
+
+def _takes_turns_well(problem: AttentionProblem, config: Config) -> bool:
+    config = dataclasses.replace(config, turns=True, lockstep=True)
+    return takes_turns(problem, config) and turns.is_short_wait(plan_of(problem, config).order)
 
 
 # Tiles of `sm90_dkdv` and `sm90_dq`, the best first.
@@ -197,8 +209,15 @@ def own_kernel(config: Config) -> tuple[str, Any] | None:
 def is_fused(problem: AttentionProblem, config: Config) -> bool:
     """Whether `sm90_fused` adds up dq too."""
     apart = own_kernel(config) is not None or is_wide(problem)
-    scattered = problem.deterministic and not config.one_key_tile
-    return config.fused and not apart and not scattered
+    repeats = not problem.deterministic or config.one_key_tile or takes_turns(problem, config)
+    return config.fused and not apart and repeats
+
+
+def takes_turns(problem: AttentionProblem, config: Config) -> bool:
+    """Whether `sm90_fused` adds up dq in one order."""
+    by_columns = config.turns and config.block_q == ROWS and own_kernel(config) is None
+    tiling = KeyTiling(problem, sm90_fused.KEYS, ROWS)
+    return config.fused and by_columns and not is_wide(problem) and turns.applies(tiling)
 
 
 def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
@@ -218,12 +237,15 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     alone = config.fused and block_q == 2 * ROWS and one_key_tile.takes(problem)
     if config.one_key_tile and (own_order or not alone):
         raise ValueError(f"Config.one_key_tile must be False for {problem}")
+    in_turns = takes_turns(problem, config)
+    claims = in_turns or config.claims
     order = WorkOrder(
         tiling,
         blocks=config.grid,
         heads_together=config.l2_heads,
         lockstep=config.lockstep and own_order is None and lockstep.applies(tiling),
-        claims=config.claims and not (own_order is not None or wide or tiling.is_listed),
+        claims=claims and not (own_order is not None or wide or tiling.is_listed),
+        turns=in_turns,
     )
     config = dataclasses.replace(config, block_q=block_q)
     halves = block_q == ROWS and is_fused(problem, config)

@@ -40,7 +40,7 @@ Shared memory, and who owns it when:
                      both warpgroups have written theirs. Where dQ comes at the end `ds_free` says
                      that both have read it. Each is of 64 query rows. dk and dv are stored from
                      there where they fit: see `_store_dk_dv`
-  dq [warpgroup]     on its way to global memory, where TMA adds it
+  dq [warpgroup]     on its way to global memory, where TMA adds it, in `turns` if bits must repeat
 """
 
 import functools
@@ -56,7 +56,14 @@ from jax import lax
 from pallas_attn.kernels.attention import score_mod
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import aux_sums, dq_sum, key_tiles, one_key_tile, producer
+from pallas_attn.kernels.flash_bwd import (
+    aux_sums,
+    dq_sum,
+    key_tiles,
+    one_key_tile,
+    producer,
+    turns,
+)
 from pallas_attn.kernels.flash_bwd.dq_sum import WARPGROUPS, PendingDq
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, per_column
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, KeyGradients
@@ -227,21 +234,28 @@ def _mainloop(
         dk_accs, dv_accs = accs[: len(widths.dk)], accs[len(widths.dk) :]
 
         def step(n: Index, carry: Carry) -> Any:
-            (g, i), pending, of_aux = carry
-            t = work.q_tile(i)
+            (g, i), kept, added, of_aux = carry
+            pending, t = turns.unpacked(plan, kept, count, n), work.q_tile(i)
             own = PendingDq(jnp.int32(1), pending[-1].count + 1, first_head + g, t)
             masked = key_tiles.needs_mask(plan.tiling, work, t, i)
-            now = FusedStep(ctx, work, wg, masked, pending, own, k_part, of_aux)
+            now = FusedStep(ctx, work, wg, masked, pending, own, k_part, of_aux, added)
             of_aux = _step(now, KeyGradients(dk_accs, dv_accs))
-            return key_tiles.step_after(plan, work, g, i), (*pending[1:], own), of_aux
+            kept = (*kept[1:], turns.packed(plan, own))
+            return key_tiles.step_after(plan, work, g, i), kept, now.due.number, of_aux
 
         nothing = PendingDq(jnp.int32(0), count - 1, first_head, jnp.int32(0))
-        start = (jnp.int32(0), jnp.int32(0)), (nothing,) * lag, aux_sums.empty_sums(plan)
-        pending, of_aux = lax.fori_loop(0, group * work.steps, step, start)[1:]
+        none = turns.packed(plan, nothing)
+        added = none if plan.order.turns else None
+        start = (jnp.int32(0), jnp.int32(0)), (none,) * lag, added, aux_sums.empty_sums(plan)
+        kept, added, of_aux = lax.fori_loop(0, turns.trip_count(plan, work, count), step, start)[1:]
+        pending = turns.unpacked_last(plan, kept, count, work)
         last = pending[-1]
         if refs.dq is not None:
             for n, due in enumerate(pending, 1 - lag):
+                turns.pass_on(ctx, work, wg, added)
                 _last_dq(ctx, work, wg, due, last.count + n)
+                added = due.number
+            turns.pass_on(ctx, work, wg, added)
         results = [[acc[...] for acc in accs] for accs in (dk_accs, dv_accs)]
 
         @pl.when(last.exists != 0)
@@ -333,6 +347,7 @@ class FusedStep(NamedTuple):
     own: PendingDq
     k_part: RegisterTile  # columns of k in registers, or None
     of_aux: Sums  # up to the step before
+    added: Index | None  # the number of the dQ that was added last: see `turns`
 
     @property
     def plan(self) -> KeyPlan:
@@ -341,6 +356,11 @@ class FusedStep(NamedTuple):
     @property
     def smem(self) -> FusedSmem:
         return self.ctx.smem
+
+    @property
+    def due(self) -> PendingDq:
+        """The step whose dQ is next."""
+        return self.pending[0]
 
     @property
     def slot(self) -> Index:
@@ -432,7 +452,7 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Su
     its half of that dS. The first step of a work tile has none before it: what it multiplies is
     whatever lies there, which the other warpgroup may be writing, and `dq_sum.add` adds it nowhere.
     """
-    ctx, due = now.ctx, now.pending[0]
+    ctx, due = now.ctx, now.due
     plan, smem = now.plan, now.smem
 
     def to_ds(logits: RegisterTile, slope: RegisterTile, dp_acc: RegisterTile) -> Any:
@@ -465,8 +485,10 @@ def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, *dq_accs: RegisterTile) 
     """dQ of a step before, which is being added when this returns, and S of this one, which still
     runs.
     """
-    ctx, wg, due, count = now.ctx, now.wg, now.pending[0], now.own.count
+    ctx, wg, due, count = now.ctx, now.wg, now.due, now.own.count
     plan, smem = now.plan, now.smem
+    turns.pass_on(ctx, now.work, wg, now.added)
+    seen = turns.look(ctx, now.work, wg, due)
     pl.when(due.exists != 0)(lambda: plgpu.barrier_wait(_ds_ready(ctx, count)))
     dq_sum.multiply(ctx, dq_accs, _ds_slot(plan, count - plan.config.dq_lag), wg)
     if now.presets:  # S begins in registers out of which dK was made
@@ -480,7 +502,7 @@ def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, *dq_accs: RegisterTile) 
     dq = [plgpu.wgmma_accumulator_load(acc, wait_n=groups) for acc in dq_accs]
     if not now.presets:
         now.release_last_q()
-    dq_sum.add(ctx, now.work, wg, due, dq)
+    dq_sum.add(ctx, now.work, wg, due, dq, seen)
 
 
 def _dv_and_dk(
@@ -670,6 +692,8 @@ def dq_dk_dv(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
         return Gradients(dq, dk, dv)
     zeros = dq_sum.zeros(plan, refs.q.shape[0]) if refs.dq is None else refs.dq
     refs = refs._replace(dq=jax.new_ref(zeros))
+    if plan.order.turns:
+        refs = refs._replace(turns=turns.counters(plan))
     grads = dk_dv(plan, _with_presets(KernelContext(plan, refs)))
     return Gradients(dq_sum.rounded(plan, jax.freeze(refs.dq)), *grads)
 
