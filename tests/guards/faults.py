@@ -552,6 +552,18 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "plgpu.wgmma_wait(columns.blocks - n)",
         f"{TEST_MLA} -k 'test_interpreted and two_chunks_side_by_side'",
     ),
+    "latent_partials_of_a_launch_are_not_rescaled": Fault(
+        f"{MLA}/combine_apart.py",
+        "acc = state.acc * mosaic.broadcast_rows(rescale, shape)",
+        "acc = state.acc",
+        f"{TEST_MLA} -k test_partials_of_many_splits",
+    ),
+    "latent_partials_of_the_next_chunk_are_combined": Fault(
+        f"{MLA}/combine_apart.py",
+        "places = [n * together + member for n in others]",
+        "places = [n * together for n in others]",
+        f"{TEST_MLA} -k 'test_interpreted and two_chunks_apart'",
+    ),
     "latent_blocks_of_few_rows_are_released_early": Fault(
         f"{MLA}/sm90_few_rows.py",
         "plgpu.wgmma_wait(len(values) - 1 - done)",

@@ -184,9 +184,13 @@ def test_what_portable_blocks_add_up_is_read_in_the_order_in_which_it_was_added(
 
 def test_latent_partials_are_read_in_the_order_in_which_they_were_written():
     shape, ref = (64, 32), np.zeros((3, 64 * 32), np.float32)
-    tile, held = numbers(shape), held_by((64, 32))
-    evaluate(captured(mla_combine.store, ref, np.int32(1), tile), held)
+    tile, held = numbers(shape), held_by(shape)
+    code = captured(mla_combine.store, ref, np.int32(1), tile)
+    evaluate(code, held)
     assert not ref[[0, 2]].any()
+    by_twin = np.zeros_like(ref)
+    code.function.twin(tile, by_twin, np.int32(1))
+    np.testing.assert_array_equal(by_twin, ref)
     got = evaluate(captured(mla_combine.load, ref, np.int32(1), shape), held)
     np.testing.assert_array_equal(got, tile.reshape(-1)[emitted.places(shape, 4)])
 

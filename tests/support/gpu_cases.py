@@ -133,6 +133,7 @@ QUICK: dict[str, tuple[str, ...]] = {
         f"{_MLA}test_on_the_gpu[stacked]",
         f"{_MLA}test_on_the_gpu[layers_softcap_sinks_float16]",
     ),
+    "kernels/decode_mla/combine_apart.py": (f"{_MLA}test_on_the_gpu[two_chunks_apart]",),
     "kernels/decode_mla/sm80.py": (
         f"{_MLA}test_portable_on_the_gpu[stacked-sm80]",
         f"{_MLA}test_portable_on_the_gpu[layers_softcap_sinks_float16-sm80]",

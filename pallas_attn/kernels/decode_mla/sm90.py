@@ -48,17 +48,25 @@ from pallas_attn.kernels.decode.combine_splits import Outputs, Results
 from pallas_attn.kernels.decode.mainloop import ROWS
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.decode.scheduler import Table, WorkTile
-from pallas_attn.kernels.decode_mla import combine_latent, packed, producer, sm90_few_rows
+from pallas_attn.kernels.decode_mla import (
+    combine_apart,
+    combine_latent,
+    packed,
+    producer,
+    sm90_few_rows,
+)
 from pallas_attn.kernels.decode_mla.combine_latent import base_of
 from pallas_attn.kernels.decode_mla.plan import (
     P_SLOTS,
     V_WARPGROUPS,
     columns_of,
+    combined_apart,
     groups_of,
     member_of,
     neighbours,
     partial_block,
     plan_of,
+    prefetched,
     scores_first,
 )
 from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs, RingBlock
@@ -268,7 +276,7 @@ def _load(ctx: KernelContext, block_id: Index) -> None:
                 refs = smem.k_rope.at[slot], smem.rope_ready.at[slot], smem.p_free.at[slot]
                 yield Copy(own, RingBlock(*refs), reused=count >= P_SLOTS)
 
-        ahead = prefetches if scores_first(plan) else None
+        ahead = prefetches if prefetched(plan) else None
         return producer.load(ctx, work, count, copies_of, ahead)
 
     _each_work(ctx, block_id, one_work)
@@ -492,7 +500,7 @@ def _join(smem: LatentSmem) -> None:
 
 def _epilogue(ctx: KernelContext, own: _Own, work: WorkTile, state: State) -> None:
     """The result, where the block had all keys. Else a partial to global memory; the last block
-    makes the result of all.
+    makes the result of all, if no launch of its own does.
     """
     plan, smem, results, wg = ctx.plan, ctx.smem, own.results, own.wg
     member, groups = member_of(plan, own.block_id), groups_of(plan)
@@ -502,6 +510,9 @@ def _epilogue(ctx: KernelContext, own: _Own, work: WorkTile, state: State) -> No
     partials = combine_latent.Partials(count, index, first, later, plan.partials_a_block)
     lost = smem.table.lost[work.sequence]
     row_sum = state.row_sum + mosaic.broadcast_scalar(jnp.where(lost == 1, jnp.nan, 0.0), (ROWS,))
+    state = state._replace(row_sum=row_sum)
+    if combined_apart(plan):
+        return _write_partial(plan, own, index, state)
 
     @pl.when(count == 1)
     def _():
@@ -511,14 +522,7 @@ def _epilogue(ctx: KernelContext, own: _Own, work: WorkTile, state: State) -> No
 
     @pl.when(count > 1)
     def _():
-        for n, acc in enumerate(state.accs):
-            combine_latent.store(results.partial_out, partial_block(plan, index, wg, n), acc)
-
-        @pl.when(wg == 0)
-        def _():
-            mosaic.store(results.partial_max.at[index], state.row_max)
-            mosaic.store(results.partial_sum.at[index], row_sum)
-
+        _write_partial(plan, own, index, state)
         _join(smem)
 
         @pl.when(wg == 0)
@@ -530,6 +534,19 @@ def _epilogue(ctx: KernelContext, own: _Own, work: WorkTile, state: State) -> No
         _join(smem)
         pl.when(smem.last[0] == 1)(lambda: _combine(plan, own, work, partials))
         _join(smem)  # `last` is read
+
+    return None
+
+
+def _write_partial(plan: Plan, own: _Own, index: Index, state: State) -> None:
+    results, wg = own.results, own.wg
+    for n, acc in enumerate(state.accs):
+        combine_latent.store(results.partial_out, partial_block(plan, index, wg, n), acc)
+
+    @pl.when(wg == 0)
+    def _():
+        mosaic.store(results.partial_max.at[index], state.row_max)
+        mosaic.store(results.partial_sum.at[index], state.row_sum)
 
 
 def _combine(plan: Plan, own: _Own, work: WorkTile, partials: combine_latent.Partials) -> None:
@@ -632,8 +649,13 @@ def _launch(
         shape((lines, ROWS), jnp.float32),
         (kept, sums, sums),
     )
+    if apart := combined_apart(plan):
+        outputs = outputs._replace(out=None, lse=None)
     kernel = producer.kernel_of(plan, _kernel, outputs, scratch(plan), V_WARPGROUPS + 2)
-    ((out, lse, _),) = kernel(producer.refs_of(inputs, counters, plan, *rows))
+    refs = producer.refs_of(inputs, counters, plan, *rows)
+    ((out, lse, partials),) = kernel(refs)
+    if apart:
+        out, lse = combine_apart.run(plan, partials, refs)
     return combine_latent.of_sequences(plan, out, lse)
 
 
