@@ -29,7 +29,7 @@ Warpgroups, and the barriers that they arrive at:
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -38,6 +38,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call import gpu_specs
+from pallas_attn._call.byte_rows import BYTE_DTYPE
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
@@ -53,6 +54,7 @@ from pallas_attn.kernels.decode_mla import (
     combine_latent,
     packed,
     producer,
+    sm90_byte_rows,
     sm90_few_rows,
 )
 from pallas_attn.kernels.decode_mla.combine_latent import base_of
@@ -100,7 +102,7 @@ class Config:
         """The deepest ring that fits in shared memory; and a few blocks less than there are
         multiprocessors, where all of those then have as much to do.
         """
-        problem, most = packed.of_rows(problem), cls().grid
+        problem, most = _of_a_launch(problem), cls().grid
         heads = problem.sequences * _launched_plan(problem, cls()).queries.chunks
         few = range(most, most - most // 16, -1)
         grid = next((n for n in few if heads % n == 0 or n % heads == 0), most)
@@ -112,6 +114,9 @@ def limit(problem: DecodeProblem) -> Limit | None:
     if (refused := packed.limit(problem)) is not None:
         return refused
     problem = packed.of_rows(problem)
+    if problem.byte_rows and (refused := sm90_byte_rows.limit(problem)) is not None:
+        return refused
+    problem = _of_a_launch(problem)
     return limits.dtype_limit(problem) or _rows_limit(problem) or limits.size_limit(problem)
 
 
@@ -128,7 +133,8 @@ def _rows_limit(problem: DecodeProblem) -> Limit | None:
             "separate arrays of latent rows, which would take a tensor map each",
             "use a StackedCache or a PagedCache",
         )
-    if problem.quantized or problem.cache_dtype != problem.dtype:
+    stored = BYTE_DTYPE if problem.byte_rows else problem.dtype
+    if problem.quantized != problem.byte_rows or problem.cache_dtype != stored:
         return Limit(f"a {problem.cache_dtype} cache with V within K", "keep it in q's dtype")
     if problem.kv_heads != 1:
         return Limit(f"V within K of {problem.kv_heads} kv heads; it takes one", reference)
@@ -202,18 +208,34 @@ def scratch(plan: Plan) -> LatentSmem:
     )
 
 
-def _has_few_rows(problem: DecodeProblem) -> bool:
-    return problem.q_len * problem.q_heads <= sm90_few_rows.MOST
+class _Way(NamedTuple):
+    """The functions by which a problem is served: here, or in another file."""
+
+    plan_of: Callable[[DecodeProblem, Config], Plan]
+    scratch: Callable[[Plan], Any]
+    launch: Callable[[DecodeInputs, Array, DecodeProblem, Config], tuple[Array, Array]]
+
+
+def _way_of(problem: DecodeProblem) -> _Way:
+    if problem.byte_rows:
+        return _Way(sm90_byte_rows.plan_of, sm90_byte_rows.scratch, sm90_byte_rows.launch)
+    if problem.q_len * problem.q_heads <= sm90_few_rows.MOST:
+        return _Way(sm90_few_rows.plan_of, sm90_few_rows.scratch, sm90_few_rows.launch)
+    return _Way(plan_of, scratch, _launch)
+
+
+def _of_a_launch(problem: DecodeProblem) -> DecodeProblem:
+    problem = packed.of_rows(problem)
+    return sm90_byte_rows.of_heads(problem) if problem.byte_rows else problem
 
 
 def _launched_plan(problem: DecodeProblem, config: Config) -> Plan:
-    return (sm90_few_rows.plan_of if _has_few_rows(problem) else plan_of)(problem, config)
+    return _way_of(problem).plan_of(problem, config)
 
 
 def smem_bytes(problem: DecodeProblem, config: Config) -> int:
-    problem = packed.of_rows(problem)
-    module_scratch = sm90_few_rows.scratch if _has_few_rows(problem) else scratch
-    return limits.smem_bytes(module_scratch(_launched_plan(problem, config)))
+    problem = _of_a_launch(problem)
+    return limits.smem_bytes(_way_of(problem).scratch(_launched_plan(problem, config)))
 
 
 # ---- blocks of columns, and the work of a block -------------------------------------------------
@@ -629,9 +651,8 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[A
 
 
 def _run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:
-    launch = sm90_few_rows.launch if _has_few_rows(problem) else _launch
-    counters = combine_splits.counters(_launched_plan(problem, config))
-    return launch(inputs, counters, problem, config)
+    counters = combine_splits.counters(_launched_plan(_of_a_launch(problem), config))
+    return _way_of(problem).launch(inputs, counters, problem, config)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))

@@ -12,6 +12,7 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import CAUSAL, FULL, sliding_window
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
+from pallas_attn.kernels.decode_mla import combine_apart
 from pallas_attn.kernels.decode_mla import sm80 as mla_sm80
 from pallas_attn.kernels.decode_mla import sm90 as kernel
 from tests.kernels.decode import test_decode_kernel
@@ -121,11 +122,12 @@ def test_pages_that_are_missing(entry, mask):
 
 
 @pytest.mark.guards
-def test_partials_of_many_splits():
+def test_partials_of_many_splits(monkeypatch):
     """More partials than are loaded together, of row maxima that rise."""
-    case = Case(lengths=(1280,), q_heads=33, capacity=1280)
+    monkeypatch.setattr(combine_apart, "AT_ONCE", 4)
+    case = Case(lengths=(640,), q_heads=33, capacity=640)
     inputs = case.inputs(fill=0.0)
-    rising = jnp.arange(1, 1281, dtype=jnp.float32).reshape(1, 1, -1, 1) / 160
+    rising = jnp.arange(1, 641, dtype=jnp.float32).reshape(1, 1, -1, 1) / 320
     cache = (inputs.k_cache.astype(jnp.float32) * rising).astype(inputs.k_cache.dtype)
     inputs = inputs._replace(k_cache=cache)
     with mosaic.interpret():
