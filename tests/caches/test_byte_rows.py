@@ -1,7 +1,7 @@
 """Latent caches in FlashMLA's format, 656 bytes a row: what is stored, byte for byte; what is read;
 what is refused.
 
-What is expected of a row is said here a second time, in NumPy.
+What is expected of a row is said a second time, in NumPy: `tests/support/byte_rows.py`.
 """
 
 import dataclasses
@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from tests.caches.test_quantized import quantized
+from pallas_attn._call import bind_cache
+from pallas_attn.kernels.decode_mla import sm90
 from tests.support import subjects
+from tests.support.byte_rows import as_bytes, as_floats
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -31,16 +33,6 @@ def create(kind, **options):
     if kind == "stacked":
         return pa.StackedCache.create(2, 64, 1, **options)
     return pa.PagedCache.create(2, 8, 16, 1, capacity=64, **options)
-
-
-def as_bytes(rows):
-    """uint8[.., 656] of rows [.., 576]."""
-    rows = np.asarray(rows)
-    lead = rows.shape[:-1]
-    numbers, scales = quantized(rows[..., :512].reshape(*lead, 4, 128), "float8_e4m3fn")
-    rest = np.ascontiguousarray(rows[..., 512:].astype(np.float32).astype(jnp.bfloat16))
-    parts = numbers.reshape(*lead, 512), scales.astype("<f4"), rest
-    return np.concatenate([x.view(np.uint8).reshape(*lead, -1) for x in parts], axis=-1)
 
 
 def rows_of(cache):
@@ -160,7 +152,8 @@ def test_what_is_read(rng, subject, case):
     """As the reference reads it, which is told rows without what lies behind them."""
     cache, arguments = case.filled(rng), case.arguments(rng)
     got = subject.call(pa.decode_attention_with_lse, cache=cache, **arguments)
-    k = jnp.where(as_floats(cache.k), cache.k, 0)
+    finite = np.isfinite(as_floats(cache.k)).all(axis=-1, keepdims=True)
+    k = jnp.where(finite, cache.k, 0)
     clean = dataclasses.replace(cache, k=k)
     want = pa.decode_attention_with_lse(cache=clean, implementation="reference", **arguments)
     step = 2.0**-7 if case.dtype == "bfloat16" else 2.0**-10
@@ -168,10 +161,58 @@ def test_what_is_read(rng, subject, case):
         np.testing.assert_allclose(*(np.asarray(z, np.float32) for z in (x, y)), step, step)
 
 
-def as_floats(k):
-    """Whether each row of bytes is finite numbers only."""
-    numbers = np.asarray(k)
-    ends = np.split(numbers, (512, 528), axis=-1)
-    views = zip(ends, (jnp.float8_e4m3fn, np.float32, jnp.bfloat16), strict=True)
-    finite = [np.isfinite(np.ascontiguousarray(x).view(t).astype(np.float32)) for x, t in views]
-    return np.concatenate(finite, axis=-1).all(axis=-1, keepdims=True)
+# ---- the rest ------------------------------------------------------------------------------------
+
+
+@every_kind
+def test_what_such_a_cache_says_of_itself(kind):
+    cache = create(kind, layers=2)
+    assert cache.byte_rows and cache.quantized and cache.shared_kv and cache.v is None
+    assert (cache.head_dim, cache.v_head_dim, cache.layers, cache.kv_heads) == (576, 512, 2, 1)
+    assert cache.dtype == jnp.float8_e4m3fn and cache.k_scale is None
+    assert cache.num_bytes == (2 * 64 if kind != "paged" else 8 * 16) * 2 * 656
+    assert "float8_e4m3fn with scales of 128 columns" in repr(cache)
+    assert not pa.StackedCache.create(1, 8, 1, **SIZES).byte_rows
+
+
+def test_rows_are_kept_and_forked(rng):
+    """Bytes move as they are."""
+    cache = pa.append_kv(create("paged"), new_rows(rng, (2, 20)))
+    k = new_rows(rng, (2, 3))
+    cache = pa.append_kv(cache, k).keep(2, jnp.array([[2, 0], [1, 2]], jnp.int32)).fork(0, 1)
+    want = as_bytes(k[0, [2, 0], 0])
+    for m in range(2):
+        np.testing.assert_array_equal(rows_of(cache)[m, 20:22], want)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"dtype": jnp.float8_e5m2}, {"v_head_dim": 384}, {"head_dim": 512}, {"shared_kv": False}],
+    ids=str,
+)
+def test_other_rows_are_refused(changes):
+    with pytest.raises(ValueError, match="scales: 128, a scale for so many columns of V, goes"):
+        create("stacked", **changes)
+
+
+def test_other_scales_are_refused():
+    with pytest.raises(ValueError, match="scales: expected True or False, got 64"):
+        create("stacked", scales=64)
+
+
+@pytest.mark.parametrize(
+    "fields, reason",
+    [
+        ({"q_len": 33}, "33 query rows over a latent cache of bytes; it takes up to 32"),
+        ({"capacities": (72, 72)}, "a latent cache of bytes of 72 rows"),
+        ({"kv_heads": 2}, "V within K of 2 kv heads"),
+        ({"kind": "per_sequence"}, "separate arrays of latent rows"),
+        ({"dtype": "float32"}, "float32 queries over V within K"),
+    ],
+)
+def test_limits(fields, reason):
+    problem, _ = bind_cache.decode(
+        jnp.zeros((2, 1, 16, 576), jnp.bfloat16), create("stacked"), bind_cache.DecodeOptions()
+    )
+    assert sm90.limit(problem) is None
+    assert sm90.limit(dataclasses.replace(problem, **fields)).reason.startswith(reason)
