@@ -15,6 +15,8 @@ from pallas_attn.errors import described
 
 Array = jax.Array
 
+BYTE_ROWS_UNIT = 64  # rows of a kv tile, which come whole to where rows of bytes are read
+
 
 @dataclasses.dataclass(frozen=True)
 class Buffers:
@@ -110,13 +112,12 @@ class Buffers:
                 f"{name}: expected a multiple of the {shards} devices that rows are split over, "
                 f"got {capacity}"
             )
-        return self.rows(capacity // shards)
-
-    def rows(self, wanted: int) -> int:
-        """Rows that one sequence or one page holds, if so many are wanted."""
+        wanted = capacity // shards
         if device.gpu_generation() is None:
             return wanted
-        unit = 64 if self.byte_rows else 8 if self.shared_kv else 4 if self.quantized else 1
+        unit = 8 if self.shared_kv else 4 if self.quantized else 1
+        if self.byte_rows and name != "page_size":
+            unit = BYTE_ROWS_UNIT
         return _round_up(wanted, unit)
 
     def arrays(self, *shape: int) -> dict[str, Array]:
