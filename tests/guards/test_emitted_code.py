@@ -349,11 +349,13 @@ def test_rows_of_bytes_are_stored_where_tma_would_put_them(rng, monkeypatch, beg
     raw = np.concatenate([x.view(np.uint8) for x in (numbers, scales, rest)], axis=-1)
     both = [np.zeros((3, 64, 192), jnp.dtype(dtype)) for _ in range(2)]
     for to, ours in zip(both, (True, False), strict=True):
-        code = captured(byte_rows.widen, raw, np.int32(5), to, np.int32(2), begin)
-        if ours:
-            evaluate(code, {})
-        else:
-            code.function.twin(*code.args)
+        for member in range(2):
+            tile = byte_rows.Tile(np.int32(5), np.int32(2))
+            code = captured(byte_rows.widen, raw, to, tile, begin, member, 2)
+            if ours:
+                evaluate(code, {})
+            else:
+                code.function.twin(*code.args)
     got, want = both
     row, chunk = np.arange(64)[:, None], np.arange(24)[None]
     tiles = got[2].reshape(8, 3, 8, 8, 8)

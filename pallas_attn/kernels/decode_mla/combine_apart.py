@@ -1,8 +1,8 @@
 """A launch that combines the partials of long rows: 128 heads over one sequence of 64k keys, say.
 
 Where a row is split over most of the GPU, its last block would take longer to add up all partials
-than the others took to make them. Here a block has 8 columns of 64 rows, so partials are read by
-all multiprocessors. They lie in memory as `combine_latent` stores them, where the 8 columns of a
+than the others took to make them. Here a block has 8 or 16 columns of 64 rows, so partials are read
+by all multiprocessors. They lie in memory as `combine_latent` stores them, where 8 columns of a
 tile are 512 numbers in a line, four of each thread.
 
 The places of a row's partials follow from the lengths, as in the launch that wrote them.
@@ -31,8 +31,15 @@ from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile
 
 Array = jax.Array
 
-COLUMNS = 8  # columns of a block: one word of 16 bytes a thread
-AT_ONCE = 16  # partials whose loads are under way together
+WORD = 8  # columns that are one word of 16 bytes of each thread
+AT_ONCE = 16  # words whose loads are under way together
+FEW_BLOCKS = 400  # as many are at work at once
+
+
+def columns_of(plan: Plan) -> int:
+    """Columns of a block: so many that all blocks are at work at once."""
+    lines = plan.problem.sequences * plan.queries.chunks
+    return WORD * (1 if lines * plan.problem.v_head_dim // WORD <= FEW_BLOCKS else 2)
 
 
 class CombineRefs(NamedTuple):
@@ -41,7 +48,7 @@ class CombineRefs(NamedTuple):
     lengths: scheduler.Lengths
     layer: GmemRef | None
     sinks: GmemRef | None  # float32[rows of a sequence, and some more]
-    outs: GmemRef  # float32[partials * v_head_dim // COLUMNS, ROWS * COLUMNS]
+    outs: GmemRef  # float32[partials * v_head_dim // columns, ROWS * columns]
     row_max: GmemRef  # float32[partials, ROWS]
     row_sum: GmemRef
 
@@ -50,10 +57,15 @@ class CombineSmem(NamedTuple):
     table: Table
 
 
+def _at_once(plan: Plan) -> int:
+    """Partials whose loads are under way together."""
+    return AT_ONCE * WORD // columns_of(plan)
+
+
 class _State(NamedTuple):
     row_max: RegisterTile  # [ROWS]
     row_sum: RegisterTile  # [ROWS]
-    acc: RegisterTile  # [ROWS, COLUMNS]
+    acc: RegisterTile  # [ROWS, columns]
 
 
 def _partials_of(ctx: KernelContext, sequence: Index, chunk: Index) -> combine_latent.Partials:
@@ -72,13 +84,14 @@ def _partials_of(ctx: KernelContext, sequence: Index, chunk: Index) -> combine_l
 
 
 def _some(ctx: KernelContext, places: combine_latent.Partials, column: Index, n: Index, state):
-    """Adds `AT_ONCE` partials to the state."""
-    refs, width = ctx.refs, jnp.int32(ctx.plan.problem.v_head_dim // COLUMNS)
-    number = [n * AT_ONCE + i for i in range(AT_ONCE)]
+    """Adds some partials to the state."""
+    refs, columns = ctx.refs, columns_of(ctx.plan)
+    width, at_once = jnp.int32(ctx.plan.problem.v_head_dim // columns), _at_once(ctx.plan)
+    number = [n * at_once + i for i in range(at_once)]
     place = [places.place(jnp.minimum(p, places.count - 1)) for p in number]
     row_maxes = [combine_latent.load_rows(refs.row_max, at, mosaic.ROW) for at in place]
     row_sums = [combine_latent.load_rows(refs.row_sum, at, mosaic.ROW) for at in place]
-    shape = (ROWS, COLUMNS)
+    shape = (ROWS, columns)
     tiles = [combine_latent.load(refs.outs, at * width + column, shape) for at in place]
     row_max = functools.reduce(jnp.maximum, row_maxes, state.row_max)
     base = base_of(row_max)
@@ -102,13 +115,14 @@ def _kernel(refs: CombineRefs, out: GmemRef, lse: GmemRef, smem: CombineSmem, *,
     chunks = jnp.int32(plan.queries.chunks)
     sequence, chunk = lax.div(line, chunks), lax.rem(line, chunks)
     places = _partials_of(ctx, sequence, chunk)
+    columns, at_once = columns_of(plan), _at_once(plan)
     start = _State(
         mosaic.filled((ROWS,), -jnp.inf),
         mosaic.filled((ROWS,), 0.0),
-        mosaic.filled((ROWS, COLUMNS), 0.0),
+        mosaic.filled((ROWS, columns), 0.0),
     )
     step = functools.partial(_some, ctx, places, column)
-    batches = lax.div(places.count + (AT_ONCE - 1), jnp.int32(AT_ONCE))
+    batches = lax.div(places.count + (at_once - 1), jnp.int32(at_once))
     state = lax.fori_loop(0, batches, step, start)
     sinks = None
     if refs.sinks is not None:
@@ -116,7 +130,7 @@ def _kernel(refs: CombineRefs, out: GmemRef, lse: GmemRef, smem: CombineSmem, *,
     factor, row_lse = softmax.finish(state.row_max, state.row_sum, sinks)
     pl.when(column == 0)(lambda: mosaic.store(lse.at[line], row_lse))
     result = state.acc * mosaic.broadcast_rows(factor, state.acc.shape)
-    to = pl.ds(line * ROWS, ROWS), pl.ds(column * COLUMNS, COLUMNS)
+    to = pl.ds(line * ROWS, ROWS), pl.ds(column * columns, columns)
     mosaic.store(out.at[to], result.astype(plan.problem.dtype))
 
 
@@ -127,7 +141,7 @@ def run(
     the launch that wrote the partials.
     """
     problem, shape = plan.problem, jax.ShapeDtypeStruct
-    lines, columns = problem.sequences * plan.queries.chunks, problem.v_head_dim // COLUMNS
+    lines, columns = problem.sequences * plan.queries.chunks, columns_of(plan)
     outs, row_max, row_sum = partials
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
@@ -136,10 +150,10 @@ def run(
             shape((lines, ROWS), jnp.float32),
         ),
         scratch_types=(CombineSmem(scheduler.table_scratch(plan)),),
-        grid=(columns, lines),
+        grid=(problem.v_head_dim // columns, lines),
         grid_names=("column", "line"),
         compiler_params=mosaic.without_barriers(by_lane=True),
         kernel_name="combine_latent",
     )
-    outs = outs.reshape(-1, ROWS * COLUMNS)
+    outs = outs.reshape(-1, ROWS * columns)
     return kernel(CombineRefs(refs.lengths, refs.layer, refs.sinks, outs, row_max, row_sum))

@@ -1,16 +1,16 @@
 """Decode attention over a latent cache in FlashMLA's format, 656 bytes a row, for Hopper.
 
-`sm90_few_rows` computes. Between it and the producer is a warpgroup that widens: rows come as they
-lie in memory, 16 at a time, to a ring of raw rows; each tile is widened to q's dtype, a block of
-columns after the other, in the ring from which matmuls read. A number is multiplied by its scale in
-float32 and rounded once.
+`sm90_few_rows` computes. Between it and the producer are two warpgroups that widen: rows come as
+they lie in memory, 16 at a time, to a ring of raw rows; each tile is widened to q's dtype, a block
+of columns after the other, in the ring from which matmuls read. A number is multiplied by its scale
+in float32 and rounded once.
 
 A block has up to 32 query rows. More heads are several launches, each of which reads all keys.
 
 Warpgroups, and the barriers that they arrive at:
-  0  computes: `free`, `q_free`
-  1  widens: `ready` when a block of columns is wide, `raw.free` when a tile's rows are
-  2  the producer: `q_ready`, `raw.ready`, and `table_ready`, for which all others wait
+  0     computes: `free`, `q_free`
+  1, 2  widen: `ready` when a block of columns is wide, `raw.free` when a tile's rows are
+  3     the producer: `q_ready`, `raw.ready`, and `table_ready`, for which all others wait
 """
 
 import dataclasses
@@ -42,9 +42,9 @@ from pallas_attn.kernels.mma import byte_rows
 Array = jax.Array
 
 ROWS = 16  # rows of a slot of the raw ring
-SLOTS = 7  # more than a tile's: the next tile is on its way while one is widened
 TILE_SLOTS = TILE // ROWS
-REGISTERS = 248, 128  # of a thread: of the warpgroup that computes, and of the others
+WIDENERS = 2  # warpgroups that widen: each has some rows of a tile
+REGISTERS = 248, 88  # registers of a thread: of the warpgroup that computes, and of the others
 
 
 def limit(problem: DecodeProblem) -> Limit | None:
@@ -82,28 +82,34 @@ def plan_of(problem: DecodeProblem, config: KernelConfig) -> Plan:
     return dataclasses.replace(plan, keys=dataclasses.replace(plan.keys, page_rows=rows))
 
 
+def slots_of(plan: Plan) -> int:
+    """Slots of the raw ring: two tiles, if there is room beside queries and blocks of columns."""
+    return 2 * TILE_SLOTS - (plan.queries.chunk_rows > sm90_few_rows.MOST // 2)
+
+
 class Raw(NamedTuple):
     """Rows on their way, as they lie in memory."""
 
-    rows: SmemRef  # uint8[SLOTS, ROWS, bytes]
+    rows: SmemRef  # uint8[slots, ROWS, bytes]
     ready: Barrier
     free: Barrier
 
 
 def scratch(plan: Plan) -> FewRowsSmem:
-    smem, barrier = sm90_few_rows.scratch(plan), plgpu.Barrier
+    smem, barrier, slots = sm90_few_rows.scratch(plan), plgpu.Barrier, slots_of(plan)
     raw = Raw(
-        plgpu.SMEM((SLOTS, ROWS, BYTE_ROW.size), jnp.uint8),
-        barrier(num_barriers=SLOTS, num_arrivals=ROWS // plan.keys.page_rows),
-        barrier(num_barriers=SLOTS),
+        plgpu.SMEM((slots, ROWS, BYTE_ROW.size), jnp.uint8),
+        barrier(num_barriers=slots, num_arrivals=ROWS // plan.keys.page_rows),
+        barrier(num_barriers=slots, num_arrivals=WIDENERS),
     )
     blocks = sm90_few_rows.columns_of(plan).ring
-    return smem._replace(ready=barrier(num_barriers=blocks), raw=raw)
+    ready = barrier(num_barriers=blocks, num_arrivals=WIDENERS)
+    return smem._replace(ready=ready, raw=raw)
 
 
 def _slot(ctx: KernelContext, number: Index) -> RingBlock:
     """The slot that holds the number-th 16 rows since the kernel began."""
-    raw, slot = ctx.smem.raw, lax.rem(number, jnp.int32(SLOTS))
+    raw, slot = ctx.smem.raw, lax.rem(number, jnp.int32(slots_of(ctx.plan)))
     return RingBlock(raw.rows.at[slot], raw.ready.at[slot], raw.free.at[slot])
 
 
@@ -122,7 +128,7 @@ def _load(ctx: KernelContext, share: Share) -> None:
             for n, page in enumerate(pages):
                 first = n * rows
                 slot_number = count * TILE_SLOTS + first // ROWS
-                slot, reused = _slot(ctx, slot_number), slot_number >= SLOTS
+                slot, reused = _slot(ctx, slot_number), slot_number >= slots_of(plan)
                 if first % ROWS == 0:
                     pl.when(reused)(functools.partial(plgpu.barrier_wait, slot.free))
                 stretch = Stretch(tile * TILE + first, first % ROWS, page)
@@ -136,12 +142,11 @@ def _load(ctx: KernelContext, share: Share) -> None:
     producer.each_work(plan, smem.table, share, one_work, jnp.int32(0))
 
 
-def _widen(ctx: KernelContext, share: Share) -> None:
-    """All tiles of the block from raw rows to blocks of columns."""
+def _widen(ctx: KernelContext, share: Share, member: int) -> None:
+    """All tiles of the block from raw rows to blocks of columns, by one of the warpgroups."""
     columns, smem = sm90_few_rows.columns_of(ctx.plan), ctx.smem
 
-    def one_tile(tile, count):
-        del tile
+    def one_tile(_, count):
         first = count * TILE_SLOTS
         for n in range(TILE_SLOTS):
             plgpu.barrier_wait(_slot(ctx, first + n).ready)
@@ -151,8 +156,9 @@ def _widen(ctx: KernelContext, share: Share) -> None:
             reused = number >= columns.ring
             pl.when(reused)(functools.partial(plgpu.barrier_wait, block.free))
             entry = lax.rem(number, jnp.int32(columns.ring))
-            slot = lax.rem(first, jnp.int32(SLOTS))
-            byte_rows.widen(smem.raw.rows, slot, smem.kv, entry, n * columns.block)
+            tile = byte_rows.Tile(lax.rem(first, jnp.int32(slots_of(ctx.plan))), entry)
+            begin = n * columns.block
+            byte_rows.widen(smem.raw.rows, smem.kv, tile, begin, member, WIDENERS)
             plgpu.commit_smem()
             plgpu.barrier_arrive(block.ready)
         for n in range(TILE_SLOTS):
@@ -179,15 +185,16 @@ def _kernel(refs: LatentRefs, outputs: Outputs, smem: FewRowsSmem, *, plan: Plan
         plgpu.barrier_arrive(smem.table_ready)
         _load(ctx, share())
 
-    def widen():
+    def widen(member):
         plgpu.barrier_wait(smem.table_ready)
-        _widen(ctx, share())
+        _widen(ctx, share(), member)
 
     def compute():
         plgpu.barrier_wait(smem.table_ready)
         sm90_few_rows.compute(ctx, results, share(), block_id)
 
-    mosaic.share_registers(wg, 1, (widen, load), compute, *REGISTERS)
+    wideners = [functools.partial(widen, member) for member in range(WIDENERS)]
+    mosaic.share_registers(wg, 1, [*wideners, load], compute, *REGISTERS)
 
 
 def launch(
@@ -215,5 +222,5 @@ def _launch(
     inputs: DecodeInputs, counters: Array, problem: DecodeProblem, config: KernelConfig
 ) -> tuple[Array, Array]:
     plan = plan_of(problem, config)
-    program = sm90_few_rows.Program(_kernel, scratch(plan), 3)
+    program = sm90_few_rows.Program(_kernel, scratch(plan), 2 + WIDENERS)
     return sm90_few_rows.launched(inputs, counters, plan, program)
