@@ -11,6 +11,7 @@ from pallas_attn._cache import blocks
 from pallas_attn._cache.facts import Cache, CacheFacts, facts_of, holders_of
 from pallas_attn._call import checks, device
 from pallas_attn._call.bind import is_static, precision, query_heads
+from pallas_attn._call.byte_rows import BYTE_DTYPE, BYTE_ROW
 from pallas_attn._call.problem import (
     FLOAT8,
     FLOAT8_PRECISIONS,
@@ -257,11 +258,12 @@ def append(
     else:
         sequences, capacities = sample.shape[-4], (sample.shape[-2],)
     new_rows, kv_heads, head_dim = inputs.k.shape[-3:]
+    byte_rows = sample.dtype == np.uint8 and jnp.issubdtype(inputs.k.dtype, jnp.floating)
     return AppendProblem(
         gpu=device.gpu_generation(),
         kind=kind,
         dtype=str(inputs.k.dtype),
-        cache_dtype=str(sample.dtype),
+        cache_dtype=BYTE_DTYPE if byte_rows else str(sample.dtype),
         sequences=sequences,
         new_rows=new_rows,
         kv_heads=kv_heads,
@@ -273,7 +275,8 @@ def append(
         layers=None if inputs.layer is None else sample.shape[0],
         ragged=inputs.new_lengths is not None,
         from_end=from_end,
-        quantized=inputs.k_scale is not None,
+        quantized=byte_rows or inputs.k_scale is not None,
+        byte_rows=byte_rows,
         packed=inputs.owners is not None,
         change=change,
     )
@@ -302,13 +305,13 @@ def keep(cache: Cache, counts: int | Array, path: Array | None) -> tuple[KeepPro
         sequences=facts.sequences,
         width=0 if path is None else path.shape[1],
         kv_heads=facts.kv_heads,
-        head_dim=facts.head_dim,
+        head_dim=BYTE_ROW.size if facts.byte_rows else facts.head_dim,
         v_head_dim=None if facts.shared_kv else facts.v_head_dim,
         capacities=capacities if facts.kind == "per_sequence" else capacities[:1],
         page_size=facts.page_size,
         pages=facts.pages,
         layers=facts.layers,
-        quantized=facts.quantized,
+        quantized=facts.quantized and not facts.byte_rows,
     )
     buffers = Caches(cache.k, cache.v, cache.k_scale, cache.v_scale)
     rows = path, cache.lengths, cache.new_lengths, counts

@@ -230,7 +230,7 @@ class AppendInputs(NamedTuple):
     new_lengths: Array | None  # int32[M]: rows of each sequence that count; None: all t
     page_table: Array | None  # int32[M, pages a sequence]; -1 where there is no page
     layer: Array | int | None
-    k_scale: Array | None = None  # float32; given where AppendProblem.quantized
+    k_scale: Array | None = None  # float32; given where quantized and not byte_rows
     v_scale: Array | None = None  # None as well where there is no v_cache
     # Packed rows: k [tokens, K, H], v [tokens, K, Hv], start int32[tokens] the position of each row
     # (negative: it is dropped), new_lengths None, and int32[tokens], the sequence of each.
@@ -272,6 +272,7 @@ class AppendProblem:
     # subtracts, since an operation of XLA's between extend and the launch is a launch of its own.
     from_end: bool = False
     quantized: bool = False  # rows are stored as `reference.quantize` says, a scale beside each
+    byte_rows: bool = False  # the cache is uint8, and a row of it is `BYTE_ROW`
     packed: bool = False  # inputs.owners is given
     change: Change | None = None  # norm and rotation of the rows of K, before they are stored
     op: str = "append"
@@ -406,6 +407,7 @@ class DecodeProblem:
     # Whether a cache of 8-bit numbers has no scales: the numbers are the values.
     unscaled: bool = False
     shared_kv: bool = False  # V is the first columns of K (a latent cache): there is no v_cache
+    byte_rows: bool = False  # the cache is uint8, and a row of it is `BYTE_ROW`
     tokens: int | None = None  # packed rows of all sequences; None: rows are not packed
     # Packed rows that a sequence must have: a launch leaves sequences of fewer, or of more than
     # q_len, alone.

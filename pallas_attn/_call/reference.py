@@ -19,6 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from pallas_attn._call.byte_rows import BYTE_DTYPE, BYTE_ROW, SCALE_COLUMNS
 from pallas_attn._call.problem import (
     AppendInputs,
     AppendProblem,
@@ -371,6 +372,7 @@ def _keys_and_values(inputs: DecodeInputs, problem: DecodeProblem) -> tuple[Arra
         return rows.astype(jnp.float32) * _dense_rows(columns, inputs.page_table)
 
     k = dense(inputs.k_cache, inputs.k_scale)
+    k = from_bytes(k) if problem.byte_rows else k
     if problem.shared_kv:
         return k, k[..., : problem.v_head_dim]
     return k, dense(inputs.v_cache, inputs.v_scale)
@@ -385,6 +387,30 @@ def _lost(inputs: DecodeInputs) -> Array:
     if layer is not None:
         lost = lost | (layer < 0) | (layer >= jax.tree.leaves(inputs.k_cache)[0].shape[0])
     return lost
+
+
+def to_bytes(rows: Array) -> Array:
+    """uint8[.., 656]: rows [.., 576] as `BYTE_ROW` says, each 128 columns of V quantised as
+    `quantize` says.
+    """
+    v, rest = rows[..., : BYTE_ROW.v_head_dim], rows[..., BYTE_ROW.v_head_dim :]
+    v = v.reshape(*v.shape[:-1], BYTE_ROW.scales, SCALE_COLUMNS)
+    numbers, scales = quantize(v, BYTE_DTYPE)
+    parts = numbers.reshape(rest.shape[:-1] + (-1,)), scales, rest.astype(jnp.bfloat16)
+    as_bytes = [lax.bitcast_convert_type(x, jnp.uint8) for x in parts]
+    return jnp.concatenate([x.reshape(*rest.shape[:-1], -1) for x in as_bytes], axis=-1)
+
+
+def from_bytes(rows: Array) -> Array:
+    """float32[.., 576] of rows uint8[.., 656]."""
+    row, lead = BYTE_ROW, rows.shape[:-1]
+    ends = (row.v_head_dim, row.rest_begins)
+    v, scales, rest = jnp.split(rows, ends, axis=-1)
+    v = lax.bitcast_convert_type(v, BYTE_DTYPE).astype(jnp.float32)
+    scales = lax.bitcast_convert_type(scales.reshape(*lead, -1, 4), jnp.float32)
+    rest = lax.bitcast_convert_type(rest.reshape(*lead, -1, 2), jnp.bfloat16)
+    v = v.reshape(*lead, row.scales, SCALE_COLUMNS) * scales[..., None]
+    return jnp.concatenate([v.reshape(*lead, -1), rest.astype(jnp.float32)], axis=-1)
 
 
 def _separated(inputs: DecodeInputs, problem: DecodeProblem) -> DecodeInputs:
@@ -549,7 +575,9 @@ def append(inputs: AppendInputs, problem: AppendProblem) -> Caches:
         return _scatter(cache, layer, _page_and_row(cache, position, table), new)
 
     rows: list[Any] = [(inputs.k, None), (inputs.v, None)]
-    if problem.quantized:
+    if problem.byte_rows:
+        rows[0] = to_bytes(inputs.k), None
+    elif problem.quantized:
         dtype = problem.cache_dtype
         rows = [(None, None) if x is None else quantize(x, dtype) for x in (inputs.k, inputs.v)]
     caches = inputs.k_cache, inputs.v_cache, inputs.k_scale, inputs.v_scale

@@ -263,6 +263,7 @@ class DecodeCase:
     sinks: bool = False
     cache_dtype: str | None = None  # quantised; None: rows lie in `dtype`
     shared_kv: bool = False  # V is the first columns of K
+    byte_rows: bool = False  # rows lie in FlashMLA's format (`create(scales=128)`)
     scale: float | None = None
     precision: str | None = None
     batch_invariant: bool = False
@@ -277,7 +278,7 @@ class DecodeCase:
     @functools.cached_property
     def tags(self) -> frozenset[str]:
         """The labels, and tags that the fields imply."""
-        names = ("shared_kv", "tree", "softcap", "precision", "sinks")
+        names = ("shared_kv", "byte_rows", "tree", "softcap", "precision", "sinks")
         flags = {
             self.kind: True,
             _heads(self.q_heads, self.kv_heads): True,
@@ -445,6 +446,8 @@ class DecodeCase:
             rows += max(high - low, 0) if self.listed is None else t * min(self.listed, length)
         for size, count in self.shared:  # once for all that have them
             rows -= (self.sequences - -(-self.sequences // size)) * count
+        if self.byte_rows:
+            return rows * BYTES_OF_A_ROW
         dims = (self.head_dim,) if self.shared_kv else (self.head_dim, self.v_head_dim)
         return rows * self.kv_heads * _row_bytes(dims, self.dtype, self.cache_dtype)
 
@@ -546,6 +549,9 @@ def _kind(mask: Mask) -> str:
     if mask.is_full or mask == CAUSAL:
         return str(mask)
     return "window" if mask.left is not None else "band"
+
+
+BYTES_OF_A_ROW = 656  # of a latent cache in FlashMLA's format
 
 
 def _row_bytes(dims: tuple[int, ...], dtype: str, cache_dtype: str | None) -> int:

@@ -385,6 +385,7 @@ def _decode() -> list[DecodeCase]:
         *rows,
         _even(_STACKED, 64, 4096, "wide", **_EXACT),
         _even(_STACKED, 1, 8192, "wide", dtype="float32"),
+        *(_served_latent(*sizes) for sizes in _SERVED),
         _even(_PAGED64, 64, 8192, "pages"),
         _even(("paged", 128), 64, 8192, "pages"),
         _even(("per_sequence", None), 256, 1024, "many"),
@@ -399,6 +400,25 @@ def _even(cache: Cache, batch: int, length: int, label: str, **fields: Any) -> D
     tail += f"_page{page}" if page not in (None, 16) else ""
     name = f"decode_{kind}_b{batch}_s{length}_n32k8_h128{tail}"
     return _over(name, (length,) * batch, cache, label, **fields)
+
+
+_BYTES: dict[str, Any] = {"cache_dtype": "float8_e4m3fn", "byte_rows": True}
+# Sequences, rows, query heads and rows of bytes of latent caches with pages of 64 rows.
+_SERVED = (
+    (128, 4096, 128, {}),
+    (64, 8192, 64, {}),
+    (1, 65536, 128, {}),
+    (8, 32768, 128, {}),
+    (64, 8192, 16, {}),
+    (64, 8192, 16, _BYTES),
+)
+
+
+def _served_latent(batch: int, length: int, n: int, fields: dict[str, Any]) -> DecodeCase:
+    tail = "_bytes" if fields else ""
+    name, heads = f"decode_paged_b{batch}_s{length}_n{n}_latent{tail}_page64", (n, 1, 576, 512)
+    lengths = (length,) * batch
+    return _over(name, lengths, _PAGED64, "latent", heads=heads, shared_kv=True, **fields)
 
 
 Edge = tuple[str, tuple[int, ...], dict[str, Any]]  # name, lengths, fields
@@ -419,6 +439,7 @@ _DECODE_EDGES: tuple[Edge, ...] = (
     ("int8", (64, 1, 200), {"cache_dtype": "int8", "q_len": 3}),
     ("latent", (0, 100, 256), {"heads": (8, 1, 576, 512), "shared_kv": True}),
     ("listed", (0, 33, 256), {"q_len": 2, "listed": 70}),
+    ("latent_bytes", (0, 100, 256), {"heads": (8, 1, 576, 512), "shared_kv": True, **_BYTES}),
 )
 
 

@@ -323,7 +323,7 @@ def wide_cache(call: Call) -> list[Subject]:
 def case_of(case: Case) -> Case:
     """The case of a peer, which reads rows as wide as they came where ours are quantised."""
     if isinstance(case, DecodeCase) and case.cache_dtype:
-        return dataclasses.replace(case, cache_dtype=None)
+        return dataclasses.replace(case, cache_dtype=None, byte_rows=False)
     return case
 
 

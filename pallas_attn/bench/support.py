@@ -114,6 +114,7 @@ _INTERLEAVED: dict[str, Any] = {"kind": "interleaved", "page_size": 16, "pages":
 _LATENT: dict[str, Any] = {"head_dim": 576, "v_head_dim": 512, "shared_kv": True}
 _LATENT |= {"kv_heads": 1, "q_heads": 16}
 _LISTED: dict[str, Any] = {"listed": 512}
+_OF_BYTES = _LATENT | {"cache_dtype": "float8_e4m3fn", "quantized": True, "byte_rows": True}
 _IN_TREE: dict[str, Any] = {"tree": True, "mask_program": trees.program((8, 64, 3))}
 _PACKED_TREE = _PACKED | {"tree": True, "mask_program": trees.program((2112, 3), 8)}
 _WINDOW = Mask(left=1086, right=0)
@@ -175,6 +176,10 @@ _ROWS: dict[str, dict[str, Variants]] = {
             {"sequences": 8 * 32, "new_rows": 8 * 32 * 8, "packed": True},
         ),
         "one array alone": ({"v_head_dim": None},),
+        "latent rows of 656 bytes": (
+            {"kv_heads": 1, "head_dim": 576, "v_head_dim": None}
+            | {"cache_dtype": "float8_e4m3fn", "quantized": True, "byte_rows": True},
+        ),
         "packed rows, K and V interleaved": (_INTERLEAVED | {"new_rows": 64, "packed": True},),
         "rotary, norm": ({"change": Change(128, eps=1e-6, pairs=64, positions=1024)},),
     },
@@ -198,6 +203,7 @@ _ROWS: dict[str, dict[str, Variants]] = {
             _QUANTISED[1] | {"precision": "float8", "q_len": 64},
         ),
         "V within K, head dim 576 and 512": (_LATENT,),
+        "V within K, rows of 656 bytes": tuple(_OF_BYTES | {"q_heads": n} for n in (16, 128)),
         "head dim": _head_dims(64, 72, 96, 128, 192, 256, 320, 512),
         "query heads a kv head": _GROUPS,
         "tokens at once": _each((1, 4, 64), "q_len"),
@@ -205,6 +211,7 @@ _ROWS: dict[str, dict[str, Variants]] = {
         "shared_prefixes, prefix": (_CACHES[2] | {"mask": FULL} | _PACKED,),
         "packed rows over a quantised cache": tuple(dtype | _PACKED for dtype in _QUANTISED),
         "packed rows, V within K": (_LATENT | _PACKED,),
+        "packed rows, V within K, rows of 656 bytes": (_OF_BYTES | _PACKED,),
         "window": ({"mask": sliding_window(128)},),
         "window at run time": ({"mask": CAUSAL.filled(left=AT_RUN_TIME)},),
         "rows split over devices, window": (

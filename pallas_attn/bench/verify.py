@@ -247,6 +247,18 @@ def _rms(squares: np.ndarray) -> float:
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 
 
+def latent_rows(rows: jax.Array) -> jax.Array:
+    """float32[.., 576] of rows of 656 bytes: 512 numbers in float8, the 4 scales of 128 of them
+    each, 64 numbers in bfloat16.
+    """
+    lead, cast = rows.shape[:-1], jax.lax.bitcast_convert_type
+    numbers = cast(rows[..., :512], jnp.float8_e4m3fn).astype(jnp.float32)
+    scales = cast(rows[..., 512:528].reshape(*lead, 4, 4), jnp.float32)
+    rest = cast(rows[..., 528:].reshape(*lead, 64, 2), jnp.bfloat16).astype(jnp.float32)
+    v = numbers.reshape(*lead, 4, 128) * scales[..., None]
+    return jnp.concatenate([v.reshape(*lead, 512), rest], axis=-1)
+
+
 def quantized(rows: jax.Array | np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """Finite rows [..., H] as a quantised cache must hold them, in NumPy: numbers and scales.
 

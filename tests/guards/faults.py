@@ -116,6 +116,7 @@ TEST_FWD, TEST_BWD = (
     "tests/kernels/flash_fwd/test_flash_fwd.py",
     "tests/kernels/flash_bwd/test_flash_bwd.py",
 )
+TEST_BYTES = "tests/caches/test_byte_rows.py"
 TEST_DECODE, TEST_MLA = (
     "tests/kernels/decode/test_decode_kernel.py",
     "tests/kernels/decode_mla/test_decode_mla.py",
@@ -597,6 +598,36 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "plgpu.wgmma_wait(columns.blocks - 1 - n)",
         "plgpu.wgmma_wait(columns.blocks - n)",
         f"{TEST_MLA} -k 'test_interpreted and two_chunks_side_by_side'",
+    ),
+    "latent_partials_of_a_launch_are_not_rescaled": Fault(
+        f"{MLA}/combine_apart.py",
+        "acc = state.acc * mosaic.broadcast_rows(rescale, shape)",
+        "acc = state.acc",
+        f"{TEST_MLA} -k test_partials_of_many_splits",
+    ),
+    "latent_partials_of_the_next_chunk_are_combined": Fault(
+        f"{MLA}/combine_apart.py",
+        "places = [n * together + member for n in others]",
+        "places = [n * together for n in others]",
+        f"{TEST_MLA} -k 'test_interpreted and two_chunks_apart'",
+    ),
+    "rows_of_bytes_are_widened_before_they_are_there": Fault(
+        f"{MLA}/sm90_byte_rows.py",
+        "plgpu.barrier_wait(_slot(ctx, first + n).ready)",
+        "pl.when(n > 0)(lambda: plgpu.barrier_wait(_slot(ctx, first + n).ready))",
+        f"{TEST_BYTES} -k 'test_what_is_read and interpreted-stacked'",
+    ),
+    "rows_of_bytes_go_to_blocks_in_use": Fault(
+        f"{MLA}/sm90_byte_rows.py",
+        "reused = number >= columns.ring",
+        "reused = number > columns.ring",
+        f"{TEST_BYTES} -k 'test_what_is_read and interpreted-stacked'",
+    ),
+    "rows_of_bytes_have_the_scale_of_their_neighbours": Fault(
+        "pallas_attn/kernels/append/byte_rows.py",
+        "scale = row.columns[start] * word // SCALE_COLUMNS",
+        "scale = row.columns[start] * word // SCALE_COLUMNS * 0",
+        f"{TEST_BYTES} -k 'test_rows_are_written and interpreted'",
     ),
     "latent_blocks_of_few_rows_are_released_early": Fault(
         f"{MLA}/sm90_few_rows.py",

@@ -462,6 +462,9 @@ BUILDS: dict[str, Build] = {
     "decode_mla/sm90/heads128": _decode("h100", "stacked", heads=128, **_LATENT),
     "decode_mla/sm90/heads16_paged": _decode("h100", "paged", heads=16, **_LATENT),
     "decode_mla/sm80/per_sequence": _decode("a100", "per_sequence", heads=16, **_LATENT),
+    "decode_mla/sm90/heads16_bytes": _decode(
+        "h100", "stacked", heads=16, dtype="float8_e4m3fn", scales=128, **_LATENT
+    ),
     "decode_mla/sm90/heads16_packed": _decode("h100", "paged", rows=None, heads=16, **_LATENT),
     "decode_mla/sm90/heads16_packed_tree": _decode(
         "h100", "paged", rows=None, heads=16, parents=True, **_LATENT

@@ -144,6 +144,14 @@ QUICK: dict[str, tuple[str, ...]] = {
         f"{_MLA}test_on_the_gpu[stacked]",
         f"{_MLA}test_on_the_gpu[layers_softcap_sinks_float16]",
     ),
+    "kernels/decode_mla/combine_apart.py": (f"{_MLA}test_on_the_gpu[two_chunks_apart]",),
+    "kernels/decode_mla/sm90_byte_rows.py": (
+        "tests/caches/test_byte_rows.py::test_what_is_read[kernels-stacked]",
+        "tests/caches/test_byte_rows.py::test_what_is_read[kernels-small_pages_window]",
+    ),
+    "kernels/append/byte_rows.py": (
+        "tests/caches/test_byte_rows.py::test_rows_are_written_byte_for_byte[kernels-stacked]",
+    ),
     "kernels/decode_mla/sm80.py": (
         f"{_MLA}test_portable_on_the_gpu[stacked-sm80]",
         f"{_MLA}test_portable_on_the_gpu[layers_softcap_sinks_float16-sm80]",

@@ -49,7 +49,7 @@ def limit(problem: AppendProblem) -> Limit | None:
     return None
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
     """One thread's part of a new row."""
 
     words: list[Int]  # none where they are changed
@@ -58,7 +58,7 @@ class _Row(NamedTuple):
     row_words: int
 
 
-class _Scaled(NamedTuple):
+class Scaled(NamedTuple):
     """The scale of a row, on which its threads agree, and the numbers of one of them."""
 
     numbers: list[list[Float]]  # a list for each word
@@ -70,12 +70,9 @@ def write_rows(ctx: ThreadContext) -> None:
     """The program of one thread: reads its words, changes them, agrees on scales, converts,
     writes.
     """
-    thread, refs, at, plan = ctx
-    at_once = mosaic.THREADS // plan.lanes
-    first = at.chunk * plan.chunk_items + thread.index // plan.lanes
-    rows = [first + i * at_once for i in range(plan.in_flight)]
+    (thread, refs, _, plan), rows = ctx, rows_of(ctx)
     arrays = range(len(refs.new))
-    rows_read = append_plan.read_all(ctx, _read, rows)
+    rows_read = append_plan.read_all(ctx, read_row, rows)
     caches = append_plan.arrays_of(ctx, rows, (1,))[1]
     # All maxima before anything that needs one: their shuffles then wait together.
     scaled: list[list[Any]] = [[None for _ in rows] for _ in arrays]
@@ -93,7 +90,15 @@ def write_rows(ctx: ThreadContext) -> None:
                 _write(ctx, to, place, at_row, row, numbers)
 
 
-def _read(ctx: ThreadContext, row: Index, array: int) -> _Row:
+def rows_of(ctx: ThreadContext) -> list[Index]:
+    """The rows of which a thread has some words."""
+    thread, _, at, plan = ctx
+    at_once = mosaic.THREADS // plan.lanes
+    first = at.chunk * plan.chunk_items + thread.index // plan.lanes
+    return [first + i * at_once for i in range(plan.in_flight)]
+
+
+def read_row(ctx: ThreadContext, row: Index, array: int) -> Row:
     """This thread's words of a row. Threads past the end of a row, and of the rows, read the words
     of others, which changes no maximum, and write none.
     """
@@ -107,26 +112,55 @@ def _read(ctx: ThreadContext, row: Index, array: int) -> _Row:
     columns = [lane + start for start in range(0, row_words, plan.lanes)]
     if plan.problem.change is not None and array == 0:
         changed = append_change.changed(ctx, row, begin, columns)
-        return _Row([], changed, columns, row_words)
+        return Row([], changed, columns, row_words)
     inside = list(columns)
     if row_words % plan.lanes:
         inside[-1] = thread.minimum(columns[-1], row_words - 1)
     nbytes = plan.word_bytes[array]
     words = [thread.load(refs.new[array], begin + thread.to_int64(n), nbytes) for n in inside]
-    return _Row(words, None, columns, row_words)
+    return Row(words, None, columns, row_words)
 
 
-def _scale(ctx: ThreadContext, row: _Row, array: int) -> _Scaled:
-    thread, plan = ctx.thread, ctx.plan
-    nbytes, numbers = plan.word_bytes[array], row.changed
+def _scale(ctx: ThreadContext, row: Row, array: int) -> Scaled:
+    return scaled(ctx, numbers_of(ctx, row, array), ctx.plan.lanes)
+
+
+def numbers_of(ctx: ThreadContext, row: Row, array: int) -> list[list[Float]]:
+    """The numbers of each word."""
+    (thread, _, _, plan), numbers = ctx, row.changed
     if numbers is None:
+        nbytes = plan.word_bytes[array]
         numbers = [thread.numbers(word, nbytes, plan.new_dtype) for word in row.words]
+    return numbers
+
+
+def scaled(ctx: ThreadContext, numbers: list[list[Float]], lanes: int) -> Scaled:
+    """The scale of all numbers that so many neighbouring threads have."""
+    thread, plan = ctx.thread, ctx.plan
     magnitudes = [thread.bits(x) & 0x7FFFFFFF for word in numbers for x in word]
-    top = thread.most_of_lanes(functools.reduce(thread.maximum, magnitudes), plan.lanes)
+    top = thread.most_of_lanes(functools.reduce(thread.maximum, magnitudes), lanes)
     finite = top < _INFINITY
     inverse_of_largest = float(np.float32(1) / np.float32(_LARGEST[plan.problem.cache_dtype]))
     scale = thread.as_float(thread.select(finite, top, 0)) * inverse_of_largest
-    return _Scaled(numbers, finite, thread.maximum(thread.bits(scale), _FLOOR))
+    return Scaled(numbers, finite, thread.maximum(thread.bits(scale), _FLOOR))
+
+
+def narrowed(ctx: ThreadContext, scaled: Scaled) -> list[Int]:
+    """The words of one thread as 8-bit numbers."""
+    thread, dtype = ctx.thread, ctx.plan.problem.cache_dtype
+    inverse = thread.reciprocal(thread.as_float(scaled.scale))
+    by_hand = dtype != "int8" and not _converts_to_float8(ctx.plan.problem.gpu)
+    words = []
+    for word in scaled.numbers:
+        values = [x * inverse for x in word]
+        packed = _float8(thread, values, dtype) if by_hand else thread.narrow(values, dtype)
+        words.append(thread.select(scaled.finite, packed, 0))
+    return words
+
+
+def stored_scale(ctx: ThreadContext, scaled: Scaled) -> Int:
+    """The bits of the scale in the cache."""
+    return ctx.thread.select(scaled.finite, scaled.scale, _NAN)
 
 
 class _To(NamedTuple):
@@ -137,24 +171,20 @@ class _To(NamedTuple):
 
 
 def _write(
-    ctx: ThreadContext, to: _To, place: Place, at_row: Index, row: _Row, scaled: _Scaled
+    ctx: ThreadContext, to: _To, place: Place, at_row: Index, row: Row, scaled: Scaled
 ) -> None:
     """Writes the numbers of one thread; the first of those that share the row writes the scale."""
-    thread, plan, dtype = ctx.thread, ctx.plan, ctx.plan.problem.cache_dtype
-    inverse = thread.reciprocal(thread.as_float(scaled.scale))
-    by_hand = dtype != "int8" and not _converts_to_float8(plan.problem.gpu)
-    for column, word in zip(row.columns, scaled.numbers, strict=True):
-        values = [x * inverse for x in word]
-        packed = _float8(thread, values, dtype) if by_hand else thread.narrow(values, dtype)
+    thread, plan = ctx.thread, ctx.plan
+    each = zip(row.columns, scaled.numbers, narrowed(ctx, scaled), strict=True)
+    for column, word, packed in each:
         index, exists = _word_at(ctx, place, at_row, row, column)
-        packed = thread.select(scaled.finite, packed, 0)
         thread.store(to.numbers, index, packed, len(word), exists)
     leads = place.exists & (thread.index % plan.lanes < 1)
-    thread.store(to.scales, at_row, thread.select(scaled.finite, scaled.scale, _NAN), 4, leads)
+    thread.store(to.scales, at_row, stored_scale(ctx, scaled), 4, leads)
 
 
 def _write_plain(
-    ctx: ThreadContext, to: GmemRef, place: Place, at_row: Index, row: _Row, array: int
+    ctx: ThreadContext, to: GmemRef, place: Place, at_row: Index, row: Row, array: int
 ) -> None:
     """Writes the words of one thread into a cache that is not quantised."""
     thread, plan = ctx.thread, ctx.plan
@@ -167,7 +197,7 @@ def _write_plain(
 
 
 def _word_at(
-    ctx: ThreadContext, place: Place, at_row: Index, row: _Row, column: Index
+    ctx: ThreadContext, place: Place, at_row: Index, row: Row, column: Index
 ) -> tuple[Index, Predicate]:
     """(the place of a word in its array, whether it exists)."""
     exists = place.exists
