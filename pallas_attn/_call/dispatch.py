@@ -194,6 +194,10 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
     ),
     # The forward and its tangents in one launch, where forward mode alone asks for them.
     "flash_dual": (Candidate("flash_jvp.sm90_dual", HOPPER),),
+    "quantize": (
+        Candidate("quantize.blocks", FROM_AMPERE),
+        Reference(reference.quantize_blocks, lambda problem: "it reads every array twice"),
+    ),
     "append": (
         Candidate("append.copy", FROM_AMPERE),
         Reference(reference.append, lambda problem: "it is one scatter a cache"),

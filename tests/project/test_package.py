@@ -177,6 +177,7 @@ FLOORS = {
     "attention": 2,
     "flash_fwd": 3,
     "append": 3,
+    "quantize": 3,
     "decode": 3,
     "flash_bwd": 4,
     "prefill": 4,
@@ -249,7 +250,7 @@ def test_the_reference_knows_only_records_and_programs():
 def test_only_the_dispatch_knows_the_reference():
     """But for derivatives and numbers of rows that it alone computes."""
     users = who_imports("_call.reference")
-    assert users == {"_call.dispatch", "_autodiff.by_rows", "_cache.keep", "float8"}
+    assert users == {"_call.dispatch", "_autodiff.by_rows", "_cache.keep"}
 
 
 def test_who_knows_the_dispatch():

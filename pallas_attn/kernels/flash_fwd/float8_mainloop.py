@@ -19,7 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem, rows_of_scale
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import logits, softmax, tiles, tma_operands
 from pallas_attn.kernels.attention.tiles import (
@@ -98,7 +98,8 @@ def _units(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Operand]:
 
 def _by_rows(scale: Operand, rows: int, padded_rows: int) -> Operand:
     """Scales of blocks of rows, [B, n, heads], as one a row, [B, heads, padded rows]."""
-    each = jnp.repeat(scale, rows // scale.shape[1], axis=1).swapaxes(1, 2)
+    size = rows_of_scale(rows, scale.shape[1])
+    each = jnp.repeat(scale, size, axis=1)[:, :rows].swapaxes(1, 2)
     return jnp.pad(each, ((0, 0), (0, 0), (0, padded_rows - rows)), mode="edge")
 
 
@@ -116,7 +117,8 @@ def has_tiles(plan: QueryPlan, side: int) -> bool:
     `float32_sums`, since the scale multiplies the P V of one tile.
     """
     blocks = plan.problem.scale_blocks[side]
-    whole = blocks > 1 and plan.problem.kv_len // blocks % plan.config.block_kv == 0
+    rows = rows_of_scale(plan.problem.kv_len, blocks)
+    whole = blocks > 1 and rows % plan.config.block_kv == 0
     return whole and (side == 1 or plan.config.float32_sums)
 
 
@@ -177,7 +179,8 @@ class _Factors(NamedTuple):
     def _of_tile(self, units: GmemRef, t: Index) -> Scalar:
         """The scale of a kv tile."""
         plan, tile = self.ctx.plan, self.rows.tile
-        tiles_of_block = plan.problem.kv_len // units.shape[2] // plan.tiling.block_kv
+        rows = rows_of_scale(plan.problem.kv_len, units.shape[2])
+        tiles_of_block = rows // plan.tiling.block_kv
         block = lax.div(self.rows.kv_tile(t), jnp.int32(tiles_of_block))
         return units[tile.batch, self._kv_head(), block]
 
