@@ -103,6 +103,8 @@ class MarkedFault:
 
 
 APPEND, DECODE = "pallas_attn/kernels/append", "pallas_attn/kernels/decode"
+QUANTIZE = "pallas_attn/kernels/quantize/blocks.py"
+TEST_QUANTIZE = "tests/kernels/quantize/test_quantize_blocks.py"
 MLA, PREFILL = "pallas_attn/kernels/decode_mla", "pallas_attn/kernels/prefill"
 FWD, BWD = "pallas_attn/kernels/flash_fwd", "pallas_attn/kernels/flash_bwd"
 SHARED, MMA = "pallas_attn/kernels/attention", "pallas_attn/kernels/mma"
@@ -970,6 +972,30 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         'return factor, thread.choose(empty, thread.number(float("-inf")), lse)',
         "return factor, lse",
         f"{TEST_DECODE} -k 'test_interpreted and plain'",
+    ),
+    "quantize_reads_a_row_past_the_length": Fault(
+        QUANTIZE,
+        "live_stop = thread.minimum(stop, thread.load(refs.lengths, batch, 4))",
+        "live_stop = thread.minimum(stop, thread.load(refs.lengths, batch, 4) + 1)",
+        f"{TEST_QUANTIZE} -k 'interpreted and lengths'",
+    ),
+    "quantize_asks_two_warps_for_the_largest": Fault(
+        QUANTIZE,
+        "for warp in range(WARPS)]",
+        "for warp in range(WARPS // 2)]",
+        f"{TEST_QUANTIZE} -k 'interpreted and blocks'",
+    ),
+    "quantize_forgets_the_barrier_of_the_largest": Fault(
+        QUANTIZE,
+        "        thread.sync()\n",
+        "",
+        f"{TEST_QUANTIZE} -k 'interpreted and blocks'",
+    ),
+    "quantize_compares_the_low_half_of_a_word_alone": Fault(
+        "pallas_attn/kernels/mma/scales.py",
+        "top = thread.maximum(low, high >> 16)",
+        "top = low",
+        f"{TEST_QUANTIZE} -k 'interpreted and blocks'",
     ),
     "all_threads_of_a_row_write_its_scale": Fault(
         f"{APPEND}/quantize.py",

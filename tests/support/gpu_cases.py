@@ -180,6 +180,12 @@ QUICK: dict[str, tuple[str, ...]] = {
         f"{_APPEND}_quantized.py::test_rows_on_the_gpu[float16-72-float8_e4m3fn]",
         f"{_APPEND}_quantized.py::test_rows_on_the_gpu[bfloat16-72-float8_e5m2]",
     ),
+    "kernels/quantize/blocks.py": (
+        "tests/kernels/quantize/test_quantize_blocks.py::test_on_the_gpu[lengths]",
+        "tests/kernels/quantize/test_quantize_blocks.py::test_on_the_gpu[short_last]",
+        "tests/kernels/quantize/test_quantize_blocks.py::test_on_the_gpu[float32]",
+        "tests/kernels/quantize/test_quantize_blocks.py::test_on_the_gpu[odd_dim]",
+    ),
     "kernels/append/keep.py": ("tests/caches/test_keep.py::test_every_byte[kernels]",),
     "lm/kernels/linear.py": (
         f"{_LM}test_on_the_gpu[128-64-7]",
