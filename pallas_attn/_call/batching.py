@@ -392,9 +392,7 @@ def _tangents_of_many(
 # ---- rounding q, k and v -------------------------------------------------------------------------
 
 
-def quantize(
-    kernel: Chosen, problem: QuantizeProblem, inputs: QuantizeInputs
-) -> tuple[Array, ...]:
+def quantize(kernel: Chosen, problem: QuantizeProblem, inputs: QuantizeInputs) -> tuple[Array, ...]:
     """`kernel.run(inputs, problem)` -> numbers and scales of q, k and v, for any batching and
     sharding.
     """

@@ -73,9 +73,7 @@ def test_jit_with_sharded_inputs_needs_no_communication(kind, kv_heads):
     arrays = draw(4, kv_heads=kv_heads)
     spec = P("x", None, "y")
     specs = (spec, *[spec if kv_heads > 1 else P("x")] * 2)
-    placed = [
-        jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)
-    ]
+    placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arrays, specs, strict=True)]
     compiled = jax.jit(rounded).lower(*placed).compile()
     assert_same_bytes(compiled(*placed), rounded(*arrays, implementation="reference"))
     program = compiled.as_text()
@@ -96,9 +94,7 @@ def test_shard_map():
 @pytest.mark.guards
 def test_the_kernel_lowers_under_transforms(monkeypatch):
     monkeypatch.undo()
-    shapes = [
-        jax.ShapeDtypeStruct((2, 2, 256, heads, 64), jnp.bfloat16) for heads in (8, 4, 4)
-    ]
+    shapes = [jax.ShapeDtypeStruct((2, 2, 256, heads, 64), jnp.bfloat16) for heads in (8, 4, 4)]
     with device.assume("sm90"):
         text = mosaic.lower_for_cuda(jax.vmap(lambda *x: tuple(pa.quantize_qkv(*x))), *shapes)
     assert text.count("@mosaic_gpu") == 1

@@ -18,7 +18,7 @@ from pallas_attn.kernels.lang.types import Predicate
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
 _FLOOR = 27 << 23  # the bits of 2**-100
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
-_INFINITY_16 = 0x7C00  # of float16
+_INFINITY_16 = 0x7C00  # float16
 
 
 class Scale(NamedTuple):

@@ -81,8 +81,8 @@ class Plan:
     batch: int
     rows: int
     heads: int
-    dtype: str  # of the array
-    to: str  # of the result
+    dtype: str  # dtype of the array
+    to: str  # dtype of the result
     by_hand: bool  # whether it is rounded in integers
     word: int  # bytes of a word
     words: int  # words of a row of a head
@@ -237,7 +237,7 @@ def _top(ctx: ThreadContext, place: _Place, words: list[Int]) -> Int:
     return top
 
 
-def _kernel(refs: tuple[QuantizeRefs, ...], *results: Any, plans: tuple[Plan, ...]) -> None:
+def _kernel(refs: tuple[QuantizeRefs, ...], *results: GmemRef, plans: tuple[Plan, ...]) -> None:
     *arrays, warps = results
     block, begin = lax.axis_index("block"), 0
     for side, plan in enumerate(plans):

@@ -74,7 +74,7 @@ def cut(x, ends, size):
 
 
 def expected(arguments, dtype, rows):
-    """What NumPy makes of the blocks of rows."""
+    """Numbers and scales by NumPy."""
     sizes = {}
     for x in "qkv":
         length = arguments[x].shape[1]
