@@ -227,7 +227,7 @@ class QuantizeInputs(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeProblem:
-    """The static facts of one `quantize_qkv`. Results: q, k and v, and their scales [B, n, heads]."""
+    """The static facts of one `quantize_qkv`, which gives q, k, v and scales [B, n, heads]."""
 
     gpu: str | None
     dtype: str  # dtype of q, k and v
