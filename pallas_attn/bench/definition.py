@@ -74,7 +74,7 @@ def naive(dtype: str | None, grid: float = 1.0) -> Arithmetic:
 
 def _in_float8(x: Array, by: float) -> Array:
     """Probabilities rounded to float8, relative to the largest of their row."""
-    unit = np.float32(by) / np.maximum(x.max(axis=-1, keepdims=True), np.float32(2.0**-100))
+    unit = np.float32(by) / x.max(axis=-1, keepdims=True).clip(2.0**-100)
     return (x * unit).astype(jnp.float8_e4m3fn).astype(np.float32) / unit
 
 

@@ -134,9 +134,10 @@ def expected(
     options: dict[str, Any],
     cotangent: jax.Array | None = None,
     tangents: tuple[jax.Array, ...] | None = None,
+    narrow: str | None = None,
 ) -> Any:
     """(oracle, naive) results, each (out,); (out, dq, dk, dv) with a cotangent; (out, its tangent)
-    with tangents of q, k and v.
+    with tangents of q, k and v. `narrow`: the operands of the naive ones; None: those of the dtype.
     """
     dtype = str(arrays["q"].dtype)
     wide = "float64" if dtype in ("float32", "float64") else "float32"
@@ -150,6 +151,7 @@ def expected(
     with jax.enable_x64(wide == "float64"):
         oracle = _results(Rules(*static, wide, None), arrays, cotangent, tangents)
     operands = "tf32" if dtype == "float32" and options.get("precision") is None else dtype
+    operands = narrow or operands
     return oracle, _results(Rules(*static, "float32", operands), arrays, cotangent, tangents)
 
 
