@@ -119,7 +119,7 @@ def attention(
     narrow = dtype if dtype in ("bfloat16", "float16") else None
     narrow = "float8" if float8 else narrow
     slack = EX2 if tensor_cores and dtype == "float32" else 0.0
-    if slack:
+    if slack and not float8:
         narrow = "tf32" if arguments.get("precision") is None else "terms"
     plain_results = functools.partial(_attention, do=do, dlse=dlse, sums=sums, **static)
     rotating = functools.partial(_rotating, arguments)
