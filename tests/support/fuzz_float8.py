@@ -108,7 +108,8 @@ def _inputs(case: Case, turn: int) -> tuple[dict[str, Any], dict[str, Any]]:
         arguments |= {name: jnp.asarray(x) for name, x in scales.items()}
     for name, lengths in (("q", "q_lengths"), ("k", "kv_lengths"), ("v", "kv_lengths")):
         scale = scales.get(f"{name}_scale")
-        if lengths in handed and scale is not None and scale.shape[1:2] == plain[name].shape[1:2]:
+        each_row = scale is not None and scale.shape[1:2] == plain[name].shape[1:2] != (1,)
+        if lengths in handed and scale is not None and each_row:
             ends = np.asarray(handed[lengths]).clip(0, scale.shape[1])
             past = np.arange(scale.shape[1])[None] >= ends[:, None]
             scale = np.where(past[..., None], np.float32(np.nan), scale)
