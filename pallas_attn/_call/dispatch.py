@@ -24,7 +24,7 @@ from pallas_attn.kernels.prefill import selection
 
 NAMES = ("sm90", "sm80", "reference")
 OLDEST, NEWEST = 80, 999  # GPU generations that kernels serve, or will
-HOPPER, FROM_AMPERE = (90, 90), (OLDEST, NEWEST)
+HOPPER, FROM_AMPERE, FROM_ADA = (90, 90), (OLDEST, NEWEST), (89, NEWEST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,6 +175,7 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         Candidate("flash_fwd.sm90", HOPPER),
         Candidate("flash_fwd.sm90_wide", HOPPER),  # head dims above 256
         Candidate("flash_fwd.sm80", FROM_AMPERE),
+        Candidate("flash_fwd.sm80_float8", FROM_ADA),
         Reference(reference.attention, _score_matrix),
     ),
     "flash_backward": (

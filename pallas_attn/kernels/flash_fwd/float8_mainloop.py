@@ -61,10 +61,10 @@ def operands(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Operand]:
         fields[name] = tma_operands.padded(x, sizes)
     keys = tma_operands.round_up(v.shape[1], math.lcm(plan.tiling.block_kv, float8_values.KEYS))
     fields["v"] = float8_values.transposed(v, inputs.kv_lengths, plan.v.width, keys)
-    return fields | _units(plan, inputs)
+    return fields | units_of(plan, inputs)
 
 
-def _units(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Operand]:
+def units_of(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Operand]:
     """The factors of scores and outputs: one for each head, and arrays for scales of blocks of
     rows.
     """
@@ -131,7 +131,7 @@ def load_values(ctx: KernelContext, tile: WorkTile, t: Index, slot: Index) -> No
     plgpu.copy_gmem_to_smem(source, smem.v.at[slot], smem.ready.at[slot])
 
 
-class _Factors(NamedTuple):
+class Factors(NamedTuple):
     """Factors of scores and values for the rows of a consumer."""
 
     ctx: KernelContext
@@ -140,7 +140,7 @@ class _Factors(NamedTuple):
     unit: softmax.Unit  # factor from logits to log2 units; None: they are in log2 units
 
     @classmethod
-    def of(cls, ctx: KernelContext, rows: QueryRows) -> "_Factors":
+    def of(cls, ctx: KernelContext, rows: QueryRows) -> "Factors":
         tile, refs = rows.tile, ctx.refs
         by = refs.logit_units[tile.batch, tile.head]
         if refs.q_units is not None:
@@ -212,7 +212,7 @@ def mainloop(
     ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Callable[[], None] | None
 ) -> tuple[Result, Index]:
     """The counterpart of `sm90.mainloop`, with the same arguments and results."""
-    ring, factors = Ring.of(ctx), _Factors.of(ctx, rows)
+    ring, factors = Ring.of(ctx), Factors.of(ctx, rows)
     state = _first_tile(ctx, rows, factors, slot, meanwhile)
     step = functools.partial(_step, ctx, rows, factors)
     state, slot = for_each_kv_tile(ctx.plan, rows.span, step, (state, ring.after(slot)))
@@ -271,7 +271,7 @@ def _with_values(
 def _first_tile(
     ctx: KernelContext,
     rows: QueryRows,
-    factors: _Factors,
+    factors: Factors,
     slot: Index,
     meanwhile: Callable[[], None] | None,
 ) -> _State:
@@ -307,7 +307,7 @@ def _first_tile(
 def _step(  # noqa: PLR0913
     ctx: KernelContext,
     rows: QueryRows,
-    factors: _Factors,
+    factors: Factors,
     whole: tuple[Index, Index],
     masked: bool | None,
     t: Index,
