@@ -414,6 +414,24 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "factors.of_tile(1, t), factors.of_tile(2, t)\n",
         "tests/kernels/flash_fwd/test_float8.py -k 'test_sums and True'",
     ),
+    "portable_float8_scales_values_by_the_next_tile": Fault(
+        f"{FWD}/sm80_float8.py",
+        "factors.of_tile(1, t), factors.of_tile(2, t)\n",
+        "factors.of_tile(1, t), factors.of_tile(2, t + 1)\n",
+        "tests/kernels/flash_fwd/test_float8.py -k 'portable_interpreted and blocks'",
+    ),
+    "portable_float8_reads_the_values_of_another_head": Fault(
+        f"{FWD}/sm80_float8.py",
+        "(_kv_head(ctx, rows) * tiles_of_head + rows.kv_tile(t)) * width",
+        "rows.kv_tile(t) * width",
+        "tests/kernels/flash_fwd/test_float8.py -k 'portable_interpreted and rows'",
+    ),
+    "portable_float8_copies_values_too_late": Fault(
+        f"{FWD}/sm80_float8.py",
+        "    copy_async(_k_copy(ctx, rows, t - 1), pending=0)\n",
+        "    copy_async(_k_copy(ctx, rows, t - 1), pending=1, sync=True)\n",
+        "tests/kernels/flash_fwd/test_float8.py -k 'portable_interpreted and plain'",
+    ),
     "float8_keeps_a_value_past_the_length": Fault(
         f"{FWD}/float8_values.py",
         "inside & (key < at.live)",

@@ -379,6 +379,7 @@ BUILDS: dict[str, Build] = {
     "flash_fwd/sm80/h64_clipped": _attention_sm80(64, rows=333, keys=333, also=("bias_16",)),
     "flash_fwd/sm80/h64_functions": _attention_sm80(64, **_FUNCTIONS),
     "flash_fwd/sm80/h128_float32": _attention_sm80(128, dtype="float32", **_CAUSAL),
+    "flash_fwd/sm89/float8_h128": _attention("sm89", 128, dtype="float8_e4m3fn"),
     "flash_fwd/sm86/h256_float32_highest": _float32_sm86(256),
     "flash_bwd/sm90/h64_causal": _backward_sm90(64, **_CAUSAL),
     "flash_bwd/sm90/h128_full": _backward_sm90(128),

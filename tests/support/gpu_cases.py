@@ -37,6 +37,10 @@ QUICK: dict[str, tuple[str, ...]] = {
         "tests/kernels/flash_fwd/test_float8.py::test_on_the_gpu[lengths]",
         "tests/kernels/flash_fwd/test_float8.py::test_on_the_gpu[e5m2]",
     ),
+    "kernels/flash_fwd/sm80_float8.py": (
+        "tests/kernels/flash_fwd/test_float8.py::test_portable_on_the_gpu[lengths]",
+        "tests/kernels/flash_fwd/test_float8.py::test_portable_on_the_gpu[e5m2]",
+    ),
     "kernels/flash_fwd/batch_rows.py": (
         "tests/kernels/flash_fwd/test_flash_fwd.py::test_batch_rows_in_one_tile_on_the_gpu"
         "[frames16]",
