@@ -415,13 +415,15 @@ def quantize(kernel: Chosen, problem: QuantizeProblem, inputs: QuantizeInputs) -
         mapped = _mapped(named, batched)
         if not size or _is_split(named, mapped):
             results = sharding.one_after_another(
-                lambda some: quantize(kernel, problem, tree.unflatten((named | some).values())),
+                lambda some: quantize(
+                    kernel, problem, jax.tree.unflatten(tree, (named | some).values())
+                ),
                 {name: named[name] for name in mapped},
             )
         else:
             every = _folded(named, mapped, size, problem.batch).values()
             more = dataclasses.replace(problem, batch=size * problem.batch)
-            results = quantize(kernel, more, tree.unflatten(every))
+            results = quantize(kernel, more, jax.tree.unflatten(tree, every))
             results = tuple([_unfolded(x, size) for x in results])
         return results, (True,) * len(results)
 

@@ -64,7 +64,7 @@ def cudnn(call: Call) -> list[Subject]:
 
     def attend(q: Array, k: Array, v: Array, scale_of_out: Array) -> tuple[Array, Array]:
         factor = lambda x: jnp.full((1, 1, 1, 1), x, jnp.float32)  # noqa: E731
-        factors = dict.fromkeys(module.fp8_params_keys, factor(1.0))
+        factors: Any = dict.fromkeys(module.fp8_params_keys, factor(1.0))
         factors["scale_s"], factors["descale_s"] = factor(PROBABILITIES), factor(1 / PROBABILITIES)
         factors["scale_o"] = scale_of_out
         options: dict[str, Any] = {"scale": scale, "mask_type": mask, "use_fp8": True}
@@ -95,8 +95,9 @@ def rounding(
     case: AttentionCase, arrays: dict[str, Array], implementation: str | None
 ) -> Callable[[], Any]:
     """A launch of `quantize_qkv`."""
-    options = {"rows": case.scale_rows, "implementation": implementation}
-    run = functools.partial(pallas_attn.quantize_qkv, **options)
+    run = functools.partial(
+        pallas_attn.quantize_qkv, rows=case.scale_rows, implementation=implementation
+    )
     return subjects.Step(jax.jit(lambda *x: tuple(run(*x))), tuple(arrays[x] for x in "qkv"))
 
 

@@ -234,7 +234,7 @@ def scores(
         q = q if in_registers else q[int(q_first) : int(q_first) + rows]
         for i, j in PAIRS[terms]:
             mine, theirs = (slice(n * width + begin, n * width + end) for n in (i, j))
-            pair = q[:, mine], k[int(first) : int(first) + keys, theirs]
+            pair: Any = q[:, mine], k[int(first) : int(first) + keys, theirs]
             if narrow is not None:
                 each = zip(pair, narrow, strict=True)
                 pair = tuple(np.ascontiguousarray(x).view(jnp.dtype(kind)) for x, kind in each)
