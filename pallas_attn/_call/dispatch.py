@@ -24,7 +24,7 @@ from pallas_attn.kernels.prefill import selection
 
 NAMES = ("sm90", "sm80", "reference")
 OLDEST, NEWEST = 80, 999  # GPU generations that kernels serve, or will
-HOPPER, FROM_AMPERE = (90, 90), (OLDEST, NEWEST)
+HOPPER, FROM_AMPERE, FROM_ADA = (90, 90), (OLDEST, NEWEST), (89, NEWEST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,6 +182,7 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         Candidate("flash_fwd.sm90", HOPPER),
         Candidate("flash_fwd.sm90_wide", HOPPER),  # head dims above 256
         Candidate("flash_fwd.sm80", FROM_AMPERE),
+        Candidate("flash_fwd.sm80_float8", FROM_ADA),
         Reference(reference.attention, _score_matrix),
     ),
     "flash_backward": (
@@ -202,6 +203,10 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
     ),
     # The forward and its tangents in one launch, where forward mode alone asks for them.
     "flash_dual": (Candidate("flash_jvp.sm90_dual", HOPPER),),
+    "quantize": (
+        Candidate("quantize.blocks", FROM_AMPERE),
+        Reference(reference.quantize_blocks, lambda problem: "it reads every array twice"),
+    ),
     "append": (
         Candidate("append.copy", FROM_AMPERE),
         Reference(reference.append, lambda problem: "it is one scatter a cache"),

@@ -78,6 +78,26 @@ class AttentionInputs(NamedTuple):
         return cls(**fields)
 
 
+def live(x: Array, ends: Array | None) -> Array:
+    """x [B, rows, heads, dim] with zeros in rows from `ends` int32[B] on."""
+    if ends is None:
+        return x
+    inside = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < ends[:, None]
+    return jnp.where(inside[:, :, None, None], x, jnp.zeros((), x.dtype))
+
+
+UNEQUAL = 128  # blocks of a scale that are not equally long have a multiple of so many rows
+
+
+def rows_of_scale(rows: int, blocks: int) -> int:
+    """Rows of a block that has one scale, of `blocks` blocks: an equal part of the rows, or, where
+    that is no whole number, a multiple of 128 rows, and what is left in the last block.
+    """
+    if rows % blocks == 0:
+        return rows // blocks
+    return -(-rows // (blocks * UNEQUAL)) * UNEQUAL
+
+
 def owner_of_rows(starts: Array, rows: int) -> Array:
     """int32[rows]: the sequence that owns each packed row; -1 before the first start, M from the
     last on. `starts`: int32[M + 1], ascending.
@@ -198,6 +218,40 @@ class AttentionProblem:
         if self.tangents:
             facts.append("tangents of " + ", ".join(self.tangents))
         return f"{self.op} on {self.gpu or 'a machine without a GPU'}: " + ", ".join(facts)
+
+
+class QuantizeInputs(NamedTuple):
+    """The arrays of one `quantize_qkv`: q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv]."""
+
+    q: Array
+    k: Array
+    v: Array
+    q_lengths: Array | None  # int32[B], 0 .. T
+    kv_lengths: Array | None  # int32[B], 0 .. S
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeProblem:
+    """The static facts of one `quantize_qkv`, which gives q, k, v and scales [B, n, heads]."""
+
+    gpu: str | None
+    dtype: str  # dtype of q, k and v
+    to: str  # dtype of the results
+    batch: int
+    q_len: int
+    kv_len: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    blocks: tuple[int, int, int]  # n of the scales of q, k and v: `rows_of_scale` each
+    op: str = "quantize"
+
+    def __str__(self) -> str:
+        q = f"{self.dtype} q[{self.batch},{self.q_len},{self.q_heads},{self.head_dim}]"
+        k = f"k[{self.batch},{self.kv_len},{self.kv_heads},{self.head_dim}]"
+        where = self.gpu or "a machine without a GPU"
+        return f"quantize on {where}: {q}, {k}, v[...,{self.v_head_dim}] to {self.to}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,7 +31,11 @@ from pallas_attn._call.problem import (
     KeepInputs,
     KeepProblem,
     Kept,
+    QuantizeInputs,
+    QuantizeProblem,
     bounds_of,
+    live,
+    rows_of_scale,
 )
 from pallas_attn._functions.program import Broadcasting, evaluate
 from pallas_attn.masks import FULL
@@ -62,7 +66,7 @@ def attention(inputs: AttentionInputs, problem: AttentionProblem) -> tuple[Array
         scales = inputs.q_scale, inputs.k_scale, inputs.v_scale
         q, k, v = (_dequantised(x, scale) for x, scale in zip((q, k, v), scales, strict=True))
     q, k, v = (
-        jnp.swapaxes(_zero_past(x, lengths), 1, 2).astype(acc)  # heads first: plain matmuls
+        jnp.swapaxes(live(x, lengths), 1, 2).astype(acc)  # heads first: plain matmuls
         for x, lengths in ((q, inputs.q_lengths), (k, inputs.kv_lengths), (v, inputs.kv_lengths))
     )
     q = q.reshape(batch, kv_heads, q_heads // kv_heads, q_len, q.shape[-1])
@@ -87,22 +91,15 @@ def attention(inputs: AttentionInputs, problem: AttentionProblem) -> tuple[Array
 
 
 def _dequantised(x: Array, scale: Array | None) -> Array:
-    """float8 x [B, rows, heads, dim] times scales [B, n, heads] of rows / n rows each."""
+    """float8 x [B, rows, heads, dim] times scales [B, n, heads] of `rows_of_scale` each."""
     x = x.astype(jnp.float32)
     if scale is None:
         return x
-    return x * jnp.repeat(scale, x.shape[1] // scale.shape[1], axis=1)[..., None]
+    size = rows_of_scale(x.shape[1], scale.shape[1])
+    return x * jnp.repeat(scale, size, axis=1)[:, : x.shape[1], :, None]
 
 
 _OF_ROWS = "reference_rows"  # name of numbers of query rows that a backward reads
-
-
-def _zero_past(x: Array, lengths: Array | None) -> Array:
-    """x [B, rows, heads, dim] with zeros for rows past their length."""
-    if lengths is None:
-        return x
-    live = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
-    return jnp.where(live[:, :, None, None], x, 0)
 
 
 def _blocks(
@@ -513,6 +510,30 @@ def quantize_over(x: Array, dtype: DTypeLike, axes: tuple[int, ...]) -> tuple[Ar
     if jnp.dtype(dtype) == jnp.int8:
         scaled = jnp.round(scaled)
     return scaled.astype(dtype), jnp.where(finite, scale, jnp.nan)
+
+
+def quantize_blocks(inputs: QuantizeInputs, problem: QuantizeProblem) -> tuple[Array, ...]:
+    """q, k and v in float8, and the scales of their blocks of rows; rows past a length are zeros
+    that count in no scale.
+    """
+    ends = inputs.q_lengths, inputs.kv_lengths, inputs.kv_lengths
+    each = [
+        _quantized(live(x, end), blocks, problem.to)
+        for x, end, blocks in zip(inputs[:3], ends, problem.blocks, strict=True)
+    ]
+    numbers, scales = zip(*each, strict=True)
+    return *numbers, *scales
+
+
+def _quantized(x: Array, blocks: int, dtype: str) -> tuple[Array, Array]:
+    """x [B, rows, heads, dim] as numbers and scales [B, blocks, heads]."""
+    batch, rows, heads, dim = x.shape
+    if x.size == 0:
+        return x.astype(dtype), jnp.ones((batch, blocks, heads), jnp.float32)
+    size = rows_of_scale(rows, blocks)
+    x = jnp.pad(x, ((0, 0), (0, blocks * size - rows), (0, 0), (0, 0)))
+    numbers, scales = quantize_over(x.reshape(batch, blocks, size, heads, dim), dtype, (2, 4))
+    return numbers.reshape(x.shape)[:, :rows], lax.squeeze(scales, (2, 4))
 
 
 def _reciprocal(x: Array) -> Array:

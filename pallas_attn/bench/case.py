@@ -61,6 +61,8 @@ class AttentionCase:
     # RoPE: the first column, rotated columns, and whether pairs are neighbours
     rotary: tuple[int, int, bool] | None = None
     rotary_positions: bool = False  # positions of their own; with offsets that no table has
+    # Rows that share a scale: of float8 q, k and v, or where they are rounded to it; None: all
+    scale_rows: int | None = None
     labels: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -103,7 +105,7 @@ class AttentionCase:
         if poison:
             q = _poison(q, self.q_lengths, axis=1)
             k, v = (_poison(x, self.kv_lengths, axis=1) for x in (k, v))
-        arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
+        arrays: dict[str, Any] = {"q": q, "k": k, "v": v} | self._scales(seed)
         for name in ("q_lengths", "kv_lengths"):
             if getattr(self, name) is not None:
                 arrays[name] = jnp.array(getattr(self, name), jnp.int32)
@@ -134,6 +136,32 @@ class AttentionCase:
             bounds = {side: jnp.int32(x) for side, x in bounds.items() if x is not None}
             arrays["mask"] = self.mask.filled(**bounds)
         return arrays
+
+    def _scales(self, seed: int) -> dict[str, Any]:
+        """Scales of float8 numbers: powers of 2, so that their products are exact in bfloat16."""
+        if self.scale_rows is None or not self.dtype.startswith("float8"):
+            return {}
+        rng, scales = np.random.default_rng(seed), {}
+        for name in "qkv":
+            rows, heads = (self.kv_len, self.kv_heads)
+            if name == "q":
+                rows, heads = (self.q_len, self.q_heads)
+            shape = (self.batch, -(-rows // self.scale_rows), heads)
+            scales[f"{name}_scale"] = jnp.asarray(2.0 ** rng.integers(-1, 2, shape), jnp.float32)
+        return scales
+
+    def rounded_bytes(self) -> int:
+        """Bytes of q, k and v that are read, and of float8 numbers and scales that are written."""
+        size, total = jnp.dtype(self.dtype).itemsize, 0
+        sides = (
+            (self.q_len, self.q_heads, self.head_dim),
+            (self.kv_len, self.kv_heads, self.head_dim),
+            (self.kv_len, self.kv_heads, self.v_head_dim),
+        )
+        for rows, heads, dim in sides:
+            scales = heads * -(-rows // (self.scale_rows or rows))
+            total += self.batch * (rows * heads * dim * (size + 1) + 4 * scales)
+        return total
 
     def _rotation(self, seed: int) -> dict[str, Any]:
         assert self.rotary is not None

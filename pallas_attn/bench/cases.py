@@ -603,6 +603,43 @@ def _edge_append() -> list[AppendCase]:
     return rows
 
 
+# ---- float8 -------------------------------------------------------------------------------------
+
+
+def _float8() -> list[AttentionCase]:
+    """Cases of op "float8": the shapes of cuDNN's published figures, and small ones."""
+    large = functools.partial(_attention, dtype="float8_e4m3fn")
+    heads, size = (64, 8), (1, 8192)
+    labels, blocks = ("float8",), {"scale_rows": 128}
+    return [
+        large("float8_h128_full_b1_t8192_n64k8", size, heads, 128, *labels),
+        large("float8_h128_full_b1_t8192_n64k8_blocks", size, heads, 128, *labels, **blocks),
+        large("float8_h128_full_b1_t8191_n64k8_blocks", (1, 8191), heads, 128, *labels, **blocks),
+        large("float8_h128_causal_b1_t16384_n64k8", (1, 16384), heads, 128, *labels, mask=CAUSAL),
+        large("float8_h256_full_b1_t8192_n64k8", size, heads, 256, *labels),
+        large("float8_h64_full_b1_t8192_n64k8", size, heads, 64, *labels),
+        large("float8_h192_hv128_full_b1_t8192_n32", size, (32, 32), (192, 128), *labels),
+        large("float8_e5m2_edges", (2, 70, 130), (4, 2), 64, mask=CAUSAL, dtype="float8_e5m2"),
+        large("float8_blocks_edges", (1, 129, 301), (2, 1), 64, **blocks),
+    ]
+
+
+def _rounded() -> list[AttentionCase]:
+    """Cases of op "quantize"."""
+    size, heads = (1, 8192), (64, 8)
+    blocks = functools.partial(_attention, scale_rows=128)
+    return [
+        blocks("quantize_h128_t8192_n64k8", size, heads, 128, "large"),
+        blocks("quantize_h256_t8192_n64k8", size, heads, 256, "large"),
+        blocks("quantize_h64_t8192_n64k8", size, heads, 64, "large"),
+        blocks("quantize_h192_hv128_t8192_n32", size, (32, 32), (192, 128), "large"),
+        blocks("quantize_h128_t8192_n64k8_f32", size, heads, 128, "large", dtype="float32"),
+        _attention("quantize_h128_t8192_n64k8_rows", size, heads, 128, "large", scale_rows=1),
+        _attention("quantize_h128_t8192_n64k8_heads", size, heads, 128, "large"),
+        blocks("quantize_edges", (2, 129, 301), (4, 2), (72, 20)),
+    ]
+
+
 # ---- lists --------------------------------------------------------------------------------------
 
 ATTENTION: tuple[AttentionCase, ...] = (*_large_attention(), *_edge_attention())
@@ -613,6 +650,8 @@ SHARED_PREFIX: tuple[DecodeCase, ...] = tuple(_shared())
 MASK: tuple[AttentionCase, ...] = tuple(_functions())
 SHAPES: tuple[AttentionCase, ...] = tuple(_shapes())
 JVP: tuple[AttentionCase, ...] = tuple(_tangents())
+FLOAT8: tuple[AttentionCase, ...] = tuple(_float8())
+QUANTIZE: tuple[AttentionCase, ...] = tuple(_rounded())
 # Operations of attention draw from ATTENTION.
 LISTS: dict[str, tuple[Case, ...]] = {
     "decode": DECODE,
@@ -622,6 +661,8 @@ LISTS: dict[str, tuple[Case, ...]] = {
     "mask": MASK,
     "shapes": SHAPES,
     "jvp": JVP,
+    "float8": FLOAT8,
+    "quantize": QUANTIZE,
 }
 
 

@@ -9,6 +9,7 @@ and autodiff prove it (tests/api/test_attention.py, test_gradients.py).
 """
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from types import ModuleType
@@ -87,9 +88,17 @@ def dequantised(arrays: dict[str, Any]) -> dict[str, Any]:
         if scale is not None:
             scale = np.asarray(scale, np.float64)
             scale = scale.reshape((1,) * (3 - scale.ndim) + scale.shape)
-            x = x * np.repeat(scale, x.shape[1] // scale.shape[1], axis=1)[..., None]
+            x = x * np.repeat(scale, rows_of_scale(x, scale), axis=1)[:, : x.shape[1], :, None]
         wide[name] = x
     return wide
+
+
+def rows_of_scale(x: Array, scale: Array) -> int:
+    """Rows of x [B, rows, heads, dim] that share one of the scales [B, n, heads]: equal blocks, or
+    a multiple of 128 rows.
+    """
+    rows, blocks = x.shape[1], scale.shape[1]
+    return rows // blocks if rows % blocks == 0 else math.ceil(rows / blocks / 128) * 128
 
 
 def one_by_one(a: Array, b: Array) -> Array:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn.bench import rotation, subjects, verify
+from pallas_attn.bench import float8, rotation, subjects, verify
 from pallas_attn.bench.call import Call
 from pallas_attn.bench.case import AppendCase, DecodeCase
 from pallas_attn.bench.rows import OURS
@@ -24,6 +24,10 @@ def judge_of(call: Call) -> Judge:
     """The check of results for this call; the oracle runs once."""
     if isinstance(call.case, AppendCase):
         return _append_judge(call)
+    if call.op == "quantize":
+        return float8.judge_of_rounding(call)
+    if call.case.dtype.startswith("float8"):
+        return float8.judge_of_attention(call)
     return (_decode_judge if isinstance(call.case, DecodeCase) else _attention_judge)(call)
 
 

@@ -120,6 +120,8 @@ def attention(
 
 def measure_of(op: str, case: Case) -> str:
     """The measure of attention that an operation of the benchmark is."""
+    if op == "float8":
+        return "forward"
     if op not in ("mask", "shapes"):
         return op
     assert isinstance(case, AttentionCase)

@@ -17,6 +17,7 @@ from pallas_attn._call.problem import (
     Change,
     DecodeProblem,
     KeepProblem,
+    QuantizeProblem,
 )
 from pallas_attn._functions import program
 from pallas_attn.masks import AT_RUN_TIME, CAUSAL, FULL, Mask, mask_fn, sliding_window
@@ -31,6 +32,7 @@ _TABLES = {
         "backward": "flash_backward",
         "tangents": "flash_jvp",
     },
+    "quantize": {"": "quantize"},
     "append": {"": "append"},
     "keep": {"": "keep"},
     "decode": {"": "decode"},
@@ -63,6 +65,19 @@ _APPEND = AppendProblem(
     v_head_dim=128,
     capacities=(1024,),
 )
+_QUANTIZE = QuantizeProblem(
+    gpu="sm90",
+    dtype="bfloat16",
+    to="float8_e4m3fn",
+    batch=2,
+    q_len=1024,
+    kv_len=1024,
+    q_heads=8,
+    kv_heads=8,
+    head_dim=128,
+    v_head_dim=128,
+    blocks=(8, 8, 8),
+)
 _KEEP = KeepProblem("sm90", "stacked", "bfloat16", 8, 8, 8, 128, 128, (1024,))
 _DECODE = DecodeProblem(
     gpu="sm90",
@@ -80,6 +95,7 @@ _DECODE = DecodeProblem(
     scale=128**-0.5,
 )
 _BASE = {"flash_forward": _ATTENTION, "append": _APPEND, "keep": _KEEP, "decode": _DECODE}
+_BASE["quantize"] = _QUANTIZE
 _BASE["flash_backward"] = dataclasses.replace(_ATTENTION, op="flash_backward")
 _BASE["flash_jvp"] = dataclasses.replace(_ATTENTION, op="flash_jvp", tangents=("k", "q", "v"))
 
@@ -163,6 +179,13 @@ _ROWS: dict[str, dict[str, Variants]] = {
     "flash_forward": _ATTENTION_ROWS,
     "flash_backward": _ATTENTION_ROWS,
     "flash_jvp": _ATTENTION_ROWS,
+    "quantize": {
+        "from": _each(("bfloat16", "float16", "float32"), "dtype"),
+        "to": _each(("float8_e4m3fn", "float8_e5m2"), "to"),
+        "a scale a row": ({"blocks": (1024, 1024, 1024)},),
+        "a scale a head": ({"blocks": (1, 1, 1)},),
+        "head dim": _head_dims(1, 64, 72, 128, 256, 512),
+    },
     "append": {
         "cache": _CACHES,
         "cache dtype": _each(_CACHE_DTYPES, "cache_dtype", "dtype"),

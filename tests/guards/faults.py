@@ -103,6 +103,8 @@ class MarkedFault:
 
 
 APPEND, DECODE = "pallas_attn/kernels/append", "pallas_attn/kernels/decode"
+QUANTIZE = "pallas_attn/kernels/quantize/blocks.py"
+TEST_QUANTIZE = "tests/kernels/quantize/test_quantize_blocks.py"
 MLA, PREFILL = "pallas_attn/kernels/decode_mla", "pallas_attn/kernels/prefill"
 FWD, BWD = "pallas_attn/kernels/flash_fwd", "pallas_attn/kernels/flash_bwd"
 SHARED, MMA = "pallas_attn/kernels/attention", "pallas_attn/kernels/mma"
@@ -437,9 +439,27 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "float8_scales_values_by_the_next_block": Fault(
         f"{FWD}/float8_mainloop.py",
-        "acc = (_added(ctx, factors, t + 1, state.acc[0], out),)",
-        "acc = (_added(ctx, factors, t, state.acc[0], out),)",
+        "factors.of_tile(1, t), factors.of_tile(2, t + 1)\n",
+        "factors.of_tile(1, t), factors.of_tile(2, t)\n",
         "tests/kernels/flash_fwd/test_float8.py -k 'test_sums and True'",
+    ),
+    "portable_float8_scales_values_by_the_next_tile": Fault(
+        f"{FWD}/sm80_float8.py",
+        "factors.of_tile(1, t), factors.of_tile(2, t)\n",
+        "factors.of_tile(1, t), factors.of_tile(2, t + 1)\n",
+        "tests/kernels/flash_fwd/test_float8.py -k 'portable_interpreted and blocks'",
+    ),
+    "portable_float8_reads_the_values_of_another_head": Fault(
+        f"{FWD}/sm80_float8.py",
+        "(_kv_head(ctx, rows) * tiles_of_head + rows.kv_tile(t)) * width",
+        "rows.kv_tile(t) * width",
+        "tests/kernels/flash_fwd/test_float8.py -k 'portable_interpreted and rows'",
+    ),
+    "portable_float8_copies_values_too_late": Fault(
+        f"{FWD}/sm80_float8.py",
+        "    copy_async(_k_copy(ctx, rows, t - 1), pending=0)\n",
+        "    copy_async(_k_copy(ctx, rows, t - 1), pending=1, sync=True)\n",
+        "tests/kernels/flash_fwd/test_float8.py -k 'portable_interpreted and plain'",
     ),
     "float8_keeps_a_value_past_the_length": Fault(
         f"{FWD}/float8_values.py",
@@ -1113,6 +1133,30 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         'return factor, thread.choose(empty, thread.number(float("-inf")), lse)',
         "return factor, lse",
         f"{TEST_DECODE} -k 'test_interpreted and plain'",
+    ),
+    "quantize_reads_a_row_past_the_length": Fault(
+        QUANTIZE,
+        "live_stop = thread.minimum(stop, thread.load(refs.lengths, batch, 4))",
+        "live_stop = thread.minimum(stop, thread.load(refs.lengths, batch, 4) + 1)",
+        f"{TEST_QUANTIZE} -k 'interpreted and lengths'",
+    ),
+    "quantize_asks_two_warps_for_the_largest": Fault(
+        QUANTIZE,
+        "for warp in range(WARPS)]",
+        "for warp in range(WARPS // 2)]",
+        f"{TEST_QUANTIZE} -k 'interpreted and blocks'",
+    ),
+    "quantize_forgets_the_barrier_of_the_largest": Fault(
+        QUANTIZE,
+        "        thread.sync()\n",
+        "",
+        f"{TEST_QUANTIZE} -k 'interpreted and blocks'",
+    ),
+    "quantize_compares_the_low_half_of_a_word_alone": Fault(
+        "pallas_attn/kernels/mma/scales.py",
+        "top = thread.maximum(low, high >> 16)",
+        "top = low",
+        f"{TEST_QUANTIZE} -k 'interpreted and blocks'",
     ),
     "all_threads_of_a_row_write_its_scale": Fault(
         f"{APPEND}/quantize.py",

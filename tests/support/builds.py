@@ -343,6 +343,8 @@ _ALIBI = {
 }
 _BLOCKS = {"mask": pa.mask_fn(lambda b, h, q, kv: (q // 32 >= kv // 32) & ((q + kv) % 3 != h % 2))}
 
+_QKV = tuple([_shape("bfloat16", 1, 1024, heads, 128) for heads in (8, 2, 2)])
+
 BUILDS: dict[str, Build] = {
     "flash_fwd/sm90/h64_causal": _attention_sm90(64, **_CAUSAL),
     "flash_fwd/sm90/h128_full": _attention_sm90(128),
@@ -383,6 +385,7 @@ BUILDS: dict[str, Build] = {
     "flash_fwd/sm80/h64_clipped": _attention_sm80(64, rows=333, keys=333, also=("bias_16",)),
     "flash_fwd/sm80/h64_functions": _attention_sm80(64, **_FUNCTIONS),
     "flash_fwd/sm80/h128_float32": _attention_sm80(128, dtype="float32", **_CAUSAL),
+    "flash_fwd/sm89/float8_h128": _attention("sm89", 128, dtype="float8_e4m3fn"),
     "flash_fwd/sm86/h256_float32_highest": _float32_sm86(256),
     "flash_bwd/sm90/h64_causal": _backward_sm90(64, **_CAUSAL),
     "flash_bwd/sm90/h128_full": _backward_sm90(128),
@@ -529,6 +532,8 @@ BUILDS: dict[str, Build] = {
     "append/sm90/keep_stacked": _keep("h100", "stacked", 8, layers=4),
     "append/sm80/keep_per_sequence": _keep("a100", "per_sequence", 8),
     "append/sm90/keep_paged_int8": _keep("h100", "paged", 48, dtype="int8"),
+    "quantize/sm90/h128": Build("h100", pa.quantize_qkv, _QKV),
+    "quantize/sm80/h128": Build("a100", pa.quantize_qkv, _QKV),
     "lm/sm90/decode_loop": _lm(),
 }
 

@@ -40,6 +40,10 @@ QUICK: dict[str, tuple[str, ...]] = {
         "tests/kernels/flash_fwd/test_float8.py::test_on_the_gpu[lengths]",
         "tests/kernels/flash_fwd/test_float8.py::test_on_the_gpu[e5m2]",
     ),
+    "kernels/flash_fwd/sm80_float8.py": (
+        "tests/kernels/flash_fwd/test_float8.py::test_portable_on_the_gpu[lengths]",
+        "tests/kernels/flash_fwd/test_float8.py::test_portable_on_the_gpu[e5m2]",
+    ),
     "kernels/flash_fwd/batch_rows.py": (
         "tests/kernels/flash_fwd/test_flash_fwd.py::test_batch_rows_in_one_tile_on_the_gpu"
         "[frames16]",
@@ -214,6 +218,12 @@ QUICK: dict[str, tuple[str, ...]] = {
         f"{_APPEND}_quantized.py::test_rows_on_the_gpu[bfloat16-72-int8]",
         f"{_APPEND}_quantized.py::test_rows_on_the_gpu[float16-72-float8_e4m3fn]",
         f"{_APPEND}_quantized.py::test_rows_on_the_gpu[bfloat16-72-float8_e5m2]",
+    ),
+    "kernels/quantize/blocks.py": (
+        "tests/kernels/quantize/test_quantize_blocks.py::test_on_the_gpu[lengths]",
+        "tests/kernels/quantize/test_quantize_blocks.py::test_on_the_gpu[short_last]",
+        "tests/kernels/quantize/test_quantize_blocks.py::test_on_the_gpu[float32]",
+        "tests/kernels/quantize/test_quantize_blocks.py::test_on_the_gpu[odd_dim]",
     ),
     "kernels/append/keep.py": ("tests/caches/test_keep.py::test_every_byte[kernels]",),
     "lm/kernels/linear.py": (

@@ -3,19 +3,13 @@ quantised caches become narrow numbers with a scale.
 
 Neighbouring threads share a row of a head: 1 to 32 of them, a power of two, each with every so
 manyth word of it (16 bytes where the head dim allows), so that reads and writes are coalesced. They
-find the row's largest magnitude with shuffles, and then each knows the scale: `reference.quantize`
-says how, and the bytes are the same. The first of them writes it.
-
-Magnitudes are compared as integers, which order as the floats do and put NaN above infinity above
-all numbers. GPUs before sm89 convert to float8 by hand, in integers.
+find the row's largest magnitude with shuffles, and then each knows the scale (`mma/scales.py`). The
+first of them writes it.
 """
 
 import functools
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import QUANTIZED, AppendProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.append import change as append_change
@@ -23,15 +17,13 @@ from pallas_attn.kernels.append import plan as append_plan
 from pallas_attn.kernels.append.plan import Place
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.thread_program import Int, ThreadContext
-from pallas_attn.kernels.lang.threads import Float, Thread
+from pallas_attn.kernels.lang.threads import Float
 from pallas_attn.kernels.lang.types import GmemRef, Index, Predicate
+from pallas_attn.kernels.mma import scales
+from pallas_attn.kernels.mma.scales import Scale
 
 NEW_DTYPES = ("bfloat16", "float16", "float32")  # dtypes of new rows; others are cast first
 HEAD_DIM_MOST = 4096  # a warp holds a row in registers
-
-_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
-_FLOOR = 27 << 23  # the bits of 2**-100
-_INFINITY, _NAN = 0x7F800000, 0x7FC00000
 
 
 def limit(problem: AppendProblem) -> Limit | None:
@@ -62,8 +54,7 @@ class Scaled(NamedTuple):
     """The scale of a row, on which its threads agree, and the numbers of one of them."""
 
     numbers: list[list[Float]]  # a list for each word
-    finite: Predicate
-    scale: Int  # its bits
+    scale: Scale
 
 
 def write_rows(ctx: ThreadContext) -> None:
@@ -139,28 +130,24 @@ def scaled(ctx: ThreadContext, numbers: list[list[Float]], lanes: int) -> Scaled
     thread, plan = ctx.thread, ctx.plan
     magnitudes = [thread.bits(x) & 0x7FFFFFFF for word in numbers for x in word]
     top = thread.most_of_lanes(functools.reduce(thread.maximum, magnitudes), lanes)
-    finite = top < _INFINITY
-    inverse_of_largest = float(np.float32(1) / np.float32(_LARGEST[plan.problem.cache_dtype]))
-    scale = thread.as_float(thread.select(finite, top, 0)) * inverse_of_largest
-    return Scaled(numbers, finite, thread.maximum(thread.bits(scale), _FLOOR))
+    return Scaled(numbers, scales.of_magnitude(thread, top, plan.problem.cache_dtype))
 
 
 def narrowed(ctx: ThreadContext, scaled: Scaled) -> list[Int]:
     """The words of one thread as 8-bit numbers."""
-    thread, dtype = ctx.thread, ctx.plan.problem.cache_dtype
-    inverse = thread.reciprocal(thread.as_float(scaled.scale))
-    by_hand = dtype != "int8" and not _converts_to_float8(ctx.plan.problem.gpu)
+    thread, dtype, scale = ctx.thread, ctx.plan.problem.cache_dtype, scaled.scale
+    inverse = thread.reciprocal(thread.as_float(scale.bits))
+    by_hand = scales.rounds_by_hand(dtype, ctx.plan.problem.gpu)
     words = []
     for word in scaled.numbers:
-        values = [x * inverse for x in word]
-        packed = _float8(thread, values, dtype) if by_hand else thread.narrow(values, dtype)
-        words.append(thread.select(scaled.finite, packed, 0))
+        packed = scales.narrowed(thread, [x * inverse for x in word], dtype, by_hand)
+        words.append(thread.select(scale.finite, packed, 0))
     return words
 
 
 def stored_scale(ctx: ThreadContext, scaled: Scaled) -> Int:
     """The bits of the scale in the cache."""
-    return ctx.thread.select(scaled.finite, scaled.scale, _NAN)
+    return scales.stored(ctx.thread, scaled.scale)
 
 
 class _To(NamedTuple):
@@ -204,29 +191,3 @@ def _word_at(
     if row.row_words % ctx.plan.lanes:
         exists = exists & (column < row.row_words)
     return at_row * row.row_words + ctx.thread.to_int64(column), exists
-
-
-def _converts_to_float8(gpu: str | None) -> bool:
-    return gpu is None or gpu_specs.number(gpu) >= 89
-
-
-_FORMATS = {"float8_e4m3fn": (3, 7), "float8_e5m2": (2, 15)}  # bits of the mantissa, bias
-
-
-def _float8(thread: Thread, numbers: list[Float], dtype: str) -> Int:
-    """`thread.narrow` in integers, for numbers within the range of the dtype."""
-    mantissa, bias = _FORMATS[dtype]
-    unit = 2 ** (23 - mantissa)  # one in the last place that stays, in the bits of a float32
-    # Added to a number, it leaves whole multiples of the smallest subnormal, rounded, at its end.
-    step = 2.0 ** (24 - bias - mantissa)
-    codes = []
-    for number in numbers:
-        bits = thread.bits(number)
-        magnitude = bits & 0x7FFFFFFF
-        odd = magnitude // unit & 1
-        normal = (magnitude + odd + (unit // 2 - 1)) // unit - (127 - bias) * 2**mantissa
-        small = thread.bits(thread.as_float(magnitude) + step)
-        small = small - int(np.float32(step).view(np.int32))
-        code = thread.select(magnitude < (128 - bias) * 2**23, small, normal)
-        codes.append(thread.select(bits < 0, code + 128, code))
-    return thread.packed(codes)
