@@ -115,7 +115,8 @@ def scratch(plan: Plan) -> FewRowsSmem:
 def _slot(ctx: KernelContext, number: Index) -> RingBlock:
     """The slot that holds the number-th 16 rows since the kernel began."""
     raw, slot = ctx.smem.raw, lax.rem(number, jnp.int32(slots_of(ctx.plan)))
-    return RingBlock(raw.rows.at[slot], raw.ready.at[slot], raw.free.at[slot])
+    at = raw.rows, (slot,)
+    return RingBlock(raw.rows.at[slot], raw.ready.at[slot], raw.free.at[slot], *at)
 
 
 def _load(ctx: KernelContext, share: Share) -> None:
@@ -183,7 +184,7 @@ def _kernel(refs: LatentRefs, outputs: Outputs, smem: FewRowsSmem, *, plan: Plan
     ctx = KernelContext(plan, refs, smem)
 
     def share() -> Share:
-        return scheduler.share_of(plan, smem.table, block_id)
+        return scheduler.share_of(plan, ctx.smem.table, block_id)
 
     def load():
         producer.fill_table(ctx)
