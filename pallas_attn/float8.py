@@ -49,7 +49,7 @@ def quantize_qkv(  # noqa: PLR0913
       rows: largest number of rows of a head that share a scale. T (or S) is cut into as few equal
         blocks as that allows; where they cannot be equal, into blocks of 128 rows (or the multiple
         of 128 up to `rows`) and a shorter last one; below 128 into blocks of the largest divisor.
-        None: all rows. Scales of 128 rows, or of a head, cost kernels nothing.
+        None: all rows. Kernels read scales of 128 rows, or of a head, once a tile.
       q_lengths: int32[B]; rows at or past it become 0 and count in no scale.
       kv_lengths: int32[B], for k and v.
       implementation: None (the fastest), "sm80" or "reference".

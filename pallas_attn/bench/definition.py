@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from pallas_attn.masks import FULL, Mask
 
@@ -76,7 +77,16 @@ def naive(dtype: str | None, grid: float = 1.0) -> Arithmetic:
 def _in_float8(x: Array, by: float) -> Array:
     """Probabilities rounded to float8, relative to the largest of their row."""
     unit = np.float32(by) / x.max(axis=-1, keepdims=True).clip(2.0**-100)
+    if isinstance(x, jax.Array):
+        return _rounded_by_steps(x * unit) / unit
     return (x * unit).astype(jnp.float8_e4m3fn).astype(np.float32) / unit
+
+
+def _rounded_by_steps(x: jax.Array) -> jax.Array:
+    """Positive float32 up to 448 rounded to float8_e4m3fn: XLA drops casts there and back."""
+    bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000
+    step = jnp.maximum(lax.bitcast_convert_type(bits, jnp.float32) / 8, 2.0**-9)
+    return jnp.round(x / step) * step
 
 
 def dequantised(arrays: dict[str, Any]) -> dict[str, Any]:
