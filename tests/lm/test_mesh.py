@@ -156,7 +156,7 @@ def test_a_llama_of_70_billion_on_four_devices():
 
 
 def test_training_has_the_same_losses(tmp_path, monkeypatch):
-    """Of a small model: windows over one axis, rows over another, and both, and rows in two
+    """A small model: windows over one axis, rows over another, and both, and rows in two
     processes; two steps and what is held out.
     """
     small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32}

@@ -41,7 +41,7 @@ PROGRAMS = {
 
 @functools.cache
 def executed(name):
-    """(what a program's names are, what it printed)"""
+    """(names that a program of the pages has bound, its output)"""
     scope, printed = {}, io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(compile(PROGRAMS[name], name, "exec"), scope)

@@ -574,7 +574,7 @@ CALLS |= {
 SEVERAL = CALLS | {"unstack", "split"}  # primitives with several results, or one
 SEVERAL |= {"shard_map", "mpmd_map"} | devices_in_numpy.COLLECTIVES.keys()
 
-# What depends on nothing but literals is computed once a program.
+# Computed once a program where all arguments are literals.
 FOLDED = {"broadcast_in_dim", "convert_element_type", "iota"}
 
 # Rare primitives that JAX computes one by one.

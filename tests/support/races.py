@@ -30,7 +30,7 @@ class Accesses:
         self.entries.append(entry)
 
     def unordered(self, count: int, clock: np.ndarray) -> list[tuple[Any, ...]]:
-        """Those of the first `count` that are neither before nor after a clock."""
+        """Accesses among the first `count` that are neither before nor after a clock."""
         clocks = self.clocks[:count]
         before = (clocks <= clock).all(1)
         after = (clocks >= clock).all(1)
