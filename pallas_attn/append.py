@@ -373,6 +373,7 @@ class _Into(NamedTuple):
     quantized: bool
     sequences: int | None  # None: rows are packed
     dim: int | None = None  # columns of a row, where the array has more
+    dtype: str | None = None  # dtype of its numbers, where it holds bytes
 
 
 def _rows(cache: KVCache, k: Array, v: Array | None, *, packed: bool) -> _Rows:
@@ -389,7 +390,8 @@ def _rows(cache: KVCache, k: Array, v: Array | None, *, packed: bool) -> _Rows:
         )
     sequences, (dim, v_dim) = None if packed else shape.sequences, shape.dims
     sample = cache.k[0] if isinstance(cache.k, tuple) else cache.k
-    k_rows = _new_rows("k", k, _Into(sample, shape.quantized, sequences, dim))
+    dtype = shape.cache_dtype if shape.byte_rows else None
+    k_rows = _new_rows("k", k, _Into(sample, shape.quantized, sequences, dim, dtype))
     k_rows = checks.widened(k_rows, shape.head_dim)
     if v is None:
         return _Rows(k_rows, None, shape)
@@ -427,6 +429,7 @@ def _new_rows(name: str, new: Array, into: _Into) -> Array:
 def _check_dtypes(name: str, rows: Array, into: _Into) -> None:
     """ValueError for rows that are neither cast nor quantised to the cache's dtype."""
     dtype, is_float = into.cache.dtype, jnp.issubdtype(rows.dtype, jnp.floating)
+    dtype = dtype if into.dtype is None else jnp.dtype(into.dtype)
     if into.quantized and dtype.name not in QUANTIZED:
         raise ValueError(
             f"{name}_scales: expected caches of {', '.join(QUANTIZED)} to go with scales, got "

@@ -110,7 +110,8 @@ def flash_attention(  # noqa: PLR0913
         "highest" (or "float32") is float32-accurate.
       deterministic: whether gradients must have the same bits each time. The fastest kernel adds
         what many blocks contribute to dq in the order in which they come, so its last bits vary;
-        True has dq computed by a kernel of its own. All other results never vary. Static.
+        True has them add in one order, or dq computed by a kernel of its own. All other results
+        never vary. Static.
       context: within `jax.shard_map`, over a mesh axis that the rows of q, k and v are split over:
         the rows that each device has, and how they move (`Context`). T and S are those of this
         device; positions, q_offset, q_lengths and kv_lengths those of the whole sequence.
@@ -126,11 +127,12 @@ def flash_attention(  # noqa: PLR0913
         place of these; under a `context` those of this device's rows. A row whose position is known
         only at run time, and lies outside of the tables, becomes NaN.
       q_scale: scale of a float8 q. float8_e4m3fn and float8_e5m2 q, k and v stand for q * q_scale,
-        k * k_scale and v * v_scale. Floats that broadcast to `[B, n, N]`, where n divides T and
-        each scale belongs to T / n rows: a number, one a head (`[N]`), one a row (`[B, T, N]`), or
-        one a block of rows. Default 1. Scales below 2**-100 count as 2**-100. `quantize_qkv` makes
-        arrays and scales. Kernels take head dims up to 256.
-      k_scale: broadcasts to `[B, n, K]`, where n divides S.
+        k * k_scale and v * v_scale. Floats that broadcast to `[B, n, N]`: each scale belongs to
+        T / n rows: a number, one a head (`[N]`), one a row (`[B, T, N]`), or one a block of rows.
+        Where n does not divide T, blocks have T / n rows rounded up to a multiple of 128, and the
+        last one what is left. Default 1. Scales below 2**-100 count as 2**-100. `quantize_qkv`
+        makes arrays and scales. Kernels take head dims up to 256.
+      k_scale: broadcasts to `[B, n, K]`, in S rows likewise.
       v_scale: broadcasts as k_scale does. Kernels round probabilities to float8_e4m3fn. Tensor
         cores add products of float8 with about 14 bits, so kernels add the sums of each kv tile in
         float32 registers; with

@@ -39,6 +39,10 @@ Options of `create`:
   row of a kv head with a float32 scale, so that its largest number is the dtype's largest, and
   `decode_attention` multiplies the scale back. A row with a NaN or an infinity in it is NaN
   throughout. `scales=False` stores numbers as they come.
+- `dtype=jnp.float8_e4m3fn, scales=128` beside `kv_heads=1, head_dim=576, v_head_dim=512,
+  shared_kv=True` makes a latent cache in FlashMLA's format: `cache.k` is uint8, and a row of it 656
+  bytes: 512 numbers of V in float8, 4 float32 scales, each of 128 of them, and the other 64 columns
+  of K in bfloat16.
 - `shared_kv=True` keeps one array for both, where V is the first `v_head_dim` columns of K: the
   latent cache of multi-head latent attention is `kv_heads=1, head_dim=576, v_head_dim=512,
   shared_kv=True`. Rows are written by `write_kv(cache, k)`; `cache.v` is None.
@@ -62,6 +66,7 @@ from pallas_attn import prefixes
 from pallas_attn._cache import keep as _keep
 from pallas_attn._cache.buffers import Buffers
 from pallas_attn._call import checks, sharding
+from pallas_attn._call.byte_rows import BYTE_DTYPE, SCALE_COLUMNS
 from pallas_attn._call.problem import MOST_ROWS
 from pallas_attn.context import Context, mapped_shards
 from pallas_attn.errors import described
@@ -114,7 +119,9 @@ class KVCache:
             f"{self.num_sequences} sequences of {rows}",
             *([] if self.layers is None else [f"{self.layers} layers"]),
             f"{self.kv_heads} kv heads of {dims}",
-            str(self.dtype) + (" with scales" if self.quantized else ""),
+            str(self.dtype)
+            + (" with scales" if self.quantized else "")
+            + (f" of {SCALE_COLUMNS} columns" if self.byte_rows else ""),
             *([] if self.pages is None else [f"{self.pages} pages of {self.page_size} rows"]),
             *([] if self.context is None else [f"rows split over {self.context.axis!r}"]),
         ]
@@ -164,6 +171,8 @@ class KVCache:
         """Columns of the buffers of K and V: `create` may make more than head_dim and v_head_dim,
         and fill them with zeros.
         """
+        if self.byte_rows:
+            return self.head_dim, self.v_head_dim
         k_dim = self._k_arrays[0].shape[-1]
         if self.v_columns is not None:
             return k_dim, self.v_columns
@@ -175,14 +184,19 @@ class KVCache:
         return self.v_columns is not None
 
     @property
+    def byte_rows(self) -> bool:
+        """Whether rows are bytes in FlashMLA's format (`create(scales=128)`)."""
+        return self.v_columns is not None and self.dims is not None
+
+    @property
     def quantized(self) -> bool:
-        """Whether rows are stored as narrow numbers with a scale each."""
-        return self.k_scale is not None
+        """Whether rows are stored as narrow numbers with a scale each, or a few."""
+        return self.k_scale is not None or self.byte_rows
 
     @property
     def dtype(self) -> Any:
         """The dtype of the numbers stored; scales are float32."""
-        return self._k_arrays[0].dtype
+        return jnp.dtype(BYTE_DTYPE) if self.byte_rows else self._k_arrays[0].dtype
 
     @property
     def num_bytes(self) -> int:
@@ -387,7 +401,7 @@ class PerSequenceCache(KVCache):
         v_head_dim: int | None = None,
         layers: int | None = None,
         dtype: DTypeLike = jnp.bfloat16,
-        scales: bool | None = None,
+        scales: bool | int | None = None,
         shared_kv: bool = False,
         context: Context | None = None,
     ) -> "PerSequenceCache":
@@ -400,7 +414,8 @@ class PerSequenceCache(KVCache):
           layers: number of layers that the buffers hold, on an axis before all others; default one
             layer, without that axis.
           dtype: of the numbers stored. float8_e4m3fn, float8_e5m2 and int8 make a quantised cache.
-          scales: False stores their numbers as they come, without scales.
+          scales: False stores their numbers as they come, without scales; 128 makes rows of a
+            latent cache in FlashMLA's format.
           shared_kv: V is the first v_head_dim columns of K, and is not stored.
           context: rows of each sequence are split over the devices of its mesh axis, in order
             "contiguous" (its method plays no part). Capacities count the rows of all devices: made
@@ -457,7 +472,7 @@ class StackedCache(KVCache):
         v_head_dim: int | None = None,
         layers: int | None = None,
         dtype: DTypeLike = jnp.bfloat16,
-        scales: bool | None = None,
+        scales: bool | int | None = None,
         shared_kv: bool = False,
         context: Context | None = None,
     ) -> "StackedCache":
@@ -523,7 +538,7 @@ class PagedCache(KVCache):
         v_head_dim: int | None = None,
         layers: int | None = None,
         dtype: DTypeLike = jnp.bfloat16,
-        scales: bool | None = None,
+        scales: bool | int | None = None,
         shared_kv: bool = False,
     ) -> "PagedCache":
         """An empty cache over a pool of `pages` pages of `page_size` rows. `capacity`: rows that

@@ -4,15 +4,15 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_attn._call import bind, checks, reference
-from pallas_attn._call.float8 import block_rows, live
-from pallas_attn._call.problem import FLOAT8
+from pallas_attn._call import bind, checks, device
+from pallas_attn._call.float8 import blocks_of, quantize
+from pallas_attn._call.problem import FLOAT8, QuantizeInputs, QuantizeProblem
 from pallas_attn.errors import described
 
 Array = jax.Array
+ROUNDED = ("bfloat16", "float16", "float32")  # dtypes that are rounded; others become float32 first
 
 
 class QuantizedQKV(NamedTuple):
@@ -35,18 +35,24 @@ def quantize_qkv(  # noqa: PLR0913
     rows: int | None = 128,
     q_lengths: Array | None = None,
     kv_lengths: Array | None = None,
+    implementation: str | None = None,
 ) -> QuantizedQKV:
     """Converts q, k and v to float8 with scales, for
-    `flash_attention(**quantize_qkv(q, k, v)._asdict())`.
+    `flash_attention(**quantize_qkv(q, k, v)._asdict())`. On a GPU one launch reads each array once
+    and writes it once; only where registers do not hold the rows of a scale (`rows=None`, or blocks
+    above 64 KiB) are largest numbers found by another read before.
 
     Args:
       q: `[B, T, N, H]`, bfloat16, float16 or float32; k and v likewise, in the shapes of
         `flash_attention`.
       dtype: float8_e4m3fn, or float8_e5m2, whose numbers have one bit less and a wider range.
-      rows: largest number of rows of a head that share a scale: the largest divisor of T, or of S,
-        up to it is taken. None: all rows. Scales of 128 rows, or of a head, cost kernels nothing.
+      rows: largest number of rows of a head that share a scale. T (or S) is cut into as few equal
+        blocks as that allows; where they cannot be equal, into blocks of 128 rows (or the multiple
+        of 128 up to `rows`) and a shorter last one; below 128 into blocks of the largest divisor.
+        None: all rows. Scales of 128 rows, or of a head, cost kernels nothing.
       q_lengths: int32[B]; rows at or past it become 0 and count in no scale.
       kv_lengths: int32[B], for k and v.
+      implementation: None (the fastest), "sm80" or "reference".
 
     Returns:
       `QuantizedQKV`. The largest number of a block of rows becomes the largest number of the dtype;
@@ -56,13 +62,27 @@ def quantize_qkv(  # noqa: PLR0913
     name = _dtype(dtype)
     if rows is not None and (type(rows) is not int or rows < 1):
         raise ValueError(f"rows: expected an int of at least 1 or None, got {described(rows)}")
-    (batch, q_len), kv_len = q.shape[:2], k.shape[1]
+    (batch, q_len, q_heads, head_dim), (kv_len, kv_heads, v_head_dim) = q.shape, v.shape[1:]
+    if str(q.dtype) not in ROUNDED:
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    of_q, of_kv = (blocks_of(n, rows or max(n, 1)) for n in (q_len, kv_len))
+    problem = QuantizeProblem(
+        gpu=device.gpu_generation(),
+        dtype=str(q.dtype),
+        to=name,
+        batch=batch,
+        q_len=q_len,
+        kv_len=kv_len,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        blocks=(of_q, of_kv, of_kv),
+    )
     q_ends = checks.lengths("q_lengths", q_lengths, batch, q_len)
     kv_ends = checks.lengths("kv_lengths", kv_lengths, batch, kv_len)
-    arrays = ((q, q_ends), (k, kv_ends), (v, kv_ends))
-    quantised = [_blocks(x, ends, name, rows) for x, ends in arrays]
-    numbers, scales = zip(*quantised, strict=True)
-    return QuantizedQKV(*numbers, *scales)
+    inputs = QuantizeInputs(q, k, v, q_ends, kv_ends)
+    return QuantizedQKV(*quantize(problem, inputs, implementation))
 
 
 def _dtype(value: DTypeLike) -> str:
@@ -73,15 +93,3 @@ def _dtype(value: DTypeLike) -> str:
     if name not in FLOAT8:
         raise ValueError(f"dtype: expected {' or '.join(FLOAT8)}, got {described(value)}")
     return name
-
-
-def _blocks(x: Array, ends: Array | None, dtype: str, rows: int | None) -> tuple[Array, Array]:
-    """x [B, rows, heads, dim] as numbers and scales [B, n, heads]."""
-    if x.size == 0:
-        return x.astype(dtype), jnp.ones((x.shape[0], 1, x.shape[2]), jnp.float32)
-    x = live(x, ends)
-    batch, length, heads, dim = x.shape
-    size = block_rows(length, length if rows is None else rows)
-    blocks = x.reshape(batch, length // size, size, heads, dim)
-    numbers, scales = reference.quantize_over(blocks, dtype, (2, 4))
-    return numbers.reshape(x.shape), lax.squeeze(scales, (2, 4))

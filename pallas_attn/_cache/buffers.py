@@ -8,11 +8,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from pallas_attn._call import checks, device, sharding
+from pallas_attn._call.byte_rows import BYTE_DTYPE, BYTE_ROW, SCALE_COLUMNS
 from pallas_attn._call.problem import MOST_ROWS, QUANTIZED
 from pallas_attn.context import Context, checked, mapped_shards
 from pallas_attn.errors import described
 
 Array = jax.Array
+
+BYTE_ROWS_UNIT = 64  # rows of a kv tile, which come whole to where rows of bytes are read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +26,7 @@ class Buffers:
     v_head_dim: int | None
     layers: int | None
     dtype: Any
-    scales: bool | None
+    scales: bool | int | None
     shared_kv: bool
     context: Context | None = None
 
@@ -41,7 +44,9 @@ class Buffers:
                 f"dtype: expected a floating-point or integer dtype, got {described(self.dtype)}"
             )
         checks.boolean("shared_kv", self.shared_kv)
-        if self.scales is not None:
+        if self.byte_rows:
+            self._check_byte_rows()
+        elif self.scales is not None:
             checks.boolean("scales", self.scales)
         if self.scales and jnp.dtype(self.dtype).name not in QUANTIZED:
             raise ValueError(
@@ -55,8 +60,27 @@ class Buffers:
             )
 
     @property
+    def byte_rows(self) -> bool:
+        """Whether a row is the bytes of `BYTE_ROW`."""
+        return type(self.scales) is int and self.scales == SCALE_COLUMNS
+
+    def _check_byte_rows(self) -> None:
+        row, dtype = BYTE_ROW, jnp.dtype(self.dtype).name
+        got = dtype, self.head_dim, self.v_head_dim, bool(self.shared_kv)
+        if got != (BYTE_DTYPE, row.v_head_dim + row.rest, row.v_head_dim, True):
+            raise ValueError(
+                f"scales: {SCALE_COLUMNS}, a scale for so many columns of V, goes with dtype "
+                f"{BYTE_DTYPE}, head_dim {row.v_head_dim + row.rest}, v_head_dim "
+                f"{row.v_head_dim} and shared_kv=True (FlashMLA's rows of {row.size} bytes), got "
+                f"{got[0]}, {got[1]}, {got[2]} and shared_kv={got[3]}; leave scales out for a "
+                "scale a row"
+            )
+
+    @property
     def quantized(self) -> bool:
-        return jnp.dtype(self.dtype).name in QUANTIZED if self.scales is None else self.scales
+        if self.scales is None:
+            return jnp.dtype(self.dtype).name in QUANTIZED
+        return bool(self.scales)
 
     @property
     def static(self) -> dict[str, Any]:
@@ -64,7 +88,7 @@ class Buffers:
         dims = self.head_dim, self.v_head_dim or self.head_dim
         return ({} if self.context is None else {"context": self.context}) | {
             "v_columns": dims[1] if self.shared_kv else None,
-            "dims": None if dims == self._stored else dims,
+            "dims": None if dims == self._stored and not self.byte_rows else dims,
         }
 
     @property
@@ -88,13 +112,13 @@ class Buffers:
                 f"{name}: expected a multiple of the {shards} devices that rows are split over, "
                 f"got {capacity}"
             )
-        return self.rows(capacity // shards)
-
-    def rows(self, wanted: int) -> int:
-        """Rows that one sequence or one page holds, if so many are wanted."""
+        wanted = capacity // shards
         if device.gpu_generation() is None:
             return wanted
-        return _round_up(wanted, 8 if self.shared_kv else 4 if self.quantized else 1)
+        unit = 8 if self.shared_kv else 4 if self.quantized else 1
+        if self.byte_rows and name != "page_size":
+            unit = BYTE_ROWS_UNIT
+        return _round_up(wanted, unit)
 
     def arrays(self, *shape: int) -> dict[str, Array]:
         """Zeros for the fields k, v, k_scale and v_scale that the cache has; `shape` has no layers
@@ -102,10 +126,13 @@ class Buffers:
         """
         shape = shape if self.layers is None else (self.layers, *shape)
         k_dim, v_dim = self._stored
-        buffers = {"k": jnp.zeros((*shape, k_dim), self.dtype)}
+        if self.byte_rows:
+            buffers = {"k": jnp.zeros((*shape, BYTE_ROW.size), jnp.uint8)}
+        else:
+            buffers = {"k": jnp.zeros((*shape, k_dim), self.dtype)}
         if not self.shared_kv:
             buffers["v"] = jnp.zeros((*shape, v_dim), self.dtype)
-        if self.quantized:
+        if self.quantized and not self.byte_rows:
             sides = tuple(buffers)
             buffers |= {f"{side}_scale": jnp.zeros(shape, jnp.float32) for side in sides}
         if self.context is None or mapped_shards(self.context) is None:

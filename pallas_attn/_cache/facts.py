@@ -33,6 +33,7 @@ class CacheFacts(NamedTuple):
     layers: int | None
     quantized: bool
     shared_kv: bool
+    byte_rows: bool  # a row is the bytes of `problem.BYTE_ROW`
     dims: tuple[int, int]  # columns of K and V without those that `create` added
 
     def of_problem(self) -> dict[str, Any]:
@@ -70,6 +71,7 @@ def _facts_of(cache: Cache) -> CacheFacts:
         cache.layers,
         cache.quantized,
         cache.shared_kv,
+        cache.byte_rows,
         (cache.head_dim, cache.v_head_dim),
     )
 

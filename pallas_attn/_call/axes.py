@@ -22,6 +22,8 @@ from pallas_attn._call.problem import (
     DecodeProblem,
     KeepInputs,
     KeepProblem,
+    QuantizeInputs,
+    QuantizeProblem,
 )
 from pallas_attn._call.sharding import Axes, factor_sizes
 
@@ -147,6 +149,28 @@ def _free(problem: AttentionProblem) -> tuple[str, ...]:
     if problem.uses_head:
         return batch
     return (*batch, "k", "g") if problem.kv_heads == 1 else (*batch, "k")
+
+
+@functools.lru_cache(maxsize=1024)
+def of_quantize(problem: QuantizeProblem, tree: PyTreeDef, shapes: Shapes) -> Split:
+    """Batch rows and heads split over devices; a scale has rows of one device."""
+    inputs: QuantizeInputs = _inputs_of(tree, shapes)
+    heads = "k" if problem.q_heads == problem.kv_heads else "k g"
+    if problem.kv_heads == 1:
+        heads = "g"
+    axes: dict[str, Axes] = {
+        "q": ("b", "t", heads, "h"),
+        "k": ("b", "s", "k", "h"),
+        "v": ("b", "s", "k", "e"),
+        "q_lengths": ("b",),
+        "kv_lengths": ("b",),
+    }
+    blocks = (("b", "q_blocks", heads), ("b", "kv_blocks", "k"), ("b", "kv_blocks", "k"))
+    return Split(
+        tuple([axes[name] for name, x in inputs._asdict().items() if x is not None]),
+        (axes["q"], axes["k"], axes["v"], *blocks),
+        ("b", "k", "g") if problem.kv_heads == 1 else ("b", "k"),
+    )
 
 
 # ---- operations over caches ----------------------------------------------------------------------

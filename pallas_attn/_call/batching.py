@@ -35,6 +35,8 @@ from pallas_attn._call.problem import (
     KeepInputs,
     KeepProblem,
     Kept,
+    QuantizeInputs,
+    QuantizeProblem,
 )
 from pallas_attn.errors import Limit, UnsupportedError
 
@@ -385,6 +387,47 @@ def _tangents_of_many(
     folded = residuals(_folded(arrays, mapped, size, problem.batch))
     made = attention_tangents(kernel, resized(problem, folded[0]), folded)
     return tuple([_unfolded(x, size) for x in made])
+
+
+# ---- rounding q, k and v -------------------------------------------------------------------------
+
+
+def quantize(kernel: Chosen, problem: QuantizeProblem, inputs: QuantizeInputs) -> tuple[Array, ...]:
+    """`kernel.run(inputs, problem)` -> numbers and scales of q, k and v, for any batching and
+    sharding.
+    """
+    leaves, tree = jax.tree.flatten(inputs)
+    split = axes.of_quantize(problem, tree, tuple([leaf.shape for leaf in leaves]))
+
+    def run(*arrays: Array) -> tuple[Array, ...]:
+        local: QuantizeInputs = jax.tree.unflatten(tree, arrays)
+        batch, heads = local.q.shape[0], (local.q.shape[2], local.k.shape[2])
+        sizes = dict(zip(("batch", "q_heads", "kv_heads"), (batch, *heads), strict=True))
+        return kernel.run(local, dataclasses.replace(problem, **sizes))
+
+    @custom_vmap
+    def call(*arrays: Array) -> tuple[Array, ...]:
+        return sharding.over_devices(run, arrays, *split)
+
+    @call.def_vmap
+    def rule(size: int, batched: list[bool], *arrays: Array) -> Any:
+        named = {str(n): x for n, x in enumerate(arrays)}
+        mapped = _mapped(named, batched)
+        if not size or _is_split(named, mapped):
+            results = sharding.one_after_another(
+                lambda some: quantize(
+                    kernel, problem, jax.tree.unflatten(tree, (named | some).values())
+                ),
+                {name: named[name] for name in mapped},
+            )
+        else:
+            every = _folded(named, mapped, size, problem.batch).values()
+            more = dataclasses.replace(problem, batch=size * problem.batch)
+            results = quantize(kernel, more, jax.tree.unflatten(tree, every))
+            results = tuple([_unfolded(x, size) for x in results])
+        return results, (True,) * len(results)
+
+    return call(*leaves)
 
 
 # ---- operations over caches ----------------------------------------------------------------------

@@ -11,7 +11,10 @@ from pallas_attn._cache import blocks
 from pallas_attn._cache.facts import Cache, CacheFacts, facts_of, holders_of
 from pallas_attn._call import checks, device
 from pallas_attn._call.bind import is_static, precision, query_heads
+from pallas_attn._call.byte_rows import BYTE_DTYPE, BYTE_ROW
 from pallas_attn._call.problem import (
+    FLOAT8,
+    FLOAT8_PRECISIONS,
     MOST_ROWS,
     AppendInputs,
     AppendProblem,
@@ -74,6 +77,7 @@ def decode(q: Array, cache: Cache, options: DecodeOptions) -> tuple[DecodeProble
         q = _changed(q, cache, (options.rotary, options.norm), starts, tree)
     sinks, softcap, invariant = options.sinks, options.softcap, options.batch_invariant
     indices = None if options.kv_indices is None else _indices(options, q, cache)
+    allowed = None if options.precision is None else _float8(options.precision, facts)
     inputs = DecodeInputs(
         checks.widened(q, facts.head_dim),
         cache.k,
@@ -100,7 +104,7 @@ def decode(q: Array, cache: Cache, options: DecodeOptions) -> tuple[DecodeProble
         scale=facts.dims[0] ** -0.5 if options.scale is None else checks.scale(options.scale),
         softcap=None if softcap is None else checks.softcap(softcap),
         sinks=sinks is not None,
-        precision=precision(options.precision, q),
+        precision=allowed or precision(options.precision, q),
         batch_invariant=invariant is not False and checks.boolean("batch_invariant", invariant),
         tokens=None if starts is None else rows,
         mask_program=None if function is None else function.program,
@@ -108,6 +112,13 @@ def decode(q: Array, cache: Cache, options: DecodeOptions) -> tuple[DecodeProble
         listed=None if indices is None else indices.shape[-1],
         **facts.of_problem(),
     ), inputs
+
+
+def _float8(precision: checks.Precision, facts: CacheFacts) -> str | None:
+    """The precision that allows matmuls on the numbers of this cache, or None."""
+    name = str(getattr(precision, "name", precision))
+    scaled = facts.quantized and facts.cache_dtype in FLOAT8
+    return FLOAT8_PRECISIONS.get(name) if scaled else None
 
 
 def _queries(q: Array, facts: CacheFacts, *, packed: bool) -> Array:
@@ -247,11 +258,12 @@ def append(
     else:
         sequences, capacities = sample.shape[-4], (sample.shape[-2],)
     new_rows, kv_heads, head_dim = inputs.k.shape[-3:]
+    byte_rows = sample.dtype == np.uint8 and jnp.issubdtype(inputs.k.dtype, jnp.floating)
     return AppendProblem(
         gpu=device.gpu_generation(),
         kind=kind,
         dtype=str(inputs.k.dtype),
-        cache_dtype=str(sample.dtype),
+        cache_dtype=BYTE_DTYPE if byte_rows else str(sample.dtype),
         sequences=sequences,
         new_rows=new_rows,
         kv_heads=kv_heads,
@@ -263,7 +275,8 @@ def append(
         layers=None if inputs.layer is None else sample.shape[0],
         ragged=inputs.new_lengths is not None,
         from_end=from_end,
-        quantized=inputs.k_scale is not None,
+        quantized=byte_rows or inputs.k_scale is not None,
+        byte_rows=byte_rows,
         packed=inputs.owners is not None,
         change=change,
     )
@@ -292,13 +305,13 @@ def keep(cache: Cache, counts: int | Array, path: Array | None) -> tuple[KeepPro
         sequences=facts.sequences,
         width=0 if path is None else path.shape[1],
         kv_heads=facts.kv_heads,
-        head_dim=facts.head_dim,
+        head_dim=BYTE_ROW.size if facts.byte_rows else facts.head_dim,
         v_head_dim=None if facts.shared_kv else facts.v_head_dim,
         capacities=capacities if facts.kind == "per_sequence" else capacities[:1],
         page_size=facts.page_size,
         pages=facts.pages,
         layers=facts.layers,
-        quantized=facts.quantized,
+        quantized=facts.quantized and not facts.byte_rows,
     )
     buffers = Caches(cache.k, cache.v, cache.k_scale, cache.v_scale)
     rows = path, cache.lengths, cache.new_lengths, counts

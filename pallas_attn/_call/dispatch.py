@@ -18,13 +18,13 @@ from jax import export
 from pallas_attn._call import config as _config
 from pallas_attn._call import device, gpu_specs, reference, sharding
 from pallas_attn._call.kernel import Inputs, Kernel, Problem, Results, never_slower
-from pallas_attn._call.problem import AttentionProblem, DecodeProblem
+from pallas_attn._call.problem import FLOAT8_PRECISIONS, AttentionProblem, DecodeProblem
 from pallas_attn.errors import Limit, UnsupportedError, described
 from pallas_attn.kernels.prefill import selection
 
 NAMES = ("sm90", "sm80", "reference")
 OLDEST, NEWEST = 80, 999  # GPU generations that kernels serve, or will
-HOPPER, FROM_AMPERE = (90, 90), (OLDEST, NEWEST)
+HOPPER, FROM_AMPERE, FROM_ADA = (90, 90), (OLDEST, NEWEST), (89, NEWEST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +162,13 @@ def _dense_copy(problem: DecodeProblem) -> str:
     return "it would copy every cache to a dense array"
 
 
+def _without_float8(problem: DecodeProblem) -> Limit | None:
+    """Why no kernel is to round q to float8, or None."""
+    if problem.precision in FLOAT8_PRECISIONS.values():
+        return None
+    return Limit("precision does not ask for matmuls on float8", "leave implementation=None")
+
+
 _DECODE = (
     Candidate("prefill.gathered_sm80", FROM_AMPERE, selection.gathered),  # many query rows
     Candidate("decode.sm80", FROM_AMPERE),
@@ -175,10 +182,12 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         Candidate("flash_fwd.sm90", HOPPER),
         Candidate("flash_fwd.sm90_wide", HOPPER),  # head dims above 256
         Candidate("flash_fwd.sm80", FROM_AMPERE),
+        Candidate("flash_fwd.sm80_float8", FROM_ADA),
         Reference(reference.attention, _score_matrix),
     ),
     "flash_backward": (
         Candidate("flash_bwd.sm90", HOPPER),
+        Candidate("flash_bwd.sm90_wide", HOPPER),  # head dims above 256
         Candidate("flash_bwd.sm80", FROM_AMPERE),
         Refused(
             Limit(
@@ -194,6 +203,10 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
     ),
     # The forward and its tangents in one launch, where forward mode alone asks for them.
     "flash_dual": (Candidate("flash_jvp.sm90_dual", HOPPER),),
+    "quantize": (
+        Candidate("quantize.blocks", FROM_AMPERE),
+        Reference(reference.quantize_blocks, lambda problem: "it reads every array twice"),
+    ),
     "append": (
         Candidate("append.copy", FROM_AMPERE),
         Reference(reference.append, lambda problem: "it is one scatter a cache"),
@@ -209,6 +222,8 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         *_DECODE,
     ),
     "decode_quantized": (
+        # many query rows, where matmuls on 8 bits are allowed
+        Candidate("prefill.float8_sm90", HOPPER, _without_float8),
         Candidate("prefill.widened_sm90", HOPPER, selection.widened_sm90),  # many query rows
         Candidate("prefill.narrow_sm90", HOPPER, selection.narrow_sm90),  # fewer of them
         Candidate("prefill.gathered_sm90", HOPPER, selection.gathered),  # wide heads

@@ -12,7 +12,16 @@ from jax.typing import DTypeLike
 from pallas_attn._autodiff import linear
 from pallas_attn._autodiff.derivative import Attention, KernelCall
 from pallas_attn._call import batching, checks, dispatch
-from pallas_attn._call.problem import FLOAT8, AttentionInputs, AttentionProblem
+from pallas_attn._call.problem import (
+    FLOAT8,
+    UNEQUAL,
+    AttentionInputs,
+    AttentionProblem,
+    QuantizeInputs,
+    QuantizeProblem,
+    live,
+    rows_of_scale,
+)
 from pallas_attn.errors import Limit, described
 
 Array = jax.Array
@@ -59,21 +68,29 @@ def bound(inputs: AttentionInputs, options: Options) -> tuple[AttentionInputs, d
 
 
 def _scale(name: str, value: checks.Argument, sizes: tuple[int, int, int]) -> Array:
-    """float32 [B, n, heads] of an argument that broadcasts to it; n divides the rows."""
+    """float32 [B, n, heads] of an argument that broadcasts to it."""
     batch, rows, heads = sizes
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     x = jnp.float32(value) if number else checks.array(name, value)
     axes = (1,) * (3 - x.ndim) + x.shape
     fits = len(axes) == 3 and axes[0] in (1, batch) and axes[2] in (1, heads)
-    if not fits or axes[1] < 1 or rows % axes[1] or not jnp.issubdtype(x.dtype, jnp.floating):
+    if not fits or not _cuts(rows, axes[1]) or not jnp.issubdtype(x.dtype, jnp.floating):
         letter, kind = ("T", "N") if name == "q_scale" else ("S", "K")
         raise ValueError(
             f"{name}: expected floats that broadcast to [B, n, {kind}] = [{batch}, n, {heads}], "
-            f"where n is 1 or divides {letter} = {rows} (a scale of {letter} / n rows each), got "
+            f"where n is 1 or divides {letter} = {rows} (a scale of {letter} / n rows each), or is "
+            f"the number of blocks of a multiple of {UNEQUAL} rows, the last one shorter, got "
             f"{x.dtype}{list(x.shape)}"
         )
     x = jnp.broadcast_to(x.reshape(axes), (batch, axes[1], heads))
     return jnp.maximum(x.astype(jnp.float32), LEAST)  # NaN stays
+
+
+def _cuts(rows: int, blocks: int) -> bool:
+    """Whether rows are cut into so many blocks that each have a scale."""
+    if blocks < 1 or rows % blocks == 0:
+        return blocks >= 1
+    return -(-rows // rows_of_scale(rows, blocks)) == blocks
 
 
 def _out_dtype(value: DTypeLike | None) -> str:
@@ -167,17 +184,17 @@ def _forward(
     return batching.compiled_once(batching.attention, chosen, narrow, inputs)
 
 
-def live(x: Array, ends: Array | None) -> Array:
-    """x [B, rows, heads, dim] with zeros in rows from `ends` int32[B] on."""
-    if ends is None:
-        return x
-    inside = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < ends[:, None]
-    return jnp.where(inside[:, :, None, None], x, jnp.zeros((), x.dtype))
-
-
-def block_rows(rows: int, most: int) -> int:
-    """Rows of a block that has one scale: the largest divisor of `rows` up to `most`."""
-    return next(n for n in range(min(most, rows), 0, -1) if rows % n == 0)
+def blocks_of(rows: int, most: int) -> int:
+    """The number of blocks of at most `most` rows that have one scale each: equal ones, or, from
+    128 rows on, all but the last of a multiple of 128 rows.
+    """
+    if rows == 0:
+        return 1
+    for size in (most, most // UNEQUAL * UNEQUAL):
+        blocks = -(-rows // max(size, 1))
+        if size and rows_of_scale(rows, blocks) <= most:
+            return blocks
+    return next(rows // n for n in range(min(most, rows), 0, -1) if rows % n == 0)
 
 
 def quantised(x: Array) -> tuple[Array, Array]:
@@ -185,25 +202,50 @@ def quantised(x: Array) -> tuple[Array, Array]:
     brings the block's largest number into 224 .. 448. `rounded` returns numbers times scales.
     """
     batch, rows, heads, dim = x.shape
-    size = block_rows(rows, BLOCK)
-    blocks = x.astype(jnp.float32).reshape(batch, rows // size, size, heads, dim)
-    top = jnp.abs(blocks).max(axis=(2, 4), keepdims=True)
+    blocks = blocks_of(rows, BLOCK)
+    size = rows_of_scale(rows, blocks)
+    wide = jnp.pad(x.astype(jnp.float32), ((0, 0), (0, blocks * size - rows), (0, 0), (0, 0)))
+    wide = wide.reshape(batch, blocks, size, heads, dim)
+    top = jnp.abs(wide).max(axis=(2, 4), keepdims=True)
     # The next power of 2, by bits: jnp.frexp has a derivative, which kernels' primitives refuse.
     bits = lax.bitcast_convert_type(jnp.maximum(top, LEAST) * np.float32(1 / 448), jnp.int32)
     exponent = jnp.minimum((bits >> 23 & 255) + 1, 254)  # an infinity or a NaN: the largest power
     scale = lax.bitcast_convert_type(exponent << 23, jnp.float32)
-    numbers = (blocks / scale).astype(FLOAT8[0])
-    return numbers.reshape(x.shape), scale[:, :, 0, :, 0]
+    numbers = (wide / scale).astype(FLOAT8[0]).reshape(batch, blocks * size, heads, dim)
+    return numbers[:, :rows], scale[:, :, 0, :, 0]
 
 
 @jax.custom_jvp
 def rounded(x: Array) -> Array:
     """x rounded to float8 with scales; its derivative is 1."""
     numbers, scale = quantised(x)
-    each = jnp.repeat(scale, x.shape[1] // scale.shape[1], axis=1)[..., None]
+    size = rows_of_scale(x.shape[1], scale.shape[1])
+    each = jnp.repeat(scale, size, axis=1)[:, : x.shape[1], :, None]
     return (numbers.astype(jnp.float32) * each).astype(x.dtype)
 
 
 @rounded.defjvp
 def _pass_on(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     return rounded(*primals), tangents[0]
+
+
+# ---- rounding q, k and v -------------------------------------------------------------------------
+
+_NO_DERIVATIVE_OF_ROUNDING = Limit(
+    "rounding by a kernel has no derivative", "train with flash_attention(float8=True)"
+)
+
+
+def quantize(
+    problem: QuantizeProblem, inputs: QuantizeInputs, implementation: str | None
+) -> tuple[Array, ...]:
+    """q, k and v in float8 and their scales, by the implementation that takes the problem."""
+    if any(x.size == 0 for x in inputs[:3]):
+        implementation = dispatch.Reference.implementation
+    chosen = dispatch.select(problem, implementation)
+    if isinstance(chosen, dispatch.Reference):
+        return chosen.run(inputs, problem)
+    leaves, tree = jax.tree.flatten(inputs)
+    leaves = batching.underived(problem, _NO_DERIVATIVE_OF_ROUNDING)(*leaves)
+    inputs = jax.tree.unflatten(tree, leaves)
+    return batching.compiled_once(batching.quantize, chosen, problem, inputs)

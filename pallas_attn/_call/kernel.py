@@ -4,10 +4,16 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from pallas_attn._call.problem import AppendProblem, AttentionProblem, DecodeProblem, KeepProblem
+from pallas_attn._call.problem import (
+    AppendProblem,
+    AttentionProblem,
+    DecodeProblem,
+    KeepProblem,
+    QuantizeProblem,
+)
 from pallas_attn.errors import Limit
 
-Problem = AttentionProblem | AppendProblem | KeepProblem | DecodeProblem
+Problem = AttentionProblem | AppendProblem | KeepProblem | DecodeProblem | QuantizeProblem
 # The inputs of an operation; those of a backward are (inputs, out, lse, d_out, d_lse).
 Inputs = Any
 Results = Any  # the arrays that an operation returns

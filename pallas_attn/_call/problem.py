@@ -18,6 +18,11 @@ WithBounds = Any  # inputs, or the refs of a kernel, that have mask_left and mas
 QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")  # dtypes of q, k and v with scales
+# Names of jax.lax.DotAlgorithmPreset that allow matmuls on the numbers of a float8 cache.
+FLOAT8_PRECISIONS = {
+    "ANY_F8_ANY_F8_F32": "float8",
+    "ANY_F8_ANY_F8_F32_FAST_ACCUM": "fast_accum",
+}
 
 MOST_ROWS = 2**31 - 1  # rows of a sequence: lengths are int32
 
@@ -71,6 +76,26 @@ class AttentionInputs(NamedTuple):
             else:
                 fields[name] = x
         return cls(**fields)
+
+
+def live(x: Array, ends: Array | None) -> Array:
+    """x [B, rows, heads, dim] with zeros in rows from `ends` int32[B] on."""
+    if ends is None:
+        return x
+    inside = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < ends[:, None]
+    return jnp.where(inside[:, :, None, None], x, jnp.zeros((), x.dtype))
+
+
+UNEQUAL = 128  # blocks of a scale that are not equally long have a multiple of so many rows
+
+
+def rows_of_scale(rows: int, blocks: int) -> int:
+    """Rows of a block that has one scale, of `blocks` blocks: an equal part of the rows, or, where
+    that is no whole number, a multiple of 128 rows, and what is left in the last block.
+    """
+    if rows % blocks == 0:
+        return rows // blocks
+    return -(-rows // (blocks * UNEQUAL)) * UNEQUAL
 
 
 def owner_of_rows(starts: Array, rows: int) -> Array:
@@ -195,6 +220,40 @@ class AttentionProblem:
         return f"{self.op} on {self.gpu or 'a machine without a GPU'}: " + ", ".join(facts)
 
 
+class QuantizeInputs(NamedTuple):
+    """The arrays of one `quantize_qkv`: q [B, T, N, H], k [B, S, K, H], v [B, S, K, Hv]."""
+
+    q: Array
+    k: Array
+    v: Array
+    q_lengths: Array | None  # int32[B], 0 .. T
+    kv_lengths: Array | None  # int32[B], 0 .. S
+
+
+@dataclasses.dataclass(frozen=True)
+class QuantizeProblem:
+    """The static facts of one `quantize_qkv`, which gives q, k, v and scales [B, n, heads]."""
+
+    gpu: str | None
+    dtype: str  # dtype of q, k and v
+    to: str  # dtype of the results
+    batch: int
+    q_len: int
+    kv_len: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    blocks: tuple[int, int, int]  # n of the scales of q, k and v: `rows_of_scale` each
+    op: str = "quantize"
+
+    def __str__(self) -> str:
+        q = f"{self.dtype} q[{self.batch},{self.q_len},{self.q_heads},{self.head_dim}]"
+        k = f"k[{self.batch},{self.kv_len},{self.kv_heads},{self.head_dim}]"
+        where = self.gpu or "a machine without a GPU"
+        return f"quantize on {where}: {q}, {k}, v[...,{self.v_head_dim}] to {self.to}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Change:
     """The static facts of a norm and a rotation of rows (`pallas_attn.rotary`)."""
@@ -225,7 +284,7 @@ class AppendInputs(NamedTuple):
     new_lengths: Array | None  # int32[M]: rows of each sequence that count; None: all t
     page_table: Array | None  # int32[M, pages a sequence]; -1 where there is no page
     layer: Array | int | None
-    k_scale: Array | None = None  # float32; given where AppendProblem.quantized
+    k_scale: Array | None = None  # float32; given where quantized and not byte_rows
     v_scale: Array | None = None  # None as well where there is no v_cache
     # Packed rows: k [tokens, K, H], v [tokens, K, Hv], start int32[tokens] the position of each row
     # (negative: it is dropped), new_lengths None, and int32[tokens], the sequence of each.
@@ -267,6 +326,7 @@ class AppendProblem:
     # subtracts, since an operation of XLA's between extend and the launch is a launch of its own.
     from_end: bool = False
     quantized: bool = False  # rows are stored as `reference.quantize` says, a scale beside each
+    byte_rows: bool = False  # the cache is uint8, and a row of it is `BYTE_ROW`
     packed: bool = False  # inputs.owners is given
     change: Change | None = None  # norm and rotation of the rows of K, before they are stored
     op: str = "append"
@@ -393,12 +453,15 @@ class DecodeProblem:
     pages: int | None = None
     layers: int | None = None
     sinks: bool = False
-    precision: str | None = None  # None or "highest"
+    # None, "highest", or what allows matmuls on the numbers of a float8 cache: "float8", or
+    # "fast_accum", whose sums are those of a tensor core.
+    precision: str | None = None
     batch_invariant: bool = False
     quantized: bool = False
     # Whether a cache of 8-bit numbers has no scales: the numbers are the values.
     unscaled: bool = False
     shared_kv: bool = False  # V is the first columns of K (a latent cache): there is no v_cache
+    byte_rows: bool = False  # the cache is uint8, and a row of it is `BYTE_ROW`
     tokens: int | None = None  # packed rows of all sequences; None: rows are not packed
     # Packed rows that a sequence must have: a launch leaves sequences of fewer, or of more than
     # q_len, alone.

@@ -19,6 +19,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
+from pallas_attn._call.byte_rows import BYTE_DTYPE, BYTE_ROW, SCALE_COLUMNS
 from pallas_attn._call.problem import (
     AppendInputs,
     AppendProblem,
@@ -30,7 +31,11 @@ from pallas_attn._call.problem import (
     KeepInputs,
     KeepProblem,
     Kept,
+    QuantizeInputs,
+    QuantizeProblem,
     bounds_of,
+    live,
+    rows_of_scale,
 )
 from pallas_attn._functions.program import Broadcasting, evaluate
 from pallas_attn.masks import FULL
@@ -61,7 +66,7 @@ def attention(inputs: AttentionInputs, problem: AttentionProblem) -> tuple[Array
         scales = inputs.q_scale, inputs.k_scale, inputs.v_scale
         q, k, v = (_dequantised(x, scale) for x, scale in zip((q, k, v), scales, strict=True))
     q, k, v = (
-        jnp.swapaxes(_zero_past(x, lengths), 1, 2).astype(acc)  # heads first: plain matmuls
+        jnp.swapaxes(live(x, lengths), 1, 2).astype(acc)  # heads first: plain matmuls
         for x, lengths in ((q, inputs.q_lengths), (k, inputs.kv_lengths), (v, inputs.kv_lengths))
     )
     q = q.reshape(batch, kv_heads, q_heads // kv_heads, q_len, q.shape[-1])
@@ -86,22 +91,15 @@ def attention(inputs: AttentionInputs, problem: AttentionProblem) -> tuple[Array
 
 
 def _dequantised(x: Array, scale: Array | None) -> Array:
-    """float8 x [B, rows, heads, dim] times scales [B, n, heads] of rows / n rows each."""
+    """float8 x [B, rows, heads, dim] times scales [B, n, heads] of `rows_of_scale` each."""
     x = x.astype(jnp.float32)
     if scale is None:
         return x
-    return x * jnp.repeat(scale, x.shape[1] // scale.shape[1], axis=1)[..., None]
+    size = rows_of_scale(x.shape[1], scale.shape[1])
+    return x * jnp.repeat(scale, size, axis=1)[:, : x.shape[1], :, None]
 
 
 _OF_ROWS = "reference_rows"  # name of numbers of query rows that a backward reads
-
-
-def _zero_past(x: Array, lengths: Array | None) -> Array:
-    """x [B, rows, heads, dim] with zeros for rows past their length."""
-    if lengths is None:
-        return x
-    live = jnp.arange(x.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
-    return jnp.where(live[:, :, None, None], x, 0)
 
 
 def _blocks(
@@ -371,6 +369,7 @@ def _keys_and_values(inputs: DecodeInputs, problem: DecodeProblem) -> tuple[Arra
         return rows.astype(jnp.float32) * _dense_rows(columns, inputs.page_table)
 
     k = dense(inputs.k_cache, inputs.k_scale)
+    k = from_bytes(k) if problem.byte_rows else k
     if problem.shared_kv:
         return k, k[..., : problem.v_head_dim]
     return k, dense(inputs.v_cache, inputs.v_scale)
@@ -385,6 +384,30 @@ def _lost(inputs: DecodeInputs) -> Array:
     if layer is not None:
         lost = lost | (layer < 0) | (layer >= jax.tree.leaves(inputs.k_cache)[0].shape[0])
     return lost
+
+
+def to_bytes(rows: Array) -> Array:
+    """uint8[.., 656]: rows [.., 576] as `BYTE_ROW` says, each 128 columns of V quantised as
+    `quantize` says.
+    """
+    v, rest = rows[..., : BYTE_ROW.v_head_dim], rows[..., BYTE_ROW.v_head_dim :]
+    v = v.reshape(*v.shape[:-1], BYTE_ROW.scales, SCALE_COLUMNS)
+    numbers, scales = quantize(v, BYTE_DTYPE)
+    parts = numbers.reshape(rest.shape[:-1] + (-1,)), scales, rest.astype(jnp.bfloat16)
+    as_bytes = [lax.bitcast_convert_type(x, jnp.uint8) for x in parts]
+    return jnp.concatenate([x.reshape(*rest.shape[:-1], -1) for x in as_bytes], axis=-1)
+
+
+def from_bytes(rows: Array) -> Array:
+    """float32[.., 576] of rows uint8[.., 656]."""
+    row, lead = BYTE_ROW, rows.shape[:-1]
+    ends = (row.v_head_dim, row.rest_begins)
+    v, scales, rest = jnp.split(rows, ends, axis=-1)
+    v = lax.bitcast_convert_type(v, BYTE_DTYPE).astype(jnp.float32)
+    scales = lax.bitcast_convert_type(scales.reshape(*lead, -1, 4), jnp.float32)
+    rest = lax.bitcast_convert_type(rest.reshape(*lead, -1, 2), jnp.bfloat16)
+    v = v.reshape(*lead, row.scales, SCALE_COLUMNS) * scales[..., None]
+    return jnp.concatenate([v.reshape(*lead, -1), rest.astype(jnp.float32)], axis=-1)
 
 
 def _separated(inputs: DecodeInputs, problem: DecodeProblem) -> DecodeInputs:
@@ -489,6 +512,30 @@ def quantize_over(x: Array, dtype: DTypeLike, axes: tuple[int, ...]) -> tuple[Ar
     return scaled.astype(dtype), jnp.where(finite, scale, jnp.nan)
 
 
+def quantize_blocks(inputs: QuantizeInputs, problem: QuantizeProblem) -> tuple[Array, ...]:
+    """q, k and v in float8, and the scales of their blocks of rows; rows past a length are zeros
+    that count in no scale.
+    """
+    ends = inputs.q_lengths, inputs.kv_lengths, inputs.kv_lengths
+    each = [
+        _quantized(live(x, end), blocks, problem.to)
+        for x, end, blocks in zip(inputs[:3], ends, problem.blocks, strict=True)
+    ]
+    numbers, scales = zip(*each, strict=True)
+    return *numbers, *scales
+
+
+def _quantized(x: Array, blocks: int, dtype: str) -> tuple[Array, Array]:
+    """x [B, rows, heads, dim] as numbers and scales [B, blocks, heads]."""
+    batch, rows, heads, dim = x.shape
+    if x.size == 0:
+        return x.astype(dtype), jnp.ones((batch, blocks, heads), jnp.float32)
+    size = rows_of_scale(rows, blocks)
+    x = jnp.pad(x, ((0, 0), (0, blocks * size - rows), (0, 0), (0, 0)))
+    numbers, scales = quantize_over(x.reshape(batch, blocks, size, heads, dim), dtype, (2, 4))
+    return numbers.reshape(x.shape)[:, :rows], lax.squeeze(scales, (2, 4))
+
+
 def _reciprocal(x: Array) -> Array:
     """1 / x for float32 x from 2**-126 to 2**125, correctly rounded: by long division of integers,
     since XLA's own division is not on a GPU.
@@ -549,7 +596,9 @@ def append(inputs: AppendInputs, problem: AppendProblem) -> Caches:
         return _scatter(cache, layer, _page_and_row(cache, position, table), new)
 
     rows: list[Any] = [(inputs.k, None), (inputs.v, None)]
-    if problem.quantized:
+    if problem.byte_rows:
+        rows[0] = to_bytes(inputs.k), None
+    elif problem.quantized:
         dtype = problem.cache_dtype
         rows = [(None, None) if x is None else quantize(x, dtype) for x in (inputs.k, inputs.v)]
     caches = inputs.k_cache, inputs.v_cache, inputs.k_scale, inputs.v_scale

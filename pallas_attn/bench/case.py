@@ -61,6 +61,8 @@ class AttentionCase:
     # RoPE: the first column, rotated columns, and whether pairs are neighbours
     rotary: tuple[int, int, bool] | None = None
     rotary_positions: bool = False  # positions of their own; with offsets that no table has
+    # Rows that share a scale: of float8 q, k and v, or where they are rounded to it; None: all
+    scale_rows: int | None = None
     labels: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -103,7 +105,7 @@ class AttentionCase:
         if poison:
             q = _poison(q, self.q_lengths, axis=1)
             k, v = (_poison(x, self.kv_lengths, axis=1) for x in (k, v))
-        arrays: dict[str, Any] = {"q": q, "k": k, "v": v}
+        arrays: dict[str, Any] = {"q": q, "k": k, "v": v} | self._scales(seed)
         for name in ("q_lengths", "kv_lengths"):
             if getattr(self, name) is not None:
                 arrays[name] = jnp.array(getattr(self, name), jnp.int32)
@@ -134,6 +136,32 @@ class AttentionCase:
             bounds = {side: jnp.int32(x) for side, x in bounds.items() if x is not None}
             arrays["mask"] = self.mask.filled(**bounds)
         return arrays
+
+    def _scales(self, seed: int) -> dict[str, Any]:
+        """Scales of float8 numbers: powers of 2, so that their products are exact in bfloat16."""
+        if self.scale_rows is None or not self.dtype.startswith("float8"):
+            return {}
+        rng, scales = np.random.default_rng(seed), {}
+        for name in "qkv":
+            rows, heads = (self.kv_len, self.kv_heads)
+            if name == "q":
+                rows, heads = (self.q_len, self.q_heads)
+            shape = (self.batch, -(-rows // self.scale_rows), heads)
+            scales[f"{name}_scale"] = jnp.asarray(2.0 ** rng.integers(-1, 2, shape), jnp.float32)
+        return scales
+
+    def rounded_bytes(self) -> int:
+        """Bytes of q, k and v that are read, and of float8 numbers and scales that are written."""
+        size, total = jnp.dtype(self.dtype).itemsize, 0
+        sides = (
+            (self.q_len, self.q_heads, self.head_dim),
+            (self.kv_len, self.kv_heads, self.head_dim),
+            (self.kv_len, self.kv_heads, self.v_head_dim),
+        )
+        for rows, heads, dim in sides:
+            scales = heads * -(-rows // (self.scale_rows or rows))
+            total += self.batch * (rows * heads * dim * (size + 1) + 4 * scales)
+        return total
 
     def _rotation(self, seed: int) -> dict[str, Any]:
         assert self.rotary is not None
@@ -263,6 +291,7 @@ class DecodeCase:
     sinks: bool = False
     cache_dtype: str | None = None  # quantised; None: rows lie in `dtype`
     shared_kv: bool = False  # V is the first columns of K
+    byte_rows: bool = False  # rows lie in FlashMLA's format (`create(scales=128)`)
     scale: float | None = None
     precision: str | None = None
     batch_invariant: bool = False
@@ -277,7 +306,7 @@ class DecodeCase:
     @functools.cached_property
     def tags(self) -> frozenset[str]:
         """The labels, and tags that the fields imply."""
-        names = ("shared_kv", "tree", "softcap", "precision", "sinks")
+        names = ("shared_kv", "byte_rows", "tree", "softcap", "precision", "sinks")
         flags = {
             self.kind: True,
             _heads(self.q_heads, self.kv_heads): True,
@@ -291,6 +320,11 @@ class DecodeCase:
         }
         score_elements = self.sequences * self.q_heads * self.q_len * self.capacity
         return _tags(self, names, flags, score_elements)
+
+    @property
+    def multiplies_float8(self) -> bool:
+        """Whether matmuls on the numbers of a float8 cache are allowed."""
+        return bool(self.cache_dtype) and str(self.precision).startswith("ANY_F8")
 
     @property
     def problem_alone(self) -> "DecodeCase":
@@ -440,6 +474,8 @@ class DecodeCase:
             rows += max(high - low, 0) if self.listed is None else t * min(self.listed, length)
         for size, count in self.shared:  # once for all that have them
             rows -= (self.sequences - -(-self.sequences // size)) * count
+        if self.byte_rows:
+            return rows * BYTES_OF_A_ROW
         dims = (self.head_dim,) if self.shared_kv else (self.head_dim, self.v_head_dim)
         return rows * self.kv_heads * _row_bytes(dims, self.dtype, self.cache_dtype)
 
@@ -541,6 +577,9 @@ def _kind(mask: Mask) -> str:
     if mask.is_full or mask == CAUSAL:
         return str(mask)
     return "window" if mask.left is not None else "band"
+
+
+BYTES_OF_A_ROW = 656  # of a latent cache in FlashMLA's format
 
 
 def _row_bytes(dims: tuple[int, ...], dtype: str, cache_dtype: str | None) -> int:

@@ -104,6 +104,10 @@ def _large_attention() -> list[AttentionCase]:
     for keys in (128, 1024):
         name = f"h128_window{keys}_t8192_at_run_time"
         window(name, keys, (2, 8192), 16, 128, mask_at_run_time=True)
+    # gpt-oss, and its window without sinks, which cuDNN takes.
+    for tail, sinks in (("", True), ("_no_sinks", False)):
+        local: dict[str, Any] = {"mask": sliding_window(128), "sinks": sinks}
+        rows.append(full(f"gpt_oss_t8192{tail}", (1, 8192), (64, 8), 64, "windows", **local))
     rows += [
         causal("h80_causal_t4096", (4, 4096), equal, 80, "odd"),
         causal("h96_causal_t4096", (4, 4096), equal, 96, "odd"),
@@ -381,6 +385,7 @@ def _decode() -> list[DecodeCase]:
         *rows,
         _even(_STACKED, 64, 4096, "wide", **_EXACT),
         _even(_STACKED, 1, 8192, "wide", dtype="float32"),
+        *(_served_latent(*sizes) for sizes in _SERVED),
         _even(_PAGED64, 64, 8192, "pages"),
         _even(("paged", 128), 64, 8192, "pages"),
         _even(("per_sequence", None), 256, 1024, "many"),
@@ -395,6 +400,25 @@ def _even(cache: Cache, batch: int, length: int, label: str, **fields: Any) -> D
     tail += f"_page{page}" if page not in (None, 16) else ""
     name = f"decode_{kind}_b{batch}_s{length}_n32k8_h128{tail}"
     return _over(name, (length,) * batch, cache, label, **fields)
+
+
+_BYTES: dict[str, Any] = {"cache_dtype": "float8_e4m3fn", "byte_rows": True}
+# Sequences, rows, query heads and rows of bytes of latent caches with pages of 64 rows.
+_SERVED = (
+    (128, 4096, 128, {}),
+    (64, 8192, 64, {}),
+    (1, 65536, 128, {}),
+    (8, 32768, 128, {}),
+    (64, 8192, 16, {}),
+    (64, 8192, 16, _BYTES),
+)
+
+
+def _served_latent(batch: int, length: int, n: int, fields: dict[str, Any]) -> DecodeCase:
+    tail = "_bytes" if fields else ""
+    name, heads = f"decode_paged_b{batch}_s{length}_n{n}_latent{tail}_page64", (n, 1, 576, 512)
+    lengths = (length,) * batch
+    return _over(name, lengths, _PAGED64, "latent", heads=heads, shared_kv=True, **fields)
 
 
 Edge = tuple[str, tuple[int, ...], dict[str, Any]]  # name, lengths, fields
@@ -415,6 +439,7 @@ _DECODE_EDGES: tuple[Edge, ...] = (
     ("int8", (64, 1, 200), {"cache_dtype": "int8", "q_len": 3}),
     ("latent", (0, 100, 256), {"heads": (8, 1, 576, 512), "shared_kv": True}),
     ("listed", (0, 33, 256), {"q_len": 2, "listed": 70}),
+    ("latent_bytes", (0, 100, 256), {"heads": (8, 1, 576, 512), "shared_kv": True, **_BYTES}),
 )
 
 
@@ -442,7 +467,19 @@ def _prefill() -> list[DecodeCase]:
     sizes += [(1, rows) for rows in (1024, 256, 64, 16)]
     caches = _STACKED, per_sequence, _PAGED16, _PAGED64
     plain = [(*size, cache, None) for size in sizes for cache in caches]
-    return [
+    matmuls = [
+        _over(
+            f"prefill_stacked_m8_t{rows}_float8_e4m3fn_matmuls",
+            (8192,) * 8,
+            _STACKED,
+            "matmuls",
+            q_len=rows,
+            cache_dtype="float8_e4m3fn",
+            precision="ANY_F8_ANY_F8_F32",
+        )
+        for rows in (4096, 1024, 256)
+    ]
+    return matmuls + [
         _over(
             f"prefill_{kind}{page or ''}_m{batch}_t{rows}{f'_{dtype}' if dtype else ''}",
             (8192,) * batch,
@@ -566,6 +603,43 @@ def _edge_append() -> list[AppendCase]:
     return rows
 
 
+# ---- float8 -------------------------------------------------------------------------------------
+
+
+def _float8() -> list[AttentionCase]:
+    """Cases of op "float8": the shapes of cuDNN's published figures, and small ones."""
+    large = functools.partial(_attention, dtype="float8_e4m3fn")
+    heads, size = (64, 8), (1, 8192)
+    labels, blocks = ("float8",), {"scale_rows": 128}
+    return [
+        large("float8_h128_full_b1_t8192_n64k8", size, heads, 128, *labels),
+        large("float8_h128_full_b1_t8192_n64k8_blocks", size, heads, 128, *labels, **blocks),
+        large("float8_h128_full_b1_t8191_n64k8_blocks", (1, 8191), heads, 128, *labels, **blocks),
+        large("float8_h128_causal_b1_t16384_n64k8", (1, 16384), heads, 128, *labels, mask=CAUSAL),
+        large("float8_h256_full_b1_t8192_n64k8", size, heads, 256, *labels),
+        large("float8_h64_full_b1_t8192_n64k8", size, heads, 64, *labels),
+        large("float8_h192_hv128_full_b1_t8192_n32", size, (32, 32), (192, 128), *labels),
+        large("float8_e5m2_edges", (2, 70, 130), (4, 2), 64, mask=CAUSAL, dtype="float8_e5m2"),
+        large("float8_blocks_edges", (1, 129, 301), (2, 1), 64, **blocks),
+    ]
+
+
+def _rounded() -> list[AttentionCase]:
+    """Cases of op "quantize"."""
+    size, heads = (1, 8192), (64, 8)
+    blocks = functools.partial(_attention, scale_rows=128)
+    return [
+        blocks("quantize_h128_t8192_n64k8", size, heads, 128, "large"),
+        blocks("quantize_h256_t8192_n64k8", size, heads, 256, "large"),
+        blocks("quantize_h64_t8192_n64k8", size, heads, 64, "large"),
+        blocks("quantize_h192_hv128_t8192_n32", size, (32, 32), (192, 128), "large"),
+        blocks("quantize_h128_t8192_n64k8_f32", size, heads, 128, "large", dtype="float32"),
+        _attention("quantize_h128_t8192_n64k8_rows", size, heads, 128, "large", scale_rows=1),
+        _attention("quantize_h128_t8192_n64k8_heads", size, heads, 128, "large"),
+        blocks("quantize_edges", (2, 129, 301), (4, 2), (72, 20)),
+    ]
+
+
 # ---- lists --------------------------------------------------------------------------------------
 
 ATTENTION: tuple[AttentionCase, ...] = (*_large_attention(), *_edge_attention())
@@ -576,6 +650,8 @@ SHARED_PREFIX: tuple[DecodeCase, ...] = tuple(_shared())
 MASK: tuple[AttentionCase, ...] = tuple(_functions())
 SHAPES: tuple[AttentionCase, ...] = tuple(_shapes())
 JVP: tuple[AttentionCase, ...] = tuple(_tangents())
+FLOAT8: tuple[AttentionCase, ...] = tuple(_float8())
+QUANTIZE: tuple[AttentionCase, ...] = tuple(_rounded())
 # Operations of attention draw from ATTENTION.
 LISTS: dict[str, tuple[Case, ...]] = {
     "decode": DECODE,
@@ -585,6 +661,8 @@ LISTS: dict[str, tuple[Case, ...]] = {
     "mask": MASK,
     "shapes": SHAPES,
     "jvp": JVP,
+    "float8": FLOAT8,
+    "quantize": QUANTIZE,
 }
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from pallas_attn._call import config
-from pallas_attn.bench import judges, peers, rows, subjects, timing, torch_peers
+from pallas_attn.bench import float8, judges, peers, rows, subjects, timing, torch_peers
 from pallas_attn.bench.call import Call, Unavailable
 from pallas_attn.bench.case import AppendCase, DecodeCase
 from pallas_attn.bench.cases import Case
@@ -206,6 +206,8 @@ def _our_subject(bench: Bench, call: Call) -> Subject:
         launch = subjects.decode(case, arrays, implementation, shared=call.op == SHARED)
     elif isinstance(case, AppendCase):
         launch = subjects.writes(case, arrays, implementation)
+    elif bench.op == "quantize":
+        launch = float8.rounding(case, arrays, implementation)
     else:
         launch = subjects.attention(case, arrays, call.cotangent, call.op, implementation)
     return Subject(f"{rows.OURS}{implementation or _generation()}", launch)

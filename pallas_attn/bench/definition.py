@@ -9,6 +9,7 @@ and autodiff prove it (tests/api/test_attention.py, test_gradients.py).
 """
 
 import functools
+import math
 import operator
 from collections.abc import Callable
 from types import ModuleType
@@ -37,7 +38,8 @@ class Arithmetic(NamedTuple):
     value: Callable[[Array], Array] = _unchanged  # v and dO
     made: Callable[[Array], Array] = _unchanged  # the probabilities, and dS
     stored: Callable[[Array], Array] = _unchanged  # out, as the backward pass reads it
-    lse: Any = None  # read by the backward pass; None: its own
+    lse: Any = None  # read by the backward pass and by tangents; None: their own
+    out: Any = None  # read by tangents; None: their own
     scores: Callable[[Array, Array], Array] = np.matmul  # q @ k
     of_rows: Callable[[Array, Array], Array] = operator.matmul  # sums over query rows
 
@@ -67,13 +69,13 @@ def naive(dtype: str | None, grid: float = 1.0) -> Arithmetic:
         return (x * by).astype(jnp.dtype(dtype)).astype(np.float32) / by
 
     if dtype == "tf32":
-        return Arithmetic(np.float32, nearest, lambda x: cut(x, 0xFF), terms)
+        return Arithmetic(np.float32, nearest, terms, terms)
     return Arithmetic(np.float32, made=rounded, stored=rounded)
 
 
 def _in_float8(x: Array, by: float) -> Array:
     """Probabilities rounded to float8, relative to the largest of their row."""
-    unit = np.float32(by) / np.maximum(x.max(axis=-1, keepdims=True), np.float32(2.0**-100))
+    unit = np.float32(by) / x.max(axis=-1, keepdims=True).clip(2.0**-100)
     return (x * unit).astype(jnp.float8_e4m3fn).astype(np.float32) / unit
 
 
@@ -86,9 +88,17 @@ def dequantised(arrays: dict[str, Any]) -> dict[str, Any]:
         if scale is not None:
             scale = np.asarray(scale, np.float64)
             scale = scale.reshape((1,) * (3 - scale.ndim) + scale.shape)
-            x = x * np.repeat(scale, x.shape[1] // scale.shape[1], axis=1)[..., None]
+            x = x * np.repeat(scale, rows_of_scale(x, scale), axis=1)[:, : x.shape[1], :, None]
         wide[name] = x
     return wide
+
+
+def rows_of_scale(x: Array, scale: Array) -> int:
+    """Rows of x [B, rows, heads, dim] that share one of the scales [B, n, heads]: equal blocks, or
+    a multiple of 128 rows.
+    """
+    rows, blocks = x.shape[1], scale.shape[1]
+    return rows // blocks if rows % blocks == 0 else math.ceil(rows / blocks / 128) * 128
 
 
 def one_by_one(a: Array, b: Array) -> Array:
@@ -201,7 +211,8 @@ def tangents(  # noqa: PLR0913
     out = arithmetic.made(moved).reshape(f.weights.shape) @ f.v
     if "v" in along:
         out = out + f.weights @ arithmetic.value(heads["v"])
-    less = row.swapaxes(1, 2)[..., None] * arithmetic.stored(f.out)
+    stored = arithmetic.stored(f.out) if arithmetic.out is None else arithmetic.out
+    less = row.swapaxes(1, 2)[..., None] * stored
     return {"out_dot": _by_position(out) - less, "lse_dot": row}
 
 

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn.bench import rotation, subjects, verify
+from pallas_attn.bench import float8, rotation, subjects, verify
 from pallas_attn.bench.call import Call
 from pallas_attn.bench.case import AppendCase, DecodeCase
+from pallas_attn.bench.rows import OURS
 from pallas_attn.bench.timing import Produced, Subject
 from pallas_attn.cache import KVCache
 
@@ -23,6 +24,10 @@ def judge_of(call: Call) -> Judge:
     """The check of results for this call; the oracle runs once."""
     if isinstance(call.case, AppendCase):
         return _append_judge(call)
+    if call.op == "quantize":
+        return float8.judge_of_rounding(call)
+    if call.case.dtype.startswith("float8"):
+        return float8.judge_of_attention(call)
     return (_decode_judge if isinstance(call.case, DecodeCase) else _attention_judge)(call)
 
 
@@ -58,8 +63,8 @@ def _decode_judge(call: Call) -> Judge:
         q, place["q_lengths"] = jnp.zeros(padded, q.dtype).at[packed].set(q), each
     arrays = {"q": q, "k": k, "v": v, "sinks": call.arrays.get("sinks"), **place}
 
-    def expected(**more: Array) -> list[tuple[Array, ...]]:
-        both = verify.expected(arrays | more, case.options(), call.cotangent)
+    def expected(narrow: str | None = None, **more: Array) -> list[tuple[Array, ...]]:
+        both = verify.expected(arrays | more, case.options(), call.cotangent, narrow=narrow)
         return [tuple(x[packed] for x in results) for results in both]
 
     causal = expected()
@@ -67,12 +72,26 @@ def _decode_judge(call: Call) -> Judge:
     if case.tree or case.listed:
         seen = case.seen_in_tree() if case.tree else case.seen_in_lists()
         tree = expected(mask_array=seen)
+    ours = tree
+    if case.multiplies_float8:
+        rounded = {"q": _in_float8(q, 1), "k": _in_float8(k, 128), "v": _in_float8(v, 128)}
+        ours = expected("float8", **rounded)
 
     def judge(subject: Subject, produced: Produced) -> str | None:
-        oracle, naive = causal if subject.name == "chain" else tree
+        others = causal if subject.name == "chain" else tree
+        oracle, naive = ours if subject.name.startswith(OURS) else others
         return verify.judge(subject.outputs(produced), oracle, naive, axis=0)
 
     return judge
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _in_float8(x: Array, rows: int) -> Array:
+    """x [M, S, heads, dim] as matmuls on float8 have it: rounded to a scale of so many rows."""
+    blocks = x.astype(jnp.float32).reshape(x.shape[0], -1, rows, *x.shape[2:])
+    scale = jnp.maximum(jnp.abs(blocks).max(axis=(2, 4), keepdims=True) / 448, 2.0**-100)
+    numbers = (blocks / scale).astype(jnp.float8_e4m3fn).astype(jnp.float32)
+    return (numbers * scale).reshape(x.shape)
 
 
 def _append_judge(call: Call) -> Judge:

@@ -256,6 +256,7 @@ def _ceilings(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
 
 def _table(table: str, groups: list[list[Row]], ceilings: dict[tuple[str, str], float]) -> str:
     op, unit = groups[0][0]["op"], "read" if table.startswith(("decode", "shared")) else "matmul"
+    unit = "copy" if op == "quantize" else unit
     peers = sorted({row["impl"] for rows in groups for row in rows if not is_ours(row)})
     with_share, with_memory = op != "append", any("memory_mib" in rows[0] for rows in groups)
     cases = _by_case(groups)

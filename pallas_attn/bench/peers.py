@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_attn
-from pallas_attn.bench import rotation, subjects, torch_peers
+from pallas_attn.bench import float8, rotation, subjects, torch_peers
 from pallas_attn.bench.call import Call, Peer, Unavailable
 from pallas_attn.bench.case import AttentionCase, DecodeCase
 from pallas_attn.bench.cases import Case
@@ -323,7 +323,7 @@ def wide_cache(call: Call) -> list[Subject]:
 def case_of(case: Case) -> Case:
     """The case of a peer, which reads rows as wide as they came where ours are quantised."""
     if isinstance(case, DecodeCase) and case.cache_dtype:
-        return dataclasses.replace(case, cache_dtype=None)
+        return dataclasses.replace(case, cache_dtype=None, byte_rows=False)
     return case
 
 
@@ -414,6 +414,8 @@ PEERS: dict[str, dict[str, Peer]] = {
     "forward+backward": _ATTENTION,
     "backward": _ATTENTION,
     "shapes": _ATTENTION,
+    "float8": {"bfloat16": float8.bfloat16, "cudnn_float8": float8.cudnn},
+    "quantize": {"xla": float8.by_xla},
     "jvp": {"cudnn": cudnn, "xla": xla},
     "decode": {
         **{name: functools.partial(_dense_decode, name) for name in ("cudnn", "xla")},

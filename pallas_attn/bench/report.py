@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from pallas_attn.bench.rows import Row, is_ours, rate
 
 OPS = (
-    *("forward", "forward+backward", "backward", "shapes", "jvp", "mask"),
-    *("decode", "prefill", "shared_prefix", "decode_loop", "append"),
+    *("forward", "forward+backward", "backward", "shapes", "float8", "jvp", "mask"),
+    *("decode", "prefill", "shared_prefix", "decode_loop", "append", "quantize"),
 )
 PORTABLE = ", portable kernels"  # part of a title: results of the sm80 kernels
 SEVERAL = ", over several GPUs"  # part of a title: results of a model that was split
@@ -16,6 +16,7 @@ TITLES = {
     "forward+backward": "Forward and backward together, TFLOP/s",
     "backward": "Backward alone, TFLOP/s",
     "shapes": "Vision, diffusion, speech and proteins, TFLOP/s",
+    "float8": "Forward in float8, TFLOP/s",
     "jvp": "Forward and its tangents (jax.jvp), TFLOP/s",
     "mask": "Masks and scores as functions, TFLOP/s of what is visible",
     "decode": "Decode, TB/s of live K and V",
@@ -23,6 +24,7 @@ TITLES = {
     "shared_prefix": "Decode over shared pages, TB/s of live K and V, shared rows counted once",
     "decode_loop": "A decode step of a whole model, TB/s of weights and live K and V (wall time)",
     "append": "Append, microseconds",
+    "quantize": "q, k and v rounded to float8, TB/s read and written",
 }
 
 
@@ -60,7 +62,7 @@ def best_peer(rows: Iterable[Row]) -> Row | None:
 
 
 def _share(row: Row, ceilings: dict[str, float]) -> str:
-    name = "matmul" if "tflops" in row else "read"
+    name = "matmul" if "tflops" in row else "copy" if row["op"] == "quantize" else "read"
     if name not in ceilings or row["op"] == "append":
         return ""
     return f"{100 * rate(row) / ceilings[name]:.0f}% of {name}"

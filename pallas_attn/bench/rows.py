@@ -75,10 +75,18 @@ def work(case: Case, op: str) -> tuple[str, float]:
     """("tflops" or "tbps", the work of a case in 10**12 operations or bytes)."""
     if isinstance(case, DecodeCase) and op == "prefill":
         case, op = case.dense(), "forward"
+    if isinstance(case, AttentionCase) and op == "quantize":
+        return "tbps", case.rounded_bytes() / 1e12
     if isinstance(case, AttentionCase):
         if op in ("mask", "shapes"):
             op = "forward+backward" if case.both else "forward"
-        factor = {"forward": 1.0, "backward": 2.5, "forward+backward": 3.5, "jvp": 3.0}[op]
+        factor = {
+            "forward": 1.0,
+            "backward": 2.5,
+            "forward+backward": 3.5,
+            "jvp": 3.0,
+            "float8": 1.0,
+        }[op]
         return "tflops", factor * case.flops() / 1e12
     moved = case.live_bytes() if isinstance(case, DecodeCase) else case.moved_bytes()
     return "tbps", moved / 1e12

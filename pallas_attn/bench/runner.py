@@ -25,6 +25,8 @@ OPS = {
     "append": "append",
     "mask": "mask",
     "shapes": "shapes",
+    "float8": "float8",
+    "quantize": "quantize",
 }
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_attn
+from pallas_attn.bench import verify
 from pallas_attn.bench.case import AppendCase, AttentionCase, DecodeCase
 from pallas_attn.bench.cases import Case
 
@@ -119,6 +120,8 @@ def attention(
 
 def measure_of(op: str, case: Case) -> str:
     """The measure of attention that an operation of the benchmark is."""
+    if op == "float8":
+        return "forward"
     if op not in ("mask", "shapes"):
         return op
     assert isinstance(case, AttentionCase)
@@ -130,6 +133,7 @@ def empty_cache(case: DecodeCase | AppendCase) -> Cache:
     dims: dict[str, Any] = {"v_head_dim": case.v_head_dim, "dtype": case.cache_dtype or case.dtype}
     if isinstance(case, DecodeCase):
         dims["shared_kv"] = case.shared_kv
+        dims |= {"scales": 128} if case.byte_rows else {}
     sizes = (case.kv_heads, case.head_dim)
     capacities = (case.capacity,) if isinstance(case, DecodeCase) else case.capacities
     if case.kind == "per_sequence":
@@ -182,7 +186,11 @@ def held_rows(case: DecodeCase, arrays: dict[str, Any]) -> tuple[jax.Array, jax.
     no error of a reader.
     """
     k, v = arrays["k"], arrays["v"]
-    if case.cache_dtype:
+    if case.byte_rows:
+        cache = filled_cache(dataclasses.replace(case, kind="stacked", page_size=None), arrays)
+        k = verify.latent_rows(cache.k)
+        v = k[..., : case.v_head_dim]
+    elif case.cache_dtype:
         cache = filled_cache(dataclasses.replace(case, kind="stacked", page_size=None), arrays)
         k = cache.k.astype(jnp.float32) * cache.k_scale[..., None]
         v = k[..., : case.v_head_dim]

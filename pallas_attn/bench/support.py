@@ -17,6 +17,7 @@ from pallas_attn._call.problem import (
     Change,
     DecodeProblem,
     KeepProblem,
+    QuantizeProblem,
 )
 from pallas_attn._functions import program
 from pallas_attn.masks import AT_RUN_TIME, CAUSAL, FULL, Mask, mask_fn, sliding_window
@@ -31,6 +32,7 @@ _TABLES = {
         "backward": "flash_backward",
         "tangents": "flash_jvp",
     },
+    "quantize": {"": "quantize"},
     "append": {"": "append"},
     "keep": {"": "keep"},
     "decode": {"": "decode"},
@@ -63,6 +65,19 @@ _APPEND = AppendProblem(
     v_head_dim=128,
     capacities=(1024,),
 )
+_QUANTIZE = QuantizeProblem(
+    gpu="sm90",
+    dtype="bfloat16",
+    to="float8_e4m3fn",
+    batch=2,
+    q_len=1024,
+    kv_len=1024,
+    q_heads=8,
+    kv_heads=8,
+    head_dim=128,
+    v_head_dim=128,
+    blocks=(8, 8, 8),
+)
 _KEEP = KeepProblem("sm90", "stacked", "bfloat16", 8, 8, 8, 128, 128, (1024,))
 _DECODE = DecodeProblem(
     gpu="sm90",
@@ -80,6 +95,7 @@ _DECODE = DecodeProblem(
     scale=128**-0.5,
 )
 _BASE = {"flash_forward": _ATTENTION, "append": _APPEND, "keep": _KEEP, "decode": _DECODE}
+_BASE["quantize"] = _QUANTIZE
 _BASE["flash_backward"] = dataclasses.replace(_ATTENTION, op="flash_backward")
 _BASE["flash_jvp"] = dataclasses.replace(_ATTENTION, op="flash_jvp", tangents=("k", "q", "v"))
 
@@ -114,6 +130,7 @@ _INTERLEAVED: dict[str, Any] = {"kind": "interleaved", "page_size": 16, "pages":
 _LATENT: dict[str, Any] = {"head_dim": 576, "v_head_dim": 512, "shared_kv": True}
 _LATENT |= {"kv_heads": 1, "q_heads": 16}
 _LISTED: dict[str, Any] = {"listed": 512}
+_OF_BYTES = _LATENT | {"cache_dtype": "float8_e4m3fn", "quantized": True, "byte_rows": True}
 _IN_TREE: dict[str, Any] = {"tree": True, "mask_program": trees.program((8, 64, 3))}
 _PACKED_TREE = _PACKED | {"tree": True, "mask_program": trees.program((2112, 3), 8)}
 _WINDOW = Mask(left=1086, right=0)
@@ -162,6 +179,13 @@ _ROWS: dict[str, dict[str, Variants]] = {
     "flash_forward": _ATTENTION_ROWS,
     "flash_backward": _ATTENTION_ROWS,
     "flash_jvp": _ATTENTION_ROWS,
+    "quantize": {
+        "from": _each(("bfloat16", "float16", "float32"), "dtype"),
+        "to": _each(("float8_e4m3fn", "float8_e5m2"), "to"),
+        "a scale a row": ({"blocks": (1024, 1024, 1024)},),
+        "a scale a head": ({"blocks": (1, 1, 1)},),
+        "head dim": _head_dims(1, 64, 72, 128, 256, 512),
+    },
     "append": {
         "cache": _CACHES,
         "cache dtype": _each(_CACHE_DTYPES, "cache_dtype", "dtype"),
@@ -175,6 +199,10 @@ _ROWS: dict[str, dict[str, Variants]] = {
             {"sequences": 8 * 32, "new_rows": 8 * 32 * 8, "packed": True},
         ),
         "one array alone": ({"v_head_dim": None},),
+        "latent rows of 656 bytes": (
+            {"kv_heads": 1, "head_dim": 576, "v_head_dim": None}
+            | {"cache_dtype": "float8_e4m3fn", "quantized": True, "byte_rows": True},
+        ),
         "packed rows, K and V interleaved": (_INTERLEAVED | {"new_rows": 64, "packed": True},),
         "rotary, norm": ({"change": Change(128, eps=1e-6, pairs=64, positions=1024)},),
     },
@@ -194,7 +222,11 @@ _ROWS: dict[str, dict[str, Variants]] = {
             ("float32",), "dtype", "cache_dtype", precision="highest"
         ),
         "quantised cache": _QUANTISED,
+        "float8 cache, precision=ANY_F8_ANY_F8_F32": (
+            _QUANTISED[1] | {"precision": "float8", "q_len": 64},
+        ),
         "V within K, head dim 576 and 512": (_LATENT,),
+        "V within K, rows of 656 bytes": tuple(_OF_BYTES | {"q_heads": n} for n in (16, 128)),
         "head dim": _head_dims(64, 72, 96, 128, 192, 256, 320, 512),
         "query heads a kv head": _GROUPS,
         "tokens at once": _each((1, 4, 64), "q_len"),
@@ -202,6 +234,7 @@ _ROWS: dict[str, dict[str, Variants]] = {
         "shared_prefixes, prefix": (_CACHES[2] | {"mask": FULL} | _PACKED,),
         "packed rows over a quantised cache": tuple(dtype | _PACKED for dtype in _QUANTISED),
         "packed rows, V within K": (_LATENT | _PACKED,),
+        "packed rows, V within K, rows of 656 bytes": (_OF_BYTES | _PACKED,),
         "window": ({"mask": sliding_window(128)},),
         "window at run time": ({"mask": CAUSAL.filled(left=AT_RUN_TIME)},),
         "rows split over devices, window": (

@@ -134,9 +134,10 @@ def expected(
     options: dict[str, Any],
     cotangent: jax.Array | None = None,
     tangents: tuple[jax.Array, ...] | None = None,
+    narrow: str | None = None,
 ) -> Any:
     """(oracle, naive) results, each (out,); (out, dq, dk, dv) with a cotangent; (out, its tangent)
-    with tangents of q, k and v.
+    with tangents of q, k and v. `narrow`: the operands of the naive ones; None: those of the dtype.
     """
     dtype = str(arrays["q"].dtype)
     wide = "float64" if dtype in ("float32", "float64") else "float32"
@@ -150,6 +151,7 @@ def expected(
     with jax.enable_x64(wide == "float64"):
         oracle = _results(Rules(*static, wide, None), arrays, cotangent, tangents)
     operands = "tf32" if dtype == "float32" and options.get("precision") is None else dtype
+    operands = narrow or operands
     return oracle, _results(Rules(*static, "float32", operands), arrays, cotangent, tangents)
 
 
@@ -243,6 +245,18 @@ def _rms(squares: np.ndarray) -> float:
 
 
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+
+
+def latent_rows(rows: jax.Array) -> jax.Array:
+    """float32[.., 576] of rows of 656 bytes: 512 numbers in float8, the 4 scales of 128 of them
+    each, 64 numbers in bfloat16.
+    """
+    lead, cast = rows.shape[:-1], jax.lax.bitcast_convert_type
+    numbers = cast(rows[..., :512], jnp.float8_e4m3fn).astype(jnp.float32)
+    scales = cast(rows[..., 512:528].reshape(*lead, 4, 4), jnp.float32)
+    rest = cast(rows[..., 528:].reshape(*lead, 64, 2), jnp.bfloat16).astype(jnp.float32)
+    v = numbers.reshape(*lead, 4, 128) * scales[..., None]
+    return jnp.concatenate([v.reshape(*lead, 512), rest], axis=-1)
 
 
 def quantized(rows: jax.Array | np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:

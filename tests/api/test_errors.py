@@ -48,6 +48,21 @@ def attend(q=None, k=None, v=None, **options):
     )
 
 
+def narrow_over_two(dtype, **options):
+    """Rows that two devices have, in a narrow dtype."""
+
+    def local(x):
+        return pa.flash_attention(x, x, x, context=pa.Context("cp"), **options)
+
+    def call():
+        devices, auto = jax.devices()[:2], jax.sharding.AxisType.Auto
+        mesh, rows = jax.make_mesh((2,), ("cp",), (auto,), devices=devices), P(None, "cp")
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows)
+        return jax.eval_shape(mapped, z(1, 8, 2, 8, dtype=dtype))
+
+    return call
+
+
 def ragged(**changes):
     arguments = {
         "q": z(6, 4, 8),
@@ -136,6 +151,17 @@ ATTENTION = {
         attend(k=z(2, 7, 0, 8), v=z(2, 7, 0, 8))
     ),
     "q: expected a floating-point dtype, got int32": attend(q=z(2, 5, 4, 8, dtype="int32")),
+    # ---- float8
+    "float8: expected bfloat16 or float16 q, k and v, got float32; cast them, or leave float8 "
+    "out": attend(float8=True),
+    "float8: expected True or False, got 1; it is static": attend(float8=1),
+    "context: expected None with float8; leave one of them out": (
+        narrow_over_two("bfloat16", float8=True)
+    ),
+    "context: expected None for float8_e4m3fn q, k and v; dequantise them, "
+    "x.astype(jnp.bfloat16) * scale": narrow_over_two("float8_e4m3fn"),
+    "context: expected None for float8_e5m2 q, k and v; dequantise them, "
+    "x.astype(jnp.bfloat16) * scale": narrow_over_two("float8_e5m2"),
     "k: expected dtype float32 as in q, got bfloat16; cast one of them": attend(
         k=z(2, 7, 2, 8, dtype="bfloat16")
     ),
@@ -1094,7 +1120,7 @@ def test_remedies_for_head_dims():
         for call in calls if dim == 20 else [*calls, attend(q, q, q)]:
             limits = refusal("sm90", call).limits
             kernels = [name for name in limits if name.startswith(("decode_", "flash_fwd_"))]
-            count = 2 if any(name.startswith("decode_") for name in kernels) else 3
+            count = 2 if any(name.startswith("decode_") for name in kernels) else 4
             assert len(kernels) == count and {limits[name].remedy for name in kernels} == {remedy}
 
 

@@ -74,12 +74,14 @@ REFUSED = {
     "shape": (
         lambda q, k, v: pa.flash_attention(q, k, v, q_scale=jnp.ones((3, 1))),
         "q_scale: expected floats that broadcast to [B, n, N] = [1, n, 2], where n is 1 or divides "
-        "T = 32 (a scale of T / n rows each), got float32[3, 1]",
+        "T = 32 (a scale of T / n rows each), or is the number of blocks of a multiple of 128 "
+        "rows, the last one shorter, got float32[3, 1]",
     ),
     "integers": (
         lambda q, k, v: pa.flash_attention(q, k, v, v_scale=jnp.ones(1, jnp.int32)),
         "v_scale: expected floats that broadcast to [B, n, K] = [1, n, 1], where n is 1 or divides "
-        "S = 32 (a scale of S / n rows each), got int32[1]",
+        "S = 32 (a scale of S / n rows each), or is the number of blocks of a multiple of 128 "
+        "rows, the last one shorter, got int32[1]",
     ),
     "out_dtype": (
         lambda q, k, v: pa.flash_attention(q, k, v, out_dtype="int8"),

@@ -20,6 +20,8 @@ from tests.parallel.test_kernels_batched_and_sharded import (
     InPlaceOfAKernel,
 )
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 
 class DualInPlaceOfAKernel:
     """The reference and its derivative, handed over as a kernel does it."""

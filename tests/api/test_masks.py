@@ -12,6 +12,8 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import CAUSAL, FULL, Mask, sliding_window
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 BOUNDS = (None, -1, 0, 1, 3)
 MASKS = [
     Mask(left, right)

@@ -16,6 +16,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import pallas_attn as pa
 from pallas_attn._call import reference
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 ALL = (slice(None), slice(None))  # one block: all rows and keys
 
 

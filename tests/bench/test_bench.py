@@ -60,7 +60,7 @@ for kind, page in (("stacked", None), ("paged", 16)):
     fields = {"q_len": 40, "kind": kind, "page_size": page}
     LITTLE[name] = DecodeCase(name, *sizes, **fields, dtype="float32")  # jax.nn mixes other dtypes
 
-
+LITTLE |= {case.name: case for case in known.FLOAT8 + known.QUANTIZE if "edges" in case.name}
 LITTLE["shared_little"] = DecodeCase(
     "shared_little",
     *((44, 48, 33), 8, 2, 64, 64, 48),
@@ -170,6 +170,8 @@ def said_wrong(lines):
         ("backward", "group4_kv2"),
         ("backward_alone", "float16_causal"),
         ("shapes", "bias_shared"),
+        ("float8", "float8_blocks_edges"),
+        ("quantize", "quantize_edges"),
         ("jvp", "float16_causal"),
         ("decode", "decode_per_sequence_edges"),
         ("decode", "decode_paged_float8_e4m3fn"),
@@ -850,7 +852,7 @@ def test_names_are_unique():
 def test_prefill_counts_the_pairs_that_its_rows_see():
     rows_of = {case.name: rows.work(case, "prefill") for case in known.PREFILL}
     assert rows_of["prefill_stacked_m8_t4096"] == ("tflops", pytest.approx(3.2989, rel=1e-4))
-    assert len(rows_of) == 97 and len(contest.alike(known.PREFILL)) == 32
+    assert len(rows_of) == 100 and len(contest.alike(known.PREFILL)) == 35
     parts = ("mixed_stacked_tokens_alone", "mixed_stacked_chunk_alone")
     assert rows_of["mixed_stacked"][1] == pytest.approx(sum(rows_of[name][1] for name in parts))
     prompts = next(

@@ -103,6 +103,8 @@ class MarkedFault:
 
 
 APPEND, DECODE = "pallas_attn/kernels/append", "pallas_attn/kernels/decode"
+QUANTIZE = "pallas_attn/kernels/quantize/blocks.py"
+TEST_QUANTIZE = "tests/kernels/quantize/test_quantize_blocks.py"
 MLA, PREFILL = "pallas_attn/kernels/decode_mla", "pallas_attn/kernels/prefill"
 FWD, BWD = "pallas_attn/kernels/flash_fwd", "pallas_attn/kernels/flash_bwd"
 SHARED, MMA = "pallas_attn/kernels/attention", "pallas_attn/kernels/mma"
@@ -116,6 +118,7 @@ TEST_FWD, TEST_BWD = (
     "tests/kernels/flash_fwd/test_flash_fwd.py",
     "tests/kernels/flash_bwd/test_flash_bwd.py",
 )
+TEST_BYTES = "tests/caches/test_byte_rows.py"
 TEST_DECODE, TEST_MLA = (
     "tests/kernels/decode/test_decode_kernel.py",
     "tests/kernels/decode_mla/test_decode_mla.py",
@@ -130,10 +133,13 @@ TEST_EMITTED, TEST_SCHEDULES = (
     "tests/guards/test_emitted_code.py",
     "tests/kernels/test_schedules.py",
 )
+TEST_FLOAT8 = "tests/kernels/prefill/test_prefill_float8.py"
 TEST_NARROW = "tests/kernels/prefill/test_prefill_narrow.py"
 TEST_FETCH = "tests/kernels/flash_fwd/test_fetch.py -k as_if_it_were_here"
 TEST_CLAIMS = "tests/kernels/flash_fwd/test_claims.py"
 TEST_SIZES = "tests/kernels/flash_bwd/test_any_size.py"
+TEST_ONE_TILE = "tests/kernels/flash_bwd/test_one_key_tile.py"
+TEST_TURNS = "tests/kernels/flash_bwd/test_turns.py -m 'not gpu'"
 TEST_HEADS = "tests/kernels/flash_bwd/test_heads.py"
 TEST_ORDER = "tests/kernels/flash_bwd/test_work_order.py"
 TEST_SUMS = "tests/lm/test_kernels.py -k 'norm_over_devices or norm_waits'"
@@ -239,6 +245,30 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "            _ = claims.claim(ctx, n + 1) if plan.order.claims else None\n"
         "            return count + 1\n\n        count = lax.fori_loop",
         f"{TEST_ORDER} -k counts",
+    ),
+    "an_addition_to_dq_waits_for_no_turn": Fault(
+        f"{BWD}/turns.py",
+        "thread.wait_until(refs.counters, at.place, at.least)",
+        "del thread, refs, at",
+        f"{TEST_TURNS} -k before_its_turn",
+    ),
+    "a_turn_passes_before_dq_is_in_memory": Fault(
+        f"{BWD}/turns.py",
+        "plgpu.wait_smem_to_gmem(0)",
+        "plgpu.wait_smem_to_gmem(0, wait_read_only=True)",
+        f"{TEST_TURNS} -k interpreted",
+    ),
+    "the_turn_of_the_last_query_tile_does_not_pass": Fault(
+        f"{BWD}/sm90_fused.py",
+        "            turns.pass_on(ctx, work, wg, added)\n        results",
+        "        results",
+        f"{TEST_TURNS} -k interpreted",
+    ),
+    "blocks_in_turn_do_not_claim_their_first_work_tiles": Fault(
+        f"{BWD}/operands.py",
+        "claims.counter(-plan.order.grid if plan.order.turns else 0)",
+        "claims.counter()",
+        f"{TEST_TURNS} -k interpreted",
     ),
     "a_claim_is_read_before_it_is_written": Fault(
         f"{FWD}/claims.py",
@@ -409,9 +439,27 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "float8_scales_values_by_the_next_block": Fault(
         f"{FWD}/float8_mainloop.py",
-        "acc = (_added(ctx, factors, t + 1, state.acc[0], out),)",
-        "acc = (_added(ctx, factors, t, state.acc[0], out),)",
+        "factors.of_tile(1, t), factors.of_tile(2, t + 1)\n",
+        "factors.of_tile(1, t), factors.of_tile(2, t)\n",
         "tests/kernels/flash_fwd/test_float8.py -k 'test_sums and True'",
+    ),
+    "portable_float8_scales_values_by_the_next_tile": Fault(
+        f"{FWD}/sm80_float8.py",
+        "factors.of_tile(1, t), factors.of_tile(2, t)\n",
+        "factors.of_tile(1, t), factors.of_tile(2, t + 1)\n",
+        "tests/kernels/flash_fwd/test_float8.py -k 'portable_interpreted and blocks'",
+    ),
+    "portable_float8_reads_the_values_of_another_head": Fault(
+        f"{FWD}/sm80_float8.py",
+        "(_kv_head(ctx, rows) * tiles_of_head + rows.kv_tile(t)) * width",
+        "rows.kv_tile(t) * width",
+        "tests/kernels/flash_fwd/test_float8.py -k 'portable_interpreted and rows'",
+    ),
+    "portable_float8_copies_values_too_late": Fault(
+        f"{FWD}/sm80_float8.py",
+        "    copy_async(_k_copy(ctx, rows, t - 1), pending=0)\n",
+        "    copy_async(_k_copy(ctx, rows, t - 1), pending=1, sync=True)\n",
+        "tests/kernels/flash_fwd/test_float8.py -k 'portable_interpreted and plain'",
     ),
     "float8_keeps_a_value_past_the_length": Fault(
         f"{FWD}/float8_values.py",
@@ -439,8 +487,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "backward_adds_dq_by_tma_before_the_commit": Fault(
         f"{BWD}/dq_sum.py",
-        "    smem.dq[wg] = dq\n    plgpu.commit_smem()\n",
-        "    smem.dq[wg] = dq\n",
+        "    turns.wait(ctx, work, wg, step, seen)\n    plgpu.commit_smem()\n",
+        "    turns.wait(ctx, work, wg, step, seen)\n",
         f"{TEST_BWD} -k 'test_interpreted and t_equals_s'",
     ),
     "backward_puts_dq_where_tma_still_reads": Fault(
@@ -535,6 +583,24 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "        return self.j == 0\n",
         f"{TEST_HEADS} -k 'test_heads_interpreted and bias_and_padding'",
     ),
+    "dq_of_one_key_tile_is_written_to_the_rows_of_the_other_warpgroup": Fault(
+        f"{BWD}/one_key_tile.py",
+        "        row = (due.t * 2 + wg) * ROWS\n",
+        "        row = (due.t * 2 + 1 - wg) * ROWS\n",
+        f"{TEST_ONE_TILE} -k 'interpreted and chunks'",
+    ),
+    "dq_is_added_to_what_was_there": Fault(
+        f"{BWD}/statistics.py",
+        "(t < pieces).astype(jnp.int32)",
+        "(t < pieces - 1).astype(jnp.int32)",
+        f"{TEST_SIZES} -k 'test_any_size_interpreted and rows'",
+    ),
+    "keys_are_loaded_into_a_slot_in_use": Fault(
+        f"{BWD}/producer.py",
+        "pl.when(n > slots - 1)",
+        "pl.when(n > 2 * slots - 2)",
+        f"{TEST_ONE_TILE} -k 'interpreted and two_slots'",
+    ),
     "panels_of_dq_lie_over_each_other": Fault(
         f"{BWD}/dq_sum.py",
         "first = before * _pieces(",
@@ -552,6 +618,36 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "plgpu.wgmma_wait(columns.blocks - 1 - n)",
         "plgpu.wgmma_wait(columns.blocks - n)",
         f"{TEST_MLA} -k 'test_interpreted and two_chunks_side_by_side'",
+    ),
+    "latent_partials_of_a_launch_are_not_rescaled": Fault(
+        f"{MLA}/combine_apart.py",
+        "acc = state.acc * mosaic.broadcast_rows(rescale, shape)",
+        "acc = state.acc",
+        f"{TEST_MLA} -k test_partials_of_many_splits",
+    ),
+    "latent_partials_of_the_next_chunk_are_combined": Fault(
+        f"{MLA}/combine_apart.py",
+        "places = [n * together + member for n in others]",
+        "places = [n * together for n in others]",
+        f"{TEST_MLA} -k 'test_interpreted and two_chunks_apart'",
+    ),
+    "rows_of_bytes_are_widened_before_they_are_there": Fault(
+        f"{MLA}/sm90_byte_rows.py",
+        "plgpu.barrier_wait(_slot(ctx, first + n).ready)",
+        "pl.when(n > 0)(lambda: plgpu.barrier_wait(_slot(ctx, first + n).ready))",
+        f"{TEST_BYTES} -k 'test_what_is_read and interpreted-stacked'",
+    ),
+    "rows_of_bytes_go_to_blocks_in_use": Fault(
+        f"{MLA}/sm90_byte_rows.py",
+        "reused = number >= columns.ring",
+        "reused = number > columns.ring",
+        f"{TEST_BYTES} -k 'test_what_is_read and interpreted-stacked'",
+    ),
+    "rows_of_bytes_have_the_scale_of_their_neighbours": Fault(
+        "pallas_attn/kernels/append/byte_rows.py",
+        "scale = row.columns[start] * word // SCALE_COLUMNS",
+        "scale = row.columns[start] * word // SCALE_COLUMNS * 0",
+        f"{TEST_BYTES} -k 'test_rows_are_written and interpreted'",
     ),
     "latent_blocks_of_few_rows_are_released_early": Fault(
         f"{MLA}/sm90_few_rows.py",
@@ -668,6 +764,24 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "return Output(accs, out.row_max, out.used + 1)",
         "tests/kernels/flash_fwd/test_wide.py -k interpreted",
     ),
+    "wide_streamed_rows_are_loaded_over_rows_that_are_read": Fault(
+        f"{BWD}/sm90_wide.py",
+        "pl.when(number >= buffers.ring)",
+        "pl.when(number > buffers.ring)",
+        "tests/kernels/flash_bwd/test_bwd_wide.py -k interpreted",
+    ),
+    "wide_weights_are_stored_over_others": Fault(
+        f"{BWD}/sm90_wide.py",
+        "pl.when(tile.number >= SLOTS)",
+        "pl.when(tile.number > SLOTS)",
+        "tests/kernels/flash_bwd/test_bwd_wide.py -k interpreted",
+    ),
+    "wide_weights_meet_the_first_values": Fault(
+        f"{BWD}/sm90_wide.py",
+        "smem.weights.at[weights * PARTS + part]",
+        "smem.weights.at[weights * PARTS]",
+        "tests/kernels/flash_bwd/test_bwd_wide.py -k interpreted",
+    ),
     "parts_of_columns_are_of_other_registers": Fault(
         "pallas_attn/kernels/mma/column_parts.py",
         "thread.shared_floats(to, other + n * mosaic.THREADS, 4)",
@@ -697,6 +811,30 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "_wait(plan, asked - 1 - n)",
         "_wait(plan, asked - n)",
         f"{TEST_NARROW} -k test_interpreted",
+    ),
+    "float8_tiles_have_the_scale_of_the_first_lanes": Fault(
+        f"{PREFILL}/float8_tiles.py",
+        "return thread.warp_highest(top)",
+        "return top",
+        f"{TEST_FLOAT8} -k test_tiles",
+    ),
+    "float8_rows_past_a_length_are_read": Fault(
+        f"{PREFILL}/float8_tiles.py",
+        "narrow = thread.select(position < at.live, narrow, 0)",
+        "narrow = thread.select(position < at.live + 1, narrow, 0)",
+        f"{TEST_FLOAT8} -k test_tiles",
+    ),
+    "float8_sums_keep_the_scale_of_v": Fault(
+        f"{PREFILL}/float8_mainloop.py",
+        "row_sum=new.row_sum * tile.sum",
+        "row_sum=new.row_sum",
+        f"{TEST_FLOAT8} -k test_interpreted",
+    ),
+    "float8_queries_are_multiplied_before_they_are_stored": Fault(
+        f"{PREFILL}/float8_mainloop.py",
+        "    ctx.smem.producer.q[rows.wg] = q.astype(Q_DTYPE)\n    plgpu.commit_smem()",
+        "    ctx.smem.producer.q[rows.wg] = q.astype(Q_DTYPE)",
+        f"{TEST_FLOAT8} -k test_interpreted",
     ),
     "a_cut_chunk_of_rows_is_not_widened": Fault(
         f"{PREFILL}/widened_sm90.py",
@@ -995,6 +1133,30 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         'return factor, thread.choose(empty, thread.number(float("-inf")), lse)',
         "return factor, lse",
         f"{TEST_DECODE} -k 'test_interpreted and plain'",
+    ),
+    "quantize_reads_a_row_past_the_length": Fault(
+        QUANTIZE,
+        "live_stop = thread.minimum(stop, thread.load(refs.lengths, batch, 4))",
+        "live_stop = thread.minimum(stop, thread.load(refs.lengths, batch, 4) + 1)",
+        f"{TEST_QUANTIZE} -k 'interpreted and lengths'",
+    ),
+    "quantize_asks_two_warps_for_the_largest": Fault(
+        QUANTIZE,
+        "for warp in range(WARPS)]",
+        "for warp in range(WARPS // 2)]",
+        f"{TEST_QUANTIZE} -k 'interpreted and blocks'",
+    ),
+    "quantize_forgets_the_barrier_of_the_largest": Fault(
+        QUANTIZE,
+        "        thread.sync()\n",
+        "",
+        f"{TEST_QUANTIZE} -k 'interpreted and blocks'",
+    ),
+    "quantize_compares_the_low_half_of_a_word_alone": Fault(
+        "pallas_attn/kernels/mma/scales.py",
+        "top = thread.maximum(low, high >> 16)",
+        "top = low",
+        f"{TEST_QUANTIZE} -k 'interpreted and blocks'",
     ),
     "all_threads_of_a_row_write_its_scale": Fault(
         f"{APPEND}/quantize.py",

@@ -16,6 +16,7 @@ from pallas_attn.kernels.attention import logits
 from pallas_attn.kernels.decode_mla import combine_latent as mla_combine
 from pallas_attn.kernels.lang import asm, mosaic, thread_math, threads
 from pallas_attn.kernels.mma import (
+    byte_rows,
     epilogue,
     global_accumulate,
     mma_2x2,
@@ -23,6 +24,7 @@ from pallas_attn.kernels.mma import (
     mma_sync,
     narrow_rows,
     row_numbers,
+    thread_pieces,
 )
 from tests.support import emitted
 from tests.support.emitted import Far, captured, evaluate
@@ -184,25 +186,40 @@ def test_what_portable_blocks_add_up_is_read_in_the_order_in_which_it_was_added(
 
 def test_latent_partials_are_read_in_the_order_in_which_they_were_written():
     shape, ref = (64, 32), np.zeros((3, 64 * 32), np.float32)
-    tile, held = numbers(shape), held_by((64, 32))
-    evaluate(captured(mla_combine.store, ref, np.int32(1), tile), held)
+    tile, held = numbers(shape), held_by(shape)
+    code = captured(mla_combine.store, ref, np.int32(1), tile)
+    evaluate(code, held)
     assert not ref[[0, 2]].any()
+    by_twin = np.zeros_like(ref)
+    code.function.twin(tile, by_twin, np.int32(1))
+    np.testing.assert_array_equal(by_twin, ref)
     got = evaluate(captured(mla_combine.load, ref, np.int32(1), shape), held)
     np.testing.assert_array_equal(got, tile.reshape(-1)[emitted.places(shape, 4)])
 
 
 @pytest.mark.parametrize("where", [0, 1])
-def test_dq_is_added_as_the_twin_adds_it(where):
+@pytest.mark.parametrize("write", [mma_rowmajor.add, thread_pieces.store])
+def test_dq_is_added_as_the_twin_adds_it(write, where):
     both = [np.zeros(3 * 64 * 64, np.float32) for _ in range(2)]
     for to, ours in zip(both, (True, False), strict=True):
         tile = numbers((64, 64))
-        code = captured(mma_rowmajor.add, to, np.int32(1), tile, np.int32(where))
+        code = captured(write, to, np.int32(1), tile, np.int32(where))
         if ours:
             evaluate(code, held_by((64, 64)))
         else:
             code.function.twin(*code.args)
     np.testing.assert_array_equal(*both)
     assert both[0].any() == where
+
+
+def test_pieces_are_read_in_the_order_in_which_they_were_written():
+    shape, ref = (64, 80), np.zeros(3 * 64 * 80, np.float32)
+    tile, held = numbers(shape), held_by((64, 80))
+    evaluate(captured(thread_pieces.store, ref, np.int32(1), tile, np.int32(1)), held)
+    code = captured(thread_pieces.load, ref, np.int32(1), shape)
+    np.testing.assert_array_equal(code.function.twin(*code.args), tile)
+    got = evaluate(code, held)
+    np.testing.assert_array_equal(got, tile.reshape(-1)[emitted.places(shape, 4)])
 
 
 def test_latent_partials_past_two_to_the_31():
@@ -329,5 +346,31 @@ def test_narrow_rows_are_stored_where_tma_would_put_them(rng, monkeypatch, dim, 
     row, chunk = np.arange(block)[:, None], np.arange(dim // 8)[None]
     tiles = got[2].reshape(block // 8, dim // 64, 8, 8, 8)
     rows = tiles[row // 8, chunk // 8, row % 8, chunk % 8 ^ row % 8].reshape(block, dim)
+    np.testing.assert_array_equal(rows, want[2])
+    assert want[2].any() and not got[:2].any()
+
+
+@pytest.mark.parametrize("begin, dtype", [(0, "bfloat16"), (384, "float16"), (384, "bfloat16")])
+def test_rows_of_bytes_are_stored_where_tma_would_put_them(rng, monkeypatch, begin, dtype):
+    """Of a tile whose rows wrap around the ring."""
+    monkeypatch.setattr(thread_math, "to_16_bits", float16_of_e5m2)
+    monkeypatch.setattr(byte_rows, "BYTE_DTYPE", "float8_e5m2")
+    numbers = rng.standard_normal((7, 16, 512)).astype(jnp.float8_e5m2)
+    scales = rng.standard_normal((7, 16, 4)).astype(np.float32)
+    rest = rng.standard_normal((7, 16, 64)).astype(jnp.bfloat16)
+    raw = np.concatenate([x.view(np.uint8) for x in (numbers, scales, rest)], axis=-1)
+    both = [np.zeros((3, 64, 192), jnp.dtype(dtype)) for _ in range(2)]
+    for to, ours in zip(both, (True, False), strict=True):
+        for member in range(2):
+            tile = byte_rows.Tile(np.int32(5), np.int32(2))
+            code = captured(byte_rows.widen, raw, to, tile, begin, member, 2)
+            if ours:
+                evaluate(code, {})
+            else:
+                code.function.twin(*code.args)
+    got, want = both
+    row, chunk = np.arange(64)[:, None], np.arange(24)[None]
+    tiles = got[2].reshape(8, 3, 8, 8, 8)
+    rows = tiles[row // 8, chunk // 8, row % 8, chunk % 8 ^ row % 8].reshape(64, 192)
     np.testing.assert_array_equal(rows, want[2])
     assert want[2].any() and not got[:2].any()

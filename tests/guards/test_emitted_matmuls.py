@@ -275,6 +275,23 @@ def test_portable_scores_of_some_columns(rng):
     assert_close(got, code.function.twin(*map(np_of, code.args)))
 
 
+@pytest.mark.parametrize("narrow", [("float8_e4m3fn",) * 2, ("float8_e4m3fn", "float8_e5m2")])
+@pytest.mark.parametrize("in_registers", [False, True])
+def test_portable_scores_of_float8(rng, narrow, in_registers):
+    """Two float8 lie as a 16-bit number."""
+    rooms = [
+        normal(rng, (n, 2 * mma_sync.pitch(32)), x) for n, x in zip((64, 48), narrow, strict=True)
+    ]
+    q, k = (x.view(jnp.bfloat16) for x in rooms)
+    if in_registers:
+        q, _ = both(mma_sync.load_fragments, q, np.int32(0), 64, 32, shape=(64, 32))
+        q = jnp.asarray(q.astype(jnp.bfloat16))
+    args = (q, np.int32(0)), (k, np.int32(16)), (64, 32, 32), 1, None, narrow
+    got = tile_of(evaluate(captured(mma_sync.scores, *args), HELD), (64, 32))
+    wanted = rooms[0][:, :64].astype(np.float32) @ rooms[1][16:, :64].astype(np.float32).T
+    assert_close(got, wanted)
+
+
 @pytest.mark.parametrize("terms", [1, 2, 3])
 @pytest.mark.parametrize("rows", [64, 128])
 def test_portable_values(rng, terms, rows):
@@ -465,6 +482,7 @@ def test_words_are_loaded_where_the_condition_holds(nbytes):
 
 EXCUSED = {
     "kernels.mma.wgmma_float8.probabilities": "rounds to float8, which GPU tests compare",
+    "kernels.mma.mma_float8.probabilities": "rounds to float8, which GPU tests compare",
     "kernels.mma.wgmma_float8.zeros": "emits one move of 0",
     "kernels.lang.mosaic.inline": "makes inline code of what it is given",
     "kernels.lang.mosaic.results_are_used": "emits nothing",

@@ -252,6 +252,8 @@ _REFUSED = {
         ("dq_stages", 1, "at least 2"),
         ("dq_lag", 3, "1 or 2"),
         ("dq_warpgroups", 4, "1, 2 or 3"),
+        ("kv_slots", 3, "1 or 2"),
+        ("q_chunks", 0, "at least 1"),
     ],
     decode_sm90: [
         ("tile", 8, "16, 32, 64, 128 or 256"),

@@ -11,6 +11,8 @@ from pallas_attn.kernels.attention import key_masks
 from pallas_attn.kernels.lang import mosaic
 from tests.support import mosaic as support
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 SHAPE = (64, 64)
 
 

@@ -12,6 +12,8 @@ from pallas_attn.kernels.lang import mosaic as lang
 from pallas_attn.kernels.lang import panels
 from tests.support import in_numpy, mosaic
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 ROWS, KEYS = 64, 40
 BATCH, HEADS, LENGTH = 2, 3, 77
 

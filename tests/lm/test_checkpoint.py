@@ -206,6 +206,13 @@ def test_a_family_has_its_own_values_for_what_is_absent():
     assert config_from(base | {"model_type": "llama"}).head_dim == 8
 
 
+def test_a_gate_that_a_family_does_not_have():
+    gelu = witness.CONFIGS["llama3"] | {"hidden_act": "gelu_pytorch_tanh"}
+    assert refusal(config_from, gelu) == (
+        "config.json: hidden_act: expected silu in llama, got 'gelu_pytorch_tanh'"
+    )
+
+
 def test_gemma_as_its_config_says():
     """Defaults of absent keys, and newer files that list layers and their rotations."""
     plain = {name: x for name, x in witness.BASE.items() if name != "hidden_act"}

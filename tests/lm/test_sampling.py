@@ -10,6 +10,8 @@ import pytest
 from pallas_attn.lm.sampling import Sampling, sample
 from tests.lm.loops import refuses
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 
 def test_top_k_and_top_p_leave_out_what_they_say(rng):
     logits = rng.standard_normal((1, 20)).astype(np.float32) * 2

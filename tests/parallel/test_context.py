@@ -278,22 +278,39 @@ def test_documents_move_what_they_need(monkeypatch, order, mask):
     monkeypatch.setattr(layout, "WORTH_ASKING", 0)
     monkeypatch.setattr(gather, "_narrowest", narrowest)
     floats = {x: normal(n, 1, 64, 2, 8) for n, x in enumerate("qkv")}
-    for values, way in ids.values():
-        lengths = jnp.asarray(values, jnp.int32)[None]
-        options = {"mask": mask, "segment_ids": lengths}
-        got = value_and_gradients(over(context, 4, options), floats)
-        assert_same(got, value_and_gradients(lambda x: attend(**x, **options), floats))  # noqa: B023
-        number = jax.shard_map(
+
+    def there(floats, numbers):
+        return over(context, 4, {"mask": mask, "segment_ids": numbers})(floats)
+
+    def here(floats, numbers):
+        return attend(**floats, mask=mask, segment_ids=numbers)
+
+    def both(call):
+        """One program for all ids."""
+
+        def differentiated(floats, numbers):
+            total = functools.partial(loss, lambda floats: call(floats, numbers))
+            return jax.value_and_grad(total, has_aux=True)(floats)
+
+        return jax.jit(differentiated)
+
+    split, alone = both(there), both(here)
+    way_of = jax.jit(
+        jax.shard_map(
             lambda x: asked(splits[0], x, x)[None],
             mesh=mesh,
             in_specs=P(None, "cp"),
             out_specs=P("cp"),
         )
-        np.testing.assert_array_equal(number(context.reorder(lengths, 4)), way)
+    )
+    for values, way in ids.values():
+        numbers = jnp.asarray(values, jnp.int32)[None]
+        assert_same(split(floats, numbers), alone(floats, numbers))
+        np.testing.assert_array_equal(way_of(context.reorder(numbers, 4)), way)
     narrow = {name: x.astype(jnp.bfloat16) for name, x in floats.items()}
 
     def total(floats):
-        return over(context, 4, options)(floats)[0].astype(jnp.float32).sum()
+        return there(floats, numbers)[0].astype(jnp.float32).sum()
 
     of_narrow = jax.eval_shape(jax.grad(total), narrow)  # branches agree in their dtypes
     assert {x.dtype for x in of_narrow.values()} == {jnp.dtype(jnp.bfloat16)}
@@ -635,9 +652,9 @@ def test_gradients_of_keys_in_the_order_zigzag(claims):
 TINY = {"rows": 64, "q_heads": 2, "kv_heads": 1, "head_dim": 8}
 BENCHED = (
     bench_context.Case("all", both=True, **TINY),
-    bench_context.Case("window", both=False, order="contiguous", window=9, **TINY),
     bench_context.Case("documents", both=False, order="contiguous", document=24, **TINY),
 )
+WINDOW = bench_context.Case("window", both=False, order="contiguous", window=9, **TINY)
 CACHED = bench_context.CacheCase("rows", 1024, q_heads=2, kv_heads=1, head_dim=8)
 
 
@@ -657,7 +674,7 @@ def test_the_benchmark_of_contexts(monkeypatch, case):
 
 
 def test_the_benchmark_counts_the_pairs_that_are_seen():
-    for case in BENCHED:
+    for case in (*BENCHED, WINDOW):
         q, kv = np.arange(case.rows)[:, None], np.arange(case.rows)[None]
         seen = (kv <= q) & (q - kv < (case.window or case.rows))
         seen &= q // (case.document or case.rows) == kv // (case.document or case.rows)

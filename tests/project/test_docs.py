@@ -2,7 +2,10 @@
 their links lead somewhere.
 """
 
+import contextlib
 import dataclasses
+import functools
+import io
 import pathlib
 import re
 
@@ -36,14 +39,22 @@ PROGRAMS = {
 }
 
 
+@functools.cache
+def executed(name):
+    """(what a program's names are, what it printed)"""
+    scope, printed = {}, io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(PROGRAMS[name], name, "exec"), scope)
+    return scope, printed.getvalue()
+
+
 @pytest.mark.parametrize(
     "name",
     [pytest.param(x, marks=pytest.mark.by_xla if "README" in x else ()) for x in PROGRAMS],
 )
-def test_programs_print_what_they_say(name, capsys):
-    exec(compile(PROGRAMS[name], name, "exec"), {})
+def test_programs_print_what_they_say(name):
     said = re.search(r"print\(.*?\)\s*# (.*)", PROGRAMS[name]).group(1)
-    assert capsys.readouterr().out.strip() == said
+    assert executed(name)[1].strip() == said
 
 
 def written_by_hand(scope):
@@ -78,9 +89,8 @@ def written_by_hand(scope):
 
 
 def test_recipes_of_masks_and_scores_are_what_their_names_say():
-    (program,) = (x for x in PROGRAMS.values() if "documents, window" in x)
-    scope = {}
-    exec(compile(program, "recipes.md", "exec"), scope)
+    (name,) = (name for name, program in PROGRAMS.items() if "documents, window" in program)
+    scope, _ = executed(name)
     masks, scores = written_by_hand(scope)
     assert masks.keys() == scope["masks"].keys() and scores.keys() == scope["scores"].keys()
     B, T, N, H = (scope[name] for name in "BTNH")  # noqa: N806
@@ -112,8 +122,7 @@ def test_the_first_program_is_of_fifteen_lines():
 
 @pytest.mark.by_xla
 def test_the_program_updates_its_cache_in_place():
-    scope = {}
-    exec(compile(PROGRAMS["README.md 0"], "README.md", "exec"), scope)
+    scope, _ = executed("README.md 0")
     cache, q, k, v = (scope[name] for name in ("cache", "q", "k", "v"))
     before = [x.unsafe_buffer_pointer() for x in (*cache.k, *cache.v)]
     cache, _ = scope["step"](cache, q[:, 0], k[:, 0], v[:, 0])

@@ -236,6 +236,7 @@ def _decode_shared(kind: str) -> Build:
     )
 
 
+_FLOAT8 = (("precision", jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32),)
 _TOKENS, _STARTS = 1200, _shape("int32", 17)
 _LATENT = {"kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "shared_kv": True}
 
@@ -342,6 +343,8 @@ _ALIBI = {
 }
 _BLOCKS = {"mask": pa.mask_fn(lambda b, h, q, kv: (q // 32 >= kv // 32) & ((q + kv) % 3 != h % 2))}
 
+_QKV = tuple([_shape("bfloat16", 1, 1024, heads, 128) for heads in (8, 2, 2)])
+
 BUILDS: dict[str, Build] = {
     "flash_fwd/sm90/h64_causal": _attention_sm90(64, **_CAUSAL),
     "flash_fwd/sm90/h128_full": _attention_sm90(128),
@@ -382,10 +385,17 @@ BUILDS: dict[str, Build] = {
     "flash_fwd/sm80/h64_clipped": _attention_sm80(64, rows=333, keys=333, also=("bias_16",)),
     "flash_fwd/sm80/h64_functions": _attention_sm80(64, **_FUNCTIONS),
     "flash_fwd/sm80/h128_float32": _attention_sm80(128, dtype="float32", **_CAUSAL),
+    "flash_fwd/sm89/float8_h128": _attention("sm89", 128, dtype="float8_e4m3fn"),
     "flash_fwd/sm86/h256_float32_highest": _float32_sm86(256),
     "flash_bwd/sm90/h64_causal": _backward_sm90(64, **_CAUSAL),
     "flash_bwd/sm90/h128_full": _backward_sm90(128),
     "flash_bwd/sm90/h128_deterministic": _backward_sm90(128, deterministic=True, **_CAUSAL),
+    "flash_bwd/sm90/h128_turns": _backward_sm90(
+        128, heads=(64, 8), rows=8192, keys=8192, deterministic=True
+    ),
+    "flash_bwd/sm90/h128_turns_causal": _backward_sm90(
+        128, heads=(64, 8), rows=8192, keys=8192, deterministic=True, **_CAUSAL
+    ),
     "flash_bwd/sm90/h128_long": _backward_sm90(
         128, heads=(8, 2), rows=65536, keys=65536, **_CAUSAL
     ),
@@ -393,6 +403,7 @@ BUILDS: dict[str, Build] = {
         128, heads=(8, 2), rows=32768, keys=32768, also=("segment_ids",), **_CAUSAL
     ),
     "flash_bwd/sm90/h256_causal": _backward_sm90(256, **_CAUSAL),
+    "flash_bwd/sm90/h512_causal": _backward_sm90(512, **_CAUSAL),
     "flash_bwd/sm90/h64_window": _backward_sm90(64, **_WINDOW),
     "flash_bwd/sm90/h72_short": _backward_sm90(72, rows=49, keys=64),
     "flash_bwd/sm90/h64_heads": _backward_sm90(64, heads=(130, 130), rows=197, keys=197),
@@ -454,6 +465,9 @@ BUILDS: dict[str, Build] = {
     "decode_mla/sm90/heads128": _decode("h100", "stacked", heads=128, **_LATENT),
     "decode_mla/sm90/heads16_paged": _decode("h100", "paged", heads=16, **_LATENT),
     "decode_mla/sm80/per_sequence": _decode("a100", "per_sequence", heads=16, **_LATENT),
+    "decode_mla/sm90/heads16_bytes": _decode(
+        "h100", "stacked", heads=16, dtype="float8_e4m3fn", scales=128, **_LATENT
+    ),
     "decode_mla/sm90/heads16_packed": _decode("h100", "paged", rows=None, heads=16, **_LATENT),
     "decode_mla/sm90/heads16_packed_tree": _decode(
         "h100", "paged", rows=None, heads=16, parents=True, **_LATENT
@@ -488,6 +502,9 @@ BUILDS: dict[str, Build] = {
     "prefill/narrow_sm90/stacked_float8": _decode(
         "h100", "stacked", dtype="float8_e4m3fn", rows=16
     ),
+    "prefill/float8_sm90/stacked": _decode(
+        "h100", "stacked", dtype="float8_e4m3fn", rows=512, options=_FLOAT8
+    ),
     "prefill/gathered_sm80/paged_int8": _decode("a100", "paged", dtype="int8", rows=512),
     "prefill/gathered_sm90/paged_wide": _decode(
         "h100", "paged", rows=512, kv_heads=4, head_dim=512
@@ -515,6 +532,8 @@ BUILDS: dict[str, Build] = {
     "append/sm90/keep_stacked": _keep("h100", "stacked", 8, layers=4),
     "append/sm80/keep_per_sequence": _keep("a100", "per_sequence", 8),
     "append/sm90/keep_paged_int8": _keep("h100", "paged", 48, dtype="int8"),
+    "quantize/sm90/h128": Build("h100", pa.quantize_qkv, _QKV),
+    "quantize/sm80/h128": Build("a100", pa.quantize_qkv, _QKV),
     "lm/sm90/decode_loop": _lm(),
 }
 

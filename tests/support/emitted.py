@@ -424,7 +424,7 @@ class _Ptx:
     def _mma(self, more, operands, where):
         names = [name.strip() for name in operands[0].strip("{}").split(",")]
         a, b, c = map(self._value, operands[1:])
-        made = multiplied(a, b, c, more[6])
+        made = multiplied(a, b, c, more[7], more[6])
         self.values.update(zip(names, made, strict=True))
 
     def _prmt(self, more, operands, where):
@@ -489,20 +489,27 @@ class _Ptx:
         self.values[operands[0]] = self._value(operands[1]) + self._value(operands[2])
 
 
-def multiplied(a: Sequence, b: Sequence, c: Sequence, kind: str) -> list[np.ndarray]:
-    """c + a @ b of each warp by a tensor core: the fragments of m16 n8 k16 in bf16 or f16, or k8 in
-    tf32, which takes the first 19 bits of a number.
+_FLOAT8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+
+
+def multiplied(
+    a: Sequence, b: Sequence, c: Sequence, kind: str, left_kind: str | None = None
+) -> list[np.ndarray]:
+    """c + a @ b of each warp by a tensor core: the fragments of m16 n8 k16 in bf16 or f16, k32 in
+    float8, or k8 in tf32, which takes the first 19 bits of a number. `left_kind`: of a; None: b's.
     """
     group, lane = np.arange(32) // 4, np.arange(32) % 4
-    size = 8 if kind == "tf32" else 16
+    each = 4 if kind in _FLOAT8 else 2  # numbers of a word
+    size = 8 if kind == "tf32" else 8 * each
     left, right = np.zeros((4, 16, size), np.float32), np.zeros((4, size, 8), np.float32)
     for n, word in enumerate(a):
-        for i, x in enumerate(_numbers_of(word, kind)):
-            column = lane + n // 2 * 4 if kind == "tf32" else 2 * lane + i + n // 2 * 8
+        for i, x in enumerate(_numbers_of(word, left_kind or kind)):
+            column = each * lane + i + n // 2 * 4 * each
+            column = lane + n // 2 * 4 if kind == "tf32" else column
             left[:, group + n % 2 * 8, column] = x
     for n, word in enumerate(b):
         for i, x in enumerate(_numbers_of(word, kind)):
-            row = lane + 4 * n if kind == "tf32" else 2 * lane + i + 8 * n
+            row = lane + 4 * n if kind == "tf32" else each * lane + i + 4 * each * n
             right[:, row, group] = x
     with np.errstate(all="ignore"):
         product = left @ right
@@ -519,8 +526,9 @@ def _numbers_of(word: np.ndarray, kind: str) -> list[np.ndarray]:
     word = np.ascontiguousarray(word)
     if kind == "tf32":
         return [(word.view(np.int32) & np.int32(-(2**13))).view(np.float32).reshape(4, 32)]
-    numbers = word[:, None].view(jnp.bfloat16 if kind == "bf16" else np.float16)
-    return list(numbers.astype(np.float32).T.reshape(2, 4, 32))
+    kinds = {"bf16": jnp.bfloat16, "f16": np.float16, **_FLOAT8}
+    numbers = word[:, None].view(kinds[kind])
+    return list(numbers.astype(np.float32).T.reshape(-1, 4, 32))
 
 
 # ---- a function of tiles, refs and scalars -------------------------------------------------------

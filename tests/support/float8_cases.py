@@ -55,6 +55,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]], dict[str, Any
         {"q": (4, 1), "k": (2, 1), "v": (4, 1)},
         {"mask": pa.sliding_window(200), "q_offset": 256},
     ),
+    "short_blocks": (
+        {"q_len": 129, "kv_len": 301, "dim": 64},
+        {"q": (2, 1), "k": (3, 1), "v": (3, 1)},
+        {"mask": pa.CAUSAL, "q_offset": 172},
+    ),
     "e5m2": ({"q_len": 65, "kv_len": 130, "dim": 64, "dtype": E5M2}, {"v": ()}, {}),
     "float16": ({"q_len": 65, "kv_len": 130, "dim": 32}, {}, {"out_dtype": jnp.float16}),
     "odd": ({"q_len": 13, "kv_len": 37, "dim": 80, "v_dim": 24}, {}, {"softcap": 3.0}),

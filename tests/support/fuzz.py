@@ -376,6 +376,7 @@ def kinds() -> dict[str, Kind]:
         fuzz_cache_cases,
         fuzz_caches,
         fuzz_derivatives,
+        fuzz_float8,
         fuzz_positions,
         fuzz_ragged,
     )
@@ -388,6 +389,10 @@ def kinds() -> dict[str, Kind]:
             fuzz_positions.draw_rows, fuzz_positions.run_rows, fuzz_positions.simpler_rows
         ),
         "ragged": Kind(fuzz_ragged.draw, fuzz_ragged.run, fuzz_ragged.simpler),
+        "float8": Kind(fuzz_float8.draw, fuzz_float8.run, fuzz_float8.simpler),
+        "rounding": Kind(
+            fuzz_float8.draw_rounding, fuzz_float8.run_rounding, fuzz_float8.simpler_rounding
+        ),
         "tangents": Kind(
             fuzz_derivatives.draw_tangents,
             fuzz_derivatives.run_tangents,

@@ -51,6 +51,7 @@ class Case(_case.DecodeCase):
             kind=self.prefix_kind,
             page_size=self.prefix_page,
             cache_dtype=self.prefix_dtype,
+            byte_rows=False,
             q_len=1,
             mask=FULL,
             sinks=False,
@@ -61,7 +62,7 @@ class Case(_case.DecodeCase):
     def create(self) -> Any:
         sizes = {"head_dim": self.head_dim, "v_head_dim": self.v_head_dim, "layers": self.layers}
         sizes |= {"kv_heads": self.kv_heads, "dtype": self.cache_dtype or self.dtype}
-        sizes |= {"shared_kv": self.shared_kv}
+        sizes |= {"shared_kv": self.shared_kv} | ({"scales": 128} if self.byte_rows else {})
         if self.kind == "per_sequence":
             each = [self.capacity + m % (self.spread + 1) for m in range(self.sequences)]
             return PerSequenceCache.create(each, **sizes)
@@ -93,6 +94,8 @@ def draw(seed: int, tiny: bool) -> Case:
         spread=pick.choice((0, 0, 3, 8)),
         pool=pick.choice((1.0, 1.0, 0.8, 0.5)),
     )
+    if case.shared_kv and not tiny and random.Random(f"bytes {seed}").random() < 0.5:
+        case = dataclasses.replace(case, cache_dtype="float8_e4m3fn", byte_rows=True)
     if pick.random() < 0.3:
         case = dataclasses.replace(case, tree=True, mask=CAUSAL)
     case = dataclasses.replace(case, packed=pick.random() < 0.3)
@@ -176,11 +179,12 @@ def resized(case: Case, **sizes: int) -> Case:
 def simpler(case: Case) -> Iterator[dict[str, Any]]:
     plain = {"softcap": None, "sinks": False, "layers": None, "spread": 0, "pool": 1.0}
     plain |= {"packed": False, "drafts_most": None, "keeps": None, "shared": 0, "prefix": None}
-    plain |= {"scale": None, "mask": CAUSAL, "batch_invariant": False, "cache_dtype": None}
+    plain |= {"scale": None, "mask": CAUSAL, "batch_invariant": False}
     plain |= {"precision": None, "dtype": "bfloat16", "q_len": 1, "tree": False}
     if not case.shared_kv:
         plain |= {"head_dim": 64, "v_head_dim": 64}
-    yield from ({name: value} for name, value in plain.items())
+    stored = {"cache_dtype": None, "byte_rows": False}
+    yield from (stored, *({name: value} for name, value in plain.items()))
     yield {"kind": "stacked", "page_size": None}
     if case.prefix is not None:
         yield {"prefix": case.prefix[:1]}

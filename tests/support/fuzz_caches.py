@@ -21,6 +21,7 @@ from pallas_attn import PagedCache
 from pallas_attn.masks import CAUSAL, FULL
 from tests.caches.test_quantized import quantized
 from tests.support import append_cases, budget, fuzz, witness
+from tests.support.byte_rows import as_bytes, as_floats
 from tests.support.decode_cases import ancestors, seen_in_tree, some_parents
 from tests.support.fuzz import LEAST, MOST
 from tests.support.fuzz_cache_cases import Case
@@ -176,6 +177,9 @@ class Held:
     def _stored(self, new: tuple[np.ndarray, ...]) -> dict[str, np.ndarray]:
         stored = {}
         for side, rows in zip("kv", new, strict=False):
+            if self.case.byte_rows:
+                stored[side] = as_bytes(rows)
+                continue
             lacking = self.arrays[side][0].shape[-1] - rows.shape[-1]
             rows = np.pad(rows, ((0, 0), (0, 0), (0, 0), (0, lacking)))
             stored[side] = rows
@@ -187,6 +191,7 @@ class Held:
         """[M, S, K, ...] of one side in float64; 0 where no row can be."""
         case = self.case
         arrays = [x if case.layers is None else x[layer] for x in self.arrays[side]]
+        arrays = [as_floats(x) for x in arrays] if case.byte_rows else arrays
         wide = [x.astype(np.float32).astype(np.float64) for x in arrays]
         if case.kind == "per_sequence":
             most = max(self.capacities)
@@ -244,6 +249,8 @@ def poisoned(case: Case, cache: Any, rng: np.random.Generator) -> Any:
     """NaN wherever a row may be, but for columns that nobody asked for; pages in any order."""
 
     def fill(x, dim):
+        if case.byte_rows:  # NaN in each of its formats
+            return jnp.full(x.shape, 255, jnp.uint8)
         bits = np.zeros(x.nbytes, np.uint8).view(x.dtype).reshape(x.shape)
         # The NaN of the type: XLA's older way to LLVM (see conftest.py) makes it of all others.
         nan = -1 if x.dtype == np.int8 else np.nan
@@ -549,7 +556,9 @@ class Program:
         back = []
         for x in rows:
             wide = x.astype(np.float32).astype(np.float64)
-            if self.case.cache_dtype:
+            if self.case.byte_rows:
+                wide = as_floats(as_bytes(x)).astype(np.float64)
+            elif self.case.cache_dtype:
                 numbers, scales = quantized(x, after.dtype)
                 wide = numbers.astype(np.float32).astype(np.float64) * scales[..., None]
             back.append(wide)

@@ -11,7 +11,9 @@ COLLECTED = pytest.StashKey[frozenset[str]]()  # all that pytest collected, befo
 
 _FWD = "tests/kernels/flash_fwd/test_flash_fwd.py::test_edges_on_the_gpu"
 _BWD = "tests/kernels/flash_bwd/test_flash_bwd.py::"
+_ONE_TILE = "tests/kernels/flash_bwd/test_one_key_tile.py::"
 _HEADS = "tests/kernels/flash_bwd/test_heads.py::"
+_TURNS = "tests/kernels/flash_bwd/test_turns.py::"
 _SIZES = "tests/kernels/flash_bwd/test_any_size.py::"
 _AUX = "tests/kernels/flash_bwd/test_aux_gradients.py::"
 _JVP = "tests/kernels/flash_jvp/test_flash_jvp.py::"
@@ -38,6 +40,10 @@ QUICK: dict[str, tuple[str, ...]] = {
         "tests/kernels/flash_fwd/test_float8.py::test_on_the_gpu[lengths]",
         "tests/kernels/flash_fwd/test_float8.py::test_on_the_gpu[e5m2]",
     ),
+    "kernels/flash_fwd/sm80_float8.py": (
+        "tests/kernels/flash_fwd/test_float8.py::test_portable_on_the_gpu[lengths]",
+        "tests/kernels/flash_fwd/test_float8.py::test_portable_on_the_gpu[e5m2]",
+    ),
     "kernels/flash_fwd/batch_rows.py": (
         "tests/kernels/flash_fwd/test_flash_fwd.py::test_batch_rows_in_one_tile_on_the_gpu"
         "[frames16]",
@@ -61,6 +67,10 @@ QUICK: dict[str, tuple[str, ...]] = {
         f"{_BWD}test_edges_on_the_gpu[t_equals_s-True]",
         f"{_BWD}test_edges_on_the_gpu[float16_causal-True]",
     ),
+    "kernels/flash_bwd/turns.py": (
+        f"{_TURNS}test_on_the_gpu[causal]",
+        f"{_TURNS}test_on_the_gpu[lengths]",
+    ),
     "kernels/flash_bwd/sm90_dkdv.py": (
         f"{_BWD}test_edges_on_the_gpu[t_equals_s-False]",
         f"{_BWD}test_edges_on_the_gpu[float16_causal-False]",
@@ -79,6 +89,10 @@ QUICK: dict[str, tuple[str, ...]] = {
     "kernels/flash_bwd/sm90_heads.py": (
         f"{_HEADS}test_heads_on_the_gpu[heads_in_turn]",
         f"{_HEADS}test_heads_on_the_gpu[two_swizzles]",
+    ),
+    "kernels/flash_bwd/one_key_tile.py": (
+        f"{_ONE_TILE}test_on_the_gpu[chunks]",
+        f"{_ONE_TILE}test_on_the_gpu[two_slots]",
     ),
     "kernels/flash_bwd/statistics.py": (f"{_HEADS}test_heads_on_the_gpu[softcap]",),
     "kernels/flash_bwd/sm90_dbias.py": (f"{_BWD}test_edges_on_the_gpu[bias-True]",),
@@ -134,6 +148,14 @@ QUICK: dict[str, tuple[str, ...]] = {
         f"{_MLA}test_on_the_gpu[stacked]",
         f"{_MLA}test_on_the_gpu[layers_softcap_sinks_float16]",
     ),
+    "kernels/decode_mla/combine_apart.py": (f"{_MLA}test_on_the_gpu[two_chunks_apart]",),
+    "kernels/decode_mla/sm90_byte_rows.py": (
+        "tests/caches/test_byte_rows.py::test_what_is_read[kernels-stacked]",
+        "tests/caches/test_byte_rows.py::test_what_is_read[kernels-small_pages_window]",
+    ),
+    "kernels/append/byte_rows.py": (
+        "tests/caches/test_byte_rows.py::test_rows_are_written_byte_for_byte[kernels-stacked]",
+    ),
     "kernels/decode_mla/sm80.py": (
         f"{_MLA}test_portable_on_the_gpu[stacked-sm80]",
         f"{_MLA}test_portable_on_the_gpu[layers_softcap_sinks_float16-sm80]",
@@ -166,12 +188,20 @@ QUICK: dict[str, tuple[str, ...]] = {
         f"{_PREFILL}_narrow.py::test_on_a_gpu[int8-paged]",
         f"{_PREFILL}_narrow.py::test_on_a_gpu[float8_e5m2-stacked]",
     ),
+    "kernels/prefill/float8_sm90.py": (
+        f"{_PREFILL}_float8.py::test_on_a_gpu[stacked]",
+        f"{_PREFILL}_float8.py::test_on_a_gpu[paged]",
+    ),
     "kernels/prefill/contiguous_sm90.py": (
         f"{_PREFILL}_contiguous.py::test_interpreted_cases_on_a_gpu[lengths-]",
     ),
     "kernels/flash_fwd/sm90_wide.py": (
         "tests/kernels/flash_fwd/test_wide.py::test_on_the_gpu[dim512]",
         "tests/kernels/flash_fwd/test_wide.py::test_on_the_gpu[float16]",
+    ),
+    "kernels/flash_bwd/sm90_wide.py": (
+        "tests/kernels/flash_bwd/test_bwd_wide.py::test_on_the_gpu[dim512]",
+        "tests/kernels/flash_bwd/test_bwd_wide.py::test_on_the_gpu[float16]",
     ),
     "kernels/prefill/gathered_sm90.py": (f"{_PREFILL}_gathered.py::test_wide_heads_on_the_gpu",),
     "kernels/prefill/gathered_sm80.py": (
@@ -188,6 +218,12 @@ QUICK: dict[str, tuple[str, ...]] = {
         f"{_APPEND}_quantized.py::test_rows_on_the_gpu[bfloat16-72-int8]",
         f"{_APPEND}_quantized.py::test_rows_on_the_gpu[float16-72-float8_e4m3fn]",
         f"{_APPEND}_quantized.py::test_rows_on_the_gpu[bfloat16-72-float8_e5m2]",
+    ),
+    "kernels/quantize/blocks.py": (
+        "tests/kernels/quantize/test_quantize_blocks.py::test_on_the_gpu[lengths]",
+        "tests/kernels/quantize/test_quantize_blocks.py::test_on_the_gpu[short_last]",
+        "tests/kernels/quantize/test_quantize_blocks.py::test_on_the_gpu[float32]",
+        "tests/kernels/quantize/test_quantize_blocks.py::test_on_the_gpu[odd_dim]",
     ),
     "kernels/append/keep.py": ("tests/caches/test_keep.py::test_every_byte[kernels]",),
     "lm/kernels/linear.py": (

@@ -62,6 +62,9 @@ class Program:
         for eqn in jaxpr.eqns:
             inputs = [self._place(places, atom) for atom in eqn.invars]
             rule = _rule(eqn)
+            if eqn.primitive.name in FOLDED and all(hasattr(atom, "val") for atom in eqn.invars):
+                self._add(places, eqn.outvars[0], rule(*[self.start[i] for i in inputs]))
+                continue
             outputs = [self._add(places, var) for var in eqn.outvars]
             self.steps.append((rule, inputs, outputs))
         self.results = [self._place(places, atom) for atom in jaxpr.outvars]
@@ -95,6 +98,7 @@ _steps_of = functools.lru_cache(maxsize=256)(Program)
 
 def _program(jaxpr: Any) -> Callable[..., list[Any]]:
     """The function of a jaxpr that brings its constants."""
+    jaxpr = _without_refs(jaxpr)
     return functools.partial(_steps_of(jaxpr), *map(np.asarray, jaxpr.consts))
 
 
@@ -257,15 +261,22 @@ def _bitcast(eqn, new_dtype):
     return bitcast
 
 
+SMALL = 1 << 12  # elements of an array that is copied sooner than it is viewed anew
+
+
 def _broadcast(eqn, shape, broadcast_dimensions, **_):
-    del eqn
-    places = tuple(broadcast_dimensions)
+    wide = [1] * len(shape)
+    for place, size in zip(broadcast_dimensions, eqn.invars[0].aval.shape, strict=True):
+        wide[place] = size
+    if wide == list(shape):
+        return lambda x: x.reshape(wide)
+    if math.prod(shape) > SMALL:
+        return lambda x: np.broadcast_to(x.reshape(wide), shape)
 
     def broadcast(x):
-        wide = [1] * len(shape)
-        for place, size in zip(places, x.shape, strict=True):
-            wide[place] = size
-        return np.broadcast_to(x.reshape(wide), shape)
+        result = np.empty(shape, x.dtype)
+        result[...] = x.reshape(wide)
+        return result
 
     return broadcast
 
@@ -563,6 +574,9 @@ CALLS |= {
 SEVERAL = CALLS | {"unstack", "split"}  # primitives with several results, or one
 SEVERAL |= {"shard_map", "mpmd_map"} | devices_in_numpy.COLLECTIVES.keys()
 
+# What depends on nothing but literals is computed once a program.
+FOLDED = {"broadcast_in_dim", "convert_element_type", "iota"}
+
 # Rare primitives that JAX computes one by one.
 ALONE = {"argmin", "ceil", "clz", "erf_inv", "expm1", "floor", "le_to", "log1p", "lt_to", "pow"}
 ALONE |= {"reduce", "reduce_precision", "round", "sort", "square", "one_minus_square", "top_k"}
@@ -698,9 +712,12 @@ EFFECTS = (core.NamedAxisEffect, callback.IOEffect, callback.OrderedIOEffect)
 
 
 @functools.lru_cache(maxsize=4096)
-def _takes(jaxpr: Any) -> bool:
-    """Whether every equation of the program has a rule, or can be left to JAX."""
-    if any(not isinstance(effect, EFFECTS) for effect in jaxpr.effects):
+def _takes(jaxpr: Any, mapped: bool = False) -> bool:
+    """Whether every equation of the program has a rule, or can be left to JAX. Programs within lose
+    their refs, too, but for those that are `mapped`, whose axes JAX knows in a `shard_map` only.
+    """
+    effects = EFFECTS if mapped else (*EFFECTS, core.InternalMutableArrayEffect)
+    if any(not isinstance(effect, effects) for effect in jaxpr.effects):
         return False
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -713,7 +730,10 @@ def _takes(jaxpr: Any) -> bool:
         keys = [var.aval.dtype._impl for var in eqn.outvars if _is_key(var.aval)]
         if any(impl.key_shape != (2,) for impl in keys):
             return False
-        if not all(map(_takes, core.jaxprs_in_params(eqn.params))):
+        inside = mapped or name == "shard_map"
+        within = core.jaxprs_in_params(eqn.params)
+        within = within if inside else map(_without_refs, within)
+        if not all(_takes(inner, inside) for inner in within):
             return False
     return True
 

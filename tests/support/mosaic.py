@@ -53,7 +53,7 @@ from jax._src.state import discharge, indexing
 from jax._src.state import types as state
 from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
 
-from tests.support import hazards, in_numpy, watch
+from tests.support import hazards, in_numpy, races, watch
 from tests.support.aot import Report, compile_for
 from tests.support.threads import BlockOfThreads, Memory
 
@@ -142,6 +142,7 @@ def _run_program(*, token, mesh_location, thread, keys, scalars, program):
     if touches.has_met:
         ours.launch_memory.since_meeting.pop(first, None)
     block = BlockOfThreads(first, ours.launch_memory, coordinates, touches)
+    block.stores_in_flight = bool(ours.pending_smem_to_gmem_write_clocks.get(thread))
     spread = [np.full(128, scalar, np.int32) for scalar in scalars]
     refs, values = (
         jax.tree.unflatten(tree, leaves)
@@ -809,9 +810,10 @@ def _teach() -> None:
     jaxpr_interpret.JaxprInterpreter._interpret_inline_mgpu_p = _inline_mgpu
     jaxpr_interpret.resolve_ref = _resolve_ref
     host.wgmma, host.wgmma_accumulator_deref = _wgmma, _load_accumulator
-    races = race_detection_state.GPURaceDetectionState
-    races.check_read = _but_in_registers(races.check_read, False)
-    races.check_write = _but_in_registers(races.check_write, True)
+    detector = race_detection_state.GPURaceDetectionState
+    detector.check_read = _but_in_registers(detector.check_read, False)
+    detector.check_write = _but_in_registers(detector.check_write, True)
+    races.teach()
     interpreter = jaxpr_interpret.JaxprInterpreter
     for name in ("_interpret_swap_p", "_interpret_copy_gmem_to_smem_p"):
         setattr(interpreter, name, _behind_a_barrier(getattr(interpreter, name)))

@@ -16,21 +16,18 @@ def _corners(index, sizes, wanted, numbers):
     """
     columns, operand_batch, index_batch = numbers
     shape = index.shape[:-1]
-    begins = [np.zeros(shape, np.int64) for _ in sizes]
-    for column, dim in enumerate(columns):
-        begins[dim] = index[..., column].astype(np.int64)
+    # Whole windows begin at 0; one number says so for all of them where others have the shape.
+    begins = [np.zeros((1,) * len(shape) if columns else shape, np.int64)] * len(sizes)
+    within = np.ones(shape, bool)
     for dim, of_index in zip(operand_batch, index_batch, strict=True):
         wide = [1] * len(shape)
         wide[of_index] = shape[of_index]
-        begins[dim] = np.broadcast_to(np.arange(shape[of_index]).reshape(wide), shape)
-    within = np.ones(shape, bool)
-    for begin, size, taken in zip(begins, sizes, wanted, strict=True):
-        within &= (begin >= 0) & (begin <= size - taken)
-    nearest = [
-        np.clip(begin, 0, size - taken)
-        for begin, size, taken in zip(begins, sizes, wanted, strict=True)
-    ]
-    return nearest, within
+        begins[dim] = np.arange(shape[of_index]).reshape(wide)
+    for column, dim in enumerate(columns):
+        begin, last = index[..., column].astype(np.int64), sizes[dim] - wanted[dim]
+        within &= (begin >= 0) & (begin <= last)
+        begins[dim] = np.minimum(np.maximum(begin, 0), last)
+    return begins, within
 
 
 def _windows(begins, wanted, kept):

@@ -27,6 +27,7 @@ class BlockOfThreads:
         self.index = np.arange(128, dtype=np.int32)
         self.memory, self.block, self.touches = memory, block, touches
         self.ids = first + self.index.astype(np.int64)
+        self.stores_in_flight = False  # by TMA, of tiles in shared memory
 
     def to_int64(self, x):
         return np.asarray(x, np.int64)
@@ -318,6 +319,8 @@ class BlockOfThreads:
 
     def signal(self, counters, index, where, remote=False):
         del remote
+        if self.stores_in_flight and np.any(where):
+            raise RuntimeError("RACE DETECTED: a signal before what it tells of is in memory")
         done = self.memory.copies_back_of(int(self.ids[0])).done
         with self.memory.lock:
             for (at,) in self._each(where, index):
@@ -360,6 +363,13 @@ class BlockOfThreads:
         here = np.broadcast_to(index, 128)[where]
         self.memory.take_back(ref, here, nbytes, self.ids[where])
         self.store(ref, index, word, nbytes, where)
+
+    def count(self, counters, index, where):
+        self.signal(counters, index, where)
+
+    def peek(self, counters, index):
+        ((at,),) = set(self._each(True, index))
+        return np.full(128, counters.reshape(-1)[at], np.int32)
 
     def take(self, counters, index, where):
         taken = np.zeros(128, np.int32)

@@ -141,7 +141,11 @@ def _kernel(refs: AppendRefs, plan: Plan) -> None:
     at = append_plan.block_at(KernelContext(plan, refs))
 
     def write() -> None:
-        if plan.lanes:
+        if plan.problem.byte_rows:
+            from pallas_attn.kernels.append import byte_rows
+
+            threads.run(byte_rows.write_rows, plan, refs, at)
+        elif plan.lanes:
             threads.run(append_quantize.write_rows, plan, refs, at)
         else:
             thread_program.each_thread(thread_program.in_context(_append, plan), refs, at)

@@ -18,6 +18,7 @@ from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import GmemRef, Index, Predicate
+from pallas_attn.kernels.mma.scales import lanes_of
 
 IN_FLIGHT_MOST = 16  # words that a thread may hold
 CHUNK_MOST = IN_FLIGHT_MOST * mosaic.THREADS  # words of a chunk: the last may count so far too far
@@ -108,11 +109,6 @@ def _whole_words(change: Change) -> tuple[int, ...]:
     if not change.pairs:
         return ()
     return change.first, (2 if change.interleaved else 1) * change.pairs
-
-
-def lanes_of(row_words: int) -> int:
-    """How many threads share a row of so many words: a power of two, of one warp."""
-    return min(32, 2 ** (row_words - 1).bit_length())
 
 
 class AppendRefs(NamedTuple):

@@ -3,19 +3,13 @@ quantised caches become narrow numbers with a scale.
 
 Neighbouring threads share a row of a head: 1 to 32 of them, a power of two, each with every so
 manyth word of it (16 bytes where the head dim allows), so that reads and writes are coalesced. They
-find the row's largest magnitude with shuffles, and then each knows the scale: `reference.quantize`
-says how, and the bytes are the same. The first of them writes it.
-
-Magnitudes are compared as integers, which order as the floats do and put NaN above infinity above
-all numbers. GPUs before sm89 convert to float8 by hand, in integers.
+find the row's largest magnitude with shuffles, and then each knows the scale (`mma/scales.py`). The
+first of them writes it.
 """
 
 import functools
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import QUANTIZED, AppendProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.append import change as append_change
@@ -23,15 +17,13 @@ from pallas_attn.kernels.append import plan as append_plan
 from pallas_attn.kernels.append.plan import Place
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.thread_program import Int, ThreadContext
-from pallas_attn.kernels.lang.threads import Float, Thread
+from pallas_attn.kernels.lang.threads import Float
 from pallas_attn.kernels.lang.types import GmemRef, Index, Predicate
+from pallas_attn.kernels.mma import scales
+from pallas_attn.kernels.mma.scales import Scale
 
 NEW_DTYPES = ("bfloat16", "float16", "float32")  # dtypes of new rows; others are cast first
 HEAD_DIM_MOST = 4096  # a warp holds a row in registers
-
-_LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
-_FLOOR = 27 << 23  # the bits of 2**-100
-_INFINITY, _NAN = 0x7F800000, 0x7FC00000
 
 
 def limit(problem: AppendProblem) -> Limit | None:
@@ -49,7 +41,7 @@ def limit(problem: AppendProblem) -> Limit | None:
     return None
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
     """One thread's part of a new row."""
 
     words: list[Int]  # none where they are changed
@@ -58,24 +50,20 @@ class _Row(NamedTuple):
     row_words: int
 
 
-class _Scaled(NamedTuple):
+class Scaled(NamedTuple):
     """The scale of a row, on which its threads agree, and the numbers of one of them."""
 
     numbers: list[list[Float]]  # a list for each word
-    finite: Predicate
-    scale: Int  # its bits
+    scale: Scale
 
 
 def write_rows(ctx: ThreadContext) -> None:
     """The program of one thread: reads its words, changes them, agrees on scales, converts,
     writes.
     """
-    thread, refs, at, plan = ctx
-    at_once = mosaic.THREADS // plan.lanes
-    first = at.chunk * plan.chunk_items + thread.index // plan.lanes
-    rows = [first + i * at_once for i in range(plan.in_flight)]
+    (thread, refs, _, plan), rows = ctx, rows_of(ctx)
     arrays = range(len(refs.new))
-    rows_read = append_plan.read_all(ctx, _read, rows)
+    rows_read = append_plan.read_all(ctx, read_row, rows)
     caches = append_plan.arrays_of(ctx, rows, (1,))[1]
     # All maxima before anything that needs one: their shuffles then wait together.
     scaled: list[list[Any]] = [[None for _ in rows] for _ in arrays]
@@ -93,7 +81,15 @@ def write_rows(ctx: ThreadContext) -> None:
                 _write(ctx, to, place, at_row, row, numbers)
 
 
-def _read(ctx: ThreadContext, row: Index, array: int) -> _Row:
+def rows_of(ctx: ThreadContext) -> list[Index]:
+    """The rows of which a thread has some words."""
+    thread, _, at, plan = ctx
+    at_once = mosaic.THREADS // plan.lanes
+    first = at.chunk * plan.chunk_items + thread.index // plan.lanes
+    return [first + i * at_once for i in range(plan.in_flight)]
+
+
+def read_row(ctx: ThreadContext, row: Index, array: int) -> Row:
     """This thread's words of a row. Threads past the end of a row, and of the rows, read the words
     of others, which changes no maximum, and write none.
     """
@@ -107,26 +103,51 @@ def _read(ctx: ThreadContext, row: Index, array: int) -> _Row:
     columns = [lane + start for start in range(0, row_words, plan.lanes)]
     if plan.problem.change is not None and array == 0:
         changed = append_change.changed(ctx, row, begin, columns)
-        return _Row([], changed, columns, row_words)
+        return Row([], changed, columns, row_words)
     inside = list(columns)
     if row_words % plan.lanes:
         inside[-1] = thread.minimum(columns[-1], row_words - 1)
     nbytes = plan.word_bytes[array]
     words = [thread.load(refs.new[array], begin + thread.to_int64(n), nbytes) for n in inside]
-    return _Row(words, None, columns, row_words)
+    return Row(words, None, columns, row_words)
 
 
-def _scale(ctx: ThreadContext, row: _Row, array: int) -> _Scaled:
-    thread, plan = ctx.thread, ctx.plan
-    nbytes, numbers = plan.word_bytes[array], row.changed
+def _scale(ctx: ThreadContext, row: Row, array: int) -> Scaled:
+    return scaled(ctx, numbers_of(ctx, row, array), ctx.plan.lanes)
+
+
+def numbers_of(ctx: ThreadContext, row: Row, array: int) -> list[list[Float]]:
+    """The numbers of each word."""
+    (thread, _, _, plan), numbers = ctx, row.changed
     if numbers is None:
+        nbytes = plan.word_bytes[array]
         numbers = [thread.numbers(word, nbytes, plan.new_dtype) for word in row.words]
+    return numbers
+
+
+def scaled(ctx: ThreadContext, numbers: list[list[Float]], lanes: int) -> Scaled:
+    """The scale of all numbers that so many neighbouring threads have."""
+    thread, plan = ctx.thread, ctx.plan
     magnitudes = [thread.bits(x) & 0x7FFFFFFF for word in numbers for x in word]
-    top = thread.most_of_lanes(functools.reduce(thread.maximum, magnitudes), plan.lanes)
-    finite = top < _INFINITY
-    inverse_of_largest = float(np.float32(1) / np.float32(_LARGEST[plan.problem.cache_dtype]))
-    scale = thread.as_float(thread.select(finite, top, 0)) * inverse_of_largest
-    return _Scaled(numbers, finite, thread.maximum(thread.bits(scale), _FLOOR))
+    top = thread.most_of_lanes(functools.reduce(thread.maximum, magnitudes), lanes)
+    return Scaled(numbers, scales.of_magnitude(thread, top, plan.problem.cache_dtype))
+
+
+def narrowed(ctx: ThreadContext, scaled: Scaled) -> list[Int]:
+    """The words of one thread as 8-bit numbers."""
+    thread, dtype, scale = ctx.thread, ctx.plan.problem.cache_dtype, scaled.scale
+    inverse = thread.reciprocal(thread.as_float(scale.bits))
+    by_hand = scales.rounds_by_hand(dtype, ctx.plan.problem.gpu)
+    words = []
+    for word in scaled.numbers:
+        packed = scales.narrowed(thread, [x * inverse for x in word], dtype, by_hand)
+        words.append(thread.select(scale.finite, packed, 0))
+    return words
+
+
+def stored_scale(ctx: ThreadContext, scaled: Scaled) -> Int:
+    """The bits of the scale in the cache."""
+    return scales.stored(ctx.thread, scaled.scale)
 
 
 class _To(NamedTuple):
@@ -137,24 +158,20 @@ class _To(NamedTuple):
 
 
 def _write(
-    ctx: ThreadContext, to: _To, place: Place, at_row: Index, row: _Row, scaled: _Scaled
+    ctx: ThreadContext, to: _To, place: Place, at_row: Index, row: Row, scaled: Scaled
 ) -> None:
     """Writes the numbers of one thread; the first of those that share the row writes the scale."""
-    thread, plan, dtype = ctx.thread, ctx.plan, ctx.plan.problem.cache_dtype
-    inverse = thread.reciprocal(thread.as_float(scaled.scale))
-    by_hand = dtype != "int8" and not _converts_to_float8(plan.problem.gpu)
-    for column, word in zip(row.columns, scaled.numbers, strict=True):
-        values = [x * inverse for x in word]
-        packed = _float8(thread, values, dtype) if by_hand else thread.narrow(values, dtype)
+    thread, plan = ctx.thread, ctx.plan
+    each = zip(row.columns, scaled.numbers, narrowed(ctx, scaled), strict=True)
+    for column, word, packed in each:
         index, exists = _word_at(ctx, place, at_row, row, column)
-        packed = thread.select(scaled.finite, packed, 0)
         thread.store(to.numbers, index, packed, len(word), exists)
     leads = place.exists & (thread.index % plan.lanes < 1)
-    thread.store(to.scales, at_row, thread.select(scaled.finite, scaled.scale, _NAN), 4, leads)
+    thread.store(to.scales, at_row, stored_scale(ctx, scaled), 4, leads)
 
 
 def _write_plain(
-    ctx: ThreadContext, to: GmemRef, place: Place, at_row: Index, row: _Row, array: int
+    ctx: ThreadContext, to: GmemRef, place: Place, at_row: Index, row: Row, array: int
 ) -> None:
     """Writes the words of one thread into a cache that is not quantised."""
     thread, plan = ctx.thread, ctx.plan
@@ -167,36 +184,10 @@ def _write_plain(
 
 
 def _word_at(
-    ctx: ThreadContext, place: Place, at_row: Index, row: _Row, column: Index
+    ctx: ThreadContext, place: Place, at_row: Index, row: Row, column: Index
 ) -> tuple[Index, Predicate]:
     """(the place of a word in its array, whether it exists)."""
     exists = place.exists
     if row.row_words % ctx.plan.lanes:
         exists = exists & (column < row.row_words)
     return at_row * row.row_words + ctx.thread.to_int64(column), exists
-
-
-def _converts_to_float8(gpu: str | None) -> bool:
-    return gpu is None or gpu_specs.number(gpu) >= 89
-
-
-_FORMATS = {"float8_e4m3fn": (3, 7), "float8_e5m2": (2, 15)}  # bits of the mantissa, bias
-
-
-def _float8(thread: Thread, numbers: list[Float], dtype: str) -> Int:
-    """`thread.narrow` in integers, for numbers within the range of the dtype."""
-    mantissa, bias = _FORMATS[dtype]
-    unit = 2 ** (23 - mantissa)  # one in the last place that stays, in the bits of a float32
-    # Added to a number, it leaves whole multiples of the smallest subnormal, rounded, at its end.
-    step = 2.0 ** (24 - bias - mantissa)
-    codes = []
-    for number in numbers:
-        bits = thread.bits(number)
-        magnitude = bits & 0x7FFFFFFF
-        odd = magnitude // unit & 1
-        normal = (magnitude + odd + (unit // 2 - 1)) // unit - (127 - bias) * 2**mantissa
-        small = thread.bits(thread.as_float(magnitude) + step)
-        small = small - int(np.float32(step).view(np.int32))
-        code = thread.select(magnitude < (128 - bias) * 2**23, small, normal)
-        codes.append(thread.select(bits < 0, code + 128, code))
-    return thread.packed(codes)

@@ -14,6 +14,7 @@ import jax
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
@@ -28,11 +29,17 @@ from pallas_attn.kernels.mma import mma_rowmajor
 LOADS_AT_ONCE = 4  # partials whose row maxima are loaded together
 
 
-def best_splits(plan: Plan, times: int) -> int:
+APART_GAIN = 8  # how many partials `combine_apart` adds while a block would add one
+
+
+def best_splits(plan: Plan, times: int, apart: bool = False) -> int:
     """The number of splits with which a row is done soonest: one block combines their partials, one
-    after the other. `times`: how often a partial could be added while one block took all keys.
+    after the other, or where `apart` all blocks do. `times`: how often a partial could be added
+    while one block took all keys.
     """
-    return plan.keys.most_units if plan.problem.batch_invariant else max(1, math.isqrt(times))
+    if plan.problem.batch_invariant:
+        return plan.keys.most_units
+    return max(1, math.isqrt(times * (APART_GAIN if apart else 1)))
 
 
 class Partials(NamedTuple):
@@ -63,7 +70,7 @@ def store(ref: GmemRef, index: Index, tile: RegisterTile) -> None:
             llvm.store(four, address, alignment=16)
 
     def twin(tile, ref, index):
-        ref[int(index)] = tile.ravel()
+        ref[int(index)] = tile.reshape(_pieces(tile.shape)).transpose(_ORDER).ravel()
 
     types = (mosaic.TILE, mma_rowmajor.REF, mma_rowmajor.SCALAR)
     mosaic.inline(code, twin, (tile, ref, index), types, None)
@@ -84,11 +91,23 @@ def load(ref: GmemRef, index: Index, shape: tuple[int, int]) -> RegisterTile:
         return mma_rowmajor.tile_with(registers, shape)
 
     def twin(ref, index):
-        return ref[int(index)].reshape(shape).copy()
+        pieces = _pieces(shape)
+        ordered = ref[int(index)].reshape([pieces[axis] for axis in _ORDER])
+        return ordered.transpose(np.argsort(_ORDER)).reshape(shape)
 
     result = mma_rowmajor.tile_of(shape, jnp.float32)
     types = (mma_rowmajor.REF, mma_rowmajor.SCALAR)
     return mosaic.inline(code, twin, (ref, index), types, result)
+
+
+# Axes of `_pieces` in the order of memory: a word of four numbers is two rows of a thread.
+_ORDER = (0, 4, 1, 3, 5, 2, 6)
+
+
+def _pieces(shape: tuple[int, int]) -> tuple[int, ...]:
+    """A tile [rows, columns] as [matmuls, warps, halves, rows, words, threads of a row, 2]."""
+    rows, columns = shape
+    return rows // mma_rowmajor.ROWS // threads.WARPS, threads.WARPS, 2, 8, columns // 8, 4, 2
 
 
 def _address(ref: GmemRef, index: mgpu.FragmentedArray, size: int) -> ir.Value:

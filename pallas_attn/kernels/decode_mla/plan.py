@@ -21,6 +21,7 @@ from pallas_attn.kernels.lang.types import Index, KernelConfig
 
 V_WARPGROUPS = 2  # warpgroups that have columns of the output
 P_SLOTS = 2  # tiles whose probabilities there is room for
+APART = 4  # splits of a row from which on `combine_apart` combines its partials
 
 
 @functools.lru_cache(maxsize=256)
@@ -30,8 +31,10 @@ def plan_of(problem: DecodeProblem, config: KernelConfig) -> Plan:
     plan = row_gathers.with_whole_tiles(plan)
     together = neighbours(plan)
     heads = plan.queries.chunks // together
-    splits = combine_latent.best_splits(plan, plan.keys.most_tiles)
-    most = min(heads * units_of_full(problem, plan.keys), problem.sequences * heads * splits)
+    lines = problem.sequences * heads
+    apart = config.grid // together >= APART * lines
+    splits = combine_latent.best_splits(plan, plan.keys.most_tiles, apart)
+    most = min(heads * units_of_full(problem, plan.keys), lines * splits)
     groups = max(1, min(config.grid // together, most))
     stride = plan.partials_a_block * together  # how far apart the partials of a row lie
     return dataclasses.replace(
@@ -40,6 +43,16 @@ def plan_of(problem: DecodeProblem, config: KernelConfig) -> Plan:
         partials_a_block=stride,
         partials=plan.partials if problem.batch_invariant else stride * groups,
     )
+
+
+def combined_apart(plan: Plan) -> bool:
+    """Whether partials are combined by a launch of their own: where most rows have many. Elsewhere
+    the last block of a row combines them, always in one way where results may not depend on the
+    other sequences.
+    """
+    together = neighbours(plan)
+    lines = plan.problem.sequences * plan.queries.chunks // together
+    return not plan.problem.batch_invariant and plan.grid // together >= APART * lines
 
 
 def neighbours(plan: Plan) -> int:
@@ -67,11 +80,16 @@ def member_of(plan: Plan, block_id: Index) -> Member:
 
 
 def scores_first(plan: Plan) -> bool:
-    """Whether the values of a tile wait for the scores of the next, and tiles are prefetched to L2.
-    Faster where tensor cores have most to do and a tile is one copy a block of columns, as with 128
-    heads; slower with 64, which wait for memory, and over small pages.
+    """Whether the values of a tile wait for the scores of the next. Faster where tensor cores have
+    most to do and a tile is one copy a block of columns, as with 128 heads; slower with 64, which
+    wait for memory, and over small pages.
     """
     return neighbours(plan) > 1 and plan.keys.page_rows == plan.keys.tile
+
+
+def prefetched(plan: Plan) -> bool:
+    """Whether tiles are prefetched to L2 before they are copied."""
+    return scores_first(plan)
 
 
 class Columns(NamedTuple):

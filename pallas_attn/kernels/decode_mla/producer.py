@@ -128,6 +128,7 @@ class Copy(NamedTuple):
     columns: Any
     to: RingBlock
     reused: Predicate  # whether the block was in use before: else `free` is not waited for
+    whole: bool = False  # whole rows, which lie together in memory: no tensor map
 
 
 def load(
@@ -142,7 +143,7 @@ def load(
     `prefetches(tile)`: whether this block prefetches a tile to L2 before it is copied.
     """
     plan = ctx.plan
-    decode_producer.check_skipped_pages(ctx, work)
+    check_skipped_pages(ctx, work)
 
     def one_tile(tile, carry):
         count, pages = carry
@@ -154,23 +155,26 @@ def load(
             pl.when(copy.reused)(functools.partial(plgpu.barrier_wait, copy.to.free))
             for n, page in enumerate(pages):
                 first = n * plan.keys.page_rows
-                stretch = _Stretch(tile * TILE + first, first, page)
-                _copy_rows(ctx, work, stretch, copy, finds_missing=number == 0)
-        return count + 1, _pages(ctx, work, tile + 1)
+                stretch = Stretch(tile * TILE + first, first, page)
+                copy_rows(ctx, work, stretch, copy, finds_missing=number == 0)
+        return count + 1, pages_of(ctx, work, tile + 1)
 
-    ahead = _pages(ctx, work, work.tile)
+    ahead = pages_of(ctx, work, work.tile)
     return lax.fori_loop(work.tile, work.end, one_tile, (count, ahead))[0]
 
 
-class _Stretch(NamedTuple):
+check_skipped_pages = decode_producer.check_skipped_pages
+
+
+class Stretch(NamedTuple):
     """Rows of a tile that lie together in memory: all, or those of a page."""
 
     position: Index  # first row in the sequence
-    first: int  # first row in the tile
+    first: int  # first row in the block that they are copied to
     page: Index | None
 
 
-def _pages(ctx: KernelContext, work: WorkTile, tile: Index) -> list[Index | None]:
+def pages_of(ctx: KernelContext, work: WorkTile, tile: Index) -> list[Index | None]:
     """The page of each stretch of a tile; they are loaded a tile ahead."""
     plan = ctx.plan
     rows = [tile * TILE + first for first in range(0, TILE, plan.keys.page_rows)]
@@ -185,7 +189,7 @@ def _prefetch(ctx: KernelContext, work: WorkTile, tile: Index) -> None:
     plan = ctx.plan
     blocks = plan.problem.head_dim // WIDTH
     width = WIDTH * next(n for n in (4, 3, 2, 1) if blocks % n == 0)
-    for n, page in enumerate(_pages(ctx, work, tile)):
+    for n, page in enumerate(pages_of(ctx, work, tile)):
         slab, row = _slice_of(ctx, work, tile * TILE + n * plan.keys.page_rows, page)
         for column in range(0, plan.problem.head_dim, width):
             columns = pl.ds(column, width)
@@ -206,8 +210,8 @@ def _slice_of(
     return layout.slice_of(Row(work.sequence, 0, position, layer, page))
 
 
-def _copy_rows(
-    ctx: KernelContext, work: WorkTile, stretch: _Stretch, copy: Copy, finds_missing: bool
+def copy_rows(
+    ctx: KernelContext, work: WorkTile, stretch: Stretch, copy: Copy, finds_missing: bool
 ) -> None:
     """The copy's columns of a stretch. `finds_missing`: a missing page is noted in the table."""
     plan, (position, first, page) = ctx.plan, stretch
@@ -216,7 +220,8 @@ def _copy_rows(
         slab, row = _slice_of(ctx, work, position, page)
         source = ctx.refs.kv.at[slab, pl.ds(row, plan.keys.page_rows), copy.columns]
         to = copy.to.ref.at[pl.ds(first, plan.keys.page_rows)]
-        plgpu.copy_gmem_to_smem(source, to, copy.to.ready)
+        bounds = plgpu.OOBFillMode.PROMISE_IN_BOUNDS if copy.whole else None
+        plgpu.copy_gmem_to_smem(source, to, copy.to.ready, oob_mode=bounds)
 
     if page is None:
         return issue()

@@ -30,7 +30,7 @@ Warpgroups, and the barriers that they arrive at:
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -39,6 +39,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call import gpu_specs
+from pallas_attn._call.byte_rows import BYTE_DTYPE
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
@@ -50,10 +51,12 @@ from pallas_attn.kernels.decode.mainloop import ROWS
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.decode.scheduler import Table, WorkTile
 from pallas_attn.kernels.decode_mla import (
+    combine_apart,
     combine_latent,
     packed,
     producer,
     row_gathers,
+    sm90_byte_rows,
     sm90_few_rows,
 )
 from pallas_attn.kernels.decode_mla.combine_latent import base_of
@@ -61,11 +64,13 @@ from pallas_attn.kernels.decode_mla.plan import (
     P_SLOTS,
     V_WARPGROUPS,
     columns_of,
+    combined_apart,
     groups_of,
     member_of,
     neighbours,
     partial_block,
     plan_of,
+    prefetched,
     scores_first,
 )
 from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs, RingBlock
@@ -99,7 +104,7 @@ class Config:
         """The deepest ring that fits in shared memory; and a few blocks less than there are
         multiprocessors, where all of those then have as much to do.
         """
-        problem, most = packed.of_rows(problem), cls().grid
+        problem, most = _of_a_launch(problem), cls().grid
         heads = problem.sequences * _launched_plan(problem, cls()).queries.chunks
         few = range(most, most - most // 16, -1)
         grid = next((n for n in few if heads % n == 0 or n % heads == 0), most)
@@ -111,6 +116,9 @@ def limit(problem: DecodeProblem) -> Limit | None:
     if (refused := packed.limit(problem)) is not None:
         return refused
     problem = packed.of_rows(problem)
+    if problem.byte_rows and (refused := sm90_byte_rows.limit(problem)) is not None:
+        return refused
+    problem = _of_a_launch(problem)
     return limits.dtype_limit(problem) or _rows_limit(problem) or limits.size_limit(problem)
 
 
@@ -127,7 +135,8 @@ def _rows_limit(problem: DecodeProblem) -> Limit | None:
             "separate arrays of latent rows, which would take a tensor map each",
             "use a StackedCache or a PagedCache",
         )
-    if problem.quantized or problem.cache_dtype != problem.dtype:
+    stored = BYTE_DTYPE if problem.byte_rows else problem.dtype
+    if problem.quantized != problem.byte_rows or problem.cache_dtype != stored:
         return Limit(f"a {problem.cache_dtype} cache with V within K", "keep it in q's dtype")
     if problem.kv_heads != 1:
         return Limit(f"V within K of {problem.kv_heads} kv heads; it takes one", reference)
@@ -203,18 +212,34 @@ def scratch(plan: Plan) -> LatentSmem:
     )
 
 
-def _has_few_rows(problem: DecodeProblem) -> bool:
-    return problem.q_len * problem.q_heads <= sm90_few_rows.MOST
+class _Way(NamedTuple):
+    """The functions by which a problem is served: here, or in another file."""
+
+    plan_of: Callable[[DecodeProblem, Config], Plan]
+    scratch: Callable[[Plan], Any]
+    launch: Callable[[DecodeInputs, Array, DecodeProblem, Config], tuple[Array, Array]]
+
+
+def _way_of(problem: DecodeProblem) -> _Way:
+    if problem.byte_rows:
+        return _Way(sm90_byte_rows.plan_of, sm90_byte_rows.scratch, sm90_byte_rows.launch)
+    if problem.q_len * problem.q_heads <= sm90_few_rows.MOST:
+        return _Way(sm90_few_rows.plan_of, sm90_few_rows.scratch, sm90_few_rows.launch)
+    return _Way(plan_of, scratch, _launch)
+
+
+def _of_a_launch(problem: DecodeProblem) -> DecodeProblem:
+    problem = packed.of_rows(problem)
+    return sm90_byte_rows.of_heads(problem) if problem.byte_rows else problem
 
 
 def _launched_plan(problem: DecodeProblem, config: Config) -> Plan:
-    return (sm90_few_rows.plan_of if _has_few_rows(problem) else plan_of)(problem, config)
+    return _way_of(problem).plan_of(problem, config)
 
 
 def smem_bytes(problem: DecodeProblem, config: Config) -> int:
-    problem = packed.of_rows(problem)
-    module_scratch = sm90_few_rows.scratch if _has_few_rows(problem) else scratch
-    return limits.smem_bytes(module_scratch(_launched_plan(problem, config)))
+    problem = _of_a_launch(problem)
+    return limits.smem_bytes(_way_of(problem).scratch(_launched_plan(problem, config)))
 
 
 # ---- blocks of columns, and the work of a block -------------------------------------------------
@@ -281,7 +306,7 @@ def _load(ctx: KernelContext, block_id: Index) -> None:
 
         if plan.layout.listed:
             return row_gathers.load(ctx, work, count, copies_of)
-        ahead = prefetches if scores_first(plan) else None
+        ahead = prefetches if prefetched(plan) else None
         return producer.load(ctx, work, count, copies_of, ahead)
 
     _each_work(ctx, block_id, one_work)
@@ -506,7 +531,7 @@ def _join(smem: LatentSmem) -> None:
 
 def _epilogue(ctx: KernelContext, own: _Own, work: WorkTile, state: State) -> None:
     """The result, where the block had all keys. Else a partial to global memory; the last block
-    makes the result of all.
+    makes the result of all, if no launch of its own does.
     """
     plan, smem, results, wg = ctx.plan, ctx.smem, own.results, own.wg
     member, groups = member_of(plan, own.block_id), groups_of(plan)
@@ -516,6 +541,9 @@ def _epilogue(ctx: KernelContext, own: _Own, work: WorkTile, state: State) -> No
     partials = combine_latent.Partials(count, index, first, later, plan.partials_a_block)
     lost = smem.table.lost[work.sequence]
     row_sum = state.row_sum + mosaic.broadcast_scalar(jnp.where(lost == 1, jnp.nan, 0.0), (ROWS,))
+    state = state._replace(row_sum=row_sum)
+    if combined_apart(plan):
+        return _write_partial(plan, own, index, state)
 
     @pl.when(count == 1)
     def _():
@@ -525,14 +553,7 @@ def _epilogue(ctx: KernelContext, own: _Own, work: WorkTile, state: State) -> No
 
     @pl.when(count > 1)
     def _():
-        for n, acc in enumerate(state.accs):
-            combine_latent.store(results.partial_out, partial_block(plan, index, wg, n), acc)
-
-        @pl.when(wg == 0)
-        def _():
-            mosaic.store(results.partial_max.at[index], state.row_max)
-            mosaic.store(results.partial_sum.at[index], row_sum)
-
+        _write_partial(plan, own, index, state)
         _join(smem)
 
         @pl.when(wg == 0)
@@ -544,6 +565,19 @@ def _epilogue(ctx: KernelContext, own: _Own, work: WorkTile, state: State) -> No
         _join(smem)
         pl.when(smem.last[0] == 1)(lambda: _combine(plan, own, work, partials))
         _join(smem)  # `last` is read
+
+    return None
+
+
+def _write_partial(plan: Plan, own: _Own, index: Index, state: State) -> None:
+    results, wg = own.results, own.wg
+    for n, acc in enumerate(state.accs):
+        combine_latent.store(results.partial_out, partial_block(plan, index, wg, n), acc)
+
+    @pl.when(wg == 0)
+    def _():
+        mosaic.store(results.partial_max.at[index], state.row_max)
+        mosaic.store(results.partial_sum.at[index], state.row_sum)
 
 
 def _combine(plan: Plan, own: _Own, work: WorkTile, partials: combine_latent.Partials) -> None:
@@ -628,9 +662,8 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[A
 
 
 def _run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:
-    launch = sm90_few_rows.launch if _has_few_rows(problem) else _launch
-    counters = combine_splits.counters(_launched_plan(problem, config))
-    return launch(inputs, counters, problem, config)
+    counters = combine_splits.counters(_launched_plan(_of_a_launch(problem), config))
+    return _way_of(problem).launch(inputs, counters, problem, config)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
@@ -648,8 +681,13 @@ def _launch(
         shape((lines, ROWS), jnp.float32),
         (kept, sums, sums),
     )
+    if apart := combined_apart(plan):
+        outputs = outputs._replace(out=None, lse=None)
     kernel = producer.kernel_of(plan, _kernel, outputs, scratch(plan), V_WARPGROUPS + 2)
-    ((out, lse, _),) = kernel(producer.refs_of(inputs, counters, plan, *rows))
+    refs = producer.refs_of(inputs, counters, plan, *rows)
+    ((out, lse, partials),) = kernel(refs)
+    if apart:
+        out, lse = combine_apart.run(plan, partials, refs)
     return combine_latent.of_sequences(plan, out, lse)
 
 

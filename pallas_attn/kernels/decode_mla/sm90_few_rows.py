@@ -15,8 +15,8 @@ The scheduler is that of decode; partials are combined by `combine_latent`.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -97,6 +97,7 @@ class FewRowsSmem(NamedTuple):
     ready: Barrier
     free: Barrier
     table_ready: Barrier
+    raw: Any = None  # `sm90_byte_rows.Raw`: rows on their way, where a warpgroup widens them
 
 
 def scratch(plan: Plan) -> FewRowsSmem:
@@ -121,7 +122,7 @@ def scratch(plan: Plan) -> FewRowsSmem:
 # ---- the producer --------------------------------------------------------------------------------
 
 
-def _ring_block(ctx: KernelContext, count: Index, block: int) -> RingBlock:
+def ring_block(ctx: KernelContext, count: Index, block: int) -> RingBlock:
     """A block of a tile, before which there were `count` tiles since the kernel began."""
     columns, smem = columns_of(ctx.plan), ctx.smem
     slot = lax.rem(count * columns.blocks + block, jnp.int32(columns.ring))
@@ -130,23 +131,28 @@ def _ring_block(ctx: KernelContext, count: Index, block: int) -> RingBlock:
 
 def _load(ctx: KernelContext, share: Share) -> None:
     """Q and all tiles of the block."""
-    plan, refs, smem, columns = ctx.plan, ctx.refs, ctx.smem, columns_of(ctx.plan)
+    plan, columns = ctx.plan, columns_of(ctx.plan)
 
     def copies_of(count):
         for n in range(columns.blocks):
-            own, to = pl.ds(n * columns.block, columns.block), _ring_block(ctx, count, n)
+            own, to = pl.ds(n * columns.block, columns.block), ring_block(ctx, count, n)
             yield Copy(own, to, reused=count * columns.blocks + n >= columns.ring)
 
     def one_work(work, number, count):
-        pl.when(number > 0)(lambda: plgpu.barrier_wait(smem.q_free))
-        rows = pl.ds(work.sequence * plan.queries.chunk_rows, plan.queries.chunk_rows)
-        plgpu.copy_gmem_to_smem(refs.q.at[rows], smem.q, smem.q_ready)
+        pl.when(number > 0)(lambda: plgpu.barrier_wait(ctx.smem.q_free))
+        load_q(ctx, work)
         if plan.layout.listed:
             lag = min(row_gathers.LAG, columns.ring - columns.blocks)
             return row_gathers.load(ctx, work, count, copies_of, lag)
         return producer.load(ctx, work, count, copies_of)
 
-    producer.each_work(plan, smem.table, share, one_work, jnp.int32(0))
+    producer.each_work(plan, ctx.smem.table, share, one_work, jnp.int32(0))
+
+
+def load_q(ctx: KernelContext, work: WorkTile) -> None:
+    chunk_rows, smem = ctx.plan.queries.chunk_rows, ctx.smem
+    rows = pl.ds(work.sequence * chunk_rows, chunk_rows)
+    plgpu.copy_gmem_to_smem(ctx.refs.q.at[rows], smem.q, smem.q_ready)
 
 
 # ---- computing -----------------------------------------------------------------------------------
@@ -237,7 +243,7 @@ class _Carry(NamedTuple):
 
 def _one_tile(ctx: KernelContext, work: WorkTile, tile: Index, carry: _Carry) -> _Carry:
     (plan, _, smem), (state, count), columns = ctx, carry, columns_of(ctx.plan)
-    blocks = [_ring_block(ctx, count, n) for n in range(columns.blocks)]
+    blocks = [ring_block(ctx, count, n) for n in range(columns.blocks)]
     s = _scores(ctx, blocks)
     for block, width in zip(blocks, columns.v, strict=True):
         if not width:
@@ -278,7 +284,7 @@ def _one_tile(ctx: KernelContext, work: WorkTile, tile: Index, carry: _Carry) ->
     return _Carry(state._replace(accs=_weigh(plan, blocks, ref, state.accs)), count + 1)
 
 
-def _compute(ctx: KernelContext, results: Results, share: Share, block_id: Index) -> None:
+def compute(ctx: KernelContext, results: Results, share: Share, block_id: Index) -> None:
     """All work of the block."""
     plan, smem, rows = ctx.plan, ctx.smem, ctx.plan.queries.chunk_rows
 
@@ -386,7 +392,7 @@ def _kernel(refs: LatentRefs, outputs: Outputs, smem: FewRowsSmem, *, plan: Plan
     @pl.when(wg == 0)
     def _():
         plgpu.barrier_wait(smem.table_ready)
-        _compute(ctx, results, scheduler.share_of(plan, ctx.smem.table, block_id), block_id)
+        compute(ctx, results, scheduler.share_of(plan, ctx.smem.table, block_id), block_id)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
@@ -394,7 +400,23 @@ def launch(
     inputs: DecodeInputs, counters: Array, problem: DecodeProblem, config: KernelConfig
 ) -> tuple[Array, Array]:
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
-    plan, shape = plan_of(problem, config), jax.ShapeDtypeStruct
+    plan = plan_of(problem, config)
+    return launched(inputs, counters, plan, Program(_kernel, scratch(plan), 2))
+
+
+class Program(NamedTuple):
+    """The program of a launch, its shared memory and its warpgroups."""
+
+    body: Callable[..., None]
+    smem: FewRowsSmem
+    warpgroups: int
+
+
+def launched(
+    inputs: DecodeInputs, counters: Array, plan: Plan, program: Program
+) -> tuple[Array, Array]:
+    """The results of a launch of `program.body(refs, outputs, smem)`."""
+    problem, shape = plan.problem, jax.ShapeDtypeStruct
     rows, partials = plan.queries.chunk_rows, plan.partials
     sums = shape((partials, rows), jnp.float32)
     accs = tuple(shape((partials, n * rows), jnp.float32) for n in columns_of(plan).accs)
@@ -403,6 +425,6 @@ def launch(
         shape((problem.sequences, rows), jnp.float32),
         (accs, sums, sums),
     )
-    kernel = producer.kernel_of(plan, _kernel, outputs, scratch(plan), warpgroups=2)
+    kernel = producer.kernel_of(plan, program.body, outputs, program.smem, program.warpgroups)
     ((out, lse, _),) = kernel(producer.refs_of(inputs, counters, plan, rows, rows))
     return combine_latent.of_sequences(plan, out, lse)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
+from pallas_attn.kernels.flash_bwd import dq_rounding, one_key_tile, turns
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.lang import mosaic, panels
@@ -34,6 +35,7 @@ class PendingDq(NamedTuple):
     count: Index  # its number, over all work tiles
     head: Index
     t: Index  # its query tile
+    number: Index | None = None  # of the query tile, over all heads; negative: none; see `turns`
 
 
 def is_split_by_rows(plan: KeyPlan) -> bool:
@@ -136,25 +138,35 @@ def _half_of_k(ctx: KernelContext, u: int, wg: Index) -> SmemRef:
     return smem.k.at[u, :, pl.ds(wg * columns, columns)]
 
 
-def add(
-    ctx: KernelContext, work: KeyTile, wg: Index, step: PendingDq, parts: Sequence[RegisterTile]
+def add(  # noqa: PLR0913
+    ctx: KernelContext,
+    work: KeyTile,
+    wg: Index,
+    step: PendingDq,
+    parts: Sequence[RegisterTile],
+    seen: Index | None = None,
 ) -> None:
-    """Adds a warpgroup's share to global memory."""
+    """Adds a warpgroup's share to global memory. `seen`: see `turns.wait`."""
     plan, refs, smem = ctx
+    if plan.config.one_key_tile:
+        return one_key_tile.write(ctx, work, wg, step, *parts)
     if is_split_by_rows(plan):
         head = work.batch * plan.problem.q_heads + step.head
         number = (head * _q_tiles(plan) + step.t) * WARPGROUPS + wg
         for before, dq in zip(_columns_before(plan), parts, strict=True):
             first = before * _pieces(plan, plan.problem.batch) // dq.shape[1]
             mma_rowmajor.add(refs.dq, number + first if first else number, dq, step.exists)
-        return
+        return None
     (dq,), (columns,), rows = parts, share_widths(plan), ROWS
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if not plan.order.turns:  # or the addition before is in memory
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     smem.dq[wg] = dq
+    turns.wait(ctx, work, wg, step, seen)
     plgpu.commit_smem()
     where = pl.ds(step.t * rows, rows), step.head, pl.ds(wg * columns, columns)
     to = refs.dq.at[work.batch, *where]
     plgpu.copy_smem_to_gmem(smem.dq.at[wg], to, step.exists != 0, reduction_op="add")
+    return None
 
 
 def zeros(plan: KeyPlan, batch: int) -> jax.Array:
@@ -172,25 +184,15 @@ def rounded(plan: KeyPlan, dq: jax.Array) -> jax.Array:
     """The sums as dq, [B, T, N, H]."""
     problem = plan.problem
     if is_split_by_rows(plan):
-        rows, widths = _pieces(plan, problem.batch) * ROWS, qk_widths(plan)
-        starts = [rows * before for before in _columns_before(plan)]
-        parts = [
-            _in_order(plan, dq[start : start + rows * width] if len(widths) > 1 else dq, width)
-            for start, width in zip(starts, widths, strict=True)
-        ]
-        dq = jnp.concatenate(parts, axis=3) if len(parts) > 1 else parts[0]
+        return dq_rounding.rounded(problem, dq, qk_widths(plan))
     dq = dq[:, : problem.q_len, :, : problem.head_dim]
     return (dq * problem.scale).astype(problem.dtype)
 
 
-def _in_order(plan: KeyPlan, dq: jax.Array, width: int) -> jax.Array:
-    """A panel of all shares, as threads hold it -> [B, rows, N, columns]."""
-    # batch, head, tile, share, 8 columns, warp, row, 2 columns, row / 8, column
-    problem = plan.problem
-    tiles = (problem.batch, problem.q_heads, _q_tiles(plan), WARPGROUPS)
-    dq = dq.reshape(*tiles, width // 8, 4, 8, 4, 2, 2)
-    dq = dq.transpose((0, 2, 3, 5, 8, 6, 1, 4, 7, 9))
-    return dq.reshape(problem.batch, -1, problem.q_heads, width)
+def pieces_of_head(plan: KeyPlan) -> tuple[int, int]:
+    """Shares of all query tiles of a head, and the columns of each, where they have one panel."""
+    (columns,) = qk_widths(plan)
+    return _q_tiles(plan) * WARPGROUPS, columns
 
 
 def _pieces(plan: KeyPlan, batch: int) -> int:

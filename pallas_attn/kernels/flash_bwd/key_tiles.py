@@ -237,7 +237,7 @@ def key_tile(ctx: KernelContext, code: Index) -> KeyTile:
     if plan.order.lockstep:
         return KeyTile(*where, span, lockstep.q_tiles(plan.order, span, tile))
     rotation: Index = 0
-    if tiling.rotates:
+    if tiling.rotates and not plan.order.turns:
         rotation = lax.div(tile * tiling.q_tiles, jnp.int32(tiling.kv_tiles))
     return KeyTile(*where, span, QTilesFrom(span, rotation))
 

@@ -58,7 +58,7 @@ class BackwardRefs(NamedTuple):
     bias: GmemRef
     mask_array: GmemRef
     schedule: GmemRef  # int32[blocks, n]: see `work_order.schedule`
-    dq: GmemRef  # float32, added to, in the kernel's own layout
+    dq: GmemRef  # float32, added to, in the kernel's own layout; or dq: see `one_key_tile`
     aux_sums: GmemRef = None  # float32[reads, B, K, padded keys, n], written: `aux_sums.zero_array`
     q_positions: GmemRef = None
     units: GmemRef = None  # float32[6, B, K]: see `bwd_float32.Units`; delta is in those of dS
@@ -66,6 +66,7 @@ class BackwardRefs(NamedTuple):
     score_aux: Any = ()
     tiles: GmemRef = None  # see `tile_lists.tiles`
     counter: GmemRef = None  # int32[1], written: see `flash_fwd.claims`
+    turns: GmemRef = None  # int32[n], written: see `turns.counters`
     key_tiles: GmemRef = None  # int32[B|1, N|1, kv tiles]: see `key_masks.codes`
     key_spans: GmemRef = None  # int32[B|1, N|1, 4]: see `key_masks.spans`
 
@@ -151,7 +152,7 @@ def for_tma(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Backwa
             rows = rows[:: problem.share] if lengths == "kv_lengths" else rows
             fields[f"{name}_edge"] = tma_operands.edge(fields[name], rows, block)
     if plan.order.claims:
-        fields["counter"] = claims.counter()
+        fields["counter"] = claims.counter(-plan.order.grid if plan.order.turns else 0)
     refs = BackwardRefs(**{name: fields.get(name) for name in BackwardRefs._fields})
     if documents.go_by_rank(plan.order):
         refs = refs._replace(schedule=documents.schedule_by_rank(KernelContext(plan, refs)))

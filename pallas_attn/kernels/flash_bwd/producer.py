@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -54,7 +54,7 @@ class KeyPart(NamedTuple):
     name: str  # "k" or "v"
     first: int  # number of the first key in the work tile
     to: Panels
-    place: int  # in `to`
+    place: Any  # in `to`
     ready: Barrier
     column: int = 0  # the first
 
@@ -64,6 +64,7 @@ class KeyBuffers(NamedTuple):
 
     free: Barrier
     parts: Sequence[KeyPart]
+    slots: int = 1  # work tiles whose keys fit there: the first axis, if there are several
 
 
 def produce(ctx: KernelContext, block_id: Index, buffers: Sequence[KeyBuffers]) -> None:
@@ -124,7 +125,8 @@ def each_work_tile(
         count = body(n, count, code)
         return n + 1, count, claim(ctx, n + 1)
 
-    start = none, none, claims.first_code(ctx, block_id)
+    first = claim(ctx, none) if ctx.plan.order.turns else claims.first_code(ctx, block_id)
+    start = none, none, first
     lax.while_loop(lambda carry: carry[2] >= 0, claimed, start)
 
 
@@ -149,8 +151,14 @@ def _load_q_tile(
 
 def _load_keys(ctx: KernelContext, buffers: Sequence[KeyBuffers], n: Index, work: KeyTile) -> None:
     """The keys of work tile n, when those of the one before are no longer in use."""
-    for free, parts in buffers:
-        pl.when(n > 0)(functools.partial(plgpu.barrier_wait, free))
+    for free, parts, slots in buffers:
+        if slots > 1:
+            slot = ring_slot(n, slots)
+            free = free.at[slot]
+            parts = [
+                part._replace(place=(slot, part.place), ready=part.ready.at[slot]) for part in parts
+            ]
+        pl.when(n > slots - 1)(functools.partial(plgpu.barrier_wait, free))
         for part in parts:
             _load_key_part(ctx, work, part)
 

@@ -3,10 +3,12 @@
 | problem | dk and dv | dq |
 |---|---|---|
 | 16-bit floats, head dims up to 128 | `sm90_fused`, five matmuls a tile | added up there |
-| the same, short sequences or masks, or bits that must repeat | `sm90_fused` | `sm90_dq` |
+| the same, bits that must repeat: full and causal masks | `sm90_fused` | added up in `turns` |
+| the same, short sequences, or bits that must repeat otherwise | `sm90_fused` | `sm90_dq` |
 | head dims above 128, or float32 | `sm90_dkdv` | `sm90_dq`, seven matmuls in all |
 | short causal windows, head dims up to 64 | `sm90_window` | `sm90_window` |
-| up to 128 queries and keys | `sm90_short` | `sm90_short` |
+| up to 128 keys, head dims up to 64 | `sm90_fused` | written there: `one_key_tile` |
+| up to 64 queries and keys; 128 of few heads or masked | `sm90_short` | `sm90_short` |
 | many heads whose dq fits in shared memory | `sm90_heads` | `sm90_heads` |
 
 After any of these, `sm90_dbias` makes the gradient of a bias and the sums for the gradients of a
@@ -27,7 +29,9 @@ from pallas_attn.kernels.flash_bwd import (
     aux_sums,
     dq_sum,
     lockstep,
+    one_key_tile,
     operands,
+    query_chunks,
     sm90_dbias,
     sm90_dkdv,
     sm90_dq,
@@ -36,6 +40,7 @@ from pallas_attn.kernels.flash_bwd import (
     sm90_short,
     sm90_window,
     statistics,
+    turns,
 )
 from pallas_attn.kernels.flash_bwd.aux_sums import Part
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
@@ -76,6 +81,10 @@ class Config:
     heads: bool = False  # dq, dk and dv by `sm90_heads`
     lockstep: bool = False  # blocks are at the same query tile, where `lockstep` applies
     claims: bool = False  # blocks claim work tiles, in `sm90_fused`
+    kv_slots: int = 1  # work tiles whose keys are in shared memory, in `sm90_fused`
+    q_chunks: int = 1  # parts of the query rows that are batch rows: see `query_chunks`
+    one_key_tile: bool = False  # `sm90_fused` writes dq itself, see `one_key_tile`
+    turns: bool = False  # kv tiles add to dq in one order, in `sm90_fused`, where `turns` applies
 
     def __post_init__(self) -> None:
         blocks = (64, 128) if self.fused else (16, 32, 64, 128)
@@ -84,6 +93,8 @@ class Config:
             self,
             block_q=(self.block_q in blocks, "64 or 128, or, if it is not fused, 16 or 32"),
             stages=(self.stages >= 2, "at least 2"),
+            kv_slots=(self.kv_slots in (1, 2), "1 or 2"),
+            q_chunks=(self.q_chunks >= 1, "at least 1"),
             l2_heads=(self.l2_heads >= 0, "at least 0"),
             grid=(self.grid >= 0, "at least 0"),
             dq_block_kv=(self.dq_block_kv in (32, 64, 128), "32, 64 or 128"),
@@ -95,16 +106,19 @@ class Config:
     @classmethod
     def default(cls, problem: AttentionProblem) -> "Config":
         """The Config of a problem that nobody tuned."""
-        if sm90_short.takes(problem):
-            return cls(short=True)
         if sm90_heads.takes(problem) and sm90_heads.is_faster(problem):
             return cls(heads=True)
+        if sm90_short.takes(problem):
+            return cls(short=True)
         if sm90_window.takes(problem):
             return cls(window=True)
         if is_wide(problem):
             return _in_order(problem, _two_kernels(problem))
         has_functions = problem.mask_program is not None or problem.score_program is not None
         config = cls(dq_stages=3, dq_lag=2, k_in_registers=not has_functions)
+        if one_key_tile.takes(problem):
+            chunks = query_chunks.default(problem)
+            return _with_slots(problem, cls(128, one_key_tile=True, q_chunks=chunks))
         if max(problem.head_dim, problem.v_head_dim) <= 64:
             config = cls(128, dq_stages=4, dq_warpgroups=3)
         # A float32 dq is set to 0 before and rounded after, which costs more than it saves where
@@ -115,9 +129,24 @@ class Config:
         scattered = order.exceeds_l2 and (idle or not order.tiling.follows_mask)
         fused = order.tiling.mean_q_rows > 512 and not scattered
         config = dataclasses.replace(config, fused=fused)
+        if fused and problem.deterministic:
+            config = dataclasses.replace(config, turns=_takes_turns_well(problem, config))
         if fused and dq_sum.has_rest(plan_of(problem, config)):
             config = dataclasses.replace(config, stages=3, dq_lag=1)
-        return _in_order(problem, config)
+        return _with_slots(problem, _in_order(problem, config))
+
+
+def _with_slots(problem: AttentionProblem, config: Config) -> Config:
+    """`config`, with two slots for keys where they fit beside all else: the keys of a work tile are
+    loaded during the one before.
+    """
+    if not is_fused(problem, config) or config.block_q == ROWS:
+        return config
+    more = dataclasses.replace(config, kv_slots=2)
+    before, plan = plan_of(problem, config), plan_of(problem, more)
+    same = (before.bias_tiles, before.key_sums) == (plan.bias_tiles, plan.key_sums)
+    fits = sm90_fused.buffer_bytes(plan) + BARRIERS <= SMEM_LIMIT
+    return more if same and fits else config
 
 
 def _in_order(problem: AttentionProblem, config: Config) -> Config:
@@ -128,9 +157,16 @@ def _in_order(problem: AttentionProblem, config: Config) -> Config:
     order = plan_of(problem, dataclasses.replace(config, lockstep=True, claims=True)).order
     fused, long = is_fused(problem, config), order.head_exceeds_l2
     lockstep = order.lockstep and (long or (fused and problem.group > 1))
+    if fused and problem.deterministic:
+        return dataclasses.replace(config, lockstep=order.lockstep, claims=True)
     gains = long or lockstep or order.tiling.chunks > 1
     claims = order.claims and fused and gains and order.grid < order.work_tiles
     return dataclasses.replace(config, lockstep=lockstep, claims=claims)
+
+
+def _takes_turns_well(problem: AttentionProblem, config: Config) -> bool:
+    config = dataclasses.replace(config, turns=True, lockstep=True)
+    return takes_turns(problem, config) and turns.is_short_wait(plan_of(problem, config).order)
 
 
 # Tiles of `sm90_dkdv` and `sm90_dq`, the best first.
@@ -172,8 +208,16 @@ def own_kernel(config: Config) -> tuple[str, Any] | None:
 
 def is_fused(problem: AttentionProblem, config: Config) -> bool:
     """Whether `sm90_fused` adds up dq too."""
-    apart = own_kernel(config) is not None or is_wide(problem) or problem.deterministic
-    return config.fused and not apart
+    apart = own_kernel(config) is not None or is_wide(problem)
+    repeats = not problem.deterministic or config.one_key_tile or takes_turns(problem, config)
+    return config.fused and not apart and repeats
+
+
+def takes_turns(problem: AttentionProblem, config: Config) -> bool:
+    """Whether `sm90_fused` adds up dq in one order."""
+    by_columns = config.turns and config.block_q == ROWS and own_kernel(config) is None
+    tiling = KeyTiling(problem, sm90_fused.KEYS, ROWS)
+    return config.fused and by_columns and not is_wide(problem) and turns.applies(tiling)
 
 
 def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
@@ -187,13 +231,21 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
         keys, block_q = sm90_heads.KEYS if config.heads else ROWS, ROWS
     elif wide:
         keys = sm90_dkdv.KEYS
+    if config.q_chunks > 1 and not query_chunks.takes(problem, config.q_chunks):
+        raise ValueError(f"Config.q_chunks must be 1 for {problem}")
     tiling = KeyTiling(problem, keys, block_q)
+    alone = config.fused and block_q == 2 * ROWS and one_key_tile.takes(problem)
+    if config.one_key_tile and (own_order or not alone):
+        raise ValueError(f"Config.one_key_tile must be False for {problem}")
+    in_turns = takes_turns(problem, config)
+    claims = in_turns or config.claims
     order = WorkOrder(
         tiling,
         blocks=config.grid,
         heads_together=config.l2_heads,
         lockstep=config.lockstep and own_order is None and lockstep.applies(tiling),
-        claims=config.claims and not (own_order is not None or wide or tiling.is_listed),
+        claims=claims and not (own_order is not None or wide or tiling.is_listed),
+        turns=in_turns,
     )
     config = dataclasses.replace(config, block_q=block_q)
     halves = block_q == ROWS and is_fused(problem, config)
@@ -263,18 +315,27 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 
 def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
-    residuals, plan = Residuals(*residuals), plan_of(problem, config)
+    residuals = Residuals(*residuals)
+    if config.q_chunks > 1:
+        parts = query_chunks.split(residuals, problem, config.q_chunks)
+        grads = run(*parts, dataclasses.replace(config, q_chunks=1))
+        return query_chunks.joined(grads, problem)
+    plan = plan_of(problem, config)
     inputs = residuals.inputs
     if config.short or config.heads:
         return _by_one_launch(residuals, plan)
     dq_plan = _dq_plan(problem, config)
     # Whole tiles, of either size, and what is read of row statistics beyond the last.
     rows = tma_operands.round_up(problem.q_len + max(0, 32 - config.block_q), 2 * ROWS)
-    rows = max(rows, dq_plan.tiling.padded_rows)
+    others = problem.bias_shape is not None or problem.learned
+    if not is_fused(problem, config) or others:
+        rows = max(rows, dq_plan.tiling.padded_rows)
     if config.window:
         rows = sm90_window.padded_rows(problem)
-    stats = row_statistics(plan.exact, rows, residuals)
+    stats, zeros = _statistics(plan, rows, residuals)
     refs = operands.for_tma(plan, residuals, stats)
+    if zeros is not None:
+        refs = refs._replace(dq=zeros)
     dq, parts = None, list[Part]()
     if plan.key_sums:
         refs = refs._replace(aux_sums=jax.new_ref(aux_sums.zero_array(plan)))
@@ -297,6 +358,21 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     dv = dv[:, : problem.kv_len, :, : problem.v_head_dim]
     others = _others(residuals, problem, stats, operands.ordered_after(refs, dq), parts)
     return AttentionInputs(q=dq, k=dk, v=dv, **others)
+
+
+def _statistics(
+    plan: KeyPlan, rows: int, residuals: Residuals
+) -> tuple[RowStatistics, jax.Array | None]:
+    """The statistics of `rows` rows, and what `sm90_fused` adds dq up in, if both come from one
+    launch.
+    """
+    problem, config = plan.problem, plan.config
+    by_rows = is_fused(problem, config) and dq_sum.is_split_by_rows(plan)
+    if not by_rows or "q_lengths" in problem.arrays or len(dq_sum.qk_widths(plan)) > 1:
+        return row_statistics(plan.exact, rows, residuals), None
+    if config.one_key_tile:
+        return statistics.of_rows(problem, rows, residuals), None
+    return statistics.with_zeros(problem, rows, residuals, dq_sum.pieces_of_head(plan))
 
 
 def _by_one_launch(residuals: Residuals, plan: KeyPlan) -> AttentionInputs:

@@ -34,13 +34,13 @@ warpgroups waited for each other after S, and did the same at the same time.
 
 Shared memory, and who owns it when:
   k, v [warpgroup]   loaded for a work tile; `kv_free` when both warpgroups are done, or have stored
-                     dk and dv from there
+                     dk and dv from there. With two slots the next keys are loaded meanwhile
   q, do [stages]     rings of query tiles with their lse and delta, released by both warpgroups
   ds [2 dq_lag, warpgroup]  a ring by steps, so that one wait a step is enough: `ds_ready` says that
                      both warpgroups have written theirs. Where dQ comes at the end `ds_free` says
                      that both have read it. Each is of 64 query rows. dk and dv are stored from
                      there where they fit: see `_store_dk_dv`
-  dq [warpgroup]     on its way to global memory, where TMA adds it
+  dq [warpgroup]     on its way to global memory, where TMA adds it, in `turns` if bits must repeat
 """
 
 import functools
@@ -56,7 +56,14 @@ from jax import lax
 from pallas_attn.kernels.attention import score_mod
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import aux_sums, dq_sum, key_tiles, producer
+from pallas_attn.kernels.flash_bwd import (
+    aux_sums,
+    dq_sum,
+    key_tiles,
+    one_key_tile,
+    producer,
+    turns,
+)
 from pallas_attn.kernels.flash_bwd.dq_sum import WARPGROUPS, PendingDq
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, per_column
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, KeyGradients
@@ -108,6 +115,26 @@ class FusedSmem(NamedTuple):
         first, second = (Panel(tuple(view.at[n] for view in self.k_halves.views)) for n in range(2))
         return (first, *(self.k_rest or (second,)))
 
+    def with_keys_of(self, n: Index, slots: int) -> "FusedSmem":
+        """These, with the keys of a block's work tile `n` alone."""
+        if slots == 1:
+            return self
+        slot = ring_slot(n, slots)
+
+        def at(rows: Panels) -> Panels:
+            if not isinstance(rows, tuple):
+                return rows.at[slot]
+            return tuple(Panel(tuple(view.at[slot] for view in panel.views)) for panel in rows)
+
+        halves = self.k_halves
+        if halves is not None:
+            halves = Panel(tuple(view.at[:, slot] for view in halves.views))
+        keys, rest = (x and at(x) for x in (self.keys, self.k_rest))
+        ready, free = self.kv_ready.at[slot], self.kv_free.at[slot]
+        return self._replace(
+            keys=keys, k_halves=halves, k_rest=rest, v=at(self.v), kv_ready=ready, kv_free=free
+        )
+
     @property
     def k_second_half(self) -> Panels:
         assert self.k_halves is not None
@@ -136,20 +163,23 @@ def scratch(plan: KeyPlan) -> FusedSmem:
         (width,) = dq_sum.qk_widths(plan)
         qk = qk._replace(width=width)
     in_halves, has_rest = form.halves, dq_sum.has_rest(plan)
-    keys, bias = (WARPGROUPS, ROWS), plan.bias_tiles
+    slots, bias = config.kv_slots, plan.bias_tiles
+    keys = (WARPGROUPS, ROWS) if slots == 1 else (slots, WARPGROUPS, ROWS)
     return FusedSmem(
         keys=None if in_halves else qk.scratch(*keys),
         k_halves=panels.scratch((2, *keys), dtype, qk.panels[0]) if in_halves else None,
         k_rest=(panels.scratch(keys, dtype, qk.panels[1]),) if has_rest else None,
-        v=v.scratch(WARPGROUPS, ROWS),
+        v=v.scratch(*keys),
         q=qk.scratch(stages, block),
         do=v.scratch(stages, block),
         ds=dq_sum.ds_scratch(plan),
         dq=dq_sum.staging(plan),
         row_stats=plgpu.SMEM((2, stages, block), jnp.float32),
         row_numbers=plgpu.SMEM((block + (claims.RING if takes_claims else 0),), jnp.int32),
-        kv_ready=barrier(num_arrivals=(qk.copies + has_rest + v.copies) * WARPGROUPS),
-        kv_free=barrier(num_arrivals=WARPGROUPS),
+        kv_ready=barrier(
+            num_arrivals=(qk.copies + has_rest + v.copies) * WARPGROUPS, num_barriers=slots
+        ),
+        kv_free=barrier(num_arrivals=WARPGROUPS, num_barriers=slots),
         q_ready=barrier(num_arrivals=1 + qk.copies + (bias.copies if bias else 0), **ring),
         do_ready=barrier(num_arrivals=1 + v.copies, **ring),
         q_free=barrier(num_arrivals=WARPGROUPS, **ring),
@@ -181,7 +211,8 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
         parts += [
             KeyPart("k", wg * ROWS, half, wg, smem.kv_ready, width) for wg in range(WARPGROUPS)
         ]
-    producer.produce(ctx, block_id, [KeyBuffers(smem.kv_free, parts)])
+    buffers = KeyBuffers(smem.kv_free, parts, ctx.plan.config.kv_slots)
+    producer.produce(ctx, block_id, [buffers])
 
 
 # ---- the mainloop -------------------------------------------------------------------------------
@@ -203,21 +234,28 @@ def _mainloop(
         dk_accs, dv_accs = accs[: len(widths.dk)], accs[len(widths.dk) :]
 
         def step(n: Index, carry: Carry) -> Any:
-            (g, i), pending, of_aux = carry
-            t = work.q_tile(i)
+            (g, i), kept, added, of_aux = carry
+            pending, t = turns.unpacked(plan, kept, count, n), work.q_tile(i)
             own = PendingDq(jnp.int32(1), pending[-1].count + 1, first_head + g, t)
             masked = key_tiles.needs_mask(plan.tiling, work, t, i)
-            now = FusedStep(ctx, work, wg, masked, pending, own, k_part, of_aux)
+            now = FusedStep(ctx, work, wg, masked, pending, own, k_part, of_aux, added)
             of_aux = _step(now, KeyGradients(dk_accs, dv_accs))
-            return key_tiles.step_after(plan, work, g, i), (*pending[1:], own), of_aux
+            kept = (*kept[1:], turns.packed(plan, own))
+            return key_tiles.step_after(plan, work, g, i), kept, now.due.number, of_aux
 
         nothing = PendingDq(jnp.int32(0), count - 1, first_head, jnp.int32(0))
-        start = (jnp.int32(0), jnp.int32(0)), (nothing,) * lag, aux_sums.empty_sums(plan)
-        pending, of_aux = lax.fori_loop(0, group * work.steps, step, start)[1:]
+        none = turns.packed(plan, nothing)
+        added = none if plan.order.turns else None
+        start = (jnp.int32(0), jnp.int32(0)), (none,) * lag, added, aux_sums.empty_sums(plan)
+        kept, added, of_aux = lax.fori_loop(0, turns.trip_count(plan, work, count), step, start)[1:]
+        pending = turns.unpacked_last(plan, kept, count, work)
         last = pending[-1]
         if refs.dq is not None:
             for n, due in enumerate(pending, 1 - lag):
+                turns.pass_on(ctx, work, wg, added)
                 _last_dq(ctx, work, wg, due, last.count + n)
+                added = due.number
+            turns.pass_on(ctx, work, wg, added)
         results = [[acc[...] for acc in accs] for accs in (dk_accs, dv_accs)]
 
         @pl.when(last.exists != 0)
@@ -291,7 +329,7 @@ def presets_accumulators(ctx: KernelContext) -> bool:
     with is read while other matmuls run, and subtracted by no instruction. Where logits are scores
     times a factor; query tiles of 128 gain nothing by it.
     """
-    plan, adds_dq = ctx.plan, ctx.refs.dq is not None
+    plan, adds_dq = ctx.plan, ctx.plan.config.one_key_tile or ctx.refs.dq is not None
     return adds_dq and plan.config.block_q == ROWS and plan.logit_rules.unit is not None
 
 
@@ -309,6 +347,7 @@ class FusedStep(NamedTuple):
     own: PendingDq
     k_part: RegisterTile  # columns of k in registers, or None
     of_aux: Sums  # up to the step before
+    added: Index | None  # the number of the dQ that was added last: see `turns`
 
     @property
     def plan(self) -> KeyPlan:
@@ -317,6 +356,11 @@ class FusedStep(NamedTuple):
     @property
     def smem(self) -> FusedSmem:
         return self.ctx.smem
+
+    @property
+    def due(self) -> PendingDq:
+        """The step whose dQ is next."""
+        return self.pending[0]
 
     @property
     def slot(self) -> Index:
@@ -408,7 +452,7 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Su
     its half of that dS. The first step of a work tile has none before it: what it multiplies is
     whatever lies there, which the other warpgroup may be writing, and `dq_sum.add` adds it nowhere.
     """
-    ctx, due = now.ctx, now.pending[0]
+    ctx, due = now.ctx, now.due
     plan, smem = now.plan, now.smem
 
     def to_ds(logits: RegisterTile, slope: RegisterTile, dp_acc: RegisterTile) -> Any:
@@ -441,8 +485,10 @@ def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, *dq_accs: RegisterTile) 
     """dQ of a step before, which is being added when this returns, and S of this one, which still
     runs.
     """
-    ctx, wg, due, count = now.ctx, now.wg, now.pending[0], now.own.count
+    ctx, wg, due, count = now.ctx, now.wg, now.due, now.own.count
     plan, smem = now.plan, now.smem
+    turns.pass_on(ctx, now.work, wg, now.added)
+    seen = turns.look(ctx, now.work, wg, due)
     pl.when(due.exists != 0)(lambda: plgpu.barrier_wait(_ds_ready(ctx, count)))
     dq_sum.multiply(ctx, dq_accs, _ds_slot(plan, count - plan.config.dq_lag), wg)
     if now.presets:  # S begins in registers out of which dK was made
@@ -456,7 +502,7 @@ def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, *dq_accs: RegisterTile) 
     dq = [plgpu.wgmma_accumulator_load(acc, wait_n=groups) for acc in dq_accs]
     if not now.presets:
         now.release_last_q()
-    dq_sum.add(ctx, now.work, wg, due, dq)
+    dq_sum.add(ctx, now.work, wg, due, dq, seen)
 
 
 def _dv_and_dk(
@@ -498,7 +544,7 @@ def _ds(
     wgmma.value_panels(sums.dv, p.astype(dtype), panels.tiles(smem.do, now.slot))
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(sums.dv))
     ds = p * (dp if now.presets else dp - now.row_statistic(smem.do_ring))
-    of_aux = aux_sums.add_tile(now.ctx, now.place, now.of_aux, ds) if plan.key_sums else ()
+    of_aux = aux_sums.add_tile(now.ctx, now.place, now.of_aux, ds)
     ds = (ds if slope is None else ds * slope).astype(dtype)
     if refs.dq is not None:
         if dq_sum.is_split_by_rows(plan):
@@ -616,20 +662,22 @@ def _consume(ctx: KernelContext, outs: KeyGradients, block_id: Index, wg: Index)
 
     def work_tile(n: Index, count: Index, code: Index) -> Index:
         work = key_tiles.key_tile(ctx, code)
-        plgpu.barrier_wait(smem.kv_ready)
-        grads, of_aux, count = _mainloop(ctx, work, wg, count)
+        own = ctx._replace(smem=smem.with_keys_of(n, plan.config.kv_slots))
+        plgpu.barrier_wait(own.smem.kv_ready)
+        grads, of_aux, count = _mainloop(own, work, wg, count)
         grads = grads._replace(dk=[part * plan.problem.scale for part in grads.dk])
         aux_sums.store(ctx, (work.batch, work.kv_head, work.key + wg * ROWS), of_aux)
-        _store_dk_dv(ctx, outs, work, wg, grads)
+        _store_dk_dv(own, outs, work, wg, grads)
         return count
 
     producer.each_work_tile(ctx, block_id, work_tile)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _kernel(
-    refs: BackwardRefs, dk_ref: GmemRef, dv_ref: GmemRef, smem: FusedSmem, *, plan: KeyPlan
-) -> None:
+def _kernel(refs: BackwardRefs, *rest: GmemRef, plan: KeyPlan) -> None:
+    dk_ref, dv_ref, *of_dq, smem = rest
+    if of_dq:
+        refs = refs._replace(dq=of_dq[0])
     ctx = KernelContext(plan, refs, smem)
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
     produce = functools.partial(_produce, ctx, block_id)
@@ -639,7 +687,13 @@ def _kernel(
 
 def dq_dk_dv(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
     """dq, and dk and dv in the sizes of refs.k and refs.v."""
-    refs = refs._replace(dq=jax.new_ref(dq_sum.zeros(plan, refs.q.shape[0])))
+    if plan.config.one_key_tile:
+        dk, dv, dq = _launch(plan, _with_presets(KernelContext(plan, refs)))
+        return Gradients(dq, dk, dv)
+    zeros = dq_sum.zeros(plan, refs.q.shape[0]) if refs.dq is None else refs.dq
+    refs = refs._replace(dq=jax.new_ref(zeros))
+    if plan.order.turns:
+        refs = refs._replace(turns=turns.counters(plan))
     grads = dk_dv(plan, _with_presets(KernelContext(plan, refs)))
     return Gradients(dq_sum.rounded(plan, jax.freeze(refs.dq)), *grads)
 
@@ -654,9 +708,16 @@ def _with_presets(ctx: KernelContext) -> BackwardRefs:
 
 def dk_dv(plan: KeyPlan, refs: BackwardRefs) -> KeyGradients:
     """dk and dv, in the sizes of refs.k and refs.v; adds to refs.dq, if there is one."""
+    return KeyGradients(*_launch(plan, refs))
+
+
+def _launch(plan: KeyPlan, refs: BackwardRefs) -> Any:
+    """dk, dv, and dq where all keys are one tile."""
     outs = []
     for x in (refs.k, refs.v):  # a gradient for each batch row of q
         outs.append(jax.ShapeDtypeStruct((plan.problem.batch, *x.shape[1:]), x.dtype))
+    if plan.config.one_key_tile:
+        outs.append(one_key_tile.output(plan.problem))
     body, size = functools.partial(_kernel, plan=plan), (plan.order.grid, WARPGROUPS + 1)
     kernel = launch.persistent_kernel(body, "flash_bwd_sm90", tuple(outs), scratch(plan), size)
-    return KeyGradients(*kernel(refs))
+    return kernel(refs)

@@ -106,7 +106,7 @@ def is_faster(problem: AttentionProblem) -> bool:
     heads = problem.batch * problem.q_heads
     busy = heads / (USUAL_BLOCKS * pl.cdiv(heads, USUAL_BLOCKS))
     rows, keys = problem.q_len, problem.kv_len
-    measured = 128 < rows <= 512 and ROWS < keys <= 512
+    measured = ROWS < rows <= 512 and ROWS < keys <= 512
     return measured and busy >= LEAST_BUSY
 
 

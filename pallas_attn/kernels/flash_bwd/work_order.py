@@ -29,6 +29,7 @@ class WorkOrder:
     heads_together: int = 0  # `l2_heads`; 0: chosen
     lockstep: bool = False
     claims: bool = False  # blocks claim work tiles
+    turns: bool = False  # kv tiles add to dQ in one order: see `turns`
     l2_bytes: int = L2_BYTES
 
     @property

@@ -66,9 +66,11 @@ def barriers() -> Barrier:
     return plgpu.Barrier(num_barriers=RING, num_arrivals=1)
 
 
-def counter() -> Any:
-    """The number of work tiles of a launch that have been claimed."""
-    return jax.new_ref(jnp.zeros((1,), jnp.int32))
+def counter(first: int = 0) -> Any:
+    """The number of work tiles of a launch that have been claimed, beside the first of each block.
+    `first`: minus the grid, where blocks claim their first ones as well.
+    """
+    return jax.new_ref(jnp.full((1,), first, jnp.int32))
 
 
 def is_possible(problem: AttentionProblem, tiling: QueryTiling) -> bool:

@@ -19,7 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem, rows_of_scale
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import logits, softmax, tiles, tma_operands
 from pallas_attn.kernels.attention.tiles import (
@@ -61,10 +61,10 @@ def operands(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Operand]:
         fields[name] = tma_operands.padded(x, sizes)
     keys = tma_operands.round_up(v.shape[1], math.lcm(plan.tiling.block_kv, float8_values.KEYS))
     fields["v"] = float8_values.transposed(v, inputs.kv_lengths, plan.v.width, keys)
-    return fields | _units(plan, inputs)
+    return fields | units_of(plan, inputs)
 
 
-def _units(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Operand]:
+def units_of(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Operand]:
     """The factors of scores and outputs: one for each head, and arrays for scales of blocks of
     rows.
     """
@@ -98,7 +98,8 @@ def _units(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Operand]:
 
 def _by_rows(scale: Operand, rows: int, padded_rows: int) -> Operand:
     """Scales of blocks of rows, [B, n, heads], as one a row, [B, heads, padded rows]."""
-    each = jnp.repeat(scale, rows // scale.shape[1], axis=1).swapaxes(1, 2)
+    size = rows_of_scale(rows, scale.shape[1])
+    each = jnp.repeat(scale, size, axis=1)[:, :rows].swapaxes(1, 2)
     return jnp.pad(each, ((0, 0), (0, 0), (0, padded_rows - rows)), mode="edge")
 
 
@@ -116,7 +117,8 @@ def has_tiles(plan: QueryPlan, side: int) -> bool:
     `float32_sums`, since the scale multiplies the P V of one tile.
     """
     blocks = plan.problem.scale_blocks[side]
-    whole = blocks > 1 and plan.problem.kv_len // blocks % plan.config.block_kv == 0
+    rows = rows_of_scale(plan.problem.kv_len, blocks)
+    whole = blocks > 1 and rows % plan.config.block_kv == 0
     return whole and (side == 1 or plan.config.float32_sums)
 
 
@@ -129,7 +131,7 @@ def load_values(ctx: KernelContext, tile: WorkTile, t: Index, slot: Index) -> No
     plgpu.copy_gmem_to_smem(source, smem.v.at[slot], smem.ready.at[slot])
 
 
-class _Factors(NamedTuple):
+class Factors(NamedTuple):
     """Factors of scores and values for the rows of a consumer."""
 
     ctx: KernelContext
@@ -138,7 +140,7 @@ class _Factors(NamedTuple):
     unit: softmax.Unit  # factor from logits to log2 units; None: they are in log2 units
 
     @classmethod
-    def of(cls, ctx: KernelContext, rows: QueryRows) -> "_Factors":
+    def of(cls, ctx: KernelContext, rows: QueryRows) -> "Factors":
         tile, refs = rows.tile, ctx.refs
         by = refs.logit_units[tile.batch, tile.head]
         if refs.q_units is not None:
@@ -147,12 +149,28 @@ class _Factors(NamedTuple):
         unit = ctx.plan.logit_rules.unit
         return cls(ctx, rows, by, None) if unit is None else cls(ctx, rows, None, by * unit)
 
-    def of_scores(self, t: Index, s: RegisterTile) -> tuple[RegisterTile, softmax.Unit]:
-        """Scores of kv tile t times their factors, and the factor from logits to log2 units."""
+    def of_tile(self, side: int, t: Index) -> Scalar | None:
+        """The scale of k (`side` 1) or v (2) in kv tile t, where it has a single one. Its load from
+        L2 is issued before the matmuls whose results the scale multiplies.
+        """
+        if not has_tiles(self.ctx.plan, side):
+            return None
+        units = self.ctx.refs.k_units if side == 1 else self.ctx.refs.v_units
+        plan, tile = self.ctx.plan, self.rows.tile
+        rows = rows_of_scale(plan.problem.kv_len, units.shape[2])
+        tiles_of_block = rows // plan.tiling.block_kv
+        block = lax.div(self.rows.kv_tile(t), jnp.int32(tiles_of_block))
+        return units[tile.batch, self._kv_head(), block]
+
+    def of_scores(
+        self, t: Index, s: RegisterTile, by: Scalar | None
+    ) -> tuple[RegisterTile, softmax.Unit]:
+        """Scores of kv tile t times their factors, and the factor from logits to log2 units; `by`:
+        the scale of the tile's keys.
+        """
         factor, unit = self.factor, self.unit
         plan = self.ctx.plan
-        if has_tiles(plan, 1):
-            by = self._of_tile(self.ctx.refs.k_units, t)
+        if by is not None:
             factor, unit = (None, unit * by) if factor is None else (factor * by, None)
         elif plan.problem.scale_blocks[1] > 1:
             s = s * self._of_keys(self.ctx.refs.k_units, t, s.shape)
@@ -167,19 +185,6 @@ class _Factors(NamedTuple):
         if plan.problem.scale_blocks[2] == 1 or has_tiles(plan, 2):
             return p
         return p * self._of_keys(self.ctx.refs.v_units, t, p.shape)
-
-    def of_sum(self, t: Index, out: RegisterTile) -> RegisterTile:
-        """P V of kv tile t alone times the scale of its values."""
-        if not has_tiles(self.ctx.plan, 2):
-            return out
-        return out * self._of_tile(self.ctx.refs.v_units, t)
-
-    def _of_tile(self, units: GmemRef, t: Index) -> Scalar:
-        """The scale of a kv tile."""
-        plan, tile = self.ctx.plan, self.rows.tile
-        tiles_of_block = plan.problem.kv_len // units.shape[2] // plan.tiling.block_kv
-        block = lax.div(self.rows.kv_tile(t), jnp.int32(tiles_of_block))
-        return units[tile.batch, self._kv_head(), block]
 
     def _of_keys(self, units: GmemRef, t: Index, shape: tuple[int, ...]) -> RegisterTile:
         """The scales of a kv tile's keys, broadcast to all rows."""
@@ -207,12 +212,12 @@ def mainloop(
     ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Callable[[], None] | None
 ) -> tuple[Result, Index]:
     """The counterpart of `sm90.mainloop`, with the same arguments and results."""
-    ring, factors = Ring.of(ctx), _Factors.of(ctx, rows)
+    ring, factors = Ring.of(ctx), Factors.of(ctx, rows)
     state = _first_tile(ctx, rows, factors, slot, meanwhile)
     step = functools.partial(_step, ctx, rows, factors)
     state, slot = for_each_kv_tile(ctx.plan, rows.span, step, (state, ring.after(slot)))
     ring.wait(slot)
-    accs = _with_values(ctx, factors, rows.span.lo, state, _values(ctx, slot))
+    accs = _with_values(ctx, factors.of_tile(2, rows.span.lo), state, _values(ctx, slot))
     ring.release(slot)
     row_sum = state.row_sum * (1 / SPREAD)
     acc = lax.concatenate(accs, 1) if len(accs) > 1 else accs[0]
@@ -242,27 +247,31 @@ def _values(ctx: KernelContext, slot: Index) -> tuple[Any, ...]:
 
 
 def _added(
-    ctx: KernelContext, factors: _Factors, t: Index, acc: RegisterTile, out: RegisterTile
+    ctx: KernelContext, by: Scalar | None, acc: RegisterTile, out: RegisterTile
 ) -> RegisterTile:
-    """The output with P V of kv tile t added; `out`: the accumulator of that product."""
-    return acc + factors.of_sum(t, out) if ctx.plan.config.float32_sums else out
+    """The output with P V of a kv tile added; `out`: the accumulator of that product, `by`: the
+    scale of its values.
+    """
+    if not ctx.plan.config.float32_sums:
+        return out
+    return acc + (out if by is None else out * by)
 
 
 def _with_values(
-    ctx: KernelContext, factors: _Factors, t: Index, state: _State, v: tuple[Any, ...]
+    ctx: KernelContext, by: Scalar | None, state: _State, v: tuple[Any, ...]
 ) -> tuple[RegisterTile, ...]:
-    """The output with P V of kv tile t added, for the last `len(v)` parts."""
+    """The output with P V of a kv tile added, for the last `len(v)` parts."""
     accs = []
     for acc, part in zip(state.acc[-len(v) :], v, strict=True):
         out = wgmma.matmul_add(_start(ctx, acc), (state.p,), (part,))
-        accs.append(_added(ctx, factors, t, acc, out))
+        accs.append(_added(ctx, by, acc, out))
     return tuple(accs)
 
 
 def _first_tile(
     ctx: KernelContext,
     rows: QueryRows,
-    factors: _Factors,
+    factors: Factors,
     slot: Index,
     meanwhile: Callable[[], None] | None,
 ) -> _State:
@@ -283,13 +292,14 @@ def _first_tile(
     if ctx.plan.skips_keys:
         masked, whole = None, (rows.span.full_lo, rows.span.full_hi)
     last = rows.span.hi - 1
-    s, unit = factors._replace(rows=first_rows).of_scores(last, s)
+    own = factors._replace(rows=first_rows)
+    s, unit = own.of_scores(last, s, own.of_tile(1, last))
     s, _ = logits.masked_logits(ctx, first_rows, last, slot, s, masked, whole)
     if read_later:
         ring.release(slot)
     nothing = mosaic.filled((ROWS,), -jnp.inf)
     new = softmax.step(s, unit, nothing, empty_ok=True, exponents=EXPONENTS)
-    p = wgmma_float8.probabilities(factors._replace(rows=first_rows).of_values(last, new.p))
+    p = wgmma_float8.probabilities(own.of_values(last, new.p))
     acc = tuple([mosaic.filled((ROWS, columns), 0.0) for _, columns in _parts(ctx.plan)])
     return _State(acc, new.row_sum, new.row_max, p)
 
@@ -297,7 +307,7 @@ def _first_tile(
 def _step(  # noqa: PLR0913
     ctx: KernelContext,
     rows: QueryRows,
-    factors: _Factors,
+    factors: Factors,
     whole: tuple[Index, Index],
     masked: bool | None,
     t: Index,
@@ -305,6 +315,7 @@ def _step(  # noqa: PLR0913
 ) -> tuple[_State, Index]:
     """Kv tile t: the softmax of its scores S runs while P V of the tile before it is in flight."""
     (state, slot), smem, ring = carry, ctx.smem, Ring.of(ctx)
+    of_keys, of_values = factors.of_tile(1, t), factors.of_tile(2, t + 1)
     ring.wait(slot)
     q, k = panels.tiles(smem.q, rows.q_slot), panels.tiles(smem.k, slot)
     v = _values(ctx, slot)
@@ -314,7 +325,7 @@ def _step(  # noqa: PLR0913
         wgmma.multiply(out, (state.p,), v[:1])
 
     def softmax_of(s: RegisterTile) -> softmax.Step:
-        s, unit = factors.of_scores(t, s)
+        s, unit = factors.of_scores(t, s, of_keys)
         s, _ = logits.masked_logits(ctx, rows, t, slot, s, masked, whole)
         return softmax.next_step(
             s,
@@ -329,9 +340,9 @@ def _step(  # noqa: PLR0913
         scores_like, state.row_max, state.row_max, state.row_sum, jnp.int32(0) + slot
     )
     out, new = wgmma.overlapped(_start(ctx, state.acc[0]), like, matmuls, softmax_of)
-    acc = (_added(ctx, factors, t + 1, state.acc[0], out),)
+    acc = (_added(ctx, of_values, state.acc[0], out),)
     if len(v) > 1:
-        acc += _with_values(ctx, factors, t + 1, state, v[1:])
+        acc += _with_values(ctx, of_values, state, v[1:])
     ring.release(slot)
     acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
     # P is rounded after the wait: see `sm90`.

@@ -266,9 +266,9 @@ def _step(
 # ---- epilogue -----------------------------------------------------------------------------------
 
 
-def _epilogue(ctx: KernelContext, rows: QueryRows, sums: OutputSums) -> None:
-    """Divides by the row sums, and stores the output and the log-sum-exp."""
-    plan, refs, smem = ctx
+def finished(ctx: KernelContext, rows: QueryRows, sums: OutputSums) -> Any:
+    """The output, divided by the row sums; stores the log-sum-exp."""
+    plan, refs, _ = ctx
     tile = rows.tile
     sink = refs.sinks[tile.head] if plan.has("sinks") else None
     factor, lse = softmax.finish(sums.row_max, sums.row_sum, sink)
@@ -283,6 +283,13 @@ def _epilogue(ctx: KernelContext, rows: QueryRows, sums: OutputSums) -> None:
         )
     else:
         row_numbers.store(lse, refs.lse, tile.batch, tile.head, rows.row)
+    return acc
+
+
+def _epilogue(ctx: KernelContext, rows: QueryRows, sums: OutputSums) -> None:
+    """Divides by the row sums, and stores the output and the log-sum-exp."""
+    plan, refs, smem = ctx
+    tile, acc = rows.tile, finished(ctx, rows, sums)
     at = (tile.batch, tile.head, rows.row, plan.problem.q_len - rows.row)
     if plan.config.columns:
         return sm80_column_stream.write(acc, refs.out, at)
@@ -305,7 +312,7 @@ def _kernel(
         listed = list_of(ctx, tile)
         rows = QueryRows(tile, tile.row, jnp.int32(0), listed.span, listed=listed)
     else:
-        rows = QueryRows(tile, tile.row, jnp.int32(0), _span(ctx, tile))
+        rows = QueryRows(tile, tile.row, jnp.int32(0), span_of(ctx, tile))
     mainloop, no_keys = _mainloop, _no_keys
     if plan.config.columns:
         mainloop, no_keys = sm80_columns.mainloop, sm80_columns.no_keys
@@ -317,7 +324,7 @@ def _kernel(
     _epilogue(ctx, rows, sums)
 
 
-def _span(ctx: KernelContext, tile: WorkTile) -> Span:
+def span_of(ctx: KernelContext, tile: WorkTile) -> Span:
     """The kv tiles of the block's rows; lo == hi == 0 where there is none."""
     plan, refs, _ = ctx
     rows: Index = plan.tiling.tile_rows

@@ -405,6 +405,18 @@ class Thread(thread_program.Thread):
         operands = [address_of(counters, index, 4), least.value]
         return Int(give(i32(), ptx, operands, "=r,l,r,~{memory}"))
 
+    def count(self, counters: GmemRef, index: Int, where: Int) -> None:
+        """Adds 1 to a counter where the condition holds. Orders nothing: `signal` takes longer."""
+        ptx = "red.relaxed.gpu.global.add.u32 [$1], 1"
+        do_where(where.value, ptx, [address_of(counters, index, 4)], "l")
+
+    def peek(self, counters: GmemRef, index: Int) -> Int:
+        """A counter as it is at some time after this is issued. Orders nothing, and is waited for
+        where the value is used.
+        """
+        address = address_of(counters, index, 4)
+        return Int(give(i32(), "ld.relaxed.gpu.global.b32 $0, [$1];", [address], "=r,l,~{memory}"))
+
     def take(self, counters: GmemRef, index: Int, where: Int) -> Int:
         """Adds 1 to a counter where the condition holds and gives what it was, elsewhere 0. Orders
         nothing.

@@ -374,11 +374,21 @@ def words_of(array: Any) -> list[ir.Value]:
     return [llvm.bitcast(asm.i32(), r) for r in array.registers.flat]
 
 
+_FLOAT8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+
+
 def mma(c: list, a: list, b: list, dtype: Any) -> list[ir.Value]:
-    """c + a @ b: m16 n8 k16, 4 words of a and 2 of b."""
-    kind = {"bfloat16": "bf16", "float16": "f16"}[str(jnp.dtype(dtype))]
+    """c + a @ b: m16 n8 k16, 4 words of a and 2 of b. `dtype`: of both, or float8 dtypes of each:
+    m16 n8 k32.
+    """
+    if isinstance(dtype, tuple):
+        kinds = ".".join([_FLOAT8[each] for each in dtype])
+        shape = "m16n8k32"
+    else:
+        kinds = ".".join([{"bfloat16": "bf16", "float16": "f16"}[str(jnp.dtype(dtype))]] * 2)
+        shape = "m16n8k16"
     ptx = (
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        f"mma.sync.aligned.{shape}.row.col.f32.{kinds}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$0, $1, $2, $3};"
     )
     constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["0", "1", "2", "3"])

@@ -185,9 +185,11 @@ def scores(
     sizes: tuple[int, int, int],
     terms: int,
     some: tuple[Array | None, int, int] | None = None,
+    narrow: tuple[str, str] | None = None,
 ) -> Array:
     """q @ K^T, [rows, keys]: of (rows, the first of them), in shared memory; q may be in registers
-    (`load_fragments`). `sizes`: (rows, keys, the width of a term). `some`: (what is to be added to,
+    (`load_fragments`). `narrow`: dtypes of both operands, of which two float8 stand for a number.
+    `sizes`: (rows, keys, the width of a term). `some`: (what is to be added to,
     the first column, the one after the last), where not all columns are taken.
     """
     before, begin, end = some or (None, 0, sizes[2])
@@ -222,7 +224,7 @@ def scores(
             a = left(q, base, column)
             for key in range(0, keys, 16):
                 b = [ldmatrix(right, 2 * (key * step + p * width + column)) for p in range(terms)]
-                multiply(sums, key // 8, a, b, dtype, small)
+                multiply(sums, key // 8, a, b, narrow or dtype, small)
         if small is not None:
             plus(sums, small, 0)
         return _rows(sums, shape)
@@ -232,8 +234,11 @@ def scores(
         q = q if in_registers else q[int(q_first) : int(q_first) + rows]
         for i, j in PAIRS[terms]:
             mine, theirs = (slice(n * width + begin, n * width + end) for n in (i, j))
-            of_k = k[int(first) : int(first) + keys, theirs]
-            out += q[:, mine].astype(np.float32) @ of_k.astype(np.float32).T
+            pair: Any = q[:, mine], k[int(first) : int(first) + keys, theirs]
+            if narrow is not None:
+                each = zip(pair, narrow, strict=True)
+                pair = tuple(np.ascontiguousarray(x).view(jnp.dtype(kind)) for x, kind in each)
+            out += pair[0].astype(np.float32) @ pair[1].astype(np.float32).T
         return out
 
     types: tuple[Any, ...] = (mosaic.TILE if in_registers else REF, SCALAR, REF, SCALAR)

@@ -45,7 +45,7 @@ def probabilities(p: RegisterTile) -> RegisterTile:
         for block in range(p.shape[1] // UNIT):
             for row in range(2):
                 first, second = numbers[4 * block + row], numbers[4 * block + 2 + row]
-                words.append(_packed([*first, *second]))
+                words.append(packed([*first, *second]))
         return mosaic.array_of(words, p.shape, layout)
 
     inline: Any = code
@@ -54,7 +54,7 @@ def probabilities(p: RegisterTile) -> RegisterTile:
     return plgpu.inline_mgpu(arg_types=(mosaic.TILE,), return_type=result)(inline)(p)
 
 
-def _packed(numbers: list[ir.Value]) -> ir.Value:
+def packed(numbers: list[ir.Value]) -> ir.Value:
     """4 floats as a vector of 4 float8."""
     word = give(i32(), _PACK, numbers, "=r,f,f,f,f")
     return utils.bitcast(word, ir.VectorType.get((4,), ir.Float8E4M3FNType.get()))

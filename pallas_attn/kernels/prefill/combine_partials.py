@@ -94,7 +94,7 @@ def _row(ctx: ThreadContext) -> None:
             sums = [x + w * y for x, y in zip(sums, part, strict=True)]
         values = [x * factor for x in sums]
         index = to * (problem.v_head_dim // FOUR) + thread.to_int64(column)
-        thread.store_narrow(refs.out, index, values, problem.dtype, inside)
+        thread.store_narrow(refs.out, index, values, problem.result_dtype, inside)
 
 
 def _own_row(ctx: ThreadContext, token: Index) -> tuple[Index, Index, Predicate]:
@@ -136,7 +136,10 @@ def run(plan: Plan, partials: Partials, refs: PrefillRefs, into: Results | None 
     """
     problem, shape = plan.problem, jax.ShapeDtypeStruct
     out_type = (
-        shape((problem.batch, problem.q_len, problem.q_heads, problem.v_head_dim), problem.dtype),
+        shape(
+            (problem.batch, problem.q_len, problem.q_heads, problem.v_head_dim),
+            problem.result_dtype,
+        ),
         shape((problem.batch, problem.q_heads, problem.q_len), jnp.float32),
     )
     kernel = thread_program.lane_kernel(

@@ -10,7 +10,7 @@ from jax import lax
 
 from pallas_attn.kernels.attention.cache_layout import Paged
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
-from pallas_attn.kernels.flash_fwd.sm90 import Result, mainloop, no_keys
+from pallas_attn.kernels.flash_fwd.sm90 import Result, no_keys
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import Barrier, Index, Predicate, RegisterTile
@@ -61,7 +61,7 @@ def consume(ctx: KernelContext, block_id: Index, wg: Index) -> None:
         def attend(slot):
             # Warps that store no result do not meet before their rows are loaded anew.
             mosaic.results_are_used(own.exists.astype(jnp.int32))
-            return mainloop(ctx, rows, slot, None, turns)
+            return plan.mainloop(ctx, rows, slot, None, turns)
 
         def skip(slot):
             return no_keys(plan), slot

@@ -5,7 +5,7 @@ Two parts of a plan have a plain case and special ones, modules with functions o
   queries   the query rows that blocks take: `queries`, as many of each sequence; `packed`; and
             `shared_parts`, over keys that sequences share
   producer  how K and V come to shared memory: `tma_producer`; `widening_producer`, for a quantised
-            cache
+            cache; `float8_producer`, for matmuls on 8 bits
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from pallas_attn.kernels.attention import cache_layout, functions, tma_operands
 from pallas_attn.kernels.attention.logits import LogitRules
 from pallas_attn.kernels.attention.tiles import ROWS
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
-from pallas_attn.kernels.flash_fwd.sm90 import BARRIERS
+from pallas_attn.kernels.flash_fwd.sm90 import BARRIERS, mainloop
 from pallas_attn.kernels.lang import launch, mosaic
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, RegisterTile, SmemRef
 from pallas_attn.masks import Mask
@@ -144,6 +144,7 @@ class Plan:
     fewest: int = 1  # packed rows of a sequence that the launch serves, at least
     merged: tuple[int, int, int] | None = None  # `DecodeProblem.merged`
     widening: Any = None  # `widening_producer.Widening`, for a quantised cache
+    mainloop: Callable[..., Any] = mainloop  # the dense forward's, or `float8_mainloop.mainloop`
     tree: bool = False  # whether the mask function is a tree of drafts
     score_tiles = ()  # it takes no bias and no mask_array
     skips_keys = False
@@ -169,6 +170,14 @@ class Plan:
     @functools.cached_property
     def qk(self) -> OperandFormat:
         return tma_operands.formats_of(self.problem, self.config.block_kv)[0]
+
+    @functools.cached_property
+    def q(self) -> OperandFormat:
+        """The format in which q arrives, whose dtype the output has."""
+        if self.problem.out_dtype is None:
+            return self.qk
+        as_given = dataclasses.replace(self.problem, dtype=self.problem.result_dtype)
+        return tma_operands.formats_of(as_given, self.config.block_kv)[0]
 
     @functools.cached_property
     def v(self) -> OperandFormat:
@@ -231,7 +240,7 @@ class PrefillSmem(NamedTuple):
 
     q: SmemRef = None  # [q tiles, ROWS, ..]
     k: SmemRef = None  # [stages, block_kv, ..]
-    v: SmemRef = None  # [stages, block_kv, ..]
+    v: SmemRef = None  # [stages, block_kv, ..]; V^T [stages, .., block_kv] of float8
     out: SmemRef = None  # [warpgroups, ROWS, ..]; None where rows are packed
     lost: SmemRef = None  # int32[warpgroups]: 1 where a page of the unit's sequence is missing
     q_ready: Barrier = None  # one a q tile; None where rows are packed
@@ -263,6 +272,7 @@ class PrefillRefs(NamedTuple):
     starts: GmemRef = None  # int32[M + 1], where rows are packed
     rows: GmemRef = None  # int32[tokens]: rows of q that packed rows are copies of
     tables: Any = None  # `Layout.tables` of a quantised cache, in place of k and v
+    tile_units: GmemRef = None  # float32[M * K, tiles, 4]: `float8_tiles.Units`
     results: tuple[GmemRef, ...] = ()  # written: out and lse, or partials
     mask_aux: tuple[GmemRef, ...] = ()  # arrays of a function of positions: `functions.flat`
 
@@ -290,13 +300,16 @@ def operands(plan: Plan, inputs: DecodeInputs) -> PrefillRefs:
 
 def base_scratch(plan: Plan, **buffers: Any) -> PrefillSmem:
     """Shared memory of a block, described once; `buffers`: those of the query rows."""
-    config, dtype, barrier = plan.config, plan.problem.dtype, plgpu.Barrier
+    config, barrier = plan.config, plgpu.Barrier
     ring = config.stages, config.block_kv
-    q = config.q_slots * config.warpgroups, ROWS, plan.qk.width
+    q = config.q_slots * config.warpgroups, ROWS, plan.q.width
+    v = (*ring, plan.v.width)
+    if plan.v.transposed:
+        v = config.stages, plan.v.width, config.block_kv
     fields = {
-        "q": mosaic.swizzled(q, dtype, plan.qk.swizzle),
-        "k": mosaic.swizzled((*ring, plan.qk.width), dtype, plan.qk.swizzle),
-        "v": mosaic.swizzled((*ring, plan.v.width), dtype, plan.v.swizzle),
+        "q": mosaic.swizzled(q, plan.q.dtype, plan.q.swizzle),
+        "k": mosaic.swizzled((*ring, plan.qk.width), plan.qk.dtype, plan.qk.swizzle),
+        "v": mosaic.swizzled(v, plan.v.dtype, plan.v.swizzle),
         "lost": plgpu.SMEM((config.warpgroups,), jnp.int32),
         "ready": barrier(num_barriers=config.stages, num_arrivals=plan.producer.arrivals(plan)),
         "free": barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),

@@ -200,11 +200,12 @@ def partial_tiles(plan: Plan) -> tuple[int, int]:
 
 def scratch(plan: Plan) -> PrefillSmem:
     """Shared memory of a block."""
-    out = plan.config.warpgroups, ROWS, plan.v.swizzle // 2
+    swizzle = (plan.q if plan.v.transposed else plan.v).swizzle
+    out = plan.config.warpgroups, ROWS, swizzle // 2
     q_tiles = plan.config.q_slots * plan.config.warpgroups
     return base_scratch(
         plan,
-        out=mosaic.swizzled(out, plan.problem.dtype, plan.v.swizzle),
+        out=mosaic.swizzled(out, plan.q.dtype, swizzle),
         q_ready=plgpu.Barrier(num_barriers=q_tiles, num_arrivals=plan.tiles.tile_heads),
     )
 
@@ -263,7 +264,7 @@ def _load(ctx: KernelContext, unit: Unit, wg: Index, slot: Index) -> None:
     own, rows = wg_tile_of(plan, unit, wg), plan.tiles.head_rows
     for n in range(plan.tiles.tile_heads):
         head = jnp.minimum(own.head + n, plan.problem.q_heads - 1)
-        columns = mosaic.columns(refs.q, 0, plan.qk.width, head)
+        columns = mosaic.columns(refs.q, 0, plan.q.width, head)
         source = refs.q.at[unit.m, pl.ds(own.row, rows), head, columns]
         to = smem.q.at[slot, pl.ds(n * rows, rows)]
         plgpu.copy_gmem_to_smem(source, to, smem.q_ready.at[slot])

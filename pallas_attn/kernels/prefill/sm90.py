@@ -31,7 +31,7 @@ sequences share (shared_parts.py) and with mask functions (mask_functions.py) re
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -39,7 +39,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
 from pallas_attn._call.kernel import Kernel
-from pallas_attn._call.problem import DecodeInputs, DecodeProblem
+from pallas_attn._call.problem import AttentionProblem, DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, separate_caches, tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS
@@ -118,7 +118,7 @@ class Config:
             alike = _of_one_sequence(problem)
         most = 1 if problem.packed and launches.of_single_rows(problem) else MOST_SPLITS
         config = fastest(plan_of(alike, cls()), max(problem.capacities), most)
-        return dataclasses.replace(config, together=_together(plan_of(problem, config)))
+        return dataclasses.replace(config, together=together(plan_of(problem, config)))
 
 
 def _of_one_sequence(problem: DecodeProblem) -> DecodeProblem:
@@ -136,15 +136,13 @@ def _of_one_sequence(problem: DecodeProblem) -> DecodeProblem:
     )
 
 
-def fastest(plan: Plan, keys: int, most_splits: int = MOST_SPLITS) -> Config:
+def fastest(
+    plan: Plan, keys: int, most_splits: int = MOST_SPLITS, configs: Sequence[Config] = ()
+) -> Config:
     """The Config that should take the least time where query rows see so many keys; `plan` may have
-    any other.
+    any other. `configs`: those without splits to choose from; none: all that 16 bits have.
     """
-    dim = max(plan.problem.head_dim, plan.problem.v_head_dim)
-    wide = 128 if dim <= 128 else 64
-    configs = [Config(1, wide, q_slots=1), Config(2, wide)]
-    if dim <= 128:
-        configs.append(Config(3, 128 if dim <= 64 else 64))
+    configs = configs or _configs(plan.problem)
     splits = range(1, 1 + min(most_splits, pl.cdiv(keys, 128)))
     config = min(
         (dataclasses.replace(config, splits=n) for config in configs for n in splits),
@@ -152,6 +150,13 @@ def fastest(plan: Plan, keys: int, most_splits: int = MOST_SPLITS) -> Config:
     )
     config = _fitting(plan, config, q_slots=(config.q_slots, 1))
     return _in_turn(_fitting(plan, config, stages=range(6, 1, -1)))
+
+
+def _configs(problem: AttentionProblem) -> list[Config]:
+    dim = max(problem.head_dim, problem.v_head_dim)
+    wide = 128 if dim <= 128 else 64
+    configs = [Config(1, wide, q_slots=1), Config(2, wide)]
+    return [*configs, Config(3, 128 if dim <= 64 else 64)] if dim <= 128 else configs
 
 
 def _for_shared_parts(problem: DecodeProblem) -> Config:
@@ -197,7 +202,7 @@ def cost(plan: Plan, keys: int) -> float:
     return estimate
 
 
-def _together(plan: Plan) -> int:
+def together(plan: Plan) -> int:
     """All kv heads of a sequence where their q tiles see unequally many keys, blocks have a few
     units each, and K and V of so many heads leave half of L2 to others; else 1. Packed rows are
     taken for those of one sequence where they are few, else for as many of each.
@@ -325,7 +330,7 @@ def launch(plan: Plan, refs: PrefillRefs, into: Results | None = None) -> Result
     problem, shape = plan.problem, jax.ShapeDtypeStruct
     lse = problem.batch, problem.kv_heads, plan.tiles.padded_wg_tiles, ROWS
     results = (
-        shape((*refs.q.shape[:3], problem.v_head_dim), problem.dtype),
+        shape((*refs.q.shape[:3], problem.v_head_dim), plan.q.dtype),
         shape(lse, jnp.float32),
     )
     out, lse_of_tiles = kernel_of(plan, kernel.block, results)(refs)

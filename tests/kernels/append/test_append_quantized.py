@@ -14,8 +14,8 @@ import pallas_attn as pa
 from pallas_attn._call import device, reference
 from pallas_attn._call.problem import AppendInputs, AppendProblem
 from pallas_attn.kernels.append import copy as append_copy
-from pallas_attn.kernels.append import plan as append_plan
 from pallas_attn.kernels.append import quantize as append_quantize
+from pallas_attn.kernels.mma import scales
 from tests.caches.test_quantized import LARGEST, awkward_rows, quantized
 from tests.support import mosaic
 from tests.support.append_cases import assert_same_bytes, random_bits
@@ -105,14 +105,14 @@ def test_the_reference_makes_the_same_bytes_on_the_gpu(rng, dtype):
 
 def test_a_row_has_threads_of_one_warp():
     for words in range(1, 1100):
-        lanes = append_plan.lanes_of(words)
+        lanes = scales.lanes_of(words)
         assert lanes in (1, 2, 4, 8, 16, 32) and (lanes >= words or lanes == 32)
         assert lanes < 2 * words
 
 
 def test_which_gpus_convert_to_float8_by_hand():
     gpus = ("sm80", "sm86", "sm89", "sm90", "sm120", None)
-    by_hand = [gpu for gpu in gpus if not append_quantize._converts_to_float8(gpu)]
+    by_hand = [gpu for gpu in gpus if scales.rounds_by_hand("float8_e5m2", gpu)]
     assert by_hand == ["sm80", "sm86"]
 
 

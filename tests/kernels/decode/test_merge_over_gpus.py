@@ -18,6 +18,8 @@ from pallas_attn.kernels.decode import merge_over_gpus
 from pallas_attn.kernels.lang import peer_memory, threads
 from tests.support import builds, mosaic
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 SENTINEL = np.int32(threads.SENTINEL)
 
 

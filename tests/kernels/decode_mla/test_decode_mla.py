@@ -12,6 +12,7 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import CAUSAL, FULL, sliding_window
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
+from pallas_attn.kernels.decode_mla import combine_apart
 from pallas_attn.kernels.decode_mla import sm80 as mla_sm80
 from pallas_attn.kernels.decode_mla import sm90 as kernel
 from tests.kernels.decode import test_decode_kernel
@@ -60,6 +61,14 @@ CASES = {
     ),
     "three_chunks_wide": (
         Case(lengths=(130,), q_len=3, q_heads=50, head_dim=448, v_head_dim=384), SMALL
+    ),
+    "combined_apart": (
+        Case(lengths=(330, 3), q_heads=40, capacity=384, sinks=True),
+        kernel.Config(stages=2, grid=9),
+    ),
+    "two_chunks_apart": (
+        Case("paged", (500,), q_len=2, q_heads=40, layers=2, capacity=512),
+        kernel.Config(stages=2, grid=8),
     ),
     "one_head": (Case("paged", (70, 132), q_heads=1, layers=2), SMALL),
     "batch_invariant": (
@@ -112,6 +121,22 @@ def test_pages_that_are_missing(entry, mask):
         assert np.isfinite(np.asarray(x[0], np.float32)).all()
 
 
+@pytest.mark.guards
+def test_partials_of_many_splits(monkeypatch):
+    """More partials than are loaded together, of row maxima that rise."""
+    monkeypatch.setattr(combine_apart, "AT_ONCE", 4)
+    case = Case(lengths=(640,), q_heads=33, capacity=640)
+    inputs = case.inputs(fill=0.0)
+    rising = jnp.arange(1, 641, dtype=jnp.float32).reshape(1, 1, -1, 1) / 320
+    cache = (inputs.k_cache.astype(jnp.float32) * rising).astype(inputs.k_cache.dtype)
+    inputs = inputs._replace(k_cache=cache)
+    with mosaic.interpret():
+        out, lse = launched(case, inputs, kernel.Config(stages=2, grid=20))
+        want, want_lse = launched(case, inputs, kernel.Config(stages=2, grid=1))
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (out, want)), 0.02, 0.02)
+    np.testing.assert_allclose(lse, want_lse, 1e-5, 1e-5)
+
+
 def compiled(q, cache):
     return pa.decode_attention_with_lse(q, cache)
 
@@ -132,6 +157,18 @@ def test_machine_code(kind, heads):
     assert (report.launches, report.copies) == (1, 0)
     assert report.spill_bytes <= (256 if heads > 32 else 0)
     assert not {"C7510", "C7511", "C7512", "C7513"} & set(report.notes)
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+def test_machine_code_of_one_long_sequence():
+    """A launch more, which combines the partials."""
+    sizes = {"kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "shared_kv": True}
+    cache = jax.eval_shape(lambda: pa.PagedCache.create(1, 1024, 64, **sizes))
+    q = jax.ShapeDtypeStruct((1, 1, 128, 576), jnp.bfloat16)
+    report = mosaic.compile_for(compiled, q, cache)
+    assert (report.launches, report.copies) == (2, 0)
+    assert report.spill_bytes <= 64
 
 
 @pytest.mark.machine_code

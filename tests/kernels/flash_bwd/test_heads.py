@@ -53,6 +53,9 @@ def test_problems_of_this_kernel():
     """Plain ones whose dQ fits; by default only where there are heads for all blocks."""
     problem = problem_of(sized(197, 197, 64, batch=33, q_heads=8, kv_heads=8))
     assert kernel.Config.default(problem).heads
+    pairs = dataclasses.replace(problem, q_len=65, kv_len=128)
+    assert kernel.Config.default(pairs).heads
+    assert kernel.Config.default(dataclasses.replace(pairs, q_len=64)).short
     for changes in (
         {"q_len": 577},
         {"kv_heads": 1},

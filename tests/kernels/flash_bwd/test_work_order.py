@@ -4,6 +4,7 @@ claim work tiles (flash_fwd/claims.py) and blocks in lockstep (flash_bwd/lockste
 
 import contextlib
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +32,20 @@ MIB = 2**20
 
 
 @pytest.mark.guards
-@pytest.mark.parametrize("claims", [False, True], ids=["table", "claims"])
-@pytest.mark.parametrize("changes", [{"dq_lag": 2}, {"block_q": 128}, {"fused": False}], ids=str)
-@pytest.mark.parametrize("name", ["group7_kv1", "kv_lengths_causal"])
+@pytest.mark.parametrize(
+    "name, changes, claims",
+    [
+        ("group7_kv1", {"dq_lag": 2}, False),
+        ("group7_kv1", {"block_q": 128}, True),
+        ("group7_kv1", {"fused": False}, False),
+        ("group7_kv1", {"fused": False}, True),
+        ("kv_lengths_causal", {"dq_lag": 2}, True),
+        ("kv_lengths_causal", {"block_q": 128}, False),
+        ("kv_lengths_causal", {"block_q": 128}, True),
+        ("kv_lengths_causal", {"fused": False}, False),
+    ],
+    ids=str,
+)
 def test_blocks_in_lockstep_interpreted(name, changes, claims):
     """The one block goes down over its first work tile, and up again over its second."""
     case, config = small(name), sm90.Config(grid=1, l2_heads=1, lockstep=True, **changes)
@@ -45,9 +57,14 @@ def test_blocks_in_lockstep_interpreted(name, changes, claims):
 
 
 @pytest.mark.guards
-@pytest.mark.parametrize("changes", [{"dq_lag": 2}, {"block_q": 128}], ids=str)
 @pytest.mark.parametrize(
-    "name", ["documents", "everything", "q_lengths", "offsets_by_row", "band", "bias_by_row"]
+    "name, changes",
+    [
+        *itertools.product(("documents", "q_lengths", "band"), ({"dq_lag": 2}, {"block_q": 128})),
+        *itertools.product(("everything", "offsets_by_row"), ({"dq_lag": 2},)),
+        ("bias_by_row", {"block_q": 128}),
+    ],
+    ids=str,
 )
 def test_blocks_that_claim_interpreted(name, changes):
     """Without a race; with work tiles of no query tile among them."""
@@ -92,7 +109,7 @@ def full_tiles(plan, case):
 @pytest.mark.parametrize("mask", [CAUSAL, FULL, sliding_window(300)], ids=str)
 def test_tiles_within_a_document_need_no_mask(mask, config):
     """Only tiles of one document that the mask does not cut."""
-    case = of((520, 180), (1, 1), mask=mask)
+    case = of((400, 120), (1, 1), mask=mask)
     module = sm80 if isinstance(config, sm80.Config) else sm90
     assert full_tiles(module.plan_of(problem_of(case), config), case) >= 2
     with mosaic.interpret():
@@ -114,7 +131,7 @@ def test_wide_rows_in_lockstep_interpreted():
 def test_each_claim_counts_once(monkeypatch, lockstep):
     """A block claims once for each work tile that it takes: all there are, and no more."""
     claimed = count_claims(monkeypatch)
-    case, config = plain(700, 700, (2, 1)), sm90.Config(grid=2, claims=True, lockstep=lockstep)
+    case, config = plain(700, 700, (1, 1)), sm90.Config(grid=2, claims=True, lockstep=lockstep)
     with mosaic.interpret():
         check(case, config)
     assert sum(claimed) == sm90.plan_of(problem_of(case), config).order.work_tiles == 6
@@ -206,8 +223,9 @@ DEFAULTS = {
     "an offset": (causal(ROWS, arrays=("q_offset",)), True, BOTH),
     "lengths": (causal(ROWS, arrays=("kv_lengths",)), True, BOTH),
     "too few rows": (causal(700), False, NEITHER),
-    "bits": (causal(ROWS, deterministic=True), True, NEITHER),
-    "long, bits": (causal(ROWS + 8, deterministic=True), True, LOCKSTEP),
+    "bits": (causal(ROWS, deterministic=True), True, BOTH),
+    "long, bits": (causal(ROWS + 8, deterministic=True), True, BOTH),
+    "full, bits": (causal(ROWS, deterministic=True, mask=FULL), True, CLAIMS),
     "wide": (causal(ROWS // 2, dim=256), False, NEITHER),
     "long, wide": (causal(ROWS // 2 + 8, dim=256), False, LOCKSTEP),
     "full": (causal(ROWS, mask=FULL), True, NEITHER),

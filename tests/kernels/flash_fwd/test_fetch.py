@@ -23,6 +23,8 @@ from pallas_attn.kernels.attention.tiles import ForwardRefs, KernelContext
 from pallas_attn.kernels.flash_fwd import fetch, fetch_producer, sm90, tile_scheduler
 from tests.support import builds, mosaic, threads
 
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
 SHARDS, DIM = 2, 64
 AUTO = (jax.sharding.AxisType.Auto,)
 
@@ -63,44 +65,27 @@ def config_of(problem, **changes):
     )
 
 
+BOTH = (0, 1)  # devices of one program
 READ = [
-    (name, order, 2, device, 64)
+    (name, order, 2, BOTH, 64)
     for name in ("causal", "full", "window", "documents", "claimed", "causal claimed")
     for order in ("contiguous", "zigzag")
-    for device in range(2)
 ]
 # Work tiles of several warpgroups, whose rows see keys of others that only some of them mask.
-READ += [("ahead", "zigzag", 2, device, 128) for device in range(2)]
+READ += [("ahead", "zigzag", 2, BOTH, 128)]
 # Rows that end within a warpgroup's, which takes the kv tiles of those past the end too: here the
 # first of the next chunk.
-READ += [("causal", "zigzag", 2, 0, 40), ("documents", "contiguous", 2, 0, 40)]
+READ += [("causal", "zigzag", 2, (0,), 40), ("documents", "contiguous", 2, (0,), 40)]
 # Offsets that nobody knew, of which one leaves no key and one lies past all of them.
-READ += [
-    ("anywhere", order, 2, device, 64) for order in ("contiguous", "zigzag") for device in (0, 1)
-]
+READ += [("anywhere", order, 2, BOTH, 64) for order in ("contiguous", "zigzag")]
 # Work tiles without a key, which take the first kv tile: another GPU's for one of the two.
-READ += [("unseen", "zigzag", 2, device, 64) for device in range(2)]
+READ += [("unseen", "zigzag", 2, BOTH, 64)]
+READ += [("causal", "zigzag", 4, (1,), 64), ("full", "contiguous", 4, (2,), 64)]
 
 
-@pytest.mark.guards
-@pytest.mark.parametrize(
-    "name, order, shards, device, rows",
-    [*READ, ("causal", "zigzag", 4, 1, 64), ("full", "contiguous", 4, 2, 64)],
-)
-def test_what_is_fetched_is_read_as_if_it_were_here(monkeypatch, name, order, shards, device, rows):
-    """The same bits as of the kernel that is given all keys, but for the rounding of another order
-    of kv tiles. Pieces of 16 rows, eight of a tile. All is here when the first work tile asks
-    whether it is; only in "full" is it told so.
-    """
-    monkeypatch.setattr(fetch, "PIECE", 16 * DIM * 2)
-    if name != "full":
-        not_yet = np.zeros(128, np.int32)
-        monkeypatch.setattr(threads.BlockOfThreads, "reached", lambda *_: not_yet)
-    masks = {"full": pa.FULL, "window": pa.sliding_window(100), "ahead": pa.Mask(right=200)}
-    mask = masks.get(name, pa.CAUSAL)
-    sizes = {"keys": 256 * shards, "shards": shards, "rows": rows}
-    problem = problem_of(order, mask, fetches=False, **sizes)
-    context, keys = pa.Context("cp", order), problem.kv_len
+def gathered_for(name, problem, device):
+    """The rows of a device, and all keys."""
+    keys = problem.kv_len
     draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
     k, v = (draw(jax.random.key(n), (1, keys, 1, DIM)) for n in (1, 2))
     q = draw(jax.random.key(3), (problem.batch, problem.q_len, 2, DIM))
@@ -114,39 +99,36 @@ def test_what_is_fetched_is_read_as_if_it_were_here(monkeypatch, name, order, sh
         q_ids = q_ids.at[0].add(1000 if name == "unseen" else 0)
         kv_ids = jnp.repeat(ids, problem.batch, axis=0)
         gathered = gathered._replace(q_segment_ids=q_ids, kv_segment_ids=kv_ids)
-    problem = batching.resized(problem, gathered)
+    return gathered
 
-    parts = {
-        x: np.split(np.asarray(context.reorder(getattr(gathered, x), shards)), shards, 1)
-        for x in "kv"
-    }
-    here = gathered._replace(
-        k=jnp.asarray(parts["k"][device]),
-        v=jnp.asarray(parts["v"][device]),
-        device=jnp.asarray([device], jnp.int32),
-    )
-    fetching = problem_of(order, mask, **sizes)
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name, order, shards, devices, rows", READ)
+def test_what_is_fetched_is_read_as_if_it_were_here(
+    monkeypatch, name, order, shards, devices, rows
+):
+    """The same bits as of the kernel that is given all keys, but for the rounding of another order
+    of kv tiles. Pieces of 16 rows, eight of a tile. All is here when the first work tile asks
+    whether it is; only in "full" is it told so.
+    """
+    monkeypatch.setattr(fetch, "PIECE", 16 * DIM * 2)
+    if name != "full":
+        not_yet = np.zeros(128, np.int32)
+        monkeypatch.setattr(threads.BlockOfThreads, "reached", lambda *_: not_yet)
+    masks = {"full": pa.FULL, "window": pa.sliding_window(100), "ahead": pa.Mask(right=200)}
+    mask = masks.get(name, pa.CAUSAL)
+    sizes = {"keys": 256 * shards, "shards": shards, "rows": rows}
+    here, all_keys = (problem_of(order, mask, fetches=x, **sizes) for x in (True, False))
+    inputs = {device: gathered_for(name, all_keys, device) for device in devices}
     if name == "anywhere":
-        problem, fetching = (dataclasses.replace(x, offsets=()) for x in (problem, fetching))
-    fetching = batching.resized(fetching, here)
-    assert fetching.kv_len == keys and sm90.fetches(fetching)
-
-    def on_peer(array, number):
-        """All devices do the same: what this one counts there, others count here."""
-        for part in parts.values():
-            if array.dtype == part[device].dtype and np.array_equal(array, part[device]):
-                assert number != device
-                return part[number]
-        assert array.dtype == np.int32
-        return array
+        here, all_keys = (dataclasses.replace(x, offsets=()) for x in (here, all_keys))
+    context, awaited = pa.Context("cp", order), []
 
     def run(problem, inputs):
         narrow = {"block_kv": 64} if rows > 64 else {}  # one of them masks what another does not
         config = config_of(problem, claims=name.endswith("claimed"), **narrow)
         assert sm90.plan_of(problem, config).order.claims == config.claims
         return sm90.run(inputs, problem, config)
-
-    awaited = []  # (counters, word, how many) of waits for peers
 
     def wait_until(self, counters, index, least, remote=False):
         if remote:
@@ -155,19 +137,38 @@ def test_what_is_fetched_is_read_as_if_it_were_here(monkeypatch, name, order, sh
 
     as_before = threads.BlockOfThreads.wait_until
     monkeypatch.setattr(threads.BlockOfThreads, "wait_until", wait_until)
-    with mosaic.interpret(), mosaic.with_peers(on_peer):
-        got, want = (
-            jax.jit(run, static_argnums=0)(*x) for x in ((fetching, here), (problem, gathered))
-        )
-    # The others count here as this device counts on them: it waits for all of them.
-    counters, word, least = awaited[-1]
-    assert counters.reshape(-1)[word] == least
-    any_order = fetch.takes_any_order(sm90.plan_of(fetching, config_of(fetching)))
-    assert any_order == (name in ("causal", "full", "causal claimed", "ahead", "anywhere"))
-    for g, w in zip(got, want, strict=True):
-        g, w = (np.asarray(x, np.float32) for x in (g, w))
-        assert np.isfinite(w).any()
-        np.testing.assert_allclose(g, w, 2**-7 * any_order, 2**-10 * any_order)
+    jitted = jax.jit(run, static_argnums=0)
+    for device, gathered in inputs.items():
+        parts = {
+            x: np.split(np.asarray(context.reorder(getattr(gathered, x), shards)), shards, 1)
+            for x in "kv"
+        }
+        own = {x: jnp.asarray(part[device]) for x, part in parts.items()}
+        own = gathered._replace(**own, device=jnp.asarray([device], jnp.int32))
+        fetching = batching.resized(here, own)
+        assert fetching.kv_len == all_keys.kv_len and sm90.fetches(fetching)
+        with mosaic.interpret(), mosaic.with_peers(functools.partial(on_peer, parts, device)):
+            got = jitted(fetching, own)
+            want = jitted(batching.resized(all_keys, gathered), gathered)
+        # The others count here as this device counts on them: it waits for all of them.
+        counters, word, least = awaited[-1]
+        assert counters.reshape(-1)[word] == least
+        any_order = fetch.takes_any_order(sm90.plan_of(fetching, config_of(fetching)))
+        assert any_order == (name in ("causal", "full", "causal claimed", "ahead", "anywhere"))
+        for g, w in zip(got, want, strict=True):
+            g, w = (np.asarray(x, np.float32) for x in (g, w))
+            assert np.isfinite(w).any()
+            np.testing.assert_allclose(g, w, 2**-7 * any_order, 2**-10 * any_order)
+
+
+def on_peer(parts, device, array, number):
+    """All devices do the same: what this one counts there, others count here."""
+    for part in parts.values():
+        if array.dtype == part[device].dtype and np.array_equal(array, part[device]):
+            assert number != device
+            return part[number]
+    assert array.dtype == np.int32
+    return array
 
 
 @pytest.mark.gpu

@@ -1,5 +1,5 @@
-"""The Hopper forward on float8: right in the interpreter with its races watched, compiled without
-spills ahead of time, and right on a GPU.
+"""The forward on float8, for Hopper and portable: right in the interpreter with its races watched,
+compiled without spills ahead of time, and right on a GPU.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import pallas_attn as pa
 from pallas_attn._call import config, device
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.bench import support
-from pallas_attn.kernels.flash_fwd import float8_values
+from pallas_attn.kernels.flash_fwd import float8_values, sm80_float8
 from pallas_attn.kernels.flash_fwd import sm90 as kernel
 from pallas_attn.kernels.mma import wgmma_float8
 from pallas_attn.masks import CAUSAL, FULL
@@ -23,6 +23,8 @@ from tests.support.float8_cases import CASES, case_of, draw
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
+PORTABLE = next(row for row in subjects.ROWS if row.name == "portable")
+FEW = ("plain", "blocks", "rows", "e5m2", "odd", "wide", "lengths", "documents", "sinks")
 HOPPER = next(row for row in subjects.ROWS if row.name == "interpreted")
 
 
@@ -36,6 +38,18 @@ def check(subject, name):
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted(name):
     check(HOPPER, name)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", FEW)
+def test_portable_interpreted(name):
+    check(PORTABLE, name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_portable_on_the_gpu(name):
+    check(subjects.Subject("gpu", "sm80"), name)
 
 
 @pytest.mark.gpu
@@ -121,6 +135,30 @@ def test_compiles_with_few_spills(name):
     problem = COMPILED[name]
     report = mosaic.compile_for(functools.partial(run, problem), *shapes_of(problem), sass=False)
     assert report.spill_bytes <= SPILLED.get(name, 0) and not report.notes
+
+
+def run_portable(problem, q, k, v):
+    config = sm80_float8.Config.default(problem)
+    return sm80_float8.run(AttentionInputs(q, k, v), problem, config)
+
+
+@pytest.mark.machine_code
+@pytest.mark.parametrize("name", ["64", "128_causal", "256", "192_128"])
+def test_portable_compiles_for_ada(name):
+    """By matmuls on 8 bits, without spills."""
+    problem = dataclasses.replace(COMPILED[name], gpu="sm89")
+    call = functools.partial(run_portable, problem)
+    report = mosaic.compile_for(call, *shapes_of(problem), target="sm89")
+    assert report.spill_bytes == 0 and "QMMA" in report.sass
+
+
+@pytest.mark.parametrize("gpu", ["sm80", "sm86"])
+def test_gpus_before_ada_refuse_by_name(gpu):
+    q = jax.ShapeDtypeStruct((1, 8, 1, 64), jnp.float8_e4m3fn)
+    reason = "flash_fwd_sm80_float8: it is built for sm89 and later"
+    with device.assume(gpu), pytest.raises(pa.UnsupportedError, match=reason) as error:
+        jax.eval_shape(pa.flash_attention, q, q, q)
+    assert "multiply them by their scales and cast q, k and v to one of them" in str(error.value)
 
 
 @pytest.mark.parametrize("name", COMPILED)

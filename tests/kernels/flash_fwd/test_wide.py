@@ -62,7 +62,7 @@ def test_on_the_gpu(name):
 
 @pytest.mark.gpu
 def test_gradients_on_the_gpu():
-    """This forward and the portable backward, which dispatch chooses."""
+    """This forward and the backward of wide heads, which dispatch chooses."""
     case = wide("dim512")
     do, dlse = subjects.cotangents(case)
     arguments = case.arguments() | {"do": do, "dlse": dlse, "implementation": None}

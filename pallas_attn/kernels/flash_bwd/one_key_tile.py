@@ -1,0 +1,46 @@
+"""The fused Hopper backward where all keys of a head are one tile: attention to at most 128 keys,
+the cross-attention of diffusion models. The dQ of a step has no other terms, so it is written to dq
+at once: nothing is set to zero before, and no launch rounds afterwards.
+"""
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.experimental.pallas as pl
+
+from pallas_attn._call.problem import AttentionProblem
+from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
+from pallas_attn.kernels.lang.types import Index, RegisterTile
+from pallas_attn.kernels.mma import mma_sync
+
+if TYPE_CHECKING:
+    from pallas_attn.kernels.flash_bwd.dq_sum import PendingDq
+
+KEYS = 2 * ROWS
+
+
+def takes(problem: AttentionProblem) -> bool:
+    """Whether one tile of keys meets every query row, of head dims for query tiles of 128 rows."""
+    fits = max(problem.head_dim, problem.v_head_dim) <= ROWS and problem.dtype != "float32"
+    sees_all = problem.mask.is_full and set(problem.arrays) <= {"bias", "sinks"}
+    sees_all = sees_all and problem.zigzag == 1
+    functions = problem.mask_program is not None or problem.score_program is not None
+    return fits and sees_all and not functions and 0 < problem.kv_len <= KEYS
+
+
+def output(problem: AttentionProblem) -> jax.ShapeDtypeStruct:
+    """dq."""
+    shape = problem.batch, problem.q_len, problem.q_heads, problem.head_dim
+    return jax.ShapeDtypeStruct(shape, problem.dtype)
+
+
+def write(ctx: KernelContext, work: KeyTile, wg: Index, due: "PendingDq", dq: RegisterTile) -> None:
+    """Writes a warpgroup's rows of the dQ of a step."""
+    problem = ctx.plan.problem
+
+    @pl.when(due.exists != 0)
+    def _() -> None:
+        row = (due.t * 2 + wg) * ROWS
+        where = work.batch, due.head, row, problem.q_len - row
+        mma_sync.write((dq * problem.scale).astype(problem.dtype), ctx.refs.dq, where)

@@ -1,0 +1,180 @@
+"""Turns: dq added up in one order by the fused Hopper kernel, for gradients whose bits repeat.
+
+A float32 sum depends on the order of its terms. In turns the kv tiles add to a query tile from the
+first to the last: a counter for each query tile and warpgroup, in global memory, says how many have
+added. A warpgroup adds when as many have as there are kv tiles before its own, and raises the
+counter a step later, when TMA has finished its addition.
+
+No deadlock: blocks claim work tiles, the first of each block too, in an order in which the kv tiles
+of a head rise (`work_order.schedule`: causal work tiles of the first keys are the longest). Of the
+work tiles that are not finished, the first waits for none. It is in work, as its block has finished
+all that it claimed before. So it does not matter how many blocks a GPU runs at a time.
+
+No idle time, but at the beginning: a block that follows another one on the same query tiles stays
+more than a step behind it. The blocks of a head that begin together do so one after another.
+Causal blocks go in lockstep, which keeps them together. This is less than a tenth of the launch
+where `is_short_wait` holds.
+"""
+
+import functools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn.kernels.attention.tiles import KernelContext
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, KeyTiling
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.thread_program import ThreadContext
+from pallas_attn.kernels.lang.types import GmemRef, Index
+
+if TYPE_CHECKING:
+    from pallas_attn.kernels.flash_bwd.dq_sum import PendingDq
+    from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
+
+WARPGROUPS = 2  # each adds half of the columns
+STEPS_BEHIND = 1.5  # steps between the additions of two kv tiles to one query tile, at least
+MOST_WAITING = 0.1  # part of a launch that blocks may wait at its beginning
+
+
+def applies(tiling: KeyTiling) -> bool:
+    """Whether the kv tiles that meet a query tile are all of a head up to some number: then a kv
+    tile's turn follows from its own number.
+    """
+    bounds_left = tiling.problem.mask.bounds_left
+    return tiling.follows_mask and tiling.chunks == 1 and not bounds_left
+
+
+def is_short_wait(order: "WorkOrder") -> bool:
+    """Whether blocks wait for a small part of the launch until the kv tiles of a head have all
+    begun.
+    """
+    problem, tiling = order.problem, order.tiling
+    steps = problem.group * tiling.mean_q_rows / tiling.block_q * order.work_tiles / order.grid
+    together = min(tiling.kv_tiles, order.grid / order.l2_heads)
+    return STEPS_BEHIND * together < MOST_WAITING * steps
+
+
+def counters(plan: KeyPlan) -> Any:
+    """Additions to each share of the dQ of each query tile."""
+    problem = plan.problem
+    shares = problem.batch * problem.q_heads * plan.tiling.q_tiles * WARPGROUPS
+    return jax.new_ref(jnp.zeros((shares,), jnp.int32))
+
+
+# ---- steps whose dQ is to come ------------------------------------------------------------------
+
+
+def packed(plan: KeyPlan, step: "PendingDq") -> Any:
+    """A step as the mainloop keeps it: in turns one number, since registers are short."""
+    if not plan.order.turns:
+        return step
+    return jnp.where(step.exists != 0, step.head * plan.tiling.q_tiles + step.t, -1)
+
+
+def unpacked(plan: KeyPlan, kept: tuple[Any, ...], count: Index, n: Index) -> tuple[Any, ...]:
+    """The steps before step n of a work tile, before which there were `count`."""
+    if not plan.order.turns:
+        return kept
+    first = count + n - len(kept)
+    return tuple(_unpacked(plan, number, first + m) for m, number in enumerate(kept))
+
+
+def unpacked_last(
+    plan: KeyPlan, kept: tuple[Any, ...], count: Index, work: KeyTile
+) -> tuple[Any, ...]:
+    """The last steps of a work tile."""
+    if not plan.order.turns:
+        return kept
+    return unpacked(plan, kept, count, trip_count(plan, work, count))
+
+
+def trip_count(plan: KeyPlan, work: KeyTile, count: Index) -> Index:
+    """Steps of a work tile. In turns their number is hidden from the compiler, which would prepare
+    for one that it knows, and spill 300 bytes for it.
+    """
+    steps = plan.problem.group * work.steps
+    return steps + mosaic.opaque_zero(count) if plan.order.turns else steps
+
+
+def _unpacked(plan: KeyPlan, number: Index, count: Index) -> "PendingDq":
+    from pallas_attn.kernels.flash_bwd.dq_sum import PendingDq
+
+    q_tiles, at = jnp.int32(plan.tiling.q_tiles), jnp.maximum(number, 0)
+    head = lax.div(at, q_tiles)
+    return PendingDq((number >= 0).astype(jnp.int32), count, head, at - head * q_tiles, number)
+
+
+# ---- turns --------------------------------------------------------------------------------------
+
+
+class _Refs(NamedTuple):
+    counters: GmemRef
+
+
+class _Turn(NamedTuple):
+    place: Index  # of a counter; negative: none
+    least: Index = 0  # additions that it has to show
+
+
+def _place(ctx: KernelContext, work: KeyTile, wg: Index, number: Index) -> Index:
+    """The place of the counter of a query tile."""
+    problem, q_tiles = ctx.plan.problem, ctx.plan.tiling.q_tiles
+    return (work.batch * (problem.q_heads * q_tiles) + number) * WARPGROUPS + wg
+
+
+def look(ctx: KernelContext, work: KeyTile, wg: Index, step: "PendingDq") -> Index | None:
+    """The counter of a step's dQ, read while matmuls run, for `wait`; None: nobody takes turns."""
+    if step.number is None:
+        return None
+    place = _place(ctx, work, wg, jnp.maximum(step.number, 0))
+    return threads.run(_look, ctx.plan, _Refs(ctx.refs.turns), _Turn(place), returns="one")
+
+
+def wait(
+    ctx: KernelContext, work: KeyTile, wg: Index, step: "PendingDq", seen: Index | None = None
+) -> None:
+    """Waits until it is this step's turn. `seen`: the result of `look`, which mostly says that it
+    is.
+    """
+    if step.number is None:
+        return
+    kv_tile = lax.div(work.key, jnp.int32(ctx.plan.tiling.block_kv))
+    least = jnp.where(step.number >= 0, kv_tile, 0)
+    turn = _Turn(_place(ctx, work, wg, jnp.maximum(step.number, 0)), least)
+    until = functools.partial(threads.run, _wait, ctx.plan, _Refs(ctx.refs.turns), turn)
+    if seen is None:
+        until()
+    else:
+        pl.when(seen < least)(until)
+
+
+def pass_on(ctx: KernelContext, work: KeyTile, wg: Index, number: Index | None) -> None:
+    """The turn at a query tile passes to the next kv tile, when the addition is in memory."""
+    if number is None:
+        return
+    plgpu.wait_smem_to_gmem(0)
+    place = jnp.where(number >= 0, _place(ctx, work, wg, number), -1)
+    threads.run(_signal, ctx.plan, _Refs(ctx.refs.turns), _Turn(place))
+
+
+def _look(ctx: ThreadContext) -> Any:
+    thread, refs, at, _ = ctx
+    return thread.peek(refs.counters, at.place)
+
+
+def _wait(ctx: ThreadContext) -> None:
+    thread, refs, at, _ = ctx
+    thread.wait_until(refs.counters, at.place, at.least)
+
+
+def _signal(ctx: ThreadContext) -> None:
+    """Without an order of its own: nobody reads what has been added before, and the next addition
+    is made where this one has been, in L2.
+    """
+    thread, refs, at, _ = ctx
+    thread.count(refs.counters, at.place, (thread.index < 1) & (at.place >= 0))

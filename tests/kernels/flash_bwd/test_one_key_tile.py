@@ -1,0 +1,65 @@
+"""The fused Hopper backward: one tile of keys, chunks of query rows, two slots of keys."""
+
+import dataclasses
+
+import pytest
+
+from pallas_attn.kernels.flash_bwd import one_key_tile, query_chunks
+from pallas_attn.kernels.flash_bwd import sm90 as kernel
+from pallas_attn.masks import CAUSAL
+from tests.kernels.flash_bwd.test_any_size import sized
+from tests.kernels.flash_bwd.test_flash_bwd import ONE, SMALL, check, problem_of
+from tests.support import mosaic
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+THREE = {"batch": 1, "q_heads": 3, "kv_heads": 3}
+ROWS = dataclasses.replace(SMALL, block_q=128, grid=2)
+ALONE = dataclasses.replace(ROWS, one_key_tile=True)
+BIAS = {"bias_shape": (1, 1, 150, 100), "bias_dtype": "float16"}
+CASES = {
+    "one_tile": (sized(150, 100, 64, v_head_dim=24, dtype="float16", **ONE, **BIAS), ALONE),
+    "group": (sized(200, 77, 40, sinks=True, batch=1, q_heads=4, kv_heads=2), ALONE),
+    "chunks": (sized(258, 77, 40, **ONE), dataclasses.replace(ALONE, q_chunks=2)),
+    "two_slots": (sized(200, 300, 64, **THREE), dataclasses.replace(ROWS, kv_slots=2)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_on_the_gpu(name):
+    check(*CASES[name])
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted(name):
+    with mosaic.interpret():
+        check(*CASES[name])
+
+
+def test_problems_of_one_key_tile():
+    """Every query row meets the one tile; by default chunks give most blocks one."""
+    cross = problem_of(sized(4096, 77, 40, batch=8, q_heads=8, kv_heads=8))
+    config = kernel.Config.default(cross)
+    assert config.one_key_tile and config.q_chunks == 2 and one_key_tile.takes(cross)
+    assert kernel.Config.default(dataclasses.replace(cross, batch=33)).q_chunks == 1
+    for changes in (
+        {"kv_len": 129},
+        {"head_dim": 72},
+        {"dtype": "float32"},
+        {"arrays": ("kv_lengths",)},
+        {"mask": CAUSAL},
+    ):
+        other = dataclasses.replace(cross, **changes)
+        assert not kernel.Config.default(other).one_key_tile
+        with pytest.raises(ValueError, match=r"^Config\.one_key_tile must be False for "):
+            kernel.plan_of(other, ALONE)
+    assert not query_chunks.takes(dataclasses.replace(cross, arrays=("sinks",)), 2)
+    with pytest.raises(ValueError, match=r"^Config\.q_chunks must be 1 for "):
+        kernel.plan_of(cross, dataclasses.replace(ALONE, q_chunks=3))
+
+
+def test_bits_of_one_key_tile_repeat():
+    problem = dataclasses.replace(problem_of(CASES["one_tile"][0]), deterministic=True)
+    assert kernel.is_fused(problem, ALONE) and not kernel.is_fused(problem, ROWS)
