@@ -33,7 +33,7 @@ Array = jax.Array
 
 WORD = 8  # columns that are one word of 16 bytes of each thread
 AT_ONCE = 16  # words whose loads are under way together
-FEW_BLOCKS = 400  # as many are at work at once
+FEW_BLOCKS = 400  # blocks that are at work at once
 
 
 def columns_of(plan: Plan) -> int:
@@ -51,7 +51,7 @@ class CombineRefs(NamedTuple):
     outs: GmemRef  # float32[partials * v_head_dim // columns, ROWS * columns]
     row_max: GmemRef  # float32[partials, ROWS]
     row_sum: GmemRef
-    lost: GmemRef | None  # as in `producer.LatentRefs`
+    lost: GmemRef | None  # that of `producer.LatentRefs`
 
 
 class CombineSmem(NamedTuple):
