@@ -51,7 +51,7 @@ class CombineRefs(NamedTuple):
     outs: GmemRef  # float32[partials * v_head_dim // columns, ROWS * columns]
     row_max: GmemRef  # float32[partials, ROWS]
     row_sum: GmemRef
-    lost: GmemRef | None  # that of `producer.LatentRefs`
+    lost: GmemRef | None  # int32[M], where lists name rows
 
 
 class CombineSmem(NamedTuple):
