@@ -55,7 +55,7 @@ def flash_attention(  # noqa: PLR0913
     out_dtype: DTypeLike | None = None,
     float8: bool = False,
     kv_blocks: Array | None = None,
-    block_size: int | tuple[int, int] = 64,
+    block_size: int | tuple[int, int] = 128,
     kv_indices: Array | None = None,
     implementation: str | None = None,
 ) -> Array:
@@ -149,8 +149,9 @@ def flash_attention(  # noqa: PLR0913
         is that of the query rows of block i; -1 is none, and so is any number of no block. A block
         that is listed twice counts once. Tiles of keys that lists leave out are not computed,
         forward and backward. It takes no packed rows, array q_offset and context.
-      block_size: query rows of a list and keys of a block, an int for both or a pair. Static. It is
-        64 or more, or kernels find their tiles slowly: by a look at all pairs of positions.
+      block_size: query rows of a list and keys of a block, an int for both or a pair. Static. By
+        multiples of 128 tiles of kernels are hidden or shown whole, which is fastest; below 64
+        tiles are found slowly, by a look at all pairs of positions.
       kv_indices: int32[B, K or 1, T, n], traced or not: a query row attends to these positions
         only, as in `decode_attention`: -1 is none, and so is a position that there is not or that
         `mask` hides; one that is listed twice counts twice. The forward is a kernel of decode; the
@@ -205,7 +206,7 @@ def flash_attention_with_lse(  # noqa: PLR0913
     out_dtype: DTypeLike | None = None,
     float8: bool = False,
     kv_blocks: Array | None = None,
-    block_size: int | tuple[int, int] = 64,
+    block_size: int | tuple[int, int] = 128,
     kv_indices: Array | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:

@@ -58,6 +58,10 @@ def attention(
     indices = checks.integers("kv_indices", indices, wanted, (batch, None, q_len, None))
     if indices.shape[1] not in (1, kv_heads) or not indices.shape[3]:
         raise ValueError(f"kv_indices: expected {wanted}, got int32{list(indices.shape)}")
+    if 0 in (batch, q_len, kv_len):
+        wide = jnp.promote_types(q.dtype, jnp.float32)
+        out = jnp.zeros((batch, q_len, q_heads, v_dim), q.dtype)
+        return out, jnp.full((batch, q_heads, q_len), -jnp.inf, wide)
     rows = _rows(indices, (kv_len, kv_heads), options)
     if odd := -dim % 8:
         q, k = (jnp.pad(x, ((0, 0),) * 3 + ((0, odd),)) for x in (q, k))

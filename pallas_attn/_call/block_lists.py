@@ -23,7 +23,7 @@ def shown(
     block_size: checks.Argument,
     sizes: tuple[checks.Argument, checks.Argument],
     others: dict[str, checks.Argument],
-) -> MaskFunction:
+) -> Mask | MaskFunction:
     """The mask that shows what `mask` and the lists of `kv_blocks` show. `sizes`: q and k;
     `others`: arguments that it does not go with, by name, and their default.
     """
@@ -47,6 +47,8 @@ def shown(
     batches, heads, _, n = lists.shape
     if batches not in (1, batch) or heads not in (1, kv_heads, q_heads) or not n:
         raise ValueError(f"kv_blocks: expected {wanted}, got {lists.dtype}{list(lists.shape)}")
+    if not lists.size:  # no query row, or no batch row
+        return mask
     at = jnp.arange(max(count, 1), dtype=jnp.int32).reshape(1, 1, 1, 1, -1)
     seen = (lists[..., None] == at).any(axis=3)
     group = q_heads // heads if heads else 1

@@ -728,7 +728,7 @@ ATTENTION |= {
     },
     **{
         "kv_blocks: expected int32[B, heads, 1, n], B 2 or 1, heads 4, 2 or 1 (a list of blocks of "
-        f"64 keys for each 64 query rows, -1 for none), got {got}": attend(kv_blocks=x)
+        f"128 keys for each 128 query rows, -1 for none), got {got}": attend(kv_blocks=x)
         for got, x in {
             "int32[1, 1, 2, 2]": z(1, 1, 2, 2, dtype="int32"),
             "int32[3, 1, 1, 2]": z(3, 1, 1, 2, dtype="int32"),

@@ -103,7 +103,7 @@ def test_mapped_over_a_batch(rng):
     blocks = jnp.asarray(np.stack([lists(rng, 2, K, (64, 64)) for _ in range(2)]))
 
     def call(q, k, v, blocks):
-        return pa.flash_attention(q, k, v, kv_blocks=blocks)
+        return pa.flash_attention(q, k, v, kv_blocks=blocks, block_size=64)
 
     got = in_numpy.call(jax.vmap(call), q, k, v, blocks)
     for n in range(2):

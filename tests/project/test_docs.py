@@ -197,6 +197,7 @@ def test_hoppers_kernels_are_for_hopper(operation):
 
 
 _QUANTIZED = {"cache_dtype": "int8", "quantized": True}
+_BYTES = {"quantized": True, "byte_rows": True}
 _SEPARATE = _QUANTIZED | {"kind": "per_sequence"}
 _LATENT = {"shared_kv": True, "kv_heads": 1, "q_heads": 16, "head_dim": 576, "v_head_dim": 512}
 
@@ -218,6 +219,7 @@ _LATENT = {"shared_kv": True, "kv_heads": 1, "q_heads": 16, "head_dim": 576, "v_
         ("decode", _LATENT | {"kind": "per_sequence", "tokens": 8}),
         ("decode", _LATENT | {"mask": pa.FULL, "tokens": 8}),
         ("decode", _SEPARATE | {"listed": 8}),
+        ("decode", _LATENT | {"listed": 8, "cache_dtype": "uint8"} | _BYTES),
         ("decode", {"listed": 8, "mask_program": pa.mask_fn(lambda b, h, q, kv: kv > h).program}),
     ],
 )

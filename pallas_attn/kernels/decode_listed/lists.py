@@ -71,6 +71,8 @@ def _limit(problem: DecodeProblem, fills: bool) -> Limit | None:
     """Why rows cannot be listed, or None."""
     if cache_layout.layout_of(problem).separate:
         return Limit("kv_indices over separate arrays", "use a StackedCache or a PagedCache")
+    if problem.byte_rows:
+        return Limit("kv_indices over a latent cache of bytes", "keep it in q's dtype")
     if problem.uses_head:
         return Limit(
             "kv_indices beside a mask function that asks for the head, as heads share a list",

@@ -23,7 +23,7 @@ from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.decode.mainloop import ROWS
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.decode.scheduler import Table
-from pallas_attn.kernels.decode_mla import combine_latent, producer
+from pallas_attn.kernels.decode_mla import combine_latent, producer, row_gathers
 from pallas_attn.kernels.decode_mla.combine_latent import base_of
 from pallas_attn.kernels.decode_mla.plan import groups_of, neighbours
 from pallas_attn.kernels.lang import mosaic
@@ -33,7 +33,7 @@ Array = jax.Array
 
 WORD = 8  # columns that are one word of 16 bytes of each thread
 AT_ONCE = 16  # words whose loads are under way together
-FEW_BLOCKS = 400  # as many are at work at once
+FEW_BLOCKS = 400  # blocks that are at work at once
 
 
 def columns_of(plan: Plan) -> int:
@@ -51,10 +51,11 @@ class CombineRefs(NamedTuple):
     outs: GmemRef  # float32[partials * v_head_dim // columns, ROWS * columns]
     row_max: GmemRef  # float32[partials, ROWS]
     row_sum: GmemRef
+    lost: GmemRef | None  # int32[M], where lists name rows
 
 
 class CombineSmem(NamedTuple):
-    table: Table
+    table: Table | None  # None: `row_gathers.with_table`
 
 
 def _at_once(plan: Plan) -> int:
@@ -110,7 +111,7 @@ def _some(ctx: KernelContext, places: combine_latent.Partials, column: Index, n:
 
 def _kernel(refs: CombineRefs, out: GmemRef, lse: GmemRef, smem: CombineSmem, *, plan: Plan):
     line, column = lax.axis_index("line"), lax.axis_index("column")
-    ctx = KernelContext(plan, refs, smem)
+    ctx = row_gathers.with_table(KernelContext(plan, refs, smem))
     producer.fill_table(ctx)
     chunks = jnp.int32(plan.queries.chunks)
     sequence, chunk = lax.div(line, chunks), lax.rem(line, chunks)
@@ -149,11 +150,12 @@ def run(
             shape((lines * ROWS, problem.v_head_dim), problem.dtype),
             shape((lines, ROWS), jnp.float32),
         ),
-        scratch_types=(CombineSmem(scheduler.table_scratch(plan)),),
+        scratch_types=(CombineSmem(row_gathers.table_scratch(plan)),),
         grid=(problem.v_head_dim // columns, lines),
         grid_names=("column", "line"),
         compiler_params=mosaic.without_barriers(by_lane=True),
         kernel_name="combine_latent",
     )
     outs = outs.reshape(-1, ROWS * columns)
-    return kernel(CombineRefs(refs.lengths, refs.layer, refs.sinks, outs, row_max, row_sum))
+    arrays = (refs.lengths, refs.layer, refs.sinks, outs, row_max, row_sum, refs.lost)
+    return kernel(CombineRefs(*arrays))

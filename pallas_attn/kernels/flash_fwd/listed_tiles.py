@@ -93,7 +93,7 @@ def fits(kinds: Operand) -> bool:
 
 
 def prepare(
-    codes: Any, table: np.ndarray, row_blocks: int, never_empty: bool, of_codes: tuple[int, int]
+    codes: Operand, table: np.ndarray, row_blocks: int, never_empty: bool, of_codes: tuple[int, int]
 ) -> tuple[Any, Any]:
     """(`tile_lists.tiles`, `tile_scheduler.table`) of what `tile_lists.codes` gives, and of a
     table of ranks. `of_codes`: the bits of its codes for the work tile, and heads of a batch row.

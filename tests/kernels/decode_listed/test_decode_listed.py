@@ -170,6 +170,14 @@ INTERPRETED = {
         ),
         {"stages": 2, "grid": 4},
     ),
+    "latent_combined_apart": (
+        "latent_sm90",
+        Case(
+            "stacked", (208,), q_heads=128, listed=500, latent=True, kv_heads=1,
+            head_dim=256, v_head_dim=256,
+        ),
+        {"stages": 2, "grid": 16},
+    ),
     "latent_packed": (
         "latent_sm90",
         Case("paged", (150, 70), listed=66, starts=(0, 3, 5), mask=sliding_window(99), **LATENT),
