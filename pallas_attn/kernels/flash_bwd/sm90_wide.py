@@ -86,7 +86,7 @@ from pallas_attn.kernels.lang.types import (
     SmemRef,
 )
 
-WIDTH = 128  # columns of the output are a multiple for each of warpgroups 0 and 1
+WIDTH = 128  # largest number of columns of an accumulator
 PART = 32  # rows of a block of the value array
 PARTS = ROWS // PART
 HALVES, WEIGHTS, PRODUCER = 2, 2, 3
@@ -161,9 +161,9 @@ DQ = Gradient("dq", ("q", "do"), ("k", "v"), "k", is_of_keys=False)
 
 
 def columns_of(problem: AttentionProblem, name: str) -> int:
-    """Columns of an array in global memory: whole blocks of both halves."""
+    """Columns of an array in global memory: whole blocks of the ring."""
     dim = problem.head_dim if name in ("q", "k") else problem.v_head_dim
-    return tma_operands.round_up(dim, HALVES * WIDTH)
+    return tma_operands.round_up(dim, WIDTH)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +199,11 @@ class Buffers:
     def out_columns(self) -> int:
         """Columns of the gradient that each of two warpgroups makes."""
         return columns_of(self.problem, self.gradient.values) // HALVES
+
+    @property
+    def acc_columns(self) -> int:
+        """Columns of each accumulator of these."""
+        return self.out_columns // pl.cdiv(self.out_columns, WIDTH)
 
     @property
     def value_bytes(self) -> int:
@@ -588,8 +593,8 @@ def _accumulate(wide: WideContext, out: GmemRef, block_id: Index, wg: Index) -> 
 def _sum(wide: WideContext, work: WideRows, wg: Index, tiles_before: Index) -> RegisterTiles:
     """weights @ values in a warpgroup's columns, over all tiles that a work tile meets."""
     (ctx, buffers), smem = wide, wide.ctx.smem
-    steps, blocks = work.steps(ctx.plan), buffers.value_blocks
-    zeros = (mosaic.filled((ROWS, WIDTH), 0.0),) * (buffers.out_columns // WIDTH)
+    steps, blocks, width = work.steps(ctx.plan), buffers.value_blocks, buffers.acc_columns
+    zeros = (mosaic.filled((ROWS, width), 0.0),) * (buffers.out_columns // width)
 
     def load(i: Index, part: int) -> None:
         slot = wg * blocks + part % blocks
@@ -614,7 +619,7 @@ def _sum(wide: WideContext, work: WideRows, wg: Index, tiles_before: Index) -> R
             slot = wg * blocks + part % blocks
             plgpu.barrier_wait(smem.values_ready.at[slot])
             for n, acc in enumerate(accs):
-                columns = smem.values.at[slot, :, pl.ds(n * WIDTH, WIDTH)]
+                columns = smem.values.at[slot, :, pl.ds(n * width, width)]
                 plgpu.wgmma(acc, smem.weights.at[weights * PARTS + part], columns)
             if part >= blocks - 1:
                 refill(i, part - blocks + 1, blocks - 1)
@@ -634,14 +639,14 @@ def _store(wide: WideContext, work: WideRows, out: GmemRef, wg: Index, sums: Reg
     """Stores a warpgroup's columns of a gradient. Rows past a query length may have met NaN: zeros
     are selected in their place.
     """
-    (ctx, buffers), (batch, head, row, _) = wide, work.rows
+    (ctx, buffers), (batch, head, row, _), width = wide, work.rows, wide.buffers.acc_columns
     for n, value in enumerate(sums):
         if buffers.gradient.has_dp:
             value = value * ctx.plan.problem.scale
         if work.length is not None:
             inside = mosaic.positions((ROWS,), 0, row) < work.length
             value = jnp.where(mosaic.broadcast_rows(inside, value.shape), value, 0.0)
-        columns = pl.ds(wg * buffers.out_columns + n * WIDTH, WIDTH)
+        columns = pl.ds(wg * buffers.out_columns + n * width, width)
         mosaic.store(out.at[batch, pl.ds(row, ROWS), head, columns], value.astype(out.dtype))
 
 
@@ -703,7 +708,7 @@ def key_plan(problem: AttentionProblem, config: Config) -> KeyPlan:
 
 def _operands(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> BackwardRefs:
     """The operands of the launches for dV and dK. XLA pads q, k, v and dO where T or S is above 8
-    and no multiple of 8, or a head dim no multiple of 256.
+    and no multiple of 8, or a head dim no multiple of 128.
     """
     problem, inputs = plan.problem, residuals.inputs
     fields: dict[str, Any] = operands.over_tiles(plan, inputs) | stats._asdict()
@@ -724,7 +729,7 @@ def _operands(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Back
 
 def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs. XLA cuts them where T or S is
-    no multiple of 64, or a head dim none of 256.
+    no multiple of 64, or a head dim none of 128.
     """
     residuals, plan = Residuals(*residuals), key_plan(problem, config)
     inputs = residuals.inputs
