@@ -24,7 +24,7 @@ Warpgroups, and the barriers that they arrive at:
 
 Shared memory:
   held     the columns of the held arrays that are not in registers, for a whole work tile
-  ring     blocks of 64 rows by some columns: the first columns of the first held array, on their
+  ring     blocks of 64 rows by 128 columns: the first columns of the first held array, on their
            way to registers, then the streamed arrays of each tile
   values   blocks of 32 rows by half of the columns, of warpgroups 0 and 1
   weights  weights of two tiles, alternately
@@ -86,7 +86,7 @@ from pallas_attn.kernels.lang.types import (
     SmemRef,
 )
 
-WIDTH = 128  # largest number of columns of an accumulator
+WIDTH = 128  # columns of a block of the ring, and at most of an accumulator
 PART = 32  # rows of a block of the value array
 PARTS = ROWS // PART
 HALVES, WEIGHTS, PRODUCER = 2, 2, 3
@@ -101,7 +101,6 @@ SUPPORTED = flash_fwd_sm90_wide.SUPPORTED - {"bias"}
 class Config:
     """Tuning only: the result is the same up to rounding."""
 
-    width: int = 128  # columns of a block of the ring
     ring: int = 0  # blocks, a tile at least; 0: as many as there is room for, up to three tiles
     in_registers: int = 256  # columns of the first held array that are in registers
     value_blocks: int = 0  # blocks of the value array for each warpgroup; 0: two if there is room
@@ -113,11 +112,10 @@ class Config:
     def __post_init__(self) -> None:
         check(
             self,
-            width=(self.width in (64, 128), "64 or 128"),
             ring=(self.ring >= 0, "at least 0"),
             in_registers=(
-                self.in_registers >= 0 and self.in_registers % self.width == 0,
-                f"a multiple of width, {self.width}",
+                self.in_registers >= 0 and self.in_registers % WIDTH == 0,
+                f"a multiple of {WIDTH}",
             ),
             value_blocks=(self.value_blocks in (0, 1, 2), "0, 1 or 2"),
             grid=(self.grid >= 1, "at least 1"),
@@ -178,7 +176,7 @@ class Buffers:
     def products(self) -> list[int]:
         """Blocks of columns that S takes, and dP."""
         dims = self.problem.head_dim, self.problem.v_head_dim
-        return [pl.cdiv(dim, self.config.width) for dim in dims[: len(self.gradient.held)]]
+        return [pl.cdiv(dim, WIDTH) for dim in dims[: len(self.gradient.held)]]
 
     @property
     def step_blocks(self) -> int:
@@ -188,7 +186,7 @@ class Buffers:
     @property
     def in_registers(self) -> int:
         """Blocks of the first held array that are in registers."""
-        return min(self.config.in_registers // self.config.width, self.products[0])
+        return min(self.config.in_registers // WIDTH, self.products[0])
 
     @property
     def in_smem(self) -> int:
@@ -213,7 +211,7 @@ class Buffers:
     @property
     def room(self) -> int:
         """Bytes for the ring and the value array."""
-        held = 2 * ROWS * self.config.width * self.in_smem
+        held = 2 * ROWS * WIDTH * self.in_smem
         return ROOM - held - 2 * ROWS * ROWS * SLOTS - 1024
 
     @property
@@ -221,7 +219,7 @@ class Buffers:
         """Blocks of the value array that each of two warpgroups has: all of a tile, or one."""
         if self.config.value_blocks:
             return self.config.value_blocks
-        streamed = 2 * ROWS * self.config.width * self.step_blocks
+        streamed = 2 * ROWS * WIDTH * self.step_blocks
         return PARTS if self.room - HALVES * PARTS * self.value_bytes >= streamed else 1
 
     @property
@@ -230,12 +228,12 @@ class Buffers:
         if self.config.ring:
             return self.config.ring
         rest = self.room - HALVES * self.value_blocks * self.value_bytes
-        return min(rest // (2 * ROWS * self.config.width), 3 * max(self.products))
+        return min(rest // (2 * ROWS * WIDTH), 3 * max(self.products))
 
 
 class WideSmem(NamedTuple):
-    held: SmemRef  # [blocks, ROWS, width]; None: all columns are in registers
-    ring: SmemRef  # [ring, ROWS, width]
+    held: SmemRef  # [blocks, ROWS, WIDTH]; None: all columns are in registers
+    ring: SmemRef  # [ring, ROWS, WIDTH]
     values: SmemRef  # [HALVES * value_blocks, PART, out_columns]
     weights: SmemRef  # [SLOTS * PARTS, ROWS, PART]
     stats: SmemRef  # float32[SLOTS, 2, ROWS]: lse and delta; None where work tiles are queries
@@ -252,14 +250,14 @@ class WideSmem(NamedTuple):
 
 def scratch(buffers: Buffers) -> WideSmem:
     """Shared memory, described once: `gradient_of` launches it, `smem_bytes` adds it up."""
-    dtype, width, barrier = buffers.problem.dtype, buffers.config.width, plgpu.Barrier
+    dtype, barrier = buffers.problem.dtype, plgpu.Barrier
     slots, each = functools.partial(barrier, num_barriers=SLOTS), buffers.value_blocks * HALVES
     if buffers.ring < (least := max(buffers.products)):
         raise ValueError(f"Config.ring must be at least {least}, a tile, for {buffers.problem}")
-    held = mosaic.swizzled((buffers.in_smem, ROWS, width), dtype, 128) if buffers.in_smem else None
+    held = mosaic.swizzled((buffers.in_smem, ROWS, WIDTH), dtype, 128) if buffers.in_smem else None
     return WideSmem(
         held=held,
-        ring=mosaic.swizzled((buffers.ring, ROWS, width), dtype, 128),
+        ring=mosaic.swizzled((buffers.ring, ROWS, WIDTH), dtype, 128),
         values=mosaic.swizzled((each, PART, buffers.out_columns), dtype, 2 * PART),
         weights=mosaic.swizzled((SLOTS * PARTS, ROWS, PART), dtype, 2 * PART),
         stats=plgpu.SMEM((SLOTS, 2, ROWS), jnp.float32) if buffers.gradient.is_of_keys else None,
@@ -310,7 +308,7 @@ class Position(NamedTuple):
 class RingBlock(NamedTuple):
     """A block of the ring."""
 
-    ref: SmemRef  # [ROWS, width]
+    ref: SmemRef  # [ROWS, WIDTH]
     ready: Barrier
     free: Barrier
 
@@ -328,7 +326,7 @@ def _ring_block(wide: WideContext, number: Index) -> RingBlock:
 
 def _produce(wide: WideContext, block_id: Index) -> None:
     """Loads the held arrays of all work tiles, and the streamed ones with row statistics."""
-    (ctx, buffers), width = wide, wide.buffers.config.width
+    ctx, buffers = wide
     names = _columns(buffers, buffers.gradient.streamed)
 
     def fill(number: Index, name: str, rows: Rows, column: int) -> None:
@@ -340,7 +338,7 @@ def _produce(wide: WideContext, block_id: Index) -> None:
         work, position = wide_rows.rows_of(ctx, code), Position(n, tiles_before)
         for block in range(buffers.in_registers):
             number = position.held_block(buffers, block)
-            fill(number, buffers.gradient.held[0], work.rows, block * width)
+            fill(number, buffers.gradient.held[0], work.rows, block * WIDTH)
         _load_held(wide, work, n)
 
         def step(i: Index, tiles: Index) -> Index:
@@ -358,9 +356,8 @@ def _produce(wide: WideContext, block_id: Index) -> None:
 
 def _columns(buffers: Buffers, names: Sequence[str]) -> list[tuple[str, int]]:
     """(name, first column) of the blocks of arrays whose products are S and dP."""
-    width = buffers.config.width
     return [
-        (name, n * width)
+        (name, n * WIDTH)
         for name, count in zip(names, buffers.products, strict=True)
         for n in range(count)
     ]
