@@ -276,7 +276,7 @@ def test_on_a_gpu(rng, monkeypatch, kind, dtype, options):
             got = program(q, cache, 1)
         assert set(names) <= {"sm90"}
         budget.check(dict(zip(("out", "lse"), got, strict=True)), expected(q, cache, layer, **told))
-    lost = program(q, cache.extend(200), 1)
+    lost = program(q, cache.extend(jnp.full(3, 200, jnp.int32)), 1)
     assert all(np.isnan(np.asarray(x, np.float32)).all() for x in lost)
     lost = program(q, cache, 2)
     assert all(np.isnan(np.asarray(x, np.float32)).all() for x in lost)
