@@ -23,7 +23,8 @@ MOST_BYTES = 2**32  # bytes of K and V of a layer
 WIDEST = 128  # largest head dim of v: registers hold two accumulators of the output
 # Pairs of query head and query row that a row of the cache must meet to be worth a launch before,
 # and head dims of K and V together from which on the matmuls, not the softmax, take most time.
-FEWEST_PAIRS, FEWEST_COLUMNS = 512, 256
+FEWEST_PAIRS, FEWEST_COLUMNS = 768, 256
+MANY_UNITS = 8  # units of a block from which on kv heads are taken together
 COLUMNS = 64  # head dims are multiples of it
 # Three consumers have no registers for two accumulators.
 CONFIGS = (sm90.Config(1, q_slots=1), sm90.Config(2))
@@ -41,8 +42,8 @@ class Config:
         plan = plan_of(problem, cls())
         config = sm90.fastest(plan, max(problem.capacities), configs=CONFIGS)
         config = dataclasses.replace(config, in_turn=False)
-        plan = plan_of(problem, cls(config))
-        return cls(dataclasses.replace(config, together=sm90.together(plan)))
+        many = plan_of(problem, cls(config)).units >= MANY_UNITS * config.grid
+        return cls(dataclasses.replace(config, together=problem.kv_heads if many else 1))
 
 
 def limit(problem: DecodeProblem) -> Limit | None:

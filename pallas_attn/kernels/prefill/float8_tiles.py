@@ -178,7 +178,8 @@ def _columns(
 ) -> list[list[Float]]:
     """A word of each of 32 rows as numbers, by row; `place`: the first row and the word."""
     (thread, _, at, plan), (numbers, scales), (first, word) = ctx, arrays, place
-    words, loaded = plan.dims[1] // COLUMNS, []
+    words = plan.dims[1] // COLUMNS
+    loaded: list[tuple[Index, Float]] = []
     for start in range(0, GROUP, TOGETHER):
         line = _line(ctx, first + start, TOGETHER)
         number = line * words + thread.to_int64(word)

@@ -118,7 +118,7 @@ class Config:
             alike = _of_one_sequence(problem)
         most = 1 if problem.packed and launches.of_single_rows(problem) else MOST_SPLITS
         config = fastest(plan_of(alike, cls()), max(problem.capacities), most)
-        return dataclasses.replace(config, together=together(plan_of(problem, config)))
+        return dataclasses.replace(config, together=_together(plan_of(problem, config)))
 
 
 def _of_one_sequence(problem: DecodeProblem) -> DecodeProblem:
@@ -202,7 +202,7 @@ def cost(plan: Plan, keys: int) -> float:
     return estimate
 
 
-def together(plan: Plan) -> int:
+def _together(plan: Plan) -> int:
     """All kv heads of a sequence where their q tiles see unequally many keys, blocks have a few
     units each, and K and V of so many heads leave half of L2 to others; else 1. Packed rows are
     taken for those of one sequence where they are few, else for as many of each.
