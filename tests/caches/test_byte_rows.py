@@ -161,6 +161,17 @@ def test_what_is_read(rng, subject, case):
         np.testing.assert_allclose(*(np.asarray(z, np.float32) for z in (x, y)), step, step)
 
 
+@pytest.mark.guards
+def test_packed_rows_of_the_least_length():
+    """They are rows without keys: to count back from it would wrap around."""
+    cache = create("paged").extend(jnp.array([0, 4], jnp.int32))
+    cache = dataclasses.replace(cache, lengths=jnp.array([-(2**31), 4], jnp.int32))
+    q = jnp.ones((4, 2, 576), jnp.bfloat16)
+    options = {"q": q, "starts": jnp.array([0, 3, 4], jnp.int32)}
+    out, _ = INTERPRETED.call(pa.decode_attention_with_lse, cache=cache, **options)
+    assert not np.asarray(out, np.float32).any()
+
+
 # ---- the rest ------------------------------------------------------------------------------------
 
 
