@@ -149,7 +149,7 @@ DECODES = [
 
 @pytest.mark.parametrize("subject, case", subjects.pairs("decode", DECODES, Decode.call))
 def test_what_is_read(rng, subject, case):
-    """As the reference reads it, which is told rows without what lies behind them."""
+    """The reference gets the same rows, without bytes behind them that are no numbers."""
     cache, arguments = case.filled(rng), case.arguments(rng)
     got = subject.call(pa.decode_attention_with_lse, cache=cache, **arguments)
     finite = np.isfinite(as_floats(cache.k)).all(axis=-1, keepdims=True)

@@ -340,7 +340,7 @@ def test_narrow_rows_are_stored_where_tma_would_put_them(rng, monkeypatch, dim, 
 
 @pytest.mark.parametrize("begin, dtype", [(64, "bfloat16"), (448, "float16"), (512, "float16")])
 def test_rows_of_bytes_are_stored_where_tma_would_put_them(rng, monkeypatch, begin, dtype):
-    """Of a tile whose rows wrap around the ring."""
+    """A tile whose rows wrap around the ring."""
     monkeypatch.setattr(thread_math, "to_16_bits", float16_of_e5m2)
     monkeypatch.setattr(byte_rows, "BYTE_DTYPE", "float8_e5m2")
     numbers = rng.standard_normal((7, 16, 512)).astype(jnp.float8_e5m2)

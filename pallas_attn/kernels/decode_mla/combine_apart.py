@@ -33,7 +33,7 @@ Array = jax.Array
 
 WORD = 8  # columns that are one word of 16 bytes of each thread
 AT_ONCE = 16  # words whose loads are under way together
-FEW_BLOCKS = 400  # as many are at work at once
+FEW_BLOCKS = 400  # blocks that are at work at once, about
 
 
 def columns_of(plan: Plan) -> int:

@@ -58,7 +58,7 @@ def widen(raw: SmemRef, to: SmemRef, tile: Tile, begin: int) -> None:
         def load(word: int) -> ir.Value:
             return llvm.load(asm.word_type(WORD), _moved(line, word), alignment=WORD)
 
-        def store(chunk: Any, value: ir.Value) -> None:
+        def store(chunk: Index, value: ir.Value) -> None:
             place = packed_rows.swizzled_place(row, chunk, chunks, SWIZZLE // WORD)
             llvm.store(value, asm.address_of(to, first + place, WORD), alignment=WORD)
 
