@@ -561,8 +561,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "latent_partials_of_the_next_chunk_are_combined": Fault(
         f"{MLA}/combine_apart.py",
-        "places = [n * together + member for n in others]",
-        "places = [n * together for n in others]",
+        "own, first, later = (n * together + member for n in others)",
+        "own, first, later = (n * together for n in others)",
         f"{TEST_MLA} -k 'test_interpreted and two_chunks_apart'",
     ),
     "rows_of_bytes_are_widened_before_they_are_there": Fault(

@@ -79,8 +79,8 @@ def _partials_of(ctx: KernelContext, sequence: Index, chunk: Index) -> combine_l
     first_unit = start * groups.heads + head * units
     work = scheduler.work_at(groups, table, share, first_unit, sequence)
     count, *others = scheduler.partials_of(groups, share, work, jnp.int32(0))
-    places = [n * together + member for n in others]
-    return combine_latent.Partials(count, *places, plan.partials_a_block)
+    own, first, later = (n * together + member for n in others)
+    return combine_latent.Partials(count, own, first, later, plan.partials_a_block)
 
 
 def _some(ctx: KernelContext, places: combine_latent.Partials, column: Index, n: Index, state):

@@ -79,8 +79,7 @@ def widen(raw: SmemRef, to: SmemRef, tile: Tile, begin: int) -> None:
             value = load(BYTE_ROW.rest_begins // WORD + word)
             if dtype != REST_DTYPE:
                 quarters = [vector.extract(value, [], [i]) for i in range(4)]
-                pairs = [thread_math.from_word(x, 4, REST_DTYPE) for x in quarters]
-                floats = [x for pair in pairs for x in pair]
+                floats = [y for x in quarters for y in thread_math.from_word(x, 4, REST_DTYPE)]
                 value = thread_math.rounded(floats, dtype)
             store(part + (word + (end_of_v - begin) // 8), value)
 
