@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn._call import bind_cache
+from pallas_attn._call import bind_cache, config
 from pallas_attn.kernels.decode_mla import sm90
 from tests.support import subjects
 from tests.support.byte_rows import as_bytes, as_floats
@@ -159,6 +159,17 @@ def test_what_is_read(rng, subject, case):
     step = 2.0**-7 if case.dtype == "bfloat16" else 2.0**-10
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(*(np.asarray(z, np.float32) for z in (x, y)), step, step)
+
+
+@pytest.mark.guards
+def test_all_tiles_by_one_block(rng):
+    """Slots of both rings are used again."""
+    case = Decode("stacked", heads=2)
+    cache, arguments = case.filled(rng), case.arguments(rng)
+    with config.forced("decode_sm90", {"grid": 1, "stages": 3}):
+        got = INTERPRETED.call(pa.decode_attention, cache=cache, **arguments)
+    want = INTERPRETED.call(pa.decode_attention, cache=cache, **arguments)
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), 0.01, 0.01)
 
 
 @pytest.mark.guards

@@ -571,12 +571,6 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "pl.when(n > 0)(lambda: plgpu.barrier_wait(_slot(ctx, first + n).ready))",
         f"{TEST_BYTES} -k 'test_what_is_read and interpreted-stacked'",
     ),
-    "rows_of_bytes_go_to_blocks_in_use": Fault(
-        f"{MLA}/sm90_byte_rows.py",
-        "reused = number >= columns.ring",
-        "reused = number > columns.ring",
-        f"{TEST_BYTES} -k 'test_what_is_read and interpreted-stacked'",
-    ),
     "rows_of_bytes_have_the_scale_of_their_neighbours": Fault(
         "pallas_attn/kernels/append/byte_rows.py",
         "scale = row.columns[start] * word // SCALE_COLUMNS",
