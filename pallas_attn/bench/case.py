@@ -579,7 +579,7 @@ def _kind(mask: Mask) -> str:
     return "window" if mask.left is not None else "band"
 
 
-BYTES_OF_A_ROW = 656  # of a latent cache in FlashMLA's format
+BYTES_OF_A_ROW = 656  # a latent cache in FlashMLA's format
 
 
 def _row_bytes(dims: tuple[int, ...], dtype: str, cache_dtype: str | None) -> int:

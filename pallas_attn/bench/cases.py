@@ -404,7 +404,7 @@ def _even(cache: Cache, batch: int, length: int, label: str, **fields: Any) -> D
 
 _BYTES: dict[str, Any] = {"cache_dtype": "float8_e4m3fn", "byte_rows": True}
 # Sequences, rows, query heads and rows of bytes of latent caches with pages of 64 rows.
-_SERVED = (
+_SERVED: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
     (128, 4096, 128, {}),
     (64, 8192, 64, {}),
     (1, 65536, 128, {}),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn._call import bind_cache
+from pallas_attn._call import bind_cache, config
 from pallas_attn.kernels.decode_mla import sm90
 from tests.support import subjects
 from tests.support.byte_rows import as_bytes, as_floats
@@ -149,7 +149,7 @@ DECODES = [
 
 @pytest.mark.parametrize("subject, case", subjects.pairs("decode", DECODES, Decode.call))
 def test_what_is_read(rng, subject, case):
-    """As the reference reads it, which is told rows without what lies behind them."""
+    """The reference gets the same rows, without bytes behind them that are no numbers."""
     cache, arguments = case.filled(rng), case.arguments(rng)
     got = subject.call(pa.decode_attention_with_lse, cache=cache, **arguments)
     finite = np.isfinite(as_floats(cache.k)).all(axis=-1, keepdims=True)
@@ -159,6 +159,28 @@ def test_what_is_read(rng, subject, case):
     step = 2.0**-7 if case.dtype == "bfloat16" else 2.0**-10
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(*(np.asarray(z, np.float32) for z in (x, y)), step, step)
+
+
+@pytest.mark.guards
+def test_all_tiles_by_one_block(rng):
+    """Slots of both rings are used again."""
+    case = Decode("stacked", heads=2)
+    cache, arguments = case.filled(rng), case.arguments(rng)
+    with config.forced("decode_sm90", {"grid": 1, "stages": 3}):
+        got = INTERPRETED.call(pa.decode_attention, cache=cache, **arguments)
+    want = INTERPRETED.call(pa.decode_attention, cache=cache, **arguments)
+    np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), 0.01, 0.01)
+
+
+@pytest.mark.guards
+def test_packed_rows_of_the_least_length():
+    """They are rows without keys: to count back from it would wrap around."""
+    cache = create("paged").extend(jnp.array([0, 4], jnp.int32))
+    cache = dataclasses.replace(cache, lengths=jnp.array([-(2**31), 4], jnp.int32))
+    q = jnp.ones((4, 2, 576), jnp.bfloat16)
+    options = {"q": q, "starts": jnp.array([0, 3, 4], jnp.int32)}
+    out, _ = INTERPRETED.call(pa.decode_attention_with_lse, cache=cache, **options)
+    assert not np.asarray(out, np.float32).any()
 
 
 # ---- the rest ------------------------------------------------------------------------------------

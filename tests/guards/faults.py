@@ -627,20 +627,14 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "latent_partials_of_the_next_chunk_are_combined": Fault(
         f"{MLA}/combine_apart.py",
-        "places = [n * together + member for n in others]",
-        "places = [n * together for n in others]",
+        "own, first, later = (n * together + member for n in others)",
+        "own, first, later = (n * together for n in others)",
         f"{TEST_MLA} -k 'test_interpreted and two_chunks_apart'",
     ),
     "rows_of_bytes_are_widened_before_they_are_there": Fault(
         f"{MLA}/sm90_byte_rows.py",
         "plgpu.barrier_wait(_slot(ctx, first + n).ready)",
         "pl.when(n > 0)(lambda: plgpu.barrier_wait(_slot(ctx, first + n).ready))",
-        f"{TEST_BYTES} -k 'test_what_is_read and interpreted-stacked'",
-    ),
-    "rows_of_bytes_go_to_blocks_in_use": Fault(
-        f"{MLA}/sm90_byte_rows.py",
-        "reused = number >= columns.ring",
-        "reused = number > columns.ring",
         f"{TEST_BYTES} -k 'test_what_is_read and interpreted-stacked'",
     ),
     "rows_of_bytes_have_the_scale_of_their_neighbours": Fault(

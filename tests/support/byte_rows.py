@@ -23,6 +23,6 @@ def as_floats(rows):
         np.ascontiguousarray(x).view(dtype).astype(np.float32)
         for x, dtype in zip(parts, (jnp.float8_e4m3fn, "<f4", jnp.bfloat16), strict=True)
     )
-    with np.errstate(all="ignore"):  # of bytes that are no row
+    with np.errstate(all="ignore"):  # any bytes may come
         v = numbers * np.repeat(scales, 128, axis=-1)
     return np.concatenate([v, rest], axis=-1)

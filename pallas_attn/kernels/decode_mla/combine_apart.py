@@ -33,7 +33,7 @@ Array = jax.Array
 
 WORD = 8  # columns that are one word of 16 bytes of each thread
 AT_ONCE = 16  # words whose loads are under way together
-FEW_BLOCKS = 400  # blocks that are at work at once
+FEW_BLOCKS = 400  # blocks that are at work at once, about
 
 
 def columns_of(plan: Plan) -> int:
@@ -80,8 +80,8 @@ def _partials_of(ctx: KernelContext, sequence: Index, chunk: Index) -> combine_l
     first_unit = start * groups.heads + head * units
     work = scheduler.work_at(groups, table, share, first_unit, sequence)
     count, *others = scheduler.partials_of(groups, share, work, jnp.int32(0))
-    places = [n * together + member for n in others]
-    return combine_latent.Partials(count, *places, plan.partials_a_block)
+    own, first, later = (n * together + member for n in others)
+    return combine_latent.Partials(count, own, first, later, plan.partials_a_block)
 
 
 def _some(ctx: KernelContext, places: combine_latent.Partials, column: Index, n: Index, state):

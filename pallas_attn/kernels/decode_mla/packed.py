@@ -140,7 +140,8 @@ def _sequences_of_rows(
         lost = lost | (missing & (entry[None] < length[:, None])).any(axis=1)
     if new is not None:
         lost = lost | ((length < 1) & (new < 0))
-    end = jnp.maximum(length[owner] - (starts[owner + 1] - 1 - at), 0)
+    # Any int32 is a length; less than 0 counts as 0, and must not wrap around.
+    end = jnp.maximum(jnp.maximum(length, 0)[owner] - (starts[owner + 1] - 1 - at), 0)
     numbers: tuple[Array, ...] = ()
     if problem.tree:
         numbers = owner, at - starts[owner], length[owner] - jnp.diff(starts)[owner]

@@ -43,7 +43,7 @@ Array = jax.Array
 
 ROWS = 16  # rows of a slot of the raw ring
 TILE_SLOTS = TILE // ROWS
-WIDENERS = 2  # warpgroups that widen: each has some rows of a tile
+WIDENERS = 2  # warpgroups that widen: each has every other block of columns
 REGISTERS = 248, 88  # registers of a thread: of the warpgroup that computes, and of the others
 
 
@@ -108,8 +108,7 @@ def scratch(plan: Plan) -> FewRowsSmem:
         barrier(num_barriers=slots, num_arrivals=WIDENERS),
     )
     blocks = sm90_few_rows.columns_of(plan).ring
-    ready = barrier(num_barriers=blocks, num_arrivals=WIDENERS)
-    return smem._replace(ready=ready, raw=raw)
+    return smem._replace(ready=barrier(num_barriers=blocks), raw=raw)
 
 
 def _slot(ctx: KernelContext, number: Index) -> RingBlock:
@@ -149,22 +148,21 @@ def _load(ctx: KernelContext, share: Share) -> None:
 
 
 def _widen(ctx: KernelContext, share: Share, member: int) -> None:
-    """All tiles of the block from raw rows to blocks of columns, by one of the warpgroups."""
+    """Some columns of all tiles, from raw rows to blocks of the ring, by one of the warpgroups."""
     columns, smem = sm90_few_rows.columns_of(ctx.plan), ctx.smem
 
     def one_tile(_, count):
         first = count * TILE_SLOTS
         for n in range(TILE_SLOTS):
             plgpu.barrier_wait(_slot(ctx, first + n).ready)
-        for n in range(columns.blocks):
+        for n in range(member, columns.blocks, WIDENERS):
             number = count * columns.blocks + n
             block = sm90_few_rows.ring_block(ctx, count, n)
             reused = number >= columns.ring
             pl.when(reused)(functools.partial(plgpu.barrier_wait, block.free))
             entry = lax.rem(number, jnp.int32(columns.ring))
             tile = byte_rows.Tile(lax.rem(first, jnp.int32(slots_of(ctx.plan))), entry)
-            begin = n * columns.block
-            byte_rows.widen(smem.raw.rows, smem.kv, tile, begin, member, WIDENERS)
+            byte_rows.widen(smem.raw.rows, smem.kv, tile, n * columns.block)
             plgpu.commit_smem()
             plgpu.barrier_arrive(block.ready)
         for n in range(TILE_SLOTS):

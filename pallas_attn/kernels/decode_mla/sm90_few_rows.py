@@ -79,9 +79,12 @@ class Columns(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def columns_of(plan: Plan) -> Columns:
     head_dim, v_head_dim = plan.problem.head_dim, plan.problem.v_head_dim
-    block = WIDTH * next(n for n in (3, 2, 1) if head_dim // WIDTH % n == 0)
+    # Columns that are widened in the block come in small ones: the next is widened meanwhile.
+    at_once = next(n for n in (3, 2, 1) if head_dim // WIDTH % n == 0)
+    block = WIDTH * (1 if plan.problem.byte_rows else at_once)
     v = tuple(min(max(v_head_dim - start, 0), block) for start in range(0, head_dim, block))
-    return Columns(block, max(plan.config.stages, len(v)), v)
+    stages = plan.config.stages * at_once * WIDTH // block
+    return Columns(block, max(stages, len(v)), v)
 
 
 class FewRowsSmem(NamedTuple):

@@ -34,23 +34,20 @@ class Tile(NamedTuple):
     entry: Index
 
 
-def widen(
-    raw: SmemRef, to: SmemRef, tile: Tile, begin: int, member: int = 0, members: int = 1
-) -> None:
+def widen(raw: SmemRef, to: SmemRef, tile: Tile, begin: int) -> None:
     """Columns from `begin` on of a tile, to an entry of `to` [entries, rows, columns], which is
-    swizzled. `members`: the warpgroups that share the rows, of which this is number `member`.
+    swizzled.
     """
     slots, slot_rows, _ = raw.shape
     _, rows, width = to.shape
-    own = rows // members
-    dtype, parts = str(to.dtype), THREADS // own
+    dtype, parts = str(to.dtype), THREADS // rows
     end, end_of_v = begin + width, BYTE_ROW.v_head_dim
     narrow = range(begin // WORD, min(end, end_of_v) // WORD, parts)
     rest = range(max(begin - end_of_v, 0) // 8, (end - end_of_v) // 8, parts)
 
     def code(raw, slot, to, entry):
         thread = threads.Thread()
-        row, part = thread.index % own + member * own, thread.index // own
+        row, part = thread.index % rows, thread.index // rows
         number = Int(slot.registers.item()) + row // slot_rows
         number = thread.select(number >= slots, number - slots, number)
         line = (number * slot_rows + row % slot_rows) * (BYTE_ROW.size // WORD)
@@ -61,7 +58,7 @@ def widen(
         def load(word: int) -> ir.Value:
             return llvm.load(asm.word_type(WORD), _moved(line, word), alignment=WORD)
 
-        def store(chunk: Any, value: ir.Value) -> None:
+        def store(chunk: Index, value: ir.Value) -> None:
             place = packed_rows.swizzled_place(row, chunk, chunks, SWIZZLE // WORD)
             llvm.store(value, asm.address_of(to, first + place, WORD), alignment=WORD)
 
@@ -82,8 +79,7 @@ def widen(
             value = load(BYTE_ROW.rest_begins // WORD + word)
             if dtype != REST_DTYPE:
                 quarters = [vector.extract(value, [], [i]) for i in range(4)]
-                pairs = [thread_math.from_word(x, 4, REST_DTYPE) for x in quarters]
-                floats = [x for pair in pairs for x in pair]
+                floats = [y for x in quarters for y in thread_math.from_word(x, 4, REST_DTYPE)]
                 value = thread_math.rounded(floats, dtype)
             store(part + (word + (end_of_v - begin) // 8), value)
 
@@ -96,8 +92,7 @@ def widen(
         v = v * np.repeat(scales.view(np.float32), SCALE_COLUMNS, axis=1)
         others = others.view(REST_DTYPE).astype(np.float32)
         wide = np.concatenate([v, others], axis=1)[:, begin : begin + width]
-        mine = slice(member * own, (member + 1) * own)
-        to[int(entry), mine] = wide[mine].astype(to.dtype)
+        to[int(entry)] = wide.astype(to.dtype)
 
     tiled: Any = plgpu.TilingTransform
     swizzled: Any = plgpu.SwizzleTransform
