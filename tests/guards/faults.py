@@ -537,8 +537,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "dq_of_one_key_tile_is_written_to_the_rows_of_the_other_warpgroup": Fault(
         f"{BWD}/one_key_tile.py",
-        "        row = (due.t * 2 + wg) * ROWS\n",
-        "        row = (due.t * 2 + 1 - wg) * ROWS\n",
+        "(due.t * 2 + wg) * ROWS\n",
+        "(due.t * 2 + 1 - wg) * ROWS\n",
         f"{TEST_ONE_TILE} -k 'interpreted and chunks'",
     ),
     "dq_is_added_to_what_was_there": Fault(

@@ -87,7 +87,7 @@ class FusedSmem(NamedTuple):
     q: Panels
     do: Panels
     ds: tuple[Panels, ...]  # see `dq_sum.ds_scratch`
-    dq: SmemRef
+    dq: Panels
     row_stats: SmemRef  # lse and delta of the tiles of q and dO
     row_numbers: SmemRef  # 0, 1, .. of a query tile
     kv_ready: Barrier
