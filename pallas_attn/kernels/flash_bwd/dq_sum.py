@@ -73,8 +73,10 @@ def has_rest(plan: KeyPlan) -> bool:
     return plan.format.halves and widths[1] < widths[0]
 
 
-def staging(plan: KeyPlan) -> SmemRef:
+def staging(plan: KeyPlan) -> Panels:
     """Shared memory for `add`, or None."""
+    if plan.config.one_key_tile:
+        return one_key_tile.staging(plan)
     if is_split_by_rows(plan):
         return None
     return mosaic.swizzled((WARPGROUPS, ROWS, *share_widths(plan)), jnp.float32, _swizzle(plan))

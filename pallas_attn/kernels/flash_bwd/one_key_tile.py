@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
+from pallas_attn.kernels.lang import panels
+from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import Index, RegisterTile
-from pallas_attn.kernels.mma import mma_sync
 
 if TYPE_CHECKING:
     from pallas_attn.kernels.flash_bwd.dq_sum import PendingDq
+    from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 
 KEYS = 2 * ROWS
 
@@ -35,12 +38,18 @@ def output(problem: AttentionProblem) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, problem.dtype)
 
 
+def staging(plan: "KeyPlan") -> Panels:
+    """Shared memory for the rows of both warpgroups on their way to dq."""
+    widths = plan.format.qk.panels or (plan.format.qk.width,)
+    return tuple(panels.scratch((2, ROWS), plan.problem.dtype, width) for width in widths)
+
+
 def write(ctx: KernelContext, work: KeyTile, wg: Index, due: "PendingDq", dq: RegisterTile) -> None:
     """Writes a warpgroup's rows of the dQ of a step."""
-    problem = ctx.plan.problem
-
-    @pl.when(due.exists != 0)
-    def _() -> None:
-        row = (due.t * 2 + wg) * ROWS
-        where = work.batch, due.head, row, problem.q_len - row
-        mma_sync.write((dq * problem.scale).astype(problem.dtype), ctx.refs.dq, where)
+    (plan, refs, smem), row = ctx, (due.t * 2 + wg) * ROWS
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    (to,) = panels.tiles(smem.dq, wg)
+    to[...] = (dq * plan.problem.scale).astype(to.dtype)
+    plgpu.commit_smem()
+    where = work.batch, pl.ds(row, ROWS), due.head
+    panels.store(smem.dq, wg, refs.dq, where, predicate=due.exists != 0)

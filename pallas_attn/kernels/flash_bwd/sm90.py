@@ -317,8 +317,8 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
     residuals = Residuals(*residuals)
     if config.q_chunks > 1:
-        parts = query_chunks.split(residuals, problem, config.q_chunks)
-        grads = run(*parts, dataclasses.replace(config, q_chunks=1))
+        chunks = query_chunks.split(residuals, problem, config.q_chunks)
+        grads = run(*chunks, dataclasses.replace(config, q_chunks=1))
         return query_chunks.joined(grads, problem)
     plan = plan_of(problem, config)
     inputs = residuals.inputs
@@ -327,8 +327,8 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     dq_plan = _dq_plan(problem, config)
     # Whole tiles, of either size, and what is read of row statistics beyond the last.
     rows = tma_operands.round_up(problem.q_len + max(0, 32 - config.block_q), 2 * ROWS)
-    others = problem.bias_shape is not None or problem.learned
-    if not is_fused(problem, config) or others:
+    reads_more = problem.bias_shape is not None or bool(problem.learned)
+    if not is_fused(problem, config) or reads_more:
         rows = max(rows, dq_plan.tiling.padded_rows)
     if config.window:
         rows = sm90_window.padded_rows(problem)

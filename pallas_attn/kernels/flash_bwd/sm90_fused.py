@@ -94,7 +94,7 @@ class FusedSmem(NamedTuple):
     q: Panels
     do: Panels
     ds: tuple[Panels, ...]  # see `dq_sum.ds_scratch`
-    dq: SmemRef
+    dq: Panels
     row_stats: SmemRef  # lse and delta of the tiles of q and dO
     row_numbers: SmemRef  # 0, 1, .. of a query tile
     kv_ready: Barrier
@@ -688,7 +688,7 @@ def _kernel(refs: BackwardRefs, *rest: GmemRef, plan: KeyPlan) -> None:
 def dq_dk_dv(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
     """dq, and dk and dv in the sizes of refs.k and refs.v."""
     if plan.config.one_key_tile:
-        dk, dv, dq = _launch(plan, _with_presets(KernelContext(plan, refs)))
+        dk, dv, dq = _call_kernel(plan, _with_presets(KernelContext(plan, refs)))
         return Gradients(dq, dk, dv)
     zeros = dq_sum.zeros(plan, refs.q.shape[0]) if refs.dq is None else refs.dq
     refs = refs._replace(dq=jax.new_ref(zeros))
@@ -708,10 +708,10 @@ def _with_presets(ctx: KernelContext) -> BackwardRefs:
 
 def dk_dv(plan: KeyPlan, refs: BackwardRefs) -> KeyGradients:
     """dk and dv, in the sizes of refs.k and refs.v; adds to refs.dq, if there is one."""
-    return KeyGradients(*_launch(plan, refs))
+    return KeyGradients(*_call_kernel(plan, refs))
 
 
-def _launch(plan: KeyPlan, refs: BackwardRefs) -> Any:
+def _call_kernel(plan: KeyPlan, refs: BackwardRefs) -> Any:
     """dk, dv, and dq where all keys are one tile."""
     outs = []
     for x in (refs.k, refs.v):  # a gradient for each batch row of q

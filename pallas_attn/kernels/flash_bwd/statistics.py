@@ -23,7 +23,10 @@ from pallas_attn.kernels.mma import thread_pieces
 
 
 def _kernel(
-    inputs: tuple[GmemRef, ...], *rest: GmemRef, problem: AttentionProblem, pieces: int
+    inputs: tuple[GmemRef, GmemRef, GmemRef, GmemRef],
+    *rest: GmemRef,
+    problem: AttentionProblem,
+    pieces: int,
 ) -> None:
     heads = problem.batch * problem.q_heads
     lse_ref, delta_ref, *zeros, lse, delta = rest
