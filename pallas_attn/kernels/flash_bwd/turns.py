@@ -60,11 +60,11 @@ def is_short_wait(order: "WorkOrder") -> bool:
     head have all begun: where query heads share keys, and there is enough to do.
     """
     tiling = order.tiling
-    steps = order.problem.group * tiling.mean_q_rows / tiling.block_q  # of a work tile
+    work_tile = order.problem.group * tiling.mean_q_rows / tiling.block_q  # its steps
     waiting = STEPS_BEHIND * tiling.kv_tiles
     at_first = STEPS_BEHIND * min(tiling.kv_tiles, order.grid / order.l2_heads)
-    launch = steps * order.work_tiles / order.grid
-    return waiting < MOST_OF_TILE * steps and at_first < MOST_OF_LAUNCH * launch
+    launch = work_tile * order.work_tiles / order.grid
+    return waiting < MOST_OF_TILE * work_tile and at_first < MOST_OF_LAUNCH * launch
 
 
 def counters(plan: KeyPlan) -> Any:
@@ -125,7 +125,7 @@ class _Refs(NamedTuple):
 
 
 class _Turn(NamedTuple):
-    place: Index  # of a counter; negative: none
+    place: Index  # the counter's; negative: none
     least: Index = 0  # additions that it has to show
 
 
