@@ -18,8 +18,8 @@ lockstep, twice as many heads at a time as without turns.
 On an H200, backward of 64:8 heads of 128, TFLOP/s, with two kernels and in no order beside it: two
 batch rows of 8192, full, 606 (463, 622); 16384, causal, 578 (458, 612). Slower: two steps between
 dS and its dQ (541 and 504: registers), a counter read when it is needed (529, 533), a signal that
-orders memory (`Thread.signal`, a tenth), and causal rows of heads that share no keys (430, with two
-kernels 482).
+orders memory (`Thread.signal`, a tenth), and causal rows of 8192 of heads that share no keys or few
+(16:16: 430, with two kernels 482; 32:8: 462 and 500).
 """
 
 import functools
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 WARPGROUPS = 2  # each adds half of the columns
 STEPS_BEHIND = 1.5  # steps between the additions of two kv tiles to one query tile, at least
-MOST_OF_LAUNCH, MOST_OF_TILE = 0.15, 0.5  # parts in which blocks may wait
+MOST_OF_LAUNCH, MOST_OF_CAUSAL_TILE = 0.15, 0.25  # parts in which blocks may wait
 
 
 def applies(tiling: KeyTiling) -> bool:
@@ -57,14 +57,15 @@ def applies(tiling: KeyTiling) -> bool:
 
 def is_short_wait(order: "WorkOrder") -> bool:
     """Whether blocks wait for a small part of the launch and of a work tile until the kv tiles of a
-    head have all begun: where query heads share keys, and there is enough to do.
+    head have all begun. Causal work tiles wait one by one: there several heads have to share keys.
     """
-    tiling = order.tiling
+    tiling, causal = order.tiling, order.problem.mask.bounds_right
     work_tile = order.problem.group * tiling.mean_q_rows / tiling.block_q  # its steps
     waiting = STEPS_BEHIND * tiling.kv_tiles
     at_first = STEPS_BEHIND * min(tiling.kv_tiles, order.grid / order.l2_heads)
     launch = work_tile * order.work_tiles / order.grid
-    return waiting < MOST_OF_TILE * work_tile and at_first < MOST_OF_LAUNCH * launch
+    most = MOST_OF_CAUSAL_TILE if causal else 1.0
+    return waiting < most * work_tile and at_first < MOST_OF_LAUNCH * launch
 
 
 def counters(plan: KeyPlan) -> Any:
