@@ -35,7 +35,7 @@ class PendingDq(NamedTuple):
     count: Index  # its number, over all work tiles
     head: Index
     t: Index  # its query tile
-    number: Index | None = None  # of the query tile, over all heads; negative: none; see `turns`
+    number: Index | None = None  # the query tile's, over all heads; negative: none; see `turns`
 
 
 def is_split_by_rows(plan: KeyPlan) -> bool:

@@ -130,7 +130,7 @@ class Config:
         fused = order.tiling.mean_q_rows > 512 and not scattered
         config = dataclasses.replace(config, fused=fused)
         if fused and problem.deterministic:
-            config = dataclasses.replace(config, turns=_takes_turns_well(problem, config))
+            config = _with_turns(problem, config)
         if fused and dq_sum.has_rest(plan_of(problem, config)):
             config = dataclasses.replace(config, stages=3, dq_lag=1)
         return _with_slots(problem, _in_order(problem, config))
@@ -164,9 +164,17 @@ def _in_order(problem: AttentionProblem, config: Config) -> Config:
     return dataclasses.replace(config, lockstep=lockstep, claims=claims)
 
 
-def _takes_turns_well(problem: AttentionProblem, config: Config) -> bool:
-    config = dataclasses.replace(config, turns=True, lockstep=True)
-    return takes_turns(problem, config) and turns.is_short_wait(plan_of(problem, config).order)
+def _with_turns(problem: AttentionProblem, config: Config) -> Config:
+    """`config`, in turns where they are faster than two kernels. Registers are short then: with a
+    lag of 2, and under a mask with a part of k, what they cannot hold takes longer.
+    """
+    in_registers = config.k_in_registers and problem.mask.is_full
+    lagging = dataclasses.replace(config, turns=True, lockstep=True, dq_lag=1)
+    if not takes_turns(problem, lagging):
+        return config
+    gains = turns.is_short_wait(plan_of(problem, lagging).order)
+    lagging = dataclasses.replace(lagging, lockstep=False, k_in_registers=in_registers)
+    return lagging if gains else config
 
 
 # Tiles of `sm90_dkdv` and `sm90_dq`, the best first.

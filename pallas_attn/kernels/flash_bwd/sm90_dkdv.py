@@ -249,9 +249,6 @@ def _mainloop(
     multiply_keys = wgmma.score_panels if form.panels else wgmma.multiply
     to_left = functools.partial(float32.left_operand, plan.problem, by=role.left_scale)
     keys = functools.partial(_keys_of, role)
-    if plan.config.k_in_registers and form.panels:
-        held = tuple(mosaic.load(tile, mosaic.TILE) for tile in panels.tiles(role.keys, 0))
-        keys = lambda _: held  # noqa: E731
     product = functools.partial(_product_tiles, role)
     gradient = functools.partial(_gradient_tiles, role)
     slot_of, release = role.product.slot, role.gradient.release

@@ -67,7 +67,8 @@ class WorkOrder:
         if self.heads_together:
             return min(self.heads_together, self.heads)
         if self.lockstep:
-            return lockstep.l2_heads(self.heads, self.tiling.kv_tiles, blocks)
+            heads = lockstep.l2_heads(self.heads, self.tiling.kv_tiles, blocks)
+            return min(2 * heads, self.heads) if self.turns else heads
         if self.has_few_work_tiles:
             # Long ones that begin late, in a later L2 group, leave other blocks idle. About as many
             # as there are blocks at a time.
