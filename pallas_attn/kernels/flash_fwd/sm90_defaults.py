@@ -65,7 +65,9 @@ def _of_16_bits(problem: AttentionProblem) -> Config:
         return made(3, block_kv=64, stages=4 if dim <= 96 else 3)
     narrow = problem.head_dim <= 192 and problem.v_head_dim <= 128 and not segments
     if narrow and dim > 128 and not bias and _fits(problem, 3):
-        return made(3, block_kv=64, stages=3)
+        config = made(3, block_kv=64, stages=3)
+        if smem_bytes(problem, config) <= SMEM_LIMIT:
+            return config
     if dim <= 128 or narrow:
         return made(2, block_kv=128, stages=2)
     config = made(2, block_kv=64, stages=2)
