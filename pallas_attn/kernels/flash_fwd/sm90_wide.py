@@ -170,6 +170,10 @@ def scratch(plan: QueryPlan) -> WideSmem:
     """Shared memory, described once: `run` allocates it, `smem_bytes` adds up its bytes."""
     config, dtype, barrier = plan.config, plan.problem.dtype, plgpu.Barrier
     columns = _q_in_smem(plan)
+    if config.k_ring < k_blocks(plan):
+        raise ValueError(
+            f"Config.k_ring must be at least {k_blocks(plan)}, a kv tile, for {plan.problem}"
+        )
     return WideSmem(
         q=mosaic.swizzled((ROWS, columns), dtype, 128) if columns else None,
         k=mosaic.swizzled((config.k_ring, KEYS, WIDTH), dtype, 128),

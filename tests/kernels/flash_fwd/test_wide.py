@@ -24,7 +24,7 @@ from tests.support import budget, mosaic, subjects
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 SMALL = kernel.Config(grid=2)
-ROUND = kernel.Config(grid=2, k_ring=5, v_ring=3)  # rings of no whole tiles
+ROUND = kernel.Config(grid=2, k_ring=4, v_ring=3)  # rings of no whole tiles
 
 
 def wide(name: str, head_dim: int = 512) -> cases.AttentionCase:
@@ -45,6 +45,12 @@ INTERPRETED = {
     "sinks": ("sinks_empty_rows", 128, ROUND),
     "softcap": ("softcap", 128, SMALL),
 }
+
+
+def test_the_ring_holds_a_tile_of_k():
+    problem = problem_of(wide("dim512"))
+    with pytest.raises(ValueError, match=r"Config\.k_ring must be at least 4, a kv tile, for"):
+        kernel.smem_bytes(problem, kernel.Config(k_ring=3))
 
 
 ON_THE_GPU = INTERPRETED | {
