@@ -77,6 +77,9 @@ def test_precision_allows_it_over_float8_caches_alone(dtype):
 # ---- the oracle ----------------------------------------------------------------------------------
 
 
+PRIMES = (131, 137, 149, 163, 179, 197, 223, 251)
+
+
 def drawn(rng, kind, dtype, layers=None, rows=(0, 70, 150), dims=(64, 64)):
     """A cache whose buffers hold NaN where nobody wrote, and queries of its last 24 rows."""
     options = {"dtype": dtype, "layers": layers, "v_head_dim": dims[1]}
@@ -93,13 +96,16 @@ def drawn(rng, kind, dtype, layers=None, rows=(0, 70, 150), dims=(64, 64)):
     new = [rng.standard_normal((3, max(rows), 2, dim)) for dim in dims]
     new[1][:, 5:20] = 0.0  # values without a scale of their own
     new[1][:, 40:60] *= 100.0
+    # Rows of K have primes of 8 bits as largest numbers, and those of q one of them. No quotient of
+    # two, by which numbers are multiplied, makes one lie halfway between two float8: a GPU's
+    # reciprocal may be off by a bit, and round such numbers the other way.
+    new[0] = np.clip(new[0], -4, 4)
+    new[0][..., 0] = rng.choice(PRIMES, new[0].shape[:-1]) / 32
     layer = {} if layers is None else {"layer": layers - 1}
     new = [jnp.asarray(x, "bfloat16") for x in new]
     cache = pa.write_kv(cache, *new, **layer, implementation="reference")
-    # No number of 8 bits lies halfway between two float8 in units of 131 / 448: a GPU's reciprocal
-    # may be off by a bit, and round such numbers the other way.
     q = np.clip(rng.standard_normal((3, 24, 16, dims[0])), -4, 4)
-    q[..., 0] = 131 / 32
+    q[..., 0] = PRIMES[0] / 32
     q = jnp.asarray(q, "bfloat16")
     return q, cache, layer
 
