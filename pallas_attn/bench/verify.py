@@ -19,7 +19,7 @@ from jax import lax
 from pallas_attn.bench import definition, tolerance
 from pallas_attn.masks import Mask
 
-FLOAT8_GRIDS = (1.0, 1.19, 1.41, 1.68)  # of naive results, of which the farthest counts
+FLOAT8_GRIDS = (1.0, 1.19, 1.41, 1.68)  # a naive result each; the farthest counts
 VACUOUS = 0.05  # share of the values' rms; twice the naive error passes
 Operand = Any  # an array, or the pair of segment ids
 MOST_SCORES = 2**26  # largest number of scores in a slab
@@ -164,12 +164,12 @@ def expected(
     return oracle, functools.reduce(functools.partial(_farther, oracle), draws)
 
 
-def _farther(oracle: tuple[Any, ...], one: tuple[Any, ...], other: tuple[Any, ...]) -> Any:
+def _farther(oracle: tuple[Any, ...], naive: tuple[Any, ...], other: tuple[Any, ...]) -> Any:
     """Each number from the results in which it is farther off."""
     off = lambda x, exact: jnp.abs(x.astype(exact.dtype) - exact)  # noqa: E731
     return tuple(
         jnp.where(off(a, exact) >= off(b, exact), a, b)
-        for exact, a, b in zip(oracle, one, other, strict=True)
+        for exact, a, b in zip(oracle, naive, other, strict=True)
     )
 
 

@@ -652,6 +652,7 @@ def test_builds_reach_every_kernel_module():
     with entered() as reached:
         for name in (
             "append/sm90/stacked_rotary",
+            "append/sm90/latent_bytes",
             "decode/sm80/stacked",
             "decode/sm80/stacked_packed",
             "decode/sm90/stacked",

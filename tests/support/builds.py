@@ -264,6 +264,16 @@ def _append(
     return Build(target, _changed_call, (*arrays, rotary, norm), donate=(0,))
 
 
+def _latent_call(cache, k):
+    return pa.write_kv(cache.extend(k.shape[1]), k)
+
+
+def _append_bytes() -> Build:
+    """Latent rows in FlashMLA's format."""
+    cache = _cache("stacked", dtype="float8_e4m3fn", scales=128, **_LATENT)
+    return Build("h100", _latent_call, (cache, _shape("bfloat16", 16, 1, 1, 576)), donate=(0,))
+
+
 def _append_packed(target: str, kind: str, **sizes: Any) -> Build:
     new = _shape("bfloat16", _TOKENS, 8, 128)
     arrays = (_cache(kind, **sizes), new, new, _STARTS)
@@ -530,6 +540,7 @@ BUILDS: dict[str, Build] = {
     "append/sm80/paged_int8_interleaved": _append(
         "a100", "paged", 7, pa.Rotary(_TABLE, _TABLE, interleaved=True), dtype="int8"
     ),
+    "append/sm90/latent_bytes": _append_bytes(),
     "append/sm90/keep_stacked": _keep("h100", "stacked", 8, layers=4),
     "append/sm80/keep_per_sequence": _keep("a100", "per_sequence", 8),
     "append/sm90/keep_paged_int8": _keep("h100", "paged", 48, dtype="int8"),

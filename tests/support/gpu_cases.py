@@ -94,6 +94,10 @@ QUICK: dict[str, tuple[str, ...]] = {
         f"{_ONE_TILE}test_on_the_gpu[chunks]",
         f"{_ONE_TILE}test_on_the_gpu[two_slots]",
     ),
+    "kernels/flash_bwd/dq_rounding.py": (
+        f"{_SIZES}test_any_size_on_the_gpu[rows]",
+        f"{_SIZES}test_any_size_on_the_gpu[rows_of_two_swizzles]",
+    ),
     "kernels/flash_bwd/statistics.py": (f"{_HEADS}test_heads_on_the_gpu[softcap]",),
     "kernels/flash_bwd/sm90_dbias.py": (f"{_BWD}test_edges_on_the_gpu[bias-True]",),
     "kernels/flash_bwd/aux_sums.py": (
@@ -188,6 +192,7 @@ QUICK: dict[str, tuple[str, ...]] = {
         f"{_PREFILL}_narrow.py::test_on_a_gpu[int8-paged]",
         f"{_PREFILL}_narrow.py::test_on_a_gpu[float8_e5m2-stacked]",
     ),
+    "kernels/prefill/float8_tiles.py": (f"{_PREFILL}_float8.py::test_on_a_gpu[per_sequence]",),
     "kernels/prefill/float8_sm90.py": (
         f"{_PREFILL}_float8.py::test_on_a_gpu[stacked]",
         f"{_PREFILL}_float8.py::test_on_a_gpu[paged]",
