@@ -252,14 +252,16 @@ def test_all_positions_in_any_order_are_plain_attention(rng, subject, kind, dtyp
 @pytest.mark.machine_code
 @pytest.mark.guards
 @pytest.mark.parametrize(
-    "name, copies",
-    [("decode_listed/latent_sm90/heads128", 0), ("decode_listed/latent_sm90/heads16", 0)],
+    "name, launches",
+    [("decode_listed/latent_sm90/heads128", 2), ("decode_listed/latent_sm90/heads16", 1)],
 )
-def test_machine_code(name, copies):
-    """One launch after XLA has made the lists; a few scalars are spilled."""
+def test_machine_code(name, launches):
+    """One launch after XLA has made the lists, or two where partials are combined by one of their
+    own; a few scalars are spilled.
+    """
     build = builds.BUILDS[name]
     report = mosaic.compile_for(build.call, *build.shapes, target=build.target)
-    assert (report.launches, report.copies) == (1, copies)
+    assert (report.launches, report.copies) == (launches, 0)
     assert report.spill_bytes <= (256 if "128" in name else 0)
     assert not {"C7510", "C7511", "C7512", "C7513"} & set(report.notes)
 

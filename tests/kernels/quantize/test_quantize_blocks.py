@@ -157,7 +157,7 @@ def test_has_no_derivative_and_says_what_has():
 COMPILED = {
     "128": (128, 128, "bfloat16", 128, 104),
     "256": (256, 256, "bfloat16", 128, 168),
-    "192_128_float16": (192, 128, "float16", 128, 168),
+    "192_128_float16": (192, 128, "float16", 128, 192),
     "float32": (128, 128, "float32", 128, 168),
     "each_row": (128, 128, "bfloat16", 1, 32),
     "heads": (128, 128, "bfloat16", None, 64),
