@@ -55,7 +55,7 @@ def flash_attention(  # noqa: PLR0913
     out_dtype: DTypeLike | None = None,
     float8: bool = False,
     kv_blocks: Array | None = None,
-    block_size: int | tuple[int, int] = 128,
+    block_size: int | tuple[int, int] | None = None,
     kv_indices: Array | None = None,
     implementation: str | None = None,
 ) -> Array:
@@ -148,8 +148,8 @@ def flash_attention(  # noqa: PLR0913
         lists. Query rows see the keys of the listed blocks only, of those that `mask` shows. List i
         is that of the query rows of block i; -1 is none, and so is any number of no block. A block
         that is listed twice counts once. Tiles of keys that lists leave out are not computed,
-        forward and backward. It takes no packed rows, array q_offset and context.
-      block_size: query rows of a list and keys of a block, an int for both or a pair. Static. By
+        forward and backward. It takes no packed rows, q_offset and context.
+      block_size: query rows of a list and keys of a block, an int for both or a pair; 128. By
         multiples of 128 tiles of kernels are hidden or shown whole, which is fastest; below 64
         tiles are found slowly, by a look at all pairs of positions.
       kv_indices: int32[B, K or 1, T, n], traced or not: a query row attends to these positions
@@ -157,7 +157,7 @@ def flash_attention(  # noqa: PLR0913
         `mask` hides; one that is listed twice counts twice. The forward is a kernel of decode; the
         backward, in reverse mode alone, is XLA's: it gathers some rows at a time and adds to
         gradients of k and v in float32, in any order. It goes with a `Mask`, scale, softcap,
-        kv_lengths and one q_offset.
+        kv_lengths and q_offset.
       implementation: "sm90", "sm80", "reference", or None for the fastest that takes the problem.
         There is no silent fallback on a GPU; without one the reference is what runs.
 
@@ -206,7 +206,7 @@ def flash_attention_with_lse(  # noqa: PLR0913
     out_dtype: DTypeLike | None = None,
     float8: bool = False,
     kv_blocks: Array | None = None,
-    block_size: int | tuple[int, int] = 128,
+    block_size: int | tuple[int, int] | None = None,
     kv_indices: Array | None = None,
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
@@ -222,11 +222,15 @@ def flash_attention_with_lse(  # noqa: PLR0913
 
         offset = None if isinstance(q_offset, int) and q_offset == 0 else q_offset
         others = {"q_offset": offset, "q_starts": q_starts, "kv_starts": kv_starts}
+        block_size = 128 if block_size is None else block_size
         mask = shown(mask, kv_blocks, block_size, (q, k), others | {"context": context})
+    elif block_size is not None:
+        raise ValueError(f"block_size: expected None without kv_blocks, got {block_size!r}")
     arguments = locals()
     if kv_indices is not None:
         from pallas_attn._autodiff import listed
 
+        dispatch.check_name(implementation)
         return listed.attention((q, k, v), kv_indices, arguments)
     float8 = float8 is not False and checks.boolean("float8", float8)
     options = AttentionOptions(*[arguments[name] for name in AttentionOptions._fields])

@@ -60,6 +60,10 @@ def quantize_qkv(  # noqa: PLR0913
     """
     q, k, v = bind.operands(q, k, v)
     name = _dtype(dtype)
+    if q.dtype.itemsize < 2:
+        raise ValueError(
+            f"q, k, v: expected 16 bits or more, got {q.dtype}; they are rounded already"
+        )
     if rows is not None and (type(rows) is not int or rows < 1):
         raise ValueError(f"rows: expected an int of at least 1 or None, got {described(rows)}")
     (batch, q_len, q_heads, head_dim), (kv_len, kv_heads, v_head_dim) = q.shape, v.shape[1:]

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._cache.attend import attend
-from pallas_attn._call import checks, device
+from pallas_attn._call import bind, checks, device
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import described
 from pallas_attn.masks import FULL, Mask
@@ -47,8 +47,8 @@ def attention(
     arrays: tuple[Array, Array, Array], indices: checks.Argument, options: dict[str, Any]
 ) -> tuple[Array, Array]:
     """out [B, T, N, Hv] and lse [B, N, T] of q, k, v. `options`: arguments of `flash_attention`."""
-    q, k, v = (checks.array(name, x) for name, x in zip("qkv", arrays, strict=True))
-    _check(q, k, v, options)
+    q, k, v = bind.operands(*arrays)
+    _check(q, options)
     batch, q_len, q_heads, dim = q.shape
     kv_len, kv_heads, v_dim = *k.shape[1:3], v.shape[3]
     wanted = (
@@ -58,10 +58,6 @@ def attention(
     indices = checks.integers("kv_indices", indices, wanted, (batch, None, q_len, None))
     if indices.shape[1] not in (1, kv_heads) or not indices.shape[3]:
         raise ValueError(f"kv_indices: expected {wanted}, got int32{list(indices.shape)}")
-    if 0 in (batch, q_len, kv_len):
-        wide = jnp.promote_types(q.dtype, jnp.float32)
-        out = jnp.zeros((batch, q_len, q_heads, v_dim), q.dtype)
-        return out, jnp.full((batch, q_heads, q_len), -jnp.inf, wide)
     rows = _rows(indices, (kv_len, kv_heads), options)
     if odd := -dim % 8:
         q, k = (jnp.pad(x, ((0, 0),) * 3 + ((0, odd),)) for x in (q, k))
@@ -74,6 +70,10 @@ def attention(
         checks.precision(options["precision"], q.dtype),
         options["implementation"],
     )
+    if 0 in (batch, q_len, kv_len):
+        wide = jnp.promote_types(q.dtype, jnp.float32)
+        out = jnp.zeros((batch, q_len, q_heads, v_dim), q.dtype)
+        return out, jnp.full((batch, q_heads, q_len), -jnp.inf, wide)
     q = q.reshape(-1, q_heads // kv_heads, q.shape[3])
     k, v = (x.reshape(-1, x.shape[3]) for x in (k, v))
     out, lse = _attend(facts, Lists(q, k, v, rows))
@@ -81,7 +81,7 @@ def attention(
     return out, jnp.swapaxes(lse.reshape(batch, q_len, q_heads), 1, 2)
 
 
-def _check(q: Array, k: Array, v: Array, options: dict[str, Any]) -> None:
+def _check(q: Array, options: dict[str, Any]) -> None:
     """ValueError for arguments that do not go with lists."""
     for name in REFUSED:
         value, default = options[name], REFUSED[name]
@@ -93,13 +93,10 @@ def _check(q: Array, k: Array, v: Array, options: dict[str, Any]) -> None:
             "mask: expected a Mask beside kv_indices, got "
             f"{type(options['mask']).__name__}; leave hidden positions out of the lists"
         )
-    shapes = [list(x.shape) for x in (q, k, v)]
-    fits = q.ndim == k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3]
-    fits = fits and q.shape[0] == k.shape[0] and q.shape[3] == k.shape[3]
-    if not fits or not k.shape[2] or q.shape[2] % k.shape[2]:
+    if q.dtype.itemsize < 2 or not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(
-            "q, k, v: expected [B, T, N, H], [B, S, K, H] and [B, S, K, Hv], N a multiple of K, "
-            f"beside kv_indices, got {', '.join(map(str, shapes))}"
+            "q, k, v: expected floating-point numbers of 16 bits or more beside kv_indices, got "
+            f"{q.dtype}; cast them"
         )
 
 
@@ -117,7 +114,8 @@ def _rows(indices: Array, sizes: tuple[int, int], options: dict[str, Any]) -> Ar
     batch, _, q_len, n = indices.shape
     lengths = checks.lengths("kv_lengths", options["kv_lengths"], batch, kv_len)
     end = jnp.full(batch, kv_len, jnp.int32) if lengths is None else lengths
-    offset = checks.integers("q_offset", options["q_offset"], "an int", ())
+    static, traced = checks.offset(options["q_offset"], batch)
+    offset = jnp.int32(static) if traced is None else traced.reshape(-1, 1, 1, 1)
     query = offset + jnp.arange(q_len, dtype=jnp.int32).reshape(1, 1, -1, 1)
     exists = (indices >= 0) & (indices < end.reshape(-1, 1, 1, 1))
     key = jnp.where(exists, indices, 0)
@@ -181,6 +179,7 @@ def _backward(
     delta = (d_out * out.astype(wide)).sum(-1) - d_lse
     empty = lse == -jnp.inf
     lse, delta = jnp.where(empty, jnp.inf, lse), jnp.where(empty, 0, delta)
+    d_out = jnp.where(empty[..., None], 0, d_out)
     size = max(1, GATHERED // (rows.shape[1] * max(k.shape[1], v.shape[1])))
     steps = -(-len(q) // size)
     size = -(-len(q) // steps) if steps else 1
@@ -192,6 +191,7 @@ def _backward(
     def step(sums: tuple[Array, Array], some: tuple[Array, ...]) -> tuple[Any, Array]:
         q, d_out, lse, delta, rows = some
         there, at = (rows >= 0)[..., None], jnp.maximum(rows, 0)
+        to = jnp.where(rows >= 0, rows, len(k))  # past the end: nothing is added
         keys, values = (jnp.where(there, x[at], 0).astype(wide) for x in (k, v))
         q = q.astype(wide)
         dot = functools.partial(jnp.einsum, precision="highest")
@@ -202,10 +202,11 @@ def _backward(
             logits, slope = bent * facts.softcap, (1 - bent * bent) * facts.scale
         seen = (rows >= 0)[:, None]
         p = jnp.where(seen, jnp.exp(logits - lse[..., None]), 0)
-        ds = p * (dot("rgh,rnh->rgn", d_out, values) - delta[..., None]) * slope
+        dp = dot("rgh,rnh->rgn", d_out, values) - delta[..., None]
+        ds = jnp.where(seen, p * dp * slope, 0)
         dk, dv = sums
-        dk = dk.at[at].add(dot("rgn,rgh->rnh", ds, q))
-        dv = dv.at[at].add(dot("rgn,rgh->rnh", p, d_out))
+        dk = dk.at[to].add(dot("rgn,rgh->rnh", ds, q), mode="drop")
+        dv = dv.at[to].add(dot("rgn,rgh->rnh", p, d_out), mode="drop")
         return (dk, dv), dot("rgn,rnh->rgh", ds, keys)
 
     each = cut(q), cut(d_out), cut(lse, jnp.inf), cut(delta), cut(rows, -1)

@@ -69,7 +69,7 @@ def _block_size(value: checks.Argument) -> tuple[int, int]:
         q_size, kv_size = map(operator.index, sizes)
     except (TypeError, ValueError):
         q_size = kv_size = 0
-    if min(q_size, kv_size) < 1 or isinstance(value, bool):
+    if not (0 < min(q_size, kv_size) <= max(q_size, kv_size) < 2**31) or bool in map(type, sizes):
         raise ValueError(
             "block_size: expected an int of at least 1, or a pair (query rows, keys) of them, got "
             f"{described(value)}; it is static"

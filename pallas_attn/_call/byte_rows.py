@@ -10,6 +10,7 @@ A row is 656 bytes, all numbers little-endian:
 from typing import NamedTuple
 
 BYTE_DTYPE = "float8_e4m3fn"  # dtype of V's numbers in a row of bytes
+REST_DTYPE = "bfloat16"  # dtype of the columns that are not of V
 SCALE_COLUMNS = 128  # columns of V that share a scale in a row of bytes
 
 

@@ -240,6 +240,7 @@ def quantize(
     problem: QuantizeProblem, inputs: QuantizeInputs, implementation: str | None
 ) -> tuple[Array, ...]:
     """q, k and v in float8 and their scales, by the implementation that takes the problem."""
+    dispatch.check_name(implementation)
     if any(x.size == 0 for x in inputs[:3]):
         implementation = dispatch.Reference.implementation
     chosen = dispatch.select(problem, implementation)

@@ -12,9 +12,8 @@ have the largest errors by far, and would excuse any in the rest.
 import numpy as np
 
 FEW = 128  # rows of numbers, each with one rounding in common, that prove little together
-# Terms that cancel to 0 have been added up in float32 by every implementation: dP and delta, of
-# some 30 each where a row sees one key.
-NOISE = 32 * float(np.finfo(np.float32).eps)
+# Terms that cancel to 0 have been added up in float32 by every implementation.
+NOISE = 16 * float(np.finfo(np.float32).eps)
 
 
 def allowed[Errors: (float, np.ndarray)](naive_error: Errors, rounding: Errors) -> Errors:

@@ -715,6 +715,7 @@ def over_two(mask=None, band=pa.FULL, method="gather", **options):
     return call
 
 
+_QKV_OF_LISTS = (("q", 5, 4), ("k", 7, 2), ("v", 7, 2))
 _BLOCKS = z(1, 1, 1, 2, dtype="int32")
 _LISTS = z(2, 1, 5, 3, dtype="int32")
 ATTENTION |= {
@@ -753,13 +754,17 @@ ATTENTION |= {
     ),
     "mask: expected a Mask beside kv_indices, got MaskFunction; leave hidden positions out of the "
     "lists": attend(kv_indices=_LISTS, mask=pa.mask_fn(lambda b, h, q, kv: kv > q)),
-    "q_offset: expected an int, got int32[2]": attend(
-        kv_indices=_LISTS, q_offset=z(2, dtype="int32")
+    "q_offset: expected -2**29 to 2**29, got 2147483647: positions are int32": attend(
+        kv_indices=_LISTS, q_offset=2**31 - 1
     ),
-    "q, k, v: expected [B, T, N, H], [B, S, K, H] and [B, S, K, Hv], N a multiple of K, beside "
-    "kv_indices, got [2, 5, 4, 8], [2, 7, 3, 8], [2, 7, 3, 8]": attend(
-        k=z(2, 7, 3, 8), v=z(2, 7, 3, 8), kv_indices=_LISTS
+    "q, k, v: expected floating-point numbers of 16 bits or more beside kv_indices, got "
+    "float8_e4m3fn; cast them": attend(
+        **{name: z(2, n, h, 8, dtype="float8_e4m3fn") for name, n, h in _QKV_OF_LISTS},
+        kv_indices=_LISTS,
     ),
+    "block_size: expected None without kv_blocks, got 64": attend(block_size=64),
+    f"block_size: expected an int of at least 1, or a pair (query rows, keys) of them, got {2**40}"
+    "; it is static": attend(kv_blocks=_BLOCKS, block_size=2**40),
     "q, k: expected 4 axes beside kv_blocks, got 3 and 4": attend(q=z(5, 4, 8), kv_blocks=_BLOCKS),
     "block_size: expected an int of at least 1, or a pair (query rows, keys) of them, got 0; it is "
     "static": attend(kv_blocks=_BLOCKS, block_size=0),

@@ -98,6 +98,10 @@ REFUSED = {
         ),
         "dtype: expected float8_e4m3fn or float8_e5m2, got <class 'jax.numpy.int8'>",
     ),
+    "rounded": (
+        pa.quantize_qkv,
+        "q, k, v: expected 16 bits or more, got float8_e4m3fn; they are rounded already",
+    ),
     "rows": (
         lambda q, k, v: pa.quantize_qkv(*(x.astype(jnp.float32) for x in (q, k, v)), rows=0),
         "rows: expected an int of at least 1 or None, got 0",

@@ -133,3 +133,43 @@ def test_a_few_rows_at_a_time(rng, monkeypatch):
     got = in_numpy.call(jax.vmap(gradient, in_axes=(0, None, None)), jnp.stack([q, q]), k, v)
     for x in got:
         np.testing.assert_allclose(x, want, atol=1e-5)
+
+
+def test_gradients_stay_in_the_rows_of_a_list(rng):
+    """A NaN cotangent, of a row with entries of none, reaches no key of another batch row, and one
+    of a row without keys reaches nothing.
+    """
+    q, k, v = arrays(rng)
+    indices = np.full((B, 1, T, 3), -1, np.int32)
+    indices[0], indices[1, 0, 0] = 4, (-1, 0, 3)
+    d_out = np.ones((B, T, N, DIM), np.float32)
+    d_out[1] = np.nan
+
+    def results(*x):
+        return pa.flash_attention(*x, kv_indices=indices)
+
+    dq, dk, dv = jax.vjp(results, q, k, v)[1](jnp.asarray(d_out))
+    for x in (dq, dk, dv):
+        assert np.isfinite(x[0]).all()
+    assert (np.asarray(dq)[1, 1:] == 0).all() and np.isnan(dk[1, 0]).all()
+    assert (np.asarray(dk)[1, 4:] == 0).all() and (np.asarray(dv)[1, 4:] == 0).all()
+
+
+def test_an_offset_for_each_batch_row(rng):
+    q, k, v = arrays(rng)
+    indices = lists(rng)
+    call = pa.flash_attention_with_lse
+    options = {"mask": pa.CAUSAL, "kv_indices": indices}
+    got = call(q, k, v, q_offset=jnp.array([7, 60], jnp.int32), **options)
+    for b, offset in enumerate((7, 60)):
+        want = call(q, k, v, q_offset=offset, **options)
+        for x, y in zip(got, want, strict=True):
+            np.testing.assert_array_equal(x[b], y[b])
+
+
+def test_arguments_are_checked_where_there_are_no_rows():
+    q, k = jnp.zeros((0, T, N, DIM)), jnp.zeros((0, S, K, DIM))
+    indices = jnp.zeros((0, 1, T, 2), jnp.int32)
+    for options in ({"implementation": "nope"}, {"softcap": -1.0}, {"q_offset": 2**40}):
+        with pytest.raises(ValueError, match=f"^{next(iter(options))}: expected "):
+            pa.flash_attention(q, k, k, kv_indices=indices, **options)

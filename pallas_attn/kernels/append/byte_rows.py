@@ -4,15 +4,13 @@ Neighbouring threads share a row, as in `quantize`; those that have the 128 colu
 on it, and the first of them writes it. The other columns are rounded to bfloat16.
 """
 
-from pallas_attn._call.byte_rows import BYTE_ROW, SCALE_COLUMNS
+from pallas_attn._call.byte_rows import BYTE_ROW, REST_DTYPE, SCALE_COLUMNS
 from pallas_attn.kernels.append import plan as append_plan
 from pallas_attn.kernels.append import quantize
 from pallas_attn.kernels.append.plan import Place
 from pallas_attn.kernels.append.quantize import Row
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import GmemRef, Index
-
-REST_DTYPE = "bfloat16"  # dtype of the columns that are not of V
 
 
 def write_rows(ctx: ThreadContext) -> None:

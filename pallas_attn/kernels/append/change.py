@@ -19,9 +19,9 @@ from pallas_attn.kernels.append.plan import Plan
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import Float, Thread
 from pallas_attn.kernels.lang.types import GmemRef, Index
+from pallas_attn.kernels.mma.scales import HEAD_DIM_MOST
 
 DTYPES = ("bfloat16", "float16", "float32")  # dtypes of rows
-HEAD_DIM_MOST = 4096  # a warp holds a row in registers
 
 Floats = list[Float]  # the numbers of a word
 

@@ -20,10 +20,9 @@ from pallas_attn.kernels.lang.thread_program import Int, ThreadContext
 from pallas_attn.kernels.lang.threads import Float
 from pallas_attn.kernels.lang.types import GmemRef, Index, Predicate
 from pallas_attn.kernels.mma import scales
-from pallas_attn.kernels.mma.scales import Scale
+from pallas_attn.kernels.mma.scales import HEAD_DIM_MOST, Scale
 
 NEW_DTYPES = ("bfloat16", "float16", "float32")  # dtypes of new rows; others are cast first
-HEAD_DIM_MOST = 4096  # a warp holds a row in registers
 
 
 def limit(problem: AppendProblem) -> Limit | None:

@@ -82,14 +82,9 @@ def member_of(plan: Plan, block_id: Index) -> Member:
 def scores_first(plan: Plan) -> bool:
     """Whether the values of a tile wait for the scores of the next. Faster where tensor cores have
     most to do and a tile is one copy a block of columns, as with 128 heads; slower with 64, which
-    wait for memory, and over small pages.
+    wait for memory, and over small pages. Tiles are prefetched to L2 there.
     """
     return neighbours(plan) > 1 and plan.keys.page_rows == plan.keys.tile
-
-
-def prefetched(plan: Plan) -> bool:
-    """Whether tiles are prefetched to L2 before they are copied."""
-    return scores_first(plan)
 
 
 class Columns(NamedTuple):

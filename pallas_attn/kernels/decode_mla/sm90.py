@@ -70,7 +70,6 @@ from pallas_attn.kernels.decode_mla.plan import (
     neighbours,
     partial_block,
     plan_of,
-    prefetched,
     scores_first,
 )
 from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs, RingBlock
@@ -306,7 +305,7 @@ def _load(ctx: KernelContext, block_id: Index) -> None:
 
         if plan.layout.listed:
             return row_gathers.load(ctx, work, count, copies_of)
-        ahead = prefetches if prefetched(plan) else None
+        ahead = prefetches if scores_first(plan) else None
         return producer.load(ctx, work, count, copies_of, ahead)
 
     _each_work(ctx, block_id, one_work)

@@ -58,14 +58,9 @@ def limit(problem: DecodeProblem) -> Limit | None:
     if problem.uses_head and of_heads(problem) != problem:
         return Limit(
             "a function of query heads over a latent cache of bytes, whose heads are split",
-            f"call it for up to {sm90_few_rows.MOST // problem.q_len} heads at a time",
+            f"call it for up to {sm90_few_rows.MOST // max(problem.q_len, 1)} heads at a time",
         )
     layout = cache_layout.layout_of(problem)
-    if layout.listed:
-        return Limit(
-            "rows by index (kv_indices) of a latent cache of bytes",
-            'keep the cache in q\'s dtype, or say implementation="reference"',
-        )
     if not layout.paged and max(problem.capacities) % TILE:
         return Limit(
             f"a latent cache of bytes of {max(problem.capacities)} rows",

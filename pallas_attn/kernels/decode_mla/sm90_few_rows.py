@@ -79,7 +79,7 @@ class Columns(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def columns_of(plan: Plan) -> Columns:
     head_dim, v_head_dim = plan.problem.head_dim, plan.problem.v_head_dim
-    # Columns that are widened in the block come in small ones: the next is widened meanwhile.
+    # Rows of bytes are widened in narrow blocks: one is multiplied while the next is widened.
     at_once = next(n for n in (3, 2, 1) if head_dim // WIDTH % n == 0)
     block = WIDTH * (1 if plan.problem.byte_rows else at_once)
     v = tuple(min(max(v_head_dim - start, 0), block) for start in range(0, head_dim, block))

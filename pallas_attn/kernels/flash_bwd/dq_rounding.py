@@ -1,7 +1,7 @@
 """A launch that rounds float32 sums of dQ, which lie in pieces as threads hold them, to dq.
 
 Grid: a block of one warpgroup for each piece of 64 query rows of a head. dq is stored by TMA, in
-whole rows: stored by threads it took a third longer.
+whole rows: stored by threads it takes longer.
 """
 
 import functools

@@ -421,7 +421,8 @@ def _with_stats(wide: WideContext, work: WideRows) -> WideRows:
     if isinstance(work, KeyRows):
         return work
     refs, (batch, head, row, _) = wide.ctx.refs, work.rows
-    stats = (mosaic.load(x.at[batch, head, pl.ds(row, ROWS)], mosaic.ROW) for x in refs[4:6])
+    arrays = refs.lse, refs.delta
+    stats = (mosaic.load(x.at[batch, head, pl.ds(row, ROWS)], mosaic.ROW) for x in arrays)
     return work._replace(row_stats=tuple(stats))
 
 
@@ -485,8 +486,8 @@ def _every_p(wide: WideContext, tile: Callable[[Index], Tile], steps: Index) -> 
 
 def _every_ds(wide: WideContext, tile: Callable[[Index], Tile], steps: Index) -> None:
     """dS of all tiles that a work tile meets. P is computed under dP. Registers do not suffice to
-    compute dS under S of the next tile: matmuls then wait for each other, and took 1.6 times as
-    long.
+    compute dS under S of the next tile: matmuls would wait for each
+    other.
     """
     count, blocks = wide.buffers.products[0], wide.buffers.step_blocks
     middle = (count + blocks) // 2  # dP's blocks before it are issued before P is computed

@@ -16,7 +16,7 @@ is a small part of the launch, and of a work tile, where `is_short_wait` holds. 
 lockstep, twice as many heads at a time as without turns.
 
 On an H200, backward of 64:8 heads of 128, TFLOP/s, with two kernels and in no order beside it: two
-batch rows of 8192, full, 606 (463, 622); 16384, causal, 578 (458, 612). Slower: two steps between
+batch rows of 8192, full, 601 (459, 621); 16384, causal, 561 (465, 630). Slower: two steps between
 dS and its dQ (541 and 504: registers), a counter read when it is needed (529, 533), a signal that
 orders memory (`Thread.signal`, a tenth), and causal rows of 8192 of heads that share no keys or few
 (16:16: 430, with two kernels 482; 32:8: 462 and 500).
@@ -104,7 +104,7 @@ def unpacked_last(
 
 def trip_count(plan: KeyPlan, work: KeyTile, count: Index) -> Index:
     """Steps of a work tile. In turns their number is hidden from the compiler, which would prepare
-    for one that it knows, and spill 300 bytes for it.
+    for one that it knows, and spill registers for it.
     """
     steps = plan.problem.group * work.steps
     return steps + mosaic.opaque_zero(count) if plan.order.turns else steps

@@ -73,6 +73,7 @@ class Config:
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
+    """Why this kernel cannot take the problem, or None."""
     if problem.dtype not in FLOAT8:
         return Limit(f"it takes float8, not {problem.dtype}", 'say implementation="reference"')
     return tma_operands.dims_limit(problem) or tiles.sizes_limit(problem)

@@ -12,7 +12,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_attn._call.byte_rows import BYTE_DTYPE, BYTE_ROW, SCALE_COLUMNS
+from pallas_attn._call.byte_rows import BYTE_DTYPE, BYTE_ROW, REST_DTYPE, SCALE_COLUMNS
 from pallas_attn.kernels.lang import asm, thread_math, threads
 from pallas_attn.kernels.lang.mosaic import THREADS, inline
 from pallas_attn.kernels.lang.thread_program import Int
@@ -22,7 +22,6 @@ from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR
 
 SWIZZLE = 128  # bytes
 WORD = 16  # bytes
-REST_DTYPE = "bfloat16"
 
 
 class Tile(NamedTuple):

@@ -188,9 +188,9 @@ def scores(
     narrow: tuple[str, str] | None = None,
 ) -> Array:
     """q @ K^T, [rows, keys]: of (rows, the first of them), in shared memory; q may be in registers
-    (`load_fragments`). `narrow`: dtypes of both operands, of which two float8 stand for a number.
-    `sizes`: (rows, keys, the width of a term). `some`: (what is to be added to,
-    the first column, the one after the last), where not all columns are taken.
+    (`load_fragments`). `narrow`: float8 dtypes of q and k, where each 16-bit number of either is a
+    pair of float8. `sizes`: (rows, keys, the width of a term). `some`: (what is to be added to, the
+    first column, the one after the last), where not all columns are taken.
     """
     before, begin, end = some or (None, 0, sizes[2])
     (left_rows, q_first), (k_rows, first) = q, k

@@ -16,6 +16,7 @@ from pallas_attn.kernels.lang.threads import Float, Thread
 from pallas_attn.kernels.lang.types import Predicate
 
 _LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+HEAD_DIM_MOST = 4096  # a warp holds a row in registers
 _FLOOR = 27 << 23  # the bits of 2**-100
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
 _INFINITY_16 = 0x7C00  # float16

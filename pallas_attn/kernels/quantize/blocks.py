@@ -32,7 +32,6 @@ from pallas_attn.kernels.lang.threads import LANES, WARPS
 from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, Predicate, SmemRef
 from pallas_attn.kernels.mma import scales
 
-HEAD_DIM_MOST = 4096  # a warp holds a row in registers
 FEW = 32  # registers of a thread up to which the threads of a row take a block of rows alone
 
 
@@ -55,10 +54,10 @@ class Config:
 def limit(problem: QuantizeProblem) -> Limit | None:
     """Why the kernel cannot take a problem, or None."""
     largest = max(problem.head_dim, problem.v_head_dim)
-    if largest > HEAD_DIM_MOST:
+    if largest > scales.HEAD_DIM_MOST:
         return Limit(
             f"head dim {largest}: a warp holds a row in registers",
-            f'use head dims up to {HEAD_DIM_MOST}, or say implementation="reference"',
+            f'use head dims up to {scales.HEAD_DIM_MOST}, or say implementation="reference"',
         )
     return None
 

@@ -333,7 +333,7 @@ def compare(got, want, same_bits):
 
 @pytest.mark.machine_code
 @pytest.mark.guards
-@pytest.mark.parametrize("name", ["h128_long", "h128_claims"])
+@pytest.mark.parametrize("name", ["h128_long", "h128_claims", "h128_turns", "h128_turns_causal"])
 def test_compiles_without_serialised_matmuls(name):
     """With about as many spills as in the order of a table."""
     build = builds.BUILDS[f"flash_bwd/sm90/{name}"]
