@@ -127,7 +127,7 @@ class _Record:
     def read(self, name: str, shape: Shape, dtype: DType, at: Slices) -> np.ndarray:
         """The part of a parameter that slices say."""
         held = self._record[0][name].view(jnp.bfloat16)
-        sizes = self._config.joined(name.rpartition(".")[2])
+        sizes = self._config.joined(*_parameter(name))
         if not sizes:
             return held[at].astype(dtype)
         matrices = np.split(held, np.cumsum(sizes)[:-1], axis=1)
@@ -166,9 +166,18 @@ _TOP = {
 }
 
 
-def _tensors_of(config: Config) -> dict[str, tuple[str, ...]]:
-    """The tensors of each parameter of a layer."""
-    return _GEMMA_LAYER if config.gemma else _LAYER
+def _parameter(name: str) -> tuple[str, int]:
+    """Name and run of a parameter by its name in the tree, "runs.0.qkv"; run 0 of those in none."""
+    *place, last = name.split(".")
+    return last, int(place[-1]) if place else 0
+
+
+def _tensors_of(config: Config, run: int) -> dict[str, tuple[str, ...]]:
+    """The tensors of each parameter of a run's layers."""
+    tensors, experts = _GEMMA_LAYER if config.gemma else _LAYER, config.experts_of(run)
+    if config.latent is not None:
+        tensors = tensors | config.latent.tensors
+    return tensors if experts is None else tensors | experts.tensors
 
 
 def _wanted(config: Config) -> Iterator[tuple[str, Shape]]:
@@ -177,15 +186,22 @@ def _wanted(config: Config) -> Iterator[tuple[str, Shape]]:
     for name, tensor in _TOP.items():
         if name in shapes:
             yield tensor, shapes[name]
-    for run in shapes["runs"]:
+    for number, run in enumerate(shapes["runs"]):
         layer = [
-            (tensor, (rows, *run[name][2:]))
-            for name, tensors in _tensors_of(config).items()
+            (tensor, shape)
+            for name, tensors in _tensors_of(config, number).items()
             if name in run
-            for tensor, rows in zip(tensors, config.joined(name) or run[name][1:2], strict=True)
+            for tensor, shape in zip(tensors, _parts(config, name, number, run[name]), strict=True)
         ]
         for n in itertools.islice(layers, run["qkv"][0]):
             yield from ((f"model.layers.{n}.{tensor}", shape) for tensor, shape in layer)
+
+
+def _parts(config: Config, name: str, run: int, shape: Shape) -> list[Shape]:
+    """The shapes of the tensors in a layer of a parameter [layers, ...] of a run."""
+    if columns := config.joined_columns(name, run):
+        return [(*shape[1:-1], size) for size in columns]
+    return [(rows, *shape[2:]) for rows in config.joined(name, run) or shape[1:2]]
 
 
 class _Tensors:
@@ -265,16 +281,21 @@ class _Tensors:
         """The part of a parameter that slices say; of a layer's parameter, always all layers."""
         if name in _TOP:
             return self._take(_TOP[name], dtype, at)
-        tensors = _tensors_of(self._config)
-        _, run, name = name.split(".")
-        first = sum(count for count, _ in self._config.runs[: int(run)])
+        name, run = _parameter(name)
+        tensors = _tensors_of(self._config, run)[name]
+        first = sum(count for count, _ in self._config.runs[:run])
         counts = [len(range(*part.indices(n))) for part, n in zip(at, shape, strict=True)]
         stacked = np.empty(counts, dtype)
-        sizes = self._config.joined(name) or shape[1:2]
+        if self._config.joined_columns(name, run):
+            for n in range(shape[0]):
+                names = (f"model.layers.{first + n}.{tensor}" for tensor in tensors)
+                np.concatenate([self._take(x, dtype) for x in names], axis=-1, out=stacked[n])
+            return stacked
+        sizes = self._config.joined(name, run) or shape[1:2]
         for n in range(shape[0]):
             start = 0
             for matrix, rows in lm_mesh.spans(sizes, at[1], shape[1]):
-                tensor = f"model.layers.{first + n}.{tensors[name][matrix]}"
+                tensor = f"model.layers.{first + n}.{tensors[matrix]}"
                 part = self._take(tensor, dtype, (rows, *at[2:]))
                 stacked[n, start : start + len(part)] = part
                 start += len(part)

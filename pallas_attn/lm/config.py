@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn.kernels.lang.types import DType
+from pallas_attn.lm.experts import Experts
+from pallas_attn.lm.latent import Latent
 from pallas_attn.lm.rows import Angles
 from pallas_attn.masks import CAUSAL, Mask, sliding_window
 
@@ -99,23 +101,37 @@ class Config:
     # Gemma also normalises the results of attention and MLP, scales embeddings, and has a GELU as
     # the gate. Its checkpoints hold the weights of norms minus 1.
     gemma: bool = False
+    latent: Latent | None = None  # latent attention (DeepSeek), whose q and k have head_dim
+    experts: Experts | None = None  # in place of the MLP of later layers (DeepSeek)
     # The mesh axis whose devices have the other heads and columns of the MLP. Sizes are then those
     # of one device, within jax.shard_map (`mesh.local`).
     over: str | None = None
 
     @property
     def runs(self) -> tuple[tuple[int, Mask], ...]:
-        """Layers in a row with the same mask: (number of layers, mask)."""
-        windows = itertools.groupby(self.windows or (None,) * self.layers)
+        """Layers in a row with the same mask and kind of MLP: (number of layers, mask)."""
         return tuple(
-            (len(list(layers)), CAUSAL if window is None else sliding_window(window))
-            for window, layers in windows
+            (count, CAUSAL if window is None else sliding_window(window))
+            for count, window, _ in self._kinds
         )
+
+    @property
+    def _kinds(self) -> tuple[tuple[int, int | None, Experts | None], ...]:
+        """Of each run, its layers, their window and their experts."""
+        first = self.layers if self.experts is None else self.experts.first
+        experts = (self.experts if n >= first else None for n in range(self.layers))
+        layers = zip(self.windows or (None,) * self.layers, experts, strict=True)
+        return tuple((len(list(run)), *kind) for kind, run in itertools.groupby(layers))
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """The RoPE of all layers, or of layers without a window and of layers with one."""
         return (self.rope,) if self.window_rope is None else (self.rope, self.window_rope)
+
+    @property
+    def rotary_dim(self) -> int:
+        """Columns of a head that are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rotated
 
     def rope_number(self, mask: Mask) -> int:
         """The index in `ropes` for layers with this mask."""
@@ -123,44 +139,73 @@ class Config:
 
     def kv_bytes(self, dtype: DType) -> int:
         """Bytes of cache that one token takes."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * jnp.dtype(dtype).itemsize
+        columns = 2 * self.kv_heads * self.head_dim
+        if self.latent is not None:
+            columns = self.latent.row
+        return self.layers * columns * jnp.dtype(dtype).itemsize
 
     @property
     def size(self) -> int:
         """Numbers in all parameters."""
         return sum(map(math.prod, jax.tree.leaves(self.shapes(), is_leaf=is_shape)))
 
-    def joined(self, name: str) -> Shape:
-        """Rows of q, k and v, or of gate and up, in the parameter that joins them; () in others."""
-        kv = self.kv_heads * self.head_dim
+    def joined(self, name: str, run: int = 0) -> Shape:
+        """Rows of q, k and v, or of gates and ups, in the parameter of a run that joins them; () in
+        others.
+        """
         if name in ("qkv", "qkv_bias"):
+            if self.latent is not None:
+                return self.latent.joined(self.heads)
+            kv = self.kv_heads * self.head_dim
             return self.heads * self.head_dim, kv, kv
-        return (self.mlp, self.mlp) if name == "gate_up" else ()
+        return 2 * self._widths(run) if name == "gate_up" else ()
+
+    def joined_columns(self, name: str, run: int) -> Shape:
+        """Columns of each expert's matrix in `down`, in a run with experts; () in others."""
+        return self._widths(run) if name == "down" and self.experts_of(run) is not None else ()
+
+    def experts_of(self, run: int) -> Experts | None:
+        """The experts of a run's layers; None where they have an MLP."""
+        return self._kinds[run][2]
+
+    def _widths(self, run: int) -> Shape:
+        """Inner columns of the MLP of a run's layers, or of each expert."""
+        experts = self.experts_of(run)
+        return (self.mlp,) if experts is None else experts.widths
 
     def shapes(self) -> Params:
         """The shape of every parameter, in the tree that the parameters form."""
-        qkv, width = sum(self.joined("qkv")), self.heads * self.head_dim
-        layer: dict[str, Shape] = {
-            "attn_norm": (self.hidden,),
-            "qkv": (qkv, self.hidden),
-            "out": (self.hidden, width),
-            "mlp_norm": (self.hidden,),
-            "gate_up": (2 * self.mlp, self.hidden),
-            "down": (self.hidden, self.mlp),
-        }
-        if self.gemma:
-            layer |= {"attn_post_norm": (self.hidden,), "mlp_post_norm": (self.hidden,)}
-        if self.qkv_bias:
-            layer["qkv_bias"] = (qkv,)
-        if self.qk_norm:
-            layer |= {"q_norm": (self.head_dim,), "k_norm": (self.head_dim,)}
         params: Params = {"embed": (self.vocab, self.hidden), "norm": (self.hidden,)}
         if not self.tied:
             params["head"] = (self.vocab, self.hidden)
         params["runs"] = tuple(
-            {name: (count, *shape) for name, shape in layer.items()} for count, _ in self.runs
+            {name: (count, *shape) for name, shape in self._layer_shapes(run).items()}
+            for run, (count, _) in enumerate(self.runs)
         )
         return params
+
+    def _layer_shapes(self, run: int) -> dict[str, Shape]:
+        """The shapes of the parameters of one of a run's layers."""
+        inner, experts = sum(self._widths(run)), self.experts_of(run)
+        layer: dict[str, Shape] = {
+            "attn_norm": (self.hidden,),
+            "qkv": (sum(self.joined("qkv")), self.hidden),
+            "out": (self.hidden, self.heads * self.head_dim),
+            "mlp_norm": (self.hidden,),
+            "gate_up": (2 * inner, self.hidden),
+            "down": (self.hidden, inner),
+        }
+        if self.gemma:
+            layer |= {"attn_post_norm": (self.hidden,), "mlp_post_norm": (self.hidden,)}
+        if self.qkv_bias:
+            layer["qkv_bias"] = (sum(self.joined("qkv")),)
+        if self.qk_norm:
+            layer |= {"q_norm": (self.head_dim,), "k_norm": (self.head_dim,)}
+        if self.latent is not None:
+            layer |= self.latent.shapes(self.hidden, self.heads)
+        if experts is not None:
+            layer["router"] = (experts.count, self.hidden)
+        return layer
 
 
 def is_shape(x: object) -> bool:

@@ -11,50 +11,15 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from pallas_attn.lm import hf_deepseek
 from pallas_attn.lm.config import Config, Rope
 from pallas_attn.lm.folder import Folder, shown
+from pallas_attn.lm.hf_deepseek import DEEPSEEK
+from pallas_attn.lm.hf_keys import REQUIRED, Key, Reader, factor
 
 GEMMA = ("gemma2", "gemma3_text")
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *GEMMA)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *GEMMA, *DEEPSEEK)
 WINDOWED = ("full_attention", "sliding_attention")  # names in layer_types
-REQUIRED = object()
-
-
-@dataclasses.dataclass(frozen=True)
-class Key:
-    """Values that a key may hold. Absent and null are the default."""
-
-    kind: type
-    least: float = 1
-    most: float = 2**28
-    choices: tuple[Any, ...] = ()
-    default: Any = None
-
-    @property
-    def wanted(self) -> str:
-        """The values in words."""
-        if self.choices == (None,):
-            return "null"
-        if self.choices:
-            return f"one of {', '.join(map(str, self.choices))}"
-        words = {bool: "true or false", dict: "an object", list: "a list", str: "a string"}
-        if self.kind is int:
-            return f"a whole number from {self.least:.0f} to {self.most:.0f}"
-        return words.get(self.kind) or f"a number from {self.least:g} to {self.most:g}"
-
-    def holds(self, value: Any) -> bool:
-        """Whether the key may hold this value, which is not null."""
-        if self.choices:
-            return any(type(value) is type(x) and value == x for x in self.choices)
-        if self.kind in (int, float):
-            taken = (int,) if self.kind is int else (int, float)
-            return type(value) in taken and self.least <= value <= self.most  # NaN is refused
-        return type(value) is self.kind
-
-
-def _factor(default: float | None = None) -> Key:
-    return Key(float, 1e-3, 1e6, default=default)
-
 
 # Keys of config.json. The model supports a single value of each of the last four.
 KEYS: dict[str, Key] = {
@@ -79,9 +44,9 @@ KEYS: dict[str, Key] = {
     "tokenizer": Key(str, choices=("bytes",)),
     "hidden_act": Key(str, choices=("silu", "gelu_pytorch_tanh")),
     "hidden_activation": Key(str, choices=("gelu_pytorch_tanh",)),
-    "query_pre_attn_scalar": _factor(),
-    "attn_logit_softcapping": _factor(),
-    "final_logit_softcapping": _factor(),
+    "query_pre_attn_scalar": factor(),
+    "attn_logit_softcapping": factor(),
+    "final_logit_softcapping": factor(),
     "rope_local_base_freq": Key(float, least=2, most=1e12, default=10000.0),
     "sliding_window_pattern": Key(int, most=1000, default=6),
     "use_bidirectional_attention": Key(bool, choices=(False,)),
@@ -94,14 +59,14 @@ ROPE_KEYS: dict[str, Key] = {
     "rope_type": Key(str, choices=("default", "linear", "llama3", "yarn")),
     "type": Key(str, choices=("default", "linear", "llama3", "yarn")),
     "rope_theta": KEYS["rope_theta"],
-    "factor": _factor(),
+    "factor": factor(),
     "original_max_position_embeddings": Key(int),
-    "low_freq_factor": _factor(1.0),
-    "high_freq_factor": _factor(4.0),
-    "beta_fast": _factor(32.0),
-    "beta_slow": _factor(1.0),
+    "low_freq_factor": factor(1.0),
+    "high_freq_factor": factor(4.0),
+    "beta_fast": factor(32.0),
+    "beta_slow": factor(1.0),
     "truncate": Key(bool, default=True),
-    "attention_factor": _factor(),
+    "attention_factor": factor(),
     "mscale": Key(float, least=0, most=1000),
     "mscale_all_dim": Key(float, least=0, most=1000),
     "partial_rotary_factor": KEYS["partial_rotary_factor"],
@@ -119,37 +84,11 @@ _ABSENT: dict[str, dict[str, Any]] = {
 }
 
 
-class _Reader:
-    """The values of one JSON object, checked, by name."""
-
-    def __init__(self, where: str, values: Mapping[str, Any], keys: Mapping[str, Key]):
-        self._where, self._keys = where, keys
-        self._values = {name: self._checked(name, key, values) for name, key in keys.items()}
-
-    def _checked(self, name: str, key: Key, values: Mapping[str, Any]) -> Any:
-        value = values.get(name)
-        if value is None:
-            if key.default is REQUIRED:
-                raise ValueError(f"{self._where}{name}: expected {key.wanted}, got nothing")
-            return key.default
-        if not key.holds(value):
-            raise self.wrong(name, value)
-        return float(value) if key.kind is float else value
-
-    def __getitem__(self, name: str) -> Any:
-        return self._values[name]
-
-    def wrong(self, name: str, value: object, wanted: str = "") -> ValueError:
-        """The error for a value that cannot be."""
-        wanted = wanted or self._keys[name].wanted
-        return ValueError(f"{self._where}{name}: expected {wanted}, got {shown(value)}")
-
-
 def config_from(described: Mapping[str, Any], where: str = "config.json") -> Config:
     """The model that a config.json describes; `where` is the file's name in errors."""
     family = described.get("model_type")
     absent = _ABSENT.get(family, {}) if isinstance(family, str) else {}
-    read = _Reader(f"{where}: ", {**absent, **described}, KEYS)
+    read = Reader(f"{where}: ", {**absent, **described}, KEYS)
     heads, layers = read["num_attention_heads"], read["num_hidden_layers"]
     kv_heads = read["num_key_value_heads"] or heads
     if heads % kv_heads:
@@ -157,14 +96,14 @@ def config_from(described: Mapping[str, Any], where: str = "config.json") -> Con
     gate = "gelu_pytorch_tanh" if family in GEMMA else "silu"
     if read["hidden_act"] not in (None, gate):
         raise read.wrong("hidden_act", read["hidden_act"], f"{gate} in {family}")
-    head_dim = read["head_dim"]
+    head_dim = None if family in DEEPSEEK else read["head_dim"]
     if head_dim is None and read["hidden_size"] % heads:
         wanted = f"a multiple of the {heads} heads, or head_dim"
         raise read.wrong("hidden_size", read["hidden_size"], wanted)
     head_dim = head_dim or read["hidden_size"] // heads
     if head_dim % 2:
         raise read.wrong("head_dim", head_dim, "an even number, for rotary positions")
-    return Config(
+    config = Config(
         vocab=read["vocab_size"],
         hidden=read["hidden_size"],
         layers=layers,
@@ -181,9 +120,19 @@ def config_from(described: Mapping[str, Any], where: str = "config.json") -> Con
         windows=_windows(read, layers),
         **(_gemma(read, where) if family in GEMMA else {}),
     )
+    if family in DEEPSEEK:
+        fields = hf_deepseek.fields(described, where, layers, _stretching(read)[1])
+        config = dataclasses.replace(config, kv_heads=heads, **fields)
+    return config
 
 
-def _gemma(read: _Reader, where: str) -> dict[str, Any]:
+def _stretching(read: Reader) -> tuple[str, dict[str, Any]]:
+    """The name of the object that stretches rotary positions, and its values."""
+    name = "rope_parameters" if read["rope_parameters"] else "rope_scaling"
+    return name, read[name] or {}
+
+
+def _gemma(read: Reader, where: str) -> dict[str, Any]:
     """The fields of a Config that are set for Gemma only."""
     scale = read["query_pre_attn_scalar"]
     fields: dict[str, Any] = {"gemma": True, "scale": None if scale is None else scale**-0.5}
@@ -193,7 +142,7 @@ def _gemma(read: _Reader, where: str) -> dict[str, Any]:
     return fields | {name: read[key] for name, key in names.items()}
 
 
-def _windows(read: _Reader, layers: int) -> tuple[int | None, ...]:
+def _windows(read: Reader, layers: int) -> tuple[int | None, ...]:
     """The window of each layer; () where there is none at all."""
     family, window = read["model_type"], read["sliding_window"]
     always = family == "mistral" or family in GEMMA
@@ -209,7 +158,7 @@ def _windows(read: _Reader, layers: int) -> tuple[int | None, ...]:
     return tuple(window if kind == WINDOWED[1] else None for kind in kinds)
 
 
-def _has_window(read: _Reader, layer: int) -> bool:
+def _has_window(read: Reader, layer: int) -> bool:
     """Whether a layer has a window by its family's rule, where config.json lists no types."""
     family = read["model_type"]
     if family in GEMMA:
@@ -218,10 +167,9 @@ def _has_window(read: _Reader, layer: int) -> bool:
     return family == "mistral" or layer >= read["max_window_layers"]
 
 
-def _rope(outer: _Reader, where: str, kind_of_layer: str) -> Rope:
+def _rope(outer: Reader, where: str, kind_of_layer: str) -> Rope:
     """The RoPE of layers of a kind, one of `WINDOWED`."""
-    name = "rope_parameters" if outer["rope_parameters"] else "rope_scaling"
-    described = outer[name] or {}
+    name, described = _stretching(outer)
     if outer["model_type"] == "gemma3_text":
         if kind_of_layer in described:
             described, name = described[kind_of_layer], f"{name}.{kind_of_layer}"
@@ -237,7 +185,7 @@ def _rope(outer: _Reader, where: str, kind_of_layer: str) -> Rope:
             f"{where}: {name}: type 'dynamic' turns keys anew as the text grows, which a cache of "
             "rotated keys cannot; use 'yarn' or 'linear'"
         )
-    read = _Reader(f"{where}: {name}.", described, ROPE_KEYS)
+    read = Reader(f"{where}: {name}.", described, ROPE_KEYS)
     theta = outer["rope_theta"] if described.get("rope_theta") is None else read["rope_theta"]
     kind = read["rope_type"] or read["type"] or "default"
     if kind == "default":
@@ -263,7 +211,7 @@ def _rope(outer: _Reader, where: str, kind_of_layer: str) -> Rope:
     )
 
 
-def _attention_factor(read: _Reader) -> float:
+def _attention_factor(read: Reader) -> float:
     """The factor of cos and sin in yarn; by default it grows with the log of `factor`."""
     if read["attention_factor"] is not None:
         return read["attention_factor"]

@@ -66,6 +66,11 @@ def check(mesh: object) -> None:
 def local(config: Config, mesh: Mesh) -> Config:
     """The model that one device has."""
     shards = mesh.shape[HEADS]
+    if config.latent is not None:
+        raise ValueError(
+            "mesh: expected none: a model with latent attention is not split over devices, got "
+            f"{HEADS}:{shards}"
+        )
     for name, size in (("kv heads", config.kv_heads), ("columns of the MLP", config.mlp)):
         if size % shards:
             raise ValueError(

@@ -1,8 +1,9 @@
 """A decoder of the Llama family in jax.numpy and this package's operations.
 
 Llama 2 and 3, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3 are one model with a few choices
-(`Config`): x plus attention of the norm of x, plus a gated MLP of the norm of that. Four ways to
-run it share every layer:
+(`Config`): x plus attention of the norm of x, plus a gated MLP of the norm of that. DeepSeek-V2 has
+another attention (`latent`) and another MLP (`experts`) in it. Four ways to run it share every
+layer:
 
     forward(config, params, tokens)               all positions at once, no cache: training, checks
     prefill(config, params, cache, ...)           prompts through `flash_attention` into the cache
@@ -33,8 +34,8 @@ from pallas_attn.attention import flash_attention
 from pallas_attn.cache import KVCache, PagedCache
 from pallas_attn.context import Context
 from pallas_attn.decode import decode_attention
+from pallas_attn.lm import experts, latent, tensor_parallel
 from pallas_attn.lm import rows as lm_rows
-from pallas_attn.lm import tensor_parallel
 from pallas_attn.lm.config import Config, Params
 from pallas_attn.lm.exchange import Exchange
 from pallas_attn.lm.rows import Added, Angles, Layer, add_norm, gated, linear, partials, rms_norm
@@ -56,8 +57,8 @@ class Heads(NamedTuple):
     """The inputs of one layer's attention."""
 
     q: Array  # [M, t, N, H]
-    k: Array  # [M, t, K, H]
-    v: Array
+    k: Array  # [M, t, K, H]; the cache's rows [M, t, 1, ..] of latent attention
+    v: Array | None  # None where it is made of those
     weights: Params  # one layer's
     mask: Mask
     layer: Array  # its number
@@ -77,7 +78,7 @@ def _layers(config: Config, params: Params, tokens: Array, run: _Pass, cache: Ca
     eps, first, angles, exchange = config.norm_eps, 0, None, None
     if run.positions is not None:
         at = run.positions[:, :, None]
-        angles = tuple(rope.angles(at, config.head_dim) for rope in config.ropes)
+        angles = tuple(rope.angles(at, config.rotary_dim) for rope in config.ropes)
     if run.stream:  # else XLA's kernel of the angles stands between ours, and those wait for it
         x, angles = lax.optimization_barrier((x, angles))
         if config.over is not None:
@@ -94,13 +95,12 @@ def _layers(config: Config, params: Params, tokens: Array, run: _Pass, cache: Ca
             (x, added, cache, number), weights = carry, dict(item)
             weights |= {name: Layer(stack, number - first) for name, stack in stacks.items()}
             x, normed, exchange = add_norm(x, added, weights["attn_norm"], eps)
-            q, k, v = qkv_of(config, weights, normed, angles)
+            q, k, v = _heads_of(config, weights, normed, angles)
             out, cache = run.attend(Heads(q, k, v, weights, mask, number), cache)
             added = _added(config, out.reshape(*x.shape[:2], -1), weights["out"], exchange)
             added = _normed(config, added, weights, "attn_post_norm", x)
             x, normed, exchange = add_norm(x, added, weights["mlp_norm"], eps)
-            inner = gated(normed, weights["gate_up"], _gelu if config.gemma else jax.nn.silu)
-            added = _added(config, inner, weights["down"], exchange)
+            added = _mlp(config, normed, weights, exchange)
             added = _normed(config, added, weights, "mlp_post_norm", x)
             return (x, added, cache, number + 1), None
 
@@ -121,7 +121,28 @@ def embedded(config: Config, embed: Array, tokens: Array) -> Array:
     return rows * jnp.asarray(config.hidden**0.5, rows.dtype) if config.gemma else rows
 
 
-def qkv_of(config: Config, weights: Params, x: Array, angles: Angles | None) -> tuple[Array, ...]:
+def _heads_of(
+    config: Config, weights: Params, x: Array, angles: Angles | None
+) -> tuple[Array, Array, Array | None]:
+    """q, k and v of `Heads`."""
+    if config.latent is None:
+        return qkv_of(config, weights, x, angles)
+    assert angles is not None
+    return *latent.queries_and_rows(config.latent, weights, x, angles), None
+
+
+def _of_each_head(config: Config, heads: Heads) -> tuple[Array, Array, Array]:
+    """q, k and v [M, t, heads, ..] for attention without a cache."""
+    q, k, v = heads[:3]
+    if v is None:
+        assert config.latent is not None
+        k, v = latent.expanded(config.latent, k, heads.weights["kv_b"])
+    return q, k, v
+
+
+def qkv_of(
+    config: Config, weights: Params, x: Array, angles: Angles | None
+) -> tuple[Array, Array, Array]:
     """q [M, t, N, H], k and v [M, t, K, H] of x. With angles q and k are normalised and rotated
     here, without them by append and attention.
     """
@@ -164,6 +185,15 @@ def _normed(config: Config, added: Added, weights: Params, name: str, x: Array) 
         return added
     rows = lm_rows.total(added.partials, x.dtype)
     return Added(rms_norm(rows, weights[name], config.norm_eps)[None])
+
+
+def _mlp(config: Config, x: Array, weights: Params, exchange: Exchange | None) -> Added:
+    """The gated MLP of normed rows, or the experts in its place."""
+    if "router" in weights:
+        assert config.experts is not None
+        return Added(experts.mlp(config.experts, x, weights)[None])
+    inner = gated(x, weights["gate_up"], _gelu if config.gemma else jax.nn.silu)
+    return _added(config, inner, weights["down"], exchange)
 
 
 def _gelu(x: Array) -> Array:
@@ -213,9 +243,8 @@ def forward(
     """
 
     def attend(heads: Heads, cache: None) -> tuple[Array, None]:
-        q, k, v, _, mask, _ = heads
         shared = _scores_of(config) | {"implementation": implementation, "context": context}
-        return flash_attention(q, k, v, mask=mask, **shared), cache
+        return flash_attention(*_of_each_head(config, heads), mask=heads.mask, **shared), cache
 
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     if context is not None:
@@ -248,12 +277,11 @@ def prefill(
     source = none.at[prompts.slots].set(jnp.arange(n, dtype=jnp.int32), mode="drop")  # prompt
 
     def attend(heads: Heads, cache: KVCache) -> tuple[Array, KVCache]:
-        q, k, v, _, mask, layer = heads
-        shared = _scores_of(config) | {"mask": mask, "implementation": implementation}
+        shared = _scores_of(config) | {"mask": heads.mask, "implementation": implementation}
         shared |= {"q_lengths": prompts.lengths, "kv_lengths": prompts.lengths}
-        out = flash_attention(q, k, v, **shared)
-        k, v = (jnp.take(x, source, axis=0) for x in (k, v))
-        return out, write_kv(cache, k, v, layer=layer, implementation=implementation)
+        out = flash_attention(*_of_each_head(config, heads), **shared)
+        k, v = (None if x is None else jnp.take(x, source, axis=0) for x in (heads.k, heads.v))
+        return out, write_kv(cache, k, v, layer=heads.layer, implementation=implementation)
 
     positions = jnp.arange(t, dtype=jnp.int32)[None]
     run = _Pass(positions, attend)
@@ -339,7 +367,7 @@ def owners_of(starts: Array, rows: int) -> Array:
 def rotary_of(config: Config, cache: KVCache) -> Tables:
     """Tables for all rows that a sequence of the cache can hold."""
     positions = jnp.arange(max(cache.capacities), dtype=jnp.int32)
-    return tuple(Rotary(*rope.angles(positions, config.head_dim)) for rope in config.ropes)
+    return tuple(Rotary(*rope.angles(positions, config.rotary_dim)) for rope in config.ropes)
 
 
 class _NewRows(NamedTuple):
@@ -355,20 +383,22 @@ def _over_cache(config: Config, params: Params, new: _NewRows, implementation: s
     """New rows are written to the cache, and attend to all that it holds.
 
     Where no kernel in front of them rotates q and k, K is normalised and rotated by the launch that
-    writes it, and q before it is used.
+    writes it, and q before it is used. Rows of latent attention come rotated.
     """
     positions, starts = new.positions, new.starts
     few = lm_rows.streams(positions.size, params["embed"].dtype, implementation)
-    stream = few and not config.gemma
+    stream = few and not (config.gemma or config.latent)
     launches = lm_rows.overlapping if stream else contextlib.nullcontext
-    rotated = _kernel_rotates(config, stream)
+    rotated = _kernel_rotates(config, stream) or config.latent is not None
 
     def norm(weights: Params, name: str) -> RMSNorm | None:
         normed = config.qk_norm and not rotated
         return RMSNorm(weights[name], config.norm_eps) if normed else None
 
     def attend(heads: Heads, cache: KVCache) -> tuple[Array, KVCache]:
-        q, k, v = (x if starts is None else x[0] for x in heads[:3])
+        q, k, v = (x if starts is None or x is None else x[0] for x in heads[:3])
+        if config.latent is not None:
+            q = latent.absorbed(config.latent, q, heads.weights["kv_b"])
         shared: dict[str, Any] = {"starts": starts, "layer": heads.layer}
         shared["rotary"] = None if rotated else new.rotary[config.rope_number(heads.mask)]
         shared["implementation"] = implementation
@@ -377,6 +407,8 @@ def _over_cache(config: Config, params: Params, new: _NewRows, implementation: s
             shared |= {"mask": heads.mask, "norm": norm(heads.weights, "q_norm")}
             shared |= _scores_of(config)
             out = decode_attention(q, cache, shared_prefixes=new.shared, **shared)
+        if config.latent is not None:
+            out = latent.values(config.latent, out, heads.weights["kv_b"])
         return out if starts is None else out[None], cache
 
     return _Pass(positions if rotated else None, attend, stream)

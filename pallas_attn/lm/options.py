@@ -147,6 +147,9 @@ class Options:
             "layers": config.layers,
             "dtype": self.dtype,
         }
+        if config.latent is not None:
+            sizes |= {"kv_heads": 1, "head_dim": config.latent.row}
+            sizes |= {"v_head_dim": config.latent.rank, "shared_kv": True}
         if self.cache == "per_sequence":
             return PerSequenceCache.create((self.rows,) * self.batch, **sizes)
         if self.cache == "stacked":

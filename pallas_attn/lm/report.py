@@ -60,7 +60,8 @@ class Subject:
 
     @property
     def has_peer(self) -> bool:
-        return step_parts.on_gpu() and not (self.config.windows or self.config.gemma)
+        config = self.config
+        return step_parts.on_gpu() and not (config.windows or config.gemma or config.latent)
 
     @property
     def has_first_token(self) -> bool:
@@ -162,7 +163,7 @@ def _shapes_of(subject: Subject) -> Any:
 def _must_hold(subject: Subject, cache: str, say: Say) -> None:
     """Compares two layers of the model with the reference: nothing is timed that is wrong."""
     config, params = subject.config, subject.params
-    if not config.windows:
+    if not (config.windows or config.experts):
         count = min(2, config.layers)
         config = dataclasses.replace(config, layers=count)
         params = params | {"runs": (jax.tree.map(lambda x: x[:count], params["runs"][0]),)}

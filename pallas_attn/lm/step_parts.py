@@ -88,6 +88,13 @@ def parts(config: Config, options: Options) -> list[Part]:
 
     slots, dim, static = options.batch, config.head_dim, (config, options)
     new = (slots, 1, config.kv_heads, dim)
+    if config.latent is not None:
+        dim = config.latent.row
+        new = (slots, 1, 1, dim)
+
+    def rows() -> tuple[Array, ...]:
+        k = normal(2, *new)
+        return (k,) if config.latent is not None else (k, normal(3, *new))
 
     def logits() -> tuple[Array, ...]:
         keys = jax.random.split(jax.random.key(6), slots)
@@ -95,21 +102,22 @@ def parts(config: Config, options: Options) -> list[Part]:
 
     return [
         Part("attention", _attend, static, lambda: (normal(4, slots, config.heads, dim),)),
-        Part("append", _append, static, lambda: (normal(2, *new), normal(3, *new)), writes=True),
+        Part("append", _append, static, rows, writes=True),
         Part("sampling", _sample, (options.sampling,), logits, heads=None),
     ]
 
 
 @jax.jit(static_argnums=(0, 1), donate_argnums=2)
-def _append(config: Config, options: Options, cache: KVCache, k: Array, v: Array) -> KVCache:
-    def run(config: Config, cache: KVCache, k: Array, v: Array) -> tuple[KVCache, Array]:
+def _append(config: Config, options: Options, cache: KVCache, *rows: Array) -> KVCache:
+    def run(config: Config, cache: KVCache, *rows: Array) -> tuple[KVCache, Array]:
         def write(cache: KVCache, layer: Array) -> tuple[KVCache, None]:
-            return write_kv(cache, k, v, layer=layer, implementation=options.implementation), None
+            how: dict[str, Any] = {"layer": layer, "implementation": options.implementation}
+            return write_kv(cache, *rows, **how), None
 
         layers = jnp.arange(config.layers, dtype=jnp.int32)
-        return jax.lax.scan(write, cache.extend(1), layers)[0], k
+        return jax.lax.scan(write, cache.extend(1), layers)[0], rows[0]
 
-    return lm_mesh.over_heads(options.mesh, config, run, cache, k, v)[0]
+    return lm_mesh.over_heads(options.mesh, config, run, cache, *rows)[0]
 
 
 @jax.jit(static_argnums=(0, 1))
@@ -121,6 +129,8 @@ def _attend(config: Config, options: Options, cache: KVCache, q: Array) -> Array
             def attend(q: Array, layer: Array, mask=mask) -> tuple[Array, None]:
                 how: dict[str, Any] = {"layer": layer, "mask": mask}
                 out = decode_attention(q, cache, **how, implementation=implementation)
+                if (rest := q.shape[-1] - out.shape[-1]) > 0:  # of latent attention
+                    out = jnp.pad(out, ((0, 0), (0, 0), (0, rest)))
                 return out.astype(q.dtype), None
 
             layers = jnp.arange(first, first + count, dtype=jnp.int32)

@@ -76,6 +76,8 @@ def test_a_checkpoint_computes_what_the_witness_does(tmp_path, rng, family):
         *(("qwen3", kind) for kind in CACHES),
         ("gemma2", "stacked"),
         ("gemma3", "paged"),
+        ("deepseek_v2_lite", "stacked"),
+        ("deepseek_v2", "paged"),
     ],
 )
 def test_prefill_then_decode_equals_the_full_forward(tmp_path, rng, family, kind):

@@ -29,6 +29,22 @@ _GEMMA = {name: x for name, x in BASE.items() if name != "hidden_act"} | {
     "query_pre_attn_scalar": 12,
     "sliding_window": 5,
 }
+_DEEPSEEK = BASE | {
+    "model_type": "deepseek_v2",
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 24,
+}
+_DEEPSEEK_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+_DEEPSEEK_YARN |= {"mscale": 0.9, "mscale_all_dim": 0.7, "beta_fast": 32, "beta_slow": 1}
 CONFIGS = {
     "llama2": BASE | {"model_type": "llama", "num_key_value_heads": 4},
     "llama3": BASE
@@ -49,6 +65,10 @@ CONFIGS = {
     "gemma3": _GEMMA
     | {"model_type": "gemma3_text", "sliding_window_pattern": 3, "rope_theta": 1e5}
     | {"rope_local_base_freq": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "deepseek_v2_lite": _DEEPSEEK | {"rope_scaling": _DEEPSEEK_YARN, "topk_method": "greedy"},
+    "deepseek_v2": _DEEPSEEK
+    | {"q_lora_rank": 20, "routed_scaling_factor": 3.0, "topk_method": "group_limited_greedy"}
+    | {"n_group": 3, "topk_group": 2, "tie_word_embeddings": True},
 }
 
 
@@ -76,9 +96,15 @@ def tensors_of(config, rng):
         layer_shapes |= {f"{name}.weight": (hidden,) for name in names}
     if config["model_type"] in ("qwen3", "gemma3_text"):
         layer_shapes |= {f"self_attn.{x}_norm.weight": (dim,) for x in "qk"}
+    latent = config["model_type"] == "deepseek_v2"
+    if latent:
+        layer_shapes = _deepseek_shapes(config, layer_shapes)
     shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for layer in range(config["num_hidden_layers"]):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes.items()}
+        mine = layer_shapes
+        if latent and layer >= config["first_k_dense_replace"]:
+            mine = {n: x for n, x in mine.items() if "mlp" not in n} | _expert_shapes(config)
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in mine.items()}
     shapes["model.norm.weight"] = (hidden,)
     if not config.get("tie_word_embeddings", gemma):
         shapes["lm_head.weight"] = (config["vocab_size"], hidden)
@@ -89,6 +115,39 @@ def tensors_of(config, rng):
         drawn = (not gemma) + 0.2 * drawn if "norm" in name else drawn * (2 / math.sqrt(shape[-1]))
         tensors[name] = drawn.astype(np.float32)
     return tensors
+
+
+def _deepseek_shapes(config, shapes):
+    heads, hidden, rank = (
+        config[name] for name in ("num_attention_heads", "hidden_size", "kv_lora_rank")
+    )
+    plain, turned, values = (
+        config[name] for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    shapes = {name: x for name, x in shapes.items() if "self_attn" not in name}
+    if (q_rank := config["q_lora_rank"]) is None:
+        shapes["self_attn.q_proj.weight"] = (heads * (plain + turned), hidden)
+    else:
+        shapes["self_attn.q_a_proj.weight"] = (q_rank, hidden)
+        shapes["self_attn.q_a_layernorm.weight"] = (q_rank,)
+        shapes["self_attn.q_b_proj.weight"] = (heads * (plain + turned), q_rank)
+    return shapes | {
+        "self_attn.kv_a_proj_with_mqa.weight": (rank + turned, hidden),
+        "self_attn.kv_a_layernorm.weight": (rank,),
+        "self_attn.kv_b_proj.weight": (heads * (plain + values), rank),
+        "self_attn.o_proj.weight": (hidden, heads * values),
+    }
+
+
+def _expert_shapes(config):
+    hidden, columns = config["hidden_size"], config["moe_intermediate_size"]
+    sizes = {f"experts.{n}": columns for n in range(config["n_routed_experts"])}
+    sizes["shared_experts"] = columns * config["n_shared_experts"]
+    shapes = {"mlp.gate.weight": (config["n_routed_experts"], hidden)}
+    for name, size in sizes.items():
+        shapes |= {f"mlp.{name}.{x}_proj.weight": (size, hidden) for x in ("gate", "up")}
+        shapes[f"mlp.{name}.down_proj.weight"] = (hidden, size)
+    return shapes
 
 
 @functools.cache
@@ -124,11 +183,14 @@ def logits(config, tensors, ids):
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         mine = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
-        x = x + _attention(config, mine, _norm(config, x, mine["input_layernorm.weight"]), layer)
+        h = _norm(config, x, mine["input_layernorm.weight"])
+        latent = "kv_lora_rank" in config
+        x = x + (
+            _latent_attention(config, mine, h) if latent else _attention(config, mine, h, layer)
+        )
         h = _norm(config, x, mine["post_attention_layernorm.weight"])
-        gate = h @ mine["mlp.gate_proj.weight"].T
-        up = h @ mine["mlp.up_proj.weight"].T
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ mine["mlp.down_proj.weight"].T
+        routed = "mlp.gate.weight" in mine
+        x = x + (_experts(config, mine, h) if routed else _mlp(mine, "mlp", h))
     head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
     return _norm(config, x, tensors["model.norm.weight"]) @ head.T
 
@@ -180,6 +242,69 @@ def _attention(config, mine, x, layer):
             weights = np.exp(scores - scores.max())
             out[t, head] = weights / weights.sum() @ rows["v"][mates]
     return out.reshape(len(x), -1) @ mine["self_attn.o_proj.weight"].T
+
+
+def _mlp(mine, name, x):
+    gate, up = (x @ mine[f"{name}.{kind}_proj.weight"].T for kind in ("gate", "up"))
+    return (gate / (1 + np.exp(-gate)) * up) @ mine[f"{name}.down_proj.weight"].T
+
+
+def _experts(config, mine, x):
+    """Row by row: the shared experts, and the likeliest of all others, or of the best groups."""
+    out = _mlp(mine, "mlp.shared_experts", x)
+    for row in range(len(x)):
+        scores = np.exp(mine["mlp.gate.weight"] @ x[row])
+        scores = dict(enumerate(scores / scores.sum()))
+        if config["topk_method"] != "greedy":
+            size = len(scores) // config["n_group"]
+            best = sorted(scores, key=scores.get, reverse=True)
+            groups = list(dict.fromkeys(expert // size for expert in best))[: config["topk_group"]]
+            scores = {expert: x for expert, x in scores.items() if expert // size in groups}
+        chosen = sorted(scores, key=scores.get, reverse=True)[: config["num_experts_per_tok"]]
+        for expert in chosen:
+            share = scores[expert] * config.get("routed_scaling_factor", 1.0)
+            out[row] += share * _mlp(mine, f"mlp.experts.{expert}", x[row])
+    return out
+
+
+def _latent_attention(config, mine, x):
+    """K and V of every head, made of a row that all heads share."""
+    heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
+    plain, turned = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    if config["q_lora_rank"] is None:
+        q = x @ mine["self_attn.q_proj.weight"].T
+    else:
+        q = _norm(
+            _FINE, x @ mine["self_attn.q_a_proj.weight"].T, mine["self_attn.q_a_layernorm.weight"]
+        )
+        q = q @ mine["self_attn.q_b_proj.weight"].T
+    q = q.reshape(len(x), heads, -1)
+    row = x @ mine["self_attn.kv_a_proj_with_mqa.weight"].T
+    shared = _norm(_FINE, row[:, :rank], mine["self_attn.kv_a_layernorm.weight"])
+    kv = (shared @ mine["self_attn.kv_b_proj.weight"].T).reshape(len(x), heads, -1)
+    q_turned = _neighbours_turned(config, q[..., plain:], turned)
+    k_turned = _neighbours_turned(config, row[:, None, rank:], turned)[:, 0]
+    scale, how = 1 / math.sqrt(plain + turned), config.get("rope_scaling") or {}
+    if how.get("mscale_all_dim"):
+        scale *= (0.1 * how["mscale_all_dim"] * math.log(how["factor"]) + 1) ** 2
+    out = np.zeros((len(x), heads, kv.shape[-1] - plain))
+    for t in range(len(x)):
+        for head in range(heads):
+            scores = kv[: t + 1, head, :plain] @ q[t, head, :plain]
+            scores = scale * (scores + k_turned[: t + 1] @ q_turned[t, head])
+            weights = np.exp(scores - scores.max())
+            out[t, head] = weights / weights.sum() @ kv[: t + 1, head, plain:]
+    return out.reshape(len(x), -1) @ mine["self_attn.o_proj.weight"].T
+
+
+_FINE = {"rms_norm_eps": 1e-6}
+
+
+def _neighbours_turned(config, x, dim):
+    """Columns 2 i and 2 i + 1 are a pair."""
+    halves = np.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
+    first, second = np.split(_turned(config, halves, dim), 2, axis=-1)
+    return np.stack([first, second], axis=-1).reshape(x.shape)
 
 
 def _rotation(config, layer):
@@ -235,4 +360,8 @@ def _speed(config, i, dim):
     edge = [dim / 2 * math.log(seen / (2 * math.pi * turns), theta) for turns in (32, 1)]
     low, high = max(math.floor(edge[0]), 0), min(math.ceil(edge[1]), dim - 1)
     share = min(max((i - low) / (high - low), 0), 1)
-    return share * plain / factor + (1 - share) * plain, 0.1 * math.log(factor) + 1
+    grown = [
+        0.1 * how.get(name, 1.0) * math.log(factor) + 1 for name in ("mscale", "mscale_all_dim")
+    ]
+    size = grown[0] / grown[1] if "mscale" in how else grown[0]
+    return share * plain / factor + (1 - share) * plain, size
