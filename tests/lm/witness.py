@@ -6,7 +6,6 @@ import functools
 import json
 import math
 
-import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
@@ -160,7 +159,7 @@ def write(folder, config, tensors, shards=1, dtype=np.float32):
     """A folder as Hugging Face lays it out."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
-    stored = {name: x.astype(jnp.dtype(dtype)) for name, x in tensors.items()}
+    stored = {name: x.astype(np.dtype(dtype)) for name, x in tensors.items()}
     if shards == 1:
         safetensors.numpy.save_file(stored, folder / "model.safetensors", {"format": "pt"})
         return folder
