@@ -218,6 +218,7 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
     "decode": (
         Candidate("prefill.sm90", HOPPER, selection.sm90, merges=True),  # many query rows
         Candidate("prefill.gathered_sm90", HOPPER, selection.gathered),  # wide heads
+        Candidate("prefill.gathered_packed_sm90", HOPPER, selection.gathered_packed),
         Candidate("decode.sm90", HOPPER),
         *_DECODE,
     ),
@@ -227,6 +228,7 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         Candidate("prefill.widened_sm90", HOPPER, selection.widened_sm90),  # many query rows
         Candidate("prefill.narrow_sm90", HOPPER, selection.narrow_sm90),  # fewer of them
         Candidate("prefill.gathered_sm90", HOPPER, selection.gathered),  # wide heads
+        Candidate("prefill.gathered_packed_sm90", HOPPER, selection.gathered_packed),
         Candidate("decode.sm90", HOPPER),
         *_DECODE,
     ),

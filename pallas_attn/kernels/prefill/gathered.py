@@ -45,13 +45,13 @@ def kernel_with(base: Kernel, most_bytes: int) -> Kernel:
 
     @functools.partial(jax.jit, static_argnames=("problem", "config"))
     def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:
-        return _run(inputs, problem, base, config.forward)
+        return attend(inputs, problem, base, config.forward)
 
-    limit = functools.partial(_limit, forward=base, most_bytes=most_bytes)
-    return Kernel(Config, limit, smem_bytes, run)
+    refusal = functools.partial(limit, forward=base, most_bytes=most_bytes)
+    return Kernel(Config, refusal, smem_bytes, run)
 
 
-def _limit(problem: DecodeProblem, forward: Kernel, most_bytes: int) -> Limit | None:
+def limit(problem: DecodeProblem, forward: Kernel, most_bytes: int) -> Limit | None:
     """Why the forward cannot take the problem by copies, or None."""
     other = "leave implementation=None"
     if problem.packed or problem.mask_program is not None or problem.kind == "interleaved":
@@ -71,10 +71,16 @@ def _limit(problem: DecodeProblem, forward: Kernel, most_bytes: int) -> Limit | 
     return None
 
 
-def _run(
-    inputs: DecodeInputs, problem: DecodeProblem, forward: Kernel, config: KernelConfig
+def attend(
+    inputs: DecodeInputs,
+    problem: DecodeProblem,
+    forward: Kernel,
+    config: KernelConfig,
+    rows: Array | None = None,
 ) -> tuple[Array, Array]:
-    """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
+    """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]. `rows` int32[M]: query rows of
+    each sequence, the first ones of q; None: all.
+    """
     assert inputs.v_cache is not None  # latent caches have kernels of their own
     lost = _is_lost(inputs, problem)
     lengths = jnp.where(lost, 0, jnp.maximum(inputs.lengths, 0))
@@ -82,7 +88,8 @@ def _run(
         inputs.q,
         _rows(inputs, problem, inputs.k_cache, inputs.k_scale),
         _rows(inputs, problem, inputs.v_cache, inputs.v_scale),
-        q_offset=lengths - problem.q_len,
+        q_offset=lengths - (problem.q_len if rows is None else rows),
+        q_lengths=rows,
         kv_lengths=lengths,
         sinks=inputs.sinks,
         mask_left=_for_each_sequence(inputs.mask_left, problem),

@@ -56,6 +56,17 @@ def gathered(problem: DecodeProblem) -> Limit | None:
     return _FEW if _pairs(problem) < FEWEST_PAIRS_GATHERED * copied else None
 
 
+def gathered_packed(problem: DecodeProblem) -> Limit | None:
+    if problem.tokens is not None and problem.tokens < rows_gathered(problem):
+        return _FEW
+    return None
+
+
+def rows_gathered(problem: DecodeProblem) -> int:
+    """Query rows of a sequence from which on a copy of its keys by XLA pays."""
+    return -(-FEWEST_PAIRS_GATHERED * problem.kv_heads // problem.q_heads)
+
+
 def _pairs(problem: DecodeProblem) -> int:
     """Pairs of a query row of a head and a key, where every sequence has the most keys."""
     rows = problem.q_len * problem.sequences if problem.tokens is None else problem.tokens

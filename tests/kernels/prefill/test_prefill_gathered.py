@@ -14,7 +14,12 @@ from pallas_attn import FULL, Mask, sliding_window
 from pallas_attn._call import dispatch
 from pallas_attn._call.kernel import Kernel
 from pallas_attn.bench import support
-from pallas_attn.kernels.prefill import gathered_sm80, gathered_sm90, selection
+from pallas_attn.kernels.prefill import (
+    gathered_packed_sm90,
+    gathered_sm80,
+    gathered_sm90,
+    selection,
+)
 from tests.kernels.prefill import test_prefill_widened
 from tests.support import decode_cases, mosaic
 from tests.support.decode_cases import Case
@@ -98,10 +103,66 @@ def test_wide_heads_on_the_gpu():
     wide_heads_agree()
 
 
+PACKED = {
+    "paged": (WIDE, (9, 1)),
+    "stacked": (
+        Case(lengths=(70, 5, 33), q_len=9, layers=2, head_dim=512, v_head_dim=264),
+        (9, 1, 7),
+    ),
+}
+
+
+def packed_wide_heads_agree(kind):
+    """Sequences of many rows and of few, after rows and before rows that nobody owns."""
+    case, counts = PACKED[kind]
+    before, after = 3, 2
+    starts = before + np.r_[0, np.cumsum(counts)]
+    own = [(m, case.q_len - count + n) for m, count in enumerate(counts) for n in range(count)]
+
+    def packed(x):  # [M, t, ..] to [tokens, ..]; row i of t stands at position length - t + i
+        rows = [x[place] for place in own]
+        return np.stack([*before * [rows[0] * 0], *rows, *after * [rows[0] * 0]])
+
+    tokens = int(starts[-1]) + after
+    problem = dataclasses.replace(case.problem, tokens=tokens, q_len=tokens)
+    inputs = case.inputs(0, fill=np.nan)
+    inputs = inputs._replace(
+        q=jnp.asarray(packed(np.asarray(inputs.q))),
+        starts=jnp.asarray(starts, jnp.int32),
+    )
+    kernel = gathered_packed_sm90.KERNEL
+    assert kernel.limit(problem) is None
+    config = dataclasses.replace(kernel.config.default(problem), most=6)
+    got = jax.jit(functools.partial(kernel.run, problem=problem, config=config))(inputs)
+    out, lse = decode_cases.of_definition(case, case.inputs(0, fill=0.0))
+    want = packed(np.asarray(out)), packed(np.swapaxes(np.asarray(lse), 1, 2)).T
+    decode_cases.close(got[0], want[0], 2.0**-6, 2.0**-6)
+    rows = slice(before, tokens - after)
+    decode_cases.close(got[1][:, rows], want[1][:, rows], 1e-2, 1e-2)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed_wide_heads_interpreted(kind):
+    with mosaic.interpret():
+        packed_wide_heads_agree(kind)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", PACKED)
+def test_packed_wide_heads_on_the_gpu(kind):
+    packed_wide_heads_agree(kind)
+
+
 def test_who_takes_wide_heads():
     wide = {"gpu": "sm90", "head_dim": 512, "v_head_dim": 512}
     assert chosen(**wide) == "prefill.gathered_sm90" and chosen(**wide, q_len=1) == "decode.sm90"
-    assert chosen(**wide, tokens=4096) == "decode.sm90"
+    ours = "prefill.gathered_packed_sm90"
+    few = selection.rows_gathered(PROBLEM)
+    assert chosen(**wide, tokens=few) == ours and chosen(**wide, tokens=few - 1) == "decode.sm90"
+    assert chosen(**wide, tokens=few, quantized=True, cache_dtype="int8") == ours
+    separate = {"kind": "per_sequence", "page_size": None, "pages": None}
+    assert chosen(**wide, tokens=few, **separate) == "decode.sm90"
     assert "256" in str(gathered_sm90.KERNEL.limit(dataclasses.replace(PROBLEM, gpu="sm90")))
 
 
