@@ -14,6 +14,7 @@ import random
 from collections.abc import Iterable
 from typing import Any
 
+from pallas_attn.bench import gemma_cases
 from pallas_attn.bench.case import AppendCase, AttentionCase, DecodeCase
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 
@@ -358,7 +359,6 @@ def _decode() -> list[DecodeCase]:
         ),
         "latency": ((1, 1024, 32, 8, 128), (8, 512, 32, 8, 128), (8, 4096, 64, 8, 128)),
         "uneven": ((32, 8192, 32, 8, 128), (64, 4096, 28, 4, 128)),
-        "gemma4": ((32, 8192, 32, 4, 512),),
     }
     rows = []
     for label, every in shapes.items():
@@ -643,8 +643,13 @@ def _rounded() -> list[AttentionCase]:
 # ---- lists --------------------------------------------------------------------------------------
 
 ATTENTION: tuple[AttentionCase, ...] = (*_large_attention(), *_edge_attention())
-DECODE: tuple[DecodeCase, ...] = tuple(_decode())
-PREFILL: tuple[DecodeCase, ...] = (*_prefill(), *_packed(), *_interleaved())
+DECODE: tuple[DecodeCase, ...] = (*_decode(), *gemma_cases.decode())
+PREFILL: tuple[DecodeCase, ...] = (
+    *_prefill(),
+    *_packed(),
+    *_interleaved(),
+    *gemma_cases.prefill(),
+)
 APPEND: tuple[AppendCase, ...] = tuple(_append())
 SHARED_PREFIX: tuple[DecodeCase, ...] = tuple(_shared())
 MASK: tuple[AttentionCase, ...] = tuple(_functions())

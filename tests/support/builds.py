@@ -520,7 +520,10 @@ BUILDS: dict[str, Build] = {
     "prefill/gathered_sm90/paged_wide": _decode(
         "h100", "paged", rows=512, kv_heads=4, head_dim=512
     ),
-    # Two launches, the other of decode's kernel.
+    # Two launches each, the other of decode's kernel.
+    "prefill/gathered_packed_sm90/paged_wide": _decode(
+        "h100", "paged", rows=None, kv_heads=4, head_dim=512
+    ),
     "prefill/sm90/paged_packed": _decode("h100", "paged", rows=None),
     # Two launches after one of decode's kernel.
     "prefill/sm90/paged_shared": _decode_shared("paged"),

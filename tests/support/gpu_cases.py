@@ -209,6 +209,10 @@ QUICK: dict[str, tuple[str, ...]] = {
         "tests/kernels/flash_bwd/test_bwd_wide.py::test_on_the_gpu[float16]",
     ),
     "kernels/prefill/gathered_sm90.py": (f"{_PREFILL}_gathered.py::test_wide_heads_on_the_gpu",),
+    "kernels/prefill/gathered_packed_sm90.py": (
+        f"{_PREFILL}_gathered.py::test_packed_wide_heads_on_the_gpu[paged]",
+        f"{_PREFILL}_gathered.py::test_packed_wide_heads_on_the_gpu[stacked]",
+    ),
     "kernels/prefill/gathered_sm80.py": (
         f"{_PREFILL}_gathered.py::test_on_the_gpu[plain-paged]",
         f"{_PREFILL}_gathered.py::test_on_the_gpu[float32-stacked]",
