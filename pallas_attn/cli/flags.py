@@ -105,7 +105,7 @@ FLAGS = (
     Flag("learning_rate", (TRAIN,), float, 0.003, "Its peak, for AdamW."),
     Flag("model", (DECODE,), str, "tiny",
          "tiny, which is in the package, or llama2_7b, llama3_8b, llama3_70b, llama3.1_8b, "
-         "mistral_7b, qwen2_7b, qwen3_8b with random weights."),
+         "mistral_7b, qwen2_7b, qwen3_8b, deepseek_v2_lite with random weights."),
     Flag("checkpoint", (DECODE,), str, None,
          "A folder in Hugging Face's layout, or one that --task=train made, instead of --model."),
     Flag("prompt", (DECODE,), tuple, [],

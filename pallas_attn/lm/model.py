@@ -126,7 +126,8 @@ def _heads_of(
 ) -> tuple[Array, Array, Array | None]:
     """q, k and v of `Heads`."""
     if config.latent is None:
-        return qkv_of(config, weights, x, angles)
+        q, k, v = qkv_of(config, weights, x, angles)
+        return q, k, v
     assert angles is not None
     return *latent.queries_and_rows(config.latent, weights, x, angles), None
 
@@ -140,9 +141,7 @@ def _of_each_head(config: Config, heads: Heads) -> tuple[Array, Array, Array]:
     return q, k, v
 
 
-def qkv_of(
-    config: Config, weights: Params, x: Array, angles: Angles | None
-) -> tuple[Array, Array, Array]:
+def qkv_of(config: Config, weights: Params, x: Array, angles: Angles | None) -> tuple[Array, ...]:
     """q [M, t, N, H], k and v [M, t, K, H] of x. With angles q and k are normalised and rotated
     here, without them by append and attention.
     """
@@ -280,7 +279,8 @@ def prefill(
         shared = _scores_of(config) | {"mask": heads.mask, "implementation": implementation}
         shared |= {"q_lengths": prompts.lengths, "kv_lengths": prompts.lengths}
         out = flash_attention(*_of_each_head(config, heads), **shared)
-        k, v = (None if x is None else jnp.take(x, source, axis=0) for x in (heads.k, heads.v))
+        k = jnp.take(heads.k, source, axis=0)
+        v = None if heads.v is None else jnp.take(heads.v, source, axis=0)
         return out, write_kv(cache, k, v, layer=heads.layer, implementation=implementation)
 
     positions = jnp.arange(t, dtype=jnp.int32)[None]
@@ -396,7 +396,9 @@ def _over_cache(config: Config, params: Params, new: _NewRows, implementation: s
         return RMSNorm(weights[name], config.norm_eps) if normed else None
 
     def attend(heads: Heads, cache: KVCache) -> tuple[Array, KVCache]:
-        q, k, v = (x if starts is None or x is None else x[0] for x in heads[:3])
+        q, k, v = heads[:3]
+        if starts is not None:
+            q, k, v = q[0], k[0], None if v is None else v[0]
         if config.latent is not None:
             q = latent.absorbed(config.latent, q, heads.weights["kv_b"])
         shared: dict[str, Any] = {"starts": starts, "layer": heads.layer}
