@@ -117,7 +117,7 @@ class Config:
 
     @property
     def _kinds(self) -> tuple[tuple[int, int | None, Experts | None], ...]:
-        """Of each run, its layers, their window and their experts."""
+        """Layers, window and experts of each run."""
         first = self.layers if self.experts is None else self.experts.first
         experts = (self.experts if n >= first else None for n in range(self.layers))
         layers = zip(self.windows or (None,) * self.layers, experts, strict=True)

@@ -129,7 +129,7 @@ def _attend(config: Config, options: Options, cache: KVCache, q: Array) -> Array
             def attend(q: Array, layer: Array, mask=mask) -> tuple[Array, None]:
                 how: dict[str, Any] = {"layer": layer, "mask": mask}
                 out = decode_attention(q, cache, **how, implementation=implementation)
-                if (rest := q.shape[-1] - out.shape[-1]) > 0:  # of latent attention
+                if (rest := q.shape[-1] - out.shape[-1]) > 0:  # latent attention
                     out = jnp.pad(out, ((0, 0), (0, 0), (0, rest)))
                 return out.astype(q.dtype), None
 

@@ -80,7 +80,7 @@ def test_gradients_reach_every_weight():
 
 
 def test_the_parts_of_a_step_are_timed():
-    """As `--report` runs them, over a latent cache; cuDNN's loop has no such attention."""
+    """The parts of `--report`, over a latent cache; cuDNN's loop has no such attention."""
     config, params = small(LITE)
     how = options(cache="stacked", batch=2)
     cache = step_parts.filled(config, how)

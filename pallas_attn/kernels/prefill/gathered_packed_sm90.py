@@ -59,10 +59,10 @@ def limit(problem: DecodeProblem) -> Limit | None:
 
 def smem_bytes(problem: DecodeProblem, config: Config) -> int:
     few = dataclasses.replace(problem, q_len=config.most)
-    one = gathered.contiguous(_of_one(problem))
+    alone = gathered.contiguous(_of_one(problem))
     return max(
         decode_sm90.KERNEL.smem_bytes(few, config.decode),
-        sm90_wide.KERNEL.smem_bytes(one, config.forward),
+        sm90_wide.KERNEL.smem_bytes(alone, config.forward),
     )
 
 

@@ -15,6 +15,7 @@ FEW_ROWS, FEW_ROWS_QUANTIZED = 16, 32
 # Pairs of query head and query row that a row of a quantised cache must meet to be worth widening,
 # by its dtype: int8 takes longest where the kernel widens it.
 FEWEST_PAIRS_WIDENED = {"int8": 512, "float8_e4m3fn": 768, "float8_e5m2": 768}
+WIDE = 256  # head dims above which Hopper has a forward of its own
 FEWEST_PAIRS_GATHERED = 1024  # the same for a copy of rows by XLA
 
 _OTHER = "leave implementation=None"
@@ -57,9 +58,9 @@ def gathered(problem: DecodeProblem) -> Limit | None:
 
 
 def gathered_packed(problem: DecodeProblem) -> Limit | None:
-    if problem.tokens is not None and problem.tokens < rows_gathered(problem):
-        return _FEW
-    return None
+    if problem.tokens is None or max(problem.head_dim, problem.v_head_dim) <= WIDE:
+        return Limit(f"it is for packed rows at head dims above {WIDE}", _OTHER)
+    return _FEW if problem.tokens < rows_gathered(problem) else None
 
 
 def rows_gathered(problem: DecodeProblem) -> int:
