@@ -19,6 +19,7 @@ from jax import lax
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
+from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.flash_fwd import sm90_wide
 from pallas_attn.kernels.prefill import gathered, selection
@@ -50,8 +51,8 @@ def limit(problem: DecodeProblem) -> Limit | None:
     other = "leave implementation=None"
     if not problem.packed or problem.mask_program is not None or problem.merged is not None:
         return Limit("it takes packed rows, without trees, mask functions and shared keys", other)
-    if problem.kind not in ("stacked", "paged"):
-        return Limit("it takes a StackedCache or a PagedCache", "use one of them")
+    if cache_layout.layout_of(problem).separate:
+        return Limit("separate arrays of rows", "use a StackedCache or a PagedCache")
     if (refused := decode_sm90.KERNEL.limit(problem)) is not None:
         return refused
     return gathered.limit(_of_one(problem), sm90_wide.KERNEL, MOST_BYTES)
@@ -124,7 +125,7 @@ def _own(inputs: DecodeInputs, problem: DecodeProblem, sequence: Array) -> Decod
     for name in ("mask_left", "mask_right"):
         bound = getattr(inputs, name)
         own[name] = of_sequence(bound) if bound is not None and bound.ndim else bound
-    if problem.kind == "stacked":
+    if inputs.page_table is None:
         axis = 0 if problem.layers is None else 1
         for name in ("k_cache", "v_cache", "k_scale", "v_scale"):
             own[name] = of_sequence(getattr(inputs, name), axis)
