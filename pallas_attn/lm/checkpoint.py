@@ -158,6 +158,7 @@ _GEMMA_LAYER = _LAYER | {
     "attn_post_norm": ("post_attention_layernorm.weight",),
     "mlp_norm": ("pre_feedforward_layernorm.weight",),
     "mlp_post_norm": ("post_feedforward_layernorm.weight",),
+    "factor": ("layer_scalar",),
 }
 _TOP = {
     "embed": "model.embed_tokens.weight",
@@ -175,6 +176,8 @@ def _parameter(name: str) -> tuple[str, int]:
 def _tensors_of(config: Config, run: int) -> dict[str, tuple[str, ...]]:
     """The tensors of each parameter of a run's layers."""
     tensors, experts = _GEMMA_LAYER if config.gemma else _LAYER, config.experts_of(run)
+    if config.of_run(run).values_are_keys:
+        tensors = tensors | {"qkv": tensors["qkv"][:2]}
     if config.latent is not None:
         tensors = tensors | config.latent.tensors
     return tensors if experts is None else tensors | experts.tensors
@@ -308,7 +311,8 @@ class _Tensors:
         whole = all(part.indices(n) == (0, n, 1) for part, n in zip(at, shape, strict=False))
         with np.errstate(over="ignore", invalid="ignore"):
             held = file.get_tensor(name) if whole else file.get_slice(name)[at]
-            if self._config.gemma and name.endswith("norm.weight"):
+            less_1 = self._config.gemma and self._config.gemma4 is None
+            if less_1 and name.endswith("norm.weight"):
                 held = held.astype(np.float32) + 1
             return held.astype(dtype)
 

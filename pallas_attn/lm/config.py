@@ -13,6 +13,7 @@ import numpy as np
 
 from pallas_attn.kernels.lang.types import DType
 from pallas_attn.lm.experts import Experts
+from pallas_attn.lm.gemma4 import Gemma4
 from pallas_attn.lm.latent import Latent
 from pallas_attn.lm.rows import Angles
 from pallas_attn.masks import CAUSAL, Mask, sliding_window
@@ -28,7 +29,7 @@ class Rope:
     """Rotary positions: the base, and how its frequencies are stretched for longer contexts."""
 
     theta: float = 10000.0
-    kind: str = "default"  # or linear, llama3, yarn
+    kind: str = "default"  # or linear, llama3, yarn, proportional
     factor: float = 1.0  # divides the frequencies that are stretched
     original_positions: int = 0  # llama3, yarn: the context before it was stretched
     low_freq_factor: float = 1.0  # llama3: frequencies of fewer turns in it are stretched
@@ -37,6 +38,7 @@ class Rope:
     beta_slow: float = 1.0
     truncate: bool = True  # yarn: bounds at whole dimensions
     attention_factor: float = 1.0  # yarn: multiplies cos and sin
+    rotated: float = 1.0  # proportional: share of the pairs that turn, the first ones
 
     def angles(self, positions: Array, head_dim: int) -> Angles:
         """cos and sin of positions int32[...], float32[..., H / 2]."""
@@ -52,6 +54,9 @@ class Rope:
             keep = np.ones_like(plain)
         elif self.kind == "linear":
             keep = np.zeros_like(plain)
+        elif self.kind == "proportional":
+            turned = np.arange(head_dim // 2) < int(self.rotated * head_dim // 2)
+            return np.where(turned, plain / self.factor, 0).astype(np.float32)
         elif self.kind == "llama3":
             turns = self.original_positions * plain / (2 * math.pi)
             low, high = self.low_freq_factor, self.high_freq_factor
@@ -60,7 +65,9 @@ class Rope:
             low, high = self._yarn_bounds(head_dim)
             keep = 1 - np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0, 1)
         else:
-            raise ValueError(f"rope: expected default, linear, llama3 or yarn, got {self.kind!r}")
+            raise ValueError(
+                f"rope: expected default, linear, llama3, yarn or proportional, got {self.kind!r}"
+            )
         return (keep * plain + (1 - keep) * plain / self.factor).astype(np.float32)
 
     def _yarn_bounds(self, head_dim: int) -> tuple[float, float]:
@@ -101,6 +108,8 @@ class Config:
     # Gemma also normalises the results of attention and MLP, scales embeddings, and has a GELU as
     # the gate. Its checkpoints hold the weights of norms minus 1.
     gemma: bool = False
+    gemma4: Gemma4 | None = None  # choices of Gemma 4, beside those of Gemma
+    values_are_keys: bool = False  # no matrix makes v; in some layers of Gemma 4 (`of_run`)
     latent: Latent | None = None  # latent attention (DeepSeek), whose q and k have head_dim
     experts: Experts | None = None  # in place of the MLP of later layers (DeepSeek)
     # The mesh axis whose devices have the other heads and columns of the MLP. Sizes are then those
@@ -129,9 +138,23 @@ class Config:
         return (self.rope,) if self.window_rope is None else (self.rope, self.window_rope)
 
     @property
-    def rotary_dim(self) -> int:
-        """Columns of a head that are rotated."""
-        return self.head_dim if self.latent is None else self.latent.rotated
+    def rotary_dims(self) -> tuple[int, ...]:
+        """Columns of a head that each of `ropes` turns."""
+        if self.gemma4 is not None:
+            return (self.gemma4.head_dim, self.head_dim)
+        dim = self.head_dim if self.latent is None else self.latent.rotated
+        return (dim,) * len(self.ropes)
+
+    def of_run(self, run: int) -> "Config":
+        """The model with the heads of a run's layers."""
+        if self.gemma4 is None or self.runs[run][1].left is not None:
+            return self
+        return dataclasses.replace(self, **dataclasses.asdict(self.gemma4))
+
+    def layers_like(self, mask: Mask) -> int:
+        """Layers whose cache is that of layers with this mask: all, but in Gemma 4."""
+        alike = (count for count, other in self.runs if (other.left is None) == (mask.left is None))
+        return self.layers if self.gemma4 is None else sum(alike)
 
     def rope_number(self, mask: Mask) -> int:
         """The index in `ropes` for layers with this mask."""
@@ -139,10 +162,12 @@ class Config:
 
     def kv_bytes(self, dtype: DType) -> int:
         """Bytes of cache that one token takes."""
-        columns = 2 * self.kv_heads * self.head_dim
-        if self.latent is not None:
-            columns = self.latent.row
-        return self.layers * columns * jnp.dtype(dtype).itemsize
+        numbers = 0
+        for run, (count, _) in enumerate(self.runs):
+            heads = self.of_run(run)
+            row = 2 * heads.kv_heads * heads.head_dim
+            numbers += count * (row if self.latent is None else self.latent.row)
+        return numbers * jnp.dtype(dtype).itemsize
 
     @property
     def size(self) -> int:
@@ -156,8 +181,9 @@ class Config:
         if name in ("qkv", "qkv_bias"):
             if self.latent is not None:
                 return self.latent.joined(self.heads)
-            kv = self.kv_heads * self.head_dim
-            return self.heads * self.head_dim, kv, kv
+            heads = self.of_run(run)
+            kv = heads.kv_heads * heads.head_dim
+            return self.heads * heads.head_dim, *(kv,) * (1 if heads.values_are_keys else 2)
         return 2 * self._widths(run) if name == "gate_up" else ()
 
     def joined_columns(self, name: str, run: int) -> Shape:
@@ -187,10 +213,11 @@ class Config:
     def _layer_shapes(self, run: int) -> dict[str, Shape]:
         """The shapes of the parameters of one of a run's layers."""
         inner, experts = sum(self._widths(run)), self.experts_of(run)
+        qkv, head_dim = sum(self.joined("qkv", run)), self.of_run(run).head_dim
         layer: dict[str, Shape] = {
             "attn_norm": (self.hidden,),
-            "qkv": (sum(self.joined("qkv")), self.hidden),
-            "out": (self.hidden, self.heads * self.head_dim),
+            "qkv": (qkv, self.hidden),
+            "out": (self.hidden, self.heads * head_dim),
             "mlp_norm": (self.hidden,),
             "gate_up": (2 * inner, self.hidden),
             "down": (self.hidden, inner),
@@ -198,9 +225,11 @@ class Config:
         if self.gemma:
             layer |= {"attn_post_norm": (self.hidden,), "mlp_post_norm": (self.hidden,)}
         if self.qkv_bias:
-            layer["qkv_bias"] = (sum(self.joined("qkv")),)
+            layer["qkv_bias"] = (qkv,)
         if self.qk_norm:
-            layer |= {"q_norm": (self.head_dim,), "k_norm": (self.head_dim,)}
+            layer |= {"q_norm": (head_dim,), "k_norm": (head_dim,)}
+        if self.gemma4 is not None:
+            layer["factor"] = (1,)
         if self.latent is not None:
             layer |= self.latent.shapes(self.hidden, self.heads)
         if experts is not None:
@@ -231,7 +260,7 @@ def random_params(
     params = []
     for (path, shape), key in zip(leaves, keys, strict=True):
         name = path[-1].key
-        if name.endswith("norm"):
+        if name.endswith("norm") or name == "factor":
             params.append(jnp.ones(shape, dtype))
         elif name == "qkv_bias":
             params.append(jnp.zeros(shape, dtype))

@@ -11,16 +11,18 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from pallas_attn.lm import hf_deepseek
+from pallas_attn.lm import hf_deepseek, hf_gemma4
 from pallas_attn.lm.config import Config, Rope
 from pallas_attn.lm.folder import Folder, shown
 from pallas_attn.lm.hf_deepseek import DEEPSEEK
 from pallas_attn.lm.hf_keys import REQUIRED, Key, Reader, factor
 
-GEMMA = ("gemma2", "gemma3_text")
+GEMMA = ("gemma2", "gemma3_text", "gemma4_text")
+TWO_ROPES = ("gemma3_text", "gemma4_text")  # one for layers with a window, one for the others
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", *GEMMA, *DEEPSEEK)
 WINDOWED = ("full_attention", "sliding_attention")  # names in layer_types
 
+_ALL_TURN = Key(float, choices=(1.0, 1))
 # Keys of config.json. The model supports a single value of each of the last four.
 KEYS: dict[str, Key] = {
     "model_type": Key(str, choices=FAMILIES, default=REQUIRED),
@@ -49,15 +51,15 @@ KEYS: dict[str, Key] = {
     "final_logit_softcapping": factor(),
     "rope_local_base_freq": Key(float, least=2, most=1e12, default=10000.0),
     "sliding_window_pattern": Key(int, most=1000, default=6),
-    "use_bidirectional_attention": Key(bool, choices=(False,)),
+    "use_bidirectional_attention": Key(str, choices=(False, "vision")),  # text is causal in both
     "attention_bias": Key(bool, choices=(False,)),
     "mlp_bias": Key(bool, choices=(False,)),
-    "partial_rotary_factor": Key(float, choices=(1.0, 1)),
+    "partial_rotary_factor": _ALL_TURN,
     "quantization_config": Key(dict, choices=(None,)),
 }
 ROPE_KEYS: dict[str, Key] = {
-    "rope_type": Key(str, choices=("default", "linear", "llama3", "yarn")),
-    "type": Key(str, choices=("default", "linear", "llama3", "yarn")),
+    "rope_type": Key(str, choices=("default", "linear", "llama3", "yarn", "proportional")),
+    "type": Key(str, choices=("default", "linear", "llama3", "yarn", "proportional")),
     "rope_theta": KEYS["rope_theta"],
     "factor": factor(),
     "original_max_position_embeddings": Key(int),
@@ -69,18 +71,27 @@ ROPE_KEYS: dict[str, Key] = {
     "attention_factor": factor(),
     "mscale": Key(float, least=0, most=1000),
     "mscale_all_dim": Key(float, least=0, most=1000),
-    "partial_rotary_factor": KEYS["partial_rotary_factor"],
+    "partial_rotary_factor": Key(float, least=0, most=1),
 }
 _TOKEN = Key(int, least=0, most=2**31 - 1)
 # Defaults of a family for absent keys; null is another thing.
 _GEMMA = {"sliding_window": 4096, "head_dim": 256, "query_pre_attn_scalar": 256}
 _GEMMA |= {"tie_word_embeddings": True}
+_GEMMA4_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1e6,
+    },
+}
 _ABSENT: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 4096},
     "qwen2": {"sliding_window": 4096},
     "qwen3": {"sliding_window": 4096, "head_dim": 128},
     "gemma2": _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3_text": _GEMMA | {"rope_theta": 1e6},
+    "gemma4_text": _GEMMA | {"sliding_window": 512, "rope_parameters": _GEMMA4_ROPE},
 }
 
 
@@ -115,11 +126,15 @@ def config_from(described: Mapping[str, Any], where: str = "config.json") -> Con
         rope=_rope(read, where, WINDOWED[0]),
         norm_eps=read["rms_norm_eps"],
         qkv_bias=family == "qwen2",
-        qk_norm=family in ("qwen3", "gemma3_text"),
+        qk_norm=family in ("qwen3", *TWO_ROPES),
         tied=read["tie_word_embeddings"],
         windows=_windows(read, layers),
         **(_gemma(read, where) if family in GEMMA else {}),
     )
+    if family == "gemma4_text":
+        heads = config.heads, config.kv_heads
+        gemma4 = hf_gemma4.gemma4_of(described, where, config.windows, heads)
+        config = dataclasses.replace(config, gemma4=gemma4)
     if family in DEEPSEEK:
         fields = hf_deepseek.fields(described, where, layers, _stretching(read)[1])
         config = dataclasses.replace(config, kv_heads=heads, **fields)
@@ -134,9 +149,9 @@ def _stretching(read: Reader) -> tuple[str, dict[str, Any]]:
 
 def _gemma(read: Reader, where: str) -> dict[str, Any]:
     """The fields of a Config that are set for Gemma only."""
-    scale = read["query_pre_attn_scalar"]
+    scale = 1.0 if read["model_type"] == "gemma4_text" else read["query_pre_attn_scalar"]
     fields: dict[str, Any] = {"gemma": True, "scale": None if scale is None else scale**-0.5}
-    if read["model_type"] == "gemma3_text":
+    if read["model_type"] in TWO_ROPES:
         fields["window_rope"] = _rope(read, where, WINDOWED[1])
     names = {"softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
     return fields | {name: read[key] for name, key in names.items()}
@@ -162,6 +177,8 @@ def _has_window(read: Reader, layer: int) -> bool:
     """Whether a layer has a window by its family's rule, where config.json lists no types."""
     family = read["model_type"]
     if family in GEMMA:
+        if family == "gemma4_text" and layer == read["num_hidden_layers"] - 1:
+            return False
         every = 2 if family == "gemma2" else read["sliding_window_pattern"]
         return (layer + 1) % every != 0
     return family == "mistral" or layer >= read["max_window_layers"]
@@ -170,7 +187,7 @@ def _has_window(read: Reader, layer: int) -> bool:
 def _rope(outer: Reader, where: str, kind_of_layer: str) -> Rope:
     """The RoPE of layers of a kind, one of `WINDOWED`."""
     name, described = _stretching(outer)
-    if outer["model_type"] == "gemma3_text":
+    if outer["model_type"] in TWO_ROPES:
         if kind_of_layer in described:
             described, name = described[kind_of_layer], f"{name}.{kind_of_layer}"
             if not isinstance(described, dict):
@@ -188,6 +205,13 @@ def _rope(outer: Reader, where: str, kind_of_layer: str) -> Rope:
     read = Reader(f"{where}: {name}.", described, ROPE_KEYS)
     theta = outer["rope_theta"] if described.get("rope_theta") is None else read["rope_theta"]
     kind = read["rope_type"] or read["type"] or "default"
+    rotated = read["partial_rotary_factor"]
+    if kind == "proportional":
+        return Rope(
+            theta, kind, factor=read["factor"] or 1.0, rotated=1.0 if rotated is None else rotated
+        )
+    if rotated not in (None, 1.0):
+        raise read.wrong("partial_rotary_factor", rotated, _ALL_TURN.wanted)
     if kind == "default":
         return Rope(theta)
     if read["factor"] is None:

@@ -66,9 +66,10 @@ def check(mesh: object) -> None:
 def local(config: Config, mesh: Mesh) -> Config:
     """The model that one device has."""
     shards = mesh.shape[HEADS]
-    if config.latent is not None:
+    if config.latent or config.gemma4:
+        what = "latent attention" if config.latent else "layers of other heads than others"
         raise ValueError(
-            "mesh: expected none: a model with latent attention is not split over devices, got "
+            f"mesh: expected none: a model with {what} is not split over devices, got "
             f"{HEADS}:{shards}"
         )
     for name, size in (("kv heads", config.kv_heads), ("columns of the MLP", config.mlp)):

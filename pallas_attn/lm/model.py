@@ -1,6 +1,6 @@
 """A decoder of the Llama family in jax.numpy and this package's operations.
 
-Llama 2 and 3, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3 are one model with a few choices
+Llama 2 and 3, Mistral, Qwen2, Qwen3 and Gemma 2, 3 and 4 are one model with a few choices
 (`Config`): x plus attention of the norm of x, plus a gated MLP of the norm of that. DeepSeek-V2 has
 another attention (`latent`) and another MLP (`experts`) in it. Four ways to run it share every
 layer:
@@ -20,6 +20,7 @@ A few rows on Hopper are streamed: `rows` has kernels that read each weight out 
 Axes: M sequences, t rows of each, D hidden, N query heads, K kv heads, H head dim.
 """
 
+import collections
 import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -31,13 +32,14 @@ from jax import lax
 
 from pallas_attn.append import write_kv
 from pallas_attn.attention import flash_attention
-from pallas_attn.cache import KVCache, PagedCache
+from pallas_attn.cache import KVCache
 from pallas_attn.context import Context
 from pallas_attn.decode import decode_attention
 from pallas_attn.lm import experts, latent, tensor_parallel
 from pallas_attn.lm import rows as lm_rows
 from pallas_attn.lm.config import Config, Params
 from pallas_attn.lm.exchange import Exchange
+from pallas_attn.lm.gemma4 import TwoCaches, shared_prefixes
 from pallas_attn.lm.rows import Added, Angles, Layer, add_norm, gated, linear, partials, rms_norm
 from pallas_attn.masks import Mask
 from pallas_attn.prefixes import SharedPrefixes
@@ -75,22 +77,26 @@ class _Pass(NamedTuple):
 def _layers(config: Config, params: Params, tokens: Array, run: _Pass, cache: Cache = None):
     """(rows [M, t, D] after the last norm, the cache that `attend` passed from layer to layer)."""
     x = embedded(config, params["embed"], tokens)
-    eps, first, angles, exchange = config.norm_eps, 0, None, None
+    eps, angles, exchange = config.norm_eps, None, None
+    before: dict[bool, int] = collections.Counter()  # layers of each cache
     if run.positions is not None:
         at = run.positions[:, :, None]
-        angles = tuple(rope.angles(at, config.rotary_dim) for rope in config.ropes)
+        turned = zip(config.ropes, config.rotary_dims, strict=True)
+        angles = tuple(rope.angles(at, dim) for rope, dim in turned)
     if run.stream:  # else XLA's kernel of the angles stands between ours, and those wait for it
         x, angles = lax.optimization_barrier((x, angles))
         if config.over is not None:
             exchange = lm_rows.exchange_over(config.over, x, params["norm"])
     added = _nothing_added(config, params["runs"][0]["down"], x, run.stream, exchange)
-    for weights, (count, mask) in zip(params["runs"], config.runs, strict=True):
+    for place, (weights, (count, mask)) in enumerate(zip(params["runs"], config.runs, strict=True)):
+        heads, two = config.of_run(place), isinstance(cache, TwoCaches)
+        part, first = cache.of(mask) if two else cache, before[two and mask.left is None]
         stacks = {name: weights[name] for name in STREAMED if run.stream}
         sliced = {name: x for name, x in weights.items() if name not in stacks}
 
         turn = None if angles is None else angles[config.rope_number(mask)]
 
-        def layer(carry, item, mask=mask, stacks=stacks, first=first, angles=turn):
+        def layer(carry, item, mask=mask, stacks=stacks, first=first, angles=turn, config=heads):
             # The result of a matmul waits for the norm that follows, which adds it to x.
             (x, added, cache, number), weights = carry, dict(item)
             weights |= {name: Layer(stack, number - first) for name, stack in stacks.items()}
@@ -102,12 +108,16 @@ def _layers(config: Config, params: Params, tokens: Array, run: _Pass, cache: Ca
             x, normed, exchange = add_norm(x, added, weights["mlp_norm"], eps)
             added = _mlp(config, normed, weights, exchange)
             added = _normed(config, added, weights, "mlp_post_norm", x)
+            if config.gemma4 is not None:
+                factor = weights["factor"][0]
+                x, added = x * factor, Added(added.partials * factor)
             return (x, added, cache, number + 1), None
 
-        carry = (x, added, cache, jnp.asarray(first, jnp.int32))
+        carry = (x, added, part, jnp.asarray(first, jnp.int32))
         unroll = count if run.stream else 1  # XLA's kernel that counts layers would hold up ours
-        (x, added, cache, _), _ = lax.scan(layer, carry, sliced, count, unroll=unroll)
-        first += count
+        (x, added, part, _), _ = lax.scan(layer, carry, sliced, count, unroll=unroll)
+        cache = cache.with_part(mask, part) if two else part
+        before[two and mask.left is None] += count
     norm = params["norm"]
     return add_norm(x, added, Layer(norm[None], 0) if run.stream else norm, eps)[1], cache
 
@@ -145,14 +155,17 @@ def qkv_of(config: Config, weights: Params, x: Array, angles: Angles | None) -> 
     """q [M, t, N, H], k and v [M, t, K, H] of x. With angles q and k are normalised and rotated
     here, without them by append and attention.
     """
-    sizes = (config.heads, config.kv_heads, config.kv_heads)
+    sizes = (config.heads, config.kv_heads, *(() if config.values_are_keys else (config.kv_heads,)))
     if angles is not None and _kernel_rotates(config, isinstance(weights["qkv"], Layer)):
         return lm_rows.heads(partials(x, weights["qkv"], jnp.float32), angles, sizes[:2], x.dtype)
     rows = linear(x, weights["qkv"])
     if config.qkv_bias:
         rows += weights["qkv_bias"][None, None]
     rows = rows.reshape(*x.shape[:2], sum(sizes), config.head_dim)
-    q, k, v = jnp.split(rows, np.cumsum(sizes)[:2], axis=2)
+    q, k, *made = jnp.split(rows, np.cumsum(sizes)[:-1], axis=2)
+    v = made[0] if made else k
+    if config.gemma4 is not None:
+        v = rms_norm(v, jnp.ones(config.head_dim, v.dtype), config.norm_eps)
     if angles is None:
         return q, k, v
     if config.qk_norm:
@@ -313,9 +326,7 @@ def decode(
     count = tokens.shape[1]
     within = jnp.arange(count, dtype=jnp.int32)[None]
     positions = jnp.maximum(cache.lengths[:, None] - count + within, 0)
-    shared = None
-    if levels and isinstance(cache, PagedCache):
-        shared = cache.shared_prefixes(tokens=count, levels=levels)
+    shared = shared_prefixes(cache, tokens=count, levels=levels) if levels else None
     run = _over_cache(config, params, _NewRows(positions, rotary, shared=shared), implementation)
     x, cache = _layers(config, params, tokens, run, cache)
     return logits_of(config, params, x, run.stream), cache
@@ -349,8 +360,8 @@ def mixed(
     place = jnp.arange(tokens.shape[0], dtype=jnp.int32) - starts[owners + 1]
     positions = jnp.maximum(cache.lengths[owners] + place, 0)[None]
     shared = None
-    if levels and isinstance(cache, PagedCache):
-        shared = cache.shared_prefixes(tokens=tokens.shape[0], levels=levels, starts=starts)
+    if levels:
+        shared = shared_prefixes(cache, tokens=tokens.shape[0], levels=levels, starts=starts)
     run = _over_cache(config, params, _NewRows(positions, rotary, starts, shared), implementation)
     x, cache = _layers(config, params, tokens[None], run, cache)
     wanted = jnp.take(x[0], after, axis=0, mode="clip")
@@ -367,7 +378,8 @@ def owners_of(starts: Array, rows: int) -> Array:
 def rotary_of(config: Config, cache: KVCache) -> Tables:
     """Tables for all rows that a sequence of the cache can hold."""
     positions = jnp.arange(max(cache.capacities), dtype=jnp.int32)
-    return tuple(Rotary(*rope.angles(positions, config.rotary_dim)) for rope in config.ropes)
+    turned = zip(config.ropes, config.rotary_dims, strict=True)
+    return tuple(Rotary(*rope.angles(positions, dim)) for rope, dim in turned)
 
 
 class _NewRows(NamedTuple):

@@ -10,6 +10,7 @@ from pallas_attn.cache import KVCache, PagedCache, PerSequenceCache, StackedCach
 from pallas_attn.errors import described
 from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm.config import Config
+from pallas_attn.lm.gemma4 import TwoCaches
 from pallas_attn.lm.sampling import Sampling, at_least_1, is_int
 
 CACHES = ("per_sequence", "stacked", "paged")
@@ -140,11 +141,20 @@ class Options:
         """Rows of each slot, with those of drafts; then a multiple of 8, as kernels need."""
         return -(-(self.capacity + self.ahead) // 8) * 8 if self.ahead else self.capacity
 
-    def create_cache(self, config: Config) -> KVCache:
+    def create_cache(self, config: Config) -> KVCache | TwoCaches:
+        if config.gemma4 is None:
+            return self._create_cache(config, config.layers)
+        caches = {
+            mask.left is None: self._create_cache(config.of_run(run), config.layers_like(mask))
+            for run, (_, mask) in enumerate(config.runs)
+        }
+        return TwoCaches(caches[False], caches[True])
+
+    def _create_cache(self, config: Config, layers: int) -> KVCache:
         sizes: dict[str, Any] = {
             "kv_heads": config.kv_heads,
             "head_dim": config.head_dim,
-            "layers": config.layers,
+            "layers": layers,
             "dtype": self.dtype,
         }
         if config.latent is not None:

@@ -106,6 +106,8 @@ def _decode(settings: Settings, dtype: str, out: TextIO, err: TextIO) -> int:
     options = _options(settings, model, prompts, dtype)
     refuse(config, options, prompts, settings.max_new_tokens)
     check_stop_ids(settings.stop_ids, config.vocab)
+    if settings.report is not None and config.gemma4 is not None:
+        raise ValueError("report: expected none: layers of unlike heads are not measured in parts")
     _must_fit(config, options, memory())
     params = model.weights(dtype, options.mesh)
     run = Run(config, params, options, prompts, settings.max_new_tokens, settings.seed)

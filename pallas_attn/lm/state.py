@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from pallas_attn.cache import KVCache, PagedCache
 from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm.config import Config, Tree
+from pallas_attn.lm.gemma4 import TwoCaches
 from pallas_attn.lm.options import Options
 from pallas_attn.lm.sampling import sample
 
@@ -96,9 +97,9 @@ def stops(options: Options, token: Array) -> Array:
     return (token[:, None] == stop[None]).any(axis=1)
 
 
-def forked(cache: KVCache, source: Array) -> KVCache:
+def forked[Cache: (KVCache, TwoCaches)](cache: Cache, source: Array) -> Cache:
     """The paged cache, each slot a fork of its `source` int32[M] where that is another slot."""
-    assert isinstance(cache, PagedCache)
+    assert isinstance(cache, (PagedCache, TwoCaches))
     slot = jnp.arange(source.size, dtype=jnp.int32)
     others = source != slot
     targets = jnp.nonzero(others, size=source.size, fill_value=0)[0].astype(jnp.int32)

@@ -28,6 +28,15 @@ _GEMMA = {name: x for name, x in BASE.items() if name != "hidden_act"} | {
     "query_pre_attn_scalar": 12,
     "sliding_window": 5,
 }
+_GEMMA4_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    "full_attention": {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 1e3,
+    },
+}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
 _DEEPSEEK = BASE | {
     "model_type": "deepseek_v2",
     "num_key_value_heads": 4,
@@ -64,11 +73,24 @@ CONFIGS = {
     "gemma3": _GEMMA
     | {"model_type": "gemma3_text", "sliding_window_pattern": 3, "rope_theta": 1e5}
     | {"rope_local_base_freq": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "gemma4": {name: x for name, x in _GEMMA.items() if name != "query_pre_attn_scalar"}
+    | {"model_type": "gemma4_text", "num_hidden_layers": 5, "final_logit_softcapping": 5.0}
+    | {"layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING, _FULL], "attention_k_eq_v": True}
+    | {"global_head_dim": 24, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
+    | {"rope_parameters": _GEMMA4_ROPES},
     "deepseek_v2_lite": _DEEPSEEK | {"rope_scaling": _DEEPSEEK_YARN, "topk_method": "greedy"},
     "deepseek_v2": _DEEPSEEK
     | {"q_lora_rank": 20, "routed_scaling_factor": 3.0, "topk_method": "group_limited_greedy"}
     | {"n_group": 3, "topk_group": 2, "tie_word_embeddings": True},
 }
+
+
+def _of_layer(config, layer):
+    """The config with the heads of a layer: those of Gemma 4's full layers are others."""
+    if config["model_type"] != "gemma4_text" or config["layer_types"][layer] == _SLIDING:
+        return config
+    heads = config["num_global_key_value_heads"]
+    return config | {"head_dim": config["global_head_dim"], "num_key_value_heads": heads}
 
 
 def tensors_of(config, rng):
@@ -93,7 +115,7 @@ def tensors_of(config, rng):
     if gemma := config["model_type"].startswith("gemma"):
         names = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
         layer_shapes |= {f"{name}.weight": (hidden,) for name in names}
-    if config["model_type"] in ("qwen3", "gemma3_text"):
+    if config["model_type"] in ("qwen3", "gemma3_text", "gemma4_text"):
         layer_shapes |= {f"self_attn.{x}_norm.weight": (dim,) for x in "qk"}
     latent = config["model_type"] == "deepseek_v2"
     if latent:
@@ -101,6 +123,8 @@ def tensors_of(config, rng):
     shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for layer in range(config["num_hidden_layers"]):
         mine = layer_shapes
+        if config["model_type"] == "gemma4_text":
+            mine = _gemma4_shapes(_of_layer(config, layer), mine)
         if latent and layer >= config["first_k_dense_replace"]:
             mine = {n: x for n, x in mine.items() if "mlp" not in n} | _expert_shapes(config)
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in mine.items()}
@@ -111,9 +135,25 @@ def tensors_of(config, rng):
     for name, shape in shapes.items():
         drawn = rng.standard_normal(shape)
         # Norms about 1, matrices that keep the size of what they are given, large for one layer.
-        drawn = (not gemma) + 0.2 * drawn if "norm" in name else drawn * (2 / math.sqrt(shape[-1]))
+        about = 0 if gemma and config["model_type"] != "gemma4_text" else 1
+        factor = "norm" in name or "scalar" in name
+        drawn = about + 0.2 * drawn if factor else drawn * (2 / math.sqrt(shape[-1]))
         tensors[name] = drawn.astype(np.float32)
     return tensors
+
+
+def _gemma4_shapes(config, shapes):
+    heads, kv, dim = (
+        config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    hidden = config["hidden_size"]
+    shapes = shapes | {f"self_attn.{x}_norm.weight": (dim,) for x in "qk"}
+    shapes |= {f"self_attn.{x}_proj.weight": (kv * dim, hidden) for x in "kv"}
+    shapes["self_attn.q_proj.weight"] = (heads * dim, hidden)
+    shapes["self_attn.o_proj.weight"] = (hidden, heads * dim)
+    if dim == config["global_head_dim"]:
+        del shapes["self_attn.v_proj.weight"]
+    return shapes | {"layer_scalar": (1,)}
 
 
 def _deepseek_shapes(config, shapes):
@@ -197,7 +237,8 @@ def logits(config, tensors, ids):
 def _gemma_logits(config, tensors, ids):
     """Norms of 1 + w on both sides of attention and MLP, a GELU, a bound of the logits."""
     embed = tensors["model.embed_tokens.weight"]
-    tensors = {name: x + 1 if name.endswith("norm.weight") else x for name, x in tensors.items()}
+    if config["model_type"] != "gemma4_text":
+        tensors = {name: x + name.endswith("norm.weight") for name, x in tensors.items()}
     x = embed[list(ids)] * math.sqrt(config["hidden_size"])
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
@@ -209,6 +250,7 @@ def _gemma_logits(config, tensors, ids):
         gate = gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
         h = (gate * (h @ mine["mlp.up_proj.weight"].T)) @ mine["mlp.down_proj.weight"].T
         x = x + _norm(config, h, mine["post_feedforward_layernorm.weight"])
+        x = x * mine.get("layer_scalar", 1.0)
     logits = _norm(config, x, tensors["model.norm.weight"]) @ embed.T
     cap = config.get("final_logit_softcapping")
     return logits if cap is None else cap * np.tanh(logits / cap)
@@ -219,24 +261,30 @@ def _norm(config, x, weight):
 
 
 def _attention(config, mine, x, layer):
+    rotation, window = _rotation(config, layer), _window(config, layer)
+    config = _of_layer(config, layer)
     heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
     dim = config.get("head_dim", config["hidden_size"] // heads)
     rows = {}
     for name, count in (("q", heads), ("k", kv), ("v", kv)):
-        y = x @ mine[f"self_attn.{name}_proj.weight"].T
+        made = name if f"self_attn.{name}_proj.weight" in mine else "k"
+        y = x @ mine[f"self_attn.{made}_proj.weight"].T
         y = y + mine.get(f"self_attn.{name}_proj.bias", 0.0)
         y = y.reshape(len(x), count, dim)
         if f"self_attn.{name}_norm.weight" in mine:
             y = _norm(config, y, mine[f"self_attn.{name}_norm.weight"])
-        rows[name] = y if name == "v" else _turned(_rotation(config, layer), y, dim)
+        if name == "v" and "layer_scalar" in mine:
+            y = _norm(config, y, 1.0)
+        rows[name] = y if name == "v" else _turned(rotation, y, dim)
     out = np.zeros((len(x), heads, dim))
-    window, cap = _window(config, layer), config.get("attn_logit_softcapping")
+    cap = config.get("attn_logit_softcapping")
+    divisor = 1.0 if "layer_scalar" in mine else config.get("query_pre_attn_scalar", dim)
     for t in range(len(x)):
         first = 0 if window is None else max(0, t - window + 1)
         for head in range(heads):
             mates = slice(first, t + 1), head // (heads // kv)
             scores = rows["k"][mates] @ rows["q"][t, head]
-            scores = scores / math.sqrt(config.get("query_pre_attn_scalar", dim))
+            scores = scores / math.sqrt(divisor)
             scores = scores if cap is None else cap * np.tanh(scores / cap)
             weights = np.exp(scores - scores.max())
             out[t, head] = weights / weights.sum() @ rows["v"][mates]
@@ -307,13 +355,17 @@ def _neighbours_turned(config, x, dim):
 
 
 def _rotation(config, layer):
-    """The keys of config.json about the rotation in a layer: Gemma 3 has two kinds of layers."""
+    """The keys of config.json about the rotation in a layer: Gemma 3 and 4 have two kinds."""
+    if config["model_type"] == "gemma4_text":
+        return {"rope_parameters": config["rope_parameters"][config["layer_types"][layer]]}
     if config["model_type"] != "gemma3_text" or _window(config, layer) is None:
         return config
     return {"rope_theta": config["rope_local_base_freq"]}
 
 
 def _window(config, layer):
+    if config["model_type"] == "gemma4_text":
+        return config["sliding_window"] if config["layer_types"][layer] == _SLIDING else None
     if config["model_type"] == "gemma2":
         return config["sliding_window"] if layer % 2 == 0 else None
     if config["model_type"] == "gemma3_text":
@@ -340,8 +392,10 @@ def _speed(config, i, dim):
     theta = how.get("rope_theta", config.get("rope_theta", 10000.0))
     kind = how.get("rope_type", how.get("type"))
     plain = theta ** (-2 * i / dim)
-    if kind is None:
+    if kind in (None, "default"):
         return plain, 1.0
+    if kind == "proportional":
+        return plain if i < int(how["partial_rotary_factor"] * dim) // 2 else 0.0, 1.0
     factor = how["factor"]
     if kind == "linear":
         return plain / factor, 1.0

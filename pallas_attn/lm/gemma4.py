@@ -1,0 +1,82 @@
+"""Gemma 4: layers without a window have other kv heads and another head dim than those with one, so
+a model has two caches, which hold the same sequences.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from pallas_attn.cache import KVCache, PagedCache
+from pallas_attn.masks import Mask
+from pallas_attn.prefixes import SharedPrefixes
+
+Array = jax.Array
+Rows = int | Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Gemma4:
+    """Choices of Gemma 4. Its v is normalised, without weights; what a layer leaves is multiplied
+    by a factor of the layer; its checkpoints hold the weights of norms as they are.
+    """
+
+    kv_heads: int  # heads of layers without a window
+    head_dim: int
+    values_are_keys: bool  # such layers make v of k, which was not normalised yet
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TwoCaches:
+    """The caches of layers with a window and without, with the methods of one."""
+
+    windowed: KVCache
+    full: KVCache
+
+    def of(self, mask: Mask) -> KVCache:
+        """The cache of layers with this mask."""
+        return self.full if mask.left is None else self.windowed
+
+    def with_part(self, mask: Mask, part: KVCache) -> "TwoCaches":
+        """Both, with another cache of the layers with this mask."""
+        return dataclasses.replace(self, **{"full" if mask.left is None else "windowed": part})
+
+    def extend(self, rows: Rows) -> "TwoCaches":
+        return TwoCaches(self.windowed.extend(rows), self.full.extend(rows))
+
+    def reset(self, sequences: Rows) -> "TwoCaches":
+        return TwoCaches(self.windowed.reset(sequences), self.full.reset(sequences))
+
+    def keep(self, rows: Array, *, implementation: str | None = None) -> "TwoCaches":
+        windowed = self.windowed.keep(rows, implementation=implementation)
+        return TwoCaches(windowed, self.full.keep(rows, implementation=implementation))
+
+    def fork(self, sequence: Rows, target: Rows) -> "TwoCaches":
+        parts = self.windowed, self.full
+        assert isinstance(parts[0], PagedCache) and isinstance(parts[1], PagedCache)
+        return TwoCaches(parts[0].fork(sequence, target), parts[1].fork(sequence, target))
+
+    @property
+    def lengths(self) -> Array:
+        return self.full.lengths
+
+    @property
+    def capacities(self) -> tuple[int, ...]:
+        return self.full.capacities
+
+    @property
+    def num_sequences(self) -> int:
+        return self.full.num_sequences
+
+    @property
+    def num_bytes(self) -> int:
+        return self.windowed.num_bytes + self.full.num_bytes
+
+
+def shared_prefixes(cache: KVCache | TwoCaches, **sizes: Any) -> SharedPrefixes | None:
+    """Pages that sequences share, of paged caches. Two caches have the same table of pages, and
+    layers with a window read all that each sequence has.
+    """
+    cache = cache.full if isinstance(cache, TwoCaches) else cache
+    return cache.shared_prefixes(**sizes) if isinstance(cache, PagedCache) else None

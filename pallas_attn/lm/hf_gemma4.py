@@ -1,0 +1,60 @@
+"""The keys of a Gemma 4 (text) config.json that others do not have."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pallas_attn.lm.gemma4 import Gemma4
+from pallas_attn.lm.hf_keys import Key, Reader
+
+# The model supports a single value of each of the last three.
+GEMMA4_KEYS: dict[str, Key] = {
+    "global_head_dim": Key(int, least=2, most=1024, default=512),
+    "num_global_key_value_heads": Key(int, most=4096),
+    "attention_k_eq_v": Key(bool, default=False),
+    "per_layer_config": Key(dict),
+    "hidden_size_per_layer_input": Key(int, choices=(0,)),
+    "num_kv_shared_layers": Key(int, choices=(0,)),
+    "enable_moe_block": Key(bool, choices=(False,)),
+}
+_ABSENT = {"hidden_size_per_layer_input": 256}
+_SIZES = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+
+
+def gemma4_of(
+    described: Mapping[str, Any], where: str, windows: Sequence[int | None], heads: tuple[int, int]
+) -> Gemma4:
+    """Choices of a Gemma 4 with these windows. `heads`: query heads, and kv heads of layers with a
+    window.
+    """
+    values = {**_ABSENT, **described}
+    read = Reader(f"{where}: ", values, GEMMA4_KEYS)
+    if len(set(windows)) < 2:
+        raise ValueError(
+            f"{where}: layer_types: expected layers with a window and without, got one"
+        )
+    read = Reader(f"{where}: ", values | _listed(read, windows), GEMMA4_KEYS)
+    query_heads, kv_heads = heads
+    if read["attention_k_eq_v"] and read["num_global_key_value_heads"] is not None:
+        kv_heads = read["num_global_key_value_heads"]
+    if query_heads % kv_heads:
+        wanted = f"a divisor of the {query_heads} heads"
+        raise read.wrong("num_global_key_value_heads", kv_heads, wanted)
+    if read["global_head_dim"] % 2:
+        raise read.wrong("global_head_dim", read["global_head_dim"], "an even number")
+    return Gemma4(kv_heads, read["global_head_dim"], read["attention_k_eq_v"])
+
+
+def _listed(read: Reader, windows: Sequence[int | None]) -> dict[str, Any]:
+    """The keys of layers without a window from a list of layers, as transformers writes them; {}
+    where there is none.
+    """
+    layers = read["per_layer_config"]
+    if not layers:
+        return {}
+    sizes = next(iter(layers.values()))
+    full = {str(n) for n, window in enumerate(windows) if window is None}
+    same = isinstance(sizes, dict) and all(own == sizes for own in layers.values())
+    if not same or set(layers) != full or set(sizes) - set(_SIZES):
+        wanted = "the same head_dim and num_key_value_heads for every layer without a window"
+        raise read.wrong("per_layer_config", layers, wanted)
+    return {_SIZES[name]: value for name, value in sizes.items()}

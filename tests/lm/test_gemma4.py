@@ -1,0 +1,120 @@
+"""Gemma 4 in the demo: two caches, and config.json.
+
+That it computes what it should is in test_model.py and test_recorded.py.
+"""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_attn.lm import decode, hf_gemma4, mesh
+from pallas_attn.lm.config import Rope, random_params
+from pallas_attn.lm.gemma4 import Gemma4
+from pallas_attn.lm.hf_config import config_from
+from pallas_attn.lm.sampling import Sampling
+from tests.lm import witness
+from tests.lm.loops import options, prompts, refuses, small, tokens
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+FAMILY = "gemma4"
+PLAIN = witness.CONFIGS[FAMILY]
+
+
+def run(**changes):
+    made = decode.Run(*small(FAMILY), options(**changes), prompts((5, 12, 1, 9)), 8)
+    for _ in made:
+        pass
+    return made
+
+
+def test_chunks_drafts_and_caches_give_the_same_tokens():
+    want = tokens(run(cache="per_sequence"))
+    assert tokens(run(cache="stacked", prefill_chunk=7)) == want
+    assert tokens(run(cache="paged", draft="ngram", drafts=3)) == want
+    assert len(set(map(tuple, want))) == len(want)
+
+
+def test_answers_share_the_pages_of_their_prompt(monkeypatch):
+    """Those of both caches."""
+    hot = {"sampling": Sampling(1e6, top_k=90), "batch": 4, "cache": "paged", "samples": 2}
+    want = tokens(run(**hot))
+    monkeypatch.setattr(decode.Options, "levels", 1)
+    assert tokens(run(**hot)) == want
+
+
+def test_each_kind_of_layer_has_a_cache():
+    config, _ = small(FAMILY)
+    cache = options().create_cache(config)
+    windowed, full = cache.windowed, cache.full
+    assert (windowed.layers, windowed.kv_heads, windowed.head_dim) == (3, 2, 16)
+    assert (full.layers, full.kv_heads, full.head_dim) == (2, 1, 24)
+    assert cache.num_bytes == windowed.num_bytes + full.num_bytes
+    assert config.kv_bytes("float32") == (3 * 2 * 2 * 16 + 2 * 2 * 1 * 24) * 4
+
+
+def test_random_weights_have_the_shapes():
+    config = config_from(PLAIN)
+    params = random_params(config, 0, "bfloat16")
+    assert jax.tree.map(jnp.shape, params) == config.shapes()
+    assert all((run["factor"] == 1).all() for run in params["runs"])
+    assert [run["qkv"].shape[1] for run in params["runs"]] == [128, 120, 128, 120]
+
+
+def test_what_a_config_holds():
+    config = config_from(PLAIN)
+    assert config.gemma4 == Gemma4(kv_heads=1, head_dim=24, values_are_keys=True)
+    assert config.scale == 1.0 and config.qk_norm and config.tied
+    assert config.ropes == (Rope(1e3, "proportional", rotated=0.5), Rope(100.0))
+    without = {
+        name: x for name, x in PLAIN.items() if name not in ("layer_types", "rope_parameters")
+    }
+    config = config_from(without)
+    assert config.windows == (5, 5, 5, 5, None)
+    assert config.ropes == (Rope(1e6, "proportional", rotated=0.25), Rope(1e4))
+    listed = {str(n): {"head_dim": 40, "num_key_value_heads": 4} for n in (2, 4)}
+    assert config_from(PLAIN | {"per_layer_config": listed}).gemma4 == Gemma4(4, 40, True)
+    assert config_from(PLAIN | {"attention_k_eq_v": False}).gemma4 == Gemma4(2, 24, False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_global_key_value_heads": 3},
+         "num_global_key_value_heads: expected a divisor of the 4 heads, got 3"),
+        ({"global_head_dim": 7}, "global_head_dim: expected an even number, got 7"),
+        ({"layer_types": ["full_attention"] * 5},
+         "layer_types: expected layers with a window and without, got one"),
+        ({"hidden_size_per_layer_input": 256},
+         "hidden_size_per_layer_input: expected one of 0, got 256"),
+        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers: expected one of 0, got 2"),
+        ({"enable_moe_block": True}, "enable_moe_block: expected one of False, got True"),
+        ({"per_layer_config": {"0": {"head_dim": 24}}},
+         "per_layer_config: expected the same head_dim and num_key_value_heads for every layer "
+         "without a window, got {'0': {'head_dim': 24}}"),
+    ],
+    ids=lambda x: None if isinstance(x, str) else "-".join(x),
+)  # fmt: skip
+def test_values_that_do_not_go_together(changes, message):
+    refuses(f"config.json: {message}", config_from, PLAIN | changes)
+
+
+@pytest.mark.parametrize("name", hf_gemma4.GEMMA4_KEYS)
+def test_a_key_of_another_type_is_refused_by_name(name):
+    wanted = hf_gemma4.GEMMA4_KEYS[name].wanted
+    refuses(f"config.json: {name}: expected {wanted}, got [1]", config_from, PLAIN | {name: [1]})
+
+
+def test_pairs_turn_where_a_config_says_so():
+    described = witness.CONFIGS["llama3"] | {"rope_scaling": {"partial_rotary_factor": 0.5}}
+    message = "rope_scaling: partial_rotary_factor: expected one of 1.0, 1, got 0.5"
+    refuses(f"config.json: {message.replace(': p', '.p')}", config_from, described)
+
+
+def test_no_mesh_has_it():
+    config, _ = small(FAMILY)
+    message = (
+        "mesh: expected none: a model with layers of other heads than others is not split over "
+        "devices, got tp:1"
+    )
+    refuses(message, mesh.local, config, mesh.make("tp:1", ("tp",)))
