@@ -36,7 +36,7 @@ def test_chunks_drafts_and_caches_give_the_same_tokens():
 
 
 def test_answers_share_the_pages_of_their_prompt(monkeypatch):
-    """Those of both caches."""
+    """In both caches; prefixes are read once for all answers, or by each."""
     hot = {"sampling": Sampling(1e6, top_k=90), "batch": 4, "cache": "paged", "samples": 2}
     want = tokens(run(**hot))
     monkeypatch.setattr(decode.Options, "levels", 1)
