@@ -17,15 +17,15 @@ def decode() -> list[DecodeCase]:
 
 def prefill() -> list[DecodeCase]:
     """Chunks of prompts, alone and, packed, beside single tokens."""
-    mixture, one_each = (*(1,) * 16, 2048), (1,) * 16
+    mixture, one_each = (*(1,) * 8, 2048), (1,) * 8
     return [
         case
         for kind, page in (_STACKED, _PAGED)
         for name in (f"{kind}{page or ''}",)
         for case in (
             _case(f"prefill_{name}_m8_t1024_n32k4_h512", kind, page, 8, q_len=1024),
-            _case(f"mixed_{name}_n32k4_h512", kind, page, 17, rows=mixture),
-            _case(f"mixed_{name}_tokens_alone_n32k4_h512", kind, page, 16, rows=one_each),
+            _case(f"mixed_{name}_n32k4_h512", kind, page, 9, rows=mixture),
+            _case(f"mixed_{name}_tokens_alone_n32k4_h512", kind, page, 8, rows=one_each),
             _case(f"mixed_{name}_chunk_alone_n32k4_h512", kind, page, 1, q_len=2048),
         )
     ]
