@@ -852,7 +852,7 @@ def test_names_are_unique():
 def test_prefill_counts_the_pairs_that_its_rows_see():
     rows_of = {case.name: rows.work(case, "prefill") for case in known.PREFILL}
     assert rows_of["prefill_stacked_m8_t4096"] == ("tflops", pytest.approx(3.2989, rel=1e-4))
-    assert len(rows_of) == 100 and len(contest.alike(known.PREFILL)) == 35
+    assert len(rows_of) == 108 and len(contest.alike(known.PREFILL)) == 39
     parts = ("mixed_stacked_tokens_alone", "mixed_stacked_chunk_alone")
     assert rows_of["mixed_stacked"][1] == pytest.approx(sum(rows_of[name][1] for name in parts))
     prompts = next(

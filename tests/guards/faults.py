@@ -796,9 +796,15 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "gathered_rows_stand_at_the_first_keys": Fault(
         f"{PREFILL}/gathered.py",
-        "q_offset=lengths - problem.q_len",
+        "q_offset=lengths - (problem.q_len if rows is None else rows)",
         "q_offset=lengths * 0",
         "tests/kernels/prefill/test_prefill_gathered.py -k 'test_interpreted and per_sequence'",
+    ),
+    "packed_wide_rows_of_others_are_overwritten": Fault(
+        f"{PREFILL}/gathered_packed_sm90.py",
+        "mine = (row >= start) & (row < start + rows)",
+        "mine = row >= start",
+        "tests/kernels/prefill/test_prefill_gathered.py -k packed_wide_heads_interpreted",
     ),
     "narrow_tiles_are_widened_before_they_are_there": Fault(
         f"{PREFILL}/widening_producer.py",
