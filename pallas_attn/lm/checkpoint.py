@@ -24,6 +24,7 @@ from pallas_attn.kernels.lang.types import DType
 from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm.config import Config, Params, Shape, is_shape
 from pallas_attn.lm.folder import Folder, shown
+from pallas_attn.lm.gemma4 import EXPERT_TENSORS
 from pallas_attn.lm.hf_config import config_from
 
 EMBEDDED = pathlib.Path(__file__).parent / "tiny"
@@ -159,6 +160,7 @@ _GEMMA_LAYER = _LAYER | {
     "mlp_norm": ("pre_feedforward_layernorm.weight",),
     "mlp_post_norm": ("post_feedforward_layernorm.weight",),
     "factor": ("layer_scalar",),
+    **EXPERT_TENSORS,
 }
 _TOP = {
     "embed": "model.embed_tokens.weight",

@@ -149,7 +149,8 @@ class Config:
         """The model with the heads of a run's layers."""
         if self.gemma4 is None or self.runs[run][1].left is not None:
             return self
-        return dataclasses.replace(self, **dataclasses.asdict(self.gemma4))
+        names = "kv_heads", "head_dim", "values_are_keys"
+        return dataclasses.replace(self, **{name: getattr(self.gemma4, name) for name in names})
 
     def layers_like(self, mask: Mask) -> int:
         """Layers whose cache is that of layers with this mask: all, but in Gemma 4."""
@@ -230,6 +231,8 @@ class Config:
             layer |= {"q_norm": (head_dim,), "k_norm": (head_dim,)}
         if self.gemma4 is not None:
             layer["factor"] = (1,)
+            if self.gemma4.experts is not None:
+                layer |= self.gemma4.experts.shapes(self.hidden)
         if self.latent is not None:
             layer |= self.latent.shapes(self.hidden, self.heads)
         if experts is not None:
@@ -260,7 +263,7 @@ def random_params(
     params = []
     for (path, shape), key in zip(leaves, keys, strict=True):
         name = path[-1].key
-        if name.endswith("norm") or name == "factor":
+        if name.endswith(("norm", "factor", "scale")):
             params.append(jnp.ones(shape, dtype))
         elif name == "qkv_bias":
             params.append(jnp.zeros(shape, dtype))

@@ -7,7 +7,7 @@ reads every expert anyway; for few rows and for prompts this computes more than 
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -54,10 +54,14 @@ class Experts:
 def mlp(experts: Experts, x: Array, weights: Mapping[str, Array]) -> Array:
     """The sum of the experts' results [..., D], each times its share."""
     rows = x.reshape(-1, x.shape[-1])
+    return in_blocks(lambda rows: _mlp(experts, rows, weights), rows).reshape(x.shape)
+
+
+def in_blocks(of_rows: Callable[[Array], Array], rows: Array) -> Array:
+    """`of_rows` of rows [R, D], which it takes one by one or in any number, some at a time."""
     if len(rows) <= _ROWS:
-        return _mlp(experts, rows, weights).reshape(x.shape)
-    each = lax.map(lambda row: _mlp(experts, row, weights), rows, batch_size=_ROWS)
-    return each.reshape(x.shape)
+        return of_rows(rows)
+    return lax.map(lambda row: of_rows(row[None])[0], rows, batch_size=_ROWS)
 
 
 def _mlp(experts: Experts, x: Array, weights: Mapping[str, Array]) -> Array:
@@ -77,12 +81,12 @@ def _shares(experts: Experts, x: Array, router: Array) -> Array:
     shares = jax.nn.softmax(linear(*wide), axis=-1)
     if experts.groups > 1:
         groups = shares.reshape(*shares.shape[:-1], experts.groups, -1)
-        chosen = _largest(groups.max(axis=-1), experts.active_groups)
+        chosen = largest(groups.max(axis=-1), experts.active_groups)
         shares = jnp.where(chosen[..., None], groups, 0.0).reshape(shares.shape)
-    return jnp.where(_largest(shares, experts.active), shares, 0.0) * experts.scale
+    return jnp.where(largest(shares, experts.active), shares, 0.0) * experts.scale
 
 
-def _largest(x: Array, count: int) -> Array:
+def largest(x: Array, count: int) -> Array:
     """bool[..., n]: the `count` largest of the last axis."""
     _, places = lax.top_k(x, count)
     return jax.nn.one_hot(places, x.shape[-1], dtype=jnp.bool_).any(axis=-2)

@@ -16,6 +16,41 @@ Rows = int | Array
 
 
 @dataclasses.dataclass(frozen=True)
+class Experts:
+    """Experts beside the MLP of each layer (`gemma4_experts`)."""
+
+    count: int
+    columns: int  # inner columns of each
+    active: int  # experts that are chosen for a row
+
+    def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """The parameters of a layer."""
+        return {
+            "mlp_own_norm": (hidden,),
+            "experts_norm": (hidden,),
+            "experts_post_norm": (hidden,),
+            "router": (self.count, hidden),
+            "router_scale": (hidden,),
+            "expert_scale": (self.count,),
+            "experts_gate_up": (self.count, 2 * self.columns, hidden),
+            "experts_down": (self.count, hidden, self.columns),
+        }
+
+
+# The tensors of these parameters in a checkpoint.
+EXPERT_TENSORS = {
+    "mlp_own_norm": ("post_feedforward_layernorm_1.weight",),
+    "experts_norm": ("pre_feedforward_layernorm_2.weight",),
+    "experts_post_norm": ("post_feedforward_layernorm_2.weight",),
+    "router": ("router.proj.weight",),
+    "router_scale": ("router.scale",),
+    "expert_scale": ("router.per_expert_scale",),
+    "experts_gate_up": ("experts.gate_up_proj",),
+    "experts_down": ("experts.down_proj",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
 class Gemma4:
     """Choices of Gemma 4. Its v is normalised, without weights; what a layer leaves is multiplied
     by a factor of the layer; its checkpoints hold the weights of norms as they are.
@@ -24,6 +59,7 @@ class Gemma4:
     kv_heads: int  # heads of layers without a window
     head_dim: int
     values_are_keys: bool  # such layers make v of k, which was not normalised yet
+    experts: Experts | None = None
 
 
 @jax.tree_util.register_dataclass

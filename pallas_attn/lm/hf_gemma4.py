@@ -3,18 +3,21 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pallas_attn.lm.gemma4 import Gemma4
+from pallas_attn.lm.gemma4 import Experts, Gemma4
 from pallas_attn.lm.hf_keys import Key, Reader
 
-# The model supports a single value of each of the last three.
+# The model supports a single value of each of the last two.
 GEMMA4_KEYS: dict[str, Key] = {
     "global_head_dim": Key(int, least=2, most=1024, default=512),
     "num_global_key_value_heads": Key(int, most=4096),
     "attention_k_eq_v": Key(bool, default=False),
     "per_layer_config": Key(dict),
+    "enable_moe_block": Key(bool, default=False),
+    "num_experts": Key(int, most=2**16),
+    "top_k_experts": Key(int, most=1024),
+    "moe_intermediate_size": Key(int, most=2**20),
     "hidden_size_per_layer_input": Key(int, choices=(0,)),
     "num_kv_shared_layers": Key(int, choices=(0,)),
-    "enable_moe_block": Key(bool, choices=(False,)),
 }
 _ABSENT = {"hidden_size_per_layer_input": 256}
 _SIZES = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
@@ -41,7 +44,19 @@ def gemma4_of(
         raise read.wrong("num_global_key_value_heads", kv_heads, wanted)
     if read["global_head_dim"] % 2:
         raise read.wrong("global_head_dim", read["global_head_dim"], "an even number")
-    return Gemma4(kv_heads, read["global_head_dim"], read["attention_k_eq_v"])
+    sizes = kv_heads, read["global_head_dim"], read["attention_k_eq_v"]
+    return Gemma4(*sizes, _experts(read) if read["enable_moe_block"] else None)
+
+
+def _experts(read: Reader) -> Experts:
+    names = "num_experts", "moe_intermediate_size", "top_k_experts"
+    for name in names:
+        if read[name] is None:
+            raise read.wrong(name, None)
+    count, columns, active = (read[name] for name in names)
+    if active > count:
+        raise read.wrong("top_k_experts", active, f"at most the {count} experts")
+    return Experts(count, columns, active)
 
 
 def _listed(read: Reader, windows: Sequence[int | None]) -> dict[str, Any]:

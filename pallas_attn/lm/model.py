@@ -40,6 +40,7 @@ from pallas_attn.lm import rows as lm_rows
 from pallas_attn.lm.config import Config, Params
 from pallas_attn.lm.exchange import Exchange
 from pallas_attn.lm.gemma4 import TwoCaches, shared_prefixes
+from pallas_attn.lm.gemma4_experts import with_experts
 from pallas_attn.lm.rows import Added, Angles, Layer, add_norm, gated, linear, partials, rms_norm
 from pallas_attn.masks import Mask
 from pallas_attn.prefixes import SharedPrefixes
@@ -107,6 +108,9 @@ def _layers(config: Config, params: Params, tokens: Array, run: _Pass, cache: Ca
             added = _normed(config, added, weights, "attn_post_norm", x)
             x, normed, exchange = add_norm(x, added, weights["mlp_norm"], eps)
             added = _mlp(config, normed, weights, exchange)
+            if config.gemma4 is not None and config.gemma4.experts is not None:
+                own, result = config.gemma4.experts, added.partials[0]
+                added = Added(with_experts(own, x, result, weights, eps)[None])
             added = _normed(config, added, weights, "mlp_post_norm", x)
             if config.gemma4 is not None:
                 factor = weights["factor"][0]
@@ -201,8 +205,7 @@ def _normed(config: Config, added: Added, weights: Params, name: str, x: Array) 
 
 def _mlp(config: Config, x: Array, weights: Params, exchange: Exchange | None) -> Added:
     """The gated MLP of normed rows, or the experts in its place."""
-    if "router" in weights:
-        assert config.experts is not None
+    if config.experts is not None and "router" in weights:
         return Added(experts.mlp(config.experts, x, weights)[None])
     inner = gated(x, weights["gate_up"], _gelu if config.gemma else jax.nn.silu)
     return _added(config, inner, weights["down"], exchange)

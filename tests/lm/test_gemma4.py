@@ -3,13 +3,17 @@
 That it computes what it should is in test_model.py and test_recorded.py.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from pallas_attn.lm import decode, hf_gemma4, mesh
+from pallas_attn.lm import decode, experts, hf_gemma4, mesh
 from pallas_attn.lm.config import Rope, random_params
 from pallas_attn.lm.gemma4 import Gemma4
+from pallas_attn.lm.gemma4_experts import with_experts
 from pallas_attn.lm.hf_config import config_from
 from pallas_attn.lm.sampling import Sampling
 from tests.lm import witness
@@ -26,6 +30,16 @@ def run(**changes):
     for _ in made:
         pass
     return made
+
+
+def test_many_rows_are_taken_some_at_a_time(monkeypatch, rng):
+    config, params = small("gemma4_moe")
+    weights = jax.tree.map(lambda x: x[0], params["runs"][0])
+    x, result = jnp.asarray(rng.standard_normal((2, 1, 50, config.hidden)), jnp.float32)
+    mlp = functools.partial(with_experts, config.gemma4.experts, x, result, weights, 1e-6)
+    whole = mlp()
+    monkeypatch.setattr(experts, "_ROWS", 16)
+    np.testing.assert_allclose(mlp(), whole, atol=1e-4)
 
 
 def test_chunks_drafts_and_caches_give_the_same_tokens():
@@ -88,7 +102,10 @@ def test_what_a_config_holds():
         ({"hidden_size_per_layer_input": 256},
          "hidden_size_per_layer_input: expected one of 0, got 256"),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers: expected one of 0, got 2"),
-        ({"enable_moe_block": True}, "enable_moe_block: expected one of False, got True"),
+        ({"enable_moe_block": True},
+         "num_experts: expected a whole number from 1 to 65536, got None"),
+        ({"enable_moe_block": True, "num_experts": 2, "top_k_experts": 3,
+          "moe_intermediate_size": 8}, "top_k_experts: expected at most the 2 experts, got 3"),
         ({"per_layer_config": {"0": {"head_dim": 24}}},
          "per_layer_config: expected the same head_dim and num_key_value_heads for every layer "
          "without a window, got {'0': {'head_dim': 24}}"),

@@ -78,6 +78,10 @@ CONFIGS = {
     | {"layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING, _FULL], "attention_k_eq_v": True}
     | {"global_head_dim": 24, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0}
     | {"rope_parameters": _GEMMA4_ROPES},
+    "gemma4_moe": {name: x for name, x in _GEMMA.items() if name != "query_pre_attn_scalar"}
+    | {"model_type": "gemma4_text", "layer_types": [_SLIDING, _SLIDING, _FULL]}
+    | {"global_head_dim": 24, "hidden_size_per_layer_input": 0, "rope_parameters": _GEMMA4_ROPES}
+    | {"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24, "enable_moe_block": True},
     "deepseek_v2_lite": _DEEPSEEK | {"rope_scaling": _DEEPSEEK_YARN, "topk_method": "greedy"},
     "deepseek_v2": _DEEPSEEK
     | {"q_lora_rank": 20, "routed_scaling_factor": 3.0, "topk_method": "group_limited_greedy"}
@@ -89,7 +93,7 @@ def _of_layer(config, layer):
     """The config with the heads of a layer: those of Gemma 4's full layers are others."""
     if config["model_type"] != "gemma4_text" or config["layer_types"][layer] == _SLIDING:
         return config
-    heads = config["num_global_key_value_heads"]
+    heads = config.get("num_global_key_value_heads", config["num_key_value_heads"])
     return config | {"head_dim": config["global_head_dim"], "num_key_value_heads": heads}
 
 
@@ -136,7 +140,7 @@ def tensors_of(config, rng):
         drawn = rng.standard_normal(shape)
         # Norms about 1, matrices that keep the size of what they are given, large for one layer.
         about = 0 if gemma and config["model_type"] != "gemma4_text" else 1
-        factor = "norm" in name or "scalar" in name
+        factor = "norm" in name or "scal" in name
         drawn = about + 0.2 * drawn if factor else drawn * (2 / math.sqrt(shape[-1]))
         tensors[name] = drawn.astype(np.float32)
     return tensors
@@ -151,8 +155,17 @@ def _gemma4_shapes(config, shapes):
     shapes |= {f"self_attn.{x}_proj.weight": (kv * dim, hidden) for x in "kv"}
     shapes["self_attn.q_proj.weight"] = (heads * dim, hidden)
     shapes["self_attn.o_proj.weight"] = (hidden, heads * dim)
-    if dim == config["global_head_dim"]:
+    if dim == config["global_head_dim"] and config.get("attention_k_eq_v"):
         del shapes["self_attn.v_proj.weight"]
+    if config.get("enable_moe_block"):
+        count, columns = config["num_experts"], config["moe_intermediate_size"]
+        names = "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2"
+        names = *names, "post_feedforward_layernorm_2"
+        shapes |= {f"{name}.weight": (hidden,) for name in names}
+        shapes |= {"router.proj.weight": (count, hidden), "router.scale": (hidden,)}
+        shapes |= {"router.per_expert_scale": (count,)}
+        shapes |= {"experts.gate_up_proj": (count, 2 * columns, hidden)}
+        shapes |= {"experts.down_proj": (count, hidden, columns)}
     return shapes | {"layer_scalar": (1,)}
 
 
@@ -246,14 +259,34 @@ def _gemma_logits(config, tensors, ids):
         h = _attention(config, mine, _norm(config, x, mine["input_layernorm.weight"]), layer)
         x = x + _norm(config, h, mine["post_attention_layernorm.weight"])
         h = _norm(config, x, mine["pre_feedforward_layernorm.weight"])
-        gate = h @ mine["mlp.gate_proj.weight"].T
-        gate = gate / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)))
+        gate = _gelu(h @ mine["mlp.gate_proj.weight"].T)
         h = (gate * (h @ mine["mlp.up_proj.weight"].T)) @ mine["mlp.down_proj.weight"].T
+        if config.get("enable_moe_block"):
+            h = _norm(config, h, mine["post_feedforward_layernorm_1.weight"])
+            added = np.stack([_gemma4_experts(config, mine, row) for row in x])
+            h = h + _norm(config, added, mine["post_feedforward_layernorm_2.weight"])
         x = x + _norm(config, h, mine["post_feedforward_layernorm.weight"])
         x = x * mine.get("layer_scalar", 1.0)
     logits = _norm(config, x, tensors["model.norm.weight"]) @ embed.T
     cap = config.get("final_logit_softcapping")
     return logits if cap is None else cap * np.tanh(logits / cap)
+
+
+def _gelu(x):
+    return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def _gemma4_experts(config, mine, row):
+    """The likeliest experts, whose shares add up to 1."""
+    seen = _norm(config, row, mine["router.scale"]) / math.sqrt(len(row))
+    scores = np.exp(mine["router.proj.weight"] @ seen)
+    chosen = np.argsort(-scores)[: config["top_k_experts"]]
+    h, out = _norm(config, row, mine["pre_feedforward_layernorm_2.weight"]), np.zeros(len(row))
+    for expert in chosen:
+        gate, up = np.split(mine["experts.gate_up_proj"][expert] @ h, 2)
+        share = scores[expert] / scores[chosen].sum() * mine["router.per_expert_scale"][expert]
+        out += share * (mine["experts.down_proj"][expert] @ (_gelu(gate) * up))
+    return out
 
 
 def _norm(config, x, weight):
