@@ -152,10 +152,17 @@ class Config:
         names = "kv_heads", "head_dim", "values_are_keys"
         return dataclasses.replace(self, **{name: getattr(self.gemma4, name) for name in names})
 
+    def first_layer(self, run: int) -> int:
+        """The number of a run's first layer in its cache."""
+        return sum(count for count, mask in self.runs[:run] if self._alike(mask, self.runs[run][1]))
+
     def layers_like(self, mask: Mask) -> int:
-        """Layers whose cache is that of layers with this mask: all, but in Gemma 4."""
-        alike = (count for count, other in self.runs if (other.left is None) == (mask.left is None))
-        return self.layers if self.gemma4 is None else sum(alike)
+        """Layers in the cache of layers with this mask."""
+        return sum(count for count, other in self.runs if self._alike(other, mask))
+
+    def _alike(self, mask: Mask, other: Mask) -> bool:
+        """Whether layers with these masks share a cache: all, but in Gemma 4."""
+        return self.gemma4 is None or (mask.left is None) == (other.left is None)
 
     def rope_number(self, mask: Mask) -> int:
         """The index in `ropes` for layers with this mask."""

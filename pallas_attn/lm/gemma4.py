@@ -65,18 +65,12 @@ class Gemma4:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TwoCaches:
-    """The caches of layers with a window and without, with the methods of one."""
+    """The caches of layers with a window and without, with the methods of a KVCache that the loop
+    calls.
+    """
 
     windowed: KVCache
     full: KVCache
-
-    def of(self, mask: Mask) -> KVCache:
-        """The cache of layers with this mask."""
-        return self.full if mask.left is None else self.windowed
-
-    def with_part(self, mask: Mask, part: KVCache) -> "TwoCaches":
-        """Both, with another cache of the layers with this mask."""
-        return dataclasses.replace(self, **{"full" if mask.left is None else "windowed": part})
 
     def extend(self, rows: Rows) -> "TwoCaches":
         return TwoCaches(self.windowed.extend(rows), self.full.extend(rows))
@@ -108,6 +102,23 @@ class TwoCaches:
     @property
     def num_bytes(self) -> int:
         return self.windowed.num_bytes + self.full.num_bytes
+
+
+Held = KVCache | TwoCaches | None  # caches of a model
+
+
+def part_of(cache: Held, mask: Mask) -> KVCache | None:
+    """The cache of layers with this mask."""
+    if not isinstance(cache, TwoCaches):
+        return cache
+    return cache.full if mask.left is None else cache.windowed
+
+
+def with_part(cache: Held, mask: Mask, part: KVCache | None) -> Held:
+    """The caches, with another one of the layers with this mask."""
+    if not isinstance(cache, TwoCaches) or part is None:
+        return part
+    return TwoCaches(cache.windowed, part) if mask.left is None else TwoCaches(part, cache.full)
 
 
 def shared_prefixes(cache: KVCache | TwoCaches, **sizes: Any) -> SharedPrefixes | None:

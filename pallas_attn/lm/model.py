@@ -20,7 +20,6 @@ A few rows on Hopper are streamed: `rows` has kernels that read each weight out 
 Axes: M sequences, t rows of each, D hidden, N query heads, K kv heads, H head dim.
 """
 
-import collections
 import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -39,7 +38,7 @@ from pallas_attn.lm import experts, latent, tensor_parallel
 from pallas_attn.lm import rows as lm_rows
 from pallas_attn.lm.config import Config, Params
 from pallas_attn.lm.exchange import Exchange
-from pallas_attn.lm.gemma4 import TwoCaches, shared_prefixes
+from pallas_attn.lm.gemma4 import part_of, shared_prefixes, with_part
 from pallas_attn.lm.gemma4_experts import with_experts
 from pallas_attn.lm.rows import Added, Angles, Layer, add_norm, gated, linear, partials, rms_norm
 from pallas_attn.masks import Mask
@@ -79,7 +78,6 @@ def _layers(config: Config, params: Params, tokens: Array, run: _Pass, cache: Ca
     """(rows [M, t, D] after the last norm, the cache that `attend` passed from layer to layer)."""
     x = embedded(config, params["embed"], tokens)
     eps, angles, exchange = config.norm_eps, None, None
-    before: dict[bool, int] = collections.Counter()  # layers of each cache
     if run.positions is not None:
         at = run.positions[:, :, None]
         turned = zip(config.ropes, config.rotary_dims, strict=True)
@@ -90,14 +88,13 @@ def _layers(config: Config, params: Params, tokens: Array, run: _Pass, cache: Ca
             exchange = lm_rows.exchange_over(config.over, x, params["norm"])
     added = _nothing_added(config, params["runs"][0]["down"], x, run.stream, exchange)
     for place, (weights, (count, mask)) in enumerate(zip(params["runs"], config.runs, strict=True)):
-        heads, two = config.of_run(place), isinstance(cache, TwoCaches)
-        part, first = cache.of(mask) if two else cache, before[two and mask.left is None]
+        of_run, first, part = config.of_run(place), config.first_layer(place), part_of(cache, mask)
         stacks = {name: weights[name] for name in STREAMED if run.stream}
         sliced = {name: x for name, x in weights.items() if name not in stacks}
 
         turn = None if angles is None else angles[config.rope_number(mask)]
 
-        def layer(carry, item, mask=mask, stacks=stacks, first=first, angles=turn, config=heads):
+        def layer(carry, item, mask=mask, stacks=stacks, first=first, angles=turn, config=of_run):
             # The result of a matmul waits for the norm that follows, which adds it to x.
             (x, added, cache, number), weights = carry, dict(item)
             weights |= {name: Layer(stack, number - first) for name, stack in stacks.items()}
@@ -108,20 +105,17 @@ def _layers(config: Config, params: Params, tokens: Array, run: _Pass, cache: Ca
             added = _normed(config, added, weights, "attn_post_norm", x)
             x, normed, exchange = add_norm(x, added, weights["mlp_norm"], eps)
             added = _mlp(config, normed, weights, exchange)
-            if config.gemma4 is not None and config.gemma4.experts is not None:
-                own, result = config.gemma4.experts, added.partials[0]
-                added = Added(with_experts(own, x, result, weights, eps)[None])
+            if config.gemma4 is not None:
+                added = _with_experts(config, x, added, weights)
             added = _normed(config, added, weights, "mlp_post_norm", x)
             if config.gemma4 is not None:
-                factor = weights["factor"][0]
-                x, added = x * factor, Added(added.partials * factor)
+                x, added = x * weights["factor"][0], Added(added.partials * weights["factor"][0])
             return (x, added, cache, number + 1), None
 
         carry = (x, added, part, jnp.asarray(first, jnp.int32))
         unroll = count if run.stream else 1  # XLA's kernel that counts layers would hold up ours
         (x, added, part, _), _ = lax.scan(layer, carry, sliced, count, unroll=unroll)
-        cache = cache.with_part(mask, part) if two else part
-        before[two and mask.left is None] += count
+        cache = with_part(cache, mask, part)
     norm = params["norm"]
     return add_norm(x, added, Layer(norm[None], 0) if run.stream else norm, eps)[1], cache
 
@@ -209,6 +203,14 @@ def _mlp(config: Config, x: Array, weights: Params, exchange: Exchange | None) -
         return Added(experts.mlp(config.experts, x, weights)[None])
     inner = gated(x, weights["gate_up"], _gelu if config.gemma else jax.nn.silu)
     return _added(config, inner, weights["down"], exchange)
+
+
+def _with_experts(config: Config, x: Array, added: Added, weights: Params) -> Added:
+    """The result of Gemma 4's MLP for rows x, with that of the experts beside it."""
+    if config.gemma4 is None or config.gemma4.experts is None:
+        return added
+    own, result = config.gemma4.experts, added.partials[0]
+    return Added(with_experts(own, x, result, weights, config.norm_eps)[None])
 
 
 def _gelu(x: Array) -> Array:
