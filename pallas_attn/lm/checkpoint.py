@@ -21,10 +21,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from pallas_attn.kernels.lang.types import DType
+from pallas_attn.lm import gemma4
 from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm.config import Config, Params, Shape, is_shape
 from pallas_attn.lm.folder import Folder, shown
-from pallas_attn.lm.gemma4 import EXPERT_TENSORS
 from pallas_attn.lm.hf_config import config_from
 
 EMBEDDED = pathlib.Path(__file__).parent / "tiny"
@@ -159,13 +159,15 @@ _GEMMA_LAYER = _LAYER | {
     "attn_post_norm": ("post_attention_layernorm.weight",),
     "mlp_norm": ("pre_feedforward_layernorm.weight",),
     "mlp_post_norm": ("post_feedforward_layernorm.weight",),
-    "factor": ("layer_scalar",),
-    **EXPERT_TENSORS,
+    **gemma4.TENSORS,
 }
 _TOP = {
     "embed": "model.embed_tokens.weight",
     "norm": "model.norm.weight",
     "head": "lm_head.weight",
+    "embed_inputs": "model.embed_tokens_per_layer.weight",
+    "inputs_proj": "model.per_layer_model_projection.weight",
+    "inputs_norm": "model.per_layer_projection_norm.weight",
 }
 
 
@@ -178,8 +180,8 @@ def _parameter(name: str) -> tuple[str, int]:
 def _tensors_of(config: Config, run: int) -> dict[str, tuple[str, ...]]:
     """The tensors of each parameter of a run's layers."""
     tensors, experts = _GEMMA_LAYER if config.gemma else _LAYER, config.experts_of(run)
-    if config.of_run(run).values_are_keys:
-        tensors = tensors | {"qkv": tensors["qkv"][:2]}
+    if config.gemma4 is not None:
+        tensors = tensors | {"qkv": tensors["qkv"][: len(config.joined("qkv", run))]}
     if config.latent is not None:
         tensors = tensors | config.latent.tensors
     return tensors if experts is None else tensors | experts.tensors

@@ -109,7 +109,9 @@ class Config:
     # the gate. Its checkpoints hold the weights of norms minus 1.
     gemma: bool = False
     gemma4: Gemma4 | None = None  # choices of Gemma 4, beside those of Gemma
-    values_are_keys: bool = False  # no matrix makes v; in some layers of Gemma 4 (`of_run`)
+    # In some layers of Gemma 4 (`of_run`): no matrix makes v; k and v are those of another layer.
+    values_are_keys: bool = False
+    reads_only: bool = False
     latent: Latent | None = None  # latent attention (DeepSeek), whose q and k have head_dim
     experts: Experts | None = None  # in place of the MLP of later layers (DeepSeek)
     # The mesh axis whose devices have the other heads and columns of the MLP. Sizes are then those
@@ -121,15 +123,17 @@ class Config:
         """Layers in a row with the same mask and kind of MLP: (number of layers, mask)."""
         return tuple(
             (count, CAUSAL if window is None else sliding_window(window))
-            for count, window, _ in self._kinds
+            for count, window, _, _ in self._kinds
         )
 
     @property
-    def _kinds(self) -> tuple[tuple[int, int | None, Experts | None], ...]:
-        """Layers, window and experts of each run."""
+    def _kinds(self) -> tuple[tuple[int, int | None, Experts | None, bool], ...]:
+        """Layers, window and experts of each run, and whether they read the rows of another."""
         first = self.layers if self.experts is None else self.experts.first
         experts = (self.experts if n >= first else None for n in range(self.layers))
-        layers = zip(self.windows or (None,) * self.layers, experts, strict=True)
+        readers = 0 if self.gemma4 is None else self.gemma4.readers
+        reads = (n >= self.layers - readers for n in range(self.layers))
+        layers = zip(self.windows or (None,) * self.layers, experts, reads, strict=True)
         return tuple((len(list(run)), *kind) for kind, run in itertools.groupby(layers))
 
     @property
@@ -147,18 +151,29 @@ class Config:
 
     def of_run(self, run: int) -> "Config":
         """The model with the heads of a run's layers."""
-        if self.gemma4 is None or self.runs[run][1].left is not None:
+        if self.gemma4 is None:
             return self
+        heads = dataclasses.replace(self, reads_only=self._kinds[run][3])
+        if self.runs[run][1].left is not None:
+            return heads
         names = "kv_heads", "head_dim", "values_are_keys"
-        return dataclasses.replace(self, **{name: getattr(self.gemma4, name) for name in names})
+        return dataclasses.replace(heads, **{name: getattr(self.gemma4, name) for name in names})
 
     def first_layer(self, run: int) -> int:
-        """The number of a run's first layer in its cache."""
-        return sum(count for count, mask in self.runs[:run] if self._alike(mask, self.runs[run][1]))
+        """The number in its cache of a run's first layer, or of the one that all of them read."""
+        mask, reads = self.runs[run][1], self._kinds[run][3]
+        return self._written(mask, run) - reads
 
     def layers_like(self, mask: Mask) -> int:
         """Layers in the cache of layers with this mask."""
-        return sum(count for count, other in self.runs if self._alike(other, mask))
+        return self._written(mask, len(self.runs))
+
+    def _written(self, mask: Mask, runs: int) -> int:
+        """Layers of the first runs whose rows are in the cache of layers with this mask."""
+        kinds = zip(self.runs[:runs], self._kinds, strict=False)
+        return sum(
+            count for (count, other), kind in kinds if self._alike(other, mask) and not kind[3]
+        )
 
     def _alike(self, mask: Mask, other: Mask) -> bool:
         """Whether layers with these masks share a cache: all, but in Gemma 4."""
@@ -173,7 +188,7 @@ class Config:
         numbers = 0
         for run, (count, _) in enumerate(self.runs):
             heads = self.of_run(run)
-            row = 2 * heads.kv_heads * heads.head_dim
+            row = 0 if heads.reads_only else 2 * heads.kv_heads * heads.head_dim
             numbers += count * (row if self.latent is None else self.latent.row)
         return numbers * jnp.dtype(dtype).itemsize
 
@@ -191,7 +206,8 @@ class Config:
                 return self.latent.joined(self.heads)
             heads = self.of_run(run)
             kv = heads.kv_heads * heads.head_dim
-            return self.heads * heads.head_dim, *(kv,) * (1 if heads.values_are_keys else 2)
+            made = 0 if heads.reads_only else 1 if heads.values_are_keys else 2
+            return self.heads * heads.head_dim, *(kv,) * made
         return 2 * self._widths(run) if name == "gate_up" else ()
 
     def joined_columns(self, name: str, run: int) -> Shape:
@@ -204,14 +220,21 @@ class Config:
 
     def _widths(self, run: int) -> Shape:
         """Inner columns of the MLP of a run's layers, or of each expert."""
-        experts = self.experts_of(run)
-        return (self.mlp,) if experts is None else experts.widths
+        experts, reads = self._kinds[run][2:]
+        if experts is not None:
+            return experts.widths
+        twice = reads and self.gemma4 is not None and self.gemma4.wide_readers
+        return (self.mlp * (1 + twice),)
 
     def shapes(self) -> Params:
         """The shape of every parameter, in the tree that the parameters form."""
         params: Params = {"embed": (self.vocab, self.hidden), "norm": (self.hidden,)}
         if not self.tied:
             params["head"] = (self.vocab, self.hidden)
+        if self.gemma4 is not None and (columns := self.gemma4.inputs):
+            params["embed_inputs"] = (self.vocab, self.layers * columns)
+            params["inputs_proj"] = (self.layers * columns, self.hidden)
+            params["inputs_norm"] = (columns,)
         params["runs"] = tuple(
             {name: (count, *shape) for name, shape in self._layer_shapes(run).items()}
             for run, (count, _) in enumerate(self.runs)
@@ -237,9 +260,9 @@ class Config:
         if self.qk_norm:
             layer |= {"q_norm": (head_dim,), "k_norm": (head_dim,)}
         if self.gemma4 is not None:
-            layer["factor"] = (1,)
-            if self.gemma4.experts is not None:
-                layer |= self.gemma4.experts.shapes(self.hidden)
+            layer |= self.gemma4.shapes(self.hidden)
+        if self.of_run(run).reads_only:
+            del layer["k_norm"]
         if self.latent is not None:
             layer |= self.latent.shapes(self.hidden, self.heads)
         if experts is not None:

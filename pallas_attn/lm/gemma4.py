@@ -37,8 +37,12 @@ class Experts:
         }
 
 
-# The tensors of these parameters in a checkpoint.
-EXPERT_TENSORS = {
+# The tensors of parameters of Gemma 4 in a checkpoint.
+TENSORS = {
+    "factor": ("layer_scalar",),
+    "input_gate": ("per_layer_input_gate.weight",),
+    "input_out": ("per_layer_projection.weight",),
+    "input_post_norm": ("post_per_layer_input_norm.weight",),
     "mlp_own_norm": ("post_feedforward_layernorm_1.weight",),
     "experts_norm": ("pre_feedforward_layernorm_2.weight",),
     "experts_post_norm": ("post_feedforward_layernorm_2.weight",),
@@ -60,6 +64,21 @@ class Gemma4:
     head_dim: int
     values_are_keys: bool  # such layers make v of k, which was not normalised yet
     experts: Experts | None = None
+    inputs: int = 0  # columns of each layer's own input (`gemma4_inputs`); 0: there is none
+    # Last layers, which have no k and v of their own: they read the cache rows of the last layer of
+    # their kind before them. Their MLP may be twice as wide.
+    readers: int = 0
+    wide_readers: bool = False
+
+    def shapes(self, hidden: int) -> dict[str, tuple[int, ...]]:
+        """The parameters of a layer that other models do not have."""
+        shapes: dict[str, tuple[int, ...]] = {"factor": (1,)}
+        if self.experts is not None:
+            shapes |= self.experts.shapes(hidden)
+        if self.inputs:
+            shapes |= {"input_gate": (self.inputs, hidden), "input_out": (hidden, self.inputs)}
+            shapes["input_post_norm"] = (hidden,)
+        return shapes
 
 
 @jax.tree_util.register_dataclass

@@ -6,7 +6,6 @@ from typing import Any
 from pallas_attn.lm.gemma4 import Experts, Gemma4
 from pallas_attn.lm.hf_keys import Key, Reader
 
-# The model supports a single value of each of the last two.
 GEMMA4_KEYS: dict[str, Key] = {
     "global_head_dim": Key(int, least=2, most=1024, default=512),
     "num_global_key_value_heads": Key(int, most=4096),
@@ -16,10 +15,12 @@ GEMMA4_KEYS: dict[str, Key] = {
     "num_experts": Key(int, most=2**16),
     "top_k_experts": Key(int, most=1024),
     "moe_intermediate_size": Key(int, most=2**20),
-    "hidden_size_per_layer_input": Key(int, choices=(0,)),
-    "num_kv_shared_layers": Key(int, choices=(0,)),
+    "hidden_size_per_layer_input": Key(int, least=0, most=2**16, default=0),
+    "vocab_size_per_layer_input": Key(int, most=2**24),
+    "num_kv_shared_layers": Key(int, least=0, most=1000, default=0),
+    "use_double_wide_mlp": Key(bool, default=False),
 }
-_ABSENT = {"hidden_size_per_layer_input": 256}
+_ABSENT = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144}
 _SIZES = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
 
 
@@ -44,8 +45,21 @@ def gemma4_of(
         raise read.wrong("num_global_key_value_heads", kv_heads, wanted)
     if read["global_head_dim"] % 2:
         raise read.wrong("global_head_dim", read["global_head_dim"], "an even number")
-    sizes = kv_heads, read["global_head_dim"], read["attention_k_eq_v"]
-    return Gemma4(*sizes, _experts(read) if read["enable_moe_block"] else None)
+    if (readers := read["num_kv_shared_layers"]) and len(set(windows[:-readers])) < 2:
+        wanted = "layers with a window and without before those that share k and v"
+        raise read.wrong("num_kv_shared_layers", readers, wanted)
+    inputs, rows = read["hidden_size_per_layer_input"], read["vocab_size_per_layer_input"]
+    if inputs and rows != described.get("vocab_size"):
+        raise read.wrong("vocab_size_per_layer_input", rows, "vocab_size")
+    return Gemma4(
+        kv_heads,
+        read["global_head_dim"],
+        read["attention_k_eq_v"],
+        _experts(read) if read["enable_moe_block"] else None,
+        inputs=inputs,
+        readers=readers,
+        wide_readers=read["use_double_wide_mlp"],
+    )
 
 
 def _experts(read: Reader) -> Experts:

@@ -21,6 +21,7 @@ Axes: M sequences, t rows of each, D hidden, N query heads, K kv heads, H head d
 """
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from pallas_attn.attention import flash_attention
 from pallas_attn.cache import KVCache
 from pallas_attn.context import Context
 from pallas_attn.decode import decode_attention
-from pallas_attn.lm import experts, latent, tensor_parallel
+from pallas_attn.lm import experts, gemma4_inputs, latent, tensor_parallel
 from pallas_attn.lm import rows as lm_rows
 from pallas_attn.lm.config import Config, Params
 from pallas_attn.lm.exchange import Exchange
@@ -64,6 +65,7 @@ class Heads(NamedTuple):
     weights: Params  # one layer's
     mask: Mask
     layer: Array  # its number
+    written: bool = False  # k and v are those of an earlier layer, which the cache has
 
 
 class _Pass(NamedTuple):
@@ -87,37 +89,59 @@ def _layers(config: Config, params: Params, tokens: Array, run: _Pass, cache: Ca
         if config.over is not None:
             exchange = lm_rows.exchange_over(config.over, x, params["norm"])
     added = _nothing_added(config, params["runs"][0]["down"], x, run.stream, exchange)
+    inputs, done = _inputs(config, params, x, tokens), 0
+    held: dict[bool, tuple[Array, ...]] = {}  # k and v of the newest layers with no window, and one
     for place, (weights, (count, mask)) in enumerate(zip(params["runs"], config.runs, strict=True)):
-        of_run, first, part = config.of_run(place), config.first_layer(place), part_of(cache, mask)
         stacks = {name: weights[name] for name in STREAMED if run.stream}
         sliced = {name: x for name, x in weights.items() if name not in stacks}
-
+        if inputs is not None:
+            sliced["input"] = inputs[done : done + count]
         turn = None if angles is None else angles[config.rope_number(mask)]
-
-        def layer(carry, item, mask=mask, stacks=stacks, first=first, angles=turn, config=of_run):
-            # The result of a matmul waits for the norm that follows, which adds it to x.
-            (x, added, cache, number), weights = carry, dict(item)
-            weights |= {name: Layer(stack, number - first) for name, stack in stacks.items()}
-            x, normed, exchange = add_norm(x, added, weights["attn_norm"], eps)
-            q, k, v = _heads_of(config, weights, normed, angles)
-            out, cache = run.attend(Heads(q, k, v, weights, mask, number), cache)
-            added = _added(config, out.reshape(*x.shape[:2], -1), weights["out"], exchange)
-            added = _normed(config, added, weights, "attn_post_norm", x)
-            x, normed, exchange = add_norm(x, added, weights["mlp_norm"], eps)
-            added = _mlp(config, normed, weights, exchange)
-            if config.gemma4 is not None:
-                added = _with_experts(config, x, added, weights)
-            added = _normed(config, added, weights, "mlp_post_norm", x)
-            if config.gemma4 is not None:
-                x, added = x * weights["factor"][0], Added(added.partials * weights["factor"][0])
-            return (x, added, cache, number + 1), None
-
+        first, part = config.first_layer(place), part_of(cache, mask)
+        own = _Run(config.of_run(place), mask, stacks, first, turn, held.get(mask.left is None))
         carry = (x, added, part, jnp.asarray(first, jnp.int32))
         unroll = count if run.stream else 1  # XLA's kernel that counts layers would hold up ours
-        (x, added, part, _), _ = lax.scan(layer, carry, sliced, count, unroll=unroll)
-        cache = with_part(cache, mask, part)
+        layer = functools.partial(_layer, run, own)
+        (x, added, part, _), rows = lax.scan(layer, carry, sliced, count, unroll=unroll)
+        cache, done = with_part(cache, mask, part), done + count
+        if rows is not None:
+            held[mask.left is None] = tuple(x[-1] for x in rows)
     norm = params["norm"]
     return add_norm(x, added, Layer(norm[None], 0) if run.stream else norm, eps)[1], cache
+
+
+class _Run(NamedTuple):
+    """Facts that the layers of a run share."""
+
+    config: Config  # with their heads
+    mask: Mask
+    stacks: Params  # weights that are read out of the stack of all layers
+    first: int  # number of the first layer
+    angles: Angles | None
+    held: tuple[Array, ...] | None  # k and v of an earlier layer, for layers that read its rows
+
+
+def _layer(how: _Pass, own: _Run, carry: tuple, item: Params) -> tuple[tuple, Any]:
+    """One layer; its k and v beside the carry, where later layers may read their rows."""
+    # The result of a matmul waits for the norm that follows, which adds it to x.
+    (x, added, cache, number), weights, config = carry, dict(item), own.config
+    weights |= {name: Layer(stack, number - own.first) for name, stack in own.stacks.items()}
+    eps, read = config.norm_eps, own.held if config.reads_only else None
+    x, normed, exchange = add_norm(x, added, weights["attn_norm"], eps)
+    q, k, v = _heads_of(config, weights, normed, own.angles, read)
+    heads = Heads(q, k, v, weights, own.mask, number, config.reads_only)
+    out, cache = how.attend(heads, cache)
+    added = _added(config, out.reshape(*x.shape[:2], -1), weights["out"], exchange)
+    added = _normed(config, added, weights, "attn_post_norm", x)
+    x, normed, exchange = add_norm(x, added, weights["mlp_norm"], eps)
+    added = _mlp(config, normed, weights, exchange)
+    if config.gemma4 is not None:
+        added = _with_experts(config, x, added, weights)
+    added = _normed(config, added, weights, "mlp_post_norm", x)
+    if config.gemma4 is not None:
+        x, added = _ended(x, added, weights, eps)
+    number += int(not config.reads_only)
+    return (x, added, cache, number), (k, v) if _is_read(config) else None
 
 
 def embedded(config: Config, embed: Array, tokens: Array) -> Array:
@@ -129,10 +153,38 @@ def embedded(config: Config, embed: Array, tokens: Array) -> Array:
     return rows * jnp.asarray(config.hidden**0.5, rows.dtype) if config.gemma else rows
 
 
+def _inputs(config: Config, params: Params, x: Array, tokens: Array) -> Array | None:
+    """The inputs of all layers, if they have any."""
+    if config.gemma4 is None or not config.gemma4.inputs:
+        return None
+    return gemma4_inputs.inputs_of(config.gemma4.inputs, params, x, tokens, config.norm_eps)
+
+
+def _is_read(config: Config) -> bool:
+    """Whether later layers may read k and v of a layer."""
+    return config.gemma4 is not None and config.gemma4.readers > 0 and not config.reads_only
+
+
+def _ended(x: Array, added: Added, weights: Params, eps: float) -> tuple[Array, Added]:
+    """The residual stream and the term for it after a layer of Gemma 4."""
+    if "input" in weights:
+        x, added = gemma4_inputs.with_input(x, added, weights, eps)
+    return x * weights["factor"][0], Added(added.partials * weights["factor"][0])
+
+
 def _heads_of(
-    config: Config, weights: Params, x: Array, angles: Angles | None
+    config: Config,
+    weights: Params,
+    x: Array,
+    angles: Angles | None,
+    read: tuple[Array, ...] | None,
 ) -> tuple[Array, Array, Array | None]:
-    """q, k and v of `Heads`."""
+    """q, k and v of `Heads`. `read`: k and v of an earlier layer."""
+    if read is not None:
+        q = linear(x, weights["qkv"]).reshape(*x.shape[:2], config.heads, config.head_dim)
+        if angles is not None:
+            q = lm_rows.rotate(rms_norm(q, weights["q_norm"], config.norm_eps), angles)
+        return q, read[0], read[1]
     if config.latent is None:
         q, k, v = qkv_of(config, weights, x, angles)
         return q, k, v
@@ -297,6 +349,8 @@ def prefill(
         shared = _scores_of(config) | {"mask": heads.mask, "implementation": implementation}
         shared |= {"q_lengths": prompts.lengths, "kv_lengths": prompts.lengths}
         out = flash_attention(*_of_each_head(config, heads), **shared)
+        if heads.written:
+            return out, cache
         k = jnp.take(heads.k, source, axis=0)
         v = None if heads.v is None else jnp.take(heads.v, source, axis=0)
         return out, write_kv(cache, k, v, layer=heads.layer, implementation=implementation)
@@ -422,7 +476,8 @@ def _over_cache(config: Config, params: Params, new: _NewRows, implementation: s
         shared["rotary"] = None if rotated else new.rotary[config.rope_number(heads.mask)]
         shared["implementation"] = implementation
         with launches():
-            cache = write_kv(cache, k, v, norm=norm(heads.weights, "k_norm"), **shared)
+            if not heads.written:
+                cache = write_kv(cache, k, v, norm=norm(heads.weights, "k_norm"), **shared)
             shared |= {"mask": heads.mask, "norm": norm(heads.weights, "q_norm")}
             shared |= _scores_of(config)
             out = decode_attention(q, cache, shared_prefixes=new.shared, **shared)

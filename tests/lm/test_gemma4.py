@@ -25,8 +25,8 @@ FAMILY = "gemma4"
 PLAIN = witness.CONFIGS[FAMILY]
 
 
-def run(**changes):
-    made = decode.Run(*small(FAMILY), options(**changes), prompts((5, 12, 1, 9)), 8)
+def run(family=FAMILY, **changes):
+    made = decode.Run(*small(family), options(**changes), prompts((5, 12, 1, 9)), 8)
     for _ in made:
         pass
     return made
@@ -42,10 +42,11 @@ def test_many_rows_are_taken_some_at_a_time(monkeypatch, rng):
     np.testing.assert_allclose(mlp(), whole, atol=1e-4)
 
 
-def test_chunks_drafts_and_caches_give_the_same_tokens():
-    want = tokens(run(cache="per_sequence"))
-    assert tokens(run(cache="stacked", prefill_chunk=7)) == want
-    assert tokens(run(cache="paged", draft="ngram", drafts=3)) == want
+@pytest.mark.parametrize("family", ["gemma4", "gemma4_small"])
+def test_chunks_drafts_and_caches_give_the_same_tokens(family):
+    want = tokens(run(family, cache="per_sequence"))
+    assert tokens(run(family, cache="stacked", prefill_chunk=7)) == want
+    assert tokens(run(family, cache="paged", draft="ngram", drafts=3)) == want
     assert len(set(map(tuple, want))) == len(want)
 
 
@@ -65,6 +66,15 @@ def test_each_kind_of_layer_has_a_cache():
     assert (full.layers, full.kv_heads, full.head_dim) == (2, 1, 24)
     assert cache.num_bytes == windowed.num_bytes + full.num_bytes
     assert config.kv_bytes("float32") == (3 * 2 * 2 * 16 + 2 * 2 * 1 * 24) * 4
+
+
+def test_layers_that_share_rows_have_none_in_the_caches():
+    config, _ = small("gemma4_small")
+    cache = options().create_cache(config)
+    assert (cache.windowed.layers, cache.full.layers) == (3, 1)
+    assert config.kv_bytes("float32") == (3 * 2 * 2 * 16 + 2 * 2 * 24) * 4
+    assert [config.first_layer(run) for run in range(5)] == [0, 0, 2, 2, 0]
+    assert [config.of_run(run).reads_only for run in range(5)] == [False] * 3 + [True] * 2
 
 
 def test_random_weights_have_the_shapes():
@@ -100,8 +110,10 @@ def test_what_a_config_holds():
         ({"layer_types": ["full_attention"] * 5},
          "layer_types: expected layers with a window and without, got one"),
         ({"hidden_size_per_layer_input": 256},
-         "hidden_size_per_layer_input: expected one of 0, got 256"),
-        ({"num_kv_shared_layers": 2}, "num_kv_shared_layers: expected one of 0, got 2"),
+         "vocab_size_per_layer_input: expected vocab_size, got 262144"),
+        ({"num_kv_shared_layers": 3},
+         "num_kv_shared_layers: expected layers with a window and without before those that share "
+         "k and v, got 3"),
         ({"enable_moe_block": True},
          "num_experts: expected a whole number from 1 to 65536, got None"),
         ({"enable_moe_block": True, "num_experts": 2, "top_k_experts": 3,

@@ -77,6 +77,7 @@ def test_a_checkpoint_computes_what_the_witness_does(tmp_path, rng, family):
         ("gemma2", "stacked"),
         ("gemma3", "paged"),
         *(("gemma4", kind) for kind in CACHES),
+        ("gemma4_small", "stacked"),
         ("deepseek_v2_lite", "stacked"),
         ("deepseek_v2", "paged"),
     ],

@@ -82,6 +82,11 @@ CONFIGS = {
     | {"model_type": "gemma4_text", "layer_types": [_SLIDING, _SLIDING, _FULL]}
     | {"global_head_dim": 24, "hidden_size_per_layer_input": 0, "rope_parameters": _GEMMA4_ROPES}
     | {"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 24, "enable_moe_block": True},
+    "gemma4_small": {name: x for name, x in _GEMMA.items() if name != "query_pre_attn_scalar"}
+    | {"model_type": "gemma4_text", "num_hidden_layers": 7, "rope_parameters": _GEMMA4_ROPES}
+    | {"layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING, _SLIDING, _SLIDING, _FULL]}
+    | {"global_head_dim": 24, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 96}
+    | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True},
     "deepseek_v2_lite": _DEEPSEEK | {"rope_scaling": _DEEPSEEK_YARN, "topk_method": "greedy"},
     "deepseek_v2": _DEEPSEEK
     | {"q_lora_rank": 20, "routed_scaling_factor": 3.0, "topk_method": "group_limited_greedy"}
@@ -128,11 +133,16 @@ def tensors_of(config, rng):
     for layer in range(config["num_hidden_layers"]):
         mine = layer_shapes
         if config["model_type"] == "gemma4_text":
-            mine = _gemma4_shapes(_of_layer(config, layer), mine)
+            mine = _gemma4_shapes(_of_layer(config, layer), mine, _reads(config, layer))
         if latent and layer >= config["first_k_dense_replace"]:
             mine = {n: x for n, x in mine.items() if "mlp" not in n} | _expert_shapes(config)
         shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in mine.items()}
     shapes["model.norm.weight"] = (hidden,)
+    if columns := config.get("hidden_size_per_layer_input"):
+        width = config["num_hidden_layers"] * columns
+        shapes["model.embed_tokens_per_layer.weight"] = (config["vocab_size"], width)
+        shapes["model.per_layer_model_projection.weight"] = (width, hidden)
+        shapes["model.per_layer_projection_norm.weight"] = (columns,)
     if not config.get("tie_word_embeddings", gemma):
         shapes["lm_head.weight"] = (config["vocab_size"], hidden)
     tensors = {}
@@ -146,7 +156,12 @@ def tensors_of(config, rng):
     return tensors
 
 
-def _gemma4_shapes(config, shapes):
+def _reads(config, layer):
+    """Whether a layer has k and v of an earlier one."""
+    return layer >= config["num_hidden_layers"] - config.get("num_kv_shared_layers", 0)
+
+
+def _gemma4_shapes(config, shapes, reads):
     heads, kv, dim = (
         config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
     )
@@ -157,6 +172,17 @@ def _gemma4_shapes(config, shapes):
     shapes["self_attn.o_proj.weight"] = (hidden, heads * dim)
     if dim == config["global_head_dim"] and config.get("attention_k_eq_v"):
         del shapes["self_attn.v_proj.weight"]
+    if reads:
+        names = [f"self_attn.{x}.weight" for x in ("k_proj", "v_proj", "k_norm")]
+        shapes = {name: x for name, x in shapes.items() if name not in names}
+        if config["use_double_wide_mlp"]:
+            mlp = 2 * config["intermediate_size"]
+            shapes |= {f"mlp.{x}_proj.weight": (mlp, hidden) for x in ("gate", "up")}
+            shapes["mlp.down_proj.weight"] = (hidden, mlp)
+    if columns := config["hidden_size_per_layer_input"]:
+        shapes["per_layer_input_gate.weight"] = (columns, hidden)
+        shapes["per_layer_projection.weight"] = (hidden, columns)
+        shapes["post_per_layer_input_norm.weight"] = (hidden,)
     if config.get("enable_moe_block"):
         count, columns = config["num_experts"], config["moe_intermediate_size"]
         names = "post_feedforward_layernorm_1", "pre_feedforward_layernorm_2"
@@ -253,9 +279,17 @@ def _gemma_logits(config, tensors, ids):
     if config["model_type"] != "gemma4_text":
         tensors = {name: x + name.endswith("norm.weight") for name, x in tensors.items()}
     x = embed[list(ids)] * math.sqrt(config["hidden_size"])
+    kept = {}  # k and v of the last layer of each kind
+    if columns := config.get("hidden_size_per_layer_input"):
+        made = x @ tensors["model.per_layer_model_projection.weight"].T
+        made = made.reshape(len(x), -1, columns) / math.sqrt(config["hidden_size"])
+        known = tensors["model.embed_tokens_per_layer.weight"][list(ids)].reshape(made.shape)
+        made = _norm(config, made, tensors["model.per_layer_projection_norm.weight"])
+        inputs = (made + known * math.sqrt(columns)) / math.sqrt(2)
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         mine = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+        mine["kept"] = kept
         h = _attention(config, mine, _norm(config, x, mine["input_layernorm.weight"]), layer)
         x = x + _norm(config, h, mine["post_attention_layernorm.weight"])
         h = _norm(config, x, mine["pre_feedforward_layernorm.weight"])
@@ -266,6 +300,10 @@ def _gemma_logits(config, tensors, ids):
             added = np.stack([_gemma4_experts(config, mine, row) for row in x])
             h = h + _norm(config, added, mine["post_feedforward_layernorm_2.weight"])
         x = x + _norm(config, h, mine["post_feedforward_layernorm.weight"])
+        if columns:
+            gate = _gelu(x @ mine["per_layer_input_gate.weight"].T) * inputs[:, layer]
+            h = gate @ mine["per_layer_projection.weight"].T
+            x = x + _norm(config, h, mine["post_per_layer_input_norm.weight"])
         x = x * mine.get("layer_scalar", 1.0)
     logits = _norm(config, x, tensors["model.norm.weight"]) @ embed.T
     cap = config.get("final_logit_softcapping")
@@ -298,8 +336,10 @@ def _attention(config, mine, x, layer):
     config = _of_layer(config, layer)
     heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
     dim = config.get("head_dim", config["hidden_size"] // heads)
-    rows = {}
-    for name, count in (("q", heads), ("k", kv), ("v", kv)):
+    kept = mine.get("kept", {})
+    rows = dict(kept.get(window is None, {}))
+    made = [x for x in "qkv" if x == "q" or "self_attn.k_proj.weight" in mine]
+    for name, count in zip(made, (heads, kv, kv), strict=False):
         made = name if f"self_attn.{name}_proj.weight" in mine else "k"
         y = x @ mine[f"self_attn.{made}_proj.weight"].T
         y = y + mine.get(f"self_attn.{name}_proj.bias", 0.0)
@@ -309,6 +349,7 @@ def _attention(config, mine, x, layer):
         if name == "v" and "layer_scalar" in mine:
             y = _norm(config, y, 1.0)
         rows[name] = y if name == "v" else _turned(rotation, y, dim)
+    kept[window is None] = rows
     out = np.zeros((len(x), heads, dim))
     cap = config.get("attn_logit_softcapping")
     divisor = 1.0 if "layer_scalar" in mine else config.get("query_pre_attn_scalar", dim)
