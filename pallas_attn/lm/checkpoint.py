@@ -204,6 +204,15 @@ def _wanted(config: Config) -> Iterator[tuple[str, Shape]]:
             yield from ((f"model.layers.{n}.{tensor}", shape) for tensor, shape in layer)
 
 
+def _unread(config: Config) -> tuple[str, ...]:
+    """Ends of the names of tensors that a checkpoint may hold and the model does not read."""
+    readers = 0 if config.gemma4 is None else config.gemma4.readers
+    layers = range(config.layers - readers, config.layers)
+    names = "k_proj", "v_proj", "k_norm", "v_norm"
+    rows = [f"model.layers.{n}.self_attn.{name}.weight" for n in layers for name in names]
+    return (*_UNREAD, *((_TOP["head"],) if config.tied else ()), *rows)
+
+
 def _parts(config: Config, name: str, run: int, shape: Shape) -> list[Shape]:
     """The shapes of the tensors in a layer of a parameter [layers, ...] of a run."""
     if columns := config.joined_columns(name, run):
@@ -277,7 +286,7 @@ class _Tensors:
                 raise ValueError(
                     f"{path}: {name}: expected one of {', '.join(_DTYPES)}, got {dtype}"
                 )
-        unread = (*_UNREAD, *((_TOP["head"],) if self._config.tied else ()))
+        unread = _unread(self._config)
         for name, path in left.items():
             if not name.endswith(unread):
                 raise ValueError(

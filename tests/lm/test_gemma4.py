@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn.lm import decode, experts, hf_gemma4, mesh
+from pallas_attn.lm import checkpoint, decode, experts, hf_gemma4, mesh
 from pallas_attn.lm.config import Rope, random_params
 from pallas_attn.lm.gemma4 import Gemma4
 from pallas_attn.lm.gemma4_experts import with_experts
@@ -75,6 +75,16 @@ def test_layers_that_share_rows_have_none_in_the_caches():
     assert config.kv_bytes("float32") == (3 * 2 * 2 * 16 + 2 * 2 * 24) * 4
     assert [config.first_layer(run) for run in range(5)] == [0, 0, 2, 2, 0]
     assert [config.of_run(run).reads_only for run in range(5)] == [False] * 3 + [True] * 2
+
+
+def test_k_and_v_of_layers_that_share_rows_are_not_read(tmp_path):
+    """Published checkpoints hold such tensors."""
+    config, tensors = witness.made("gemma4_small")
+    more = {f"model.layers.5.self_attn.{name}.weight": tensors["model.norm.weight"]
+            for name in ("k_proj", "v_proj", "k_norm")}  # fmt: skip
+    _, want = checkpoint.load(witness.write(tmp_path / "a", config, tensors), "float32")
+    _, got = checkpoint.load(witness.write(tmp_path / "b", config, tensors | more), "float32")
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_random_weights_have_the_shapes():
