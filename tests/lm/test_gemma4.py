@@ -42,8 +42,8 @@ def test_many_rows_are_taken_some_at_a_time(monkeypatch, rng):
     np.testing.assert_allclose(mlp(), whole, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", ["gemma4", "gemma4_small"])
-def test_chunks_drafts_and_caches_give_the_same_tokens(family):
+def test_chunks_drafts_and_caches_give_the_same_tokens():
+    family = "gemma4_small"  # some of its layers read the rows of others
     want = tokens(run(family, cache="per_sequence"))
     assert tokens(run(family, cache="stacked", prefill_chunk=7)) == want
     assert tokens(run(family, cache="paged", draft="ngram", drafts=3)) == want
