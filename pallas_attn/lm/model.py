@@ -99,7 +99,7 @@ def _layers(config: Config, params: Params, tokens: Array, run: _Pass, cache: Ca
         turn = None if angles is None else angles[config.rope_number(mask)]
         first, part = config.first_layer(place), part_of(cache, mask)
         own = _Run(config.of_run(place), mask, stacks, first, turn, held.get(mask.left is None))
-        carry = (x, added, part, jnp.asarray(first, jnp.int32))
+        carry = _Carry(x, added, part, jnp.asarray(first, jnp.int32))
         unroll = count if run.stream else 1  # XLA's kernel that counts layers would hold up ours
         layer = functools.partial(_layer, run, own)
         (x, added, part, _), rows = lax.scan(layer, carry, sliced, count, unroll=unroll)
@@ -108,6 +108,15 @@ def _layers(config: Config, params: Params, tokens: Array, run: _Pass, cache: Ca
             held[mask.left is None] = tuple(x[-1] for x in rows)
     norm = params["norm"]
     return add_norm(x, added, Layer(norm[None], 0) if run.stream else norm, eps)[1], cache
+
+
+class _Carry(NamedTuple):
+    """State between two layers."""
+
+    x: Array  # [M, t, D], the residual stream
+    added: Added  # a term of it that is not added yet
+    cache: Cache
+    number: Array  # the next layer's
 
 
 class _Run(NamedTuple):
@@ -121,7 +130,7 @@ class _Run(NamedTuple):
     held: tuple[Array, ...] | None  # k and v of an earlier layer, for layers that read its rows
 
 
-def _layer(how: _Pass, own: _Run, carry: tuple, item: Params) -> tuple[tuple, Any]:
+def _layer(how: _Pass, own: _Run, carry: _Carry, item: Params) -> tuple[_Carry, Any]:
     """One layer; its k and v beside the carry, where later layers may read their rows."""
     # The result of a matmul waits for the norm that follows, which adds it to x.
     (x, added, cache, number), weights, config = carry, dict(item), own.config
@@ -141,7 +150,7 @@ def _layer(how: _Pass, own: _Run, carry: tuple, item: Params) -> tuple[tuple, An
     if config.gemma4 is not None:
         x, added = _ended(x, added, weights, eps)
     number += int(not config.reads_only)
-    return (x, added, cache, number), (k, v) if _is_read(config) else None
+    return _Carry(x, added, cache, number), (k, v) if _is_read(config) else None
 
 
 def embedded(config: Config, embed: Array, tokens: Array) -> Array:
