@@ -92,7 +92,7 @@ def _tiles(ref: Any, row: Int, first: Int, block: int, count: int) -> Iterator[l
 def _words(ref: Any, row: Int, first: Int, block: int, count: int) -> ir.Value:
     """All loads come before the first vote, so that they are in flight together."""
     keys, tiles = ir.MemRefType(ref.type).shape[3], list(_tiles(ref, row, first, block, count))
-    values = iter([_load(*piece) for tile in tiles for piece in tile])
+    values = iter([load(*piece) for tile in tiles for piece in tile])
     some, whole = _word(0), _word(0)
     for n, pieces in enumerate(tiles):
         seen, hidden, exists = _word(0), _word(0), (first + n) * block < keys
@@ -126,7 +126,7 @@ def _pieces(block: int, keys: int) -> Iterator[tuple[int, int]]:
         offset += width * LANES
 
 
-def _load(address: ir.Value, inside: Int, width: int) -> ir.Value:
+def load(address: ir.Value, inside: Int, width: int) -> ir.Value:
     """Bytes, or 0 where not inside, as an int32."""
     kind = {1: "u8", 2: "u16", 4: "u32"}[width]
     ptx = (
