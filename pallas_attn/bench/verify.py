@@ -12,7 +12,7 @@ order, so that its distance from the oracle contains these errors.
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax

@@ -30,8 +30,8 @@ from pallas_attn.bench import (
     run_bench,
     subjects,
     timing,
-    torch_peers,
     tolerance,
+    torch_peers,
     verify,
 )
 from pallas_attn.bench import cases as known

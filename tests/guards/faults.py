@@ -692,6 +692,18 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "span.lo), code >= 1",
         f"{TEST_BWD} -k 'test_interpreted and padding'",
     ),
+    "queries_of_a_tile_have_the_bits_of_its_first_word": Fault(
+        f"{SHARED}/mask_bits.py",
+        "first + n, pl.ds",
+        "first + 0 * n, pl.ds",
+        f"{TEST_BWD} -k 'test_interpreted and everything'",
+    ),
+    "bits_past_the_last_query_are_those_of_the_next_head": Fault(
+        f"{SHARED}/mask_bits.py",
+        "(row + i < rows)",
+        "(row + i < rows + WORD)",
+        "tests/guards/test_emitted_code.py -k masks_become_bits",
+    ),
     "a_bias_is_read_for_the_rows_of_the_first_warpgroup": Fault(
         f"{SHARED}/score_tiles.py",
         "panel.tile.at[slot, pl.ds(wg * ROWS, ROWS)]",

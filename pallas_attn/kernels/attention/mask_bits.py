@@ -1,5 +1,5 @@
-"""Masks of queries and keys, mask_array [B|1, N|1, T, S], as bits: for kernels whose tiles of scores
-have keys as rows.
+"""Masks of queries and keys, mask_array [B|1, N|1, T, S], as bits: for kernels whose tiles of
+scores have keys as rows.
 
 A thread of such a kernel holds scores of two keys, whose booleans for neighbouring queries are S
 bytes apart. A launch before it (`packed`) reads the boolean array itself and makes words of 32
@@ -22,7 +22,6 @@ from jaxlib.mlir.dialects import vector
 
 from pallas_attn.kernels.attention import logits
 from pallas_attn.kernels.attention.logits import LogitTile
-from pallas_attn.kernels.attention.tma_operands import round_up
 from pallas_attn.kernels.lang import asm, booleans, mosaic
 from pallas_attn.kernels.lang.thread_program import Int, Thread
 from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, RegisterTile
