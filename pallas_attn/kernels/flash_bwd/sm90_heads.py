@@ -7,8 +7,7 @@ keys each: they hold dK and dV in registers and write dS to shared memory. A thi
 dS K to dQ, and a fourth, the producer, loads. Tiles of scores have keys as rows, see `key_tiles`;
 rows past the ends are zeros in shared memory and are not stored (`panels`).
 
-Two variants were slower: dQ kept in global memory where it does not fit into shared memory (577
-rows at head dim 64, 729 at 72: slower than `sm90_fused`), and scores issued a step ahead.
+Scores issued a step ahead were slower.
 
 Shared memory, and who owns it when:
   k, v [kv slots, warpgroup]  a kv tile. Its warpgroup stores dv from v when its steps are done,
