@@ -699,7 +699,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_BWD} -k 'test_interpreted and everything'",
     ),
     "bits_past_the_last_query_are_those_of_the_next_head": Fault(
-        f"{SHARED}/mask_bits.py",
+        f"{LANG}/booleans.py",
         "(row + i < rows)",
         "(row + i < rows + WORD)",
         "tests/guards/test_emitted_code.py -k masks_become_bits",

@@ -12,9 +12,9 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
-from pallas_attn.kernels.attention import logits, mask_bits
+from pallas_attn.kernels.attention import logits
 from pallas_attn.kernels.decode_mla import combine_latent as mla_combine
-from pallas_attn.kernels.lang import asm, mosaic, thread_math, threads
+from pallas_attn.kernels.lang import asm, booleans, mosaic, thread_math, threads
 from pallas_attn.kernels.mma import (
     byte_rows,
     epilogue,
@@ -79,7 +79,7 @@ def test_masks_become_bits(rows, keys, rng):
     mask = rng.random((2, 3, rows, keys)) < 0.5
     for line, row, key in ((5, 32, 0), (3, 0, keys - 131), (5, 64, 512)):
         key -= key % 4
-        code = captured(mask_bits._words, mask, *map(np.int32, (line, row, key)))
+        code = captured(booleans.words, mask, *map(np.int32, (line, row, key)))
         want = code.function.twin(*code.args)
         got = evaluate(code, {})
         np.testing.assert_array_equal(got.reshape(want.shape), want)
