@@ -14,8 +14,8 @@ MOST = 2**31  # numbers of an array, whose addresses are counted in 32 bits
 
 
 def load_tile(ref: GmemRef, tile: LogitTile, shape: tuple[int, int]) -> RegisterTile:
-    """`logits.load_tile` of an array whose last two axes have any length; [.., T, S] also where the
-    tile's rows are keys.
+    """`array_tiles.load_tile` of an array whose last two axes have any length; [.., T, S] also
+    where the tile's rows are keys.
     """
     batches, heads, *sizes = ref.shape
     line = (tile.batch if batches > 1 else 0) * heads + (tile.head if heads > 1 else 0)

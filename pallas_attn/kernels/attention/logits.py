@@ -2,7 +2,8 @@
 tile of a warpgroup's 64 query rows in registers.
 
 A causal or windowed mask is a range of columns in each row (`mask_columns`). Functions of
-positions (`functions`) and segments (`segment_spans`) are imported where a problem has them.
+positions (`functions`), segments (`segment_spans`), bias and mask_array (`array_tiles`) are
+imported where a problem has them.
 `score_mod` has the masks and derivatives of the portable kernels and the backward.
 """
 
@@ -24,7 +25,7 @@ from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.types import GmemRef, Index, Layout, RegisterTile
+from pallas_attn.kernels.lang.types import Index, Layout, RegisterTile
 from pallas_attn.masks import Mask
 
 LESS, EQUAL = arith.CmpIPredicate.slt, arith.CmpIPredicate.eq
@@ -155,7 +156,10 @@ def scaled(
     if "bias" in problem.arrays:
         # The sum comes last: a product there would be fused with the subtraction of the row's max,
         # which is rounded. Where all of a row's bias is -1e10 they differ by 2**9.
-        s = s + array_tile(ctx, "bias", tile, s.shape).astype(jnp.float32) * unit
+        from pallas_attn.kernels.attention import array_tiles
+
+        bias = array_tiles.of_array(ctx, "bias", tile, s.shape)
+        s = s + bias.astype(jnp.float32) * unit
     return s, slope
 
 
@@ -191,7 +195,9 @@ def _without_hidden_keys(
     ctx: KernelContext, rows: QueryRows, t: Index, slot: Index, s: RegisterTile
 ) -> RegisterTile:
     """Logits with -inf where mask_array hides a key."""
-    shown = shown_keys(ctx, tile_of_rows(ctx, rows, t, slot=slot), s.shape)
+    from pallas_attn.kernels.attention import array_tiles
+
+    shown = array_tiles.shown_keys(ctx, tile_of_rows(ctx, rows, t, slot=slot), s.shape)
     return jnp.where(shown, s, -jnp.inf)
 
 
@@ -205,58 +211,6 @@ def _positions(ctx: KernelContext, rows: QueryRows, start: Index) -> RegisterTil
     if rows.mapping is not None:
         return rows.mapping.row_positions(ROWS, first)
     return mosaic.positions((ROWS,), 0, first)
-
-
-def load_vector(ref: GmemRef, tile: LogitTile, axis: int, shape: tuple[int, int]) -> RegisterTile:
-    """A vector along one axis of a tile, broadcast over the other."""
-    loaded = mosaic.load(ref, tile.layout.reduce(1 - axis))
-    return lax.broadcast_in_dim(loaded, shape, [axis])
-
-
-def shown_keys(ctx: KernelContext, tile: LogitTile, shape: tuple[int, int]) -> RegisterTile:
-    """bool: what mask_array shows of a tile of logits."""
-    if not ctx.plan.problem.masks_keys:
-        return array_tile(ctx, "mask_array", tile, shape) != 0
-    from pallas_attn.kernels.attention import key_masks
-
-    row = key_masks.row_of(ctx.refs.mask_array, tile.batch, tile.head)
-    keys = (tile.key, shape, 1 - tile.q_axis, tile.layout)
-    return key_masks.shown(ctx.refs.mask_array, row, *keys)
-
-
-def array_tile(
-    ctx: KernelContext, name: str, tile: LogitTile, shape: tuple[int, int]
-) -> RegisterTile:
-    """The part of bias or mask_array that belongs to a tile of logits."""
-    if tile.in_smem and name in tile.in_smem:
-        from pallas_attn.kernels.attention import score_tiles
-
-        return score_tiles.read(tile.in_smem[name])
-    ref, tiling = getattr(ctx.refs, name), ctx.plan.tiling
-    whole = (tiling.padded_rows, tiling.padded_keys)
-    whole = whole[::-1] if tile.q_axis else whole
-    if all(size in (1, most) for size, most in zip(ref.shape[2:], whole, strict=True)):
-        return load_tile(ref, tile, shape)
-    from pallas_attn.kernels.attention import clipped
-
-    return clipped.load_tile(ref, tile, shape)
-
-
-def load_tile(ref: GmemRef, tile: LogitTile, shape: tuple[int, int]) -> RegisterTile:
-    """The part of a [B|1, N|1, T|1, S|1] array that belongs to a tile of logits ([B|1, N|1, S|1,
-    T|1] where the tile's rows are keys: Mosaic loads no transposed tile).
-    """
-    batch, heads, *sizes = ref.shape
-    where = (tile.batch if batch > 1 else 0, tile.head if heads > 1 else 0)
-    starts = (tile.key, tile.query) if tile.q_axis else (tile.query, tile.key)
-    down, across = (pl.ds(start, size) for start, size in zip(starts, shape, strict=True))
-    if min(sizes) > 1:
-        return mosaic.load(ref.at[*where, down, across], tile.layout)
-    if sizes[0] > 1:
-        return load_vector(ref.at[*where, down, 0], tile, 0, shape)
-    if sizes[1] > 1:
-        return load_vector(ref.at[*where, 0, across], tile, 1, shape)
-    return mosaic.broadcast_scalar(ref[*where, 0, 0], shape)
 
 
 # ---- a mask by a range of columns in each row ---------------------------------------------------

@@ -10,7 +10,8 @@ from jax import lax
 
 from pallas_attn.kernels.attention import logits as row_logits
 from pallas_attn.kernels.attention import softmax
-from pallas_attn.kernels.attention.logits import LogitTile, load_vector, shown_keys, tile_of_rows
+from pallas_attn.kernels.attention.array_tiles import load_vector, shown_keys
+from pallas_attn.kernels.attention.logits import LogitTile, tile_of_rows
 from pallas_attn.kernels.attention.tiles import ForwardRefs, KernelContext, QueryRows, WorkTile
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import (

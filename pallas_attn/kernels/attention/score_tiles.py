@@ -6,7 +6,7 @@ of a work tile's rows together with K of the same keys. A tile lies in panels (`
 TMA clips it at T and S exactly and no array is padded.
 
 Arrays that broadcast over queries or keys, and rows whose bytes TMA cannot address (no multiple of
-16), are read by `logits.load_tile`.
+16), are read by `array_tiles.load_tile`.
 """
 
 import math

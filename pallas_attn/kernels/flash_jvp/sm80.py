@@ -25,7 +25,8 @@ from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import score_mod, sm80_common, softmax
-from pallas_attn.kernels.attention.logits import LogitTile, load_tile
+from pallas_attn.kernels.attention.array_tiles import load_tile
+from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, copy_async
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile
 from pallas_attn.kernels.flash_bwd.sm90_dq import kv_tile_of, span_of

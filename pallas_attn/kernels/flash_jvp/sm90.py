@@ -37,7 +37,8 @@ from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import logits, score_mod, softmax, tma_operands
-from pallas_attn.kernels.attention.logits import LogitTile, load_tile
+from pallas_attn.kernels.attention.array_tiles import load_tile
+from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     KernelContext,

@@ -7,7 +7,6 @@ estimate of times is `Kernel.slower` of the kernel itself.
 
 from pallas_attn._call.problem import AttentionProblem, DecodeProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.decode import launches
 
 FEWEST_KEYS = 4  # keys of a query row, from which on `contiguous_sm90` can gain
 # Query rows of a kv head up to which decoding by mma.sync is faster; over a quantised cache too.
@@ -30,6 +29,8 @@ def contiguous_sm90(problem: AttentionProblem) -> Limit | None:
 def sm90(problem: DecodeProblem) -> Limit | None:
     if not problem.packed:
         return _FEW if problem.q_len * problem.q_heads <= FEW_ROWS * problem.kv_heads else None
+    from pallas_attn.kernels.decode import launches
+
     if problem.merged is None and launches.by_rows(problem)[1] is None:
         return Limit("few packed rows are decoded in one launch", _OTHER)
     return None

@@ -1,0 +1,61 @@
+"""Tiles of bias and mask_array, and of vectors along one axis, as logits lie in registers."""
+
+import jax.experimental.pallas as pl
+from jax import lax
+
+from pallas_attn.kernels.attention.logits import LogitTile
+from pallas_attn.kernels.attention.tiles import KernelContext
+from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.types import GmemRef, RegisterTile
+
+
+def load_vector(ref: GmemRef, tile: LogitTile, axis: int, shape: tuple[int, int]) -> RegisterTile:
+    """A vector along one axis of a tile, broadcast over the other."""
+    loaded = mosaic.load(ref, tile.layout.reduce(1 - axis))
+    return lax.broadcast_in_dim(loaded, shape, [axis])
+
+
+def shown_keys(ctx: KernelContext, tile: LogitTile, shape: tuple[int, int]) -> RegisterTile:
+    """bool: what mask_array shows of a tile of logits."""
+    if not ctx.plan.problem.masks_keys:
+        return of_array(ctx, "mask_array", tile, shape) != 0
+    from pallas_attn.kernels.attention import key_masks
+
+    row = key_masks.row_of(ctx.refs.mask_array, tile.batch, tile.head)
+    keys = (tile.key, shape, 1 - tile.q_axis, tile.layout)
+    return key_masks.shown(ctx.refs.mask_array, row, *keys)
+
+
+def of_array(
+    ctx: KernelContext, name: str, tile: LogitTile, shape: tuple[int, int]
+) -> RegisterTile:
+    """The part of bias or mask_array that belongs to a tile of logits."""
+    if tile.in_smem and name in tile.in_smem:
+        from pallas_attn.kernels.attention import score_tiles
+
+        return score_tiles.read(tile.in_smem[name])
+    ref, tiling = getattr(ctx.refs, name), ctx.plan.tiling
+    whole = (tiling.padded_rows, tiling.padded_keys)
+    whole = whole[::-1] if tile.q_axis else whole
+    if all(size in (1, most) for size, most in zip(ref.shape[2:], whole, strict=True)):
+        return load_tile(ref, tile, shape)
+    from pallas_attn.kernels.attention import clipped
+
+    return clipped.load_tile(ref, tile, shape)
+
+
+def load_tile(ref: GmemRef, tile: LogitTile, shape: tuple[int, int]) -> RegisterTile:
+    """The part of a [B|1, N|1, T|1, S|1] array that belongs to a tile of logits ([B|1, N|1, S|1,
+    T|1] where the tile's rows are keys: Mosaic loads no transposed tile).
+    """
+    batch, heads, *sizes = ref.shape
+    where = (tile.batch if batch > 1 else 0, tile.head if heads > 1 else 0)
+    starts = (tile.key, tile.query) if tile.q_axis else (tile.query, tile.key)
+    down, across = (pl.ds(start, size) for start, size in zip(starts, shape, strict=True))
+    if min(sizes) > 1:
+        return mosaic.load(ref.at[*where, down, across], tile.layout)
+    if sizes[0] > 1:
+        return load_vector(ref.at[*where, down, 0], tile, 0, shape)
+    if sizes[1] > 1:
+        return load_vector(ref.at[*where, 0, across], tile, 1, shape)
+    return mosaic.broadcast_scalar(ref[*where, 0, 0], shape)
