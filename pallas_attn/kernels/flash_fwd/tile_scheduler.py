@@ -194,10 +194,13 @@ class QueryPlan:
     def one_loop(self) -> bool:
         """Whether one loop goes over all kv tiles, with a branch for those that need a mask, in
         place of a loop each for masked and unmasked tiles: where run-time values decide which tiles
-        need one, in any order. One loop is also half the code to compile.
+        need one, in any order. One loop is also half the code to compile. Beside a mask of keys
+        loops are faster, but at the smallest head dims, whose steps are short.
         """
         dynamic = {"q_segment_ids", "mask_array"} & set(self.problem.arrays)
-        return bool(dynamic) and not (self.is_listed or self.skips_keys)
+        dims = max(self.problem.head_dim, self.problem.v_head_dim)
+        loops = self.is_listed or (self.skips_keys and dims > 16)
+        return bool(dynamic) and not loops
 
     @functools.cached_property
     def skips_keys(self) -> bool:
