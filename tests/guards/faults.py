@@ -399,6 +399,12 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "rows._replace(shown=(visible.lo, visible.hi))",
         f"{TEST_FWD} -k 'test_interpreted and padding'",
     ),
+    "the_last_keys_of_a_whole_tile_are_cut": Fault(
+        f"{FWD}/sm90.py",
+        "is_last = rows.span.hi * whole == plan.tiling.padded_keys",
+        "is_last = rows.span.hi > 0",
+        f"{TEST_FWD} -k 'test_interpreted and padding'",
+    ),
     "the_last_keys_are_eight_too_few": Fault(
         f"{FWD}/tile_scheduler.py",
         "tma_operands.round_up(problem.kv_len % block or block, 8)",

@@ -430,10 +430,27 @@ def _first_tile(
     ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Callable[[], None] | None
 ) -> State:
     """The last kv tile, whose scores overlap with nothing but `meanwhile`."""
+    plan = ctx.plan
+    scores_of = functools.partial(_first_scores, ctx, rows, slot, meanwhile)
+    whole = plan.config.block_kv
+    if not plan.skips_keys or plan.last_keys == whole:
+        return scores_of(plan.last_keys or whole)
+    # A mask of keys may end before the last tile, in a whole one.
+    is_last = rows.span.hi * whole == plan.tiling.padded_keys
+    return lax.cond(is_last, lambda: scores_of(plan.last_keys), lambda: scores_of(whole))
+
+
+def _first_scores(
+    ctx: KernelContext,
+    rows: QueryRows,
+    slot: Index,
+    meanwhile: Callable[[], None] | None,
+    keys: int,
+) -> State:
+    """The state after the last kv tile, of whose keys the first `keys` have scores."""
     ring, smem = Ring.of(ctx), ctx.smem
     q, k = panels.tiles(smem.q, rows.q_slot), panels.tiles(smem.k, slot)
     block = k[0].shape[0]
-    keys = ctx.plan.last_keys or block
     if keys < block:
         k = tuple(panel.at[pl.ds(0, keys)] for panel in k)
     ring.wait(slot)
