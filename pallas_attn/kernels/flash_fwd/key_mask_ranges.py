@@ -5,6 +5,7 @@ work. Between the first and the last visible tile those outside the first run of
 masked, in loops of their own.
 """
 
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -82,8 +83,9 @@ def _visible(ctx: KernelContext, visible: Span) -> Span:
 
 def _of_block(ctx: KernelContext, tile: WorkTile, visible: Span) -> tuple[Index, Index]:
     plan = ctx.plan
-    spans = [
-        tile_scheduler.span_of_rows(plan, tile, wg, visible=visible)
-        for wg in range(plan.config.warpgroups)
-    ]
+    of_rows = functools.partial(tile_scheduler.span_of_rows, plan, tile, visible=visible)
+    if never_empty(plan.problem) and not plan.tiling.has_idle_spans:
+        span = of_rows(0)  # that of all: no consumer has entries to release for others
+        return span.lo, span.hi
+    spans = [of_rows(wg) for wg in range(plan.config.warpgroups)]
     return tile_scheduler.union_of(plan, spans)
