@@ -84,8 +84,8 @@ def _visible(ctx: KernelContext, visible: Span) -> Span:
 def _of_block(ctx: KernelContext, tile: WorkTile, visible: Span) -> tuple[Index, Index]:
     plan = ctx.plan
     of_rows = functools.partial(tile_scheduler.span_of_rows, plan, tile, visible=visible)
-    if never_empty(plan.problem) and not plan.tiling.has_idle_spans:
-        span = of_rows(0)  # that of all: no consumer has entries to release for others
+    if never_empty(plan.problem):
+        span = of_rows(0)  # that of all consumers with rows, which release nothing for each other
         return span.lo, span.hi
     spans = [of_rows(wg) for wg in range(plan.config.warpgroups)]
     return tile_scheduler.union_of(plan, spans)
