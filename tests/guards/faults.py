@@ -400,9 +400,9 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_FWD} -k 'test_interpreted and padding'",
     ),
     "the_last_keys_of_a_whole_tile_are_cut": Fault(
-        f"{FWD}/sm90.py",
-        "is_last = rows.span.hi * whole == plan.tiling.padded_keys",
-        "is_last = rows.span.hi > 0",
+        f"{FWD}/key_mask_ranges.py",
+        "is_last = end * block == plan.tiling.padded_keys",
+        "is_last = end > 0",
         f"{TEST_FWD} -k 'test_interpreted and padding'",
     ),
     "the_last_keys_are_eight_too_few": Fault(

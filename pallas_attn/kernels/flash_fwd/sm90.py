@@ -427,30 +427,24 @@ def mainloop(
 
 
 def _first_tile(
-    ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Callable[[], None] | None
-) -> State:
-    """The last kv tile, whose scores overlap with nothing but `meanwhile`."""
-    plan = ctx.plan
-    scores_of = functools.partial(_first_scores, ctx, rows, slot, meanwhile)
-    whole = plan.config.block_kv
-    if not plan.skips_keys or plan.last_keys == whole:
-        return scores_of(plan.last_keys or whole)
-    # A mask of keys may end before the last tile, in a whole one.
-    is_last = rows.span.hi * whole == plan.tiling.padded_keys
-    return lax.cond(is_last, lambda: scores_of(plan.last_keys), lambda: scores_of(whole))
-
-
-def _first_scores(
     ctx: KernelContext,
     rows: QueryRows,
     slot: Index,
     meanwhile: Callable[[], None] | None,
-    keys: int,
+    keys: int | None = None,
 ) -> State:
-    """The state after the last kv tile, of whose keys the first `keys` have scores."""
+    """The last kv tile, whose scores overlap with nothing but `meanwhile`. `keys`: the first keys
+    of the tile, which have scores; None: `QueryPlan.last_keys`.
+    """
     ring, smem = Ring.of(ctx), ctx.smem
     q, k = panels.tiles(smem.q, rows.q_slot), panels.tiles(smem.k, slot)
     block = k[0].shape[0]
+    if keys is None and ctx.plan.skips_keys and ctx.plan.last_keys < block:
+        from pallas_attn.kernels.flash_fwd import key_mask_ranges
+
+        state_of = functools.partial(_first_tile, ctx, rows, slot, meanwhile)
+        return key_mask_ranges.last_or_whole(ctx.plan, rows.span.hi, state_of)
+    keys = keys or ctx.plan.last_keys or block
     if keys < block:
         k = tuple(panel.at[pl.ds(0, keys)] for panel in k)
     ring.wait(slot)
