@@ -325,6 +325,8 @@ def _time_turns(bench: Bench, ours: list[Entry], others: list[Entry]) -> dict[st
         names[name] = entry
     options = bench.options
     turns: dict[str, Any] = {"turns": options.turns, "times": options.times, "flush": bench.flush}
+    if options.together is not None:
+        bench.say(f"      {', '.join(entry.case.name for entry in ours)}: ready, waiting for turns")
     timings = _time(
         bench, list(names.values()), functools.partial(timing.interleave, bench.timer, **turns)
     )

@@ -15,7 +15,7 @@ TITLES = {
     "forward": "Forward, TFLOP/s",
     "forward+backward": "Forward and backward together, TFLOP/s",
     "backward": "Backward alone, TFLOP/s",
-    "shapes": "Vision, diffusion, speech and proteins, TFLOP/s",
+    "shapes": "Vision / diffusion / speech / proteins, TFLOP/s",
     "float8": "Forward in float8, TFLOP/s",
     "jvp": "Forward and its tangents (jax.jvp), TFLOP/s",
     "mask": "Masks and scores as functions, TFLOP/s of what is visible",

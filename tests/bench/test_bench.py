@@ -21,6 +21,7 @@ from pallas_attn.bench import (
     Options,
     contest,
     curves,
+    definition,
     pages,
     peers,
     plots,
@@ -29,6 +30,7 @@ from pallas_attn.bench import (
     run_bench,
     subjects,
     timing,
+    tolerance,
     torch_peers,
     verify,
 )
@@ -631,6 +633,30 @@ def test_verify_catches_a_gradient_of_the_wrong_head():
     assert 0 < launch.memory_mib < 100
     assert verify.judge((out, dq, dk, dv), oracle, naive) is None
     assert verify.judge((out, dq, dk[:, :, ::-1], dv), oracle, naive).startswith("dk: positions")
+
+
+def test_verify_expects_the_rounding_of_sums_that_cancel():
+    """dP and delta are equal where a row sees one key; a kernel adds them up in orders of its own,
+    and a tensor core rounds its sums towards 0.
+    """
+    case = known._attention("cancel", (512, 2), (8, 8), 64, mask=pallas_attn.CAUSAL)
+    arrays, do = case.arrays(), case.cotangent()
+    oracle, naive = verify.expected(arrays, case.options(), do)
+    k, v, first = (np.asarray(x[:, 0], np.float32) for x in (arrays["k"], arrays["v"], do))
+    turned = np.random.default_rng(1).permutation(64)
+    rows, columns = first[..., None, :], v[..., None]
+    dp = definition.towards_zero(rows, columns)
+    delta = definition.one_by_one(rows[..., turned], columns[..., turned, :])
+
+    def with_dq(delta):
+        out, dq, *others = oracle
+        first_row = (dp - delta)[..., 0] * np.float32(64**-0.5) * k
+        return out, dq.at[:, 0].set(first_row), *others
+
+    assert np.abs(with_dq(delta)[1][:, 0]).max() > tolerance.NOISE
+    assert verify.judge(with_dq(delta), oracle, naive) is None
+    wrong = delta * np.float32(1 + 2.0**-17)
+    assert verify.judge(with_dq(wrong), oracle, naive).startswith("dq: positions 0 to 0")
 
 
 def test_packed_rows_are_timed_by_their_own_arguments():

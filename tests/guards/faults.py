@@ -399,6 +399,12 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "rows._replace(shown=(visible.lo, visible.hi))",
         f"{TEST_FWD} -k 'test_interpreted and padding'",
     ),
+    "the_last_keys_of_a_whole_tile_are_cut": Fault(
+        f"{FWD}/key_mask_ranges.py",
+        "is_last = end * block == plan.tiling.padded_keys",
+        "is_last = end > 0",
+        f"{TEST_FWD} -k 'test_interpreted and padding'",
+    ),
     "the_last_keys_are_eight_too_few": Fault(
         f"{FWD}/tile_scheduler.py",
         "tma_operands.round_up(problem.kv_len % block or block, 8)",
@@ -691,6 +697,18 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "span.lo), code == 2",
         "span.lo), code >= 1",
         f"{TEST_BWD} -k 'test_interpreted and padding'",
+    ),
+    "queries_of_a_tile_have_the_bits_of_its_first_word": Fault(
+        f"{SHARED}/mask_bits.py",
+        "first + n, pl.ds",
+        "first + 0 * n, pl.ds",
+        f"{TEST_BWD} -k 'test_interpreted and everything'",
+    ),
+    "bits_past_the_last_query_are_those_of_the_next_head": Fault(
+        f"{LANG}/booleans.py",
+        "(row + i < rows)",
+        "(row + i < rows + WORD)",
+        "tests/guards/test_emitted_code.py -k masks_become_bits",
     ),
     "a_bias_is_read_for_the_rows_of_the_first_warpgroup": Fault(
         f"{SHARED}/score_tiles.py",

@@ -14,7 +14,7 @@ from jaxlib.mlir.dialects import arith
 
 from pallas_attn.kernels.attention import logits
 from pallas_attn.kernels.decode_mla import combine_latent as mla_combine
-from pallas_attn.kernels.lang import asm, mosaic, thread_math, threads
+from pallas_attn.kernels.lang import asm, booleans, mosaic, thread_math, threads
 from pallas_attn.kernels.mma import (
     byte_rows,
     epilogue,
@@ -71,6 +71,18 @@ def test_masks(names, keys, warpgroup, rng):
     want = np.asarray(code.function.values(*code.args))
     assert np.isneginf(want).any() and np.isfinite(want).any()
     np.testing.assert_array_equal(got, want.reshape(-1)[emitted.places(s.shape, 4)])
+
+
+@pytest.mark.parametrize("rows, keys", [(70, 516), (64, 518), (40, 131)])
+def test_masks_become_bits(rows, keys, rng):
+    """The last words of a mask, whose ends lie within them."""
+    mask = rng.random((2, 3, rows, keys)) < 0.5
+    for line, row, key in ((5, 32, 0), (3, 0, keys - 131), (5, 64, 512)):
+        key -= key % 4
+        code = captured(booleans.words, mask, *map(np.int32, (line, row, key)))
+        want = code.function.twin(*code.args)
+        got = evaluate(code, {})
+        np.testing.assert_array_equal(got.reshape(want.shape), want)
 
 
 @pytest.mark.parametrize("bound", [0.0, 8.0])

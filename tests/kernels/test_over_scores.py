@@ -24,6 +24,10 @@ def backward(q, bias, shown):
     return jax.grad(loss, (0, 1))(q, bias)
 
 
+def gradients_of_q(q, bias, shown):
+    return jax.grad(lambda q: forward(q, bias, shown).astype(jnp.float32).sum())(q)
+
+
 def compiled(call, sizes, bias, shown=None, **options):
     of = jax.ShapeDtypeStruct
     shown = None if shown is None else of(shown, jnp.bool_)
@@ -44,6 +48,15 @@ def test_no_copy_of_a_bias_or_a_mask_of_keys(rows, target):
 def test_a_backward_transposes_no_bias_of_16_bits(rows):
     report = compiled(backward, (2, rows, 4, 64), (1, 4, rows, rows), sass=False)
     assert not [name for name in report.others if "transpose" in name]
+
+
+@pytest.mark.parametrize(("rows", "target"), [(197, "h100"), (512, "a100")])
+def test_a_backward_reads_booleans_as_they_are(rows, target):
+    """XLA neither converts nor transposes a mask of queries and keys: one launch reads it."""
+    shapes = (2, rows, 4, 64), None, (2, 1, rows, rows)
+    report = compiled(gradients_of_q, *shapes, sass=False, target=target)
+    masks = re.findall(rf"(?:s8|pred)\[2,1,{rows},{rows}\]\S* (\S+)\(", report.hlo)
+    assert set(masks) == {"parameter"}, masks
 
 
 def test_tiles_of_a_bias_come_by_tma():

@@ -159,13 +159,14 @@ def _attention(  # noqa: PLR0913
         "bias": _shape("float32", 1, heads[0], rows, rows),
         "bias_16": _shape("bfloat16", 1, heads[0], rows, keys),
         "mask_array": _shape("bool", 2, 1, 1, keys),
+        "mask_array_of_rows": _shape("bool", 2, 1, rows, keys),
         "sinks": _shape("float32", heads[0]),
         "kv_lengths": _shape("int32", 2),
         "q_lengths": _shape("int32", 2),
         "segment_ids": (ids, ids),
         "q_starts": _shape("int32", 9),
     }
-    arrays |= {name.removesuffix("_16"): optional[name] for name in also}
+    arrays |= {name.removesuffix("_16").removesuffix("_of_rows"): optional[name] for name in also}
     # Arguments, as they may hold arrays; what is static of them stays so.
     arrays |= {name: options.pop(name) for name in ("mask", "score") if name in options}
     call = functools.partial(_backward if backward else _forward, options)
@@ -427,6 +428,7 @@ BUILDS: dict[str, Build] = {
     "flash_bwd/sm90/h128_float32_highest": _backward_sm90(
         128, dtype="float32", precision="highest", **_CAUSAL
     ),
+    "flash_bwd/sm90/h64_mask_of_rows": _backward_sm90(64, also=("mask_array_of_rows",)),
     "flash_jvp/sm90/h128_causal": _tangents("h100", 128, mask=pa.CAUSAL),
     "flash_jvp/sm90/h64_dual": _tangents("h100", 64, alone=True, mask=pa.CAUSAL),
     "flash_jvp/sm90/h128_dual": _tangents("h100", 128, alone=True),

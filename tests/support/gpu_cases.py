@@ -117,6 +117,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "kernels/attention/key_masks.py": (
         "tests/kernels/test_key_masks.py::test_tiles_and_keys_on_the_gpu[197-64]",
     ),
+    "kernels/attention/mask_bits.py": ("tests/kernels/test_mask_bits.py::test_on_the_gpu[sizes0]",),
     "kernels/flash_bwd/sm80.py": (
         f"{_BWD}test_portable_configurations_on_the_gpu[everything_float32-32]",
         f"{_BOTH}[portable_kernels-t_equals_s]",

@@ -73,7 +73,8 @@ def apply_mask(ctx: KernelContext, tile: LogitTile, s: RegisterTile) -> Register
         tile.kv_len if plan.logit_rules.ragged_keys else None,
         *_segments(ctx, tile, s.shape),
     )
-    if "mask_array" in arrays:
+    bits = getattr(refs, "mask_bits", None)
+    if "mask_array" in arrays and bits is None:
         shown = shown_keys(ctx, tile, s.shape)
         seen = shown if seen is True else seen & shown
     if plan.problem.mask_program is not None:
@@ -81,6 +82,10 @@ def apply_mask(ctx: KernelContext, tile: LogitTile, s: RegisterTile) -> Register
 
         shown = functions.seen(ctx, tile, s.shape)
         seen = shown if seen is True else seen & shown
+    if bits is not None:
+        from pallas_attn.kernels.attention import mask_bits
+
+        s = mask_bits.hide(bits, tile, s)
     return s if seen is True else jnp.where(seen, s, -jnp.inf)
 
 

@@ -7,7 +7,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs
-from pallas_attn.kernels.attention import functions, segment_spans, softmax, tma_operands
+from pallas_attn.kernels.attention import (
+    functions,
+    mask_bits,
+    segment_spans,
+    softmax,
+    tma_operands,
+)
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.flash_bwd import documents, work_order
 from pallas_attn.kernels.flash_bwd import float32 as bwd_float32
@@ -69,6 +75,7 @@ class BackwardRefs(NamedTuple):
     turns: GmemRef = None  # int32[n], written: see `turns.counters`
     key_tiles: GmemRef = None  # int32[B|1, N|1, kv tiles]: see `key_masks.codes`
     key_spans: GmemRef = None  # int32[B|1, N|1, 4]: see `key_masks.spans`
+    mask_bits: GmemRef = None  # mask_array of queries and keys: see `mask_bits.packed`
 
 
 class KeyGradients(NamedTuple):
@@ -121,8 +128,7 @@ def dsinks(residuals: Residuals, stats: RowStatistics) -> jax.Array:
 
 def for_tma(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> BackwardRefs:
     """The arrays of a Hopper kernel over keys, but for dq. Copied where `tma_operands` says that
-    TMA cannot read them; bias and mask_array transposed, unless tiles of the array are read across
-    (`over_tiles`).
+    TMA cannot read them; a bias transposed, unless tiles of it are read across (`over_tiles`).
     """
     problem, tiling, form, inputs = plan.problem, plan.tiling, plan.format, residuals.inputs
     fields: dict[str, Any] = stats._asdict()
@@ -164,6 +170,9 @@ def over_tiles(plan: KeyPlan, inputs: AttentionInputs) -> dict[str, Any]:
     problem, tiling = plan.problem, plan.tiling
     rows, keys = tiling.padded_rows, tiling.padded_keys
     fields: dict[str, Any] = {name: getattr(inputs, name) for name in problem.arrays}
+    if mask_bits.takes(problem.mask_shape):
+        fields["mask_bits"] = mask_bits.packed(fields.pop("mask_array"), rows, keys)
+        inputs = inputs._replace(mask_array=None)
     bias_and_mask = tma_operands.bias_and_mask(inputs, rows, keys)
     as_it_is = ["mask_array"] if problem.masks_keys else []
     for name, array in bias_and_mask.items():

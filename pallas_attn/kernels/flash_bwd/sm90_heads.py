@@ -7,8 +7,7 @@ keys each: they hold dK and dV in registers and write dS to shared memory. A thi
 dS K to dQ, and a fourth, the producer, loads. Tiles of scores have keys as rows, see `key_tiles`;
 rows past the ends are zeros in shared memory and are not stored (`panels`).
 
-Two variants were slower: dQ kept in global memory where it does not fit into shared memory (577
-rows at head dim 64, 729 at 72: slower than `sm90_fused`), and scores issued a step ahead.
+Scores issued a step ahead were slower.
 
 Shared memory, and who owns it when:
   k, v [kv slots, warpgroup]  a kv tile. Its warpgroup stores dv from v when its steps are done,
@@ -36,7 +35,7 @@ from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention import score_mod, score_tiles, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import sm90_short
+from pallas_attn.kernels.flash_bwd import one_key_tile, sm90_short
 from pallas_attn.kernels.flash_bwd.key_tiles import per_column
 from pallas_attn.kernels.flash_bwd.operands import (
     Gradients,
@@ -101,12 +100,15 @@ def _has_keys_in_registers(problem: AttentionProblem) -> bool:
 
 def is_faster(problem: AttentionProblem) -> bool:
     """Whether this kernel is faster than the others: at measured sizes, with most blocks busy in
-    the last wave.
+    the last wave. Up to 128 keys `one_key_tile` is faster from 384 rows on.
     """
     heads = problem.batch * problem.q_heads
     busy = heads / (USUAL_BLOCKS * pl.cdiv(heads, USUAL_BLOCKS))
     rows, keys = problem.q_len, problem.kv_len
     measured = ROWS < rows <= 512 and ROWS < keys <= 512
+    if one_key_tile.takes(problem):
+        fewest = ROWS if keys > ROWS else 2 * ROWS
+        measured = fewest < rows < 384 and keys >= ROWS // 2
     return measured and busy >= LEAST_BUSY
 
 

@@ -5,15 +5,19 @@ work. Between the first and the last visible tile those outside the first run of
 masked, in loops of their own.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention import key_masks
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows, Span, WorkTile
 from pallas_attn.kernels.flash_fwd import tile_scheduler
-from pallas_attn.kernels.lang.types import Index
+from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
+from pallas_attn.kernels.lang.types import Carry, Index
 
 
 def with_spans(ctx: KernelContext) -> Any:
@@ -82,8 +86,18 @@ def _visible(ctx: KernelContext, visible: Span) -> Span:
 
 def _of_block(ctx: KernelContext, tile: WorkTile, visible: Span) -> tuple[Index, Index]:
     plan = ctx.plan
-    spans = [
-        tile_scheduler.span_of_rows(plan, tile, wg, visible=visible)
-        for wg in range(plan.config.warpgroups)
-    ]
+    of_rows = functools.partial(tile_scheduler.span_of_rows, plan, tile, visible=visible)
+    if never_empty(plan.problem):
+        span = of_rows(0)  # equal for all consumers with rows, which release nothing for each other
+        return span.lo, span.hi
+    spans = [of_rows(wg) for wg in range(plan.config.warpgroups)]
     return tile_scheduler.union_of(plan, spans)
+
+
+def last_or_whole(plan: QueryPlan, end: Index, state_of: Callable[[int], Carry]) -> Carry:
+    """`state_of(keys)` of the last kv tile before `end`: of all its keys, unless the end of S cuts
+    it.
+    """
+    block = plan.tiling.block_kv
+    is_last = end * block == plan.tiling.padded_keys
+    return lax.cond(is_last, lambda: state_of(plan.last_keys), lambda: state_of(block))

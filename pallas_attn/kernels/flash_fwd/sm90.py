@@ -427,13 +427,24 @@ def mainloop(
 
 
 def _first_tile(
-    ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Callable[[], None] | None
+    ctx: KernelContext,
+    rows: QueryRows,
+    slot: Index,
+    meanwhile: Callable[[], None] | None,
+    keys: int | None = None,
 ) -> State:
-    """The last kv tile, whose scores overlap with nothing but `meanwhile`."""
+    """The last kv tile, whose scores overlap with nothing but `meanwhile`. `keys`: the first keys
+    of the tile, which have scores; None: `QueryPlan.last_keys`.
+    """
     ring, smem = Ring.of(ctx), ctx.smem
     q, k = panels.tiles(smem.q, rows.q_slot), panels.tiles(smem.k, slot)
     block = k[0].shape[0]
-    keys = ctx.plan.last_keys or block
+    if keys is None and ctx.plan.skips_keys and ctx.plan.last_keys < block:
+        from pallas_attn.kernels.flash_fwd import key_mask_ranges
+
+        state_of = functools.partial(_first_tile, ctx, rows, slot, meanwhile)
+        return key_mask_ranges.last_or_whole(ctx.plan, rows.span.hi, state_of)
+    keys = keys or ctx.plan.last_keys or block
     if keys < block:
         k = tuple(panel.at[pl.ds(0, keys)] for panel in k)
     ring.wait(slot)

@@ -1,5 +1,5 @@
 """Booleans in global memory, which are bytes of 0 and 1: whole arrays as int8 operands, the loads
-of single ones, and votes of a warp over tiles of them.
+of single ones, votes of a warp over tiles of them, and words of bits.
 """
 
 from collections.abc import Iterator
@@ -198,3 +198,62 @@ def columns(ref: GmemRef, start: Index, count: int) -> RegisterTile:
     result = plgpu.ShapeDtypeStruct((count,), jnp.int32, layout=mosaic.COLUMN)
     args = ref, jnp.int32(0) + start
     return mosaic.inline(code, twin, args, (plgpu.RefType(), plgpu.Layout.WG_SPLAT), result)
+
+
+# ---- words of bits -------------------------------------------------------------------------------
+
+WORD = 32  # rows whose booleans are the bits of a word
+
+
+def keys_of_words(keys: int) -> int:
+    """The keys of which a warpgroup makes words at a time, in rows of `keys` booleans."""
+    return mosaic.THREADS * _bytes_of_load(keys)
+
+
+def _bytes_of_load(keys: int) -> int:
+    return next(width for width in (4, 2, 1) if keys % width == 0)
+
+
+def words(ref: GmemRef, line: Index, row: Index, key: Index) -> RegisterTile:
+    """int32[`keys_of_words`]: for each key from `key` on a word whose bit i is the boolean of row
+    `row` + i; 0 past the ends. `ref`: [.., rows, keys], of which `line` counts the first axes.
+    """
+    *_, rows, keys = ref.shape
+    width, count = _bytes_of_load(keys), keys_of_words(keys)
+    layout = plgpu.Layout.WG_STRIDED((count,), width)
+
+    def code(ref, line, row, key):
+        line, row, key = (Int(x.registers.item()) for x in (line, row, key))
+        thread = Thread()
+        own = key + thread.index * width
+        first = thread.to_int64(line) * (rows * keys) + thread.to_int64(row) * keys
+        place, byte = [(first + thread.to_int64(own)).value], asm.word_type(1)
+        base, loaded = utils.getelementptr(asm.pointer_of(ref), place, byte), []
+        for i in range(WORD):
+            inside = (own < keys) & (row + i < rows)
+            loaded.append(Int(_load(utils.getelementptr(base, [i * keys], byte), inside, width)))
+        eights = []  # byte j of each: eight rows of key j
+        for group in range(0, WORD, 8):
+            eight = loaded[group]
+            for i in range(1, 8):
+                eight = eight | loaded[group + i] << i
+            eights.append(eight)
+        registers = []
+        for j in range(width):
+            parts = [((eight >> 8 * j) & 255) << 8 * n for n, eight in enumerate(eights)]
+            registers.append((parts[0] | parts[1] | parts[2] | parts[3]).value)
+        pair = vector.from_elements(ir.VectorType.get((width,), asm.i32()), registers)
+        return mosaic.array_of([pair], (count,), layout, signed=True)
+
+    def twin(ref, line, row, key):
+        seen = np.zeros((WORD, count), np.uint64)
+        part = np.asarray(ref).reshape(-1, rows, keys)[int(line)]
+        part = part[int(row) : int(row) + WORD, int(key) : int(key) + count]
+        seen[: part.shape[0], : part.shape[1]] = part
+        bits = (seen << np.arange(WORD, dtype=np.uint64)[:, None]).sum(axis=0)
+        return bits.astype(np.uint32).view(np.int32)
+
+    result = plgpu.ShapeDtypeStruct((count,), jnp.int32, layout=layout)
+    args = ref, *(jnp.int32(0) + number for number in (line, row, key))
+    types = plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * 3
+    return mosaic.inline(code, twin, args, types, result)

@@ -56,6 +56,9 @@ def test_problems_of_this_kernel():
     pairs = dataclasses.replace(problem, q_len=65, kv_len=128)
     assert kernel.Config.default(pairs).heads
     assert kernel.Config.default(dataclasses.replace(pairs, q_len=64)).short
+    for rows, keys, name in ((200, 64, "heads"), (128, 64, "short"), (400, 128, "one_key_tile")):
+        few = dataclasses.replace(problem, q_len=rows, kv_len=keys)
+        assert getattr(kernel.Config.default(few), name), (rows, keys)
     for changes in (
         {"q_len": 577},
         {"kv_heads": 1},

@@ -206,6 +206,7 @@ def test_half_a_tile_of_keys_interpreted():
         ("t_equals_s", (24, 40), (77, 49), dataclasses.replace(SMALL, block_kv=56)),
         ("t_equals_s", (88, 136), (13, 77), dataclasses.replace(SMALL, warpgroups=1, block_kv=40)),
         ("kv_lengths_causal", (64, 64), None, dataclasses.replace(SMALL, block_kv=72)),
+        ("bias_shared", (16, 16), None, dataclasses.replace(SMALL, warpgroups=1)),
     ],
     ids=str,
 )
