@@ -48,7 +48,7 @@ BLOCKS = BYTE_ROW.scales  # blocks of V's columns, each with a scale of its own
 V_WARPGROUPS = 2  # warpgroups that have columns of the output
 OWN = BLOCKS // V_WARPGROUPS  # blocks of one of them
 P_SLOTS = 2  # tiles whose probabilities there is room for
-REGISTERS = 152, 160, 24  # registers of a thread: scores, values, the producer
+REGISTERS = 168, 160, 24  # registers of a thread: scores, values, the producer
 
 
 def limit(problem: DecodeProblem) -> Limit | None:
@@ -137,6 +137,11 @@ def scratch(plan: Plan) -> ByteRowsSmem:
     )
 
 
+def few(plan: Plan) -> bool:
+    """Whether registers have room for operands and sums of all blocks at once."""
+    return plan.queries.chunk_rows <= sm90_few_rows.MOST // 2
+
+
 # ---- the producer --------------------------------------------------------------------------------
 
 
@@ -179,27 +184,41 @@ def _scores(
     ctx: KernelContext, raw: byte_rows.Raw, q_units: RegisterTile, scales: byte_rows.Scales
 ) -> RegisterTile:
     """Scores of a tile, [TILE, chunk_rows]."""
+    at_once = BLOCKS if few(ctx.plan) else BLOCKS // 2
+    s, scaled = None, []
+    for first in range(0, BLOCKS, at_once):
+        blocks = range(first, first + at_once)
+        *accs, rest = _products(ctx, raw, blocks, with_rest=first == 0)
+        s = rest if first == 0 else s
+        for acc, block in zip(accs, blocks, strict=True):
+            scaled.append(acc * mosaic.broadcast_rows(scales.of_scores[block], acc.shape))
+    factor = sm90_few_rows.down_columns(q_units, (TILE, ctx.plan.queries.chunk_rows))
+    return s + functools.reduce(jnp.add, scaled) * factor
+
+
+def _products(
+    ctx: KernelContext, raw: byte_rows.Raw, blocks: range, with_rest: bool
+) -> list[RegisterTile | None]:
+    """Keys times queries: a sum for each block of columns, and that of the columns that are not of
+    V, if it is asked for.
+    """
     plan, smem = ctx.plan, ctx.smem
-    terms = byte_rows.terms_of(plan.problem.dtype)
 
     def body(refs):
-        for block, acc in enumerate(refs[:BLOCKS]):
+        for block, acc in zip(blocks, refs, strict=False):
             keys = byte_rows.keys(raw, block)
-            for term in range(terms):
+            for term in range(byte_rows.terms_of(plan.problem.dtype)):
                 q = smem.terms.at[term, :, pl.ds(block * SCALE_COLUMNS, SCALE_COLUMNS)]
                 plgpu.wgmma(acc, keys, q.transpose((1, 0)))
-        rest = byte_rows.rest(raw, plan.problem.dtype)
-        plgpu.wgmma(refs[BLOCKS], rest, smem.q_rest.transpose((1, 0)))
+        if with_rest:
+            rest = byte_rows.rest(raw, plan.problem.dtype)
+            plgpu.wgmma(refs[-1], rest, smem.q_rest.transpose((1, 0)))
         plgpu.wgmma_wait(0)
         return [acc[...] for acc in refs]
 
     accumulator = plgpu.ACC((TILE, plan.queries.chunk_rows), jnp.float32)
-    *blocks, s = pl.run_scoped(body, [accumulator] * (BLOCKS + 1))
-    scaled = [
-        x * mosaic.broadcast_rows(scale, x.shape)
-        for x, scale in zip(blocks, scales.of_scores, strict=True)
-    ]
-    return s + functools.reduce(jnp.add, scaled) * sm90_few_rows.down_columns(q_units, s.shape)
+    sums = pl.run_scoped(body, [accumulator] * (len(blocks) + with_rest))
+    return sums if with_rest else [*sums, None]
 
 
 def _put(ctx: KernelContext, slot: Index, p: RegisterTile, scales: byte_rows.Scales) -> None:
@@ -313,20 +332,28 @@ def _weigh(ctx: KernelContext, own: _Own) -> None:
     """A warpgroup's columns of the values, of all tiles."""
     plan, smem, rows = ctx.plan, ctx.smem, ctx.plan.queries.chunk_rows
     blocks, shape = range(own.member * OWN, (own.member + 1) * OWN), (TILE, rows)
+    at_once = few(plan)
 
     def one_tile(work, tile, state):
         entry, slot = _entry(ctx, state.count), lax.rem(state.count, jnp.int32(P_SLOTS))
         live = work.length - tile * TILE
+
+        def load(block):
+            values = byte_rows.values(_raw(entry), block, live)
+            if block == blocks[-1]:
+                plgpu.barrier_arrive(entry.free)
+            return values
+
         plgpu.barrier_wait(entry.ready)
-        values = [byte_rows.values(_raw(entry), block, live) for block in blocks]
-        plgpu.barrier_arrive(entry.free)
+        values = [load(block) for block in blocks] if at_once else []
         plgpu.barrier_wait(smem.p_ready.at[slot])
         row_max = plgpu.load(smem.row_max.at[slot], layout=mosaic.COLUMN)
         rescale = jnp.exp2(state.row_max - base_of(row_max))
         accs: list[RegisterTile] = []
         for n, block in enumerate(blocks):
             unit = smem.units[slot * BLOCKS + block]
-            added = _weighed(smem.p.at[slot, block], values[n], shape)
+            v = values[n] if at_once else load(block)
+            added = _weighed(smem.p.at[slot, block], v, shape)
             for acc, more in zip(state.accs[2 * n : 2 * n + 2], added, strict=True):
                 accs.append(acc * sm90_few_rows.down_columns(rescale, shape) + more * unit)
         plgpu.barrier_arrive(smem.p_free.at[slot])

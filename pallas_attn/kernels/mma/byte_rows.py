@@ -1,12 +1,12 @@
-"""Operands of matmuls from latent rows of bytes (`_call/byte_rows.py`), which lie in shared memory as
-in the cache; and the queries that such keys are multiplied with.
+"""Operands of matmuls from latent rows of bytes (`_call/byte_rows.py`), which lie in shared memory
+as in the cache; and the queries that such keys are multiplied with.
 
 Nothing is widened to shared memory: each thread loads the words of its own part of an operand. Rows
 are 164 words of 4 bytes, so that the words that a warp loads at once lie in different banks.
 
   keys    stay in 8 bits: a left operand [64 keys, 128 columns]
-  values  become float16, transposed: left operands [64 columns, 64 keys]. A thread has 4 neighbouring
-          columns, which are rows of two operands (`COLUMNS`)
+  values  become float16, transposed: left operands [64 columns, 64 keys]. A thread has 4
+          neighbouring columns, which are rows of two operands (`COLUMNS`)
   scales  are factors of scores and of probabilities, since they belong to keys
 """
 
@@ -141,9 +141,7 @@ class Scales(NamedTuple):
     """Scales of a tile, for each block of columns; zeros past the last key."""
 
     of_scores: list[RegisterTile]  # [KEYS]
-    of_values: list[
-        RegisterTile
-    ]  # [KEYS]: divided by `units`, so that they are below 2**(PEAK + 1)
+    of_values: list[RegisterTile]  # [KEYS]: divided by `units`, below 2**(PEAK + 1)
     units: list[Scalar]  # powers of two
 
 
