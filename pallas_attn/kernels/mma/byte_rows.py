@@ -147,6 +147,12 @@ class Scales(NamedTuple):
 
 def scales(raw: Raw, live: Index) -> Scales:
     """The scales of a tile that has `live` keys."""
+    made = flat_scales(raw, live)
+    return Scales(*(list(made[n : n + BLOCKS]) for n in range(0, 3 * BLOCKS, BLOCKS)))
+
+
+def flat_scales(raw: Raw, live: Index) -> tuple[RegisterTile, ...]:
+    """The fields of `Scales`, one behind the other."""
     count, first = BLOCKS, BYTE_ROW.v_head_dim // 4
 
     def code(raw, slot, live):
@@ -173,9 +179,9 @@ def scales(raw: Raw, live: Index) -> Scales:
         rows = list(zip(*halves, strict=True))
         scaled = [[arith.mulf(x, i) for x in both] for both, i in zip(rows, inverses, strict=True)]
         return (
-            [mma_rowmajor.row_with(list(both)) for both in rows],
-            [mma_rowmajor.row_with(both) for both in scaled],
-            [mgpu.FragmentedArray.splat(x, ()) for x in units],
+            *[mma_rowmajor.row_with(list(both)) for both in rows],
+            *[mma_rowmajor.row_with(both) for both in scaled],
+            *[mgpu.FragmentedArray.splat(x, ()) for x in units],
         )
 
     def twin(raw, slot, live):
@@ -183,13 +189,13 @@ def scales(raw: Raw, live: Index) -> Scales:
         numbers = np.where(np.arange(KEYS)[:, None] < int(live), numbers, np.float32(0))
         bits = (np.ascontiguousarray(numbers).view(np.int32) & INFINITE).max(axis=0)
         units, inverses = _units_of(bits, PEAK)
-        return list(numbers.T), list((numbers * inverses).T), list(units)
+        return *numbers.T, *(numbers * inverses).T, *units
 
     row = plgpu.ShapeDtypeStruct((KEYS,), jnp.float32, layout=mosaic.ROW)
     one = plgpu.ShapeDtypeStruct((), jnp.float32, layout=SCALAR)
-    result = [row] * count, [row] * count, [one] * count
+    result = *[row] * (2 * count), *[one] * count
     kinds = REF, SCALAR, SCALAR
-    return Scales(*mosaic.inline(code, twin, (raw.ref, raw.slot, live), kinds, result))
+    return mosaic.inline(code, twin, (raw.ref, raw.slot, live), kinds, result)
 
 
 def store_units(to: SmemRef, entry: Index, units: list[Scalar]) -> None:
