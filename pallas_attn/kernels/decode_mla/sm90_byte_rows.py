@@ -18,7 +18,8 @@ Warpgroups, and the barriers that they arrive at:
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -48,7 +49,7 @@ BLOCKS = BYTE_ROW.scales  # blocks of V's columns, each with a scale of its own
 V_WARPGROUPS = 2  # warpgroups that have columns of the output
 OWN = BLOCKS // V_WARPGROUPS  # blocks of one of them
 P_SLOTS = 2  # tiles whose probabilities there is room for
-REGISTERS = 168, 160, 24  # registers of a thread: scores, values, the producer
+REGISTERS = 184, 152, 24  # registers of a thread: scores, values, the producer
 
 
 def limit(problem: DecodeProblem) -> Limit | None:
@@ -94,7 +95,6 @@ class ByteRowsSmem(NamedTuple):
     units: SmemRef  # float32[P_SLOTS * BLOCKS]: what those are to be multiplied by
     row_max: SmemRef  # float32[P_SLOTS, chunk_rows]: after a tile
     row_sum: SmemRef  # float32[chunk_rows]: after the last tile of a work
-    flags: SmemRef  # int32[2 * WARPS]: `sm90_few_rows.flagged`
     table: Table
     last: SmemRef  # int32[1]
     q_ready: Barrier
@@ -122,7 +122,6 @@ def scratch(plan: Plan) -> ByteRowsSmem:
         units=plgpu.SMEM((P_SLOTS * BLOCKS,), jnp.float32),
         row_max=plgpu.SMEM((P_SLOTS, rows), jnp.float32),
         row_sum=plgpu.SMEM((rows,), jnp.float32),
-        flags=plgpu.SMEM((2 * threads.WARPS,), jnp.int32),
         table=scheduler.table_scratch(plan),
         last=plgpu.SMEM((1,), jnp.int32),
         q_ready=barrier(),
@@ -180,60 +179,64 @@ def _queries(smem: ByteRowsSmem) -> byte_rows.Queries:
     return byte_rows.Queries(smem.terms, smem.q_rest, smem.q_units)
 
 
-def _scores(
-    ctx: KernelContext, raw: byte_rows.Raw, q_units: RegisterTile, scales: byte_rows.Scales
-) -> RegisterTile:
-    """Scores of a tile, [TILE, chunk_rows]."""
-    at_once = BLOCKS if few(ctx.plan) else BLOCKS // 2
-    s, scaled = None, []
-    for first in range(0, BLOCKS, at_once):
-        blocks = range(first, first + at_once)
-        *accs, rest = _products(ctx, raw, blocks, with_rest=first == 0)
-        s = rest if first == 0 else s
-        for acc, block in zip(accs, blocks, strict=True):
-            scaled.append(acc * mosaic.broadcast_rows(scales.of_scores[block], acc.shape))
-    factor = sm90_few_rows.down_columns(q_units, (TILE, ctx.plan.queries.chunk_rows))
-    return s + functools.reduce(jnp.add, scaled) * factor
-
-
-def _products(
-    ctx: KernelContext, raw: byte_rows.Raw, blocks: range, with_rest: bool
-) -> list[RegisterTile | None]:
-    """Keys times queries: a sum for each block of columns, and that of the columns that are not of
-    V, if it is asked for.
-    """
-    plan, smem = ctx.plan, ctx.smem
-
-    def body(refs):
-        for block, acc in zip(blocks, refs, strict=False):
-            keys = byte_rows.keys(raw, block)
-            for term in range(byte_rows.terms_of(plan.problem.dtype)):
-                q = smem.terms.at[term, :, pl.ds(block * SCALE_COLUMNS, SCALE_COLUMNS)]
-                plgpu.wgmma(acc, keys, q.transpose((1, 0)))
-        if with_rest:
-            rest = byte_rows.rest(raw, plan.problem.dtype)
-            plgpu.wgmma(refs[-1], rest, smem.q_rest.transpose((1, 0)))
-        plgpu.wgmma_wait(0)
-        return [acc[...] for acc in refs]
-
-    accumulator = plgpu.ACC((TILE, plan.queries.chunk_rows), jnp.float32)
-    sums = pl.run_scoped(body, [accumulator] * (len(blocks) + with_rest))
-    return sums if with_rest else [*sums, None]
-
-
-def _put(ctx: KernelContext, slot: Index, p: RegisterTile, scales: byte_rows.Scales) -> None:
-    """Writes probabilities times the scales of each block."""
-    for block, scale in enumerate(scales.of_values):
-        numbers = p * mosaic.broadcast_rows(scale, p.shape)
-        sm90_few_rows.put(ctx.smem.p.at[slot, block], numbers)
-
-
 class _Part(NamedTuple):
     """A work whose scores are made."""
 
     work: WorkTile
     number: Index  # works of the block before it
     q_units: RegisterTile  # [chunk_rows]
+
+
+class _Ahead(NamedTuple):
+    """Scores of a tile whose probabilities are still to be made."""
+
+    s: RegisterTile  # [TILE, chunk_rows]
+    of_values: list[RegisterTile]  # these two: `byte_rows.Scales`
+    units: list[Index]
+
+
+def _scores(
+    ctx: KernelContext, part: _Part, tile: Index, count: Index, meanwhile: Callable | None
+) -> tuple[_Ahead, Any]:
+    """(Scores of a tile, the result of `meanwhile`, which runs under the matmuls.)"""
+    plan, entry, first = ctx.plan, _entry(ctx, count), meanwhile is None
+    plgpu.barrier_wait(entry.ready)
+    scales = byte_rows.scales(_raw(entry), part.work.length - tile * TILE)
+    at_once, scaled = BLOCKS if few(plan) else BLOCKS // 2, []
+    (*accs, s), result = _products(ctx, entry, range(at_once), meanwhile or (lambda: None))
+    if at_once < BLOCKS:
+        accs += _products(ctx, entry, range(at_once, BLOCKS))[0]
+    if first or at_once < BLOCKS:  # else `meanwhile` has done so
+        plgpu.commit_smem()  # all warps have read the rows, and TMA will write there
+    plgpu.barrier_arrive(entry.free)
+    for acc, scale in zip(accs, scales.of_scores, strict=True):
+        scaled.append(acc * mosaic.broadcast_rows(scale, acc.shape))
+    s += functools.reduce(jnp.add, scaled) * sm90_few_rows.down_columns(part.q_units, s.shape)
+    return _Ahead(s, scales.of_values, scales.units), result
+
+
+def _products(
+    ctx: KernelContext, entry: RingBlock, blocks: range, meanwhile: Callable | None = None
+) -> tuple[list[RegisterTile], Any]:
+    """Keys times queries, a sum for each block of columns; and, beside `meanwhile`, that of the
+    columns that are not of V.
+    """
+    dtype, smem, raw = ctx.plan.problem.dtype, ctx.smem, _raw(entry)
+
+    def body(refs):
+        for block, acc in zip(blocks, refs, strict=False):
+            keys = byte_rows.keys(raw, block)
+            for term in range(byte_rows.terms_of(dtype)):
+                q = smem.terms.at[term, :, pl.ds(block * SCALE_COLUMNS, SCALE_COLUMNS)]
+                plgpu.wgmma(acc, keys, q.transpose((1, 0)))
+        if meanwhile is not None:
+            plgpu.wgmma(refs[-1], byte_rows.rest(raw, dtype), smem.q_rest.transpose((1, 0)))
+        result = None if meanwhile is None else meanwhile()
+        plgpu.wgmma_wait(0)
+        return [acc[...] for acc in refs], result
+
+    accumulator = plgpu.ACC((TILE, ctx.plan.queries.chunk_rows), jnp.float32)
+    return pl.run_scoped(body, [accumulator] * (len(blocks) + (meanwhile is not None)))
 
 
 class _Softmax(NamedTuple):
@@ -244,18 +247,15 @@ class _Softmax(NamedTuple):
     count: Index  # tiles since the kernel began
 
 
-def _one_tile(ctx: KernelContext, part: _Part, tile: Index, state: _Softmax) -> _Softmax:
+def _one_tile(
+    ctx: KernelContext, part: _Part, tile: Index, ahead: _Ahead, state: _Softmax
+) -> _Softmax:
+    """Probabilities of a tile."""
     smem, count, work = ctx.smem, state.count, part.work
-    entry, slot = _entry(ctx, count), lax.rem(count, jnp.int32(P_SLOTS))
-    plgpu.barrier_wait(entry.ready)
-    scales = byte_rows.scales(_raw(entry), work.length - tile * TILE)
-    s = _scores(ctx, _raw(entry), part.q_units, scales)
-    plgpu.barrier_arrive(entry.free)
-    s = sm90_few_rows.logits(ctx, work, tile, s)
+    slot = lax.rem(count, jnp.int32(P_SLOTS))
+    s = sm90_few_rows.logits(ctx, work, tile, ahead.s)
     above = s - sm90_few_rows.down_columns(state.row_max, s.shape)
-    moved = mosaic.any_in_warp(above, softmax.RESCALE_THRESHOLD)
-    some = sm90_few_rows.any_flagged(smem.flags, sm90_few_rows.Flag(slot, moved))
-    pl.when(count >= P_SLOTS)(lambda: plgpu.barrier_wait(smem.p_free.at[slot]))
+    some = byte_rows.any_above(above, softmax.RESCALE_THRESHOLD)
 
     def raised():
         row_max, rescale = sm90_few_rows.raised_max(s, state.row_max)
@@ -264,9 +264,12 @@ def _one_tile(ctx: KernelContext, part: _Part, tile: Index, state: _Softmax) -> 
     row_max, row_sum = lax.cond(some != 0, raised, lambda: (state.row_max, state.row_sum))
     p = jnp.exp2(s - sm90_few_rows.down_columns(base_of(row_max), s.shape))
     state = _Softmax(row_sum + p, row_max, count + 1)
-    _put(ctx, slot, p, scales)
+    pl.when(count >= P_SLOTS)(lambda: plgpu.barrier_wait(smem.p_free.at[slot]))
+    for block, scale in enumerate(ahead.of_values):
+        numbers = p * mosaic.broadcast_rows(scale, p.shape)
+        sm90_few_rows.put(smem.p.at[slot, block], numbers)
     smem.row_max.at[slot][...] = state.row_max
-    byte_rows.store_units(smem.units, slot, scales.units)
+    byte_rows.store_units(smem.units, slot, ahead.units)
 
     @pl.when(tile == work.end - 1)
     def _():
@@ -279,7 +282,9 @@ def _one_tile(ctx: KernelContext, part: _Part, tile: Index, state: _Softmax) -> 
 
 
 def _score(ctx: KernelContext, share: Share) -> None:
-    """Probabilities of all tiles of the block."""
+    """Probabilities of all tiles of the block. The scores of a tile are made under the softmax of
+    the one before.
+    """
     plan, smem, rows = ctx.plan, ctx.smem, ctx.plan.queries.chunk_rows
 
     def one_work(work, number, count):
@@ -289,9 +294,17 @@ def _score(ctx: KernelContext, share: Share) -> None:
         plgpu.barrier_arrive(smem.q_free)
         q_units = plgpu.load(smem.q_units, layout=mosaic.COLUMN)
         row_max = plgpu.layout_cast(jnp.full((rows,), -jnp.inf, jnp.float32), mosaic.COLUMN)
+        part = _Part(work, number, q_units)
+
+        def one_tile(tile, carry):
+            ahead, state = carry
+            meanwhile = functools.partial(_one_tile, ctx, part, tile, ahead, state)
+            return _scores(ctx, part, tile + 1, state.count + 1, meanwhile)
+
         state = _Softmax(mosaic.filled((TILE, rows), 0.0), row_max, count)
-        step = functools.partial(_one_tile, ctx, _Part(work, number, q_units))
-        return lax.fori_loop(work.tile, work.end, step, state).count
+        ahead, _ = _scores(ctx, part, work.tile, count, None)
+        ahead, state = lax.fori_loop(work.tile, work.end - 1, one_tile, (ahead, state))
+        return _one_tile(ctx, part, work.end - 1, ahead, state).count
 
     producer.each_work(plan, smem.table, share, one_work, jnp.int32(0))
 
@@ -341,6 +354,7 @@ def _weigh(ctx: KernelContext, own: _Own) -> None:
         def load(block):
             values = byte_rows.values(_raw(entry), block, live)
             if block == blocks[-1]:
+                plgpu.commit_smem()  # all warps have read the rows, and TMA will write there
                 plgpu.barrier_arrive(entry.free)
             return values
 
@@ -367,6 +381,7 @@ def _weigh(ctx: KernelContext, own: _Own) -> None:
         state = _State(accs, row_max, count)
         state = lax.fori_loop(work.tile, work.end, step, state)
         row_sum = plgpu.load(smem.row_sum, layout=mosaic.COLUMN)
+        plgpu.commit_smem()  # all warps have it
         plgpu.barrier_arrive(smem.sum_free)
         whole = sm90_few_rows.State(state.accs, row_sum, state.row_max)
         _epilogue(ctx, own, work, whole)

@@ -10,6 +10,7 @@ are 164 words of 4 bytes, so that the words that a warp loads at once lie in dif
   scales  are factors of scores and of probabilities, since they belong to keys
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.experimental.mosaic.gpu as mgpu
@@ -288,6 +289,32 @@ def store_columns(out: GmemRef, row: Index, block: int, tiles: tuple[RegisterTil
             out[at] = tile.T.astype(out.dtype)
 
     mosaic.inline(code, twin, (out, row, *tiles), (REF, SCALAR, mosaic.TILE, mosaic.TILE), None)
+
+
+def any_above(tile: RegisterTile, bound: float) -> Index:
+    """int32: 1 where a number of the tile, in any warp, lies above `bound`, else 0. One barrier of
+    the warpgroup tells all warps.
+    """
+
+    def code(tile):
+        numbers = [vector.extract(x, [], [i]) for x in tile.registers.flat for i in range(2)]
+        # A row without a key is -inf minus -inf, NaN: it must not silence its thread's others.
+        highest = functools.reduce(arith.maxnumf, numbers)
+        limit = utils.c(float(bound), highest.type)
+        above = arith.extui(asm.i32(), arith.cmpf(arith.CmpFPredicate.OGT, highest, limit))
+        ptx = (
+            "{ .reg .pred p, q; setp.ne.s32 p, $1, 0; "
+            f"bar.red.or.pred q, $2, {mosaic.THREADS}, p; selp.s32 $0, 1, 0, q; }}"
+        )
+        barrier = utils.warpgroup_barrier_idx(sync=False)
+        answer = asm.give(asm.i32(), ptx, [above, barrier], "=r,r,r")
+        return mgpu.FragmentedArray.splat(answer, (), is_signed=True)
+
+    def twin(tile):
+        return np.int32((tile > bound).any())
+
+    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+    return mosaic.inline(code, twin, (tile,), (mosaic.TILE,), result)
 
 
 class Queries(NamedTuple):
