@@ -639,8 +639,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "scores_of_rows_of_bytes_have_the_scales_of_other_columns": Fault(
         f"{MLA}/sm90_byte_rows.py",
-        "scales.of_scores[block]",
-        "scales.of_scores[block - 1]",
+        "zip(accs, scales.of_scores, strict=True)",
+        "zip(accs, scales.of_scores[::-1], strict=True)",
         f"{TEST_BYTES} -k 'test_what_is_read and interpreted-stacked'",
     ),
     "probabilities_of_rows_of_bytes_are_overwritten": Fault(
