@@ -193,25 +193,15 @@ def put(p: SmemRef, numbers: RegisterTile) -> None:
     p.transpose((1, 0))[...] = numbers.astype(p.dtype)
 
 
-class Flag(NamedTuple):
+class _Flag(NamedTuple):
     parity: Index  # parity of the tile's number
     moved: Index  # whether this warp has a logit that is too high
 
 
-def _set_flag(thread: threads.Thread, flags: SmemRef, at: Flag) -> None:
+def _set_flag(thread: threads.Thread, flags: SmemRef, at: _Flag) -> None:
     """Tells the other warps."""
     warp = thread.index // 32
     thread.shared_store(flags, at.parity * threads.WARPS + warp, at.moved, thread.index % 32 < 1)
-
-
-def any_flagged(flags: SmemRef, at: Flag) -> Index:
-    """Whether any warp has a logit that is too high. Commits what all wrote to shared memory."""
-    threads.each_thread(_set_flag, flags, at)
-    plgpu.commit_smem()
-    some = flags[at.parity * threads.WARPS]
-    for warp in range(1, threads.WARPS):
-        some = some | flags[at.parity * threads.WARPS + warp]
-    return some
 
 
 def raised_max(s: RegisterTile, row_max: RegisterTile) -> tuple[RegisterTile, RegisterTile]:
@@ -282,7 +272,11 @@ def _one_tile(ctx: KernelContext, work: WorkTile, tile: Index, carry: _Carry) ->
     parity = lax.rem(count, jnp.int32(2))
     ref = smem.p.at[parity]
     put(ref, p)
-    some = any_flagged(smem.flags, Flag(parity, moved))
+    threads.each_thread(_set_flag, smem.flags, _Flag(parity, moved))
+    plgpu.commit_smem()
+    some = smem.flags[parity * threads.WARPS]
+    for warp in range(1, threads.WARPS):
+        some = some | smem.flags[parity * threads.WARPS + warp]
 
     def raised():
         higher, rescale = raised_max(s, state.row_max)

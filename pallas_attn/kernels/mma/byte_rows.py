@@ -25,11 +25,11 @@ from pallas_attn._call.byte_rows import BYTE_DTYPE, BYTE_ROW, REST_DTYPE, SCALE_
 from pallas_attn.kernels.lang import asm, mosaic, thread_math, threads
 from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.lang.threads import Float
-from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile, Scalar, SmemRef
+from pallas_attn.kernels.lang.types import DType, GmemRef, Index, RegisterTile, Scalar, SmemRef
 from pallas_attn.kernels.mma import dequant, mma_rowmajor, packed_rows
 from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR
 
-KEYS = 64  # of a tile
+KEYS = 64  # keys of a tile
 BLOCKS = BYTE_ROW.scales  # blocks of columns that share a scale
 ROW_WORDS = BYTE_ROW.size // 4
 SWIZZLE = 128  # bytes
@@ -69,7 +69,7 @@ def _scalar(x: mgpu.FragmentedArray) -> Int:
     return Int(x.registers.item())
 
 
-def _word(raw: Any, slot: Any, row: Any, word: Any) -> ir.Value:
+def _word(raw: ir.Value, slot: mgpu.FragmentedArray, row: Int, word: Int | int) -> ir.Value:
     """A pointer to a word of 4 bytes of a row."""
     return asm.address_of(raw, (_scalar(slot) * KEYS + row) * ROW_WORDS + word, 4)
 
@@ -79,11 +79,11 @@ def _load(address: ir.Value, words: int) -> ir.Value:
     return llvm.load(asm.i32(), utils.getelementptr(address, [words], asm.i32()), alignment=4)
 
 
-def _tile(raw: Any, slot: Any) -> np.ndarray:
+def _tile(raw: SmemRef, slot: Index) -> np.ndarray:
     return np.asarray(raw[int(slot)])
 
 
-def _viewed(rows: np.ndarray, first: int, last: int, dtype: Any) -> np.ndarray:
+def _viewed(rows: np.ndarray, first: int, last: int, dtype: DType) -> np.ndarray:
     return np.ascontiguousarray(rows[:, first:last]).view(dtype)
 
 
@@ -193,8 +193,8 @@ def flat_scales(raw: Raw, live: Index) -> tuple[RegisterTile, ...]:
         return *numbers.T, *(numbers * inverses).T, *units
 
     row = plgpu.ShapeDtypeStruct((KEYS,), jnp.float32, layout=mosaic.ROW)
-    one = plgpu.ShapeDtypeStruct((), jnp.float32, layout=SCALAR)
-    result = *[row] * (2 * count), *[one] * count
+    unit_type = plgpu.ShapeDtypeStruct((), jnp.float32, layout=SCALAR)
+    result = *[row] * (2 * count), *[unit_type] * count
     kinds = REF, SCALAR, SCALAR
     return mosaic.inline(code, twin, (raw.ref, raw.slot, live), kinds, result)
 
