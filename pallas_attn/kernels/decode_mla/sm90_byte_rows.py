@@ -49,7 +49,9 @@ BLOCKS = BYTE_ROW.scales  # blocks of V's columns, each with a scale of its own
 V_WARPGROUPS = 2  # warpgroups that have columns of the output
 OWN = BLOCKS // V_WARPGROUPS  # blocks of one of them
 P_SLOTS = 2  # tiles whose probabilities there is room for
-REGISTERS = 184, 152, 24  # registers of a thread: scores, values, the producer
+# Registers of a thread: scores, values, the producer. A spilled register is slow to come back, since
+# shared memory leaves next to no L1: with 35 of them in a step the kernel took 1.7 times as long.
+REGISTERS_OF_FEW, REGISTERS = (200, 144, 24), (184, 152, 24)
 
 
 def limit(problem: DecodeProblem) -> Limit | None:
@@ -222,12 +224,13 @@ def _products(
     columns that are not of V.
     """
     dtype, smem, raw = ctx.plan.problem.dtype, ctx.smem, _raw(entry)
+    zero = mosaic.opaque_zero(raw.slot)  # else registers keep the addresses of all operands
 
     def body(refs):
         for block, acc in zip(blocks, refs, strict=False):
             keys = byte_rows.keys(raw, block)
             for term in range(byte_rows.terms_of(dtype)):
-                q = smem.terms.at[term, :, pl.ds(block * SCALE_COLUMNS, SCALE_COLUMNS)]
+                q = smem.terms.at[term + zero, :, pl.ds(block * SCALE_COLUMNS, SCALE_COLUMNS)]
                 plgpu.wgmma(acc, keys, q.transpose((1, 0)))
         if meanwhile is not None:
             plgpu.wgmma(refs[-1], byte_rows.rest(raw, dtype), smem.q_rest.transpose((1, 0)))
@@ -345,7 +348,6 @@ def _weigh(ctx: KernelContext, own: _Own) -> None:
     """A warpgroup's columns of the values, of all tiles."""
     plan, smem, rows = ctx.plan, ctx.smem, ctx.plan.queries.chunk_rows
     blocks, shape = range(own.member * OWN, (own.member + 1) * OWN), (TILE, rows)
-    at_once = few(plan)
 
     def one_tile(work, tile, state):
         entry, slot = _entry(ctx, state.count), lax.rem(state.count, jnp.int32(P_SLOTS))
@@ -359,15 +361,18 @@ def _weigh(ctx: KernelContext, own: _Own) -> None:
             return values
 
         plgpu.barrier_wait(entry.ready)
-        values = [load(block) for block in blocks] if at_once else []
+        values = [load(block) for block in blocks] if few(plan) else []
         plgpu.barrier_wait(smem.p_ready.at[slot])
         row_max = plgpu.load(smem.row_max.at[slot], layout=mosaic.COLUMN)
         rescale = jnp.exp2(state.row_max - base_of(row_max))
         accs: list[RegisterTile] = []
         for n, block in enumerate(blocks):
             unit = smem.units[slot * BLOCKS + block]
-            v = values[n] if at_once else load(block)
-            added = _weighed(smem.p.at[slot, block], v, shape)
+            v = values[n] if few(plan) else load(block)
+            p, at_once = smem.p.at[slot, block], len(v) if few(plan) else 1
+            added = [
+                x for i in range(0, len(v), at_once) for x in _weighed(p, v[i : i + at_once], shape)
+            ]
             for acc, more in zip(state.accs[2 * n : 2 * n + 2], added, strict=True):
                 accs.append(acc * sm90_few_rows.down_columns(rescale, shape) + more * unit)
         plgpu.barrier_arrive(smem.p_free.at[slot])
@@ -457,7 +462,7 @@ def _kernel(refs: LatentRefs, outputs: Outputs, smem: ByteRowsSmem, *, plan: Pla
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
     results = outputs.results(refs.counters, refs.sinks)
     ctx = KernelContext(plan, refs, smem)
-    scorer, weigher, loader = REGISTERS
+    scorer, weigher, loader = REGISTERS_OF_FEW if few(plan) else REGISTERS
 
     def share() -> Share:
         return scheduler.share_of(plan, smem.table, block_id)
