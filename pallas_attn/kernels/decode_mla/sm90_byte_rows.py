@@ -261,7 +261,8 @@ def _one_tile(
     some = byte_rows.any_above(above, softmax.RESCALE_THRESHOLD)
 
     def raised():
-        row_max, rescale = sm90_few_rows.raised_max(s, state.row_max)
+        row_max = sm90_few_rows.raised_max(s, state.row_max)
+        rescale = jnp.exp2(state.row_max - base_of(row_max))
         return row_max, state.row_sum * sm90_few_rows.down_columns(rescale, s.shape)
 
     row_max, row_sum = lax.cond(some != 0, raised, lambda: (state.row_max, state.row_sum))

@@ -204,14 +204,11 @@ def _set_flag(thread: threads.Thread, flags: SmemRef, at: _Flag) -> None:
     thread.shared_store(flags, at.parity * threads.WARPS + warp, at.moved, thread.index % 32 < 1)
 
 
-def raised_max(s: RegisterTile, row_max: RegisterTile) -> tuple[RegisterTile, RegisterTile]:
-    """(The row max, raised where a logit lies too far above it; the factor of what was relative to
-    the old one.)
-    """
+def raised_max(s: RegisterTile, row_max: RegisterTile) -> RegisterTile:
+    """The row max, raised where a logit lies too far above it."""
     higher = jnp.maximum(row_max, s.max(axis=0))
     moved = higher - row_max > softmax.RESCALE_THRESHOLD
-    higher = jnp.where(moved, higher, row_max)
-    return higher, jnp.exp2(row_max - base_of(higher))
+    return jnp.where(moved, higher, row_max)
 
 
 def _scores(ctx: KernelContext, blocks: list[RingBlock]) -> RegisterTile:
@@ -279,10 +276,11 @@ def _one_tile(ctx: KernelContext, work: WorkTile, tile: Index, carry: _Carry) ->
         some = some | smem.flags[parity * threads.WARPS + warp]
 
     def raised():
-        higher, rescale = raised_max(s, state.row_max)
+        higher = raised_max(s, state.row_max)
         p = jnp.exp2(s - down_columns(base_of(higher), s.shape))
         put(ref, p)
         plgpu.commit_smem()
+        rescale = jnp.exp2(state.row_max - base_of(higher))
         accs = tuple(acc * down_columns(rescale, acc.shape) for acc in state.accs)
         return State(accs, state.row_sum * down_columns(rescale, s.shape) + p, higher)
 
