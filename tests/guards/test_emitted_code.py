@@ -399,7 +399,7 @@ def test_queries_of_rows_of_bytes(rows, dtype, rng):
     both, terms = [], byte_rows.terms_of(dtype)
     for ours in (True, False):
         to = byte_rows.Queries(
-            np.zeros((terms, rows, 512), jnp.float8_e4m3fn),
+            np.zeros((terms * rows, 512), jnp.float8_e4m3fn),
             np.zeros((rows, 64), q.dtype),
             np.zeros(rows, np.float32),
         )
@@ -411,6 +411,8 @@ def test_queries_of_rows_of_bytes(rows, dtype, rng):
         both.append(to)
     got, want = both
     np.testing.assert_array_equal(got.units, want.units)
+    shape = terms, rows, 512
+    got, want = (x._replace(terms=x.terms.reshape(shape)) for x in both)
     for x, y, width in ((got.terms, want.terms, 16), (got.rest[None], want.rest[None], 8)):
         row, chunk = np.arange(rows)[:, None], np.arange(y.shape[-1] // width)[None]
         tiles = x.reshape(len(y), rows // 8, -1, 8, 8, width)
@@ -434,6 +436,12 @@ def test_columns_of_rows_of_bytes_are_stored_in_order():
             code.function.twin(*code.args)
     np.testing.assert_array_equal(*both)
     assert len(np.unique(both[0])) == 2048
+
+
+def test_terms_of_rows_of_bytes_are_added_up():
+    code = captured(byte_rows.folded, numbers((64, 48)), 16)
+    got, want = evaluate(code, held_by((64, 48))), code.function.twin(*code.args)
+    np.testing.assert_array_equal(got, want.reshape(-1)[emitted.places((64, 16), 4)])
 
 
 def test_units_of_rows_of_bytes():

@@ -49,9 +49,9 @@ BLOCKS = BYTE_ROW.scales  # blocks of V's columns, each with a scale of its own
 V_WARPGROUPS = 2  # warpgroups that have columns of the output
 OWN = BLOCKS // V_WARPGROUPS  # blocks of one of them
 P_SLOTS = 2  # tiles whose probabilities there is room for
-# Registers of a thread: scores, values, the producer. A spilled register is slow to come back, since
-# shared memory leaves next to no L1: with 35 of them in a step the kernel took 1.7 times as long.
-REGISTERS_OF_FEW, REGISTERS = (200, 144, 24), (184, 152, 24)
+# Registers of a thread: scores, values, the producer. Spilled ones are slow to come back, since
+# shared memory leaves next to no L1.
+REGISTERS_OF_FEW, REGISTERS = (216, 136, 24), (184, 152, 24)
 
 
 def limit(problem: DecodeProblem) -> Limit | None:
@@ -113,7 +113,7 @@ class ByteRowsSmem(NamedTuple):
 def scratch(plan: Plan) -> ByteRowsSmem:
     problem, rows, barrier = plan.problem, plan.queries.chunk_rows, plgpu.Barrier
     dtype, stages = jnp.dtype(problem.dtype), plan.config.stages
-    terms = byte_rows.terms_of(problem.dtype), rows, problem.v_head_dim
+    terms = byte_rows.terms_of(problem.dtype) * rows, problem.v_head_dim
     return ByteRowsSmem(
         q=plgpu.SMEM((rows, problem.head_dim), dtype),
         terms=mosaic.swizzled(terms, jnp.dtype(BYTE_DTYPE), byte_rows.SWIZZLE),
@@ -181,6 +181,11 @@ def _queries(smem: ByteRowsSmem) -> byte_rows.Queries:
     return byte_rows.Queries(smem.terms, smem.q_rest, smem.q_units)
 
 
+def _columns(plan: Plan) -> int:
+    """Columns of a block's scores: the terms of all query rows."""
+    return byte_rows.terms_of(plan.problem.dtype) * plan.queries.chunk_rows
+
+
 class _Part(NamedTuple):
     """A work whose scores are made."""
 
@@ -204,7 +209,7 @@ def _scores(
     plan, entry, first = ctx.plan, _entry(ctx, count), meanwhile is None
     plgpu.barrier_wait(entry.ready)
     scales = byte_rows.scales(_raw(entry), part.work.length - tile * TILE)
-    at_once, scaled = BLOCKS if few(plan) else BLOCKS // 2, []
+    at_once, scaled = next(n for n in (4, 2, 1) if n * _columns(plan) <= 128), []
     (*accs, s), result = _products(ctx, entry, range(at_once), meanwhile or (lambda: None))
     if at_once < BLOCKS:
         accs += _products(ctx, entry, range(at_once, BLOCKS))[0]
@@ -212,6 +217,7 @@ def _scores(
         plgpu.commit_smem()  # all warps have read the rows, and TMA will write there
     plgpu.barrier_arrive(entry.free)
     for acc, scale in zip(accs, scales.of_scores, strict=True):
+        acc = byte_rows.folded(acc, s.shape[1])
         scaled.append(acc * mosaic.broadcast_rows(scale, acc.shape))
     s += functools.reduce(jnp.add, scaled) * sm90_few_rows.down_columns(part.q_units, s.shape)
     return _Ahead(s, scales.of_values, scales.units), result
@@ -229,17 +235,17 @@ def _products(
     def body(refs):
         for block, acc in zip(blocks, refs, strict=False):
             keys = byte_rows.keys(raw, block)
-            for term in range(byte_rows.terms_of(dtype)):
-                q = smem.terms.at[term + zero, :, pl.ds(block * SCALE_COLUMNS, SCALE_COLUMNS)]
-                plgpu.wgmma(acc, keys, q.transpose((1, 0)))
+            q = smem.terms.at[:, pl.ds((block + zero) * SCALE_COLUMNS, SCALE_COLUMNS)]
+            plgpu.wgmma(acc, keys, q.transpose((1, 0)))
         if meanwhile is not None:
             plgpu.wgmma(refs[-1], byte_rows.rest(raw, dtype), smem.q_rest.transpose((1, 0)))
         result = None if meanwhile is None else meanwhile()
         plgpu.wgmma_wait(0)
         return [acc[...] for acc in refs], result
 
-    accumulator = plgpu.ACC((TILE, ctx.plan.queries.chunk_rows), jnp.float32)
-    return pl.run_scoped(body, [accumulator] * (len(blocks) + (meanwhile is not None)))
+    sums = [plgpu.ACC((TILE, _columns(ctx.plan)), jnp.float32)] * len(blocks)
+    rest = [plgpu.ACC((TILE, ctx.plan.queries.chunk_rows), jnp.float32)]
+    return pl.run_scoped(body, sums if meanwhile is None else sums + rest)
 
 
 class _Softmax(NamedTuple):

@@ -291,6 +291,25 @@ def store_columns(out: GmemRef, row: Index, block: int, tiles: tuple[RegisterTil
     mosaic.inline(code, twin, (out, row, *tiles), (REF, SCALAR, mosaic.TILE, mosaic.TILE), None)
 
 
+def folded(tile: RegisterTile, columns: int) -> RegisterTile:
+    """The sum of groups of so many neighbouring columns."""
+    shape = tile.shape[0], columns
+
+    def code(tile):
+        registers = tile.registers.reshape(-1, columns // 4)
+        return mma_rowmajor.tile_with(list(functools.reduce(_added, registers)), shape)
+
+    def twin(tile):
+        return tile.reshape(shape[0], -1, columns).sum(axis=1)
+
+    result = mma_rowmajor.tile_of(shape, jnp.float32)
+    return mosaic.inline(code, twin, (tile,), (mosaic.TILE,), result)
+
+
+def _added(a: np.ndarray, b: np.ndarray) -> list[ir.Value]:
+    return [arith.addf(x, y) for x, y in zip(a, b, strict=True)]
+
+
 def any_above(tile: RegisterTile, bound: float) -> Index:
     """int32: 1 where a number of the tile, in any warp, lies above `bound`, else 0. One barrier of
     the warpgroup tells all warps.
@@ -320,7 +339,9 @@ def any_above(tile: RegisterTile, bound: float) -> Index:
 class Queries(NamedTuple):
     """Query rows in shared memory, for keys in 8 bits."""
 
-    terms: SmemRef  # float8 [terms, rows, v_head_dim]: their sum is q of V's columns over `units`
+    # float8 [terms * rows, v_head_dim]: rows of the first terms, of the second terms, ..; their sum
+    # is q of V's columns over `units`
+    terms: SmemRef
     rest: SmemRef  # [rows, rest]: q of the other columns
     units: SmemRef  # float32[rows]: powers of two; NaN where q is not finite
 
@@ -335,7 +356,7 @@ def split(q: SmemRef, to: Queries) -> None:
     rows, columns = q.shape
     chunks, rest_chunks = BYTE_ROW.v_head_dim // 16, BYTE_ROW.rest // 8
     parts = mosaic.THREADS // next(n for n in (8, 16, 32) if n >= rows)
-    count, dtype = to.terms.shape[0], str(q.dtype)
+    count, dtype = to.terms.shape[0] // rows, str(q.dtype)
     word = asm.word_type
 
     def code(q, terms, rest, units):
@@ -389,7 +410,7 @@ def split(q: SmemRef, to: Queries) -> None:
         left = left * inverse[:, None]
         for term in range(count):
             narrow = left.astype(BYTE_DTYPE)
-            terms[term] = narrow
+            terms[term * rows : (term + 1) * rows] = narrow
             left = left - narrow.astype(np.float32)
         rest[:] = numbers[:, BYTE_ROW.v_head_dim :].astype(rest.dtype)
 
