@@ -209,10 +209,11 @@ def _scores(
     plan, entry, first = ctx.plan, _entry(ctx, count), meanwhile is None
     plgpu.barrier_wait(entry.ready)
     scales = byte_rows.scales(_raw(entry), part.work.length - tile * TILE)
-    at_once, scaled = next(n for n in (4, 2, 1) if n * _columns(plan) <= 128), []
+    room = 128 if few(plan) else 64  # columns of scores that registers have room for
+    at_once, scaled = next((n for n in (4, 2) if n * _columns(plan) <= room), 1), []
     (*accs, s), result = _products(ctx, entry, range(at_once), meanwhile or (lambda: None))
-    if at_once < BLOCKS:
-        accs += _products(ctx, entry, range(at_once, BLOCKS))[0]
+    for block in range(at_once, BLOCKS, at_once):
+        accs += _products(ctx, entry, range(block, block + at_once))[0]
     if first or at_once < BLOCKS:  # else `meanwhile` has done so
         plgpu.commit_smem()  # all warps have read the rows, and TMA will write there
     plgpu.barrier_arrive(entry.free)
