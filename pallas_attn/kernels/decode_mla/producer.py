@@ -25,6 +25,7 @@ from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Operand, Pre
 
 TILE = 64  # keys
 WIDTH = 64  # columns of a swizzle of 128 bytes
+PAIR = "pair"  # axis of the two blocks of a cluster
 PREFETCH = 1  # tiles between the one that is copied and the one that is prefetched to L2
 
 
@@ -72,16 +73,25 @@ def refs_of(
     )
 
 
-def kernel_of(
-    plan: Plan, body: Callable[..., None], outputs: Outputs, smem: SmemRef, warpgroups: int
+def kernel_of(  # noqa: PLR0913
+    plan: Plan,
+    body: Callable[..., None],
+    outputs: Outputs,
+    smem: SmemRef,
+    warpgroups: int,
+    paired: bool = False,
 ) -> Callable[..., Any]:
-    """The launch of `body(refs, outputs, smem)` on all blocks."""
+    """The launch of `body(refs, outputs, smem)` on all blocks, two of which are a cluster where
+    they are `paired`.
+    """
+    cluster = {"cluster": (2,), "cluster_names": (PAIR,)} if paired else {}
     return plgpu.kernel(
         functools.partial(body, plan=plan),
         out_type=(outputs,),
         scratch_types=(smem,),
-        grid=(plan.grid,),
+        grid=(plan.grid // (2 if paired else 1),),
         grid_names=("block",),
+        **cluster,
         num_threads=warpgroups,
         thread_name="wg",
         compiler_params=mosaic.without_barriers(by_lane=True),
@@ -129,6 +139,7 @@ class Copy(NamedTuple):
     to: RingBlock
     reused: Predicate  # whether the block was in use before: else `free` is not waited for
     whole: bool = False  # whole rows, which lie together in memory: no tensor map
+    paired: bool = False  # both blocks of a cluster get the rows, half of which each copies
 
 
 def load(
@@ -221,7 +232,8 @@ def copy_rows(
         source = ctx.refs.kv.at[slab, pl.ds(row, plan.keys.page_rows), copy.columns]
         to = copy.to.ref.at[pl.ds(first, plan.keys.page_rows)]
         bounds = plgpu.OOBFillMode.PROMISE_IN_BOUNDS if copy.whole else None
-        plgpu.copy_gmem_to_smem(source, to, copy.to.ready, oob_mode=bounds)
+        both = PAIR if copy.paired else None
+        plgpu.copy_gmem_to_smem(source, to, copy.to.ready, oob_mode=bounds, collective_axes=both)
 
     if page is None:
         return issue()
