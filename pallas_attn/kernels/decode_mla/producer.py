@@ -84,14 +84,14 @@ def kernel_of(  # noqa: PLR0913
     """The launch of `body(refs, outputs, smem)` on all blocks, two of which are a cluster where
     they are `paired`.
     """
-    cluster = {"cluster": (2,), "cluster_names": (PAIR,)} if paired else {}
     return plgpu.kernel(
         functools.partial(body, plan=plan),
         out_type=(outputs,),
         scratch_types=(smem,),
         grid=(plan.grid // (2 if paired else 1),),
         grid_names=("block",),
-        **cluster,
+        cluster=(2,) if paired else (),
+        cluster_names=(PAIR,) if paired else (),
         num_threads=warpgroups,
         thread_name="wg",
         compiler_params=mosaic.without_barriers(by_lane=True),

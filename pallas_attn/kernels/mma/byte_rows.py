@@ -296,8 +296,8 @@ def folded(tile: RegisterTile, columns: int) -> RegisterTile:
     shape = tile.shape[0], columns
 
     def code(tile):
-        registers = tile.registers.reshape(-1, columns // 4)
-        return mma_rowmajor.tile_with(list(functools.reduce(_added, registers)), shape)
+        registers = [list(x) for x in tile.registers.reshape(-1, columns // 4)]
+        return mma_rowmajor.tile_with(functools.reduce(_added, registers), shape)
 
     def twin(tile):
         return tile.reshape(shape[0], -1, columns).sum(axis=1)
@@ -306,7 +306,7 @@ def folded(tile: RegisterTile, columns: int) -> RegisterTile:
     return mosaic.inline(code, twin, (tile,), (mosaic.TILE,), result)
 
 
-def _added(a: np.ndarray, b: np.ndarray) -> list[ir.Value]:
+def _added(a: list[ir.Value], b: list[ir.Value]) -> list[ir.Value]:
     return [arith.addf(x, y) for x, y in zip(a, b, strict=True)]
 
 
