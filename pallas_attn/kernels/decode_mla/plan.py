@@ -67,13 +67,6 @@ def groups_of(plan: Plan) -> Plan:
     return dataclasses.replace(plan, heads=heads, grid=plan.grid // together)
 
 
-def paired(plan: Plan) -> bool:
-    """Whether two neighbours are a cluster. Each copies half of a tile for both, so that L2 is read
-    half as often. Where a tile is one copy a block of columns.
-    """
-    return neighbours(plan) % 2 == 0 and plan.keys.page_rows == plan.keys.tile
-
-
 class Member(NamedTuple):
     """The group of a block, and its number among the neighbours."""
 

@@ -25,7 +25,6 @@ from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Operand, Pre
 
 TILE = 64  # keys
 WIDTH = 64  # columns of a swizzle of 128 bytes
-PAIR = "pair"  # axis of the two blocks of a cluster
 PREFETCH = 1  # tiles between the one that is copied and the one that is prefetched to L2
 
 
@@ -73,25 +72,16 @@ def refs_of(
     )
 
 
-def kernel_of(  # noqa: PLR0913
-    plan: Plan,
-    body: Callable[..., None],
-    outputs: Outputs,
-    smem: SmemRef,
-    warpgroups: int,
-    paired: bool = False,
+def kernel_of(
+    plan: Plan, body: Callable[..., None], outputs: Outputs, smem: SmemRef, warpgroups: int
 ) -> Callable[..., Any]:
-    """The launch of `body(refs, outputs, smem)` on all blocks, two of which are a cluster where
-    they are `paired`.
-    """
+    """The launch of `body(refs, outputs, smem)` on all blocks."""
     return plgpu.kernel(
         functools.partial(body, plan=plan),
         out_type=(outputs,),
         scratch_types=(smem,),
-        grid=(plan.grid // (2 if paired else 1),),
+        grid=(plan.grid,),
         grid_names=("block",),
-        cluster=(2,) if paired else (),
-        cluster_names=(PAIR,) if paired else (),
         num_threads=warpgroups,
         thread_name="wg",
         compiler_params=mosaic.without_barriers(by_lane=True),
@@ -139,7 +129,6 @@ class Copy(NamedTuple):
     to: RingBlock
     reused: Predicate  # whether the block was in use before: else `free` is not waited for
     whole: bool = False  # whole rows, which lie together in memory: no tensor map
-    paired: bool = False  # both blocks of a cluster get the rows, half of which each copies
 
 
 def load(
@@ -232,8 +221,7 @@ def copy_rows(
         source = ctx.refs.kv.at[slab, pl.ds(row, plan.keys.page_rows), copy.columns]
         to = copy.to.ref.at[pl.ds(first, plan.keys.page_rows)]
         bounds = plgpu.OOBFillMode.PROMISE_IN_BOUNDS if copy.whole else None
-        both = PAIR if copy.paired else None
-        plgpu.copy_gmem_to_smem(source, to, copy.to.ready, oob_mode=bounds, collective_axes=both)
+        plgpu.copy_gmem_to_smem(source, to, copy.to.ready, oob_mode=bounds)
 
     if page is None:
         return issue()

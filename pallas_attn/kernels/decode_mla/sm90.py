@@ -68,14 +68,13 @@ from pallas_attn.kernels.decode_mla.plan import (
     groups_of,
     member_of,
     neighbours,
-    paired,
     partial_block,
     plan_of,
     scores_first,
 )
-from pallas_attn.kernels.decode_mla.producer import PAIR, TILE, WIDTH, Copy, LatentRefs, RingBlock
+from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs, RingBlock
 from pallas_attn.kernels.lang import mosaic, threads
-from pallas_attn.kernels.lang.types import Barrier, Carry, Index, RegisterTile, SmemRef
+from pallas_attn.kernels.lang.types import Barrier, Index, RegisterTile, SmemRef
 
 Array = jax.Array
 
@@ -173,7 +172,7 @@ class LatentSmem(NamedTuple):
     q_ready: Barrier
     q_free: Barrier
     ready: Barrier  # one a block of both rings
-    free: Barrier  # likewise; of both blocks of a pair
+    free: Barrier
     rope_ready: Barrier
     p_ready: Barrier
     p_free: Barrier
@@ -185,11 +184,6 @@ def scratch(plan: Plan) -> LatentSmem:
     """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
     dtype, columns, barrier = jnp.dtype(plan.problem.dtype), columns_of(plan), plgpu.Barrier
     stretches = TILE // plan.keys.page_rows
-    of_pair = (
-        functools.partial(plgpu.ClusterBarrier, collective_axes=(PAIR,))
-        if paired(plan)
-        else barrier
-    )
 
     def swizzled(*shape):
         return mosaic.swizzled(shape, dtype, 2 * WIDTH) if shape[-1] else None
@@ -208,7 +202,7 @@ def scratch(plan: Plan) -> LatentSmem:
         q_ready=barrier(num_arrivals=max(columns.q_copies, 1)),
         q_free=barrier(),
         ready=barrier(num_barriers=V_WARPGROUPS * columns.ring, num_arrivals=stretches),
-        free=of_pair(num_barriers=V_WARPGROUPS * columns.ring),
+        free=barrier(num_barriers=V_WARPGROUPS * columns.ring),
         rope_ready=barrier(num_barriers=P_SLOTS, num_arrivals=stretches),
         p_ready=barrier(num_barriers=P_SLOTS),
         p_free=barrier(num_barriers=P_SLOTS, num_arrivals=V_WARPGROUPS),
@@ -266,19 +260,19 @@ def _q_block(plan: Plan, number: Index, count: Index) -> Index:
     return number + count * columns_of(plan).blocks
 
 
-def _each_work(ctx: KernelContext, block_id: Index, body: Callable, carry: Carry = 0) -> Carry:
-    """`body(work, number, carry)` for each work of the block. The carry counts the tiles before:
-    the body comes back with those of its work added.
+def _each_work(ctx: KernelContext, block_id: Index, body: Callable) -> None:
+    """`body(work, number, count)` for each work of the block; `count`: the tiles before, which it
+    comes back with, those of this work added.
     """
     plan, table = ctx.plan, ctx.smem.table
     member, groups = member_of(plan, block_id), groups_of(plan)
 
-    def own(work, number, carry):
+    def own(work, number, count):
         head = work.head * neighbours(plan) + member.number
-        return body(work._replace(head=head), number, carry)
+        return body(work._replace(head=head), number, count)
 
     share = scheduler.share_of(groups, table, member.group)
-    return producer.each_work(groups, table, share, own, jax.tree.map(jnp.int32, carry))
+    producer.each_work(groups, table, share, own, jnp.int32(0))
 
 
 # ---- the producer --------------------------------------------------------------------------------
@@ -292,8 +286,7 @@ def _load(ctx: KernelContext, block_id: Index) -> None:
     def prefetches(tile):  # by one of the neighbours
         return lax.rem(tile, jnp.int32(neighbours(plan))) == member.number
 
-    def one_work(work, number, carry):
-        count, _ = carry
+    def one_work(work, number, count):
         _load_q(ctx, work, number, count)
 
         def copies_of(count):
@@ -302,8 +295,7 @@ def _load(ctx: KernelContext, block_id: Index) -> None:
                 for wg in range(V_WARPGROUPS):
                     own = pl.ds(wg * columns.v + n * columns.block, columns.block)
                     to = _ring_block(ctx, wg, first + n)
-                    reused = first + n >= columns.ring
-                    yield Copy(own, to, reused, paired=paired(plan))
+                    yield Copy(own, to, reused=first + n >= columns.ring)
             if columns.rope:
                 own = pl.ds(plan.problem.v_head_dim, columns.rope)
                 slot = lax.rem(count, jnp.int32(P_SLOTS))
@@ -312,23 +304,11 @@ def _load(ctx: KernelContext, block_id: Index) -> None:
                 yield Copy(own, to, reused=count >= P_SLOTS)
 
         if plan.layout.listed:
-            return row_gathers.load(ctx, work, count, copies_of), number + 1
+            return row_gathers.load(ctx, work, count, copies_of)
         ahead = prefetches if scores_first(plan) else None
-        return producer.load(ctx, work, count, copies_of, ahead), number + 1
+        return producer.load(ctx, work, count, copies_of, ahead)
 
-    count, works = _each_work(ctx, block_id, one_work, (0, 0))
-    if paired(plan):
-        _await_other(ctx, _q_block(plan, works, count))
-
-
-def _await_other(ctx: KernelContext, used: Index) -> None:
-    """Waits until the other block of the pair has released all blocks of the rings, `used` of each
-    since the kernel began: it arrives at barriers of this block, which must not end before.
-    """
-    ring = columns_of(ctx.plan).ring
-    for entry in range(V_WARPGROUPS * ring):
-        wait = functools.partial(plgpu.barrier_wait, ctx.smem.free.at[entry])
-        pl.when(entry % ring < used)(wait)
+    _each_work(ctx, block_id, one_work)
 
 
 def _padded_rows(plan: Plan) -> int:
@@ -649,8 +629,6 @@ def _write(plan: Plan, own: _Own, work: WorkTile, n: int, out: RegisterTile) -> 
 
 def _kernel(refs: LatentRefs, outputs: Outputs, smem: LatentSmem, *, plan: Plan) -> None:
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
-    if paired(plan):
-        block_id = block_id * 2 + lax.axis_index(PAIR)
     results = outputs.results(refs.counters, refs.sinks)
     ctx = row_gathers.with_table(KernelContext(plan, refs, smem))
 
@@ -705,8 +683,7 @@ def _launch(
     )
     if apart := combined_apart(plan):
         outputs = outputs._replace(out=None, lse=None)
-    warpgroups, smem = V_WARPGROUPS + 2, scratch(plan)
-    kernel = producer.kernel_of(plan, _kernel, outputs, smem, warpgroups, paired(plan))
+    kernel = producer.kernel_of(plan, _kernel, outputs, scratch(plan), V_WARPGROUPS + 2)
     refs = producer.refs_of(inputs, counters, plan, *rows)
     ((out, lse, partials),) = kernel(refs)
     if apart:

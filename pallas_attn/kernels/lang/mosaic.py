@@ -67,8 +67,8 @@ def bytes_of(scratch: Any) -> int:
     """Bytes of all buffers of a tree of shared memory, as Mosaic lays them out: each begins at a
     multiple of 1024. Barriers are not counted, nor `REDUCTION_BYTES`.
     """
-    leaves = jax.tree.leaves(scratch, is_leaf=lambda x: hasattr(x, "num_barriers"))
-    buffers = [x for x in leaves if hasattr(x, "shape")]
+    leaves = jax.tree.leaves(scratch, is_leaf=lambda x: isinstance(x, plgpu.Barrier))
+    buffers = [x for x in leaves if not isinstance(x, plgpu.Barrier)]
     sizes = [math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in buffers]
     return sum(-(-size // 1024) * 1024 for size in sizes)
 
