@@ -107,6 +107,7 @@ class Decode(NamedTuple):
     packed: bool = False
     mask: pa.Mask = pa.CAUSAL
     softcap: float | None = None
+    uneven: bool = False  # columns differ by powers of two, so scales do
 
     def cache(self):
         options = FORMAT | {"layers": self.layers}
@@ -118,7 +119,10 @@ class Decode(NamedTuple):
     def filled(self, rng):
         """The cache with rows up to the lengths, and any bytes behind them."""
         cache, layer = self.cache(), {} if self.layers is None else {"layer": 1}
-        k = jnp.asarray(rng.standard_normal((2, max(self.lengths), 1, 576)), jnp.bfloat16)
+        k = rng.standard_normal((2, max(self.lengths), 1, 576))
+        if self.uneven:
+            k *= np.repeat(2.0 ** rng.integers(-12, 2, (*k.shape[:3], 9)), 64, axis=-1)
+        k = jnp.asarray(k, jnp.bfloat16)
         cache = cache.extend(jnp.array(self.lengths, jnp.int32))
         noise = jnp.asarray(rng.integers(0, 256, cache.k.shape, np.uint8))
         cache = dataclasses.replace(cache, k=noise)
@@ -144,6 +148,7 @@ DECODES = [
     ),
     Decode("more_heads", "paged", 40, layers=2, page_size=16),
     Decode("packed", "paged", 2, packed=True, softcap=4.0),
+    Decode("uneven", heads=8, dtype="float16", uneven=True),
 ]  # fmt: skip
 
 
@@ -166,7 +171,7 @@ def test_all_tiles_by_one_block(rng):
     """Slots of both rings are used again."""
     case = Decode("stacked", heads=2)
     cache, arguments = case.filled(rng), case.arguments(rng)
-    with config.forced("decode_sm90", {"grid": 1, "stages": 3}):
+    with config.forced("decode_mla_sm90", {"grid": 1, "stages": 3}):
         got = INTERPRETED.call(pa.decode_attention, cache=cache, **arguments)
     want = INTERPRETED.call(pa.decode_attention, cache=cache, **arguments)
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), 0.01, 0.01)

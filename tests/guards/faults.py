@@ -637,11 +637,23 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "own, first, later = (n * together for n in others)",
         f"{TEST_MLA} -k 'test_interpreted and two_chunks_apart'",
     ),
-    "rows_of_bytes_are_widened_before_they_are_there": Fault(
+    "rows_of_bytes_are_released_before_all_columns_are_in_registers": Fault(
         f"{MLA}/sm90_byte_rows.py",
-        "plgpu.barrier_wait(_slot(ctx, first + n).ready)",
-        "pl.when(n > 0)(lambda: plgpu.barrier_wait(_slot(ctx, first + n).ready))",
+        "if block == blocks[-1]:",
+        "if block == blocks[0]:",
+        f"{TEST_BYTES} -k test_all_tiles_by_one_block",
+    ),
+    "scores_of_rows_of_bytes_have_the_scales_of_other_columns": Fault(
+        f"{MLA}/sm90_byte_rows.py",
+        "zip(accs, scales.of_scores, strict=True)",
+        "zip(accs, scales.of_scores[::-1], strict=True)",
         f"{TEST_BYTES} -k 'test_what_is_read and interpreted-stacked'",
+    ),
+    "probabilities_of_rows_of_bytes_are_overwritten": Fault(
+        f"{MLA}/sm90_byte_rows.py",
+        "pl.when(count >= P_SLOTS)(lambda: plgpu.barrier_wait(smem.p_free.at[slot]))",
+        "pl.when(count > P_SLOTS)(lambda: plgpu.barrier_wait(smem.p_free.at[slot]))",
+        f"{TEST_BYTES} -k test_all_tiles_by_one_block",
     ),
     "rows_of_bytes_have_the_scale_of_their_neighbours": Fault(
         "pallas_attn/kernels/append/byte_rows.py",

@@ -160,7 +160,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
         ),
         "latent_rows_rescale_their_row_sum_alone": (
             f"{MLA}/sm90_few_rows.py",
-            "accs = tuple(acc * _down_columns(rescale, acc.shape) for acc in state.accs)",
+            "accs = tuple(acc * down_columns(rescale, acc.shape) for acc in state.accs)",
             "accs = state.accs",
         ),
         "latent_values_are_never_rescaled": (

@@ -362,27 +362,102 @@ def test_narrow_rows_are_stored_where_tma_would_put_them(rng, monkeypatch, dim, 
     assert want[2].any() and not got[:2].any()
 
 
-@pytest.mark.parametrize("begin, dtype", [(64, "bfloat16"), (448, "float16"), (512, "float16")])
-def test_rows_of_bytes_are_stored_where_tma_would_put_them(rng, monkeypatch, begin, dtype):
-    """A tile whose rows wrap around the ring."""
-    monkeypatch.setattr(thread_math, "to_16_bits", float16_of_e5m2)
-    monkeypatch.setattr(byte_rows, "BYTE_DTYPE", "float8_e5m2")
-    numbers = rng.standard_normal((7, 16, 512)).astype(jnp.float8_e5m2)
-    scales = rng.standard_normal((7, 16, 4)).astype(np.float32)
-    rest = rng.standard_normal((7, 16, 64)).astype(jnp.bfloat16)
-    raw = np.concatenate([x.view(np.uint8) for x in (numbers, scales, rest)], axis=-1)
-    width = 64 if begin == 512 else 128
-    both = [np.zeros((3, 64, width), jnp.dtype(dtype)) for _ in range(2)]
-    for to, ours in zip(both, (True, False), strict=True):
-        tile = byte_rows.Tile(np.int32(5), np.int32(2))
-        code = captured(byte_rows.widen, raw, to, tile, begin)
+def rows_of_bytes(rng):
+    """Two tiles."""
+    numbers = rng.standard_normal((2, 64, 512)).astype(jnp.float8_e4m3fn)
+    scales = rng.standard_normal((2, 64, 4)).astype(np.float32)
+    rest = rng.standard_normal((2, 64, 64)).astype(jnp.bfloat16)
+    return np.concatenate([x.view(np.uint8) for x in (numbers, scales, rest)], axis=-1)
+
+
+def bytes_of_a_thread():
+    """Which elements of [64, 128] a thread has in a left operand of 8 bits."""
+    thread, n = np.arange(128)[:, None], np.arange(16)[None]
+    row = thread // 32 * 16 + thread % 32 // 4 + n % 2 * 8
+    return (row * 128 + n // 2 * 16 + thread % 4 * 4)[..., None] + np.arange(4)
+
+
+OPERANDS = {
+    "keys": lambda raw: byte_rows.keys(raw, 2),
+    "rest": lambda raw: byte_rows.rest(raw, "bfloat16"),
+    "rest_rounded": lambda raw: byte_rows.rest(raw, "float16"),
+    "values": lambda raw: byte_rows.values(raw, 3, np.int32(37)),
+    "scales": lambda raw: byte_rows.flat_scales(raw, np.int32(37)),
+}
+
+
+@pytest.mark.parametrize("name", OPERANDS)
+def test_operands_from_rows_of_bytes(name, rng):
+    code = captured(OPERANDS[name], byte_rows.Raw(rows_of_bytes(rng), np.int32(1)))
+    made, want = evaluate(code, {}), code.function.twin(*code.args)
+    several = made if isinstance(made, tuple) else (made,)
+    for got, tile in zip(several, want if isinstance(made, tuple) else (want,), strict=True):
+        tile, got = np.asarray(tile), np.asarray(got)
+        if tile.ndim == 2:
+            places = bytes_of_a_thread() if name == "keys" else emitted.places(tile.shape, 4)
+        else:
+            row = emitted.places((64, 8), 4)[:, :2, :1] // 8
+            places = row if tile.ndim else np.zeros((128, 1), int)
+        np.testing.assert_array_equal(
+            got.astype(np.float32), tile.astype(np.float32).reshape(-1)[places]
+        )
+
+
+@pytest.mark.parametrize("rows, dtype", [(16, "bfloat16"), (24, "float16")])
+def test_queries_of_rows_of_bytes(rows, dtype, rng):
+    """Their terms lie where TMA would put them, and add up to the queries."""
+    q = (rng.standard_normal((rows, 576)) * 2.0 ** rng.integers(-9, 9, (rows, 1))).astype(dtype)
+    q[3] = 0
+    both, terms = [], byte_rows.terms_of(dtype)
+    for ours in (True, False):
+        to = byte_rows.Queries(
+            np.zeros((terms * rows, 512), jnp.float8_e4m3fn),
+            np.zeros((rows, 64), q.dtype),
+            np.zeros(rows, np.float32),
+        )
+        code = captured(byte_rows.split, q, to)
         if ours:
             evaluate(code, {})
         else:
             code.function.twin(*code.args)
+        both.append(to)
     got, want = both
-    row, chunk = np.arange(64)[:, None], np.arange(width // 8)[None]
-    tiles = got[2].reshape(8, width // 64, 8, 8, 8)
-    rows = tiles[row // 8, chunk // 8, row % 8, chunk % 8 ^ row % 8].reshape(64, width)
-    np.testing.assert_array_equal(rows, want[2])
-    assert want[2].any() and not got[:2].any()
+    np.testing.assert_array_equal(got.units, want.units)
+    shape = terms, rows, 512
+    got, want = (x._replace(terms=x.terms.reshape(shape)) for x in both)
+    for x, y, width in ((got.terms, want.terms, 16), (got.rest[None], want.rest[None], 8)):
+        row, chunk = np.arange(rows)[:, None], np.arange(y.shape[-1] // width)[None]
+        tiles = x.reshape(len(y), rows // 8, -1, 8, 8, width)
+        placed = tiles[:, row // 8, chunk // 8, row % 8, chunk % 8 ^ row % 8].reshape(y.shape)
+        np.testing.assert_array_equal(placed, y)
+    sums = want.terms.astype(np.float32).sum(axis=0) * want.units[:, None]
+    exact = q[:, :512].astype(np.float32)
+    most = np.abs(exact).max(axis=1, keepdims=True)
+    error = 0 if dtype == "bfloat16" else 2.0**-12
+    assert (np.abs(sums - exact) <= np.abs(exact) * error + most * 2.0**-17).all()
+
+
+def test_columns_of_rows_of_bytes_are_stored_in_order():
+    tiles = tuple(numbers((64, 16)) + 1024 * n for n in range(2))
+    both = [np.zeros((40, 512), np.float16) for _ in range(2)]
+    for out, ours in zip(both, (True, False), strict=True):
+        code = captured(byte_rows.store_columns, out, np.int32(16), 1, tiles)
+        if ours:
+            evaluate(code, held_by((64, 16)))
+        else:
+            code.function.twin(*code.args)
+    np.testing.assert_array_equal(*both)
+    assert len(np.unique(both[0])) == 2048
+
+
+def test_terms_of_rows_of_bytes_are_added_up():
+    code = captured(byte_rows.folded, numbers((64, 48)), 16)
+    got, want = evaluate(code, held_by((64, 48))), code.function.twin(*code.args)
+    np.testing.assert_array_equal(got, want.reshape(-1)[emitted.places((64, 16), 4)])
+
+
+def test_units_of_rows_of_bytes():
+    to = np.zeros(8, np.float32)
+    units = [np.float32(x) for x in (1, 2, 4, 8)]
+    evaluate(captured(byte_rows.store_units, to, np.int32(1), units), {})
+    np.testing.assert_array_equal(to, [0, 0, 0, 0, 1, 2, 4, 8])

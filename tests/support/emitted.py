@@ -80,7 +80,7 @@ class Memory:
 
 def _dtype(kind: ir.Type) -> Any:
     names = {"index": "int64", "i1": "bool", "!llvm.ptr": "int64", "f32": "float32"}
-    names |= {"f16": "float16", "bf16": "bfloat16"}
+    names |= {"f16": "float16", "bf16": "bfloat16", "f8E4M3FN": "float8_e4m3fn"}
     name = str(kind)
     return jnp.dtype(names.get(name, name.replace("i", "int", 1)))
 
@@ -211,7 +211,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(
         ("arith.extsi", "arith.trunci", "arith.index_cast", "arith.extf", "arith.truncf"), _cast
     ),
-    **dict.fromkeys(("arith.bitcast", "llvm.bitcast"), _bitcast),
+    **dict.fromkeys(("arith.bitcast", "llvm.bitcast", "vector.bitcast"), _bitcast),
     "vector.extract": lambda op, vector: vector[_position(op)],
     "vector.insert": _inserted,
     "nvvm.shfl.sync": _shuffled,
@@ -439,6 +439,11 @@ class _Ptx:
             halves = np.stack(values[::-1], 1).astype(np.float16)
             self.values[operands[0]] = halves.view(np.int32)[:, 0]
             return
+        if more == ["rn", "satfinite", "e4m3x2", "f32"]:
+            pairs = np.stack([np.clip(x, -448, 448) for x in values[::-1]], 1)
+            narrow = pairs.astype(jnp.float8_e4m3fn)
+            self.values[operands[0]] = narrow.view(np.int16)[:, 0]
+            return
         assert more == ["rn", "f16x2", "e4m3x2"], more
         narrow = values[0].astype(np.uint16)[:, None].view(jnp.float8_e4m3fn)
         self.values[operands[0]] = narrow.astype(np.float16).view(np.int32)[:, 0]
@@ -622,7 +627,8 @@ def _argument(memory: Memory, x: Any, kind: Any, held: dict[str, Any]) -> tuple[
     x = np.asarray(x)
     element = utils.dtype_to_ir_type(x.dtype)
     if not x.ndim:
-        splat = lambda values: mgpu.FragmentedArray.splat(values[0], (), is_signed=True)  # noqa: E731
+        signed = True if np.issubdtype(x.dtype, np.integer) else None
+        splat = lambda values: mgpu.FragmentedArray.splat(values[0], (), is_signed=signed)  # noqa: E731
         return [element], [np.full(THREADS, x[()])], splat
     layout, where = kind.to_mgpu(), held[repr(kind)]
     where = where(x.shape) if callable(where) else where

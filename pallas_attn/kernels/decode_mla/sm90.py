@@ -374,6 +374,7 @@ def _scores(
     before is called when all but the last are multiplied.
     """
     plan, smem, columns = ctx.plan, ctx.smem, columns_of(ctx.plan)
+    zero = mosaic.opaque_zero(slot)  # else registers keep the addresses of q's columns
 
     def body(acc):
         for n in range(columns.blocks):
@@ -381,7 +382,7 @@ def _scores(
                 block = _ring_block(ctx, wg, first + n)
                 plgpu.barrier_wait(block.ready)
                 own = pl.ds((n - 1) * columns.block, columns.block)
-                rows = smem.q.at[wg, :, own] if n else q[wg]
+                rows = smem.q.at[wg + zero, :, own] if n else q[wg]
                 plgpu.wgmma(acc, rows, block.ref.transpose((1, 0)))
         if columns.rope:
             plgpu.barrier_wait(smem.rope_ready.at[slot])

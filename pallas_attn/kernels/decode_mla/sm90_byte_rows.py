@@ -1,21 +1,25 @@
 """Decode attention over a latent cache in FlashMLA's format, 656 bytes a row, for Hopper.
 
-`sm90_few_rows` computes. Between it and the producer are two warpgroups that widen: rows come as
-they lie in memory, 16 at a time, to a ring of raw rows; each tile is widened to q's dtype, a block
-of columns after the other, in the ring from which matmuls read. A number is multiplied by its scale
-in float32 and rounded once.
+As in `sm90_few_rows` the rows of a matmul are keys or columns of V, and its columns are query rows.
+Nothing is widened to shared memory. Scores are matmuls on float8: q is a sum of two or three terms
+of float8 (`mma.byte_rows.split`), and keys are registers as they come. Values become float16 in
+registers, by one instruction for two numbers. The scale of a key and a block of columns is a factor
+of the key's scores and of its probabilities, which there are four of, one a block, over the power
+of two that is next to the tile's largest scale.
 
 A block has up to 32 query rows. More heads are several launches, each of which reads all keys.
 
 Warpgroups, and the barriers that they arrive at:
-  0     computes: `free`, `q_free`
-  1, 2  widen: `ready` when a block of columns is wide, `raw.free` when a tile's rows are
-  3     the producer: `q_ready`, `raw.ready`, and `table_ready`, for which all others wait
+  0     scores: `q_free`, `free`, and `p_ready` when a tile's probabilities are there, with
+        `row_max` and `row_sum`
+  1, 2  values, by columns: `free` when a tile's rows are in registers, and `p_free`
+  3     the producer: `q_ready`, `ready`, and `table_ready`, for which all others wait
 """
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -23,28 +27,31 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call.byte_rows import BYTE_ROW
+from pallas_attn._call.byte_rows import BYTE_DTYPE, BYTE_ROW, SCALE_COLUMNS
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import cache_layout
+from pallas_attn.kernels.attention import cache_layout, softmax
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import combine_splits, scheduler
-from pallas_attn.kernels.decode.combine_splits import Outputs
+from pallas_attn.kernels.decode.combine_splits import Outputs, Results
 from pallas_attn.kernels.decode.plan import Plan
-from pallas_attn.kernels.decode.scheduler import Share, WorkTile
-from pallas_attn.kernels.decode_mla import producer, sm90_few_rows
-from pallas_attn.kernels.decode_mla.producer import TILE, Copy, LatentRefs, RingBlock, Stretch
-from pallas_attn.kernels.decode_mla.sm90_few_rows import FewRowsSmem
-from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.types import Barrier, Index, KernelConfig, SmemRef
+from pallas_attn.kernels.decode.scheduler import Share, Table, WorkTile
+from pallas_attn.kernels.decode_mla import combine_latent, producer, sm90_few_rows
+from pallas_attn.kernels.decode_mla.combine_latent import base_of
+from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs, RingBlock
+from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.types import Barrier, Index, KernelConfig, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import byte_rows
 
 Array = jax.Array
 
-ROWS = 16  # rows of a slot of the raw ring
-TILE_SLOTS = TILE // ROWS
-WIDENERS = 2  # warpgroups that widen: each has every other block of columns
-REGISTERS = 248, 88  # registers of a thread: of the warpgroup that computes, and of the others
+BLOCKS = BYTE_ROW.scales  # blocks of V's columns, each with a scale of its own
+V_WARPGROUPS = 2  # warpgroups that have columns of the output
+OWN = BLOCKS // V_WARPGROUPS  # blocks of one of them
+P_SLOTS = 2  # tiles whose probabilities there is room for
+# Registers of a thread: scores, values, the producer. Spilled ones are slow to come back, since
+# shared memory leaves next to no L1.
+REGISTERS_OF_FEW, REGISTERS = (216, 136, 24), (184, 152, 24)
 
 
 def limit(problem: DecodeProblem) -> Limit | None:
@@ -77,123 +84,417 @@ def of_heads(problem: DecodeProblem) -> DecodeProblem:
 
 @functools.lru_cache(maxsize=256)
 def plan_of(problem: DecodeProblem, config: KernelConfig) -> Plan:
-    plan = sm90_few_rows.plan_of(problem, config)
-    rows = min(plan.keys.page_rows, ROWS)
-    return dataclasses.replace(plan, keys=dataclasses.replace(plan.keys, page_rows=rows))
+    return sm90_few_rows.plan_of(problem, config)
 
 
-def slots_of(plan: Plan) -> int:
-    """Slots of the raw ring: two tiles, if there is room beside queries and blocks of columns."""
-    return 2 * TILE_SLOTS - (plan.queries.chunk_rows > sm90_few_rows.MOST // 2)
-
-
-class Raw(NamedTuple):
-    """Rows on their way, as they lie in memory."""
-
-    rows: SmemRef  # uint8[slots, ROWS, bytes]
+class ByteRowsSmem(NamedTuple):
+    q: SmemRef  # [chunk_rows, H], as it lies in memory
+    terms: SmemRef  # these three: `byte_rows.Queries`
+    q_rest: SmemRef
+    q_units: SmemRef
+    kv: SmemRef  # uint8[stages, TILE, bytes]: rows as they lie in memory
+    p: SmemRef  # float16[P_SLOTS, BLOCKS, chunk_rows, TILE]: probabilities times scales
+    units: SmemRef  # float32[P_SLOTS * BLOCKS]: what those are to be multiplied by
+    row_max: SmemRef  # float32[P_SLOTS, chunk_rows]: after a tile
+    row_sum: SmemRef  # float32[chunk_rows]: after the last tile of a work
+    table: Table
+    last: SmemRef  # int32[1]
+    q_ready: Barrier
+    q_free: Barrier
     ready: Barrier
     free: Barrier
+    p_ready: Barrier
+    p_free: Barrier
+    sum_free: Barrier
+    joined: Barrier  # both warpgroups that multiply values are there
+    table_ready: Barrier
 
 
-def scratch(plan: Plan) -> FewRowsSmem:
-    smem, barrier, slots = sm90_few_rows.scratch(plan), plgpu.Barrier, slots_of(plan)
-    raw = Raw(
-        plgpu.SMEM((slots, ROWS, BYTE_ROW.size), jnp.uint8),
-        barrier(num_barriers=slots, num_arrivals=ROWS // plan.keys.page_rows),
-        barrier(num_barriers=slots, num_arrivals=WIDENERS),
+def scratch(plan: Plan) -> ByteRowsSmem:
+    problem, rows, barrier = plan.problem, plan.queries.chunk_rows, plgpu.Barrier
+    dtype, stages = jnp.dtype(problem.dtype), plan.config.stages
+    terms = byte_rows.terms_of(problem.dtype) * rows, problem.v_head_dim
+    return ByteRowsSmem(
+        q=plgpu.SMEM((rows, problem.head_dim), dtype),
+        terms=mosaic.swizzled(terms, jnp.dtype(BYTE_DTYPE), byte_rows.SWIZZLE),
+        q_rest=mosaic.swizzled((rows, BYTE_ROW.rest), dtype, byte_rows.SWIZZLE),
+        q_units=plgpu.SMEM((rows,), jnp.float32),
+        kv=plgpu.SMEM((stages, TILE, BYTE_ROW.size), jnp.uint8),
+        p=mosaic.swizzled((P_SLOTS, BLOCKS, rows, TILE), jnp.float16, 2 * WIDTH),
+        units=plgpu.SMEM((P_SLOTS * BLOCKS,), jnp.float32),
+        row_max=plgpu.SMEM((P_SLOTS, rows), jnp.float32),
+        row_sum=plgpu.SMEM((rows,), jnp.float32),
+        table=scheduler.table_scratch(plan),
+        last=plgpu.SMEM((1,), jnp.int32),
+        q_ready=barrier(),
+        q_free=barrier(),
+        ready=barrier(num_barriers=stages, num_arrivals=TILE // plan.keys.page_rows),
+        free=barrier(num_barriers=stages, num_arrivals=1 + V_WARPGROUPS),
+        p_ready=barrier(num_barriers=P_SLOTS),
+        p_free=barrier(num_barriers=P_SLOTS, num_arrivals=V_WARPGROUPS),
+        sum_free=barrier(num_arrivals=V_WARPGROUPS),
+        joined=barrier(num_arrivals=V_WARPGROUPS),
+        table_ready=barrier(),
     )
-    blocks = sm90_few_rows.columns_of(plan).ring
-    return smem._replace(ready=barrier(num_barriers=blocks), raw=raw)
 
 
-def _slot(ctx: KernelContext, number: Index) -> RingBlock:
-    """The slot that holds the number-th 16 rows since the kernel began."""
-    raw, slot = ctx.smem.raw, lax.rem(number, jnp.int32(slots_of(ctx.plan)))
-    at = raw.rows, (slot,)
-    return RingBlock(raw.rows.at[slot], raw.ready.at[slot], raw.free.at[slot], *at)
+def few(plan: Plan) -> bool:
+    """Whether registers have room for operands and sums of all blocks at once."""
+    return plan.queries.chunk_rows <= sm90_few_rows.MOST // 2
+
+
+# ---- the producer --------------------------------------------------------------------------------
+
+
+def _entry(ctx: KernelContext, count: Index) -> RingBlock:
+    """The entry of the ring for a tile, before which there were `count` since the kernel began."""
+    smem, slot = ctx.smem, lax.rem(count, jnp.int32(ctx.plan.config.stages))
+    return RingBlock(smem.kv.at[slot], smem.ready.at[slot], smem.free.at[slot], smem.kv, (slot,))
+
+
+def _raw(entry: RingBlock) -> byte_rows.Raw:
+    return byte_rows.Raw(entry.buffer, entry.place[0])
 
 
 def _load(ctx: KernelContext, share: Share) -> None:
-    """Q and the raw rows of all tiles of the block."""
-    plan, smem = ctx.plan, ctx.smem
-    everything, rows = pl.ds(0, BYTE_ROW.size), plan.keys.page_rows
+    """Q and all tiles of the block."""
+    plan, smem, rows = ctx.plan, ctx.smem, ctx.plan.queries.chunk_rows
+    whole_rows = pl.ds(0, BYTE_ROW.size)
+
+    def copies_of(count):
+        yield Copy(whole_rows, _entry(ctx, count), count >= plan.config.stages, whole=True)
 
     def one_work(work, number, count):
         pl.when(number > 0)(lambda: plgpu.barrier_wait(smem.q_free))
-        sm90_few_rows.load_q(ctx, work)
-        producer.check_skipped_pages(ctx, work)
-
-        def one_tile(tile, carry):
-            count, pages = carry
-            for n, page in enumerate(pages):
-                first = n * rows
-                slot_number = count * TILE_SLOTS + first // ROWS
-                slot, reused = _slot(ctx, slot_number), slot_number >= slots_of(plan)
-                if first % ROWS == 0:
-                    pl.when(reused)(functools.partial(plgpu.barrier_wait, slot.free))
-                stretch = Stretch(tile * TILE + first, first % ROWS, page)
-                copy = Copy(everything, slot, reused, whole=True)
-                producer.copy_rows(ctx, work, stretch, copy, finds_missing=True)
-            return count + 1, producer.pages_of(ctx, work, tile + 1)
-
-        ahead = producer.pages_of(ctx, work, work.tile)
-        return lax.fori_loop(work.tile, work.end, one_tile, (count, ahead))[0]
+        q = ctx.refs.q.at[pl.ds(work.sequence * rows, rows)]
+        bounds = plgpu.OOBFillMode.PROMISE_IN_BOUNDS
+        plgpu.copy_gmem_to_smem(q, smem.q, smem.q_ready, oob_mode=bounds)
+        return producer.load(ctx, work, count, copies_of)
 
     producer.each_work(plan, smem.table, share, one_work, jnp.int32(0))
 
 
-def _widen(ctx: KernelContext, share: Share, member: int) -> None:
-    """Some columns of all tiles, from raw rows to blocks of the ring, by one of the warpgroups."""
-    columns, smem = sm90_few_rows.columns_of(ctx.plan), ctx.smem
+# ---- scores --------------------------------------------------------------------------------------
 
-    def one_tile(_, count):
-        first = count * TILE_SLOTS
-        for n in range(TILE_SLOTS):
-            plgpu.barrier_wait(_slot(ctx, first + n).ready)
-        for n in range(member, columns.blocks, WIDENERS):
-            number = count * columns.blocks + n
-            block = sm90_few_rows.ring_block(ctx, count, n)
-            reused = number >= columns.ring
-            pl.when(reused)(functools.partial(plgpu.barrier_wait, block.free))
-            entry = lax.rem(number, jnp.int32(columns.ring))
-            tile = byte_rows.Tile(lax.rem(first, jnp.int32(slots_of(ctx.plan))), entry)
-            byte_rows.widen(smem.raw.rows, smem.kv, tile, n * columns.block)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(block.ready)
-        for n in range(TILE_SLOTS):
-            plgpu.barrier_arrive(_slot(ctx, first + n).free)
-        return count + 1
 
-    def one_work(work: WorkTile, number: Index, count: Index) -> Index:
+def _queries(smem: ByteRowsSmem) -> byte_rows.Queries:
+    return byte_rows.Queries(smem.terms, smem.q_rest, smem.q_units)
+
+
+def _columns(plan: Plan) -> int:
+    """Columns of a block's scores: the terms of all query rows."""
+    return byte_rows.terms_of(plan.problem.dtype) * plan.queries.chunk_rows
+
+
+class _Part(NamedTuple):
+    """A work whose scores are made."""
+
+    work: WorkTile
+    number: Index  # works of the block before it
+    q_units: RegisterTile  # [chunk_rows]
+
+
+class _Ahead(NamedTuple):
+    """Scores of a tile whose probabilities are still to be made."""
+
+    s: RegisterTile  # [TILE, chunk_rows]
+    of_values: list[RegisterTile]  # these two: `byte_rows.Scales`
+    units: list[Index]
+
+
+def _scores(
+    ctx: KernelContext, part: _Part, tile: Index, count: Index, meanwhile: Callable | None
+) -> tuple[_Ahead, Any]:
+    """(Scores of a tile, the result of `meanwhile`, which runs under the matmuls.)"""
+    plan, entry, first = ctx.plan, _entry(ctx, count), meanwhile is None
+    plgpu.barrier_wait(entry.ready)
+    scales = byte_rows.scales(_raw(entry), part.work.length - tile * TILE)
+    room = 128 if few(plan) else 64  # columns of scores that registers have room for
+    at_once, scaled = next((n for n in (4, 2) if n * _columns(plan) <= room), 1), []
+    (*accs, s), result = _products(ctx, entry, range(at_once), meanwhile or (lambda: None))
+    for block in range(at_once, BLOCKS, at_once):
+        accs += _products(ctx, entry, range(block, block + at_once))[0]
+    if first or at_once < BLOCKS:  # else `meanwhile` has done so
+        plgpu.commit_smem()  # all warps have read the rows, and TMA will write there
+    plgpu.barrier_arrive(entry.free)
+    for acc, scale in zip(accs, scales.of_scores, strict=True):
+        acc = byte_rows.folded(acc, s.shape[1])
+        scaled.append(acc * mosaic.broadcast_rows(scale, acc.shape))
+    s += functools.reduce(jnp.add, scaled) * sm90_few_rows.down_columns(part.q_units, s.shape)
+    return _Ahead(s, scales.of_values, scales.units), result
+
+
+def _products(
+    ctx: KernelContext, entry: RingBlock, blocks: range, meanwhile: Callable | None = None
+) -> tuple[list[RegisterTile], Any]:
+    """Keys times queries, a sum for each block of columns; and, beside `meanwhile`, that of the
+    columns that are not of V.
+    """
+    dtype, smem, raw = ctx.plan.problem.dtype, ctx.smem, _raw(entry)
+    zero = mosaic.opaque_zero(raw.slot)  # else registers keep the addresses of all operands
+
+    def body(refs):
+        for block, acc in zip(blocks, refs, strict=False):
+            keys = byte_rows.keys(raw, block)
+            q = smem.terms.at[:, pl.ds((block + zero) * SCALE_COLUMNS, SCALE_COLUMNS)]
+            plgpu.wgmma(acc, keys, q.transpose((1, 0)))
+        if meanwhile is not None:
+            plgpu.wgmma(refs[-1], byte_rows.rest(raw, dtype), smem.q_rest.transpose((1, 0)))
+        result = None if meanwhile is None else meanwhile()
+        plgpu.wgmma_wait(0)
+        return [acc[...] for acc in refs], result
+
+    sums = [plgpu.ACC((TILE, _columns(ctx.plan)), jnp.float32)] * len(blocks)
+    rest = [plgpu.ACC((TILE, ctx.plan.queries.chunk_rows), jnp.float32)]
+    return pl.run_scoped(body, sums if meanwhile is None else sums + rest)
+
+
+class _Softmax(NamedTuple):
+    """The state of the warpgroup that has the scores."""
+
+    row_sum: RegisterTile  # [TILE, chunk_rows], to be added up over the keys
+    row_max: RegisterTile  # [chunk_rows]
+    count: Index  # tiles since the kernel began
+
+
+def _one_tile(
+    ctx: KernelContext, part: _Part, tile: Index, ahead: _Ahead, state: _Softmax
+) -> _Softmax:
+    """Probabilities of a tile."""
+    smem, count, work = ctx.smem, state.count, part.work
+    slot = lax.rem(count, jnp.int32(P_SLOTS))
+    s = sm90_few_rows.logits(ctx, work, tile, ahead.s)
+    above = s - sm90_few_rows.down_columns(state.row_max, s.shape)
+    some = byte_rows.any_above(above, softmax.RESCALE_THRESHOLD)
+
+    def raised():
+        row_max = sm90_few_rows.raised_max(s, state.row_max)
+        rescale = jnp.exp2(state.row_max - base_of(row_max))
+        return row_max, state.row_sum * sm90_few_rows.down_columns(rescale, s.shape)
+
+    row_max, row_sum = lax.cond(some != 0, raised, lambda: (state.row_max, state.row_sum))
+    p = jnp.exp2(s - sm90_few_rows.down_columns(base_of(row_max), s.shape))
+    state = _Softmax(row_sum + p, row_max, count + 1)
+    pl.when(count >= P_SLOTS)(lambda: plgpu.barrier_wait(smem.p_free.at[slot]))
+    for block, scale in enumerate(ahead.of_values):
+        numbers = p * mosaic.broadcast_rows(scale, p.shape)
+        sm90_few_rows.put(smem.p.at[slot, block], numbers)
+    smem.row_max.at[slot][...] = state.row_max
+    byte_rows.store_units(smem.units, slot, ahead.units)
+
+    @pl.when(tile == work.end - 1)
+    def _():
+        pl.when(part.number > 0)(lambda: plgpu.barrier_wait(smem.sum_free))
+        smem.row_sum[...] = state.row_sum.sum(axis=0)
+
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(smem.p_ready.at[slot])
+    return state
+
+
+def _score(ctx: KernelContext, share: Share) -> None:
+    """Probabilities of all tiles of the block. The scores of a tile are made under the softmax of
+    the one before.
+    """
+    plan, smem, rows = ctx.plan, ctx.smem, ctx.plan.queries.chunk_rows
+
+    def one_work(work, number, count):
+        plgpu.barrier_wait(smem.q_ready)
+        byte_rows.split(smem.q, _queries(smem))
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem.q_free)
+        q_units = plgpu.load(smem.q_units, layout=mosaic.COLUMN)
+        row_max = plgpu.layout_cast(jnp.full((rows,), -jnp.inf, jnp.float32), mosaic.COLUMN)
+        part = _Part(work, number, q_units)
+
+        def one_tile(tile, carry):
+            ahead, state = carry
+            meanwhile = functools.partial(_one_tile, ctx, part, tile, ahead, state)
+            return _scores(ctx, part, tile + 1, state.count + 1, meanwhile)
+
+        state = _Softmax(mosaic.filled((TILE, rows), 0.0), row_max, count)
+        ahead, _ = _scores(ctx, part, work.tile, count, None)
+        ahead, state = lax.fori_loop(work.tile, work.end - 1, one_tile, (ahead, state))
+        return _one_tile(ctx, part, work.end - 1, ahead, state).count
+
+    producer.each_work(plan, smem.table, share, one_work, jnp.int32(0))
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+class _Own(NamedTuple):
+    """A warpgroup that multiplies values, and where its results go."""
+
+    block_id: Index
+    member: int
+    results: Results
+    share: Share
+
+
+class _State(NamedTuple):
+    accs: tuple[RegisterTile, ...]  # [TILE columns, chunk_rows] each: two a block of columns
+    row_max: RegisterTile  # [chunk_rows]: what they are relative to
+    count: Index  # tiles since the kernel began
+
+
+def _weighed(
+    p: SmemRef, values: tuple[RegisterTile, ...], shape: tuple[int, int]
+) -> list[RegisterTile]:
+    """A block's columns of V times its probabilities."""
+
+    def body(refs):
+        for acc, v in zip(refs, values, strict=True):
+            plgpu.wgmma(acc, v, p.transpose((1, 0)))
+        plgpu.wgmma_wait(0)
+        return [acc[...] for acc in refs]
+
+    return pl.run_scoped(body, [plgpu.ACC(shape, jnp.float32)] * len(values))
+
+
+def _weigh(ctx: KernelContext, own: _Own) -> None:
+    """A warpgroup's columns of the values, of all tiles."""
+    plan, smem, rows = ctx.plan, ctx.smem, ctx.plan.queries.chunk_rows
+    blocks, shape = range(own.member * OWN, (own.member + 1) * OWN), (TILE, rows)
+
+    def one_tile(work, tile, state):
+        entry, slot = _entry(ctx, state.count), lax.rem(state.count, jnp.int32(P_SLOTS))
+        live = work.length - tile * TILE
+
+        def load(block):
+            values = byte_rows.values(_raw(entry), block, live)
+            if block == blocks[-1]:
+                plgpu.commit_smem()  # all warps have read the rows, and TMA will write there
+                plgpu.barrier_arrive(entry.free)
+            return values
+
+        plgpu.barrier_wait(entry.ready)
+        values = [load(block) for block in blocks] if few(plan) else []
+        plgpu.barrier_wait(smem.p_ready.at[slot])
+        row_max = plgpu.load(smem.row_max.at[slot], layout=mosaic.COLUMN)
+        rescale = jnp.exp2(state.row_max - base_of(row_max))
+        accs: list[RegisterTile] = []
+        for n, block in enumerate(blocks):
+            unit = smem.units[slot * BLOCKS + block]
+            v = values[n] if few(plan) else load(block)
+            p, at_once = smem.p.at[slot, block], len(v) if few(plan) else 1
+            added = [
+                x for i in range(0, len(v), at_once) for x in _weighed(p, v[i : i + at_once], shape)
+            ]
+            for acc, more in zip(state.accs[2 * n : 2 * n + 2], added, strict=True):
+                accs.append(acc * sm90_few_rows.down_columns(rescale, shape) + more * unit)
+        plgpu.barrier_arrive(smem.p_free.at[slot])
+        return _State(tuple(accs), row_max, state.count + 1)
+
+    def one_work(work, number, count):
         del number
-        return lax.fori_loop(work.tile, work.end, one_tile, count)
+        row_max = plgpu.layout_cast(jnp.full((rows,), -jnp.inf, jnp.float32), mosaic.COLUMN)
+        accs = tuple(mosaic.filled(shape, 0.0) for _ in range(2 * OWN))
+        step = functools.partial(one_tile, work)
+        state = _State(accs, row_max, count)
+        state = lax.fori_loop(work.tile, work.end, step, state)
+        row_sum = plgpu.load(smem.row_sum, layout=mosaic.COLUMN)
+        plgpu.commit_smem()  # all warps have it
+        plgpu.barrier_arrive(smem.sum_free)
+        whole = sm90_few_rows.State(state.accs, row_sum, state.row_max)
+        _epilogue(ctx, own, work, whole)
+        return state.count
 
-    producer.each_work(ctx.plan, smem.table, share, one_work, jnp.int32(0))
+    producer.each_work(plan, smem.table, own.share, one_work, jnp.int32(0))
 
 
-def _kernel(refs: LatentRefs, outputs: Outputs, smem: FewRowsSmem, *, plan: Plan) -> None:
+# ---- epilogue ------------------------------------------------------------------------------------
+
+
+def _join(smem: ByteRowsSmem) -> None:
+    plgpu.barrier_arrive(smem.joined)
+    plgpu.barrier_wait(smem.joined)
+
+
+def _epilogue(ctx: KernelContext, own: _Own, work: WorkTile, state: sm90_few_rows.State) -> None:
+    """The result, where the block had all keys. Else a partial to global memory; the last block
+    makes the result of all.
+    """
+    plan, smem, results, m = ctx.plan, ctx.smem, own.results, work.sequence
+    places = scheduler.partials_of(plan, own.share, work, own.block_id)
+    lost = smem.table.lost[m]
+    lost_sum = mosaic.broadcast_scalar(jnp.where(lost == 1, jnp.nan, 0.0), state.row_sum.shape)
+    state = state._replace(row_sum=state.row_sum + lost_sum)
+    partials = combine_latent.Partials(*places, plan.partials_a_block)
+    accs = results.partial_out[2 * OWN * own.member :][: 2 * OWN]
+
+    @pl.when(partials.count == 1)
+    def _():
+        _write(plan, own, m, state)
+
+    @pl.when(partials.count > 1)
+    def _():
+        for ref, acc in zip(accs, state.accs, strict=True):
+            combine_latent.store(ref, partials.own, acc)
+        if own.member == 0:
+            mosaic.store(results.partial_max.at[partials.own], state.row_max)
+            mosaic.store(results.partial_sum.at[partials.own], state.row_sum)
+        _join(smem)
+        if own.member == 0:
+            counter = combine_splits.CounterRefs(results.counters, smem.last)
+            head = combine_splits.Head(m, work.head, lost, *places)
+            threads.run(combine_splits.arrive, plan, counter, head)
+        _join(smem)
+
+        @pl.when(smem.last[0] == 1)
+        def _():
+            of_own = results._replace(partial_out=accs)
+            shapes = [(TILE, plan.queries.chunk_rows)] * len(accs)
+            _write(plan, own, m, sm90_few_rows.combined(of_own, partials, shapes))
+
+        _join(smem)  # `last` is read
+
+
+def _write(plan: Plan, own: _Own, m: Index, whole: sm90_few_rows.State) -> None:
+    """A warpgroup's columns of the result of a sequence."""
+    results, rows = own.results, plan.queries.chunk_rows
+    sinks = None if results.sinks is None else mosaic.load(results.sinks, mosaic.COLUMN)
+    factor, lse = softmax.finish(whole.row_max, whole.row_sum, sinks)
+    if own.member == 0:
+        mosaic.store(results.lse.at[m], lse)
+    outs = [acc * sm90_few_rows.down_columns(factor, acc.shape) for acc in whole.accs]
+    for n in range(OWN):
+        block = own.member * OWN + n
+        byte_rows.store_columns(results.out, m * rows, block, tuple(outs[2 * n : 2 * n + 2]))
+
+
+# ---- the kernel and its call ---------------------------------------------------------------------
+
+
+def _kernel(refs: LatentRefs, outputs: Outputs, smem: ByteRowsSmem, *, plan: Plan) -> None:
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
     results = outputs.results(refs.counters, refs.sinks)
     ctx = KernelContext(plan, refs, smem)
+    scorer, weigher, loader = REGISTERS_OF_FEW if few(plan) else REGISTERS
 
     def share() -> Share:
-        return scheduler.share_of(plan, ctx.smem.table, block_id)
+        return scheduler.share_of(plan, smem.table, block_id)
 
-    def load():
+    @pl.when(wg == 1 + V_WARPGROUPS)
+    def _():
+        plgpu.set_max_registers(loader, action="decrease")
         producer.fill_table(ctx)
         plgpu.barrier_arrive(smem.table_ready)
         _load(ctx, share())
 
-    def widen(member):
+    @pl.when(wg == 0)
+    def _():
+        plgpu.set_max_registers(scorer, action="increase")
         plgpu.barrier_wait(smem.table_ready)
-        _widen(ctx, share(), member)
+        _score(ctx, share())
 
-    def compute():
-        plgpu.barrier_wait(smem.table_ready)
-        sm90_few_rows.compute(ctx, results, share(), block_id)
+    for member in range(V_WARPGROUPS):
 
-    wideners = [functools.partial(widen, member) for member in range(WIDENERS)]
-    mosaic.share_registers(wg, 1, [*wideners, load], compute, *REGISTERS)
+        @pl.when(wg == 1 + member)
+        def _(member=member):
+            plgpu.set_max_registers(weigher, action="increase")
+            plgpu.barrier_wait(smem.table_ready)
+            _weigh(ctx, _Own(block_id, member, results, share()))
 
 
 def launch(
@@ -221,5 +522,6 @@ def _launch(
     inputs: DecodeInputs, counters: Array, problem: DecodeProblem, config: KernelConfig
 ) -> tuple[Array, Array]:
     plan = plan_of(problem, config)
-    program = sm90_few_rows.Program(_kernel, scratch(plan), 2 + WIDENERS)
+    accs = (TILE,) * (2 * BLOCKS)
+    program = sm90_few_rows.Program(_kernel, scratch(plan), 2 + V_WARPGROUPS, accs)
     return sm90_few_rows.launched(inputs, counters, plan, program)

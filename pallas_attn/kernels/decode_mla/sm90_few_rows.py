@@ -79,12 +79,9 @@ class Columns(NamedTuple):
 @functools.lru_cache(maxsize=256)
 def columns_of(plan: Plan) -> Columns:
     head_dim, v_head_dim = plan.problem.head_dim, plan.problem.v_head_dim
-    # Rows of bytes are widened in narrow blocks: one is multiplied while the next is widened.
-    at_once = next(n for n in (3, 2, 1) if head_dim // WIDTH % n == 0)
-    block = WIDTH * (1 if plan.problem.byte_rows else at_once)
+    block = WIDTH * next(n for n in (3, 2, 1) if head_dim // WIDTH % n == 0)
     v = tuple(min(max(v_head_dim - start, 0), block) for start in range(0, head_dim, block))
-    stages = plan.config.stages * at_once * WIDTH // block
-    return Columns(block, max(stages, len(v)), v)
+    return Columns(block, max(plan.config.stages, len(v)), v)
 
 
 class FewRowsSmem(NamedTuple):
@@ -100,7 +97,6 @@ class FewRowsSmem(NamedTuple):
     ready: Barrier
     free: Barrier
     table_ready: Barrier
-    raw: Any = None  # `sm90_byte_rows.Raw`: rows on their way, where a warpgroup widens them
 
 
 def scratch(plan: Plan) -> FewRowsSmem:
@@ -143,7 +139,7 @@ def _load(ctx: KernelContext, share: Share) -> None:
 
     def one_work(work, number, count):
         pl.when(number > 0)(lambda: plgpu.barrier_wait(ctx.smem.q_free))
-        load_q(ctx, work)
+        _load_q(ctx, work)
         if plan.layout.listed:
             lag = min(row_gathers.LAG, columns.ring - columns.blocks)
             return row_gathers.load(ctx, work, count, copies_of, lag)
@@ -152,7 +148,7 @@ def _load(ctx: KernelContext, share: Share) -> None:
     producer.each_work(plan, ctx.smem.table, share, one_work, jnp.int32(0))
 
 
-def load_q(ctx: KernelContext, work: WorkTile) -> None:
+def _load_q(ctx: KernelContext, work: WorkTile) -> None:
     chunk_rows, smem = ctx.plan.queries.chunk_rows, ctx.smem
     rows = pl.ds(work.sequence * chunk_rows, chunk_rows)
     plgpu.copy_gmem_to_smem(ctx.refs.q.at[rows], smem.q, smem.q_ready)
@@ -168,7 +164,7 @@ class State(NamedTuple):
     row_max: RegisterTile  # [chunk_rows]
 
 
-def _down_columns(columns: RegisterTile, shape: Sequence[int]) -> RegisterTile:
+def down_columns(columns: RegisterTile, shape: Sequence[int]) -> RegisterTile:
     """One number a column, in all rows."""
     return lax.broadcast_in_dim(columns, tuple(shape), [1])
 
@@ -185,7 +181,7 @@ def _positions(ctx: KernelContext, work: WorkTile, tile: Index) -> mainloop.Posi
     return mainloop.Positions(query, key, head)
 
 
-def _logits(ctx: KernelContext, work: WorkTile, tile: Index, s: RegisterTile) -> RegisterTile:
+def logits(ctx: KernelContext, work: WorkTile, tile: Index, s: RegisterTile) -> RegisterTile:
     """Scores -> logits in log2 units, those of invisible keys -inf."""
     plan = ctx.plan
     s = mainloop.logits_of_scores(plan, s)
@@ -193,7 +189,7 @@ def _logits(ctx: KernelContext, work: WorkTile, tile: Index, s: RegisterTile) ->
     return mainloop.masked(ctx, work, tile, s, _positions)
 
 
-def _put(p: SmemRef, numbers: RegisterTile) -> None:
+def put(p: SmemRef, numbers: RegisterTile) -> None:
     p.transpose((1, 0))[...] = numbers.astype(p.dtype)
 
 
@@ -206,6 +202,13 @@ def _set_flag(thread: threads.Thread, flags: SmemRef, at: _Flag) -> None:
     """Tells the other warps."""
     warp = thread.index // 32
     thread.shared_store(flags, at.parity * threads.WARPS + warp, at.moved, thread.index % 32 < 1)
+
+
+def raised_max(s: RegisterTile, row_max: RegisterTile) -> RegisterTile:
+    """The row max, raised where a logit lies too far above it."""
+    higher = jnp.maximum(row_max, s.max(axis=0))
+    moved = higher - row_max > softmax.RESCALE_THRESHOLD
+    return jnp.where(moved, higher, row_max)
 
 
 def _scores(ctx: KernelContext, blocks: list[RingBlock]) -> RegisterTile:
@@ -259,13 +262,13 @@ def _one_tile(ctx: KernelContext, work: WorkTile, tile: Index, carry: _Carry) ->
         for block, width in zip(blocks, columns.v, strict=True):
             producer.clear(block.ref, width, live)
 
-    s = row_gathers.without_holes(ctx, _logits(ctx, work, tile, s), count, mosaic.ROW)
-    above = s - _down_columns(state.row_max, s.shape)
+    s = row_gathers.without_holes(ctx, logits(ctx, work, tile, s), count, mosaic.ROW)
+    above = s - down_columns(state.row_max, s.shape)
     moved = mosaic.any_in_warp(above, softmax.RESCALE_THRESHOLD)
-    p = jnp.exp2(s - _down_columns(base_of(state.row_max), s.shape))
+    p = jnp.exp2(s - down_columns(base_of(state.row_max), s.shape))
     parity = lax.rem(count, jnp.int32(2))
     ref = smem.p.at[parity]
-    _put(ref, p)
+    put(ref, p)
     threads.each_thread(_set_flag, smem.flags, _Flag(parity, moved))
     plgpu.commit_smem()
     some = smem.flags[parity * threads.WARPS]
@@ -273,21 +276,19 @@ def _one_tile(ctx: KernelContext, work: WorkTile, tile: Index, carry: _Carry) ->
         some = some | smem.flags[parity * threads.WARPS + warp]
 
     def raised():
-        higher = jnp.maximum(state.row_max, s.max(axis=0))
-        moved = higher - state.row_max > softmax.RESCALE_THRESHOLD
-        higher = jnp.where(moved, higher, state.row_max)
-        p = jnp.exp2(s - _down_columns(base_of(higher), s.shape))
-        _put(ref, p)
+        higher = raised_max(s, state.row_max)
+        p = jnp.exp2(s - down_columns(base_of(higher), s.shape))
+        put(ref, p)
         plgpu.commit_smem()
         rescale = jnp.exp2(state.row_max - base_of(higher))
-        accs = tuple(acc * _down_columns(rescale, acc.shape) for acc in state.accs)
-        return State(accs, state.row_sum * _down_columns(rescale, s.shape) + p, higher)
+        accs = tuple(acc * down_columns(rescale, acc.shape) for acc in state.accs)
+        return State(accs, state.row_sum * down_columns(rescale, s.shape) + p, higher)
 
     state = lax.cond(some != 0, raised, lambda: state._replace(row_sum=state.row_sum + p))
     return _Carry(state._replace(accs=_weigh(plan, blocks, ref, state.accs)), count + 1)
 
 
-def compute(ctx: KernelContext, results: Results, share: Share, block_id: Index) -> None:
+def _compute(ctx: KernelContext, results: Results, share: Share, block_id: Index) -> None:
     """All work of the block."""
     plan, smem, rows = ctx.plan, ctx.smem, ctx.plan.queries.chunk_rows
 
@@ -336,12 +337,15 @@ def _epilogue(
 
         @pl.when(smem.last[0] == 1)
         def _():
-            _write(plan, results, m, _combined(plan, results, partials))
+            shapes = [(n, plan.queries.chunk_rows) for n in columns_of(plan).accs]
+            _write(plan, results, m, combined(results, partials, shapes))
 
 
-def _combined(plan: Plan, results: Results, partials: combine_latent.Partials) -> State:
-    """The state of all blocks' keys, by their partials."""
-    layout, rows = mosaic.COLUMN, plan.queries.chunk_rows
+def combined(
+    results: Results, partials: combine_latent.Partials, shapes: Sequence[tuple[int, int]]
+) -> State:
+    """The state of all blocks' keys, by their partials, whose tiles have these shapes."""
+    layout = mosaic.COLUMN
     row_max = combine_latent.row_max_of(results, partials, layout)
     row_sum = combine_latent.row_sum_of(results, partials, row_max, layout)
 
@@ -349,13 +353,12 @@ def _combined(plan: Plan, results: Results, partials: combine_latent.Partials) -
         own = combine_latent.load_rows(results.partial_max, index, layout)
         weight = jnp.exp2(own - base_of(row_max))
         return tuple(
-            _down_columns(weight, shape) * combine_latent.load(ref, index, shape)
+            down_columns(weight, shape) * combine_latent.load(ref, index, shape)
             for ref, shape in tiles
         )
 
-    shapes = [(n, rows) for n in columns_of(plan).accs]
     both = list(zip(results.partial_out, shapes, strict=True))
-    at_once = len(both) if rows <= 16 else 1  # more would not fit into registers
+    at_once = len(both) if shapes[0][1] <= 16 else 1  # more would not fit into registers
     accs: tuple[RegisterTile, ...] = ()
     for start in range(0, len(both), at_once):
         tiles = both[start : start + at_once]
@@ -371,7 +374,7 @@ def _write(plan: Plan, results: Results, m: Index, whole: State) -> None:
     mosaic.store(results.lse.at[m], lse)
     rows, start = pl.ds(m * plan.queries.chunk_rows, plan.queries.chunk_rows), 0
     for acc in whole.accs:
-        out = (acc * _down_columns(factor, acc.shape)).astype(plan.problem.dtype)
+        out = (acc * down_columns(factor, acc.shape)).astype(plan.problem.dtype)
         out = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
         to = results.out.at[rows, pl.ds(start, acc.shape[0])]
         mosaic.store(to.transpose((1, 0)), out)
@@ -395,7 +398,7 @@ def _kernel(refs: LatentRefs, outputs: Outputs, smem: FewRowsSmem, *, plan: Plan
     @pl.when(wg == 0)
     def _():
         plgpu.barrier_wait(smem.table_ready)
-        compute(ctx, results, scheduler.share_of(plan, ctx.smem.table, block_id), block_id)
+        _compute(ctx, results, scheduler.share_of(plan, ctx.smem.table, block_id), block_id)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
@@ -404,15 +407,17 @@ def launch(
 ) -> tuple[Array, Array]:
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
     plan = plan_of(problem, config)
-    return launched(inputs, counters, plan, Program(_kernel, scratch(plan), 2))
+    program = Program(_kernel, scratch(plan), 2, columns_of(plan).accs)
+    return launched(inputs, counters, plan, program)
 
 
 class Program(NamedTuple):
     """The program of a launch, its shared memory and its warpgroups."""
 
     body: Callable[..., None]
-    smem: FewRowsSmem
+    smem: Any
     warpgroups: int
+    accs: Sequence[int]  # columns of V in each tile of a partial
 
 
 def launched(
@@ -422,7 +427,7 @@ def launched(
     problem, shape = plan.problem, jax.ShapeDtypeStruct
     rows, partials = plan.queries.chunk_rows, plan.partials
     sums = shape((partials, rows), jnp.float32)
-    accs = tuple(shape((partials, n * rows), jnp.float32) for n in columns_of(plan).accs)
+    accs = tuple(shape((partials, n * rows), jnp.float32) for n in program.accs)
     outputs = Outputs(
         shape((problem.sequences * rows, problem.v_head_dim), problem.dtype),
         shape((problem.sequences, rows), jnp.float32),
