@@ -212,9 +212,12 @@ def _gpu() -> str | None:
 def _versions() -> tuple[str, ...]:
     """Jax's, and a digest of the package's sources."""
     digest = _DIGEST()
-    for path in sorted(_PACKAGE.rglob("*.py")):
-        digest.update(f"{path.relative_to(_PACKAGE)}\n".encode())
-        digest.update(_DIGEST(path.read_bytes()).digest())
+    for folder, _, names in sorted(os.walk(_PACKAGE)):
+        for name in sorted(x for x in names if x.endswith(".py")):
+            with open(os.path.join(folder, name), "rb") as file:
+                source = file.read()
+            place = os.path.relpath(os.path.join(folder, name), _PACKAGE)
+            digest.update(f"{place} {len(source)}\n".encode() + source)
     return jax.__version__, jaxlib.__version__, digest.hexdigest()
 
 
