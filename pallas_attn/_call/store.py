@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.export
+import jax.numpy as jnp
 import jaxlib
 import numpy as np
 
@@ -59,18 +60,16 @@ def results(kernel: Named, inputs: Inputs, problem: Problem) -> Results | None:
     if folder is None or getattr(problem, "fetches", 1) > 1:  # asks for the axes of its mesh
         return None
     leaves, tree = jax.tree.flatten(inputs)
-    ints = tuple([leaf if isinstance(leaf, int) else None for leaf in leaves])
-    arrays = [leaf for leaf in leaves if not isinstance(leaf, int)]
+    # A number of a layer is an argument: kernels read it at run time.
+    arrays = [jnp.asarray(x, jnp.int32) if isinstance(x, int) else x for x in leaves]
     shapes = tuple([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays])
     try:
         types = [(x.shape, str(x.dtype)) for x in shapes]
-        key = _text((kernel.module, problem, str(tree), ints, types, _context()))
+        key = _text((kernel.module, problem, str(tree), types, _context()))
     except TypeError:
         return None
-    program = _program(folder / _name(key), _Call(kernel, problem, tree, ints, shapes))
-    if program is None:
-        return None
-    return jax.tree.unflatten(program.tree, program.exported.call(*arrays))
+    program = _program(folder / _name(key), _Call(kernel, problem, tree, shapes))
+    return None if program is None else program.tree.unflatten(program.call(*arrays))
 
 
 def answer(kernel: Named, problem: Problem, ask: Callable[[Problem], bool]) -> bool:
@@ -98,37 +97,39 @@ class _Call(NamedTuple):
     kernel: Named
     problem: Problem
     tree: jax.tree_util.PyTreeDef  # structure of the inputs
-    ints: tuple[int | None, ...]  # leaves of the inputs that are static, None for arrays
     shapes: tuple[jax.ShapeDtypeStruct, ...]
 
 
 class _Lowered(NamedTuple):
-    """A kernel that needs no tracing."""
+    """A kernel that is lowered already."""
 
     exported: jax.export.Exported  # takes the arrays, gives the leaves of the results
     tree: jax.tree_util.PyTreeDef  # structure of the results
 
 
+class _Program(NamedTuple):
+    call: Callable[..., list[jax.Array]]  # one function, which a program has once
+    tree: jax.tree_util.PyTreeDef
+
+
 @functools.lru_cache(maxsize=256)
-def _program(path: pathlib.Path, call: _Call) -> _Lowered | None:
+def _program(path: pathlib.Path, call: _Call) -> _Program | None:
     """From the file, or lowered now and written; None where `jax.export` does not take it."""
     content = _read(path)
-    program = None if content is None else _restored(content)
-    if program is None:
-        program = _lowered(call)
-        if program is not None:
-            _write(path, _saved(program))
-    return program
+    lowered = None if content is None else _restored(content)
+    if lowered is None:
+        lowered = _lowered(call)
+        if lowered is None:
+            return None
+        _write(path, _saved(lowered))
+    return _Program(jax.jit(lowered.exported.call), lowered.tree)
 
 
 def _lowered(call: _Call) -> _Lowered | None:
     trees: list[jax.tree_util.PyTreeDef] = []
 
     def run(*arrays: jax.Array) -> list[jax.Array]:
-        rest = iter(arrays)
-        leaves = [next(rest) if leaf is None else leaf for leaf in call.ints]
-        made = call.kernel.run(jax.tree.unflatten(call.tree, leaves), call.problem)
-        flat, tree = jax.tree.flatten(made)
+        flat, tree = jax.tree.flatten(call.kernel.run(call.tree.unflatten(arrays), call.problem))
         trees.append(tree)
         return flat
 
@@ -144,16 +145,16 @@ def _lowered(call: _Call) -> _Lowered | None:
     return _Lowered(exported, trees[-1])
 
 
-def _saved(program: _Lowered) -> bytes:
+def _saved(lowered: _Lowered) -> bytes:
     """The program as bytes. (`Exported.serialize` would need one more package, and the same
     versions of jax read what they wrote.)
     """
     exported = {
         name: value
-        for name, value in vars(program.exported).items()
+        for name, value in vars(lowered.exported).items()
         if name not in ("in_tree", "out_tree", "_get_vjp")
     }
-    example = jax.tree.unflatten(program.tree, range(program.tree.num_leaves))
+    example = lowered.tree.unflatten(range(lowered.tree.num_leaves))
     paths = {name: x for name, x in _mosaic_environment().items() if os.path.exists(x)}
     return pickle.dumps((exported, example, paths))
 
