@@ -2,9 +2,9 @@
 
 `python -m tests.support.saved_program save WAY FOLDER` writes the program and its results;
 `.. run WAY FOLDER` runs what lies there, and fails where the results are others, where an
-executable is traced again, or where the cache lacks a program. WAY is "executable"
-(`jax.experimental.serialize_executable`), "export" (`jax.export`) or "cache" (jax's persistent
-compilation cache, which saves the compiling and no tracing).
+executable is traced again, where the cache lacks a program, or where Mosaic is imported, which
+traces and lowers kernels. WAY is "executable" (`jax.experimental.serialize_executable`), "export"
+(`jax.export`) or "cache" (jax's persistent compilation cache, with the package's lowered kernels).
 """
 
 import pathlib
@@ -74,6 +74,8 @@ def run(way: str, folder: pathlib.Path) -> None:
         raise AssertionError(f"traced: {traced}")
     if way == "cache" and missed:
         raise AssertionError(f"not in the cache: {missed}")
+    if "jax.experimental.mosaic.gpu" in sys.modules:
+        raise AssertionError("a kernel was traced")
 
 
 if __name__ == "__main__":
