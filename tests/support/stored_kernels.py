@@ -1,0 +1,84 @@
+"""A process that lowers kernels for a Hopper GPU, which it pretends to have, and keeps them
+(`pallas_attn/_call/store.py`).
+
+`python -m tests.support.stored_kernels FOLDER` prints one line of JSON: `lowered`, the kernels that
+it lowered itself; `imported`, whether it imported Mosaic; `program`, a digest of what it lowered.
+"""
+
+import functools
+import hashlib
+import json
+import pathlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import pallas_attn as pa
+from pallas_attn._call import device, dispatch, store
+
+MOSAIC = "jax.experimental.mosaic.gpu"
+
+
+@contextmanager
+def kept_in(folder: pathlib.Path | None) -> Iterator[list[str]]:
+    """As on a Hopper GPU with jax's persistent cache in a folder; the modules of the kernels that
+    are lowered in the block, each by its name.
+    """
+    lowered: list[str] = []
+    gpu, lower, before = store._gpu, store._lowered, jax.config.jax_compilation_cache_dir
+
+    def counted(call: Any) -> Any:
+        lowered.append(call.kernel.module)
+        return lower(call)
+
+    store._gpu, store._lowered = (lambda: "NVIDIA H200"), counted
+    jax.config.update("jax_compilation_cache_dir", None if folder is None else str(folder))
+    forget()
+    try:
+        with device.assume("sm90"):
+            yield lowered
+    finally:
+        store._gpu, store._lowered = gpu, lower
+        jax.config.update("jax_compilation_cache_dir", before)
+        forget()
+
+
+def forget() -> None:
+    """What a new process would not know."""
+    jax.clear_caches()
+    store._program.cache_clear()
+    dispatch._select.cache_clear()
+
+
+def lower(function: Callable[..., Any], *shapes: Any, donate: tuple[int, ...] = ()) -> str:
+    """The program for a GPU."""
+    traced = jax.jit(function, donate_argnums=donate).trace(*shapes)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+def step(q: jax.Array, new: jax.Array, cache: pa.StackedCache) -> Any:
+    """Attention, and a row that is appended to a cache and decoded."""
+    cache = pa.append_kv(cache, new, new)
+    return pa.flash_attention(q, q, q, mask=pa.CAUSAL), pa.decode_attention(new, cache), cache
+
+
+def shapes_of_step() -> tuple[Any, ...]:
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    cache = jax.eval_shape(lambda: pa.StackedCache.create(2, 64, 2, 64))
+    return shape((2, 128, 2, 64)), shape((2, 1, 2, 64)), cache
+
+
+def main(folder: str) -> None:
+    with kept_in(pathlib.Path(folder)) as lowered:
+        text = lower(step, *shapes_of_step())
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    row = {"lowered": lowered, "imported": MOSAIC in sys.modules, "program": digest}
+    sys.stdout.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
