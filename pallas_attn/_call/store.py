@@ -17,6 +17,7 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import importlib.metadata
 import os
 import pathlib
 import pickle
@@ -28,7 +29,6 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.export
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 
 from pallas_attn._call import config, device
@@ -219,7 +219,7 @@ def _versions() -> tuple[str, ...]:
                 source = file.read()
             place = os.path.relpath(os.path.join(folder, name), _PACKAGE)
             digest.update(f"{place} {len(source)}\n".encode() + source)
-    return jax.__version__, jaxlib.__version__, digest.hexdigest()
+    return jax.__version__, importlib.metadata.version("jaxlib"), digest.hexdigest()
 
 
 def _context() -> tuple[Any, ...]:

@@ -39,7 +39,7 @@ def append(capacity=64):
 
 
 def files(folder):
-    """Those of kernels. (Answers of "yes" and "no" have a few bytes.)"""
+    """Files with a kernel. (Answers of "yes" and "no" have a few bytes.)"""
     every = (path for path in pathlib.Path(folder).rglob("*") if path.is_file())
     return [path for path in every if path.stat().st_size > 100]
 
@@ -153,7 +153,7 @@ def test_a_problem_without_a_text_is_traced(lowered, monkeypatch, tmp_path):
     assert "mosaic_gpu" in append() and lowered == [] and files(tmp_path) == []
 
 
-# ---- where nothing is kept -----------------------------------------------------------------------
+# ---- calls that are not kept ---------------------------------------------------------------------
 
 
 def test_a_forced_config_is_not_kept(lowered, tmp_path):
@@ -293,9 +293,9 @@ def test_devices_of_a_mesh_share_a_kernel(lowered):
     with jax.set_mesh(mesh):
         there = jax.sharding.NamedSharding(mesh, split)
         lower(rounded, jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there))
-    one = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)
-    lower(rounded, one)
-    lower(lambda x: jax.lax.scan(lambda c, _: (c, rounded(x)), 0, length=3)[1], one)
+    half = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)
+    lower(rounded, half)
+    lower(lambda x: jax.lax.scan(lambda c, _: (c, rounded(x)), 0, length=3)[1], half)
     assert lowered == ["quantize.blocks"]
     lower(jax.vmap(rounded), jax.ShapeDtypeStruct((2, 1, 64, 2, 64), jnp.bfloat16))
     assert lowered == ["quantize.blocks"] * 2  # two batch rows

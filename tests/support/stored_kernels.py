@@ -24,8 +24,8 @@ MOSAIC = "jax.experimental.mosaic.gpu"
 
 @contextmanager
 def kept_in(folder: pathlib.Path | None) -> Iterator[list[str]]:
-    """As on a Hopper GPU with jax's persistent cache in a folder; the modules of the kernels that
-    are lowered in the block, each by its name.
+    """Pretends to have a Hopper GPU, with jax's persistent cache in a folder. Yields the kernels
+    that are lowered in the block.
     """
     lowered: list[str] = []
     gpu, lower, before = store._gpu, store._lowered, jax.config.jax_compilation_cache_dir
@@ -47,7 +47,7 @@ def kept_in(folder: pathlib.Path | None) -> Iterator[list[str]]:
 
 
 def forget() -> None:
-    """What a new process would not know."""
+    """Empties all caches of this process."""
     jax.clear_caches()
     store._program.cache_clear()
     dispatch._select.cache_clear()
