@@ -164,7 +164,7 @@ def _restored(content: bytes) -> _Lowered | None:
     try:
         exported, example, paths = pickle.loads(content)
         leaves, tree = jax.tree.flatten(example)
-        inputs = (tuple(exported["in_avals"]), {})
+        inputs: Any = (tuple(exported["in_avals"]), {})
         exported |= {"in_tree": jax.tree.structure(inputs), "_get_vjp": None}
         exported |= {"out_tree": jax.tree.structure(leaves)}
         lowered = _Lowered(jax.export.Exported(**exported), tree)
