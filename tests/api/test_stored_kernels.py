@@ -188,7 +188,6 @@ def test_nothing_is_kept_where_mosaic_is_to_print(tmp_path, monkeypatch):
 
 
 def test_nothing_is_kept_without_a_gpu(lowered, monkeypatch, tmp_path):
-    monkeypatch.undo()
     monkeypatch.setattr(store, "_gpu", lambda: None)
     append()
     assert lowered == [] and list(tmp_path.iterdir()) == []
