@@ -83,7 +83,11 @@ def _share_programs(config, least):
 
 def pytest_configure(config):
     on_gpu = _asks_for_gpu(config)
-    if not on_gpu:
+    if on_gpu:
+        from tests.support import mosaic
+
+        mosaic.without_numbers()
+    else:
         jax.config.update("jax_platforms", "cpu")
     _share_programs(config, 0.0 if on_gpu else 0.1)
     store._gpu = lambda: None  # tests replace constants and functions, which are in no key
