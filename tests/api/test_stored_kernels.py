@@ -208,7 +208,7 @@ def test_what_jax_does_not_export_is_traced(lowered, monkeypatch, tmp_path):
 DAMAGES = {
     "truncated": lambda content: content[:-100],
     "empty": lambda content: b"",
-    "changed": lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+    "changed": lambda content: content[:4000] + bytes([content[4000] ^ 1]) + content[4001:],
     "another": lambda content: store._DIGEST(b"no program").digest() + b"no program",
 }
 
