@@ -2,8 +2,8 @@
 
 `python -m tests.support.saved_program save WAY FOLDER` writes the program and its results;
 `.. run WAY FOLDER` runs what lies there, and fails where the results are others, where an
-executable is traced again, where the cache lacks a program, or where with the cache Mosaic is
-imported, which traces and lowers kernels. WAY is "executable" (`jax.experimental.serialize_executable`), "export"
+executable is traced again, or where the cache lacks a program or has Mosaic imported, which traces
+and lowers kernels. WAY is "executable" (`jax.experimental.serialize_executable`), "export"
 (`jax.export`) or "cache" (jax's persistent compilation cache, with the package's lowered kernels).
 """
 
