@@ -10,7 +10,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -23,10 +23,11 @@ MOSAIC = "jax.experimental.mosaic.gpu"
 
 
 @contextmanager
-def kept_in(folder: pathlib.Path | None) -> Iterator[list[str]]:
-    """Pretends to have a Hopper GPU, with jax's persistent cache in a folder. Yields the kernels
-    that are lowered in the block.
+def kept_in(folder: pathlib.Path | None, pretend: bool = True) -> Iterator[list[str]]:
+    """Has jax's persistent cache in a folder, on a Hopper GPU that is pretended or on the GPU that
+    is there. Yields the kernels that are lowered in the block.
     """
+    name = "NVIDIA H200" if pretend else jax.devices()[0].device_kind
     lowered: list[str] = []
     gpu, lower, before = store._gpu, store._lowered, jax.config.jax_compilation_cache_dir
 
@@ -34,11 +35,11 @@ def kept_in(folder: pathlib.Path | None) -> Iterator[list[str]]:
         lowered.append(call.kernel.module)
         return lower(call)
 
-    store._gpu, store._lowered = (lambda: "NVIDIA H200"), counted
+    store._gpu, store._lowered = (lambda: name), counted
     jax.config.update("jax_compilation_cache_dir", None if folder is None else str(folder))
     forget()
     try:
-        with device.assume("sm90"):
+        with device.assume("sm90") if pretend else nullcontext():
             yield lowered
     finally:
         store._gpu, store._lowered = gpu, lower
