@@ -61,7 +61,7 @@ def test_another_process_lowers_nothing(tmp_path):
         return json.loads(out.splitlines()[-1])
 
     first, beside = map(row_of, [start(), start()])
-    later, last = row_of(start()), row_of(start())
+    later, last = map(row_of, [start(), start()])
     assert later["lowered"] == [] and not later["imported"] and later == last
     lowered = {*first["lowered"], *beside["lowered"]}
     assert len(files(tmp_path)) == len(lowered) == 2
