@@ -78,8 +78,19 @@ def run(way: str, folder: pathlib.Path) -> None:
         raise AssertionError(f"traced: {traced}")
     if way == "cache" and missed:
         raise AssertionError(f"not in the cache: {missed}")
+    if way == "cache" and jax.default_backend() == "gpu":
+        append_in_place()
     if way == "cache" and MOSAIC in sys.modules:
         raise AssertionError("a kernel was traced")
+
+
+def append_in_place() -> None:
+    """A kept kernel writes into a donated cache."""
+    cache, new = pa.StackedCache.create(2, 64, 2, 64), arguments()[1]
+    before = cache.k.unsafe_buffer_pointer(), cache.v.unsafe_buffer_pointer()
+    after = jax.jit(lambda cache, new: pa.append_kv(cache, new, new), donate_argnums=0)(cache, new)
+    if (after.k.unsafe_buffer_pointer(), after.v.unsafe_buffer_pointer()) != before:
+        raise AssertionError("an append has copied the cache")
 
 
 if __name__ == "__main__":
