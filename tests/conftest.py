@@ -40,7 +40,7 @@ import jax  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
-from pallas_attn._call import device  # noqa: E402
+from pallas_attn._call import device, store  # noqa: E402
 from tests.support import aot, gpu_cases, in_numpy  # noqa: E402
 
 
@@ -50,6 +50,9 @@ def pytest_addoption(parser):
     group.addoption("--seconds", type=float, default=60, help="that -m fuzz runs (default 60)")
     group.addoption("--case", help="of -m fuzz: one problem, as a failure says it")
     group.addoption("--no-skips", action="store_true", help="a skipped test is a failed test")
+    group.addoption(
+        "--keep-kernels", action="store_true", help="tests on a GPU share lowered kernels"
+    )
 
 
 GPU_MARKS = ("gpu", "multigpu")
@@ -81,11 +84,21 @@ def _share_programs(config, least):
         os.environ[name.upper()] = str(value)
 
 
+def no_gpu():
+    """In place of `store._gpu`: no lowered kernel is kept."""
+
+
 def pytest_configure(config):
     on_gpu = _asks_for_gpu(config)
-    if not on_gpu:
+    if on_gpu:
+        from tests.support import mosaic
+
+        mosaic.without_numbers()
+    else:
         jax.config.update("jax_platforms", "cpu")
     _share_programs(config, 0.0 if on_gpu else 0.1)
+    if not (on_gpu and config.option.keep_kernels):
+        store._gpu = no_gpu
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
 
@@ -204,6 +217,16 @@ def programs_in_numpy(request):
         return
     with in_numpy.instead_of_xla():
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_kept_kernels_of_a_changed_package(request):
+    """Tests that replace constants and functions of the package: no key of the store has those."""
+    gpu = store._gpu
+    if "monkeypatch" in request.fixturenames:
+        store._gpu = no_gpu
+    yield
+    store._gpu = gpu
 
 
 @pytest.fixture(autouse=True, scope="module")

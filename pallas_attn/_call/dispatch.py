@@ -54,11 +54,19 @@ class Candidate:
         return importlib.import_module(f"pallas_attn.kernels.{self.module}").KERNEL
 
     def takes(self, problem: Problem) -> bool:
-        """Whether it is the fastest that can. The kernel is imported for the last two questions."""
+        """Whether it is the fastest that can. The kernel is imported for the last two questions,
+        if no earlier process has answered them.
+        """
         if self._unavailable(problem) is not None or self.slower(problem) is not None:
             return False
-        kernel = self.kernel
-        return kernel.limit(problem) is None and kernel.slower(problem) is None
+        if jax.config.jax_compilation_cache_dir:
+            from pallas_attn._call import store
+
+            return store.answer(self, problem, self._can)
+        return self._can(problem)
+
+    def _can(self, problem: Problem) -> bool:
+        return self.kernel.limit(problem) is None and self.kernel.slower(problem) is None
 
     def refusal(self, problem: Problem) -> Limit | None:
         """Why it does not take the problem, or None: what it cannot do before what is faster."""
@@ -87,7 +95,14 @@ class Candidate:
         return None
 
     def run(self, inputs: Inputs, problem: Problem) -> Results:
-        """The results of the kernel, which is traced with Python's numbers in 32 bits."""
+        """The results of the kernel, which is traced with Python's numbers in 32 bits, unless an
+        earlier process has lowered it.
+        """
+        if jax.config.jax_compilation_cache_dir:
+            from pallas_attn._call import store
+
+            if (kept := store.results(self, inputs, problem)) is not None:
+                return kept
         kernel = self.kernel
         if _config.observer.get() is None:
             config = _config.default(kernel, problem)

@@ -2,7 +2,8 @@
 the first run, which loads the kernels.
 
 Each timing is a process of its own, which runs `first_call_programs`. With a persistent cache two
-processes follow each other: one fills jax's compilation cache and the other reads it.
+processes follow each other: one fills jax's compilation cache and the folder of lowered kernels
+beside it, and the other reads them.
 """
 
 import dataclasses
@@ -26,7 +27,6 @@ TIMEOUT_S = 600
 _RUN = "import runpy, sys; sys.path[0] = sys.argv.pop(1); file = sys.argv.pop(1); "
 _RUN += "runpy.run_path(file, run_name='__main__')"
 States = tuple[str | None, ...]  # no persistent cache of jax's, or an "empty" or "filled" one
-WITH_CACHE = ("both", "layers_8", "step_paged", "prefill_separate")
 
 
 def run(wanted: str, peers: str, turns: int, commit: str | None, out: str | None) -> int:
@@ -53,7 +53,7 @@ def every_timing(chosen: list[Case], peers: str) -> Iterator[tuple[Case, str, St
         for impl in case.impls:
             if peers == "all" or impl in wanted:
                 yield case, impl, (None,)
-        if case.name in WITH_CACHE:
+        if case.make is not first_call_programs.imports:
             yield case, OURS, ("empty", "filled")
 
 

@@ -133,7 +133,6 @@ CASES = (
     *(_cache(f"prefill_{kind}", kind, rows=512) for kind in ("stacked", "paged", "separate")),
     _cache("prefill_separate_128", "separate", 128, 512),
 )
-WITH_CACHE = ("both", "layers_8", "step_paged", "prefill_separate")
 
 
 # ---- timing --------------------------------------------------------------------------------------

@@ -42,8 +42,9 @@ def keep_programs(folder: str | os.PathLike[str] | None = None) -> None:
     """Has jax keep compiled programs on disk: in the next process a first call compiles nothing
     that an earlier process has compiled.
 
-    It is jax's persistent compilation cache, for all programs, however fast they compile. Call it
-    before the first of them. Where jax has a folder already, that one stays.
+    It is jax's persistent compilation cache, for all programs, however fast they compile. Where it
+    is on, attention's lowered kernels are kept too, so that no later process traces them. Call it
+    before the first program. Where jax has a folder already, that one stays.
 
     Args:
       folder: where; it is made if it is not there. Default: ~/.cache/pallas_attn, as with run.py.

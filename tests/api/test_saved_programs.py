@@ -11,7 +11,9 @@ from tests.support import saved_program
 
 def process(what, way, folder, platform):
     environment = os.environ | {"JAX_PLATFORMS": platform}
-    if way == "cache":
+    if way != "cache":
+        environment |= {"JAX_ENABLE_COMPILATION_CACHE": "false"}
+    else:
         environment |= {
             "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

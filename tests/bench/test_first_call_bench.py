@@ -82,6 +82,7 @@ def test_every_timing():
         ("both", "pallas_attn", ("empty", "filled")),
         ("docs", "pallas_attn", (None,)),
         ("docs", "xla", (None,)),
+        ("docs", "pallas_attn", ("empty", "filled")),
     ]  # fmt: skip
     with pytest.raises(ValueError, match="cases: 'x' matches none of import, fwd"):
         first_call.select("x")

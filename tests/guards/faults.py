@@ -1116,6 +1116,18 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "return end - rows, end - rows",
         "tests/parallel/test_sharded_caches.py -k test_as_on_one_device",
     ),
+    "store_forgets_the_problem": Fault(
+        "pallas_attn/_call/store.py",
+        "key = _text((kernel.module, problem, str(tree), types, _context()))",
+        "key = _text((kernel.module, str(tree), types, _context()))",
+        "tests/api/test_stored_kernels.py -k told_apart",
+    ),
+    "store_trusts_a_damaged_file": Fault(
+        "pallas_attn/_call/store.py",
+        "return content[size:] if _DIGEST(content[size:]).digest() == content[:size] else None",
+        "return content[size:]",
+        "tests/api/test_stored_kernels.py -k damaged_file",
+    ),
     "packed_queries_count_from_their_own_starts": Fault(
         "pallas_attn/_call/bind.py",
         "positions, static_offset = (kv_starts[own] + within)[None], 0",

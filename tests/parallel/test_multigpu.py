@@ -27,7 +27,7 @@ from pallas_attn.lm import rows as lm_rows
 from tests.caches import test_keep
 from tests.parallel import test_context as contexts
 from tests.parallel import test_sharded_caches as rows_of_caches
-from tests.support import append_cases
+from tests.support import append_cases, stored_kernels
 
 pytestmark = pytest.mark.multigpu
 ROOT = pathlib.Path(pa.__file__).parent.parent
@@ -326,6 +326,32 @@ def test_a_model_whose_kernels_add_up_over_devices(monkeypatch, batch):
 def told():
     model = lm.load(dtype="float32")
     return lm.generate(model, ["ROMEO:", "The sea"], max_new_tokens=20)
+
+
+def test_kernels_that_are_kept_on_disk(tmp_path):
+    """The same bits on an automatic mesh and within shard_map, by a process that has lowered the
+    kernels and one that has not.
+    """
+    mesh = mesh_of("x")
+    x = jax.device_put(draw(0, 4, 256, 4, 64).astype(jnp.bfloat16), NamedSharding(mesh, P("x")))
+
+    @jax.grad
+    def gradient(x):
+        return pa.flash_attention(x, x, x, mask=pa.CAUSAL).astype(jnp.float32).sum()
+
+    def both(x):
+        mapped = jax.shard_map(gradient, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+        return gradient(x), mapped(x)
+
+    results, counts = [], []
+    for folder in (None, tmp_path, tmp_path):
+        with stored_kernels.kept_in(folder, pretend=False) as lowered:
+            results.append(jax.tree.map(np.asarray, jax.jit(both)(x)))
+            counts.append(len(lowered))
+    assert counts[0] == counts[2] == 0 < counts[1]
+    for plain, filling, filled in zip(*results, strict=True):
+        np.testing.assert_array_equal(filling, plain)
+        np.testing.assert_array_equal(filled, plain)
 
 
 @pytest.mark.parametrize("cache", ["per_sequence", "stacked", "paged"])

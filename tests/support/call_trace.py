@@ -52,6 +52,8 @@ def trace(call: Callable[..., object], *shapes: object) -> Trace:
         if event == "call" and frame.f_code.co_filename.startswith(root):
             functions.add(frame.f_code)
 
+    kept = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)  # else it looks for lowered kernels
     with device.assume("sm90"):
         _trace_once(call, shapes)
         jax.clear_caches()
@@ -60,6 +62,7 @@ def trace(call: Callable[..., object], *shapes: object) -> Trace:
             _trace_once(call, shapes)
         finally:
             sys.setprofile(None)
+            jax.config.update("jax_compilation_cache_dir", kept)
     return Trace(frozenset(functions))
 
 

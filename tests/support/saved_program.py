@@ -2,11 +2,12 @@
 
 `python -m tests.support.saved_program save WAY FOLDER` writes the program and its results;
 `.. run WAY FOLDER` runs what lies there, and fails where the results are others, where an
-executable is traced again, or where the cache lacks a program. WAY is "executable"
-(`jax.experimental.serialize_executable`), "export" (`jax.export`) or "cache" (jax's persistent
-compilation cache, which saves the compiling and no tracing).
+executable is traced again, or where the cache lacks a program or has Mosaic imported, which traces
+and lowers kernels. WAY is "executable" (`jax.experimental.serialize_executable`), "export"
+(`jax.export`) or "cache" (jax's persistent compilation cache, with the package's lowered kernels).
 """
 
+import importlib
 import pathlib
 import pickle
 import sys
@@ -20,6 +21,7 @@ from jax.experimental import serialize_executable
 import pallas_attn as pa
 
 WAYS = ("executable", "export", "cache")
+MOSAIC = "jax.experimental.mosaic.gpu"
 
 
 def step(q: jax.Array, new: jax.Array, cache: jax.Array) -> tuple[jax.Array, ...]:
@@ -59,6 +61,8 @@ def run(way: str, folder: pathlib.Path) -> None:
     )
     program: Any = jax.jit(step)
     inputs = arguments()
+    if way != "cache":
+        importlib.import_module(MOSAIC)  # it tells XLA where the library of kernels is
     if way == "executable":
         saved = pickle.loads((folder / "program").read_bytes())
         first = jax.devices()[:1]  # else all that there are
@@ -74,6 +78,19 @@ def run(way: str, folder: pathlib.Path) -> None:
         raise AssertionError(f"traced: {traced}")
     if way == "cache" and missed:
         raise AssertionError(f"not in the cache: {missed}")
+    if way == "cache" and jax.default_backend() == "gpu":
+        append_in_place()
+    if way == "cache" and MOSAIC in sys.modules:
+        raise AssertionError("a kernel was traced")
+
+
+def append_in_place() -> None:
+    """A kept kernel writes into a donated cache."""
+    cache, new = pa.StackedCache.create(2, 64, 2, 64), arguments()[1]
+    before = cache.k.unsafe_buffer_pointer(), cache.v.unsafe_buffer_pointer()
+    after = jax.jit(lambda cache, new: pa.append_kv(cache, new, new), donate_argnums=0)(cache, new)
+    if (after.k.unsafe_buffer_pointer(), after.v.unsafe_buffer_pointer()) != before:
+        raise AssertionError("an append has copied the cache")
 
 
 if __name__ == "__main__":

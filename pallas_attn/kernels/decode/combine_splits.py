@@ -13,6 +13,7 @@ row at a time. They are loops, not unrolled: instructions that run once are fetc
 
 import functools
 import itertools
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -106,13 +107,14 @@ def counters(plan: Plan) -> np.ndarray:
     `ZERO_BYTES` of zeros that are only read (`bulk_copies.copy_tile`).
 
     Each launch leaves them as it found them, so they are a constant: XLA has nothing to clear,
-    which would be a launch of its own. The number behind them is that of this trace: launches of
-    one call would otherwise share one constant, and must not if XLA ever ran them side by side.
-    (Calls that share a trace, `batching.compiled_once`, still do.) It also keeps XLA from making
-    the zeros itself.
+    which would be a launch of its own. The number behind them is that of this problem and trace,
+    of another process too (`_call/store.py`): launches of one call would otherwise share one
+    constant, and must not if XLA ever ran them side by side. (Calls that share a trace,
+    `batching.compiled_once`, still do.) It also keeps XLA from making the zeros itself.
     """
     zeros = ZERO_BYTES // 4 + plan.problem.kv_heads * plan.lines
-    return np.append(np.zeros(zeros, np.int32), np.int32(next(_calls) % 2**31 or 1))
+    number = (zlib.crc32(repr(plan.problem).encode()) ^ next(_calls)) % 2**31
+    return np.append(np.zeros(zeros, np.int32), np.int32(number or 1))
 
 
 def out_types(plan: Plan) -> tuple[Any, ...]:

@@ -1,0 +1,299 @@
+"""Lowered kernels on disk (pallas_attn/_call/store.py), without a GPU: keys, damaged files, folders
+that cannot be written, transforms. tests/api/test_saved_programs.py runs such kernels on a GPU.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import pallas_attn as pa
+from pallas_attn._call import config, device, store
+from tests.support.stored_kernels import forget, kept_in, lower
+
+NEW = jax.ShapeDtypeStruct((2, 1, 2, 64), jnp.bfloat16)
+
+
+@pytest.fixture
+def lowered(tmp_path):
+    """The kernels that the test lowers, with an empty folder."""
+    with kept_in(tmp_path) as kernels:
+        yield kernels
+
+
+def cache_of(capacity=64, layers=None):
+    return jax.eval_shape(lambda: pa.StackedCache.create(2, capacity, 2, 64, layers=layers))
+
+
+def append(capacity=64):
+    """A program of one launch, which is quickly lowered."""
+    return lower(lambda cache, new: pa.append_kv(cache, new, new), cache_of(capacity), NEW)
+
+
+def files(folder):
+    """Files with a kernel. (Answers of "yes" and "no" have a few bytes.)"""
+    every = (path for path in pathlib.Path(folder).rglob("*") if path.is_file())
+    return [path for path in every if path.stat().st_size > 100]
+
+
+# ---- several processes ---------------------------------------------------------------------------
+
+
+def test_another_process_lowers_nothing(tmp_path):
+    """Two that fill a folder side by side, and one after them, which imports no kernel."""
+    command = [sys.executable, "-m", "tests.support.stored_kernels", str(tmp_path)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+
+    def start():
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+    def row_of(process):
+        out, _ = process.communicate()
+        assert process.returncode == 0
+        return json.loads(out.splitlines()[-1])
+
+    first, beside = map(row_of, [start(), start()])
+    later, last = map(row_of, [start(), start()])
+    assert later["lowered"] == [] and not later["imported"] and later == last
+    lowered = {*first["lowered"], *beside["lowered"]}
+    assert len(files(tmp_path)) == len(lowered) == 2
+
+
+# ---- the key -------------------------------------------------------------------------------------
+
+
+def test_a_kernel_is_lowered_once(lowered):
+    first = append()
+    forget()
+    assert append() == first and lowered == ["append.copy"]
+    assert "mosaic_gpu" in first
+
+
+CHANGES = {
+    "sources": lambda patch: patch.setattr(store, "_versions", lambda: ("0", "0", "other")),
+    "gpu": lambda patch: patch.setattr(store, "_gpu", lambda: "NVIDIA H100"),
+    "precision": lambda patch: patch.setattr(
+        store, "_SETTINGS", (*store._SETTINGS, "jax_threefry_partitionable")
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_version_is_another_kernel(lowered, monkeypatch, change):
+    append()
+    forget()
+    CHANGES[change](monkeypatch)
+    append()
+    assert lowered == ["append.copy"] * 2
+
+
+def test_another_problem_or_setting_is_another_kernel(lowered):
+    programs = [append(), append(capacity=128)]
+    with device.overlapping():
+        forget()
+        programs.append(append())
+    with jax.enable_x64(True):
+        forget()
+        append()
+    assert len(lowered) == 4 and len(set(programs)) == 3
+
+
+def test_layers_share_a_kernel(lowered):
+    """Each has a number of its own."""
+
+    def step(cache, new):
+        for layer in range(3):
+            cache = pa.write_kv(cache, new, new, layer=layer)
+        return cache
+
+    text = lower(step, cache_of(layers=3), NEW)
+    assert lowered == ["append.copy"] and text.count("@mosaic_gpu") == 1
+
+
+def test_functions_of_positions_are_told_apart(lowered):
+    q = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)
+
+    def masked(number):
+        function = pa.mask_fn(lambda b, h, q, k: (q - k) % number == 0)
+        return lower(lambda q: pa.flash_attention(q, q, q, mask=function), q)
+
+    three, five = masked(3), masked(5)
+    forget()
+    assert masked(3) == three != five == masked(5) and len(lowered) == 2
+
+
+def test_values_without_a_text_are_not_kept():
+    program = pa.CAUSAL, 1, 0.5, float("nan"), "x", None, (True, -1), np.dtype("int32")
+    assert store._text(program) == store._text(program)
+    assert store._text((1, True, 1.0, "1")) == "tuple(1,True,0x1.0000000000000p+0,'1')"
+    assert store._text(pa.CAUSAL) != store._text(pa.FULL)
+    for value in (lambda: 0, object(), np.zeros(2), {1, 2}):
+        with pytest.raises(TypeError, match="has no text"):
+            store._text((1, value))
+
+
+def test_a_problem_without_a_text_is_traced(lowered, monkeypatch, tmp_path):
+    text = store._text
+
+    def refuse(value):
+        if value[0] == "append.copy":
+            raise TypeError
+        return text(value)
+
+    monkeypatch.setattr(store, "_text", refuse)
+    assert "mosaic_gpu" in append() and lowered == [] and files(tmp_path) == []
+
+
+# ---- calls that are not kept ---------------------------------------------------------------------
+
+
+def test_a_forced_config_is_not_kept(lowered, tmp_path):
+    with config.watched() as choices:
+        append()
+    (choice,) = choices
+    with config.forced("append_copy", dataclasses.asdict(choice.config)):
+        append()
+    assert lowered == [] and files(tmp_path) == []
+
+
+def nothing_kept(folder):
+    with kept_in(folder) as lowered:
+        assert "mosaic_gpu" in append()
+        return lowered == []
+
+
+def test_nothing_is_kept_without_a_persistent_cache(tmp_path):
+    assert nothing_kept(None)
+    assert nothing_kept("gs://bucket/folder")
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        assert nothing_kept(tmp_path)
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_kept_where_mosaic_is_to_print(tmp_path, monkeypatch):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    assert nothing_kept(tmp_path) and list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_kept_without_a_gpu(lowered, monkeypatch, tmp_path):
+    monkeypatch.setattr(store, "_gpu", lambda: None)
+    append()
+    assert lowered == [] and list(tmp_path.iterdir()) == []
+
+
+def test_what_jax_does_not_export_is_traced(lowered, monkeypatch, tmp_path):
+    def refuse(*_, **__):
+        raise ValueError("no")
+
+    monkeypatch.setattr(jax.export, "export", refuse)
+    assert "mosaic_gpu" in append()
+    jax.clear_caches()
+    append()
+    assert lowered == ["append.copy"] and files(tmp_path) == []
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+DAMAGES = {
+    "truncated": lambda content: content[:-100],
+    "empty": lambda content: b"",
+    "changed": lambda content: content[:4000] + bytes([content[4000] ^ 1]) + content[4001:],
+    "another": lambda content: store._DIGEST(b"no program").digest() + b"no program",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_written_anew(lowered, tmp_path, damage):
+    append()
+    (path,) = files(tmp_path)
+    content = path.read_bytes()
+    path.write_bytes(DAMAGES[damage](content))
+    forget()
+    text = append()
+    assert lowered == ["append.copy"] * 2 and store._read(path) is not None
+    forget()
+    assert append() == text and len(lowered) == 2
+
+
+def test_a_damaged_answer_is_asked_again(lowered, tmp_path):
+    append()
+    (path,) = {path for path in tmp_path.rglob("*") if path.is_file()} - set(files(tmp_path))
+    content = path.read_bytes()
+    for damaged in (b"", store._DIGEST(b"maybe").digest() + b"maybe"):
+        path.write_bytes(damaged)
+        forget()
+        append()
+        assert path.read_bytes() == content
+
+
+def test_a_kernel_whose_compiler_has_moved_is_lowered_anew(lowered, tmp_path, monkeypatch):
+    library = tmp_path / "library"
+    library.touch()
+    monkeypatch.setenv("MOSAIC_GPU_TEST_PATH", str(library))
+    append()
+    library.unlink()
+    monkeypatch.delenv("MOSAIC_GPU_TEST_PATH")
+    forget()
+    append()
+    assert lowered == ["append.copy"] * 2
+
+
+def test_the_compiler_is_named_as_by_mosaic(lowered, tmp_path, monkeypatch):
+    monkeypatch.setenv("MOSAIC_GPU_TEST_PATH", str(tmp_path))
+    append()
+    monkeypatch.delenv("MOSAIC_GPU_TEST_PATH")
+    forget()
+    append()
+    assert os.environ.pop("MOSAIC_GPU_TEST_PATH") == str(tmp_path) and len(lowered) == 1
+
+
+def test_a_folder_that_cannot_be_written_costs_one_warning(lowered, tmp_path):
+    (tmp_path / store.FOLDER).write_text("a file")
+    store._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="lowered kernels are not kept in") as warned:
+        append()
+        forget()
+        append()
+    assert len(warned) == 1 and lowered == ["append.copy"] * 2
+
+
+# ---- under transforms ----------------------------------------------------------------------------
+
+
+def test_a_donated_cache_is_written_in_place(lowered):
+    text = lower(lambda c, x: pa.append_kv(c, x, x), cache_of(), NEW, donate=(0,))
+    assert lowered and text.count("tf.aliasing_output") + text.count("jax.buffer_donor") >= 2
+    assert text.count("output_operand_aliases") == 1
+
+
+def test_devices_of_a_mesh_share_a_kernel(lowered):
+    """Within shard_map, over explicit axes, under vmap, in a loop."""
+
+    def rounded(x):
+        return pa.quantize_qkv(x, x, x)[0]
+
+    x = jax.ShapeDtypeStruct((2, 64, 2, 64), jnp.bfloat16)
+    split = PartitionSpec("x")
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    lower(jax.shard_map(rounded, mesh=mesh, in_specs=split, out_specs=split), x)
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        there = jax.sharding.NamedSharding(mesh, split)
+        lower(rounded, jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there))
+    half = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)
+    lower(rounded, half)
+    lower(lambda x: jax.lax.scan(lambda c, _: (c, rounded(x)), 0, length=3)[1], half)
+    assert lowered == ["quantize.blocks"]
+    lower(jax.vmap(rounded), jax.ShapeDtypeStruct((2, 1, 64, 2, 64), jnp.bfloat16))
+    assert lowered == ["quantize.blocks"] * 2  # two batch rows
