@@ -32,6 +32,7 @@ from pallas_attn.kernels.flash_bwd import (
     one_key_tile,
     operands,
     query_chunks,
+    sm90_alternating,
     sm90_dbias,
     sm90_dkdv,
     sm90_dq,
@@ -79,6 +80,7 @@ class Config:
     window: bool = False  # all by `sm90_window`, which takes few problems
     short: bool = False  # all by `sm90_short`, likewise
     heads: bool = False  # dq, dk and dv by `sm90_heads`
+    alternating: bool = False  # all by `sm90_alternating`, likewise
     lockstep: bool = False  # blocks are at the same query tile, where `lockstep` applies
     claims: bool = False  # blocks claim work tiles, in `sm90_fused`
     kv_slots: int = 1  # work tiles whose keys are in shared memory, in `sm90_fused`
@@ -210,7 +212,7 @@ def _two_kernels(problem: AttentionProblem) -> Config:
 
 def own_kernel(config: Config) -> tuple[str, Any] | None:
     """The field of `config` that asks for one kernel for all gradients, and that kernel."""
-    kernels = {"window": sm90_window, "short": sm90_short, "heads": sm90_heads}
+    kernels = {"window": sm90_window, "short": sm90_short, "heads": sm90_heads, "alternating": sm90_alternating}
     return next(((name, x) for name, x in kernels.items() if getattr(config, name)), None)
 
 
@@ -236,7 +238,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
         name, kernel = own_order
         if not kernel.takes(problem):
             raise ValueError(f"Config.{name} must be False for {problem}")
-        keys, block_q = sm90_heads.KEYS if config.heads else ROWS, ROWS
+        keys, block_q = 2 * ROWS if config.heads or config.alternating else ROWS, ROWS
     elif wide:
         keys = sm90_dkdv.KEYS
     if config.q_chunks > 1 and not query_chunks.takes(problem, config.q_chunks):
@@ -312,6 +314,8 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
         return sm90_short.buffer_bytes(plan) + BARRIERS
     if config.heads:
         return sm90_heads.buffer_bytes(plan)
+    if config.alternating:
+        return sm90_alternating.buffer_bytes(plan)
     most = (sm90_dkdv if is_wide(problem) else sm90_fused).buffer_bytes(plan)
     if not is_fused(problem, config):
         most = max(most, sm90_dq.buffer_bytes(_dq_plan(problem, config)))
@@ -332,6 +336,9 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     inputs = residuals.inputs
     if config.short or config.heads:
         return _by_one_launch(residuals, plan)
+    if config.alternating:
+        rows = tma_operands.round_up(problem.q_len, 2 * ROWS)
+        return AttentionInputs(*sm90_alternating.dq_dk_dv(plan, residuals, rows))
     dq_plan = _dq_plan(problem, config)
     # Whole tiles, of either size, and what is read of row statistics beyond the last.
     rows = tma_operands.round_up(problem.q_len + max(0, 32 - config.block_q), 2 * ROWS)
