@@ -54,9 +54,10 @@ DS_SLOTS = 2
 REGISTERS = 240  # a thread of consumers
 WIDEST = 80  # columns of a key or a value
 RESERVED = 2048  # bytes of shared memory for barriers and for alignment
-KV_SLOTS, STAGES = 2, 3
-KEEPS = "kv"
-ROTATES = True
+import os
+
+_V = os.environ.get("ALT", "2,3,kv,1").split(",")
+KV_SLOTS, STAGES, KEEPS, ROTATES = int(_V[0]), int(_V[1]), _V[2], _V[3] == "1"
 
 
 def takes(problem: AttentionProblem) -> bool:
@@ -241,7 +242,8 @@ class DueDq(NamedTuple):
     """The dQ of the step before."""
 
     number: Index  # of its query tile, over all heads
-    exists: Index  # whether there is such a step
+    slot: Index  # of its dS
+    exists: Index  # whether there is such a step, and its dQ is this warpgroup's
 
 
 class AlternatingStep(NamedTuple):
@@ -249,14 +251,14 @@ class AlternatingStep(NamedTuple):
 
     ctx: KernelContext
     tile: KvTile
-    wg: int
+    wg: Index
     kv_slot: Index
     t: Index
     count: Index  # the number of steps before, over all kv tiles
-    parity: int  # of count
+    parity: Index  # of count
     k: wgmma.Terms  # the warpgroup's keys, in panels; v likewise
     v: wgmma.Terms
-    due: DueDq | None  # None: the other warpgroup's
+    due: DueDq
 
     @property
     def slot(self) -> Index:
@@ -290,6 +292,8 @@ class AlternatingStep(NamedTuple):
 
 def _step(now: AlternatingStep, sums: KeyGradients) -> None:
     """Adds to `sums`, the accumulators of dK and dV; dK still runs when this returns."""
+    zero = mosaic.opaque_zero(now.count)
+    now = now._replace(kv_slot=now.kv_slot + zero, wg=now.wg + zero, parity=now.parity + zero)
     pl.run_scoped(functools.partial(_scores, now, sums), plgpu.ACC((ROWS, ROWS), jnp.float32))
 
 
@@ -303,14 +307,11 @@ def _scores(now: AlternatingStep, sums: KeyGradients, s_acc: RegisterTile) -> No
     smem.do_ring.wait(slot)
     body = functools.partial(_ds, now, sums, s_acc)
     ds = pl.run_scoped(body, plgpu.ACC((ROWS, ROWS), jnp.float32))
-    if now.due is None:
-        wgmma.value_panels(sums.dk, ds, now.q)
-        plgpu.wgmma_wait(len(sums.dk))
-        smem.do_ring.release(slot)
-        return
-    widths = panels.widths(now.ctx.plan.problem.head_dim)
-    accs = [plgpu.ACC((ROWS, width), jnp.float32) for width in widths]
-    pl.run_scoped(functools.partial(_dq_and_dk, now, sums, ds), *accs)
+    wgmma.value_panels(sums.dk, ds, now.q)
+    plgpu.wgmma_wait(len(sums.dk))
+    smem.do_ring.release(slot)
+    due = now.due
+    pl.when(due.exists != 0)(functools.partial(_dq, now.ctx, now.kv_slot, due))
 
 
 def _ds(
@@ -335,24 +336,22 @@ def _ds(
     return ds
 
 
-def _dq_and_dk(
-    now: AlternatingStep, sums: KeyGradients, ds: RegisterTile, *dq_accs: RegisterTile
-) -> None:
-    smem, due = now.ctx.smem, now.due
-    assert due is not None
-    slot = 1 - now.parity
-    pl.when(due.exists != 0)(lambda: plgpu.barrier_wait(smem.ds_ready.at[slot]))
-    mosaic.results_are_used(due.exists, len(dq_accs) * WARPGROUPS)
-    _multiply_dq(now.ctx, now.kv_slot, slot, dq_accs)
-    wgmma.value_panels(sums.dk, ds, now.q)
-    dq = [plgpu.wgmma_accumulator_load(acc, wait_n=len(sums.dk)) for acc in dq_accs]
-    smem.do_ring.release(now.slot)
-    pl.when(due.exists != 0)(lambda: plgpu.barrier_arrive(smem.ds_free.at[slot]))
-    _add_dq(now.ctx, due, dq)
+def _dq(ctx: KernelContext, kv_slot: Index, due: DueDq) -> None:
+    """A dQ, whose step both warpgroups have done or will have done."""
+
+    def matmuls(*accs: RegisterTile) -> list[RegisterTile]:
+        _multiply_dq(ctx, kv_slot, due.slot, accs)
+        return [acc[...] for acc in accs]
+
+    widths = panels.widths(ctx.plan.problem.head_dim)
+    plgpu.barrier_wait(ctx.smem.ds_ready.at[due.slot])
+    dq = pl.run_scoped(matmuls, *[plgpu.ACC((ROWS, width), jnp.float32) for width in widths])
+    plgpu.barrier_arrive(ctx.smem.ds_free.at[due.slot])
+    _add_dq(ctx, due, dq)
 
 
 def _multiply_dq(
-    ctx: KernelContext, kv_slot: Index, slot: int, accs: tuple[RegisterTile, ...]
+    ctx: KernelContext, kv_slot: Index, slot: Index, accs: tuple[RegisterTile, ...]
 ) -> None:
     """Issues dS K of the step whose dS is in `slot`."""
     smem = ctx.smem
@@ -368,14 +367,14 @@ def _add_dq(ctx: KernelContext, due: DueDq, parts: list[RegisterTile]) -> None:
     pieces, before = ctx.plan.problem.batch * ctx.plan.problem.q_heads * q_tiles(ctx.plan.problem), 0
     for part in parts:
         first = before * pieces // part.shape[1]
-        mma_rowmajor.add(ctx.refs.dq, due.number + first, part, due.exists)
+        mma_rowmajor.add(ctx.refs.dq, due.number + first, part, jnp.int32(1))
         before += part.shape[1]
 
 
 # ---- a kv tile ----------------------------------------------------------------------------------
 
 
-def _consume(ctx: KernelContext, outs: KeyGradients, walk: Walk, wg: int) -> None:
+def _consume(ctx: KernelContext, outs: KeyGradients, walk: Walk, wg: Index) -> None:
     problem, smem = ctx.plan.problem, ctx.smem
     widths = panels.widths(problem.head_dim), panels.widths(problem.v_head_dim)
 
@@ -392,21 +391,20 @@ def _consume(ctx: KernelContext, outs: KeyGradients, walk: Walk, wg: int) -> Non
         def all_steps(*accs: RegisterTile) -> list[list[RegisterTile]]:
             sums = KeyGradients(accs[: len(widths[0])], accs[len(widths[0]) :])
 
-            def two_steps(i: Index, count: Index) -> Index:
-                for parity in range(2):
-                    at = 2 * i + parity
-                    due = None
-                    if wg != parity:
-                        exists = jnp.int32(1) if parity else (i > 0).astype(jnp.int32)
-                        due = DueDq(first_piece + walk.q_tile(tile, at - 1), exists)
-                    t = walk.q_tile(tile, at)
-                    own = count + parity
-                    _step(AlternatingStep(ctx, tile, wg, slot, t, own, parity, k, v, due), sums)
-                return count + 2
+            def due(i: Index, count: Index) -> DueDq:
+                number = first_piece + walk.q_tile(tile, i - 1)
+                parity = (count - 1) & 1
+                return DueDq(number, parity, ((parity == wg) & (i > 0)).astype(jnp.int32))
 
-            lax.fori_loop(0, steps // 2, two_steps, count)
-            if wg == 1:
-                _last_dq(ctx, slot, DueDq(first_piece + walk.q_tile(tile, steps - 1), jnp.int32(1)))
+            def step(i: Index, count: Index) -> Index:
+                t = walk.q_tile(tile, i)
+                at = AlternatingStep(ctx, tile, wg, slot, t, count, count & 1, k, v, due(i, count))
+                _step(at, sums)
+                return count + 1
+
+            lax.fori_loop(0, steps, step, count)
+            last = due(steps, count + steps)
+            pl.when(last.exists != 0)(functools.partial(_dq, ctx, slot, last))
             return [[acc[...] for acc in accs] for accs in sums]
 
         accs = [plgpu.ACC((ROWS, width), jnp.float32) for width in widths[0] + widths[1]]
@@ -418,23 +416,8 @@ def _consume(ctx: KernelContext, outs: KeyGradients, walk: Walk, wg: int) -> Non
     plgpu.wait_smem_to_gmem(0)
 
 
-def _last_dq(ctx: KernelContext, kv_slot: Index, due: DueDq) -> None:
-    """dQ of the last step of a kv tile."""
-
-    def matmuls(*accs: RegisterTile) -> list[RegisterTile]:
-        _multiply_dq(ctx, kv_slot, 1, accs)
-        return [acc[...] for acc in accs]
-
-    widths = panels.widths(ctx.plan.problem.head_dim)
-    plgpu.barrier_wait(ctx.smem.ds_ready.at[1])
-    accs = [plgpu.ACC((ROWS, width), jnp.float32) for width in widths]
-    dq = pl.run_scoped(matmuls, *accs)
-    plgpu.barrier_arrive(ctx.smem.ds_free.at[1])
-    _add_dq(ctx, due, dq)
-
-
 def _store_dk_dv(
-    ctx: KernelContext, outs: KeyGradients, tile: KvTile, at: tuple[Index, int], grads: KeyGradients
+    ctx: KernelContext, outs: KeyGradients, tile: KvTile, at: tuple[Index, Index], grads: KeyGradients
 ) -> None:
     """Stores dk and dv of a warpgroup's keys by way of the buffers of k and v."""
     plan, _, smem = ctx
@@ -465,11 +448,7 @@ def _kernel(refs: AlternatingRefs, *rest: GmemRef, plan: KeyPlan) -> None:
     ctx, wg = KernelContext(plan, refs, smem), lax.axis_index("wg")
     walk = Walk(ctx, lax.axis_index("block"))
 
-    def consume() -> None:
-        for own in range(WARPGROUPS):
-            body = functools.partial(_consume, ctx, KeyGradients(dk_ref, dv_ref), walk, own)
-            pl.when(wg == own)(body)
-
+    consume = functools.partial(_consume, ctx, KeyGradients(dk_ref, dv_ref), walk, wg)
     mosaic.share_registers(wg, WARPGROUPS, functools.partial(_produce, ctx, walk), consume, REGISTERS)
 
 
