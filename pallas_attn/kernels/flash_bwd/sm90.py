@@ -58,6 +58,9 @@ from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang.config import check
 
+import os
+if os.environ.get("HEADS2"):
+    from pallas_attn.kernels.flash_bwd import sm90_heads2 as sm90_heads
 ROWS = tiles.ROWS
 SMEM_LIMIT = flash_fwd_sm90.SMEM_LIMIT
 BARRIERS = flash_fwd_sm90.BARRIERS
