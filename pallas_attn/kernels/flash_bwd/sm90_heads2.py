@@ -56,7 +56,7 @@ from pallas_attn.kernels.lang.types import (
     RegisterTile,
     SmemRef,
 )
-from pallas_attn.kernels.mma import wgmma
+from pallas_attn.kernels.mma import mma_rowmajor, thread_pieces, wgmma
 
 WARPGROUPS = 2  # consumers
 KEYS = WARPGROUPS * ROWS  # keys of a kv tile
@@ -64,6 +64,7 @@ SUMS = 160  # largest number of columns of dK and dV in a consumer's registers: 
 REGISTERS = 240  # a thread of consumers
 import os
 KEEPS = os.environ.get('KEEPS', 'kv')
+GLOBAL = bool(os.environ.get('GLOBAL'))
 LEAST_BUSY = 0.75  # least share of blocks with a head, over all waves, for `is_faster`
 RESERVED = 1024  # bytes of shared memory for barriers and for alignment
 
@@ -146,6 +147,7 @@ class HeadsRefs(NamedTuple):
     delta: GmemRef
     bias: GmemRef = None
     mask_array: GmemRef = None
+    sums: GmemRef = None
     key_tiles: GmemRef = None  # int32[B|1, 1, kv tiles]: see `key_masks.codes`
 
 
@@ -182,6 +184,7 @@ class HeadsSmem(NamedTuple):
     ds_free: Barrier
     dq_done: Barrier
     bias: Panels = None  # [stages, ..], in the ring of q
+    dq: Panels = None
 
     @property
     def q_ring(self) -> Ring:
@@ -193,6 +196,8 @@ class HeadsSmem(NamedTuple):
 
 
 def _q_tiles(problem: AttentionProblem) -> int:
+    if GLOBAL:
+        return 2 * pl.cdiv(problem.q_len, 2 * ROWS)
     return pl.cdiv(problem.q_len, ROWS)
 
 
@@ -224,7 +229,8 @@ def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
         q=rows((slots.stages, ROWS), qk),
         do=rows((slots.stages, ROWS), v),
         ds=tuple(mosaic.swizzled(ds, dtype, 2 * width) for width in sorted(set(qk))),
-        sums=tuple(sums(width) for width in qk),
+        sums=() if GLOBAL else tuple(sums(width) for width in qk),
+        dq=rows((WARPGROUPS, ROWS), qk) if GLOBAL else None,
         lse=plgpu.SMEM((slots.stages, ROWS), jnp.float32),
         delta=plgpu.SMEM((slots.stages, ROWS), jnp.float32),
         kv_ready=barrier(num_arrivals=(len(qk) + len(v)) * WARPGROUPS, num_barriers=slots.kv),
@@ -438,7 +444,7 @@ def _consume(ctx: KernelContext, outs: Gradients, walk: Walk, wg: Index) -> None
 
             def due(t: Index, count: Index) -> DqStep:
                 mine = (((count - 1) & 1) == wg) & (t > 0)
-                return DqStep(ctx, outs.dq, tile, t - 1, count - 1, mine)
+                return DqStep(ctx, outs.dq, tile, t - 1, count - 1, mine, wg, walk.block)
 
             def step(t: Index, count: Index) -> Index:
                 _step(HeadStep(ctx, tile, wg, t, count, k, v, due(t, count)), sums)
@@ -539,6 +545,8 @@ class DqStep(NamedTuple):
     t: Index
     count: Index
     exists: Any
+    wg: Any
+    block: Any
 
 
 def _add_dq(now: DqStep) -> None:
@@ -551,7 +559,16 @@ def _add_dq(now: DqStep) -> None:
     def nothing() -> list[RegisterTile]:
         return [mosaic.filled((ROWS, width), 0.0) for width in qk]
 
+    def pieces():
+        before, blocks = 0, grid_of(plan) * _q_tiles(plan.problem)
+        number = now.block * _q_tiles(plan.problem) + now.t
+        for width in qk:
+            yield number + before * blocks // width, (ROWS, width)
+            before += width
+
     def before() -> list[RegisterTile]:
+        if GLOBAL:
+            return [thread_pieces.load(now.ctx.refs.sums, *at) for at in pieces()]
         return [mosaic.load(x.sums.at[now.t], mosaic.TILE) for x in smem.sums]
 
     def matmuls(accs: list[RegisterTile]) -> None:
@@ -560,31 +577,45 @@ def _add_dq(now: DqStep) -> None:
                 ds = smem.ds[swizzles.index(k.shape[1])].at[slot, wg]
                 plgpu.wgmma(acc, ds.transpose((1, 0)), k)
 
-    so_far = lax.cond(tile.is_first, nothing, before)
+    if GLOBAL:
+        so_far = lax.cond(tile.is_last & jnp.logical_not(tile.is_first), before, nothing)
+    else:
+        so_far = lax.cond(tile.is_first, nothing, before)
     plgpu.barrier_wait(smem.ds_ready.at[slot])
     parts = pl.run_state(matmuls)([plgpu.ACC.init(x) for x in so_far])
     plgpu.barrier_arrive(smem.ds_free.at[slot])
+    if GLOBAL:
+        begins = (tile.is_first & jnp.logical_not(tile.is_last)).astype(jnp.int32)
+        adds = jnp.logical_not(tile.is_first | tile.is_last).astype(jnp.int32)
+        for part, (number, _) in zip(parts, pieces(), strict=True):
+            thread_pieces.store(now.ctx.refs.sums, number, part, begins)
+            mma_rowmajor.add(now.ctx.refs.sums, number, part, adds)
+    else:
 
-    @pl.when(jnp.logical_not(tile.is_last))
-    def _():
-        for part, sums in zip(parts, smem.sums, strict=True):
-            sums.sums[now.t] = part
-        plgpu.commit_smem()
+        @pl.when(jnp.logical_not(tile.is_last))
+        def _():
+            for part, sums in zip(parts, smem.sums, strict=True):
+                sums.sums[now.t] = part
+            plgpu.commit_smem()
 
     @pl.when(tile.is_last)
     def _():
-        staged = tuple(x.rounded for x in smem.sums)
-        for part, to in zip(parts, panels.tiles(staged, 2 * now.t), strict=True):
+        staged, at = tuple(x.rounded for x in smem.sums), 2 * now.t
+        if GLOBAL:
+            staged, at = smem.dq, now.wg
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for part, to in zip(parts, panels.tiles(staged, at), strict=True):
             to[...] = (part * plan.problem.scale).astype(to.dtype)
         plgpu.commit_smem()
-        panels.store(staged, 2 * now.t, now.dq, (tile.batch, pl.ds(now.t * ROWS, ROWS), tile.head))
+        panels.store(staged, at, now.dq, (tile.batch, pl.ds(now.t * ROWS, ROWS), tile.head))
 
 
 # ---- the kernel and its call --------------------------------------------------------------------
 
 
 def _kernel(refs: HeadsRefs, *rest: GmemRef, plan: KeyPlan) -> None:
-    dq_ref, dk_ref, dv_ref, smem = rest
+    dq_ref, dk_ref, dv_ref, *sums, smem = rest
+    refs = refs._replace(sums=sums[0] if sums else None)
     ctx, wg = KernelContext(plan, refs, smem), lax.axis_index("wg")
     walk = Walk(ctx, lax.axis_index("block"))
     consume = functools.partial(_consume, ctx, Gradients(dq_ref, dk_ref, dv_ref), walk, wg)
@@ -595,6 +626,10 @@ def dq_dk_dv(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Gradi
     """dq, dk and dv, by one launch."""
     inputs, d_out = residuals.inputs, residuals.d_out
     outs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.q, inputs.k, inputs.v)]
+    if GLOBAL:
+        width = sum(panels.widths(plan.problem.head_dim))
+        size = grid_of(plan) * _q_tiles(plan.problem) * ROWS * width
+        outs.append(jax.ShapeDtypeStruct((size,), jnp.float32))
     kernel = launch.persistent_kernel(
         functools.partial(_kernel, plan=plan),
         "flash_bwd_heads_sm90",
@@ -610,4 +645,4 @@ def dq_dk_dv(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Gradi
 
         codes = key_masks.codes(inputs.mask_array, KEYS)
         refs = refs._replace(mask_array=inputs.mask_array, key_tiles=codes)
-    return Gradients(*kernel(refs))
+    return Gradients(*kernel(refs)[:3])
