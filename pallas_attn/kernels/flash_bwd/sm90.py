@@ -337,11 +337,8 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
         return query_chunks.joined(grads, problem)
     plan = plan_of(problem, config)
     inputs = residuals.inputs
-    if config.short or config.heads:
+    if config.short or config.heads or config.alternating:
         return _by_one_launch(residuals, plan)
-    if config.alternating:
-        rows = tma_operands.round_up(problem.q_len, 2 * ROWS)
-        return AttentionInputs(*sm90_alternating.dq_dk_dv(plan, residuals, rows))
     dq_plan = _dq_plan(problem, config)
     # Whole tiles, of either size, and what is read of row statistics beyond the last.
     rows = tma_operands.round_up(problem.q_len + max(0, 32 - config.block_q), 2 * ROWS)
@@ -402,6 +399,8 @@ def _by_one_launch(residuals: Residuals, plan: KeyPlan) -> AttentionInputs:
     stats = statistics.of_rows(problem, rows, residuals)
     if plan.config.heads:
         grads = sm90_heads.dq_dk_dv(plan, residuals, stats)
+    elif plan.config.alternating:
+        grads = sm90_alternating.dq_dk_dv(plan, residuals, stats)
     else:
         grads = sm90_short.dq_dk_dv(plan, residuals)
     if inputs.bias is not None:

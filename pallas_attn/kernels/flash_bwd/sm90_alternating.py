@@ -1,19 +1,19 @@
-"""The Hopper backward of full attention of head dims above 64 up to 80: dq, dk and dv by one
-kernel, in which two warpgroups make the dQ of query tiles alternately.
+"""The Hopper backward of many heads, too long for their dQ to fit in shared memory: one launch
+makes dq, dk and dv, and bits repeat. Five matmuls a tile, as in `sm90_fused`.
 
-Five matmuls a tile, as in `sm90_fused`, with dQ added up in float32 in global memory. There, at
-query tiles of 64 rows, each warpgroup makes half of the columns of each dQ, in whole swizzles: 128
-columns for a head dim of 72. Here a warpgroup makes all columns, of every second query tile, and
-adds them from its registers. It holds k and v of its keys in registers.
+Grid: one block a multiprocessor, which takes one head at a time. It goes through the head's kv
+tiles of 128 keys, and for each through all query tiles of 64 rows, an even number of them. Two
+consumer warpgroups take 64 keys each, and hold k, v, dK and dV of them in registers; a third, the
+producer, loads. Tiles of scores have keys as rows, see `key_tiles`; rows past the ends are zeros in
+shared memory and are not stored (`panels`).
 
-Grid: one block a multiprocessor, which takes tiles of 128 keys of a head; blocks that run at one
-time have the same heads. Two consumer warpgroups take 64 keys each and go through all query tiles
-of 64 rows, an even number of them; a third warpgroup, the producer, loads. Tiles of scores have
-keys as rows, see `key_tiles`; rows past the ends are zeros in shared memory and are not stored
-(`panels`).
-
-Step c is a query tile. dQ of step c comes at the end of step c + 1, from warpgroup c mod 2: the
-other warpgroup has had the time of a step for its half of dS.
+Step c of a block is a query tile. Its dQ comes at the end of step c + 1, from warpgroup c mod 2,
+which makes the dQ of a query tile in every kv tile: the other has had the time of a step for its
+half of dS. Sums of dQ lie in global memory, in a piece for each query tile of a block that stays in
+L2, as the threads of a warpgroup hold it. The first kv tile of a head stores a sum, the last reads
+it and stores dq, and those between add to it, without waiting for the result. Nothing is set to
+zero before, and no launch rounds afterwards. `sm90_fused` does both; there each warpgroup makes
+half of the columns of each dQ, in whole swizzles: 128 columns for a head dim of 72.
 
 Shared memory, and who owns it when:
   k, v [kv slots, warpgroup]  a kv tile, of which v is read once. Its warpgroup stores dv from v
@@ -22,6 +22,7 @@ Shared memory, and who owns it when:
   q, do [stages]     rings of query tiles with their lse and delta, released by both consumers
   ds [2, warpgroup]  dS of two steps. `ds_ready`: both consumers have written theirs; `ds_free`:
                      one of them has multiplied it
+  dq [warpgroup]     a tile of dQ on its way to global memory
 """
 
 import functools
@@ -33,31 +34,32 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention import score_mod
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import dq_rounding, sm90_short, statistics
+from pallas_attn.kernels.flash_bwd import sm90_short
 from pallas_attn.kernels.flash_bwd.key_tiles import per_column
-from pallas_attn.kernels.flash_bwd.operands import Gradients, KeyGradients, Residuals
+from pallas_attn.kernels.flash_bwd.operands import (
+    Gradients,
+    KeyGradients,
+    Residuals,
+    RowStatistics,
+)
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import Ring, ring_slot
 from pallas_attn.kernels.lang import launch, mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
-from pallas_attn.kernels.mma import mma_rowmajor, wgmma
+from pallas_attn.kernels.mma import mma_rowmajor, thread_pieces, wgmma
 
 WARPGROUPS = 2  # consumers
 KEYS = WARPGROUPS * ROWS  # keys of a kv tile
 DS_SLOTS = 2
 REGISTERS = 240  # a thread of consumers
-WIDEST = 80  # columns of a key or a value
+WIDEST = 80  # most columns of a key or a value
 RESERVED = 2048  # bytes of shared memory for barriers and for alignment
-import os
-
-_V = os.environ.get("ALT", "2,3,kv,1").split(",")
-KV_SLOTS, STAGES, KEEPS, ROTATES = int(_V[0]), int(_V[1]), _V[2], _V[3] == "1"
+KV_SLOTS = 2
 
 
 def takes(problem: AttentionProblem) -> bool:
@@ -77,7 +79,7 @@ class AlternatingRefs(NamedTuple):
     do: GmemRef
     lse: GmemRef  # [B, N, padded rows]: see `operands.RowStatistics`
     delta: GmemRef
-    dq: GmemRef  # float32 sums in pieces, see `dq_sum`
+    sums: GmemRef = None  # float32 pieces of dQ, written: see `thread_pieces`
 
 
 class AlternatingSmem(NamedTuple):
@@ -86,6 +88,7 @@ class AlternatingSmem(NamedTuple):
     q: Panels
     do: Panels
     ds: tuple[SmemRef, ...]  # a copy in each swizzle of k: a matmul's operands share it
+    dq: Panels
     lse: SmemRef  # [stages, rows]
     delta: SmemRef
     kv_ready: Barrier
@@ -115,15 +118,17 @@ def _scratch(problem: AttentionProblem) -> AlternatingSmem:
         return tuple(panels.scratch(shape, dtype, width) for width in widths)
 
     keys, ds = (KV_SLOTS, WARPGROUPS, ROWS), (DS_SLOTS, WARPGROUPS, ROWS, ROWS)
-    ring: dict[str, Any] = {"num_barriers": STAGES}
+    stages = 2 if max(len(qk), len(v)) > 1 else 4
+    ring: dict[str, Any] = {"num_barriers": stages}
     return AlternatingSmem(
         k=rows(keys, qk),
         v=rows(keys, v),
-        q=rows((STAGES, ROWS), qk),
-        do=rows((STAGES, ROWS), v),
+        q=rows((stages, ROWS), qk),
+        do=rows((stages, ROWS), v),
         ds=tuple(mosaic.swizzled(ds, dtype, 2 * width) for width in sorted(set(qk))),
-        lse=plgpu.SMEM((STAGES, ROWS), jnp.float32),
-        delta=plgpu.SMEM((STAGES, ROWS), jnp.float32),
+        dq=rows((WARPGROUPS, ROWS), qk),
+        lse=plgpu.SMEM((stages, ROWS), jnp.float32),
+        delta=plgpu.SMEM((stages, ROWS), jnp.float32),
         kv_ready=barrier(num_arrivals=(len(qk) + len(v)) * WARPGROUPS, num_barriers=KV_SLOTS),
         kv_free=barrier(num_arrivals=WARPGROUPS, num_barriers=KV_SLOTS),
         q_ready=barrier(num_arrivals=1 + len(qk), **ring),
@@ -149,11 +154,10 @@ class KvTile(NamedTuple):
     batch: Index
     head: Index
     j: Index
-    rotation: Index  # the first query tile: those that run at one time add to different parts of dQ
 
 
 class Walk(NamedTuple):
-    """The kv tiles of a block: numbers `block`, `block + grid`, .. over all heads."""
+    """The kv tiles of a block: those of heads `block`, `block + grid`, .. in this order."""
 
     ctx: KernelContext
     block: Index
@@ -162,25 +166,19 @@ class Walk(NamedTuple):
     def tiles(self) -> Index:
         """The number of kv tiles of this block."""
         problem, grid = self.ctx.plan.problem, grid_of(self.ctx.plan)
-        every = problem.batch * problem.q_heads * _kv_tiles(problem)
-        return lax.div(jnp.int32(every - 1 + grid) - self.block, jnp.int32(grid))
+        heads = problem.batch * problem.q_heads
+        own = lax.div(jnp.int32(heads - 1 + grid) - self.block, jnp.int32(grid))
+        return own * _kv_tiles(problem)
 
     def tile(self, n: Index) -> KvTile:
         """The block's kv tile number n."""
-        problem = self.ctx.plan.problem
-        number, kv_tiles = self.block + n * grid_of(self.ctx.plan), jnp.int32(_kv_tiles(problem))
-        head, j = lax.div(number, kv_tiles), lax.rem(number, kv_tiles)
+        problem, kv_tiles = self.ctx.plan.problem, jnp.int32(_kv_tiles(self.ctx.plan.problem))
+        number = self.block + lax.div(n, kv_tiles) * grid_of(self.ctx.plan)
         heads = jnp.int32(problem.q_heads)
-        rotation = lax.div(j * (q_tiles(problem) // 2), kv_tiles) * 2 if ROTATES else 0
-        return KvTile(lax.div(head, heads), lax.rem(head, heads), j, rotation)
-
-    def q_tile(self, tile: KvTile, i: Index) -> Index:
-        """The query tile of step i of a kv tile."""
-        t, steps = i + tile.rotation, q_tiles(self.ctx.plan.problem)
-        return jnp.where(t < steps, t, t - steps)
+        return KvTile(lax.div(number, heads), lax.rem(number, heads), lax.rem(n, kv_tiles))
 
 
-def q_tiles(problem: AttentionProblem) -> int:
+def _q_tiles(problem: AttentionProblem) -> int:
     """Query tiles of a head, an even number."""
     return 2 * pl.cdiv(problem.q_len, 2 * ROWS)
 
@@ -191,8 +189,8 @@ def _kv_tiles(problem: AttentionProblem) -> int:
 
 def grid_of(plan: KeyPlan) -> int:
     """The number of blocks."""
-    work_tiles = plan.problem.batch * plan.problem.q_heads * _kv_tiles(plan.problem)
-    return min(plan.config.grid or work_tiles, work_tiles)
+    heads = plan.problem.batch * plan.problem.q_heads
+    return min(plan.config.grid or heads, heads)
 
 
 # ---- the producer -------------------------------------------------------------------------------
@@ -216,8 +214,8 @@ def _produce(ctx: KernelContext, walk: Walk) -> None:
     def kv_tile(n: Index, count: Index) -> Index:
         tile = walk.tile(n)
 
-        def step(i: Index, count: Index) -> Index:
-            slot, t = smem.q_ring.slot(count), walk.q_tile(tile, i)
+        def step(t: Index, count: Index) -> Index:
+            slot = smem.q_ring.slot(count)
             for source, stats, ring in (
                 (refs.q, refs.lse, smem.q_ring),
                 (refs.do, refs.delta, smem.do_ring),
@@ -227,10 +225,10 @@ def _produce(ctx: KernelContext, walk: Walk) -> None:
                 some = stats.at[tile.batch, tile.head, rows]
                 plgpu.copy_gmem_to_smem(some, ring.row_stats.at[slot], ready)
                 panels.load(source, (tile.batch, rows, tile.head), ring.tiles, slot, ready)
-            pl.when(i == 0)(functools.partial(load_keys, n, tile))
+            pl.when(t == 0)(functools.partial(load_keys, n, tile))
             return count + 1
 
-        return lax.fori_loop(0, q_tiles(plan.problem), step, count)
+        return lax.fori_loop(0, _q_tiles(plan.problem), step, count)
 
     lax.fori_loop(0, walk.tiles, kv_tile, jnp.int32(0))
 
@@ -241,8 +239,12 @@ def _produce(ctx: KernelContext, walk: Walk) -> None:
 class DueDq(NamedTuple):
     """The dQ of the step before."""
 
-    number: Index  # of its query tile, over all heads
-    slot: Index  # of its dS
+    dq: GmemRef
+    tile: KvTile
+    t: Index
+    piece: Index  # of the query tile's sums
+    wg: Index
+    count: Index  # of the step
     exists: Index  # whether there is such a step, and its dQ is this warpgroup's
 
 
@@ -255,7 +257,6 @@ class AlternatingStep(NamedTuple):
     kv_slot: Index
     t: Index
     count: Index  # the number of steps before, over all kv tiles
-    parity: Index  # of count
     k: wgmma.Terms  # the warpgroup's keys, in panels; v likewise
     v: wgmma.Terms
     due: DueDq
@@ -293,7 +294,7 @@ class AlternatingStep(NamedTuple):
 def _step(now: AlternatingStep, sums: KeyGradients) -> None:
     """Adds to `sums`, the accumulators of dK and dV; dK still runs when this returns."""
     zero = mosaic.opaque_zero(now.count)
-    now = now._replace(kv_slot=now.kv_slot + zero, wg=now.wg + zero, parity=now.parity + zero)
+    now = now._replace(kv_slot=now.kv_slot + zero, wg=now.wg + zero)
     pl.run_scoped(functools.partial(_scores, now, sums), plgpu.ACC((ROWS, ROWS), jnp.float32))
 
 
@@ -310,8 +311,7 @@ def _scores(now: AlternatingStep, sums: KeyGradients, s_acc: RegisterTile) -> No
     wgmma.value_panels(sums.dk, ds, now.q)
     plgpu.wgmma_wait(len(sums.dk))
     smem.do_ring.release(slot)
-    due = now.due
-    pl.when(due.exists != 0)(functools.partial(_dq, now.ctx, now.kv_slot, due))
+    pl.when(now.due.exists)(functools.partial(_add_dq, now.ctx, now.kv_slot, now.due))
 
 
 def _ds(
@@ -328,83 +328,92 @@ def _ds(
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(do))
     ds = p * (dp - per_column(now.statistic(smem.delta), dp.shape))
     ds = (ds if slope is None else ds * slope).astype(dtype)
-    pl.when(now.count >= DS_SLOTS)(lambda: plgpu.barrier_wait(smem.ds_free.at[now.parity]))
+    to = now.count & 1
+    pl.when(now.count >= DS_SLOTS)(lambda: plgpu.barrier_wait(smem.ds_free.at[to]))
     for copy in smem.ds:
-        copy[now.parity, now.wg] = ds
+        copy[to, now.wg] = ds
     plgpu.commit_smem()
-    plgpu.barrier_arrive(smem.ds_ready.at[now.parity])
+    plgpu.barrier_arrive(smem.ds_ready.at[to])
     return ds
 
 
-def _dq(ctx: KernelContext, kv_slot: Index, due: DueDq) -> None:
-    """A dQ, whose step both warpgroups have done or will have done."""
+def _add_dq(ctx: KernelContext, kv_slot: Index, due: DueDq) -> None:
+    """A dQ, when both warpgroups have done its step: it begins a sum, or is added to one, or the
+    sum with it is stored.
+    """
+    plan, refs, smem = ctx
+    problem, slot = plan.problem, due.count & 1
+    widths, swizzles = panels.widths(problem.head_dim), sorted(set(panels.widths(problem.head_dim)))
+    is_first, is_last = due.tile.j == 0, due.tile.j == _kv_tiles(problem) - 1
+    pieces, before = [], 0
+    for width in widths:
+        pieces.append(due.piece + before * grid_of(plan) * _q_tiles(problem) // width)
+        before += width
 
-    def matmuls(*accs: RegisterTile) -> list[RegisterTile]:
-        _multiply_dq(ctx, kv_slot, due.slot, accs)
-        return [acc[...] for acc in accs]
+    def nothing() -> list[RegisterTile]:
+        return [mosaic.filled((ROWS, width), 0.0) for width in widths]
 
-    widths = panels.widths(ctx.plan.problem.head_dim)
-    plgpu.barrier_wait(ctx.smem.ds_ready.at[due.slot])
-    dq = pl.run_scoped(matmuls, *[plgpu.ACC((ROWS, width), jnp.float32) for width in widths])
-    plgpu.barrier_arrive(ctx.smem.ds_free.at[due.slot])
-    _add_dq(ctx, due, dq)
+    def so_far() -> list[RegisterTile]:
+        places = zip(pieces, widths, strict=True)
+        return [thread_pieces.load(refs.sums, n, (ROWS, width)) for n, width in places]
 
+    def matmuls(accs: list[RegisterTile]) -> None:
+        for wg in range(WARPGROUPS):
+            for acc, k in zip(accs, panels.tiles(smem.k, (kv_slot, wg)), strict=True):
+                ds = smem.ds[swizzles.index(k.shape[1])].at[slot, wg]
+                plgpu.wgmma(acc, ds.transpose((1, 0)), k)
 
-def _multiply_dq(
-    ctx: KernelContext, kv_slot: Index, slot: Index, accs: tuple[RegisterTile, ...]
-) -> None:
-    """Issues dS K of the step whose dS is in `slot`."""
-    smem = ctx.smem
-    swizzles = sorted(set(panels.widths(ctx.plan.problem.head_dim)))
-    for wg in range(WARPGROUPS):
-        for acc, k in zip(accs, panels.tiles(smem.k, (kv_slot, wg)), strict=True):
-            ds = smem.ds[swizzles.index(k.shape[1])].at[slot, wg]
-            plgpu.wgmma(acc, ds.transpose((1, 0)), k)
+    initial = lax.cond(is_last & jnp.logical_not(is_first), so_far, nothing)
+    plgpu.barrier_wait(smem.ds_ready.at[slot])
+    parts = pl.run_state(matmuls)([plgpu.ACC.init(x) for x in initial])
+    plgpu.barrier_arrive(smem.ds_free.at[slot])
+    begins = (is_first & jnp.logical_not(is_last)).astype(jnp.int32)
+    adds = jnp.logical_not(is_first | is_last).astype(jnp.int32)
+    for part, piece in zip(parts, pieces, strict=True):
+        thread_pieces.store(refs.sums, piece, part, begins)
+        mma_rowmajor.add(refs.sums, piece, part, adds)
 
-
-def _add_dq(ctx: KernelContext, due: DueDq, parts: list[RegisterTile]) -> None:
-    """Adds a dQ to its pieces, one a panel: see `dq_sum`."""
-    pieces, before = ctx.plan.problem.batch * ctx.plan.problem.q_heads * q_tiles(ctx.plan.problem), 0
-    for part in parts:
-        first = before * pieces // part.shape[1]
-        mma_rowmajor.add(ctx.refs.dq, due.number + first, part, jnp.int32(1))
-        before += part.shape[1]
+    @pl.when(is_last)
+    def _():
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for part, to in zip(parts, panels.tiles(smem.dq, due.wg), strict=True):
+            to[...] = (part * problem.scale).astype(to.dtype)
+        plgpu.commit_smem()
+        where = due.tile.batch, pl.ds(due.t * ROWS, ROWS), due.tile.head
+        panels.store(smem.dq, due.wg, due.dq, where)
 
 
 # ---- a kv tile ----------------------------------------------------------------------------------
 
 
-def _consume(ctx: KernelContext, outs: KeyGradients, walk: Walk, wg: Index) -> None:
+def _consume(ctx: KernelContext, outs: Gradients, walk: Walk, wg: Index) -> None:
     problem, smem = ctx.plan.problem, ctx.smem
-    widths = panels.widths(problem.head_dim), panels.widths(problem.v_head_dim)
+    widths = [panels.widths(dim) for dim in (problem.head_dim, problem.v_head_dim)]
+    steps = _q_tiles(problem)
 
     def kv_tile(n: Index, count: Index) -> Index:
         tile, slot = walk.tile(n), ring_slot(n, KV_SLOTS)
         plgpu.barrier_wait(smem.kv_ready.at[slot])
         k, v = (
-            [mosaic.load(x, mosaic.TILE) if name in KEEPS else x for x in panels.tiles(rows, (slot, wg))]
-            for name, rows in (("k", smem.k), ("v", smem.v))
+            [mosaic.load(x, mosaic.TILE) for x in panels.tiles(rows, (slot, wg))]
+            for rows in (smem.k, smem.v)
         )
-        steps = q_tiles(problem)
-        first_piece = (tile.batch * problem.q_heads + tile.head) * steps
 
         def all_steps(*accs: RegisterTile) -> list[list[RegisterTile]]:
             sums = KeyGradients(accs[: len(widths[0])], accs[len(widths[0]) :])
 
-            def due(i: Index, count: Index) -> DueDq:
-                number = first_piece + walk.q_tile(tile, i - 1)
-                parity = (count - 1) & 1
-                return DueDq(number, parity, ((parity == wg) & (i > 0)).astype(jnp.int32))
+            def due(t: Index, count: Index) -> DueDq:
+                piece, own = walk.block * steps + (t - 1), ((count - 1) & 1) == wg
+                return DueDq(outs.dq, tile, t - 1, piece, wg, count - 1, own & (t > 0))
 
-            def step(i: Index, count: Index) -> Index:
-                t = walk.q_tile(tile, i)
-                at = AlternatingStep(ctx, tile, wg, slot, t, count, count & 1, k, v, due(i, count))
-                _step(at, sums)
+            def step(t: Index, count: Index) -> Index:
+                before = due(t, count)
+                _step(AlternatingStep(ctx, tile, wg, slot, t, count, k, v, before), sums)
                 return count + 1
 
             lax.fori_loop(0, steps, step, count)
-            last = due(steps, count + steps)
-            pl.when(last.exists != 0)(functools.partial(_dq, ctx, slot, last))
+            last = due(steps + 0 * count, count + steps)
+            pl.when(last.exists)(functools.partial(_add_dq, ctx, slot, last))
             return [[acc[...] for acc in accs] for accs in sums]
 
         accs = [plgpu.ACC((ROWS, width), jnp.float32) for width in widths[0] + widths[1]]
@@ -417,7 +426,7 @@ def _consume(ctx: KernelContext, outs: KeyGradients, walk: Walk, wg: Index) -> N
 
 
 def _store_dk_dv(
-    ctx: KernelContext, outs: KeyGradients, tile: KvTile, at: tuple[Index, Index], grads: KeyGradients
+    ctx: KernelContext, outs: Gradients, tile: KvTile, at: tuple[Index, Index], grads: KeyGradients
 ) -> None:
     """Stores dk and dv of a warpgroup's keys by way of the buffers of k and v."""
     plan, _, smem = ctx
@@ -444,27 +453,25 @@ def _store_dk_dv(
 
 
 def _kernel(refs: AlternatingRefs, *rest: GmemRef, plan: KeyPlan) -> None:
-    dk_ref, dv_ref, smem = rest
-    ctx, wg = KernelContext(plan, refs, smem), lax.axis_index("wg")
-    walk = Walk(ctx, lax.axis_index("block"))
+    dq_ref, dk_ref, dv_ref, sums_ref, smem = rest
+    ctx, wg = KernelContext(plan, refs._replace(sums=sums_ref), smem), lax.axis_index("wg")
+    walk, outs = Walk(ctx, lax.axis_index("block")), Gradients(dq_ref, dk_ref, dv_ref)
+    produce = functools.partial(_produce, ctx, walk)
+    consume = functools.partial(_consume, ctx, outs, walk, wg)
+    mosaic.share_registers(wg, WARPGROUPS, produce, consume, REGISTERS)
 
-    consume = functools.partial(_consume, ctx, KeyGradients(dk_ref, dv_ref), walk, wg)
-    mosaic.share_registers(wg, WARPGROUPS, functools.partial(_produce, ctx, walk), consume, REGISTERS)
 
-
-def dq_dk_dv(plan: KeyPlan, residuals: Residuals, rows: int) -> Gradients:
-    """dq, dk and dv, from the statistics of `rows` rows on."""
-    inputs, d_out, problem = residuals.inputs, residuals.d_out, plan.problem
-    widths = panels.widths(problem.head_dim)
-    stats, zeros = statistics.with_zeros(problem, rows, residuals, (q_tiles(problem), sum(widths)))
-    dq = jax.new_ref(zeros)
+def dq_dk_dv(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Gradients:
+    """dq, dk and dv, by one launch."""
+    inputs, problem = residuals.inputs, plan.problem
+    outs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.q, inputs.k, inputs.v)]
+    sums = grid_of(plan) * _q_tiles(problem) * ROWS * sum(panels.widths(problem.head_dim))
     kernel = launch.persistent_kernel(
         functools.partial(_kernel, plan=plan),
         "flash_bwd_alternating_sm90",
-        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.k, inputs.v)),
+        (*outs, jax.ShapeDtypeStruct((sums,), jnp.float32)),
         _scratch(problem),
         (grid_of(plan), WARPGROUPS + 1),
     )
-    refs = AlternatingRefs(inputs.q, inputs.k, inputs.v, d_out, *stats, dq)
-    dk, dv = kernel(refs)
-    return Gradients(dq_rounding.rounded(problem, jax.freeze(dq), widths), dk, dv)
+    refs = AlternatingRefs(inputs.q, inputs.k, inputs.v, residuals.d_out, *stats)
+    return Gradients(*kernel(refs)[:3])

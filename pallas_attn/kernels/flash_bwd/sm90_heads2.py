@@ -553,7 +553,7 @@ def _add_dq(now: DqStep) -> None:
     plan, smem, tile = now.ctx.plan, now.ctx.smem, now.tile
     slots, qk = slots_of(plan.problem), panels.widths(plan.problem.head_dim)
     zero = mosaic.opaque_zero(now.count + 1)
-    kv_slot, slot = ring_slot(tile.n, slots.kv) + zero, ring_slot(now.count, slots.ds)
+    kv_slot, slot = ring_slot(tile.n + zero, slots.kv), ring_slot(now.count, slots.ds)
     swizzles = sorted(set(qk))
 
     def nothing() -> list[RegisterTile]:
