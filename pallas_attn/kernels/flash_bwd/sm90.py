@@ -32,7 +32,6 @@ from pallas_attn.kernels.flash_bwd import (
     one_key_tile,
     operands,
     query_chunks,
-    sm90_alternating,
     sm90_dbias,
     sm90_dkdv,
     sm90_dq,
@@ -58,9 +57,6 @@ from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang.config import check
 
-import os
-if os.environ.get("HEADS2"):
-    from pallas_attn.kernels.flash_bwd import sm90_heads2 as sm90_heads
 ROWS = tiles.ROWS
 SMEM_LIMIT = flash_fwd_sm90.SMEM_LIMIT
 BARRIERS = flash_fwd_sm90.BARRIERS
@@ -83,7 +79,6 @@ class Config:
     window: bool = False  # all by `sm90_window`, which takes few problems
     short: bool = False  # all by `sm90_short`, likewise
     heads: bool = False  # dq, dk and dv by `sm90_heads`
-    alternating: bool = False  # all by `sm90_alternating`, likewise
     lockstep: bool = False  # blocks are at the same query tile, where `lockstep` applies
     claims: bool = False  # blocks claim work tiles, in `sm90_fused`
     kv_slots: int = 1  # work tiles whose keys are in shared memory, in `sm90_fused`
@@ -215,7 +210,7 @@ def _two_kernels(problem: AttentionProblem) -> Config:
 
 def own_kernel(config: Config) -> tuple[str, Any] | None:
     """The field of `config` that asks for one kernel for all gradients, and that kernel."""
-    kernels = {"window": sm90_window, "short": sm90_short, "heads": sm90_heads, "alternating": sm90_alternating}
+    kernels = {"window": sm90_window, "short": sm90_short, "heads": sm90_heads}
     return next(((name, x) for name, x in kernels.items() if getattr(config, name)), None)
 
 
@@ -241,7 +236,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
         name, kernel = own_order
         if not kernel.takes(problem):
             raise ValueError(f"Config.{name} must be False for {problem}")
-        keys, block_q = 2 * ROWS if config.heads or config.alternating else ROWS, ROWS
+        keys, block_q = sm90_heads.KEYS if config.heads else ROWS, ROWS
     elif wide:
         keys = sm90_dkdv.KEYS
     if config.q_chunks > 1 and not query_chunks.takes(problem, config.q_chunks):
@@ -317,8 +312,6 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
         return sm90_short.buffer_bytes(plan) + BARRIERS
     if config.heads:
         return sm90_heads.buffer_bytes(plan)
-    if config.alternating:
-        return sm90_alternating.buffer_bytes(plan)
     most = (sm90_dkdv if is_wide(problem) else sm90_fused).buffer_bytes(plan)
     if not is_fused(problem, config):
         most = max(most, sm90_dq.buffer_bytes(_dq_plan(problem, config)))
@@ -337,7 +330,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
         return query_chunks.joined(grads, problem)
     plan = plan_of(problem, config)
     inputs = residuals.inputs
-    if config.short or config.heads or config.alternating:
+    if config.short or config.heads:
         return _by_one_launch(residuals, plan)
     dq_plan = _dq_plan(problem, config)
     # Whole tiles, of either size, and what is read of row statistics beyond the last.
@@ -399,8 +392,6 @@ def _by_one_launch(residuals: Residuals, plan: KeyPlan) -> AttentionInputs:
     stats = statistics.of_rows(problem, rows, residuals)
     if plan.config.heads:
         grads = sm90_heads.dq_dk_dv(plan, residuals, stats)
-    elif plan.config.alternating:
-        grads = sm90_alternating.dq_dk_dv(plan, residuals, stats)
     else:
         grads = sm90_short.dq_dk_dv(plan, residuals)
     if inputs.bias is not None:

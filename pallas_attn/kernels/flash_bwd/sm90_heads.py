@@ -77,8 +77,6 @@ class Slots(NamedTuple):
 
 
 # Fastest first.
-import os
-OFF = os.environ.get("HEADS", "").split("-")
 _SLOTS = [Slots(2, 2, 4), Slots(2, 1, 4), Slots(2, 2, 2), Slots(2, 1, 2), Slots(1, 1, 2)]
 
 
@@ -137,8 +135,6 @@ def _fitting(problem: AttentionProblem) -> Slots | None:
 
 
 def slots_of(problem: AttentionProblem) -> Slots:
-    if os.environ.get("HS"):
-        return Slots(*map(int, os.environ["HS"].split(",")))
     slots = _fitting(problem)
     assert slots is not None
     return slots
@@ -454,9 +450,8 @@ def _step(now: HeadStep, sums: KeyGradients) -> None:
 def _scores(now: HeadStep, sums: KeyGradients, s_acc: RegisterTile) -> None:
     smem, slot = now.ctx.smem, now.slot
     smem.q_ring.wait(slot)
-    few = slice(0, 1) if "srest" in OFF else slice(0, 9)
-    wgmma.score_panels(s_acc, now.k[few], now.q[few])
-    plgpu.wgmma_wait(len(now.k[few]))
+    wgmma.score_panels(s_acc, now.k, now.q)
+    plgpu.wgmma_wait(len(now.k))
     before = smem.q_ring.slot(now.count - 1)
     pl.when(now.t > 0)(lambda: smem.q_ring.release(before))
     smem.do_ring.wait(slot)
@@ -470,27 +465,22 @@ def _dv_and_dk(
     plan, _, smem = now.ctx
     dtype, ds_slots = jnp.dtype(plan.problem.dtype), slots_of(plan.problem).ds
     do = now.do
-    some = slice(0, 1) if "srest" in OFF else slice(0, 9)
-    wgmma.score_panels(dp_acc, now.v[some], do[some])
-    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(do[some]))
+    wgmma.score_panels(dp_acc, now.v, do)
+    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(do))
     lse = now.statistic(smem.lse)
-    if "exp" in OFF:
-        p, slope = s - per_column(lse, s.shape), None
-    else:
-        p, slope = score_mod.probabilities(now.ctx, now.place, s, lse, now.is_masked)
-    few = slice(0, 1) if "rest" in OFF else slice(0, 9)
-    wgmma.value_panels(sums.dv[few], p.astype(dtype), do[few])
-    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(do[few]))
+    p, slope = score_mod.probabilities(now.ctx, now.place, s, lse, now.is_masked)
+    wgmma.value_panels(sums.dv, p.astype(dtype), do)
+    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(do))
     ds = p * (dp - per_column(now.statistic(smem.delta), dp.shape))
     ds = (ds if slope is None else ds * slope).astype(dtype)
     to = ring_slot(now.count, ds_slots)
     pl.when(now.count >= ds_slots)(lambda: plgpu.barrier_wait(smem.ds_free.at[to]))
-    for copy in smem.ds[-1:] if "copy" in OFF else smem.ds:
+    for copy in smem.ds:
         copy[to, now.wg] = ds
     plgpu.commit_smem()
     plgpu.barrier_arrive(smem.ds_ready.at[to])
-    wgmma.value_panels(sums.dk[few], ds, now.q[few])
-    plgpu.wgmma_wait(len(sums.dk[few]))
+    wgmma.value_panels(sums.dk, ds, now.q)
+    plgpu.wgmma_wait(len(sums.dk))
     smem.do_ring.release(now.slot)
 
 
@@ -510,9 +500,8 @@ def _store_dk_dv(ctx: KernelContext, outs: KeyGradients, at: HeadStep, grads: Ke
     plgpu.barrier_wait(smem.dq_done.at[slot])
     stage(grads.dk, plan.problem.scale, smem.k)
     plgpu.commit_smem()
-    if "store" not in OFF:
-        panels.store(smem.v, at.keys, outs.dv, where)
-        panels.store(smem.k, at.keys, outs.dk, where)
+    panels.store(smem.v, at.keys, outs.dv, where)
+    panels.store(smem.k, at.keys, outs.dk, where)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(smem.kv_free.at[slot])
 
@@ -563,16 +552,12 @@ def _add_dq(now: DqStep) -> None:
         return [mosaic.load(sums.at[now.t], mosaic.TILE) for sums in smem.sums]
 
     def matmuls(accs: list[RegisterTile]) -> None:
-        if "dq" in OFF:
-            return
         for wg in range(WARPGROUPS):
             for acc, k in zip(accs, panels.tiles(smem.k, (kv_slot, wg)), strict=True):
-                if "dqrest" in OFF and k.shape[1] == 16:
-                    continue
                 ds = smem.ds[swizzles.index(k.shape[1])].at[slot, wg]
                 plgpu.wgmma(acc, ds.transpose((1, 0)), k)
 
-    so_far = nothing() if "sum" in OFF else lax.cond(tile.is_first, nothing, before)
+    so_far = lax.cond(tile.is_first, nothing, before)
     plgpu.barrier_wait(smem.ds_ready.at[slot])
     parts = pl.run_state(matmuls)([plgpu.ACC.init(x) for x in so_far])
     plgpu.barrier_arrive(smem.ds_free.at[slot])
@@ -580,8 +565,7 @@ def _add_dq(now: DqStep) -> None:
     @pl.when(jnp.logical_not(tile.is_last))
     def _():
         for part, sums in zip(parts, smem.sums, strict=True):
-            if "sum" not in OFF:
-                sums[now.t] = part
+            sums[now.t] = part
         plgpu.commit_smem()
 
     @pl.when(tile.is_last)
