@@ -48,7 +48,7 @@ from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import Ring, ring_slot
 from pallas_attn.kernels.flash_bwd.work_order import USUAL_BLOCKS
 from pallas_attn.kernels.lang import launch, mosaic, panels
-from pallas_attn.kernels.lang.panels import Panels
+from pallas_attn.kernels.lang.panels import Panel, Panels
 from pallas_attn.kernels.lang.types import (
     Barrier,
     GmemRef,
@@ -65,13 +65,13 @@ REGISTERS = 192, 104, 24  # a thread of consumers, of the third warpgroup, of th
 # The same where k and v are in registers, too, and the largest number of columns of both for that.
 REGISTERS_FOR_KEYS, KEYS_IN_REGISTERS = (200, 88, 24), 128
 LEAST_BUSY = 0.75  # least share of blocks with a head, over all waves, for `is_faster`
-RESERVED = 2048  # bytes of shared memory for barriers and for alignment
+RESERVED = 1024  # bytes of shared memory for barriers and for alignment
 
 
 class Slots(NamedTuple):
-    """Numbers of entries of the rings: kv tiles, tiles of dS, query tiles."""
+    """Numbers of entries of the rings: tiles of K, tiles of dS, query tiles."""
 
-    kv: int
+    k: int
     ds: int
     stages: int
 
@@ -154,18 +154,35 @@ class HeadsRefs(NamedTuple):
     key_tiles: GmemRef = None  # int32[B|1, 1, kv tiles]: see `key_masks.codes`
 
 
+class DqPanel(NamedTuple):
+    """Columns of dQ of all query tiles."""
+
+    views: Any  # float32 [tiles, ..]; dq [2 tiles, ..] untiled and tiled: the same bytes
+
+    @property
+    def sums(self) -> SmemRef:
+        return self.views[0]
+
+    @property
+    def rounded(self) -> Panel:
+        """Tile 2 t lies where the sums of tile t begin."""
+        return Panel(self.views[1:])
+
+
 class HeadsSmem(NamedTuple):
     k: Panels
     v: Panels
     q: Panels
     do: Panels
-    ds: tuple[SmemRef, ...]  # a copy in each swizzle of k: a matmul's operands share it
-    sums: tuple[SmemRef, ...]  # float32 [query tiles, rows, columns], a panel of q each
-    dq: Panels
+    ds: tuple[Panel, ...]  # a copy in each swizzle of k: a matmul's operands share it
+    dq: tuple[DqPanel, ...]  # a panel of q each
+    dv: Panels  # panels that are not stored from ds
     lse: SmemRef  # [stages, rows]
     delta: SmemRef
-    kv_ready: Barrier
-    kv_free: Barrier
+    k_ready: Barrier
+    k_free: Barrier
+    v_ready: Barrier
+    v_free: Barrier
     q_ready: Barrier
     do_ready: Barrier
     q_free: Barrier
@@ -200,34 +217,51 @@ def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
     def rows(shape: tuple[int, ...], widths: tuple[int, ...]) -> Panels:
         return tuple(panels.scratch(shape, dtype, width) for width in widths)
 
-    def sums(width: int) -> SmemRef:
-        shape = q_tiles, ROWS, width
-        return mosaic.swizzled(shape, jnp.float32, tma_operands.swizzle_of(4 * width))
+    def sums(width: int) -> DqPanel:
+        swizzle = tma_operands.swizzle_of(4 * width)
+        in_float32 = mosaic.swizzled((q_tiles, ROWS, width), jnp.float32, swizzle)
+        tiled = mosaic.swizzled((2 * q_tiles, ROWS, width), dtype, dtype.itemsize * width)
+        untiled = plgpu.SMEM(tiled.shape, dtype, transforms=tiled.transforms[1:])
+        return DqPanel(plgpu.RefUnion(in_float32, untiled, tiled))
 
-    keys, ds = (slots.kv, WARPGROUPS, ROWS), (slots.ds, WARPGROUPS, ROWS, ROWS)
+    def copy_of_ds(width: int) -> Panel:
+        if width == ROWS:
+            return panels.scratch(ds[:-1], dtype, width)
+        return Panel((None, mosaic.swizzled(ds, dtype, 2 * width)))
+
+    keys, ds = (WARPGROUPS, ROWS), (slots.ds, WARPGROUPS, ROWS, ROWS)
     ring: dict[str, Any] = {"num_barriers": slots.stages}
     bias = bias_tiles(problem)
     return HeadsSmem(
-        k=rows(keys, qk),
+        k=rows((slots.k, *keys), qk),
         v=rows(keys, v),
         q=rows((slots.stages, ROWS), qk),
         do=rows((slots.stages, ROWS), v),
-        ds=tuple(mosaic.swizzled(ds, dtype, 2 * width) for width in sorted(set(qk))),
-        sums=tuple(sums(width) for width in qk),
-        dq=rows((1, ROWS), qk),
+        ds=tuple(copy_of_ds(width) for width in sorted(set(qk))),
+        dq=tuple(sums(width) for width in qk),
+        dv=rows(keys, _apart(problem)),
         lse=plgpu.SMEM((slots.stages, ROWS), jnp.float32),
         delta=plgpu.SMEM((slots.stages, ROWS), jnp.float32),
-        kv_ready=barrier(num_arrivals=(len(qk) + len(v)) * WARPGROUPS, num_barriers=slots.kv),
-        kv_free=barrier(num_arrivals=WARPGROUPS, num_barriers=slots.kv),
+        k_ready=barrier(num_arrivals=len(qk) * WARPGROUPS, num_barriers=slots.k),
+        k_free=barrier(num_arrivals=WARPGROUPS, num_barriers=slots.k),
+        v_ready=barrier(num_arrivals=len(v) * WARPGROUPS),
+        v_free=barrier(num_arrivals=WARPGROUPS),
         q_ready=barrier(num_arrivals=1 + len(qk) + (bias.copies if bias else 0), **ring),
         do_ready=barrier(num_arrivals=1 + len(v), **ring),
         q_free=barrier(num_arrivals=WARPGROUPS, **ring),
         do_free=barrier(num_arrivals=WARPGROUPS, **ring),
         ds_ready=barrier(num_arrivals=WARPGROUPS, num_barriers=slots.ds),
         ds_free=barrier(num_arrivals=1, num_barriers=slots.ds),
-        dq_done=barrier(num_arrivals=1, num_barriers=slots.kv),
+        dq_done=barrier(num_arrivals=1, num_barriers=slots.k),
         bias=bias.scratch(slots.stages) if bias else None,
     )
+
+
+def _apart(problem: AttentionProblem) -> tuple[int, ...]:
+    """Widths of the panels of dv that are not stored from dS: all but the first, or that too."""
+    widths = panels.widths(problem.v_head_dim)
+    from_ds = widths[0] == ROWS and ROWS in panels.widths(problem.head_dim)
+    return widths[1:] if from_ds else widths
 
 
 def buffer_bytes(plan: KeyPlan) -> int:
@@ -315,13 +349,15 @@ def _produce(ctx: KernelContext, walk: Walk) -> None:
     slots = slots_of(plan.problem)
 
     def load_keys(tile: HeadTile) -> None:
-        slot = ring_slot(tile.n, slots.kv)
-        pl.when(tile.n >= slots.kv)(lambda: plgpu.barrier_wait(smem.kv_free.at[slot]))
-        for source, to in ((refs.k, smem.k), (refs.v, smem.v)):
-            for wg in range(WARPGROUPS):
-                rows = pl.ds(tile.j * KEYS + wg * ROWS, ROWS)
-                where = tile.batch, rows, tile.head
-                panels.load(source, where, to, (slot, wg), smem.kv_ready.at[slot])
+        slot = ring_slot(tile.n, slots.k)
+        pl.when(tile.n >= slots.k)(lambda: plgpu.barrier_wait(smem.k_free.at[slot]))
+        for wg in range(WARPGROUPS):
+            where = tile.batch, pl.ds(tile.j * KEYS + wg * ROWS, ROWS), tile.head
+            panels.load(refs.k, where, smem.k, (slot, wg), smem.k_ready.at[slot])
+        pl.when(tile.n > 0)(lambda: plgpu.barrier_wait(smem.v_free))
+        for wg in range(WARPGROUPS):
+            where = tile.batch, pl.ds(tile.j * KEYS + wg * ROWS, ROWS), tile.head
+            panels.load(refs.v, where, smem.v, wg, smem.v_ready)
 
     def kv_tile(n: Index, count: Index) -> Index:
         tile = walk.tile(n)
@@ -385,7 +421,7 @@ class HeadStep(NamedTuple):
     @property
     def keys(self) -> tuple[Index, Index]:
         """Indices of the warpgroup's keys in `HeadsSmem.k`: the slot and the warpgroup."""
-        return ring_slot(self.tile.n, slots_of(self.ctx.plan.problem).kv), self.wg
+        return ring_slot(self.tile.n, slots_of(self.ctx.plan.problem).k), self.wg
 
     @property
     def place(self) -> LogitTile:
@@ -413,12 +449,14 @@ def _consume(ctx: KernelContext, outs: KeyGradients, walk: Walk, wg: Index) -> N
     qk_widths, v_widths = panels.widths(problem.head_dim), panels.widths(problem.v_head_dim)
 
     def kv_tile(n: Index, count: Index) -> Index:
-        tile, slot = walk.tile(n), ring_slot(n, slots.kv)
-        plgpu.barrier_wait(smem.kv_ready.at[slot])
-        operands: list[wgmma.Terms] = [panels.tiles(x, (slot, wg)) for x in (smem.k, smem.v)]
+        tile, slot = walk.tile(n), ring_slot(n, slots.k)
+        plgpu.barrier_wait(smem.k_ready.at[slot])
+        plgpu.barrier_wait(smem.v_ready)
+        k: wgmma.Terms = panels.tiles(smem.k, (slot, wg))
+        v: wgmma.Terms = panels.tiles(smem.v, wg)
         if _has_keys_in_registers(problem):
-            operands = [[mosaic.load(x, mosaic.TILE) for x in terms] for terms in operands]
-        k, v = operands
+            k, v = ([mosaic.load(x, mosaic.TILE) for x in terms] for terms in (k, v))
+            plgpu.barrier_arrive(smem.v_free)
 
         def all_steps(*accs: RegisterTile) -> list[list[RegisterTile]]:
             sums = KeyGradients(accs[: len(qk_widths)], accs[len(qk_widths) :])
@@ -434,6 +472,9 @@ def _consume(ctx: KernelContext, outs: KeyGradients, walk: Walk, wg: Index) -> N
         grads = KeyGradients(*pl.run_scoped(all_steps, *accs))
         last = smem.q_ring.slot(count + (tile.steps - 1))
         pl.when(jnp.int32(tile.steps) > 0)(lambda: smem.q_ring.release(last))
+        if ctx.refs.key_tiles is not None:
+            hidden = HeadStep(ctx, tile, wg, jnp.int32(0), count, k, v)
+            pl.when(tile.steps == 0)(functools.partial(_release, hidden, True))
         _store_dk_dv(ctx, outs, HeadStep(ctx, tile, wg, 0, count, k, v), grads)
         return count + tile.steps
 
@@ -471,12 +512,13 @@ def _dv_and_dk(
     p, slope = score_mod.probabilities(now.ctx, now.place, s, lse, now.is_masked)
     wgmma.value_panels(sums.dv, p.astype(dtype), do)
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(do))
+    _release(now, now.t == now.tile.steps - 1)
     ds = p * (dp - per_column(now.statistic(smem.delta), dp.shape))
     ds = (ds if slope is None else ds * slope).astype(dtype)
     to = ring_slot(now.count, ds_slots)
     pl.when(now.count >= ds_slots)(lambda: plgpu.barrier_wait(smem.ds_free.at[to]))
     for copy in smem.ds:
-        copy[to, now.wg] = ds
+        copy.tile[to, now.wg] = ds
     plgpu.commit_smem()
     plgpu.barrier_arrive(smem.ds_ready.at[to])
     wgmma.value_panels(sums.dk, ds, now.q)
@@ -484,26 +526,48 @@ def _dv_and_dk(
     smem.do_ring.release(now.slot)
 
 
+def _release(now: HeadStep, is_last: Index | bool) -> None:
+    """In the first step of a kv tile: the buffers from which the tile before is being stored. In
+    the last: v, unless registers hold it.
+    """
+    problem, smem, n = now.ctx.plan.problem, now.ctx.smem, now.tile.n
+    slots = slots_of(problem)
+
+    def stored() -> None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if slots.k > 1:
+            plgpu.barrier_arrive(smem.k_free.at[ring_slot(n - 1, slots.k)])
+
+    pl.when((now.t == 0) & (n > 0))(stored)
+    if not _has_keys_in_registers(problem):
+        pl.when(is_last)(lambda: plgpu.barrier_arrive(smem.v_free))
+
+
 def _store_dk_dv(ctx: KernelContext, outs: KeyGradients, at: HeadStep, grads: KeyGradients) -> None:
-    """Stores dk and dv of a warpgroup's keys by way of the buffers of k and v."""
+    """Stores dk and dv of a warpgroup's keys by way of the buffers of k and dS. The next kv tile
+    waits until they are read, or, if its K has no other slot, this one does.
+    """
     plan, _, smem = ctx
     tile, slot = at.tile, at.keys[0]
     where = tile.batch, pl.ds(tile.j * KEYS + at.wg * ROWS, ROWS), tile.head
 
-    def stage(parts: RegisterTile, scale: float, staged: Panels) -> None:
-        for part, to in zip(parts, panels.tiles(staged, at.keys), strict=True):
-            part = part if scale == 1.0 else part * scale
-            to[...] = part.astype(to.dtype)
-
-    plgpu.commit_smem()  # all warps have finished matmuls that read these buffers
-    stage(grads.dv, 1.0, smem.v)
     plgpu.barrier_wait(smem.dq_done.at[slot])
-    stage(grads.dk, plan.problem.scale, smem.k)
+    whole = len(grads.dv) - len(smem.dv)  # panels of dv that are stored from dS: 1 or 0
+    buffers = [((smem.ds[-1],), (0, at.wg), grads.dv[:whole], 0)] if whole else []
+    buffers += [(smem.dv, at.wg, grads.dv[whole:], whole * ROWS)] if smem.dv else []
+    for staged, index, parts, _ in buffers:
+        for part, to in zip(parts, panels.tiles(staged, index), strict=True):
+            to[...] = part.astype(to.dtype)
+    for part, to in zip(grads.dk, panels.tiles(smem.k, at.keys), strict=True):
+        part = part if plan.problem.scale == 1.0 else part * plan.problem.scale
+        to[...] = part.astype(to.dtype)
     plgpu.commit_smem()
-    panels.store(smem.v, at.keys, outs.dv, where)
+    for staged, index, _, column in buffers:
+        panels.store(staged, index, outs.dv, where, column)
     panels.store(smem.k, at.keys, outs.dk, where)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(smem.kv_free.at[slot])
+    if slots_of(plan.problem).k == 1:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(smem.k_free.at[slot])
 
 
 # ---- dQ -----------------------------------------------------------------------------------------
@@ -524,8 +588,8 @@ def _sum_dq(ctx: KernelContext, dq: GmemRef, walk: Walk) -> None:
     smem, slots = ctx.smem, slots_of(ctx.plan.problem)
 
     def kv_tile(n: Index, count: Index) -> Index:
-        tile, slot = walk.tile(n), ring_slot(n, slots.kv)
-        plgpu.barrier_wait(smem.kv_ready.at[slot])
+        tile, slot = walk.tile(n), ring_slot(n, slots.k)
+        plgpu.barrier_wait(smem.k_ready.at[slot])
 
         def step(t: Index, count: Index) -> Index:
             _add_dq(DqStep(ctx, dq, tile, t, count))
@@ -542,19 +606,19 @@ def _sum_dq(ctx: KernelContext, dq: GmemRef, walk: Walk) -> None:
 def _add_dq(now: DqStep) -> None:
     plan, smem, tile = now.ctx.plan, now.ctx.smem, now.tile
     slots, qk = slots_of(plan.problem), panels.widths(plan.problem.head_dim)
-    kv_slot, slot = ring_slot(tile.n, slots.kv), ring_slot(now.count, slots.ds)
+    kv_slot, slot = ring_slot(tile.n, slots.k), ring_slot(now.count, slots.ds)
     swizzles = sorted(set(qk))
 
     def nothing() -> list[RegisterTile]:
         return [mosaic.filled((ROWS, width), 0.0) for width in qk]
 
     def before() -> list[RegisterTile]:
-        return [mosaic.load(sums.at[now.t], mosaic.TILE) for sums in smem.sums]
+        return [mosaic.load(panel.sums.at[now.t], mosaic.TILE) for panel in smem.dq]
 
     def matmuls(accs: list[RegisterTile]) -> None:
         for wg in range(WARPGROUPS):
             for acc, k in zip(accs, panels.tiles(smem.k, (kv_slot, wg)), strict=True):
-                ds = smem.ds[swizzles.index(k.shape[1])].at[slot, wg]
+                ds = smem.ds[swizzles.index(k.shape[1])].tile.at[slot, wg]
                 plgpu.wgmma(acc, ds.transpose((1, 0)), k)
 
     so_far = lax.cond(tile.is_first, nothing, before)
@@ -562,19 +626,21 @@ def _add_dq(now: DqStep) -> None:
     parts = pl.run_state(matmuls)([plgpu.ACC.init(x) for x in so_far])
     plgpu.barrier_arrive(smem.ds_free.at[slot])
 
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # dq of the head before
+
     @pl.when(jnp.logical_not(tile.is_last))
     def _():
-        for part, sums in zip(parts, smem.sums, strict=True):
-            sums[now.t] = part
+        for part, panel in zip(parts, smem.dq, strict=True):
+            panel.sums[now.t] = part
         plgpu.commit_smem()
 
     @pl.when(tile.is_last)
     def _():
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for part, to in zip(parts, panels.tiles(smem.dq, 0), strict=True):
+        rounded, at = tuple(panel.rounded for panel in smem.dq), 2 * now.t
+        for part, to in zip(parts, panels.tiles(rounded, at), strict=True):
             to[...] = (part * plan.problem.scale).astype(to.dtype)
         plgpu.commit_smem()
-        panels.store(smem.dq, 0, now.dq, (tile.batch, pl.ds(now.t * ROWS, ROWS), tile.head))
+        panels.store(rounded, at, now.dq, (tile.batch, pl.ds(now.t * ROWS, ROWS), tile.head))
 
 
 # ---- the kernel and its call --------------------------------------------------------------------
