@@ -61,7 +61,9 @@ from pallas_attn.kernels.mma import wgmma
 WARPGROUPS = 2  # consumers
 KEYS = WARPGROUPS * ROWS  # keys of a kv tile
 SUMS = 160  # largest number of columns of dK and dV in a consumer's registers: 80 a thread
-REGISTERS = 192, 104, 24  # a thread of consumers, of the third warpgroup, of the producer
+import os
+DQ = os.environ.get('DQ', 'ds')
+REGISTERS = tuple(map(int, os.environ.get("REG", "200,88,24").split(",")))
 # The same where k and v are in registers, too, and the largest number of columns of both for that.
 REGISTERS_FOR_KEYS, KEYS_IN_REGISTERS = (200, 88, 24), 128
 LEAST_BUSY = 0.75  # least share of blocks with a head, over all waves, for `is_faster`
@@ -135,6 +137,8 @@ def _fitting(problem: AttentionProblem) -> Slots | None:
 
 
 def slots_of(problem: AttentionProblem) -> Slots:
+    if os.environ.get("HS"):
+        return Slots(*map(int, os.environ["HS"].split(",")))
     slots = _fitting(problem)
     assert slots is not None
     return slots
@@ -177,6 +181,7 @@ class HeadsSmem(NamedTuple):
     ds: tuple[Panel, ...]  # a copy in each swizzle of k: a matmul's operands share it
     dq: tuple[DqPanel, ...]  # a panel of q each
     dv: Panels  # panels that are not stored from ds
+    dq_apart: Panels  # likewise
     lse: SmemRef  # [stages, rows]
     delta: SmemRef
     k_ready: Barrier
@@ -222,7 +227,7 @@ def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
         in_float32 = mosaic.swizzled((q_tiles, ROWS, width), jnp.float32, swizzle)
         tiled = mosaic.swizzled((2 * q_tiles, ROWS, width), dtype, dtype.itemsize * width)
         untiled = plgpu.SMEM(tiled.shape, dtype, transforms=tiled.transforms[1:])
-        return DqPanel(plgpu.RefUnion(in_float32, untiled, tiled))
+        return DqPanel(plgpu.RefUnion(in_float32, untiled, tiled) if DQ == "union" else (in_float32,))
 
     def copy_of_ds(width: int) -> Panel:
         if width == ROWS:
@@ -240,6 +245,7 @@ def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
         ds=tuple(copy_of_ds(width) for width in sorted(set(qk))),
         dq=tuple(sums(width) for width in qk),
         dv=rows(keys, _apart(problem)),
+        dq_apart=rows((1, ROWS), tuple(w for w in qk if w != ROWS) if DQ == 'ds' else ()),
         lse=plgpu.SMEM((slots.stages, ROWS), jnp.float32),
         delta=plgpu.SMEM((slots.stages, ROWS), jnp.float32),
         k_ready=barrier(num_arrivals=len(qk) * WARPGROUPS, num_barriers=slots.k),
@@ -456,6 +462,7 @@ def _consume(ctx: KernelContext, outs: KeyGradients, walk: Walk, wg: Index) -> N
         v: wgmma.Terms = panels.tiles(smem.v, wg)
         if _has_keys_in_registers(problem):
             k, v = ([mosaic.load(x, mosaic.TILE) for x in terms] for terms in (k, v))
+            plgpu.commit_smem()  # v has been read, and TMA will write there
             plgpu.barrier_arrive(smem.v_free)
 
         def all_steps(*accs: RegisterTile) -> list[list[RegisterTile]]:
@@ -624,9 +631,32 @@ def _add_dq(now: DqStep) -> None:
     so_far = lax.cond(tile.is_first, nothing, before)
     plgpu.barrier_wait(smem.ds_ready.at[slot])
     parts = pl.run_state(matmuls)([plgpu.ACC.init(x) for x in so_far])
+    if DQ == "ds":
+
+        @pl.when(tile.is_last)
+        def _():
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.commit_smem()  # all warps have finished matmuls that read these buffers
+            rest, column = 0, 0
+            stores = []
+            for part, width in zip(parts, qk, strict=True):
+                staged, at = ((smem.ds[-1],), (slot, 0)) if width == ROWS and column == 0 else ((smem.dq_apart[rest],), 0)
+                rest += not (width == ROWS and column == 0)
+                (to,) = panels.tiles(staged, at)
+                to[...] = (part * plan.problem.scale).astype(to.dtype)
+                stores.append((staged, at, column))
+                column += width
+            plgpu.commit_smem()
+            for staged, at, column in stores:
+                where = tile.batch, pl.ds(now.t * ROWS, ROWS), tile.head
+                panels.store(staged, at, now.dq, where, column)
+            if qk[0] == ROWS:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
     plgpu.barrier_arrive(smem.ds_free.at[slot])
 
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # dq of the head before
+    if DQ == "union":
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # dq of the head before
 
     @pl.when(jnp.logical_not(tile.is_last))
     def _():
@@ -634,8 +664,10 @@ def _add_dq(now: DqStep) -> None:
             panel.sums[now.t] = part
         plgpu.commit_smem()
 
-    @pl.when(tile.is_last)
+    @pl.when(tile.is_last & (DQ == "union"))
     def _():
+        if DQ == "ds":
+            return
         rounded, at = tuple(panel.rounded for panel in smem.dq), 2 * now.t
         for part, to in zip(parts, panels.tiles(rounded, at), strict=True):
             to[...] = (part * plan.problem.scale).astype(to.dtype)

@@ -1,0 +1,626 @@
+"""The Hopper backward of many heads whose dQ fits in shared memory: one launch makes dq, dk and dv.
+Nothing is added up in global memory, so bits repeat. Five matmuls a tile, as in `sm90_fused`.
+
+Grid: one block a multiprocessor, which takes one head at a time. It goes through the head's kv
+tiles of 128 keys, and for each through all query tiles of 64 rows. Two consumer warpgroups take 64
+keys each: they hold dK and dV in registers and write dS to shared memory. A third warpgroup adds
+dS K to dQ, and a fourth, the producer, loads. Tiles of scores have keys as rows, see `key_tiles`;
+rows past the ends are zeros in shared memory and are not stored (`panels`).
+
+Two variants were slower: dQ kept in global memory where it does not fit into shared memory (577
+rows at head dim 64, 729 at 72: slower than `sm90_fused`), and scores issued a step ahead.
+
+Shared memory, and who owns it when:
+  k, v [kv slots, warpgroup]  a kv tile. Its warpgroup stores dv from v when its steps are done,
+                     and dk from k when the third warpgroup is done, too (`dq_done`), and then
+                     releases the slot (`kv_free`)
+  q, do [stages]     rings of query tiles with their lse and delta, released by both consumers
+  ds [ds slots, warpgroup]  a ring with an entry a step. `ds_ready`: both consumers have written
+                     theirs; `ds_free`: the third warpgroup has multiplied it
+  sums [query tiles] float32 dQ so far, of the third warpgroup alone
+  dq                 a tile of dQ on its way to global memory
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._call import gpu_specs
+from pallas_attn._call.problem import AttentionProblem
+from pallas_attn.kernels.attention import score_mod, score_tiles, tma_operands
+from pallas_attn.kernels.attention.logits import LogitTile
+from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
+from pallas_attn.kernels.flash_bwd import sm90_short
+from pallas_attn.kernels.flash_bwd.key_tiles import per_column
+from pallas_attn.kernels.flash_bwd.operands import (
+    Gradients,
+    KeyGradients,
+    Residuals,
+    RowStatistics,
+)
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.flash_bwd.producer import Ring, ring_slot
+from pallas_attn.kernels.flash_bwd.work_order import USUAL_BLOCKS
+from pallas_attn.kernels.lang import launch, mosaic, panels
+from pallas_attn.kernels.lang.panels import Panels
+from pallas_attn.kernels.lang.types import (
+    Barrier,
+    GmemRef,
+    Index,
+    RegisterTile,
+    SmemRef,
+)
+from pallas_attn.kernels.mma import wgmma
+
+WARPGROUPS = 2  # consumers
+KEYS = WARPGROUPS * ROWS  # keys of a kv tile
+SUMS = 160  # largest number of columns of dK and dV in a consumer's registers: 80 a thread
+REGISTERS = 192, 104, 24  # a thread of consumers, of the third warpgroup, of the producer
+# The same where k and v are in registers, too, and the largest number of columns of both for that.
+REGISTERS_FOR_KEYS, KEYS_IN_REGISTERS = (200, 88, 24), 128
+LEAST_BUSY = 0.75  # least share of blocks with a head, over all waves, for `is_faster`
+RESERVED = 2048  # bytes of shared memory for barriers and for alignment
+
+
+class Slots(NamedTuple):
+    """Numbers of entries of the rings: kv tiles, tiles of dS, query tiles."""
+
+    kv: int
+    ds: int
+    stages: int
+
+
+# Fastest first.
+_SLOTS = [Slots(2, 2, 4), Slots(2, 1, 4), Slots(2, 2, 2), Slots(2, 1, 2), Slots(1, 1, 2)]
+
+
+def takes(problem: AttentionProblem) -> bool:
+    """Whether this kernel serves a problem."""
+    plain = sm90_short.is_plain(without_tiles(problem)) and problem.mask.is_full
+    rows = min(problem.q_len, problem.kv_len)
+    return plain and rows >= 1 and _columns(problem) <= SUMS and _fitting(problem) is not None
+
+
+def _columns(problem: AttentionProblem) -> int:
+    """Columns of a key and a value."""
+    return sum(panels.widths(problem.head_dim)) + sum(panels.widths(problem.v_head_dim))
+
+
+def _has_keys_in_registers(problem: AttentionProblem) -> bool:
+    """Whether consumers hold k and v of a kv tile in registers. A matmul of 64 x 64 with both
+    operands in shared memory is bound by reading them.
+    """
+    return _columns(problem) <= KEYS_IN_REGISTERS
+
+
+def is_faster(problem: AttentionProblem) -> bool:
+    """Whether this kernel is faster than the others: at measured sizes, with most blocks busy in
+    the last wave.
+    """
+    heads = problem.batch * problem.q_heads
+    busy = heads / (USUAL_BLOCKS * pl.cdiv(heads, USUAL_BLOCKS))
+    rows, keys = problem.q_len, problem.kv_len
+    measured = ROWS < rows <= 512 and ROWS < keys <= 512
+    return measured and busy >= LEAST_BUSY
+
+
+def without_tiles(problem: AttentionProblem) -> AttentionProblem:
+    """`problem` without the arrays that this kernel takes: a bias in tiles, and a mask of keys that
+    all heads share.
+    """
+    arrays = set(problem.arrays)
+    if bias_tiles(problem):
+        arrays.discard("bias")
+    if problem.masks_keys and problem.mask_shape is not None and problem.mask_shape[1] == 1:
+        arrays.discard("mask_array")
+    return dataclasses.replace(problem, arrays=tuple(sorted(arrays)))
+
+
+def bias_tiles(problem: AttentionProblem) -> score_tiles.BiasOfKeys | None:
+    return score_tiles.bias_of_keys(problem, ROWS)
+
+
+@functools.lru_cache(maxsize=256)
+def _fitting(problem: AttentionProblem) -> Slots | None:
+    """The first of `_SLOTS` that fits into shared memory."""
+    most = gpu_specs.shared_memory(gpu_specs.HOPPER) - RESERVED
+    sizes = ((slots, mosaic.bytes_of(_scratch(problem, slots))) for slots in _SLOTS)
+    return next((slots for slots, size in sizes if size <= most), None)
+
+
+def slots_of(problem: AttentionProblem) -> Slots:
+    slots = _fitting(problem)
+    assert slots is not None
+    return slots
+
+
+class HeadsRefs(NamedTuple):
+    """Global memory."""
+
+    q: GmemRef
+    k: GmemRef
+    v: GmemRef
+    do: GmemRef
+    lse: GmemRef  # [B, N, padded rows]: see `operands.RowStatistics`
+    delta: GmemRef
+    bias: GmemRef = None
+    mask_array: GmemRef = None
+    key_tiles: GmemRef = None  # int32[B|1, 1, kv tiles]: see `key_masks.codes`
+
+
+class HeadsSmem(NamedTuple):
+    k: Panels
+    v: Panels
+    q: Panels
+    do: Panels
+    ds: tuple[SmemRef, ...]  # a copy in each swizzle of k: a matmul's operands share it
+    sums: tuple[SmemRef, ...]  # float32 [query tiles, rows, columns], a panel of q each
+    dq: Panels
+    lse: SmemRef  # [stages, rows]
+    delta: SmemRef
+    kv_ready: Barrier
+    kv_free: Barrier
+    q_ready: Barrier
+    do_ready: Barrier
+    q_free: Barrier
+    do_free: Barrier
+    ds_ready: Barrier
+    ds_free: Barrier
+    dq_done: Barrier
+    bias: Panels = None  # [stages, ..], in the ring of q
+
+    @property
+    def q_ring(self) -> Ring:
+        return Ring(self.q, self.q_ready, self.q_free, self.lse)
+
+    @property
+    def do_ring(self) -> Ring:
+        return Ring(self.do, self.do_ready, self.do_free, self.delta)
+
+
+def _q_tiles(problem: AttentionProblem) -> int:
+    return pl.cdiv(problem.q_len, ROWS)
+
+
+def _kv_tiles(problem: AttentionProblem) -> int:
+    return pl.cdiv(problem.kv_len, KEYS)
+
+
+def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
+    dtype, q_tiles = jnp.dtype(problem.dtype), _q_tiles(problem)
+    qk, v = panels.widths(problem.head_dim), panels.widths(problem.v_head_dim)
+    barrier = plgpu.Barrier
+
+    def rows(shape: tuple[int, ...], widths: tuple[int, ...]) -> Panels:
+        return tuple(panels.scratch(shape, dtype, width) for width in widths)
+
+    def sums(width: int) -> SmemRef:
+        shape = q_tiles, ROWS, width
+        return mosaic.swizzled(shape, jnp.float32, tma_operands.swizzle_of(4 * width))
+
+    keys, ds = (slots.kv, WARPGROUPS, ROWS), (slots.ds, WARPGROUPS, ROWS, ROWS)
+    ring: dict[str, Any] = {"num_barriers": slots.stages}
+    bias = bias_tiles(problem)
+    return HeadsSmem(
+        k=rows(keys, qk),
+        v=rows(keys, v),
+        q=rows((slots.stages, ROWS), qk),
+        do=rows((slots.stages, ROWS), v),
+        ds=tuple(mosaic.swizzled(ds, dtype, 2 * width) for width in sorted(set(qk))),
+        sums=tuple(sums(width) for width in qk),
+        dq=rows((1, ROWS), qk),
+        lse=plgpu.SMEM((slots.stages, ROWS), jnp.float32),
+        delta=plgpu.SMEM((slots.stages, ROWS), jnp.float32),
+        kv_ready=barrier(num_arrivals=(len(qk) + len(v)) * WARPGROUPS, num_barriers=slots.kv),
+        kv_free=barrier(num_arrivals=WARPGROUPS, num_barriers=slots.kv),
+        q_ready=barrier(num_arrivals=1 + len(qk) + (bias.copies if bias else 0), **ring),
+        do_ready=barrier(num_arrivals=1 + len(v), **ring),
+        q_free=barrier(num_arrivals=WARPGROUPS, **ring),
+        do_free=barrier(num_arrivals=WARPGROUPS, **ring),
+        ds_ready=barrier(num_arrivals=WARPGROUPS, num_barriers=slots.ds),
+        ds_free=barrier(num_arrivals=1, num_barriers=slots.ds),
+        dq_done=barrier(num_arrivals=1, num_barriers=slots.kv),
+        bias=bias.scratch(slots.stages) if bias else None,
+    )
+
+
+def buffer_bytes(plan: KeyPlan) -> int:
+    return mosaic.bytes_of(_scratch(plan.problem, slots_of(plan.problem))) + RESERVED
+
+
+# ---- work of a block ----------------------------------------------------------------------------
+
+
+class HeadTile(NamedTuple):
+    """A kv tile of a head: the `n`-th kv tile of its block."""
+
+    n: Index
+    batch: Index
+    head: Index
+    j: Index
+    steps: Index  # query tiles; 0 where a mask hides all keys
+    first: Index  # first and last kv tile of the head that has steps; there is always one
+    last: Index
+    is_whole: Index | bool  # whether the mask shows all of its keys
+
+    @property
+    def is_first(self) -> Index:
+        return self.j == self.first
+
+    @property
+    def is_last(self) -> Index:
+        return self.j == self.last
+
+
+class Walk(NamedTuple):
+    """The kv tiles of a block: those of heads `block`, `block + grid`, .. in this order."""
+
+    ctx: KernelContext
+    block: Index
+
+    @property
+    def grid(self) -> int:
+        return grid_of(self.ctx.plan)
+
+    @property
+    def kv_tiles(self) -> int:
+        return _kv_tiles(self.ctx.plan.problem)
+
+    @property
+    def tiles(self) -> Index:
+        """The number of kv tiles of this block."""
+        heads = self.ctx.plan.problem.batch * self.ctx.plan.problem.q_heads
+        own = lax.div(jnp.int32(heads - 1 + self.grid) - self.block, jnp.int32(self.grid))
+        return own * self.kv_tiles
+
+    def tile(self, n: Index) -> HeadTile:
+        problem, kv_tiles = self.ctx.plan.problem, jnp.int32(self.kv_tiles)
+        number, heads = self.block + lax.div(n, kv_tiles) * self.grid, jnp.int32(problem.q_heads)
+        batch, head, j = lax.div(number, heads), lax.rem(number, heads), lax.rem(n, kv_tiles)
+        q_tiles, codes = _q_tiles(problem), self.ctx.refs.key_tiles
+        if codes is None:
+            return HeadTile(n, batch, head, j, q_tiles, 0, self.kv_tiles - 1, True)
+        row = jnp.minimum(batch, problem.batch - 1) if codes.shape[0] > 1 else 0
+        first, last = jnp.int32(self.kv_tiles), jnp.int32(0)
+        for tile in range(self.kv_tiles):
+            shows = codes[row, 0, tile] > 0
+            first = jnp.where(shows & (first == self.kv_tiles), tile, first)
+            last = jnp.where(shows, tile, last)
+        first = jnp.where(first == self.kv_tiles, 0, first)  # some tile must write dq
+        code = codes[row, 0, j]
+        steps = jnp.where((code > 0) | (j == first), q_tiles, 0)
+        return HeadTile(n, batch, head, j, steps, first, last, code == 2)
+
+
+def grid_of(plan: KeyPlan) -> int:
+    """The number of blocks."""
+    heads = plan.problem.batch * plan.problem.q_heads
+    return min(plan.config.grid or heads, heads)
+
+
+# ---- the producer -------------------------------------------------------------------------------
+
+
+def _produce(ctx: KernelContext, walk: Walk) -> None:
+    """The producer warpgroup. It loads the keys of a kv tile after the first query tile, since
+    their slot is released later than that of the query tile.
+    """
+    plan, refs, smem = ctx
+    slots = slots_of(plan.problem)
+
+    def load_keys(tile: HeadTile) -> None:
+        slot = ring_slot(tile.n, slots.kv)
+        pl.when(tile.n >= slots.kv)(lambda: plgpu.barrier_wait(smem.kv_free.at[slot]))
+        for source, to in ((refs.k, smem.k), (refs.v, smem.v)):
+            for wg in range(WARPGROUPS):
+                rows = pl.ds(tile.j * KEYS + wg * ROWS, ROWS)
+                where = tile.batch, rows, tile.head
+                panels.load(source, where, to, (slot, wg), smem.kv_ready.at[slot])
+
+    def kv_tile(n: Index, count: Index) -> Index:
+        tile = walk.tile(n)
+
+        def step(t: Index, count: Index) -> Index:
+            slot = smem.q_ring.slot(count)
+            for source, stats, ring in (
+                (refs.q, refs.lse, smem.q_ring),
+                (refs.do, refs.delta, smem.do_ring),
+            ):
+                ring.acquire(count, slot)
+                rows, ready = pl.ds(t * ROWS, ROWS), ring.ready.at[slot]
+                some = stats.at[tile.batch, tile.head, rows]
+                plgpu.copy_gmem_to_smem(some, ring.row_stats.at[slot], ready)
+                panels.load(source, (tile.batch, rows, tile.head), ring.tiles, slot, ready)
+            if plan.bias_tiles is not None:
+                place = score_tiles.Place(tile.batch, tile.head, t * ROWS, tile.j * KEYS)
+                ready = smem.q_ready.at[slot]
+                plan.bias_tiles.load(refs.bias, smem.bias, place, slot, ready)
+            pl.when(t == 0)(functools.partial(load_keys, tile))
+            return count + 1
+
+        count = lax.fori_loop(0, tile.steps, step, count)
+        if refs.key_tiles is not None:
+            pl.when(tile.steps == 0)(functools.partial(load_keys, tile))
+        return count
+
+    lax.fori_loop(0, walk.tiles, kv_tile, jnp.int32(0))
+
+
+# ---- dK and dV: the consumers -------------------------------------------------------------------
+
+
+class HeadStep(NamedTuple):
+    """Query tile t of a kv tile: the `count`-th step of the block."""
+
+    ctx: KernelContext
+    tile: HeadTile
+    wg: Index
+    t: Index
+    count: Index
+    k: wgmma.Terms  # the warpgroup's keys, in panels; v likewise
+    v: wgmma.Terms
+
+    @property
+    def slot(self) -> Index:
+        return self.ctx.smem.q_ring.slot(self.count)
+
+    @property
+    def q(self) -> tuple[SmemRef, ...]:
+        return panels.tiles(self.ctx.smem.q, self.slot)
+
+    @property
+    def do(self) -> tuple[SmemRef, ...]:
+        return panels.tiles(self.ctx.smem.do, self.slot)
+
+    def statistic(self, numbers: SmemRef) -> RegisterTile:
+        """lse or delta of every query."""
+        return mosaic.load(numbers.at[self.slot], mosaic.COLUMN)
+
+    @property
+    def keys(self) -> tuple[Index, Index]:
+        """Indices of the warpgroup's keys in `HeadsSmem.k`: the slot and the warpgroup."""
+        return ring_slot(self.tile.n, slots_of(self.ctx.plan.problem).kv), self.wg
+
+    @property
+    def place(self) -> LogitTile:
+        problem, tile = self.ctx.plan.problem, self.tile
+        key = tile.j * KEYS + self.wg * ROWS
+        where = tile.batch, tile.head, self.t * ROWS, key, problem.q_offset, problem.kv_len
+        place, tiles = LogitTile(*where, problem.mask, q_axis=1), self.ctx.plan.bias_tiles
+        if tiles is None:
+            return place
+        bias = tiles.of_warpgroup(self.ctx.smem.bias, self.slot, self.wg)
+        return place._replace(in_smem={"bias": bias})
+
+    @property
+    def is_masked(self) -> Index | bool:
+        """Whether some of the keys lie past the end or are hidden by the mask."""
+        problem, whole = self.ctx.plan.problem, self.tile.is_whole
+        key = self.tile.j * KEYS + self.wg * ROWS
+        is_cut = key + ROWS > problem.kv_len if problem.kv_len % KEYS else False
+        return is_cut if whole is True else is_cut | jnp.logical_not(whole)
+
+
+def _consume(ctx: KernelContext, outs: KeyGradients, walk: Walk, wg: Index) -> None:
+    problem, smem = ctx.plan.problem, ctx.smem
+    slots = slots_of(problem)
+    qk_widths, v_widths = panels.widths(problem.head_dim), panels.widths(problem.v_head_dim)
+
+    def kv_tile(n: Index, count: Index) -> Index:
+        tile, slot = walk.tile(n), ring_slot(n, slots.kv)
+        plgpu.barrier_wait(smem.kv_ready.at[slot])
+        operands: list[wgmma.Terms] = [panels.tiles(x, (slot, wg)) for x in (smem.k, smem.v)]
+        if _has_keys_in_registers(problem):
+            operands = [[mosaic.load(x, mosaic.TILE) for x in terms] for terms in operands]
+        k, v = operands
+
+        def all_steps(*accs: RegisterTile) -> list[list[RegisterTile]]:
+            sums = KeyGradients(accs[: len(qk_widths)], accs[len(qk_widths) :])
+
+            def step(t: Index, count: Index) -> Index:
+                _step(HeadStep(ctx, tile, wg, t, count, k, v), sums)
+                return count + 1
+
+            lax.fori_loop(0, tile.steps, step, count)
+            return [[acc[...] for acc in accs] for accs in sums]
+
+        accs = [plgpu.ACC((ROWS, width), jnp.float32) for width in qk_widths + v_widths]
+        grads = KeyGradients(*pl.run_scoped(all_steps, *accs))
+        last = smem.q_ring.slot(count + (tile.steps - 1))
+        pl.when(jnp.int32(tile.steps) > 0)(lambda: smem.q_ring.release(last))
+        _store_dk_dv(ctx, outs, HeadStep(ctx, tile, wg, 0, count, k, v), grads)
+        return count + tile.steps
+
+    lax.fori_loop(0, walk.tiles, kv_tile, jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _step(now: HeadStep, sums: KeyGradients) -> None:
+    """Adds to `sums`, the accumulators of dK and dV; dK still runs when this returns."""
+    now = now._replace(wg=now.wg + mosaic.opaque_zero(now.count))
+    pl.run_scoped(functools.partial(_scores, now, sums), plgpu.ACC((ROWS, ROWS), jnp.float32))
+
+
+def _scores(now: HeadStep, sums: KeyGradients, s_acc: RegisterTile) -> None:
+    smem, slot = now.ctx.smem, now.slot
+    smem.q_ring.wait(slot)
+    wgmma.score_panels(s_acc, now.k, now.q)
+    plgpu.wgmma_wait(len(now.k))
+    before = smem.q_ring.slot(now.count - 1)
+    pl.when(now.t > 0)(lambda: smem.q_ring.release(before))
+    smem.do_ring.wait(slot)
+    body = functools.partial(_dv_and_dk, now, sums, s_acc)
+    pl.run_scoped(body, plgpu.ACC((ROWS, ROWS), jnp.float32))
+
+
+def _dv_and_dk(
+    now: HeadStep, sums: KeyGradients, s_acc: RegisterTile, dp_acc: RegisterTile
+) -> None:
+    plan, _, smem = now.ctx
+    dtype, ds_slots = jnp.dtype(plan.problem.dtype), slots_of(plan.problem).ds
+    do = now.do
+    wgmma.score_panels(dp_acc, now.v, do)
+    s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(do))
+    lse = now.statistic(smem.lse)
+    p, slope = score_mod.probabilities(now.ctx, now.place, s, lse, now.is_masked)
+    wgmma.value_panels(sums.dv, p.astype(dtype), do)
+    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(do))
+    ds = p * (dp - per_column(now.statistic(smem.delta), dp.shape))
+    ds = (ds if slope is None else ds * slope).astype(dtype)
+    to = ring_slot(now.count, ds_slots)
+    pl.when(now.count >= ds_slots)(lambda: plgpu.barrier_wait(smem.ds_free.at[to]))
+    for copy in smem.ds:
+        copy[to, now.wg] = ds
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(smem.ds_ready.at[to])
+    wgmma.value_panels(sums.dk, ds, now.q)
+    plgpu.wgmma_wait(len(sums.dk))
+    smem.do_ring.release(now.slot)
+
+
+def _store_dk_dv(ctx: KernelContext, outs: KeyGradients, at: HeadStep, grads: KeyGradients) -> None:
+    """Stores dk and dv of a warpgroup's keys by way of the buffers of k and v."""
+    plan, _, smem = ctx
+    tile, slot = at.tile, at.keys[0]
+    where = tile.batch, pl.ds(tile.j * KEYS + at.wg * ROWS, ROWS), tile.head
+
+    def stage(parts: RegisterTile, scale: float, staged: Panels) -> None:
+        for part, to in zip(parts, panels.tiles(staged, at.keys), strict=True):
+            part = part if scale == 1.0 else part * scale
+            to[...] = part.astype(to.dtype)
+
+    plgpu.commit_smem()  # all warps have finished matmuls that read these buffers
+    stage(grads.dv, 1.0, smem.v)
+    plgpu.barrier_wait(smem.dq_done.at[slot])
+    stage(grads.dk, plan.problem.scale, smem.k)
+    plgpu.commit_smem()
+    panels.store(smem.v, at.keys, outs.dv, where)
+    panels.store(smem.k, at.keys, outs.dk, where)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    plgpu.barrier_arrive(smem.kv_free.at[slot])
+
+
+# ---- dQ -----------------------------------------------------------------------------------------
+
+
+class DqStep(NamedTuple):
+    """Query tile t of a kv tile: the `count`-th step of the block."""
+
+    ctx: KernelContext
+    dq: GmemRef
+    tile: HeadTile
+    t: Index
+    count: Index
+
+
+def _sum_dq(ctx: KernelContext, dq: GmemRef, walk: Walk) -> None:
+    """The third warpgroup: dQ of all query tiles of the block's heads."""
+    smem, slots = ctx.smem, slots_of(ctx.plan.problem)
+
+    def kv_tile(n: Index, count: Index) -> Index:
+        tile, slot = walk.tile(n), ring_slot(n, slots.kv)
+        plgpu.barrier_wait(smem.kv_ready.at[slot])
+
+        def step(t: Index, count: Index) -> Index:
+            _add_dq(DqStep(ctx, dq, tile, t, count))
+            return count + 1
+
+        count = lax.fori_loop(0, tile.steps, step, count)
+        plgpu.barrier_arrive(smem.dq_done.at[slot])
+        return count
+
+    lax.fori_loop(0, walk.tiles, kv_tile, jnp.int32(0))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _add_dq(now: DqStep) -> None:
+    plan, smem, tile = now.ctx.plan, now.ctx.smem, now.tile
+    slots, qk = slots_of(plan.problem), panels.widths(plan.problem.head_dim)
+    kv_slot, slot = ring_slot(tile.n, slots.kv), ring_slot(now.count, slots.ds)
+    swizzles = sorted(set(qk))
+
+    def nothing() -> list[RegisterTile]:
+        return [mosaic.filled((ROWS, width), 0.0) for width in qk]
+
+    def before() -> list[RegisterTile]:
+        return [mosaic.load(sums.at[now.t], mosaic.TILE) for sums in smem.sums]
+
+    def matmuls(accs: list[RegisterTile]) -> None:
+        for wg in range(WARPGROUPS):
+            for acc, k in zip(accs, panels.tiles(smem.k, (kv_slot, wg)), strict=True):
+                ds = smem.ds[swizzles.index(k.shape[1])].at[slot, wg]
+                plgpu.wgmma(acc, ds.transpose((1, 0)), k)
+
+    so_far = lax.cond(tile.is_first, nothing, before)
+    plgpu.barrier_wait(smem.ds_ready.at[slot])
+    parts = pl.run_state(matmuls)([plgpu.ACC.init(x) for x in so_far])
+    plgpu.barrier_arrive(smem.ds_free.at[slot])
+
+    @pl.when(jnp.logical_not(tile.is_last))
+    def _():
+        for part, sums in zip(parts, smem.sums, strict=True):
+            sums[now.t] = part
+        plgpu.commit_smem()
+
+    @pl.when(tile.is_last)
+    def _():
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for part, to in zip(parts, panels.tiles(smem.dq, 0), strict=True):
+            to[...] = (part * plan.problem.scale).astype(to.dtype)
+        plgpu.commit_smem()
+        panels.store(smem.dq, 0, now.dq, (tile.batch, pl.ds(now.t * ROWS, ROWS), tile.head))
+
+
+# ---- the kernel and its call --------------------------------------------------------------------
+
+
+def _kernel(refs: HeadsRefs, *rest: GmemRef, plan: KeyPlan) -> None:
+    dq_ref, dk_ref, dv_ref, smem = rest
+    ctx, wg = KernelContext(plan, refs, smem), lax.axis_index("wg")
+    walk, registers = Walk(ctx, lax.axis_index("block")), REGISTERS
+    if _has_keys_in_registers(plan.problem):
+        registers = REGISTERS_FOR_KEYS
+    ours, of_dq, of_producer = registers
+
+    @pl.when(wg == WARPGROUPS + 1)
+    def _():
+        plgpu.set_max_registers(of_producer, action="decrease")
+        _produce(ctx, walk)
+
+    @pl.when(wg == WARPGROUPS)
+    def _():
+        plgpu.set_max_registers(of_dq, action="decrease")
+        _sum_dq(ctx, dq_ref, walk)
+
+    @pl.when(wg < WARPGROUPS)
+    def _():
+        plgpu.set_max_registers(ours, action="increase")
+        _consume(ctx, KeyGradients(dk_ref, dv_ref), walk, wg)
+
+
+def dq_dk_dv(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Gradients:
+    """dq, dk and dv, by one launch."""
+    inputs, d_out = residuals.inputs, residuals.d_out
+    outs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.q, inputs.k, inputs.v)]
+    kernel = launch.persistent_kernel(
+        functools.partial(_kernel, plan=plan),
+        "flash_bwd_heads_sm90",
+        tuple(outs),
+        _scratch(plan.problem, slots_of(plan.problem)),
+        (grid_of(plan), WARPGROUPS + 2),
+    )
+    refs = HeadsRefs(inputs.q, inputs.k, inputs.v, d_out, *stats)
+    if plan.bias_tiles is not None:
+        refs = refs._replace(bias=plan.bias_tiles.operand(inputs.bias))
+    if plan.has("mask_array"):
+        from pallas_attn.kernels.attention import key_masks
+
+        codes = key_masks.codes(inputs.mask_array, KEYS)
+        refs = refs._replace(mask_array=inputs.mask_array, key_tiles=codes)
+    return Gradients(*kernel(refs))
