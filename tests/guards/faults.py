@@ -561,9 +561,21 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "a_dq_tile_is_stored_before_the_commit": Fault(
         f"{BWD}/sm90_heads.py",
-        "(part * plan.problem.scale).astype(to.dtype)\n        plgpu.commit_smem()\n",
-        "(part * plan.problem.scale).astype(to.dtype)\n",
+        "to[...] = part.astype(to.dtype)\n    plgpu.commit_smem()\n",
+        "to[...] = part.astype(to.dtype)\n",
         f"{TEST_HEADS} -k 'test_heads_interpreted and heads_in_turn'",
+    ),
+    "ds_is_written_while_dv_is_stored_from_there": Fault(
+        f"{BWD}/sm90_heads.py",
+        "    def stored() -> None:\n        plgpu.wait_smem_to_gmem(0, wait_read_only=True)\n",
+        "    def stored() -> None:\n",
+        f"{TEST_HEADS} -k 'test_heads_interpreted and two_swizzles'",
+    ),
+    "v_is_loaded_while_it_is_read": Fault(
+        f"{BWD}/sm90_heads.py",
+        "pl.when(is_last)(lambda: plgpu.barrier_arrive(smem.v_free))",
+        "pl.when(now.t == 0)(lambda: plgpu.barrier_arrive(smem.v_free))",
+        f"{TEST_HEADS} -k 'test_heads_interpreted and two_swizzles'",
     ),
     "ds_is_written_while_dq_reads_it": Fault(
         f"{BWD}/sm90_heads.py",

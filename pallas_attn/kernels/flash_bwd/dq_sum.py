@@ -173,17 +173,13 @@ def add(  # noqa: PLR0913
 
 def zeros(plan: KeyPlan, batch: int) -> jax.Array:
     """The array that `add` adds to: whole swizzles. TMA leaves out columns past its last."""
-    return jnp.zeros(sums_shape(plan, batch))
-
-
-def sums_shape(plan: KeyPlan, batch: int) -> tuple[int, ...]:
     rows, heads = _q_tiles(plan) * plan.config.block_q, plan.problem.q_heads
     if is_split_by_rows(plan):
-        return (_pieces(plan, batch) * ROWS * sum(qk_widths(plan)),)
+        return jnp.zeros(_pieces(plan, batch) * ROWS * sum(qk_widths(plan)))
     width = tma_operands.round_up(plan.problem.head_dim, _swizzle(plan) // 4)
     if width <= share_widths(plan)[0]:  # the second share is past the last column
         width = sum(qk_widths(plan))
-    return (batch, rows, heads, width)
+    return jnp.zeros((batch, rows, heads, width))
 
 
 def rounded(plan: KeyPlan, dq: jax.Array) -> jax.Array:

@@ -57,9 +57,6 @@ from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang.config import check
 
-import os
-if os.environ.get("OLD"):
-    from pallas_attn.kernels.flash_bwd import sm90_heads_old as sm90_heads
 ROWS = tiles.ROWS
 SMEM_LIMIT = flash_fwd_sm90.SMEM_LIMIT
 BARRIERS = flash_fwd_sm90.BARRIERS
@@ -379,12 +376,6 @@ def _statistics(
     """
     problem, config = plan.problem, plan.config
     by_rows = is_fused(problem, config) and dq_sum.is_split_by_rows(plan)
-    if os.environ.get("ZEROS") and is_fused(problem, config) and not by_rows and "q_lengths" not in problem.arrays:
-        shape = dq_sum.sums_shape(plan, problem.batch)
-        import math
-        pieces, columns = shape[1] // ROWS, shape[3]
-        stats, zeros = statistics.with_zeros(problem, rows, residuals, (pieces, columns))
-        return stats, zeros.reshape(shape)
     if not by_rows or "q_lengths" in problem.arrays or len(dq_sum.qk_widths(plan)) > 1:
         return row_statistics(plan.exact, rows, residuals), None
     if config.one_key_tile:

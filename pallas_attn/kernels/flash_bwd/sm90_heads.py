@@ -7,22 +7,25 @@ keys each: they hold dK and dV in registers and write dS to shared memory. A thi
 dS K to dQ, and a fourth, the producer, loads. Tiles of scores have keys as rows, see `key_tiles`;
 rows past the ends are zeros in shared memory and are not stored (`panels`).
 
-Two variants were slower: dQ kept in global memory where it does not fit into shared memory (577
-rows at head dim 64, 729 at 72: slower than `sm90_fused`), and scores issued a step ahead.
+A kv tile has few steps, so the next keys are loaded and the gradients of the last are stored while
+both consumers compute: K has a second slot where it fits, V is released in the last step, and dk
+and dv are read from K and dS by TMA during the first step of the next kv tile.
 
 Shared memory, and who owns it when:
-  k, v [kv slots, warpgroup]  a kv tile. Its warpgroup stores dv from v when its steps are done,
-                     and dk from k when the third warpgroup is done, too (`dq_done`), and then
-                     releases the slot (`kv_free`)
+  k [k slots, warpgroup]  keys of a kv tile. Its warpgroup stores dk from there when the third
+                     warpgroup is done (`dq_done`), and releases it (`k_free`) in the next kv tile
+  v [warpgroup]      released (`v_free`) when it is in registers, or after the last dP
   q, do [stages]     rings of query tiles with their lse and delta, released by both consumers
   ds [ds slots, warpgroup]  a ring with an entry a step. `ds_ready`: both consumers have written
-                     theirs; `ds_free`: the third warpgroup has multiplied it
+                     theirs; `ds_free`: the third warpgroup has multiplied it, and has stored dq
+                     from there if this was the last kv tile. dv is stored from entry 0
   sums [query tiles] float32 dQ so far, of the third warpgroup alone
-  dq                 a tile of dQ on its way to global memory
+  dq_rest, dv_rest   panels of dq and dv that have not the shape of dS
 """
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -61,11 +64,8 @@ from pallas_attn.kernels.mma import wgmma
 WARPGROUPS = 2  # consumers
 KEYS = WARPGROUPS * ROWS  # keys of a kv tile
 SUMS = 160  # largest number of columns of dK and dV in a consumer's registers: 80 a thread
-import os
-DQ = os.environ.get('DQ', 'ds')
-REGISTERS = tuple(map(int, os.environ.get("REG", "200,88,24").split(",")))
-# The same where k and v are in registers, too, and the largest number of columns of both for that.
-REGISTERS_FOR_KEYS, KEYS_IN_REGISTERS = (200, 88, 24), 128
+REGISTERS = 200, 88, 24  # a thread of consumers, of the third warpgroup, of the producer
+KEYS_IN_REGISTERS = 128  # largest number of columns of k and v for consumers to hold both
 LEAST_BUSY = 0.75  # least share of blocks with a head, over all waves, for `is_faster`
 RESERVED = 1024  # bytes of shared memory for barriers and for alignment
 
@@ -137,8 +137,6 @@ def _fitting(problem: AttentionProblem) -> Slots | None:
 
 
 def slots_of(problem: AttentionProblem) -> Slots:
-    if os.environ.get("HS"):
-        return Slots(*map(int, os.environ["HS"].split(",")))
     slots = _fitting(problem)
     assert slots is not None
     return slots
@@ -158,30 +156,15 @@ class HeadsRefs(NamedTuple):
     key_tiles: GmemRef = None  # int32[B|1, 1, kv tiles]: see `key_masks.codes`
 
 
-class DqPanel(NamedTuple):
-    """Columns of dQ of all query tiles."""
-
-    views: Any  # float32 [tiles, ..]; dq [2 tiles, ..] untiled and tiled: the same bytes
-
-    @property
-    def sums(self) -> SmemRef:
-        return self.views[0]
-
-    @property
-    def rounded(self) -> Panel:
-        """Tile 2 t lies where the sums of tile t begin."""
-        return Panel(self.views[1:])
-
-
 class HeadsSmem(NamedTuple):
     k: Panels
     v: Panels
     q: Panels
     do: Panels
     ds: tuple[Panel, ...]  # a copy in each swizzle of k: a matmul's operands share it
-    dq: tuple[DqPanel, ...]  # a panel of q each
-    dv: Panels  # panels that are not stored from ds
-    dq_apart: Panels  # likewise
+    sums: tuple[SmemRef, ...]  # float32 [query tiles, rows, columns], a panel of q each
+    dq_rest: Panels  # panels of a tile of dq that are not stored from ds: see `_staged`
+    dv_rest: Panels
     lse: SmemRef  # [stages, rows]
     delta: SmemRef
     k_ready: Barrier
@@ -222,12 +205,9 @@ def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
     def rows(shape: tuple[int, ...], widths: tuple[int, ...]) -> Panels:
         return tuple(panels.scratch(shape, dtype, width) for width in widths)
 
-    def sums(width: int) -> DqPanel:
-        swizzle = tma_operands.swizzle_of(4 * width)
-        in_float32 = mosaic.swizzled((q_tiles, ROWS, width), jnp.float32, swizzle)
-        tiled = mosaic.swizzled((2 * q_tiles, ROWS, width), dtype, dtype.itemsize * width)
-        untiled = plgpu.SMEM(tiled.shape, dtype, transforms=tiled.transforms[1:])
-        return DqPanel(plgpu.RefUnion(in_float32, untiled, tiled) if DQ == "union" else (in_float32,))
+    def sums(width: int) -> SmemRef:
+        shape = q_tiles, ROWS, width
+        return mosaic.swizzled(shape, jnp.float32, tma_operands.swizzle_of(4 * width))
 
     def copy_of_ds(width: int) -> Panel:
         if width == ROWS:
@@ -243,9 +223,9 @@ def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
         q=rows((slots.stages, ROWS), qk),
         do=rows((slots.stages, ROWS), v),
         ds=tuple(copy_of_ds(width) for width in sorted(set(qk))),
-        dq=tuple(sums(width) for width in qk),
-        dv=rows(keys, _apart(problem)),
-        dq_apart=rows((1, ROWS), tuple(w for w in qk if w != ROWS) if DQ == 'ds' else ()),
+        sums=tuple(sums(width) for width in qk),
+        dq_rest=rows((1, ROWS), _not_from_ds(problem, qk)),
+        dv_rest=rows(keys, _not_from_ds(problem, v)),
         lse=plgpu.SMEM((slots.stages, ROWS), jnp.float32),
         delta=plgpu.SMEM((slots.stages, ROWS), jnp.float32),
         k_ready=barrier(num_arrivals=len(qk) * WARPGROUPS, num_barriers=slots.k),
@@ -263,11 +243,12 @@ def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
     )
 
 
-def _apart(problem: AttentionProblem) -> tuple[int, ...]:
-    """Widths of the panels of dv that are not stored from dS: all but the first, or that too."""
-    widths = panels.widths(problem.v_head_dim)
-    from_ds = widths[0] == ROWS and ROWS in panels.widths(problem.head_dim)
-    return widths[1:] if from_ds else widths
+def _not_from_ds(problem: AttentionProblem, widths: tuple[int, ...]) -> tuple[int, ...]:
+    """Panels of a gradient that have shared memory of their own: all but a first of 64 columns,
+    which has the shape of a copy of dS.
+    """
+    has_copy = ROWS in panels.widths(problem.head_dim)
+    return widths[1:] if has_copy and widths[0] == ROWS else widths
 
 
 def buffer_bytes(plan: KeyPlan) -> int:
@@ -551,30 +532,56 @@ def _release(now: HeadStep, is_last: Index | bool) -> None:
 
 
 def _store_dk_dv(ctx: KernelContext, outs: KeyGradients, at: HeadStep, grads: KeyGradients) -> None:
-    """Stores dk and dv of a warpgroup's keys by way of the buffers of k and dS. The next kv tile
-    waits until they are read, or, if its K has no other slot, this one does.
+    """Stores dk and dv of a warpgroup's keys, from k and from dS, when the third warpgroup has read
+    both. They are read from there during the next kv tile, but before its K is loaded if that has
+    no other slot.
     """
     plan, _, smem = ctx
     tile, slot = at.tile, at.keys[0]
     where = tile.batch, pl.ds(tile.j * KEYS + at.wg * ROWS, ROWS), tile.head
-
+    scale = plan.problem.scale
+    dk = [part if scale == 1.0 else part * scale for part in grads.dk]
     plgpu.barrier_wait(smem.dq_done.at[slot])
-    whole = len(grads.dv) - len(smem.dv)  # panels of dv that are stored from dS: 1 or 0
-    buffers = [((smem.ds[-1],), (0, at.wg), grads.dv[:whole], 0)] if whole else []
-    buffers += [(smem.dv, at.wg, grads.dv[whole:], whole * ROWS)] if smem.dv else []
-    for staged, index, parts, _ in buffers:
-        for part, to in zip(parts, panels.tiles(staged, index), strict=True):
-            to[...] = part.astype(to.dtype)
-    for part, to in zip(grads.dk, panels.tiles(smem.k, at.keys), strict=True):
-        part = part if plan.problem.scale == 1.0 else part * plan.problem.scale
-        to[...] = part.astype(to.dtype)
-    plgpu.commit_smem()
-    for staged, index, _, column in buffers:
-        panels.store(staged, index, outs.dv, where, column)
-    panels.store(smem.k, at.keys, outs.dk, where)
+    staged = _staged(smem, grads.dv, smem.dv_rest, (0, at.wg), at.wg)
+    of_k = [Staged(part, panel, at.keys) for part, panel in zip(dk, smem.k, strict=True)]
+    _write([*staged, *of_k])
+    _store(staged, outs.dv, where)
+    _store(of_k, outs.dk, where)
     if slots_of(plan.problem).k == 1:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(smem.k_free.at[slot])
+
+
+class Staged(NamedTuple):
+    """A panel of a gradient, and the shared memory from which it is stored."""
+
+    part: RegisterTile
+    panel: Panel
+    index: Any
+
+
+def _staged(
+    smem: HeadsSmem, parts: Sequence[RegisterTile], rest: Panels, in_ds: Any, in_rest: Index
+) -> list[Staged]:
+    """The panels of dq or dv, whose first may be stored from dS."""
+    places = [(panel, in_rest) for panel in rest]
+    if len(rest) < len(parts):
+        places = [(smem.ds[-1], in_ds), *places]
+    return [Staged(part, *place) for part, place in zip(parts, places, strict=True)]
+
+
+def _write(staged: list[Staged]) -> None:
+    for part, panel, index in staged:
+        (to,) = panels.tiles((panel,), index)
+        to[...] = part.astype(to.dtype)
+    plgpu.commit_smem()
+
+
+def _store(staged: list[Staged], to: GmemRef, where: tuple[Any, ...]) -> None:
+    column = 0
+    for part, panel, index in staged:
+        panels.store((panel,), index, to, where, column)
+        column += part.shape[1]
 
 
 # ---- dQ -----------------------------------------------------------------------------------------
@@ -620,7 +627,7 @@ def _add_dq(now: DqStep) -> None:
         return [mosaic.filled((ROWS, width), 0.0) for width in qk]
 
     def before() -> list[RegisterTile]:
-        return [mosaic.load(panel.sums.at[now.t], mosaic.TILE) for panel in smem.dq]
+        return [mosaic.load(sums.at[now.t], mosaic.TILE) for sums in smem.sums]
 
     def matmuls(accs: list[RegisterTile]) -> None:
         for wg in range(WARPGROUPS):
@@ -631,48 +638,25 @@ def _add_dq(now: DqStep) -> None:
     so_far = lax.cond(tile.is_first, nothing, before)
     plgpu.barrier_wait(smem.ds_ready.at[slot])
     parts = pl.run_state(matmuls)([plgpu.ACC.init(x) for x in so_far])
-    if DQ == "ds":
 
-        @pl.when(tile.is_last)
-        def _():
+    @pl.when(tile.is_last)
+    def _():
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.commit_smem()  # all warps have finished matmuls that read dS
+        dq = [part * plan.problem.scale for part in parts]
+        staged = _staged(smem, dq, smem.dq_rest, (slot, 0), 0)
+        _write(staged)
+        _store(staged, now.dq, (tile.batch, pl.ds(now.t * ROWS, ROWS), tile.head))
+        if len(smem.dq_rest) < len(parts):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            plgpu.commit_smem()  # all warps have finished matmuls that read these buffers
-            rest, column = 0, 0
-            stores = []
-            for part, width in zip(parts, qk, strict=True):
-                staged, at = ((smem.ds[-1],), (slot, 0)) if width == ROWS and column == 0 else ((smem.dq_apart[rest],), 0)
-                rest += not (width == ROWS and column == 0)
-                (to,) = panels.tiles(staged, at)
-                to[...] = (part * plan.problem.scale).astype(to.dtype)
-                stores.append((staged, at, column))
-                column += width
-            plgpu.commit_smem()
-            for staged, at, column in stores:
-                where = tile.batch, pl.ds(now.t * ROWS, ROWS), tile.head
-                panels.store(staged, at, now.dq, where, column)
-            if qk[0] == ROWS:
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     plgpu.barrier_arrive(smem.ds_free.at[slot])
 
-    if DQ == "union":
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # dq of the head before
-
     @pl.when(jnp.logical_not(tile.is_last))
     def _():
-        for part, panel in zip(parts, smem.dq, strict=True):
-            panel.sums[now.t] = part
+        for part, sums in zip(parts, smem.sums, strict=True):
+            sums[now.t] = part
         plgpu.commit_smem()
-
-    @pl.when(tile.is_last & (DQ == "union"))
-    def _():
-        if DQ == "ds":
-            return
-        rounded, at = tuple(panel.rounded for panel in smem.dq), 2 * now.t
-        for part, to in zip(parts, panels.tiles(rounded, at), strict=True):
-            to[...] = (part * plan.problem.scale).astype(to.dtype)
-        plgpu.commit_smem()
-        panels.store(rounded, at, now.dq, (tile.batch, pl.ds(now.t * ROWS, ROWS), tile.head))
 
 
 # ---- the kernel and its call --------------------------------------------------------------------
@@ -681,10 +665,7 @@ def _add_dq(now: DqStep) -> None:
 def _kernel(refs: HeadsRefs, *rest: GmemRef, plan: KeyPlan) -> None:
     dq_ref, dk_ref, dv_ref, smem = rest
     ctx, wg = KernelContext(plan, refs, smem), lax.axis_index("wg")
-    walk, registers = Walk(ctx, lax.axis_index("block")), REGISTERS
-    if _has_keys_in_registers(plan.problem):
-        registers = REGISTERS_FOR_KEYS
-    ours, of_dq, of_producer = registers
+    walk, (ours, of_dq, of_producer) = Walk(ctx, lax.axis_index("block")), REGISTERS
 
     @pl.when(wg == WARPGROUPS + 1)
     def _():
