@@ -18,9 +18,10 @@ Shared memory, and who owns it when:
   q, do [stages]     rings of query tiles with their lse and delta, released by both consumers
   ds [ds slots, warpgroup]  a ring with an entry a step. `ds_ready`: both consumers have written
                      theirs; `ds_free`: the third warpgroup has multiplied it, and has stored dq
-                     from there if this was the last kv tile. dv is stored from entry 0
+                     from there after the last kv tile, where dq has no buffer (dS has two entries,
+                     or shared memory is short). dv is stored from entry 0
   sums [query tiles] float32 dQ so far, of the third warpgroup alone
-  dq_rest, dv_rest   panels of dq and dv that have not the shape of dS
+  dq, dv             panels of dq and dv that are not stored from dS
 """
 
 import dataclasses
@@ -76,10 +77,19 @@ class Slots(NamedTuple):
     k: int
     ds: int
     stages: int
+    own_dq: bool = False  # whether dq has a buffer, and is not stored from dS
 
 
 # Fastest first.
-_SLOTS = [Slots(2, 2, 4), Slots(2, 1, 4), Slots(2, 2, 2), Slots(2, 1, 2), Slots(1, 1, 2)]
+_SLOTS = [
+    Slots(2, 2, 4),
+    Slots(2, 1, 4),
+    Slots(2, 2, 2),
+    Slots(2, 1, 2, own_dq=True),
+    Slots(2, 1, 2),
+    Slots(1, 1, 2, own_dq=True),
+    Slots(1, 1, 2),
+]
 
 
 def takes(problem: AttentionProblem) -> bool:
@@ -163,8 +173,8 @@ class HeadsSmem(NamedTuple):
     do: Panels
     ds: tuple[Panel, ...]  # a copy in each swizzle of k: a matmul's operands share it
     sums: tuple[SmemRef, ...]  # float32 [query tiles, rows, columns], a panel of q each
-    dq_rest: Panels  # panels of a tile of dq that are not stored from ds: see `_staged`
-    dv_rest: Panels
+    dq: Panels  # panels of a tile of dq, all those that are not stored from dS: see `_staged`
+    dv: Panels  # [warpgroup, ..], panels of dv, likewise; dq uses the first where they are alike
     lse: SmemRef  # [stages, rows]
     delta: SmemRef
     k_ready: Barrier
@@ -224,8 +234,8 @@ def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
         do=rows((slots.stages, ROWS), v),
         ds=tuple(copy_of_ds(width) for width in sorted(set(qk))),
         sums=tuple(sums(width) for width in qk),
-        dq_rest=rows((1, ROWS), _not_from_ds(problem, qk)),
-        dv_rest=rows(keys, _not_from_ds(problem, v)),
+        dq=rows((1, ROWS), _own_widths(problem, slots)),
+        dv=rows(keys, _not_from_ds(problem, v)),
         lse=plgpu.SMEM((slots.stages, ROWS), jnp.float32),
         delta=plgpu.SMEM((slots.stages, ROWS), jnp.float32),
         k_ready=barrier(num_arrivals=len(qk) * WARPGROUPS, num_barriers=slots.k),
@@ -244,11 +254,26 @@ def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
 
 
 def _not_from_ds(problem: AttentionProblem, widths: tuple[int, ...]) -> tuple[int, ...]:
-    """Panels of a gradient that have shared memory of their own: all but a first of 64 columns,
-    which has the shape of a copy of dS.
+    """Panels of a gradient that cannot be stored from dS: all but a first of 64 columns, which has
+    the shape of a copy of dS.
     """
     has_copy = ROWS in panels.widths(problem.head_dim)
     return widths[1:] if has_copy and widths[0] == ROWS else widths
+
+
+def _shares_dv(problem: AttentionProblem, slots: Slots) -> bool:
+    """Whether dq's last panels are stored from where dv's are: not at the same time."""
+    qk, v = panels.widths(problem.head_dim), panels.widths(problem.v_head_dim)
+    rest = _not_from_ds(problem, qk)
+    return slots.own_dq and 0 < len(rest) < len(qk) and rest == _not_from_ds(problem, v)
+
+
+def _own_widths(problem: AttentionProblem, slots: Slots) -> tuple[int, ...]:
+    """Panels of dq that have a buffer."""
+    qk = panels.widths(problem.head_dim)
+    rest = _not_from_ds(problem, qk)
+    first = qk[: len(qk) - len(rest)] if slots.own_dq else ()
+    return first if _shares_dv(problem, slots) else first + rest
 
 
 def buffer_bytes(plan: KeyPlan) -> int:
@@ -542,8 +567,11 @@ def _store_dk_dv(ctx: KernelContext, outs: KeyGradients, at: HeadStep, grads: Ke
     scale = plan.problem.scale
     dk = [part if scale == 1.0 else part * scale for part in grads.dk]
     plgpu.barrier_wait(smem.dq_done.at[slot])
-    staged = _staged(smem, grads.dv, smem.dv_rest, (0, at.wg), at.wg)
-    of_k = [Staged(part, panel, at.keys) for part, panel in zip(dk, smem.k, strict=True)]
+    buffers = [(panel, at.wg) for panel in smem.dv]
+    if len(buffers) < len(grads.dv):
+        buffers.insert(0, (smem.ds[-1], (0, at.wg)))
+    staged = _staged(grads.dv, buffers)
+    of_k = _staged(dk, [(panel, at.keys) for panel in smem.k])
     _write([*staged, *of_k])
     _store(staged, outs.dv, where)
     _store(of_k, outs.dk, where)
@@ -557,17 +585,11 @@ class Staged(NamedTuple):
 
     part: RegisterTile
     panel: Panel
-    index: Any
+    index: Index
 
 
-def _staged(
-    smem: HeadsSmem, parts: Sequence[RegisterTile], rest: Panels, in_ds: Any, in_rest: Index
-) -> list[Staged]:
-    """The panels of dq or dv, whose first may be stored from dS."""
-    places = [(panel, in_rest) for panel in rest]
-    if len(rest) < len(parts):
-        places = [(smem.ds[-1], in_ds), *places]
-    return [Staged(part, *place) for part, place in zip(parts, places, strict=True)]
+def _staged(parts: Sequence[RegisterTile], buffers: Sequence[tuple[Panel, Index]]) -> list[Staged]:
+    return [Staged(part, *buffer) for part, buffer in zip(parts, buffers, strict=True)]
 
 
 def _write(staged: list[Staged]) -> None:
@@ -610,6 +632,8 @@ def _sum_dq(ctx: KernelContext, dq: GmemRef, walk: Walk) -> None:
             return count + 1
 
         count = lax.fori_loop(0, tile.steps, step, count)
+        if _shares_dv(ctx.plan.problem, slots):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(smem.dq_done.at[slot])
         return count
 
@@ -639,24 +663,37 @@ def _add_dq(now: DqStep) -> None:
     plgpu.barrier_wait(smem.ds_ready.at[slot])
     parts = pl.run_state(matmuls)([plgpu.ACC.init(x) for x in so_far])
 
-    @pl.when(tile.is_last)
-    def _():
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.commit_smem()  # all warps have finished matmuls that read dS
-        dq = [part * plan.problem.scale for part in parts]
-        staged = _staged(smem, dq, smem.dq_rest, (slot, 0), 0)
-        _write(staged)
-        _store(staged, now.dq, (tile.batch, pl.ds(now.t * ROWS, ROWS), tile.head))
-        if len(smem.dq_rest) < len(parts):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    plgpu.barrier_arrive(smem.ds_free.at[slot])
+    if slots.own_dq:
+        plgpu.barrier_arrive(smem.ds_free.at[slot])
+    pl.when(tile.is_last)(functools.partial(_store_dq, now, slot, parts))
+    if not slots.own_dq:
+        plgpu.barrier_arrive(smem.ds_free.at[slot])
 
     @pl.when(jnp.logical_not(tile.is_last))
     def _():
         for part, sums in zip(parts, smem.sums, strict=True):
             sums[now.t] = part
         plgpu.commit_smem()
+
+
+def _store_dq(now: DqStep, slot: Index, parts: Sequence[RegisterTile]) -> None:
+    """Stores a tile of dq, from dS in `slot` or from a buffer."""
+    problem, smem, tile = now.ctx.plan.problem, now.ctx.smem, now.tile
+    slots = slots_of(problem)
+    buffers = [(panel, 0) for panel in smem.dq]
+    if _shares_dv(problem, slots):
+        buffers += [(panel, 0) for panel in smem.dv]
+    uses_ds = len(buffers) < len(parts)
+    if uses_ds:
+        buffers.insert(0, (smem.ds[-1], (slot, 0)))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if uses_ds:
+        plgpu.commit_smem()  # all warps have finished matmuls that read dS
+    staged = _staged([part * problem.scale for part in parts], buffers)
+    _write(staged)
+    _store(staged, now.dq, (tile.batch, pl.ds(now.t * ROWS, ROWS), tile.head))
+    if uses_ds:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 # ---- the kernel and its call --------------------------------------------------------------------
