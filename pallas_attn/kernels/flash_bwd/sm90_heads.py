@@ -11,6 +11,10 @@ A kv tile has few steps, so the next keys are loaded and the gradients of the la
 both consumers compute: K has a second slot where it fits, V is released in the last step, and dk
 and dv are read from K and dS by TMA during the first step of the next kv tile.
 
+Slower were: dQ in global memory where it does not fit in shared memory (577 rows at head dim 64,
+729 at 72), added by a third warpgroup or by the consumers in turn; two consumers that make dQ in
+turn, without a third warpgroup; and scores issued a step ahead.
+
 Shared memory, and who owns it when:
   k [k slots, warpgroup]  keys of a kv tile. Its warpgroup stores dk from there when the third
                      warpgroup is done (`dq_done`), and releases it (`k_free`) in the next kv tile
@@ -567,7 +571,7 @@ def _store_dk_dv(ctx: KernelContext, outs: KeyGradients, at: HeadStep, grads: Ke
     scale = plan.problem.scale
     dk = [part if scale == 1.0 else part * scale for part in grads.dk]
     plgpu.barrier_wait(smem.dq_done.at[slot])
-    buffers = [(panel, at.wg) for panel in smem.dv]
+    buffers: list[tuple[Panel, Place]] = [(panel, at.wg) for panel in smem.dv]
     if len(buffers) < len(grads.dv):
         buffers.insert(0, (smem.ds[-1], (0, at.wg)))
     staged = _staged(grads.dv, buffers)
@@ -580,15 +584,18 @@ def _store_dk_dv(ctx: KernelContext, outs: KeyGradients, at: HeadStep, grads: Ke
         plgpu.barrier_arrive(smem.k_free.at[slot])
 
 
+Place = Index | tuple[Index, Index]  # in a panel
+
+
 class Staged(NamedTuple):
     """A panel of a gradient, and the shared memory from which it is stored."""
 
     part: RegisterTile
     panel: Panel
-    index: Index
+    index: Place
 
 
-def _staged(parts: Sequence[RegisterTile], buffers: Sequence[tuple[Panel, Index]]) -> list[Staged]:
+def _staged(parts: Sequence[RegisterTile], buffers: Sequence[tuple[Panel, Place]]) -> list[Staged]:
     return [Staged(part, *buffer) for part, buffer in zip(parts, buffers, strict=True)]
 
 
@@ -680,7 +687,7 @@ def _store_dq(now: DqStep, slot: Index, parts: Sequence[RegisterTile]) -> None:
     """Stores a tile of dq, from dS in `slot` or from a buffer."""
     problem, smem, tile = now.ctx.plan.problem, now.ctx.smem, now.tile
     slots = slots_of(problem)
-    buffers = [(panel, 0) for panel in smem.dq]
+    buffers: list[tuple[Panel, Place]] = [(panel, 0) for panel in smem.dq]
     if _shares_dv(problem, slots):
         buffers += [(panel, 0) for panel in smem.dv]
     uses_ds = len(buffers) < len(parts)
