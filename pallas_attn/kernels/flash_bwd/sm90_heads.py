@@ -592,7 +592,7 @@ class Staged(NamedTuple):
 
     part: RegisterTile
     panel: Panel
-    index: Place
+    at: Place
 
 
 def _staged(parts: Sequence[RegisterTile], buffers: Sequence[tuple[Panel, Place]]) -> list[Staged]:
