@@ -589,6 +589,13 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "",
         f"{TEST_HEADS} -k 'test_heads_interpreted and heads_in_turn'",
     ),
+    "dv_is_written_where_dq_is_stored_from": Fault(
+        f"{BWD}/sm90_heads.py",
+        "        if _shares_dv(ctx.plan.problem, slots):\n"
+        "            plgpu.wait_smem_to_gmem(0, wait_read_only=True)\n",
+        "",
+        f"{TEST_HEADS} -k 'test_heads_interpreted and dq_beside_dv'",
+    ),
     "a_head_begins_at_its_first_tile_though_hidden": Fault(
         f"{BWD}/sm90_heads.py",
         "        return self.j == self.first\n",
