@@ -567,9 +567,21 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "a_dq_tile_is_stored_before_the_commit": Fault(
         f"{BWD}/sm90_heads.py",
-        "(part * plan.problem.scale).astype(to.dtype)\n        plgpu.commit_smem()\n",
-        "(part * plan.problem.scale).astype(to.dtype)\n",
+        "to[...] = part.astype(to.dtype)\n    plgpu.commit_smem()\n",
+        "to[...] = part.astype(to.dtype)\n",
         f"{TEST_HEADS} -k 'test_heads_interpreted and heads_in_turn'",
+    ),
+    "ds_is_written_while_dv_is_stored_from_there": Fault(
+        f"{BWD}/sm90_heads.py",
+        "    def stored() -> None:\n        plgpu.wait_smem_to_gmem(0, wait_read_only=True)\n",
+        "    def stored() -> None:\n",
+        f"{TEST_HEADS} -k 'test_heads_interpreted and two_swizzles'",
+    ),
+    "v_is_loaded_while_it_is_read": Fault(
+        f"{BWD}/sm90_heads.py",
+        "pl.when(is_last)(lambda: plgpu.barrier_arrive(smem.v_free))",
+        "pl.when(now.t == 0)(lambda: plgpu.barrier_arrive(smem.v_free))",
+        f"{TEST_HEADS} -k 'test_heads_interpreted and two_swizzles'",
     ),
     "ds_is_written_while_dq_reads_it": Fault(
         f"{BWD}/sm90_heads.py",
@@ -582,6 +594,13 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "    plgpu.barrier_wait(smem.dq_done.at[slot])\n",
         "",
         f"{TEST_HEADS} -k 'test_heads_interpreted and heads_in_turn'",
+    ),
+    "dv_is_written_where_dq_is_stored_from": Fault(
+        f"{BWD}/sm90_heads.py",
+        "        if _shares_dv(ctx.plan.problem, slots):\n"
+        "            plgpu.wait_smem_to_gmem(0, wait_read_only=True)\n",
+        "",
+        f"{TEST_HEADS} -k 'test_heads_interpreted and dq_beside_dv'",
     ),
     "a_head_begins_at_its_first_tile_though_hidden": Fault(
         f"{BWD}/sm90_heads.py",

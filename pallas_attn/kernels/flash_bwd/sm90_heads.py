@@ -7,21 +7,30 @@ keys each: they hold dK and dV in registers and write dS to shared memory. A thi
 dS K to dQ, and a fourth, the producer, loads. Tiles of scores have keys as rows, see `key_tiles`;
 rows past the ends are zeros in shared memory and are not stored (`panels`).
 
-Scores issued a step ahead were slower.
+A kv tile has few steps, so the next keys are loaded and the gradients of the last are stored while
+both consumers compute: K has a second slot where it fits, V is released in the last step, and dk
+and dv are read from K and dS by TMA during the first step of the next kv tile.
+
+Slower were: dQ in global memory where it does not fit in shared memory (577 rows at head dim 64,
+729 at 72), added by a third warpgroup or by the consumers in turn; two consumers that make dQ in
+turn, without a third warpgroup; and scores issued a step ahead.
 
 Shared memory, and who owns it when:
-  k, v [kv slots, warpgroup]  a kv tile. Its warpgroup stores dv from v when its steps are done,
-                     and dk from k when the third warpgroup is done, too (`dq_done`), and then
-                     releases the slot (`kv_free`)
+  k [k slots, warpgroup]  keys of a kv tile. Its warpgroup stores dk from there when the third
+                     warpgroup is done (`dq_done`), and releases it (`k_free`) in the next kv tile
+  v [warpgroup]      released (`v_free`) when it is in registers, or after the last dP
   q, do [stages]     rings of query tiles with their lse and delta, released by both consumers
   ds [ds slots, warpgroup]  a ring with an entry a step. `ds_ready`: both consumers have written
-                     theirs; `ds_free`: the third warpgroup has multiplied it
+                     theirs; `ds_free`: the third warpgroup has multiplied it, and has stored dq
+                     from there after the last kv tile, where dq has no buffer (dS has two entries,
+                     or shared memory is short). dv is stored from entry 0
   sums [query tiles] float32 dQ so far, of the third warpgroup alone
-  dq                 a tile of dQ on its way to global memory
+  dq, dv             panels of dq and dv that are not stored from dS
 """
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,7 +56,7 @@ from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import Ring, ring_slot
 from pallas_attn.kernels.flash_bwd.work_order import USUAL_BLOCKS
 from pallas_attn.kernels.lang import launch, mosaic, panels
-from pallas_attn.kernels.lang.panels import Panels
+from pallas_attn.kernels.lang.panels import Panel, Panels
 from pallas_attn.kernels.lang.types import (
     Barrier,
     GmemRef,
@@ -60,23 +69,31 @@ from pallas_attn.kernels.mma import wgmma
 WARPGROUPS = 2  # consumers
 KEYS = WARPGROUPS * ROWS  # keys of a kv tile
 SUMS = 160  # largest number of columns of dK and dV in a consumer's registers: 80 a thread
-REGISTERS = 192, 104, 24  # a thread of consumers, of the third warpgroup, of the producer
-# The same where k and v are in registers, too, and the largest number of columns of both for that.
-REGISTERS_FOR_KEYS, KEYS_IN_REGISTERS = (200, 88, 24), 128
+REGISTERS = 200, 88, 24  # a thread of consumers, of the third warpgroup, of the producer
+KEYS_IN_REGISTERS = 128  # largest number of columns of k and v for consumers to hold both
 LEAST_BUSY = 0.75  # least share of blocks with a head, over all waves, for `is_faster`
-RESERVED = 2048  # bytes of shared memory for barriers and for alignment
+RESERVED = 1024  # bytes of shared memory for barriers and for alignment
 
 
 class Slots(NamedTuple):
-    """Numbers of entries of the rings: kv tiles, tiles of dS, query tiles."""
+    """Numbers of entries of the rings: tiles of K, tiles of dS, query tiles."""
 
-    kv: int
+    k: int
     ds: int
     stages: int
+    own_dq: bool = False  # whether dq has a buffer, and is not stored from dS
 
 
 # Fastest first.
-_SLOTS = [Slots(2, 2, 4), Slots(2, 1, 4), Slots(2, 2, 2), Slots(2, 1, 2), Slots(1, 1, 2)]
+_SLOTS = [
+    Slots(2, 2, 4),
+    Slots(2, 1, 4),
+    Slots(2, 2, 2),
+    Slots(2, 1, 2, own_dq=True),
+    Slots(2, 1, 2),
+    Slots(1, 1, 2, own_dq=True),
+    Slots(1, 1, 2),
+]
 
 
 def takes(problem: AttentionProblem) -> bool:
@@ -161,13 +178,16 @@ class HeadsSmem(NamedTuple):
     v: Panels
     q: Panels
     do: Panels
-    ds: tuple[SmemRef, ...]  # a copy in each swizzle of k: a matmul's operands share it
+    ds: tuple[Panel, ...]  # a copy in each swizzle of k: a matmul's operands share it
     sums: tuple[SmemRef, ...]  # float32 [query tiles, rows, columns], a panel of q each
-    dq: Panels
+    dq: Panels  # panels of a tile of dq, all those that are not stored from dS: see `_staged`
+    dv: Panels  # [warpgroup, ..], panels of dv, likewise; dq uses the first where they are alike
     lse: SmemRef  # [stages, rows]
     delta: SmemRef
-    kv_ready: Barrier
-    kv_free: Barrier
+    k_ready: Barrier
+    k_free: Barrier
+    v_ready: Barrier
+    v_free: Barrier
     q_ready: Barrier
     do_ready: Barrier
     q_free: Barrier
@@ -206,30 +226,61 @@ def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
         shape = q_tiles, ROWS, width
         return mosaic.swizzled(shape, jnp.float32, tma_operands.swizzle_of(4 * width))
 
-    keys, ds = (slots.kv, WARPGROUPS, ROWS), (slots.ds, WARPGROUPS, ROWS, ROWS)
+    def copy_of_ds(width: int) -> Panel:
+        if width == ROWS:
+            return panels.scratch(ds[:-1], dtype, width)
+        return Panel((None, mosaic.swizzled(ds, dtype, 2 * width)))
+
+    keys, ds = (WARPGROUPS, ROWS), (slots.ds, WARPGROUPS, ROWS, ROWS)
     ring: dict[str, Any] = {"num_barriers": slots.stages}
     bias = bias_tiles(problem)
     return HeadsSmem(
-        k=rows(keys, qk),
+        k=rows((slots.k, *keys), qk),
         v=rows(keys, v),
         q=rows((slots.stages, ROWS), qk),
         do=rows((slots.stages, ROWS), v),
-        ds=tuple(mosaic.swizzled(ds, dtype, 2 * width) for width in sorted(set(qk))),
+        ds=tuple(copy_of_ds(width) for width in sorted(set(qk))),
         sums=tuple(sums(width) for width in qk),
-        dq=rows((1, ROWS), qk),
+        dq=rows((1, ROWS), _own_widths(problem, slots)),
+        dv=rows(keys, _not_from_ds(problem, v)),
         lse=plgpu.SMEM((slots.stages, ROWS), jnp.float32),
         delta=plgpu.SMEM((slots.stages, ROWS), jnp.float32),
-        kv_ready=barrier(num_arrivals=(len(qk) + len(v)) * WARPGROUPS, num_barriers=slots.kv),
-        kv_free=barrier(num_arrivals=WARPGROUPS, num_barriers=slots.kv),
+        k_ready=barrier(num_arrivals=len(qk) * WARPGROUPS, num_barriers=slots.k),
+        k_free=barrier(num_arrivals=WARPGROUPS, num_barriers=slots.k),
+        v_ready=barrier(num_arrivals=len(v) * WARPGROUPS),
+        v_free=barrier(num_arrivals=WARPGROUPS),
         q_ready=barrier(num_arrivals=1 + len(qk) + (bias.copies if bias else 0), **ring),
         do_ready=barrier(num_arrivals=1 + len(v), **ring),
         q_free=barrier(num_arrivals=WARPGROUPS, **ring),
         do_free=barrier(num_arrivals=WARPGROUPS, **ring),
         ds_ready=barrier(num_arrivals=WARPGROUPS, num_barriers=slots.ds),
         ds_free=barrier(num_arrivals=1, num_barriers=slots.ds),
-        dq_done=barrier(num_arrivals=1, num_barriers=slots.kv),
+        dq_done=barrier(num_arrivals=1, num_barriers=slots.k),
         bias=bias.scratch(slots.stages) if bias else None,
     )
+
+
+def _not_from_ds(problem: AttentionProblem, widths: tuple[int, ...]) -> tuple[int, ...]:
+    """Panels of a gradient that cannot be stored from dS: all but a first of 64 columns, which has
+    the shape of a copy of dS.
+    """
+    has_copy = ROWS in panels.widths(problem.head_dim)
+    return widths[1:] if has_copy and widths[0] == ROWS else widths
+
+
+def _shares_dv(problem: AttentionProblem, slots: Slots) -> bool:
+    """Whether dq's last panels are stored from where dv's are: not at the same time."""
+    qk, v = panels.widths(problem.head_dim), panels.widths(problem.v_head_dim)
+    rest = _not_from_ds(problem, qk)
+    return slots.own_dq and 0 < len(rest) < len(qk) and rest == _not_from_ds(problem, v)
+
+
+def _own_widths(problem: AttentionProblem, slots: Slots) -> tuple[int, ...]:
+    """Panels of dq that have a buffer."""
+    qk = panels.widths(problem.head_dim)
+    rest = _not_from_ds(problem, qk)
+    first = qk[: len(qk) - len(rest)] if slots.own_dq else ()
+    return first if _shares_dv(problem, slots) else first + rest
 
 
 def buffer_bytes(plan: KeyPlan) -> int:
@@ -317,13 +368,15 @@ def _produce(ctx: KernelContext, walk: Walk) -> None:
     slots = slots_of(plan.problem)
 
     def load_keys(tile: HeadTile) -> None:
-        slot = ring_slot(tile.n, slots.kv)
-        pl.when(tile.n >= slots.kv)(lambda: plgpu.barrier_wait(smem.kv_free.at[slot]))
-        for source, to in ((refs.k, smem.k), (refs.v, smem.v)):
-            for wg in range(WARPGROUPS):
-                rows = pl.ds(tile.j * KEYS + wg * ROWS, ROWS)
-                where = tile.batch, rows, tile.head
-                panels.load(source, where, to, (slot, wg), smem.kv_ready.at[slot])
+        slot = ring_slot(tile.n, slots.k)
+        pl.when(tile.n >= slots.k)(lambda: plgpu.barrier_wait(smem.k_free.at[slot]))
+        for wg in range(WARPGROUPS):
+            where = tile.batch, pl.ds(tile.j * KEYS + wg * ROWS, ROWS), tile.head
+            panels.load(refs.k, where, smem.k, (slot, wg), smem.k_ready.at[slot])
+        pl.when(tile.n > 0)(lambda: plgpu.barrier_wait(smem.v_free))
+        for wg in range(WARPGROUPS):
+            where = tile.batch, pl.ds(tile.j * KEYS + wg * ROWS, ROWS), tile.head
+            panels.load(refs.v, where, smem.v, wg, smem.v_ready)
 
     def kv_tile(n: Index, count: Index) -> Index:
         tile = walk.tile(n)
@@ -387,7 +440,7 @@ class HeadStep(NamedTuple):
     @property
     def keys(self) -> tuple[Index, Index]:
         """Indices of the warpgroup's keys in `HeadsSmem.k`: the slot and the warpgroup."""
-        return ring_slot(self.tile.n, slots_of(self.ctx.plan.problem).kv), self.wg
+        return ring_slot(self.tile.n, slots_of(self.ctx.plan.problem).k), self.wg
 
     @property
     def place(self) -> LogitTile:
@@ -415,12 +468,15 @@ def _consume(ctx: KernelContext, outs: KeyGradients, walk: Walk, wg: Index) -> N
     qk_widths, v_widths = panels.widths(problem.head_dim), panels.widths(problem.v_head_dim)
 
     def kv_tile(n: Index, count: Index) -> Index:
-        tile, slot = walk.tile(n), ring_slot(n, slots.kv)
-        plgpu.barrier_wait(smem.kv_ready.at[slot])
-        operands: list[wgmma.Terms] = [panels.tiles(x, (slot, wg)) for x in (smem.k, smem.v)]
+        tile, slot = walk.tile(n), ring_slot(n, slots.k)
+        plgpu.barrier_wait(smem.k_ready.at[slot])
+        plgpu.barrier_wait(smem.v_ready)
+        k: wgmma.Terms = panels.tiles(smem.k, (slot, wg))
+        v: wgmma.Terms = panels.tiles(smem.v, wg)
         if _has_keys_in_registers(problem):
-            operands = [[mosaic.load(x, mosaic.TILE) for x in terms] for terms in operands]
-        k, v = operands
+            k, v = ([mosaic.load(x, mosaic.TILE) for x in terms] for terms in (k, v))
+            plgpu.commit_smem()  # v has been read, and TMA will write there
+            plgpu.barrier_arrive(smem.v_free)
 
         def all_steps(*accs: RegisterTile) -> list[list[RegisterTile]]:
             sums = KeyGradients(accs[: len(qk_widths)], accs[len(qk_widths) :])
@@ -436,6 +492,9 @@ def _consume(ctx: KernelContext, outs: KeyGradients, walk: Walk, wg: Index) -> N
         grads = KeyGradients(*pl.run_scoped(all_steps, *accs))
         last = smem.q_ring.slot(count + (tile.steps - 1))
         pl.when(jnp.int32(tile.steps) > 0)(lambda: smem.q_ring.release(last))
+        if ctx.refs.key_tiles is not None:
+            hidden = HeadStep(ctx, tile, wg, jnp.int32(0), count, k, v)
+            pl.when(tile.steps == 0)(functools.partial(_release, hidden, True))
         _store_dk_dv(ctx, outs, HeadStep(ctx, tile, wg, 0, count, k, v), grads)
         return count + tile.steps
 
@@ -473,12 +532,13 @@ def _dv_and_dk(
     p, slope = score_mod.probabilities(now.ctx, now.place, s, lse, now.is_masked)
     wgmma.value_panels(sums.dv, p.astype(dtype), do)
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(do))
+    _release(now, now.t == now.tile.steps - 1)
     ds = p * (dp - per_column(now.statistic(smem.delta), dp.shape))
     ds = (ds if slope is None else ds * slope).astype(dtype)
     to = ring_slot(now.count, ds_slots)
     pl.when(now.count >= ds_slots)(lambda: plgpu.barrier_wait(smem.ds_free.at[to]))
     for copy in smem.ds:
-        copy[to, now.wg] = ds
+        copy.tile[to, now.wg] = ds
     plgpu.commit_smem()
     plgpu.barrier_arrive(smem.ds_ready.at[to])
     wgmma.value_panels(sums.dk, ds, now.q)
@@ -486,26 +546,74 @@ def _dv_and_dk(
     smem.do_ring.release(now.slot)
 
 
+def _release(now: HeadStep, is_last: Index | bool) -> None:
+    """In the first step of a kv tile: the buffers from which the tile before is being stored. In
+    the last: v, unless registers hold it.
+    """
+    problem, smem, n = now.ctx.plan.problem, now.ctx.smem, now.tile.n
+    slots = slots_of(problem)
+
+    def stored() -> None:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if slots.k > 1:
+            plgpu.barrier_arrive(smem.k_free.at[ring_slot(n - 1, slots.k)])
+
+    pl.when((now.t == 0) & (n > 0))(stored)
+    if not _has_keys_in_registers(problem):
+        pl.when(is_last)(lambda: plgpu.barrier_arrive(smem.v_free))
+
+
 def _store_dk_dv(ctx: KernelContext, outs: KeyGradients, at: HeadStep, grads: KeyGradients) -> None:
-    """Stores dk and dv of a warpgroup's keys by way of the buffers of k and v."""
+    """Stores dk and dv of a warpgroup's keys, from k and from dS, when the third warpgroup has read
+    both. They are read from there during the next kv tile, but before its K is loaded if that has
+    no other slot.
+    """
     plan, _, smem = ctx
     tile, slot = at.tile, at.keys[0]
     where = tile.batch, pl.ds(tile.j * KEYS + at.wg * ROWS, ROWS), tile.head
-
-    def stage(parts: RegisterTile, scale: float, staged: Panels) -> None:
-        for part, to in zip(parts, panels.tiles(staged, at.keys), strict=True):
-            part = part if scale == 1.0 else part * scale
-            to[...] = part.astype(to.dtype)
-
-    plgpu.commit_smem()  # all warps have finished matmuls that read these buffers
-    stage(grads.dv, 1.0, smem.v)
+    scale = plan.problem.scale
+    dk = [part if scale == 1.0 else part * scale for part in grads.dk]
     plgpu.barrier_wait(smem.dq_done.at[slot])
-    stage(grads.dk, plan.problem.scale, smem.k)
+    buffers: list[tuple[Panel, Place]] = [(panel, at.wg) for panel in smem.dv]
+    if len(buffers) < len(grads.dv):
+        buffers.insert(0, (smem.ds[-1], (0, at.wg)))
+    staged = _staged(grads.dv, buffers)
+    of_k = _staged(dk, [(panel, at.keys) for panel in smem.k])
+    _write([*staged, *of_k])
+    _store(staged, outs.dv, where)
+    _store(of_k, outs.dk, where)
+    if slots_of(plan.problem).k == 1:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(smem.k_free.at[slot])
+
+
+Place = Index | tuple[Index, Index]  # in a panel
+
+
+class Staged(NamedTuple):
+    """A panel of a gradient, and the shared memory from which it is stored."""
+
+    part: RegisterTile
+    panel: Panel
+    at: Place
+
+
+def _staged(parts: Sequence[RegisterTile], buffers: Sequence[tuple[Panel, Place]]) -> list[Staged]:
+    return [Staged(part, *buffer) for part, buffer in zip(parts, buffers, strict=True)]
+
+
+def _write(staged: list[Staged]) -> None:
+    for part, panel, index in staged:
+        (to,) = panels.tiles((panel,), index)
+        to[...] = part.astype(to.dtype)
     plgpu.commit_smem()
-    panels.store(smem.v, at.keys, outs.dv, where)
-    panels.store(smem.k, at.keys, outs.dk, where)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(smem.kv_free.at[slot])
+
+
+def _store(staged: list[Staged], to: GmemRef, where: tuple[Any, ...]) -> None:
+    column = 0
+    for part, panel, index in staged:
+        panels.store((panel,), index, to, where, column)
+        column += part.shape[1]
 
 
 # ---- dQ -----------------------------------------------------------------------------------------
@@ -526,14 +634,16 @@ def _sum_dq(ctx: KernelContext, dq: GmemRef, walk: Walk) -> None:
     smem, slots = ctx.smem, slots_of(ctx.plan.problem)
 
     def kv_tile(n: Index, count: Index) -> Index:
-        tile, slot = walk.tile(n), ring_slot(n, slots.kv)
-        plgpu.barrier_wait(smem.kv_ready.at[slot])
+        tile, slot = walk.tile(n), ring_slot(n, slots.k)
+        plgpu.barrier_wait(smem.k_ready.at[slot])
 
         def step(t: Index, count: Index) -> Index:
             _add_dq(DqStep(ctx, dq, tile, t, count))
             return count + 1
 
         count = lax.fori_loop(0, tile.steps, step, count)
+        if _shares_dv(ctx.plan.problem, slots):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(smem.dq_done.at[slot])
         return count
 
@@ -544,7 +654,7 @@ def _sum_dq(ctx: KernelContext, dq: GmemRef, walk: Walk) -> None:
 def _add_dq(now: DqStep) -> None:
     plan, smem, tile = now.ctx.plan, now.ctx.smem, now.tile
     slots, qk = slots_of(plan.problem), panels.widths(plan.problem.head_dim)
-    kv_slot, slot = ring_slot(tile.n, slots.kv), ring_slot(now.count, slots.ds)
+    kv_slot, slot = ring_slot(tile.n, slots.k), ring_slot(now.count, slots.ds)
     swizzles = sorted(set(qk))
 
     def nothing() -> list[RegisterTile]:
@@ -556,13 +666,18 @@ def _add_dq(now: DqStep) -> None:
     def matmuls(accs: list[RegisterTile]) -> None:
         for wg in range(WARPGROUPS):
             for acc, k in zip(accs, panels.tiles(smem.k, (kv_slot, wg)), strict=True):
-                ds = smem.ds[swizzles.index(k.shape[1])].at[slot, wg]
+                ds = smem.ds[swizzles.index(k.shape[1])].tile.at[slot, wg]
                 plgpu.wgmma(acc, ds.transpose((1, 0)), k)
 
     so_far = lax.cond(tile.is_first, nothing, before)
     plgpu.barrier_wait(smem.ds_ready.at[slot])
     parts = pl.run_state(matmuls)([plgpu.ACC.init(x) for x in so_far])
-    plgpu.barrier_arrive(smem.ds_free.at[slot])
+
+    if slots.own_dq:
+        plgpu.barrier_arrive(smem.ds_free.at[slot])
+    pl.when(tile.is_last)(functools.partial(_store_dq, now, slot, parts))
+    if not slots.own_dq:
+        plgpu.barrier_arrive(smem.ds_free.at[slot])
 
     @pl.when(jnp.logical_not(tile.is_last))
     def _():
@@ -570,13 +685,25 @@ def _add_dq(now: DqStep) -> None:
             sums[now.t] = part
         plgpu.commit_smem()
 
-    @pl.when(tile.is_last)
-    def _():
+
+def _store_dq(now: DqStep, slot: Index, parts: Sequence[RegisterTile]) -> None:
+    """Stores a tile of dq, from dS in `slot` or from a buffer."""
+    problem, smem, tile = now.ctx.plan.problem, now.ctx.smem, now.tile
+    slots = slots_of(problem)
+    buffers: list[tuple[Panel, Place]] = [(panel, 0) for panel in smem.dq]
+    if _shares_dv(problem, slots):
+        buffers += [(panel, 0) for panel in smem.dv]
+    uses_ds = len(buffers) < len(parts)
+    if uses_ds:
+        buffers.insert(0, (smem.ds[-1], (slot, 0)))
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if uses_ds:
+        plgpu.commit_smem()  # all warps have finished matmuls that read dS
+    staged = _staged([part * problem.scale for part in parts], buffers)
+    _write(staged)
+    _store(staged, now.dq, (tile.batch, pl.ds(now.t * ROWS, ROWS), tile.head))
+    if uses_ds:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for part, to in zip(parts, panels.tiles(smem.dq, 0), strict=True):
-            to[...] = (part * plan.problem.scale).astype(to.dtype)
-        plgpu.commit_smem()
-        panels.store(smem.dq, 0, now.dq, (tile.batch, pl.ds(now.t * ROWS, ROWS), tile.head))
 
 
 # ---- the kernel and its call --------------------------------------------------------------------
@@ -585,10 +712,7 @@ def _add_dq(now: DqStep) -> None:
 def _kernel(refs: HeadsRefs, *rest: GmemRef, plan: KeyPlan) -> None:
     dq_ref, dk_ref, dv_ref, smem = rest
     ctx, wg = KernelContext(plan, refs, smem), lax.axis_index("wg")
-    walk, registers = Walk(ctx, lax.axis_index("block")), REGISTERS
-    if _has_keys_in_registers(plan.problem):
-        registers = REGISTERS_FOR_KEYS
-    ours, of_dq, of_producer = registers
+    walk, (ours, of_dq, of_producer) = Walk(ctx, lax.axis_index("block")), REGISTERS
 
     @pl.when(wg == WARPGROUPS + 1)
     def _():

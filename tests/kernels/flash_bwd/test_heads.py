@@ -33,6 +33,8 @@ HEADS = {
     "bias_and_padding": (sized(70, 392, 32, bias_shape=(2, 1, 70, 392), **PADDING), ALONE),
     "bias_float32": (sized(72, 100, 24, bias_shape=(1, 2, 72, 100), **ONE_OF_TWO), EACH),
     "softcap": (sized(130, 200, 64, softcap=20.0, sinks=True, **ONE), EACH),
+    "dq_beside_dv": (sized(200, 150, 72, **ONE_OF_TWO), ALONE),
+    "one_slot_of_k": (sized(260, 150, 72, **ONE_OF_TWO), ALONE),
 }
 
 
@@ -47,6 +49,14 @@ def test_heads_on_the_gpu(name):
 def test_heads_interpreted(name):
     with mosaic.interpret():
         check(*HEADS[name])
+
+
+def test_slots():
+    """The cases meet every way in which shared memory is divided."""
+    slots = {name: sm90_heads.slots_of(problem_of(case)) for name, (case, _) in HEADS.items()}
+    assert slots["heads_in_turn"] == (2, 2, 4, False)
+    assert slots["dq_beside_dv"] == (2, 1, 2, True)
+    assert slots["one_slot_of_k"] == (1, 1, 2, True)
 
 
 def test_problems_of_this_kernel():
