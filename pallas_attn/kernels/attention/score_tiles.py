@@ -5,6 +5,8 @@ all of them: a bias doubled the time of a forward at head dim 32. Here the produ
 of a work tile's rows together with K of the same keys. A tile lies in panels (`lang.panels`), so
 TMA clips it at T and S exactly and no array is padded.
 
+Scales of float8 that each key has (`KeyScales`) arrive in the same way, a row of a kv head.
+
 Arrays that broadcast over queries or keys, and rows whose bytes TMA cannot address (no multiple of
 16), are read by `logits.load_tile`.
 """
@@ -20,7 +22,7 @@ from jax import lax
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.lang import mosaic, panels
-from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile
+from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
 
 TMA_ROW = 16  # bytes; every stride of an array is to be a multiple
 
@@ -36,6 +38,18 @@ class ScoreTiles(NamedTuple):
     def scratch(self, stages: int, rows: int) -> panels.Panels:
         shape = (stages, rows)
         return tuple(panels.scratch(shape, self.dtype, self.width) for _ in range(self.panel_count))
+
+
+class KeyScales(NamedTuple):
+    """The scales of a tile of keys, of an array float32[B, K, padded keys]."""
+
+    name: str  # a field of ForwardRefs
+    keys: int
+    panel_count: int = 1
+
+    def scratch(self, stages: int, rows: int) -> Any:
+        del rows
+        return plgpu.SMEM((stages, self.keys), jnp.float32)
 
 
 def of_problem(problem: AttentionProblem, columns: int) -> tuple[ScoreTiles, ...]:
@@ -62,13 +76,13 @@ def _tiles_of(name: str, shape: tuple[int, ...], dtype: str, columns: int) -> Sc
     return ScoreTiles(name, dtype, width, columns // width)
 
 
-def copies(tiles: tuple[ScoreTiles, ...]) -> int:
+def copies(tiles: tuple[ScoreTiles | KeyScales, ...]) -> int:
     """Copies of an entry, each of which arrives at its barrier."""
     return sum(array.panel_count for array in tiles)
 
 
-def scratch(tiles: tuple[ScoreTiles, ...], stages: int, rows: int) -> dict[str, panels.Panels]:
-    """Shared memory of each array, by name: [stages, rows, columns] in panels."""
+def scratch(tiles: tuple[ScoreTiles | KeyScales, ...], stages: int, rows: int) -> dict[str, Any]:
+    """Shared memory of each array, by name: [stages, rows, columns] in panels, or [stages, keys]."""
     return {array.name: array.scratch(stages, rows) for array in tiles}
 
 
@@ -82,11 +96,16 @@ class Place(NamedTuple):
 
 
 def load(
-    ctx: KernelContext, buffers: dict[str, panels.Panels], at: Place, slot: Index, ready: Barrier
+    ctx: KernelContext, buffers: dict[str, Any], at: Place, slot: Index, ready: Barrier
 ) -> None:
     """Issues the loads of the tiles of all arrays."""
     for name, buffer in buffers.items():
         array: GmemRef = getattr(ctx.refs, name)
+        if not isinstance(buffer, tuple):  # `KeyScales`
+            keys = pl.ds(at.column, buffer.shape[1])
+            kv_head = lax.div(at.head, jnp.int32(ctx.plan.problem.group))
+            plgpu.copy_gmem_to_smem(array.at[at.batch, kv_head, keys], buffer.at[slot], ready)
+            continue
         batch = at.batch if array.shape[0] > 1 else 0 * at.batch
         head = at.head if array.shape[1] > 1 else 0 * at.head
         rows = buffer[0].for_tma.shape[1]
@@ -95,12 +114,13 @@ def load(
 
 
 def rows_of(
-    buffers: dict[str, panels.Panels], slot: Index, wg: Index
+    buffers: dict[str, Any], slot: Index, wg: Index
 ) -> dict[str, tuple[Any, ...]]:
     """The tiles of a warpgroup's rows."""
     return {
         name: tuple(panel.tile.at[slot, pl.ds(wg * ROWS, ROWS)] for panel in buffer)
         for name, buffer in buffers.items()
+        if isinstance(buffer, tuple)
     }
 
 
@@ -109,6 +129,12 @@ def read(tile: tuple[Any, ...]) -> RegisterTile:
     parts = [mosaic.load(panel, mosaic.TILE) for panel in tile]
     plgpu.commit_smem()  # they have been read, and TMA will write there
     return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
+
+
+def scales_of(buffer: SmemRef, slot: Index, shape: tuple[int, ...]) -> RegisterTile:
+    """The scales of a tile's keys, broadcast to all rows."""
+    numbers = mosaic.load(buffer.at[slot], mosaic.COLUMN)
+    return lax.broadcast_in_dim(numbers, shape, [1])
 
 
 # ---- for kernels whose tiles of scores have keys as rows ----------------------------------------

@@ -21,7 +21,7 @@ from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, rows_of_scale
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import logits, softmax, tiles, tma_operands
+from pallas_attn.kernels.attention import logits, score_tiles, softmax, tiles, tma_operands
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     KernelContext,
@@ -30,10 +30,10 @@ from pallas_attn.kernels.attention.tiles import (
 )
 from pallas_attn.kernels.flash_fwd import float8_values
 from pallas_attn.kernels.flash_fwd.producer import Ring
-from pallas_attn.kernels.flash_fwd.sm90 import Result, for_each_kv_tile
+from pallas_attn.kernels.flash_fwd.sm90 import Config, Result, for_each_kv_tile
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic, panels
-from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, RegisterTile, Scalar
+from pallas_attn.kernels.lang.types import Index, Operand, RegisterTile, Scalar
 from pallas_attn.kernels.mma import wgmma, wgmma_float8
 
 # Probabilities stay below 2**(threshold + offset) = 431; the largest float8_e4m3fn is 448.
@@ -41,6 +41,7 @@ EXPONENTS = softmax.Exponents(threshold=2.75, offset=6.0)
 SPREAD = 2.0**EXPONENTS.offset
 WIDEST = 128  # largest number of columns of the output that registers hold twice
 PART = 32  # columns of a part of wider outputs, see `_parts`
+SEQ = 1
 LEAST = 2.0**-100  # smallest factor of scores: a factor of 0 would make a hidden -inf NaN
 
 
@@ -78,10 +79,10 @@ def units_of(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Operand]:
     if k is not None and k.shape[1] == 1:
         by_head = by_head * jnp.repeat(k[:, 0], problem.group, axis=1)
     elif k is not None:
-        fields["k_units"] = _by_keys(plan, k, has_tiles(plan, 1))
+        fields["k_units"] = _by_keys(plan, k, has_tiles(plan.problem, plan.config, 1))
     of_v = jnp.ones((problem.batch, problem.kv_heads), jnp.float32)
     if v is not None and v.shape[1] > 1:
-        by_tile = has_tiles(plan, 2)
+        by_tile = has_tiles(plan.problem, plan.config, 2)
         v = _by_keys(plan, v, by_tile)
         if not by_tile:  # multiplied into probabilities before they are rounded to float8
             ends = problem.kv_len if inputs.kv_lengths is None else inputs.kv_lengths[:, None, None]
@@ -112,14 +113,29 @@ def _by_keys(plan: QueryPlan, scale: Operand, by_tile: bool) -> Any:
     return _by_rows(scale, plan.problem.kv_len, plan.tiling.padded_keys)
 
 
-def has_tiles(plan: QueryPlan, side: int) -> bool:
+def has_tiles(problem: AttentionProblem, config: Config, side: int) -> bool:
     """Whether each kv tile has a single scale of k (`side` 1) or of v (2). For v this needs
     `float32_sums`, since the scale multiplies the P V of one tile.
     """
-    blocks = plan.problem.scale_blocks[side]
-    rows = rows_of_scale(plan.problem.kv_len, blocks)
-    whole = blocks > 1 and rows % plan.config.block_kv == 0
-    return whole and (side == 1 or plan.config.float32_sums)
+    blocks = problem.scale_blocks[side]
+    rows = rows_of_scale(problem.kv_len, blocks)
+    whole = blocks > 1 and rows % config.block_kv == 0
+    return whole and (side == 1 or config.float32_sums)
+
+
+def has_keys(problem: AttentionProblem, config: Config, side: int) -> bool:
+    """Whether each key has a scale of k or of v of its own."""
+    return problem.scale_blocks[side] > 1 and not has_tiles(problem, config, side)
+
+
+def score_tiles_of(problem: AttentionProblem, config: Config) -> tuple[Any, ...]:
+    """What TMA loads beside K of the same keys: tiles of bias and mask_array, scales of keys."""
+    scales = [
+        score_tiles.KeyScales(name, config.block_kv)
+        for side, name in ((1, "k_units"), (2, "v_units"))
+        if has_keys(problem, config, side)
+    ]
+    return (*score_tiles.of_problem(problem, config.block_kv), *scales)
 
 
 def load_values(ctx: KernelContext, tile: WorkTile, t: Index, slot: Index) -> None:
@@ -153,48 +169,40 @@ class Factors(NamedTuple):
         """The scale of k (`side` 1) or v (2) in kv tile t, where it has a single one. Its load from
         L2 is issued before the matmuls whose results the scale multiplies.
         """
-        if not has_tiles(self.ctx.plan, side):
+        plan, tile = self.ctx.plan, self.rows.tile
+        if not has_tiles(plan.problem, plan.config, side):
             return None
         units = self.ctx.refs.k_units if side == 1 else self.ctx.refs.v_units
-        plan, tile = self.ctx.plan, self.rows.tile
         rows = rows_of_scale(plan.problem.kv_len, units.shape[2])
         tiles_of_block = rows // plan.tiling.block_kv
         block = lax.div(self.rows.kv_tile(t), jnp.int32(tiles_of_block))
-        return units[tile.batch, self._kv_head(), block]
+        head = lax.div(tile.head, jnp.int32(plan.problem.group))
+        return units[tile.batch, head, block]
 
     def of_scores(
-        self, t: Index, s: RegisterTile, by: Scalar | None
+        self, slot: Index, s: RegisterTile, by: Scalar | None
     ) -> tuple[RegisterTile, softmax.Unit]:
-        """Scores of kv tile t times their factors, and the factor from logits to log2 units; `by`:
-        the scale of the tile's keys.
+        """Scores of the kv tile in an entry of the ring times their factors, and the factor from
+        logits to log2 units; `by`: the scale of the tile's keys.
         """
         factor, unit = self.factor, self.unit
-        plan = self.ctx.plan
         if by is not None:
             factor, unit = (None, unit * by) if factor is None else (factor * by, None)
-        elif plan.problem.scale_blocks[1] > 1:
-            s = s * self._of_keys(self.ctx.refs.k_units, t, s.shape)
+        s = self._by_keys(1, "k_units", slot, s)
         if factor is None:
             return s, unit
         spread = mosaic.broadcast_rows if factor.ndim else mosaic.broadcast_scalar
         return s * spread(factor, s.shape), unit
 
-    def of_values(self, t: Index, p: RegisterTile) -> RegisterTile:
-        """Probabilities of kv tile t times the scales of its values."""
-        plan = self.ctx.plan
-        if plan.problem.scale_blocks[2] == 1 or has_tiles(plan, 2):
-            return p
-        return p * self._of_keys(self.ctx.refs.v_units, t, p.shape)
+    def of_values(self, slot: Index, p: RegisterTile) -> RegisterTile:
+        """Probabilities of the kv tile in an entry of the ring times the scales of its values."""
+        return self._by_keys(2, "v_units", slot, p)
 
-    def _of_keys(self, units: GmemRef, t: Index, shape: tuple[int, ...]) -> RegisterTile:
-        """The scales of a kv tile's keys, broadcast to all rows."""
-        block = self.ctx.plan.config.block_kv
-        keys = pl.ds(self.rows.kv_tile(t) * block, block)
-        numbers = mosaic.load(units.at[self.rows.tile.batch, self._kv_head(), keys], mosaic.COLUMN)
-        return lax.broadcast_in_dim(numbers, shape, [1])
-
-    def _kv_head(self) -> Index:
-        return lax.div(self.rows.tile.head, jnp.int32(self.ctx.plan.problem.group))
+    def _by_keys(self, side: int, name: str, slot: Index, x: RegisterTile) -> RegisterTile:
+        """A tile times the scales of its keys, where each key has one."""
+        if not has_keys(self.ctx.plan.problem, self.ctx.plan.config, side):
+            return x
+        return x * score_tiles.scales_of(self.ctx.smem.bias_and_mask[name], slot, x.shape)
 
 
 class _State(NamedTuple):
@@ -261,11 +269,17 @@ def _with_values(
     ctx: KernelContext, by: Scalar | None, state: _State, v: tuple[Any, ...]
 ) -> tuple[RegisterTile, ...]:
     """The output with P V of a kv tile added, for the last `len(v)` parts."""
-    accs = []
-    for acc, part in zip(state.acc[-len(v) :], v, strict=True):
-        out = wgmma.matmul_add(_start(ctx, acc), (state.p,), (part,))
-        accs.append(_added(ctx, by, acc, out))
-    return tuple(accs)
+    if len(v) > 1:
+        return wgmma_float8.added_parts(state.acc[-len(v) :], state.p, v, by)
+    (acc,) = state.acc[-1:]
+    return (_added(ctx, by, acc, wgmma.matmul_add(_start(ctx, acc), (state.p,), v)),)
+
+
+def _release(ctx: KernelContext, ring: Ring, slot: Index) -> None:
+    """Releases an entry of the ring, whose scales of keys have been read."""
+    if any(has_keys(ctx.plan.problem, ctx.plan.config, side) for side in (1, 2)):
+        plgpu.commit_smem()  # TMA will write where they lie
+    ring.release(slot)
 
 
 def _first_tile(
@@ -293,13 +307,13 @@ def _first_tile(
         masked, whole = None, (rows.span.full_lo, rows.span.full_hi)
     last = rows.span.hi - 1
     own = factors._replace(rows=first_rows)
-    s, unit = own.of_scores(last, s, own.of_tile(1, last))
+    s, unit = own.of_scores(slot, s, own.of_tile(1, last))
     s, _ = logits.masked_logits(ctx, first_rows, last, slot, s, masked, whole)
-    if read_later:
-        ring.release(slot)
     nothing = mosaic.filled((ROWS,), -jnp.inf)
     new = softmax.step(s, unit, nothing, empty_ok=True, exponents=EXPONENTS)
-    p = wgmma_float8.probabilities(own.of_values(last, new.p))
+    p = wgmma_float8.probabilities(own.of_values(slot, new.p))
+    if read_later:
+        _release(ctx, ring, slot)
     acc = tuple([mosaic.filled((ROWS, columns), 0.0) for _, columns in _parts(ctx.plan)])
     return _State(acc, new.row_sum, new.row_max, p)
 
@@ -325,17 +339,26 @@ def _step(  # noqa: PLR0913
         wgmma.multiply(out, (state.p,), v[:1])
 
     def softmax_of(s: RegisterTile) -> softmax.Step:
-        s, unit = factors.of_scores(t, s, of_keys)
+        s, unit = factors.of_scores(slot, s, of_keys)
         s, _ = logits.masked_logits(ctx, rows, t, slot, s, masked, whole)
-        return softmax.next_step(
+        new = softmax.next_step(
             s,
             unit,
             state.row_max,
             empty_ok=masked is not False or ctx.plan.logit_rules.adds,
             exponents=EXPONENTS,
         )
+        return new._replace(p=factors.of_values(slot, new.p))
 
     scores_like = mosaic.filled((ROWS, ctx.plan.config.block_kv), 0.0)
+    if len(v) > 1 and SEQ:
+        acc = _with_values(ctx, of_values, state, v)
+        s = wgmma.matmul(scores_like.shape, q, k, None, wgmma.score_panels)
+        new = softmax_of(s)
+        _release(ctx, ring, slot)
+        acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
+        p = wgmma_float8.probabilities(new.p)
+        return _State(acc, row_sum + new.row_sum, new.row_max, p), ring.after(slot)
     like = softmax.Step(
         scores_like, state.row_max, state.row_max, state.row_sum, jnp.int32(0) + slot
     )
@@ -343,8 +366,8 @@ def _step(  # noqa: PLR0913
     acc = (_added(ctx, of_values, state.acc[0], out),)
     if len(v) > 1:
         acc += _with_values(ctx, of_values, state, v[1:])
-    ring.release(slot)
+    _release(ctx, ring, slot)
     acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
     # P is rounded after the wait: see `sm90`.
-    p = wgmma_float8.probabilities(factors.of_values(t, new.p))
+    p = wgmma_float8.probabilities(new.p)
     return _State(acc, row_sum + new.row_sum, new.row_max, p), ring.after(slot)

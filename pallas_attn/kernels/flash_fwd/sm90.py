@@ -241,9 +241,12 @@ def _mainloop_of(problem: AttentionProblem) -> Callable[..., tuple["Result", Ind
 
 
 def _score_tiles_of(problem: AttentionProblem, config: Config) -> tuple[Any, ...]:
-    """The arrays (bias, mask_array) that TMA loads by tiles."""
-    shapes = [shape for shape in (problem.bias_shape, problem.mask_shape) if shape is not None]
-    if not shapes or problem.dtype == "float32" or problem.fetches > 1:
+    """The arrays (bias, mask_array, scales of float8) that TMA loads by tiles."""
+    if problem.dtype in FLOAT8:
+        from pallas_attn.kernels.flash_fwd import float8_mainloop
+
+        return float8_mainloop.score_tiles_of(problem, config)
+    if problem.dtype == "float32" or problem.fetches > 1:
         return ()
     from pallas_attn.kernels.attention import score_tiles
 
