@@ -113,9 +113,7 @@ def load(
         panels.load_columns(array, where, buffer, slot, ready, at.column)
 
 
-def rows_of(
-    buffers: dict[str, Any], slot: Index, wg: Index
-) -> dict[str, tuple[Any, ...]]:
+def rows_of(buffers: dict[str, Any], slot: Index, wg: Index) -> dict[str, tuple[Any, ...]]:
     """The tiles of a warpgroup's rows."""
     return {
         name: tuple(panel.tile.at[slot, pl.ds(wg * ROWS, ROWS)] for panel in buffer)

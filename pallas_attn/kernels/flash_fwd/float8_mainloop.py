@@ -41,7 +41,6 @@ EXPONENTS = softmax.Exponents(threshold=2.75, offset=6.0)
 SPREAD = 2.0**EXPONENTS.offset
 WIDEST = 128  # largest number of columns of the output that registers hold twice
 PART = 32  # columns of a part of wider outputs, see `_parts`
-SEQ = 1
 LEAST = 2.0**-100  # smallest factor of scores: a factor of 0 would make a hidden -inf NaN
 
 
@@ -262,17 +261,19 @@ def _added(
     """
     if not ctx.plan.config.float32_sums:
         return out
-    return acc + (out if by is None else out * by)
+    out = out if by is None else out * by
+    return acc + out if len(_parts(ctx.plan)) == 1 else wgmma_float8.added(acc, out)
 
 
 def _with_values(
     ctx: KernelContext, by: Scalar | None, state: _State, v: tuple[Any, ...]
 ) -> tuple[RegisterTile, ...]:
-    """The output with P V of a kv tile added, for the last `len(v)` parts."""
-    if len(v) > 1:
-        return wgmma_float8.added_parts(state.acc[-len(v) :], state.p, v, by)
-    (acc,) = state.acc[-1:]
-    return (_added(ctx, by, acc, wgmma.matmul_add(_start(ctx, acc), (state.p,), v)),)
+    """The output with P V of a kv tile added, part by part."""
+    accs = []
+    for acc, part in zip(state.acc, v, strict=True):
+        out = wgmma.matmul_add(_start(ctx, acc), (state.p,), (part,))
+        accs.append(_added(ctx, by, acc, out))
+    return tuple(accs)
 
 
 def _release(ctx: KernelContext, ring: Ring, slot: Index) -> None:
@@ -336,7 +337,7 @@ def _step(  # noqa: PLR0913
 
     def matmuls(scores: RegisterTile, out: RegisterTile) -> None:
         wgmma.score_panels(scores, q, k)
-        wgmma.multiply(out, (state.p,), v[:1])
+        wgmma.multiply(out, (state.p,), v)
 
     def softmax_of(s: RegisterTile) -> softmax.Step:
         s, unit = factors.of_scores(slot, s, of_keys)
@@ -351,21 +352,15 @@ def _step(  # noqa: PLR0913
         return new._replace(p=factors.of_values(slot, new.p))
 
     scores_like = mosaic.filled((ROWS, ctx.plan.config.block_kv), 0.0)
-    if len(v) > 1 and SEQ:
+    if len(v) == 1:
+        like = softmax.Step(
+            scores_like, state.row_max, state.row_max, state.row_sum, jnp.int32(0) + slot
+        )
+        out, new = wgmma.overlapped(_start(ctx, state.acc[0]), like, matmuls, softmax_of)
+        acc: tuple[RegisterTile, ...] = (_added(ctx, of_values, state.acc[0], out),)
+    else:  # registers hold scores or the product of a part, not both
         acc = _with_values(ctx, of_values, state, v)
-        s = wgmma.matmul(scores_like.shape, q, k, None, wgmma.score_panels)
-        new = softmax_of(s)
-        _release(ctx, ring, slot)
-        acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
-        p = wgmma_float8.probabilities(new.p)
-        return _State(acc, row_sum + new.row_sum, new.row_max, p), ring.after(slot)
-    like = softmax.Step(
-        scores_like, state.row_max, state.row_max, state.row_sum, jnp.int32(0) + slot
-    )
-    out, new = wgmma.overlapped(_start(ctx, state.acc[0]), like, matmuls, softmax_of)
-    acc = (_added(ctx, of_values, state.acc[0], out),)
-    if len(v) > 1:
-        acc += _with_values(ctx, of_values, state, v[1:])
+        new = softmax_of(wgmma.matmul(scores_like.shape, q, k, None, wgmma.score_panels))
     _release(ctx, ring, slot)
     acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
     # P is rounded after the wait: see `sm90`.

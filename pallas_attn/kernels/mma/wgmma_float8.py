@@ -11,7 +11,6 @@ columns that it has, so the columns of P are reordered (`ORDER`), and those of V
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +20,7 @@ from jaxlib.mlir.dialects import vector
 
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.asm import give, i32
-from pallas_attn.kernels.lang.types import RegisterTile, Scalar, SmemRef
+from pallas_attn.kernels.lang.types import RegisterTile
 
 UNIT = 16  # columns that are reordered together
 # Column ORDER[n] of 16 scores becomes column n of the operand: thread j of 4 has the scores of
@@ -83,47 +82,21 @@ def zeros(shape: tuple[int, int]) -> RegisterTile:
     return plgpu.inline_mgpu(arg_types=(), return_type=result)(inline)()
 
 
-def added_parts(
-    sums: tuple[RegisterTile, ...], p: RegisterTile, parts: tuple[SmemRef, ...], by: Scalar | None
-) -> tuple[RegisterTile, ...]:
-    """sums + by * (P V) for parts of V's columns, where P V of each starts from zeros. Two matmuls
-    are in flight at a time. `by` None: 1.
-    """
-
-    def body(state):
-        accs, outs = state
-
-        def add(n: int, in_flight: int) -> None:
-            product = plgpu.wgmma_accumulator_load(accs[n], wait_n=in_flight)
-            outs[n][...] = added(outs[n][...], product if by is None else product * by)
-
-        plgpu.wgmma(accs[0], p, parts[0])
-        for n in range(1, len(parts)):
-            plgpu.wgmma(accs[n], p, parts[n])
-            add(n - 1, 1)
-        add(len(parts) - 1, 0)
-
-    accs = tuple([plgpu.ACC.init(zeros(x.shape)) for x in sums])
-    return pl.run_state(body)((accs, sums))[1]
-
-
 def added(a: RegisterTile, b: RegisterTile) -> RegisterTile:
-    """a + b at this place of the program: LLVM moves plain additions behind later matmuls, where
-    all products of the parts would be alive at once.
+    """a + b at this place of the program. LLVM moves plain additions behind the matmuls that follow
+    them, and the results of all of these are then alive at once.
     """
 
     def code(_, a, b):
-        pairs = [
-            [
-                give(ir.F32Type.get(), "add.f32 $0, $1, $2;", [x, y], "=f,f,f")
-                for x, y in zip(*[[vector.extract(r, [], [i]) for i in range(2)] for r in each], strict=True)
-            ]
-            for each in zip(a.registers.flat, b.registers.flat, strict=True)
-        ]
-        kind = ir.VectorType.get((2,), ir.F32Type.get())
-        return mosaic.array_of([vector.from_elements(kind, pair) for pair in pairs], a.shape, mosaic.TILE)
+        words = []
+        for pairs in zip(a.registers.flat, b.registers.flat, strict=True):
+            numbers = [[vector.extract(pair, [], [i]) for pair in pairs] for i in range(2)]
+            sums = [give(x.type, "add.f32 $0, $1, $2;", [x, y], "=f,f,f") for x, y in numbers]
+            words.append(vector.from_elements(pairs[0].type, sums))
+        return mosaic.array_of(words, a.shape, mosaic.TILE)
 
     inline: Any = code
-    inline.values = lambda a, b: a + b
+    inline.values = lambda a, b: a + b  # run by the interpreter
     result = plgpu.ShapeDtypeStruct(a.shape, jnp.float32, layout=mosaic.TILE)
-    return plgpu.inline_mgpu(arg_types=(mosaic.TILE, mosaic.TILE), return_type=result)(inline)(a, b)
+    kinds = (mosaic.TILE, mosaic.TILE)
+    return plgpu.inline_mgpu(arg_types=kinds, return_type=result)(inline)(a, b)
