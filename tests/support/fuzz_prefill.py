@@ -108,8 +108,8 @@ class _Filled:
         cache = cache.extend(jnp.asarray(rows, jnp.int32))
         shape = (case.sequences, int(rows.max()), case.kv_heads)
         new = [rng.standard_normal((*shape, dim)) for dim in (case.head_dim, case.v_head_dim)]
-        new[1] *= 2.0 ** rng.integers(-9, 9, (*shape[:2], 1, 1))
-        k, v = float8_rows.off_ties(rng, new[0]), jnp.asarray(new[1], "bfloat16")
+        k, v = (float8_rows.off_ties(rng, x) for x in new)
+        v = v * jnp.asarray(2.0 ** rng.integers(-9, 9, (*shape[:2], 1, 1)), "bfloat16")
         layer = None if case.layers is None else int(rng.integers(case.layers))
         at = {} if layer is None else {"layer": layer}
         cache = pa.write_kv(cache, k, v, **at, implementation="reference")

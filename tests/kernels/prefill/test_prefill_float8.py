@@ -92,10 +92,12 @@ def drawn(rng, kind, dtype, layers=None, rows=(0, 70, 150), dims=(64, 64)):
     }
     cache = dataclasses.replace(cache, **nan).extend(jnp.asarray(rows, jnp.int32))
     new = [rng.standard_normal((3, max(rows), 2, dim)) for dim in dims]
-    new[1][:, 5:20] = 0.0  # values without a scale of their own
-    new[1][:, 40:60] *= 100.0
+    factors = np.ones(max(rows))
+    factors[5:20] = 0.0  # values without a scale of their own
+    factors[40:60] = 128.0
     layer = {} if layers is None else {"layer": layers - 1}
-    new = [float8_rows.off_ties(rng, new[0]), jnp.asarray(new[1], "bfloat16")]
+    new = [float8_rows.off_ties(rng, x) for x in new]
+    new[1] = new[1] * jnp.asarray(factors, "bfloat16")[None, :, None, None]
     cache = pa.write_kv(cache, *new, **layer, implementation="reference")
     q = rng.standard_normal((3, 24, 16, dims[0]))
     return float8_rows.off_ties(rng, q, float8_rows.PRIMES[:1]), cache, layer
