@@ -1,5 +1,5 @@
-"""Rows that prefill over a float8 cache multiplies on 8 bits, in NumPy: q with a scale a row, K and V
-with one for 128 rows.
+"""Rows that prefill over a float8 cache multiplies on 8 bits, in NumPy: q with a scale a row, K and
+V with one for 128 rows.
 """
 
 from typing import Any

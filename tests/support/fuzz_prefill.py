@@ -1,4 +1,4 @@
-"""Random calls of `decode_attention` whose `precision` allows matmuls on 8 bits, over float8 caches,
+"""Random calls of `decode_attention` over float8 caches whose `precision` allows matmuls on 8 bits,
 as `fuzz` runs them. Hopper's kernel rounds q, K and V anew, so its oracle has the rows that it
 multiplies (`float8_rows`); that of others has the rows of the cache.
 """
@@ -145,22 +145,25 @@ class _Filled:
 
     def _past(self, ends: np.ndarray) -> Any:
         """The cache with NaN for all scales past `ends`."""
-        cache, changes = self.cache, {}
+        changes = {}
         for side in ("k_scale", "v_scale"):
-            arrays = [np.array(x) for x in jax.tree.leaves(getattr(cache, side))]
+            arrays = [np.array(x) for x in jax.tree.leaves(getattr(self.cache, side))]
             for m, end in enumerate(ends):
-                if cache.page_table is None:
-                    own = arrays[m if self.case.kind == "per_sequence" else 0]
-                    own = own if self.case.kind == "per_sequence" else own[..., m, :, :]
-                    own[..., end:] = np.nan
-                    continue
-                size = cache.page_size
-                for entry, page in enumerate(np.asarray(cache.page_table)[m]):
-                    if page >= 0:
-                        arrays[0][..., page, :, max(end - entry * size, 0) :] = np.nan
+                for rows, first in self._rows_of(arrays, m):
+                    rows[..., max(end - first, 0) :] = np.nan
             arrays = [jnp.asarray(x) for x in arrays]
             changes[side] = tuple(arrays) if self.case.kind == "per_sequence" else arrays[0]
-        return dataclasses.replace(cache, **changes)
+        return dataclasses.replace(self.cache, **changes)
+
+    def _rows_of(self, arrays: list[np.ndarray], m: int) -> list[tuple[np.ndarray, int]]:
+        """Views of a sequence's rows, each with the position of its first row."""
+        if self.case.kind == "per_sequence":
+            return [(arrays[m], 0)]
+        if self.cache.page_table is None:
+            return [(arrays[0][..., m, :, :], 0)]
+        pages = np.asarray(self.cache.page_table)[m]
+        size = self.cache.page_size
+        return [(arrays[0][..., page, :, :], n * size) for n, page in enumerate(pages) if page >= 0]
 
     def lost(self, arguments: dict[str, Any]) -> np.ndarray:
         """bool[M]: sequences whose results are NaN."""
@@ -225,24 +228,26 @@ def _run(case: Case, place: fuzz.Place, tally: fuzz.Tally) -> None:
     filled = _Filled.of(case)
     for turn in fuzz.turns(place, tally):
         arguments = filled.arguments(turn)
-        lost = filled.lost(arguments)
-        some = np.flatnonzero(~lost)
         for subject in place.subjects:
-            if not fuzz.takes(subject, "decode", attend, arguments):
-                continue
-            tally.calls[subject.name] += 1
-            with subject.active():
-                by_8_bits = _takes_8_bits(subject, arguments)
             with fuzz.by(subject, turn):
-                got = subject.call(attend, **arguments)
-                results = {"out": np.asarray(got[0]), "lse": np.asarray(got[1])}
-                for name, x in results.items():
-                    assert np.isnan(np.float32(x[lost])).all(), (
-                        f"a lost sequence is not NaN: {name}"
-                    )
-                if some.size:
-                    expected = functools.partial(filled.expected, arguments, some, by_8_bits)
-                    fuzz.check({n: x[some] for n, x in results.items()}, expected, tally)
+                _try(filled, subject, arguments, tally)
+
+
+def _try(filled: _Filled, subject: Subject, arguments: dict[str, Any], tally: fuzz.Tally) -> None:
+    if not fuzz.takes(subject, "decode", attend, arguments):
+        return
+    tally.calls[subject.name] += 1
+    with subject.active():
+        by_8_bits = _takes_8_bits(subject, arguments)
+    lost = filled.lost(arguments)
+    got = subject.call(attend, **arguments)
+    results = {name: np.asarray(x) for name, x in zip(("out", "lse"), got, strict=True)}
+    for name, x in results.items():
+        assert np.isnan(np.float32(x[lost])).all(), f"a lost sequence is not NaN: {name}"
+    some = np.flatnonzero(~lost)
+    if some.size:
+        expected = functools.partial(filled.expected, arguments, some, by_8_bits)
+        fuzz.check({name: x[some] for name, x in results.items()}, expected, tally)
 
 
 def simpler(case: Case) -> Iterator[dict[str, Any]]:

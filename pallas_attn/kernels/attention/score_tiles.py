@@ -19,7 +19,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call.problem import AttentionProblem
+from pallas_attn._call.problem import AttentionProblem, rows_of_scale
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
@@ -52,16 +52,37 @@ class KeyScales(NamedTuple):
         return plgpu.SMEM((stages, self.keys), jnp.float32)
 
 
-def of_problem(problem: AttentionProblem, columns: int) -> tuple[ScoreTiles, ...]:
-    """The arrays of a problem that TMA can load, in tiles of `columns` columns."""
+def has_key_scales(problem: AttentionProblem, side: int, columns: int, float32_sums: bool) -> bool:
+    """Whether each key has a scale of k (`side` 1) or of v (2) in tiles of `columns` keys. A single
+    one of v for a tile multiplies the tile's P V, which needs `float32_sums`.
+    """
+    blocks = problem.scale_blocks[side]
+    whole = rows_of_scale(problem.kv_len, blocks) % columns == 0
+    return blocks > 1 and not (whole and (side == 1 or float32_sums))
+
+
+def of_problem(
+    problem: AttentionProblem, columns: int, float32_sums: bool = True
+) -> tuple[Any, ...]:
+    """The arrays of a problem that TMA can load, in tiles of `columns` columns: `ScoreTiles` and
+    `KeyScales`.
+    """
     arrays = (
         ("bias", problem.bias_shape, problem.bias_dtype),
         ("mask_array", problem.mask_shape, "int8"),
     )
-    return tuple(
-        tiles
-        for name, shape, dtype in arrays
-        if shape is not None and (tiles := _tiles_of(name, shape, dtype, columns)) is not None
+    scales = [
+        KeyScales(name, columns)
+        for side, name in ((1, "k_units"), (2, "v_units"))
+        if has_key_scales(problem, side, columns, float32_sums)
+    ]
+    return (
+        *(
+            tiles
+            for name, shape, dtype in arrays
+            if shape is not None and (tiles := _tiles_of(name, shape, dtype, columns)) is not None
+        ),
+        *scales,
     )
 
 
@@ -82,7 +103,7 @@ def copies(tiles: tuple[ScoreTiles | KeyScales, ...]) -> int:
 
 
 def scratch(tiles: tuple[ScoreTiles | KeyScales, ...], stages: int, rows: int) -> dict[str, Any]:
-    """Shared memory of each array, by name: [stages, rows, columns] in panels, or [stages, keys]."""
+    """Shared memory of each array by name: [stages, rows, columns] in panels, or [stages, keys]."""
     return {array.name: array.scratch(stages, rows) for array in tiles}
 
 

@@ -5,8 +5,15 @@ only (mma/wgmma_float8.py), so V is transposed before the launch, with zeros pas
 
 A tensor core adds products of float8 with about 14 bits. The product P V of a kv tile therefore has
 an accumulator of its own, which is added to float32 registers (`Config.float32_sums`). Two variants
-gained nothing on an H200: one accumulator for two or more tiles, and consumers that issue their
+were no faster on an H200: one accumulator for two or more tiles, and consumers that issue their
 matmuls in turn (`prefill.kernel.Turns`).
+
+Wide values: registers hold a second accumulator only of some columns (`_parts`), and none beside
+scores. A step then adds P V of the tile before it part by part, and computes the scores after that;
+the tensor cores have the other consumer's matmuls meanwhile. Kv tiles of 64 keys, whose scores were
+in flight with the first part, were 7 % slower at head dim 256.
+
+Scales of k and v that each key has arrive in shared memory beside K (`score_tiles.KeyScales`).
 """
 
 import functools
@@ -30,7 +37,7 @@ from pallas_attn.kernels.attention.tiles import (
 )
 from pallas_attn.kernels.flash_fwd import float8_values
 from pallas_attn.kernels.flash_fwd.producer import Ring
-from pallas_attn.kernels.flash_fwd.sm90 import Config, Result, for_each_kv_tile
+from pallas_attn.kernels.flash_fwd.sm90 import Result, for_each_kv_tile
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import Index, Operand, RegisterTile, Scalar
@@ -78,10 +85,10 @@ def units_of(plan: QueryPlan, inputs: AttentionInputs) -> dict[str, Operand]:
     if k is not None and k.shape[1] == 1:
         by_head = by_head * jnp.repeat(k[:, 0], problem.group, axis=1)
     elif k is not None:
-        fields["k_units"] = _by_keys(plan, k, has_tiles(plan.problem, plan.config, 1))
+        fields["k_units"] = _by_keys(plan, k, has_tiles(plan, 1))
     of_v = jnp.ones((problem.batch, problem.kv_heads), jnp.float32)
     if v is not None and v.shape[1] > 1:
-        by_tile = has_tiles(plan.problem, plan.config, 2)
+        by_tile = has_tiles(plan, 2)
         v = _by_keys(plan, v, by_tile)
         if not by_tile:  # multiplied into probabilities before they are rounded to float8
             ends = problem.kv_len if inputs.kv_lengths is None else inputs.kv_lengths[:, None, None]
@@ -112,29 +119,15 @@ def _by_keys(plan: QueryPlan, scale: Operand, by_tile: bool) -> Any:
     return _by_rows(scale, plan.problem.kv_len, plan.tiling.padded_keys)
 
 
-def has_tiles(problem: AttentionProblem, config: Config, side: int) -> bool:
-    """Whether each kv tile has a single scale of k (`side` 1) or of v (2). For v this needs
-    `float32_sums`, since the scale multiplies the P V of one tile.
-    """
-    blocks = problem.scale_blocks[side]
-    rows = rows_of_scale(problem.kv_len, blocks)
-    whole = blocks > 1 and rows % config.block_kv == 0
-    return whole and (side == 1 or config.float32_sums)
+def has_tiles(plan: QueryPlan, side: int) -> bool:
+    """Whether each kv tile has a single scale of k (`side` 1) or of v (2)."""
+    return plan.problem.scale_blocks[side] > 1 and not has_keys(plan, side)
 
 
-def has_keys(problem: AttentionProblem, config: Config, side: int) -> bool:
+def has_keys(plan: QueryPlan, side: int) -> bool:
     """Whether each key has a scale of k or of v of its own."""
-    return problem.scale_blocks[side] > 1 and not has_tiles(problem, config, side)
-
-
-def score_tiles_of(problem: AttentionProblem, config: Config) -> tuple[Any, ...]:
-    """What TMA loads beside K of the same keys: tiles of bias and mask_array, scales of keys."""
-    scales = [
-        score_tiles.KeyScales(name, config.block_kv)
-        for side, name in ((1, "k_units"), (2, "v_units"))
-        if has_keys(problem, config, side)
-    ]
-    return (*score_tiles.of_problem(problem, config.block_kv), *scales)
+    config = plan.config
+    return score_tiles.has_key_scales(plan.problem, side, config.block_kv, config.float32_sums)
 
 
 def load_values(ctx: KernelContext, tile: WorkTile, t: Index, slot: Index) -> None:
@@ -169,7 +162,7 @@ class Factors(NamedTuple):
         L2 is issued before the matmuls whose results the scale multiplies.
         """
         plan, tile = self.ctx.plan, self.rows.tile
-        if not has_tiles(plan.problem, plan.config, side):
+        if not has_tiles(plan, side):
             return None
         units = self.ctx.refs.k_units if side == 1 else self.ctx.refs.v_units
         rows = rows_of_scale(plan.problem.kv_len, units.shape[2])
@@ -199,7 +192,7 @@ class Factors(NamedTuple):
 
     def _by_keys(self, side: int, name: str, slot: Index, x: RegisterTile) -> RegisterTile:
         """A tile times the scales of its keys, where each key has one."""
-        if not has_keys(self.ctx.plan.problem, self.ctx.plan.config, side):
+        if not has_keys(self.ctx.plan, side):
             return x
         return x * score_tiles.scales_of(self.ctx.smem.bias_and_mask[name], slot, x.shape)
 
@@ -278,7 +271,7 @@ def _with_values(
 
 def _release(ctx: KernelContext, ring: Ring, slot: Index) -> None:
     """Releases an entry of the ring, whose scales of keys have been read."""
-    if any(has_keys(ctx.plan.problem, ctx.plan.config, side) for side in (1, 2)):
+    if any(has_keys(ctx.plan, side) for side in (1, 2)):
         plgpu.commit_smem()  # TMA will write where they lie
     ring.release(slot)
 

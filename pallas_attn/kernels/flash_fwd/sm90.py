@@ -242,15 +242,12 @@ def _mainloop_of(problem: AttentionProblem) -> Callable[..., tuple["Result", Ind
 
 def _score_tiles_of(problem: AttentionProblem, config: Config) -> tuple[Any, ...]:
     """The arrays (bias, mask_array, scales of float8) that TMA loads by tiles."""
-    if problem.dtype in FLOAT8:
-        from pallas_attn.kernels.flash_fwd import float8_mainloop
-
-        return float8_mainloop.score_tiles_of(problem, config)
-    if problem.dtype == "float32" or problem.fetches > 1:
+    loaded = {"bias", "mask_array"} & set(problem.arrays) or max(problem.scale_blocks[1:]) > 1
+    if not loaded or problem.dtype == "float32" or problem.fetches > 1:
         return ()
     from pallas_attn.kernels.attention import score_tiles
 
-    return score_tiles.of_problem(problem, config.block_kv)
+    return score_tiles.of_problem(problem, config.block_kv, config.float32_sums)
 
 
 # ---- limits --------------------------------------------------------------------------------------
