@@ -22,7 +22,8 @@ PRIMES = (131, 137, 149, 163, 179, 197, 223, 251)
 def off_ties(rng: np.random.Generator, x: np.ndarray, primes: tuple[int, ...] = PRIMES) -> Any:
     """Rows [.., H] of bfloat16 whose largest number is one of `primes` / 32."""
     x = np.clip(x, -4, 4)
-    x[..., 0] = rng.choice(primes, x.shape[:-1]) / 32
+    at = rng.integers(x.shape[-1], size=(*x.shape[:-1], 1))
+    np.put_along_axis(x, at, rng.choice(primes, at.shape) / 32, axis=-1)
     return jnp.asarray(x, "bfloat16")
 
 
