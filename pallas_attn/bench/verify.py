@@ -161,12 +161,7 @@ def expected(
         _results(Rules(*static, "float32", operands, grid), arrays, cotangent, tangents)
         for grid in grids
     ]
-    return oracle, farthest(oracle, draws)
-
-
-def farthest(oracle: tuple[Any, ...], draws: Sequence[tuple[Any, ...]]) -> Any:
-    """Each number from the results in which it is farthest off."""
-    return functools.reduce(functools.partial(_farther, oracle), draws)
+    return oracle, functools.reduce(functools.partial(_farther, oracle), draws)
 
 
 def _farther(oracle: tuple[Any, ...], naive: tuple[Any, ...], other: tuple[Any, ...]) -> Any:

@@ -150,10 +150,9 @@ def read(tile: tuple[Any, ...]) -> RegisterTile:
     return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
 
 
-def scales_of(buffer: SmemRef, slot: Index, shape: tuple[int, ...]) -> RegisterTile:
+def scales_of(scales: SmemRef | GmemRef, shape: tuple[int, ...]) -> RegisterTile:
     """The scales of a tile's keys, broadcast to all rows."""
-    numbers = mosaic.load(buffer.at[slot], mosaic.COLUMN)
-    return lax.broadcast_in_dim(numbers, shape, [1])
+    return lax.broadcast_in_dim(mosaic.load(scales, mosaic.COLUMN), shape, [1])
 
 
 # ---- for kernels whose tiles of scores have keys as rows ----------------------------------------

@@ -172,29 +172,36 @@ class Factors(NamedTuple):
         return units[tile.batch, head, block]
 
     def of_scores(
-        self, slot: Index, s: RegisterTile, by: Scalar | None
+        self, t: Index, slot: Index | None, s: RegisterTile, by: Scalar | None
     ) -> tuple[RegisterTile, softmax.Unit]:
-        """Scores of the kv tile in an entry of the ring times their factors, and the factor from
-        logits to log2 units; `by`: the scale of the tile's keys.
+        """Scores of kv tile t times their factors, and the factor from logits to log2 units; `by`:
+        the scale of the tile's keys; `slot`: its entry of the ring, of Hopper's kernel.
         """
         factor, unit = self.factor, self.unit
         if by is not None:
             factor, unit = (None, unit * by) if factor is None else (factor * by, None)
-        s = self._by_keys(1, "k_units", slot, s)
+        s = self._by_keys(1, t, slot, s)
         if factor is None:
             return s, unit
         spread = mosaic.broadcast_rows if factor.ndim else mosaic.broadcast_scalar
         return s * spread(factor, s.shape), unit
 
-    def of_values(self, slot: Index, p: RegisterTile) -> RegisterTile:
-        """Probabilities of the kv tile in an entry of the ring times the scales of its values."""
-        return self._by_keys(2, "v_units", slot, p)
+    def of_values(self, t: Index, slot: Index | None, p: RegisterTile) -> RegisterTile:
+        """Probabilities of kv tile t times the scales of its values."""
+        return self._by_keys(2, t, slot, p)
 
-    def _by_keys(self, side: int, name: str, slot: Index, x: RegisterTile) -> RegisterTile:
+    def _by_keys(self, side: int, t: Index, slot: Index | None, x: RegisterTile) -> RegisterTile:
         """A tile times the scales of its keys, where each key has one."""
-        if not has_keys(self.ctx.plan, side):
+        plan, tile = self.ctx.plan, self.rows.tile
+        if not has_keys(plan, side):
             return x
-        return x * score_tiles.scales_of(self.ctx.smem.bias_and_mask[name], slot, x.shape)
+        name = "k_units" if side == 1 else "v_units"
+        if slot is not None:
+            return x * score_tiles.scales_of(self.ctx.smem.bias_and_mask[name].at[slot], x.shape)
+        block, head = plan.config.block_kv, lax.div(tile.head, jnp.int32(plan.problem.group))
+        keys = pl.ds(self.rows.kv_tile(t) * block, block)
+        scales = getattr(self.ctx.refs, name).at[tile.batch, head, keys]
+        return x * score_tiles.scales_of(scales, x.shape)
 
 
 class _State(NamedTuple):
@@ -301,11 +308,11 @@ def _first_tile(
         masked, whole = None, (rows.span.full_lo, rows.span.full_hi)
     last = rows.span.hi - 1
     own = factors._replace(rows=first_rows)
-    s, unit = own.of_scores(slot, s, own.of_tile(1, last))
+    s, unit = own.of_scores(last, slot, s, own.of_tile(1, last))
     s, _ = logits.masked_logits(ctx, first_rows, last, slot, s, masked, whole)
     nothing = mosaic.filled((ROWS,), -jnp.inf)
     new = softmax.step(s, unit, nothing, empty_ok=True, exponents=EXPONENTS)
-    p = wgmma_float8.probabilities(own.of_values(slot, new.p))
+    p = wgmma_float8.probabilities(own.of_values(last, slot, new.p))
     if read_later:
         _release(ctx, ring, slot)
     acc = tuple([mosaic.filled((ROWS, columns), 0.0) for _, columns in _parts(ctx.plan)])
@@ -333,7 +340,7 @@ def _step(  # noqa: PLR0913
         wgmma.multiply(out, (state.p,), v)
 
     def softmax_of(s: RegisterTile) -> softmax.Step:
-        s, unit = factors.of_scores(slot, s, of_keys)
+        s, unit = factors.of_scores(t, slot, s, of_keys)
         s, _ = logits.masked_logits(ctx, rows, t, slot, s, masked, whole)
         new = softmax.next_step(
             s,
@@ -342,7 +349,7 @@ def _step(  # noqa: PLR0913
             empty_ok=masked is not False or ctx.plan.logit_rules.adds,
             exponents=EXPONENTS,
         )
-        return new._replace(p=factors.of_values(slot, new.p))
+        return new._replace(p=factors.of_values(t, slot, new.p))
 
     scores_like = mosaic.filled((ROWS, ctx.plan.config.block_kv), 0.0)
     if len(v) == 1:
