@@ -1,5 +1,6 @@
 """Checks of results before they are timed: attention within its budget, an append bit for bit."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -74,8 +75,7 @@ def _decode_judge(call: Call) -> Judge:
         tree = expected(mask_array=seen)
     ours = tree
     if case.multiplies_float8:
-        rounded = {"q": _in_float8(q, 1), "k": _in_float8(k, 128), "v": _in_float8(v, 128)}
-        ours = expected("float8", **rounded)
+        ours = expected("float8", **_multiplied(case, call.arrays, q))
 
     def judge(subject: Subject, produced: Produced) -> str | None:
         others = causal if subject.name == "chain" else tree
@@ -85,13 +85,26 @@ def _decode_judge(call: Call) -> Judge:
     return judge
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _in_float8(x: Array, rows: int) -> Array:
-    """x [M, S, heads, dim] as matmuls on float8 have it: rounded to a scale of so many rows."""
-    blocks = x.astype(jnp.float32).reshape(x.shape[0], -1, rows, *x.shape[2:])
-    scale = jnp.maximum(jnp.abs(blocks).max(axis=(2, 4), keepdims=True) / 448, 2.0**-100)
-    numbers = (blocks / scale).astype(jnp.float8_e4m3fn).astype(jnp.float32)
-    return (numbers * scale).reshape(x.shape)
+_KEYS = 128  # rows of K and V that share a scale
+
+
+def _multiplied(case: DecodeCase, arrays: dict[str, Array], q: Array) -> dict[str, Array]:
+    """q, k and v [M, S, heads, dim] as matmuls on float8 have them: q with a scale a row, k and v
+    with the largest of 128. In NumPy, as XLA may round to float8 by way of float16.
+    """
+    cache = subjects.filled_cache(dataclasses.replace(case, kind="stacked", page_size=None), arrays)
+    numbers, scales = verify.quantized(q, "float8_e4m3fn")
+    made = {"q": jnp.asarray(numbers.astype(np.float32) * scales[..., None])}
+    for name in "kv":
+        numbers, scales = (np.asarray(getattr(cache, name + end)) for end in ("", "_scale"))
+        tiles = scales.reshape(*scales.shape[:-1], -1, _KEYS)
+        largest = tiles.max(axis=-1, keepdims=True)
+        ratios = (tiles * (np.float32(1) / largest)).reshape(scales.shape)
+        rounded = (numbers.astype(np.float32) * ratios[..., None]).astype(numbers.dtype)
+        each = np.repeat(largest[..., 0], _KEYS, axis=-1)
+        rows = rounded.astype(np.float32) * each[..., None]
+        made[name] = jnp.asarray(rows.swapaxes(1, 2))
+    return made
 
 
 def _append_judge(call: Call) -> Judge:

@@ -449,6 +449,24 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "factors.of_tile(1, t), factors.of_tile(2, t)\n",
         "tests/kernels/flash_fwd/test_float8.py -k 'test_sums and True'",
     ),
+    "float8_takes_the_scales_of_another_head": Fault(
+        "pallas_attn/kernels/attention/score_tiles.py",
+        "kv_head = lax.div(at.head, jnp.int32(ctx.plan.problem.group))",
+        "kv_head = lax.div(at.head, jnp.int32(ctx.plan.problem.group)) * 0",
+        "tests/kernels/flash_fwd/test_float8.py -k 'test_interpreted and rows'",
+    ),
+    "float8_releases_scales_that_are_still_read": Fault(
+        f"{FWD}/float8_mainloop.py",
+        "        plgpu.commit_smem()  # TMA will write where they lie\n",
+        "        pass\n",
+        "tests/kernels/flash_fwd/test_float8.py -k 'test_sums and False'",
+    ),
+    "float8_adds_a_part_twice": Fault(
+        f"{FWD}/float8_mainloop.py",
+        "accs.append(_added(ctx, by, acc, out))",
+        "accs.append(_added(ctx, by, _added(ctx, by, acc, out), out))",
+        "tests/kernels/flash_fwd/test_float8.py -k 'test_sums and True'",
+    ),
     "portable_float8_scales_values_by_the_next_tile": Fault(
         f"{FWD}/sm80_float8.py",
         "factors.of_tile(1, t), factors.of_tile(2, t)\n",

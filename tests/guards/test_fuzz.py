@@ -13,7 +13,7 @@ import pytest
 
 from pallas_attn import Mask
 from pallas_attn.bench import definition
-from tests.support import append_cases, budget, fuzz, fuzz_caches, fuzz_derivatives
+from tests.support import append_cases, budget, float8_rows, fuzz, fuzz_caches, fuzz_derivatives
 
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 each_process = pytest.mark.parametrize("process", range(PROCESSES))
@@ -144,6 +144,27 @@ def test_a_fault_of_prefixes_is_found(monkeypatch):
         wrong = fuzz.attempt(WITH_PREFIX, fuzz.Tally())
         assert wrong is not None and "reference, round" in wrong
     assert fuzz.attempt(WITH_PREFIX, fuzz.Tally()) is None
+
+
+OF_8_BITS = (
+    "prefill/interpreted:5:kind='stacked',page_size=None,layers=None,sequences=1,q_len=3,q_heads=8,"
+    "kv_heads=1,capacity=64,spread=0,head_dim=64,v_head_dim=64,softcap=None,sinks=False,rounds=1"
+)
+
+
+@pytest.mark.guards
+def test_a_fault_of_prefill_by_8_bits_is_found(monkeypatch):
+    """An oracle whose rows have scales that are a tenth larger."""
+    right = float8_rows.of_tiles
+
+    def wrong(numbers, scales):
+        numbers, largest = right(numbers, scales)
+        return numbers, 1.1 * largest
+
+    monkeypatch.setattr(float8_rows, "of_tiles", wrong)
+    monkeypatch.setattr(budget, "MANY_GRIDS", (1.0, 1.3))
+    wrong_result = fuzz.attempt(OF_8_BITS, fuzz.Tally())
+    assert wrong_result is not None and "interpreted, round" in wrong_result
 
 
 def test_a_simpler_problem_has_a_word_of_its_own():

@@ -41,8 +41,8 @@ EX2 = 2.0**-22
 LSE_STORED = 2.0**-23  # share of lse by which an exponent of a launch that reads it may be off
 AUX_ROUNDING = 1e-5  # share of an array's largest gradient that a sum over all scores may lose
 
-# Scores of float8 are sums that a tensor core adds with about 14 bits, aligned to the largest.
-SCORE_FLOAT8 = 2.0**-14
+# Scores of float8 are sums that a tensor core adds with 13 bits behind the first of the largest.
+SCORE_FLOAT8 = 2.0**-13
 RMS_FLOAT8 = 2.0  # share of the naive errors' RMS that errors of float8 may have
 
 _STATIC = ("mask", "scale", "softcap")

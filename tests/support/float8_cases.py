@@ -80,7 +80,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]], dict[str, Any
         {"k": (200, 1)},
         {"mask": pa.CAUSAL, "segment_ids": (0,) * 90 + (1,) * 110},
     ),
-    "bias": ({"q_len": 96, "kv_len": 144, "dim": 64}, {}, {"bias": (1, 2, 96, 144)}),
+    "bias": (
+        {"q_len": 96, "kv_len": 144, "dim": 64},
+        {"k": (144, 1), "v": (144, 1)},
+        {"bias": (1, 2, 96, 144)},
+    ),
     "mask_array": ({"q_len": 96, "kv_len": 144, "dim": 64}, {}, {"mask_array": (1, 1, 96, 144)}),
     "sinks": ({"q_len": 96, "kv_len": 144, "dim": 64}, {"q": ()}, {"sinks": (2,)}),
 }

@@ -378,6 +378,7 @@ def kinds() -> dict[str, Kind]:
         fuzz_derivatives,
         fuzz_float8,
         fuzz_positions,
+        fuzz_prefill,
         fuzz_ragged,
     )
 
@@ -403,6 +404,7 @@ def kinds() -> dict[str, Kind]:
             fuzz_derivatives.run_learned,
             fuzz_derivatives.simpler_learned,
         ),
+        "prefill": Kind(fuzz_prefill.draw, fuzz_prefill.run, fuzz_prefill.simpler),
     }
 
 

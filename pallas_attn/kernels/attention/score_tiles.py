@@ -5,6 +5,8 @@ all of them: a bias doubled the time of a forward at head dim 32. Here the produ
 of a work tile's rows together with K of the same keys. A tile lies in panels (`lang.panels`), so
 TMA clips it at T and S exactly and no array is padded.
 
+Scales of float8 that each key has (`KeyScales`) arrive in the same way, a row of a kv head.
+
 Arrays that broadcast over queries or keys, and rows whose bytes TMA cannot address (no multiple of
 16), are read by `array_tiles.load_tile`.
 """
@@ -17,10 +19,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call.problem import AttentionProblem
+from pallas_attn._call.problem import AttentionProblem, rows_of_scale
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.lang import mosaic, panels
-from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile
+from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
 
 TMA_ROW = 16  # bytes; every stride of an array is to be a multiple
 
@@ -38,16 +40,49 @@ class ScoreTiles(NamedTuple):
         return tuple(panels.scratch(shape, self.dtype, self.width) for _ in range(self.panel_count))
 
 
-def of_problem(problem: AttentionProblem, columns: int) -> tuple[ScoreTiles, ...]:
-    """The arrays of a problem that TMA can load, in tiles of `columns` columns."""
+class KeyScales(NamedTuple):
+    """The scales of a tile of keys, of an array float32[B, K, padded keys]."""
+
+    name: str  # a field of ForwardRefs
+    keys: int
+    panel_count: int = 1
+
+    def scratch(self, stages: int, rows: int) -> Any:
+        del rows
+        return plgpu.SMEM((stages, self.keys), jnp.float32)
+
+
+def has_key_scales(problem: AttentionProblem, side: int, columns: int, float32_sums: bool) -> bool:
+    """Whether each key has a scale of k (`side` 1) or of v (2) in tiles of `columns` keys. A single
+    one of v for a tile multiplies the tile's P V, which needs `float32_sums`.
+    """
+    blocks = problem.scale_blocks[side]
+    whole = rows_of_scale(problem.kv_len, blocks) % columns == 0
+    return blocks > 1 and not (whole and (side == 1 or float32_sums))
+
+
+def of_problem(
+    problem: AttentionProblem, columns: int, float32_sums: bool = True
+) -> tuple[Any, ...]:
+    """The arrays of a problem that TMA can load, in tiles of `columns` columns: `ScoreTiles` and
+    `KeyScales`.
+    """
     arrays = (
         ("bias", problem.bias_shape, problem.bias_dtype),
         ("mask_array", problem.mask_shape, "int8"),
     )
-    return tuple(
-        tiles
-        for name, shape, dtype in arrays
-        if shape is not None and (tiles := _tiles_of(name, shape, dtype, columns)) is not None
+    scales = [
+        KeyScales(name, columns)
+        for side, name in ((1, "k_units"), (2, "v_units"))
+        if has_key_scales(problem, side, columns, float32_sums)
+    ]
+    return (
+        *(
+            tiles
+            for name, shape, dtype in arrays
+            if shape is not None and (tiles := _tiles_of(name, shape, dtype, columns)) is not None
+        ),
+        *scales,
     )
 
 
@@ -62,13 +97,13 @@ def _tiles_of(name: str, shape: tuple[int, ...], dtype: str, columns: int) -> Sc
     return ScoreTiles(name, dtype, width, columns // width)
 
 
-def copies(tiles: tuple[ScoreTiles, ...]) -> int:
+def copies(tiles: tuple[ScoreTiles | KeyScales, ...]) -> int:
     """Copies of an entry, each of which arrives at its barrier."""
     return sum(array.panel_count for array in tiles)
 
 
-def scratch(tiles: tuple[ScoreTiles, ...], stages: int, rows: int) -> dict[str, panels.Panels]:
-    """Shared memory of each array, by name: [stages, rows, columns] in panels."""
+def scratch(tiles: tuple[ScoreTiles | KeyScales, ...], stages: int, rows: int) -> dict[str, Any]:
+    """Shared memory of each array by name: [stages, rows, columns] in panels, or [stages, keys]."""
     return {array.name: array.scratch(stages, rows) for array in tiles}
 
 
@@ -82,11 +117,16 @@ class Place(NamedTuple):
 
 
 def load(
-    ctx: KernelContext, buffers: dict[str, panels.Panels], at: Place, slot: Index, ready: Barrier
+    ctx: KernelContext, buffers: dict[str, Any], at: Place, slot: Index, ready: Barrier
 ) -> None:
     """Issues the loads of the tiles of all arrays."""
     for name, buffer in buffers.items():
         array: GmemRef = getattr(ctx.refs, name)
+        if not isinstance(buffer, tuple):  # `KeyScales`
+            keys = pl.ds(at.column, buffer.shape[1])
+            kv_head = lax.div(at.head, jnp.int32(ctx.plan.problem.group))
+            plgpu.copy_gmem_to_smem(array.at[at.batch, kv_head, keys], buffer.at[slot], ready)
+            continue
         batch = at.batch if array.shape[0] > 1 else 0 * at.batch
         head = at.head if array.shape[1] > 1 else 0 * at.head
         rows = buffer[0].for_tma.shape[1]
@@ -94,13 +134,12 @@ def load(
         panels.load_columns(array, where, buffer, slot, ready, at.column)
 
 
-def rows_of(
-    buffers: dict[str, panels.Panels], slot: Index, wg: Index
-) -> dict[str, tuple[Any, ...]]:
+def rows_of(buffers: dict[str, Any], slot: Index, wg: Index) -> dict[str, tuple[Any, ...]]:
     """The tiles of a warpgroup's rows."""
     return {
         name: tuple(panel.tile.at[slot, pl.ds(wg * ROWS, ROWS)] for panel in buffer)
         for name, buffer in buffers.items()
+        if isinstance(buffer, tuple)
     }
 
 
@@ -109,6 +148,11 @@ def read(tile: tuple[Any, ...]) -> RegisterTile:
     parts = [mosaic.load(panel, mosaic.TILE) for panel in tile]
     plgpu.commit_smem()  # they have been read, and TMA will write there
     return parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
+
+
+def scales_of(scales: SmemRef | GmemRef, shape: tuple[int, ...]) -> RegisterTile:
+    """The scales of a tile's keys, broadcast to all rows."""
+    return lax.broadcast_in_dim(mosaic.load(scales, mosaic.COLUMN), shape, [1])
 
 
 # ---- for kernels whose tiles of scores have keys as rows ----------------------------------------

@@ -5,8 +5,16 @@ only (mma/wgmma_float8.py), so V is transposed before the launch, with zeros pas
 
 A tensor core adds products of float8 with about 14 bits. The product P V of a kv tile therefore has
 an accumulator of its own, which is added to float32 registers (`Config.float32_sums`). Two variants
-gained nothing on an H200: one accumulator for two or more tiles, and consumers that issue their
+were no faster on an H200: one accumulator for two or more tiles, and consumers that issue their
 matmuls in turn (`prefill.kernel.Turns`).
+
+Wide values: registers hold a second accumulator only of some columns (`_parts`), and none beside
+scores. A step then adds P V of the tile before it part by part, and computes the scores after that;
+the tensor cores have the other consumer's matmuls meanwhile. Kv tiles of 64 keys, whose scores were
+in flight with the first part, were 12 % slower at head dim 256. At head dim 128 the same with 256
+keys a tile gained 1 %.
+
+Scales of k and v that each key has arrive in shared memory beside K (`score_tiles.KeyScales`).
 """
 
 import functools
@@ -21,7 +29,7 @@ from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, rows_of_scale
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import logits, softmax, tiles, tma_operands
+from pallas_attn.kernels.attention import logits, score_tiles, softmax, tiles, tma_operands
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     KernelContext,
@@ -33,7 +41,7 @@ from pallas_attn.kernels.flash_fwd.producer import Ring
 from pallas_attn.kernels.flash_fwd.sm90 import Result, for_each_kv_tile
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic, panels
-from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, RegisterTile, Scalar
+from pallas_attn.kernels.lang.types import Index, Operand, RegisterTile, Scalar
 from pallas_attn.kernels.mma import wgmma, wgmma_float8
 
 # Probabilities stay below 2**(threshold + offset) = 431; the largest float8_e4m3fn is 448.
@@ -113,13 +121,14 @@ def _by_keys(plan: QueryPlan, scale: Operand, by_tile: bool) -> Any:
 
 
 def has_tiles(plan: QueryPlan, side: int) -> bool:
-    """Whether each kv tile has a single scale of k (`side` 1) or of v (2). For v this needs
-    `float32_sums`, since the scale multiplies the P V of one tile.
-    """
-    blocks = plan.problem.scale_blocks[side]
-    rows = rows_of_scale(plan.problem.kv_len, blocks)
-    whole = blocks > 1 and rows % plan.config.block_kv == 0
-    return whole and (side == 1 or plan.config.float32_sums)
+    """Whether each kv tile has a single scale of k (`side` 1) or of v (2)."""
+    return plan.problem.scale_blocks[side] > 1 and not has_keys(plan, side)
+
+
+def has_keys(plan: QueryPlan, side: int) -> bool:
+    """Whether each key has a scale of k or of v of its own."""
+    config = plan.config
+    return score_tiles.has_key_scales(plan.problem, side, config.block_kv, config.float32_sums)
 
 
 def load_values(ctx: KernelContext, tile: WorkTile, t: Index, slot: Index) -> None:
@@ -153,48 +162,47 @@ class Factors(NamedTuple):
         """The scale of k (`side` 1) or v (2) in kv tile t, where it has a single one. Its load from
         L2 is issued before the matmuls whose results the scale multiplies.
         """
-        if not has_tiles(self.ctx.plan, side):
+        plan, tile = self.ctx.plan, self.rows.tile
+        if not has_tiles(plan, side):
             return None
         units = self.ctx.refs.k_units if side == 1 else self.ctx.refs.v_units
-        plan, tile = self.ctx.plan, self.rows.tile
         rows = rows_of_scale(plan.problem.kv_len, units.shape[2])
         tiles_of_block = rows // plan.tiling.block_kv
         block = lax.div(self.rows.kv_tile(t), jnp.int32(tiles_of_block))
-        return units[tile.batch, self._kv_head(), block]
+        head = lax.div(tile.head, jnp.int32(plan.problem.group))
+        return units[tile.batch, head, block]
 
     def of_scores(
-        self, t: Index, s: RegisterTile, by: Scalar | None
+        self, t: Index, slot: Index | None, s: RegisterTile, by: Scalar | None
     ) -> tuple[RegisterTile, softmax.Unit]:
         """Scores of kv tile t times their factors, and the factor from logits to log2 units; `by`:
-        the scale of the tile's keys.
+        the scale of the tile's keys; `slot`: its entry of the ring, of Hopper's kernel.
         """
         factor, unit = self.factor, self.unit
-        plan = self.ctx.plan
         if by is not None:
             factor, unit = (None, unit * by) if factor is None else (factor * by, None)
-        elif plan.problem.scale_blocks[1] > 1:
-            s = s * self._of_keys(self.ctx.refs.k_units, t, s.shape)
+        s = self._by_keys(1, t, slot, s)
         if factor is None:
             return s, unit
         spread = mosaic.broadcast_rows if factor.ndim else mosaic.broadcast_scalar
         return s * spread(factor, s.shape), unit
 
-    def of_values(self, t: Index, p: RegisterTile) -> RegisterTile:
+    def of_values(self, t: Index, slot: Index | None, p: RegisterTile) -> RegisterTile:
         """Probabilities of kv tile t times the scales of its values."""
-        plan = self.ctx.plan
-        if plan.problem.scale_blocks[2] == 1 or has_tiles(plan, 2):
-            return p
-        return p * self._of_keys(self.ctx.refs.v_units, t, p.shape)
+        return self._by_keys(2, t, slot, p)
 
-    def _of_keys(self, units: GmemRef, t: Index, shape: tuple[int, ...]) -> RegisterTile:
-        """The scales of a kv tile's keys, broadcast to all rows."""
-        block = self.ctx.plan.config.block_kv
+    def _by_keys(self, side: int, t: Index, slot: Index | None, x: RegisterTile) -> RegisterTile:
+        """A tile times the scales of its keys, where each key has one."""
+        plan, tile = self.ctx.plan, self.rows.tile
+        if not has_keys(plan, side):
+            return x
+        name = "k_units" if side == 1 else "v_units"
+        if slot is not None:
+            return x * score_tiles.scales_of(self.ctx.smem.bias_and_mask[name].at[slot], x.shape)
+        block, head = plan.config.block_kv, lax.div(tile.head, jnp.int32(plan.problem.group))
         keys = pl.ds(self.rows.kv_tile(t) * block, block)
-        numbers = mosaic.load(units.at[self.rows.tile.batch, self._kv_head(), keys], mosaic.COLUMN)
-        return lax.broadcast_in_dim(numbers, shape, [1])
-
-    def _kv_head(self) -> Index:
-        return lax.div(self.rows.tile.head, jnp.int32(self.ctx.plan.problem.group))
+        scales = getattr(self.ctx.refs, name).at[tile.batch, head, keys]
+        return x * score_tiles.scales_of(scales, x.shape)
 
 
 class _State(NamedTuple):
@@ -254,18 +262,26 @@ def _added(
     """
     if not ctx.plan.config.float32_sums:
         return out
-    return acc + (out if by is None else out * by)
+    out = out if by is None else out * by
+    return acc + out if len(_parts(ctx.plan)) == 1 else wgmma_float8.added(acc, out)
 
 
 def _with_values(
     ctx: KernelContext, by: Scalar | None, state: _State, v: tuple[Any, ...]
 ) -> tuple[RegisterTile, ...]:
-    """The output with P V of a kv tile added, for the last `len(v)` parts."""
+    """The output with P V of a kv tile added, part by part."""
     accs = []
-    for acc, part in zip(state.acc[-len(v) :], v, strict=True):
+    for acc, part in zip(state.acc, v, strict=True):
         out = wgmma.matmul_add(_start(ctx, acc), (state.p,), (part,))
         accs.append(_added(ctx, by, acc, out))
     return tuple(accs)
+
+
+def _release(ctx: KernelContext, ring: Ring, slot: Index) -> None:
+    """Releases an entry of the ring, whose scales of keys have been read."""
+    if any(has_keys(ctx.plan, side) for side in (1, 2)):
+        plgpu.commit_smem()  # TMA will write where they lie
+    ring.release(slot)
 
 
 def _first_tile(
@@ -293,13 +309,13 @@ def _first_tile(
         masked, whole = None, (rows.span.full_lo, rows.span.full_hi)
     last = rows.span.hi - 1
     own = factors._replace(rows=first_rows)
-    s, unit = own.of_scores(last, s, own.of_tile(1, last))
+    s, unit = own.of_scores(last, slot, s, own.of_tile(1, last))
     s, _ = logits.masked_logits(ctx, first_rows, last, slot, s, masked, whole)
-    if read_later:
-        ring.release(slot)
     nothing = mosaic.filled((ROWS,), -jnp.inf)
     new = softmax.step(s, unit, nothing, empty_ok=True, exponents=EXPONENTS)
-    p = wgmma_float8.probabilities(own.of_values(last, new.p))
+    p = wgmma_float8.probabilities(own.of_values(last, slot, new.p))
+    if read_later:
+        _release(ctx, ring, slot)
     acc = tuple([mosaic.filled((ROWS, columns), 0.0) for _, columns in _parts(ctx.plan)])
     return _State(acc, new.row_sum, new.row_max, p)
 
@@ -322,29 +338,32 @@ def _step(  # noqa: PLR0913
 
     def matmuls(scores: RegisterTile, out: RegisterTile) -> None:
         wgmma.score_panels(scores, q, k)
-        wgmma.multiply(out, (state.p,), v[:1])
+        wgmma.multiply(out, (state.p,), v)
 
     def softmax_of(s: RegisterTile) -> softmax.Step:
-        s, unit = factors.of_scores(t, s, of_keys)
+        s, unit = factors.of_scores(t, slot, s, of_keys)
         s, _ = logits.masked_logits(ctx, rows, t, slot, s, masked, whole)
-        return softmax.next_step(
+        new = softmax.next_step(
             s,
             unit,
             state.row_max,
             empty_ok=masked is not False or ctx.plan.logit_rules.adds,
             exponents=EXPONENTS,
         )
+        return new._replace(p=factors.of_values(t, slot, new.p))
 
     scores_like = mosaic.filled((ROWS, ctx.plan.config.block_kv), 0.0)
-    like = softmax.Step(
-        scores_like, state.row_max, state.row_max, state.row_sum, jnp.int32(0) + slot
-    )
-    out, new = wgmma.overlapped(_start(ctx, state.acc[0]), like, matmuls, softmax_of)
-    acc = (_added(ctx, of_values, state.acc[0], out),)
-    if len(v) > 1:
-        acc += _with_values(ctx, of_values, state, v[1:])
-    ring.release(slot)
+    if len(v) == 1:
+        like = softmax.Step(
+            scores_like, state.row_max, state.row_max, state.row_sum, jnp.int32(0) + slot
+        )
+        out, new = wgmma.overlapped(_start(ctx, state.acc[0]), like, matmuls, softmax_of)
+        acc: tuple[RegisterTile, ...] = (_added(ctx, of_values, state.acc[0], out),)
+    else:  # registers hold scores or the product of a part, not both
+        acc = _with_values(ctx, of_values, state, v)
+        new = softmax_of(wgmma.matmul(scores_like.shape, q, k, None, wgmma.score_panels))
+    _release(ctx, ring, slot)
     acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
     # P is rounded after the wait: see `sm90`.
-    p = wgmma_float8.probabilities(factors.of_values(t, new.p))
+    p = wgmma_float8.probabilities(new.p)
     return _State(acc, row_sum + new.row_sum, new.row_max, p), ring.after(slot)

@@ -176,12 +176,12 @@ def _step(  # noqa: PLR0913
     sizes = (ROWS, block, form.k_width)
     s = mma_sync.scores((smem.q, zero), (smem.k, zero), sizes, 1, narrow=(kinds[0], kinds[0]))
     copy_async(_k_copy(ctx, rows, t - 1), pending=0)
-    s, unit = factors.of_scores(t, s, of_keys)
+    s, unit = factors.of_scores(t, None, s, of_keys)
     logits = score_mod.logits(ctx, rows, t, s, masked)
     empty_ok = masked or plan.logit_rules.adds
     new = softmax.next_step(logits, unit, sums.row_max, empty_ok=empty_ok, exponents=EXPONENTS)
     acc, row_sum = softmax.rescaled(new, (sums.acc, sums.row_sum))
-    p = mma_float8.probabilities(factors.of_values(t, new.p))
+    p = mma_float8.probabilities(factors.of_values(t, None, new.p))
     narrow, parts = (mma_float8.PROBABILITIES, kinds[1]), []
     for n, part in enumerate(acc):
         sizes = (ROWS, part.shape[1], block // 2)

@@ -241,13 +241,13 @@ def _mainloop_of(problem: AttentionProblem) -> Callable[..., tuple["Result", Ind
 
 
 def _score_tiles_of(problem: AttentionProblem, config: Config) -> tuple[Any, ...]:
-    """The arrays (bias, mask_array) that TMA loads by tiles."""
-    shapes = [shape for shape in (problem.bias_shape, problem.mask_shape) if shape is not None]
-    if not shapes or problem.dtype == "float32" or problem.fetches > 1:
+    """The arrays (bias, mask_array, scales of float8) that TMA loads by tiles."""
+    loaded = {"bias", "mask_array"} & set(problem.arrays) or max(problem.scale_blocks[1:]) > 1
+    if not loaded or problem.dtype == "float32" or problem.fetches > 1:
         return ()
     from pallas_attn.kernels.attention import score_tiles
 
-    return score_tiles.of_problem(problem, config.block_kv)
+    return score_tiles.of_problem(problem, config.block_kv, config.float32_sums)
 
 
 # ---- limits --------------------------------------------------------------------------------------

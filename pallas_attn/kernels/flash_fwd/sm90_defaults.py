@@ -245,5 +245,4 @@ def _float8(problem: AttentionProblem) -> Config:
         return made(3, block_kv=128, stages=4)
     if dim <= 128 and not sums:
         return made(2, block_kv=192, stages=3)
-    few = sums and problem.v_head_dim > 128  # registers
-    return made(2, block_kv=64 if few else 128, stages=4 if dim <= 128 else 2)
+    return made(2, block_kv=128, stages=4 if dim <= 128 else 2)

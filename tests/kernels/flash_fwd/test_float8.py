@@ -126,7 +126,7 @@ COMPILED = {
 
 
 # Bytes that are stored once a kv tile at most; other Configs that spill nothing are slower.
-SPILLED = {"64": 24, "256": 32}
+SPILLED = {"64": 24, "256": 208}
 
 
 @pytest.mark.machine_code

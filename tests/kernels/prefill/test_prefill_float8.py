@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn._call import dispatch, reference
+from pallas_attn._call import dispatch
 from pallas_attn._call.problem import DecodeInputs
 from pallas_attn.bench import support
 from pallas_attn.kernels.attention import cache_layout
@@ -20,7 +20,8 @@ from pallas_attn.kernels.mma.wgmma_float8 import ORDER, UNIT
 from pallas_attn.kernels.prefill import float8_sm90 as kernel
 from pallas_attn.kernels.prefill import float8_tiles, sm90
 from pallas_attn.kernels.prefill.float8_tiles import Units
-from tests.support import budget, mosaic
+from tests.support import budget, float8_rows, mosaic
+from tests.support.float8_rows import dense, expected, of_tiles
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -77,9 +78,6 @@ def test_precision_allows_it_over_float8_caches_alone(dtype):
 # ---- the oracle ----------------------------------------------------------------------------------
 
 
-PRIMES = (131, 137, 149, 163, 179, 197, 223, 251)
-
-
 def drawn(rng, kind, dtype, layers=None, rows=(0, 70, 150), dims=(64, 64)):
     """A cache whose buffers hold NaN where nobody wrote, and queries of its last 24 rows."""
     options = {"dtype": dtype, "layers": layers, "v_head_dim": dims[1]}
@@ -94,59 +92,15 @@ def drawn(rng, kind, dtype, layers=None, rows=(0, 70, 150), dims=(64, 64)):
     }
     cache = dataclasses.replace(cache, **nan).extend(jnp.asarray(rows, jnp.int32))
     new = [rng.standard_normal((3, max(rows), 2, dim)) for dim in dims]
-    new[1][:, 5:20] = 0.0  # values without a scale of their own
-    new[1][:, 40:60] *= 100.0
-    # Rows of K have primes of 8 bits as largest numbers, and those of q one of them. No quotient of
-    # two, by which numbers are multiplied, makes one lie halfway between two float8: a GPU's
-    # reciprocal may be off by a bit, and round such numbers the other way.
-    new[0] = np.clip(new[0], -4, 4)
-    new[0][..., 0] = rng.choice(PRIMES, new[0].shape[:-1]) / 32
+    factors = np.ones(max(rows))
+    factors[5:20] = 0.0  # values without a scale of their own
+    factors[40:60] = 128.0
     layer = {} if layers is None else {"layer": layers - 1}
-    new = [jnp.asarray(x, "bfloat16") for x in new]
+    new = [float8_rows.off_ties(rng, x) for x in new]
+    new[1] = new[1] * jnp.asarray(factors, "bfloat16")[None, :, None, None]
     cache = pa.write_kv(cache, *new, **layer, implementation="reference")
-    q = np.clip(rng.standard_normal((3, 24, 16, dims[0])), -4, 4)
-    q[..., 0] = PRIMES[0] / 32
-    q = jnp.asarray(q, "bfloat16")
-    return q, cache, layer
-
-
-SIZE = 256  # rows of `dense`: two tiles
-
-
-def dense(cache, x, layer, lengths):
-    """Rows [M, S, K, ..] of one array of the cache, zeros past lengths."""
-    each = [np.asarray(a)[layer.get("layer", ())] for a in (x if isinstance(x, tuple) else (x,))]
-    if cache.page_table is not None:
-        pages = each[0][np.maximum(np.asarray(cache.page_table), 0)]
-        each = [np.concatenate(list(rows), axis=1) for rows in pages]
-    elif not isinstance(x, tuple):
-        each = list(each[0])
-    rows = np.zeros((3, SIZE, *each[0].shape[:1], *each[0].shape[2:]), each[0].dtype)
-    for m, have in enumerate(each):
-        rows[m, : lengths[m]] = have.swapaxes(0, 1)[: lengths[m]]
-    return rows
-
-
-def of_tiles(numbers, scales):
-    """Rows [M, S, K, H] with a scale each as rows with one for 128, [M, S / 128, K]."""
-    tiles = scales.reshape(3, -1, float8_tiles.KEYS, 2)
-    largest = np.fmax(tiles, float8_tiles.LEAST_SCALE).max(axis=2, keepdims=True)
-    ratios = (tiles * (np.float32(1) / largest)).reshape(scales.shape)[..., None]
-    return (numbers.astype(np.float32) * ratios).astype(numbers.dtype), largest[:, :, 0]
-
-
-def expected(q, cache, layer, **options):
-    """Results on rows that kernels multiply."""
-    lengths = np.asarray(cache.lengths)
-    q, q_scale = reference.quantize(q, jnp.float8_e4m3fn)
-    k, k_scale, v, v_scale = (
-        dense(cache, x, layer, lengths) for x in (cache.k, cache.k_scale, cache.v, cache.v_scale)
-    )
-    (k, k_scale), (v, v_scale) = of_tiles(k, k_scale), of_tiles(v, v_scale)
-    arrays = {"q": q, "k": k, "v": v, "q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
-    arrays |= {"kv_lengths": lengths, "q_offset": lengths - q.shape[1]}
-    arrays = {name: jnp.asarray(x) for name, x in arrays.items()}
-    return budget.attention(arrays | {"mask": pa.CAUSAL} | options)
+    q = rng.standard_normal((3, 24, 16, dims[0]))
+    return float8_rows.off_ties(rng, q, float8_rows.PRIMES[:1]), cache, layer
 
 
 def inputs_of(q, cache, layer, sinks=None):
@@ -200,7 +154,8 @@ def test_interpreted(rng, name):
             lost = run(inputs._replace(layer=jnp.int32(missing)))
             assert all(np.isnan(np.asarray(x, np.float32)).all() for x in lost)
     told = {k: v for k, v in options.items() if k in ("mask", "softcap")} | {"sinks": sinks}
-    budget.check(dict(zip(("out", "lse"), got, strict=True)), expected(q, cache, layer, **told))
+    wanted = expected(q, cache, layer.get("layer"), **{"mask": pa.CAUSAL} | told)
+    budget.check(dict(zip(("out", "lse"), got, strict=True)), wanted)
 
 
 @pytest.mark.guards
@@ -219,11 +174,11 @@ def test_tiles(rng):
     values = np.asarray(v.astype(jnp.float32)).reshape(3, 2, 64, -1, UNIT)
     v = np.empty_like(values)
     v[..., ORDER] = values
-    v = v.reshape(3, 2, 64, SIZE).swapaxes(2, 3)
-    k = np.asarray(k.astype(jnp.float32)).reshape(3, 2, SIZE, 64)
+    v = v.reshape(3, 2, 64, 256).swapaxes(2, 3)
+    k = np.asarray(k.astype(jnp.float32)).reshape(3, 2, 256, 64)
     columns = ((k, cache.k, cache.k_scale), (v, cache.v, cache.v_scale))
     for side, (got, numbers, of_row) in enumerate(columns):
-        rows, of_row = dense(cache, numbers, {}, held), dense(cache, of_row, {}, held)
+        rows, of_row = dense(cache, numbers, None, held), dense(cache, of_row, None, held)
         want, largest = of_tiles(rows, of_row)
         want, largest = want.astype(np.float32).swapaxes(1, 2), largest.swapaxes(1, 2)
         for m, tiles in enumerate((2, 1, 0)):
@@ -285,7 +240,8 @@ def test_on_a_gpu(rng, monkeypatch, kind, dtype, options):
         with dispatch.recorded() as names:
             got = program(q, cache, 1)
         assert set(names) <= {"sm90"}
-        budget.check(dict(zip(("out", "lse"), got, strict=True)), expected(q, cache, layer, **told))
+        wanted = expected(q, cache, 1, **{"mask": pa.CAUSAL} | told)
+        budget.check(dict(zip(("out", "lse"), got, strict=True)), wanted)
     lost = program(q, cache.extend(jnp.full(3, 200, jnp.int32)), 1)
     assert all(np.isnan(np.asarray(x, np.float32)).all() for x in lost)
     lost = program(q, cache, 2)
