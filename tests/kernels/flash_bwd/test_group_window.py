@@ -14,6 +14,8 @@ CASES = {
     "window128": (windowed(296, 128, sinks=True, batch=1), kernel.Config(chunks=3)),
     "window65": (windowed(136, 65, (16, 1), batch=1), kernel.Config(2)),
     "window8": (windowed(88, 8, (16, 2), dtype="float16", batch=1), kernel.Config(chunks=1)),
+    # Kv tiles follow each other in the same place.
+    "long_chunk": (windowed(456, 120, batch=1), kernel.Config(chunks=1)),
 }
 
 
