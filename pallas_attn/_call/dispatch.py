@@ -20,6 +20,7 @@ from pallas_attn._call import device, gpu_specs, reference, sharding
 from pallas_attn._call.kernel import Inputs, Kernel, Problem, Results, never_slower
 from pallas_attn._call.problem import FLOAT8_PRECISIONS, AttentionProblem, DecodeProblem
 from pallas_attn.errors import Limit, UnsupportedError, described
+from pallas_attn.kernels.attention import group_windows
 from pallas_attn.kernels.prefill import selection
 
 NAMES = ("sm90", "sm80", "reference")
@@ -179,6 +180,8 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
     "flash_forward": (
         # few query rows, many keys
         Candidate("prefill.contiguous_sm90", HOPPER, selection.contiguous_sm90),
+        # short windows, 8 heads or more that share K and V
+        Candidate("flash_fwd.sm90_group_window", HOPPER, group_windows.others),
         Candidate("flash_fwd.sm90", HOPPER),
         Candidate("flash_fwd.sm90_wide", HOPPER),  # head dims above 256
         Candidate("flash_fwd.sm80", FROM_AMPERE),
@@ -186,6 +189,7 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         Reference(reference.attention, _score_matrix),
     ),
     "flash_backward": (
+        Candidate("flash_bwd.sm90_group_window", HOPPER, group_windows.others),
         Candidate("flash_bwd.sm90", HOPPER),
         Candidate("flash_bwd.sm90_wide", HOPPER),  # head dims above 256
         Candidate("flash_bwd.sm80", FROM_AMPERE),

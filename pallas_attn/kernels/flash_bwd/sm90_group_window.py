@@ -33,8 +33,10 @@ from jax import lax
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels.attention import group_windows, logits, softmax
-from pallas_attn.kernels.attention.group_windows import HEADS, QUERIES, WIDTH, Unit
+from pallas_attn.kernels.attention import group_window_units as units
+from pallas_attn.kernels.attention import logits, softmax
+from pallas_attn.kernels.attention.group_window_units import Unit
+from pallas_attn.kernels.attention.group_windows import WIDTH
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import group_window_statistics as statistics
 from pallas_attn.kernels.flash_bwd.key_tiles import per_column
@@ -49,6 +51,7 @@ from pallas_attn.kernels.flash_bwd.producer import Ring
 from pallas_attn.kernels.lang import launch, mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
+from pallas_attn.kernels.mma.head_rows import HEADS, QUERIES
 
 TILES = 3  # kv tiles that a query tile meets, and consumers
 AFTER = TILES - 1  # query tiles after a kv tile that meet it
@@ -271,7 +274,9 @@ def _produce(ctx: KernelContext, block: Index) -> None:
         row = jnp.maximum(walk.begin + number - AFTER, 0) * ROWS
         for source, to in ((refs.k, smem.k), (refs.v, smem.v)):
             there = source.at[walk.batch, pl.ds(row, ROWS), walk.kv_head]
-            plgpu.copy_gmem_to_smem(there, to.at[tile.slot, tile.wg], smem.kv_ready.at[tile.barrier])
+            plgpu.copy_gmem_to_smem(
+                there, to.at[tile.slot, tile.wg], smem.kv_ready.at[tile.barrier]
+            )
 
     def step(s: Index, carry: tuple[()]) -> tuple[()]:
         unit, slot = walk.unit(s), smem.q_ring.slot(s)
@@ -283,7 +288,7 @@ def _produce(ctx: KernelContext, block: Index) -> None:
             ring.acquire(s, slot)
             ready = ring.ready.at[slot]
             plgpu.copy_gmem_to_smem(stats.at[at], ring.row_stats.at[slot], ready)
-            group_windows.load_rows(source, unit, unit.row, ring.tiles.at[slot], ready)
+            units.load_rows(source, unit, unit.row, ring.tiles.at[slot], ready)
         # The kv tile that the next query tile meets first.
         following = lax.div(s, jnp.int32(walk.of_tile)) + TILES
         is_first = lax.rem(s, jnp.int32(walk.of_tile)) == 0
@@ -478,7 +483,7 @@ def _store_dq(now: WindowStep) -> None:
     plgpu.commit_smem()  # all warps have finished the matmul
     staged[...] = (dq * plan.problem.scale).astype(staged.dtype)
     plgpu.commit_smem()
-    group_windows.store_rows(staged, now.dq, unit, unit.row)
+    units.store_rows(staged, now.dq, unit, unit.row)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(smem.ds_free.at[wg])
 
@@ -520,4 +525,4 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     return AttentionInputs(q=grads.dq, k=grads.dk, v=grads.dv, **others)
 
 
-KERNEL = Kernel(Config, group_windows.limit, smem_bytes, run)
+KERNEL = Kernel(Config, units.limit, smem_bytes, run)

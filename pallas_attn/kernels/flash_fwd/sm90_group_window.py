@@ -32,15 +32,18 @@ from jax import lax
 
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels.attention import group_windows, logits, softmax
-from pallas_attn.kernels.attention.group_windows import QUERIES, WIDTH, GroupWindow, Unit
+from pallas_attn.kernels.attention import group_window_units as units
+from pallas_attn.kernels.attention import logits, softmax
+from pallas_attn.kernels.attention.group_window_units import GroupWindow, Unit
+from pallas_attn.kernels.attention.group_windows import WIDTH
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
+from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
 from pallas_attn.kernels.flash_fwd.sm90 import with_zeros
-from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS, SMEM_LIMIT
 from pallas_attn.kernels.lang import launch, mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import head_rows, wgmma
+from pallas_attn.kernels.mma.head_rows import QUERIES
 
 END = 16  # keys of a consumer's tile after the first `reach`, with 8 that no row sees
 REGISTERS = {2: 240, 3: 160, 4: 112}  # of a consumer's thread, by number of consumers
@@ -179,12 +182,17 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
 
     def load_q(i: Index) -> None:
         unit, slot = plan.window.unit(block + i * plan.grid), q_slot(i)
-        group_windows.load_rows(refs.q, unit, unit.row + wg * QUERIES, smem.q.at[slot], smem.q_ready.at[slot])
+        units.load_rows(
+            refs.q, unit, unit.row + wg * QUERIES, smem.q.at[slot], smem.q_ready.at[slot]
+        )
 
     def one_unit(i: Index, carry: tuple[()]) -> tuple[()]:
         # All warps have read the slot: they met in the epilogue of the unit before.
         pl.when(i + 1 < count)(functools.partial(load_q, i + 1))
-        unit, slot = plan.window.unit(block + i * plan.grid), lax.rem(i, jnp.int32(plan.config.stages))
+        unit, slot = (
+            plan.window.unit(block + i * plan.grid),
+            lax.rem(i, jnp.int32(plan.config.stages)),
+        )
         plgpu.barrier_wait(smem.q_ready.at[q_slot(i)])
         plgpu.barrier_wait(smem.ready.at[slot])
         _attend(ctx, unit, unit.row + wg * QUERIES, wg, q_slot(i), slot)
@@ -195,7 +203,9 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _attend(ctx: KernelContext, unit: Unit, row: Index, wg: Index, q_slot: Index, slot: Index) -> None:
+def _attend(
+    ctx: KernelContext, unit: Unit, row: Index, wg: Index, q_slot: Index, slot: Index
+) -> None:
     """8 query rows of 8 heads from a row on, whose keys are in the ring."""
     plan, refs, smem = ctx
     window = plan.window
@@ -215,7 +225,9 @@ def _attend(ctx: KernelContext, unit: Unit, row: Index, wg: Index, q_slot: Index
     nothing = mosaic.filled((ROWS,), -jnp.inf)
     new = softmax.step(s, softmax.unit_of(plan.problem.scale), nothing, empty_ok=True)
     p = with_zeros(new.p.astype(plan.problem.dtype), window.reach + END)
-    p = [lax.slice(p, (0, n), (ROWS, m)) for n, m in ((0, window.reach), (window.reach, p.shape[1]))]
+    p = [
+        lax.slice(p, (0, n), (ROWS, m)) for n, m in ((0, window.reach), (window.reach, p.shape[1]))
+    ]
 
     def values(acc: RegisterTile) -> RegisterTile:
         for some, keys in zip(p, v, strict=True):
@@ -232,7 +244,7 @@ def _attend(ctx: KernelContext, unit: Unit, row: Index, wg: Index, q_slot: Index
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     staged[...] = out.astype(staged.dtype)
     plgpu.commit_smem()
-    group_windows.store_rows(staged, refs.out, unit, row)
+    units.store_rows(staged, refs.out, unit, row)
 
 
 def _masked_at_edges(window: GroupWindow, s: RegisterTile) -> RegisterTile:
@@ -258,7 +270,9 @@ def _masked(window: GroupWindow, position: Index, s: RegisterTile) -> RegisterTi
 # ---- the kernel and its call ---------------------------------------------------------------------
 
 
-def _kernel(refs: WindowRefs, out: GmemRef, lse: GmemRef, smem: WindowSmem, *, plan: WindowPlan) -> None:
+def _kernel(
+    refs: WindowRefs, out: GmemRef, lse: GmemRef, smem: WindowSmem, *, plan: WindowPlan
+) -> None:
     block, wg = lax.axis_index("block"), lax.axis_index("wg")
     ctx = KernelContext(plan, refs._replace(out=out, lse=lse), smem)
     consumers = plan.config.warpgroups
@@ -290,4 +304,4 @@ def run(
     return kernel(WindowRefs(inputs.q, inputs.k, inputs.v, inputs.sinks))
 
 
-KERNEL = Kernel(Config, group_windows.limit, smem_bytes, run)
+KERNEL = Kernel(Config, units.limit, smem_bytes, run)

@@ -4,7 +4,6 @@ import dataclasses
 
 import pytest
 
-from pallas_attn.kernels.attention import group_windows
 from pallas_attn.kernels.flash_fwd import sm90_group_window as kernel
 from pallas_attn.masks import CAUSAL, sliding_window
 from tests.kernels.flash_bwd.test_any_size import sized
@@ -45,7 +44,7 @@ def test_on_the_gpu(name):
 
 def test_problems_of_this_kernel():
     problem = problem_of(windowed(512, 128, (64, 8), sinks=True))
-    assert group_windows.takes(problem)
+    assert kernel.KERNEL.limit(problem) is None
     for changes in (
         {"mask": CAUSAL},
         {"mask": sliding_window(129)},
@@ -58,5 +57,7 @@ def test_problems_of_this_kernel():
         {"arrays": ("kv_lengths",)},
         {"softcap": 20.0},
         {"share": 2},
+        {"scale": 1e-30},
     ):
-        assert not group_windows.takes(dataclasses.replace(problem, **changes)), changes
+        refused = kernel.KERNEL.limit(dataclasses.replace(problem, **changes))
+        assert refused and refused.remedy == "leave implementation=None", changes

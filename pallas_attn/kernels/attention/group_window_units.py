@@ -1,0 +1,90 @@
+"""Tiles of 64 rows that are 8 heads of 8 consecutive query rows, as `mma/head_rows` numbers them: their
+loads and stores, and the units of work of `flash_fwd.sm90_group_window`.
+"""
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn._call.problem import AttentionProblem
+from pallas_attn.errors import Limit
+from pallas_attn.kernels.attention import group_windows, softmax
+from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, SmemRef
+from pallas_attn.kernels.mma.head_rows import HEADS, QUERIES
+
+
+def limit(problem: AttentionProblem) -> Limit | None:
+    """Why the kernels cannot take a problem, or None."""
+    if softmax.unit_of(problem.scale) is None:
+        return group_windows.OTHERS
+    return group_windows.others(problem)
+
+
+class Unit(NamedTuple):
+    """Consecutive query rows of 8 heads, which a block takes at a time."""
+
+    batch: Index
+    head: Index  # the first of them
+    kv_head: Index
+    row: Index  # the first query row
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupWindow:
+    """The units of a problem, and their keys."""
+
+    problem: AttentionProblem
+    rows: int  # query rows of a unit
+
+    @functools.cached_property
+    def width(self) -> int:
+        """Keys that a query row sees, itself included."""
+        assert self.problem.mask.width is not None
+        return self.problem.mask.width
+
+    @functools.cached_property
+    def reach(self) -> int:
+        """Keys before the first query row of a tile that it begins with."""
+        return pl.cdiv(self.width - 1, 64) * 64
+
+    @functools.cached_property
+    def units(self) -> int:
+        problem = self.problem
+        return problem.batch * pl.cdiv(problem.q_len, self.rows) * (problem.q_heads // HEADS)
+
+    def unit(self, number: Index) -> Unit:
+        """Units of the same rows follow each other."""
+        eights, rows = self.problem.q_heads // HEADS, pl.cdiv(self.problem.q_len, self.rows)
+        line, eight = lax.div(number, jnp.int32(eights)), lax.rem(number, jnp.int32(eights))
+        batch, row = lax.div(line, jnp.int32(rows)), lax.rem(line, jnp.int32(rows))
+        kv_head = lax.div(eight, jnp.int32(self.problem.group // HEADS))
+        return Unit(batch, eight * HEADS, kv_head, row * self.rows)
+
+    def count(self, block: Index, grid: int) -> Index:
+        """Units of a block: numbers block, block + grid, .."""
+        return lax.div(self.units - 1 - block, jnp.int32(grid)) + 1
+
+    def first_key(self, row: Index) -> Index:
+        """The first key of a tile whose first query row is `row`."""
+        return jnp.maximum(row - self.reach, 0)
+
+
+def load_rows(source: GmemRef, unit: Unit, row: Index, to: SmemRef, ready: Barrier) -> None:
+    """Issues loads of 8 heads of 8 query rows from `row` on, a copy a row; past the last row any."""
+    row = jnp.minimum(row, source.shape[1] - QUERIES)
+    for n in range(QUERIES):
+        heads = source.at[unit.batch, row + n, pl.ds(unit.head, HEADS)]
+        plgpu.copy_gmem_to_smem(heads, to.at[pl.ds(n * HEADS, HEADS)], ready)
+
+
+def store_rows(staged: SmemRef, to: GmemRef, unit: Unit, row: Index) -> None:
+    """Issues stores of 8 heads of those query rows, if they exist."""
+    exist, row = row < to.shape[1], jnp.minimum(row, to.shape[1] - QUERIES)
+    for n in range(QUERIES):
+        heads = to.at[unit.batch, row + n, pl.ds(unit.head, HEADS)]
+        plgpu.copy_smem_to_gmem(staged.at[pl.ds(n * HEADS, HEADS)], heads, predicate=exist)
