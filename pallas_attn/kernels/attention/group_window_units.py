@@ -1,5 +1,5 @@
-"""Tiles of 64 rows that are 8 heads of 8 consecutive query rows, as `mma/head_rows` numbers them: their
-loads and stores, and the units of work of `flash_fwd.sm90_group_window`.
+"""Tiles of 64 rows that are 8 heads of 8 consecutive query rows, as `mma/head_rows` numbers them:
+their loads and stores, and the units of work of `flash_fwd.sm90_group_window`.
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ class GroupWindow:
 
 
 def load_rows(source: GmemRef, unit: Unit, row: Index, to: SmemRef, ready: Barrier) -> None:
-    """Issues loads of 8 heads of 8 query rows from `row` on, a copy a row; past the last row any."""
+    """Issues loads of 8 heads of 8 query rows from `row` on, a copy a row; past T other rows."""
     row = jnp.minimum(row, source.shape[1] - QUERIES)
     for n in range(QUERIES):
         heads = source.at[unit.batch, row + n, pl.ds(unit.head, HEADS)]

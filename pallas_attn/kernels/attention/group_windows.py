@@ -1,5 +1,5 @@
-"""Problems of the Hopper kernels for short causal windows where 8 query heads or more share K and V:
-`flash_fwd.sm90_group_window` and `flash_bwd.sm90_group_window`. Dispatch asks this for every
+"""Problems of the Hopper kernels for short causal windows where 8 query heads or more share K and
+V: `flash_fwd.sm90_group_window` and `flash_bwd.sm90_group_window`. Dispatch asks this for every
 problem, so it imports nothing of Pallas.
 """
 
@@ -11,9 +11,9 @@ WIDTH = 64  # head dim
 LEAST_KEYS, MOST_KEYS = 8, 128  # keys that a query row sees, itself included
 
 OTHERS = Limit(
-    f"it takes causal windows of {LEAST_KEYS} to {MOST_KEYS} keys, as many queries as keys, in eights, "
-    f"heads of {WIDTH} of which a multiple of {EIGHT} share K and V, bfloat16 and float16, with sinks "
-    "and no other array",
+    f"it takes causal windows of {LEAST_KEYS} to {MOST_KEYS} keys, as many queries as keys, in "
+    f"eights, heads of {WIDTH} of which a multiple of {EIGHT} share K and V, bfloat16 and float16, "
+    "with sinks and no other array",
     "leave implementation=None",
 )
 

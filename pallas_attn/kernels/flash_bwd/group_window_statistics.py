@@ -1,5 +1,5 @@
-"""Row statistics (lse and delta) for `sm90_group_window`, by a launch that reads out and dO once and
-writes the numbers of a tile, 8 heads of 8 query rows, next to each other.
+"""Row statistics (lse and delta) for `sm90_group_window`, by a launch that reads out and dO once
+and writes the numbers of a tile, 8 heads of 8 query rows, next to each other.
 
 Grid: a block of one warpgroup for each tile of 64 rows.
 """

@@ -13,8 +13,8 @@ there for dq alone, and ends with the two query tiles after, for dk and dv alone
 every third kv tile, and each for as long as the queries of its own tile and of the next two.
 
 Shared memory, and who owns it when:
-  k, v [2, consumer]  kv tiles. `kv_ready`: they have landed. `kv_free`: dk and dv are stored, by way
-                      of v, and the last dQ that reads k is done
+  k, v [2, consumer]  kv tiles. `kv_ready`: they have landed. `kv_free`: dk and dv are stored, by
+                      way of v, and the last dQ that reads k is done
   q, do [stages]      rings of steps with their lse and delta, released by all consumers
   ds [turn, consumer] dS^T. `ds_ready`: all consumers have written theirs. The one whose turn it is
                       stores dQ from there, too: `ds_free`
@@ -393,11 +393,12 @@ def _add(now: WindowStep, sums: KeyGradients, s_acc: RegisterTile, dp_acc: Regis
     lse = per_column(mosaic.load(smem.lse.at[slot], mosaic.COLUMN), s.shape)
     s = _masked(now, s)
     p = jnp.exp2(s * unit - lse)
-    plgpu.wgmma(sums.dv, p.astype(dtype), do)
-    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+    # dV waits for dP: P in float32 beside its operand would be too much for registers.
+    dp = plgpu.wgmma_accumulator_load(dp_acc)
     delta = per_column(mosaic.load(smem.delta.at[slot], mosaic.COLUMN), s.shape)
     ds = (p * (dp - delta)).astype(dtype)
-
+    plgpu.wgmma(sums.dv, p.astype(dtype), do)
+    plgpu.wgmma(sums.dk, ds, q)
     to = lax.rem(now.s, jnp.int32(TILES))
 
     @pl.when(now.is_own)
@@ -407,7 +408,6 @@ def _add(now: WindowStep, sums: KeyGradients, s_acc: RegisterTile, dp_acc: Regis
 
     plgpu.commit_smem()  # all warps have read the step's statistics, too
     pl.when(now.is_own)(lambda: plgpu.barrier_arrive(smem.ds_ready.at[to]))
-    plgpu.wgmma(sums.dk, ds, q)
     plgpu.wgmma_wait(0)
     smem.q_ring.release(slot)
     smem.do_ring.release(slot)
