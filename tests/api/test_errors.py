@@ -1104,7 +1104,8 @@ def test_a_kernel_of_another_generation_says_who_serves_this_one():
         ("sm100", 'leave implementation=None, or say "reference"'),
     ):
         error = refusal(gpu, attend(x, x, x, implementation="sm90"))
-        names = ("prefill_contiguous_sm90", "flash_fwd_sm90", "flash_fwd_sm90_wide")
+        names = ("prefill_contiguous_sm90", "flash_fwd_sm90_group_window")
+        names += ("flash_fwd_sm90", "flash_fwd_sm90_wide")
         assert error.limits == dict.fromkeys(names, Limit("it is built for sm90", remedy))
 
 

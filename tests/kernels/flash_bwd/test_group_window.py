@@ -1,9 +1,11 @@
 """The Hopper backward of short windows where 8 heads or more share K and V."""
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from pallas_attn.kernels.flash_bwd import sm90_group_window as kernel
-from tests.kernels.flash_bwd.test_flash_bwd import check
+from tests.kernels.flash_bwd.test_flash_bwd import check, problem_of
 from tests.kernels.flash_fwd.test_group_window import windowed
 from tests.support import mosaic
 
@@ -30,3 +32,19 @@ def test_interpreted(name):
 @pytest.mark.parametrize("name", CASES)
 def test_on_the_gpu(name):
     check(*CASES[name])
+
+
+@pytest.mark.parametrize("rows, chunks", [(8192, 0), (456, 3), (8, 1), (1544, 0)])
+def test_chunks_have_each_tile_once(rows, chunks):
+    problem = problem_of(windowed(rows, 128, (32, 2), batch=2))
+    plan = kernel.GroupWindowPlan(problem, kernel.Config(chunks=chunks))
+    owned = np.zeros((2, 2, plan.tiles), int)
+    for block in range(plan.kv_heads * plan.chunks):
+        walk = kernel.walk_of(plan, jnp.int32(block))
+        owned[int(walk.batch), int(walk.kv_head), int(walk.begin) : int(walk.begin + walk.own)] += 1
+        last, after = int(walk.begin + walk.own), min(int(walk.begin + walk.own + 2), plan.tiles)
+        for steps, end in ((walk.own_steps, last), (walk.steps, after)):
+            assert int(steps) == 2 * (min(8 * end, rows // 8) - 8 * int(walk.begin))
+        unit = walk.unit(walk.own_steps - 1)
+        assert int(unit.row) == min(last * 64, rows) - 8 and int(unit.head) % 16 == 8
+    assert (owned == 1).all()
