@@ -4,7 +4,7 @@ their loads and stores, and the units of work of `flash_fwd.sm90_group_window`.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -14,7 +14,11 @@ from jax import lax
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import group_windows, softmax
-from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, SmemRef
+from pallas_attn.kernels.attention.group_windows import WIDTH
+from pallas_attn.kernels.attention.tiles import ROWS
+from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.panels import Panel
+from pallas_attn.kernels.lang.types import Barrier, DType, GmemRef, Index
 from pallas_attn.kernels.mma.head_rows import HEADS, QUERIES
 
 
@@ -74,17 +78,26 @@ class GroupWindow:
         return jnp.maximum(row - self.reach, 0)
 
 
-def load_rows(source: GmemRef, unit: Unit, row: Index, to: SmemRef, ready: Barrier) -> None:
-    """Issues loads of 8 heads of 8 query rows from `row` on, a copy a row; past T other rows."""
-    row = jnp.minimum(row, source.shape[1] - QUERIES)
-    for n in range(QUERIES):
-        heads = source.at[unit.batch, row + n, pl.ds(unit.head, HEADS)]
-        plgpu.copy_gmem_to_smem(heads, to.at[pl.ds(n * HEADS, HEADS)], ready)
+def scratch(shape: tuple[int, ...], dtype: DType) -> Panel:
+    """Shared memory for tiles [*shape, ROWS, WIDTH], which TMA sees as [.., QUERIES, HEADS, WIDTH]:
+    the same bytes, since rows are as wide as the swizzle.
+    """
+    tiled = mosaic.swizzled((*shape, ROWS, WIDTH), dtype, 2 * WIDTH)
+    box = (*shape, QUERIES, HEADS, WIDTH)
+    return Panel(plgpu.RefUnion(plgpu.SMEM(box, dtype, transforms=tiled.transforms[1:]), tiled))
 
 
-def store_rows(staged: SmemRef, to: GmemRef, unit: Unit, row: Index) -> None:
-    """Issues stores of 8 heads of those query rows, if they exist."""
-    exist, row = row < to.shape[1], jnp.minimum(row, to.shape[1] - QUERIES)
-    for n in range(QUERIES):
-        heads = to.at[unit.batch, row + n, pl.ds(unit.head, HEADS)]
-        plgpu.copy_smem_to_gmem(staged.at[pl.ds(n * HEADS, HEADS)], heads, predicate=exist)
+def load_rows(
+    source: GmemRef, unit: Unit, row: Index, to: Panel, at: Index, ready: Barrier
+) -> None:
+    """Issues the load of 8 heads of 8 query rows from `row` on; past T, of other rows."""
+    rows = pl.ds(jnp.minimum(row, source.shape[1] - QUERIES), QUERIES)
+    heads = source.at[unit.batch, rows, pl.ds(unit.head, HEADS)]
+    plgpu.copy_gmem_to_smem(heads, to.for_tma.at[at], ready)
+
+
+def store_rows(staged: Panel, at: Any, to: GmemRef, unit: Unit, row: Index) -> None:
+    """Issues the store of 8 heads of those query rows, if they exist."""
+    rows = pl.ds(jnp.minimum(row, to.shape[1] - QUERIES), QUERIES)
+    heads = to.at[unit.batch, rows, pl.ds(unit.head, HEADS)]
+    plgpu.copy_smem_to_gmem(staged.for_tma.at[at], heads, predicate=row < to.shape[1])

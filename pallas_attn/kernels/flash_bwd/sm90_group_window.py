@@ -50,6 +50,7 @@ from pallas_attn.kernels.flash_bwd.operands import (
 from pallas_attn.kernels.flash_bwd.producer import Ring
 from pallas_attn.kernels.lang import launch, mosaic
 from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.panels import Panel
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
 from pallas_attn.kernels.mma.head_rows import HEADS, QUERIES
 
@@ -139,9 +140,9 @@ class GroupWindowSmem(NamedTuple):
 
     k: SmemRef
     v: SmemRef
-    q: SmemRef
-    do: SmemRef
-    ds: SmemRef
+    q: Panel
+    do: Panel
+    ds: Panel
     lse: SmemRef  # [stages, 64]
     delta: SmemRef
     kv_ready: Barrier  # [2 * consumers]
@@ -173,15 +174,15 @@ def scratch(plan: GroupWindowPlan) -> GroupWindowSmem:
     return GroupWindowSmem(
         k=tiles(2, TILES),
         v=tiles(2, TILES),
-        q=tiles(stages),
-        do=tiles(stages),
-        ds=tiles(TILES, TILES),
+        q=units.scratch((stages,), dtype),
+        do=units.scratch((stages,), dtype),
+        ds=units.scratch((TILES, TILES), dtype),
         lse=numbers,
         delta=numbers,
         kv_ready=barrier(num_barriers=2 * TILES, num_arrivals=2),
         kv_free=barrier(num_barriers=2 * TILES, num_arrivals=2),
-        q_ready=barrier(num_barriers=stages, num_arrivals=QUERIES + 1),
-        do_ready=barrier(num_barriers=stages, num_arrivals=QUERIES + 1),
+        q_ready=barrier(num_barriers=stages, num_arrivals=2),
+        do_ready=barrier(num_barriers=stages, num_arrivals=2),
         q_free=barrier(num_barriers=stages, num_arrivals=TILES),
         do_free=barrier(num_barriers=stages, num_arrivals=TILES),
         ds_ready=barrier(num_barriers=TILES, num_arrivals=TILES),
@@ -288,7 +289,7 @@ def _produce(ctx: KernelContext, block: Index) -> None:
             ring.acquire(s, slot)
             ready = ring.ready.at[slot]
             plgpu.copy_gmem_to_smem(stats.at[at], ring.row_stats.at[slot], ready)
-            units.load_rows(source, unit, unit.row, ring.tiles.at[slot], ready)
+            units.load_rows(source, unit, unit.row, ring.tiles, slot, ready)
         # The kv tile that the next query tile meets first.
         following = lax.div(s, jnp.int32(walk.of_tile)) + TILES
         is_first = lax.rem(s, jnp.int32(walk.of_tile)) == 0
@@ -383,7 +384,7 @@ def _step(now: WindowStep, sums: KeyGradients) -> None:
 def _add(now: WindowStep, sums: KeyGradients, s_acc: RegisterTile, dp_acc: RegisterTile) -> None:
     (plan, _, smem), slot, tile = now.ctx, now.slot, now.tile
     dtype, own = jnp.dtype(plan.problem.dtype), (tile.slot, tile.wg)
-    q, do = smem.q.at[slot], smem.do.at[slot]
+    q, do = smem.q.tile.at[slot], smem.do.tile.at[slot]
     smem.q_ring.wait(slot)
     plgpu.wgmma(s_acc, smem.k.at[own], q.transpose((1, 0)))
     smem.do_ring.wait(slot)
@@ -404,7 +405,7 @@ def _add(now: WindowStep, sums: KeyGradients, s_acc: RegisterTile, dp_acc: Regis
     @pl.when(now.is_own)
     def _():
         pl.when(now.s >= TILES)(lambda: plgpu.barrier_wait(smem.ds_free.at[to]))
-        smem.ds[to, tile.wg] = ds
+        smem.ds.tile[to, tile.wg] = ds
 
     plgpu.commit_smem()  # all warps have read the step's statistics, too
     pl.when(now.is_own)(lambda: plgpu.barrier_arrive(smem.ds_ready.at[to]))
@@ -471,7 +472,7 @@ def _store_dq(now: WindowStep) -> None:
 
     def matmuls(acc: RegisterTile) -> RegisterTile:
         for n, tile in enumerate(tiles):
-            plgpu.wgmma(acc, smem.ds.at[wg, n].transpose((1, 0)), smem.k.at[tile.slot, n])
+            plgpu.wgmma(acc, smem.ds.tile.at[wg, n].transpose((1, 0)), smem.k.at[tile.slot, n])
         return acc[...]
 
     plgpu.barrier_wait(smem.ds_ready.at[wg])
@@ -479,11 +480,11 @@ def _store_dq(now: WindowStep) -> None:
     is_last = lax.rem(now.s, of_tile) == of_tile - 1
     done = KeyTile(t, lax.rem(t, three))
     pl.when(is_last)(lambda: walk.release(smem.kv_free, done))
-    staged, unit = smem.ds.at[wg, wg], walk.unit(now.s)
+    staged, unit = smem.ds.tile.at[wg, wg], walk.unit(now.s)
     plgpu.commit_smem()  # all warps have finished the matmul
     staged[...] = (dq * plan.problem.scale).astype(staged.dtype)
     plgpu.commit_smem()
-    units.store_rows(staged, now.dq, unit, unit.row)
+    units.store_rows(smem.ds, (wg, wg), now.dq, unit, unit.row)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(smem.ds_free.at[wg])
 

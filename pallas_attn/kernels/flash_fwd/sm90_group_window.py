@@ -41,6 +41,7 @@ from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
 from pallas_attn.kernels.flash_fwd.sm90 import with_zeros
 from pallas_attn.kernels.lang import launch, mosaic
 from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.panels import Panel
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import head_rows, wgmma
 from pallas_attn.kernels.mma.head_rows import QUERIES
@@ -112,12 +113,12 @@ class WindowRefs(NamedTuple):
 class WindowSmem(NamedTuple):
     """Shared memory."""
 
-    q: SmemRef  # [2 * warpgroups, ROWS, 64]
+    q: Panel  # [2 * warpgroups, ROWS, 64]
     k: SmemRef  # [stages, keys, 64]
     v: SmemRef  # [stages, the first `reach` keys of each consumer, 64]
     # The keys after them. A matmul takes keys by whole swizzles, here of 16.
     v_end: SmemRef
-    out: SmemRef  # [warpgroups, ROWS, 64]
+    out: Panel  # [warpgroups, ROWS, 64]
     q_ready: Barrier
     ready: Barrier
     free: Barrier
@@ -130,12 +131,12 @@ def scratch(plan: WindowPlan) -> WindowSmem:
         return mosaic.swizzled((*shape, WIDTH), dtype, swizzle)
 
     return WindowSmem(
-        q=tiles(2 * config.warpgroups, ROWS),
+        q=units.scratch((2 * config.warpgroups,), dtype),
         k=tiles(config.stages, plan.spread + plan.keys),
         v=tiles(config.stages, plan.spread + plan.window.reach),
         v_end=tiles(config.stages, plan.spread + END, swizzle=2 * END),
-        out=tiles(config.warpgroups, ROWS),
-        q_ready=barrier(num_barriers=2 * config.warpgroups, num_arrivals=QUERIES),
+        out=units.scratch((config.warpgroups,), dtype),
+        q_ready=barrier(num_barriers=2 * config.warpgroups),
         ready=barrier(num_barriers=config.stages, num_arrivals=3),
         free=barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
     )
@@ -182,9 +183,8 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
 
     def load_q(i: Index) -> None:
         unit, slot = plan.window.unit(block + i * plan.grid), q_slot(i)
-        units.load_rows(
-            refs.q, unit, unit.row + wg * QUERIES, smem.q.at[slot], smem.q_ready.at[slot]
-        )
+        row, ready = unit.row + wg * QUERIES, smem.q_ready.at[slot]
+        units.load_rows(refs.q, unit, row, smem.q, slot, ready)
 
     def one_unit(i: Index, carry: tuple[()]) -> tuple[()]:
         # All warps have read the slot: they met in the epilogue of the unit before.
@@ -215,7 +215,7 @@ def _attend(
         tile.at[slot, pl.ds(skipped, rows)]
         for tile, rows in ((smem.k, plan.keys), (smem.v, window.reach), (smem.v_end, END))
     )
-    s = wgmma.matmul((ROWS, plan.keys), (smem.q.at[q_slot],), (k,), issue=wgmma.score_panels)
+    s = wgmma.matmul((ROWS, plan.keys), (smem.q.tile.at[q_slot],), (k,), issue=wgmma.score_panels)
     s = lax.cond(
         row >= window.reach,
         functools.partial(_masked_at_edges, window),
@@ -240,11 +240,11 @@ def _attend(
     factor, lse = softmax.finish(new.row_max, new.row_sum, sinks)
     head_rows.store(lse, refs.lse, unit.batch, unit.head, row)
     out = softmax.scaled(acc, factor)
-    staged = smem.out.at[wg]
+    staged = smem.out.tile.at[wg]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     staged[...] = out.astype(staged.dtype)
     plgpu.commit_smem()
-    units.store_rows(staged, refs.out, unit, row)
+    units.store_rows(smem.out, wg, refs.out, unit, row)
 
 
 def _masked_at_edges(window: GroupWindow, s: RegisterTile) -> RegisterTile:
@@ -255,7 +255,8 @@ def _masked_at_edges(window: GroupWindow, s: RegisterTile) -> RegisterTile:
     low = query + (window.reach - window.width + 1)
     left = 8 * pl.cdiv(window.reach - window.width + QUERIES, 8)
     parts = [logits.mask_columns(lax.slice(s, (0, 0), (ROWS, left)), low, None)]
-    parts.append(lax.slice(s, (0, left), (ROWS, window.reach)))
+    if left < window.reach:
+        parts.append(lax.slice(s, (0, left), (ROWS, window.reach)))
     last = lax.slice(s, (0, window.reach), (ROWS, keys))
     parts.append(logits.mask_columns(last, None, query + 1))
     return lax.concatenate(parts, 1)
