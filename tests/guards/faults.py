@@ -778,10 +778,10 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "    pl.when(now.is_own)(lambda: plgpu.barrier_arrive(smem.ds_ready.at[to]))\n",
         "tests/kernels/flash_bwd/test_group_window.py -k interpreted",
     ),
-    "keys_of_a_group_are_replaced_before_their_last_dq": Fault(
+    "keys_of_a_group_are_loaded_over_keys_that_are_read_late": Fault(
         f"{BWD}/sm90_group_window.py",
-        "is_last = lax.rem(now.s, of_tile) == of_tile - 1",
-        "is_last = lax.rem(now.s, of_tile) == 0",
+        "following = lax.div(s, jnp.int32(walk.of_tile)) + TILES\n",
+        "following = lax.div(s, jnp.int32(walk.of_tile)) + 2 * TILES\n",
         "tests/kernels/flash_bwd/test_group_window.py -k 'interpreted and long_chunk'",
     ),
     "keys_before_the_first_are_seen": Fault(

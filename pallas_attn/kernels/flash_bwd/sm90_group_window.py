@@ -13,8 +13,8 @@ there for dq alone, and ends with the two query tiles after, for dk and dv alone
 every third kv tile, and each for as long as the queries of its own tile and of the next two.
 
 Shared memory, and who owns it when:
-  k, v [2, consumer]  kv tiles. `kv_ready`: they have landed. `kv_free`: dk and dv are stored, by
-                      way of v, and the last dQ that reads k is done
+  k, v [2, consumer]  kv tiles: `kv_ready`. dv and dk are stored by way of v. The next one is loaded
+                      there when all consumers have released a step that comes after
   q, do [stages]      rings of steps with their lse and delta, released by all consumers
   ds [turn, consumer] dS^T. `ds_ready`: all consumers have written theirs. The one whose turn it is
                       stores dQ from there, too: `ds_free`
@@ -33,10 +33,8 @@ from jax import lax
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels.attention import group_window_units as units
-from pallas_attn.kernels.attention import logits, softmax
-from pallas_attn.kernels.attention.group_window_units import Unit
-from pallas_attn.kernels.attention.group_windows import WIDTH
+from pallas_attn.kernels.attention import group_windows, logits, softmax
+from pallas_attn.kernels.attention.group_windows import WIDTH, Unit
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import group_window_statistics as statistics
 from pallas_attn.kernels.flash_bwd.key_tiles import per_column
@@ -72,7 +70,7 @@ class Config:
     def __post_init__(self):
         check(
             self,
-            stages=(self.stages >= 2, "at least 2"),
+            stages=(2 <= self.stages <= STEPS, f"2 to {STEPS}"),
             chunks=(self.chunks >= 0, "at least 0"),
         )
 
@@ -146,7 +144,6 @@ class GroupWindowSmem(NamedTuple):
     lse: SmemRef  # [stages, 64]
     delta: SmemRef
     kv_ready: Barrier  # [2 * consumers]
-    kv_free: Barrier
     q_ready: Barrier
     do_ready: Barrier
     q_free: Barrier
@@ -174,13 +171,12 @@ def scratch(plan: GroupWindowPlan) -> GroupWindowSmem:
     return GroupWindowSmem(
         k=tiles(2, TILES),
         v=tiles(2, TILES),
-        q=units.scratch((stages,), dtype),
-        do=units.scratch((stages,), dtype),
-        ds=units.scratch((TILES, TILES), dtype),
+        q=group_windows.scratch((stages,), dtype),
+        do=group_windows.scratch((stages,), dtype),
+        ds=group_windows.scratch((TILES, TILES), dtype),
         lse=numbers,
         delta=numbers,
         kv_ready=barrier(num_barriers=2 * TILES, num_arrivals=2),
-        kv_free=barrier(num_barriers=2 * TILES, num_arrivals=2),
         q_ready=barrier(num_barriers=stages, num_arrivals=2),
         do_ready=barrier(num_barriers=stages, num_arrivals=2),
         q_free=barrier(num_barriers=stages, num_arrivals=TILES),
@@ -217,11 +213,6 @@ class ChunkWalk(NamedTuple):
     def q_tiles(self) -> Index:
         """Query tiles with a step."""
         return lax.div(self.steps + (self.of_tile - 1), jnp.int32(self.of_tile))
-
-    def release(self, free: Barrier, tile: "KeyTile") -> None:
-        """Arrives at the barrier of a kv tile's place, if another one will be loaded there."""
-        again = tile.number + 2 * TILES < self.own + AFTER
-        pl.when(again)(lambda: plgpu.barrier_arrive(free.at[tile.barrier]))
 
     def unit(self, step: Index) -> Unit:
         """The 8 heads and query rows of a step."""
@@ -271,7 +262,6 @@ def _produce(ctx: KernelContext, block: Index) -> None:
     def load_keys(number: Index) -> None:
         """Kv tile `number - 2`; before the first one of the head that one, which is masked."""
         tile = KeyTile(number, lax.rem(number, jnp.int32(TILES)))
-        pl.when(number >= 2 * TILES)(lambda: plgpu.barrier_wait(smem.kv_free.at[tile.barrier]))
         row = jnp.maximum(walk.begin + number - AFTER, 0) * ROWS
         for source, to in ((refs.k, smem.k), (refs.v, smem.v)):
             there = source.at[walk.batch, pl.ds(row, ROWS), walk.kv_head]
@@ -289,8 +279,9 @@ def _produce(ctx: KernelContext, block: Index) -> None:
             ring.acquire(s, slot)
             ready = ring.ready.at[slot]
             plgpu.copy_gmem_to_smem(stats.at[at], ring.row_stats.at[slot], ready)
-            units.load_rows(source, unit, unit.row, ring.tiles, slot, ready)
-        # The kv tile that the next query tile meets first.
+            group_windows.load_rows(source, unit, unit.row, ring.tiles, slot, ready)
+        # The kv tile that the next query tile meets first. Its place was in use three query tiles
+        # before, which is more steps than the ring has.
         following = lax.div(s, jnp.int32(walk.of_tile)) + TILES
         is_first = lax.rem(s, jnp.int32(walk.of_tile)) == 0
         pl.when(is_first & (following < walk.own + AFTER))(functools.partial(load_keys, following))
@@ -450,9 +441,6 @@ def _store_dk_dv(
             plgpu.copy_smem_to_gmem(staged, to.at[walk.batch, pl.ds(row, ROWS), walk.kv_head])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    plgpu.commit_smem()
-    walk.release(smem.kv_free, tile)
-
 
 def _dq_in_turn(now: WindowStep) -> None:
     """dQ of the step before, if it is this consumer's turn."""
@@ -464,9 +452,7 @@ def _dq_in_turn(now: WindowStep) -> None:
 
 def _store_dq(now: WindowStep) -> None:
     plan, smem, walk, wg = now.ctx.plan, now.ctx.smem, now.walk, now.tile.wg
-    of_tile = jnp.int32(walk.of_tile)
-    t = lax.div(now.s, of_tile)
-    three = jnp.int32(TILES)
+    t, three = lax.div(now.s, jnp.int32(walk.of_tile)), jnp.int32(TILES)
     # Kv tile t of the walk and the two after it, by consumer.
     tiles = [KeyTile(t + lax.rem(n + TILES - lax.rem(t, three), three), n) for n in range(TILES)]
 
@@ -477,14 +463,11 @@ def _store_dq(now: WindowStep) -> None:
 
     plgpu.barrier_wait(smem.ds_ready.at[wg])
     dq = pl.run_scoped(matmuls, plgpu.ACC((ROWS, WIDTH), jnp.float32))
-    is_last = lax.rem(now.s, of_tile) == of_tile - 1
-    done = KeyTile(t, lax.rem(t, three))
-    pl.when(is_last)(lambda: walk.release(smem.kv_free, done))
     staged, unit = smem.ds.tile.at[wg, wg], walk.unit(now.s)
     plgpu.commit_smem()  # all warps have finished the matmul
     staged[...] = (dq * plan.problem.scale).astype(staged.dtype)
     plgpu.commit_smem()
-    units.store_rows(smem.ds, (wg, wg), now.dq, unit, unit.row)
+    group_windows.store_rows(smem.ds, (wg, wg), now.dq, unit, unit.row)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(smem.ds_free.at[wg])
 
@@ -526,4 +509,4 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     return AttentionInputs(q=grads.dq, k=grads.dk, v=grads.dv, **others)
 
 
-KERNEL = Kernel(Config, units.limit, smem_bytes, run)
+KERNEL = Kernel(Config, group_windows.limit, smem_bytes, run)

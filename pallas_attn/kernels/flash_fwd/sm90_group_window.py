@@ -32,10 +32,8 @@ from jax import lax
 
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels.attention import group_window_units as units
-from pallas_attn.kernels.attention import logits, softmax
-from pallas_attn.kernels.attention.group_window_units import GroupWindow, Unit
-from pallas_attn.kernels.attention.group_windows import WIDTH
+from pallas_attn.kernels.attention import group_windows, logits, softmax
+from pallas_attn.kernels.attention.group_windows import WIDTH, GroupWindow, Unit
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
 from pallas_attn.kernels.flash_fwd.sm90 import with_zeros
@@ -131,11 +129,11 @@ def scratch(plan: WindowPlan) -> WindowSmem:
         return mosaic.swizzled((*shape, WIDTH), dtype, swizzle)
 
     return WindowSmem(
-        q=units.scratch((2 * config.warpgroups,), dtype),
+        q=group_windows.scratch((2 * config.warpgroups,), dtype),
         k=tiles(config.stages, plan.spread + plan.keys),
         v=tiles(config.stages, plan.spread + plan.window.reach),
         v_end=tiles(config.stages, plan.spread + END, swizzle=2 * END),
-        out=units.scratch((config.warpgroups,), dtype),
+        out=group_windows.scratch((config.warpgroups,), dtype),
         q_ready=barrier(num_barriers=2 * config.warpgroups),
         ready=barrier(num_barriers=config.stages, num_arrivals=3),
         free=barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
@@ -184,7 +182,7 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
     def load_q(i: Index) -> None:
         unit, slot = plan.window.unit(block + i * plan.grid), q_slot(i)
         row, ready = unit.row + wg * QUERIES, smem.q_ready.at[slot]
-        units.load_rows(refs.q, unit, row, smem.q, slot, ready)
+        group_windows.load_rows(refs.q, unit, row, smem.q, slot, ready)
 
     def one_unit(i: Index, carry: tuple[()]) -> tuple[()]:
         # All warps have read the slot: they met in the epilogue of the unit before.
@@ -244,7 +242,7 @@ def _attend(
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     staged[...] = out.astype(staged.dtype)
     plgpu.commit_smem()
-    units.store_rows(smem.out, wg, refs.out, unit, row)
+    group_windows.store_rows(smem.out, wg, refs.out, unit, row)
 
 
 def _masked_at_edges(window: GroupWindow, s: RegisterTile) -> RegisterTile:
@@ -305,4 +303,4 @@ def run(
     return kernel(WindowRefs(inputs.q, inputs.k, inputs.v, inputs.sinks))
 
 
-KERNEL = Kernel(Config, units.limit, smem_bytes, run)
+KERNEL = Kernel(Config, group_windows.limit, smem_bytes, run)
