@@ -41,10 +41,13 @@ def of_tiles(problem: AttentionProblem, residuals: Residuals) -> RowStatistics:
     return RowStatistics(*kernel((out, d_out, lse, d_lse)))
 
 
-def by_rows(problem: AttentionProblem, numbers: Operand) -> jax.Array:
-    """[B, N / 8, T / 8, 64] -> [B, N, T]."""
-    sizes = problem.batch, problem.q_heads // HEADS, -1, QUERIES, HEADS
-    return numbers.reshape(sizes).transpose(0, 1, 4, 2, 3).reshape(*sizes[:1], problem.q_heads, -1)
+def dsinks(sinks: Operand, stats: RowStatistics) -> jax.Array:
+    """The gradient of the sinks: `operands.dsinks`."""
+    _, heads, tiles, _ = stats.lse.shape
+    of_rows = softmax.to_log2(sinks).reshape(heads, 1, 1, HEADS)
+    sizes = -1, heads, tiles, QUERIES, HEADS
+    p = jnp.exp2(of_rows - stats.lse.reshape(sizes))
+    return -(p * stats.delta.reshape(sizes)).sum(axis=(0, 2, 3)).reshape(-1)
 
 
 def _kernel(

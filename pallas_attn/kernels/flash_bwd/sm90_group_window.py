@@ -42,8 +42,6 @@ from pallas_attn.kernels.flash_bwd.operands import (
     Gradients,
     KeyGradients,
     Residuals,
-    RowStatistics,
-    dsinks,
 )
 from pallas_attn.kernels.flash_bwd.producer import Ring
 from pallas_attn.kernels.lang import launch, mosaic
@@ -504,8 +502,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     grads = Gradients(*kernel(refs))
     others = {}
     if inputs.sinks is not None:
-        rows = RowStatistics(stats.lse, statistics.by_rows(problem, stats.delta))
-        others["sinks"] = dsinks(residuals, rows)
+        others["sinks"] = statistics.dsinks(inputs.sinks, stats)
     return AttentionInputs(q=grads.dq, k=grads.dk, v=grads.dv, **others)
 
 

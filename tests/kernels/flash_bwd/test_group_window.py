@@ -7,7 +7,7 @@ import pytest
 from pallas_attn.kernels.flash_bwd import sm90_group_window as kernel
 from tests.kernels.flash_bwd.test_flash_bwd import check, problem_of
 from tests.kernels.flash_fwd.test_group_window import windowed
-from tests.support import mosaic
+from tests.support import builds, mosaic
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -48,3 +48,15 @@ def test_chunks_have_each_tile_once(rows, chunks):
         unit = walk.unit(walk.own_steps - 1)
         assert int(unit.row) == min(last * 64, rows) - 8 and int(unit.head) % 16 == 8
     assert (owned == 1).all()
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("name, launches", [("flash_fwd", 1), ("flash_bwd", 3)])
+def test_compiles_without_serialised_matmuls(name, launches):
+    build = builds.BUILDS[f"{name}/sm90/h64_group_window"]
+    report = mosaic.compile_for(build.call, *build.shapes, target=build.target, sass=False)
+    names = [one_kernel.name for one_kernel in report.kernels]
+    assert len(names) == launches and all("group_window" in name for name in names)
+    assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
+    assert all(one_kernel.spill_bytes <= 250 for one_kernel in report.kernels)
