@@ -44,9 +44,9 @@ def of_tiles(problem: AttentionProblem, residuals: Residuals) -> RowStatistics:
 def dsinks(sinks: Operand, stats: RowStatistics) -> jax.Array:
     """The gradient of the sinks: `operands.dsinks`."""
     _, heads, tiles, _ = stats.lse.shape
-    of_rows = softmax.to_log2(sinks).reshape(heads, 1, 1, HEADS)
+    of_heads = softmax.to_log2(sinks).reshape(1, heads, 1, 1, HEADS)
     sizes = -1, heads, tiles, QUERIES, HEADS
-    p = jnp.exp2(of_rows - stats.lse.reshape(sizes))
+    p = jnp.exp2(of_heads - stats.lse.reshape(sizes))
     return -(p * stats.delta.reshape(sizes)).sum(axis=(0, 2, 3)).reshape(-1)
 
 
