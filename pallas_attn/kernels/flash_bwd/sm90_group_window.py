@@ -53,7 +53,7 @@ from pallas_attn.kernels.mma.head_rows import HEADS, QUERIES
 TILES = 3  # kv tiles that a query tile meets, and consumers
 AFTER = TILES - 1  # query tiles after a kv tile that meet it
 STEPS = ROWS // QUERIES  # steps of a query tile and 8 heads
-REGISTERS = 160  # of a consumer's thread
+REGISTERS = 160  # a thread of a consumer
 BLOCKS = gpu_specs.multiprocessors(gpu_specs.HOPPER)
 RESERVED = 2048  # bytes of shared memory for barriers and for alignment
 
@@ -199,8 +199,8 @@ class ChunkWalk(NamedTuple):
     kv_head: Index
     begin: Index  # its first tile among those of the head
     own: Index  # tiles
-    steps: Index  # of its query tiles and of those after it
-    own_steps: Index  # of its query tiles
+    steps: Index  # its query tiles' and those of the tiles after them
+    own_steps: Index  # its query tiles'
 
     @property
     def of_tile(self) -> int:

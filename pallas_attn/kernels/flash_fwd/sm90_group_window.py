@@ -45,7 +45,7 @@ from pallas_attn.kernels.mma import head_rows, wgmma
 from pallas_attn.kernels.mma.head_rows import QUERIES
 
 END = 16  # keys of a consumer's tile after the first `reach`, with 8 that no row sees
-REGISTERS = {2: 240, 3: 160, 4: 112}  # of a consumer's thread, by number of consumers
+REGISTERS = {2: 240, 3: 160, 4: 112}  # a thread of a consumer, by number of consumers
 
 
 @dataclasses.dataclass(frozen=True)
