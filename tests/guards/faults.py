@@ -786,8 +786,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "keys_before_the_first_are_seen": Fault(
         f"{BWD}/sm90_group_window.py",
-        "first = jnp.where(exists, (key - query) * HEADS, ROWS)",
-        "first = (key - query) * HEADS",
+        "first = jnp.where(exists, key - query, QUERIES)",
+        "first = key - query",
         "tests/kernels/flash_bwd/test_group_window.py -k interpreted",
     ),
     "wide_probabilities_are_stored_over_others": Fault(

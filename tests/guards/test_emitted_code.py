@@ -74,6 +74,16 @@ def test_masks(names, keys, warpgroup, rng):
     np.testing.assert_array_equal(got, want.reshape(-1)[emitted.places(s.shape, 4)])
 
 
+def test_masks_of_8_heads_of_8_query_rows(rng):
+    s = rng.standard_normal((64, 64)).astype(np.float32)
+    bounds = [jnp.asarray(rng.integers(-3, 12, 64), np.int32) for _ in range(2)]
+    code = captured(head_rows.mask_queries, jnp.asarray(s), *bounds)
+    got = evaluate(code, held_by(s.shape))
+    want = np.asarray(code.function.values(*code.args))
+    assert np.isneginf(want).any() and np.isfinite(want).any()
+    np.testing.assert_array_equal(got, want.reshape(-1)[emitted.places(s.shape, 4)])
+
+
 @pytest.mark.parametrize("bound", [0.0, 8.0])
 def test_votes(bound):
     """Each warp votes for itself; a row of NaN has no vote."""

@@ -33,7 +33,7 @@ from jax import lax
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels.attention import group_windows, logits, softmax
+from pallas_attn.kernels.attention import group_windows, softmax
 from pallas_attn.kernels.attention.group_windows import WIDTH, Unit
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import group_window_statistics as statistics
@@ -48,6 +48,7 @@ from pallas_attn.kernels.lang import launch, mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.panels import Panel
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
+from pallas_attn.kernels.mma import head_rows
 from pallas_attn.kernels.mma.head_rows import HEADS, QUERIES
 
 TILES = 3  # kv tiles that a query tile meets, and consumers
@@ -311,6 +312,12 @@ class WindowStep(NamedTuple):
         """Whether its dQ is the block's."""
         return self.s < self.walk.own_steps
 
+    def is_turn(self, ago: int) -> Index:
+        """Whether dQ of the step so many before is this consumer's."""
+        step = self.s - ago
+        own = (step >= 0) & (step < self.walk.own_steps)
+        return own & (lax.rem(step, jnp.int32(TILES)) == self.tile.wg)
+
 
 def _consume(ctx: KernelContext, outs: Gradients, block: Index, wg: Index) -> None:
     plan, smem = ctx.plan, ctx.smem
@@ -345,6 +352,7 @@ def _consume(ctx: KernelContext, outs: Gradients, block: Index, wg: Index) -> No
                 for ring in (smem.q_ring, smem.do_ring):
                     ring.wait(now.slot)
                     ring.release(now.slot)
+                _free_ds(now)
                 _dq_in_turn(now)
                 return carry
 
@@ -378,6 +386,7 @@ def _add(now: WindowStep, sums: KeyGradients, s_acc: RegisterTile, dp_acc: Regis
     plgpu.wgmma(s_acc, smem.k.at[own], q.transpose((1, 0)))
     smem.do_ring.wait(slot)
     plgpu.wgmma(dp_acc, smem.v.at[own], do.transpose((1, 0)))
+    _free_ds(now)
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
     unit = softmax.unit_of(plan.problem.scale)
     lse = per_column(mosaic.load(smem.lse.at[slot], mosaic.COLUMN), s.shape)
@@ -404,7 +413,7 @@ def _add(now: WindowStep, sums: KeyGradients, s_acc: RegisterTile, dp_acc: Regis
 
 
 def _masked(now: WindowStep, s: RegisterTile) -> RegisterTile:
-    """Scores with -inf where a query does not see a key. A key sees 8 columns a query row."""
+    """Scores with -inf where a query does not see a key."""
     plan, walk = now.ctx.plan, now.walk
     after = lax.div(now.s, jnp.int32(walk.of_tile)) + AFTER - now.tile.number  # tiles
     query = lax.div(now.s, jnp.int32(plan.eights)) * QUERIES  # counted from the chunk's first row
@@ -412,10 +421,10 @@ def _masked(now: WindowStep, s: RegisterTile) -> RegisterTile:
     exists = walk.begin * ROWS + key >= 0
 
     def mask(s: RegisterTile) -> RegisterTile:
-        # Past the last column where there are no such keys.
-        first = jnp.where(exists, (key - query) * HEADS, ROWS)
-        low = mosaic.positions((ROWS,), 0, 0) * HEADS + first
-        return logits.mask_columns(s, low, low + plan.width * HEADS)
+        # Past the last query row where there are no such keys.
+        first = jnp.where(exists, key - query, QUERIES)
+        low = mosaic.positions((ROWS,), 0, first)
+        return head_rows.mask_queries(s, low, low + plan.width)
 
     # The largest distance of a pair of tiles that are one apart.
     partly = (after != 1) if plan.width >= 2 * ROWS else jnp.bool_(True)
@@ -442,10 +451,18 @@ def _store_dk_dv(
 
 def _dq_in_turn(now: WindowStep) -> None:
     """dQ of the step before, if it is this consumer's turn."""
-    before = now.s - 1
-    turn = lax.rem(before, jnp.int32(TILES)) == now.tile.wg
-    turn = turn & (before >= 0) & (before < now.walk.own_steps)
-    pl.when(turn)(functools.partial(_store_dq, now._replace(s=before)))
+    pl.when(now.is_turn(1))(functools.partial(_store_dq, now._replace(s=now.s - 1)))
+
+
+def _free_ds(now: WindowStep) -> None:
+    """Releases the place from which this consumer stored dQ in the step before, if it did: the
+    store has read it by now.
+    """
+
+    @pl.when(now.is_turn(2))
+    def _():
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(now.ctx.smem.ds_free.at[now.tile.wg])
 
 
 def _store_dq(now: WindowStep) -> None:
@@ -466,8 +483,6 @@ def _store_dq(now: WindowStep) -> None:
     staged[...] = (dq * plan.problem.scale).astype(staged.dtype)
     plgpu.commit_smem()
     group_windows.store_rows(smem.ds, (wg, wg), now.dq, unit, unit.row)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(smem.ds_free.at[wg])
 
 
 # ---- the kernel and its call ---------------------------------------------------------------------

@@ -5,12 +5,16 @@ Of a warpgroup's 64 rows a thread has numbers 16 w + l / 4 and 8 more, w its war
 one head of two neighbouring query rows.
 """
 
+from typing import Any
+
 import jax
+import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import vector
+from jaxlib.mlir.dialects import arith, vector
 
 from pallas_attn.kernels.lang import asm, mosaic, threads
 from pallas_attn.kernels.lang.thread_program import Int
@@ -35,7 +39,7 @@ def store(values: RegisterTile, to: GmemRef, batch: Index, head: Index, row: Ind
         address = asm.address_of(to, line, 4)
         ours = lane % 4 < 1
         for number, register in enumerate(values.registers.flat):
-            value = vector.extract(register, [], [0])
+            value = _first(register)
             inside = (ours & (row + number < length)).value
             asm.do_where(inside, f"st.global.f32 [$1+{4 * number}], $2", [address, value], "l,f")
 
@@ -69,10 +73,46 @@ def load(numbers: GmemRef, head: Index) -> RegisterTile:
     return mosaic.inline(code, twin, args, (REF, SCALAR), result)
 
 
+def mask_queries(s: RegisterTile, low: RegisterTile, high: RegisterTile) -> RegisterTile:
+    """A tile of float32 scores [64 keys, 64] whose columns are such rows, with -inf where a query
+    row is below its key's `low` or from its `high` on (each int32[64]): a comparison for the 8
+    heads, which lie in a thread's pairs of columns.
+    """
+
+    def code(_, s, low, high):
+        low, high = ([_first(register) for register in x.registers.flat] for x in (low, high))
+        registers, nothing = s.registers.copy(), utils.c(float("-inf"), ir.F32Type.get())
+        for at, register in enumerate(s.registers.flat):
+            block, row = divmod(at, 2)
+            query = utils.c(block, ir.IntegerType.get_signless(32))
+            below = arith.cmpi(arith.CmpIPredicate.sge, query, low[row])
+            seen = arith.andi(below, arith.cmpi(arith.CmpIPredicate.slt, query, high[row]))
+            pair = register
+            for i in range(2):
+                score = arith.select(seen, vector.extract(register, [], [i]), nothing)
+                pair = vector.insert(score, pair, [], [i])
+            registers[np.unravel_index(at, registers.shape)] = pair
+        return mgpu.FragmentedArray(_registers=registers, _layout=s.layout, _is_signed=None)
+
+    def values(s, low, high):  # run by the interpreter
+        query = jnp.arange(s.shape[1])[None] // HEADS
+        return jnp.where((query >= low[:, None]) & (query < high[:, None]), s, -jnp.inf)
+
+    inline: Any = code
+    inline.values = values
+    result = plgpu.ShapeDtypeStruct(s.shape, jnp.float32, layout=mosaic.TILE)
+    types = mosaic.TILE, mosaic.ROW, mosaic.ROW
+    return plgpu.inline_mgpu(arg_types=types, return_type=result)(inline)(s, low, high)
+
+
 def query_rows() -> jax.Array:
     """int32[64]: the query row of each row of a tile, counted from its first."""
     eight = mosaic.filled((HEADS * QUERIES,), HEADS, jnp.int32)
     return jax.lax.div(mosaic.positions((HEADS * QUERIES,), 0, 0), eight)
+
+
+def _first(register: ir.Value) -> ir.Value:
+    return vector.extract(register, [], [0])
 
 
 def _int_of(scalar: Index) -> Int:
