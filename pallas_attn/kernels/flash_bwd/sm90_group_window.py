@@ -213,6 +213,11 @@ class ChunkWalk(NamedTuple):
         """Query tiles with a step."""
         return lax.div(self.steps + (self.of_tile - 1), jnp.int32(self.of_tile))
 
+    def steps_of(self, tile: "KeyTile") -> tuple[Index, Index]:
+        """First and end of the steps that meet a kv tile."""
+        first = jnp.maximum(tile.number - AFTER, 0) * self.of_tile
+        return first, jnp.minimum((tile.number + 1) * self.of_tile, self.steps)
+
     def unit(self, step: Index) -> Unit:
         """The 8 heads and query rows of a step."""
         eights, group = jnp.int32(self.plan.eights), self.plan.problem.group
@@ -320,55 +325,54 @@ class WindowStep(NamedTuple):
 
 
 def _consume(ctx: KernelContext, outs: Gradients, block: Index, wg: Index) -> None:
-    plan, smem = ctx.plan, ctx.smem
-    walk = walk_of(plan, block)
+    """Every third kv tile of the walk of a block."""
+    walk = walk_of(ctx.plan, block)
 
     def kv_tile(n: Index, carry: tuple[()]) -> tuple[()]:
         tile = KeyTile(wg + n * TILES, wg)
-        first = jnp.maximum(tile.number - AFTER, 0) * walk.of_tile
-        last = jnp.minimum((tile.number + 1) * walk.of_tile, walk.steps)
-        step = functools.partial(WindowStep, ctx, outs.dq, walk, tile)
-
-        @pl.when(tile.number < walk.own + AFTER)
-        def _():
-            plgpu.barrier_wait(smem.kv_ready.at[tile.barrier])
-
-            def all_steps(dk: RegisterTile, dv: RegisterTile) -> KeyGradients:
-                def one_step(s: Index, carry: tuple[()]) -> tuple[()]:
-                    _step(step(s), KeyGradients(dk, dv))
-                    return carry
-
-                lax.fori_loop(first, last, one_step, ())
-                return KeyGradients(dk[...], dv[...])
-
-            accs = [plgpu.ACC((ROWS, WIDTH), jnp.float32) for _ in range(2)]
-            grads = pl.run_scoped(all_steps, *accs)
-            _store_dk_dv(ctx, outs, walk, tile, grads)
-
-        @pl.when(tile.number >= walk.own + AFTER)
-        def _():
-            def unused(s: Index, carry: tuple[()]) -> tuple[()]:
-                now = step(s)
-                for ring in (smem.q_ring, smem.do_ring):
-                    ring.wait(now.slot)
-                    ring.release(now.slot)
-                _free_ds(now)
-                _dq_in_turn(now)
-                return carry
-
-            lax.fori_loop(first, last, unused, ())
-
+        own = tile.number < walk.own + AFTER
+        pl.when(own)(functools.partial(_take_tile, ctx, outs, walk, tile))
+        pl.when(jnp.logical_not(own))(functools.partial(_pass_steps, ctx, outs, walk, tile))
         return carry
 
     # Kv tiles that some step of the walk meets.
     count = lax.div(walk.q_tiles + (AFTER - 1) - wg, jnp.int32(TILES)) + 1
     lax.fori_loop(0, count, kv_tile, ())
-
-    @pl.when(walk.steps == walk.own_steps)
-    def _():
-        _dq_in_turn(WindowStep(ctx, outs.dq, walk, KeyTile(wg, wg), walk.steps))
-
+    end = WindowStep(ctx, outs.dq, walk, KeyTile(wg, wg), walk.steps)
+    pl.when(walk.steps == walk.own_steps)(functools.partial(_dq_in_turn, end))
     plgpu.wait_smem_to_gmem(0)
+
+
+def _take_tile(ctx: KernelContext, outs: Gradients, walk: ChunkWalk, tile: KeyTile) -> None:
+    """All steps of a kv tile."""
+    plgpu.barrier_wait(ctx.smem.kv_ready.at[tile.barrier])
+
+    def all_steps(dk: RegisterTile, dv: RegisterTile) -> KeyGradients:
+        def one_step(s: Index, carry: tuple[()]) -> tuple[()]:
+            _step(WindowStep(ctx, outs.dq, walk, tile, s), KeyGradients(dk, dv))
+            return carry
+
+        lax.fori_loop(*walk.steps_of(tile), one_step, ())
+        return KeyGradients(dk[...], dv[...])
+
+    accs = [plgpu.ACC((ROWS, WIDTH), jnp.float32) for _ in range(2)]
+    grads = pl.run_scoped(all_steps, *accs)
+    pl.when(tile.number >= AFTER)(functools.partial(_store_dk_dv, ctx, outs, walk, tile, grads))
+
+
+def _pass_steps(ctx: KernelContext, outs: Gradients, walk: ChunkWalk, tile: KeyTile) -> None:
+    """The steps of a kv tile past the chunk, which other consumers use."""
+
+    def one_step(s: Index, carry: tuple[()]) -> tuple[()]:
+        now = WindowStep(ctx, outs.dq, walk, tile, s)
+        for ring in (ctx.smem.q_ring, ctx.smem.do_ring):
+            ring.wait(now.slot)
+            ring.release(now.slot)
+        _free_ds(now)
+        _dq_in_turn(now)
+        return carry
+
+    lax.fori_loop(*walk.steps_of(tile), one_step, ())
 
 
 def _step(now: WindowStep, sums: KeyGradients) -> None:
@@ -437,16 +441,13 @@ def _store_dk_dv(
     """Stores dk and dv by way of the buffer of v, one after the other."""
     plan, _, smem = ctx
     staged = smem.v.at[tile.slot, tile.wg]
-
-    @pl.when(tile.number >= AFTER)
-    def _():
-        row = (walk.begin + tile.number - AFTER) * ROWS
-        for value, to in ((grads.dv, outs.dv), (grads.dk * plan.problem.scale, outs.dk)):
-            plgpu.commit_smem()  # all warps have finished what reads the buffer
-            staged[...] = value.astype(staged.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(staged, to.at[walk.batch, pl.ds(row, ROWS), walk.kv_head])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    row = (walk.begin + tile.number - AFTER) * ROWS
+    for value, to in ((grads.dv, outs.dv), (grads.dk * plan.problem.scale, outs.dk)):
+        plgpu.commit_smem()  # all warps have finished what reads the buffer
+        staged[...] = value.astype(staged.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staged, to.at[walk.batch, pl.ds(row, ROWS), walk.kv_head])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _dq_in_turn(now: WindowStep) -> None:
@@ -515,10 +516,8 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     )
     refs = GroupWindowRefs(inputs.q, inputs.k, inputs.v, residuals.d_out, *stats)
     grads = Gradients(*kernel(refs))
-    others = {}
-    if inputs.sinks is not None:
-        others["sinks"] = statistics.dsinks(inputs.sinks, stats)
-    return AttentionInputs(q=grads.dq, k=grads.dk, v=grads.dv, **others)
+    sinks = None if inputs.sinks is None else statistics.dsinks(inputs.sinks, stats)
+    return AttentionInputs(q=grads.dq, k=grads.dk, v=grads.dv, sinks=sinks)
 
 
 KERNEL = Kernel(Config, group_windows.limit, smem_bytes, run)
