@@ -15,6 +15,7 @@ from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.attention.tiles import ROWS
+from pallas_attn.kernels.attention.tiles import limit as attention_limit
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.panels import Panel
 from pallas_attn.kernels.lang.types import Barrier, DType, GmemRef, Index
@@ -26,6 +27,8 @@ LEAST_KEYS, MOST_KEYS = 8, 128  # keys that a query row sees, itself included
 
 def limit(problem: AttentionProblem) -> Limit | None:
     """Why the kernels cannot take a problem, or None."""
+    if (refused := attention_limit(problem)) is not None:
+        return refused
     mask, plain = problem.mask, problem.softcap is None and problem.score_program is None
     plain = plain and problem.mask_program is None and set(problem.arrays) <= {"sinks"}
     here = problem.share == problem.zigzag == problem.fetches == 1
