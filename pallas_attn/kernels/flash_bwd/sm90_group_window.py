@@ -376,7 +376,7 @@ def _step(now: WindowStep, sums: KeyGradients) -> None:
 
 
 def _add(now: WindowStep, sums: KeyGradients, s_acc: RegisterTile, dp_acc: RegisterTile) -> None:
-    (plan, _, smem), slot, tile = now.ctx, now.slot, now.tile
+    plan, smem, slot, tile = now.ctx.plan, now.ctx.smem, now.slot, now.tile
     dtype, own = jnp.dtype(plan.problem.dtype), (tile.slot, tile.wg)
     q, do = smem.q.tile.at[slot], smem.do.tile.at[slot]
     smem.q_ring.wait(slot)
