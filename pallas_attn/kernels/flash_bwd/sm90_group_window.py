@@ -468,7 +468,7 @@ def _store_dq(now: WindowStep) -> None:
     staged[...] = (dq * plan.problem.scale).astype(staged.dtype)
     plgpu.commit_smem()
     group_windows.store_rows(smem.ds, (wg, wg), now.dq, unit, unit.row)
-    # Released at once: a step later, while the next one runs, was 17 % slower.
+    # Released at once: the others wait for it. In the middle of the next step was slower.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(smem.ds_free.at[wg])
 

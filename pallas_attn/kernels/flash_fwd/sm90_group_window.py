@@ -4,7 +4,7 @@ window of 128 keys and 64:8 heads of 64.
 The forward for any mask gives a warpgroup 64 query rows of one head, which meet 192 keys in three
 kv tiles, and each of its work tiles reads half as many keys again. Here the 64 rows of a warpgroup
 are 8 heads of 8 query rows: they meet 136 keys, a single tile of scores, so there is no online
-softmax, and only the first and last columns need a mask. Three or four consumers take neighbouring
+softmax, and only the first and last columns need a mask. Two to four consumers take neighbouring
 query rows, and their keys are one kv tile in shared memory of which each reads its own part.
 
 Grid: one persistent block a multiprocessor. It takes units number block, block + grid, ..; a unit
