@@ -184,6 +184,14 @@ def _without_float8(problem: DecodeProblem) -> Limit | None:
     return Limit("precision does not ask for matmuls on float8", "leave implementation=None")
 
 
+def _long_window(problem: AttentionProblem) -> Limit | None:
+    """Why the kernels for short windows of 8 heads and more a kv head are slower, or None."""
+    width = problem.mask.width
+    if width is not None and width <= 128 and problem.kv_heads and problem.group % 8 == 0:
+        return None
+    return Limit("it is for windows of up to 128 keys", "leave implementation=None")
+
+
 _DECODE = (
     Candidate("prefill.gathered_sm80", FROM_AMPERE, selection.gathered),  # many query rows
     Candidate("decode.sm80", FROM_AMPERE),
@@ -194,6 +202,8 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
     "flash_forward": (
         # few query rows, many keys
         Candidate("prefill.contiguous_sm90", HOPPER, selection.contiguous_sm90),
+        # short windows, 8 heads or more that share K and V
+        Candidate("flash_fwd.sm90_group_window", HOPPER, _long_window),
         Candidate("flash_fwd.sm90", HOPPER),
         Candidate("flash_fwd.sm90_wide", HOPPER),  # head dims above 256
         Candidate("flash_fwd.sm80", FROM_AMPERE),
@@ -201,6 +211,7 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         Reference(reference.attention, _score_matrix),
     ),
     "flash_backward": (
+        Candidate("flash_bwd.sm90_group_window", HOPPER, _long_window),
         Candidate("flash_bwd.sm90", HOPPER),
         Candidate("flash_bwd.sm90_wide", HOPPER),  # head dims above 256
         Candidate("flash_bwd.sm80", FROM_AMPERE),

@@ -813,6 +813,50 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "block.acquire(number > ctx.plan.config.k_ring)",
         "tests/kernels/flash_fwd/test_wide.py -k interpreted",
     ),
+    "keys_of_a_group_are_loaded_over_keys_that_are_read": Fault(
+        f"{FWD}/sm90_group_window.py",
+        "pl.when(i >= plan.config.stages)",
+        "pl.when(i > plan.config.stages)",
+        "tests/kernels/flash_fwd/test_group_window.py -k interpreted",
+    ),
+    "a_window_of_a_group_begins_a_key_late": Fault(
+        f"{FWD}/sm90_group_window.py",
+        "low = query + (window.reach - window.width + 1)",
+        "low = query + (window.reach - window.width + 2)",
+        "tests/kernels/flash_fwd/test_group_window.py -k interpreted",
+    ),
+    "keys_of_a_group_are_those_of_the_first_consumer": Fault(
+        f"{FWD}/sm90_group_window.py",
+        "skipped = first - window.first_key(unit.row)",
+        "skipped = 0 * first",
+        "tests/kernels/flash_fwd/test_group_window.py -k interpreted",
+    ),
+    "a_group_stores_dq_where_others_write_ds": Fault(
+        f"{BWD}/sm90_group_window.py",
+        "pl.when(now.s >= TILES)",
+        "pl.when(now.s > TILES)",
+        "tests/kernels/flash_bwd/test_group_window.py -k interpreted",
+    ),
+    "statistics_of_a_group_are_loaded_while_they_are_read": Fault(
+        f"{BWD}/sm90_group_window.py",
+        "    plgpu.commit_smem()  # all warps have read the step's statistics, too\n"
+        "    pl.when(now.is_own)(lambda: plgpu.barrier_arrive(smem.ds_ready.at[to]))\n",
+        "    pl.when(now.is_own)(plgpu.commit_smem)\n"
+        "    pl.when(now.is_own)(lambda: plgpu.barrier_arrive(smem.ds_ready.at[to]))\n",
+        "tests/kernels/flash_bwd/test_group_window.py -k interpreted",
+    ),
+    "keys_of_a_group_are_loaded_over_keys_that_are_read_late": Fault(
+        f"{BWD}/sm90_group_window.py",
+        "following = lax.div(s, jnp.int32(walk.of_tile)) + TILES\n",
+        "following = lax.div(s, jnp.int32(walk.of_tile)) + 2 * TILES\n",
+        "tests/kernels/flash_bwd/test_group_window.py -k 'interpreted and long_chunk'",
+    ),
+    "keys_before_the_first_are_seen": Fault(
+        f"{BWD}/sm90_group_window.py",
+        "first = jnp.where(exists, key - query, QUERIES)",
+        "first = key - query",
+        "tests/kernels/flash_bwd/test_group_window.py -k interpreted",
+    ),
     "wide_probabilities_are_stored_over_others": Fault(
         f"{FWD}/sm90_wide.py",
         "pl.when(sums.used >= P_SLOTS)",

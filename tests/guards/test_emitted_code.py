@@ -19,6 +19,7 @@ from pallas_attn.kernels.mma import (
     byte_rows,
     epilogue,
     global_accumulate,
+    head_rows,
     mma_2x2,
     mma_rowmajor,
     mma_sync,
@@ -83,6 +84,16 @@ def test_masks_become_bits(rows, keys, rng):
         want = code.function.twin(*code.args)
         got = evaluate(code, {})
         np.testing.assert_array_equal(got.reshape(want.shape), want)
+
+
+def test_masks_of_8_heads_of_8_query_rows(rng):
+    s = rng.standard_normal((64, 64)).astype(np.float32)
+    bounds = [jnp.asarray(rng.integers(-3, 12, 64), np.int32) for _ in range(2)]
+    code = captured(head_rows.mask_queries, jnp.asarray(s), *bounds)
+    got = evaluate(code, held_by(s.shape))
+    want = np.asarray(code.function.values(*code.args))
+    assert np.isneginf(want).any() and np.isfinite(want).any()
+    np.testing.assert_array_equal(got, want.reshape(-1)[emitted.places(s.shape, 4)])
 
 
 @pytest.mark.parametrize("bound", [0.0, 8.0])
@@ -180,6 +191,27 @@ def test_numbers_of_rows_end_where_rows_end(row, count):
             code.function.twin(*code.args)
     np.testing.assert_array_equal(*both)
     assert (both[0] != -1).sum() == min(count, 150 - row)
+
+
+@pytest.mark.parametrize("row", [3, 144])
+def test_numbers_of_8_heads_of_8_query_rows(row):
+    held = held_by((64, 16))
+    both = [np.full((2, 24, 150), -1, np.float32) for _ in range(2)]
+    for to, ours in zip(both, (True, False), strict=True):
+        at = (np.int32(1), np.int32(8), np.int32(row))
+        code = captured(head_rows.store, numbers((64,)), to, *at)
+        if ours:
+            evaluate(code, held)
+        else:
+            code.function.twin(*code.args)
+    np.testing.assert_array_equal(*both)
+    rows = min(8, 150 - row)
+    expected = np.arange(64).reshape(8, 8)[:rows].T
+    np.testing.assert_array_equal(both[0][1, 8:16, row : row + rows], expected)
+    assert (both[0] != -1).sum() == 8 * rows
+    code = captured(head_rows.load, numbers((24,)), np.int32(8))
+    loaded = evaluate(code, held).view(np.float32)
+    np.testing.assert_array_equal(loaded, 8 + held[repr(mosaic.ROW)] % 8)
 
 
 # ---- tiles in the order of their threads ---------------------------------------------------------

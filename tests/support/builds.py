@@ -341,6 +341,7 @@ _backward_sm90 = functools.partial(_attention, "h100", backward=True)
 _backward_sm80 = functools.partial(_attention, "a100", backward=True)
 _float32_sm86 = functools.partial(_attention, "sm86", dtype="float32", precision="highest")
 _CAUSAL, _WINDOW = {"mask": pa.CAUSAL}, {"mask": pa.sliding_window(100)}
+_GROUP_WINDOW = {"heads": (64, 8), "also": ("sinks",), "mask": pa.sliding_window(128)}
 _WINDOW_AT_RUN_TIME = pa.CAUSAL.filled(left=_shape("int32"))
 _PACKED = {"rows": 4096, "keys": 4096, "also": ("q_starts",), "mask": pa.CAUSAL}
 # A mask that reads an array, tile by tile, and a score function; and a mask that reads none.
@@ -382,6 +383,7 @@ BUILDS: dict[str, Build] = {
     "flash_fwd/sm90/h128_mask_fn": _attention_sm90(128, **_BLOCKS),
     "flash_fwd/sm90/h128_window_at_run_time": _attention_sm90(128, mask=_WINDOW_AT_RUN_TIME),
     "flash_fwd/sm90/h32_windows": _attention_sm90(32, heads=(128, 128), rows=49, keys=49),
+    "flash_fwd/sm90/h64_group_window": _attention_sm90(64, **_GROUP_WINDOW),
     "flash_fwd/sm90/h72_any_size": _attention_sm90(72, rows=729, keys=729),
     "flash_fwd/sm90/h64_float32": _attention_sm90(64, dtype="float32", **_CAUSAL),
     "flash_fwd/sm90/h128_float32_highest": _attention_sm90(
@@ -416,6 +418,7 @@ BUILDS: dict[str, Build] = {
     "flash_bwd/sm90/h256_causal": _backward_sm90(256, **_CAUSAL),
     "flash_bwd/sm90/h512_causal": _backward_sm90(512, **_CAUSAL),
     "flash_bwd/sm90/h64_window": _backward_sm90(64, **_WINDOW),
+    "flash_bwd/sm90/h64_group_window": _backward_sm90(64, **_GROUP_WINDOW),
     "flash_bwd/sm90/h72_short": _backward_sm90(72, rows=49, keys=64),
     "flash_bwd/sm90/h64_heads": _backward_sm90(64, heads=(130, 130), rows=197, keys=197),
     "flash_bwd/sm90/h40_cross": _backward_sm90(40, heads=(8, 8), rows=4096, keys=77),

@@ -18,6 +18,10 @@ _SIZES = "tests/kernels/flash_bwd/test_any_size.py::"
 _AUX = "tests/kernels/flash_bwd/test_aux_gradients.py::"
 _JVP = "tests/kernels/flash_jvp/test_flash_jvp.py::"
 _BOTH = "tests/api/test_cases.py::test_forward_and_backward"
+_GROUP_WINDOW = [
+    f"tests/kernels/{folder}/test_group_window.py::test_on_the_gpu"
+    for folder in ("flash_fwd", "flash_bwd")
+]
 _DECODE = "tests/kernels/decode/test_decode_kernel.py::"
 _MLA = "tests/kernels/decode_mla/test_decode_mla.py::"
 _LISTS = "tests/kernels/decode_listed/test_decode_listed.py::"
@@ -209,6 +213,15 @@ QUICK: dict[str, tuple[str, ...]] = {
         "tests/kernels/flash_bwd/test_bwd_wide.py::test_on_the_gpu[dim512]",
         "tests/kernels/flash_bwd/test_bwd_wide.py::test_on_the_gpu[float16]",
     ),
+    "kernels/flash_fwd/sm90_group_window.py": (
+        f"{_GROUP_WINDOW[0]}[window128]",
+        f"{_GROUP_WINDOW[0]}[window8]",
+    ),
+    "kernels/flash_bwd/sm90_group_window.py": (
+        f"{_GROUP_WINDOW[1]}[window128]",
+        f"{_GROUP_WINDOW[1]}[window8]",
+    ),
+    "kernels/flash_bwd/group_window_statistics.py": (f"{_GROUP_WINDOW[1]}[window65]",),
     "kernels/prefill/gathered_sm90.py": (f"{_PREFILL}_gathered.py::test_wide_heads_on_the_gpu",),
     "kernels/prefill/gathered_packed_sm90.py": (
         f"{_PREFILL}_gathered.py::test_packed_wide_heads_on_the_gpu[paged]",

@@ -317,20 +317,54 @@ _jax_inline_mgpu = jaxpr_interpret.JaxprInterpreter._interpret_inline_mgpu_p
 
 
 def _resolve_ref(aval, key, transforms):
-    """JAX's, but views of the same numbers at the same place of a union are one buffer."""
+    """JAX's, but views of the same numbers at the same place of a union are one buffer, that of the
+    last view, also where one view has more axes: all of its last ones are then copied at once.
+    """
     if not isinstance(aval, gpu_core.AbstractRefUnion):
         return _jax_resolve_ref(aval, key, transforms)
     extract, *rest = transforms
-    places = {}
-    for number, member in enumerate(jaxpr_interpret.union_members(aval)):
-        other, shape = member.transforms[0], jaxpr_interpret._member_inner_aval(member).shape
-        slot = places.setdefault((other.offset, other.dtype, shape), number)
-        if other == extract:
-            return key[slot], tuple(rest)
-    raise AssertionError(f"no member of the union: {extract}")
+    members = [
+        (member.transforms[0], jaxpr_interpret._member_inner_aval(member).shape)
+        for member in jaxpr_interpret.union_members(aval)
+    ]
+    ((view, shape),) = [x for x in members if x[0] == extract]
+    place = view.offset, view.dtype, np.prod(shape)
+    alike = [
+        number
+        for number, (other, sizes) in enumerate(members)
+        if (other.offset, other.dtype, np.prod(sizes)) == place
+    ]
+    whole = members[alike[-1]][1]
+    if shape != whole:
+        (indexer,) = (x for x in rest if isinstance(x, indexing.NDIndexer))
+        kept = indexer.indices[: len(shape) - 3]
+        assert all(x.start == 0 and x.size in shape for x in indexer.indices[len(kept) :])
+        some = [indexing.Slice(0, size) for size in whole[len(kept) :]]
+        rest = [indexing.NDIndexer.from_indices_shape((*kept, *some), whole)]
+    return key[alike[-1]], tuple(rest)
 
 
 _jax_resolve_ref = jaxpr_interpret.resolve_ref
+
+
+def _shaped(access, value):
+    """The value of a copy between views of other shapes, as `_resolve_ref` allows."""
+    same = value.shape == access.shape or value.size != np.prod(access.shape)
+    return value if same else value.reshape(access.shape)
+
+
+def _store_buffer_content(self, key, access, value, *rest, **more):
+    return _jax_store_buffer_content(self, key, access, _shaped(access, value), *rest, **more)
+
+
+def _clip_store_to_shape(access, value, shape):
+    return _jax_clip_store_to_shape(access, _shaped(access, value), shape)
+
+
+_jax_clip_store_to_shape = host._clip_store_to_shape
+
+
+_jax_store_buffer_content = shared_memory.GPUSharedMemory.store_buffer_content
 
 
 # ---- equations that JAX's interpreter does not know ----------------------------------------------
@@ -827,6 +861,8 @@ def _teach() -> None:
     jaxpr_interpret.JaxprInterpreter.interpret = _interpret
     jaxpr_interpret.JaxprInterpreter._interpret_inline_mgpu_p = _inline_mgpu
     jaxpr_interpret.resolve_ref = _resolve_ref
+    shared_memory.GPUSharedMemory.store_buffer_content = _store_buffer_content
+    host._clip_store_to_shape = _clip_store_to_shape
     host.wgmma, host.wgmma_accumulator_deref = _wgmma, _load_accumulator
     detector = race_detection_state.GPURaceDetectionState
     detector.check_read = _but_in_registers(detector.check_read, False)

@@ -1,0 +1,62 @@
+"""The Hopper backward of short windows where 8 heads or more share K and V."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_attn.kernels.flash_bwd import sm90_group_window as kernel
+from tests.kernels.flash_bwd.test_flash_bwd import check, problem_of
+from tests.kernels.flash_fwd.test_group_window import windowed
+from tests.support import builds, mosaic
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+CASES = {
+    # Chunks of two tiles and of one, the last tile not whole.
+    "window128": (windowed(296, 128, sinks=True, batch=1), kernel.Config(chunks=3)),
+    "window65": (windowed(136, 65, (16, 1), batch=1), kernel.Config(2)),
+    "window8": (windowed(88, 8, (16, 2), dtype="float16", batch=1), kernel.Config(chunks=1)),
+    # Kv tiles follow each other in the same place.
+    "long_chunk": (windowed(456, 120, batch=1), kernel.Config(chunks=1)),
+}
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted(name):
+    with mosaic.interpret():
+        check(*CASES[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_on_the_gpu(name):
+    check(*CASES[name])
+
+
+@pytest.mark.parametrize("rows, chunks", [(8192, 0), (456, 3), (8, 1), (1544, 0)])
+def test_chunks_have_each_tile_once(rows, chunks):
+    problem = problem_of(windowed(rows, 128, (32, 2), batch=2))
+    plan = kernel.GroupWindowPlan(problem, kernel.Config(chunks=chunks))
+    owned = np.zeros((2, 2, plan.tiles), int)
+    for block in range(plan.kv_heads * plan.chunks):
+        walk = kernel.walk_of(plan, jnp.int32(block))
+        owned[int(walk.batch), int(walk.kv_head), int(walk.begin) : int(walk.begin + walk.own)] += 1
+        last, after = int(walk.begin + walk.own), min(int(walk.begin + walk.own + 2), plan.tiles)
+        for steps, end in ((walk.own_steps, last), (walk.steps, after)):
+            assert int(steps) == 2 * (min(8 * end, rows // 8) - 8 * int(walk.begin))
+        unit = walk.unit(walk.own_steps - 1)
+        assert int(unit.row) == min(last * 64, rows) - 8 and int(unit.head) % 16 == 8
+    assert (owned == 1).all()
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("name, launches", [("flash_fwd", 1), ("flash_bwd", 3)])
+def test_compiles_without_serialised_matmuls(name, launches):
+    build = builds.BUILDS[f"{name}/sm90/h64_group_window"]
+    report = mosaic.compile_for(build.call, *build.shapes, target=build.target, sass=False)
+    names = [one_kernel.name for one_kernel in report.kernels]
+    assert len(names) == launches and all("group_window" in name for name in names)
+    assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
+    assert all(one_kernel.spill_bytes <= 250 for one_kernel in report.kernels)
