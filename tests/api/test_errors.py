@@ -722,7 +722,6 @@ ATTENTION |= {
     **{
         f"{name}: expected its default beside kv_blocks, got both": call
         for name, call in {
-            "q_offset": attend(kv_blocks=_BLOCKS, q_offset=3),
             "q_starts": attend_packed(z(2, dtype="int32"), kv_blocks=_BLOCKS),
             "context": attend(kv_blocks=_BLOCKS, context=pa.Context("cp")),
         }.items()
@@ -763,6 +762,9 @@ ATTENTION |= {
         kv_indices=_LISTS,
     ),
     "block_size: expected None without kv_blocks, got 64": attend(block_size=64),
+    "q_offset: expected an int beside kv_blocks, got an array; lists are of rows of q": attend(
+        kv_blocks=_BLOCKS, q_offset=z(2, dtype="int32")
+    ),
     f"block_size: expected an int of at least 1, or a pair (query rows, keys) of them, got {2**40}"
     "; it is static": attend(kv_blocks=_BLOCKS, block_size=2**40),
     "q, k: expected 4 axes beside kv_blocks, got 3 and 4": attend(q=z(5, 4, 8), kv_blocks=_BLOCKS),

@@ -664,8 +664,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "forward_schedule_loses_a_head": Fault(
         f"{FWD}/tile_scheduler.py",
-        "min(first + order.l2_heads, order.heads)",
-        "min(first + order.l2_heads, order.heads - 1)",
+        "min(n + order.l2_heads, order.heads)",
+        "min(n + order.l2_heads, order.heads - 1)",
         TEST_SCHEDULES,
     ),
     "documents_of_one_cost_share_a_rank": Fault(
@@ -682,9 +682,21 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "lists_of_one_head_rank_those_of_all": Fault(
         f"{FWD}/listed_tiles.py",
-        "            owner = owner + head % sizes.heads_of_codes",
-        "            owner = owner + head * 0",
+        "            owner = owner + own",
+        "            owner = owner + own * 0",
         f"{TEST_LISTED} -k test_lists_and_codes",
+    ),
+    "lists_that_heads_share_are_those_of_single_heads": Fault(
+        f"{FWD}/listed_tiles.py",
+        "                own = own * sizes.heads // sizes.heads_of_codes",
+        "                own = own % sizes.heads",
+        f"{TEST_LISTED} -k test_lists_and_codes",
+    ),
+    "heads_in_one_work_tile_are_all_the_first": Fault(
+        f"{FWD}/block_tables.py",
+        "    return tile._replace(head=tile.head + wg), tile.row",
+        "    return tile, tile.row",
+        "tests/api/test_kv_blocks.py -k 'interpreted and by_kv_head'",
     ),
     "keys_that_a_mask_cuts_count_as_whole": Fault(
         f"{BWD}/key_tiles.py",

@@ -164,6 +164,7 @@ def _attention(  # noqa: PLR0913
         "q_lengths": _shape("int32", 2),
         "segment_ids": (ids, ids),
         "q_starts": _shape("int32", 9),
+        "kv_blocks": _shape("int32", 1, heads[1], rows // 64, 4),
     }
     arrays |= {name.removesuffix("_16"): optional[name] for name in also}
     # Arguments, as they may hold arrays; what is static of them stays so.
@@ -341,6 +342,7 @@ _backward_sm80 = functools.partial(_attention, "a100", backward=True)
 _float32_sm86 = functools.partial(_attention, "sm86", dtype="float32", precision="highest")
 _CAUSAL, _WINDOW = {"mask": pa.CAUSAL}, {"mask": pa.sliding_window(100)}
 _WINDOW_AT_RUN_TIME = pa.CAUSAL.filled(left=_shape("int32"))
+_KV_BLOCKS = _CAUSAL | {"also": ("kv_blocks",), "block_size": 64}
 _PACKED = {"rows": 4096, "keys": 4096, "also": ("q_starts",), "mask": pa.CAUSAL}
 # A mask that reads an array, tile by tile, and a score function; and a mask that reads none.
 _FUNCTIONS = {
@@ -379,6 +381,7 @@ BUILDS: dict[str, Build] = {
     "flash_fwd/sm90/h128_documents": _attention_sm90(128, mask=_FUNCTIONS["mask"] & pa.CAUSAL),
     "flash_fwd/sm90/h128_alibi": _attention_sm90(128, **_ALIBI),
     "flash_fwd/sm90/h128_mask_fn": _attention_sm90(128, **_BLOCKS),
+    "flash_fwd/sm90/h128_kv_blocks": _attention_sm90(128, heads=(8, 2), **_KV_BLOCKS),
     "flash_fwd/sm90/h128_window_at_run_time": _attention_sm90(128, mask=_WINDOW_AT_RUN_TIME),
     "flash_fwd/sm90/h32_windows": _attention_sm90(32, heads=(128, 128), rows=49, keys=49),
     "flash_fwd/sm90/h72_any_size": _attention_sm90(72, rows=729, keys=729),
@@ -424,6 +427,7 @@ BUILDS: dict[str, Build] = {
     "flash_bwd/sm90/h64_padded": _backward_sm90(64, also=("mask_array", "bias_16")),
     "flash_bwd/sm90/h64_packed": _backward_sm90(64, **_PACKED),
     "flash_bwd/sm90/h64_functions": _backward_sm90(64, **_FUNCTIONS),
+    "flash_bwd/sm90/h128_kv_blocks": _backward_sm90(128, heads=(8, 2), **_KV_BLOCKS),
     "flash_bwd/sm90/h128_float32_highest": _backward_sm90(
         128, dtype="float32", precision="highest", **_CAUSAL
     ),

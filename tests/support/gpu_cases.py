@@ -53,7 +53,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "kernels/flash_fwd/segments.py": (f"{_FWD}[documents]",),
     "kernels/flash_fwd/listed_tiles.py": (
         "tests/kernels/flash_fwd/test_listed_tiles.py::test_lists_and_codes_are_those_of_jax_numpy"
-        "[(2, 1, 5, 1, 33)-False-gpu]",
+        "[(2, 1, 5, 1, 33)-False-3-gpu]",
         "tests/kernels/flash_fwd/test_masks_and_scores.py::test_functions_on_the_gpu"
         "[sm90-0-bfloat16]",
     ),
