@@ -422,6 +422,21 @@ class DecodeInputs(NamedTuple):
     kv_indices: Array | None = None
 
 
+class ListedResiduals(NamedTuple):
+    """R query rows of the heads that share a list, S rows of keys, the lists, the results and their
+    cotangents.
+    """
+
+    q: Array  # [R, heads, H]
+    k: Array  # [S, H]
+    v: Array  # [S, Hv]
+    rows: Array  # int32[R, n]: rows of k and v, -1 for none
+    out: Array  # [R, heads, Hv]
+    lse: Array  # [R, heads]
+    d_out: Array
+    d_lse: Array
+
+
 class Into(NamedTuple):
     """Results that those of packed rows are merged into, and the places of these rows."""
 

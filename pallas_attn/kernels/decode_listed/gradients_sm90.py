@@ -33,7 +33,7 @@ from jax import lax
 
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
-from pallas_attn._call.problem import DecodeInputs, DecodeProblem
+from pallas_attn._call.problem import DecodeProblem, ListedResiduals
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import softmax, tma_operands
 from pallas_attn.kernels.lang import launch, mosaic, panels, thread_program, threads
@@ -413,20 +413,13 @@ def _kernel(refs: ListRefs, dq: GmemRef, smem: ListSmem, *, plan: ListPlan) -> N
     mosaic.share_registers(wg, WARPGROUPS, produce, consume, ours, loader)
 
 
-Residuals = tuple[DecodeInputs, jax.Array, jax.Array, jax.Array, jax.Array]
-
-
 def run(
-    residuals: Residuals, problem: DecodeProblem, config: Config
+    residuals: ListedResiduals, problem: DecodeProblem, config: Config
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(inputs, out, lse, d_out, d_lse), of [R, heads, ..], -> dq [R, heads, H], and dk and dv of
-    all rows [S, ..].
-    """
-    inputs, out, lse, d_out, d_lse = residuals
+    """dq [R, heads, H], and dk and dv of all rows [S, ..]."""
+    q, k, v, rows, out, lse, d_out, d_lse = residuals
     plan, dtype, width = ListPlan(problem, config), jnp.dtype(problem.dtype), _widths(problem)
-    q, k, v = inputs.q[0], inputs.k_cache[0, 0], inputs.v_cache[0, 0]
-    assert inputs.kv_indices is not None
-    rows = _columns(inputs.kv_indices[0], plan.entries, -1)
+    rows = _columns(rows, plan.entries, -1)
     entry = jnp.arange(TILE, rows.shape[1] + TILE, dtype=jnp.int32) // TILE
     steps = jnp.where(rows >= 0, entry[None], 0).max(axis=1)
     # Everything is 0 for a head that sees no key.

@@ -12,6 +12,7 @@ of each for nothing.
 """
 
 import dataclasses
+import functools
 
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn._functions import tile_bounds
@@ -50,6 +51,21 @@ def heads_of_tile(problem: AttentionProblem, most: int) -> int:
     counts = range(min(most, problem.group), 1, -1)
     fitting = (n for n in counts if problem.group % n == 0 and _shares_lists(program, n))
     return next(fitting, 1)
+
+
+def heads_of_list(plan: QueryPlan) -> int:
+    """Query heads that follow each other and share a list of kv tiles."""
+    return max(_group_of_list(plan.problem), plan.order.together)
+
+
+@functools.lru_cache(maxsize=256)
+def _group_of_list(problem: AttentionProblem) -> int:
+    """The heads of a group where they are known to see the same keys, else 1."""
+    program = problem.mask_program
+    by_array = problem.mask_shape is not None and problem.mask_shape[1] > 1
+    if program is None or by_array or not program.depends_on(1):
+        return 1
+    return problem.group if _shares_lists(program, problem.group) else 1
 
 
 def _shares_lists(program: Program, heads: int) -> bool:

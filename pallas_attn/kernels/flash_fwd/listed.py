@@ -47,8 +47,8 @@ def tables(
     ranked, heads = make(plan, ()), plan.heads // problem.batch
     *_, by_keys, row_blocks = sizes
     kinds = tile_lists.kinds(problem, inputs, sizes)
-    if not by_keys and plan.order.together > 1 and kinds.shape[2] > 1:
-        kinds = kinds[:, :, :: plan.order.together]
+    if not by_keys and kinds.shape[2] > 1:
+        kinds = kinds[:, :, :: block_tables.heads_of_list(plan)]
     if listed_tiles.fits(kinds):
         codes, of_codes = tile_lists.codes(kinds), (plan.code_bits, heads)
         made = listed_tiles.prepare(codes, ranked, row_blocks, not by_keys, of_codes)
@@ -75,10 +75,10 @@ def by_length(ranked: np.ndarray, bits: int, heads: int, lists: jax.Array) -> ja
 
 def list_of(ctx: KernelContext, tile: WorkTile) -> Listed:
     """The kv tiles that a mask function leaves of a work tile."""
-    tiling, together, head = ctx.plan.tiling, ctx.plan.order.together, tile.head
+    tiling, head, sharers = ctx.plan.tiling, tile.head, block_tables.heads_of_list(ctx.plan)
     row = lax.div(tile.row, jnp.int32(tiling.tile_rows))
-    if together > 1:
-        head = lax.div(head, jnp.int32(together))
+    if sharers > 1:
+        head = lax.div(head, jnp.int32(sharers))
     return Listed.of(ctx.refs.tiles, tile.batch, head, row, tiling.row_blocks)
 
 
