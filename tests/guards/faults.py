@@ -110,6 +110,7 @@ FWD, BWD = "pallas_attn/kernels/flash_fwd", "pallas_attn/kernels/flash_bwd"
 SHARED, MMA = "pallas_attn/kernels/attention", "pallas_attn/kernels/mma"
 LANG, LISTS = "pallas_attn/kernels/lang", "pallas_attn/kernels/decode_listed"
 TEST_LISTS = "tests/kernels/decode_listed/test_decode_listed.py"
+TEST_LISTED_GRADIENTS = "tests/kernels/decode_listed/test_listed_gradients.py"
 
 TEST_FUNCTIONS = "tests/kernels/flash_fwd/test_masks_and_scores.py"
 TEST_LISTED = "tests/kernels/flash_fwd/test_listed_tiles.py"
@@ -691,6 +692,30 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "                own = own * sizes.heads // sizes.heads_of_codes",
         "                own = own % sizes.heads",
         f"{TEST_LISTED} -k test_lists_and_codes",
+    ),
+    "gradients_of_lists_read_keys_before_they_are_there": Fault(
+        f"{LISTS}/gradients_sm90.py",
+        "thread.wait_copies(0)",
+        "thread.wait_copies(4)",
+        f"{TEST_LISTED_GRADIENTS} -k interpreted",
+    ),
+    "gradients_of_lists_count_entries_of_none": Fault(
+        f"{LISTS}/gradients_sm90.py",
+        "jnp.where(mosaic.broadcast_rows(rows >= 0, shape), s * plan.unit, -jnp.inf)",
+        "s * plan.unit",
+        f"{TEST_LISTED_GRADIENTS} -k interpreted",
+    ),
+    "gradients_of_lists_overwrite_ds_in_use": Fault(
+        f"{LISTS}/gradients_sm90.py",
+        "    plgpu.commit_smem()  # all warps have read dS\n",
+        "",
+        f"{TEST_LISTED_GRADIENTS} -k interpreted",
+    ),
+    "rows_of_a_list_are_added_a_half_tile_off": Fault(
+        f"{MMA}/row_sums.py",
+        "list(tile.registers.flat)[half::2]",
+        "list(tile.registers.flat)[1 - half :: 2]",
+        "tests/guards/test_emitted_code.py -k test_rows_are_added",
     ),
     "heads_in_one_work_tile_are_all_the_first": Fault(
         f"{FWD}/block_tables.py",

@@ -24,6 +24,7 @@ from pallas_attn.kernels.mma import (
     mma_sync,
     narrow_rows,
     row_numbers,
+    row_sums,
     thread_pieces,
 )
 from tests.support import emitted
@@ -168,6 +169,22 @@ def test_numbers_of_rows_end_where_rows_end(row, count):
             code.function.twin(*code.args)
     np.testing.assert_array_equal(*both)
     assert (both[0] != -1).sum() == min(count, 150 - row)
+
+
+@pytest.mark.parametrize("width", [16, 64])
+def test_rows_are_added_to_the_rows_that_a_list_names(width, rng):
+    """Some twice, some nowhere."""
+    tile, column = numbers((64, width)), 128 - width
+    rows = rng.integers(-1, 20, 64).astype(np.int32)
+    both = [np.zeros((20, 128), np.float32) for _ in range(2)]
+    for to, ours in zip(both, (True, False), strict=True):
+        code = captured(row_sums.add, to, rows, column, tile)
+        if ours:
+            evaluate(code, held_by(tile.shape))
+        else:
+            code.function.twin(*code.args)
+    np.testing.assert_array_equal(*both)
+    assert both[0][:, column:].any() and not both[0][:, :column].any()
 
 
 # ---- tiles in the order of their threads ---------------------------------------------------------

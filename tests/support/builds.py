@@ -23,6 +23,7 @@ import numpy as np
 
 import pallas_attn as pa
 from pallas_attn._call import device
+from pallas_attn._call.problem import DecodeProblem, ListedResiduals
 from pallas_attn.lm import config as lm_config
 from pallas_attn.lm import decode as lm_decode
 from pallas_attn.lm import state as lm_state
@@ -235,6 +236,26 @@ def _decode_shared(kind: str) -> Build:
     return Build(
         "h100", functools.partial(_decode_call, {}), (q, _cache("stacked"), {"prefix": prefix})
     )
+
+
+def _listed_gradients_call(kernel, problem, residuals):
+    return kernel.run(residuals, problem, kernel.config.default(problem))
+
+
+def _listed_gradients() -> Build:
+    """Gradients of 4096 query rows of 16 heads, each with a list."""
+    from pallas_attn.kernels.decode_listed import gradients_sm90
+
+    rows, heads, keys, listed, dim = 4096, 16, 32768, 1024, 128
+    sizes: Any = {"sequences": 1, "q_len": rows, "q_heads": heads, "kv_heads": 1, "listed": listed}
+    sizes |= {"head_dim": dim, "v_head_dim": dim, "capacities": (keys,), "scale": 1.0}
+    facts: Any = {"kind": "stacked", "dtype": "bfloat16", "cache_dtype": "bfloat16"}
+    problem = DecodeProblem("sm90", mask=pa.FULL, **sizes, **facts)
+    q, k = _shape("bfloat16", rows, heads, dim), _shape("bfloat16", keys, dim)
+    lse = _shape("float32", rows, heads)
+    residuals = ListedResiduals(q, k, k, _shape("int32", rows, listed), q, lse, q, lse)
+    call = functools.partial(_listed_gradients_call, gradients_sm90.KERNEL, problem)
+    return Build("h100", call, (residuals,))
 
 
 _FLOAT8 = (("precision", jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32),)
@@ -495,6 +516,7 @@ BUILDS: dict[str, Build] = {
     ),
     "decode_listed/latent_sm80/heads16": _decode("a100", "paged", heads=16, listed=2048, **_LATENT),
     "decode_listed/sm90/paged": _decode("h100", "paged", listed=1024),
+    "decode_listed/sm90/gradients": _listed_gradients(),
     "decode_listed/sm80/paged_int8": _decode("a100", "paged", dtype="int8", listed=1024),
     "prefill/sm90/stacked": _decode("h100", "stacked", rows=1024),
     "prefill/sm90/paged": _decode("h100", "paged", rows=64),

@@ -21,6 +21,7 @@ _BOTH = "tests/api/test_cases.py::test_forward_and_backward"
 _DECODE = "tests/kernels/decode/test_decode_kernel.py::"
 _MLA = "tests/kernels/decode_mla/test_decode_mla.py::"
 _LISTS = "tests/kernels/decode_listed/test_decode_listed.py::"
+_LISTED_GRADIENTS = "tests/kernels/decode_listed/test_listed_gradients.py::"
 _PREFILL = "tests/kernels/prefill/test_prefill"
 _APPEND = "tests/kernels/append/test_append"
 _LM = "tests/lm/test_kernels.py::"
@@ -171,6 +172,10 @@ QUICK: dict[str, tuple[str, ...]] = {
     "kernels/decode_listed/lists.py": (
         f"{_LISTS}test_on_the_gpu[pages]",
         f"{_LISTS}test_on_the_gpu[packed_float32]",
+    ),
+    "kernels/decode_listed/gradients_sm90.py": (
+        f"{_LISTED_GRADIENTS}test_on_the_gpu[heads12_softcap]",
+        f"{_LISTED_GRADIENTS}test_on_the_gpu[odd_dims_float16]",
     ),
     "kernels/prefill/plan.py": (
         f"{_PREFILL}.py::test_interpreted_cases_on_a_gpu[plain-stacked]",
