@@ -67,6 +67,11 @@ def attention(
     indices = checks.integers("kv_indices", indices, wanted, (batch, None, q_len, None))
     if indices.shape[1] not in (1, kv_heads) or not indices.shape[3]:
         raise ValueError(f"kv_indices: expected {wanted}, got int32{list(indices.shape)}")
+    if batch * kv_len * kv_heads >= 2**31:
+        raise ValueError(
+            "k: expected B * S * K below 2**31 beside kv_indices, whose rows are counted in 32 "
+            f"bits, got {batch} * {kv_len} * {kv_heads}; split the batch or the kv heads"
+        )
     rows = _rows(indices, (kv_len, kv_heads), options)
     if odd := -dim % 8:
         q, k = (jnp.pad(x, ((0, 0),) * 3 + ((0, odd),)) for x in (q, k))

@@ -761,6 +761,11 @@ ATTENTION |= {
         **{name: z(2, n, h, 8, dtype="float8_e4m3fn") for name, n, h in _QKV_OF_LISTS},
         kv_indices=_LISTS,
     ),
+    "k: expected B * S * K below 2**31 beside kv_indices, whose rows are counted in 32 bits, got "
+    "2 * 536870912 * 2; split the batch or the kv heads": lambda: jax.eval_shape(
+        lambda k: pa.flash_attention(z(2, 5, 4, 8), k, k, kv_indices=_LISTS),
+        jax.ShapeDtypeStruct((2, 2**29, 2, 8), "float32"),
+    ),
     "block_size: expected None without kv_blocks, got 64": attend(block_size=64),
     "q_offset: expected an int beside kv_blocks, got an array; lists are of rows of q": attend(
         kv_blocks=_BLOCKS, q_offset=z(2, dtype="int32")
