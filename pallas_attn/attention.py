@@ -155,8 +155,8 @@ def flash_attention(  # noqa: PLR0913
       kv_indices: int32[B, K or 1, T, n], traced or not: a query row attends to these positions
         only, as in `decode_attention`: -1 is none, and so is a position that there is not or that
         `mask` hides; one that is listed twice counts twice. The forward is a kernel of decode; the
-        backward, in reverse mode alone, is XLA's: it gathers some rows at a time and adds to
-        gradients of k and v in float32, in any order. It goes with a `Mask`, scale, softcap,
+        backward gathers rows and adds to gradients of k and v in float32, in any order, by a kernel
+        on Hopper (16 bits, head dims to 128), else by XLA. It goes with a `Mask`, scale, softcap,
         kv_lengths and q_offset.
       implementation: "sm90", "sm80", "reference", or None for the fastest that takes the problem.
         There is no silent fallback on a GPU; without one the reference is what runs.

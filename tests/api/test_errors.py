@@ -403,6 +403,11 @@ CACHES = {
     "dtype: expected a floating-point or integer dtype, got None": lambda: paged_of(None),
     "shared_kv: expected True or False, got 1; it is static": lambda: stacked(shared_kv=1),
     "scales: expected True or False, got 'no'; it is static": lambda: stacked(scales="no"),
+    "scales: 128, a scale for so many columns of V, goes with dtype float8_e4m3fn, head_dim 576, "
+    "v_head_dim 512 and shared_kv=True (FlashMLA's rows of 656 bytes), got int8, 576, 512 and "
+    "shared_kv=True; leave scales out for a scale a row": lambda: StackedCache.create(
+        2, 16, 1, 576, v_head_dim=512, shared_kv=True, dtype="int8", scales=128
+    ),
     "dtype: expected a floating-point or integer dtype, got <class 'bool'>": (
         lambda: paged_of(bool)
     ),
