@@ -325,8 +325,8 @@ def _gradients_by_xla(facts: Facts, residuals: ListedResiduals) -> Arrays:
         dv = dv.at[to].add(dot("rgn,rgh->rnh", p, d_out), mode="drop")
         return (dk, dv), dot("rgn,rnh->rgh", ds, keys)
 
-    each = _cut(q, steps), _cut(d_out, steps), _cut(lse, steps, jnp.inf)
-    each += _cut(delta, steps), _cut(rows, steps, -1)
+    filled = [_cut(x, steps, fill) for x, fill in ((lse, jnp.inf), (delta, 0), (rows, -1))]
+    each = _cut(q, steps), _cut(d_out, steps), *filled
     zeros = jnp.zeros(k.shape, wide), jnp.zeros(v.shape, wide)
     (dk, dv), dq = lax.scan(step, zeros, each)
     dq = dq.reshape(-1, *q.shape[1:])[: len(q)]

@@ -46,12 +46,13 @@ def written_out(blocks, sizes):
 # Batch rows and heads of lists, sizes of blocks, mask, offset of the rows.
 CASES = {
     "by_kv_head": (2, K, (64, 64), pa.FULL, 0),
+    "by_head": (2, N, (64, 64), pa.CAUSAL, 45),
     "by_head_causal": (1, N, (32, 16), pa.CAUSAL, 45),
     "one_list_window": (1, 1, (50, 70), pa.sliding_window(90), 0),
 }
 
 
-SHOWN_BY = {"interpreted": ("by_kv_head",), "portable": ("by_head_causal",)}
+SHOWN_BY = {"interpreted": ("by_kv_head", "by_head"), "portable": ("by_head_causal",)}
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def _widths(problem: DecodeProblem) -> tuple[int, int]:
 def _scratch(problem: DecodeProblem) -> ListSmem:
     dtype, (qk, v) = jnp.dtype(problem.dtype), _widths(problem)
     counts = qk // WIDTH, v // WIDTH
-    rings = {"num_barriers": WARPGROUPS * STAGES}
+    rings: dict[str, Any] = {"num_barriers": WARPGROUPS * STAGES}
 
     def rows(count: int) -> Panels:
         return tuple(panels.scratch((WARPGROUPS, TILE), dtype, WIDTH) for _ in range(count))

@@ -44,7 +44,7 @@ def tile_sizes(problem: AttentionProblem) -> tuple[int, int]:
 def heads_of_tile(problem: AttentionProblem, most: int) -> int:
     """Heads of a group, up to `most`, that a work tile can have."""
     program = problem.mask_program
-    apart = problem.score_program is not None or set(problem.arrays) - ALLOWED
+    apart = problem.score_program is not None or not set(problem.arrays) <= ALLOWED
     apart = apart or problem.fetches > 1 or problem.zigzag > 1 or problem.share > 1
     if program is None or apart:
         return 1
@@ -73,9 +73,9 @@ def _shares_lists(program: Program, heads: int) -> bool:
     head = program.inputs - 3
     for op in program.operations:
         if head in [x for x in op.operands if isinstance(x, int)]:
-            numerator, *by = op.operands
-            divides = op.name == "div" and numerator == head and isinstance(by[0], Constant)
-            if not divides or int(by[0].value) % heads:
+            by = op.operands[-1]
+            divides = op.name == "div" and op.operands[0] == head
+            if not divides or not isinstance(by, Constant) or int(by.value) % heads:
                 return False
     return program.result != head
 
