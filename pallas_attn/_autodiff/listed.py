@@ -41,6 +41,7 @@ class Facts(NamedTuple):
     softcap: float | None
     precision: str | None
     implementation: str | None
+    kv_heads: int = 1  # query row r of `Lists` is of kv head r % kv_heads
 
 
 class Lists(NamedTuple):
@@ -83,6 +84,7 @@ def attention(
         None if softcap is None else checks.softcap(softcap),
         checks.precision(options["precision"], q.dtype),
         options["implementation"],
+        kv_heads,
     )
     if 0 in (batch, q_len, kv_len):
         wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -286,7 +288,8 @@ def _by_reference(facts: Facts, lists: Lists) -> Results:
 def _gradients(facts: Facts, residuals: ListedResiduals) -> Arrays:
     """dq, dk and dv."""
     lists = Lists(*residuals[:4])
-    problem = dataclasses.replace(_problem(facts, lists), op="listed_backward")
+    problem = _problem(facts, lists)
+    problem = dataclasses.replace(problem, op="listed_backward", kv_heads=facts.kv_heads)
     kernel = dispatch.of_derivative(problem, facts.implementation)
     if kernel is None:
         return _gradients_by_xla(facts, residuals)

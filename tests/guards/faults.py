@@ -713,8 +713,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "rows_of_a_list_are_added_a_half_tile_off": Fault(
         f"{MMA}/row_sums.py",
-        "list(tile.registers.flat)[half::2]",
-        "list(tile.registers.flat)[1 - half :: 2]",
+        "for pair in registers[half::2]",
+        "for pair in registers[1 - half :: 2]",
         "tests/guards/test_emitted_code.py -k test_rows_are_added",
     ),
     "heads_in_one_work_tile_are_all_the_first": Fault(

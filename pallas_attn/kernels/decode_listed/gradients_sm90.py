@@ -13,7 +13,8 @@ order (`mma/row_sums.py`). Those additions, 1 KiB an entry at head dim 128, are 
 kernel, and twice what it gathers.
 
 Grid: one persistent block a multiprocessor. Two consumer warpgroups take query rows of their own,
-neighbours. One producer warpgroup gathers for both in turn, by cp.async.
+neighbours of one kv head (query row r is of head r % kv_heads). One producer warpgroup gathers for
+both in turn, by cp.async.
 
 Shared memory of each consumer, and who owns it when:
   q, do          64 rows, zeros past the heads: loaded by TMA for a query row; dq is stored from q
@@ -192,10 +193,21 @@ class QueryRow(NamedTuple):
     def of(cls, ctx: ListContext, block: Index, i: Index, wg: Index) -> "QueryRow":
         """The i-th one of a consumer."""
         rows, grid = ctx.plan.problem.q_len, _grid(ctx.plan)
-        number = WARPGROUPS * (block + i * grid) + wg
-        exists = number < rows
-        number = jnp.minimum(number, rows - 1)
+        place = WARPGROUPS * (block + i * grid) + wg
+        exists = place < rows
+        number = _in_order_of_heads(ctx.plan.problem, jnp.minimum(place, rows - 1))
         return cls(number, exists, jnp.where(exists, ctx.refs.steps[number], 0))
+
+
+def _in_order_of_heads(problem: DecodeProblem, place: Index) -> Index:
+    """The number of the query row at a place in the order in which blocks take them: one kv head
+    after the other, whose gradients L2 then holds.
+    """
+    heads = problem.kv_heads
+    if heads == 1:
+        return place
+    each = jnp.int32(problem.q_len // heads)
+    return lax.rem(place, each) * heads + lax.div(place, each)
 
 
 def _grid(plan: ListPlan) -> int:
@@ -390,15 +402,16 @@ def _whole(x: RegisterTile, dtype: str) -> RegisterTile:
 def _add_rows(
     to: GmemRef, rows: RegisterTile, left: RegisterTile, right: tuple[SmemRef, ...]
 ) -> None:
-    """Adds left @ right to the rows that a tile of a list names."""
-
-    def body(*accs: RegisterTile) -> list[RegisterTile]:
-        wgmma.value_panels(accs, left, right)
-        return [acc[...] for acc in accs]
-
-    accs = [plgpu.ACC((TILE, WIDTH), jnp.float32) for _ in right]
-    for n, part in enumerate(pl.run_scoped(body, *accs)):
+    """Adds left @ right to the rows that a tile of a list names, a panel after the other: registers
+    hold no more beside dQ.
+    """
+    for n, values in enumerate(right):
+        part = wgmma.matmul((TILE, WIDTH), left, (values,), issue=_multiply)
         row_sums.add(to, rows, n * WIDTH, part)
+
+
+def _multiply(acc: RegisterTile, left: RegisterTile, right: tuple[SmemRef, ...]) -> None:
+    wgmma.value_panels((acc,), left, right)
 
 
 # ---- the kernel and its call --------------------------------------------------------------------

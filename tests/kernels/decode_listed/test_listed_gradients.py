@@ -29,6 +29,7 @@ class Case:
     dims: tuple[int, int] = (64, 64)
     dtype: str = "bfloat16"
     softcap: float | None = None
+    kv_heads: int = 1
 
     @property
     def problem(self) -> DecodeProblem:
@@ -40,7 +41,7 @@ class Case:
             sequences=1,
             q_len=self.rows,
             q_heads=self.heads,
-            kv_heads=1,
+            kv_heads=self.kv_heads,
             head_dim=self.dims[0],
             v_head_dim=self.dims[1],
             capacities=(self.keys,),
@@ -105,7 +106,7 @@ class Case:
 
 CASES = {
     "heads4": Case(3, 4, 90, 100),
-    "heads12_softcap": Case(4, 12, 70, 70, (128, 64), softcap=2.0),
+    "heads12_softcap": Case(4, 12, 70, 70, (128, 64), softcap=2.0, kv_heads=2),
     "odd_dims_float16": Case(2, 64, 40, 10, (72, 96), "float16"),
 }
 
@@ -159,8 +160,8 @@ def test_limits(changes, reason):
 @pytest.mark.machine_code
 @pytest.mark.guards
 def test_machine_code():
-    """A few addresses are spilled."""
+    """Nothing is spilled."""
     build = builds.BUILDS["decode_listed/sm90/gradients"]
     report = mosaic.compile_for(build.call, *build.shapes, target=build.target)
-    assert report.launches == 1 and report.spill_bytes <= 128
+    assert report.launches == 1 and report.spill_bytes == 0
     assert not {"C7510", "C7511", "C7512", "C7513"} & set(report.notes)
