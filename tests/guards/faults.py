@@ -693,10 +693,10 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "                own = own % sizes.heads",
         f"{TEST_LISTED} -k test_lists_and_codes",
     ),
-    "gradients_of_lists_read_keys_before_they_are_there": Fault(
+    "gradients_of_lists_read_keys_that_are_not_committed": Fault(
         f"{LISTS}/gradients_sm90.py",
-        "thread.wait_copies(0)",
-        "thread.wait_copies(4)",
+        "    plgpu.commit_smem()\n    plgpu.barrier_arrive(smem.ready.at[barrier])",
+        "    plgpu.barrier_arrive(smem.ready.at[barrier])",
         f"{TEST_LISTED_GRADIENTS} -k interpreted",
     ),
     "gradients_of_lists_count_entries_of_none": Fault(
