@@ -7,8 +7,8 @@ have a list of their own, and two lists have few blocks in common. So a work til
 several heads of a group, one a consumer: they share the list, and each K and V that is loaded.
 
 T = S = 32768, 32:8 heads of 128, causal, 16 of 512 blocks of 64 keys a block of rows, on an H200:
-`results/listed/`. In tiles of 128 keys each row block computed all tiles of the other's list, half
-of each for nothing.
+forward 0.91 ms, with backward 4.6 (`results/listed/`). In tiles of 128 keys, 4.8 and 13.3, each row
+block computed all tiles of the other's list, half of each for nothing.
 """
 
 import dataclasses

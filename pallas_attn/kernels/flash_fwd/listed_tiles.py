@@ -30,7 +30,7 @@ from pallas_attn.kernels.lang.threads import LANES, Thread
 from pallas_attn.kernels.lang.types import Index, Operand, Predicate
 
 WARPGROUPS = 4
-MOST_PAIRS = 2**20  # pairs of tiles of a head, all of which each of its blocks counts
+MOST_PAIRS = 2**24  # pairs of tiles of a head, all of which each of its blocks counts
 HALF = 2**16  # two numbers share a word
 MOST_TILES = 12 * 1024  # tiles of a head: two words each, in the shared memory of any GPU
 
@@ -87,7 +87,9 @@ class _Block(NamedTuple):
 
 def fits(kinds: Operand) -> bool:
     """Whether `prepare` takes what `tile_lists.kinds` gives."""
-    tiles, row_blocks, n = kinds.shape[3:]
+    batches, heads, tiles, row_blocks, n = kinds.shape[1:]
+    if batches * heads * tiles * (tile_lists.first(row_blocks) + n) >= 2**31:
+        return False
     few = tiles * n <= MOST_PAIRS and tiles <= MOST_TILES and n <= HALF // 4
     return few and row_blocks <= 4
 

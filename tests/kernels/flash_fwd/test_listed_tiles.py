@@ -83,12 +83,14 @@ def test_a_grid_that_cuda_launches_the_other_way_round(monkeypatch):
 def test_a_mask_of_many_tiles_is_left_to_xla():
     fits = [listed_tiles.fits(np.empty((2, 1, 1, *sizes), bool)) for sizes in SIZES]
     assert fits == [True, True, True, False, False, False]
+    many = np.broadcast_to(np.bool_(True), (2, 2, 64, 1024, 1, 2**14))
+    assert not listed_tiles.fits(many) and listed_tiles.fits(many[:, :1])
     words = listed_tiles._Sizes(1, 1, SIZES[2][0], 8, 1, True, (1, 1), 1, 1).words
     assert 4 * words <= min(map(gpu_specs.shared_memory, ("sm80", "sm86", "sm90")))
 
 
-SIZES = [(1024, 1, 1024), (1, 4, 2**14), (12 * 1024, 1, 8)]
-SIZES += [(1024, 1, 1025), (1, 1, 2**14 + 1), (12 * 1024 + 1, 1, 8)]
+SIZES = [(1024, 1, 2**14), (1, 4, 2**14), (12 * 1024, 1, 8)]
+SIZES += [(1025, 1, 2**14), (1, 1, 2**14 + 1), (12 * 1024 + 1, 1, 8)]
 
 
 @pytest.mark.machine_code
