@@ -148,15 +148,15 @@ def flash_attention(  # noqa: PLR0913
         lists. Query rows see the keys of the listed blocks only, of those that `mask` shows. List i
         is that of the query rows of block i; -1 is none, and so is any number of no block. A block
         that is listed twice counts once. Tiles of keys that lists leave out are not computed,
-        forward and backward. It takes no packed rows, q_offset and context.
+        forward and backward. It takes no packed rows, no context, and of offsets an int.
       block_size: query rows of a list and keys of a block, an int for both or a pair; 128. By
-        multiples of 128 tiles of kernels are hidden or shown whole, which is fastest; below 64
-        tiles are found slowly, by a look at all pairs of positions.
+        multiples of 64 tiles of kernels are hidden or shown whole; below, tiles that a block cuts
+        are masked number by number, which is slow.
       kv_indices: int32[B, K or 1, T, n], traced or not: a query row attends to these positions
         only, as in `decode_attention`: -1 is none, and so is a position that there is not or that
         `mask` hides; one that is listed twice counts twice. The forward is a kernel of decode; the
-        backward, in reverse mode alone, is XLA's: it gathers some rows at a time and adds to
-        gradients of k and v in float32, in any order. It goes with a `Mask`, scale, softcap,
+        backward gathers rows and adds to gradients of k and v in float32, in any order, by a kernel
+        on Hopper (16 bits, head dims to 128), else by XLA. It goes with a `Mask`, scale, softcap,
         kv_lengths and q_offset.
       implementation: "sm90", "sm80", "reference", or None for the fastest that takes the problem.
         There is no silent fallback on a GPU; without one the reference is what runs.
@@ -218,12 +218,11 @@ def flash_attention_with_lse(  # noqa: PLR0913
       -inf for a row that sees no key.
     """
     if kv_blocks is not None:
-        from pallas_attn._call.block_lists import shown
+        from pallas_attn._call.block_lists import Sizes, shown
 
-        offset = None if isinstance(q_offset, int) and q_offset == 0 else q_offset
-        others = {"q_offset": offset, "q_starts": q_starts, "kv_starts": kv_starts}
-        block_size = 128 if block_size is None else block_size
-        mask = shown(mask, kv_blocks, block_size, (q, k), others | {"context": context})
+        others = {"q_starts": q_starts, "kv_starts": kv_starts, "context": context}
+        sizes = Sizes(q, k, 128 if block_size is None else block_size, q_offset)
+        mask = shown(mask, kv_blocks, sizes, others)
     elif block_size is not None:
         raise ValueError(f"block_size: expected None without kv_blocks, got {block_size!r}")
     arguments = locals()

@@ -90,10 +90,7 @@ def quantize_qkv(  # noqa: PLR0913
 
 
 def _dtype(value: DTypeLike) -> str:
-    try:
-        name = str(jnp.dtype(value))
-    except TypeError:
-        name = ""
+    name = checks.dtype_name(value)
     if name not in FLOAT8:
         raise ValueError(f"dtype: expected {' or '.join(FLOAT8)}, got {described(value)}")
     return name

@@ -175,7 +175,7 @@ class KernelCall:
         inputs_of_kernel = inputs._replace(sinks=None)  # the lse says what they do
         problem = dataclasses.replace(self.problem, tangents=tuple(sorted(by_kernel)))
         problem = batching.resized(dataclasses.replace(problem, op="flash_jvp"), inputs_of_kernel)
-        kernel = dispatch.of_tangents(problem, self.implementation) if by_kernel else None
+        kernel = dispatch.of_derivative(problem, self.implementation) if by_kernel else None
         if kernel is None:
             return by_definition(self, inputs, tangents)
         residuals = (inputs_of_kernel, *results, by_kernel)
@@ -197,7 +197,7 @@ class KernelCall:
     def dual(self, names: tuple[str, ...]) -> Callable[..., Arrays] | None:
         moving = tuple(sorted(set(names) & set(MOVING)))
         problem = dataclasses.replace(self.problem, op="flash_dual", tangents=moving)
-        kernel = dispatch.of_tangents(problem, self.implementation) if moving else None
+        kernel = dispatch.of_derivative(problem, self.implementation) if moving else None
         if kernel is None:
             return None
 

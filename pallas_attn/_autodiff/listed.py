@@ -1,26 +1,35 @@
 """Attention of contiguous keys by lists of positions (`flash_attention(kv_indices=)`), and its
-gradients.
+derivatives.
 
 Rows of k and v [B, S, K, ..] are those of one kv head of one sequence, [B * S * K, ..], as they
 lie; each query row and kv head is a query row of N / K heads, with a list of such rows. So the
-forward is decode by lists. The backward gathers the rows of some lists at a time, and adds to
-gradients of k and v in float32, by XLA: its memory is that of the gradients and of these rows.
+forward is decode by lists, and a kernel makes the gradients of 16-bit arrays on Hopper
+(`decode_listed/gradients_sm90.py`). Elsewhere XLA gathers the rows of some lists at a time, and
+adds to gradients of k and v in float32: its memory is that of the gradients and of these rows.
+Tangents, and derivatives of derivatives, are those of the reference, some lists at a time.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.tree_util import PyTreeDef
 
+from pallas_attn._autodiff import linear
 from pallas_attn._cache.attend import attend
-from pallas_attn._call import bind, checks, device
-from pallas_attn._call.problem import DecodeInputs, DecodeProblem
+from pallas_attn._call import batching, bind, checks, device, dispatch, sharding
+from pallas_attn._call.problem import DecodeInputs, DecodeProblem, ListedResiduals
 from pallas_attn.errors import described
 from pallas_attn.masks import FULL, Mask
 
 Array = jax.Array
+Arrays = tuple[Array, ...]
+Results = tuple[Array, Array]  # out and lse
 
 GATHERED = 2**24  # numbers of k or v that a step of the backward gathers, about
 
@@ -32,6 +41,7 @@ class Facts(NamedTuple):
     softcap: float | None
     precision: str | None
     implementation: str | None
+    kv_heads: int = 1  # query row r of `Lists` is of kv head r % kv_heads
 
 
 class Lists(NamedTuple):
@@ -58,6 +68,11 @@ def attention(
     indices = checks.integers("kv_indices", indices, wanted, (batch, None, q_len, None))
     if indices.shape[1] not in (1, kv_heads) or not indices.shape[3]:
         raise ValueError(f"kv_indices: expected {wanted}, got int32{list(indices.shape)}")
+    if batch * kv_len * kv_heads >= 2**31:
+        raise ValueError(
+            "k: expected B * S * K below 2**31 beside kv_indices, whose rows are counted in 32 "
+            f"bits, got {batch} * {kv_len} * {kv_heads}; split the batch or the kv heads"
+        )
     rows = _rows(indices, (kv_len, kv_heads), options)
     if odd := -dim % 8:
         q, k = (jnp.pad(x, ((0, 0),) * 3 + ((0, odd),)) for x in (q, k))
@@ -69,6 +84,7 @@ def attention(
         None if softcap is None else checks.softcap(softcap),
         checks.precision(options["precision"], q.dtype),
         options["implementation"],
+        kv_heads,
     )
     if 0 in (batch, q_len, kv_len):
         wide = jnp.promote_types(q.dtype, jnp.float32)
@@ -76,7 +92,8 @@ def attention(
         return out, jnp.full((batch, q_heads, q_len), -jnp.inf, wide)
     q = q.reshape(-1, q_heads // kv_heads, q.shape[3])
     k, v = (x.reshape(-1, x.shape[3]) for x in (k, v))
-    out, lse = _attend(facts, Lists(q, k, v, rows))
+    call, lists = ListedCall(facts), Lists(q, k, v, rows)
+    out, lse = linear.differentiable(ListedAttention, call, lists)
     out = out.reshape(batch, q_len, q_heads, -1)[..., :v_dim]
     return out, jnp.swapaxes(lse.reshape(batch, q_len, q_heads), 1, 2)
 
@@ -128,20 +145,85 @@ def _rows(indices: Array, sizes: tuple[int, int], options: dict[str, Any]) -> Ar
     return jnp.swapaxes(rows, 1, 2).reshape(-1, n)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(facts: Facts, lists: Lists) -> tuple[Array, Array]:
-    """out [R, N / K, Hv] and lse [R, N / K]."""
+@dataclasses.dataclass(frozen=True)
+class ListedCall:
+    """A call: a static, hashable value."""
+
+    facts: Facts
+
+    def run(self, lists: Lists) -> Results:
+        """out [R, N / K, Hv] and lse [R, N / K]."""
+        return _attend(self.facts, lists)
+
+
+@dataclasses.dataclass(frozen=True)
+class ListedAttention:
+    """A call as a function of q, k, v and the lists: a `linear.Function`."""
+
+    call: ListedCall
+    tree: PyTreeDef  # structure of `Lists`
+
+    def evaluate(self, arrays: Arrays) -> Results:
+        return self.call.run(Lists(*arrays))
+
+    def named(self, results: Arrays) -> Arrays:
+        out, lse = results
+        out = checkpoint_name(out, "flash_attention_out")
+        return out, checkpoint_name(lse, "flash_attention_lse")
+
+    def derivative(self, moving: tuple[int, ...]) -> "AlongLists":
+        return AlongLists(self.call.facts, moving)
+
+    def dual(self, moving: tuple[int, ...]) -> None:
+        """No launch computes results and tangents."""
+        del moving
+
+
+@dataclasses.dataclass(frozen=True)
+class AlongLists:
+    """The derivative of a call along some of q, k and v, by their numbers: a `linear.Linear`. Its
+    residuals are q, k, v, the lists, out and lse.
+    """
+
+    facts: Facts
+    moving: tuple[int, ...]
+
+    def apply(self, residuals: Arrays, linear: Arrays) -> Arrays:
+        return self.definition(residuals, linear)
+
+    def transpose(self, residuals: Arrays, cotangents: Arrays) -> Arrays:
+        gradients = _gradients(self.facts, ListedResiduals(*residuals, *cotangents))
+        return tuple(sharding.gradient_of(residuals[n], gradients[n]) for n in self.moving)
+
+    def definition(self, residuals: Arrays, linear: Arrays) -> Arrays:
+        run, own = self._of_moving(residuals)
+        return jax.jvp(run, own, linear)[1]
+
+    def definition_of_transpose(self, residuals: Arrays, cotangents: Arrays) -> Arrays:
+        run, own = self._of_moving(residuals)
+        return jax.vjp(run, *own)[1](tuple(cotangents))
+
+    def result_types(self, residuals: Arrays, linear: Arrays) -> linear.Types:
+        del linear
+        return tuple(jax.typeof(x) for x in residuals[4:])
+
+    def linear_types(self, residuals: Arrays, cotangents: Arrays) -> linear.Types:
+        del cotangents
+        return tuple(jax.typeof(residuals[n]) for n in self.moving)
+
+    def _of_moving(self, residuals: Arrays) -> tuple[Callable[..., Results], Arrays]:
+        """The call as a function of the arrays of these numbers, and their values."""
+
+        def run(*some: Array) -> Results:
+            arrays = dict(enumerate(residuals[:4])) | dict(zip(self.moving, some, strict=True))
+            return _by_reference(self.facts, Lists(*arrays.values()))
+
+        return run, tuple(residuals[n] for n in self.moving)
+
+
+def _problem(facts: Facts, lists: Lists) -> DecodeProblem:
     q, k, v, rows = lists
-    inputs = DecodeInputs(
-        q[None],
-        k[None, None],
-        v[None, None],
-        jnp.full(1, k.shape[0], jnp.int32),
-        None,
-        None,
-        kv_indices=rows[None],
-    )
-    problem = DecodeProblem(
+    return DecodeProblem(
         gpu=device.gpu_generation(),
         kind="stacked",
         dtype=str(q.dtype),
@@ -159,20 +241,63 @@ def _attend(facts: Facts, lists: Lists) -> tuple[Array, Array]:
         precision=facts.precision,
         listed=rows.shape[1],
     )
-    out, lse = attend(problem, inputs, facts.implementation)
+
+
+def _attend(facts: Facts, lists: Lists) -> Results:
+    """out [R, N / K, Hv] and lse [R, N / K]."""
+    q, k, v, rows = lists
+    lengths = jnp.full(1, k.shape[0], jnp.int32)
+    inputs = DecodeInputs(
+        q[None], k[None, None], v[None, None], lengths, None, None, kv_indices=rows[None]
+    )
+    out, lse = attend(_problem(facts, lists), inputs, facts.implementation)
     return out[0], lse[0].T
 
 
-def _forward(facts: Facts, lists: Lists) -> tuple[tuple[Array, Array], tuple[Lists, Array, Array]]:
-    out, lse = _attend(facts, lists)
-    return (out, lse), (lists, out, lse)
+def _some_at_a_time(rows: Array, width: int) -> tuple[int, int]:
+    """Steps over all lists, and lists of a step, which reads rows of `width` numbers."""
+    size = max(1, GATHERED // (rows.shape[1] * width))
+    steps = -(-len(rows) // size)
+    return steps, -(-len(rows) // steps) if steps else 1
 
 
-def _backward(
-    facts: Facts, kept: tuple[Lists, Array, Array], cotangents: tuple[Array, Array]
-) -> tuple[Lists]:
-    lists, out, lse = kept
+def _cut(x: Array, steps: tuple[int, int], fill: float = 0) -> Array:
+    """[steps, lists of a step, ..], filled up."""
+    count, size = steps
+    pads = ((0, count * size - len(x)),) + ((0, 0),) * (x.ndim - 1)
+    return jnp.pad(x, pads, constant_values=fill).reshape(count, size, *x.shape[1:])
+
+
+def _by_reference(facts: Facts, lists: Lists) -> Results:
+    """`_attend` by operations that jax differentiates."""
     q, k, v, rows = lists
+    wide = sharding.sum_dtype(q.dtype)
+    steps = _some_at_a_time(rows, max(k.shape[1], v.shape[1]))
+    keys, values = k.astype(wide), v.astype(wide)
+    exact = facts._replace(implementation="reference", precision="highest")
+
+    @jax.checkpoint
+    def step(some: tuple[Array, Array]) -> Results:
+        return _attend(exact, Lists(some[0].astype(wide), keys, values, some[1]))
+
+    out, lse = lax.map(step, (_cut(q, steps), _cut(rows, steps, -1)))
+    out, lse = (x.reshape(-1, *x.shape[2:])[: len(q)] for x in (out, lse))
+    return out.astype(q.dtype), lse
+
+
+def _gradients(facts: Facts, residuals: ListedResiduals) -> Arrays:
+    """dq, dk and dv."""
+    lists = Lists(*residuals[:4])
+    problem = _problem(facts, lists)
+    problem = dataclasses.replace(problem, op="listed_backward", kv_heads=facts.kv_heads)
+    kernel = dispatch.of_derivative(problem, facts.implementation)
+    if kernel is None:
+        return _gradients_by_xla(facts, residuals)
+    return batching.compiled_once(batching.listed_gradients, kernel, problem, residuals)
+
+
+def _gradients_by_xla(facts: Facts, residuals: ListedResiduals) -> Arrays:
+    q, k, v, rows, out, lse, *cotangents = residuals
     wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     d_out, d_lse = (x.astype(wide) for x in cotangents)
     # Everything is 0 for a row that sees no key.
@@ -180,13 +305,7 @@ def _backward(
     empty = lse == -jnp.inf
     lse, delta = jnp.where(empty, jnp.inf, lse), jnp.where(empty, 0, delta)
     d_out = jnp.where(empty[..., None], 0, d_out)
-    size = max(1, GATHERED // (rows.shape[1] * max(k.shape[1], v.shape[1])))
-    steps = -(-len(q) // size)
-    size = -(-len(q) // steps) if steps else 1
-
-    def cut(x: Array, fill: float = 0) -> Array:
-        pads = ((0, steps * size - len(x)),) + ((0, 0),) * (x.ndim - 1)
-        return jnp.pad(x, pads, constant_values=fill).reshape(steps, size, *x.shape[1:])
+    steps = _some_at_a_time(rows, max(k.shape[1], v.shape[1]))
 
     def step(sums: tuple[Array, Array], some: tuple[Array, ...]) -> tuple[Any, Array]:
         q, d_out, lse, delta, rows = some
@@ -209,12 +328,9 @@ def _backward(
         dv = dv.at[to].add(dot("rgn,rgh->rnh", p, d_out), mode="drop")
         return (dk, dv), dot("rgn,rnh->rgh", ds, keys)
 
-    each = cut(q), cut(d_out), cut(lse, jnp.inf), cut(delta), cut(rows, -1)
+    filled = [_cut(x, steps, fill) for x, fill in ((lse, jnp.inf), (delta, 0), (rows, -1))]
+    each = _cut(q, steps), _cut(d_out, steps), *filled
     zeros = jnp.zeros(k.shape, wide), jnp.zeros(v.shape, wide)
     (dk, dv), dq = lax.scan(step, zeros, each)
     dq = dq.reshape(-1, *q.shape[1:])[: len(q)]
-    none: Any = jnp.zeros(rows.shape, jax.dtypes.float0)
-    return (Lists(dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), none),)
-
-
-_attend.defvjp(_forward, _backward)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)

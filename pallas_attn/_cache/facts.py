@@ -33,7 +33,7 @@ class CacheFacts(NamedTuple):
     layers: int | None
     quantized: bool
     shared_kv: bool
-    byte_rows: bool  # a row is the bytes of `problem.BYTE_ROW`
+    byte_rows: bool  # a row is the bytes of `byte_rows.BYTE_ROW`
     dims: tuple[int, int]  # columns of K and V without those that `create` added
 
     def of_problem(self) -> dict[str, Any]:

@@ -233,6 +233,16 @@ def of_decode(problem: DecodeProblem, tree: PyTreeDef, shapes: Shapes) -> Split:
     return Split(_ordered(inputs, axes, shapes), tuple(results), _free_of_caches(problem))
 
 
+OF_LISTED_GRADIENTS = Split(
+    inputs=(
+        *(("r", "n", "h"), ("s", "h"), ("s", "e"), ("r", "i")),
+        *(("r", "n", "e"), ("r", "n"), ("r", "n", "e"), ("r", "n")),
+    ),
+    outputs=(("r", "n", "h"), ("s", "h"), ("s", "e")),
+    free=(),
+)
+
+
 def _of_caches(problem: CacheProblem, inputs: CacheInputs) -> dict[str, list[Axes]]:
     """The axes of the arrays that a cache has, by the names of their fields."""
     layer = () if problem.layers is None else ("l",)

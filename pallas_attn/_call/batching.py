@@ -35,6 +35,7 @@ from pallas_attn._call.problem import (
     KeepInputs,
     KeepProblem,
     Kept,
+    ListedResiduals,
     QuantizeInputs,
     QuantizeProblem,
 )
@@ -451,6 +452,21 @@ def decode(kernel: Chosen, problem: DecodeProblem, inputs: DecodeInputs) -> tupl
     """`kernel.run(inputs, problem)` -> (out, lse), for any batching and sharding."""
     out, lse = _over_caches(kernel, problem, inputs, axes.of_decode)
     return out, lse
+
+
+def listed_gradients(
+    kernel: Chosen, problem: DecodeProblem, residuals: ListedResiduals
+) -> tuple[Array, ...]:
+    """`kernel.run(residuals, problem)` -> dq, dk and dv of listed rows, whole on each device."""
+
+    def run(*arrays: Array) -> tuple[Array, ...]:
+        return tuple(kernel.run(ListedResiduals(*arrays), problem))
+
+    @sequential_vmap
+    def call(*arrays: Array) -> tuple[Array, ...]:
+        return sharding.over_devices(run, arrays, *axes.OF_LISTED_GRADIENTS)
+
+    return call(*residuals)
 
 
 def _over_caches(

@@ -4,6 +4,7 @@ the tiles that it leaves come from its bounds, forward and backward.
 """
 
 import operator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,27 +18,40 @@ from pallas_attn.masks import Mask, MaskFunction, mask_fn
 Array = jax.Array
 
 
+class Sizes(NamedTuple):
+    """Arguments that say which rows and keys are a block."""
+
+    q: checks.Argument
+    k: checks.Argument
+    block_size: checks.Argument
+    q_offset: checks.Argument
+
+
 def shown(
     mask: Mask | MaskFunction,
     kv_blocks: checks.Argument,
-    block_size: checks.Argument,
-    sizes: tuple[checks.Argument, checks.Argument],
+    sizes: Sizes,
     others: dict[str, checks.Argument],
 ) -> Mask | MaskFunction:
-    """The mask that shows what `mask` and the lists of `kv_blocks` show. `sizes`: q and k;
-    `others`: arguments that it does not go with, by name, and their default.
+    """The mask that shows what `mask` and the lists of `kv_blocks` show. `others`: arguments that
+    it does not go with, by name.
     """
     for name, value in others.items():
         if value is not None:
             raise ValueError(f"{name}: expected its default beside kv_blocks, got both")
     if not isinstance(mask, MaskFunction):
         checks.mask(mask)
-    q, k = (checks.array(name, x) for name, x in zip("qk", sizes, strict=True))
+    q, k = checks.array("q", sizes.q), checks.array("k", sizes.k)
     if q.ndim != 4 or k.ndim != 4:
         raise ValueError(f"q, k: expected 4 axes beside kv_blocks, got {q.ndim} and {k.ndim}")
     batch, q_len, q_heads, _ = q.shape
     kv_len, kv_heads = k.shape[1:3]
-    q_size, kv_size = _block_size(block_size)
+    q_size, kv_size = _block_size(sizes.block_size)
+    first, traced = checks.offset(sizes.q_offset, batch)
+    if traced is not None:
+        raise ValueError(
+            "q_offset: expected an int beside kv_blocks, got an array; lists are of rows of q"
+        )
     q_blocks, count = -(-q_len // q_size), -(-kv_len // kv_size)
     wanted = (
         f"int32[B, heads, {q_blocks}, n], B {batch} or 1, heads {q_heads}, {kv_heads} or 1 (a list "
@@ -56,6 +70,7 @@ def shown(
     def function(b: Array, h: Array, row: Array, key: Array, seen: Array) -> Array:
         own_batch = b if batches > 1 else 0
         head = lax.div(h, np.int32(group)) if heads > 1 else 0
+        row = row - np.int32(first) if first else row  # from a position to a row of q
         block = lax.div(row, np.int32(q_size)), lax.div(key, np.int32(kv_size))
         return seen[own_batch, head, *block]
 

@@ -271,6 +271,14 @@ def positive(none: bool = False, **sizes: int | None) -> None:
             raise ValueError(f"{name}: expected an int of at least 1, got {described(size)}")
 
 
+def dtype_name(value: Argument) -> str:
+    """The name of a dtype; "" where it is none."""
+    try:
+        return str(jnp.dtype(value))
+    except TypeError:
+        return ""
+
+
 def offset(
     value: Argument, batch: int, each: str = "one a batch row"
 ) -> tuple[int, jax.Array | None]:

@@ -268,6 +268,8 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         Candidate("decode_listed.sm80", FROM_AMPERE),
         Reference(reference.decode_listed, _dense_copy),
     ),
+    # Gradients of `decode_listed` for one kv head of one array; elsewhere XLA's: `listed.py`.
+    "listed_backward": (Candidate("decode_listed.gradients_sm90", HOPPER),),
     "decode_listed_mla": (
         Candidate("decode_listed.latent_sm90", HOPPER),
         Candidate("decode_listed.latent_sm80", FROM_AMPERE),
@@ -320,8 +322,8 @@ def merging(problem: DecodeProblem, implementation: str | None) -> Candidate | N
     return None
 
 
-def of_tangents(problem: AttentionProblem, implementation: str | None) -> Implementation | None:
-    """The kernel of tangents that takes the problem, if there is one."""
+def of_derivative(problem: Problem, implementation: str | None) -> Implementation | None:
+    """The kernel of a derivative that takes the problem, if there is one."""
     named = [x for x in TABLES[problem.op] if implementation in (None, x.implementation)]
     return next((x for x in named if x.takes(problem)), None)
 

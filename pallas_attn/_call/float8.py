@@ -96,10 +96,7 @@ def _cuts(rows: int, blocks: int) -> bool:
 def _out_dtype(value: DTypeLike | None) -> str:
     if value is None:
         return "bfloat16"
-    try:
-        name = str(jnp.dtype(value))
-    except TypeError:
-        name = ""
+    name = checks.dtype_name(value)
     if name not in OUT_DTYPES:
         raise ValueError(
             f"out_dtype: expected one of {', '.join(OUT_DTYPES)} or None (bfloat16), got "

@@ -141,7 +141,7 @@ class AttentionProblem:
     # Devices that the kernel fetches k and v from: k and v hold the rows of this device, kv_len
     # counts those of all. Forward only.
     fetches: int = 1
-    precision: str | None = None  # None or "highest"
+    precision: str | None = None  # None, "highest", or of float8 "fast_accum"
     arrays: tuple[str, ...] = ()  # optional fields of AttentionInputs that are given, in order
     bias_shape: tuple[int, ...] | None = None
     bias_dtype: str = "float32"  # meaningless without a bias
@@ -202,9 +202,7 @@ class AttentionProblem:
         return self.out_dtype or self.dtype
 
     def __str__(self) -> str:
-        q = f"{self.dtype} q[{self.batch},{self.q_len},{self.q_heads},{self.head_dim}]"
-        k = f"k[{self.batch},{self.kv_len},{self.kv_heads},{self.head_dim}]"
-        facts = [q, k, f"v[...,{self.v_head_dim}]", f"mask {self.mask}", *self.arrays]
+        facts = [_sizes(self), f"mask {self.mask}", *self.arrays]
         facts += ["a mask function"] if self.mask_program is not None else []
         facts += ["a score function"] if self.score_program is not None else []
         if self.softcap is not None:
@@ -248,10 +246,14 @@ class QuantizeProblem:
     op: str = "quantize"
 
     def __str__(self) -> str:
-        q = f"{self.dtype} q[{self.batch},{self.q_len},{self.q_heads},{self.head_dim}]"
-        k = f"k[{self.batch},{self.kv_len},{self.kv_heads},{self.head_dim}]"
-        where = self.gpu or "a machine without a GPU"
-        return f"quantize on {where}: {q}, {k}, v[...,{self.v_head_dim}] to {self.to}"
+        return f"quantize on {self.gpu or 'a machine without a GPU'}: {_sizes(self)} to {self.to}"
+
+
+def _sizes(problem: AttentionProblem | QuantizeProblem) -> str:
+    """The sizes of q, k and v."""
+    q = f"{problem.dtype} q[{problem.batch},{problem.q_len},{problem.q_heads},{problem.head_dim}]"
+    k = f"k[{problem.batch},{problem.kv_len},{problem.kv_heads},{problem.head_dim}]"
+    return f"{q}, {k}, v[...,{problem.v_head_dim}]"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -420,6 +422,21 @@ class DecodeInputs(NamedTuple):
     into: Any = None  # an `Into`: results of those rows over other keys (DecodeProblem.merged)
     # int32[M, t, n], of packed rows [tokens, n]: positions that a query row attends to
     kv_indices: Array | None = None
+
+
+class ListedResiduals(NamedTuple):
+    """R query rows of the heads that share a list, S rows of keys, the lists, the results and their
+    cotangents.
+    """
+
+    q: Array  # [R, heads, H]
+    k: Array  # [S, H]
+    v: Array  # [S, Hv]
+    rows: Array  # int32[R, n]: rows of k and v, -1 for none
+    out: Array  # [R, heads, Hv]
+    lse: Array  # [R, heads]
+    d_out: Array
+    d_lse: Array
 
 
 class Into(NamedTuple):

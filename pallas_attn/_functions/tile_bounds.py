@@ -220,6 +220,12 @@ def reads_pairs(program: Program) -> bool:
     return any(op.read is not None for _, op in _outline(program).of_pairs(program))
 
 
+def reads_one_place(program: Program, grid: "Grid") -> bool:
+    """Whether all pairs of a tile read the same number of each array that is read by pairs."""
+    reads = [op for _, op in _outline(program).of_pairs(program) if op.read is not None]
+    return all(_places(program, grid, index) == 1 for op in reads for index in op.operands)
+
+
 def _is_bounded(program: Program, grid: "Grid") -> bool:
     outline = _outline(program)
     for _, op in outline.of_pairs(program):

@@ -3,6 +3,7 @@ kernels' own `limit` to a problem with that property and no other.
 """
 
 import dataclasses
+import itertools
 import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -65,19 +66,6 @@ _APPEND = AppendProblem(
     v_head_dim=128,
     capacities=(1024,),
 )
-_QUANTIZE = QuantizeProblem(
-    gpu="sm90",
-    dtype="bfloat16",
-    to="float8_e4m3fn",
-    batch=2,
-    q_len=1024,
-    kv_len=1024,
-    q_heads=8,
-    kv_heads=8,
-    head_dim=128,
-    v_head_dim=128,
-    blocks=(8, 8, 8),
-)
 _KEEP = KeepProblem("sm90", "stacked", "bfloat16", 8, 8, 8, 128, 128, (1024,))
 _DECODE = DecodeProblem(
     gpu="sm90",
@@ -95,7 +83,19 @@ _DECODE = DecodeProblem(
     scale=128**-0.5,
 )
 _BASE = {"flash_forward": _ATTENTION, "append": _APPEND, "keep": _KEEP, "decode": _DECODE}
-_BASE["quantize"] = _QUANTIZE
+_BASE["quantize"] = QuantizeProblem(
+    gpu="sm90",
+    dtype="bfloat16",
+    to="float8_e4m3fn",
+    batch=2,
+    q_len=1024,
+    kv_len=1024,
+    q_heads=8,
+    kv_heads=8,
+    head_dim=128,
+    v_head_dim=128,
+    blocks=(8, 8, 8),
+)
 _BASE["flash_backward"] = dataclasses.replace(_ATTENTION, op="flash_backward")
 _BASE["flash_jvp"] = dataclasses.replace(_ATTENTION, op="flash_jvp", tangents=("k", "q", "v"))
 
@@ -315,16 +315,22 @@ def _cell(operations: dict[str, str], variants: tuple[dict[str, Any], ...]) -> s
     for label, operation in operations.items():
         for generation in GENERATIONS:
             taken = list(_taken(operation, generation, variants))
-            said = (
-                "yes"
-                if len(variants) == 1
-                else ", ".join(_label(v) for v, yes in zip(variants, taken, strict=True) if yes)
-            )
+            said = _said(variants, taken)
             where = f"{label} {generation}".strip()
             cells.setdefault(said if any(taken) else "-", []).append(where)
     if len(cells) == 1:
         return next(iter(cells))
     return "; ".join(f"{_where(places, operations)}: {said}" for said, places in cells.items())
+
+
+def _said(variants: tuple[dict[str, Any], ...], taken: list[bool]) -> str:
+    """The labels of the variants that are taken; "yes" where all are and have one label."""
+    if len(variants) == 1:
+        return "yes"
+    labels = list(map(_label, variants))
+    if all(taken) and len(set(labels)) == 1:
+        return "yes"
+    return ", ".join(dict.fromkeys(itertools.compress(labels, taken)))
 
 
 def _where(places: list[str], operations: dict[str, str]) -> str:

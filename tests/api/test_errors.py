@@ -403,6 +403,11 @@ CACHES = {
     "dtype: expected a floating-point or integer dtype, got None": lambda: paged_of(None),
     "shared_kv: expected True or False, got 1; it is static": lambda: stacked(shared_kv=1),
     "scales: expected True or False, got 'no'; it is static": lambda: stacked(scales="no"),
+    "scales: 128, a scale for so many columns of V, goes with dtype float8_e4m3fn, head_dim 576, "
+    "v_head_dim 512 and shared_kv=True (FlashMLA's rows of 656 bytes), got int8, 576, 512 and "
+    "shared_kv=True; leave scales out for a scale a row": lambda: StackedCache.create(
+        2, 16, 1, 576, v_head_dim=512, shared_kv=True, dtype="int8", scales=128
+    ),
     "dtype: expected a floating-point or integer dtype, got <class 'bool'>": (
         lambda: paged_of(bool)
     ),
@@ -722,7 +727,6 @@ ATTENTION |= {
     **{
         f"{name}: expected its default beside kv_blocks, got both": call
         for name, call in {
-            "q_offset": attend(kv_blocks=_BLOCKS, q_offset=3),
             "q_starts": attend_packed(z(2, dtype="int32"), kv_blocks=_BLOCKS),
             "context": attend(kv_blocks=_BLOCKS, context=pa.Context("cp")),
         }.items()
@@ -762,7 +766,15 @@ ATTENTION |= {
         **{name: z(2, n, h, 8, dtype="float8_e4m3fn") for name, n, h in _QKV_OF_LISTS},
         kv_indices=_LISTS,
     ),
+    "k: expected B * S * K below 2**31 beside kv_indices, whose rows are counted in 32 bits, got "
+    "2 * 536870912 * 2; split the batch or the kv heads": lambda: jax.eval_shape(
+        lambda k: pa.flash_attention(z(2, 5, 4, 8), k, k, kv_indices=_LISTS),
+        jax.ShapeDtypeStruct((2, 2**29, 2, 8), "float32"),
+    ),
     "block_size: expected None without kv_blocks, got 64": attend(block_size=64),
+    "q_offset: expected an int beside kv_blocks, got an array; lists are of rows of q": attend(
+        kv_blocks=_BLOCKS, q_offset=z(2, dtype="int32")
+    ),
     f"block_size: expected an int of at least 1, or a pair (query rows, keys) of them, got {2**40}"
     "; it is static": attend(kv_blocks=_BLOCKS, block_size=2**40),
     "q, k: expected 4 axes beside kv_blocks, got 3 and 4": attend(q=z(5, 4, 8), kv_blocks=_BLOCKS),

@@ -43,14 +43,16 @@ def written_out(blocks, sizes):
     return np.repeat(seen, N // heads, axis=1) if heads > 1 else seen
 
 
+# Batch rows and heads of lists, sizes of blocks, mask, offset of the rows.
 CASES = {
-    "by_kv_head": (2, K, (64, 64), pa.FULL),
-    "by_head_causal": (1, N, (32, 16), pa.CAUSAL),
-    "one_list_window": (1, 1, (50, 70), pa.sliding_window(90)),
+    "by_kv_head": (2, K, (64, 64), pa.FULL, 0),
+    "by_head": (2, N, (64, 64), pa.CAUSAL, 45),
+    "by_head_causal": (1, N, (32, 16), pa.CAUSAL, 45),
+    "one_list_window": (1, 1, (50, 70), pa.sliding_window(90), 0),
 }
 
 
-SHOWN_BY = {"interpreted": ("by_kv_head",), "portable": ("by_head_causal",)}
+SHOWN_BY = {"interpreted": ("by_kv_head", "by_head"), "portable": ("by_head_causal",)}
 
 
 @pytest.mark.parametrize(
@@ -63,12 +65,14 @@ SHOWN_BY = {"interpreted": ("by_kv_head",), "portable": ("by_head_causal",)}
     ],
 )
 def test_forward(rng, subject, name):
-    batches, heads, sizes, mask = CASES[name]
+    batches, heads, sizes, mask, offset = CASES[name]
     q, k, v = arrays(rng, subject.dtype)
     blocks = lists(rng, batches, heads, sizes)
     options = {"kv_blocks": jnp.asarray(blocks), "block_size": sizes, "mask": mask}
+    options["q_offset"] = offset
     out, lse = subject.call(pa.flash_attention_with_lse, q, k, v, **options)
     plain = {"q": q, "k": k, "v": v, "mask": mask, "mask_array": written_out(blocks, sizes)}
+    plain["q_offset"] = offset
     wanted = budget.attention(plain, tensor_cores=subject.tensor_cores)
     budget.check({"out": out, "lse": lse}, wanted)
 
@@ -85,7 +89,7 @@ def gradients(q, k, v, implementation=None, **options):
 @pytest.mark.parametrize("subject", subjects.rows("flash_backward"))
 @pytest.mark.parametrize("name", ["by_kv_head"])
 def test_gradients_are_those_of_the_mask_written_out(rng, subject, name):
-    batches, heads, sizes, mask = CASES[name]
+    batches, heads, sizes, mask, _ = CASES[name]
     q, k, v = arrays(rng, subject.dtype)
     blocks = lists(rng, batches, heads, sizes)
     options = {"kv_blocks": jnp.asarray(blocks), "block_size": sizes, "mask": mask}

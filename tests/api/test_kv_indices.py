@@ -59,7 +59,9 @@ def weighed(call):
     def loss(*arrays):
         out, lse = call(*arrays)
         weights = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
-        return (out * weights).sum() + jnp.where(jnp.isfinite(lse), jnp.sin(lse), 0).sum()
+        return (out.astype(jnp.float32) * weights).sum() + jnp.where(
+            jnp.isfinite(lse), jnp.sin(lse), 0
+        ).sum()
 
     return loss
 
@@ -104,6 +106,48 @@ def test_kernels(rng, subject):
     want = in_numpy.call(dense, *wide, counts(indices, pa.FULL))
     np.testing.assert_allclose(np.asarray(out, np.float32), want[0], atol=0.02)
     np.testing.assert_allclose(lse, want[1], atol=1e-3)
+
+
+@pytest.mark.parametrize("subject", subjects.rows("flash_backward"))
+def test_gradients_by_kernels(rng, subject):
+    q, k, v = arrays(rng, subject.dtype)
+    indices = jnp.asarray(lists(rng))
+
+    def gradients(q, k, v, implementation=None):
+        options = {"kv_indices": indices, "implementation": implementation}
+        call = weighed(lambda *x: pa.flash_attention_with_lse(*x, **options))
+        return jax.grad(call, (0, 1, 2))(q, k, v)
+
+    def written_out(q, k, v):
+        call = weighed(lambda *x: dense(*x, counts(np.asarray(indices), pa.FULL)))
+        return jax.grad(call, (0, 1, 2))(q, k, v)
+
+    got = subject.call(gradients, q, k, v)
+    want = in_numpy.call(written_out, *(x.astype(jnp.float32) for x in (q, k, v)))
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(np.asarray(x, np.float32), y, atol=0.02 * np.abs(y).max())
+
+
+def test_forward_mode_and_second_derivatives(rng, monkeypatch):
+    """Some lists at a time."""
+    from pallas_attn._autodiff import listed
+
+    monkeypatch.setattr(listed, "GATHERED", 40 * DIM * 7)
+    primals, along, indices = arrays(rng), arrays(rng), lists(rng)
+    times = counts(indices, pa.FULL)
+    calls = (
+        lambda *x: pa.flash_attention_with_lse(*x, kv_indices=indices),
+        lambda *x: dense(*x, times),
+    )
+    outs = [lambda *x, call=call: call(*x)[0] for call in calls]
+    gradients = [jax.grad(weighed(call), (0, 1, 2)) for call in calls]
+    for functions in (outs, gradients):
+        got, want = (
+            in_numpy.call(lambda x, dx, f=f: jax.jvp(f, x, dx)[1], primals, along)
+            for f in functions
+        )
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(x, y, atol=2e-4)
 
 
 @pytest.mark.parametrize("sizes", [(3, 0), (0, 5)], ids=str)

@@ -110,6 +110,7 @@ FWD, BWD = "pallas_attn/kernels/flash_fwd", "pallas_attn/kernels/flash_bwd"
 SHARED, MMA = "pallas_attn/kernels/attention", "pallas_attn/kernels/mma"
 LANG, LISTS = "pallas_attn/kernels/lang", "pallas_attn/kernels/decode_listed"
 TEST_LISTS = "tests/kernels/decode_listed/test_decode_listed.py"
+TEST_LISTED_GRADIENTS = "tests/kernels/decode_listed/test_listed_gradients.py"
 
 TEST_FUNCTIONS = "tests/kernels/flash_fwd/test_masks_and_scores.py"
 TEST_LISTED = "tests/kernels/flash_fwd/test_listed_tiles.py"
@@ -719,8 +720,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "forward_schedule_loses_a_head": Fault(
         f"{FWD}/tile_scheduler.py",
-        "min(first + order.l2_heads, order.heads)",
-        "min(first + order.l2_heads, order.heads - 1)",
+        "min(n + order.l2_heads, order.heads)",
+        "min(n + order.l2_heads, order.heads - 1)",
         TEST_SCHEDULES,
     ),
     "documents_of_one_cost_share_a_rank": Fault(
@@ -737,9 +738,45 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "lists_of_one_head_rank_those_of_all": Fault(
         f"{FWD}/listed_tiles.py",
-        "            owner = owner + head % sizes.heads_of_codes",
-        "            owner = owner + head * 0",
+        "            owner = owner + own",
+        "            owner = owner + own * 0",
         f"{TEST_LISTED} -k test_lists_and_codes",
+    ),
+    "lists_that_heads_share_are_those_of_single_heads": Fault(
+        f"{FWD}/listed_tiles.py",
+        "                own = own * sizes.heads // sizes.heads_of_codes",
+        "                own = own % sizes.heads",
+        f"{TEST_LISTED} -k test_lists_and_codes",
+    ),
+    "gradients_of_lists_read_keys_that_are_not_committed": Fault(
+        f"{LISTS}/gradients_sm90.py",
+        "    plgpu.commit_smem()\n    plgpu.barrier_arrive(smem.ready.at[barrier])",
+        "    plgpu.barrier_arrive(smem.ready.at[barrier])",
+        f"{TEST_LISTED_GRADIENTS} -k interpreted",
+    ),
+    "gradients_of_lists_count_entries_of_none": Fault(
+        f"{LISTS}/gradients_sm90.py",
+        "jnp.where(mosaic.broadcast_rows(rows >= 0, shape), s * plan.unit, -jnp.inf)",
+        "s * plan.unit",
+        f"{TEST_LISTED_GRADIENTS} -k interpreted",
+    ),
+    "gradients_of_lists_overwrite_ds_in_use": Fault(
+        f"{LISTS}/gradients_sm90.py",
+        "    plgpu.commit_smem()  # all warps have read dS\n",
+        "",
+        f"{TEST_LISTED_GRADIENTS} -k interpreted",
+    ),
+    "rows_of_a_list_are_added_a_half_tile_off": Fault(
+        f"{MMA}/row_sums.py",
+        "for pair in registers[half::2]",
+        "for pair in registers[1 - half :: 2]",
+        "tests/guards/test_emitted_code.py -k test_rows_are_added",
+    ),
+    "heads_in_one_work_tile_are_all_the_first": Fault(
+        f"{FWD}/block_tables.py",
+        "    return tile._replace(head=tile.head + wg), tile.row",
+        "    return tile, tile.row",
+        "tests/api/test_kv_blocks.py -k 'interpreted and by_kv_head'",
     ),
     "keys_that_a_mask_cuts_count_as_whole": Fault(
         f"{BWD}/key_tiles.py",

@@ -25,6 +25,7 @@ from pallas_attn.kernels.mma import (
     mma_sync,
     narrow_rows,
     row_numbers,
+    row_sums,
     thread_pieces,
 )
 from tests.support import emitted
@@ -212,6 +213,22 @@ def test_numbers_of_8_heads_of_8_query_rows(row):
     code = captured(head_rows.load, numbers((24,)), np.int32(8))
     loaded = evaluate(code, held).view(np.float32)
     np.testing.assert_array_equal(loaded, 8 + held[repr(mosaic.ROW)] % 8)
+
+
+@pytest.mark.parametrize("width", [32, 64])
+def test_rows_are_added_to_the_rows_that_a_list_names(width, rng):
+    """Some twice, some nowhere."""
+    tile, column = numbers((64, width)), 128 - width
+    rows = rng.integers(-1, 20, 64).astype(np.int32)
+    both = [np.zeros((20, 128), np.float32) for _ in range(2)]
+    for to, ours in zip(both, (True, False), strict=True):
+        code = captured(row_sums.add, to, rows, column, tile)
+        if ours:
+            evaluate(code, held_by(tile.shape))
+        else:
+            code.function.twin(*code.args)
+    np.testing.assert_array_equal(*both)
+    assert both[0][:, column:].any() and not both[0][:, :column].any()
 
 
 # ---- tiles in the order of their threads ---------------------------------------------------------

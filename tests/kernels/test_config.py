@@ -4,10 +4,11 @@ import dataclasses
 import itertools
 import re
 
+import numpy as np
 import pytest
 
+from pallas_attn._call import block_lists, gpu_specs
 from pallas_attn._call import config as _config
-from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn.bench import support
 from pallas_attn.kernels.decode import sm90 as decode_sm90
@@ -153,8 +154,40 @@ def test_the_default_of_the_forward_on_hopper_is_what_was_measured(row):
     result = dataclasses.asdict(flash_fwd_sm90.Config.default(problem))
     names = ("warpgroups", "block_kv", "stages", "l2_heads")
     plain = {"grid": 132, "q_slots": 2, "fetchers": 16, "claims": False, "independent": False}
-    plain |= {"batch_rows": 1, "float32_sums": True}
+    plain |= {"batch_rows": 1, "float32_sums": True, "heads_together": False}
     assert result == dict(zip(names, settings, strict=True)) | plain | others
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dim", "heads", "forward", "backward"),
+    [
+        (128, 128, (8, 2), (2, 128, False), None),
+        ((64, 256), 128, (8, 2), (2, 128, True), 2),
+        (64, 128, (8, 2), (2, 64, True), 2),
+        (64, 128, (6, 2), (3, 64, True), 1),
+        (64, 64, (16, 2), (4, 64, True), 2),
+        (64, 128, (2, 2), (1, 64, False), 1),
+        (32, 128, (8, 2), (2, 128, False), None),
+    ],
+    ids=str,
+)
+def test_tiles_on_hopper_follow_blocks(sizes, dim, heads, forward, backward):
+    """Consumers, keys of a tile, and whether heads share work tiles; heads of a work tile of dq."""
+    q_heads, kv_heads = heads
+    q, k = (np.zeros((1, 1024, n, dim), np.float32) for n in heads)
+    rows = sizes[0] if isinstance(sizes, tuple) else sizes
+    blocks = np.zeros((1, kv_heads, 1024 // rows, 2), np.int32)
+    mask = block_lists.shown(CAUSAL, blocks, block_lists.Sizes(q, k, sizes, 0), {})
+    shape = {"q_len": 1024, "kv_len": 1024, "q_heads": q_heads, "kv_heads": kv_heads}
+    shape |= {"head_dim": dim, "v_head_dim": dim}
+    problem = attention(mask=FULL, mask_program=mask.program, **shape)
+    config = flash_fwd_sm90.Config.default(problem)
+    assert (config.warpgroups, config.block_kv, config.heads_together) == forward
+    assert _config.fits(flash_fwd_sm90, problem, config)
+    backward_problem = dataclasses.replace(problem, op="flash_backward")
+    config = flash_bwd_sm90.Config.default(backward_problem)
+    assert (config.dq_warpgroups if config.block_table else None) == backward
+    assert _config.fits(flash_bwd_sm90, backward_problem, config)
 
 
 @pytest.mark.parametrize(

@@ -237,7 +237,7 @@ def test_the_changelog_begins_with_this_version():
 
 def test_the_matrix_knows_every_operation():
     variants = {"decode_mla", "decode_quantized", "flash_dual"}
-    variants |= {"decode_listed", "decode_listed_mla"}
+    variants |= {"decode_listed", "decode_listed_mla", "listed_backward"}
     assert set(support.OPERATIONS) | variants == set(dispatch.TABLES)
 
 

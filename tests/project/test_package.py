@@ -267,6 +267,7 @@ def test_who_knows_the_dispatch():
     ours = {
         "attention",
         "_autodiff.derivative",
+        "_autodiff.listed",
         "_call.float8",
         "_context_parallel.gather",
         "_context_parallel.launch",

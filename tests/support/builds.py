@@ -23,6 +23,7 @@ import numpy as np
 
 import pallas_attn as pa
 from pallas_attn._call import device
+from pallas_attn._call.problem import DecodeProblem, ListedResiduals
 from pallas_attn.lm import config as lm_config
 from pallas_attn.lm import decode as lm_decode
 from pallas_attn.lm import state as lm_state
@@ -165,6 +166,7 @@ def _attention(  # noqa: PLR0913
         "q_lengths": _shape("int32", 2),
         "segment_ids": (ids, ids),
         "q_starts": _shape("int32", 9),
+        "kv_blocks": _shape("int32", 1, heads[1], rows // 64, 4),
     }
     arrays |= {name.removesuffix("_16").removesuffix("_of_rows"): optional[name] for name in also}
     # Arguments, as they may hold arrays; what is static of them stays so.
@@ -235,6 +237,26 @@ def _decode_shared(kind: str) -> Build:
     return Build(
         "h100", functools.partial(_decode_call, {}), (q, _cache("stacked"), {"prefix": prefix})
     )
+
+
+def _listed_gradients_call(kernel, problem, residuals):
+    return kernel.run(residuals, problem, kernel.config.default(problem))
+
+
+def _listed_gradients() -> Build:
+    """Gradients of 4096 query rows of 16 heads, each with a list."""
+    from pallas_attn.kernels.decode_listed import gradients_sm90
+
+    rows, heads, keys, listed, dim = 4096, 16, 32768, 1024, 128
+    sizes: Any = {"sequences": 1, "q_len": rows, "q_heads": heads, "kv_heads": 1, "listed": listed}
+    sizes |= {"head_dim": dim, "v_head_dim": dim, "capacities": (keys,), "scale": 1.0}
+    facts: Any = {"kind": "stacked", "dtype": "bfloat16", "cache_dtype": "bfloat16"}
+    problem = DecodeProblem("sm90", mask=pa.FULL, **sizes, **facts)
+    q, k = _shape("bfloat16", rows, heads, dim), _shape("bfloat16", keys, dim)
+    lse = _shape("float32", rows, heads)
+    residuals = ListedResiduals(q, k, k, _shape("int32", rows, listed), q, lse, q, lse)
+    call = functools.partial(_listed_gradients_call, gradients_sm90.KERNEL, problem)
+    return Build("h100", call, (residuals,))
 
 
 _FLOAT8 = (("precision", jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32),)
@@ -343,6 +365,7 @@ _float32_sm86 = functools.partial(_attention, "sm86", dtype="float32", precision
 _CAUSAL, _WINDOW = {"mask": pa.CAUSAL}, {"mask": pa.sliding_window(100)}
 _GROUP_WINDOW = {"heads": (64, 8), "also": ("sinks",), "mask": pa.sliding_window(128)}
 _WINDOW_AT_RUN_TIME = pa.CAUSAL.filled(left=_shape("int32"))
+_KV_BLOCKS = _CAUSAL | {"also": ("kv_blocks",), "block_size": 64}
 _PACKED = {"rows": 4096, "keys": 4096, "also": ("q_starts",), "mask": pa.CAUSAL}
 # A mask that reads an array, tile by tile, and a score function; and a mask that reads none.
 _FUNCTIONS = {
@@ -381,6 +404,7 @@ BUILDS: dict[str, Build] = {
     "flash_fwd/sm90/h128_documents": _attention_sm90(128, mask=_FUNCTIONS["mask"] & pa.CAUSAL),
     "flash_fwd/sm90/h128_alibi": _attention_sm90(128, **_ALIBI),
     "flash_fwd/sm90/h128_mask_fn": _attention_sm90(128, **_BLOCKS),
+    "flash_fwd/sm90/h128_kv_blocks": _attention_sm90(128, heads=(8, 2), **_KV_BLOCKS),
     "flash_fwd/sm90/h128_window_at_run_time": _attention_sm90(128, mask=_WINDOW_AT_RUN_TIME),
     "flash_fwd/sm90/h32_windows": _attention_sm90(32, heads=(128, 128), rows=49, keys=49),
     "flash_fwd/sm90/h64_group_window": _attention_sm90(64, **_GROUP_WINDOW),
@@ -428,6 +452,7 @@ BUILDS: dict[str, Build] = {
     "flash_bwd/sm90/h64_padded": _backward_sm90(64, also=("mask_array", "bias_16")),
     "flash_bwd/sm90/h64_packed": _backward_sm90(64, **_PACKED),
     "flash_bwd/sm90/h64_functions": _backward_sm90(64, **_FUNCTIONS),
+    "flash_bwd/sm90/h128_kv_blocks": _backward_sm90(128, heads=(8, 2), **_KV_BLOCKS),
     "flash_bwd/sm90/h128_float32_highest": _backward_sm90(
         128, dtype="float32", precision="highest", **_CAUSAL
     ),
@@ -496,6 +521,7 @@ BUILDS: dict[str, Build] = {
     ),
     "decode_listed/latent_sm80/heads16": _decode("a100", "paged", heads=16, listed=2048, **_LATENT),
     "decode_listed/sm90/paged": _decode("h100", "paged", listed=1024),
+    "decode_listed/sm90/gradients": _listed_gradients(),
     "decode_listed/sm80/paged_int8": _decode("a100", "paged", dtype="int8", listed=1024),
     "prefill/sm90/stacked": _decode("h100", "stacked", rows=1024),
     "prefill/sm90/paged": _decode("h100", "paged", rows=64),

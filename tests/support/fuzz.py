@@ -377,6 +377,7 @@ def kinds() -> dict[str, Kind]:
         fuzz_caches,
         fuzz_derivatives,
         fuzz_float8,
+        fuzz_listed,
         fuzz_positions,
         fuzz_prefill,
         fuzz_ragged,
@@ -389,6 +390,7 @@ def kinds() -> dict[str, Kind]:
         "packed": Kind(
             fuzz_positions.draw_rows, fuzz_positions.run_rows, fuzz_positions.simpler_rows
         ),
+        "listed": Kind(fuzz_listed.draw, fuzz_listed.run, fuzz_listed.simpler),
         "ragged": Kind(fuzz_ragged.draw, fuzz_ragged.run, fuzz_ragged.simpler),
         "float8": Kind(fuzz_float8.draw, fuzz_float8.run, fuzz_float8.simpler),
         "rounding": Kind(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 import pallas_attn as pa
 from pallas_attn.bench import case as _case
@@ -50,6 +51,14 @@ class Round(NamedTuple):
 
 # ---- functions of positions ----------------------------------------------------------------------
 
+
+def _part(number: Any, size: int) -> Any:
+    """The number of the part of `size` that has a row, as `kv_blocks` computes it."""
+    if isinstance(number, np.ndarray):
+        return number // size
+    return lax.div(number, np.int32(size))
+
+
 # Functions of batch row, query head, query and key, and the names of the arrays that they read.
 MASKS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "documents": (lambda b, h, q, kv, ids: ids[b, q] == ids[b, kv], ("ids",)),
@@ -61,6 +70,10 @@ MASKS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
     "causal": (lambda b, h, q, kv: q >= kv, ()),
     # Block lists, as `kv_blocks` makes them
     "lists": (lambda b, h, q, kv, seen: seen[b, h // 2, q // 64, kv // 32], ("seen",)),
+    "pairs": (
+        lambda b, h, q, kv, seen: seen[b, _part(h, 2), _part(q, 64), _part(kv, 64)],
+        ("seen",),
+    ),
 }
 # Functions whose results are added to a score, likewise.
 ADDED: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {

@@ -25,6 +25,7 @@ _GROUP_WINDOW = [
 _DECODE = "tests/kernels/decode/test_decode_kernel.py::"
 _MLA = "tests/kernels/decode_mla/test_decode_mla.py::"
 _LISTS = "tests/kernels/decode_listed/test_decode_listed.py::"
+_LISTED_GRADIENTS = "tests/kernels/decode_listed/test_listed_gradients.py::"
 _PREFILL = "tests/kernels/prefill/test_prefill"
 _APPEND = "tests/kernels/append/test_append"
 _LM = "tests/lm/test_kernels.py::"
@@ -57,7 +58,7 @@ QUICK: dict[str, tuple[str, ...]] = {
     "kernels/flash_fwd/segments.py": (f"{_FWD}[documents]",),
     "kernels/flash_fwd/listed_tiles.py": (
         "tests/kernels/flash_fwd/test_listed_tiles.py::test_lists_and_codes_are_those_of_jax_numpy"
-        "[(2, 1, 5, 1, 33)-False-gpu]",
+        "[(2, 1, 5, 1, 33)-False-3-gpu]",
         "tests/kernels/flash_fwd/test_masks_and_scores.py::test_functions_on_the_gpu"
         "[sm90-0-bfloat16]",
     ),
@@ -176,6 +177,10 @@ QUICK: dict[str, tuple[str, ...]] = {
     "kernels/decode_listed/lists.py": (
         f"{_LISTS}test_on_the_gpu[pages]",
         f"{_LISTS}test_on_the_gpu[packed_float32]",
+    ),
+    "kernels/decode_listed/gradients_sm90.py": (
+        f"{_LISTED_GRADIENTS}test_on_the_gpu[heads12_softcap]",
+        f"{_LISTED_GRADIENTS}test_on_the_gpu[odd_dims_float16]",
     ),
     "kernels/prefill/plan.py": (
         f"{_PREFILL}.py::test_interpreted_cases_on_a_gpu[plain-stacked]",

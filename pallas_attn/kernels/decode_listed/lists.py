@@ -23,6 +23,7 @@ from pallas_attn._call.problem import DecodeInputs, DecodeProblem, bounds_of, ow
 from pallas_attn._functions.program import ZERO, Broadcasting, Operation, Program, evaluate
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout
+from pallas_attn.kernels.decode import lost as lost_rows
 from pallas_attn.kernels.decode import no_rows
 from pallas_attn.kernels.lang.types import KernelConfig
 from pallas_attn.kernels.mma.gathered_rows import TILE
@@ -180,14 +181,7 @@ def _lists(inputs: DecodeInputs, problem: DecodeProblem, fills: bool) -> Lists:
 
 def _lost(inputs: DecodeInputs, problem: DecodeProblem) -> Array:
     """bool[M]: sequences whose result is NaN."""
-    length, table, new = inputs.lengths, inputs.page_table, inputs.new_lengths
-    lost = length > max(problem.capacities)
-    if table is not None:
-        first = jnp.arange(table.shape[1], dtype=jnp.int32) * (problem.page_size or 1)
-        missing = (table < 0) | (table >= (problem.pages or 0))
-        lost = lost | (missing & (first[None] < length[:, None])).any(axis=1)
-    if new is not None:
-        lost = lost | ((length < 1) & (new < 0))
+    lost = lost_rows.sequences(inputs, problem)
     if problem.layers is not None:
         layer = jnp.asarray(inputs.layer)
         lost = lost | (layer < 0) | (layer >= problem.layers)

@@ -19,6 +19,7 @@ from pallas_attn._functions import program as _program
 from pallas_attn._functions.program import Operation, Program
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout
+from pallas_attn.kernels.decode import lost as lost_rows
 from pallas_attn.kernels.decode import no_rows
 from pallas_attn.kernels.lang.types import KernelConfig
 
@@ -130,16 +131,9 @@ def _sequences_of_rows(
     owner = owner_of_rows(starts, at.size)
     owned = (owner >= 0) & (owner <= last)
     owner = jnp.clip(owner, 0, last)
-    length, new = inputs.lengths, inputs.new_lengths
-    lost = length > capacity
+    length, lost = inputs.lengths, lost_rows.sequences(inputs, problem)
     if table is None:
         table = jnp.arange(last + 1, dtype=jnp.int32)[:, None]
-    else:
-        entry = jnp.arange(table.shape[1], dtype=jnp.int32) * (problem.page_size or 1)
-        missing = (table < 0) | (table >= problem.pages)
-        lost = lost | (missing & (entry[None] < length[:, None])).any(axis=1)
-    if new is not None:
-        lost = lost | ((length < 1) & (new < 0))
     # Any int32 is a length; less than 0 counts as 0, and must not wrap around.
     end = jnp.maximum(jnp.maximum(length, 0)[owner] - (starts[owner + 1] - 1 - at), 0)
     numbers: tuple[Array, ...] = ()

@@ -10,6 +10,7 @@
 | up to 128 keys, head dims up to 64 | `sm90_fused` | written there: `one_key_tile` |
 | up to 64 queries and keys; 128 of few heads or masked | `sm90_short` | `sm90_short` |
 | many heads whose dq fits in shared memory | `sm90_heads` | `sm90_heads` |
+| a table of blocks of 64 keys (`flash_fwd/block_tables.py`) | `sm90_dkdv` | `sm90_dq` |
 
 After any of these, `sm90_dbias` makes the gradient of a bias and the sums for the gradients of a
 score function's arrays that no other kernel has made (`aux_sums`). XLA makes the gradient of sinks.
@@ -24,7 +25,7 @@ import jax
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import score_tiles, tiles, tma_operands
+from pallas_attn.kernels.attention import score_tiles, tile_lists, tiles, tma_operands
 from pallas_attn.kernels.flash_bwd import (
     aux_sums,
     dq_sum,
@@ -53,6 +54,7 @@ from pallas_attn.kernels.flash_bwd.operands import (
 )
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats, is_wide
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
+from pallas_attn.kernels.flash_fwd import block_tables
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang.config import check
@@ -85,6 +87,8 @@ class Config:
     q_chunks: int = 1  # parts of the query rows that are batch rows: see `query_chunks`
     one_key_tile: bool = False  # `sm90_fused` writes dq itself, see `one_key_tile`
     turns: bool = False  # kv tiles add to dq in one order, in `sm90_fused`, where `turns` applies
+    # dk and dv of 64 keys by `sm90_dkdv`; work tiles of dq have heads of a group: `block_tables`.
+    block_table: bool = False
 
     def __post_init__(self) -> None:
         blocks = (64, 128) if self.fused else (16, 32, 64, 128)
@@ -101,6 +105,7 @@ class Config:
             dq_stages=(self.dq_stages >= 2, "at least 2"),
             dq_lag=(self.dq_lag in lags, " or ".join(map(str, lags))),
             dq_warpgroups=(self.dq_warpgroups in (1, 2, 3), "1, 2 or 3"),
+            block_table=(not (self.block_table and self.fused), "False if it is fused"),
         )
 
     @classmethod
@@ -114,6 +119,9 @@ class Config:
             return cls(window=True)
         if is_wide(problem):
             return _in_order(problem, _two_kernels(problem))
+        if has_small_blocks(problem):
+            heads = block_tables.heads_of_tile(problem, 2)
+            return _two_kernels(problem, cls(fused=False, block_table=True, dq_warpgroups=heads))
         has_functions = problem.mask_program is not None or problem.score_program is not None
         config = cls(dq_stages=3, dq_lag=2, k_in_registers=not has_functions)
         if one_key_tile.takes(problem):
@@ -190,10 +198,16 @@ _FLOAT32_DQ_TILES: list[dict[str, Any]] = [
 ]
 
 
-def _two_kernels(problem: AttentionProblem) -> Config:
+def has_small_blocks(problem: AttentionProblem) -> bool:
+    """Whether a mask function reads a table of blocks that are smaller than 128."""
+    if problem.mask_program is None or not tile_lists.reads_pairs(problem.mask_program):
+        return False
+    return not problem.learned and block_tables.tile_sizes(problem) != block_tables.TILES[0]
+
+
+def _two_kernels(problem: AttentionProblem, config: Config = Config(fused=False)) -> Config:
     """The first tiles of each kernel that fit."""
     is_float32 = problem.dtype == "float32"
-    config = Config(fused=False)
     for sizes in _FLOAT32_TILES if is_float32 else _WIDE_TILES:
         config = dataclasses.replace(config, **sizes)
         if sm90_dkdv.buffer_bytes(plan_of(problem, config)) + BARRIERS <= SMEM_LIMIT:
@@ -228,9 +242,14 @@ def takes_turns(problem: AttentionProblem, config: Config) -> bool:
     return config.fused and by_columns and not is_wide(problem) and turns.applies(tiling)
 
 
+def by_64_keys(problem: AttentionProblem, config: Config) -> bool:
+    """Whether `sm90_dkdv` makes dk and dv."""
+    return is_wide(problem) or config.block_table
+
+
 def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     """The plan of the kernel that makes dk and dv."""
-    keys, block_q, wide = sm90_fused.KEYS, config.block_q, is_wide(problem)
+    keys, block_q, wide = sm90_fused.KEYS, config.block_q, by_64_keys(problem, config)
     own_order = own_kernel(config)
     if own_order is not None:
         name, kernel = own_order
@@ -278,6 +297,8 @@ def _dq_plan(problem: AttentionProblem, config: Config) -> QueryPlan:
     )
     in_panels = tma_operands.takes_panels(problem)
     plan = dataclasses.replace(QueryPlan.of(problem, by_rows), panels=in_panels)
+    if config.block_table:
+        plan = block_tables.with_heads(plan)
     bias_and_mask = score_tiles.of_problem(problem, config.dq_block_kv)
     if problem.dtype == "float32" or not bias_and_mask:
         return plan
@@ -312,7 +333,7 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
         return sm90_short.buffer_bytes(plan) + BARRIERS
     if config.heads:
         return sm90_heads.buffer_bytes(plan)
-    most = (sm90_dkdv if is_wide(problem) else sm90_fused).buffer_bytes(plan)
+    most = (sm90_dkdv if by_64_keys(problem, config) else sm90_fused).buffer_bytes(plan)
     if not is_fused(problem, config):
         most = max(most, sm90_dq.buffer_bytes(_dq_plan(problem, config)))
     return most + BARRIERS
@@ -350,7 +371,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     if config.window:
         dq, dk, dv = sm90_window.dq_dk_dv(plan, refs)
         dq = dq[:, : problem.q_len]
-    elif is_wide(problem):
+    elif by_64_keys(problem, config):
         dk, dv = sm90_dkdv.dk_dv(plan, refs)
     elif is_fused(problem, config):
         dq, dk, dv = sm90_fused.dq_dk_dv(plan, refs)

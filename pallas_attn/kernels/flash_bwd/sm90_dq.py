@@ -30,7 +30,7 @@ from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkT
 from pallas_attn.kernels.flash_bwd.float32 import Units, left_operand, matmul_add, scaled, units_of
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.producer import Ring, load_rows, store_rows
-from pallas_attn.kernels.flash_fwd import key_mask_ranges, listed, tile_scheduler
+from pallas_attn.kernels.flash_fwd import block_tables, key_mask_ranges, listed, tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import launch, mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels
@@ -205,7 +205,8 @@ def load_keys(
 def _load_queries(ctx: KernelContext, tile: WorkTile, wg: Index) -> None:
     """q and dO of a consumer warpgroup's rows."""
     _, refs, smem = ctx
-    at = (tile.batch, tile.head, tile.row + wg * ROWS)
+    tile, row = block_tables.own_rows(ctx.plan, tile, wg)
+    at = (tile.batch, tile.head, row)
     for ref, to in ((refs.q, smem.q), (refs.do, smem.do)):
         load_rows(ref, at, to, wg, smem.q_ready.at[wg])
 
@@ -407,14 +408,15 @@ def _consume(ctx: KernelContext, dq_ref: GmemRef, block_id: Index, wg: Index) ->
 
 
 def _rows(ctx: KernelContext, tile: WorkTile, wg: Index, visible: Span | None) -> DqRows:
-    row, refs = tile.row + wg * ROWS, ctx.refs
+    refs, span = ctx.refs, span_of(ctx, tile, visible)
+    tile, row = block_tables.own_rows(ctx.plan, tile, wg)
     lse, delta = (
         mosaic.load(ref.at[tile.batch, tile.head, pl.ds(row, ROWS)], mosaic.ROW)
         for ref in (refs.lse, refs.delta)
     )
     kv_head = lax.div(tile.head, jnp.int32(ctx.plan.problem.group))
     units = units_of(refs.units, tile.batch, kv_head)
-    return DqRows(tile, span_of(ctx, tile, visible), row, wg, lse, delta, units)
+    return DqRows(tile, span, row, wg, lse, delta, units)
 
 
 def _store(

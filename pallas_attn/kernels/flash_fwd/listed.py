@@ -16,8 +16,8 @@ from jax import lax
 from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.attention import tile_lists
 from pallas_attn.kernels.attention.tile_lists import Listed, Run
-from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows, Span, WorkTile
-from pallas_attn.kernels.flash_fwd import producer, tile_scheduler
+from pallas_attn.kernels.attention.tiles import KernelContext, QueryRows, Span, WorkTile
+from pallas_attn.kernels.flash_fwd import block_tables, producer, tile_scheduler
 from pallas_attn.kernels.flash_fwd.producer import Entry, Ring
 from pallas_attn.kernels.flash_fwd.tile_scheduler import Offsets, QueryPlan, Turn
 from pallas_attn.kernels.lang.types import Index, Operand
@@ -47,6 +47,8 @@ def tables(
     ranked, heads = make(plan, ()), plan.heads // problem.batch
     *_, by_keys, row_blocks = sizes
     kinds = tile_lists.kinds(problem, inputs, sizes)
+    if not by_keys and kinds.shape[2] > 1:
+        kinds = kinds[:, :, :: block_tables.heads_of_list(plan)]
     if listed_tiles.fits(kinds):
         codes, of_codes = tile_lists.codes(kinds), (plan.code_bits, heads)
         made = listed_tiles.prepare(codes, ranked, row_blocks, not by_keys, of_codes)
@@ -63,7 +65,7 @@ def by_length(ranked: np.ndarray, bits: int, heads: int, lists: jax.Array) -> ja
     order = tile_lists.longest_first(lists[..., 0])
     head, low = ranked >> bits, (1 << bits) - 1
     batch = head // heads if order.shape[0] > 1 else 0 * head
-    head = head % heads if order.shape[1] > 1 else 0 * head
+    head = head % heads * order.shape[1] // heads
     codes = (ranked & ~low) | order[batch, head, ranked & low]
     return jnp.concatenate([ranked[:, :1], codes[:, 1:]], axis=1)
 
@@ -73,9 +75,11 @@ def by_length(ranked: np.ndarray, bits: int, heads: int, lists: jax.Array) -> ja
 
 def list_of(ctx: KernelContext, tile: WorkTile) -> Listed:
     """The kv tiles that a mask function leaves of a work tile."""
-    tiling = ctx.plan.tiling
+    tiling, head, sharers = ctx.plan.tiling, tile.head, block_tables.heads_of_list(ctx.plan)
     row = lax.div(tile.row, jnp.int32(tiling.tile_rows))
-    return Listed.of(ctx.refs.tiles, tile.batch, tile.head, row, tiling.row_blocks)
+    if sharers > 1:
+        head = lax.div(head, jnp.int32(sharers))
+    return Listed.of(ctx.refs.tiles, tile.batch, head, row, tiling.row_blocks)
 
 
 def _list_or_run(ctx: KernelContext, tile: WorkTile, count: Index, last: Index) -> Listed | Run:
@@ -125,8 +129,8 @@ class Ranges:
     ) -> tuple[tuple[Index, Index], QueryRows]:
         loaded, span, last = record
         tiles = _list_or_run(ctx, tile, span.hi, last)
-        row = tile.row + wg * ROWS
-        return (0, loaded), QueryRows(tile, row, wg, span, q_slot, listed=tiles, last=last)
+        own, row = block_tables.own_rows(ctx.plan, tile, wg)
+        return (0, loaded), QueryRows(own, row, wg, span, q_slot, listed=tiles, last=last)
 
 
 def produce(ctx: KernelContext, block: Index) -> None:

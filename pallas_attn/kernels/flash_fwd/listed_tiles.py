@@ -30,7 +30,7 @@ from pallas_attn.kernels.lang.threads import LANES, Thread
 from pallas_attn.kernels.lang.types import Index, Operand, Predicate
 
 WARPGROUPS = 4
-MOST_PAIRS = 2**17  # pairs of tiles; beyond, XLA's kernels take longer than they take to start
+MOST_PAIRS = 2**24  # pairs of tiles of a head, all of which each of its blocks counts
 HALF = 2**16  # two numbers share a word
 MOST_TILES = 12 * 1024  # tiles of a head: two words each, in the shared memory of any GPU
 
@@ -87,7 +87,9 @@ class _Block(NamedTuple):
 
 def fits(kinds: Operand) -> bool:
     """Whether `prepare` takes what `tile_lists.kinds` gives."""
-    tiles, row_blocks, n = kinds.shape[3:]
+    batches, heads, tiles, row_blocks, n = kinds.shape[1:]
+    if batches * heads * tiles * (tile_lists.first(row_blocks) + n) >= 2**31:
+        return False
     few = tiles * n <= MOST_PAIRS and tiles <= MOST_TILES and n <= HALF // 4
     return few and row_blocks <= 4
 
@@ -326,7 +328,10 @@ def _codes(ctx: ThreadContext) -> None:
         if sizes.batches > 1:
             owner = head // sizes.heads_of_codes * sizes.heads
         if sizes.heads > 1:
-            owner = owner + head % sizes.heads_of_codes
+            own = head % sizes.heads_of_codes
+            if sizes.heads < sizes.heads_of_codes:  # heads that follow each other share lists
+                own = own * sizes.heads // sizes.heads_of_codes
+            owner = owner + own
         counts = number % sizes.entries[1] < 1
         owner = thread.select(counts, lane * 0, owner)
         ours = (owner <= block.owner) & (owner >= block.owner)

@@ -171,11 +171,7 @@ def load_kv_tile(ctx: KernelContext, tile: WorkTile, name: str, t: Index, slot: 
 
 
 def copy_rows(
-    ctx: KernelContext,
-    tile: WorkTile,
-    name: str,
-    slot: Index,
-    source: tuple[GmemRef, Index, Index],
+    ctx: KernelContext, tile: WorkTile, name: str, slot: Index, source: tuple[GmemRef, Index, Index]
 ) -> None:
     """Issues loads of the rows of a kv tile, of the work tile's kv head: `source` is an array, its
     batch row and the first row.

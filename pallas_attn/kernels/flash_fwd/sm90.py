@@ -53,6 +53,7 @@ cases have files of their own, which are imported where they are needed:
   float8_mainloop.py    float8 with scales
   one_tile.py           heads whose keys are one kv tile, a consumer each
   batch_rows.py         several batch rows in a work tile
+  block_tables.py       tables of blocks that rows see; heads of a group in a work tile
   sm90_defaults.py      the Config for a problem
 """
 
@@ -119,6 +120,7 @@ class Config:
     # Consumers take work tiles of their own, where the keys of a head are a kv tile: `one_tile`.
     independent: bool = False
     batch_rows: int = 1  # batch rows in a work tile, with `independent`: see `batch_rows`
+    heads_together: bool = False  # consumers take heads of a group: see `block_tables`
     float32_sums: bool = True  # float8: whether P V of kv tiles are added up in registers
 
     def __post_init__(self):
@@ -153,6 +155,10 @@ class Config:
 @functools.lru_cache(maxsize=256)
 def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     """The static values of a launch; kept, since all calls with the same facts share them."""
+    if config.heads_together:
+        from pallas_attn.kernels.flash_fwd import block_tables
+
+        return block_tables.plan_of(problem, config)
     linear, claimed, independent, rows_apart = False, False, False, None
     if config.batch_rows > 1:
         from pallas_attn.kernels.flash_fwd import batch_rows
@@ -347,9 +353,9 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
 
 def load_q(ctx: KernelContext, tile: WorkTile, wg: Index, slot: Index) -> None:
     """The rows of a consumer."""
-    refs, smem = ctx.refs, ctx.smem
-    row = tile.row + wg * ROWS
-    where = tile.batch, pl.ds(row, ROWS), tile.head
+    refs, smem, alone = ctx.refs, ctx.smem, ctx.plan.order.together == 1
+    row, head = (tile.row + wg * ROWS, tile.head) if alone else (tile.row, tile.head + wg)
+    where = tile.batch, pl.ds(row, ROWS), head
     panels.load(refs.q, where, smem.q, slot, smem.q_ready.at[slot])
     if smem.segments is not None:
         from pallas_attn.kernels.flash_fwd import documents
@@ -453,9 +459,7 @@ def _first_tile(
     if not read_later:
         ring.release(slot)
     masked: bool | None = "first_masked" in ctx.plan.sections
-    first_rows, whole = rows, None
-    if rows.last is not None:
-        first_rows = rows.with_loaded_tile(rows.last)
+    first_rows, whole = rows if rows.last is None else rows.with_loaded_tile(rows.last), None
     if ctx.plan.skips_keys:
         masked, whole = None, (rows.span.full_lo, rows.span.full_hi)
     s, online = logits.masked_logits(ctx, first_rows, rows.span.hi - 1, slot, s, masked, whole)
@@ -673,8 +677,7 @@ def _operands(plan: QueryPlan, inputs: AttentionInputs) -> ForwardRefs:
     int8, unless it masks keys; segment ids; one value tile a sequence where there are kv_lengths.
     """
     problem = plan.problem
-    names = "q", "k", "v", *problem.arrays
-    fields: dict[str, Any] = {name: getattr(inputs, name) for name in names}
+    fields: dict[str, Any] = {name: getattr(inputs, name) for name in (*"qkv", *problem.arrays)}
     if problem.dtype == "float32":
         from pallas_attn.kernels.flash_fwd import float32_mainloop
 

@@ -47,8 +47,9 @@ def _of_16_bits(problem: AttentionProblem) -> Config:
     dim = max(problem.head_dim, problem.v_head_dim)
     l2_heads = _l2_heads(problem, dim)
     if dim <= 128 and _reads_block_table(problem):
-        # The array is a table of blocks, of 128 keys as a rule, each of which is whole or empty.
-        return Config(2, block_kv=128, stages=2 if dim > 64 else 4, l2_heads=l2_heads)
+        from pallas_attn.kernels.flash_fwd import block_tables
+
+        return block_tables.config_of(problem, l2_heads)
     segments, claimed = "q_segment_ids" in problem.arrays, _gains_by_claims(problem)
     made = functools.partial(Config, l2_heads=l2_heads, claims=claimed)
     few = problem.q_len <= 128 or problem.kv_len < 2 * SHORT

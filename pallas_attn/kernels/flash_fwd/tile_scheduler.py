@@ -71,6 +71,7 @@ class Distribution:
     claims: bool = False  # blocks claim work tiles: see `claims`
     first_ranked_head: int = 0  # the head of documents from which on work tiles go by rank
     lists: int = 1  # lists of a block
+    together: int = 1  # heads of a work tile, one a consumer: see `block_tables`
 
     @classmethod
     def of(
@@ -355,7 +356,7 @@ def schedule(plan: QueryPlan, offsets: Offsets = ()) -> np.ndarray:
         if problem.mask.bounds_right:
             q_tiles = q_tiles[::-1]  # the last rows see most
     groups = range(0, order.heads, order.l2_heads)
-    heads = [np.arange(first, min(first + order.l2_heads, order.heads)) for first in groups]
+    heads = [np.arange(n, min(n + order.l2_heads, order.heads), order.together) for n in groups]
     codes = [codes_of(plan, some, q_tiles) for some in heads]
     costs_of_codes = [costs_of(code, order.code_bits, costs, problem.q_heads) for code in codes]
     if len(costs) == 1 and problem.fetches == 1:

@@ -47,28 +47,29 @@ def table_of_ranks(batch_heads, tiles):
 @pytest.mark.guards
 @pytest.mark.parametrize("where", HERE)
 @pytest.mark.parametrize(
-    "shape, never_empty",
+    "shape, never_empty, heads",
     [
-        ((2, 1, 5, 1, 33), False),
-        ((1, 3, 18, 3, 70), True),
-        ((1, 1, 1, 4, 290), True),
+        ((2, 1, 5, 1, 33), False, HEADS),
+        ((1, 3, 18, 3, 70), True, HEADS),
+        ((1, 1, 1, 4, 290), True, HEADS),
+        ((2, 3, 9, 1, 33), True, 2 * HEADS),  # two heads share a list
     ],
     ids=str,
 )
-def test_lists_and_codes_are_those_of_jax_numpy(shape, never_empty, where):
+def test_lists_and_codes_are_those_of_jax_numpy(shape, never_empty, heads, where):
     kinds = some_kinds(np.random.default_rng(sum(shape)), shape)
-    table, bits = table_of_ranks(BATCH * HEADS, shape[2])
+    table, bits = table_of_ranks(BATCH * heads, shape[2])
     assert listed_tiles.fits(kinds)
 
     def prepare(kinds):
         codes = tile_lists.codes(kinds)
-        return listed_tiles.prepare(codes, table, shape[3], never_empty, (bits, HEADS))
+        return listed_tiles.prepare(codes, table, shape[3], never_empty, (bits, heads))
 
     with mosaic.interpret() if where == "here" else contextlib.nullcontext():
         lists, codes = jax.jit(prepare)(jnp.asarray(kinds))
     want = tile_lists.of_kinds(kinds, never_empty=never_empty)
     np.testing.assert_array_equal(lists, want)
-    np.testing.assert_array_equal(codes, listed.by_length(table, bits, HEADS, want))
+    np.testing.assert_array_equal(codes, listed.by_length(table, bits, heads, want))
 
 
 def test_a_grid_that_cuda_launches_the_other_way_round(monkeypatch):
@@ -76,18 +77,20 @@ def test_a_grid_that_cuda_launches_the_other_way_round(monkeypatch):
     monkeypatch.setattr(lang, "MOST_BLOCKS", 2)
     assert lang.grid_of(owner=3, part=2) == {"grid": (2, 3), "grid_names": ("part", "owner")}
     shape, never_empty = (1, 3, 18, 3, 70), True
-    test_lists_and_codes_are_those_of_jax_numpy(shape, never_empty, "here")
+    test_lists_and_codes_are_those_of_jax_numpy(shape, never_empty, HEADS, "here")
 
 
 def test_a_mask_of_many_tiles_is_left_to_xla():
     fits = [listed_tiles.fits(np.empty((2, 1, 1, *sizes), bool)) for sizes in SIZES]
     assert fits == [True, True, True, False, False, False]
+    many = np.broadcast_to(np.bool_(True), (2, 2, 64, 1024, 1, 2**14))
+    assert not listed_tiles.fits(many) and listed_tiles.fits(many[:, :1])
     words = listed_tiles._Sizes(1, 1, SIZES[2][0], 8, 1, True, (1, 1), 1, 1).words
     assert 4 * words <= min(map(gpu_specs.shared_memory, ("sm80", "sm86", "sm90")))
 
 
-SIZES = [(128, 1, 1024), (1, 4, 2**14), (12 * 1024, 1, 8)]
-SIZES += [(128, 1, 1025), (1, 1, 2**14 + 1), (12 * 1024 + 1, 1, 8)]
+SIZES = [(1024, 1, 2**14), (1, 4, 2**14), (12 * 1024, 1, 8)]
+SIZES += [(1025, 1, 2**14), (1, 1, 2**14 + 1), (12 * 1024 + 1, 1, 8)]
 
 
 @pytest.mark.machine_code

@@ -146,6 +146,10 @@ def test_interpreted(rng, name):
     sinks = jnp.asarray(rng.standard_normal(16), jnp.float32) if "sinks" in options else None
     problem, inputs = problem_of(q, cache, **options), inputs_of(q, cache, layer, sinks)
     assert kernel.limit(problem) is None
+    slower = dispatch.TABLES["decode_quantized"][0].slower
+    assert slower(problem) is None
+    reason = "precision does not ask for matmuls on float8"
+    assert slower(dataclasses.replace(problem, precision=None)).reason == reason
     config = kernel.Config(sm90.Config(**tuning))
     run = jax.jit(lambda inputs: kernel.run(inputs, problem, config))
     with mosaic.interpret():
