@@ -3,7 +3,6 @@ a model has two caches, which hold the same sequences.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 
@@ -140,9 +139,13 @@ def with_part(cache: Held, mask: Mask, part: KVCache | None) -> Held:
     return TwoCaches(cache.windowed, part) if mask.left is None else TwoCaches(part, cache.full)
 
 
-def shared_prefixes(cache: KVCache | TwoCaches, **sizes: Any) -> SharedPrefixes | None:
-    """Pages that sequences share, of paged caches. Two caches have the same table of pages, and
-    layers with a window read all that each sequence has.
+def shared_prefixes(
+    cache: KVCache | TwoCaches, tokens: int, levels: int, starts: jax.Array | None = None
+) -> SharedPrefixes | None:
+    """`PagedCache.shared_prefixes` of paged caches, None of others. Two caches have the same table
+    of pages, and layers with a window read all that each sequence has.
     """
     cache = cache.full if isinstance(cache, TwoCaches) else cache
-    return cache.shared_prefixes(**sizes) if isinstance(cache, PagedCache) else None
+    if not isinstance(cache, PagedCache):
+        return None
+    return cache.shared_prefixes(tokens=tokens, levels=levels, starts=starts)

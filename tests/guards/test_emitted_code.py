@@ -27,6 +27,7 @@ from pallas_attn.kernels.mma import (
     row_numbers,
     row_sums,
     thread_pieces,
+    wgmma_float8,
 )
 from tests.support import emitted
 from tests.support.emitted import Far, captured, evaluate
@@ -95,6 +96,13 @@ def test_masks_of_8_heads_of_8_query_rows(rng):
     want = np.asarray(code.function.values(*code.args))
     assert np.isneginf(want).any() and np.isfinite(want).any()
     np.testing.assert_array_equal(got, want.reshape(-1)[emitted.places(s.shape, 4)])
+
+
+def test_sums_that_stay_in_their_place(rng):
+    a, b = (rng.standard_normal((64, 16)).astype(np.float32) for _ in range(2))
+    code = captured(wgmma_float8.added, jnp.asarray(a), jnp.asarray(b))
+    want = (a + b).reshape(-1)[emitted.places(a.shape, 4)]
+    np.testing.assert_array_equal(evaluate(code, held_by(a.shape)), want)
 
 
 @pytest.mark.parametrize("bound", [0.0, 8.0])

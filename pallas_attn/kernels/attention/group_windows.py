@@ -4,7 +4,7 @@ their loads and stores, and the units of work of `flash_fwd.sm90_group_window`.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -124,7 +124,9 @@ def load_rows(
     plgpu.copy_gmem_to_smem(heads, to.for_tma.at[at], ready)
 
 
-def store_rows(staged: Panel, at: Any, to: GmemRef, unit: Unit, row: Index) -> None:
+def store_rows(
+    staged: Panel, at: Index | tuple[Index, ...], to: GmemRef, unit: Unit, row: Index
+) -> None:
     """Issues the store of 8 heads of those query rows, if they exist."""
     rows = pl.ds(jnp.minimum(row, to.shape[1] - QUERIES), QUERIES)
     heads = to.at[unit.batch, rows, pl.ds(unit.head, HEADS)]

@@ -54,14 +54,14 @@ from pallas_attn.kernels.flash_bwd.operands import (
 )
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats, is_wide
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
-from pallas_attn.kernels.flash_fwd import block_tables
+from pallas_attn.kernels.flash_fwd import block_tables, shared_memory
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang.config import check
 
 ROWS = tiles.ROWS
 SMEM_LIMIT = flash_fwd_sm90.SMEM_LIMIT
-BARRIERS = flash_fwd_sm90.BARRIERS
+BARRIERS = shared_memory.BARRIERS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -84,7 +84,6 @@ from pallas_attn.kernels.attention.tiles import (
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
 from pallas_attn.kernels.flash_fwd import producer, shared_memory, tile_scheduler
 from pallas_attn.kernels.flash_fwd.producer import Ring
-from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS as BARRIERS
 from pallas_attn.kernels.flash_fwd.shared_memory import SMEM_LIMIT
 from pallas_attn.kernels.flash_fwd.tile_scheduler import Distribution, QueryPlan, Turn, work_tile
 from pallas_attn.kernels.lang import mosaic, panels
@@ -103,6 +102,7 @@ from pallas_attn.kernels.mma import wgmma
 # Registers of a consumer's thread, by number of consumers.
 REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
 MOST_STAGES = 12  # stages of the ring of K and V where work tiles are claimed: see `claims`
+Work = Callable[[], None] | None  # further work during a matmul
 
 
 @dataclasses.dataclass(frozen=True)
@@ -413,7 +413,7 @@ def mainloop(
     ctx: KernelContext,
     rows: QueryRows,
     slot: Index,
-    meanwhile: Callable[[], None] | None,
+    meanwhile: Work,
     turns: Any = None,
 ) -> tuple[Result, Index]:
     """All kv tiles of a consumer's rows, from the last to the first, and the slot after them. Where
@@ -433,11 +433,7 @@ def mainloop(
 
 
 def _first_tile(
-    ctx: KernelContext,
-    rows: QueryRows,
-    slot: Index,
-    meanwhile: Callable[[], None] | None,
-    keys: int | None = None,
+    ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Work, keys: int | None = None
 ) -> State:
     """The last kv tile, whose scores overlap with nothing but `meanwhile`. `keys`: the first keys
     of the tile, which have scores; None: `QueryPlan.last_keys`.
