@@ -159,7 +159,10 @@ def test_samples_are_those_of_the_prompt_given_again(monkeypatch, changes):
     assert max(status.running for status in statuses) == 3  # a prompt's answers begin together
     assert not made.cache.overflowed.any()
     packed = looked[:-1]  # steps beside rows of prompts; traced once, not for a single answer
-    assert looked[-1] == {"tokens": 4, "levels": 1} and len(packed) == len(changes) // 2
+    assert (
+        looked[-1] == {"tokens": 4, "levels": 1, "starts": None}
+        and len(packed) == len(changes) // 2
+    )
     assert all(how["tokens"] == 6 + 4 * 4 and how["levels"] == 1 for how in packed)
 
 
