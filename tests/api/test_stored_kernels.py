@@ -239,11 +239,12 @@ def test_a_damaged_answer_is_asked_again(lowered, tmp_path):
 
 def test_files_of_other_users_are_not_read(lowered, tmp_path, monkeypatch):
     """They are pickles. The folders are closed to others."""
-    text = append()
+    append()
     with monkeypatch.context() as patch:
         patch.setattr(store, "_trusted_users", lambda: (os.geteuid() + 1,))
         forget()
-        assert append() == text and lowered == ["append.copy"] * 2
+        text = append()
+    assert lowered == ["append.copy"] * 2
     forget()
     assert append() == text and len(lowered) == 2
     closed = [path for path in tmp_path.rglob("*") if path.is_dir()]
