@@ -6,12 +6,16 @@ not save: its key is the lowered program. Where that cache is on and kernels run
 kernel whether it takes a problem. A process that has both imports no kernel and no Mosaic.
 
 A file is named by a digest of all that decides its content: in its folder's name the sources of the
-package, the versions of jax, and the GPU; in its own the kernel, the problem, the inputs' types and
-jax's settings. A problem with a value that has no text of its own is not kept, nor are calls with a
-forced or watched Config. A file that is damaged is written anew; a disk that cannot be written
-costs a warning.
+package, the versions of jax and of its CUDA, and the GPU; in its own the kernel, the problem, the
+inputs' types and jax's settings. A problem with a value that has no text of its own is not kept,
+nor are calls with a forced or watched Config. A disk that cannot be written costs a warning.
+
+Files are unpickled, so they can run code: no other user may write to the folders that are made
+here, and a file of another user than this one and root counts as damaged. Damaged files are written
+anew.
 """
 
+import contextlib
 import contextvars
 import dataclasses
 import enum
@@ -38,6 +42,7 @@ FOLDER = "pallas_attn_kernels"  # within that of jax's cache
 _DIGEST = hashlib.sha256
 _SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion",
              "jax_numpy_rank_promotion")  # fmt: skip
+_NOT_PICKLED = (pickle.PicklingError, TypeError, AttributeError)
 _PACKAGE = pathlib.Path(__file__).parents[1]
 
 _lowering: contextvars.ContextVar[bool] = contextvars.ContextVar(
@@ -121,7 +126,8 @@ def _program(path: pathlib.Path, call: _Call) -> _Program | None:
         lowered = _lowered(call)
         if lowered is None:
             return None
-        _write(path, _saved(lowered))
+        with contextlib.suppress(*_NOT_PICKLED):  # another jax may have programs that cannot be
+            _write(path, _saved(lowered))
     return _Program(jax.jit(lowered.exported.call), lowered.tree)
 
 
@@ -197,28 +203,38 @@ def _folder() -> pathlib.Path | None:
         return None
     if _lowering.get() or config.observer.get() is not None or jax.config.jax_disable_jit:
         return None
-    gpu = _gpu()
-    if gpu is None or any(name.startswith("MOSAIC_GPU_DUMP") for name in os.environ):
+    gpu, versions = _gpu(), _versions()
+    if gpu is None or versions is None:
         return None
-    return pathlib.Path(of_jax, FOLDER, _name(_text((_versions(), gpu))))
+    if any(name.startswith("MOSAIC_GPU_DUMP") for name in os.environ):
+        return None
+    return pathlib.Path(of_jax, FOLDER, _name(_text((versions, gpu))))
 
 
 def _gpu() -> str | None:
-    """The GPU that kernels run on, by its vendor's name."""
+    """The GPU that kernels run on, by its vendor's name, and jax's plugin with its CUDA."""
     current = device.current()
-    return current.device_kind if current.platform in ("gpu", "cuda") else None
+    if current.platform not in ("gpu", "cuda"):
+        return None
+    return f"{current.device_kind}, {current.client.platform_version}"
 
 
 @functools.cache
-def _versions() -> tuple[str, ...]:
-    """Jax's, and a digest of the package's sources."""
-    digest = _DIGEST()
+def _versions() -> tuple[str, ...] | None:
+    """Jax's, and a digest of the package's sources; None where they cannot be read, as in a zip."""
+    digest, count = _DIGEST(), 0
     for folder, _, names in sorted(os.walk(_PACKAGE)):
-        for name in sorted(x for x in names if x.endswith(".py")):
-            with open(os.path.join(folder, name), "rb") as file:
-                source = file.read()
+        # Lock files of editors begin with a dot.
+        for name in sorted(x for x in names if x.endswith(".py") and not x.startswith(".")):
+            try:
+                source = pathlib.Path(folder, name).read_bytes()
+            except OSError:
+                return None
             place = os.path.relpath(os.path.join(folder, name), _PACKAGE)
             digest.update(f"{place} {len(source)}\n".encode() + source)
+            count += 1
+    if count == 0:
+        return None
     return jax.__version__, importlib.metadata.version("jaxlib"), digest.hexdigest()
 
 
@@ -226,7 +242,7 @@ def _context() -> tuple[Any, ...]:
     """Settings outside of the arguments that a lowered kernel depends on."""
     settings = jax.config.values
     names = [name for name in settings if "mosaic" in name or "pallas" in name]
-    values = [(name, settings[name]) for name in (*_SETTINGS, *sorted(names))]
+    values = [(name, settings.get(name)) for name in (*_SETTINGS, *sorted(names))]
     return device.asked_to_overlap.get(), device.gpu_generation(), values
 
 
@@ -255,19 +271,28 @@ def _text(value: Any) -> str:
 
 
 def _read(path: pathlib.Path) -> bytes | None:
-    """The content of a file that is whole."""
+    """The content of a file that is whole and was written by a trusted user."""
     try:
-        content = path.read_bytes()
+        with open(path, "rb") as file:
+            owner = os.fstat(file.fileno()).st_uid
+            content = file.read()
     except OSError:
+        return None
+    if owner not in _trusted_users():
         return None
     size = _DIGEST().digest_size
     return content[size:] if _DIGEST(content[size:]).digest() == content[:size] else None
 
 
+def _trusted_users() -> tuple[int, ...]:
+    return 0, os.geteuid()
+
+
 def _write(path: pathlib.Path, content: bytes) -> None:
     """Writes a whole file or none, also beside other processes."""
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (path.parent.parent, path.parent):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent)
         try:
             with os.fdopen(handle, "wb") as file:

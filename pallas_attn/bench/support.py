@@ -40,17 +40,20 @@ _TABLES = {
 }
 OPERATIONS = tuple(operation for table in _TABLES.values() for operation in table.values())
 
+_SIZES: dict[str, Any] = {
+    "batch": 2,
+    "q_len": 1024,
+    "kv_len": 1024,
+    "q_heads": 8,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "v_head_dim": 128,
+}
 _ATTENTION = AttentionProblem(
     op="flash_forward",
     gpu="sm90",
     dtype="bfloat16",
-    batch=2,
-    q_len=1024,
-    kv_len=1024,
-    q_heads=8,
-    kv_heads=8,
-    head_dim=128,
-    v_head_dim=128,
+    **_SIZES,
     mask=FULL,
     scale=128**-0.5,
 )
@@ -87,13 +90,7 @@ _BASE["quantize"] = QuantizeProblem(
     gpu="sm90",
     dtype="bfloat16",
     to="float8_e4m3fn",
-    batch=2,
-    q_len=1024,
-    kv_len=1024,
-    q_heads=8,
-    kv_heads=8,
-    head_dim=128,
-    v_head_dim=128,
+    **_SIZES,
     blocks=(8, 8, 8),
 )
 _BASE["flash_backward"] = dataclasses.replace(_ATTENTION, op="flash_backward")

@@ -44,7 +44,8 @@ def keep_programs(folder: str | os.PathLike[str] | None = None) -> None:
 
     It is jax's persistent compilation cache, for all programs, however fast they compile. Where it
     is on, attention's lowered kernels are kept too, so that no later process traces them. Call it
-    before the first program. Where jax has a folder already, that one stays.
+    before the first program. Where jax has a folder already, that one stays. Programs and kernels
+    are run as they lie there: nobody else may write to the folder.
 
     Args:
       folder: where; it is made if it is not there. Default: ~/.cache/pallas_attn, as with run.py.

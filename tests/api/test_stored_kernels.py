@@ -237,6 +237,44 @@ def test_a_damaged_answer_is_asked_again(lowered, tmp_path):
         assert path.read_bytes() == content
 
 
+def test_files_of_other_users_are_not_read(lowered, tmp_path, monkeypatch):
+    """They are pickles. The folders are closed to others."""
+    append()
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_trusted_users", lambda: (os.geteuid() + 1,))
+        forget()
+        text = append()
+    assert lowered == ["append.copy"] * 2
+    forget()
+    assert append() == text and len(lowered) == 2
+    closed = [path for path in tmp_path.rglob("*") if path.is_dir()]
+    assert len(closed) == 2 and all(path.stat().st_mode & 0o077 == 0 for path in closed)
+
+
+def test_a_program_that_jax_cannot_save_is_run(lowered, monkeypatch, tmp_path):
+    def refuse(_):
+        raise TypeError("cannot pickle")
+
+    monkeypatch.setattr(store, "_saved", refuse)
+    assert "mosaic_gpu" in append() and lowered == ["append.copy"] and files(tmp_path) == []
+
+
+def test_a_package_without_sources_keeps_nothing(lowered, monkeypatch, tmp_path):
+    """In a zip, say. A lock file of an editor, a link to nowhere, is no source."""
+    folder = tmp_path / "package"
+    folder.mkdir()
+    monkeypatch.setattr(store, "_PACKAGE", folder)
+    (folder / ".#a.py").symlink_to("user@host.1")
+    assert store._versions.__wrapped__() is None
+    (folder / "a.py").write_text("")
+    assert store._versions.__wrapped__() is not None
+    (folder / "b.py").symlink_to("nowhere")
+    assert store._versions.__wrapped__() is None
+    monkeypatch.setattr(store, "_versions", lambda: None)
+    append()
+    assert lowered == [] and not (tmp_path / store.FOLDER).exists()
+
+
 def test_a_kernel_whose_compiler_has_moved_is_lowered_anew(lowered, tmp_path, monkeypatch):
     library = tmp_path / "library"
     library.touch()

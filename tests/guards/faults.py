@@ -1240,6 +1240,12 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "key = _text((kernel.module, str(tree), types, _context()))",
         "tests/api/test_stored_kernels.py -k told_apart",
     ),
+    "store_reads_files_of_other_users": Fault(
+        "pallas_attn/_call/store.py",
+        "if owner not in _trusted_users():",
+        "if owner < 0:",
+        "tests/api/test_stored_kernels.py -k other_users",
+    ),
     "store_trusts_a_damaged_file": Fault(
         "pallas_attn/_call/store.py",
         "return content[size:] if _DIGEST(content[size:]).digest() == content[:size] else None",

@@ -83,6 +83,12 @@ def test_a_combination_that_a_kernel_refuses_does_not_fit():
     assert not _config.fits(refusing, attention(), Config())
 
 
+def test_heads_come_together_where_they_share_lists_only():
+    said = re.escape("Config.heads_together must be False for flash_forward on sm90: ")
+    with pytest.raises(ValueError, match=f"^{said}.* and 2 warpgroups$"):
+        flash_fwd_sm90.plan_of(attention(), flash_fwd_sm90.Config(2, heads_together=True))
+
+
 def test_a_config_names_the_first_field_that_is_wrong():
     with pytest.raises(ValueError, match=r"^Config\.stages must be at least 1, got 0$"):
         Config(stages=0)

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn.lm import checkpoint, decode, experts, hf_gemma4, mesh
+from pallas_attn.lm import checkpoint, decode, experts, hf_gemma4, mesh, session
 from pallas_attn.lm.config import Rope, random_params
 from pallas_attn.lm.gemma4 import Gemma4
 from pallas_attn.lm.gemma4_experts import with_experts
 from pallas_attn.lm.hf_config import config_from
 from pallas_attn.lm.sampling import Sampling
 from tests.lm import witness
-from tests.lm.loops import options, prompts, refuses, small, tokens
+from tests.lm.loops import options, prompts, refuses, shown, small, tokens
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -157,3 +157,15 @@ def test_no_mesh_has_it():
         "devices, got tp:1"
     )
     refuses(message, mesh.local, config, mesh.make("tp:1", ("tp",)))
+
+
+def test_no_report_measures_it(monkeypatch):
+    """Refused before weights are made."""
+    monkeypatch.setitem(session.PRESETS, "small", PLAIN)
+    message = "report: expected none: layers of unlike heads are not measured in parts"
+    refuses(message, shown, model="small", prompts=("1 2",), report="folder")
+
+
+def test_a_rope_of_another_kind():
+    message = "rope: expected default, linear, llama3, yarn or proportional, got 'cosine'"
+    refuses(message, Rope(kind="cosine").frequencies, 8)

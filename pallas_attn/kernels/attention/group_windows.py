@@ -66,6 +66,12 @@ class Unit(NamedTuple):
     row: Index  # the first query row
 
 
+def width_of(problem: AttentionProblem) -> int:
+    """Keys that a query row sees, itself included."""
+    assert problem.mask.width is not None
+    return problem.mask.width
+
+
 @dataclasses.dataclass(frozen=True)
 class GroupWindow:
     """The units of a problem, and their keys."""
@@ -75,9 +81,7 @@ class GroupWindow:
 
     @functools.cached_property
     def width(self) -> int:
-        """Keys that a query row sees, itself included."""
-        assert self.problem.mask.width is not None
-        return self.problem.mask.width
+        return width_of(self.problem)
 
     @functools.cached_property
     def reach(self) -> int:

@@ -89,9 +89,7 @@ class GroupWindowPlan:
 
     @functools.cached_property
     def width(self) -> int:
-        """Keys that a query row sees, itself included."""
-        assert self.problem.mask.width is not None
-        return self.problem.mask.width
+        return group_windows.width_of(self.problem)
 
     @functools.cached_property
     def tiles(self) -> int:

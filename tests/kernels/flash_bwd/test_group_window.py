@@ -34,7 +34,7 @@ def test_on_the_gpu(name):
     check(*CASES[name])
 
 
-@pytest.mark.parametrize("rows, chunks", [(8192, 0), (456, 3), (8, 1), (1544, 0)])
+@pytest.mark.parametrize("rows, chunks", [(2048, 0), (456, 3), (8, 1), (1544, 0)])
 def test_chunks_have_each_tile_once(rows, chunks):
     problem = problem_of(windowed(rows, 128, (32, 2), batch=2))
     plan = kernel.GroupWindowPlan(problem, kernel.Config(chunks=chunks))
@@ -50,6 +50,10 @@ def test_chunks_have_each_tile_once(rows, chunks):
     assert (owned == 1).all()
 
 
+# Bytes that a kernel stores at most, where not none
+SPILLED = {"flash_bwd_group_window_sm90": 192}
+
+
 @pytest.mark.machine_code
 @pytest.mark.guards
 @pytest.mark.parametrize("name, launches", [("flash_fwd", 1), ("flash_bwd", 3)])
@@ -59,4 +63,6 @@ def test_compiles_without_serialised_matmuls(name, launches):
     names = [one_kernel.name for one_kernel in report.kernels]
     assert len(names) == launches and all("group_window" in name for name in names)
     assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
-    assert all(one_kernel.spill_bytes <= 250 for one_kernel in report.kernels)
+    for one_kernel in report.kernels:
+        most = SPILLED.get(one_kernel.name.partition("_mosaic_gpu")[0], 0)
+        assert one_kernel.spill_bytes <= most, one_kernel.name
