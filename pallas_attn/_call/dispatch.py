@@ -185,11 +185,16 @@ def _without_float8(problem: DecodeProblem) -> Limit | None:
 
 
 def _long_window(problem: AttentionProblem) -> Limit | None:
-    """Why the kernels for short windows of 8 heads and more a kv head are slower, or None."""
+    """A Limit where the kernels for short windows of 8 heads and more a kv head are of no use, so
+    that plain problems do not import them; `group_windows.limit` has all that they need.
+    """
     width = problem.mask.width
     if width is not None and width <= 128 and problem.kv_heads and problem.group % 8 == 0:
         return None
-    return Limit("it is for windows of up to 128 keys", "leave implementation=None")
+    return Limit(
+        "it is for windows of up to 128 keys where 8 heads or more share K and V",
+        "leave implementation=None",
+    )
 
 
 _DECODE = (

@@ -85,7 +85,7 @@ class GroupWindow:
 
     @functools.cached_property
     def reach(self) -> int:
-        """Keys before the first query row of a tile that it begins with."""
+        """Keys of a tile that come before its first query row: `width` - 1, in whole 64s."""
         return pl.cdiv(self.width - 1, 64) * 64
 
     @functools.cached_property

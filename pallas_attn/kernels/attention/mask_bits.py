@@ -16,9 +16,8 @@ from jax import lax
 from pallas_attn.kernels.attention import logits
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.lang import booleans, mosaic
+from pallas_attn.kernels.lang.booleans import WORD
 from pallas_attn.kernels.lang.types import GmemRef, Operand, RegisterTile
-
-WORD = 32  # queries
 
 
 def takes(shape: tuple[int, ...] | None) -> bool:

@@ -402,8 +402,8 @@ def _whole(x: RegisterTile, dtype: str) -> RegisterTile:
 def _add_rows(
     to: GmemRef, rows: RegisterTile, left: RegisterTile, right: tuple[SmemRef, ...]
 ) -> None:
-    """Adds left @ right to the rows that a tile of a list names, a panel after the other: registers
-    hold no more beside dQ.
+    """Adds left @ right to the rows that a tile of a list names, one panel of columns after the
+    other: registers hold no more beside dQ.
     """
     for n, values in enumerate(right):
         part = wgmma.matmul((TILE, WIDTH), left, (values,), issue=_multiply)
@@ -440,7 +440,8 @@ def run(
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d_lse
     lse, delta = jnp.where(empty, jnp.inf, lse * plan.unit), jnp.where(empty, 0, delta)
     d_out = jnp.where(empty[..., None], 0, d_out).astype(dtype)
-    sums = [jax.new_ref(jnp.zeros((len(x), n))) for x, n in zip((k, v), width, strict=True)]
+    sizes = [(len(x), n) for x, n in zip((k, v), width, strict=True)]
+    sums = [jax.new_ref(jnp.zeros(size, jnp.float32)) for size in sizes]
     refs = ListRefs(
         q=_columns(q, width[0])[:, :, None],
         do=_columns(d_out, width[1])[:, :, None],
@@ -467,7 +468,7 @@ def run(
 
 
 def _columns(x: jax.Array, count: int, fill: float = 0) -> jax.Array:
-    """An array whose last axis is filled up."""
+    """`x`, whose last axis is padded to `count` columns."""
     pads = ((0, 0),) * (x.ndim - 1) + ((0, count - x.shape[-1]),)
     return jnp.pad(x, pads, constant_values=fill) if count > x.shape[-1] else x
 

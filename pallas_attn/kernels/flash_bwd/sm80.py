@@ -484,8 +484,8 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
 
 
 def _operands(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> BackwardRefs:
-    """The arrays of a kernel over keys, but for dq. Copied are float32 arrays, into terms; bias and
-    mask_array, transposed; segment ids.
+    """The arrays of a kernel over keys, but for dq. Copied are float32 arrays, into terms; a bias,
+    transposed; a mask of queries and keys, as bits; segment ids.
     """
     inputs, operand = residuals.inputs, plan.format.operand
     fields: dict[str, Any] = operands.over_tiles(plan, inputs) | stats._asdict()

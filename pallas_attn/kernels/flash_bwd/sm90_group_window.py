@@ -107,7 +107,8 @@ class GroupWindowPlan:
 
     @functools.cached_property
     def chunks(self) -> int:
-        return min(self.config.chunks or self.default_chunks, self.tiles)
+        most = min(self.tiles, (2**31 - 1) // self.tiles)  # `walk_of` counts in 32 bits
+        return min(self.config.chunks or self.default_chunks, most)
 
     @property
     def default_chunks(self) -> int:
@@ -126,7 +127,7 @@ class GroupWindowRefs(NamedTuple):
     k: GmemRef
     v: GmemRef
     do: GmemRef
-    lse: GmemRef  # float32[B, N / 8, T / 8, 64]
+    lse: GmemRef  # float32[B, N / 8, T / 8, 64]; delta likewise
     delta: GmemRef
 
 
@@ -196,10 +197,10 @@ class ChunkWalk(NamedTuple):
     plan: GroupWindowPlan
     batch: Index
     kv_head: Index
-    begin: Index  # its first tile among those of the head
-    own: Index  # tiles
-    steps: Index  # its query tiles' and those of the tiles after them
-    own_steps: Index  # its query tiles'
+    begin: Index  # number of its first tile in the head
+    own: Index  # number of its tiles
+    steps: Index  # steps of its query tiles and of the `AFTER` query tiles after them
+    own_steps: Index  # steps of its query tiles
 
     @property
     def of_tile(self) -> int:
@@ -239,7 +240,9 @@ def walk_of(plan: GroupWindowPlan, block: Index) -> ChunkWalk:
 
 
 class KeyTile(NamedTuple):
-    """A kv tile of a consumer: tile `number - 2` of the chunk."""
+    """A kv tile of a consumer: tile `number - AFTER` of the chunk, which begins with tiles that lie
+    before it.
+    """
 
     number: Index
     wg: Index

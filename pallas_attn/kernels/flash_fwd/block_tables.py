@@ -7,8 +7,8 @@ have a list of their own, and two lists have few blocks in common. So a work til
 several heads of a group, one a consumer: they share the list, and each K and V that is loaded.
 
 T = S = 32768, 32:8 heads of 128, causal, 16 of 512 blocks of 64 keys a block of rows, on an H200:
-forward 0.91 ms, with backward 4.6 (`results/listed/`). In tiles of 128 keys, 4.8 and 13.3, each row
-block computed all tiles of the other's list, half of each for nothing.
+forward 0.91 ms, with backward 4.6 (`results/listed/`). Tiles of 128 rows and 128 keys took 4.8 and
+13.3 ms: they computed the blocks of both lists for all rows, and the other half of each kv tile.
 """
 
 import dataclasses
@@ -103,7 +103,10 @@ def with_heads(plan: QueryPlan) -> QueryPlan:
     if n == 1:
         return plan
     if heads_of_tile(problem, n) != n:
-        raise ValueError(f"Config.heads_together must be False for {problem} and {n} warpgroups")
+        raise ValueError(
+            "Config.heads_together (forward) and Config.block_table (backward) must be False for "
+            f"{problem} and {n} warpgroups"
+        )
     tiling = QueryTiling(problem.q_len, problem.kv_len, ROWS, plan.tiling.block_kv)
     work_tiles = order.heads // n * tiling.q_tiles
     order = dataclasses.replace(

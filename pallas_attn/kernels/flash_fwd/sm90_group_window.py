@@ -30,13 +30,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import group_windows, logits, softmax
 from pallas_attn.kernels.attention.group_windows import WIDTH, GroupWindow, Unit
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
-from pallas_attn.kernels.flash_fwd.sm90 import with_zeros
+from pallas_attn.kernels.flash_fwd.sm90 import REGISTERS, with_zeros
 from pallas_attn.kernels.lang import launch, mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.panels import Panel
@@ -44,8 +45,9 @@ from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile
 from pallas_attn.kernels.mma import head_rows, wgmma
 from pallas_attn.kernels.mma.head_rows import QUERIES
 
-END = 16  # keys of a consumer's tile after the first `reach`, with 8 that no row sees
-REGISTERS = {2: 240, 3: 160, 4: 112}  # a thread of a consumer, by number of consumers
+# Rows of V that a consumer multiplies after its first `reach`: the 8 of its tile of scores, and 8
+# whose probabilities are 0, since a matmul takes 16.
+END = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Config:
 
     warpgroups: int = 4  # consumers
     stages: int = 2  # kv tiles of the ring
-    grid: int = 132  # blocks
+    grid: int = gpu_specs.multiprocessors(gpu_specs.HOPPER)  # blocks
 
     def __post_init__(self):
         check(
@@ -114,8 +116,7 @@ class WindowSmem(NamedTuple):
     q: Panel  # [2 * warpgroups, ROWS, 64]
     k: SmemRef  # [stages, keys, 64]
     v: SmemRef  # [stages, the first `reach` keys of each consumer, 64]
-    # The keys after them. A matmul takes keys by whole swizzles, here of 16.
-    v_end: SmemRef
+    v_end: SmemRef  # [stages, the `END` keys after those of each consumer, 64]
     out: Panel  # [warpgroups, ROWS, 64]
     q_ready: Barrier
     ready: Barrier
@@ -261,7 +262,9 @@ def _masked_at_edges(window: GroupWindow, s: RegisterTile) -> RegisterTile:
 
 
 def _masked(window: GroupWindow, position: Index, s: RegisterTile) -> RegisterTile:
-    """The same where column 0 is key 0, and the first query row has a position."""
+    """The same for the first `reach` rows of a sequence, where column 0 is key 0. `position`: that
+    of the first query row.
+    """
     query = head_rows.query_rows() + position
     return logits.mask_columns(s, query - (window.width - 1), query + 1)
 

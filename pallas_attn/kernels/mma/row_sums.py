@@ -37,7 +37,7 @@ def add(to: GmemRef, rows: RegisterTile, column: int, tile: RegisterTile) -> Non
                 [vector.extract(pair, [], [i]) for i in range(2)] for pair in registers[half::2]
             ]
             lines = [_by_lines(lane, pairs[n : n + BLOCKS]) for n in range(0, len(pairs), BLOCKS)]
-            # Number n of each line has rows 2 n and 2 n + 1 of 8.
+            # Entry n of a line has row 2 n in half of the warp's threads, 2 n + 1 in the other.
             for n in range(BLOCKS):
                 row = thread.of_lane(own, (lane // 4 % 2 + 2 * n) * 4)
                 place = lane // 8 * 8 + lane % 4 * 2 + column
@@ -56,8 +56,9 @@ def add(to: GmemRef, rows: RegisterTile, column: int, tile: RegisterTile) -> Non
 
 
 def _by_lines(lane: Int, pairs: list[list[ir.Value]]) -> list[list[ir.Value]]:
-    """Two numbers of each of 4 blocks of 8 columns, of row `lane` // 4 -> of each of 4 pairs of
-    rows, of block `lane` // 8: two bits of the row change places with those of the block.
+    """Transposes 8 rows of 4 blocks of 8 columns in a warp. A thread has two numbers of each block,
+    all of row `lane // 4`; it gets two of each pair of rows, all of block `lane // 8`. Each shuffle
+    exchanges a bit of the row's number with one of the block's.
     """
     for bit, apart in ((16, 2), (8, 1)):
         upper = (lane // bit % 2 >= 1).value

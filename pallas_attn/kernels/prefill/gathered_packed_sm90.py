@@ -3,9 +3,9 @@ single tokens, in a model like Gemma 4.
 
 Decode's kernel takes all sequences of few rows in one launch. It reads all keys again for every 64
 query rows, so the sequences of many rows are taken one after the other by a loop on the device: XLA
-copies the keys of one, as in `gathered`, and turns the packed rows so that its own come first, and
-the forward for wide heads reads both. A loop, since each such sequence is work for the whole GPU,
-and few steps have more than one or two.
+copies the keys of one, as in `gathered`, and rolls the packed rows so that its own come first; the
+forward for wide heads reads both. A loop is enough, since each such sequence is work for the whole
+GPU, and few calls have more than one or two.
 """
 
 import dataclasses
@@ -22,6 +22,7 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.flash_fwd import sm90_wide
+from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.prefill import gathered, selection
 
 Array = jax.Array
@@ -32,11 +33,16 @@ MOST_BYTES = 2**32  # bytes of the copies of one sequence
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The tuning of both kernels. `most`: rows of a sequence that decode's kernel takes."""
+    """The tuning of both kernels. `most`: the most query rows of a sequence that decode's kernel
+    serves.
+    """
 
     most: int = selection.FEWEST_PAIRS_GATHERED
     decode: decode_sm90.Config = decode_sm90.Config()
     forward: sm90_wide.Config = sm90_wide.Config()
+
+    def __post_init__(self) -> None:
+        check(self, most=(self.most >= 1, "at least 1"))
 
     @classmethod
     def default(cls, problem: DecodeProblem) -> "Config":

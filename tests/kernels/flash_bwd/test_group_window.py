@@ -50,6 +50,14 @@ def test_chunks_have_each_tile_once(rows, chunks):
     assert (owned == 1).all()
 
 
+def test_many_chunks_of_a_long_sequence_are_counted_in_32_bits():
+    problem = problem_of(windowed(2**23, 128, batch=1))
+    plan = kernel.GroupWindowPlan(problem, kernel.Config(chunks=2**20))
+    assert plan.chunks * plan.tiles < 2**31
+    walk = kernel.walk_of(plan, jnp.int32(plan.chunks - 1))
+    assert int(walk.begin) + int(walk.own) == plan.tiles and int(walk.own) >= 1
+
+
 # Bytes that a kernel stores at most, where not none
 SPILLED = {"flash_bwd_group_window_sm90": 192}
 

@@ -154,6 +154,11 @@ def test_packed_wide_heads_on_the_gpu(kind):
     packed_wide_heads_agree(kind)
 
 
+def test_rows_that_decode_serves_are_checked():
+    with pytest.raises(ValueError, match=r"^Config\.most must be at least 1, got 0$"):
+        gathered_packed_sm90.Config(most=0)
+
+
 def test_who_takes_wide_heads():
     wide = {"gpu": "sm90", "head_dim": 512, "v_head_dim": 512}
     assert chosen(**wide) == "prefill.gathered_sm90" and chosen(**wide, q_len=1) == "decode.sm90"
