@@ -102,7 +102,7 @@ def _listed(read: Reader, windows: Sequence[int | None]) -> dict[str, Any]:
     layers = read["per_layer_config"]
     if layers is None:
         return {}
-    sizes = next(iter(layers.values()), None)
+    sizes: Any = next(iter(layers.values()), None)
     full = {str(n) for n, window in enumerate(windows) if window is None}
     same = isinstance(sizes, dict) and all(own == sizes for own in layers.values())
     if not same or set(layers) != full or not {"head_dim"} <= set(sizes) <= set(_SIZES):
