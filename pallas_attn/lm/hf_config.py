@@ -99,11 +99,16 @@ def config_from(described: Mapping[str, Any], where: str = "config.json") -> Con
     """The model that a config.json describes; `where` is the file's name in errors."""
     family = described.get("model_type")
     absent = _ABSENT.get(family, {}) if isinstance(family, str) else {}
+    if family == "gemma4_text":
+        described = hf_gemma4.with_rope(described, where)
     read = Reader(f"{where}: ", {**absent, **described}, KEYS)
     heads, layers = read["num_attention_heads"], read["num_hidden_layers"]
     kv_heads = read["num_key_value_heads"] or heads
     if heads % kv_heads:
         raise read.wrong("num_key_value_heads", kv_heads, f"a divisor of the {heads} heads")
+    if family in DEEPSEEK and kv_heads != heads:
+        wanted = f"null or {heads}: each of the heads has its own K and V"
+        raise read.wrong("num_key_value_heads", kv_heads, wanted)
     gate = "gelu_pytorch_tanh" if family in GEMMA else "silu"
     if read["hidden_act"] not in (None, gate):
         raise read.wrong("hidden_act", read["hidden_act"], f"{gate} in {family}")
@@ -161,7 +166,7 @@ def _windows(read: Reader, layers: int) -> tuple[int | None, ...]:
     """The window of each layer; () where there is none at all."""
     family, window = read["model_type"], read["sliding_window"]
     always = family == "mistral" or family in GEMMA
-    if family == "llama" or not (always or read["use_sliding_window"]):
+    if family in ("llama", *DEEPSEEK) or not (always or read["use_sliding_window"]):
         window = None
     if window is None:
         return ()

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pallas_attn.lm.folder import shown
 from pallas_attn.lm.gemma4 import Experts, Gemma4
 from pallas_attn.lm.hf_keys import Key, Reader
 
@@ -24,6 +25,22 @@ _ABSENT = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262
 _SIZES = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
 
 
+def with_rope(described: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """The values of a config.json whose RoPE is described by rope_parameters or by default; older
+    keys, which transformers does not read in Gemma 4, are refused.
+    """
+    absent = described.get("rope_parameters") is None
+    for name in ("rope_scaling", *(("rope_theta", "rope_local_base_freq") if absent else ())):
+        if described.get(name) is not None:
+            raise ValueError(
+                f"{where}: {name}: expected null, as Gemma 4 has its RoPE in rope_parameters, got "
+                f"{shown(described[name])}"
+            )
+    if not absent:
+        return described
+    return {name: value for name, value in described.items() if name != "rope_parameters"}
+
+
 def gemma4_of(
     described: Mapping[str, Any], where: str, windows: Sequence[int | None], heads: tuple[int, int]
 ) -> Gemma4:
@@ -32,13 +49,17 @@ def gemma4_of(
     """
     values = {**_ABSENT, **described}
     read = Reader(f"{where}: ", values, GEMMA4_KEYS)
-    if len(set(windows)) < 2:
+    if len(set(windows)) < 2 or windows[-1] is not None:
+        kinds = described.get("layer_types") or f"a sliding_window for {len(windows)} layers"
         raise ValueError(
-            f"{where}: layer_types: expected layers with a window and without, got one"
+            f"{where}: layer_types: expected layers of sliding_attention and full_attention, a "
+            f"full one last, got {shown(kinds)}"
         )
-    read = Reader(f"{where}: ", values | _listed(read, windows), GEMMA4_KEYS)
+    listed = _listed(read, windows)
+    read = Reader(f"{where}: ", values | listed, GEMMA4_KEYS)
     query_heads, kv_heads = heads
-    if read["attention_k_eq_v"] and read["num_global_key_value_heads"] is not None:
+    own_heads = read["attention_k_eq_v"] or "num_global_key_value_heads" in listed
+    if own_heads and read["num_global_key_value_heads"] is not None:
         kv_heads = read["num_global_key_value_heads"]
     if query_heads % kv_heads:
         wanted = f"a divisor of the {query_heads} heads"
@@ -50,7 +71,8 @@ def gemma4_of(
         raise read.wrong("num_kv_shared_layers", readers, wanted)
     inputs, rows = read["hidden_size_per_layer_input"], read["vocab_size_per_layer_input"]
     if inputs and rows != described.get("vocab_size"):
-        raise read.wrong("vocab_size_per_layer_input", rows, "vocab_size")
+        wanted = f"vocab_size, {described.get('vocab_size')}"
+        raise read.wrong("vocab_size_per_layer_input", rows, wanted)
     return Gemma4(
         kv_heads,
         read["global_head_dim"],
@@ -78,12 +100,12 @@ def _listed(read: Reader, windows: Sequence[int | None]) -> dict[str, Any]:
     where there is none.
     """
     layers = read["per_layer_config"]
-    if not layers:
+    if layers is None:
         return {}
-    sizes = next(iter(layers.values()))
+    sizes: Any = next(iter(layers.values()), None)
     full = {str(n) for n, window in enumerate(windows) if window is None}
     same = isinstance(sizes, dict) and all(own == sizes for own in layers.values())
-    if not same or set(layers) != full or set(sizes) - set(_SIZES):
+    if not same or set(layers) != full or not {"head_dim"} <= set(sizes) <= set(_SIZES):
         wanted = "the same head_dim and num_key_value_heads for every layer without a window"
         raise read.wrong("per_layer_config", layers, wanted)
     return {_SIZES[name]: value for name, value in sizes.items()}

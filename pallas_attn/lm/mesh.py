@@ -67,10 +67,10 @@ def local(config: Config, mesh: Mesh) -> Config:
     """The model that one device has."""
     shards = mesh.shape[HEADS]
     if config.latent or config.gemma4:
-        what = "latent attention" if config.latent else "layers of other heads than others"
+        what = "latent attention" if config.latent else "two head dims"
         raise ValueError(
             f"mesh: expected none: a model with {what} is not split over devices, got "
-            f"{HEADS}:{shards}"
+            f"{HEADS}:{shards}; leave mesh out"
         )
     for name, size in (("kv heads", config.kv_heads), ("columns of the MLP", config.mlp)):
         if size % shards:

@@ -107,7 +107,10 @@ def _decode(settings: Settings, dtype: str, out: TextIO, err: TextIO) -> int:
     refuse(config, options, prompts, settings.max_new_tokens)
     check_stop_ids(settings.stop_ids, config.vocab)
     if settings.report is not None and config.gemma4 is not None:
-        raise ValueError("report: expected none: layers of unlike heads are not measured in parts")
+        raise ValueError(
+            "report: expected none: the parts of a step are not timed for Gemma 4, which has two "
+            f"head dims, got {settings.report!r}; leave --report out"
+        )
     _must_fit(config, options, memory())
     params = model.weights(dtype, options.mesh)
     run = Run(config, params, options, prompts, settings.max_new_tokens, settings.seed)

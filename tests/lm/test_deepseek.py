@@ -117,6 +117,8 @@ def test_what_a_config_holds():
          "num_experts_per_tok: expected at most the 4 experts to choose from, got 5"),
         ({"n_group": 4}, "n_group: expected a divisor of the 6 experts, got 4"),
         ({"topk_group": 4}, "topk_group: expected at most the 3 groups, got 4"),
+        ({"num_key_value_heads": 2},
+         "num_key_value_heads: expected null or 4: each of the heads has its own K and V, got 2"),
         ({"scoring_func": "sigmoid"}, "scoring_func: expected one of softmax, got 'sigmoid'"),
         ({"norm_topk_prob": True}, "norm_topk_prob: expected one of False, got True"),
     ],
@@ -137,6 +139,7 @@ def test_a_key_of_another_type_is_refused_by_name(name):
 def test_no_mesh_has_it():
     config, _ = small(LITE)
     message = (
-        "mesh: expected none: a model with latent attention is not split over devices, got tp:1"
+        "mesh: expected none: a model with latent attention is not split over devices, got tp:1; "
+        "leave mesh out"
     )
     refuses(message, mesh.local, config, mesh.make("tp:1", ("tp",)))

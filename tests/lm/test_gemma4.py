@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn.lm import checkpoint, decode, experts, hf_gemma4, mesh, session
+from pallas_attn.lm import checkpoint, decode, experts, hf_gemma4, mesh, session, text
 from pallas_attn.lm.config import Rope, random_params
 from pallas_attn.lm.gemma4 import Gemma4
 from pallas_attn.lm.gemma4_experts import with_experts
@@ -109,6 +109,9 @@ def test_what_a_config_holds():
     listed = {str(n): {"head_dim": 40, "num_key_value_heads": 4} for n in (2, 4)}
     assert config_from(PLAIN | {"per_layer_config": listed}).gemma4 == Gemma4(4, 40, True)
     assert config_from(PLAIN | {"attention_k_eq_v": False}).gemma4 == Gemma4(2, 24, False)
+    listed = {"per_layer_config": listed, "attention_k_eq_v": False}
+    assert config_from(PLAIN | listed).gemma4 == Gemma4(4, 40, False)
+    assert config_from(without | {"rope_parameters": None}).ropes == config.ropes
 
 
 @pytest.mark.parametrize(
@@ -117,10 +120,22 @@ def test_what_a_config_holds():
         ({"num_global_key_value_heads": 3},
          "num_global_key_value_heads: expected a divisor of the 4 heads, got 3"),
         ({"global_head_dim": 7}, "global_head_dim: expected an even number, got 7"),
-        ({"layer_types": ["full_attention"] * 5},
-         "layer_types: expected layers with a window and without, got one"),
+        ({"layer_types": ["full_attention"] * 2, "num_hidden_layers": 2},
+         "layer_types: expected layers of sliding_attention and full_attention, a full one last, "
+         "got ['full_attention', 'full_attention']"),
+        ({"layer_types": ["full_attention", "sliding_attention"], "num_hidden_layers": 2},
+         "layer_types: expected layers of sliding_attention and full_attention, a full one last, "
+         "got ['full_attention', 'sliding_attention']"),
+        ({"rope_scaling": {"factor": 2}},
+         "rope_scaling: expected null, as Gemma 4 has its RoPE in rope_parameters, got "
+         "{'factor': 2}"),
+        ({"rope_parameters": None, "rope_theta": 1e5},
+         "rope_theta: expected null, as Gemma 4 has its RoPE in rope_parameters, got 100000.0"),
+        ({"per_layer_config": {}},
+         "per_layer_config: expected the same head_dim and num_key_value_heads for every layer "
+         "without a window, got {}"),
         ({"hidden_size_per_layer_input": 256},
-         "vocab_size_per_layer_input: expected vocab_size, got 262144"),
+         "vocab_size_per_layer_input: expected vocab_size, 96, got 262144"),
         ({"num_kv_shared_layers": 3},
          "num_kv_shared_layers: expected layers with a window and without before those that share "
          "k and v, got 3"),
@@ -153,17 +168,20 @@ def test_pairs_turn_where_a_config_says_so():
 def test_no_mesh_has_it():
     config, _ = small(FAMILY)
     message = (
-        "mesh: expected none: a model with layers of other heads than others is not split over "
-        "devices, got tp:1"
+        "mesh: expected none: a model with two head dims is not split over devices, got tp:1; "
+        "leave mesh out"
     )
     refuses(message, mesh.local, config, mesh.make("tp:1", ("tp",)))
 
 
-def test_no_report_measures_it(monkeypatch):
-    """Refused before weights are made."""
-    monkeypatch.setitem(session.PRESETS, "small", PLAIN)
-    message = "report: expected none: layers of unlike heads are not measured in parts"
-    refuses(message, shown, model="small", prompts=("1 2",), report="folder")
+def test_no_report_has_it(monkeypatch):
+    model = session._Model(config_from(PLAIN), text.Numbers(), (), lambda *_: None)
+    monkeypatch.setattr(session, "_model", lambda _: model)
+    message = (
+        "report: expected none: the parts of a step are not timed for Gemma 4, which has two head "
+        "dims, got 'out'; leave --report out"
+    )
+    refuses(message, shown, prompts=("1",), report="out")
 
 
 def test_a_rope_of_another_kind():
