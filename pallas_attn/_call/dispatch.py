@@ -18,7 +18,12 @@ from jax import export
 from pallas_attn._call import config as _config
 from pallas_attn._call import device, gpu_specs, reference, sharding
 from pallas_attn._call.kernel import Inputs, Kernel, Problem, Results, never_slower
-from pallas_attn._call.problem import FLOAT8_PRECISIONS, AttentionProblem, DecodeProblem
+from pallas_attn._call.problem import (
+    FLOAT8_PRECISIONS,
+    SHORT_WINDOW,
+    AttentionProblem,
+    DecodeProblem,
+)
 from pallas_attn.errors import Limit, UnsupportedError, described
 from pallas_attn.kernels.prefill import selection
 
@@ -189,10 +194,11 @@ def _long_window(problem: AttentionProblem) -> Limit | None:
     that plain problems do not import them; `group_windows.limit` has all that they need.
     """
     width = problem.mask.width
-    if width is not None and width <= 128 and problem.kv_heads and problem.group % 8 == 0:
+    short = width is not None and width <= SHORT_WINDOW
+    if short and problem.kv_heads and problem.group % 8 == 0:
         return None
     return Limit(
-        "it is for windows of up to 128 keys where 8 heads or more share K and V",
+        f"it is for windows of up to {SHORT_WINDOW} keys where 8 heads or more share K and V",
         "leave implementation=None",
     )
 

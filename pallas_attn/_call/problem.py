@@ -25,6 +25,8 @@ FLOAT8_PRECISIONS = {
 }
 
 MOST_ROWS = 2**31 - 1  # rows of a sequence: lengths are int32
+# Keys of a window up to which many query heads that share K and V have kernels of their own.
+SHORT_WINDOW = 128
 
 
 class AttentionInputs(NamedTuple):

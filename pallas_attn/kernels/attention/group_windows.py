@@ -11,7 +11,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call.problem import AttentionProblem
+from pallas_attn._call.problem import SHORT_WINDOW, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.attention.tiles import ROWS
@@ -22,7 +22,7 @@ from pallas_attn.kernels.lang.types import Barrier, DType, GmemRef, Index
 from pallas_attn.kernels.mma.head_rows import HEADS, QUERIES
 
 WIDTH = 64  # head dim
-LEAST_KEYS, MOST_KEYS = 8, 128  # keys that a query row sees, itself included
+LEAST_KEYS, MOST_KEYS = 8, SHORT_WINDOW  # keys that a query row sees, itself included
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
@@ -38,7 +38,8 @@ def limit(problem: AttentionProblem) -> Limit | None:
         and mask.is_causal
         and mask.width is not None
         and LEAST_KEYS <= mask.width <= MOST_KEYS
-        and problem.q_len == problem.kv_len > 0 == problem.q_len % QUERIES
+        and problem.q_len == problem.kv_len > 0
+        and problem.q_len % QUERIES == 0
         and problem.batch * problem.q_heads > 0
         and problem.group % HEADS == 0
         and problem.q_offset == 0
