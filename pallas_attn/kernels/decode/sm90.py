@@ -136,7 +136,7 @@ class Config:
         most = min(widest_tile(problem), keys // grid // share, 2**16 // row if few_rows else 0)
         tiles = [tile for tile in (256, 128, 64, 32) if tile <= max(most, 64)]
         if is_wide(problem):
-            tiles = [64, 32, 16]
+            tiles = [64, 32, 16] if few_rows else [32, 16]
         elif not is_float32:
             tiles = tiles[:-1]
         choices = [
@@ -145,8 +145,9 @@ class Config:
             )
             for tile in tiles
         ]
-        # 8 keys a warp, of tiles of 32, are few to hide latency behind: two larger ones are faster.
-        least = 2 if is_float32 and few_rows else 3
+        # 8 keys a warp, of tiles of 32, are few to hide latency behind: two larger ones are faster,
+        # and so are two tiles of 32 wide keys that several blocks of rows share.
+        least = 2 if (is_float32 if few_rows else is_wide(problem)) else 3
         for config in choices:
             if config.stages >= least and smem_bytes(problem, config) <= limits.SMEM_LIMIT:
                 return config
