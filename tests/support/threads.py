@@ -326,6 +326,7 @@ class BlockOfThreads:
             for (at,) in self._each(where, index):
                 counters.reshape(-1)[at] += 1
                 self.memory.signalled.setdefault((id(counters), at), []).extend(done)
+                self.memory.release((id(counters), at), int(self.ids[0]))
 
     def send_floats(self, ref, index, values, where):
         words = [np.broadcast_to(np.float32(x), 128).view(np.int32) for x in values]
@@ -396,12 +397,13 @@ class BlockOfThreads:
         if there and here:
             for copy in self.memory.signalled.get((id(counters), at), ()):
                 copy.write()
+            self.memory.acquire((id(counters), at))
         return there
 
-    def arrive(self, counters, index, count, last):
+    def arrive(self, counters, index, count, last, place=0):
         self.sync()
-        ((index, count),) = set(self._each(True, index, count))
-        last.reshape(-1)[0] = self.memory.arrive(counters, index, count, int(self.ids[0]))
+        ((index, count, place),) = set(self._each(True, index, count, place))
+        last.reshape(-1)[place] = self.memory.arrive(counters, index, count, int(self.ids[0]))
 
 
 class Barrier:
@@ -500,6 +502,7 @@ class Memory:
         self.copies_back: dict[int, CopiesBack] = {}
         self.signalled: dict[tuple[int, int], list[CopyBack]] = {}  # by counter
         self.since_meeting: dict[int, dict[Any, tuple[set, bool]]] = {}  # by block and byte
+        self.released: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray]]] = {}
         self.arrived: dict[tuple[int, int], set[int]] = {}
         self.complete: set[tuple[int, int]] = set()  # counters at which all have arrived
         self.gates: dict[Any, threading.Barrier] = {}
@@ -601,6 +604,18 @@ class Memory:
                 wrote[np.isin(wrote // 128 * 128, list(here)) & (wrote >= 0)] = self.NOBODY
             here.clear()
             return True
+
+    def release(self, counter, block):
+        """With a signal at a counter, whoever waits for it may write where a block has written."""
+        for wrote, read in self.touched.values():
+            (own,) = np.nonzero((wrote >= block) & (wrote < block + 128))
+            for who in (wrote, read):
+                self.released.setdefault(counter, []).append((who, own))
+
+    def acquire(self, counter):
+        with self.lock:
+            for who, own in self.released.pop(counter, ()):
+                who[own] = self.NOBODY
 
     def _words(self, ref, index, nbytes, verb):
         words = ref.reshape(-1).view(np.dtype("V16" if nbytes == 16 else f"i{nbytes}"))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import dq_rounding, one_key_tile, turns
+from pallas_attn.kernels.flash_bwd import dq_rounding, dq_slots, one_key_tile, turns
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.lang import mosaic, panels
@@ -153,10 +153,11 @@ def add(  # noqa: PLR0913
     if plan.config.one_key_tile:
         return one_key_tile.write(ctx, work, wg, step, *parts)
     if is_split_by_rows(plan):
-        head = work.batch * plan.problem.q_heads + step.head
+        place, head = _head_of_sums(plan, work, step.head)
+        head = place * _heads(plan)[1] + head
         number = (head * _q_tiles(plan) + step.t) * WARPGROUPS + wg
         for before, dq in zip(_columns_before(plan), parts, strict=True):
-            first = before * _pieces(plan, plan.problem.batch) // dq.shape[1]
+            first = before * _pieces(plan) // dq.shape[1]
             mma_rowmajor.add(refs.dq, number + first if first else number, dq, step.exists)
         return None
     (dq,), (columns,), rows = parts, share_widths(plan), ROWS
@@ -165,21 +166,26 @@ def add(  # noqa: PLR0913
     smem.dq[wg] = dq
     turns.wait(ctx, work, wg, step, seen)
     plgpu.commit_smem()
-    where = pl.ds(step.t * rows, rows), step.head, pl.ds(wg * columns, columns)
-    to = refs.dq.at[work.batch, *where]
+    place, head = _head_of_sums(plan, work, step.head)
+    to = refs.dq.at[place, pl.ds(step.t * rows, rows), head, pl.ds(wg * columns, columns)]
     plgpu.copy_smem_to_gmem(smem.dq.at[wg], to, step.exists != 0, reduction_op="add")
     return None
 
 
-def zeros(plan: KeyPlan, batch: int) -> jax.Array:
+def zeros(plan: KeyPlan) -> jax.Array:
     """The array that `add` adds to: whole swizzles. TMA leaves out columns past its last."""
-    rows, heads = _q_tiles(plan) * plan.config.block_q, plan.problem.q_heads
     if is_split_by_rows(plan):
-        return jnp.zeros(_pieces(plan, batch) * ROWS * sum(qk_widths(plan)))
+        return jnp.zeros(_pieces(plan) * ROWS * sum(qk_widths(plan)))
+    batch, heads = _heads(plan)
+    return jnp.zeros((batch, rows_of_head(plan), heads, columns(plan)))
+
+
+def columns(plan: KeyPlan) -> int:
+    """Columns of that array where TMA adds to it."""
     width = tma_operands.round_up(plan.problem.head_dim, _swizzle(plan) // 4)
     if width <= share_widths(plan)[0]:  # the second share is past the last column
         width = sum(qk_widths(plan))
-    return jnp.zeros((batch, rows, heads, width))
+    return width
 
 
 def rounded(plan: KeyPlan, dq: jax.Array) -> jax.Array:
@@ -197,9 +203,21 @@ def pieces_of_head(plan: KeyPlan) -> tuple[int, int]:
     return _q_tiles(plan) * WARPGROUPS, columns
 
 
-def _pieces(plan: KeyPlan, batch: int) -> int:
+def _pieces(plan: KeyPlan) -> int:
     """Shares of all query tiles, where each has rows of its own."""
-    return batch * plan.problem.q_heads * _q_tiles(plan) * WARPGROUPS
+    batch, heads = _heads(plan)
+    return batch * heads * _q_tiles(plan) * WARPGROUPS
+
+
+def _heads(plan: KeyPlan) -> tuple[int, int]:
+    """Heads that have sums at one time: batch rows and query heads, or slots and a group."""
+    problem, slots = plan.problem, plan.order.dq_slots
+    return (dq_slots.number(plan.order), problem.group) if slots else (problem.batch, problem.q_heads)
+
+
+def _head_of_sums(plan: KeyPlan, work: KeyTile, head: Index) -> tuple[Index, Index]:
+    """A query head as `_heads` counts it."""
+    return dq_slots.head_of_sums(plan, work, head) if plan.order.dq_slots else (work.batch, head)
 
 
 def _columns_before(plan: KeyPlan) -> list[int]:
@@ -208,6 +226,10 @@ def _columns_before(plan: KeyPlan) -> list[int]:
     return [sum(widths[:n]) for n in range(len(widths))]
 
 
+def rows_of_head(plan: KeyPlan) -> int:
+    """Rows of the sums of a head: whole query tiles, of either size."""
+    return tma_operands.round_up(plan.problem.q_len, WARPGROUPS * ROWS)
+
+
 def _q_tiles(plan: KeyPlan) -> int:
-    """Query tiles of a head: whole ones, of either size."""
-    return tma_operands.round_up(plan.problem.q_len, WARPGROUPS * ROWS) // plan.config.block_q
+    return rows_of_head(plan) // plan.config.block_q

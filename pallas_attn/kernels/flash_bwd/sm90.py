@@ -28,6 +28,7 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import score_tiles, tile_lists, tiles, tma_operands
 from pallas_attn.kernels.flash_bwd import (
     aux_sums,
+    dq_slots,
     dq_sum,
     lockstep,
     one_key_tile,
@@ -274,6 +275,8 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
         claims=claims and not (own_order is not None or wide or tiling.is_listed),
         turns=in_turns,
     )
+    if is_fused(problem, config) and not config.one_key_tile and dq_slots.applies(order):
+        order = dataclasses.replace(order, dq_slots=True, claims=True)
     config = dataclasses.replace(config, block_q=block_q)
     halves = block_q == ROWS and is_fused(problem, config)
     plan = KeyPlan(problem, config, order, RowFormats.of(problem, block_q, halves))
@@ -396,10 +399,10 @@ def _statistics(
     launch.
     """
     problem, config = plan.problem, plan.config
-    by_rows = is_fused(problem, config) and dq_sum.is_split_by_rows(plan)
-    if not by_rows or "q_lengths" in problem.arrays or len(dq_sum.qk_widths(plan)) > 1:
+    if not (is_fused(problem, config) and statistics.takes(problem)):
         return row_statistics(plan.exact, rows, residuals), None
-    if config.one_key_tile:
+    by_rows = dq_sum.is_split_by_rows(plan) and len(dq_sum.qk_widths(plan)) == 1
+    if config.one_key_tile or plan.order.dq_slots or not by_rows:
         return statistics.of_rows(problem, rows, residuals), None
     return statistics.with_zeros(problem, rows, residuals, dq_sum.pieces_of_head(plan))
 

@@ -58,6 +58,7 @@ from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import (
     aux_sums,
+    dq_slots,
     dq_sum,
     key_tiles,
     one_key_tile,
@@ -96,7 +97,7 @@ class FusedSmem(NamedTuple):
     ds: tuple[Panels, ...]  # see `dq_sum.ds_scratch`
     dq: Panels
     row_stats: SmemRef  # lse and delta of the tiles of q and dO
-    row_numbers: SmemRef  # 0, 1, .. of a query tile
+    row_numbers: SmemRef  # 0, 1, .. of a query tile; then the flags of `dq_slots`
     kv_ready: Barrier
     kv_free: Barrier
     q_ready: Barrier
@@ -158,6 +159,7 @@ def scratch(plan: KeyPlan) -> FusedSmem:
     config, form, dtype = plan.config, plan.format, jnp.dtype(plan.problem.dtype)
     barrier, stages, block = plgpu.Barrier, config.stages, config.block_q
     ring, takes_claims = {"num_barriers": stages}, plan.order.claims
+    flags = dq_slots.HALVES if plan.order.dq_slots else 0
     qk, v = form.qk, form.v
     if not qk.panels:
         (width,) = dq_sum.qk_widths(plan)
@@ -175,7 +177,7 @@ def scratch(plan: KeyPlan) -> FusedSmem:
         ds=dq_sum.ds_scratch(plan),
         dq=dq_sum.staging(plan),
         row_stats=plgpu.SMEM((2, stages, block), jnp.float32),
-        row_numbers=plgpu.SMEM((block + (claims.RING if takes_claims else 0),), jnp.int32),
+        row_numbers=plgpu.SMEM((block + flags + (claims.RING if takes_claims else 0),), jnp.int32),
         kv_ready=barrier(
             num_arrivals=(qk.copies + has_rest + v.copies) * WARPGROUPS, num_barriers=slots
         ),
@@ -668,15 +670,27 @@ def _consume(ctx: KernelContext, outs: KeyGradients, block_id: Index, wg: Index)
         grads = grads._replace(dk=[part * plan.problem.scale for part in grads.dk])
         aux_sums.store(ctx, (work.batch, work.kv_head, work.key + wg * ROWS), of_aux)
         _store_dk_dv(own, outs, work, wg, grads)
+        if plan.order.dq_slots:
+            _finish_dq(ctx, work, wg)
         return count
 
     producer.each_work_tile(ctx, block_id, work_tile)
     plgpu.wait_smem_to_gmem(0)
 
 
+def _finish_dq(ctx: KernelContext, work: KeyTile, wg: Index) -> None:
+    """The last work tile of a kv head rounds its dQ, when all additions are in memory."""
+    if not dq_sum.is_split_by_rows(ctx.plan):
+        plgpu.wait_smem_to_gmem(0)
+    _sync_warpgroups(ctx.smem)
+    dq_slots.finish(ctx, work, wg)
+
+
 def _kernel(refs: BackwardRefs, *rest: GmemRef, plan: KeyPlan) -> None:
     dk_ref, dv_ref, *of_dq, smem = rest
-    if of_dq:
+    if plan.order.dq_slots:
+        refs = refs._replace(dq_rounded=of_dq[0])
+    elif of_dq:
         refs = refs._replace(dq=of_dq[0])
     ctx = KernelContext(plan, refs, smem)
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
@@ -690,8 +704,11 @@ def dq_dk_dv(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
     if plan.config.one_key_tile:
         dk, dv, dq = _call_kernel(plan, _with_presets(KernelContext(plan, refs)))
         return Gradients(dq, dk, dv)
-    zeros = dq_sum.zeros(plan, refs.q.shape[0]) if refs.dq is None else refs.dq
-    refs = refs._replace(dq=jax.new_ref(zeros))
+    refs = refs._replace(dq=jax.new_ref(dq_sum.zeros(plan) if refs.dq is None else refs.dq))
+    if plan.order.dq_slots:
+        refs = refs._replace(dq_counters=dq_slots.counters(plan.order))
+        dk, dv, dq = _call_kernel(plan, _with_presets(KernelContext(plan, refs)))
+        return Gradients(dq, dk, dv)
     if plan.order.turns:
         refs = refs._replace(turns=turns.counters(plan))
     grads = dk_dv(plan, _with_presets(KernelContext(plan, refs)))
@@ -712,11 +729,11 @@ def dk_dv(plan: KeyPlan, refs: BackwardRefs) -> KeyGradients:
 
 
 def _call_kernel(plan: KeyPlan, refs: BackwardRefs) -> Any:
-    """dk, dv, and dq where all keys are one tile."""
+    """dk, dv, and dq where the kernel writes it itself."""
     outs = []
     for x in (refs.k, refs.v):  # a gradient for each batch row of q
         outs.append(jax.ShapeDtypeStruct((plan.problem.batch, *x.shape[1:]), x.dtype))
-    if plan.config.one_key_tile:
+    if plan.config.one_key_tile or plan.order.dq_slots:
         outs.append(one_key_tile.output(plan.problem))
     body, size = functools.partial(_kernel, plan=plan), (plan.order.grid, WARPGROUPS + 1)
     kernel = launch.persistent_kernel(body, "flash_bwd_sm90", tuple(outs), scratch(plan), size)

@@ -43,9 +43,15 @@ def _kernel(
     plgpu.wait_smem_to_gmem(0)
 
 
+def takes(problem: AttentionProblem) -> bool:
+    """Whether rows of out and dO are read in words of 16 bytes, and end at T."""
+    whole = problem.v_head_dim % tile_statistics.NUMBERS == 0
+    return whole and problem.dtype != "float32" and "q_lengths" not in problem.arrays
+
+
 def of_rows(problem: AttentionProblem, rows: int, residuals: Residuals) -> RowStatistics:
     """The statistics that `operands.row_statistics` computes, for `rows` rows a head, a multiple of
-    64; the problem has no query lengths.
+    64, where `takes` holds.
     """
     return RowStatistics(*_launched(problem, rows, residuals))
 
