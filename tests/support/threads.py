@@ -27,7 +27,7 @@ class BlockOfThreads:
         self.index = np.arange(128, dtype=np.int32)
         self.memory, self.block, self.touches = memory, block, touches
         self.ids = first + self.index.astype(np.int64)
-        self.stores_in_flight = False  # by TMA, of tiles in shared memory
+        self.additions_in_flight = False  # by TMA, of tiles in shared memory
 
     def to_int64(self, x):
         return np.asarray(x, np.int64)
@@ -319,14 +319,18 @@ class BlockOfThreads:
 
     def signal(self, counters, index, where, remote=False):
         del remote
-        if self.stores_in_flight and np.any(where):
-            raise RuntimeError("RACE DETECTED: a signal before what it tells of is in memory")
+        if np.any(where):
+            self._additions_are_there()
         done = self.memory.copies_back_of(int(self.ids[0])).done
         with self.memory.lock:
             for (at,) in self._each(where, index):
                 counters.reshape(-1)[at] += 1
                 self.memory.signalled.setdefault((id(counters), at), []).extend(done)
                 self.memory.release((id(counters), at), int(self.ids[0]))
+
+    def _additions_are_there(self):
+        if self.additions_in_flight:
+            raise RuntimeError("RACE DETECTED: a signal before what it tells of is in memory")
 
     def send_floats(self, ref, index, values, where):
         words = [np.broadcast_to(np.float32(x), 128).view(np.int32) for x in values]
@@ -401,6 +405,7 @@ class BlockOfThreads:
         return there
 
     def arrive(self, counters, index, count, last, place=0):
+        self._additions_are_there()
         self.sync()
         ((index, count, place),) = set(self._each(True, index, count, place))
         last.reshape(-1)[place] = self.memory.arrive(counters, index, count, int(self.ids[0]))
