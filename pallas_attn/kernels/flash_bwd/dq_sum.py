@@ -212,12 +212,17 @@ def _pieces(plan: KeyPlan) -> int:
 def _heads(plan: KeyPlan) -> tuple[int, int]:
     """Heads that have sums at one time: batch rows and query heads, or slots and a group."""
     problem, slots = plan.problem, plan.order.dq_slots
-    return (dq_slots.number(plan.order), problem.group) if slots else (problem.batch, problem.q_heads)
+    return (
+        (dq_slots.number(plan.order), problem.group) if slots else (problem.batch, problem.q_heads)
+    )
 
 
 def _head_of_sums(plan: KeyPlan, work: KeyTile, head: Index) -> tuple[Index, Index]:
     """A query head as `_heads` counts it."""
-    return dq_slots.head_of_sums(plan, work, head) if plan.order.dq_slots else (work.batch, head)
+    if not plan.order.dq_slots:
+        return work.batch, head
+    first = work.kv_head * plan.problem.group
+    return dq_slots.place(plan.order, work, jnp.int32(0)).slot, head - first
 
 
 def _columns_before(plan: KeyPlan) -> list[int]:

@@ -63,6 +63,7 @@ from pallas_attn.kernels.flash_bwd import (
     key_tiles,
     one_key_tile,
     producer,
+    slot_rounding,
     turns,
 )
 from pallas_attn.kernels.flash_bwd.dq_sum import WARPGROUPS, PendingDq
@@ -683,7 +684,7 @@ def _finish_dq(ctx: KernelContext, work: KeyTile, wg: Index) -> None:
     if not dq_sum.is_split_by_rows(ctx.plan):
         plgpu.wait_smem_to_gmem(0)
     _sync_warpgroups(ctx.smem)
-    dq_slots.finish(ctx, work, wg)
+    slot_rounding.finish(ctx, work, wg)
 
 
 def _kernel(refs: BackwardRefs, *rest: GmemRef, plan: KeyPlan) -> None:
