@@ -62,9 +62,12 @@ def number(order: "WorkOrder") -> int:
     return min(order.heads, 2 * order.l2_heads)
 
 
-def counters(order: "WorkOrder") -> Any:
-    """Work tiles counted for each half of each kv head, and halves rounded in each slot."""
-    return jax.new_ref(jnp.zeros((HALVES * order.heads + number(order),), jnp.int32))
+def counters(order: "WorkOrder") -> jax.ShapeDtypeStruct:
+    """Work tiles counted for each half of each kv head, and halves rounded in each slot: zeros at
+    first, a multiple of 4.
+    """
+    count = HALVES * order.heads + number(order)
+    return jax.ShapeDtypeStruct((-(-count // 4) * 4,), jnp.int32)
 
 
 class SlotPlace(NamedTuple):

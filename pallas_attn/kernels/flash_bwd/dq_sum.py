@@ -7,6 +7,7 @@ the order in which threads hold it, and `rounded` reorders it. At head dim 64 ad
 memory takes longer.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -172,16 +173,24 @@ def add(  # noqa: PLR0913
     return None
 
 
-def zeros(plan: KeyPlan) -> jax.Array:
-    """The array that `add` adds to: whole swizzles. TMA leaves out columns past its last."""
-    if is_split_by_rows(plan):
-        return jnp.zeros(_pieces(plan) * ROWS * sum(qk_widths(plan)))
+def zero_shapes(plan: KeyPlan) -> dict[str, jax.ShapeDtypeStruct]:
+    """Arrays that begin as zeros, by the field of `BackwardRefs`: what `add` adds to, of whole
+    swizzles (TMA leaves out columns past its last), and the counters of slots.
+    """
     batch, heads = _heads(plan)
-    return jnp.zeros((batch, rows_of_head(plan), heads, columns(plan)))
+    shape: tuple[int, ...] = batch, rows_of_head(plan), heads, columns(plan)
+    if is_split_by_rows(plan):
+        shape = (math.prod(shape),)
+    shapes = {"dq": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    if plan.order.dq_slots:
+        shapes["dq_counters"] = dq_slots.counters(plan.order)
+    return shapes
 
 
 def columns(plan: KeyPlan) -> int:
-    """Columns of that array where TMA adds to it."""
+    """Columns of the sums where TMA adds them."""
+    if is_split_by_rows(plan):
+        return sum(qk_widths(plan))
     width = tma_operands.round_up(plan.problem.head_dim, _swizzle(plan) // 4)
     if width <= share_widths(plan)[0]:  # the second share is past the last column
         width = sum(qk_widths(plan))
@@ -195,12 +204,6 @@ def rounded(plan: KeyPlan, dq: jax.Array) -> jax.Array:
         return dq_rounding.rounded(problem, dq, qk_widths(plan))
     dq = dq[:, : problem.q_len, :, : problem.head_dim]
     return (dq * problem.scale).astype(problem.dtype)
-
-
-def pieces_of_head(plan: KeyPlan) -> tuple[int, int]:
-    """Shares of all query tiles of a head, and the columns of each, where they have one panel."""
-    (columns,) = qk_widths(plan)
-    return _q_tiles(plan) * WARPGROUPS, columns
 
 
 def _pieces(plan: KeyPlan) -> int:

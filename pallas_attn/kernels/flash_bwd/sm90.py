@@ -365,9 +365,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     if config.window:
         rows = sm90_window.padded_rows(problem)
     stats, zeros = _statistics(plan, rows, residuals)
-    refs = operands.for_tma(plan, residuals, stats)
-    if zeros is not None:
-        refs = refs._replace(dq=zeros)
+    refs = operands.for_tma(plan, residuals, stats)._replace(**zeros)
     dq, parts = None, list[Part]()
     if plan.key_sums:
         refs = refs._replace(aux_sums=jax.new_ref(aux_sums.zero_array(plan)))
@@ -394,17 +392,18 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
 
 def _statistics(
     plan: KeyPlan, rows: int, residuals: Residuals
-) -> tuple[RowStatistics, jax.Array | None]:
-    """The statistics of `rows` rows, and what `sm90_fused` adds dq up in, if both come from one
-    launch.
+) -> tuple[RowStatistics, dict[str, jax.Array]]:
+    """The statistics of `rows` rows, and zeros for fields of `BackwardRefs` that `sm90_fused` adds
+    to, where one launch makes both.
     """
     problem, config = plan.problem, plan.config
     if not (is_fused(problem, config) and statistics.takes(problem)):
-        return row_statistics(plan.exact, rows, residuals), None
-    by_rows = dq_sum.is_split_by_rows(plan) and len(dq_sum.qk_widths(plan)) == 1
-    if config.one_key_tile or plan.order.dq_slots or not by_rows:
-        return statistics.of_rows(problem, rows, residuals), None
-    return statistics.with_zeros(problem, rows, residuals, dq_sum.pieces_of_head(plan))
+        return row_statistics(plan.exact, rows, residuals), {}
+    if config.one_key_tile:
+        return statistics.of_rows(problem, rows, residuals), {}
+    shapes = dq_sum.zero_shapes(plan)
+    stats, zeros = statistics.with_zeros(problem, rows, residuals, list(shapes.values()))
+    return stats, dict(zip(shapes, zeros, strict=True))
 
 
 def _by_one_launch(residuals: Residuals, plan: KeyPlan) -> AttentionInputs:

@@ -1,9 +1,10 @@
 """The fused Hopper backward: dq, dk and dv by one kernel; 16-bit floats, head dims up to 128.
 
 Five matmuls a tile, as FlashAttention-2 (arXiv 2307.08691) orders them: a block owns 128 keys and
-walks over the query tiles that meet them. dK and dV stay in registers, dQ is added up in a float32
-array in global memory (`dq_sum`), which XLA sets to zero before and rounds after. Without such an
-array (`refs.dq` is None) the kernel makes dk and dv alone.
+walks over the query tiles that meet them. dK and dV stay in registers, dQ is added up in float32 in
+global memory (`dq_sum`): for a few heads at a time, which the kernel rounds (`dq_slots`), or in an
+array that is set to zero before and rounded after. Without such an array (`refs.dq` is None) the
+kernel makes dk and dv alone.
 
 Grid: one block a multiprocessor, which takes work tiles in the order of `work_order`: 128 keys of
 one kv head, over the query heads of its group. Two consumer warpgroups have 64 keys each, one
@@ -705,9 +706,12 @@ def dq_dk_dv(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
     if plan.config.one_key_tile:
         dk, dv, dq = _call_kernel(plan, _with_presets(KernelContext(plan, refs)))
         return Gradients(dq, dk, dv)
-    refs = refs._replace(dq=jax.new_ref(dq_sum.zeros(plan) if refs.dq is None else refs.dq))
+    for name, shape in dq_sum.zero_shapes(plan).items():
+        zeros = getattr(refs, name)
+        if zeros is None:
+            zeros = jnp.zeros(shape.shape, shape.dtype)
+        refs = refs._replace(**{name: jax.new_ref(zeros)})
     if plan.order.dq_slots:
-        refs = refs._replace(dq_counters=dq_slots.counters(plan.order))
         dk, dv, dq = _call_kernel(plan, _with_presets(KernelContext(plan, refs)))
         return Gradients(dq, dk, dv)
     if plan.order.turns:

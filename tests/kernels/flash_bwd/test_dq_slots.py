@@ -69,7 +69,7 @@ def test_where_it_applies():
     long = of(q_len=8192, kv_len=8192, head_dim=128, v_head_dim=128)
     for problem, in_slots in (
         (siglip, True),
-        (of(mask=CAUSAL), True),
+        (of(mask=CAUSAL, q_len=1500, kv_len=1500), True),
         (of(head_dim=64, v_head_dim=64), True),
         (of(arrays=("bias",), bias_shape=(1, 16, 729, 729), bias_dtype="bfloat16"), True),
         (of(deterministic=True), False),
