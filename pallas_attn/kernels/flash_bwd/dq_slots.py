@@ -2,9 +2,9 @@
 rounded by the kernel itself. The sums of a whole call would be set to zero, written to memory, read
 and rounded: a tenth of the time of 600 to 700 keys.
 
-A kv head has slot `head % slots` for the sums of all its query heads. When both warpgroups have
-made all their additions of a work tile, each counts the work tile at a counter of the kv head, one
-for each half of the rows. The warpgroup that counts the last work tile rounds its half to dq,
+A kv head has slot `head % slots` for the sums of all its query heads. When all additions of a work
+tile to half of the rows are made, a warpgroup counts the work tile at a counter of the kv head, one
+for each half. The warpgroup that counts the last work tile rounds its half to dq,
 leaves zeros, and counts at the slot, whose next kv head may begin when both halves are done: the
 producer waits for that before it loads the keys, and the additions of a work tile follow its keys.
 
@@ -15,9 +15,10 @@ does not matter how many blocks a GPU runs at a time.
 
 Order of memory accesses:
 
-- Additions from registers (`red.global`, relaxed) are ordered before the count by the mbarrier at
-  which the warpgroups meet (release and acquire, of the block) and the count itself (acq_rel, of
-  the GPU). Those by TMA are in memory when the thread that issued them has waited for its groups.
+- Additions from registers (`red.global`, relaxed), by the warpgroup that counts, are ordered before
+  the count by a barrier of its threads and the count itself (acq_rel, of the GPU).
+- Additions by TMA are in memory when the thread that issued them has waited for its groups; the
+  warpgroups, each of which adds some columns, then meet at an mbarrier.
 - The last count acquires what the counts before it released, for all threads of its warpgroup
   after the barrier that follows; loads then find the sums in L2.
 - Zeros are ordered before the count at the slot (a barrier, then release), which the producer

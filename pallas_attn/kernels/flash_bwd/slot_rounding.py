@@ -25,8 +25,8 @@ class SlotRefs(NamedTuple):
 
 
 def finish(ctx: KernelContext, work: KeyTile, wg: Index) -> None:
-    """Counts a work tile, whose additions are in memory and known to both warpgroups; rounds the
-    warpgroup's half of the rows if all work tiles of the kv head are counted.
+    """Counts a work tile, which has made its additions to the warpgroup's half of the rows; rounds
+    that half if all work tiles of the kv head are counted.
     """
     plan, refs, _ = ctx
     at = dq_slots.place(plan.order, work, wg)
@@ -75,13 +75,12 @@ def _chunk_in_rows(plan: KeyPlan, part: _Part, at: SlotPlace, item: Any) -> _Chu
 
 
 def _chunk_in_pieces(plan: KeyPlan, part: _Part, at: SlotPlace, item: Any) -> _Chunk:
-    """Likewise of sums in pieces of 64 rows, as `mma_rowmajor.add` leaves them: 16 bytes are two
-    columns of two rows.
+    """Likewise of sums in pieces of 64 rows, every second of which is of this half, as
+    `mma_rowmajor.add` leaves them: 16 bytes are two columns of two rows.
     """
     group, pieces = plan.problem.group, dq_sum.rows_of_head(plan) // ROWS
     chunk, lane, piece = item % part.chunks, item // part.chunks % 32, item // part.chunks // 32
-    head, piece = piece // (pieces // HALVES), piece % (pieces // HALVES)
-    piece = piece + at.half * (pieces // HALVES)
+    head, piece = piece // (pieces // HALVES), piece % (pieces // HALVES) * HALVES + at.half
     row = piece * ROWS + lane // 8 * 16 + lane % 8
     word = ((at.slot * group + head) * pieces + piece) * (ROWS * part.width // 4)
     word = word + part.words + chunk * mosaic.THREADS + lane * 4

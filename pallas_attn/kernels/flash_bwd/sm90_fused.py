@@ -681,10 +681,12 @@ def _consume(ctx: KernelContext, outs: KeyGradients, block_id: Index, wg: Index)
 
 
 def _finish_dq(ctx: KernelContext, work: KeyTile, wg: Index) -> None:
-    """The last work tile of a kv head rounds its dQ, when all additions are in memory."""
+    """The last work tile of a kv head rounds its dQ: a warpgroup half of the rows, whose columns
+    both may have added to.
+    """
     if not dq_sum.is_split_by_rows(ctx.plan):
         plgpu.wait_smem_to_gmem(0)
-    _sync_warpgroups(ctx.smem)
+        _sync_warpgroups(ctx.smem)
     slot_rounding.finish(ctx, work, wg)
 
 

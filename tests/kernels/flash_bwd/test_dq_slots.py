@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 IN_SLOTS = sm90.Config(grid=2, l2_heads=1)
 CASES = {
     "by_columns": dataclasses.replace(plain(100, 150, (4, 4), 72), mask=FULL),
-    "by_rows": dataclasses.replace(plain(150, 140, (8, 4), 40), mask=CAUSAL),
+    "by_rows": dataclasses.replace(plain(150, 140, (8, 4), 72), mask=CAUSAL),
 }
 CHANGES = {"by_columns": {"dq_lag": 2}, "by_rows": {"block_q": 128}}
 
