@@ -650,7 +650,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{BWD}/producer.py",
         "    if ctx.plan.order.dq_slots:\n        dq_slots.acquire(ctx, work)\n",
         "",
-        f"{TEST_SLOTS} -k interpreted",
+        f"{TEST_SLOTS} -k waits_for",
     ),
     "a_work_tile_is_counted_before_its_dq_is_in_memory": Fault(
         f"{BWD}/sm90_fused.py",

@@ -3,6 +3,7 @@
 """
 
 import threading
+import time
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -22,6 +23,8 @@ class BlockOfThreads:
     """`thread_program.Thread` for the 128 threads of a block at once: a value is an array with an
     element a thread.
     """
+
+    PATIENCE = 100.0  # seconds until a counter that is asked again and again has to be reached
 
     def __init__(self, first: int, memory: "Memory", block: Any = None, touches: Any = None):
         self.index = np.arange(128, dtype=np.int32)
@@ -392,7 +395,14 @@ class BlockOfThreads:
             raise RuntimeError(f"DEADLOCK: counter {index} has not reached {least}")
 
     def reached(self, counters, index, least):
-        return np.full(128, self._there(counters, index, least), np.int32)
+        """The block's other warpgroups may still come, for which a loop asks again."""
+        there = self._there(counters, index, least)
+        first = self.memory.asked.setdefault((int(self.ids[0]), id(counters)), time.monotonic())
+        if there:
+            del self.memory.asked[int(self.ids[0]), id(counters)]
+        elif time.monotonic() > first + self.PATIENCE:
+            raise RuntimeError(f"DEADLOCK: counter {index[0]} has not reached {least[0]}")
+        return np.full(128, there, np.int32)
 
     def _there(self, counters, index, least, here=True):
         """Shows bytes that were copied back before the signals to a reader of them, not before."""
@@ -507,6 +517,7 @@ class Memory:
         self.copies_back: dict[int, CopiesBack] = {}
         self.signalled: dict[tuple[int, int], list[CopyBack]] = {}  # by counter
         self.since_meeting: dict[int, dict[Any, tuple[set, bool]]] = {}  # by block and byte
+        self.asked: dict[tuple[int, int], float] = {}  # when a counter was not reached first
         self.released: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray]]] = {}
         self.arrived: dict[tuple[int, int], set[int]] = {}
         self.complete: set[tuple[int, int]] = set()  # counters at which all have arrived

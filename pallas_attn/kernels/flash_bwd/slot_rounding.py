@@ -12,7 +12,7 @@ from pallas_attn.kernels.flash_bwd.dq_slots import COLUMNS, HALVES, SlotPlace
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.lang import mosaic, threads
-from pallas_attn.kernels.lang.thread_program import ThreadContext
+from pallas_attn.kernels.lang.thread_program import Int, ThreadContext
 from pallas_attn.kernels.lang.types import GmemRef, Index
 
 IN_FLIGHT = 16  # words of 16 bytes that a thread asks for before it waits for the first
@@ -46,10 +46,10 @@ class _Part(NamedTuple):
 class _Chunk(NamedTuple):
     """`COLUMNS` columns of a row of dq, or of two."""
 
-    head: Any  # query head in its group
-    column: Any  # in units of `COLUMNS`
-    rows: list[Any]
-    words: list[Any]  # places of their sums
+    head: Int  # query head in its group
+    column: Int  # in units of `COLUMNS`
+    rows: list[Int]
+    words: list[Int]  # places of their sums
 
 
 def _parts(plan: KeyPlan) -> list[_Part]:
@@ -65,7 +65,7 @@ def _parts(plan: KeyPlan) -> list[_Part]:
     return parts
 
 
-def _chunk_in_rows(plan: KeyPlan, part: _Part, at: SlotPlace, item: Any) -> _Chunk:
+def _chunk_in_rows(plan: KeyPlan, part: _Part, at: SlotPlace, item: Int) -> _Chunk:
     """Item `item` of a half, of sums in rows [slots, rows, group, columns]."""
     group, rows = plan.problem.group, dq_sum.rows_of_head(plan)
     chunk, line = item % part.chunks, item // part.chunks
@@ -74,7 +74,7 @@ def _chunk_in_rows(plan: KeyPlan, part: _Part, at: SlotPlace, item: Any) -> _Chu
     return _Chunk(head, chunk, [row], [word, word + 1])
 
 
-def _chunk_in_pieces(plan: KeyPlan, part: _Part, at: SlotPlace, item: Any) -> _Chunk:
+def _chunk_in_pieces(plan: KeyPlan, part: _Part, at: SlotPlace, item: Int) -> _Chunk:
     """Likewise of sums in pieces of 64 rows, every second of which is of this half, as
     `mma_rowmajor.add` leaves them: 16 bytes are two columns of two rows.
     """
@@ -109,7 +109,7 @@ def _round_part(ctx: ThreadContext, part: _Part) -> None:
     numbers = plan.problem.group * dq_sum.rows_of_head(plan) // HALVES * part.chunks * COLUMNS
     chunks, together = numbers // (4 * words), IN_FLIGHT // words
 
-    def some(n: Any, carry: list[Any]) -> list[Any]:
+    def some(n: Int, carry: list[Any]) -> list[Any]:
         items = [thread.index + (n * together + m) * mosaic.THREADS for m in range(together)]
         loaded = []
         for item in items:
@@ -123,7 +123,7 @@ def _round_part(ctx: ThreadContext, part: _Part) -> None:
     thread.loop(pl.cdiv(chunks, together * mosaic.THREADS), [], some)
 
 
-def _store(ctx: ThreadContext, chunk: _Chunk, exists: Any, numbers: list[list[Any]]) -> None:
+def _store(ctx: ThreadContext, chunk: _Chunk, exists: Int, numbers: list[list[Any]]) -> None:
     """Stores a part of dq, if it exists, and zeros where its sums were."""
     thread, refs, at, plan = ctx
     problem = plan.problem

@@ -15,7 +15,7 @@ from pallas_attn.kernels.flash_bwd import dq_slots, sm90, work_order
 from pallas_attn.masks import CAUSAL, FULL, sliding_window
 from tests.kernels.flash_bwd.test_flash_bwd import check, problem_of
 from tests.kernels.flash_fwd.test_claims import decoded, plain
-from tests.support import mosaic
+from tests.support import mosaic, threads
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -35,6 +35,16 @@ def test_interpreted(name):
     assert order.dq_slots and order.claims and dq_slots.number(order) == 2 < order.heads
     with mosaic.interpret():
         check(CASES[name], config)
+
+
+@pytest.mark.guards
+def test_a_kv_head_waits_for_the_one_before_it_in_its_slot(monkeypatch):
+    """For ever, where work tiles of both come by turns."""
+    monkeypatch.setattr(dq_slots, "number", lambda order: 1)
+    monkeypatch.setattr(threads.BlockOfThreads, "PATIENCE", 0.5)
+    config = dataclasses.replace(IN_SLOTS, l2_heads=2)
+    with mosaic.interpret(), pytest.raises(Exception, match="DEADLOCK: counter"):
+        check(CASES["by_columns"], config)
 
 
 @pytest.mark.parametrize("seed", range(12))
