@@ -27,7 +27,7 @@ from pallas_attn.kernels.lang.types import GmemRef
 
 
 class _Zeros(NamedTuple):
-    arrays: tuple[GmemRef, ...]  # of 4 bytes a number
+    arrays: tuple[GmemRef, ...]  # numbers of 4 bytes
 
 
 def takes(problem: AttentionProblem) -> bool:
