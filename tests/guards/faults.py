@@ -672,7 +672,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "an_l2_group_waits_for_the_one_before": Fault(
         f"{BWD}/dq_slots.py",
-        "return min(order.heads, 2 * order.l2_heads)",
+        "return min(order.heads, 3 * order.l2_heads)",
         "return min(order.heads, max(1, order.l2_heads // 2))",
         f"{TEST_SLOTS} -k comes_after",
     ),

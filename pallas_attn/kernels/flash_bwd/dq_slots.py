@@ -59,8 +59,10 @@ def applies(order: "WorkOrder") -> bool:
 
 
 def number(order: "WorkOrder") -> int:
-    """Slots for two L2 groups: blocks begin with one while others finish the one before."""
-    return min(order.heads, 2 * order.l2_heads)
+    """Slots for three L2 groups: blocks begin with one while others round the one before the last.
+    With two they waited.
+    """
+    return min(order.heads, 3 * order.l2_heads)
 
 
 def counters(order: "WorkOrder") -> jax.ShapeDtypeStruct:

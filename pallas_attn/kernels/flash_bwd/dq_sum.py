@@ -178,7 +178,7 @@ def zero_shapes(plan: KeyPlan) -> dict[str, jax.ShapeDtypeStruct]:
     swizzles (TMA leaves out columns past its last), and the counters of slots.
     """
     batch, heads = _heads(plan)
-    shape: tuple[int, ...] = batch, rows_of_head(plan), heads, columns(plan)
+    shape: tuple[int, ...] = batch, rows_of_head(plan), heads, sum(widths_in_memory(plan))
     if is_split_by_rows(plan):
         shape = (math.prod(shape),)
     shapes = {"dq": jax.ShapeDtypeStruct(shape, jnp.float32)}
@@ -187,14 +187,14 @@ def zero_shapes(plan: KeyPlan) -> dict[str, jax.ShapeDtypeStruct]:
     return shapes
 
 
-def columns(plan: KeyPlan) -> int:
-    """Columns of the sums where TMA adds them."""
+def widths_in_memory(plan: KeyPlan) -> tuple[int, ...]:
+    """Columns of the sums in memory, of each panel: where TMA adds them, of all."""
     if is_split_by_rows(plan):
-        return sum(qk_widths(plan))
+        return qk_widths(plan)
     width = tma_operands.round_up(plan.problem.head_dim, _swizzle(plan) // 4)
     if width <= share_widths(plan)[0]:  # the second share is past the last column
         width = sum(qk_widths(plan))
-    return width
+    return (width,)
 
 
 def rounded(plan: KeyPlan, dq: jax.Array) -> jax.Array:
@@ -213,19 +213,18 @@ def _pieces(plan: KeyPlan) -> int:
 
 
 def _heads(plan: KeyPlan) -> tuple[int, int]:
-    """Heads that have sums at one time: batch rows and query heads, or slots and a group."""
-    problem, slots = plan.problem, plan.order.dq_slots
-    return (
-        (dq_slots.number(plan.order), problem.group) if slots else (problem.batch, problem.q_heads)
-    )
+    """Heads that have sums at one time: batch rows and query heads, or all heads of slots, and 1."""
+    if plan.order.dq_slots:
+        return dq_slots.number(plan.order) * plan.problem.group, 1
+    return plan.problem.batch, plan.problem.q_heads
 
 
 def _head_of_sums(plan: KeyPlan, work: KeyTile, head: Index) -> tuple[Index, Index]:
     """A query head as `_heads` counts it."""
     if not plan.order.dq_slots:
         return work.batch, head
-    first = work.kv_head * plan.problem.group
-    return dq_slots.place(plan.order, work, jnp.int32(0)).slot, head - first
+    group, slot = plan.problem.group, dq_slots.place(plan.order, work, jnp.int32(0)).slot
+    return slot * group + (head - work.kv_head * group), 0
 
 
 def _columns_before(plan: KeyPlan) -> list[int]:

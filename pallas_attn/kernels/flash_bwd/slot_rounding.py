@@ -8,7 +8,7 @@ import jax.experimental.pallas as pl
 
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import dq_slots, dq_sum
-from pallas_attn.kernels.flash_bwd.dq_slots import COLUMNS, HALVES, SlotPlace
+from pallas_attn.kernels.flash_bwd.dq_slots import COLUMNS, HALVES
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.lang import mosaic, threads
@@ -16,6 +16,8 @@ from pallas_attn.kernels.lang.thread_program import Int, ThreadContext
 from pallas_attn.kernels.lang.types import GmemRef, Index
 
 IN_FLIGHT = 16  # words of 16 bytes that a thread asks for before it waits for the first
+LANES = 8  # threads that share a row
+LINES = ROWS // 2  # rows of a piece that lie first in a word
 
 
 class SlotRefs(NamedTuple):
@@ -34,104 +36,166 @@ def finish(ctx: KernelContext, work: KeyTile, wg: Index) -> None:
     pl.when(dq_slots.is_last(ctx, at))(lambda: threads.run(_round, plan, own, at))
 
 
-class _Part(NamedTuple):
-    """Columns whose sums lie together: all, or a panel where they lie as threads add them."""
+class _Columns(NamedTuple):
+    """Columns of dq that are rounded at one time, by `lanes` neighbouring threads a row."""
 
-    words: int  # words of 16 bytes before them
-    first: int  # their first column, in units of `COLUMNS`
-    width: int  # columns, of which some may be past the last
-    chunks: int  # units of `COLUMNS` that dq has
-
-
-class _Chunk(NamedTuple):
-    """`COLUMNS` columns of a row of dq, or of two."""
-
-    head: Int  # query head in its group
-    column: Int  # in units of `COLUMNS`
-    rows: list[Int]
-    words: list[Int]  # places of their sums
+    words: int  # words of 16 bytes before the panel of these columns
+    width: int  # columns of the panel
+    column: int  # the first in the panel, in units of `COLUMNS`
+    first: int  # the first of all, likewise
+    count: int  # likewise
+    lanes: int  # a power of two
 
 
-def _parts(plan: KeyPlan) -> list[_Part]:
-    chunks = plan.problem.head_dim // COLUMNS
-    if not dq_sum.is_split_by_rows(plan):
-        return [_Part(0, 0, dq_sum.columns(plan), chunks)]
+def _columns(plan: KeyPlan) -> list[_Columns]:
+    heads, dim = dq_slots.number(plan.order) * plan.problem.group, plan.problem.head_dim
+    rows, widths = heads * dq_sum.rows_of_head(plan), dq_sum.widths_in_memory(plan)
     parts, before = [], 0
-    rows = dq_slots.number(plan.order) * plan.problem.group * dq_sum.rows_of_head(plan)
-    for width in dq_sum.qk_widths(plan):
-        left = min(width // COLUMNS, chunks - before // COLUMNS)
-        parts.append(_Part(before * rows // 4, before // COLUMNS, width, left))
+    for width in widths:
+        there = min(width, dim - before) // COLUMNS
+        for column in range(0, there, LANES):
+            count = min(LANES, there - column)
+            lanes = 1 << (count - 1).bit_length()
+            first = before // COLUMNS + column
+            parts.append(_Columns(before * rows // 4, width, column, first, count, lanes))
         before += width
     return parts
 
 
-def _chunk_in_rows(plan: KeyPlan, part: _Part, at: SlotPlace, item: Int) -> _Chunk:
-    """Item `item` of a half, of sums in rows [slots, rows, group, columns]."""
-    group, rows = plan.problem.group, dq_sum.rows_of_head(plan)
-    chunk, line = item % part.chunks, item // part.chunks
-    head, row = line % group, line // group + at.half * (rows // HALVES)
-    word = ((at.slot * rows + row) * group + head) * (part.width // 4) + chunk * 2
-    return _Chunk(head, chunk, [row], [word, word + 1])
+class _Place(NamedTuple):
+    """The places of a thread in a step: addresses of later steps are constants apart."""
+
+    word: Int  # the first of its words of sums
+    row: Int
+    line: Int  # of dq, in units of `COLUMNS`
 
 
-def _chunk_in_pieces(plan: KeyPlan, part: _Part, at: SlotPlace, item: Int) -> _Chunk:
-    """Likewise of sums in pieces of 64 rows, every second of which is of this half, as
-    `mma_rowmajor.add` leaves them: 16 bytes are two columns of two rows.
+class _Rows:
+    """Sums in rows [slots * group, rows, 1, columns]: a thread has a row, whose numbers are two
+    words.
     """
-    group, pieces = plan.problem.group, dq_sum.rows_of_head(plan) // ROWS
-    chunk, lane, piece = item % part.chunks, item // part.chunks % 32, item // part.chunks // 32
-    head, piece = piece // (pieces // HALVES), piece % (pieces // HALVES) * HALVES + at.half
-    row = piece * ROWS + lane // 8 * 16 + lane % 8
-    word = ((at.slot * group + head) * pieces + piece) * (ROWS * part.width // 4)
-    word = word + part.words + chunk * mosaic.THREADS + lane * 4
-    return _Chunk(head, chunk + part.first, [row, row + 8], [word + n for n in range(4)])
 
+    words = 2
 
-def _by_row(words: list[list[Any]]) -> list[list[Any]]:
-    """The numbers of a `_Chunk`, by row."""
-    if len(words) * 4 == COLUMNS:
+    def first(self, ctx: ThreadContext, columns: _Columns, head: Int) -> tuple[Int, Int]:
+        """The first word and the row of a thread."""
+        thread, _, at, plan = ctx
+        rows = dq_sum.rows_of_head(plan)
+        row = thread.index // columns.lanes + at.half * (rows // HALVES)
+        column = thread.index % columns.lanes + columns.column
+        return (head * rows + row) * (columns.width // 4) + column * self.words, row
+
+    def after(self, lines: int, columns: _Columns) -> tuple[int, int]:
+        """Words and rows to the line that is `lines` further."""
+        return lines * columns.width // 4, lines
+
+    def end(self, ctx: ThreadContext) -> Int:
+        """The row after the last of this half."""
+        return (ctx.at.half + 1) * (dq_sum.rows_of_head(ctx.plan) // HALVES)
+
+    def rows(self, row: Int) -> list[Int]:
+        return [row]
+
+    def by_row(self, words: list[list[Any]]) -> list[list[Any]]:
+        """The numbers of each of `rows`."""
         return [words[0] + words[1]]
-    return [[x for word in words for x in word[n : n + 2]] for n in (0, 2)]
+
+
+class _Pieces:
+    """Sums in pieces of 64 rows, every second of which is of this half, as `mma_rowmajor.add`
+    leaves them: 16 bytes are two columns of rows r and r + 8, and a thread has both rows.
+    """
+
+    words = 4
+
+    def first(self, ctx: ThreadContext, columns: _Columns, head: Int) -> tuple[Int, Int]:
+        thread, _, at, plan = ctx
+        line = thread.index // columns.lanes
+        piece, line = line // LINES * HALVES + at.half, line % LINES
+        column = thread.index % columns.lanes + columns.column
+        word = head * (dq_sum.rows_of_head(plan) // ROWS) + piece
+        word = word * (ROWS * columns.width // 4) + columns.words
+        word = word + column * mosaic.THREADS + line * self.words
+        return word, piece * ROWS + line // 8 * 16 + line % 8
+
+    def after(self, lines: int, columns: _Columns) -> tuple[int, int]:
+        pieces, lines = divmod(lines, LINES)
+        rows = HALVES * pieces * ROWS
+        return rows * columns.width // 4 + lines * self.words, rows + lines * 2
+
+    def end(self, ctx: ThreadContext) -> int:
+        return dq_sum.rows_of_head(ctx.plan)
+
+    def rows(self, row: Int) -> list[Int]:
+        return [row, row + 8]
+
+    def by_row(self, words: list[list[Any]]) -> list[list[Any]]:
+        return [[x for word in words for x in word[n : n + 2]] for n in (0, 2)]
+
+
+def _layout(plan: KeyPlan) -> _Rows | _Pieces:
+    return _Pieces() if dq_sum.is_split_by_rows(plan) else _Rows()
 
 
 def _round(ctx: ThreadContext) -> None:
-    for part in _parts(ctx.plan):
-        _round_part(ctx, part)
+    def of_head(g: Int, carry: list[Any]) -> list[Any]:
+        for columns in _columns(ctx.plan):
+            _round_columns(ctx, columns, g)
+        return carry
+
+    ctx.thread.loop(ctx.plan.problem.group, [], of_head)
     dq_slots.pass_on(ctx)
 
 
-def _round_part(ctx: ThreadContext, part: _Part) -> None:
-    """Rounds half of the rows; a thread has asked for `IN_FLIGHT` words when it uses the first."""
-    thread, refs, at, plan = ctx
-    chunk_of, words = _chunk_in_rows, 2
-    if dq_sum.is_split_by_rows(plan):
-        chunk_of, words = _chunk_in_pieces, 4
-    numbers = plan.problem.group * dq_sum.rows_of_head(plan) // HALVES * part.chunks * COLUMNS
-    chunks, together = numbers // (4 * words), IN_FLIGHT // words
+def _round_columns(ctx: ThreadContext, columns: _Columns, g: Int) -> None:
+    """A thread asks for `IN_FLIGHT` words before it uses the first. Few other warps can work while
+    one waits, so that a step has to be few instructions.
+    """
+    thread, _, at, plan = ctx
+    problem, layout = plan.problem, _layout(plan)
+    word, row = layout.first(ctx, columns, at.slot * problem.group + g)
+    line = (at.batch * problem.q_len + row) * problem.q_heads + at.kv_head * problem.group + g
+    line = thread.to_int64(line) * (problem.head_dim // COLUMNS)
+    line = line + thread.to_int64(thread.index % columns.lanes + columns.first)
+    place = _Place(thread.to_int64(word), row, line)
+    lines = mosaic.THREADS // columns.lanes
+    every = dq_sum.rows_of_head(plan) // HALVES // len(layout.rows(row))
+    steps, together = pl.cdiv(every, lines), IN_FLIGHT // layout.words
 
-    def some(n: Int, carry: list[Any]) -> list[Any]:
-        items = [thread.index + (n * together + m) * mosaic.THREADS for m in range(together)]
-        loaded = []
-        for item in items:
-            chunk = chunk_of(plan, part, at, item)
-            each = [thread.load_where(refs.sums, x, 16, item < chunks) for x in chunk.words]
-            loaded.append((chunk, item < chunks, each))
-        for chunk, exists, each in loaded:
-            _store(ctx, chunk, exists, [thread.numbers(x, 16, "float32") for x in each])
-        return carry
+    def some(_: Int, carry: list[Any]) -> list[Any]:
+        place = _Place(*carry)
+        _round_steps(ctx, columns, [_step_after(ctx, place, columns, n) for n in range(together)])
+        return list(_step_after(ctx, place, columns, together))
 
-    thread.loop(pl.cdiv(chunks, together * mosaic.THREADS), [], some)
+    if steps >= together:
+        place = _Place(*thread.loop(steps // together, list(place), some))
+    rest = range(steps % together)
+    _round_steps(ctx, columns, [_step_after(ctx, place, columns, n) for n in rest])
 
 
-def _store(ctx: ThreadContext, chunk: _Chunk, exists: Int, numbers: list[list[Any]]) -> None:
-    """Stores a part of dq, if it exists, and zeros where its sums were."""
-    thread, refs, at, plan = ctx
-    problem = plan.problem
-    for word in chunk.words:
-        thread.store_floats(refs.sums, word, [thread.number(0.0)] * 4, exists)
-    for row, eight in zip(chunk.rows, _by_row(numbers), strict=True):
-        line = (at.batch * problem.q_len + row) * problem.q_heads + chunk.head
-        line = thread.to_int64(line + at.kv_head * problem.group)
-        place = line * (problem.head_dim // COLUMNS) + thread.to_int64(chunk.column)
-        value = thread.rounded([x * problem.scale for x in eight], problem.dtype)
-        thread.store(refs.dq, place, value, 2 * COLUMNS, exists & (row < problem.q_len))
+def _step_after(ctx: ThreadContext, place: _Place, columns: _Columns, n: int) -> _Place:
+    """The places `n` steps later."""
+    problem, lines = ctx.plan.problem, mosaic.THREADS // columns.lanes
+    words, rows = _layout(ctx.plan).after(n * lines, columns)
+    of_row = problem.q_heads * (problem.head_dim // COLUMNS)
+    return _Place(place.word + words, place.row + rows, place.line + rows * of_row)
+
+
+def _round_steps(ctx: ThreadContext, columns: _Columns, places: list[_Place]) -> None:
+    thread, refs, _, plan = ctx
+    problem, layout, loaded = plan.problem, _layout(plan), []
+    inside = thread.index % columns.lanes < columns.count
+    for place in places:
+        exists = inside & (place.row < layout.end(ctx))
+        words = [place.word + n for n in range(layout.words)]
+        each = [thread.load_where(refs.sums, word, 16, exists) for word in words]
+        loaded.append((place, words, exists, [thread.numbers(x, 16, "float32") for x in each]))
+    of_row = problem.q_heads * (problem.head_dim // COLUMNS)
+    for place, words, exists, numbers in loaded:
+        for word in words:
+            thread.store_floats(refs.sums, word, [thread.number(0.0)] * 4, exists)
+        rows, first = layout.rows(place.row), layout.rows(0)
+        for row, n, eight in zip(rows, first, layout.by_row(numbers), strict=True):
+            value = thread.rounded([x * problem.scale for x in eight], problem.dtype)
+            there = exists & (row < problem.q_len)
+            thread.store(refs.dq, place.line + n * of_row, value, 2 * COLUMNS, there)

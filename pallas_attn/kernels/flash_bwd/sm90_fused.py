@@ -594,8 +594,8 @@ def _store_dk_dv(
     at = work.batch, work.kv_head, producer.kv_row(plan, work.key) + wg * ROWS
     for parts, staged, out in zip(grads, staging, outs, strict=True):
         staged.store(parts, out, at)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if not from_ds:
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(smem.kv_free)
 
 
@@ -674,6 +674,8 @@ def _consume(ctx: KernelContext, outs: KeyGradients, block_id: Index, wg: Index)
         _store_dk_dv(own, outs, work, wg, grads)
         if plan.order.dq_slots:
             _finish_dq(ctx, work, wg)
+        if stores_from_ds(plan):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         return count
 
     producer.each_work_tile(ctx, block_id, work_tile)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 IN_SLOTS = sm90.Config(grid=2, l2_heads=1)
 CASES = {
-    "by_columns": dataclasses.replace(plain(100, 150, (4, 4), 72), mask=FULL),
+    "by_columns": dataclasses.replace(plain(100, 150, (8, 4), 72), mask=FULL),
     "by_rows": dataclasses.replace(plain(150, 140, (8, 4), 72), mask=CAUSAL),
 }
 CHANGES = {"by_columns": {"dq_lag": 2}, "by_rows": {"block_q": 128}}
@@ -32,7 +32,7 @@ CHANGES = {"by_columns": {"dq_lag": 2}, "by_rows": {"block_q": 128}}
 def test_interpreted(name):
     config = dataclasses.replace(IN_SLOTS, **CHANGES[name])
     order = sm90.plan_of(problem_of(CASES[name]), config).order
-    assert order.dq_slots and order.claims and dq_slots.number(order) == 2 < order.heads
+    assert order.dq_slots and order.claims and dq_slots.number(order) == 3 < order.heads
     with mosaic.interpret():
         check(CASES[name], config)
 
