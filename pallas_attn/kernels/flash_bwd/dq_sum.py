@@ -213,7 +213,7 @@ def _pieces(plan: KeyPlan) -> int:
 
 
 def _heads(plan: KeyPlan) -> tuple[int, int]:
-    """Heads that have sums at one time: batch rows and query heads, or all heads of slots, and 1."""
+    """Heads that have sums at one time: batch rows and query heads, or heads of slots, and 1."""
     if plan.order.dq_slots:
         return dq_slots.number(plan.order) * plan.problem.group, 1
     return plan.problem.batch, plan.problem.q_heads
