@@ -37,27 +37,34 @@ def finish(ctx: KernelContext, work: KeyTile, wg: Index) -> None:
 
 
 class _Columns(NamedTuple):
-    """Columns of dq that are rounded at one time, by `lanes` neighbouring threads a row."""
+    """Columns of dq that are rounded at one time, counted in units of `COLUMNS`."""
 
     words: int  # words of 16 bytes before the panel of these columns
-    width: int  # columns of the panel
-    column: int  # the first in the panel, in units of `COLUMNS`
-    first: int  # the first of all, likewise
-    count: int  # likewise
-    lanes: int  # a power of two
+    width: int  # columns of the panel, one by one
+    of_panel: int  # columns of the panel before these
+    before: int  # columns before these
+    count: int
+
+    @property
+    def lanes(self) -> int:
+        """Neighbouring threads that share a row: a power of two."""
+        return 1 << (self.count - 1).bit_length()
+
+    @property
+    def lines(self) -> int:
+        """Threads that have the same column."""
+        return mosaic.THREADS // self.lanes
 
 
 def _columns(plan: KeyPlan) -> list[_Columns]:
     heads, dim = dq_slots.number(plan.order) * plan.problem.group, plan.problem.head_dim
-    rows, widths = heads * dq_sum.rows_of_head(plan), dq_sum.widths_in_memory(plan)
-    parts, before = [], 0
-    for width in widths:
+    rows, parts, before = heads * dq_sum.rows_of_head(plan), list[_Columns](), 0
+    for width in dq_sum.widths_in_memory(plan):
         there = min(width, dim - before) // COLUMNS
-        for column in range(0, there, LANES):
-            count = min(LANES, there - column)
-            lanes = 1 << (count - 1).bit_length()
-            first = before // COLUMNS + column
-            parts.append(_Columns(before * rows // 4, width, column, first, count, lanes))
+        for first in range(0, there, LANES):
+            count = min(LANES, there - first)
+            every = before // COLUMNS + first
+            parts.append(_Columns(before * rows // 4, width, first, every, count))
         before += width
     return parts
 
@@ -67,7 +74,7 @@ class _Place(NamedTuple):
 
     word: Int  # the first of its words of sums
     row: Int
-    line: Int  # of dq, in units of `COLUMNS`
+    to: Int  # its place in dq, in words of 16 bytes
 
 
 class _Rows:
@@ -82,7 +89,7 @@ class _Rows:
         thread, _, at, plan = ctx
         rows = dq_sum.rows_of_head(plan)
         row = thread.index // columns.lanes + at.half * (rows // HALVES)
-        column = thread.index % columns.lanes + columns.column
+        column = thread.index % columns.lanes + columns.of_panel
         return (head * rows + row) * (columns.width // 4) + column * self.words, row
 
     def after(self, lines: int, columns: _Columns) -> tuple[int, int]:
@@ -112,7 +119,7 @@ class _Pieces:
         thread, _, at, plan = ctx
         line = thread.index // columns.lanes
         piece, line = line // LINES * HALVES + at.half, line % LINES
-        column = thread.index % columns.lanes + columns.column
+        column = thread.index % columns.lanes + columns.of_panel
         word = head * (dq_sum.rows_of_head(plan) // ROWS) + piece
         word = word * (ROWS * columns.width // 4) + columns.words
         word = word + column * mosaic.THREADS + line * self.words
@@ -156,11 +163,10 @@ def _round_columns(ctx: ThreadContext, columns: _Columns, g: Int) -> None:
     word, row = layout.first(ctx, columns, at.slot * problem.group + g)
     line = (at.batch * problem.q_len + row) * problem.q_heads + at.kv_head * problem.group + g
     line = thread.to_int64(line) * (problem.head_dim // COLUMNS)
-    line = line + thread.to_int64(thread.index % columns.lanes + columns.first)
+    line = line + thread.to_int64(thread.index % columns.lanes + columns.before)
     place = _Place(thread.to_int64(word), row, line)
-    lines = mosaic.THREADS // columns.lanes
     every = dq_sum.rows_of_head(plan) // HALVES // len(layout.rows(row))
-    steps, together = pl.cdiv(every, lines), IN_FLIGHT // layout.words
+    steps, together = pl.cdiv(every, columns.lines), IN_FLIGHT // layout.words
 
     def some(_: Int, carry: list[Any]) -> list[Any]:
         place = _Place(*carry)
@@ -175,10 +181,10 @@ def _round_columns(ctx: ThreadContext, columns: _Columns, g: Int) -> None:
 
 def _step_after(ctx: ThreadContext, place: _Place, columns: _Columns, n: int) -> _Place:
     """The places `n` steps later."""
-    problem, lines = ctx.plan.problem, mosaic.THREADS // columns.lanes
-    words, rows = _layout(ctx.plan).after(n * lines, columns)
+    problem = ctx.plan.problem
+    words, rows = _layout(ctx.plan).after(n * columns.lines, columns)
     of_row = problem.q_heads * (problem.head_dim // COLUMNS)
-    return _Place(place.word + words, place.row + rows, place.line + rows * of_row)
+    return _Place(place.word + words, place.row + rows, place.to + rows * of_row)
 
 
 def _round_steps(ctx: ThreadContext, columns: _Columns, places: list[_Place]) -> None:
@@ -198,4 +204,4 @@ def _round_steps(ctx: ThreadContext, columns: _Columns, places: list[_Place]) ->
         for row, n, eight in zip(rows, first, layout.by_row(numbers), strict=True):
             value = thread.rounded([x * problem.scale for x in eight], problem.dtype)
             there = exists & (row < problem.q_len)
-            thread.store(refs.dq, place.line + n * of_row, value, 2 * COLUMNS, there)
+            thread.store(refs.dq, place.to + n * of_row, value, 2 * COLUMNS, there)
