@@ -82,7 +82,7 @@ class _Rows:
     words.
     """
 
-    words = 2
+    words, rows = 2, (0,)  # words of 16 bytes of a thread, and its rows, in a step
 
     def first(self, ctx: ThreadContext, columns: _Columns, head: Int) -> tuple[Int, Int]:
         """The first word and the row of a thread."""
@@ -100,11 +100,8 @@ class _Rows:
         """The row after the last of this half."""
         return (ctx.at.half + 1) * (dq_sum.rows_of_head(ctx.plan) // HALVES)
 
-    def rows(self, row: Int) -> list[Int]:
-        return [row]
-
     def by_row(self, words: list[list[Any]]) -> list[list[Any]]:
-        """The numbers of each of `rows`."""
+        """The numbers of each row."""
         return [words[0] + words[1]]
 
 
@@ -113,7 +110,7 @@ class _Pieces:
     leaves them: 16 bytes are two columns of rows r and r + 8, and a thread has both rows.
     """
 
-    words = 4
+    words, rows = 4, (0, 8)
 
     def first(self, ctx: ThreadContext, columns: _Columns, head: Int) -> tuple[Int, Int]:
         thread, _, at, plan = ctx
@@ -130,11 +127,8 @@ class _Pieces:
         rows = HALVES * pieces * ROWS
         return rows * columns.width // 4 + lines * self.words, rows + lines * 2
 
-    def end(self, ctx: ThreadContext) -> int:
+    def end(self, ctx: ThreadContext) -> Int | int:
         return dq_sum.rows_of_head(ctx.plan)
-
-    def rows(self, row: Int) -> list[Int]:
-        return [row, row + 8]
 
     def by_row(self, words: list[list[Any]]) -> list[list[Any]]:
         return [[x for word in words for x in word[n : n + 2]] for n in (0, 2)]
@@ -165,7 +159,7 @@ def _round_columns(ctx: ThreadContext, columns: _Columns, g: Int) -> None:
     line = thread.to_int64(line) * (problem.head_dim // COLUMNS)
     line = line + thread.to_int64(thread.index % columns.lanes + columns.before)
     place = _Place(thread.to_int64(word), row, line)
-    every = dq_sum.rows_of_head(plan) // HALVES // len(layout.rows(row))
+    every = dq_sum.rows_of_head(plan) // HALVES // len(layout.rows)
     steps, together = pl.cdiv(every, columns.lines), IN_FLIGHT // layout.words
 
     def some(_: Int, carry: list[Any]) -> list[Any]:
@@ -200,8 +194,7 @@ def _round_steps(ctx: ThreadContext, columns: _Columns, places: list[_Place]) ->
     for place, words, exists, numbers in loaded:
         for word in words:
             thread.store_floats(refs.sums, word, [thread.number(0.0)] * 4, exists)
-        rows, first = layout.rows(place.row), layout.rows(0)
-        for row, n, eight in zip(rows, first, layout.by_row(numbers), strict=True):
+        for n, eight in zip(layout.rows, layout.by_row(numbers), strict=True):
             value = thread.rounded([x * problem.scale for x in eight], problem.dtype)
-            there = exists & (row < problem.q_len)
+            there = exists & (place.row + n < problem.q_len)
             thread.store(refs.dq, place.to + n * of_row, value, 2 * COLUMNS, there)
