@@ -43,12 +43,12 @@ class _Columns(NamedTuple):
     width: int  # columns of the panel, one by one
     of_panel: int  # columns of the panel before these
     before: int  # columns before these
-    count: int
+    units: int
 
     @property
     def lanes(self) -> int:
         """Neighbouring threads that share a row: a power of two."""
-        return 1 << (self.count - 1).bit_length()
+        return 1 << (self.units - 1).bit_length()
 
     @property
     def lines(self) -> int:
@@ -184,7 +184,7 @@ def _step_after(ctx: ThreadContext, place: _Place, columns: _Columns, n: int) ->
 def _round_steps(ctx: ThreadContext, columns: _Columns, places: list[_Place]) -> None:
     thread, refs, _, plan = ctx
     problem, layout, loaded = plan.problem, _layout(plan), []
-    inside = thread.index % columns.lanes < columns.count
+    inside = thread.index % columns.lanes < columns.units
     for place in places:
         exists = inside & (place.row < layout.end(ctx))
         words = [place.word + n for n in range(layout.words)]
