@@ -447,8 +447,6 @@ BUILDS: dict[str, Build] = {
     "flash_bwd/sm90/h64_heads": _backward_sm90(64, heads=(130, 130), rows=197, keys=197),
     "flash_bwd/sm90/h40_cross": _backward_sm90(40, heads=(8, 8), rows=4096, keys=77),
     "flash_bwd/sm90/h72_odd": _backward_sm90(72, rows=729, keys=729),
-    "flash_bwd/sm90/h72_slots": _backward_sm90(72, heads=(64, 64), rows=729, keys=729),
-    "flash_bwd/sm90/h64_slots": _backward_sm90(64, heads=(64, 64), rows=1280, keys=1280, **_CAUSAL),
     "flash_bwd/sm90/h136_odd": _backward_sm90(136, rows=577, keys=577),
     "flash_bwd/sm90/h64_bias": _backward_sm90(64, also=("bias", "sinks", "kv_lengths")),
     "flash_bwd/sm90/h64_padded": _backward_sm90(64, also=("mask_array", "bias_16")),

@@ -13,7 +13,6 @@ _FWD = "tests/kernels/flash_fwd/test_flash_fwd.py::test_edges_on_the_gpu"
 _BWD = "tests/kernels/flash_bwd/test_flash_bwd.py::"
 _ONE_TILE = "tests/kernels/flash_bwd/test_one_key_tile.py::"
 _HEADS = "tests/kernels/flash_bwd/test_heads.py::"
-_SLOTS = "tests/kernels/flash_bwd/test_dq_slots.py::"
 _TURNS = "tests/kernels/flash_bwd/test_turns.py::"
 _SIZES = "tests/kernels/flash_bwd/test_any_size.py::"
 _AUX = "tests/kernels/flash_bwd/test_aux_gradients.py::"
@@ -103,10 +102,6 @@ QUICK: dict[str, tuple[str, ...]] = {
     "kernels/flash_bwd/dq_rounding.py": (
         f"{_SIZES}test_any_size_on_the_gpu[rows]",
         f"{_SIZES}test_any_size_on_the_gpu[rows_of_two_swizzles]",
-    ),
-    "kernels/flash_bwd/slot_rounding.py": (
-        f"{_SLOTS}test_on_the_gpu[by_columns]",
-        f"{_SLOTS}test_on_the_gpu[by_rows]",
     ),
     "kernels/flash_bwd/statistics.py": (f"{_HEADS}test_heads_on_the_gpu[softcap]",),
     "kernels/flash_bwd/sm90_dbias.py": (f"{_BWD}test_edges_on_the_gpu[bias-True]",),

@@ -160,8 +160,7 @@ def _run_program(*, token, mesh_location, thread, keys, scalars, program):
     if touches.has_met:
         ours.launch_memory.since_meeting.pop(first, None)
     block = BlockOfThreads(first, ours.launch_memory, coordinates, touches)
-    pending = ours.pending_smem_to_gmem_write_clocks.get(thread, ())
-    block.additions_in_flight = any(getattr(clock, "is_of_addition", False) for clock in pending)
+    block.stores_in_flight = bool(ours.pending_smem_to_gmem_write_clocks.get(thread))
     spread = [np.full(128, scalar, np.int32) for scalar in scalars]
     refs, values = (
         jax.tree.unflatten(tree, leaves)
@@ -430,7 +429,6 @@ def _read_by_tma_on_host(*, token, mesh_location, thread, key, transforms, sourc
     clock = ours.incr_clock(thread)
     clock.inc(ours.get_next_tma_thread_id())
     host.get_races().check_read(thread, clock.async_smem_clock.copy(), key, there, source_info)
-    clock.is_of_addition = True
     ours.add_copy_smem_to_gmem_clocks(thread, clock, clock)
     log = shared_memory.GPULoggingInfo(mesh_location, thread, source_info)
     return token, ours.get_buffer_content(key, there, thread, logging_info=log)[0]

@@ -3,7 +3,6 @@
 """
 
 import threading
-import time
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -24,13 +23,11 @@ class BlockOfThreads:
     element a thread.
     """
 
-    PATIENCE = 100.0  # seconds until a counter that is asked again and again has to be reached
-
     def __init__(self, first: int, memory: "Memory", block: Any = None, touches: Any = None):
         self.index = np.arange(128, dtype=np.int32)
         self.memory, self.block, self.touches = memory, block, touches
         self.ids = first + self.index.astype(np.int64)
-        self.additions_in_flight = False  # by TMA, of tiles in shared memory
+        self.stores_in_flight = False  # by TMA, of tiles in shared memory
 
     def to_int64(self, x):
         return np.asarray(x, np.int64)
@@ -322,18 +319,13 @@ class BlockOfThreads:
 
     def signal(self, counters, index, where, remote=False):
         del remote
-        if np.any(where):
-            self._additions_are_there()
+        if self.stores_in_flight and np.any(where):
+            raise RuntimeError("RACE DETECTED: a signal before what it tells of is in memory")
         done = self.memory.copies_back_of(int(self.ids[0])).done
         with self.memory.lock:
             for (at,) in self._each(where, index):
                 counters.reshape(-1)[at] += 1
                 self.memory.signalled.setdefault((id(counters), at), []).extend(done)
-                self.memory.release((id(counters), at), int(self.ids[0]))
-
-    def _additions_are_there(self):
-        if self.additions_in_flight:
-            raise RuntimeError("RACE DETECTED: a signal before what it tells of is in memory")
 
     def send_floats(self, ref, index, values, where):
         words = [np.broadcast_to(np.float32(x), 128).view(np.int32) for x in values]
@@ -395,14 +387,7 @@ class BlockOfThreads:
             raise RuntimeError(f"DEADLOCK: counter {index} has not reached {least}")
 
     def reached(self, counters, index, least):
-        """The block's other warpgroups may still come, for which a loop asks again."""
-        there = self._there(counters, index, least)
-        first = self.memory.asked.setdefault((int(self.ids[0]), id(counters)), time.monotonic())
-        if there:
-            del self.memory.asked[int(self.ids[0]), id(counters)]
-        elif time.monotonic() > first + self.PATIENCE:
-            raise RuntimeError(f"DEADLOCK: counter {index[0]} has not reached {least[0]}")
-        return np.full(128, there, np.int32)
+        return np.full(128, self._there(counters, index, least), np.int32)
 
     def _there(self, counters, index, least, here=True):
         """Shows bytes that were copied back before the signals to a reader of them, not before."""
@@ -411,14 +396,12 @@ class BlockOfThreads:
         if there and here:
             for copy in self.memory.signalled.get((id(counters), at), ()):
                 copy.write()
-            self.memory.acquire((id(counters), at))
         return there
 
-    def arrive(self, counters, index, count, last, place=0):
-        self._additions_are_there()
+    def arrive(self, counters, index, count, last):
         self.sync()
-        ((index, count, place),) = set(self._each(True, index, count, place))
-        last.reshape(-1)[place] = self.memory.arrive(counters, index, count, int(self.ids[0]))
+        ((index, count),) = set(self._each(True, index, count))
+        last.reshape(-1)[0] = self.memory.arrive(counters, index, count, int(self.ids[0]))
 
 
 class Barrier:
@@ -517,8 +500,6 @@ class Memory:
         self.copies_back: dict[int, CopiesBack] = {}
         self.signalled: dict[tuple[int, int], list[CopyBack]] = {}  # by counter
         self.since_meeting: dict[int, dict[Any, tuple[set, bool]]] = {}  # by block and byte
-        self.asked: dict[tuple[int, int], float] = {}  # when a counter was not reached first
-        self.released: dict[tuple[int, int], list[tuple[np.ndarray, np.ndarray]]] = {}
         self.arrived: dict[tuple[int, int], set[int]] = {}
         self.complete: set[tuple[int, int]] = set()  # counters at which all have arrived
         self.gates: dict[Any, threading.Barrier] = {}
@@ -620,18 +601,6 @@ class Memory:
                 wrote[np.isin(wrote // 128 * 128, list(here)) & (wrote >= 0)] = self.NOBODY
             here.clear()
             return True
-
-    def release(self, counter, block):
-        """With a signal at a counter, whoever waits for it may write where a block has written."""
-        for wrote, read in self.touched.values():
-            (own,) = np.nonzero((wrote >= block) & (wrote < block + 128))
-            for who in (wrote, read):
-                self.released.setdefault(counter, []).append((who, own))
-
-    def acquire(self, counter):
-        with self.lock:
-            for who, own in self.released.pop(counter, ()):
-                who[own] = self.NOBODY
 
     def _words(self, ref, index, nbytes, verb):
         words = ref.reshape(-1).view(np.dtype("V16" if nbytes == 16 else f"i{nbytes}"))

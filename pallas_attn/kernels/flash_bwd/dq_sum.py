@@ -7,7 +7,6 @@ the order in which threads hold it, and `rounded` reorders it. At head dim 64 ad
 memory takes longer.
 """
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import dq_rounding, dq_slots, one_key_tile, turns
+from pallas_attn.kernels.flash_bwd import dq_rounding, one_key_tile, turns
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.lang import mosaic, panels
@@ -154,8 +153,7 @@ def add(  # noqa: PLR0913
     if plan.config.one_key_tile:
         return one_key_tile.write(ctx, work, wg, step, *parts)
     if is_split_by_rows(plan):
-        place, head = _head_of_sums(plan, work, step.head)
-        head = place * _heads(plan)[1] + head
+        head = work.batch * plan.problem.q_heads + step.head
         number = (head * _q_tiles(plan) + step.t) * WARPGROUPS + wg
         for before, dq in zip(_columns_before(plan), parts, strict=True):
             first = before * _pieces(plan) // dq.shape[1]
@@ -167,34 +165,24 @@ def add(  # noqa: PLR0913
     smem.dq[wg] = dq
     turns.wait(ctx, work, wg, step, seen)
     plgpu.commit_smem()
-    place, head = _head_of_sums(plan, work, step.head)
-    to = refs.dq.at[place, pl.ds(step.t * rows, rows), head, pl.ds(wg * columns, columns)]
+    where = pl.ds(step.t * rows, rows), step.head, pl.ds(wg * columns, columns)
+    to = refs.dq.at[work.batch, *where]
     plgpu.copy_smem_to_gmem(smem.dq.at[wg], to, step.exists != 0, reduction_op="add")
     return None
 
 
-def zero_shapes(plan: KeyPlan) -> dict[str, jax.ShapeDtypeStruct]:
-    """Arrays that begin as zeros, by the field of `BackwardRefs`: what `add` adds to, of whole
-    swizzles (TMA leaves out columns past its last), and the counters of slots.
+def sums(plan: KeyPlan) -> jax.ShapeDtypeStruct:
+    """The array that `add` adds to, zeros at first: whole swizzles. TMA leaves out columns past its
+    last.
     """
-    batch, heads = _heads(plan)
-    shape: tuple[int, ...] = batch, rows_of_head(plan), heads, sum(widths_in_memory(plan))
+    problem, rows = plan.problem, _q_tiles(plan) * plan.config.block_q
     if is_split_by_rows(plan):
-        shape = (math.prod(shape),)
-    shapes = {"dq": jax.ShapeDtypeStruct(shape, jnp.float32)}
-    if plan.order.dq_slots:
-        shapes["dq_counters"] = dq_slots.counters(plan.order)
-    return shapes
-
-
-def widths_in_memory(plan: KeyPlan) -> tuple[int, ...]:
-    """Columns of the sums in memory, of each panel: where TMA adds them, of all."""
-    if is_split_by_rows(plan):
-        return qk_widths(plan)
-    width = tma_operands.round_up(plan.problem.head_dim, _swizzle(plan) // 4)
+        numbers = _pieces(plan) * ROWS * sum(qk_widths(plan))
+        return jax.ShapeDtypeStruct((numbers,), jnp.float32)
+    width = tma_operands.round_up(problem.head_dim, _swizzle(plan) // 4)
     if width <= share_widths(plan)[0]:  # the second share is past the last column
         width = sum(qk_widths(plan))
-    return (width,)
+    return jax.ShapeDtypeStruct((problem.batch, rows, problem.q_heads, width), jnp.float32)
 
 
 def rounded(plan: KeyPlan, dq: jax.Array) -> jax.Array:
@@ -208,23 +196,7 @@ def rounded(plan: KeyPlan, dq: jax.Array) -> jax.Array:
 
 def _pieces(plan: KeyPlan) -> int:
     """Shares of all query tiles, where each has rows of its own."""
-    batch, heads = _heads(plan)
-    return batch * heads * _q_tiles(plan) * WARPGROUPS
-
-
-def _heads(plan: KeyPlan) -> tuple[int, int]:
-    """Heads that have sums at one time: batch rows and query heads, or heads of slots, and 1."""
-    if plan.order.dq_slots:
-        return dq_slots.number(plan.order) * plan.problem.group, 1
-    return plan.problem.batch, plan.problem.q_heads
-
-
-def _head_of_sums(plan: KeyPlan, work: KeyTile, head: Index) -> tuple[Index, Index]:
-    """A query head as `_heads` counts it."""
-    if not plan.order.dq_slots:
-        return work.batch, head
-    group, slot = plan.problem.group, dq_slots.place(plan.order, work, jnp.int32(0)).slot
-    return slot * group + (head - work.kv_head * group), 0
+    return plan.problem.batch * plan.problem.q_heads * _q_tiles(plan) * WARPGROUPS
 
 
 def _columns_before(plan: KeyPlan) -> list[int]:
@@ -233,10 +205,6 @@ def _columns_before(plan: KeyPlan) -> list[int]:
     return [sum(widths[:n]) for n in range(len(widths))]
 
 
-def rows_of_head(plan: KeyPlan) -> int:
-    """Rows of the sums of a head: whole query tiles, of either size."""
-    return tma_operands.round_up(plan.problem.q_len, WARPGROUPS * ROWS)
-
-
 def _q_tiles(plan: KeyPlan) -> int:
-    return rows_of_head(plan) // plan.config.block_q
+    """Query tiles of a head: whole ones, of either size."""
+    return tma_operands.round_up(plan.problem.q_len, WARPGROUPS * ROWS) // plan.config.block_q

@@ -73,8 +73,6 @@ class BackwardRefs(NamedTuple):
     tiles: GmemRef = None  # see `tile_lists.tiles`
     counter: GmemRef = None  # int32[1], written: see `flash_fwd.claims`
     turns: GmemRef = None  # int32[n], written: see `turns.counters`
-    dq_counters: GmemRef = None  # int32[n], written: see `dq_slots.counters`
-    dq_rounded: GmemRef = None  # dq, where `dq` has the sums of `dq_slots`
     key_tiles: GmemRef = None  # int32[B|1, N|1, kv tiles]: see `key_masks.codes`
     key_spans: GmemRef = None  # int32[B|1, N|1, 4]: see `key_masks.spans`
     mask_bits: GmemRef = None  # mask_array of queries and keys: see `mask_bits.packed`
@@ -160,7 +158,7 @@ def for_tma(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Backwa
             rows = rows[:: problem.share] if lengths == "kv_lengths" else rows
             fields[f"{name}_edge"] = tma_operands.edge(fields[name], rows, block)
     if plan.order.claims:
-        fields["counter"] = claims.counter(-plan.order.grid if plan.order.claims_first else 0)
+        fields["counter"] = claims.counter(-plan.order.grid if plan.order.turns else 0)
     refs = BackwardRefs(**{name: fields.get(name) for name in BackwardRefs._fields})
     if documents.go_by_rank(plan.order):
         refs = refs._replace(schedule=documents.schedule_by_rank(KernelContext(plan, refs)))

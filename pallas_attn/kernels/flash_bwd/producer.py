@@ -11,7 +11,6 @@ from jax import lax
 
 from pallas_attn.kernels.attention import score_tiles, tiles
 from pallas_attn.kernels.attention.tiles import KernelContext, kv_batch
-from pallas_attn.kernels.flash_bwd import dq_slots
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, key_tile, step_of
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_fwd import claims
@@ -126,7 +125,7 @@ def each_work_tile(
         count = body(n, count, code)
         return n + 1, count, claim(ctx, n + 1)
 
-    first = claim(ctx, none) if ctx.plan.order.claims_first else claims.first_code(ctx, block_id)
+    first = claim(ctx, none) if ctx.plan.order.turns else claims.first_code(ctx, block_id)
     start = none, none, first
     lax.while_loop(lambda carry: carry[2] >= 0, claimed, start)
 
@@ -152,8 +151,6 @@ def _load_q_tile(
 
 def _load_keys(ctx: KernelContext, buffers: Sequence[KeyBuffers], n: Index, work: KeyTile) -> None:
     """The keys of work tile n, when those of the one before are no longer in use."""
-    if ctx.plan.order.dq_slots:
-        dq_slots.acquire(ctx, work)
     for free, parts, slots in buffers:
         if slots > 1:
             slot = ring_slot(n, slots)

@@ -28,7 +28,6 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import score_tiles, tile_lists, tiles, tma_operands
 from pallas_attn.kernels.flash_bwd import (
     aux_sums,
-    dq_slots,
     dq_sum,
     lockstep,
     one_key_tile,
@@ -275,8 +274,6 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
         claims=claims and not (own_order is not None or wide or tiling.is_listed),
         turns=in_turns,
     )
-    if is_fused(problem, config) and not config.one_key_tile and dq_slots.applies(order):
-        order = dataclasses.replace(order, dq_slots=True, claims=True)
     config = dataclasses.replace(config, block_q=block_q)
     halves = block_q == ROWS and is_fused(problem, config)
     plan = KeyPlan(problem, config, order, RowFormats.of(problem, block_q, halves))
@@ -365,7 +362,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     if config.window:
         rows = sm90_window.padded_rows(problem)
     stats, zeros = _statistics(plan, rows, residuals)
-    refs = operands.for_tma(plan, residuals, stats)._replace(**zeros)
+    refs = operands.for_tma(plan, residuals, stats)._replace(dq=zeros)
     dq, parts = None, list[Part]()
     if plan.key_sums:
         refs = refs._replace(aux_sums=jax.new_ref(aux_sums.zero_array(plan)))
@@ -392,18 +389,16 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
 
 def _statistics(
     plan: KeyPlan, rows: int, residuals: Residuals
-) -> tuple[RowStatistics, dict[str, jax.Array]]:
-    """The statistics of `rows` rows, and zeros for fields of `BackwardRefs` that `sm90_fused` adds
-    to, where one launch makes both.
+) -> tuple[RowStatistics, jax.Array | None]:
+    """The statistics of `rows` rows, and what `sm90_fused` adds dq up in, if both come from one
+    launch.
     """
     problem, config = plan.problem, plan.config
     if not (is_fused(problem, config) and statistics.takes(problem)):
-        return row_statistics(plan.exact, rows, residuals), {}
+        return row_statistics(plan.exact, rows, residuals), None
     if config.one_key_tile:
-        return statistics.of_rows(problem, rows, residuals), {}
-    shapes = dq_sum.zero_shapes(plan)
-    stats, zeros = statistics.with_zeros(problem, rows, residuals, list(shapes.values()))
-    return stats, dict(zip(shapes, zeros, strict=True))
+        return statistics.of_rows(problem, rows, residuals), None
+    return statistics.with_zeros(problem, rows, residuals, dq_sum.sums(plan))
 
 
 def _by_one_launch(residuals: Residuals, plan: KeyPlan) -> AttentionInputs:

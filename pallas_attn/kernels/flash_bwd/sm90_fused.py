@@ -1,10 +1,9 @@
 """The fused Hopper backward: dq, dk and dv by one kernel; 16-bit floats, head dims up to 128.
 
 Five matmuls a tile, as FlashAttention-2 (arXiv 2307.08691) orders them: a block owns 128 keys and
-walks over the query tiles that meet them. dK and dV stay in registers, dQ is added up in float32 in
-global memory (`dq_sum`): for a few heads at a time, which the kernel rounds (`dq_slots`), or in an
-array that is set to zero before and rounded after. Without such an array (`refs.dq` is None) the
-kernel makes dk and dv alone.
+walks over the query tiles that meet them. dK and dV stay in registers, dQ is added up in a float32
+array in global memory (`dq_sum`), which a launch before sets to zero and one after rounds. Without
+such an array (`refs.dq` is None) the kernel makes dk and dv alone.
 
 Grid: one block a multiprocessor, which takes work tiles in the order of `work_order`: 128 keys of
 one kv head, over the query heads of its group. Two consumer warpgroups have 64 keys each, one
@@ -59,12 +58,10 @@ from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import (
     aux_sums,
-    dq_slots,
     dq_sum,
     key_tiles,
     one_key_tile,
     producer,
-    slot_rounding,
     turns,
 )
 from pallas_attn.kernels.flash_bwd.dq_sum import WARPGROUPS, PendingDq
@@ -99,7 +96,7 @@ class FusedSmem(NamedTuple):
     ds: tuple[Panels, ...]  # see `dq_sum.ds_scratch`
     dq: Panels
     row_stats: SmemRef  # lse and delta of the tiles of q and dO
-    row_numbers: SmemRef  # 0, 1, .. of a query tile; then the flags of `dq_slots`
+    row_numbers: SmemRef  # 0, 1, .. of a query tile
     kv_ready: Barrier
     kv_free: Barrier
     q_ready: Barrier
@@ -161,7 +158,6 @@ def scratch(plan: KeyPlan) -> FusedSmem:
     config, form, dtype = plan.config, plan.format, jnp.dtype(plan.problem.dtype)
     barrier, stages, block = plgpu.Barrier, config.stages, config.block_q
     ring, takes_claims = {"num_barriers": stages}, plan.order.claims
-    flags = dq_slots.HALVES if plan.order.dq_slots else 0
     qk, v = form.qk, form.v
     if not qk.panels:
         (width,) = dq_sum.qk_widths(plan)
@@ -179,7 +175,7 @@ def scratch(plan: KeyPlan) -> FusedSmem:
         ds=dq_sum.ds_scratch(plan),
         dq=dq_sum.staging(plan),
         row_stats=plgpu.SMEM((2, stages, block), jnp.float32),
-        row_numbers=plgpu.SMEM((block + flags + (claims.RING if takes_claims else 0),), jnp.int32),
+        row_numbers=plgpu.SMEM((block + (claims.RING if takes_claims else 0),), jnp.int32),
         kv_ready=barrier(
             num_arrivals=(qk.copies + has_rest + v.copies) * WARPGROUPS, num_barriers=slots
         ),
@@ -594,8 +590,8 @@ def _store_dk_dv(
     at = work.batch, work.kv_head, producer.kv_row(plan, work.key) + wg * ROWS
     for parts, staged, out in zip(grads, staging, outs, strict=True):
         staged.store(parts, out, at)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if not from_ds:
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(smem.kv_free)
 
 
@@ -672,31 +668,15 @@ def _consume(ctx: KernelContext, outs: KeyGradients, block_id: Index, wg: Index)
         grads = grads._replace(dk=[part * plan.problem.scale for part in grads.dk])
         aux_sums.store(ctx, (work.batch, work.kv_head, work.key + wg * ROWS), of_aux)
         _store_dk_dv(own, outs, work, wg, grads)
-        if plan.order.dq_slots:
-            _finish_dq(ctx, work, wg)
-        if stores_from_ds(plan):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         return count
 
     producer.each_work_tile(ctx, block_id, work_tile)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _finish_dq(ctx: KernelContext, work: KeyTile, wg: Index) -> None:
-    """The last work tile of a kv head rounds its dQ: a warpgroup half of the rows, whose columns
-    both may have added to.
-    """
-    if not dq_sum.is_split_by_rows(ctx.plan):
-        plgpu.wait_smem_to_gmem(0)
-        _sync_warpgroups(ctx.smem)
-    slot_rounding.finish(ctx, work, wg)
-
-
 def _kernel(refs: BackwardRefs, *rest: GmemRef, plan: KeyPlan) -> None:
     dk_ref, dv_ref, *of_dq, smem = rest
-    if plan.order.dq_slots:
-        refs = refs._replace(dq_rounded=of_dq[0])
-    elif of_dq:
+    if of_dq:
         refs = refs._replace(dq=of_dq[0])
     ctx = KernelContext(plan, refs, smem)
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
@@ -710,14 +690,9 @@ def dq_dk_dv(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
     if plan.config.one_key_tile:
         dk, dv, dq = _call_kernel(plan, _with_presets(KernelContext(plan, refs)))
         return Gradients(dq, dk, dv)
-    for name, shape in dq_sum.zero_shapes(plan).items():
-        zeros = getattr(refs, name)
-        if zeros is None:
-            zeros = jnp.zeros(shape.shape, shape.dtype)
-        refs = refs._replace(**{name: jax.new_ref(zeros)})
-    if plan.order.dq_slots:
-        dk, dv, dq = _call_kernel(plan, _with_presets(KernelContext(plan, refs)))
-        return Gradients(dq, dk, dv)
+    sums = dq_sum.sums(plan)
+    zeros = jnp.zeros(sums.shape, sums.dtype) if refs.dq is None else refs.dq
+    refs = refs._replace(dq=jax.new_ref(zeros))
     if plan.order.turns:
         refs = refs._replace(turns=turns.counters(plan))
     grads = dk_dv(plan, _with_presets(KernelContext(plan, refs)))
@@ -738,11 +713,11 @@ def dk_dv(plan: KeyPlan, refs: BackwardRefs) -> KeyGradients:
 
 
 def _call_kernel(plan: KeyPlan, refs: BackwardRefs) -> Any:
-    """dk, dv, and dq where the kernel writes it itself."""
+    """dk, dv, and dq where all keys are one tile."""
     outs = []
     for x in (refs.k, refs.v):  # a gradient for each batch row of q
         outs.append(jax.ShapeDtypeStruct((plan.problem.batch, *x.shape[1:]), x.dtype))
-    if plan.config.one_key_tile or plan.order.dq_slots:
+    if plan.config.one_key_tile:
         outs.append(one_key_tile.output(plan.problem))
     body, size = functools.partial(_kernel, plan=plan), (plan.order.grid, WARPGROUPS + 1)
     kernel = launch.persistent_kernel(body, "flash_bwd_sm90", tuple(outs), scratch(plan), size)

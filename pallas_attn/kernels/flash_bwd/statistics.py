@@ -1,13 +1,12 @@
-"""Row statistics (lse and delta) of all query rows, by a launch that reads out and dO once; it also
-sets arrays of a later launch to zero.
+"""Row statistics (lse and delta) of all query rows, by a launch that reads out and dO once, and
+zeros for what `sm90_fused` adds dq up in.
 
 Grid: a block of one warpgroup for each tile of 64 rows of a head.
 """
 
 import functools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -26,10 +25,6 @@ from pallas_attn.kernels.lang.threads import FOUR
 from pallas_attn.kernels.lang.types import GmemRef
 
 
-class _Zeros(NamedTuple):
-    arrays: tuple[GmemRef, ...]  # numbers of 4 bytes
-
-
 def takes(problem: AttentionProblem) -> bool:
     """Whether rows of out and dO are read in words of 16 bytes, and end at T."""
     whole = problem.v_head_dim % tile_statistics.NUMBERS == 0
@@ -40,32 +35,35 @@ def of_rows(problem: AttentionProblem, rows: int, residuals: Residuals) -> RowSt
     """The statistics that `operands.row_statistics` computes, for `rows` rows a head, a multiple of
     64, where `takes` holds.
     """
-    return with_zeros(problem, rows, residuals, ())[0]
+    return RowStatistics(*_launched(problem, rows, residuals))
 
 
 def with_zeros(
-    problem: AttentionProblem,
-    rows: int,
-    residuals: Residuals,
-    shapes: Sequence[jax.ShapeDtypeStruct],
-) -> tuple[RowStatistics, list[jax.Array]]:
-    """`of_rows`, and arrays of zeros, of 4 bytes a number and whole words of 16 bytes. Writing them
-    while others are read takes less time than a launch of its own.
+    problem: AttentionProblem, rows: int, residuals: Residuals, zeros: jax.ShapeDtypeStruct
+) -> tuple[RowStatistics, jax.Array]:
+    """`of_rows`, and zeros in whole words of 16 bytes. Writing them while others are read takes
+    less time than a launch of its own.
     """
+    lse, delta, array = _launched(problem, rows, residuals, (zeros,))
+    return RowStatistics(lse, delta), array
+
+
+def _launched(
+    problem: AttentionProblem, rows: int, residuals: Residuals, zeros: tuple[Any, ...] = ()
+) -> Any:
     heads = problem.batch, problem.q_heads
     number = jax.ShapeDtypeStruct((*heads, rows), jnp.float32)
     tile = plgpu.SMEM((1, ROWS), jnp.float32)
     kernel = plgpu.kernel(
         functools.partial(_kernel, problem=problem),
-        out_type=(number, number, *shapes),
+        out_type=(number, number, *zeros),
         scratch_types=(tile, tile),
         **mosaic.grid_of(tile=rows // ROWS, row=heads[0] * heads[1]),
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_bwd_statistics",
     )
     _, out, lse, d_out, d_lse = residuals
-    lse, delta, *zeros = kernel((out, d_out, lse, d_lse))
-    return RowStatistics(lse, delta), zeros
+    return kernel((out, d_out, lse, d_lse))
 
 
 def _kernel(
@@ -82,17 +80,19 @@ def _kernel(
     if zeros:
         tiles = lse_ref.shape[2] // ROWS
         blocks = problem.batch * problem.q_heads * tiles
-        words = [math.prod(x.shape) // FOUR for x in zeros]
-        threads.run(_clear, (words, blocks), _Zeros(tuple(zeros)), row * tiles + t)
+        threads.run(_clear, blocks, _Zeros(*zeros), row * tiles + t)
     plgpu.wait_smem_to_gmem(0)
 
 
+class _Zeros(NamedTuple):
+    array: GmemRef
+
+
 def _clear(ctx: ThreadContext) -> None:
-    """A part of each array."""
-    thread, refs, block, (words, blocks) = ctx
-    nothing = [thread.number(0.0)] * FOUR
-    for array, count in zip(refs.arrays, words, strict=True):
-        each = pl.cdiv(count, blocks * mosaic.THREADS)
-        for n in range(each):
-            word = (block * each + n) * mosaic.THREADS + thread.index
-            thread.store_floats(array, word, nothing, word < count)
+    """A block's part of the zeros."""
+    thread, refs, block, blocks = ctx
+    words = math.prod(refs.array.shape) * jnp.dtype(refs.array.dtype).itemsize // 16
+    each = pl.cdiv(words, blocks * mosaic.THREADS)
+    for n in range(each):
+        word = (block * each + n) * mosaic.THREADS + thread.index
+        thread.store_floats(refs.array, word, [thread.number(0.0)] * FOUR, word < words)

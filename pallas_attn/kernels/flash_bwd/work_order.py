@@ -30,7 +30,6 @@ class WorkOrder:
     lockstep: bool = False
     claims: bool = False  # blocks claim work tiles
     turns: bool = False  # kv tiles add to dQ in one order: see `turns`
-    dq_slots: bool = False  # dQ is added up in slots: see `dq_slots`
     l2_bytes: int = L2_BYTES
 
     @property
@@ -58,13 +57,6 @@ class WorkOrder:
     def grid(self) -> int:
         """Blocks that are launched."""
         return min(self.blocks or self.work_tiles, self.work_tiles)
-
-    @property
-    def claims_first(self) -> bool:
-        """Whether blocks claim their first work tiles, too: blocks that wait for others then wait
-        for work tiles that are in work, however many blocks a GPU runs at a time.
-        """
-        return self.turns or self.dq_slots
 
     @property
     def l2_heads(self) -> int:

@@ -428,10 +428,8 @@ class Thread(thread_program.Thread):
         operands = [arith.extui(i32(), where.value), address_of(counters, index, 4)]
         return Int(give(i32(), ptx, operands, "=&r,r,l,~{memory}"))
 
-    def arrive(
-        self, counters: GmemRef, index: Int, count: Int, last: SmemRef, place: Int | int = 0
-    ) -> None:
-        """Counts the block's arrival: `last[place]` becomes 1 in the block that arrives last of
+    def arrive(self, counters: GmemRef, index: Int, count: Int, last: SmemRef) -> None:
+        """Counts the block's arrival: `last[0]` becomes 1 in the block that arrives last of
         `count`, else 0. The last block sees what the others wrote before they arrived.
 
         The last arrival resets the counter to 0, since atom.inc wraps. One thread arrives, between
@@ -447,7 +445,7 @@ class Thread(thread_program.Thread):
             arith.extui(i32(), (self.index < 1).value),
             address_of(counters, index, 4),
             (count - 1).value,
-            shared_address(last, place, 4),
+            shared_address(last, 0, 4),
         ]
         do(ptx, operands, "r,l,r,r")
         self.sync()
