@@ -80,7 +80,8 @@ def _kernel(
     if zeros:
         tiles = lse_ref.shape[2] // ROWS
         blocks = problem.batch * problem.q_heads * tiles
-        threads.run(_clear, blocks, _Zeros(*zeros), row * tiles + t)
+        words = math.prod(zeros[0].shape) * jnp.dtype(zeros[0].dtype).itemsize // 16
+        threads.run(_clear, (words, blocks), _Zeros(*zeros), row * tiles + t)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -90,8 +91,7 @@ class _Zeros(NamedTuple):
 
 def _clear(ctx: ThreadContext) -> None:
     """A block's part of the zeros."""
-    thread, refs, block, blocks = ctx
-    words = math.prod(refs.array.shape) * jnp.dtype(refs.array.dtype).itemsize // 16
+    thread, refs, block, (words, blocks) = ctx
     each = pl.cdiv(words, blocks * mosaic.THREADS)
     for n in range(each):
         word = (block * each + n) * mosaic.THREADS + thread.index
