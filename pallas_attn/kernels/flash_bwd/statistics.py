@@ -53,9 +53,11 @@ def _launched(
 ) -> Any:
     heads = problem.batch, problem.q_heads
     number = jax.ShapeDtypeStruct((*heads, rows), jnp.float32)
+    tile = plgpu.SMEM((1, ROWS), jnp.float32)
     kernel = plgpu.kernel(
         functools.partial(_kernel, problem=problem),
         out_type=(number, number, *zeros),
+        scratch_types=(tile, tile),
         **mosaic.grid_of(tile=rows // ROWS, row=heads[0] * heads[1]),
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_bwd_statistics",
@@ -65,27 +67,22 @@ def _launched(
 
 
 def _kernel(
-    inputs: tuple[GmemRef, GmemRef, GmemRef, GmemRef], *outs: GmemRef, problem: AttentionProblem
+    inputs: tuple[GmemRef, GmemRef, GmemRef, GmemRef], *rest: GmemRef, problem: AttentionProblem
 ) -> None:
-    lse, delta, *zeros = outs
+    lse_ref, delta_ref, *zeros, lse, delta = rest
     t, row = lax.axis_index("tile"), lax.axis_index("row")
     batch, head = lax.div(row, jnp.int32(problem.q_heads)), lax.rem(row, jnp.int32(problem.q_heads))
-    tiles = lse.shape[2] // ROWS
-    at = QueryTileAt(batch, head, t, row * tiles + t)
-    threads.run(_write, problem, StatisticsRefs(*inputs, lse, delta), at)
+    at = QueryTileAt(batch, head, t, 0 * t)
+    tile_statistics.write(problem, StatisticsRefs(*inputs, lse, delta), at)
+    plgpu.commit_smem()
+    for tile, to in ((lse, lse_ref), (delta, delta_ref)):
+        plgpu.copy_smem_to_gmem(tile.at[0], to.at[batch, head, pl.ds(t * ROWS, ROWS)])
     if zeros:
+        tiles = lse_ref.shape[2] // ROWS
         blocks = problem.batch * problem.q_heads * tiles
         words = math.prod(zeros[0].shape) * jnp.dtype(zeros[0].dtype).itemsize // 16
         threads.run(_clear, (words, blocks), _Zeros(*zeros), row * tiles + t)
-
-
-def _write(ctx: ThreadContext) -> None:
-    """The statistics of a tile; no thread waits for what it has stored."""
-    thread, refs, at, _ = ctx
-    for row, *numbers in tile_statistics.of_rows(ctx):
-        for ref, number in zip((refs.to_lse, refs.to_delta), numbers, strict=True):
-            first = thread.index % tile_statistics.LANES < 1
-            thread.store_floats(ref, at.slot * ROWS + row, [number], first)
+    plgpu.wait_smem_to_gmem(0)
 
 
 class _Zeros(NamedTuple):

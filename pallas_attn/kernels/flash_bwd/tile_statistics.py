@@ -1,9 +1,7 @@
 """Row statistics of a query tile, computed by the threads of a kernel that reads each query tile
-once: no launch comes before it, and only the forward's lse is read from global memory for them; or
-of a launch of their own (`statistics`).
+once: no launch comes before it, and only the forward's lse is read from global memory for them.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax.experimental.pallas as pl
@@ -13,8 +11,7 @@ from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.attention.tiles import ROWS
 from pallas_attn.kernels.lang import mosaic, threads
-from pallas_attn.kernels.lang.thread_program import Int, ThreadContext
-from pallas_attn.kernels.lang.threads import Float
+from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import GmemRef, Index, SmemRef
 
 LANES = 8  # threads that share a row; each reads 16 bytes at a time
@@ -26,15 +23,15 @@ class StatisticsRefs(NamedTuple):
     do: GmemRef
     lse: GmemRef  # float32[B, N, T]
     d_lse: GmemRef
-    to_lse: SmemRef | GmemRef  # float32[tiles, ROWS], or of all rows
-    to_delta: SmemRef | GmemRef
+    to_lse: SmemRef  # float32[tiles, ROWS]
+    to_delta: SmemRef
 
 
 class QueryTileAt(NamedTuple):
     batch: Index
     head: Index
     t: Index  # query tile
-    slot: Index  # the number of the tile in `to_lse` and `to_delta`
+    slot: Index  # the row of `to_lse` and `to_delta`
 
 
 def write(problem: AttentionProblem, refs: StatisticsRefs, at: QueryTileAt) -> None:
@@ -45,16 +42,6 @@ def write(problem: AttentionProblem, refs: StatisticsRefs, at: QueryTileAt) -> N
 
 
 def _write(ctx: ThreadContext) -> None:
-    thread, refs, at, _ = ctx
-    for row, *numbers in of_rows(ctx):
-        for ref, number in zip((refs.to_lse, refs.to_delta), numbers, strict=True):
-            thread.shared_store(ref, at.slot * ROWS + row, number, thread.index % LANES < 1)
-
-
-def of_rows(ctx: ThreadContext) -> Iterator[tuple[Int, Float, Float]]:
-    """In a program of threads: rows of the tile, each with its lse and delta, of which `LANES`
-    threads have the same ones. `ctx`: the problem, refs of `StatisticsRefs` and a `QueryTileAt`.
-    """
     thread, refs, at, problem = ctx
     chunks, heads, length = problem.v_head_dim // NUMBERS, problem.q_heads, problem.q_len
     lane, down = thread.index % LANES, thread.index // LANES
@@ -88,4 +75,5 @@ def of_rows(ctx: ThreadContext) -> Iterator[tuple[Int, Float, Float]]:
         nothing = thread.number(0.0)
         delta = thread.choose(thread.nothing_yet(value), nothing, delta)
         delta = thread.choose(live[n], delta, nothing)
-        yield row, scaled, delta
+        for ref, number in ((refs.to_lse, scaled), (refs.to_delta, delta)):
+            thread.shared_store(ref, at.slot * ROWS + row, number, lane < 1)
