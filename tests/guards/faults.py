@@ -635,8 +635,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "dq_is_added_to_what_was_there": Fault(
         f"{BWD}/statistics.py",
-        "(t < pieces).astype(jnp.int32)",
-        "(t < pieces - 2).astype(jnp.int32)",
+        "* FOUR, word < words)",
+        "* FOUR, word < words // 2)",
         f"{TEST_SIZES} -k 'test_any_size_interpreted and rows'",
     ),
     "keys_are_loaded_into_a_slot_in_use": Fault(
@@ -1210,8 +1210,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "dq_is_summed_in_bfloat16": Fault(
         f"{BWD}/dq_sum.py",
-        "return jnp.zeros((batch, rows, heads, width))",
-        "return jnp.zeros((batch, rows, heads, width), jnp.bfloat16)",
+        "problem.q_heads, width), jnp.float32)",
+        "problem.q_heads, width), jnp.bfloat16)",
         f"{TEST_BWD} -k test_dq_of_many_keys",
         (
             (

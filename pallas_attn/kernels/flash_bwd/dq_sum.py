@@ -156,7 +156,7 @@ def add(  # noqa: PLR0913
         head = work.batch * plan.problem.q_heads + step.head
         number = (head * _q_tiles(plan) + step.t) * WARPGROUPS + wg
         for before, dq in zip(_columns_before(plan), parts, strict=True):
-            first = before * _pieces(plan, plan.problem.batch) // dq.shape[1]
+            first = before * _pieces(plan) // dq.shape[1]
             mma_rowmajor.add(refs.dq, number + first if first else number, dq, step.exists)
         return None
     (dq,), (columns,), rows = parts, share_widths(plan), ROWS
@@ -171,15 +171,18 @@ def add(  # noqa: PLR0913
     return None
 
 
-def zeros(plan: KeyPlan, batch: int) -> jax.Array:
-    """The array that `add` adds to: whole swizzles. TMA leaves out columns past its last."""
-    rows, heads = _q_tiles(plan) * plan.config.block_q, plan.problem.q_heads
+def sums(plan: KeyPlan) -> jax.ShapeDtypeStruct:
+    """The array that `add` adds to, zeros at first: whole swizzles. TMA leaves out columns past its
+    last.
+    """
+    problem, rows = plan.problem, _q_tiles(plan) * plan.config.block_q
     if is_split_by_rows(plan):
-        return jnp.zeros(_pieces(plan, batch) * ROWS * sum(qk_widths(plan)))
-    width = tma_operands.round_up(plan.problem.head_dim, _swizzle(plan) // 4)
+        numbers = _pieces(plan) * ROWS * sum(qk_widths(plan))
+        return jax.ShapeDtypeStruct((numbers,), jnp.float32)
+    width = tma_operands.round_up(problem.head_dim, _swizzle(plan) // 4)
     if width <= share_widths(plan)[0]:  # the second share is past the last column
         width = sum(qk_widths(plan))
-    return jnp.zeros((batch, rows, heads, width))
+    return jax.ShapeDtypeStruct((problem.batch, rows, problem.q_heads, width), jnp.float32)
 
 
 def rounded(plan: KeyPlan, dq: jax.Array) -> jax.Array:
@@ -191,15 +194,9 @@ def rounded(plan: KeyPlan, dq: jax.Array) -> jax.Array:
     return (dq * problem.scale).astype(problem.dtype)
 
 
-def pieces_of_head(plan: KeyPlan) -> tuple[int, int]:
-    """Shares of all query tiles of a head, and the columns of each, where they have one panel."""
-    (columns,) = qk_widths(plan)
-    return _q_tiles(plan) * WARPGROUPS, columns
-
-
-def _pieces(plan: KeyPlan, batch: int) -> int:
+def _pieces(plan: KeyPlan) -> int:
     """Shares of all query tiles, where each has rows of its own."""
-    return batch * plan.problem.q_heads * _q_tiles(plan) * WARPGROUPS
+    return plan.problem.batch * plan.problem.q_heads * _q_tiles(plan) * WARPGROUPS
 
 
 def _columns_before(plan: KeyPlan) -> list[int]:

@@ -362,9 +362,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     if config.window:
         rows = sm90_window.padded_rows(problem)
     stats, zeros = _statistics(plan, rows, residuals)
-    refs = operands.for_tma(plan, residuals, stats)
-    if zeros is not None:
-        refs = refs._replace(dq=zeros)
+    refs = operands.for_tma(plan, residuals, stats)._replace(dq=zeros)
     dq, parts = None, list[Part]()
     if plan.key_sums:
         refs = refs._replace(aux_sums=jax.new_ref(aux_sums.zero_array(plan)))
@@ -396,12 +394,11 @@ def _statistics(
     launch.
     """
     problem, config = plan.problem, plan.config
-    by_rows = is_fused(problem, config) and dq_sum.is_split_by_rows(plan)
-    if not by_rows or "q_lengths" in problem.arrays or len(dq_sum.qk_widths(plan)) > 1:
+    if not (is_fused(problem, config) and statistics.takes(problem)):
         return row_statistics(plan.exact, rows, residuals), None
     if config.one_key_tile:
         return statistics.of_rows(problem, rows, residuals), None
-    return statistics.with_zeros(problem, rows, residuals, dq_sum.pieces_of_head(plan))
+    return statistics.with_zeros(problem, rows, residuals, dq_sum.sums(plan))
 
 
 def _by_one_launch(residuals: Residuals, plan: KeyPlan) -> AttentionInputs:

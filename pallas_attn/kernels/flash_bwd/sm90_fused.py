@@ -2,8 +2,8 @@
 
 Five matmuls a tile, as FlashAttention-2 (arXiv 2307.08691) orders them: a block owns 128 keys and
 walks over the query tiles that meet them. dK and dV stay in registers, dQ is added up in a float32
-array in global memory (`dq_sum`), which XLA sets to zero before and rounds after. Without such an
-array (`refs.dq` is None) the kernel makes dk and dv alone.
+array in global memory (`dq_sum`), which a launch before sets to zero and one after rounds. Without
+such an array (`refs.dq` is None) the kernel makes dk and dv alone.
 
 Grid: one block a multiprocessor, which takes work tiles in the order of `work_order`: 128 keys of
 one kv head, over the query heads of its group. Two consumer warpgroups have 64 keys each, one
@@ -690,7 +690,8 @@ def dq_dk_dv(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
     if plan.config.one_key_tile:
         dk, dv, dq = _call_kernel(plan, _with_presets(KernelContext(plan, refs)))
         return Gradients(dq, dk, dv)
-    zeros = dq_sum.zeros(plan, refs.q.shape[0]) if refs.dq is None else refs.dq
+    sums = dq_sum.sums(plan)
+    zeros = jnp.zeros(sums.shape, sums.dtype) if refs.dq is None else refs.dq
     refs = refs._replace(dq=jax.new_ref(zeros))
     if plan.order.turns:
         refs = refs._replace(turns=turns.counters(plan))
