@@ -239,11 +239,15 @@ def _mainloop_of(problem: AttentionProblem) -> Callable[..., tuple["Result", Ind
         from pallas_attn.kernels.flash_fwd import float8_mainloop
 
         return float8_mainloop.mainloop
-    if problem.dtype != "float32":
-        return mainloop
-    from pallas_attn.kernels.flash_fwd import float32_mainloop
+    if problem.dtype == "float32":
+        from pallas_attn.kernels.flash_fwd import float32_mainloop
 
-    return float32_mainloop.mainloop
+        return float32_mainloop.mainloop
+    if problem.masks_keys:
+        from pallas_attn.kernels.flash_fwd import key_mask_ranges
+
+        return key_mask_ranges.mainloop if key_mask_ranges.never_empty(problem) else mainloop
+    return mainloop
 
 
 def _score_tiles_of(problem: AttentionProblem, config: Config) -> tuple[Any, ...]:
@@ -432,21 +436,11 @@ def mainloop(
     return Result(acc, state.row_sum, state.row_max), ring.after(slot)
 
 
-def _first_tile(
-    ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Work, keys: int | None = None
-) -> State:
-    """The last kv tile, whose scores overlap with nothing but `meanwhile`. `keys`: the first keys
-    of the tile, which have scores; None: `QueryPlan.last_keys`.
-    """
+def _first_tile(ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Work) -> State:
+    """The last kv tile, whose scores overlap with nothing but `meanwhile`."""
     ring, smem = Ring.of(ctx), ctx.smem
     q, k = panels.tiles(smem.q, rows.q_slot), panels.tiles(smem.k, slot)
-    block = k[0].shape[0]
-    if keys is None and ctx.plan.skips_keys and ctx.plan.last_keys < block:
-        from pallas_attn.kernels.flash_fwd import key_mask_ranges
-
-        state_of = functools.partial(_first_tile, ctx, rows, slot, meanwhile)
-        return key_mask_ranges.last_or_whole(ctx.plan, rows.span.hi, state_of)
-    keys = keys or ctx.plan.last_keys or block
+    block, keys = k[0].shape[0], ctx.plan.last_keys or k[0].shape[0]
     if keys < block:
         k = tuple(panel.at[pl.ds(0, keys)] for panel in k)
     ring.wait(slot)

@@ -169,8 +169,7 @@ class QueryPlan:
         """
         problem, block = self.problem, self.tiling.block_kv
         programs = problem.mask_program is not None or problem.score_program is not None
-        allowed = {"sinks", "q_lengths", "q_offset", *["mask_array"] * self.skips_keys}
-        arrays = set(problem.arrays) <= allowed
+        arrays = set(problem.arrays) <= {"sinks", "q_lengths", "q_offset"}
         if not problem.mask.is_full or programs or not arrays or problem.fetches > 1:
             return block
         keys = tma_operands.round_up(problem.kv_len % block or block, 8)
