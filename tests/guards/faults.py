@@ -396,8 +396,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "keys_are_shown_that_a_mask_hides": Fault(
         f"{FWD}/key_mask_ranges.py",
-        "sees_all=visible.full_hi - visible.full_lo == tiles",
-        "sees_all=visible.full_hi == visible.hi",
+        "whole = visible.full_hi - visible.full_lo == tiles",
+        "whole = visible.full_hi == visible.hi",
         f"{TEST_FWD} -k 'test_interpreted and padding'",
     ),
     "the_last_keys_are_eight_too_few": Fault(

@@ -198,11 +198,16 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
 
 def _work_tiles_of(problem: AttentionProblem, claimed: bool) -> tuple[Any, Any]:
     """The sources of work tiles of the producer and of consumers, who load q a work tile ahead."""
-    if not claimed:
-        return tile_scheduler.StaticList(ahead=1), tile_scheduler.StaticList(ahead=2)
-    from pallas_attn.kernels.flash_fwd import claims
+    if claimed:
+        from pallas_attn.kernels.flash_fwd import claims
 
-    return claims.Claiming(early="q_segment_ids" in problem.arrays), claims.Claimed()
+        return claims.Claiming(early="q_segment_ids" in problem.arrays), claims.Claimed()
+    listed = tile_scheduler.StaticList(ahead=2)
+    if problem.masks_keys:
+        from pallas_attn.kernels.flash_fwd import key_mask_ranges
+
+        listed = key_mask_ranges.in_runs(problem, listed)
+    return tile_scheduler.StaticList(ahead=1), listed
 
 
 def _ranges_of(problem: AttentionProblem) -> Any:
@@ -243,10 +248,6 @@ def _mainloop_of(problem: AttentionProblem) -> Callable[..., tuple["Result", Ind
         from pallas_attn.kernels.flash_fwd import float32_mainloop
 
         return float32_mainloop.mainloop
-    if problem.masks_keys:
-        from pallas_attn.kernels.flash_fwd import key_mask_ranges
-
-        return key_mask_ranges.mainloop if key_mask_ranges.never_empty(problem) else mainloop
     return mainloop
 
 
@@ -314,7 +315,7 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
         return wg + (i & 1) * consumers if double_buffered else wg
 
     def one_tile(turn: Turn, carry: tuple[Index, Any]) -> tuple[Index, Any]:
-        slot, record = carry
+        (slot, record), here = carry, turn.ctx or ctx
 
         def load_next_q() -> None:
             following = work_tile(ctx, turn.following)
@@ -326,12 +327,12 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
         tile = work_tile(ctx, turn.code)
         q = q_slot(turn.index)
         plgpu.barrier_wait(smem.q_ready.at[q])
-        (lo, hi), rows = ranges.of_rows(ctx, tile, wg, q, record)
+        (lo, hi), rows = here.plan.ranges.of_rows(here, tile, wg, q, record)
 
         def attend(slot: Index) -> tuple[Result, Index]:
             slot = _release_unused(ctx, hi - rows.span.hi, slot)
             meanwhile = load_next_q if double_buffered and not may_be_empty else None
-            result, slot = plan.mainloop(ctx, rows, slot, meanwhile)
+            result, slot = plan.mainloop(here, rows, slot, meanwhile)
             return result, _release_unused(ctx, rows.span.lo - lo, slot)
 
         def skip(slot: Index) -> tuple[Result, Index]:

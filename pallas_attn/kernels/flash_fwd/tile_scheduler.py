@@ -284,6 +284,7 @@ class Turn(NamedTuple):
     # and any code.
     claim_index: Any = None
     claim: Any = None
+    ctx: Any = None  # the context for it, where not the kernel's: `key_mask_ranges.Runs`
 
 
 class Start(NamedTuple):
