@@ -96,6 +96,10 @@ def in_runs(problem: AttentionProblem, listed: StaticList) -> Any:
     return Runs(listed) if is_taken else listed
 
 
+# Work tiles taken, the codes that are read ahead, and the carry: an entry of the ring, the record.
+_State = tuple[Index, tuple[Index, ...], tuple[Index, Span]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Runs:
     """The work tiles of a list in runs: those whose rows see all keys, which are computed as those
@@ -121,18 +125,18 @@ class Runs:
         """`StaticList.for_each_tile`; of the carry, the last is the record of the next tile."""
         tiles = -(-ctx.plan.problem.kv_len // ctx.plan.tiling.block_kv)
 
-        def one_tile(here: KernelContext, state: Any) -> Any:
+        def one_tile(here: KernelContext, state: _State) -> _State:
             i, codes, carry = state
             codes = (*codes, ctx.refs.schedule[block, i + 1 + self.listed.ahead])
             turn = Turn(i, codes[0], codes[1], lambda: i + 1 < start.count, ctx=here)
             return i + 1, codes[1:], body(turn, carry)
 
-        def goes_on(sees_all: bool, state: Any) -> Predicate:
+        def goes_on(sees_all: bool, state: _State) -> Predicate:
             i, _, (*_, visible) = state
             whole = visible.full_hi - visible.full_lo == tiles
             return (i < start.count) & (whole if sees_all else jnp.logical_not(whole))
 
-        def both_runs(state: Any) -> Any:
+        def both_runs(state: _State) -> _State:
             plain = functools.partial(one_tile, _without_mask(ctx))
             state = lax.while_loop(functools.partial(goes_on, True), plain, state)
             masked = functools.partial(one_tile, ctx)
