@@ -395,9 +395,9 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_FWD} -k 'test_batch_rows_in_one_tile_interpreted and frames16'",
     ),
     "keys_are_shown_that_a_mask_hides": Fault(
-        f"{FWD}/key_mask_ranges.py",
-        "whole = visible.full_hi - visible.full_lo == tiles",
-        "whole = visible.full_hi == visible.hi",
+        "pallas_attn/kernels/attention/key_masks.py",
+        "return words[0] == (tiles << 16 | tiles << 24)",
+        "return (words[0] >> 8 & 255) == 0",
         f"{TEST_FWD} -k 'test_interpreted and padding'",
     ),
     "the_last_keys_are_eight_too_few": Fault(

@@ -7,7 +7,7 @@ masked, in loops of their own.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -31,10 +31,15 @@ def with_spans(ctx: KernelContext) -> Any:
 
 def visible_tiles(ctx: KernelContext, tile: WorkTile) -> Span:
     """The kv tiles with a visible key of a work tile's head, and a run of whole ones."""
+    return key_masks.span_in(_words_of(ctx, tile))
+
+
+def _words_of(ctx: KernelContext, tile: WorkTile) -> tuple[Index, ...]:
+    """A row of `key_masks.spans`."""
     spans = ctx.refs.key_spans
-    batches, heads, _ = spans.shape
+    batches, heads, words = spans.shape
     batch, head = tile.batch if batches > 1 else 0, tile.head if heads > 1 else 0
-    return Span(*(spans[batch, head, n] for n in range(4)))
+    return tuple(spans[batch, head, n] for n in range(words))
 
 
 def never_empty(problem: AttentionProblem) -> bool:
@@ -50,17 +55,19 @@ class Ranges:
     never_empty = staticmethod(never_empty)
 
     @staticmethod
-    def read_for_block(ctx: KernelContext, code: Index) -> Span:
-        """The visible kv tiles, and a run of whole ones."""
-        return visible_tiles(ctx, tile_scheduler.work_tile(ctx, code))
+    def read_for_block(ctx: KernelContext, code: Index) -> tuple[Index, ...]:
+        """Words of the visible kv tiles, and a run of whole ones."""
+        return _words_of(ctx, tile_scheduler.work_tile(ctx, code))
 
     @staticmethod
-    def read_for_rows(ctx: KernelContext, code: Index, wg: Index) -> Span:
+    def read_for_rows(ctx: KernelContext, code: Index, wg: Index) -> tuple[Index, ...]:
         del wg
         return Ranges.read_for_block(ctx, code)
 
     @staticmethod
-    def of_block(ctx: KernelContext, tile: WorkTile, record: Span) -> tuple[Index, Index]:
+    def of_block(
+        ctx: KernelContext, tile: WorkTile, record: Sequence[Index]
+    ) -> tuple[Index, Index]:
         plan, visible = ctx.plan, _visible(ctx, record)
         if never_empty(plan.problem):  # consumers without rows need a part of these
             return visible.lo, visible.hi
@@ -79,8 +86,9 @@ class Ranges:
         return Ranges.of_block(ctx, tile, record), rows
 
 
-def _visible(ctx: KernelContext, visible: Span) -> Span:
+def _visible(ctx: KernelContext, record: Sequence[Index]) -> Span:
     """The visible tiles, of which there is one at least where rows are never empty."""
+    visible = key_masks.span_in(record)
     if not never_empty(ctx.plan.problem):
         return visible
     none = visible.hi == 0
@@ -97,7 +105,7 @@ def in_runs(problem: AttentionProblem, listed: StaticList) -> Any:
 
 
 # Work tiles taken, the codes that are read ahead, and the carry: an entry of the ring, the record.
-_State = tuple[Index, tuple[Index, ...], tuple[Index, Span]]
+_State = tuple[Index, tuple[Index, ...], tuple[Index, tuple[Index, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,8 +140,8 @@ class Runs:
             return i + 1, codes[1:], body(turn, carry)
 
         def goes_on(sees_all: bool, state: _State) -> Predicate:
-            i, _, (*_, visible) = state
-            whole = visible.full_hi - visible.full_lo == tiles
+            i, _, (*_, record) = state
+            whole = key_masks.shows_all(record, tiles)
             return (i < start.count) & (whole if sees_all else jnp.logical_not(whole))
 
         def both_runs(state: _State) -> _State:

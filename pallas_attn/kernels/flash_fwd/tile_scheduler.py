@@ -196,12 +196,10 @@ class QueryPlan:
         """Whether one loop goes over all kv tiles, with a branch for those that need a mask, in
         place of a loop each for masked and unmasked tiles: where run-time values decide which tiles
         need one, in any order. One loop is also half the code to compile. Beside a mask of keys
-        loops are faster, but for a bias at the smallest head dims (3 % at 16; 7 % slower at 24).
+        loops are faster.
         """
         dynamic = {"q_segment_ids", "mask_array"} & set(self.problem.arrays)
-        narrow = max(self.problem.head_dim, self.problem.v_head_dim) <= 16
-        loops = self.skips_keys and not (narrow and self.has("bias"))
-        return bool(dynamic) and not (self.is_listed or loops)
+        return bool(dynamic) and not (self.is_listed or self.skips_keys)
 
     @functools.cached_property
     def skips_keys(self) -> bool:
