@@ -76,7 +76,7 @@ class Ranges:
 
     @staticmethod
     def of_rows(
-        ctx: KernelContext, tile: WorkTile, wg: Index, q_slot: Index, record: Span
+        ctx: KernelContext, tile: WorkTile, wg: Index, q_slot: Index, record: Sequence[Index]
     ) -> tuple[tuple[Index, Index], QueryRows]:
         plan, visible = ctx.plan, _visible(ctx, record)
         span = tile_scheduler.span_of_rows(plan, tile, wg, visible=visible)
@@ -100,7 +100,8 @@ def _visible(ctx: KernelContext, record: Sequence[Index]) -> Span:
 
 def in_runs(problem: AttentionProblem, listed: StaticList) -> Any:
     """The consumers' source of work tiles, of 16 bits in `Runs`."""
-    is_taken = never_empty(problem) and problem.dtype not in ("float32", *FLOAT8)
+    of_16_bits = problem.dtype not in ("float32", *FLOAT8)
+    is_taken = of_16_bits and never_empty(problem) and problem.fetches == 1
     return Runs(listed) if is_taken else listed
 
 
