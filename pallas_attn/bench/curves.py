@@ -8,7 +8,8 @@ from pallas_attn.bench.rows import Row
 
 _WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 500, 380, 46, 64, 48, 44  # pixels
 _COLOURS = ("#56B4E9", "#003f5c", "#D55E00", "#009E73")  # narrowest head dim first
-_TITLE = "Nanoseconds of a query row of a head: forward, and with the backward (dashed)"
+_FORWARD = "Forward, nanoseconds of a query row of a head"
+_BOTH = "Forward, and with the backward (dashed), nanoseconds of a query row of a head"
 
 
 def drawing(rows: Sequence[Row]) -> str:
@@ -27,7 +28,7 @@ def drawing(rows: Sequence[Row]) -> str:
         'font-size="11">',
         "<title>Time of a query row over the rows of a sequence</title>",
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        _text(_TITLE, _WIDTH / 2, 18, "middle"),
+        _text(_BOTH if any(both for _, both in curves) else _FORWARD, _WIDTH / 2, 18, "middle"),
         _text(f"{facts['gpu']}, JAX {facts['jax']}", _WIDTH / 2, 34, "middle"),
         _text("rows of a sequence (T = S)", (_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 8, "middle"),
     ]
