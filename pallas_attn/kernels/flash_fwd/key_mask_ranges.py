@@ -105,7 +105,7 @@ def in_runs(problem: AttentionProblem, listed: StaticList) -> Any:
     return Runs(listed) if is_taken else listed
 
 
-# Work tiles taken, the codes that are read ahead, and the carry: an entry of the ring, the record.
+# Work tiles taken, the codes of the next two, and the carry: an entry of the ring, a record.
 _State = tuple[Index, tuple[Index, ...], tuple[Index, tuple[Index, ...]]]
 
 
@@ -115,7 +115,7 @@ class Runs:
     of a problem without a mask, and the others. A loop of its own for each kind is as fast as the
     kernel without a mask. With a branch in one loop, a warp waits ahead of it, and so ahead of the
     first matmul, for the code of a work tile to come that it needs much later: 5 to 8 % at a few
-    hundred keys.
+    hundred keys. Codes are read under the epilogue.
     """
 
     listed: StaticList
@@ -131,17 +131,21 @@ class Runs:
         body: Callable[[Turn, Any], Any],
         carry: Carry,
     ) -> None:
-        """`StaticList.for_each_tile`; of the carry, the last is the record of the next tile."""
+        """`StaticList.for_each_tile`; the second of the carry is the record of the next tile."""
         tiles = -(-ctx.plan.problem.kv_len // ctx.plan.tiling.block_kv)
 
         def one_tile(here: KernelContext, state: _State) -> _State:
             i, codes, carry = state
-            codes = (*codes, ctx.refs.schedule[block, i + 1 + self.listed.ahead])
-            turn = Turn(i, codes[0], codes[1], lambda: i + 1 < start.count, ctx=here)
-            return i + 1, codes[1:], body(turn, carry)
+
+            def read_code() -> Index:
+                return ctx.refs.schedule[block, i + 1 + self.listed.ahead]
+
+            turn = Turn(i, *codes, lambda: i + 1 < start.count, ctx=here, read_code=read_code)
+            slot, record, code = body(turn, (*carry, None))
+            return i + 1, (codes[1], code), (slot, record)
 
         def goes_on(sees_all: bool, state: _State) -> Predicate:
-            i, _, (*_, record) = state
+            i, _, (_, record) = state
             whole = key_masks.shows_all(record, tiles)
             return (i < start.count) & (whole if sees_all else jnp.logical_not(whole))
 
@@ -151,7 +155,7 @@ class Runs:
             masked = functools.partial(one_tile, ctx)
             return lax.while_loop(functools.partial(goes_on, False), masked, state)
 
-        state = jnp.int32(0), start.codes, carry
+        state = jnp.int32(0), start.codes, carry[:2]
         lax.while_loop(lambda state: state[0] < start.count, both_runs, state)
 
 

@@ -314,8 +314,8 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
     def q_slot(i: Index) -> Index:
         return wg + (i & 1) * consumers if double_buffered else wg
 
-    def one_tile(turn: Turn, carry: tuple[Index, Any]) -> tuple[Index, Any]:
-        (slot, record), here = carry, turn.ctx or ctx
+    def one_tile(turn: Turn, carry: tuple[Index, Any, Any]) -> tuple[Index, Any, Any]:
+        (slot, record, _), here = carry, turn.ctx or ctx
 
         def load_next_q() -> None:
             following = work_tile(ctx, turn.following)
@@ -342,17 +342,18 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
             result, slot = lax.cond(rows.span.hi > rows.span.lo, attend, skip, slot)
         else:
             result, slot = attend(slot)
+        code = None if turn.read_code is None else turn.read_code()
         if not double_buffered:
             plgpu.commit_smem()  # by now all warps have read it, and TMA will write there
             load_next_q()
         record = ranges.read_for_rows(ctx, turn.following, wg)  # under the epilogue
         store_result(ctx, rows, result)
-        return slot, record
+        return slot, record, code
 
     start = work_tiles.start(ctx, block)
     load_q(ctx, work_tile(ctx, start.codes[0]), wg, q_slot(0))
     record = ranges.read_for_rows(ctx, start.codes[0], wg)
-    work_tiles.for_each_tile(ctx, block, start, one_tile, (jnp.int32(0), record))
+    work_tiles.for_each_tile(ctx, block, start, one_tile, (jnp.int32(0), record, None))
     plgpu.wait_smem_to_gmem(0)
 
 

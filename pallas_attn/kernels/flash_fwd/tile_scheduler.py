@@ -282,7 +282,10 @@ class Turn(NamedTuple):
     # and any code.
     claim_index: Any = None
     claim: Any = None
-    ctx: Any = None  # the context for it, where not the kernel's: `key_mask_ranges.Runs`
+    # The context for it where that is not the kernel's, and what reads a later code under the
+    # epilogue: `key_mask_ranges.Runs`.
+    ctx: Any = None
+    read_code: Callable[[], Index] | None = None
 
 
 class Start(NamedTuple):
