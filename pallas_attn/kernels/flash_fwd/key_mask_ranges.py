@@ -140,7 +140,8 @@ class Runs:
             def read_code() -> Index:
                 return ctx.refs.schedule[block, i + 1 + self.listed.ahead]
 
-            turn = Turn(i, *codes, lambda: i + 1 < start.count, ctx=here, read_code=read_code)
+            turn = Turn(i, codes[0], codes[1], lambda: i + 1 < start.count)
+            turn = turn._replace(ctx=here, read_code=read_code)
             slot, record, code = body(turn, (*carry, None))
             return i + 1, (codes[1], code), (slot, record)
 
