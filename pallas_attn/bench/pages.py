@@ -60,11 +60,12 @@ Seconds of wall time in a fresh process, after imports, CUDA's start and the arr
 over bfloat16 [2, 4096, 16, 128], `both` its gradients, `docs` those of documents of 1000 rows;
 `layers` are unrolled with gradients; `step` appends and decodes a row of 32 sequences, `prefill`
 takes 512 rows of each over the cache. `again`: a second process with jax's persistent cache."""
+_SWEPT = "sweep", "sweep_both"  # the forward; and with the backward
 _SWEEP = """\
 Sequences of 16 to 2047 rows, bfloat16, 16 heads, about 32,768 rows in all. A size just above a
 multiple of the tiles takes up to about 1.5 times its neighbour's time a row. Up to 32 rows, several
-sequences share a tile of 64 query rows; between 33 and 63 a part of each tile is idle. The first
-heads of the last sequence were compared with NumPy."""
+sequences share a tile of 64 query rows; between 33 and 63 a part of each tile is idle. Some heads
+of the last sequence were compared with NumPy."""
 _SEPARATE = """\
 Figures from processes and timers of the peers' own: they enter no ratio on this page, and are pale
 in the pictures, which show the newest version."""
@@ -75,7 +76,7 @@ _COLUMN = re.compile(r"_(per_sequence|stacked|paged\d*|f16)(?=_|$)")
 def from_results(root: pathlib.Path) -> dict[str, str]:
     """{path: text} of every file of a checkout that its results make."""
     rows, separate = current(read(root / "results")), read(root / "results" / "separate")
-    swept = [row for row in read(root / "results" / "shapes") if row["op"] == "sweep"]
+    swept = [row for row in read(root / "results" / "shapes") if row["op"] in _SWEPT]
     first_calls = section_of_first_calls(read(root / "results" / "first_call"))
     made = {
         "README.md": overview(rows),
@@ -214,11 +215,12 @@ def _refusals(groups: Sequence[Sequence[Row]]) -> list[str]:
 
 
 def section_of_sweep(rows: Sequence[Row]) -> list[str]:
-    """The section on the forward over the rows of a sequence: title, picture, method."""
+    """The section on the time over the rows of a sequence: title, picture, method."""
     if not rows:
         return []
     picture = "![sweep](pictures/sweep.svg)"
-    return ["## The forward over the rows of a sequence", picture, _SWEEP, _where(rows)]
+    title = "## Time over the rows of a sequence"
+    return [title, picture, _SWEEP, curves.falls(rows), _where(rows)]
 
 
 def _rows_of_split(rows: Sequence[Row]) -> list[Row]:

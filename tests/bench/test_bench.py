@@ -139,9 +139,9 @@ def test_processes_that_share_a_gpu_time_in_turns(tmp_path):
 
 
 def test_curves_have_a_point_for_each_row():
-    def row(dim, rows, ms):
+    def row(dim, rows, ms, op="sweep"):
         problem = {"batch": 4, "q_len": rows, "q_heads": 2, "head_dim": dim}
-        return {"problem": problem, "ms": ms, "gpu": "NVIDIA H200", "jax": "0.11.2"}
+        return {"op": op, "problem": problem, "ms": ms, "gpu": "NVIDIA H200", "jax": "0.11.2"}
 
     swept = [row(dim, rows, rows * dim / 1e6) for dim in (32, 64) for rows in (16, 33, 2047)]
     picture = xml.etree.ElementTree.fromstring(curves.drawing(swept))
@@ -149,6 +149,13 @@ def test_curves_have_a_point_for_each_row():
     assert len(points) == 6
     assert len({x for x, _ in points}) == 3
     assert points == sorted(points[:3]) + sorted(points[3:])
+    both = [row(64, rows, rows * 64 / 3e5, "sweep_both") for rows in (16, 33, 2047)]
+    text = curves.drawing([*swept, *both])
+    assert text.count("stroke-dasharray") == 1
+    assert text.count("<circle") == 9
+    said = curves.falls([*swept, row(64, 48, 33 * 64 / 2e6)])
+    assert "rows 191% above 48. " in said
+    assert said.endswith("H 64: 33 rows 100.0% above 48.")
 
 
 def test_pages_say_which_peers_refuse():

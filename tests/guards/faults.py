@@ -395,15 +395,9 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_FWD} -k 'test_batch_rows_in_one_tile_interpreted and frames16'",
     ),
     "keys_are_shown_that_a_mask_hides": Fault(
-        f"{FWD}/key_mask_ranges.py",
-        "rows._replace(shown=(visible.full_lo, visible.full_hi))",
-        "rows._replace(shown=(visible.lo, visible.hi))",
-        f"{TEST_FWD} -k 'test_interpreted and padding'",
-    ),
-    "the_last_keys_of_a_whole_tile_are_cut": Fault(
-        f"{FWD}/key_mask_ranges.py",
-        "is_last = end * block == plan.tiling.padded_keys",
-        "is_last = end > 0",
+        "pallas_attn/kernels/attention/key_masks.py",
+        "return words[0] == (tiles << 16 | tiles << 24)",
+        "return (words[0] >> 8 & 255) == 0",
         f"{TEST_FWD} -k 'test_interpreted and padding'",
     ),
     "the_last_keys_are_eight_too_few": Fault(

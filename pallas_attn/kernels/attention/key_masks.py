@@ -7,6 +7,7 @@ either end are skipped, and whole ones take the path without a mask, so a paddin
 the tile that it cuts. There each thread loads the bytes of its own keys (`shown`).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +18,14 @@ from jax import lax
 from pallas_attn.kernels.attention.tiles import Span
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.booleans import ROUND, columns, numbers_at, tiles_of
-from pallas_attn.kernels.lang.types import GmemRef, Index, Layout, Operand, RegisterTile
+from pallas_attn.kernels.lang.types import (
+    GmemRef,
+    Index,
+    Layout,
+    Operand,
+    Predicate,
+    RegisterTile,
+)
 
 
 def row_of(ref: GmemRef, batch: Index, head: Index) -> Index:
@@ -34,12 +42,10 @@ def row_of(ref: GmemRef, batch: Index, head: Index) -> Index:
 
 def _span_of(ref: GmemRef, row: Index, block: int) -> Span:
     """The kv tiles of `block` keys that hold a visible key, lo to hi, and the first run of those
-    that are visible whole.
+    that are visible whole, where there are more than `ROUND` tiles.
     """
     tiles = -(-ref.shape[3] // block)
-    first = _unpacked(tiles_of(ref, row, 0, block, min(tiles, ROUND)), 0)
-    if tiles <= ROUND:
-        return first
+    first = _unpacked(tiles_of(ref, row, 0, block, ROUND), 0)
 
     def following(n: Index, so_far: Span) -> Span:
         base = n * ROUND
@@ -61,18 +67,37 @@ def _unpacked(word: Index, base: Index) -> Span:
 
 
 def spans(mask: Operand, block: int) -> jax.Array:
-    """int32[B|1, N|1, 4]: the fields of a Span, the kv tiles of `block` keys that hold a visible
-    key and the first run of those that are visible whole. A launch for kernels over query rows.
+    """int32[B|1, N|1, 1 or 4]: for `span_in` the kv tiles of `block` keys that hold a visible key
+    and the first run of those that are visible whole. A launch for kernels over query rows. Up to
+    `ROUND` tiles are one word: eight rows then share a sector of L2, and fewer reads miss L1.
     """
+    tiles = -(-mask.shape[3] // block)
 
     def kernel(mask: GmemRef, out: GmemRef) -> None:
         batch, head = lax.axis_index("batch"), lax.axis_index("head")
-        span = _span_of(mask, row_of(mask, batch, head), block)
-        for n, field in enumerate(span):
+        row = row_of(mask, batch, head)
+        if tiles <= ROUND:
+            out[batch, head, 0] = tiles_of(mask, row, 0, block, tiles)
+            return
+        for n, field in enumerate(_span_of(mask, row, block)):
             out[batch, head, n] = field
 
     batch, heads = mask.shape[:2]
-    return _launched(kernel, mask, (batch, heads, 4), batch=batch, head=heads)
+    words = 1 if tiles <= ROUND else 4
+    return _launched(kernel, mask, (batch, heads, words), batch=batch, head=heads)
+
+
+def span_in(words: Sequence[Index]) -> Span:
+    """The Span that a row of `spans` holds."""
+    return Span(*words) if len(words) > 1 else _unpacked(words[0], 0)
+
+
+def shows_all(words: Sequence[Index], tiles: int) -> Predicate:
+    """Whether a row of `spans` shows all of its kv tiles whole."""
+    if len(words) == 1:
+        return words[0] == (tiles << 16 | tiles << 24)
+    span = span_in(words)
+    return span.full_hi - span.full_lo == tiles
 
 
 def codes(mask: Operand, block: int) -> jax.Array:

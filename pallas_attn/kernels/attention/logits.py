@@ -183,22 +183,11 @@ def mask_rows(
     if rows.segments is not None:
         s = rows.segments.mask(t, slot, s)
     if "mask_array" in problem.arrays:
-        hide = functools.partial(_without_hidden_keys, ctx, rows, t, slot)
-        if rows.shown is None:
-            return hide(s)
-        first, end = rows.shown
-        s = lax.cond((t < first) | (t >= end), hide, lambda s: s, s)
+        from pallas_attn.kernels.attention import array_tiles
+
+        shown = array_tiles.shown_keys(ctx, tile_of_rows(ctx, rows, t, slot=slot), s.shape)
+        s = jnp.where(shown, s, -jnp.inf)
     return s
-
-
-def _without_hidden_keys(
-    ctx: KernelContext, rows: QueryRows, t: Index, slot: Index, s: RegisterTile
-) -> RegisterTile:
-    """Logits with -inf where mask_array hides a key."""
-    from pallas_attn.kernels.attention import array_tiles
-
-    shown = array_tiles.shown_keys(ctx, tile_of_rows(ctx, rows, t, slot=slot), s.shape)
-    return jnp.where(shown, s, -jnp.inf)
 
 
 def _positions(ctx: KernelContext, rows: QueryRows, start: Index) -> RegisterTile:

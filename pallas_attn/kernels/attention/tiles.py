@@ -126,7 +126,6 @@ class QueryRows(NamedTuple):
     segments: Any = None  # `segment_spans.RowSegments`, where there are segment ids
     listed: Any = None  # `tile_lists.Listed`, where kv tiles are numbers in a list
     last: Any = None  # the last kv tile of that list that the rows need
-    shown: Any = None  # (first, end) of kv tiles in which `key_masks` hides no existing key
     mapping: Any = None  # says which rows of which heads they are, where not of one: `prefill.plan`
 
     def with_loaded_tile(self, tile: Index) -> "QueryRows":

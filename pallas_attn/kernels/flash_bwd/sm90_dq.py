@@ -113,7 +113,9 @@ def visible_of(ctx: KernelContext, code: Index) -> Span | None:
     """The kv tiles that a mask of keys leaves of a work tile, read a work tile ahead; None: there
     is no such mask.
     """
-    return key_mask_ranges.Ranges.read_for_block(ctx, code) if ctx.plan.skips_keys else None
+    if not ctx.plan.skips_keys:
+        return None
+    return key_mask_ranges.visible_tiles(ctx, tile_scheduler.work_tile(ctx, code))
 
 
 def span_of(ctx: KernelContext, tile: WorkTile, visible: Span | None = None) -> Span:

@@ -5,19 +5,20 @@ work. Between the first and the last visible tile those outside the first run of
 masked, in loops of their own.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call.problem import AttentionProblem
+from pallas_attn._call.problem import FLOAT8, AttentionProblem
 from pallas_attn.kernels.attention import key_masks
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows, Span, WorkTile
 from pallas_attn.kernels.flash_fwd import tile_scheduler
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
-from pallas_attn.kernels.lang.types import Carry, Index
+from pallas_attn.kernels.flash_fwd.tile_scheduler import Start, StaticList, Turn
+from pallas_attn.kernels.lang.types import Carry, Index, Predicate
 
 
 def with_spans(ctx: KernelContext) -> Any:
@@ -30,10 +31,15 @@ def with_spans(ctx: KernelContext) -> Any:
 
 def visible_tiles(ctx: KernelContext, tile: WorkTile) -> Span:
     """The kv tiles with a visible key of a work tile's head, and a run of whole ones."""
+    return key_masks.span_in(_words_of(ctx, tile))
+
+
+def _words_of(ctx: KernelContext, tile: WorkTile) -> tuple[Index, ...]:
+    """A row of `key_masks.spans`."""
     spans = ctx.refs.key_spans
-    batches, heads, _ = spans.shape
+    batches, heads, words = spans.shape
     batch, head = tile.batch if batches > 1 else 0, tile.head if heads > 1 else 0
-    return Span(*(spans[batch, head, n] for n in range(4)))
+    return tuple(spans[batch, head, n] for n in range(words))
 
 
 def never_empty(problem: AttentionProblem) -> bool:
@@ -49,55 +55,116 @@ class Ranges:
     never_empty = staticmethod(never_empty)
 
     @staticmethod
-    def read_for_block(ctx: KernelContext, code: Index) -> Span:
-        """The visible kv tiles, and a run of whole ones."""
-        return visible_tiles(ctx, tile_scheduler.work_tile(ctx, code))
+    def read_for_block(ctx: KernelContext, code: Index) -> tuple[Index, ...]:
+        """Words of the visible kv tiles, and a run of whole ones."""
+        return _words_of(ctx, tile_scheduler.work_tile(ctx, code))
 
     @staticmethod
-    def read_for_rows(ctx: KernelContext, code: Index, wg: Index) -> Span:
+    def read_for_rows(ctx: KernelContext, code: Index, wg: Index) -> tuple[Index, ...]:
         del wg
         return Ranges.read_for_block(ctx, code)
 
     @staticmethod
-    def of_block(ctx: KernelContext, tile: WorkTile, record: Span) -> tuple[Index, Index]:
-        return _of_block(ctx, tile, _visible(ctx, record))
+    def of_block(
+        ctx: KernelContext, tile: WorkTile, record: Sequence[Index]
+    ) -> tuple[Index, Index]:
+        plan, visible = ctx.plan, _visible(ctx, record)
+        if never_empty(plan.problem):  # consumers without rows need a part of these
+            return visible.lo, visible.hi
+        of_rows = functools.partial(tile_scheduler.span_of_rows, plan, tile, visible=visible)
+        return tile_scheduler.union_of(plan, [of_rows(wg) for wg in range(plan.config.warpgroups)])
 
     @staticmethod
     def of_rows(
-        ctx: KernelContext, tile: WorkTile, wg: Index, q_slot: Index, record: Span
+        ctx: KernelContext, tile: WorkTile, wg: Index, q_slot: Index, record: Sequence[Index]
     ) -> tuple[tuple[Index, Index], QueryRows]:
-        visible = _visible(ctx, record)
-        span = tile_scheduler.span_of_rows(ctx.plan, tile, wg, visible=visible)
+        plan, visible = ctx.plan, _visible(ctx, record)
+        span = tile_scheduler.span_of_rows(plan, tile, wg, visible=visible)
+        if never_empty(plan.problem):
+            span = span._replace(hi=visible.hi)  # the compiler sees that all end alike
         rows = QueryRows(tile, tile.row + wg * ROWS, wg, span, q_slot)
-        plan = ctx.plan
-        if plan.logit_rules.ragged_keys and plan.problem.mask.is_full:
-            # The last tile is masked even where all its keys are visible.
-            rows = rows._replace(shown=(visible.full_lo, visible.full_hi))
-        return _of_block(ctx, tile, visible), rows
+        return Ranges.of_block(ctx, tile, record), rows
 
 
-def _visible(ctx: KernelContext, visible: Span) -> Span:
+def _visible(ctx: KernelContext, record: Sequence[Index]) -> Span:
     """The visible tiles, of which there is one at least where rows are never empty."""
+    visible = key_masks.span_in(record)
     if not never_empty(ctx.plan.problem):
         return visible
     none = visible.hi == 0
     return Span(*(jnp.where(none, int(n == 3), x) for n, x in enumerate(visible)))
 
 
-def _of_block(ctx: KernelContext, tile: WorkTile, visible: Span) -> tuple[Index, Index]:
-    plan = ctx.plan
-    of_rows = functools.partial(tile_scheduler.span_of_rows, plan, tile, visible=visible)
-    if never_empty(plan.problem):
-        span = of_rows(0)  # equal for all consumers with rows, which release nothing for each other
-        return span.lo, span.hi
-    spans = [of_rows(wg) for wg in range(plan.config.warpgroups)]
-    return tile_scheduler.union_of(plan, spans)
+# ---- work tiles whose rows see all keys ---------------------------------------------------------
 
 
-def last_or_whole(plan: QueryPlan, end: Index, state_of: Callable[[int], Carry]) -> Carry:
-    """`state_of(keys)` of the last kv tile before `end`: of all its keys, unless the end of S cuts
-    it.
+def in_runs(problem: AttentionProblem, listed: StaticList) -> Any:
+    """The consumers' source of work tiles, of 16 bits in `Runs`."""
+    of_16_bits = problem.dtype not in ("float32", *FLOAT8)
+    is_taken = of_16_bits and never_empty(problem) and problem.fetches == 1
+    return Runs(listed) if is_taken else listed
+
+
+# Work tiles taken, the codes of the next two, and the carry: an entry of the ring, a record.
+_State = tuple[Index, tuple[Index, ...], tuple[Index, tuple[Index, ...]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """The work tiles of a list in runs: those whose rows see all keys, which are computed as those
+    of a problem without a mask, and the others. A loop of its own for each kind is as fast as the
+    kernel without a mask. With a branch in one loop, a warp waits ahead of it, and so ahead of the
+    first matmul, for the code of a work tile to come that it needs much later: 5 to 8 % at a few
+    hundred keys. Codes are read under the epilogue.
     """
-    block = plan.tiling.block_kv
-    is_last = end * block == plan.tiling.padded_keys
-    return lax.cond(is_last, lambda: state_of(plan.last_keys), lambda: state_of(block))
+
+    listed: StaticList
+
+    def start(self, ctx: KernelContext, block: Index) -> Start:
+        return self.listed.start(ctx, block)
+
+    def for_each_tile(
+        self,
+        ctx: KernelContext,
+        block: Index,
+        start: Start,
+        body: Callable[[Turn, Any], Any],
+        carry: Carry,
+    ) -> None:
+        """`StaticList.for_each_tile`; the second of the carry is the record of the next tile."""
+        tiles = -(-ctx.plan.problem.kv_len // ctx.plan.tiling.block_kv)
+
+        def one_tile(here: KernelContext, state: _State) -> _State:
+            i, codes, carry = state
+
+            def read_code() -> Index:
+                return ctx.refs.schedule[block, i + 1 + self.listed.ahead]
+
+            turn = Turn(i, codes[0], codes[1], lambda: i + 1 < start.count)
+            turn = turn._replace(ctx=here, read_code=read_code)
+            slot, record, code = body(turn, (*carry, None))
+            return i + 1, (codes[1], code), (slot, record)
+
+        def goes_on(sees_all: bool, state: _State) -> Predicate:
+            i, _, (_, record) = state
+            whole = key_masks.shows_all(record, tiles)
+            return (i < start.count) & (whole if sees_all else jnp.logical_not(whole))
+
+        def both_runs(state: _State) -> _State:
+            plain = functools.partial(one_tile, _without_mask(ctx))
+            state = lax.while_loop(functools.partial(goes_on, True), plain, state)
+            masked = functools.partial(one_tile, ctx)
+            return lax.while_loop(functools.partial(goes_on, False), masked, state)
+
+        state = jnp.int32(0), start.codes, carry[:2]
+        lax.while_loop(lambda state: state[0] < start.count, both_runs, state)
+
+
+def _without_mask(ctx: KernelContext) -> KernelContext:
+    """The same kernel for a problem without the mask."""
+    from pallas_attn.kernels.flash_fwd import sm90
+
+    problem = ctx.plan.problem
+    arrays = tuple(name for name in problem.arrays if name != "mask_array")
+    problem = dataclasses.replace(problem, arrays=arrays, mask_shape=None)
+    return ctx._replace(plan=sm90.plan_of(problem, ctx.plan.config))

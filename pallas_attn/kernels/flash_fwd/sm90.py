@@ -198,11 +198,16 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
 
 def _work_tiles_of(problem: AttentionProblem, claimed: bool) -> tuple[Any, Any]:
     """The sources of work tiles of the producer and of consumers, who load q a work tile ahead."""
-    if not claimed:
-        return tile_scheduler.StaticList(ahead=1), tile_scheduler.StaticList(ahead=2)
-    from pallas_attn.kernels.flash_fwd import claims
+    if claimed:
+        from pallas_attn.kernels.flash_fwd import claims
 
-    return claims.Claiming(early="q_segment_ids" in problem.arrays), claims.Claimed()
+        return claims.Claiming(early="q_segment_ids" in problem.arrays), claims.Claimed()
+    listed = tile_scheduler.StaticList(ahead=2)
+    if problem.masks_keys:
+        from pallas_attn.kernels.flash_fwd import key_mask_ranges
+
+        listed = key_mask_ranges.in_runs(problem, listed)
+    return tile_scheduler.StaticList(ahead=1), listed
 
 
 def _ranges_of(problem: AttentionProblem) -> Any:
@@ -239,11 +244,11 @@ def _mainloop_of(problem: AttentionProblem) -> Callable[..., tuple["Result", Ind
         from pallas_attn.kernels.flash_fwd import float8_mainloop
 
         return float8_mainloop.mainloop
-    if problem.dtype != "float32":
-        return mainloop
-    from pallas_attn.kernels.flash_fwd import float32_mainloop
+    if problem.dtype == "float32":
+        from pallas_attn.kernels.flash_fwd import float32_mainloop
 
-    return float32_mainloop.mainloop
+        return float32_mainloop.mainloop
+    return mainloop
 
 
 def _score_tiles_of(problem: AttentionProblem, config: Config) -> tuple[Any, ...]:
@@ -309,8 +314,8 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
     def q_slot(i: Index) -> Index:
         return wg + (i & 1) * consumers if double_buffered else wg
 
-    def one_tile(turn: Turn, carry: tuple[Index, Any]) -> tuple[Index, Any]:
-        slot, record = carry
+    def one_tile(turn: Turn, carry: tuple[Index, Any, Any]) -> tuple[Index, Any, Any]:
+        (slot, record, _), here = carry, turn.ctx or ctx
 
         def load_next_q() -> None:
             following = work_tile(ctx, turn.following)
@@ -322,12 +327,12 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
         tile = work_tile(ctx, turn.code)
         q = q_slot(turn.index)
         plgpu.barrier_wait(smem.q_ready.at[q])
-        (lo, hi), rows = ranges.of_rows(ctx, tile, wg, q, record)
+        (lo, hi), rows = here.plan.ranges.of_rows(here, tile, wg, q, record)
 
         def attend(slot: Index) -> tuple[Result, Index]:
             slot = _release_unused(ctx, hi - rows.span.hi, slot)
             meanwhile = load_next_q if double_buffered and not may_be_empty else None
-            result, slot = plan.mainloop(ctx, rows, slot, meanwhile)
+            result, slot = plan.mainloop(here, rows, slot, meanwhile)
             return result, _release_unused(ctx, rows.span.lo - lo, slot)
 
         def skip(slot: Index) -> tuple[Result, Index]:
@@ -337,17 +342,18 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
             result, slot = lax.cond(rows.span.hi > rows.span.lo, attend, skip, slot)
         else:
             result, slot = attend(slot)
+        code = None if turn.read_code is None else turn.read_code()
         if not double_buffered:
             plgpu.commit_smem()  # by now all warps have read it, and TMA will write there
             load_next_q()
         record = ranges.read_for_rows(ctx, turn.following, wg)  # under the epilogue
         store_result(ctx, rows, result)
-        return slot, record
+        return slot, record, code
 
     start = work_tiles.start(ctx, block)
     load_q(ctx, work_tile(ctx, start.codes[0]), wg, q_slot(0))
     record = ranges.read_for_rows(ctx, start.codes[0], wg)
-    work_tiles.for_each_tile(ctx, block, start, one_tile, (jnp.int32(0), record))
+    work_tiles.for_each_tile(ctx, block, start, one_tile, (jnp.int32(0), record, None))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -432,21 +438,11 @@ def mainloop(
     return Result(acc, state.row_sum, state.row_max), ring.after(slot)
 
 
-def _first_tile(
-    ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Work, keys: int | None = None
-) -> State:
-    """The last kv tile, whose scores overlap with nothing but `meanwhile`. `keys`: the first keys
-    of the tile, which have scores; None: `QueryPlan.last_keys`.
-    """
+def _first_tile(ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Work) -> State:
+    """The last kv tile, whose scores overlap with nothing but `meanwhile`."""
     ring, smem = Ring.of(ctx), ctx.smem
     q, k = panels.tiles(smem.q, rows.q_slot), panels.tiles(smem.k, slot)
-    block = k[0].shape[0]
-    if keys is None and ctx.plan.skips_keys and ctx.plan.last_keys < block:
-        from pallas_attn.kernels.flash_fwd import key_mask_ranges
-
-        state_of = functools.partial(_first_tile, ctx, rows, slot, meanwhile)
-        return key_mask_ranges.last_or_whole(ctx.plan, rows.span.hi, state_of)
-    keys = keys or ctx.plan.last_keys or block
+    block, keys = k[0].shape[0], ctx.plan.last_keys or k[0].shape[0]
     if keys < block:
         k = tuple(panel.at[pl.ds(0, keys)] for panel in k)
     ring.wait(slot)

@@ -169,8 +169,7 @@ class QueryPlan:
         """
         problem, block = self.problem, self.tiling.block_kv
         programs = problem.mask_program is not None or problem.score_program is not None
-        allowed = {"sinks", "q_lengths", "q_offset", *["mask_array"] * self.skips_keys}
-        arrays = set(problem.arrays) <= allowed
+        arrays = set(problem.arrays) <= {"sinks", "q_lengths", "q_offset"}
         if not problem.mask.is_full or programs or not arrays or problem.fetches > 1:
             return block
         keys = tma_operands.round_up(problem.kv_len % block or block, 8)
@@ -197,12 +196,10 @@ class QueryPlan:
         """Whether one loop goes over all kv tiles, with a branch for those that need a mask, in
         place of a loop each for masked and unmasked tiles: where run-time values decide which tiles
         need one, in any order. One loop is also half the code to compile. Beside a mask of keys
-        loops are faster, but for a bias at the smallest head dims (3 % at 16; 7 % slower at 24).
+        loops are faster.
         """
         dynamic = {"q_segment_ids", "mask_array"} & set(self.problem.arrays)
-        narrow = max(self.problem.head_dim, self.problem.v_head_dim) <= 16
-        loops = self.skips_keys and not (narrow and self.has("bias"))
-        return bool(dynamic) and not (self.is_listed or loops)
+        return bool(dynamic) and not (self.is_listed or self.skips_keys)
 
     @functools.cached_property
     def skips_keys(self) -> bool:
@@ -285,6 +282,10 @@ class Turn(NamedTuple):
     # and any code.
     claim_index: Any = None
     claim: Any = None
+    # The context for it where that is not the kernel's, and what reads a later code under the
+    # epilogue: `key_mask_ranges.Runs`.
+    ctx: Any = None
+    read_code: Callable[[], Index] | None = None
 
 
 class Start(NamedTuple):

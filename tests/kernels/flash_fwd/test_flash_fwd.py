@@ -141,7 +141,8 @@ INTERPRETED = {
     "float16_causal": dataclasses.replace(SMALL, block_kv=128),
     "bias_shared": SMALL,  # tiles of a bias by TMA, over the ends of T and S
     "mask_array_by_row": dataclasses.replace(SMALL, block_kv=128),
-    "padding": dataclasses.replace(SMALL, warpgroups=3),  # hidden, whole and cut kv tiles
+    # Hidden, whole and cut kv tiles, a batch row that sees all, a warpgroup of rows past T.
+    "padding": dataclasses.replace(SMALL, warpgroups=4),
     "padding_ragged": SMALL,
     "everything_float32": SMALL,
     "padding_float32": SMALL,
