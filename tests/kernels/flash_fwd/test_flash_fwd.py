@@ -386,7 +386,7 @@ def compiled_case(case, target="h100", chooser=kernel.Config, of=run):
     )
     config = chooser.default(problem)
     call = functools.partial(of, problem=problem, config=config)
-    return case, config, mosaic.compile_for(call, inputs, target=target, sass=False)
+    return case, config, mosaic.compile_for(call, inputs, target=target)
 
 
 @pytest.mark.machine_code
