@@ -109,13 +109,14 @@ def pytest_report_header(config):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Where tests of one mark alone are asked for, a file that does not name it has none: to import
-    and collect all files takes a process 8 seconds.
+    """Leaves out files that do not name the only mark that is asked for: to import and collect all
+    files takes a process 8 seconds.
     """
     mark = config.option.markexpr
-    if mark in ("machine_code", "recipes", "fuzz") and collection_path.name.startswith("test_"):
-        return True if f"mark.{mark}" not in collection_path.read_text() else None
-    return None
+    if mark not in ("machine_code", "recipes", "fuzz") or collection_path.suffix != ".py":
+        return None
+    names_it = f"mark.{mark}" in collection_path.read_text()
+    return None if names_it or not collection_path.name.startswith("test_") else True
 
 
 @pytest.hookimpl(tryfirst=True)

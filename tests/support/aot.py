@@ -221,7 +221,7 @@ def name_kernels(name: Callable[[], str]) -> None:
 
 def _serve(target: str) -> None:
     """The worker's loop: compile what comes in, answer, until the pipe is closed."""
-    gc.set_threshold(50_000, 20, 20)  # as in tests/conftest.py
+    gc.set_threshold(50_000, 20, 20)  # the thresholds of tests/conftest.py
     # A kernel that was compiled without disassembly is compiled again where that is wanted.
     name_kernels(lambda: "disassembled" if "MOSAIC_GPU_DUMP_SASS" in os.environ else "kernel")
     answers = os.fdopen(os.dup(1), "wb")
