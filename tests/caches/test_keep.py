@@ -403,7 +403,9 @@ def test_kv_heads_over_devices(rng, kind):
 @every_kind
 def test_machine_code(kind, target):
     build = builds._keep(target, kind, 8, layers=3)
-    report = mosaic.compile_for(build.call, *build.shapes, target=target, donate_argnums=0)
+    report = mosaic.compile_for(
+        build.call, *build.shapes, target=target, donate_argnums=0, sass=True
+    )
     assert (report.launches, report.copies, report.spill_bytes) == (1, 0, 0)
     assert report.aliases >= len(jax.tree.leaves((build.shapes[0].k, build.shapes[0].v)))
     assert len(report.others) == 1, report.others  # which makes the new lengths
@@ -419,7 +421,7 @@ def test_machine_code(kind, target):
 def test_a_count_for_all_sequences_is_no_launch():
     build = builds._keep("h100", "paged", 8)
     cache, _, path = build.shapes
-    report = mosaic.compile_for(keep_three, cache, path, donate_argnums=0, sass=False)
+    report = mosaic.compile_for(keep_three, cache, path, donate_argnums=0)
     assert (report.launches, len(report.others)) == (1, 1), report.others
 
 
@@ -427,7 +429,7 @@ def test_a_count_for_all_sequences_is_no_launch():
 @pytest.mark.guards
 def test_machine_code_of_the_longest_path():
     build = builds._keep("h100", "paged", append_keep.ROWS_MOST, dtype="float32")
-    report = mosaic.compile_for(build.call, *build.shapes, donate_argnums=0, sass=False)
+    report = mosaic.compile_for(build.call, *build.shapes, donate_argnums=0)
     assert (report.launches, report.spill_bytes) == (1, 0)
 
 

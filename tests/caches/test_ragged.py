@@ -234,7 +234,7 @@ def test_machine_code(name):
     """No copy of the pages; written in place; at most a register is spilled."""
     build = builds.BUILDS[name]
     report = mosaic.compile_for(
-        build.call, *build.shapes, target=build.target, donate_argnums=build.donate, sass=False
+        build.call, *build.shapes, target=build.target, donate_argnums=build.donate
     )
     assert (report.launches, report.copies) == (BUILDS[name], 0) and report.spill_bytes <= 4
     assert report.aliases == len(build.donate)

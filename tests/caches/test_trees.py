@@ -159,7 +159,7 @@ def test_machine_code_of_a_tree_in_a_window(rows_of_q, bytes_spilled):
     """
     options = {"parents": True, "mask": pa.sliding_window(1024)}
     build = builds._decode("h100", "paged", rows=rows_of_q, **options)
-    report = mosaic.compile_for(build.call, *build.shapes, sass=False)
+    report = mosaic.compile_for(build.call, *build.shapes)
     assert (report.launches, report.copies) == (1 + (rows_of_q is None), 0)
     assert report.spill_bytes <= bytes_spilled
 

@@ -517,11 +517,11 @@ def two_accumulators(a, b):
 
 @pytest.mark.machine_code
 def test_machine_code_of_what_is_right():
-    report = mosaic.compile_for(through_shared_memory, TILE)
+    report = mosaic.compile_for(through_shared_memory, TILE, sass=True)
     assert (report.spill_bytes, report.notes, report.launches) == (0, (), 1)
     assert 0 < report.registers < 128
     assert "EXIT" in report.sass
-    report = mosaic.compile_for(matmuls, HALF, HALF)
+    report = mosaic.compile_for(matmuls, HALF, HALF, sass=True)
     assert report.tensor_maps == 2
     assert "HGMMA" in report.sass
 

@@ -39,14 +39,14 @@ def compiled(call, sizes, bias, shown=None, **options):
 @pytest.mark.parametrize("rows", [49, 197, 333, 384])
 def test_no_copy_of_a_bias_or_a_mask_of_keys(rows, target):
     """At any size: TMA or the threads clip."""
-    call = functools.partial(compiled, sass=False, target=target)
+    call = functools.partial(compiled, target=target)
     report = call(forward, (2, rows, 4, 64), (1, 4, rows, rows), (2, 1, 1, rows))
     assert report.others == ()
 
 
 @pytest.mark.parametrize("rows", [333, 384])
 def test_a_backward_transposes_no_bias_of_16_bits(rows):
-    report = compiled(backward, (2, rows, 4, 64), (1, 4, rows, rows), sass=False)
+    report = compiled(backward, (2, rows, 4, 64), (1, 4, rows, rows))
     assert not [name for name in report.others if "transpose" in name]
 
 
@@ -54,7 +54,7 @@ def test_a_backward_transposes_no_bias_of_16_bits(rows):
 def test_a_backward_reads_booleans_as_they_are(rows, target):
     """XLA neither converts nor transposes a mask of queries and keys: one launch reads it."""
     shapes = (2, rows, 4, 64), None, (2, 1, rows, rows)
-    report = compiled(gradients_of_q, *shapes, sass=False, target=target)
+    report = compiled(gradients_of_q, *shapes, target=target)
     masks = re.findall(rf"(?:s8|pred)\[2,1,{rows},{rows}\]\S* (\S+)\(", report.hlo)
     assert set(masks) == {"parameter"}, masks
 
@@ -62,14 +62,14 @@ def test_a_backward_reads_booleans_as_they_are(rows, target):
 def test_tiles_of_a_bias_come_by_tma():
     """To registers by matrices, not number by number, and nothing spills."""
     for sizes, bias in (((4, 384, 4, 32), (1, 4, 384, 384)), ((4, 512, 12, 64), (4, 12, 512, 512))):
-        report = compiled(forward, sizes, bias)
+        report = compiled(forward, sizes, bias, sass=True)
         assert len(re.findall(r"\bLDSM", report.sass)) >= 8
         assert len(re.findall(r"\bLDG", report.sass)) < 16
         assert report.spill_bytes <= 4
 
 
 def test_masked_keys_are_read_as_booleans():
-    report = compiled(forward, (2, 512, 4, 64), None, (2, 1, 1, 512), sass=False)
+    report = compiled(forward, (2, 512, 4, 64), None, (2, 1, 1, 512))
     assert (report.others, report.launches, report.spill_bytes) == ((), 2, 0)
 
 
@@ -78,5 +78,5 @@ def test_masked_keys_are_read_as_booleans():
 def test_booleans_are_read_as_bytes(rows, target):
     """A mask of queries and keys that heads share is no array of int8 beforehand."""
     shape = (2, 1, rows, rows)
-    report = compiled(forward, (2, rows, 4, 64), None, shape, sass=False, target=target)
+    report = compiled(forward, (2, rows, 4, 64), None, shape, target=target)
     assert (report.others, report.launches) == ((), 1)

@@ -51,6 +51,7 @@ def test_a_chunk_copies_neither_caches_nor_weights(kind):
         *(params, cache, state),
         donate_argnums=(1, 2),
         compiler_options=COMPILER,
+        sass=True,
     )
     # Lengths and page tables, which are kept as they were before the step, are integers.
     assert not re.findall(r"= bf16\[\d\S* copy", report.hlo)

@@ -108,7 +108,7 @@ def test_machine_code(problem):
     types = (problem.dtype, problem.dtype, "int32")
     arrays = [jax.ShapeDtypeStruct(*both) for both in zip(shapes, types, strict=True)]
     call = functools.partial(run, problem=problem, config=config)
-    report = mosaic.compile_for(call, *arrays)
+    report = mosaic.compile_for(call, *arrays, sass=True)
     assert (report.launches, report.copies, report.spill_bytes) == (1, 0, 0)
     assert "HGMMA" in report.sass
 
@@ -338,7 +338,8 @@ def test_machine_code_between_matmuls():
         (rotate, rotate_kernel.Problem(64, 32, 8, 128, 2, "bfloat16"), rotate_operands),
     ):
         arrays = jax.eval_shape(functools.partial(operands, problem))
-        report = mosaic.compile_for(functools.partial(call, problem=problem), *arrays)
+        of_problem = functools.partial(call, problem=problem)
+        report = mosaic.compile_for(of_problem, *arrays, sass=True)
         assert (report.launches, report.copies, report.spill_bytes) == (1, 0, 0)
         assert "ACQBULK" in report.sass  # waits for the kernel before it
 
@@ -355,7 +356,7 @@ def test_machine_code_of_sums_over_devices(rows, devices):
         (layers, devices * outer),
     )
     arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-    report = mosaic.compile_for(builds.sums, *arrays, target=f"h100x{devices}")
+    report = mosaic.compile_for(builds.sums, *arrays, target=f"h100x{devices}", sass=True)
     assert report.launches == 2 * layers + 1
     received = rf"s32\[{2 * devices},{rows},{outer // devices}\]"
     assert not re.findall(rf"= {received}\S* copy", report.hlo)

@@ -601,6 +601,7 @@ def digest(build: Build) -> str:
         target=build.target,
         donate_argnums=build.donate,
         compiler_options=build.options,
+        sass=True,
     )
     texts = [_instructions(module) for module in report.sass.split("\f")]
     return hashlib.sha256("\f".join(sorted(texts)).encode()).hexdigest()[:16]

@@ -38,7 +38,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 from jax import lax
 from jax._src import callback, core, source_info_util
-from jax._src.lib import mosaic_gpu_dialect
 from jax._src.pallas import mpmd, pallas_call
 from jax._src.pallas.mosaic.interpret import thread_map, vector_clock
 from jax._src.pallas.mosaic_gpu import core as gpu_core
@@ -53,10 +52,9 @@ from jax._src.pallas.mosaic_gpu.interpret import (
 from jax._src.state import discharge, indexing
 from jax._src.state import types as state
 from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
-from jaxlib.mlir import ir
 
 from tests.support import hazards, in_numpy, races, watch
-from tests.support.aot import Report, compile_for
+from tests.support.aot import Report, compile_for, name_kernels
 from tests.support.threads import BlockOfThreads, Memory
 
 __all__ = ["Report", "compile_for", "interpret", "lower_for_cuda"]
@@ -101,16 +99,7 @@ def without_numbers() -> None:
     """Takes a number out of the text of kernels, which jax 0.11.2 counts in each process: processes
     that lower kernels in other orders would find none of them in jax's persistent cache.
     """
-    set_options = mosaic_gpu_dialect.get_or_set_dump_options
-
-    def same_for_all(module: ir.Module) -> Any:
-        name = "mosaic_gpu.dump_basename"
-        if name not in module.operation.attributes:
-            with module.context:
-                module.operation.attributes[name] = ir.StringAttr.get("kernel")
-        return set_options(module)
-
-    mosaic_gpu_dialect.get_or_set_dump_options = same_for_all
+    name_kernels(lambda: "kernel")
 
 
 def _end(error: Exception) -> None:

@@ -216,7 +216,7 @@ def compiled(f, case: Case, **options) -> mosaic.Report:
 @pytest.mark.parametrize("new_rows", [1, 2048])
 def test_machine_code(kind, new_rows, target):
     case = dataclasses.replace(LARGE, kind=kind, new_rows=new_rows, page_size=16)
-    report = compiled(step, case, target=target, donate_argnums=(0, 1))
+    report = compiled(step, case, target=target, donate_argnums=(0, 1), sass=True)
     assert report.launches == 1
     assert report.spill_bytes == 0
     assert report.registers <= (

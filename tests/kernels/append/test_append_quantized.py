@@ -126,10 +126,10 @@ CREATE = {
 }
 
 
-def compiled(kind, dtype, *, dims=(128, 128), t=1, target="h100", rows_dtype="bfloat16"):
+def compiled(kind, dtype, *, dims=(128, 128), t=1, rows_dtype="bfloat16", **options):
     cache = jax.eval_shape(lambda: CREATE[kind](head_dim=dims[0], v_head_dim=dims[1], dtype=dtype))
     new = [jax.ShapeDtypeStruct((8, t, 8, dim), jnp.dtype(rows_dtype)) for dim in dims]
-    return mosaic.compile_for(pa.write_kv, cache, *new, target=target, donate_argnums=0)
+    return mosaic.compile_for(pa.write_kv, cache, *new, donate_argnums=0, **options)
 
 
 @pytest.mark.machine_code
@@ -145,7 +145,7 @@ def test_machine_code(kind, dtype, target):
     """One launch for K, V and both scales, nothing copied, nothing spilled; rows are read 16 bytes
     at a time, and no branch stands around the reciprocal.
     """
-    report = compiled(kind, dtype, target=target)
+    report = compiled(kind, dtype, target=target, sass=True)
     assert (report.launches, report.copies, report.spill_bytes) == (1, 0, 0)
     assert report.aliases >= (32 if kind == "per_sequence" else 4)
     assert report.registers <= 64

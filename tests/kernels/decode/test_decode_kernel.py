@@ -288,7 +288,7 @@ def test_machine_code(name):
     case = COMPILED[name]
     config = kernel.Config.default(case.problem)
     call = functools.partial(run, problem=case.problem, config=config)
-    report = mosaic.compile_for(call, shapes_of(case))
+    report = mosaic.compile_for(call, shapes_of(case), sass=True)
     assert (report.launches, report.copies, report.tensor_maps) == (1, 0, 0)
     assert report.spill_bytes <= (64 if name in ("float32_h256", "wide_chunk") else 8)
     assert "fusion(" not in report.hlo  # nothing of XLA's before it: not even zeros for counters
@@ -305,7 +305,7 @@ def test_machine_code_of_copies_by_threads():
     problem = dataclasses.replace(case.problem, gpu="sm80")
     config = PORTABLE.default(problem)
     call = functools.partial(run, problem=problem, config=config)
-    report = mosaic.compile_for(call, shapes_of(case), target="a100")
+    report = mosaic.compile_for(call, shapes_of(case), target="a100", sass=True)
     assert (report.launches, report.copies, report.spill_bytes) == (1, 0, 0)
     assert "LDGSTS" in report.sass
 

@@ -194,5 +194,5 @@ def of_eight(out, lse):
 def test_machine_code_of_most():
     out = jax.ShapeDtypeStruct((1, 8 * 32 * 512), jnp.bfloat16)
     lse = jax.ShapeDtypeStruct((1, 8 * 32), jnp.float32)
-    report = mosaic.compile_for(of_eight, out, lse, target="h100x8", sass=False)
+    report = mosaic.compile_for(of_eight, out, lse, target="h100x8")
     assert (report.launches, report.spill_bytes) == (1, 0)

@@ -178,7 +178,7 @@ def test_machine_code_of_the_portable_kernel(target):
     sizes = {"kv_heads": 1, "head_dim": 576, "v_head_dim": 512, "shared_kv": True}
     cache = jax.eval_shape(lambda: pa.PagedCache.create(32, 4096, 64, capacity=8192, **sizes))
     q = jax.ShapeDtypeStruct((32, 1, 16, 576), jnp.bfloat16)
-    report = mosaic.compile_for(compiled, q, cache, target=target, sass=False)
+    report = mosaic.compile_for(compiled, q, cache, target=target)
     assert (report.launches, report.copies, report.spill_bytes) == (1, 0, 0)
 
 

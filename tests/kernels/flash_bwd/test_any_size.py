@@ -139,7 +139,7 @@ def test_nothing_is_copied(sizes, dtype):
     problem = problem_of(case)
     call = functools.partial(run, problem=problem, config=kernel.Config.default(problem))
     out = jax.ShapeDtypeStruct((33, rows, 8, v_dim), jnp.dtype(dtype))
-    report = mosaic.compile_for(call, _residuals(case, out), sass=False)
+    report = mosaic.compile_for(call, _residuals(case, out))
     assert report.launches == launches
     assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
     entry = report.hlo[report.hlo.index("\nENTRY") :]

@@ -175,6 +175,7 @@ def positions(case):
     return tuple(jnp.asarray(x, jnp.int32) for x in (b, h, q + offset, kv))
 
 
+@functools.lru_cache(maxsize=8)  # neighbours run one case with several Configs
 def by_hand(case):
     """{name: gradient} by the oracle's dS, and by the naive one's."""
     floats, rest, do = drawn(case)

@@ -67,7 +67,7 @@ SPILLED = {"flash_bwd_group_window_sm90": 192}
 @pytest.mark.parametrize("name, launches", [("flash_fwd", 1), ("flash_bwd", 3)])
 def test_compiles_without_serialised_matmuls(name, launches):
     build = builds.BUILDS[f"{name}/sm90/h64_group_window"]
-    report = mosaic.compile_for(build.call, *build.shapes, target=build.target, sass=False)
+    report = mosaic.compile_for(build.call, *build.shapes, target=build.target)
     names = [one_kernel.name for one_kernel in report.kernels]
     assert len(names) == launches and all("group_window" in name for name in names)
     assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)

@@ -246,7 +246,7 @@ def test_neighbours_are_claimed_together():
 @pytest.mark.guards
 def test_compiles_without_spills_or_serialised_matmuls():
     build = builds.BUILDS["flash_fwd/sm90/h128_claims"]
-    report = mosaic.compile_for(build.call, *build.shapes, target=build.target, sass=False)
+    report = mosaic.compile_for(build.call, *build.shapes, target=build.target)
     assert {kernel.name.removesuffix("_mosaic_gpu_kernel") for kernel in report.kernels} == {
         "flash_fwd_sm90",
         "segments",

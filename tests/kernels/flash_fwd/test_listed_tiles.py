@@ -98,6 +98,6 @@ SIZES += [(1025, 1, 2**14), (1, 1, 2**14 + 1), (12 * 1024 + 1, 1, 8)]
 def test_documents_take_few_launches():
     """A reduction, what it leaves of each pair of tiles, the lists, and attention."""
     build = builds.BUILDS["flash_fwd/sm90/h128_documents"]
-    report = mosaic.compile_for(build.call, *build.shapes, target=build.target, sass=False)
+    report = mosaic.compile_for(build.call, *build.shapes, target=build.target)
     assert (report.launches, len(report.others)) == (2, 2), report.others
     assert report.spill_bytes == 0

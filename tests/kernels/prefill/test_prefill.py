@@ -237,7 +237,7 @@ def test_machine_code(name):
     decoded, spilled = COMPILED[name]
     config = Config.default(decoded.problem)
     call = functools.partial(run, problem=decoded.problem, config=config)
-    report = mosaic.compile_for(call, shapes_of(decoded), sass=False)
+    report = mosaic.compile_for(call, shapes_of(decoded))
     assert (report.launches, report.copies) == (1 + (config.splits > 1), 0)
     assert report.spill_bytes <= spilled
     assert not {"C7510", "C7511", "C7512", "C7513"} & set(report.notes)
@@ -253,7 +253,7 @@ def test_many_separate_caches_are_one_kernel():
     """A launch has few tensor maps, which take LLVM more than linear time."""
     make = functools.partial(pa.PerSequenceCache.create, [1024] * 32, 8, 128)
     q = jax.ShapeDtypeStruct((32, 128, 32, 128), jnp.bfloat16)
-    report = mosaic.compile_for(over_a_cache, q, jax.eval_shape(make), sass=False)
+    report = mosaic.compile_for(over_a_cache, q, jax.eval_shape(make))
     assert (report.launches, len(report.kernels), report.tensor_maps) == (4, 1, 18)
 
 

@@ -90,7 +90,7 @@ def test_machine_code(rows):
     call = functools.partial(run, problem=problem, config=config)
     arrays = {"q": (*rows, 32, 128), "k": (rows[0], 8192, 8, 128), "v": (rows[0], 8192, 8, 128)}
     inputs = {name: jax.ShapeDtypeStruct(shape, "bfloat16") for name, shape in arrays.items()}
-    report = mosaic.compile_for(call, kernel.AttentionInputs(**inputs), sass=False)
+    report = mosaic.compile_for(call, kernel.AttentionInputs(**inputs))
     assert (report.launches, report.copies, report.spill_bytes) == (
         1 + (config.prefill.splits > 1),
         0,

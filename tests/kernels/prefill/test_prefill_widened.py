@@ -243,7 +243,7 @@ def test_machine_code(rng, many):
     problem, inputs = problem_of(cache), inputs_of(q, cache, layer)
     config = kernel.Config.default(problem)
     call = functools.partial(launched, problem=problem, config=config)
-    report = mosaic.compile_for(call, inputs)
+    report = mosaic.compile_for(call, inputs, sass=True)
     assert (report.launches, report.copies, report.spill_bytes) == (2, 0, 0)
     assert "LDG.E.64" in report.sass and "STG.E.128" in report.sass
 

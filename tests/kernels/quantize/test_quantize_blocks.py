@@ -173,7 +173,8 @@ def test_compiles_without_spills(name):
         jax.ShapeDtypeStruct((1, 4096, heads, n), dtype)
         for heads, n in ((8, dim), (2, dim), (2, v_dim))
     ]
-    report = mosaic.compile_for(functools.partial(pa.quantize_qkv, rows=rows), *shapes)
+    call = functools.partial(pa.quantize_qkv, rows=rows)
+    report = mosaic.compile_for(call, *shapes, sass=True)
     assert (report.launches, report.spill_bytes) == (1, 0)
     assert report.registers <= registers
     assert report.sass.count("LDG.E.128") and "CALL" not in report.sass
