@@ -188,6 +188,11 @@ def _keys_of(role: Role, count: Index) -> tuple[SmemRef, ...]:
     return wgmma.terms_of_smem(tiles[0], role.product_form.kind)
 
 
+def _has_keys_in_registers(plan: KeyPlan) -> bool:
+    """Whether k and v of a work tile are read from shared memory once, not once a step."""
+    return plan.config.k_in_registers
+
+
 def _product_tiles(role: Role, slot: Index) -> tuple[SmemRef, ...]:
     """The right operand of the product: panels, or transposed terms."""
     role.product.wait(slot)
@@ -249,6 +254,9 @@ def _mainloop(
     multiply_keys = wgmma.score_panels if form.panels else wgmma.multiply
     to_left = functools.partial(float32.left_operand, plan.problem, by=role.left_scale)
     keys = functools.partial(_keys_of, role)
+    if _has_keys_in_registers(plan):
+        in_registers = [mosaic.load(x, mosaic.TILE) for x in panels.tiles(role.keys, 0)]
+        keys = lambda count: in_registers
     product = functools.partial(_product_tiles, role)
     gradient = functools.partial(_gradient_tiles, role)
     slot_of, release = role.product.slot, role.gradient.release
