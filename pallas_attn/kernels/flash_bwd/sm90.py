@@ -89,6 +89,7 @@ class Config:
     turns: bool = False  # kv tiles add to dq in one order, in `sm90_fused`, where `turns` applies
     # dk and dv of 64 keys by `sm90_dkdv`; work tiles of dq have heads of a group: `block_tables`.
     block_table: bool = False
+    pairs: bool = False
 
     def __post_init__(self) -> None:
         blocks = (64, 128) if self.fused else (16, 32, 64, 128)
@@ -257,7 +258,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
             raise ValueError(f"Config.{name} must be False for {problem}")
         keys, block_q = sm90_heads.KEYS if config.heads else ROWS, ROWS
     elif wide:
-        keys = sm90_dkdv.KEYS
+        keys = sm90_dkdv.KEYS * (2 if config.pairs else 1)
     if config.q_chunks > 1 and not query_chunks.takes(problem, config.q_chunks):
         raise ValueError(f"Config.q_chunks must be 1 for {problem}")
     tiling = KeyTiling(problem, keys, block_q)
@@ -268,7 +269,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     claims = in_turns or config.claims
     order = WorkOrder(
         tiling,
-        blocks=config.grid,
+        blocks=config.grid // 2 if config.pairs else config.grid,
         heads_together=config.l2_heads,
         lockstep=config.lockstep and own_order is None and lockstep.applies(tiling),
         claims=claims and not (own_order is not None or wide or tiling.is_listed),

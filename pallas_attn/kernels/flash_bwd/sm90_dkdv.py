@@ -97,6 +97,11 @@ def scratch(plan: KeyPlan) -> DkDvSmem:
     p_stages = 2 if 2 * 4 * KEYS * block <= room - (KEYS + stages * block) * row else 1
     ring = functools.partial(barrier, num_barriers=stages)
     qk, v = form.qk, form.v
+    free = ring
+    if config.pairs:
+        free = functools.partial(
+            plgpu.ClusterBarrier, num_barriers=stages, collective_axes=("pair",)
+        )
     return DkDvSmem(
         k=qk.scratch(1, KEYS),
         v=v.scratch(1, KEYS),
@@ -111,8 +116,8 @@ def scratch(plan: KeyPlan) -> DkDvSmem:
         v_free=barrier(),
         q_ready=ring(num_arrivals=1 + qk.copies),
         do_ready=ring(num_arrivals=1 + v.copies),
-        q_free=ring(num_arrivals=2),
-        do_free=ring(num_arrivals=2),
+        q_free=free(num_arrivals=2),
+        do_free=free(num_arrivals=2),
         p_ready=barrier(num_barriers=p_stages),
         p_free=barrier(num_barriers=p_stages),
     )
@@ -503,5 +508,6 @@ def dk_dv(plan: KeyPlan, refs: BackwardRefs) -> KeyGradients:
         scratch(plan),
         (plan.order.grid, 3),
         barriers=plan.problem.dtype == "float32",
+        pairs=plan.config.pairs,
     )
     return KeyGradients(*kernel(refs))

@@ -46,6 +46,10 @@ from pallas_attn.kernels.lang.types import (
 from pallas_attn.kernels.mma import wgmma, wgmma_float32
 
 
+import os
+EXPQ, EXPDO = int(os.environ.get("EXPQ", 0)), int(os.environ.get("EXPDO", 0))
+
+
 class DqSmem(NamedTuple):
     q: Panels
     do: Panels
@@ -224,6 +228,7 @@ class DqRows(NamedTuple):
     lse: RegisterTile
     delta: RegisterTile
     units: Units
+    in_registers: tuple[RegisterTile, ...] = ()  # columns of q and dO
 
     def needs_mask(self, t: Index) -> Predicate:
         return (t < self.span.full_lo) | (t >= self.span.full_hi)
@@ -247,6 +252,22 @@ def _multiply(
             wgmma.score_panels(acc, parts, panels.tiles(ring.tiles, slot))
             issued += len(parts)
             continue
+        n = EXPQ if left is smem.q else EXPDO
+        if n and rows.in_registers:
+            t, *w = rows.in_registers[0 if left is smem.q else 1]
+            ring.wait(slot)
+            tile = ring.tiles.at[slot]
+            width = tile.shape[-1]
+            plgpu.wgmma(acc, t, tile.at[:, pl.ds(0, n)].transpose((1, 0)))
+            issued += 1
+            if n < width:
+                plgpu.wgmma(
+                    acc,
+                    left.at[wg, :, pl.ds(n, width - n)],
+                    tile.at[:, pl.ds(n, width - n)].transpose((1, 0)),
+                )
+                issued += 1
+            continue
         terms = wgmma.terms_of_smem(left.at[wg], kind)
         ring.wait(slot)
         right = wgmma.transposed(wgmma.terms_of_smem(ring.tiles.at[slot], kind))
@@ -266,7 +287,7 @@ def _ds(
     rings); `done_with_k`: the slot of k that no matmul reads any more when S is there.
     """
     (plan, _, smem), tile, (t, count) = ctx, rows.tile, step
-    behind = plan.v.copies if plan.panels else wgmma.products(*(plan.v.terms,) * 2)
+    behind = (1 + (EXPDO in (64,))) if EXPDO else plan.v.copies if plan.panels else wgmma.products(*(plan.v.terms,) * 2)
     s = plgpu.wgmma_accumulator_load(accs[0], wait_n=behind)
     if done_with_k is not None:
         smem.k_ring.release(done_with_k)
@@ -386,6 +407,11 @@ def _consume(ctx: KernelContext, dq_ref: GmemRef, block_id: Index, wg: Index) ->
         following = refs.schedule[block_id, n + 2]
         rows = _rows(ctx, tile_scheduler.work_tile(ctx, code), wg, visible)
         plgpu.barrier_wait(smem.q_ready.at[wg])
+        parts = [
+            (mosaic.load(ref.at[wg, :, pl.ds(0, n)], mosaic.TILE),) if n else ()
+            for ref, n in ((smem.q, EXPQ), (smem.do, EXPDO))
+        ]
+        rows = rows._replace(in_registers=tuple(parts))
 
         def no_keys(kv_count: Index) -> tuple[list[RegisterTile], Index]:
             widths = plan.qk.panels or (plan.qk.width,)
