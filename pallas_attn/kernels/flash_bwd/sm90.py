@@ -293,8 +293,9 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
 
 
 def _dq_plan(problem: AttentionProblem, config: Config) -> QueryPlan:
+    two = 2 if sm90_dq.PAIRS else 1
     by_rows = flash_fwd_sm90.Config(
-        config.dq_warpgroups, config.dq_block_kv, config.dq_stages, 0, config.grid
+        config.dq_warpgroups * two, config.dq_block_kv, config.dq_stages, 0, config.grid // two
     )
     in_panels = tma_operands.takes_panels(problem)
     plan = dataclasses.replace(QueryPlan.of(problem, by_rows), panels=in_panels)

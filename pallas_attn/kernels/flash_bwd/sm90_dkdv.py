@@ -264,7 +264,13 @@ def _mainloop(
         keys = lambda count: in_registers
     product = functools.partial(_product_tiles, role)
     gradient = functools.partial(_gradient_tiles, role)
-    slot_of, release = role.product.slot, role.gradient.release
+    slot_of = role.product.slot
+
+    def release(slot):
+        if plan.config.pairs:
+            plgpu.commit_smem()
+        role.gradient.release(slot)
+
 
     def left_of(i: Index, count: Index, value: RegisterTile) -> RegisterTile:
         g, number = key_tiles.step_of(plan, work, i)

@@ -47,6 +47,7 @@ from pallas_attn.kernels.mma import wgmma, wgmma_float32
 
 
 import os
+PAIRS = bool(int(os.environ.get("EXPPAIRDQ", 0)))
 EXPQ, EXPDO = int(os.environ.get("EXPQ", 0)), int(os.environ.get("EXPDO", 0))
 
 
@@ -73,7 +74,8 @@ class DqSmem(NamedTuple):
 
 def scratch(plan: QueryPlan) -> DqSmem:
     """Shared memory, described once: `dq_of` launches it, `smem_bytes` adds it up."""
-    barrier, consumers, block = plgpu.Barrier, plan.config.warpgroups, plan.config.block_kv
+    barrier, consumers, block = plgpu.Barrier, _consumers(plan), plan.config.block_kv
+    free = functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",)) if PAIRS else barrier
     stages, qk, v = plan.config.stages, plan.qk._replace(swizzle=k_swizzle(plan)), plan.v
     return DqSmem(
         q=qk.scratch(consumers, ROWS),
@@ -85,10 +87,26 @@ def scratch(plan: QueryPlan) -> DqSmem:
         v_ready=barrier(
             num_barriers=stages - 1, num_arrivals=v.copies + score_tiles.copies(plan.score_tiles)
         ),
-        k_free=barrier(num_barriers=stages, num_arrivals=consumers),
-        v_free=barrier(num_barriers=stages - 1, num_arrivals=consumers),
+        k_free=free(num_barriers=stages, num_arrivals=consumers),
+        v_free=free(num_barriers=stages - 1, num_arrivals=consumers),
         bias_and_mask=score_tiles.scratch(plan.score_tiles, stages - 1, plan.tiling.tile_rows),
     )
+
+
+def _consumers(plan):
+    return plan.config.warpgroups // (2 if PAIRS else 1)
+
+
+def _own(plan, tile, wg):
+    if PAIRS:
+        wg = wg + lax.axis_index("pair") * _consumers(plan)
+    return block_tables.own_rows(plan, tile, wg)
+
+
+def _release(ring, slot):
+    if PAIRS:
+        plgpu.commit_smem()
+    ring.release(slot)
 
 
 def k_swizzle(plan: QueryPlan) -> int:
@@ -171,7 +189,12 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
         return lax.fori_loop(span.lo, span.hi, step, count), following, visible
 
     count, first = refs.schedule[block_id, 0], refs.schedule[block_id, 1]
-    lax.fori_loop(0, count, load_work_tile, (jnp.int32(0), first, visible_of(ctx, first)))
+    start = jnp.int32(0), first, visible_of(ctx, first)
+    end = lax.fori_loop(0, count, load_work_tile, start)[0]
+    if PAIRS:
+        for ring in (ctx.smem.k_ring, ctx.smem.v_ring):
+            for i in range(ring.ready.shape[0]):
+                ring.acquire(end + i, ring.slot(end + i))
 
 
 def _load_kv_tile(
@@ -196,7 +219,10 @@ def load_keys(
     batch row, head, and the arguments of `load_rows` for shared memory.
     """
     (plan, refs, _), block, (batch, head, *to) = ctx, ctx.plan.config.block_kv, where
-    whole = functools.partial(load_rows, getattr(refs, name), (batch, head, t * block), *to)
+    pair = "pair" if PAIRS else None
+    whole = functools.partial(
+        load_rows, getattr(refs, name), (batch, head, t * block), *to, pair=pair
+    )
     if not plan.has("kv_lengths"):
         return whole()
     cut = (t + 1) * block > tile.kv_len  # only the last tile may be
@@ -209,7 +235,7 @@ def load_keys(
 def _load_queries(ctx: KernelContext, tile: WorkTile, wg: Index) -> None:
     """q and dO of a consumer warpgroup's rows."""
     _, refs, smem = ctx
-    tile, row = block_tables.own_rows(ctx.plan, tile, wg)
+    tile, row = _own(ctx.plan, tile, wg)
     at = (tile.batch, tile.head, row)
     for ref, to in ((refs.q, smem.q), (refs.do, smem.do)):
         load_rows(ref, at, to, wg, smem.q_ready.at[wg])
@@ -290,7 +316,7 @@ def _ds(
     behind = (1 + (EXPDO in (64,))) if EXPDO else plan.v.copies if plan.panels else wgmma.products(*(plan.v.terms,) * 2)
     s = plgpu.wgmma_accumulator_load(accs[0], wait_n=behind)
     if done_with_k is not None:
-        smem.k_ring.release(done_with_k)
+        _release(smem.k_ring, done_with_k)
     masked, key = rows.needs_mask(t), kv_tile_of(ctx, tile, t) * plan.config.block_kv
     where = (tile.batch, tile.head, rows.row, key, tile.q_offset, tile.kv_len, tile.mask)
     s, place = scaled(s, rows.units.scores), LogitTile(*where, q_axis=0)
@@ -299,7 +325,7 @@ def _ds(
         place = place._replace(in_smem=score_tiles.rows_of(smem.bias_and_mask, slot, rows.wg))
     p, slope = score_mod.probabilities(ctx, place, s, rows.lse, masked)
     dp = plgpu.wgmma_accumulator_load(accs[1], wait_n=0)
-    smem.v_ring.release(smem.v_ring.slot(count))
+    _release(smem.v_ring, smem.v_ring.slot(count))
     ds = p * (scaled(dp, rows.units.dp) - mosaic.broadcast_rows(rows.delta, s.shape))
     return ds if slope is None else ds * slope
 
@@ -363,7 +389,7 @@ def _sum_in_accumulator(
     end, ds = lax.fori_loop(rows.span.lo + 1, rows.span.hi, step, (count + 1, first))
     add(ds, k_ring.slot(end - 1))
     values = [acc[...] for acc in dq]
-    k_ring.release(k_ring.slot(end - 1))
+    _release(k_ring, k_ring.slot(end - 1))
     return values, end
 
 
@@ -435,7 +461,7 @@ def _consume(ctx: KernelContext, dq_ref: GmemRef, block_id: Index, wg: Index) ->
 
 def _rows(ctx: KernelContext, tile: WorkTile, wg: Index, visible: Span | None) -> DqRows:
     refs, span = ctx.refs, span_of(ctx, tile, visible)
-    tile, row = block_tables.own_rows(ctx.plan, tile, wg)
+    tile, row = _own(ctx.plan, tile, wg)
     lse, delta = (
         mosaic.load(ref.at[tile.batch, tile.head, pl.ds(row, ROWS)], mosaic.ROW)
         for ref in (refs.lse, refs.delta)
@@ -475,8 +501,8 @@ def _kernel(refs: BackwardRefs, dq_ref: GmemRef, smem: DqSmem, *, plan: QueryPla
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
     produce = functools.partial(_produce, ctx, block_id)
     consume = functools.partial(_consume, ctx, dq_ref, block_id, wg)
-    registers = 160 if plan.config.warpgroups == 3 else 240
-    mosaic.share_registers(wg, plan.config.warpgroups, produce, consume, registers)
+    registers = 160 if _consumers(plan) == 3 else 240
+    mosaic.share_registers(wg, _consumers(plan), produce, consume, registers)
 
 
 def dq_of(plan: QueryPlan, refs: BackwardRefs) -> jax.Array:
@@ -487,7 +513,7 @@ def dq_of(plan: QueryPlan, refs: BackwardRefs) -> jax.Array:
         padded = (padded[0], plan.tiling.padded_rows, padded[2], plan.qk.width)
     body, size = (
         functools.partial(_kernel, plan=plan),
-        (plan.order.grid, plan.config.warpgroups + 1),
+        (plan.order.grid, _consumers(plan) + 1),
     )
     kernel = launch.persistent_kernel(
         body,
@@ -496,6 +522,7 @@ def dq_of(plan: QueryPlan, refs: BackwardRefs) -> jax.Array:
         scratch(plan),
         size,
         barriers=True,
+        pairs=PAIRS,
     )
     return kernel(with_spans(plan, refs))[:, : problem.q_len, :, : problem.head_dim]
 
