@@ -329,6 +329,10 @@ def _mainloop(
     return lax.cond(work.steps > 0, all_steps, no_step, count)
 
 
+import os
+GF = os.environ.get("EXPGF", "")
+
+
 def _make_dv(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterTiles, Index]:
     """The first warpgroup: P, for the other too, and dV."""
     (plan, refs, smem), form = ctx, ctx.plan.format
@@ -340,7 +344,7 @@ def _make_dv(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterT
         gradient=smem.do_ring,
         gradient_form=form.v,
         left_scale=float32.SPREAD,
-        gradient_first=form.v.terms == 1 and not plan.problem.mask.is_full,  # by measurement
+        gradient_first=GF[0] == "1" if GF else form.v.terms == 1 and not plan.problem.mask.is_full,
     )
 
     def make_p(q_tile: QTile, s: RegisterTile, lse: RegisterTile) -> RegisterTile:
@@ -370,7 +374,7 @@ def _make_dk(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterT
         gradient=smem.q_ring,
         gradient_form=form.qk,
         left_scale=1.0,
-        gradient_first=form.v.terms == 1,
+        gradient_first=GF[1] == "1" if GF else form.v.terms == 1,
     )
 
     def make_ds(q_tile: QTile, dp: RegisterTile, delta: RegisterTile) -> RegisterTile:
