@@ -52,6 +52,7 @@ from pallas_attn.kernels.lang.types import (
 from pallas_attn.kernels.mma import wgmma, wgmma_float32
 
 KEYS = ROWS  # keys of a work tile
+IN_REGISTERS = int(__import__("os").environ.get("EXPREG", 144))
 ROOM = 228 * 1024  # bytes of shared memory for k, v, q, do and p
 
 
@@ -153,6 +154,7 @@ class Role(NamedTuple):
     gradient_form: OperandFormat
     left_scale: float  # factor of the left operand of the gradient's matmul
     gradient_first: bool  # order in which matmuls are issued: see `_mainloop`
+    in_registers: int = 0  # columns of `keys`, the first, that are read once a work tile
 
 
 class QTile(NamedTuple):
@@ -193,9 +195,33 @@ def _keys_of(role: Role, count: Index) -> tuple[SmemRef, ...]:
     return wgmma.terms_of_smem(tiles[0], role.product_form.kind)
 
 
-def _has_keys_in_registers(plan: KeyPlan) -> bool:
-    """Whether k and v of a work tile are read from shared memory once, not once a step."""
-    return plan.config.k_in_registers
+def _in_registers(plan: KeyPlan, keys: OperandFormat, gradient: OperandFormat) -> int:
+    """Columns of k or v, the first, that a warpgroup reads from shared memory once a work tile: as
+    many as fit in registers beside its gradient.
+    """
+    if not plan.config.k_in_registers or keys.terms > 1 or plan.problem.dtype == "float32":
+        return 0
+    room = 4 * (IN_REGISTERS - gradient.width // 2)  # 64 rows of 4 columns take a register
+    return min(keys.width, room // panels.WIDEST * panels.WIDEST)
+
+
+def _keys_partly_in_registers(role: Role, count: Index) -> Callable[[Index], wgmma.Terms]:
+    """`_keys_of` with the first columns in registers."""
+    n, tiles = role.in_registers, panels.tiles(role.keys, mosaic.opaque_zero(count))
+    parts = tiles if role.product_form.panels else _columns(tiles[0], n)
+    held, widths = 0, [part.shape[-1] for part in parts]
+    while held < len(parts) and sum(widths[: held + 1]) <= n:
+        held += 1
+    some = [mosaic.load(part, mosaic.TILE) for part in parts[:held]]
+    return lambda count: (*some, *parts[held:])
+
+
+def _columns(tile: SmemRef, first: int) -> tuple[SmemRef, ...]:
+    """The first columns of a tile, and the others."""
+    rest = tile.shape[-1] - first
+    if rest == 0:
+        return (tile,)
+    return tile.at[:, pl.ds(0, first)], tile.at[:, pl.ds(first, rest)]
 
 
 def _product_tiles(role: Role, slot: Index) -> tuple[SmemRef, ...]:
@@ -204,6 +230,8 @@ def _product_tiles(role: Role, slot: Index) -> tuple[SmemRef, ...]:
     tiles = panels.tiles(role.product.tiles, slot)
     if role.product_form.panels:
         return tiles
+    if role.in_registers:
+        return _columns(tiles[0], role.in_registers)
     return wgmma.transposed(wgmma.terms_of_smem(tiles[0], role.product_form.kind))
 
 
@@ -256,12 +284,11 @@ def _mainloop(
     """
     group, form = plan.problem.group, role.gradient_form
     shape = KEYS, plan.config.block_q
-    multiply_keys = wgmma.score_panels if form.panels else wgmma.multiply
+    multiply_keys = wgmma.score_panels if form.panels or role.in_registers else wgmma.multiply
     to_left = functools.partial(float32.left_operand, plan.problem, by=role.left_scale)
     keys = functools.partial(_keys_of, role)
-    if _has_keys_in_registers(plan):
-        in_registers = [mosaic.load(x, mosaic.TILE) for x in panels.tiles(role.keys, 0)]
-        keys = lambda count: in_registers
+    if role.in_registers:
+        keys = _keys_partly_in_registers(role, count)
     product = functools.partial(_product_tiles, role)
     gradient = functools.partial(_gradient_tiles, role)
     slot_of = role.product.slot
@@ -298,7 +325,8 @@ def _mainloop(
             def gradient_first(product_acc: RegisterTile, acc_ref: RegisterTile) -> None:
                 _issue_gradient(form, acc_ref, left, gradient(before))
                 multiply_keys(product_acc, keys(count), product(slot))
-                plgpu.wgmma_wait(role.product_form.copies)
+                rest = 0 < role.in_registers < role.product_form.width and not form.panels
+                plgpu.wgmma_wait(role.product_form.copies + rest)
                 release(before)
 
             finish = functools.partial(left_of, i, count)
@@ -345,6 +373,7 @@ def _make_dv(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterT
         gradient_form=form.v,
         left_scale=float32.SPREAD,
         gradient_first=GF[0] == "1" if GF else form.v.terms == 1 and not plan.problem.mask.is_full,
+        in_registers=_in_registers(plan, form.qk, form.v),
     )
 
     def make_p(q_tile: QTile, s: RegisterTile, lse: RegisterTile) -> RegisterTile:
@@ -375,6 +404,7 @@ def _make_dk(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterT
         gradient_form=form.qk,
         left_scale=1.0,
         gradient_first=GF[1] == "1" if GF else form.v.terms == 1,
+        in_registers=_in_registers(plan, form.v, form.qk),
     )
 
     def make_ds(q_tile: QTile, dp: RegisterTile, delta: RegisterTile) -> RegisterTile:
