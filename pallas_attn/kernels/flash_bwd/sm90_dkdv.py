@@ -52,7 +52,7 @@ from pallas_attn.kernels.lang.types import (
 from pallas_attn.kernels.mma import wgmma, wgmma_float32
 
 KEYS = ROWS  # keys of a work tile
-IN_REGISTERS = int(__import__("os").environ.get("EXPREG", 144))
+REGISTERS = 144  # a thread of a warpgroup, for its gradient and for keys
 ROOM = 228 * 1024  # bytes of shared memory for k, v, q, do and p
 
 
@@ -154,7 +154,18 @@ class Role(NamedTuple):
     gradient_form: OperandFormat
     left_scale: float  # factor of the left operand of the gradient's matmul
     gradient_first: bool  # order in which matmuls are issued: see `_mainloop`
-    in_registers: int = 0  # columns of `keys`, the first, that are read once a work tile
+    in_registers: int  # columns of `keys`: see `_columns_in_registers`
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether columns of the product's operands lie in parts, each of which takes a matmul."""
+        return bool(self.product_form.panels) or self.in_registers > 0
+
+    @property
+    def products(self) -> int:
+        """Matmuls of the product, but for float32."""
+        form = self.product_form
+        return form.copies + (not form.panels and 0 < self.in_registers < form.width)
 
 
 class QTile(NamedTuple):
@@ -195,43 +206,39 @@ def _keys_of(role: Role, count: Index) -> tuple[SmemRef, ...]:
     return wgmma.terms_of_smem(tiles[0], role.product_form.kind)
 
 
-def _in_registers(plan: KeyPlan, keys: OperandFormat, gradient: OperandFormat) -> int:
-    """Columns of k or v, the first, that a warpgroup reads from shared memory once a work tile: as
-    many as fit in registers beside its gradient.
+def _columns_in_registers(plan: KeyPlan, keys: OperandFormat, gradient: OperandFormat) -> int:
+    """Columns of k or v, the first, that a warpgroup reads from shared memory once a work tile, not
+    once a step: as many as fit into registers beside the gradient. A matmul of 64 x 64 with both
+    operands in shared memory is bound by reading them.
     """
-    if not plan.config.k_in_registers or keys.terms > 1 or plan.problem.dtype == "float32":
+    if not plan.config.k_in_registers or plan.problem.dtype == "float32":
         return 0
-    room = 4 * (IN_REGISTERS - gradient.width // 2)  # 64 rows of 4 columns take a register
-    return min(keys.width, room // panels.WIDEST * panels.WIDEST)
+    columns = 4 * (REGISTERS - gradient.width // 2)  # a register holds 4 of 16 bits, of 64 rows
+    return min(keys.width, columns // panels.WIDEST * panels.WIDEST)
 
 
-def _keys_partly_in_registers(role: Role, count: Index) -> Callable[[Index], wgmma.Terms]:
-    """`_keys_of` with the first columns in registers."""
-    n, tiles = role.in_registers, panels.tiles(role.keys, mosaic.opaque_zero(count))
-    parts = tiles if role.product_form.panels else _columns(tiles[0], n)
-    held, widths = 0, [part.shape[-1] for part in parts]
-    while held < len(parts) and sum(widths[: held + 1]) <= n:
-        held += 1
-    some = [mosaic.load(part, mosaic.TILE) for part in parts[:held]]
-    return lambda count: (*some, *parts[held:])
+def _parts(role: Role, tiles: tuple[SmemRef, ...]) -> tuple[SmemRef, ...]:
+    """Panels, or the columns of keys that are in registers and the others."""
+    first = role.in_registers
+    if role.product_form.panels or first == role.product_form.width:
+        return tiles
+    rest = pl.ds(first, role.product_form.width - first)
+    return tiles[0].at[:, pl.ds(0, first)], tiles[0].at[:, rest]
 
 
-def _columns(tile: SmemRef, first: int) -> tuple[SmemRef, ...]:
-    """The first columns of a tile, and the others."""
-    rest = tile.shape[-1] - first
-    if rest == 0:
-        return (tile,)
-    return tile.at[:, pl.ds(0, first)], tile.at[:, pl.ds(first, rest)]
+def _keys_in_registers(role: Role, count: Index) -> wgmma.Terms:
+    """The keys in parts, of which the first are read here."""
+    parts = _parts(role, panels.tiles(role.keys, mosaic.opaque_zero(count)))
+    held = pl.cdiv(role.in_registers, panels.WIDEST) if role.product_form.panels else 1
+    return [mosaic.load(part, mosaic.TILE) for part in parts[:held]] + [*parts[held:]]
 
 
 def _product_tiles(role: Role, slot: Index) -> tuple[SmemRef, ...]:
-    """The right operand of the product: panels, or transposed terms."""
+    """The right operand of the product: parts, or transposed terms."""
     role.product.wait(slot)
     tiles = panels.tiles(role.product.tiles, slot)
-    if role.product_form.panels:
-        return tiles
-    if role.in_registers:
-        return _columns(tiles[0], role.in_registers)
+    if role.in_parts:
+        return _parts(role, tiles)
     return wgmma.transposed(wgmma.terms_of_smem(tiles[0], role.product_form.kind))
 
 
@@ -284,11 +291,12 @@ def _mainloop(
     """
     group, form = plan.problem.group, role.gradient_form
     shape = KEYS, plan.config.block_q
-    multiply_keys = wgmma.score_panels if form.panels or role.in_registers else wgmma.multiply
+    multiply_keys = wgmma.score_panels if role.in_parts else wgmma.multiply
     to_left = functools.partial(float32.left_operand, plan.problem, by=role.left_scale)
     keys = functools.partial(_keys_of, role)
     if role.in_registers:
-        keys = _keys_partly_in_registers(role, count)
+        held = _keys_in_registers(role, count)
+        keys = lambda count: held
     product = functools.partial(_product_tiles, role)
     gradient = functools.partial(_gradient_tiles, role)
     slot_of = role.product.slot
@@ -325,8 +333,7 @@ def _mainloop(
             def gradient_first(product_acc: RegisterTile, acc_ref: RegisterTile) -> None:
                 _issue_gradient(form, acc_ref, left, gradient(before))
                 multiply_keys(product_acc, keys(count), product(slot))
-                rest = 0 < role.in_registers < role.product_form.width and not form.panels
-                plgpu.wgmma_wait(role.product_form.copies + rest)
+                plgpu.wgmma_wait(role.products)
                 release(before)
 
             finish = functools.partial(left_of, i, count)
@@ -373,7 +380,7 @@ def _make_dv(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterT
         gradient_form=form.v,
         left_scale=float32.SPREAD,
         gradient_first=GF[0] == "1" if GF else form.v.terms == 1 and not plan.problem.mask.is_full,
-        in_registers=_in_registers(plan, form.qk, form.v),
+        in_registers=_columns_in_registers(plan, form.qk, form.v),
     )
 
     def make_p(q_tile: QTile, s: RegisterTile, lse: RegisterTile) -> RegisterTile:
@@ -404,7 +411,7 @@ def _make_dk(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterT
         gradient_form=form.qk,
         left_scale=1.0,
         gradient_first=GF[1] == "1" if GF else form.v.terms == 1,
-        in_registers=_in_registers(plan, form.v, form.qk),
+        in_registers=_columns_in_registers(plan, form.v, form.qk),
     )
 
     def make_ds(q_tile: QTile, dp: RegisterTile, delta: RegisterTile) -> RegisterTile:
