@@ -32,8 +32,9 @@ from jax import lax
 from pallas_attn.kernels.attention import score_mod, tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
-from pallas_attn.kernels.flash_bwd import float32, key_tiles, producer
+from pallas_attn.kernels.flash_bwd import float32, held_columns, key_tiles, producer
 from pallas_attn.kernels.flash_bwd.float32 import scaled
+from pallas_attn.kernels.flash_bwd.held_columns import HeldColumns
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, KeyGradients
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
@@ -154,18 +155,12 @@ class Role(NamedTuple):
     gradient_form: OperandFormat
     left_scale: float  # factor of the left operand of the gradient's matmul
     gradient_first: bool  # order in which matmuls are issued: see `_mainloop`
-    in_registers: int  # columns of `keys`: see `_columns_in_registers`
+    held: HeldColumns  # columns of `keys` in registers
 
     @property
     def in_parts(self) -> bool:
-        """Whether columns of the product's operands lie in parts, each of which takes a matmul."""
-        return bool(self.product_form.panels) or self.in_registers > 0
-
-    @property
-    def products(self) -> int:
-        """Matmuls of the product, but for float32."""
-        form = self.product_form
-        return form.copies + (not form.panels and 0 < self.in_registers < form.width)
+        """Whether a matmul of the product takes some of the columns."""
+        return bool(self.product_form.panels) or self.held.columns > 0
 
 
 class QTile(NamedTuple):
@@ -206,31 +201,11 @@ def _keys_of(role: Role, count: Index) -> tuple[SmemRef, ...]:
     return wgmma.terms_of_smem(tiles[0], role.product_form.kind)
 
 
-def _columns_in_registers(plan: KeyPlan, keys: OperandFormat, gradient: OperandFormat) -> int:
-    """Columns of k or v, the first, that a warpgroup reads from shared memory once a work tile, not
-    once a step: as many as fit into registers beside the gradient. A matmul of 64 x 64 with both
-    operands in shared memory is bound by reading them.
-    """
+def _held(plan: KeyPlan, keys: OperandFormat, gradient: OperandFormat) -> HeldColumns:
+    """The columns of k or v that a warpgroup holds in registers beside the gradient."""
     if not plan.config.k_in_registers or plan.problem.dtype == "float32":
-        return 0
-    columns = 4 * (REGISTERS - gradient.width // 2)  # a register holds 4 of 16 bits, of 64 rows
-    return min(keys.width, columns // panels.WIDEST * panels.WIDEST)
-
-
-def _parts(role: Role, tiles: tuple[SmemRef, ...]) -> tuple[SmemRef, ...]:
-    """Panels, or the columns of keys that are in registers and the others."""
-    first = role.in_registers
-    if role.product_form.panels or first == role.product_form.width:
-        return tiles
-    rest = pl.ds(first, role.product_form.width - first)
-    return tiles[0].at[:, pl.ds(0, first)], tiles[0].at[:, rest]
-
-
-def _keys_in_registers(role: Role, count: Index) -> wgmma.Terms:
-    """The keys in parts, of which the first are read here."""
-    parts = _parts(role, panels.tiles(role.keys, mosaic.opaque_zero(count)))
-    held = pl.cdiv(role.in_registers, panels.WIDEST) if role.product_form.panels else 1
-    return [mosaic.load(part, mosaic.TILE) for part in parts[:held]] + [*parts[held:]]
+        return HeldColumns(keys, 0)
+    return held_columns.fitting(keys, REGISTERS - gradient.width // 2)
 
 
 def _product_tiles(role: Role, slot: Index) -> tuple[SmemRef, ...]:
@@ -238,7 +213,7 @@ def _product_tiles(role: Role, slot: Index) -> tuple[SmemRef, ...]:
     role.product.wait(slot)
     tiles = panels.tiles(role.product.tiles, slot)
     if role.in_parts:
-        return _parts(role, tiles)
+        return role.held.parts(tiles)
     return wgmma.transposed(wgmma.terms_of_smem(tiles[0], role.product_form.kind))
 
 
@@ -294,9 +269,9 @@ def _mainloop(
     multiply_keys = wgmma.score_panels if role.in_parts else wgmma.multiply
     to_left = functools.partial(float32.left_operand, plan.problem, by=role.left_scale)
     keys = functools.partial(_keys_of, role)
-    if role.in_registers:
-        held = _keys_in_registers(role, count)
-        keys = lambda count: held
+    if role.held.columns:
+        read = role.held.read(panels.tiles(role.keys, mosaic.opaque_zero(count)))
+        keys = lambda count: read
     product = functools.partial(_product_tiles, role)
     gradient = functools.partial(_gradient_tiles, role)
     slot_of = role.product.slot
@@ -333,7 +308,7 @@ def _mainloop(
             def gradient_first(product_acc: RegisterTile, acc_ref: RegisterTile) -> None:
                 _issue_gradient(form, acc_ref, left, gradient(before))
                 multiply_keys(product_acc, keys(count), product(slot))
-                plgpu.wgmma_wait(role.products)
+                plgpu.wgmma_wait(role.held.matmuls)
                 release(before)
 
             finish = functools.partial(left_of, i, count)
@@ -380,7 +355,7 @@ def _make_dv(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterT
         gradient_form=form.v,
         left_scale=float32.SPREAD,
         gradient_first=GF[0] == "1" if GF else form.v.terms == 1 and not plan.problem.mask.is_full,
-        in_registers=_columns_in_registers(plan, form.qk, form.v),
+        held=_held(plan, form.qk, form.v),
     )
 
     def make_p(q_tile: QTile, s: RegisterTile, lse: RegisterTile) -> RegisterTile:
@@ -411,7 +386,7 @@ def _make_dk(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterT
         gradient_form=form.qk,
         left_scale=1.0,
         gradient_first=GF[1] == "1" if GF else form.v.terms == 1,
-        in_registers=_columns_in_registers(plan, form.v, form.qk),
+        held=_held(plan, form.v, form.qk),
     )
 
     def make_ds(q_tile: QTile, dp: RegisterTile, delta: RegisterTile) -> RegisterTile:

@@ -1,0 +1,47 @@
+"""Left operands of which registers hold some columns: k and v of a work tile of keys, or q and dO of
+query rows, whose products with every tile of a ring are S and dP.
+
+A matmul of 64 x 64 with both operands in shared memory is bound by reading them. So a warpgroup
+reads the first columns, as many as fit into registers, once a work tile.
+"""
+
+from typing import NamedTuple
+
+import jax.experimental.pallas as pl
+
+from pallas_attn.kernels.attention.tma_operands import OperandFormat
+from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.types import SmemRef
+from pallas_attn.kernels.mma import wgmma
+
+
+class HeldColumns(NamedTuple):
+    """Columns of 64 rows of 16-bit numbers that a warpgroup holds."""
+
+    form: OperandFormat
+    columns: int  # all, or a multiple of `panels.WIDEST`
+
+    @property
+    def matmuls(self) -> int:
+        """Matmuls of a product: one for each part."""
+        is_cut = not self.form.panels and 0 < self.columns < self.form.width
+        return self.form.copies + is_cut
+
+    def parts(self, tiles: tuple[SmemRef, ...]) -> tuple[SmemRef, ...]:
+        """The parts of a tile of either operand: its panels, or the first columns and the rest."""
+        if self.matmuls == self.form.copies:
+            return tiles
+        (tile,), rest = tiles, self.form.width - self.columns
+        return tile.at[:, pl.ds(0, self.columns)], tile.at[:, pl.ds(self.columns, rest)]
+
+    def read(self, tiles: tuple[SmemRef, ...]) -> wgmma.Terms:
+        """The parts of the left operand, with the first columns in registers."""
+        parts = self.parts(tiles)
+        held = pl.cdiv(self.columns, panels.WIDEST) if self.form.panels else self.columns > 0
+        return [mosaic.load(part, mosaic.TILE) for part in parts[:held]] + [*parts[held:]]
+
+
+def fitting(form: OperandFormat, registers: int) -> HeldColumns:
+    """The columns that fit into `registers` of a thread, each of which holds 4 of them."""
+    columns = 4 * max(registers, 0) // panels.WIDEST * panels.WIDEST
+    return HeldColumns(form, min(columns, form.width))
