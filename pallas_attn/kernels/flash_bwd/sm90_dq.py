@@ -48,6 +48,7 @@ from pallas_attn.kernels.mma import wgmma, wgmma_float32
 
 import os
 PAIRS = bool(int(os.environ.get("EXPPAIRDQ", 0)))
+ORD = bool(int(os.environ.get("EXPORD", 0)))
 EXPQ, EXPDO = int(os.environ.get("EXPQ", 0)), int(os.environ.get("EXPDO", 0))
 
 
@@ -261,7 +262,8 @@ class DqRows(NamedTuple):
 
 
 def _multiply(
-    ctx: KernelContext, rows: DqRows, count: Index, accs: tuple[RegisterTile, RegisterTile]
+    ctx: KernelContext, rows: DqRows, count: Index, accs: tuple[RegisterTile, RegisterTile],
+    between=None,
 ) -> int:
     """Issues S and dP of the kv tile that comes as number `count`; the number of matmuls."""
     (plan, _, smem), issued = ctx, 0
@@ -271,6 +273,8 @@ def _multiply(
         (accs[0], smem.q, smem.k_ring, plan.qk.kind),
         (accs[1], smem.do, smem.v_ring, plan.v.kind),
     ):
+        if between is not None and left is smem.do:
+            between()
         slot = ring.slot(count)
         if plan.panels:
             parts = panels.tiles(left, wg)
@@ -314,8 +318,10 @@ def _ds(
     """
     (plan, _, smem), tile, (t, count) = ctx, rows.tile, step
     behind = (1 + (EXPDO in (64,))) if EXPDO else plan.v.copies if plan.panels else wgmma.products(*(plan.v.terms,) * 2)
+    if ORD and done_with_k is not None:
+        behind += plan.qk.copies
     s = plgpu.wgmma_accumulator_load(accs[0], wait_n=behind)
-    if done_with_k is not None:
+    if done_with_k is not None and not ORD:
         _release(smem.k_ring, done_with_k)
     masked, key = rows.needs_mask(t), kv_tile_of(ctx, tile, t) * plan.config.block_kv
     where = (tile.batch, tile.head, rows.row, key, tile.q_offset, tile.kv_len, tile.mask)
@@ -325,6 +331,8 @@ def _ds(
         place = place._replace(in_smem=score_tiles.rows_of(smem.bias_and_mask, slot, rows.wg))
     p, slope = score_mod.probabilities(ctx, place, s, rows.lse, masked)
     dp = plgpu.wgmma_accumulator_load(accs[1], wait_n=0)
+    if done_with_k is not None and ORD:
+        _release(smem.k_ring, done_with_k)
     _release(smem.v_ring, smem.v_ring.slot(count))
     ds = p * (scaled(dp, rows.units.dp) - mosaic.broadcast_rows(rows.delta, s.shape))
     return ds if slope is None else ds * slope
@@ -378,8 +386,11 @@ def _sum_in_accumulator(
         last = k_ring.slot(count - 1)
 
         def body(*accs: RegisterTile) -> RegisterTile:
-            add(ds, last)
-            _multiply(ctx, rows, count, accs)
+            if ORD:
+                _multiply(ctx, rows, count, accs, lambda: add(ds, last))
+            else:
+                add(ds, last)
+                _multiply(ctx, rows, count, accs)
             return _ds(ctx, rows, (t, count), accs, last)
 
         ds = left_operand(ctx.plan.problem, pl.run_scoped(body, *_scores(ctx)))
