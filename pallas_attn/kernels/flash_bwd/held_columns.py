@@ -1,5 +1,5 @@
-"""Left operands of which registers hold some columns: k and v of a work tile of keys, or q and dO of
-query rows, whose products with every tile of a ring are S and dP.
+"""Left operands of which registers hold some columns: k and v of a work tile of keys, or q and dO
+of query rows, whose products with every tile of a ring are S and dP.
 
 A matmul of 64 x 64 with both operands in shared memory is bound by reading them. So a warpgroup
 reads the first columns, as many as fit into registers, once a work tile.
@@ -22,8 +22,15 @@ class HeldColumns(NamedTuple):
     columns: int  # all, or a multiple of `panels.WIDEST`
 
     @property
+    def in_parts(self) -> bool:
+        """Whether each matmul of a product takes some of the columns."""
+        return bool(self.form.panels) or self.columns > 0
+
+    @property
     def matmuls(self) -> int:
-        """Matmuls of a product: one for each part."""
+        """Matmuls of a product: one for each part, or pair of terms."""
+        if self.form.terms > 1:
+            return wgmma.products(self.form.terms, self.form.terms)
         is_cut = not self.form.panels and 0 < self.columns < self.form.width
         return self.form.copies + is_cut
 
@@ -35,10 +42,13 @@ class HeldColumns(NamedTuple):
         return tile.at[:, pl.ds(0, self.columns)], tile.at[:, pl.ds(self.columns, rest)]
 
     def read(self, tiles: tuple[SmemRef, ...]) -> wgmma.Terms:
-        """The parts of the left operand, with the first columns in registers."""
-        parts = self.parts(tiles)
-        held = pl.cdiv(self.columns, panels.WIDEST) if self.form.panels else self.columns > 0
-        return [mosaic.load(part, mosaic.TILE) for part in parts[:held]] + [*parts[held:]]
+        """The parts of a tile of the left operand that registers hold."""
+        count = pl.cdiv(self.columns, panels.WIDEST) if self.form.panels else min(self.columns, 1)
+        return [mosaic.load(part, mosaic.TILE) for part in self.parts(tiles)[:count]]
+
+    def operand(self, first: wgmma.Terms, tiles: tuple[SmemRef, ...]) -> wgmma.Terms:
+        """The left operand: the parts that `read` gave, and the others in shared memory."""
+        return [*first, *self.parts(tiles)[len(first) :]]
 
 
 def fitting(form: OperandFormat, registers: int) -> HeldColumns:

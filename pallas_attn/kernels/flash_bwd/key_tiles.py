@@ -232,8 +232,6 @@ def key_tile(ctx: KernelContext, code: Index) -> KeyTile:
     elif plan.has("mask_array"):
         span = span._replace(full_lo=span.hi, full_hi=span.hi)
     kv_head = lax.rem(head, jnp.int32(problem.kv_heads))
-    if getattr(plan.config, "pairs", False):
-        key += lax.axis_index("pair") * (tiling.block_kv // 2)
     where = (batch, kv_head, key, q_offset, q_len, kv_len, mask)
     if tiling.is_listed:
         listed = tile_lists.Listed.of(refs.tiles, batch, kv_head, tile)

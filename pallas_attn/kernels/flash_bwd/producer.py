@@ -97,11 +97,7 @@ def produce(ctx: KernelContext, block_id: Index, buffers: Sequence[KeyBuffers]) 
         pl.when(work.steps == 0)(load_keys)
         return count
 
-    count = each_work_tile(ctx, block_id, load_work_tile, claims.claim)
-    if plan.config.pairs:
-        for i in range(plan.config.stages):
-            for ring in (smem.q_ring, smem.do_ring):
-                ring.acquire(count + i, ring.slot(count + i))
+    each_work_tile(ctx, block_id, load_work_tile, claims.claim)
 
 
 def each_work_tile(
@@ -109,7 +105,7 @@ def each_work_tile(
     block_id: Index,
     body: Callable[[Index, Index, Index], Index],
     claim: Callable[[KernelContext, Index], Index] = claims.claimed,
-) -> Index:
+) -> None:
     """`body(n, count, code)` for each work tile of a block, which returns `count`, the number of
     steps so far, for the next. Where blocks claim them `claim(ctx, n)` is the code of number n, and
     -1 after the last.
@@ -121,8 +117,8 @@ def each_work_tile(
             following = schedule[block_id, n + 2]  # read long before it is needed
             return body(n, *carry), following
 
-        start = none, schedule[block_id, 1]
-        return lax.fori_loop(0, schedule[block_id, 0], scheduled, start)[0]
+        lax.fori_loop(0, schedule[block_id, 0], scheduled, (none, schedule[block_id, 1]))
+        return
 
     def claimed(carry: tuple[Index, Index, Index]) -> tuple[Index, Index, Index]:
         n, count, code = carry
@@ -131,7 +127,7 @@ def each_work_tile(
 
     first = claim(ctx, none) if ctx.plan.order.turns else claims.first_code(ctx, block_id)
     start = none, none, first
-    return lax.while_loop(lambda carry: carry[2] >= 0, claimed, start)[1]
+    lax.while_loop(lambda carry: carry[2] >= 0, claimed, start)
 
 
 def _load_q_tile(
@@ -143,10 +139,8 @@ def _load_q_tile(
     some = pl.ds(t * block, ring.row_stats.shape[1])
     plgpu.copy_gmem_to_smem(stats.at[work.batch, head, some], ring.row_stats.at[slot], ready)
 
-    pair = "pair" if ctx.plan.config.pairs else None
-
     def copy(ref: GmemRef, first: Index) -> None:
-        load_rows(ref, (work.batch, head, first), ring.tiles, slot, ready, pair=pair)
+        load_rows(ref, (work.batch, head, first), ring.tiles, slot, ready)
 
     if work.q_len is None:
         return copy(ref, t * block)
@@ -199,14 +193,13 @@ def load_rows(  # noqa: PLR0913
     index: Index,
     ready: Barrier,
     column: int = 0,
-    pair: str | None = None,
 ) -> None:
     """Rows of one head, `at` (batch, head, first row), from a column on, as many as `to` has at
     `index`.
     """
     batch, head, first = at
     rows = _rows_of(to, index)
-    panels.load(ref, (batch, pl.ds(first, rows), head), to, index, ready, column, pair)
+    panels.load(ref, (batch, pl.ds(first, rows), head), to, index, ready, column)
 
 
 def store_rows(

@@ -77,7 +77,13 @@ class Config:
     dq_stages: int = 2  # kv tiles of its ring
     dq_lag: int = 1  # steps between dS and its dQ: with 2, warpgroups wait less for each other
     dq_warpgroups: int = 2  # its consumers
-    k_in_registers: bool = False  # half of K, where head dims are above 64, query tiles of 64
+    # Columns that stay in registers for a work tile: half of K in `sm90_fused`, where head dims are
+    # above 64 and query tiles are of 64; else those of `held_columns`, in `sm90_dkdv`.
+    k_in_registers: bool = False
+    q_in_registers: bool = False  # columns of q and dO likewise, in `sm90_dq`
+    dq_between: bool = (
+        False  # dQ of a kv tile is issued between S and dP of the next one, not first
+    )
     window: bool = False  # all by `sm90_window`, which takes few problems
     short: bool = False  # all by `sm90_short`, likewise
     heads: bool = False  # dq, dk and dv by `sm90_heads`
@@ -89,7 +95,6 @@ class Config:
     turns: bool = False  # kv tiles add to dq in one order, in `sm90_fused`, where `turns` applies
     # dk and dv of 64 keys by `sm90_dkdv`; work tiles of dq have heads of a group: `block_tables`.
     block_table: bool = False
-    pairs: bool = False
 
     def __post_init__(self) -> None:
         blocks = (64, 128) if self.fused else (16, 32, 64, 128)
@@ -258,7 +263,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
             raise ValueError(f"Config.{name} must be False for {problem}")
         keys, block_q = sm90_heads.KEYS if config.heads else ROWS, ROWS
     elif wide:
-        keys = sm90_dkdv.KEYS * (2 if config.pairs else 1)
+        keys = sm90_dkdv.KEYS
     if config.q_chunks > 1 and not query_chunks.takes(problem, config.q_chunks):
         raise ValueError(f"Config.q_chunks must be 1 for {problem}")
     tiling = KeyTiling(problem, keys, block_q)
@@ -269,7 +274,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     claims = in_turns or config.claims
     order = WorkOrder(
         tiling,
-        blocks=config.grid // 2 if config.pairs else config.grid,
+        blocks=config.grid,
         heads_together=config.l2_heads,
         lockstep=config.lockstep and own_order is None and lockstep.applies(tiling),
         claims=claims and not (own_order is not None or wide or tiling.is_listed),
@@ -293,10 +298,8 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
 
 
 def _dq_plan(problem: AttentionProblem, config: Config) -> QueryPlan:
-    two = 2 if sm90_dq.PAIRS else 1
-    by_rows = flash_fwd_sm90.Config(
-        config.dq_warpgroups * two, config.dq_block_kv, config.dq_stages, 0, config.grid // two
-    )
+    sizes = config.dq_warpgroups, config.dq_block_kv, config.dq_stages, config.grid
+    by_rows = sm90_dq.DqConfig(*sizes, config.q_in_registers, config.dq_between)
     in_panels = tma_operands.takes_panels(problem)
     plan = dataclasses.replace(QueryPlan.of(problem, by_rows), panels=in_panels)
     if config.block_table:

@@ -53,7 +53,7 @@ from pallas_attn.kernels.lang.types import (
 from pallas_attn.kernels.mma import wgmma, wgmma_float32
 
 KEYS = ROWS  # keys of a work tile
-REGISTERS = 144  # a thread of a warpgroup, for its gradient and for keys
+REGISTERS = int(__import__("os").environ.get("EXPREG", 144))  # a thread of a warpgroup, for its gradient and for keys
 ROOM = 228 * 1024  # bytes of shared memory for k, v, q, do and p
 
 
@@ -99,11 +99,6 @@ def scratch(plan: KeyPlan) -> DkDvSmem:
     p_stages = 2 if 2 * 4 * KEYS * block <= room - (KEYS + stages * block) * row else 1
     ring = functools.partial(barrier, num_barriers=stages)
     qk, v = form.qk, form.v
-    free = ring
-    if config.pairs:
-        free = functools.partial(
-            plgpu.ClusterBarrier, num_barriers=stages, collective_axes=("pair",)
-        )
     return DkDvSmem(
         k=qk.scratch(1, KEYS),
         v=v.scratch(1, KEYS),
@@ -118,8 +113,8 @@ def scratch(plan: KeyPlan) -> DkDvSmem:
         v_free=barrier(),
         q_ready=ring(num_arrivals=1 + qk.copies),
         do_ready=ring(num_arrivals=1 + v.copies),
-        q_free=free(num_arrivals=2),
-        do_free=free(num_arrivals=2),
+        q_free=ring(num_arrivals=2),
+        do_free=ring(num_arrivals=2),
         p_ready=barrier(num_barriers=p_stages),
         p_free=barrier(num_barriers=p_stages),
     )
@@ -157,11 +152,6 @@ class Role(NamedTuple):
     gradient_first: bool  # order in which matmuls are issued: see `_mainloop`
     held: HeldColumns  # columns of `keys` in registers
 
-    @property
-    def in_parts(self) -> bool:
-        """Whether a matmul of the product takes some of the columns."""
-        return bool(self.product_form.panels) or self.held.columns > 0
-
 
 class QTile(NamedTuple):
     """A query tile of a work tile."""
@@ -192,10 +182,11 @@ def _two_matmuls(
     return pl.run_state(body)((accs, mosaic.filled(shape, 0.0)))
 
 
-def _keys_of(role: Role, count: Index) -> tuple[SmemRef, ...]:
+def _keys_of(role: Role, first: wgmma.Terms, count: Index) -> wgmma.Terms:
+    """The left operand of the product: parts, of which registers hold the first, or terms."""
     tiles = panels.tiles(role.keys, 0)
-    if role.product_form.panels:
-        return tiles
+    if role.held.in_parts:
+        return role.held.operand(first, tiles)
     if tiles[0].shape[-1] > 256:  # else addresses are computed early and spilled
         tiles = panels.tiles(role.keys, mosaic.opaque_zero(count))
     return wgmma.terms_of_smem(tiles[0], role.product_form.kind)
@@ -212,7 +203,7 @@ def _product_tiles(role: Role, slot: Index) -> tuple[SmemRef, ...]:
     """The right operand of the product: parts, or transposed terms."""
     role.product.wait(slot)
     tiles = panels.tiles(role.product.tiles, slot)
-    if role.in_parts:
+    if role.held.in_parts:
         return role.held.parts(tiles)
     return wgmma.transposed(wgmma.terms_of_smem(tiles[0], role.product_form.kind))
 
@@ -266,21 +257,13 @@ def _mainloop(
     """
     group, form = plan.problem.group, role.gradient_form
     shape = KEYS, plan.config.block_q
-    multiply_keys = wgmma.score_panels if role.in_parts else wgmma.multiply
+    multiply_keys = wgmma.score_panels if role.held.in_parts else wgmma.multiply
     to_left = functools.partial(float32.left_operand, plan.problem, by=role.left_scale)
-    keys = functools.partial(_keys_of, role)
-    if role.held.columns:
-        read = role.held.read(panels.tiles(role.keys, mosaic.opaque_zero(count)))
-        keys = lambda count: read
+    first = role.held.read(panels.tiles(role.keys, mosaic.opaque_zero(count)))
+    keys = functools.partial(_keys_of, role, first)
     product = functools.partial(_product_tiles, role)
     gradient = functools.partial(_gradient_tiles, role)
-    slot_of = role.product.slot
-
-    def release(slot):
-        if plan.config.pairs:
-            plgpu.commit_smem()
-        role.gradient.release(slot)
-
+    slot_of, release = role.product.slot, role.gradient.release
 
     def left_of(i: Index, count: Index, value: RegisterTile) -> RegisterTile:
         g, number = key_tiles.step_of(plan, work, i)
@@ -339,8 +322,74 @@ def _mainloop(
     return lax.cond(work.steps > 0, all_steps, no_step, count)
 
 
-import os
-GF = os.environ.get("EXPGF", "")
+GFB = __import__("os").environ.get("EXPGFB", "")
+AHEAD = __import__("os").environ.get("EXPAHEAD", "")
+
+
+def _mainloop_ahead(
+    plan: KeyPlan, role: Role, work: KeyTile, count: Index, make_left: Callable[..., RegisterTile]
+) -> tuple[RegisterTiles, Index]:
+    """`_mainloop` of 16-bit numbers with the product a query tile ahead: it is issued before the
+    arithmetic on the tile before, under which it and the gradient of the tile before that run.
+    """
+    group, form = plan.problem.group, role.gradient_form
+    shape = KEYS, plan.config.block_q
+    multiply_keys = wgmma.score_panels if role.held.in_parts else wgmma.multiply
+    to_left = functools.partial(float32.left_operand, plan.problem, by=role.left_scale)
+    slot_of = role.product.slot
+
+    def left_of(i: Index, count: Index, value: RegisterTile) -> RegisterTile:
+        g, number = key_tiles.step_of(plan, work, i)
+        slot = slot_of(count)
+        stats = role.product.row_stats.at[slot, pl.ds(0, shape[1])]
+        row_stats = mosaic.load(stats, mosaic.COLUMN)
+        q_tile = QTile(work.kv_head * group + g, work.q_tile(number), count, number)
+        left = make_left(q_tile, value, row_stats)
+        role.product.release(slot)
+        return left
+
+    def all_steps(*accs: RegisterTile) -> tuple[RegisterTiles, Index]:
+        first = role.held.read(panels.tiles(role.keys, mosaic.opaque_zero(count)))
+        keys = functools.partial(_keys_of, role, first)
+
+        def issue(acc: RegisterTile, count: Index) -> None:
+            multiply_keys(acc, keys(count), _product_tiles(role, slot_of(count)))
+
+        def whole(acc: RegisterTile) -> RegisterTile:
+            issue(acc, count)
+            return acc[...]
+
+        def add(left: RegisterTile, count: Index) -> None:
+            wgmma.value_panels(accs, to_left(left)[0], _gradient_tiles(role, slot_of(count)))
+
+        def step(i: Index, carry: Carry) -> Any:
+            value, count = carry
+
+            def body(acc: RegisterTile) -> RegisterTile:
+                issue(acc, count + 1)
+                left = left_of(i, count, value)
+                plgpu.wgmma_wait(role.held.matmuls)
+                pl.when(i > 0)(lambda: role.gradient.release(slot_of(count - 1)))
+                add(left, count)
+                return plgpu.wgmma_accumulator_load(acc, wait_n=form.copies)
+
+            return pl.run_scoped(body, plgpu.ACC(shape, jnp.float32)), count + 1
+
+        value = pl.run_scoped(whole, plgpu.ACC(shape, jnp.float32))
+        steps = group * work.steps
+        value, last = lax.fori_loop(0, steps - 1, step, (value, count))
+        left = left_of(steps - 1, last, value)
+        add(left, last)
+        values = [acc[...] for acc in accs]
+        pl.when(steps > 1)(lambda: role.gradient.release(slot_of(last - 1)))
+        role.gradient.release(slot_of(last))
+        return tuple(values) if form.panels else values[0], last + 1
+
+    def some_steps() -> tuple[RegisterTiles, Index]:
+        widths = form.panels or (form.width,)
+        return pl.run_scoped(all_steps, *[plgpu.ACC((KEYS, n), jnp.float32) for n in widths])
+
+    return lax.cond(work.steps > 0, some_steps, lambda: (_nothing(form), count))
 
 
 def _make_dv(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterTiles, Index]:
@@ -354,7 +403,7 @@ def _make_dv(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterT
         gradient=smem.do_ring,
         gradient_form=form.v,
         left_scale=float32.SPREAD,
-        gradient_first=GF[0] == "1" if GF else form.v.terms == 1 and not plan.problem.mask.is_full,
+        gradient_first=form.v.terms == 1 and not plan.problem.mask.is_full,  # by measurement
         held=_held(plan, form.qk, form.v),
     )
 
@@ -370,7 +419,7 @@ def _make_dv(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterT
         plgpu.barrier_arrive(smem.p_ready.at[slot])
         return p
 
-    dv, count = _mainloop(plan, role, work, count, make_p)
+    dv, count = (_mainloop_ahead if "A" in AHEAD else _mainloop)(plan, role, work, count, make_p)
     return jax.tree.map(lambda part: scaled(part, units.dv), dv), count
 
 
@@ -385,7 +434,7 @@ def _make_dk(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterT
         gradient=smem.q_ring,
         gradient_form=form.qk,
         left_scale=1.0,
-        gradient_first=GF[1] == "1" if GF else form.v.terms == 1,
+        gradient_first=form.v.terms == 1 and not GFB,
         held=_held(plan, form.v, form.qk),
     )
 
@@ -397,7 +446,7 @@ def _make_dk(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterT
         ring.release(slot)
         return p * (scaled(dp, units.dp) - key_tiles.per_column(delta, dp.shape))
 
-    dk, count = _mainloop(plan, role, work, count, make_ds)
+    dk, count = (_mainloop_ahead if "B" in AHEAD else _mainloop)(plan, role, work, count, make_ds)
     unit = plan.problem.scale if units.dk is None else units.dk
     return jax.tree.map(lambda part: part * unit, dk), count
 
@@ -530,6 +579,5 @@ def dk_dv(plan: KeyPlan, refs: BackwardRefs) -> KeyGradients:
         scratch(plan),
         (plan.order.grid, 3),
         barriers=plan.problem.dtype == "float32",
-        pairs=plan.config.pairs,
     )
     return KeyGradients(*kernel(refs))

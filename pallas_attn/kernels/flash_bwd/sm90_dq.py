@@ -27,7 +27,9 @@ from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.attention import score_mod, score_tiles, segment_spans, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile, kv_batch
+from pallas_attn.kernels.flash_bwd import held_columns
 from pallas_attn.kernels.flash_bwd.float32 import Units, left_operand, matmul_add, scaled, units_of
+from pallas_attn.kernels.flash_bwd.held_columns import HeldColumns
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.producer import Ring, load_rows, store_rows
 from pallas_attn.kernels.flash_fwd import block_tables, key_mask_ranges, listed, tile_scheduler
@@ -46,10 +48,19 @@ from pallas_attn.kernels.lang.types import (
 from pallas_attn.kernels.mma import wgmma, wgmma_float32
 
 
-import os
-PAIRS = bool(int(os.environ.get("EXPPAIRDQ", 0)))
-ORD = bool(int(os.environ.get("EXPORD", 0)))
-EXPQ, EXPDO = int(os.environ.get("EXPQ", 0)), int(os.environ.get("EXPDO", 0))
+class DqConfig(NamedTuple):
+    """The fields of the backward's Config that are about dQ."""
+
+    warpgroups: int  # consumers
+    block_kv: int
+    stages: int
+    grid: int
+    q_in_registers: bool = False
+    dq_between: bool = False
+    l2_heads: int = 0
+
+
+REGISTERS = 192  # a thread, of two warpgroups, for dQ, S, dP, and columns of q and dO
 
 
 class DqSmem(NamedTuple):
@@ -75,8 +86,7 @@ class DqSmem(NamedTuple):
 
 def scratch(plan: QueryPlan) -> DqSmem:
     """Shared memory, described once: `dq_of` launches it, `smem_bytes` adds it up."""
-    barrier, consumers, block = plgpu.Barrier, _consumers(plan), plan.config.block_kv
-    free = functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",)) if PAIRS else barrier
+    barrier, consumers, block = plgpu.Barrier, plan.config.warpgroups, plan.config.block_kv
     stages, qk, v = plan.config.stages, plan.qk._replace(swizzle=k_swizzle(plan)), plan.v
     return DqSmem(
         q=qk.scratch(consumers, ROWS),
@@ -88,26 +98,10 @@ def scratch(plan: QueryPlan) -> DqSmem:
         v_ready=barrier(
             num_barriers=stages - 1, num_arrivals=v.copies + score_tiles.copies(plan.score_tiles)
         ),
-        k_free=free(num_barriers=stages, num_arrivals=consumers),
-        v_free=free(num_barriers=stages - 1, num_arrivals=consumers),
+        k_free=barrier(num_barriers=stages, num_arrivals=consumers),
+        v_free=barrier(num_barriers=stages - 1, num_arrivals=consumers),
         bias_and_mask=score_tiles.scratch(plan.score_tiles, stages - 1, plan.tiling.tile_rows),
     )
-
-
-def _consumers(plan):
-    return plan.config.warpgroups // (2 if PAIRS else 1)
-
-
-def _own(plan, tile, wg):
-    if PAIRS:
-        wg = wg + lax.axis_index("pair") * _consumers(plan)
-    return block_tables.own_rows(plan, tile, wg)
-
-
-def _release(ring, slot):
-    if PAIRS:
-        plgpu.commit_smem()
-    ring.release(slot)
 
 
 def k_swizzle(plan: QueryPlan) -> int:
@@ -190,12 +184,7 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
         return lax.fori_loop(span.lo, span.hi, step, count), following, visible
 
     count, first = refs.schedule[block_id, 0], refs.schedule[block_id, 1]
-    start = jnp.int32(0), first, visible_of(ctx, first)
-    end = lax.fori_loop(0, count, load_work_tile, start)[0]
-    if PAIRS:
-        for ring in (ctx.smem.k_ring, ctx.smem.v_ring):
-            for i in range(ring.ready.shape[0]):
-                ring.acquire(end + i, ring.slot(end + i))
+    lax.fori_loop(0, count, load_work_tile, (jnp.int32(0), first, visible_of(ctx, first)))
 
 
 def _load_kv_tile(
@@ -220,10 +209,7 @@ def load_keys(
     batch row, head, and the arguments of `load_rows` for shared memory.
     """
     (plan, refs, _), block, (batch, head, *to) = ctx, ctx.plan.config.block_kv, where
-    pair = "pair" if PAIRS else None
-    whole = functools.partial(
-        load_rows, getattr(refs, name), (batch, head, t * block), *to, pair=pair
-    )
+    whole = functools.partial(load_rows, getattr(refs, name), (batch, head, t * block), *to)
     if not plan.has("kv_lengths"):
         return whole()
     cut = (t + 1) * block > tile.kv_len  # only the last tile may be
@@ -236,7 +222,7 @@ def load_keys(
 def _load_queries(ctx: KernelContext, tile: WorkTile, wg: Index) -> None:
     """q and dO of a consumer warpgroup's rows."""
     _, refs, smem = ctx
-    tile, row = _own(ctx.plan, tile, wg)
+    tile, row = block_tables.own_rows(ctx.plan, tile, wg)
     at = (tile.batch, tile.head, row)
     for ref, to in ((refs.q, smem.q), (refs.do, smem.do)):
         load_rows(ref, at, to, wg, smem.q_ready.at[wg])
@@ -255,55 +241,66 @@ class DqRows(NamedTuple):
     lse: RegisterTile
     delta: RegisterTile
     units: Units
-    in_registers: tuple[RegisterTile, ...] = ()  # columns of q and dO
+    held: tuple[wgmma.Terms, wgmma.Terms] = ((), ())  # columns of q and dO in registers
 
     def needs_mask(self, t: Index) -> Predicate:
         return (t < self.span.full_lo) | (t >= self.span.full_hi)
 
 
+def _held(plan: QueryPlan) -> tuple[HeldColumns, HeldColumns]:
+    """The columns of q and dO that a warpgroup holds in registers, beside dQ, S and dP."""
+    room = 0
+    if plan.config.q_in_registers and plan.problem.dtype != "float32":
+        room = REGISTERS - plan.qk.width // 2 - plan.config.block_kv
+    do = held_columns.fitting(plan.v, room)
+    return held_columns.fitting(plan.qk, room - do.columns // 4), do
+
+
+def _is_dq_between(plan: QueryPlan) -> bool:
+    """Whether dQ of the kv tile before is issued between S and dP, and runs under the exponentials;
+    else it is issued first.
+    """
+    return plan.config.dq_between
+
+
+class Product(NamedTuple):
+    """S or dP: a warpgroup's rows of q or dO, and the tiles of k or v."""
+
+    rows: Panels
+    ring: Ring
+    held: HeldColumns
+    first: wgmma.Terms  # columns of the rows in registers
+
+    def issue(self, acc: RegisterTile, wg: Index, count: Index) -> int:
+        """Issues the product with the tile that comes as number `count`; the number of matmuls."""
+        # An opaque zero, or addresses would be computed before the loop and spilled.
+        rows = panels.tiles(self.rows, wg + mosaic.opaque_zero(count))
+        slot, kind = self.ring.slot(count), self.held.form.kind
+        if self.held.in_parts:
+            parts = self.held.operand(self.first, rows)
+            self.ring.wait(slot)
+            wgmma.score_panels(acc, parts, self.held.parts(panels.tiles(self.ring.tiles, slot)))
+            return self.held.matmuls
+        terms = wgmma.terms_of_smem(rows[0], kind)
+        self.ring.wait(slot)
+        (tile,) = panels.tiles(self.ring.tiles, slot)
+        wgmma.multiply(acc, terms, wgmma.transposed(wgmma.terms_of_smem(tile, kind)))
+        return self.held.matmuls
+
+
+def _products(ctx: KernelContext, rows: DqRows) -> tuple[Product, Product]:
+    """S and dP."""
+    (plan, _, smem), (q, do) = ctx, rows.held
+    held_q, held_do = _held(plan)
+    return Product(smem.q, smem.k_ring, held_q, q), Product(smem.do, smem.v_ring, held_do, do)
+
+
 def _multiply(
-    ctx: KernelContext, rows: DqRows, count: Index, accs: tuple[RegisterTile, RegisterTile],
-    between=None,
+    ctx: KernelContext, rows: DqRows, count: Index, accs: tuple[RegisterTile, RegisterTile]
 ) -> int:
     """Issues S and dP of the kv tile that comes as number `count`; the number of matmuls."""
-    (plan, _, smem), issued = ctx, 0
-    # An opaque zero, or addresses would be computed before the loop and spilled.
-    wg = rows.wg + mosaic.opaque_zero(count)
-    for acc, left, ring, kind in (
-        (accs[0], smem.q, smem.k_ring, plan.qk.kind),
-        (accs[1], smem.do, smem.v_ring, plan.v.kind),
-    ):
-        if between is not None and left is smem.do:
-            between()
-        slot = ring.slot(count)
-        if plan.panels:
-            parts = panels.tiles(left, wg)
-            ring.wait(slot)
-            wgmma.score_panels(acc, parts, panels.tiles(ring.tiles, slot))
-            issued += len(parts)
-            continue
-        n = EXPQ if left is smem.q else EXPDO
-        if n and rows.in_registers:
-            t, *w = rows.in_registers[0 if left is smem.q else 1]
-            ring.wait(slot)
-            tile = ring.tiles.at[slot]
-            width = tile.shape[-1]
-            plgpu.wgmma(acc, t, tile.at[:, pl.ds(0, n)].transpose((1, 0)))
-            issued += 1
-            if n < width:
-                plgpu.wgmma(
-                    acc,
-                    left.at[wg, :, pl.ds(n, width - n)],
-                    tile.at[:, pl.ds(n, width - n)].transpose((1, 0)),
-                )
-                issued += 1
-            continue
-        terms = wgmma.terms_of_smem(left.at[wg], kind)
-        ring.wait(slot)
-        right = wgmma.transposed(wgmma.terms_of_smem(ring.tiles.at[slot], kind))
-        wgmma.multiply(acc, terms, right)
-        issued += wgmma.products(kind.terms, kind.terms)
-    return issued
+    products = _products(ctx, rows)
+    return sum(x.issue(acc, rows.wg, count) for x, acc in zip(products, accs, strict=True))
 
 
 def _ds(
@@ -317,12 +314,10 @@ def _ds(
     rings); `done_with_k`: the slot of k that no matmul reads any more when S is there.
     """
     (plan, _, smem), tile, (t, count) = ctx, rows.tile, step
-    behind = (1 + (EXPDO in (64,))) if EXPDO else plan.v.copies if plan.panels else wgmma.products(*(plan.v.terms,) * 2)
-    if ORD and done_with_k is not None:
-        behind += plan.qk.copies
-    s = plgpu.wgmma_accumulator_load(accs[0], wait_n=behind)
-    if done_with_k is not None and not ORD:
-        _release(smem.k_ring, done_with_k)
+    behind, is_between = _held(plan)[1].matmuls, _is_dq_between(plan) and done_with_k is not None
+    s = plgpu.wgmma_accumulator_load(accs[0], wait_n=behind + (plan.qk.copies if is_between else 0))
+    if done_with_k is not None and not is_between:
+        smem.k_ring.release(done_with_k)
     masked, key = rows.needs_mask(t), kv_tile_of(ctx, tile, t) * plan.config.block_kv
     where = (tile.batch, tile.head, rows.row, key, tile.q_offset, tile.kv_len, tile.mask)
     s, place = scaled(s, rows.units.scores), LogitTile(*where, q_axis=0)
@@ -331,9 +326,9 @@ def _ds(
         place = place._replace(in_smem=score_tiles.rows_of(smem.bias_and_mask, slot, rows.wg))
     p, slope = score_mod.probabilities(ctx, place, s, rows.lse, masked)
     dp = plgpu.wgmma_accumulator_load(accs[1], wait_n=0)
-    if done_with_k is not None and ORD:
-        _release(smem.k_ring, done_with_k)
-    _release(smem.v_ring, smem.v_ring.slot(count))
+    if is_between:
+        smem.k_ring.release(done_with_k)
+    smem.v_ring.release(smem.v_ring.slot(count))
     ds = p * (scaled(dp, rows.units.dp) - mosaic.broadcast_rows(rows.delta, s.shape))
     return ds if slope is None else ds * slope
 
@@ -374,7 +369,7 @@ def _mainloop(ctx: KernelContext, rows: DqRows, count: Index) -> tuple[list[Regi
 def _sum_in_accumulator(
     ctx: KernelContext, rows: DqRows, count: Index, *dq: RegisterTile
 ) -> tuple[list[RegisterTile], Index]:
-    k_ring = ctx.smem.k_ring
+    k_ring, is_between = ctx.smem.k_ring, _is_dq_between(ctx.plan)
 
     def add(ds: tuple[RegisterTile, ...], slot: Index) -> None:
         if ctx.plan.panels:
@@ -386,11 +381,14 @@ def _sum_in_accumulator(
         last = k_ring.slot(count - 1)
 
         def body(*accs: RegisterTile) -> RegisterTile:
-            if ORD:
-                _multiply(ctx, rows, count, accs, lambda: add(ds, last))
+            scores, dp = _products(ctx, rows)
+            if is_between:
+                scores.issue(accs[0], rows.wg, count)
+                add(ds, last)
             else:
                 add(ds, last)
-                _multiply(ctx, rows, count, accs)
+                scores.issue(accs[0], rows.wg, count)
+            dp.issue(accs[1], rows.wg, count)
             return _ds(ctx, rows, (t, count), accs, last)
 
         ds = left_operand(ctx.plan.problem, pl.run_scoped(body, *_scores(ctx)))
@@ -400,7 +398,7 @@ def _sum_in_accumulator(
     end, ds = lax.fori_loop(rows.span.lo + 1, rows.span.hi, step, (count + 1, first))
     add(ds, k_ring.slot(end - 1))
     values = [acc[...] for acc in dq]
-    _release(k_ring, k_ring.slot(end - 1))
+    k_ring.release(k_ring.slot(end - 1))
     return values, end
 
 
@@ -444,11 +442,9 @@ def _consume(ctx: KernelContext, dq_ref: GmemRef, block_id: Index, wg: Index) ->
         following = refs.schedule[block_id, n + 2]
         rows = _rows(ctx, tile_scheduler.work_tile(ctx, code), wg, visible)
         plgpu.barrier_wait(smem.q_ready.at[wg])
-        parts = [
-            (mosaic.load(ref.at[wg, :, pl.ds(0, n)], mosaic.TILE),) if n else ()
-            for ref, n in ((smem.q, EXPQ), (smem.do, EXPDO))
-        ]
-        rows = rows._replace(in_registers=tuple(parts))
+        tiles = (panels.tiles(part, wg) for part in (smem.q, smem.do))
+        held = tuple(map(HeldColumns.read, _held(plan), tiles))
+        rows = rows._replace(held=held)
 
         def no_keys(kv_count: Index) -> tuple[list[RegisterTile], Index]:
             widths = plan.qk.panels or (plan.qk.width,)
@@ -472,7 +468,7 @@ def _consume(ctx: KernelContext, dq_ref: GmemRef, block_id: Index, wg: Index) ->
 
 def _rows(ctx: KernelContext, tile: WorkTile, wg: Index, visible: Span | None) -> DqRows:
     refs, span = ctx.refs, span_of(ctx, tile, visible)
-    tile, row = _own(ctx.plan, tile, wg)
+    tile, row = block_tables.own_rows(ctx.plan, tile, wg)
     lse, delta = (
         mosaic.load(ref.at[tile.batch, tile.head, pl.ds(row, ROWS)], mosaic.ROW)
         for ref in (refs.lse, refs.delta)
@@ -512,8 +508,8 @@ def _kernel(refs: BackwardRefs, dq_ref: GmemRef, smem: DqSmem, *, plan: QueryPla
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
     produce = functools.partial(_produce, ctx, block_id)
     consume = functools.partial(_consume, ctx, dq_ref, block_id, wg)
-    registers = 160 if _consumers(plan) == 3 else 240
-    mosaic.share_registers(wg, _consumers(plan), produce, consume, registers)
+    registers = 160 if plan.config.warpgroups == 3 else 240
+    mosaic.share_registers(wg, plan.config.warpgroups, produce, consume, registers)
 
 
 def dq_of(plan: QueryPlan, refs: BackwardRefs) -> jax.Array:
@@ -524,7 +520,7 @@ def dq_of(plan: QueryPlan, refs: BackwardRefs) -> jax.Array:
         padded = (padded[0], plan.tiling.padded_rows, padded[2], plan.qk.width)
     body, size = (
         functools.partial(_kernel, plan=plan),
-        (plan.order.grid, _consumers(plan) + 1),
+        (plan.order.grid, plan.config.warpgroups + 1),
     )
     kernel = launch.persistent_kernel(
         body,
@@ -533,7 +529,6 @@ def dq_of(plan: QueryPlan, refs: BackwardRefs) -> jax.Array:
         scratch(plan),
         size,
         barriers=True,
-        pairs=PAIRS,
     )
     return kernel(with_spans(plan, refs))[:, : problem.q_len, :, : problem.head_dim]
 

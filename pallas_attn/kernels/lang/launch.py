@@ -16,14 +16,12 @@ def persistent_kernel(
     scratch: SmemRef,
     size: tuple[int, int],
     barriers: bool = False,
-    pairs: bool = False,
 ) -> Callable[..., Any]:
     """The launch of `body(refs, *outs, scratch)`. `size`: the blocks (axis "block") and the
     warpgroups of each (axis "wg"). `barriers`: whether Mosaic adds those that
     `mosaic.without_barriers` leaves out.
     """
     usual = plgpu.CompilerParams(approx_math=True)
-    cluster: dict[str, Any] = {"cluster": (2,), "cluster_names": ("pair",)} if pairs else {}
     return plgpu.kernel(
         body,
         out_type=out_type,
@@ -34,5 +32,4 @@ def persistent_kernel(
         thread_name="wg",
         compiler_params=usual if barriers else mosaic.without_barriers(),
         kernel_name=name,
-        **cluster,
     )

@@ -24,7 +24,6 @@ from jaxlib.mlir.dialects import arith, vector
 from pallas_attn.kernels.lang.asm import give, i32
 from pallas_attn.kernels.lang.types import DType, GmemRef, Index, Layout, Ref, Scalar
 
-BARRIERS = plgpu.Barrier, plgpu.ClusterBarrier
 THREADS = 128  # threads of a warpgroup
 REDUCTION_BYTES = 2048  # shared memory that Mosaic takes where rows are reduced
 TILE = plgpu.Layout.WGMMA  # a matmul's result, [rows, columns]
@@ -68,8 +67,8 @@ def bytes_of(scratch: Any) -> int:
     """Bytes of all buffers of a tree of shared memory, as Mosaic lays them out: each begins at a
     multiple of 1024. Barriers are not counted, nor `REDUCTION_BYTES`.
     """
-    leaves = jax.tree.leaves(scratch, is_leaf=lambda x: isinstance(x, BARRIERS))
-    buffers = [x for x in leaves if not isinstance(x, BARRIERS)]
+    leaves = jax.tree.leaves(scratch, is_leaf=lambda x: isinstance(x, plgpu.Barrier))
+    buffers = [x for x in leaves if not isinstance(x, plgpu.Barrier)]
     sizes = [math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in buffers]
     return sum(-(-size // 1024) * 1024 for size in sizes)
 

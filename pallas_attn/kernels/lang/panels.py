@@ -73,15 +73,12 @@ def load(  # noqa: PLR0913
     at: Index,
     barrier: Barrier,
     column: int = 0,
-    pair: str | None = None,
 ) -> None:
     """Issues loads of rows of one head, from a column on. `where`: batch, rows and head in `source`
     [B, rows, heads, dim], past whose ends zeros are loaded. `at`: the index in the panels.
     """
     for view, columns in _by_columns(source, panels, where[-1], column):
-        plgpu.copy_gmem_to_smem(
-            source.at[(*where, columns)], view.at[at], barrier, collective_axes=pair
-        )
+        plgpu.copy_gmem_to_smem(source.at[(*where, columns)], view.at[at], barrier)
 
 
 def load_columns(  # noqa: PLR0913
