@@ -81,9 +81,6 @@ class Config:
     # above 64 and query tiles are of 64; else those of `held_columns`, in `sm90_dkdv`.
     k_in_registers: bool = False
     q_in_registers: bool = False  # columns of q and dO likewise, in `sm90_dq`
-    dq_between: bool = (
-        False  # dQ of a kv tile is issued between S and dP of the next one, not first
-    )
     window: bool = False  # all by `sm90_window`, which takes few problems
     short: bool = False  # all by `sm90_short`, likewise
     heads: bool = False  # dq, dk and dv by `sm90_heads`
@@ -124,7 +121,9 @@ class Config:
         if sm90_window.takes(problem):
             return cls(window=True)
         if is_wide(problem):
-            return _in_order(problem, _two_kernels(problem))
+            held = holds_columns(problem)
+            wide = cls(fused=False, k_in_registers=held, q_in_registers=held)
+            return _in_order(problem, _two_kernels(problem, wide))
         if has_small_blocks(problem):
             heads = block_tables.heads_of_tile(problem, 2)
             return _two_kernels(problem, cls(fused=False, block_table=True, dq_warpgroups=heads))
@@ -211,7 +210,17 @@ def has_small_blocks(problem: AttentionProblem) -> bool:
     return not problem.learned and block_tables.tile_sizes(problem) != block_tables.TILES[0]
 
 
-def _two_kernels(problem: AttentionProblem, config: Config = Config(fused=False)) -> Config:
+def holds_columns(problem: AttentionProblem) -> bool:
+    """Whether `sm90_dkdv` and `sm90_dq` are faster with left operands in registers: where k and v
+    fit there whole, and nothing masks scores (positions take registers, too).
+    """
+    fits = problem.head_dim <= 192 and problem.v_head_dim <= 128
+    has_functions = problem.mask_program is not None or problem.score_program is not None
+    plain = problem.mask.is_full and not problem.arrays and not has_functions
+    return plain and fits and problem.dtype != "float32"
+
+
+def _two_kernels(problem: AttentionProblem, config: Config) -> Config:
     """The first tiles of each kernel that fit."""
     is_float32 = problem.dtype == "float32"
     for sizes in _FLOAT32_TILES if is_float32 else _WIDE_TILES:
@@ -299,7 +308,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
 
 def _dq_plan(problem: AttentionProblem, config: Config) -> QueryPlan:
     sizes = config.dq_warpgroups, config.dq_block_kv, config.dq_stages, config.grid
-    by_rows = sm90_dq.DqConfig(*sizes, config.q_in_registers, config.dq_between)
+    by_rows = sm90_dq.DqConfig(*sizes, config.q_in_registers)
     in_panels = tma_operands.takes_panels(problem)
     plan = dataclasses.replace(QueryPlan.of(problem, by_rows), panels=in_panels)
     if config.block_table:

@@ -8,7 +8,9 @@ memory and one way: the first may be ahead by a query tile or two, so that one c
 while the matmuls of the other run. In each, the matmul for its gradient is a query
 tile behind, see `_mainloop`.
 
-Grid, work tiles and rings of query tiles are those of `sm90_fused`.
+Grid, work tiles and rings of query tiles are those of `sm90_fused`. Head dims 192/128 with keys in
+registers (`held_columns`): pairs of blocks that load q and dO by multicast were 3.6 % faster, in dQ
+slower; S issued a query tile ahead 5 % slower; query tiles in one order for all blocks 1 % faster.
 
 Shared memory, and who owns it when:
   k, v               k is read by the first warpgroup, which then stores dv from there; v by the
@@ -53,7 +55,7 @@ from pallas_attn.kernels.lang.types import (
 from pallas_attn.kernels.mma import wgmma, wgmma_float32
 
 KEYS = ROWS  # keys of a work tile
-REGISTERS = int(__import__("os").environ.get("EXPREG", 144))  # a thread of a warpgroup, for its gradient and for keys
+REGISTERS = 144  # a thread of a warpgroup, for its gradient and for keys
 ROOM = 228 * 1024  # bytes of shared memory for k, v, q, do and p
 
 
@@ -322,76 +324,6 @@ def _mainloop(
     return lax.cond(work.steps > 0, all_steps, no_step, count)
 
 
-GFB = __import__("os").environ.get("EXPGFB", "")
-AHEAD = __import__("os").environ.get("EXPAHEAD", "")
-
-
-def _mainloop_ahead(
-    plan: KeyPlan, role: Role, work: KeyTile, count: Index, make_left: Callable[..., RegisterTile]
-) -> tuple[RegisterTiles, Index]:
-    """`_mainloop` of 16-bit numbers with the product a query tile ahead: it is issued before the
-    arithmetic on the tile before, under which it and the gradient of the tile before that run.
-    """
-    group, form = plan.problem.group, role.gradient_form
-    shape = KEYS, plan.config.block_q
-    multiply_keys = wgmma.score_panels if role.held.in_parts else wgmma.multiply
-    to_left = functools.partial(float32.left_operand, plan.problem, by=role.left_scale)
-    slot_of = role.product.slot
-
-    def left_of(i: Index, count: Index, value: RegisterTile) -> RegisterTile:
-        g, number = key_tiles.step_of(plan, work, i)
-        slot = slot_of(count)
-        stats = role.product.row_stats.at[slot, pl.ds(0, shape[1])]
-        row_stats = mosaic.load(stats, mosaic.COLUMN)
-        q_tile = QTile(work.kv_head * group + g, work.q_tile(number), count, number)
-        left = make_left(q_tile, value, row_stats)
-        role.product.release(slot)
-        return left
-
-    def all_steps(*accs: RegisterTile) -> tuple[RegisterTiles, Index]:
-        first = role.held.read(panels.tiles(role.keys, mosaic.opaque_zero(count)))
-        keys = functools.partial(_keys_of, role, first)
-
-        def issue(acc: RegisterTile, count: Index) -> None:
-            multiply_keys(acc, keys(count), _product_tiles(role, slot_of(count)))
-
-        def whole(acc: RegisterTile) -> RegisterTile:
-            issue(acc, count)
-            return acc[...]
-
-        def add(left: RegisterTile, count: Index) -> None:
-            wgmma.value_panels(accs, to_left(left)[0], _gradient_tiles(role, slot_of(count)))
-
-        def step(i: Index, carry: Carry) -> Any:
-            value, count = carry
-
-            def body(acc: RegisterTile) -> RegisterTile:
-                issue(acc, count + 1)
-                left = left_of(i, count, value)
-                plgpu.wgmma_wait(role.held.matmuls)
-                pl.when(i > 0)(lambda: role.gradient.release(slot_of(count - 1)))
-                add(left, count)
-                return plgpu.wgmma_accumulator_load(acc, wait_n=form.copies)
-
-            return pl.run_scoped(body, plgpu.ACC(shape, jnp.float32)), count + 1
-
-        value = pl.run_scoped(whole, plgpu.ACC(shape, jnp.float32))
-        steps = group * work.steps
-        value, last = lax.fori_loop(0, steps - 1, step, (value, count))
-        left = left_of(steps - 1, last, value)
-        add(left, last)
-        values = [acc[...] for acc in accs]
-        pl.when(steps > 1)(lambda: role.gradient.release(slot_of(last - 1)))
-        role.gradient.release(slot_of(last))
-        return tuple(values) if form.panels else values[0], last + 1
-
-    def some_steps() -> tuple[RegisterTiles, Index]:
-        widths = form.panels or (form.width,)
-        return pl.run_scoped(all_steps, *[plgpu.ACC((KEYS, n), jnp.float32) for n in widths])
-
-    return lax.cond(work.steps > 0, some_steps, lambda: (_nothing(form), count))
-
-
 def _make_dv(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterTiles, Index]:
     """The first warpgroup: P, for the other too, and dV."""
     (plan, refs, smem), form = ctx, ctx.plan.format
@@ -419,7 +351,7 @@ def _make_dv(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterT
         plgpu.barrier_arrive(smem.p_ready.at[slot])
         return p
 
-    dv, count = (_mainloop_ahead if "A" in AHEAD else _mainloop)(plan, role, work, count, make_p)
+    dv, count = _mainloop(plan, role, work, count, make_p)
     return jax.tree.map(lambda part: scaled(part, units.dv), dv), count
 
 
@@ -434,7 +366,7 @@ def _make_dk(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterT
         gradient=smem.q_ring,
         gradient_form=form.qk,
         left_scale=1.0,
-        gradient_first=form.v.terms == 1 and not GFB,
+        gradient_first=form.v.terms == 1,
         held=_held(plan, form.v, form.qk),
     )
 
@@ -446,7 +378,7 @@ def _make_dk(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterT
         ring.release(slot)
         return p * (scaled(dp, units.dp) - key_tiles.per_column(delta, dp.shape))
 
-    dk, count = (_mainloop_ahead if "B" in AHEAD else _mainloop)(plan, role, work, count, make_ds)
+    dk, count = _mainloop(plan, role, work, count, make_ds)
     unit = plan.problem.scale if units.dk is None else units.dk
     return jax.tree.map(lambda part: part * unit, dk), count
 

@@ -56,7 +56,6 @@ class DqConfig(NamedTuple):
     stages: int
     grid: int
     q_in_registers: bool = False
-    dq_between: bool = False
     l2_heads: int = 0
 
 
@@ -256,51 +255,31 @@ def _held(plan: QueryPlan) -> tuple[HeldColumns, HeldColumns]:
     return held_columns.fitting(plan.qk, room - do.columns // 4), do
 
 
-def _is_dq_between(plan: QueryPlan) -> bool:
-    """Whether dQ of the kv tile before is issued between S and dP, and runs under the exponentials;
-    else it is issued first.
-    """
-    return plan.config.dq_between
-
-
-class Product(NamedTuple):
-    """S or dP: a warpgroup's rows of q or dO, and the tiles of k or v."""
-
-    rows: Panels
-    ring: Ring
-    held: HeldColumns
-    first: wgmma.Terms  # columns of the rows in registers
-
-    def issue(self, acc: RegisterTile, wg: Index, count: Index) -> int:
-        """Issues the product with the tile that comes as number `count`; the number of matmuls."""
-        # An opaque zero, or addresses would be computed before the loop and spilled.
-        rows = panels.tiles(self.rows, wg + mosaic.opaque_zero(count))
-        slot, kind = self.ring.slot(count), self.held.form.kind
-        if self.held.in_parts:
-            parts = self.held.operand(self.first, rows)
-            self.ring.wait(slot)
-            wgmma.score_panels(acc, parts, self.held.parts(panels.tiles(self.ring.tiles, slot)))
-            return self.held.matmuls
-        terms = wgmma.terms_of_smem(rows[0], kind)
-        self.ring.wait(slot)
-        (tile,) = panels.tiles(self.ring.tiles, slot)
-        wgmma.multiply(acc, terms, wgmma.transposed(wgmma.terms_of_smem(tile, kind)))
-        return self.held.matmuls
-
-
-def _products(ctx: KernelContext, rows: DqRows) -> tuple[Product, Product]:
-    """S and dP."""
-    (plan, _, smem), (q, do) = ctx, rows.held
-    held_q, held_do = _held(plan)
-    return Product(smem.q, smem.k_ring, held_q, q), Product(smem.do, smem.v_ring, held_do, do)
-
-
 def _multiply(
     ctx: KernelContext, rows: DqRows, count: Index, accs: tuple[RegisterTile, RegisterTile]
 ) -> int:
     """Issues S and dP of the kv tile that comes as number `count`; the number of matmuls."""
-    products = _products(ctx, rows)
-    return sum(x.issue(acc, rows.wg, count) for x, acc in zip(products, accs, strict=True))
+    (plan, _, smem), issued = ctx, 0
+    # An opaque zero, or addresses would be computed before the loop and spilled.
+    wg = rows.wg + mosaic.opaque_zero(count)
+    held_q, held_do = _held(plan)
+    for acc, left, ring, held, first in (
+        (accs[0], smem.q, smem.k_ring, held_q, rows.held[0]),
+        (accs[1], smem.do, smem.v_ring, held_do, rows.held[1]),
+    ):
+        slot, kind = ring.slot(count), held.form.kind
+        if held.in_parts:
+            parts = held.operand(first, panels.tiles(left, wg))
+            ring.wait(slot)
+            wgmma.score_panels(acc, parts, held.parts(panels.tiles(ring.tiles, slot)))
+            issued += held.matmuls
+            continue
+        terms = wgmma.terms_of_smem(left.at[wg], kind)
+        ring.wait(slot)
+        right = wgmma.transposed(wgmma.terms_of_smem(ring.tiles.at[slot], kind))
+        wgmma.multiply(acc, terms, right)
+        issued += wgmma.products(kind.terms, kind.terms)
+    return issued
 
 
 def _ds(
@@ -314,9 +293,10 @@ def _ds(
     rings); `done_with_k`: the slot of k that no matmul reads any more when S is there.
     """
     (plan, _, smem), tile, (t, count) = ctx, rows.tile, step
-    behind, is_between = _held(plan)[1].matmuls, _is_dq_between(plan) and done_with_k is not None
-    s = plgpu.wgmma_accumulator_load(accs[0], wait_n=behind + (plan.qk.copies if is_between else 0))
-    if done_with_k is not None and not is_between:
+    held, terms = _held(plan)[1], plan.v.terms
+    behind = held.matmuls if held.in_parts else wgmma.products(terms, terms)
+    s = plgpu.wgmma_accumulator_load(accs[0], wait_n=behind)
+    if done_with_k is not None:
         smem.k_ring.release(done_with_k)
     masked, key = rows.needs_mask(t), kv_tile_of(ctx, tile, t) * plan.config.block_kv
     where = (tile.batch, tile.head, rows.row, key, tile.q_offset, tile.kv_len, tile.mask)
@@ -326,8 +306,6 @@ def _ds(
         place = place._replace(in_smem=score_tiles.rows_of(smem.bias_and_mask, slot, rows.wg))
     p, slope = score_mod.probabilities(ctx, place, s, rows.lse, masked)
     dp = plgpu.wgmma_accumulator_load(accs[1], wait_n=0)
-    if is_between:
-        smem.k_ring.release(done_with_k)
     smem.v_ring.release(smem.v_ring.slot(count))
     ds = p * (scaled(dp, rows.units.dp) - mosaic.broadcast_rows(rows.delta, s.shape))
     return ds if slope is None else ds * slope
@@ -369,7 +347,7 @@ def _mainloop(ctx: KernelContext, rows: DqRows, count: Index) -> tuple[list[Regi
 def _sum_in_accumulator(
     ctx: KernelContext, rows: DqRows, count: Index, *dq: RegisterTile
 ) -> tuple[list[RegisterTile], Index]:
-    k_ring, is_between = ctx.smem.k_ring, _is_dq_between(ctx.plan)
+    k_ring = ctx.smem.k_ring
 
     def add(ds: tuple[RegisterTile, ...], slot: Index) -> None:
         if ctx.plan.panels:
@@ -381,14 +359,8 @@ def _sum_in_accumulator(
         last = k_ring.slot(count - 1)
 
         def body(*accs: RegisterTile) -> RegisterTile:
-            scores, dp = _products(ctx, rows)
-            if is_between:
-                scores.issue(accs[0], rows.wg, count)
-                add(ds, last)
-            else:
-                add(ds, last)
-                scores.issue(accs[0], rows.wg, count)
-            dp.issue(accs[1], rows.wg, count)
+            add(ds, last)
+            _multiply(ctx, rows, count, accs)
             return _ds(ctx, rows, (t, count), accs, last)
 
         ds = left_operand(ctx.plan.problem, pl.run_scoped(body, *_scores(ctx)))
