@@ -9,7 +9,7 @@ while the matmuls of the other run. In each, the matmul for its gradient is a qu
 tile behind, see `_mainloop`.
 
 Grid, work tiles and rings of query tiles are those of `sm90_fused`. Head dims 192/128 with keys in
-registers (`held_columns`): pairs of blocks that load q and dO by multicast were 3.6 % faster, in dQ
+registers (`held_columns`): pairs of blocks that load q and dO by multicast were 4 % faster, in dQ
 slower; S issued a query tile ahead 5 % slower; query tiles in one order for all blocks 1 % faster.
 
 Shared memory, and who owns it when:
