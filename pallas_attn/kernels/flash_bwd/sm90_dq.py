@@ -414,8 +414,8 @@ def _consume(ctx: KernelContext, dq_ref: GmemRef, block_id: Index, wg: Index) ->
         following = refs.schedule[block_id, n + 2]
         rows = _rows(ctx, tile_scheduler.work_tile(ctx, code), wg, visible)
         plgpu.barrier_wait(smem.q_ready.at[wg])
-        tiles = (panels.tiles(part, wg) for part in (smem.q, smem.do))
-        held = tuple(map(HeldColumns.read, _held(plan), tiles))
+        q, do = _held(plan)
+        held = q.read(panels.tiles(smem.q, wg)), do.read(panels.tiles(smem.do, wg))
         rows = rows._replace(held=held)
 
         def no_keys(kv_count: Index) -> tuple[list[RegisterTile], Index]:
