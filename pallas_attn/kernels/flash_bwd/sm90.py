@@ -77,7 +77,10 @@ class Config:
     dq_stages: int = 2  # kv tiles of its ring
     dq_lag: int = 1  # steps between dS and its dQ: with 2, warpgroups wait less for each other
     dq_warpgroups: int = 2  # its consumers
-    k_in_registers: bool = False  # half of K, where head dims are above 64, query tiles of 64
+    # Columns that stay in registers for a work tile: half of K in `sm90_fused`, where head dims are
+    # above 64 and query tiles are of 64; else those of `held_columns`, in `sm90_dkdv`.
+    k_in_registers: bool = False
+    q_in_registers: bool = False  # columns of q and dO likewise, in `sm90_dq`
     window: bool = False  # all by `sm90_window`, which takes few problems
     short: bool = False  # all by `sm90_short`, likewise
     heads: bool = False  # dq, dk and dv by `sm90_heads`
@@ -118,7 +121,9 @@ class Config:
         if sm90_window.takes(problem):
             return cls(window=True)
         if is_wide(problem):
-            return _in_order(problem, _two_kernels(problem))
+            held = holds_columns(problem)
+            wide = cls(fused=False, k_in_registers=held, q_in_registers=held)
+            return _in_order(problem, _two_kernels(problem, wide))
         if has_small_blocks(problem):
             heads = block_tables.heads_of_tile(problem, 2)
             return _two_kernels(problem, cls(fused=False, block_table=True, dq_warpgroups=heads))
@@ -205,7 +210,17 @@ def has_small_blocks(problem: AttentionProblem) -> bool:
     return not problem.learned and block_tables.tile_sizes(problem) != block_tables.TILES[0]
 
 
-def _two_kernels(problem: AttentionProblem, config: Config = Config(fused=False)) -> Config:
+def holds_columns(problem: AttentionProblem) -> bool:
+    """Whether `sm90_dkdv` and `sm90_dq` are faster with left operands in registers: where k and v
+    fit there whole, and nothing masks scores (positions take registers, too).
+    """
+    fits = problem.head_dim <= 192 and problem.v_head_dim <= 128
+    has_functions = problem.mask_program is not None or problem.score_program is not None
+    plain = problem.mask.is_full and not problem.arrays and not has_functions
+    return plain and fits and problem.dtype != "float32"
+
+
+def _two_kernels(problem: AttentionProblem, config: Config) -> Config:
     """The first tiles of each kernel that fit."""
     is_float32 = problem.dtype == "float32"
     for sizes in _FLOAT32_TILES if is_float32 else _WIDE_TILES:
@@ -292,9 +307,8 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
 
 
 def _dq_plan(problem: AttentionProblem, config: Config) -> QueryPlan:
-    by_rows = flash_fwd_sm90.Config(
-        config.dq_warpgroups, config.dq_block_kv, config.dq_stages, 0, config.grid
-    )
+    sizes = config.dq_warpgroups, config.dq_block_kv, config.dq_stages, config.grid
+    by_rows = sm90_dq.DqConfig(*sizes, config.q_in_registers)
     in_panels = tma_operands.takes_panels(problem)
     plan = dataclasses.replace(QueryPlan.of(problem, by_rows), panels=in_panels)
     if config.block_table:
