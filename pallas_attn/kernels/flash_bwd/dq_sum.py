@@ -8,7 +8,7 @@ memory takes longer.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -23,7 +23,7 @@ from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import Index, RegisterTile, SmemRef
-from pallas_attn.kernels.mma import mma_rowmajor
+from pallas_attn.kernels.mma import mma_rowmajor, wgmma_swizzles
 
 WARPGROUPS = 2  # consumers
 
@@ -65,6 +65,11 @@ def share_widths(plan: KeyPlan) -> tuple[int, ...]:
     return widths[:1] if plan.format.qk.panels else (widths[0] // WARPGROUPS,)
 
 
+def accumulator(plan: KeyPlan) -> Any:
+    """That of `multiply`."""
+    return plgpu.ACC((ROWS, share_widths(plan)[0]), jnp.float32)
+
+
 def has_rest(plan: KeyPlan) -> bool:
     """Whether the second half of k, whose columns past the head dim are zeros, is wider than the
     second panel of q: then scores are computed from another copy of k.
@@ -86,49 +91,47 @@ def _swizzle(plan: KeyPlan) -> int:
     return tma_operands.swizzle_of(4 * share_widths(plan)[0])
 
 
-def ds_scratch(plan: KeyPlan) -> tuple[Panels, ...]:
-    """Shared memory [slot, warpgroup, 64 query rows, keys, query rows] for dS: a copy for each
-    swizzle of k, as both operands of a matmul have one. TMA takes blocks of 64 columns, too.
+def ds_scratch(plan: KeyPlan) -> Panels:
+    """Shared memory [slot, warpgroup, 64 query rows, keys, query rows] for dS, in the swizzle of
+    k's first panel. TMA takes blocks of 64 columns, too.
     """
     config, dtype, form = plan.config, jnp.dtype(plan.problem.dtype), plan.format.qk
     halves = (plan.ds_slots, WARPGROUPS, config.block_q // ROWS, ROWS)
-    if not form.panels:
-        return (mosaic.swizzled((*halves, ROWS), dtype, form.swizzle),)
-    return tuple(
-        (panels.scratch(halves, dtype, ROWS),)
-        if width == ROWS
-        else mosaic.swizzled((*halves, ROWS), dtype, 2 * width)
-        for width in _swizzled_widths(plan)
-    )
+    if form.panels and form.panels[0] == ROWS:
+        return (panels.scratch(halves, dtype, ROWS),)
+    return mosaic.swizzled((*halves, ROWS), dtype, form.swizzle)
 
 
-def _swizzled_widths(plan: KeyPlan) -> list[int]:
-    return sorted(set(share_widths(plan)), reverse=True)
+def ds_tile(ctx: KernelContext, *at: Index) -> SmemRef:
+    (tile,) = panels.tiles(ctx.smem.ds, at)
+    return tile
 
 
-def ds_tiles(ctx: KernelContext, *at: Index) -> list[SmemRef]:
-    """The copies of a tile of dS."""
-    return [ref for copy in ctx.smem.ds for ref in panels.tiles(copy, at)]
-
-
-def matmuls(plan: KeyPlan) -> int:
-    """Matmuls that `multiply` issues."""
-    return WARPGROUPS * len(share_widths(plan))
-
-
-def multiply(ctx: KernelContext, accs: Sequence[RegisterTile], slot: Index, wg: Index) -> None:
-    """Issues a warpgroup's share of dS K, of the dS in `slot`."""
+def multiply(
+    ctx: KernelContext, acc: RegisterTile, slot: Index, wg: Index
+) -> tuple[RegisterTile, ...]:
+    """Issues a warpgroup's share of dS K, of the dS in `slot`, as `WARPGROUPS` groups of matmuls:
+    into `acc` those of the first panel of k. Returns the sums of the others, which are there when
+    `acc` is.
+    """
     plan, _, smem = ctx
     # Without the opaque zero the matmul descriptors of all parts of k stay live, and are spilled.
-    zero, widths = mosaic.opaque_zero(wg, 1), _swizzled_widths(plan)
-    for u in range(WARPGROUPS):
+    zero = mosaic.opaque_zero(wg, 1)
+
+    def operands(u: int) -> tuple[SmemRef, tuple[SmemRef, ...]]:
         if is_split_by_rows(plan):
-            copies, parts = ds_tiles(ctx, slot, u, wg), panels.tiles(smem.k, u + zero)
-        else:
-            copies, parts = ds_tiles(ctx, slot, u, 0), (_half_of_k(ctx, u, wg),)
-        for acc, k in zip(accs, parts, strict=True):
-            ds = copies[0 if len(copies) == 1 else widths.index(k.shape[1])]
-            plgpu.wgmma(acc, ds.transpose((1, 0)), k)
+            return ds_tile(ctx, slot, u, wg), panels.tiles(smem.k, u + zero)
+        return ds_tile(ctx, slot, u, 0), (_half_of_k(ctx, u, wg),)
+
+    sums = []
+    for n, width in enumerate(share_widths(plan)[1:], 1):
+        ds, k = zip(*map(operands, range(WARPGROUPS)), strict=True)
+        nothing = mosaic.filled((ROWS, width), 0.0)
+        sums.append(wgmma_swizzles.issue_transposed(nothing, ds, [tiles[n] for tiles in k]))
+    for u in range(WARPGROUPS):
+        left, (right, *_) = operands(u)
+        plgpu.wgmma(acc, left.transpose((1, 0)), right)
+    return tuple(sums)
 
 
 def _half_of_k(ctx: KernelContext, u: int, wg: Index) -> SmemRef:

@@ -93,7 +93,7 @@ class FusedSmem(NamedTuple):
     v: Panels
     q: Panels
     do: Panels
-    ds: tuple[Panels, ...]  # see `dq_sum.ds_scratch`
+    ds: Panels  # see `dq_sum.ds_scratch`
     dq: Panels
     row_stats: SmemRef  # lse and delta of the tiles of q and dO
     row_numbers: SmemRef  # 0, 1, .. of a query tile
@@ -291,14 +291,14 @@ def _last_dq(ctx: KernelContext, work: KeyTile, wg: Index, due: PendingDq, count
     plan, smem = ctx.plan, ctx.smem
     slot, ready = _ds_slot(plan, count), _ds_ready(ctx, count)
 
-    def matmuls(*accs: RegisterTile) -> list[RegisterTile]:
-        dq_sum.multiply(ctx, accs, slot, wg)
-        return [acc[...] for acc in accs]
+    def matmuls(acc: RegisterTile) -> list[RegisterTile]:
+        sums = dq_sum.multiply(ctx, acc, slot, wg)
+        return [acc[...], *sums]
 
     @pl.when(due.exists != 0)
     def _():
         plgpu.barrier_wait(ready)
-        dq = pl.run_scoped(matmuls, *_accumulators(dq_sum.share_widths(plan)))
+        dq = pl.run_scoped(matmuls, dq_sum.accumulator(plan))
         if dq_sum.is_split_by_rows(plan):
             plgpu.barrier_arrive(smem.ds_free.at[slot])
         dq_sum.add(ctx, work, wg, due, dq)
@@ -433,8 +433,8 @@ def _step(now: FusedStep, sums: KeyGradients) -> Sums:
 
 
 def _step_dq_first(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Sums:
-    dq_accs = _accumulators(dq_sum.share_widths(now.plan))
-    pl.run_scoped(functools.partial(_dq_and_scores, now, s_acc), *dq_accs)
+    dq_and_scores = functools.partial(_dq_and_scores, now, s_acc)
+    pl.run_scoped(dq_and_scores, dq_sum.accumulator(now.plan))
     rest = functools.partial(_dv_and_dk, now, sums, s_acc)
     return pl.run_scoped(rest, plgpu.ACC(now.shape, jnp.float32))
 
@@ -460,12 +460,12 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Su
         p = score_mod.exponentials(plan, logits, now.row_statistic(smem.q_ring))
         return _ds(now, sums, dp_acc, p, slope)
 
-    def to_dq(ds: RegisterTile, *dq_accs: RegisterTile) -> None:
+    def to_dq(ds: RegisterTile, dq_acc: RegisterTile) -> None:
         slot = _ds_slot(plan, due.count)
-        mosaic.results_are_used(due.exists, dq_sum.matmuls(plan))
-        dq_sum.multiply(ctx, dq_accs, slot, now.wg)
+        mosaic.results_are_used(due.exists, WARPGROUPS)
+        rest = dq_sum.multiply(ctx, dq_acc, slot, now.wg)
         wgmma.value_panels(sums.dk, ds, panels.tiles(smem.q, now.slot))
-        dq = [plgpu.wgmma_accumulator_load(acc, wait_n=len(sums.dk)) for acc in dq_accs]
+        dq = [plgpu.wgmma_accumulator_load(dq_acc, wait_n=len(sums.dk)), *rest]
         smem.do_ring.release(now.slot)
         pl.when(due.exists != 0)(lambda: plgpu.barrier_arrive(smem.ds_free.at[slot]))
         dq_sum.add(ctx, now.work, now.wg, due, dq)
@@ -477,11 +477,11 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Su
     smem.do_ring.wait(now.slot)
     to_ds = functools.partial(to_ds, logits, slope)
     ds, of_aux = pl.run_scoped(to_ds, plgpu.ACC(now.shape, jnp.float32))
-    pl.run_scoped(functools.partial(to_dq, ds), *_accumulators(dq_sum.share_widths(plan)))
+    pl.run_scoped(functools.partial(to_dq, ds), dq_sum.accumulator(plan))
     return of_aux
 
 
-def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, *dq_accs: RegisterTile) -> None:
+def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, dq_acc: RegisterTile) -> None:
     """dQ of a step before, which is being added when this returns, and S of this one, which still
     runs.
     """
@@ -490,16 +490,16 @@ def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, *dq_accs: RegisterTile) 
     turns.pass_on(ctx, now.work, wg, now.added)
     seen = turns.look(ctx, now.work, wg, due)
     pl.when(due.exists != 0)(lambda: plgpu.barrier_wait(_ds_ready(ctx, count)))
-    dq_sum.multiply(ctx, dq_accs, _ds_slot(plan, count - plan.config.dq_lag), wg)
+    rest = dq_sum.multiply(ctx, dq_acc, _ds_slot(plan, count - plan.config.dq_lag), wg)
     if now.presets:  # S begins in registers out of which dK was made
-        plgpu.wgmma_wait(dq_sum.matmuls(plan))
+        plgpu.wgmma_wait(WARPGROUPS)
         now.release_last_q()
     smem.q_ring.wait(now.slot)
     if now.presets:
         s_acc[...] = now.row_statistic(smem.q_ring)
     groups = now.multiply_scores(s_acc)
     # And dK of the last step is done.
-    dq = [plgpu.wgmma_accumulator_load(acc, wait_n=groups) for acc in dq_accs]
+    dq = [plgpu.wgmma_accumulator_load(dq_acc, wait_n=groups), *rest]
     if not now.presets:
         now.release_last_q()
     dq_sum.add(ctx, now.work, wg, due, dq, seen)
@@ -541,8 +541,11 @@ def _ds(
     plan, refs, smem = now.ctx
     dtype = jnp.dtype(plan.problem.dtype)
     slot, ready = _ds_slot(plan, now.own.count), _ds_ready(now.ctx, now.own.count)
-    wgmma.value_panels(sums.dv, p.astype(dtype), panels.tiles(smem.do, now.slot))
+    rounded = p.astype(dtype)
+    wgmma.value_panels(sums.dv, rounded, panels.tiles(smem.do, now.slot))
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(sums.dv))
+    if len(sums.dk) > 1 and dq_sum.is_split_by_rows(plan):
+        p = rounded.astype(jnp.float32)
     ds = p * (dp if now.presets else dp - now.row_statistic(smem.do_ring))
     of_aux = aux_sums.add_tile(now.ctx, now.place, now.of_aux, ds)
     ds = (ds if slope is None else ds * slope).astype(dtype)
@@ -552,8 +555,7 @@ def _ds(
             pl.when(now.pending[-1].exists != 0)(lambda: plgpu.barrier_wait(ready))
         for half in range(plan.config.block_q // ROWS):
             part = lax.slice(ds, (0, half * ROWS), (ROWS, (half + 1) * ROWS))
-            for copy in dq_sum.ds_tiles(now.ctx, slot, now.wg, half):
-                copy[...] = part
+            dq_sum.ds_tile(now.ctx, slot, now.wg, half)[...] = part
     if now.presets:
         wgmma.value_panels(sums.dk, ds, panels.tiles(smem.q, now.slot))
     plgpu.commit_smem()  # lse and delta have been read, too, and TMA will write there
@@ -640,8 +642,7 @@ def _ds_staging(ctx: KernelContext, wg: Index) -> KeyGradients:
     halves, widths = plan.config.block_q // ROWS, _widths(plan)
     of_dk = sum(widths.dk) // ROWS
     blocks = [(n // halves, wg, n % halves) for n in range(of_dk + sum(widths.dv) // ROWS)]
-    rows = smem.ds[0]
-    return KeyGradients(Staging(rows, blocks[:of_dk]), Staging(rows, blocks[of_dk:]))
+    return KeyGradients(Staging(smem.ds, blocks[:of_dk]), Staging(smem.ds, blocks[of_dk:]))
 
 
 # ---- the kernel and its call --------------------------------------------------------------------
