@@ -139,7 +139,12 @@ class Config:
         config = dataclasses.replace(config, fused=fused)
         if fused and problem.deterministic:
             config = _with_turns(problem, config)
-        if fused and dq_sum.has_rest(plan_of(problem, config)):
+        if config.fused and max(problem.head_dim, problem.v_head_dim) in range(65, 81):
+            import os
+            more = cls(128, dq_stages=3)
+            if not os.environ.get("OLDH") and not (problem.deterministic or problem.learned or problem.bias_shape) and sm90_fused.buffer_bytes(plan_of(problem, more)) + BARRIERS <= SMEM_LIMIT:
+                config = dataclasses.replace(more, turns=config.turns)
+        if config.block_q == 64 and fused and dq_sum.has_rest(plan_of(problem, config)):
             config = dataclasses.replace(config, stages=3, dq_lag=1)
         return _with_slots(problem, _in_order(problem, config))
 

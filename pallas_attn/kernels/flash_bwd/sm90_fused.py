@@ -292,7 +292,7 @@ def _last_dq(ctx: KernelContext, work: KeyTile, wg: Index, due: PendingDq, count
     slot, ready = _ds_slot(plan, count), _ds_ready(ctx, count)
 
     def matmuls(acc: RegisterTile) -> list[RegisterTile]:
-        sums = dq_sum.multiply(ctx, acc, slot, wg)
+        sums = dq_sum.multiply(ctx, acc, slot, wg + mosaic.opaque_zero(count))
         return [acc[...], *sums]
 
     @pl.when(due.exists != 0)
@@ -330,7 +330,13 @@ def presets_accumulators(ctx: KernelContext) -> bool:
     times a factor; query tiles of 128 gain nothing by it.
     """
     plan, adds_dq = ctx.plan, ctx.plan.config.one_key_tile or ctx.refs.dq is not None
-    return adds_dq and plan.config.block_q == ROWS and plan.logit_rules.unit is not None
+    gains = plan.config.block_q == ROWS or lacks_registers(plan)
+    return adds_dq and gains and plan.logit_rules.unit is not None
+
+
+def lacks_registers(plan: KeyPlan) -> bool:
+    """Whether a step of 128 queries needs nearly all registers: head dims above 64."""
+    return dq_sum.is_split_by_rows(plan) and len(dq_sum.qk_widths(plan)) > 1
 
 
 Sums = tuple[RegisterTile, ...]  # sums for each key, for a score function's arrays: `aux_sums`
@@ -456,8 +462,13 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Su
     plan, smem = now.plan, now.smem
 
     def to_ds(logits: RegisterTile, slope: RegisterTile, dp_acc: RegisterTile) -> Any:
+        if now.presets:
+            dp_acc[...] = now.row_statistic(smem.do_ring)
         now.multiply_dp(dp_acc)
-        p = score_mod.exponentials(plan, logits, now.row_statistic(smem.q_ring))
+        if now.presets:
+            p, slope = score_mod.probabilities(ctx, now.place, logits, None, now.masked)
+        else:
+            p = score_mod.exponentials(plan, logits, now.row_statistic(smem.q_ring))
         return _ds(now, sums, dp_acc, p, slope)
 
     def to_dq(ds: RegisterTile, dq_acc: RegisterTile) -> None:
@@ -470,10 +481,15 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Su
         pl.when(due.exists != 0)(lambda: plgpu.barrier_arrive(smem.ds_free.at[slot]))
         dq_sum.add(ctx, now.work, now.wg, due, dq)
 
+    if now.presets:
+        plgpu.wgmma_wait(0)
+        s_acc[...] = now.row_statistic(smem.q_ring)
     now.multiply_scores(s_acc)
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
     now.release_last_q()
-    logits, slope = score_mod.logits_and_slope(ctx, now.place, s, now.masked)
+    logits, slope = s, None
+    if not now.presets:
+        logits, slope = score_mod.logits_and_slope(ctx, now.place, s, now.masked)
     smem.do_ring.wait(now.slot)
     to_ds = functools.partial(to_ds, logits, slope)
     ds, of_aux = pl.run_scoped(to_ds, plgpu.ACC(now.shape, jnp.float32))
@@ -544,7 +560,7 @@ def _ds(
     rounded = p.astype(dtype)
     wgmma.value_panels(sums.dv, rounded, panels.tiles(smem.do, now.slot))
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(sums.dv))
-    if len(sums.dk) > 1 and dq_sum.is_split_by_rows(plan):
+    if lacks_registers(plan):
         p = rounded.astype(jnp.float32)
     ds = p * (dp if now.presets else dp - now.row_statistic(smem.do_ring))
     of_aux = aux_sums.add_tile(now.ctx, now.place, now.of_aux, ds)
@@ -556,7 +572,7 @@ def _ds(
         for half in range(plan.config.block_q // ROWS):
             part = lax.slice(ds, (0, half * ROWS), (ROWS, (half + 1) * ROWS))
             dq_sum.ds_tile(now.ctx, slot, now.wg, half)[...] = part
-    if now.presets:
+    if now.presets and not dq_sum.is_split_by_rows(plan):
         wgmma.value_panels(sums.dk, ds, panels.tiles(smem.q, now.slot))
     plgpu.commit_smem()  # lse and delta have been read, too, and TMA will write there
     if refs.dq is not None:
