@@ -69,8 +69,9 @@ from pallas_attn.kernels.mma import wgmma, wgmma_swizzles
 WARPGROUPS = 2  # consumers
 KEYS = WARPGROUPS * ROWS  # keys of a kv tile
 SUMS = 160  # largest number of columns of dK and dV in a consumer's registers: 80 a thread
-REGISTERS = 200, 88, 24  # a thread of consumers, of the third warpgroup, of the producer
-KEYS_IN_REGISTERS = 128  # largest number of columns of k and v for consumers to hold both
+import os
+REGISTERS = eval(os.environ.get("REGS", "(200, 88, 24)"))  # a thread of consumers, of the third warpgroup, of the producer
+KEYS_IN_REGISTERS = int(os.environ.get("KIR", "128"))  # largest number of columns of k and v for consumers to hold both
 LEAST_BUSY = 0.75  # least share of blocks with a head, over all waves, for `is_faster`
 RESERVED = 1024  # bytes of shared memory for barriers and for alignment
 
@@ -85,7 +86,7 @@ class Slots(NamedTuple):
 
 
 # Fastest first.
-_SLOTS = [
+_SLOTS = [Slots(*eval(os.environ["SLOTS"]))] if os.environ.get("SLOTS") else [
     Slots(2, 2, 4),
     Slots(2, 1, 4),
     Slots(2, 2, 2),
@@ -473,6 +474,12 @@ def _consume(ctx: KernelContext, outs: KeyGradients, walk: Walk, wg: Index) -> N
             k, v = ([mosaic.load(x, mosaic.TILE) for x in terms] for terms in (k, v))
             plgpu.commit_smem()  # v has been read, and TMA will write there
             plgpu.barrier_arrive(smem.v_free)
+        elif os.environ.get("KONLY"):
+            n = int(os.environ["KONLY"])
+            k = [*(mosaic.load(x, mosaic.TILE) for x in k[:n]), *k[n:]]
+        if os.environ.get("VONLY") and not _has_keys_in_registers(problem):
+            n = int(os.environ["VONLY"])
+            v = [*(mosaic.load(x, mosaic.TILE) for x in v[:n]), *v[n:]]
 
         def all_steps(*accs: RegisterTile) -> list[list[RegisterTile]]:
             sums = KeyGradients(accs[: len(qk_widths)], accs[len(qk_widths) :])
@@ -526,8 +533,11 @@ def _dv_and_dk(
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(do))
     lse = now.statistic(smem.lse)
     p, slope = score_mod.probabilities(now.ctx, now.place, s, lse, now.is_masked)
-    wgmma.value_panels(sums.dv, p.astype(dtype), do)
+    rounded = p.astype(dtype)
+    wgmma.value_panels(sums.dv, rounded, do)
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(do))
+    if os.environ.get("HPR"):
+        p = rounded.astype(jnp.float32)
     _release(now, now.t == now.tile.steps - 1)
     ds = p * (dp - per_column(now.statistic(smem.delta), dp.shape))
     ds = (ds if slope is None else ds * slope).astype(dtype)
