@@ -58,6 +58,12 @@ def is_wide(problem: AttentionProblem) -> bool:
     return max(problem.head_dim, problem.v_head_dim) > 128 or problem.dtype == "float32"
 
 
+def has_tail(problem: AttentionProblem, block_q: int) -> bool:
+    """Whether `sm90_fused` takes query tiles of 128 with a few columns beyond a swizzle."""
+    widest = max(problem.head_dim, problem.v_head_dim)
+    return block_q == 2 * ROWS and ROWS < widest <= 80 and problem.dtype != "float32"
+
+
 class RowFormats(NamedTuple):
     """How rows lie in shared memory on Hopper."""
 
@@ -70,8 +76,8 @@ class RowFormats(NamedTuple):
         """Query tiles of `block_q` rows are multiplied by whole swizzles too. `halves`: q and k
         have at least two panels.
         """
-        if tma_operands.takes_panels(problem):
-            dims = problem.head_dim, problem.v_head_dim
+        dims = problem.head_dim, problem.v_head_dim
+        if tma_operands.takes_panels(problem) or has_tail(problem, block_q):
             qk, v = (tma_operands.in_panels(problem.dtype, dim) for dim in dims)
             if halves and len(qk.panels) == 1:
                 width = max(qk.width // 2, 16)
