@@ -239,10 +239,10 @@ def _content(ours, key):
     `ON_PEER` and a device do, what that device has.
     """
     array = ours.mem[shared_memory.HostAllocationKey.from_array(key[:KEY_SIZE])].content
-    if key.size == KEY_SIZE + 2:
-        assert _peers is not None and key[-2] == ON_PEER
+    if key.size == KEY_SIZE + 2 and key[-2] == ON_PEER:
+        assert _peers is not None
         return _peers(array, int(key[-1]))
-    return array[tuple(map(int, key[KEY_SIZE:]))]
+    return array if key.size == KEY_SIZE else array[tuple(map(int, key[KEY_SIZE:]))]
 
 
 def _args_of(eqn, get_values):
