@@ -19,7 +19,7 @@ from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import dq_rounding, one_key_tile, turns
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
-from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan, has_tail
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import Index, RegisterTile, SmemRef
@@ -43,6 +43,22 @@ def is_split_by_rows(plan: KeyPlan) -> bool:
     return plan.config.block_q == WARPGROUPS * ROWS
 
 
+def is_of_own_keys(plan: KeyPlan) -> bool:
+    """Whether each warpgroup multiplies dS of its own keys, by all columns, and adds from registers:
+    where q and k have a tail, whose columns two warpgroups cannot share evenly.
+    """
+    return plan.config.block_q == ROWS and has_tail(plan.problem)
+
+
+def adds_from_registers(plan: KeyPlan) -> bool:
+    return is_split_by_rows(plan) or is_of_own_keys(plan)
+
+
+def matmuls(plan: KeyPlan) -> int:
+    """Groups of matmuls that `multiply` issues."""
+    return 1 if is_of_own_keys(plan) else WARPGROUPS
+
+
 def qk_widths(plan: KeyPlan) -> tuple[int, ...]:
     """Columns of q and k in shared memory, of each panel; where warpgroups share the columns of dQ,
     both halves are whole swizzles.
@@ -56,11 +72,11 @@ def qk_widths(plan: KeyPlan) -> tuple[int, ...]:
 
 
 def share_widths(plan: KeyPlan) -> tuple[int, ...]:
-    """Columns of a warpgroup's share of the dQ of a query tile, of each accumulator: all columns of
-    its rows, or half of them.
+    """Columns of a warpgroup's share of the dQ of a query tile, of each accumulator: all columns,
+    or half of them.
     """
     widths = qk_widths(plan)
-    if is_split_by_rows(plan):
+    if adds_from_registers(plan):
         return widths
     return widths[:1] if plan.format.qk.panels else (widths[0] // WARPGROUPS,)
 
@@ -70,19 +86,11 @@ def accumulator(plan: KeyPlan) -> Any:
     return plgpu.ACC((ROWS, share_widths(plan)[0]), jnp.float32)
 
 
-def has_rest(plan: KeyPlan) -> bool:
-    """Whether the second half of k, whose columns past the head dim are zeros, is wider than the
-    second panel of q: then scores are computed from another copy of k.
-    """
-    widths = plan.format.qk.panels
-    return plan.format.halves and widths[1] < widths[0]
-
-
 def staging(plan: KeyPlan) -> Panels:
     """Shared memory for `add`, or None."""
     if plan.config.one_key_tile:
         return one_key_tile.staging(plan)
-    if is_split_by_rows(plan):
+    if adds_from_registers(plan):
         return None
     return mosaic.swizzled((WARPGROUPS, ROWS, *share_widths(plan)), jnp.float32, _swizzle(plan))
 
@@ -110,25 +118,28 @@ def ds_tile(ctx: KernelContext, *at: Index) -> SmemRef:
 def multiply(
     ctx: KernelContext, acc: RegisterTile, slot: Index, wg: Index
 ) -> tuple[RegisterTile, ...]:
-    """Issues a warpgroup's share of dS K, of the dS in `slot`, as `WARPGROUPS` groups of matmuls:
-    into `acc` those of the first panel of k. Returns the sums of the others, which are there when
-    `acc` is.
+    """Issues a warpgroup's share of dS K, of the dS in `slot`: into `acc` that of the first panel
+    of k. Returns the sums of the others, which are there when `acc` is.
     """
     plan, _, smem = ctx
     # Without the opaque zero the matmul descriptors of all parts of k stay live, and are spilled.
     zero = mosaic.opaque_zero(wg, 1)
 
-    def operands(u: int) -> tuple[SmemRef, tuple[SmemRef, ...]]:
+    keys = [wg] if is_of_own_keys(plan) else range(WARPGROUPS)
+
+    def operands(u: Index) -> tuple[SmemRef, tuple[SmemRef, ...]]:
         if is_split_by_rows(plan):
             return ds_tile(ctx, slot, u, wg), panels.tiles(smem.k, u + zero)
+        if is_of_own_keys(plan):
+            return ds_tile(ctx, slot, u, 0), panels.tiles(smem.k, u)
         return ds_tile(ctx, slot, u, 0), (_half_of_k(ctx, u, wg),)
 
     sums = []
     for n, width in enumerate(share_widths(plan)[1:], 1):
-        ds, k = zip(*map(operands, range(WARPGROUPS)), strict=True)
+        ds, k = zip(*map(operands, keys), strict=True)
         nothing = mosaic.filled((ROWS, width), 0.0)
         sums.append(wgmma_swizzles.issue_transposed(nothing, ds, [tiles[n] for tiles in k]))
-    for u in range(WARPGROUPS):
+    for u in keys:
         left, (right, *_) = operands(u)
         plgpu.wgmma(acc, left.transpose((1, 0)), right)
     return tuple(sums)
@@ -155,9 +166,11 @@ def add(  # noqa: PLR0913
     plan, refs, smem = ctx
     if plan.config.one_key_tile:
         return one_key_tile.write(ctx, work, wg, step, *parts)
-    if is_split_by_rows(plan):
+    if adds_from_registers(plan):
         head = work.batch * plan.problem.q_heads + step.head
-        number = (head * _q_tiles(plan) + step.t) * WARPGROUPS + wg
+        number = head * _q_tiles(plan) + step.t
+        if is_split_by_rows(plan):
+            number = number * WARPGROUPS + wg
         for before, dq in zip(_columns_before(plan), parts, strict=True):
             first = before * _pieces(plan, plan.problem.batch) // dq.shape[1]
             mma_rowmajor.add(refs.dq, number + first if first else number, dq, step.exists)
@@ -177,7 +190,7 @@ def add(  # noqa: PLR0913
 def zeros(plan: KeyPlan, batch: int) -> jax.Array:
     """The array that `add` adds to: whole swizzles. TMA leaves out columns past its last."""
     rows, heads = _q_tiles(plan) * plan.config.block_q, plan.problem.q_heads
-    if is_split_by_rows(plan):
+    if adds_from_registers(plan):
         return jnp.zeros(_pieces(plan, batch) * ROWS * sum(qk_widths(plan)))
     width = tma_operands.round_up(plan.problem.head_dim, _swizzle(plan) // 4)
     if width <= share_widths(plan)[0]:  # the second share is past the last column
@@ -188,7 +201,7 @@ def zeros(plan: KeyPlan, batch: int) -> jax.Array:
 def rounded(plan: KeyPlan, dq: jax.Array) -> jax.Array:
     """The sums as dq, [B, T, N, H]."""
     problem = plan.problem
-    if is_split_by_rows(plan):
+    if adds_from_registers(plan):
         return dq_rounding.rounded(problem, dq, qk_widths(plan))
     dq = dq[:, : problem.q_len, :, : problem.head_dim]
     return (dq * problem.scale).astype(problem.dtype)
@@ -202,7 +215,7 @@ def pieces_of_head(plan: KeyPlan) -> tuple[int, int]:
 
 def _pieces(plan: KeyPlan, batch: int) -> int:
     """Shares of all query tiles, where each has rows of its own."""
-    return batch * plan.problem.q_heads * _q_tiles(plan) * WARPGROUPS
+    return batch * plan.problem.q_heads * _q_tiles(plan) * (plan.config.block_q // ROWS)
 
 
 def _columns_before(plan: KeyPlan) -> list[int]:

@@ -11,6 +11,7 @@ from pallas_attn.kernels.attention.tiles import ROWS
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
+from pallas_attn.kernels.lang import panels
 from pallas_attn.kernels.mma import wgmma_float32
 
 
@@ -58,10 +59,11 @@ def is_wide(problem: AttentionProblem) -> bool:
     return max(problem.head_dim, problem.v_head_dim) > 128 or problem.dtype == "float32"
 
 
-def has_tail(problem: AttentionProblem, block_q: int) -> bool:
-    """Whether `sm90_fused` takes query tiles of 128 with a few columns beyond a swizzle."""
-    widest = max(problem.head_dim, problem.v_head_dim)
-    return block_q == 2 * ROWS and ROWS < widest <= 80 and problem.dtype != "float32"
+def has_tail(problem: AttentionProblem) -> bool:
+    """Whether the last panel of q and k is narrower than the others: head dims 65 to 96."""
+    if problem.dtype == "float32" or not tma_operands.takes_panels(problem):
+        return False
+    return len(set(panels.widths(problem.head_dim))) > 1
 
 
 class RowFormats(NamedTuple):
@@ -69,20 +71,20 @@ class RowFormats(NamedTuple):
 
     qk: OperandFormat
     v: OperandFormat  # dO too
-    halves: bool = False  # q and k lie in two panels: each warpgroup adds to one of dQ
+    halves: bool = False  # q and k lie in two equal panels: each warpgroup adds to one of dQ
 
     @classmethod
     def of(cls, problem: AttentionProblem, block_q: int, halves: bool = False) -> "RowFormats":
         """Query tiles of `block_q` rows are multiplied by whole swizzles too. `halves`: q and k
-        have at least two panels.
+        have at least two panels, equal ones but for a tail.
         """
-        dims = problem.head_dim, problem.v_head_dim
-        if tma_operands.takes_panels(problem) or has_tail(problem, block_q):
+        if tma_operands.takes_panels(problem):
+            dims = problem.head_dim, problem.v_head_dim
             qk, v = (tma_operands.in_panels(problem.dtype, dim) for dim in dims)
             if halves and len(qk.panels) == 1:
                 width = max(qk.width // 2, 16)
                 qk = qk._replace(panels=(width, width), width=2 * width, swizzle=2 * width)
-            return cls(qk, v, halves)
+            return cls(qk, v, halves and not has_tail(problem))
         most = tma_operands.swizzle_of(2 * block_q)
         formats = tma_operands.formats_of(problem, ROWS)
         qk, v = (x._replace(swizzle=min(x.swizzle, most)) for x in formats)

@@ -52,7 +52,7 @@ from pallas_attn.kernels.flash_bwd.operands import (
     dsinks,
     row_statistics,
 )
-from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats, is_wide
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats, has_tail, is_wide
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.flash_fwd import block_tables, shared_memory
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
@@ -139,13 +139,10 @@ class Config:
         config = dataclasses.replace(config, fused=fused)
         if fused and problem.deterministic:
             config = _with_turns(problem, config)
-        if config.fused and max(problem.head_dim, problem.v_head_dim) in range(65, 81):
+        if fused and has_tail(problem):
             import os
-            more = cls(128, dq_stages=3)
-            if not os.environ.get("OLDH") and not (problem.deterministic or problem.learned or problem.bias_shape) and sm90_fused.buffer_bytes(plan_of(problem, more)) + BARRIERS <= SMEM_LIMIT:
-                config = dataclasses.replace(more, turns=config.turns)
-        if config.block_q == 64 and fused and dq_sum.has_rest(plan_of(problem, config)):
-            config = dataclasses.replace(config, stages=3, dq_lag=1)
+            changes = eval(os.environ.get("TAIL", "dict(stages=4)"))
+            config = dataclasses.replace(config, **(dict(dq_lag=1) | changes))
         return _with_slots(problem, _in_order(problem, config))
 
 
@@ -244,7 +241,8 @@ def takes_turns(problem: AttentionProblem, config: Config) -> bool:
     """Whether `sm90_fused` adds up dq in one order."""
     by_columns = config.turns and config.block_q == ROWS and own_kernel(config) is None
     tiling = KeyTiling(problem, sm90_fused.KEYS, ROWS)
-    return config.fused and by_columns and not is_wide(problem) and turns.applies(tiling)
+    takes = by_columns and not (is_wide(problem) or has_tail(problem))
+    return config.fused and takes and turns.applies(tiling)
 
 
 def by_64_keys(problem: AttentionProblem, config: Config) -> bool:

@@ -89,7 +89,6 @@ KEYS = WARPGROUPS * ROWS  # keys of a work tile
 class FusedSmem(NamedTuple):
     keys: Panels  # k; None: it lies in `k_halves`
     k_halves: Panel | None  # [half of the columns, warpgroup, keys, columns], see `dq_sum`, or None
-    k_rest: Panels  # see `dq_sum.has_rest`, or None
     v: Panels
     q: Panels
     do: Panels
@@ -113,7 +112,7 @@ class FusedSmem(NamedTuple):
         if self.k_halves is None:
             return self.keys
         first, second = (Panel(tuple(view.at[n] for view in self.k_halves.views)) for n in range(2))
-        return (first, *(self.k_rest or (second,)))
+        return first, second
 
     def with_keys_of(self, n: Index, slots: int) -> "FusedSmem":
         """These, with the keys of a block's work tile `n` alone."""
@@ -129,16 +128,11 @@ class FusedSmem(NamedTuple):
         halves = self.k_halves
         if halves is not None:
             halves = Panel(tuple(view.at[:, slot] for view in halves.views))
-        keys, rest = (x and at(x) for x in (self.keys, self.k_rest))
+        keys = self.keys and at(self.keys)
         ready, free = self.kv_ready.at[slot], self.kv_free.at[slot]
         return self._replace(
-            keys=keys, k_halves=halves, k_rest=rest, v=at(self.v), kv_ready=ready, kv_free=free
+            keys=keys, k_halves=halves, v=at(self.v), kv_ready=ready, kv_free=free
         )
-
-    @property
-    def k_second_half(self) -> Panels:
-        assert self.k_halves is not None
-        return (Panel(tuple(view.at[1] for view in self.k_halves.views)),)
 
     @property
     def claims(self) -> claims.Smem:
@@ -162,13 +156,11 @@ def scratch(plan: KeyPlan) -> FusedSmem:
     if not qk.panels:
         (width,) = dq_sum.qk_widths(plan)
         qk = qk._replace(width=width)
-    in_halves, has_rest = form.halves, dq_sum.has_rest(plan)
-    slots, bias = config.kv_slots, plan.bias_tiles
+    in_halves, slots, bias = form.halves, config.kv_slots, plan.bias_tiles
     keys = (WARPGROUPS, ROWS) if slots == 1 else (slots, WARPGROUPS, ROWS)
     return FusedSmem(
         keys=None if in_halves else qk.scratch(*keys),
         k_halves=panels.scratch((2, *keys), dtype, qk.panels[0]) if in_halves else None,
-        k_rest=(panels.scratch(keys, dtype, qk.panels[1]),) if has_rest else None,
         v=v.scratch(*keys),
         q=qk.scratch(stages, block),
         do=v.scratch(stages, block),
@@ -176,9 +168,7 @@ def scratch(plan: KeyPlan) -> FusedSmem:
         dq=dq_sum.staging(plan),
         row_stats=plgpu.SMEM((2, stages, block), jnp.float32),
         row_numbers=plgpu.SMEM((block + (claims.RING if takes_claims else 0),), jnp.int32),
-        kv_ready=barrier(
-            num_arrivals=(qk.copies + has_rest + v.copies) * WARPGROUPS, num_barriers=slots
-        ),
+        kv_ready=barrier(num_arrivals=(qk.copies + v.copies) * WARPGROUPS, num_barriers=slots),
         kv_free=barrier(num_arrivals=WARPGROUPS, num_barriers=slots),
         q_ready=barrier(num_arrivals=1 + qk.copies + (bias.copies if bias else 0), **ring),
         do_ready=barrier(num_arrivals=1 + v.copies, **ring),
@@ -206,11 +196,6 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
         for wg in range(WARPGROUPS)
         for name, to in (("k", smem.k), ("v", smem.v))
     ]
-    if dq_sum.has_rest(ctx.plan):
-        (width,), half = dq_sum.share_widths(ctx.plan), smem.k_second_half
-        parts += [
-            KeyPart("k", wg * ROWS, half, wg, smem.kv_ready, width) for wg in range(WARPGROUPS)
-        ]
     buffers = KeyBuffers(smem.kv_free, parts, ctx.plan.config.kv_slots)
     producer.produce(ctx, block_id, [buffers])
 
@@ -292,12 +277,13 @@ def _last_dq(ctx: KernelContext, work: KeyTile, wg: Index, due: PendingDq, count
     slot, ready = _ds_slot(plan, count), _ds_ready(ctx, count)
 
     def matmuls(acc: RegisterTile) -> list[RegisterTile]:
-        sums = dq_sum.multiply(ctx, acc, slot, wg + mosaic.opaque_zero(count))
+        sums = dq_sum.multiply(ctx, acc, slot, wg)
         return [acc[...], *sums]
 
     @pl.when(due.exists != 0)
     def _():
-        plgpu.barrier_wait(ready)
+        if not dq_sum.is_of_own_keys(plan):
+            plgpu.barrier_wait(ready)
         dq = pl.run_scoped(matmuls, dq_sum.accumulator(plan))
         if dq_sum.is_split_by_rows(plan):
             plgpu.barrier_arrive(smem.ds_free.at[slot])
@@ -307,7 +293,8 @@ def _last_dq(ctx: KernelContext, work: KeyTile, wg: Index, due: PendingDq, count
 def has_k_in_registers(ctx: KernelContext) -> bool:
     """Whether half of k is read from shared memory once a work tile, not once a step."""
     plan = ctx.plan
-    whole = sum(dq_sum.qk_widths(plan)) == 2 * ROWS and plan.format.qk.swizzle == 128
+    first = dq_sum.qk_widths(plan)[0]
+    whole = (first == ROWS or first == 2 * ROWS) and plan.format.qk.swizzle == 128
     return plan.config.k_in_registers and whole and presets_accumulators(ctx)
 
 
@@ -330,13 +317,7 @@ def presets_accumulators(ctx: KernelContext) -> bool:
     times a factor; query tiles of 128 gain nothing by it.
     """
     plan, adds_dq = ctx.plan, ctx.plan.config.one_key_tile or ctx.refs.dq is not None
-    gains = plan.config.block_q == ROWS or lacks_registers(plan)
-    return adds_dq and gains and plan.logit_rules.unit is not None
-
-
-def lacks_registers(plan: KeyPlan) -> bool:
-    """Whether a step of 128 queries needs nearly all registers: head dims above 64."""
-    return dq_sum.is_split_by_rows(plan) and len(dq_sum.qk_widths(plan)) > 1
+    return adds_dq and plan.config.block_q == ROWS and plan.logit_rules.unit is not None
 
 
 Sums = tuple[RegisterTile, ...]  # sums for each key, for a score function's arrays: `aux_sums`
@@ -462,18 +443,13 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Su
     plan, smem = now.plan, now.smem
 
     def to_ds(logits: RegisterTile, slope: RegisterTile, dp_acc: RegisterTile) -> Any:
-        if now.presets:
-            dp_acc[...] = now.row_statistic(smem.do_ring)
         now.multiply_dp(dp_acc)
-        if now.presets:
-            p, slope = score_mod.probabilities(ctx, now.place, logits, None, now.masked)
-        else:
-            p = score_mod.exponentials(plan, logits, now.row_statistic(smem.q_ring))
+        p = score_mod.exponentials(plan, logits, now.row_statistic(smem.q_ring))
         return _ds(now, sums, dp_acc, p, slope)
 
     def to_dq(ds: RegisterTile, dq_acc: RegisterTile) -> None:
         slot = _ds_slot(plan, due.count)
-        mosaic.results_are_used(due.exists, WARPGROUPS)
+        mosaic.results_are_used(due.exists, dq_sum.matmuls(plan))
         rest = dq_sum.multiply(ctx, dq_acc, slot, now.wg)
         wgmma.value_panels(sums.dk, ds, panels.tiles(smem.q, now.slot))
         dq = [plgpu.wgmma_accumulator_load(dq_acc, wait_n=len(sums.dk)), *rest]
@@ -481,15 +457,10 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Su
         pl.when(due.exists != 0)(lambda: plgpu.barrier_arrive(smem.ds_free.at[slot]))
         dq_sum.add(ctx, now.work, now.wg, due, dq)
 
-    if now.presets:
-        plgpu.wgmma_wait(0)
-        s_acc[...] = now.row_statistic(smem.q_ring)
     now.multiply_scores(s_acc)
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
     now.release_last_q()
-    logits, slope = s, None
-    if not now.presets:
-        logits, slope = score_mod.logits_and_slope(ctx, now.place, s, now.masked)
+    logits, slope = score_mod.logits_and_slope(ctx, now.place, s, now.masked)
     smem.do_ring.wait(now.slot)
     to_ds = functools.partial(to_ds, logits, slope)
     ds, of_aux = pl.run_scoped(to_ds, plgpu.ACC(now.shape, jnp.float32))
@@ -505,10 +476,11 @@ def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, dq_acc: RegisterTile) ->
     plan, smem = now.plan, now.smem
     turns.pass_on(ctx, now.work, wg, now.added)
     seen = turns.look(ctx, now.work, wg, due)
-    pl.when(due.exists != 0)(lambda: plgpu.barrier_wait(_ds_ready(ctx, count)))
+    if not dq_sum.is_of_own_keys(plan):
+        pl.when(due.exists != 0)(lambda: plgpu.barrier_wait(_ds_ready(ctx, count)))
     rest = dq_sum.multiply(ctx, dq_acc, _ds_slot(plan, count - plan.config.dq_lag), wg)
     if now.presets:  # S begins in registers out of which dK was made
-        plgpu.wgmma_wait(WARPGROUPS)
+        plgpu.wgmma_wait(dq_sum.matmuls(plan))
         now.release_last_q()
     smem.q_ring.wait(now.slot)
     if now.presets:
@@ -557,11 +529,8 @@ def _ds(
     plan, refs, smem = now.ctx
     dtype = jnp.dtype(plan.problem.dtype)
     slot, ready = _ds_slot(plan, now.own.count), _ds_ready(now.ctx, now.own.count)
-    rounded = p.astype(dtype)
-    wgmma.value_panels(sums.dv, rounded, panels.tiles(smem.do, now.slot))
+    wgmma.value_panels(sums.dv, p.astype(dtype), panels.tiles(smem.do, now.slot))
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(sums.dv))
-    if lacks_registers(plan):
-        p = rounded.astype(jnp.float32)
     ds = p * (dp if now.presets else dp - now.row_statistic(smem.do_ring))
     of_aux = aux_sums.add_tile(now.ctx, now.place, now.of_aux, ds)
     ds = (ds if slope is None else ds * slope).astype(dtype)
@@ -572,10 +541,10 @@ def _ds(
         for half in range(plan.config.block_q // ROWS):
             part = lax.slice(ds, (0, half * ROWS), (ROWS, (half + 1) * ROWS))
             dq_sum.ds_tile(now.ctx, slot, now.wg, half)[...] = part
-    if now.presets and not dq_sum.is_split_by_rows(plan):
+    if now.presets:
         wgmma.value_panels(sums.dk, ds, panels.tiles(smem.q, now.slot))
     plgpu.commit_smem()  # lse and delta have been read, too, and TMA will write there
-    if refs.dq is not None:
+    if refs.dq is not None and not dq_sum.is_of_own_keys(plan):
         plgpu.barrier_arrive(ready)
     return ds, of_aux
 
