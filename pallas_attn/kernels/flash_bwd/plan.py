@@ -61,7 +61,8 @@ def is_wide(problem: AttentionProblem) -> bool:
 
 def has_tail(problem: AttentionProblem) -> bool:
     """Whether the last panel of q and k is narrower than the others: head dims 65 to 96."""
-    if problem.dtype == "float32" or not tma_operands.takes_panels(problem):
+    import os
+    if problem.dtype == "float32" or not (tma_operands.takes_panels(problem) or os.environ.get("OWN")):
         return False
     return len(set(panels.widths(problem.head_dim))) > 1
 
@@ -78,7 +79,7 @@ class RowFormats(NamedTuple):
         """Query tiles of `block_q` rows are multiplied by whole swizzles too. `halves`: q and k
         have at least two panels, equal ones but for a tail.
         """
-        if tma_operands.takes_panels(problem):
+        if tma_operands.takes_panels(problem) or has_tail(problem):
             dims = problem.head_dim, problem.v_head_dim
             qk, v = (tma_operands.in_panels(problem.dtype, dim) for dim in dims)
             if halves and len(qk.panels) == 1:

@@ -88,7 +88,6 @@ ANY_SIZE = {
     "rows": (sized(150, 130, 48, dtype="float16", **ONE), ROWS),
     "rows_of_two_swizzles": (sized(141, 70, 72, v_head_dim=24, **ONE), ROWS),
     "rows_with_tails": (sized(260, 130, 72, mask=CAUSAL, **ONE), ROWS),
-    "rows_of_whole_tiles": (sized(256, 136, 80, v_head_dim=64, dtype="float16", **ONE), ROWS),
     "apart": (sized(77, 150, 88, **ONE), APART),
     "wide": (sized(141, 70, 136, v_head_dim=24, **ONE), APART),
     "wide_values": (sized(70, 77, 24, v_head_dim=200, mask=CAUSAL, **ONE), APART),
