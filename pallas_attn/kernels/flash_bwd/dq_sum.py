@@ -50,8 +50,12 @@ def is_of_own_keys(plan: KeyPlan) -> bool:
     return plan.config.block_q == ROWS and has_tail(plan.problem)
 
 
+import os
+TMA = bool(os.environ.get("TMA"))
+
+
 def adds_from_registers(plan: KeyPlan) -> bool:
-    return is_split_by_rows(plan) or is_of_own_keys(plan)
+    return is_split_by_rows(plan) or (is_of_own_keys(plan) and not TMA)
 
 
 def matmuls(plan: KeyPlan) -> int:
@@ -76,7 +80,7 @@ def share_widths(plan: KeyPlan) -> tuple[int, ...]:
     or half of them.
     """
     widths = qk_widths(plan)
-    if adds_from_registers(plan):
+    if adds_from_registers(plan) or is_of_own_keys(plan):
         return widths
     return widths[:1] if plan.format.qk.panels else (widths[0] // WARPGROUPS,)
 
@@ -92,6 +96,11 @@ def staging(plan: KeyPlan) -> Panels:
         return one_key_tile.staging(plan)
     if adds_from_registers(plan):
         return None
+    if is_of_own_keys(plan):
+        return [
+            mosaic.swizzled((WARPGROUPS, ROWS, width), jnp.float32, tma_operands.swizzle_of(4 * width))
+            for width in share_widths(plan)
+        ]
     return mosaic.swizzled((WARPGROUPS, ROWS, *share_widths(plan)), jnp.float32, _swizzle(plan))
 
 
@@ -175,6 +184,15 @@ def add(  # noqa: PLR0913
             first = before * _pieces(plan, plan.problem.batch) // dq.shape[1]
             mma_rowmajor.add(refs.dq, number + first if first else number, dq, step.exists)
         return None
+    if is_of_own_keys(plan):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for to, part in zip(smem.dq, parts, strict=True):
+            to[wg] = part
+        plgpu.commit_smem()
+        for before, buffer, width in zip(_columns_before(plan), smem.dq, share_widths(plan)):
+            to = refs.dq.at[work.batch, pl.ds(step.t * ROWS, ROWS), step.head, pl.ds(before, width)]
+            plgpu.copy_smem_to_gmem(buffer.at[wg], to, step.exists != 0, reduction_op="add")
+        return None
     (dq,), (columns,), rows = parts, share_widths(plan), ROWS
     if not plan.order.turns:  # or the addition before is in memory
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -192,6 +210,8 @@ def zeros(plan: KeyPlan, batch: int) -> jax.Array:
     rows, heads = _q_tiles(plan) * plan.config.block_q, plan.problem.q_heads
     if adds_from_registers(plan):
         return jnp.zeros(_pieces(plan, batch) * ROWS * sum(qk_widths(plan)))
+    if is_of_own_keys(plan):
+        return jnp.zeros((batch, rows, heads, sum(qk_widths(plan))))
     width = tma_operands.round_up(plan.problem.head_dim, _swizzle(plan) // 4)
     if width <= share_widths(plan)[0]:  # the second share is past the last column
         width = sum(qk_widths(plan))
