@@ -211,7 +211,7 @@ def zeros(plan: KeyPlan, batch: int) -> jax.Array:
     if adds_from_registers(plan):
         return jnp.zeros(_pieces(plan, batch) * ROWS * sum(qk_widths(plan)))
     if is_of_own_keys(plan):
-        return jnp.zeros((batch, rows, heads, sum(qk_widths(plan))))
+        return jnp.zeros((batch, rows, heads, tma_operands.round_up(sum(qk_widths(plan)), 32)))
     width = tma_operands.round_up(plan.problem.head_dim, _swizzle(plan) // 4)
     if width <= share_widths(plan)[0]:  # the second share is past the last column
         width = sum(qk_widths(plan))
