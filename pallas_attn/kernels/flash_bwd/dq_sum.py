@@ -19,7 +19,7 @@ from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import dq_rounding, one_key_tile, turns
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
-from pallas_attn.kernels.flash_bwd.plan import KeyPlan, has_tail
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import Index, RegisterTile, SmemRef
@@ -44,18 +44,14 @@ def is_split_by_rows(plan: KeyPlan) -> bool:
 
 
 def is_of_own_keys(plan: KeyPlan) -> bool:
-    """Whether each warpgroup multiplies dS of its own keys, by all columns, and adds from registers:
-    where q and k have a tail, whose columns two warpgroups cannot share evenly.
+    """Whether each warpgroup multiplies dS of its own keys by all columns, and adds from registers:
+    two warpgroups cannot share panels of different widths evenly.
     """
-    return plan.config.block_q == ROWS and has_tail(plan.problem)
-
-
-import os
-TMA = bool(os.environ.get("TMA"))
+    return plan.config.block_q == ROWS and plan.format.has_tail
 
 
 def adds_from_registers(plan: KeyPlan) -> bool:
-    return is_split_by_rows(plan) or (is_of_own_keys(plan) and not TMA)
+    return is_split_by_rows(plan) or is_of_own_keys(plan)
 
 
 def matmuls(plan: KeyPlan) -> int:
@@ -80,7 +76,7 @@ def share_widths(plan: KeyPlan) -> tuple[int, ...]:
     or half of them.
     """
     widths = qk_widths(plan)
-    if adds_from_registers(plan) or is_of_own_keys(plan):
+    if adds_from_registers(plan):
         return widths
     return widths[:1] if plan.format.qk.panels else (widths[0] // WARPGROUPS,)
 
@@ -96,11 +92,6 @@ def staging(plan: KeyPlan) -> Panels:
         return one_key_tile.staging(plan)
     if adds_from_registers(plan):
         return None
-    if is_of_own_keys(plan):
-        return [
-            mosaic.swizzled((WARPGROUPS, ROWS, width), jnp.float32, tma_operands.swizzle_of(4 * width))
-            for width in share_widths(plan)
-        ]
     return mosaic.swizzled((WARPGROUPS, ROWS, *share_widths(plan)), jnp.float32, _swizzle(plan))
 
 
@@ -126,32 +117,28 @@ def ds_tile(ctx: KernelContext, *at: Index) -> SmemRef:
 
 def multiply(
     ctx: KernelContext, acc: RegisterTile, slot: Index, wg: Index
-) -> tuple[RegisterTile, ...]:
-    """Issues a warpgroup's share of dS K, of the dS in `slot`: into `acc` that of the first panel
-    of k. Returns the sums of the others, which are there when `acc` is.
+) -> list[RegisterTile]:
+    """Issues a warpgroup's share of dS K, of the dS in `slot`: into `acc` by the first panel of k.
+    Returns the products by the others, which are there when `acc` is.
     """
     plan, _, smem = ctx
     # Without the opaque zero the matmul descriptors of all parts of k stay live, and are spilled.
     zero = mosaic.opaque_zero(wg, 1)
 
-    keys = [wg] if is_of_own_keys(plan) else range(WARPGROUPS)
-
-    def operands(u: Index) -> tuple[SmemRef, tuple[SmemRef, ...]]:
+    def operands(u: Index) -> wgmma_swizzles.Pair:
         if is_split_by_rows(plan):
-            return ds_tile(ctx, slot, u, wg), panels.tiles(smem.k, u + zero)
+            return wgmma_swizzles.Pair(ds_tile(ctx, slot, u, wg), panels.tiles(smem.k, u + zero))
+        ds = ds_tile(ctx, slot, u, 0)
         if is_of_own_keys(plan):
-            return ds_tile(ctx, slot, u, 0), panels.tiles(smem.k, u)
-        return ds_tile(ctx, slot, u, 0), (_half_of_k(ctx, u, wg),)
+            return wgmma_swizzles.Pair(ds, panels.tiles(smem.k, u))
+        return wgmma_swizzles.Pair(ds, (_half_of_k(ctx, u, wg),))
 
-    sums = []
-    for n, width in enumerate(share_widths(plan)[1:], 1):
-        ds, k = zip(*map(operands, keys), strict=True)
-        nothing = mosaic.filled((ROWS, width), 0.0)
-        sums.append(wgmma_swizzles.issue_transposed(nothing, ds, [tiles[n] for tiles in k]))
-    for u in keys:
-        left, (right, *_) = operands(u)
-        plgpu.wgmma(acc, left.transpose((1, 0)), right)
-    return tuple(sums)
+    keys = [wg] if is_of_own_keys(plan) else range(WARPGROUPS)
+    sums = [mosaic.filled((ROWS, width), 0.0) for width in share_widths(plan)[1:]]
+    sums = wgmma_swizzles.issue_rest(sums, map(operands, keys))
+    for ds, k in map(operands, keys):
+        plgpu.wgmma(acc, ds.transpose((1, 0)), k[0])
+    return sums
 
 
 def _half_of_k(ctx: KernelContext, u: int, wg: Index) -> SmemRef:
@@ -184,15 +171,6 @@ def add(  # noqa: PLR0913
             first = before * _pieces(plan, plan.problem.batch) // dq.shape[1]
             mma_rowmajor.add(refs.dq, number + first if first else number, dq, step.exists)
         return None
-    if is_of_own_keys(plan):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for to, part in zip(smem.dq, parts, strict=True):
-            to[wg] = part
-        plgpu.commit_smem()
-        for before, buffer, width in zip(_columns_before(plan), smem.dq, share_widths(plan)):
-            to = refs.dq.at[work.batch, pl.ds(step.t * ROWS, ROWS), step.head, pl.ds(before, width)]
-            plgpu.copy_smem_to_gmem(buffer.at[wg], to, step.exists != 0, reduction_op="add")
-        return None
     (dq,), (columns,), rows = parts, share_widths(plan), ROWS
     if not plan.order.turns:  # or the addition before is in memory
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -210,8 +188,6 @@ def zeros(plan: KeyPlan, batch: int) -> jax.Array:
     rows, heads = _q_tiles(plan) * plan.config.block_q, plan.problem.q_heads
     if adds_from_registers(plan):
         return jnp.zeros(_pieces(plan, batch) * ROWS * sum(qk_widths(plan)))
-    if is_of_own_keys(plan):
-        return jnp.zeros((batch, rows, heads, tma_operands.round_up(sum(qk_widths(plan)), 32)))
     width = tma_operands.round_up(plan.problem.head_dim, _swizzle(plan) // 4)
     if width <= share_widths(plan)[0]:  # the second share is past the last column
         width = sum(qk_widths(plan))

@@ -59,14 +59,6 @@ def is_wide(problem: AttentionProblem) -> bool:
     return max(problem.head_dim, problem.v_head_dim) > 128 or problem.dtype == "float32"
 
 
-def has_tail(problem: AttentionProblem) -> bool:
-    """Whether the last panel of q and k is narrower than the others: head dims 65 to 96."""
-    import os
-    if problem.dtype == "float32" or not (tma_operands.takes_panels(problem) or os.environ.get("OWN")):
-        return False
-    return len(set(panels.widths(problem.head_dim))) > 1
-
-
 class RowFormats(NamedTuple):
     """How rows lie in shared memory on Hopper."""
 
@@ -74,18 +66,25 @@ class RowFormats(NamedTuple):
     v: OperandFormat  # dO too
     halves: bool = False  # q and k lie in two equal panels: each warpgroup adds to one of dQ
 
+    @property
+    def has_tail(self) -> bool:
+        """Whether the last panel of q and k is narrower than the first."""
+        return len(set(self.qk.panels)) > 1
+
     @classmethod
     def of(cls, problem: AttentionProblem, block_q: int, halves: bool = False) -> "RowFormats":
         """Query tiles of `block_q` rows are multiplied by whole swizzles too. `halves`: q and k
-        have at least two panels, equal ones but for a tail.
+        have two equal panels.
         """
-        if tma_operands.takes_panels(problem) or has_tail(problem):
+        if tma_operands.takes_panels(problem):
             dims = problem.head_dim, problem.v_head_dim
             qk, v = (tma_operands.in_panels(problem.dtype, dim) for dim in dims)
             if halves and len(qk.panels) == 1:
                 width = max(qk.width // 2, 16)
                 qk = qk._replace(panels=(width, width), width=2 * width, swizzle=2 * width)
-            return cls(qk, v, halves and not has_tail(problem))
+            elif halves:
+                qk = tma_operands.in_panels(problem.dtype, 2 * panels.WIDEST)
+            return cls(qk, v, halves)
         most = tma_operands.swizzle_of(2 * block_q)
         formats = tma_operands.formats_of(problem, ROWS)
         qk, v = (x._replace(swizzle=min(x.swizzle, most)) for x in formats)

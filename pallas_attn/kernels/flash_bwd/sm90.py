@@ -52,7 +52,7 @@ from pallas_attn.kernels.flash_bwd.operands import (
     dsinks,
     row_statistics,
 )
-from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats, has_tail, is_wide
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats, is_wide
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.flash_fwd import block_tables, shared_memory
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
@@ -139,10 +139,8 @@ class Config:
         config = dataclasses.replace(config, fused=fused)
         if fused and problem.deterministic:
             config = _with_turns(problem, config)
-        if fused and has_tail(problem):
-            import os
-            changes = eval(os.environ.get("TAIL", "dict(stages=4)"))
-            config = dataclasses.replace(config, **(dict(dq_lag=1) | changes))
+        if fused and plan_of(problem, config).format.has_tail:
+            config = dataclasses.replace(config, stages=4, dq_lag=1)
         return _with_slots(problem, _in_order(problem, config))
 
 
@@ -241,8 +239,7 @@ def takes_turns(problem: AttentionProblem, config: Config) -> bool:
     """Whether `sm90_fused` adds up dq in one order."""
     by_columns = config.turns and config.block_q == ROWS and own_kernel(config) is None
     tiling = KeyTiling(problem, sm90_fused.KEYS, ROWS)
-    takes = by_columns and not (is_wide(problem) or has_tail(problem))
-    return config.fused and takes and turns.applies(tiling)
+    return config.fused and by_columns and not is_wide(problem) and turns.applies(tiling)
 
 
 def by_64_keys(problem: AttentionProblem, config: Config) -> bool:
@@ -278,8 +275,10 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
         turns=in_turns,
     )
     config = dataclasses.replace(config, block_q=block_q)
-    halves = block_q == ROWS and is_fused(problem, config)
-    plan = KeyPlan(problem, config, order, RowFormats.of(problem, block_q, halves))
+    form = RowFormats.of(problem, block_q)
+    if block_q == ROWS and is_fused(problem, config) and (in_turns or not form.has_tail):
+        form = RowFormats.of(problem, block_q, halves=True)
+    plan = KeyPlan(problem, config, order, form)
     if config.heads:
         return dataclasses.replace(plan, bias_tiles=sm90_heads.bias_tiles(problem))
     if problem.learned and not (own_order or wide):

@@ -213,10 +213,6 @@ def _mainloop(
     group, lag, k_part, widths = plan.problem.group, plan.config.dq_lag, None, _widths(plan)
     if has_k_in_registers(ctx):
         k_part = mosaic.load(_columns_of(smem.k, wg, 0, ROWS)[0], mosaic.TILE)
-    import os
-    v_part = None
-    if os.environ.get("VREG"):
-        v_part = mosaic.load(_columns_of(smem.v, wg, 0, ROWS)[0], mosaic.TILE)
     first_head = work.kv_head * group
 
     def all_steps(*accs: RegisterTile) -> tuple[KeyGradients, Any, Index]:
@@ -225,7 +221,6 @@ def _mainloop(
         def step(n: Index, carry: Carry) -> Any:
             (g, i), kept, added, of_aux = carry
             pending, t = turns.unpacked(plan, kept, count, n), work.q_tile(i)
-            FusedStep.v_part = v_part
             own = PendingDq(jnp.int32(1), pending[-1].count + 1, first_head + g, t)
             masked = key_tiles.needs_mask(plan.tiling, work, t, i)
             now = FusedStep(ctx, work, wg, masked, pending, own, k_part, of_aux, added)
@@ -298,8 +293,7 @@ def _last_dq(ctx: KernelContext, work: KeyTile, wg: Index, due: PendingDq, count
 def has_k_in_registers(ctx: KernelContext) -> bool:
     """Whether half of k is read from shared memory once a work tile, not once a step."""
     plan = ctx.plan
-    first = dq_sum.qk_widths(plan)[0]
-    whole = (first == ROWS or first == 2 * ROWS) and plan.format.qk.swizzle == 128
+    whole = sum(dq_sum.qk_widths(plan)) > ROWS and plan.format.qk.swizzle == 128
     return plan.config.k_in_registers and whole and presets_accumulators(ctx)
 
 
@@ -406,10 +400,7 @@ class FusedStep(NamedTuple):
     def multiply_dp(self, acc: RegisterTile) -> None:
         """Issues dP = V dO^T."""
         do = panels.tiles(self.smem.do, self.slot)
-        v = panels.tiles(self.smem.v, self.wg)
-        if self.v_part is not None:
-            v = (self.v_part, *v[1:])
-        wgmma.score_panels(acc, v, do)
+        wgmma.score_panels(acc, panels.tiles(self.smem.v, self.wg), do)
 
 
 def _step(now: FusedStep, sums: KeyGradients) -> Sums:

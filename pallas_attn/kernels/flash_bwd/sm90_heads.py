@@ -69,9 +69,8 @@ from pallas_attn.kernels.mma import wgmma, wgmma_swizzles
 WARPGROUPS = 2  # consumers
 KEYS = WARPGROUPS * ROWS  # keys of a kv tile
 SUMS = 160  # largest number of columns of dK and dV in a consumer's registers: 80 a thread
-import os
-REGISTERS = eval(os.environ.get("REGS", "(200, 88, 24)"))  # a thread of consumers, of the third warpgroup, of the producer
-KEYS_IN_REGISTERS = int(os.environ.get("KIR", "128"))  # largest number of columns of k and v for consumers to hold both
+REGISTERS = 200, 88, 24  # a thread of consumers, of the third warpgroup, of the producer
+KEYS_IN_REGISTERS = 128  # largest number of columns of k and v for consumers to hold both
 LEAST_BUSY = 0.75  # least share of blocks with a head, over all waves, for `is_faster`
 RESERVED = 1024  # bytes of shared memory for barriers and for alignment
 
@@ -86,7 +85,7 @@ class Slots(NamedTuple):
 
 
 # Fastest first.
-_SLOTS = [Slots(*eval(os.environ["SLOTS"]))] if os.environ.get("SLOTS") else [
+_SLOTS = [
     Slots(2, 2, 4),
     Slots(2, 1, 4),
     Slots(2, 2, 2),
@@ -227,8 +226,13 @@ def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
         shape = q_tiles, ROWS, width
         return mosaic.swizzled(shape, jnp.float32, tma_operands.swizzle_of(4 * width))
 
-    keys, ds = (WARPGROUPS, ROWS), (slots.ds, WARPGROUPS, ROWS, ROWS)
-    is_wide = qk[0] == ROWS
+    def tiles_of_ds() -> Panel:
+        shape = slots.ds, WARPGROUPS, ROWS
+        if qk[0] == ROWS:
+            return panels.scratch(shape, dtype, ROWS)
+        return Panel((None, mosaic.swizzled((*shape, ROWS), dtype, 2 * qk[0])))
+
+    keys = WARPGROUPS, ROWS
     ring: dict[str, Any] = {"num_barriers": slots.stages}
     bias = bias_tiles(problem)
     return HeadsSmem(
@@ -236,7 +240,7 @@ def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
         v=rows(keys, v),
         q=rows((slots.stages, ROWS), qk),
         do=rows((slots.stages, ROWS), v),
-        ds=rows(ds[:-1], qk[:1])[0] if is_wide else Panel((None, mosaic.swizzled(ds, dtype, 2 * qk[0]))),
+        ds=tiles_of_ds(),
         sums=tuple(sums(width) for width in qk),
         dq=rows((1, ROWS), _own_widths(problem, slots)),
         dv=rows(keys, _not_from_ds(problem, v)),
@@ -259,10 +263,10 @@ def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
 
 def _not_from_ds(problem: AttentionProblem, widths: tuple[int, ...]) -> tuple[int, ...]:
     """Panels of a gradient that cannot be stored from dS: all but a first of 64 columns, which has
-    the shape of a copy of dS.
+    the shape of dS.
     """
-    has_copy = ROWS in panels.widths(problem.head_dim)
-    return widths[1:] if has_copy and widths[0] == ROWS else widths
+    is_wide = panels.widths(problem.head_dim)[0] == ROWS
+    return widths[1:] if is_wide and widths[0] == ROWS else widths
 
 
 def _shares_dv(problem: AttentionProblem, slots: Slots) -> bool:
@@ -474,12 +478,6 @@ def _consume(ctx: KernelContext, outs: KeyGradients, walk: Walk, wg: Index) -> N
             k, v = ([mosaic.load(x, mosaic.TILE) for x in terms] for terms in (k, v))
             plgpu.commit_smem()  # v has been read, and TMA will write there
             plgpu.barrier_arrive(smem.v_free)
-        elif os.environ.get("KONLY"):
-            n = int(os.environ["KONLY"])
-            k = [*(mosaic.load(x, mosaic.TILE) for x in k[:n]), *k[n:]]
-        if os.environ.get("VONLY") and not _has_keys_in_registers(problem):
-            n = int(os.environ["VONLY"])
-            v = [*(mosaic.load(x, mosaic.TILE) for x in v[:n]), *v[n:]]
 
         def all_steps(*accs: RegisterTile) -> list[list[RegisterTile]]:
             sums = KeyGradients(accs[: len(qk_widths)], accs[len(qk_widths) :])
@@ -533,11 +531,8 @@ def _dv_and_dk(
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(do))
     lse = now.statistic(smem.lse)
     p, slope = score_mod.probabilities(now.ctx, now.place, s, lse, now.is_masked)
-    rounded = p.astype(dtype)
-    wgmma.value_panels(sums.dv, rounded, do)
+    wgmma.value_panels(sums.dv, p.astype(dtype), do)
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(do))
-    if os.environ.get("HPR"):
-        p = rounded.astype(jnp.float32)
     _release(now, now.t == now.tile.steps - 1)
     ds = p * (dp - per_column(now.statistic(smem.delta), dp.shape))
     ds = (ds if slope is None else ds * slope).astype(dtype)
@@ -667,19 +662,17 @@ def _add_dq(now: DqStep) -> None:
     def before() -> list[RegisterTile]:
         return [mosaic.load(sums.at[now.t], mosaic.TILE) for sums in smem.sums]
 
+    def operands(wg: int) -> wgmma_swizzles.Pair:
+        ds, k = smem.ds.tile.at[slot, wg], panels.tiles(smem.k, (kv_slot, wg))
+        return wgmma_swizzles.Pair(ds, k)
+
     def matmuls(acc: RegisterTile) -> None:
-        for wg in range(WARPGROUPS):
-            ds, k = smem.ds.tile.at[slot, wg], panels.tiles(smem.k, (kv_slot, wg))
+        for ds, k in map(operands, range(WARPGROUPS)):
             plgpu.wgmma(acc, ds.transpose((1, 0)), k[0])
 
     first, *rest = lax.cond(tile.is_first, nothing, before)
     plgpu.barrier_wait(smem.ds_ready.at[slot])
-    ds = [smem.ds.tile.at[slot, wg] for wg in range(WARPGROUPS)]
-    k = [panels.tiles(smem.k, (kv_slot, wg)) for wg in range(WARPGROUPS)]
-    rest = [
-        wgmma_swizzles.issue_transposed(sums, ds, [tiles[n] for tiles in k])
-        for n, sums in enumerate(rest, 1)
-    ]
+    rest = wgmma_swizzles.issue_rest(rest, map(operands, range(WARPGROUPS)))
     parts = [pl.run_state(matmuls)(plgpu.ACC.init(first)), *rest]
 
     if slots.own_dq:

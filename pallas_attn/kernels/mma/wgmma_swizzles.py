@@ -2,8 +2,8 @@
 one for both, the tensor core does not.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -17,13 +17,30 @@ from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import RegisterTile, SmemRef
 
 
-def issue_transposed(
+class Pair(NamedTuple):
+    """Operands of a matmul a^T b over the same rows, each panel as wide as its swizzle."""
+
+    a: SmemRef  # [rows, 64]
+    b: Sequence[SmemRef]  # panels [rows, columns]
+
+
+def issue_rest(sums: Sequence[RegisterTile], pairs: Iterable[Pair]) -> list[RegisterTile]:
+    """`sums`, one for each panel of b after the first, and a^T b of all pairs added to them. The
+    matmuls are issued, not committed: they belong to the group of the warpgroup's next
+    `plgpu.wgmma`, by the first panel, and the results are there when that one has been waited for.
+    """
+    if not sums:
+        return []
+    a, b = zip(*pairs, strict=True)
+    return [
+        _issue_transposed(x, a, [panels[n] for panels in b]) for n, x in enumerate(sums, 1)
+    ]
+
+
+def _issue_transposed(
     acc: RegisterTile, a: Sequence[SmemRef], b: Sequence[SmemRef]
 ) -> RegisterTile:
-    """acc + the sum of a^T b over pairs of tiles, a [rows, 64] and b [rows, columns], each as wide
-    as its swizzle. The matmuls are issued, not committed: they belong to the group of the
-    warpgroup's next `plgpu.wgmma`, and the result is there when that one has been waited for.
-    """
+    """acc + the sum of a^T b over tiles. One fence before all of them: `acc` is then in flight."""
 
     def code(_, acc, a, b):
         acc = mgpu.WGMMAAccumulator.from_registers(acc)  # with a fence
