@@ -43,20 +43,9 @@ def is_split_by_rows(plan: KeyPlan) -> bool:
     return plan.config.block_q == WARPGROUPS * ROWS
 
 
-def is_of_own_keys(plan: KeyPlan) -> bool:
-    """Whether each warpgroup multiplies dS of its own keys by all columns, and adds from registers:
-    two warpgroups cannot share panels of different widths evenly.
-    """
-    return plan.config.block_q == ROWS and plan.format.has_tail
-
-
-def adds_from_registers(plan: KeyPlan) -> bool:
-    return is_split_by_rows(plan) or is_of_own_keys(plan)
-
-
 def matmuls(plan: KeyPlan) -> int:
     """Groups of matmuls that `multiply` issues."""
-    return 1 if is_of_own_keys(plan) else WARPGROUPS
+    return 1 if plan.has_own_keys else WARPGROUPS
 
 
 def qk_widths(plan: KeyPlan) -> tuple[int, ...]:
@@ -76,7 +65,7 @@ def share_widths(plan: KeyPlan) -> tuple[int, ...]:
     or half of them.
     """
     widths = qk_widths(plan)
-    if adds_from_registers(plan):
+    if is_split_by_rows(plan) or plan.has_own_keys:
         return widths
     return widths[:1] if plan.format.qk.panels else (widths[0] // WARPGROUPS,)
 
@@ -90,13 +79,19 @@ def staging(plan: KeyPlan) -> Panels:
     """Shared memory for `add`, or None."""
     if plan.config.one_key_tile:
         return one_key_tile.staging(plan)
-    if adds_from_registers(plan):
+    if is_split_by_rows(plan):
         return None
-    return mosaic.swizzled((WARPGROUPS, ROWS, *share_widths(plan)), jnp.float32, _swizzle(plan))
+    return tuple(
+        mosaic.swizzled((WARPGROUPS, ROWS, width), jnp.float32, _swizzle(width))
+        for width in share_widths(plan)
+    )
 
 
-def _swizzle(plan: KeyPlan) -> int:
-    return tma_operands.swizzle_of(4 * share_widths(plan)[0])
+def _swizzle(width: int) -> int:
+    import os
+    if os.environ.get("SW64"):
+        return min(64, tma_operands.swizzle_of(4 * width))
+    return tma_operands.swizzle_of(4 * width)
 
 
 def ds_scratch(plan: KeyPlan) -> Panels:
@@ -115,9 +110,7 @@ def ds_tile(ctx: KernelContext, *at: Index) -> SmemRef:
     return tile
 
 
-def multiply(
-    ctx: KernelContext, acc: RegisterTile, slot: Index, wg: Index
-) -> list[RegisterTile]:
+def multiply(ctx: KernelContext, acc: RegisterTile, slot: Index, wg: Index) -> list[RegisterTile]:
     """Issues a warpgroup's share of dS K, of the dS in `slot`: into `acc` by the first panel of k.
     Returns the products by the others, which are there when `acc` is.
     """
@@ -129,11 +122,11 @@ def multiply(
         if is_split_by_rows(plan):
             return wgmma_swizzles.Pair(ds_tile(ctx, slot, u, wg), panels.tiles(smem.k, u + zero))
         ds = ds_tile(ctx, slot, u, 0)
-        if is_of_own_keys(plan):
+        if plan.has_own_keys:
             return wgmma_swizzles.Pair(ds, panels.tiles(smem.k, u))
         return wgmma_swizzles.Pair(ds, (_half_of_k(ctx, u, wg),))
 
-    keys = [wg] if is_of_own_keys(plan) else range(WARPGROUPS)
+    keys = [wg] if plan.has_own_keys else range(WARPGROUPS)
     sums = [mosaic.filled((ROWS, width), 0.0) for width in share_widths(plan)[1:]]
     sums = wgmma_swizzles.issue_rest(sums, map(operands, keys))
     for ds, k in map(operands, keys):
@@ -162,34 +155,36 @@ def add(  # noqa: PLR0913
     plan, refs, smem = ctx
     if plan.config.one_key_tile:
         return one_key_tile.write(ctx, work, wg, step, *parts)
-    if adds_from_registers(plan):
+    if is_split_by_rows(plan):
         head = work.batch * plan.problem.q_heads + step.head
-        number = head * _q_tiles(plan) + step.t
-        if is_split_by_rows(plan):
-            number = number * WARPGROUPS + wg
+        number = (head * _q_tiles(plan) + step.t) * WARPGROUPS + wg
         for before, dq in zip(_columns_before(plan), parts, strict=True):
             first = before * _pieces(plan, plan.problem.batch) // dq.shape[1]
             mma_rowmajor.add(refs.dq, number + first if first else number, dq, step.exists)
         return None
-    (dq,), (columns,), rows = parts, share_widths(plan), ROWS
+    widths = share_widths(plan)
     if not plan.order.turns:  # or the addition before is in memory
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    smem.dq[wg] = dq
+    for staged, dq in zip(smem.dq, parts, strict=True):
+        staged[wg] = dq
     turns.wait(ctx, work, wg, step, seen)
     plgpu.commit_smem()
-    where = pl.ds(step.t * rows, rows), step.head, pl.ds(wg * columns, columns)
-    to = refs.dq.at[work.batch, *where]
-    plgpu.copy_smem_to_gmem(smem.dq.at[wg], to, step.exists != 0, reduction_op="add")
+    rows, column = pl.ds(step.t * ROWS, ROWS), 0 if plan.has_own_keys else wg * sum(widths)
+    for staged, width in zip(smem.dq, widths, strict=True):
+        to = refs.dq.at[work.batch, rows, step.head, pl.ds(column, width)]
+        plgpu.copy_smem_to_gmem(staged.at[wg], to, step.exists != 0, reduction_op="add")
+        column += width
     return None
 
 
 def zeros(plan: KeyPlan, batch: int) -> jax.Array:
     """The array that `add` adds to: whole swizzles. TMA leaves out columns past its last."""
     rows, heads = _q_tiles(plan) * plan.config.block_q, plan.problem.q_heads
-    if adds_from_registers(plan):
+    if is_split_by_rows(plan):
         return jnp.zeros(_pieces(plan, batch) * ROWS * sum(qk_widths(plan)))
-    width = tma_operands.round_up(plan.problem.head_dim, _swizzle(plan) // 4)
-    if width <= share_widths(plan)[0]:  # the second share is past the last column
+    share = share_widths(plan)[0]
+    width = tma_operands.round_up(plan.problem.head_dim, _swizzle(share) // 4)
+    if width <= share:  # the second share is past the last column
         width = sum(qk_widths(plan))
     return jnp.zeros((batch, rows, heads, width))
 
@@ -197,7 +192,7 @@ def zeros(plan: KeyPlan, batch: int) -> jax.Array:
 def rounded(plan: KeyPlan, dq: jax.Array) -> jax.Array:
     """The sums as dq, [B, T, N, H]."""
     problem = plan.problem
-    if adds_from_registers(plan):
+    if is_split_by_rows(plan):
         return dq_rounding.rounded(problem, dq, qk_widths(plan))
     dq = dq[:, : problem.q_len, :, : problem.head_dim]
     return (dq * problem.scale).astype(problem.dtype)
@@ -211,7 +206,7 @@ def pieces_of_head(plan: KeyPlan) -> tuple[int, int]:
 
 def _pieces(plan: KeyPlan, batch: int) -> int:
     """Shares of all query tiles, where each has rows of its own."""
-    return batch * plan.problem.q_heads * _q_tiles(plan) * (plan.config.block_q // ROWS)
+    return batch * plan.problem.q_heads * _q_tiles(plan) * WARPGROUPS
 
 
 def _columns_before(plan: KeyPlan) -> list[int]:

@@ -37,7 +37,16 @@ class KeyPlan:
     @property
     def ds_slots(self) -> int:
         """Places for dS in shared memory; beside tiles of a bias no more than are needed."""
-        return 1 if self.bias_tiles and not self.adds_dq else 2 * self.config.dq_lag
+        if self.bias_tiles and not self.adds_dq:
+            return 1
+        return self.config.dq_lag * (1 if self.has_own_keys else 2)
+
+    @property
+    def has_own_keys(self) -> bool:
+        """Whether each warpgroup of `sm90_fused` makes dQ of its own keys, all columns: two of them
+        cannot share panels of different widths evenly.
+        """
+        return self.config.block_q == ROWS and self.format.has_tail
 
     @functools.cached_property
     def exact(self) -> bool:

@@ -140,7 +140,14 @@ class Config:
         if fused and problem.deterministic:
             config = _with_turns(problem, config)
         if fused and plan_of(problem, config).format.has_tail:
-            config = dataclasses.replace(config, stages=4, dq_lag=1)
+            import os
+
+            config = dataclasses.replace(
+                config, dq_lag=1, **eval(os.environ.get("TAIL", "dict(stages=3)"))
+            )
+        import os
+        if os.environ.get("K2"):
+            config = dataclasses.replace(config, kv_slots=2, stages=int(os.environ["K2"]))
         return _with_slots(problem, _in_order(problem, config))
 
 

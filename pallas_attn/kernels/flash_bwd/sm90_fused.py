@@ -130,9 +130,7 @@ class FusedSmem(NamedTuple):
             halves = Panel(tuple(view.at[:, slot] for view in halves.views))
         keys = self.keys and at(self.keys)
         ready, free = self.kv_ready.at[slot], self.kv_free.at[slot]
-        return self._replace(
-            keys=keys, k_halves=halves, v=at(self.v), kv_ready=ready, kv_free=free
-        )
+        return self._replace(keys=keys, k_halves=halves, v=at(self.v), kv_ready=ready, kv_free=free)
 
     @property
     def claims(self) -> claims.Smem:
@@ -282,7 +280,7 @@ def _last_dq(ctx: KernelContext, work: KeyTile, wg: Index, due: PendingDq, count
 
     @pl.when(due.exists != 0)
     def _():
-        if not dq_sum.is_of_own_keys(plan):
+        if not plan.has_own_keys:
             plgpu.barrier_wait(ready)
         dq = pl.run_scoped(matmuls, dq_sum.accumulator(plan))
         if dq_sum.is_split_by_rows(plan):
@@ -302,7 +300,7 @@ def has_k_in_registers(ctx: KernelContext) -> bool:
 
 def _ds_slot(plan: KeyPlan, count: Index) -> Index:
     """The place in shared memory of the dS of step `count`."""
-    return ring_slot(count, 2 * plan.config.dq_lag)
+    return ring_slot(count, plan.ds_slots)
 
 
 def _ds_ready(ctx: KernelContext, count: Index) -> Barrier:
@@ -475,7 +473,7 @@ def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, dq_acc: RegisterTile) ->
     plan, smem = now.plan, now.smem
     turns.pass_on(ctx, now.work, wg, now.added)
     seen = turns.look(ctx, now.work, wg, due)
-    if not dq_sum.is_of_own_keys(plan):
+    if not plan.has_own_keys:
         pl.when(due.exists != 0)(lambda: plgpu.barrier_wait(_ds_ready(ctx, count)))
     rest = dq_sum.multiply(ctx, dq_acc, _ds_slot(plan, count - plan.config.dq_lag), wg)
     if now.presets:  # S begins in registers out of which dK was made
@@ -543,7 +541,7 @@ def _ds(
     if now.presets:
         wgmma.value_panels(sums.dk, ds, panels.tiles(smem.q, now.slot))
     plgpu.commit_smem()  # lse and delta have been read, too, and TMA will write there
-    if refs.dq is not None and not dq_sum.is_of_own_keys(plan):
+    if refs.dq is not None and not plan.has_own_keys:
         plgpu.barrier_arrive(ready)
     return ds, of_aux
 

@@ -32,9 +32,7 @@ def issue_rest(sums: Sequence[RegisterTile], pairs: Iterable[Pair]) -> list[Regi
     if not sums:
         return []
     a, b = zip(*pairs, strict=True)
-    return [
-        _issue_transposed(x, a, [panels[n] for panels in b]) for n, x in enumerate(sums, 1)
-    ]
+    return [_issue_transposed(x, a, [panels[n] for panels in b]) for n, x in enumerate(sums, 1)]
 
 
 def _issue_transposed(
