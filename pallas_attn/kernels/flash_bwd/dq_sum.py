@@ -89,6 +89,7 @@ def staging(plan: KeyPlan) -> Panels:
 
 def _swizzle(width: int) -> int:
     import os
+
     if os.environ.get("SW64"):
         return min(64, tma_operands.swizzle_of(4 * width))
     return tma_operands.swizzle_of(4 * width)

@@ -146,6 +146,7 @@ class Config:
                 config, dq_lag=1, **eval(os.environ.get("TAIL", "dict(stages=3)"))
             )
         import os
+
         if os.environ.get("K2"):
             config = dataclasses.replace(config, kv_slots=2, stages=int(os.environ["K2"]))
         return _with_slots(problem, _in_order(problem, config))

@@ -16,7 +16,8 @@ L2 then holds: by the order of work tiles or, under a causal mask, in lockstep (
 A step is one query tile. P^T and dS^T, keys by queries, are register operands of the matmuls for dV
 and dK; for dQ both warpgroups put their half of dS in shared memory, and each computes a half of
 dQ when both halves are there. The matmuls of one warpgroup have to run during the arithmetic of
-the other, so either may be almost a step ahead of the other.
+the other, so either may be almost a step ahead of the other. Where q and k have a tail, a last
+panel of 16 or 32 columns, each makes dQ of its own keys instead (`KeyPlan.has_own_keys`).
 
 Query tiles of 64: dQ of a step comes at the beginning of the next or, where shared memory has room,
 of the one after that (`dq_lag`). S begins with -lse and dP with -delta, so neither is waited for.

@@ -88,7 +88,6 @@ class Slots(NamedTuple):
 _SLOTS = [
     Slots(2, 2, 4),
     Slots(2, 1, 4),
-    Slots(2, 2, 2),
     Slots(2, 1, 2, own_dq=True),
     Slots(2, 1, 2),
     Slots(1, 1, 2, own_dq=True),

@@ -80,14 +80,17 @@ APART = dataclasses.replace(SMALL, fused=False)
 ANY_SIZE = {
     "halves": (sized(77, 150, 40, **ONE), HALVES),
     "halves_of_16": (sized(77, 150, 24, mask=CAUSAL, **ONE), SMALL),
-    "halves_with_rest": (sized(150, 141, 72, v_head_dim=24, **ONE), SMALL),
+    "tail": (sized(150, 141, 72, v_head_dim=24, **ONE), SMALL),
+    "tail_in_registers": (
+        sized(70, 130, 88, mask=CAUSAL, dtype="float16", **ONE),
+        dataclasses.replace(HALVES, k_in_registers=True),
+    ),
     "halves_in_registers": (
         sized(70, 130, 104, **ONE),
         dataclasses.replace(HALVES, k_in_registers=True),
     ),
     "rows": (sized(150, 130, 48, dtype="float16", **ONE), ROWS),
     "rows_of_two_swizzles": (sized(141, 70, 72, v_head_dim=24, **ONE), ROWS),
-    "rows_with_tails": (sized(260, 130, 72, mask=CAUSAL, **ONE), ROWS),
     "apart": (sized(77, 150, 88, **ONE), APART),
     "wide": (sized(141, 70, 136, v_head_dim=24, **ONE), APART),
     "wide_values": (sized(70, 77, 24, v_head_dim=200, mask=CAUSAL, **ONE), APART),
