@@ -417,7 +417,22 @@ def _step(now: FusedStep, sums: KeyGradients) -> Sums:
     return pl.run_scoped(functools.partial(order, now, sums), plgpu.ACC(now.shape, jnp.float32))
 
 
+import os
+
+
+def early(now):
+    return now.plan.has_own_keys and bool(os.environ.get("DPF"))
+
+
 def _step_dq_first(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Sums:
+    if early(now):
+
+        def body(dp_acc):
+            dq_and_scores = functools.partial(_dq_and_scores, now, s_acc, dp_acc=dp_acc)
+            pl.run_scoped(dq_and_scores, dq_sum.accumulator(now.plan))
+            return _dv_and_dk(now, sums, s_acc, dp_acc)
+
+        return pl.run_scoped(body, plgpu.ACC(now.shape, jnp.float32))
     dq_and_scores = functools.partial(_dq_and_scores, now, s_acc)
     pl.run_scoped(dq_and_scores, dq_sum.accumulator(now.plan))
     rest = functools.partial(_dv_and_dk, now, sums, s_acc)
@@ -466,7 +481,7 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Su
     return of_aux
 
 
-def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, dq_acc: RegisterTile) -> None:
+def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, dq_acc: RegisterTile, dp_acc=None) -> None:
     """dQ of a step before, which is being added when this returns, and S of this one, which still
     runs.
     """
@@ -484,6 +499,11 @@ def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, dq_acc: RegisterTile) ->
     if now.presets:
         s_acc[...] = now.row_statistic(smem.q_ring)
     groups = now.multiply_scores(s_acc)
+    if dp_acc is not None:
+        smem.do_ring.wait(now.slot)
+        dp_acc[...] = now.row_statistic(smem.do_ring)
+        now.multiply_dp(dp_acc)
+        groups += len(panels.tiles(smem.do, now.slot))
     # And dK of the last step is done.
     dq = [plgpu.wgmma_accumulator_load(dq_acc, wait_n=groups), *rest]
     if not now.presets:
@@ -496,11 +516,12 @@ def _dv_and_dk(
 ) -> Sums:
     """Adds to dV and dK, which still runs when this returns."""
     smem = now.smem
-    if now.dq_comes_first:
+    if now.dq_comes_first and not early(now):
         smem.do_ring.wait(now.slot)
-    if now.presets:
+    if now.presets and not early(now):
         dp_acc[...] = now.row_statistic(smem.do_ring)
-    now.multiply_dp(dp_acc)
+    if not early(now):
+        now.multiply_dp(dp_acc)
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(sums.dv))
     lse = None
     if not now.presets:
