@@ -1,7 +1,8 @@
 """dQ of the fused Hopper kernel: a share for each warpgroup, added up in global memory.
 
 The two warpgroups share the dQ of a query tile. In a tile of 64 rows each takes half of the
-columns, puts them in shared memory, and TMA adds them to global memory. In a tile of 128 rows each
+columns, or all columns of its own keys, puts them in shared memory, and TMA adds them to global
+memory. In a tile of 128 rows each
 takes 64 and adds them from registers, 16 bytes a thread: the array then holds every half tile in
 the order in which threads hold it, and `rounded` reorders it. At head dim 64 adding through shared
 memory takes longer.
@@ -88,10 +89,6 @@ def staging(plan: KeyPlan) -> Panels:
 
 
 def _swizzle(width: int) -> int:
-    import os
-
-    if os.environ.get("SW64"):
-        return min(64, tma_operands.swizzle_of(4 * width))
     return tma_operands.swizzle_of(4 * width)
 
 

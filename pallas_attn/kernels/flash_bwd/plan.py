@@ -44,7 +44,7 @@ class KeyPlan:
     @property
     def has_own_keys(self) -> bool:
         """Whether each warpgroup of `sm90_fused` makes dQ of its own keys, all columns: two of them
-        cannot share panels of different widths evenly.
+        cannot share panels of different widths evenly. With a tail of 32 columns it is slower.
         """
         return self.config.block_q == ROWS and self.format.has_tail
 
@@ -81,9 +81,11 @@ class RowFormats(NamedTuple):
         return len(set(self.qk.panels)) > 1
 
     @classmethod
-    def of(cls, problem: AttentionProblem, block_q: int, halves: bool = False) -> "RowFormats":
+    def of(
+        cls, problem: AttentionProblem, block_q: int, halves: bool = False, in_order: bool = False
+    ) -> "RowFormats":
         """Query tiles of `block_q` rows are multiplied by whole swizzles too. `halves`: q and k
-        have two equal panels.
+        have two equal panels, but for a tail of 16 columns where dQ may be added in any order.
         """
         if tma_operands.takes_panels(problem):
             dims = problem.head_dim, problem.v_head_dim
@@ -91,6 +93,8 @@ class RowFormats(NamedTuple):
             if halves and len(qk.panels) == 1:
                 width = max(qk.width // 2, 16)
                 qk = qk._replace(panels=(width, width), width=2 * width, swizzle=2 * width)
+            elif halves and qk.panels[-1] == 16 and not in_order:
+                halves = False
             elif halves:
                 qk = tma_operands.in_panels(problem.dtype, 2 * panels.WIDEST)
             return cls(qk, v, halves)

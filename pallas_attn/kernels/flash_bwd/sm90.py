@@ -139,16 +139,9 @@ class Config:
         config = dataclasses.replace(config, fused=fused)
         if fused and problem.deterministic:
             config = _with_turns(problem, config)
-        if fused and plan_of(problem, config).format.has_tail:
-            import os
-
-            config = dataclasses.replace(
-                config, dq_lag=1, **eval(os.environ.get("TAIL", "dict(stages=3)"))
-            )
-        import os
-
-        if os.environ.get("K2"):
-            config = dataclasses.replace(config, kv_slots=2, stages=int(os.environ["K2"]))
+        if fused and RowFormats.of(problem, ROWS).has_tail:
+            stages = 4 if plan_of(problem, config).has_own_keys else 3
+            config = dataclasses.replace(config, stages=stages, dq_lag=1)
         return _with_slots(problem, _in_order(problem, config))
 
 
@@ -156,10 +149,12 @@ def _with_slots(problem: AttentionProblem, config: Config) -> Config:
     """`config`, with two slots for keys where they fit beside all else: the keys of a work tile are
     loaded during the one before.
     """
-    if not is_fused(problem, config) or config.block_q == ROWS:
+    if not is_fused(problem, config) or config.turns:
         return config
     more = dataclasses.replace(config, kv_slots=2)
     before, plan = plan_of(problem, config), plan_of(problem, more)
+    if plan.has_own_keys:
+        return config
     same = (before.bias_tiles, before.key_sums) == (plan.bias_tiles, plan.key_sums)
     fits = sm90_fused.buffer_bytes(plan) + BARRIERS <= SMEM_LIMIT
     return more if same and fits else config
@@ -283,10 +278,8 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
         turns=in_turns,
     )
     config = dataclasses.replace(config, block_q=block_q)
-    form = RowFormats.of(problem, block_q)
-    if block_q == ROWS and is_fused(problem, config) and (in_turns or not form.has_tail):
-        form = RowFormats.of(problem, block_q, halves=True)
-    plan = KeyPlan(problem, config, order, form)
+    halves = block_q == ROWS and is_fused(problem, config)
+    plan = KeyPlan(problem, config, order, RowFormats.of(problem, block_q, halves, in_turns))
     if config.heads:
         return dataclasses.replace(plan, bias_tiles=sm90_heads.bias_tiles(problem))
     if problem.learned and not (own_order or wide):

@@ -16,8 +16,9 @@ L2 then holds: by the order of work tiles or, under a causal mask, in lockstep (
 A step is one query tile. P^T and dS^T, keys by queries, are register operands of the matmuls for dV
 and dK; for dQ both warpgroups put their half of dS in shared memory, and each computes a half of
 dQ when both halves are there. The matmuls of one warpgroup have to run during the arithmetic of
-the other, so either may be almost a step ahead of the other. Where q and k have a tail, a last
-panel of 16 or 32 columns, each makes dQ of its own keys instead (`KeyPlan.has_own_keys`).
+the other, so either may be almost a step ahead of the other. At head dims 65 to 80 in panels each
+makes dQ of its own keys instead, and waits for nobody (`KeyPlan.has_own_keys`): twice as many
+additions, but no matmuls with columns of zeros.
 
 Query tiles of 64: dQ of a step comes at the beginning of the next or, where shared memory has room,
 of the one after that (`dq_lag`). S begins with -lse and dP with -delta, so neither is waited for.
@@ -40,7 +41,7 @@ Shared memory, and who owns it when:
   ds [2 dq_lag, warpgroup]  a ring by steps, so that one wait a step is enough: `ds_ready` says that
                      both warpgroups have written theirs. Where dQ comes at the end `ds_free` says
                      that both have read it. Each is of 64 query rows. dk and dv are stored from
-                     there where they fit: see `_store_dk_dv`
+                     there where they fit: see `_store_dk_dv`. With own keys dq_lag entries
   dq [warpgroup]     on its way to global memory, where TMA adds it, in `turns` if bits must repeat
 """
 
@@ -417,22 +418,7 @@ def _step(now: FusedStep, sums: KeyGradients) -> Sums:
     return pl.run_scoped(functools.partial(order, now, sums), plgpu.ACC(now.shape, jnp.float32))
 
 
-import os
-
-
-def early(now):
-    return now.plan.has_own_keys and bool(os.environ.get("DPF"))
-
-
 def _step_dq_first(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Sums:
-    if early(now):
-
-        def body(dp_acc):
-            dq_and_scores = functools.partial(_dq_and_scores, now, s_acc, dp_acc=dp_acc)
-            pl.run_scoped(dq_and_scores, dq_sum.accumulator(now.plan))
-            return _dv_and_dk(now, sums, s_acc, dp_acc)
-
-        return pl.run_scoped(body, plgpu.ACC(now.shape, jnp.float32))
     dq_and_scores = functools.partial(_dq_and_scores, now, s_acc)
     pl.run_scoped(dq_and_scores, dq_sum.accumulator(now.plan))
     rest = functools.partial(_dv_and_dk, now, sums, s_acc)
@@ -481,7 +467,7 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Su
     return of_aux
 
 
-def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, dq_acc: RegisterTile, dp_acc=None) -> None:
+def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, dq_acc: RegisterTile) -> None:
     """dQ of a step before, which is being added when this returns, and S of this one, which still
     runs.
     """
@@ -499,11 +485,6 @@ def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, dq_acc: RegisterTile, dp
     if now.presets:
         s_acc[...] = now.row_statistic(smem.q_ring)
     groups = now.multiply_scores(s_acc)
-    if dp_acc is not None:
-        smem.do_ring.wait(now.slot)
-        dp_acc[...] = now.row_statistic(smem.do_ring)
-        now.multiply_dp(dp_acc)
-        groups += len(panels.tiles(smem.do, now.slot))
     # And dK of the last step is done.
     dq = [plgpu.wgmma_accumulator_load(dq_acc, wait_n=groups), *rest]
     if not now.presets:
@@ -516,12 +497,11 @@ def _dv_and_dk(
 ) -> Sums:
     """Adds to dV and dK, which still runs when this returns."""
     smem = now.smem
-    if now.dq_comes_first and not early(now):
+    if now.dq_comes_first:
         smem.do_ring.wait(now.slot)
-    if now.presets and not early(now):
+    if now.presets:
         dp_acc[...] = now.row_statistic(smem.do_ring)
-    if not early(now):
-        now.multiply_dp(dp_acc)
+    now.multiply_dp(dp_acc)
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(sums.dv))
     lse = None
     if not now.presets:
