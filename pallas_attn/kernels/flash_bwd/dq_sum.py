@@ -72,7 +72,7 @@ def share_widths(plan: KeyPlan) -> tuple[int, ...]:
 
 
 def accumulator(plan: KeyPlan) -> Any:
-    """That of `multiply`."""
+    """The accumulator of `multiply`."""
     return plgpu.ACC((ROWS, share_widths(plan)[0]), jnp.float32)
 
 
