@@ -35,11 +35,13 @@ from unittest import mock
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import callback, core, source_info_util
 from jax._src.pallas import mpmd, pallas_call
 from jax._src.pallas.mosaic.interpret import thread_map, vector_clock
+from jax._src.pallas.mosaic.interpret import utils as interpret_utils
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import primitives as prims
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as host
@@ -172,8 +174,9 @@ def _shared_key(key):
 
 
 @host.fail_on_exception
-def _run_twin(*, token, thread, args, twin, is_ref, results, source_info):
+def _run_twin(*, token, thread, args, inline, is_ref, results, source_info):
     ours, who = host._get_shared_memory(), {"thread": thread, "source_info": source_info}
+    issued = _matmuls_of(ours, thread) if hasattr(inline, "is_matmul") else None
     leaves, tree = jax.tree.flatten(args)
 
     def argument(leaf, is_ref):
@@ -183,11 +186,16 @@ def _run_twin(*, token, thread, args, twin, is_ref, results, source_info):
         key = shared_memory.HostAllocationKey.from_array(key)
         if key.memory_space_id != hazards.SHARED:
             return array
+        if issued is not None:  # it belongs to the next matmul
+            place = [slice(int(n), int(n) + 1) for n in leaf[KEY_SIZE:]]
+            there = interpret_utils.Access((*place, *(slice(0, n) for n in array.shape)))
+            issued.open.append((key, there, source_info))
+            return array
         return hazards.Watched(array, key, tuple(map(int, leaf[KEY_SIZE:])), who)
 
     values = list(map(argument, leaves, is_ref))
     with np.errstate(all="ignore"), _one_update_at_a_time:
-        result = twin(*jax.tree.unflatten(tree, values))
+        result = inline.twin(*jax.tree.unflatten(tree, values))
     return token, jax.tree.leaves(result) if results else []
 
 
@@ -216,14 +224,14 @@ def with_peers(peers: Callable[[np.ndarray, int], np.ndarray]) -> Iterator[None]
 
 
 def _content(ours, key):
-    """An array in memory; where a place follows its key, what its first axis has there; where
+    """An array in memory; where places follow its key, what its first axes have there; where
     `ON_PEER` and a device do, what that device has.
     """
     array = ours.mem[shared_memory.HostAllocationKey.from_array(key[:KEY_SIZE])].content
-    if key.size == KEY_SIZE + 2:
-        assert _peers is not None and key[-2] == ON_PEER
+    if key.size == KEY_SIZE + 2 and key[-2] == ON_PEER:
+        assert _peers is not None
         return _peers(array, int(key[-1]))
-    return array if key.size == KEY_SIZE else array[int(key[-1])]
+    return array if key.size == KEY_SIZE else array[tuple(map(int, key[KEY_SIZE:]))]
 
 
 def _args_of(eqn, get_values):
@@ -237,10 +245,11 @@ def _args_of(eqn, get_values):
     for var, value, some in zip(eqn.invars[:count], values[:count], transforms, strict=True):
         value, rest = jaxpr_interpret.resolve_ref(var.aval, value, some or ())
         for indexer in (x for x in rest if isinstance(x, indexing.NDIndexer)):
-            place, *whole = indexer.indices
+            places = [x for x in indexer.indices if not isinstance(x, indexing.Slice)]
+            whole = indexer.indices[len(places) :]
             assert value.size == KEY_SIZE and all(x.start == 0 for x in whole)
-            place = lax.convert_element_type(place, value.dtype)
-            value = lax.concatenate([value, place[None]], 0)
+            places = [jnp.asarray(place, value.dtype)[None] for place in places]
+            value = lax.concatenate([value, *places], 0)
         for peer in (x for x in rest if isinstance(x, gpu_core.PeerMemRef)):
             number = lax.convert_element_type(jax.tree.leaves(peer.device_id)[-1], value.dtype)
             mark = lax.full((1,), ON_PEER, value.dtype)
@@ -265,13 +274,13 @@ def _inline_mgpu(self, eqn, token, get_values):
     if (values := getattr(eqn.params["mgpu_fn"], "values", None)) is not None:
         result = values(*_args_of(eqn, get_values))
         return token, jax.tree.leaves(result)
-    if (twin := getattr(eqn.params["mgpu_fn"], "twin", None)) is not None:
+    if hasattr(eqn.params["mgpu_fn"], "twin"):
         args = _args_of(eqn, get_values)
         is_ref = [isinstance(kind, plgpu.RefType) for kind in eqn.params["flat_arg_types"]]
         token, results = callback.io_callback(
             functools.partial(
                 _run_twin,
-                twin=twin,
+                inline=eqn.params["mgpu_fn"],
                 is_ref=is_ref,
                 results=len(eqn.outvars),
                 source_info=eqn.source_info,
@@ -583,6 +592,7 @@ class _Matmuls:
 
     def __init__(self):
         self.reads: list[list[Any]] = []  # (buffer, place, line of code) of each matmul
+        self.open: list[Any] = []  # reads of the next one that are issued before it
         self.unused = 0  # number of the next matmuls whose results are not used
 
 
@@ -621,9 +631,13 @@ def _wgmma(*, token, thread, source_info=None, **params):
     ours, reads = host._get_shared_memory(), []
     matmuls = _matmuls_of(ours, thread)
     matmuls.reads.append(reads)
+    others, matmuls.open = matmuls.open, []
     if matmuls.unused:
         matmuls.unused -= 1
         return token
+    for read in others:
+        reads.append(read)
+        _read_by_matmul(ours, thread, *read)
     registers = shared_memory.get_memory_space_idx(gpu_core.MemorySpace.REGS)
     for side in "ab":
         key, there = _accessed(ours, params[f"{side}_allocation_key_as_array"],

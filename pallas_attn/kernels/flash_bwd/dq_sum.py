@@ -1,14 +1,15 @@
 """dQ of the fused Hopper kernel: a share for each warpgroup, added up in global memory.
 
 The two warpgroups share the dQ of a query tile. In a tile of 64 rows each takes half of the
-columns, puts them in shared memory, and TMA adds them to global memory. In a tile of 128 rows each
+columns, or all columns of its own keys, puts them in shared memory, and TMA adds them to global
+memory. In a tile of 128 rows each
 takes 64 and adds them from registers, 16 bytes a thread: the array then holds every half tile in
 the order in which threads hold it, and `rounded` reorders it. At head dim 64 adding through shared
 memory takes longer.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -23,7 +24,7 @@ from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import Index, RegisterTile, SmemRef
-from pallas_attn.kernels.mma import mma_rowmajor
+from pallas_attn.kernels.mma import mma_rowmajor, wgmma_swizzles
 
 WARPGROUPS = 2  # consumers
 
@@ -43,6 +44,11 @@ def is_split_by_rows(plan: KeyPlan) -> bool:
     return plan.config.block_q == WARPGROUPS * ROWS
 
 
+def matmuls(plan: KeyPlan) -> int:
+    """Groups of matmuls that `multiply` issues."""
+    return 1 if plan.has_own_keys else WARPGROUPS
+
+
 def qk_widths(plan: KeyPlan) -> tuple[int, ...]:
     """Columns of q and k in shared memory, of each panel; where warpgroups share the columns of dQ,
     both halves are whole swizzles.
@@ -56,21 +62,18 @@ def qk_widths(plan: KeyPlan) -> tuple[int, ...]:
 
 
 def share_widths(plan: KeyPlan) -> tuple[int, ...]:
-    """Columns of a warpgroup's share of the dQ of a query tile, of each accumulator: all columns of
-    its rows, or half of them.
+    """Columns of a warpgroup's share of the dQ of a query tile, of each accumulator: all columns,
+    or half of them.
     """
     widths = qk_widths(plan)
-    if is_split_by_rows(plan):
+    if is_split_by_rows(plan) or plan.has_own_keys:
         return widths
     return widths[:1] if plan.format.qk.panels else (widths[0] // WARPGROUPS,)
 
 
-def has_rest(plan: KeyPlan) -> bool:
-    """Whether the second half of k, whose columns past the head dim are zeros, is wider than the
-    second panel of q: then scores are computed from another copy of k.
-    """
-    widths = plan.format.qk.panels
-    return plan.format.halves and widths[1] < widths[0]
+def accumulator(plan: KeyPlan) -> Any:
+    """The accumulator of `multiply`."""
+    return plgpu.ACC((ROWS, share_widths(plan)[0]), jnp.float32)
 
 
 def staging(plan: KeyPlan) -> Panels:
@@ -79,56 +82,54 @@ def staging(plan: KeyPlan) -> Panels:
         return one_key_tile.staging(plan)
     if is_split_by_rows(plan):
         return None
-    return mosaic.swizzled((WARPGROUPS, ROWS, *share_widths(plan)), jnp.float32, _swizzle(plan))
-
-
-def _swizzle(plan: KeyPlan) -> int:
-    return tma_operands.swizzle_of(4 * share_widths(plan)[0])
-
-
-def ds_scratch(plan: KeyPlan) -> tuple[Panels, ...]:
-    """Shared memory [slot, warpgroup, 64 query rows, keys, query rows] for dS: a copy for each
-    swizzle of k, as both operands of a matmul have one. TMA takes blocks of 64 columns, too.
-    """
-    config, dtype, form = plan.config, jnp.dtype(plan.problem.dtype), plan.format.qk
-    halves = (plan.ds_slots, WARPGROUPS, config.block_q // ROWS, ROWS)
-    if not form.panels:
-        return (mosaic.swizzled((*halves, ROWS), dtype, form.swizzle),)
     return tuple(
-        (panels.scratch(halves, dtype, ROWS),)
-        if width == ROWS
-        else mosaic.swizzled((*halves, ROWS), dtype, 2 * width)
-        for width in _swizzled_widths(plan)
+        mosaic.swizzled((WARPGROUPS, ROWS, width), jnp.float32, _swizzle(width))
+        for width in share_widths(plan)
     )
 
 
-def _swizzled_widths(plan: KeyPlan) -> list[int]:
-    return sorted(set(share_widths(plan)), reverse=True)
+def _swizzle(width: int) -> int:
+    return tma_operands.swizzle_of(4 * width)
 
 
-def ds_tiles(ctx: KernelContext, *at: Index) -> list[SmemRef]:
-    """The copies of a tile of dS."""
-    return [ref for copy in ctx.smem.ds for ref in panels.tiles(copy, at)]
+def ds_scratch(plan: KeyPlan) -> Panels:
+    """Shared memory [slot, warpgroup, 64 query rows, keys, query rows] for dS, in the swizzle of
+    k's first panel. TMA takes blocks of 64 columns, too.
+    """
+    config, dtype, form = plan.config, jnp.dtype(plan.problem.dtype), plan.format.qk
+    halves = (plan.ds_slots, WARPGROUPS, config.block_q // ROWS, ROWS)
+    if form.panels and form.panels[0] == ROWS:
+        return (panels.scratch(halves, dtype, ROWS),)
+    return mosaic.swizzled((*halves, ROWS), dtype, form.swizzle)
 
 
-def matmuls(plan: KeyPlan) -> int:
-    """Matmuls that `multiply` issues."""
-    return WARPGROUPS * len(share_widths(plan))
+def ds_tile(ctx: KernelContext, *at: Index) -> SmemRef:
+    (tile,) = panels.tiles(ctx.smem.ds, at)
+    return tile
 
 
-def multiply(ctx: KernelContext, accs: Sequence[RegisterTile], slot: Index, wg: Index) -> None:
-    """Issues a warpgroup's share of dS K, of the dS in `slot`."""
+def multiply(ctx: KernelContext, acc: RegisterTile, slot: Index, wg: Index) -> list[RegisterTile]:
+    """Issues a warpgroup's share of dS K, of the dS in `slot`: into `acc` by the first panel of k.
+    Returns the products by the others, which are there when `acc` is.
+    """
     plan, _, smem = ctx
     # Without the opaque zero the matmul descriptors of all parts of k stay live, and are spilled.
-    zero, widths = mosaic.opaque_zero(wg, 1), _swizzled_widths(plan)
-    for u in range(WARPGROUPS):
+    zero = mosaic.opaque_zero(wg, 1)
+
+    def operands(u: Index) -> wgmma_swizzles.Pair:
         if is_split_by_rows(plan):
-            copies, parts = ds_tiles(ctx, slot, u, wg), panels.tiles(smem.k, u + zero)
-        else:
-            copies, parts = ds_tiles(ctx, slot, u, 0), (_half_of_k(ctx, u, wg),)
-        for acc, k in zip(accs, parts, strict=True):
-            ds = copies[0 if len(copies) == 1 else widths.index(k.shape[1])]
-            plgpu.wgmma(acc, ds.transpose((1, 0)), k)
+            return wgmma_swizzles.Pair(ds_tile(ctx, slot, u, wg), panels.tiles(smem.k, u + zero))
+        ds = ds_tile(ctx, slot, u, 0)
+        if plan.has_own_keys:
+            return wgmma_swizzles.Pair(ds, panels.tiles(smem.k, u))
+        return wgmma_swizzles.Pair(ds, (_half_of_k(ctx, u, wg),))
+
+    keys = [wg] if plan.has_own_keys else range(WARPGROUPS)
+    sums = [mosaic.filled((ROWS, width), 0.0) for width in share_widths(plan)[1:]]
+    sums = wgmma_swizzles.issue_rest(sums, map(operands, keys))
+    for ds, k in map(operands, keys):
+        plgpu.wgmma(acc, ds.transpose((1, 0)), k[0])
+    return sums
 
 
 def _half_of_k(ctx: KernelContext, u: int, wg: Index) -> SmemRef:
@@ -159,15 +160,18 @@ def add(  # noqa: PLR0913
             first = before * _pieces(plan) // dq.shape[1]
             mma_rowmajor.add(refs.dq, number + first if first else number, dq, step.exists)
         return None
-    (dq,), (columns,), rows = parts, share_widths(plan), ROWS
+    widths = share_widths(plan)
     if not plan.order.turns:  # or the addition before is in memory
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    smem.dq[wg] = dq
+    for staged, dq in zip(smem.dq, parts, strict=True):
+        staged[wg] = dq
     turns.wait(ctx, work, wg, step, seen)
     plgpu.commit_smem()
-    where = pl.ds(step.t * rows, rows), step.head, pl.ds(wg * columns, columns)
-    to = refs.dq.at[work.batch, *where]
-    plgpu.copy_smem_to_gmem(smem.dq.at[wg], to, step.exists != 0, reduction_op="add")
+    rows, column = pl.ds(step.t * ROWS, ROWS), 0 if plan.has_own_keys else wg * sum(widths)
+    for staged, width in zip(smem.dq, widths, strict=True):
+        to = refs.dq.at[work.batch, rows, step.head, pl.ds(column, width)]
+        plgpu.copy_smem_to_gmem(staged.at[wg], to, step.exists != 0, reduction_op="add")
+        column += width
     return None
 
 
@@ -179,8 +183,9 @@ def sums(plan: KeyPlan) -> jax.ShapeDtypeStruct:
     if is_split_by_rows(plan):
         numbers = _pieces(plan) * ROWS * sum(qk_widths(plan))
         return jax.ShapeDtypeStruct((numbers,), jnp.float32)
-    width = tma_operands.round_up(problem.head_dim, _swizzle(plan) // 4)
-    if width <= share_widths(plan)[0]:  # the second share is past the last column
+    share = share_widths(plan)[0]
+    width = tma_operands.round_up(problem.head_dim, _swizzle(share) // 4)
+    if width <= share:  # the second share is past the last column
         width = sum(qk_widths(plan))
     return jax.ShapeDtypeStruct((problem.batch, rows, problem.q_heads, width), jnp.float32)
 

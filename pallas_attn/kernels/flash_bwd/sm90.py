@@ -144,8 +144,9 @@ class Config:
         config = dataclasses.replace(config, fused=fused)
         if fused and problem.deterministic:
             config = _with_turns(problem, config)
-        if fused and dq_sum.has_rest(plan_of(problem, config)):
-            config = dataclasses.replace(config, stages=3, dq_lag=1)
+        if fused and RowFormats.of(problem, ROWS).has_tail:
+            stages = 4 if plan_of(problem, config).has_own_keys else 3
+            config = dataclasses.replace(config, stages=stages, dq_lag=1)
         return _with_slots(problem, _in_order(problem, config))
 
 
@@ -153,10 +154,12 @@ def _with_slots(problem: AttentionProblem, config: Config) -> Config:
     """`config`, with two slots for keys where they fit beside all else: the keys of a work tile are
     loaded during the one before.
     """
-    if not is_fused(problem, config) or config.block_q == ROWS:
+    if not is_fused(problem, config) or config.turns:
         return config
     more = dataclasses.replace(config, kv_slots=2)
     before, plan = plan_of(problem, config), plan_of(problem, more)
+    if plan.has_own_keys:
+        return config
     same = (before.bias_tiles, before.key_sums) == (plan.bias_tiles, plan.key_sums)
     fits = sm90_fused.buffer_bytes(plan) + BARRIERS <= SMEM_LIMIT
     return more if same and fits else config
@@ -291,7 +294,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     )
     config = dataclasses.replace(config, block_q=block_q)
     halves = block_q == ROWS and is_fused(problem, config)
-    plan = KeyPlan(problem, config, order, RowFormats.of(problem, block_q, halves))
+    plan = KeyPlan(problem, config, order, RowFormats.of(problem, block_q, halves, in_turns))
     if config.heads:
         return dataclasses.replace(plan, bias_tiles=sm90_heads.bias_tiles(problem))
     if problem.learned and not (own_order or wide):

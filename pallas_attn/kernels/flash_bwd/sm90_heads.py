@@ -64,7 +64,7 @@ from pallas_attn.kernels.lang.types import (
     RegisterTile,
     SmemRef,
 )
-from pallas_attn.kernels.mma import wgmma
+from pallas_attn.kernels.mma import wgmma, wgmma_swizzles
 
 WARPGROUPS = 2  # consumers
 KEYS = WARPGROUPS * ROWS  # keys of a kv tile
@@ -88,7 +88,6 @@ class Slots(NamedTuple):
 _SLOTS = [
     Slots(2, 2, 4),
     Slots(2, 1, 4),
-    Slots(2, 2, 2),
     Slots(2, 1, 2, own_dq=True),
     Slots(2, 1, 2),
     Slots(1, 1, 2, own_dq=True),
@@ -178,7 +177,7 @@ class HeadsSmem(NamedTuple):
     v: Panels
     q: Panels
     do: Panels
-    ds: tuple[Panel, ...]  # a copy in each swizzle of k: a matmul's operands share it
+    ds: Panel  # in the swizzle of k's first panel
     sums: tuple[SmemRef, ...]  # float32 [query tiles, rows, columns], a panel of q each
     dq: Panels  # panels of a tile of dq, all those that are not stored from dS: see `_staged`
     dv: Panels  # [warpgroup, ..], panels of dv, likewise; dq uses the first where they are alike
@@ -226,12 +225,13 @@ def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
         shape = q_tiles, ROWS, width
         return mosaic.swizzled(shape, jnp.float32, tma_operands.swizzle_of(4 * width))
 
-    def copy_of_ds(width: int) -> Panel:
-        if width == ROWS:
-            return panels.scratch(ds[:-1], dtype, width)
-        return Panel((None, mosaic.swizzled(ds, dtype, 2 * width)))
+    def tiles_of_ds() -> Panel:
+        shape = slots.ds, WARPGROUPS, ROWS
+        if qk[0] == ROWS:
+            return panels.scratch(shape, dtype, ROWS)
+        return Panel((None, mosaic.swizzled((*shape, ROWS), dtype, 2 * qk[0])))
 
-    keys, ds = (WARPGROUPS, ROWS), (slots.ds, WARPGROUPS, ROWS, ROWS)
+    keys = WARPGROUPS, ROWS
     ring: dict[str, Any] = {"num_barriers": slots.stages}
     bias = bias_tiles(problem)
     return HeadsSmem(
@@ -239,7 +239,7 @@ def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
         v=rows(keys, v),
         q=rows((slots.stages, ROWS), qk),
         do=rows((slots.stages, ROWS), v),
-        ds=tuple(copy_of_ds(width) for width in sorted(set(qk))),
+        ds=tiles_of_ds(),
         sums=tuple(sums(width) for width in qk),
         dq=rows((1, ROWS), _own_widths(problem, slots)),
         dv=rows(keys, _not_from_ds(problem, v)),
@@ -262,10 +262,10 @@ def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
 
 def _not_from_ds(problem: AttentionProblem, widths: tuple[int, ...]) -> tuple[int, ...]:
     """Panels of a gradient that cannot be stored from dS: all but a first of 64 columns, which has
-    the shape of a copy of dS.
+    the shape of dS.
     """
-    has_copy = ROWS in panels.widths(problem.head_dim)
-    return widths[1:] if has_copy and widths[0] == ROWS else widths
+    is_wide = panels.widths(problem.head_dim)[0] == ROWS
+    return widths[1:] if is_wide and widths[0] == ROWS else widths
 
 
 def _shares_dv(problem: AttentionProblem, slots: Slots) -> bool:
@@ -537,8 +537,7 @@ def _dv_and_dk(
     ds = (ds if slope is None else ds * slope).astype(dtype)
     to = ring_slot(now.count, ds_slots)
     pl.when(now.count >= ds_slots)(lambda: plgpu.barrier_wait(smem.ds_free.at[to]))
-    for copy in smem.ds:
-        copy.tile[to, now.wg] = ds
+    smem.ds.tile[to, now.wg] = ds
     plgpu.commit_smem()
     plgpu.barrier_arrive(smem.ds_ready.at[to])
     wgmma.value_panels(sums.dk, ds, now.q)
@@ -576,7 +575,7 @@ def _store_dk_dv(ctx: KernelContext, outs: KeyGradients, at: HeadStep, grads: Ke
     plgpu.barrier_wait(smem.dq_done.at[slot])
     buffers: list[tuple[Panel, Place]] = [(panel, at.wg) for panel in smem.dv]
     if len(buffers) < len(grads.dv):
-        buffers.insert(0, (smem.ds[-1], (0, at.wg)))
+        buffers.insert(0, (smem.ds, (0, at.wg)))
     staged = _staged(grads.dv, buffers)
     of_k = _staged(dk, [(panel, at.keys) for panel in smem.k])
     _write([*staged, *of_k])
@@ -655,7 +654,6 @@ def _add_dq(now: DqStep) -> None:
     plan, smem, tile = now.ctx.plan, now.ctx.smem, now.tile
     slots, qk = slots_of(plan.problem), panels.widths(plan.problem.head_dim)
     kv_slot, slot = ring_slot(tile.n, slots.k), ring_slot(now.count, slots.ds)
-    swizzles = sorted(set(qk))
 
     def nothing() -> list[RegisterTile]:
         return [mosaic.filled((ROWS, width), 0.0) for width in qk]
@@ -663,15 +661,18 @@ def _add_dq(now: DqStep) -> None:
     def before() -> list[RegisterTile]:
         return [mosaic.load(sums.at[now.t], mosaic.TILE) for sums in smem.sums]
 
-    def matmuls(accs: list[RegisterTile]) -> None:
-        for wg in range(WARPGROUPS):
-            for acc, k in zip(accs, panels.tiles(smem.k, (kv_slot, wg)), strict=True):
-                ds = smem.ds[swizzles.index(k.shape[1])].tile.at[slot, wg]
-                plgpu.wgmma(acc, ds.transpose((1, 0)), k)
+    def operands(wg: int) -> wgmma_swizzles.Pair:
+        ds, k = smem.ds.tile.at[slot, wg], panels.tiles(smem.k, (kv_slot, wg))
+        return wgmma_swizzles.Pair(ds, k)
 
-    so_far = lax.cond(tile.is_first, nothing, before)
+    def matmuls(acc: RegisterTile) -> None:
+        for ds, k in map(operands, range(WARPGROUPS)):
+            plgpu.wgmma(acc, ds.transpose((1, 0)), k[0])
+
+    first, *rest = lax.cond(tile.is_first, nothing, before)
     plgpu.barrier_wait(smem.ds_ready.at[slot])
-    parts = pl.run_state(matmuls)([plgpu.ACC.init(x) for x in so_far])
+    rest = wgmma_swizzles.issue_rest(rest, map(operands, range(WARPGROUPS)))
+    parts = [pl.run_state(matmuls)(plgpu.ACC.init(first)), *rest]
 
     if slots.own_dq:
         plgpu.barrier_arrive(smem.ds_free.at[slot])
@@ -695,7 +696,7 @@ def _store_dq(now: DqStep, slot: Index, parts: Sequence[RegisterTile]) -> None:
         buffers += [(panel, 0) for panel in smem.dv]
     uses_ds = len(buffers) < len(parts)
     if uses_ds:
-        buffers.insert(0, (smem.ds[-1], (slot, 0)))
+        buffers.insert(0, (smem.ds, (slot, 0)))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if uses_ds:
         plgpu.commit_smem()  # all warps have finished matmuls that read dS

@@ -34,7 +34,7 @@ HEADS = {
     "bias_float32": (sized(72, 100, 24, bias_shape=(1, 2, 72, 100), **ONE_OF_TWO), EACH),
     "softcap": (sized(130, 200, 64, softcap=20.0, sinks=True, **ONE), EACH),
     "dq_beside_dv": (sized(200, 150, 72, **ONE_OF_TWO), ALONE),
-    "one_slot_of_k": (sized(260, 150, 72, **ONE_OF_TWO), ALONE),
+    "one_slot_of_k": (sized(330, 150, 72, v_head_dim=40, **ONE_OF_TWO), ALONE),
 }
 
 
