@@ -1,8 +1,7 @@
 """dQ of the fused Hopper kernel: a share for each warpgroup, added up in global memory.
 
 The two warpgroups share the dQ of a query tile. In a tile of 64 rows each takes half of the
-columns, or all columns of its own keys, puts them in shared memory, and TMA adds them to global
-memory. In a tile of 128 rows each
+columns, puts them in shared memory, and TMA adds them to global memory. In a tile of 128 rows each
 takes 64 and adds them from registers, 16 bytes a thread: the array then holds every half tile in
 the order in which threads hold it, and `rounded` reorders it. At head dim 64 adding through shared
 memory takes longer.
@@ -44,11 +43,6 @@ def is_split_by_rows(plan: KeyPlan) -> bool:
     return plan.config.block_q == WARPGROUPS * ROWS
 
 
-def matmuls(plan: KeyPlan) -> int:
-    """Groups of matmuls that `multiply` issues."""
-    return 1 if plan.has_own_keys else WARPGROUPS
-
-
 def qk_widths(plan: KeyPlan) -> tuple[int, ...]:
     """Columns of q and k in shared memory, of each panel; where warpgroups share the columns of dQ,
     both halves are whole swizzles.
@@ -66,7 +60,7 @@ def share_widths(plan: KeyPlan) -> tuple[int, ...]:
     or half of them.
     """
     widths = qk_widths(plan)
-    if is_split_by_rows(plan) or plan.has_own_keys:
+    if is_split_by_rows(plan):
         return widths
     return widths[:1] if plan.format.qk.panels else (widths[0] // WARPGROUPS,)
 
@@ -82,14 +76,11 @@ def staging(plan: KeyPlan) -> Panels:
         return one_key_tile.staging(plan)
     if is_split_by_rows(plan):
         return None
-    return tuple(
-        mosaic.swizzled((WARPGROUPS, ROWS, width), jnp.float32, _swizzle(width))
-        for width in share_widths(plan)
-    )
+    return mosaic.swizzled((WARPGROUPS, ROWS, *share_widths(plan)), jnp.float32, _swizzle(plan))
 
 
-def _swizzle(width: int) -> int:
-    return tma_operands.swizzle_of(4 * width)
+def _swizzle(plan: KeyPlan) -> int:
+    return tma_operands.swizzle_of(4 * share_widths(plan)[0])
 
 
 def ds_scratch(plan: KeyPlan) -> Panels:
@@ -120,14 +111,11 @@ def multiply(ctx: KernelContext, acc: RegisterTile, slot: Index, wg: Index) -> l
         if is_split_by_rows(plan):
             return wgmma_swizzles.Pair(ds_tile(ctx, slot, u, wg), panels.tiles(smem.k, u + zero))
         ds = ds_tile(ctx, slot, u, 0)
-        if plan.has_own_keys:
-            return wgmma_swizzles.Pair(ds, panels.tiles(smem.k, u))
         return wgmma_swizzles.Pair(ds, (_half_of_k(ctx, u, wg),))
 
-    keys = [wg] if plan.has_own_keys else range(WARPGROUPS)
     sums = [mosaic.filled((ROWS, width), 0.0) for width in share_widths(plan)[1:]]
-    sums = wgmma_swizzles.issue_rest(sums, map(operands, keys))
-    for ds, k in map(operands, keys):
+    sums = wgmma_swizzles.issue_rest(sums, map(operands, range(WARPGROUPS)))
+    for ds, k in map(operands, range(WARPGROUPS)):
         plgpu.wgmma(acc, ds.transpose((1, 0)), k[0])
     return sums
 
@@ -160,18 +148,15 @@ def add(  # noqa: PLR0913
             first = before * _pieces(plan) // dq.shape[1]
             mma_rowmajor.add(refs.dq, number + first if first else number, dq, step.exists)
         return None
-    widths = share_widths(plan)
+    (dq,), (columns,), rows = parts, share_widths(plan), ROWS
     if not plan.order.turns:  # or the addition before is in memory
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for staged, dq in zip(smem.dq, parts, strict=True):
-        staged[wg] = dq
+    smem.dq[wg] = dq
     turns.wait(ctx, work, wg, step, seen)
     plgpu.commit_smem()
-    rows, column = pl.ds(step.t * ROWS, ROWS), 0 if plan.has_own_keys else wg * sum(widths)
-    for staged, width in zip(smem.dq, widths, strict=True):
-        to = refs.dq.at[work.batch, rows, step.head, pl.ds(column, width)]
-        plgpu.copy_smem_to_gmem(staged.at[wg], to, step.exists != 0, reduction_op="add")
-        column += width
+    where = pl.ds(step.t * rows, rows), step.head, pl.ds(wg * columns, columns)
+    to = refs.dq.at[work.batch, *where]
+    plgpu.copy_smem_to_gmem(smem.dq.at[wg], to, step.exists != 0, reduction_op="add")
     return None
 
 
@@ -183,9 +168,8 @@ def sums(plan: KeyPlan) -> jax.ShapeDtypeStruct:
     if is_split_by_rows(plan):
         numbers = _pieces(plan) * ROWS * sum(qk_widths(plan))
         return jax.ShapeDtypeStruct((numbers,), jnp.float32)
-    share = share_widths(plan)[0]
-    width = tma_operands.round_up(problem.head_dim, _swizzle(share) // 4)
-    if width <= share:  # the second share is past the last column
+    width = tma_operands.round_up(problem.head_dim, _swizzle(plan) // 4)
+    if width <= share_widths(plan)[0]:  # the second share is past the last column
         width = sum(qk_widths(plan))
     return jax.ShapeDtypeStruct((problem.batch, rows, problem.q_heads, width), jnp.float32)
 

@@ -39,14 +39,7 @@ class KeyPlan:
         """Places for dS in shared memory; beside tiles of a bias no more than are needed."""
         if self.bias_tiles and not self.adds_dq:
             return 1
-        return self.config.dq_lag * (1 if self.has_own_keys else 2)
-
-    @property
-    def has_own_keys(self) -> bool:
-        """Whether each warpgroup of `sm90_fused` makes dQ of its own keys, all columns: two of them
-        cannot share panels of different widths evenly. With a tail of 32 columns it is slower.
-        """
-        return self.config.block_q == ROWS and self.format.has_tail
+        return 2 * self.config.dq_lag
 
     @functools.cached_property
     def exact(self) -> bool:
@@ -81,11 +74,9 @@ class RowFormats(NamedTuple):
         return len(set(self.qk.panels)) > 1
 
     @classmethod
-    def of(
-        cls, problem: AttentionProblem, block_q: int, halves: bool = False, in_order: bool = False
-    ) -> "RowFormats":
+    def of(cls, problem: AttentionProblem, block_q: int, halves: bool = False) -> "RowFormats":
         """Query tiles of `block_q` rows are multiplied by whole swizzles too. `halves`: q and k
-        have two equal panels, but for a tail of 16 columns where dQ may be added in any order.
+        have two equal panels.
         """
         if tma_operands.takes_panels(problem):
             dims = problem.head_dim, problem.v_head_dim
@@ -93,8 +84,6 @@ class RowFormats(NamedTuple):
             if halves and len(qk.panels) == 1:
                 width = max(qk.width // 2, 16)
                 qk = qk._replace(panels=(width, width), width=2 * width, swizzle=2 * width)
-            elif halves and qk.panels[-1] == 16 and not in_order:
-                halves = False
             elif halves:
                 qk = tma_operands.in_panels(problem.dtype, 2 * panels.WIDEST)
             return cls(qk, v, halves)

@@ -145,8 +145,7 @@ class Config:
         if fused and problem.deterministic:
             config = _with_turns(problem, config)
         if fused and RowFormats.of(problem, ROWS).has_tail:
-            stages = 4 if plan_of(problem, config).has_own_keys else 3
-            config = dataclasses.replace(config, stages=stages, dq_lag=1)
+            config = dataclasses.replace(config, stages=3, dq_lag=1)
         return _with_slots(problem, _in_order(problem, config))
 
 
@@ -158,8 +157,6 @@ def _with_slots(problem: AttentionProblem, config: Config) -> Config:
         return config
     more = dataclasses.replace(config, kv_slots=2)
     before, plan = plan_of(problem, config), plan_of(problem, more)
-    if plan.has_own_keys:
-        return config
     same = (before.bias_tiles, before.key_sums) == (plan.bias_tiles, plan.key_sums)
     fits = sm90_fused.buffer_bytes(plan) + BARRIERS <= SMEM_LIMIT
     return more if same and fits else config
@@ -294,7 +291,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     )
     config = dataclasses.replace(config, block_q=block_q)
     halves = block_q == ROWS and is_fused(problem, config)
-    plan = KeyPlan(problem, config, order, RowFormats.of(problem, block_q, halves, in_turns))
+    plan = KeyPlan(problem, config, order, RowFormats.of(problem, block_q, halves))
     if config.heads:
         return dataclasses.replace(plan, bias_tiles=sm90_heads.bias_tiles(problem))
     if problem.learned and not (own_order or wide):
