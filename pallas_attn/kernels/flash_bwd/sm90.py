@@ -122,7 +122,8 @@ class Config:
             return cls(window=True)
         if is_wide(problem):
             held = holds_columns(problem)
-            wide = cls(fused=False, k_in_registers=held, q_in_registers=held)
+            full = held and problem.mask.is_full  # positions take registers, too
+            wide = cls(fused=False, k_in_registers=held, q_in_registers=full)
             return _in_order(problem, _two_kernels(problem, wide))
         if has_small_blocks(problem):
             heads = block_tables.heads_of_tile(problem, 2)
@@ -211,12 +212,14 @@ def has_small_blocks(problem: AttentionProblem) -> bool:
 
 
 def holds_columns(problem: AttentionProblem) -> bool:
-    """Whether `sm90_dkdv` and `sm90_dq` are faster with left operands in registers: where k and v
-    fit there whole, and nothing masks scores (positions take registers, too).
+    """Whether `sm90_dkdv` is faster with k and v in registers, and `sm90_dq` with dO: where k and v
+    fit there whole, and nothing but the diagonal masks scores.
     """
     fits = problem.head_dim <= 192 and problem.v_head_dim <= 128
     has_functions = problem.mask_program is not None or problem.score_program is not None
-    plain = problem.mask.is_full and not problem.arrays and not has_functions
+    mask = problem.mask
+    shown = mask.is_full or (mask.is_causal and not mask.bounds_left)
+    plain = shown and not problem.arrays and not has_functions
     return plain and fits and problem.dtype != "float32"
 
 
