@@ -5,10 +5,14 @@ columns, puts them in shared memory, and TMA adds them to global memory. In a ti
 takes 64 and adds them from registers, 16 bytes a thread: the array then holds every half tile in
 the order in which threads hold it, and `rounded` reorders it. At head dim 64 adding through shared
 memory takes longer.
+
+Slower, where head dims have a narrow last panel: dQ of each warpgroup's own keys, which adds to
+every column twice (head dim 72: 5 % faster on an H200, 44 % slower on an H100), and two whole
+panels of q and k in place of `has_rest` (3 to 20 % slower on an H100).
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -23,7 +27,7 @@ from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import Index, RegisterTile, SmemRef
-from pallas_attn.kernels.mma import mma_rowmajor, wgmma_swizzles
+from pallas_attn.kernels.mma import mma_rowmajor
 
 WARPGROUPS = 2  # consumers
 
@@ -56,8 +60,8 @@ def qk_widths(plan: KeyPlan) -> tuple[int, ...]:
 
 
 def share_widths(plan: KeyPlan) -> tuple[int, ...]:
-    """Columns of a warpgroup's share of the dQ of a query tile, of each accumulator: all columns,
-    or half of them.
+    """Columns of a warpgroup's share of the dQ of a query tile, of each accumulator: all columns of
+    its rows, or half of them.
     """
     widths = qk_widths(plan)
     if is_split_by_rows(plan):
@@ -65,9 +69,12 @@ def share_widths(plan: KeyPlan) -> tuple[int, ...]:
     return widths[:1] if plan.format.qk.panels else (widths[0] // WARPGROUPS,)
 
 
-def accumulator(plan: KeyPlan) -> Any:
-    """The accumulator of `multiply`."""
-    return plgpu.ACC((ROWS, share_widths(plan)[0]), jnp.float32)
+def has_rest(plan: KeyPlan) -> bool:
+    """Whether the second half of k, whose columns past the head dim are zeros, is wider than the
+    second panel of q: then scores are computed from another copy of k.
+    """
+    widths = plan.format.qk.panels
+    return plan.format.halves and widths[1] < widths[0]
 
 
 def staging(plan: KeyPlan) -> Panels:
@@ -83,41 +90,49 @@ def _swizzle(plan: KeyPlan) -> int:
     return tma_operands.swizzle_of(4 * share_widths(plan)[0])
 
 
-def ds_scratch(plan: KeyPlan) -> Panels:
-    """Shared memory [slot, warpgroup, 64 query rows, keys, query rows] for dS, in the swizzle of
-    k's first panel. TMA takes blocks of 64 columns, too.
+def ds_scratch(plan: KeyPlan) -> tuple[Panels, ...]:
+    """Shared memory [slot, warpgroup, 64 query rows, keys, query rows] for dS: a copy for each
+    swizzle of k, as both operands of a matmul have one. TMA takes blocks of 64 columns, too.
     """
     config, dtype, form = plan.config, jnp.dtype(plan.problem.dtype), plan.format.qk
     halves = (plan.ds_slots, WARPGROUPS, config.block_q // ROWS, ROWS)
-    if form.panels and form.panels[0] == ROWS:
-        return (panels.scratch(halves, dtype, ROWS),)
-    return mosaic.swizzled((*halves, ROWS), dtype, form.swizzle)
+    if not form.panels:
+        return (mosaic.swizzled((*halves, ROWS), dtype, form.swizzle),)
+    return tuple(
+        (panels.scratch(halves, dtype, ROWS),)
+        if width == ROWS
+        else mosaic.swizzled((*halves, ROWS), dtype, 2 * width)
+        for width in _swizzled_widths(plan)
+    )
 
 
-def ds_tile(ctx: KernelContext, *at: Index) -> SmemRef:
-    (tile,) = panels.tiles(ctx.smem.ds, at)
-    return tile
+def _swizzled_widths(plan: KeyPlan) -> list[int]:
+    return sorted(set(share_widths(plan)), reverse=True)
 
 
-def multiply(ctx: KernelContext, acc: RegisterTile, slot: Index, wg: Index) -> list[RegisterTile]:
-    """Issues a warpgroup's share of dS K, of the dS in `slot`: into `acc` by the first panel of k.
-    Returns the products by the others, which are there when `acc` is.
-    """
+def ds_tiles(ctx: KernelContext, *at: Index) -> list[SmemRef]:
+    """The copies of a tile of dS."""
+    return [ref for copy in ctx.smem.ds for ref in panels.tiles(copy, at)]
+
+
+def matmuls(plan: KeyPlan) -> int:
+    """Matmuls that `multiply` issues."""
+    return WARPGROUPS * len(share_widths(plan))
+
+
+def multiply(ctx: KernelContext, accs: Sequence[RegisterTile], slot: Index, wg: Index) -> None:
+    """Issues a warpgroup's share of dS K, of the dS in `slot`."""
     plan, _, smem = ctx
     # Without the opaque zero the matmul descriptors of all parts of k stay live, and are spilled.
-    zero = mosaic.opaque_zero(wg, 1)
-
-    def operands(u: Index) -> wgmma_swizzles.Pair:
+    zero, widths = mosaic.opaque_zero(wg, 1), _swizzled_widths(plan)
+    for u in range(WARPGROUPS):
         if is_split_by_rows(plan):
-            return wgmma_swizzles.Pair(ds_tile(ctx, slot, u, wg), panels.tiles(smem.k, u + zero))
-        ds = ds_tile(ctx, slot, u, 0)
-        return wgmma_swizzles.Pair(ds, (_half_of_k(ctx, u, wg),))
-
-    sums = [mosaic.filled((ROWS, width), 0.0) for width in share_widths(plan)[1:]]
-    sums = wgmma_swizzles.issue_rest(sums, map(operands, range(WARPGROUPS)))
-    for ds, k in map(operands, range(WARPGROUPS)):
-        plgpu.wgmma(acc, ds.transpose((1, 0)), k[0])
-    return sums
+            copies, parts = ds_tiles(ctx, slot, u, wg), panels.tiles(smem.k, u + zero)
+        else:
+            copies, parts = ds_tiles(ctx, slot, u, 0), (_half_of_k(ctx, u, wg),)
+        for acc, k in zip(accs, parts, strict=True):
+            ds = copies[0 if len(copies) == 1 else widths.index(k.shape[1])]
+            plgpu.wgmma(acc, ds.transpose((1, 0)), k)
 
 
 def _half_of_k(ctx: KernelContext, u: int, wg: Index) -> SmemRef:

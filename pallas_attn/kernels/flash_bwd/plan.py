@@ -11,7 +11,6 @@ from pallas_attn.kernels.attention.tiles import ROWS
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
-from pallas_attn.kernels.lang import panels
 from pallas_attn.kernels.mma import wgmma_float32
 
 
@@ -37,9 +36,7 @@ class KeyPlan:
     @property
     def ds_slots(self) -> int:
         """Places for dS in shared memory; beside tiles of a bias no more than are needed."""
-        if self.bias_tiles and not self.adds_dq:
-            return 1
-        return 2 * self.config.dq_lag
+        return 1 if self.bias_tiles and not self.adds_dq else 2 * self.config.dq_lag
 
     @functools.cached_property
     def exact(self) -> bool:
@@ -66,17 +63,12 @@ class RowFormats(NamedTuple):
 
     qk: OperandFormat
     v: OperandFormat  # dO too
-    halves: bool = False  # q and k lie in two equal panels: each warpgroup adds to one of dQ
-
-    @property
-    def has_tail(self) -> bool:
-        """Whether the last panel of q and k is narrower than the first."""
-        return len(set(self.qk.panels)) > 1
+    halves: bool = False  # q and k lie in two panels: each warpgroup adds to one of dQ
 
     @classmethod
     def of(cls, problem: AttentionProblem, block_q: int, halves: bool = False) -> "RowFormats":
         """Query tiles of `block_q` rows are multiplied by whole swizzles too. `halves`: q and k
-        have two equal panels.
+        have at least two panels.
         """
         if tma_operands.takes_panels(problem):
             dims = problem.head_dim, problem.v_head_dim
@@ -84,8 +76,6 @@ class RowFormats(NamedTuple):
             if halves and len(qk.panels) == 1:
                 width = max(qk.width // 2, 16)
                 qk = qk._replace(panels=(width, width), width=2 * width, swizzle=2 * width)
-            elif halves:
-                qk = tma_operands.in_panels(problem.dtype, 2 * panels.WIDEST)
             return cls(qk, v, halves)
         most = tma_operands.swizzle_of(2 * block_q)
         formats = tma_operands.formats_of(problem, ROWS)

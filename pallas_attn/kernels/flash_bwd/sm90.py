@@ -145,7 +145,7 @@ class Config:
         config = dataclasses.replace(config, fused=fused)
         if fused and problem.deterministic:
             config = _with_turns(problem, config)
-        if fused and RowFormats.of(problem, ROWS).has_tail:
+        if fused and dq_sum.has_rest(plan_of(problem, config)):
             config = dataclasses.replace(config, stages=3, dq_lag=1)
         return _with_slots(problem, _in_order(problem, config))
 
@@ -154,10 +154,10 @@ def _with_slots(problem: AttentionProblem, config: Config) -> Config:
     """`config`, with two slots for keys where they fit beside all else: the keys of a work tile are
     loaded during the one before.
     """
-    if not is_fused(problem, config) or config.turns:
-        return config
     more = dataclasses.replace(config, kv_slots=2)
     before, plan = plan_of(problem, config), plan_of(problem, more)
+    if not is_fused(problem, config) or config.turns or dq_sum.has_rest(plan):
+        return config
     same = (before.bias_tiles, before.key_sums) == (plan.bias_tiles, plan.key_sums)
     fits = sm90_fused.buffer_bytes(plan) + BARRIERS <= SMEM_LIMIT
     return more if same and fits else config

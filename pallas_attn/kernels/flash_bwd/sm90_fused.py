@@ -16,8 +16,7 @@ L2 then holds: by the order of work tiles or, under a causal mask, in lockstep (
 A step is one query tile. P^T and dS^T, keys by queries, are register operands of the matmuls for dV
 and dK; for dQ both warpgroups put their half of dS in shared memory, and each computes a half of
 dQ when both halves are there. The matmuls of one warpgroup have to run during the arithmetic of
-the other, so either may be almost a step ahead of the other. If each made dQ of its own keys, none
-would wait, but both would add to all columns: at head dim 72 an H200 gained 5 %, an H100 lost 44 %.
+the other, so either may be almost a step ahead of the other.
 
 Query tiles of 64: dQ of a step comes at the beginning of the next or, where shared memory has room,
 of the one after that (`dq_lag`). S begins with -lse and dP with -delta, so neither is waited for.
@@ -90,10 +89,11 @@ KEYS = WARPGROUPS * ROWS  # keys of a work tile
 class FusedSmem(NamedTuple):
     keys: Panels  # k; None: it lies in `k_halves`
     k_halves: Panel | None  # [half of the columns, warpgroup, keys, columns], see `dq_sum`, or None
+    k_rest: Panels  # see `dq_sum.has_rest`, or None
     v: Panels
     q: Panels
     do: Panels
-    ds: Panels  # see `dq_sum.ds_scratch`
+    ds: tuple[Panels, ...]  # see `dq_sum.ds_scratch`
     dq: Panels
     row_stats: SmemRef  # lse and delta of the tiles of q and dO
     row_numbers: SmemRef  # 0, 1, .. of a query tile
@@ -113,7 +113,7 @@ class FusedSmem(NamedTuple):
         if self.k_halves is None:
             return self.keys
         first, second = (Panel(tuple(view.at[n] for view in self.k_halves.views)) for n in range(2))
-        return first, second
+        return (first, *(self.k_rest or (second,)))
 
     def with_keys_of(self, n: Index, slots: int) -> "FusedSmem":
         """These, with the keys of a block's work tile `n` alone."""
@@ -129,9 +129,16 @@ class FusedSmem(NamedTuple):
         halves = self.k_halves
         if halves is not None:
             halves = Panel(tuple(view.at[:, slot] for view in halves.views))
-        keys = self.keys and at(self.keys)
+        keys, rest = (x and at(x) for x in (self.keys, self.k_rest))
         ready, free = self.kv_ready.at[slot], self.kv_free.at[slot]
-        return self._replace(keys=keys, k_halves=halves, v=at(self.v), kv_ready=ready, kv_free=free)
+        return self._replace(
+            keys=keys, k_halves=halves, k_rest=rest, v=at(self.v), kv_ready=ready, kv_free=free
+        )
+
+    @property
+    def k_second_half(self) -> Panels:
+        assert self.k_halves is not None
+        return (Panel(tuple(view.at[1] for view in self.k_halves.views)),)
 
     @property
     def claims(self) -> claims.Smem:
@@ -155,11 +162,13 @@ def scratch(plan: KeyPlan) -> FusedSmem:
     if not qk.panels:
         (width,) = dq_sum.qk_widths(plan)
         qk = qk._replace(width=width)
-    in_halves, slots, bias = form.halves, config.kv_slots, plan.bias_tiles
+    in_halves, has_rest = form.halves, dq_sum.has_rest(plan)
+    slots, bias = config.kv_slots, plan.bias_tiles
     keys = (WARPGROUPS, ROWS) if slots == 1 else (slots, WARPGROUPS, ROWS)
     return FusedSmem(
         keys=None if in_halves else qk.scratch(*keys),
         k_halves=panels.scratch((2, *keys), dtype, qk.panels[0]) if in_halves else None,
+        k_rest=(panels.scratch(keys, dtype, qk.panels[1]),) if has_rest else None,
         v=v.scratch(*keys),
         q=qk.scratch(stages, block),
         do=v.scratch(stages, block),
@@ -167,7 +176,9 @@ def scratch(plan: KeyPlan) -> FusedSmem:
         dq=dq_sum.staging(plan),
         row_stats=plgpu.SMEM((2, stages, block), jnp.float32),
         row_numbers=plgpu.SMEM((block + (claims.RING if takes_claims else 0),), jnp.int32),
-        kv_ready=barrier(num_arrivals=(qk.copies + v.copies) * WARPGROUPS, num_barriers=slots),
+        kv_ready=barrier(
+            num_arrivals=(qk.copies + has_rest + v.copies) * WARPGROUPS, num_barriers=slots
+        ),
         kv_free=barrier(num_arrivals=WARPGROUPS, num_barriers=slots),
         q_ready=barrier(num_arrivals=1 + qk.copies + (bias.copies if bias else 0), **ring),
         do_ready=barrier(num_arrivals=1 + v.copies, **ring),
@@ -195,6 +206,11 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
         for wg in range(WARPGROUPS)
         for name, to in (("k", smem.k), ("v", smem.v))
     ]
+    if dq_sum.has_rest(ctx.plan):
+        (width,), half = dq_sum.share_widths(ctx.plan), smem.k_second_half
+        parts += [
+            KeyPart("k", wg * ROWS, half, wg, smem.kv_ready, width) for wg in range(WARPGROUPS)
+        ]
     buffers = KeyBuffers(smem.kv_free, parts, ctx.plan.config.kv_slots)
     producer.produce(ctx, block_id, [buffers])
 
@@ -275,14 +291,14 @@ def _last_dq(ctx: KernelContext, work: KeyTile, wg: Index, due: PendingDq, count
     plan, smem = ctx.plan, ctx.smem
     slot, ready = _ds_slot(plan, count), _ds_ready(ctx, count)
 
-    def matmuls(acc: RegisterTile) -> list[RegisterTile]:
-        sums = dq_sum.multiply(ctx, acc, slot, wg)
-        return [acc[...], *sums]
+    def matmuls(*accs: RegisterTile) -> list[RegisterTile]:
+        dq_sum.multiply(ctx, accs, slot, wg)
+        return [acc[...] for acc in accs]
 
     @pl.when(due.exists != 0)
     def _():
         plgpu.barrier_wait(ready)
-        dq = pl.run_scoped(matmuls, dq_sum.accumulator(plan))
+        dq = pl.run_scoped(matmuls, *_accumulators(dq_sum.share_widths(plan)))
         if dq_sum.is_split_by_rows(plan):
             plgpu.barrier_arrive(smem.ds_free.at[slot])
         dq_sum.add(ctx, work, wg, due, dq)
@@ -417,8 +433,8 @@ def _step(now: FusedStep, sums: KeyGradients) -> Sums:
 
 
 def _step_dq_first(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Sums:
-    dq_and_scores = functools.partial(_dq_and_scores, now, s_acc)
-    pl.run_scoped(dq_and_scores, dq_sum.accumulator(now.plan))
+    dq_accs = _accumulators(dq_sum.share_widths(now.plan))
+    pl.run_scoped(functools.partial(_dq_and_scores, now, s_acc), *dq_accs)
     rest = functools.partial(_dv_and_dk, now, sums, s_acc)
     return pl.run_scoped(rest, plgpu.ACC(now.shape, jnp.float32))
 
@@ -444,12 +460,12 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Su
         p = score_mod.exponentials(plan, logits, now.row_statistic(smem.q_ring))
         return _ds(now, sums, dp_acc, p, slope)
 
-    def to_dq(ds: RegisterTile, dq_acc: RegisterTile) -> None:
+    def to_dq(ds: RegisterTile, *dq_accs: RegisterTile) -> None:
         slot = _ds_slot(plan, due.count)
-        mosaic.results_are_used(due.exists, dq_sum.WARPGROUPS)
-        rest = dq_sum.multiply(ctx, dq_acc, slot, now.wg)
+        mosaic.results_are_used(due.exists, dq_sum.matmuls(plan))
+        dq_sum.multiply(ctx, dq_accs, slot, now.wg)
         wgmma.value_panels(sums.dk, ds, panels.tiles(smem.q, now.slot))
-        dq = [plgpu.wgmma_accumulator_load(dq_acc, wait_n=len(sums.dk)), *rest]
+        dq = [plgpu.wgmma_accumulator_load(acc, wait_n=len(sums.dk)) for acc in dq_accs]
         smem.do_ring.release(now.slot)
         pl.when(due.exists != 0)(lambda: plgpu.barrier_arrive(smem.ds_free.at[slot]))
         dq_sum.add(ctx, now.work, now.wg, due, dq)
@@ -461,11 +477,11 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Su
     smem.do_ring.wait(now.slot)
     to_ds = functools.partial(to_ds, logits, slope)
     ds, of_aux = pl.run_scoped(to_ds, plgpu.ACC(now.shape, jnp.float32))
-    pl.run_scoped(functools.partial(to_dq, ds), dq_sum.accumulator(plan))
+    pl.run_scoped(functools.partial(to_dq, ds), *_accumulators(dq_sum.share_widths(plan)))
     return of_aux
 
 
-def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, dq_acc: RegisterTile) -> None:
+def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, *dq_accs: RegisterTile) -> None:
     """dQ of a step before, which is being added when this returns, and S of this one, which still
     runs.
     """
@@ -474,16 +490,16 @@ def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, dq_acc: RegisterTile) ->
     turns.pass_on(ctx, now.work, wg, now.added)
     seen = turns.look(ctx, now.work, wg, due)
     pl.when(due.exists != 0)(lambda: plgpu.barrier_wait(_ds_ready(ctx, count)))
-    rest = dq_sum.multiply(ctx, dq_acc, _ds_slot(plan, count - plan.config.dq_lag), wg)
+    dq_sum.multiply(ctx, dq_accs, _ds_slot(plan, count - plan.config.dq_lag), wg)
     if now.presets:  # S begins in registers out of which dK was made
-        plgpu.wgmma_wait(dq_sum.WARPGROUPS)
+        plgpu.wgmma_wait(dq_sum.matmuls(plan))
         now.release_last_q()
     smem.q_ring.wait(now.slot)
     if now.presets:
         s_acc[...] = now.row_statistic(smem.q_ring)
     groups = now.multiply_scores(s_acc)
     # And dK of the last step is done.
-    dq = [plgpu.wgmma_accumulator_load(dq_acc, wait_n=groups), *rest]
+    dq = [plgpu.wgmma_accumulator_load(acc, wait_n=groups) for acc in dq_accs]
     if not now.presets:
         now.release_last_q()
     dq_sum.add(ctx, now.work, wg, due, dq, seen)
@@ -536,7 +552,8 @@ def _ds(
             pl.when(now.pending[-1].exists != 0)(lambda: plgpu.barrier_wait(ready))
         for half in range(plan.config.block_q // ROWS):
             part = lax.slice(ds, (0, half * ROWS), (ROWS, (half + 1) * ROWS))
-            dq_sum.ds_tile(now.ctx, slot, now.wg, half)[...] = part
+            for copy in dq_sum.ds_tiles(now.ctx, slot, now.wg, half):
+                copy[...] = part
     if now.presets:
         wgmma.value_panels(sums.dk, ds, panels.tiles(smem.q, now.slot))
     plgpu.commit_smem()  # lse and delta have been read, too, and TMA will write there
@@ -623,7 +640,8 @@ def _ds_staging(ctx: KernelContext, wg: Index) -> KeyGradients:
     halves, widths = plan.config.block_q // ROWS, _widths(plan)
     of_dk = sum(widths.dk) // ROWS
     blocks = [(n // halves, wg, n % halves) for n in range(of_dk + sum(widths.dv) // ROWS)]
-    return KeyGradients(Staging(smem.ds, blocks[:of_dk]), Staging(smem.ds, blocks[of_dk:]))
+    rows = smem.ds[0]
+    return KeyGradients(Staging(rows, blocks[:of_dk]), Staging(rows, blocks[of_dk:]))
 
 
 # ---- the kernel and its call --------------------------------------------------------------------

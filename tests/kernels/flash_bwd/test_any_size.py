@@ -80,11 +80,7 @@ APART = dataclasses.replace(SMALL, fused=False)
 ANY_SIZE = {
     "halves": (sized(77, 150, 40, **ONE), HALVES),
     "halves_of_16": (sized(77, 150, 24, mask=CAUSAL, **ONE), SMALL),
-    "tail": (sized(150, 141, 72, v_head_dim=24, **ONE), SMALL),
-    "tail_in_registers": (
-        sized(70, 130, 88, mask=CAUSAL, dtype="float16", **ONE),
-        dataclasses.replace(HALVES, k_in_registers=True),
-    ),
+    "halves_with_rest": (sized(150, 141, 72, v_head_dim=24, **ONE), SMALL),
     "halves_in_registers": (
         sized(70, 130, 104, **ONE),
         dataclasses.replace(HALVES, k_in_registers=True),
