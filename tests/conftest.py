@@ -139,10 +139,10 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("quick")
         marks = {mark.name for mark in item.iter_markers()}
         (rest if marks & left_out else kept).append(item)
-        for mark in marks.intersection(NAMED_MARKS):
-            if (item.path, mark) not in named:
-                assert f"mark.{mark}" in item.path.read_text(), f"{item.path} does not name {mark}"
-                named.add((item.path, mark))
+        for mark in {(item.path, name) for name in marks.intersection(NAMED_MARKS)} - named:
+            if f"mark.{mark[1]}" not in mark[0].read_text():
+                raise pytest.UsageError(f"{mark[0]} has to write mark.{mark[1]}: see NAMED_MARKS")
+            named.add(mark)
         if "machine_code" in marks:
             item.add_marker(missing)
         if "fuzz" in marks:  # the last problem may be a slow one
