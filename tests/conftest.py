@@ -56,6 +56,7 @@ def pytest_addoption(parser):
 
 
 GPU_MARKS = ("gpu", "multigpu")
+NAMED_MARKS = ("machine_code", "recipes", "fuzz")  # each file that has one names it
 
 
 def _asks_for(config, mark) -> bool:
@@ -113,10 +114,9 @@ def pytest_ignore_collect(collection_path, config):
     files takes a process 8 seconds.
     """
     mark = config.option.markexpr
-    if mark not in ("machine_code", "recipes", "fuzz") or collection_path.suffix != ".py":
+    if mark not in NAMED_MARKS or not collection_path.match("test_*.py"):
         return None
-    names_it = f"mark.{mark}" in collection_path.read_text()
-    return None if names_it or not collection_path.name.startswith("test_") else True
+    return None if f"mark.{mark}" in collection_path.read_text() else True
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -133,12 +133,16 @@ def pytest_collection_modifyitems(config, items):
         if mark not in (config.option.markexpr or ""):
             left_out.add(mark)
     missing = pytest.mark.skipif(not aot.available(), reason="the aot extra is not installed")
-    kept, rest = [], []
+    kept, rest, named = [], [], set()
     for item in items:
         if item.nodeid in gpu_cases.ALL_QUICK:
             item.add_marker("quick")
         marks = {mark.name for mark in item.iter_markers()}
         (rest if marks & left_out else kept).append(item)
+        for mark in {(item.path, name) for name in marks.intersection(NAMED_MARKS)} - named:
+            if f"mark.{mark[1]}" not in mark[0].read_text():
+                raise pytest.UsageError(f"{mark[0]} has to write mark.{mark[1]}: see NAMED_MARKS")
+            named.add(mark)
         if "machine_code" in marks:
             item.add_marker(missing)
         if "fuzz" in marks:  # the last problem may be a slow one

@@ -49,8 +49,8 @@ def drawing(rows: Sequence[Row]) -> str:
 
 
 def falls(rows: Sequence[Row]) -> str:
-    """A text on where the curves fall: for each, the size whose row takes most above that of a
-    longer sequence; and sequences that take longer than a longer one.
+    """A text on where the curves fall: the size of each whose row takes most above that of a longer
+    sequence, and all sequences that take longer than a longer one.
     """
     shorter, whole = [], []
     for (dim, both), curve in _curves(rows).items():
@@ -68,8 +68,8 @@ def falls(rows: Sequence[Row]) -> str:
     row = "; ".join(shorter) if shorter else "nowhere"
     sequence = "; ".join(whole) if whole else "nowhere"
     return (
-        f"Where the time of a row falls most towards a longer sequence: {row}. Where a sequence "
-        f"takes longer than a longer one: {sequence}."
+        f"A row of a shorter sequence has fewer keys, and may take longer all the same. Most above "
+        f"the row of a longer sequence: {row}. Whole sequences above a longer one: {sequence}."
     )
 
 

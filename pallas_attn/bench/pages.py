@@ -215,11 +215,12 @@ def _refusals(groups: Sequence[Sequence[Row]]) -> list[str]:
 
 
 def section_of_sweep(rows: Sequence[Row]) -> list[str]:
-    """The section on the time over the rows of a sequence: title, picture, method."""
+    """The section on the time over the rows of a sequence: title, picture, method, falls."""
     if not rows:
         return []
     picture = "![sweep](pictures/sweep.svg)"
-    title = "## Time over the rows of a sequence"
+    alone = all(row["op"] == "sweep" for row in rows)
+    title = f"## {'The forward' if alone else 'Time'} over the rows of a sequence"
     return [title, picture, _SWEEP, curves.falls(rows), _where(rows)]
 
 

@@ -397,8 +397,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     "keys_are_shown_that_a_mask_hides": Fault(
         "pallas_attn/kernels/attention/key_masks.py",
         "return words[0] == (tiles << 16 | tiles << 24)",
-        "return (words[0] >> 8 & 255) == 0",
-        f"{TEST_FWD} -k 'test_interpreted and padding'",
+        "return ((words[0] & 255) == 0) & ((words[0] >> 24) == tiles)",
+        "tests/kernels/test_key_masks.py -k test_tiles_and_keys_interpreted",
     ),
     "the_last_keys_are_eight_too_few": Fault(
         f"{FWD}/tile_scheduler.py",

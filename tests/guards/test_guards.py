@@ -521,8 +521,11 @@ def test_machine_code_of_what_is_right():
     assert (report.spill_bytes, report.notes, report.launches) == (0, (), 1)
     assert 0 < report.registers < 128
     assert "EXIT" in report.sass
-    report = mosaic.compile_for(matmuls, HALF, HALF, sass=True)
+    report = mosaic.compile_for(matmuls, HALF, HALF)
     assert report.tensor_maps == 2
+    with pytest.raises(AssertionError, match="without sass=True"):
+        _ = report.sass
+    report = mosaic.compile_for(matmuls, HALF, HALF, sass=True)  # which the worker had compiled
     assert "HGMMA" in report.sass
 
 

@@ -68,7 +68,7 @@ class Report:
 
     @property
     def sass(self) -> str:
-        assert self.disassembled, "compiled without sass=True"
+        assert self.disassembled.strip(), "compiled without sass=True"
         return self.disassembled
 
     @property
@@ -289,6 +289,9 @@ def _compile(
     several = len(devices) > 1
     there = NamedSharding(mesh, PartitionSpec(*[None, "cp"] * several))
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there), shapes)
+    # jax keeps the lowered program of a function, but has never seen a new partial: kernels have
+    # another name where they are disassembled.
+    f = functools.partial(f)
     # Tells what is traced which GPU it is for, and which mesh, where there is one.
     with jax.default_device(devices[0]), jax.set_mesh(mesh) if several else nullcontext():
         lowered = jax.jit(f, out_shardings=there, donate_argnums=donate_argnums).lower(*shapes)
