@@ -99,10 +99,12 @@ def _visible(ctx: KernelContext, record: Sequence[Index]) -> Span:
 
 
 def in_runs(problem: AttentionProblem, listed: StaticList) -> Any:
-    """The consumers' source of work tiles, of 16 bits in `Runs`."""
+    """The consumers' source of work tiles: `Runs` for 16-bit floats, where rows are never empty and
+    `Ranges` reads the records (a mask function has `listed.Ranges`).
+    """
     of_16_bits = problem.dtype not in ("float32", *FLOAT8)
-    is_taken = of_16_bits and never_empty(problem) and problem.fetches == 1
-    return Runs(listed) if is_taken else listed
+    is_taken = of_16_bits and problem.mask_program is None and problem.fetches == 1
+    return Runs(listed) if is_taken and never_empty(problem) else listed
 
 
 # Work tiles taken, the codes of the next two, and the carry: an entry of the ring, a record.
