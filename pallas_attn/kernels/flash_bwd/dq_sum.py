@@ -1,11 +1,11 @@
 """dQ of the fused Hopper kernel: a share for each warpgroup, added up in global memory.
 
-The two warpgroups share the dQ of a query tile. In a tile of 64 rows each takes half of the
-columns, or all columns of its own keys, puts them in shared memory, and TMA adds them to global
-memory. In a tile of 128 rows each
-takes 64 and adds them from registers, 16 bytes a thread: the array then holds every half tile in
-the order in which threads hold it, and `rounded` reorders it. At head dim 64 adding through shared
-memory takes longer.
+The two warpgroups share the dQ of a query tile. In a tile of 64 rows each computes half of the
+columns over all keys, or all columns over its own keys (`KeyPlan.has_own_keys`), and puts them in
+shared memory, from where TMA adds them to global memory. In a tile of 128 rows each takes 64 rows
+and adds them from registers, 16 bytes a thread: the array then holds every half tile in the order
+in which threads hold it, and `rounded` reorders it. At head dim 64 adding through shared memory
+takes longer.
 """
 
 from collections.abc import Sequence

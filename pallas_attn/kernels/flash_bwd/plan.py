@@ -43,8 +43,9 @@ class KeyPlan:
 
     @property
     def has_own_keys(self) -> bool:
-        """Whether each warpgroup of `sm90_fused` makes dQ of its own keys, all columns: two of them
-        cannot share panels of different widths evenly. With a tail of 32 columns it is slower.
+        """Whether each warpgroup of `sm90_fused` makes all columns of dQ from its own keys: where k
+        keeps a tail of 16 columns (`RowFormats.of`), and warpgroups cannot share its panels evenly.
+        At a tail of 32 columns this is slower than two equal panels.
         """
         return self.config.block_q == ROWS and self.format.has_tail
 
@@ -85,7 +86,8 @@ class RowFormats(NamedTuple):
         cls, problem: AttentionProblem, block_q: int, halves: bool = False, in_order: bool = False
     ) -> "RowFormats":
         """Query tiles of `block_q` rows are multiplied by whole swizzles too. `halves`: q and k
-        have two equal panels, but for a tail of 16 columns where dQ may be added in any order.
+        have two equal panels, unless the second is of 16 columns and dQ need not be added
+        `in_order`.
         """
         if tma_operands.takes_panels(problem):
             dims = problem.head_dim, problem.v_head_dim

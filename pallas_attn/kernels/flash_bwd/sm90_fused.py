@@ -41,7 +41,8 @@ Shared memory, and who owns it when:
   ds [2 dq_lag, warpgroup]  a ring by steps, so that one wait a step is enough: `ds_ready` says that
                      both warpgroups have written theirs. Where dQ comes at the end `ds_free` says
                      that both have read it. Each is of 64 query rows. dk and dv are stored from
-                     there where they fit: see `_store_dk_dv`. With own keys dq_lag entries
+                     there where they fit: see `_store_dk_dv`. With own keys there are dq_lag
+                     entries, which a warpgroup writes and reads without a barrier
   dq [warpgroup]     on its way to global memory, where TMA adds it, in `turns` if bits must repeat
 """
 
