@@ -407,8 +407,8 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
 def _statistics(
     plan: KeyPlan, rows: int, residuals: Residuals
 ) -> tuple[RowStatistics, jax.Array | None]:
-    """The statistics of `rows` rows, and what `sm90_fused` adds dq up in, if both come from one
-    launch.
+    """The statistics of `rows` rows, and the zeros to which `sm90_fused` adds dq where the same
+    launch writes them; else None.
     """
     problem, config = plan.problem, plan.config
     if not (is_fused(problem, config) and statistics.takes(problem)):

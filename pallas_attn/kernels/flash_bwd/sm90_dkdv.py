@@ -5,12 +5,14 @@ either. dQ is then computed by a kernel of its own, `sm90_dq`.
 A block owns 64 keys. Its two consumer warpgroups share the matmuls instead of the keys: the first
 computes S^T, P^T and dV, the second dP^T, dS^T and dK. Only P passes between them, through shared
 memory and one way: the first may be ahead by a query tile or two, so that one computes exponentials
-while the matmuls of the other run. In each, the matmul for its gradient is a query
-tile behind, see `_mainloop`.
+while the matmuls of the other run. In each, the matmul for its gradient is a query tile behind, see
+`_mainloop`.
 
-Grid, work tiles and rings of query tiles are those of `sm90_fused`. Head dims 192/128 with keys in
-registers (`held_columns`): pairs of blocks that load q and dO by multicast were 4 % faster, in dQ
-slower; S issued a query tile ahead 5 % slower; query tiles in one order for all blocks 1 % faster.
+Grid, work tiles and rings of query tiles are those of `sm90_fused`.
+
+Tried at head dims 192/128 with keys in registers (`held_columns`), and left out: pairs of blocks
+that load q and dO by multicast (4 % faster here, slower in `sm90_dq`), S issued a query tile ahead
+(5 % slower), query tiles in one order for all blocks (1 % faster).
 
 Shared memory, and who owns it when:
   k, v               k is read by the first warpgroup, which then stores dv from there; v by the

@@ -1,5 +1,5 @@
-"""Row statistics (lse and delta) of all query rows, by a launch that reads out and dO once, and
-zeros for what `sm90_fused` adds dq up in.
+"""Row statistics (lse and delta) of all query rows, by a launch that reads out and dO once and also
+writes the zeros to which `sm90_fused` adds dq.
 
 Grid: a block of one warpgroup for each tile of 64 rows of a head.
 """

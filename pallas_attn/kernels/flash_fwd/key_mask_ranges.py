@@ -2,7 +2,7 @@
 
 Producer and consumers each read the visible kv tiles of a work tile while the one before is at
 work. Between the first and the last visible tile those outside the first run of whole ones are
-masked, in loops of their own.
+masked, in loops of their own. Work tiles that see all keys are computed without a mask (`Runs`).
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ def visible_tiles(ctx: KernelContext, tile: WorkTile) -> Span:
 
 
 def _words_of(ctx: KernelContext, tile: WorkTile) -> tuple[Index, ...]:
-    """A row of `key_masks.spans`."""
+    """The words that `key_masks.spans` holds for a work tile's head."""
     spans = ctx.refs.key_spans
     batches, heads, words = spans.shape
     batch, head = tile.batch if batches > 1 else 0, tile.head if heads > 1 else 0
@@ -99,10 +99,12 @@ def _visible(ctx: KernelContext, record: Sequence[Index]) -> Span:
 
 
 def in_runs(problem: AttentionProblem, listed: StaticList) -> Any:
-    """The consumers' source of work tiles, of 16 bits in `Runs`."""
+    """The consumers' source of work tiles: `Runs` for 16-bit floats, where rows are never empty and
+    `Ranges` reads the records (a mask function has `listed.Ranges`).
+    """
     of_16_bits = problem.dtype not in ("float32", *FLOAT8)
-    is_taken = of_16_bits and never_empty(problem) and problem.fetches == 1
-    return Runs(listed) if is_taken else listed
+    is_taken = of_16_bits and problem.mask_program is None and problem.fetches == 1
+    return Runs(listed) if is_taken and never_empty(problem) else listed
 
 
 # Work tiles taken, the codes of the next two, and the carry: an entry of the ring, a record.
@@ -112,10 +114,10 @@ _State = tuple[Index, tuple[Index, ...], tuple[Index, tuple[Index, ...]]]
 @dataclasses.dataclass(frozen=True)
 class Runs:
     """The work tiles of a list in runs: those whose rows see all keys, which are computed as those
-    of a problem without a mask, and the others. A loop of its own for each kind is as fast as the
-    kernel without a mask. With a branch in one loop, a warp waits ahead of it, and so ahead of the
-    first matmul, for the code of a work tile to come that it needs much later: 5 to 8 % at a few
-    hundred keys. Codes are read under the epilogue.
+    of a problem without a mask, and the others. With a loop for each kind, the first is as fast as
+    the kernel without a mask. One loop with a branch is 5 to 8 % slower at a few hundred keys: at
+    the branch, ahead of the first matmul, a warp waits for its load of a later work tile's code.
+    Here codes are read under the epilogue.
     """
 
     listed: StaticList

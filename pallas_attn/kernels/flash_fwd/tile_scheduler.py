@@ -111,8 +111,8 @@ class QueryPlan:
     # The Hopper forward's: its sources of work tiles, the class that decides which kv tiles they
     # need, and the functions of its warpgroups.
     producer_tiles: Any = None  # StaticList or `claims.Claiming`
-    consumer_tiles: Any = None  # StaticList or `claims.Claimed`
-    ranges: Any = None  # MaskRanges, `documents.Ranges` or `listed.Ranges`
+    consumer_tiles: Any = None  # StaticList, `claims.Claimed` or `key_mask_ranges.Runs`
+    ranges: Any = None  # MaskRanges, or the Ranges of `documents`, `listed` or `key_mask_ranges`
     produce: Any = None  # `producer.produce`, or another file's
     mainloop: Any = None  # `sm90.mainloop`, or another file's
     format: Any = None  # `sm80_common.MmaFormat`, of the portable kernels
@@ -516,7 +516,7 @@ def span_of_rows(
 ) -> Span:
     """The kv tiles of a warpgroup's rows; lo == hi == 0 where there is none. `read`: reads a field
     of the work tile's record, where segment ids leave less (`documents`); `visible`: what a mask of
-    keys leaves (`padded`).
+    keys leaves (`key_masks`).
     """
     tiling, rows, idle = plan.tiling, ROWS, False  # type: tuple[QueryTiling, Index, Predicate]
     row = tile.row + wg * ROWS
@@ -562,8 +562,8 @@ def ends_of_some(spans: Sequence[Span]) -> tuple[Index, Index]:
 
 
 class MaskRanges:
-    """The kv tiles of work tiles where the mask and lengths alone decide. `documents.Ranges` and
-    `listed.Ranges` have the same functions.
+    """The kv tiles of work tiles where the mask and lengths alone decide. Classes named
+    Ranges have the same functions: in `documents`, `listed` and `key_mask_ranges`.
     """
 
     @staticmethod

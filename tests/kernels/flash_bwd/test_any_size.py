@@ -81,6 +81,14 @@ ANY_SIZE = {
     "halves": (sized(77, 150, 40, **ONE), HALVES),
     "halves_of_16": (sized(77, 150, 24, mask=CAUSAL, **ONE), SMALL),
     "halves_with_rest": (sized(150, 141, 72, v_head_dim=24, **ONE), SMALL),
+    "rest_of_two_slots": (
+        sized(129, 257, 80, mask=CAUSAL, **ONE),
+        dataclasses.replace(SMALL, kv_slots=2, grid=1, k_in_registers=True),
+    ),
+    "halves_of_two_slots": (
+        sized(70, 300, 32, v_head_dim=72, **ONE),
+        dataclasses.replace(SMALL, kv_slots=2, grid=1),
+    ),
     "halves_in_registers": (
         sized(70, 130, 104, **ONE),
         dataclasses.replace(HALVES, k_in_registers=True),

@@ -151,6 +151,12 @@ def test_in_the_interpreter(generation, mask, score):
     check(subject_of(generation, True), mask, score, gradients=not few, **facts)
 
 
+def test_a_mask_of_keys_beside_a_function_in_the_interpreter():
+    """Lists decide which kv tiles are taken, not the mask's own."""
+    facts = {"q_len": 17, "kv_len": 75, "batch": 2, "mask_shape": (2, 1, 1, 75)}
+    check(subject_of("sm90", True), "causal", None, gradients=False, **facts)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("generation", ["sm90", "sm80"])
 def test_lists_of_one_tile_in_the_interpreter(generation, deterministic):
@@ -241,6 +247,7 @@ EVERYWHERE = [
     ("blocks", "alibi", {"segments": 2, "kv_segments": 2}),
     ("blocks", None, {"mask_shape": (2, 1, 137, 149)}),
     ("documents", None, {"sinks": True, "softcap": 10.0}),
+    ("blocks", None, {"mask_shape": (2, 1, 1, 149)}),
 ]
 
 
