@@ -138,12 +138,12 @@ def compile_for(
 
     try:
         shapes = jax.tree.map(_shape, shapes)
-        request = pickle.dumps((f, shapes, donate_argnums, compiler_options, sass))
+        request = pickle.dumps((f, shapes, donate_argnums, compiler_options))
     except (pickle.PicklingError, AttributeError) as e:
         raise TypeError(
             f"compile_for wants a function of a module, or a partial of one: {e}"
         ) from e
-    kernels, *texts = _worker(target).ask(request)
+    kernels, *texts = _worker(target, sass).ask(request)
     return Report(tuple(Kernel(*kernel) for kernel in kernels), *texts)
 
 
@@ -154,11 +154,12 @@ def _shape(array: Any) -> Any:
 
 
 class _Worker:
-    """A process that compiles for one GPU."""
+    """A process that compiles for one GPU, and disassembles all that it compiles or nothing."""
 
-    def __init__(self, target: str):
+    def __init__(self, target: str, sass: bool):
         # To standard output: into a folder Mosaic writes 100 MB of everything, in twice the time.
-        dump = {f"MOSAIC_GPU_DUMP_{what}": "1" for what in ("PTX", "PTXAS")}
+        wanted = ("PTX", "PTXAS", *["SASS"] * sass)
+        dump = {f"MOSAIC_GPU_DUMP_{what}": "1" for what in wanted}
         env = (
             os.environ
             | dump
@@ -196,8 +197,8 @@ class _Worker:
 
 
 @functools.cache
-def _worker(target: str) -> _Worker:
-    return _Worker(target)
+def _worker(target: str, sass: bool) -> _Worker:
+    return _Worker(target, sass)
 
 
 def name_kernels(name: Callable[[], str]) -> None:
@@ -222,8 +223,7 @@ def name_kernels(name: Callable[[], str]) -> None:
 def _serve(target: str) -> None:
     """The worker's loop: compile what comes in, answer, until the pipe is closed."""
     gc.set_threshold(50_000, 20, 20)  # the thresholds of tests/conftest.py
-    # A kernel that was compiled without disassembly is compiled again where that is wanted.
-    name_kernels(lambda: "disassembled" if "MOSAIC_GPU_DUMP_SASS" in os.environ else "kernel")
+    name_kernels(lambda: "kernel")
     answers = os.fdopen(os.dup(1), "wb")
     with tempfile.TemporaryFile("w+") as printed:
         os.dup2(printed.fileno(), 1)  # Mosaic prints there, and no print may be an answer
@@ -233,11 +233,8 @@ def _serve(target: str) -> None:
 def _answer(answers: Any, printed: Any, devices: Any) -> None:
     while size := sys.stdin.buffer.read(8):
         request = sys.stdin.buffer.read(int.from_bytes(size, "little"))
-        *request, sass = pickle.loads(request)
-        os.environ.pop("MOSAIC_GPU_DUMP_SASS", None)
-        os.environ.update({"MOSAIC_GPU_DUMP_SASS": "1"} if sass else {})
         try:
-            answer: Any = _compile(devices, printed, *request)
+            answer: Any = _compile(devices, printed, *pickle.loads(request))
         except Exception as e:  # the process that asked raises it
             answer = RuntimeError(f"{type(e).__name__}: {e}")
         answers.write(pickle.dumps(answer))
@@ -273,7 +270,8 @@ def _devices(target: str) -> Any:
     return topology.devices
 
 
-_dumps: dict[str, str] = {}  # by kernel: compiled once, it comes out of a cache and prints nothing
+# Texts of the module of each kernel: compiled once, it comes out of a cache and prints nothing.
+_dumps: dict[str, tuple[str, str, str]] = {}
 
 
 def _compile(
@@ -289,24 +287,31 @@ def _compile(
     several = len(devices) > 1
     there = NamedSharding(mesh, PartitionSpec(*[None, "cp"] * several))
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=there), shapes)
-    # jax keeps the lowered program of a function, but has never seen a new partial: kernels have
-    # another name where they are disassembled.
-    f = functools.partial(f)
     # Tells what is traced which GPU it is for, and which mesh, where there is one.
     with jax.default_device(devices[0]), jax.set_mesh(mesh) if several else nullcontext():
         lowered = jax.jit(f, out_shardings=there, donate_argnums=donate_argnums).lower(*shapes)
     compiled = lowered.compile(compiler_options)
     ctypes.CDLL(None).fflush(None)
     printed.seek(0)
-    kernels = list(
-        dict.fromkeys(re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', lowered.as_text()))
+    kernels = dict(
+        re.findall(rf'kernel_hash = "({_QUOTED})", module = "({_QUOTED})"', lowered.as_text())
     )
-    if "ptxas info" in (new := printed.read()):
-        _dumps.update(dict.fromkeys([kernel for kernel in kernels if kernel not in _dumps], new))
-    dumped = {id(_dumps[kernel]): _dumps[kernel] for kernel in kernels}.values()
-    modules = [module for dump in dumped for module in _modules(dump)]
-    ptx, ptxas, sass = ("\f".join(texts) for texts in zip(*modules, strict=True))
+    modules = _modules(printed.read())
+    for kernel, module in kernels.items():
+        if kernel not in _dumps:
+            entry = next(x for x in modules if f"00{_entry(x)}\\00" in module)
+            modules.remove(entry)
+            _dumps[kernel] = entry
+    ptx, ptxas, sass = ("\f".join(texts) for texts in zip(*map(_dumps.get, kernels), strict=True))
     return _kernels(ptxas), sass, ptx, compiled.as_text()
+
+
+_QUOTED = r'(?:[^"\\]|\\.)*'
+
+
+def _entry(texts: tuple[str, str, str]) -> str:
+    """The name of a module's kernel, as it is written in its program."""
+    return re.search(r"entry function '(\w+)_kernel'", texts[1]).group(1)
 
 
 def _modules(dump: str) -> list[tuple[str, str, str]]:
