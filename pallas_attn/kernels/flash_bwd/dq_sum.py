@@ -6,9 +6,9 @@ takes 64 and adds them from registers, 16 bytes a thread: the array then holds e
 the order in which threads hold it, and `rounded` reorders it. At head dim 64 adding through shared
 memory takes longer.
 
-Slower, where head dims have a narrow last panel: dQ of each warpgroup's own keys, which adds to
-every column twice (head dim 72: 5 % faster on an H200, 44 % slower on an H100), and two whole
-panels of q and k in place of `has_rest` (3 to 20 % slower on an H100).
+Tried where the last panel is narrow, and left out: dQ of each warpgroup's own keys, which adds to
+every column twice (SigLIP's backward 4 % faster on an H200, 37 % slower on an H100), and two whole
+panels of q and k in place of `has_rest` (2 to 16 % slower on an H100; `results/shapes/`).
 """
 
 from collections.abc import Sequence

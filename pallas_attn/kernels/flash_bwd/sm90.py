@@ -415,7 +415,10 @@ def _statistics(
         return row_statistics(plan.exact, rows, residuals), None
     if config.one_key_tile:
         return statistics.of_rows(problem, rows, residuals), None
-    return statistics.with_zeros(problem, rows, residuals, dq_sum.sums(plan))
+    sums = dq_sum.sums(plan)
+    if not statistics.clears(sums):
+        return statistics.of_rows(problem, rows, residuals), None
+    return statistics.with_zeros(problem, rows, residuals, sums)
 
 
 def _by_one_launch(residuals: Residuals, plan: KeyPlan) -> AttentionInputs:

@@ -31,6 +31,17 @@ def takes(problem: AttentionProblem) -> bool:
     return whole and problem.dtype != "float32" and "q_lengths" not in problem.arrays
 
 
+def clears(zeros: jax.ShapeDtypeStruct) -> bool:
+    """Whether `with_zeros` makes such an array: it counts words of 16 bytes in 32 bits, and beyond
+    the end, where the last blocks have fewer.
+    """
+    return _words(zeros) <= 2**30
+
+
+def _words(array: jax.ShapeDtypeStruct | GmemRef) -> int:
+    return math.prod(array.shape) * jnp.dtype(array.dtype).itemsize // 16
+
+
 def of_rows(problem: AttentionProblem, rows: int, residuals: Residuals) -> RowStatistics:
     """The statistics that `operands.row_statistics` computes, for `rows` rows a head, a multiple of
     64, where `takes` holds.
@@ -80,8 +91,7 @@ def _kernel(
     if zeros:
         tiles = lse_ref.shape[2] // ROWS
         blocks = problem.batch * problem.q_heads * tiles
-        words = math.prod(zeros[0].shape) * jnp.dtype(zeros[0].dtype).itemsize // 16
-        threads.run(_clear, (words, blocks), _Zeros(*zeros), row * tiles + t)
+        threads.run(_clear, (_words(zeros[0]), blocks), _Zeros(*zeros), row * tiles + t)
     plgpu.wait_smem_to_gmem(0)
 
 

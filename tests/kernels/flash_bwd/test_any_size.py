@@ -162,6 +162,22 @@ def test_nothing_is_copied(sizes, dtype):
         assert not report.others
 
 
+@pytest.mark.guards
+def test_zeros_of_more_words_than_32_bits_count():
+    """16 GiB of sums come from the launch of row statistics, and more from XLA."""
+    case = sized(8192, 8192, 128, batch=1, q_heads=8, kv_heads=1)
+    row = _residuals(case, jax.ShapeDtypeStruct((1, 8192, 8, 128), jnp.bfloat16))
+    for batch, by_statistics in ((512, True), (513, False)):
+        shapes = jax.tree.map(
+            lambda x, batch=batch: jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype), row
+        )
+        problem = dataclasses.replace(problem_of(case), batch=batch)
+        config = kernel.Config.default(problem)
+        assert kernel.is_fused(problem, config)
+        text = str(jax.make_jaxpr(functools.partial(run, problem=problem, config=config))(shapes))
+        assert (f"f32[{batch},8192,8,128] = broadcast_in_dim" not in text) == by_statistics
+
+
 def _residuals(case: cases.AttentionCase, out: jax.ShapeDtypeStruct) -> tuple:
     inputs, _, lse, *_ = shapes_of(case)
     return inputs, out, lse, out, lse
