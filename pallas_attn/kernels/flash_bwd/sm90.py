@@ -212,8 +212,8 @@ def has_small_blocks(problem: AttentionProblem) -> bool:
 
 
 def holds_columns(problem: AttentionProblem) -> bool:
-    """Whether `sm90_dkdv` is faster with k and v in registers, and `sm90_dq` with dO: where k and v
-    fit there whole, and nothing but the diagonal masks scores.
+    """Whether `sm90_dkdv` is faster with k and v in registers, and, without a mask, `sm90_dq` with
+    dO: where k and v fit there whole, and nothing but the diagonal masks scores.
     """
     fits = problem.head_dim <= 192 and problem.v_head_dim <= 128
     has_functions = problem.mask_program is not None or problem.score_program is not None
