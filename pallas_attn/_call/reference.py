@@ -170,12 +170,10 @@ def _attend(
     if inputs.q_lengths is not None:
         seen &= (q_numbers[None] < inputs.q_lengths[:, None])[:, None, :, None]
 
-    probs, denominator, top, empty = _softmax(jnp.where(seen, logits, -jnp.inf), inputs.sinks)
+    probs, lse = _softmax(jnp.where(seen, logits, -jnp.inf), inputs.sinks)
     out = _by_kv_head("bkgts,bksh->bkgth", probs.reshape(batch, kv_heads, group, *shape[2:]), v)
-    out = checkpoint_name(out.reshape(*shape[:3], v.shape[3]), _OF_ROWS)
-    denominator = jnp.where(empty, 1, denominator)
-    out = jnp.where(empty[..., None], 0, out / denominator[..., None])
-    return out, jnp.where(empty, -jnp.inf, top + jnp.log(denominator))
+    out = jnp.where(lse[..., None] == -jnp.inf, 0, out.reshape(*shape[:3], v.shape[3]))
+    return out, lse
 
 
 def _by_kv_head(equation: str, x: Array, y: Array) -> Array:
@@ -225,9 +223,12 @@ def _seen(
     return seen if inputs.mask_array is None else seen & _tile(inputs.mask_array, rows, keys)
 
 
-def _softmax(logits: Array, sinks: Array | None) -> tuple[Array, Array, Array, Array]:
-    """Unnormalised probabilities, their sum (the sink in it), the logit they are relative to, and
-    the empty rows.
+@jax.custom_jvp
+def _softmax(logits: Array, sinks: Array | None) -> tuple[Array, Array]:
+    """Probabilities (less than 1 in all where there is a sink), and the log-sum-exp of each row.
+
+    Its derivative is given, since autodiff adds up equal terms in different orders: where a row
+    sees one key, the gradient of its logit and all higher derivatives are exactly 0 by this one.
     """
     top = lax.stop_gradient(jnp.max(logits, axis=-1, initial=-jnp.inf))
     nothing = top == -jnp.inf  # or NaN: XLA's maximum of nothing but NaN is -inf on a CPU
@@ -240,7 +241,22 @@ def _softmax(logits: Array, sinks: Array | None) -> tuple[Array, Array, Array, A
     empty = nothing & (denominator == 0)
     if sinks is not None:
         denominator = denominator + jnp.exp(jnp.where(empty, -jnp.inf, sinks) - top)
-    return probs, denominator, top, empty
+    denominator = jnp.where(empty, 1, denominator)
+    lse = jnp.where(empty, -jnp.inf, top + jnp.log(denominator))
+    return probs / denominator[..., None], lse
+
+
+@_softmax.defjvp
+def _softmax_jvp(primals: Any, tangents: Any) -> Any:
+    (logits, sinks), (logits_dot, sinks_dot) = primals, tangents
+    probs, lse = _softmax(logits, sinks)
+    lse_dot = jnp.sum(probs * logits_dot, axis=-1)
+    if sinks is not None:
+        share = jnp.exp(
+            sinks.astype(lse.dtype)[None, :, None] - jnp.where(lse == -jnp.inf, jnp.inf, lse)
+        )
+        lse_dot += share * sinks_dot.astype(lse.dtype)[None, :, None]
+    return (probs, lse), (probs * (logits_dot - lse_dot[..., None]), lse_dot)
 
 
 def decode(inputs: DecodeInputs, problem: DecodeProblem) -> tuple[Array, Array]:

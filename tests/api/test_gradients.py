@@ -344,6 +344,20 @@ def test_second_derivatives(rng):
         assert abs(hessian(u, w)) > 1e-3
 
 
+def test_one_visible_key_leaves_nothing_to_derive(rng):
+    """The logit of a row's only key changes nothing: its derivatives are 0, to the bit."""
+    inputs = jax.tree.map(np.float32, draw(rng, 37, 64, v_dim=6))
+    inputs["bias"] = np.float32(rng.standard_normal((1, inputs["q"].shape[2], 1, 1)))
+    along = {name: np.float32(rng.standard_normal(x.shape)) for name, x in inputs.items()}
+    do = np.float32(rng.standard_normal(inputs["q"].shape))
+    loss = lambda x: (pa.flash_attention(**x, mask=pa.Mask(left=0, right=0)) * do).sum()  # noqa: E731
+    first, second = jax.jvp(jax.grad(loss), [inputs], [along])
+    for name in ("q", "k", "bias"):
+        np.testing.assert_array_equal(first[name], 0, err_msg=name)
+        np.testing.assert_array_equal(second[name], 0, err_msg=name)
+    assert np.abs(first["v"]).max() > 1
+
+
 def test_gradients_through_a_cache(rng):
     """Append and decode on the reference have the gradients of flash_attention."""
     inputs = jax.tree.map(np.float32, draw(rng, 3, 3))
