@@ -47,7 +47,9 @@ Buffers = Any  # K, V or scales of a cache: of all sequences, or a tuple of each
 HIDDEN = -float(np.finfo(np.float32).max) * math.log(2)  # less is -inf to base 2
 
 
-def attention(inputs: AttentionInputs, problem: AttentionProblem) -> tuple[Array, Array]:
+def attention(
+    inputs: AttentionInputs, problem: AttentionProblem, precision: str = "highest"
+) -> tuple[Array, Array]:
     """softmax(mask(score(softcap(scale * q k^T)) + bias)) v -> out [B, T, N, Hv] in q's dtype, lse
     [B, N, T].
 
@@ -56,7 +58,7 @@ def attention(inputs: AttentionInputs, problem: AttentionProblem) -> tuple[Array
     A row that sees no key (or only keys whose logit is -inf) gives out 0 and lse -inf, and every
     gradient through it is 0. Queries, keys and values past their length are selected away before
     they meet any arithmetic: they may hold NaN, forward and backward. A sink is a logit of its own
-    in the denominator of each row that sees a key.
+    in the denominator of each row that sees a key. `precision`: of matmuls.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     batch, q_len, q_heads, _ = q.shape
@@ -77,7 +79,7 @@ def attention(inputs: AttentionInputs, problem: AttentionProblem) -> tuple[Array
     results = []
     for rows, keys in blocks:
         attend: Callable[..., tuple[Array, Array]] = functools.partial(
-            _attend, inputs=inputs, problem=problem, rows=rows, keys=keys
+            _attend, inputs=inputs, problem=problem, precision=precision, rows=rows, keys=keys
         )
         if len(blocks) > 1:  # a backward computes scores again, from the numbers of each row
             policy = jax.checkpoint_policies.save_only_these_names(_OF_ROWS)
@@ -133,6 +135,7 @@ def _attend(
     v: Array,
     inputs: AttentionInputs,
     problem: AttentionProblem,
+    precision: str,
     rows: slice,
     keys: slice,
 ) -> tuple[Array, Array]:
@@ -145,7 +148,8 @@ def _attend(
     batch, kv_heads, group, q_len, _ = q.shape
     shape = batch, kv_heads * group, q_len, k.shape[2]
 
-    logits = _by_kv_head("bkgth,bksh->bkgts", q, k).reshape(shape)
+    matmul = functools.partial(_by_kv_head, precision)
+    logits = matmul("bkgth,bksh->bkgts", q, k).reshape(shape)
     logits = logits * jnp.asarray(problem.scale, q.dtype)
     if problem.softcap is not None:
         cap = jnp.asarray(problem.softcap, q.dtype)
@@ -171,20 +175,20 @@ def _attend(
         seen &= (q_numbers[None] < inputs.q_lengths[:, None])[:, None, :, None]
 
     probs, lse = _softmax(jnp.where(seen, logits, -jnp.inf), inputs.sinks)
-    out = _by_kv_head("bkgts,bksh->bkgth", probs.reshape(batch, kv_heads, group, *shape[2:]), v)
+    out = matmul("bkgts,bksh->bkgth", probs.reshape(batch, kv_heads, group, *shape[2:]), v)
     out = jnp.where(lse[..., None] == -jnp.inf, 0, out.reshape(*shape[:3], v.shape[3]))
     return out, lse
 
 
-def _by_kv_head(equation: str, x: Array, y: Array) -> Array:
+def _by_kv_head(precision: str, equation: str, x: Array, y: Array) -> Array:
     """An einsum of x [B, K, N / K, rows, ..] in which the query heads of a kv head are rows of one
     matmul: XLA transposes no scores for it on a CPU, backward either.
     """
     if _are_split(x, 3):
-        return jnp.einsum(equation, x, y, precision="highest")
+        return jnp.einsum(equation, x, y, precision=precision)
     *kv_heads, group, rows, width = x.shape
     x = x.reshape(*kv_heads, group * rows, width)
-    result = jnp.einsum(equation.replace("g", ""), x, y, precision="highest")
+    result = jnp.einsum(equation.replace("g", ""), x, y, precision=precision)
     return result.reshape(*kv_heads, group, rows, result.shape[-1])
 
 

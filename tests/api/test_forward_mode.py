@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
 from pallas_attn import CAUSAL, Context, Mask
+from pallas_attn._autodiff import by_rows
 from pallas_attn._call import dispatch
 from tests.parallel.test_kernels_batched_and_sharded import (
     REFERENCE,
@@ -142,9 +143,12 @@ def test_a_tangent_of_one_input(rng, name):
     assert_same(got, want)
 
 
-@pytest.mark.parametrize("name", ["plain", "everything"])
-def test_products_with_a_hessian(rng, name):
-    """Forward over reverse, reverse over forward, and both orders in a loop over layers."""
+@pytest.mark.parametrize("name, rows", [("plain", 128), ("everything", 2), ("lengths", 2)])
+def test_products_with_a_hessian(rng, monkeypatch, name, rows):
+    """Forward over reverse, reverse over forward, of all rows at once, and of two at a time, with
+    fewer keys for early rows where the offset is known.
+    """
+    monkeypatch.setattr(by_rows, "ROWS", rows)
     ours, theirs, floats, along = both(rng, name)
 
     def loss(f, floats):
