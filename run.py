@@ -2,7 +2,7 @@
 
 import sys
 
-from pallas_attn.cli import driver
+from pallas_lm.cli import driver
 
 if __name__ == "__main__":
     sys.exit(driver.main(sys.argv))

@@ -16,8 +16,8 @@ import jax
 import numpy as np
 
 import pallas_attn as pa
-from pallas_attn import lm
-from pallas_attn.lm import model as decoder
+import pallas_lm as lm
+from pallas_lm import model as decoder
 
 SLOTS, PAGES, PAGE_SIZE, ROOM = 8, 32, 16, 40  # ROOM: rows of a step at most
 SAMPLING, SEED, STOP = lm.Sampling(temperature=0.6, top_k=30), 1, ord("\n")

@@ -12,8 +12,7 @@ from jax import lax
 import pallas_attn as pa
 from pallas_attn import CAUSAL, FULL, Mask, sliding_window
 from pallas_attn._call import checks
-from pallas_attn.bench import definition
-from tests.support import budget, in_numpy, subjects, witness
+from tests.support import budget, definition, in_numpy, subjects, witness
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 

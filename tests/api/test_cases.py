@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
+from benchmarks import subjects as bench_subjects
 from pallas_attn import PagedCache, PerSequenceCache, StackedCache
-from pallas_attn.bench import cases
-from pallas_attn.bench import subjects as bench_subjects
 from tests.kernels.flash_fwd.test_flash_fwd import small
 from tests.support import budget, subjects
+from tests.support.problems import cases
 from tests.support.subjects import cotangents, forward_and_backward
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")

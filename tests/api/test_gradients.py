@@ -9,8 +9,7 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import CAUSAL, Mask, sliding_window
-from pallas_attn.bench import definition
-from tests.support import budget, in_numpy, subjects, witness
+from tests.support import budget, definition, in_numpy, subjects, witness
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 

@@ -14,8 +14,7 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import CAUSAL, PagedCache, PerSequenceCache, StackedCache
 from pallas_attn._call import checks, problem
-from pallas_attn.bench import definition
-from tests.support import budget, subjects
+from tests.support import budget, definition, subjects
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 

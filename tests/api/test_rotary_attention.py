@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
 from pallas_attn import CAUSAL, Rotary
-from pallas_attn.bench.case import AttentionCase
 from tests.support import budget, subjects
+from tests.support.problems.case import AttentionCase
 from tests.support.subjects import cotangents, forward_and_backward
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")

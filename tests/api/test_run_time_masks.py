@@ -12,13 +12,12 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import CAUSAL, FULL, Mask, sliding_window
-from pallas_attn.bench import definition
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.masks import AT_RUN_TIME
 from tests.api.test_integers import cache_of, filled, normal, with_gradients
 from tests.kernels.decode_mla import test_decode_mla as latent
 from tests.kernels.flash_fwd import test_flash_fwd as forward
-from tests.support import budget, mosaic, subjects
+from tests.support import budget, definition, mosaic, subjects
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn.bench import support
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention.cache_layout import Row
+from tests.support import operations as support
 
 KINDS = ("per_sequence", "stacked", "paged")
 HEADS, PAGES, PAGE_SIZE = 3, 7, 4

@@ -14,13 +14,13 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import CAUSAL, FULL, PagedCache, PerSequenceCache, StackedCache, sliding_window
 from pallas_attn._call import config, device
-from pallas_attn.bench import support
 from pallas_attn.kernels.decode import launches
 from pallas_attn.kernels.decode import packed as decode_packed
 from pallas_attn.kernels.decode_mla import packed
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.prefill import sm90
 from tests.support import budget, mosaic, subjects
+from tests.support import operations as support
 from tests.support.decode_cases import ancestors, some_parents
 from tests.support.threads import BlockOfThreads, Memory
 

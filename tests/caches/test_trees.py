@@ -11,9 +11,8 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import trees
-from pallas_attn.bench import tolerance
 from tests.caches.test_decode import CAPACITY, GROUP, KV_HEADS, expected, holding, rows
-from tests.support import budget, builds, mosaic, subjects
+from tests.support import budget, builds, mosaic, subjects, tolerance
 from tests.support.decode_cases import ancestors, seen_in_tree, some_parents
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")

@@ -59,7 +59,7 @@ class Fault:
 def marks() -> dict[str, list[tuple[str, int]]]:
     """(file, index of the marked line) by the name of a fault, in the order of the lines."""
     places: dict[str, list[tuple[str, int]]] = {}
-    for path in sorted((ROOT / "pallas_attn").rglob("*.py")):
+    for path in (p for x in ("pallas_attn", "pallas_lm") for p in sorted((ROOT / x).rglob("*.py"))):
         for name, index in _marks_of(path.read_text().splitlines()):
             places.setdefault(name, []).append((str(path.relative_to(ROOT)), index))
     return places
@@ -1422,7 +1422,7 @@ def _try(test: str, fault: Fault | MarkedFault | None = None) -> tuple[bool, str
     """Whether a test fails in a tree with a fault, and what it says then."""
     with tempfile.TemporaryDirectory(prefix="pallas_attn_faults_") as folder:
         tree = pathlib.Path(folder)
-        for name in ("pallas_attn", "tests"):
+        for name in ("pallas_attn", "pallas_lm", "benchmarks", "tests"):
             shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", tree)
         if fault is not None:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from pallas_attn import Mask
-from pallas_attn.bench import cases, definition
-from tests.support import budget
+from tests.support import budget, definition
+from tests.support.problems import cases
 from tests.support.subjects import cotangents
 
 (CASE,) = cases.select(cases.ATTENTION, "bias_by_row")

@@ -12,8 +12,15 @@ import numpy as np
 import pytest
 
 from pallas_attn import Mask
-from pallas_attn.bench import definition
-from tests.support import append_cases, budget, float8_rows, fuzz, fuzz_caches, fuzz_derivatives
+from tests.support import (
+    append_cases,
+    budget,
+    definition,
+    float8_rows,
+    fuzz,
+    fuzz_caches,
+    fuzz_derivatives,
+)
 
 PROCESSES = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 each_process = pytest.mark.parametrize("process", range(PROCESSES))

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from pallas_attn import CAUSAL, FULL, sliding_window
-from pallas_attn.bench.case import AttentionCase
 from pallas_attn.kernels.decode import sm80 as decode_sm80
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.decode_mla import sm80 as mla_sm80
@@ -22,6 +21,7 @@ from tests.kernels.decode_mla import test_decode_mla
 from tests.kernels.flash_bwd import test_flash_bwd
 from tests.kernels.flash_fwd import test_flash_fwd
 from tests.support import boundaries, decode_cases, mosaic
+from tests.support.problems.case import AttentionCase
 
 pytestmark = [pytest.mark.guards, pytest.mark.usefixtures("programs_in_numpy")]
 

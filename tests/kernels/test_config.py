@@ -10,13 +10,13 @@ import pytest
 from pallas_attn._call import block_lists, gpu_specs
 from pallas_attn._call import config as _config
 from pallas_attn._call.kernel import Kernel
-from pallas_attn.bench import support
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.flash_bwd import sm90 as flash_bwd_sm90
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.prefill import sm90 as prefill_sm90
 from pallas_attn.masks import CAUSAL, FULL, sliding_window
+from tests.support import operations as support
 
 
 def attention(**changes):

@@ -6,12 +6,12 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn._call.problem import DecodeProblem
-from pallas_attn.bench import support
 from pallas_attn.kernels.decode import plan as decode_plan
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.flash_fwd import batch_rows, sm90_wide
 from pallas_attn.kernels.prefill import gathered_sm80, narrow_sm90
 from pallas_attn.kernels.prefill import sm90 as prefill_sm90
+from tests.support import operations as support
 
 FORWARD = dataclasses.replace(support._BASE["flash_forward"], gpu="sm90")
 WIDE = dataclasses.replace(FORWARD, head_dim=512, v_head_dim=512)

@@ -36,8 +36,8 @@ from pallas_attn.kernels.prefill import merge_parts, shared_parts, shares
 from pallas_attn.kernels.prefill import plan as prefill_plan
 from pallas_attn.kernels.prefill import sm90 as prefill
 from pallas_attn.kernels.prefill.queries import Units, wg_tile_of
-from pallas_attn.lm.kernels import linear
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
+from pallas_lm.kernels import linear
 from tests.kernels.append import test_append_kernel
 from tests.kernels.decode_mla import test_decode_mla
 from tests.kernels.flash_bwd import test_flash_bwd as backward

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn.lm import checkpoint, hf_config, model, text
-from pallas_attn.lm import config as lm_config
-from pallas_attn.lm.folder import Folder
+from pallas_lm import checkpoint, hf_config, model, text
+from pallas_lm import config as lm_config
+from pallas_lm.folder import Folder
 from tests.lm import witness
 
 _SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn.lm import decode, model, session
-from pallas_attn.lm.config import random_params
-from pallas_attn.lm.hf_config import config_from
+from pallas_lm import decode, model, session
+from pallas_lm.config import random_params
+from pallas_lm.hf_config import config_from
 from tests.lm import witness
 
 LENGTHS = (5, 12, 1, 16, 9, 3)  # all padded to 16: programs are what takes time here

@@ -6,9 +6,9 @@ import shutil
 import pytest
 import tokenizers
 
-from pallas_attn import lm
-from pallas_attn.lm import chat, checkpoint
-from pallas_attn.lm.folder import Folder
+import pallas_lm as lm
+from pallas_lm import chat, checkpoint
+from pallas_lm.folder import Folder
 from tests.lm.loops import refuses
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from pallas_attn.lm import checkpoint, hf_config, model, text, train
-from pallas_attn.lm.config import random_params
-from pallas_attn.lm.folder import Folder
-from pallas_attn.lm.hf_config import KEYS, REQUIRED, ROPE_KEYS, config_from
+from pallas_lm import checkpoint, hf_config, model, text, train
+from pallas_lm.config import random_params
+from pallas_lm.folder import Folder
+from pallas_lm.hf_config import KEYS, REQUIRED, ROPE_KEYS, config_from
 from tests.lm import checkpoint_fuzz, witness
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_attn.lm import decode, programs
-from pallas_attn.lm.config import is_shape
-from pallas_attn.lm.options import CACHES
-from pallas_attn.lm.state import COMPILER, State
+from pallas_lm import decode, programs
+from pallas_lm.config import is_shape
+from pallas_lm.options import CACHES
+from pallas_lm.state import COMPILER, State
 from tests.support import mosaic
 from tests.support.builds import LM as CONFIG
 

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import lm
-from pallas_attn.lm import check, decode, peer, session
-from pallas_attn.lm.options import CACHES
-from pallas_attn.lm.sampling import Sampling
+import pallas_lm as lm
+from benchmarks.decode_loop import peer
+from pallas_lm import check, decode, session
+from pallas_lm.options import CACHES
+from pallas_lm.sampling import Sampling
 from tests.lm.loops import (
     LENGTHS,
     ends,

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn.lm import decode, experts, hf_deepseek, mesh, model, report, step_parts
-from pallas_attn.lm.config import random_params
-from pallas_attn.lm.experts import Experts
-from pallas_attn.lm.hf_config import config_from
-from pallas_attn.lm.options import CACHES
-from pallas_attn.lm.sampling import Sampling
+from benchmarks.decode_loop import report, step_parts
+from pallas_lm import decode, experts, hf_deepseek, mesh, model
+from pallas_lm.config import random_params
+from pallas_lm.experts import Experts
+from pallas_lm.hf_config import config_from
+from pallas_lm.options import CACHES
+from pallas_lm.sampling import Sampling
 from tests.lm import witness
 from tests.lm.loops import options, prompts, refuses, small, tokens
 

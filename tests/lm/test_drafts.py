@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from pallas_attn import PagedCache, prefixes
-from pallas_attn.lm import check, decode, drafts
-from pallas_attn.lm.options import CACHES
-from pallas_attn.lm.sampling import Sampling
+from pallas_lm import check, decode, drafts
+from pallas_lm.options import CACHES
+from pallas_lm.sampling import Sampling
 from tests.lm.loops import (
     ends,
     options,

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn.lm import checkpoint, decode, experts, hf_gemma4, mesh, session, text
-from pallas_attn.lm.config import Rope, random_params
-from pallas_attn.lm.gemma4 import Gemma4
-from pallas_attn.lm.gemma4_experts import with_experts
-from pallas_attn.lm.hf_config import config_from
-from pallas_attn.lm.sampling import Sampling
+from pallas_lm import checkpoint, decode, experts, hf_gemma4, mesh, session, text
+from pallas_lm.config import Rope, random_params
+from pallas_lm.gemma4 import Gemma4
+from pallas_lm.gemma4_experts import with_experts
+from pallas_lm.hf_config import config_from
+from pallas_lm.sampling import Sampling
 from tests.lm import witness
 from tests.lm.loops import options, prompts, refuses, shown, small, tokens
 

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_attn import lm
-from pallas_attn.cli import flags
-from pallas_attn.lm import generation, machine, text, texts
-from pallas_attn.lm.buckets import bucket
+import pallas_lm as lm
+from pallas_lm import generation, machine, text, texts
+from pallas_lm.buckets import bucket
+from pallas_lm.cli import flags
 from tests.lm.loops import refuses
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")

@@ -16,16 +16,16 @@ from jax.sharding import PartitionSpec as P
 from pallas_attn._call import config as _config
 from pallas_attn._call import device as _device
 from pallas_attn._call import dispatch, sharding
-from pallas_attn.bench import support
 from pallas_attn.kernels.lang import threads
-from pallas_attn.lm import rows as lm_rows
-from pallas_attn.lm.exchange import Exchange
-from pallas_attn.lm.kernels import all_reduce
-from pallas_attn.lm.kernels import linear as kernel
-from pallas_attn.lm.kernels import norm as norm_kernel
-from pallas_attn.lm.kernels import rotate as rotate_kernel
-from pallas_attn.lm.rows import Added, Angles, Layer, linear, streams
+from pallas_lm import rows as lm_rows
+from pallas_lm.exchange import Exchange
+from pallas_lm.kernels import all_reduce
+from pallas_lm.kernels import linear as kernel
+from pallas_lm.kernels import norm as norm_kernel
+from pallas_lm.kernels import rotate as rotate_kernel
+from pallas_lm.rows import Added, Angles, Layer, linear, streams
 from tests.support import builds, mosaic, subjects
+from tests.support import operations as support
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 

@@ -13,20 +13,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
-from pallas_attn import lm
-from pallas_attn.bench import rows
-from pallas_attn.lm import (
-    checkpoint,
-    decode,
-    peer,
-    presets,
-    report,
-    step_parts,
-    train,
-)
-from pallas_attn.lm import mesh as lm_mesh
-from pallas_attn.lm.hf_config import config_from
-from pallas_attn.lm.sampling import Sampling
+import pallas_lm as lm
+from benchmarks import rows
+from benchmarks.decode_loop import peer, report, step_parts
+from pallas_lm import checkpoint, decode, presets, train
+from pallas_lm import mesh as lm_mesh
+from pallas_lm.hf_config import config_from
+from pallas_lm.sampling import Sampling
 from tests.lm import witness
 from tests.lm.loops import refuses, shown, tokens
 
@@ -186,8 +179,8 @@ def test_training_has_the_same_losses(tmp_path, monkeypatch):
 
 _RUN = """
 import sys
-from pallas_attn.cli import driver
-from pallas_attn.lm import train
+from pallas_lm.cli import driver
+from pallas_lm import train
 {}
 sys.argv[0] = "run.py"
 sys.exit(driver.main(sys.argv))

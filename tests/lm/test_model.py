@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn.lm import (
+from pallas_lm import (
     checkpoint,
     chunked_prefill,
     decode,
@@ -21,10 +21,10 @@ from pallas_attn.lm import (
     text,
     train,
 )
-from pallas_attn.lm.config import num_bytes, random_params
-from pallas_attn.lm.hf_config import config_from
-from pallas_attn.lm.options import CACHES
-from pallas_attn.lm.state import State
+from pallas_lm.config import num_bytes, random_params
+from pallas_lm.hf_config import config_from
+from pallas_lm.options import CACHES
+from pallas_lm.state import State
 from tests.lm import witness
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")

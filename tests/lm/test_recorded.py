@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from pallas_attn.lm import checkpoint, decode
-from pallas_attn.lm.options import CACHES
+from pallas_lm import checkpoint, decode
+from pallas_lm.options import CACHES
 from tests.lm import recorded, witness
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")

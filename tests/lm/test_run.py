@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from absl.testing import flagsaver
 
-from pallas_attn.cli import driver
-from pallas_attn.cli import flags as driver_flags
+from pallas_lm.cli import driver
+from pallas_lm.cli import flags as driver_flags
 from tests.lm import witness
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -315,7 +315,7 @@ def test_a_platform_without_a_device_is_one_line(platform):
     assert said.endswith("; leave it out, or say cpu; see python run.py --help\n")
 
 
-JOIN = "from pallas_attn.cli import processes; processes.WAIT = 3; processes.SILENT = 0.2; "
+JOIN = "from pallas_lm.cli import processes; processes.WAIT = 3; processes.SILENT = 0.2; "
 
 
 @pytest.mark.parametrize(

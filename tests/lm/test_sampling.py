@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn.lm.sampling import Sampling, sample
+from pallas_lm.sampling import Sampling, sample
 from tests.lm.loops import refuses
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")

@@ -11,8 +11,9 @@ import matplotlib.backends.backend_agg
 import matplotlib.figure
 import pytest
 
-from pallas_attn.bench import rows, timing
-from pallas_attn.lm import check, decode, findings, peer, report, session, step_parts
+from benchmarks import rows, timing
+from benchmarks.decode_loop import findings, peer, report, step_parts
+from pallas_lm import check, decode, session
 from tests.lm.loops import options, refuses, shown, small
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")

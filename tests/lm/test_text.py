@@ -3,7 +3,7 @@
 import pytest
 import tokenizers
 
-from pallas_attn.lm import text
+from pallas_lm import text
 
 
 def test_bytes_go_both_ways():

@@ -18,11 +18,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
+from benchmarks import context as bench_context
+from benchmarks import rows
 from pallas_attn._call import batching, dispatch
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._context_parallel import gather, layout
-from pallas_attn.bench import context as bench_context
-from pallas_attn.bench import rows
 from pallas_attn.kernels.flash_bwd import sm90 as flash_bwd_sm90
 from pallas_attn.kernels.flash_bwd import work_order
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90

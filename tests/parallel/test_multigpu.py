@@ -19,11 +19,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
-from pallas_attn import lm
+import pallas_lm as lm
 from pallas_attn._call import config as _config
 from pallas_attn._context_parallel import layout
-from pallas_attn.lm import check, decode, model, train
-from pallas_attn.lm import rows as lm_rows
+from pallas_lm import check, decode, model, train
+from pallas_lm import rows as lm_rows
 from tests.caches import test_keep
 from tests.parallel import test_context as contexts
 from tests.parallel import test_sharded_caches as rows_of_caches

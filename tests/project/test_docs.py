@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn import lm
+import pallas_lm as lm
+from benchmarks import pages
 from pallas_attn._call import dispatch
-from pallas_attn.bench import pages, support
 from tests.project.test_package import FLOORS, imports_at_top
+from tests.support import operations as support
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -147,7 +148,7 @@ def test_the_readme_is_short_and_has_one_picture():
 def test_pages_and_pictures_are_what_results_make_of_them():
     for name, text in pages.from_results(ROOT).items():
         assert (ROOT / name).read_text("utf-8") == text, (
-            f"{name} is behind results/: python -m pallas_attn.bench.pages"
+            f"{name} is behind results/: python -m benchmarks.pages"
         )
 
 
@@ -164,7 +165,7 @@ def test_the_support_matrix_is_that_of_the_dispatch_table():
     written, _ = rest.split(support.END)
     assert written.strip() == support.support_matrix(), (
         "docs/support.md is behind the dispatch table: "
-        """python -c 'from pallas_attn.bench import support; support.rewrite("docs/support.md")'"""
+        """python -c 'from benchmarks import support; support.rewrite("docs/support.md")'"""
     )
 
 
@@ -177,7 +178,7 @@ def test_the_api_page_has_every_public_name():
 def test_the_api_page_has_every_name_of_the_language_model():
     text = (ROOT / "docs" / "api.md").read_text()
     for name in set(lm.__all__) - {"mesh"}:
-        assert f":: pallas_attn.lm.{name}\n" in text, name
+        assert f":: pallas_lm.{name}\n" in text, name
         assert getattr(lm, name).__doc__
 
 
@@ -275,7 +276,7 @@ def test_the_semantics_that_the_page_and_the_docstrings_share():
 def test_files_in_the_pages_exist():
     """In code style: a path from the root, from the package or its kernels/, or a file's name."""
     roots = [ROOT, ROOT / "pallas_attn", ROOT / "pallas_attn" / "kernels"]
-    folders = ("pallas_attn", "tests", "docs")
+    folders = ("pallas_attn", "pallas_lm", "benchmarks", "tests", "docs")
     names = {path.name for folder in folders for path in (ROOT / folder).rglob("*.py")}
     for page in ALL_PAGES:
         for name in re.findall(r"`([\w./]*\.py)`", page.read_text()):

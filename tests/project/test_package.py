@@ -19,11 +19,12 @@ import pallas_attn as pa
 ROOT = pathlib.Path(pa.__file__).parent
 PUBLIC = ("attention", "decode", "cache", "append", "context", "masks", "merge", "rotary")
 PUBLIC += ("scores", "trees", "errors", "prefixes", "ragged", "float8")
-FILES = sorted(ROOT.rglob("*.py"))
+PACKAGES = ("pallas_attn", "pallas_lm", "benchmarks")  # the last is not in the wheel
+FILES = sorted(path for name in PACKAGES for path in (ROOT.parent / name).rglob("*.py"))
 
 
 def named(path):
-    """pallas_attn/kernels/append/copy.py -> kernels.append.copy"""
+    """pallas_attn/kernels/append/copy.py -> kernels.append.copy; other packages keep their name."""
     parts = path.relative_to(ROOT.parent).with_suffix("").parts
     return ".".join(parts).removesuffix(".__init__").removeprefix("pallas_attn.")
 
@@ -120,21 +121,22 @@ def _imports(module, statements):
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-        for name in names:
-            if name.partition(".")[0] == "pallas_attn":
-                modules.add(_module(name.removeprefix("pallas_attn").removeprefix(".")))
+        modules |= {_module(name) for name in names if name.partition(".")[0] in PACKAGES}
     return modules
 
 
 @functools.cache
 def _module(name):
-    """The longest front of a dotted name that is a module: masks.CAUSAL -> masks."""
+    """The longest front of a dotted name that is a module: pallas_attn.masks.CAUSAL -> masks."""
     parts = name.split(".")
-    while parts and not (ROOT.joinpath(*parts).with_suffix(".py").exists()):
-        if ROOT.joinpath(*parts).is_dir() and parts != [""]:
+    while not (ROOT.parent.joinpath(*parts).with_suffix(".py").exists()):
+        if len(parts) > 1 and ROOT.parent.joinpath(*parts).is_dir():
             break
         parts.pop()
-    return ".".join(parts)
+        if len(parts) <= 1:
+            break
+    name = ".".join(parts)
+    return "" if name == "pallas_attn" else name.removeprefix("pallas_attn.")
 
 
 def who_imports(module):
@@ -258,12 +260,7 @@ def test_only_the_dispatch_knows_the_reference():
 
 def test_who_knows_the_dispatch():
     users = who_imports("_call.dispatch")
-    asks = {
-        "bench.support",
-        "bench.parity",
-        "lm.decode",
-        "lm.train",
-    }  # they ask for the candidates, and for the one that was taken
+    asks = {"pallas_lm.decode", "pallas_lm.parity", "pallas_lm.train"}  # which one was taken
     ours = {
         "attention",
         "_autodiff.derivative",
@@ -278,26 +275,79 @@ def test_who_knows_the_dispatch():
     assert users == ours | asks
 
 
-def test_bench_and_lm_use_the_public_api():
-    private = {
-        "_call.checks",
-        "_call.device",
-        "_call.reference",
-        "_call.batching",
-        "_call.sharding",
-    }
-    users = {name for name in MODULES if name.startswith(("bench", "lm"))}
-    assert "bench.runner" in users
-    users.remove("lm.rows")  # runs the demo's own kernels, over devices as the operations do
-    for name in users:
-        assert not (reached := imports(name) & private), f"{name} imports {reached}"
+# Imports of the demo and the benchmarks from the package, but for public modules: this list only
+# gets shorter.
+PRIVATE = {
+    "pallas_lm.checkpoint": {"kernels.lang.types"},
+    "pallas_lm.config": {"kernels.lang.types"},
+    "pallas_lm.decode": {"_call.dispatch"},
+    "pallas_lm.kernels.all_reduce": {
+        "kernels.lang.mosaic",
+        "kernels.lang.peer_memory",
+        "kernels.lang.thread_program",
+        "kernels.lang.threads",
+        "kernels.lang.types",
+    },
+    "pallas_lm.kernels.linear": {
+        "_call.gpu_specs",
+        "kernels.attention.tiles",
+        "kernels.attention.tma_operands",
+        "kernels.lang.mosaic",
+        "kernels.lang.types",
+    },
+    "pallas_lm.kernels.norm": {
+        "kernels.lang.mosaic",
+        "kernels.lang.peer_memory",
+        "kernels.lang.types",
+    },
+    "pallas_lm.kernels.rotate": {
+        "kernels.lang.mosaic",
+        "kernels.lang.threads",
+        "kernels.lang.types",
+    },
+    "pallas_lm.mesh": {"kernels.lang.types"},
+    "pallas_lm.parity": {"_call.dispatch"},
+    "pallas_lm.rows": {"_call.device", "_call.sharding", "kernels.lang.types"},
+    "pallas_lm.tensor_parallel": {"kernels.lang.types"},
+    "pallas_lm.train": {"_call.dispatch"},
+    "benchmarks.contest": {"_call.config"},
+    "benchmarks.float8": {"_call.problem"},
+}
+
+
+def test_who_uses_more_than_the_public_api():
+    users = {}
+    for name in MODULES:
+        if name.startswith(("pallas_lm", "benchmarks")):
+            reached = {x for x in imports(name) if x.startswith(("_", "kernels"))}
+            users |= {name: reached} if reached else {}
+    assert users == PRIVATE
+
+
+def test_the_package_knows_neither_the_demo_nor_the_benchmarks():
+    for name in MODULES:
+        if not name.startswith(("pallas_lm", "benchmarks")):
+            assert not {x for x in imports(name) if x.startswith(("pallas_lm", "benchmarks"))}
+        elif name.startswith("pallas_lm") and name != "pallas_lm.cli.driver":
+            assert not {x for x in imports(name) if x.startswith("benchmarks")}, name
 
 
 def test_run_time_dependencies_are_the_four_we_said():
     allowed = {"pallas_attn", "jax", "jaxlib", "numpy", "absl"}
-    extras = {"bench": {"matplotlib", "torch", "tokamax", "flash_attn", "flashinfer"}}
+    allowed |= {"pallas_lm"}
+    extras = {
+        "benchmarks": {
+            "benchmarks",
+            "tests",
+            "matplotlib",
+            "torch",
+            "tokamax",
+            "flash_attn",
+            "flashinfer",
+        }
+    }
     extras |= {"keras": {"keras"}, "equinox": {"equinox"}}  # modules for layers of these
-    extras["lm"] = {"matplotlib", "safetensors", "tokenizers", "jinja2"}
+    extras["pallas_lm"] = {"matplotlib", "safetensors", "tokenizers", "jinja2"}
     for path in FILES:
         here = allowed | extras.get(named(path).partition(".")[0], set())
         for node in nodes(path):
@@ -324,7 +374,9 @@ def test_jax_is_private_in_few_files():
             users |= {named(path) for name in names if name.startswith(private)}
     of_instructions = {name for name in users if name.startswith(("kernels.lang.", "kernels.mma."))}
     of_instructions |= {"kernels.attention.logits", "kernels.decode_mla.combine_latent"}
-    assert users <= {"kernels.lang.mosaic", "bench.timing", "bench.float8"} | of_instructions
+    assert (
+        users <= {"kernels.lang.mosaic", "benchmarks.timing", "benchmarks.float8"} | of_instructions
+    )
 
 
 # ---- sizes and words ----------------------------------------------------------------------------
@@ -445,7 +497,7 @@ def test_every_file_says_what_it_is():
 def test_no_environment_no_print():
     """The store puts into the environment what importing Mosaic does: the files of its compiler."""
     for path in FILES:
-        exempt = named(path) in ("cli.driver", "_call.store")
+        exempt = named(path) in ("pallas_lm.cli.driver", "_call.store")
         for node in nodes(path):
             if isinstance(node, ast.Attribute) and not exempt:
                 assert node.attr not in ("environ", "getenv"), f"{path} reads the environment"
@@ -504,7 +556,7 @@ def test_the_console_command_is_there():
 
 def test_every_module_imports():
     for name in MODULES:
-        if not name.startswith(("bench", "kernels", "lm", *LIBRARIES)):
+        if not name.startswith(("benchmarks", "kernels", "pallas_lm", *LIBRARIES)):
             importlib.import_module(f"pallas_attn.{name}" if name != "pallas_attn" else name)
 
 

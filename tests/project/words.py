@@ -13,7 +13,7 @@ import tokenize
 from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).parents[2]
-FOLDERS = ("pallas_attn", "tests", "examples")
+FOLDERS = ("pallas_attn", "pallas_lm", "benchmarks", "tests", "examples")
 # A docstring or a comment begins with a noun phrase or a verb.
 BEGINNINGS = ("Of", "What", "As", "Those", "That", "Who", "Whose", "Where", "So")
 NAMES = ("found", "given", "one")  # a name says what it holds, a function what it does

@@ -1,4 +1,4 @@
-"""The one tolerance (pallas_attn/bench/tolerance.py) for results of any test.
+"""The one tolerance (tests/support/tolerance.py) for results of any test.
 
 Bands of positions are those of gradients of q, k, v and bias (for dbias, of query rows); out and
 lse are one band. A row's error is mostly that of its delta, one number, made from out as it was
@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn.bench import definition, tolerance
+from tests.support import definition, tolerance
 
 VACUOUS = 0.1
 VACUOUS_GRADIENT = 0.2

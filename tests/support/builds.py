@@ -24,9 +24,9 @@ import numpy as np
 import pallas_attn as pa
 from pallas_attn._call import device
 from pallas_attn._call.problem import DecodeProblem, ListedResiduals
-from pallas_attn.lm import config as lm_config
-from pallas_attn.lm import decode as lm_decode
-from pallas_attn.lm import state as lm_state
+from pallas_lm import config as lm_config
+from pallas_lm import decode as lm_decode
+from pallas_lm import state as lm_state
 from tests.support import aot
 
 LM = lm_config.Config(
@@ -74,7 +74,7 @@ def sums(x, down, norm):
     """The norm after a layer's last matmul, layer after layer and step after step, of a model that
     several GPUs have.
     """
-    from pallas_attn.lm import rows as lm_rows
+    from pallas_lm import rows as lm_rows
 
     def local(x, down, norm):
         def step(x, _):

@@ -14,10 +14,9 @@ import pytest
 from pallas_attn import CAUSAL, Mask, MaskFunction, trees
 from pallas_attn._call import reference
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
-from pallas_attn.bench import definition
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.decode_mla import sm90 as mla_sm90
-from tests.support import in_numpy
+from tests.support import definition, in_numpy
 
 KINDS = ("per_sequence", "stacked", "paged")
 every_kind = pytest.mark.parametrize("kind", KINDS)

@@ -25,10 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call import device
-from pallas_attn.bench import case as _case
-from pallas_attn.bench import cases
 from pallas_attn.masks import FULL, Mask
 from tests.support import budget, subjects
+from tests.support.problems import case as _case
+from tests.support.problems import cases
 from tests.support.subjects import Subject
 
 LEAST, MOST = -(2**31), 2**31 - 1

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from pallas_attn import PagedCache, PerSequenceCache, StackedCache
-from pallas_attn.bench import case as _case
-from pallas_attn.bench import cases
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
+from tests.support.problems import case as _case
+from tests.support.problems import cases
 
 NUMBERS = 2**22  # most elements of a cache
 SCORES = 2**20

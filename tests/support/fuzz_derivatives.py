@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_attn as pa
-from pallas_attn.bench import case as _case
 from tests.support import budget, fuzz, subjects
 from tests.support.fuzz_positions import POSITIONS, Round
+from tests.support.problems import case as _case
 
 # ---- tangents ------------------------------------------------------------------------------------
 

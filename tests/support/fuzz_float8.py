@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_attn as pa
-from pallas_attn.bench import case as _case
 from pallas_attn.masks import CAUSAL, FULL
 from tests.caches.test_quantized import awkward_rows, quantized
 from tests.support import budget, fuzz
 from tests.support.append_cases import assert_same_bytes
 from tests.support.fuzz_positions import Round
+from tests.support.problems import case as _case
 
 SCALES = ("none", "number", "head", "row", "blocks", "some_blocks")
 FAST = "ANY_F8_ANY_F8_F32_FAST_ACCUM"

@@ -14,9 +14,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn.bench import case as _case
 from tests.support import fuzz, subjects
 from tests.support.fuzz_positions import Round
+from tests.support.problems import case as _case
 
 
 @dataclasses.dataclass(frozen=True)

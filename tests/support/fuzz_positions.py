@@ -18,10 +18,10 @@ import numpy as np
 from jax import lax
 
 import pallas_attn as pa
-from pallas_attn.bench import case as _case
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests.api import test_packed_attention as packed_rows
 from tests.support import budget, fuzz, subjects
+from tests.support.problems import case as _case
 
 POSITIONS = 1024  # more than any query or key has
 

@@ -30,7 +30,7 @@ _PREFILL = "tests/kernels/prefill/test_prefill"
 _APPEND = "tests/kernels/append/test_append"
 _LM = "tests/lm/test_kernels.py::"
 
-OF_SEVERAL_GPUS = {"kernels/decode/merge_over_gpus.py", "lm/kernels/all_reduce.py"}
+OF_SEVERAL_GPUS = {"kernels/decode/merge_over_gpus.py", "pallas_lm/kernels/all_reduce.py"}
 QUICK: dict[str, tuple[str, ...]] = {
     "kernels/flash_fwd/sm90.py": (
         f"{_FWD}[t_equals_s]",
@@ -254,12 +254,12 @@ QUICK: dict[str, tuple[str, ...]] = {
         "tests/kernels/quantize/test_quantize_blocks.py::test_on_the_gpu[odd_dim]",
     ),
     "kernels/append/keep.py": ("tests/caches/test_keep.py::test_every_byte[kernels]",),
-    "lm/kernels/linear.py": (
+    "pallas_lm/kernels/linear.py": (
         f"{_LM}test_on_the_gpu[128-64-7]",
         f"{_LM}test_gated_on_the_gpu[64-64-40]",
     ),
-    "lm/kernels/norm.py": (f"{_LM}test_norm_on_the_gpu[512-2-64]",),
-    "lm/kernels/rotate.py": (f"{_LM}test_rotate_on_the_gpu[5-1-64-64]",),
+    "pallas_lm/kernels/norm.py": (f"{_LM}test_norm_on_the_gpu[512-2-64]",),
+    "pallas_lm/kernels/rotate.py": (f"{_LM}test_rotate_on_the_gpu[5-1-64-64]",),
 }
 
 ALL_QUICK = frozenset(test for tests in QUICK.values() for test in tests)

@@ -16,11 +16,11 @@ from jax import lax
 
 import pallas_attn
 from pallas_attn._call.problem import AppendInputs, AppendProblem
-from pallas_attn.bench import support
 from pallas_attn.kernels.append import copy as append_copy
 from pallas_attn.kernels.append import plan as append_plan
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from tests.support import append_cases, mosaic
+from tests.support import operations as support
 from tests.support.append_cases import CASES, Case, assert_same_bytes
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")

@@ -13,12 +13,12 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn._call.problem import DecodeInputs
-from pallas_attn.bench import support
 from pallas_attn.kernels.decode import limits
 from pallas_attn.kernels.decode import sm80 as decode_sm80
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.mma import dequant
 from tests.support import mosaic
+from tests.support import operations as support
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_attn.bench import cases
 from pallas_attn.kernels.flash_bwd import sm90 as kernel
 from pallas_attn.kernels.flash_bwd import sm90_short
 from pallas_attn.masks import CAUSAL, FULL, Mask
@@ -24,6 +23,7 @@ from tests.kernels.flash_bwd.test_flash_bwd import (
     shapes_of,
 )
 from tests.support import mosaic
+from tests.support.problems import cases
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 

@@ -15,8 +15,7 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import CAUSAL, FULL, Mask, sliding_window
 from pallas_attn._call import config
-from pallas_attn.bench import tolerance
-from tests.support import budget, subjects
+from tests.support import budget, subjects, tolerance
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 

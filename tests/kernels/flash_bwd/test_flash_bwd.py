@@ -17,7 +17,6 @@ import pytest
 import pallas_attn as pa
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
-from pallas_attn.bench import cases
 from pallas_attn.kernels.attention import score_mod
 from pallas_attn.kernels.attention.logits import LogitRules
 from pallas_attn.kernels.attention.tiles import KernelContext
@@ -42,6 +41,7 @@ from tests.kernels.flash_fwd.test_flash_fwd import (
 )
 from tests.kernels.flash_fwd.test_flash_fwd import problem_of as forward_problem_of
 from tests.support import budget, mosaic
+from tests.support.problems import cases
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 

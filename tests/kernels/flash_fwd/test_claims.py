@@ -14,7 +14,6 @@ import pytest
 import pallas_attn as pa
 from pallas_attn._call import config as _config
 from pallas_attn._call.problem import AttentionInputs
-from pallas_attn.bench.case import AttentionCase
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.flash_fwd import (
     claims,
@@ -26,6 +25,7 @@ from pallas_attn.kernels.flash_fwd import (
 )
 from tests.kernels.flash_fwd import test_flash_fwd as forward
 from tests.support import builds, mosaic, threads
+from tests.support.problems.case import AttentionCase
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 

@@ -18,7 +18,6 @@ import pytest
 
 from pallas_attn._call import dispatch, reference
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
-from pallas_attn.bench import cases
 from pallas_attn.kernels.attention import segment_spans, tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS, mask_span
 from pallas_attn.kernels.flash_bwd import sm90 as flash_bwd_sm90
@@ -29,6 +28,7 @@ from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.mma import mma_sync, wgmma, wgmma_float32
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests.support import budget, mosaic
+from tests.support.problems import cases
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 

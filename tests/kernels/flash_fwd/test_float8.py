@@ -13,12 +13,12 @@ import pytest
 import pallas_attn as pa
 from pallas_attn._call import config, device
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
-from pallas_attn.bench import support
 from pallas_attn.kernels.flash_fwd import float8_values, sm80_float8
 from pallas_attn.kernels.flash_fwd import sm90 as kernel
 from pallas_attn.kernels.mma import wgmma_float8
 from pallas_attn.masks import CAUSAL, FULL
 from tests.support import budget, mosaic, subjects
+from tests.support import operations as support
 from tests.support.float8_cases import CASES, case_of, draw
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")

@@ -14,9 +14,9 @@ import pallas_attn as pa
 from pallas_attn import masks
 from pallas_attn._call import bind, device
 from pallas_attn._functions import tile_bounds
-from pallas_attn.bench import cases
 from pallas_attn.kernels.attention import tile_lists
 from tests.support import budget, in_numpy, subjects
+from tests.support.problems import cases
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 

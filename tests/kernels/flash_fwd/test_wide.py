@@ -8,7 +8,6 @@ import functools
 import pytest
 
 from pallas_attn import CAUSAL, FULL
-from pallas_attn.bench import cases
 from pallas_attn.kernels.flash_fwd import sm90_wide as kernel
 from tests.kernels.flash_fwd.test_flash_fwd import (
     AttentionInputs,
@@ -20,6 +19,7 @@ from tests.kernels.flash_fwd.test_flash_fwd import (
     small,
 )
 from tests.support import budget, mosaic, subjects
+from tests.support.problems import cases
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 

@@ -10,12 +10,12 @@ import jax
 import pytest
 
 from pallas_attn._call import dispatch
-from pallas_attn.bench import cases
 from pallas_attn.kernels.prefill import contiguous_sm90 as kernel
 from pallas_attn.kernels.prefill import sm90
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests.kernels.flash_fwd.test_flash_fwd import check, problem_of, run
 from tests.support import mosaic
+from tests.support.problems import cases
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 

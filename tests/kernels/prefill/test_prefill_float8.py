@@ -14,13 +14,13 @@ import pytest
 import pallas_attn as pa
 from pallas_attn._call import dispatch
 from pallas_attn._call.problem import DecodeInputs
-from pallas_attn.bench import support
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.mma.wgmma_float8 import ORDER, UNIT
 from pallas_attn.kernels.prefill import float8_sm90 as kernel
 from pallas_attn.kernels.prefill import float8_tiles, sm90
 from pallas_attn.kernels.prefill.float8_tiles import Units
 from tests.support import budget, float8_rows, mosaic
+from tests.support import operations as support
 from tests.support.float8_rows import dense, expected, of_tiles
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")

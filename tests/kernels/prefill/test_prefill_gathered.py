@@ -13,7 +13,6 @@ import pytest
 from pallas_attn import FULL, Mask, sliding_window
 from pallas_attn._call import dispatch
 from pallas_attn._call.kernel import Kernel
-from pallas_attn.bench import support
 from pallas_attn.kernels.prefill import (
     gathered_packed_sm90,
     gathered_sm80,
@@ -22,6 +21,7 @@ from pallas_attn.kernels.prefill import (
 )
 from tests.kernels.prefill import test_prefill_widened
 from tests.support import decode_cases, mosaic
+from tests.support import operations as support
 from tests.support.decode_cases import Case
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")

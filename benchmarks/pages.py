@@ -1,0 +1,427 @@
+"""The pages that results/ makes: README's table, docs/benchmarks.md with its pictures, and
+docs/cases.md with a line for each case.
+
+`python -m benchmarks.pages` writes them anew; a test compares them with results/.
+"""
+
+import itertools
+import pathlib
+import re
+from collections.abc import Iterable, Sequence
+
+from benchmarks import curves
+from benchmarks.plots import drawing
+from benchmarks.report import (
+    OPS,
+    PORTABLE,
+    SEVERAL,
+    TITLES,
+    geomean,
+    latest,
+    ratios,
+)
+from benchmarks.rows import Row, is_ours, rate, read
+from tests.support.problems import cases
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+PICTURES = {
+    "forward": "forward",
+    "forward+backward": "backward",
+    "shapes": "shapes",
+    "decode": "decode",
+    "decode_loop": "decode_loop",
+}
+_METHOD = """\
+`python run.py --task=bench` measures (see `configs/`): device time by CUPTI, median, random normal
+inputs. Results were checked before they were timed, and peers took turns with ours in the same
+process. TFLOP/s count visible pairs: 4 operations a pair and head dim forward, 3.5 times that with
+the backward. Pictures show shapes that others publish too, decode over pages of 16 rows.
+[All cases](cases.md) has a line for each case."""
+_COLUMNS = """\
+`of matmul`, `of read`: share of the rate of a large matmul, or of reading memory, in the same run.
+MiB: memory of a step beside arguments and results, ours/cuDNN. Kinds of caches, and float16
+(`f16`), are columns: their line has the least share, each peer's fastest figure, and the least
+ratio.
+
+Prefill is `decode_attention` of many query rows a sequence over a full cache. `dense` is our
+`flash_attention` over contiguous K and V, `xla` has a boolean mask; `jax.nn` cannot give cuDNN a
+causal mask that ends at the last key of a longer K. Over shared pages, `plain` is the call without
+`shared_prefixes`, `unshared` that over own pages, `flashinfer` its cascade; only cases that end
+with `_found` count the time to find shared pages, once a step."""
+_SPLIT = """\
+The rows of one causal sequence on several GPUs: TFLOP/s a GPU (`both` with the backward); TB/s of
+live K and V in `rows_decode`. `alone`: the slowest and the fastest GPU with all of it (the first
+one in older rows); `share`: of the first one's rate. Wall time of jitted steps in turns of a tenth
+of a second, long enough to reach the power limit, of which busy links take a part. GPUs rest
+before each turn (until 2026-11-24 clocks depended on the turn before); all wait for the slowest.
+`ring` and `cudnn_ring` pass K and V between launches of our kernels and of cuDNN's."""
+_OURS_SPLIT = ("pallas_attn/gather", "pallas_attn/rows")
+_FIRST_CALL = """\
+Seconds of wall time in a fresh process, after imports, CUDA's start and the arrays: `fwd` is causal
+over bfloat16 [2, 4096, 16, 128], `both` its gradients, `docs` those of documents of 1000 rows;
+`layers` are unrolled with gradients; `step` appends and decodes a row of 32 sequences, `prefill`
+takes 512 rows of each over the cache. `again`: a second process with jax's persistent cache."""
+_SWEPT = "sweep", "sweep_both"  # the forward; and with the backward
+_SWEEP = """\
+Sequences of 16 to 2047 rows, bfloat16, 16 heads, about 32,768 rows in all. A size just above a
+multiple of the tiles takes up to about 1.5 times its neighbour's time a row. Up to 32 rows, several
+sequences share a tile of 64 query rows; between 33 and 63 a part of each tile is idle. Some heads
+of the last sequence were compared with NumPy."""
+_SEPARATE = """\
+Figures from processes and timers of the peers' own: they enter no ratio on this page, and are pale
+in the pictures, which show the newest version."""
+# Parts of a case's name that are columns of one line, beside "ours".
+_COLUMN = re.compile(r"_(per_sequence|stacked|paged\d*|f16)(?=_|$)")
+
+
+def from_results(root: pathlib.Path) -> dict[str, str]:
+    """{path: text} of every file of a checkout that its results make."""
+    rows, separate = current(read(root / "results")), read(root / "results" / "separate")
+    swept = [row for row in read(root / "results" / "shapes") if row["op"] in _SWEPT]
+    first_calls = section_of_first_calls(read(root / "results" / "first_call"))
+    made = {
+        "README.md": overview(rows),
+        "docs/benchmarks.md": "\n\n".join(
+            [benchmarks(rows), *section_of_sweep(swept), *first_calls]
+        ),
+        "docs/cases.md": every_case(rows, separate),
+    }
+    pages = {
+        name: between_markers((root / name).read_text("utf-8"), part) for name, part in made.items()
+    }
+    drawn = pictures(rows, separate)
+    drawn |= {"sweep": curves.drawing(swept)} if swept else {}
+    return pages | {f"docs/pictures/{name}.svg": svg for name, svg in drawn.items()}
+
+
+def between_markers(text: str, made: str) -> str:
+    """A page with a new text between its markers."""
+    before, mark, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not mark or not end:
+        raise ValueError(f"expected the markers {BEGIN} and {END}, each once")
+    return f"{before}{BEGIN}\n{made}\n{END}{after}"
+
+
+def current(rows: Iterable[Row]) -> list[Row]:
+    """The rows without cases that `run.py --task=bench` had once and has no more."""
+    lists: dict[str, Sequence[cases.Case]] = dict(cases.LISTS)
+    lists |= dict.fromkeys(("forward", "forward+backward", "backward"), cases.ATTENTION)
+    names = {op: {case.name for case in listed} for op, listed in lists.items()}
+    return [row for row in rows if row["op"] not in names or row["case"] in names[row["op"]]]
+
+
+def overview(rows: Sequence[Row]) -> str:
+    """README's table: each operation beside cuDNN."""
+    groups = latest([row for row in rows if _gpu(row) == "H200"])
+    lines = [_cells(["on an H200", "times cuDNN, geometric mean", "least", "cases"])]
+    lines.append(_cells(["---", "---:", "---:", "---:"]))
+    for op in OPS:
+        over = list(ratios(groups.get(op, ())).get("cudnn", {}).values())
+        if over:
+            facts = [f"{geomean(over):.2f}", f"{min(over):.2f}", str(len(over))]
+            lines.append(_cells([TITLES[op].split(",")[0], *facts]))
+    return "\n".join(lines)
+
+
+def pictures(rows: Sequence[Row], separate: Sequence[Row] = ()) -> dict[str, str]:
+    """{name: SVG} of the shapes that every flash attention publishes, and of a model's step."""
+    groups, ceilings = latest(rows), _ceilings(rows)
+    published = {case.name for case in cases.ATTENTION if "grid" in case.tags}
+    decode = [case for case in cases.DECODE if "paged" in case.tags and "bfloat16" in case.tags]
+    published |= {case.name for case in cases.SHAPES}
+    published |= {c.name for c in decode if not c.tags.isdisjoint({"grid", "latency", "uneven"})}
+    drawings = {}
+    for op, name in PICTURES.items():
+        shown = [g for g in groups.get(op, ()) if op == "decode_loop" or g[0]["case"] in published]
+        if shown:
+            runs = {rows_of[0]["run"] for rows_of in shown}
+            tops = sorted((kind, top) for (run, kind), top in ceilings.items() if run in runs)
+            newest = {(row["case"], row["impl"]): row for row in separate if row["op"] == op}
+            drawings[name] = drawing(shown, dict(tops), list(newest.values()))
+    return drawings
+
+
+def benchmarks(rows: Sequence[Row]) -> str:
+    """The text of docs/benchmarks.md: a picture and a short table for each operation."""
+    groups = latest(rows)
+    if not groups:
+        return "Nothing is measured yet."
+    shown = itertools.chain(*itertools.chain(*groups.values()))
+    parts = [_METHOD, _where([*shown, *_rows_of_split(rows)])]
+    for table in _tables(groups):
+        parts.append(f"## {_title(table, groups)}")
+        if table in PICTURES:
+            parts.append(f"![{table}](pictures/{PICTURES[table]}.svg)")
+        parts.append(_summary(groups[table]))
+        parts += _refusals(groups[table])
+    return "\n\n".join(parts)
+
+
+def every_case(rows: Sequence[Row], separate: Sequence[Row] = ()) -> str:
+    """The text of docs/cases.md: a table for each operation."""
+    groups, ceilings = latest(rows), _ceilings(rows)
+    listed: list[cases.Case] = [*cases.ATTENTION, *itertools.chain(*cases.LISTS.values())]
+    order = {case.name: number for number, case in enumerate(listed)}
+    parts = [_COLUMNS] if groups else ["Nothing is measured yet."]
+    for table in _tables(groups):
+        ordered = sorted(groups[table], key=lambda rows_of: order.get(rows_of[0]["case"], 0))
+        parts += [f"## {_title(table, groups)}", _table(table, ordered, ceilings)]
+    if split := _newest_split(rows):
+        parts += ["## A sequence over several GPUs", _SPLIT, _table_of_split(split)]
+    if separate:
+        parts += ["## Peers in processes of their own", _SEPARATE, _table_of(separate, groups)]
+    return "\n\n".join(parts)
+
+
+def _tables(groups: dict[str, list[list[Row]]]) -> list[str]:
+    """The keys of `latest`, in the order of the page."""
+    every = [op + family for family in ("", SEVERAL, PORTABLE) for op in OPS]
+    return [table for table in every if table in groups]
+
+
+def _title(table: str, groups: dict[str, list[list[Row]]]) -> str:
+    op = groups[table][0][0]["op"]
+    return TITLES[op] + table.removeprefix(op)
+
+
+def _summary(groups: Sequence[Sequence[Row]]) -> str:
+    """A line for each peer: how many times as fast ours is."""
+    over = ratios(groups)
+    if not over:
+        return f"{len(groups)} cases without a peer."
+    lines = [
+        _cells(["peer", "geometric mean of ours over it", "least", "at", "cases"]),
+        _cells(["---", "---:", "---:", "---", "---:"]),
+    ]
+    for peer in sorted(over, key=lambda name: (name == "best", name)):
+        worst = min(over[peer], key=lambda case: over[peer][case])
+        name = "the best of each case" if peer == "best" else peer
+        facts = [f"{geomean(over[peer].values()):.2f}", f"{over[peer][worst]:.2f}", f"`{worst}`"]
+        lines.append(_cells([name, *facts, str(len(over[peer]))]))
+    return "\n".join(lines)
+
+
+def _refusals(groups: Sequence[Sequence[Row]]) -> list[str]:
+    """A paragraph that lists the peers that refuse cases, as recorded in the rows."""
+    cases: dict[tuple[str, str], list[str]] = {}
+    for rows in groups:
+        for peer, why in rows[0].get("refused", {}).items():
+            cases.setdefault((peer, why), []).append(rows[0]["case"])
+    lines = []
+    for (peer, why), names in cases.items():
+        where = "" if len(names) == len(groups) else f" ({', '.join(f'`{x}`' for x in names)})"
+        lines.append(f"- {peer}: {why}{where}")
+    return ["Peers that do not take a case:\n\n" + "\n".join(lines)] if lines else []
+
+
+def section_of_sweep(rows: Sequence[Row]) -> list[str]:
+    """The section on the time over the rows of a sequence: title, picture, method, falls."""
+    if not rows:
+        return []
+    picture = "![sweep](pictures/sweep.svg)"
+    alone = all(row["op"] == "sweep" for row in rows)
+    title = f"## {'The forward' if alone else 'Time'} over the rows of a sequence"
+    return [title, picture, _SWEEP, curves.falls(rows), _where(rows)]
+
+
+def _rows_of_split(rows: Sequence[Row]) -> list[Row]:
+    return [row for run in _newest_split(rows) for row in run.values()]
+
+
+def section_of_first_calls(rows: Sequence[Row]) -> list[str]:
+    """Title, method and table of op `first_call`: the newest rows."""
+    newest = {(r["case"], r["impl"], r["persistent_cache"]): r for r in _by_date(rows)}
+    if not newest:
+        return []
+    steps = ("trace_s", "lower_s", "compile_s", "run_s")
+    head = ["seconds", *(step.removesuffix("_s") for step in steps), "**total**", "again"]
+    peers = sorted({impl for _, impl, _ in newest} - {"pallas_attn"})
+    lines = [_cells([*head, *peers]), _cells(["---", *["---:"] * (len(head) - 1 + len(peers))])]
+    for case in dict.fromkeys(case for case, _, _ in newest):
+        ours = newest.get((case, "pallas_attn", None), {})
+        again = newest.get((case, "pallas_attn", "filled"), {})
+        others = [newest.get((case, peer, None), {}) for peer in peers]
+        times = [*(ours.get(step) for step in steps), ours.get("total_s"), again.get("total_s")]
+        cells = ["" if x is None else f"{x:.2f}" for x in times]
+        cells[len(steps)] = f"**{ours['total_s']:.2f}**" if ours else ""
+        cells += [f"{row['total_s']:.2f}" if row else "" for row in others]
+        lines.append(_cells([f"`{case}`", *cells]))
+    return ["## The first call", _FIRST_CALL, _where(newest.values()), "\n".join(lines)]
+
+
+def _by_date(rows: Iterable[Row]) -> list[Row]:
+    return sorted(rows, key=lambda row: row["date"])
+
+
+def _ceilings(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
+    return {(row["run"], row["case"]): rate(row) for row in rows if row["op"] == "ceiling"}
+
+
+def _table(table: str, groups: list[list[Row]], ceilings: dict[tuple[str, str], float]) -> str:
+    op, unit = groups[0][0]["op"], "read" if table.startswith(("decode", "shared")) else "matmul"
+    unit = "copy" if op == "quantize" else unit
+    peers = sorted({row["impl"] for rows in groups for row in rows if not is_ours(row)})
+    with_share, with_memory = op != "append", any("memory_mib" in rows[0] for rows in groups)
+    cases = _by_case(groups)
+    columns = list(dict.fromkeys(column for case in cases.values() for column in case))
+    head = ["case", *(f"**{column}**" for column in columns), *[f"of {unit}"][: int(with_share)]]
+    head += [
+        *(peer.replace("_", " ") for peer in peers),
+        "over best peer",
+        *["MiB"][: int(with_memory)],
+    ]
+    lines = [_cells(head), _cells(["---", *["---:"] * (len(head) - 1)])]
+    for name, case in cases.items():
+        every = list(case.values())
+        cells = [f"`{name}`"]
+        cells += [f"**{_number(case[x][0])}**" if x in case else "" for x in columns]
+        if with_share:
+            tops = [(rows[0], ceilings.get((rows[0]["run"], unit))) for rows in every]
+            cells.append(_least([rate(row) / top for row, top in tops if top], ".0%"))
+        for peer in peers:
+            met = [row for rows in every for row in rows if row["impl"] == peer]
+            cells.append(_number(min(met, key=lambda row: row["ms"])) if met else "")
+        cells.append(_least(list(ratios(every).get("best", {}).values()), ".2f"))
+        if with_memory:
+            by_name = {row["impl"]: row.get("memory_mib", "") for row in every[0]}
+            cells.append(f"{by_name[every[0][0]['impl']]}/{by_name.get('cudnn', '')}".strip("/"))
+        lines.append(_cells(cells))
+    return "\n".join(lines)
+
+
+def _by_case(groups: list[list[Row]]) -> dict[str, dict[str, list[Row]]]:
+    """{case: {column: rows}}: kinds of caches and float16 have columns, all else is "ours"."""
+    cases: dict[str, dict[str, list[Row]]] = {}
+    for rows in groups:
+        name, column = rows[0]["case"], "ours"
+        if variant := _COLUMN.search(name):
+            name, column = _COLUMN.sub("", name, count=1), variant[1]
+        cases.setdefault(name, {})[column] = rows
+    return cases
+
+
+def _least(numbers: Sequence[float], form: str) -> str:
+    return format(min(numbers), form) if numbers else ""
+
+
+def _newest_split(rows: Sequence[Row]) -> list[dict[str, Row]]:
+    """{implementation: row} of the newest run with a result of ours, for each case of op `context`,
+    number and kind of GPUs.
+    """
+    runs: dict[tuple[tuple[str, int, str], str], dict[str, Row]] = {}
+    for row in _by_date(rows):
+        if row["op"] == "context":
+            case = row["case"], row["problem"]["devices"], _gpu(row)
+            runs.setdefault((case, row["run"]), {})[row["impl"]] = row
+    ours = [(case, run) for (case, _), run in runs.items() if run.keys() & set(_OURS_SPLIT)]
+    newest = dict(ours)
+    return [newest[case] for case in sorted(newest)]
+
+
+def _gpu(row: Row) -> str:
+    """The model's name, such as "H200"."""
+    words: str = row["gpu"].removeprefix("NVIDIA ")
+    return words.split()[0]
+
+
+def _table_of_split(cases: list[dict[str, Row]]) -> str:
+    head = [
+        "case",
+        "GPUs",
+        "alone",
+        "**ours**",
+        "share",
+        "ring",
+        "cudnn_ring",
+        "over best peer",
+    ]
+    lines = [_cells(head), _cells(["---", *["---:"] * (len(head) - 1)])]
+    for rows in cases:
+        alone = rows["pallas_attn/one"]
+        ours = next(rows[name] for name in _OURS_SPLIT if name in rows)
+        both = rows.get("pallas_attn/ring"), rows.get("cudnn_ring")
+        peers = [row for row in both if row]
+        cells = [
+            f"`{ours['case']}`",
+            f"{ours['problem']['devices']}x{_gpu(ours)}",
+            _alone(alone),
+        ]
+        cells += [f"**{_number(ours)}**", f"{ours['efficiency']:.0%}"]
+        cells += [_number(row) if row else "" for row in both]
+        cells.append(f"{min(row['ms'] for row in peers) / ours['ms']:.2f}" if peers else "")
+        lines.append(_cells(cells))
+    return "\n".join(lines)
+
+
+def _alone(row: Row) -> str:
+    """Rates of the slowest and the fastest GPU alone; older rows have the first GPU's only."""
+    unit = "tflops" if "tflops" in row else "tbps"
+    times = row.get("alone_ms", [row["ms"]])
+    ends = sorted({max(times), min(times)}, reverse=True)
+    return "-".join(_number(row | {unit: rate(row) * row["ms"] / ms}) for ms in ends)
+
+
+def _number(row: Row) -> str:
+    if row["op"] == "append":
+        return f"{1e3 * row['ms']:.2f}"
+    value = rate(row)
+    return f"{value:.0f}" if "tflops" in row and value >= 10 else f"{value:.2f}"
+
+
+def _cells(cells: Sequence[str]) -> str:
+    """A line of a table; empty cells have no width."""
+    return re.sub(r"(?<=\|)  (?=\|)", "", f"| {' | '.join(cells)} |")
+
+
+def _where(rows: Iterable[Row]) -> str:
+    """GPUs, versions of JAX and dates."""
+    dates: dict[str, list[str]] = {}
+    for row in rows:
+        dates.setdefault(f"{row['gpu']}, JAX {row['jax']}", []).append(row["date"][:10])
+    said = [
+        f"{where}, {' to '.join(sorted({min(days), max(days)}))}"
+        for where, days in sorted(dates.items())
+    ]
+    return f"Measured on: {'; '.join(said)}; results/ has the commit of each row."
+
+
+def _table_of(separate: Sequence[Row], groups: dict[str, list[list[Row]]]) -> str:
+    """Figures of peers that no process of ours held, a column a version, and their method."""
+    ours = {(op, rows[0]["case"]): rows[0] for op, cells in groups.items() for rows in cells}
+    methods: dict[tuple[str, str], dict[str, None]] = {}
+    for row in separate:
+        methods.setdefault((row["date"], row["method"]), {})[_version(row)] = None
+    parts = []
+    for op in dict.fromkeys(row["op"] for row in separate):
+        rows = [row for row in separate if row["op"] == op]
+        columns = list(dict.fromkeys(_version(row) for row in rows))
+        head = [TITLES[op].split(",")[0], "**ours**", *columns]
+        lines = [_cells(head), _cells(["---", *["---:"] * (len(head) - 1)])]
+        for case in dict.fromkeys(row["case"] for row in rows):
+            mine = ours.get((op, case))
+            cells = [f"`{case}`", f"**{_number(mine)}**" if mine else ""]
+            figures = {_version(row): _figure(row) for row in rows if row["case"] == case}
+            lines.append(_cells([*cells, *(figures.get(column, "") for column in columns)]))
+        parts.append("\n".join(lines))
+    said = [f"- {', '.join(names)}, {date}: {how}." for (date, how), names in methods.items()]
+    return "\n\n".join([*parts, "How the peers' figures were taken:", "\n".join(said)])
+
+
+def _version(row: Row) -> str:
+    """A peer's name and version; a version may begin with the name."""
+    name, version = row["impl"], row["version"]
+    return f"{name} {version.rpartition(' ')[2]}"
+
+
+def _figure(row: Row) -> str:
+    """A peer's figure, and ours of the same day where a row has it."""
+    beside = row.get("ours_tflops", row.get("ours_tbps"))
+    return _number(row) + (f" (ours {beside})" if beside else "")
+
+
+if __name__ == "__main__":
+    for name, text in from_results(pathlib.Path.cwd()).items():
+        path = pathlib.Path(name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, "utf-8")

@@ -1,0 +1,325 @@
+"""`--task=decode`: from settings, as flags have them, to text, JSON lines, tables and a report."""
+
+import contextlib
+import dataclasses
+import functools
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
+from typing import Any, NamedTuple, TextIO
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from pallas_lm import chat, check, checkpoint, clone, text
+from pallas_lm import mesh as lm_mesh
+from pallas_lm.buckets import bucket
+from pallas_lm.config import Config, Params
+from pallas_lm.decode import Run, refuse
+from pallas_lm.folder import Folder
+from pallas_lm.hf_config import config_from, stop_tokens
+from pallas_lm.machine import default_dtype, matmul_precision, memory
+from pallas_lm.options import Options, check_stop_ids
+from pallas_lm.presets import PRESETS
+from pallas_lm.sampling import Sampling
+from pallas_lm.texts import Texts
+from pallas_lm.views import Json, Text, View
+
+EMBEDDED = "tiny"
+DEMO_PROMPTS = (
+    "ROMEO:\n",
+    "First Citizen:\nWe have no bread, and",
+    "KING HENRY:\nMy lords, ",
+    "The sea was",
+    "Nurse:\n",
+    "DUKE OF YORK:\nTell me, good cousin,",
+)
+INTERRUPTED = 130  # the exit status that a shell gives for Ctrl-C
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """All settings of a run. Fields have the names of their flags."""
+
+    model: str = EMBEDDED
+    checkpoint: str | None = None
+    prompts: tuple[str, ...] = ()
+    random_prompts: int = 0
+    prompt_length: int = 128  # tokens of a random prompt
+    max_new_tokens: int = 200
+    batch: int = 8
+    cache: str = "per_sequence"
+    capacity: int | None = None
+    page_size: int = 64
+    pages: int | None = None
+    chunk: int = 16
+    prefill: int = 16384
+    prefill_chunk: int | None = None
+    samples: int = 1  # answers to each prompt
+    draft: str | None = None
+    drafts: int = 7
+    sampling: Sampling = Sampling()
+    stop: tuple[str, ...] = ()  # texts that end a sequence
+    stop_ids: tuple[int, ...] | None = None  # None: the checkpoint's
+    chat: bool = False  # prompts are messages of a user
+    logprobs: bool = False
+    dtype: str | None = None
+    precision: str | None = None  # jax.default_matmul_precision; None: highest with float32
+    implementation: str | None = None
+    seed: int = 0
+    check: bool = False
+    json: bool = False
+    report: str | None = None
+    mesh: str | None = None  # "tp:4": heads and columns over so many devices
+    out: str | None = None  # a .jsonl file for the report's rows
+    commit: str | None = None
+
+
+def decode(settings: Settings, out: TextIO, err: TextIO) -> int:
+    """Decodes, shows it, checks it, reports on it; the exit status."""
+    if settings.implementation not in (None, "reference"):
+        raise ValueError(
+            "implementation: a model runs several operations, which no kernel does alone; expected "
+            f"reference or nothing, got {settings.implementation!r}"
+        )
+    if settings.batch < settings.samples:
+        raise ValueError(
+            f"batch: expected at least {settings.samples}, the samples of a prompt, which run side "
+            f"by side, got {settings.batch}"
+        )
+    if settings.out is not None and settings.report is None:
+        raise ValueError("out: the rows are those of a report; say --report=FOLDER as well")
+    dtype = settings.dtype or default_dtype()
+    with matmul_precision(settings.precision, dtype):
+        return _decode(settings, dtype, out, err)
+
+
+def _decode(settings: Settings, dtype: str, out: TextIO, err: TextIO) -> int:
+    model = _model(settings)
+    config = model.config
+    prompts = _prompts(settings, model)
+    options = _options(settings, model, prompts, dtype)
+    refuse(config, options, prompts, settings.max_new_tokens)
+    check_stop_ids(settings.stop_ids, config.vocab)
+    if settings.report is not None and config.gemma4 is not None:
+        raise ValueError(
+            "report: expected none: the parts of a step are not timed for Gemma 4, which has two "
+            f"head dims, got {settings.report!r}; leave --report out"
+        )
+    _must_fit(config, options, memory())
+    params = model.weights(dtype, options.mesh)
+    run = Run(config, params, options, prompts, settings.max_new_tokens, settings.seed)
+    texts = Texts(run, model.tokenizer, settings.stop)
+    view: View = (Json if settings.json else Text)(texts, out, err)
+    view.quiet = bool(settings.random_prompts)
+    report_on = None
+    if settings.report is not None:
+        reports = clone.benchmarks("decode_loop.of_session", "--report")
+        report_on = reports.Report(settings, run, params, view)
+    if _is_demo(settings) and not settings.prompts:
+        view.say(_introduction(config, len(prompts)))
+    start = time.perf_counter()
+    try:
+        _show(run, view)
+    except KeyboardInterrupt:
+        run.wait()  # jax ends a process by force that leaves while a chunk is being computed
+        view.finish(time.perf_counter() - start)
+        return INTERRUPTED
+    except BaseException:
+        run.wait()
+        raise
+    summary = view.finish(time.perf_counter() - start)
+    held = _check(run, params, view) if settings.check else True
+    if run.options.draft is not None and (settings.check or settings.report is not None):
+        _beside_plain(run, params, settings, summary, view)
+    if report_on is not None:
+        view.say(*report_on.finish(summary))
+    return int(not held)
+
+
+# ---- the run that is asked for ------------------------------------------------------------------
+
+
+class _Model(NamedTuple):
+    """A model without its weights, gigabytes that load when all else has been checked."""
+
+    config: Config
+    tokenizer: text.Tokenizer
+    stop_ids: tuple[int, ...]  # tokens that end a text
+    weights: checkpoint.Loader
+    template: chat.Template | None = None
+
+
+def _model(settings: Settings) -> _Model:
+    folder = settings.checkpoint
+    if folder is None and settings.model == EMBEDDED:
+        folder = str(checkpoint.EMBEDDED)
+    if folder is None:
+        if settings.model not in PRESETS:
+            names = ", ".join((EMBEDDED, *PRESETS))
+            raise ValueError(f"model: expected one of {names}, got {settings.model!r}")
+        config = config_from(PRESETS[settings.model])
+        draw = functools.partial(lm_mesh.random_params, config, settings.seed)
+        return _Model(config, text.Numbers(), settings.stop_ids or (), draw)
+    config, files = checkpoint.config_of(folder), Folder(folder)
+    stop_ids = stop_tokens(files) if settings.stop_ids is None else settings.stop_ids
+    tokenizer, template = text.tokenizer_of(folder), chat.template_of(files)
+    return _Model(config, tokenizer, stop_ids, checkpoint.weights_of(folder, config), template)
+
+
+def _prompts(settings: Settings, model: _Model) -> list[list[int]]:
+    if settings.random_prompts:
+        shape = (settings.random_prompts, settings.prompt_length)
+        return np.random.default_rng(settings.seed).integers(0, model.config.vocab, shape).tolist()
+    prompts = settings.prompts
+    if not prompts and _is_demo(settings):
+        prompts = DEMO_PROMPTS
+    reader = chat.Reader(model.tokenizer, model.template, settings.chat)
+    return [reader.tokens(prompt, n) for n, prompt in enumerate(prompts, 1)]
+
+
+def _is_demo(settings: Settings) -> bool:
+    """Whether the model is the one inside the package, which has prompts of its own."""
+    embedded = settings.checkpoint is None and settings.model == EMBEDDED
+    return embedded and not settings.random_prompts
+
+
+def _introduction(config: Config, prompts: int) -> str:
+    on_cpu = "; here the jax.numpy reference runs, on an NVIDIA GPU the kernels do"
+    return (
+        f"A toy model of Shakespeare's plays ({config.size / 1e6:.1f} million numbers) continues "
+        f"{prompts} prompts{'' if jax.default_backend() == 'gpu' else on_cpu}."
+    )
+
+
+def _options(
+    settings: Settings, model: _Model, prompts: Sequence[Sequence[int]], dtype: str
+) -> Options:
+    config = model.config
+    exact = max(map(len, prompts), default=0) + settings.max_new_tokens
+    longest = bucket(exact)
+    if settings.report is not None:  # then its programs are the run's
+        reports = clone.benchmarks("decode_loop.report", "--report")
+        longest = reports.room(exact - 1, settings.chunk)
+    names = {field.name for field in dataclasses.fields(Options)}
+    asked = {name: x for name, x in vars(settings).items() if name in names}
+    decided: dict[str, Any] = {
+        "batch": min(settings.batch, max(len(prompts) * settings.samples, 1)),
+        "capacity": settings.capacity or max(min(longest, config.positions), 1),
+        "dtype": dtype,
+        "stop_ids": model.stop_ids,
+        "keep_logits": settings.check,
+        "mesh": _mesh(settings, config),
+    }
+    return Options(**asked | decided)
+
+
+def _mesh(settings: Settings, config: Config) -> Mesh | None:
+    if settings.mesh is None:
+        return None
+    mesh = lm_mesh.make(settings.mesh, (lm_mesh.HEADS,))
+    lm_mesh.local(config, mesh)  # raises where it does not divide the model
+    return mesh
+
+
+def _must_fit(config: Config, options: Options, room: int) -> None:
+    """Refuses a model that does not fit in memory: JAX's own error comes late and says little."""
+    if options.mesh is not None and jax.default_backend() != "cpu":  # devices of a CPU share it
+        room *= options.mesh.size
+    weights = config.size * jax.numpy.dtype(options.dtype).itemsize
+    rows = options.batch * options.rows
+    if options.cache == "paged":
+        rows = options.pool * options.page_size
+    cache = config.kv_bytes(options.dtype) * rows
+    if weights + cache > room:
+        raise ValueError(
+            f"model: weights take {weights / 1e9:.1f} GB and the cache {cache / 1e9:.1f} GB as "
+            f"{options.dtype}, there are {room / 1e9:.1f} GB; give another --model, --dtype, "
+            "--batch or --capacity"
+        )
+
+
+# ---- while it runs, and after -------------------------------------------------------------------
+
+
+def _show(run: Run, view: View) -> None:
+    with _asked_to_stop() as stopped:
+        for status in run:
+            view.show(status)
+            if stopped():
+                raise KeyboardInterrupt
+        if stopped():
+            raise KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _asked_to_stop() -> Iterator[Callable[[], bool]]:
+    """Whether Ctrl-C was pressed, which waits until a chunk is there and written: in the midst of
+    jax it may take the process with it, and half of a text would be written, or written twice. A
+    second one does not wait.
+    """
+    pressed: list[int] = []
+
+    def first(number: int, frame: FrameType | None) -> None:
+        del frame
+        pressed.append(number)
+        signal.signal(number, signal.default_int_handler)
+
+    ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    ours &= threading.current_thread() is threading.main_thread()
+    if ours:
+        signal.signal(signal.SIGINT, first)
+    try:
+        yield lambda: bool(pressed)
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _check(run: Run, params: Params, view: View) -> bool:
+    """The parity table; whether every row held."""
+    header = f"{'sequence':>8}{'steps':>7}{'likeliest':>12}{'ties':>6}"
+    view.say(
+        "likeliest: steps whose likeliest token is the reference's; ties: others, within rounding; "
+        "budget: the error of a logit that rounding explains",
+        f"{header}{'worst logit':>13}{'at step':>9}{'budget':>9}",
+    )
+    held = True
+    for row in check.rows(run, params):
+        held &= row.held
+        line = f"{row.sequence:>8}{row.steps:>7}{row.same:>12}{row.ties:>6}{row.error:>13.1e}"
+        verdict = "" if row.held else "  WRONG"
+        view.say(f"{line}{row.at:>9}{row.budget:>9.1e}{verdict}")
+        view.record("check", dataclasses.asdict(row) | {"held": row.held})
+    view.say(
+        "every step is the reference's: the likeliest token, and logits within the budget"
+        if held
+        else "the decode is not what the reference computes"
+    )
+    return held
+
+
+def _beside_plain(
+    run: Run, params: Params, settings: Settings, summary: dict[str, Any], view: View
+) -> None:
+    """Decodes the same prompts without drafts: how fast, and whether the tokens are the same."""
+    options = dataclasses.replace(run.options, draft=None, keep_logits=False)
+    prompts = [sequence.prompt for sequence in run.sequences[:: options.samples]]
+    plain = Run(run.config, params, options, prompts, settings.max_new_tokens, settings.seed)
+    texts = Texts(plain, view.texts.tokenizer, settings.stop)
+    start = time.perf_counter()
+    for _ in plain:
+        texts.watch()
+    facts = plain.summary(time.perf_counter() - start)
+    pairs = zip(run.sequences, plain.sequences, strict=True)
+    same = sum(drafted.tokens == sequence.tokens for drafted, sequence in pairs)
+    faster = summary["tokens_per_second"] / max(facts["tokens_per_second"], 1e-9)
+    view.say(
+        f"without drafts {facts['tokens_per_second']:,.1f} tokens/s, with them {faster:.2f} times "
+        f"as many; the same tokens in {same} of {len(run.sequences)} sequences"
+    )
+    names = ("tokens_per_second", "seconds", "steps", "steady")
+    view.record("plain", {name: facts[name] for name in names} | {"same": same, "faster": faster})

@@ -1,0 +1,917 @@
+"""The benchmark without a GPU: a timer that only counts, the reference as subject, small cases."""
+
+import dataclasses
+import functools
+import gc
+import json
+import pathlib
+import threading
+import time
+import types
+import xml.etree.ElementTree
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn
+from benchmarks import (
+    OPS,
+    Options,
+    contest,
+    curves,
+    pages,
+    peers,
+    plots,
+    report,
+    rows,
+    run_bench,
+    subjects,
+    timing,
+    torch_peers,
+    verify,
+)
+from benchmarks.call import Call, Unavailable
+from benchmarks.timing import Sample, Subject
+from benchmarks.together import Together
+from tests.support import definition, tolerance
+from tests.support.problems import cases as known
+from tests.support.problems.case import DecodeCase
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+
+@pytest.fixture(autouse=True)
+def nothing_to_free(monkeypatch):
+    """There is no memory of a GPU's: to look for what is left of a group takes longer than it."""
+    monkeypatch.setattr(contest, "gc", types.SimpleNamespace(collect=lambda: gc.collect(0)))
+
+
+ROOT = pathlib.Path(__file__).parents[2]
+CEILINGS = {"matmul": 800.0, "read": 4.5, "copy": 3.3}
+LITTLE = {
+    case.name: case
+    for case in known.ATTENTION + known.DECODE + known.APPEND
+    if "small" in case.tags and "edge" in case.tags
+}
+for kind, page in (("stacked", None), ("paged", 16)):
+    name = f"prefill_{kind}_little"
+    sizes = ((256,) * 2, 8, 2, 64, 64, 256)
+    fields = {"q_len": 40, "kind": kind, "page_size": page}
+    LITTLE[name] = DecodeCase(name, *sizes, **fields, dtype="float32")  # jax.nn mixes other dtypes
+
+LITTLE |= {case.name: case for case in known.FLOAT8 + known.QUANTIZE if "edges" in case.name}
+LITTLE["shared_little"] = DecodeCase(
+    "shared_little",
+    *((44, 48, 33), 8, 2, 64, 64, 48),
+    **{"kind": "paged", "page_size": 4, "dtype": "float32", "shared": ((3, 16), (2, 8))},
+)
+
+
+class FakeTimer:
+    """Every call takes what `ms` says of its subject, an error if that is one; remembers who was
+    called when.
+    """
+
+    def __init__(self, **ms):
+        self.ms, self.calls = ms, []
+
+    def __call__(self, subject, times):
+        self.calls.append(subject.name)
+        subject.wait(subject.launch())
+        ms = self.ms.get(subject.name, 1.0)
+        if isinstance(ms, Exception):
+            raise ms
+        return [Sample(ms, 1)] * times
+
+
+def bench(op, names, tmp_path, options=None, **ms):
+    """Exit status, rows and lines of a benchmark of small cases."""
+    out, lines, timer = tmp_path / "rows.jsonl", [], FakeTimer(**ms)
+    options = dataclasses.replace(options or Options(), out=str(out), commit="abc")
+    chosen = [LITTLE[name] for name in names]
+    status = run_bench(op, chosen, options, timer=timer, ceilings=CEILINGS, say=lines.append)
+    return status, rows.read(out), lines, timer
+
+
+def change(monkeypatch, name, changed):
+    """Has a public function be `changed(right, ..)`, where `right` is the function itself."""
+    right = getattr(pallas_attn, name)
+    monkeypatch.setattr(pallas_attn, name, functools.partial(changed, right))
+
+
+def of_op(written, op):
+    """The rows of an operation."""
+    return [row for row in written if row["op"] == op]
+
+
+def test_shapes_say_who_refuses(tmp_path):
+    """Our row names the peers that do not take a case."""
+    _, written, _, _ = bench("shapes", ["bias_shared"], tmp_path)
+    assert of_op(written, "shapes")[0]["refused"]["cudnn"] == "no cuDNN without a GPU"
+
+
+def test_processes_that_share_a_gpu_time_in_turns(tmp_path):
+    """Nobody times before all have prepared, and nobody else uses the GPU meanwhile."""
+    file, ready, order = str(tmp_path / "turns"), threading.Barrier(2), []
+
+    def process(name):
+        together = Together(file)
+        ready.wait()
+        time.sleep(0.1 if name == "slow" else 0)
+        order.append(f"{name} prepared")
+        with together.alone():
+            order.append(f"{name} times")
+            time.sleep(0.05)
+            order.append(f"{name} has timed")
+        together.close()
+
+    workers = [threading.Thread(target=process, args=(name,)) for name in ("slow", "fast")]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert order[:2] == ["fast prepared", "slow prepared"]
+    assert [step.split(maxsplit=1)[1] for step in order[2:]] == ["times", "has timed"] * 2
+    assert order[2].split()[0] == order[3].split()[0]
+
+
+def test_curves_have_a_point_for_each_row():
+    def row(dim, rows, ms, op="sweep"):
+        problem = {"batch": 4, "q_len": rows, "q_heads": 2, "head_dim": dim}
+        return {"op": op, "problem": problem, "ms": ms, "gpu": "NVIDIA H200", "jax": "0.11.2"}
+
+    swept = [row(dim, rows, rows * dim / 1e6) for dim in (32, 64) for rows in (16, 33, 2047)]
+    picture = xml.etree.ElementTree.fromstring(curves.drawing(swept))
+    points = [(float(x.get("cx")), float(x.get("cy"))) for x in picture.iter() if "cx" in x.attrib]
+    assert len(points) == 6
+    assert len({x for x, _ in points}) == 3
+    assert points == sorted(points[:3]) + sorted(points[3:])
+    both = [row(64, rows, rows * 64 / 3e5, "sweep_both") for rows in (16, 33, 2047)]
+    text = curves.drawing([*swept, *both])
+    assert text.count("stroke-dasharray") == 1
+    assert text.count("<circle") == 9
+    said = curves.falls([*swept, row(64, 48, 33 * 64 / 2e6)])
+    assert "rows 191% above 48. " in said
+    assert said.endswith("H 64: 33 rows 100.0% above 48.")
+
+
+def test_pages_say_which_peers_refuse():
+    """All cases, or some by name."""
+    said = [{"refused": {"tokamax": "not here"}, "case": "a"}, {"case": "b"}]
+    (text,) = pages._refusals([[row] for row in said])
+    assert "- tokamax: not here (`a`)" in text
+    (text,) = pages._refusals([[said[0]]])
+    assert text.endswith("- tokamax: not here")
+
+
+def said_wrong(lines):
+    return any("wrong, not timed" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        ("forward", "causal_32x32"),
+        ("forward", "everything"),
+        ("backward", "group4_kv2"),
+        ("backward_alone", "float16_causal"),
+        ("shapes", "bias_shared"),
+        ("float8", "float8_blocks_edges"),
+        ("quantize", "quantize_edges"),
+        ("jvp", "float16_causal"),
+        ("decode", "decode_per_sequence_edges"),
+        ("decode", "decode_paged_float8_e4m3fn"),
+        ("decode", "decode_stacked_latent"),
+        ("prefill", "prefill_paged_little"),
+        ("shared_prefix", "shared_little"),
+        ("append", "append_per_sequence_distinct"),
+        ("append", "append_stacked_ragged_chunk"),
+        ("append", "append_paged_float8_e4m3fn"),
+        ("append", "keep_paged_few"),
+    ],
+)
+def test_every_operation_is_checked_timed_and_written(op, name, tmp_path):
+    status, written, lines, _ = bench(op, [name], tmp_path)
+    assert status == 0, lines
+    ours, *others = [row for row in written if row["op"] != "ceiling"]
+    assert ours["impl"] == "pallas_attn/reference"
+    assert ours["op"] == OPS[op]
+    assert ours["case"] == name
+    assert ours["checked"] is True
+    assert all(field in ours for field in (*rows.REQUIRED, *contest.FIRST_CALL, "l2"))
+    assert ours["n"] == 15
+    assert all(row["run"] == ours["run"] for row in written)
+    assert {row["impl"] for row in others} <= set(peers.PEERS[OPS[op]])
+    assert any(line.startswith(f"[1/1] {name}") for line in lines)
+
+
+def test_figures_follow_from_the_time(tmp_path):
+    times = {"pallas_attn/reference": 0.5, "xla": 1.0}
+    status, written, lines, _ = bench("forward", ["causal_32x32"], tmp_path, **times)
+    assert status == 0
+    ours = next(row for row in written if rows.is_ours(row))
+    flops = 4 * 64 * 32 * 32 / 2
+    assert ours["ms"] == 0.5
+    assert ours["tflops"] == round(flops / 0.5e-3 / 1e12, 4)
+    line = next(line for line in lines if line.startswith("[1/1]"))
+    assert "2.00x best peer (xla" in line
+    assert any(line.startswith("2.000x the best peer (geomean of 1)") for line in lines)
+
+
+def test_a_wrong_result_is_not_timed_and_the_run_fails(tmp_path, monkeypatch):
+    add = lambda right, *qkv, **rest: right(*qkv, **rest).at[0, -1, 0, 0].add(0.05)  # noqa: E731
+    change(monkeypatch, "flash_attention", add)
+    status, written, lines, timer = bench("forward", ["causal_32x32"], tmp_path)
+    assert status == 1
+    assert not [row for row in written if row["op"] != "ceiling"]
+    assert not timer.calls
+    assert any("wrong, not timed: out: positions 0 to 31: error 5.0" in line for line in lines)
+
+
+def test_the_cases_after_a_failure_still_run(tmp_path, monkeypatch):
+    broken = len(LITTLE["decode_stacked_window"].lengths)
+
+    def wrong(right, q, cache, **rest):
+        return right(q, cache, **rest) * (1.1 if q.shape[0] == broken else 1.0)
+
+    change(monkeypatch, "decode_attention", wrong)
+    names = ["decode_stacked_window", "decode_stacked_mha"]
+    status, written, _, _ = bench("decode", names, tmp_path)
+    assert status == 1
+    assert {row["case"] for row in of_op(written, "decode")} == {"decode_stacked_mha"}
+
+
+def test_caches_of_all_kinds_take_turns_with_the_same_peers(tmp_path, monkeypatch):
+    def wrong(right, q, cache, **rest):
+        return right(q, cache, **rest) * (1.1 if cache.kind == "stacked" else 1.0)
+
+    change(monkeypatch, "decode_attention", wrong)
+    kinds = ("per_sequence", "stacked", "paged")
+    names = [f"decode_{kind}_float8_e4m3fn" for kind in kinds]
+    status, written, _, timer = bench("decode", names, tmp_path)
+    assert status == 1
+    per_sequence, stacked, paged = (
+        [row["impl"] for row in written if row.get("case") == name] for name in names
+    )
+    assert stacked == [] and paged == per_sequence == ["pallas_attn/reference", "wide_cache"]
+    assert len([name for name in timer.calls if "reference" in name]) == 10
+    assert ["first_call_s" in row for row in written if rows.is_ours(row)] == [True, False]
+
+
+def test_prefill_over_several_caches_meets_attention_without_one(tmp_path):
+    names = [f"prefill_{kind}_little" for kind in ("stacked", "paged")]
+    status, written, lines, timer = bench("prefill", names, tmp_path, Options(turns=1), dense=0.5)
+    assert status == 0, lines
+    impls = ("pallas_attn/reference", "dense", "xla")
+    timed = [(row["case"], row["impl"]) for row in of_op(written, "prefill")]
+    assert timed == [(name, impl) for name in names for impl in impls]
+    assert len(timer.calls) == 4  # both caches, and each peer once
+    pairs = 2 * 8 * sum(range(256 - 40 + 1, 256 + 1))
+    dense = next(row for row in written if row["impl"] == "dense")
+    assert dense["tflops"] == round(4 * 64 * pairs / 0.5e-3 / 1e12, 4)
+
+
+# Each function once, and the backward of one that is a score.
+FUNCTIONS = [x for x in known.MASK if x.head_dim == 128 and x.kv_len == 8192]
+FUNCTIONS = [x for x in FUNCTIONS if x.both == (x.function[0] in ("alibi", "t5"))]
+
+
+@pytest.mark.parametrize("case", FUNCTIONS, ids=lambda x: x.name)
+def test_functions_are_checked_beside_the_options_that_say_the_same(case, tmp_path, monkeypatch):
+    name, n = case.function
+    little = dataclasses.replace(
+        case, q_len=96, kv_len=96, q_heads=4, kv_heads=2, head_dim=32, v_head_dim=32,
+        dtype="float32", function=(name, min(n, 20)),
+    )  # fmt: skip
+    monkeypatch.setitem(LITTLE, case.name, little)
+    status, written, lines, _ = bench("mask", [case.name], tmp_path, Options(turns=1))
+    assert status == 0, lines
+    beside = ["built_in"] if name in ("full", "causal", "window", "documents") else []
+    beside += ["not_learned"] if case.learned else []
+    impls = [row["impl"] for row in of_op(written, "mask")]
+    assert impls == ["pallas_attn/reference", *beside]
+    pairs = int(little.written_out()["mask_array"].sum()) * (1 if name == "documents" else 2)
+    assert little.visible_pairs() == pairs
+    assert any("torch" in line for line in lines)  # flex is not there, and said
+
+
+ROTATED = [case for case in known.ATTENTION if case.rotary is not None]
+
+
+def little_rotated(case):
+    """A quarter of the columns, 40 rows."""
+    sizes = {"batch": 1, "q_len": 40, "kv_len": 40, "q_heads": 4, "kv_heads": 2, "head_dim": 48}
+    first, dims, interleaved = case.rotary
+    rotary = (first // 4, dims // 4, interleaved)
+    return dataclasses.replace(case, **sizes, v_head_dim=32, rotary=rotary, dtype="float32")
+
+
+@pytest.mark.parametrize("op", ["forward", "backward"])
+@pytest.mark.parametrize("case", ROTATED, ids=lambda case: case.name)
+def test_rotation_is_checked_beside_that_of_a_model(op, case, tmp_path, monkeypatch):
+    monkeypatch.setitem(LITTLE, case.name, little_rotated(case))
+    status, written, lines, _ = bench(op, [case.name], tmp_path, Options(turns=1))
+    assert status == 0, "\n".join(lines)
+    impls = [row["impl"] for row in of_op(written, {"forward": op}.get(op, "forward+backward"))]
+    assert {"pallas_attn/reference", "in_model"} <= set(impls), lines
+
+
+def test_a_rotation_by_other_positions_is_wrong(tmp_path, monkeypatch):
+    def wrong(right, *args, rotary, **options):
+        rotary = dataclasses.replace(rotary, sin=-rotary.sin)
+        return right(*args, rotary=rotary, **options)
+
+    change(monkeypatch, "flash_attention", wrong)
+    monkeypatch.setitem(LITTLE, ROTATED[0].name, little_rotated(ROTATED[0]))
+    monkeypatch.setitem(peers.PEERS, "forward", {})
+    status, written, _, _ = bench("forward", [ROTATED[0].name], tmp_path, Options(turns=1))
+    assert status == 1 and not of_op(written, "forward")
+
+
+def test_a_function_that_hides_another_key_is_wrong(tmp_path, monkeypatch):
+    def wrong(right, f, *aux):
+        return right(lambda b, h, q, kv, *x: f(b, h, q, kv + 1, *x), *aux)
+
+    change(monkeypatch, "mask_fn", wrong)
+    case = dataclasses.replace(known.MASK[0], q_len=40, kv_len=40, q_heads=2, kv_heads=2)
+    monkeypatch.setitem(LITTLE, case.name, case)
+    status, _, lines, _ = bench("mask", [case.name], tmp_path, Options(turns=1, peers="none"))
+    assert status == 1 and said_wrong(lines)
+
+
+def little_mixture(name, kind="paged"):
+    """A case of cases.py with its rows and lengths in a small cache."""
+    case = next(x for x in known.PREFILL if x.name == name)
+    most = max(case.lengths)
+    shrunk = lambda counts: tuple(-(-n * 192 // most) for n in counts[-5:])  # noqa: E731
+    rows = None if case.rows is None else shrunk(case.rows)
+    if rows and max(case.rows) == 1:
+        rows = (1,) * 5
+    sizes = {"q_heads": 4, "kv_heads": 2, "head_dim": 32, "v_head_dim": 32, "capacity": 192}
+    sizes |= {"q_len": -(-case.q_len * 192 // most) if case.q_len > 1 else 1}
+    return dataclasses.replace(
+        case, lengths=shrunk(case.lengths), rows=rows, dtype="float32", **sizes
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "others"),
+    [
+        ("mixed_paged16", set()),
+        ("mixed_stacked_tokens_alone", set()),
+        ("mixed_paged64_chunk_alone", {"dense", "xla"}),
+        ("packed_stacked_16_lognormal", {"dense"}),
+        ("packed_paged16_one_token", {"unpacked"}),
+        ("packed_stacked_one_token_lognormal", {"unpacked"}),
+    ],
+)
+def test_packed_rows_are_checked_and_meet_their_parts(name, others, tmp_path, monkeypatch):
+    monkeypatch.setitem(LITTLE, name, little_mixture(name))
+    status, written, lines, _ = bench("prefill", [name], tmp_path, Options(turns=1))
+    assert status == 0, lines
+    impls = {row["impl"] for row in of_op(written, "prefill")}
+    assert impls == {"pallas_attn/reference", *others}
+
+
+def test_packed_rows_of_another_sequence_are_wrong(tmp_path, monkeypatch):
+    def wrong(right, q, cache, starts, **rest):
+        return right(q, cache, starts=starts.at[2].add(1), **rest)
+
+    change(monkeypatch, "decode_attention", wrong)
+    name = "mixed_stacked"
+    monkeypatch.setitem(LITTLE, name, little_mixture(name))
+    status, _, lines, _ = bench("prefill", [name], tmp_path, Options(turns=1, peers="none"))
+    assert status == 1 and said_wrong(lines)
+
+
+def test_prefill_peers_want_full_caches():
+    case = LITTLE["decode_stacked_chunk"]
+    for name in ("dense", "flash_attention_4", "xla"):
+        peer = peers.PEERS["prefill"][name]
+        with pytest.raises(Unavailable, match="full caches only"):
+            peer(Call(case, case.arrays(), None, "prefill"))
+
+
+def test_a_case_that_breaks_is_reported_and_the_rest_run(tmp_path, monkeypatch):
+    def breaks(right, q, k, v, **rest):
+        if q.shape[1] == 16:
+            raise NotImplementedError("out of everything")
+        return right(q, k, v, **rest)
+
+    change(monkeypatch, "flash_attention", breaks)
+    names = ["attention_16x16", "causal_32x32"]
+    status, written, lines, _ = bench("forward", names, tmp_path, Options(peers="none"))
+    assert status == 1
+    assert [row["case"] for row in of_op(written, "forward")] == ["causal_32x32"]
+    assert "FAILED attention_16x16: NotImplementedError: out of everything" in lines
+
+
+def test_a_result_that_cannot_be_judged_is_one_case_s_failure(tmp_path, monkeypatch):
+    right = verify.judge
+
+    def breaks(got, *rest, **more):
+        if got[0].shape[1] == 16:
+            raise RuntimeError("the result never came")
+        return right(got, *rest, **more)
+
+    monkeypatch.setattr(verify, "judge", breaks)
+    names = ["attention_16x16", "causal_32x32"]
+    status, written, lines, _ = bench("forward", names, tmp_path, Options(peers="none"))
+    assert status == 1
+    assert [row["case"] for row in of_op(written, "forward")] == ["causal_32x32"]
+    assert lines[-2:] == [
+        "FAILED attention_16x16: RuntimeError: the result never came",
+        "1 of 2 cases failed, and 0 times a peer",
+    ]
+
+
+def test_a_case_that_fails_in_its_turn_leaves_the_others_theirs(tmp_path):
+    names = [f"decode_{kind}_float8_e4m3fn" for kind in ("stacked", "paged")]
+    late = {f"pallas_attn/reference {names[1]}": RuntimeError("gone")}
+    status, written, lines, timer = bench("decode", names, tmp_path, Options(turns=2), **late)
+    assert status == 1
+    assert {row["case"] for row in of_op(written, "decode")} == {names[0]}
+    assert f"FAILED {names[1]}: RuntimeError: gone" in lines
+    assert timer.calls.count("pallas_attn/reference") == 3  # one turn before the failure, two anew
+
+
+def _breaks(*_):
+    raise RuntimeError("stream capture\nat length")
+
+
+def test_a_peer_that_fails_is_said_in_the_row_and_the_run_fails(tmp_path, monkeypatch):
+    here = lambda name, **more: lambda asked: [Subject(name, peers.xla(asked)[0].launch, **more)]  # noqa: E731
+    table = {
+        "made": _breaks,
+        "called": lambda call: [Subject("called", _breaks)],
+        "read": here("read", outputs=_breaks),
+        "timed": here("timed"),
+        "zeros": lambda call: [Subject("zeros", lambda: (jnp.zeros_like(call.arrays["q"]),))],
+        "xla": peers.xla,
+    }
+    monkeypatch.setitem(peers.PEERS, "forward", table)
+    ms = {"timed": RuntimeError("stream capture"), "xla": 2.0}
+    status, written, lines, _ = bench("forward", ["float32_causal"], tmp_path, **ms)
+    assert status == 1
+    ours, *others = of_op(written, "forward")
+    assert [row["impl"] for row in others] == ["xla"]
+    reason = "RuntimeError: stream capture"
+    assert ours["failed"] == dict.fromkeys(("made", "called", "read", "timed"), reason)
+    assert list(ours["wrong"]) == ["zeros"]
+    assert f"FAILED timed at float32_causal: {reason}" in lines
+    assert any(line.startswith("LEFT OUT zeros at float32_causal: wrong, not ") for line in lines)
+    assert lines[-1] == "0 of 1 cases failed, and 4 times a peer"
+
+
+def test_nothing_runs_beside_a_peers_first_call(tmp_path, monkeypatch):
+    beside = []
+
+    def peer(call):
+        (subject,) = peers.wide_cache(call)
+
+        def launch():
+            beside.append([x.name for x in threading.enumerate() if "Pool" in x.name])
+            return subject.launch()
+
+        return [dataclasses.replace(subject, launch=launch)]
+
+    monkeypatch.setitem(peers.PEERS, "decode", {"wide_cache": peer})
+    names = ["decode_per_sequence_float8_e4m3fn", "decode_paged_edges"]
+    status, written, lines, _ = bench("decode", names, tmp_path, Options(turns=1))
+    assert status == 0, lines
+    assert beside == [[]] * 3  # the first call, and one turn
+    assert sum(row["impl"] == "wide_cache" for row in written) == 1
+
+
+def test_an_append_that_touches_another_row_is_wrong(tmp_path, monkeypatch):
+    def stray(right, cache, k, v, **rest):
+        cache = right(cache, k, v, **rest)
+        return dataclasses.replace(cache, v=cache.v.at[0, 0, -1, 0].add(1))
+
+    change(monkeypatch, "write_kv", stray)
+    status, _, lines, _ = bench("append", ["append_stacked_distinct"], tmp_path)
+    assert status == 1
+    assert any("a buffer differs" in line for line in lines)
+
+
+def test_a_peer_that_is_wrong_or_missing_is_left_out_and_said(tmp_path, monkeypatch):
+    def zeros(call):
+        return [Subject("zeros", lambda: (jnp.zeros_like(call.arrays["q"]),))]
+
+    def missing(call):
+        raise Unavailable("not for sale")
+
+    table = {"zeros": zeros, "missing": missing, "xla": peers.xla}
+    monkeypatch.setitem(peers.PEERS, "forward", table)
+    status, written, lines, _ = bench("forward", ["float32_causal"], tmp_path)
+    assert status == 0
+    impls = [row["impl"] for row in of_op(written, "forward")]
+    assert impls == ["pallas_attn/reference", "xla"]
+    assert any("zeros: wrong, not timed: out: positions" in line for line in lines)
+    assert any("missing: not for sale" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("peer", "name", "reason"),
+    [
+        ("cudnn", "causal_32x32", "no float32"),
+        ("cudnn", "softcap", "no softcap"),
+        ("attention_mgpu", "dim72", "head dims 72"),
+        ("attention_mgpu", "documents", "no segments"),
+        ("xla", "sinks", "no sinks"),
+    ],
+)
+def test_peers_refuse_what_they_cannot_express(peer, name, reason):
+    case = LITTLE[name]
+    with pytest.raises(Unavailable, match=reason):
+        peers.PEERS["forward"][peer](Call(case, case.arrays(), None, "forward"))
+
+
+def test_levels_of_shared_pages_are_the_page_table():
+    """The pages of a cascade, level by level, are those of each sequence, once and in order."""
+    sizes = (55, 49, 64, 50), 2, 1, 4, 4, 64
+    case = DecodeCase("x", *sizes, kind="paged", page_size=16, shared=((4, 32), (2, 16)))
+    table = np.asarray(subjects.filled_cache(case, case.arrays()).page_table)
+    levels = torch_peers.page_levels(case)
+    assert [rows for _, rows in levels] == [[4], [2, 2], [1] * 4]
+    for sequence, length in enumerate(case.lengths):
+        runs = [level[sequence * len(level) // 4] for level, _ in levels]
+        pages = [page for run in runs for page in table[run.sequence, run.begin : run.end]]
+        assert pages == [page for page in table[sequence] if page >= 0]
+        rows = [(run.end - run.begin - 1) * 16 + run.rows_of_last for run in runs]
+        assert rows == [32, 16, length - 48]
+
+
+def test_xla_is_not_asked_for_scores_that_do_not_fit():
+    case = next(case for case in known.ATTENTION if case.name == "h64_full_b2_t8192_n32")
+    with pytest.raises(Unavailable, match="16 GiB"):
+        peers.xla(Call(case, {}, None, "forward"))
+
+
+def test_turns_interleave_and_rotate():
+    timer = FakeTimer(a=1.0, b=2.0, c=3.0)
+    timings = timing.interleave(timer, [Subject(x, lambda: ()) for x in "abc"], turns=3, times=2)
+    assert "".join(timer.calls) == "abc" + "bca" + "cab"
+    assert timings["b"] == timing.Timing(2.0, 2.0, 6, 1)
+
+
+def test_cold_turns_flush_before_every_timed_call():
+    log = []
+    timer = lambda subject, times: log.append(subject.name) or [Sample(1.0, 1)] * times  # noqa: E731
+    flush = lambda: log.append("flush")  # noqa: E731
+    timing.interleave(timer, [Subject("a", tuple)], turns=1, times=2, flush=flush)
+    assert log == ["flush", "a", "flush", "a"]
+
+
+def test_the_quickest_of_a_peers_configurations_competes():
+    fast, slow = Subject("fast", tuple), Subject("slow", tuple)
+    assert timing.quickest(FakeTimer(fast=1.0, slow=2.0), [slow, fast]) is fast
+
+
+def test_kernels_are_split_by_call_where_their_order_says_how():
+    ordered = [("f", 1.0), ("b", 2.0), ("f", 3.0), ("b", 4.0)]
+    assert timing.split(ordered, 2) == [Sample(3.0, 2), Sample(7.0, 2)]
+    by_thread = [("f", 1.0), ("f", 3.0), ("b", 2.0), ("b", 4.0)]
+    assert timing.split(by_thread, 2) == [Sample(5.0, 2)] * 2
+
+
+def test_median_and_minimum():
+    samples = [Sample(ms, 2) for ms in (5.0, 1.0, 3.0)]
+    assert timing.Timing.of(samples) == timing.Timing(3.0, 1.0, 3, 2)
+
+
+def test_ceilings_count_operations_and_bytes():
+    timer = FakeTimer(matmul=1.0, read=2.0, copy=4.0)
+    rates = timing.ceilings(timer, matmul=64, nbytes=2**16)
+    assert rates["matmul"] == pytest.approx(2 * 64**3 / 1e9)
+    assert rates["read"] == pytest.approx(2**16 / 2e9)
+    assert rates["copy"] == pytest.approx(2 * 2**16 / 4e9)
+
+
+def test_a_flusher_flushes_again():
+    flush = timing.cache_flusher(2**12)
+    flush()
+    flush()
+
+
+def test_a_benchmark_without_a_gpu_says_so():
+    with pytest.raises(ValueError, match="a benchmark times a GPU and jax found none"):
+        run_bench("forward", "grid")
+    with pytest.raises(ValueError, match="op: expected one of forward, backward"):
+        run_bench("sideways", "grid")
+    with pytest.raises(ValueError, match="peers: expected names of cudnn, .*, got 'cudn'"):
+        run_bench("forward", "grid", Options(peers="xla,cudn"))
+    with pytest.raises(ValueError, match="cases: expected tags or globs that leave a case, got ''"):
+        run_bench("forward", "")
+
+
+def test_a_plot_that_cannot_be_is_said_before_anything_is_measured(tmp_path):
+    timer = FakeTimer()
+    (tmp_path / "file").touch()
+    for plot, wrong in (("a.gif", ValueError), ("file/a.svg", OSError)):
+        with pytest.raises(wrong):
+            run_bench("append", "m1", Options(plot=str(tmp_path / plot)), timer=timer)
+    assert not timer.calls
+
+
+@pytest.mark.parametrize("name", ["kv_lengths_causal", "documents", "offsets_by_row", "sinks"])
+def test_verify_catches_a_small_fault_everywhere(name):
+    case = LITTLE[name]
+    arrays = case.arrays()
+    if isinstance(case.q_offset, int):
+        arrays["q_offset"] = case.q_offset
+    oracle, naive = verify.expected(arrays, case.options())
+    out = pallas_attn.flash_attention(**case.arguments())
+    assert verify.judge((out,), oracle, naive) is None
+    assert "error" in verify.judge(((out * 1.03).astype(out.dtype),), oracle, naive)
+    assert "error" in verify.judge((out.at[:, -1].set(jnp.nan),), oracle, naive)
+
+
+def test_verify_catches_a_gradient_of_the_wrong_head():
+    case = LITTLE["group4_kv2"]
+    do = case.cotangent()
+    arrays = case.arrays() | {"q_offset": case.q_offset}
+    oracle, naive = verify.expected(arrays, case.options(), do)
+    launch = subjects.attention(case, case.arrays(), do, "forward+backward", None)
+    out, dq, dk, dv = launch()
+    assert 0 < launch.memory_mib < 100
+    assert verify.judge((out, dq, dk, dv), oracle, naive) is None
+    assert verify.judge((out, dq, dk[:, :, ::-1], dv), oracle, naive).startswith("dk: positions")
+
+
+def test_verify_expects_the_rounding_of_sums_that_cancel():
+    """dP and delta are equal where a row sees one key; a kernel adds them up in orders of its own,
+    and a tensor core rounds its sums towards 0.
+    """
+    case = known._attention("cancel", (512, 2), (8, 8), 64, mask=pallas_attn.CAUSAL)
+    arrays, do = case.arrays(), case.cotangent()
+    oracle, naive = verify.expected(arrays, case.options(), do)
+    k, v, first = (np.asarray(x[:, 0], np.float32) for x in (arrays["k"], arrays["v"], do))
+    turned = np.random.default_rng(1).permutation(64)
+    rows, columns = first[..., None, :], v[..., None]
+    dp = definition.towards_zero(rows, columns)
+    delta = definition.one_by_one(rows[..., turned], columns[..., turned, :])
+
+    def with_dq(delta):
+        out, dq, *others = oracle
+        first_row = (dp - delta)[..., 0] * np.float32(64**-0.5) * k
+        return out, dq.at[:, 0].set(first_row), *others
+
+    assert np.abs(with_dq(delta)[1][:, 0]).max() > tolerance.NOISE
+    assert verify.judge(with_dq(delta), oracle, naive) is None
+    wrong = delta * np.float32(1 + 2.0**-17)
+    assert verify.judge(with_dq(wrong), oracle, naive).startswith("dq: positions 0 to 0")
+
+
+def test_packed_rows_are_timed_by_their_own_arguments():
+    """And judged as the documents that they are."""
+    fields = {"segments": (10, 0, 33, 7), "packed": True, "mask": pallas_attn.CAUSAL}
+    case = known._attention("packed", (1, 50), (4, 2), 64, **fields)
+    do, arrays = case.cotangent(), case.arrays()
+    oracle, naive = verify.expected(arrays, case.options(), do)
+    results = subjects.attention(case, arrays, do, "forward+backward", None)()
+    assert verify.judge(results, oracle, naive) is None
+
+
+def test_a_slab_at_a_time_is_the_same(monkeypatch):
+    case = LITTLE["everything"]
+    whole, _ = verify.expected(case.arrays(), case.options())
+    monkeypatch.setattr(verify, "MOST_SCORES", 4 * 200 * 7)
+    jax.clear_caches()
+    slabs, _ = verify.expected(case.arrays(), case.options())
+    assert jnp.allclose(whole[0], slabs[0], atol=1e-6)
+
+
+def test_paged_caches_hold_what_the_dense_arrays_say():
+    case = LITTLE["decode_paged_edges"]
+    arrays = case.arrays()
+    cache = subjects.filled_cache(case, arrays)
+    assert not jnp.array_equal(cache.page_table[-1], jnp.sort(cache.page_table[-1]))
+    pages = jnp.moveaxis(cache.k[cache.page_table[-1]], 0, 1)
+    assert jnp.array_equal(pages.reshape(arrays["k"].shape[1:]), arrays["k"][-1])
+
+
+def fake_rows():
+    here = rows.Provenance("run1", "NVIDIA H200", "0.11.2", "abc", "2026-11-20T20:00:00Z")
+    later = dataclasses.replace(here, run="run2", date="2026-11-21T20:00:00Z")
+    latest = dataclasses.replace(here, run="run3", date="2026-11-22T20:00:00Z")
+    case = next(case for case in known.ATTENTION if case.name == "h128_causal_b2_t8192_n16")
+    decode = next(case for case in known.DECODE if "paged" in case.tags)
+    append = known.APPEND[0]
+
+    def row(case, op, impl, ms, where=here):
+        return rows.measured(case, op, impl, timing.Timing(ms, ms, 15, 1), where)
+
+    return [
+        *rows.ceiling_rows(CEILINGS, here),
+        *rows.ceiling_rows(CEILINGS, later),
+        row(case, "forward", "pallas_attn/sm90", 2.0),
+        row(case, "forward", "cudnn", 1.0),
+        row(case, "forward", "pallas_attn/sm90", 0.8, later),
+        row(case, "forward", "cudnn", 0.9, later),
+        row(case, "forward", "pallas_attn/flash_fwd_sm80", 1.6, latest),
+        row(case, "forward", "torch_flash2", 2.0, latest),
+        row(decode, "decode", "pallas_attn/sm90", 0.01),
+        row(append, "append", "pallas_attn/sm80", 0.001),
+        row(append, "append", "xla", 0.005),
+    ]
+
+
+def test_a_section_shows_the_newest_run_and_ratios_within_it():
+    text = pages.every_case(fake_rows())
+    line = next(line for line in text.splitlines() if "h128_causal_b2_t8192_n16`" in line)
+    assert line == "| `h128_causal_b2_t8192_n16` | **687** | 86% | 611 | 1.12 |"
+    assert "| `append_m1` | **1.00** | 5.00 | 5.00 |" in text
+    assert f"## Forward, TFLOP/s{report.PORTABLE}\n" in text
+    assert "| `h128_causal_b2_t8192_n16` | **344** || 275 | 1.25 |" in text
+    assert pages.every_case([]) == pages.benchmarks([]) == "Nothing is measured yet."
+    summary = pages.benchmarks(fake_rows())
+    best = "| the best of each case | 1.12 | 1.12 | `h128_causal_b2_t8192_n16` | 1 |"
+    assert best in summary and best.replace("the best of each case", "cudnn") in summary
+    assert "1 cases without a peer." in summary  # decode
+
+
+def test_kinds_of_caches_are_columns():
+    """Beside them: the least share, the fastest figure of each peer, the least ratio."""
+    here = rows.Provenance("run1", "NVIDIA H200", "0.11.2", "abc", "2026-11-20")
+    ours = {"stacked": 0.01, "paged": 0.02}
+    made = rows.ceiling_rows(CEILINGS, here)
+    for kind, ms in ours.items():
+        case = next(x for x in known.DECODE if x.name == f"decode_{kind}_b16_s8192_n32k8_h128")
+        times = {"pallas_attn/sm90": ms, "cudnn": 0.016 + ms / 10}
+        made += [
+            rows.measured(case, "decode", impl, timing.Timing(ms, ms, 15, 1), here)
+            for impl, ms in times.items()
+        ]
+    text = pages.every_case(made)
+    rates = {row["ms"]: rows.rate(row) for row in made if row["op"] == "decode"}
+    stacked, paged, cudnn = (f"{rates[ms]:.2f}" for ms in (0.01, 0.02, 0.017))
+    assert "| case | **stacked** | **paged** | of read | cudnn | over best peer |" in text
+    least = f"{rates[0.02] / CEILINGS['read']:.0%}"
+    line = f"| **{stacked}** | **{paged}** | {least} | {cudnn} | 0.90 |"
+    assert f"| `decode_b16_s8192_n32k8_h128` {line}" in text
+
+
+def test_a_section_shows_what_several_gpus_did_apart():
+    here = dataclasses.asdict(rows.Provenance("run9", "NVIDIA H200", "0.11.2", "abc", "2026-11-23"))
+    older = here | {"run": "run8", "date": "2026-11-22"}
+    wrong = here | {"run": "run7", "date": "2026-11-24"}  # ours differed, and has no row
+    other = here | {"run": "run6", "date": "2026-11-24", "gpu": "NVIDIA H100 80GB HBM3"}
+
+    def row(op, impl, ms, rate, efficiency=1.0, where=here):
+        problem = {"devices": 2}
+        row = {"op": op, "case": f"{op}_case", "impl": impl, "ms": ms, "problem": problem}
+        return (
+            row
+            | {"tbps" if op == "decode_loop" else "tflops": rate, **where}
+            | ({"efficiency": efficiency} if op == "context" else {})
+        )
+
+    made = [
+        row("context", "pallas_attn/one", 10.0, 700.0),
+        row("context", "pallas_attn/gather", 5.5, 650.0, 0.926),
+        row("context", "pallas_attn/ring", 6.0, 590.0, 0.84),
+        row("context", "cudnn_ring", 7.7, 480.0, 0.65),
+        row("context", "pallas_attn/one", 9.0, 800.0, where=older),
+        row("context", "pallas_attn/gather", 4.5, 790.0, 0.99, older),
+        row("context", "pallas_attn/one", 8.0, 900.0, where=wrong),
+        row("context", "pallas_attn/one", 12.0, 600.0, where=other) | {"alone_ms": [12.0, 12.5]},
+        row("context", "pallas_attn/gather", 6.2, 580.0, 0.97, other),
+        row("decode_loop", "pallas_attn/stacked", 20.0, 7.0),
+        row("decode_loop", "cudnn", 22.0, 6.4),
+    ]
+    text = pages.every_case([*fake_rows(), *made])
+    assert "| `context_case` | 2xH200 | 700 | **650** | 93% | 590 | 480 | 1.09 |" in text
+    assert "| `context_case` | 2xH100 | 576-600 | **580** | 97% ||||" in text
+    assert f"## {report.TITLES['decode_loop']}{report.SEVERAL}\n" in text
+    assert "| `decode_loop_case` | **7.00** || 6.40 | 1.10 |" in text
+    assert "decode step" not in pages.overview(made)
+
+
+def test_the_table_of_the_readme_counts_no_other_gpu():
+    rows_of = fake_rows()
+    elsewhere = [row | {"gpu": "NVIDIA H100 80GB HBM3", "date": "2099-01-01"} for row in rows_of]
+    assert pages.overview([*rows_of, *elsewhere]) == pages.overview(rows_of)
+    assert pages.overview(rows_of) != pages.overview(elsewhere)
+
+
+def test_only_the_marked_part_of_a_page_changes():
+    text = f"before\n{pages.BEGIN}\nold\n{pages.END}\nafter"
+    made = pages.between_markers(text, "new")
+    assert made == f"before\n{pages.BEGIN}\nnew\n{pages.END}\nafter"
+    with pytest.raises(ValueError, match="expected the markers"):
+        pages.between_markers("no markers", "new")
+
+
+def test_cases_that_are_no_more_are_on_no_page():
+    made = [{"op": "append", "case": name} for name in ("append_paged_m1", "append_paged_m1_t1")]
+    loop = {"op": "decode_loop", "case": "some_model"}
+    assert pages.current([*made, loop]) == [made[0], loop]
+
+
+def test_peers_of_other_processes_enter_no_ratio():
+    case = "h128_causal_b2_t8192_n16"
+    peer = {"op": "forward", "case": case, "impl": "flash_attention_4", "tflops": 613.0}
+    peer |= {"version": "4", "date": "2026-11-20", "method": "events", "ours_tflops": 770}
+    text = pages.every_case(fake_rows(), [peer])
+    assert "| cudnn | 1.12 |" in pages.benchmarks(fake_rows())
+    assert "| Forward | **ours** | flash_attention_4 4 |" in text
+    assert f"| `{case}` | **687** | 613 (ours 770) |" in text
+    assert "- flash_attention_4 4, 2026-11-20: events." in text
+    picture = pages.pictures(fake_rows(), [peer])["forward"]
+    assert "1.12 times the best peer" in picture and "flash_attention_4" in picture
+
+
+def test_rows_on_disk_are_whole():
+    for row in rows.read(ROOT / "results"):
+        if row["op"] == "ceiling":
+            continue
+        assert not set(rows.REQUIRED) - row.keys(), row
+        assert row["checked"] is True
+
+
+def test_rows_of_other_processes_say_how_they_were_taken():
+    for row in rows.read(ROOT / "results" / "separate"):
+        wanted = {"op", "case", "impl", "version", "method", "gpu", "date"}
+        assert not wanted - row.keys() and ("tflops" in row) != ("tbps" in row), row
+        assert not rows.is_ours(row)
+
+
+def test_a_problem_is_flat_enough_to_read(tmp_path):
+    case = next(case for case in known.DECODE if "uneven" in case.tags)
+    facts = rows.problem(case)
+    assert facts["mask"] == "causal" if "mask" in facts else True
+    assert json.loads(json.dumps(facts))["dtype"] == "bfloat16"
+    assert rows.problem(LITTLE["append_paged_ancestor"])["lengths"] == {"each": 4, "count": 4}
+
+
+def test_a_plot_is_drawn(tmp_path):
+    for op, groups in report.latest(fake_rows()).items():
+        path = tmp_path / f"{op}.svg"
+        plots.ready(str(path))
+        plots.bars(groups, CEILINGS, str(path))
+        root = xml.etree.ElementTree.parse(path).getroot()
+        bars, marks = (
+            len(list(root.iter("{http://www.w3.org/2000/svg}" + kind)))
+            for kind in ("rect", "circle")
+        )
+        peers = sum(len(rows_of) - 1 for rows_of in groups)
+        kinds = len({row["impl"] for rows_of in groups for row in rows_of[1:]})
+        assert bars == 1 + len(groups) + 1, op  # the ground, ours, and its entry in the legend
+        assert marks == peers + kinds, op
+
+
+@pytest.mark.parametrize("wanted", ["grid", "windows,odd", "grid+causal,-h256", "h64_*", "twin"])
+def test_the_same_names_select_for_every_kind(wanted):
+    chosen = known.select(known.ATTENTION, wanted)
+    assert chosen
+    if "h256" in wanted:
+        assert all("causal" in case.tags and case.head_dim != 256 for case in chosen)
+
+
+def test_a_tag_that_nothing_has_lists_those_that_are():
+    with pytest.raises(ValueError, match="No case matches 'gird'. Tags: .*grid"):
+        known.select(known.ATTENTION, "gird")
+
+
+def test_names_are_unique():
+    everything = known.ATTENTION + known.DECODE + known.PREFILL + known.APPEND + known.MASK
+    assert len({case.name for case in everything}) == len(everything)
+
+
+def test_prefill_counts_the_pairs_that_its_rows_see():
+    rows_of = {case.name: rows.work(case, "prefill") for case in known.PREFILL}
+    assert rows_of["prefill_stacked_m8_t4096"] == ("tflops", pytest.approx(3.2989, rel=1e-4))
+    assert len(rows_of) == 108 and len(contest.alike(known.PREFILL)) == 39
+    parts = ("mixed_stacked_tokens_alone", "mixed_stacked_chunk_alone")
+    assert rows_of["mixed_stacked"][1] == pytest.approx(sum(rows_of[name][1] for name in parts))
+    prompts = next(
+        case.rows for case in known.PREFILL if case.name == "packed_paged16_16_lognormal"
+    )
+    pairs = sum(n * (n + 1) // 2 for n in prompts)
+    assert rows_of["packed_paged16_16_lognormal"][1] == pytest.approx(4 * 128 * 32 * pairs / 1e12)
+
+
+def test_work_is_counted_as_published():
+    by_name = {case.name: case for case in known.ATTENTION}
+    plain = by_name["h128_causal_b2_t8192_n16"]
+    assert plain.flops() == 4 * 2 * 16 * 8192 * 8192 * 128 / 2
+    assert rows.work(plain, "forward+backward")[1] == pytest.approx(3.5 * plain.flops() / 1e12)
+    window = by_name["h64_window128_t8192"]
+    assert window.visible_pairs() == 2 * (8192 * 128 - 127 * 128 // 2)
+    packed, separate = by_name["documents_8x1024"], by_name["rows_8x1024"]
+    assert packed.visible_pairs() == pytest.approx(separate.visible_pairs(), rel=2e-3)
+    half, whole = by_name["lengths_half_of_8192"], by_name["lengths_none_of_8192"]
+    assert 2 * half.flops() == whole.flops()
+
+
+@pytest.mark.parametrize("name", ["segments_mixed", "everything", "q_lengths", "offsets_by_row"])
+def test_visible_pairs_are_those_of_the_dense_mask(name):
+    case = dataclasses.replace(LITTLE[name], sinks=False, bias_shape=None, mask_shape=None)
+    arrays = case.arrays() | {"q": jnp.zeros_like(case.arrays()["q"])}
+    eye = jnp.eye(case.kv_len, dtype=case.dtype)[None, :, None]
+    arrays["v"] = jnp.broadcast_to(eye, (case.batch, case.kv_len, case.kv_heads, case.kv_len))
+    out = pallas_attn.flash_attention(**arrays, **case.options())
+    assert int((out[:, :, 0] != 0).sum()) == case.visible_pairs()

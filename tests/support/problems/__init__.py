@@ -1,0 +1,1 @@
+"""Named problems: what tests prove and benchmarks time."""
