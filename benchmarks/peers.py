@@ -414,6 +414,7 @@ PEERS: dict[str, dict[str, Peer]] = {
     "forward+backward": _ATTENTION,
     "backward": _ATTENTION,
     "shapes": _ATTENTION,
+    "few_tiles": _ATTENTION,
     "float8": {"bfloat16": float8.bfloat16, "cudnn_float8": float8.cudnn},
     "quantize": {"xla": float8.by_xla},
     "jvp": {"cudnn": cudnn, "xla": xla},

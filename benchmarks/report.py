@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from benchmarks.rows import Row, is_ours, rate
 
 OPS = (
-    *("forward", "forward+backward", "backward", "shapes", "float8", "jvp", "mask"),
+    *("forward", "forward+backward", "backward", "shapes", "few_tiles"),
+    *("float8", "jvp", "mask"),
     *("decode", "prefill", "shared_prefix", "decode_loop", "append", "quantize"),
 )
 PORTABLE = ", portable kernels"  # part of a title: results of the sm80 kernels
@@ -16,6 +17,7 @@ TITLES = {
     "forward+backward": "Forward and backward together, TFLOP/s",
     "backward": "Backward alone, TFLOP/s",
     "shapes": "Vision / diffusion / speech / proteins, TFLOP/s",
+    "few_tiles": "Grouped heads and small batches, TFLOP/s",
     "float8": "Forward in float8, TFLOP/s",
     "jvp": "Forward and its tangents (jax.jvp), TFLOP/s",
     "mask": "Masks and scores as functions, TFLOP/s of what is visible",

@@ -18,6 +18,8 @@ from tests.support.problems.cases import Case
 
 Row = dict[str, Any]
 OURS = "pallas_attn/"
+# Operations of the benchmark whose cases say whether a backward belongs to them.
+OF_CASES = ("mask", "shapes", "few_tiles")
 REQUIRED: tuple[str, ...]
 REQUIRED = ("run", "op", "case", "impl", "problem", "ms", "ms_min", "n", "kernels", "checked")
 REQUIRED += ("gpu", "jax", "commit", "date")
@@ -78,7 +80,7 @@ def work(case: Case, op: str) -> tuple[str, float]:
     if isinstance(case, AttentionCase) and op == "quantize":
         return "tbps", case.rounded_bytes() / 1e12
     if isinstance(case, AttentionCase):
-        if op in ("mask", "shapes"):
+        if op in OF_CASES:
             op = "forward+backward" if case.both else "forward"
         factor = {
             "forward": 1.0,

@@ -25,6 +25,7 @@ OPS = {
     "append": "append",
     "mask": "mask",
     "shapes": "shapes",
+    "few_tiles": "few_tiles",
     "float8": "float8",
     "quantize": "quantize",
 }

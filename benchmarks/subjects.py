@@ -11,6 +11,7 @@ import numpy as np
 
 import pallas_attn
 from benchmarks import verify
+from benchmarks.rows import OF_CASES
 from tests.support.problems.case import AppendCase, AttentionCase, DecodeCase
 from tests.support.problems.cases import Case
 
@@ -122,7 +123,7 @@ def measure_of(op: str, case: Case) -> str:
     """The measure of attention that an operation of the benchmark is."""
     if op == "float8":
         return "forward"
-    if op not in ("mask", "shapes"):
+    if op not in OF_CASES:
         return op
     assert isinstance(case, AttentionCase)
     return "forward+backward" if case.both else "forward"

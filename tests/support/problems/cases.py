@@ -210,6 +210,37 @@ def _shapes() -> list[AttentionCase]:
     return [*listed, *both]
 
 
+# (B, T), (N, K), H, mask: keys of few kv heads, as when a model of grouped heads is tuned on few
+# sequences.
+_FEW_TILES = (
+    ((1, 1024), (14, 2), 64, CAUSAL),
+    ((1, 3000), (14, 2), 64, CAUSAL),
+    ((1, 4096), (14, 2), 64, CAUSAL),
+    ((2, 2048), (14, 2), 64, CAUSAL),
+    ((1, 2048), (8, 1), 256, CAUSAL),
+    ((1, 512), (32, 8), 128, CAUSAL),
+    ((1, 1024), (32, 8), 128, CAUSAL),
+    ((1, 1500), (96, 8), 128, CAUSAL),
+    ((1, 4096), (32, 2), 256, CAUSAL),
+    ((1, 8192), (16, 1), 128, CAUSAL),
+    ((1, 2048), (48, 1), 128, FULL),
+    ((4, 300), (4, 1), 64, CAUSAL),
+    ((1000, 17), (4, 4), 128, FULL),
+)
+
+
+def _few_tiles() -> list[AttentionCase]:
+    """Cases of op "few_tiles": forward alone, and forward and backward."""
+    rows = []
+    for both in (False, True):
+        for sizes, heads, dim, mask in _FEW_TILES:
+            kind = "causal" if mask == CAUSAL else "full"
+            name = f"few_b{sizes[0]}_t{sizes[1]}_n{heads[0]}_k{heads[1]}_h{dim}_{kind}"
+            name += "_both" if both else ""
+            rows.append(_attention(name, sizes, heads, dim, "grid", mask=mask, both=both))
+    return rows
+
+
 def _functions() -> list[AttentionCase]:
     """Masks and scores as functions: those that an option says too, and those that none says."""
     heads = {64: 32, 128: 16, 256: 8}
@@ -654,6 +685,7 @@ APPEND: tuple[AppendCase, ...] = tuple(_append())
 SHARED_PREFIX: tuple[DecodeCase, ...] = tuple(_shared())
 MASK: tuple[AttentionCase, ...] = tuple(_functions())
 SHAPES: tuple[AttentionCase, ...] = tuple(_shapes())
+FEW_TILES: tuple[AttentionCase, ...] = tuple(_few_tiles())
 JVP: tuple[AttentionCase, ...] = tuple(_tangents())
 FLOAT8: tuple[AttentionCase, ...] = tuple(_float8())
 QUANTIZE: tuple[AttentionCase, ...] = tuple(_rounded())
@@ -665,6 +697,7 @@ LISTS: dict[str, tuple[Case, ...]] = {
     "append": APPEND,
     "mask": MASK,
     "shapes": SHAPES,
+    "few_tiles": FEW_TILES,
     "jvp": JVP,
     "float8": FLOAT8,
     "quantize": QUANTIZE,
