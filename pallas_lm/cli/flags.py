@@ -32,7 +32,8 @@ DEMO = (
 )
 DECODE, TRAIN, PARITY, BENCH = TASKS = ("decode", "train", "parity", "bench")
 _OPS = ["forward", "backward", "backward_alone", "decode", "prefill", "shared_prefix", "append",
-        "mask", "shapes", "few_tiles", "float8", "quantize", "jvp", "context", "first_call"]  # fmt: skip
+        "mask", "shapes", "few_tiles", "float8", "quantize", "jvp", "context",
+        "first_call"]  # fmt: skip
 
 
 class Flag(NamedTuple):
