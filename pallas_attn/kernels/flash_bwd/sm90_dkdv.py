@@ -43,6 +43,7 @@ from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, KeyGradients
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart, Ring
+from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.lang import launch, mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import (
@@ -378,7 +379,7 @@ def _make_dk(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterT
         p = mosaic.load(smem.p.at[slot], mosaic.TILE)
         plgpu.commit_smem()  # delta has been read, and TMA will write there
         ring.release(slot)
-        return p * (scaled(dp, units.dp) - key_tiles.per_column(delta, dp.shape))
+        return d_scores(p, scaled(dp, units.dp), key_tiles.per_column(delta, dp.shape))
 
     dk, count = _mainloop(plan, role, work, count, make_ds)
     unit = plan.problem.scale if units.dk is None else units.dk

@@ -69,6 +69,7 @@ from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, per_column
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, KeyGradients
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart, Ring, ring_slot
+from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.flash_fwd import claims
 from pallas_attn.kernels.lang import launch, mosaic, panels
 from pallas_attn.kernels.lang.panels import Panel, Panels
@@ -543,7 +544,7 @@ def _ds(
     slot, ready = _ds_slot(plan, now.own.count), _ds_ready(now.ctx, now.own.count)
     wgmma.value_panels(sums.dv, p.astype(dtype), panels.tiles(smem.do, now.slot))
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(sums.dv))
-    ds = p * (dp if now.presets else dp - now.row_statistic(smem.do_ring))
+    ds = d_scores(p, dp, None if now.presets else now.row_statistic(smem.do_ring))
     of_aux = aux_sums.add_tile(now.ctx, now.place, now.of_aux, ds)
     ds = (ds if slope is None else ds * slope).astype(dtype)
     if refs.dq is not None:

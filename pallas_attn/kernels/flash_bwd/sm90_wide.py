@@ -69,6 +69,7 @@ from pallas_attn.kernels.flash_bwd.operands import (
 )
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import ring_slot
+from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.flash_bwd.wide_rows import KeyRows, Rows, WideRows
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.flash_fwd import shared_memory, tile_scheduler
@@ -506,8 +507,7 @@ def _every_ds(wide: WideContext, tile: Callable[[Index], Tile], steps: Index) ->
             _issue(wide, tile(i), dp, n)
         for n in range(count, blocks):
             _release(wide, tile(i), n, blocks - 1 - n)
-        ds = p * (dp[...] - delta)
-        _hand_over(wide, tile(i), ds if slope is None else ds * slope)
+        _hand_over(wide, tile(i), d_scores(p, dp[...], delta, slope))
 
     @pl.loop(0, steps)
     def _(i: Index) -> None:
