@@ -41,6 +41,7 @@ from pallas_attn.kernels.flash_bwd import (
     sm90_short,
     sm90_window,
     statistics,
+    step_parts,
     turns,
 )
 from pallas_attn.kernels.flash_bwd.aux_sums import Part
@@ -84,6 +85,7 @@ class Config:
     window: bool = False  # all by `sm90_window`, which takes few problems
     short: bool = False  # all by `sm90_short`, likewise
     heads: bool = False  # dq, dk and dv by `sm90_heads`
+    parts: int = 1  # of each work tile of keys, taken by different blocks: see `step_parts`
     lockstep: bool = False  # blocks are at the same query tile, where `lockstep` applies
     claims: bool = False  # blocks claim work tiles, in `sm90_fused`
     kv_slots: int = 1  # work tiles whose keys are in shared memory, in `sm90_fused`
@@ -96,12 +98,15 @@ class Config:
     def __post_init__(self) -> None:
         blocks = (64, 128) if self.fused else (16, 32, 64, 128)
         lags = (1,) if self.block_q == 128 else (1, 2)
+        whole = self.window or self.short or self.heads or self.turns
+        most_parts = 1 if whole else step_parts.MOST
         check(
             self,
             block_q=(self.block_q in blocks, "64 or 128, or, if it is not fused, 16 or 32"),
             stages=(self.stages >= 2, "at least 2"),
             kv_slots=(self.kv_slots in (1, 2), "1 or 2"),
             q_chunks=(self.q_chunks >= 1, "at least 1"),
+            parts=(1 <= self.parts <= most_parts, f"from 1 to {most_parts}"),
             l2_heads=(self.l2_heads >= 0, "at least 0"),
             grid=(self.grid >= 0, "at least 0"),
             dq_block_kv=(self.dq_block_kv in (32, 64, 128), "32, 64 or 128"),
@@ -291,6 +296,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
         lockstep=config.lockstep and own_order is None and lockstep.applies(tiling),
         claims=claims and not (own_order is not None or wide or tiling.is_listed),
         turns=in_turns,
+        parts=config.parts,
     )
     config = dataclasses.replace(config, block_q=block_q)
     halves = block_q == ROWS and is_fused(problem, config)

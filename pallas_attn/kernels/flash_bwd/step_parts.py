@@ -1,0 +1,150 @@
+"""Work tiles of keys in parts, each of which a block takes: where there are few work tiles, as
+those of one sequence, of few keys, or of many heads that share keys.
+
+Of n parts number p takes steps p total / n to (p + 1) total / n of the work tile (`steps_of`), over
+all heads of the group; under a causal mask too all parts of a work tile are equally long. A part
+without a step has zeros for a sum. Each warpgroup stores its sums in float32 from registers, each
+accumulator in a piece of its own (`thread_pieces`): nothing is set to zero before, and nobody
+waits. A launch then adds up the pieces in the order of p, so that bits repeat, and rounds.
+
+Grid of that launch: a block of one warpgroup for each 64 keys of a head and each 64 columns.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn.kernels.attention import tiles
+from pallas_attn.kernels.attention.tiles import ROWS
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
+from pallas_attn.kernels.flash_bwd.operands import KeyGradients
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile
+from pallas_attn.kernels.mma import thread_pieces
+
+MOST = 64
+Widths = Sequence[int]  # columns of the accumulators of a gradient
+
+
+def _pieces(plan: KeyPlan) -> int:
+    """Pieces of one accumulator."""
+    order, tiling = plan.order, plan.tiling
+    return order.work_tiles * (tiling.block_kv // ROWS)
+
+
+def piece_of(plan: KeyPlan, head: Index, rows: Index, part: Index) -> Index:
+    """The piece of a part's sum. `head`: number over all batch rows; `rows`: number of 64 keys."""
+    in_head = plan.tiling.padded_keys // ROWS
+    return (head * in_head + rows) * plan.order.parts + part
+
+
+def outputs(plan: KeyPlan, widths: Sequence[Widths]) -> list[jax.ShapeDtypeStruct]:
+    """The vectors of pieces, first those of a gradient's first accumulator."""
+    sizes = [_pieces(plan) * ROWS * sum(each) for each in widths]
+    return [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
+
+
+def store(
+    plan: KeyPlan, out: GmemRef, work: KeyTile, first: Index, sums: Sequence[RegisterTile]
+) -> None:
+    """Stores what a warpgroup has added up of a gradient of 64 keys, from number `first` of a work
+    tile on.
+    """
+    head = work.batch * plan.problem.kv_heads + work.kv_head
+    rows = lax.div(work.key + first, jnp.int32(ROWS))
+    piece, before = piece_of(plan, head, rows, work.part), 0
+    for tile in sums:
+        width = tile.shape[1]
+        thread_pieces.store(out, piece + before * _pieces(plan) // width, tile)
+        before += width
+
+
+# ---- the launch that adds up the pieces ----------------------------------------------------------
+
+
+class Columns(NamedTuple):
+    """Columns of an accumulator, which a block takes by `width`."""
+
+    first: int  # of the gradient
+    count: int
+    width: int
+
+
+def _columns(dtype: Any, widths: Widths) -> Iterator[Columns]:
+    first = 0
+    for width in widths:
+        yield Columns(first, width, math.gcd(width, 128 // jnp.dtype(dtype).itemsize))
+        first += width
+
+
+def added(plan: KeyPlan, pieces: Sequence[jax.Array], widths: Sequence[Widths]) -> KeyGradients:
+    """dk and dv of their pieces."""
+    problem = plan.problem
+    sizes = problem.batch, problem.kv_len, problem.kv_heads
+    columns = [tuple(_columns(problem.dtype, each)) for each in widths]
+    every = sorted({x.width for each in columns for x in each})
+    blocks = sum(x.count // x.width for each in columns for x in each)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, plan=plan, columns=columns, widths=every),
+        out_type=tuple(
+            jax.ShapeDtypeStruct((*sizes, dim), problem.dtype)
+            for dim in (problem.head_dim, problem.v_head_dim)
+        ),
+        scratch_types=(tuple(panels.scratch((1, ROWS), problem.dtype, n) for n in every),),
+        **mosaic.grid_of(
+            column=blocks, rows=pl.cdiv(problem.kv_len, ROWS), head=plan.order.kv_heads
+        ),
+        compiler_params=mosaic.without_barriers(),
+        kernel_name="flash_bwd_parts",
+    )
+    return KeyGradients(*kernel(tuple(pieces)))
+
+
+def _kernel(
+    pieces: tuple[GmemRef, GmemRef],
+    dk: GmemRef,
+    dv: GmemRef,
+    smem: tuple[panels.Panel, ...],
+    *,
+    plan: KeyPlan,
+    columns: Sequence[tuple[Columns, ...]],
+    widths: Widths,
+) -> None:
+    block, before = lax.axis_index("column"), 0
+    for ref, out, each in zip(pieces, (dk, dv), columns, strict=True):
+        for some in each:
+            own, blocks = block - before, some.count // some.width
+            staged = smem[widths.index(some.width)]
+            add = functools.partial(_add, plan, ref, out, staged, some, own)
+            pl.when((own >= 0) & (own < blocks))(add)
+            before += blocks
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _add(  # noqa: PLR0913
+    plan: KeyPlan, ref: GmemRef, out: GmemRef, staged: panels.Panel, columns: Columns, block: Index
+) -> None:
+    """Some columns of 64 keys: the sum over all parts."""
+    problem, (first, count, width) = plan.problem, columns
+    rows, head = lax.axis_index("rows"), lax.axis_index("head")
+    blocks = count // width
+    piece = piece_of(plan, head, rows, 0) * blocks + block + first * _pieces(plan) // width
+    total = thread_pieces.load(ref, piece, (ROWS, width))
+    for part in range(1, plan.order.parts):
+        total = total + thread_pieces.load(ref, piece + part * blocks, (ROWS, width))
+    staged.tile[0] = total.astype(staged.tile.dtype)
+    plgpu.commit_smem()
+    batch, kv_head = lax.div(head, problem.kv_heads), lax.rem(head, problem.kv_heads)
+    block_kv, key = plan.tiling.block_kv, rows * ROWS
+    within = lax.rem(key, jnp.int32(block_kv))
+    row = tiles.kv_row(problem, block_kv, key - within) + within
+    at = batch, pl.ds(row, ROWS), kv_head, pl.ds(first + block * width, width)
+    plgpu.copy_smem_to_gmem(staged.for_tma.at[0], out.at[at])
