@@ -32,7 +32,6 @@ from pallas_attn.kernels.flash_bwd import (
     lockstep,
     one_key_tile,
     operands,
-    query_chunks,
     sm90_dbias,
     sm90_dkdv,
     sm90_dq,
@@ -89,7 +88,6 @@ class Config:
     lockstep: bool = False  # blocks are at the same query tile, where `lockstep` applies
     claims: bool = False  # blocks claim work tiles, in `sm90_fused`
     kv_slots: int = 1  # work tiles whose keys are in shared memory, in `sm90_fused`
-    q_chunks: int = 1  # parts of the query rows that are batch rows: see `query_chunks`
     one_key_tile: bool = False  # `sm90_fused` writes dq itself, see `one_key_tile`
     turns: bool = False  # kv tiles add to dq in one order, in `sm90_fused`, where `turns` applies
     # dk and dv of 64 keys by `sm90_dkdv`; work tiles of dq have heads of a group: `block_tables`.
@@ -105,7 +103,6 @@ class Config:
             block_q=(self.block_q in blocks, "64 or 128, or, if it is not fused, 16 or 32"),
             stages=(self.stages >= 2, "at least 2"),
             kv_slots=(self.kv_slots in (1, 2), "1 or 2"),
-            q_chunks=(self.q_chunks >= 1, "at least 1"),
             parts=(1 <= self.parts <= most_parts, f"from 1 to {most_parts}"),
             l2_heads=(self.l2_heads >= 0, "at least 0"),
             grid=(self.grid >= 0, "at least 0"),
@@ -129,15 +126,15 @@ class Config:
             held = holds_columns(problem)
             full = held and problem.mask.is_full  # positions take registers, too
             wide = cls(fused=False, k_in_registers=held, q_in_registers=full)
-            return _in_order(problem, _two_kernels(problem, wide))
+            return _in_parts(problem, _in_order(problem, _two_kernels(problem, wide)))
         if has_small_blocks(problem):
             heads = block_tables.heads_of_tile(problem, 2)
-            return _two_kernels(problem, cls(fused=False, block_table=True, dq_warpgroups=heads))
+            tables = cls(fused=False, block_table=True, dq_warpgroups=heads)
+            return _in_parts(problem, _two_kernels(problem, tables))
         has_functions = problem.mask_program is not None or problem.score_program is not None
         config = cls(dq_stages=3, dq_lag=2, k_in_registers=not has_functions)
         if one_key_tile.takes(problem):
-            chunks = query_chunks.default(problem)
-            return _with_slots(problem, cls(128, one_key_tile=True, q_chunks=chunks))
+            return _with_slots(problem, _in_parts(problem, cls(128, one_key_tile=True)))
         if max(problem.head_dim, problem.v_head_dim) <= 64:
             config = cls(128, dq_stages=4, dq_warpgroups=3)
         # A float32 dq is set to 0 before and rounded after, which costs more than it saves where
@@ -152,7 +149,16 @@ class Config:
             config = _with_turns(problem, config)
         if fused and dq_sum.has_rest(plan_of(problem, config)):
             config = dataclasses.replace(config, stages=3, dq_lag=1)
-        return _with_slots(problem, _in_order(problem, config))
+        config = _in_order(problem, _in_parts(problem, _in_order(problem, config)))
+        return _with_slots(problem, config)
+
+
+def _in_parts(problem: AttentionProblem, config: Config) -> Config:
+    """`config`, with the steps of few work tiles divided over more blocks."""
+    if config.turns:
+        return config
+    parts = step_parts.default(plan_of(problem, config).order, is_fused(problem, config))
+    return dataclasses.replace(config, parts=parts)
 
 
 def _with_slots(problem: AttentionProblem, config: Config) -> Config:
@@ -175,10 +181,10 @@ def _in_order(problem: AttentionProblem, config: Config) -> Config:
     """
     order = plan_of(problem, dataclasses.replace(config, lockstep=True, claims=True)).order
     fused, long = is_fused(problem, config), order.head_exceeds_l2
-    lockstep = order.lockstep and (long or (fused and problem.group > 1))
+    lockstep = order.lockstep and (long or (fused and problem.group > 1)) and config.parts == 1
     if fused and problem.deterministic:
         return dataclasses.replace(config, lockstep=order.lockstep, claims=True)
-    gains = long or lockstep or order.tiling.chunks > 1
+    gains = long or lockstep or order.tiling.chunks > 1 or config.parts > 1
     claims = order.claims and fused and gains and order.grid < order.work_tiles
     return dataclasses.replace(config, lockstep=lockstep, claims=claims)
 
@@ -281,8 +287,6 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
         keys, block_q = sm90_heads.KEYS if config.heads else ROWS, ROWS
     elif wide:
         keys = sm90_dkdv.KEYS
-    if config.q_chunks > 1 and not query_chunks.takes(problem, config.q_chunks):
-        raise ValueError(f"Config.q_chunks must be 1 for {problem}")
     tiling = KeyTiling(problem, keys, block_q)
     alone = config.fused and block_q == 2 * ROWS and one_key_tile.takes(problem)
     if config.one_key_tile and (own_order or not alone):
@@ -368,10 +372,6 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
     residuals = Residuals(*residuals)
-    if config.q_chunks > 1:
-        chunks = query_chunks.split(residuals, problem, config.q_chunks)
-        grads = run(*chunks, dataclasses.replace(config, q_chunks=1))
-        return query_chunks.joined(grads, problem)
     plan = plan_of(problem, config)
     inputs = residuals.inputs
     if config.short or config.heads:

@@ -10,6 +10,7 @@ waits. A launch then adds up the pieces in the order of p, so that bits repeat, 
 Grid of that launch: a block of one warpgroup for each 64 keys of a head and each 64 columns.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
@@ -23,15 +24,62 @@ from jax import lax
 
 from pallas_attn.kernels.attention import tiles
 from pallas_attn.kernels.attention.tiles import ROWS
+from pallas_attn.kernels.flash_bwd import work_order
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.operands import KeyGradients
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile
 from pallas_attn.kernels.mma import thread_pieces
 
 MOST = 64
+# How many there are by default. A part costs its float32 sums, written and read, and all of them a
+# launch; few steps cost as much as loading the keys.
+NUMBERS = 1, 2, 3, 4, 6, 8, 12, 16
+LEAST_STEPS = 2  # of a part, on average
+MOST_BYTES = 2**28  # of sums
+MOST_TILES_A_BLOCK = 4  # on average; with more of them blocks are busy
+GAIN = 0.92  # of the time without parts, at most
+FLOP_A_MICROSECOND = 5.0e6  # of a multiprocessor; from 4.6 to 5.8 on an H200
+LAUNCH_MICROSECONDS = 1.5
+BYTES_A_MICROSECOND = 3.5e6
 Widths = Sequence[int]  # columns of the accumulators of a gradient
+
+
+# ---- how many parts ------------------------------------------------------------------------------
+
+
+def default(order: WorkOrder, adds_dq: bool) -> int:
+    """The number of parts with which a launch, with or without dQ, is expected to take the least
+    time: that of the busiest block.
+    """
+    tiling, problem = order.tiling, order.problem
+    dims = problem.head_dim, problem.v_head_dim
+    columns = (3 if adds_dq else 2) * dims[0] + 2 * dims[1]
+    step = 2 * tiling.block_q * tiling.block_kv * columns / FLOP_A_MICROSECOND
+    steps = problem.group * tiling.mean_q_rows / tiling.block_q
+    keys, blocks = order.kv_heads * tiling.padded_keys, order.blocks or order.work_tiles
+
+    def microseconds(parts: int) -> float:
+        nbytes = 2 * 4 * parts * keys * sum(dims)
+        also = LAUNCH_MICROSECONDS + nbytes / BYTES_A_MICROSECOND if parts > 1 else 0.0
+        return work_order.busiest(dataclasses.replace(order, parts=parts)) * step + also
+
+    if order.work_tiles > MOST_TILES_A_BLOCK * blocks:
+        return 1
+    some = [
+        n
+        for n in NUMBERS[1:]
+        if n * LEAST_STEPS <= steps
+        and n * order.work_tiles <= MOST_TILES_A_BLOCK * blocks
+        and 4 * n * keys * sum(dims) <= MOST_BYTES
+    ]
+    best = min(some, key=microseconds, default=1)
+    return best if best > 1 and microseconds(best) < GAIN * microseconds(1) else 1
+
+
+# ---- the pieces ----------------------------------------------------------------------------------
 
 
 def _pieces(plan: KeyPlan) -> int:

@@ -131,6 +131,21 @@ def schedule(order: WorkOrder, offsets: tuple[int, ...] = ()) -> np.ndarray:
     `offsets`: see `tile_scheduler.table`. Where there are segments all cost the same here: see
     `documents.schedule_by_rank`.
     """
+    tiles, costs = _in_order(order, offsets)
+    if order.claims:
+        return _claimed(order, tiles, costs)
+    return tile_scheduler.assign(tiles, costs, order.grid)
+
+
+def busiest(order: WorkOrder) -> float:
+    """Steps that the block with most of them takes, and what its work tiles cost beside them."""
+    offsets = order.problem.offsets[0] if order.problem.offsets else ()
+    ends = tile_scheduler.assigned(_in_order(order, offsets)[1], order.grid)[1]
+    return max(ends.values())
+
+
+def _in_order(order: WorkOrder, offsets: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The codes of work tiles as blocks should begin them, and their costs in steps."""
     problem, tiling = order.problem, order.tiling
     costs = np.full((max(1, len(offsets)), tiling.kv_tiles), WORK_TILE_OVERHEAD)
     lists, steps = tile_lists.static(problem, *tiling.list_sizes), problem.group / order.parts
@@ -149,10 +164,7 @@ def schedule(order: WorkOrder, offsets: tuple[int, ...] = ()) -> np.ndarray:
         codes.append(((heads[None] << tiling.code_bits) + longest_first[:, None]).ravel())
     in_row = order.heads // problem.batch
     each = [tile_scheduler.costs_of(code, tiling.code_bits, costs, in_row) for code in codes]
-    ordered = chunk_schedules.join_groups(codes, each, len(costs))
-    if order.claims:
-        return _claimed(order, *ordered)
-    return tile_scheduler.assign(*ordered, order.grid)
+    return chunk_schedules.join_groups(codes, each, len(costs))
 
 
 def _claimed(order: WorkOrder, tiles: np.ndarray, costs: np.ndarray) -> np.ndarray:
