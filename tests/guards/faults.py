@@ -660,14 +660,14 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "narrow_columns_of_parts_are_read_from_the_first": Fault(
         f"{BWD}/step_parts.py",
-        "block + first * _pieces(plan) // width",
-        "block",
+        "first * pieces // of + ",
+        "",
         f"{TEST_PARTS} -k 'interpreted and narrow_panel'",
     ),
     "an_empty_part_has_no_keys": Fault(
         f"{BWD}/producer.py",
-        "pl.when(end == first)(load_keys)",
-        "pl.when(work.steps == 0)(load_keys)",
+        "end == first if plan.order.parts > 1 else work.steps == 0",
+        "work.steps == 0",
         f"{TEST_PARTS} -k 'interpreted and empty_parts_wide'",
     ),
     "parts_overwrite_each_others_sums_for_arrays": Fault(

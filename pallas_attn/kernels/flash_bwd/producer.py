@@ -95,7 +95,7 @@ def produce(ctx: KernelContext, block_id: Index, buffers: Sequence[KeyBuffers]) 
             return count + 1
 
         count = lax.fori_loop(first, end, step, count)
-        pl.when(end == first)(load_keys)
+        pl.when(end == first if plan.order.parts > 1 else work.steps == 0)(load_keys)
         return count
 
     each_work_tile(ctx, block_id, load_work_tile, claims.claim)

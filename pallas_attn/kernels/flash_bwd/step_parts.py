@@ -12,6 +12,7 @@ Grid of that launch: a block of one warpgroup for each 64 keys of a head and eac
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -100,15 +101,20 @@ def outputs(plan: KeyPlan, widths: Sequence[Widths]) -> list[jax.ShapeDtypeStruc
     return [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
 
 
-def store(
-    plan: KeyPlan, out: GmemRef, work: KeyTile, first: Index, sums: Sequence[RegisterTile]
+def store(  # noqa: PLR0913
+    plan: KeyPlan,
+    out: GmemRef,
+    work: KeyTile,
+    first: Index,
+    sums: Sequence[RegisterTile],
+    before: Index = 0,
 ) -> None:
     """Stores what a warpgroup has added up of a gradient of 64 keys, from number `first` of a work
-    tile on.
+    tile on, `before` columns of whole accumulators.
     """
     head = work.batch * plan.problem.kv_heads + work.kv_head
     rows = lax.div(work.key + first, jnp.int32(ROWS))
-    piece, before = piece_of(plan, head, rows, work.part), 0
+    piece = piece_of(plan, head, rows, work.part)
     for tile in sums:
         width = tile.shape[1]
         thread_pieces.store(out, piece + before * _pieces(plan) // width, tile)
@@ -119,33 +125,35 @@ def store(
 
 
 class Columns(NamedTuple):
-    """Columns of an accumulator, which a block takes by `width`."""
+    """Columns of accumulators of one width, which blocks take by fewer."""
 
     first: int  # of the gradient
-    count: int
-    width: int
+    blocks: int
+    width: int  # of a block
+    of: int  # of an accumulator
 
 
-def _columns(dtype: Any, widths: Widths) -> Iterator[Columns]:
+def _columns(dtype: Any, dim: int, widths: Widths) -> Iterator[Columns]:
+    """Those of all accumulators, up to a head dim."""
     first = 0
-    for width in widths:
-        yield Columns(first, width, math.gcd(width, 128 // jnp.dtype(dtype).itemsize))
-        first += width
+    for width, same in itertools.groupby(widths):
+        some = math.gcd(width, 128 // jnp.dtype(dtype).itemsize)
+        count = sum(same)
+        yield Columns(first, min(count // some, pl.cdiv(dim - first, some)), some, width)
+        first += count
 
 
 def added(plan: KeyPlan, pieces: Sequence[jax.Array], widths: Sequence[Widths]) -> KeyGradients:
     """dk and dv of their pieces."""
     problem = plan.problem
     sizes = problem.batch, problem.kv_len, problem.kv_heads
-    columns = [tuple(_columns(problem.dtype, each)) for each in widths]
+    dims = problem.head_dim, problem.v_head_dim
+    columns = [tuple(_columns(problem.dtype, *each)) for each in zip(dims, widths, strict=True)]
     every = sorted({x.width for each in columns for x in each})
-    blocks = sum(x.count // x.width for each in columns for x in each)
+    blocks = sum(x.blocks for each in columns for x in each)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan, columns=columns, widths=every),
-        out_type=tuple(
-            jax.ShapeDtypeStruct((*sizes, dim), problem.dtype)
-            for dim in (problem.head_dim, problem.v_head_dim)
-        ),
+        out_type=tuple(jax.ShapeDtypeStruct((*sizes, dim), problem.dtype) for dim in dims),
         scratch_types=(tuple(panels.scratch((1, ROWS), problem.dtype, n) for n in every),),
         **mosaic.grid_of(
             column=blocks, rows=pl.cdiv(problem.kv_len, ROWS), head=plan.order.kv_heads
@@ -169,11 +177,10 @@ def _kernel(
     block, before = lax.axis_index("column"), 0
     for ref, out, each in zip(pieces, (dk, dv), columns, strict=True):
         for some in each:
-            own, blocks = block - before, some.count // some.width
-            staged = smem[widths.index(some.width)]
+            own, staged = block - before, smem[widths.index(some.width)]
             add = functools.partial(_add, plan, ref, out, staged, some, own)
-            pl.when((own >= 0) & (own < blocks))(add)
-            before += blocks
+            pl.when((own >= 0) & (own < some.blocks))(add)
+            before += some.blocks
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -181,13 +188,15 @@ def _add(  # noqa: PLR0913
     plan: KeyPlan, ref: GmemRef, out: GmemRef, staged: panels.Panel, columns: Columns, block: Index
 ) -> None:
     """Some columns of 64 keys: the sum over all parts."""
-    problem, (first, count, width) = plan.problem, columns
+    problem, (first, _, width, of) = plan.problem, columns
     rows, head = lax.axis_index("rows"), lax.axis_index("head")
-    blocks = count // width
-    piece = piece_of(plan, head, rows, 0) * blocks + block + first * _pieces(plan) // width
-    total = thread_pieces.load(ref, piece, (ROWS, width))
+    blocks, pieces = of // width, _pieces(plan)
+    acc = lax.div(block, jnp.int32(blocks))
+    number = acc * pieces + first * pieces // of + piece_of(plan, head, rows, 0)
+    number = number * blocks + (block - acc * blocks)
+    total = thread_pieces.load(ref, number, (ROWS, width))
     for part in range(1, plan.order.parts):
-        total = total + thread_pieces.load(ref, piece + part * blocks, (ROWS, width))
+        total = total + thread_pieces.load(ref, number + part * blocks, (ROWS, width))
     staged.tile[0] = total.astype(staged.tile.dtype)
     plgpu.commit_smem()
     batch, kv_head = lax.div(head, problem.kv_heads), lax.rem(head, problem.kv_heads)

@@ -31,6 +31,8 @@ INTERPRETED = {
     "q_lengths": ("q_lengths", 128, ROUND),
     "sinks": ("sinks_empty_rows", 128, SMALL),
     "softcap": ("softcap", 320, SMALL),
+    "parts": ("group7_kv1", 320, dataclasses.replace(SMALL, parts=3)),
+    "parts_of_odd_dims": ("dim72_320", 72, dataclasses.replace(SMALL, parts=2)),
 }
 
 
