@@ -305,15 +305,17 @@ class QueryStep(NamedTuple):
 
 
 def query_step(plan: "KeyPlan", work: KeyTile, i: Index) -> QueryStep:
-    """Step i of a work tile, one head of the group after the other; there may be none."""
+    """Step i of a work tile, one head of the group after the other; there may be none, or it may be
+    another part's.
+    """
+    end = steps_of(plan, work)[1]
     if plan.problem.group == 1:
         listed = isinstance(work.q_tiles, tile_lists.Listed)
         t = work.q_tiles.tile_ahead(i) if listed else work.q_tile(i)
-        return QueryStep(work.kv_head, t, i < work.steps, i)
+        return QueryStep(work.kv_head, t, i < end, i)
     g = lax.div(i, jnp.maximum(work.steps, 1))
     number = i - g * work.steps
-    t, exists = work.q_tile(number), i < plan.problem.group * work.steps
-    return QueryStep(work.kv_head * plan.problem.group + g, t, exists, number)
+    return QueryStep(work.kv_head * plan.problem.group + g, work.q_tile(number), i < end, number)
 
 
 def needs_mask(tiling: KeyTiling, work: KeyTile, t: Index, i: Index) -> Predicate:

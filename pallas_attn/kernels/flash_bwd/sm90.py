@@ -12,6 +12,9 @@
 | many heads whose dq fits in shared memory | `sm90_heads` | `sm90_heads` |
 | a table of blocks of 64 keys (`flash_fwd/block_tables.py`) | `sm90_dkdv` | `sm90_dq` |
 
+`sm90_fused`, but in turns, and `sm90_dkdv` divide the steps of few work tiles over more blocks
+(`step_parts`).
+
 After any of these, `sm90_dbias` makes the gradient of a bias and the sums for the gradients of a
 score function's arrays that no other kernel has made (`aux_sums`). XLA makes the gradient of sinks.
 """
@@ -126,7 +129,7 @@ class Config:
             held = holds_columns(problem)
             full = held and problem.mask.is_full  # positions take registers, too
             wide = cls(fused=False, k_in_registers=held, q_in_registers=full)
-            return _in_parts(problem, _in_order(problem, _two_kernels(problem, wide)))
+            return _in_parts_and_order(problem, _two_kernels(problem, wide))
         if has_small_blocks(problem):
             heads = block_tables.heads_of_tile(problem, 2)
             tables = cls(fused=False, block_table=True, dq_warpgroups=heads)
@@ -149,8 +152,7 @@ class Config:
             config = _with_turns(problem, config)
         if fused and dq_sum.has_rest(plan_of(problem, config)):
             config = dataclasses.replace(config, stages=3, dq_lag=1)
-        config = _in_order(problem, _in_parts(problem, _in_order(problem, config)))
-        return _with_slots(problem, config)
+        return _with_slots(problem, _in_parts_and_order(problem, config))
 
 
 def _in_parts(problem: AttentionProblem, config: Config) -> Config:
@@ -159,6 +161,11 @@ def _in_parts(problem: AttentionProblem, config: Config) -> Config:
         return config
     parts = step_parts.default(plan_of(problem, config).order, is_fused(problem, config))
     return dataclasses.replace(config, parts=parts)
+
+
+def _in_parts_and_order(problem: AttentionProblem, config: Config) -> Config:
+    """`config`, with an order for the parts that blocks take in the order without parts."""
+    return _in_order(problem, _in_parts(problem, _in_order(problem, config)))
 
 
 def _with_slots(problem: AttentionProblem, config: Config) -> Config:

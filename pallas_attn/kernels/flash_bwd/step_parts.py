@@ -37,7 +37,7 @@ from pallas_attn.kernels.mma import thread_pieces
 MOST = 64
 # How many there are by default. A part costs its float32 sums, written and read, and all of them a
 # launch; few steps cost as much as loading the keys.
-NUMBERS = 1, 2, 3, 4, 6, 8, 12, 16
+NUMBERS = 2, 3, 4, 6, 8, 12, 16
 LEAST_STEPS = 2  # of a part, on average
 MOST_BYTES = 2**28  # of sums
 MOST_TILES_A_BLOCK = 4  # on average; with more of them blocks are busy
@@ -59,7 +59,6 @@ def default(order: WorkOrder, adds_dq: bool) -> int:
     dims = problem.head_dim, problem.v_head_dim
     columns = (3 if adds_dq else 2) * dims[0] + 2 * dims[1]
     step = 2 * tiling.block_q * tiling.block_kv * columns / FLOP_A_MICROSECOND
-    steps = problem.group * tiling.mean_q_rows / tiling.block_q
     keys, blocks = order.kv_heads * tiling.padded_keys, order.blocks or order.work_tiles
 
     def microseconds(parts: int) -> float:
@@ -67,17 +66,23 @@ def default(order: WorkOrder, adds_dq: bool) -> int:
         also = LAUNCH_MICROSECONDS + nbytes / BYTES_A_MICROSECOND if parts > 1 else 0.0
         return work_order.busiest(dataclasses.replace(order, parts=parts)) * step + also
 
-    if order.work_tiles > MOST_TILES_A_BLOCK * blocks:
-        return 1
-    some = [
-        n
-        for n in NUMBERS[1:]
-        if n * LEAST_STEPS <= steps
-        and n * order.work_tiles <= MOST_TILES_A_BLOCK * blocks
-        and 4 * n * keys * sum(dims) <= MOST_BYTES
-    ]
-    best = min(some, key=microseconds, default=1)
-    return best if best > 1 and microseconds(best) < GAIN * microseconds(1) else 1
+    several = _possible(order, MOST_TILES_A_BLOCK * blocks)
+    best = min(several, key=microseconds, default=1)
+    return best if several and microseconds(best) < GAIN * microseconds(1) else 1
+
+
+def of_idle(order: WorkOrder, blocks: int) -> int:
+    """The number of parts for so many blocks of which none takes a second one."""
+    return max(_possible(order, blocks), default=1)
+
+
+def _possible(order: WorkOrder, most: int) -> list[int]:
+    """Numbers of parts, above 1, with which there are at most so many work tiles."""
+    tiling, problem = order.tiling, order.problem
+    steps = problem.group * tiling.mean_q_rows / tiling.block_q
+    nbytes = 4 * order.kv_heads * tiling.padded_keys * (problem.head_dim + problem.v_head_dim)
+    largest = min(most / order.work_tiles, steps / LEAST_STEPS, MOST_BYTES / nbytes)
+    return [n for n in NUMBERS if n <= largest]
 
 
 # ---- the pieces ----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_attn.kernels.attention.tiles import KernelContext
-from pallas_attn.kernels.flash_bwd import key_tiles, sm90, step_parts, work_order
+from pallas_attn.kernels.flash_bwd import key_tiles, sm80, sm90, step_parts, work_order
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.masks import CAUSAL, FULL
 from tests.kernels.flash_bwd.test_flash_bwd import ONE, SMALL, check, problem_of, residuals_of, run
@@ -48,6 +48,7 @@ CASES = {
         config(3, fused=False, block_q=16, dq_block_kv=32),
     ),
     "empty_parts": (few_steps(), config(5)),
+    "empty_parts_portable": (few_steps(), sm80.Config(parts=5)),
     "empty_parts_wide": (
         dataclasses.replace(few_steps(), head_dim=136, v_head_dim=136),
         config(3),
@@ -73,12 +74,14 @@ def test_on_the_gpu(name):
     """Gradients within their budget; dk and dv, and without sums in global memory dq, bit for bit
     the same again.
     """
-    case, config = case_of(name), dataclasses.replace(CASES[name][1], grid=132)
+    case, config = case_of(name), CASES[name][1]
+    if isinstance(config, sm90.Config):
+        config = dataclasses.replace(config, grid=132)
     check(case, config)
     residuals, problem = residuals_of(case)[0], problem_of(case)
     step = jax.jit(functools.partial(run, problem=problem, config=config))
     one, other = (jax.tree.map(np.asarray, step(residuals)) for _ in range(2))
-    for name in ("k", "v", *["q"] * (not sm90.is_fused(problem, config))):
+    for name in ("k", "v", *["q"] * (not config.fused)):
         np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
 
 
@@ -156,6 +159,15 @@ def test_parts_by_default(name):
     if divides:
         whole = work_order.busiest(dataclasses.replace(order, parts=1))
         assert work_order.busiest(order) < 0.75 * whole
+
+
+def test_portable_parts_by_default():
+    """As many as multiprocessors that would be idle take."""
+    few, many = problem(1024, (14, 2), 64, gpu="sm80"), problem(8192, (32, 8), gpu="sm80")
+    configs = [sm80.Config.default(x) for x in (few, many)]
+    assert [x.parts for x in configs] == [6, 1]
+    order = sm80.plan_of(few, configs[0]).order
+    assert 108 // 2 < order.work_tiles <= 108
 
 
 @pytest.mark.parametrize("changes", [{"turns": True}, {"heads": True}, {"parts": 65}], ids=str)
