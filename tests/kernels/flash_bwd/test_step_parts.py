@@ -138,6 +138,9 @@ def problem(rows, heads, dim=128, mask=CAUSAL, **changes):
 DEFAULTS = {
     "one sequence, heads share keys": (problem(1024, (14, 2), 64), True),
     "one kv head": (problem(2048, (48, 1), mask=FULL), True),
+    "rows that L2 does not hold": (problem(8192, (64, 1)), True),
+    "few rows": (problem(300, (4, 1), 64, batch=4), True),
+    "bits": (problem(8192, (64, 1), deterministic=True), True),
     "one kv head, wide": (problem(2048, (8, 1), 256), True),
     "blocks are busy": (problem(8192, (32, 8), batch=2), False),
     "many heads": (problem(1024, (16, 16), batch=16), False),
@@ -152,6 +155,7 @@ def test_parts_by_default(name):
     asked, divides = DEFAULTS[name]
     config = sm90.Config.default(asked)
     assert (config.parts > 1) == divides
+    assert not (divides and (config.lockstep or config.claims or config.turns))
     assert sm90.smem_bytes(asked, config) <= sm90.SMEM_LIMIT
     order = sm90.plan_of(asked, config).order
     nbytes = 4 * order.heads * order.tiling.padded_keys * (asked.head_dim + asked.v_head_dim)
