@@ -86,7 +86,7 @@ class Config:
     dq_block_kv: int = 64
     dq_stages: int = 2
     columns: int = 0  # columns of q, k, v and dO in shared memory at a time; 0: all
-    parts: int = 1  # of each work tile of keys, one a block: see `step_parts`
+    parts: int = 1  # into which the steps of a work tile are divided: see `step_parts`
 
     def __post_init__(self) -> None:
         blocks = (32, 64) if self.fused else (16, 32, 64)

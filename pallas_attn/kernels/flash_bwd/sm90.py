@@ -87,7 +87,7 @@ class Config:
     window: bool = False  # all by `sm90_window`, which takes few problems
     short: bool = False  # all by `sm90_short`, likewise
     heads: bool = False  # dq, dk and dv by `sm90_heads`
-    parts: int = 1  # of each work tile of keys, taken by different blocks: see `step_parts`
+    parts: int = 1  # into which the steps of a work tile of keys are divided: see `step_parts`
     lockstep: bool = False  # blocks are at the same query tile, where `lockstep` applies
     claims: bool = False  # blocks claim work tiles, in `sm90_fused`
     kv_slots: int = 1  # work tiles whose keys are in shared memory, in `sm90_fused`

@@ -326,7 +326,8 @@ def _mainloop(
     def no_step(count: Index) -> tuple[RegisterTiles, Index]:
         return _nothing(form), count
 
-    return lax.cond(end_step > first_step, all_steps, no_step, count)
+    some = end_step > first_step if plan.order.parts > 1 else work.steps > 0
+    return lax.cond(some, all_steps, no_step, count)
 
 
 def _make_dv(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterTiles, Index]:
@@ -497,7 +498,7 @@ def dk_dv(plan: KeyPlan, refs: BackwardRefs) -> KeyGradients:
     form = plan.format
     if plan.order.parts > 1:
         widths = [x.panels or (x.width,) for x in form[:2]]
-        pieces = _launch(plan, step_parts.outputs(plan, widths))(refs)
+        pieces = _kernel_of(plan, step_parts.outputs(plan, widths))(refs)
         return step_parts.added(plan, pieces, widths)
     outs: list[jax.ShapeDtypeStruct] = []
     for x, width, swizzle in (
@@ -517,10 +518,10 @@ def dk_dv(plan: KeyPlan, refs: BackwardRefs) -> KeyGradients:
             columns = tma_operands.round_up(columns, swizzle // 2)
         sizes = (plan.problem.batch, *x.shape[1:3], columns)
         outs.append(jax.ShapeDtypeStruct(sizes, x.dtype))
-    return KeyGradients(*_launch(plan, outs)(refs))
+    return KeyGradients(*_kernel_of(plan, outs)(refs))
 
 
-def _launch(plan: KeyPlan, outs: Sequence[jax.ShapeDtypeStruct]) -> Callable[..., Any]:
+def _kernel_of(plan: KeyPlan, outs: Sequence[jax.ShapeDtypeStruct]) -> Callable[..., Any]:
     return launch.persistent_kernel(
         functools.partial(_kernel, plan=plan),
         "flash_bwd_dkdv_sm90",

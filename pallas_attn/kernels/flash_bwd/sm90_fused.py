@@ -712,10 +712,10 @@ def dq_dk_dv(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
     if plan.order.turns:
         refs = refs._replace(turns=turns.counters(plan))
     grads = dk_dv(plan, _with_presets(KernelContext(plan, refs)))
-    sums = jax.freeze(refs.dq)
+    dq = jax.freeze(refs.dq)
     if plan.order.parts > 1:  # the sums of parts are read first: L2 may have them still
-        sums, _ = lax.optimization_barrier((sums, grads.dk))
-    return Gradients(dq_sum.rounded(plan, sums), *grads)
+        dq, _ = lax.optimization_barrier((dq, grads.dk))
+    return Gradients(dq_sum.rounded(plan, dq), *grads)
 
 
 def _with_presets(ctx: KernelContext) -> BackwardRefs:

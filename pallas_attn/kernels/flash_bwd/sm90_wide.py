@@ -107,7 +107,7 @@ class Config:
     in_registers: int = 256  # columns of the first held array that are in registers
     value_blocks: int = 0  # blocks of the value array for each warpgroup; 0: two if there is room
     grid: int = BLOCKS  # persistent blocks
-    parts: int = 1  # of each work tile of keys, taken by different blocks: see `step_parts`
+    parts: int = 1  # into which the steps of a work tile of keys are divided: see `step_parts`
 
     block_kv, block_q, warpgroups, l2_heads = ROWS, ROWS, 1, 0  # for plans
 

@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -24,25 +24,25 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn.kernels.attention import tiles
-from pallas_attn.kernels.attention.tiles import ROWS
+from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import work_order
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.operands import KeyGradients
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.lang import mosaic, panels
-from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile
+from pallas_attn.kernels.lang.types import DType, GmemRef, Index, RegisterTile
 from pallas_attn.kernels.mma import thread_pieces
 
 MOST = 64
 # How many there are by default. A part costs its float32 sums, written and read, and all of them a
 # launch; few steps cost as much as loading the keys.
 NUMBERS = 2, 3, 4, 6, 8, 12, 16
-LEAST_STEPS = 2  # of a part, on average
-MOST_BYTES = 2**28  # of sums
+LEAST_STEPS = 2  # a part's, on average
+MOST_BYTES = 2**28  # all sums'
 MOST_TILES_A_BLOCK = 4  # on average; with more of them blocks are busy
-GAIN = 0.92  # of the time without parts, at most
-FLOP_A_MICROSECOND = 5.0e6  # of a multiprocessor; from 4.6 to 5.8 on an H200
+GAIN = 0.92  # largest part of the time without parts
+FLOP_A_MICROSECOND = 5.0e6  # a multiprocessor's; from 4.6 to 5.8 on an H200
 LAUNCH_MICROSECONDS = 1.5
 BYTES_A_MICROSECOND = 3.5e6
 Widths = Sequence[int]  # columns of the accumulators of a gradient
@@ -132,14 +132,14 @@ def store(  # noqa: PLR0913
 class Columns(NamedTuple):
     """Columns of accumulators of one width, which blocks take by fewer."""
 
-    first: int  # of the gradient
+    first: int  # the gradient's
     blocks: int
-    width: int  # of a block
-    of: int  # of an accumulator
+    width: int  # a block's
+    of: int  # an accumulator's width
 
 
-def _columns(dtype: Any, dim: int, widths: Widths) -> Iterator[Columns]:
-    """Those of all accumulators, up to a head dim."""
+def _columns(dtype: DType, dim: int, widths: Widths) -> Iterator[Columns]:
+    """Columns of all accumulators, up to a head dim."""
     first = 0
     for width, same in itertools.groupby(widths):
         some = math.gcd(width, 128 // jnp.dtype(dtype).itemsize)
@@ -179,21 +179,26 @@ def _kernel(
     columns: Sequence[tuple[Columns, ...]],
     widths: Widths,
 ) -> None:
-    block, before = lax.axis_index("column"), 0
+    ctx, block, before = KernelContext(plan, pieces, smem), lax.axis_index("column"), 0
     for ref, out, each in zip(pieces, (dk, dv), columns, strict=True):
         for some in each:
             own, staged = block - before, smem[widths.index(some.width)]
-            add = functools.partial(_add, plan, ref, out, staged, some, own)
+            add = functools.partial(_add, ctx, (ref, out, staged), some, own)
             pl.when((own >= 0) & (own < some.blocks))(add)
             before += some.blocks
     plgpu.wait_smem_to_gmem(0)
 
 
-def _add(  # noqa: PLR0913
-    plan: KeyPlan, ref: GmemRef, out: GmemRef, staged: panels.Panel, columns: Columns, block: Index
+def _add(
+    ctx: KernelContext,
+    where: tuple[GmemRef, GmemRef, panels.Panel],
+    columns: Columns,
+    block: Index,
 ) -> None:
-    """Some columns of 64 keys: the sum over all parts."""
-    problem, (first, _, width, of) = plan.problem, columns
+    """Some columns of 64 keys: the sum over all parts. `where`: the pieces, the gradient, and
+    shared memory.
+    """
+    plan, (ref, out, staged), (first, _, width, of) = ctx.plan, where, columns
     rows, head = lax.axis_index("rows"), lax.axis_index("head")
     blocks, pieces = of // width, _pieces(plan)
     acc = lax.div(block, jnp.int32(blocks))
@@ -204,6 +209,7 @@ def _add(  # noqa: PLR0913
         total = total + thread_pieces.load(ref, number + part * blocks, (ROWS, width))
     staged.tile[0] = total.astype(staged.tile.dtype)
     plgpu.commit_smem()
+    problem = plan.problem
     batch, kv_head = lax.div(head, problem.kv_heads), lax.rem(head, problem.kv_heads)
     block_kv, key = plan.tiling.block_kv, rows * ROWS
     within = lax.rem(key, jnp.int32(block_kv))

@@ -30,7 +30,7 @@ class WorkOrder:
     lockstep: bool = False
     claims: bool = False  # blocks claim work tiles
     turns: bool = False  # kv tiles add to dQ in one order: see `turns`
-    parts: int = 1  # of a work tile, each of which a block takes: see `step_parts`
+    parts: int = 1  # into which the steps of a work tile are divided: see `step_parts`
     l2_bytes: int = L2_BYTES
 
     @property
@@ -74,7 +74,7 @@ class WorkOrder:
         mask, blocks = self.problem.mask, self.blocks or USUAL_BLOCKS
         if self.heads_together:
             return min(self.heads_together, self.heads)
-        if self.parts > 1:  # of few work tiles: blocks take parts of all of them at one time
+        if self.parts > 1:  # work tiles are few: blocks take parts of all of them at one time
             return self.heads
         if self.lockstep:
             heads = lockstep.l2_heads(self.heads, self.tiling.kv_tiles, blocks)

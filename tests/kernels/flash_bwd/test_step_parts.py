@@ -80,15 +80,15 @@ def test_on_the_gpu(name):
     check(case, config)
     residuals, problem = residuals_of(case)[0], problem_of(case)
     step = jax.jit(functools.partial(run, problem=problem, config=config))
-    one, other = (jax.tree.map(np.asarray, step(residuals)) for _ in range(2))
+    first, again = (jax.tree.map(np.asarray, step(residuals)) for _ in range(2))
     for name in ("k", "v", *["q"] * (not config.fused)):
-        np.testing.assert_array_equal(getattr(one, name), getattr(other, name))
+        np.testing.assert_array_equal(getattr(first, name), getattr(again, name))
 
 
 @pytest.mark.parametrize("parts", [1, 2, 5, 16])
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_parts_take_each_step_once(parts, lockstep):
-    """Of each work tile every step once, parts as many as others up to one; each part is dealt to
+    """Every step of each work tile once, parts as many as others up to one; each part is dealt to
     one block.
     """
     sizes = {"q_len": 700, "kv_len": 900, "batch": 2, "q_heads": 6, "kv_heads": 2}
@@ -151,7 +151,7 @@ DEFAULTS = {
 
 @pytest.mark.parametrize("name", DEFAULTS)
 def test_parts_by_default(name):
-    """Where blocks would be idle; sums are no larger than they may be."""
+    """Parts where blocks would be idle; sums are no larger than they may be."""
     asked, divides = DEFAULTS[name]
     config = sm90.Config.default(asked)
     assert (config.parts > 1) == divides
@@ -166,7 +166,7 @@ def test_parts_by_default(name):
 
 
 def test_portable_parts_by_default():
-    """As many as multiprocessors that would be idle take."""
+    """Parts for all multiprocessors that would be idle."""
     few, many = problem(1024, (14, 2), 64, gpu="sm80"), problem(8192, (32, 8), gpu="sm80")
     configs = [sm80.Config.default(x) for x in (few, many)]
     assert [x.parts for x in configs] == [6, 1]
