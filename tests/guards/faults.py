@@ -140,6 +140,7 @@ TEST_FETCH = "tests/kernels/flash_fwd/test_fetch.py -k as_if_it_were_here"
 TEST_CLAIMS = "tests/kernels/flash_fwd/test_claims.py"
 TEST_SIZES = "tests/kernels/flash_bwd/test_any_size.py"
 TEST_ONE_TILE = "tests/kernels/flash_bwd/test_one_key_tile.py"
+TEST_PARTS = "tests/kernels/flash_bwd/test_step_parts.py"
 TEST_TURNS = "tests/kernels/flash_bwd/test_turns.py -m 'not gpu'"
 TEST_HEADS = "tests/kernels/flash_bwd/test_heads.py"
 TEST_ORDER = "tests/kernels/flash_bwd/test_work_order.py"
@@ -631,7 +632,49 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{BWD}/one_key_tile.py",
         "(due.t * 2 + wg) * ROWS\n",
         "(due.t * 2 + 1 - wg) * ROWS\n",
-        f"{TEST_ONE_TILE} -k 'interpreted and chunks'",
+        f"{TEST_ONE_TILE} -k 'interpreted and parts_of_a_group'",
+    ),
+    "a_part_begins_at_the_first_step": Fault(
+        f"{BWD}/sm90_fused.py",
+        "key_tiles.steps_of(plan, work)[0])",
+        "jnp.int32(0))",
+        f"{TEST_PARTS} -k 'interpreted and group'",
+    ),
+    "a_part_of_wide_heads_has_a_step_of_the_next": Fault(
+        f"{BWD}/sm90_dkdv.py",
+        "lax.fori_loop(first_step + 1, end_step, step, start)",
+        "lax.fori_loop(first_step, end_step, step, start)",
+        f"{TEST_PARTS} -k 'interpreted and wide_lockstep'",
+    ),
+    "parts_share_a_piece": Fault(
+        f"{BWD}/step_parts.py",
+        "* plan.order.parts + part",
+        "* plan.order.parts",
+        f"{TEST_PARTS} -k pieces_differ",
+    ),
+    "the_last_part_is_not_added": Fault(
+        f"{BWD}/step_parts.py",
+        "range(1, plan.order.parts)",
+        "range(1, plan.order.parts - 1)",
+        f"{TEST_PARTS} -k 'interpreted and band_apart'",
+    ),
+    "narrow_columns_of_parts_are_read_from_the_first": Fault(
+        f"{BWD}/step_parts.py",
+        "first * pieces // of + ",
+        "",
+        f"{TEST_PARTS} -k 'interpreted and narrow_panel'",
+    ),
+    "an_empty_part_has_no_keys": Fault(
+        f"{BWD}/producer.py",
+        "end == first if plan.order.parts > 1 else work.steps == 0",
+        "work.steps == 0",
+        f"{TEST_PARTS} -k 'interpreted and empty_parts_wide'",
+    ),
+    "parts_overwrite_each_others_sums_for_arrays": Fault(
+        f"{BWD}/aux_sums.py",
+        "work.part * softmax.PARTIALS",
+        "0 * softmax.PARTIALS",
+        f"{TEST_AUX} -k 'sums_of_keys_interpreted and alibi and parts'",
     ),
     "dq_is_added_to_what_was_there": Fault(
         f"{BWD}/statistics.py",

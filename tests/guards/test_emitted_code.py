@@ -290,6 +290,33 @@ def test_pieces_are_read_in_the_order_in_which_they_were_added():
     np.testing.assert_array_equal(got, tile.reshape(-1)[emitted.places(shape, 4)])
 
 
+def test_pieces_are_written_as_the_twin_writes_them():
+    """In the order in which they are read; a piece is also several of fewer columns."""
+    shape, tile = (64, 128), numbers((64, 128))
+    both = [np.zeros(3 * 64 * 128, np.float32) for _ in range(2)]
+    for to, ours in zip(both, (True, False), strict=True):
+        code = captured(thread_pieces.store, to, np.int32(1), tile)
+        if ours:
+            evaluate(code, held_by(shape))
+        else:
+            code.function.twin(*code.args)
+    np.testing.assert_array_equal(*both)
+    assert not both[0][: 64 * 128].any() and not both[0][-64 * 128 :].any()
+    code = captured(thread_pieces.load, both[0], np.int32(1), shape)
+    np.testing.assert_array_equal(code.function.twin(*code.args), tile)
+    code = captured(thread_pieces.load, both[0], np.int32(3), (64, 64))
+    np.testing.assert_array_equal(code.function.twin(*code.args), tile[:, 64:])
+
+
+def test_pieces_past_two_to_the_31():
+    to = Far((2**24 * 64 * 32,), "float32")
+    evaluate(captured(thread_pieces.store, to, np.int32(2**24 - 1), numbers((64, 32))),
+             held_by((64, 32)))  # fmt: skip
+    got = np.concatenate([offset for offset, _ in to.stores])
+    want = (2**24 - 1) * 64 * 32 * 4 + np.arange(0, 64 * 32 * 4, 16)
+    np.testing.assert_array_equal(np.sort(got), want)
+
+
 def test_latent_partials_past_two_to_the_31():
     to = Far((2**24, 64 * 32), "float32")
     evaluate(

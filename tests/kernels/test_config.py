@@ -295,7 +295,7 @@ _REFUSED = {
         ("dq_lag", 3, "1 or 2"),
         ("dq_warpgroups", 4, "1, 2 or 3"),
         ("kv_slots", 3, "1 or 2"),
-        ("q_chunks", 0, "at least 1"),
+        ("parts", 0, "from 1 to 64"),
     ],
     decode_sm90: [
         ("tile", 8, "16, 32, 64, 128 or 256"),

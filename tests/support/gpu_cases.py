@@ -14,6 +14,7 @@ _BWD = "tests/kernels/flash_bwd/test_flash_bwd.py::"
 _ONE_TILE = "tests/kernels/flash_bwd/test_one_key_tile.py::"
 _HEADS = "tests/kernels/flash_bwd/test_heads.py::"
 _TURNS = "tests/kernels/flash_bwd/test_turns.py::"
+_PARTS = "tests/kernels/flash_bwd/test_step_parts.py::"
 _SIZES = "tests/kernels/flash_bwd/test_any_size.py::"
 _AUX = "tests/kernels/flash_bwd/test_aux_gradients.py::"
 _JVP = "tests/kernels/flash_jvp/test_flash_jvp.py::"
@@ -96,8 +97,13 @@ QUICK: dict[str, tuple[str, ...]] = {
         f"{_HEADS}test_heads_on_the_gpu[two_swizzles]",
     ),
     "kernels/flash_bwd/one_key_tile.py": (
-        f"{_ONE_TILE}test_on_the_gpu[chunks]",
+        f"{_ONE_TILE}test_on_the_gpu[parts]",
         f"{_ONE_TILE}test_on_the_gpu[two_slots]",
+    ),
+    "kernels/flash_bwd/step_parts.py": (
+        f"{_PARTS}test_on_the_gpu[lockstep_claims]",
+        f"{_PARTS}test_on_the_gpu[narrow_panel]",
+        f"{_PARTS}test_on_the_gpu[float32]",
     ),
     "kernels/flash_bwd/dq_rounding.py": (
         f"{_SIZES}test_any_size_on_the_gpu[rows]",

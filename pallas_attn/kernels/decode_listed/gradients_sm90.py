@@ -37,6 +37,7 @@ from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeProblem, ListedResiduals
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import softmax, tma_operands
+from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.lang import launch, mosaic, panels, thread_program, threads
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.panels import Panels
@@ -385,8 +386,7 @@ def _p_and_ds(
         slope = 1.0 - s * s * (1.0 / problem.softcap**2)
     s = jnp.where(mosaic.broadcast_rows(rows >= 0, shape), s * plan.unit, -jnp.inf)
     p = jnp.exp2(s - of_head(stats.lse))
-    ds = p * (dp - of_head(stats.delta))
-    ds = ds if slope is None else ds * slope
+    ds = d_scores(p, dp, of_head(stats.delta), slope)
     return _whole(p, problem.dtype), _whole(ds, problem.dtype)
 
 

@@ -37,6 +37,7 @@ from pallas_attn._functions.reads import DISTANCE, KEYS, NONE, ROWS, Read
 from pallas_attn.kernels.attention import functions, softmax, tiles
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import KernelContext
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.operands import Residuals, RowStatistics
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.lang import mosaic
@@ -248,21 +249,19 @@ def add_tile(
     return tuple(results)
 
 
-def store(
-    ctx: KernelContext, at: tuple[Index, Index, Index], sums: tuple[RegisterTile, ...]
-) -> None:
-    """Stores the sums of a warpgroup's keys; `at`: batch row, kv head and first key."""
-    batch, head, key = at
+def store(ctx: KernelContext, work: KeyTile, first: Index, sums: tuple[RegisterTile, ...]) -> None:
+    """Stores the sums of a warpgroup's keys, from key `first` of a work tile on."""
+    keys, column = pl.ds(work.key + first, tiles.ROWS), work.part * softmax.PARTIALS
     for n, total in enumerate(sums):
-        own = pl.ds(key, tiles.ROWS), pl.ds(0, softmax.PARTIALS)
-        mosaic.store(ctx.refs.aux_sums.at[n, batch, head, *own], total)
+        own = work.batch, work.kv_head, keys, pl.ds(column, softmax.PARTIALS)
+        mosaic.store(ctx.refs.aux_sums.at[n, *own], total)
 
 
 def zero_array(plan: KeyPlan) -> jax.Array:
     """Zeros for the sums of all keys, since keys without a work tile are not stored."""
     problem = plan.problem
     sizes = (len(plan.key_sums), problem.batch, problem.kv_heads, plan.tiling.padded_keys)
-    return jnp.zeros((*sizes, softmax.PARTIALS), jnp.float32)
+    return jnp.zeros((*sizes, plan.order.parts * softmax.PARTIALS), jnp.float32)
 
 
 def parts_of_keys(plan: KeyPlan, sums: jax.Array) -> list[Part]:

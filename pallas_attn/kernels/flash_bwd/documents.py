@@ -52,7 +52,8 @@ def schedule_by_rank(ctx: KernelContext) -> Operand:
     """
     order, problem = ctx.plan.order, ctx.plan.problem
     bits, kv_tiles = order.tiling.code_bits, order.tiling.kv_tiles
-    batch, heads, first = problem.batch, problem.kv_heads, order.first_ranked_head
+    batch, heads = problem.batch, order.heads // problem.batch
+    first = order.first_ranked_head
     table = jnp.asarray(schedule(order) if order.claims else dealt(order))
     rows = np.arange(batch, dtype=np.int32)[:, None] * heads << bits
     of_codes = jax.vmap(jax.vmap(lambda code: key_tile(ctx, code).steps))

@@ -184,6 +184,7 @@ class KeyTile(NamedTuple):
     mask: Mask
     span: Span  # query tiles, or places in the list of them
     q_tiles: Any  # QTilesFrom, tile_lists.Listed or Run, or lockstep.DownOrUp: see `tile`
+    part: Index = 0  # which part of its steps: see `steps_of`
 
     @property
     def steps(self) -> Index:
@@ -203,7 +204,16 @@ class KeyTile(NamedTuple):
 
 
 def key_tile(ctx: KernelContext, code: Index) -> KeyTile:
-    """The work tile that a number in `schedule` stands for."""
+    """The work tile, or the part of one, that a number in `schedule` stands for."""
+    parts, bits = ctx.plan.order.parts, ctx.plan.tiling.code_bits
+    if parts == 1:
+        return _key_tile(ctx, code)
+    line, low = lax.shift_right_logical(code, jnp.int32(bits)), code & ((1 << bits) - 1)
+    head = lax.div(line, jnp.int32(parts))
+    return _key_tile(ctx, (head << bits) | low)._replace(part=line - head * parts)
+
+
+def _key_tile(ctx: KernelContext, code: Index) -> KeyTile:
     plan, refs, _ = ctx
     problem, tiling = plan.problem, plan.tiling
     head = lax.shift_right_logical(code, jnp.int32(tiling.code_bits))
@@ -251,6 +261,17 @@ def _of_visible_keys(ctx: KernelContext, span: Span, batch: Index, tile: Index) 
     return Span(span.lo, full_lo, full_hi, hi)
 
 
+def steps_of(plan: "KeyPlan", work: KeyTile) -> tuple[Index, Index]:
+    """The steps that a block takes, from and to: all of the group's, or those of a part, of which
+    each has as many, up to one.
+    """
+    steps, parts = plan.problem.group * work.steps, plan.order.parts
+    if parts == 1:
+        return 0, steps
+    first, end = (lax.div(n * steps, jnp.int32(parts)) for n in (work.part, work.part + 1))
+    return first, end
+
+
 def step_of(plan: "KeyPlan", work: KeyTile, i: Index) -> tuple[Index, Index]:
     """Step i of a work tile: which head of the group, and which of that head's steps. One head
     comes after the other; in lockstep all heads come at each query tile.
@@ -258,7 +279,7 @@ def step_of(plan: "KeyPlan", work: KeyTile, i: Index) -> tuple[Index, Index]:
     if plan.order.lockstep:
         group = jnp.int32(plan.problem.group)
         return lax.rem(i, group), lax.div(i, group)
-    g = lax.div(i, work.steps)
+    g = lax.div(i, work.steps if plan.order.parts == 1 else jnp.maximum(work.steps, 1))
     return g, i - g * work.steps
 
 
@@ -284,15 +305,17 @@ class QueryStep(NamedTuple):
 
 
 def query_step(plan: "KeyPlan", work: KeyTile, i: Index) -> QueryStep:
-    """Step i of a work tile, one head of the group after the other; there may be none."""
+    """Step i of a work tile, one head of the group after the other; there may be none, or it may be
+    another part's.
+    """
+    end = steps_of(plan, work)[1]
     if plan.problem.group == 1:
         listed = isinstance(work.q_tiles, tile_lists.Listed)
         t = work.q_tiles.tile_ahead(i) if listed else work.q_tile(i)
-        return QueryStep(work.kv_head, t, i < work.steps, i)
+        return QueryStep(work.kv_head, t, i < end, i)
     g = lax.div(i, jnp.maximum(work.steps, 1))
     number = i - g * work.steps
-    t, exists = work.q_tile(number), i < plan.problem.group * work.steps
-    return QueryStep(work.kv_head * plan.problem.group + g, t, exists, number)
+    return QueryStep(work.kv_head * plan.problem.group + g, work.q_tile(number), i < end, number)
 
 
 def needs_mask(tiling: KeyTiling, work: KeyTile, t: Index, i: Index) -> Predicate:

@@ -11,7 +11,7 @@ from jax import lax
 
 from pallas_attn.kernels.attention import score_tiles, tiles
 from pallas_attn.kernels.attention.tiles import KernelContext, kv_batch
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, key_tile, step_of
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, key_tile, step_of, steps_of
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_fwd import claims
 from pallas_attn.kernels.lang import panels
@@ -78,6 +78,7 @@ def produce(ctx: KernelContext, block_id: Index, buffers: Sequence[KeyBuffers]) 
     def load_work_tile(n: Index, count: Index, code: Index) -> Index:
         work = key_tile(ctx, code)
         load_keys = functools.partial(_load_keys, ctx, buffers, n, work)
+        first, end = steps_of(plan, work)
 
         def step(i: Index, count: Index) -> Index:
             g, number = step_of(plan, work, i)
@@ -90,11 +91,11 @@ def produce(ctx: KernelContext, block_id: Index, buffers: Sequence[KeyBuffers]) 
                 place = score_tiles.Place(work.batch, head, t * plan.config.block_q, work.key)
                 ready = smem.q_ring.ready.at[slot]
                 plan.bias_tiles.load(ctx.refs.bias, smem.bias, place, slot, ready)
-            pl.when(i == 0)(load_keys)
+            pl.when(i == first)(load_keys)
             return count + 1
 
-        count = lax.fori_loop(0, group * work.steps, step, count)
-        pl.when(work.steps == 0)(load_keys)
+        count = lax.fori_loop(first, end, step, count)
+        pl.when(end == first if plan.order.parts > 1 else work.steps == 0)(load_keys)
         return count
 
     each_work_tile(ctx, block_id, load_work_tile, claims.claim)

@@ -56,11 +56,13 @@ from pallas_attn.kernels.flash_bwd import (
     operands,
     sm80_dbias,
     sm80_dq,
+    step_parts,
     work_order,
 )
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, KeyTiling, QueryStep
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Residuals, RowStatistics
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
@@ -84,12 +86,14 @@ class Config:
     dq_block_kv: int = 64
     dq_stages: int = 2
     columns: int = 0  # columns of q, k, v and dO in shared memory at a time; 0: all
+    parts: int = 1  # into which the steps of a work tile are divided: see `step_parts`
 
     def __post_init__(self) -> None:
         blocks = (32, 64) if self.fused else (16, 32, 64)
         queries = self.block_q * self.warp_rows // (4 * self.warpgroups)  # a warp's
         by_columns = (self.kv_blocks, self.warpgroups, self.warp_rows) == (1, 1, 4)
         by_columns = by_columns and not self.fused
+        most_parts = 1 if self.columns else step_parts.MOST
         check(
             self,
             kv_blocks=(self.kv_blocks in (1, 2), "1 or 2"),
@@ -102,6 +106,7 @@ class Config:
             do_stages=(self.do_stages in (1, 2), "1 or 2"),
             dq_block_kv=(self.dq_block_kv in (16, 32, 64), "16, 32 or 64"),
             dq_stages=(self.dq_stages in (1, 2), "1 or 2"),
+            parts=(1 <= self.parts <= most_parts, f"from 1 to {most_parts}"),
             columns=(
                 not self.columns or (self.columns % 16 == 0 and by_columns),
                 "0; or a multiple of 16 if it is not fused, kv_blocks and warpgroups are 1 and "
@@ -129,8 +134,12 @@ class Config:
             for block in (64, 32, 16)
             for keys, stages in tiles_of_dq
         ]
-        choices.append(cls(block_q=32, fused=False, dq_block_kv=32, columns=64))
-        return next((x for x in choices if sm80_common.fits(problem, smem_bytes, x)), choices[-1])
+        streamed = cls(block_q=32, fused=False, dq_block_kv=32, columns=64)
+        fits = functools.partial(sm80_common.fits, problem, smem_bytes)
+        config = next(filter(fits, choices), streamed)
+        blocks = gpu_specs.multiprocessors(problem.gpu)
+        parts = 1 if config.columns else step_parts.of_idle(plan_of(problem, config).order, blocks)
+        return dataclasses.replace(config, parts=parts)
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
@@ -142,7 +151,7 @@ def limit(problem: AttentionProblem) -> Limit | None:
 
 def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     tiling = KeyTiling(problem, ROWS * config.kv_blocks, config.block_q)
-    order = work_order.WorkOrder(tiling, l2_bytes=L2_BYTES)
+    order = work_order.WorkOrder(tiling, l2_bytes=L2_BYTES, parts=config.parts)
     form = MmaFormat(problem, config.columns, 16 * config.warpgroups)
     return KeyPlan(problem, config, order, form)
 
@@ -271,15 +280,15 @@ class FirstRows(NamedTuple):
 
 
 def _mainloop(block: Block) -> tuple[RegisterTile, ...]:
-    """The gradients of the block's keys over all query tiles."""
+    """The gradients of the block's keys over all query tiles, or over those of a part."""
     (plan, _, _), work, which = block.ctx, block.work, block.which
-    steps = plan.problem.group * work.steps
+    begin, end = key_tiles.steps_of(plan, work)
 
     def body(i: Index, carry: tuple[RegisterTile, ...]) -> tuple[RegisterTile, ...]:
         grads = dict(zip(which, carry, strict=True))
         step = key_tiles.query_step(plan, work, i)
         following = key_tiles.query_step(plan, work, i + 1)
-        slot = i & 1
+        slot = (i - begin) & 1
         soon, later = [_copy_queries(block, "q", following, 1 - slot)], []
         if plan.config.do_stages == 2:
             soon.append(_copy_queries(block, "do", following, 1 - slot))
@@ -290,11 +299,12 @@ def _mainloop(block: Block) -> tuple[RegisterTile, ...]:
         rows = FirstRows(slot * plan.config.block_q, first_do)
         return _step(block, step, rows, grads, later)
 
-    first, none = key_tiles.query_step(plan, work, jnp.int32(0)), jnp.int32(0)
+    none = jnp.int32(0)
+    first = key_tiles.query_step(plan, work, begin + none)
     keys = [_copy_keys(block, name) for name in ("k", "v") if "k" in which or name == "k"]
     queries = [_copy_queries(block, name, first, none) for name in ("q", "do")]
     copy_async(*keys, *queries, pending=None)
-    return lax.fori_loop(0, steps, body, tuple(_no_gradient(block, name) for name in which))
+    return lax.fori_loop(begin, end, body, tuple(_no_gradient(block, name) for name in which))
 
 
 def _no_gradient(block: Block, name: str) -> RegisterTile:
@@ -372,8 +382,7 @@ def _scores(
     def derivative(p: RegisterTile) -> RegisterTile:
         delta = of_rows(refs.delta)
         dp = product(smem.v, smem.do, first.do, form.v_width)
-        ds = p * (dp - key_tiles.per_column(delta, shape))
-        return ds if slope is None else ds * slope
+        return d_scores(p, dp, key_tiles.per_column(delta, shape), slope)
 
     return p, derivative
 
@@ -393,9 +402,10 @@ def _add_dq(block: Block, step: QueryStep) -> None:
 
 def _store(block: Block, outs: Sequence[GmemRef], grads: Sequence[RegisterTile]) -> None:
     plan, work = block.ctx.plan, block.work
+    row = work.batch if plan.order.parts == 1 else work.batch * plan.order.parts + work.part
     for name, grad, out in zip(block.which, grads, outs, strict=True):
         grad = grad * plan.problem.scale if name == "k" else grad
-        at = (work.batch, work.kv_head, work.key, plan.problem.kv_len - work.key)
+        at = (row, work.kv_head, work.key, plan.problem.kv_len - work.key)
         mma_2x2.write(grad.astype(out.dtype), out, at, block.warps)
 
 
@@ -412,18 +422,21 @@ def _kernel(refs: BackwardRefs, *rest: Any, plan: KeyPlan, which: str) -> None:
 
 
 def _launch(plan: KeyPlan, refs: BackwardRefs, which: str) -> dict[str, jax.Array]:
-    """dk, dv or both, by name."""
-    problem = plan.problem
+    """dk, dv or both, by name. Those of parts are float32, as batch rows, and added up by XLA."""
+    problem, parts = plan.problem, plan.order.parts
     kernel, name = _kernel, f"flash_bwd_{which}_sm80"
     if plan.config.columns:
         from pallas_attn.kernels.flash_bwd import sm80_columns
 
         kernel, name = sm80_columns.dk_dv_kernel, f"flash_bwd_{which}_streams_sm80"
     dims = {"k": problem.head_dim, "v": problem.v_head_dim}
-    result = functools.partial(plan.format.result, problem.kv_len, problem.kv_heads)
+    results = [plan.format.result(problem.kv_len, problem.kv_heads, dims[name]) for name in which]
+    if parts > 1:
+        sizes = [(problem.batch * parts, *x.shape[1:]) for x in results]
+        results = [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes]
     call = plgpu.kernel(
         functools.partial(kernel, plan=plan, which=which),
-        out_type=tuple(result(dims[name]) for name in which),
+        out_type=tuple(results),
         scratch_types=(scratch(plan, which),),
         grid=(plan.order.grid,),
         grid_names=("block",),
@@ -431,7 +444,11 @@ def _launch(plan: KeyPlan, refs: BackwardRefs, which: str) -> dict[str, jax.Arra
         kernel_name=name,
         **sm80_common.warpgroup_arguments(plan.config.warpgroups),
     )
-    grads = zip(which, call(refs), strict=True)
+    made = call(refs)
+    if parts > 1:
+        made = [x.reshape(problem.batch, parts, *x.shape[1:]).sum(1) for x in made]
+        made = [x.astype(problem.dtype) for x in made]
+    grads = zip(which, made, strict=True)
     return {name: plan.format.whole_rows(x, dims[name]) for name, x in grads}
 
 

@@ -21,6 +21,7 @@ from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, QueryStep
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, RowStatistics
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.sm80_dq import ScoreRows, ds_of, probabilities
+from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Index, RegisterTile
 from pallas_attn.kernels.mma import mma_sync
@@ -91,8 +92,7 @@ def _step(
     if "v" in which:
         grads["v"] = chunks.weigh(grads["v"], mma_sync.terms_of(p, form.terms, form.dtype))
     if "k" in which:
-        ds = p * (chunks.scores() - key_tiles.per_column(delta, p.shape))
-        ds = ds if slope is None else ds * slope
+        ds = d_scores(p, chunks.scores(), key_tiles.per_column(delta, p.shape), slope)
         grads["k"] = chunks.weigh(grads["k"], mma_sync.terms_of(ds, form.terms, form.dtype))
     return tuple(grads[name] for name in which)
 
@@ -125,8 +125,7 @@ def dq_mainloop(ctx: KernelContext, rows: ScoreRows, span: Span, stats: RowStati
         masked = (t < span.full_lo) | (t >= span.full_hi)
         key = rows.key(t, block)
         p, slope = probabilities(ctx, rows, key, chunks.scores(), stats.lse, masked)
-        ds = ds_of(p, chunks.scores(), stats.delta)
-        ds = ds if slope is None else ds * slope
+        ds = ds_of(p, chunks.scores(), stats.delta, slope)
         return chunks.weigh(dq, mma_sync.terms_of(ds, form.terms, form.dtype))
 
     return lax.fori_loop(span.lo, span.hi, step, sm80_column_stream.zeros(form, "k"))

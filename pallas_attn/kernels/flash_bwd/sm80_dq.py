@@ -25,6 +25,7 @@ from pallas_attn.kernels.attention.tiles import KernelContext, Span
 from pallas_attn.kernels.flash_bwd import operands, sm90_dq
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, RowStatistics
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.flash_fwd import key_mask_ranges, tile_scheduler
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.flash_fwd.listed import list_of
@@ -113,8 +114,11 @@ def logit_tile(rows: ScoreRows, key: Index) -> LogitTile:
     return LogitTile(*where, q_axis=0)
 
 
-def ds_of(p: RegisterTile, dp: RegisterTile, delta: RegisterTile) -> RegisterTile:
-    return p * (dp - mosaic.broadcast_rows(delta, p.shape))
+def ds_of(
+    p: RegisterTile, dp: RegisterTile, delta: RegisterTile, slope: RegisterTile | None = None
+) -> RegisterTile:
+    """`d_scores` of query rows that are the rows of a tile."""
+    return d_scores(p, dp, mosaic.broadcast_rows(delta, p.shape), slope)
 
 
 def copies_of_rows(ctx: KernelContext, rows: ScoreRows) -> list[Copy]:
@@ -176,8 +180,7 @@ def _mainloop(
         masked, key = (t < span.full_lo) | (t >= span.full_hi), rows.key(t, block)
         s = product(ctx, "q", "k", slot * block)
         p, slope = probabilities(ctx, rows, key, s, stats.lse, masked)
-        ds = ds_of(p, product(ctx, "do", "v", slot * block), stats.delta)
-        ds = ds if slope is None else ds * slope
+        ds = ds_of(p, product(ctx, "do", "v", slot * block), stats.delta, slope)
         terms = mma_sync.terms_of(ds, form.terms, form.dtype)
         return mma_sync.matmul_add(dq, terms, smem.k, slot * block, form.k_width)
 

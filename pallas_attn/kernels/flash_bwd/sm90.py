@@ -12,6 +12,9 @@
 | many heads whose dq fits in shared memory | `sm90_heads` | `sm90_heads` |
 | a table of blocks of 64 keys (`flash_fwd/block_tables.py`) | `sm90_dkdv` | `sm90_dq` |
 
+`sm90_fused`, but in turns, and `sm90_dkdv` divide the steps of few work tiles over more blocks
+(`step_parts`).
+
 After any of these, `sm90_dbias` makes the gradient of a bias and the sums for the gradients of a
 score function's arrays that no other kernel has made (`aux_sums`). XLA makes the gradient of sinks.
 """
@@ -32,7 +35,6 @@ from pallas_attn.kernels.flash_bwd import (
     lockstep,
     one_key_tile,
     operands,
-    query_chunks,
     sm90_dbias,
     sm90_dkdv,
     sm90_dq,
@@ -41,6 +43,7 @@ from pallas_attn.kernels.flash_bwd import (
     sm90_short,
     sm90_window,
     statistics,
+    step_parts,
     turns,
 )
 from pallas_attn.kernels.flash_bwd.aux_sums import Part
@@ -84,10 +87,10 @@ class Config:
     window: bool = False  # all by `sm90_window`, which takes few problems
     short: bool = False  # all by `sm90_short`, likewise
     heads: bool = False  # dq, dk and dv by `sm90_heads`
+    parts: int = 1  # into which the steps of a work tile of keys are divided: see `step_parts`
     lockstep: bool = False  # blocks are at the same query tile, where `lockstep` applies
     claims: bool = False  # blocks claim work tiles, in `sm90_fused`
     kv_slots: int = 1  # work tiles whose keys are in shared memory, in `sm90_fused`
-    q_chunks: int = 1  # parts of the query rows that are batch rows: see `query_chunks`
     one_key_tile: bool = False  # `sm90_fused` writes dq itself, see `one_key_tile`
     turns: bool = False  # kv tiles add to dq in one order, in `sm90_fused`, where `turns` applies
     # dk and dv of 64 keys by `sm90_dkdv`; work tiles of dq have heads of a group: `block_tables`.
@@ -96,12 +99,14 @@ class Config:
     def __post_init__(self) -> None:
         blocks = (64, 128) if self.fused else (16, 32, 64, 128)
         lags = (1,) if self.block_q == 128 else (1, 2)
+        whole = self.window or self.short or self.heads or self.turns
+        most_parts = 1 if whole else step_parts.MOST
         check(
             self,
             block_q=(self.block_q in blocks, "64 or 128, or, if it is not fused, 16 or 32"),
             stages=(self.stages >= 2, "at least 2"),
             kv_slots=(self.kv_slots in (1, 2), "1 or 2"),
-            q_chunks=(self.q_chunks >= 1, "at least 1"),
+            parts=(1 <= self.parts <= most_parts, f"from 1 to {most_parts}"),
             l2_heads=(self.l2_heads >= 0, "at least 0"),
             grid=(self.grid >= 0, "at least 0"),
             dq_block_kv=(self.dq_block_kv in (32, 64, 128), "32, 64 or 128"),
@@ -124,30 +129,45 @@ class Config:
             held = holds_columns(problem)
             full = held and problem.mask.is_full  # positions take registers, too
             wide = cls(fused=False, k_in_registers=held, q_in_registers=full)
-            return _in_order(problem, _two_kernels(problem, wide))
+            return _in_parts_and_order(problem, _two_kernels(problem, wide))
         if has_small_blocks(problem):
             heads = block_tables.heads_of_tile(problem, 2)
-            return _two_kernels(problem, cls(fused=False, block_table=True, dq_warpgroups=heads))
+            tables = cls(fused=False, block_table=True, dq_warpgroups=heads)
+            return _in_parts(problem, _two_kernels(problem, tables))
         has_functions = problem.mask_program is not None or problem.score_program is not None
         config = cls(dq_stages=3, dq_lag=2, k_in_registers=not has_functions)
         if one_key_tile.takes(problem):
-            chunks = query_chunks.default(problem)
-            return _with_slots(problem, cls(128, one_key_tile=True, q_chunks=chunks))
+            return _with_slots(problem, _in_parts(problem, cls(128, one_key_tile=True)))
         if max(problem.head_dim, problem.v_head_dim) <= 64:
             config = cls(128, dq_stages=4, dq_warpgroups=3)
         # A float32 dq is set to 0 before and rounded after, which costs more than it saves where
-        # keys meet few query rows, or blocks add to more of it at a time than L2 holds, or most
-        # blocks would have no work tile.
-        order = plan_of(problem, config).order
-        idle = 2 * order.work_tiles <= config.grid
+        # keys meet few query rows, unless a kernel of its own rounds it and blocks take parts; or
+        # blocks add to more of it at a time than L2 holds; or most blocks would have no work tile.
+        order = plan_of(problem, _in_order(problem, config)).order
+        has_parts = step_parts.default(order, adds_dq=True) > 1
+        few_rows = order.tiling.mean_q_rows <= 512 and not (has_parts and config.block_q > ROWS)
+        idle = 2 * order.work_tiles <= config.grid and not has_parts
         scattered = order.exceeds_l2 and (idle or not order.tiling.follows_mask)
-        fused = order.tiling.mean_q_rows > 512 and not scattered
+        fused = not (few_rows or scattered)
         config = dataclasses.replace(config, fused=fused)
-        if fused and problem.deterministic:
+        if fused and problem.deterministic and not has_parts:
             config = _with_turns(problem, config)
         if fused and dq_sum.has_rest(plan_of(problem, config)):
             config = dataclasses.replace(config, stages=3, dq_lag=1)
-        return _with_slots(problem, _in_order(problem, config))
+        return _with_slots(problem, _in_parts_and_order(problem, config))
+
+
+def _in_parts(problem: AttentionProblem, config: Config) -> Config:
+    """`config`, with the steps of few work tiles divided over more blocks."""
+    if config.turns:
+        return config
+    parts = step_parts.default(plan_of(problem, config).order, is_fused(problem, config))
+    return dataclasses.replace(config, parts=parts)
+
+
+def _in_parts_and_order(problem: AttentionProblem, config: Config) -> Config:
+    """`config`, with an order for the parts that blocks take in the order without parts."""
+    return _in_order(problem, _in_parts(problem, _in_order(problem, config)))
 
 
 def _with_slots(problem: AttentionProblem, config: Config) -> Config:
@@ -166,8 +186,11 @@ def _with_slots(problem: AttentionProblem, config: Config) -> Config:
 def _in_order(problem: AttentionProblem, config: Config) -> Config:
     """`config`, with the order in which blocks take work tiles and query tiles. A static table
     takes one L2 group after the other: then blocks read rows of heads that share keys from memory,
-    not L2, or the long work tiles of the last group begin late.
+    not L2, or the long work tiles of the last group begin late. Blocks that take parts are at
+    other query tiles anyway: lockstep made them 6 to 14 % slower, claims no faster.
     """
+    if config.parts > 1:
+        return dataclasses.replace(config, lockstep=False, claims=False)
     order = plan_of(problem, dataclasses.replace(config, lockstep=True, claims=True)).order
     fused, long = is_fused(problem, config), order.head_exceeds_l2
     lockstep = order.lockstep and (long or (fused and problem.group > 1))
@@ -276,8 +299,6 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
         keys, block_q = sm90_heads.KEYS if config.heads else ROWS, ROWS
     elif wide:
         keys = sm90_dkdv.KEYS
-    if config.q_chunks > 1 and not query_chunks.takes(problem, config.q_chunks):
-        raise ValueError(f"Config.q_chunks must be 1 for {problem}")
     tiling = KeyTiling(problem, keys, block_q)
     alone = config.fused and block_q == 2 * ROWS and one_key_tile.takes(problem)
     if config.one_key_tile and (own_order or not alone):
@@ -291,6 +312,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
         lockstep=config.lockstep and own_order is None and lockstep.applies(tiling),
         claims=claims and not (own_order is not None or wide or tiling.is_listed),
         turns=in_turns,
+        parts=config.parts,
     )
     config = dataclasses.replace(config, block_q=block_q)
     halves = block_q == ROWS and is_fused(problem, config)
@@ -362,10 +384,6 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
     residuals = Residuals(*residuals)
-    if config.q_chunks > 1:
-        chunks = query_chunks.split(residuals, problem, config.q_chunks)
-        grads = run(*chunks, dataclasses.replace(config, q_chunks=1))
-        return query_chunks.joined(grads, problem)
     plan = plan_of(problem, config)
     inputs = residuals.inputs
     if config.short or config.heads:

@@ -36,13 +36,14 @@ from jax import lax
 from pallas_attn.kernels.attention import score_mod, tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
-from pallas_attn.kernels.flash_bwd import float32, held_columns, key_tiles, producer
+from pallas_attn.kernels.flash_bwd import float32, held_columns, key_tiles, producer, step_parts
 from pallas_attn.kernels.flash_bwd.float32 import scaled
 from pallas_attn.kernels.flash_bwd.held_columns import HeldColumns
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, KeyGradients
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart, Ring
+from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.lang import launch, mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import (
@@ -260,6 +261,7 @@ def _mainloop(
     part.
     """
     group, form = plan.problem.group, role.gradient_form
+    first_step, end_step = key_tiles.steps_of(plan, work)
     shape = KEYS, plan.config.block_q
     multiply_keys = wgmma.score_panels if role.held.in_parts else wgmma.multiply
     to_left = functools.partial(float32.left_operand, plan.problem, by=role.left_scale)
@@ -282,7 +284,7 @@ def _mainloop(
     def all_steps(count: Index) -> tuple[RegisterTiles, Index]:
         slot = slot_of(count)
         first = wgmma.matmul(shape, keys(count), product(slot), issue=multiply_keys)
-        left, acc = to_left(left_of(0, count, first)), _nothing(form)
+        left, acc = to_left(left_of(first_step, count, first)), _nothing(form)
 
         def step(i: Index, carry: Carry) -> Any:
             acc, left, count = carry
@@ -314,7 +316,8 @@ def _mainloop(
             release(before)
             return acc, to_left(left), count + 1
 
-        acc, left, end = lax.fori_loop(1, group * work.steps, step, (acc, left, count + 1))
+        start = acc, left, count + 1
+        acc, left, end = lax.fori_loop(first_step + 1, end_step, step, start)
         last = slot_of(end - 1)
         acc = _add_gradient(plan, form, acc, left, gradient(last))
         release(last)
@@ -323,7 +326,8 @@ def _mainloop(
     def no_step(count: Index) -> tuple[RegisterTiles, Index]:
         return _nothing(form), count
 
-    return lax.cond(work.steps > 0, all_steps, no_step, count)
+    some = end_step > first_step if plan.order.parts > 1 else work.steps > 0
+    return lax.cond(some, all_steps, no_step, count)
 
 
 def _make_dv(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterTiles, Index]:
@@ -378,7 +382,7 @@ def _make_dk(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterT
         p = mosaic.load(smem.p.at[slot], mosaic.TILE)
         plgpu.commit_smem()  # delta has been read, and TMA will write there
         ring.release(slot)
-        return p * (scaled(dp, units.dp) - key_tiles.per_column(delta, dp.shape))
+        return d_scores(p, scaled(dp, units.dp), key_tiles.per_column(delta, dp.shape))
 
     dk, count = _mainloop(plan, role, work, count, make_ds)
     unit = plan.problem.scale if units.dk is None else units.dk
@@ -405,7 +409,11 @@ def _consume(ctx: KernelContext, block_id: Index, consumer: Consumer) -> None:
         work = key_tiles.key_tile(ctx, code)
         plgpu.barrier_wait(consumer.ready)
         value, count = consumer.make(ctx, work, count)
-        if ctx.plan.problem.dtype == "float32":
+        if ctx.plan.order.parts > 1:
+            plgpu.commit_smem()  # keys have been read, and TMA will write there
+            plgpu.barrier_arrive(consumer.free)
+            step_parts.store(ctx.plan, consumer.out, work, 0, jax.tree.leaves(value))
+        elif ctx.plan.problem.dtype == "float32":
             plgpu.barrier_arrive(consumer.free)
             where = (work.batch, pl.ds(work.key, KEYS), work.kv_head, pl.ds(0, value.shape[1]))
             mosaic.store(consumer.out.at[where], value)
@@ -487,8 +495,12 @@ def _kernel(
 
 def dk_dv(plan: KeyPlan, refs: BackwardRefs) -> KeyGradients:
     """dk and dv, in the sizes of refs.k and refs.v; in float32 in whole tiles."""
-    outs: list[jax.ShapeDtypeStruct] = []
     form = plan.format
+    if plan.order.parts > 1:
+        widths = [x.panels or (x.width,) for x in form[:2]]
+        pieces = _kernel_of(plan, step_parts.outputs(plan, widths))(refs)
+        return step_parts.added(plan, pieces, widths)
+    outs: list[jax.ShapeDtypeStruct] = []
     for x, width, swizzle in (
         (refs.k, form.qk.width, form.v.swizzle),
         (refs.v, form.v.width, form.qk.swizzle),
@@ -506,7 +518,11 @@ def dk_dv(plan: KeyPlan, refs: BackwardRefs) -> KeyGradients:
             columns = tma_operands.round_up(columns, swizzle // 2)
         sizes = (plan.problem.batch, *x.shape[1:3], columns)
         outs.append(jax.ShapeDtypeStruct(sizes, x.dtype))
-    kernel = launch.persistent_kernel(
+    return KeyGradients(*_kernel_of(plan, outs)(refs))
+
+
+def _kernel_of(plan: KeyPlan, outs: Sequence[jax.ShapeDtypeStruct]) -> Callable[..., Any]:
+    return launch.persistent_kernel(
         functools.partial(_kernel, plan=plan),
         "flash_bwd_dkdv_sm90",
         tuple(outs),
@@ -514,4 +530,3 @@ def dk_dv(plan: KeyPlan, refs: BackwardRefs) -> KeyGradients:
         (plan.order.grid, 3),
         barriers=plan.problem.dtype == "float32",
     )
-    return KeyGradients(*kernel(refs))

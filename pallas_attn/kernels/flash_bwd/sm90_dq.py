@@ -32,6 +32,7 @@ from pallas_attn.kernels.flash_bwd.float32 import Units, left_operand, matmul_ad
 from pallas_attn.kernels.flash_bwd.held_columns import HeldColumns
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.producer import Ring, load_rows, store_rows
+from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.flash_fwd import block_tables, key_mask_ranges, listed, tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import launch, mosaic, panels
@@ -309,8 +310,8 @@ def _ds(
     p, slope = score_mod.probabilities(ctx, place, s, rows.lse, masked)
     dp = plgpu.wgmma_accumulator_load(accs[1], wait_n=0)
     smem.v_ring.release(smem.v_ring.slot(count))
-    ds = p * (scaled(dp, rows.units.dp) - mosaic.broadcast_rows(rows.delta, s.shape))
-    return ds if slope is None else ds * slope
+    delta = mosaic.broadcast_rows(rows.delta, s.shape)
+    return d_scores(p, scaled(dp, rows.units.dp), delta, slope)
 
 
 # ---- the mainloop -------------------------------------------------------------------------------

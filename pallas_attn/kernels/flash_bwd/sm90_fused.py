@@ -62,6 +62,7 @@ from pallas_attn.kernels.flash_bwd import (
     key_tiles,
     one_key_tile,
     producer,
+    step_parts,
     turns,
 )
 from pallas_attn.kernels.flash_bwd.dq_sum import WARPGROUPS, PendingDq
@@ -69,6 +70,7 @@ from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, per_column
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, KeyGradients
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart, Ring, ring_slot
+from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.flash_fwd import claims
 from pallas_attn.kernels.lang import launch, mosaic, panels
 from pallas_attn.kernels.lang.panels import Panel, Panels
@@ -246,7 +248,10 @@ def _mainloop(
         nothing = PendingDq(jnp.int32(0), count - 1, first_head, jnp.int32(0))
         none = turns.packed(plan, nothing)
         added = none if plan.order.turns else None
-        start = (jnp.int32(0), jnp.int32(0)), (none,) * lag, added, aux_sums.empty_sums(plan)
+        first = jnp.int32(0), jnp.int32(0)
+        if plan.order.parts > 1:
+            first = key_tiles.step_of(plan, work, key_tiles.steps_of(plan, work)[0])
+        start = first, (none,) * lag, added, aux_sums.empty_sums(plan)
         kept, added, of_aux = lax.fori_loop(0, turns.trip_count(plan, work, count), step, start)[1:]
         pending = turns.unpacked_last(plan, kept, count, work)
         last = pending[-1]
@@ -543,7 +548,7 @@ def _ds(
     slot, ready = _ds_slot(plan, now.own.count), _ds_ready(now.ctx, now.own.count)
     wgmma.value_panels(sums.dv, p.astype(dtype), panels.tiles(smem.do, now.slot))
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(sums.dv))
-    ds = p * (dp if now.presets else dp - now.row_statistic(smem.do_ring))
+    ds = d_scores(p, dp, None if now.presets else now.row_statistic(smem.do_ring))
     of_aux = aux_sums.add_tile(now.ctx, now.place, now.of_aux, ds)
     ds = (ds if slope is None else ds * slope).astype(dtype)
     if refs.dq is not None:
@@ -593,6 +598,16 @@ def _store_dk_dv(
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if not from_ds:
         plgpu.barrier_arrive(smem.kv_free)
+
+
+def _store_part(
+    ctx: KernelContext, outs: KeyGradients, work: KeyTile, wg: Index, grads: KeyGradients
+) -> None:
+    """A part of the sums of dk and dv, from registers."""
+    plgpu.commit_smem()  # k has been read, and TMA will write there
+    plgpu.barrier_arrive(ctx.smem.kv_free)
+    for out, sums in zip(outs, grads, strict=True):
+        step_parts.store(ctx.plan, out, work, wg * ROWS, sums)
 
 
 class Staging(NamedTuple):
@@ -666,8 +681,9 @@ def _consume(ctx: KernelContext, outs: KeyGradients, block_id: Index, wg: Index)
         plgpu.barrier_wait(own.smem.kv_ready)
         grads, of_aux, count = _mainloop(own, work, wg, count)
         grads = grads._replace(dk=[part * plan.problem.scale for part in grads.dk])
-        aux_sums.store(ctx, (work.batch, work.kv_head, work.key + wg * ROWS), of_aux)
-        _store_dk_dv(own, outs, work, wg, grads)
+        aux_sums.store(ctx, work, wg * ROWS, of_aux)
+        store = _store_dk_dv if plan.order.parts == 1 else _store_part
+        store(own, outs, work, wg, grads)
         return count
 
     producer.each_work_tile(ctx, block_id, work_tile)
@@ -696,7 +712,10 @@ def dq_dk_dv(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
     if plan.order.turns:
         refs = refs._replace(turns=turns.counters(plan))
     grads = dk_dv(plan, _with_presets(KernelContext(plan, refs)))
-    return Gradients(dq_sum.rounded(plan, jax.freeze(refs.dq)), *grads)
+    dq = jax.freeze(refs.dq)
+    if plan.order.parts > 1:  # the sums of parts are read first: L2 may have them still
+        dq, _ = lax.optimization_barrier((dq, grads.dk))
+    return Gradients(dq_sum.rounded(plan, dq), *grads)
 
 
 def _with_presets(ctx: KernelContext) -> BackwardRefs:
@@ -714,11 +733,16 @@ def dk_dv(plan: KeyPlan, refs: BackwardRefs) -> KeyGradients:
 
 def _call_kernel(plan: KeyPlan, refs: BackwardRefs) -> Any:
     """dk, dv, and dq where all keys are one tile."""
-    outs = []
+    outs, in_parts = [], plan.order.parts > 1
     for x in (refs.k, refs.v):  # a gradient for each batch row of q
         outs.append(jax.ShapeDtypeStruct((plan.problem.batch, *x.shape[1:]), x.dtype))
+    if in_parts:
+        outs = step_parts.outputs(plan, _widths(plan))
     if plan.config.one_key_tile:
         outs.append(one_key_tile.output(plan.problem))
     body, size = functools.partial(_kernel, plan=plan), (plan.order.grid, WARPGROUPS + 1)
     kernel = launch.persistent_kernel(body, "flash_bwd_sm90", tuple(outs), scratch(plan), size)
-    return kernel(refs)
+    dk, dv, *dq = kernel(refs)
+    if in_parts:
+        dk, dv = step_parts.added(plan, (dk, dv), _widths(plan))
+    return dk, dv, *dq

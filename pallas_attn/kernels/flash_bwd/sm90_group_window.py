@@ -44,6 +44,7 @@ from pallas_attn.kernels.flash_bwd.operands import (
     Residuals,
 )
 from pallas_attn.kernels.flash_bwd.producer import Ring
+from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.lang import launch, mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.panels import Panel
@@ -392,7 +393,7 @@ def _add(now: WindowStep, sums: KeyGradients, s_acc: RegisterTile, dp_acc: Regis
     # dV waits for dP: P in float32 beside its operand would be too much for registers.
     dp = plgpu.wgmma_accumulator_load(dp_acc)
     delta = per_column(mosaic.load(smem.delta.at[slot], mosaic.COLUMN), s.shape)
-    ds = (p * (dp - delta)).astype(dtype)
+    ds = d_scores(p, dp, delta).astype(dtype)
     plgpu.wgmma(sums.dv, p.astype(dtype), do)
     plgpu.wgmma(sums.dk, ds, q)
     to = lax.rem(now.s, jnp.int32(TILES))

@@ -54,6 +54,7 @@ from pallas_attn.kernels.flash_bwd.operands import (
 )
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import Ring, ring_slot
+from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.flash_bwd.work_order import USUAL_BLOCKS
 from pallas_attn.kernels.lang import launch, mosaic, panels
 from pallas_attn.kernels.lang.panels import Panel, Panels
@@ -533,8 +534,8 @@ def _dv_and_dk(
     wgmma.value_panels(sums.dv, p.astype(dtype), do)
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(do))
     _release(now, now.t == now.tile.steps - 1)
-    ds = p * (dp - per_column(now.statistic(smem.delta), dp.shape))
-    ds = (ds if slope is None else ds * slope).astype(dtype)
+    delta = per_column(now.statistic(smem.delta), dp.shape)
+    ds = d_scores(p, dp, delta, slope).astype(dtype)
     to = ring_slot(now.count, ds_slots)
     pl.when(now.count >= ds_slots)(lambda: plgpu.barrier_wait(smem.ds_free.at[to]))
     smem.ds.tile[to, now.wg] = ds

@@ -33,6 +33,7 @@ from pallas_attn.kernels.flash_bwd import tile_statistics
 from pallas_attn.kernels.flash_bwd.key_tiles import per_column
 from pallas_attn.kernels.flash_bwd.operands import Gradients, KeyGradients, Residuals
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.flash_bwd.tile_statistics import QueryTileAt, StatisticsRefs
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import (
@@ -261,8 +262,8 @@ def _add_pair(
     p, slope = score_mod.probabilities(ctx, place, s, lse, masked)
     wgmma.value_panels(sums.dv, p.astype(dtype), do)
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(do))
-    ds = p * (dp - per_column(mosaic.load(smem.delta.at[t], mosaic.COLUMN), dp.shape))
-    ds = (ds if slope is None else ds * slope).astype(dtype)
+    delta = per_column(mosaic.load(smem.delta.at[t], mosaic.COLUMN), dp.shape)
+    ds = d_scores(p, dp, delta, slope).astype(dtype)
     plgpu.commit_smem()  # all warps have read the dS of the pair before
     for copy in smem.ds:
         copy[...] = ds

@@ -56,6 +56,7 @@ from pallas_attn.kernels.flash_bwd import (
     operands,
     producer,
     sm90_dq,
+    step_parts,
     wide_rows,
     work_order,
 )
@@ -69,6 +70,7 @@ from pallas_attn.kernels.flash_bwd.operands import (
 )
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import ring_slot
+from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.flash_bwd.wide_rows import KeyRows, Rows, WideRows
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.flash_fwd import shared_memory, tile_scheduler
@@ -105,6 +107,7 @@ class Config:
     in_registers: int = 256  # columns of the first held array that are in registers
     value_blocks: int = 0  # blocks of the value array for each warpgroup; 0: two if there is room
     grid: int = BLOCKS  # persistent blocks
+    parts: int = 1  # into which the steps of a work tile of keys are divided: see `step_parts`
 
     block_kv, block_q, warpgroups, l2_heads = ROWS, ROWS, 1, 0  # for plans
 
@@ -118,12 +121,13 @@ class Config:
             ),
             value_blocks=(self.value_blocks in (0, 1, 2), "0, 1 or 2"),
             grid=(self.grid >= 1, "at least 1"),
+            parts=(1 <= self.parts <= step_parts.MOST, f"from 1 to {step_parts.MOST}"),
         )
 
     @classmethod
     def default(cls, problem: AttentionProblem) -> "Config":
-        del problem
-        return cls()
+        order = key_plan(problem, cls()).order  # dV and dK take as many products as with dQ
+        return cls(parts=step_parts.default(order, adds_dq=True))
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
@@ -201,6 +205,11 @@ class Buffers:
     def acc_columns(self) -> int:
         """Columns of each accumulator of these."""
         return self.out_columns // pl.cdiv(self.out_columns, WIDTH)
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns of the accumulators of both warpgroups."""
+        return (self.acc_columns,) * (HALVES * self.out_columns // self.acc_columns)
 
     @property
     def value_bytes(self) -> int:
@@ -506,8 +515,7 @@ def _every_ds(wide: WideContext, tile: Callable[[Index], Tile], steps: Index) ->
             _issue(wide, tile(i), dp, n)
         for n in range(count, blocks):
             _release(wide, tile(i), n, blocks - 1 - n)
-        ds = p * (dp[...] - delta)
-        _hand_over(wide, tile(i), ds if slope is None else ds * slope)
+        _hand_over(wide, tile(i), d_scores(p, dp[...], delta, slope))
 
     @pl.loop(0, steps)
     def _(i: Index) -> None:
@@ -633,18 +641,21 @@ def _sum(wide: WideContext, work: WideRows, wg: Index, tiles_before: Index) -> R
 
 
 def _store(wide: WideContext, work: WideRows, out: GmemRef, wg: Index, sums: RegisterTiles) -> None:
-    """Stores a warpgroup's columns of a gradient. Rows past a query length may have met NaN: zeros
-    are selected in their place.
+    """Stores a warpgroup's columns of a gradient, or of a part. Rows past a query length may have
+    met NaN: zeros are selected in their place.
     """
     (ctx, buffers), (batch, head, row, _), width = wide, work.rows, wide.buffers.acc_columns
+    if buffers.gradient.has_dp:
+        sums = tuple(value * ctx.plan.problem.scale for value in sums)
+    if isinstance(work, KeyRows) and ctx.plan.order.parts > 1:
+        return step_parts.store(ctx.plan, out, work.work, 0, sums, wg * buffers.out_columns)
     for n, value in enumerate(sums):
-        if buffers.gradient.has_dp:
-            value = value * ctx.plan.problem.scale
         if work.length is not None:
             inside = mosaic.positions((ROWS,), 0, row) < work.length
             value = jnp.where(mosaic.broadcast_rows(inside, value.shape), value, 0.0)
         columns = pl.ds(wg * buffers.out_columns + n * width, width)
         mosaic.store(out.at[batch, pl.ds(row, ROWS), head, columns], value.astype(out.dtype))
+    return None
 
 
 # ---- the kernel and its call --------------------------------------------------------------------
@@ -679,16 +690,19 @@ def _kernel(
 
 
 def gradient_of(plan: KeyPlan | QueryPlan, gradient: Gradient, refs: BackwardRefs) -> jax.Array:
-    """dv, dk or dq, in whole tiles of rows and blocks of columns."""
+    """dv, dk or dq, in whole tiles of rows and blocks of columns; or the parts of dv or dk."""
     problem, buffers = plan.problem, Buffers(plan.problem, plan.config, gradient)
     rows, heads = plan.tiling.padded_rows, problem.q_heads
     if gradient.is_of_keys:
         rows, heads = plan.tiling.padded_keys, problem.kv_heads
     sizes = problem.batch, rows, heads, columns_of(problem, gradient.values)
+    out = jax.ShapeDtypeStruct(sizes, problem.dtype)
+    if isinstance(plan, KeyPlan) and plan.order.parts > 1:
+        (out,) = step_parts.outputs(plan, [buffers.widths])
     kernel = launch.persistent_kernel(
         functools.partial(_kernel, plan=plan, buffers=buffers),
         f"flash_bwd_wide_{gradient.name}_sm90",
-        jax.ShapeDtypeStruct(sizes, problem.dtype),
+        out,
         scratch(buffers),
         (plan.order.grid, PRODUCER + 1),
     )
@@ -700,7 +714,8 @@ def key_plan(problem: AttentionProblem, config: Config) -> KeyPlan:
     4 % less at 8192 rows of 32:4 heads of 512, and 14 % less at 8 x 2048.
     """
     tiling = KeyTiling(problem, ROWS, ROWS)
-    order = WorkOrder(tiling, blocks=config.grid, lockstep=lockstep.applies(tiling))
+    in_lockstep = lockstep.applies(tiling) and config.parts == 1
+    order = WorkOrder(tiling, blocks=config.grid, lockstep=in_lockstep, parts=config.parts)
     return KeyPlan(problem, config, order, format=None)
 
 
@@ -736,6 +751,9 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     dv = gradient_of(plan, DV, refs)
     refs = operands.ordered_after(refs, dv)
     dk = gradient_of(plan, DK, refs)
+    if plan.order.parts > 1:
+        widths = [Buffers(problem, config, gradient).widths for gradient in (DK, DV)]
+        dk, dv = step_parts.added(plan, (dk, dv), widths)
     dq_plan, refs = QueryPlan.of(problem, config), operands.ordered_after(refs, dk)
     dq = gradient_of(dq_plan, DQ, sm90_dq.by_rows(dq_plan, inputs, refs))
     dq = dq[:, : problem.q_len, :, : problem.head_dim]

@@ -40,6 +40,7 @@ from pallas_attn.kernels.flash_bwd.key_tiles import per_column
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import load_rows, ring_slot, store_rows
+from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import Barrier, Carry, GmemRef, Index, RegisterTile, SmemRef
@@ -271,8 +272,7 @@ def _pair(
         p = _masked(ctx, n, score_mod.exponentials(plan, s, row_statistic(smem.lse)))
         plgpu.wgmma(sums.dv, p.astype(dtype), do)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-        ds = p * (dp - row_statistic(smem.delta))
-        ds = (ds if slope is None else ds * slope).astype(dtype)
+        ds = d_scores(p, dp, row_statistic(smem.delta), slope).astype(dtype)
         plgpu.commit_smem()  # all warps have read the dS of the pair before
         smem.ds[...] = ds
         plgpu.commit_smem()

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn.kernels.attention.tiles import KernelContext
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, KeyTiling
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, KeyTiling, steps_of
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
@@ -103,11 +103,11 @@ def unpacked_last(
 
 
 def trip_count(plan: KeyPlan, work: KeyTile, count: Index) -> Index:
-    """Steps of a work tile. In turns their number is hidden from the compiler, which would prepare
-    for one that it knows, and spill registers for it.
+    """Steps of a work tile, or of a part. In turns their number is hidden from the compiler, which
+    would prepare for one that it knows, and spill registers for it.
     """
-    steps = plan.problem.group * work.steps
-    return steps + mosaic.opaque_zero(count) if plan.order.turns else steps
+    first, end = steps_of(plan, work)
+    return end + mosaic.opaque_zero(count) if plan.order.turns else end - first
 
 
 def _unpacked(plan: KeyPlan, number: Index, count: Index) -> "PendingDq":

@@ -76,15 +76,19 @@ class KeyRows(NamedTuple):
         return Rows(work.batch, work.kv_head, work.key, length)
 
     def steps(self, plan: KeyPlan) -> Index:
-        return plan.problem.group * self.work.steps
+        first, end = key_tiles.steps_of(plan, self.work)
+        return end - first
+
+    def _step(self, plan: KeyPlan, i: Index) -> tuple[Index, Index]:
+        return key_tiles.step_of(plan, self.work, key_tiles.steps_of(plan, self.work)[0] + i)
 
     def met(self, plan: KeyPlan, i: Index) -> Rows:
-        g, number = key_tiles.step_of(plan, self.work, i)
+        g, number = self._step(plan, i)
         head = self.work.kv_head * plan.problem.group + g
         return Rows(self.work.batch, head, self.work.q_tile(number) * ROWS, self.work.q_len)
 
     def logits(self, plan: KeyPlan, i: Index) -> tuple[LogitTile, Predicate]:
-        g, number = key_tiles.step_of(plan, self.work, i)
+        g, number = self._step(plan, i)
         head, t = self.work.kv_head * plan.problem.group + g, self.work.q_tile(number)
         masked = key_tiles.needs_mask(plan.tiling, self.work, t, number)
         return self.work.place(head, t, self.work.key, ROWS), masked

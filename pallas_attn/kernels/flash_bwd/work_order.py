@@ -30,6 +30,7 @@ class WorkOrder:
     lockstep: bool = False
     claims: bool = False  # blocks claim work tiles
     turns: bool = False  # kv tiles add to dQ in one order: see `turns`
+    parts: int = 1  # into which the steps of a work tile are divided: see `step_parts`
     l2_bytes: int = L2_BYTES
 
     @property
@@ -45,9 +46,16 @@ class WorkOrder:
         return self.tiling.code_bits
 
     @property
-    def heads(self) -> int:
+    def kv_heads(self) -> int:
         """Kv heads of all batch rows."""
         return self.problem.batch * self.problem.kv_heads
+
+    @property
+    def heads(self) -> int:
+        """Kv heads of all batch rows, each once for each part of its work tiles: parts of a work
+        tile are work tiles of their own here.
+        """
+        return self.kv_heads * self.parts
 
     @property
     def work_tiles(self) -> int:
@@ -66,6 +74,8 @@ class WorkOrder:
         mask, blocks = self.problem.mask, self.blocks or USUAL_BLOCKS
         if self.heads_together:
             return min(self.heads_together, self.heads)
+        if self.parts > 1:  # work tiles are few: blocks take parts of all of them at one time
+            return self.heads
         if self.lockstep:
             heads = lockstep.l2_heads(self.heads, self.tiling.kv_tiles, blocks)
             return min(2 * heads, self.heads) if self.turns else heads
@@ -95,7 +105,7 @@ class WorkOrder:
     @property
     def exceeds_l2(self) -> bool:
         """Whether blocks cannot all be busy with heads that stay in L2 together."""
-        return self.has_few_work_tiles and self.heads * self.head_bytes > 8 * L2_BYTES
+        return self.has_few_work_tiles and self.kv_heads * self.head_bytes > 8 * L2_BYTES
 
     @property
     def head_exceeds_l2(self) -> bool:
@@ -121,29 +131,40 @@ def schedule(order: WorkOrder, offsets: tuple[int, ...] = ()) -> np.ndarray:
     `offsets`: see `tile_scheduler.table`. Where there are segments all cost the same here: see
     `documents.schedule_by_rank`.
     """
+    tiles, costs = _in_order(order, offsets)
+    if order.claims:
+        return _claimed(order, tiles, costs)
+    return tile_scheduler.assign(tiles, costs, order.grid)
+
+
+def busiest(order: WorkOrder) -> float:
+    """Steps that the block with most of them takes, and what its work tiles cost beside them."""
+    offsets = order.problem.offsets[0] if order.problem.offsets else ()
+    ends = tile_scheduler.assigned(_in_order(order, offsets)[1], order.grid)[1]
+    return max(ends.values())
+
+
+def _in_order(order: WorkOrder, offsets: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """The codes of work tiles as blocks should begin them, and their costs in steps."""
     problem, tiling = order.problem, order.tiling
     costs = np.full((max(1, len(offsets)), tiling.kv_tiles), WORK_TILE_OVERHEAD)
-    lists = tile_lists.static(problem, *tiling.list_sizes)
+    lists, steps = tile_lists.static(problem, *tiling.list_sizes), problem.group / order.parts
     if lists is not None:
-        costs += problem.group * lists[..., 0].mean(axis=(0, 1))
+        costs += steps * lists[..., 0].mean(axis=(0, 1))
     elif tiling.is_listed:  # the costs of ranks: see `tile_scheduler.table`
         costs += tile_scheduler.rank_costs(tiling.kv_tiles) - 1
     elif "q_segment_ids" not in problem.arrays:
         for n, offset in enumerate(offsets or (problem.q_offset,)):
             spans = tiling.static_spans(offset)
-            costs[n] += [problem.group * (span.hi - span.lo) for span in spans]
+            costs[n] += [steps * (span.hi - span.lo) for span in spans]
     longest_first = np.argsort(-costs.sum(axis=0), kind="stable")
     codes = []
     for first in range(0, order.heads, order.l2_heads):
         heads = np.arange(first, min(first + order.l2_heads, order.heads))
         codes.append(((heads[None] << tiling.code_bits) + longest_first[:, None]).ravel())
-    each = [
-        tile_scheduler.costs_of(code, tiling.code_bits, costs, problem.kv_heads) for code in codes
-    ]
-    ordered = chunk_schedules.join_groups(codes, each, len(costs))
-    if order.claims:
-        return _claimed(order, *ordered)
-    return tile_scheduler.assign(*ordered, order.grid)
+    in_row = order.heads // problem.batch
+    each = [tile_scheduler.costs_of(code, tiling.code_bits, costs, in_row) for code in codes]
+    return chunk_schedules.join_groups(codes, each, len(costs))
 
 
 def _claimed(order: WorkOrder, tiles: np.ndarray, costs: np.ndarray) -> np.ndarray:

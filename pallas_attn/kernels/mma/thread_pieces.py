@@ -1,5 +1,6 @@
 """Float32 tiles in a vector in global memory, each in a piece of its own, in the order in which the
-threads of a warpgroup hold it: `mma_rowmajor.add` adds to a piece, `load` reads it.
+threads of a warpgroup hold it: `mma_rowmajor.add` adds to a piece, `store` writes it, `load` reads
+it. A piece is one of 8 columns after the other, so it is also several pieces of fewer columns.
 """
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -20,6 +21,26 @@ def _begin(ref: GmemRef, number: RegisterTile, size: int) -> ir.Value:
     thread = threads.Thread()
     start = thread.to_int64(Int(number.registers.item())) * (size // 4)
     return asm.address_of(ref, start + thread.to_int64(thread.index), 16)
+
+
+def store(ref: GmemRef, number: Index, tile: RegisterTile) -> None:
+    """Writes a tile to piece `number`."""
+
+    def code(ref, number, tile):
+        address, f32 = _begin(ref, number, tile.shape[0] * tile.shape[1]), ir.F32Type.get()
+        for n, pair in enumerate(tile.registers.reshape(-1, 2)):
+            four = llvm.mlir_undef(ir.VectorType.get((4,), f32))
+            for i, register in enumerate(pair):
+                for j in range(2):
+                    four = vector.insert(vector.extract(register, [], [j]), four, [], [2 * i + j])
+            place = utils.getelementptr(address, [n * 4 * mosaic.THREADS], f32)
+            llvm.store(four, place, alignment=16)
+
+    def twin(ref, number, tile):
+        pieces = tile.reshape(4, 2, 8, -1, 4, 2).transpose(3, 0, 2, 4, 1, 5)
+        ref[int(number) * tile.size :][: tile.size] = pieces.ravel()
+
+    mosaic.inline(code, twin, (ref, number, tile), (REF, SCALAR, mosaic.TILE), None)
 
 
 def load(ref: GmemRef, number: Index, shape: tuple[int, int]) -> RegisterTile:

@@ -231,7 +231,12 @@ def test_hopper_interpreted(name):
 @pytest.mark.guards
 @pytest.mark.parametrize(
     "changes",
-    [{"block_q": 128}, {"block_q": 64, "dq_lag": 2}, {"fused": False, "block_q": 64}],
+    [
+        {"block_q": 128},
+        {"block_q": 64, "dq_lag": 2},
+        {"fused": False, "block_q": 64},
+        {"block_q": 64, "parts": 3},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["t5_far", "both_ways_far", "alibi"])

@@ -139,7 +139,8 @@ PORTABLE_INTERPRETED = {
     "t_equals_s": {"config": WIDE},
     "padding": {"config": PORTABLE(warp_rows=2)},
     "padding_ragged": {"config": PORTABLE(fused=False, block_q=32, dq_block_kv=32)},
-    "strictly_causal": {"config": PORTABLE(block_q=32, warpgroups=2)},
+    "strictly_causal": {"config": PORTABLE(block_q=32, warpgroups=2, parts=3)},
+    "group7_kv1": {"config": PORTABLE(kv_blocks=2, block_q=32, parts=5)},
     "dim72_24": {"config": PORTABLE(fused=False, block_q=16, dq_block_kv=16, dq_stages=1)},
     "float32_highest": {"config": PORTABLE(fused=False, block_q=32, dq_block_kv=32)},
     "dim72_24_float32_highest": {

@@ -1,10 +1,10 @@
-"""The fused Hopper backward: one tile of keys, chunks of query rows, two slots of keys."""
+"""The fused Hopper backward: one tile of keys, in parts too, and two slots of keys."""
 
 import dataclasses
 
 import pytest
 
-from pallas_attn.kernels.flash_bwd import one_key_tile, query_chunks
+from pallas_attn.kernels.flash_bwd import one_key_tile
 from pallas_attn.kernels.flash_bwd import sm90 as kernel
 from pallas_attn.masks import CAUSAL
 from tests.kernels.flash_bwd.test_any_size import sized
@@ -20,7 +20,11 @@ BIAS = {"bias_shape": (1, 1, 150, 100), "bias_dtype": "float16"}
 CASES = {
     "one_tile": (sized(150, 100, 64, v_head_dim=24, dtype="float16", **ONE, **BIAS), ALONE),
     "group": (sized(256, 64, 16, sinks=True, batch=1, q_heads=4, kv_heads=2), ALONE),
-    "chunks": (sized(258, 77, 40, **ONE), dataclasses.replace(ALONE, q_chunks=2)),
+    "parts": (sized(300, 77, 40, **ONE), dataclasses.replace(ALONE, parts=2)),
+    "parts_of_a_group": (
+        sized(258, 128, 64, batch=1, q_heads=3, kv_heads=1),
+        dataclasses.replace(ALONE, parts=4),
+    ),
     "two_slots": (sized(200, 300, 64, **THREE), dataclasses.replace(ROWS, kv_slots=2)),
 }
 
@@ -39,11 +43,11 @@ def test_interpreted(name):
 
 
 def test_problems_of_one_key_tile():
-    """Every query row meets the one tile; by default chunks give most blocks one."""
+    """Every query row meets the one tile; by default parts give most blocks one."""
     cross = problem_of(sized(4096, 77, 40, batch=8, q_heads=8, kv_heads=8))
     config = kernel.Config.default(cross)
-    assert config.one_key_tile and config.q_chunks == 2 and one_key_tile.takes(cross)
-    assert kernel.Config.default(dataclasses.replace(cross, batch=33)).q_chunks == 1
+    assert config.one_key_tile and config.parts == 2 and one_key_tile.takes(cross)
+    assert kernel.Config.default(dataclasses.replace(cross, batch=33)).parts == 1
     for changes in (
         {"kv_len": 129},
         {"head_dim": 72},
@@ -55,9 +59,6 @@ def test_problems_of_one_key_tile():
         assert not kernel.Config.default(other).one_key_tile
         with pytest.raises(ValueError, match=r"^Config\.one_key_tile must be False for "):
             kernel.plan_of(other, ALONE)
-    assert not query_chunks.takes(dataclasses.replace(cross, arrays=("sinks",)), 2)
-    with pytest.raises(ValueError, match=r"^Config\.q_chunks must be 1 for "):
-        kernel.plan_of(cross, dataclasses.replace(ALONE, q_chunks=3))
 
 
 def test_bits_of_one_key_tile_repeat():

@@ -216,8 +216,8 @@ def documents(rows, heads=(32, 8)):
 
 DEFAULTS = {
     "heads share keys": (causal(ROWS), True, BOTH),
-    "few rows": (causal(1200), True, LOCKSTEP),
-    "few work tiles": (causal(ROWS, (8, 1)), True, LOCKSTEP),
+    "few rows, in parts": (causal(1200), True, NEITHER),
+    "few work tiles, in parts": (causal(ROWS, (8, 1)), True, NEITHER),
     "heads of their own": (causal(4 * ROWS, (8, 8)), True, NEITHER),
     "long heads of their own": (causal(4 * ROWS + 8, (8, 8)), True, BOTH),
     "an offset": (causal(ROWS, arrays=("q_offset",)), True, BOTH),
@@ -241,7 +241,8 @@ DEFAULTS = {
     "few, causal": (causal(8200), True, BOTH),
     "few, full": (causal(8200, mask=FULL), True, NEITHER),
     "few, documents": (documents(ROWS, (32, 2)), False, NEITHER),
-    "too few": (causal(8192, (64, 1)), False, LOCKSTEP),
+    "too few without parts": (causal(8192, (64, 1)), True, NEITHER),
+    "too few, bits": (causal(8192, (64, 1), deterministic=True), True, NEITHER),
 }
 
 
