@@ -163,6 +163,23 @@ def test_interpreted(rng, name):
 
 
 @pytest.mark.guards
+def test_a_score_function_interpreted(rng):
+    """On a tile that is whole, and on one that the mask cuts."""
+    q, cache, layer = drawn(rng, "stacked", "float8_e4m3fn", 2)
+    slopes = jnp.linspace(0.01, 1, 16)
+    score = pa.score_fn(lambda s, b, h, q, kv, m: s - m[h] * (q - kv), slopes)
+    problem = problem_of(q, cache, score_program=score.program)
+    inputs = inputs_of(q, cache, layer)._replace(score_aux=score.aux)
+    config = kernel.Config(sm90.Config(block_kv=64, grid=3))
+    with mosaic.interpret():
+        got = jax.jit(lambda inputs: kernel.run(inputs, problem, config))(inputs)
+    at = np.asarray(cache.lengths)[:, None, None, None] - 24 + np.arange(24)[:, None]
+    bias = -np.asarray(slopes)[:, None, None] * (at - np.arange(256, dtype=np.float32))
+    wanted = expected(q, cache, 1, mask=pa.CAUSAL, bias=bias.astype(np.float32))
+    budget.check(dict(zip(("out", "lse"), got, strict=True)), wanted)
+
+
+@pytest.mark.guards
 def test_tiles(rng):
     """K and V with a scale for 128 rows, zeros past lengths; one is past the end, one negative."""
     _, cache, _ = drawn(rng, "stacked", "float8_e4m3fn", rows=(160, 70, 150))
