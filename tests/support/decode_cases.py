@@ -330,4 +330,5 @@ def shapes_of(case: Case) -> DecodeInputs:
         table if case.kind == "paged" else None,
         None if case.layers is None else of((), "int32"),
         of((case.q_heads,), "float32") if case.sinks else None,
+        score_aux=() if case.score is None else case.score.aux,
     )

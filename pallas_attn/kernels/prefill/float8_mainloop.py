@@ -133,7 +133,7 @@ def _softmax(  # noqa: PLR0913
     unit = factor * tile.score
     if ctx.plan.logit_rules.unit is None:
         s = s * mosaic.broadcast_rows(unit, s.shape)
-        s, _ = logits.scaled(ctx, logits.scored_tile(ctx, rows, tile.number), s)
+        s, _ = logits.scaled(ctx, logits.tile_of_rows(ctx, rows, tile.number), s)
         unit = None
     if tile.masked:
         s = logits.mask_rows(ctx, rows, tile.number, tile.slot, s)

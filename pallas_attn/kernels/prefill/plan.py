@@ -188,7 +188,7 @@ class Plan:
     @functools.cached_property
     def logit_rules(self) -> LogitRules:
         linear = False
-        if self.problem.score_program is not None and self.problem.out_dtype is None:
+        if self.problem.score_program is not None:
             from pallas_attn.kernels.attention import linear_scores
 
             linear = linear_scores.takes(self.problem)

@@ -290,6 +290,8 @@ COMPILED = {
     "layers": large("per_sequence", sequences=8, layers=32),
     "window_softcap_sinks": large(mask=sliding_window(100), softcap=30.0, sinks=True),
     "float16_chunk": large(dtype="float16", q_len=4),
+    "alibi": large(kv_heads=32, adds=ALIBI),
+    "alibi_chunk": large(q_len=16, adds=ALIBI),
     "64_rows": large(q_heads=128, q_len=4),
     "float32": large(dtype="float32"),
     "float32_h256": large(dtype="float32", head_dim=256, v_head_dim=256),

@@ -230,6 +230,7 @@ COMPILED = {  # bytes spilled: a few scalars of the producer
     "per_sequence": (large(kind="per_sequence", q_len=64), 0),
     "pages16": (large(kind="paged", q_len=256), 0),
     "few_rows": (large(q_len=8), 0),
+    "alibi": (large(kind="paged", adds=ALIBI), 0),
     "h256": (large(q_len=256, head_dim=256, v_head_dim=256), 96),
 }
 
