@@ -169,19 +169,16 @@ def _indices(options: DecodeOptions, q: Array, cache: Cache) -> Array:
 
 def _score(options: DecodeOptions, q: Array, cache: Cache) -> ScoreFunction:
     """The argument `score` of query rows [.., N, H]."""
-    beside = {
-        "parents": (
-            options.parents is not None,
-            "by whose depth drafts stand, got both; verify one path of drafts at a time",
-        ),
-        "a cache whose rows are split over devices": (
-            cache.context is not None,
-            "got both; use a cache without context",
-        ),
-    }
-    for name, (given, why) in beside.items():
-        if given:
-            raise ValueError(f"score: expected None beside {name}, {why}")
+    if options.parents is not None:
+        raise ValueError(
+            "score: expected None beside parents, by whose depth drafts stand, got both; verify "
+            "one path of drafts at a time"
+        )
+    if cache.context is not None:
+        raise ValueError(
+            "score: expected None beside a cache whose rows are split over devices, got both; use "
+            "a cache without context"
+        )
     return checks.score(options.score, (cache.num_sequences, q.shape[-2], None, None))
 
 

@@ -115,14 +115,14 @@ def bounds_of(inputs: WithBounds) -> dict[str, Array]:
 
 
 class _OfFunctions:
-    """What a problem's functions of positions ask for."""
+    """A problem with functions of positions, and the numbers that these ask for."""
 
     mask_program: Program | None
     score_program: Program | None
 
     @property
     def functions(self) -> list[Program]:
-        """Those that there are."""
+        """The functions that are not None."""
         return [f for f in (self.mask_program, self.score_program) if f is not None]
 
     @property

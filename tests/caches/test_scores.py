@@ -191,7 +191,7 @@ def test_arrays_may_be_mapped_and_differentiated(rng):
 
 
 def test_kernels_refuse_arrays_that_they_cannot_count(rng):
-    """Of masks and of scores, in every kernel of a few rows and of many."""
+    """Arrays of masks and of scores, in kernels for few rows and for many."""
     large = jax.ShapeDtypeStruct((4, 2**15, 2**14), jnp.float32)
     cache = jax.eval_shape(lambda: empty("stacked", 2, "bfloat16"))
 

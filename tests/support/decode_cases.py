@@ -57,7 +57,7 @@ class Case:
     batch_invariant: bool = False
     # A mask function, whose band `mask` has, or "tree": the rows are drafts of a random tree.
     hides: Any = None
-    # What is added to scores: a function (b, h, q, kv, *arrays) of NumPy and of jax, and its arrays
+    # A function (b, h, q, kv, *arrays) of NumPy and jax that is added to scores, and its arrays
     adds: tuple[Any, ...] = ()
 
     @property

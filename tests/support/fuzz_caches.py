@@ -360,7 +360,7 @@ class Program:
         return np.where(rng.random(indices.shape) < 0.1, odd, indices).astype(np.int32)
 
     def _adds(self) -> tuple[Any, ...]:
-        """What a score function adds, a function of positions, and the arrays that it reads."""
+        """The function of positions that is added to scores, and the arrays that it reads."""
         case, normal = self.case, functools.partial(self.rng.standard_normal, dtype=np.float32)
         heads = case.q_heads
         arrays = {

@@ -140,8 +140,8 @@ def logits_of_scores(
 
 
 class Places(NamedTuple):
-    """What the logits of a tile stand for. Numbers that a function does not ask for are not made:
-    see `functions.numbers_of_rows`.
+    """The query rows and keys of a tile of logits. Those that a function does not ask for are not
+    made: see `functions.numbers_of_rows`.
     """
 
     registers: Registers

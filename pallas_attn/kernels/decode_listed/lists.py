@@ -153,7 +153,7 @@ class Lists(NamedTuple):
 
     rows: Array  # int32[R, entries]: rows of the layer, -1 for none
     lengths: Array  # int32[R]: entries up to the last row; more than all where rows were lost
-    numbers: tuple[Array, ...]  # those that `program.of_rows` reads, if there is a score function
+    numbers: tuple[Array, ...]  # read by `program.of_rows`; () without a score function
 
 
 def _lists(inputs: DecodeInputs, problem: DecodeProblem, fills: bool) -> Lists:

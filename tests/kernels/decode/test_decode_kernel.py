@@ -53,7 +53,7 @@ SOME = pallas_attn.mask_fn(
     np.random.default_rng(0).random((8, 150)) < 0.3,
 )
 ALIBI = lambda b, h, q, kv, m: -m[h] * (q - kv), 2.0 ** -np.linspace(1, 8, 128, dtype=np.float32)
-# What every argument adds, through an array by distance and one by key; some keys are hidden.
+# Every argument adds something, by an array by distance and one by key; some keys are hidden.
 ADDED = (
     lambda b, h, q, kv, t, x: t[h, (q - kv).clip(0, 149)] + x[b, kv],
     np.random.default_rng(0).standard_normal((24, 150)).astype(np.float32),
