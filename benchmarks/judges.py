@@ -63,6 +63,8 @@ def _decode_judge(call: Call) -> Judge:
         padded = (case.sequences, max(case.rows), *q.shape[1:])
         q, place["q_lengths"] = jnp.zeros(padded, q.dtype).at[packed].set(q), each
     arrays = {"q": q, "k": k, "v": v, "sinks": call.arrays.get("sinks"), **place}
+    if case.alibi:
+        arrays["bias"] = jnp.asarray(case.added())
 
     def expected(narrow: str | None = None, **more: Array) -> list[tuple[Array, ...]]:
         both = verify.expected(arrays | more, case.options(), call.cotangent, narrow=narrow)

@@ -205,7 +205,7 @@ def not_learned(call: Call) -> list[Subject]:
 def _dense_decode(name: str, call: Call) -> list[Subject]:
     """jax.nn over dense [B, S, K, H], which is how cuDNN likes it."""
     case: DecodeCase = call.case
-    call.refuse("window", "softcap", "sinks", "chunk", "listed")
+    call.refuse("window", "softcap", "sinks", "chunk", "listed", "alibi")
     if case.shared_kv:
         return _latent_decode(name, call)
     _require_gpu_of(name)
@@ -242,7 +242,7 @@ def _latent_decode(name: str, call: Call) -> list[Subject]:
 def _over_dense(peer: Peer, call: Call) -> list[Subject]:
     """A peer of attention over contiguous K and V in place of a cache."""
     case: DecodeCase = call.case
-    call.refuse("listed")
+    call.refuse("listed", "alibi")
     if case.rows is not None or case.tree:
         raise Unavailable("no packed rows, and no trees of drafts")
     if any(length < case.capacity for length in case.lengths):

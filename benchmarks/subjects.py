@@ -238,6 +238,8 @@ def decode(
     rest = {"sinks": arrays.get("sinks"), "starts": starts, "parents": tree}
     if (indices := case.indices()) is not None:
         rest["kv_indices"] = jnp.asarray(indices)
+    if (score := case.score()) is not None:
+        rest["score"] = score
     if shared and not case.finding:
         rest["shared_prefixes"] = find(cache)
 

@@ -172,7 +172,8 @@ def flashinfer(call: Call) -> list[Subject]:
         raise Unavailable("flashinfer is not installed")
     if case.kind != "paged" or case.page_size is None:
         raise Unavailable("paged caches only")
-    call.refuse("window", "softcap", "sinks", "quantized", "shared_kv", "float32", "listed")
+    others = ("quantized", "shared_kv", "float32", "listed", "alibi")
+    call.refuse("window", "softcap", "sinks", *others)
     import flashinfer as module
 
     cache = subjects.filled_cache(case, call.arrays)

@@ -157,7 +157,7 @@ def flash_attention(  # noqa: PLR0913
         `mask` hides; one that is listed twice counts twice. The forward is a kernel of decode; the
         backward gathers rows and adds to gradients of k and v in float32, in any order, by a kernel
         on Hopper (16 bits, head dims to 128), else by XLA. It goes with a `Mask`, scale, softcap,
-        kv_lengths and q_offset.
+        sinks, kv_lengths and q_offset.
       implementation: "sm90", "sm80", "reference", or None for the fastest that takes the problem.
         There is no silent fallback on a GPU; without one the reference is what runs.
 

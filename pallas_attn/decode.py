@@ -10,6 +10,7 @@ from pallas_attn.cache import KVCache, not_a_cache
 from pallas_attn.masks import CAUSAL, Mask, MaskFunction
 from pallas_attn.prefixes import Prefix, SharedPrefixes
 from pallas_attn.rotary import RMSNorm, Rotary
+from pallas_attn.scores import ScoreFunction
 from pallas_attn.trees import DraftTree
 
 Array = jax.Array
@@ -23,6 +24,7 @@ def decode_attention(  # noqa: PLR0913
     parents: Array | DraftTree | None = None,
     layer: int | Array | None = None,
     mask: Mask | MaskFunction = CAUSAL,
+    score: ScoreFunction | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,
@@ -70,6 +72,9 @@ def decode_attention(  # noqa: PLR0913
         which is called with the number of the sequence. Positions are those of the sequence.
         Combine a function with a band, `CAUSAL & mask_fn(f)`: keys outside of it are not read. With
         `parents` it is `CAUSAL` or a window, in which drafts stand where their depth puts them.
+      score: a function of the scaled, capped scores, `score_fn(f, *aux)`, as in `flash_attention`:
+        ALiBi, T5's biases. It is called with the number of the sequence, and positions are those of
+        the sequence. It takes no parents, prefix and no cache whose rows are split over devices.
       scale, softcap, sinks: as in `flash_attention`.
       precision: as in `flash_attention`; kernels are float32-accurate at any. Over a float8 cache
         `jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32` allows kernels to multiply its numbers in
@@ -85,12 +90,12 @@ def decode_attention(  # noqa: PLR0913
         `shared_prefixes(tokens=tokens, starts=starts)`, made once in this step for all layers:
         pages that several sequences have in common are read once for all of them. The result is
         the same up to rounding. Where a window bounds the mask's left side, under a mask function,
-        with parents, over a latent cache and with batch_invariant, each sequence reads all that it
-        has.
+        with a score function or parents, over a latent cache and with batch_invariant, each
+        sequence reads all that it has.
       prefix: rows of another cache that stand before those of each sequence, `Prefix(cache,
         groups)`; each group's are read once. Every query sees all of them; `sinks` count once.
-        It takes no window, mask function, parents, starts, batch_invariant and rotary: positions
-        here are those of the sequence's own rows.
+        It takes no window, mask function, score, parents, starts, batch_invariant and rotary:
+        positions here are those of the sequence's own rows.
       kv_indices: int32[M, t, n], traced or not, of packed rows int32[tokens, n]: a query row
         attends to these positions of its sequence only, whatever their order. -1 stands for none,
         and so does any position that the sequence does not have or that `mask` hides from the row.
@@ -116,6 +121,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
     parents: Array | DraftTree | None = None,
     layer: int | Array | None = None,
     mask: Mask | MaskFunction = CAUSAL,
+    score: ScoreFunction | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Array | None = None,

@@ -7,6 +7,9 @@ forward is decode by lists, and a kernel makes the gradients of 16-bit arrays on
 (`decode_listed/gradients_sm90.py`). Elsewhere XLA gathers the rows of some lists at a time, and
 adds to gradients of k and v in float32: its memory is that of the gradients and of these rows.
 Tangents, and derivatives of derivatives, are those of the reference, some lists at a time.
+
+Sinks are added to the results by XLA, in one pass over out, since a launch has one sink for the
+heads of all kv heads. jax differentiates that.
 """
 
 import dataclasses
@@ -26,6 +29,7 @@ from pallas_attn._call import batching, bind, checks, device, dispatch, sharding
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem, ListedResiduals
 from pallas_attn.errors import described
 from pallas_attn.masks import FULL, Mask
+from pallas_attn.merge import add_sinks
 
 Array = jax.Array
 Arrays = tuple[Array, ...]
@@ -74,6 +78,7 @@ def attention(
             f"bits, got {batch} * {kv_len} * {kv_heads}; split the batch or the kv heads"
         )
     rows = _rows(indices, (kv_len, kv_heads), options)
+    sinks = checks.sink_logits(options["sinks"], q)
     if odd := -dim % 8:
         q, k = (jnp.pad(x, ((0, 0),) * 3 + ((0, odd),)) for x in (q, k))
     if odd := -v_dim % 8:
@@ -95,7 +100,11 @@ def attention(
     call, lists = ListedCall(facts), Lists(q, k, v, rows)
     out, lse = linear.differentiable(ListedAttention, call, lists)
     out = out.reshape(batch, q_len, q_heads, -1)[..., :v_dim]
-    return out, jnp.swapaxes(lse.reshape(batch, q_len, q_heads), 1, 2)
+    lse = jnp.swapaxes(lse.reshape(batch, q_len, q_heads), 1, 2)
+    if sinks is not None:
+        some, lse = add_sinks(out.astype(lse.dtype), lse, sinks)
+        out = some.astype(out.dtype)
+    return out, lse
 
 
 def _check(q: Array, options: dict[str, Any]) -> None:
@@ -119,8 +128,8 @@ def _check(q: Array, options: dict[str, Any]) -> None:
 
 # Arguments that lists do not go with, and their defaults.
 REFUSED: dict[str, Any] = dict.fromkeys(
-    ("score", "q_lengths", "segment_ids", "q_starts", "kv_starts", "bias", "mask_array", "sinks")
-    + ("context", "rotary_positions", "q_scale", "k_scale", "v_scale", "out_dtype", "kv_blocks")
+    ("score", "q_lengths", "segment_ids", "q_starts", "kv_starts", "bias", "mask_array", "context")
+    + ("rotary_positions", "q_scale", "k_scale", "v_scale", "out_dtype", "kv_blocks")
 )
 REFUSED |= {"float8": False, "deterministic": False, "rotary": None}
 

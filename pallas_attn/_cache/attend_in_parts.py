@@ -69,7 +69,7 @@ def with_shared_prefixes(
             f"shared_prefixes: expected those of {wanted}, as many as q has, got those of {got}; "
             f"make them by shared_prefixes(tokens={rows}{', starts=starts' * problem.packed})"
         )
-    plain = not (problem.shared_kv or problem.batch_invariant)
+    plain = not (problem.shared_kv or problem.batch_invariant) and problem.score_program is None
     if not (rows and plain and _sees_all_before(problem) and shared.members.number):
         return attend.attend(*call)
     shared = for_state(shared, Now(cache.lengths, cache.page_table, inputs.starts), starts)
@@ -138,6 +138,7 @@ def _check_fit(other: Cache, cache: Cache, problem: DecodeProblem, rotates: bool
         ),
         (several, "context", "caches whose rows one device has", ""),
         (not _sees_all_before(problem), "mask", band, ""),
+        (problem.score_program is not None, "score", "None", "; give each sequence all its rows"),
     ):
         if refused:
             raise ValueError(f"{argument}: expected {wanted} beside prefix{remedy}")

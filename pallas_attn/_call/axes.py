@@ -213,7 +213,10 @@ def of_decode(problem: DecodeProblem, tree: PyTreeDef, shapes: Shapes) -> Split:
     inputs: DecodeInputs = _inputs_of(tree, shapes)
     heads = "k" if problem.q_heads == problem.kv_heads else "k g"
     rows = ("t",) if problem.packed else ("m", "t")
-    aux = [tuple(f"aux{n}_{i}" for i in range(x.ndim)) for n, x in enumerate(inputs.mask_aux)]
+    aux, score_aux = (
+        [tuple(f"{name}{n}_{i}" for i in range(x.ndim)) for n, x in enumerate(arrays)]
+        for name, arrays in (("aux", inputs.mask_aux), ("score_aux", inputs.score_aux))
+    )
     if problem.tree and not problem.packed:
         aux = [("m", "t", "w")]  # the bits of a tree split as its sequences do
     results: list[Axes] = [(*rows, heads, "e"), (*rows[:-1], heads, "t")]
@@ -226,6 +229,7 @@ def of_decode(problem: DecodeProblem, tree: PyTreeDef, shapes: Shapes) -> Split:
         "mask_left": [()],
         "mask_right": [()],
         "mask_aux": aux,
+        "score_aux": score_aux,
         "rows": [("r",)],
         "into": [*results, *[("level", "ir")] * 2],
         "kv_indices": [(*rows, "n")],

@@ -186,12 +186,8 @@ def _optional(
         checks.reads("mask", mask.program, sizes)
         inputs, more = _with_function(inputs, mask, q_offset, context)
         facts |= more
-    if (score := options.score) is not None:
-        if not isinstance(score, ScoreFunction):
-            raise ValueError(
-                f"score: expected what score_fn(f, *aux) makes, or None, got {type(score).__name__}"
-            )
-        checks.reads("score", score.program, sizes)
+    if options.score is not None:
+        score = checks.score(options.score, sizes)
         inputs, facts["score_program"] = inputs._replace(score_aux=score.aux), score.program
     of_float8 = (options.q_scale, options.k_scale, options.v_scale, options.out_dtype)
     if q.dtype.itemsize == 1 or any([x is not None for x in of_float8]):

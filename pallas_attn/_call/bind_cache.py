@@ -29,6 +29,7 @@ from pallas_attn._call.problem import (
 from pallas_attn.context import mapped_shards
 from pallas_attn.masks import CAUSAL, FULL, Mask, MaskFunction
 from pallas_attn.rotary import RMSNorm, Rotary, changed
+from pallas_attn.scores import ScoreFunction
 from pallas_attn.trees import DraftTree
 
 Array = jax.Array
@@ -45,6 +46,7 @@ class DecodeOptions(NamedTuple):
     parents: Array | DraftTree | None = None
     layer: int | Array | None = None
     mask: Mask | MaskFunction = CAUSAL
+    score: ScoreFunction | None = None
     scale: float | None = None
     softcap: float | None = None
     sinks: Array | None = None
@@ -78,6 +80,7 @@ def decode(q: Array, cache: Cache, options: DecodeOptions) -> tuple[DecodeProble
     sinks, softcap, invariant = options.sinks, options.softcap, options.batch_invariant
     indices = None if options.kv_indices is None else _indices(options, q, cache)
     allowed = None if options.precision is None else _float8(options.precision, facts)
+    score = None if options.score is None else _score(options, q, cache)
     inputs = DecodeInputs(
         checks.widened(q, facts.head_dim),
         cache.k,
@@ -94,6 +97,7 @@ def decode(q: Array, cache: Cache, options: DecodeOptions) -> tuple[DecodeProble
         bounds.get("right"),
         () if function is None else function.aux,
         kv_indices=indices,
+        score_aux=() if score is None else score.aux,
     )
     return DecodeProblem(
         gpu=device.gpu_generation(),
@@ -110,6 +114,7 @@ def decode(q: Array, cache: Cache, options: DecodeOptions) -> tuple[DecodeProble
         mask_program=None if function is None else function.program,
         tree=tree is not None and cache.context is None and not band.bounds_left,
         listed=None if indices is None else indices.shape[-1],
+        score_program=None if score is None else score.program,
         **facts.of_problem(),
     ), inputs
 
@@ -160,6 +165,21 @@ def _indices(options: DecodeOptions, q: Array, cache: Cache) -> Array:
     if not indices.shape[-1]:
         raise ValueError(f"kv_indices: expected {wanted}, got int32{list(indices.shape)}")
     return indices
+
+
+def _score(options: DecodeOptions, q: Array, cache: Cache) -> ScoreFunction:
+    """The argument `score` of query rows [.., N, H]."""
+    if options.parents is not None:
+        raise ValueError(
+            "score: expected None beside parents, by whose depth drafts stand, got both; verify "
+            "one path of drafts at a time"
+        )
+    if cache.context is not None:
+        raise ValueError(
+            "score: expected None beside a cache whose rows are split over devices, got both; use "
+            "a cache without context"
+        )
+    return checks.score(options.score, (cache.num_sequences, q.shape[-2], None, None))
 
 
 def _visible(

@@ -19,6 +19,7 @@ from pallas_attn._functions.program import Program, reads_at
 from pallas_attn.errors import described
 from pallas_attn.masks import LONGEST, Mask, in_int32, saturated, traced_bound
 from pallas_attn.rotary import RMSNorm, Rotary
+from pallas_attn.scores import ScoreFunction
 
 Argument = Any  # an argument of a public function, as the caller gave it
 # Farthest position of a query, either way: with the bound of a mask it stays in int32.
@@ -362,6 +363,16 @@ def reads(argument: str, program: Program, sizes: tuple[int | None, ...]) -> Non
                     f"{axis} has {shape[axis]}; give it whole, or read it at "
                     f"jnp.minimum({name}, {shape[axis] - 1})"
                 )
+
+
+def score(value: Argument, sizes: tuple[int | None, ...]) -> ScoreFunction:
+    """A score function; `sizes` as in `reads`."""
+    if not isinstance(value, ScoreFunction):
+        raise ValueError(
+            f"score: expected what score_fn(f, *aux) makes, or None, got {type(value).__name__}"
+        )
+    reads("score", value.program, sizes)
+    return value
 
 
 def bias_or_mask(

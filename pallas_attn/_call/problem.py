@@ -114,8 +114,30 @@ def bounds_of(inputs: WithBounds) -> dict[str, Array]:
     return {side: x for side, x in named.items() if x is not None}
 
 
+class _OfFunctions:
+    """A problem with functions of positions, and the numbers that these ask for."""
+
+    mask_program: Program | None
+    score_program: Program | None
+
+    @property
+    def functions(self) -> list[Program]:
+        """The functions that are not None."""
+        return [f for f in (self.mask_program, self.score_program) if f is not None]
+
+    @property
+    def uses_batch(self) -> bool:
+        """Whether a function reads the number of its batch row or sequence."""
+        return any([f.depends_on(f.inputs - 4) for f in self.functions])
+
+    @property
+    def uses_head(self) -> bool:
+        """Whether a function reads the number of its query head."""
+        return any([f.depends_on(f.inputs - 3) for f in self.functions])
+
+
 @dataclasses.dataclass(frozen=True)
-class AttentionProblem:
+class AttentionProblem(_OfFunctions):
     """The static facts of one forward or backward call."""
 
     op: str  # "flash_forward", "flash_backward", "flash_jvp" or "flash_dual"
@@ -162,26 +184,6 @@ class AttentionProblem:
     tangents: tuple[
         str, ...
     ] = ()  # inputs whose tangents are given, sorted: of "flash_jvp" and "flash_dual"
-
-    @property
-    def uses_batch(self) -> bool:
-        """Whether a function reads the number of its batch row."""
-        return self._functions_use(0)
-
-    @property
-    def uses_head(self) -> bool:
-        """Whether a function reads the number of its query head."""
-        return self._functions_use(1)
-
-    @property
-    def uses_position(self) -> bool:
-        """Whether a function reads the position of a query."""
-        return self._functions_use(2)
-
-    def _functions_use(self, which: int) -> bool:
-        mask, score = self.mask_program, self.score_program
-        by_mask = mask is not None and mask.depends_on(which)
-        return by_mask or (score is not None and score.depends_on(which + 1))
 
     @property
     def masks_keys(self) -> bool:
@@ -424,6 +426,7 @@ class DecodeInputs(NamedTuple):
     into: Any = None  # an `Into`: results of those rows over other keys (DecodeProblem.merged)
     # int32[M, t, n], of packed rows [tokens, n]: positions that a query row attends to
     kv_indices: Array | None = None
+    score_aux: tuple[Array, ...] = ()  # arrays that DecodeProblem.score_program reads
 
 
 class ListedResiduals(NamedTuple):
@@ -451,7 +454,7 @@ class Into(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeProblem:
+class DecodeProblem(_OfFunctions):
     """The static facts of one decode call."""
 
     gpu: str | None
@@ -493,16 +496,12 @@ class DecodeProblem:
     # inputs.into; else None
     merged: tuple[int, int, int] | None = None
     listed: int | None = None  # n of inputs.kv_indices; None: each row attends to all that it sees
+    score_program: Program | None = None  # function of (score, sequence, head, q, kv)
     op: str = "decode"
 
     @property
-    def uses_batch(self) -> bool:
-        """Whether the function reads the number of its sequence."""
-        return self.mask_program is not None and self.mask_program.depends_on(0)
-
-    @property
-    def uses_head(self) -> bool:
-        """Whether the function reads the number of its query head."""
+    def mask_uses_head(self) -> bool:
+        """Whether the mask function reads the number of its query head."""
         return self.mask_program is not None and self.mask_program.depends_on(1)
 
     @property
@@ -539,6 +538,7 @@ class DecodeProblem:
             f"{self.kv_heads} kv heads, mask {self.mask}"
             + (f", precision {self.precision}" if self.precision else "")
             + ("" if self.mask_program is None else function)
+            + ("" if self.score_program is None else ", a score function")
             + ("" if self.listed is None else f", {self.listed} indices a row")
         )
 

@@ -37,7 +37,7 @@ from pallas_attn._call.problem import (
     live,
     rows_of_scale,
 )
-from pallas_attn._functions.program import Broadcasting, evaluate
+from pallas_attn._functions.program import Broadcasting, evaluate, of_rows
 from pallas_attn.masks import FULL
 
 Array = jax.Array
@@ -299,6 +299,7 @@ def decode(inputs: DecodeInputs, problem: DecodeProblem) -> tuple[Array, Array]:
         mask_left=bounds.get("left"),
         mask_right=bounds.get("right"),
         mask_aux=inputs.mask_aux,
+        score_aux=inputs.score_aux,
     )
     facts = AttentionProblem(
         op="flash_forward",
@@ -315,6 +316,7 @@ def decode(inputs: DecodeInputs, problem: DecodeProblem) -> tuple[Array, Array]:
         scale=problem.scale,
         softcap=problem.softcap,
         mask_program=None if problem.tree else problem.mask_program,
+        score_program=problem.score_program,
     )
     out, lse = attention(rows, facts)
     lost = _lost(inputs)
@@ -353,6 +355,10 @@ def decode_listed(inputs: DecodeInputs, problem: DecodeProblem) -> tuple[Array, 
     hidden = ~seen.any(axis=(1, 2))[..., None, None]
     k, v = (jnp.where(hidden, 0, x[owner[:, None], key]) for x in (k, v))
     rows = AttentionInputs(q[:, None], k, v, mask_array=seen, sinks=inputs.sinks)
+    score = problem.score_program
+    if score is not None:
+        score = of_rows(score, len(q), entries=indices.shape[1])
+        rows = rows._replace(score_aux=(*inputs.score_aux, owner, position, key))
     facts = AttentionProblem(
         op="flash_forward",
         gpu=None,
@@ -367,6 +373,7 @@ def decode_listed(inputs: DecodeInputs, problem: DecodeProblem) -> tuple[Array, 
         mask=FULL,
         scale=problem.scale,
         softcap=problem.softcap,
+        score_program=score,
     )
     out, lse = attention(rows, facts)
     lost = _lost(inputs)[owner] & owned

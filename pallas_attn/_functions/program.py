@@ -232,6 +232,28 @@ def placed(program: Program, rows: int, shifted: tuple[int, ...], starts: int) -
     return of_values(program, before, values, arrays)
 
 
+@functools.lru_cache(maxsize=256)
+def of_rows(program: Program, rows: int, tree: bool = False, entries: int | None = None) -> Program:
+    """The function where each query row is a batch row. It reads int32[rows] of the batch row that
+    a row is of, of the row's position, and of the position that counts as 0 where `tree`. Of rows
+    with lists of `entries` keys, key n is entry n, and int32[rows, entries] has its position.
+    """
+    batch, q, kv = (program.inputs - n for n in (4, 2, 1))
+    first, count = len(program.arrays), 3 if tree else 2
+    before = [Operation("read", (batch,), "int32", first + n) for n in range(count)]
+    values, arrays = list(range(program.inputs)), [((rows,), "int32")] * count
+    values[batch], values[q] = program.inputs, program.inputs + 1
+    if tree:
+        before.append(Operation("sub", (kv, program.inputs + 2), "int32"))
+        values[kv] = program.inputs + 3
+    if entries is not None:
+        arrays.append(((rows, entries), "int32"))
+        if program.depends_on(kv):
+            before.append(Operation("read", (batch, kv), "int32", first + count))
+            values[kv] = program.inputs + count
+    return of_values(program, before, values, (*program.arrays, *arrays))
+
+
 def of_values(
     program: Program, before: Sequence[Operation], values: Sequence[int], arrays: Sequence[Kind]
 ) -> Program:

@@ -147,8 +147,11 @@ def decode_arguments(case):
 
 def decoded(case, arrays, cache):
     """The function, and its arguments."""
-    sinks = {"sinks": arrays["sinks"]} if case.sinks else {}
-    return pa.decode_attention_with_lse, {"q": arrays["q"], "cache": cache} | case.options() | sinks
+    arguments = {"q": arrays["q"], "cache": cache} | case.options()
+    arguments |= {"sinks": arrays["sinks"]} if case.sinks else {}
+    arguments |= {"score": case.score()} if case.alibi else {}
+    arguments |= {"kv_indices": jnp.asarray(case.indices())} if case.listed else {}
+    return pa.decode_attention_with_lse, arguments
 
 
 # The kernel interpreted, which takes seconds a case, has its own file and test_decode.py.
@@ -173,6 +176,8 @@ def check_decode(subject, case, call, held):
     plain |= dict(zip(("k", "v"), held, strict=True))
     plain |= {name: x for name, x in case.options().items() if name != "batch_invariant"}
     plain |= {"sinks": arrays["sinks"]} if case.sinks else {}
+    plain |= {"bias": jnp.asarray(case.added())} if case.alibi else {}
+    plain |= {"mask_array": case.seen_in_lists()} if case.listed else {}
     wanted = budget.attention(plain, tensor_cores=subject.tensor_cores)
     if case.cache_dtype:  # whoever reads rows may round them to q's dtype
         rounded = {name: plain[name].astype(case.dtype) for name in ("k", "v")}

@@ -944,7 +944,25 @@ DECODES |= {
         }.items()
     },
 }
+_SCORE = pa.score_fn(lambda s, b, h, q, kv, x: s + x[b], np.ones(1, np.float32))
 DECODES |= {
+    "score: expected what score_fn(f, *aux) makes, or None, got float": (
+        lambda: pa.decode_attention(z(2, 1, 4, 8), stacked(), score=1.0)
+    ),
+    "score: expected what the function reads at b to have 2 numbers there, one for each b, got "
+    "shape [1], whose axis 0 has 1; give it whole, or read it at jnp.minimum(b, 0)": (
+        lambda: pa.decode_attention(z(2, 1, 4, 8), stacked(), score=_SCORE)
+    ),
+    "score: expected None beside parents, by whose depth drafts stand, got both; verify one path "
+    "of drafts at a time": (
+        lambda: pa.decode_attention(
+            z(2, 1, 4, 8), stacked(), parents=z(2, 1, dtype="int32"), score=_SCORE
+        )
+    ),
+    "score: expected None beside a cache whose rows are split over devices, got both; use a cache "
+    "without context": (
+        lambda: pa.decode_attention(z(2, 1, 4, 8), stacked(context=pa.Context("cp")), score=_SCORE)
+    ),
     "parents: expected int32[3] (one a packed row) or a DraftTree of them, made with starts, got "
     "int32[2, 3]": (
         lambda: pa.decode_attention(

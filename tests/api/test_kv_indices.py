@@ -2,6 +2,8 @@
 against attention to all keys, each of which counts as often as it is listed.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +15,7 @@ from tests.support import in_numpy, subjects
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 B, T, S, N, K, DIM = 2, 5, 90, 4, 2, 64
+SINKS = np.linspace(-1, 2, N, dtype=np.float32)
 
 
 def arrays(rng, dtype="float32"):
@@ -40,14 +43,17 @@ def counts(indices, mask, q_offset=0, lengths=None):
     return np.repeat(times, N // indices.shape[1], axis=1)
 
 
-def dense(q, k, v, times, softcap=None):
+def dense(q, k, v, times, softcap=None, sinks=None):
     """Attention by its definition."""
     k, v = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
     logits = jnp.einsum("bthd,bshd->bhts", q, k, precision="highest") * DIM**-0.5
     logits = logits if softcap is None else softcap * jnp.tanh(logits / softcap)
     top = jnp.where(times > 0, logits, -jnp.inf).max(-1, keepdims=True)
-    p = jnp.exp(logits - jnp.where(top > -jnp.inf, top, 0)) * times
+    base = jnp.where(top > -jnp.inf, top, 0)
+    p = jnp.exp(logits - base) * times
     total = p.sum(-1, keepdims=True)
+    if sinks is not None:
+        total = jnp.where(total == 0, 0, total + jnp.exp(sinks[None, :, None, None] - base))
     out = jnp.einsum("bhts,bshd->bthd", p / jnp.where(total == 0, 1, total), v, precision="highest")
     lse = top + jnp.log(jnp.where(total == 0, 1, total))
     return out, lse[..., 0]
@@ -72,28 +78,31 @@ CASES = {
     "window_lengths": (
         K, pa.sliding_window(50), {"q_offset": 40, "kv_lengths": np.array([44, 90], np.int32)}
     ),
+    "sinks": (K, pa.CAUSAL, {"q_offset": 60, "sinks": SINKS}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_forward_and_gradients(rng, name):
     heads, mask, options = CASES[name]
+    options = dict(options)
     q, k, v = arrays(rng)
     indices = lists(rng, heads)
     times = counts(indices, mask, options.get("q_offset", 0), options.get("kv_lengths"))
-    softcap = options.get("softcap")
+    softcap, sinks = options.get("softcap"), [options.pop("sinks")] if "sinks" in options else []
 
-    def listed(q, k, v):
+    def listed(q, k, v, sinks=None):
+        options["sinks"] = sinks
         return pa.flash_attention_with_lse(q, k, v, kv_indices=indices, mask=mask, **options)
 
-    def written_out(q, k, v):
-        return dense(q, k, v, times, softcap)
+    def written_out(q, k, v, sinks=None):
+        return dense(q, k, v, times, softcap, sinks)
 
     unread = jnp.asarray(times.reshape(B, -1, S).sum(1) == 0)[..., None, None]
-    for call in (lambda f: f, lambda f: jax.grad(weighed(f), (0, 1, 2))):
+    for call in (lambda f: f, lambda f: jax.grad(weighed(f), range(3 + len(sinks)))):
         hidden = [jnp.where(unread, jnp.nan, x) for x in (k, v)]
-        got = in_numpy.call(call(listed), q, *hidden)
-        for x, y in zip(got, in_numpy.call(call(written_out), q, k, v), strict=True):
+        got = in_numpy.call(call(listed), q, *hidden, *sinks)
+        for x, y in zip(got, in_numpy.call(call(written_out), q, k, v, *sinks), strict=True):
             np.testing.assert_allclose(x, y, atol=2e-5)
 
 
@@ -113,17 +122,21 @@ def test_gradients_by_kernels(rng, subject):
     q, k, v = arrays(rng, subject.dtype)
     indices = jnp.asarray(lists(rng))
 
-    def gradients(q, k, v, implementation=None):
+    def with_sinks(q, k, v, sinks, implementation=None):
         options = {"kv_indices": indices, "implementation": implementation}
-        call = weighed(lambda *x: pa.flash_attention_with_lse(*x, **options))
-        return jax.grad(call, (0, 1, 2))(q, k, v)
+        return pa.flash_attention_with_lse(q, k, v, sinks=sinks, **options)
 
-    def written_out(q, k, v):
-        call = weighed(lambda *x: dense(*x, counts(np.asarray(indices), pa.FULL)))
-        return jax.grad(call, (0, 1, 2))(q, k, v)
+    def gradients(*x, implementation=None):
+        call = functools.partial(with_sinks, implementation=implementation)
+        return jax.grad(weighed(call), range(4))(*x)
 
-    got = subject.call(gradients, q, k, v)
-    want = in_numpy.call(written_out, *(x.astype(jnp.float32) for x in (q, k, v)))
+    def written_out(*x):
+        times = counts(np.asarray(indices), pa.FULL)
+        call = weighed(lambda q, k, v, sinks: dense(q, k, v, times, sinks=sinks))
+        return jax.grad(call, range(4))(*x)
+
+    got = subject.call(gradients, q, k, v, SINKS)
+    want = in_numpy.call(written_out, *(x.astype(jnp.float32) for x in (q, k, v)), SINKS)
     for x, y in zip(got, want, strict=True):
         np.testing.assert_allclose(np.asarray(x, np.float32), y, atol=0.02 * np.abs(y).max())
 
@@ -133,14 +146,15 @@ def test_forward_mode_and_second_derivatives(rng, monkeypatch):
     from pallas_attn._autodiff import listed
 
     monkeypatch.setattr(listed, "GATHERED", 40 * DIM * 7)
-    primals, along, indices = arrays(rng), arrays(rng), lists(rng)
+    primals, along = ([*arrays(rng), SINKS * sign] for sign in (1, -1))
+    indices = lists(rng)
     times = counts(indices, pa.FULL)
     calls = (
-        lambda *x: pa.flash_attention_with_lse(*x, kv_indices=indices),
-        lambda *x: dense(*x, times),
+        lambda *x: pa.flash_attention_with_lse(*x[:3], kv_indices=indices, sinks=x[3]),
+        lambda *x: dense(*x[:3], times, sinks=x[3]),
     )
     outs = [lambda *x, call=call: call(*x)[0] for call in calls]
-    gradients = [jax.grad(weighed(call), (0, 1, 2)) for call in calls]
+    gradients = [jax.grad(weighed(call), range(4)) for call in calls]
     for functions in (outs, gradients):
         got, want = (
             in_numpy.call(lambda x, dx, f=f: jax.jvp(f, x, dx)[1], primals, along)

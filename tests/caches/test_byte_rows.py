@@ -108,6 +108,7 @@ class Decode(NamedTuple):
     mask: pa.Mask = pa.CAUSAL
     softcap: float | None = None
     uneven: bool = False  # columns differ by powers of two, so scales do
+    slopes: bool = False  # a score function, ALiBi
 
     def cache(self):
         options = FORMAT | {"layers": self.layers}
@@ -134,6 +135,10 @@ class Decode(NamedTuple):
         q = rng.standard_normal((*lead, self.heads, 576)) / 8
         more = {"starts": jnp.array([0, 2, 3], jnp.int32)} if self.packed else {}
         more |= {} if self.layers is None else {"layer": jnp.int32(1)}
+        if self.slopes:
+            more["score"] = pa.score_fn(
+                lambda s, b, h, q, kv, m: s - m[h] * (q - kv), jnp.linspace(0.01, 1, self.heads)
+            )
         return {"q": jnp.asarray(q, self.dtype), **more, "mask": self.mask, "softcap": self.softcap}
 
     def call(self):
@@ -149,6 +154,8 @@ DECODES = [
     Decode("more_heads", "paged", 40, layers=2, page_size=16),
     Decode("packed", "paged", 2, packed=True, softcap=4.0),
     Decode("uneven", heads=8, dtype="float16", uneven=True),
+    Decode("alibi", "paged", 8, 2, slopes=True),
+    Decode("packed_alibi", packed=True, slopes=True),
 ]  # fmt: skip
 
 

@@ -496,7 +496,7 @@ def test_what_is_not_taken(rng):
     other, groups = unshared(cache), jnp.asarray(np.zeros(2, np.int32))
     angles = jnp.asarray(np.zeros((60, 4), np.float32))
     shared, prefix = found_by(cache, 1, 1), pa.Prefix(other, groups)
-    arguments = {"prefix": prefix}
+    arguments, score = {"prefix": prefix}, pa.score_fn(lambda s, b, h, q, kv: s - (q - kv))
     wrong = dataclasses.replace(other, k=other.k[:, :1], v=other.v[:, :1])
     starts = jnp.asarray(np.arange(3, dtype=np.int32))
     for text, options in {
@@ -505,6 +505,7 @@ def test_what_is_not_taken(rng):
         | {"rotary": pa.Rotary(angles, angles)},
         "batch_invariant: expected False beside prefix,": arguments | {"batch_invariant": True},
         "mask: expected no function and no left bound": arguments | {"mask": pa.sliding_window(3)},
+        "score: expected None beside prefix; give": arguments | {"score": score},
         "parents: expected None beside prefix; where": arguments | {"parents": groups[:, None]},
         "shared_prefixes: expected None beside prefix": arguments | {"shared_prefixes": shared},
         r"prefix: expected Prefix\(cache, groups\)": {"prefix": other},

@@ -1165,6 +1165,37 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "    rows = jnp.minimum(rows + 1, problem.new_rows)\n",
         f"{TEST_APPEND} -k test_interpreted",
     ),
+    # ---- score functions over caches -------------------------------------------------------------
+    "scores_of_a_chunk_are_those_of_the_first": Fault(
+        f"{DECODE}/mainloop.py",
+        "group, row = plan.queries.group, places.row() + chunk * plan.queries.chunk_rows",
+        "group, row = plan.queries.group, places.row()",
+        f"{TEST_DECODE} -k 'test_interpreted and alibi_72_rows'",
+    ),
+    "scores_of_folded_rows_forget_half_of_the_keys": Fault(
+        f"{DECODE}/mainloop.py",
+        "split.first_key(warp) + split.key(row, 0)",
+        "split.first_key(warp)",
+        f"{TEST_DECODE} -k 'test_interpreted and alibi-'",
+    ),
+    "scores_of_prefill_are_those_of_one_head": Fault(
+        f"{SHARED}/logits.py",
+        "    return rows.mapping.placed(tile, program)\n",
+        "    return tile\n",
+        f"{TEST_PREFILL} -k 'test_interpreted and scores_window'",
+    ),
+    "scores_of_lists_take_entries_for_positions": Fault(
+        "pallas_attn/_functions/program.py",
+        "            values[kv] = program.inputs + count\n",
+        "",
+        f"{TEST_LISTS} -k 'test_interpreted and threads_scores'",
+    ),
+    "sinks_of_lists_leave_out_as_it_is": Fault(
+        "pallas_attn/_autodiff/listed.py",
+        "out = some.astype(out.dtype)",
+        "del some",
+        "tests/api/test_kv_indices.py -k 'test_forward_and_gradients and sinks'",
+    ),
     # ---- masks, lengths, pages -------------------------------------------------------------------
     "forward_mask_is_off_by_one": Fault(
         f"{SHARED}/logits.py",

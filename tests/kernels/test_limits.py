@@ -19,7 +19,7 @@ PREFILL = dataclasses.replace(support._BASE["decode"], gpu="sm90", q_len=1024)
 NARROW = dataclasses.replace(PREFILL, quantized=True, cache_dtype="int8")
 PACKED = {"sequences": 4, "capacities": (1024,) * 4, "tokens": 100, "q_len": 1}
 OF_WIDE = "it does not take "
-OF_GATHERED = "it takes no packed rows, trees, mask functions or K and V in one array"
+OF_GATHERED = "it takes no packed rows, trees, functions or K and V in one array"
 
 LIMITS = [
     (sm90_wide, WIDE, {"dtype": "float32"}, "it takes bfloat16 and float16, not float32"),

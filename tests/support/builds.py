@@ -224,6 +224,14 @@ def _decode(
     return Build(target, call, (q, _cache(kind, **sizes), arrays))
 
 
+def _with_slopes(build: Build) -> Build:
+    """A decode with ALiBi."""
+    q, cache, arrays = build.shapes
+    slopes = np.ones(q.shape[-2], np.float32)
+    score = pa.score_fn(lambda s, b, h, q, kv, t: s + t[h] * (kv - q), slopes)
+    return dataclasses.replace(build, shapes=(q, cache, arrays | {"score": score}))
+
+
 def _decode_shared(kind: str) -> Build:
     """Keys that sequences share: pages of one cache, or rows of another before them."""
     q = _shape("bfloat16", 16, 32, 128)
@@ -488,6 +496,8 @@ BUILDS: dict[str, Build] = {
     "decode/sm90/paged_tree": _decode("h100", "paged", rows=4, parents=True),
     "decode/sm80/stacked_tree": _decode("a100", "stacked", rows=16, parents=True),
     "decode/sm80/paged_packed_tree": _decode("a100", "paged", rows=None, parents=True),
+    "decode/sm90/stacked_alibi": _with_slopes(_decode("h100", "stacked")),
+    "decode/sm80/paged_packed_alibi": _with_slopes(_decode("a100", "paged", rows=None)),
     "decode/sm90/stacked_mask_fn": _decode("h100", "stacked", mask=pa.CAUSAL & _BLOCKS["mask"]),
     # Two launches, the other of prefill's kernel.
     "decode/sm90/interleaved": _interleaved("h100"),
@@ -506,6 +516,7 @@ BUILDS: dict[str, Build] = {
     "decode_mla/sm90/heads16_tree": _decode(
         "h100", "stacked", rows=2, heads=16, parents=True, **_LATENT
     ),
+    "decode_mla/sm90/heads16_alibi": _with_slopes(_decode("h100", "paged", heads=16, **_LATENT)),
     "decode_mla/sm90/heads128": _decode("h100", "stacked", heads=128, **_LATENT),
     "decode_mla/sm90/heads16_paged": _decode("h100", "paged", heads=16, **_LATENT),
     "decode_mla/sm80/per_sequence": _decode("a100", "per_sequence", heads=16, **_LATENT),
@@ -524,6 +535,7 @@ BUILDS: dict[str, Build] = {
     ),
     "decode_listed/latent_sm80/heads16": _decode("a100", "paged", heads=16, listed=2048, **_LATENT),
     "decode_listed/sm90/paged": _decode("h100", "paged", listed=1024),
+    "decode_listed/sm90/paged_alibi": _with_slopes(_decode("h100", "paged", listed=1024)),
     "decode_listed/sm90/gradients": _listed_gradients(),
     "decode_listed/sm80/paged_int8": _decode("a100", "paged", dtype="int8", listed=1024),
     "prefill/sm90/stacked": _decode("h100", "stacked", rows=1024),
@@ -539,6 +551,7 @@ BUILDS: dict[str, Build] = {
     "prefill/sm90/stacked_mask_fn": _decode(
         "h100", "stacked", rows=64, mask=pa.CAUSAL & _BLOCKS["mask"]
     ),
+    "prefill/sm90/paged_alibi": _with_slopes(_decode("h100", "paged", rows=64)),
     "prefill/sm90/per_sequence_split": _decode(
         "h100", "per_sequence", rows=16, heads=8, kv_heads=2
     ),

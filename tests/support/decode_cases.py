@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn import CAUSAL, Mask, MaskFunction, trees
+from pallas_attn import CAUSAL, Mask, MaskFunction, ScoreFunction, score_fn, trees
 from pallas_attn._call import reference
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels.decode import sm90 as decode_sm90
@@ -56,6 +56,8 @@ class Case:
     batch_invariant: bool = False
     # A mask function, whose band `mask` has, or "tree": the rows are drafts of a random tree.
     hides: Any = None
+    # A function (b, h, q, kv, *arrays) of NumPy and jax that is added to scores, and its arrays
+    adds: tuple[Any, ...] = ()
 
     @property
     def capacities(self) -> tuple[int, ...]:
@@ -102,7 +104,15 @@ class Case:
             batch_invariant=self.batch_invariant,
             mask_program=None if self.function is None else self.function.program,
             tree=self.hides == "tree",
+            score_program=None if self.score is None else self.score.program,
         )
+
+    @functools.cached_property
+    def score(self) -> ScoreFunction | None:
+        if not self.adds:
+            return None
+        function, *arrays = self.adds
+        return score_fn(lambda s, *at: s + function(*at), *arrays)
 
     @functools.cached_property
     def function(self) -> MaskFunction | None:
@@ -141,6 +151,7 @@ class Case:
             None if self.layers is None else jnp.int32(self.layers - 1),
             jnp.asarray(rng.standard_normal(self.q_heads), jnp.float32) if self.sinks else None,
             mask_aux=() if self.function is None else self.function.aux,
+            score_aux=() if self.score is None else self.score.aux,
         )
 
     def _table(self, rng):
@@ -185,12 +196,23 @@ def of_definition(case: Case, inputs: DecodeInputs) -> tuple[np.ndarray, np.ndar
     arrays["kv_lengths"] = lengths
     if case.sinks:
         arrays["sinks"] = inputs.sinks
+    if case.adds:
+        arrays["bias"] = added(case, lengths, k.shape[1])
     if case.problem.tree:
         parents = some_parents(len(lengths), case.q_len)
         arrays["mask_array"] = seen_in_tree(parents, lengths, k.shape[1])
     result = definition.attention(arrays, mask=case.mask, softcap=case.softcap)
     lost = lost[:, None, None]
     return np.where(lost[..., None], np.nan, result["out"]), np.where(lost, np.nan, result["lse"])
+
+
+def added(case: Case, lengths: np.ndarray, keys: int) -> np.ndarray:
+    """float[M, N, t, keys]: what the score function adds, where positions are not negative."""
+    function, *arrays = case.adds
+    sizes = len(lengths), case.q_heads, case.q_len, keys
+    b, h, t, kv = (x.astype(np.int32) for x in np.ogrid[tuple(map(slice, sizes))])
+    q = np.maximum(t + (lengths - case.q_len).astype(np.int32)[:, None, None, None], 0)
+    return np.broadcast_to(function(b, h, q, kv, *arrays), sizes)
 
 
 def _dense(case: Case, inputs: DecodeInputs, cache) -> tuple[np.ndarray, np.ndarray]:
@@ -307,4 +329,5 @@ def shapes_of(case: Case) -> DecodeInputs:
         table if case.kind == "paged" else None,
         None if case.layers is None else of((), "int32"),
         of((case.q_heads,), "float32") if case.sinks else None,
+        score_aux=() if case.score is None else case.score.aux,
     )

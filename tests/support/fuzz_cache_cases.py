@@ -12,6 +12,7 @@ from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests.support.problems import case as _case
 from tests.support.problems import cases
 
+ADDED = ("alibi", "linear", "table", "keys", "sequences")
 NUMBERS = 2**22  # most elements of a cache
 SCORES = 2**20
 
@@ -24,6 +25,7 @@ class Case(_case.DecodeCase):
     many. `keeps`: some rows are kept after each step, by paths of so many. `shared`: levels of
     prefixes that are read once. `prefix`: what the groups of a prefix hold at first, in a cache of
     its own kind, pages and dtype, whose capacity without pages is a multiple of `prefix_unit`.
+    `added`: what a score function adds, one of `ADDED`.
     """
 
     layers: int | None = None
@@ -38,6 +40,7 @@ class Case(_case.DecodeCase):
     prefix_page: int | None = None
     prefix_dtype: str | None = None
     prefix_unit: int = 8
+    added: str | None = None
 
     @property
     def before(self) -> "Case":
@@ -77,7 +80,7 @@ class Case(_case.DecodeCase):
 
 def draw(seed: int, tiny: bool) -> Case:
     drawn, pick = cases.draw_decode(seed), random.Random(f"fuzz caches {seed}")
-    fields = {f.name: getattr(drawn, f.name) for f in dataclasses.fields(drawn)}
+    fields = {f.name: getattr(drawn, f.name) for f in dataclasses.fields(drawn)} | {"alibi": False}
     more = pick.choice((1, 1, 2, 3, 8, 16, 33, 70, 130))
     if not drawn.shared_kv:
         odd = pick.choice((4, 20, 36, 80, 100))
@@ -114,6 +117,9 @@ def draw(seed: int, tiny: bool) -> Case:
     of_lists = random.Random(f"lists {seed}")
     if not (case.tree or case.shared or case.prefix) and of_lists.random() < 0.4:
         case = dataclasses.replace(case, listed=of_lists.choice((1, 7, 64, 65, 200)))
+    of_scores = random.Random(f"scores {seed}")
+    if not (case.tree or case.prefix) and of_scores.random() < 0.4:
+        case = dataclasses.replace(case, added=of_scores.choice(ADDED))
     if tiny:
         small = {"capacity": 48, "q_len": min(case.q_len, 9), "layers": case.layers and 2}
         dims = (min(case.head_dim, 64), min(case.v_head_dim, 64))
@@ -180,7 +186,7 @@ def simpler(case: Case) -> Iterator[dict[str, Any]]:
     plain = {"softcap": None, "sinks": False, "layers": None, "spread": 0, "pool": 1.0}
     plain |= {"packed": False, "drafts_most": None, "keeps": None, "shared": 0, "prefix": None}
     plain |= {"scale": None, "mask": CAUSAL, "batch_invariant": False}
-    plain |= {"precision": None, "dtype": "bfloat16", "q_len": 1, "tree": False}
+    plain |= {"added": None, "precision": None, "dtype": "bfloat16", "q_len": 1, "tree": False}
     if not case.shared_kv:
         plain |= {"head_dim": 64, "v_head_dim": 64}
     stored = {"cache_dtype": None, "byte_rows": False}

@@ -25,6 +25,7 @@ from tests.support.byte_rows import as_bytes, as_floats
 from tests.support.decode_cases import ancestors, seen_in_tree, some_parents
 from tests.support.fuzz import LEAST, MOST
 from tests.support.fuzz_cache_cases import Case
+from tests.support.fuzz_positions import ADDED, POSITIONS
 from tests.support.subjects import Subject
 
 SIDES = ("k", "v", "k_scale", "v_scale")
@@ -291,6 +292,9 @@ class Program:
             options["parents"] = jnp.asarray(self.parents[own])
         if case.listed:
             options["kv_indices"] = self.as_taken(jnp.asarray(self.lists()))
+        if case.added:
+            self.added, *arrays = self._adds()
+            options["score"] = pa.score_fn(lambda s, *at: s + self.added(*at), *arrays)
         if case.drafts_most:
             options["parents"] = pa.DraftTree.create(
                 options["parents"], options["starts"], drafts_most=case.drafts_most
@@ -354,6 +358,29 @@ class Program:
         indices = order[..., : case.listed] - 4
         odd = rng.choice([LEAST, LEAST + 1, -1, MOST - 1, MOST], indices.shape)
         return np.where(rng.random(indices.shape) < 0.1, odd, indices).astype(np.int32)
+
+    def _adds(self) -> tuple[Any, ...]:
+        """The function of positions that is added to scores, and the arrays that it reads."""
+        case, normal = self.case, functools.partial(self.rng.standard_normal, dtype=np.float32)
+        heads = case.q_heads
+        arrays = {
+            "slopes": self.rng.random(heads, dtype=np.float32) / 8,
+            "table": normal((heads, 2 * POSITIONS)),
+            "few": normal(16),
+            "by_sequence": normal((case.sequences, 16)),
+        }
+        by_sequence = (lambda b, h, q, kv, t: t[b, kv % 16], ("by_sequence",))
+        function, names = (ADDED | {"sequences": by_sequence})[case.added or ""]
+        return function, *(arrays[name] for name in names)
+
+    def _added(self, some: np.ndarray, lengths: np.ndarray, keys: int) -> np.ndarray:
+        """float32[some, N, t, keys]: what the score function adds, by NumPy."""
+        arrays, case = self.options["score"].aux, self.case
+        sizes = (len(some), case.q_heads, case.q_len, keys)
+        n, h, t, kv = (x.astype(np.int32) for x in np.ogrid[tuple(map(slice, sizes))])
+        q = t + (lengths.astype(np.int32) - case.q_len)[:, None, None, None]
+        result = self.added(some.astype(np.int32)[n], h, q, kv, *map(np.asarray, arrays))
+        return np.broadcast_to(np.asarray(result, np.float32), sizes)
 
     def none_kept(self) -> dict[str, jax.Array]:
         """Arguments of `keep`."""
@@ -640,6 +667,8 @@ class Program:
         plain |= {"q_offset": lengths - case.q_len, "precision": "highest"}
         names = ("mask", "scale", "softcap", "sinks")
         plain |= {name: self.options[name] for name in names if name in self.options}
+        if case.added:
+            plain["bias"] = self._added(some, lengths, k.shape[1])
         if "lists" in own:
             listed = own["lists"][..., None] == np.arange(k.shape[1], dtype=np.int32)
             plain["mask_array"] = (listed.any(axis=2) & self.placed[some][..., None])[:, None]

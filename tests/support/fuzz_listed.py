@@ -29,7 +29,7 @@ class Listed(_case.AttentionCase):
 
 _WITHOUT: dict[str, Any] = {
     **dict.fromkeys(("q_lengths", "segments", "kv_segments", "bias_shape", "mask_shape", "rotary")),
-    **{"sinks": False, "deterministic": False, "rotary_positions": False},
+    **{"deterministic": False, "rotary_positions": False},
 }
 
 

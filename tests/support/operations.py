@@ -127,6 +127,7 @@ _INTERLEAVED: dict[str, Any] = {"kind": "interleaved", "page_size": 16, "pages":
 _LATENT: dict[str, Any] = {"head_dim": 576, "v_head_dim": 512, "shared_kv": True}
 _LATENT |= {"kv_heads": 1, "q_heads": 16}
 _LISTED: dict[str, Any] = {"listed": 512}
+_SCORED: dict[str, Any] = {"score_program": _SLOPES}
 _OF_BYTES = _LATENT | {"cache_dtype": "float8_e4m3fn", "quantized": True, "byte_rows": True}
 _IN_TREE: dict[str, Any] = {"tree": True, "mask_program": trees.program((8, 64, 3))}
 _PACKED_TREE = _PACKED | {"tree": True, "mask_program": trees.program((2112, 3), 8)}
@@ -267,11 +268,20 @@ _ROWS: dict[str, dict[str, Variants]] = {
         "a tree, V within K": (_LATENT | {"q_len": 4} | _IN_TREE,),
         "mask_fn": ({"mask_program": _ALTERNATE},),
         "mask_fn, packed rows": ({"mask_program": _ALTERNATE} | _PACKED,),
+        "score_fn; cache": tuple(x | _SCORED for x in _CACHES),
+        "score_fn; tokens at once": tuple({"q_len": n} | _SCORED for n in (1, 4, 64)),
+        "score_fn, packed rows": (_SCORED | _PACKED,),
+        "score_fn over a quantised cache": tuple(dtype | _SCORED for dtype in _QUANTISED),
+        "score_fn, V within K": (_LATENT | _SCORED,),
+        "score_fn, packed rows, V within K": (_LATENT | _SCORED | _PACKED,),
+        "score_fn, V within K, rows of 656 bytes": (_OF_BYTES | _SCORED,),
         "kv_indices, a list of positions a row; cache": tuple(x | _LISTED for x in _CACHES),
         "kv_indices; tokens at once": tuple({"q_len": n} | _LISTED for n in (1, 64)),
         "kv_indices, packed rows": (_PACKED | _LISTED,),
         "kv_indices over a quantised cache": tuple(dtype | _LISTED for dtype in _QUANTISED),
         "kv_indices, V within K": (_LATENT | _LISTED,),
+        "kv_indices and sinks": (_LISTED | {"sinks": True},),
+        "kv_indices and score_fn": (_LISTED | _SCORED,),
         "packed rows, K and V interleaved": (_INTERLEAVED | _PACKED,),
         "packed rows, K and V interleaved, in numbers without scales": tuple(
             dtype | _INTERLEAVED | _PACKED | {"unscaled": True} for dtype in _QUANTISED

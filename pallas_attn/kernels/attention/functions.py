@@ -132,7 +132,8 @@ def mask_rows(
         words = mapping.words(ctx.refs, tile, s.shape[1])
     s = mask_columns(s, *bounds, words=words or ())
     if words is None:
-        shown = seen(ctx, tile if mapping is None else mapping.placed(tile), s.shape)
+        program = ctx.plan.problem.mask_program
+        shown = seen(ctx, tile if mapping is None else mapping.placed(tile, program), s.shape)
         s = jnp.where(shown, s, -jnp.inf)
     return s
 

@@ -100,6 +100,16 @@ def tile_of_rows(
     return LogitTile(*where, q_axis=0, layout=layout, in_smem=in_smem)
 
 
+def scored_tile(
+    ctx: KernelContext, rows: QueryRows, t: Index, slot: Index | None = None
+) -> LogitTile:
+    """`tile_of_rows` as a score function takes it."""
+    tile, program = tile_of_rows(ctx, rows, t, slot=slot), ctx.plan.problem.score_program
+    if rows.mapping is None or program is None:
+        return tile
+    return rows.mapping.placed(tile, program)
+
+
 def masked_logits(  # noqa: PLR0913
     ctx: KernelContext,
     rows: QueryRows,
@@ -117,9 +127,9 @@ def masked_logits(  # noqa: PLR0913
     if ctx.plan.logit_rules.linear:
         from pallas_attn.kernels.attention import linear_scores
 
-        s, online = linear_scores.sloped(ctx, tile_of_rows(ctx, rows, t), s)
+        s, online = linear_scores.sloped(ctx, scored_tile(ctx, rows, t), s)
     if ctx.plan.logit_rules.unit is None:
-        s, _ = scaled(ctx, tile_of_rows(ctx, rows, t, slot=slot), s)
+        s, _ = scaled(ctx, scored_tile(ctx, rows, t, slot), s)
     mask = functools.partial(mask_rows, ctx, rows, t, slot)
     if masked is None:
         assert whole is not None

@@ -7,6 +7,7 @@ turns that into numbers of tiles, in plain arithmetic on Python numbers or on tr
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._call.problem import AttentionProblem, bounds_of
+from pallas_attn._functions.program import Program
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.lang.types import GmemRef, Index
@@ -291,9 +293,13 @@ def sizes_limit(problem: AttentionProblem) -> Limit | None:
     """Why there are too many rows, or too large arrays of functions, or None."""
     if problem.batch * problem.q_heads * (problem.q_len + 256) >= 2**31:
         return Limit("it counts query rows of all heads in 32 bits", "split the batch")
-    programs = filter(None, (problem.mask_program, problem.score_program))
-    read = [shape for program in programs for shape, _ in program.arrays]
-    if any(math.prod(shape) >= 2**31 for shape in read):
+    return arrays_limit(problem.functions)
+
+
+def arrays_limit(functions: Sequence[Program]) -> Limit | None:
+    """Why arrays that functions of positions read are too large, or None."""
+    read = [shape for function in functions for shape, _ in function.arrays]
+    if any([math.prod(shape) >= 2**31 for shape in read]):
         return Limit(
             "it counts numbers of an array that a function reads in 32 bits",
             "give each batch row or head a call of its own, or compute more of it in the function",

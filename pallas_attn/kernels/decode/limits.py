@@ -7,7 +7,7 @@ from typing import Any
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import DecodeProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import cache_layout, tma_operands
+from pallas_attn.kernels.attention import cache_layout, tiles, tma_operands
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.types import KernelConfig
@@ -35,6 +35,8 @@ def dtype_limit(problem: DecodeProblem) -> Limit | None:
 
 def size_limit(problem: DecodeProblem) -> Limit | None:
     """Why the scheduler cannot count this problem's tiles, pages or sequences, or None."""
+    if problem.functions and (refused := tiles.arrays_limit(problem.functions)) is not None:
+        return refused
     most = sum(capacity // 64 + 1 for capacity in problem.capacities)
     if problem.packed:  # rows of all sequences, whose q chunks are as many as they or fewer
         most = (max(problem.capacities) // 64 + 1) * (1 + problem.sequences)

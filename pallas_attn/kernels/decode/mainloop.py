@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn._functions.program import Operation, evaluate
 from pallas_attn.kernels.attention import functions, softmax
-from pallas_attn.kernels.attention.functions import Value
+from pallas_attn.kernels.attention.functions import Registers, Value
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.decode.plan import Plan
@@ -23,6 +24,7 @@ from pallas_attn.kernels.lang.types import Index, Layout, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import column_parts, mma_rowmajor, mma_sync, mma_tf32
 
 ROWS = threads.WARPS * mma_rowmajor.ROWS  # rows of the warps' matrices, one above the other
+ADD = Operation("add", (), "int32")
 
 
 class State(NamedTuple):
@@ -89,7 +91,7 @@ def of_all_columns(ctx: KernelContext, s: RegisterTile) -> RegisterTile:
 def attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, state: State) -> State:
     """The state after one more kv tile, from its scores."""
     plan = ctx.plan
-    s = masked(ctx, work, at.tile, logits_of_scores(plan, s))
+    s = masked(ctx, work, at.tile, logits_of_scores(ctx, work, at.tile, s))
     join = functools.partial(mma_sync.reduce_folded, op="maximum") if plan.split.folded else None
     new = softmax.step(s, plan.unit_of_logits, state.row_max, empty_ok=True, join=join)
     acc, row_sum = softmax.rescaled(new, (state.acc, state.row_sum))
@@ -113,14 +115,97 @@ def totals(plan: Plan, state: State) -> tuple[RegisterTile, RegisterTile]:
     return state.acc, row_sum
 
 
-def logits_of_scores(plan: Plan, s: RegisterTile) -> RegisterTile:
-    """Logits in log2 units if `plan.unit_of_logits` is None; else the scores, of that unit."""
+def logits_of_scores(
+    ctx: KernelContext,
+    work: WorkTile,
+    tile: Index,
+    s: RegisterTile,
+    places: "Places | None" = None,
+) -> RegisterTile:
+    """Logits in log2 units if `plan.unit_of_logits` is None; else the scores, of that unit.
+    `places`: where they lie otherwise than `mma_rowmajor.scores` leaves them.
+    """
+    plan = ctx.plan
     if plan.unit_of_logits is not None:
         return s
     s = s * plan.problem.scale
     if plan.problem.softcap is not None:
         s = softmax.softcap(s, plan.problem.softcap)
+    if plan.problem.score_program is not None:
+        s = _scored(ctx, work, places or _places_of(plan, tile), s)
     return softmax.to_log2(s)
+
+
+# ---- score functions -----------------------------------------------------------------------------
+
+
+class Places(NamedTuple):
+    """The query rows and keys of a tile of logits. Those that a function does not ask for are not
+    made: see `functions.numbers_of_rows`.
+    """
+
+    registers: Registers
+    q_axis: int
+    row: Callable[[], RegisterTile]  # query rows of the q chunk, along that axis
+    key: Callable[[], Value]
+
+
+def places_along(
+    shape: tuple[int, int], layout: Layout, q_axis: int, first: Callable[[], Index]
+) -> Places:
+    """Places of a tile that has the rows of a chunk along one axis, and keys from `first` on along
+    the other.
+    """
+    registers = Registers(shape, layout)
+    return Places(
+        registers,
+        q_axis,
+        row=lambda: registers.along(q_axis, 0).x,
+        key=lambda: registers.along(1 - q_axis, first()),
+    )
+
+
+def _places_of(plan: Plan, tile: Index) -> Places:
+    """Places of the logits of all warps."""
+    split, own = plan.split, mma_rowmajor.ROWS
+    registers = Registers((ROWS, split.width), mosaic.TILE)
+
+    def warp_and_row() -> tuple[RegisterTile, RegisterTile]:
+        row = registers.along(0, 0).x
+        return row // own, row % own
+
+    def query_row() -> RegisterTile:
+        warp, row = warp_and_row()
+        return split.row_block(warp) * own + split.query(row)
+
+    def key() -> Value:
+        warp, row = warp_and_row()
+        first = tile * plan.keys.tile + split.first_key(warp) + split.key(row, 0)
+        column = split.key(0, registers.along(1, 0).x)
+        return registers.compute(ADD, (Value(first, (0,)), Value(column, (1,))))
+
+    return Places(registers, 0, query_row, key)
+
+
+def _scored(ctx: KernelContext, work: WorkTile, places: Places, s: RegisterTile) -> RegisterTile:
+    """The result of the score function for a tile of logits in natural units."""
+    plan, registers, program = ctx.plan, places.registers, ctx.plan.problem.score_program
+    head = query = key = Value(None, ())
+    of_head, of_query, of_key = (program.depends_on(program.inputs - n) for n in (3, 2, 1))
+    if of_head or of_query:
+        kv_head, chunk = scheduler.head_and_chunk(plan, work)
+        group, row = plan.queries.group, places.row() + chunk * plan.queries.chunk_rows
+        token = token_of(plan, row)
+        if of_head:
+            head = Value(kv_head * group + (row - token * group), (places.q_axis,))
+        if of_query:
+            begin = work.length - plan.queries_of(work.queries)
+            query = Value(begin + token, (places.q_axis,))
+    if of_key:
+        key = places.key()
+    numbers = Value(s, (0, 1)), Value(work.sequence, ()), head, query, key
+    result = evaluate(program, numbers, ctx.refs.score_aux, registers)
+    return registers.spread(result, (0, 1)).astype(jnp.float32)
 
 
 # ---- the mask ------------------------------------------------------------------------------------
@@ -147,7 +232,7 @@ def positions_of(ctx: KernelContext, work: WorkTile, tile: Index) -> Positions:
     kv_head, chunk = scheduler.head_and_chunk(plan, work)
     query = query + chunk * queries.chunk_rows
     token, head = token_of(plan, query), None
-    if plan.problem.uses_head:
+    if plan.problem.mask_uses_head:
         head = kv_head * queries.group + (query - token * queries.group)
     return Positions(work.length - plan.queries_of(work.queries) + token, key, head)
 

@@ -39,6 +39,7 @@ class DecodeRefs(NamedTuple):
     sinks: GmemRef | None
     counters: GmemRef  # behind `combine_splits.ZERO_BYTES` of zeros
     mask_aux: tuple[GmemRef, ...] = ()  # operands of a function of positions: `functions.flat`
+    score_aux: tuple[GmemRef, ...] = ()
 
 
 def rings_of(ctx: ThreadContext) -> list[tuple[SmemRef, int]]:
@@ -62,6 +63,7 @@ def refs_of(inputs: DecodeInputs, counters: Operand, plan: Plan) -> DecodeRefs:
         sinks=inputs.sinks,
         counters=counters,
         mask_aux=functions.flat(inputs.mask_aux) if inputs.mask_aux else (),
+        score_aux=functions.flat(inputs.score_aux) if inputs.score_aux else (),
     )
 
 

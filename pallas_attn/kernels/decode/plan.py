@@ -188,7 +188,9 @@ class Plan:
         """The factor from scores to log2 units; None where they are converted before the softmax,
         whose largest score must be the largest logit.
         """
-        return None if self.problem.softcap is not None else softmax.unit_of(self.problem.scale)
+        if self.problem.softcap is not None or self.problem.score_program is not None:
+            return None
+        return softmax.unit_of(self.problem.scale)
 
     @functools.cached_property
     def split(self) -> Split:

@@ -66,7 +66,7 @@ def attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, stat
     scales = None
     if not plan.problem.unscaled:
         scales = mma_rowmajor.number_of_each_key(ctx.smem.v_scale, at.slot, split)
-    s = mainloop.logits_of_scores(plan, s)
+    s = mainloop.logits_of_scores(ctx, work, at.tile, s)
     s = s if plan.unit_of_logits is None else s * plan.unit_of_logits
     if scales is None:
         return _attend_unscaled(ctx, at, mainloop.masked(ctx, work, at.tile, s), state)

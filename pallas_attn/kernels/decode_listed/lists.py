@@ -5,6 +5,8 @@ the sequence has no such row or the mask hides it. Each query row then is a sequ
 with a list in place of pages: of no more entries than reach to its last row. All heads of a row
 share its list.
 
+A score function reads the sequence that a row is of, its position, and those of its entries.
+
 The kernel over a latent cache takes lists as they are. Others read a row for each entry up to the
 last: a row that is named stands in for none, and a function of positions hides it.
 """
@@ -20,9 +22,16 @@ from jax import lax
 
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem, bounds_of, owner_of_rows
-from pallas_attn._functions.program import ZERO, Broadcasting, Operation, Program, evaluate
+from pallas_attn._functions.program import (
+    ZERO,
+    Broadcasting,
+    Operation,
+    Program,
+    evaluate,
+    of_rows,
+)
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import cache_layout
+from pallas_attn.kernels.attention import cache_layout, tiles
 from pallas_attn.kernels.decode import lost as lost_rows
 from pallas_attn.kernels.decode import no_rows
 from pallas_attn.kernels.lang.types import KernelConfig
@@ -74,7 +83,7 @@ def _limit(problem: DecodeProblem, fills: bool) -> Limit | None:
         return Limit("kv_indices over separate arrays", "use a StackedCache or a PagedCache")
     if problem.byte_rows:
         return Limit("kv_indices over a latent cache of bytes", "keep it in q's dtype")
-    if problem.uses_head:
+    if problem.mask_uses_head:
         return Limit(
             "kv_indices beside a mask function that asks for the head, as heads share a list",
             'say implementation="reference"',
@@ -84,6 +93,8 @@ def _limit(problem: DecodeProblem, fills: bool) -> Limit | None:
         return Limit("it counts the rows of a cache in 32 bits", "split the layers")
     if _count(problem) * problem.q_heads * (_entries(problem, fills) // 64 + 1) >= 2**31:
         return Limit("it counts tiles of lists in 32 bits", "split the rows over several calls")
+    if (refused := tiles.arrays_limit(_first_launch(problem, fills).functions)) is not None:
+        return refused
     return None
 
 
@@ -113,18 +124,20 @@ def _first_launch(problem: DecodeProblem, fills: bool) -> DecodeProblem:
 def _of_rows(problem: DecodeProblem, rows: int, fills: bool) -> DecodeProblem:
     """The problem of a launch of so many lists."""
     slabs, slab_rows = _slabs(problem)
+    entries, score = _entries(problem, fills), problem.score_program
     return dataclasses.replace(
         problem,
         kind="listed",
         sequences=rows,
         q_len=1,
         tokens=None,
-        capacities=(_entries(problem, fills),) * rows,
+        capacities=(entries,) * rows,
         mask=FULL,
         page_size=slab_rows,
         pages=slabs,
-        mask_program=_names_a_row(rows, _entries(problem, fills)) if fills else None,
+        mask_program=_names_a_row(rows, entries) if fills else None,
         listed=None,
+        score_program=None if score is None else of_rows(score, rows, entries=entries),
     )
 
 
@@ -140,6 +153,7 @@ class Lists(NamedTuple):
 
     rows: Array  # int32[R, entries]: rows of the layer, -1 for none
     lengths: Array  # int32[R]: entries up to the last row; more than all where rows were lost
+    numbers: tuple[Array, ...]  # read by `program.of_rows`; () without a score function
 
 
 def _lists(inputs: DecodeInputs, problem: DecodeProblem, fills: bool) -> Lists:
@@ -168,6 +182,7 @@ def _lists(inputs: DecodeInputs, problem: DecodeProblem, fills: bool) -> Lists:
     if problem.mask_program is not None:
         numbers = owner[:, None], jnp.int32(0), position[:, None], key
         seen &= evaluate(problem.mask_program, numbers, inputs.mask_aux, Broadcasting())
+    numbers = () if problem.score_program is None else (owner, position, key)
     slab_rows, slab = _slabs(problem)[1], owner[:, None]
     if inputs.page_table is not None:
         slab = inputs.page_table[slab, key // slab_rows]
@@ -176,7 +191,7 @@ def _lists(inputs: DecodeInputs, problem: DecodeProblem, fills: bool) -> Lists:
     entry = jnp.arange(1, n + 1, dtype=jnp.int32)
     lengths = jnp.where(rows >= 0, entry[None], 0).max(axis=1)
     lost = _lost(inputs, problem)[owner] & owned
-    return Lists(rows, jnp.where(lost, n + 1, lengths))
+    return Lists(rows, jnp.where(lost, n + 1, lengths), numbers)
 
 
 def _lost(inputs: DecodeInputs, problem: DecodeProblem) -> Array:
@@ -195,15 +210,17 @@ def _run(
     launch: Launch, inputs: DecodeInputs, problem: DecodeProblem, fills: bool
 ) -> tuple[Array, Array]:
     """out and lse of the call, by as many launches as it takes."""
-    rows, lengths = _lists(inputs, problem, fills)
+    rows, lengths, numbers = _lists(inputs, problem, fills)
     q, count = inputs.q.reshape(-1, 1, *inputs.q.shape[-2:]), _count(problem)
     each, step = [q, lengths, rows], count
     if fills:
         table = jnp.where(rows >= 0, rows, rows.max(axis=1, keepdims=True))
         each, step = [q, lengths, table, rows], ROWS_AT_ONCE
+    plain = len(each)
+    each += numbers
 
     def one_launch(some: Sequence[Array]) -> tuple[Array, Array]:
-        q, lengths, table, *aux = some
+        q, lengths, table, *aux = some[:plain]
         part = DecodeInputs(
             q,
             inputs.k_cache,
@@ -215,6 +232,7 @@ def _run(
             inputs.k_scale,
             inputs.v_scale,
             mask_aux=tuple(aux),
+            score_aux=(*inputs.score_aux, *some[plain:]),
         )
         out, lse = launch(part, _of_rows(problem, len(q), fills))
         return out[:, 0], lse[:, :, 0]

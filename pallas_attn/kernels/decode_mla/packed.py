@@ -7,7 +7,6 @@ that of a tree of drafts for one, reads the sequence of a row, and where it stan
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem, owner_of_rows
 from pallas_attn._functions import program as _program
-from pallas_attn._functions.program import Operation, Program
+from pallas_attn._functions.program import Program
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.decode import lost as lost_rows
@@ -54,7 +53,11 @@ def of_rows(problem: DecodeProblem) -> DecodeProblem:
 
 def _of_some(problem: DecodeProblem, rows: int) -> DecodeProblem:
     """The problem of a launch of so many packed rows."""
-    program, paged = problem.mask_program, problem.kind == "paged"
+    paged = problem.kind == "paged"
+
+    def by_row(function: Program | None) -> Program | None:
+        return None if function is None else _program.of_rows(function, rows, problem.tree)
+
     return dataclasses.replace(
         problem,
         kind="paged",
@@ -64,27 +67,10 @@ def _of_some(problem: DecodeProblem, rows: int) -> DecodeProblem:
         q_len=1,
         tokens=None,
         capacities=(max(problem.capacities),) * rows,
-        mask_program=None if program is None else _of_rows(program, rows, problem.tree),
+        mask_program=by_row(problem.mask_program),
         tree=False,
+        score_program=by_row(problem.score_program),
     )
-
-
-@functools.lru_cache(maxsize=256)
-def _of_rows(program: Program, rows: int, tree: bool) -> Program:
-    """A function of positions where each packed row is a sequence. It reads int32[rows] of the
-    sequence that a row is of and of the row's position, and of the position that counts as 0 where
-    `tree`.
-    """
-    batch, q, kv = 0, 2, 3
-    first, count = len(program.arrays), 3 if tree else 2
-    before = [Operation("read", (batch,), "int32", first + n) for n in range(count)]
-    values = list(range(program.inputs))
-    values[batch], values[q] = program.inputs, program.inputs + 1
-    if tree:
-        before.append(Operation("sub", (kv, program.inputs + 2), "int32"))
-        values[kv] = program.inputs + 3
-    arrays = *program.arrays, *[((rows,), "int32")] * count
-    return _program.of_values(program, before, values, arrays)
 
 
 def run(
@@ -105,12 +91,14 @@ def run(
     assert own.page_table is not None and own.new_lengths is not None
     for first in range(0, problem.tokens, ROWS_AT_ONCE):
         here = slice(first, first + ROWS_AT_ONCE)
+        some = tuple(x[here] for x in numbers)
         part = own._replace(
             q=own.q[here],
             lengths=own.lengths[here],
             page_table=own.page_table[here],
             new_lengths=own.new_lengths[here],
-            mask_aux=(*own.mask_aux, *(x[here] for x in numbers)),
+            mask_aux=(*own.mask_aux, *some) if problem.mask_program is not None else (),
+            score_aux=(*own.score_aux, *some) if problem.score_program is not None else (),
         )
         out, lse = launch(part, _of_some(problem, part.q.shape[0]), config)
         outs.append(out[:, 0])
@@ -122,7 +110,7 @@ def _sequences_of_rows(
     inputs: DecodeInputs, problem: DecodeProblem
 ) -> tuple[DecodeInputs, tuple[Array, ...]]:
     """The inputs of a call where each packed row is a sequence, and the numbers of rows that a
-    function of positions reads: `_of_rows`.
+    function of positions reads: `program.of_rows`.
     """
     starts, table = inputs.starts, inputs.page_table
     assert starts is not None
@@ -139,7 +127,7 @@ def _sequences_of_rows(
     numbers: tuple[Array, ...] = ()
     if problem.tree:
         numbers = owner, at - starts[owner], length[owner] - jnp.diff(starts)[owner]
-    elif problem.mask_program is not None:
+    elif problem.functions:
         numbers = owner, end - 1
     end = jnp.where(lost[owner], capacity + 1, end)
     own = inputs._replace(

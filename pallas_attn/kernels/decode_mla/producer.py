@@ -40,6 +40,7 @@ class LatentRefs(NamedTuple):
     counters: GmemRef  # `combine_splits.Results`
     sinks: GmemRef | None  # float32[rows of a sequence, and some more]
     lost: GmemRef | None = None  # int32[M]: `scheduler.Table.lost`, of rows that lists name
+    score_aux: tuple[GmemRef, ...] = ()
 
 
 def refs_of(
@@ -69,6 +70,7 @@ def refs_of(
         counters=counters,
         sinks=row_sinks,
         lost=lost,
+        score_aux=functions.flat(inputs.score_aux),
     )
 
 

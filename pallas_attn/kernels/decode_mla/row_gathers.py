@@ -95,8 +95,10 @@ def without_holes(
     if holes is None:
         return s
     bound = plgpu.load(holes.at[lax.rem(count, jnp.int32(holes.shape[0]))], layout=layout)
-    axis = 1 if layout == mosaic.COLUMN else 0
-    return jnp.minimum(s, lax.broadcast_in_dim(bound, s.shape, [axis]))
+    bound = lax.broadcast_in_dim(bound, s.shape, [1 if layout == mosaic.COLUMN else 0])
+    if ctx.plan.problem.score_program is not None:  # which may be NaN there
+        return jnp.where(bound < 0, -jnp.inf, s)
+    return jnp.minimum(s, bound)
 
 
 # ---- copies --------------------------------------------------------------------------------------

@@ -238,7 +238,7 @@ def _positions(ctx: KernelContext, work: WorkTile, tile: Index) -> mainloop.Posi
     token, head = mainloop.token_of(plan, row), None
     query = work.length - plan.problem.q_len + token
     key = mosaic.positions(shape, 1, start, layout)
-    if plan.problem.uses_head:
+    if plan.problem.mask_uses_head:
         head = row + (kv_head - token) * plan.queries.group
     return mainloop.Positions(query, key, head, layout)
 
@@ -248,7 +248,9 @@ def _attend(ctx: KernelContext, work: WorkTile, at: TileAt, state: State) -> Sta
     plan, smem, none = ctx.plan, ctx.smem, jnp.int32(0)
     first, sizes = at.slot * plan.keys.tile, (ROWS, plan.keys.tile, _width(plan))
     s = mma_2x2.product((smem.q, none), (smem.kv, first), sizes, 1, 2)
-    s = mainloop.logits_of_scores(plan, s)
+    layout = mosaic.warp_layout(s.shape, 2)
+    places = mainloop.places_along(s.shape, layout, 0, lambda: at.tile * plan.keys.tile)
+    s = mainloop.logits_of_scores(ctx, work, at.tile, s, places)
     logits = mainloop.masked(ctx, work, at.tile, s, _positions)
     mma_2x2.store_row_partials(logits, smem.rows, 0, "max")
     mma_2x2.sync_row_pair(0)

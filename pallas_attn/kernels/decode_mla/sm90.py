@@ -427,7 +427,8 @@ def _score(ctx: KernelContext, block_id: Index) -> None:
                         block = _ring_block(ctx, wg, first + n)
                         producer.clear(block.ref, columns.block, live)
 
-            s = mainloop.masked(ctx, work, tile, mainloop.logits_of_scores(plan, s))
+            s = mainloop.logits_of_scores(ctx, work, tile, s)
+            s = mainloop.masked(ctx, work, tile, s)
             s = row_gathers.without_holes(ctx, s, count, mosaic.COLUMN)
             new = softmax.next_step(s, plan.unit_of_logits, row_max, empty_ok=True)
             row_sum = softmax.rescaled(new, row_sum) + new.row_sum

@@ -176,7 +176,7 @@ def _positions(ctx: KernelContext, work: WorkTile, tile: Index) -> mainloop.Posi
     row = mosaic.positions(shape, 1, 0)
     token, head = mainloop.token_of(plan, row), None
     query = token + (work.length - plan.problem.q_len)
-    if plan.problem.uses_head:
+    if plan.problem.mask_uses_head:
         head = row - token * plan.queries.group
     return mainloop.Positions(query, key, head)
 
@@ -184,7 +184,8 @@ def _positions(ctx: KernelContext, work: WorkTile, tile: Index) -> mainloop.Posi
 def logits(ctx: KernelContext, work: WorkTile, tile: Index, s: RegisterTile) -> RegisterTile:
     """Scores -> logits in log2 units, those of invisible keys -inf."""
     plan = ctx.plan
-    s = mainloop.logits_of_scores(plan, s)
+    places = mainloop.places_along(s.shape, mosaic.TILE, 1, lambda: tile * TILE)
+    s = mainloop.logits_of_scores(ctx, work, tile, s, places)
     s = s if plan.unit_of_logits is None else s * plan.unit_of_logits
     return mainloop.masked(ctx, work, tile, s, _positions)
 

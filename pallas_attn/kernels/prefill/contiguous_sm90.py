@@ -61,7 +61,7 @@ def limit(problem: AttentionProblem) -> Limit | None:
         return Limit(f"it takes bfloat16 and float16, not {problem.dtype}", other)
     if set(problem.arrays) - set(ARRAYS):
         return Limit("it takes no bias, segment ids and mask_array", other)
-    if problem.mask_program is not None or problem.score_program is not None:
+    if problem.functions:
         return Limit("it takes no functions of positions", other)
     if (refused := attention_limit(problem)) is not None:
         return refused

@@ -53,6 +53,8 @@ def limit(problem: DecodeProblem) -> Limit | None:
         return Limit("it takes float8 caches with scales", other)
     if problem.packed or problem.merged is not None:
         return Limit("it takes no packed rows", other)
+    if problem.score_program is not None:
+        return Limit("it has no registers left for a score function", other)
     if (refused := sm90.limit(_in_16_bits(problem))) is not None:
         return refused
     for name, dim in (("head_dim", problem.head_dim), ("v_head_dim", problem.v_head_dim)):

@@ -54,10 +54,8 @@ def kernel_with(base: Kernel, most_bytes: int) -> Kernel:
 def limit(problem: DecodeProblem, forward: Kernel, most_bytes: int) -> Limit | None:
     """Why the forward cannot take the problem by copies, or None."""
     other = "leave implementation=None"
-    if problem.packed or problem.mask_program is not None or problem.kind == "interleaved":
-        return Limit(
-            "it takes no packed rows, trees, mask functions or K and V in one array", other
-        )
+    if problem.packed or problem.functions or problem.kind == "interleaved":
+        return Limit("it takes no packed rows, trees, functions or K and V in one array", other)
     if problem.batch_invariant:
         return Limit("batch_invariant is kept by the kernel for few rows", other)
     if (refused := limits.dtype_limit(problem)) is not None:

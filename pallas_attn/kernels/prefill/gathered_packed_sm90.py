@@ -55,8 +55,8 @@ class Config:
 def limit(problem: DecodeProblem) -> Limit | None:
     """Why this kernel cannot take the problem, or None."""
     other = "leave implementation=None"
-    if not problem.packed or problem.mask_program is not None or problem.merged is not None:
-        return Limit("it takes packed rows, without trees, mask functions and shared keys", other)
+    if not problem.packed or problem.functions or problem.merged is not None:
+        return Limit("it takes packed rows, without trees, functions and shared keys", other)
     if cache_layout.layout_of(problem).separate:
         return Limit("separate arrays of rows", "use a StackedCache or a PagedCache")
     if (refused := decode_sm90.KERNEL.limit(problem)) is not None:

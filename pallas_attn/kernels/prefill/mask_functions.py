@@ -1,4 +1,4 @@
-"""Masks that are functions of positions, over a cache: a user's function, or a tree of drafts."""
+"""Functions of positions over a cache: masks and scores of a user's, or a tree of drafts."""
 
 import itertools
 from typing import Any, NamedTuple
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.problem import AttentionProblem
+from pallas_attn._functions.program import Program
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, Span
 from pallas_attn.kernels.lang import mosaic
@@ -64,14 +65,14 @@ class RowMapping(NamedTuple):
             for low, high in itertools.pairwise(loaded)
         )
 
-    def placed(self, tile: LogitTile) -> LogitTile:
+    def placed(self, tile: LogitTile, program: Program) -> LogitTile:
         """The tile with the head and the position of each row, if the function asks for them: what
         nobody uses sends Mosaic on a search for its layout.
         """
         head: Any = None
         position: Any = None
-        if self.problem.uses_position:
+        if program.depends_on(program.inputs - 2):
             position = self.row_positions(ROWS, tile.q_offset + tile.query)
-        if self.problem.uses_head:
+        if program.depends_on(program.inputs - 3):
             head = self.tiles.row_heads() + tile.head
         return tile._replace(rows=(head, position))

@@ -54,6 +54,7 @@ def over_contiguous_keys(problem: DecodeProblem) -> AttentionProblem:
         softcap=problem.softcap,
         arrays=("q_offset", "kv_lengths", *(("sinks",) if problem.sinks else ())),
         mask_program=problem.mask_program,
+        score_program=problem.score_program,
     )
 
 
@@ -186,7 +187,12 @@ class Plan:
 
     @functools.cached_property
     def logit_rules(self) -> LogitRules:
-        return LogitRules.of(self.problem, self.config.block_kv)
+        linear = False
+        if self.problem.score_program is not None:
+            from pallas_attn.kernels.attention import linear_scores
+
+            linear = linear_scores.takes(self.problem)
+        return LogitRules.of(self.problem, self.config.block_kv, linear=linear)
 
     @functools.cached_property
     def sections(self) -> frozenset[str]:
@@ -196,8 +202,8 @@ class Plan:
 
     @functools.cached_property
     def row_mapping(self) -> Any:
-        """The heads and positions of a tile's rows, for masks."""
-        if self.problem.mask_program is None:
+        """The heads and positions of a tile's rows, for masks and score functions."""
+        if not self.problem.functions:
             return self.tiles
         from pallas_attn.kernels.prefill import mask_functions
 
@@ -276,6 +282,7 @@ class PrefillRefs(NamedTuple):
     tile_units: GmemRef = None  # float32[M * K, tiles, 4]: `float8_tiles.Units`
     results: tuple[GmemRef, ...] = ()  # written: out and lse, or partials
     mask_aux: tuple[GmemRef, ...] = ()  # arrays of a function of positions: `functions.flat`
+    score_aux: tuple[GmemRef, ...] = ()
 
 
 def operands(plan: Plan, inputs: DecodeInputs) -> PrefillRefs:
@@ -295,6 +302,7 @@ def operands(plan: Plan, inputs: DecodeInputs) -> PrefillRefs:
         mask_right=cache_layout.scalar_operand(inputs.mask_right),
         starts=inputs.starts,
         mask_aux=functions.flat(inputs.mask_aux) if inputs.mask_aux else (),
+        score_aux=functions.flat(inputs.score_aux) if inputs.score_aux else (),
         rows=inputs.rows,
     )
 

@@ -41,7 +41,7 @@ import jax.numpy as jnp
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionProblem, DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import cache_layout, separate_caches, tma_operands
+from pallas_attn.kernels.attention import cache_layout, separate_caches, tiles, tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS
 from pallas_attn.kernels.decode import launches
 from pallas_attn.kernels.flash_fwd.sm90 import SMEM_LIMIT
@@ -231,7 +231,8 @@ def limit(problem: DecodeProblem) -> Limit | None:
         )
     if problem.shared_kv or problem.batch_invariant:
         return Limit("it takes no latent cache and no batch_invariant", "leave implementation=None")
-    if (refused := tma_operands.dims_limit(problem)) is not None:
+    refused = tma_operands.dims_limit(problem) or tiles.arrays_limit(problem.functions)
+    if refused is not None:
         return refused
     for name, dim in (("head_dim", problem.head_dim), ("v_head_dim", problem.v_head_dim)):
         if tma_operands.width_in_tma(dim) != dim:

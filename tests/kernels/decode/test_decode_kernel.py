@@ -52,6 +52,13 @@ SOME = pallas_attn.mask_fn(
     lambda b, h, q, kv, table: table[h, q - kv] & ((b + kv) % 5 < 3),
     np.random.default_rng(0).random((8, 150)) < 0.3,
 )
+ALIBI = lambda b, h, q, kv, m: -m[h] * (q - kv), 2.0 ** -np.linspace(1, 8, 128, dtype=np.float32)
+# Every argument adds something, by an array by distance and one by key; some keys are hidden.
+ADDED = (
+    lambda b, h, q, kv, t, x: t[h, (q - kv).clip(0, 149)] + x[b, kv],
+    np.random.default_rng(0).standard_normal((24, 150)).astype(np.float32),
+    np.where(np.random.default_rng(1).random((7, 256)) < 0.1, -np.inf, 0.25).astype(np.float32),
+)
 INTERPRETED = {
     "plain": (Case(), SMALL),
     "chunk_window": (
@@ -98,6 +105,17 @@ INTERPRETED = {
     ),
     "function_window": (
         Case(lengths=(65, 100), q_len=3, mask=sliding_window(37), hides=SOME), MANY
+    ),
+    "alibi": (Case(adds=ALIBI), MANY),
+    "alibi_72_rows": (Case(q_heads=16, q_len=9, adds=ALIBI, softcap=3.0), SMALL),
+    "scores_window": (
+        Case(lengths=(65, 100), q_len=3, mask=sliding_window(37), sinks=True, adds=ADDED), SMALL
+    ),
+    "scores_beside_function": (Case(lengths=(65, 100), q_len=3, hides=SOME, adds=ALIBI), MANY),
+    "scores_float32": (Case(lengths=(5, 130), q_len=2, dtype="float32", adds=ADDED), SMALL),
+    "scores_wide": (
+        Case(lengths=(5, 70), head_dim=512, v_head_dim=512, q_len=2, adds=ALIBI),
+        kernel.Config(tile=32, grid=3, stages=2),
     ),
     # Warps share out the columns.
     "wide": (
@@ -149,6 +167,7 @@ OF_THREADS = {  # cases that differ if threads copy: lookup of rows, and number 
         PORTABLE(tile=32, stages=1, grid=3, load_first=True, q_rows=4),
     ),
     "tree": (Case("per_sequence", (2, 2, 70), 9, hides="tree"), PORTABLE(stages=2, grid=3)),
+    "scores": (Case("per_sequence", SHORT, 3, adds=ADDED), PORTABLE(stages=2, grid=3)),
     "wide": (
         Case("paged", (5, 40), 3, page_size=8, head_dim=512, v_head_dim=264),
         PORTABLE(tile=16, stages=1, grid=2, load_first=True, q_rows=8),
@@ -271,6 +290,8 @@ COMPILED = {
     "layers": large("per_sequence", sequences=8, layers=32),
     "window_softcap_sinks": large(mask=sliding_window(100), softcap=30.0, sinks=True),
     "float16_chunk": large(dtype="float16", q_len=4),
+    "alibi": large(kv_heads=32, adds=ALIBI),
+    "alibi_chunk": large(q_len=16, adds=ALIBI),
     "64_rows": large(q_heads=128, q_len=4),
     "float32": large(dtype="float32"),
     "float32_h256": large(dtype="float32", head_dim=256, v_head_dim=256),

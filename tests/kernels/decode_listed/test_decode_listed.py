@@ -17,6 +17,7 @@ from pallas_attn import FULL, sliding_window
 from pallas_attn._call import reference
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels.decode_listed import lists
+from tests.kernels.decode.test_decode_kernel import ADDED, ALIBI
 from tests.support import builds, decode_cases, in_numpy, mosaic, subjects
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -58,7 +59,7 @@ class Case(decode_cases.Case):
 
     def poisoned(self, inputs: DecodeInputs, fill: float) -> DecodeInputs:
         """`fill` in all rows that no query row attends to."""
-        named = {(m, key) for _, m, keys, _ in self.query_rows(inputs) for key in keys}
+        named = {(m, key) for _, (m, _), keys, _ in self.query_rows(inputs) for key in keys}
 
         def filled(cache):
             kept = np.full_like(cache, fill)
@@ -78,8 +79,8 @@ class Case(decode_cases.Case):
         return *layer, m, slice(None), key
 
     def query_rows(self, inputs: DecodeInputs):
-        """Each query row: its place in q, its sequence, the keys that it sees, and whether the
-        result is NaN.
+        """Each query row: its place in q, its sequence and position there, the keys that it sees,
+        and whether the result is NaN.
         """
         indices, lengths = np.asarray(inputs.kv_indices), np.asarray(inputs.lengths)
         for row in np.ndindex(inputs.q.shape[:-2]):
@@ -88,12 +89,12 @@ class Case(decode_cases.Case):
             else:
                 m = int(np.searchsorted(self.starts, row[0], side="right")) - 1
                 if not 0 <= m < len(lengths):
-                    yield row, 0, [], False
+                    yield row, (0, 0), [], False
                     continue
                 at = lengths[m] - (self.starts[m + 1] - row[0])
             lost = lengths[m] > self.capacities[m]
             keys = [int(x) for x in indices[row] if 0 <= x < lengths[m] and not lost]
-            yield row, m, [x for x in keys if self.mask.allows(at, x)], lost
+            yield row, (m, at), [x for x in keys if self.mask.allows(at, x)], lost
 
 
 def wanted(case: Case, inputs: DecodeInputs) -> tuple[np.ndarray, np.ndarray]:
@@ -101,7 +102,7 @@ def wanted(case: Case, inputs: DecodeInputs) -> tuple[np.ndarray, np.ndarray]:
     out = np.zeros((*shape, case.v_head_dim))
     lse = np.full(shape, -np.inf)
     group = case.q_heads // case.kv_heads
-    for row, m, keys, lost in case.query_rows(inputs):
+    for row, (m, at), keys, lost in case.query_rows(inputs):
         if lost:
             out[row], lse[row] = np.nan, np.nan
         if not keys:
@@ -113,6 +114,9 @@ def wanted(case: Case, inputs: DecodeInputs) -> tuple[np.ndarray, np.ndarray]:
         k, v = (np.repeat(x, group, axis=0) for x in (k, v[..., : case.v_head_dim]))
         s = np.einsum("nh,nsh->ns", np.asarray(inputs.q[row], np.float64), k) * case.head_dim**-0.5
         s = case.softcap * np.tanh(s / case.softcap) if case.softcap else s
+        if case.adds:
+            function, *arrays = case.adds
+            s = s + function(m, np.arange(case.q_heads)[:, None], at, np.array(keys), *arrays)
         s = np.concatenate([s, np.asarray(inputs.sinks)[:, None]], 1) if case.sinks else s
         top = s.max(axis=1, keepdims=True)
         p = np.exp(s - top)
@@ -196,6 +200,22 @@ INTERPRETED = {
         Case("paged", (60, 30), listed=40, dtype="float32", starts=(0, 2, 3), softcap=3.0),
         {"grid": 2},
     ),
+    "scores": (
+        "sm90", Case("paged", (130, 40), q_len=2, adds=ADDED, sinks=True), {"grid": 3}
+    ),
+    "latent_scores": (
+        "latent_sm90", Case("paged", (200, 70), listed=66, starts=(0, 3, 5), adds=ADDED, **LATENT),
+        SMALL,
+    ),
+    "latent_64_rows_alibi": (
+        "latent_sm90", Case("stacked", (200,), q_heads=64, listed=100, adds=ALIBI, **LATENT), SMALL
+    ),
+    "threads_scores": (
+        "sm80", Case("stacked", (70, 130), q_len=3, softcap=3.0, adds=ADDED), SMALL
+    ),
+    "latent_threads_alibi": (
+        "latent_sm80", Case("paged", (90, 40), q_len=2, adds=ALIBI, **LATENT), SMALL
+    ),
     "latent_threads": ("latent_sm80", Case("paged", (200, 40), listed=70, **LATENT), SMALL),
 }  # fmt: skip
 
@@ -217,7 +237,9 @@ def test_several_launches(monkeypatch, most):
         check(Case("paged", (70, 30, 9), q_len=3, listed=20), "sm90", grid=3)
 
 
-@pytest.mark.parametrize("name", ["pages", "packed_layers", "threads", "latent_packed"])
+@pytest.mark.parametrize(
+    "name", ["pages", "packed_layers", "threads", "latent_packed", "scores", "latent_scores"]
+)
 def test_reference(name):
     _, case, _ = INTERPRETED[name]
     inputs = case.inputs(0, np.nan)

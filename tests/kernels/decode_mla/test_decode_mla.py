@@ -16,6 +16,7 @@ from pallas_attn.kernels.decode_mla import combine_apart
 from pallas_attn.kernels.decode_mla import sm80 as mla_sm80
 from pallas_attn.kernels.decode_mla import sm90 as kernel
 from tests.kernels.decode import test_decode_kernel
+from tests.kernels.decode.test_decode_kernel import ADDED, ALIBI
 from tests.support import mosaic
 from tests.support.decode_cases import check, launched
 
@@ -75,6 +76,11 @@ CASES = {
         Case(lengths=(200, 3), batch_invariant=True), kernel.Config(stages=2, grid=4, split_tiles=1)
     ),
     "tree": (Case(lengths=(65, 3, 70), q_len=5, hides="tree"), SMALL),
+    "alibi": (Case(lengths=(65, 130), q_len=2, adds=ALIBI), SMALL),
+    "scores_two_chunks": (
+        Case("paged", (70, 200), q_len=5, q_heads=16, softcap=3.0, adds=ADDED),
+        kernel.Config(stages=2, grid=4),
+    ),
 }  # fmt: skip
 
 
@@ -93,6 +99,7 @@ OF_WARPS = {
         PORTABLE(tile=32, stages=3, grid=4, split_tiles=2),
     ),
     "tree": (Case(lengths=(65, 3, 70), q_len=5, hides="tree"), PORTABLE(stages=2, grid=3)),
+    "scores": (Case(lengths=(65, 130), q_len=5, adds=ADDED), PORTABLE(stages=2, grid=3)),
 }  # fmt: skip
 
 

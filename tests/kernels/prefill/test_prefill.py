@@ -18,7 +18,7 @@ import pallas_attn as pa
 from pallas_attn import FULL, Mask, sliding_window
 from pallas_attn.kernels.attention import separate_caches
 from pallas_attn.kernels.prefill import sm90 as kernel
-from tests.kernels.decode.test_decode_kernel import SOME
+from tests.kernels.decode.test_decode_kernel import ADDED, ALIBI, SOME
 from tests.support import mosaic
 from tests.support.decode_cases import (
     KINDS,
@@ -74,6 +74,11 @@ INTERPRETED = {
         SPLIT,
     ),
     "function": (case(lengths=(3, 130), q_len=9, mask=FULL, hides=SOME), ONE),
+    "alibi": (case(adds=ALIBI, **TWO), SMALL),
+    "alibi_splits_sinks": (case(q_heads=3, q_len=19, sinks=True, adds=ALIBI), SPLIT),
+    "alibi_softcap": (case(lengths=(3, 130), q_len=9, softcap=3.0, adds=ALIBI), ONE),
+    "scores_window": (case(q_len=9, mask=sliding_window(50), adds=ADDED), SMALL),
+    "scores_beside_function": (case(lengths=(3, 130), q_len=9, hides=SOME, adds=ADDED), ONE),
 }
 OF_EVERY_KIND = ("layers", "overflow")  # whole and split; what else there is turns by turns
 
@@ -225,6 +230,7 @@ COMPILED = {  # bytes spilled: a few scalars of the producer
     "per_sequence": (large(kind="per_sequence", q_len=64), 0),
     "pages16": (large(kind="paged", q_len=256), 0),
     "few_rows": (large(q_len=8), 0),
+    "alibi": (large(kind="paged", adds=ALIBI), 0),
     "h256": (large(q_len=256, head_dim=256, v_head_dim=256), 96),
 }
 

@@ -57,6 +57,7 @@ def test_who_takes_what():
         {"v_head_dim": 192},
         {"head_dim": 64},
         {"tokens": 1000 * PROBLEM.sequences},
+        {"score_program": support._SLOPES},
     ):
         assert chosen(**many, **changes) == "prefill.widened_sm90"
 

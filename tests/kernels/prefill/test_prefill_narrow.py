@@ -10,6 +10,7 @@ from pallas_attn.kernels.flash_fwd.sm90 import SMEM_LIMIT
 from pallas_attn.kernels.prefill import narrow_sm90 as kernel
 from pallas_attn.kernels.prefill import selection, sm90, widening_producer
 from tests.kernels.prefill.test_prefill_widened import (
+    ALIBI,
     MANY,
     ON_A_GPU,
     PROBLEM,
@@ -64,6 +65,12 @@ def test_interpreted(rng, many):
     if many[-1] is None:
         config = kernel.Config(sm90.Config(1, block_kv=64, grid=3, splits=2), producers=2)
     interpreted(rng, kernel, config, many)
+
+
+@pytest.mark.guards
+def test_a_score_function_interpreted(rng):
+    config = kernel.Config(sm90.Config(2, block_kv=64, grid=3), slots=4)
+    interpreted(rng, kernel, config, MANY[2], ALIBI)
 
 
 @pytest.mark.gpu

@@ -140,14 +140,21 @@ def inputs_of(q, cache, layer):
     )
 
 
-def interpreted(rng, kernel, config, many):
+ALIBI = pa.score_fn(lambda s, b, h, q, kv, m: s - m[h] * (q - kv), jnp.linspace(0.01, 1, 16))
+
+
+def interpreted(rng, kernel, config, many, score=None):
     """One of `MANY`. The third sequence ends within a tile, and past it all scales are NaN."""
     kind, dtype, layers = many
     q, cache, layer = drawn(rng, kind, dtype, layers)
     problem, inputs = problem_of(cache), inputs_of(q, cache, layer)
+    options = layer | {"implementation": "reference"}
+    if score is not None:
+        problem = dataclasses.replace(problem, score_program=score.program)
+        inputs, options["score"] = inputs._replace(score_aux=score.aux), score
     assert kernel.limit(problem) is None
     run = jax.jit(lambda inputs: kernel.run(inputs, problem, config))
-    want = pa.decode_attention_with_lse(q, cache, **layer, implementation="reference")
+    want = pa.decode_attention_with_lse(q, cache, **options)
     with mosaic.interpret():
         got = run(inputs)
         for missing in () if layers is None else (-1, layers):
@@ -255,6 +262,11 @@ def test_interpreted(rng, monkeypatch, many):
     interpreted(rng, kernel, kernel.Config(sm90.Config(2, block_kv=64, grid=3)), many)
 
 
+@pytest.mark.guards
+def test_a_score_function_interpreted(rng):
+    interpreted(rng, kernel, kernel.Config(sm90.Config(2, block_kv=64, grid=3)), MANY[1], ALIBI)
+
+
 # Each kind with two dtypes, each dtype with two kinds; in a window and packed in turns.
 IN_A_WINDOW, PACKED = (
     [(dtype, KINDS[(number + turn) % 3]) for number, dtype in enumerate(LARGEST)] for turn in (0, 1)
@@ -271,7 +283,8 @@ def on_a_gpu(rng, kind, dtype):
         agree(filled, **layer, mask=pa.sliding_window(20), softcap=5.0)
     else:
         starts = jnp.asarray([0, 0, 30, 72], jnp.int32)
-        agree([(q.reshape(72, 16, 64), cache) for q, cache in filled], **layer, starts=starts)
+        packed = [(q.reshape(72, 16, 64), cache) for q, cache in filled]
+        agree(packed, **layer, starts=starts, score=ALIBI)
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ import numpy as np
 from pallas_attn.masks import CAUSAL, FULL, SIDES, Mask
 from pallas_attn.rotary import Rotary
 from tests.support.problems.case_functions import Positions, made
+from pallas_attn.scores import ScoreFunction, score_fn
 
 SMALL = 2**23  # score elements up to which a quadratic oracle takes well under a second on a CPU
 
@@ -297,6 +299,7 @@ class DecodeCase:
     batch_invariant: bool = False
     tree: bool = False  # the q_len rows are drafts of a tree
     listed: int | None = None  # positions that a query row attends to (`kv_indices`)
+    alibi: bool = False  # a score function: a slope a head times the distance
     # Each (sequences, rows): so many sequences in turn have so many rows more in common, from
     # the first on, in pages that they share
     shared: tuple[tuple[int, int], ...] = ()
@@ -306,7 +309,7 @@ class DecodeCase:
     @functools.cached_property
     def tags(self) -> frozenset[str]:
         """The labels, and tags that the fields imply."""
-        names = ("shared_kv", "byte_rows", "tree", "softcap", "precision", "sinks")
+        names = ("shared_kv", "byte_rows", "tree", "softcap", "precision", "sinks", "alibi")
         flags = {
             self.kind: True,
             _heads(self.q_heads, self.kv_heads): True,
@@ -377,6 +380,26 @@ class DecodeCase:
         seen = np.zeros((self.sequences, 1, self.q_len, self.capacity + 1), bool)
         np.put_along_axis(seen[:, 0], indices % (self.capacity + 1), True, axis=-1)
         return jnp.asarray(seen[..., :-1])
+
+    def score(self) -> ScoreFunction | None:
+        """The score function, if there is one."""
+        if not self.alibi:
+            return None
+        function, aux = self._slopes()
+        return score_fn(function, *aux)
+
+    def _slopes(self) -> tuple[Callable[..., Any], tuple[np.ndarray, ...]]:
+        _, aux, score, _ = made("alibi", 0, (1, self.q_heads, 1, 1))
+        assert score is not None
+        return score, aux
+
+    def added(self) -> np.ndarray:
+        """float32[M, N, t, capacity]: what the score function adds; t as in `seen_in_tree`."""
+        function, aux = self._slopes()
+        sizes = (self.sequences, self.q_heads, max(self.each, default=0), self.capacity)
+        b, h, t, kv = (x.astype(np.int32) for x in np.ogrid[tuple(map(slice, sizes))])
+        q = t + np.reshape(np.subtract(self.lengths, self.each), (-1, 1, 1, 1))
+        return function(np.float32(0), b, h, q, kv, *aux).astype(np.float32)
 
     def seen_in_tree(self, seed: int = 0) -> jax.Array:
         """bool[M, 1, t, capacity]: the rows before the drafts, themselves and their ancestors. For

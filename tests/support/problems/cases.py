@@ -469,7 +469,8 @@ _DECODE_EDGES: tuple[Edge, ...] = (
     ("float8_e4m3fn", (0, 33, 256), {"cache_dtype": "float8_e4m3fn"}),
     ("int8", (64, 1, 200), {"cache_dtype": "int8", "q_len": 3}),
     ("latent", (0, 100, 256), {"heads": (8, 1, 576, 512), "shared_kv": True}),
-    ("listed", (0, 33, 256), {"q_len": 2, "listed": 70}),
+    ("listed", (0, 33, 256), {"q_len": 2, "listed": 70, "sinks": True}),
+    ("alibi", (0, 33, 256), {"q_len": 2, "alibi": True}),
     ("latent_bytes", (0, 100, 256), {"heads": (8, 1, 576, 512), "shared_kv": True, **_BYTES}),
 )
 
@@ -810,5 +811,6 @@ def draw_decode(seed: int) -> DecodeCase:
         cache_dtype=maybe(pick.choice(("float8_e4m3fn", "float8_e5m2", "int8"))),
         shared_kv=shared,
         batch_invariant=pick.random() < 0.25,
+        alibi=pick.random() < 0.2,
         labels=("drawn",),
     )
