@@ -49,8 +49,16 @@ AT_RUN_TIME = RunTime.BOUND
 SIDES = ("left", "right")
 
 
+class Combinable:
+    """A mask. `and`, `or` and `not` of Python would drop one of two, so they are errors."""
+
+    def __bool__(self) -> bool:
+        raise ValueError("mask: a mask is neither true nor false; say &, | and ~ for and, or and "
+                         "not")  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True)
-class Mask:
+class Mask(Combinable):
     """A band around the diagonal: the query at position p sees keys p - left to p + right,
     inclusive.
 
@@ -310,7 +318,7 @@ def sliding_window(n: int) -> Mask:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class MaskFunction:
+class MaskFunction(Combinable):
     """A mask by a function of positions with the arrays that it reads, made by `mask_fn`.
 
     It goes where a `Mask` goes, and is a pytree: the arrays are its leaves, the function is static.
@@ -382,10 +390,6 @@ class MaskFunction:
 
     def __invert__(self) -> "MaskFunction":
         return _joined("not", self)
-
-    def __bool__(self) -> bool:
-        raise ValueError("mask: a mask function is neither true nor false; say &, | and ~ for and, "
-                         "or and not")  # fmt: skip
 
     def allows(self, batch: Position, head: Position, q_pos: Position, kv_pos: Position) -> Seen:
         """Whether a query head's query at `q_pos` sees the key at `kv_pos`; arguments broadcast."""

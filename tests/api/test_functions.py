@@ -18,6 +18,7 @@ from pallas_attn._autodiff import by_rows
 from pallas_attn._call import device, dispatch
 from pallas_attn._functions import program as _program
 from pallas_attn._functions import tracing
+from pallas_attn._libraries import masks
 from pallas_attn.kernels.attention import linear_scores
 from tests.parallel.test_kernels_batched_and_sharded import (
     BackwardInPlaceOfAKernel,
@@ -408,9 +409,6 @@ ERRORS = {
     "q_offset: expected an int, got None": lambda: pa.CAUSAL.dense(8, 8, q_offset=None),
     "score_fn: expected a function that gives a floating-point number, got bool; for a mask use "
     "mask_fn": lambda: pa.score_fn(lambda s, b, h, q, kv: q > kv),
-    "mask: a mask function is neither true nor false; say &, | and ~ for and, or and not": (
-        lambda: pa.mask_fn(lambda b, h, q, kv: q > kv) and pa.CAUSAL
-    ),
 }
 
 
@@ -419,6 +417,24 @@ def test_wrong_functions(message):
     with pytest.raises(ValueError) as caught:
         ERRORS[message]()
     assert str(caught.value) == message
+
+
+def test_python_does_not_combine_masks_and_scores():
+    """`and` would give the second one alone, `or` the first, `not` False."""
+    for mask in (EVEN, pa.CAUSAL, pa.FULL, masks.SparseMask((4, 4), pa.CAUSAL)):
+        for combine in (lambda m: m and EVEN, lambda m: m or EVEN, lambda m: not m):
+            with pytest.raises(ValueError) as caught:
+                combine(mask)
+            assert str(caught.value) == (
+                "mask: a mask is neither true nor false; say &, | and ~ for and, or and not"
+            )
+    score = pa.score_fn(lambda s, b, h, q, kv: -s)
+    with pytest.raises(ValueError) as caught:
+        bool(score and score)
+    assert str(caught.value) == (
+        "score: a score function is neither true nor false; write one function that does the work "
+        "of both"
+    )
 
 
 PAIRS = {
