@@ -127,11 +127,13 @@ def flash_attention(  # noqa: PLR0913
         place of these; under a `context` those of this device's rows. A row whose position is known
         only at run time, and lies outside of the tables, becomes NaN.
       q_scale: scale of a float8 q. float8_e4m3fn and float8_e5m2 q, k and v stand for q * q_scale,
-        k * k_scale and v * v_scale. Floats that broadcast to `[B, n, N]`: each scale belongs to
-        T / n rows: a number, one a head (`[N]`), one a row (`[B, T, N]`), or one a block of rows.
-        Where n does not divide T, blocks have T / n rows rounded up to a multiple of 128, and the
-        last one what is left. Default 1. Scales below 2**-100 count as 2**-100. `quantize_qkv`
-        makes arrays and scales. Kernels take head dims up to 256.
+        k * k_scale and v * v_scale. A number, one a head (`[N]`), or floats that broadcast to
+        `[B, n, N]`: one for each of n blocks of rows. n = T is one a row. Up to T / 128 (rounded
+        up) blocks have a multiple of 128 rows, T / n rounded up to one, and the last one what is
+        left; more blocks are equal parts of T. Two axes are a ValueError: FlashAttention-3's
+        descale, one a batch row and head, is `[B, 1, N]`, `x[:, None]`. Default 1. Scales below
+        2**-100 count as 2**-100. `quantize_qkv` makes arrays and scales. Kernels take head dims up
+        to 256.
       k_scale: broadcasts to `[B, n, K]`, in S rows likewise.
       v_scale: broadcasts as k_scale does. Kernels round probabilities to float8_e4m3fn. Tensor
         cores add products of float8 with about 14 bits, so kernels add the sums of each kv tile in
