@@ -500,11 +500,9 @@ def aux_arrays(what: str, f: Callable[..., Any], aux: tuple[ArrayLike, ...]) -> 
 
 def _refuse_wide(what: str, number: int, value: ArrayLike) -> None:
     """ValueError for integers that lose bits as int32, if they are known."""
-    if isinstance(value, jax.core.Tracer) or not getattr(value, "is_fully_addressable", True):
-        return
     if getattr(value, "dtype", None) in (np.dtype(np.int64), np.dtype(np.uint64)):
-        x = np.asarray(value)
-        if not in_int32(x):
+        x = known(value)
+        if x is not None and not in_int32(x):
             raise ValueError(
                 f"{what}: aux: expected integers that int32 holds, got {x.dtype}{list(x.shape)} as "
                 f"number {number}, from {x.min()} to {x.max()}; np.unique(x, return_inverse=True)"
@@ -520,6 +518,14 @@ def traced_bound(what: str, value: jax.Array) -> jax.Array:
             f"{value.dtype}{list(value.shape)}: one bound serves all sequences and heads"
         )
     return saturated(value).clip(1 - LONGEST, LONGEST - 1)
+
+
+def known(x: ArrayLike) -> np.ndarray | None:
+    """The numbers of what jax takes for an array, if they are known now."""
+    leaves = jax.tree.leaves(x)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return None
+    return np.asarray(x) if getattr(x, "is_fully_addressable", True) else None
 
 
 def in_int32(x: np.ndarray) -> bool:
