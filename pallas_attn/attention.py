@@ -15,7 +15,7 @@ from pallas_attn._autodiff import linear
 from pallas_attn._autodiff.derivative import Attention, KernelCall
 from pallas_attn._call import batching, bind, checks, dispatch, sharding
 from pallas_attn._call.bind import AttentionOptions
-from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem, live
 from pallas_attn._context_parallel import attention, heads
 from pallas_attn._context_parallel.layout import Split
 from pallas_attn.context import Context, checked, shards_of
@@ -373,11 +373,11 @@ def dot_product_attention(  # noqa: PLR0913
     unbatched = arrays[0].ndim == 3
     q, k, v = (x[None] if x.ndim == 3 else x for x in arrays)
     band = _band(local_window_size)
-    if isinstance(scale, jax.core.Tracer):
-        q, scale = _scaled(q, scale), 1.0
     if bias is not None and jnp.issubdtype(checks.array("bias", bias).dtype, jnp.integer):
         bias = jnp.asarray(bias, jnp.float32)
     with _names_of_jax_nn(arrays):
+        if isinstance(scale, jax.core.Tracer):
+            q, scale = _scaled(q, scale, query_seq_lengths), 1.0
         out, lse = flash_attention_with_lse(
             q,
             k,
@@ -420,9 +420,12 @@ def _unbounded_if_large(side: checks.Argument) -> Any:
     return None if static is not None and static >= LONGEST else side
 
 
-def _scaled(q: Array, scale: Array) -> Array:
+def _scaled(q: Array, scale: Array, q_lengths: Array | None) -> Array:
+    """q times a traced scale, whose gradient is a sum over all rows of q."""
     if scale.shape != ():
         raise ValueError(f"scale: expected a number, got {scale.dtype}{list(scale.shape)}")
+    if q.ndim == 4:  # else an error, in the call itself
+        q = live(q, checks.lengths("q_lengths", q_lengths, *q.shape[:2]))
     wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     return (q.astype(wide) * scale.astype(wide)).astype(q.dtype)
 

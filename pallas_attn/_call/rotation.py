@@ -56,7 +56,11 @@ def rotated(
         rotary, q.shape[-1], least, f"{least} at which rows of q and k stand"
     )
     change = Change(q.shape[-1], **fields)
-    return _rotated_rows(q, at_q, change, tables), _rotated_rows(k, at_k, change, tables)
+    live_q, live_k = _live(q, k, options, starts)
+    return (
+        _rotated_rows(q, at_q, live_q, change, tables),
+        _rotated_rows(k, at_k, live_k, change, tables),
+    )
 
 
 def _as_said(positions: checks.Argument, q: Array, k: Array) -> list[Array]:
@@ -121,6 +125,26 @@ def _by_rows(
         at_q = offset[:, None] + own[None]
     known = 0 if offset is not None else static + q_rows * shards
     return at_q, at_k, max(known, kv_rows * shards, 1)
+
+
+def _live(
+    q: Array, k: Array, options: bind.AttentionOptions, starts: tuple[Any, Any]
+) -> list[Array | None]:
+    """bool[.., rows] of q and of k: the rows that no length and no starts leave out; None: all."""
+    if starts[0] is not None:
+        both = bind.both_starts(*starts, q.shape[0], k.shape[0])
+        owners = [owner_of_rows(s, len(x)) for s, x in zip(both, (q, k), strict=True)]
+        return [(owner >= 0) & (owner < both[0].size - 1) for owner in owners]
+    context, live = options.context, []
+    shards = 1 if context is None else shards_of(context)
+    for x, name in ((q, "q_lengths"), (k, "kv_lengths")):
+        rows, ends = x.shape[1], getattr(options, name)
+        if ends is not None:
+            ends = checks.lengths(name, ends, x.shape[0], rows * shards)
+            at = jnp.arange(rows, dtype=jnp.int32) if shards == 1 else context.positions(rows)
+            ends = at[None] < ends[:, None]
+        live.append(ends)
+    return live
 
 
 def _offset(value: checks.Argument, count: int, each: str) -> tuple[int, Array | None]:
@@ -195,20 +219,27 @@ def _known(
     return at[live]
 
 
-def _rotated_rows(x: Array, at: Positions, change: Change, tables: dict[str, Array]) -> Array:
-    """Rows x [.., rows, heads, H] rotated; NaN, without gradients, outside of the tables."""
-    lead = (None,) * (x.ndim - 3)
+def _rotated_rows(
+    x: Array, at: Positions, live: Array | None, change: Change, tables: dict[str, Array]
+) -> Array:
+    """Rows x [.., rows, heads, H] rotated; NaN, without gradients, outside of the tables, and 0
+    where they are not `live`. What such rows hold is selected away first: the gradient of a number
+    of the tables is a sum over all rows that read it.
+    """
+    lead, zero = (None,) * (x.ndim - 3), jnp.zeros((), x.dtype)
+    alive: Any = True if live is None else jnp.broadcast_to(live[..., None, None], x.shape)
     if isinstance(at, int):
+        x = x if live is None else jnp.where(alive, x, zero)
         cos, sin = (tables[name][at : at + x.shape[-3]][lead] for name in ("cos", "sin"))
         return rotated_pairs(x, cos, sin, change).astype(x.dtype)
     inside = (at >= 0) & (at < change.positions)
     at = jnp.where(inside, at, 0)
     cos, sin = (_taken(tables[name], at) for name in ("cos", "sin"))
-    inside = inside[..., None, None]
     if at.ndim == 1:
-        cos, sin, inside = cos[lead], sin[lead], inside[lead]
-    inside = jnp.broadcast_to(inside, x.shape)
-    return jnp.where(inside, rotated_pairs(x, cos, sin, change), jnp.nan).astype(x.dtype)
+        cos, sin = cos[lead], sin[lead]
+    inside = jnp.broadcast_to(inside[..., None, None], x.shape)
+    x = jnp.where(inside & alive, x, zero)
+    return jnp.where(~inside & alive, jnp.nan, rotated_pairs(x, cos, sin, change)).astype(x.dtype)
 
 
 def _taken(table: Array, at: Array) -> Array:

@@ -245,6 +245,38 @@ def test_known_positions_outside_of_the_tables(rng, name):
         assert lost.any() and not lost.all()
 
 
+LIVE = jnp.array([9, 24]), jnp.array([20, 7])
+BESIDE_NAN = {  # arguments, and the rows of q and of k that count
+    "lengths": ({"q_lengths": LIVE[0], "kv_lengths": LIVE[1]}, LIVE),
+    "offsets": ({"q_offset": jnp.array([0, 5]), "q_lengths": LIVE[0]}, (LIVE[0], None)),
+    "positions": ({"rotary_positions": AT, "kv_lengths": LIVE[1]}, (None, LIVE[1])),
+    "packed": ({"q_starts": jnp.array([0, 2, 9]), "kv_starts": jnp.array([0, 3, 20])}, (9, 20)),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_NAN)
+def test_the_tables_have_gradients_beside_nan_past_a_length(rng, name):
+    """Rows past a length read the same numbers of the tables as others do; tangents, too."""
+    options, live = BESIDE_NAN[name]
+    qkv = drawn(rng, *() if name == "packed" else (2,))
+
+    def filled(x, ends, by):
+        if ends is None:
+            return x
+        past = np.asarray(ends)[..., None] <= AT
+        return jnp.asarray(np.where(past[..., None, None], np.float32(by), x))
+
+    def gradients(by):
+        q, k, v = (filled(x, live[n > 0], by) for n, x in enumerate(qkv))
+        call = functools.partial(pa.flash_attention_with_lse, mask=CAUSAL, **options)
+        run = lambda rotary: loss(functools.partial(call, rotary=rotary), q, k, v)  # noqa: E731
+        return jax.jit(jax.grad(run))(ROTARY), jax.jvp(run, (ROTARY,), (ROTARY,))[1]
+
+    got, want = gradients(jnp.nan), gradients(0.0)
+    assert np.abs(want[0].cos[:5]).max(axis=1).min() > 0
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 # ---- transforms ----------------------------------------------------------------------------------
 
 
@@ -299,6 +331,30 @@ def test_over_a_mesh(rng, kind, own):
         at = jax.device_put(at, NamedSharding(mesh, P("data")))
         got = jax.jit(gradients)(*placed, at)
     jax.tree.map(functools.partial(close, atol=2e-5), got, want)
+
+
+@pytest.mark.by_xla
+def test_the_tables_have_gradients_beside_nan_of_a_context(rng):
+    """Rows of two devices, of which a length leaves some out on both."""
+    q, k, v = drawn(rng, 2)
+    ends = jnp.array([5, 20])
+    mesh = jax.make_mesh((2,), ("cp",), (AxisType.Auto,), devices=jax.devices()[:2])
+    rows, context = P(None, "cp"), pa.Context("cp", "zigzag")
+
+    def gradients(by):
+        past = (np.asarray(ends)[:, None] <= AT)[..., None, None]
+        arrays = [context.reorder(np.where(past, np.float32(by), x), 2) for x in (q, k, v)]
+
+        def local(rotary, q, k, v):
+            how = {"q_lengths": ends, "kv_lengths": ends, "mask": CAUSAL, "context": context}
+            return pa.flash_attention(q, k, v, rotary=rotary, **how)
+
+        call = jax.shard_map(local, mesh=mesh, in_specs=(P(), *(rows,) * 3), out_specs=rows)
+        return jax.jit(jax.grad(lambda rotary: (call(rotary, *arrays) ** 2).sum()))(ROTARY)
+
+    got, want = gradients(jnp.nan), gradients(0.0)
+    assert np.abs(want.cos[:20]).max(axis=1).min() > 0
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @pytest.mark.by_xla
