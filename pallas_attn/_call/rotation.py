@@ -189,7 +189,11 @@ def _least_rows(
 
 
 def _known(
-    shape: tuple[int, ...], said: Any, ends: Any, begins: Any, first: checks.Argument
+    shape: tuple[int, ...],
+    said: checks.Argument,
+    ends: checks.Argument,
+    begins: checks.Argument,
+    first: checks.Argument,
 ) -> np.ndarray | None:
     """Positions of those rows of `shape` that count, which are `said` or follow from `first`; None
     where arrays that they depend on come at run time, or are refused elsewhere.

@@ -194,7 +194,7 @@ def _block(rows: int, most: int | None) -> int:
     if most >= 128:
         blocks = -(-rows // (most // 128 * 128))
         return -(-rows // (128 * blocks)) * 128
-    # As few blocks as would have 128 rows mean such.
+    # No more blocks than of 128 rows would be read as those.
     return max(n for n in range(1, most + 1) if rows % n == 0 and rows // n > -(-rows // 128))
 
 
