@@ -151,6 +151,7 @@ def integers(
         want in (None, have) for want, have in zip(shape, x.shape, strict=True)
     )
     if not fits or not jnp.issubdtype(x.dtype, jnp.integer):
+        remedy = "" if fits else remedy  # which is for shapes
         raise ValueError(f"{name}: expected {wanted}, got {x.dtype}{list(x.shape)}{remedy}")
     return saturated(x) if saturate else x.astype(jnp.int32)
 

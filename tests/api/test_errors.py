@@ -260,9 +260,17 @@ ATTENTION = {
     "kv_lengths: expected int32[2] (one length a batch row), got list": (
         attend(kv_lengths=[2**40, 1])
     ),
-    "segment_ids: expected int32[2, 5] for q, got float32[2, 5]; pass a pair (of q, of kv) where T "
-    "and S differ": attend(segment_ids=(z(2, 5), z(2, 7))),
+    "segment_ids: expected int32[2, 5] for q, got float32[2, 5]": attend(
+        segment_ids=(z(2, 5), z(2, 7))
+    ),
     # ---- rotation
+    "base: expected a number that is known now, got a traced float32; write Rotary(cos, sin) with "
+    "tables of your own": traced(lambda x: pa.Rotary.create(16, 8, base=x)),
+    **{
+        f"base: expected a positive number, got {got}": lambda x=x: pa.Rotary.create(16, 8, base=x)
+        for got, x in {"None": None, "'1'": "1", "float64[2]": np.ones(2), "-1": -1}.items()
+    },
+    "positions: expected an int of at least 1, got True": lambda: pa.Rotary.create(True, 8),
     "rotary_positions: expected None without rotary": attend(rotary_positions=z(5, dtype="int32")),
     "rotary: expected a Rotary or None, got list": attend(rotary=[]),
     "rotary.cos, rotary.sin: expected float[positions, pairs], positions at least the 7 at which "
@@ -285,8 +293,9 @@ ATTENTION = {
     ),
     "rotary_positions: expected int32[7] or int32[2, 7] for k, got int32[5]; pass a pair (of q, of "
     "k) where T and S differ": attend(rotary=TABLES, rotary_positions=z(5, dtype="int32")),
-    "rotary_positions: expected int32[5] or int32[2, 5] for q, got float32[2, 5]; pass a pair (of "
-    "q, of k) where T and S differ": attend(rotary=TABLES, rotary_positions=(z(2, 5), z(2, 7))),
+    "rotary_positions: expected int32[5] or int32[2, 5] for q, got float32[2, 5]": attend(
+        rotary=TABLES, rotary_positions=(z(2, 5), z(2, 7))
+    ),
     "rotary_positions: expected int32[5], got int32[7]; pass a pair (of q, of k) where T and S "
     "differ": attend_packed(
         *(z(3, dtype="int32"), z(3, dtype="int32")),
@@ -751,11 +760,14 @@ ATTENTION |= {
             "float32[2, 1, 5, 3]": z(2, 1, 5, 3),
         }.items()
     },
-    "bias: expected None beside kv_indices, got 'zeros'; leave it": attend(
+    "bias: expected None beside kv_indices, got 'zeros'; leave it out": attend(
         kv_indices=_LISTS, bias="zeros"
     ),
-    "deterministic: expected False beside kv_indices, got True; leave it": attend(
+    "deterministic: expected False beside kv_indices, got True; leave it out": attend(
         kv_indices=_LISTS, deterministic=True
+    ),
+    "q_starts: expected None beside kv_indices, got int32[3]; give each sequence a batch row": (
+        attend_packed(z(3, dtype="int32"), z(3, dtype="int32"), kv_indices=_LISTS)
     ),
     "mask: expected a Mask beside kv_indices, got MaskFunction; leave hidden positions out of the "
     "lists": attend(kv_indices=_LISTS, mask=pa.mask_fn(lambda b, h, q, kv: kv > q)),
