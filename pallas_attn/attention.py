@@ -18,7 +18,7 @@ from pallas_attn._call.bind import AttentionOptions
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, live
 from pallas_attn._context_parallel import attention, heads
 from pallas_attn._context_parallel.layout import Split
-from pallas_attn.context import Context, checked, shards_of
+from pallas_attn.context import Context, checked, devices_of, shards_of
 from pallas_attn.masks import CAUSAL, FULL, LONGEST, Mask, MaskFunction
 from pallas_attn.rotary import Rotary
 from pallas_attn.scores import ScoreFunction
@@ -243,7 +243,7 @@ def flash_attention_with_lse(  # noqa: PLR0913
         problem, inputs = bind.packed_attention(q, k, v, (q_starts, kv_starts), options)
         out, lse = _attend(problem, inputs, implementation, float8=float8)
         return out[0], lse[0]
-    if context is not None and checked(context) and shards_of(context) == 1:
+    if context is not None and checked(context) and devices_of(context) == 1:
         options = options._replace(context=None)
     problem, inputs = bind.attention(q, k, v, options)
     if float8 and options.context is not None:

@@ -142,10 +142,15 @@ def shards_of(context: Context) -> int:
 def mapped_shards(context: Context | None) -> int | None:
     """`shards_of`; None without a context, or outside of `jax.shard_map`."""
     try:
-        shards = None if context is None else jax.lax.axis_size(context.axis)
+        return None if context is None else jax.lax.axis_size(context.axis)
     except NameError:
         return None
-    if context is not None and context.axis not in jax.sharding.get_abstract_mesh().manual_axes:
+
+
+def devices_of(context: Context) -> int:
+    """`shards_of` an axis whose shards are devices, which jax.vmap's are not."""
+    shards = shards_of(context)
+    if context.axis not in jax.sharding.get_abstract_mesh().manual_axes:
         raise ValueError(
             f"context: {context.axis!r} is an axis of jax.vmap, whose rows no device has; call "
             "within jax.shard_map over a mesh that has it, or leave context out"
