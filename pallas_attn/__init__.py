@@ -26,7 +26,7 @@ Layers of other libraries: `pallas_attn.flax`, `.keras`, `.equinox` and `.tokama
 itself.
 
 A problem that no implementation takes is an UnsupportedError that names reasons and remedies
-(`Limit`). Wrong arguments are ValueErrors.
+(`Limit`); `check_for` raises it without a GPU. Wrong arguments are ValueErrors.
 """
 
 from pallas_attn.append import append_kv, append_kv_arrays, write_kv
@@ -36,6 +36,7 @@ from pallas_attn.attention import (
     flash_attention_with_lse,
 )
 from pallas_attn.cache import KVCache, PagedCache, PerSequenceCache, StackedCache
+from pallas_attn.check import check_for
 from pallas_attn.context import Context
 from pallas_attn.decode import decode_attention, decode_attention_with_lse
 from pallas_attn.errors import Limit, UnsupportedError
@@ -71,6 +72,7 @@ __all__ = [
     "UnsupportedError",
     "append_kv",
     "append_kv_arrays",
+    "check_for",
     "decode_attention",
     "decode_attention_with_lse",
     "dot_product_attention",

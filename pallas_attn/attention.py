@@ -15,10 +15,10 @@ from pallas_attn._autodiff import linear
 from pallas_attn._autodiff.derivative import Attention, KernelCall
 from pallas_attn._call import batching, bind, checks, dispatch, sharding
 from pallas_attn._call.bind import AttentionOptions
-from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem, live
 from pallas_attn._context_parallel import attention, heads
 from pallas_attn._context_parallel.layout import Split
-from pallas_attn.context import Context, checked, shards_of
+from pallas_attn.context import Context, checked, devices_of, shards_of
 from pallas_attn.masks import CAUSAL, FULL, LONGEST, Mask, MaskFunction
 from pallas_attn.rotary import Rotary
 from pallas_attn.scores import ScoreFunction
@@ -127,11 +127,13 @@ def flash_attention(  # noqa: PLR0913
         place of these; under a `context` those of this device's rows. A row whose position is known
         only at run time, and lies outside of the tables, becomes NaN.
       q_scale: scale of a float8 q. float8_e4m3fn and float8_e5m2 q, k and v stand for q * q_scale,
-        k * k_scale and v * v_scale. Floats that broadcast to `[B, n, N]`: each scale belongs to
-        T / n rows: a number, one a head (`[N]`), one a row (`[B, T, N]`), or one a block of rows.
-        Where n does not divide T, blocks have T / n rows rounded up to a multiple of 128, and the
-        last one what is left. Default 1. Scales below 2**-100 count as 2**-100. `quantize_qkv`
-        makes arrays and scales. Kernels take head dims up to 256.
+        k * k_scale and v * v_scale. A number, one a head (`[N]`), or floats that broadcast to
+        `[B, n, N]`: one for each of n blocks of rows. n = T is one a row. Up to T / 128 (rounded
+        up) blocks have a multiple of 128 rows, T / n rounded up to one, and the last one what is
+        left; more blocks are equal parts of T. Two axes are a ValueError: FlashAttention-3's
+        descale, one a batch row and head, is `[B, 1, N]`, `x[:, None]`. Default 1. Scales below
+        2**-100 count as 2**-100. `quantize_qkv` makes arrays and scales. Kernels take head dims up
+        to 256.
       k_scale: broadcasts to `[B, n, K]`, in S rows likewise.
       v_scale: broadcasts as k_scale does. Kernels round probabilities to float8_e4m3fn. Tensor
         cores add products of float8 with about 14 bits, so kernels add the sums of each kv tile in
@@ -241,7 +243,7 @@ def flash_attention_with_lse(  # noqa: PLR0913
         problem, inputs = bind.packed_attention(q, k, v, (q_starts, kv_starts), options)
         out, lse = _attend(problem, inputs, implementation, float8=float8)
         return out[0], lse[0]
-    if context is not None and checked(context) and shards_of(context) == 1:
+    if context is not None and checked(context) and devices_of(context) == 1:
         options = options._replace(context=None)
     problem, inputs = bind.attention(q, k, v, options)
     if float8 and options.context is not None:
@@ -371,11 +373,11 @@ def dot_product_attention(  # noqa: PLR0913
     unbatched = arrays[0].ndim == 3
     q, k, v = (x[None] if x.ndim == 3 else x for x in arrays)
     band = _band(local_window_size)
-    if isinstance(scale, jax.core.Tracer):
-        q, scale = _scaled(q, scale), 1.0
     if bias is not None and jnp.issubdtype(checks.array("bias", bias).dtype, jnp.integer):
         bias = jnp.asarray(bias, jnp.float32)
     with _names_of_jax_nn(arrays):
+        if isinstance(scale, jax.core.Tracer):
+            q, scale = _scaled(q, scale, query_seq_lengths), 1.0
         out, lse = flash_attention_with_lse(
             q,
             k,
@@ -418,9 +420,12 @@ def _unbounded_if_large(side: checks.Argument) -> Any:
     return None if static is not None and static >= LONGEST else side
 
 
-def _scaled(q: Array, scale: Array) -> Array:
+def _scaled(q: Array, scale: Array, q_lengths: Array | None) -> Array:
+    """q times a traced scale, whose gradient is a sum over all rows of q."""
     if scale.shape != ():
         raise ValueError(f"scale: expected a number, got {scale.dtype}{list(scale.shape)}")
+    if q.ndim == 4:  # else an error, in the call itself
+        q = live(q, checks.lengths("q_lengths", q_lengths, *q.shape[:2]))
     wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     return (q.astype(wide) * scale.astype(wide)).astype(q.dtype)
 

@@ -130,13 +130,32 @@ def checked(value: Any) -> Context | None:
 
 def shards_of(context: Context) -> int:
     """The number of devices that rows are split over; within `jax.shard_map`."""
-    try:
-        return jax.lax.axis_size(context.axis)
-    except NameError:
+    shards = mapped_shards(context)
+    if shards is None:
         raise ValueError(
             f"context: no mesh axis {context.axis!r} is mapped here; call within jax.shard_map "
             "over a mesh that has it, or leave context out"
-        ) from None
+        )
+    return shards
+
+
+def mapped_shards(context: Context | None) -> int | None:
+    """`shards_of`; None without a context, or outside of `jax.shard_map`."""
+    try:
+        return None if context is None else jax.lax.axis_size(context.axis)
+    except NameError:
+        return None
+
+
+def devices_of(context: Context) -> int:
+    """`shards_of` an axis whose shards are devices, which jax.vmap's are not."""
+    shards = shards_of(context)
+    if context.axis not in jax.sharding.get_abstract_mesh().manual_axes:
+        raise ValueError(
+            f"context: {context.axis!r} is an axis of jax.vmap, whose rows no device has; call "
+            "within jax.shard_map over a mesh that has it, or leave context out"
+        )
+    return shards
 
 
 class Band(Protocol):
@@ -146,14 +165,6 @@ class Band(Protocol):
     def left(self) -> Any: ...
     @property
     def right(self) -> Any: ...
-
-
-def mapped_shards(context: Context | None) -> int | None:
-    """`shards_of`; None without a context, or outside of `jax.shard_map`."""
-    try:
-        return None if context is None else jax.lax.axis_size(context.axis)
-    except NameError:
-        return None
 
 
 def chunk_rows(context: Context, name: str, rows: int) -> int:

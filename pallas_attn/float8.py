@@ -46,10 +46,10 @@ def quantize_qkv(  # noqa: PLR0913
       q: `[B, T, N, H]`, bfloat16, float16 or float32; k and v likewise, in the shapes of
         `flash_attention`.
       dtype: float8_e4m3fn, or float8_e5m2, whose numbers have one bit less and a wider range.
-      rows: largest number of rows of a head that share a scale. T (or S) is cut into as few equal
-        blocks as that allows; where they cannot be equal, into blocks of 128 rows (or the multiple
-        of 128 up to `rows`) and a shorter last one; below 128 into blocks of the largest divisor.
-        None: all rows. Kernels read scales of 128 rows, or of a head, once a tile.
+      rows: largest number of rows of a head that share a scale. From 128 on, blocks have 128 rows
+        (or the multiple of 128 up to `rows`) and the last one what is left; below, blocks are the
+        largest equal parts of T (or S) that `flash_attention` takes. None: all rows. Kernels read
+        scales of 128 rows, or of a head, once a tile.
       q_lengths: int32[B]; rows at or past it become 0 and count in no scale.
       kv_lengths: int32[B], for k and v.
       implementation: None (the fastest), "sm80" or "reference".

@@ -49,8 +49,16 @@ AT_RUN_TIME = RunTime.BOUND
 SIDES = ("left", "right")
 
 
+class Combinable:
+    """A mask. `and`, `or` and `not` of Python would drop one of two, so they are errors."""
+
+    def __bool__(self) -> bool:
+        raise ValueError("mask: a mask is neither true nor false; say &, | and ~ for and, or and "
+                         "not")  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True)
-class Mask:
+class Mask(Combinable):
     """A band around the diagonal: the query at position p sees keys p - left to p + right,
     inclusive.
 
@@ -79,17 +87,18 @@ class Mask:
             if isinstance(value, jax.core.Tracer):
                 object.__setattr__(self, side, traced_bound(f"Mask({side}=...)", value))
                 continue
-            if isinstance(value, bool) or not hasattr(value, "__index__") or np.ndim(value):
+            bound = _index(value)
+            if bound is None:
                 raise ValueError(
                     f"Mask({side}=...) wants an int, a traced integer scalar or None, got "
                     f"{described(value)}. Pass lengths and offsets as arrays beside the mask."
                 )
-            if not -LONGEST < value < LONGEST:
+            if not -LONGEST < bound < LONGEST:
                 raise ValueError(
-                    f"Mask({side}=...) wants less than 2**30 either way, got {value}: positions "
+                    f"Mask({side}=...) wants less than 2**30 either way, got {bound}: positions "
                     "are int32. None leaves the side unbounded."
                 )
-            object.__setattr__(self, side, operator.index(value))
+            object.__setattr__(self, side, bound)
         if self.width is not None and self.width < 1:
             raise ValueError(
                 f"Mask(left={self.left}, right={self.right}) hides every key from every query: "
@@ -261,10 +270,18 @@ def _reflected(other: Any) -> Any:
 def _check_sizes(least: int, q_offset: int, **sizes: int) -> None:
     """ValueError for a size that is no int of at least `least`, or an offset that is no int."""
     for name, size in {"q_offset": q_offset, **sizes}.items():
-        known = not isinstance(size, (bool, jax.core.Tracer)) and np.ndim(size) == 0
+        number = None if isinstance(size, jax.core.Tracer) else _index(size)
         wanted = "an int" if name == "q_offset" else f"an int of at least {least}"
-        if not (known and hasattr(size, "__index__")) or name in sizes and size < least:
+        if number is None or name in sizes and number < least:
             raise ValueError(f"{name}: expected {wanted}, got {described(size)}")
+
+
+def _index(value: Bound) -> int | None:
+    """A scalar of an integer type as an int; None for anything else."""
+    try:
+        return None if isinstance(value, bool) or np.ndim(value) else operator.index(value)
+    except (TypeError, ValueError):  # also lists of unequal lengths
+        return None
 
 
 def _unchecked(left: Bound, right: Bound) -> Mask:
@@ -301,16 +318,17 @@ def sliding_window(n: int) -> Mask:
     """
     if isinstance(n, jax.core.Tracer):
         return Mask(left=jnp.maximum(traced_bound("sliding_window(n)", n), 0) - 1, right=0)
-    if isinstance(n, bool) or not hasattr(n, "__index__") or np.ndim(n) or n < 1:
+    keys = _index(n)
+    if keys is None or keys < 1:
         raise ValueError(
             "sliding_window(n) wants an int of at least 1 (n counts the query's own key), or a "
             f"traced integer scalar, got {described(n)}."
         )
-    return Mask(left=operator.index(n) - 1, right=0)
+    return Mask(left=keys - 1, right=0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class MaskFunction:
+class MaskFunction(Combinable):
     """A mask by a function of positions with the arrays that it reads, made by `mask_fn`.
 
     It goes where a `Mask` goes, and is a pytree: the arrays are its leaves, the function is static.
@@ -382,10 +400,6 @@ class MaskFunction:
 
     def __invert__(self) -> "MaskFunction":
         return _joined("not", self)
-
-    def __bool__(self) -> bool:
-        raise ValueError("mask: a mask function is neither true nor false; say &, | and ~ for and, "
-                         "or and not")  # fmt: skip
 
     def allows(self, batch: Position, head: Position, q_pos: Position, kv_pos: Position) -> Seen:
         """Whether a query head's query at `q_pos` sees the key at `kv_pos`; arguments broadcast."""
@@ -470,8 +484,11 @@ def _common(a: Mask, b: Mask) -> Mask:
 
 def aux_arrays(what: str, f: Callable[..., Any], aux: tuple[ArrayLike, ...]) -> list[jax.Array]:
     """The arrays that a function reads, in dtypes of kernels: 16 or 32 bits, or bool."""
-    if not callable(f):
-        raise ValueError(f"{what}: expected a function, got {type(f).__name__}")
+    if not callable(f) or isinstance(f, type):
+        got = type(f).__name__
+        if isinstance(f, type):
+            got = f"the class {f.__name__}; give an instance, which has __call__"
+        raise ValueError(f"{what}: expected a function, got {got}")
     arrays = []
     for number, value in enumerate(aux):
         try:
@@ -496,11 +513,9 @@ def aux_arrays(what: str, f: Callable[..., Any], aux: tuple[ArrayLike, ...]) -> 
 
 def _refuse_wide(what: str, number: int, value: ArrayLike) -> None:
     """ValueError for integers that lose bits as int32, if they are known."""
-    if isinstance(value, jax.core.Tracer) or not getattr(value, "is_fully_addressable", True):
-        return
     if getattr(value, "dtype", None) in (np.dtype(np.int64), np.dtype(np.uint64)):
-        x = np.asarray(value)
-        if not in_int32(x):
+        x = known(value)
+        if x is not None and not in_int32(x):
             raise ValueError(
                 f"{what}: aux: expected integers that int32 holds, got {x.dtype}{list(x.shape)} as "
                 f"number {number}, from {x.min()} to {x.max()}; np.unique(x, return_inverse=True)"
@@ -516,6 +531,14 @@ def traced_bound(what: str, value: jax.Array) -> jax.Array:
             f"{value.dtype}{list(value.shape)}: one bound serves all sequences and heads"
         )
     return saturated(value).clip(1 - LONGEST, LONGEST - 1)
+
+
+def known(x: ArrayLike) -> np.ndarray | None:
+    """The numbers of what jax takes for an array, if they are known now."""
+    leaves = jax.tree.leaves(x)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return None
+    return np.asarray(x) if getattr(x, "is_fully_addressable", True) else None
 
 
 def in_int32(x: np.ndarray) -> bool:

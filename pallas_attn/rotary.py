@@ -10,6 +10,7 @@ import numpy as np
 
 from pallas_attn._call.problem import Change
 from pallas_attn.errors import described
+from pallas_attn.masks import known
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,11 +44,17 @@ class Rotary:
         """
         sizes = {"positions": positions, "dims": dims}
         for name, value in sizes.items():
-            if not isinstance(value, (int, np.integer)) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
                 raise ValueError(f"{name}: expected an int of at least 1, got {described(value)}")
         if dims % 2:
             raise ValueError(f"dims: expected an even number of columns, got {dims}")
-        if not base > 0:
+        number = known(base)
+        if number is None:
+            raise ValueError(
+                f"base: expected a number that is known now, got a traced {base.dtype}; write "
+                "Rotary(cos, sin) with tables of your own"
+            )
+        if number.ndim or number.dtype.kind not in "iuf" or not number > 0:
             raise ValueError(f"base: expected a positive number, got {described(base)}")
         angles = np.arange(positions)[:, None] * float(base) ** (-np.arange(0, dims, 2) / dims)
         cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))

@@ -26,6 +26,10 @@ class ScoreFunction:
     def __post_init__(self) -> None:
         _program.check(self.program, "score_fn")
 
+    def __bool__(self) -> bool:
+        raise ValueError("score: a score function is neither true nor false; write one function "
+                         "that does the work of both")  # fmt: skip
+
 
 jax.tree_util.register_dataclass(ScoreFunction, data_fields=["aux"], meta_fields=["program"])
 

@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_attn._call import checks
@@ -153,10 +152,9 @@ def of_other_rows(tree: DraftTree, starts: Array, unchecked: ArrayLike | None) -
     """
     if tree.starts is None or (tree.unchecked is unchecked and isinstance(unchecked, jax.Array)):
         return None
-    both, sequences = (tree.starts, starts), starts.size - 1
-    known = [
-        np.asarray(x) for x in both if not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
-    ]
+    both, rows, sequences = (tree.starts, starts), tree.depth.shape[0], starts.size - 1
+    said = (tree.starts, starts if unchecked is None else unchecked)
+    known = [x for x in (checks.known_starts(each, rows) for each in said) if x is not None]
     if tree.starts.shape != starts.shape or (len(known) == 2 and (known[0] != known[1]).any()):
         got = [x.tolist() for x in known] if len(known) == 2 else [list(x.shape) for x in both]
         raise ValueError(
@@ -165,7 +163,6 @@ def of_other_rows(tree: DraftTree, starts: Array, unchecked: ArrayLike | None) -
         )
     if len(known) == 2:
         return None
-    rows = tree.depth.shape[0]
     owners = owner_of_rows(starts, rows)
     differ = tree.starts != starts
     differ = (differ[:-1] | differ[1:])[jnp.clip(owners, 0, max(sequences - 1, 0))]

@@ -61,6 +61,12 @@ def attention(
     arrays: tuple[Array, Array, Array], indices: checks.Argument, options: dict[str, Any]
 ) -> tuple[Array, Array]:
     """out [B, T, N, Hv] and lse [B, N, T] of q, k, v. `options`: arguments of `flash_attention`."""
+    for name, default in REFUSED.items():
+        if (value := options[name]) is not default:
+            remedy = "give each sequence a batch row" if "starts" in name else "leave it out"
+            raise ValueError(
+                f"{name}: expected {default} beside kv_indices, got {described(value)}; {remedy}"
+            )
     q, k, v = bind.operands(*arrays)
     _check(q, options)
     batch, q_len, q_heads, dim = q.shape
@@ -108,12 +114,7 @@ def attention(
 
 
 def _check(q: Array, options: dict[str, Any]) -> None:
-    """ValueError for arguments that do not go with lists."""
-    for name in REFUSED:
-        value, default = options[name], REFUSED[name]
-        if value is not default:
-            got = described(value)
-            raise ValueError(f"{name}: expected {default} beside kv_indices, got {got}; leave it")
+    """ValueError for masks and dtypes that do not go with lists."""
     if not isinstance(options["mask"], Mask):
         raise ValueError(
             "mask: expected a Mask beside kv_indices, got "

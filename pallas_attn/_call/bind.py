@@ -212,7 +212,7 @@ def _with_function(
     """
     q_ids, kv_ids = inputs.q_segment_ids, inputs.kv_segment_ids
     on_one = context is None or shards_of(context) == 1
-    if q_ids is not None and kv_ids is not None and on_one:
+    if q_ids is not None and kv_ids is not None and on_one and q_ids.size and kv_ids.size:
         offset = q_offset if inputs.q_offset is None else inputs.q_offset
         mask = mask & of_segments(q_ids, kv_ids, offset)
         inputs = inputs._replace(q_segment_ids=None, kv_segment_ids=None)

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 from pallas_attn._call.problem import Change
 from pallas_attn._functions.program import Program, reads_at
 from pallas_attn.errors import described
-from pallas_attn.masks import LONGEST, Mask, in_int32, saturated, traced_bound
+from pallas_attn.masks import LONGEST, Mask, in_int32, known, saturated, traced_bound
 from pallas_attn.rotary import RMSNorm, Rotary
 from pallas_attn.scores import ScoreFunction
 
@@ -152,6 +152,7 @@ def integers(
         want in (None, have) for want, have in zip(shape, x.shape, strict=True)
     )
     if not fits or not jnp.issubdtype(x.dtype, jnp.integer):
+        remedy = "" if fits else remedy  # which is for shapes
         raise ValueError(f"{name}: expected {wanted}, got {x.dtype}{list(x.shape)}{remedy}")
     return saturated(x) if saturate else x.astype(jnp.int32)
 
@@ -184,6 +185,14 @@ def row_starts(name: str, value: Argument, rows: int, sequences: int | None = No
     at = jnp.arange(starts.size, dtype=jnp.int32)
     earlier = jnp.where(at[None] <= at[:, None], starts[None], 0)
     return earlier.max(axis=1)  # a cummax, in one kernel
+
+
+def known_starts(value: Argument, rows: int) -> np.ndarray | None:
+    """`row_starts` where the numbers are known now, as in jit those of a captured array are."""
+    starts = known(value)
+    if starts is None or starts.ndim != 1 or starts.dtype.kind not in "iu":
+        return None
+    return np.maximum.accumulate(starts.clip(0, rows))
 
 
 def change(

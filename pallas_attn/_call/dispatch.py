@@ -83,7 +83,8 @@ class Candidate:
         if problem.gpu is None:
             return Limit(
                 "it needs an NVIDIA GPU and the default device is none",
-                'leave implementation=None, or say "reference"',
+                'leave implementation=None, or say "reference"; '
+                f'check_for("{self.implementation}", f, *args) says what a GPU would refuse',
             )
         first, last = self.generations
         if not first <= gpu_specs.number(problem.gpu) <= last:

@@ -14,7 +14,7 @@ from pallas_attn._autodiff.derivative import Attention, KernelCall
 from pallas_attn._call import batching, checks, dispatch
 from pallas_attn._call.problem import (
     FLOAT8,
-    UNEQUAL,
+    SCALE_ROWS,
     AttentionInputs,
     AttentionProblem,
     QuantizeInputs,
@@ -72,25 +72,32 @@ def _scale(name: str, value: checks.Argument, sizes: tuple[int, int, int]) -> Ar
     batch, rows, heads = sizes
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     x = jnp.float32(value) if number else checks.array(name, value)
+    letter, kind = ("T", "N") if name == "q_scale" else ("S", "K")
+    if x.ndim == 2:
+        raise ValueError(
+            f"{name}: expected a number, [{kind}] or [B, n, {kind}], got {x.dtype}{list(x.shape)}, "
+            "which does not say whether its first axis is B or n; write x[:, None] for one a batch "
+            "row and head (FlashAttention-3's descale), x[None] for blocks of rows"
+        )
     axes = (1,) * (3 - x.ndim) + x.shape
     fits = len(axes) == 3 and axes[0] in (1, batch) and axes[2] in (1, heads)
-    if not fits or not _cuts(rows, axes[1]) or not jnp.issubdtype(x.dtype, jnp.floating):
-        letter, kind = ("T", "N") if name == "q_scale" else ("S", "K")
+    if not fits or not cuts(rows, axes[1]) or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
             f"{name}: expected floats that broadcast to [B, n, {kind}] = [{batch}, n, {heads}], "
-            f"where n is 1 or divides {letter} = {rows} (a scale of {letter} / n rows each), or is "
-            f"the number of blocks of a multiple of {UNEQUAL} rows, the last one shorter, got "
+            f"where n is 1, a number of blocks of {letter} = {rows} rows that are all but the last "
+            f"of the same multiple of {SCALE_ROWS} rows, or a larger divisor of {letter}, got "
             f"{x.dtype}{list(x.shape)}"
         )
     x = jnp.broadcast_to(x.reshape(axes), (batch, axes[1], heads))
     return jnp.maximum(x.astype(jnp.float32), LEAST)  # NaN stays
 
 
-def _cuts(rows: int, blocks: int) -> bool:
+def cuts(rows: int, blocks: int) -> bool:
     """Whether rows are cut into so many blocks that each have a scale."""
-    if blocks < 1 or rows % blocks == 0:
-        return blocks >= 1
-    return -(-rows // rows_of_scale(rows, blocks)) == blocks
+    if blocks in (1, rows):
+        return True
+    size = rows_of_scale(rows, blocks) if blocks else 0
+    return size > 0 and -(-rows // size) == blocks
 
 
 def _out_dtype(value: DTypeLike | None) -> str:
@@ -182,16 +189,13 @@ def _forward(
 
 
 def blocks_of(rows: int, most: int) -> int:
-    """The number of blocks of at most `most` rows that have one scale each: equal ones, or, from
-    128 rows on, all but the last of a multiple of 128 rows.
-    """
-    if rows == 0:
+    """The least number of blocks, of at most `most` rows, that have one scale each."""
+    if rows <= most:
         return 1
-    for size in (most, most // UNEQUAL * UNEQUAL):
-        blocks = -(-rows // max(size, 1))
-        if size and rows_of_scale(rows, blocks) <= most:
-            return blocks
-    return next(rows // n for n in range(min(most, rows), 0, -1) if rows % n == 0)
+    if most >= SCALE_ROWS:
+        return -(-rows // (most // SCALE_ROWS * SCALE_ROWS))
+    equal = (rows // n for n in range(most, 0, -1) if rows % n == 0)
+    return next(blocks for blocks in equal if rows_of_scale(rows, blocks) <= most)
 
 
 def quantised(x: Array) -> tuple[Array, Array]:

@@ -88,16 +88,18 @@ def live(x: Array, ends: Array | None) -> Array:
     return jnp.where(inside[:, :, None, None], x, jnp.zeros((), x.dtype))
 
 
-UNEQUAL = 128  # blocks of a scale that are not equally long have a multiple of so many rows
+SCALE_ROWS = 128  # blocks of as many rows and more that have one scale are multiples of it
 
 
 def rows_of_scale(rows: int, blocks: int) -> int:
-    """Rows of a block that has one scale, of `blocks` blocks: an equal part of the rows, or, where
-    that is no whole number, a multiple of 128 rows, and what is left in the last block.
+    """Rows of a block that has one scale, of `blocks` blocks: of up to rows / 128 a multiple of 128
+    rows, and what is left in the last block; of more an equal part, which is a whole number.
     """
-    if rows % blocks == 0:
+    if blocks in (1, rows):
         return rows // blocks
-    return -(-rows // (blocks * UNEQUAL)) * UNEQUAL
+    if (blocks - 1) * SCALE_ROWS < rows:
+        return -(-rows // (blocks * SCALE_ROWS)) * SCALE_ROWS
+    return rows // blocks
 
 
 def owner_of_rows(starts: Array, rows: int) -> Array:

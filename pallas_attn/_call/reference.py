@@ -64,12 +64,14 @@ def attention(
     batch, q_len, q_heads, _ = q.shape
     kv_len, kv_heads = k.shape[1], k.shape[2]
     acc = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    ends = inputs.q_lengths, inputs.kv_lengths, inputs.kv_lengths
     if problem.out_dtype is not None:
         scales = inputs.q_scale, inputs.k_scale, inputs.v_scale
-        q, k, v = (_dequantised(x, scale) for x, scale in zip((q, k, v), scales, strict=True))
+        each = zip((q, k, v), ends, scales, strict=True)
+        q, k, v = (_dequantised(live(x, end), scale) for x, end, scale in each)
     q, k, v = (
-        jnp.swapaxes(live(x, lengths), 1, 2).astype(acc)  # heads first: plain matmuls
-        for x, lengths in ((q, inputs.q_lengths), (k, inputs.kv_lengths), (v, inputs.kv_lengths))
+        jnp.swapaxes(live(x, end), 1, 2).astype(acc)  # heads first: plain matmuls
+        for x, end in zip((q, k, v), ends, strict=True)
     )
     q = q.reshape(batch, kv_heads, q_heads // kv_heads, q_len, q.shape[-1])
     floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in inputs.score_aux]

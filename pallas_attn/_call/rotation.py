@@ -6,8 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from pallas_attn import masks
 from pallas_attn._call import bind, checks
 from pallas_attn._call.problem import FLOAT8, Change, owner_of_rows
 from pallas_attn.context import checked, shards_of
@@ -48,11 +50,17 @@ def rotated(
         at_q, at_k = _within_sequences(q.shape[0], k.shape[0], starts, options.q_offset)
     else:
         at_q, at_k, least = _by_rows(q, k, options)
+    if not isinstance(at_q, int):  # an int is known to be in the tables
+        least = max(least, _least_rows((q, k), positions, options, starts))
     fields, tables = checks.rotation(
         rotary, q.shape[-1], least, f"{least} at which rows of q and k stand"
     )
     change = Change(q.shape[-1], **fields)
-    return _rotated_rows(q, at_q, change, tables), _rotated_rows(k, at_k, change, tables)
+    live_q, live_k = _live(q, k, options, starts)
+    return (
+        _rotated_rows(q, at_q, live_q, change, tables),
+        _rotated_rows(k, at_k, live_k, change, tables),
+    )
 
 
 def _as_said(positions: checks.Argument, q: Array, k: Array) -> list[Array]:
@@ -83,7 +91,7 @@ def _within_sequences(
     """Positions of packed rows in their sequences; 0 for rows of none."""
     both = bind.both_starts(*starts, q_rows, kv_rows)
     sequences = both[0].size - 1
-    static, offset = checks.offset(q_offset, sequences, "one a sequence")
+    static, offset = _offset(q_offset, sequences, "one a sequence")
     first = jnp.full(sequences, static, jnp.int32) if offset is None else offset
     positions = []
     for begins, rows, add in (
@@ -102,12 +110,7 @@ def _by_rows(
     q: Array, k: Array, options: bind.AttentionOptions
 ) -> tuple[Positions, Positions, int]:
     """Positions of rows that are not packed, and the number of them that are known to occur."""
-    static, offset = checks.offset(options.q_offset, q.shape[0])
-    if static < 0:
-        raise ValueError(
-            f"q_offset: expected at least 0 with rotary, whose tables begin at position 0, got "
-            f"{static}; pass rotary_positions"
-        )
+    static, offset = _offset(options.q_offset, q.shape[0], "one a batch row")
     context, q_rows, kv_rows, shards = checked(options.context), q.shape[1], k.shape[1], 1
     at_q: Positions
     at_k: Positions
@@ -124,20 +127,123 @@ def _by_rows(
     return at_q, at_k, max(known, kv_rows * shards, 1)
 
 
-def _rotated_rows(x: Array, at: Positions, change: Change, tables: dict[str, Array]) -> Array:
-    """Rows x [.., rows, heads, H] rotated; NaN, without gradients, outside of the tables."""
-    lead = (None,) * (x.ndim - 3)
+def _live(
+    q: Array, k: Array, options: bind.AttentionOptions, starts: tuple[Any, Any]
+) -> list[Array | None]:
+    """bool[.., rows] of q and of k: the rows that no length and no starts leave out; None: all."""
+    if starts[0] is not None:
+        both = bind.both_starts(*starts, q.shape[0], k.shape[0])
+        owners = [owner_of_rows(s, len(x)) for s, x in zip(both, (q, k), strict=True)]
+        return [(owner >= 0) & (owner < both[0].size - 1) for owner in owners]
+    context, live = options.context, []
+    shards = 1 if context is None else shards_of(context)
+    for x, name in ((q, "q_lengths"), (k, "kv_lengths")):
+        rows, ends = x.shape[1], getattr(options, name)
+        if ends is not None:
+            ends = checks.lengths(name, ends, x.shape[0], rows * shards)
+            at = jnp.arange(rows, dtype=jnp.int32) if shards == 1 else context.positions(rows)
+            ends = at[None] < ends[:, None]
+        live.append(ends)
+    return live
+
+
+def _offset(value: checks.Argument, count: int, each: str) -> tuple[int, Array | None]:
+    """`checks.offset` of positions that tables have."""
+    static, offset = checks.offset(value, count, each)
+    if static < 0:
+        raise _before_tables("q_offset", static)
+    return static, offset
+
+
+def _before_tables(name: str, got: int) -> ValueError:
+    remedy = "" if name == "rotary_positions" else "; pass rotary_positions"
+    return ValueError(
+        f"{name}: expected at least 0 with rotary, whose tables begin at position 0, got "
+        f"{got}{remedy}"
+    )
+
+
+def _least_rows(
+    rows: tuple[Array, Array],
+    positions: checks.Argument,
+    options: bind.AttentionOptions,
+    starts: tuple[Any, Any],
+) -> int:
+    """The rows that tables must have for the positions that are known now; ValueError for one below
+    0. Rows that a length or starts leave out count for nothing.
+    """
+    least, (q_starts, kv_starts) = 1, starts
+    pair = positions if isinstance(positions, (tuple, list)) else (positions, positions)
+    for x, said, ends, begins, first in (
+        (rows[0], pair[0], options.q_lengths, q_starts, options.q_offset),
+        (rows[1], pair[1], options.kv_lengths, q_starts if kv_starts is None else kv_starts, 0),
+    ):
+        if options.context is not None and (said is None or ends is not None):
+            continue  # this device's rows among all
+        at = _known(x.shape[:-2], said, ends, begins, 0 if first is None else first)
+        if at is not None and at.size:
+            if at.min() < 0:
+                raise _before_tables("q_offset" if said is None else "rotary_positions", at.min())
+            least = max(least, int(at.max()) + 1)
+    return least
+
+
+def _known(
+    shape: tuple[int, ...],
+    said: checks.Argument,
+    ends: checks.Argument,
+    begins: checks.Argument,
+    first: checks.Argument,
+) -> np.ndarray | None:
+    """Positions of those rows of `shape` that count, which are `said` or follow from `first`; None
+    where arrays that they depend on come at run time, or are refused elsewhere.
+    """
+    *batch, rows = shape
+    at = masks.known(first if said is None else said)
+    symbolic = not all(isinstance(size, int) for size in shape)
+    if symbolic or at is None or at.dtype.kind not in "iu":
+        return None
+    number = np.arange(rows)
+    if begins is None:
+        ends = np.full(batch, rows) if ends is None else masks.known(ends)
+        if ends is None or ends.shape != tuple(batch):
+            return None
+        live = number < ends.reshape(-1, 1)
+        at = number + at.reshape(-1, 1) if said is None else at
+    else:
+        edges = checks.known_starts(begins, rows)
+        if edges is None or edges.size < 2:
+            return None
+        owner = np.searchsorted(edges, number, "right") - 1
+        live = (owner >= 0) & (owner < len(edges) - 1)
+        if said is None:
+            own = owner.clip(0, len(edges) - 2)
+            at = number - edges[own] + np.broadcast_to(at, len(edges) - 1)[own]
+    at, live = np.broadcast_arrays(at, live)
+    return at[live]
+
+
+def _rotated_rows(
+    x: Array, at: Positions, live: Array | None, change: Change, tables: dict[str, Array]
+) -> Array:
+    """Rows x [.., rows, heads, H] rotated; NaN, without gradients, outside of the tables, and 0
+    where they are not `live`. What such rows hold is selected away first: the gradient of a number
+    of the tables is a sum over all rows that read it.
+    """
+    lead, zero = (None,) * (x.ndim - 3), jnp.zeros((), x.dtype)
+    alive: Any = True if live is None else jnp.broadcast_to(live[..., None, None], x.shape)
     if isinstance(at, int):
+        x = x if live is None else jnp.where(alive, x, zero)
         cos, sin = (tables[name][at : at + x.shape[-3]][lead] for name in ("cos", "sin"))
         return rotated_pairs(x, cos, sin, change).astype(x.dtype)
     inside = (at >= 0) & (at < change.positions)
     at = jnp.where(inside, at, 0)
     cos, sin = (_taken(tables[name], at) for name in ("cos", "sin"))
-    inside = inside[..., None, None]
     if at.ndim == 1:
-        cos, sin, inside = cos[lead], sin[lead], inside[lead]
-    inside = jnp.broadcast_to(inside, x.shape)
-    return jnp.where(inside, rotated_pairs(x, cos, sin, change), jnp.nan).astype(x.dtype)
+        cos, sin = cos[lead], sin[lead]
+    inside = jnp.broadcast_to(inside[..., None, None], x.shape)
+    x = jnp.where(inside & alive, x, zero)
+    return jnp.where(~inside & alive, jnp.nan, rotated_pairs(x, cos, sin, change)).astype(x.dtype)
 
 
 def _taken(table: Array, at: Array) -> Array:

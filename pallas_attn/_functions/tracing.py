@@ -8,6 +8,7 @@ A few numbers side by side (`jnp.isin(kv, jnp.array([3, 5]))`) are as many scala
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from pallas_attn._functions import program as _program
 from pallas_attn._functions.folding import Lines
 from pallas_attn._functions.program import OPERATIONS, ZERO, Constant, Operand, Operation, Program
 
+_ABOUT_AN_INDEX = re.compile(r"\bind(ex|ices)", re.IGNORECASE)  # TypeErrors of jax's arrays
 MOST_SIDE_BY_SIDE = 64  # scalars of one array: each is a few instructions a logit
 # Parameters of an equation that hold a called function.
 _WITHIN = ("jaxpr", "call_jaxpr", "fun_jaxpr")
@@ -116,6 +118,14 @@ def trace(
     except tuple(kind for kind, _ in _CONVERSIONS) as error:
         why = next(text for kind, text in _CONVERSIONS if isinstance(error, kind))
         raise ValueError(f"{what}: {_said(function)} {why}") from error
+    except (IndexError, TypeError) as error:
+        if not (isinstance(error, IndexError) or _ABOUT_AN_INDEX.search(str(error))):
+            raise  # the function's own
+        first = str(error).splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"{what}: {_said(function)} reads an array in a way that jax refuses ({first}); arrays "
+            "are read at int32 scalars, one an axis: aux[h, q - kv], aux[x.astype(jnp.int32)]"
+        ) from error
     for value in traced.consts:
         if isinstance(value, jax.core.Tracer):
             raise ValueError(

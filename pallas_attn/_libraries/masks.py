@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn.errors import described
-from pallas_attn.masks import FULL, Mask, MaskFunction
+from pallas_attn.masks import FULL, Combinable, Mask, MaskFunction
 
 Array = jax.Array | np.ndarray
 
@@ -21,7 +21,7 @@ _BLIND, _HIDDEN = 2**31 - 2, 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SparseMask:
+class SparseMask(Combinable):
     """A mask `[..., heads or 1, T, S]` as a band or a function of positions, segment ids, lengths,
     the queries and keys that count, and an array for the rest. It is a pytree; `&` combines masks.
     """

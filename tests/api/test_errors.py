@@ -1,6 +1,7 @@
 """Every message, word for word: the argument, what was wanted, what came, what to do."""
 
 import dataclasses
+import functools
 import pathlib
 import pickle
 import re
@@ -259,9 +260,17 @@ ATTENTION = {
     "kv_lengths: expected int32[2] (one length a batch row), got list": (
         attend(kv_lengths=[2**40, 1])
     ),
-    "segment_ids: expected int32[2, 5] for q, got float32[2, 5]; pass a pair (of q, of kv) where T "
-    "and S differ": attend(segment_ids=(z(2, 5), z(2, 7))),
+    "segment_ids: expected int32[2, 5] for q, got float32[2, 5]": attend(
+        segment_ids=(z(2, 5), z(2, 7))
+    ),
     # ---- rotation
+    "base: expected a number that is known now, got a traced float32; write Rotary(cos, sin) with "
+    "tables of your own": traced(lambda x: pa.Rotary.create(16, 8, base=x)),
+    **{
+        f"base: expected a positive number, got {got}": lambda x=x: pa.Rotary.create(16, 8, base=x)
+        for got, x in {"None": None, "'1'": "1", "float64[2]": np.ones(2), "-1": -1}.items()
+    },
+    "positions: expected an int of at least 1, got True": lambda: pa.Rotary.create(True, 8),
     "rotary_positions: expected None without rotary": attend(rotary_positions=z(5, dtype="int32")),
     "rotary: expected a Rotary or None, got list": attend(rotary=[]),
     "rotary.cos, rotary.sin: expected float[positions, pairs], positions at least the 7 at which "
@@ -284,8 +293,9 @@ ATTENTION = {
     ),
     "rotary_positions: expected int32[7] or int32[2, 7] for k, got int32[5]; pass a pair (of q, of "
     "k) where T and S differ": attend(rotary=TABLES, rotary_positions=z(5, dtype="int32")),
-    "rotary_positions: expected int32[5] or int32[2, 5] for q, got float32[2, 5]; pass a pair (of "
-    "q, of k) where T and S differ": attend(rotary=TABLES, rotary_positions=(z(2, 5), z(2, 7))),
+    "rotary_positions: expected int32[5] or int32[2, 5] for q, got float32[2, 5]": attend(
+        rotary=TABLES, rotary_positions=(z(2, 5), z(2, 7))
+    ),
     "rotary_positions: expected int32[5], got int32[7]; pass a pair (of q, of k) where T and S "
     "differ": attend_packed(
         *(z(3, dtype="int32"), z(3, dtype="int32")),
@@ -750,11 +760,14 @@ ATTENTION |= {
             "float32[2, 1, 5, 3]": z(2, 1, 5, 3),
         }.items()
     },
-    "bias: expected None beside kv_indices, got 'zeros'; leave it": attend(
+    "bias: expected None beside kv_indices, got 'zeros'; leave it out": attend(
         kv_indices=_LISTS, bias="zeros"
     ),
-    "deterministic: expected False beside kv_indices, got True; leave it": attend(
+    "deterministic: expected False beside kv_indices, got True; leave it out": attend(
         kv_indices=_LISTS, deterministic=True
+    ),
+    "q_starts: expected None beside kv_indices, got int32[3]; give each sequence a batch row": (
+        attend_packed(z(3, dtype="int32"), z(3, dtype="int32"), kv_indices=_LISTS)
     ),
     "mask: expected a Mask beside kv_indices, got MaskFunction; leave hidden positions out of the "
     "lists": attend(kv_indices=_LISTS, mask=pa.mask_fn(lambda b, h, q, kv: kv > q)),
@@ -1113,8 +1126,93 @@ def test_a_kernel_without_a_gpu_says_so():
         "sm80 does not take append on a machine without a GPU: float32 k[2,1,2,8] into stacked "
         "float32 caches of 6 rows\n"
         "  append_copy: it needs an NVIDIA GPU and the default device is none\n"
-        '    -> leave implementation=None, or say "reference"'
+        '    -> leave implementation=None, or say "reference"; check_for("sm80", f, *args) says '
+        "what a GPU would refuse"
     )
+
+
+def wide_heads():
+    x = z(1, 8, 2, 513, dtype="bfloat16")
+    return pa.flash_attention(x, x, x)
+
+
+def wide_float8():
+    x = z(1, 8, 2, 512, dtype="float8_e4m3fn")
+    return pa.flash_attention(x, x, x)
+
+
+def decode_of_another_dtype():
+    cache = paged().extend(1)
+    return pa.decode_attention(z(2, 1, 4, 8, dtype="bfloat16"), cache)
+
+
+def append_of_float64():
+    with jax.enable_x64(True):
+        row = z(2, 1, 2, 8, dtype="float64")
+        return pa.append_kv(StackedCache.create(2, 6, 2, 8, dtype="float64"), row, row)
+
+
+def ragged_of_another_dtype():
+    return ragged(q=z(6, 4, 8, dtype="bfloat16"))
+
+
+def gradient_of_float8():
+    x = z(1, 8, 2, 64, dtype="float8_e4m3fn")
+    loss = lambda scale: pa.flash_attention(x, x, x, q_scale=scale).astype(jnp.float32).sum()  # noqa: E731
+    return jax.grad(loss)(jnp.float32(1))
+
+
+def gradient_of_float64():
+    with jax.enable_x64(True):
+        x = z(1, 8, 2, 64, dtype="float64")
+        return jax.grad(lambda x: jax.lax.scan(lambda c, _: (pa.flash_attention(c, x, x), None),
+                                               x, None, length=2)[0].sum())(x)  # fmt: skip
+
+
+@pytest.mark.by_xla
+@pytest.mark.parametrize(
+    "call",
+    [
+        wide_heads,
+        wide_float8,
+        decode_of_another_dtype,
+        append_of_float64,
+        ragged_of_another_dtype,
+        gradient_of_float8,
+        gradient_of_float64,
+    ],
+)
+def test_check_for(call):
+    """Without a GPU what runs there is refused in the words of a GPU, though jax has traced it."""
+    on_the_gpu = str(refusal("sm90", lambda: call()))
+    jitted = jax.jit(call)
+    without = jax.eval_shape(jitted)
+    for function in (call, jitted, lambda: jax.eval_shape(jitted)):
+        with pytest.raises(pa.UnsupportedError) as caught:
+            pa.check_for("sm90", function)
+        assert str(caught.value) == on_the_gpu
+    assert jax.eval_shape(jitted) == without
+    with pytest.raises(pa.UnsupportedError, match="on sm86: "):
+        pa.check_for("sm86", jitted)
+
+
+@pytest.mark.by_xla
+def test_check_for_what_kernels_take():
+    """The types of results, of a function with a static argument; and the results afterwards."""
+    x = jnp.ones((1, 64, 2, 64), jnp.bfloat16)
+
+    @functools.partial(jax.jit, static_argnums=1)
+    def loss(x, mask):
+        return jax.grad(lambda x: pa.flash_attention(x, x, x, mask=mask).astype("float32").sum())(x)
+
+    before = loss(x, pa.CAUSAL)
+    types = pa.check_for("sm90", loss, x, pa.CAUSAL)
+    assert (types.shape, types.dtype) == (x.shape, x.dtype)
+    assert pa.check_for("sm80", loss, jax.ShapeDtypeStruct(x.shape, x.dtype), pa.FULL) == types
+    np.testing.assert_array_equal(np.float32(loss(x, pa.CAUSAL)), np.float32(before))
+    with pytest.raises(ValueError) as caught:
+        pa.check_for("H100", loss, x, pa.CAUSAL)
+    assert str(caught.value) == "generation: expected None or a name like \"sm90\", got 'H100'"
 
 
 def test_a_name_that_an_operation_does_not_have():

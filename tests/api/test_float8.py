@@ -7,7 +7,8 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn._call import device
-from pallas_attn._call.float8 import quantised, rounded
+from pallas_attn._call.float8 import blocks_of, cuts, quantised, rounded
+from pallas_attn._call.problem import rows_of_scale
 from tests.support import budget, subjects
 from tests.support.float8_cases import CASES, case_of, draw
 
@@ -22,7 +23,9 @@ def test_reference_is_the_definition(name):
     budget.check(dict(zip(("out", "lse"), got, strict=True)), expected)
 
 
-@pytest.mark.parametrize("shape", [(), (4,), (1, 4), (2, 1, 4), (2, 32, 1), (2, 4, 4), (8, 1)])
+@pytest.mark.parametrize(
+    "shape", [(), (4,), (1, 1, 4), (2, 1, 4), (2, 32, 1), (2, 4, 4), (1, 8, 1)]
+)
 def test_scales_broadcast(rng, shape):
     """A number, one a head, a row, and blocks of rows are the same scales written out."""
     q, k, v = draw(rng, batch=2, q_len=32, kv_len=32, q_heads=4, kv_heads=4, dim=16)
@@ -37,6 +40,28 @@ def test_scales_broadcast(rng, shape):
         strict=True,
     ):
         np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-6)
+
+
+def test_rows_of_a_scale(rng):
+    """Blocks of a multiple of 128 rows, whether or not so many would divide the rows; equal ones
+    where there are more.
+    """
+    cut = {
+        **{(rows, 1): rows for rows in (1, 70, 300)},
+        **{(300, 2): 256, (300, 3): 128, (301, 3): 128, (384, 3): 128, (256, 2): 128},
+        **{(300, 4): 75, (300, 300): 1, (32, 8): 4, (129, 2): 128, (1000, 4): 256, (0, 0): None},
+        **{(600, 4): None, (301, 4): None, (32, 5): None, (300, 0): None},
+    }
+    for (rows, blocks), wanted in cut.items():
+        assert cuts(rows, blocks) == (wanted is not None or rows == 0)
+        assert wanted is None or rows_of_scale(rows, blocks) == wanted
+    for rows in range(400):  # `quantize_qkv` cuts as `flash_attention` reads
+        for most in (1, 5, 127, 128, 200, 256):
+            blocks = blocks_of(rows, most)
+            assert cuts(rows, blocks) and rows_of_scale(rows, blocks) <= most
+    q, k, v = draw(rng, q_len=0)
+    empty = pa.flash_attention(q, k, v, q_scale=jnp.ones((1, 0, 2)))
+    assert empty.shape == q.shape
 
 
 @pytest.mark.parametrize("out_dtype", [None, "bfloat16", jnp.float16, jnp.float32])
@@ -72,16 +97,30 @@ REFUSED = {
         "float8_e5m2, got <class 'jax.numpy.float16'>; cast the result",
     ),
     "shape": (
-        lambda q, k, v: pa.flash_attention(q, k, v, q_scale=jnp.ones((3, 1))),
-        "q_scale: expected floats that broadcast to [B, n, N] = [1, n, 2], where n is 1 or divides "
-        "T = 32 (a scale of T / n rows each), or is the number of blocks of a multiple of 128 "
-        "rows, the last one shorter, got float32[3, 1]",
+        lambda q, k, v: pa.flash_attention(q, k, v, q_scale=jnp.ones((1, 3, 1))),
+        "q_scale: expected floats that broadcast to [B, n, N] = [1, n, 2], where n is 1, a number "
+        "of blocks of T = 32 rows that are all but the last of the same multiple of 128 rows, or a "
+        "larger divisor of T, got float32[1, 3, 1]",
+    ),
+    "two_axes": (  # 1 divides 32, and is the number of batch rows
+        lambda q, k, v: pa.flash_attention(q, k, v, q_scale=jnp.ones((1, 2))),
+        "q_scale: expected a number, [N] or [B, n, N], got float32[1, 2], which does not say "
+        "whether its first axis is B or n; write x[:, None] for one a batch row and head "
+        "(FlashAttention-3's descale), x[None] for blocks of rows",
+    ),
+    "two_axes_of_packed_rows": (
+        lambda q, k, v: pa.flash_attention(
+            q[0], k[0], v[0], q_starts=jnp.array([0, 32]), k_scale=jnp.ones((32, 1))
+        ),
+        "k_scale: expected a number, [K] or [B, n, K], got float32[32, 1], which does not say "
+        "whether its first axis is B or n; write x[:, None] for one a batch row and head "
+        "(FlashAttention-3's descale), x[None] for blocks of rows",
     ),
     "integers": (
         lambda q, k, v: pa.flash_attention(q, k, v, v_scale=jnp.ones(1, jnp.int32)),
-        "v_scale: expected floats that broadcast to [B, n, K] = [1, n, 1], where n is 1 or divides "
-        "S = 32 (a scale of S / n rows each), or is the number of blocks of a multiple of 128 "
-        "rows, the last one shorter, got int32[1]",
+        "v_scale: expected floats that broadcast to [B, n, K] = [1, n, 1], where n is 1, a number "
+        "of blocks of S = 32 rows that are all but the last of the same multiple of 128 rows, or a "
+        "larger divisor of S, got int32[1]",
     ),
     "out_dtype": (
         lambda q, k, v: pa.flash_attention(q, k, v, out_dtype="int8"),
@@ -127,9 +166,10 @@ def test_quantize_qkv(rng, dtype, rows, blocks):
     for name, original in zip("qkv", x, strict=True):
         numbers, scale = getattr(got, name), getattr(got, f"{name}_scale")
         assert numbers.dtype == dtype and scale.shape == (2, blocks, original.shape[2])
-        each = np.repeat(scale, 192 // blocks, axis=1)[..., None]
+        each = np.repeat(scale, rows or 192, axis=1)[:, :192, :, None]
         wide = np.asarray(numbers.astype(jnp.float32))
-        top = np.abs(wide).reshape(2, blocks, -1, *wide.shape[2:]).max(axis=(2, 4))
+        firsts = range(0, 192, rows or 192)
+        top = np.maximum.reduceat(np.abs(wide), firsts, axis=1).max(axis=-1)
         assert (top == largest).all()
         room = eps / 2 * np.abs(original) + each * float(jnp.finfo(dtype).smallest_subnormal)
         assert (np.abs(wide * each - original) <= room).all()
@@ -160,7 +200,8 @@ def test_under_vmap_and_packed(rng):
     np.testing.assert_array_equal(np.float32(mapped), np.float32(whole))
     starts = jnp.array([0, 32], jnp.int32)
     for row in range(2):
-        packed = pa.flash_attention(q[row], k[row], v[row], q_starts=starts, k_scale=scale[row])
+        rows, of_row = (x[row] for x in (q, k, v)), scale[row, None]
+        packed = pa.flash_attention(*rows, q_starts=starts, k_scale=of_row)
         np.testing.assert_array_equal(np.float32(packed), np.float32(whole[row]))
 
 

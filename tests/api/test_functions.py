@@ -4,6 +4,7 @@ and what they refuse.
 
 import contextlib
 import dataclasses
+import fractions
 import functools
 import itertools
 import math
@@ -18,6 +19,7 @@ from pallas_attn._autodiff import by_rows
 from pallas_attn._call import device, dispatch
 from pallas_attn._functions import program as _program
 from pallas_attn._functions import tracing
+from pallas_attn._libraries import masks
 from pallas_attn.kernels.attention import linear_scores
 from tests.parallel.test_kernels_batched_and_sharded import (
     BackwardInPlaceOfAKernel,
@@ -406,11 +408,11 @@ ERRORS = {
     "heads: expected an int of at least 1, got 0": lambda: EVEN.blocks(8, 8, heads=0),
     "kv_len: expected an int of at least 0, got 8.5": lambda: EVEN.dense(8, 8.5),
     "q_offset: expected an int, got None": lambda: pa.CAUSAL.dense(8, 8, q_offset=None),
+    "mask_fn: expected a function, got the class Fraction; give an instance, which has __call__": (
+        lambda: pa.mask_fn(fractions.Fraction)
+    ),
     "score_fn: expected a function that gives a floating-point number, got bool; for a mask use "
     "mask_fn": lambda: pa.score_fn(lambda s, b, h, q, kv: q > kv),
-    "mask: a mask function is neither true nor false; say &, | and ~ for and, or and not": (
-        lambda: pa.mask_fn(lambda b, h, q, kv: q > kv) and pa.CAUSAL
-    ),
 }
 
 
@@ -419,6 +421,59 @@ def test_wrong_functions(message):
     with pytest.raises(ValueError) as caught:
         ERRORS[message]()
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("sizes", [(0, S, B), (T, 0, B), (T, S, 0)])
+def test_no_rows_beside_segment_ids(sizes):
+    """Nothing is seen; the ids are no arrays that a function could read."""
+    rows, keys, batch = sizes
+    q, k, v = operands()
+    ids = jnp.zeros((batch, rows), jnp.int32), jnp.zeros((batch, keys), jnp.int32)
+    out, lse = pa.flash_attention_with_lse(
+        q[:batch, :rows], k[:batch, :keys], v[:batch, :keys], mask=EVEN, segment_ids=ids
+    )
+    assert out.shape == (batch, rows, N, H) and not out.any() and (lse == -jnp.inf).all()
+
+
+READS = {  # what the function does, and what jax says of it, in part
+    "float": (lambda s, b, h, q, kv, x: s + x[q / 2, 0], "float32"),
+    "number": (lambda s, b, h, q, kv, x: s + x[1.5, 0], "float"),
+    "many": (lambda s, b, h, q, kv, x: s + x[b, h, q], "Too many indices"),
+    "bool": (lambda s, b, h, q, kv, x: s + x[q > kv, 0], "boolean"),
+    "slice": (lambda s, b, h, q, kv, x: s + x[q : q + 1].sum(), "slice"),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reads_that_jax_refuses(name):
+    function, part = READS[name]
+    with pytest.raises(ValueError) as caught:
+        pa.score_fn(function, jnp.ones((2, 3)))
+    begin = "score_fn: <lambda>(s, b, h, q, kv, x) reads an array in a way that jax refuses ("
+    end = "); arrays are read at int32 scalars, one an axis: aux[h, q - kv], "
+    end += "aux[x.astype(jnp.int32)]"
+    message = str(caught.value)
+    assert message.startswith(begin) and message.endswith(end) and part in message
+    with pytest.raises(TypeError, match="unsupported operand"):  # the function's own
+        pa.score_fn(lambda s, b, h, q, kv: s + "1")
+
+
+def test_python_does_not_combine_masks_and_scores():
+    """`and` would give the second one alone, `or` the first, `not` False."""
+    for mask in (EVEN, pa.CAUSAL, pa.FULL, masks.SparseMask((4, 4), pa.CAUSAL)):
+        for combine in (lambda m: m and EVEN, lambda m: m or EVEN, lambda m: not m):
+            with pytest.raises(ValueError) as caught:
+                combine(mask)
+            assert str(caught.value) == (
+                "mask: a mask is neither true nor false; say &, | and ~ for and, or and not"
+            )
+    score = pa.score_fn(lambda s, b, h, q, kv: -s)
+    with pytest.raises(ValueError) as caught:
+        bool(score and score)
+    assert str(caught.value) == (
+        "score: a score function is neither true nor false; write one function that does the work "
+        "of both"
+    )
 
 
 PAIRS = {

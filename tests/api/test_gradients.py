@@ -259,6 +259,34 @@ def test_what_lies_past_a_length_is_never_read(rng, subject):
         np.testing.assert_array_equal(x, np.concatenate([x[:2]] * 3))
 
 
+def test_gradients_of_what_rows_share_beside_nan_past_a_length(rng):
+    """A traced scale of jax.nn's signature, and scales of float8, multiply those rows, too."""
+    ends = np.array([3, 5], np.int32)
+    rows = [np.float32(rng.standard_normal((2, 5, n, 8))) for n in (4, 2, 2)]
+    weight = np.float32(rng.standard_normal((2, 5, 4, 8)))
+
+    def gradients(by):
+        q, k, v = (jnp.asarray(x).at[0, 3:].set(by) for x in rows)
+        narrow = [x.astype(jnp.float8_e4m3fn) for x in (q, k, v)]
+
+        def of_float8(scale):
+            scales = dict.fromkeys(("q_scale", "k_scale", "v_scale"), scale)
+            lengths = {"q_lengths": ends, "kv_lengths": ends}
+            return pa.flash_attention(*narrow, **scales, **lengths, out_dtype=jnp.float32)
+
+        def of_jax_nn(scale):
+            lengths = {"query_seq_lengths": ends, "key_value_seq_lengths": ends}
+            return pa.dot_product_attention(q, k, v, scale=scale, **lengths)
+
+        return [
+            jax.grad(lambda scale, call=call: (call(scale) * weight).sum())(jnp.float32(0.3))
+            for call in (of_float8, of_jax_nn)
+        ]
+
+    got, want = gradients(jnp.nan), gradients(0.0)
+    assert got == want and min(map(abs, want)) > 1e-2
+
+
 @pytest.mark.parametrize(
     "subject, dims",
     [

@@ -164,20 +164,117 @@ def test_positions_outside_of_the_tables(rng):
     keys = jnp.arange(24, dtype=jnp.int32).at[20].set(99)
     lengths = {"kv_lengths": jnp.array([20, 20]), "q_lengths": jnp.array([24, 9])}
 
-    def run(q, k):
-        positions = (at, keys)
+    def run(q, k, positions):
         return pa.flash_attention_with_lse(
             q, k, v, rotary=ROTARY, rotary_positions=positions, **lengths
         )
 
-    out, _ = jax.jit(run)(q, k)
+    out, _ = jax.jit(run)(q, k, (at, keys))
     lost = np.isnan(out).any((2, 3))
     np.testing.assert_array_equal(np.nonzero(lost[0])[0], [5, 9])
     np.testing.assert_array_equal(np.nonzero(lost[1])[0], [5])
     rows = jnp.array([0, 1, 2, 23])
-    total = lambda q, k: jnp.nansum(run(q, k)[0][0, rows])  # noqa: E731
-    dq, dk = jax.jit(jax.grad(total, (0, 1)))(q, k)
+    total = lambda q, k, at: jnp.nansum(run(q, k, at)[0][0, rows])  # noqa: E731
+    dq, dk = jax.jit(jax.grad(total, (0, 1)))(q, k, (at, keys))
     assert jnp.isfinite(dq[1]).all() and not dq[0, 9].any() and not dk[:, 20:].any()
+
+
+BEFORE = "{}: expected at least 0 with rotary, whose tables begin at position 0, got -1{}"
+BEYOND = (
+    "rotary.cos, rotary.sin: expected float[positions, pairs], positions at least the {} at which "
+    "rows of q and k stand, got [64, 4] and [64, 4]"
+)
+AT = np.arange(24)
+KNOWN = {  # arguments, the message, arguments of rows alone that lengths or starts leave out
+    "positions": (
+        {"rotary_positions": (np.where(AT == 5, 64, AT), AT)},
+        BEYOND.format(65),
+        {"q_lengths": np.array([5, 5])},
+    ),
+    "of_keys": (
+        {"rotary_positions": (AT, np.stack([AT, np.where(AT == 20, -1, AT)]))},
+        BEFORE.format("rotary_positions", ""),
+        {"kv_lengths": np.array([24, 20])},
+    ),
+    "offsets": ({"q_offset": np.array([0, 41])}, BEYOND.format(65), {"q_lengths": [24, 23]}),
+    "offsets_below": (
+        {"q_offset": np.array([-1, 0])},
+        BEFORE.format("q_offset", "; pass rotary_positions"),
+        {"q_lengths": np.array([0, 9])},
+    ),
+    "packed_below": (
+        {"q_starts": np.array([3, 13]), "q_offset": -1},
+        BEFORE.format("q_offset", "; pass rotary_positions"),
+        None,
+    ),
+    "packed": (
+        {"q_starts": [0, 4, 24], "q_offset": np.array([63, 45])},
+        BEYOND.format(67),
+        {"q_starts": [0, 0, 19]},
+    ),
+    "packed_positions": (
+        {"q_starts": np.array([3, 13]), "rotary_positions": np.where(AT == 12, -1, AT)},
+        BEFORE.format("rotary_positions", ""),
+        {"q_starts": np.array([0, 12])},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_positions_outside_of_the_tables(rng, name):
+    """ValueErrors, in jit and outside, of the rows that count; at run time they give NaN."""
+    options, message, others = KNOWN[name]
+    packed = "q_starts" in options
+    qkv = drawn(rng, *() if packed else (2,))
+    arrays = {x: y for x, y in options.items() if not isinstance(y, int)}
+    as_jax = lambda x: jnp.asarray(x, jnp.int32)  # noqa: E731
+    of_jax = jax.tree.map(as_jax, arrays, is_leaf=lambda x: isinstance(x, list))
+
+    def call(*qkv, **more):
+        return pa.flash_attention(*qkv, rotary=ROTARY, **options | more)
+
+    for each in (arrays, of_jax):
+        closed = functools.partial(call, **each)
+        for run in (closed, jax.jit(lambda *qkv, closed=closed: closed(*qkv))):
+            with pytest.raises(ValueError) as caught:
+                run(*qkv)
+            assert str(caught.value) == message
+    if others is not None:  # rows of positions that others have
+        assert jnp.isfinite(call(*qkv, **others)).all()
+        lost = jnp.isnan(jax.jit(lambda arrays, qkv: call(*qkv, **arrays))(of_jax, qkv))
+        assert lost.any() and not lost.all()
+
+
+LIVE = jnp.array([9, 24]), jnp.array([20, 7])
+BESIDE_NAN = {  # arguments, and the rows of q and of k that count
+    "lengths": ({"q_lengths": LIVE[0], "kv_lengths": LIVE[1]}, LIVE),
+    "offsets": ({"q_offset": jnp.array([0, 5]), "q_lengths": LIVE[0]}, (LIVE[0], None)),
+    "positions": ({"rotary_positions": AT, "kv_lengths": LIVE[1]}, (None, LIVE[1])),
+    "packed": ({"q_starts": jnp.array([0, 2, 9]), "kv_starts": jnp.array([0, 3, 20])}, (9, 20)),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_NAN)
+def test_the_tables_have_gradients_beside_nan_past_a_length(rng, name):
+    """Rows past a length read the same numbers of the tables as others do; tangents, too."""
+    options, live = BESIDE_NAN[name]
+    qkv = drawn(rng, *() if name == "packed" else (2,))
+
+    def filled(x, ends, by):
+        if ends is None:
+            return x
+        past = np.asarray(ends)[..., None] <= AT
+        return jnp.asarray(np.where(past[..., None, None], np.float32(by), x))
+
+    def gradients(by):
+        q, k, v = (filled(x, live[n > 0], by) for n, x in enumerate(qkv))
+        call = functools.partial(pa.flash_attention_with_lse, mask=CAUSAL, **options)
+        run = lambda rotary: loss(functools.partial(call, rotary=rotary), q, k, v)  # noqa: E731
+        return jax.jit(jax.grad(run))(ROTARY), jax.jvp(run, (ROTARY,), (ROTARY,))[1]
+
+    got, want = gradients(jnp.nan), gradients(0.0)
+    assert np.abs(want[0].cos[:5]).max(axis=1).min() > 0
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 # ---- transforms ----------------------------------------------------------------------------------
@@ -234,6 +331,30 @@ def test_over_a_mesh(rng, kind, own):
         at = jax.device_put(at, NamedSharding(mesh, P("data")))
         got = jax.jit(gradients)(*placed, at)
     jax.tree.map(functools.partial(close, atol=2e-5), got, want)
+
+
+@pytest.mark.by_xla
+def test_the_tables_have_gradients_beside_nan_of_a_context(rng):
+    """Rows of two devices, of which a length leaves some out on both."""
+    q, k, v = drawn(rng, 2)
+    ends = jnp.array([5, 20])
+    mesh = jax.make_mesh((2,), ("cp",), (AxisType.Auto,), devices=jax.devices()[:2])
+    rows, context = P(None, "cp"), pa.Context("cp", "zigzag")
+
+    def gradients(by):
+        past = (np.asarray(ends)[:, None] <= AT)[..., None, None]
+        arrays = [context.reorder(np.where(past, np.float32(by), x), 2) for x in (q, k, v)]
+
+        def local(rotary, q, k, v):
+            how = {"q_lengths": ends, "kv_lengths": ends, "mask": CAUSAL, "context": context}
+            return pa.flash_attention(q, k, v, rotary=rotary, **how)
+
+        call = jax.shard_map(local, mesh=mesh, in_specs=(P(), *(rows,) * 3), out_specs=rows)
+        return jax.jit(jax.grad(lambda rotary: (call(rotary, *arrays) ** 2).sum()))(ROTARY)
+
+    got, want = gradients(jnp.nan), gradients(0.0)
+    assert np.abs(want.cos[:20]).max(axis=1).min() > 0
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @pytest.mark.by_xla

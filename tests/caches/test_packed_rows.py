@@ -259,8 +259,9 @@ def test_a_tree_of_other_starts(rng):
         lambda: pa.write_kv(written, k, v, starts=others, parents=tree, rotary=rotary),
         lambda: pa.append_kv(cache, k, v, starts=np.asarray(others), parents=tree),
     ):
-        with pytest.raises(ValueError, match=re.escape(known)):
-            call()
+        for run in (call, jax.jit(call)):
+            with pytest.raises(ValueError, match=re.escape(known)):
+                run()
     with pytest.raises(ValueError, match=r"of this call, \[4\], got one made with \[3\]"):
         shorter = pa.DraftTree.create(parents, starts[1:])
         jax.eval_shape(lambda x: pa.decode_attention(q, written, starts=x, parents=shorter), others)

@@ -417,6 +417,13 @@ def mapped(shards=2, options=(), **fields):
             "context: no mesh axis 'cp' is mapped here; call within jax.shard_map",
         ),
         (
+            lambda: jax.vmap(
+                lambda x: pa.flash_attention(x, x, x, context=pa.Context("cp")), axis_name="cp"
+            )(np.zeros((2, 1, 4, 2, 8), np.float32)),
+            "context: 'cp' is an axis of jax.vmap, whose rows no device has; call within "
+            "jax.shard_map over a mesh that has it, or leave context out",
+        ),
+        (
             lambda: pa.Context("cp").positions(4),
             "context: no mesh axis 'cp' is mapped here; call within jax.shard_map",
         ),

@@ -18,7 +18,7 @@ import pallas_attn as pa
 
 ROOT = pathlib.Path(pa.__file__).parent
 PUBLIC = ("attention", "decode", "cache", "append", "context", "masks", "merge", "rotary")
-PUBLIC += ("scores", "trees", "errors", "prefixes", "ragged", "float8")
+PUBLIC += ("scores", "trees", "errors", "prefixes", "ragged", "float8", "check")
 PACKAGES = ("pallas_attn", "pallas_lm", "benchmarks")  # the last is not in the wheel
 FILES = sorted(path for name in PACKAGES for path in (ROOT.parent / name).rglob("*.py"))
 

@@ -104,11 +104,13 @@ def dequantised(arrays: dict[str, Any]) -> dict[str, Any]:
 
 
 def rows_of_scale(x: Array, scale: Array) -> int:
-    """Rows of x [B, rows, heads, dim] that share one of the scales [B, n, heads]: equal blocks, or
-    a multiple of 128 rows.
+    """Rows of x [B, rows, heads, dim] that share one of the scales [B, n, heads]: all, a multiple
+    of 128 of them, or an equal part where those would be too many.
     """
     rows, blocks = x.shape[1], scale.shape[1]
-    return rows // blocks if rows % blocks == 0 else math.ceil(rows / blocks / 128) * 128
+    if 1 < blocks <= math.ceil(rows / 128):
+        return math.ceil(rows / blocks / 128) * 128
+    return rows // blocks
 
 
 def one_by_one(a: Array, b: Array) -> Array:

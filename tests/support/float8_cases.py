@@ -47,18 +47,28 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]], dict[str, Any
     ),
     "rows": (
         {"batch": 2, "q_len": 70, "kv_len": 140, "q_heads": 4, "kv_heads": 2, "dim": 64},
-        {"q": (70, 1), "k": (2, 140, 2), "v": (140, 2)},
+        {"q": (1, 70, 1), "k": (2, 140, 2), "v": (1, 140, 2)},
         {"mask": pa.CAUSAL, "q_offset": 70},
     ),
     "blocks": (
         {"q_len": 256, "kv_len": 512, "dim": 64},
-        {"q": (4, 1), "k": (2, 1), "v": (4, 1)},
+        {"q": (1, 4, 1), "k": (1, 2, 1), "v": (1, 4, 1)},
         {"mask": pa.sliding_window(200), "q_offset": 256},
     ),
     "short_blocks": (
         {"q_len": 129, "kv_len": 301, "dim": 64},
-        {"q": (2, 1), "k": (3, 1), "v": (3, 1)},
+        {"q": (1, 2, 1), "k": (1, 3, 1), "v": (1, 3, 1)},
         {"mask": pa.CAUSAL, "q_offset": 172},
+    ),
+    "blocks_of_128": (  # 3 divides 300
+        {"q_len": 150, "kv_len": 300, "dim": 64},
+        {"q": (1, 2, 1), "k": (1, 3, 1), "v": (1, 3, 1)},
+        {"mask": pa.CAUSAL, "q_offset": 150},
+    ),
+    "small_blocks": (
+        {"q_len": 132, "kv_len": 300, "dim": 64},
+        {"q": (1, 4, 1), "k": (1, 12, 1), "v": (1, 5, 1)},
+        {},
     ),
     "e5m2": ({"q_len": 65, "kv_len": 130, "dim": 64, "dtype": E5M2}, {"v": ()}, {}),
     "float16": ({"q_len": 65, "kv_len": 130, "dim": 32}, {}, {"out_dtype": jnp.float16}),
@@ -77,12 +87,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]], dict[str, Any
     ),
     "documents": (
         {"q_len": 200, "kv_len": 200, "dim": 64},
-        {"k": (200, 1)},
+        {"k": (1, 200, 1)},
         {"mask": pa.CAUSAL, "segment_ids": (0,) * 90 + (1,) * 110},
     ),
     "bias": (
         {"q_len": 96, "kv_len": 144, "dim": 64},
-        {"k": (144, 1), "v": (144, 1)},
+        {"k": (1, 144, 1), "v": (1, 144, 1)},
         {"bias": (1, 2, 96, 144)},
     ),
     "mask_array": ({"q_len": 96, "kv_len": 144, "dim": 64}, {}, {"mask_array": (1, 1, 96, 144)}),

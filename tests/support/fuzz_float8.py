@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_attn as pa
+from pallas_attn._call.float8 import cuts
+from pallas_attn.bench import case as _case
 from pallas_attn.masks import CAUSAL, FULL
 from tests.caches.test_quantized import awkward_rows, quantized
 from tests.support import budget, fuzz
@@ -72,13 +74,13 @@ def _scales(case: Case, turn: int) -> dict[str, np.ndarray]:
     sizes = {"q": (case.q_len, case.q_heads), "k": (case.kv_len, case.kv_heads)}
     sizes["v"] = sizes["k"]
     for (name, (rows, heads)), kind in zip(sizes.items(), case.kinds, strict=True):
-        divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+        fit = [n for n in range(1, rows + 1) if cuts(rows, n)]
         shape: tuple[int, ...] = {
             "number": (),
             "head": (heads,),
             "row": (case.batch, rows, heads),
             "blocks": (case.batch, -(-rows // 128), heads),
-            "some_blocks": (divisors[turn % len(divisors)], 1),
+            "some_blocks": (1, fit[turn % len(fit)], 1),
         }.get(kind, ())
         if kind != "none":
             arrays[f"{name}_scale"] = rng.uniform(0.5, 2, shape).astype(np.float32)
@@ -90,9 +92,6 @@ def attend(*, implementation: str | None, **arguments: Any) -> tuple[Any, Any]:
     if "q_starts" not in arguments:
         return pa.flash_attention_with_lse(**arguments, implementation=implementation)
     rows = {x: arguments.pop(x)[0] for x in "qkv"}
-    for name in ("q_scale", "k_scale", "v_scale"):
-        if name in arguments and arguments[name].ndim == 3:
-            rows[name] = arguments.pop(name)[0]
     out, lse = pa.flash_attention_with_lse(**rows, **arguments, implementation=implementation)
     return out[None], lse[None]
 
@@ -191,16 +190,13 @@ def draw_rounding(seed: int, tiny: bool) -> Rounding:
 
 def _block(rows: int, most: int | None) -> int:
     """Rows of a scale, as `quantize_qkv` documents them."""
-    if most is None:
+    if most is None or rows <= most:
         return rows
-    for size in (most, most // 128 * 128):
-        blocks = -(-rows // size) if size else 0
-        if blocks and rows % blocks == 0:
-            return rows // blocks
-        rounded = -(-rows // (128 * blocks)) * 128 if blocks else 0
-        if rounded and rounded <= most:
-            return rounded
-    return max(n for n in range(1, most + 1) if rows % n == 0)
+    if most >= 128:
+        blocks = -(-rows // (most // 128 * 128))
+        return -(-rows // (128 * blocks)) * 128
+    # No more blocks than of 128 rows would be read as those.
+    return max(n for n in range(1, most + 1) if rows % n == 0 and rows // n > -(-rows // 128))
 
 
 def rounding_inputs(case: Rounding, turn: int) -> tuple[dict[str, Any], list[np.ndarray]]:

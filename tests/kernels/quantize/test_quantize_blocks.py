@@ -78,8 +78,8 @@ def expected(arguments, dtype, rows):
     sizes = {}
     for x in "qkv":
         length = arguments[x].shape[1]
-        count = 1 if rows is None else -(-length // rows)
-        sizes[x] = length // count if length % count == 0 else rows
+        most = min(length, rows or length)
+        sizes[x] = most if most % 128 == 0 else length // -(-length // most)
     ends = {"q": "q_lengths", "k": "kv_lengths", "v": "kv_lengths"}
     numbers, scales = [], []
     for name, size in sizes.items():
