@@ -26,10 +26,9 @@ from pallas_attn.lm import chunked_prefill
 from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm.buckets import bucket, power_of_two
 from pallas_attn.lm.config import Config, Params, num_bytes
-from pallas_attn.lm.options import Options
+from pallas_attn.lm.options import Call, Options
 from pallas_attn.lm.programs import Arrivals, admit, steps
 from pallas_attn.lm.progress import Generation, Spread, Status
-from pallas_attn.lm.sampling import at_least_1
 from pallas_attn.lm.slots import Slots, arrivals, pages_of
 from pallas_attn.lm.state import DROPPED, NO_NUMBER, NOTHING, Kept, Program, State
 
@@ -200,7 +199,11 @@ class Run:
         _TRACED[key].update(names)
 
     def _sent(self, new: New) -> New:
-        """The host's arrays on their way to the device, or to all of a mesh, with keys."""
+        """The host's arrays on their way to the device, or to all of a mesh, with keys and with
+        numbers for sampling.
+        """
+        prompt = np.asarray(new.key).reshape(-1) // self.options.samples
+        new = dataclasses.replace(new, sampling=self.options.sampling.of(prompt))
         sent = jax.tree.map(functools.partial(lm_mesh.everywhere, self.options.mesh), new)
         return dataclasses.replace(sent, key=_fold(self._seed, sent.key))
 
@@ -358,7 +361,7 @@ class Run:
 
 def refuse(config: Config, options: Options, prompts: Sequence[Sequence[int]], wanted: int) -> None:
     """Raises ValueError for a run that is not possible, before weights are loaded."""
-    at_least_1("max_new_tokens", wanted)
+    Call(max_new_tokens=wanted)  # raises ValueError
     if options.capacity > config.positions:
         raise ValueError(
             f"capacity: the model was made for {config.positions} positions, got "
@@ -366,6 +369,7 @@ def refuse(config: Config, options: Options, prompts: Sequence[Sequence[int]], w
         )
     if not prompts:
         raise ValueError("prompt: expected at least one, got none")
+    options.sampling.check_rows(len(prompts), "prompts")
     for n, prompt in enumerate(prompts, 1):
         if not prompt:
             raise ValueError(f"prompt {n} is empty")

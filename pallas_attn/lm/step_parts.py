@@ -20,7 +20,8 @@ from pallas_attn.decode import decode_attention
 from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm.config import Config
 from pallas_attn.lm.options import Options
-from pallas_attn.lm.sampling import Sampling, sample
+from pallas_attn.lm.sampling import sample
+from pallas_attn.lm.state import State
 
 Array = jax.Array
 TURNS = 3
@@ -56,7 +57,7 @@ class Part(NamedTuple):
     name: str
     program: Any  # jitted
     static: tuple[Any, ...]
-    create: Callable[[], tuple[Array, ...]]  # random operands
+    create: Callable[[], tuple[Any, ...]]  # random operands
     heads: str | None = lm_mesh.HEADS  # the mesh axis that their heads are split over
     writes: bool = False  # the cache is donated, and is the result
 
@@ -96,14 +97,14 @@ def parts(config: Config, options: Options) -> list[Part]:
         k = normal(2, *new)
         return (k,) if config.latent is not None else (k, normal(3, *new))
 
-    def logits() -> tuple[Array, ...]:
-        keys = jax.random.split(jax.random.key(6), slots)
-        return normal(5, slots, config.vocab, dtype="float32"), keys
+    def logits() -> tuple[Any, ...]:
+        state = State.create(options)
+        return normal(5, slots, config.vocab, dtype="float32"), state.key, state.sampling
 
     return [
         Part("attention", _attend, static, lambda: (normal(4, slots, config.heads, dim),)),
         Part("append", _append, static, rows, writes=True),
-        Part("sampling", _sample, (options.sampling,), logits, heads=None),
+        Part("sampling", _sample, (), logits, heads=None),
     ]
 
 
@@ -140,9 +141,7 @@ def _attend(config: Config, options: Options, cache: KVCache, q: Array) -> Array
     return lm_mesh.over_heads(options.mesh, config, run, cache, q)[1]
 
 
-@jax.jit(static_argnums=0)
-def _sample(sampling: Sampling, logits: Array, keys: Array) -> Array:
-    return sample(logits, keys, sampling)
+_sample = jax.jit(sample)
 
 
 # ---- caches -------------------------------------------------------------------------------------

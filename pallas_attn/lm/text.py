@@ -1,9 +1,12 @@
 """Text to tokens and back, whole and as it comes."""
 
+import operator
 import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any, Protocol
+
+import numpy as np
 
 from pallas_attn.lm.folder import Folder, shown
 from pallas_attn.lm.hf_config import KEYS
@@ -70,6 +73,20 @@ class _HuggingFace:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids))
+
+
+def ids_of(value: Any) -> list[int] | None:
+    """Token ids of a list, or of an array of NumPy or jax; None of anything else."""
+    if hasattr(value, "dtype"):
+        whole = value.ndim == 1 and np.issubdtype(value.dtype, np.integer)
+        return np.asarray(value).tolist() if whole else None
+    fits = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    if not fits or any(isinstance(x, bool) for x in value):
+        return None
+    try:
+        return [operator.index(x) for x in value]  # jax's integers are no ints
+    except TypeError:
+        return None
 
 
 def encoded(tokenizer: Tokenizer, text: str, number: int, special: bool = True) -> list[int]:

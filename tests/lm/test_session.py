@@ -33,9 +33,6 @@ class Terminal(io.StringIO):
         ({"model": "gpt"},
          "model: expected one of tiny, llama2_7b, llama3_8b, llama3_70b, llama3.1_8b, mistral_7b, "
          "qwen2_7b, qwen3_8b, deepseek_v2_lite, got 'gpt'"),
-        ({"implementation": "sm90"},
-         "implementation: a model runs several operations, which no kernel does alone; expected "
-         "reference or nothing, got 'sm90'"),
     ],
 )  # fmt: skip
 def test_a_session_refuses(changes, message):
