@@ -18,10 +18,10 @@ from pallas_attn.cli.flags import (
     NAMES,
     PARITY,
     TRAIN,
-    given,
     help_text,
     parse,
     refuse_idle,
+    said_options,
 )
 
 values = flags.FLAGS
@@ -192,7 +192,7 @@ def _of_path(error: OSError) -> str:
 def _decode() -> int:
     from pallas_attn.lm import session
 
-    asked = given() | _stops()
+    asked = said_options() | _stops()
     settings = _filled(session.Settings, prompts=_prompts(), options=asked)
     return session.decode(settings, sys.stdout, sys.stderr)
 

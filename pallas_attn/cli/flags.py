@@ -51,7 +51,7 @@ class Flag(NamedTuple):
     text: str
 
 
-def _option(name: str, kind: Any, text: str) -> Flag:
+def _option(name: str, kind: type | list[str], text: str) -> Flag:
     """An option of `lm.generate`, which is checked there."""
     return Flag(name, (DECODE,), kind, None, text)
 
@@ -155,7 +155,8 @@ FLAGS = (
     _option("stop", tuple,
          r"A text that ends a sequence and is left out; may be repeated. \n is a new line."),
     _option("stop_ids", list,
-         "Tokens that end a sequence. Default: what the checkpoint says."),
+         "Tokens that end a sequence, with commas; --stop_ids= for none. Default: what the "
+         "checkpoint says."),
     Flag("check", (DECODE,), bool, False,
          "Compare every step with the reference path, and print the table."),
     Flag("json", (DECODE,), bool, False, "One JSON object a line, for machines."),
@@ -252,10 +253,10 @@ def _idle_in_decode(values: flags.FlagValues) -> dict[str, str]:
         (values.report is None, "its rows are those of a --report=FOLDER", "out", "commit"),
     )
     idle = {name: why for applies, why, *names in rules if applies for name in names}
-    return idle | options.idle(given())
+    return idle | options.idle(said_options())
 
 
-def given() -> dict[str, Any]:
+def said_options() -> dict[str, Any]:
     """The options of `lm.generate` that flags say."""
     values = flags.FLAGS
     return {name: values[name].value for name in options.NAMES if name in NAMES}
@@ -281,7 +282,7 @@ def _defaults() -> dict[str, Any]:
     return {x.name: x.default for record in records for x in dataclasses.fields(record)}
 
 
-def _help_of(flag: Flag, default: Any) -> list[str]:
+def _help_of(flag: Flag, default: object) -> list[str]:
     shown = f"--[no]{flag.name}" if flag.kind is bool else f"--{flag.name}=.."
     shown = f"--{flag.name}={'|'.join(flag.kind)}" if isinstance(flag.kind, list) else shown
     unsaid = default not in (None, [], (), False) and "Default: " not in flag.text

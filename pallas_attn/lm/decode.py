@@ -95,6 +95,7 @@ class Run:
                 )
         self._slots = Slots(options, self.sequences)
         create = functools.partial(lm_mesh.made, options.mesh)
+        self._released = False
         self._cache = create(functools.partial(options.create_cache, config), lm_mesh.HEADS)
         self._state = create(functools.partial(State.create, options))
         self._seed = create(functools.partial(jax.random.key, seed))
@@ -192,6 +193,10 @@ class Run:
     @contextlib.contextmanager
     def _noted(self, program: Program, options: Options) -> Iterator[tuple[Any, ...]]:
         """The first operands of a program; notes which implementations it is traced with."""
+        if self._released:
+            raise ValueError(
+                "run: expected one with its cache, got one after release; make another"
+            )
         key = program, self.config, options
         self._ran.add(key)
         with dispatch.recorded() as names:
@@ -355,6 +360,7 @@ class Run:
 
     def release(self) -> None:
         """Gives back the memory of the cache. It is the last thing that a run does."""
+        self._released = True
         for x in jax.tree.leaves(self._cache):
             x.delete()
 

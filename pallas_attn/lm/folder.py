@@ -44,13 +44,13 @@ class Folder:
     def of(cls, argument: str, path: str | os.PathLike[str]) -> "Folder":
         """A folder that has to be there already. `argument`: names it in messages."""
         try:
-            found = "no folder" if not stat.S_ISDIR(os.stat(path).st_mode) else ""
+            why = "" if stat.S_ISDIR(os.stat(path).st_mode) else "no folder"
         except (OSError, ValueError, TypeError) as error:
-            found = getattr(error, "strerror", None) or str(error)
-        if found:
+            why = getattr(error, "strerror", None) or str(error)
+        if why:
             raise ValueError(
                 f"{argument}: expected a folder with config.json, weights and tokenizer.json, got "
-                f"{shown(path)} ({found}); a model that a hub names is downloaded first: "
+                f"{shown(path)} ({why}); a model that a hub names is downloaded first: "
                 "huggingface_hub.snapshot_download(name) returns its folder"
             )
         return cls(path)

@@ -187,11 +187,11 @@ class _Job(NamedTuple):
     @classmethod
     def of(cls, model: Model, prompts: Sequence[Prompt], options: dict[str, Any]) -> "_Job | None":
         """The job of a call; None where there are no prompts."""
-        call, given = asked(options)
+        call, chosen = asked(options)
         _check_call(model, prompts)
         reader = chat.Reader(model.tokenizer, model.template, call.chat)
         ids = [reader.tokens(prompt, n) for n, prompt in enumerate(prompts, 1)]
-        how = _options(model, ids, call, given)
+        how = _options(model, ids, call, chosen)
         if not ids:
             return None
         run = Run(model.config, model.params, how, ids, call.max_new_tokens, call.seed)
@@ -233,11 +233,11 @@ def _check_call(model: object, prompts: object) -> None:
 
 
 def _options(
-    model: Model, prompts: Sequence[Sequence[int]], call: Call, given: dict[str, Any]
+    model: Model, prompts: Sequence[Sequence[int]], call: Call, chosen: dict[str, Any]
 ) -> Options:
-    """The options of a run: those that are given, else what fits the prompts, in buckets."""
+    """The options of a run: those that are chosen, else what fits the prompts, in buckets."""
     longest = max(map(len, prompts), default=1) + call.max_new_tokens
-    samples = given.get("samples", 1)
+    samples = chosen.get("samples", 1)
     samples = samples if is_int(samples) else 1
     count = max(min(len(prompts) * samples, _TOGETHER), samples, 1)
     defaults: dict[str, Any] = {
@@ -247,8 +247,8 @@ def _options(
         "mesh": model.mesh,
         "stop_ids": model.stop,
     }
-    options = Options(**defaults | given)
-    check_stop_ids(given.get("stop_ids", ()), model.config.vocab)
+    options = Options(**defaults | chosen)
+    check_stop_ids(chosen.get("stop_ids", ()), model.config.vocab)
     if options.mesh != model.mesh:
         raise ValueError(
             f"mesh: expected that of the model, {model.mesh}, got {options.mesh}; its weights lie "

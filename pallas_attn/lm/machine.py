@@ -7,7 +7,6 @@ import errno
 import os
 import pathlib
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ def default_dtype() -> str:
     return "bfloat16" if jax.default_backend() == "gpu" else "float32"
 
 
-def must_be_host(*arrays: Any) -> None:
+def must_be_host(*arrays: object) -> None:
     """Raises ValueError within a function that jax traces; `arrays`: pytrees of a call."""
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves([*arrays, jnp.zeros(())])):
         raise ValueError(

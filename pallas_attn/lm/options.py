@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from pallas_attn import prefixes
 from pallas_attn.cache import KVCache, PagedCache, PerSequenceCache, StackedCache
 from pallas_attn.errors import described
+from pallas_attn.kernels.lang.types import DType
 from pallas_attn.lm import mesh as lm_mesh
 from pallas_attn.lm.config import Config
 from pallas_attn.lm.gemma4 import TwoCaches
@@ -33,7 +34,7 @@ def _choice(default: str | None, choices: tuple[str, ...]) -> Any:
     return dataclasses.field(default=default, metadata={"choices": choices})
 
 
-def _check_fields(record: Any) -> None:
+def _check_fields(record: "Call | Options") -> None:
     """Raises ValueError for a field that is of another type than it says, or out of its range."""
     for field in dataclasses.fields(record):
         name, value, none = field.name, getattr(record, field.name), field.default is None
@@ -62,7 +63,7 @@ def check_stop_ids(stop_ids: tuple[int, ...], vocab: int) -> None:
             raise ValueError(f"stop_ids: expected tokens from 0 to {vocab - 1}, got {wrong}")
 
 
-def dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: DType) -> str:
     """The name of a dtype, however jax takes one; ValueError for one in which no model runs."""
     try:
         name = jnp.dtype(dtype).name
@@ -239,25 +240,23 @@ _CALL, _COMPILED = (
 NAMES = (*_CALL, *_SAMPLING, *(name for name in _COMPILED if name != "keep_logits"))
 
 
-def asked(given: Mapping[str, Any]) -> tuple[Call, dict[str, Any]]:
+def asked(chosen: Mapping[str, Any]) -> tuple[Call, dict[str, Any]]:
     """The call that options ask for by their names, and those of them that are fields of `Options`.
     None stands for an option's default.
 
     Raises:
       ValueError: there is no such option, it is wrong, or it would do nothing beside the others.
     """
-    for name in given:
+    for name in chosen:
         if name not in NAMES:
             near = difflib.get_close_matches(name, NAMES, 1, 0.7)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(f"{name}: no option{hint}; expected one of {', '.join(NAMES)}")
-    made = {name: x for name, x in given.items() if x is not None}
-    if "stop" in made:
-        made["stop"] = (made["stop"],) if isinstance(made["stop"], str) else made["stop"]
-    for name in ("stop", "stop_ids"):
-        if isinstance(made.get(name), list):
-            made[name] = tuple(made[name])
-    if "stop_ids" in made and (ids := ids_of(made["stop_ids"])) is not None:
+    made = {name: x for name, x in chosen.items() if x is not None}
+    stop, ids = made.get("stop"), ids_of(made.get("stop_ids"))
+    if isinstance(stop, (str, list)):
+        made["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
+    if ids is not None:
         made["stop_ids"] = tuple(ids)
     for name, read in (("dtype", dtype_name), ("mesh", lm_mesh.of)):
         if name in made:
@@ -273,9 +272,9 @@ def asked(given: Mapping[str, Any]) -> tuple[Call, dict[str, Any]]:
     return call, made
 
 
-def idle(given: Mapping[str, Any]) -> dict[str, str]:
+def idle(chosen: Mapping[str, Any]) -> dict[str, str]:
     """The options that the others leave nothing to do, and why; `sampling` may be in its parts."""
-    made = {name: x for name, x in given.items() if x is not None}
+    made = {name: x for name, x in chosen.items() if x is not None}
     drawn = {name: made.pop(name) for name in _SAMPLING if name in made}
     sampling = made.get("sampling", Sampling(**drawn))
     if isinstance(sampling, Sampling):

@@ -108,28 +108,27 @@ class Sampling:
         return made
 
 
-def _check(name: str, field: _Field, value: Any) -> None:
+def _check(name: str, field: _Field, value: object) -> None:
     """Raises ValueError for what are no numbers, or numbers out of range."""
-    held = value if isinstance(value, Array) else np.asarray(value)
+    try:
+        held = value if isinstance(value, Array) else np.asarray(value)
+    except ValueError:  # lists of several lengths
+        held = np.asarray(None)
     kinds = (jnp.integer,) if field.dtype is np.int32 else (jnp.integer, jnp.floating)
     if held.ndim > 1 or not (held.size == 0 or any(jnp.issubdtype(held.dtype, x) for x in kinds)):
         wanted = "an int" if field.dtype is np.int32 else "a number"
         raise ValueError(f"{name}: expected {wanted}, or a list of them, got {described(value)}")
-    if isinstance(held, Array):
-        return
-    wrong = held.reshape(-1)[~field.holds(held.reshape(-1))]
-    if wrong.size:
+    if isinstance(held, np.ndarray) and (wrong := held[~field.holds(held)]).size:
         raise ValueError(f"{name}: expected {field.wanted}, got {wrong[0]}")
 
 
-def _array(name: str, value: Any) -> Any:
+def _array(name: str, value: object) -> Any:
     """The numbers of a field as an array; anything else that a pytree may hold as it is."""
     if type(value) not in (int, float, tuple, np.ndarray) and not isinstance(value, np.number):
         return value
-    dtype = _FIELDS[name].dtype
-    if dtype is np.int32:  # more than any vocabulary has
-        value = np.minimum(value, np.iinfo(dtype).max)
-    return np.asarray(value, dtype)
+    dtype, held = _FIELDS[name].dtype, np.asarray(value)
+    # No vocabulary has more words than int32 counts.
+    return (np.minimum(held, np.iinfo(dtype).max) if dtype is np.int32 else held).astype(dtype)
 
 
 def sample(logits: Array, keys: Array, sampling: Sampling) -> Array:
@@ -162,11 +161,11 @@ def sample(logits: Array, keys: Array, sampling: Sampling) -> Array:
     return jnp.where(drawn[:, 0], token, likeliest)
 
 
-def _check_keys(keys: Any, count: int) -> None:
-    shape = tuple(getattr(keys, "shape", ()))
-    typed = hasattr(keys, "dtype") and jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)
+def _check_keys(keys: object, count: int) -> None:
+    shape, dtype = getattr(keys, "shape", ()), getattr(keys, "dtype", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if (shape if typed else shape[:-1]) != (count,):
-        got = f"{keys.dtype}{list(shape)}" if hasattr(keys, "dtype") else described(keys)
+        got = described(keys) if dtype is None else f"{dtype}{list(shape)}"
         raise ValueError(
             f"keys: expected a key for each of the {count} rows of logits, got {got}; "
             f"jax.random.split(key, {count}) makes them"

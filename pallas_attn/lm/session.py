@@ -61,21 +61,23 @@ class Settings:
 
 def decode(settings: Settings, out: TextIO, err: TextIO) -> int:
     """Decodes, shows it, checks it, reports on it; the exit status."""
-    call, given = asked(settings.options)
+    call, chosen = asked(settings.options)
     if settings.out is not None and settings.report is None:
         raise ValueError("out: the rows are those of a report; say --report=FOLDER as well")
-    given.setdefault("dtype", default_dtype())
-    with matmul_precision(call.precision, given["dtype"]):
-        return _decode(settings, call, given, out, err)
+    chosen.setdefault("dtype", default_dtype())
+    with matmul_precision(call.precision, chosen["dtype"]):
+        return _decode(settings, call, chosen, out, err)
 
 
-def _decode(settings: Settings, call: Call, given: dict[str, Any], out: TextIO, err: TextIO) -> int:
+def _decode(
+    settings: Settings, call: Call, chosen: dict[str, Any], out: TextIO, err: TextIO
+) -> int:
     model = _model(settings, call)
     config = model.config
     prompts = _prompts(settings, call, model)
-    options = _options(settings, model, prompts, call, given)
+    options = _options(settings, model, prompts, call, chosen)
     refuse(config, options, prompts, call.max_new_tokens)
-    check_stop_ids(given.get("stop_ids", ()), config.vocab)
+    check_stop_ids(chosen.get("stop_ids", ()), config.vocab)
     if settings.report is not None and config.gemma4 is not None:
         raise ValueError(
             "report: expected none: the parts of a step are not timed for Gemma 4, which has two "
@@ -169,19 +171,19 @@ def _options(
     model: _Model,
     prompts: Sequence[Sequence[int]],
     call: Call,
-    given: dict[str, Any],
+    chosen: dict[str, Any],
 ) -> Options:
-    """The options of a run: those that are given, else what fits the prompts."""
+    """The options of a run: those that are chosen, else what fits the prompts."""
     config = model.config
     exact = max(map(len, prompts), default=0) + call.max_new_tokens
     longest = bucket(exact)
     if settings.report is not None:  # then its programs are the run's
-        longest = report.room(exact - 1, given.get("chunk", Options.chunk))
+        longest = report.room(exact - 1, chosen.get("chunk", Options.chunk))
     defaults: dict[str, Any] = {
         "capacity": max(min(longest, config.positions), 1),
         "stop_ids": model.stop_ids,
     }
-    options = Options(**defaults | given, keep_logits=settings.check)
+    options = Options(**defaults | chosen, keep_logits=settings.check)
     if options.mesh is not None:
         lm_mesh.local(config, options.mesh)  # raises where it does not divide the model
     sequences = max(len(prompts), 1) * options.samples

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from pallas_attn.lm.folder import Folder, shown
@@ -75,13 +76,14 @@ class _HuggingFace:
         return self._tokenizer.decode(list(ids))
 
 
-def ids_of(value: Any) -> list[int] | None:
+def ids_of(value: object) -> list[int] | None:
     """Token ids of a list, or of an array of NumPy or jax; None of anything else."""
-    if hasattr(value, "dtype"):
+    if isinstance(value, (np.ndarray, jax.Array)):
         whole = value.ndim == 1 and np.issubdtype(value.dtype, np.integer)
         return np.asarray(value).tolist() if whole else None
-    fits = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
-    if not fits or any(isinstance(x, bool) for x in value):
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        return None
+    if any(isinstance(x, bool) for x in value):
         return None
     try:
         return [operator.index(x) for x in value]  # jax's integers are no ints

@@ -269,6 +269,15 @@ def test_logits_that_are_no_numbers_are_an_error(drawn):
         list(after)
 
 
+def test_a_run_that_gave_its_cache_back_does_no_more():
+    run = decode.Run(*small(), options(), prompts(), 10)
+    next(iter(run))
+    run.release()
+    line = "run: expected one with its cache, got one after release; make another"
+    refuses(line, list, run)
+    refuses(line, run.prepare)
+
+
 # ---- generate -----------------------------------------------------------------------------------
 
 

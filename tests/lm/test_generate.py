@@ -177,8 +177,8 @@ def test_each_prompt_has_its_own_sampling(model, changes):
     greedy = lm.generate(model, prompts, **how)
     assert [x == y for x, y in zip(made, greedy, strict=True)] == [False, True, False]
     for n in (0, 2):
-        one = {name: numbers[n] for name, numbers in own.items()}
-        assert made[n] == lm.generate(model, prompts, **how, **one)[n]
+        same = {name: numbers[n] for name, numbers in own.items()}
+        assert made[n] == lm.generate(model, prompts, **how, **same)[n]
     pieces = list(lm.stream(model, prompts, **how, sampling=lm.Sampling(**own)))
     for n, whole in enumerate(made):
         assert "".join(piece.text for piece in pieces if piece.prompt == n) == whole
@@ -338,7 +338,7 @@ def test_an_option_that_is_none_is_at_its_default(model):
     plain = lm.generate(model, ["The sea"], max_new_tokens=3)
     nothing = dict.fromkeys(options.NAMES) | {"max_new_tokens": 3, "seed": 0}
     assert lm.generate(model, ["The sea"], **nothing) == plain
-    same = {"temperature": 0, "top_k": 0, "top_p": 1.0}  # what requests tend to say
+    same = {"temperature": 0, "top_k": 0, "top_p": 1.0}  # requests tend to say it
     assert lm.generate(model, ["The sea"], max_new_tokens=3, **same) == plain
 
 

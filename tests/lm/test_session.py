@@ -124,7 +124,7 @@ def test_a_report_says_where_the_time_goes(tmp_path, monkeypatch):
     assert [row["case"] for row in steps] == names
     for row in steps:
         assert not set(rows.REQUIRED) - row.keys()
-        # What takes a GPU is not measured, and no part is longer than the step.
+        # The host is not measured without a GPU, and no part is longer than the step.
         assert set(row["parts"]) == {"append", "attention", "matmuls", "sampling"}
         assert (
             abs(sum(row["parts"].values()) - row["ms"]) < 1e-3 and min(row["parts"].values()) >= 0
