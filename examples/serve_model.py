@@ -20,7 +20,7 @@ import pallas_lm as lm
 from pallas_lm import model as decoder
 
 SLOTS, PAGES, PAGE_SIZE, ROOM = 8, 32, 16, 40  # ROOM: rows of a step at most
-SAMPLING, SEED, STOP = lm.Sampling(temperature=0.6, top_k=30), 1, ord("\n")
+TOP_K, SEED, STOP = 30, 1, ord("\n")
 SYSTEM = "KING RICHARD: Speak, every one of you, in turn, and be brief: the night is short.\n\n"
 
 
@@ -29,17 +29,18 @@ class Request:
     number: int  # part of its key: its tokens depend on nothing else in the batch
     left: list[int]  # rows for the next steps: the prompt, then the newest token
     wanted: int  # tokens at most
+    temperature: float
     pages: int  # at its end, but for the full pages of the system prompt
     made: list[int] = dataclasses.field(default_factory=list)
 
 
 @jax.jit(static_argnums=0, donate_argnums=2)
-def step(config, params, cache, tokens, starts, numbers):
+def step(config, params, cache, tokens, starts, numbers, sampling):
     rotary, rows = decoder.rotary_of(config, cache), decoder.Packed(tokens, starts, starts[1:] - 1)
     logits, cache = decoder.mixed(config, params, cache, rows, rotary, levels=1)
     keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(SEED), numbers)
     keys = jax.vmap(jax.random.fold_in)(keys, cache.lengths)
-    return cache, lm.sample(logits, keys, SAMPLING)  # a token a slot, after its last row
+    return cache, lm.sample(logits, keys, sampling)  # a token a slot, after its last row
 
 
 class Server:
@@ -52,16 +53,20 @@ class Server:
             self.run({SLOTS: self.system[first : first + ROOM]})
         self.unreserved = int(self.cache.num_free)
 
-    def request(self, number, prompt, wanted):
+    def request(self, number, prompt, wanted, temperature):
         pages = self.cache.pages_for(len(self.system) + len(prompt) + wanted)
-        return Request(number, prompt, wanted, pages - len(self.system) // PAGE_SIZE)
+        pages -= len(self.system) // PAGE_SIZE
+        return Request(number, prompt, wanted, temperature, pages)
 
     def run(self, rows):
         packed = [rows.get(slot, []) for slot in range(SLOTS + 1)]
         starts, tokens = np.cumsum([0, *map(len, packed)], dtype=np.int32), np.zeros(ROOM, np.int32)
         tokens[: starts[-1]] = np.concatenate(packed)
-        numbers = [self.running[m].number if m in self.running else 0 for m in range(SLOTS + 1)]
-        changing = self.cache, tokens, starts, np.array(numbers)
+        nobody = Request(0, [], 0, 0.0, 0)
+        asked = [self.running.get(slot, nobody) for slot in range(SLOTS + 1)]
+        numbers = np.array([request.number for request in asked])
+        sampling = lm.Sampling([request.temperature for request in asked], TOP_K)
+        changing = self.cache, tokens, starts, numbers, sampling
         self.cache, made = step(self.model.config, self.model.params, *changing)
         return made.tolist()
 
@@ -90,13 +95,16 @@ def main():
     model = lm.load(dtype="float32")
     server, names = Server(model), ["ROMEO", "The First Lord of the North", "NURSE", "KENT"] * 4
     prompts = [model.tokenizer.encode(f"{name}: ") for name in names]
-    requests = [server.request(n, prompt, 24) for n, prompt in enumerate(prompts)]
+    warmth = [0.6, 0.0, 1.0, 0.3] * 4  # a program for all temperatures: greedy ones, too
+    asked = enumerate(zip(prompts, warmth, strict=True))
+    requests = [server.request(n, prompt, 24, how) for n, (prompt, how) in asked]
     waiting = collections.deque(requests)
     while waiting or server.running:
         server.serve(waiting)
     assert int(server.cache.num_free) == server.unreserved and not server.cache.overflowed.any()
-    how = {"max_new_tokens": 24, "stop_ids": [STOP], "sampling": SAMPLING, "seed": SEED}
-    alone = lm.complete(model, [server.system + prompt for prompt in prompts], **how)
+    how = {"max_new_tokens": 24, "stop_ids": [STOP], "seed": SEED, "top_k": TOP_K}
+    texts = [server.system + prompt for prompt in prompts]
+    alone = lm.complete(model, texts, temperature=warmth, **how)
     assert [request.made for request in requests] == [answer.tokens for answer in alone]
     print(f"{len(alone)} requests, {SLOTS} side by side, the same tokens as one by one: True")
     print(f"{names[0]}: {alone[0].text!r}")

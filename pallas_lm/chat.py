@@ -7,13 +7,12 @@ in Jinja's sandbox, with the extensions and functions that transformers gives it
 import datetime
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pallas_attn.errors import described
 from pallas_lm.folder import Folder, shown
-from pallas_lm.sampling import is_int
-from pallas_lm.text import Tokenizer, encoded
+from pallas_lm.text import Tokenizer, encoded, ids_of
 
 Message = Mapping[str, Any]  # "role" and "content", and others that a template reads
 
@@ -68,20 +67,20 @@ class Reader(NamedTuple):
         """The tokens of prompt `number`, counted from 1."""
         if isinstance(prompt, str) and not self.messages:
             return encoded(self.tokenizer, prompt, number)
-        ids: list[Any] = list(prompt) if isinstance(prompt, Iterable) else [prompt]
         if isinstance(prompt, str):
-            ids = [{"role": "user", "content": prompt}]
-        if ids and all(isinstance(message, Mapping) for message in ids):
-            try:
-                return self.conversation(ids)
-            except ValueError as error:
-                raise ValueError(f"prompt {number}: {error}") from None
-        if not all(map(is_int, ids)) or is_int(prompt) or isinstance(prompt, bytes):
+            prompt = [{"role": "user", "content": prompt}]
+        held = list(prompt) if isinstance(prompt, Iterator) else prompt
+        if (ids := ids_of(held)) is not None:
+            return ids
+        if not isinstance(held, Sequence) or not all(isinstance(x, Mapping) for x in held):
             raise ValueError(
                 f"prompt {number}: expected a text, a list of token ids or a list of messages, got "
                 f"{described(prompt)}"
             )
-        return [int(token) for token in ids]
+        try:
+            return self.conversation(held)
+        except ValueError as error:
+            raise ValueError(f"prompt {number}: {error}") from None
 
     def conversation(self, messages: Sequence[Message], **variables: object) -> list[int]:
         """The tokens of a conversation. The template writes special tokens itself."""

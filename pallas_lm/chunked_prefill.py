@@ -5,6 +5,7 @@ beside the newest token, and the drafts, of every sequence that decodes.
 """
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -17,6 +18,7 @@ from pallas_lm.config import Config, Params
 from pallas_lm.model import Sent
 from pallas_lm.options import Options
 from pallas_lm.programs import Result
+from pallas_lm.sampling import Sampling
 from pallas_lm.slots import Slots
 from pallas_lm.state import Kept, State, forked, program
 
@@ -34,6 +36,7 @@ class Chunks:
     source: Sent  # int32[M]: the slot whose rows these are; another's where its prompt is forked
     wanted: Sent  # int32[M]: tokens wanted after the prompt
     key: Sent  # keys [M]
+    sampling: Sampling  # arrays [M]
     vacant: Sent  # bool[M]: slots to be emptied before
 
 
@@ -75,7 +78,9 @@ def mixed(
         known, logits, begun = (x[new.source] for x in (known, logits, prompted))
         text = None if text is None else text[new.source]
     left = jnp.where(new.last, new.wanted, state.left)
-    state = State(state.token, left, jnp.where(begun, new.key, state.key), text)
+    new_ones = functools.partial(jnp.where, begun)
+    key, sampling = jax.tree.map(new_ones, (new.key, new.sampling), (state.key, state.sampling))
+    state = State(state.token, left, key, sampling, text)
     state, counts, tokens = drafts.verified(options, state, logits, guesses, known)
     if options.draft is not None:
         cache = cache.keep(jnp.where(begun, new.rows, counts), implementation=implementation)
@@ -121,7 +126,7 @@ def sources(slots: Slots, fed: dict[int, int]) -> np.ndarray:
 
 
 def chunks(slots: Slots, fed: dict[int, int], source: np.ndarray, vacant: np.ndarray) -> Chunks:
-    """The rows that are `fed`. In place of keys it has the sequences' numbers."""
+    """The rows that are `fed`. In place of keys it has the sequences' numbers, and no sampling."""
     count = slots.options.batch
     tokens = np.zeros(slots.options.prefill_chunk or 0, np.int32)
     rows, wanted, numbers = np.zeros((3, count), np.int32)
@@ -135,7 +140,7 @@ def chunks(slots: Slots, fed: dict[int, int], source: np.ndarray, vacant: np.nda
             part = sequence.prompt[sequence.fed : sequence.fed + fed[slot]]
             tokens[used : used + fed[slot]] = part
             used += fed[slot]
-    return Chunks(tokens, rows, last, source, wanted, numbers, vacant)
+    return Chunks(tokens, rows, last, source, wanted, numbers, Sampling(), vacant)
 
 
 def advance(slots: Slots, fed: dict[int, int], source: np.ndarray) -> None:

@@ -26,10 +26,9 @@ from pallas_lm import chunked_prefill
 from pallas_lm import mesh as lm_mesh
 from pallas_lm.buckets import bucket, power_of_two
 from pallas_lm.config import Config, Params, num_bytes
-from pallas_lm.options import Options
+from pallas_lm.options import Call, Options
 from pallas_lm.programs import Arrivals, admit, steps
 from pallas_lm.progress import Generation, Spread, Status
-from pallas_lm.sampling import at_least_1
 from pallas_lm.slots import Slots, arrivals, pages_of
 from pallas_lm.state import DROPPED, NO_NUMBER, NOTHING, Kept, Program, State
 
@@ -96,6 +95,7 @@ class Run:
                 )
         self._slots = Slots(options, self.sequences)
         create = functools.partial(lm_mesh.made, options.mesh)
+        self._released = False
         self._cache = create(functools.partial(options.create_cache, config), lm_mesh.HEADS)
         self._state = create(functools.partial(State.create, options))
         self._seed = create(functools.partial(jax.random.key, seed))
@@ -193,6 +193,10 @@ class Run:
     @contextlib.contextmanager
     def _noted(self, program: Program, options: Options) -> Iterator[tuple[Any, ...]]:
         """The first operands of a program; notes which implementations it is traced with."""
+        if self._released:
+            raise ValueError(
+                "run: expected one with its cache, got one after release; make another"
+            )
         key = program, self.config, options
         self._ran.add(key)
         with dispatch.recorded() as names:
@@ -200,7 +204,11 @@ class Run:
         _TRACED[key].update(names)
 
     def _sent(self, new: New) -> New:
-        """The host's arrays on their way to the device, or to all of a mesh, with keys."""
+        """The host's arrays on their way to the device, or to all of a mesh, with keys and with
+        numbers for sampling.
+        """
+        prompt = np.asarray(new.key).reshape(-1) // self.options.samples
+        new = dataclasses.replace(new, sampling=self.options.sampling.of(prompt))
         sent = jax.tree.map(functools.partial(lm_mesh.everywhere, self.options.mesh), new)
         return dataclasses.replace(sent, key=_fold(self._seed, sent.key))
 
@@ -352,13 +360,14 @@ class Run:
 
     def release(self) -> None:
         """Gives back the memory of the cache. It is the last thing that a run does."""
+        self._released = True
         for x in jax.tree.leaves(self._cache):
             x.delete()
 
 
 def refuse(config: Config, options: Options, prompts: Sequence[Sequence[int]], wanted: int) -> None:
     """Raises ValueError for a run that is not possible, before weights are loaded."""
-    at_least_1("max_new_tokens", wanted)
+    Call(max_new_tokens=wanted)  # raises ValueError
     if options.capacity > config.positions:
         raise ValueError(
             f"capacity: the model was made for {config.positions} positions, got "
@@ -366,6 +375,7 @@ def refuse(config: Config, options: Options, prompts: Sequence[Sequence[int]], w
         )
     if not prompts:
         raise ValueError("prompt: expected at least one, got none")
+    options.sampling.check_rows(len(prompts), "prompts")
     for n, prompt in enumerate(prompts, 1):
         if not prompt:
             raise ValueError(f"prompt {n} is empty")

@@ -6,6 +6,8 @@ drafts. It keeps the drafts that the model would have made itself, with the toke
 them, and drops the cache rows of the others.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -83,9 +85,10 @@ def verified(
     """
     shape = logits.shape[:2]
     within = jnp.arange(shape[1], dtype=jnp.int32)[None]
-    keys = state.key[jnp.arange(shape[0] * shape[1]) // shape[1]]
+    row = jnp.arange(shape[0] * shape[1]) // shape[1]
+    sampling, keys = jax.tree.map(lambda x: x[row], (state.sampling, state.key))
     positions = known[:, None] + within
-    tokens = next_tokens(options, logits.reshape(keys.size, -1), keys, positions.reshape(-1))
+    tokens = next_tokens(sampling, logits.reshape(keys.size, -1), keys, positions.reshape(-1))
     ends, tokens = stops(options, tokens).reshape(shape), tokens.reshape(shape)
     counts, over = accepted(guesses, tokens, ends, state.left)
     new, text = within < counts[:, None], state.text
@@ -98,7 +101,8 @@ def verified(
     left = jnp.where(over, 0, state.left - counts)
     guessed = jnp.pad(guesses != NONE, ((0, 0), (1, 0)))
     tokens = jnp.where(new, tokens, jnp.where(guessed, DROPPED, NOTHING))
-    return State(token, left, state.key, text), counts, tokens
+    state = dataclasses.replace(state, token=token, left=left, text=text)
+    return state, counts, tokens
 
 
 def accepted(guesses: Array, tokens: Array, ends: Array, left: Array) -> tuple[Array, Array]:

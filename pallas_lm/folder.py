@@ -40,6 +40,21 @@ class Folder:
             # A download cache of Hugging Face: the files of a snapshot are links to blobs/.
             self._roots.append(self._roots[0].parent.parent / "blobs")
 
+    @classmethod
+    def of(cls, argument: str, path: str | os.PathLike[str]) -> "Folder":
+        """A folder that has to be there already. `argument`: names it in messages."""
+        try:
+            why = "" if stat.S_ISDIR(os.stat(path).st_mode) else "no folder"
+        except (OSError, ValueError, TypeError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+        if why:
+            raise ValueError(
+                f"{argument}: expected a folder with config.json, weights and tokenizer.json, got "
+                f"{shown(path)} ({why}); a model that a hub names is downloaded first: "
+                "huggingface_hub.snapshot_download(name) returns its folder"
+            )
+        return cls(path)
+
     def has(self, name: str) -> bool:
         """Whether the folder has an entry of this name, of whatever kind."""
         return os.path.lexists(self.path / name)

@@ -5,38 +5,29 @@ for numbers of prompts rounded up to powers of two: another call in the same buc
 nothing.
 """
 
-import dataclasses
-import difflib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import Mesh
 
 from pallas_attn.errors import described
+from pallas_attn.kernels.lang.types import DType
 from pallas_lm import chat, checkpoint, hf_config, machine, text
 from pallas_lm import mesh as lm_mesh
 from pallas_lm.buckets import bucket, power_of_two
 from pallas_lm.config import Config, Params
 from pallas_lm.decode import Run
 from pallas_lm.folder import Folder
-from pallas_lm.options import Options, check_dtype, check_stop_ids
+from pallas_lm.options import Call, Options, asked, check_stop_ids, dtype_name
 from pallas_lm.progress import Status
-from pallas_lm.sampling import Sampling, at_least_1, is_int
+from pallas_lm.sampling import is_int
 from pallas_lm.texts import Piece, Texts, finish_reason
 
 Prompt = str | Sequence[int] | Sequence[chat.Message]
 
 _TOGETHER = 8  # sequences at a time by default
-_SAMPLING = tuple(field.name for field in dataclasses.fields(Sampling))
-# Options that programs are compiled for, but for those that the model and `sampling` decide.
-_COMPILED = tuple(
-    field.name
-    for field in dataclasses.fields(Options)
-    if field.name not in ("sampling", "keep_logits")
-)
-# Names of options, which are those of run.py's flags; `sampling` holds three of them.
-NAMES = ("max_new_tokens", "seed", *_SAMPLING, "sampling", "stop", "chat", "precision", *_COMPILED)
 
 
 class Model(NamedTuple):
@@ -78,29 +69,28 @@ class Completion(NamedTuple):
 
 def load(
     folder: str | os.PathLike[str] = checkpoint.EMBEDDED,
-    dtype: str | None = None,
+    dtype: DType | None = None,
     mesh: Mesh | str | None = None,
 ) -> Model:
     """Reads a model onto the default device, or over a mesh.
 
     Args:
-      folder: config.json, weights, and tokenizer.json; a chat template if there is one. Default:
-        the model inside the package.
-      dtype: of weights, cache and arithmetic: "bfloat16", "float16" or "float32". Default: bfloat16
-        on a GPU, float32 elsewhere.
+      folder: config.json, weights, and tokenizer.json; a chat template if there is one. Nothing is
+        downloaded. Default: the model inside the package.
+      dtype: of weights, cache and arithmetic: "bfloat16", "float16" or "float32", or jax's names
+        of them. Default: bfloat16 on a GPU, float32 elsewhere.
       mesh: devices over which heads and columns are split: a mesh with the axis "tp", or "tp:4".
 
     Raises:
       ValueError: a file is missing or not what it has to be; the message names it.
     """
-    devices = lm_mesh.make(mesh, (lm_mesh.HEADS,)) if isinstance(mesh, str) else mesh
-    lm_mesh.check(devices)
-    dtype = machine.default_dtype() if dtype is None else dtype
-    check_dtype(dtype)
+    machine.must_be_host()
+    devices = lm_mesh.of(mesh)
+    dtype = dtype_name(machine.default_dtype() if dtype is None else dtype)
+    files = Folder.of("folder", folder)
     config, params = checkpoint.load(folder, dtype, devices)
-    files, tokenizer = Folder(folder), text.tokenizer_of(folder)
-    stop, template = hf_config.stop_tokens(files), chat.template_of(files)
-    return Model(config, params, tokenizer, stop, dtype, devices, template)
+    tokenizer, stop = text.tokenizer_of(folder), hf_config.stop_tokens(files)
+    return Model(config, params, tokenizer, stop, dtype, devices, chat.template_of(files))
 
 
 def generate(
@@ -118,23 +108,27 @@ def generate(
       prompts: texts of any lengths, lists of token ids, or conversations (lists of messages), which
         the model's chat template makes texts.
       max_new_tokens: after each prompt, at most: a stop or the cache's capacity may end it before.
-      seed: of the tokens that are drawn. A sequence's tokens depend on its prompt's place in
-        `prompts`, and on nothing else in the batch.
-      **options: by the names of the flags of `run.py`.
+      seed: of the tokens that are drawn, from 0 to 2**32 - 1. A sequence's tokens depend on its
+        prompt's place in `prompts`, and on nothing else in the batch.
+      **options: by the names of the flags of `run.py`, and checked as those are. None stands for
+        the default.
 
-        - temperature, top_k, top_p: the choice of tokens; or `sampling=Sampling(..)`. Default: the
-          likeliest.
+        - temperature, top_k, top_p: the choice of tokens, for all prompts or a list with one for
+          each; or `sampling=Sampling(..)`. Default: the likeliest.
         - stop: a text or several; the first that a sequence makes ends it, and is left out.
         - stop_ids: tokens that end a sequence, as its last ones. Default: the model's.
         - chat: whether texts are messages of a user, for the chat template. Default: False.
-        - logprobs: whether `complete` and `stream` give log-probabilities. Default: False.
+        - logprobs: whether `complete` and `stream` give log-probabilities; `generate` takes none.
+          Default: False.
         - samples: answers to each prompt, which stand together in the result. Default: 1.
         - batch: sequences at a time. Default: as many as there are, eight at most, as a power of
           two.
         - capacity: rows of cache that each may take. Default: the bucket of the longest prompt and
           its new tokens.
-        - cache, page_size, pages, chunk, prefill, prefill_chunk, draft, drafts, implementation,
-          dtype, mesh: as in `Options`. The last two are by default the model's.
+        - cache, page_size, pages, chunk, prefill, prefill_chunk, draft, drafts, implementation:
+          as in `Options`.
+        - dtype: of the cache. Default: the model's.
+        - mesh: that of the model, where its weights lie; no other.
         - precision: of matmuls, as `jax.default_matmul_precision` has it. Default: "highest" with
           float32.
 
@@ -142,6 +136,10 @@ def generate(
       ValueError: a prompt or an option is not valid; the message names it.
     """
     options |= {"max_new_tokens": max_new_tokens, "seed": seed}
+    if options.get("logprobs") is True:
+        raise ValueError(
+            "logprobs: expected False: lm.generate returns texts alone, got True; take lm.complete"
+        )
     return [completion.text for completion in complete(model, prompts, **options)]
 
 
@@ -189,26 +187,15 @@ class _Job(NamedTuple):
     @classmethod
     def of(cls, model: Model, prompts: Sequence[Prompt], options: dict[str, Any]) -> "_Job | None":
         """The job of a call; None where there are no prompts."""
-        _check_call(model, prompts, options)
-        wanted, seed = options.pop("max_new_tokens", 200), options.pop("seed", 0)
-        at_least_1("max_new_tokens", wanted)
-        if not is_int(seed) or not -(2**63) <= seed < 2**63:
-            raise ValueError(f"seed: expected an int of 64 bits, got {described(seed)}")
-        precision = options.pop("precision", None)
-        if precision not in machine.PRECISIONS:
-            raise ValueError(
-                f"precision: expected one of {machine.PRECISIONS}, got {described(precision)}"
-            )
-        stop, conversation = _stop_strings(options.pop("stop", ())), options.pop("chat", False)
-        if not isinstance(conversation, bool):
-            raise ValueError(f"chat: expected True or False, got {described(conversation)}")
-        reader = chat.Reader(model.tokenizer, model.template, conversation)
+        call, chosen = asked(options)
+        _check_call(model, prompts)
+        reader = chat.Reader(model.tokenizer, model.template, call.chat)
         ids = [reader.tokens(prompt, n) for n, prompt in enumerate(prompts, 1)]
-        asked = _options(model, ids, wanted, options)
+        how = _options(model, ids, call, chosen)
         if not ids:
             return None
-        run = Run(model.config, model.params, asked, ids, wanted, seed)
-        return cls(run, Texts(run, model.tokenizer, stop), precision)
+        run = Run(model.config, model.params, how, ids, call.max_new_tokens, call.seed)
+        return cls(run, Texts(run, model.tokenizer, call.stop), call.precision)
 
     def pieces(self) -> Iterator[Piece]:
         """The pieces of all texts."""
@@ -229,51 +216,42 @@ class _Job(NamedTuple):
             self.run.wait()
 
 
-def _check_call(model: object, prompts: object, options: Mapping[str, Any]) -> None:
+def _check_call(model: object, prompts: object) -> None:
     """Raises ValueError for wrong arguments that would end in a less clear error later."""
-    for name in options:
-        if name not in NAMES:
-            near = difflib.get_close_matches(name, NAMES, 1, 0.7)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{name}: no option{hint}; expected one of {', '.join(NAMES)}")
     if isinstance(prompts, str):
         raise ValueError(f"prompts: expected a list of texts, got one; did you mean [{prompts!r}]?")
     if not isinstance(model, Model):
         raise ValueError(f"model: expected what lm.load returns, got {type(model).__name__}")
-    if not isinstance(prompts, Iterable):
+    if not isinstance(prompts, Iterable) or getattr(prompts, "ndim", 1) == 0:
         raise ValueError(f"prompts: expected a list of texts, got {described(prompts)}")
-
-
-def _stop_strings(value: object) -> tuple[str, ...]:
-    stop = (value,) if isinstance(value, str) else value
-    if not isinstance(stop, (list, tuple)) or not all(isinstance(x, str) and x for x in stop):
+    machine.must_be_host(model.params)
+    if any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(model.params)):
         raise ValueError(
-            "stop: expected a text or a list of texts, none of them empty, got "
-            f"{described(value)}; tokens that end a sequence are stop_ids"
+            "model: expected arrays in its params, got deleted ones, which were donated to a "
+            "program; load it again, and donate a copy"
         )
-    return tuple(stop)
 
 
 def _options(
-    model: Model, prompts: Sequence[Sequence[int]], wanted: int, asked: dict[str, Any]
+    model: Model, prompts: Sequence[Sequence[int]], call: Call, chosen: dict[str, Any]
 ) -> Options:
-    """The options of a run: those asked for, else what fits the prompts, in buckets."""
-    drawn = {name: asked.pop(name) for name in _SAMPLING if name in asked}
-    if drawn and "sampling" in asked:
-        raise ValueError(f"sampling: expected None beside {', '.join(drawn)}, which it holds")
-    if drawn:
-        asked["sampling"] = Sampling(**drawn)
-    samples, longest = asked.get("samples", 1), max(map(len, prompts), default=1) + wanted
+    """The options of a run: those that are chosen, else what fits the prompts, in buckets."""
+    longest = max(map(len, prompts), default=1) + call.max_new_tokens
+    samples = chosen.get("samples", 1)
     samples = samples if is_int(samples) else 1
     count = max(min(len(prompts) * samples, _TOGETHER), samples, 1)
-    stop_ids = asked.get("stop_ids", model.stop)
-    if "stop_ids" in asked:
-        check_stop_ids(stop_ids, model.config.vocab)
     defaults: dict[str, Any] = {
         "batch": power_of_two(count),
         "capacity": min(bucket(longest), model.config.positions),
         "dtype": model.dtype,
         "mesh": model.mesh,
+        "stop_ids": model.stop,
     }
-    stop_ids = tuple(stop_ids) if isinstance(stop_ids, list) else stop_ids
-    return Options(**defaults | asked | {"stop_ids": stop_ids})
+    options = Options(**defaults | chosen)
+    check_stop_ids(chosen.get("stop_ids", ()), model.config.vocab)
+    if options.mesh != model.mesh:
+        raise ValueError(
+            f"mesh: expected that of the model, {model.mesh}, got {options.mesh}; its weights lie "
+            "where lm.load(.., mesh=..) puts them"
+        )
+    return options

@@ -9,13 +9,24 @@ import pathlib
 from collections.abc import Iterator
 
 import jax
+import jax.numpy as jnp
 
-PRECISIONS = (None, "default", "high", "highest")
+PRECISIONS = ("default", "high", "highest")
 
 
 def default_dtype() -> str:
     """float32 without a GPU: on a CPU bfloat16 has no matmuls of its own."""
     return "bfloat16" if jax.default_backend() == "gpu" else "float32"
+
+
+def must_be_host(*arrays: object) -> None:
+    """Raises ValueError within a function that jax traces; `arrays`: pytrees of a call."""
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves([*arrays, jnp.zeros(())])):
+        raise ValueError(
+            "lm: expected a call outside of jax.jit and the like, got one inside, which is traced: "
+            "load, generate, complete and stream work on the host; call them outside, or take "
+            "pallas_lm.model.mixed and lm.sample inside"
+        )
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ _VOCABULARY, _COLUMNS = ("embed", "head"), ("out", "down")
 def make(text: str, axes: tuple[str, ...]) -> Mesh:
     """The mesh that a flag asks for, "tp:4" or "cp:2,dp:2", of the first devices that there are."""
     sizes: dict[str, int] = {}
-    for part in text.split(","):
+    for part in text.split(",") if isinstance(text, str) else [""]:
         name, _, size = part.partition(":")
         if name not in axes or name in sizes or not size.isdecimal() or int(size) < 1:
             wanted = " and ".join(f"{axis}:N" for axis in axes)
@@ -52,6 +52,13 @@ def make(text: str, axes: tuple[str, ...]) -> Mesh:
         )
     automatic = (AxisType.Auto,) * len(sizes)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), automatic, devices=devices[:count])
+
+
+def of(asked: object) -> Mesh | None:
+    """The mesh that a caller asks for: itself, a text as "tp:4", or None."""
+    mesh: Any = make(asked, (HEADS,)) if isinstance(asked, str) else asked
+    check(mesh)
+    return mesh
 
 
 def check(mesh: object) -> None:

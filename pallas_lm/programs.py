@@ -10,6 +10,7 @@ from pallas_lm import drafts, model
 from pallas_lm.config import Config, Params
 from pallas_lm.model import Sent
 from pallas_lm.options import Options
+from pallas_lm.sampling import Sampling
 from pallas_lm.state import NOTHING, Kept, State, forked, next_tokens, program, stops
 
 Array = jax.Array
@@ -25,6 +26,7 @@ class Arrivals:
     slots: Sent  # int32[n, samples]: slots of each prompt's answers, its own first; M: none
     wanted: Sent  # int32[n]: tokens wanted after each prompt
     key: Sent  # keys [n, samples]
+    sampling: Sampling  # arrays [n * samples]
     vacant: Sent  # bool[M]: slots to be emptied before
 
 
@@ -46,7 +48,7 @@ def admit(
         source = jnp.arange(options.batch, dtype=jnp.int32)
         cache = forked(cache, source.at[slots].set(prompts.slots[number], mode="drop"))
         logits = logits[number]
-    token = next_tokens(options, logits, key, prompts.lengths[number])
+    token = next_tokens(new.sampling, logits, key, prompts.lengths[number])
     left = jnp.where(stops(options, token), 0, new.wanted[number] - 1)
 
     # Sequences that the host has ended run no more.
@@ -60,7 +62,13 @@ def admit(
         size = text.shape[1]
         begun = drafts.begun(prompts.tokens[number], prompts.lengths[number], token, size)
         text = put(text, begun)
-    state = State(put(state.token, token), put(state.left, left), put(state.key, key), text)
+    state = State(
+        put(state.token, token),
+        put(state.left, left),
+        put(state.key, key),
+        jax.tree.map(put, state.sampling, new.sampling),
+        text,
+    )
     return cache, state, token, Kept.of(options, logits, token)
 
 
@@ -95,7 +103,8 @@ def _step(
         config, params, cache, *new, rotary, options.implementation, options.levels
     )
     logits = logits[:, 0]
-    token = next_tokens(options, logits, state.key, cache.lengths)
+    token = next_tokens(state.sampling, logits, state.key, cache.lengths)
     left = jnp.where(stops(options, token), 0, state.left - 1)
-    state = State(jnp.where(runs, token, state.token), jnp.where(runs, left, 0), state.key)
+    token, left = jnp.where(runs, token, state.token), jnp.where(runs, left, 0)
+    state = dataclasses.replace(state, token=token, left=left)
     return cache, state, jnp.where(runs, token, NOTHING), logits

@@ -6,13 +6,12 @@ import functools
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, TextIO
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from pallas_lm import chat, check, checkpoint, clone, text
 from pallas_lm import mesh as lm_mesh
@@ -22,9 +21,8 @@ from pallas_lm.decode import Run, refuse
 from pallas_lm.folder import Folder
 from pallas_lm.hf_config import config_from, stop_tokens
 from pallas_lm.machine import default_dtype, matmul_precision, memory
-from pallas_lm.options import Options, check_stop_ids
+from pallas_lm.options import Call, Options, asked, check_stop_ids
 from pallas_lm.presets import PRESETS
-from pallas_lm.sampling import Sampling
 from pallas_lm.texts import Texts
 from pallas_lm.views import Json, Text, View
 
@@ -42,77 +40,51 @@ INTERRUPTED = 130  # the exit status that a shell gives for Ctrl-C
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """All settings of a run. Fields have the names of their flags."""
+    """All settings of a run. Fields have the names of their flags; `options` has those that
+    `lm.generate` takes too.
+    """
 
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     model: str = EMBEDDED
     checkpoint: str | None = None
     prompts: tuple[str, ...] = ()
     random_prompts: int = 0
     prompt_length: int = 128  # tokens of a random prompt
-    max_new_tokens: int = 200
-    batch: int = 8
-    cache: str = "per_sequence"
-    capacity: int | None = None
-    page_size: int = 64
-    pages: int | None = None
-    chunk: int = 16
-    prefill: int = 16384
-    prefill_chunk: int | None = None
-    samples: int = 1  # answers to each prompt
-    draft: str | None = None
-    drafts: int = 7
-    sampling: Sampling = Sampling()
-    stop: tuple[str, ...] = ()  # texts that end a sequence
-    stop_ids: tuple[int, ...] | None = None  # None: the checkpoint's
-    chat: bool = False  # prompts are messages of a user
-    logprobs: bool = False
-    dtype: str | None = None
-    precision: str | None = None  # jax.default_matmul_precision; None: highest with float32
-    implementation: str | None = None
-    seed: int = 0
     check: bool = False
     json: bool = False
     report: str | None = None
-    mesh: str | None = None  # "tp:4": heads and columns over so many devices
     out: str | None = None  # a .jsonl file for the report's rows
     commit: str | None = None
 
 
 def decode(settings: Settings, out: TextIO, err: TextIO) -> int:
     """Decodes, shows it, checks it, reports on it; the exit status."""
-    if settings.implementation not in (None, "reference"):
-        raise ValueError(
-            "implementation: a model runs several operations, which no kernel does alone; expected "
-            f"reference or nothing, got {settings.implementation!r}"
-        )
-    if settings.batch < settings.samples:
-        raise ValueError(
-            f"batch: expected at least {settings.samples}, the samples of a prompt, which run side "
-            f"by side, got {settings.batch}"
-        )
+    call, chosen = asked(settings.options)
     if settings.out is not None and settings.report is None:
         raise ValueError("out: the rows are those of a report; say --report=FOLDER as well")
-    dtype = settings.dtype or default_dtype()
-    with matmul_precision(settings.precision, dtype):
-        return _decode(settings, dtype, out, err)
+    chosen.setdefault("dtype", default_dtype())
+    with matmul_precision(call.precision, chosen["dtype"]):
+        return _decode(settings, call, chosen, out, err)
 
 
-def _decode(settings: Settings, dtype: str, out: TextIO, err: TextIO) -> int:
-    model = _model(settings)
+def _decode(
+    settings: Settings, call: Call, chosen: dict[str, Any], out: TextIO, err: TextIO
+) -> int:
+    model = _model(settings, call)
     config = model.config
-    prompts = _prompts(settings, model)
-    options = _options(settings, model, prompts, dtype)
-    refuse(config, options, prompts, settings.max_new_tokens)
-    check_stop_ids(settings.stop_ids, config.vocab)
+    prompts = _prompts(settings, call, model)
+    options = _options(settings, model, prompts, call, chosen)
+    refuse(config, options, prompts, call.max_new_tokens)
+    check_stop_ids(chosen.get("stop_ids", ()), config.vocab)
     if settings.report is not None and config.gemma4 is not None:
         raise ValueError(
             "report: expected none: the parts of a step are not timed for Gemma 4, which has two "
             f"head dims, got {settings.report!r}; leave --report out"
         )
     _must_fit(config, options, memory())
-    params = model.weights(dtype, options.mesh)
-    run = Run(config, params, options, prompts, settings.max_new_tokens, settings.seed)
-    texts = Texts(run, model.tokenizer, settings.stop)
+    params = model.weights(options.dtype, options.mesh)
+    run = Run(config, params, options, prompts, call.max_new_tokens, call.seed)
+    texts = Texts(run, model.tokenizer, call.stop)
     view: View = (Json if settings.json else Text)(texts, out, err)
     view.quiet = bool(settings.random_prompts)
     report_on = None
@@ -134,7 +106,7 @@ def _decode(settings: Settings, dtype: str, out: TextIO, err: TextIO) -> int:
     summary = view.finish(time.perf_counter() - start)
     held = _check(run, params, view) if settings.check else True
     if run.options.draft is not None and (settings.check or settings.report is not None):
-        _beside_plain(run, params, settings, summary, view)
+        _beside_plain(run, params, call, summary, view)
     if report_on is not None:
         view.say(*report_on.finish(summary))
     return int(not held)
@@ -153,7 +125,7 @@ class _Model(NamedTuple):
     template: chat.Template | None = None
 
 
-def _model(settings: Settings) -> _Model:
+def _model(settings: Settings, call: Call) -> _Model:
     folder = settings.checkpoint
     if folder is None and settings.model == EMBEDDED:
         folder = str(checkpoint.EMBEDDED)
@@ -162,22 +134,22 @@ def _model(settings: Settings) -> _Model:
             names = ", ".join((EMBEDDED, *PRESETS))
             raise ValueError(f"model: expected one of {names}, got {settings.model!r}")
         config = config_from(PRESETS[settings.model])
-        draw = functools.partial(lm_mesh.random_params, config, settings.seed)
-        return _Model(config, text.Numbers(), settings.stop_ids or (), draw)
-    config, files = checkpoint.config_of(folder), Folder(folder)
-    stop_ids = stop_tokens(files) if settings.stop_ids is None else settings.stop_ids
-    tokenizer, template = text.tokenizer_of(folder), chat.template_of(files)
+        draw = functools.partial(lm_mesh.random_params, config, call.seed)
+        return _Model(config, text.Numbers(), (), draw)
+    files = Folder.of("checkpoint", folder)
+    config, tokenizer = checkpoint.config_of(folder), text.tokenizer_of(folder)
+    stop_ids, template = stop_tokens(files), chat.template_of(files)
     return _Model(config, tokenizer, stop_ids, checkpoint.weights_of(folder, config), template)
 
 
-def _prompts(settings: Settings, model: _Model) -> list[list[int]]:
+def _prompts(settings: Settings, call: Call, model: _Model) -> list[list[int]]:
     if settings.random_prompts:
         shape = (settings.random_prompts, settings.prompt_length)
-        return np.random.default_rng(settings.seed).integers(0, model.config.vocab, shape).tolist()
+        return np.random.default_rng(call.seed).integers(0, model.config.vocab, shape).tolist()
     prompts = settings.prompts
     if not prompts and _is_demo(settings):
         prompts = DEMO_PROMPTS
-    reader = chat.Reader(model.tokenizer, model.template, settings.chat)
+    reader = chat.Reader(model.tokenizer, model.template, call.chat)
     return [reader.tokens(prompt, n) for n, prompt in enumerate(prompts, 1)]
 
 
@@ -196,33 +168,28 @@ def _introduction(config: Config, prompts: int) -> str:
 
 
 def _options(
-    settings: Settings, model: _Model, prompts: Sequence[Sequence[int]], dtype: str
+    settings: Settings,
+    model: _Model,
+    prompts: Sequence[Sequence[int]],
+    call: Call,
+    chosen: dict[str, Any],
 ) -> Options:
+    """The options of a run: those that are chosen, else what fits the prompts."""
     config = model.config
-    exact = max(map(len, prompts), default=0) + settings.max_new_tokens
+    exact = max(map(len, prompts), default=0) + call.max_new_tokens
     longest = bucket(exact)
     if settings.report is not None:  # then its programs are the run's
         reports = clone.benchmarks("decode_loop.report", "--report")
-        longest = reports.room(exact - 1, settings.chunk)
-    names = {field.name for field in dataclasses.fields(Options)}
-    asked = {name: x for name, x in vars(settings).items() if name in names}
-    decided: dict[str, Any] = {
-        "batch": min(settings.batch, max(len(prompts) * settings.samples, 1)),
-        "capacity": settings.capacity or max(min(longest, config.positions), 1),
-        "dtype": dtype,
+        longest = reports.room(exact - 1, chosen.get("chunk", Options.chunk))
+    defaults: dict[str, Any] = {
+        "capacity": max(min(longest, config.positions), 1),
         "stop_ids": model.stop_ids,
-        "keep_logits": settings.check,
-        "mesh": _mesh(settings, config),
     }
-    return Options(**asked | decided)
-
-
-def _mesh(settings: Settings, config: Config) -> Mesh | None:
-    if settings.mesh is None:
-        return None
-    mesh = lm_mesh.make(settings.mesh, (lm_mesh.HEADS,))
-    lm_mesh.local(config, mesh)  # raises where it does not divide the model
-    return mesh
+    options = Options(**defaults | chosen, keep_logits=settings.check)
+    if options.mesh is not None:
+        lm_mesh.local(config, options.mesh)  # raises where it does not divide the model
+    sequences = max(len(prompts), 1) * options.samples
+    return dataclasses.replace(options, batch=min(options.batch, sequences))
 
 
 def _must_fit(config: Config, options: Options, room: int) -> None:
@@ -303,13 +270,13 @@ def _check(run: Run, params: Params, view: View) -> bool:
 
 
 def _beside_plain(
-    run: Run, params: Params, settings: Settings, summary: dict[str, Any], view: View
+    run: Run, params: Params, call: Call, summary: dict[str, Any], view: View
 ) -> None:
     """Decodes the same prompts without drafts: how fast, and whether the tokens are the same."""
     options = dataclasses.replace(run.options, draft=None, keep_logits=False)
     prompts = [sequence.prompt for sequence in run.sequences[:: options.samples]]
-    plain = Run(run.config, params, options, prompts, settings.max_new_tokens, settings.seed)
-    texts = Texts(plain, view.texts.tokenizer, settings.stop)
+    plain = Run(run.config, params, options, prompts, call.max_new_tokens, call.seed)
+    texts = Texts(plain, view.texts.tokenizer, call.stop)
     start = time.perf_counter()
     for _ in plain:
         texts.watch()

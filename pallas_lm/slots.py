@@ -11,6 +11,7 @@ from pallas_lm.model import Prompts
 from pallas_lm.options import Options
 from pallas_lm.programs import Arrivals
 from pallas_lm.progress import Generation
+from pallas_lm.sampling import Sampling
 
 
 class Slots:
@@ -83,7 +84,7 @@ def arrivals(
     options: Options, filled: Sequence[tuple[int, Generation]], vacant: np.ndarray
 ) -> Arrivals:
     """Prompts for slots, padded to few sizes, so that few programs serve all. In place of keys it
-    has the sequences' numbers.
+    has the sequences' numbers, and no sampling.
     """
     samples = options.samples
     n = power_of_two(len(filled) // samples)
@@ -98,7 +99,8 @@ def arrivals(
         tokens[row, : len(prompt)] = prompt
         lengths[row], wanted[row], slots[row, sample] = len(prompt), sequence.wanted, slot
         numbers[row, sample] = sequence.number
-    return Arrivals(Prompts(tokens, lengths, slots[:, 0]), slots, wanted, numbers, vacant)
+    prompts = Prompts(tokens, lengths, slots[:, 0])
+    return Arrivals(prompts, slots, wanted, numbers, Sampling(), vacant)
 
 
 def padded_length(options: Options, longest: int) -> int:

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_attn.cache import KVCache, PagedCache
 from pallas_lm import mesh as lm_mesh
 from pallas_lm.config import Config, Tree
 from pallas_lm.gemma4 import TwoCaches
 from pallas_lm.options import Options
-from pallas_lm.sampling import sample
+from pallas_lm.sampling import Sampling, sample
 
 Array = jax.Array
 Program = Any  # jitted
@@ -41,6 +42,7 @@ class State:
     token: Array  # int32[M]: the newest token, not yet in the cache
     left: Array  # int32[M]: tokens still wanted; 0: not running
     key: Array  # a key of each sequence
+    sampling: Sampling  # arrays [M]
     text: Array | None = None  # int32[M, rows + 1]: its tokens, for drafts to be looked up in
 
     @classmethod
@@ -48,7 +50,8 @@ class State:
         slots = options.batch
         token, left = jnp.zeros(slots, jnp.int32), jnp.zeros(slots, jnp.int32)
         text = jnp.zeros((slots, options.rows + 1), jnp.int32) if options.draft else None
-        return cls(token, left, jax.random.split(jax.random.key(0), slots), text)
+        sampling = jax.tree.map(jnp.asarray, options.sampling.of(np.zeros(slots, int)))
+        return cls(token, left, jax.random.split(jax.random.key(0), slots), sampling, text)
 
 
 class Kept(NamedTuple):
@@ -80,13 +83,13 @@ def program(body: Callable[..., Any]) -> Program:
     return run
 
 
-def next_tokens(options: Options, logits: Array, keys: Array, positions: Array) -> Array:
+def next_tokens(sampling: Sampling, logits: Array, keys: Array, positions: Array) -> Array:
     """int32[M]: the token after each row of logits, or NO_NUMBER. The position is part of the key:
     a sequence draws the same tokens whenever and beside whichever others it runs.
     """
-    if options.sampling.draws:
+    if sampling.draws:
         keys = jax.vmap(jax.random.fold_in)(keys, positions)
-    token = sample(logits, keys, options.sampling)
+    token = sample(logits, keys, sampling)
     chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
     return jnp.where(jnp.isfinite(chosen), token, NO_NUMBER)
 

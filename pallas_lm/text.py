@@ -1,9 +1,13 @@
 """Text to tokens and back, whole and as it comes."""
 
+import operator
 import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any, Protocol
+
+import jax
+import numpy as np
 
 from pallas_lm.folder import Folder, shown
 from pallas_lm.hf_config import KEYS
@@ -70,6 +74,21 @@ class _HuggingFace:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids))
+
+
+def ids_of(value: object) -> list[int] | None:
+    """Token ids of a list, or of an array of NumPy or jax; None of anything else."""
+    if isinstance(value, (np.ndarray, jax.Array)):
+        whole = value.ndim == 1 and np.issubdtype(value.dtype, np.integer)
+        return np.asarray(value).tolist() if whole else None
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        return None
+    if any(isinstance(x, bool) for x in value):
+        return None
+    try:
+        return [operator.index(x) for x in value]  # jax's integers are no ints
+    except TypeError:
+        return None
 
 
 def encoded(tokenizer: Tokenizer, text: str, number: int, special: bool = True) -> list[int]:

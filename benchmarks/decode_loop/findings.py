@@ -8,6 +8,15 @@ from typing import TYPE_CHECKING
 from benchmarks.decode_loop.report import PARTS, Row
 from pallas_lm.progress import Spread
 
+NO_GPU = (
+    "-: not measured without a GPU: the rate at which memory is read, and the host's part. Times "
+    "are the wall's; a part, which is timed alone, takes a launch of its own"
+)
+SHRUNK = (
+    "parts of a step are timed alone; those that took longer than the step are shrunk to it: "
+    "parts_shrunk in report.json"
+)
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -31,7 +40,9 @@ def table(measured: Sequence[Row], run: Row) -> list[str]:
     waits = [
         f"{words}: median {Spread(**run[name])}" for words, name in WAITS.items() if run.get(name)
     ]
-    return [head, *map(line, steps), *others, *waits]
+    notes = [NO_GPU] if any(row["roofline"] is None for row in steps) else []
+    notes += [SHRUNK] if any("parts_shrunk" in row for row in steps) else []
+    return [head, *map(line, steps), *others, *waits, *notes]
 
 
 def line(row: Row) -> str:
@@ -41,8 +52,11 @@ def line(row: Row) -> str:
     if row["op"] == "first_token":
         return f"{row['case']}: {row['ms']:.1f} ms to the first tokens"
     start = f"{row['impl']:<26}{row['problem']['batch']:>6}{row['ms']:>11.3f}"
-    rate = f"{row['tokens_per_second']:>10.0f}{row['roofline']:>11.1%}"
-    return start + rate + "".join(f"{ms:>11.3f}" for ms in row.get("parts", {}).values())
+    share = "-" if row["roofline"] is None else f"{row['roofline']:.1%}"
+    rate = f"{row['tokens_per_second']:>10.0f}{share:>11}"
+    parts = row.get("parts", {})
+    ms = (f"{parts[name]:.3f}" if name in parts else "-" for name in PARTS if parts)
+    return start + rate + "".join(f"{x:>11}" for x in ms)
 
 
 def write(folder: str, measured: Sequence[Row], cache: str, run: Row) -> list[str]:
@@ -79,6 +93,8 @@ def _draw_parts(axis: "Axes", measured: Sequence[Row]) -> None:
     names = [str(row["problem"]["batch"]) for row in measured]
     base = [0.0] * len(measured)
     for part, colour in zip(PARTS, _COLOURS, strict=True):
+        if part not in measured[0]["parts"]:
+            continue
         shares = [row["parts"][part] / sum(row["parts"].values()) for row in measured]
         axis.bar(names, shares, 0.6, bottom=base, color=colour, label=part)
         base = [a + b for a, b in zip(base, shares, strict=True)]
@@ -92,16 +108,19 @@ def _draw_parts(axis: "Axes", measured: Sequence[Row]) -> None:
 
 
 def _draw_rates(axis: "Axes", measured: Sequence[Row]) -> None:
-    """Tokens a second, and what reading weights and live rows alone would allow."""
+    """Tokens a second, and what reading weights and live rows alone would allow, if it is known."""
     from matplotlib import ticker
 
     batches = [row["problem"]["batch"] for row in measured]
     rates = [row["tokens_per_second"] for row in measured]
-    bounds = [row["tokens_per_second"] / row["roofline"] for row in measured]
-    axis.loglog(batches, bounds, "_--", color="#444444", markersize=12, label="memory's bound")
+    shares = [row["roofline"] for row in measured]
+    known = None not in shares
+    bounds = [rate / share for rate, share in zip(rates, shares, strict=True)] if known else []
+    if known:
+        axis.loglog(batches, bounds, "_--", color="#444444", markersize=12, label="memory's bound")
     axis.loglog(batches, rates, "o-", color="#003f5c", label="measured")
     for row in measured:
-        words = f"{row['tokens_per_second']:,.0f}: {row['roofline']:.0%}"
+        words = f"{row['tokens_per_second']:,.0f}" + (f": {row['roofline']:.0%}" if known else "")
         axis.annotate(words, (row["problem"]["batch"], row["tokens_per_second"]), (4, -12),
                       textcoords="offset points", fontsize=8)  # fmt: skip
     # 1, 2 and 5 of every power of 10: a single batch size, too, has a number at its side.
@@ -111,7 +130,7 @@ def _draw_rates(axis: "Axes", measured: Sequence[Row]) -> None:
     axis.minorticks_off()
     room = 2 * (batches[-1] / batches[0]) ** 0.2  # for the words of the last
     axis.set_xlim(batches[0] / 1.6, batches[-1] * room)
-    axis.set_ylim(min(rates) / 1.6, max(bounds) * 1.6)
+    axis.set_ylim(min(rates + bounds) / 1.6, max(rates + bounds) * 1.6)
     axis.set_xlabel("sequences at a time")
-    axis.set_ylabel("tokens/s, and their share of memory's bound")
+    axis.set_ylabel("tokens/s" + (", and their share of memory's bound" if known else ""))
     axis.legend(frameon=False, fontsize=8)

@@ -3,8 +3,10 @@
 Parts are timed as programs of their own (`step_parts`). Matmuls are the time of the whole step
 beyond these (norms and rotations ride along), the host is wall time that no kernel ran in. On a GPU
 the time of kernels is CUPTI's, and the same loop without this package (`peer`) is timed beside
-ours; elsewhere time is the wall's, and the host cannot be told apart. Where kernels overlap their
-times add up to more than the step's, and then the device is said to have worked all of it.
+ours. Elsewhere time is the wall's, the host cannot be told apart, and no rate of memory is
+measured: such rows have no share of it. Where kernels overlap their times add up to more than the
+step's, and then the device is said to have worked all of it. Where parts alone take longer than the
+step they are shrunk to it, and the row says by how much.
 
 On a mesh a step is that of all devices, and so are bytes and the rate at which memory is read; the
 time of kernels is the mean of the devices, and sums over devices count as matmuls. The loop beside
@@ -195,8 +197,10 @@ def measure(
 
 
 def _measure(subject: Subject, asked: Sequence[Options], say: Say) -> Iterator[Row]:
-    read = step_parts.read_rate(subject.options.mesh)
-    yield {"op": "ceiling", "case": "read", "impl": "xla", "tbps": round(read, 4)}
+    read = None
+    if step_parts.on_gpu():
+        read = step_parts.read_rate(subject.options.mesh)
+        yield {"op": "ceiling", "case": "read", "impl": "xla", "tbps": round(read, 4)}
     for options in asked:
         row = _row(subject, options, read, say)
         yield row
@@ -207,22 +211,35 @@ def _measure(subject: Subject, asked: Sequence[Options], say: Say) -> Iterator[R
         yield _first_token(subject)
 
 
-def _row(subject: Subject, options: Options, read: float, say: Say) -> Row:
+def _row(subject: Subject, options: Options, read: float | None, say: Say) -> Row:
     config, mesh = subject.config, options.mesh
     cache, wall, device = _step(subject, options, step_parts.filled(config, options))
     say(f"{options.cache}, {options.batch}: {wall.ms:.3f} ms a step, kernels {device:.3f}")
     held = [step_parts.hold(cache, each(mesh, options.batch, subject.context))]
     del cache
-    ms = {part.name: part.ms(mesh, held) for part in step_parts.parts(config, options)}
+    alone = {part.name: part.ms(mesh, held) for part in step_parts.parts(config, options)}
+    row = _facts(subject, options, wall, read) | {"impl": f"pallas_attn/{options.cache}"}
+    row |= _shares(alone, device, wall.ms if step_parts.on_gpu() else None)
+    cached = alone["append"] + alone["attention"]
+    return row | {"kv_roofline": _share(row["live_kv_bytes"], read, cached)}
+
+
+def _shares(alone: dict[str, float], device: float, wall: float | None) -> Row:
+    """The parts of a step for which the device works so many ms, of those that each took alone;
+    with the wall's ms the host's part is known. No part is longer than the step.
+    """
+    shrunk = min(device / sum(alone.values()), 1.0)
+    ms = {name: x * shrunk for name, x in alone.items()}
     ms["matmuls"] = max(device - sum(ms.values()), 0.0)
-    ms["host"] = max(wall.ms - device, 0.0)
-    row = _facts(subject, options, wall, read)
-    kv = row["live_kv_bytes"]
-    return row | {
-        "impl": f"pallas_attn/{options.cache}",
-        "parts": {name: round(ms[name], 4) for name in PARTS},
-        "kv_roofline": round(kv / read / 1e9 / (ms["append"] + ms["attention"]), 4),
-    }
+    if wall is not None:
+        ms["host"] = max(wall - device, 0.0)
+    parts = {name: round(ms[name], 4) for name in PARTS if name in ms}
+    return {"parts": parts} | ({"parts_shrunk": round(shrunk, 4)} if shrunk < 1 else {})
+
+
+def _share(nbytes: int, read: float | None, ms: float) -> float | None:
+    """The share that so many bytes in a time have of the rate at which memory is read (TB/s)."""
+    return None if read is None else round(nbytes / read / 1e9 / ms, 4)
 
 
 def _step(subject: Subject, options: Options, cache: KVCache) -> tuple[KVCache, Rate, float]:
@@ -246,7 +263,7 @@ def _step(subject: Subject, options: Options, cache: KVCache) -> tuple[KVCache, 
     return carry.pop()[0], wall, min(ms / options.chunk, wall.ms)
 
 
-def _facts(subject: Subject, options: Options, wall: Rate, read: float) -> Row:
+def _facts(subject: Subject, options: Options, wall: Rate, read: float | None) -> Row:
     """The facts of a row, whichever implementation made the step."""
     config, batch = subject.config, options.batch
     kv = config.kv_bytes(options.dtype) * subject.context * batch
@@ -263,12 +280,12 @@ def _facts(subject: Subject, options: Options, wall: Rate, read: float) -> Row:
         "tokens_per_second": round(batch / wall.ms * 1e3, 1),
         "weight_bytes": weights,
         "live_kv_bytes": kv,
-        "roofline": round((weights + kv) / read / 1e9 / wall.ms, 4),
+        "roofline": _share(weights + kv, read, wall.ms),
         "peak_bytes": (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
     }
 
 
-def _peer_row(subject: Subject, options: Options, read: float) -> Row:
+def _peer_row(subject: Subject, options: Options, read: float | None) -> Row:
     """The row of `dynamic_update_slice` and cuDNN."""
     program = _peer_program(subject.config, options)
     carry = [_peer_state(subject, options)]

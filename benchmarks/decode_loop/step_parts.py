@@ -20,7 +20,8 @@ from pallas_attn.decode import decode_attention
 from pallas_lm import mesh as lm_mesh
 from pallas_lm.config import Config
 from pallas_lm.options import Options
-from pallas_lm.sampling import Sampling, sample
+from pallas_lm.sampling import sample
+from pallas_lm.state import State
 
 Array = jax.Array
 TURNS = 3
@@ -56,7 +57,7 @@ class Part(NamedTuple):
     name: str
     program: Any  # jitted
     static: tuple[Any, ...]
-    create: Callable[[], tuple[Array, ...]]  # random operands
+    create: Callable[[], tuple[Any, ...]]  # random operands
     heads: str | None = lm_mesh.HEADS  # the mesh axis that their heads are split over
     writes: bool = False  # the cache is donated, and is the result
 
@@ -96,14 +97,14 @@ def parts(config: Config, options: Options) -> list[Part]:
         k = normal(2, *new)
         return (k,) if config.latent is not None else (k, normal(3, *new))
 
-    def logits() -> tuple[Array, ...]:
-        keys = jax.random.split(jax.random.key(6), slots)
-        return normal(5, slots, config.vocab, dtype="float32"), keys
+    def logits() -> tuple[Any, ...]:
+        state = State.create(options)
+        return normal(5, slots, config.vocab, dtype="float32"), state.key, state.sampling
 
     return [
         Part("attention", _attend, static, lambda: (normal(4, slots, config.heads, dim),)),
         Part("append", _append, static, rows, writes=True),
-        Part("sampling", _sample, (options.sampling,), logits, heads=None),
+        Part("sampling", _sample, (), logits, heads=None),
     ]
 
 
@@ -140,9 +141,7 @@ def _attend(config: Config, options: Options, cache: KVCache, q: Array) -> Array
     return lm_mesh.over_heads(options.mesh, config, run, cache, q)[1]
 
 
-@jax.jit(static_argnums=0)
-def _sample(sampling: Sampling, logits: Array, keys: Array) -> Array:
-    return sample(logits, keys, sampling)
+_sample = jax.jit(sample)
 
 
 # ---- caches -------------------------------------------------------------------------------------
@@ -218,14 +217,12 @@ def kernels_of(name: str, call: Callable[[], Array], mesh: Mesh | None) -> tuple
 
 
 def read_rate(mesh: Mesh | None = None) -> float:
-    """TB/s that a sum over a large array reads; on a mesh, all devices together."""
+    """TB/s that a sum over 4 GiB on each GPU reads; on a mesh, all devices together."""
     devices = 1 if mesh is None else mesh.size
-    nbytes = 2**32 * devices if on_gpu() else 2**27
-    count = -(-nbytes // 2**22 // devices) * devices
 
     def create() -> Array:
         drawn = jax.random.normal(jax.random.key(0), (1, 2**20), jnp.float32)
-        return jnp.tile(drawn, (count, 1))
+        return jnp.tile(drawn, (2**10 * devices, 1))
 
     block = lm_mesh.made(mesh, create, lm_mesh.HEADS)
     total = jax.jit(lambda x: x.reshape(-1, 2**18).sum(axis=1))

@@ -12,7 +12,17 @@ import jax
 from absl import flags
 from absl import logging as absl_logging
 
-from pallas_lm.cli.flags import BENCH, DECODE, NAMES, PARITY, TRAIN, help_text, parse, refuse_idle
+from pallas_lm.cli.flags import (
+    BENCH,
+    DECODE,
+    NAMES,
+    PARITY,
+    TRAIN,
+    help_text,
+    parse,
+    refuse_idle,
+    said_options,
+)
 
 values = flags.FLAGS
 
@@ -180,17 +190,18 @@ def _of_path(error: OSError) -> str:
 
 
 def _decode() -> int:
-    from pallas_lm import sampling, session
+    from pallas_lm import session
 
-    drawn = sampling.Sampling(values.temperature, values.top_k, values.top_p)
-    settings = _filled(session.Settings, prompts=_prompts(), sampling=drawn, **_stops())
+    asked = said_options() | _stops()
+    settings = _filled(session.Settings, prompts=_prompts(), options=asked)
     return session.decode(settings, sys.stdout, sys.stderr)
 
 
 def _filled[Record](record: type[Record], **fields: Any) -> Record:
     """A record whose fields have the values of the flags of their names, and others."""
-    names = {field.name for field in dataclasses.fields(record)}  # type: ignore[arg-type]
-    return record(**{name: values[name].value for name in names & NAMES} | fields)
+    names = {field.name for field in dataclasses.fields(record)} & NAMES  # type: ignore[arg-type]
+    said = {name: x for name in names if (x := values[name].value) is not None}
+    return record(**said | fields)
 
 
 def _prompts() -> tuple[str, ...]:
@@ -211,11 +222,13 @@ def _prompts() -> tuple[str, ...]:
 
 def _stops() -> dict[str, Any]:
     """The texts and the tokens that end a sequence."""
-    texts = tuple(text.replace("\\n", "\n") for text in values.stop)
+    stops: dict[str, Any] = {}
+    if values.stop is not None:
+        stops["stop"] = [text.replace("\\n", "\n") for text in values.stop]
     if values.stop_ids is None:
-        return {"stop": texts, "stop_ids": None}
+        return stops
     try:
-        return {"stop": texts, "stop_ids": tuple(map(int, values.stop_ids))}
+        return stops | {"stop_ids": tuple(map(int, values.stop_ids))}
     except ValueError:
         raise ValueError(f"stop_ids: expected numbers, got {values.stop_ids}") from None
 

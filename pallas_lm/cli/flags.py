@@ -1,11 +1,15 @@
 """The flags: a table of them, and the ones that do nothing in a task or beside other flags."""
 
+import dataclasses
 import difflib
 import textwrap
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from absl import flags
+
+from pallas_lm import options
+from pallas_lm.machine import PRECISIONS
 
 USAGE = """\
 {0}                               a small model continues a few prompts, checked
@@ -37,8 +41,8 @@ _OPS = ["forward", "backward", "backward_alone", "decode", "prefill", "shared_pr
 
 
 class Flag(NamedTuple):
-    """One flag. `kind`: the range of an integer, a list of values, bool, float or str; tuple: may
-    be repeated; list: with commas.
+    """One flag. `kind`: the range of an integer, a list of values, bool, int, float or str; tuple:
+    may be repeated; list: with commas. None as the default: that of the record which it fills.
     """
 
     name: str
@@ -46,6 +50,11 @@ class Flag(NamedTuple):
     kind: Any
     default: Any
     text: str
+
+
+def _option(name: str, kind: type | list[str], text: str) -> Flag:
+    """An option of `lm.generate`, which is checked there."""
+    return Flag(name, (DECODE,), kind, None, text)
 
 
 def _ints(least: int = 0, most: int = 2**28) -> range:
@@ -62,10 +71,10 @@ FLAGS = (
          "Which implementation to run. Default: the fastest that takes each problem on this "
          "machine. decode takes no other than reference; train takes any that has gradients here."),
     Flag("seed", (DECODE, TRAIN, PARITY, BENCH), _ints(most=2**32 - 1), 0, "Of all random inputs."),
-    Flag("dtype", (DECODE, TRAIN, PARITY), ["bfloat16", "float16", "float32"], None,
+    Flag("dtype", (DECODE, TRAIN, PARITY), list(options.DTYPES), None,
          "The type of what is computed with. Default: bfloat16; without a GPU decode takes "
          "float32, and train always does."),
-    Flag("precision", (DECODE, TRAIN), ["default", "high", "highest"], None,
+    Flag("precision", (DECODE, TRAIN), list(PRECISIONS), None,
          "Of matmuls, as jax.default_matmul_precision has it. Default: highest with float32, so "
          "that float32 is no TF32 on a GPU; else default."),
     Flag("compile_cache", (DECODE, TRAIN, PARITY), bool, True,
@@ -100,11 +109,11 @@ FLAGS = (
     Flag("overwrite", (TRAIN,), bool, False, "Replace a model that --out holds already."),
     Flag("batch", (DECODE, TRAIN), _ints(1, 2**20), 32,
          "train: windows of the text a step. decode: sequences at a time."),
-    Flag("steps", (TRAIN,), _ints(1, 2**30), 3000, "How many steps."),
-    Flag("context", (TRAIN,), _ints(1, 2**20), 512,
+    Flag("steps", (TRAIN,), _ints(1, 2**30), None, "How many steps."),
+    Flag("context", (TRAIN,), _ints(1, 2**20), None,
          "Bytes of a window of the text; the model is made for as many positions."),
-    Flag("learning_rate", (TRAIN,), float, 0.003, "Its peak, for AdamW."),
-    Flag("model", (DECODE,), str, "tiny",
+    Flag("learning_rate", (TRAIN,), float, None, "Its peak, for AdamW."),
+    Flag("model", (DECODE,), str, None,
          "tiny, which is in the package, or llama2_7b, llama3_8b, llama3_70b, llama3.1_8b, "
          "mistral_7b, qwen2_7b, qwen3_8b, deepseek_v2_lite with random weights."),
     Flag("checkpoint", (DECODE,), str, None,
@@ -114,46 +123,45 @@ FLAGS = (
     Flag("prompt_file", (DECODE,), str, None,
          r"A file of UTF-8 with a prompt a line, in which \n is a new line as in --prompt; empty "
          r"lines are left out; - is standard input."),
-    Flag("chat", (DECODE,), bool, False,
+    _option("chat", bool,
          "Prompts are messages of a user, for the chat template in the --checkpoint; takes "
          "pallas_attn[lm]."),
-    Flag("random_prompts", (DECODE,), _ints(most=2**20), 0,
+    Flag("random_prompts", (DECODE,), _ints(most=2**20), None,
          "This many prompts of random tokens instead."),
-    Flag("prompt_length", (DECODE,), _ints(1), 128, "Tokens of a random prompt."),
-    Flag("max_new_tokens", (DECODE,), _ints(), 200, "Tokens after each prompt, at most."),
-    Flag("cache", (DECODE,), ["per_sequence", "stacked", "paged"], "per_sequence",
-         "Which KV cache."),
-    Flag("capacity", (DECODE,), _ints(1), None,
-         "Rows that a sequence can hold. Default: what the prompts need."),
-    Flag("page_size", (DECODE,), _ints(1, 2**20), 64, "With --cache=paged: rows of a page."),
-    Flag("pages", (DECODE,), _ints(1), None,
+    Flag("prompt_length", (DECODE,), _ints(1), None, "Tokens of a random prompt."),
+    _option("max_new_tokens", int, "Tokens after each prompt, at most."),
+    _option("cache", list(options.CACHES), "Which KV cache."),
+    _option("capacity", int, "Rows that a sequence can hold. Default: what the prompts need."),
+    _option("page_size", int, "With --cache=paged: rows of a page."),
+    _option("pages", int,
          "With --cache=paged: pages of the pool. Default: enough for all; with fewer, prompts "
          "wait."),
-    Flag("chunk", (DECODE,), _ints(1, 2**16), 16, "Steps inside one jit."),
-    Flag("prefill", (DECODE,), _ints(1), 16384,
+    _option("chunk", int, "Steps inside one jit."),
+    _option("prefill", int,
          "Tokens of prompts that are prefilled together at most, padding counted."),
-    Flag("prefill_chunk", (DECODE,), _ints(1, 2**20), None,
+    _option("prefill_chunk", int,
          "Rows of prompts that a step takes beside the sequences that decode, which then do not "
          "wait for long prompts. Default: prompts come in whole, before the next chunk of steps."),
-    Flag("samples", (DECODE,), _ints(1, 2**20), 1,
+    _option("samples", int,
          "Answers to each prompt, which is prefilled once and forked: takes --cache=paged and a "
          "--temperature."),
-    Flag("draft", (DECODE,), ["ngram"], None,
+    _option("draft", list(options.DRAFTS),
          "Where drafts come from, of which a step checks several at once. ngram: what followed the "
          "newest tokens where they stood before. The tokens are those of plain decoding, but for "
          "ties."),
-    Flag("drafts", (DECODE,), _ints(1, 2**10), 7, "With --draft: how many a step checks."),
-    Flag("temperature", (DECODE,), float, 0.0, "0 takes the likeliest token."),
-    Flag("top_k", (DECODE,), _ints(most=2**30), 0, "Sample from this many; 0: from all."),
-    Flag("top_p", (DECODE,), float, 1.0, "Sample from the likeliest that make up this."),
-    Flag("stop", (DECODE,), tuple, [],
+    _option("drafts", int, "With --draft: how many a step checks."),
+    _option("temperature", float, "0 takes the likeliest token."),
+    _option("top_k", int, "Sample from this many; 0: from all."),
+    _option("top_p", float, "Sample from the likeliest that make up this."),
+    _option("stop", tuple,
          r"A text that ends a sequence and is left out; may be repeated. \n is a new line."),
-    Flag("stop_ids", (DECODE,), list, None,
-         "Tokens that end a sequence. Default: what the checkpoint says."),
+    _option("stop_ids", list,
+         "Tokens that end a sequence, with commas; --stop_ids= for none. Default: what the "
+         "checkpoint says."),
     Flag("check", (DECODE,), bool, False,
          "Compare every step with the reference path, and print the table."),
     Flag("json", (DECODE,), bool, False, "One JSON object a line, for machines."),
-    Flag("logprobs", (DECODE,), bool, False,
+    _option("logprobs", bool,
          "With --json: the log-probability of each token, before temperature, top_k and top_p."),
     Flag("report", (DECODE,), str, None,
          "A folder for report.json and report.png: where a step's time goes."),
@@ -161,6 +169,7 @@ FLAGS = (
 NAMES = {flag.name for flag in FLAGS}
 _DEFINE: dict[type, Callable[..., Any]] = {
     bool: flags.DEFINE_bool,
+    int: flags.DEFINE_integer,
     float: flags.DEFINE_float,
     str: flags.DEFINE_string,
     list: flags.DEFINE_list,
@@ -206,7 +215,7 @@ def parse(argv: list[str]) -> list[str]:
 
 def refuse_idle(argv: list[str]) -> None:
     """Raises where a flag does nothing: in this task, or, if it stands on the command line itself,
-    beside the other flags. A flagfile may say more than is used.
+    beside the other flags. A flagfile may say more than is used: that is left out.
     """
     values = flags.FLAGS
     for flag in FLAGS:
@@ -227,6 +236,8 @@ def refuse_idle(argv: list[str]) -> None:
         name = arg.lstrip("-").partition("=")[0]
         if arg.startswith("-") and name in idle:
             raise ValueError(f"{name}: {idle[name]}")
+    for name in idle:
+        values[name].unparse()
 
 
 def _idle_in_decode(values: flags.FlagValues) -> dict[str, str]:
@@ -235,36 +246,49 @@ def _idle_in_decode(values: flags.FlagValues) -> dict[str, str]:
     others = "--random_prompts takes no other prompts; give one of the two"
     rules = (
         (values.checkpoint is not None, "--checkpoint is the model; give one of the two", "model"),
-        (values.cache != "paged", "only --cache=paged has pages", "page_size", "pages"),
         (drawn, others, "prompt", "prompt_file"),
         (drawn, "--random_prompts are no messages", "chat"),
         (not values.json, "only --json shows them", "logprobs"),
-        (values.prefill_chunk is not None, "--prefill_chunk says how many a step takes", "prefill"),
         (not drawn, "only --random_prompts draws prompts of a length", "prompt_length"),
         (values.prompt and not drawn, "--prompt is given; give one of the two", "prompt_file"),
-        (not values.temperature, "nothing is drawn without a --temperature", "top_k", "top_p"),
-        (values.draft is None, "there are none without a --draft", "drafts"),
         (values.report is None, "its rows are those of a --report=FOLDER", "out", "commit"),
     )
-    return {name: why for applies, why, *names in rules if applies for name in names}
+    idle = {name: why for applies, why, *names in rules if applies for name in names}
+    return idle | options.idle(said_options())
+
+
+def said_options() -> dict[str, Any]:
+    """The options of `lm.generate` that flags say."""
+    values = flags.FLAGS
+    return {name: values[name].value for name in options.NAMES if name in NAMES}
 
 
 def help_text(program: str) -> str:
     """All flags, those of one task together."""
-    lines = [USAGE.format(program)]
+    lines, defaults = [USAGE.format(program)], _defaults()
     for tasks in dict.fromkeys(flag.tasks for flag in FLAGS):
         lines.append("every task:" if tasks == TASKS else f"{', '.join(tasks)}:")
         for flag in FLAGS:
-            lines += _help_of(flag) if flag.tasks == tasks else []
+            default = flag.default if flag.default is not None else defaults.get(flag.name)
+            lines += _help_of(flag, default) if flag.tasks == tasks else []
         lines.append("")
     return "\n".join(lines)
 
 
-def _help_of(flag: Flag) -> list[str]:
+def _defaults() -> dict[str, Any]:
+    """The defaults of the records that flags fill."""
+    from pallas_lm import session, train
+
+    records = (train.Recipe, session.Settings, options.Call, options.Options, options.Sampling)
+    return {x.name: x.default for record in records for x in dataclasses.fields(record)}
+
+
+def _help_of(flag: Flag, default: object) -> list[str]:
     shown = f"--[no]{flag.name}" if flag.kind is bool else f"--{flag.name}=.."
     shown = f"--{flag.name}={'|'.join(flag.kind)}" if isinstance(flag.kind, list) else shown
-    default = "" if flag.default in (None, [], False) else f" Default: {flag.default}."
-    wrapped = textwrap.wrap(flag.text + default, 92)
+    unsaid = default not in (None, [], (), False) and "Default: " not in flag.text
+    said = f" Default: {default}." if unsaid else ""
+    wrapped = textwrap.wrap(flag.text + said, 92)
     shown = textwrap.fill(shown.replace("|", "| "), 96, subsequent_indent="      ")  # breaks at |
     shown = shown.replace("| ", "|").replace("\n", "\n  ")
     return [*f"  {shown}".splitlines(), *(f"      {line}" for line in wrapped)]

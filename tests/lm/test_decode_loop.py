@@ -270,6 +270,15 @@ def test_logits_that_are_no_numbers_are_an_error(drawn):
         list(after)
 
 
+def test_a_run_that_gave_its_cache_back_does_no_more():
+    run = decode.Run(*small(), options(), prompts(), 10)
+    next(iter(run))
+    run.release()
+    line = "run: expected one with its cache, got one after release; make another"
+    refuses(line, list, run)
+    refuses(line, run.prepare)
+
+
 # ---- generate -----------------------------------------------------------------------------------
 
 
@@ -292,6 +301,31 @@ def test_load_refuses_a_dtype_in_which_no_model_runs(dtype):
     refuses(NO_DTYPE.format(dtype), lm.load, dtype=dtype)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, np.dtype("float16"), np.float16, "float16"])
+def test_load_takes_a_dtype_as_jax_does(dtype):
+    model = lm.load(dtype=dtype)
+    assert model.dtype == "float16" and model.params["norm"].dtype == np.float16
+    assert lm.generate(model, ["a"], max_new_tokens=2, dtype=dtype)
+    refuses(NO_DTYPE.format("x").replace("'x'", repr(jnp.int8)), lm.load, dtype=jnp.int8)
+
+
+def test_load_takes_a_folder(tmp_path):
+    """Not the name of a model on a hub, nor a file."""
+    (tmp_path / "model.bin").write_text("")
+    wanted = "folder: expected a folder with config.json, weights and tokenizer.json, got "
+    remedy = (
+        "a model that a hub names is downloaded first: huggingface_hub.snapshot_download(name) "
+        "returns its folder"
+    )
+    line = f"{wanted}'org/name' (No such file or directory); {remedy}"
+    refuses(line, lm.load, "org/name")
+    refuses(line.replace("folder:", "checkpoint:", 1), shown, checkpoint="org/name")
+    path = tmp_path / "model.bin"
+    refuses(f"{wanted}{str(path)!r} (no folder); {remedy}", lm.load, str(path))
+    with pytest.raises(ValueError, match=r"^folder: expected a folder .*, got 2.5 \("):
+        lm.load(2.5)
+
+
 @pytest.mark.parametrize(
     ("texts", "how", "message"),
     [
@@ -300,7 +334,8 @@ def test_load_refuses_a_dtype_in_which_no_model_runs(dtype):
         (["a"], {"cache": "ring"}, NO_CACHE),
         (["a"], {"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
         (["a"], {"max_new_tokens": "5"}, "max_new_tokens: expected an int of at least 1, got '5'"),
-        (["a"], {"seed": 2**64}, f"seed: expected an int of 64 bits, got {2**64}"),
+        (["a"], {"seed": 2**64}, f"seed: expected at most {2**32 - 1}, got {2**64}"),
+        (["a"], {"seed": "1"}, "seed: expected an int of at least 0, got '1'"),
         (["a"], {"samples": "3"}, "samples: expected an int of at least 1, got '3'"),
         (
             ["a", None],

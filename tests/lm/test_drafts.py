@@ -16,6 +16,7 @@ from tests.lm.loops import (
     options,
     plain_run,
     prompts,
+    refuses,
     run,
     shown,
     small,
@@ -228,5 +229,5 @@ def test_a_session_shows_samples_and_what_drafts_save():
     last = out.splitlines()[-1]
     assert re.match(r"without drafts .* tokens/s, with them .* times as many; the same", last)
     assert last.endswith("the same tokens in 4 of 4 sequences")
-    with pytest.raises(ValueError, match="batch: expected at least 9, the samples of a prompt"):
-        shown(samples=9)
+    line = "batch: expected at least 9 for 9 samples of a prompt, got 8"
+    refuses(line, shown, **how | {"samples": 9})

@@ -176,7 +176,7 @@ def test_no_mesh_has_it():
 
 def test_no_report_has_it(monkeypatch):
     model = session._Model(config_from(PLAIN), text.Numbers(), (), lambda *_: None)
-    monkeypatch.setattr(session, "_model", lambda _: model)
+    monkeypatch.setattr(session, "_model", lambda *_: model)
     message = (
         "report: expected none: the parts of a step are not timed for Gemma 4, which has two head "
         "dims, got 'out'; leave --report out"

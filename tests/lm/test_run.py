@@ -220,6 +220,10 @@ def test_a_row_that_cannot_run_is_said_and_fails(called):
     assert out.splitlines()[-1] == "9 rows did not hold"
 
 
+PAGES = (
+    "page_size: expected none, since only cache='paged' has pages, got 8; give it as well, or "
+    "leave page_size out; see python run.py --help\n"
+)
 WRONG = [
     ("--task=dance", "flag --task=dance: value should be one of <decode|train|parity|bench>"),
     (
@@ -237,6 +241,11 @@ WRONG = [
     ),
     ("--check=7", "flag --check=7: expected --check or --nocheck, without a value; see"),
     ("--max_new_tokens=0", "max_new_tokens: expected at least 1, got 0; see"),
+    ("--chunk=65537", "chunk: expected at most 65536, got 65537; see"),
+    ("--stop=", "stop: expected a text or a list of texts, none of them empty, got ('',); tokens "),
+    ("--mesh=", "mesh: expected a value after --mesh=; leave the flag out for its default"),
+    ("--mesh=cp:2", "mesh: expected tp:N, N at least 1, got 'cp:2'; see"),
+    ("--checkpoint=org/name", "checkpoint: expected a folder with config.json, weights and "),
     ("--report=", "report: expected a value after --report=; leave the flag out for its default"),
     ("--task=train --text=LICENSE --out=", "out: expected a value after --out=; leave the flag"),
     (
@@ -276,20 +285,36 @@ WRONG = [
     ),
     # Flags that another one leaves nothing to do.
     ("--checkpoint=x --model=tiny", "model: --checkpoint is the model; give one of the two"),
-    ("--page_size=8", "page_size: only --cache=paged has pages"),
-    ("--pages=8 --cache=stacked", "pages: only --cache=paged has pages"),
+    ("--page_size=8", PAGES),
+    (
+        "--pages=8 --cache=stacked",
+        "pages: expected none, since only cache='paged' has pages, got 8; give it as well, or",
+    ),
     ("--prompt_length=9", "prompt_length: only --random_prompts draws prompts of a length"),
     (
         "--random_prompts=1 --prompt=a",
         "prompt: --random_prompts takes no other prompts; give one of the two",
     ),
     ("--prompt=a --prompt_file=-", "prompt_file: --prompt is given; give one of the two"),
-    ("--top_k=4", "top_k: nothing is drawn without a --temperature"),
-    ("--top_p=0.4 --temperature=0", "top_p: nothing is drawn without a --temperature"),
+    (
+        "--top_k=4",
+        "top_k: expected none, since nothing is drawn without a temperature, got 4; give one as",
+    ),
+    (
+        "--top_p=0.4 --temperature=0",
+        "top_p: expected none, since nothing is drawn without a temperature, got 0.4; give one as",
+    ),
+    (
+        "--drafts=4",
+        "drafts: expected none, since no step checks drafts without draft='ngram', got 4; give it",
+    ),
     ("--logprobs", "logprobs: only --json shows them"),
     ("--random_prompts=1 --chat", "chat: --random_prompts are no messages"),
     ("--chat", "prompt 1: chat: the model's folder has no chat template, neither chat_template."),
-    ("--prefill=9 --prefill_chunk=9", "prefill: --prefill_chunk says how many a step takes"),
+    (
+        "--prefill=9 --prefill_chunk=9",
+        "prefill: expected none, since prefill_chunk says how many rows of prompts a step takes, ",
+    ),
     ("--commit=abc", "commit: its rows are those of a --report=FOLDER"),
     ("--out=x", "out: its rows are those of a --report=FOLDER"),
 ]
@@ -303,8 +328,7 @@ def test_a_wrong_value_is_one_line_that_says_what_to_do(called, words, line):
 
 
 def test_a_wrong_value_of_a_process_is_exit_status_2():
-    line = "page_size: only --cache=paged has pages; see python run.py --help\n"
-    assert run("--page_size=8") == (2, "", line)
+    assert run("--page_size=8") == (2, "", PAGES)
 
 
 @pytest.mark.parametrize("platform", ["tpu", "nope"])

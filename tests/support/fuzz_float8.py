@@ -14,7 +14,6 @@ import numpy as np
 
 import pallas_attn as pa
 from pallas_attn._call.float8 import cuts
-from pallas_attn.bench import case as _case
 from pallas_attn.masks import CAUSAL, FULL
 from tests.caches.test_quantized import awkward_rows, quantized
 from tests.support import budget, fuzz

@@ -18,8 +18,8 @@ import numpy as np
 
 from pallas_attn.masks import CAUSAL, FULL, SIDES, Mask
 from pallas_attn.rotary import Rotary
-from tests.support.problems.case_functions import Positions, made
 from pallas_attn.scores import ScoreFunction, score_fn
+from tests.support.problems.case_functions import Positions, made
 
 SMALL = 2**23  # score elements up to which a quadratic oracle takes well under a second on a CPU
 
