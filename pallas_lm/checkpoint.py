@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
-from pallas_attn.kernels.lang.types import DType
 from pallas_lm import gemma4
 from pallas_lm import mesh as lm_mesh
 from pallas_lm.config import Config, Params, Shape, is_shape
@@ -46,7 +46,7 @@ def config_of(folder: str | os.PathLike[str]) -> Config:
 
 
 def load(
-    folder: str | os.PathLike[str], dtype: DType, mesh: Mesh | None = None
+    folder: str | os.PathLike[str], dtype: DTypeLike, mesh: Mesh | None = None
 ) -> tuple[Config, Params]:
     """A model from a folder, its weights as `dtype` on the default device, or split over a mesh."""
     config = config_of(folder)
@@ -78,7 +78,7 @@ def save(folder: str | os.PathLike[str], described: Mapping[str, Any], params: P
 
 
 def _load(
-    config: Config, source: "_Record | _Tensors", dtype: DType, mesh: Mesh | None = None
+    config: Config, source: "_Record | _Tensors", dtype: DTypeLike, mesh: Mesh | None = None
 ) -> Params:
     """The parameters, one after the other: the host never holds the model twice. On a mesh no
     device or process reads more of a matrix than it has.
@@ -125,7 +125,7 @@ class _Record:
                     f"has it, got {shown(held.get(name))}"
                 )
 
-    def read(self, name: str, shape: Shape, dtype: DType, at: Slices) -> np.ndarray:
+    def read(self, name: str, shape: Shape, dtype: DTypeLike, at: Slices) -> np.ndarray:
         """The part of a parameter that slices say."""
         held = self._record[0][name].view(jnp.bfloat16)
         sizes = self._config.joined(*_parameter(name))
@@ -135,7 +135,7 @@ class _Record:
         rows = [matrices[n][at[0], some] for n, some in lm_mesh.spans(sizes, at[1], shape[1])]
         return np.concatenate(rows, axis=1).astype(dtype)
 
-    def not_finite(self, dtype: DType) -> str:
+    def not_finite(self, dtype: DTypeLike) -> str:
         del dtype
         return f"{self._path}: holds numbers that are not finite"
 
@@ -293,7 +293,7 @@ class _Tensors:
                     f"{path}: {shown(name)} is no part of the model that config.json describes"
                 )
 
-    def read(self, name: str, shape: Shape, dtype: DType, at: Slices) -> np.ndarray:
+    def read(self, name: str, shape: Shape, dtype: DTypeLike, at: Slices) -> np.ndarray:
         """The part of a parameter that slices say; of a layer's parameter, always all layers."""
         if name in _TOP:
             return self._take(_TOP[name], dtype, at)
@@ -317,7 +317,7 @@ class _Tensors:
                 start += len(part)
         return stacked
 
-    def _take(self, name: str, dtype: DType, at: Slices = ()) -> np.ndarray:
+    def _take(self, name: str, dtype: DTypeLike, at: Slices = ()) -> np.ndarray:
         """A tensor, or the part of it that slices say."""
         file = self._files[self._where[name]]
         shape = file.get_slice(name).get_shape()
@@ -329,7 +329,7 @@ class _Tensors:
                 held = held.astype(np.float32) + 1
             return held.astype(dtype)
 
-    def not_finite(self, dtype: DType) -> str:
+    def not_finite(self, dtype: DTypeLike) -> str:
         """The error for the first tensor with a number that is not finite."""
         for name, _ in _wanted(self._config):
             if not np.isfinite(self._take(name, dtype).astype(np.float32)).all():

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
-from pallas_attn.kernels.lang.types import DType
 from pallas_attn.masks import CAUSAL, Mask, sliding_window
 from pallas_lm.experts import Experts
 from pallas_lm.gemma4 import Gemma4
@@ -183,7 +183,7 @@ class Config:
         """The index in `ropes` for layers with this mask."""
         return int(self.window_rope is not None and mask.left is not None)
 
-    def kv_bytes(self, dtype: DType) -> int:
+    def kv_bytes(self, dtype: DTypeLike) -> int:
         """Bytes of cache that one token takes."""
         numbers = 0
         for run, (count, _) in enumerate(self.runs):
@@ -281,7 +281,7 @@ def num_bytes(params: Params) -> int:
 
 
 def random_params(
-    config: Config, seed: int, dtype: DType, place: Callable[[str, Array], Array] | None = None
+    config: Config, seed: int, dtype: DTypeLike, place: Callable[[str, Array], Array] | None = None
 ) -> Params:
     """Random weights, for training to start from and for throughput to be measured with.
 

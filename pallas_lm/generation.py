@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from pallas_attn.errors import described
-from pallas_attn.kernels.lang.types import DType
 from pallas_lm import chat, checkpoint, hf_config, machine, text
 from pallas_lm import mesh as lm_mesh
 from pallas_lm.buckets import bucket, power_of_two
@@ -69,7 +69,7 @@ class Completion(NamedTuple):
 
 def load(
     folder: str | os.PathLike[str] = checkpoint.EMBEDDED,
-    dtype: DType | None = None,
+    dtype: DTypeLike | None = None,
     mesh: Mesh | str | None = None,
 ) -> Model:
     """Reads a model onto the default device, or over a mesh.

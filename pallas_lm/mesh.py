@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from pallas_attn.cache import KVCache
-from pallas_attn.kernels.lang.types import DType
 from pallas_lm import config as lm_config
 from pallas_lm import model
 from pallas_lm.config import Config, Params, Shape, Tree, is_shape
@@ -250,7 +250,7 @@ def filled_up(vocab: int, mesh: Mesh) -> int:
     return -(-vocab // mesh.shape[HEADS]) * mesh.shape[HEADS]
 
 
-def random_params(config: Config, seed: int, dtype: DType, mesh: Mesh | None = None) -> Params:
+def random_params(config: Config, seed: int, dtype: DTypeLike, mesh: Mesh | None = None) -> Params:
     """`config.random_params`, the same numbers on any mesh."""
     if mesh is None:
         return lm_config.random_params(config, seed, dtype)

@@ -9,11 +9,11 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from pallas_attn import prefixes
 from pallas_attn.cache import KVCache, PagedCache, PerSequenceCache, StackedCache
 from pallas_attn.errors import described
-from pallas_attn.kernels.lang.types import DType
 from pallas_lm import mesh as lm_mesh
 from pallas_lm.config import Config
 from pallas_lm.gemma4 import TwoCaches
@@ -63,7 +63,7 @@ def check_stop_ids(stop_ids: tuple[int, ...], vocab: int) -> None:
             raise ValueError(f"stop_ids: expected tokens from 0 to {vocab - 1}, got {wrong}")
 
 
-def dtype_name(dtype: DType) -> str:
+def dtype_name(dtype: DTypeLike) -> str:
     """The name of a dtype, however jax takes one; ValueError for one in which no model runs."""
     try:
         name = jnp.dtype(dtype).name

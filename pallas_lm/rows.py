@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from pallas_attn._call import device as _device
 from pallas_attn._call import sharding
-from pallas_attn.kernels.lang.types import DType
 from pallas_lm.exchange import Exchange
 
 if TYPE_CHECKING:  # kernels are imported where a program needs them
@@ -49,7 +49,7 @@ class Angles(NamedTuple):
     sin: Array
 
 
-def streams(rows: int, dtype: DType, implementation: str | None) -> bool:
+def streams(rows: int, dtype: DTypeLike, implementation: str | None) -> bool:
     """Whether the kernels serve so many rows of weights of this dtype, on this machine."""
     here = implementation in (None, "sm90") and _device.gpu_generation() == "sm90"
     return here and rows <= FEW and jnp.dtype(dtype).name in ("bfloat16", "float16")
@@ -58,7 +58,7 @@ def streams(rows: int, dtype: DType, implementation: str | None) -> bool:
 # ---- matmuls ------------------------------------------------------------------------------------
 
 
-def linear(x: Array, weight: Array | Layer, dtype: DType = None) -> Array:
+def linear(x: Array, weight: Array | Layer, dtype: DTypeLike | None = None) -> Array:
     """x [..., in] by a weight [out, in]: [..., out] in `dtype`, or x's."""
     dtype = jnp.dtype(dtype or x.dtype)
     if isinstance(weight, Layer):
@@ -67,7 +67,7 @@ def linear(x: Array, weight: Array | Layer, dtype: DType = None) -> Array:
     return lax.dot_general(x, weight, dims, preferred_element_type=dtype)
 
 
-def partials(x: Array, weight: Array | Layer, dtype: DType = None) -> Array:
+def partials(x: Array, weight: Array | Layer, dtype: DTypeLike | None = None) -> Array:
     """The partial sums of `linear`, to be added up, [n, ..., out]; more than one are float32."""
     dtype = jnp.dtype(dtype or x.dtype)
     if not isinstance(weight, Layer):
@@ -83,7 +83,7 @@ def partials(x: Array, weight: Array | Layer, dtype: DType = None) -> Array:
     return out.reshape(out.shape[0], *x.shape[:-1], -1)
 
 
-def total(added: Array, dtype: DType) -> Array:
+def total(added: Array, dtype: DTypeLike) -> Array:
     """The sum of partial sums."""
     return added[0].astype(dtype) if len(added) == 1 else added.sum(axis=0).astype(dtype)
 
@@ -247,7 +247,9 @@ def rotate(x: Array, angles: Angles) -> Array:
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
-def heads(added: Array, angles: Angles, sizes: tuple[int, int], dtype: DType) -> tuple[Array, ...]:
+def heads(
+    added: Array, angles: Angles, sizes: tuple[int, int], dtype: DTypeLike
+) -> tuple[Array, ...]:
     """q [M, t, N, H], k and v [M, t, K, H], q and k rotated, from partial sums
     float32[n, M, t, (N + 2 K) H]; for Hopper. `sizes`: N and K.
     """

@@ -7,8 +7,8 @@ whole on every device.
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
-from pallas_attn.kernels.lang.types import DType
 from pallas_lm.rows import total
 
 Array = jax.Array
@@ -25,7 +25,7 @@ def embedded(axis: str, vocab: int, embed: Array, tokens: Array) -> Array:
     return lax.psum(jnp.where(own[..., None], rows, 0), axis)
 
 
-def summed(axis: str, partials: Array, dtype: DType) -> Array:
+def summed(axis: str, partials: Array, dtype: DTypeLike) -> Array:
     """The sum over devices, float32, of each device's sum of its partials, rounded to `dtype`: the
     arithmetic of `Exchange`.
     """

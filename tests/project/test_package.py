@@ -278,8 +278,6 @@ def test_who_knows_the_dispatch():
 # Imports of the demo and the benchmarks from the package, but for public modules: this list only
 # gets shorter.
 PRIVATE = {
-    "pallas_lm.checkpoint": {"kernels.lang.types"},
-    "pallas_lm.config": {"kernels.lang.types"},
     "pallas_lm.decode": {"_call.dispatch"},
     "pallas_lm.kernels.all_reduce": {
         "kernels.lang.mosaic",
@@ -305,10 +303,8 @@ PRIVATE = {
         "kernels.lang.threads",
         "kernels.lang.types",
     },
-    "pallas_lm.mesh": {"kernels.lang.types"},
     "pallas_lm.parity": {"_call.dispatch"},
-    "pallas_lm.rows": {"_call.device", "_call.sharding", "kernels.lang.types"},
-    "pallas_lm.tensor_parallel": {"kernels.lang.types"},
+    "pallas_lm.rows": {"_call.device", "_call.sharding"},
     "pallas_lm.train": {"_call.dispatch"},
     "benchmarks.contest": {"_call.config"},
     "benchmarks.float8": {"_call.problem"},
