@@ -363,9 +363,9 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "slope = 1.0 - s * s",
         ),
         "delta_is_added": (
-            f"{BWD}/sm90_dkdv.py",
-            "scaled(dp, units.dp) - key_tiles.per_column",
-            "scaled(dp, units.dp) + key_tiles.per_column",
+            f"{BWD}/tile_pair.py",
+            "else dp - delta",
+            "else dp + delta",
         ),
         "delta_is_overwritten_while_it_is_read": (
             f"{BWD}/sm90_dkdv.py",

@@ -13,7 +13,13 @@ import pytest
 from pallas_attn._call import gpu_specs
 from tests.kernels.decode import test_decode_kernel
 from tests.kernels.decode_mla import test_decode_mla
-from tests.kernels.flash_bwd import test_any_size, test_bwd_wide, test_flash_bwd, test_one_key_tile
+from tests.kernels.flash_bwd import (
+    test_any_size,
+    test_bwd_wide,
+    test_flash_bwd,
+    test_one_key_tile,
+    test_step_parts,
+)
 from tests.kernels.flash_bwd import test_group_window as test_bwd_group_window
 from tests.kernels.flash_fwd import test_flash_fwd, test_group_window, test_wide
 from tests.kernels.prefill import test_prefill, test_prefill_contiguous
@@ -21,7 +27,7 @@ from tests.kernels.prefill import test_prefill, test_prefill_contiguous
 MODULES = (
     *(test_flash_fwd, test_flash_bwd, test_any_size, test_decode_kernel, test_decode_mla),
     *(test_prefill, test_prefill_contiguous, test_wide, test_bwd_wide, test_one_key_tile),
-    *(test_group_window, test_bwd_group_window),
+    *(test_group_window, test_bwd_group_window, test_step_parts),
 )
 SHARED_MEMORY = gpu_specs.shared_memory("sm90")
 

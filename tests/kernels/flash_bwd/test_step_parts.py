@@ -68,16 +68,23 @@ def test_interpreted(name):
         check(case_of(name), CASES[name][1])
 
 
+def on_a_gpu(name):
+    """The Config of a case, for blocks of which each takes a part or two."""
+    config = CASES[name][1]
+    return dataclasses.replace(config, grid=132) if isinstance(config, sm90.Config) else config
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CASES)
 def test_on_the_gpu(name):
-    """Gradients within their budget; dk and dv, and without sums in global memory dq, bit for bit
-    the same again.
-    """
-    case, config = case_of(name), CASES[name][1]
-    if isinstance(config, sm90.Config):
-        config = dataclasses.replace(config, grid=132)
-    check(case, config)
+    check(case_of(name), on_a_gpu(name))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_bits_repeat_on_the_gpu(name):
+    """Bits of dk and dv, and of dq where it is not added up in global memory."""
+    case, config = case_of(name), on_a_gpu(name)
     residuals, problem = residuals_of(case)[0], problem_of(case)
     step = jax.jit(functools.partial(run, problem=problem, config=config))
     first, again = (jax.tree.map(np.asarray, step(residuals)) for _ in range(2))
