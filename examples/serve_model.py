@@ -20,7 +20,8 @@ import pallas_lm as lm
 from pallas_lm import model as decoder
 
 SLOTS, PAGES, PAGE_SIZE, ROOM = 8, 32, 16, 40  # ROOM: rows of a step at most
-TOP_K, SEED, STOP = 30, 1, ord("\n")
+WARMTH, TOP_K = np.array([0.6, 0.0, 1.0, 0.3] * 4), 30  # a temperature a request; 0 is greedy
+SEED, STOP = 1, ord("\n")
 SYSTEM = "KING RICHARD: Speak, every one of you, in turn, and be brief: the night is short.\n\n"
 
 
@@ -29,7 +30,6 @@ class Request:
     number: int  # part of its key: its tokens depend on nothing else in the batch
     left: list[int]  # rows for the next steps: the prompt, then the newest token
     wanted: int  # tokens at most
-    temperature: float
     pages: int  # at its end, but for the full pages of the system prompt
     made: list[int] = dataclasses.field(default_factory=list)
 
@@ -53,20 +53,17 @@ class Server:
             self.run({SLOTS: self.system[first : first + ROOM]})
         self.unreserved = int(self.cache.num_free)
 
-    def request(self, number, prompt, wanted, temperature):
+    def request(self, number, prompt, wanted):
         pages = self.cache.pages_for(len(self.system) + len(prompt) + wanted)
-        pages -= len(self.system) // PAGE_SIZE
-        return Request(number, prompt, wanted, temperature, pages)
+        return Request(number, prompt, wanted, pages - len(self.system) // PAGE_SIZE)
 
     def run(self, rows):
         packed = [rows.get(slot, []) for slot in range(SLOTS + 1)]
         starts, tokens = np.cumsum([0, *map(len, packed)], dtype=np.int32), np.zeros(ROOM, np.int32)
         tokens[: starts[-1]] = np.concatenate(packed)
-        nobody = Request(0, [], 0, 0.0, 0)
-        asked = [self.running.get(slot, nobody) for slot in range(SLOTS + 1)]
-        numbers = np.array([request.number for request in asked])
-        sampling = lm.Sampling([request.temperature for request in asked], TOP_K)
-        changing = self.cache, tokens, starts, numbers, sampling
+        numbers = [self.running[m].number if m in self.running else 0 for m in range(SLOTS + 1)]
+        sampling = lm.Sampling(WARMTH[numbers], TOP_K)
+        changing = self.cache, tokens, starts, np.array(numbers), sampling
         self.cache, made = step(self.model.config, self.model.params, *changing)
         return made.tolist()
 
@@ -95,16 +92,14 @@ def main():
     model = lm.load(dtype="float32")
     server, names = Server(model), ["ROMEO", "The First Lord of the North", "NURSE", "KENT"] * 4
     prompts = [model.tokenizer.encode(f"{name}: ") for name in names]
-    warmth = [0.6, 0.0, 1.0, 0.3] * 4  # a program for all temperatures: greedy ones, too
-    asked = enumerate(zip(prompts, warmth, strict=True))
-    requests = [server.request(n, prompt, 24, how) for n, (prompt, how) in asked]
+    requests = [server.request(n, prompt, 24) for n, prompt in enumerate(prompts)]
     waiting = collections.deque(requests)
     while waiting or server.running:
         server.serve(waiting)
     assert int(server.cache.num_free) == server.unreserved and not server.cache.overflowed.any()
-    how = {"max_new_tokens": 24, "stop_ids": [STOP], "seed": SEED, "top_k": TOP_K}
-    texts = [server.system + prompt for prompt in prompts]
-    alone = lm.complete(model, texts, temperature=warmth, **how)
+    how = {"max_new_tokens": 24, "stop_ids": [STOP], "temperature": WARMTH, "top_k": TOP_K}
+    how |= {"seed": SEED}
+    alone = lm.complete(model, [server.system + prompt for prompt in prompts], **how)
     assert [request.made for request in requests] == [answer.tokens for answer in alone]
     print(f"{len(alone)} requests, {SLOTS} side by side, the same tokens as one by one: True")
     print(f"{names[0]}: {alone[0].text!r}")

@@ -105,6 +105,6 @@ def _step(
     logits = logits[:, 0]
     token = next_tokens(state.sampling, logits, state.key, cache.lengths)
     left = jnp.where(stops(options, token), 0, state.left - 1)
-    token, left = jnp.where(runs, token, state.token), jnp.where(runs, left, 0)
-    state = dataclasses.replace(state, token=token, left=left)
+    newest = jnp.where(runs, token, state.token)
+    state = dataclasses.replace(state, token=newest, left=jnp.where(runs, left, 0))
     return cache, state, jnp.where(runs, token, NOTHING), logits
