@@ -435,7 +435,7 @@ def test_no_rows_beside_segment_ids(sizes):
     assert out.shape == (batch, rows, N, H) and not out.any() and (lse == -jnp.inf).all()
 
 
-READS = {  # what the function does, and what jax says of it, in part
+READS = {  # a function, and a part of the message of jax
     "float": (lambda s, b, h, q, kv, x: s + x[q / 2, 0], "float32"),
     "number": (lambda s, b, h, q, kv, x: s + x[1.5, 0], "float"),
     "many": (lambda s, b, h, q, kv, x: s + x[b, h, q], "Too many indices"),

@@ -462,6 +462,34 @@ def test_decode_against_float64(rng, subject, case):
     budget.check({"out": out, "lse": lse}, expected)
 
 
+@pytest.mark.parametrize("subject", subjects.rows("decode", but=("portable_kernels",)))
+def test_small_numbers_of_out(rng, subject):
+    """A second key (docs/semantics.md) has a weight of about 1e-8, and alone has
+    numbers where the first stores 0.
+    """
+    q, k, v = (rng.standard_normal((32, 2, 64)) for _ in range(3))
+    q = k[:, 1:] + 0.3 * q
+    gap = np.einsum("mnh,mh->mn", q, k[:, 1] - k[:, 0]) / 8
+    q = jnp.asarray(q * 18.4 / gap.mean(), jnp.bfloat16)[:, None]
+    cache = StackedCache.create(32, 8, 1, 64, dtype="int8")
+    cache = pa.append_kv(cache, *(jnp.asarray(x, jnp.bfloat16)[:, :, None] for x in (k, v)),
+                         implementation="reference")  # fmt: skip
+    out = np.float64(subject.call(pa.decode_attention, q, cache))[:, 0]
+    k_scale, v_scale = (np.float64(x)[:, 0, :2, None] for x in (cache.k_scale, cache.v_scale))
+    k, numbers = (np.float64(x)[:, 0, :2] for x in (cache.k, cache.v))
+    k, v = k * k_scale, numbers * v_scale
+    logits = np.einsum("mnh,mkh->mnk", np.float64(q)[:, 0], k) / 8
+    p = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    p /= p.sum(axis=-1, keepdims=True)
+    want, sizes = p @ v, p @ np.abs(v)
+    allowed = 2.0**-8 * np.abs(want) + 2.0**-10 * sizes
+    if subject.name != "reference":  # weights are relative to the largest
+        least = 2.0**-25 * v_scale.max(axis=1, keepdims=True)
+        allowed += least * np.abs(numbers).sum(axis=1, keepdims=True)
+    assert (np.abs(out - want) <= allowed).all()
+    assert (np.abs(want) < 1e-5).sum() > 10 and np.median(np.abs(want)) > 0.1
+
+
 @pytest.mark.by_xla
 @pytest.mark.parametrize("kind, dtype", list(zip(KINDS, LARGEST, strict=True)))
 def test_nan_and_infinity_are_never_lost(rng, kind, dtype):
