@@ -241,7 +241,8 @@ def of_rows(program: Program, rows: int, tree: bool = False, entries: int | None
     batch, q, kv = (program.inputs - n for n in (4, 2, 1))
     first, count = len(program.arrays), 3 if tree else 2
     before = [Operation("read", (batch,), "int32", first + n) for n in range(count)]
-    values, arrays = list(range(program.inputs)), [((rows,), "int32")] * count
+    values, arrays = list(range(program.inputs)), [*program.arrays]
+    arrays += [((rows,), "int32")] * count
     values[batch], values[q] = program.inputs, program.inputs + 1
     if tree:
         before.append(Operation("sub", (kv, program.inputs + 2), "int32"))
@@ -251,7 +252,7 @@ def of_rows(program: Program, rows: int, tree: bool = False, entries: int | None
         if program.depends_on(kv):
             before.append(Operation("read", (batch, kv), "int32", first + count))
             values[kv] = program.inputs + count
-    return of_values(program, before, values, (*program.arrays, *arrays))
+    return of_values(program, before, values, arrays)
 
 
 def of_values(

@@ -100,16 +100,6 @@ def tile_of_rows(
     return LogitTile(*where, q_axis=0, layout=layout, in_smem=in_smem)
 
 
-def scored_tile(
-    ctx: KernelContext, rows: QueryRows, t: Index, slot: Index | None = None
-) -> LogitTile:
-    """`tile_of_rows` as a score function takes it."""
-    tile, program = tile_of_rows(ctx, rows, t, slot=slot), ctx.plan.problem.score_program
-    if rows.mapping is None or program is None:
-        return tile
-    return rows.mapping.placed(tile, program)
-
-
 def masked_logits(  # noqa: PLR0913
     ctx: KernelContext,
     rows: QueryRows,
@@ -124,12 +114,16 @@ def masked_logits(  # noqa: PLR0913
     None: a branch masks the tile unless t lies in `whole`, (first, one after the last).
     """
     online: Any = softmax
+    if ctx.plan.logit_rules.linear or ctx.plan.logit_rules.unit is None:
+        tile, program = tile_of_rows(ctx, rows, t, slot=slot), ctx.plan.problem.score_program
+        if rows.mapping is not None and program is not None:
+            tile = rows.mapping.placed(tile, program)
     if ctx.plan.logit_rules.linear:
         from pallas_attn.kernels.attention import linear_scores
 
-        s, online = linear_scores.sloped(ctx, scored_tile(ctx, rows, t), s)
+        s, online = linear_scores.sloped(ctx, tile, s)
     if ctx.plan.logit_rules.unit is None:
-        s, _ = scaled(ctx, scored_tile(ctx, rows, t, slot), s)
+        s, _ = scaled(ctx, tile, s)
     mask = functools.partial(mask_rows, ctx, rows, t, slot)
     if masked is None:
         assert whole is not None

@@ -180,9 +180,9 @@ def _lists(inputs: DecodeInputs, problem: DecodeProblem, fills: bool) -> Lists:
     mask = problem.mask.filled(**bounds_of(inputs))
     seen &= mask.allows(position[:, None], key)
     if problem.mask_program is not None:
-        numbers = owner[:, None], jnp.int32(0), position[:, None], key
-        seen &= evaluate(problem.mask_program, numbers, inputs.mask_aux, Broadcasting())
-    numbers = () if problem.score_program is None else (owner, position, key)
+        where = owner[:, None], jnp.int32(0), position[:, None], key
+        seen &= evaluate(problem.mask_program, where, inputs.mask_aux, Broadcasting())
+    numbers: tuple[Array, ...] = (owner, position, key) if problem.score_program is not None else ()
     slab_rows, slab = _slabs(problem)[1], owner[:, None]
     if inputs.page_table is not None:
         slab = inputs.page_table[slab, key // slab_rows]
