@@ -223,7 +223,7 @@ def test_a_family_has_its_own_values_for_what_is_absent():
 
 
 def test_the_rope_of_transformers():
-    """Where config.json says a thing twice, or in an older spelling."""
+    """A config.json that says a thing twice, or in an older spelling."""
 
     def rope(family="llama3", **changes):
         return config_from(witness.CONFIGS[family] | changes).rope
@@ -481,15 +481,15 @@ def test_what_is_wrong_with_a_checkpoint_is_named(tmp_path, how, message):
 @pytest.mark.parametrize("family", ["qwen3", "gemma2"])  # which says so, and which does by default
 def test_a_head_beside_a_tied_embedding_is_equal(tmp_path, monkeypatch, family):
     """transformers uses another head, config.json says not to."""
-    monkeypatch.setattr(checkpoint, "_ROWS", 40)  # of 96
+    monkeypatch.setattr(checkpoint, "_ROWS", 40)  # a part of the 96
     config, tensors = witness.made(family)
     embed = tensors["model.embed_tokens.weight"]
-    one, narrow, ints = embed.copy(), embed[:, :-1].copy(), embed.astype(np.int8)
-    one[90, 3] += 1
+    changed, narrow, ints = embed.copy(), embed[:, :-1].copy(), embed.astype(np.int8)
+    changed[90, 3] += 1
     _, plain = checkpoint.load(witness.write(tmp_path, config, tensors), "float32")
     witness.write(tmp_path, config, tensors | {"lm_head.weight": embed})
     jax.tree.map(np.testing.assert_array_equal, checkpoint.load(tmp_path, "float32")[1], plain)
-    for head in (one, narrow):
+    for head in (changed, narrow):
         witness.write(tmp_path, config, tensors | {"lm_head.weight": head})
         assert refusal(checkpoint.load, tmp_path, "float32") == (
             f"{tmp_path}/model.safetensors: lm_head.weight: expected the numbers of "
@@ -499,9 +499,9 @@ def test_a_head_beside_a_tied_embedding_is_equal(tmp_path, monkeypatch, family):
     safetensors.numpy.save_file(tensors | {"lm_head.weight": ints}, tmp_path / "model.safetensors")
     assert "lm_head.weight: expected the numbers" in refusal(checkpoint.load, tmp_path, "float32")
     config = config | {"tie_word_embeddings": False}
-    witness.write(tmp_path, config, tensors | {"lm_head.weight": one})
+    witness.write(tmp_path, config, tensors | {"lm_head.weight": changed})
     _, untied = checkpoint.load(tmp_path, "float32")
-    np.testing.assert_array_equal(untied["head"], one)
+    np.testing.assert_array_equal(untied["head"], changed)
 
 
 def test_only_the_unread_tensors_themselves_are_left_out(tmp_path):

@@ -77,7 +77,7 @@ def jitted(tree):
 
 
 def written(function):
-    """What a function writes to by the package's functions and by methods of caches."""
+    """Names that a function writes to by the package's functions and by methods of caches."""
     for call in calls_in(function):
         if isinstance(call.func, ast.Attribute) and call.func.attr in WRITES:
             of_package = ast.unparse(call.func.value) == "pa"
@@ -98,7 +98,7 @@ def test_programs_donate_their_caches():
     """Without it a step copies the cache (docs/recipes.md, "On a GPU")."""
     examples = {x.name: x.read_text() for x in (ROOT / "examples").glob("*.py")}
     copied = {name: list(caches_that_are_copied(x)) for name, x in (PROGRAMS | examples).items()}
-    assert {name: found for name, found in copied.items() if found} == {}
+    assert {name: caches for name, caches in copied.items() if caches} == {}
     (decode,) = (x for name, x in PROGRAMS.items() if name.startswith("README"))
     assert list(caches_that_are_copied(decode.replace(", donate_argnums=0", ""))) == ["step: cache"]
 
