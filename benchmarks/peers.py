@@ -230,10 +230,10 @@ def _latent_decode(name: str, call: Call) -> list[Subject]:
 
     @jax.jit
     def step(q: Array, k: Array) -> tuple[Array]:
-        wide = {"preferred_element_type": jnp.float32}
-        logits = jnp.einsum("bnh,bsh->bns", q, k, **wide) * jnp.float32(scale)
+        product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+        logits = product("bnh,bsh->bns", q, k) * jnp.float32(scale)
         weights = jax.nn.softmax(logits, axis=-1).astype(q.dtype)
-        out = jnp.einsum("bns,bsh->bnh", weights, k[..., : case.v_head_dim], **wide)
+        out = product("bns,bsh->bnh", weights, k[..., : case.v_head_dim])
         return (out.astype(q.dtype)[:, None],)
 
     return [Subject(name, subjects.Step(step, (call.arrays["q"][:, 0], call.arrays["k"][:, 0])))]

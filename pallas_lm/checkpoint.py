@@ -34,6 +34,7 @@ NAMES = ("config.json", _OURS, _THEIRS, _INDEX, "generation_config.json", "token
          "tokenizer_config.json", "chat_template.jinja")  # fmt: skip
 _DTYPES = ("F64", "F32", "F16", "BF16")
 _UNREAD = ("rotary_emb.inv_freq",)  # tensors that old checkpoints hold and no model reads
+_ROWS = 4096  # rows of two tensors that are compared at a time
 
 Slices = tuple[slice, ...]
 Loader = Callable[..., Params]  # (dtype, mesh or None)
@@ -204,13 +205,13 @@ def _wanted(config: Config) -> Iterator[tuple[str, Shape]]:
             yield from ((f"model.layers.{n}.{tensor}", shape) for tensor, shape in layer)
 
 
-def _unread(config: Config) -> tuple[str, ...]:
-    """Ends of the names of tensors that a checkpoint may hold and the model does not read."""
+def _unread(config: Config, name: str) -> bool:
+    """Whether a checkpoint may hold a tensor of this name that the model does not read."""
     readers = 0 if config.gemma4 is None else config.gemma4.readers
     layers = range(config.layers - readers, config.layers)
     names = "k_proj", "v_proj", "k_norm", "v_norm"
-    rows = [f"model.layers.{n}.self_attn.{name}.weight" for n in layers for name in names]
-    return (*_UNREAD, *((_TOP["head"],) if config.tied else ()), *rows)
+    rows = (f"model.layers.{n}.self_attn.{name}.weight" for n in layers for name in names)
+    return name.endswith(_UNREAD) or name in rows or (config.tied and name == _TOP["head"])
 
 
 def _parts(config: Config, name: str, run: int, shape: Shape) -> list[Shape]:
@@ -236,6 +237,8 @@ class _Tensors:
                     f"{folder.path / _INDEX}: weight_map: {shown(name)} is not in {shown(file)}"
                 )
         self._check_shapes(folder)
+        if config.tied and _TOP["head"] in self._where:
+            self._check_head()
 
     def _index(self, folder: Folder) -> dict[str, str]:
         """The file of each tensor; {} where one file has all, which comes first."""
@@ -286,12 +289,26 @@ class _Tensors:
                 raise ValueError(
                     f"{path}: {name}: expected one of {', '.join(_DTYPES)}, got {dtype}"
                 )
-        unread = _unread(self._config)
         for name, path in left.items():
-            if not name.endswith(unread):
+            if not _unread(self._config, name):
                 raise ValueError(
                     f"{path}: {shown(name)} is no part of the model that config.json describes"
                 )
+
+    def _check_head(self) -> None:
+        """Refuses a head beside a tied embedding whose numbers are others: transformers uses it."""
+        names = _TOP["head"], _TOP["embed"]
+        head, embed = (self._files[self._where[name]].get_slice(name) for name in names)
+        rows = self._config.vocab
+        parts = [slice(row, min(row + _ROWS, rows)) for row in range(0, rows, _ROWS)]
+        same = head.get_shape() == embed.get_shape() and head.get_dtype() in _DTYPES
+        same = same and all(np.array_equal(head[x], embed[x], equal_nan=True) for x in parts)
+        if not same:
+            raise ValueError(
+                f"{self._where[names[0]]}: {names[0]}: expected the numbers of {names[1]}, as "
+                "config.json has tie_word_embeddings true, got others; set it to false to use this "
+                "head, or remove the tensor"
+            )
 
     def read(self, name: str, shape: Shape, dtype: DTypeLike, at: Slices) -> np.ndarray:
         """The part of a parameter that slices say; of a layer's parameter, always all layers."""

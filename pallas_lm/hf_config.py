@@ -51,7 +51,8 @@ KEYS: dict[str, Key] = {
     "final_logit_softcapping": factor(),
     "rope_local_base_freq": Key(float, least=2, most=1e12, default=10000.0),
     "sliding_window_pattern": Key(int, most=1000, default=6),
-    "use_bidirectional_attention": Key(str, choices=(False, "vision")),  # text is causal in both
+    "use_bidirectional_attention": Key(str, choices=(False, "vision")),  # vision: Gemma 4's text
+    "original_max_position_embeddings": Key(int),
     "attention_bias": Key(bool, choices=(False,)),
     "mlp_bias": Key(bool, choices=(False,)),
     "partial_rotary_factor": _ALL_TURN,
@@ -63,8 +64,8 @@ ROPE_KEYS: dict[str, Key] = {
     "rope_theta": KEYS["rope_theta"],
     "factor": factor(),
     "original_max_position_embeddings": Key(int),
-    "low_freq_factor": factor(1.0),
-    "high_freq_factor": factor(4.0),
+    "low_freq_factor": factor(),
+    "high_freq_factor": factor(),
     "beta_fast": factor(32.0),
     "beta_slow": factor(1.0),
     "truncate": Key(bool, default=True),
@@ -137,44 +138,71 @@ def config_from(described: Mapping[str, Any], where: str = "config.json") -> Con
         **(_gemma(read, where) if family in GEMMA else {}),
     )
     if family == "gemma4_text":
-        heads = config.heads, config.kv_heads
-        gemma4 = hf_gemma4.gemma4_of(described, where, config.windows, heads)
-        config = dataclasses.replace(config, gemma4=gemma4)
+        config = dataclasses.replace(config, gemma4=hf_gemma4.gemma4_of(described, where, config))
     if family in DEEPSEEK:
-        fields = hf_deepseek.fields(described, where, layers, _stretching(read)[1])
+        rope = _rope_object(read, where, WINDOWED[0])[1]
+        fields = hf_deepseek.fields(described, where, layers, rope)
         config = dataclasses.replace(config, kv_heads=heads, **fields)
     return config
 
 
-def _stretching(read: Reader) -> tuple[str, dict[str, Any]]:
-    """The name of the object that stretches rotary positions, and its values."""
-    name = "rope_parameters" if read["rope_parameters"] else "rope_scaling"
-    return name, read[name] or {}
+def _rope_object(outer: Reader, where: str, kind_of_layer: str) -> tuple[str, dict[str, Any]]:
+    """The name and the values of the object about rotary positions of layers of a kind, one of
+    `WINDOWED`. transformers reads one of the two objects, or mixes them: they may not differ.
+    """
+    new, old = outer["rope_parameters"] or {}, outer["rope_scaling"] or {}
+    family = outer["model_type"]
+    if new and old and new != old:
+        raise outer.wrong("rope_scaling", old, "null, as rope_parameters says something else")
+    if family not in TWO_ROPES:
+        return ("rope_parameters", new) if new else ("rope_scaling", old)
+    if new or family == "gemma4_text":
+        if not set(new) <= set(WINDOWED):
+            wanted = f"an object for each of {' and '.join(WINDOWED)} in {family}"
+            raise outer.wrong("rope_parameters", new, wanted)
+        default: Any = REQUIRED if family == "gemma4_text" else {}
+        keys = {kind: Key(dict, default=default) for kind in WINDOWED}
+        read = Reader(f"{where}: rope_parameters.", new, keys)
+        return f"rope_parameters.{kind_of_layer}", read[kind_of_layer]
+    if old.get("rope_type") is None and old.get("type") not in (None, "default"):
+        wanted = f"rope_type in place of type, which transformers does not read in {family}"
+        raise outer.wrong("rope_scaling", old, wanted)
+    return "rope_scaling", old if kind_of_layer == WINDOWED[0] else {}
 
 
 def _gemma(read: Reader, where: str) -> dict[str, Any]:
     """The fields of a Config that are set for Gemma only."""
-    scale = 1.0 if read["model_type"] == "gemma4_text" else read["query_pre_attn_scalar"]
+    family, softcap = read["model_type"], read["attn_logit_softcapping"]
+    scale = 1.0 if family == "gemma4_text" else read["query_pre_attn_scalar"]
     fields: dict[str, Any] = {"gemma": True, "scale": None if scale is None else scale**-0.5}
-    if read["model_type"] in TWO_ROPES:
+    if family in TWO_ROPES:
         fields["window_rope"] = _rope(read, where, WINDOWED[1])
-    names = {"softcap": "attn_logit_softcapping", "logit_softcap": "final_logit_softcapping"}
-    return fields | {name: read[key] for name, key in names.items()}
+        if softcap is not None:
+            wanted = f"null, as transformers has no softcap of scores in {family}"
+            raise read.wrong("attn_logit_softcapping", softcap, wanted)
+    if family != "gemma4_text" and (both_ways := read["use_bidirectional_attention"]):
+        raise read.wrong("use_bidirectional_attention", both_ways, f"null or false in {family}")
+    return fields | {"softcap": softcap, "logit_softcap": read["final_logit_softcapping"]}
 
 
 def _windows(read: Reader, layers: int) -> tuple[int | None, ...]:
     """The window of each layer; () where there is none at all."""
     family, window = read["model_type"], read["sliding_window"]
-    always = family == "mistral" or family in GEMMA
-    if family in ("llama", *DEEPSEEK) or not (always or read["use_sliding_window"]):
-        window = None
-    if window is None:
+    if family in ("llama", *DEEPSEEK):
         return ()
+    if family in ("qwen2", "qwen3") and not read["use_sliding_window"]:
+        window = None
     kinds = read["layer_types"]
     if kinds is None:
-        kinds = [WINDOWED[_has_window(read, n)] for n in range(layers)]
+        windowed = family in GEMMA or window is not None
+        kinds = [WINDOWED[windowed and _has_window(read, n)] for n in range(layers)]
     if len(kinds) != layers or not all(kind in WINDOWED for kind in kinds):
         raise read.wrong("layer_types", kinds, f"{layers} of {', '.join(WINDOWED)}")
+    if window is None and WINDOWED[1] in kinds:
+        wanted = "full_attention alone, as sliding_window or use_sliding_window leaves no window"
+        raise read.wrong("layer_types", kinds, wanted)
+    if window is None:
+        return ()
     return tuple(window if kind == WINDOWED[1] else None for kind in kinds)
 
 
@@ -184,21 +212,15 @@ def _has_window(read: Reader, layer: int) -> bool:
     if family in GEMMA:
         if family == "gemma4_text" and layer == read["num_hidden_layers"] - 1:
             return False
-        every = 2 if family == "gemma2" else read["sliding_window_pattern"]
+        every = {"gemma2": 2, "gemma3_text": read["sliding_window_pattern"]}.get(family, 6)
         return (layer + 1) % every != 0
     return family == "mistral" or layer >= read["max_window_layers"]
 
 
 def _rope(outer: Reader, where: str, kind_of_layer: str) -> Rope:
     """The RoPE of layers of a kind, one of `WINDOWED`."""
-    name, described = _stretching(outer)
-    if outer["model_type"] in TWO_ROPES:
-        if kind_of_layer in described:
-            described, name = described[kind_of_layer], f"{name}.{kind_of_layer}"
-            if not isinstance(described, dict):
-                raise ValueError(f"{where}: {name}: expected an object, got {shown(described)}")
-        elif kind_of_layer == WINDOWED[1]:
-            return Rope(outer["rope_local_base_freq"])
+    name, described = _rope_object(outer, where, kind_of_layer)
+    family = outer["model_type"]
     for key, value in described.items():
         if key not in ROPE_KEYS and isinstance(value, dict):
             raise ValueError(f"{where}: {name}: {shown(key)} is an object, which is not supported")
@@ -208,7 +230,12 @@ def _rope(outer: Reader, where: str, kind_of_layer: str) -> Rope:
             "rotated keys cannot; use 'yarn' or 'linear'"
         )
     read = Reader(f"{where}: {name}.", described, ROPE_KEYS)
-    theta = outer["rope_theta"] if described.get("rope_theta") is None else read["rope_theta"]
+    theta = read["rope_theta"]
+    if described.get("rope_theta") is None:
+        if family == "gemma4_text":
+            raise read.wrong("rope_theta", None)
+        own = family == "gemma3_text" and kind_of_layer == WINDOWED[1]
+        theta = outer["rope_local_base_freq" if own else "rope_theta"]
     kind = read["rope_type"] or read["type"] or "default"
     rotated = read["partial_rotary_factor"]
     if kind == "proportional":
@@ -219,17 +246,23 @@ def _rope(outer: Reader, where: str, kind_of_layer: str) -> Rope:
         raise read.wrong("partial_rotary_factor", rotated, _ALL_TURN.wanted)
     if kind == "default":
         return Rope(theta)
-    if read["factor"] is None:
-        raise read.wrong("factor", None)
-    low, high = read["low_freq_factor"], read["high_freq_factor"]
+    needed = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
+    for key in needed:
+        if read[key] is None:
+            raise read.wrong(key, None)
+    low, high = read["low_freq_factor"] or 1.0, read["high_freq_factor"] or 4.0
     if kind == "llama3" and not low < high:
         raise read.wrong("high_freq_factor", high, f"more than low_freq_factor {low:g}")
+    # transformers prefers the outer one to the inner one, in models with one RoPE.
+    outer_original = None if family in TWO_ROPES else outer["original_max_position_embeddings"]
     return Rope(
         theta,
         kind,
         factor=read["factor"],
         original_positions=(
-            read["original_max_position_embeddings"] or outer["max_position_embeddings"]
+            outer_original
+            or read["original_max_position_embeddings"]
+            or outer["max_position_embeddings"]
         ),
         low_freq_factor=low,
         high_freq_factor=high,

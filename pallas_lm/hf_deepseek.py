@@ -79,7 +79,10 @@ def _experts(read: Reader) -> Experts | None:
             raise read.wrong(name, None)
     groups = active_groups = 1
     if read["topk_method"] == _BY_GROUP:
-        groups, active_groups = read["n_group"] or 1, read["topk_group"] or 1
+        groups, active_groups = read["n_group"], read["topk_group"]
+        for name in ("n_group", "topk_group"):
+            if read[name] is None:
+                raise read.wrong(name, None)
     if count % groups:
         raise read.wrong("n_group", groups, f"a divisor of the {count} experts")
     if active_groups > groups:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pallas_lm.config import Config
 from pallas_lm.folder import shown
 from pallas_lm.gemma4 import Experts, Gemma4
 from pallas_lm.hf_keys import Key, Reader
@@ -41,13 +42,9 @@ def with_rope(described: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     return {name: value for name, value in described.items() if name != "rope_parameters"}
 
 
-def gemma4_of(
-    described: Mapping[str, Any], where: str, windows: Sequence[int | None], heads: tuple[int, int]
-) -> Gemma4:
-    """Choices of a Gemma 4 with these windows. `heads`: query heads, and kv heads of layers with a
-    window.
-    """
-    values = {**_ABSENT, **described}
+def gemma4_of(described: Mapping[str, Any], where: str, config: Config) -> Gemma4:
+    """Choices of a Gemma 4 with these windows, heads, and the kv heads of layers with a window."""
+    values, windows = {**_ABSENT, **described}, config.windows
     read = Reader(f"{where}: ", values, GEMMA4_KEYS)
     if len(set(windows)) < 2 or windows[-1] is not None:
         kinds = described.get("layer_types") or f"a sliding_window for {len(windows)} layers"
@@ -55,14 +52,15 @@ def gemma4_of(
             f"{where}: layer_types: expected layers of sliding_attention and full_attention, a "
             f"full one last, got {shown(kinds)}"
         )
-    listed = _listed(read, windows)
-    read = Reader(f"{where}: ", values | listed, GEMMA4_KEYS)
-    query_heads, kv_heads = heads
-    own_heads = read["attention_k_eq_v"] or "num_global_key_value_heads" in listed
-    if own_heads and read["num_global_key_value_heads"] is not None:
-        kv_heads = read["num_global_key_value_heads"]
-    if query_heads % kv_heads:
-        wanted = f"a divisor of the {query_heads} heads"
+    if "per_layer_config" in described:  # transformers then reads no other key of these layers
+        values |= {"num_global_key_value_heads": None, "global_head_dim": config.head_dim}
+        values |= _listed(read, windows)
+    elif not read["attention_k_eq_v"]:
+        values["num_global_key_value_heads"] = None
+    read = Reader(f"{where}: ", values, GEMMA4_KEYS)
+    kv_heads = read["num_global_key_value_heads"] or config.kv_heads
+    if config.heads % kv_heads:
+        wanted = f"a divisor of the {config.heads} heads"
         raise read.wrong("num_global_key_value_heads", kv_heads, wanted)
     if read["global_head_dim"] % 2:
         raise read.wrong("global_head_dim", read["global_head_dim"], "an even number")
@@ -96,16 +94,14 @@ def _experts(read: Reader) -> Experts:
 
 
 def _listed(read: Reader, windows: Sequence[int | None]) -> dict[str, Any]:
-    """The keys of layers without a window from a list of layers, as transformers writes them; {}
-    where there is none.
+    """The keys of layers without a window from a list of layers, as transformers writes them: what
+    differs from layers with one; {} where nothing does.
     """
-    layers = read["per_layer_config"]
-    if layers is None:
-        return {}
-    sizes: Any = next(iter(layers.values()), None)
+    layers = read["per_layer_config"] or {}
+    sizes: Any = next(iter(layers.values()), {})
     full = {str(n) for n, window in enumerate(windows) if window is None}
     same = isinstance(sizes, dict) and all(own == sizes for own in layers.values())
-    if not same or set(layers) != full or not {"head_dim"} <= set(sizes) <= set(_SIZES):
-        wanted = "the same head_dim and num_key_value_heads for every layer without a window"
+    if not same or (layers and set(layers) != full) or not set(sizes) <= set(_SIZES):
+        wanted = "the same head_dim and num_key_value_heads for every layer without a window, or {}"
         raise read.wrong("per_layer_config", layers, wanted)
     return {_SIZES[name]: value for name, value in sizes.items()}

@@ -1,5 +1,6 @@
 """Checkpoints as strangers write them: what is read, what is refused, and in which words."""
 
+import functools
 import json
 import math
 import os
@@ -152,6 +153,11 @@ def test_a_key_that_has_to_be_there(tmp_path, name):
     assert line == f"{tmp_path}/config.json: {name}: expected {KEYS[name].wanted}, got nothing"
 
 
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+SLIDING = ["full_attention", "full_attention", "sliding_attention"]
+NO_WINDOW = "sliding_window or use_sliding_window leaves no window"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -165,9 +171,19 @@ def test_a_key_that_has_to_be_there(tmp_path, name):
          "keys cannot; use 'yarn' or 'linear'"),
         ({"rope_scaling": {"rope_type": "linear"}},
          "rope_scaling.factor: expected a number from 0.001 to 1e+06, got None"),
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 2, "high_freq_factor": 1}},
+        ({"rope_scaling": witness.CONFIGS["llama3"]["rope_scaling"] | {"high_freq_factor": 1}},
          "rope_scaling.high_freq_factor: expected more than low_freq_factor 1, got 1.0"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 9.0}}},
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2, "high_freq_factor": 1}},
+         "rope_scaling.low_freq_factor: expected a number from 0.001 to 1e+06, got None"),
+        ({"rope_parameters": LINEAR | {"factor": 4.0}, "rope_scaling": LINEAR},
+         "rope_scaling: expected null, as rope_parameters says something else, got {'factor': 2.0, "
+         "'rope_type': 'linear'}"),
+        ({"model_type": "qwen2", "sliding_window": 4, "layer_types": SLIDING},
+         f"layer_types: expected full_attention alone, as {NO_WINDOW}, got {SLIDING}"),
+        ({"model_type": "qwen3", "use_sliding_window": True, "layer_types": SLIDING,
+          "sliding_window": None},
+         f"layer_types: expected full_attention alone, as {NO_WINDOW}, got {SLIDING}"),
+        ({"rope_scaling": None, "rope_parameters": {"full_attention": {"rope_theta": 9.0}}},
          "rope_parameters: 'full_attention' is an object, which is not supported"),
         ({"model_type": "mistral", "layer_types": ["full_attention"]},
          "layer_types: expected 3 of full_attention, sliding_attention, got ['full_attention']"),
@@ -204,6 +220,24 @@ def test_a_family_has_its_own_values_for_what_is_absent():
     assert config_from(base | {"model_type": "mistral", "sliding_window": None}).windows == ()
     assert config_from(base | {"model_type": "qwen3"}).head_dim == 128
     assert config_from(base | {"model_type": "llama"}).head_dim == 8
+
+
+def test_the_rope_of_transformers():
+    """A config.json that says a thing twice, or in an older spelling."""
+
+    def rope(family="llama3", **changes):
+        return config_from(witness.CONFIGS[family] | changes).rope
+
+    assert rope(rope_parameters=LINEAR, rope_scaling=LINEAR) == rope(rope_scaling=LINEAR)
+    assert rope(rope_parameters={}, rope_scaling=LINEAR).kind == "linear"
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    original = functools.partial(rope, original_max_position_embeddings=48)
+    assert original(rope_scaling=yarn).original_positions == 48
+    inner = yarn | {"original_max_position_embeddings": 32}
+    assert original(rope_scaling=inner).original_positions == 48
+    assert original("gemma3", rope_scaling=inner).original_positions == 32
+    assert rope(rope_scaling=inner).original_positions == 32
+    assert rope(rope_scaling=yarn).original_positions == 256
 
 
 def test_a_gate_that_a_family_does_not_have():
@@ -243,6 +277,54 @@ def test_gemma_as_its_config_says():
         ),
     ):
         assert refusal(config_from, listed | changes) == f"config.json: {line}"
+
+
+THREE = witness.CONFIGS["gemma3"] | {"rope_scaling": None}
+NESTED = {"full_attention": LINEAR, "sliding_attention": {"rope_type": "default"}}
+
+
+def test_gemma_3_has_the_ropes_of_transformers():
+    """A kind of layer that is left out is plain; each kind has a base of its own by default."""
+
+    def ropes(**parameters):
+        return config_from(THREE | {"rope_parameters": parameters}).ropes
+
+    linear = hf_config.Rope(1e5, "linear", factor=2.0, original_positions=256)
+    assert ropes(**NESTED) == (linear, hf_config.Rope(100.0))
+    assert ropes(full_attention=LINEAR) == ropes(**NESTED | {"sliding_attention": None})
+    assert ropes(full_attention=LINEAR) == ropes(full_attention={"type": "linear", "factor": 2.0})
+    assert ropes(full_attention=LINEAR) == (linear, hf_config.Rope(100.0))
+    assert ropes(sliding_attention={"rope_theta": 7.0}) == (hf_config.Rope(1e5), hf_config.Rope(7))
+    assert ropes() == (hf_config.Rope(1e5), hf_config.Rope(100.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attn_logit_softcapping": 3.0},
+         "attn_logit_softcapping: expected null, as transformers has no softcap of scores in "
+         "gemma3_text, got 3.0"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}},
+         "rope_scaling: expected rope_type in place of type, which transformers does not read in "
+         "gemma3_text, got {'factor': 2.0, 'type': 'linear'}"),
+        ({"rope_scaling": LINEAR, "rope_parameters": NESTED},
+         "rope_scaling: expected null, as rope_parameters says something else, got {'factor': 2.0, "
+         "'rope_type': 'linear'}"),
+        ({"rope_parameters": LINEAR},
+         "rope_parameters: expected an object for each of full_attention and sliding_attention in "
+         "gemma3_text, got {'factor': 2.0, 'rope_type': 'linear'}"),
+        ({"rope_scaling": NESTED},
+         "rope_scaling: 'full_attention' is an object, which is not supported"),
+        ({"use_bidirectional_attention": "vision"},
+         "use_bidirectional_attention: expected null or false in gemma3_text, got 'vision'"),
+        ({"sliding_window": None},
+         f"layer_types: expected full_attention alone, as {NO_WINDOW}, got ['sliding_attention', "
+         "'sliding_attention', 'full_attention']"),
+    ],
+    ids=lambda x: None if isinstance(x, str) else "-".join(x),
+)  # fmt: skip
+def test_what_transformers_computes_otherwise_in_gemma_3(changes, message):
+    assert refusal(config_from, THREE | changes) == f"config.json: {message}"
 
 
 # ---- files --------------------------------------------------------------------------------------
@@ -394,6 +476,42 @@ def broken(folder, how):
 def test_what_is_wrong_with_a_checkpoint_is_named(tmp_path, how, message):
     line = refusal(checkpoint.load, broken(tmp_path, how), "float32")
     assert line == message.format(tmp_path, NAME)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])  # which says so, and which does by default
+def test_a_head_beside_a_tied_embedding_is_equal(tmp_path, monkeypatch, family):
+    """transformers uses another head, config.json says not to."""
+    monkeypatch.setattr(checkpoint, "_ROWS", 40)  # a part of the 96
+    config, tensors = witness.made(family)
+    embed = tensors["model.embed_tokens.weight"]
+    changed, narrow, ints = embed.copy(), embed[:, :-1].copy(), embed.astype(np.int8)
+    changed[90, 3] += 1
+    _, plain = checkpoint.load(witness.write(tmp_path, config, tensors), "float32")
+    witness.write(tmp_path, config, tensors | {"lm_head.weight": embed})
+    jax.tree.map(np.testing.assert_array_equal, checkpoint.load(tmp_path, "float32")[1], plain)
+    for head in (changed, narrow):
+        witness.write(tmp_path, config, tensors | {"lm_head.weight": head})
+        assert refusal(checkpoint.load, tmp_path, "float32") == (
+            f"{tmp_path}/model.safetensors: lm_head.weight: expected the numbers of "
+            "model.embed_tokens.weight, as config.json has tie_word_embeddings true, got others; "
+            "set it to false to use this head, or remove the tensor"
+        )
+    safetensors.numpy.save_file(tensors | {"lm_head.weight": ints}, tmp_path / "model.safetensors")
+    assert "lm_head.weight: expected the numbers" in refusal(checkpoint.load, tmp_path, "float32")
+    config = config | {"tie_word_embeddings": False}
+    witness.write(tmp_path, config, tensors | {"lm_head.weight": changed})
+    _, untied = checkpoint.load(tmp_path, "float32")
+    np.testing.assert_array_equal(untied["head"], changed)
+
+
+def test_only_the_unread_tensors_themselves_are_left_out(tmp_path):
+    config, tensors = witness.made("qwen3")
+    other = {"draft.lm_head.weight": tensors["model.embed_tokens.weight"]}
+    witness.write(tmp_path, config, tensors | other)
+    assert refusal(checkpoint.load, tmp_path, "float32") == (
+        f"{tmp_path}/model.safetensors: 'draft.lm_head.weight' is no part of the model that "
+        "config.json describes"
+    )
 
 
 def test_weights_that_a_narrower_type_does_not_hold_are_named(tmp_path):

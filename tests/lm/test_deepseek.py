@@ -118,6 +118,11 @@ def test_what_a_config_holds():
          "num_experts_per_tok: expected at most the 4 experts to choose from, got 5"),
         ({"n_group": 4}, "n_group: expected a divisor of the 6 experts, got 4"),
         ({"topk_group": 4}, "topk_group: expected at most the 3 groups, got 4"),
+        ({"topk_group": None}, "topk_group: expected a whole number from 1 to 65536, got None"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0},
+          "rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+         "rope_scaling: expected null, as rope_parameters says something else, got {'factor': 4.0, "
+         "'rope_type': 'linear'}"),
         ({"num_key_value_heads": 2},
          "num_key_value_heads: expected null or 4: each of the heads has its own K and V, got 2"),
         ({"scoring_func": "sigmoid"}, "scoring_func: expected one of softmax, got 'sigmoid'"),

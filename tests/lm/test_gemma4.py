@@ -17,12 +17,13 @@ from pallas_lm.gemma4_experts import with_experts
 from pallas_lm.hf_config import config_from
 from pallas_lm.sampling import Sampling
 from tests.lm import witness
-from tests.lm.loops import options, prompts, refuses, shown, small, tokens
+from tests.lm.loops import forward, options, prompts, refuses, shown, small, tokens
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 FAMILY = "gemma4"
 PLAIN = witness.CONFIGS[FAMILY]
+ROPES = PLAIN["rope_parameters"]
 
 
 def run(family=FAMILY, **changes):
@@ -87,6 +88,23 @@ def test_k_and_v_of_layers_that_share_rows_are_not_read(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+def test_layers_of_one_size(tmp_path, rng):
+    """transformers writes no differences where global_head_dim is head_dim."""
+    described = PLAIN | {"global_head_dim": 16, "attention_k_eq_v": False}
+    del described["num_global_key_value_heads"]
+    tensors = witness.tensors_of(described, rng)
+    ids = rng.integers(0, 96, 20)
+    wanted = witness.logits(described, tensors, ids)
+    written = described | {"per_layer_config": {}}
+    del written["global_head_dim"]
+    config, params = checkpoint.load(witness.write(tmp_path, written, tensors), "float32")
+    assert config == config_from(described)
+    got = forward(config, params, jnp.asarray(ids, jnp.int32)[None])[0]
+    np.testing.assert_allclose(got, wanted, atol=2e-4)
+    made = decode.Run(config, params, options(cache="stacked"), [ids.tolist()], 3)
+    assert len(list(made)) and len(tokens(made)[0]) == 3
+
+
 def test_random_weights_have_the_shapes():
     config = config_from(PLAIN)
     params = random_params(config, 0, "bfloat16")
@@ -111,6 +129,15 @@ def test_what_a_config_holds():
     assert config_from(PLAIN | {"attention_k_eq_v": False}).gemma4 == Gemma4(2, 24, False)
     listed = {"per_layer_config": listed, "attention_k_eq_v": False}
     assert config_from(PLAIN | listed).gemma4 == Gemma4(4, 40, False)
+    # Such a list has what differs from layers with a window; other keys then say nothing of it.
+    for listed, heads, dim in (
+        ({}, 2, 16),
+        (None, 2, 16),
+        ({"2": {"head_dim": 40}, "4": {"head_dim": 40}}, 2, 40),
+        ({"2": {"num_key_value_heads": 1}, "4": {"num_key_value_heads": 1}}, 1, 16),
+    ):
+        assert config_from(PLAIN | {"per_layer_config": listed}).gemma4 == Gemma4(heads, dim, True)
+    assert config_from(without | {"sliding_window_pattern": 2}).windows == config.windows
     assert config_from(without | {"rope_parameters": None}).ropes == config.ropes
 
 
@@ -131,9 +158,19 @@ def test_what_a_config_holds():
          "{'factor': 2}"),
         ({"rope_parameters": None, "rope_theta": 1e5},
          "rope_theta: expected null, as Gemma 4 has its RoPE in rope_parameters, got 100000.0"),
-        ({"per_layer_config": {}},
-         "per_layer_config: expected the same head_dim and num_key_value_heads for every layer "
-         "without a window, got {}"),
+        ({"attn_logit_softcapping": 3.0},
+         "attn_logit_softcapping: expected null, as transformers has no softcap of scores in "
+         "gemma4_text, got 3.0"),
+        ({"rope_parameters": {}},
+         "rope_parameters.full_attention: expected an object, got nothing"),
+        ({"rope_parameters": {"full_attention": ROPES["full_attention"]}},
+         "rope_parameters.sliding_attention: expected an object, got nothing"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 100.0}},
+         "rope_parameters: expected an object for each of full_attention and sliding_attention in "
+         "gemma4_text, got {'rope_theta': 100.0, 'rope_type': 'default'}"),
+        ({"rope_parameters": ROPES | {"sliding_attention": {"rope_type": "default"}}},
+         "rope_parameters.sliding_attention.rope_theta: expected a number from 2 to 1e+12, got "
+         "None"),
         ({"hidden_size_per_layer_input": 256},
          "vocab_size_per_layer_input: expected vocab_size, 96, got 262144"),
         ({"num_kv_shared_layers": 3},
@@ -145,7 +182,7 @@ def test_what_a_config_holds():
           "moe_intermediate_size": 8}, "top_k_experts: expected at most the 2 experts, got 3"),
         ({"per_layer_config": {"0": {"head_dim": 24}}},
          "per_layer_config: expected the same head_dim and num_key_value_heads for every layer "
-         "without a window, got {'0': {'head_dim': 24}}"),
+         "without a window, or {}, got {'0': {'head_dim': 24}}"),
     ],
     ids=lambda x: None if isinstance(x, str) else "-".join(x),
 )  # fmt: skip

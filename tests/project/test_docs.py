@@ -2,6 +2,7 @@
 their links lead somewhere.
 """
 
+import ast
 import contextlib
 import dataclasses
 import functools
@@ -56,6 +57,51 @@ def executed(name):
 def test_programs_print_what_they_say(name):
     said = re.search(r"print\(.*?\)\s*# (.*)", PROGRAMS[name]).group(1)
     assert executed(name)[1].strip() == said
+
+
+WRITES = ("append_kv", "write_kv", "update_kv_pages", "extend", "keep", "reset", "fork")
+
+
+def calls_in(tree):
+    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
+
+
+def jitted(tree):
+    """(function, the call or the name that jits it) of a program."""
+    functions = {x.name: x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)}
+    for function in functions.values():
+        yield from ((function, x) for x in function.decorator_list if "jax.jit" in ast.unparse(x))
+    for call in calls_in(tree):
+        name = ast.unparse(call.args[0]) if call.args else None
+        if ast.unparse(call.func) == "jax.jit" and name in functions:
+            yield functions[name], call
+
+
+def written(function):
+    """Names that a function writes to by the package's functions and by methods of caches."""
+    for call in calls_in(function):
+        if isinstance(call.func, ast.Attribute) and call.func.attr in WRITES:
+            of_package = ast.unparse(call.func.value) == "pa"
+            yield ast.unparse(call.args[0] if of_package else call.func.value)
+
+
+def caches_that_are_copied(program):
+    """Arguments of jitted functions that are written to in them, but not donated."""
+    for function, how in jitted(ast.parse(program)):
+        keywords = {x.arg: x.value for x in getattr(how, "keywords", ())}
+        donated = ast.literal_eval(keywords.get("donate_argnums", ast.Tuple(elts=[])))
+        donated = donated if isinstance(donated, tuple) else (donated,)
+        kept = {x.arg for n, x in enumerate(function.args.args) if n not in donated}
+        yield from (f"{function.name}: {name}" for name in written(function) if name in kept)
+
+
+def test_programs_donate_their_caches():
+    """Without it a step copies the cache (docs/recipes.md, "On a GPU")."""
+    examples = {x.name: x.read_text() for x in (ROOT / "examples").glob("*.py")}
+    copied = {name: list(caches_that_are_copied(x)) for name, x in (PROGRAMS | examples).items()}
+    assert {name: caches for name, caches in copied.items() if caches} == {}
+    (decode,) = (x for name, x in PROGRAMS.items() if name.startswith("README"))
+    assert list(caches_that_are_copied(decode.replace(", donate_argnums=0", ""))) == ["step: cache"]
 
 
 def written_by_hand(scope):

@@ -591,7 +591,7 @@ def test_masks_of_tokamax(rng):
         np.testing.assert_allclose(got[:, :5], wanted[:, :5], atol=2e-5)
 
 
-# ---- call sites of MaxText and levanter ----------------------------------------------------------
+# ---- call sites of MaxText, sglang-jax and tokamax -----------------------------------------------
 
 
 def program_with(monkeypatch, number, module, names):
@@ -671,32 +671,3 @@ def test_the_call_site_of_tokamax(rng, monkeypatch):
         np.testing.assert_allclose(out[:8], want[:8, :, :96], atol=1e-5)
         own = np.isin(np.arange(6), np.asarray([4, 1, 2]))
         np.testing.assert_array_equal(written[own], cache_then[own])
-
-
-def test_the_call_site_of_levanter(rng, monkeypatch):
-    # A name that haliax 1.3 imports and jax 0.12 no longer has.
-    monkeypatch.setattr(jax._src.tree_util, "BuiltInKeyEntry", object, raising=False)
-    hax = importlib.import_module("haliax")
-    attend = program_with(monkeypatch, 7, "levanter.layers.attention", {})._te_flash_attention
-    sizes = {"batch": 2, "position": T, "kv_head": 2, "group": 2, "head_size": 8}
-    axes = {name: hax.Axis(name, size) for name, size in sizes.items()}
-    keys = axes["position"].alias("key_position")
-    axis_of_q = [axes[n] for n in ("batch", "kv_head", "group", "position", "head_size")]
-    axis_of_k = [axes["batch"], axes["kv_head"], keys, axes["head_size"]]
-    q, k, v = (
-        hax.named(jnp.asarray(rng.standard_normal([x.size for x in a]), jnp.float32), a)
-        for a in (axis_of_q, axis_of_k, axis_of_k)
-    )
-    ids = hax.named(IDS, (axes["batch"], axes["position"]))
-    fields = {"explicit_mask": None, "causal_offset": None, "sliding_window": None}
-    mask = types.SimpleNamespace(is_causal=True, segment_ids=(ids, ids), **fields)
-    run = functools.partial(attend, axes["position"], keys, axes["head_size"], q, k, v)
-    got = run(mask=mask, scaling_factor=0.5, prng=None, precision=None)
-    flat = q.array.transpose(0, 3, 1, 2, 4).reshape(2, T, 4, 8)
-    of_k = [x.array.transpose(0, 2, 1, 3) for x in (k, v)]
-    wanted = pa.flash_attention(flat, *of_k, mask=pa.CAUSAL, segment_ids=IDS, scale=0.5)
-    got = got.rearrange(("batch", "position", "kv_head", "group", "head_size")).array
-    np.testing.assert_allclose(got.reshape(2, T, 4, 8), wanted, atol=1e-6)
-    assert run(scaling_factor=0.5).axes == (*(axes[n] for n in sizes),)
-    with pytest.raises(NotImplementedError, match="^a mask that is an array, a bias or dropout"):
-        run(dropout=0.1, scaling_factor=0.5)

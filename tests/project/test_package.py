@@ -356,6 +356,21 @@ def test_run_time_dependencies_are_the_four_we_said():
             assert names <= here | sys.stdlib_module_names, f"{path}: {names - here}"
 
 
+def test_the_oldest_jax_is_the_same_everywhere():
+    """What pip asks for, what CI tests with, what pages say."""
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
+    needs = [*project["dependencies"], *project["optional-dependencies"]["cuda"]]
+    (oldest,) = {need.partition(">=")[2] for need in needs if need.startswith("jax")}
+    for name, text in {
+        ".ci/run": f"\noldest={oldest}\n",
+        "README.md": f"with JAX {oldest}, the oldest",
+        "CONTRIBUTING.md": f"'jax=={oldest}' 'jaxlib=={oldest}'",
+        "docs/architecture.md": f"JAX >= {oldest}",
+        "docs/testing.md": f"oldest\njax ({oldest})",
+    }.items():
+        assert text in (ROOT.parent / name).read_text(), name
+
+
 def test_jax_is_private_in_few_files():
     """jax._src nowhere but in kernels/lang/mosaic.py, the timer and cuDNN's float8; Mosaic's own
     dialects also in the files that speak of single threads and instructions, which no version of

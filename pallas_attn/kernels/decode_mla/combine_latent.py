@@ -133,7 +133,7 @@ def load_rows(ref: GmemRef, index: Index, layout: Layout) -> RegisterTile:
     def twin(ref, index):
         return ref[int(index)].copy()
 
-    result = plgpu.ShapeDtypeStruct((count,), jnp.float32, layout=layout)
+    result = mosaic.tile_type((count,), jnp.float32, layout=layout)
     types = (mma_rowmajor.REF, mma_rowmajor.SCALAR)
     return mosaic.inline(code, twin, (ref, index), types, result)
 

@@ -115,10 +115,10 @@ def load(
     where the ring has room for no more than a tile and so many blocks.
     """
     lag = min(lag, len(list(copies_of(count))))
-    layer = jnp.int32(0)
+    index = jnp.int32(0)
     if ctx.refs.layer is not None:
-        layer = jnp.clip(ctx.refs.layer[0], 0, ctx.plan.layout.layers - 1)
-    layer = gathered_rows.Layer(layer, ctx.plan.layout.rows)
+        index = jnp.clip(ctx.refs.layer[0], 0, ctx.plan.layout.layers - 1)
+    layer = gathered_rows.Layer(index, ctx.plan.layout.rows)
 
     def one_tile(tile, carry):
         count, rows = carry

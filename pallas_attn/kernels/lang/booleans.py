@@ -67,7 +67,7 @@ def tiles_of(ref: GmemRef, row: Index, first: Index, block: int, count: int) -> 
             full_hi += 1
         return np.uint32(lo | full_lo << 8 | full_hi << 16 | hi << 24).astype(np.int32)
 
-    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    result = mosaic.tile_type((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
     types = plgpu.RefType(), plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT
     args = ref, jnp.int32(0) + row, jnp.int32(0) + first
     return mosaic.inline(code, twin, args, types, result)
@@ -170,7 +170,7 @@ def numbers_at(ref: GmemRef, index: RegisterTile, layout: Layout) -> RegisterTil
     def twin(ref, index):
         return np.asarray(ref).ravel()[index].astype(np.int32)
 
-    result = plgpu.ShapeDtypeStruct(index.shape, jnp.int32, layout=layout)
+    result = mosaic.tile_type(index.shape, jnp.int32, layout=layout)
     return mosaic.inline(code, twin, (ref, index), (plgpu.RefType(), layout), result)
 
 
@@ -195,7 +195,7 @@ def columns(ref: GmemRef, start: Index, count: int) -> RegisterTile:
     def twin(ref, start):
         return np.asarray(ref).ravel()[int(start) : int(start) + count].astype(np.int32)
 
-    result = plgpu.ShapeDtypeStruct((count,), jnp.int32, layout=mosaic.COLUMN)
+    result = mosaic.tile_type((count,), jnp.int32, layout=mosaic.COLUMN)
     args = ref, jnp.int32(0) + start
     return mosaic.inline(code, twin, args, (plgpu.RefType(), plgpu.Layout.WG_SPLAT), result)
 
@@ -253,7 +253,7 @@ def words(ref: GmemRef, line: Index, row: Index, key: Index) -> RegisterTile:
         bits = (seen << np.arange(WORD, dtype=np.uint64)[:, None]).sum(axis=0)
         return bits.astype(np.uint32).view(np.int32)
 
-    result = plgpu.ShapeDtypeStruct((count,), jnp.int32, layout=layout)
+    result = mosaic.tile_type((count,), jnp.int32, layout=layout)
     args = ref, *(jnp.int32(0) + number for number in (line, row, key))
     types = plgpu.RefType(), *[plgpu.Layout.WG_SPLAT] * 3
     return mosaic.inline(code, twin, args, types, result)

@@ -36,6 +36,6 @@ def gather(ref: GmemRef, index: jax.Array, layout: Layout) -> jax.Array:
         signed = True if isinstance(kind, ir.IntegerType) else None
         return mgpu.FragmentedArray(_registers=registers, _layout=index.layout, _is_signed=signed)
 
-    result = plgpu.ShapeDtypeStruct(index.shape, dtype, layout=layout)
+    result = mosaic.tile_type(index.shape, dtype, layout=layout)
     types = (plgpu.RefType(), layout)
     return mosaic.inline(code, lambda ref, index: ref.ravel()[index], (ref, index), types, result)

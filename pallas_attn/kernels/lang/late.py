@@ -22,5 +22,5 @@ def late(number: jax.Array) -> jax.Array:
         return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
     splat = plgpu.Layout.WG_SPLAT
-    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=splat)
+    result = mosaic.tile_type((), jnp.int32, layout=splat)
     return mosaic.inline(code, lambda number: number, (number,), (splat,), result)

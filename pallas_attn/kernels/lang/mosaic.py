@@ -36,6 +36,11 @@ MOST_BLOCKS = 65535  # along an axis of a grid that is not CUDA's x
 _store = getattr(plgpu, "store", None)
 
 
+def tile_type(shape: Sequence[int], dtype: DType, layout: Layout) -> Any:
+    """The type of a register tile: what inline machine code returns."""
+    return plgpu.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), layout=layout)
+
+
 def load(ref: Ref, layout: Layout | None = None) -> jax.Array:
     """The tile under `ref` in registers, in `layout`; from global memory too, where no layout has a
     vectorised load.
@@ -233,7 +238,7 @@ def any_in_warp(numbers: jax.Array, bound: float, layout: Layout | None = None) 
     Each of the four warps has its own answer. Only arithmetic may depend on it: not a barrier, not
     a matmul. The interpreter, which has no warps, answers for all rows at once.
     """
-    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
+    result = tile_type((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
 
     def vote(_, tile):
         numbers = [

@@ -42,6 +42,6 @@ def add_slopes(s: jax.Array, slope: jax.Array) -> jax.Array:
 
     inline: Any = code
     inline.values = values  # the interpreter runs this
-    result = plgpu.ShapeDtypeStruct(s.shape, jnp.float32, layout=mosaic.TILE)
+    result = mosaic.tile_type(s.shape, jnp.float32, layout=mosaic.TILE)
     call = plgpu.inline_mgpu(arg_types=(mosaic.TILE, mosaic.ROW), return_type=result)
     return call(inline)(s, slope)

@@ -231,8 +231,8 @@ def each_thread(
     inline.program = program  # the interpreter in tests/ runs this
     results = {
         None: None,
-        "one": plgpu.ShapeDtypeStruct((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
-        "each": plgpu.ShapeDtypeStruct((THREADS,), jnp.int32, layout=number),
+        "one": mosaic.tile_type((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
+        "each": mosaic.tile_type((THREADS,), jnp.int32, layout=number),
     }
     call = plgpu.inline_mgpu(arg_types=types, return_type=results[returns])
     return call(inline)(refs, scalars)

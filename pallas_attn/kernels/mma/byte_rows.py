@@ -107,7 +107,7 @@ def keys(raw: Raw, block: int) -> RegisterTile:
         first = block * SCALE_COLUMNS
         return _viewed(_tile(raw, slot), first, first + SCALE_COLUMNS, BYTE_DTYPE)
 
-    result = plgpu.ShapeDtypeStruct(shape, jnp.dtype(BYTE_DTYPE), layout=layout)
+    result = mosaic.tile_type(shape, BYTE_DTYPE, layout=layout)
     return mosaic.inline(code, twin, (raw.ref, raw.slot), (REF, SCALAR), result)
 
 
@@ -192,8 +192,8 @@ def flat_scales(raw: Raw, live: Index) -> tuple[RegisterTile, ...]:
         units, inverses = _units_of(bits, PEAK)
         return *numbers.T, *(numbers * inverses).T, *units
 
-    row = plgpu.ShapeDtypeStruct((KEYS,), jnp.float32, layout=mosaic.ROW)
-    unit_type = plgpu.ShapeDtypeStruct((), jnp.float32, layout=SCALAR)
+    row = mosaic.tile_type((KEYS,), jnp.float32, layout=mosaic.ROW)
+    unit_type = mosaic.tile_type((), jnp.float32, layout=SCALAR)
     result = *[row] * (2 * count), *[unit_type] * count
     kinds = REF, SCALAR, SCALAR
     return mosaic.inline(code, twin, (raw.ref, raw.slot, live), kinds, result)
@@ -332,7 +332,7 @@ def any_above(tile: RegisterTile, bound: float) -> Index:
     def twin(tile):
         return np.int32((tile > bound).any())
 
-    result = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+    result = mosaic.tile_type((), jnp.int32, layout=SCALAR)
     return mosaic.inline(code, twin, (tile,), (mosaic.TILE,), result)
 
 

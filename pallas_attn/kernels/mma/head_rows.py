@@ -68,7 +68,7 @@ def load(numbers: GmemRef, head: Index) -> RegisterTile:
         own = numbers[int(head) : int(head) + HEADS]
         return np.tile(np.asarray(own, np.float32), QUERIES)
 
-    result = plgpu.ShapeDtypeStruct((HEADS * QUERIES,), jnp.float32, layout=mosaic.ROW)
+    result = mosaic.tile_type((HEADS * QUERIES,), jnp.float32, layout=mosaic.ROW)
     args = numbers, jnp.int32(0) + head
     return mosaic.inline(code, twin, args, (REF, SCALAR), result)
 
@@ -100,7 +100,7 @@ def mask_queries(s: RegisterTile, low: RegisterTile, high: RegisterTile) -> Regi
 
     inline: Any = code
     inline.values = values
-    result = plgpu.ShapeDtypeStruct(s.shape, jnp.float32, layout=mosaic.TILE)
+    result = mosaic.tile_type(s.shape, jnp.float32, layout=mosaic.TILE)
     types = mosaic.TILE, mosaic.ROW, mosaic.ROW
     return plgpu.inline_mgpu(arg_types=types, return_type=result)(inline)(s, low, high)
 

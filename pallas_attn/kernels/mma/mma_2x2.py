@@ -15,7 +15,6 @@ the interpreter runs.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import utils
@@ -72,7 +71,7 @@ class WarpGrid(NamedTuple):
 
 
 def result_of(shape: tuple[int, int], dtype: DType, down: int) -> Any:
-    return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=mosaic.warp_layout(shape, down))
+    return mosaic.tile_type(shape, dtype, layout=mosaic.warp_layout(shape, down))
 
 
 def tile_with(registers: list, shape: tuple[int, int], down: int) -> Any:
@@ -417,7 +416,7 @@ def load_row_totals(ref: SmemRef, first: Index, rows: int, op: str) -> RegisterT
     def twin(ref, first):
         return numpy(ref[:, int(first) : int(first) + rows], axis=0).astype(np.float32)
 
-    result = plgpu.ShapeDtypeStruct((rows,), jnp.float32, layout=layout)
+    result = mosaic.tile_type((rows,), jnp.float32, layout=layout)
     return mosaic.inline(code, twin, (ref, jnp.int32(first)), (REF, SCALAR), result)
 
 

@@ -104,7 +104,7 @@ REF = plgpu.RefType()
 
 def tile_of(shape: tuple[int, int], dtype: Any) -> Any:
     """The type of a register tile."""
-    return plgpu.ShapeDtypeStruct(shape, jnp.dtype(dtype), layout=mosaic.TILE)
+    return mosaic.tile_type(shape, dtype, layout=mosaic.TILE)
 
 
 def warp_and_lane() -> tuple[ir.Value, ir.Value]:
@@ -192,7 +192,7 @@ def float16_queries(at: Queries, split: Split) -> tuple[Array, Array]:
 
     result = (
         tile_of(shape, kind),
-        plgpu.ShapeDtypeStruct((shape[0],), jnp.float32, layout=mosaic.ROW),
+        mosaic.tile_type((shape[0],), jnp.float32, layout=mosaic.ROW),
     )
     return mosaic.inline(code, twin, (ref, (at.start, at.first)), (REF, (SCALAR, SCALAR)), result)
 

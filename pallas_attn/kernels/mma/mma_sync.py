@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -395,5 +394,5 @@ def reduce_folded(rows: Array, op: str) -> Array:
         both = np.maximum(halves[:, 0], halves[:, 1]) if op == "maximum" else halves.sum(axis=1)
         return np.repeat(both[:, None], 2, axis=1).reshape(shape).astype(np.float32)
 
-    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=mosaic.ROW)
+    result = mosaic.tile_type(shape, jnp.float32, layout=mosaic.ROW)
     return mosaic.inline(code, twin, (rows,), (mosaic.ROW,), result)

@@ -3,7 +3,6 @@ threads of a warpgroup hold it: `mma_rowmajor.add` adds to a piece, `store` writ
 it. A piece is one of 8 columns after the other, so it is also several pieces of fewer columns.
 """
 
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
@@ -60,5 +59,5 @@ def load(ref: GmemRef, number: Index, shape: tuple[int, int]) -> RegisterTile:
         held = ref[int(number) * size :][:size]
         return held.reshape(-1, 4, 8, 4, 2, 2).transpose(1, 4, 2, 0, 3, 5).reshape(shape)
 
-    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=mosaic.TILE)
+    result = mosaic.tile_type(shape, jnp.float32, layout=mosaic.TILE)
     return mosaic.inline(code, twin, (ref, number), (REF, SCALAR), result)

@@ -50,7 +50,7 @@ def probabilities(p: RegisterTile) -> RegisterTile:
 
     inline: Any = code
     inline.values = reordered  # run by the interpreter
-    result = plgpu.ShapeDtypeStruct(p.shape, _PROBABILITIES, layout=layout)
+    result = mosaic.tile_type(p.shape, _PROBABILITIES, layout=layout)
     return plgpu.inline_mgpu(arg_types=(mosaic.TILE,), return_type=result)(inline)(p)
 
 
@@ -78,7 +78,7 @@ def zeros(shape: tuple[int, int]) -> RegisterTile:
 
     inline: Any = code
     inline.values = lambda: jnp.zeros(shape, jnp.float32)
-    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=mosaic.TILE)
+    result = mosaic.tile_type(shape, jnp.float32, layout=mosaic.TILE)
     return plgpu.inline_mgpu(arg_types=(), return_type=result)(inline)()
 
 
@@ -97,6 +97,6 @@ def added(a: RegisterTile, b: RegisterTile) -> RegisterTile:
 
     inline: Any = code
     inline.values = lambda a, b: a + b  # run by the interpreter
-    result = plgpu.ShapeDtypeStruct(a.shape, jnp.float32, layout=mosaic.TILE)
+    result = mosaic.tile_type(a.shape, jnp.float32, layout=mosaic.TILE)
     kinds = (mosaic.TILE, mosaic.TILE)
     return plgpu.inline_mgpu(arg_types=kinds, return_type=result)(inline)(a, b)

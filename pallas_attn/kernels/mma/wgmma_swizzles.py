@@ -61,7 +61,7 @@ def _issue_transposed(
         tuple(plgpu.RefType(mosaic.swizzle_transforms(x.dtype, 2 * x.shape[1])) for x in rows)
         for rows in (a, b)
     ]
-    result = plgpu.ShapeDtypeStruct(acc.shape, jnp.float32, layout=mosaic.TILE)
+    result = mosaic.tile_type(acc.shape, jnp.float32, layout=mosaic.TILE)
     types = (mosaic.TILE, *tiles)
     return plgpu.inline_mgpu(arg_types=types, return_type=result)(known)(acc, tuple(a), tuple(b))
 
