@@ -4,6 +4,7 @@ are chosen) and its arrays (a `...Inputs`, a pytree, which the chosen implementa
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -106,6 +107,16 @@ def owner_of_rows(starts: Array, rows: int) -> Array:
     """
     at = jnp.arange(rows, dtype=jnp.int32)
     return (starts[None] <= at[:, None]).sum(axis=1, dtype=jnp.int32) - 1
+
+
+def probabilities_of_sinks(
+    sinks: Array, lse: Array, exp: Callable[[Array], Array] = jnp.exp
+) -> Array:
+    """The probabilities of sinks in rows, by the log-sum-exp of each, in which they are: 0 where a
+    row sees no key, 1 where the sink is inf. At most 1, however a large lse is rounded.
+    """
+    p = jnp.where(lse == jnp.inf, 1, exp(jnp.minimum(sinks - lse, 0)))
+    return jnp.where(lse == -jnp.inf, 0, p)
 
 
 def bounds_of(inputs: WithBounds) -> dict[str, Array]:

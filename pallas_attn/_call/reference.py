@@ -56,7 +56,7 @@ def attention(inputs: AttentionInputs, problem: AttentionProblem) -> tuple[Array
     A row that sees no key (or only keys whose logit is -inf) gives out 0 and lse -inf, and every
     gradient through it is 0. Queries, keys and values past their length are selected away before
     they meet any arithmetic: they may hold NaN, forward and backward. A sink is a logit of its own
-    in the denominator of each row that sees a key.
+    in the denominator of each row that sees a key; one of inf makes out 0 and lse inf.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     batch, q_len, q_heads, _ = q.shape
@@ -227,19 +227,21 @@ def _seen(
 
 def _softmax(logits: Array, sinks: Array | None) -> tuple[Array, Array, Array, Array]:
     """Unnormalised probabilities, their sum (the sink in it), the logit they are relative to, and
-    the empty rows.
+    the empty rows. Relative to a sink of inf probabilities are 0, and their sum is 1.
     """
     top = lax.stop_gradient(jnp.max(logits, axis=-1, initial=-jnp.inf))
     nothing = top == -jnp.inf  # or NaN: XLA's maximum of nothing but NaN is -inf on a CPU
     if sinks is not None:
         sinks = sinks.astype(logits.dtype)[None, :, None]
-        top = jnp.maximum(top, lax.stop_gradient(sinks))
+        finite = jnp.where(sinks == jnp.inf, jnp.finfo(sinks.dtype).max, sinks)
+        top = jnp.maximum(top, lax.stop_gradient(finite))
     top = checkpoint_name(jnp.where(nothing, 0, top), _OF_ROWS)
     probs = jnp.exp(logits - top[..., None])
     denominator = checkpoint_name(probs.sum(axis=-1), _OF_ROWS)
     empty = nothing & (denominator == 0)
     if sinks is not None:
-        denominator = denominator + jnp.exp(jnp.where(empty, -jnp.inf, sinks) - top)
+        denominator = denominator + jnp.exp(jnp.where(empty, -jnp.inf, finite) - top)
+        top = top + jnp.where(sinks == jnp.inf, sinks, 0)  # the lse has a derivative of 1 by it
     return probs, denominator, top, empty
 
 
