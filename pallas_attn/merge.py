@@ -77,7 +77,7 @@ def cotangents_of_part(
     own_out, own_lse = own
     seen = own_lse != -jnp.inf
     weight = jnp.where(seen, jnp.exp(own_lse - jnp.where(seen, lse, 0)), 0)
-    weight = jnp.where(own_lse == jnp.inf, 1, weight)  # as that of all: by a sink
+    weight = jnp.where(own_lse == jnp.inf, 1, weight)  # a sink made both inf
     by_row = _by_row(seen)
     d_out = jnp.where(by_row, d_out, 0).astype(lse.dtype)
     away = own_out.astype(lse.dtype) - jnp.where(by_row, out, 0).astype(lse.dtype)

@@ -89,7 +89,7 @@ def test_a_part_whose_lse_is_inf_has_all_the_weight():
 
 @pytest.mark.by_xla
 def test_sinks_that_are_added_last():
-    """As with `prefix` and rows split over devices: inf and -inf among them, and gradients."""
+    """The way of `prefix` and of rows split over devices; inf and -inf; gradients, too."""
     q, k, v = qkv()
     sinks = jnp.asarray([np.inf, 1.0, -np.inf, 0.0])
 

@@ -25,6 +25,7 @@ import numpy as np
 from jax import lax
 
 from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.threads import Thread
 from pallas_attn.kernels.lang.types import RegisterTiles, Scalar
 
 Array = jax.Array
@@ -248,7 +249,7 @@ def finish(row_max: Array, row_sum: Array, sink: Array | None) -> tuple[Array, A
     return jnp.where(empty, 0.0, factor), jnp.where(empty, -jnp.inf, lse)
 
 
-def level_and_sum(thread: Any, lse: Scalar) -> tuple[Any, Any]:
+def level_and_sum(thread: Thread, lse: Scalar) -> tuple[Any, Any]:
     """The row max and the row sum of a row that is done, by its log-sum-exp."""
     level, zero = to_log2(lse), thread.number(0.0)
     empty = thread.nothing_yet(level)
@@ -257,7 +258,9 @@ def level_and_sum(thread: Any, lse: Scalar) -> tuple[Any, Any]:
     return row_max, thread.choose(empty, zero, row_sum)
 
 
-def finish_row(thread: Any, row_max: Scalar, row_sum: Scalar, sink: Any | None) -> tuple[Any, Any]:
+def finish_row(
+    thread: Thread, row_max: Scalar, row_sum: Scalar, sink: Any | None
+) -> tuple[Any, Any]:
     """`finish` of a row that one thread holds (`threads.Thread`)."""
     unit, zero = thread.number(1.0), thread.number(0.0)
     empty = thread.nothing_yet(row_max) & thread.is_zero(row_sum)
