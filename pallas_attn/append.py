@@ -357,6 +357,7 @@ def _bare(name: str, value: Argument, kind: str, layer: Argument) -> Any:
                 f"{name}: expected {axes} axes ({kind}, "
                 f"{'with' if layer is not None else 'without'} layers), got {x.shape}"
             )
+        checks.cache_dtype(name, x.dtype)
         first = arrays[0]
         if (x.shape[:-2], x.shape[-1], x.dtype) != (first.shape[:-2], first.shape[-1], first.dtype):
             raise ValueError(

@@ -413,7 +413,8 @@ class PerSequenceCache(KVCache):
           v_head_dim: H of a row of V; default head_dim.
           layers: number of layers that the buffers hold, on an axis before all others; default one
             layer, without that axis.
-          dtype: of the numbers stored. float8_e4m3fn, float8_e5m2 and int8 make a quantised cache.
+          dtype: of the numbers stored: bfloat16, float16, float32 or float64; float8_e4m3fn,
+            float8_e5m2 and int8 make a quantised cache.
           scales: False stores their numbers as they come, without scales; 128 makes rows of a
             latent cache in FlashMLA's format.
           shared_kv: V is the first v_head_dim columns of K, and is not stored.

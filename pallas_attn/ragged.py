@@ -15,7 +15,7 @@ import numpy as np
 from pallas_attn._cache.attend import attend
 from pallas_attn._cache.write import rows_into
 from pallas_attn._call import checks, device
-from pallas_attn._call.bind import precision
+from pallas_attn._call.bind import precision, query_heads
 from pallas_attn._call.bind_cache import LEAST_BOUND
 from pallas_attn._call.problem import (
     QUANTIZED,
@@ -220,6 +220,7 @@ def _pages(kv_pages: Array) -> _Pages:
             "kv_pages: expected [pages, page_size, 2 * K, H], K and V interleaved by head, got "
             f"{list(x.shape)}"
         )
+    checks.cache_dtype("kv_pages", x.dtype)
     pages, size, heads, dim = x.shape
     return _Pages(x.reshape(pages, size, heads // 2, 2 * dim), dim)
 
@@ -232,6 +233,7 @@ def _rows(name: str, value: Array, pages: _Pages) -> Array:
             f"{name}: expected packed rows [tokens, N, H] = [tokens, a multiple of {heads}, {dim}] "
             f"for these pages, got {list(x.shape)}"
         )
+    query_heads(x, heads)
     return x
 
 

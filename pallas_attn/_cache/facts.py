@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import PyTreeDef
 
+from pallas_attn._call import checks
 from pallas_attn._call.checks import Argument
 
 Cache = Any  # a `KVCache`, whose module imports this one
@@ -81,6 +82,8 @@ def _check(cache: Cache) -> None:
     for name in ("k", "v", "k_scale", "v_scale"):
         if name == "k" or getattr(cache, name) is not None:
             _check_buffers(f"cache.{name}", getattr(cache, name))
+    if not cache.byte_rows:
+        checks.cache_dtype("cache.k", cache.dtype)
     check_twins("cache.k", cache.k, "cache.v", cache.v)
     if (cache.v is None) != cache.shared_kv:
         raise ValueError(

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_attn._call.problem import Change
+from pallas_attn._call.problem import CACHE_DTYPES, Change
 from pallas_attn._functions.program import Program, reads_at
 from pallas_attn.errors import described
 from pallas_attn.masks import LONGEST, Mask, in_int32, saturated, traced_bound
@@ -277,6 +277,14 @@ def dtype_name(value: Argument) -> str:
         return str(jnp.dtype(value))
     except TypeError:
         return ""
+
+
+def cache_dtype(name: str, value: Argument) -> None:
+    """ValueError for a dtype in which no cache holds numbers: a write would lose them."""
+    dtype = "" if value is None else dtype_name(value)  # NumPy takes None for float64
+    if dtype not in CACHE_DTYPES:
+        known = f"{', '.join(CACHE_DTYPES[:-1])} or {CACHE_DTYPES[-1]}"
+        raise ValueError(f"{name}: expected numbers in {known}, got {dtype or described(value)}")
 
 
 def offset(

@@ -18,6 +18,9 @@ WithBounds = Any  # inputs, or the refs of a kernel, that have mask_left and mas
 # Cache dtypes that are stored with one float32 scale per row.
 QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8")
 
+# Dtypes of the numbers that a cache holds.
+CACHE_DTYPES = ("bfloat16", "float16", "float32", "float64", *QUANTIZED)
+
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")  # dtypes of q, k and v with scales
 # Names of jax.lax.DotAlgorithmPreset that allow matmuls on the numbers of a float8 cache.
 FLOAT8_PRECISIONS = {

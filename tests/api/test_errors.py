@@ -36,6 +36,7 @@ def k(*shape, **options):
 
 
 TABLES = pa.Rotary.create(16, 8)
+CACHE_DTYPES = "numbers in bfloat16, float16, float32, float64, float8_e4m3fn, float8_e5m2 or int8"
 
 
 def attend(q=None, k=None, v=None, **options):
@@ -397,10 +398,12 @@ CACHES = {
     ),
     "sequences: expected None for a PerSequenceCache, whose sequences are no axis of an array, got "
     "'dp'": lambda: rows.create("per_sequence", 8).specs(sequences="dp"),
-    "dtype: expected a floating-point or integer dtype, got 'bf16'": (
+    f"dtype: expected {CACHE_DTYPES}, got 'bf16'": (
         lambda: StackedCache.create(2, 6, 2, 8, dtype="bf16")
     ),
-    "dtype: expected a floating-point or integer dtype, got None": lambda: paged_of(None),
+    f"dtype: expected {CACHE_DTYPES}, got None": lambda: paged_of(None),
+    f"dtype: expected {CACHE_DTYPES}, got int16": lambda: paged_of(jnp.int16),
+    f"dtype: expected {CACHE_DTYPES}, got float8_e4m3fnuz": lambda: paged_of("float8_e4m3fnuz"),
     "shared_kv: expected True or False, got 1; it is static": lambda: stacked(shared_kv=1),
     "scales: expected True or False, got 'no'; it is static": lambda: stacked(scales="no"),
     "scales: 128, a scale for so many columns of V, goes with dtype float8_e4m3fn, head_dim 576, "
@@ -408,9 +411,7 @@ CACHES = {
     "shared_kv=True; leave scales out for a scale a row": lambda: StackedCache.create(
         2, 16, 1, 576, v_head_dim=512, shared_kv=True, dtype="int8", scales=128
     ),
-    "dtype: expected a floating-point or integer dtype, got <class 'bool'>": (
-        lambda: paged_of(bool)
-    ),
+    f"dtype: expected {CACHE_DTYPES}, got bool": lambda: paged_of(bool),
     "capacities: expected an int of at least 1, got 0": lambda: PerSequenceCache.create(
         (4, 0), 2, 8
     ),
@@ -596,6 +597,24 @@ APPENDS = {
             z(2, 2, 6, 8), z(2, 2, 6, 8), ROW, z(2, 2, 2, 8), z(2, dtype="int32")
         )
     ),
+    f"kv_pages: expected {CACHE_DTYPES}, got uint8": (
+        lambda: update(kv_pages=z(3, 4, 4, 8, dtype="uint8"))
+    ),
+    f"kv_pages: expected {CACHE_DTYPES}, got int32": (
+        lambda: ragged(kv_pages=z(3, 4, 4, 8, dtype="int32"))
+    ),
+    f"kv_pages: expected {CACHE_DTYPES}, got bool": (
+        lambda: ragged(kv_pages=z(3, 4, 4, 8, dtype="bool"))
+    ),
+    f"k_caches: expected {CACHE_DTYPES}, got float8_e8m0fnu": (
+        lambda: pa.append_kv_arrays(
+            z(2, 2, 6, 8, dtype="float8_e8m0fnu"), None, ROW, None, z(2, dtype="int32")
+        )
+    ),
+    f"cache.k: expected {CACHE_DTYPES}, got int4": lambda: pa.decode_attention(
+        z(2, 4, 8), of(stacked(), k=z(2, 2, 6, 8, dtype="int4"), v=z(2, 2, 6, 8, dtype="int4"))
+    ),
+    "q: expected a floating-point dtype, got int32": lambda: ragged(q=z(6, 4, 8, dtype="int32")),
     "kv_pages: expected [pages, page_size, 2 * K, H], K and V interleaved by head, got "
     "[3, 4, 5, 8]": lambda: ragged(kv_pages=z(3, 4, 5, 8)),
     "q: expected packed rows [tokens, N, H] = [tokens, a multiple of 2, 8] for these pages, got "
