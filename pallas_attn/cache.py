@@ -732,7 +732,7 @@ class PagedCache(KVCache):
         return -(-count // self.page_size)
 
     def _index(self, name: str, value: int | Array) -> Array:
-        static = checks.static_int(value)
-        if static is not None and not 0 <= static < self.num_sequences:
-            raise ValueError(f"{name}: expected 0 to {self.num_sequences - 1}, got {static}")
-        return checks.integers(name, value, "the index of a sequence", ())
+        index, number = checks.scalar(name, value, "the index of a sequence")
+        if number is not None and not 0 <= number < self.num_sequences:
+            raise ValueError(f"{name}: expected 0 to {self.num_sequences - 1}, got {number}")
+        return jnp.asarray(index, jnp.int32)

@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_attn._call import checks
@@ -154,9 +153,7 @@ def of_other_rows(tree: DraftTree, starts: Array, unchecked: ArrayLike | None) -
     if tree.starts is None or (tree.unchecked is unchecked and isinstance(unchecked, jax.Array)):
         return None
     both, sequences = (tree.starts, starts), starts.size - 1
-    known = [
-        np.asarray(x) for x in both if not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
-    ]
+    known = [numbers for x in both if (numbers := checks.known(x)) is not None]
     if tree.starts.shape != starts.shape or (len(known) == 2 and (known[0] != known[1]).any()):
         got = [x.tolist() for x in known] if len(known) == 2 else [list(x.shape) for x in both]
         raise ValueError(

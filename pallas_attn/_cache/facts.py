@@ -169,15 +169,29 @@ def holders_of(cache: Cache) -> jax.Array | None:
     return cache.holders
 
 
-def check_extended(cache: Cache) -> None:
-    """ValueError where write_kv would fill no rows of a sequence, if that is known already."""
-    new = cache.new_lengths
-    if isinstance(new, jax.core.Tracer) or not getattr(new, "is_fully_addressable", True):
+def check_taken(cache: Cache, rows: int | jax.Array) -> None:
+    """ValueError where `write_kv` would fill other rows of a sequence than the latest extend took,
+    if that is known already. `rows`: of each sequence, or where packed rows start.
+    """
+    new = checks.known(cache.new_lengths)
+    if new is None:
         return
-    without = np.flatnonzero(np.asarray(new) < 0).tolist()
-    if without:
+    without = np.flatnonzero(new < 0).tolist()
+    if without and (not isinstance(rows, int) or rows):
         raise ValueError(
             "cache: write_kv fills the rows that the latest extend took, and there was none since "
             f"sequences {without} were made, emptied or forked into; call cache.extend(rows) "
             "first, with 0 for a sequence that gets no rows"
+        )
+    if isinstance(rows, int):
+        if (new > rows).any():
+            raise ValueError(
+                "k: expected at least the rows that the latest extend took of each sequence, "
+                f"{new.tolist()}, got {rows} of each; extend the cache by as many as are written"
+            )
+    elif (starts := checks.known(rows)) is not None and (np.diff(starts) != new).any():
+        raise ValueError(
+            "starts: expected as many rows of each sequence as the latest extend took, "
+            f"{new.tolist()}, got {np.diff(starts).tolist()}; call "
+            "cache.extend(jnp.diff(starts)) first"
         )

@@ -264,6 +264,22 @@ def static_int(value: Argument) -> int | None:
         return None
 
 
+def known(x: Argument) -> np.ndarray | None:
+    """The numbers of an array; None where they are traced, or on devices of other processes."""
+    if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+        return None
+    return np.asarray(x)
+
+
+def scalar(name: str, value: Argument, wanted: str) -> tuple[int | jax.Array, Any]:
+    """An int, or an int32 scalar, and its number; None where that is not known yet."""
+    static = static_int(value)
+    if static is not None:
+        return static, static
+    index = integers(name, value, wanted, ())
+    return index, known(index)
+
+
 def positive(none: bool = False, **sizes: int | None) -> None:
     """ValueError for a size that is no int of at least 1; `none`: None is one."""
     for name, size in sizes.items():
@@ -435,15 +451,14 @@ def layer(value: Argument, layers: int | None) -> int | jax.Array | None:
     if value is None:
         only_layer(layers, "pass layer=l")
         return None if layers is None else 0
-    static = static_int(value)
-    if static is not None:
-        if not 0 <= static < (layers or 1):
-            raise ValueError(
-                f"layer: expected 0 to {(layers or 1) - 1} for a cache of {layers or 1} layers, "
-                f"got {static}"
-            )
-        return None if layers is None else static
-    index = integers("layer", value, "an int or an int32 scalar", ())
+    index, number = scalar("layer", value, "an int or an int32 scalar")
+    if number is not None and not 0 <= number < (layers or 1):
+        raise ValueError(
+            f"layer: expected 0 to {(layers or 1) - 1} for a cache of {layers or 1} layers, "
+            f"got {number}"
+        )
+    if isinstance(index, int):
+        return None if layers is None else index
     if layers is None:
         raise ValueError(
             "layer: the cache has no layer axis; leave layer out, or create the cache with "

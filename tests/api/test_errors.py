@@ -456,6 +456,7 @@ CACHES = {
     "sequences: expected 0 to 1, got 2": lambda: separate().reset(2),
     "sequences: expected 0 to 1, got 1099511627776": lambda: separate().reset(2**40),
     "source: expected 0 to 1, got 5": lambda: paged().fork(5, 0),
+    "source: expected 0 to 1, got 2": lambda: paged().fork(jnp.int32(2), 0),
     "target: expected 0 to 1, got -1": lambda: paged().fork(0, -1),
     "source: expected the index of a sequence, got float32[]": lambda: paged().fork(0.0, 1),
     "target: expected the index of a sequence, got int32[2]": lambda: paged().fork(0, [1, 0]),
@@ -516,6 +517,25 @@ APPENDS = {
         lambda: pa.append_kv(stacked(), ROW.astype("int32"), ROW)
     ),
     "k: expected an array, got int": lambda: pa.append_kv(stacked(), 3, ROW),
+    "k: expected at least the rows that the latest extend took of each sequence, [2, 2], got 1 of "
+    "each; extend the cache by as many as are written": (
+        lambda: pa.write_kv(stacked().extend(2), ROW, ROW)
+    ),
+    "k: expected at least the rows that the latest extend took of each sequence, [0, 1], got 0 of "
+    "each; extend the cache by as many as are written": (
+        lambda: pa.write_kv(paged().extend(jnp.arange(2)), z(2, 0, 2, 8), z(2, 0, 2, 8))
+    ),
+    "starts: expected as many rows of each sequence as the latest extend took, [1, 2], got [2, 1]; "
+    "call cache.extend(jnp.diff(starts)) first": lambda: pa.write_kv(
+        stacked().extend(jnp.asarray([1, 2])), z(3, 2, 8), z(3, 2, 8), starts=[0, 2, 3]
+    ),
+    "starts: expected as many rows of each sequence as the latest extend took, [2, 2], got [2, 1]; "
+    "call cache.extend(jnp.diff(starts)) first": lambda: pa.write_kv(
+        stacked().extend(2), z(3, 2, 8), z(3, 2, 8), starts=np.array([0, 2, 4])
+    ),
+    "layer: expected 0 to 2 for a cache of 3 layers, got 7": lambda: pa.write_kv(
+        stacked(layers=3).extend(1), ROW, ROW, layer=jnp.int32(7)
+    ),
     "new_lengths: expected int32[2] (rows of each sequence), got int32[1]": (
         lambda: pa.append_kv(stacked(), ROW, ROW, new_lengths=z(1, dtype="int32"))
     ),
