@@ -90,7 +90,7 @@ def ragged_paged_attention(  # noqa: PLR0913
     table = _table(kv_lens, page_indices, cu_q_lens, num_seqs, rows.shape[0])
     _check_mask_value(mask_value)
     scales = (("k_scale", k_scale), ("v_scale", v_scale))
-    factors = [1.0 if x is None else _scale(name, x) for name, x in scales]
+    factors = [1.0 if x is None else checks.scale_of_numbers(name, x) for name, x in scales]
     scale = checks.static_float("sm_scale", sm_scale, "multiply q by it instead")
     narrow = pages.array.dtype.name in QUANTIZED and pages.array.dtype != rows.dtype
     problem = DecodeProblem(
@@ -167,7 +167,7 @@ def update_kv_pages(  # noqa: PLR0913
         raise ValueError(f"v: expected {new[0].shape[0]} rows as in k, got {new[1].shape[0]}")
     table = _table(kv_lens, page_indices, cu_q_lens, num_seqs, new[0].shape[0])
     for n, (name, factor) in enumerate((("k_scale", k_scale), ("v_scale", v_scale))):
-        factor = 1.0 if factor is None else _scale(name, factor)
+        factor = 1.0 if factor is None else checks.scale_of_numbers(name, factor)
         new[n] = _stored(new[n], factor, pages.array.dtype)
     if 0 in (new[0].shape[0], table.pages.shape[0]):
         return pages.array.reshape(shape)
@@ -260,13 +260,6 @@ def _stored(rows: Array, factor: float, dtype: np.dtype) -> Array:
         wide = jnp.clip(wide, -most, most)
         wide = jnp.round(wide) if dtype == jnp.int8 else wide
     return wide.astype(dtype)
-
-
-def _scale(name: str, value: float) -> float:
-    factor = checks.static_float(name, value, "multiply q or the result instead")
-    if factor <= 0:
-        raise ValueError(f"{name}: expected a positive float or None, got {factor:g}")
-    return factor
 
 
 def _table(  # noqa: PLR0913

@@ -169,6 +169,24 @@ def holders_of(cache: Cache) -> jax.Array | None:
     return cache.holders
 
 
+def check_reached(name: str, cache: Cache, among: np.ndarray | None = None) -> None:
+    """ValueError for sequences that decoding would make NaN, since no extend has reached them since
+    they were made or emptied, if that is known already. `among`: the numbers of some of them.
+    """
+    new = checks.known(cache.new_lengths)
+    if new is None or not (new < 0).any() or (lengths := checks.known(cache.lengths)) is None:
+        return
+    without = np.flatnonzero((new < 0) & (lengths < 1))
+    if among is not None:
+        without = np.intersect1d(without, among)
+    if without.size:
+        raise ValueError(
+            f"{name}: expected sequences with rows, or that extend gave none, but there was no "
+            f"extend since sequences {without.tolist()} were made or emptied; call "
+            "cache.extend(rows) first, with 0 for a sequence that gets no rows, and write_kv"
+        )
+
+
 def check_taken(cache: Cache, rows: int | jax.Array) -> None:
     """ValueError where `write_kv` would fill other rows of a sequence than the latest extend took,
     if that is known already. `rows`: of each sequence, or where packed rows start.

@@ -85,6 +85,17 @@ def static_float(name: str, value: Argument, remedy: str) -> float:
     return number
 
 
+LEAST_SCALE = 2.0**-100  # smaller scales of float8 are raised to it
+
+
+def scale_of_numbers(name: str, value: Argument) -> float:
+    """A factor of narrow numbers that is known now."""
+    factor = static_float(name, value, "multiply q or the result instead")
+    if factor < LEAST_SCALE:
+        raise ValueError(f"{name}: expected at least 2**-100 or None, got {factor:g}")
+    return factor
+
+
 SMALLEST, LARGEST = (float(getattr(np.finfo(np.float32), end)) for end in ("tiny", "max"))
 
 

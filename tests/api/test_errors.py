@@ -658,7 +658,8 @@ APPENDS = {
     ),
     "mask_value: expected None or a float of at most -10000, since hidden keys have a weight of 0, "
     "got -5.0": lambda: ragged(mask_value=-5.0),
-    "k_scale: expected a positive float or None, got -1": lambda: ragged(k_scale=-1.0),
+    "k_scale: expected at least 2**-100 or None, got -1": lambda: ragged(k_scale=-1.0),
+    "v_scale: expected at least 2**-100 or None, got 1e-40": lambda: update(v_scale=1e-40),
     "v_scale: expected a Python float, got ArrayImpl; multiply q or the result instead": (
         lambda: ragged(v_scale=z(2))
     ),
@@ -681,7 +682,21 @@ APPENDS = {
         lambda: pa.append_kv_arrays(z(2, 2, 6, 8), None, ROW, None, 4)
     ),
 }
+UNREACHED = (
+    "{}: expected sequences with rows, or that extend gave none, but there was no extend since "
+    "sequences {} were made or emptied; call cache.extend(rows) first, with 0 for a sequence that "
+    "gets no rows, and write_kv"
+)
 DECODES = {
+    UNREACHED.format("cache", [0, 1]): lambda: pa.decode_attention(z(2, 4, 8), stacked()),
+    UNREACHED.format("cache", [1]): (
+        lambda: pa.decode_attention(z(2, 4, 8), paged().extend(0).reset(1))
+    ),
+    UNREACHED.format("prefix.cache", [1]): lambda: pa.decode_attention(
+        z(2, 4, 8),
+        stacked().extend(0),
+        prefix=pa.Prefix(paged().extend(1).reset(jnp.arange(1, 2)), jnp.asarray([1, -1])),
+    ),
     f"cache: {CACHE}": lambda: pa.decode_attention(z(2, 1, 4, 8), ()),
     "batch_invariant: expected True or False, got 1; it is static": (
         lambda: pa.decode_attention(z(2, 1, 4, 8), stacked(), batch_invariant=1)
