@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_attn import trees
 from pallas_attn._cache import blocks, facts
-from pallas_attn._cache.facts import CacheFacts, facts_of
+from pallas_attn._cache.facts import CacheFacts, facts_of, of_live
 from pallas_attn._cache.write import rows_into
 from pallas_attn._call import checks
 from pallas_attn._call.bind_cache import change_of
@@ -23,6 +23,7 @@ from pallas_attn.trees import DraftTree
 Array = jax.Array
 
 
+@of_live
 def write_kv[Cache: KVCache](  # noqa: PLR0913
     cache: Cache,
     k: Array,
@@ -193,6 +194,7 @@ def _placed(
     return rows, owners, positions, change
 
 
+@of_live
 def append_kv[Cache: KVCache](  # noqa: PLR0913
     cache: Cache,
     k: Array,

@@ -109,6 +109,7 @@ def decode_attention(  # noqa: PLR0913
     return decode_attention_with_lse(**locals())[0]
 
 
+@facts.of_live
 def decode_attention_with_lse(  # noqa: PLR0913
     q: Array,
     cache: KVCache,

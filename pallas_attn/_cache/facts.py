@@ -4,7 +4,9 @@ Kernels find their way by what is in the small arrays of a cache, so these are c
 buffers: once for each shape that a cache has.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +42,37 @@ class CacheFacts(NamedTuple):
     def of_problem(self) -> dict[str, Any]:
         """The fields that a problem has."""
         return dict(zip(self._fields[:-1], self[:-1], strict=True))
+
+
+def of_live[**P, R](call: Callable[P, R]) -> Callable[P, R]:
+    """The same function, with a ValueError where jax finds that arrays of a cache were donated."""
+
+    @functools.wraps(call)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError:
+            for x in (*args, *kwargs.values()):
+                _refuse_donated(getattr(x, "cache", x))  # a `Prefix` has one
+            raise
+
+    return run
+
+
+def _refuse_donated(cache: Cache) -> None:
+    if not hasattr(cache, "new_lengths") or not dataclasses.is_dataclass(cache):
+        return
+    gone = [
+        field.name
+        for field in dataclasses.fields(cache)
+        for x in jax.tree.leaves(getattr(cache, field.name))[:1]
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
+    ]
+    if gone:
+        raise ValueError(
+            f"cache: its arrays {', '.join(gone)} were donated to a jitted function "
+            "(donate_argnums), and are gone; use the cache that this function returned"
+        ) from None
 
 
 def facts_of(cache: Cache) -> CacheFacts:

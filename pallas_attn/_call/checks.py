@@ -197,10 +197,11 @@ def row_starts(name: str, value: Argument, rows: int, sequences: int | None = No
 
 
 def change(
-    rotary: Argument, norm: Argument, dim: int, stored: int, capacity: int
+    rotary: Argument, norm: Argument, dim: int, stored: int, capacity: tuple[int, int]
 ) -> tuple[Change | None, dict[str, Any]]:
     """The norm and the rotation of rows of `dim` columns, which a cache keeps as `stored`, and the
-    arrays that they read, by name.
+    arrays that they read, by name. `capacity`: rows that its longest sequence was to have, and
+    those that it holds: tables get rows of NaN for the others.
     """
     static: dict[str, Any] = {}
     arrays: dict[str, Any] = {}
@@ -219,8 +220,13 @@ def change(
         arrays["norm_weight"] = jnp.pad(weight, (0, stored - dim)) if stored > dim else weight
         static |= {"eps": eps, "weight_dtype": str(weight.dtype)}
     if rotary is not None:
-        rows = f"{capacity} rows that a sequence of this cache may have"
-        more, tables = rotation(rotary, dim, capacity, rows)
+        least, held = capacity
+        rows = f"{least} rows that a sequence of this cache may have"
+        more, tables = rotation(rotary, dim, least, rows)
+        if (missing := held - more["positions"]) > 0:
+            more["positions"] = held
+            pad = ((0, missing), (0, 0))
+            tables = {n: jnp.pad(x, pad, constant_values=jnp.nan) for n, x in tables.items()}
         static |= more
         arrays |= tables
     return (Change(dim, **static) if static else None), arrays
