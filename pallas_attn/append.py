@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_attn import trees
 from pallas_attn._cache import blocks, facts
-from pallas_attn._cache.facts import CacheFacts, facts_of
+from pallas_attn._cache.facts import CacheFacts, facts_of, of_live
 from pallas_attn._cache.write import rows_into
 from pallas_attn._call import checks
 from pallas_attn._call.bind_cache import change_of
@@ -23,6 +23,7 @@ from pallas_attn.trees import DraftTree
 Array = jax.Array
 
 
+@of_live
 def write_kv[Cache: KVCache](  # noqa: PLR0913
     cache: Cache,
     k: Array,
@@ -43,17 +44,18 @@ def write_kv[Cache: KVCache](  # noqa: PLR0913
         sequence while it is empty gives NaN.
       k, v: `[M, t, K, H]` and `[M, t, K, Hv]`, or without t for one token. Where `extend` took
         fewer than t rows in a sequence, its first rows count and the rest is ignored; where it took
-        more, the last ones stay as they are. Another float type is cast to the cache's; a quantised
-        cache stores each row of a head as narrow numbers and a float32 scale (a row with a NaN or
-        an infinity in it becomes NaN throughout). No v where the cache keeps V within K
-        (`shared_kv`). With `starts`, packed rows `[tokens, K, H]` and `[tokens, K, Hv]`.
+        more, that is a ValueError outside of jit, and inside it the last ones stay as they are.
+        Another float type is cast to the cache's; a quantised cache stores each row of a head as
+        narrow numbers and a float32 scale (a row with a NaN or an infinity in it becomes NaN
+        throughout). No v where the cache keeps V within K (`shared_kv`). With `starts`, packed rows
+        `[tokens, K, H]` and `[tokens, K, Hv]`.
       starts: int32[M + 1], traced or not: sequence i owns rows starts[i] to starts[i + 1], as in
-        `decode_attention`; `cache.extend(jnp.diff(starts))` takes them. Rows that no sequence owns
-        are ignored.
+        `decode_attention`; `cache.extend(jnp.diff(starts))` takes them. Other numbers than `extend`
+        took are a ValueError where both are known. Rows that no sequence owns are ignored.
       parents: where the rows are drafts that form a tree, the draft that each follows, as in
         `decode_attention`: `rotary` turns a draft by its position in the tree. Rows are written one
         behind the other all the same.
-      layer: which layer: an int or a traced int32 (outside of the cache's layers nothing is
+      layer: which layer: an int or an int32 (traced, and outside of the cache's layers: nothing is
         written). It may be left out where the cache has one.
       rotary, norm: applied to the rows of K on their way, in the same launch: first the norm, then
         the rotation by each row's position in its sequence; in float32, and rounded once, to the
@@ -68,7 +70,7 @@ def write_kv[Cache: KVCache](  # noqa: PLR0913
     if starts is not None:
         starts = checks.row_starts("starts", starts, rows.k.shape[0], cache.num_sequences)
     options = _Options(starts, parents, layer, rotary, norm, implementation, unchecked)
-    return _write(cache, rows, options)
+    return _write(cache, rows, options, extended=False)
 
 
 class _Rows(NamedTuple):
@@ -91,8 +93,11 @@ class _Options(NamedTuple):
     unchecked: Array | None  # starts before they were checked
 
 
-def _write[Cache: KVCache](cache: Cache, rows: _Rows, options: _Options) -> Cache:
-    """`write_kv` of rows and starts that are checked."""
+def _write[Cache: KVCache](
+    cache: Cache, rows: _Rows, options: _Options, *, extended: bool
+) -> Cache:
+    """`write_kv` of rows and starts that are checked. `extended`: the cache by as many rows."""
+    count = rows.k.shape[1]
     change, arrays = change_of(cache, options.rotary, options.norm, rows.facts.head_dim)
     if options.parents is not None:
         k = _in_tree(cache, rows.k, options, (change, arrays))
@@ -101,7 +106,6 @@ def _write[Cache: KVCache](cache: Cache, rows: _Rows, options: _Options) -> Cach
     new_lengths: Array | None = cache.new_lengths
     owners: Array | None = None
     from_end = options.starts is None and cache.context is None
-    is_empty = 0 in rows.k.shape[:-2]
     if not from_end:
         rows, owners, start, change = _placed(cache, rows, options.starts, (change, arrays))
         new_lengths, arrays = None, arrays if change is not None else {}
@@ -119,8 +123,8 @@ def _write[Cache: KVCache](cache: Cache, rows: _Rows, options: _Options) -> Cach
         owners,
         **arrays,
     )
-    if not (is_empty or isinstance(cache.new_lengths, jax.core.Tracer)):
-        facts.check_extended(cache)
+    if not (extended or isinstance(cache.new_lengths, jax.core.Tracer)):
+        facts.check_taken(cache, count if options.starts is None else options.starts)
     new = rows_into(inputs, cache.kind, options.implementation, from_end=from_end, change=change)
     return dataclasses.replace(  # type: ignore[type-var]
         cache, k=new.k_cache, v=new.v_cache, k_scale=new.k_scale, v_scale=new.v_scale
@@ -190,6 +194,7 @@ def _placed(
     return rows, owners, positions, change
 
 
+@of_live
 def append_kv[Cache: KVCache](  # noqa: PLR0913
     cache: Cache,
     k: Array,
@@ -239,7 +244,7 @@ def append_kv[Cache: KVCache](  # noqa: PLR0913
         assert counts is not None
         taken = jnp.minimum(counts, rows.k.shape[1])
     options = _Options(starts, parents, None, rotary, norm, implementation, unchecked)
-    return _write(cache.extend(taken), rows, options)
+    return _write(cache.extend(taken), rows, options, extended=True)
 
 
 def append_kv_arrays(  # noqa: PLR0913
@@ -357,6 +362,7 @@ def _bare(name: str, value: Argument, kind: str, layer: Argument) -> Any:
                 f"{name}: expected {axes} axes ({kind}, "
                 f"{'with' if layer is not None else 'without'} layers), got {x.shape}"
             )
+        checks.cache_dtype(name, x.dtype)
         first = arrays[0]
         if (x.shape[:-2], x.shape[-1], x.dtype) != (first.shape[:-2], first.shape[-1], first.dtype):
             raise ValueError(

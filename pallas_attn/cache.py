@@ -65,6 +65,7 @@ from jax.typing import DTypeLike
 from pallas_attn import prefixes
 from pallas_attn._cache import keep as _keep
 from pallas_attn._cache.buffers import Buffers
+from pallas_attn._cache.facts import of_live
 from pallas_attn._call import checks, sharding
 from pallas_attn._call.byte_rows import BYTE_DTYPE, SCALE_COLUMNS
 from pallas_attn._call.problem import MOST_ROWS
@@ -95,6 +96,7 @@ class KVCache:
     v_scale: Any  # None where numbers are stored as they come (and v_scale where v is)
     v_columns: int | None
     dims: tuple[int, int] | None  # head dims of K and V where the buffers are wider, else None
+    longest: int | None  # rows of the longest sequence where the buffers hold more, else None
     context: Context | None  # devices that the rows of a sequence are split over
     lengths: Array  # int32[M]: rows taken in each sequence now, written or not
     # int32[M]: rows that the latest extend took, which write_kv fills; NOT_EXTENDED where no extend
@@ -223,6 +225,7 @@ class KVCache:
         raise NotImplementedError
 
     @property
+    @of_live
     def overflowed(self) -> Array:
         """bool[M]: sequences that were given more rows than fit. Their rows were dropped; decoding
         them gives NaN.
@@ -260,6 +263,7 @@ class KVCache:
         small = PartitionSpec(sequences) if sequences is not None else PartitionSpec()
         return whole._with(**split, lengths=small, new_lengths=small)
 
+    @of_live
     def extend(self, rows: int | Array) -> Self:
         """Take `rows` new rows in every sequence: an int, or int32[M] (0 included; a negative count
         takes none, and no length passes 2**31 - 1).
@@ -298,6 +302,7 @@ class KVCache:
                     "create the cache with a larger capacity or append fewer rows"
                 )
 
+    @of_live
     def keep(
         self, counts: int | Array, path: Array | None = None, *, implementation: str | None = None
     ) -> Self:
@@ -318,6 +323,7 @@ class KVCache:
         """
         return _keep.keep(self, counts, path, implementation)
 
+    @of_live
     def reset(self, sequences: int | Array) -> Self:
         """Empty some sequences: an index (traced or not), an int array of indices (those that are
         no sequence's count for nothing), or bool[M]. Buffers stay as they are.
@@ -364,6 +370,11 @@ def _no_rows(size: int) -> dict[str, Array]:
     }
 
 
+def _told[Cache: KVCache](cache: Cache, longest: int) -> Cache:
+    """The cache with the rows that its longest sequence was to have, where it holds more."""
+    return cache if longest == max(cache.capacities) else cache._with(longest=int(longest))
+
+
 def not_a_cache(value: checks.Argument) -> ValueError:
     """The error of a call that wants a cache."""
     return ValueError(
@@ -389,6 +400,7 @@ class PerSequenceCache(KVCache):
     v_scale: tuple[Array, ...] | None = None
     v_columns: int | None = dataclasses.field(default=None, metadata={"static": True})
     dims: tuple[int, int] | None = dataclasses.field(default=None, metadata={"static": True})
+    longest: int | None = dataclasses.field(default=None, metadata={"static": True})
     context: Context | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
@@ -413,7 +425,8 @@ class PerSequenceCache(KVCache):
           v_head_dim: H of a row of V; default head_dim.
           layers: number of layers that the buffers hold, on an axis before all others; default one
             layer, without that axis.
-          dtype: of the numbers stored. float8_e4m3fn, float8_e5m2 and int8 make a quantised cache.
+          dtype: of the numbers stored: bfloat16, float16, float32 or float64; float8_e4m3fn,
+            float8_e5m2 and int8 make a quantised cache.
           scales: False stores their numbers as they come, without scales; 128 makes rows of a
             latent cache in FlashMLA's format.
           shared_kv: V is the first v_head_dim columns of K, and is not stored.
@@ -432,10 +445,11 @@ class PerSequenceCache(KVCache):
         buffers = Buffers(head_dim, v_head_dim, layers, dtype, scales, shared_kv, context)
         each = [buffers.arrays(kv_heads, buffers.block("capacities", n)) for n in capacities]
         fields: dict[str, Any] = {name: tuple(x[name] for x in each) for name in each[0]}
-        return cls(
+        cache = cls(
             **{"v": None} | fields | _no_rows(len(capacities)),
             **buffers.static,
         )
+        return _told(cache, max(capacities))
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -459,6 +473,7 @@ class StackedCache(KVCache):
     v_scale: Array | None = None
     v_columns: int | None = dataclasses.field(default=None, metadata={"static": True})
     dims: tuple[int, int] | None = dataclasses.field(default=None, metadata={"static": True})
+    longest: int | None = dataclasses.field(default=None, metadata={"static": True})
     context: Context | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
@@ -484,7 +499,8 @@ class StackedCache(KVCache):
         fields: dict[str, Any] = buffers.arrays(
             num_sequences, kv_heads, buffers.block("capacity", capacity)
         )
-        return cls(**{"v": None} | fields | _no_rows(num_sequences), **buffers.static)
+        cache = cls(**{"v": None} | fields | _no_rows(num_sequences), **buffers.static)
+        return _told(cache, capacity)
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -524,6 +540,7 @@ class PagedCache(KVCache):
     v_scale: Array | None = None
     v_columns: int | None = dataclasses.field(default=None, metadata={"static": True})
     dims: tuple[int, int] | None = dataclasses.field(default=None, metadata={"static": True})
+    longest: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def create(  # noqa: PLR0913
@@ -558,7 +575,7 @@ class PagedCache(KVCache):
             size = f"{most * page_size} rows, which an int32 counts, in pages of {page_size}"
             raise ValueError(f"capacity: expected at most {size}, got {capacity}")
         fields: dict[str, Any] = buffers.arrays(pages, kv_heads, page_size)
-        return cls(
+        cache = cls(
             **{"v": None} | fields | _no_rows(num_sequences),
             **buffers.static,
             page_table=jnp.full((num_sequences, width), NO_PAGE, jnp.int32),
@@ -566,6 +583,7 @@ class PagedCache(KVCache):
             num_free=jnp.asarray(pages, jnp.int32),
             holders=jnp.zeros(pages, jnp.int32),
         )
+        return cache if capacity is None else _told(cache, capacity)
 
     @property
     def page_size(self) -> int:
@@ -580,12 +598,14 @@ class PagedCache(KVCache):
         return (self.page_table.shape[1] * self.page_size,) * self.num_sequences
 
     @property
+    @of_live
     def overflowed(self) -> Array:
         slots = jnp.arange(self.page_table.shape[1], dtype=jnp.int32)
         needed = slots[None] * self.page_size < self.lengths[:, None]
         there = (self.page_table >= 0) & (self.page_table < self.pages)
         return super().overflowed | (needed & ~there).any(axis=1)
 
+    @of_live
     def allocate(self, rows: int | Array) -> tuple["PagedCache", Array]:
         """Take the pages for `rows` more rows of every sequence, lengths unmoved: (cache, granted
         bool[M]).
@@ -620,6 +640,7 @@ class PagedCache(KVCache):
         )
         return cache, granted & ~lost & (wanted <= self.capacities[0])
 
+    @of_live
     def extend(self, rows: int | Array) -> "PagedCache":
         """`KVCache.extend`; the pages come from the pool. A sequence that gets none overflows
         (`overflowed`).
@@ -631,6 +652,7 @@ class PagedCache(KVCache):
         table = jnp.where(needed & (cache.page_table == NO_PAGE), LOST, cache.page_table)
         return dataclasses.replace(cache, page_table=table)
 
+    @of_live
     def free(self, sequences: int | Array) -> "PagedCache":
         """Empty some sequences and give back the pages that nobody else holds. `sequences` as in
         `reset`.
@@ -652,10 +674,12 @@ class PagedCache(KVCache):
         )
         return super(PagedCache, cache).reset(chosen)
 
+    @of_live
     def reset(self, sequences: int | Array) -> "PagedCache":
         """The same as `free`: an empty sequence holds no page."""
         return self.free(sequences)
 
+    @of_live
     def fork(
         self, source: int | Array, target: int | Array, length: int | Array | None = None
     ) -> "PagedCache":
@@ -711,6 +735,7 @@ class PagedCache(KVCache):
             new_lengths=cache.new_lengths.at[target].set(NOT_EXTENDED, mode="drop"),
         )
 
+    @of_live
     def shared_prefixes(
         self, *, tokens: int = 1, levels: int = 2, starts: prefixes.Starts = None
     ) -> SharedPrefixes:
@@ -731,7 +756,7 @@ class PagedCache(KVCache):
         return -(-count // self.page_size)
 
     def _index(self, name: str, value: int | Array) -> Array:
-        static = checks.static_int(value)
-        if static is not None and not 0 <= static < self.num_sequences:
-            raise ValueError(f"{name}: expected 0 to {self.num_sequences - 1}, got {static}")
-        return checks.integers(name, value, "the index of a sequence", ())
+        index, number = checks.scalar(name, value, "the index of a sequence")
+        if number is not None and not 0 <= number < self.num_sequences:
+            raise ValueError(f"{name}: expected 0 to {self.num_sequences - 1}, got {number}")
+        return jnp.asarray(index, jnp.int32)

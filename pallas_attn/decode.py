@@ -2,7 +2,7 @@
 
 import jax
 
-from pallas_attn._cache import attend_in_parts, sharded_rows
+from pallas_attn._cache import attend_in_parts, facts, sharded_rows
 from pallas_attn._cache.attend import attend
 from pallas_attn._call import bind_cache, checks
 from pallas_attn._call.bind_cache import DecodeOptions
@@ -107,12 +107,14 @@ def decode_attention(  # noqa: PLR0913
     Returns:
       `[M, t, N, Hv]` (`[M, N, Hv]`; packed `[tokens, N, Hv]`) in q's dtype. An empty sequence gives
       0; one that overflowed gives NaN, and only it, and so does one that `extend` has not reached
-      since it was made or emptied, where `write_kv` has no rows to fill. Packed rows that no
+      since it was made or emptied, where `write_kv` has no rows to fill: outside of jit that is a
+      ValueError. Packed rows that no
       sequence owns give 0.
     """
     return decode_attention_with_lse(**locals())[0]
 
 
+@facts.of_live
 def decode_attention_with_lse(  # noqa: PLR0913
     q: Array,
     cache: KVCache,
@@ -159,6 +161,8 @@ def decode_attention_with_lse(  # noqa: PLR0913
         out, lse = sharded_rows.decode(cache.context, *call)
     else:
         out, lse = attend(*call)
+    if not isinstance(cache.new_lengths, jax.core.Tracer):  # last: other errors say more
+        facts.check_reached("cache", cache)
     columns = problem.v_head_dim if cache.dims is None else cache.dims[1]
     if out.shape[-1] != columns:  # zeros, as of columns that `create` added
         out = out[..., :columns]

@@ -24,7 +24,9 @@ def merge_attention(
     Returns:
       out in the dtype of `outs`, and lse in that of `lses`; as one call would give them, whose keys
       are all those of the calls. A row that no call has a key for is 0, its lse -inf. A call whose
-      lse is -inf in a row counts for nothing there, whatever its out holds, NaN included.
+      lse is -inf in a row counts for nothing there, whatever its out holds, NaN included. One
+      whose lse is inf, by a sink of inf, has all the weight there, and lse is inf; several share it
+      equally.
 
     The sums are made in the dtype of `lses` (float32), one multiplication a partial result, in one
     pass of XLA over all of them. Differentiable in both, in either mode and any number of times. A
@@ -33,17 +35,11 @@ def merge_attention(
     partials, stats = _arrays("outs", outs), _arrays("lses", lses)
     _check(partials, stats)
     dtype = stats[0].dtype
-    # Not `top == -inf`: XLA's maximum of nothing but NaN is -inf on a CPU.
-    unseen = [lse == -jnp.inf for lse in stats]
-    empty = jnp.stack(unseen).all(axis=0)
-    top = jnp.where(empty, 0, lax.stop_gradient(jnp.stack(stats).max(axis=0)))
-    weights = [jnp.exp(lse - top) for lse in stats]
-    total = jnp.where(empty, 1, sum(weights[1:], weights[0]))
-    lse = jnp.where(empty, -jnp.inf, top + jnp.log(total))
+    shares, lse = _shares(stats)
     out = jnp.zeros(partials[0].shape, dtype)
-    for partial, weight, none in zip(partials, weights, unseen, strict=True):
-        seen = jnp.where(_by_row(none), 0, partial.astype(dtype))
-        out = out + seen * _by_row(weight / total)
+    for partial, share, stat in zip(partials, shares, stats, strict=True):
+        seen = jnp.where(_by_row(stat == -jnp.inf), 0, partial.astype(dtype))
+        out = out + seen * _by_row(share)
     return out.astype(partials[0].dtype), lse
 
 
@@ -51,10 +47,24 @@ def add_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
     """out [B, T, N, Hv] and lse [B, N, T], in the dtype of sums, with a sink a head more in the
     denominator of each row that sees a key.
     """
-    empty = lse == -jnp.inf
-    with_sink = jnp.where(empty, lse, jnp.logaddexp(lse, sinks.astype(lse.dtype)[None, :, None]))
-    share = jnp.where(empty, 0, jnp.exp(lse - jnp.where(empty, 0, with_sink)))
+    sinks = jnp.where(lse == -jnp.inf, -jnp.inf, sinks.astype(lse.dtype)[None, :, None])
+    (share, _), with_sink = _shares([lse, sinks])
     return out * _by_row(share), with_sink
+
+
+def _shares(lses: list[Array]) -> tuple[list[Array], Array]:
+    """The weights of partial results, by their log-sum-exps, and the log-sum-exp of all."""
+    # Not `top == -inf`: XLA's maximum of nothing but NaN is -inf on a CPU.
+    empty = jnp.stack([lse == -jnp.inf for lse in lses]).all(axis=0)
+    most = jnp.finfo(lses[0].dtype).max
+    levels = [jnp.where(lse == jnp.inf, most, lse) for lse in lses]
+    top = jnp.where(empty, 0, lax.stop_gradient(jnp.stack(levels).max(axis=0)))
+    weights = [jnp.exp(level - top) for level in levels]
+    total = jnp.where(empty, 1, sum(weights[1:], weights[0]))
+    shares, log = [weight / total for weight in weights], top + jnp.log(total)
+    for lse, share in zip(lses, shares, strict=True):  # inf, with the derivative that has the limit
+        log = log + jnp.where(lse == jnp.inf, lse * lax.stop_gradient(share), 0)
+    return shares, jnp.where(empty, -jnp.inf, log)
 
 
 def cotangents_of_part(
@@ -67,6 +77,7 @@ def cotangents_of_part(
     own_out, own_lse = own
     seen = own_lse != -jnp.inf
     weight = jnp.where(seen, jnp.exp(own_lse - jnp.where(seen, lse, 0)), 0)
+    weight = jnp.where(own_lse == jnp.inf, 1, weight)  # a sink made both inf
     by_row = _by_row(seen)
     d_out = jnp.where(by_row, d_out, 0).astype(lse.dtype)
     away = own_out.astype(lse.dtype) - jnp.where(by_row, out, 0).astype(lse.dtype)

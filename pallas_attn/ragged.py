@@ -15,7 +15,7 @@ import numpy as np
 from pallas_attn._cache.attend import attend
 from pallas_attn._cache.write import rows_into
 from pallas_attn._call import checks, device
-from pallas_attn._call.bind import precision
+from pallas_attn._call.bind import precision, query_heads
 from pallas_attn._call.bind_cache import LEAST_BOUND
 from pallas_attn._call.problem import (
     QUANTIZED,
@@ -90,7 +90,7 @@ def ragged_paged_attention(  # noqa: PLR0913
     table = _table(kv_lens, page_indices, cu_q_lens, num_seqs, rows.shape[0])
     _check_mask_value(mask_value)
     scales = (("k_scale", k_scale), ("v_scale", v_scale))
-    factors = [1.0 if x is None else _scale(name, x) for name, x in scales]
+    factors = [1.0 if x is None else checks.scale_of_numbers(name, x) for name, x in scales]
     scale = checks.static_float("sm_scale", sm_scale, "multiply q by it instead")
     narrow = pages.array.dtype.name in QUANTIZED and pages.array.dtype != rows.dtype
     problem = DecodeProblem(
@@ -167,7 +167,7 @@ def update_kv_pages(  # noqa: PLR0913
         raise ValueError(f"v: expected {new[0].shape[0]} rows as in k, got {new[1].shape[0]}")
     table = _table(kv_lens, page_indices, cu_q_lens, num_seqs, new[0].shape[0])
     for n, (name, factor) in enumerate((("k_scale", k_scale), ("v_scale", v_scale))):
-        factor = 1.0 if factor is None else _scale(name, factor)
+        factor = 1.0 if factor is None else checks.scale_of_numbers(name, factor)
         new[n] = _stored(new[n], factor, pages.array.dtype)
     if 0 in (new[0].shape[0], table.pages.shape[0]):
         return pages.array.reshape(shape)
@@ -220,6 +220,7 @@ def _pages(kv_pages: Array) -> _Pages:
             "kv_pages: expected [pages, page_size, 2 * K, H], K and V interleaved by head, got "
             f"{list(x.shape)}"
         )
+    checks.cache_dtype("kv_pages", x.dtype)
     pages, size, heads, dim = x.shape
     return _Pages(x.reshape(pages, size, heads // 2, 2 * dim), dim)
 
@@ -232,6 +233,7 @@ def _rows(name: str, value: Array, pages: _Pages) -> Array:
             f"{name}: expected packed rows [tokens, N, H] = [tokens, a multiple of {heads}, {dim}] "
             f"for these pages, got {list(x.shape)}"
         )
+    query_heads(x, heads)
     return x
 
 
@@ -258,13 +260,6 @@ def _stored(rows: Array, factor: float, dtype: np.dtype) -> Array:
         wide = jnp.clip(wide, -most, most)
         wide = jnp.round(wide) if dtype == jnp.int8 else wide
     return wide.astype(dtype)
-
-
-def _scale(name: str, value: float) -> float:
-    factor = checks.static_float(name, value, "multiply q or the result instead")
-    if factor <= 0:
-        raise ValueError(f"{name}: expected a positive float or None, got {factor:g}")
-    return factor
 
 
 def _table(  # noqa: PLR0913

@@ -21,7 +21,7 @@ from jax.tree_util import PyTreeDef
 from pallas_attn._autodiff import by_rows, linear, score_gradients
 from pallas_attn._call import batching, dispatch, sharding
 from pallas_attn._call.kernel import Chosen
-from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem, probabilities_of_sinks
 
 Array = jax.Array
 Arrays = tuple[Array, ...]
@@ -231,8 +231,7 @@ def _along_sinks(inputs: AttentionInputs, results: Results, along: Array) -> Res
     """Tangents of out and lse along the sinks: a sink is one more logit without a value row."""
     out, lse = results
     sinks, along = (jnp.asarray(x, lse.dtype)[None, :, None] for x in (inputs.sinks, along))
-    moved = jnp.where(lse == -jnp.inf, 0, jnp.exp(sinks - jnp.where(lse == -jnp.inf, 0, lse)))
-    moved = moved * along
+    moved = probabilities_of_sinks(sinks, lse) * along
     by_row = moved.swapaxes(1, 2)[..., None]
     return -(by_row * out.astype(lse.dtype)).astype(out.dtype), moved
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._cache import attend
-from pallas_attn._cache.facts import Cache, facts_of
+from pallas_attn._cache.facts import Cache, check_reached, facts_of
 from pallas_attn._call import checks
 from pallas_attn._call.bind_cache import LEAST_BOUND
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem, Into
@@ -95,6 +95,8 @@ def with_prefix(prefix: Prefix, cache: Cache, call: Call, rotates: bool) -> tupl
     _check_fit(other, cache, problem, rotates)
     wanted = f"int32[{problem.sequences}] (which prefix each sequence has, -1 for none)"
     groups = checks.integers("prefix.groups", prefix.groups, wanted, (problem.sequences,))
+    if (known := checks.known(groups)) is not None:
+        check_reached("prefix.cache", other, known)
     groups = jnp.where((groups >= 0) & (groups < facts.sequences), groups, -1)
     members = Members.of(groups[None], facts.sequences, problem.q_len)
     parts = inputs._replace(

@@ -5,13 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from pallas_attn._call import checks, device, sharding
 from pallas_attn._call.byte_rows import BYTE_DTYPE, BYTE_ROW, SCALE_COLUMNS
 from pallas_attn._call.problem import MOST_ROWS, QUANTIZED
 from pallas_attn.context import Context, checked, mapped_shards
-from pallas_attn.errors import described
 
 Array = jax.Array
 
@@ -39,10 +37,7 @@ class Buffers:
             )
         checks.positive(head_dim=self.head_dim)
         checks.positive(none=True, v_head_dim=self.v_head_dim, layers=self.layers)
-        if not _is_real(self.dtype):
-            raise ValueError(
-                f"dtype: expected a floating-point or integer dtype, got {described(self.dtype)}"
-            )
+        checks.cache_dtype("dtype", self.dtype)
         checks.boolean("shared_kv", self.shared_kv)
         if self.byte_rows:
             self._check_byte_rows()
@@ -143,12 +138,3 @@ class Buffers:
 
 def _round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
-
-
-def _is_real(dtype: DTypeLike | None) -> bool:
-    if dtype is None:  # which NumPy takes for float64
-        return False
-    try:
-        return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-    except TypeError:
-        return False

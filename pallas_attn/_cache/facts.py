@@ -4,7 +4,9 @@ Kernels find their way by what is in the small arrays of a cache, so these are c
 buffers: once for each shape that a cache has.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import PyTreeDef
 
+from pallas_attn._call import checks
 from pallas_attn._call.checks import Argument
 
 Cache = Any  # a `KVCache`, whose module imports this one
@@ -39,6 +42,37 @@ class CacheFacts(NamedTuple):
     def of_problem(self) -> dict[str, Any]:
         """The fields that a problem has."""
         return dict(zip(self._fields[:-1], self[:-1], strict=True))
+
+
+def of_live[**P, R](call: Callable[P, R]) -> Callable[P, R]:
+    """The same function, with a ValueError where jax finds that arrays of a cache were donated."""
+
+    @functools.wraps(call)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return call(*args, **kwargs)
+        except RuntimeError:
+            for x in (*args, *kwargs.values()):
+                _refuse_donated(getattr(x, "cache", x))  # a `Prefix` has one
+            raise
+
+    return run
+
+
+def _refuse_donated(cache: Cache) -> None:
+    if not hasattr(cache, "new_lengths") or not dataclasses.is_dataclass(cache):
+        return
+    gone = [
+        field.name
+        for field in dataclasses.fields(cache)
+        for x in jax.tree.leaves(getattr(cache, field.name))[:1]
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
+    ]
+    if gone:
+        raise ValueError(
+            f"cache: its arrays {', '.join(gone)} were donated to a jitted function "
+            "(donate_argnums), and are gone; use the cache that this function returned"
+        ) from None
 
 
 def facts_of(cache: Cache) -> CacheFacts:
@@ -81,6 +115,8 @@ def _check(cache: Cache) -> None:
     for name in ("k", "v", "k_scale", "v_scale"):
         if name == "k" or getattr(cache, name) is not None:
             _check_buffers(f"cache.{name}", getattr(cache, name))
+    if not cache.byte_rows:
+        checks.cache_dtype("cache.k", cache.dtype)
     check_twins("cache.k", cache.k, "cache.v", cache.v)
     if (cache.v is None) != cache.shared_kv:
         raise ValueError(
@@ -166,15 +202,47 @@ def holders_of(cache: Cache) -> jax.Array | None:
     return cache.holders
 
 
-def check_extended(cache: Cache) -> None:
-    """ValueError where write_kv would fill no rows of a sequence, if that is known already."""
-    new = cache.new_lengths
-    if isinstance(new, jax.core.Tracer) or not getattr(new, "is_fully_addressable", True):
+def check_reached(name: str, cache: Cache, among: np.ndarray | None = None) -> None:
+    """ValueError for sequences that decoding would make NaN, since no extend has reached them since
+    they were made or emptied, if that is known already. `among`: the numbers of some of them.
+    """
+    new = checks.known(cache.new_lengths)
+    if new is None or not (new < 0).any() or (lengths := checks.known(cache.lengths)) is None:
         return
-    without = np.flatnonzero(np.asarray(new) < 0).tolist()
-    if without:
+    without = np.flatnonzero((new < 0) & (lengths < 1))
+    if among is not None:
+        without = np.intersect1d(without, among)
+    if without.size:
+        raise ValueError(
+            f"{name}: expected sequences with rows, or that extend gave none, but there was no "
+            f"extend since sequences {without.tolist()} were made or emptied; call "
+            "cache.extend(rows) first, with 0 for a sequence that gets no rows, and write_kv"
+        )
+
+
+def check_taken(cache: Cache, rows: int | jax.Array) -> None:
+    """ValueError where `write_kv` would fill other rows of a sequence than the latest extend took,
+    if that is known already. `rows`: of each sequence, or where packed rows start.
+    """
+    new = checks.known(cache.new_lengths)
+    if new is None:
+        return
+    without = np.flatnonzero(new < 0).tolist()
+    if without and (not isinstance(rows, int) or rows):
         raise ValueError(
             "cache: write_kv fills the rows that the latest extend took, and there was none since "
             f"sequences {without} were made, emptied or forked into; call cache.extend(rows) "
             "first, with 0 for a sequence that gets no rows"
+        )
+    if isinstance(rows, int):
+        if (new > rows).any():
+            raise ValueError(
+                "k: expected at least the rows that the latest extend took of each sequence, "
+                f"{new.tolist()}, got {rows} of each; extend the cache by as many as are written"
+            )
+    elif (starts := checks.known(rows)) is not None and (np.diff(starts) != new).any():
+        raise ValueError(
+            "starts: expected as many rows of each sequence as the latest extend took, "
+            f"{new.tolist()}, got {np.diff(starts).tolist()}; call "
+            "cache.extend(jnp.diff(starts)) first"
         )

@@ -259,8 +259,9 @@ def change_of(
     """The norm and the rotation of rows of K or q that have so many columns, and their arrays."""
     if rotary is None and norm is None:
         return None, {}
-    longest = max(cache.capacities, default=0)
-    return checks.change(rotary, norm, cache.head_dim, columns, longest)
+    held = max(cache.capacities, default=0)
+    rows = (held if cache.longest is None else cache.longest), held
+    return checks.change(rotary, norm, cache.head_dim, columns, rows)
 
 
 def append(

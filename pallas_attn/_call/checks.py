@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_attn._call.problem import Change
+from pallas_attn._call.problem import CACHE_DTYPES, Change
 from pallas_attn._functions.program import Program, reads_at
 from pallas_attn.errors import described
 from pallas_attn.masks import LONGEST, Mask, in_int32, known, saturated, traced_bound
@@ -84,6 +84,17 @@ def static_float(name: str, value: Argument, remedy: str) -> float:
     if not abs(number) <= LARGEST:  # NaN is not either
         raise ValueError(f"{name}: expected a finite float32, got {number:g}")
     return number
+
+
+LEAST_SCALE = 2.0**-100  # smaller scales of float8 are raised to it
+
+
+def scale_of_numbers(name: str, value: Argument) -> float:
+    """A factor of narrow numbers that is known now."""
+    factor = static_float(name, value, "multiply q or the result instead")
+    if factor < LEAST_SCALE:
+        raise ValueError(f"{name}: expected at least 2**-100 or None, got {factor:g}")
+    return factor
 
 
 SMALLEST, LARGEST = (float(getattr(np.finfo(np.float32), end)) for end in ("tiny", "max"))
@@ -196,10 +207,11 @@ def known_starts(value: Argument, rows: int) -> np.ndarray | None:
 
 
 def change(
-    rotary: Argument, norm: Argument, dim: int, stored: int, capacity: int
+    rotary: Argument, norm: Argument, dim: int, stored: int, capacity: tuple[int, int]
 ) -> tuple[Change | None, dict[str, Any]]:
     """The norm and the rotation of rows of `dim` columns, which a cache keeps as `stored`, and the
-    arrays that they read, by name.
+    arrays that they read, by name. `capacity`: rows that its longest sequence was to have, and
+    those that it holds: tables get rows of NaN for the others.
     """
     static: dict[str, Any] = {}
     arrays: dict[str, Any] = {}
@@ -218,8 +230,13 @@ def change(
         arrays["norm_weight"] = jnp.pad(weight, (0, stored - dim)) if stored > dim else weight
         static |= {"eps": eps, "weight_dtype": str(weight.dtype)}
     if rotary is not None:
-        rows = f"{capacity} rows that a sequence of this cache may have"
-        more, tables = rotation(rotary, dim, capacity, rows)
+        least, held = capacity
+        rows = f"{least} rows that a sequence of this cache may have"
+        more, tables = rotation(rotary, dim, least, rows)
+        if (missing := held - more["positions"]) > 0:
+            more["positions"] = held
+            pad = ((0, missing), (0, 0))
+            tables = {n: jnp.pad(x, pad, constant_values=jnp.nan) for n, x in tables.items()}
         static |= more
         arrays |= tables
     return (Change(dim, **static) if static else None), arrays
@@ -274,6 +291,22 @@ def static_int(value: Argument) -> int | None:
         return None
 
 
+def known(x: Argument) -> np.ndarray | None:
+    """The numbers of an array; None where they are traced, or on devices of other processes."""
+    if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
+        return None
+    return np.asarray(x)
+
+
+def scalar(name: str, value: Argument, wanted: str) -> tuple[int | jax.Array, Any]:
+    """An int, or an int32 scalar, and its number; None where that is not known yet."""
+    static = static_int(value)
+    if static is not None:
+        return static, static
+    index = integers(name, value, wanted, ())
+    return index, known(index)
+
+
 def positive(none: bool = False, **sizes: int | None) -> None:
     """ValueError for a size that is no int of at least 1; `none`: None is one."""
     for name, size in sizes.items():
@@ -287,6 +320,14 @@ def dtype_name(value: Argument) -> str:
         return str(jnp.dtype(value))
     except TypeError:
         return ""
+
+
+def cache_dtype(name: str, value: Argument) -> None:
+    """ValueError for a dtype in which no cache holds numbers: a write would lose them."""
+    dtype = "" if value is None else dtype_name(value)  # NumPy takes None for float64
+    if dtype not in CACHE_DTYPES:
+        known = f"{', '.join(CACHE_DTYPES[:-1])} or {CACHE_DTYPES[-1]}"
+        raise ValueError(f"{name}: expected numbers in {known}, got {dtype or described(value)}")
 
 
 def offset(
@@ -447,15 +488,14 @@ def layer(value: Argument, layers: int | None) -> int | jax.Array | None:
     if value is None:
         only_layer(layers, "pass layer=l")
         return None if layers is None else 0
-    static = static_int(value)
-    if static is not None:
-        if not 0 <= static < (layers or 1):
-            raise ValueError(
-                f"layer: expected 0 to {(layers or 1) - 1} for a cache of {layers or 1} layers, "
-                f"got {static}"
-            )
-        return None if layers is None else static
-    index = integers("layer", value, "an int or an int32 scalar", ())
+    index, number = scalar("layer", value, "an int or an int32 scalar")
+    if number is not None and not 0 <= number < (layers or 1):
+        raise ValueError(
+            f"layer: expected 0 to {(layers or 1) - 1} for a cache of {layers or 1} layers, "
+            f"got {number}"
+        )
+    if isinstance(index, int):
+        return None if layers is None else index
     if layers is None:
         raise ValueError(
             "layer: the cache has no layer axis; leave layer out, or create the cache with "

@@ -27,7 +27,6 @@ from pallas_attn.errors import Limit, described
 Array = jax.Array
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 SCALES = ("q_scale", "k_scale", "v_scale")
-LEAST = 2.0**-100  # smaller scales are raised to it
 
 
 class Options(NamedTuple):
@@ -70,8 +69,8 @@ def bound(inputs: AttentionInputs, options: Options) -> tuple[AttentionInputs, d
 def _scale(name: str, value: checks.Argument, sizes: tuple[int, int, int]) -> Array:
     """float32 [B, n, heads] of an argument that broadcasts to it."""
     batch, rows, heads = sizes
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    x = jnp.float32(value) if number else checks.array(name, value)
+    number = isinstance(value, (int, float, np.floating)) and not isinstance(value, bool)
+    x = jnp.float32(checks.scale_of_numbers(name, value)) if number else checks.array(name, value)
     letter, kind = ("T", "N") if name == "q_scale" else ("S", "K")
     if x.ndim == 2:
         raise ValueError(
@@ -89,7 +88,7 @@ def _scale(name: str, value: checks.Argument, sizes: tuple[int, int, int]) -> Ar
             f"{x.dtype}{list(x.shape)}"
         )
     x = jnp.broadcast_to(x.reshape(axes), (batch, axes[1], heads))
-    return jnp.maximum(x.astype(jnp.float32), LEAST)  # NaN stays
+    return jnp.maximum(x.astype(jnp.float32), checks.LEAST_SCALE)  # NaN stays
 
 
 def cuts(rows: int, blocks: int) -> bool:
@@ -209,7 +208,9 @@ def quantised(x: Array) -> tuple[Array, Array]:
     wide = wide.reshape(batch, blocks, size, heads, dim)
     top = jnp.abs(wide).max(axis=(2, 4), keepdims=True)
     # The next power of 2, by bits: jnp.frexp has a derivative, which kernels' primitives refuse.
-    bits = lax.bitcast_convert_type(jnp.maximum(top, LEAST) * np.float32(1 / 448), jnp.int32)
+    bits = lax.bitcast_convert_type(
+        jnp.maximum(top, checks.LEAST_SCALE) * np.float32(1 / 448), jnp.int32
+    )
     exponent = jnp.minimum((bits >> 23 & 255) + 1, 254)  # an infinity or a NaN: the largest power
     scale = lax.bitcast_convert_type(exponent << 23, jnp.float32)
     numbers = (wide / scale).astype(FLOAT8[0]).reshape(batch, blocks * size, heads, dim)

@@ -4,6 +4,7 @@ are chosen) and its arrays (a `...Inputs`, a pytree, which the chosen implementa
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -16,6 +17,9 @@ WithBounds = Any  # inputs, or the refs of a kernel, that have mask_left and mas
 
 # Cache dtypes that are stored with one float32 scale per row.
 QUANTIZED = ("float8_e4m3fn", "float8_e5m2", "int8")
+
+# Dtypes of the numbers that a cache holds.
+CACHE_DTYPES = ("bfloat16", "float16", "float32", "float64", *QUANTIZED)
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")  # dtypes of q, k and v with scales
 # Names of jax.lax.DotAlgorithmPreset that allow matmuls on the numbers of a float8 cache.
@@ -108,6 +112,16 @@ def owner_of_rows(starts: Array, rows: int) -> Array:
     """
     at = jnp.arange(rows, dtype=jnp.int32)
     return (starts[None] <= at[:, None]).sum(axis=1, dtype=jnp.int32) - 1
+
+
+def probabilities_of_sinks(
+    sinks: Array, lse: Array, exp: Callable[[Array], Array] = jnp.exp
+) -> Array:
+    """The probabilities of sinks in rows, by the log-sum-exp of each, in which they are: 0 where a
+    row sees no key, 1 where the sink is inf. At most 1, however a large lse is rounded.
+    """
+    below = jnp.where(jnp.abs(lse) == jnp.inf, 0, jnp.minimum(sinks - lse, 0))  # no inf - inf
+    return jnp.where(lse == -jnp.inf, 0, exp(below))
 
 
 def bounds_of(inputs: WithBounds) -> dict[str, Array]:

@@ -35,6 +35,7 @@ from pallas_attn._call.problem import (
     QuantizeProblem,
     bounds_of,
     live,
+    probabilities_of_sinks,
     rows_of_scale,
 )
 from pallas_attn._functions.program import Broadcasting, evaluate, of_rows
@@ -58,7 +59,8 @@ def attention(
     A row that sees no key (or only keys whose logit is -inf) gives out 0 and lse -inf, and every
     gradient through it is 0. Queries, keys and values past their length are selected away before
     they meet any arithmetic: they may hold NaN, forward and backward. A sink is a logit of its own
-    in the denominator of each row that sees a key. `precision`: of matmuls.
+    in the denominator of each row that sees a key; one of inf makes out 0 and lse inf.
+    `precision`: of matmuls.
     """
     q, k, v = inputs.q, inputs.k, inputs.v
     batch, q_len, q_heads, _ = q.shape
@@ -231,7 +233,8 @@ def _seen(
 
 @jax.custom_jvp
 def _softmax(logits: Array, sinks: Array | None) -> tuple[Array, Array]:
-    """Probabilities (less than 1 in all where there is a sink), and the log-sum-exp of each row.
+    """Probabilities (less than 1 in all where there is a sink, 0 where it is inf), and the
+    log-sum-exp of each row.
 
     Its derivative is given, since autodiff adds up equal terms in different orders: where a row
     sees one key, the gradient of its logit and all higher derivatives are exactly 0 by this one.
@@ -240,13 +243,15 @@ def _softmax(logits: Array, sinks: Array | None) -> tuple[Array, Array]:
     nothing = top == -jnp.inf  # or NaN: XLA's maximum of nothing but NaN is -inf on a CPU
     if sinks is not None:
         sinks = sinks.astype(logits.dtype)[None, :, None]
-        top = jnp.maximum(top, lax.stop_gradient(sinks))
+        finite = jnp.where(sinks == jnp.inf, jnp.finfo(sinks.dtype).max, sinks)
+        top = jnp.maximum(top, lax.stop_gradient(finite))
     top = checkpoint_name(jnp.where(nothing, 0, top), _OF_ROWS)
     probs = jnp.exp(logits - top[..., None])
     denominator = checkpoint_name(probs.sum(axis=-1), _OF_ROWS)
     empty = nothing & (denominator == 0)
     if sinks is not None:
-        denominator = denominator + jnp.exp(jnp.where(empty, -jnp.inf, sinks) - top)
+        denominator = denominator + jnp.exp(jnp.where(empty, -jnp.inf, finite) - top)
+        top = top + jnp.where(sinks == jnp.inf, jnp.inf, 0)
     denominator = jnp.where(empty, 1, denominator)
     lse = jnp.where(empty, -jnp.inf, top + jnp.log(denominator))
     return probs / denominator[..., None], lse
@@ -258,10 +263,9 @@ def _softmax_jvp(primals: Any, tangents: Any) -> Any:
     probs, lse = _softmax(logits, sinks)
     lse_dot = jnp.sum(probs * logits_dot, axis=-1)
     if sinks is not None:
-        share = jnp.exp(
-            sinks.astype(lse.dtype)[None, :, None] - jnp.where(lse == -jnp.inf, jnp.inf, lse)
-        )
-        lse_dot += share * sinks_dot.astype(lse.dtype)[None, :, None]
+        of_rows = (x.astype(lse.dtype)[None, :, None] for x in (sinks, sinks_dot))
+        sinks, sinks_dot = of_rows
+        lse_dot += probabilities_of_sinks(sinks, lse) * sinks_dot
     return (probs, lse), (probs * (logits_dot - lse_dot[..., None]), lse_dot)
 
 

@@ -13,7 +13,7 @@ from jax import lax
 
 from pallas_attn._autodiff.derivative import Rows
 from pallas_attn._call import sharding
-from pallas_attn._call.problem import AttentionInputs
+from pallas_attn._call.problem import AttentionInputs, probabilities_of_sinks
 from pallas_attn._context_parallel import launch as _launch
 from pallas_attn._context_parallel import layout
 from pallas_attn._context_parallel.launch import Floats, Launch, Offsets
@@ -132,9 +132,8 @@ def _d_sinks(sinks: Array, rows: Rows) -> Array:
     """A sink is one more logit, of no value: its dS is P (0 - delta) where a row sees a key."""
     out, lse, d_out, d_lse = rows
     delta = (out.astype(lse.dtype) * d_out.astype(lse.dtype)).sum(-1).swapaxes(1, 2) - d_lse
-    seen = lse != -jnp.inf
-    p = jnp.exp(sinks.astype(lse.dtype)[None, :, None] - jnp.where(seen, lse, 0))
-    return -jnp.where(seen, p * delta, 0).sum(axis=(0, 2))
+    p = probabilities_of_sinks(sinks.astype(lse.dtype)[None, :, None], lse)
+    return -jnp.where(lse == -jnp.inf, 0, p * delta).sum(axis=(0, 2))
 
 
 def _keys_of(split: Split, inputs: AttentionInputs) -> dict[str, Array]:

@@ -91,6 +91,11 @@ def options(rng, shape):
         "bias_key": {"bias": draw(rng, kv_len)},
         "mask_2d": {"mask_array": arrays["mask_array"][0, 0]},
         "offsets": {"mask": sliding_window(3), "q_offset": arrays["q_offset"]},
+        "sinks_without_end": {
+            "mask": CAUSAL,
+            "q_offset": -1,
+            "sinks": arrays["sinks"].at[0].set(np.inf).at[-1].set(-np.inf),
+        },
         "sinks_and_empty_rows": {
             "mask": Mask(right=-1),
             "sinks": arrays["sinks"],

@@ -37,6 +37,7 @@ def k(*shape, **options):
 
 
 TABLES = pa.Rotary.create(16, 8)
+CACHE_DTYPES = "numbers in bfloat16, float16, float32, float64, float8_e4m3fn, float8_e5m2 or int8"
 
 
 def attend(q=None, k=None, v=None, **options):
@@ -407,10 +408,12 @@ CACHES = {
     ),
     "sequences: expected None for a PerSequenceCache, whose sequences are no axis of an array, got "
     "'dp'": lambda: rows.create("per_sequence", 8).specs(sequences="dp"),
-    "dtype: expected a floating-point or integer dtype, got 'bf16'": (
+    f"dtype: expected {CACHE_DTYPES}, got 'bf16'": (
         lambda: StackedCache.create(2, 6, 2, 8, dtype="bf16")
     ),
-    "dtype: expected a floating-point or integer dtype, got None": lambda: paged_of(None),
+    f"dtype: expected {CACHE_DTYPES}, got None": lambda: paged_of(None),
+    f"dtype: expected {CACHE_DTYPES}, got int16": lambda: paged_of(jnp.int16),
+    f"dtype: expected {CACHE_DTYPES}, got float8_e4m3fnuz": lambda: paged_of("float8_e4m3fnuz"),
     "shared_kv: expected True or False, got 1; it is static": lambda: stacked(shared_kv=1),
     "scales: expected True or False, got 'no'; it is static": lambda: stacked(scales="no"),
     "scales: 128, a scale for so many columns of V, goes with dtype float8_e4m3fn, head_dim 576, "
@@ -418,9 +421,7 @@ CACHES = {
     "shared_kv=True; leave scales out for a scale a row": lambda: StackedCache.create(
         2, 16, 1, 576, v_head_dim=512, shared_kv=True, dtype="int8", scales=128
     ),
-    "dtype: expected a floating-point or integer dtype, got <class 'bool'>": (
-        lambda: paged_of(bool)
-    ),
+    f"dtype: expected {CACHE_DTYPES}, got bool": lambda: paged_of(bool),
     "capacities: expected an int of at least 1, got 0": lambda: PerSequenceCache.create(
         (4, 0), 2, 8
     ),
@@ -465,6 +466,7 @@ CACHES = {
     "sequences: expected 0 to 1, got 2": lambda: separate().reset(2),
     "sequences: expected 0 to 1, got 1099511627776": lambda: separate().reset(2**40),
     "source: expected 0 to 1, got 5": lambda: paged().fork(5, 0),
+    "source: expected 0 to 1, got 2": lambda: paged().fork(jnp.int32(2), 0),
     "target: expected 0 to 1, got -1": lambda: paged().fork(0, -1),
     "source: expected the index of a sequence, got float32[]": lambda: paged().fork(0.0, 1),
     "target: expected the index of a sequence, got int32[2]": lambda: paged().fork(0, [1, 0]),
@@ -525,6 +527,25 @@ APPENDS = {
         lambda: pa.append_kv(stacked(), ROW.astype("int32"), ROW)
     ),
     "k: expected an array, got int": lambda: pa.append_kv(stacked(), 3, ROW),
+    "k: expected at least the rows that the latest extend took of each sequence, [2, 2], got 1 of "
+    "each; extend the cache by as many as are written": (
+        lambda: pa.write_kv(stacked().extend(2), ROW, ROW)
+    ),
+    "k: expected at least the rows that the latest extend took of each sequence, [0, 1], got 0 of "
+    "each; extend the cache by as many as are written": (
+        lambda: pa.write_kv(paged().extend(jnp.arange(2)), z(2, 0, 2, 8), z(2, 0, 2, 8))
+    ),
+    "starts: expected as many rows of each sequence as the latest extend took, [1, 2], got [2, 1]; "
+    "call cache.extend(jnp.diff(starts)) first": lambda: pa.write_kv(
+        stacked().extend(jnp.asarray([1, 2])), z(3, 2, 8), z(3, 2, 8), starts=[0, 2, 3]
+    ),
+    "starts: expected as many rows of each sequence as the latest extend took, [2, 2], got [2, 1]; "
+    "call cache.extend(jnp.diff(starts)) first": lambda: pa.write_kv(
+        stacked().extend(2), z(3, 2, 8), z(3, 2, 8), starts=np.array([0, 2, 4])
+    ),
+    "layer: expected 0 to 2 for a cache of 3 layers, got 7": lambda: pa.write_kv(
+        stacked(layers=3).extend(1), ROW, ROW, layer=jnp.int32(7)
+    ),
     "new_lengths: expected int32[2] (rows of each sequence), got int32[1]": (
         lambda: pa.append_kv(stacked(), ROW, ROW, new_lengths=z(1, dtype="int32"))
     ),
@@ -606,6 +627,24 @@ APPENDS = {
             z(2, 2, 6, 8), z(2, 2, 6, 8), ROW, z(2, 2, 2, 8), z(2, dtype="int32")
         )
     ),
+    f"kv_pages: expected {CACHE_DTYPES}, got uint8": (
+        lambda: update(kv_pages=z(3, 4, 4, 8, dtype="uint8"))
+    ),
+    f"kv_pages: expected {CACHE_DTYPES}, got int32": (
+        lambda: ragged(kv_pages=z(3, 4, 4, 8, dtype="int32"))
+    ),
+    f"kv_pages: expected {CACHE_DTYPES}, got bool": (
+        lambda: ragged(kv_pages=z(3, 4, 4, 8, dtype="bool"))
+    ),
+    f"k_caches: expected {CACHE_DTYPES}, got float8_e8m0fnu": (
+        lambda: pa.append_kv_arrays(
+            z(2, 2, 6, 8, dtype="float8_e8m0fnu"), None, ROW, None, z(2, dtype="int32")
+        )
+    ),
+    f"cache.k: expected {CACHE_DTYPES}, got int4": lambda: pa.decode_attention(
+        z(2, 4, 8), of(stacked(), k=z(2, 2, 6, 8, dtype="int4"), v=z(2, 2, 6, 8, dtype="int4"))
+    ),
+    "q: expected a floating-point dtype, got int32": lambda: ragged(q=z(6, 4, 8, dtype="int32")),
     "kv_pages: expected [pages, page_size, 2 * K, H], K and V interleaved by head, got "
     "[3, 4, 5, 8]": lambda: ragged(kv_pages=z(3, 4, 5, 8)),
     "q: expected packed rows [tokens, N, H] = [tokens, a multiple of 2, 8] for these pages, got "
@@ -629,7 +668,8 @@ APPENDS = {
     ),
     "mask_value: expected None or a float of at most -10000, since hidden keys have a weight of 0, "
     "got -5.0": lambda: ragged(mask_value=-5.0),
-    "k_scale: expected a positive float or None, got -1": lambda: ragged(k_scale=-1.0),
+    "k_scale: expected at least 2**-100 or None, got -1": lambda: ragged(k_scale=-1.0),
+    "v_scale: expected at least 2**-100 or None, got 1e-40": lambda: update(v_scale=1e-40),
     "v_scale: expected a Python float, got ArrayImpl; multiply q or the result instead": (
         lambda: ragged(v_scale=z(2))
     ),
@@ -652,7 +692,21 @@ APPENDS = {
         lambda: pa.append_kv_arrays(z(2, 2, 6, 8), None, ROW, None, 4)
     ),
 }
+UNREACHED = (
+    "{}: expected sequences with rows, or that extend gave none, but there was no extend since "
+    "sequences {} were made or emptied; call cache.extend(rows) first, with 0 for a sequence that "
+    "gets no rows, and write_kv"
+)
 DECODES = {
+    UNREACHED.format("cache", [0, 1]): lambda: pa.decode_attention(z(2, 4, 8), stacked()),
+    UNREACHED.format("cache", [1]): (
+        lambda: pa.decode_attention(z(2, 4, 8), paged().extend(0).reset(1))
+    ),
+    UNREACHED.format("prefix.cache", [1]): lambda: pa.decode_attention(
+        z(2, 4, 8),
+        stacked().extend(0),
+        prefix=pa.Prefix(paged().extend(1).reset(jnp.arange(1, 2)), jnp.asarray([1, -1])),
+    ),
     f"cache: {CACHE}": lambda: pa.decode_attention(z(2, 1, 4, 8), ()),
     "batch_invariant: expected True or False, got 1; it is static": (
         lambda: pa.decode_attention(z(2, 1, 4, 8), stacked(), batch_invariant=1)

@@ -75,9 +75,10 @@ def test_out_dtype(rng, out_dtype):
 
 def test_a_scale_of_nan_is_nan_and_none_is_below_the_least(rng):
     q, k, v = draw(rng)
-    assert np.isnan(np.float32(pa.flash_attention(q, k, v, v_scale=jnp.nan))).all()
+    scale = jnp.float32(np.nan)
+    assert np.isnan(np.float32(pa.flash_attention(q, k, v, v_scale=scale))).all()
     for scale in (0.0, -1.0):
-        lse = pa.flash_attention_with_lse(q, k, v, q_scale=scale)[1]
+        lse = pa.flash_attention_with_lse(q, k, v, q_scale=jnp.float32(scale))[1]
         np.testing.assert_allclose(lse, np.log(k.shape[1]), rtol=1e-6)
 
 
@@ -115,6 +116,18 @@ REFUSED = {
         "k_scale: expected a number, [K] or [B, n, K], got float32[32, 1], which does not say "
         "whether its first axis is B or n; write x[:, None] for one a batch row and head "
         "(FlashAttention-3's descale), x[None] for blocks of rows",
+    ),
+    "zero": (
+        lambda q, k, v: pa.flash_attention(q, k, v, k_scale=0),
+        "k_scale: expected at least 2**-100 or None, got 0",
+    ),
+    "tiny": (
+        lambda q, k, v: pa.flash_attention(q, k, v, v_scale=np.float32(1e-35)),
+        "v_scale: expected at least 2**-100 or None, got 1e-35",
+    ),
+    "nan": (
+        lambda q, k, v: pa.flash_attention(q, k, v, q_scale=float("nan")),
+        "q_scale: expected a finite float32, got nan",
     ),
     "integers": (
         lambda q, k, v: pa.flash_attention(q, k, v, v_scale=jnp.ones(1, jnp.int32)),

@@ -220,6 +220,59 @@ def test_rows_that_see_nothing_have_exactly_zero_gradients(rng, subject):
 
 
 @each_subject
+def test_sinks_without_end(rng, subject):
+    """A sink of inf has the probability 1: out is 0, lse inf, and follows the sink alone. One of
+    -inf is none. Both derivatives, beside rows without a key.
+    """
+    drawn = draw(rng, 40, 70, batch=1, q_heads=3, kv_heads=3, dim=64, v_dim=64)
+    arrays = {name: jnp.asarray(x, subject.dtype) for name, x in drawn.items()}
+    arrays["sinks"] = jnp.asarray([np.inf, 0.5, -np.inf], jnp.float32)
+    do = jnp.asarray(rng.standard_normal((1, 40, 3, 64)), subject.dtype)
+    dlse = jnp.asarray(rng.standard_normal((1, 3, 40)), jnp.float32)
+    along = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), arrays)
+
+    def call(arrays, *, implementation):
+        def run(arrays):
+            how = {"mask": CAUSAL, "q_offset": -3, "implementation": implementation}
+            return pa.flash_attention_with_lse(**arrays, **how)
+
+        results, pullback = jax.vjp(run, arrays)
+        dots = jax.jvp(lambda arrays: run(arrays), (arrays,), (along,))[1]
+        return results, pullback((do, dlse))[0], dots
+
+    (out, lse), gradients, (out_dot, lse_dot) = subject.call(call, arrays)
+    how = {"mask": CAUSAL, "q_offset": -3}
+    expected = budget.attention(arrays | how, do, dlse, tensor_cores=subject.tensor_cores)
+    got = {"out": out, "lse": lse} | {f"d{name}": x for name, x in gradients.items()}
+    budget.check(got, expected)
+    sees = np.arange(40) >= 3
+    np.testing.assert_array_equal(lse[0, 0], np.where(sees, np.inf, -np.inf))
+    for x in (out, gradients["q"], gradients["k"], gradients["v"], out_dot):
+        x = np.asarray(x, np.float32)
+        assert np.isfinite(x).all() and not x[:, :, 0].any() and x[:, :, 1].any()
+    np.testing.assert_allclose(gradients["sinks"][0], dlse[0, 0, 3:].sum(), rtol=1e-5)
+    assert gradients["sinks"][2] == 0
+    np.testing.assert_array_equal(lse_dot[0, 0], np.where(sees, along["sinks"][0], 0))
+    alone = {name: x if name == "sinks" else x[:, :, 2:] for name, x in arrays.items()}
+    without = subject.call(pa.flash_attention, alone["q"], alone["k"], alone["v"], **how)
+    np.testing.assert_array_equal(np.asarray(out)[:, :, 2:], without)
+
+
+@each_subject
+def test_a_sink_of_nan(rng, subject):
+    """It reaches the rows of its head that see a key, and no others."""
+    drawn = draw(rng, 40, 70, batch=1, q_heads=2, kv_heads=1, dim=64, v_dim=64)
+    q, k, v = (jnp.asarray(x, subject.dtype) for x in drawn.values())
+    how = {"mask": CAUSAL, "q_offset": -3, "sinks": jnp.asarray([np.nan, 0.5], jnp.float32)}
+    out, lse = subject.call(pa.flash_attention_with_lse, q, k, v, **how)
+    wanted = np.zeros((2, 40), bool)
+    wanted[0, 3:] = True
+    np.testing.assert_array_equal(np.isnan(lse)[0], wanted)
+    np.testing.assert_array_equal(np.isnan(np.asarray(out, np.float32))[0].all(2).T, wanted)
+    np.testing.assert_array_equal(np.isnan(np.asarray(out, np.float32))[0].any(2).T, wanted)
+
+
+@each_subject
 def test_what_lies_past_a_length_is_never_read(rng, subject):
     """The same two sequences three times in a batch: as they are, before NaN and before Inf; in all
     that is read by row or by column, cotangents too.

@@ -9,6 +9,7 @@ import pytest
 from jax.test_util import check_grads
 
 import pallas_attn as pa
+from pallas_attn.merge import add_sinks
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -71,6 +72,38 @@ def test_rows_that_see_nothing_and_what_nobody_saw():
     np.testing.assert_allclose(d_outs[:, 0, :, 0, 0], [[0.25, 0, 0], [0.75, 1, 0]], rtol=1e-6)
     # The log-sum-exp's own part, and that of the mean of 4 and 8 by weights of 1/4 and 3/4.
     np.testing.assert_allclose(d_lses[:, 0, 0], [[-0.5, 0, 0], [1.5, 1, 0]], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.by_xla
+def test_a_part_whose_lse_is_inf_has_all_the_weight():
+    """Beside a part with a finite lse, beside another one of inf, and beside one without a key."""
+    lses = jnp.asarray([[2.0, np.inf, -np.inf], [np.inf, np.inf, np.inf]])[:, None, None]
+    outs = jnp.asarray([[4.0, 4.0, np.nan], [8.0, 6.0, 0.0]])[:, None, :, None, None]
+    (out, lse), back = jax.vjp(pa.merge_attention, outs, lses)
+    np.testing.assert_array_equal(out[0, :, 0, 0], [8, 5, 0])
+    np.testing.assert_array_equal(lse[0, 0], [np.inf] * 3)
+    d_outs, d_lses = back((jnp.ones_like(out), jnp.ones_like(lse)))
+    np.testing.assert_array_equal(d_outs[:, 0, :, 0, 0], [[0, 0.5, 0], [1, 0.5, 1]])
+    np.testing.assert_array_equal(d_lses[:, 0, 0, ::2], [[0, 0], [1, 1]])
+
+
+@pytest.mark.by_xla
+def test_sinks_that_are_added_last():
+    """The way of `prefix` and of rows split over devices; inf and -inf; gradients, too."""
+    q, k, v = qkv()
+    sinks = jnp.asarray([np.inf, 1.0, -np.inf, 0.0])
+
+    def in_two(q, k, v, sinks):
+        outs, lses = in_parts(q, k, v, (5, S))
+        return add_sinks(*pa.merge_attention(outs, lses), sinks)
+
+    def at_once(q, k, v, sinks):
+        return pa.flash_attention_with_lse(q, k, v, mask=pa.CAUSAL, q_offset=3, sinks=sinks)
+
+    (got, back), (want, of_one) = (jax.vjp(f, q, k, v, sinks) for f in (in_two, at_once))
+    cotangents = jax.tree.map(lambda x: jnp.ones_like(x), want)
+    for g, w in zip((*got, *back(cotangents)), (*want, *of_one(cotangents)), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5)
 
 
 def test_derivatives_of_both_modes_and_orders():

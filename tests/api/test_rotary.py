@@ -135,6 +135,38 @@ def test_written_rows(rng, subject, case):
         np.testing.assert_array_equal(have, before)
 
 
+@pytest.mark.parametrize("subject", subjects.rows("append"))
+@pytest.mark.parametrize("cache_dtype", [None, "int8"])
+def test_tables_for_the_capacity_that_was_asked_for(rng, subject, cache_dtype):
+    """Pages have rows for five more positions: K and q become NaN there, and nowhere else."""
+    options = {"capacity": 11, "dtype": cache_dtype or subject.dtype}
+    cache = pa.PagedCache.create(3, 6, 8, 1, 64, **options)
+    assert cache.capacities == (16,) * 3 and cache.longest == 11
+    cache = cache.extend(jnp.array([11, 9, 14], jnp.int32))
+    k, v = (normal(rng, subject.dtype, 3, 14, 1, 64) for _ in range(2))
+    q = normal(rng, subject.dtype, 3, 2, 64)
+    short, long = (Rotary.create(n, 16, first=8) for n in (11, 16))
+
+    def run(cache, k, v, q, rotary, implementation):
+        cache = pa.write_kv(cache, k, v, rotary=rotary, implementation=implementation)
+        out = pa.decode_attention(q, cache, rotary=rotary, implementation="reference")
+        return cache, out
+
+    with subject.active():
+        call = functools.partial(jax.jit(run, static_argnums=5), cache, k, v, q)
+        (got, out), (want, whole) = jax.block_until_ready(
+            [call(rotary, subject.implementation) for rotary in (short, long)]
+        )
+    assert np.isnan(np.asarray(out[2], np.float32)).all()
+    np.testing.assert_array_equal(out[:2], whole[:2])
+    have, rows = held_rows(got, 2), held_rows(want, 2)
+    columns = np.s_[8:24] if cache_dtype is None else np.s_[:]  # a quantised row is NaN throughout
+    rows[11:14, :, columns] = np.nan
+    np.testing.assert_array_equal(have, rows)
+    with pytest.raises(ValueError, match="positions at least the 11 rows that a sequence of"):
+        pa.write_kv(cache, k, v, rotary=Rotary.create(10, 16))
+
+
 def with_pages(cache):
     if cache.kind != "paged":
         return cache

@@ -430,3 +430,33 @@ def test_a_cache_is_printed_by_its_sizes(cache, said):
 def test_pages_for_rows():
     cache = pa.PagedCache.create(2, 8, 4, kv_heads=1, head_dim=8)
     assert [cache.pages_for(rows) for rows in (0, 1, 4, 5, np.int64(9))] == [0, 1, 1, 2, 3]
+
+
+@pytest.mark.by_xla
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda cache: cache.extend(1),
+        lambda cache: cache.keep(1),
+        lambda cache: cache.reset(0),
+        lambda cache: cache.overflowed,
+        lambda cache: cache.allocate(1),
+        lambda cache: cache.fork(0, 1),
+        lambda cache: cache.shared_prefixes(),
+        lambda cache: pa.write_kv(cache, *(jnp.zeros((2, 1, 2, 8)),) * 2),
+        lambda cache: pa.append_kv(cache, *(jnp.zeros((2, 1, 2, 8)),) * 2),
+        lambda cache: pa.decode_attention(jnp.zeros((2, 4, 8)), cache),
+        lambda cache: pa.decode_attention(
+            jnp.zeros((2, 4, 8)),
+            StackedCache.create(2, 8, 2, 8, dtype="float32").extend(1),
+            prefix=pa.Prefix(cache, jnp.zeros(2, jnp.int32)),
+        ),
+    ],
+)
+def test_a_cache_that_was_donated(call):
+    cache = PagedCache.create(2, 4, 4, 2, 8, dtype="float32").extend(1)
+    new = jax.jit(lambda cache: cache.extend(1), donate_argnums=0)(cache)
+    text = r"^cache: its arrays k, v, .* were donated to a jitted function \(donate_argnums\), and "
+    with pytest.raises(ValueError, match=text + "are gone; use the cache that this function retu"):
+        call(cache)
+    np.testing.assert_array_equal(new.lengths, [2, 2])

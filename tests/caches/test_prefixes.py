@@ -14,12 +14,13 @@ import pallas_attn as pa
 from pallas_attn import prefixes
 from pallas_attn._cache import attend
 from pallas_attn.kernels.prefill import sm90 as kernel
-from tests.support import mosaic
+from tests.support import hard_data, mosaic
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 SIZE = 4  # rows of a page
 HEADS = {"kv_heads": 2, "head_dim": 8}
+SINKS = hard_data.sinks_without_end(np.arange(4, dtype=np.float32))
 
 
 LEAST_SAVED = prefixes.LEAST_SAVED  # rows
@@ -201,7 +202,7 @@ def both(q, cache, copy, *, levels, tokens=1, **options):
 
 @pytest.mark.parametrize(
     "tokens, levels, options",
-    [(1, 2, {"sinks": np.arange(4, dtype=np.float32)}), (3, 3, {"mask": pa.FULL})],
+    [(1, 2, {"sinks": SINKS}), (3, 3, {"mask": pa.FULL})],
 )
 def test_decoding_equals_that_of_an_unshared_copy(rng, tokens, levels, options):
     """Pages that nobody holds are NaN; sequences that overflow are NaN in both."""
@@ -303,7 +304,7 @@ def test_packed_rows_equal_those_of_an_unshared_copy(rng):
     for trial in range(12):
         cache, starts = forked(rng, tokens // 3 + 3), draw_starts(rng, 6, tokens)
         q = rows_of(rng, tokens, 4, 8)
-        options = {"sinks": jnp.asarray(np.arange(4, dtype=np.float32))} if trial % 2 else {}
+        options = {"sinks": jnp.asarray(SINKS)} if trial % 2 else {}
         got, want, shared = both_packed(
             q, cache, unshared(cache), jnp.asarray(starts), levels=1 + trial % 3, tokens=tokens,
             **options,
@@ -483,7 +484,7 @@ def test_a_prefix_stands_before_the_rows_of_a_sequence(rng, kind):
     joined = pa.StackedCache.create(7, 60, **HEADS, dtype="float32")
     joined = pa.append_kv(joined, *rows, new_lengths=jnp.asarray(lengths, jnp.int32))
     q, named = rows_of(rng, 7, 4, 8), pa.Prefix(prefix, jnp.asarray(groups, jnp.int32))
-    options = {"sinks": jnp.asarray(np.arange(4, dtype=np.float32) - 1)}
+    options = {"sinks": jnp.asarray(SINKS)}
     close(*with_prefix(q, own, named, joined, options))
     lost = dataclasses.replace(prefix, lengths=jnp.asarray([0, 99, 13], jnp.int32))
     named = pa.Prefix(lost, jnp.asarray(groups, jnp.int32))
@@ -590,7 +591,7 @@ def test_interpreted(rng, monkeypatch, tokens, heads, warpgroups, grid):  # noqa
     shared = found_by(cache, tokens, 2)
     assert list(np.asarray(shared.lengths)) == [80, 0, 16, 0]
     monkeypatch.setattr(attend, "attend_merged", by_kernel(config, launches))
-    sinks = jnp.asarray(np.arange(heads, dtype=np.float32))
+    sinks = jnp.asarray(hard_data.sinks_without_end(np.arange(heads, dtype=np.float32)))
     got = pa.decode_attention_with_lse(q, cache, shared_prefixes=shared, sinks=sinks)
     want = pa.decode_attention_with_lse(q, cache, sinks=sinks)
     assert len(launches) == 1

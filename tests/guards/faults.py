@@ -1064,10 +1064,28 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_SCHEDULES} -k test_shared_parts",
     ),
     "a_part_is_merged_without_own_rows": Fault(
-        f"{PREFILL}/merge_parts.py",
-        "own_sum = thread.choose(thread.nothing_yet(own_lse), zero, thread.number(1.0))",
-        "own_sum = thread.choose(thread.nothing_yet(own_lse), zero, zero)",
+        f"{SHARED}/softmax.py",
+        "return row_max, thread.choose(empty, zero, row_sum)",
+        "return row_max, thread.choose(empty, zero, zero)",
         "tests/caches/test_prefixes.py -k test_interpreted",
+    ),
+    "a_part_with_a_sink_of_inf_is_nan": Fault(
+        f"{SHARED}/softmax.py",
+        "row_max, base = thread.lowest(level, _LARGEST), thread.choose(empty, zero, level)",
+        "row_max, base = level, thread.choose(empty, zero, level)",
+        "tests/caches/test_prefixes.py -k test_interpreted",
+    ),
+    "a_sink_of_inf_is_nan": Fault(
+        f"{SHARED}/softmax.py",
+        "jnp.minimum(jnp.maximum(row_max, sink), _LARGEST)",
+        "jnp.maximum(row_max, sink)",
+        "tests/api/test_gradients.py -k test_sinks_without_end",
+    ),
+    "a_row_of_a_thread_is_nan_by_a_sink_of_inf": Fault(
+        f"{SHARED}/softmax.py",
+        "thread.lowest(thread.highest(base, sink), _LARGEST)",
+        "thread.highest(base, sink)",
+        "tests/kernels/decode/test_decode_kernel.py -k full_softcap_sinks",
     ),
     "all_partials_of_a_part_weigh_as_the_first": Fault(
         f"{PREFILL}/merge_parts.py",

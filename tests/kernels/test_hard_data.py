@@ -21,8 +21,15 @@ from pallas_attn.kernels.flash_fwd import sm80 as fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as fwd_sm90
 from pallas_attn.kernels.prefill import sm90 as prefill_sm90
 from tests.kernels.decode_mla import test_decode_mla
-from tests.kernels.flash_bwd import test_flash_bwd
-from tests.kernels.flash_fwd import test_flash_fwd
+from tests.kernels.flash_bwd import (
+    test_bwd_wide,
+    test_flash_bwd,
+    test_heads,
+    test_one_key_tile,
+)
+from tests.kernels.flash_bwd import test_group_window as test_bwd_group_window
+from tests.kernels.flash_bwd.test_any_size import sized
+from tests.kernels.flash_fwd import test_flash_fwd, test_group_window, test_wide
 from tests.support import decode_cases, hard_data, mosaic
 from tests.support.problems.case import AttentionCase
 
@@ -71,7 +78,62 @@ def test_forward(name):
         test_flash_fwd.check(*FORWARD[name])
 
 
+@dataclasses.dataclass(frozen=True)
+class Endless(AttentionCase):
+    """A call of `flash_attention` with a sink of inf, and one of -inf where there are many."""
+
+    def arrays(self, seed=0, *, poison=False):
+        arrays = super().arrays(seed, poison=poison)
+        if isinstance(arrays["q"], jax.core.Tracer):
+            return arrays
+        return arrays | {"sinks": jnp.asarray(hard_data.sinks_without_end(arrays["sinks"]))}
+
+
+def endless(case: AttentionCase) -> Endless:
+    fields = {field.name: getattr(case, field.name) for field in dataclasses.fields(case)}
+    return Endless(**(fields | {"sinks": True}))
+
+
+WIDE = test_wide.wide("sinks")
+OF_SINKS = {
+    "sm90_float32": (sized(40, 70, 64, q_heads=2, kv_heads=1, dtype="float32"), None),
+    "group_window": test_group_window.CASES["window128"],
+    "wide": (WIDE, test_wide.ROUND),
+}
+
+
+@pytest.mark.parametrize("name", OF_SINKS)
+def test_forward_with_sinks_without_end(name):
+    case, config = OF_SINKS[name]
+    with mosaic.interpret():
+        problem = test_flash_fwd.problem_of(case)
+        test_flash_fwd.check(endless(case), config or fwd_sm90.Config.default(problem))
+
+
 SMALL = bwd_sm90.Config(grid=3)
+SHORT = sized(49, 70, 32, batch=1, q_heads=2, kv_heads=2)
+BACKWARD_OF_SINKS = {
+    "two_kernels": (SHORT, dataclasses.replace(SMALL, fused=False)),
+    "short": (SHORT, None),
+    "heads": (sized(70, 100, 64, batch=1, q_heads=2, kv_heads=2), test_heads.EACH),
+    "one_key_tile": test_one_key_tile.CASES["group"],
+    "window": (test_flash_bwd.windowed(1, 135, batch=1, q_heads=2, kv_heads=2), None),
+    "group_window": test_bwd_group_window.CASES["window128"],
+    "wide": (WIDE, test_bwd_wide.SMALL),
+    "sm80_apart": (SHORT, bwd_sm80.Config(fused=False, block_q=32, dq_block_kv=32)),
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD_OF_SINKS)
+def test_backward_with_sinks_without_end(name):
+    """Probabilities of such a head are 0, exactly; its sink has the gradient of lse."""
+    case, config = BACKWARD_OF_SINKS[name]
+    with mosaic.interpret():
+        got = test_flash_bwd.check(endless(case), config)
+    assert not np.asarray(got.q, np.float32)[:, :, 0].any()
+    assert np.asarray(got.sinks)[0] != 0
+
+
 BACKWARD = {
     "sm90": {"config": SMALL},
     "sm90_two_kernels": {"config": dataclasses.replace(SMALL, fused=False)},

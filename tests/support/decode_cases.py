@@ -16,7 +16,7 @@ from pallas_attn._call import reference
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.decode_mla import sm90 as mla_sm90
-from tests.support import definition, in_numpy
+from tests.support import definition, hard_data, in_numpy
 
 KINDS = ("per_sequence", "stacked", "paged")
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -149,10 +149,16 @@ class Case:
             jnp.asarray(self.lengths, jnp.int32),
             None if table is None else jnp.asarray(table),
             None if self.layers is None else jnp.int32(self.layers - 1),
-            jnp.asarray(rng.standard_normal(self.q_heads), jnp.float32) if self.sinks else None,
+            self._sinks(rng) if self.sinks else None,
             mask_aux=() if self.function is None else self.function.aux,
             score_aux=() if self.score is None else self.score.aux,
         )
+
+    def _sinks(self, rng):
+        sinks = rng.standard_normal(self.q_heads)
+        if self.q_heads > 2:
+            sinks = hard_data.sinks_without_end(sinks)
+        return jnp.asarray(sinks, jnp.float32)
 
     def _table(self, rng):
         if self.kind != "paged":

@@ -322,18 +322,23 @@ def _seen(
 
 def _softmax(logits: Array, sinks: Array | None, xp: ModuleType) -> tuple[Array, Array, Array]:
     """Probabilities [B, N, T, S], lse [B, N, T], and the probability of the sink [B, N, T]. A row
-    without a key, or with logits of -inf alone, has only zeros and the lse -inf.
+    without a key, or with logits of -inf alone, has only zeros and the lse -inf. A sink of inf has
+    the probability 1 in any other row, whose lse is inf.
     """
     top = logits.max(axis=-1, initial=-np.inf)
     empty = top == -np.inf
     sink = xp.full_like(top, -np.inf)
     if sinks is not None:
         sink = xp.where(empty, -np.inf, sinks[None, :, None])
+    endless = sink == np.inf
+    sink = xp.where(endless, 0, sink)
     top = xp.where(empty, 0, xp.maximum(top, sink))
     total = xp.exp(logits - top[..., None]).sum(axis=-1) + xp.exp(sink - top)
     lse = xp.where(empty, -np.inf, top + xp.log(xp.where(empty, 1, total)))
-    finite = xp.where(empty, 0, lse)
-    return xp.exp(logits - finite[..., None]), lse, xp.exp(sink - finite)
+    lse = xp.where(endless, np.inf, lse)
+    finite = xp.where(empty | endless, 0, lse)
+    probs = xp.where(endless[..., None], 0, xp.exp(logits - finite[..., None]))
+    return probs, lse, xp.where(endless, 1, xp.exp(sink - finite))
 
 
 def _summed_to(shape: tuple[int, ...], x: Array) -> Array:

@@ -26,7 +26,7 @@ import numpy as np
 
 from pallas_attn._call import device
 from pallas_attn.masks import FULL, Mask
-from tests.support import budget, subjects
+from tests.support import budget, hard_data, subjects
 from tests.support.problems import case as _case
 from tests.support.problems import cases
 from tests.support.subjects import Subject
@@ -209,6 +209,8 @@ def attention_inputs(case: _case.AttentionCase, turn: int) -> tuple[dict, dict]:
             far = np.arange(64, dtype=np.int32)
             far[:4] = LEAST, MOST, -1, 0
             arrays["segment_ids"] = tuple(jnp.asarray(far[x]) for x in arrays["segment_ids"])
+        if "sinks" in arrays and turn % 3 == 1:
+            arrays["sinks"] = jnp.asarray(hard_data.sinks_without_end(arrays["sinks"]))
         if "bias" in arrays and turn % 3 == 2:
             hidden = np.random.default_rng(turn).random(arrays["bias"].shape) < 0.2
             arrays["bias"] = jnp.where(hidden, -jnp.inf, arrays["bias"])

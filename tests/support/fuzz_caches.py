@@ -20,7 +20,7 @@ import pallas_attn as pa
 from pallas_attn import PagedCache
 from pallas_attn.masks import CAUSAL, FULL
 from tests.caches.test_quantized import quantized
-from tests.support import append_cases, budget, fuzz, witness
+from tests.support import append_cases, budget, fuzz, hard_data, witness
 from tests.support.byte_rows import as_bytes, as_floats
 from tests.support.decode_cases import ancestors, seen_in_tree, some_parents
 from tests.support.fuzz import LEAST, MOST
@@ -279,7 +279,10 @@ class Program:
         self.rng = np.random.default_rng(zlib.crc32(str(case).encode()))
         options = {name: x for name, x in case.options().items() if x is not None}
         if case.sinks:
-            options["sinks"] = self._normal("float32", case.q_heads)
+            sinks = self._normal("float32", case.q_heads)
+            if self.rng.random() < 0.3:
+                sinks = jnp.asarray(hard_data.sinks_without_end(sinks))
+            options["sinks"] = sinks
         self.parents, t = some_parents(case.sequences, case.q_len), case.q_len
         self.counts = np.full(case.sequences, t)  # query rows of each sequence
         own = np.s_[:]

@@ -18,7 +18,7 @@ import pallas_attn as pa
 from pallas_attn._call import bind_cache, dispatch
 from pallas_attn.kernels.prefill import float8_sm90
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
-from tests.support import budget, float8_rows, fuzz
+from tests.support import budget, float8_rows, fuzz, hard_data
 from tests.support.fuzz import LEAST, MOST
 from tests.support.subjects import Subject
 
@@ -113,7 +113,10 @@ class _Filled:
         layer = None if case.layers is None else int(rng.integers(case.layers))
         at = {} if layer is None else {"layer": layer}
         cache = pa.write_kv(cache, k, v, **at, implementation="reference")
-        sinks = jnp.asarray(rng.standard_normal(case.q_heads), jnp.float32) if case.sinks else None
+        sinks = None
+        if case.sinks:
+            sinks = hard_data.sinks_without_end(rng.standard_normal(case.q_heads))
+            sinks = jnp.asarray(sinks, jnp.float32)
         return cls(case, cache, layer, sinks)
 
     def arguments(self, turn: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_attn as pa
-from tests.support import fuzz
+from tests.support import fuzz, hard_data
 from tests.support.subjects import Subject
 
 NARROW = ("float8_e4m3fn", "float8_e5m2", "int8")
@@ -111,7 +111,9 @@ def arguments(case: Case, rng: np.random.Generator) -> dict[str, Any]:
     arrays = {"q": jnp.asarray(q, case.dtype), "kv_pages": jnp.asarray(numbers).astype(dtype)}
     arrays |= {name: jnp.asarray(x, case.dtype) for name, x in new.items()}
     if case.sinks:
-        arrays["sinks"] = jnp.asarray(rng.standard_normal(heads, np.float32))
+        sinks = rng.standard_normal(heads, np.float32)
+        sinks = hard_data.sinks_without_end(sinks) if rng.random() < 0.3 else sinks
+        arrays["sinks"] = jnp.asarray(sinks)
     return arrays | {name: jnp.asarray(x) for name, x in small.items()}
 
 
@@ -167,7 +169,7 @@ def attended(case: Case, arrays: dict[str, np.ndarray]) -> tuple[np.ndarray, np.
         top = both.max(axis=-1, keepdims=True)
         weights = np.exp(both - np.where(np.isfinite(top), top, 0))
         total = weights.sum(axis=-1, keepdims=True)
-        weights = (weights / np.where(total == 0, 1, total))[..., :-1]
+        weights = weights[..., :-1] / np.where(total == 0, 1, total)  # 0 beside a sink of inf
         out[first:end] = np.einsum("hqk,khd->qhd", weights, v) * factors.get("v_scale", 1.0)
     return out, lost
 

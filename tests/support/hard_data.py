@@ -18,6 +18,14 @@ KINDS = {
 NUMBER = len(KINDS)
 
 
+def sinks_without_end(sinks: np.ndarray) -> np.ndarray:
+    """Sinks of which the first is inf and the last, where there are more than two, -inf."""
+    sinks = np.array(sinks)
+    sinks[-1:] = -np.inf if len(sinks) > 2 else sinks[-1:]
+    sinks[:1] = np.inf
+    return sinks
+
+
 def hardened(q: np.ndarray, k: np.ndarray, scale: float, keys: int) -> tuple[np.ndarray, ...]:
     """q and k [M, .., H] with logits of these kinds, in turns over M. `keys`: the axis of k along
     which its rows lie.

@@ -162,6 +162,9 @@ class BlockOfThreads:
     def highest(self, a, b):
         return np.maximum(a, b)
 
+    def lowest(self, a, b):
+        return np.minimum(a, b)
+
     def is_zero(self, x):
         return x == 0
 

@@ -54,6 +54,9 @@ def attention(  # noqa: PLR0913
         logits = logits + bias[b, n, t, keys]
         if not keys or np.all(logits == -np.inf):
             continue
+        if sinks is not None and sinks[n] == np.inf:
+            lse[b, n, t] = np.inf
+            continue
         every = logits if sinks is None else np.append(logits, float(sinks[n]))
         lse[b, n, t] = every.max() + np.log(np.exp(every - every.max()).sum())
         weights = np.exp(logits - lse[b, n, t])

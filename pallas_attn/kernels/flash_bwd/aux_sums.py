@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem, probabilities_of_sinks
 from pallas_attn._functions import reads
 from pallas_attn._functions.program import Constant
 from pallas_attn._functions.reads import DISTANCE, KEYS, NONE, ROWS, Read
@@ -329,7 +329,7 @@ def sums_of_ds(residuals: Residuals, stats: RowStatistics) -> jax.Array:
     total = dlse
     if residuals.inputs.sinks is not None:
         sinks = residuals.inputs.sinks.astype(jnp.float32)[None, :, None]
-        total = total + jnp.exp(sinks - jnp.where(dead, 0.0, lse)) * stats.delta[:, :, :rows]
+        total = total + probabilities_of_sinks(sinks, lse) * stats.delta[:, :, :rows]
     return jnp.where(dead, 0.0, total).sum(axis=2)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._call.problem import AttentionProblem
+from pallas_attn._call.problem import AttentionProblem, probabilities_of_sinks
 from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.attention.group_windows import WIDTH
 from pallas_attn.kernels.attention.tiles import ROWS
@@ -46,7 +46,8 @@ def dsinks(sinks: Operand, stats: RowStatistics) -> jax.Array:
     _, heads, tiles, _ = stats.lse.shape
     of_heads = softmax.to_log2(sinks).reshape(1, heads, 1, 1, HEADS)
     sizes = -1, heads, tiles, QUERIES, HEADS
-    p = jnp.exp2(of_heads - stats.lse.reshape(sizes))
+    # Rows without a key have an lse of inf here, as those of a sink of inf: but their delta is 0.
+    p = probabilities_of_sinks(of_heads, stats.lse.reshape(sizes), jnp.exp2)
     return -(p * stats.delta.reshape(sizes)).sum(axis=(0, 2, 3)).reshape(-1)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call.problem import AttentionInputs
+from pallas_attn._call.problem import AttentionInputs, probabilities_of_sinks
 from pallas_attn.kernels.attention import (
     functions,
     mask_bits,
@@ -119,7 +119,7 @@ def dsinks(residuals: Residuals, stats: RowStatistics) -> jax.Array:
     """
     sinks, lse = jnp.asarray(residuals.inputs.sinks), residuals.lse
     delta = stats.delta[:, :, : lse.shape[2]]
-    p = jnp.where(lse == -jnp.inf, 0.0, jnp.exp(sinks.astype(jnp.float32)[None, :, None] - lse))
+    p = probabilities_of_sinks(sinks.astype(jnp.float32)[None, :, None], lse)
     return -(p * delta).sum(axis=(0, 2)).astype(sinks.dtype)
 
 

@@ -158,6 +158,10 @@ class Thread(thread_program.Thread):
         """The larger of two; NaN where one of them is NaN."""
         return Float(arith.maximumf(a.value, _float(b)))
 
+    def lowest(self, a: Float, b: Float | float) -> Float:
+        """The smaller of two; NaN where one of them is NaN."""
+        return Float(arith.minimumf(a.value, _float(b)))
+
     def warp_highest(self, x: Float) -> Float:
         """The largest over the lanes of the warp."""
         return _over_lanes(self.highest, x, LANES)

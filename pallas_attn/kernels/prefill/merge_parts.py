@@ -177,7 +177,6 @@ def _warp(ctx: ThreadContext) -> None:
     exists = head < problem.q_heads
     token, head = block // across, thread.minimum(head, problem.q_heads - 1)
     lane, words = thread.index % LANES, problem.v_head_dim // FOUR
-    zero = thread.number(0.0)
     line = (token // t * problem.q_heads + head) * t + token % t
     (own_lse,) = thread.load_floats(refs.own_lse, thread.to_int64(line), 1)
     at = [token + level * tokens for level in range(levels)]
@@ -193,8 +192,7 @@ def _warp(ctx: ThreadContext) -> None:
         thread.load_narrow(refs.own, to + thread.to_int64(column), problem.dtype)
         for column in columns
     ]
-    own_sum = thread.choose(thread.nothing_yet(own_lse), zero, thread.number(1.0))
-    carry = [softmax.to_log2(own_lse), own_sum, *sum(own, [])]
+    carry = [*softmax.level_and_sum(thread, own_lse), *sum(own, [])]
     merge = _Merge(head, columns, total)
     for part in parts:
 

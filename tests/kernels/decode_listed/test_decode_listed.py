@@ -117,12 +117,14 @@ def wanted(case: Case, inputs: DecodeInputs) -> tuple[np.ndarray, np.ndarray]:
         if case.adds:
             function, *arrays = case.adds
             s = s + function(m, np.arange(case.q_heads)[:, None], at, np.array(keys), *arrays)
-        s = np.concatenate([s, np.asarray(inputs.sinks)[:, None]], 1) if case.sinks else s
+        sinks = np.asarray(inputs.sinks, np.float64)[:, None] if case.sinks else s[:, :0]
+        endless = (sinks == np.inf).any(axis=1)
+        s = np.concatenate([s, np.where(sinks == np.inf, 1e4, sinks)], 1)
         top = s.max(axis=1, keepdims=True)
         p = np.exp(s - top)
         total = p.sum(axis=1, keepdims=True)
         out[row] = np.einsum("ns,nsh->nh", (p / total)[:, : len(keys)], v)
-        lse[row] = (top + np.log(total))[:, 0]
+        lse[row] = np.where(endless, np.inf, (top + np.log(total))[:, 0])
     return out, lse.swapaxes(-1, -2)
 
 
