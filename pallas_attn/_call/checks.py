@@ -291,13 +291,6 @@ def static_int(value: Argument) -> int | None:
         return None
 
 
-def known(x: Argument) -> np.ndarray | None:
-    """The numbers of an array; None where they are traced, or on devices of other processes."""
-    if isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True):
-        return None
-    return np.asarray(x)
-
-
 def scalar(name: str, value: Argument, wanted: str) -> tuple[int | jax.Array, Any]:
     """An int, or an int32 scalar, and its number; None where that is not known yet."""
     static = static_int(value)
