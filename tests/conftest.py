@@ -29,6 +29,9 @@ _flags = (f"{flag}={value}" for flag, value in _FLAGS.items() if flag not in _gi
 os.environ["XLA_FLAGS"] = " ".join([_given, *_flags]).strip()
 # NumPy's matmuls are small here: threads of their own take 20 times as long.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Threads of XLA's pool. Interpreted kernels wait in it: with one thread a core, kernels of four
+# warpgroups could fill it on a machine of two cores, and hang.
+os.environ.setdefault("NPROC", "32")
 # The CUDA plugin may be installed for ahead-of-time compilation where there is no GPU; its check of
 # the driver would then fail at import.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
@@ -41,7 +44,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 from pallas_attn._call import device, store  # noqa: E402
-from tests.support import aot, gpu_cases, in_numpy  # noqa: E402
+from tests.support import aot, durations, gpu_cases, in_numpy  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -50,6 +53,9 @@ def pytest_addoption(parser):
     group.addoption("--seconds", type=float, default=60, help="that -m fuzz runs (default 60)")
     group.addoption("--case", help="of -m fuzz: one problem, as a failure says it")
     group.addoption("--no-skips", action="store_true", help="a skipped test is a failed test")
+    group.addoption(
+        "--write-durations", action="store_true", help=f"writes {durations.FILE.name} anew"
+    )
     group.addoption(
         "--keep-kernels", action="store_true", help="tests on a GPU share lowered kernels"
     )
@@ -90,6 +96,8 @@ def no_gpu():
 
 
 def pytest_configure(config):
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    config.option.whole_suite = whole and not (config.option.keyword or config.option.markexpr)
     on_gpu = _asks_for_gpu(config)
     if on_gpu:
         from tests.support import mosaic
@@ -121,7 +129,10 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Tests for a GPU run when `-m gpu` asks for them, and only then, and those for two when `-m
+    """Of tests that take long, the plain suite runs one of each function; `-m exhaustive` runs the
+    others, and who names files or tests runs them all.
+
+    Tests for a GPU run when `-m gpu` asks for them, and only then, and those for two when `-m
     multigpu` does; those that compile kernels to machine code when `-m guards` or `-m machine_code`
     does; the recipes, the fuzzer and memcheck when theirs. `quick` are those of a list.
     """
@@ -133,10 +144,15 @@ def pytest_collection_modifyitems(config, items):
         if mark not in (config.option.markexpr or ""):
             left_out.add(mark)
     missing = pytest.mark.skipif(not aot.available(), reason="the aot extra is not installed")
+    if config.option.whole_suite:
+        left_out.add("exhaustive")
     kept, rest, named = [], [], set()
+    exhaustive = durations.exhaustive(item.nodeid for item in items)
     for item in items:
         if item.nodeid in gpu_cases.ALL_QUICK:
             item.add_marker("quick")
+        if item.nodeid in exhaustive:
+            item.add_marker("exhaustive")
         marks = {mark.name for mark in item.iter_markers()}
         (rest if marks & left_out else kept).append(item)
         for mark in {(item.path, name) for name in marks.intersection(NAMED_MARKS)} - named:
@@ -180,7 +196,15 @@ def pytest_unconfigure():
     gc.freeze()
 
 
-def pytest_terminal_summary(terminalreporter):
+def pytest_terminal_summary(terminalreporter, config):
+    if config.option.whole_suite:
+        terminalreporter.write_line(
+            f"left out: {len(durations.recorded())} long tests but for one of each function "
+            "(-m exhaustive), machine code (-m machine_code), tests on a GPU (-m gpu), random "
+            "problems (-m fuzz), other libraries (-m recipes): docs/testing.md"
+        )
+    if config.option.write_durations:
+        durations.write(terminalreporter)
     for report in terminalreporter.getreports("passed") + terminalreporter.getreports("failed"):
         for name, value in getattr(report, "user_properties", ()):
             if name == "fuzz" and report.when == "call":
