@@ -50,7 +50,7 @@ def test_is_right_without_races(dim):
     ],
 )
 def test_the_interpreter_finds_faults(old, new):
-    """So the tests here can fail: wrong numbers, races, a wait without end."""
+    """The tests here can fail: by wrong numbers, races, a wait without end."""
     assert SOURCE.count(old) == 1
     scope = {"__name__": "changed"}
     exec(compile(SOURCE.replace(old, new), "one_kernel.py", "exec"), scope)

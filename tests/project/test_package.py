@@ -357,7 +357,7 @@ def test_run_time_dependencies_are_the_four_we_said():
 
 
 def test_the_oldest_jax_is_the_same_everywhere():
-    """What pip asks for, what CI tests with, what pages say."""
+    """The version that pip asks for, that CI tests with and that pages name."""
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
     needs = [*project["dependencies"], *project["optional-dependencies"]["cuda"]]
     (oldest,) = {need.partition(">=")[2] for need in needs if need.startswith("jax")}
