@@ -51,8 +51,8 @@ class Rotary:
         number = known(base)
         if number is None:
             raise ValueError(
-                f"base: expected a number that is known now, got a traced {base.dtype}; write "
-                "Rotary(cos, sin) with tables of your own"
+                "base: expected a number that is known now, got a traced "
+                f"{jnp.result_type(base)}; write Rotary(cos, sin) with tables of your own"
             )
         if number.ndim or number.dtype.kind not in "iuf" or not number > 0:
             raise ValueError(f"base: expected a positive number, got {described(base)}")

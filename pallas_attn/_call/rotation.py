@@ -135,15 +135,16 @@ def _live(
         both = bind.both_starts(*starts, q.shape[0], k.shape[0])
         owners = [owner_of_rows(s, len(x)) for s, x in zip(both, (q, k), strict=True)]
         return [(owner >= 0) & (owner < both[0].size - 1) for owner in owners]
-    context, live = options.context, []
+    context, live = options.context, list[Array | None]()
     shards = 1 if context is None else shards_of(context)
     for x, name in ((q, "q_lengths"), (k, "kv_lengths")):
-        rows, ends = x.shape[1], getattr(options, name)
-        if ends is not None:
-            ends = checks.lengths(name, ends, x.shape[0], rows * shards)
-            at = jnp.arange(rows, dtype=jnp.int32) if shards == 1 else context.positions(rows)
-            ends = at[None] < ends[:, None]
-        live.append(ends)
+        rows = x.shape[1]
+        ends = checks.lengths(name, getattr(options, name), x.shape[0], rows * shards)
+        if ends is None:
+            live.append(None)
+            continue
+        at = jnp.arange(rows, dtype=jnp.int32) if context is None else context.positions(rows)
+        live.append(at[None] < ends[:, None])
     return live
 
 

@@ -24,7 +24,8 @@ from tests.support.float8_cases import CASES, case_of, draw
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 PORTABLE = next(row for row in subjects.ROWS if row.name == "portable")
-FEW = ("plain", "blocks", "rows", "e5m2", "odd", "wide", "lengths", "documents", "sinks")
+FEW = ("plain", "blocks", "blocks_of_128", "rows", "e5m2", "odd", "wide", "lengths", "documents")
+FEW += ("sinks",)
 HOPPER = next(row for row in subjects.ROWS if row.name == "interpreted")
 
 
