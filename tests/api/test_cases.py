@@ -173,10 +173,8 @@ def check_decode(subject, case, call, held):
     plain |= dict(zip(("k", "v"), held, strict=True))
     plain |= {name: x for name, x in case.options().items() if name != "batch_invariant"}
     plain |= {"sinks": arrays["sinks"]} if case.sinks else {}
-    wanted = budget.attention(plain, tensor_cores=subject.tensor_cores)
-    if case.cache_dtype:  # whoever reads rows may round them to q's dtype
-        rounded = {name: plain[name].astype(case.dtype) for name in ("k", "v")}
-        wanted = wanted._replace(naive=budget.attention(plain | rounded).naive)
+    make = budget.over_quantized if case.cache_dtype else budget.attention
+    wanted = make(plain, tensor_cores=subject.tensor_cores)
     budget.check({"out": out, "lse": lse}, wanted)
 
 
