@@ -14,7 +14,8 @@ import pallas_attn as pa
 from pallas_attn import prefixes
 from pallas_attn._cache import attend
 from pallas_attn.kernels.prefill import sm90 as kernel
-from tests.support import hard_data, mosaic
+from tests.caches.test_quantized import quantized
+from tests.support import budget, hard_data, mosaic, subjects
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -490,6 +491,41 @@ def test_a_prefix_stands_before_the_rows_of_a_sequence(rng, kind):
     named = pa.Prefix(lost, jnp.asarray(groups, jnp.int32))
     (out, _), _ = with_prefix(q, own, named, joined, options)
     np.testing.assert_array_equal(np.isnan(out).all(axis=(1, 2)), groups == 1)
+
+
+@pytest.mark.parametrize("subject", subjects.rows("decode", but=("kernels_float32",)))
+def test_a_quantised_prefix(rng, subject):
+    """33 rows of int8 pages: the kernel reads them rounded to q's dtype. lse is as far off as that
+    makes it, and no farther than docs/semantics.md says.
+    """
+    sizes, lengths, groups = (1, 256), (83, 3), np.array([1, 0])
+    rows = [rng.standard_normal((2, 83, 1, 256), np.float32) for _ in "kv"]
+    prefix = pa.PagedCache.create(2, 24, 8, *sizes, capacity=88, dtype="int8")
+    prefix = pa.append_kv(
+        prefix, *rows, new_lengths=jnp.asarray(lengths), implementation="reference"
+    )
+    own = [rows_of(rng, 2, 33, 1, 256, dtype=subject.dtype) for _ in "kv"]
+    cache = pa.StackedCache.create(2, 40, *sizes, dtype=subject.dtype)
+    cache = pa.append_kv(cache, *own, implementation="reference")
+    q = rows_of(rng, 2, 33, 4, 256, dtype=subject.dtype)
+
+    def call(q, cache, prefix, *, implementation):
+        named = pa.Prefix(prefix, jnp.asarray(groups, jnp.int32))
+        how = {"prefix": named, "implementation": implementation}
+        return pa.decode_attention_with_lse(q, cache, **how)
+
+    out, lse = subject.call(call, q=q, cache=cache, prefix=prefix)
+    first = np.arange(83) < np.array(lengths)[groups][:, None]
+    near = np.broadcast_to(np.tri(33, dtype=bool), (2, 33, 33))
+    seen = np.concatenate([np.repeat(first[:, None], 33, axis=1), near], axis=2)
+    arguments = {"q": q, "mask_array": seen[:, None]}
+    for name, x, mine in zip("kv", rows, own, strict=True):
+        numbers, scales = quantized(x, "int8")
+        x = (numbers * np.float64(1) * scales[..., None])[groups]
+        arguments[name] = np.concatenate([x, np.asarray(mine, np.float64)], axis=1)
+    expected = budget.over_quantized(arguments)
+    budget.check({"out": out, "lse": lse}, expected)
+    assert np.abs(lse - expected.oracle["lse"]).max() < 8e-3
 
 
 def test_what_is_not_taken(rng):

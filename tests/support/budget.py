@@ -164,6 +164,18 @@ def attention(
     return expected._replace(slack=slack, noise=2.0**-16 if narrow == "tf32" else expected.noise)
 
 
+def over_quantized(arguments: dict[str, Any], **how: Any) -> Expected:
+    """The expected results over a quantised cache, k and v in float64. Kernels may round its rows
+    to q's dtype, as a cache in that dtype holds them. So do the naive runs, by which lse is judged
+    as out is.
+    """
+    expected, dtype = attention(arguments, **how), arguments["q"].dtype
+    if dtype == jnp.float32:
+        return expected
+    near = {name: jnp.asarray(arguments[name], jnp.float32).astype(dtype) for name in "kv"}
+    return expected._replace(naive=attention(arguments | near, **how).naive)
+
+
 def tangents(
     arguments: dict[str, Any],
     along: dict[str, Any],

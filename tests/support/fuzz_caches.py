@@ -688,13 +688,9 @@ class Program:
             plain = {name: x for name, x in plain.items() if name not in ("kv_lengths", "q_offset")}
             plain |= {"mask": FULL, "mask_array": own["seen"]}
         cores = any(subject.tensor_cores for subject in self.subjects)
-        wanted = budget.attention(plain, tensor_cores=cores, grids=grids)
         quantised = case.cache_dtype or (case.prefix and case.prefix_dtype)
-        if quantised and case.dtype != "float32":  # rows may be rounded to q's dtype
-            near = {name: jnp.asarray(plain[name]).astype(case.dtype) for name in "kv"}
-            naive = budget.attention(plain | near, tensor_cores=cores, grids=grids).naive
-            wanted = wanted._replace(naive=naive)
-        return wanted
+        make = budget.over_quantized if quantised else budget.attention
+        return make(plain, tensor_cores=cores, grids=grids)
 
     def _in_tree(self, m: int, length: int, keys: int) -> np.ndarray:
         """bool[1, t, keys]: what the drafts of a sequence see; prompts, rows before them."""

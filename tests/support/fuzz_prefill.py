@@ -185,9 +185,9 @@ class _Filled:
         rows = float8_rows.arguments_of(arguments["q"], cache, self.layer, lengths)
         options = {name: getattr(self.case, name) for name in ("mask", "softcap", "scale")}
         options |= {"sinks": self.sinks}
-        make = functools.partial(budget.attention, random=True, grids=grids)
         if by_8_bits:
-            return make({name: x[some] for name, x in rows.items()} | options)
+            own = {name: x[some] for name, x in rows.items()} | options
+            return budget.attention(own, random=True, grids=grids)
         plain = {"q": arguments["q"]} | {name: rows[name] for name in ("kv_lengths", "q_offset")}
         for side in "kv":
             numbers, scales = (
@@ -196,9 +196,7 @@ class _Filled:
             )
             plain[side] = numbers.astype(np.float64) * scales[..., None]
         plain = {name: np.asarray(x)[some] for name, x in plain.items()} | options
-        near = {name: jnp.asarray(plain[name], "float32").astype("bfloat16") for name in "kv"}
-        wanted = make(plain)  # rows may be rounded to q's dtype
-        return wanted._replace(naive=make(plain | near).naive)
+        return budget.over_quantized(plain, random=True, grids=grids)
 
 
 def _takes_8_bits(subject: Subject, arguments: dict[str, Any]) -> bool:

@@ -190,6 +190,24 @@ def test_rows_are_rounded_once_and_those_past_a_length_are_left_alone(rng, monke
             assert np.isnan(got[~live]).all()  # unwritten rows, or rows of no page
 
 
+@pytest.mark.parametrize("to, share", [("bfloat16", 1), ("float16", 8)])
+@pytest.mark.parametrize("keys, most", [(1, 8e-3), (64, 3e-3), (512, 1e-3)])
+def test_lse_of_normal_numbers_over_widened_rows(to, share, keys, most):
+    """The figures of docs/semantics.md, at head dim 256: averages over many keys are closer."""
+    largest = 0.0
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        q, k = (rng.standard_normal((n, 256)).astype(jnp.dtype(to)) for n in (256, keys))
+        stored, scales = quantized(k[None, :, None], "int8")
+        rows = (stored.astype(np.float32) * scales[..., None])[0, :, 0]
+        exact, ours = (
+            np.logaddexp.reduce(q.astype(np.float64) @ x.T.astype(np.float64) / 16, axis=1)
+            for x in (rows, rows.astype(jnp.dtype(to)))
+        )
+        largest = max(largest, np.abs(ours - exact).max())
+    assert most / 2 < largest * share < most
+
+
 @pytest.mark.parametrize("dtype", LARGEST)
 @pytest.mark.parametrize("to, most", [("bfloat16", 0.4), ("float16", 0.04)])
 def test_rounding_of_widened_rows_is_bounded(to, most, dtype):
