@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn import CAUSAL, FULL, Mask, PagedCache, PerSequenceCache, StackedCache, sliding_window
+from pallas_attn import (
+    CAUSAL,
+    FULL,
+    Mask,
+    PagedCache,
+    PerSequenceCache,
+    StackedCache,
+    sliding_window,
+)
 from tests.support import budget, hard_data, subjects
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
