@@ -223,11 +223,12 @@ def append_kv[Cache: KVCache](  # noqa: PLR0913
       sequence's capacity are dropped and counted: `cache.overflowed`.
     """
     rows, unchecked = _rows(cache, k, v, packed=starts is not None), starts
-    checks.only_layer(
-        rows.facts.layers,
-        "take the rows once with cache.extend(t), then write_kv(cache, k, v, layer=l) for each "
-        "layer",
-    )
+    if rows.facts.layers not in (None, 1):
+        raise checks.no_layer(
+            rows.facts.layers,
+            "take the rows once with cache.extend(t), then write_kv(cache, k, v, layer=l) for each "
+            "layer",
+        )
     taken: int | Array
     if starts is not None:
         if new_lengths is not None:

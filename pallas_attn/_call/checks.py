@@ -466,12 +466,11 @@ def widened(x: jax.Array, dim: int) -> jax.Array:
     return jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, dim - x.shape[-1])))
 
 
-def only_layer(layers: int | None, remedy: str) -> None:
-    """ValueError for a cache of several layers in a call that names none of them."""
-    if layers not in (None, 1):
-        raise ValueError(
-            f"layer: expected 0 to {layers - 1} for a cache of {layers} layers, got None; {remedy}"
-        )
+def no_layer(layers: int, remedy: str) -> ValueError:
+    """The error of a call that names none of several layers."""
+    return ValueError(
+        f"layer: expected 0 to {layers - 1} for a cache of {layers} layers, got None; {remedy}"
+    )
 
 
 def layer(value: Argument, layers: int | None) -> int | jax.Array | None:
@@ -479,7 +478,8 @@ def layer(value: Argument, layers: int | None) -> int | jax.Array | None:
     None means the only layer.
     """
     if value is None:
-        only_layer(layers, "pass layer=l")
+        if layers not in (None, 1):
+            raise no_layer(layers, "pass layer=l")
         return None if layers is None else 0
     index, number = scalar("layer", value, "an int or an int32 scalar")
     if number is not None and not 0 <= number < (layers or 1):

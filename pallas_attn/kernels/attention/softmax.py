@@ -25,14 +25,13 @@ import numpy as np
 from jax import lax
 
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.threads import Thread
 from pallas_attn.kernels.lang.types import RegisterTiles, Scalar
 
 Array = jax.Array
 Unit = Scalar | Array | None  # factor of logits: a scalar, one a row [rows], or None for 1
 
 _LOG2_E = math.log2(math.e)
-_LARGEST = float(np.finfo(np.float32).max)
+LARGEST = float(np.finfo(np.float32).max)
 PARTIALS = 8  # partial sums a row
 CHUNK = 32  # columns whose exponents are computed together: faster than all at once
 RESCALE_THRESHOLD = 8.0  # log2 units that a row max may lag behind: p reaches 2**8, no overflow
@@ -241,7 +240,7 @@ def finish(row_max: Array, row_sum: Array, sink: Array | None) -> tuple[Array, A
     higher = row_max
     if sink is not None:
         sink = to_log2(sink)
-        higher = jnp.minimum(jnp.maximum(row_max, sink), _LARGEST)
+        higher = jnp.minimum(jnp.maximum(row_max, sink), LARGEST)
         row_sum = row_sum * jnp.exp2(row_max - higher) + jnp.exp2(sink - higher)
     base = jnp.where(empty, 0.0, row_max)
     factor = jnp.exp2(base - jnp.where(empty, 0.0, higher)) / jnp.where(empty, 1.0, row_sum)
@@ -249,18 +248,7 @@ def finish(row_max: Array, row_sum: Array, sink: Array | None) -> tuple[Array, A
     return jnp.where(empty, 0.0, factor), jnp.where(empty, -jnp.inf, lse)
 
 
-def level_and_sum(thread: Thread, lse: Scalar) -> tuple[Any, Any]:
-    """The row max and the row sum of a row that is done, by its log-sum-exp."""
-    level, zero = to_log2(lse), thread.number(0.0)
-    empty = thread.nothing_yet(level)
-    row_max, base = thread.lowest(level, _LARGEST), thread.choose(empty, zero, level)
-    row_sum = thread.exp2(base - thread.lowest(base, _LARGEST))  # 1, or inf for an lse of inf
-    return row_max, thread.choose(empty, zero, row_sum)
-
-
-def finish_row(
-    thread: Thread, row_max: Scalar, row_sum: Scalar, sink: Any | None
-) -> tuple[Any, Any]:
+def finish_row(thread: Any, row_max: Scalar, row_sum: Scalar, sink: Any | None) -> tuple[Any, Any]:
     """`finish` of a row that one thread holds (`threads.Thread`)."""
     unit, zero = thread.number(1.0), thread.number(0.0)
     empty = thread.nothing_yet(row_max) & thread.is_zero(row_sum)
@@ -268,7 +256,7 @@ def finish_row(
     higher = base
     if sink is not None:
         sink = to_log2(sink)
-        higher = thread.lowest(thread.highest(base, sink), _LARGEST)
+        higher = thread.lowest(thread.highest(base, sink), LARGEST)
         row_sum = row_sum * thread.exp2(base - higher) + thread.exp2(sink - higher)
     row_sum = thread.choose(empty, unit, row_sum)
     factor = thread.choose(empty, zero, thread.exp2(base - higher) / row_sum)

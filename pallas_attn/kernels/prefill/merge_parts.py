@@ -16,7 +16,7 @@ from pallas_attn.kernels.attention.tiles import ROWS
 from pallas_attn.kernels.lang import thread_program, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import FOUR, LANES
-from pallas_attn.kernels.lang.types import GmemRef, Index
+from pallas_attn.kernels.lang.types import GmemRef, Index, Scalar
 from pallas_attn.kernels.prefill import packed, shares
 from pallas_attn.kernels.prefill.plan import Plan
 
@@ -167,6 +167,15 @@ def _block_of(thread: threads.Thread, step: Index, each: Index, more: Index) -> 
     return thread.select(step < within, step // (each + 1), later)
 
 
+def _max_and_sum(thread: threads.Thread, lse: Scalar) -> list[Scalar]:
+    """The row max and the row sum of a row that is done, by its log-sum-exp."""
+    level, zero = softmax.to_log2(lse), thread.number(0.0)
+    empty = thread.nothing_yet(level)
+    row_max, base = thread.lowest(level, softmax.LARGEST), thread.choose(empty, zero, level)
+    row_sum = thread.exp2(base - thread.lowest(base, softmax.LARGEST))  # 1; inf for an lse of inf
+    return [row_max, thread.choose(empty, zero, row_sum)]
+
+
 def _warp(ctx: ThreadContext) -> None:
     thread, refs, block, plan = ctx
     problem = plan.problem
@@ -192,7 +201,7 @@ def _warp(ctx: ThreadContext) -> None:
         thread.load_narrow(refs.own, to + thread.to_int64(column), problem.dtype)
         for column in columns
     ]
-    carry = [*softmax.level_and_sum(thread, own_lse), *sum(own, [])]
+    carry = [*_max_and_sum(thread, own_lse), *sum(own, [])]
     merge = _Merge(head, columns, total)
     for part in parts:
 
