@@ -27,7 +27,6 @@ from pallas_attn.kernels.flash_bwd import sm90 as kernel
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
-from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests.kernels.flash_fwd.test_flash_fwd import (
     COMPILED,
@@ -187,6 +186,17 @@ def test_wide_with_everything_interpreted():
                                head_dim=136, v_head_dim=72, q_offset=(70, 199),
                                kv_lengths=(150, 200), bias_shape=(1, 2, 1, 200),
                                mask_shape=(2, 1, 130, 1))  # fmt: skip
+    with mosaic.interpret():
+        check(case)
+
+
+@pytest.mark.guards
+def test_one_stage_of_the_walk_of_a_bias_interpreted(monkeypatch):
+    """As wide rows of float32 leave room for."""
+    for name in ("SMEM_BYTES", "SMEM_LIMIT"):
+        monkeypatch.setattr(sm90_dbias, name, 0)
+    case = small("bias_float32")
+    assert sm90_dbias.plan_of(problem_of(case)).config.stages == 1
     with mosaic.interpret():
         check(case)
 
@@ -548,7 +558,7 @@ def test_every_tile_of_work_is_dealt_once():
 def test_every_tile_of_scores_is_summed_once(batch, shape):
     """The walks of the kernel for dbias, all of them together."""
     problem = problem_of(dataclasses.replace(case_named("bias"), bias_shape=shape))
-    plan = sm90_dbias.plan_of(dataclasses.replace(problem, batch=batch), flash_fwd_sm90.Config)
+    plan = sm90_dbias.plan_of(dataclasses.replace(problem, batch=batch))
     walk, refs = dbias.walk_of(plan), BackwardRefs(**dict.fromkeys(BackwardRefs._fields))
     tiles, steps = np.prod(walk.bias_tiles), walk.chunks * walk.steps
     tile, n = (jnp.asarray(x.ravel(), jnp.int32) for x in np.mgrid[:tiles, :steps])
