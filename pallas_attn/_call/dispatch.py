@@ -78,8 +78,8 @@ class Candidate:
         return self.kernel.limit(problem) or _config.no_room(self.kernel, problem)
 
     def ends_search(self, problem: Problem) -> bool:
-        """Whether no kernel after this one may take a problem that this one has no room for: it has
-        other bits, and bits may not depend on how many sequences there are.
+        """Whether no kernel after this one may take a problem that this one does not, for want of
+        room: it has other bits, and bits may not depend on how many sequences there are.
         """
         if not (isinstance(problem, DecodeProblem) and problem.batch_invariant):
             return False

@@ -16,7 +16,7 @@ from pallas_attn.bench import support
 from tests.support import builds, fuzz, mosaic, shared_memory
 
 DRAWN = 3000  # problems
-# Of the portable kernels, the GPUs with least shared memory.
+# Portable kernels have least shared memory on sm86.
 GENERATIONS = {"h100": "sm90", "a100": "sm86", "sm86": "sm86", "sm89": "sm89"}
 BUILDS = [name for name, build in builds.BUILDS.items() if build.target in GENERATIONS]
 
@@ -68,7 +68,7 @@ def test_what_has_no_room_is_refused():
     assert "decode_sm90" in str(caught.value) and "decode_sm80" not in str(caught.value)
 
 
-# ---- what did not fit ----------------------------------------------------------------------------
+# ---- calls that had no room ----------------------------------------------------------------------
 
 
 def gradients(arrays, **options):

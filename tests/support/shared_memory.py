@@ -80,7 +80,7 @@ def attention(pick: random.Random) -> AttentionProblem:
     kv_heads, group = pick.choice((1, 2, 3, 8)), pick.choice((1, 1, 2, 4, 7, 8, 16))
     batch, q_len = pick.choice((1, 1, 2, 3, 64)), pick.choice((1, 17, 64, 100, 129, 512, 3000))
     kv_len = pick.choice((q_len, q_len, q_len, 1, 64, 128, 777, 4096))
-    if has_mask_program or has_score_program:  # what is known of these is computed by size
+    if has_mask_program or has_score_program:  # functions are evaluated for each size
         batch, q_len, kv_len = 2, 512, 512
     head_dim = pick.choice(WIDE_DIMS)
     dims = head_dim, pick.choice((head_dim, head_dim, 8, 64, 128, 256, 512))
@@ -274,7 +274,7 @@ def many_rows(pick: random.Random) -> DecodeProblem:
 
 
 def others(pick: random.Random) -> AppendProblem | KeepProblem | QuantizeProblem:
-    """What writes to caches, and the rounding to float8."""
+    """Operations that write to caches, and the rounding to float8."""
     op, kind = pick.choice("akq"), pick.choice(("per_sequence", "stacked", "paged"))
     gpu, dim, heads = pick.choice(GPUS), pick.choice(WIDE_DIMS), pick.choice((1, 2, 8))
     v_dim, dtype, quantized = pick.choice((dim, 64, None)), pick.choice(FLOATS), _maybe(pick)
@@ -317,7 +317,7 @@ def _mask(pick: random.Random) -> Mask:
     return pick.choice((*masks, *arrive))
 
 
-# ---- what is checked -----------------------------------------------------------------------------
+# ---- checks --------------------------------------------------------------------------------------
 
 # Bytes that `smem_bytes` may count beside a launch's own, at most: barriers and reductions.
 RESERVED = 3072
@@ -334,7 +334,7 @@ def takers(problem: Any) -> Iterator[dispatch.Candidate]:
         if not isinstance(row, dispatch.Candidate) or row._unavailable(problem) is not None:
             continue
         kernel, serves = row.kernel, True
-        if isinstance(problem, AttentionProblem):  # what is asked where rows are split
+        if isinstance(problem, AttentionProblem):  # asked where rows are split over devices
             serves = problem.share == 1 or kernel.shares_keys(problem)
             serves = serves and (problem.zigzag == 1 or kernel.reads_zigzag(problem))
             serves = serves and (problem.fetches == 1 or kernel.fetches(problem))

@@ -93,7 +93,7 @@ def deepest(
     return next(fitting, dataclasses.replace(config, stages=2))
 
 
-def shallower(config: Any) -> Any:
+def shallower(config: KernelConfig) -> Any:
     """The config with a stage less, which changes no bits; None where it has the fewest. A method
     of every decode kernel's Config.
     """

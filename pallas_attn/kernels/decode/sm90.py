@@ -367,8 +367,8 @@ def run(
         some = launch if problem.sequences <= CACHES_OF_A_LAUNCH else _by_launches
         return some(inputs, problem, config)
     results = None
-    for some, own in _launches_of(problem, config):
-        results = launch(inputs, some, own, results)
+    for each in _launches_of(problem, config):
+        results = launch(inputs, *each, results)
     assert results is not None
     return results
 

@@ -191,7 +191,7 @@ def test_wide_with_everything_interpreted():
 
 @pytest.mark.guards
 def test_one_stage_of_the_walk_of_a_bias_interpreted(monkeypatch):
-    """As wide rows of float32 leave room for."""
+    """Wide rows of float32 leave room for no more."""
     for name in ("SMEM_BYTES", "SMEM_LIMIT"):
         monkeypatch.setattr(sm90_dbias, name, 0)
     case = small("bias_float32")

@@ -336,7 +336,7 @@ def test_what_kernels_take():
     *_, portable = dispatch.TABLES["flash_jvp"]
     assert portable.refusal(problem_of(256, gpu="sm80")) is None
     said = portable.refusal(problem_of(256, dtype="float32", gpu="sm86"))
-    assert said.reason == "a block needs 192512 bytes of shared memory; sm86 has 101376"
+    assert said.reason == "a block needs 204800 bytes of shared memory; sm86 has 101376"
     shared = dataclasses.replace(problem_of(64, gpu="sm80"), share=2)
     assert portable.refusal(shared).reason == "batch rows that read the same k and v"
 
