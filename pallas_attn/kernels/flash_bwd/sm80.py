@@ -218,11 +218,10 @@ def scratch(plan: KeyPlan, which: str) -> PortableSmem | sm80_column_stream.Chun
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     """Shared memory of the kernel that needs most."""
     plan = plan_of(problem, config)
-    most = max(mosaic.bytes_of(scratch(plan, which)) for which in launches(plan))
-    if is_fused(plan):
-        return most
-    by_rows = sm80_dq.plan_of(problem, config)
-    return max(most, mosaic.bytes_of(sm80_dq.scratch(by_rows)))
+    each = [mosaic.bytes_of(scratch(plan, which)) for which in launches(plan)]
+    if not is_fused(plan):
+        each.append(mosaic.bytes_of(sm80_dq.scratch(sm80_dq.plan_of(problem, config))))
+    return max(*each, sm80_dbias.smem_bytes(problem, config))
 
 
 # ---- loading ------------------------------------------------------------------------------------

@@ -88,6 +88,13 @@ def _bytes_of(problem: AttentionProblem, plan: QueryPlan) -> int:
     return mosaic.bytes_of(sm80_dq.scratch(plan))
 
 
+def smem_bytes(problem: AttentionProblem, config: KernelConfig) -> int:
+    """Shared memory of the walks of a problem; 0 where it has none."""
+    if problem.bias_shape is None and not problem.learned:
+        return 0
+    return _bytes_of(problem, _plan_of(problem, config))
+
+
 def dbias_of(
     problem: AttentionProblem, config: KernelConfig, inputs: AttentionInputs, refs: BackwardRefs
 ) -> jax.Array:

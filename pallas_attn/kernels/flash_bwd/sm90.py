@@ -365,6 +365,11 @@ def reads_zigzag(problem: AttentionProblem) -> bool:
 
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     """Shared memory of the kernel that needs most."""
+    return max(_bytes_of_rows(problem, config), sm90_dbias.smem_bytes(problem))
+
+
+def _bytes_of_rows(problem: AttentionProblem, config: Config) -> int:
+    """Shared memory of the kernels for dq, dk and dv."""
     plan = plan_of(problem, config)
     if config.window:
         return 2 * (sm90_window.buffer_bytes(plan) + sm90_window.RESERVED)
@@ -469,12 +474,12 @@ def _others(
     others: dict[str, Any] = {}
     if inputs.bias is not None:
         assert refs is not None
-        plan = sm90_dbias.plan_of(problem, flash_fwd_sm90.Config)
+        plan = sm90_dbias.plan_of(problem)
         others["bias"] = sm90_dbias.dbias_of(plan, inputs, sm90_dq.operands_of(plan, inputs, refs))
     if problem.learned:
         assert refs is not None
         rest = aux_sums.rest_of(problem, parts)
-        plan = sm90_dbias.plan_of(problem, flash_fwd_sm90.Config, aux_sums.all_reads(problem)[0])
+        plan = sm90_dbias.plan_of(problem, aux_sums.all_reads(problem)[0])
         walk = sm90_dbias.parts_of(plan, sm90_dq.operands_of(plan, inputs, refs), rest)
         every = [*parts, *walk]
         sums = aux_sums.sums_of_ds(residuals, stats)

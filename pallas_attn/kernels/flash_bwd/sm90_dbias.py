@@ -41,6 +41,8 @@ from pallas_attn.kernels.flash_bwd.float32 import scaled, units_of
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.producer import load_rows
 from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
+from pallas_attn.kernels.flash_bwd.sm90_dq import DqConfig
+from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS, SMEM_LIMIT
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels
@@ -48,13 +50,12 @@ from pallas_attn.kernels.lang.types import (
     Barrier,
     GmemRef,
     Index,
-    KernelConfig,
     RegisterTile,
     SmemRef,
 )
 from pallas_attn.kernels.mma import wgmma
 
-SMEM_BYTES = 220 * 1024
+SMEM_BYTES = 220 * 1024  # most bytes of two stages or more, but for the last of SIZES
 SIZES = ((2, 128), (2, 64), (1, 64), (1, 32))  # consumers and keys of a tile, the best first
 
 
@@ -70,16 +71,17 @@ class BiasSmem(NamedTuple):
     bias_ready: Barrier
 
 
-def bias_tiles(plan: QueryPlan, walk: BiasWalk) -> tuple[ScoreTiles, ...]:
+def bias_tiles(plan: QueryPlan, read: Read | None) -> tuple[ScoreTiles, ...]:
     """The tile of the bias, if it comes by TMA and stays for the whole walk."""
-    if walk.read is not None:
+    if read is not None:
         return ()
     arrays = score_tiles.of_problem(plan.problem, plan.config.block_kv)
     return tuple(array for array in arrays if array.name == "bias")
 
 
-def scratch(plan: QueryPlan, walk: BiasWalk) -> BiasSmem:
-    stages, consumers, bias = plan.config.stages, plan.config.warpgroups, bias_tiles(plan, walk)
+def scratch(plan: QueryPlan, read: Read | None) -> BiasSmem:
+    """Shared memory, described once: `_sums` launches it, `smem_bytes` adds it up."""
+    stages, consumers, bias = plan.config.stages, plan.config.warpgroups, bias_tiles(plan, read)
     rows = plan.tiling.tile_rows
     q, do, k, v = (
         form.scratch(stages, count)
@@ -201,7 +203,7 @@ def _store(  # noqa: PLR0913
 
 def stores_by_tma(plan: QueryPlan, walk: BiasWalk) -> bool:
     """Whether a block's sum is the gradient of its tile, stored as the bias lies."""
-    return walk.chunks == 1 and bool(bias_tiles(plan, walk))
+    return walk.chunks == 1 and bool(bias_tiles(plan, walk.read))
 
 
 def _ds(
@@ -275,20 +277,37 @@ def _kernel(
     mosaic.share_registers(wg, plan.config.warpgroups, produce, consume, 240)
 
 
-def plan_of(problem: AttentionProblem, config: KernelConfig, read: Read | None = None) -> QueryPlan:
-    """By the first of SIZES of which two stages fit, or the last; `config` is the forward's
-    class. The plan is for the bias, or for a read of a score function.
+def plan_of(problem: AttentionProblem, read: Read | None = None) -> QueryPlan:
+    """By the first of SIZES of which two stages fit; else by the last, of which one stage always
+    does. The plan is for the bias, or for a read of a score function.
     """
+
+    def of(consumers: int, block: int, stages: int) -> QueryPlan:
+        plan = QueryPlan.of(problem, DqConfig(consumers, block, stages, dbias.BLOCKS))
+        return dataclasses.replace(plan, panels=takes_panels(problem))
+
     sizes = SIZES[2:] if problem.dtype == "float32" else SIZES
     for consumers, block in sizes:
         if read is not None and block > ROWS:  # a score function takes registers of its own
             continue
-        for stages in (3, 2, 1):
-            plan = QueryPlan.of(problem, config(consumers, block, max(stages, 2)))
-            plan = dataclasses.replace(plan, panels=takes_panels(problem))
-            if mosaic.bytes_of(scratch(plan, dbias.walk_of(plan, read))) <= SMEM_BYTES:
+        for stages in (3, 2):
+            plan = of(consumers, block, stages)
+            if _buffer_bytes(plan, read) <= SMEM_BYTES:
                 return plan
-    return plan
+    return plan if _buffer_bytes(plan, read) + BARRIERS <= SMEM_LIMIT else of(*SIZES[-1], 1)
+
+
+def _buffer_bytes(plan: QueryPlan, read: Read | None) -> int:
+    return mosaic.bytes_of(scratch(plan, read))
+
+
+def smem_bytes(problem: AttentionProblem) -> int:
+    """Shared memory of the walks of a problem; 0 where it has none."""
+    reads: list[Read | None] = [None] if problem.bias_shape is not None else []
+    if problem.learned:  # all reads have the same buffers
+        reads.append(aux_sums.all_reads(problem)[0])
+    each = [_buffer_bytes(plan_of(problem, read), read) + BARRIERS for read in reads]
+    return max(each, default=0)
 
 
 def dbias_of(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> jax.Array:
@@ -319,7 +338,7 @@ def _sums(ctx: KernelContext, walk: BiasWalk, out: jax.ShapeDtypeStruct) -> jax.
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan, walk=walk),
         out_type=out,
-        scratch_types=(scratch(plan, walk),),
+        scratch_types=(scratch(plan, walk.read),),
         **mosaic.grid_of(tile=math.prod(walk.bias_tiles), chunk=walk.chunks),
         num_threads=plan.config.warpgroups + 1,
         thread_name="wg",
