@@ -40,8 +40,8 @@ from pallas_attn.kernels.flash_bwd.dbias import BiasBlock, BiasStep, BiasWalk
 from pallas_attn.kernels.flash_bwd.float32 import scaled, units_of
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.producer import load_rows
-from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.flash_bwd.sm90_dq import DqConfig
+from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS, SMEM_LIMIT
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic, panels
