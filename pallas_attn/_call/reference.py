@@ -180,8 +180,9 @@ def _attend(
 
     probs, lse = _softmax(jnp.where(seen, logits, -jnp.inf), inputs.sinks)
     out = matmul("bkgts,bksh->bkgth", probs.reshape(batch, kv_heads, group, *shape[2:]), v)
-    out = jnp.where(lse[..., None] == -jnp.inf, 0, out.reshape(*shape[:3], v.shape[3]))
-    return out, lse
+    empty = lse == -jnp.inf  # selected away: cotangents of such rows may be NaN
+    out = jnp.where(empty[..., None], 0, out.reshape(*shape[:3], v.shape[3]))
+    return out, jnp.where(empty, -jnp.inf, lse)
 
 
 def _by_kv_head(precision: str, equation: str, x: Array, y: Array) -> Array:
