@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Config, Kernel, Problem
 from pallas_attn._call.problem import DecodeProblem
+from pallas_attn.errors import Limit
 
 
 class Choice(NamedTuple):
@@ -52,8 +53,8 @@ def default(kernel: Kernel, problem: Problem) -> Any:
         problem, sequences=1, capacities=(_KEYS_OF_ONE,), batch_invariant=False
     )
     config = kernel.config.default(alone)
-    while not fits(kernel, problem, config) and config.stages > config.fewest_stages:
-        config = dataclasses.replace(config, stages=config.stages - 1)
+    while not fits(kernel, problem, config) and (less := config.shallower()) is not None:
+        config = less
     return config
 
 
@@ -67,6 +68,21 @@ def fits(kernel: Kernel, problem: Problem, config: Config) -> bool:
     except ValueError:
         return False
     return need <= gpu_specs.shared_memory(problem.gpu)
+
+
+def no_room(kernel: Kernel, problem: Problem) -> Limit | None:
+    """Why the kernel's own choice has no room in shared memory, or None."""
+    need = kernel.smem_bytes(problem, default(kernel, problem))
+    room = gpu_specs.shared_memory(problem.gpu)
+    if need <= room:
+        return None
+    remedy = 'leave implementation=None, or say "reference"'
+    if isinstance(problem, DecodeProblem):
+        remedy = (
+            "decode fewer tokens at once, split the sequences over several calls, or use smaller "
+            "head dims"
+        )
+    return Limit(f"a block needs {need} bytes of shared memory; {problem.gpu} has {room}", remedy)
 
 
 @contextlib.contextmanager

@@ -71,11 +71,24 @@ class Candidate:
         return self._can(problem)
 
     def _can(self, problem: Problem) -> bool:
-        return self.kernel.limit(problem) is None and self.kernel.slower(problem) is None
+        return self._limit(problem) is None and self.kernel.slower(problem) is None
+
+    def _limit(self, problem: Problem) -> Limit | None:
+        """Why the kernel cannot take the problem, or None: shared memory is asked for last."""
+        return self.kernel.limit(problem) or _config.no_room(self.kernel, problem)
+
+    def ends_search(self, problem: Problem) -> bool:
+        """Whether no kernel after this one may take a problem that this one does not, for want of
+        room: it has other bits, and bits may not depend on how many sequences there are.
+        """
+        if not (isinstance(problem, DecodeProblem) and problem.batch_invariant):
+            return False
+        faster = self._unavailable(problem) is None and self.slower(problem) is None
+        return faster and self.kernel.limit(problem) is None
 
     def refusal(self, problem: Problem) -> Limit | None:
         """Why it does not take the problem, or None: what it cannot do before what is faster."""
-        refused = self._unavailable(problem) or self.kernel.limit(problem)
+        refused = self._unavailable(problem) or self._limit(problem)
         return refused or self.slower(problem) or self.kernel.slower(problem)
 
     def _unavailable(self, problem: Problem) -> Limit | None:
@@ -366,6 +379,8 @@ def _select(
         by_name = isinstance(candidate, Reference) and implementation is not None
         if by_name or candidate.takes(problem):
             return candidate
+        if isinstance(candidate, Candidate) and candidate.ends_search(problem):
+            break
     if named:
         who = (
             "No implementation takes"

@@ -53,8 +53,9 @@ class Kernel:
 
     Required:
       config: the class of its tuning, which changes the result only by rounding.
-      limit: why the kernel cannot take a problem, or None.
-      smem_bytes: shared memory of a block; a ValueError for a Config that the problem rules out.
+      limit: why the kernel cannot take a problem, or None; shared memory apart (`config.no_room`).
+      smem_bytes: shared memory of a block, in the launch that needs most; a ValueError for a Config
+        that the problem rules out.
       run: `run(inputs, problem, config)` -> the results that the operation has.
 
     Optional:

@@ -137,6 +137,7 @@ TEST_EMITTED, TEST_SCHEDULES = (
 TEST_FLOAT8 = "tests/kernels/prefill/test_prefill_float8.py"
 TEST_NARROW = "tests/kernels/prefill/test_prefill_narrow.py"
 TEST_FETCH = "tests/kernels/flash_fwd/test_fetch.py -k as_if_it_were_here"
+TEST_MEMORY = "tests/kernels/test_shared_memory.py"
 TEST_CLAIMS = "tests/kernels/flash_fwd/test_claims.py"
 TEST_SIZES = "tests/kernels/flash_bwd/test_any_size.py"
 TEST_ONE_TILE = "tests/kernels/flash_bwd/test_one_key_tile.py"
@@ -1381,7 +1382,19 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{LANG}/mosaic.py",
         "return sum(-(-size // 1024) * 1024 for size in sizes)",
         "return sum(sizes)",
-        f"{TEST_DECODE} -k test_what_fits_by_our_sum",
+        f"{TEST_MEMORY} -k each_build",
+    ),
+    "shared_memory_is_not_asked_for": Fault(
+        "pallas_attn/_call/dispatch.py",
+        "return self.kernel.limit(problem) or _config.no_room(self.kernel, problem)",
+        "return self.kernel.limit(problem)",
+        f"{TEST_MEMORY} -k every_choice",
+    ),
+    "shared_memory_of_few_packed_rows_is_not_counted": Fault(
+        f"{DECODE}/sm90.py",
+        "return max(bytes_of_launch(*each) for each in _launches_of(problem, config))",
+        "return bytes_of_launch(problem, config)",
+        f"{TEST_MEMORY} -k each_build",
     ),
 }
 

@@ -1,7 +1,6 @@
 """Which Config a kernel runs with: what is forced, what was measured, and what fits."""
 
 import dataclasses
-import itertools
 import re
 
 import numpy as np
@@ -253,27 +252,6 @@ def test_what_else_a_call_asks_for_decides_about_tiles(dim, mask, changes, setti
     sizes = {"q_len": 4096, "kv_len": 4096, "head_dim": dim, "v_head_dim": dim, "mask": mask}
     config = flash_fwd_sm90.Config.default(attention(**(sizes | changes)))
     assert (config.warpgroups, config.block_kv, config.stages) == settings
-
-
-def test_the_default_of_the_forward_on_hopper_fits():
-    dims = [*zip(range(8, 257, 8), range(8, 257, 8), strict=True)]
-    dims += [(192, 128), (160, 64), (40, 256), (256, 40), (192, 8)]
-    everything = ("q_offset", "q_lengths", "kv_lengths", *_IDS, "bias", "mask_array", "sinks")
-    terms = [(), ("bias",), ("mask_array",), _IDS, everything]
-    for (dim, v_dim), length, arrays in itertools.product(dims, (130, 3000, 8192), terms):
-        shape = (1, 16, length, length)
-        problem = attention(
-            head_dim=dim,
-            v_head_dim=v_dim,
-            q_len=length,
-            kv_len=length,
-            arrays=arrays,
-            bias_shape=shape if "bias" in arrays else None,
-            mask_shape=shape if "mask_array" in arrays else None,
-        )
-        assert _config.fits(flash_fwd_sm90, problem, flash_fwd_sm90.Config.default(problem)), (
-            problem
-        )
 
 
 _REFUSED = {

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._call import device
+from pallas_attn._call import device, gpu_specs
 from pallas_attn.bench import case as _case
 from pallas_attn.bench import cases
 from pallas_attn.masks import FULL, Mask
@@ -354,8 +354,6 @@ def lower(  # noqa: PLR0913
     """By every kernel of that generation that takes the call; and another one, `also`, which the
     first comes to make.
     """
-    from tests.support import mosaic
-
     static, arrays = subjects.split(arguments)
     for name in ("sm90", "sm80"):
         subject = Subject("lowered", name, generation)
@@ -363,9 +361,16 @@ def lower(  # noqa: PLR0913
         if not all(subject.takes(operation, function, **each) for each in calls):
             continue
         call = functools.partial(function, implementation=name, **static)
-        text = mosaic.lower_for_cuda(lambda arrays, call=call: call(**arrays), arrays)
-        assert "mosaic_gpu" in text
+        lowered(lambda arrays, call=call: call(**arrays), arrays, generation)
         tally.calls[f"lowering for {generation}"] += 1
+
+
+def lowered(call: Callable[..., Any], arrays: dict[str, Any], generation: str) -> None:
+    """Lowers a call for a GPU with the shared memory of that generation."""
+    from tests.support import mosaic
+
+    room = gpu_specs.shared_memory(generation)
+    assert "mosaic_gpu" in mosaic.lower_for_cuda(call, arrays, smem_bytes=room)
 
 
 # ---- problems ------------------------------------------------------------------------------------
@@ -381,6 +386,7 @@ def kinds() -> dict[str, Kind]:
         fuzz_positions,
         fuzz_prefill,
         fuzz_ragged,
+        shared_memory,
     )
 
     return {
@@ -407,6 +413,7 @@ def kinds() -> dict[str, Kind]:
             fuzz_derivatives.simpler_learned,
         ),
         "prefill": Kind(fuzz_prefill.draw, fuzz_prefill.run, fuzz_prefill.simpler),
+        "memory": Kind(shared_memory.draw, shared_memory.run, shared_memory.simpler),
     }
 
 

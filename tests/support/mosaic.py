@@ -39,10 +39,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src import callback, core, source_info_util
+from jax._src.interpreters import mlir
 from jax._src.pallas import mpmd, pallas_call
 from jax._src.pallas.mosaic.interpret import thread_map, vector_clock
 from jax._src.pallas.mosaic.interpret import utils as interpret_utils
 from jax._src.pallas.mosaic_gpu import core as gpu_core
+from jax._src.pallas.mosaic_gpu import lowering, pallas_call_registration
 from jax._src.pallas.mosaic_gpu import primitives as prims
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks as host
 from jax._src.pallas.mosaic_gpu.interpret import (
@@ -54,6 +56,7 @@ from jax._src.pallas.mosaic_gpu.interpret import (
 from jax._src.state import discharge, indexing
 from jax._src.state import types as state
 from jax.experimental.mosaic.gpu.core import artificial_shared_memory_limit
+from jax.experimental.mosaic.gpu.utils import MBARRIER_BYTES
 
 from tests.support import hazards, in_numpy, races, watch
 from tests.support.aot import Report, compile_for, name_kernels
@@ -122,6 +125,37 @@ def lower_for_cuda(f: Callable[..., Any], *shapes: Any, smem_bytes: int | None =
 
 def _lowered(f: Callable[..., Any], *shapes: Any) -> str:
     return jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@contextlib.contextmanager
+def launches_noted(note: Callable[[str, int], None]) -> Iterator[None]:
+    """Calls `note(name, bytes of shared memory)` for each launch that is traced in here, as Mosaic
+    allocates it for a block. A launch is lowered to zeros.
+    """
+    bind = mpmd.mpmd_map_p.bind
+
+    def traced(*args, **params):
+        (jaxpr,), (mesh,) = params["jaxprs"], params["meshes"]
+        if isinstance(mesh, gpu_core.Mesh):  # not that of a part of a kernel
+            how = params["compiler_params"] or gpu_core.CompilerParams()
+            axes = (mesh.grid_names, mesh.cluster_names, mesh.thread_name)
+            facts = lowering.ResourceEstimatorContext(
+                axis_names=lowering._AxisNames(*axes),
+                reduction_scratch_bytes=how.reduction_scratch_bytes,
+                lowering_semantics=how.lowering_semantics,
+            )
+            need = lowering._estimate_resources(facts, jaxpr)
+            barriers = sum(barrier.num_barriers for barrier in need.barriers)
+            note(params["name"], need.smem_scratch_bytes + MBARRIER_BYTES * barriers)
+        return bind(*args, **params)
+
+    def zeros(ctx, *args, **params):
+        del args, params
+        return [mlir.full_like_aval(ctx, 0, aval) for aval in ctx.avals_out]
+
+    rule = mock.patch.object(pallas_call_registration, "mpmd_map_mgpu_lowering_rule", zeros)
+    with mock.patch.object(mpmd.mpmd_map_p, "bind", traced), rule:
+        yield
 
 
 # ---- programs of thread_program.each_thread, run in NumPy ---------------------------------------

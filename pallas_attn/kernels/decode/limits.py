@@ -93,6 +93,15 @@ def deepest(
     return next(fitting, dataclasses.replace(config, stages=2))
 
 
+def shallower(config: KernelConfig) -> Any:
+    """The config with a stage less, which changes no bits; None where it has the fewest. A method
+    of every decode kernel's Config.
+    """
+    if config.stages <= config.fewest_stages:
+        return None
+    return dataclasses.replace(config, stages=config.stages - 1)
+
+
 def check_config(config: KernelConfig, **wants: tuple[bool, str]) -> None:
     """Checks the fields of every decode kernel's Config, and those in `wants`."""
     check(

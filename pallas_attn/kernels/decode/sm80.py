@@ -8,11 +8,11 @@ import dataclasses
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
-from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention.sm80_common import fits
 from pallas_attn.kernels.decode import limits
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.decode.plan import is_wide
+from pallas_attn.kernels.decode.sm90 import bytes_of_launch, limit
 from pallas_attn.kernels.lang.types import Operand
 from pallas_attn.kernels.mma import mma_rowmajor
 
@@ -35,6 +35,7 @@ class Config:
     load_first: bool = False
     q_rows: int = 4 * mma_rowmajor.ROWS
     fewest_stages, bulk, many_heads, head_overhead = 1, False, False, 0  # see `decode.sm90`
+    shallower = limits.shallower
 
     def __post_init__(self):
         limits.check_config(
@@ -65,19 +66,7 @@ class Config:
             for rows in (16, 8, 4)
             for stages in (2, 1)
         ]
-        return next((x for x in choices if fits(problem, smem_bytes, x)), choices[-1])
-
-
-def limit(problem: DecodeProblem) -> Limit | None:
-    """Why this kernel cannot take the problem, or None."""
-    if (refused := decode_sm90.limit(problem)) is not None:
-        return refused
-    if not fits(problem, smem_bytes, Config.default(problem)):
-        return Limit(
-            "such rows do not fit in the shared memory of this GPU",
-            "decode fewer tokens at once, or use smaller head dims",
-        )
-    return None
+        return next((x for x in choices if fits(problem, bytes_of_launch, x)), choices[-1])
 
 
 def smem_bytes(problem: DecodeProblem, config: Config) -> int:
@@ -86,7 +75,7 @@ def smem_bytes(problem: DecodeProblem, config: Config) -> int:
 
 def _bytes_of_two(problem: DecodeProblem, config: Config) -> int:
     """Shared memory of two blocks, and of CUDA for the second."""
-    return 2 * smem_bytes(problem, config) + 1024
+    return 2 * bytes_of_launch(problem, config) + 1024
 
 
 def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Operand, Operand]:

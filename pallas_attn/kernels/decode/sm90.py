@@ -93,6 +93,7 @@ class Config:
     load_first: bool = False
     bulk, fewest_stages = True, 2  # tiles come by bulk copies; see `decode.sm80`
     q_rows = 4 * mma_rowmajor.ROWS  # query rows that a block takes at once, at most
+    shallower = limits.shallower
 
     def __post_init__(self):
         overhead = self.head_overhead
@@ -118,8 +119,8 @@ class Config:
             # blocks on a multiprocessor one computes while the other waits.
             for tile in (128, 64, 32)[: 3 if is_wide(problem) else 2]:
                 config = cls(tile, stages=2, grid=_even_pairs(heads), load_first=True)
-                if smem_bytes(problem, config) <= SMEM_OF_TWO:
-                    return limits.deepest(smem_bytes, problem, config, SMEM_OF_TWO)
+                if bytes_of_launch(problem, config) <= SMEM_OF_TWO:
+                    return limits.deepest(bytes_of_launch, problem, config, SMEM_OF_TWO)
         grid, is_float32 = _even_grid(heads), problem.dtype == "float32"
         dims = problem.head_dim + problem.v_head_dim
         row = jnp.dtype(problem.cache_dtype).itemsize * dims + 8 * problem.quantized
@@ -141,7 +142,7 @@ class Config:
             tiles = tiles[:-1]
         choices = [
             limits.deepest(
-                smem_bytes, problem, dataclasses.replace(config, tile=tile), limits.SMEM_LIMIT
+                bytes_of_launch, problem, dataclasses.replace(config, tile=tile), limits.SMEM_LIMIT
             )
             for tile in tiles
         ]
@@ -149,7 +150,7 @@ class Config:
         # and so are two tiles of 32 wide keys that several blocks of rows share.
         least = 2 if (is_float32 if few_rows else is_wide(problem)) else 3
         for config in choices:
-            if config.stages >= least and smem_bytes(problem, config) <= limits.SMEM_LIMIT:
+            if config.stages >= least and bytes_of_launch(problem, config) <= limits.SMEM_LIMIT:
                 return config
         return choices[-1]
 
@@ -174,19 +175,11 @@ def limit(problem: DecodeProblem) -> Limit | None:
     refused = limits.dtype_limit(problem)
     if refused is None and problem.quantized:
         refused = limits.quantized_limit(problem)
-    refused = (
+    return (
         refused
         or tma_operands.dims_limit(problem, tma_operands.WIDEST)
         or limits.size_limit(problem)
     )
-    if refused is not None or problem.dtype != "float32":
-        return refused
-    if smem_bytes(problem, Config.default(problem)) > limits.SMEM_LIMIT:
-        return Limit(
-            f"such rows do not fit in shared memory beside {problem.sequences} lengths",
-            "decode fewer tokens at once, or split the sequences over several calls",
-        )
-    return None
 
 
 def scratch(plan: Plan) -> DecodeSmem:
@@ -217,8 +210,13 @@ def scratch(plan: Plan) -> DecodeSmem:
     )
 
 
-def smem_bytes(problem: DecodeProblem, config: KernelConfig) -> int:
+def bytes_of_launch(problem: DecodeProblem, config: KernelConfig) -> int:
     return limits.smem_bytes(scratch(plan_of(problem, config)))
+
+
+def smem_bytes(problem: DecodeProblem, config: KernelConfig) -> int:
+    """Shared memory of the launch that needs most."""
+    return max(bytes_of_launch(*each) for each in _launches_of(problem, config))
 
 
 # ---- computing -----------------------------------------------------------------------------------
@@ -368,10 +366,22 @@ def run(
     if not problem.packed:
         some = launch if problem.sequences <= CACHES_OF_A_LAUNCH else _by_launches
         return some(inputs, problem, config)
+    results = None
+    for each in _launches_of(problem, config):
+        results = launch(inputs, *each, results)
+    assert results is not None
+    return results
+
+
+def _launches_of(
+    problem: DecodeProblem, config: KernelConfig
+) -> list[tuple[DecodeProblem, KernelConfig]]:
+    """The problem and the Config of each launch."""
+    if not problem.packed:
+        return [(problem, config)]
     few, rest = launches.by_rows(problem)
     of_few = dataclasses.replace(_config_of_few(few, type(config)), overlaps=config.overlaps)
-    results = launch(inputs, few, of_few)
-    return results if rest is None else launch(inputs, rest, config, results)
+    return [(few, of_few)] if rest is None else [(few, of_few), (rest, config)]
 
 
 def _by_launches(
@@ -401,8 +411,8 @@ def _config_of_few(few: DecodeProblem, config_type: Any) -> Any:
     if few.batch_invariant:
         problem = dataclasses.replace(few, sequences=1, capacities=(8192,), batch_invariant=False)
     config, room = config_type.default(problem), gpu_specs.shared_memory(few.gpu)
-    while smem_bytes(few, config) > room and config.stages > config.fewest_stages:
-        config = dataclasses.replace(config, stages=config.stages - 1)
+    while bytes_of_launch(few, config) > room and (less := config.shallower()) is not None:
+        config = less
     return config
 
 

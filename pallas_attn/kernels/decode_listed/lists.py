@@ -50,6 +50,10 @@ def kernel_with(base: Kernel, *, fills: bool) -> Kernel:
         def default(cls, problem: DecodeProblem) -> "Config":
             return cls(base.config.default(_first_launch(problem, fills)))
 
+        def shallower(self) -> "Config | None":
+            less = self.of_lists.shallower()
+            return None if less is None else Config(less)
+
     def limit(problem: DecodeProblem) -> Limit | None:
         return _limit(problem, fills) or base.limit(_of_rows(problem, 1, fills))
 

@@ -27,6 +27,7 @@ from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import softmax, tma_operands
+from pallas_attn.kernels.attention.sm80_common import fits
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import (
     combine_splits,
@@ -77,6 +78,7 @@ class Config:
     # The fields that `decode.plan` reads of the Config of every decode kernel.
     fewest_stages, q_rows, bulk, many_heads = 1, 64, False, False
     head_overhead, load_first = 0, False
+    shallower = limits.shallower
 
     def __post_init__(self):
         limits.check_config(
@@ -91,7 +93,7 @@ class Config:
         grid = gpu_specs.multiprocessors(problem.gpu)
         sizes = [(64, n) for n in (6, 5, 4, 3, 2)] + [(32, n) for n in (3, 2, 1)]
         choices = [cls(tile=tile, stages=stages, grid=grid) for tile, stages in sizes]
-        return next((c for c in choices if _fits(problem, c)), choices[-1])
+        return next((c for c in choices if fits(problem, smem_bytes, c)), choices[-1])
 
 
 def limit(problem: DecodeProblem) -> Limit | None:
@@ -99,17 +101,7 @@ def limit(problem: DecodeProblem) -> Limit | None:
     if (refused := packed.limit(problem)) is not None:
         return refused
     problem = packed.of_rows(problem)
-    refused = _rows_limit(problem) or limits.dtype_limit(problem) or limits.size_limit(problem)
-    if refused is None and not _fits(problem, Config.default(problem)):
-        return Limit(
-            "such rows do not fit in the shared memory of this GPU",
-            "decode fewer tokens at once, or use smaller head dims",
-        )
-    return refused
-
-
-def _fits(problem: DecodeProblem, config: Config) -> bool:
-    return smem_bytes(problem, config) <= gpu_specs.shared_memory(problem.gpu)
+    return _rows_limit(problem) or limits.dtype_limit(problem) or limits.size_limit(problem)
 
 
 def _rows_limit(problem: DecodeProblem) -> Limit | None:

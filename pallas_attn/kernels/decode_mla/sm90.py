@@ -94,6 +94,7 @@ class Config:
     # The fields that `decode.plan` reads of the Config of every decode kernel.
     tile, fewest_stages, q_rows, bulk, many_heads = TILE, 2, ROWS, True, False
     head_overhead, load_first = 0, False
+    shallower = limits.shallower
 
     def __post_init__(self):
         limits.check_config(self)
@@ -152,9 +153,6 @@ def _rows_limit(problem: DecodeProblem) -> Limit | None:
             f"V within K by {rows} rows; TMA copies 8 at a time",
             "make capacities (or the page size) a multiple of 8",
         )
-    if smem_bytes(problem, Config(stages=2)) > limits.SMEM_LIMIT:
-        reason = f"V within K of {problem.sequences} sequences: no room for their lengths"
-        return Limit(reason, "split the sequences over several calls")
     return None
 
 

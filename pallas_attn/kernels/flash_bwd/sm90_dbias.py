@@ -54,7 +54,7 @@ from pallas_attn.kernels.lang.types import (
 )
 from pallas_attn.kernels.mma import wgmma
 
-SMEM_BYTES = 220 * 1024  # of the buffers, where there is a choice
+SMEM_BYTES = 220 * 1024  # most bytes of two stages or more, but for the last of SIZES
 SIZES = ((2, 128), (2, 64), (1, 64), (1, 32))  # consumers and keys of a tile, the best first
 
 

@@ -13,7 +13,6 @@ import jax
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import FLOAT8, DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.flash_fwd.sm90 import SMEM_LIMIT
 from pallas_attn.kernels.prefill import float8_mainloop, float8_producer, selection, sm90
 from pallas_attn.kernels.prefill.plan import Plan, bytes_of, over_contiguous_keys
 
@@ -64,8 +63,6 @@ def limit(problem: DecodeProblem) -> Limit | None:
     size = rows * (problem.head_dim + problem.v_head_dim)
     if size > MOST_BYTES:
         return Limit(f"rows of a layer would take {size / 2**30:.1f} GiB", other)
-    if smem_bytes(problem, Config.default(problem)) > SMEM_LIMIT:
-        return Limit("such rows do not fit in shared memory", other)
     return None
 
 

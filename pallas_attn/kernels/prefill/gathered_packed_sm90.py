@@ -68,7 +68,7 @@ def smem_bytes(problem: DecodeProblem, config: Config) -> int:
     few = dataclasses.replace(problem, q_len=config.most)
     alone = gathered.contiguous(_of_one(problem))
     return max(
-        decode_sm90.KERNEL.smem_bytes(few, config.decode),
+        decode_sm90.bytes_of_launch(few, config.decode),
         sm90_wide.KERNEL.smem_bytes(alone, config.forward),
     )
 

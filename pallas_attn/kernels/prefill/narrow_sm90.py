@@ -62,7 +62,7 @@ class Config:
             for q_slots in range(like.q_slots, 0, -1)
             for stages in (4, 3, 2)
         ]
-        fits = (config for config in choices if smem_bytes(problem, config) <= SMEM_LIMIT)
+        fits = (config for config in choices if bytes_of(plan_of(problem, config)) <= SMEM_LIMIT)
         return next(fits, choices[-1])
 
 
@@ -80,13 +80,12 @@ def limit(problem: DecodeProblem) -> Limit | None:
     for name, dim in (("head_dim", problem.head_dim), ("v_head_dim", problem.v_head_dim)):
         if dim % narrow_rows.COLUMNS:
             return Limit(f"{name} is {dim}; it takes multiples of 64", other)
-    if smem_bytes(problem, Config.default(problem)) > SMEM_LIMIT:
-        return Limit("such rows do not fit in shared memory", other)
     return None
 
 
 def smem_bytes(problem: DecodeProblem, config: Config) -> int:
-    return bytes_of(plan_of(problem, config))
+    """Shared memory of the launch that needs most."""
+    return max(bytes_of(plan_of(problem, config)), packed.bytes_of_few(problem))
 
 
 def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:

@@ -33,6 +33,14 @@ def decode_few(inputs: DecodeInputs, problem: DecodeProblem) -> tuple[Any, Decod
     return decode_sm90.launch(inputs, few, decode_sm90.Config.default(few)), rest
 
 
+def bytes_of_few(problem: DecodeProblem) -> int:
+    """Shared memory of the launch of `decode_few`; 0 where rows are not packed."""
+    if not problem.packed:
+        return 0
+    few, _ = launches.by_rows(problem)
+    return decode_sm90.bytes_of_launch(few, decode_sm90.Config.default(few))
+
+
 def lane_sequences(plan: Plan) -> int:
     """Sequences that each lane of the warp counts that fills the tables."""
     return pl.cdiv(plan.problem.batch, 32)

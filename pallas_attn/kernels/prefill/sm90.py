@@ -265,7 +265,9 @@ def limit(problem: DecodeProblem) -> Limit | None:
 
 
 def smem_bytes(problem: DecodeProblem, config: Config) -> int:
-    return bytes_of(plan_of(problem, config))
+    """Shared memory of the launch that needs most."""
+    most = bytes_of(plan_of(problem, config))
+    return most if problem.merged is not None else max(most, packed.bytes_of_few(problem))
 
 
 # ---- the kernel and its call --------------------------------------------------------------------

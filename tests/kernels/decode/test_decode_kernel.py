@@ -368,14 +368,6 @@ def test_layers_share_one_kernel():
             {"dtype": "float32", "quantized": True, "cache_dtype": "int8"},
             "float32 queries over a quantised cache; it takes bfloat16 and float16",
         ),
-        (
-            {
-                **dict.fromkeys(("dtype", "cache_dtype"), "float32"),
-                **dict.fromkeys(("head_dim", "v_head_dim"), 256),
-                **{"precision": "highest", "q_len": 4, "sequences": 1000},
-            },
-            "such rows do not fit in shared memory beside 1000 lengths",
-        ),
         ({"cache_dtype": "float16"}, "a float16 cache under bfloat16 queries"),
         ({"head_dim": 520}, "head_dim is 520; it takes multiples of 8 up to 512"),
         ({"v_head_dim": 12}, "v_head_dim is 12; it takes multiples of 8 up to 512"),
@@ -422,13 +414,6 @@ def test_the_portable_config_checks_itself(fields, want):
         PORTABLE(**fields)
 
 
-@pytest.mark.parametrize("dim", [8, 64, 72, 128, 192, 256])
-@pytest.mark.parametrize("rows", [1, 16, 64])
-def test_shared_memory_is_what_there_is(dim, rows):
-    problem = large(head_dim=dim, v_head_dim=dim, q_heads=8 * rows).problem
-    assert kernel.smem_bytes(problem, kernel.Config.default(problem)) <= kernel.limits.SMEM_LIMIT
-
-
 def of_smallest(**changes) -> DecodeProblem:
     """For a GPU with 99 KiB of shared memory a block."""
     return dataclasses.replace(large(**changes).problem, gpu="sm86")
@@ -443,26 +428,6 @@ def test_the_smallest_gpus_take_all_head_dims(dtype, rows):
         assert decode_sm80.limit(problem) is None
         config = PORTABLE.default(problem)
         assert decode_sm80.smem_bytes(problem, config) <= gpu_specs.shared_memory("sm86")
-
-
-@pytest.mark.guards
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_smallest_gpus_have_the_shared_memory(dtype):
-    """Shared memory as Mosaic lays it out."""
-    case = large(dtype=dtype, head_dim=256, v_head_dim=256, q_heads=64)
-    config = PORTABLE.default(dataclasses.replace(case.problem, gpu="sm86"))
-    call = functools.partial(run, problem=case.problem, config=config)
-    mosaic.lower_for_cuda(call, shapes_of(case), smem_bytes=gpu_specs.shared_memory("sm86"))
-
-
-@pytest.mark.guards
-@pytest.mark.parametrize("number", [37, 124, 160, 194])
-def test_what_fits_by_our_sum_fits_by_mosaics(number):
-    """Drawn problems that ask for nearly all of it."""
-    case = draw(number)
-    config = kernel.Config.default(case.problem)
-    call = functools.partial(run, problem=case.problem, config=config)
-    assert "mosaic_gpu" in mosaic.lower_for_cuda(call, shapes_of(case))
 
 
 @every_kind

@@ -31,7 +31,6 @@ from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests.kernels.flash_fwd.test_flash_fwd import (
     COMPILED,
     EDGE,
-    GRID,
     arguments_of,
     case_named,
     in_float32,
@@ -192,7 +191,7 @@ def test_wide_with_everything_interpreted():
 
 @pytest.mark.guards
 def test_one_stage_of_the_walk_of_a_bias_interpreted(monkeypatch):
-    """As wide rows of float32 leave room for."""
+    """Wide rows of float32 leave room for no more."""
     for name in ("SMEM_BYTES", "SMEM_LIMIT"):
         monkeypatch.setattr(sm90_dbias, name, 0)
     case = small("bias_float32")
@@ -433,29 +432,6 @@ def small_problem(dim, dtype, precision, op):
     return dataclasses.replace(problem_of(case_named("one_row"), gpu="sm86"), **facts, batch=1)
 
 
-@pytest.mark.guards
-@pytest.mark.parametrize(
-    "op, dim, dtype, precision",
-    [
-        ("forward", 256, "bfloat16", None),
-        ("backward", 256, "bfloat16", None),
-        ("backward", 128, "float32", None),
-        ("forward", 256, "float32", "highest"),
-        ("backward", 256, "float32", "highest"),
-        ("forward", 512, "bfloat16", None),
-        ("backward", 512, "bfloat16", None),
-    ],
-)
-def test_the_smallest_gpus_have_the_shared_memory(op, dim, dtype, precision):
-    """Shared memory as Mosaic lays it out, which need not be our sum."""
-    problem = small_problem(dim, dtype, precision, op)
-    call, arguments = call_of(problem, bias_shape=(1, 1, 300, 300))
-    if call.keywords["config"].columns:  # head dims do not widen its buffers: a small one
-        config, problem = call.keywords["config"], small_problem(64, dtype, precision, op)
-        call, arguments = call_of(problem, config, bias_shape=(1, 1, 300, 300))
-    mosaic.lower_for_cuda(call, arguments, smem_bytes=gpu_specs.shared_memory("sm86"))
-
-
 @pytest.mark.parametrize(
     "dtype, precision", [("float16", None), ("float32", None), ("float32", "highest")]
 )
@@ -487,15 +463,6 @@ def test_the_window_kernel_is_for_short_causal_windows():
         ValueError, match=r"Config\.window must be False for flash_backward on sm90: .*mask full"
     ):
         kernel.plan_of(problem_of(case_named("h128_full_b2_t8192_n16")), kernel.Config(window=True))
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_shared_memory_is_what_it_says(deterministic):
-    for k_dim, v_dim in dict.fromkeys((case.head_dim, case.v_head_dim) for case in (*GRID, *EDGE)):
-        small = dataclasses.replace(case_named("one_row"), head_dim=k_dim, v_head_dim=v_dim)
-        problem = problem_of(small, deterministic=deterministic)
-        config = kernel.Config.default(problem)
-        assert kernel.smem_bytes(problem, config) <= kernel.SMEM_LIMIT
 
 
 # ---- the schedule -------------------------------------------------------------------------------

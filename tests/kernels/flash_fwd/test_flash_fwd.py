@@ -334,14 +334,6 @@ def test_lowers(name):
     lowers(case_named(name))
 
 
-@pytest.mark.guards
-@pytest.mark.parametrize("dims", [(104, 128), (72, 184)], ids=str)
-def test_lowers_with_shared_memory_full(dims):
-    """But for what Mosaic reduces in."""
-    case = dataclasses.replace(case_named("dim40_256"), head_dim=dims[0], v_head_dim=dims[1])
-    lowers(in_float32(case, None))
-
-
 def lowers(case):
     problem = problem_of(case)
     config = kernel.Config.default(problem)
@@ -541,13 +533,6 @@ def test_limit_says_why(changes, reason):
     problem = dataclasses.replace(problem_of(case_named("t_equals_s")), **changes)
     assert kernel.limit(problem).reason == reason
     assert kernel.limit(problem_of(case_named("t_equals_s"))) is None
-
-
-def test_shared_memory_is_what_it_says():
-    for case in (*GRID, *EDGE):
-        problem = problem_of(dataclasses.replace(case_named("one_row"), head_dim=case.head_dim,
-                                                 v_head_dim=case.v_head_dim))  # fmt: skip
-        assert kernel.smem_bytes(problem, kernel.Config.default(problem)) <= kernel.SMEM_LIMIT
 
 
 # ---- the schedule -------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import CAUSAL, FULL, Mask, sliding_window
-from pallas_attn._call import bind, config, device
-from pallas_attn.kernels.flash_jvp import sm80, sm90, sm90_dual
+from pallas_attn._call import bind, config, device, dispatch
+from pallas_attn.kernels.flash_jvp import sm90, sm90_dual
 from tests.support import aot, builds, mosaic, subjects
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -333,12 +333,12 @@ def test_what_kernels_take():
     assert sm90.limit(problem_of(128)) is None
     for problem in (problem_of(192), problem_of(64, dtype="float32"), problem_of(64, ("sinks",))):
         assert sm90.limit(problem) is not None and sm90_dual.limit(problem) is not None
-    assert sm80.limit(problem_of(256, gpu="sm80")) is None
-    assert sm80.limit(problem_of(256, dtype="float32", gpu="sm86")) is not None
-    for dim in (32, 64, 72, 96, 128):
-        for kernel in (sm90, sm90_dual):
-            chosen = kernel.Config.default(problem_of(dim))
-            assert kernel.smem_bytes(problem_of(dim), chosen) <= sm90.SMEM_LIMIT
+    *_, portable = dispatch.TABLES["flash_jvp"]
+    assert portable.refusal(problem_of(256, gpu="sm80")) is None
+    said = portable.refusal(problem_of(256, dtype="float32", gpu="sm86"))
+    assert said.reason == "a block needs 204800 bytes of shared memory; sm86 has 101376"
+    shared = dataclasses.replace(problem_of(64, gpu="sm80"), share=2)
+    assert portable.refusal(shared).reason == "batch rows that read the same k and v"
 
 
 def lowered(run, generation):
