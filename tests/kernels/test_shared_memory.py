@@ -11,9 +11,10 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_attn as pa
+from pallas_attn._call import config as _config
 from pallas_attn._call import device, dispatch
+from pallas_attn.bench import support
 from tests.support import builds, fuzz, mosaic, shared_memory
-from tests.support import operations as support
 
 DRAWN = 3000  # problems
 # Portable kernels have least shared memory on sm86.
@@ -66,6 +67,18 @@ def test_what_has_no_room_is_refused():
     with pytest.raises(pa.UnsupportedError) as caught:
         dispatch.select(invariant, None)
     assert "decode_sm90" in str(caught.value) and "decode_sm80" not in str(caught.value)
+
+
+def test_lists_have_fewer_stages_where_bits_may_not_depend_on_the_batch():
+    facts = {"gpu": "sm89", "sequences": 33, "capacities": (8192,) * 33, "q_len": 64}
+    facts |= {"head_dim": 192, "v_head_dim": 192, "cache_dtype": "float8_e4m3fn", "quantized": True}
+    alone = dataclasses.replace(support._BASE["decode"], **facts, listed=200)
+    problem = dataclasses.replace(alone, batch_invariant=True)
+    chosen = dispatch.select(problem, None)
+    assert chosen.name == "decode_listed_sm80"
+    one = dataclasses.replace(alone, sequences=1, capacities=alone.capacities[:1])
+    config, own = (_config.default(chosen.kernel, x).of_lists for x in (problem, one))
+    assert config.stages < own.stages and config.tile == own.tile
 
 
 # ---- calls that had no room ----------------------------------------------------------------------
