@@ -13,8 +13,8 @@ import pytest
 import pallas_attn as pa
 from pallas_attn._call import config as _config
 from pallas_attn._call import device, dispatch
-from pallas_attn.bench import support
 from tests.support import builds, fuzz, mosaic, shared_memory
+from tests.support import operations as support
 
 DRAWN = 3000  # problems
 # Portable kernels have least shared memory on sm86.

@@ -25,8 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._call import device, gpu_specs
-from tests.support.problems import case as _case
-from tests.support.problems import cases
 from pallas_attn.masks import FULL, Mask
 from tests.support import budget, hard_data, subjects
 from tests.support.problems import case as _case

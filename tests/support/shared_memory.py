@@ -28,9 +28,9 @@ from pallas_attn._call.problem import (
     KeepProblem,
     QuantizeProblem,
 )
-from pallas_attn.bench import support
 from pallas_attn.masks import AT_RUN_TIME, CAUSAL, FULL, Mask, mask_fn, sliding_window
 from pallas_attn.scores import score_fn
+from tests.support import operations as support
 
 GPUS = ("sm90", "sm90", "sm90", "sm90", "sm80", "sm86", "sm89", "sm100", "sm120")
 FLOATS = ("bfloat16", "float16", "float32")
