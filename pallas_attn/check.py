@@ -23,7 +23,7 @@ def check_for(
     Args:
       generation: "sm90" for H100 and H200, "sm80" for A100, "sm86", "sm89", "sm100".
       function: a function of arrays; a jitted one may have static arguments.
-      arguments, options: those of the function. Arrays may be `jax.ShapeDtypeStruct`s.
+      arguments, options: those of the function. An array may be a `jax.ShapeDtypeStruct`.
 
     Returns:
       Shapes and dtypes of the results, as `jax.eval_shape` gives them.
