@@ -129,8 +129,8 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Of tests that take long, the plain suite runs one of each function; `-m exhaustive` runs the
-    others, and who names files or tests runs them all.
+    """The plain suite runs one of the long tests of each function; `-m exhaustive` runs the others,
+    and a command that names files or tests runs them all.
 
     Tests for a GPU run when `-m gpu` asks for them, and only then, and those for two when `-m
     multigpu` does; those that compile kernels to machine code when `-m guards` or `-m machine_code`

@@ -76,8 +76,8 @@ def test_lists_have_fewer_stages_where_bits_may_not_depend_on_the_batch():
     problem = dataclasses.replace(alone, batch_invariant=True)
     chosen = dispatch.select(problem, None)
     assert chosen.name == "decode_listed_sm80"
-    one = dataclasses.replace(alone, sequences=1, capacities=alone.capacities[:1])
-    config, own = (_config.default(chosen.kernel, x).of_lists for x in (problem, one))
+    single = dataclasses.replace(alone, sequences=1, capacities=alone.capacities[:1])
+    config, own = (_config.default(chosen.kernel, x).of_lists for x in (problem, single))
     assert config.stages < own.stages and config.tile == own.tile
 
 

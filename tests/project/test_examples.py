@@ -2,6 +2,8 @@
 
 import pathlib
 import runpy
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -13,7 +15,17 @@ def test_the_examples_are_found():
     assert len(EXAMPLES) == 6
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_kernel_to_learn_from_runs():
+    """In a process of its own: tests of kernels patch the interpreter of theirs."""
+    path = next(path for path in EXAMPLES if path.stem == "one_kernel")
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert 1 < len(done.stdout.splitlines()) < 10
+
+
+@pytest.mark.parametrize(
+    "path", [x for x in EXAMPLES if x.stem != "one_kernel"], ids=lambda path: path.stem
+)
 def test_example_runs(path, capsys):
     """With jax's own settings, as for a user: the suite's are stricter."""
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

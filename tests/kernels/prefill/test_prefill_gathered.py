@@ -121,7 +121,8 @@ def packed_wide_heads_agree(kind):
 
     def packed(x):  # [M, t, ..] to [tokens, ..]; row i of t stands at position length - t + i
         rows = [x[place] for place in own]
-        return np.stack([*before * [rows[0] * 0], *rows, *after * [rows[0] * 0]])
+        nothing = np.zeros_like(rows[0])
+        return np.stack([*before * [nothing], *rows, *after * [nothing]])
 
     tokens = int(starts[-1]) + after
     problem = dataclasses.replace(case.problem, tokens=tokens, q_len=tokens)
