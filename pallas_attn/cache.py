@@ -284,7 +284,8 @@ class KVCache:
             self._fits(static)
         # No more than a length can count: past that it would be negative, and not overflowed.
         most = jnp.iinfo(jnp.int32).max - jnp.maximum(self.lengths, 0)
-        return jnp.clip(jnp.broadcast_to(jnp.asarray(rows, jnp.int32), most.shape), 0, most)
+        rows = jnp.broadcast_to(jnp.asarray(rows, jnp.int32), most.shape)
+        return jnp.clip(sharding.placed_like(rows, most), 0, most)
 
     def _fits(self, static: int) -> None:
         """ValueError where no sequence could ever take so many rows."""

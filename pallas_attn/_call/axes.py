@@ -6,7 +6,8 @@ from the problem and the shapes of the inputs, and is kept.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,7 +41,7 @@ class Split(NamedTuple):
     free: tuple[str, ...]
     sums: tuple[tuple[str, ...], ...] = ()
     begins: str | None = None
-    writes: int = 0
+    writes: tuple[int, ...] = ()
 
 
 def _inputs_of(tree: PyTreeDef, shapes: Shapes) -> Any:
@@ -191,7 +192,7 @@ def of_append(problem: AppendProblem, tree: PyTreeDef, shapes: Shapes) -> Split:
     }
     outputs = _present(inputs, axes, Caches._fields)
     ordered = _ordered(inputs, axes, shapes)
-    return Split(ordered, outputs, _free_of_caches(problem), writes=len(outputs))
+    return Split(ordered, outputs, _free_of_caches(problem), writes=_buffers(tree, shapes))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -205,7 +206,8 @@ def of_keep(problem: KeepProblem, tree: PyTreeDef, shapes: Shapes) -> Split:
     }
     caches = _present(inputs, axes, Caches._fields)
     ordered = _ordered(inputs, axes, shapes)
-    return Split(ordered, (*caches, ("m",)), _free_of_caches(problem), writes=len(caches))
+    outputs, writes = (*caches, ("m",)), _buffers(tree, shapes)
+    return Split(ordered, outputs, _free_of_caches(problem), writes=writes)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -243,6 +245,22 @@ OF_LISTED_GRADIENTS = Split(
 )
 
 
+_OF: dict[type, Callable[..., Split]] = {
+    AttentionProblem: of_attention,
+    QuantizeProblem: of_quantize,
+    AppendProblem: of_append,
+    KeepProblem: of_keep,
+    DecodeProblem: of_decode,
+}
+
+
+def of(problem: Any, inputs: Any) -> Split:
+    """The axes of the forward call of any problem."""
+    leaves, tree = jax.tree.flatten(inputs)
+    shapes = tuple([None if isinstance(leaf, int) else leaf.shape for leaf in leaves])
+    return _OF[type(problem)](problem, tree, shapes)
+
+
 def _of_caches(problem: CacheProblem, inputs: CacheInputs) -> dict[str, list[Axes]]:
     """The axes of the arrays that a cache has, by the names of their fields."""
     layer = () if problem.layers is None else ("l",)
@@ -269,6 +287,14 @@ def _present(
     """The axes of the fields of these names that are there."""
     there = [name for name in names if getattr(inputs, name) is not None]
     return tuple(each for name in there for each in axes[name])
+
+
+def _buffers(tree: PyTreeDef, shapes: Shapes) -> tuple[int, ...]:
+    """The numbers of the cache's buffers among the leaves that are arrays."""
+    numbers = itertools.count()
+    leaves = [None if shape is None else next(numbers) for shape in shapes]
+    numbered = jax.tree.unflatten(tree, leaves)
+    return tuple(jax.tree.leaves([getattr(numbered, name) for name in Caches._fields]))
 
 
 def _ordered(inputs: CacheInputs, axes: dict[str, list[Axes]], shapes: Shapes) -> tuple[Axes, ...]:

@@ -16,7 +16,7 @@ import jax
 from jax import export
 
 from pallas_attn._call import config as _config
-from pallas_attn._call import device, gpu_specs, reference, sharding
+from pallas_attn._call import axes, device, gpu_specs, reference, sharding
 from pallas_attn._call.kernel import Inputs, Kernel, Problem, Results, never_slower
 from pallas_attn._call.problem import (
     FLOAT8_PRECISIONS,
@@ -148,7 +148,22 @@ class Reference:
         )
 
     def run(self, inputs: Inputs, problem: Problem) -> Results:
-        return _compiled(self.call, inputs, problem)
+        leaves, tree = jax.tree.flatten(inputs)
+        arrays = [leaf for leaf in leaves if not isinstance(leaf, int)]
+        if sharding.splitting_mesh(arrays) is None:
+            return _compiled(self.call, inputs, problem)
+        made: list[Any] = []
+
+        def run(*arrays: jax.Array) -> list[jax.Array]:
+            rest = iter(arrays)
+            full = [leaf if isinstance(leaf, int) else next(rest) for leaf in leaves]
+            results = _compiled(self.call, jax.tree.unflatten(tree, full), problem)
+            results, structure = jax.tree.flatten(results)
+            made.append(structure)
+            return results
+
+        results = sharding.by_xla(run, arrays, *axes.of(problem, inputs))
+        return jax.tree.unflatten(made[-1], results)
 
 
 @dataclasses.dataclass(frozen=True)

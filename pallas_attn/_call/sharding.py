@@ -37,27 +37,25 @@ def over_devices(
     free: Sequence[str],
     sums: Sequence[Sequence[str]] = (),
     begins: str | None = None,
-    writes: int = 0,
+    writes: Sequence[int] = (),
 ) -> tuple[jax.Array, ...]:
     """`run(*arrays)`, split over devices along the free factors where the arrays are.
 
     `run` must take its sizes from the arrays it is handed. `sums`: for each output, factors that it
     is a sum over; what the devices have of it is added up along those that are split. `begins`: a
     free factor; where it is split, `run` is handed the number of its first element as well.
-    `writes`: number of results that are arrays which `run` holds as refs and writes into; a result
-    after those follows from the arrays after as many alone.
+    `writes`: numbers of the arrays that `run` holds as refs and writes into. They are the first
+    results, and are split as they were; a result after those follows from the other arrays alone.
     """
     run, types = as_now(run), [jax.typeof(array) for array in arrays]
     now = jax.sharding.get_abstract_mesh()
     kinds = set(now.axis_types)
     if kinds == {AxisType.Manual} or any([x.manual_axis_type.varying for x in types]):
         return _on_this_device(run, arrays, writes)
-    sums = tuple(sums) or ((),) * len(outputs)
-    split = _Split(tuple(inputs), tuple(outputs), tuple(free), sums, begins)
-    # Explicit mesh axes that split one of the arrays, or could.
-    explicit = [x.sharding.mesh for x in types if any(x.sharding.spec)]
-    if explicit or kinds == {AxisType.Explicit}:
-        return _by_types(run, arrays, split, explicit[0] if explicit else now)
+    split = _Split.of(inputs, outputs, free, sums, begins, writes)
+    explicit = splitting_mesh(arrays)
+    if explicit is not None or kinds == {AxisType.Explicit}:
+        return _by_types(run, arrays, split, now if explicit is None else explicit)
     run = jax.jit(run)  # which keeps the constants that it makes inside of it
     call = custom_partitioning(run)
     rule = _rule(split, tuple([array.shape for array in arrays]))
@@ -69,6 +67,115 @@ def over_devices(
     )
     with jax.disable_jit(False):  # or the constants would show
         return call(*arrays)
+
+
+def by_xla(
+    run: Run,
+    arrays: Sequence[jax.Array],
+    inputs: Sequence[Axes],
+    outputs: Sequence[Axes],
+    free: Sequence[str],
+    sums: Sequence[Sequence[str]] = (),
+    begins: str | None = None,
+    writes: Sequence[int] = (),
+) -> tuple[jax.Array, ...]:
+    """`run(*arrays)` of operations of XLA, whose results explicit mesh axes split as those of
+    `over_devices` with the same arguments.
+    """
+    mesh = splitting_mesh(arrays)
+    if mesh is None:
+        return run(*arrays)
+    split = _Split.of(inputs, outputs, free, sums, begins, writes)
+    places = split.places(mesh, [jax.typeof(array) for array in arrays])
+    specs = [_spec(axes, places) for axes in split.outputs]
+    specs[: len(writes)] = [spec_of(arrays[n]) for n in writes]
+    return on_automatic_axes(lambda *arrays: tuple(run(*arrays)), arrays, tuple(specs))
+
+
+def by_parts(run: Run, arrays: Sequence[jax.Array], *split: Any) -> tuple[jax.Array, ...]:
+    """`run(*arrays)` of anything that jax.shard_map takes, split over explicit mesh axes as by
+    `over_devices` with the same arguments; it is differentiable.
+    """
+    mesh = splitting_mesh(arrays)
+    if mesh is None:
+        return run(*arrays)
+    return _by_types(run, arrays, _Split.of(*split), mesh, check_vma=True)
+
+
+def on_automatic_axes[Results](run: Callable[..., Results], trees: Sequence[Any], specs: Any) -> Any:
+    """`run(*trees)` where explicit mesh axes that split an array are automatic: XLA decides what
+    moves. `specs`: the PartitionSpecs of the results.
+    """
+    mesh = splitting_mesh(jax.tree.leaves(trees))
+    if mesh is None:
+        return run(*trees)
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = tuple([name for name, kind in kinds if kind == AxisType.Explicit])
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+    return jax.sharding.auto_axes(run, axes=axes, out_sharding=placed)(*trees)
+
+
+def spec_of(x: jax.Array) -> PartitionSpec:
+    """How explicit mesh axes split an array: an entry for each of its axes."""
+    return jax.typeof(x).sharding.spec
+
+
+def splitting_mesh(arrays: Sequence[jax.Array]) -> AnyMesh | None:
+    """The mesh whose explicit axes split one of the arrays, or None."""
+    for array in arrays:
+        sharding = jax.typeof(array).sharding
+        if any(sharding.spec):
+            return sharding.mesh
+    return None
+
+
+def placed_like[Tree](tree: Tree, like: Tree) -> Tree:
+    """Arrays that explicit mesh axes split as those of `like`, a tree of the same structure."""
+    mesh = splitting_mesh(jax.tree.leaves((tree, like)))
+    if mesh is None:
+        return tree
+
+    def placed(x: jax.Array, like: jax.Array) -> jax.Array:
+        spec = jax.typeof(like).sharding.spec
+        if jax.typeof(x).sharding.spec == spec:
+            return x
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+    return jax.tree.map(placed, tree, like)
+
+
+def whole[Tree](tree: Tree, axes: int | None = None) -> Tree:
+    """Arrays whose first `axes` axes, or all, no explicit mesh axis splits."""
+    mesh = splitting_mesh(jax.tree.leaves(tree))
+    if mesh is None:
+        return tree
+
+    def gathered(x: jax.Array) -> jax.Array:
+        count = x.ndim if axes is None else axes
+        spec = PartitionSpec(*(None,) * count, *jax.typeof(x).sharding.spec[count:])
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+    return jax.tree.map(gathered, tree)
+
+
+def reshaped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`x.reshape(shape)` of as many axes: explicit mesh axes split those that they divide."""
+    mesh = splitting_mesh((x,))
+    if mesh is None:
+        return x.reshape(shape)
+    spec = PartitionSpec(
+        *(
+            names if size % math.prod(mesh.shape[name] for name in _names(names)) == 0 else None
+            for size, names in zip(shape, jax.typeof(x).sharding.spec, strict=True)
+        )
+    )
+    return jax.lax.reshape(x, shape, out_sharding=NamedSharding(mesh, spec))
+
+
+def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes of an entry of a PartitionSpec."""
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
 def factor_sizes(inputs: Sequence[Axes], shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
@@ -94,21 +201,37 @@ class _Split(NamedTuple):
     free: tuple[str, ...]
     sums: tuple[Sequence[str], ...]
     begins: str | None
+    writes: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        inputs: Sequence[Axes],
+        outputs: Sequence[Axes],
+        free: Sequence[str],
+        sums: Sequence[Sequence[str]] = (),
+        begins: str | None = None,
+        writes: Sequence[int] = (),
+    ) -> "_Split":
+        sums = tuple(sums) or ((),) * len(outputs)
+        return cls(tuple(inputs), tuple(outputs), tuple(free), sums, begins, tuple(writes))
 
     def places(self, mesh: AnyMesh, arrays: Sequence[Any]) -> dict[str, tuple[str, ...]]:
         """The mesh axes that split each free factor: the first array that is split along it
-        decides.
+        decides. Arrays that are written stay as they are split.
         """
         sizes = factor_sizes(self.inputs, [array.shape for array in arrays])
         places: dict[str, tuple[str, ...]] = {}
         taken: set[str] = set()
-        for array, axes in zip(arrays, self.inputs, strict=True):
+        written = {axis.split()[0] for n in self.writes for axis in self.inputs[n]}
+        for number, (array, axes) in enumerate(zip(arrays, self.inputs, strict=True)):
             spec = tuple(array.sharding.spec)
             for axis, names in zip(axes, spec + (None,) * (len(axes) - len(spec)), strict=True):
                 factor = axis.split()[0]
-                names = (names,) if isinstance(names, str) else tuple(names or ())
+                names = _names(names)
                 ways = math.prod(mesh.shape[name] for name in names)
                 fits = factor in self.free and sizes[factor] % ways == 0
+                fits &= number in self.writes or factor not in written
                 if names and factor not in places and fits and not taken.intersection(names):
                     places[factor] = names
                     taken.update(names)
@@ -144,18 +267,27 @@ def sum_dtype(dtype: DTypeLike) -> DTypeLike:
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
-def _on_this_device(run: Run, arrays: Sequence[jax.Array], writes: int) -> tuple[jax.Array, ...]:
+def _on_this_device(
+    run: Run, arrays: Sequence[jax.Array], writes: Sequence[int]
+) -> tuple[jax.Array, ...]:
     """`run(*arrays)` inside jax.shard_map, where the arrays are this device's part already."""
     # Pallas takes no refs that differ along mesh axes, so it is not to see that these do.
     results = _sealed.bind(*arrays, run=run) if writes else run(*arrays)
-    every, rest = _varying_axes(arrays), _varying_axes(arrays[writes:])
+    every = _varying_axes(arrays)
+    rest = _varying_axes([x for n, x in enumerate(arrays) if n not in writes])
     return tuple(
-        varying_along(result, every if n < writes else rest) for n, result in enumerate(results)
+        varying_along(result, every if n < len(writes) else rest)
+        for n, result in enumerate(results)
     )
 
 
 def _by_types(
-    run: Run, arrays: Sequence[jax.Array], split: _Split, mesh: AnyMesh
+    run: Run,
+    arrays: Sequence[jax.Array],
+    split: _Split,
+    mesh: AnyMesh,
+    *,
+    check_vma: bool = False,
 ) -> tuple[jax.Array, ...]:
     """`run(*arrays)` by jax.shard_map: the axes of an explicit mesh are part of the types."""
     places = split.places(mesh, [jax.typeof(array) for array in arrays])
@@ -166,7 +298,9 @@ def _by_types(
     ]
     specs: dict[str, Any] = {"in_specs": ins, "out_specs": outs}
     local = split.local(run, places)
-    return jax.shard_map(local, mesh=mesh, **specs, check_vma=False)(*parts)
+    results = jax.shard_map(local, mesh=mesh, **specs, check_vma=check_vma)(*parts)
+    written = placed_like(results[: len(split.writes)], tuple([arrays[n] for n in split.writes]))
+    return *written, *results[len(split.writes) :]
 
 
 def _partition(
@@ -333,10 +467,7 @@ def gradient_of(array: jax.Array, gradient: jax.Array) -> jax.Array:
     """
     alike = tuple(sorted(varying_axes(gradient) - varying_axes(array)))
     gradient = jax.lax.psum(gradient, alike) if alike else gradient
-    sharding = jax.typeof(array).sharding
-    if jax.typeof(gradient).sharding.spec == sharding.spec:
-        return gradient
-    return jax.sharding.reshard(gradient, NamedSharding(sharding.mesh, sharding.spec))
+    return placed_like(gradient, array)
 
 
 def one_after_another[Arrays](run: Callable[[Arrays], Any], arrays: Arrays) -> Any:
