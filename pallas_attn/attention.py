@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from pallas_attn._autodiff import linear
 from pallas_attn._autodiff.derivative import Attention, KernelCall
 from pallas_attn._call import batching, bind, checks, dispatch, sharding
+from pallas_attn._call.axes import of_attention
 from pallas_attn._call.bind import AttentionOptions
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._context_parallel import attention, heads
@@ -317,6 +318,18 @@ def _attend_over_devices(
     context: Context,
 ) -> tuple[Array, Array]:
     """`_attend` for this device's rows of a sequence that several devices have."""
+    leaves, tree = jax.tree.flatten(inputs)
+    if sharding.splitting_mesh(leaves) is not None:  # batch or heads, by axes beside the context's
+        axes = of_attention(problem, tree, tuple([leaf.shape for leaf in leaves]))
+
+        def local(*leaves: Array) -> tuple[Array, Array]:
+            inputs = jax.tree.unflatten(tree, leaves)
+            resized = batching.resized(problem, inputs)
+            return _attend_over_devices(resized, inputs, implementation, context)
+
+        free = tuple([factor for factor in axes.free if factor != "t"])
+        out, lse = sharding.by_parts(local, leaves, axes._replace(free=free, begins=None))
+        return out, lse
     split = Split(problem, implementation, context, shards_of(context))
     how = f"split it by in_specs, as P(None, {context.axis!r}), or leave context out"
     for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):

@@ -34,8 +34,8 @@ def merge_attention(
     _check(partials, stats)
     of_out, of_lse = _AXES[partials[0].ndim]
     inputs = (*[of_out] * len(partials), *[of_lse] * len(stats))
-    arrays, outputs = (*partials, *stats), (of_out, of_lse)
-    out, lse = sharding.by_xla(_merged, arrays, inputs, outputs, free=of_out)
+    split = sharding.Split(inputs, (of_out, of_lse), free=of_out)
+    out, lse = sharding.by_xla(_merged, (*partials, *stats), split)
     return out, lse
 
 

@@ -22,7 +22,7 @@ from jax.tree_util import PyTreeDef
 
 from pallas_attn._autodiff import linear
 from pallas_attn._cache.attend import attend
-from pallas_attn._call import axes, batching, bind, checks, device, dispatch, sharding
+from pallas_attn._call import batching, bind, checks, device, dispatch, sharding
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem, ListedResiduals
 from pallas_attn.errors import described
 from pallas_attn.masks import FULL, Mask
@@ -104,14 +104,14 @@ def attention(
 
     arrays = (q, k, v, indices, *named.values())
     split = _split(q_heads, indices.shape[1], kv_heads, [x.ndim for x in named.values()])
-    out, lse = sharding.by_parts(attend, arrays, *split)
+    out, lse = sharding.by_parts(attend, arrays, split)
     return out[..., :v_dim], lse
 
 
-def _split(q_heads: int, listed: int, kv_heads: int, more: list[int]) -> axes.Split:
+def _split(q_heads: int, listed: int, kv_heads: int, more: list[int]) -> sharding.Split:
     """The axes of a call. `listed`: heads of the lists; `more`: axes of each other array."""
     heads = "k" if q_heads == kv_heads else "g" if kv_heads == 1 else "k g"
-    return axes.Split(
+    return sharding.Split(
         inputs=(
             *(("b", "t", heads, "h"), ("b", "s", "k", "h"), ("b", "s", "k", "e")),
             ("b", "k" if listed == kv_heads else "one", "t", "n"),

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.tree_util import PyTreeDef
@@ -26,22 +26,11 @@ from pallas_attn._call.problem import (
     QuantizeInputs,
     QuantizeProblem,
 )
-from pallas_attn._call.sharding import Axes, factor_sizes
+from pallas_attn._call.sharding import Axes, Split, factor_sizes
 
 CacheProblem = AppendProblem | KeepProblem | DecodeProblem
 CacheInputs = AppendInputs | KeepInputs | DecodeInputs
 Shapes = tuple[Any, ...]  # shapes of the leaves; None: a static int
-
-
-class Split(NamedTuple):
-    """The arguments of `sharding.over_devices` after the arrays."""
-
-    inputs: tuple[Axes, ...]
-    outputs: tuple[Axes, ...]
-    free: tuple[str, ...]
-    sums: tuple[tuple[str, ...], ...] = ()
-    begins: str | None = None
-    writes: tuple[int, ...] = ()
 
 
 def _inputs_of(tree: PyTreeDef, shapes: Shapes) -> Any:

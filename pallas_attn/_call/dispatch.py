@@ -15,8 +15,8 @@ from typing import Any
 import jax
 from jax import export
 
+from pallas_attn._call import batching, device, gpu_specs, reference, sharding
 from pallas_attn._call import config as _config
-from pallas_attn._call import axes, device, gpu_specs, reference, sharding
 from pallas_attn._call.kernel import Inputs, Kernel, Problem, Results, never_slower
 from pallas_attn._call.problem import (
     FLOAT8_PRECISIONS,
@@ -148,22 +148,7 @@ class Reference:
         )
 
     def run(self, inputs: Inputs, problem: Problem) -> Results:
-        leaves, tree = jax.tree.flatten(inputs)
-        arrays = [leaf for leaf in leaves if not isinstance(leaf, int)]
-        if sharding.splitting_mesh(arrays) is None:
-            return _compiled(self.call, inputs, problem)
-        made: list[Any] = []
-
-        def run(*arrays: jax.Array) -> list[jax.Array]:
-            rest = iter(arrays)
-            full = [leaf if isinstance(leaf, int) else next(rest) for leaf in leaves]
-            results = _compiled(self.call, jax.tree.unflatten(tree, full), problem)
-            results, structure = jax.tree.flatten(results)
-            made.append(structure)
-            return results
-
-        results = sharding.by_xla(run, arrays, *axes.of(problem, inputs))
-        return jax.tree.unflatten(made[-1], results)
+        return batching.by_xla(functools.partial(_compiled, self.call), inputs, problem)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,6 +4,11 @@ XLA cannot look into a kernel, so without help it would gather every operand on 
 operation names the axes of its arrays by factors (`b`, `k`, `t`, ...); the factors in `free` may
 be split over devices, every device then runs the same kernel on its own part; all others are whole
 on every device. Inside `jax.shard_map` and on one device none of this leaves a trace.
+
+Explicit mesh axes are part of the types of arrays, and jax refuses an operation whose result it
+cannot place. So kernels run in a `jax.shard_map`, and what XLA computes around them runs where
+these axes are automatic (`by_xla`, `on_automatic_axes`); in both the axes of the arrays say how the
+results are split.
 """
 
 import contextvars
@@ -29,33 +34,79 @@ Placed = Any  # a shape with a sharding
 Lowering = Any  # mlir.LoweringRuleContext, of arrays
 
 
-def over_devices(
-    run: Run,
-    arrays: Sequence[jax.Array],
-    inputs: Sequence[Axes],
-    outputs: Sequence[Axes],
-    free: Sequence[str],
-    sums: Sequence[Sequence[str]] = (),
-    begins: str | None = None,
-    writes: Sequence[int] = (),
-) -> tuple[jax.Array, ...]:
-    """`run(*arrays)`, split over devices along the free factors where the arrays are.
+class Split(NamedTuple):
+    """The axes of the arrays of a call by factors, and how they split over devices."""
 
-    `run` must take its sizes from the arrays it is handed. `sums`: for each output, factors that it
-    is a sum over; what the devices have of it is added up along those that are split. `begins`: a
-    free factor; where it is split, `run` is handed the number of its first element as well.
-    `writes`: numbers of the arrays that `run` holds as refs and writes into. They are the first
-    results, and are split as they were; a result after those follows from the other arrays alone.
+    inputs: tuple[Axes, ...]
+    outputs: tuple[Axes, ...]
+    free: tuple[str, ...]  # factors that may be split
+    # For each output, factors that it is a sum over: what devices have of it is added up along
+    # those that are split.
+    sums: tuple[tuple[str, ...], ...] = ()
+    # A free factor: where it is split, the call is handed the number of its first element as well.
+    begins: str | None = None
+    # Numbers of the arrays that the call holds as refs and writes into. They are the first results,
+    # and stay split as they are; a result after those follows from the other arrays alone.
+    writes: tuple[int, ...] = ()
+
+    def places(self, mesh: AnyMesh, arrays: Sequence[Any]) -> dict[str, tuple[str, ...]]:
+        """The mesh axes that split each free factor: the first array that is split along it
+        decides. Arrays that are written stay as they are split.
+        """
+        sizes = factor_sizes(self.inputs, [array.shape for array in arrays])
+        places: dict[str, tuple[str, ...]] = {}
+        taken: set[str] = set()
+        written = {axis.split()[0] for n in self.writes for axis in self.inputs[n]}
+        for number, (array, axes) in enumerate(zip(arrays, self.inputs, strict=True)):
+            spec = tuple(array.sharding.spec)
+            for axis, names in zip(axes, spec + (None,) * (len(axes) - len(spec)), strict=True):
+                factor = axis.split()[0]
+                names = _names(names)
+                ways = math.prod(mesh.shape[name] for name in names)
+                fits = factor in self.free and sizes[factor] % ways == 0
+                fits &= number in self.writes or factor not in written
+                if names and factor not in places and fits and not taken.intersection(names):
+                    places[factor] = names
+                    taken.update(names)
+        return places
+
+    def local(self, run: Run, places: dict[str, tuple[str, ...]]) -> Run:
+        """One device's part of `run`, its sums added up over the devices: in float32, so that they
+        are rounded once however many devices there are.
+        """
+        number = next((n for n, axes in enumerate(self.inputs) if self.begins in axes), None)
+        names = None if number is None or self.begins is None else places.get(self.begins)
+
+        def part(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+            more: tuple[jax.Array, ...] = ()
+            if names and number is not None and self.begins is not None:
+                size = arrays[number].shape[self.inputs[number].index(self.begins)]
+                more = (jax.lax.axis_index(names) * size,)
+            results = []
+            for result, factors in zip(run(*arrays, *more), self.sums, strict=True):
+                over = tuple(name for factor in factors for name in places.get(factor, ()))
+                if over:
+                    result = jax.lax.psum(result.astype(sum_dtype(result.dtype)), over).astype(
+                        result.dtype
+                    )
+                results.append(result)
+            return tuple(results)
+
+        return part
+
+
+def over_devices(run: Run, arrays: Sequence[jax.Array], split: Split) -> tuple[jax.Array, ...]:
+    """`run(*arrays)`, split over devices along the free factors where the arrays are. `run` must
+    take its sizes from the arrays it is handed.
     """
     run, types = as_now(run), [jax.typeof(array) for array in arrays]
     now = jax.sharding.get_abstract_mesh()
     kinds = set(now.axis_types)
     if kinds == {AxisType.Manual} or any([x.manual_axis_type.varying for x in types]):
-        return _on_this_device(run, arrays, writes)
-    split = _Split.of(inputs, outputs, free, sums, begins, writes)
-    explicit = splitting_mesh(arrays)
-    if explicit is not None or kinds == {AxisType.Explicit}:
-        return _by_types(run, arrays, split, now if explicit is None else explicit)
+        return _on_this_device(run, arrays, split)
+    if kinds == {AxisType.Explicit} or any([any(x.sharding.spec) for x in types]):
+        mesh = splitting_mesh(arrays)
+        return _by_types(run, arrays, split, now if mesh is None else mesh)
     run = jax.jit(run)  # which keeps the constants that it makes inside of it
     call = custom_partitioning(run)
     rule = _rule(split, tuple([array.shape for array in arrays]))
@@ -69,40 +120,34 @@ def over_devices(
         return call(*arrays)
 
 
-def by_xla(
-    run: Run,
-    arrays: Sequence[jax.Array],
-    inputs: Sequence[Axes],
-    outputs: Sequence[Axes],
-    free: Sequence[str],
-    sums: Sequence[Sequence[str]] = (),
-    begins: str | None = None,
-    writes: Sequence[int] = (),
-) -> tuple[jax.Array, ...]:
+def by_xla(run: Run, arrays: Sequence[jax.Array], split: Split) -> tuple[jax.Array, ...]:
     """`run(*arrays)` of operations of XLA, whose results explicit mesh axes split as those of
-    `over_devices` with the same arguments.
+    `over_devices`.
     """
     mesh = splitting_mesh(arrays)
     if mesh is None:
         return run(*arrays)
-    split = _Split.of(inputs, outputs, free, sums, begins, writes)
     places = split.places(mesh, [jax.typeof(array) for array in arrays])
     specs = [_spec(axes, places) for axes in split.outputs]
-    specs[: len(writes)] = [spec_of(arrays[n]) for n in writes]
+    specs[: len(split.writes)] = [spec_of(arrays[n]) for n in split.writes]
     return on_automatic_axes(lambda *arrays: tuple(run(*arrays)), arrays, tuple(specs))
 
 
-def by_parts(run: Run, arrays: Sequence[jax.Array], *split: Any) -> tuple[jax.Array, ...]:
+def by_parts(run: Run, arrays: Sequence[jax.Array], split: Split) -> tuple[jax.Array, ...]:
     """`run(*arrays)` of anything that jax.shard_map takes, split over explicit mesh axes as by
-    `over_devices` with the same arguments; it is differentiable.
+    `over_devices`; it is differentiable.
     """
     mesh = splitting_mesh(arrays)
     if mesh is None:
         return run(*arrays)
-    return _by_types(run, arrays, _Split.of(*split), mesh, check_vma=True)
+    outer = [jax.lax.axis_index(name) for name in mesh.manual_axes]
+    checked = all(map(varying_axes, outer))  # as the jax.shard_map that is around, if one is
+    return _by_types(run, arrays, split, mesh, check_vma=checked)
 
 
-def on_automatic_axes[Results](run: Callable[..., Results], trees: Sequence[Any], specs: Any) -> Any:
+def on_automatic_axes[Results](
+    run: Callable[..., Results], trees: Sequence[Any], specs: Any
+) -> Any:
     """`run(*trees)` where explicit mesh axes that split an array are automatic: XLA decides what
     moves. `specs`: the PartitionSpecs of the results.
     """
@@ -193,90 +238,24 @@ def factor_sizes(inputs: Sequence[Axes], shapes: Sequence[tuple[int, ...]]) -> d
     return sizes
 
 
-class _Split(NamedTuple):
-    """The axes of a call by factors: the arguments of `over_devices` that say how it splits."""
-
-    inputs: tuple[Axes, ...]
-    outputs: tuple[Axes, ...]
-    free: tuple[str, ...]
-    sums: tuple[Sequence[str], ...]
-    begins: str | None
-    writes: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls,
-        inputs: Sequence[Axes],
-        outputs: Sequence[Axes],
-        free: Sequence[str],
-        sums: Sequence[Sequence[str]] = (),
-        begins: str | None = None,
-        writes: Sequence[int] = (),
-    ) -> "_Split":
-        sums = tuple(sums) or ((),) * len(outputs)
-        return cls(tuple(inputs), tuple(outputs), tuple(free), sums, begins, tuple(writes))
-
-    def places(self, mesh: AnyMesh, arrays: Sequence[Any]) -> dict[str, tuple[str, ...]]:
-        """The mesh axes that split each free factor: the first array that is split along it
-        decides. Arrays that are written stay as they are split.
-        """
-        sizes = factor_sizes(self.inputs, [array.shape for array in arrays])
-        places: dict[str, tuple[str, ...]] = {}
-        taken: set[str] = set()
-        written = {axis.split()[0] for n in self.writes for axis in self.inputs[n]}
-        for number, (array, axes) in enumerate(zip(arrays, self.inputs, strict=True)):
-            spec = tuple(array.sharding.spec)
-            for axis, names in zip(axes, spec + (None,) * (len(axes) - len(spec)), strict=True):
-                factor = axis.split()[0]
-                names = _names(names)
-                ways = math.prod(mesh.shape[name] for name in names)
-                fits = factor in self.free and sizes[factor] % ways == 0
-                fits &= number in self.writes or factor not in written
-                if names and factor not in places and fits and not taken.intersection(names):
-                    places[factor] = names
-                    taken.update(names)
-        return places
-
-    def local(self, run: Run, places: dict[str, tuple[str, ...]]) -> Run:
-        """One device's part of `run`, its sums added up over the devices: in float32, so that they
-        are rounded once however many devices there are.
-        """
-        number = next((n for n, axes in enumerate(self.inputs) if self.begins in axes), None)
-        names = None if number is None or self.begins is None else places.get(self.begins)
-
-        def part(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-            more: tuple[jax.Array, ...] = ()
-            if names and number is not None and self.begins is not None:
-                size = arrays[number].shape[self.inputs[number].index(self.begins)]
-                more = (jax.lax.axis_index(names) * size,)
-            results = []
-            for result, factors in zip(run(*arrays, *more), self.sums, strict=True):
-                over = tuple(name for factor in factors for name in places.get(factor, ()))
-                if over:
-                    result = jax.lax.psum(result.astype(sum_dtype(result.dtype)), over).astype(
-                        result.dtype
-                    )
-                results.append(result)
-            return tuple(results)
-
-        return part
-
-
 def sum_dtype(dtype: DTypeLike) -> DTypeLike:
     """The dtype in which floats are added up."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
-def _on_this_device(
-    run: Run, arrays: Sequence[jax.Array], writes: Sequence[int]
-) -> tuple[jax.Array, ...]:
-    """`run(*arrays)` inside jax.shard_map, where the arrays are this device's part already."""
+def _on_this_device(run: Run, arrays: Sequence[jax.Array], split: Split) -> tuple[jax.Array, ...]:
+    """`run(*arrays)` inside jax.shard_map, where the arrays are this device's part already, or that
+    of the devices along explicit mesh axes.
+    """
+    mesh = splitting_mesh(arrays)
     # Pallas takes no refs that differ along mesh axes, so it is not to see that these do.
-    results = _sealed.bind(*arrays, run=run) if writes else run(*arrays)
+    if split.writes or mesh is not None:
+        run = functools.partial(_sealed.bind, run=run)
+    results = run(*arrays) if mesh is None else _by_types(run, arrays, split, mesh)
     every = _varying_axes(arrays)
-    rest = _varying_axes([x for n, x in enumerate(arrays) if n not in writes])
+    rest = _varying_axes([x for n, x in enumerate(arrays) if n not in split.writes])
     return tuple(
-        varying_along(result, every if n < len(writes) else rest)
+        varying_along(result, every if n < len(split.writes) else rest)
         for n, result in enumerate(results)
     )
 
@@ -284,7 +263,7 @@ def _on_this_device(
 def _by_types(
     run: Run,
     arrays: Sequence[jax.Array],
-    split: _Split,
+    split: Split,
     mesh: AnyMesh,
     *,
     check_vma: bool = False,
@@ -304,7 +283,7 @@ def _by_types(
 
 
 def _partition(
-    run: Run, split: _Split, mesh: Mesh, shapes: Sequence[Placed], results: Sequence[Placed]
+    run: Run, split: Split, mesh: Mesh, shapes: Sequence[Placed], results: Sequence[Placed]
 ) -> Any:
     """The answer to custom_partitioning, which knows how XLA has split the arrays."""
     del results
@@ -333,8 +312,9 @@ def _lowered_once(run: Run, shapes: tuple[jax.ShapeDtypeStruct, ...], platform: 
     """`run` on one device. XLA asks for each call of a program by itself, and what it gets would be
     lowered anew: this is lowered already.
     """
-    sealed = jax.jit(functools.partial(_sealed.bind, run=run))
-    return jax.export.export(sealed, platforms=[platform])(*shapes).call
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # not that of jax.set_mesh
+        sealed = jax.jit(functools.partial(_sealed.bind, run=run))
+        return jax.export.export(sealed, platforms=[platform])(*shapes).call
 
 
 class _Rule(NamedTuple):
@@ -346,7 +326,7 @@ class _Rule(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _rule(split: _Split, shapes: tuple[tuple[int, ...], ...]) -> _Rule:
+def _rule(split: Split, shapes: tuple[tuple[int, ...], ...]) -> _Rule:
     def side(many: Sequence[Axes]) -> str:
         return ", ".join(
             " ".join(f"({axis})" if " " in axis else axis for axis in axes) for axes in many
@@ -453,6 +433,17 @@ def check_split(axis: str, name: str, arrays: jax.Array | tuple[jax.Array, ...],
                 f"{name}: expected the rows of this device, since context splits them over mesh "
                 f"axis {axis!r}, got an array that is the same on all of its devices; {how}"
             )
+
+
+def typed_like(array: jax.Array, like: jax.Array) -> jax.Array:
+    """The array, said to differ along the mesh axes that `like` differs along, and split over
+    explicit ones as `like` is.
+    """
+    axes = varying_axes(like)
+    array = varying_along(array, axes) if axes else array
+    if jax.typeof(array).sharding.spec == jax.typeof(like).sharding.spec:
+        return array
+    return placed_like(array, like)
 
 
 def varying_like(array: jax.Array, *others: jax.Array) -> jax.Array:

@@ -571,7 +571,8 @@ def test_a_constant_of_a_kernel_without_jit():
         return (x + jnp.asarray(np.arange(8, dtype=np.float32)),)
 
     with jax.disable_jit():
-        got = sharding.over_devices(run, [jnp.ones(8)], [("a",)], [("a",)], free=("a",))
+        split = sharding.Split((("a",),), (("a",),), free=("a",))
+        got = sharding.over_devices(run, [jnp.ones(8)], split)
     assert_same(got, [np.arange(1, 9)])
 
 

@@ -283,7 +283,9 @@ HELD = {
 def cache_of(kind, held="plain"):
     cache = KINDS[kind](**SIZES | HELD[held])
     layers = {} if cache.layers is None else {"layer": 1}
-    rows = draw(20, B, 6, K, H).astype(jnp.float32 if cache.dtype != jnp.float8_e4m3fn else cache.dtype)
+    rows = draw(20, B, 6, K, H).astype(
+        jnp.float32 if cache.dtype != jnp.float8_e4m3fn else cache.dtype
+    )
     cache = cache.extend(jnp.asarray([6, 1, 4, 3]))
     return pa.write_kv(cache, rows, None if cache.shared_kv else rows[::-1], **layers)
 
@@ -344,7 +346,9 @@ def decode_where(q, cache):
 
 
 def decode_prefix(q, cache, other):
-    return pa.decode_attention_with_lse(q, cache, prefix=pa.Prefix(other, jnp.asarray([0, 0, 1, 2])))
+    return pa.decode_attention_with_lse(
+        q, cache, prefix=pa.Prefix(other, jnp.asarray([0, 0, 1, 2]))
+    )
 
 
 def decode_shared(q, cache, starts=None):
@@ -391,7 +395,9 @@ def bare_pages(k_caches, v_caches, k, v, lengths, page_table):
 def ragged(q, kv_pages, **options):
     sizes = {"kv_lens": jnp.asarray([6, 4, 5, 8]), "num_seqs": jnp.asarray([4])}
     table = jnp.arange(12, dtype=jnp.int32).reshape(B, 3)
-    return pa.ragged_paged_attention(q, kv_pages, page_indices=table, cu_q_lens=STARTS, **sizes, **options)
+    return pa.ragged_paged_attention(
+        q, kv_pages, page_indices=table, cu_q_lens=STARTS, **sizes, **options
+    )
 
 
 def update(kv_pages, k, v):
@@ -408,13 +414,19 @@ CACHES = {}
 for kind in KINDS:
     CACHES |= {
         f"{kind}: append": over(kind, append, NEW, NEW_AXES),
-        f"{kind}: append some": over(kind, append, NEW | {"new_lengths": LENGTHS}, NEW_AXES | {"new_lengths": "b"}),
+        f"{kind}: append some": over(
+            kind, append, NEW | {"new_lengths": LENGTHS}, NEW_AXES | {"new_lengths": "b"}
+        ),
         f"{kind}: append packed": over(kind, append, PACKED_NEW | {"starts": STARTS}, PACKED_AXES),
         f"{kind}: append changed": over(kind, append_changed, NEW, NEW_AXES),
-        f"{kind}: append a tree": over(kind, append_changed, NEW | TREE, NEW_AXES | {"parents": "b"}),
+        f"{kind}: append a tree": over(
+            kind, append_changed, NEW | TREE, NEW_AXES | {"parents": "b"}
+        ),
         f"{kind}: append int8": over(kind, append, NEW, NEW_AXES, "int8"),
         f"{kind}: append latent": over(kind, append, NEW, NEW_AXES, "latent"),
-        f"{kind}: layers": over(kind, layered, STEP[0] | {"layer": jnp.int32(1)}, STEP[1], "layers"),
+        f"{kind}: layers": over(
+            kind, layered, STEP[0] | {"layer": jnp.int32(1)}, STEP[1], "layers"
+        ),
         f"{kind}: loop": over(kind, loop, *STEP, "layers"),
         f"{kind}: decode": over(kind, decode, Q, Q_AXES),
         f"{kind}: decode one": over(kind, decode, {"q": Q["q"][:, 0]}, {"q": "bh"}),
@@ -423,14 +435,20 @@ for kind in KINDS:
         f"{kind}: decode latent": over(kind, decode, Q, Q_AXES, "latent"),
         f"{kind}: decode packed": over(kind, decode, PACKED_Q | {"starts": STARTS}, PACKED_AXES),
         f"{kind}: decode packed tree": over(
-            kind, decode_made_tree, PACKED_Q | {"starts": STARTS, "parents": integers(12, 3, 12)}, PACKED_AXES
+            kind,
+            decode_made_tree,
+            PACKED_Q | {"starts": STARTS, "parents": integers(12, 3, 12)},
+            PACKED_AXES,
         ),
         f"{kind}: decode tree": over(kind, decode_changed, Q | TREE, Q_AXES | {"parents": "b"}),
         f"{kind}: decode tree in a window": over(
             kind, functools.partial(decode_made_tree), Q | TREE, Q_AXES | {"parents": "b"}
         ),
         f"{kind}: decode window": over(
-            kind, functools.partial(decode, mask=pa.sliding_window(3)), Q | {"sinks": draw(3, N)}, Q_AXES | {"sinks": "h"}
+            kind,
+            functools.partial(decode, mask=pa.sliding_window(3)),
+            Q | {"sinks": draw(3, N)},
+            Q_AXES | {"sinks": "h"},
         ),
         f"{kind}: decode where": over(kind, decode_where, Q, Q_AXES),
         f"{kind}: decode changed": over(kind, decode_changed, Q, Q_AXES),
@@ -438,14 +456,23 @@ for kind in KINDS:
             kind, decode, Q | {"kv_indices": integers(13, 6, B, 3, 4)}, Q_AXES | {"kv_indices": "b"}
         ),
         f"{kind}: decode packed lists": over(
-            kind, decode, PACKED_Q | {"starts": STARTS, "kv_indices": integers(13, 6, 12, 4)}, PACKED_AXES
+            kind,
+            decode,
+            PACKED_Q | {"starts": STARTS, "kv_indices": integers(13, 6, 12, 4)},
+            PACKED_AXES,
         ),
         f"{kind}: prefix": over(kind, decode_prefix, Q | {"other": cache_of("stacked")}, Q_AXES),
         f"{kind}: keep": over(kind, keep, {"counts": LENGTHS // 3}, {"counts": "b"}),
         f"{kind}: keep path": over(
-            kind, keep, {"counts": LENGTHS // 3, "path": integers(14, 3, B, 2)}, {"counts": "b", "path": "b"}, "layers"
+            kind,
+            keep,
+            {"counts": LENGTHS // 3, "path": integers(14, 3, B, 2)},
+            {"counts": "b", "path": "b"},
+            "layers",
         ),
-        f"{kind}: keep int8": over(kind, keep, {"counts": jnp.int32(1), "path": integers(14, 3, B, 2)}, {}, "int8"),
+        f"{kind}: keep int8": over(
+            kind, keep, {"counts": jnp.int32(1), "path": integers(14, 3, B, 2)}, {}, "int8"
+        ),
         f"{kind}: bookkeeping": over(kind, bookkeeping, {"counts": LENGTHS}, {"counts": "b"}),
         f"{kind}: vmap": over(kind, mapped_decode, Q, Q_AXES),
         f"{kind}: gradient": over(kind, gradient_of_q, Q, Q_AXES),
@@ -459,23 +486,34 @@ CACHES |= {
     "paged: pages": over("paged", pages),
     "bare stacked": Case(
         bare,
-        {"k_caches": draw(3, B, K, 16, H), "v_caches": draw(4, B, K, 16, H), "lengths": LENGTHS} | NEW,
+        {"k_caches": draw(3, B, K, 16, H), "v_caches": draw(4, B, K, 16, H), "lengths": LENGTHS}
+        | NEW,
         {"k_caches": "BH", "v_caches": "BH", "lengths": "b"} | NEW_AXES,
     ),
     "bare separate": Case(
         bare,
-        {"k_caches": [draw(3, K, 16, H)] * B, "v_caches": [draw(4, K, 16, H)] * B, "lengths": LENGTHS} | NEW,
+        {
+            "k_caches": [draw(3, K, 16, H)] * B,
+            "v_caches": [draw(4, K, 16, H)] * B,
+            "lengths": LENGTHS,
+        }
+        | NEW,
         {"k_caches": "H", "v_caches": "H", "lengths": "b"} | NEW_AXES,
     ),
     "bare pages": Case(
         bare_pages,
         {
-            "k_caches": draw(3, 12, K, 4, H), "v_caches": draw(4, 12, K, 4, H), "lengths": LENGTHS,
+            "k_caches": draw(3, 12, K, 4, H),
+            "v_caches": draw(4, 12, K, 4, H),
+            "lengths": LENGTHS,
             "page_table": jnp.arange(12, dtype=jnp.int32).reshape(B, 3),
-        } | NEW,
+        }
+        | NEW,
         {"k_caches": ".H", "v_caches": ".H"} | NEW_AXES,
     ),
-    "ragged": Case(ragged, {"q": draw(0, 12, N, H), "kv_pages": POOL}, {"q": ".h", "kv_pages": "..H"}),
+    "ragged": Case(
+        ragged, {"q": draw(0, 12, N, H), "kv_pages": POOL}, {"q": ".h", "kv_pages": "..H"}
+    ),
     "ragged scaled": Case(
         functools.partial(ragged, sliding_window=3, k_scale=0.5, v_scale=2.0),
         {"q": draw(0, 12, N, H), "kv_pages": POOL.astype(jnp.float8_e4m3fn), "sinks": draw(1, N)},
@@ -495,7 +533,9 @@ def placements(case):
         if isinstance(x, pa.KVCache):
             letters |= {"H"} | ({"B"} if x.kind == "stacked" else set())
     some = ["", "b", "h", "bh", "t", "B", "H", "hH", "bB", "bhBH"]
-    return sorted({"".join(sorted(set(x) & letters)) for x in some if set(x) <= letters or len(x) > 2})
+    return sorted(
+        {"".join(sorted(set(x) & letters)) for x in some if set(x) <= letters or len(x) > 2}
+    )
 
 
 def placed(case, letters, mesh):
