@@ -84,6 +84,7 @@ def _within_sequences(
     both = bind.both_starts(*starts, q_rows, kv_rows)
     sequences = both[0].size - 1
     static, offset = checks.offset(q_offset, sequences, "one a sequence")
+    offset = sharding.whole(offset)
     first = jnp.full(sequences, static, jnp.int32) if offset is None else offset
     positions = []
     for begins, rows, add in (

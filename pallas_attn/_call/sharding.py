@@ -75,6 +75,7 @@ class Split(NamedTuple):
         are rounded once however many devices there are.
         """
         number = next((n for n, axes in enumerate(self.inputs) if self.begins in axes), None)
+        sums = self.sums or ((),) * len(self.outputs)
         names = None if number is None or self.begins is None else places.get(self.begins)
 
         def part(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -83,7 +84,7 @@ class Split(NamedTuple):
                 size = arrays[number].shape[self.inputs[number].index(self.begins)]
                 more = (jax.lax.axis_index(names) * size,)
             results = []
-            for result, factors in zip(run(*arrays, *more), self.sums, strict=True):
+            for result, factors in zip(run(*arrays, *more), sums, strict=True):
                 over = tuple(name for factor in factors for name in places.get(factor, ()))
                 if over:
                     result = jax.lax.psum(result.astype(sum_dtype(result.dtype)), over).astype(
