@@ -319,7 +319,7 @@ def _attend_over_devices(
 ) -> tuple[Array, Array]:
     """`_attend` for this device's rows of a sequence that several devices have."""
     leaves, tree = jax.tree.flatten(inputs)
-    if sharding.splitting_mesh(leaves) is not None:  # batch or heads, by axes beside the context's
+    if sharding.explicit_mesh(leaves) is not None:  # batch or heads, by axes beside the context's
         axes = of_attention(problem, tree, tuple([leaf.shape for leaf in leaves]))
 
         def local(*leaves: Array) -> tuple[Array, Array]:

@@ -39,6 +39,17 @@ def _inputs_of(tree: PyTreeDef, shapes: Shapes) -> Any:
     return jax.tree.unflatten(tree, leaves)
 
 
+def _query_heads(problem: AttentionProblem | QuantizeProblem | DecodeProblem) -> str:
+    """The axis of query heads."""
+    if problem.kv_heads == 1:
+        return "g"  # every query head reads the one kv head: they split freely
+    return "k" if problem.q_heads == problem.kv_heads else "k g"
+
+
+def _free_heads(problem: AttentionProblem | QuantizeProblem | CacheProblem) -> tuple[str, ...]:
+    return ("k", "g") if problem.kv_heads == 1 else ("k",)
+
+
 # ---- attention -----------------------------------------------------------------------------------
 
 ROWS = ("out", "lse", "d_out", "d_lse")  # arrays that a backward pass has beside the inputs
@@ -91,9 +102,7 @@ def of_attention_tangents(problem: AttentionProblem, tree: PyTreeDef, shapes: Sh
 
 def _of_arrays(problem: AttentionProblem, inputs: AttentionInputs) -> dict[str, Axes]:
     """The axes of all arrays of an attention call, by name."""
-    heads = "k" if problem.group == 1 else "k g"
-    if problem.kv_heads == 1:
-        heads = "g"  # every query head reads the one kv head: they split freely
+    heads = _query_heads(problem)
     kv_batch = "b" if problem.share == 1 else "kv_b"
 
     def of_bias_or_mask(x: jax.Array | None) -> Axes:
@@ -138,16 +147,14 @@ def _free(problem: AttentionProblem) -> tuple[str, ...]:
         return ()
     if problem.uses_head:
         return batch
-    return (*batch, "k", "g") if problem.kv_heads == 1 else (*batch, "k")
+    return (*batch, *_free_heads(problem))
 
 
 @functools.lru_cache(maxsize=1024)
 def of_quantize(problem: QuantizeProblem, tree: PyTreeDef, shapes: Shapes) -> Split:
     """Batch rows and heads split over devices; a scale has rows of one device."""
     inputs: QuantizeInputs = _inputs_of(tree, shapes)
-    heads = "k" if problem.q_heads == problem.kv_heads else "k g"
-    if problem.kv_heads == 1:
-        heads = "g"
+    heads = _query_heads(problem)
     axes: dict[str, Axes] = {
         "q": ("b", "t", heads, "h"),
         "k": ("b", "s", "k", "h"),
@@ -159,7 +166,7 @@ def of_quantize(problem: QuantizeProblem, tree: PyTreeDef, shapes: Shapes) -> Sp
     return Split(
         tuple([axes[name] for name, x in inputs._asdict().items() if x is not None]),
         (axes["q"], axes["k"], axes["v"], *blocks),
-        ("b", "k", "g") if problem.kv_heads == 1 else ("b", "k"),
+        ("b", *_free_heads(problem)),
     )
 
 
@@ -202,7 +209,7 @@ def of_keep(problem: KeepProblem, tree: PyTreeDef, shapes: Shapes) -> Split:
 @functools.lru_cache(maxsize=1024)
 def of_decode(problem: DecodeProblem, tree: PyTreeDef, shapes: Shapes) -> Split:
     inputs: DecodeInputs = _inputs_of(tree, shapes)
-    heads = "k" if problem.q_heads == problem.kv_heads else "k g"
+    heads = _query_heads(problem)
     rows = ("t",) if problem.packed else ("m", "t")
     aux = [tuple(f"aux{n}_{i}" for i in range(x.ndim)) for n, x in enumerate(inputs.mask_aux)]
     if problem.tree and not problem.packed:
@@ -300,7 +307,7 @@ def _free_of_caches(problem: CacheProblem) -> tuple[str, ...]:
     if isinstance(problem, DecodeProblem):
         sequences = sequences and (problem.tree or not problem.uses_batch)
         heads = not problem.uses_head
-    return ("m",) * sequences + ("k",) * heads
+    return ("m",) * sequences + _free_heads(problem) * heads
 
 
 @functools.lru_cache(maxsize=1024)
@@ -309,6 +316,6 @@ def local_problem(problem: CacheProblem, split: Split, shapes: Shapes) -> CacheP
     sizes = factor_sizes(split.inputs, shapes)
     sequences, heads = sizes.get("m", problem.sequences), sizes["k"]
     if isinstance(problem, DecodeProblem):
-        q_heads = problem.q_heads // problem.kv_heads * heads
+        q_heads = sizes.get("g", 1) * heads
         problem = dataclasses.replace(problem, q_heads=q_heads)
     return dataclasses.replace(problem, sequences=sequences, kv_heads=heads)

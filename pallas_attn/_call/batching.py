@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap, sequential_vmap
+from jax.custom_batching import custom_vmap
 
 from pallas_attn._call import axes, config, device, sharding
 from pallas_attn._call.axes import CacheProblem
@@ -105,7 +105,7 @@ def by_xla(call: Callable[[Inputs, Problem], Results], inputs: Inputs, problem: 
     """
     leaves, tree = jax.tree.flatten(inputs)
     arrays = [leaf for leaf in leaves if not isinstance(leaf, int)]
-    if sharding.splitting_mesh(arrays) is None:
+    if sharding.explicit_mesh(arrays) is None:
         return call(inputs, problem)
     made: list[Any] = []
 
@@ -475,6 +475,22 @@ def decode(kernel: Chosen, problem: DecodeProblem, inputs: DecodeInputs) -> tupl
     return out, lse
 
 
+def _mapped_one_by_one(call: Callable[..., tuple[Array, ...]]) -> Callable[..., Any]:
+    """`call` with a rule for vmap: one after another."""
+    one = custom_vmap(call)
+
+    @one.def_vmap
+    def rule(size: int, batched: list[bool], *arrays: Array) -> Any:
+        del size
+        mapped = {n: x for n, x in enumerate(arrays) if batched[n]}
+        results = sharding.one_after_another(
+            lambda some: one(*[some.get(n, x) for n, x in enumerate(arrays)]), mapped
+        )
+        return results, (True,) * len(results)
+
+    return one
+
+
 def listed_gradients(
     kernel: Chosen, problem: DecodeProblem, residuals: ListedResiduals
 ) -> tuple[Array, ...]:
@@ -483,7 +499,7 @@ def listed_gradients(
     def run(*arrays: Array) -> tuple[Array, ...]:
         return tuple(kernel.run(ListedResiduals(*arrays), problem))
 
-    @sequential_vmap
+    @_mapped_one_by_one
     def call(*arrays: Array) -> tuple[Array, ...]:
         return sharding.over_devices(run, arrays, axes.OF_LISTED_GRADIENTS)
 
@@ -507,7 +523,7 @@ def _over_caches(
         local = axes.local_problem(problem, split, tuple([array.shape for array in arrays]))
         return tuple(jax.tree.leaves(kernel.run(jax.tree.unflatten(tree, full), local)))
 
-    @sequential_vmap
+    @_mapped_one_by_one
     def call(*arrays: Array) -> tuple[Array, ...]:
         return sharding.over_devices(run, arrays, split)
 

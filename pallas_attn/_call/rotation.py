@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from pallas_attn._call import bind, checks, sharding
 from pallas_attn._call.problem import FLOAT8, Change, owner_of_rows
@@ -84,19 +85,20 @@ def _within_sequences(
     both = bind.both_starts(*starts, q_rows, kv_rows)
     sequences = both[0].size - 1
     static, offset = checks.offset(q_offset, sequences, "one a sequence")
-    offset = sharding.whole(offset)
     first = jnp.full(sequences, static, jnp.int32) if offset is None else offset
-    positions = []
-    for begins, rows, add in (
-        (both[0], q_rows, first),
-        (both[1], kv_rows, jnp.zeros(sequences, jnp.int32)),
-    ):
+
+    def positions(begins: Array, add: Array, rows: int) -> Array:
         owner = owner_of_rows(begins, rows)
         own = jnp.clip(owner, 0, max(sequences - 1, 0))
         at = jnp.arange(rows, dtype=jnp.int32) - begins[own]
         at = at + add[own] if sequences else at
-        positions.append(jnp.where((owner >= 0) & (owner < sequences), at, 0))
-    return positions[0], positions[1]
+        return jnp.where((owner >= 0) & (owner < sequences), at, 0)
+
+    def of_both(both: tuple[Array, Array], first: Array) -> tuple[Array, Array]:
+        at_k = positions(both[1], jnp.zeros(sequences, jnp.int32), kv_rows)
+        return positions(both[0], first, q_rows), at_k
+
+    return sharding.on_automatic_axes(of_both, (both, first), PartitionSpec())
 
 
 def _by_rows(

@@ -106,7 +106,7 @@ def over_devices(run: Run, arrays: Sequence[jax.Array], split: Split) -> tuple[j
     if kinds == {AxisType.Manual} or any([x.manual_axis_type.varying for x in types]):
         return _on_this_device(run, arrays, split)
     if kinds == {AxisType.Explicit} or any([any(x.sharding.spec) for x in types]):
-        mesh = splitting_mesh(arrays)
+        mesh = explicit_mesh(arrays)
         return _by_types(run, arrays, split, now if mesh is None else mesh)
     run = jax.jit(run)  # which keeps the constants that it makes inside of it
     call = custom_partitioning(run)
@@ -125,7 +125,7 @@ def by_xla(run: Run, arrays: Sequence[jax.Array], split: Split) -> tuple[jax.Arr
     """`run(*arrays)` of operations of XLA, whose results explicit mesh axes split as those of
     `over_devices`.
     """
-    mesh = splitting_mesh(arrays)
+    mesh = explicit_mesh(arrays)
     if mesh is None:
         return run(*arrays)
     places = split.places(mesh, [jax.typeof(array) for array in arrays])
@@ -138,9 +138,11 @@ def by_parts(run: Run, arrays: Sequence[jax.Array], split: Split) -> tuple[jax.A
     """`run(*arrays)` of anything that jax.shard_map takes, split over explicit mesh axes as by
     `over_devices`; it is differentiable.
     """
-    mesh = splitting_mesh(arrays)
+    mesh = explicit_mesh(arrays)
     if mesh is None:
         return run(*arrays)
+    if not any([any(spec_of(x)) for x in arrays]):
+        return on_automatic_axes(run, arrays, PartitionSpec())
     outer = [jax.lax.axis_index(name) for name in mesh.manual_axes]
     checked = all(map(varying_axes, outer))  # as the jax.shard_map that is around, if one is
     return _by_types(run, arrays, split, mesh, check_vma=checked)
@@ -152,7 +154,7 @@ def on_automatic_axes[Results](
     """`run(*trees)` where explicit mesh axes that split an array are automatic: XLA decides what
     moves. `specs`: the PartitionSpecs of the results.
     """
-    mesh = splitting_mesh(jax.tree.leaves(trees))
+    mesh = explicit_mesh(jax.tree.leaves(trees))
     if mesh is None:
         return run(*trees)
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -167,18 +169,20 @@ def spec_of(x: jax.Array) -> PartitionSpec:
     return jax.typeof(x).sharding.spec
 
 
-def splitting_mesh(arrays: Sequence[jax.Array]) -> AnyMesh | None:
-    """The mesh whose explicit axes split one of the arrays, or None."""
+def explicit_mesh(arrays: Sequence[jax.Array]) -> AnyMesh | None:
+    """The mesh with explicit axes that one of the arrays lies on, or None. They may split an axis
+    that jax.vmap maps, of which types say nothing.
+    """
     for array in arrays:
-        sharding = jax.typeof(array).sharding
-        if any(sharding.spec):
-            return sharding.mesh
+        mesh = jax.typeof(array).sharding.mesh
+        if AxisType.Explicit in mesh.axis_types:
+            return mesh
     return None
 
 
 def placed_like[Tree](tree: Tree, like: Tree) -> Tree:
     """Arrays that explicit mesh axes split as those of `like`, a tree of the same structure."""
-    mesh = splitting_mesh(jax.tree.leaves((tree, like)))
+    mesh = explicit_mesh(jax.tree.leaves((tree, like)))
     if mesh is None:
         return tree
 
@@ -193,13 +197,15 @@ def placed_like[Tree](tree: Tree, like: Tree) -> Tree:
 
 def whole[Tree](tree: Tree, axes: int | None = None) -> Tree:
     """Arrays whose first `axes` axes, or all, no explicit mesh axis splits."""
-    mesh = splitting_mesh(jax.tree.leaves(tree))
+    mesh = explicit_mesh(jax.tree.leaves(tree))
     if mesh is None:
         return tree
 
     def gathered(x: jax.Array) -> jax.Array:
-        count = x.ndim if axes is None else axes
-        spec = PartitionSpec(*(None,) * count, *jax.typeof(x).sharding.spec[count:])
+        first, rest = spec_of(x)[:axes], () if axes is None else spec_of(x)[axes:]
+        if not any(first):
+            return x
+        spec = PartitionSpec(*(None,) * len(first), *rest)
         return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
     return jax.tree.map(gathered, tree)
@@ -207,7 +213,7 @@ def whole[Tree](tree: Tree, axes: int | None = None) -> Tree:
 
 def reshaped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """`x.reshape(shape)` of as many axes: explicit mesh axes split those that they divide."""
-    mesh = splitting_mesh((x,))
+    mesh = explicit_mesh((x,))
     if mesh is None:
         return x.reshape(shape)
     spec = PartitionSpec(
@@ -248,7 +254,7 @@ def _on_this_device(run: Run, arrays: Sequence[jax.Array], split: Split) -> tupl
     """`run(*arrays)` inside jax.shard_map, where the arrays are this device's part already, or that
     of the devices along explicit mesh axes.
     """
-    mesh = splitting_mesh(arrays)
+    mesh = explicit_mesh(arrays)
     # Pallas takes no refs that differ along mesh axes, so it is not to see that these do.
     if split.writes or mesh is not None:
         run = functools.partial(_sealed.bind, run=run)
