@@ -263,7 +263,7 @@ def _attend(
     if implementation is not None:
         dispatch.check_name(implementation)
     if 0 in (problem.batch, problem.q_len, problem.kv_len):
-        return _nothing_seen(problem, inputs.q)
+        return batching.by_xla(_nothing_seen, inputs, problem)
     if problem.out_dtype is not None and context is not None:
         from pallas_attn._call.float8 import refuse_devices
 
@@ -328,7 +328,9 @@ def _attend_over_devices(
             return _attend_over_devices(resized, inputs, implementation, context)
 
         free = tuple([factor for factor in axes.free if factor != "t"])
-        out, lse = sharding.by_parts(local, leaves, axes._replace(free=free, begins=None))
+        axes = axes._replace(free=free, begins=None)
+        nested = context.method != "heads"  # whose derivative keeps all that it moves
+        out, lse = sharding.by_parts(local, leaves, axes, nested=nested)
         return out, lse
     split = Split(problem, implementation, context, shards_of(context))
     how = f"split it by in_specs, as P(None, {context.axis!r}), or leave context out"
@@ -340,9 +342,9 @@ def _attend_over_devices(
     return heads.by_rows(split, *_attend(problem, inputs, implementation))
 
 
-def _nothing_seen(problem: AttentionProblem, q: Array) -> tuple[Array, Array]:
+def _nothing_seen(inputs: AttentionInputs, problem: AttentionProblem) -> tuple[Array, Array]:
     """The results where an axis is empty, placed over devices as q is."""
-    rows = jnp.zeros_like(q[..., :1], problem.result_dtype)
+    rows = jnp.zeros_like(inputs.q[..., :1], problem.result_dtype)
     out = jnp.broadcast_to(rows, (*rows.shape[:3], problem.v_head_dim))
     lse = jnp.swapaxes(rows[..., 0], 1, 2).astype(problem.lse_dtype)
     return out, jnp.full_like(lse, -jnp.inf)

@@ -283,6 +283,7 @@ def _table(  # noqa: PLR0913
     wanted = f"int32[{sequences + 1}] (where each sequence's rows of q start, and the last end)"
     starts = checks.integers("cu_q_lens", cu_q_lens, wanted, (sequences + 1,))
     count = checks.integers("num_seqs", num_seqs, "int32[1] (how many sequences there are)", (1,))
+    lengths, pages, starts, count = sharding.whole((lengths, pages, starts, count))
     count = jnp.clip(count, 0, sequences)
     behind = jnp.arange(sequences + 1, dtype=jnp.int32) > count
     starts = jnp.where(behind, starts[count], starts)

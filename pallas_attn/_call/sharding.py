@@ -134,15 +134,18 @@ def by_xla(run: Run, arrays: Sequence[jax.Array], split: Split) -> tuple[jax.Arr
     return on_automatic_axes(lambda *arrays: tuple(run(*arrays)), arrays, tuple(specs))
 
 
-def by_parts(run: Run, arrays: Sequence[jax.Array], split: Split) -> tuple[jax.Array, ...]:
+def by_parts(
+    run: Run, arrays: Sequence[jax.Array], split: Split, *, nested: bool = False
+) -> tuple[jax.Array, ...]:
     """`run(*arrays)` of anything that jax.shard_map takes, split over explicit mesh axes as by
-    `over_devices`; it is differentiable.
+    `over_devices`; it is differentiable. `nested`: also within a jax.shard_map over other axes,
+    where jax 0.12 lowers no derivative that keeps more than arguments and results.
     """
     mesh = explicit_mesh(arrays)
     if mesh is None:
         return run(*arrays)
-    if not any([any(spec_of(x)) for x in arrays]):
-        return on_automatic_axes(run, arrays, PartitionSpec())
+    if not any([any(spec_of(x)) for x in arrays]) or (mesh.manual_axes and not nested):
+        return by_xla(run, arrays, split)
     outer = [jax.lax.axis_index(name) for name in mesh.manual_axes]
     checked = all(map(varying_axes, outer))  # as the jax.shard_map that is around, if one is
     return _by_types(run, arrays, split, mesh, check_vma=checked)

@@ -1,10 +1,18 @@
-"""Every public operation over a mesh, with automatic and explicit axes."""
+"""Every public operation with arrays split over a mesh: by batch, heads, rows, buffers of a cache,
+or at random, over explicit axes (what `jax.make_mesh` makes) and automatic ones: results are those
+of one device.
 
+A program over explicit axes is refused when it is traced, if jax cannot say how a result is split.
+So most calls are traced over a mesh and computed in NumPy, by the reference and with the reference
+in a kernel's place; XLA compiles a few, and with `-m fuzz` as many as there is time for.
+"""
+
+import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import random
+import time
 
 import jax
 import jax.numpy as jnp
@@ -14,540 +22,342 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
-
-B, T, S, N, K, H = 4, 8, 8, 4, 2, 8
-QKV = {"q": "bth", "k": "b.h", "v": "b.h"}
-PACKED = {"q": ".h", "k": ".h", "v": ".h"}
-PLACE = {"b": "x", "B": "x", "t": "x", "h": "y", "H": "y"}
-
-
-def draw(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32))
-
-
-def integers(seed, high, *shape, low=-1):
-    return jnp.asarray(np.random.default_rng(seed).integers(low, high, shape), jnp.int32)
-
-
-class Case(NamedTuple):
-    call: Callable[..., Any]
-    arrays: dict[str, Any]
-    axes: dict[str, str]  # a letter an axis, as in PLACE; an array without letters is whole
-
-
-def qkv(dtype=jnp.float32):
-    arrays = {"q": draw(0, B, T, N, H), "k": draw(1, B, S, K, H), "v": draw(2, B, S, K, H)}
-    return {name: x.astype(dtype) for name, x in arrays.items()}
-
-
-def attention(more=None, axes=None, call=pa.flash_attention_with_lse, **options):
-    arrays = qkv() | (more or {})
-    return Case(functools.partial(call, **options), arrays, QKV | (axes or {}))
-
-
-def gradients(q, k, v, **options):
-    def loss(floats):
-        out, lse = pa.flash_attention_with_lse(**floats, **options)
-        return (out * jnp.cos(out)).sum() + lse.sum()
-
-    return jax.grad(loss)({"q": q, "k": k, "v": v})
-
-
-def all_gradients(**floats):
-    fixed = {name: floats.pop(name) for name in tuple(floats) if floats[name].dtype == jnp.int32}
-    if "slopes" in floats:
-        fn = lambda s, b, h, q, kv, m: s - m[h] * (q - kv)  # noqa: E731
-
-    def loss(floats):
-        floats = dict(floats)
-        options = {}
-        if "slopes" in floats:
-            options = {"score": pa.score_fn(fn, floats.pop("slopes"))}
-        out, lse = pa.flash_attention_with_lse(**floats, **fixed, **options, mask=pa.CAUSAL)
-        return (out * jnp.cos(out)).sum() + lse.sum()
-
-    return jax.grad(loss)(floats)
-
-
-def tangents(q, k, v, **options):
-    run = functools.partial(pa.flash_attention_with_lse, **options)
-    return jax.jvp(lambda q, k: run(q, k, v), (q, k), (jnp.cos(q), jnp.sin(k)))
-
-
-def second(q, k, v):
-    def loss(q):
-        return (pa.flash_attention(q, k, v, mask=pa.CAUSAL) ** 2).sum()
-
-    return jax.jvp(jax.grad(loss), (q,), (jnp.cos(q),))
-
-
-def mapped(q, k, v, **options):
-    run = functools.partial(pa.flash_attention_with_lse, mask=pa.CAUSAL, **options)
-    return jax.vmap(run)(*(x[:, None] for x in (q, k, v)))
-
-
-def mapped_q(q, k, v):
-    run = functools.partial(pa.flash_attention_with_lse, mask=pa.CAUSAL)
-    return jax.vmap(lambda q: run(q, k, v))(jnp.stack([q, 2 * q]))
-
-
-def checkpointed(q, k, v):
-    run = jax.checkpoint(lambda *x: pa.flash_attention(*x, mask=pa.CAUSAL))
-    return jax.grad(lambda *x: (run(*x) ** 2).sum(), (0, 1, 2))(q, k, v)
-
-
-def scores(q, k, v, slopes):
-    score = pa.score_fn(lambda s, b, h, q, kv, m: s - m[h] * (q - kv), slopes)
-    return pa.flash_attention_with_lse(q, k, v, score=score)
-
-
-def documents(q, k, v, ids):
-    mask = pa.mask_fn(lambda b, h, q, kv, ids: ids[b, q] == ids[b, kv], ids) & pa.CAUSAL
-    return pa.flash_attention_with_lse(q, k, v, mask=mask)
-
-
-def blocks_of_mask(q, k, v, ids):
-    mask = pa.mask_fn(lambda b, h, q, kv, ids: ids[b, q] == ids[b, kv], ids) & pa.CAUSAL
-    mask = mask.blocks(T, S, batch=B)
-    return pa.flash_attention_with_lse(q, k, v, mask=mask)
-
-
-def traced_window(q, k, v, left):
-    return pa.flash_attention_with_lse(q, k, v, mask=pa.Mask(left, 0))
-
-
-def rotated(q, k, v, at=None):
-    rotary = pa.Rotary.create(positions=32, dims=H)
-    return pa.flash_attention_with_lse(q, k, v, rotary=rotary, rotary_positions=at)
-
-
-def float8(q, k, v, **lengths):
-    return pa.flash_attention_with_lse(**pa.quantize_qkv(q, k, v, rows=4)._asdict(), **lengths)
-
-
-def trained_in_float8(q, k, v):
-    q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
-
-    def loss(q):
-        return pa.flash_attention(q, k, v, float8=True).astype(jnp.float32).sum()
-
-    return pa.flash_attention(q, k, v, float8=True, mask=pa.CAUSAL), jax.grad(loss)(q)
-
-
-def packed(q, k, v, starts, kv_starts=None, **options):
-    return pa.flash_attention_with_lse(
-        q, k, v, q_starts=starts, kv_starts=kv_starts, mask=pa.CAUSAL, **options
-    )
-
-
-def packed_rotated(q, k, v, starts):
-    return packed(q, k, v, starts, rotary=pa.Rotary.create(positions=32, dims=H))
-
-
-def packed_gradients(q, k, v, starts):
-    return jax.grad(lambda q, k, v: (packed(q, k, v, starts)[0] ** 2).sum(), (0, 1, 2))(q, k, v)
-
-
-def listed_gradients(q, k, v, kv_indices):
-    def loss(*x):
-        return (pa.flash_attention(*x, kv_indices=kv_indices, mask=pa.CAUSAL) ** 2).sum()
-
-    return jax.grad(loss, (0, 1, 2))(q, k, v)
-
-
-def listed_tangents(q, k, v, kv_indices):
-    run = functools.partial(pa.flash_attention, kv_indices=kv_indices)
-    return jax.jvp(run, (q, k, v), (jnp.cos(q), k, v))
-
-
-def dot_product(q, k, v, lengths):
-    return pa.dot_product_attention(
-        q, k, v, is_causal=True, key_value_seq_lengths=lengths, return_residual=True
-    )
-
-
-def merged(q, k, v):
-    parts = [pa.flash_attention_with_lse(q, k[:, x], v[:, x]) for x in (slice(3), slice(3, S))]
-    return pa.merge_attention(*zip(*parts, strict=True))
-
-
-def merged_stacked(outs, lses):
-    return pa.merge_attention(outs, lses)
-
-
-def quantized(q, k, v, **lengths):
-    return pa.quantize_qkv(q, k, v, rows=4, **lengths)
-
-
-ROWS = {"q": draw(0, 5 + 8, N, H), "k": draw(1, 13, K, H), "v": draw(2, 13, K, H)}
-STARTS = jnp.asarray([0, 3, 3, 9, 12], jnp.int32)
-LENGTHS = jnp.asarray([5, 0, 8, 3], jnp.int32)
-IDS = jnp.sort(integers(3, 3, B, T, low=0), axis=1)
-BOOLS = draw(5, B, N, T, S) > -0.5
-
-ATTENTION = {
-    "plain": attention(),
-    "causal": attention(mask=pa.CAUSAL),
-    "window": attention(mask=pa.sliding_window(3), softcap=3.0),
-    "window traced": attention({"left": jnp.int32(2)}, call=traced_window),
-    "bias": attention({"bias": draw(4, B, N, T, S)}, {"bias": "bht"}),
-    "bias of heads": attention({"bias": draw(4, N, 1, S)}, {"bias": "h"}),
-    "mask array": attention({"mask_array": BOOLS}, {"mask_array": "bht"}),
-    "mask array of batch": attention({"mask_array": BOOLS[:, :1]}, {"mask_array": "b.t"}),
-    "sinks": attention({"sinks": draw(4, N)}, {"sinks": "h"}),
-    "segment ids": attention({"segment_ids": (IDS, IDS[:, ::-1])}, {"segment_ids": "b"}),
-    "lengths": attention(
-        {"q_lengths": LENGTHS, "kv_lengths": LENGTHS[::-1]}, {"q_lengths": "b", "kv_lengths": "b"}
-    ),
-    "offset": attention(mask=pa.CAUSAL, q_offset=3),
-    "offsets": attention({"q_offset": LENGTHS}, {"q_offset": "b"}, mask=pa.CAUSAL),
-    "no keys": attention(call=lambda q, k, v: pa.flash_attention_with_lse(q, k[:, :0], v[:, :0])),
-    "documents": attention({"ids": IDS}, call=documents),
-    "documents split": attention({"ids": IDS}, {"ids": "b"}, call=documents),
-    "mask blocks": attention({"ids": IDS}, {"ids": "b"}, call=blocks_of_mask),
-    "kv_blocks": attention(
-        {"kv_blocks": integers(6, 4, B, K, 2, 2)}, {"kv_blocks": "bh"}, block_size=(4, 2)
-    ),
-    "kv_blocks of all": attention(
-        {"kv_blocks": integers(6, 4, 1, 1, 2, 2)}, block_size=(4, 2), mask=pa.CAUSAL
-    ),
-    "kv_indices": attention({"kv_indices": integers(7, S, B, K, T, 3)}, {"kv_indices": "bht"}),
-    "kv_indices of all heads": attention(
-        {"kv_indices": integers(7, S, B, 1, T, 3)},
-        {"kv_indices": "b.t"},
-        mask=pa.CAUSAL,
-        softcap=2.0,
-    ),
-    "kv_indices gradients": attention(
-        {"kv_indices": integers(7, S, B, K, T, 3)}, {"kv_indices": "bht"}, listed_gradients
-    ),
-    "kv_indices tangents": attention(
-        {"kv_indices": integers(7, S, B, K, T, 3)}, {"kv_indices": "bht"}, listed_tangents
-    ),
-    "rotary": attention(call=rotated),
-    "rotary at": attention({"at": integers(8, 32, B, T, low=0)}, {"at": "b."}, call=rotated),
-    "score": attention({"slopes": draw(9, N)}, {"slopes": "h"}, call=scores),
-    "gradients": attention(call=gradients, mask=pa.CAUSAL),
-    "gradients of all": attention(
-        {"bias": draw(4, 1, N, T, S), "sinks": draw(5, N)},
-        {"bias": ".ht", "sinks": "h"},
-        all_gradients,
-    ),
-    "gradients of a score": attention({"slopes": draw(9, N)}, {"slopes": "h"}, all_gradients),
-    "tangents": attention(call=tangents, mask=pa.CAUSAL),
-    "second derivative": attention(call=second),
-    "checkpoint": attention(call=checkpointed),
-    "vmap": attention(call=mapped),
-    "vmap of q": attention(call=mapped_q),
-    "float8": attention(call=float8),
-    "float8 lengths": attention({"kv_lengths": LENGTHS}, {"kv_lengths": "b"}, float8),
-    "float8 training": attention(call=trained_in_float8),
-    "packed": Case(packed, ROWS | {"starts": STARTS}, PACKED),
-    "packed otherwise": Case(
-        packed, ROWS | {"starts": STARTS, "kv_starts": STARTS // 2, "q_offset": LENGTHS}, PACKED
-    ),
-    "packed rotary": Case(packed_rotated, ROWS | {"starts": STARTS}, PACKED),
-    "packed gradients": Case(packed_gradients, ROWS | {"starts": STARTS}, PACKED),
-    "dot_product_attention": Case(
-        dot_product, qkv() | {"lengths": LENGTHS}, QKV | {"lengths": "b"}
-    ),
-    "merge": attention(call=merged),
-    "merge stacked": Case(
-        merged_stacked,
-        {"outs": draw(0, 2, B, T, N, H), "lses": draw(1, 2, B, N, T)},
-        {"outs": ".bth", "lses": ".bht"},
-    ),
-    "quantize": attention(call=quantized),
-    "quantize lengths": attention(
-        {"q_lengths": LENGTHS, "kv_lengths": LENGTHS}, {"q_lengths": "b"}, quantized
-    ),
-}
-
-# ---- caches --------------------------------------------------------------------------------------
-
-SIZES = {"kv_heads": K, "head_dim": H}
-KINDS = {
-    "stacked": functools.partial(pa.StackedCache.create, B, 16),
-    "separate": functools.partial(pa.PerSequenceCache.create, (16, 24, 16, 20)),
-    "paged": functools.partial(pa.PagedCache.create, B, 12, 4, capacity=16),
-}
-HELD = {
-    "plain": {"dtype": jnp.float32},
-    "int8": {"dtype": jnp.int8},
-    "layers": {"dtype": jnp.float32, "layers": 2},
-    "latent": {"dtype": jnp.float32, "shared_kv": True, "v_head_dim": 4, "kv_heads": K},
-    "float8": {"dtype": jnp.float8_e4m3fn, "scales": False},
+from pallas_attn._call import dispatch
+from tests.parallel import test_kernels_batched_and_sharded as in_place
+from tests.support import in_numpy
+from tests.support.public_calls import CALLS, KINDS, OF_EACH_KIND, cache_of, draw
+
+PLACES = {"b": "x", "B": "x", "t": "x", "h": "y", "H": "y"}  # mesh axes, by letter
+SPLITS = ("", "b", "h", "bh", "t", "B", "H", "Hh", "Bb", "BHbh")  # letters that are split together
+AXES = {
+    "automatic": (AxisType.Auto,) * 2,
+    "explicit": None,
+    "both": (AxisType.Explicit, AxisType.Auto),
 }
 
 
-def cache_of(kind, held="plain"):
-    cache = KINDS[kind](**SIZES | HELD[held])
-    layers = {} if cache.layers is None else {"layer": 1}
-    rows = draw(20, B, 6, K, H).astype(
-        jnp.float32 if cache.dtype != jnp.float8_e4m3fn else cache.dtype
-    )
-    cache = cache.extend(jnp.asarray([6, 1, 4, 3]))
-    return pa.write_kv(cache, rows, None if cache.shared_kv else rows[::-1], **layers)
+def mesh_of(kind="explicit"):
+    """Axes of 2 devices, "explicit" as jax makes them where nothing is said."""
+    return jax.make_mesh((2, 2), ("x", "y"), AXES[kind], devices=jax.devices()[:4])
 
 
-def over(kind, call, more=None, axes=None, held="plain", cache=None):
-    arrays = {"cache": cache_of(kind, held) if cache is None else cache} | (more or {})
-    return Case(call, arrays, axes or {})
+def by_letters(call, letters):
+    """The PartitionSpecs of the arguments where these letters are split."""
 
-
-NEW = {"k": draw(1, B, 3, K, H), "v": draw(2, B, 3, K, H)}
-NEW_AXES = {"k": "b.h", "v": "b.h"}
-Q = {"q": draw(0, B, 3, N, H)}
-Q_AXES = {"q": "b.h"}
-STEP = NEW | Q, NEW_AXES | Q_AXES
-PACKED_NEW = {"k": draw(1, 12, K, H), "v": draw(2, 12, K, H)}
-PACKED_Q = {"q": draw(0, 12, N, H)}
-PACKED_AXES = {"k": ".h", "v": ".h", "q": ".h"}
-TREE = {"parents": integers(11, 2, B, 3)}
-
-
-def change():
-    norm = pa.RMSNorm(jnp.linspace(0.5, 2, H), 1e-5)
-    return {"rotary": pa.Rotary.create(positions=40, dims=H), "norm": norm}
-
-
-def append(cache, k, v, **options):
-    return pa.append_kv(cache, k, None if cache.shared_kv else v, **options)
-
-
-def append_changed(cache, k, v, **options):
-    return pa.append_kv(cache, k, v, **options, **change())
-
-
-def layered(cache, k, v, q, layer):
-    cache = pa.write_kv(cache.extend(3), k, v, layer=layer)
-    return cache, pa.decode_attention(q, cache, layer=layer)
-
-
-def loop(cache, k, v, q):
-    def step(cache, layer):
-        cache = pa.write_kv(cache, k, v, layer=layer)
-        return cache, pa.decode_attention(q, cache, layer=layer)
-
-    return jax.lax.scan(step, cache.extend(3), jnp.arange(2, dtype=jnp.int32))
-
-
-def decode(q, cache, **options):
-    return pa.decode_attention_with_lse(q, cache, **options)
-
-
-def decode_changed(q, cache, **options):
-    return pa.decode_attention_with_lse(q, cache, **options, **change())
-
-
-def decode_where(q, cache):
-    mask = pa.CAUSAL & pa.mask_fn(lambda b, h, q, kv: (q + kv + b) % 3 > 0)
-    return pa.decode_attention_with_lse(q, cache, mask=mask)
-
-
-def decode_prefix(q, cache, other):
-    return pa.decode_attention_with_lse(
-        q, cache, prefix=pa.Prefix(other, jnp.asarray([0, 0, 1, 2]))
-    )
-
-
-def decode_shared(q, cache, starts=None):
-    tokens = q.shape[0] if starts is not None else q.shape[1]
-    shared = cache.shared_prefixes(tokens=tokens, starts=starts)
-    return pa.decode_attention_with_lse(q, cache, shared_prefixes=shared, starts=starts)
-
-
-def decode_made_tree(q, cache, parents, starts=None):
-    tree = pa.DraftTree.create(parents, starts)
-    return pa.decode_attention_with_lse(q, cache, parents=tree, starts=starts)
-
-
-def keep(cache, counts, path=None):
-    return cache.extend(3).keep(counts, path)
-
-
-def bookkeeping(cache, counts):
-    cache = cache.extend(counts).reset(1)
-    return cache, cache.overflowed
-
-
-def pages(cache):
-    return cache.fork(0, 3, 5).extend(2).free(2)
-
-
-def mapped_decode(q, cache):
-    many = jax.tree.map(lambda x: jnp.stack([x, x]), (q, cache))
-    return jax.vmap(pa.decode_attention)(*many)
-
-
-def gradient_of_q(q, cache):
-    return jax.grad(lambda q: (pa.decode_attention(q, cache) ** 2).sum())(q)
-
-
-def bare(k_caches, v_caches, k, v, lengths):
-    return pa.append_kv_arrays(k_caches, v_caches, k, v, lengths)
-
-
-def bare_pages(k_caches, v_caches, k, v, lengths, page_table):
-    return pa.append_kv_arrays(k_caches, v_caches, k, v, lengths, page_table=page_table)
-
-
-def ragged(q, kv_pages, **options):
-    sizes = {"kv_lens": jnp.asarray([6, 4, 5, 8]), "num_seqs": jnp.asarray([4])}
-    table = jnp.arange(12, dtype=jnp.int32).reshape(B, 3)
-    return pa.ragged_paged_attention(
-        q, kv_pages, page_indices=table, cu_q_lens=STARTS, **sizes, **options
-    )
-
-
-def update(kv_pages, k, v):
-    sizes = {"kv_lens": jnp.asarray([6, 4, 7, 8]), "num_seqs": jnp.asarray([4])}
-    table = jnp.arange(12, dtype=jnp.int32).reshape(B, 3)
-    return pa.update_kv_pages(kv_pages, k, v, page_indices=table, cu_q_lens=STARTS, **sizes)
-
-
-def shared_pages():
-    return cache_of("paged").fork(0, 1).fork(0, 3, 4)
-
-
-CACHES = {}
-for kind in KINDS:
-    CACHES |= {
-        f"{kind}: append": over(kind, append, NEW, NEW_AXES),
-        f"{kind}: append some": over(
-            kind, append, NEW | {"new_lengths": LENGTHS}, NEW_AXES | {"new_lengths": "b"}
-        ),
-        f"{kind}: append packed": over(kind, append, PACKED_NEW | {"starts": STARTS}, PACKED_AXES),
-        f"{kind}: append changed": over(kind, append_changed, NEW, NEW_AXES),
-        f"{kind}: append a tree": over(
-            kind, append_changed, NEW | TREE, NEW_AXES | {"parents": "b"}
-        ),
-        f"{kind}: append int8": over(kind, append, NEW, NEW_AXES, "int8"),
-        f"{kind}: append latent": over(kind, append, NEW, NEW_AXES, "latent"),
-        f"{kind}: layers": over(
-            kind, layered, STEP[0] | {"layer": jnp.int32(1)}, STEP[1], "layers"
-        ),
-        f"{kind}: loop": over(kind, loop, *STEP, "layers"),
-        f"{kind}: decode": over(kind, decode, Q, Q_AXES),
-        f"{kind}: decode one": over(kind, decode, {"q": Q["q"][:, 0]}, {"q": "bh"}),
-        f"{kind}: decode int8": over(kind, decode, Q, Q_AXES, "int8"),
-        f"{kind}: decode float8": over(kind, decode, Q, Q_AXES, "float8"),
-        f"{kind}: decode latent": over(kind, decode, Q, Q_AXES, "latent"),
-        f"{kind}: decode packed": over(kind, decode, PACKED_Q | {"starts": STARTS}, PACKED_AXES),
-        f"{kind}: decode packed tree": over(
-            kind,
-            decode_made_tree,
-            PACKED_Q | {"starts": STARTS, "parents": integers(12, 3, 12)},
-            PACKED_AXES,
-        ),
-        f"{kind}: decode tree": over(kind, decode_changed, Q | TREE, Q_AXES | {"parents": "b"}),
-        f"{kind}: decode tree in a window": over(
-            kind, functools.partial(decode_made_tree), Q | TREE, Q_AXES | {"parents": "b"}
-        ),
-        f"{kind}: decode window": over(
-            kind,
-            functools.partial(decode, mask=pa.sliding_window(3)),
-            Q | {"sinks": draw(3, N)},
-            Q_AXES | {"sinks": "h"},
-        ),
-        f"{kind}: decode where": over(kind, decode_where, Q, Q_AXES),
-        f"{kind}: decode changed": over(kind, decode_changed, Q, Q_AXES),
-        f"{kind}: decode lists": over(
-            kind, decode, Q | {"kv_indices": integers(13, 6, B, 3, 4)}, Q_AXES | {"kv_indices": "b"}
-        ),
-        f"{kind}: decode packed lists": over(
-            kind,
-            decode,
-            PACKED_Q | {"starts": STARTS, "kv_indices": integers(13, 6, 12, 4)},
-            PACKED_AXES,
-        ),
-        f"{kind}: prefix": over(kind, decode_prefix, Q | {"other": cache_of("stacked")}, Q_AXES),
-        f"{kind}: keep": over(kind, keep, {"counts": LENGTHS // 3}, {"counts": "b"}),
-        f"{kind}: keep path": over(
-            kind,
-            keep,
-            {"counts": LENGTHS // 3, "path": integers(14, 3, B, 2)},
-            {"counts": "b", "path": "b"},
-            "layers",
-        ),
-        f"{kind}: keep int8": over(
-            kind, keep, {"counts": jnp.int32(1), "path": integers(14, 3, B, 2)}, {}, "int8"
-        ),
-        f"{kind}: bookkeeping": over(kind, bookkeeping, {"counts": LENGTHS}, {"counts": "b"}),
-        f"{kind}: vmap": over(kind, mapped_decode, Q, Q_AXES),
-        f"{kind}: gradient": over(kind, gradient_of_q, Q, Q_AXES),
-    }
-POOL = draw(0, 12, 4, 2 * K, H)
-CACHES |= {
-    "paged: shared prefixes": over("paged", decode_shared, Q, Q_AXES, cache=shared_pages()),
-    "paged: shared prefixes packed": over(
-        "paged", decode_shared, PACKED_Q | {"starts": STARTS}, PACKED_AXES, cache=shared_pages()
-    ),
-    "paged: pages": over("paged", pages),
-    "bare stacked": Case(
-        bare,
-        {"k_caches": draw(3, B, K, 16, H), "v_caches": draw(4, B, K, 16, H), "lengths": LENGTHS}
-        | NEW,
-        {"k_caches": "BH", "v_caches": "BH", "lengths": "b"} | NEW_AXES,
-    ),
-    "bare separate": Case(
-        bare,
-        {
-            "k_caches": [draw(3, K, 16, H)] * B,
-            "v_caches": [draw(4, K, 16, H)] * B,
-            "lengths": LENGTHS,
-        }
-        | NEW,
-        {"k_caches": "H", "v_caches": "H", "lengths": "b"} | NEW_AXES,
-    ),
-    "bare pages": Case(
-        bare_pages,
-        {
-            "k_caches": draw(3, 12, K, 4, H),
-            "v_caches": draw(4, 12, K, 4, H),
-            "lengths": LENGTHS,
-            "page_table": jnp.arange(12, dtype=jnp.int32).reshape(B, 3),
-        }
-        | NEW,
-        {"k_caches": ".H", "v_caches": ".H"} | NEW_AXES,
-    ),
-    "ragged": Case(
-        ragged, {"q": draw(0, 12, N, H), "kv_pages": POOL}, {"q": ".h", "kv_pages": "..H"}
-    ),
-    "ragged scaled": Case(
-        functools.partial(ragged, sliding_window=3, k_scale=0.5, v_scale=2.0),
-        {"q": draw(0, 12, N, H), "kv_pages": POOL.astype(jnp.float8_e4m3fn), "sinks": draw(1, N)},
-        {"q": ".h", "kv_pages": "..H", "sinks": "h"},
-    ),
-    "update pages": Case(
-        update, {"kv_pages": POOL} | PACKED_NEW, {"kv_pages": "..H"} | PACKED_AXES
-    ),
-}
-CASES = ATTENTION | CACHES
-
-
-def placements(case):
-    """Sets of letters that are split."""
-    letters = set("".join(case.axes.values())) - {"."}
-    for name, x in case.arrays.items():
-        if isinstance(x, pa.KVCache):
-            letters |= {"H"} | ({"B"} if x.kind == "stacked" else set())
-    some = ["", "b", "h", "bh", "t", "B", "H", "hH", "bB", "bhBH"]
-    return sorted(
-        {"".join(sorted(set(x) & letters)) for x in some if set(x) <= letters or len(x) > 2}
-    )
-
-
-def placed(case, letters, mesh):
     def spec(axes):
-        return P(*(PLACE[x] if x in letters else None for x in axes))
+        return P(*(PLACES[x] if x in letters else None for x in axes))
 
-    result = {}
-    for name, tree in case.arrays.items():
-        specs = jax.tree.map(lambda x, n=name: spec(case.axes.get(n, "")), tree)
+    specs = {}
+    for name, tree in call.arrays.items():
+        specs[name] = jax.tree.map(lambda _, name=name: spec(call.axes.get(name, "")), tree)
         if isinstance(tree, pa.KVCache):
-            over = {"heads": "y"} if "H" in letters else {}
+            over = {"heads": "y" if "H" in letters and tree.kv_heads > 1 else None}
             over |= {"sequences": "x"} if "B" in letters and tree.kind == "stacked" else {}
-            specs = tree.specs(**over)
-        result[name] = jax.device_put(tree, jax.tree.map(lambda s: NamedSharding(mesh, s), specs))
-    return result
+            specs[name] = tree.specs(**over)
+    return specs
+
+
+def at_random(call, rng):
+    """PartitionSpecs of the arguments, any axis split that can be."""
+
+    def spec(x):
+        names = [None] * x.ndim
+        for name in rng.sample(("x", "y"), 2):
+            free = [n for n, size in enumerate(x.shape) if not (names[n] or size % 2) and size]
+            if free and rng.random() < 0.5:
+                names[rng.choice(free)] = name
+        return P(*names)
+
+    specs = {name: jax.tree.map(spec, tree) for name, tree in call.arrays.items()}
+    for name, tree in call.arrays.items():
+        if isinstance(tree, pa.PagedCache):  # which refuses others
+            specs[name] = tree.specs(heads=rng.choice((None, "y")) if tree.kv_heads > 1 else None)
+        elif isinstance(tree, pa.KVCache):
+            split = dataclasses.replace(specs[name], new_lengths=specs[name].lengths)
+            specs[name] = split
+    return specs
+
+
+def drawn(name, seed):
+    """Specs of a call: by letters, and at random."""
+    call, rng = CALLS[name], random.Random(f"{name} {seed}")
+    sets = sorted({"".join(sorted(call.letters.intersection(x))) for x in SPLITS})
+    return by_letters(call, rng.choice(sets)), at_random(call, rng)
+
+
+def placed(arrays, specs, mesh):
+    where = jax.tree.map(
+        lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda x: isinstance(x, P)
+    )
+    return jax.device_put(arrays, where)
+
+
+def assert_same(got, want):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        x, y = (np.asarray(z).astype(np.float32) for z in (x, y))
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
+def specs_of(tree):
+    """How the types of arrays say that they are split."""
+    return [tuple(jax.typeof(x).sharding.spec) for x in jax.tree.leaves(tree)]
+
+
+def caches_in(tree):
+    is_cache = lambda x: isinstance(x, pa.KVCache)  # noqa: E731
+    return [x for x in jax.tree.leaves(tree, is_leaf=is_cache) if is_cache(x)]
+
+
+def check_in_numpy(name, specs, want, mesh):
+    """A call over explicit axes; caches that it returns are split as they came."""
+    call, seen = CALLS[name], []
+    arrays = placed(call.arrays, specs, mesh)
+
+    def run(arrays):
+        results = call.run(arrays)
+        seen.extend(map(specs_of, caches_in(results)))
+        return results
+
+    assert_same(in_numpy.call(run, arrays), want)
+    if seen and "vmap" not in name:
+        assert seen[-1] == specs_of(arrays["cache"])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_explicit_axes(name, seed):
+    by_letters, at_random = drawn(name, seed)
+    want = in_numpy.call(CALLS[name].run, CALLS[name].arrays)
+    check_in_numpy(name, by_letters, want, mesh_of())
+    if name != "vmap":  # which maps an axis of q, k and v
+        check_in_numpy(name, at_random, want, mesh_of())
+
+
+def as_kernels(monkeypatch):
+    in_place.as_kernels(monkeypatch)
+    for table in ("flash_forward", "quantize", "keep"):
+        monkeypatch.setitem(dispatch.TABLES, table, (in_place.InPlaceOfAKernel(table),))
+    backward = in_place.BackwardInPlaceOfAKernel()
+    monkeypatch.setitem(dispatch.TABLES, "flash_backward", (backward,))
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The reference in the place of kernels."""
+    as_kernels(monkeypatch)
+
+
+REFERENCE = [x for x in CALLS if x == "kv_indices tangents" or x.endswith(": decode gradient")]
+LOOPS = [x for x in CALLS if "vmap" in x or x.endswith(": loop")]  # NumPy computes no refs there
+# Kinds of caches take turns.
+TURNS = [f"{kind}: {x}" for x, kind in zip(OF_EACH_KIND, itertools.cycle(KINDS))]
+OF_KERNELS = [*(x for x in CALLS if ": " not in x or x.split(": ")[1] not in OF_EACH_KIND), *TURNS]
+
+
+@pytest.mark.parametrize("name", [x for x in OF_KERNELS if x not in (*REFERENCE, *LOOPS)])
+def test_kernels_over_explicit_axes(name, seed, request):
+    want = in_numpy.call(CALLS[name].run, CALLS[name].arrays)
+    request.getfixturevalue("kernels")
+    check_in_numpy(name, drawn(name, f"kernels {seed}")[0], want, mesh_of())
+
+
+# ---- compiled by XLA -----------------------------------------------------------------------------
+
+WAYS = ("jit", "set_mesh", "outside of jit")
+COMPILED = [  # call, axes, way, in a kernel's place
+    ("gradients of all", "explicit", "jit", True),
+    ("kv_indices gradients", "both", "jit", False),
+    ("kv_indices of one kv head", "automatic", "jit", True),
+    ("rotary_positions", "explicit", "outside of jit", False),
+    ("packed rotary", "both", "set_mesh", True),
+    ("float8", "automatic", "set_mesh", False),
+    ("ragged narrow", "explicit", "jit", True),
+    ("update_kv_pages", "both", "outside of jit", False),
+    ("stacked: loop", "explicit", "set_mesh", True),
+    ("stacked: append int8", "automatic", "jit", True),
+    ("separate: decode one head", "explicit", "jit", True),
+    ("paged: decode packed shared", "both", "jit", False),
+]
+
+
+def computed(name, specs, kind, way):
+    call, mesh = CALLS[name], mesh_of(kind)
+    run = call.run if way == "outside of jit" else jax.jit(lambda arrays: call.run(arrays))
+    with jax.set_mesh(mesh) if way == "set_mesh" else contextlib.nullcontext():
+        return run(placed(call.arrays, specs, mesh))
+
+
+@pytest.mark.parametrize(("name", "kind", "way", "by_kernels"), COMPILED)
+def test_compiled(name, kind, way, by_kernels, seed, request):
+    want = in_numpy.call(CALLS[name].run, CALLS[name].arrays)
+    if by_kernels:
+        request.getfixturevalue("kernels")
+    assert_same(computed(name, drawn(name, seed)[seed % 2], kind, way), want)
+
+
+@pytest.mark.fuzz
+def test_fuzz_placements(request, seed, monkeypatch):
+    """Calls, axes and placements at random, for as long as `--seconds` says."""
+    rng, tried = random.Random(f"placements {seed}"), 0
+    end = time.monotonic() + request.config.getoption("--seconds")
+    while time.monotonic() < end:
+        name, kind, way = (rng.choice(tuple(x)) for x in (CALLS, AXES, WAYS))
+        if way == "outside of jit" and kind != "automatic" and ("grad" in name or "deriv" in name):
+            way = "set_mesh"  # jax differentiates nothing over explicit axes without it
+        want = in_numpy.call(CALLS[name].run, CALLS[name].arrays)
+        specs = drawn(name, rng.random())[rng.randrange(2) if name != "vmap" else 0]
+        with monkeypatch.context() as patch:
+            if by_kernels := (name not in REFERENCE and rng.random() < 0.5):
+                as_kernels(patch)
+            try:
+                assert_same(computed(name, specs, kind, way), want)
+            except Exception as error:
+                error.add_note(f"{name}, {kind} axes, {way}, {by_kernels=}, {specs}")
+                raise
+        tried += 1
+        jax.clear_caches()
+    request.node.user_properties.append(("fuzz", f"{tried} placements"))
+
+
+# ---- what else a mesh meets ----------------------------------------------------------------------
+
+
+def spec(*names):
+    return NamedSharding(mesh_of(), P(*names))
+
+
+def test_results_are_split_as_q_or_else_as_keys():
+    calls = {
+        ("q", "k", "v"): (P("x", None, "y"), (("x", None, "y", None), ("x", "y", None))),
+        ("q",): (P(None, "x", "y"), ((None, "x", "y", None), (None, "y", "x"))),
+        ("k", "v"): (P("x", None, "y"), (("x", None, "y", None), ("x", "y", None))),
+        ("v",): (P(None, None, None, "x"), ((None,) * 4, (None,) * 3)),
+    }
+    for names, (where, expected) in calls.items():
+        specs = {name: where if name in names else P() for name in "qkv"}
+        arrays = placed(CALLS["causal"].arrays, specs, mesh_of())
+        assert tuple(specs_of(jax.eval_shape(CALLS["causal"].run, arrays))) == expected
+    cache = placed(cache_of("stacked"), cache_of("stacked").specs(heads="y"), mesh_of())
+    q = jax.device_put(CALLS["stacked: decode"].arrays["q"], spec())
+    out = jax.eval_shape(pa.decode_attention, q, cache)
+    assert out.sharding.spec == P(None, None, "y", None)
+
+
+MAPPED = ["kv_indices", "rotary_positions", "packed rotary", "ragged", "stacked: append tree"]
+MAPPED += ["paged: decode shared", "separate: decode changed"]
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_vmap_over_a_split_axis(name):
+    call = CALLS[name]
+    want = in_numpy.call(call.run, call.arrays)
+    many = jax.tree.map(lambda x: jnp.stack([x, x]), call.arrays)
+    with jax.set_mesh(mesh_of()):
+        got = in_numpy.call(jax.vmap(call.run), jax.device_put(many, spec("x")))
+    for n in range(2):
+        assert_same(jax.tree.map(lambda x, n=n: x[n], got), want)
+
+
+def test_vmap_of_a_kernel_over_a_split_axis(kernels):
+    call = CALLS["stacked: decode"]
+    want = in_numpy.call(call.run, call.arrays)
+    many = jax.tree.map(lambda x: jnp.stack([x, x]), call.arrays)
+    got = jax.jit(jax.vmap(call.run))(jax.device_put(many, spec("x")))
+    assert_same(jax.tree.map(lambda x: np.asarray(x)[1], got), want)
+
+
+@pytest.mark.parametrize("kind", ["explicit", "automatic"])
+def test_query_heads_of_one_kv_head_need_no_communication(kernels, kind):
+    call, mesh = CALLS["stacked: decode one head"], mesh_of(kind)
+    where = {"q": P(None, None, "y"), "cache": call.arrays["cache"].specs()}
+    arrays = placed(call.arrays, where, mesh)
+    compiled = jax.jit(call.run).lower(arrays).compile()
+    assert_same(compiled(arrays), in_numpy.call(call.run, call.arrays))
+    assert "all-gather(" not in compiled.as_text()
+
+
+def test_kernels_where_the_caller_makes_axes_automatic(kernels):
+    """XLA asks for the kernel's program while explicit axes are set."""
+    call = CALLS["causal"]
+    arrays = jax.device_put(call.arrays, spec("x"))
+    run = jax.sharding.auto_axes(call.run, out_sharding=(spec("x"), spec("x")))
+    with jax.set_mesh(mesh_of()):
+        got = jax.jit(run)(arrays)
+    assert_same(got, in_numpy.call(call.run, call.arrays))
+
+
+def within_shard_map(run, axes, specs, out, arrays):
+    """`run(*arrays)` in a jax.shard_map over some axes; the others split heads or rows."""
+    split = functools.partial(jax.shard_map, mesh=mesh_of(), axis_names=axes)
+    return jax.jit(split(run, in_specs=specs, out_specs=out))(*arrays)
+
+
+@pytest.mark.parametrize("method", ["gather", "ring", "heads"])
+def test_context_beside_explicit_axes(method):
+    """Rows over one axis, which shard_map maps; kv heads over another."""
+    q, k, v = (draw(n, 2, 8, 4, 8) for n in range(3))
+    context = pa.Context("x", "zigzag", method=method)
+
+    def gradients(context, *arrays):
+        def loss(q, k, v):
+            out = pa.flash_attention(q, k, v, mask=pa.CAUSAL, context=context)
+            return (out * jnp.cos(out)).sum(), out
+
+        return jax.grad(loss, (0, 1, 2), has_aux=True)(*arrays)
+
+    want = in_numpy.call(functools.partial(gradients, None), q, k, v)
+    arrays = jax.device_put((q, k, v), spec(None, "x", "y"))
+    arrays = [context.reorder(x, 2) for x in arrays]
+    assert specs_of(arrays) == [(None, "x", "y", None)] * 3
+    rows = P(None, "x")
+    got = within_shard_map(functools.partial(gradients, context), {"x"}, rows, rows, arrays)
+    assert set(specs_of(got)) == {(None, "x", "y", None)}
+    assert_same(jax.tree.map(lambda x: context.restore(x, 2), got), want)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_kernels_beside_explicit_axes(kernels, check_vma):
+    """Sequences over one axis, which shard_map maps; heads over another."""
+
+    def step(q, k, v):
+        cache = pa.StackedCache.create(len(q), 16, 2, 8, dtype=jnp.float32)
+        cache = pa.append_kv(cache, k, v)
+        gradient = jax.grad(lambda *x: (pa.flash_attention(*x) ** 2).sum(), (0, 1, 2))(q, k, v)
+        return pa.decode_attention(q, cache), gradient
+
+    arrays = tuple(CALLS["causal"].arrays.values())
+    want = in_numpy.call(step, *arrays)
+    split = jax.shard_map(
+        step,
+        mesh=mesh_of(),
+        axis_names={"x"},
+        in_specs=P("x"),
+        out_specs=P("x"),
+        check_vma=check_vma,
+    )
+    got = jax.jit(split)(*jax.device_put(arrays, spec("x", None, "y")))
+    assert set(specs_of(got)) == {("x", None, "y", None)}
+    assert_same(got, want)
+
+
+def test_gradients_of_lists_within_shard_map():
+    call = CALLS["kv_indices gradients"]
+    batch = P("x")
+    split = jax.shard_map(
+        lambda arrays: call.run(arrays), mesh=mesh_of(), in_specs=batch, out_specs=batch
+    )
+    want = in_numpy.call(call.run, call.arrays)
+    assert_same(in_numpy.call(split, jax.device_put(call.arrays, spec("x"))), want)
+
+
+@pytest.mark.parametrize("method", ["extend", "free", "shared_prefixes", "fork"])
+def test_pages_are_found_by_whole_numbers(method):
+    cache = cache_of("paged")
+    cache = dataclasses.replace(cache, lengths=jax.device_put(cache.lengths, spec("x")))
+    arguments = {"extend": (1,), "free": (0,), "fork": (0, 1)}.get(method, ())
+    with pytest.raises(ValueError) as refused:
+        getattr(cache, method)(*arguments)
+    assert str(refused.value) == (
+        "cache.lengths: expected numbers that all devices have whole, got int32[4] split as "
+        "P('x',); place the cache by cache.specs()"
+    )
