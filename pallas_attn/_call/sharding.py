@@ -30,6 +30,7 @@ from jax.typing import DTypeLike
 Axes = tuple[str, ...]  # a factor an axis; "k g" is an axis made of two, the major one first
 Run = Callable[..., tuple[jax.Array, ...]]
 AnyMesh = Mesh | AbstractMesh
+Specs = PartitionSpec | tuple[PartitionSpec, ...]
 Placed = Any  # a shape with a sharding
 Lowering = Any  # mlir.LoweringRuleContext, of arrays
 
@@ -146,12 +147,12 @@ def by_parts(
         return run(*arrays)
     if not any([any(spec_of(x)) for x in arrays]) or (mesh.manual_axes and not nested):
         return by_xla(run, arrays, split)
-    outer = [jax.lax.axis_index(name) for name in mesh.manual_axes]
-    checked = all(map(varying_axes, outer))  # as the jax.shard_map that is around, if one is
+    # Types are checked if an outer jax.shard_map, if there is one, checks them.
+    checked = all([varying_axes(jax.lax.axis_index(name)) for name in mesh.manual_axes])
     return _by_types(run, arrays, split, mesh, check_vma=checked)
 
 
-def on_automatic_axes(run: Callable[..., Any], trees: Sequence[Any], specs: Any) -> Any:
+def on_automatic_axes(run: Callable[..., Any], trees: Sequence[Any], specs: Specs) -> Any:
     """`run(*trees)` where the explicit axes of the mesh that an array lies on are automatic: XLA
     decides what moves. `specs`: the PartitionSpecs of the results.
     """

@@ -222,7 +222,7 @@ def test_fuzz_placements(request, seed, monkeypatch):
     request.node.user_properties.append(("fuzz", f"{tried} placements"))
 
 
-# ---- what else a mesh meets ----------------------------------------------------------------------
+# ---- types, transforms, devices of other maps ----------------------------------------------------
 
 
 def spec(*names):
@@ -358,12 +358,8 @@ def test_pages_are_found_by_whole_numbers(method):
     cache = cache_of("paged")
     cache = dataclasses.replace(cache, lengths=jax.device_put(cache.lengths, spec("x")))
     arguments = {"extend": (1,), "free": (0,), "fork": (0, 1)}.get(method, ())
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match="cache.lengths: expected numbers that all devices have"):
         getattr(cache, method)(*arguments)
-    assert str(refused.value) == (
-        "cache.lengths: expected numbers that all devices have whole, got int32[4] split as "
-        "P('x',); place the cache by cache.specs()"
-    )
 
 
 ON_GPUS = ["causal", "gradients of all", "kv_indices gradients", "rotary_positions", "float8"]

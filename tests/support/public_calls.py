@@ -27,7 +27,7 @@ class Call(NamedTuple):
 
     @property
     def letters(self) -> set[str]:
-        """Those that may be split."""
+        """Letters that may be split."""
         kinds = {x.kind for x in self.arrays.values() if isinstance(x, pa.KVCache)}
         caches = "H" * bool(kinds) + "B" * ("stacked" in kinds)
         return set("".join(self.axes.values()) + caches) - {"."}
