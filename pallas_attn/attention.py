@@ -331,7 +331,7 @@ def _attend_over_devices(
 
         free = tuple([factor for factor in axes.free if factor != "t"])
         axes = axes._replace(free=free, begins=None)
-        nested = context.method != "heads"  # whose derivative keeps all that it moves
+        nested = context.method != "heads"  # its derivative keeps everything that it moves
         out, lse = sharding.by_parts(local, leaves, axes, nested=nested)
         return out, lse
     split = Split(problem, implementation, context, shards_of(context))

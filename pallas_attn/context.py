@@ -117,7 +117,7 @@ class Context:
         axis %= x.ndim
         take = np.take if isinstance(x, np.ndarray) else jnp.take
 
-        def permuted(x: Any) -> Any:
+        def permuted(x: jax.Array | np.ndarray) -> Any:
             parts = x.reshape(*x.shape[:axis], len(order), -1, *x.shape[axis + 1 :])
             return take(parts, order, axis=axis).reshape(x.shape)
 

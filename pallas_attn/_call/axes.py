@@ -13,6 +13,7 @@ from typing import Any
 import jax
 from jax.tree_util import PyTreeDef
 
+from pallas_attn._call.kernel import Inputs, Problem
 from pallas_attn._call.problem import (
     AppendInputs,
     AppendProblem,
@@ -254,7 +255,7 @@ _OF: dict[type, Callable[..., Split]] = {
 }
 
 
-def of(problem: Any, inputs: Any) -> Split:
+def of(problem: Problem, inputs: Inputs) -> Split:
     """The axes of the forward call of any problem."""
     leaves, tree = jax.tree.flatten(inputs)
     shapes = tuple([None if isinstance(leaf, int) else leaf.shape for leaf in leaves])

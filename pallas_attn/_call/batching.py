@@ -475,22 +475,6 @@ def decode(kernel: Chosen, problem: DecodeProblem, inputs: DecodeInputs) -> tupl
     return out, lse
 
 
-def _mapped_one_by_one(call: Callable[..., tuple[Array, ...]]) -> Callable[..., Any]:
-    """`call` with a rule for vmap: one after another."""
-    one = custom_vmap(call)
-
-    @one.def_vmap
-    def rule(size: int, batched: list[bool], *arrays: Array) -> Any:
-        del size
-        mapped = {n: x for n, x in enumerate(arrays) if batched[n]}
-        results = sharding.one_after_another(
-            lambda some: one(*[some.get(n, x) for n, x in enumerate(arrays)]), mapped
-        )
-        return results, (True,) * len(results)
-
-    return one
-
-
 def listed_gradients(
     kernel: Chosen, problem: DecodeProblem, residuals: ListedResiduals
 ) -> tuple[Array, ...]:
@@ -499,11 +483,27 @@ def listed_gradients(
     def run(*arrays: Array) -> tuple[Array, ...]:
         return tuple(kernel.run(ListedResiduals(*arrays), problem))
 
-    @_mapped_one_by_one
+    @custom_vmap
     def call(*arrays: Array) -> tuple[Array, ...]:
         return sharding.over_devices(run, arrays, axes.OF_LISTED_GRADIENTS)
 
+    @call.def_vmap
+    def rule(size: int, batched: list[bool], *arrays: Array) -> Any:
+        del size
+        return _of_each(call, batched, arrays)
+
     return call(*residuals)
+
+
+def _of_each(
+    call: Callable[..., tuple[Array, ...]], batched: list[bool], arrays: tuple[Array, ...]
+) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+    """The rule for vmap of a call: one after another."""
+    mapped = {n: x for n, x in enumerate(arrays) if batched[n]}
+    results = sharding.one_after_another(
+        lambda some: call(*[some.get(n, x) for n, x in enumerate(arrays)]), mapped
+    )
+    return results, (True,) * len(results)
 
 
 def _over_caches(
@@ -523,9 +523,14 @@ def _over_caches(
         local = axes.local_problem(problem, split, tuple([array.shape for array in arrays]))
         return tuple(jax.tree.leaves(kernel.run(jax.tree.unflatten(tree, full), local)))
 
-    @_mapped_one_by_one
+    @custom_vmap
     def call(*arrays: Array) -> tuple[Array, ...]:
         return sharding.over_devices(run, arrays, split)
+
+    @call.def_vmap
+    def rule(size: int, batched: list[bool], *arrays: Array) -> Any:
+        del size
+        return _of_each(call, batched, arrays)
 
     refuse = underived(problem, _NO_DERIVATIVE)
     return call(*refuse(*[leaf for leaf in leaves if not isinstance(leaf, int)]))

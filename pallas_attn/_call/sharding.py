@@ -30,6 +30,7 @@ from jax.typing import DTypeLike
 Axes = tuple[str, ...]  # a factor an axis; "k g" is an axis made of two, the major one first
 Run = Callable[..., tuple[jax.Array, ...]]
 AnyMesh = Mesh | AbstractMesh
+Specs = PartitionSpec | tuple[PartitionSpec, ...]
 Placed = Any  # a shape with a sharding
 Lowering = Any  # mlir.LoweringRuleContext, of arrays
 
@@ -122,8 +123,8 @@ def over_devices(run: Run, arrays: Sequence[jax.Array], split: Split) -> tuple[j
 
 
 def by_xla(run: Run, arrays: Sequence[jax.Array], split: Split) -> tuple[jax.Array, ...]:
-    """`run(*arrays)` of operations of XLA, whose results explicit mesh axes split as those of
-    `over_devices`.
+    """`run(*arrays)` of operations of XLA, whose results explicit mesh axes split as they would
+    those of `over_devices`.
     """
     mesh = explicit_mesh(arrays)
     if mesh is None:
@@ -146,16 +147,14 @@ def by_parts(
         return run(*arrays)
     if not any([any(spec_of(x)) for x in arrays]) or (mesh.manual_axes and not nested):
         return by_xla(run, arrays, split)
-    outer = [jax.lax.axis_index(name) for name in mesh.manual_axes]
-    checked = all(map(varying_axes, outer))  # as the jax.shard_map that is around, if one is
+    # Types are checked if an outer jax.shard_map, if there is one, checks them.
+    checked = all([varying_axes(jax.lax.axis_index(name)) for name in mesh.manual_axes])
     return _by_types(run, arrays, split, mesh, check_vma=checked)
 
 
-def on_automatic_axes[Results](
-    run: Callable[..., Results], trees: Sequence[Any], specs: Any
-) -> Any:
-    """`run(*trees)` where explicit mesh axes that split an array are automatic: XLA decides what
-    moves. `specs`: the PartitionSpecs of the results.
+def on_automatic_axes(run: Callable[..., Any], trees: Sequence[Any], specs: Specs) -> Any:
+    """`run(*trees)` where the explicit axes of the mesh that an array lies on are automatic: XLA
+    decides what moves. `specs`: the PartitionSpecs of the results.
     """
     mesh = explicit_mesh(jax.tree.leaves(trees))
     if mesh is None:
@@ -190,10 +189,8 @@ def placed_like[Tree](tree: Tree, like: Tree) -> Tree:
         return tree
 
     def placed(x: jax.Array, like: jax.Array) -> jax.Array:
-        spec = jax.typeof(like).sharding.spec
-        if jax.typeof(x).sharding.spec == spec:
-            return x
-        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+        spec = spec_of(like)
+        return x if spec_of(x) == spec else jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
     return jax.tree.map(placed, tree, like)
 
@@ -219,12 +216,9 @@ def reshaped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     mesh = explicit_mesh((x,))
     if mesh is None:
         return x.reshape(shape)
-    spec = PartitionSpec(
-        *(
-            names if size % math.prod(mesh.shape[name] for name in _names(names)) == 0 else None
-            for size, names in zip(shape, jax.typeof(x).sharding.spec, strict=True)
-        )
-    )
+    ways = [math.prod(mesh.shape[name] for name in _names(names)) for names in spec_of(x)]
+    each = zip(spec_of(x), shape, ways, strict=True)
+    spec = PartitionSpec(*[None if size % n else names for names, size, n in each])
     return jax.lax.reshape(x, shape, out_sharding=NamedSharding(mesh, spec))
 
 
@@ -451,9 +445,8 @@ def typed_like(array: jax.Array, like: jax.Array) -> jax.Array:
     """
     axes = varying_axes(like)
     array = varying_along(array, axes) if axes else array
-    if jax.typeof(array).sharding.spec == jax.typeof(like).sharding.spec:
-        return array
-    return placed_like(array, like)
+    alike = jax.typeof(array).sharding.spec == jax.typeof(like).sharding.spec
+    return array if alike else placed_like(array, like)
 
 
 def varying_like(array: jax.Array, *others: jax.Array) -> jax.Array:
@@ -480,12 +473,11 @@ def one_after_another[Arrays](run: Callable[[Arrays], Any], arrays: Arrays) -> A
     if split is None:
         return jax.lax.map(run, arrays)
 
-    def along(names: str | tuple[str, ...] | None, array: jax.Array) -> jax.Array:
-        rest = jax.typeof(array).sharding.spec[1:]
-        return jax.sharding.reshard(array, NamedSharding(split.mesh, PartitionSpec(names, *rest)))
+    def again(array: jax.Array) -> jax.Array:
+        spec = PartitionSpec(split.spec[0], *spec_of(array)[1:])
+        return jax.sharding.reshard(array, NamedSharding(split.mesh, spec))
 
-    whole = jax.tree.map(functools.partial(along, None), arrays)
-    return jax.tree.map(functools.partial(along, split.spec[0]), jax.lax.map(run, whole))
+    return jax.tree.map(again, jax.lax.map(run, whole(arrays, 1)))
 
 
 def varying_along(array: jax.Array, axes: frozenset[str]) -> jax.Array:

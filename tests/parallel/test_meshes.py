@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import random
 import time
 
@@ -36,9 +37,10 @@ AXES = {
 }
 
 
-def mesh_of(kind="explicit"):
-    """Axes of 2 devices, "explicit" as jax makes them where nothing is said."""
-    return jax.make_mesh((2, 2), ("x", "y"), AXES[kind], devices=jax.devices()[:4])
+def mesh_of(kind="explicit", sizes=(2, 2)):
+    """A mesh of few devices, its axes "explicit" as jax makes them where nothing is said."""
+    devices = jax.devices()[: math.prod(sizes)]
+    return jax.make_mesh(sizes, ("x", "y"), AXES[kind], devices=devices)
 
 
 def by_letters(call, letters):
@@ -220,7 +222,7 @@ def test_fuzz_placements(request, seed, monkeypatch):
     request.node.user_properties.append(("fuzz", f"{tried} placements"))
 
 
-# ---- what else a mesh meets ----------------------------------------------------------------------
+# ---- types, transforms, devices of other maps ----------------------------------------------------
 
 
 def spec(*names):
@@ -356,9 +358,28 @@ def test_pages_are_found_by_whole_numbers(method):
     cache = cache_of("paged")
     cache = dataclasses.replace(cache, lengths=jax.device_put(cache.lengths, spec("x")))
     arguments = {"extend": (1,), "free": (0,), "fork": (0, 1)}.get(method, ())
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError, match="cache.lengths: expected numbers that all devices have"):
         getattr(cache, method)(*arguments)
-    assert str(refused.value) == (
-        "cache.lengths: expected numbers that all devices have whole, got int32[4] split as "
-        "P('x',); place the cache by cache.specs()"
-    )
+
+
+ON_GPUS = ["causal", "gradients of all", "kv_indices gradients", "rotary_positions", "float8"]
+ON_GPUS += ["ragged", "update_kv_pages", "stacked: loop", "stacked: decode one head"]
+ON_GPUS += ["stacked: append int8", "separate: decode changed", "paged: append packed"]
+ON_GPUS += ["paged: decode packed shared", "paged: keep path"]
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("kind", ["explicit", "automatic"])
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_kernels_over_two_gpus(name, kind):
+    """Batch and sequences split, and heads."""
+    if len(jax.devices()) < 2:
+        pytest.skip("there are not two GPUs")
+    call, run = CALLS[name], jax.jit(lambda arrays: CALLS[name].run(arrays))
+    with jax.default_matmul_precision("highest"):
+        want = run(call.arrays)
+        for letters, sizes in (("bB", (2, 1)), ("hH", (1, 2))):
+            got = run(placed(call.arrays, by_letters(call, letters), mesh_of(kind, sizes)))
+            for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                x, y = (np.asarray(z).astype(np.float32) for z in (x, y))
+                np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3)

@@ -27,7 +27,7 @@ class Call(NamedTuple):
 
     @property
     def letters(self) -> set[str]:
-        """Those that may be split."""
+        """Letters that may be split."""
         kinds = {x.kind for x in self.arrays.values() if isinstance(x, pa.KVCache)}
         caches = "H" * bool(kinds) + "B" * ("stacked" in kinds)
         return set("".join(self.axes.values()) + caches) - {"."}
@@ -258,9 +258,9 @@ def cache_of(kind, held="plain"):
     cache = KINDS[kind](**{"kv_heads": K, "head_dim": H} | HELD[held])
     rows = draw(20, B, 6, cache.kv_heads, H)
     rows = rows if cache.quantized else rows.astype(cache.dtype)
-    layer = {} if cache.layers is None else {"layer": 1}
+    how = {"implementation": "reference"} | ({} if cache.layers is None else {"layer": 1})
     cache = cache.extend(jnp.asarray([6, 1, 4, 3]))
-    return pa.write_kv(cache, rows, None if cache.shared_kv else rows[::-1], **layer)
+    return pa.write_kv(cache, rows, None if cache.shared_kv else rows[::-1], **how)
 
 
 def over(kind, function, more=None, axes=None, held="plain"):
