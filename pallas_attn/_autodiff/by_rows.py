@@ -22,10 +22,14 @@ MOST_LOGITS = 2**26  # largest number of logits of a block; ROWS is cut to it
 
 def attention(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Array, Array]:
     """(out, lse) of a call."""
+    return batching.by_xla(_attention, inputs, batching.resized(problem, inputs))
+
+
+def _attention(inputs: AttentionInputs, problem: AttentionProblem) -> tuple[Array, Array]:
     q_len = inputs.q.shape[1]
     rows = max(1, min(ROWS, MOST_LOGITS // (problem.batch * problem.q_heads * problem.kv_len)))
-    if q_len <= rows or jax.typeof(inputs.q).sharding.spec[1] is not None:
-        return reference.attention(inputs, batching.resized(problem, inputs))
+    if q_len <= rows:
+        return reference.attention(inputs, problem)
     inputs = _in_sum_dtype(inputs)
     count = -(-q_len // rows)
 
