@@ -11,14 +11,18 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_attn._autodiff import linear
+from pallas_attn._autodiff import linear, listed
 from pallas_attn._autodiff.derivative import Attention, KernelCall
-from pallas_attn._call import batching, bind, checks, dispatch, sharding
+from pallas_attn._autodiff.float8 import attend, refuse_devices, straight_through
+from pallas_attn._call import batching, bind, checks, dispatch
 from pallas_attn._call.axes import of_attention
 from pallas_attn._call.bind import AttentionOptions
+from pallas_attn._call.block_lists import Sizes, shown
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, live, of_nothing
+from pallas_attn._call.rotation import rotated
 from pallas_attn._context_parallel import attention, heads
 from pallas_attn._context_parallel.layout import Split
+from pallas_attn._mesh import sharding
 from pallas_attn.context import Context, checked, devices_of, shards_of
 from pallas_attn.masks import CAUSAL, FULL, LONGEST, Mask, MaskFunction
 from pallas_attn.rotary import Rotary
@@ -221,8 +225,6 @@ def flash_attention_with_lse(  # noqa: PLR0913
       -inf for a row that sees no key.
     """
     if kv_blocks is not None:
-        from pallas_attn._call.block_lists import Sizes, shown
-
         others = {"q_starts": q_starts, "kv_starts": kv_starts, "context": context}
         sizes = Sizes(q, k, 128 if block_size is None else block_size, q_offset)
         mask = shown(mask, kv_blocks, sizes, others)
@@ -230,15 +232,11 @@ def flash_attention_with_lse(  # noqa: PLR0913
         raise ValueError(f"block_size: expected None without kv_blocks, got {block_size!r}")
     arguments = locals()
     if kv_indices is not None:
-        from pallas_attn._autodiff import listed
-
         dispatch.check_name(implementation)
         return listed.attention((q, k, v), kv_indices, arguments)
     float8 = float8 is not False and checks.boolean("float8", float8)
     options = AttentionOptions(*[arguments[name] for name in AttentionOptions._fields])
     if rotary is not None or rotary_positions is not None:
-        from pallas_attn._call.rotation import rotated
-
         q, k = rotated((q, k, v), rotary, rotary_positions, options, (q_starts, kv_starts))
     if q_starts is not None or kv_starts is not None:
         problem, inputs = bind.packed_attention(q, k, v, (q_starts, kv_starts), options)
@@ -267,8 +265,6 @@ def _attend(
     if 0 in (problem.batch, problem.q_len, problem.kv_len):
         return batching.by_xla(_nothing_seen, inputs, problem)
     if problem.out_dtype is not None and context is not None:
-        from pallas_attn._call.float8 import refuse_devices
-
         refuse_devices(problem)
     odd = problem.head_dim % 8 or problem.v_head_dim % 8
     if odd and problem.gpu is not None and implementation != "reference":
@@ -276,12 +272,8 @@ def _attend(
     if context is not None:
         return _attend_over_devices(problem, inputs, implementation, context)
     if float8:
-        from pallas_attn._call.float8 import straight_through
-
         return straight_through(problem, inputs, implementation)
     if problem.out_dtype is not None:
-        from pallas_attn._call.float8 import attend
-
         return attend(problem, inputs, implementation)
     chosen = dispatch.select(problem, implementation)
     if isinstance(chosen, dispatch.Reference):

@@ -2,10 +2,10 @@
 
 import jax
 
-from pallas_attn._cache import attend_in_parts, facts, sharded_rows
+from pallas_attn._cache import attend_in_parts, bind, facts, sharded_rows
 from pallas_attn._cache.attend import attend
-from pallas_attn._call import bind_cache, checks
-from pallas_attn._call.bind_cache import DecodeOptions
+from pallas_attn._cache.bind import DecodeOptions
+from pallas_attn._call import checks
 from pallas_attn.cache import KVCache, not_a_cache
 from pallas_attn.masks import CAUSAL, Mask, MaskFunction
 from pallas_attn.prefixes import Prefix, SharedPrefixes
@@ -146,7 +146,7 @@ def decode_attention_with_lse(  # noqa: PLR0913
     options = DecodeOptions(*[arguments[name] for name in DecodeOptions._fields])
     if not isinstance(cache, KVCache):
         raise not_a_cache(cache)
-    problem, inputs = bind_cache.decode(q, cache, options)
+    problem, inputs = bind.decode(q, cache, options)
     if kv_indices is not None and not (prefix is None and shared_prefixes is None):
         name = "shared_prefixes" if prefix is None else "prefix"
         raise ValueError(f"{name}: expected None beside kv_indices, got both; pass one of them")

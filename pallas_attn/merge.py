@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import checks, sharding
+from pallas_attn._call import checks
+from pallas_attn._mesh import sharding
 
 Array = jax.Array
 

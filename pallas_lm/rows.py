@@ -18,7 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_attn._call import device as _device
-from pallas_attn._call import sharding
+from pallas_attn._mesh import sharding
 from pallas_lm.exchange import Exchange
 
 if TYPE_CHECKING:  # kernels are imported where a program needs them

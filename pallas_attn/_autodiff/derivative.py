@@ -19,9 +19,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.tree_util import PyTreeDef
 
 from pallas_attn._autodiff import by_rows, linear, score_gradients
-from pallas_attn._call import batching, dispatch, sharding
+from pallas_attn._call import batching, dispatch
 from pallas_attn._call.kernel import Chosen
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, probabilities_of_sinks
+from pallas_attn._mesh import sharding
 
 Array = jax.Array
 Arrays = tuple[Array, ...]

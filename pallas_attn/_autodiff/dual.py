@@ -18,7 +18,7 @@ from jax.interpreters import partial_eval as pe
 
 from pallas_attn._autodiff import linear
 from pallas_attn._autodiff.linear import Jaxpr, Operand, Operands, Parameter, Traced
-from pallas_attn._call import sharding
+from pallas_attn._mesh import sharding
 
 Array = jax.Array
 Tracer = Any  # a tracer of a partial evaluation, or its trace

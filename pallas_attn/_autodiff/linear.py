@@ -19,7 +19,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters.partial_eval import JaxprTracer
 
-from pallas_attn._call import sharding
+from pallas_attn._mesh import sharding
 
 Array = jax.Array
 Arrays = tuple[Array, ...]

@@ -25,13 +25,14 @@ from jax.tree_util import PyTreeDef
 
 from pallas_attn._autodiff import linear
 from pallas_attn._cache.attend import attend
-from pallas_attn._call import batching, bind, checks, device, dispatch, sharding
+from pallas_attn._call import batching, bind, checks, device, dispatch
 from pallas_attn._call.problem import (
     DecodeInputs,
     DecodeProblem,
     ListedResiduals,
     of_nothing,
 )
+from pallas_attn._mesh import sharding
 from pallas_attn.errors import described
 from pallas_attn.masks import FULL, Mask
 from pallas_attn.merge import add_sinks

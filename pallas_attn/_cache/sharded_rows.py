@@ -24,8 +24,9 @@ from pallas_attn._cache import blocks
 from pallas_attn._cache.attend import attend, implementation_of
 from pallas_attn._cache.blocks import Held
 from pallas_attn._cache.write import rows_into
-from pallas_attn._call import batching, device, sharding
+from pallas_attn._call import batching, device
 from pallas_attn._call.problem import AppendInputs, Caches, DecodeInputs, DecodeProblem, KeepInputs
+from pallas_attn._mesh import sharding
 from pallas_attn.context import Context, shards_of
 from pallas_attn.masks import AT_RUN_TIME, LONGEST, SIDES
 from pallas_attn.merge import add_sinks, merge_attention

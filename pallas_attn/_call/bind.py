@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_attn._call import checks, device, sharding
+from pallas_attn._call import checks, device, float8
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, owner_of_rows
+from pallas_attn._mesh import sharding
 from pallas_attn.context import Context, shards_of, window_of
 from pallas_attn.masks import FULL, Mask, MaskFunction, mask_fn
 from pallas_attn.scores import ScoreFunction
@@ -191,8 +192,6 @@ def _optional(
         inputs, facts["score_program"] = inputs._replace(score_aux=score.aux), score.program
     of_float8 = (options.q_scale, options.k_scale, options.v_scale, options.out_dtype)
     if q.dtype.itemsize == 1 or any([x is not None for x in of_float8]):
-        from pallas_attn._call import float8
-
         inputs, more = float8.bound(inputs, float8.Options(*of_float8))
         facts |= more
     names = AttentionInputs._fields[3:-2]

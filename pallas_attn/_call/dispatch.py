@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax import export
 
-from pallas_attn._call import batching, device, gpu_specs, reference, sharding
+from pallas_attn._call import batching, device, gpu_specs, reference, selection
 from pallas_attn._call import config as _config
 from pallas_attn._call.kernel import Inputs, Kernel, Problem, Results, never_slower
 from pallas_attn._call.problem import (
@@ -24,8 +24,8 @@ from pallas_attn._call.problem import (
     AttentionProblem,
     DecodeProblem,
 )
+from pallas_attn._mesh import sharding
 from pallas_attn.errors import Limit, UnsupportedError, described
-from pallas_attn.kernels.prefill import selection
 
 NAMES = ("sm90", "sm80", "reference")
 OLDEST, NEWEST = 80, 999  # GPU generations that kernels serve, or will

@@ -11,10 +11,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from pallas_attn import masks
-from pallas_attn._call import bind, checks, sharding
+from pallas_attn._call import bind, checks
+from pallas_attn._call.changed_rows import rotated_pairs
 from pallas_attn._call.problem import FLOAT8, Change, owner_of_rows
+from pallas_attn._mesh import sharding
 from pallas_attn.context import checked, shards_of
-from pallas_attn.rotary import rotated_pairs
 
 Array = jax.Array
 # Positions of rows: int32[rows] or int32[B, rows]; or an int, the position of the first row of

@@ -10,12 +10,13 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._autodiff.derivative import Rows
-from pallas_attn._call import batching, device, dispatch, sharding
+from pallas_attn._call import batching, device, dispatch
 from pallas_attn._call.problem import AttentionInputs
 from pallas_attn._context_parallel import launch as _launch
 from pallas_attn._context_parallel import layout
 from pallas_attn._context_parallel.launch import Floats, Launch, Offsets, floats_of
 from pallas_attn._context_parallel.layout import Split
+from pallas_attn._mesh import sharding
 from pallas_attn.context import chunk_numbers, chunks_of
 
 Array = jax.Array

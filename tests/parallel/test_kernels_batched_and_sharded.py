@@ -20,8 +20,9 @@ from jax.sharding import PartitionSpec as P
 import pallas_attn
 from pallas_attn import CAUSAL
 from pallas_attn._cache import write
-from pallas_attn._call import batching, bind, config, device, dispatch, sharding
+from pallas_attn._call import batching, bind, config, device, dispatch
 from pallas_attn._call.problem import AttentionInputs
+from pallas_attn._mesh import sharding
 from tests.support import in_numpy, mosaic
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")

@@ -29,6 +29,8 @@ REDUCTION_BYTES = 2048  # shared memory that Mosaic takes where rows are reduced
 TILE = plgpu.Layout.WGMMA  # a matmul's result, [rows, columns]
 ROW = TILE.reduce(1)  # one number a row of it
 COLUMN = TILE.reduce(0)  # one number a column
+SCALAR = plgpu.Layout.WG_SPLAT  # one number
+REF = plgpu.RefType()  # an array in memory
 PARAMETER_BYTES = 32764  # a launch has so many since CUDA 12.1; an operand takes 8
 MOST_BLOCKS = 65535  # along an axis of a grid that is not CUDA's x
 

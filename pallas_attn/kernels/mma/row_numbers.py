@@ -4,9 +4,9 @@ import jax.numpy as jnp
 from jaxlib.mlir.dialects import vector
 
 from pallas_attn.kernels.lang import asm, mosaic, threads
+from pallas_attn.kernels.lang.mosaic import REF, SCALAR
 from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile
-from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR
 
 
 def store(values: RegisterTile, to: GmemRef, batch: Index, head: Index, row: Index) -> None:

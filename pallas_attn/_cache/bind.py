@@ -9,9 +9,10 @@ import numpy as np
 from pallas_attn import trees
 from pallas_attn._cache import blocks
 from pallas_attn._cache.facts import Cache, CacheFacts, facts_of, holders_of
-from pallas_attn._call import checks, device, sharding
+from pallas_attn._call import checks, device
 from pallas_attn._call.bind import is_static, precision, query_heads
 from pallas_attn._call.byte_rows import BYTE_DTYPE, BYTE_ROW
+from pallas_attn._call.changed_rows import changed
 from pallas_attn._call.problem import (
     FLOAT8,
     FLOAT8_PRECISIONS,
@@ -26,9 +27,10 @@ from pallas_attn._call.problem import (
     KeepProblem,
     owner_of_rows,
 )
+from pallas_attn._mesh import sharding
 from pallas_attn.context import mapped_shards
 from pallas_attn.masks import CAUSAL, FULL, Mask, MaskFunction
-from pallas_attn.rotary import RMSNorm, Rotary, changed
+from pallas_attn.rotary import RMSNorm, Rotary
 from pallas_attn.scores import ScoreFunction
 from pallas_attn.trees import DraftTree
 
