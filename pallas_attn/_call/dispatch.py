@@ -24,8 +24,11 @@ from pallas_attn._call.problem import (
     AttentionProblem,
     DecodeProblem,
 )
+from pallas_attn._call.special import Special
 from pallas_attn._mesh import sharding
 from pallas_attn.errors import Limit, UnsupportedError, described
+
+store = Special("_call.store")
 
 NAMES = ("sm90", "sm80", "reference")
 OLDEST, NEWEST = 80, 999  # GPU generations that kernels serve, or will
@@ -65,8 +68,6 @@ class Candidate:
         if self._unavailable(problem) is not None or self.slower(problem) is not None:
             return False
         if jax.config.jax_compilation_cache_dir:
-            from pallas_attn._call import store
-
             return store.answer(self, problem, self._can)
         return self._can(problem)
 
@@ -117,11 +118,9 @@ class Candidate:
         """The results of the kernel, which is traced with Python's numbers in 32 bits, unless an
         earlier process has lowered it.
         """
-        if jax.config.jax_compilation_cache_dir:
-            from pallas_attn._call import store
-
-            if (kept := store.results(self, inputs, problem)) is not None:
-                return kept
+        keeps = jax.config.jax_compilation_cache_dir
+        if keeps and (kept := store.results(self, inputs, problem)) is not None:
+            return kept
         kernel = self.kernel
         if _config.observer.get() is None:
             config = _config.default(kernel, problem)

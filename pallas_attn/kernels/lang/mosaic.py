@@ -43,6 +43,9 @@ def tile_type(shape: Sequence[int], dtype: DType, layout: Layout) -> Any:
     return plgpu.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), layout=layout)
 
 
+NUMBER = tile_type((), jnp.int32, layout=SCALAR)  # the type of an int32
+
+
 def load(ref: Ref, layout: Layout | None = None) -> jax.Array:
     """The tile under `ref` in registers, in `layout`; from global memory too, where no layout has a
     vectorised load.
@@ -240,7 +243,6 @@ def any_in_warp(numbers: jax.Array, bound: float, layout: Layout | None = None) 
     Each of the four warps has its own answer. Only arithmetic may depend on it: not a barrier, not
     a matmul. The interpreter, which has no warps, answers for all rows at once.
     """
-    result = tile_type((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
 
     def vote(_, tile):
         numbers = [
@@ -262,7 +264,7 @@ def any_in_warp(numbers: jax.Array, bound: float, layout: Layout | None = None) 
     inline: Any = vote
     inline.values = lambda x: (x > bound).any().astype(jnp.int32)  # the interpreter runs this
     layout = layout or (TILE if numbers.ndim == 2 else ROW)
-    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(inline)(numbers)
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=NUMBER)(inline)(numbers)
 
 
 def grid_of(**axes: int) -> dict[str, Any]:
