@@ -247,7 +247,7 @@ def test_other_scales_are_refused():
 )
 def test_limits(fields, reason):
     problem, _ = bind.decode(
-        jnp.zeros((2, 1, 16, 576), jnp.bfloat16), create("stacked"), bind.DecodeOptions()
+        jnp.zeros((2, 1, 16, 576), jnp.bfloat16), create("stacked"), bind.DecodeCall()
     )
     assert sm90.limit(problem) is None
     assert sm90.limit(dataclasses.replace(problem, **fields)).reason.startswith(reason)

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 REFERENCE = dispatch.TABLES["flash_forward"][-1]
 X, B, T, S, N, K, H, HV = 3, 4, 8, 12, 8, 4, 16, 24
-PLAIN = bind.AttentionOptions(mask=CAUSAL)
+PLAIN = bind.Call(mask=CAUSAL)
 
 
 def through_layer(q, k, v, **options):

@@ -205,7 +205,7 @@ def _takes_8_bits(subject: Subject, arguments: dict[str, Any]) -> bool:
     if subject.implementation == "reference":
         return False
     options = {name: x for name, x in arguments.items() if name not in ("q", "cache")}
-    options = bind.DecodeOptions(**options)
+    options = bind.DecodeCall(**options)
     problem, _ = bind.decode(arguments["q"], arguments["cache"], options)
     chosen = dispatch.select(problem, subject.implementation)
     return getattr(chosen, "module", None) == "prefill.float8_sm90"

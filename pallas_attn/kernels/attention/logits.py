@@ -247,7 +247,7 @@ def mask_columns(
 
     inline: Any = code
     inline.values = values
-    result = plgpu.ShapeDtypeStruct(s.shape, jnp.float32, layout=mosaic.TILE)
+    result = plgpu.ShapeDtypeStruct(s.shape, s.dtype, layout=mosaic.TILE)
     call = plgpu.inline_mgpu(arg_types=(mosaic.TILE, *kinds.values()), return_type=result)
     return call(inline)(s, *operands.values())
 

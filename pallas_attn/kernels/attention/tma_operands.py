@@ -128,7 +128,8 @@ def formats_of(problem: AttentionProblem, block_kv: int) -> tuple[OperandFormat,
             for dim, width in zip(dims, widths, strict=True)
         )
         return qk, v
-    scores, values = wgmma_float32.score_kind(problem), wgmma_float32.value_kind(problem)
+    scores: Kind = wgmma_float32.score_kind(problem)
+    values: Kind = wgmma_float32.value_kind(problem)
     k_row, v_row = widths[0] * scores.itemsize, widths[1] * values.itemsize
     p_row = block_kv * values.itemsize  # matmuls take probabilities by whole swizzles, too
     return (

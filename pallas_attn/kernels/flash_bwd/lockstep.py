@@ -21,7 +21,8 @@ from jax import lax
 from pallas_attn.kernels.attention.tiles import Span
 from pallas_attn.kernels.lang.types import Index, Predicate
 
-KeyTiling = WorkOrder = Any  # those of `key_tiles` and `work_order`, which use this file
+KeyTiling = Any  # `key_tiles.KeyTiling`, which uses this file
+WorkOrder = Any  # `work_order.WorkOrder`, too
 
 
 class DownOrUp(NamedTuple):

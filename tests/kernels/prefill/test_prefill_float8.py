@@ -70,7 +70,7 @@ def test_precision_allows_it_over_float8_caches_alone(dtype):
     cache = pa.write_kv(cache, rows, rows)
     want = {None: None, FLOAT8: "float8", FAST: "fast_accum", "ANY_F8_ANY_F8_F32": "float8"}
     for precision, name in want.items():
-        options = pa._cache.bind.DecodeOptions(precision=precision)
+        options = pa._cache.bind.DecodeCall(precision=precision)
         problem, _ = pa._cache.bind.decode(rows, cache, options)
         assert problem.precision == (name if dtype == "float8_e5m2" else None)
     pa.decode_attention(rows, cache, precision=FLOAT8)
