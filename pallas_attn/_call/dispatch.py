@@ -308,8 +308,13 @@ _record: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[str]]:
-    """The implementations that are selected in this block, in order: for reports on what ran."""
+def chosen() -> Iterator[list[str]]:
+    """The implementations that calls traced in this block run, in order: "sm90", "sm80" or
+    "reference". For reports on what ran::
+
+        with pa.chosen() as names:
+            jax.jit(step).trace(params, batch)
+    """
     names: list[str] = []
     token = _record.set(names)
     try:

@@ -96,7 +96,7 @@ def _fetched(split: Split, inputs: AttentionInputs) -> tuple[Array, Array] | Non
     )
     split = dataclasses.replace(split, problem=problem)
     problem, held = _launch.problem_of(split, "flash_forward", launch)
-    with dispatch.recorded():  # a question: reports show what runs
+    with dispatch.chosen():  # a question: reports show what runs
         kernel = dispatch.kernel_of(dispatch.select(problem, split.implementation))
     if kernel is None or not (kernel.shares_keys(problem) and kernel.fetches(problem)):
         return None
@@ -159,7 +159,7 @@ def _zigzag_of_backward(split: Split, inputs: AttentionInputs) -> int:
             problems.append(_launch.problem_of(split, op, launch)[0])
 
     jax.eval_shape(launches, inputs)  # a question: nothing is gathered for it
-    with dispatch.recorded():
+    with dispatch.chosen():
         for problem in problems:
             kernel = dispatch.kernel_of(dispatch.select(problem, split.implementation))
             if kernel is None or not kernel.reads_zigzag(problem):

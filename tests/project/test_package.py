@@ -18,7 +18,7 @@ import pallas_attn as pa
 
 ROOT = pathlib.Path(pa.__file__).parent
 PUBLIC = ("attention", "decode", "cache", "append", "context", "masks", "merge", "rotary")
-PUBLIC += ("scores", "trees", "errors", "prefixes", "ragged", "float8", "check")
+PUBLIC += ("scores", "trees", "errors", "prefixes", "ragged", "float8", "check", "devices")
 PACKAGES = ("pallas_attn", "pallas_lm", "benchmarks")  # the last is not in the wheel
 FILES = sorted(path for name in PACKAGES for path in (ROOT.parent / name).rglob("*.py"))
 
@@ -100,8 +100,8 @@ def test_importing_asks_no_device_and_reads_no_environment():
 
 
 @functools.cache
-def imports(module):
-    """Modules of this package that one imports: at its top, within functions, and special cases,
+def imports(module, special=True):
+    """Modules of this package that one imports: at its top, within functions, and `special` cases,
     `Special("kernels.flash_fwd.claims")`.
     """
     path, modules = MODULES[module], set()
@@ -112,7 +112,7 @@ def imports(module):
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "Special":
+        elif special and isinstance(node, ast.Call) and ast.unparse(node.func) == "Special":
             names = [f"pallas_attn.{node.args[0].value}"]
         modules |= {_module(name) for name in names if name.partition(".")[0] in PACKAGES}
     return modules
@@ -295,9 +295,9 @@ def test_only_the_dispatch_knows_the_reference():
 
 def test_who_knows_the_dispatch():
     users = who_imports("_call.dispatch")
-    asks = {"pallas_lm.decode", "pallas_lm.parity", "pallas_lm.train"}  # which one was taken
     ours = {
         "attention",
+        "devices",  # which one was taken
         "_autodiff.derivative",
         "_autodiff.listed",
         "_autodiff.float8",
@@ -308,13 +308,12 @@ def test_who_knows_the_dispatch():
         "_cache.keep",
         "_cache.attend",
     }
-    assert users == ours | asks
+    assert users == ours
 
 
 # Imports of the demo and the benchmarks from the package, but for public modules: this list only
 # gets shorter.
 PRIVATE = {
-    "pallas_lm.decode": {"_call.dispatch"},
     "pallas_lm.kernels.all_reduce": {
         "kernels.lang.mosaic",
         "kernels.lang.peer_memory",
@@ -339,9 +338,7 @@ PRIVATE = {
         "kernels.lang.threads",
         "kernels.lang.types",
     },
-    "pallas_lm.parity": {"_call.dispatch"},
     "pallas_lm.rows": {"_call.device", "_mesh.sharding"},
-    "pallas_lm.train": {"_call.dispatch"},
     "benchmarks.contest": {"_call.config"},
     "benchmarks.float8": {"_call.problem"},
 }
