@@ -478,8 +478,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "portable_float8_copies_values_too_late": Fault(
         f"{FWD}/sm80_float8.py",
-        "    copy_async(_k_copy(ctx, rows, t - 1), pending=0)\n",
-        "    copy_async(_k_copy(ctx, rows, t - 1), pending=1, sync=True)\n",
+        '    copy_async(sm80.kv_copy(ctx, rows, t - 1, "k"), pending=0)\n',
+        '    copy_async(sm80.kv_copy(ctx, rows, t - 1, "k"), pending=1, sync=True)\n',
         "tests/kernels/flash_fwd/test_float8.py -k 'portable_interpreted and plain'",
     ),
     "float8_keeps_a_value_past_the_length": Fault(
@@ -551,7 +551,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_BWD} -k test_a_block_walks_over_a_window",
     ),
     "a_list_of_keys_is_read_past_its_end": Fault(
-        f"{BWD}/sm80_dq.py",
+        f"{BWD}/sm80_scores.py",
         "self.listed.tile_ahead(t)",
         "self.listed.tile(t)",
         "tests/kernels/flash_fwd/test_masks_and_scores.py -k lists_of_one_tile",
