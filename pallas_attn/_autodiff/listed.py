@@ -64,7 +64,7 @@ class Lists(NamedTuple):
     rows: Array  # int32[R, n], -1 for none
 
 
-def attention(arrays: tuple[Array, Array, Array], call: Call) -> tuple[Array, Array]:
+def attention(rows: tuple[Array, Array, Array], call: Call) -> tuple[Array, Array]:
     """out [B, T, N, Hv] and lse [B, N, T] of q, k, v, whose keys are listed."""
     dispatch.check_name(call.implementation)
     for name, default in REFUSED.items():
@@ -73,8 +73,8 @@ def attention(arrays: tuple[Array, Array, Array], call: Call) -> tuple[Array, Ar
             raise ValueError(
                 f"{name}: expected {default} beside kv_indices, got {described(value)}; {remedy}"
             )
-    q, k, v = bind.operands(*arrays)
-    _check(q, call)
+    q, k, v = bind.operands(*rows)
+    mask = _checked_mask(q, call)
     batch, q_len, q_heads, dim = q.shape
     kv_len, kv_heads = k.shape[1:3]
     wanted = (
@@ -99,7 +99,7 @@ def attention(arrays: tuple[Array, Array, Array], call: Call) -> tuple[Array, Ar
     )
     lengths = checks.lengths("kv_lengths", call.kv_lengths, batch, kv_len)
     offset, offsets = checks.offset(call.q_offset, batch)
-    mask, bounds = call.mask.static, checks.mask_bounds(call.mask)
+    bounds, mask = checks.mask_bounds(mask), mask.static
     optional = {"lengths": lengths, "offsets": offsets, **bounds}
     named = {name: x for name, x in optional.items() if x is not None}
 
@@ -157,8 +157,8 @@ def _attention(facts: Facts, arrays: tuple[Array, Array, Array], rows: Array) ->
     return out, jnp.swapaxes(lse.reshape(batch, q_len, q_heads), 1, 2)
 
 
-def _check(q: Array, call: Call) -> None:
-    """ValueError for masks and dtypes that do not go with lists."""
+def _checked_mask(q: Array, call: Call) -> Mask:
+    """The mask; ValueError for masks and dtypes that do not go with lists."""
     if not isinstance(call.mask, Mask):
         raise ValueError(
             "mask: expected a Mask beside kv_indices, got "
@@ -169,6 +169,7 @@ def _check(q: Array, call: Call) -> None:
             "q, k, v: expected floating-point numbers of 16 bits or more beside kv_indices, got "
             f"{q.dtype}; cast them"
         )
+    return call.mask
 
 
 # Arguments that lists do not go with, and their defaults.

@@ -358,7 +358,7 @@ def refuse_beside_starts(options: Call) -> None:
 
 
 def both_starts(
-    q_starts: Array, kv_starts: Array | None, q_len: int, kv_len: int
+    q_starts: checks.Argument, kv_starts: checks.Argument, q_len: int, kv_len: int
 ) -> tuple[Array, Array]:
     """The starts of queries and of keys, checked; the same array where both are packed alike."""
     checked = checks.row_starts("q_starts", q_starts, q_len)
