@@ -39,6 +39,7 @@ from pallas_attn.cache import KVCache, PagedCache, PerSequenceCache, StackedCach
 from pallas_attn.check import check_for
 from pallas_attn.context import Context
 from pallas_attn.decode import decode_attention, decode_attention_with_lse
+from pallas_attn.devices import chosen, gpu_generation, overlapping
 from pallas_attn.errors import Limit, UnsupportedError
 from pallas_attn.float8 import QuantizedQKV, quantize_qkv
 from pallas_attn.masks import CAUSAL, FULL, Mask, MaskFunction, mask_fn, sliding_window
@@ -73,13 +74,16 @@ __all__ = [
     "append_kv",
     "append_kv_arrays",
     "check_for",
+    "chosen",
     "decode_attention",
     "decode_attention_with_lse",
     "dot_product_attention",
     "flash_attention",
     "flash_attention_with_lse",
+    "gpu_generation",
     "mask_fn",
     "merge_attention",
+    "overlapping",
     "quantize_qkv",
     "ragged_paged_attention",
     "score_fn",

@@ -10,14 +10,16 @@ import numpy as np
 
 from pallas_attn import trees
 from pallas_attn._cache import blocks, facts
+from pallas_attn._cache.bind import change_of
 from pallas_attn._cache.facts import CacheFacts, facts_of, of_live
 from pallas_attn._cache.write import rows_into
-from pallas_attn._call import checks, sharding
-from pallas_attn._call.bind_cache import change_of
+from pallas_attn._call import checks
+from pallas_attn._call.changed_rows import changed
 from pallas_attn._call.checks import Argument
 from pallas_attn._call.problem import QUANTIZED, AppendInputs, Change, owner_of_rows
+from pallas_attn._mesh import sharding
 from pallas_attn.cache import KVCache, not_a_cache
-from pallas_attn.rotary import RMSNorm, Rotary, changed
+from pallas_attn.rotary import RMSNorm, Rotary
 from pallas_attn.trees import DraftTree
 
 Array = jax.Array

@@ -11,20 +11,24 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from pallas_attn._autodiff import linear
+from pallas_attn._autodiff import linear, listed
 from pallas_attn._autodiff.derivative import Attention, KernelCall
-from pallas_attn._call import batching, bind, checks, dispatch, sharding
+from pallas_attn._autodiff.float8 import attend, refuse_devices
+from pallas_attn._call import batching, bind, block_lists, checks, dispatch
 from pallas_attn._call.axes import of_attention
-from pallas_attn._call.bind import AttentionOptions
+from pallas_attn._call.bind import Call
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, live, of_nothing
+from pallas_attn._call.rotation import rotated
 from pallas_attn._context_parallel import attention, heads
 from pallas_attn._context_parallel.layout import Split
+from pallas_attn._mesh import sharding
 from pallas_attn.context import Context, checked, devices_of, shards_of
 from pallas_attn.masks import CAUSAL, FULL, LONGEST, Mask, MaskFunction
 from pallas_attn.rotary import Rotary
 from pallas_attn.scores import ScoreFunction
 
 Array = jax.Array
+Results = tuple[Array, Array]  # out and lse
 
 
 def flash_attention(  # noqa: PLR0913
@@ -177,7 +181,13 @@ def flash_attention(  # noqa: PLR0913
     "flash_attention_lse": a policy that saves both
     (`jax.checkpoint_policies.save_only_these_names`) spares the backward pass a second forward.
     """
-    return flash_attention_with_lse(**locals())[0]
+    call = Call(
+        *(mask, score, scale, q_offset, q_lengths, kv_lengths, segment_ids, q_starts),
+        *(kv_starts, bias, mask_array, softcap, sinks, precision, deterministic, context),
+        *(rotary, rotary_positions, q_scale, k_scale, v_scale, out_dtype, float8),
+        *(kv_blocks, block_size, kv_indices, implementation),
+    )
+    return _attend(q, k, v, call)[0]
 
 
 def flash_attention_with_lse(  # noqa: PLR0913
@@ -220,86 +230,69 @@ def flash_attention_with_lse(  # noqa: PLR0913
       float32 (float64 for float64 inputs), differentiable, the sink included;
       -inf for a row that sees no key.
     """
-    if kv_blocks is not None:
-        from pallas_attn._call.block_lists import Sizes, shown
-
-        others = {"q_starts": q_starts, "kv_starts": kv_starts, "context": context}
-        sizes = Sizes(q, k, 128 if block_size is None else block_size, q_offset)
-        mask = shown(mask, kv_blocks, sizes, others)
-    elif block_size is not None:
-        raise ValueError(f"block_size: expected None without kv_blocks, got {block_size!r}")
-    arguments = locals()
-    if kv_indices is not None:
-        from pallas_attn._autodiff import listed
-
-        dispatch.check_name(implementation)
-        return listed.attention((q, k, v), kv_indices, arguments)
-    float8 = float8 is not False and checks.boolean("float8", float8)
-    options = AttentionOptions(*[arguments[name] for name in AttentionOptions._fields])
-    if rotary is not None or rotary_positions is not None:
-        from pallas_attn._call.rotation import rotated
-
-        q, k = rotated((q, k, v), rotary, rotary_positions, options, (q_starts, kv_starts))
-    if q_starts is not None or kv_starts is not None:
-        problem, inputs = bind.packed_attention(q, k, v, (q_starts, kv_starts), options)
-        out, lse = _attend(problem, inputs, implementation, float8=float8)
-        return out[0], lse[0]
-    if context is not None and checked(context) and devices_of(context) == 1:
-        options = options._replace(context=None)
-    problem, inputs = bind.attention(q, k, v, options)
-    if float8 and options.context is not None:
-        raise ValueError("context: expected None with float8; leave one of them out")
-    return _attend(problem, inputs, implementation, options.context, float8)
+    call = Call(
+        *(mask, score, scale, q_offset, q_lengths, kv_lengths, segment_ids, q_starts),
+        *(kv_starts, bias, mask_array, softcap, sinks, precision, deterministic, context),
+        *(rotary, rotary_positions, q_scale, k_scale, v_scale, out_dtype, float8),
+        *(kv_blocks, block_size, kv_indices, implementation),
+    )
+    return _attend(q, k, v, call)
 
 
-def _attend(
-    problem: AttentionProblem,
-    inputs: AttentionInputs,
-    implementation: str | None,
-    context: Context | None = None,
-    float8: bool = False,
-) -> tuple[Array, Array]:
-    """(out, lse) by the implementation that takes the problem. `float8`: of 16-bit inputs, by a
-    forward in float8.
+def _attend(q: Array, k: Array, v: Array, call: Call) -> Results:
+    """(out, lse) of a call. Each special case makes another call or problem of it, which lacks what
+    it is about.
     """
+    if call.kv_indices is not None:
+        return listed.attention((q, k, v), call)
+    if call.kv_blocks is not None or call.block_size is not None:
+        shown = block_lists.shown(q, k, call)
+        return _attend(q, k, v, call._replace(mask=shown, kv_blocks=None, block_size=None))
+    if call.float8 is not False:
+        call = call._replace(float8=checks.boolean("float8", call.float8))
+    if call.rotary is not None or call.rotary_positions is not None:
+        q, k = rotated((q, k, v), call)
+        return _attend(q, k, v, call._replace(rotary=None, rotary_positions=None))
+    if call.q_starts is not None or call.kv_starts is not None:
+        out, lse = _bound(*bind.packed_attention(q, k, v, call), call)
+        return out[0], lse[0]
+    if call.context is not None and checked(call.context) and devices_of(call.context) == 1:
+        call = call._replace(context=None)
+    problem, inputs = bind.attention(q, k, v, call)
+    if call.float8 and call.context is not None:
+        raise ValueError("context: expected None with float8; leave one of them out")
+    return _bound(problem, inputs, call)
+
+
+def _bound(problem: AttentionProblem, inputs: AttentionInputs, call: Call) -> Results:
+    """`_attend` of a problem and its inputs. Of `call` the context counts, float8 and the
+    implementation.
+    """
+    implementation = call.implementation
     if implementation is not None:
         dispatch.check_name(implementation)
     if 0 in (problem.batch, problem.q_len, problem.kv_len):
         return batching.by_xla(_nothing_seen, inputs, problem)
-    if problem.out_dtype is not None and context is not None:
-        from pallas_attn._call.float8 import refuse_devices
-
+    if problem.out_dtype is not None and call.context is not None:
         refuse_devices(problem)
     odd = problem.head_dim % 8 or problem.v_head_dim % 8
     if odd and problem.gpu is not None and implementation != "reference":
-        return _attend_padded(problem, inputs, implementation, context, float8)
-    if context is not None:
-        return _attend_over_devices(problem, inputs, implementation, context)
-    if float8:
-        from pallas_attn._call.float8 import straight_through
-
-        return straight_through(problem, inputs, implementation)
-    if problem.out_dtype is not None:
-        from pallas_attn._call.float8 import attend
-
-        return attend(problem, inputs, implementation)
+        return _attend_padded(problem, inputs, call)
+    if call.context is not None:
+        return _attend_over_devices(problem, inputs, call)
+    if call.float8 or problem.out_dtype is not None:
+        return attend(problem, inputs, implementation, call.float8)
     chosen = dispatch.select(problem, implementation)
     if isinstance(chosen, dispatch.Reference):
         return chosen.run(inputs, problem)
-    call = KernelCall(problem, implementation, chosen)
+    kernel = KernelCall(problem, implementation, chosen)
     traced = functools.partial(batching.traced_once, batching.attention, chosen, problem)
-    out, lse = linear.differentiable(Attention, call, inputs, traced)
+    out, lse = linear.differentiable(Attention, kernel, inputs, traced)
     return out, lse
 
 
-def _attend_padded(
-    problem: AttentionProblem,
-    inputs: AttentionInputs,
-    implementation: str | None,
-    context: Context | None,
-    float8: bool,
-) -> tuple[Array, Array]:
-    """`_attend` with head dims zero-padded to a multiple of 8; the scale stays that of the true
+def _attend_padded(problem: AttentionProblem, inputs: AttentionInputs, call: Call) -> Results:
+    """`_bound` with head dims zero-padded to a multiple of 8; the scale stays that of the true
     head dim.
     """
     dim, v_dim = (
@@ -309,17 +302,14 @@ def _attend_padded(
     q, k = checks.widened(inputs.q, dim), checks.widened(inputs.k, dim)
     padded = dataclasses.replace(problem, head_dim=dim, v_head_dim=v_dim)
     inputs = inputs._replace(q=q, k=k, v=checks.widened(inputs.v, v_dim))
-    out, lse = _attend(padded, inputs, implementation, context, float8)
+    out, lse = _bound(padded, inputs, call)
     return out[..., : problem.v_head_dim], lse
 
 
-def _attend_over_devices(
-    problem: AttentionProblem,
-    inputs: AttentionInputs,
-    implementation: str | None,
-    context: Context,
-) -> tuple[Array, Array]:
-    """`_attend` for this device's rows of a sequence that several devices have."""
+def _attend_over_devices(problem: AttentionProblem, inputs: AttentionInputs, call: Call) -> Results:
+    """`_bound` for this device's rows of a sequence that several devices have."""
+    context = call.context
+    assert context is not None
     leaves, tree = jax.tree.flatten(inputs)
     if sharding.explicit_mesh(leaves) is not None:  # batch or heads, by axes beside the context's
         axes = of_attention(problem, tree, tuple([leaf.shape for leaf in leaves]))
@@ -327,21 +317,21 @@ def _attend_over_devices(
         def local(*leaves: Array) -> tuple[Array, Array]:
             inputs = jax.tree.unflatten(tree, leaves)
             resized = batching.resized(problem, inputs)
-            return _attend_over_devices(resized, inputs, implementation, context)
+            return _attend_over_devices(resized, inputs, call)
 
         free = tuple([factor for factor in axes.free if factor != "t"])
         axes = axes._replace(free=free, begins=None)
         nested = context.method != "heads"  # its derivative keeps everything that it moves
         out, lse = sharding.by_parts(local, leaves, axes, nested=nested)
         return out, lse
-    split = Split(problem, implementation, context, shards_of(context))
+    split = Split(problem, call.implementation, context, shards_of(context))
     how = f"split it by in_specs, as P(None, {context.axis!r}), or leave context out"
     for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
         sharding.check_split(context.axis, name, x, how)
     if context.method != "heads":
         return attention.attend(split, inputs)
     problem, inputs = heads.by_heads(split, inputs)
-    return heads.by_rows(split, *_attend(problem, inputs, implementation))
+    return heads.by_rows(split, *_bound(problem, inputs, call._replace(context=None)))
 
 
 def _nothing_seen(inputs: AttentionInputs, problem: AttentionProblem) -> tuple[Array, Array]:

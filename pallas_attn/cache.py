@@ -66,9 +66,10 @@ from pallas_attn import prefixes
 from pallas_attn._cache import keep as _keep
 from pallas_attn._cache.buffers import Buffers
 from pallas_attn._cache.facts import of_live
-from pallas_attn._call import checks, sharding
+from pallas_attn._call import checks
 from pallas_attn._call.byte_rows import BYTE_DTYPE, SCALE_COLUMNS
 from pallas_attn._call.problem import MOST_ROWS
+from pallas_attn._mesh import sharding
 from pallas_attn.context import Context, mapped_shards
 from pallas_attn.errors import described
 from pallas_attn.masks import saturated

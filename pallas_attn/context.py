@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._call import sharding
+from pallas_attn._mesh import sharding
 from pallas_attn.errors import described
 
 ORDERS = ("contiguous", "zigzag")

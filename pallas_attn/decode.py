@@ -2,10 +2,10 @@
 
 import jax
 
-from pallas_attn._cache import attend_in_parts, facts, sharded_rows
+from pallas_attn._cache import attend_in_parts, bind, facts, sharded_rows
 from pallas_attn._cache.attend import attend
-from pallas_attn._call import bind_cache, checks
-from pallas_attn._call.bind_cache import DecodeOptions
+from pallas_attn._cache.bind import DecodeCall
+from pallas_attn._call import checks
 from pallas_attn.cache import KVCache, not_a_cache
 from pallas_attn.masks import CAUSAL, Mask, MaskFunction
 from pallas_attn.prefixes import Prefix, SharedPrefixes
@@ -111,10 +111,13 @@ def decode_attention(  # noqa: PLR0913
       ValueError. Packed rows that no
       sequence owns give 0.
     """
-    return decode_attention_with_lse(**locals())[0]
+    call = DecodeCall(
+        *(starts, parents, layer, mask, score, scale, softcap, sinks, precision, batch_invariant),
+        *(rotary, norm, shared_prefixes, prefix, kv_indices, implementation),
+    )
+    return _attend(q, cache, call)[0]
 
 
-@facts.of_live
 def decode_attention_with_lse(  # noqa: PLR0913
     q: Array,
     cache: KVCache,
@@ -142,28 +145,37 @@ def decode_attention_with_lse(  # noqa: PLR0913
       out, and lse `[M, N, t]` (`[M, N]`; packed `[N, tokens]`), a natural log in float32 (float64
       for float64 queries), the sink included; -inf for a row that sees no key.
     """
-    arguments = locals()
-    options = DecodeOptions(*[arguments[name] for name in DecodeOptions._fields])
+    call = DecodeCall(
+        *(starts, parents, layer, mask, score, scale, softcap, sinks, precision, batch_invariant),
+        *(rotary, norm, shared_prefixes, prefix, kv_indices, implementation),
+    )
+    return _attend(q, cache, call)
+
+
+@facts.of_live
+def _attend(q: Array, cache: KVCache, call: DecodeCall) -> tuple[Array, Array]:
+    """out and lse of a call."""
     if not isinstance(cache, KVCache):
         raise not_a_cache(cache)
-    problem, inputs = bind_cache.decode(q, cache, options)
-    if kv_indices is not None and not (prefix is None and shared_prefixes is None):
+    problem, inputs = bind.decode(q, cache, call)
+    prefix, shared_prefixes = call.prefix, call.shared_prefixes
+    if call.kv_indices is not None and not (prefix is None and shared_prefixes is None):
         name = "shared_prefixes" if prefix is None else "prefix"
         raise ValueError(f"{name}: expected None beside kv_indices, got both; pass one of them")
     if prefix is not None and shared_prefixes is not None:
         raise ValueError("shared_prefixes: expected None beside prefix, got both; pass one of them")
-    call = attend_in_parts.Call(problem, inputs, implementation)
+    made = attend_in_parts.Call(problem, inputs, call.implementation)
     if prefix is not None:
-        out, lse = attend_in_parts.with_prefix(prefix, cache, call, rotary is not None)
+        out, lse = attend_in_parts.with_prefix(prefix, cache, made, call.rotary is not None)
     elif shared_prefixes is not None:
-        out, lse = attend_in_parts.with_shared_prefixes(shared_prefixes, cache, call, starts)
+        out, lse = attend_in_parts.with_shared_prefixes(shared_prefixes, cache, made, call.starts)
     elif cache.context is not None:
-        out, lse = sharded_rows.decode(cache.context, *call)
+        out, lse = sharded_rows.decode(cache.context, *made)
     else:
-        out, lse = attend(*call)
+        out, lse = attend(*made)
     if not isinstance(cache.new_lengths, jax.core.Tracer):  # last: other errors say more
         facts.check_reached("cache", cache)
     columns = problem.v_head_dim if cache.dims is None else cache.dims[1]
     if out.shape[-1] != columns:  # zeros, as of columns that `create` added
         out = out[..., :columns]
-    return (out[:, 0], lse[..., 0]) if q.ndim == 3 and starts is None else (out, lse)
+    return (out[:, 0], lse[..., 0]) if q.ndim == 3 and call.starts is None else (out, lse)

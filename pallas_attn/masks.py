@@ -27,10 +27,10 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from pallas_attn._call import sharding
 from pallas_attn._functions import block_summary, folding, tracing
 from pallas_attn._functions import program as _program
 from pallas_attn._functions.program import Program
+from pallas_attn._mesh import sharding
 from pallas_attn.context import Context, checked, shards_of
 from pallas_attn.errors import described
 

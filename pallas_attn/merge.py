@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import checks, sharding
+from pallas_attn._call import checks
+from pallas_attn._mesh import sharding
 
 Array = jax.Array
 
@@ -65,7 +66,7 @@ def add_sinks(out: Array, lse: Array, sinks: Array) -> tuple[Array, Array]:
     return out * _by_row(share), with_sink
 
 
-def _shares(lses: list[Array]) -> tuple[list[Array], Array]:
+def _shares(lses: Sequence[Array]) -> tuple[list[Array], Array]:
     """The weights of partial results, by their log-sum-exps, and the log-sum-exp of all."""
     # Not `top == -inf`: XLA's maximum of nothing but NaN is -inf on a CPU.
     empty = jnp.stack([lse == -jnp.inf for lse in lses]).all(axis=0)

@@ -7,18 +7,19 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from pallas_attn._cache.facts import Cache
-from pallas_attn._call import checks, sharding
+from pallas_attn._call import checks
 from pallas_attn._call.problem import owner_of_rows
+from pallas_attn._mesh import sharding
 
 Array = jax.Array
+Cache = Any  # a `KVCache`, whose module imports this one
 Starts = Array | np.ndarray | Sequence[int] | None  # packed rows' starts, as a call has them
 
 LEAST_SAVED = 512  # rows that need not be read again, from which on a shared part pays for itself

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn._cache.attend import attend
+from pallas_attn._cache.bind import LEAST_BOUND
 from pallas_attn._cache.write import rows_into
-from pallas_attn._call import checks, device, sharding
+from pallas_attn._call import checks, device
 from pallas_attn._call.bind import precision, query_heads
-from pallas_attn._call.bind_cache import LEAST_BOUND
 from pallas_attn._call.problem import (
     QUANTIZED,
     AppendInputs,
@@ -24,6 +24,7 @@ from pallas_attn._call.problem import (
     DecodeProblem,
     owner_of_rows,
 )
+from pallas_attn._mesh import sharding
 from pallas_attn.errors import described
 from pallas_attn.masks import CAUSAL, Mask
 from pallas_attn.masks import sliding_window as window_of

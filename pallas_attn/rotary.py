@@ -3,14 +3,11 @@ and of q, by `decode_attention`; rotation of q and k by `flash_attention`.
 """
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn._call import sharding
-from pallas_attn._call.problem import Change
 from pallas_attn.errors import described
 from pallas_attn.masks import known
 
@@ -79,49 +76,3 @@ class RMSNorm:
 
 
 jax.tree_util.register_dataclass(RMSNorm, data_fields=["weight"], meta_fields=["eps"])
-
-
-def changed(
-    x: jax.Array, position: jax.Array, change: Change, arrays: dict[str, jax.Array]
-) -> jax.Array:
-    """Norm and rotate rows x [..., heads, H] at positions [...], in float32 (float64 for float64
-    rows), not rounded. Positions are clipped to the tables, outside of which no cache has rows.
-    """
-    run = functools.partial(_changed, change)
-    return sharding.on_automatic_axes(run, (x, position, arrays), sharding.spec_of(x))
-
-
-def _changed(
-    change: Change, x: jax.Array, position: jax.Array, arrays: dict[str, jax.Array]
-) -> jax.Array:
-    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-    x = x.astype(wide)
-    if change.eps is not None:
-        squares = jnp.sum(x * x, axis=-1, keepdims=True) * (1 / change.dim)
-        weight = arrays["norm_weight"].astype(wide)
-        x = x * jax.lax.rsqrt(squares + change.eps) * weight.reshape((1,) * (x.ndim - 1) + (-1,))
-    if not change.pairs:
-        return x
-    at = jnp.clip(position, 0, arrays["cos"].shape[0] - 1)
-    return rotated_pairs(x, arrays["cos"][at], arrays["sin"][at], change)
-
-
-def rotated_pairs(x: jax.Array, cos: jax.Array, sin: jax.Array, change: Change) -> jax.Array:
-    """Rotate rows x [..., heads, H] by the rows [..., pairs] of the tables, in float32 (float64 for
-    float64 rows), not rounded.
-    """
-    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-    x = x.astype(wide)
-    cos, sin = (table[..., None, :].astype(wide) for table in (cos, sin))
-    end = change.first + 2 * change.pairs
-    part = x[..., change.first : end]
-    if change.interleaved:
-        a, b = part[..., ::2], part[..., 1::2]
-    else:
-        a, b = part[..., : change.pairs], part[..., change.pairs :]
-    both = a * cos - b * sin, b * cos + a * sin
-    if change.interleaved:
-        part = jnp.stack(both, axis=-1).reshape(part.shape)
-    else:
-        part = jnp.concatenate(both, axis=-1)
-    return jnp.concatenate([x[..., : change.first], part, x[..., end:]], axis=-1)

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from pallas_attn._call import checks, sharding
+from pallas_attn._call import checks
 from pallas_attn._call.problem import owner_of_rows
 from pallas_attn._functions.program import Constant, Operand, Operation, Program
+from pallas_attn._mesh import sharding
 from pallas_attn.errors import described
 from pallas_attn.masks import LONGEST, Mask, MaskFunction
 

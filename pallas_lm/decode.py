@@ -20,8 +20,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_attn._call import dispatch
 from pallas_attn.cache import KVCache
+from pallas_attn.devices import chosen
 from pallas_lm import chunked_prefill
 from pallas_lm import mesh as lm_mesh
 from pallas_lm.buckets import bucket, power_of_two
@@ -199,7 +199,7 @@ class Run:
             )
         key = program, self.config, options
         self._ran.add(key)
-        with dispatch.recorded() as names:
+        with chosen() as names:
             yield self.config, options, self._params, self._cache, self._state
         _TRACED[key].update(names)
 

@@ -35,6 +35,7 @@ from pallas_attn.attention import flash_attention
 from pallas_attn.cache import KVCache
 from pallas_attn.context import Context
 from pallas_attn.decode import decode_attention
+from pallas_attn.devices import overlapping
 from pallas_attn.masks import Mask
 from pallas_attn.prefixes import SharedPrefixes
 from pallas_attn.rotary import RMSNorm, Rotary
@@ -468,7 +469,7 @@ def _over_cache(config: Config, params: Params, new: _NewRows, implementation: s
     positions, starts = new.positions, new.starts
     few = lm_rows.streams(positions.size, params["embed"].dtype, implementation)
     stream = few and not (config.gemma or config.latent)
-    launches = lm_rows.overlapping if stream else contextlib.nullcontext
+    launches = overlapping if stream else contextlib.nullcontext
     rotated = _kernel_rotates(config, stream) or config.latent is not None
 
     def norm(weights: Params, name: str) -> RMSNorm | None:

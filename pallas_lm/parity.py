@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_attn
-from pallas_attn._call import dispatch
 from pallas_attn.cache import KVCache
 from pallas_attn.masks import CAUSAL
 
@@ -68,7 +67,7 @@ def rows(implementation: str | None, dtype: str, seed: int) -> Iterator[Row]:
 
 def _row(operation: str, case: str, check: Callable[[How], Figures], how: How) -> Row:
     try:
-        with dispatch.recorded() as chosen:
+        with pallas_attn.chosen() as chosen:
             error, budget = check(how)
     except pallas_attn.UnsupportedError as refused:
         return Row(operation, case, "", None, 0.0, str(refused))

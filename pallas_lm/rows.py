@@ -18,14 +18,14 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_attn._call import device as _device
-from pallas_attn._call import sharding
+from pallas_attn._mesh import sharding
+from pallas_attn.devices import gpu_generation
 from pallas_lm.exchange import Exchange
 
 if TYPE_CHECKING:  # kernels are imported where a program needs them
     from pallas_lm.kernels.linear import Problem
 
 Array = jax.Array
-overlapping = _device.overlapping  # for the kernels around these
 varying_like = sharding.varying_like  # keeps the type of a loop's carry in jax.shard_map
 
 FEW = 64  # rows that kernels serve
@@ -51,7 +51,7 @@ class Angles(NamedTuple):
 
 def streams(rows: int, dtype: DTypeLike, implementation: str | None) -> bool:
     """Whether the kernels serve so many rows of weights of this dtype, on this machine."""
-    here = implementation in (None, "sm90") and _device.gpu_generation() == "sm90"
+    here = implementation in (None, "sm90") and gpu_generation() == "sm90"
     return here and rows <= FEW and jnp.dtype(dtype).name in ("bfloat16", "float16")
 
 

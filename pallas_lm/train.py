@@ -17,8 +17,8 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from pallas_attn._call import dispatch
 from pallas_attn.context import Context
+from pallas_attn.devices import chosen
 from pallas_lm import checkpoint
 from pallas_lm import mesh as lm_mesh
 from pallas_lm.config import Config, Params, random_params
@@ -126,7 +126,7 @@ def train(
     ran: set[str] = set()
     while done < recipe.steps:
         count = min(recipe.every, recipe.steps - done)
-        with dispatch.recorded() as names:
+        with chosen() as names:
             moment, loss = _steps(config, recipe, count, moment, learnt, key)
         ran.update(names)
         done += count

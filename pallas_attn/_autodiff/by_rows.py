@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import batching, reference, sharding
+from pallas_attn._call import batching, reference
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._mesh import sharding
 
 Array = jax.Array
 ROWS = 128  # query rows that the reference computes as one block

@@ -19,9 +19,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.tree_util import PyTreeDef
 
 from pallas_attn._autodiff import by_rows, linear, score_gradients
-from pallas_attn._call import batching, dispatch, sharding
+from pallas_attn._call import batching, dispatch
 from pallas_attn._call.kernel import Chosen
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, probabilities_of_sinks
+from pallas_attn._call.special import Special
+from pallas_attn._mesh import sharding
+
+dual = Special("_autodiff.dual")  # results and tangents in one launch
 
 Array = jax.Array
 Arrays = tuple[Array, ...]
@@ -73,17 +77,18 @@ class Attention:
         names = {number: name for name, number in numbers.named().items()}
         return Derivative(self.call, self.tree, tuple(names[number] for number in moving))
 
-    def dual(self, moving: tuple[int, ...]) -> Callable[[Arrays, Arrays], Arrays] | None:
+    def dual(self, moving: tuple[int, ...]) -> linear.Dual | None:
         names = self.derivative(moving).names
-        dual = self.call.dual(names)
-        if dual is None:
+        both = self.call.dual(names)
+        if both is None:
             return None
 
         def run(arrays: Arrays, along: Arrays) -> Arrays:
             inputs = jax.tree.unflatten(self.tree, arrays)
-            return dual(inputs, dict(zip(names, along, strict=True)))
+            return both(inputs, dict(zip(names, along, strict=True)))
 
-        return run
+        launch: linear.Dual = dual.Launch(self, moving, run)
+        return launch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,8 @@ jax.checkpoint know. A second operation, `_choose`, follows these names: it pass
 of the launch, and where the launch was split it becomes the derivative of the named results.
 """
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jax.interpreters import partial_eval as pe
 
 from pallas_attn._autodiff import linear
 from pallas_attn._autodiff.linear import Jaxpr, Operand, Operands, Parameter, Traced
-from pallas_attn._call import sharding
+from pallas_attn._mesh import sharding
 
 Array = jax.Array
 Tracer = Any  # a tracer of a partial evaluation, or its trace
@@ -31,35 +32,35 @@ _dual, _choose = Primitive("pallas_attn_dual"), Primitive("pallas_attn_choose")
 _dual.multiple_results = _choose.multiple_results = True
 
 
-def bind(
-    function: linear.Function,
-    jaxpr: Jaxpr,
-    moving: tuple[int, ...],
-    arrays: Operands,
-    along: Operands,
-) -> tuple[Any, Any]:
-    """The results of a function and their tangents. `jaxpr`: the function's."""
-    both = _bind_dual(function, jaxpr, moving, arrays, along)
-    results = function.named(tuple(both[: len(both) // 2]))
-    tangents = both[len(both) // 2 :]
-    static = {"function": function, "jaxpr": jaxpr, "moving": moving}
-    return results, _choose.bind(*tangents, *arrays, *results, *along, **static)
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A function and its derivative along some of its arrays, by their numbers: a `linear.Dual`.
+    `run`: computes both, by all arrays and the tangents of some.
+    """
 
+    function: linear.Function
+    moving: tuple[int, ...]
+    run: Callable[[Operands, Operands], Any]
 
-def _bind_dual(
-    function: linear.Function,
-    jaxpr: Jaxpr,
-    moving: tuple[int, ...],
-    arrays: Operands,
-    along: Operands,
-) -> list[Array]:
-    launch, dual = function.dual(moving), None
-    assert launch is not None
-    run = sharding.as_now(launch)
-    if jax.sharding.get_abstract_mesh().manual_axes:  # unknown where it is lowered
-        dual = jax.make_jaxpr(run)(tuple(arrays), tuple(along))
-    static = {"function": function, "jaxpr": jaxpr, "moving": moving}
-    return list(_dual.bind(*arrays, *along, run=run, dual=dual, **static))
+    def mapped(self, function: linear.MappedFunction, dims: linear.Dims) -> "Launch":
+        run = jax.vmap(self.run, (function.dims, dims), axis_size=function.size)
+        return Launch(function, self.moving, run)
+
+    def bind(self, jaxpr: Jaxpr, arrays: Operands, along: Operands) -> tuple[Any, Any]:
+        """The results of the function and their tangents. `jaxpr`: the function's."""
+        both = self.both(jaxpr, arrays, along)
+        results = self.function.named(tuple(both[: len(both) // 2]))
+        tangents = both[len(both) // 2 :]
+        static = {"function": self.function, "jaxpr": jaxpr, "moving": self.moving}
+        return results, _choose.bind(*tangents, *arrays, *results, *along, **static)
+
+    def both(self, jaxpr: Jaxpr, arrays: Operands, along: Operands) -> list[Array]:
+        """The results, without names, and their tangents as the launch has them."""
+        run, dual = sharding.as_now(self.run), None
+        if jax.sharding.get_abstract_mesh().manual_axes:  # unknown where it is lowered
+            dual = jax.make_jaxpr(run)(tuple(arrays), tuple(along))
+        static = {"function": self.function, "jaxpr": jaxpr, "moving": self.moving}
+        return list(_dual.bind(*arrays, *along, run=run, dual=dual, **static))
 
 
 def _run(
@@ -157,7 +158,7 @@ def _batch(
         mapped, at = linear.MappedFunction(function, size, own), 0
         jaxpr = jax.make_jaxpr(mapped.evaluate)(tuple(arrays[:count]))
     if _is_alike(moving, dims, count):
-        both = _bind_dual(mapped, jaxpr, moving, arrays[:count], arrays[count:])
+        both = mapped.dual(moving).both(jaxpr, arrays[:count], arrays[count:])
         return both, [0] * len(both)
     results = linear.bound(mapped, jaxpr, arrays[:count])
     operation = linear.Mapped(function.derivative(moving), size, (*own, at, at), along)

@@ -19,7 +19,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters.partial_eval import JaxprTracer
 
-from pallas_attn._call import sharding
+from pallas_attn._mesh import sharding
 
 Array = jax.Array
 Arrays = tuple[Array, ...]
@@ -55,6 +55,16 @@ class Linear(Protocol):
         """The types of `linear`."""
 
 
+class Dual(Protocol):
+    """A function and its derivative along some arrays, in one launch: `dual.Launch`."""
+
+    def mapped(self, function: "MappedFunction", dims: Dims) -> "Dual":
+        """The same under jax.vmap, which maps these axes of the tangents."""
+
+    def bind(self, jaxpr: Jaxpr, arrays: Operands, along: Operands) -> tuple[Any, Any]:
+        """The results and their tangents. `jaxpr`: the function's."""
+
+
 class Function(Protocol):
     """A function of arrays: a static, hashable value."""
 
@@ -69,10 +79,8 @@ class Function(Protocol):
         and then the results.
         """
 
-    def dual(self, moving: tuple[int, ...]) -> Callable[[Arrays, Arrays], Arrays] | None:
-        """Computes the results and the derivative in one launch, by all arrays and the tangents of
-        some; None where there is no such launch.
-        """
+    def dual(self, moving: tuple[int, ...]) -> Dual | None:
+        """The results and the derivative in one launch, where there is one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,11 +167,9 @@ class MappedFunction:
         dims, of = self.dims, self.of.derivative(moving)
         return Mapped(of, self.size, (*dims, 0, 0), tuple(dims[n] for n in moving))
 
-    def dual(self, moving: tuple[int, ...]) -> Callable[[Arrays, Arrays], Arrays] | None:
-        dims, of = self.dims, self.of.dual(moving)
-        if of is None:
-            return None
-        return jax.vmap(of, (dims, tuple(dims[n] for n in moving)), axis_size=self.size)
+    def dual(self, moving: tuple[int, ...]) -> Dual | None:
+        launch = self.of.dual(moving)
+        return None if launch is None else launch.mapped(self, tuple(self.dims[n] for n in moving))
 
 
 # ---- the primitive of a function -----------------------------------------------------------------
@@ -211,10 +217,8 @@ def _jvp_of_function(
     moving = tuple(n for n, x in enumerate(tangents) if not is_zero(x))
     along = [tangents[n] for n in moving]
     alone = not any([isinstance(x, JaxprTracer) for x in along])  # nobody wants a gradient
-    if moving and alone and function.dual(moving) is not None:
-        from pallas_attn._autodiff import dual
-
-        return dual.bind(function, jaxpr, moving, primals, along)
+    if moving and alone and (launch := function.dual(moving)) is not None:
+        return launch.bind(jaxpr, primals, along)
     results = bound(function, jaxpr, primals)
     if not moving:
         return results, [ad.Zero(jax.typeof(x)) for x in results]

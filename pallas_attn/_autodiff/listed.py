@@ -25,13 +25,15 @@ from jax.tree_util import PyTreeDef
 
 from pallas_attn._autodiff import linear
 from pallas_attn._cache.attend import attend
-from pallas_attn._call import batching, bind, checks, device, dispatch, sharding
+from pallas_attn._call import batching, bind, checks, device, dispatch
+from pallas_attn._call.bind import Call
 from pallas_attn._call.problem import (
     DecodeInputs,
     DecodeProblem,
     ListedResiduals,
     of_nothing,
 )
+from pallas_attn._mesh import sharding
 from pallas_attn.errors import described
 from pallas_attn.masks import FULL, Mask
 from pallas_attn.merge import add_sinks
@@ -62,25 +64,24 @@ class Lists(NamedTuple):
     rows: Array  # int32[R, n], -1 for none
 
 
-def attention(
-    arrays: tuple[Array, Array, Array], indices: checks.Argument, options: dict[str, Any]
-) -> tuple[Array, Array]:
-    """out [B, T, N, Hv] and lse [B, N, T] of q, k, v. `options`: arguments of `flash_attention`."""
+def attention(rows: tuple[Array, Array, Array], call: Call) -> tuple[Array, Array]:
+    """out [B, T, N, Hv] and lse [B, N, T] of q, k, v, whose keys are listed."""
+    dispatch.check_name(call.implementation)
     for name, default in REFUSED.items():
-        if (value := options[name]) is not default:
+        if (value := getattr(call, name)) is not default:
             remedy = "give each sequence a batch row" if "starts" in name else "leave it out"
             raise ValueError(
                 f"{name}: expected {default} beside kv_indices, got {described(value)}; {remedy}"
             )
-    q, k, v = bind.operands(*arrays)
-    _check(q, options)
+    q, k, v = bind.operands(*rows)
+    mask = _checked_mask(q, call)
     batch, q_len, q_heads, dim = q.shape
     kv_len, kv_heads = k.shape[1:3]
     wanted = (
         f"int32[{batch}, heads, {q_len}, n], heads {kv_heads} or 1 (n >= 1 positions a query row, "
         "-1 for none)"
     )
-    indices = checks.integers("kv_indices", indices, wanted, (batch, None, q_len, None))
+    indices = checks.integers("kv_indices", call.kv_indices, wanted, (batch, None, q_len, None))
     if indices.shape[1] not in (1, kv_heads) or not indices.shape[3]:
         raise ValueError(f"kv_indices: expected {wanted}, got int32{list(indices.shape)}")
     if batch * kv_len * kv_heads >= 2**31:
@@ -88,17 +89,17 @@ def attention(
             "k: expected B * S * K below 2**31 beside kv_indices, whose rows are counted in 32 "
             f"bits, got {batch} * {kv_len} * {kv_heads}; split the batch or the kv heads"
         )
-    sinks = checks.sink_logits(options["sinks"], q)
-    scale, softcap = options["scale"], options["softcap"]
+    sinks = checks.sink_logits(call.sinks, q)
+    scale, softcap = call.scale, call.softcap
     facts = Facts(
         dim**-0.5 if scale is None else checks.scale(scale),
         None if softcap is None else checks.softcap(softcap),
-        checks.precision(options["precision"], q.dtype),
-        options["implementation"],
+        checks.precision(call.precision, q.dtype),
+        call.implementation,
     )
-    lengths = checks.lengths("kv_lengths", options["kv_lengths"], batch, kv_len)
-    offset, offsets = checks.offset(options["q_offset"], batch)
-    mask, bounds = options["mask"].static, checks.mask_bounds(options["mask"])
+    lengths = checks.lengths("kv_lengths", call.kv_lengths, batch, kv_len)
+    offset, offsets = checks.offset(call.q_offset, batch)
+    bounds, mask = checks.mask_bounds(mask), mask.static
     optional = {"lengths": lengths, "offsets": offsets, **bounds}
     named = {name: x for name, x in optional.items() if x is not None}
 
@@ -156,24 +157,25 @@ def _attention(facts: Facts, arrays: tuple[Array, Array, Array], rows: Array) ->
     return out, jnp.swapaxes(lse.reshape(batch, q_len, q_heads), 1, 2)
 
 
-def _check(q: Array, options: dict[str, Any]) -> None:
-    """ValueError for masks and dtypes that do not go with lists."""
-    if not isinstance(options["mask"], Mask):
+def _checked_mask(q: Array, call: Call) -> Mask:
+    """The mask; ValueError for masks and dtypes that do not go with lists."""
+    if not isinstance(call.mask, Mask):
         raise ValueError(
             "mask: expected a Mask beside kv_indices, got "
-            f"{type(options['mask']).__name__}; leave hidden positions out of the lists"
+            f"{type(call.mask).__name__}; leave hidden positions out of the lists"
         )
     if q.dtype.itemsize < 2 or not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(
             "q, k, v: expected floating-point numbers of 16 bits or more beside kv_indices, got "
             f"{q.dtype}; cast them"
         )
+    return call.mask
 
 
 # Arguments that lists do not go with, and their defaults.
 REFUSED: dict[str, Any] = dict.fromkeys(
     ("score", "q_lengths", "segment_ids", "q_starts", "kv_starts", "bias", "mask_array", "context")
-    + ("rotary_positions", "q_scale", "k_scale", "v_scale", "out_dtype", "kv_blocks")
+    + ("rotary_positions", "q_scale", "k_scale", "v_scale", "out_dtype", "kv_blocks", "block_size")
 )
 REFUSED |= {"float8": False, "deterministic": False, "rotary": None}
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._autodiff import by_rows
-from pallas_attn._call import sharding
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._functions import reads
 from pallas_attn._functions.program import Program
+from pallas_attn._mesh import sharding
 from pallas_attn.merge import cotangents_of_part
 
 Array = jax.Array

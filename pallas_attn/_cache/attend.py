@@ -37,5 +37,5 @@ def attend_merged(
 
 def implementation_of(problem: DecodeProblem, implementation: str | None) -> str:
     """The implementation that would take the problem; reports on what ran do not show it."""
-    with dispatch.recorded():
+    with dispatch.chosen():
         return dispatch.select(problem, implementation).implementation

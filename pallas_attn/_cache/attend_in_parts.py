@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._cache import attend
+from pallas_attn._cache.bind import LEAST_BOUND
 from pallas_attn._cache.facts import Cache, check_reached, facts_of
-from pallas_attn._call import checks, sharding
-from pallas_attn._call.bind_cache import LEAST_BOUND
+from pallas_attn._call import checks
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem, Into
+from pallas_attn._mesh import sharding
 from pallas_attn.errors import described
 from pallas_attn.masks import AT_RUN_TIME, FULL
 from pallas_attn.merge import add_sinks, merge_attention

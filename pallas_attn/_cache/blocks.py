@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import sharding
+from pallas_attn._mesh import sharding
 from pallas_attn.context import Context, shards_of
 
 Array = jax.Array

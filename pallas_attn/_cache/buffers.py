@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call import checks, device, sharding
+from pallas_attn._call import checks, device
 from pallas_attn._call.byte_rows import BYTE_DTYPE, BYTE_ROW, SCALE_COLUMNS
 from pallas_attn._call.problem import MOST_ROWS, QUANTIZED
+from pallas_attn._mesh import sharding
 from pallas_attn.context import Context, checked, mapped_shards
 
 Array = jax.Array

@@ -52,8 +52,9 @@ def of_live[**P, R](call: Callable[P, R]) -> Callable[P, R]:
         try:
             return call(*args, **kwargs)
         except RuntimeError:
-            for x in (*args, *kwargs.values()):
-                _refuse_donated(getattr(x, "cache", x))  # a `Prefix` has one
+            for given in (*args, *kwargs.values()):
+                for x in given if isinstance(given, tuple) else (given,):  # a record of arguments
+                    _refuse_donated(getattr(x, "cache", x))  # a `Prefix` has one
             raise
 
     return run

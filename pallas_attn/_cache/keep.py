@@ -11,9 +11,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._cache import sharded_rows
+from pallas_attn._cache import bind, sharded_rows
 from pallas_attn._cache.facts import Cache
-from pallas_attn._call import batching, bind_cache, dispatch, reference, sharding
+from pallas_attn._call import batching, dispatch, reference
 from pallas_attn._call.problem import (
     MOST_ROWS,
     OVERFLOWS,
@@ -23,6 +23,7 @@ from pallas_attn._call.problem import (
     KeepProblem,
     Kept,
 )
+from pallas_attn._mesh import sharding
 
 Array = jax.Array
 
@@ -33,7 +34,7 @@ def keep(
     """The method of every cache."""
     if implementation is not None:
         dispatch.check_name(implementation)
-    problem, inputs = bind_cache.keep(cache, counts, path)
+    problem, inputs = bind.keep(cache, counts, path)
     buffers = Caches(*inputs[: len(Caches._fields)])
     if inputs.path is None or not problem.sequences or not cache.num_bytes:
         moved, kept = buffers, reference.rows_kept(inputs, problem)

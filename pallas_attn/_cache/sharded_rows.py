@@ -24,11 +24,15 @@ from pallas_attn._cache import blocks
 from pallas_attn._cache.attend import attend, implementation_of
 from pallas_attn._cache.blocks import Held
 from pallas_attn._cache.write import rows_into
-from pallas_attn._call import batching, device, sharding
+from pallas_attn._call import batching, device
 from pallas_attn._call.problem import AppendInputs, Caches, DecodeInputs, DecodeProblem, KeepInputs
+from pallas_attn._call.special import Special
+from pallas_attn._mesh import sharding
 from pallas_attn.context import Context, shards_of
 from pallas_attn.masks import AT_RUN_TIME, LONGEST, SIDES
 from pallas_attn.merge import add_sinks, merge_attention
+
+merge_over_gpus = Special("kernels.decode.merge_over_gpus")
 
 Array = jax.Array
 Buffers = Array | tuple[Array, ...]  # K, V or scales of a cache: of all sequences, or of each
@@ -170,8 +174,6 @@ def _merged(context: Context, part: tuple[Array, Array], on_hopper: bool) -> tup
     """
     out, lse = part
     if on_hopper and context.overlap and device.reaches_peers(context.axis):
-        from pallas_attn.kernels.decode import merge_over_gpus
-
         sequences, rows, heads, dim = out.shape
         across = context.axis, shards_of(context)
         merge = merge_over_gpus.Problem(sequences, rows, heads, dim, str(out.dtype), *across)

@@ -5,9 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call import batching, bind_cache, dispatch
+from pallas_attn._cache import bind
+from pallas_attn._call import batching, dispatch
+from pallas_attn._call.changed_rows import changed
 from pallas_attn._call.problem import AppendInputs, AppendProblem, Caches, Change
-from pallas_attn.rotary import changed
 
 Array = jax.Array
 
@@ -21,7 +22,7 @@ def rows_into(
     change: Change | None = None,
 ) -> Caches:
     """The caches with the new rows in."""
-    problem = bind_cache.append(inputs, kind, from_end=from_end, change=change)
+    problem = bind.append(inputs, kind, from_end=from_end, change=change)
     chosen = dispatch.select(problem, implementation)
     if 0 in (problem.sequences, problem.new_rows):
         return Caches(inputs.k_cache, inputs.v_cache, inputs.k_scale, inputs.v_scale)

@@ -27,7 +27,7 @@ from pallas_attn._call.problem import (
     QuantizeInputs,
     QuantizeProblem,
 )
-from pallas_attn._call.sharding import Axes, Split, factor_sizes
+from pallas_attn._mesh.sharding import Axes, Split, factor_sizes
 
 CacheProblem = AppendProblem | KeepProblem | DecodeProblem
 CacheInputs = AppendInputs | KeepInputs | DecodeInputs

@@ -21,7 +21,7 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from pallas_attn._call import axes, config, device, sharding
+from pallas_attn._call import axes, config, device
 from pallas_attn._call.axes import CacheProblem
 from pallas_attn._call.kernel import Chosen, Inputs, Problem, Results
 from pallas_attn._call.problem import (
@@ -39,6 +39,7 @@ from pallas_attn._call.problem import (
     QuantizeInputs,
     QuantizeProblem,
 )
+from pallas_attn._mesh import sharding
 from pallas_attn.errors import Limit, UnsupportedError
 
 Array = jax.Array

@@ -12,17 +12,19 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_attn._call import checks, device, sharding
+from pallas_attn._call import checks, device, float8
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, owner_of_rows
+from pallas_attn._mesh import sharding
 from pallas_attn.context import Context, shards_of, window_of
 from pallas_attn.masks import FULL, Mask, MaskFunction, mask_fn
+from pallas_attn.rotary import Rotary
 from pallas_attn.scores import ScoreFunction
 
 Array = jax.Array
 
 
-class AttentionOptions(NamedTuple):
-    """The arguments of `flash_attention` beside q, k, v and starts."""
+class Call(NamedTuple):
+    """The arguments of `flash_attention` beside q, k and v, in its order."""
 
     mask: Mask | MaskFunction = FULL
     score: ScoreFunction | None = None
@@ -31,6 +33,8 @@ class AttentionOptions(NamedTuple):
     q_lengths: Array | None = None
     kv_lengths: Array | None = None
     segment_ids: Array | tuple[Array, Array] | None = None
+    q_starts: Array | None = None
+    kv_starts: Array | None = None
     bias: Array | None = None
     mask_array: Array | None = None
     softcap: float | None = None
@@ -38,10 +42,17 @@ class AttentionOptions(NamedTuple):
     precision: checks.Precision = None
     deterministic: bool = False
     context: Context | None = None  # several devices; lengths are those of all
+    rotary: Rotary | None = None
+    rotary_positions: Array | tuple[Array, Array] | None = None
     q_scale: Array | float | None = None
     k_scale: Array | float | None = None
     v_scale: Array | float | None = None
     out_dtype: DTypeLike | None = None
+    float8: bool = False
+    kv_blocks: Array | None = None
+    block_size: int | tuple[int, int] | None = None
+    kv_indices: Array | None = None
+    implementation: str | None = None
 
 
 _OPTIONAL = (
@@ -51,7 +62,7 @@ _OPTIONAL = (
 
 
 def attention(
-    q: Array, k: Array, v: Array, options: AttentionOptions, q_positions: Array | None = None
+    q: Array, k: Array, v: Array, options: Call, q_positions: Array | None = None
 ) -> tuple[AttentionProblem, AttentionInputs]:
     """The problem and the inputs of a call of `flash_attention`. `q_positions`: the field of
     `AttentionInputs`, for packed rows.
@@ -147,9 +158,7 @@ def precision(value: checks.Precision, q: Array) -> str | None:
     return checks.precision(value, q.dtype)
 
 
-def _optional(
-    inputs: AttentionInputs, options: AttentionOptions
-) -> tuple[AttentionInputs, dict[str, Any]]:
+def _optional(inputs: AttentionInputs, options: Call) -> tuple[AttentionInputs, dict[str, Any]]:
     """The inputs with all that is given beside q, k and v, and the facts of the problem that follow
     from it.
     """
@@ -191,8 +200,6 @@ def _optional(
         inputs, facts["score_program"] = inputs._replace(score_aux=score.aux), score.program
     of_float8 = (options.q_scale, options.k_scale, options.v_scale, options.out_dtype)
     if q.dtype.itemsize == 1 or any([x is not None for x in of_float8]):
-        from pallas_attn._call import float8
-
         inputs, more = float8.bound(inputs, float8.Options(*of_float8))
         facts |= more
     names = AttentionInputs._fields[3:-2]
@@ -278,18 +285,17 @@ def _other_blocks(wanted: str, got: str) -> ValueError:
 
 
 def packed_attention(
-    q: Array, k: Array, v: Array, starts: tuple[Any, Any], options: AttentionOptions
+    q: Array, k: Array, v: Array, options: Call
 ) -> tuple[AttentionProblem, AttentionInputs]:
-    """`attention` of packed rows, as one batch row whose segments are the sequences. `starts`:
-    q_starts and kv_starts.
+    """`attention` of packed rows, as one batch row whose segments are the sequences.
 
     Positions are counted through all keys: a query stands at the position of its sequence's first
     key plus its own within the sequence. Where queries and keys are packed alike that is its row.
     """
-    refuse_beside_starts(options, starts)
+    refuse_beside_starts(options)
     q, k, v = packed_operands(q, k, v)
     q_len, kv_len = q.shape[0], k.shape[0]
-    q_starts, kv_starts = both_starts(*starts, q_len, kv_len)
+    q_starts, kv_starts = both_starts(options.q_starts, options.kv_starts, q_len, kv_len)
     sequences = q_starts.size - 1
     static_offset, offset = checks.offset(options.q_offset, sequences, "one a sequence")
     offset = sharding.whole(offset)
@@ -329,9 +335,9 @@ def packed_operands(q: Array, k: Array, v: Array) -> list[Array]:
     return operands
 
 
-def refuse_beside_starts(options: AttentionOptions, starts: tuple[Any, Any]) -> None:
+def refuse_beside_starts(options: Call) -> None:
     """ValueError for arguments that packed rows do not take."""
-    if starts[0] is None:
+    if options.q_starts is None:
         raise ValueError("q_starts: expected int32[M + 1] with kv_starts, got None")
     if options.context is not None:
         raise ValueError(
@@ -352,7 +358,7 @@ def refuse_beside_starts(options: AttentionOptions, starts: tuple[Any, Any]) -> 
 
 
 def both_starts(
-    q_starts: Array, kv_starts: Array | None, q_len: int, kv_len: int
+    q_starts: checks.Argument, kv_starts: checks.Argument, q_len: int, kv_len: int
 ) -> tuple[Array, Array]:
     """The starts of queries and of keys, checked; the same array where both are packed alike."""
     checked = checks.row_starts("q_starts", q_starts, q_len)

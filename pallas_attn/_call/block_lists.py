@@ -4,7 +4,6 @@ the tiles that it leaves come from its bounds, forward and backward.
 """
 
 import operator
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,42 +11,30 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._call import checks
+from pallas_attn._call.bind import Call
 from pallas_attn.errors import described
 from pallas_attn.masks import Mask, MaskFunction, mask_fn
 
 Array = jax.Array
 
 
-class Sizes(NamedTuple):
-    """Arguments that say which rows and keys are a block."""
-
-    q: checks.Argument
-    k: checks.Argument
-    block_size: checks.Argument
-    q_offset: checks.Argument
-
-
-def shown(
-    mask: Mask | MaskFunction,
-    kv_blocks: checks.Argument,
-    sizes: Sizes,
-    others: dict[str, checks.Argument],
-) -> Mask | MaskFunction:
-    """The mask that shows what `mask` and the lists of `kv_blocks` show. `others`: arguments that
-    it does not go with, by name.
-    """
-    for name, value in others.items():
-        if value is not None:
+def shown(q: checks.Argument, k: checks.Argument, call: Call) -> Mask | MaskFunction:
+    """The mask that shows what the call's `mask` and the lists of `kv_blocks` show."""
+    mask, kv_blocks = call.mask, call.kv_blocks
+    if kv_blocks is None:
+        raise ValueError(f"block_size: expected None without kv_blocks, got {call.block_size!r}")
+    for name in ("q_starts", "kv_starts", "context"):
+        if getattr(call, name) is not None:
             raise ValueError(f"{name}: expected its default beside kv_blocks, got both")
     if not isinstance(mask, MaskFunction):
         checks.mask(mask)
-    q, k = checks.array("q", sizes.q), checks.array("k", sizes.k)
+    q, k = checks.array("q", q), checks.array("k", k)
     if q.ndim != 4 or k.ndim != 4:
         raise ValueError(f"q, k: expected 4 axes beside kv_blocks, got {q.ndim} and {k.ndim}")
     batch, q_len, q_heads, _ = q.shape
     kv_len, kv_heads = k.shape[1:3]
-    q_size, kv_size = _block_size(sizes.block_size)
-    first, traced = checks.offset(sizes.q_offset, batch)
+    q_size, kv_size = _block_size(128 if call.block_size is None else call.block_size)
+    first, traced = checks.offset(call.q_offset, batch)
     if traced is not None:
         raise ValueError(
             "q_offset: expected an int beside kv_blocks, got an array; lists are of rows of q"

@@ -15,9 +15,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from pallas_attn._call import sharding
 from pallas_attn._call.problem import CACHE_DTYPES, Change
 from pallas_attn._functions.program import Program, reads_at
+from pallas_attn._mesh import sharding
 from pallas_attn.errors import described
 from pallas_attn.masks import LONGEST, Mask, in_int32, known, saturated, traced_bound
 from pallas_attn.rotary import RMSNorm, Rotary

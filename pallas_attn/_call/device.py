@@ -67,9 +67,8 @@ def current() -> jax.Device:
 
 
 def gpu_generation() -> str | None:
-    """Like "sm90" for an H100 or H200; None where the current device is not an NVIDIA GPU.
-
-    A generation that is assumed goes first.
+    """Like "sm90" for an H100 or H200: the GPU of a call that is traced now. None where its device
+    is not an NVIDIA GPU. Within `check_for` it is the generation that was asked for.
     """
     if (assumed := _assumed.get()) is not None:
         return assumed[0]

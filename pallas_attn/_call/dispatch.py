@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax import export
 
-from pallas_attn._call import batching, device, gpu_specs, reference, sharding
+from pallas_attn._call import batching, device, gpu_specs, reference, selection
 from pallas_attn._call import config as _config
 from pallas_attn._call.kernel import Inputs, Kernel, Problem, Results, never_slower
 from pallas_attn._call.problem import (
@@ -24,8 +24,11 @@ from pallas_attn._call.problem import (
     AttentionProblem,
     DecodeProblem,
 )
+from pallas_attn._call.special import Special
+from pallas_attn._mesh import sharding
 from pallas_attn.errors import Limit, UnsupportedError, described
-from pallas_attn.kernels.prefill import selection
+
+store = Special("_call.store")
 
 NAMES = ("sm90", "sm80", "reference")
 OLDEST, NEWEST = 80, 999  # GPU generations that kernels serve, or will
@@ -65,8 +68,6 @@ class Candidate:
         if self._unavailable(problem) is not None or self.slower(problem) is not None:
             return False
         if jax.config.jax_compilation_cache_dir:
-            from pallas_attn._call import store
-
             return store.answer(self, problem, self._can)
         return self._can(problem)
 
@@ -117,11 +118,9 @@ class Candidate:
         """The results of the kernel, which is traced with Python's numbers in 32 bits, unless an
         earlier process has lowered it.
         """
-        if jax.config.jax_compilation_cache_dir:
-            from pallas_attn._call import store
-
-            if (kept := store.results(self, inputs, problem)) is not None:
-                return kept
+        keeps = jax.config.jax_compilation_cache_dir
+        if keeps and (kept := store.results(self, inputs, problem)) is not None:
+            return kept
         kernel = self.kernel
         if _config.observer.get() is None:
             config = _config.default(kernel, problem)
@@ -309,8 +308,13 @@ _record: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar(
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[list[str]]:
-    """The implementations that are selected in this block, in order: for reports on what ran."""
+def chosen() -> Iterator[list[str]]:
+    """The implementations that calls traced in this block run, in order: "sm90", "sm80" or
+    "reference". For reports on what ran::
+
+        with pa.chosen() as names:
+            jax.jit(step).trace(params, batch)
+    """
     names: list[str] = []
     token = _record.set(names)
     try:

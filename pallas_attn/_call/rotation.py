@@ -11,10 +11,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from pallas_attn import masks
-from pallas_attn._call import bind, checks, sharding
+from pallas_attn._call import bind, checks
+from pallas_attn._call.changed_rows import rotated_pairs
 from pallas_attn._call.problem import FLOAT8, Change, owner_of_rows
+from pallas_attn._mesh import sharding
 from pallas_attn.context import checked, shards_of
-from pallas_attn.rotary import rotated_pairs
 
 Array = jax.Array
 # Positions of rows: int32[rows] or int32[B, rows]; or an int, the position of the first row of
@@ -22,20 +23,14 @@ Array = jax.Array
 Positions = int | Array
 
 
-def rotated(
-    rows: tuple[Array, Array, Array],
-    rotary: checks.Argument,
-    positions: checks.Argument,
-    options: bind.AttentionOptions,
-    starts: tuple[Any, Any],
-) -> tuple[Array, Array]:
-    """q and k of `rows` (q, k and v) rotated, in their dtypes. `positions`: the argument
-    `rotary_positions`; None: those by which masks count.
-    """
+def rotated(rows: tuple[Array, Array, Array], options: bind.Call) -> tuple[Array, Array]:
+    """q and k of `rows` (q, k and v) rotated, in their dtypes."""
+    rotary, positions = options.rotary, options.rotary_positions
+    starts = options.q_starts, options.kv_starts
     if rotary is None:
         raise ValueError("rotary_positions: expected None without rotary")
     if packed := any(x is not None for x in starts):
-        bind.refuse_beside_starts(options, starts)
+        bind.refuse_beside_starts(options)
     q, k, _ = bind.packed_operands(*rows) if packed else bind.operands(*rows)
     if str(q.dtype) in FLOAT8:
         raise ValueError(
@@ -109,9 +104,7 @@ def _within_sequences(
     return sharding.on_automatic_axes(of_both, (both, first), PartitionSpec())
 
 
-def _by_rows(
-    q: Array, k: Array, options: bind.AttentionOptions
-) -> tuple[Positions, Positions, int]:
+def _by_rows(q: Array, k: Array, options: bind.Call) -> tuple[Positions, Positions, int]:
     """Positions of rows that are not packed, and the number of them that are known to occur."""
     static, offset = _offset(options.q_offset, q.shape[0], "one a batch row")
     context, q_rows, kv_rows, shards = checked(options.context), q.shape[1], k.shape[1], 1
@@ -130,9 +123,7 @@ def _by_rows(
     return at_q, at_k, max(known, kv_rows * shards, 1)
 
 
-def _live(
-    q: Array, k: Array, options: bind.AttentionOptions, starts: tuple[Any, Any]
-) -> list[Array | None]:
+def _live(q: Array, k: Array, options: bind.Call, starts: tuple[Any, Any]) -> list[Array | None]:
     """bool[.., rows] of q and of k: the rows that no length and no starts leave out; None: all."""
     if starts[0] is not None:
         both = bind.both_starts(*starts, q.shape[0], k.shape[0])
@@ -170,7 +161,7 @@ def _before_tables(name: str, got: int) -> ValueError:
 def _least_rows(
     rows: tuple[Array, Array],
     positions: checks.Argument,
-    options: bind.AttentionOptions,
+    options: bind.Call,
     starts: tuple[Any, Any],
 ) -> int:
     """The rows that tables must have for the positions that are known now; ValueError for one below

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 
 from pallas_attn._autodiff import by_rows, derivative, linear, score_gradients
 from pallas_attn._autodiff.derivative import Named, Results, Rows
-from pallas_attn._call import sharding
 from pallas_attn._call.problem import AttentionInputs
 from pallas_attn._context_parallel import gather, launch, layout, ring
 from pallas_attn._context_parallel.layout import Split
+from pallas_attn._mesh import sharding
 
 Array = jax.Array
 

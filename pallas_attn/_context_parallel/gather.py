@@ -10,12 +10,13 @@ import numpy as np
 from jax import lax
 
 from pallas_attn._autodiff.derivative import Rows
-from pallas_attn._call import batching, device, dispatch, sharding
+from pallas_attn._call import batching, device, dispatch
 from pallas_attn._call.problem import AttentionInputs
 from pallas_attn._context_parallel import launch as _launch
 from pallas_attn._context_parallel import layout
 from pallas_attn._context_parallel.launch import Floats, Launch, Offsets, floats_of
 from pallas_attn._context_parallel.layout import Split
+from pallas_attn._mesh import sharding
 from pallas_attn.context import chunk_numbers, chunks_of
 
 Array = jax.Array
@@ -95,7 +96,7 @@ def _fetched(split: Split, inputs: AttentionInputs) -> tuple[Array, Array] | Non
     )
     split = dataclasses.replace(split, problem=problem)
     problem, held = _launch.problem_of(split, "flash_forward", launch)
-    with dispatch.recorded():  # a question: reports show what runs
+    with dispatch.chosen():  # a question: reports show what runs
         kernel = dispatch.kernel_of(dispatch.select(problem, split.implementation))
     if kernel is None or not (kernel.shares_keys(problem) and kernel.fetches(problem)):
         return None
@@ -158,7 +159,7 @@ def _zigzag_of_backward(split: Split, inputs: AttentionInputs) -> int:
             problems.append(_launch.problem_of(split, op, launch)[0])
 
     jax.eval_shape(launches, inputs)  # a question: nothing is gathered for it
-    with dispatch.recorded():
+    with dispatch.chosen():
         for problem in problems:
             kernel = dispatch.kernel_of(dispatch.select(problem, split.implementation))
             if kernel is None or not kernel.reads_zigzag(problem):

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._autodiff.derivative import Rows
-from pallas_attn._call import batching, bind, dispatch, sharding
+from pallas_attn._call import batching, bind, dispatch
 from pallas_attn._call.dispatch import Implementation
 from pallas_attn._call.kernel import Chosen
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, bounds_of
 from pallas_attn._context_parallel import layout
 from pallas_attn._context_parallel.layout import Split
 from pallas_attn._functions import folding
+from pallas_attn._mesh import sharding
 from pallas_attn.context import chunk_numbers
 from pallas_attn.merge import cotangents_of_part
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._autodiff.derivative import Rows
-from pallas_attn._call import sharding
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn._functions import block_summary
 from pallas_attn._functions.program import Program
+from pallas_attn._mesh import sharding
 from pallas_attn.context import (
     Context,
     chunk_numbers,

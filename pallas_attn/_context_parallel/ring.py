@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._autodiff.derivative import Rows
-from pallas_attn._call import sharding
 from pallas_attn._call.problem import AttentionInputs, probabilities_of_sinks
 from pallas_attn._context_parallel import launch as _launch
 from pallas_attn._context_parallel import layout
 from pallas_attn._context_parallel.launch import Floats, Launch, Offsets
 from pallas_attn._context_parallel.layout import Split
+from pallas_attn._mesh import sharding
 from pallas_attn.context import chunk_numbers, chunks_of
 from pallas_attn.merge import add_sinks, merge_attention
 

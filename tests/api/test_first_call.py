@@ -14,7 +14,8 @@ from jax.extend import core
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import pallas_attn as pa
-from pallas_attn._call import device, sharding
+from pallas_attn._call import device
+from pallas_attn._mesh import sharding
 from tests.support.mosaic import lower_for_cuda
 
 FEW, MANY = 2, 5  # layers

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
+from pallas_attn._autodiff.float8 import quantised, rounded
 from pallas_attn._call import device
-from pallas_attn._call.float8 import blocks_of, cuts, quantised, rounded
+from pallas_attn._call.float8 import blocks_of, cuts
 from pallas_attn._call.problem import rows_of_scale
 from tests.support import budget, subjects
 from tests.support.float8_cases import CASES, case_of, draw

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn._call import bind_cache, config
+from pallas_attn._cache import bind
+from pallas_attn._call import config
 from pallas_attn.kernels.decode_mla import sm90
 from tests.support import subjects
 from tests.support.byte_rows import as_bytes, as_floats
@@ -245,8 +246,8 @@ def test_other_scales_are_refused():
     ],
 )
 def test_limits(fields, reason):
-    problem, _ = bind_cache.decode(
-        jnp.zeros((2, 1, 16, 576), jnp.bfloat16), create("stacked"), bind_cache.DecodeOptions()
+    problem, _ = bind.decode(
+        jnp.zeros((2, 1, 16, 576), jnp.bfloat16), create("stacked"), bind.DecodeCall()
     )
     assert sm90.limit(problem) is None
     assert sm90.limit(dataclasses.replace(problem, **fields)).reason.startswith(reason)

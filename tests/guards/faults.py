@@ -367,7 +367,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_DECODE} -k 'test_interpreted and plain'",
     ),
     "forward_stores_by_tma_before_the_commit": Fault(
-        f"{FWD}/sm90.py",
+        f"{FWD}/consumer.py",
         """        plgpu.commit_smem()
         where = tile.batch, pl.ds(rows.row, ROWS), tile.head
         panels.store(staged, rows.wg, refs.out, where, column)
@@ -415,7 +415,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_FWD} -k 'test_keys_of_one_tile_interpreted and softcap'",
     ),
     "forward_releases_keys_before_they_are_multiplied": Fault(
-        f"{FWD}/sm90.py",
+        f"{FWD}/consumer.py",
         """    s = wgmma.matmul((ROWS, keys), q, k, meanwhile, wgmma.score_panels)
     read_later = rows.segments is not None or ctx.plan.score_tiles
     if not read_later:
@@ -478,8 +478,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "portable_float8_copies_values_too_late": Fault(
         f"{FWD}/sm80_float8.py",
-        "    copy_async(_k_copy(ctx, rows, t - 1), pending=0)\n",
-        "    copy_async(_k_copy(ctx, rows, t - 1), pending=1, sync=True)\n",
+        '    copy_async(sm80.kv_copy(ctx, rows, t - 1, "k"), pending=0)\n',
+        '    copy_async(sm80.kv_copy(ctx, rows, t - 1, "k"), pending=1, sync=True)\n',
         "tests/kernels/flash_fwd/test_float8.py -k 'portable_interpreted and plain'",
     ),
     "float8_keeps_a_value_past_the_length": Fault(
@@ -551,7 +551,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_BWD} -k test_a_block_walks_over_a_window",
     ),
     "a_list_of_keys_is_read_past_its_end": Fault(
-        f"{BWD}/sm80_dq.py",
+        f"{BWD}/sm80_scores.py",
         "self.listed.tile_ahead(t)",
         "self.listed.tile(t)",
         "tests/kernels/flash_fwd/test_masks_and_scores.py -k lists_of_one_tile",
@@ -1211,8 +1211,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "sinks_of_lists_leave_out_as_it_is": Fault(
         "pallas_attn/_autodiff/listed.py",
-        "out = some.astype(out.dtype)",
-        "del some",
+        "return some.astype(out.dtype), lse",
+        "return out, lse",
         "tests/api/test_kv_indices.py -k 'test_forward_and_gradients and sinks'",
     ),
     # ---- masks, lengths, pages -------------------------------------------------------------------

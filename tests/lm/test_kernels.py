@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_attn._call import config as _config
 from pallas_attn._call import device as _device
-from pallas_attn._call import dispatch, sharding
+from pallas_attn._call import dispatch
+from pallas_attn._mesh import sharding
 from pallas_attn.kernels.lang import threads
 from pallas_lm import rows as lm_rows
 from pallas_lm.exchange import Exchange

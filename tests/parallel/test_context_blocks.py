@@ -12,9 +12,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
-from pallas_attn._call import batching, dispatch, sharding
+from pallas_attn._call import batching, dispatch
 from pallas_attn._context_parallel import launch
 from pallas_attn._functions import program, tile_bounds
+from pallas_attn._mesh import sharding
 from pallas_attn.kernels.attention import tile_lists
 from tests.parallel import test_context as contexts
 from tests.parallel.test_kernels_batched_and_sharded import REFERENCE

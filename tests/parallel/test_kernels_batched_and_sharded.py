@@ -20,15 +20,16 @@ from jax.sharding import PartitionSpec as P
 import pallas_attn
 from pallas_attn import CAUSAL
 from pallas_attn._cache import write
-from pallas_attn._call import batching, bind, config, device, dispatch, sharding
+from pallas_attn._call import batching, bind, config, device, dispatch
 from pallas_attn._call.problem import AttentionInputs
+from pallas_attn._mesh import sharding
 from tests.support import in_numpy, mosaic
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 REFERENCE = dispatch.TABLES["flash_forward"][-1]
 X, B, T, S, N, K, H, HV = 3, 4, 8, 12, 8, 4, 16, 24
-PLAIN = bind.AttentionOptions(mask=CAUSAL)
+PLAIN = bind.Call(mask=CAUSAL)
 
 
 def through_layer(q, k, v, **options):

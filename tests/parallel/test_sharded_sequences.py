@@ -10,8 +10,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
-from pallas_attn._call import batching, dispatch, sharding
+from pallas_attn._call import batching, dispatch
 from pallas_attn._context_parallel import launch
+from pallas_attn._mesh import sharding
 from tests.parallel.test_kernels_batched_and_sharded import (
     REFERENCE,
     InPlaceOfAKernel,

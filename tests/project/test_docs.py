@@ -18,7 +18,7 @@ import pallas_attn as pa
 import pallas_lm as lm
 from benchmarks import pages
 from pallas_attn._call import dispatch
-from tests.project.test_package import FLOORS, imports_at_top
+from tests.project.test_package import FLOORS, imports
 from tests.support import operations as support
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -346,7 +346,7 @@ def test_eight_files_are_enough_to_follow_the_hopper_forward():
     assert len(listed) <= 8 and listed[0] == "flash_fwd/sm90"
     named = {name for name in re.findall(r"`([\w/]+)\.py`", part)}
     for module in listed:
-        for name in imports_at_top("kernels." + module.replace("/", ".")):
+        for name in imports("kernels." + module.replace("/", "."), special=False):
             folder, _, file = name.removeprefix("kernels.").partition(".")
             if name.startswith("kernels.") and file and folder != "lang":
                 assert f"{folder}/{file}" in named, f"{module} imports {name}"

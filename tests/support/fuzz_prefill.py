@@ -15,7 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_attn as pa
-from pallas_attn._call import bind_cache, dispatch
+from pallas_attn._cache import bind
+from pallas_attn._call import dispatch
 from pallas_attn.kernels.prefill import float8_sm90
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests.support import budget, float8_rows, fuzz, hard_data
@@ -204,8 +205,8 @@ def _takes_8_bits(subject: Subject, arguments: dict[str, Any]) -> bool:
     if subject.implementation == "reference":
         return False
     options = {name: x for name, x in arguments.items() if name not in ("q", "cache")}
-    options = bind_cache.DecodeOptions(**options)
-    problem, _ = bind_cache.decode(arguments["q"], arguments["cache"], options)
+    options = bind.DecodeCall(**options)
+    problem, _ = bind.decode(arguments["q"], arguments["cache"], options)
     chosen = dispatch.select(problem, subject.implementation)
     return getattr(chosen, "module", None) == "prefill.float8_sm90"
 

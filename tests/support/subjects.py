@@ -18,7 +18,8 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn._call import device, dispatch, sharding
+from pallas_attn._call import device, dispatch
+from pallas_attn._mesh import sharding
 from tests.support import in_numpy
 
 

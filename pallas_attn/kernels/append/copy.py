@@ -32,6 +32,7 @@ from jax import lax
 
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AppendInputs, AppendProblem, Caches
+from pallas_attn._call.special import Special
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.append import change as append_change
 from pallas_attn.kernels.append import plan as append_plan
@@ -45,6 +46,8 @@ from pallas_attn.kernels.lang import mosaic, thread_program, threads
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.thread_program import Int, ThreadContext
 from pallas_attn.kernels.lang.types import GmemRef, Index, Operand
+
+byte_rows = Special("kernels.append.byte_rows")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +145,6 @@ def _kernel(refs: AppendRefs, plan: Plan) -> None:
 
     def write() -> None:
         if plan.problem.byte_rows:
-            from pallas_attn.kernels.append import byte_rows
-
             threads.run(byte_rows.write_rows, plan, refs, at)
         elif plan.lanes:
             threads.run(append_quantize.write_rows, plan, refs, at)

@@ -3,10 +3,14 @@
 import jax.experimental.pallas as pl
 from jax import lax
 
-from pallas_attn.kernels.attention.logits import LogitTile
-from pallas_attn.kernels.attention.tiles import KernelContext
+from pallas_attn._call.special import Special
+from pallas_attn.kernels.attention.tiles import KernelContext, LogitTile
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import GmemRef, RegisterTile
+
+clipped = Special("kernels.attention.clipped")
+key_masks = Special("kernels.attention.key_masks")
+score_tiles = Special("kernels.attention.score_tiles")
 
 
 def load_vector(ref: GmemRef, tile: LogitTile, axis: int, shape: tuple[int, int]) -> RegisterTile:
@@ -19,8 +23,6 @@ def shown_keys(ctx: KernelContext, tile: LogitTile, shape: tuple[int, int]) -> R
     """bool: what mask_array shows of a tile of logits."""
     if not ctx.plan.problem.masks_keys:
         return of_array(ctx, "mask_array", tile, shape) != 0
-    from pallas_attn.kernels.attention import key_masks
-
     row = key_masks.row_of(ctx.refs.mask_array, tile.batch, tile.head)
     keys = (tile.key, shape, 1 - tile.q_axis, tile.layout)
     return key_masks.shown(ctx.refs.mask_array, row, *keys)
@@ -31,16 +33,12 @@ def of_array(
 ) -> RegisterTile:
     """The part of bias or mask_array that belongs to a tile of logits."""
     if tile.in_smem and name in tile.in_smem:
-        from pallas_attn.kernels.attention import score_tiles
-
         return score_tiles.read(tile.in_smem[name])
     ref, tiling = getattr(ctx.refs, name), ctx.plan.tiling
     whole = (tiling.padded_rows, tiling.padded_keys)
     whole = whole[::-1] if tile.q_axis else whole
     if all(size in (1, most) for size, most in zip(ref.shape[2:], whole, strict=True)):
         return load_tile(ref, tile, shape)
-    from pallas_attn.kernels.attention import clipped
-
     return clipped.load_tile(ref, tile, shape)
 
 

@@ -6,7 +6,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.attention.logits import LogitTile
+from pallas_attn.kernels.attention.tiles import LogitTile
 from pallas_attn.kernels.lang.gather import gather
 from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile
 

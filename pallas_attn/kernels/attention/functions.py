@@ -18,9 +18,8 @@ from pallas_attn._functions import program as _program
 from pallas_attn._functions import tracing
 from pallas_attn._functions.program import Operation, Program
 from pallas_attn.kernels.attention import softmax
-from pallas_attn.kernels.attention.logits import LogitTile, mask_columns
 from pallas_attn.kernels.attention.tiles import KernelContext as Context
-from pallas_attn.kernels.attention.tiles import QueryRows
+from pallas_attn.kernels.attention.tiles import LogitTile
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.gather import gather
 from pallas_attn.kernels.lang.types import DType, Layout, Ref, RegisterTile
@@ -121,21 +120,6 @@ def seen(ctx: Context, place: Any, shape: tuple[int, int]) -> Any:
     """bool, a tile: what the mask function shows."""
     program, registers = ctx.plan.problem.mask_program, Registers(shape, place.layout)
     return seen_at(ctx, _numbers(program, registers, place), registers)
-
-
-def mask_rows(
-    ctx: Context, rows: QueryRows, tile: LogitTile, s: RegisterTile, bounds: tuple[Any, Any]
-) -> Any:
-    """`logits.mask_rows` where a function hides keys beside each row's `bounds`, (low, high)."""
-    words, mapping = None, rows.mapping
-    if mapping is not None:
-        words = mapping.words(ctx.refs, tile, s.shape[1])
-    s = mask_columns(s, *bounds, words=words or ())
-    if words is None:
-        program = ctx.plan.problem.mask_program
-        shown = seen(ctx, tile if mapping is None else mapping.placed(tile, program), s.shape)
-        s = jnp.where(shown, s, -jnp.inf)
-    return s
 
 
 def seen_at(ctx: Context, numbers: Sequence[Value], registers: Registers) -> Any:

@@ -23,8 +23,8 @@ from jax import lax
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn._functions import program as _program
 from pallas_attn._functions.program import Operation, Program
-from pallas_attn.kernels.attention import functions, logits, softmax
-from pallas_attn.kernels.attention.tiles import KernelContext
+from pallas_attn.kernels.attention import functions, softmax
+from pallas_attn.kernels.attention.tiles import KernelContext, LogitTile
 from pallas_attn.kernels.lang import mosaic, slopes
 from pallas_attn.kernels.lang.types import Ref, RegisterTile
 
@@ -129,7 +129,7 @@ def takes(problem: AttentionProblem) -> bool:
 
 
 def sloped(
-    ctx: KernelContext, tile: logits.LogitTile, s: RegisterTile
+    ctx: KernelContext, tile: LogitTile, s: RegisterTile
 ) -> tuple[RegisterTile, "OffsetSoftmax"]:
     """Scores with the part of the function that depends on the key added, and the softmax that adds
     the rest, an offset a row.

@@ -9,7 +9,7 @@ imported where a problem has them.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas as pl
@@ -22,11 +22,16 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, vector
 
 from pallas_attn._call.problem import AttentionProblem
+from pallas_attn._call.special import Special
 from pallas_attn.kernels.attention import softmax
-from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
+from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, LogitTile, QueryRows
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Index, Layout, RegisterTile
-from pallas_attn.masks import Mask
+
+array_tiles = Special("kernels.attention.array_tiles")
+functions = Special("kernels.attention.functions")
+linear_scores = Special("kernels.attention.linear_scores")
+score_tiles = Special("kernels.attention.score_tiles")
 
 LESS, EQUAL = arith.CmpIPredicate.slt, arith.CmpIPredicate.eq
 
@@ -59,26 +64,6 @@ class LogitRules:
         return cls(unit, adds, natural, ragged, linear)
 
 
-class LogitTile(NamedTuple):
-    """The queries and keys of a tile of logits: queries are its rows and keys its columns (`q_axis`
-    0), or the other way round (1).
-    """
-
-    batch: Index
-    head: Index
-    query: Index  # the first query row
-    key: Index  # the first key
-    q_offset: Index
-    kv_len: Index
-    mask: Mask
-    q_axis: int
-    numbers: Any = None  # 0, 1, .. of the queries, in shared memory: see `score_mod.apply_mask`
-    # The head and the position of each query, where queries are those of several heads.
-    rows: Any = None
-    layout: Any = mosaic.TILE
-    in_smem: Any = None  # parts of bias and mask_array in shared memory, by name: `score_tiles`
-
-
 def tile_of_rows(
     ctx: KernelContext,
     rows: QueryRows,
@@ -94,8 +79,6 @@ def tile_of_rows(
     where = (tile.batch, tile.head, rows.row, key, tile.q_offset, tile.kv_len, tile.mask)
     in_smem = None
     if slot is not None and ctx.plan.score_tiles:
-        from pallas_attn.kernels.attention import score_tiles
-
         in_smem = score_tiles.rows_of(ctx.smem.bias_and_mask, slot, rows.wg)
     return LogitTile(*where, q_axis=0, layout=layout, in_smem=in_smem)
 
@@ -119,8 +102,6 @@ def masked_logits(  # noqa: PLR0913
         if rows.mapping is not None and program is not None:
             tile = rows.mapping.placed(tile, program)
     if ctx.plan.logit_rules.linear:
-        from pallas_attn.kernels.attention import linear_scores
-
         s, online = linear_scores.sloped(ctx, tile, s)
     if ctx.plan.logit_rules.unit is None:
         s, _ = scaled(ctx, tile, s)
@@ -149,8 +130,6 @@ def scaled(
             s = softmax.softcap(s, problem.softcap)
             slope = 1.0 - s * s * (1.0 / problem.softcap**2)
         if problem.score_program is not None:
-            from pallas_attn.kernels.attention import functions
-
             s, by_function = functions.score(ctx, tile, s)
             if slope is None:
                 slope = by_function
@@ -160,8 +139,6 @@ def scaled(
     if "bias" in problem.arrays:
         # The sum comes last: a product there would be fused with the subtraction of the row's max,
         # which is rounded. Where all of a row's bias is -1e10 they differ by 2**9.
-        from pallas_attn.kernels.attention import array_tiles
-
         bias = array_tiles.of_array(ctx, "bias", tile, s.shape)
         s = s + bias.astype(jnp.float32) * unit
     return s, slope
@@ -179,16 +156,12 @@ def mask_rows(
         end = mosaic.filled(s.shape[:1], tile.kv_len - start, jnp.int32)
         high = end if high is None else jnp.minimum(high, end)
     if problem.mask_program is not None:
-        from pallas_attn.kernels.attention import functions
-
-        s = functions.mask_rows(ctx, rows, tile_of_rows(ctx, rows, t), s, (low, high))
+        s = _mask_by_function(ctx, rows, tile_of_rows(ctx, rows, t), s, (low, high))
     else:
         s = mask_columns(s, low, high)
     if rows.segments is not None:
         s = rows.segments.mask(t, slot, s)
     if "mask_array" in problem.arrays:
-        from pallas_attn.kernels.attention import array_tiles
-
         shown = array_tiles.shown_keys(ctx, tile_of_rows(ctx, rows, t, slot=slot), s.shape)
         s = jnp.where(shown, s, -jnp.inf)
     return s
@@ -204,6 +177,25 @@ def _positions(ctx: KernelContext, rows: QueryRows, start: Index) -> RegisterTil
     if rows.mapping is not None:
         return rows.mapping.row_positions(ROWS, first)
     return mosaic.positions((ROWS,), 0, first)
+
+
+def _mask_by_function(
+    ctx: KernelContext,
+    rows: QueryRows,
+    tile: LogitTile,
+    s: RegisterTile,
+    bounds: tuple[RegisterTile | None, RegisterTile | None],
+) -> RegisterTile:
+    """`mask_rows` where a function hides keys beside each row's `bounds`, (low, high)."""
+    words, mapping = None, rows.mapping
+    if mapping is not None:
+        words = mapping.words(ctx.refs, tile, s.shape[1])
+    s = mask_columns(s, *bounds, words=words or ())
+    if words is None:
+        program = ctx.plan.problem.mask_program
+        tile = tile if mapping is None else mapping.placed(tile, program)
+        s = jnp.where(functions.seen(ctx, tile, s.shape), s, -jnp.inf)
+    return s
 
 
 # ---- a mask by a range of columns in each row ---------------------------------------------------
@@ -255,7 +247,7 @@ def mask_columns(
 
     inline: Any = code
     inline.values = values
-    result = mosaic.tile_type(s.shape, jnp.float32, layout=mosaic.TILE)
+    result = plgpu.ShapeDtypeStruct(s.shape, s.dtype, layout=mosaic.TILE)
     call = plgpu.inline_mgpu(arg_types=(mosaic.TILE, *kinds.values()), return_type=result)
     return call(inline)(s, *operands.values())
 

@@ -13,8 +13,8 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.attention import logits
-from pallas_attn.kernels.attention.logits import LogitTile
+from pallas_attn.kernels.attention.logits import mask_columns
+from pallas_attn.kernels.attention.tiles import LogitTile
 from pallas_attn.kernels.lang import booleans, mosaic
 from pallas_attn.kernels.lang.booleans import WORD
 from pallas_attn.kernels.lang.types import GmemRef, Operand, RegisterTile
@@ -72,7 +72,7 @@ def hide(ref: GmemRef, tile: LogitTile, s: RegisterTile) -> RegisterTile:
         within = mosaic.filled((keys,), lax.rem(tile.query, jnp.int32(WORD)), jnp.int32)
         words = [lax.shift_right_logical(words[0], within)]
     if tile.layout == mosaic.TILE:
-        return logits.mask_columns(s, None, None, words=tuple(words))
+        return mask_columns(s, None, None, words=tuple(words))
     column = mosaic.positions(s.shape, 1, 0, tile.layout)
     word = mosaic.broadcast_rows(words[0], s.shape)
     for n, other in enumerate(words[1:], 1):

@@ -8,11 +8,18 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn._call.special import Special
 from pallas_attn.kernels.attention import logits as row_logits
 from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.attention.array_tiles import load_vector, shown_keys
-from pallas_attn.kernels.attention.logits import LogitTile, tile_of_rows
-from pallas_attn.kernels.attention.tiles import ForwardRefs, KernelContext, QueryRows, WorkTile
+from pallas_attn.kernels.attention.logits import tile_of_rows
+from pallas_attn.kernels.attention.tiles import (
+    ForwardRefs,
+    KernelContext,
+    LogitTile,
+    QueryRows,
+    WorkTile,
+)
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import (
     Index,
@@ -20,6 +27,9 @@ from pallas_attn.kernels.lang.types import (
     Predicate,
     RegisterTile,
 )
+
+functions = Special("kernels.attention.functions")
+mask_bits = Special("kernels.attention.mask_bits")
 
 # Names that other folders still use.
 Place, Refs, Rows, Tile = LogitTile, ForwardRefs, QueryRows, WorkTile
@@ -78,13 +88,9 @@ def apply_mask(ctx: KernelContext, tile: LogitTile, s: RegisterTile) -> Register
         shown = shown_keys(ctx, tile, s.shape)
         seen = shown if seen is True else seen & shown
     if plan.problem.mask_program is not None:
-        from pallas_attn.kernels.attention import functions
-
         shown = functions.seen(ctx, tile, s.shape)
         seen = shown if seen is True else seen & shown
     if bits is not None:
-        from pallas_attn.kernels.attention import mask_bits
-
         s = mask_bits.hide(bits, tile, s)
     return s if seen is True else jnp.where(seen, s, -jnp.inf)
 

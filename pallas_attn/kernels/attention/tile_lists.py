@@ -376,16 +376,6 @@ class Listed(NamedTuple):
         return self.tile(jnp.minimum(j, self.ref.shape[3] - 1 - first(self.row_blocks)))
 
 
-class LoadedTile(NamedTuple):
-    """A `Listed` of which one tile is asked for, which was read before."""
-
-    number: Index
-
-    def tile(self, j: Index) -> Index:
-        del j
-        return self.number
-
-
 class Run(NamedTuple):
     """A `Listed` whose tiles follow each other, so that none is read."""
 

@@ -20,6 +20,7 @@ from pallas_attn._call.problem import AttentionProblem, bounds_of
 from pallas_attn._functions.program import Program
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import tma_operands
+from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import GmemRef, Index
 from pallas_attn.masks import FULL, Mask
 
@@ -117,6 +118,36 @@ class WorkTile(NamedTuple):
     mask: Mask
 
 
+class LogitTile(NamedTuple):
+    """The queries and keys of a tile of logits: queries are its rows and keys its columns (`q_axis`
+    0), or the other way round (1).
+    """
+
+    batch: Index
+    head: Index
+    query: Index  # the first query row
+    key: Index  # the first key
+    q_offset: Index
+    kv_len: Index
+    mask: Mask
+    q_axis: int
+    numbers: Any = None  # 0, 1, .. of the queries, in shared memory: see `score_mod.apply_mask`
+    # The head and the position of each query, where queries are those of several heads.
+    rows: Any = None
+    layout: Any = mosaic.TILE
+    in_smem: Any = None  # parts of bias and mask_array in shared memory, by name: `score_tiles`
+
+
+class LoadedTile(NamedTuple):
+    """A `tile_lists.Listed` of which one tile is asked for, which was read before."""
+
+    number: Index
+
+    def tile(self, j: Index) -> Index:
+        del j
+        return self.number
+
+
 class QueryRows(NamedTuple):
     """Rows of a work tile that share a span, those of a warpgroup as a rule."""
 
@@ -132,9 +163,7 @@ class QueryRows(NamedTuple):
 
     def with_loaded_tile(self, tile: Index) -> "QueryRows":
         """The same rows where the list's entry for the kv tile at hand was read before."""
-        from pallas_attn.kernels.attention import tile_lists
-
-        return self._replace(listed=tile_lists.LoadedTile(tile))
+        return self._replace(listed=LoadedTile(tile))
 
     def kv_tile(self, t: Index) -> Index:
         """The kv tile that is number t of the span."""
@@ -215,11 +244,7 @@ def known_offsets(problem: AttentionProblem) -> set[int]:
 
 @functools.lru_cache(maxsize=256)
 def sections_of(problem: AttentionProblem, tiling: QueryTiling) -> frozenset[str]:
-    """The `SECTIONS` that occur among the spans of all rows."""
-    if problem.mask_program is not None:
-        from pallas_attn.kernels.attention import tile_lists
-
-        return tile_lists.sections_of(problem, tiling)
+    """The `SECTIONS` that occur among the spans of all rows, where no kv tiles are listed."""
     offsets = known_offsets(problem)
     if not offsets:
         return SECTIONS

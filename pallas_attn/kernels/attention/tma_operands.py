@@ -11,10 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_attn._call.problem import FLOAT8, AttentionInputs, AttentionProblem
+from pallas_attn._call.special import Special
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import Operand
 from pallas_attn.kernels.mma.wgmma import Kind
+
+booleans = Special("kernels.lang.booleans")
+wgmma_float32 = Special("kernels.mma.wgmma_float32")
 
 # Arrays that kernels read in whole tiles of queries and keys.
 IN_WHOLE_TILES = {"bias", "mask_array", "q_segment_ids", "kv_segment_ids", "q_positions"}
@@ -124,9 +128,8 @@ def formats_of(problem: AttentionProblem, block_kv: int) -> tuple[OperandFormat,
             for dim, width in zip(dims, widths, strict=True)
         )
         return qk, v
-    from pallas_attn.kernels.mma import wgmma_float32
-
-    scores, values = wgmma_float32.score_kind(problem), wgmma_float32.value_kind(problem)
+    scores: Kind = wgmma_float32.score_kind(problem)
+    values: Kind = wgmma_float32.value_kind(problem)
     k_row, v_row = widths[0] * scores.itemsize, widths[1] * values.itemsize
     p_row = block_kv * values.itemsize  # matmuls take probabilities by whole swizzles, too
     return (
@@ -157,8 +160,6 @@ def stored(x: jax.Array, form: OperandFormat, power: jax.Array | None = None) ->
     """
     if x.dtype != jnp.float32:
         return x if form.panels else for_tma(x)
-    from pallas_attn.kernels.mma import wgmma_float32
-
     split = wgmma_float32.split(x, power, form.kind, form.width)
     return padded(split, {1: rows_in_tma(x.shape[1])})
 
@@ -212,8 +213,6 @@ def bias_and_mask(
 def _in_int8(mask: jax.Array, only_read: bool) -> jax.Array:
     if not only_read:
         return mask.astype(jnp.int8)
-    from pallas_attn.kernels.lang import booleans
-
     return booleans.as_bytes(mask)
 
 

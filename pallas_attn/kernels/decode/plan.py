@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn._call.launches import FEW_ROWS
 from pallas_attn._call.problem import DecodeProblem
 from pallas_attn.kernels.attention import cache_layout, softmax
 from pallas_attn.kernels.attention.cache_layout import Layout
-from pallas_attn.kernels.decode.launches import FEW_ROWS
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Index, KernelConfig
 from pallas_attn.kernels.mma import dequant, mma_rowmajor, mma_tf32

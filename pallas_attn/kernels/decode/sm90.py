@@ -28,7 +28,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import gpu_specs
+from pallas_attn._call import gpu_specs, launches
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
@@ -36,7 +36,6 @@ from pallas_attn.kernels.attention import separate_caches, tma_operands
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import (
     combine_splits,
-    launches,
     limits,
     mainloop,
     memory,

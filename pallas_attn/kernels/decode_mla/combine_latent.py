@@ -72,7 +72,7 @@ def store(ref: GmemRef, index: Index, tile: RegisterTile) -> None:
     def twin(tile, ref, index):
         ref[int(index)] = tile.reshape(_pieces(tile.shape)).transpose(_ORDER).ravel()
 
-    types = (mosaic.TILE, mma_rowmajor.REF, mma_rowmajor.SCALAR)
+    types = (mosaic.TILE, mosaic.REF, mosaic.SCALAR)
     mosaic.inline(code, twin, (tile, ref, index), types, None)
 
 
@@ -96,7 +96,7 @@ def load(ref: GmemRef, index: Index, shape: tuple[int, int]) -> RegisterTile:
         return ordered.transpose(np.argsort(_ORDER)).reshape(shape)
 
     result = mma_rowmajor.tile_of(shape, jnp.float32)
-    types = (mma_rowmajor.REF, mma_rowmajor.SCALAR)
+    types = (mosaic.REF, mosaic.SCALAR)
     return mosaic.inline(code, twin, (ref, index), types, result)
 
 
@@ -134,7 +134,7 @@ def load_rows(ref: GmemRef, index: Index, layout: Layout) -> RegisterTile:
         return ref[int(index)].copy()
 
     result = mosaic.tile_type((count,), jnp.float32, layout=layout)
-    types = (mma_rowmajor.REF, mma_rowmajor.SCALAR)
+    types = (mosaic.REF, mosaic.SCALAR)
     return mosaic.inline(code, twin, (ref, index), types, result)
 
 

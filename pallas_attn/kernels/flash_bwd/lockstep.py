@@ -12,7 +12,7 @@ Forward and backward of two batch rows of 8192, 32:8 heads of 128 (Llama 3), cau
 TFLOP/s, 600 without.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
@@ -21,9 +21,8 @@ from jax import lax
 from pallas_attn.kernels.attention.tiles import Span
 from pallas_attn.kernels.lang.types import Index, Predicate
 
-if TYPE_CHECKING:
-    from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
-    from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
+KeyTiling = Any  # `key_tiles.KeyTiling`, which uses this file
+WorkOrder = Any  # `work_order.WorkOrder`, too
 
 
 class DownOrUp(NamedTuple):

@@ -20,7 +20,7 @@ from pallas_attn.kernels.flash_bwd import key_tiles
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, QueryStep
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, RowStatistics
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
-from pallas_attn.kernels.flash_bwd.sm80_dq import ScoreRows, ds_of, probabilities
+from pallas_attn.kernels.flash_bwd.sm80_scores import ScoreRows, ds_of, probabilities
 from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Index, RegisterTile

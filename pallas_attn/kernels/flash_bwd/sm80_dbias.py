@@ -15,11 +15,12 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._functions.reads import Read
 from pallas_attn.kernels.attention.sm80_common import copy_async, fits
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import aux_sums, dbias, operands, sm80_dq, sm90_dq
+from pallas_attn.kernels.flash_bwd import aux_sums, dbias, operands, sm80_dq, sm80_scores, sm90_dq
 from pallas_attn.kernels.flash_bwd.aux_sums import Part, Rest
 from pallas_attn.kernels.flash_bwd.dbias import BiasStep, BiasWalk
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
-from pallas_attn.kernels.flash_bwd.sm80_dq import DqSmem, ScoreRows
+from pallas_attn.kernels.flash_bwd.sm80_dq import DqSmem
+from pallas_attn.kernels.flash_bwd.sm80_scores import ScoreRows
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic
@@ -56,20 +57,20 @@ def _ds(ctx: KernelContext, read: Read | None, step: BiasStep) -> RegisterTile:
         stream = sm80_columns.stream_of(ctx, rows, False)
         stream.begin(step.key, sync=True)
         chunks = stream.step(none, step.key, None)
-        stats = sm80_dq.load_statistics(ctx, rows)
+        stats = sm80_scores.load_statistics(ctx, rows)
         s, product = chunks.scores(), chunks.scores
     else:
         keys = sm80_dq.copies_of_keys(ctx, rows, step.key, none)
         copy_async(*sm80_dq.copies_of_rows(ctx, rows), *keys, pending=None, sync=True)
         copy_async(pending=0)
-        stats = sm80_dq.load_statistics(ctx, rows)
+        stats = sm80_scores.load_statistics(ctx, rows)
         s = sm80_dq.product(ctx, "q", "k", none)
         product = functools.partial(sm80_dq.product, ctx, "do", "v", none)
-    p, _ = sm80_dq.probabilities(ctx, rows, step.key, s, stats.lse, True)
+    p, _ = sm80_scores.probabilities(ctx, rows, step.key, s, stats.lse, True)
     by = 1.0
     if read is not None:
-        by = aux_sums.weight(ctx, sm80_dq.logit_tile(rows, step.key), read, s, p > 0)
-    return aux_sums.times(sm80_dq.ds_of(p, product(), stats.delta), by)
+        by = aux_sums.weight(ctx, sm80_scores.logit_tile(rows, step.key), read, s, p > 0)
+    return aux_sums.times(sm80_scores.ds_of(p, product(), stats.delta), by)
 
 
 def _plan_of(problem: AttentionProblem, config: KernelConfig) -> QueryPlan:

@@ -9,7 +9,7 @@ is room for them. Nothing is added up in global memory: the same bits each time.
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -18,14 +18,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels.attention import score_mod, sm80_column_stream, wide_heads
-from pallas_attn.kernels.attention.logits import LogitTile
+from pallas_attn.kernels.attention import sm80_column_stream, wide_heads
 from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, copy_async
 from pallas_attn.kernels.attention.tiles import KernelContext, Span
 from pallas_attn.kernels.flash_bwd import operands, sm90_dq
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, RowStatistics
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
-from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
+from pallas_attn.kernels.flash_bwd.sm80_scores import (
+    ScoreRows,
+    ds_of,
+    load_statistics,
+    probabilities,
+)
 from pallas_attn.kernels.flash_fwd import key_mask_ranges, tile_scheduler
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.flash_fwd.listed import list_of
@@ -36,13 +40,11 @@ from pallas_attn.kernels.lang.types import (
     Index,
     KernelConfig,
     Operand,
-    Predicate,
     RegisterTile,
     SmemRef,
 )
 from pallas_attn.kernels.mma import epilogue, global_accumulate, mma_2x2, mma_sync
 from pallas_attn.kernels.mma.mma_2x2 import WarpGrid
-from pallas_attn.masks import Mask
 
 
 class DqSmem(NamedTuple):
@@ -68,57 +70,6 @@ def scratch(plan: QueryPlan) -> DqSmem | sm80_column_stream.ChunkSmem:
 
 
 # ---- tiles of scores with queries as rows -------------------------------------------------------
-
-
-class ScoreRows(NamedTuple):
-    """The query rows of a tile of scores."""
-
-    batch: Index
-    head: Index
-    row: Index
-    q_offset: Index
-    q_len: Index  # rows from here on are not there
-    kv_len: Index
-    mask: Mask
-    listed: Any = None  # functions.Listed, where kv tiles are numbers in a list
-
-    def key(self, t: Index, block: int) -> Index:
-        """The first key of kv tile number t of a span; for the t after the last, any key."""
-        return (t if self.listed is None else self.listed.tile_ahead(t)) * block
-
-
-def load_statistics(ctx: KernelContext, rows: ScoreRows) -> RowStatistics:
-    where = pl.ds(rows.row, ctx.plan.tiling.tile_rows)
-    lse, delta = (
-        mosaic.load(ref.at[rows.batch, rows.head, where], mosaic.ROW)
-        for ref in (ctx.refs.lse, ctx.refs.delta)
-    )
-    return RowStatistics(lse, delta)
-
-
-def probabilities(
-    ctx: KernelContext,
-    rows: ScoreRows,
-    key: Index,
-    s: RegisterTile,
-    lse: RegisterTile,
-    masked: Predicate,
-) -> tuple[RegisterTile, RegisterTile | None]:
-    """(P of a tile whose first key is `key`; the derivative of softcap, or None)."""
-    return score_mod.probabilities(ctx, logit_tile(rows, key), s, lse, masked)
-
-
-def logit_tile(rows: ScoreRows, key: Index) -> LogitTile:
-    """The tile of logits whose first key is `key`."""
-    where = (rows.batch, rows.head, rows.row, key, rows.q_offset, rows.kv_len, rows.mask)
-    return LogitTile(*where, q_axis=0)
-
-
-def ds_of(
-    p: RegisterTile, dp: RegisterTile, delta: RegisterTile, slope: RegisterTile | None = None
-) -> RegisterTile:
-    """`d_scores` of query rows that are the rows of a tile."""
-    return d_scores(p, dp, mosaic.broadcast_rows(delta, p.shape), slope)
 
 
 def copies_of_rows(ctx: KernelContext, rows: ScoreRows) -> list[Copy]:

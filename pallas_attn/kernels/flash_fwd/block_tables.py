@@ -13,15 +13,14 @@ forward 0.91 ms, with backward 4.6 (`results/listed/`). Tiles of 128 rows and 12
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn._functions import tile_bounds
 from pallas_attn._functions.program import Constant, Program
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS, QueryTiling, WorkTile
-from pallas_attn.kernels.flash_fwd import sm90
-from pallas_attn.kernels.flash_fwd.sm90 import Config
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang.types import Index
 
 # Query rows that have a list of their own, and keys of a tile: the first that fit the blocks.
@@ -53,7 +52,7 @@ def heads_of_tile(problem: AttentionProblem, most: int) -> int:
     return next(fitting, 1)
 
 
-def heads_of_list(plan: QueryPlan) -> int:
+def heads_of_list(plan: Any) -> int:
     """Query heads that follow each other and share a list of kv tiles."""
     return max(_group_of_list(plan.problem), plan.order.together)
 
@@ -80,25 +79,19 @@ def _shares_lists(program: Program, heads: int) -> bool:
     return program.result != head
 
 
-def config_of(problem: AttentionProblem, l2_heads: int) -> Config:
-    """The Config of the forward for head dims up to 128."""
+def config_of(problem: AttentionProblem, made: Callable[..., Any]) -> Any:
+    """The Config of the forward for head dims up to 128. `made`: makes one."""
     wide = max(problem.head_dim, problem.v_head_dim) > 64
     rows, keys = tile_sizes(problem)
     if rows > ROWS:
-        return Config(2, block_kv=128, stages=2 if wide else 4, l2_heads=l2_heads)
+        return made(2, block_kv=128, stages=2 if wide else 4)
     heads = heads_of_tile(problem, 3 if wide and keys == 64 else 2 if wide else 4)
     stages = {64: {1: 6, 2: 4, 3: 3, 4: 6}, 128: {1: 3, 2: 2, 3: 2, 4: 2}}[keys][heads]
-    return Config(heads, keys, stages, l2_heads=l2_heads, heads_together=heads > 1)
+    return made(heads, keys, stages, heads_together=heads > 1)
 
 
-def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
-    """`sm90.plan_of` for consumers of heads of a group."""
-    plan = sm90.plan_of(problem, dataclasses.replace(config, heads_together=False))
-    return with_heads(dataclasses.replace(plan, config=config))
-
-
-def with_heads(plan: QueryPlan) -> QueryPlan:
-    """A plan whose work tiles have rows of as many heads as it has consumers."""
+def with_heads(plan: Any) -> Any:
+    """A `QueryPlan` whose work tiles have rows of as many heads as it has consumers."""
     problem, order, n = plan.problem, plan.order, plan.config.warpgroups
     if n == 1:
         return plan
@@ -120,7 +113,7 @@ def with_heads(plan: QueryPlan) -> QueryPlan:
     return dataclasses.replace(plan, tiling=tiling, order=order)
 
 
-def own_rows(plan: QueryPlan, tile: WorkTile, wg: Index) -> tuple[WorkTile, Index]:
+def own_rows(plan: Any, tile: WorkTile, wg: Index) -> tuple[WorkTile, Index]:
     """The work tile of a consumer's head, and the first of its rows."""
     if plan.order.together == 1:
         return tile, tile.row + wg * ROWS

@@ -13,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn.kernels.flash_fwd import tile_scheduler
-from pallas_attn.kernels.flash_fwd.tile_scheduler import Offsets, QueryPlan
 from pallas_attn.kernels.lang.types import Operand
 
 MOST_UNEVEN = 1.001  # time of the last block to end, over the mean
@@ -22,7 +20,7 @@ EXCHANGED = 24  # the last work tiles of a block, of which one may change places
 
 
 def nearest(
-    make: Callable[[Any, Offsets], np.ndarray], plan: QueryPlan, q_offset: Operand
+    make: Callable[[Any, tuple[int, ...]], np.ndarray], plan: Any, q_offset: Operand
 ) -> jax.Array:
     """The table, among those of all GPUs, for the offsets nearest to `q_offset`: see
     `tile_scheduler.table`.
@@ -33,26 +31,6 @@ def nearest(
     padded = np.stack([np.pad(x, ((0, 0), (0, width - x.shape[1]))) for x in tables])
     away = jnp.abs(jnp.asarray(known, jnp.int32) - q_offset[None, : len(known[0])]).sum(axis=1)
     return lax.dynamic_index_in_dim(jnp.asarray(padded), away.argmin(), keepdims=False)
-
-
-def assign(
-    plan: QueryPlan, codes: list[np.ndarray], costs: list[np.ndarray], kinds: int, offsets: Offsets
-) -> np.ndarray:
-    """`tile_scheduler.assign` of L2 groups of work tiles. Where batch rows are of several kinds, by
-    their offsets, the last work tiles are not the cheap ones, and blocks exchange some at the end.
-    Blocks that fetch keys of other GPUs before are busy so long.
-    """
-    busy: list[float] = []
-    if plan.problem.fetches > 1:
-        from pallas_attn.kernels.flash_fwd import fetch
-
-        known = plan.problem.offsets
-        busy = fetch.busy_before(plan, known.index(offsets) if offsets in known else 0)
-    tiles, tile_costs = join_groups(codes, costs, kinds)
-    numbers, ends = tile_scheduler.assigned(tile_costs, plan.order.grid, busy)
-    if kinds > 1:
-        _rebalance(numbers, tile_costs, ends)
-    return tile_scheduler.table_of([tiles[block].tolist() for block in numbers])
 
 
 def join_groups(
@@ -70,7 +48,7 @@ def join_groups(
     return np.concatenate(codes), np.concatenate(costs)
 
 
-def _rebalance(assigned: list[list[int]], costs: np.ndarray, ends: dict[int, float]) -> None:
+def rebalance(assigned: list[list[int]], costs: np.ndarray, ends: dict[int, float]) -> None:
     """The block that ends last gives one of its last work tiles to another, for a cheaper one or
     for nothing, until all end at nearly the same time. Blocks take theirs in the same order.
     """

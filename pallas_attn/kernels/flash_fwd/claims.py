@@ -39,7 +39,13 @@ from jax import lax
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention.tiles import KernelContext, QueryTiling, sections_of
 from pallas_attn.kernels.flash_fwd import tile_scheduler
-from pallas_attn.kernels.flash_fwd.tile_scheduler import Offsets, QueryPlan, Start, Turn
+from pallas_attn.kernels.flash_fwd.tile_scheduler import (
+    Offsets,
+    QueryPlan,
+    Start,
+    Turn,
+    never_empty_by_segments,
+)
 from pallas_attn.kernels.lang import thread_program, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import Barrier, Carry, GmemRef, Index, Predicate, SmemRef
@@ -75,11 +81,9 @@ def counter(first: int = 0) -> Any:
 
 def is_possible(problem: AttentionProblem, tiling: QueryTiling) -> bool:
     """Whether each work tile is known to take a kv tile."""
-    from pallas_attn.kernels.flash_fwd import documents
-
     if problem.mask_program is not None:
         return False
-    return documents.never_empty(problem) or "empty" not in sections_of(problem, tiling)
+    return never_empty_by_segments(problem) or "empty" not in sections_of(problem, tiling)
 
 
 # ---- the order ----------------------------------------------------------------------------------
@@ -156,6 +160,15 @@ def _claim_by_thread(ctx: ThreadContext) -> None:
 # ---- the walk over a block's work tiles ----------------------------------------------------------
 
 
+def claim_among_entries(ctx: KernelContext, turn: Turn, entry: Index, claimed: Index) -> Index:
+    """Claims the next work tile when two entries of this one are on their way, unless it is known
+    before.
+    """
+    if turn.claim_index is None:
+        return claimed
+    return lax.cond(entry == 1, lambda: claim(ctx, turn.claim_index), lambda: claimed)
+
+
 @dataclasses.dataclass(frozen=True)
 class Claiming:
     """`tile_scheduler.StaticList` of a producer that claims: before a work tile's entries
@@ -164,6 +177,8 @@ class Claiming:
     """
 
     early: bool
+    schedule = staticmethod(schedule)
+    claim_among_entries = staticmethod(claim_among_entries)
 
     def start(self, ctx: KernelContext, block: Index) -> Start:
         return Start(-1, (first_code(ctx, block),))
@@ -190,15 +205,6 @@ class Claiming:
             return index + 1, following, carry
 
         lax.while_loop(_has_code, one_tile, (jnp.int32(0), start.codes[0], carry))
-
-
-def claim_among_entries(ctx: KernelContext, turn: Turn, entry: Index, claimed: Index) -> Index:
-    """Claims the next work tile when two entries of this one are on their way, unless it is known
-    before.
-    """
-    if turn.claim_index is None:
-        return claimed
-    return lax.cond(entry == 1, lambda: claim(ctx, turn.claim_index), lambda: claimed)
 
 
 class Claimed:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.attention import segment_spans
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
@@ -33,36 +33,14 @@ from pallas_attn.kernels.attention.tiles import (
     WorkTile,
 )
 from pallas_attn.kernels.flash_fwd import tile_scheduler
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
+from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan, never_empty_by_segments
 from pallas_attn.kernels.lang.types import Index, Operand, SmemRef
 
 RECORD = 32  # int32 a work tile; TMA writes to whole 128 bytes
 LEAST_IDS = 32  # ids of a kv tile in shared memory: TMA writes to whole 128 bytes
 
 
-def never_empty(problem: AttentionProblem) -> bool:
-    """Whether rows without a key take one kv tile all the same, which is masked whole: a branch
-    around the mainloop would cost every work tile a hundred moves of registers, and claims
-    (`claims`) ask for a kv tile.
-    """
-    others = set(problem.arrays) - {"q_offset", "device"}
-    return others == {"q_segment_ids", "kv_segment_ids"}
-
-
 # ---- operands -----------------------------------------------------------------------------------
-
-
-def operands(
-    plan: QueryPlan, inputs: AttentionInputs, fields: dict[str, Operand]
-) -> dict[str, Operand]:
-    """The records and the schedule of ranked work tiles."""
-    from pallas_attn.kernels.flash_fwd import segments
-
-    if segments.fits(plan):
-        made = segments.prepare(plan, inputs.q_segment_ids, inputs.kv_segment_ids)
-    else:
-        made = by_xla(plan, inputs, fields)
-    return dict(zip(("segment_spans", "schedule"), made, strict=True))
 
 
 def by_xla(
@@ -120,6 +98,22 @@ class Smem(NamedTuple):
     kv_ids: SmemRef  # int32[stages, ..]
     spans: SmemRef  # int32[q tiles, RECORD]
 
+    def load_rows(self, ctx: KernelContext, tile: WorkTile, row: Index, slot: Index) -> None:
+        """The ids of a consumer's rows, and the record of their work tile; they arrive with q."""
+        refs, ready = ctx.refs, ctx.smem.q_ready.at[slot]
+        ids = refs.q_segment_ids.at[tile.batch, pl.ds(row, ROWS)]
+        plgpu.copy_gmem_to_smem(ids, self.q_ids.at[slot], ready)
+        number = lax.div(tile.row, jnp.int32(ctx.plan.tiling.tile_rows))
+        record = refs.segment_spans.at[tile.batch, number]
+        plgpu.copy_gmem_to_smem(record, self.spans.at[slot], ready)
+
+    def load_keys(self, ctx: KernelContext, tile: WorkTile, t: Index, slot: Index) -> None:
+        """The ids of kv tile t; they arrive with its K."""
+        to = self.kv_ids.at[slot]
+        first = t * ctx.plan.config.block_kv
+        ids = ctx.refs.kv_segment_ids.at[tile.batch, pl.ds(first, to.shape[0])]
+        plgpu.copy_gmem_to_smem(ids, to, ctx.smem.ready.at[slot])
+
 
 def scratch(q_tiles: int, stages: int, block_kv: int) -> Smem:
     return Smem(
@@ -129,28 +123,10 @@ def scratch(q_tiles: int, stages: int, block_kv: int) -> Smem:
     )
 
 
-def load_rows(ctx: KernelContext, tile: WorkTile, row: Index, slot: Index) -> None:
-    """The ids of a consumer's rows, and the record of their work tile; they arrive with q."""
-    refs, smem, ready = ctx.refs, ctx.smem.segments, ctx.smem.q_ready.at[slot]
-    ids = refs.q_segment_ids.at[tile.batch, pl.ds(row, ROWS)]
-    plgpu.copy_gmem_to_smem(ids, smem.q_ids.at[slot], ready)
-    number = lax.div(tile.row, jnp.int32(ctx.plan.tiling.tile_rows))
-    record = refs.segment_spans.at[tile.batch, number]
-    plgpu.copy_gmem_to_smem(record, smem.spans.at[slot], ready)
-
-
-def load_keys(ctx: KernelContext, tile: WorkTile, t: Index, slot: Index) -> None:
-    """The ids of kv tile t; they arrive with its K."""
-    to = ctx.smem.segments.kv_ids.at[slot]
-    first = t * ctx.plan.config.block_kv
-    ids = ctx.refs.kv_segment_ids.at[tile.batch, pl.ds(first, to.shape[0])]
-    plgpu.copy_gmem_to_smem(ids, to, ctx.smem.ready.at[slot])
-
-
 class Ranges:
     """`tile_scheduler.MaskRanges` within what segment ids leave."""
 
-    never_empty = staticmethod(never_empty)
+    never_empty = staticmethod(never_empty_by_segments)
 
     @staticmethod
     def read_for_block(ctx: KernelContext, code: Index) -> dict[int, Index]:
@@ -183,7 +159,7 @@ class Ranges:
         whole = read(4 * wg + 1), read(4 * wg + 2)
         lo, hi = _block_range(plan, tile, read)
         span = tile_scheduler.span_of_rows(plan, tile, wg, read)
-        if never_empty(plan.problem):
+        if never_empty_by_segments(plan.problem):
             span = _at_least_one(span, hi)
         ids = segment_spans.RowSegments(smem.q_ids.at[q_slot], smem.kv_ids, *whole)
         return (lo, hi), QueryRows(tile, tile.row + wg * ROWS, wg, span, q_slot, ids)
@@ -195,7 +171,7 @@ def _block_range(
     """Kv tiles [lo, hi) that the block loads; `read` reads a field of the record."""
     warpgroups = range(plan.config.warpgroups)
     spans = [tile_scheduler.span_of_rows(plan, tile, wg, read) for wg in warpgroups]
-    if not never_empty(plan.problem):
+    if not never_empty_by_segments(plan.problem):
         return tile_scheduler.union_of(plan, spans)
     lo, hi = tile_scheduler.ends_of_some(spans)
     hi = jnp.maximum(hi, 1)

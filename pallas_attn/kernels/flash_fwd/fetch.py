@@ -49,7 +49,7 @@ from jax import lax
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, bounds_of
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, owner_of
-from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
+from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan, never_empty_by_segments
 from pallas_attn.kernels.lang import peer_memory, thread_program, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import Word
@@ -293,8 +293,6 @@ def _order_of_segments(plan: QueryPlan, device: Index, inputs: AttentionInputs, 
     """`order` by what segments and the mask leave: the kv tiles of all work tiles of a chunk of
     rows lie between the first and the last of any.
     """
-    from pallas_attn.kernels.flash_fwd import documents
-
     sizes, problem = Sizes.of(plan), plan.problem
     offset: Any = problem.q_offset if inputs.q_offset is None else inputs.q_offset
     mask = problem.mask.filled(**bounds_of(inputs))
@@ -310,7 +308,7 @@ def _order_of_segments(plan: QueryPlan, device: Index, inputs: AttentionInputs, 
     others = jnp.asarray(owner_in(sizes, at * TILE // sizes.chunk)[0]) != device[0]
     lo, hi = (x.reshape(sizes.batch, -1, 1) for x in (lo, hi))
     needed = ((at[None, None] >= lo) & (at[None, None] < hi)).any(axis=1)
-    if documents.never_empty(problem):  # the first kv tile is what work tiles take that need none
+    if never_empty_by_segments(problem):  # the first kv tile is what work tiles take that need none
         needed |= at[None] == 0
     needed &= others[None]
     every = (np.arange(sizes.batch, dtype=np.int32)[:, None] * sizes.tiles + at[None]).reshape(-1)

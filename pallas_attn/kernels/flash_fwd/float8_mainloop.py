@@ -34,11 +34,10 @@ from pallas_attn.kernels.attention.tiles import (
     ROWS,
     KernelContext,
     QueryRows,
-    WorkTile,
 )
 from pallas_attn.kernels.flash_fwd import float8_values
+from pallas_attn.kernels.flash_fwd.consumer import Result, for_each_kv_tile
 from pallas_attn.kernels.flash_fwd.producer import Ring
-from pallas_attn.kernels.flash_fwd.sm90 import Result, for_each_kv_tile
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import Index, Operand, RegisterTile, Scalar
@@ -131,15 +130,6 @@ def has_keys(plan: QueryPlan, side: int) -> bool:
     return score_tiles.has_key_scales(plan.problem, side, config.block_kv, config.float32_sums)
 
 
-def load_values(ctx: KernelContext, tile: WorkTile, t: Index, slot: Index) -> None:
-    """Issues the load of kv tile t of V^T."""
-    plan, smem = ctx.plan, ctx.smem
-    head = lax.div(tile.head, jnp.int32(plan.problem.group))
-    columns = pl.ds(t * plan.config.block_kv, plan.config.block_kv)
-    source = ctx.refs.v.at[tile.batch, head, :, columns]
-    plgpu.copy_gmem_to_smem(source, smem.v.at[slot], smem.ready.at[slot])
-
-
 class Factors(NamedTuple):
     """Factors of scores and values for the rows of a consumer."""
 
@@ -219,7 +209,7 @@ class _State(NamedTuple):
 def mainloop(
     ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Callable[[], None] | None
 ) -> tuple[Result, Index]:
-    """The counterpart of `sm90.mainloop`, with the same arguments and results."""
+    """The counterpart of `consumer.mainloop`, with the same arguments and results."""
     ring, factors = Ring.of(ctx), Factors.of(ctx, rows)
     state = _first_tile(ctx, rows, factors, slot, meanwhile)
     step = functools.partial(_step, ctx, rows, factors)

@@ -98,13 +98,13 @@ def _visible(ctx: KernelContext, record: Sequence[Index]) -> Span:
 # ---- work tiles whose rows see all keys ---------------------------------------------------------
 
 
-def in_runs(problem: AttentionProblem, listed: StaticList) -> Any:
-    """The consumers' source of work tiles: `Runs` for 16-bit floats, where rows are never empty and
-    `Ranges` reads the records (a mask function has `listed.Ranges`).
+def in_runs(problem: AttentionProblem) -> bool:
+    """Whether `Runs` is the consumers' source of work tiles: for 16-bit floats, where rows are
+    never empty and `Ranges` reads the records (a mask function has `listed.Ranges`).
     """
     of_16_bits = problem.dtype not in ("float32", *FLOAT8)
     is_taken = of_16_bits and problem.mask_program is None and problem.fetches == 1
-    return Runs(listed) if is_taken and never_empty(problem) else listed
+    return is_taken and never_empty(problem)
 
 
 # Work tiles taken, the codes of the next two, and the carry: an entry of the ring, a record.
@@ -153,7 +153,8 @@ class Runs:
             return (i < start.count) & (whole if sees_all else jnp.logical_not(whole))
 
         def both_runs(state: _State) -> _State:
-            plain = functools.partial(one_tile, _without_mask(ctx))
+            unmasked = ctx._replace(plan=ctx.plan.without_mask)
+            plain = functools.partial(one_tile, unmasked)
             state = lax.while_loop(functools.partial(goes_on, True), plain, state)
             masked = functools.partial(one_tile, ctx)
             return lax.while_loop(functools.partial(goes_on, False), masked, state)
@@ -162,11 +163,7 @@ class Runs:
         lax.while_loop(lambda state: state[0] < start.count, both_runs, state)
 
 
-def _without_mask(ctx: KernelContext) -> KernelContext:
-    """The same kernel for a problem without the mask."""
-    from pallas_attn.kernels.flash_fwd import sm90
-
-    problem = ctx.plan.problem
+def without_mask(problem: AttentionProblem) -> AttentionProblem:
+    """The problem without its mask."""
     arrays = tuple(name for name in problem.arrays if name != "mask_array")
-    problem = dataclasses.replace(problem, arrays=arrays, mask_shape=None)
-    return ctx._replace(plan=sm90.plan_of(problem, ctx.plan.config))
+    return dataclasses.replace(problem, arrays=arrays, mask_shape=None)

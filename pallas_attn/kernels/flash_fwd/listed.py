@@ -5,70 +5,18 @@ Lists that depend on arrays are made by a small kernel (`listed_tiles`), or by X
 schedule has ranks in place of work tiles. Each entry of a list is read an entry ahead.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.attention import tile_lists
 from pallas_attn.kernels.attention.tile_lists import Listed, Run
 from pallas_attn.kernels.attention.tiles import KernelContext, QueryRows, Span, WorkTile
 from pallas_attn.kernels.flash_fwd import block_tables, producer, tile_scheduler
 from pallas_attn.kernels.flash_fwd.producer import Entry, Ring
-from pallas_attn.kernels.flash_fwd.tile_scheduler import Offsets, QueryPlan, Turn
-from pallas_attn.kernels.lang.types import Index, Operand
-
-# ---- operands -----------------------------------------------------------------------------------
-
-
-def costs(plan: QueryPlan) -> np.ndarray:
-    """The cost of each work tile of a head, by its list where it is known; else of ranks."""
-    lists = tile_lists.static(plan.problem, *plan.list_sizes)
-    if lists is None:
-        return tile_scheduler.rank_costs(plan.tiling.q_tiles)
-    return tile_scheduler.TILE_OVERHEAD + lists[..., 0].mean(axis=(0, 1))
-
-
-def tables(
-    make: Callable[[Any, Offsets], np.ndarray], plan: Any, inputs: AttentionInputs
-) -> dict[str, Operand]:
-    """Operands of `tile_scheduler.table`: the lists, and the schedule where it follows from them at
-    run time.
-    """
-    from pallas_attn.kernels.flash_fwd import listed_tiles
-
-    problem, sizes = plan.problem, plan.list_sizes
-    if tile_lists.static(problem, *sizes) is not None:
-        return {"tiles": tile_lists.tiles(problem, inputs, *sizes)}
-    ranked, heads = make(plan, ()), plan.heads // problem.batch
-    *_, by_keys, row_blocks = sizes
-    kinds = tile_lists.kinds(problem, inputs, sizes)
-    if not by_keys and kinds.shape[2] > 1:
-        kinds = kinds[:, :, :: block_tables.heads_of_list(plan)]
-    if listed_tiles.fits(kinds):
-        codes, of_codes = tile_lists.codes(kinds), (plan.code_bits, heads)
-        made = listed_tiles.prepare(codes, ranked, row_blocks, not by_keys, of_codes)
-    else:
-        lists = tile_lists.of_kinds(kinds, never_empty=not by_keys)
-        made = lists, by_length(ranked, plan.code_bits, heads, lists)
-    return dict(zip(("tiles", "schedule"), made, strict=True))
-
-
-def by_length(ranked: np.ndarray, bits: int, heads: int, lists: jax.Array) -> jax.Array:
-    """A table of codes in which rank r of a head stands for its work tile with the r-th longest
-    list. `lists`: `tile_lists.tiles`.
-    """
-    order = tile_lists.longest_first(lists[..., 0])
-    head, low = ranked >> bits, (1 << bits) - 1
-    batch = head // heads if order.shape[0] > 1 else 0 * head
-    head = head % heads * order.shape[1] // heads
-    codes = (ranked & ~low) | order[batch, head, ranked & low]
-    return jnp.concatenate([ranked[:, :1], codes[:, 1:]], axis=1)
-
+from pallas_attn.kernels.flash_fwd.tile_scheduler import Turn
+from pallas_attn.kernels.lang.types import Index
 
 # ---- in the kernel ------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ one while it computes this one, and waits for no other warpgroup.
 """
 
 import functools
-from typing import Any
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -18,10 +17,10 @@ from jax import lax
 from pallas_attn._call.problem import FLOAT8, AttentionProblem
 from pallas_attn.kernels.attention import logits
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
-from pallas_attn.kernels.flash_fwd import producer, shared_memory, sm90
-from pallas_attn.kernels.flash_fwd.sm90 import Result
+from pallas_attn.kernels.flash_fwd import consumer, producer
+from pallas_attn.kernels.flash_fwd.consumer import Result
+from pallas_attn.kernels.flash_fwd.shared_memory import SLOTS_APART
 from pallas_attn.kernels.flash_fwd.tile_scheduler import (
-    QueryPlan,
     StaticList,
     Turn,
     span_of_rows,
@@ -31,7 +30,6 @@ from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import Index
 from pallas_attn.kernels.mma import wgmma
 
-SLOTS = 2  # work tiles of a warpgroup in shared memory
 WORK_TILES = StaticList(ahead=2)
 
 
@@ -43,21 +41,6 @@ def takes(problem: AttentionProblem, block_kv: int) -> bool:
     return not others and problem.kv_len <= block_kv
 
 
-def scratch(plan: QueryPlan, out_widths: tuple[int, ...]) -> Any:
-    """`shared_memory.scratch`: slots of each warpgroup in place of a ring."""
-    slots, block = SLOTS * plan.config.warpgroups, plan.config.block_kv
-    return shared_memory.Smem(
-        q=plan.qk.scratch(slots, ROWS),
-        k=plan.qk.scratch(slots, block),
-        v=plan.v.scratch(slots, plan.value_rows),
-        out=shared_memory.out_scratch(plan, out_widths),
-        segments=None,
-        q_ready=plgpu.Barrier(num_barriers=slots, num_arrivals=plan.copies[0]),
-        ready=plgpu.Barrier(num_barriers=slots, num_arrivals=sum(plan.copies)),
-        free=None,
-    )
-
-
 def consume(ctx: KernelContext, block: Index, wg: Index) -> None:
     """All work tiles of a warpgroup."""
     plan, smem = ctx.plan, ctx.smem
@@ -65,11 +48,11 @@ def consume(ctx: KernelContext, block: Index, wg: Index) -> None:
     start = WORK_TILES.start(ctx, own)
 
     def slot_of(i: Index) -> Index:
-        return wg * SLOTS + (i & 1)
+        return wg * SLOTS_APART + (i & 1)
 
     def load(code: Index, i: Index) -> None:
         tile, slot = work_tile(ctx, code), slot_of(i)
-        sm90.load_q(ctx, tile, jnp.int32(0), slot)
+        consumer.load_q(ctx, tile, jnp.int32(0), slot)
         for name in "kv":
             producer.load_kv_tile(ctx, tile, name, jnp.int32(0), slot)
 
@@ -83,10 +66,10 @@ def consume(ctx: KernelContext, block: Index, wg: Index) -> None:
         attend = functools.partial(_attend, ctx, rows)
         if "empty" in plan.sections:
             has_keys = rows.span.hi > rows.span.lo
-            result = lax.cond(has_keys, attend, functools.partial(sm90.no_keys, plan))
+            result = lax.cond(has_keys, attend, functools.partial(consumer.no_keys, plan))
         else:
             result = attend()
-        sm90.store_result(ctx, rows, result)
+        consumer.store_result(ctx, rows, result)
         return carry
 
     pl.when(start.count > 0)(lambda: load(start.codes[0], jnp.int32(0)))
@@ -105,6 +88,6 @@ def _attend(ctx: KernelContext, rows: QueryRows) -> Result:
     s, online = logits.masked_logits(ctx, rows, 0, slot, s, masked)
     nothing = mosaic.filled((ROWS,), -jnp.inf)
     new = online.step(s, plan.logit_rules.unit, nothing, empty_ok=True)
-    p = sm90.widened(new.p.astype(plan.v.dtype), v)
-    acc = wgmma.add_value_panels(sm90.no_keys(plan).acc, p, v)
+    p = consumer.widened(new.p.astype(plan.v.dtype), v)
+    acc = wgmma.add_value_panels(consumer.no_keys(plan).acc, p, v)
     return Result(acc, new.row_sum, new.row_max)

@@ -14,10 +14,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn._call.special import Special
 from pallas_attn.kernels.attention.tiles import KernelContext, WorkTile, kv_batch, kv_row
 from pallas_attn.kernels.flash_fwd.tile_scheduler import Turn, work_tile
 from pallas_attn.kernels.lang import panels
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index
+
+score_tiles = Special("kernels.attention.score_tiles")
 
 
 class Ring(NamedTuple):
@@ -89,9 +92,7 @@ def load_entries(
         slot = ring.acquire(count)
         load_entry(ctx, tile, Entry(e, last, t, t + 1), slot)
         if turn.claim_index is not None:
-            from pallas_attn.kernels.flash_fwd import claims
-
-            claim = claims.claim_among_entries(ctx, turn, e, claim)
+            claim = ctx.plan.producer_tiles.claim_among_entries(ctx, turn, e, claim)
         return count + 1, claim
 
     entries = jnp.where(hi > lo, hi - lo + 1, 0)
@@ -126,18 +127,14 @@ def load_entry(  # noqa: PLR0913
     k_copies, v_copies = ctx.plan.copies
     bias_and_mask, score_copies = ctx.plan.score_tiles, 0
     if bias_and_mask:
-        from pallas_attn.kernels.attention import score_tiles
-
         score_copies = score_tiles.copies(bias_and_mask)
-    has_ids = "kv_segment_ids" in ctx.plan.problem.arrays
+    segments = ctx.smem.segments
 
     @pl.when(entry.number < entry.last)
     def _() -> None:
         load(ctx, tile, "k", entry.t, slot)
-        if has_ids:
-            from pallas_attn.kernels.flash_fwd import documents
-
-            documents.load_keys(ctx, tile, entry.t, slot)
+        if segments is not None:
+            segments.load_keys(ctx, tile, entry.t, slot)
         if bias_and_mask:
             column = entry.t * ctx.plan.config.block_kv
             place = score_tiles.Place(tile.batch, tile.head, tile.row, column)
@@ -145,7 +142,7 @@ def load_entry(  # noqa: PLR0913
 
     @pl.when(entry.number == entry.last)
     def _() -> None:
-        arrive(k_copies + has_ids + score_copies)
+        arrive(k_copies + (segments is not None) + score_copies)
 
     pl.when(entry.number > 0)(functools.partial(load, ctx, tile, "v", entry.before, slot))
     pl.when(entry.number == 0)(functools.partial(arrive, v_copies))
@@ -155,9 +152,7 @@ def load_kv_tile(ctx: KernelContext, tile: WorkTile, name: str, t: Index, slot: 
     """Issues loads of kv tile t of "k" or "v". A tile of v that a length cuts is `v_edge`."""
     plan, refs = ctx.plan, ctx.refs
     if name == "v" and plan.v.transposed:
-        from pallas_attn.kernels.flash_fwd import float8_mainloop
-
-        return float8_mainloop.load_values(ctx, tile, t, slot)
+        return _load_transposed(ctx, tile, t, slot)
     block, batch = plan.config.block_kv, kv_batch(plan.problem, tile.batch)
     row = kv_row(plan.problem, block, t * block)
     load_whole = functools.partial(
@@ -168,6 +163,15 @@ def load_kv_tile(ctx: KernelContext, tile: WorkTile, name: str, t: Index, slot: 
     cut = (t + 1) * block > tile.kv_len  # only the last tile may be
     pl.when(cut)(lambda: copy_rows(ctx, tile, name, slot, (refs.v_edge, batch, 0)))
     return pl.when(jnp.logical_not(cut))(load_whole)
+
+
+def _load_transposed(ctx: KernelContext, tile: WorkTile, t: Index, slot: Index) -> None:
+    """Issues the load of kv tile t of V^T, for float8."""
+    plan, smem = ctx.plan, ctx.smem
+    head = lax.div(tile.head, jnp.int32(plan.problem.group))
+    columns = pl.ds(t * plan.config.block_kv, plan.config.block_kv)
+    source = ctx.refs.v.at[tile.batch, head, :, columns]
+    plgpu.copy_gmem_to_smem(source, smem.v.at[slot], smem.ready.at[slot])
 
 
 def copy_rows(

@@ -23,6 +23,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.attention.tiles import ROWS
 from pallas_attn.kernels.flash_fwd import documents, tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
@@ -32,6 +33,17 @@ from pallas_attn.kernels.lang.types import Index, Operand, Ref
 
 MOST_PAIRS = 2**18  # pairs of rows and kv tiles; from there on many blocks, and so XLA, are faster
 LINE = 32  # words of memory that arrive together
+
+
+def operands(
+    plan: QueryPlan, inputs: AttentionInputs, fields: dict[str, Operand]
+) -> dict[str, Operand]:
+    """The records and the schedule of ranked work tiles."""
+    if fits(plan):
+        made = prepare(plan, inputs.q_segment_ids, inputs.kv_segment_ids)
+    else:
+        made = documents.by_xla(plan, inputs, fields)
+    return dict(zip(("segment_spans", "schedule"), made, strict=True))
 
 
 class _Sizes(NamedTuple):

@@ -7,13 +7,20 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_attn._call import gpu_specs
+from pallas_attn._call.special import Special
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import Barrier, SmemRef
 
+claims = Special("kernels.flash_fwd.claims")
+documents = Special("kernels.flash_fwd.documents")
+fetch = Special("kernels.flash_fwd.fetch")
+score_tiles = Special("kernels.attention.score_tiles")
+
 SMEM_LIMIT = gpu_specs.shared_memory(gpu_specs.HOPPER)
+SLOTS_APART = 2  # work tiles in shared memory of a consumer that takes its own: `one_tile`
 BARRIERS = 1024  # bytes kept for barriers and for alignment
 
 
@@ -52,25 +59,15 @@ def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem
     q_tiles, ring = q_slots * config.warpgroups, (config.stages, config.block_kv)
     segments, fetched, claimed = None, None, None
     if "q_segment_ids" in problem.arrays:
-        from pallas_attn.kernels.flash_fwd import documents
-
         segments = documents.scratch(q_tiles, *ring)
     if problem.fetches > 1:
-        from pallas_attn.kernels.flash_fwd import fetch
-
         fetched = fetch.scratch()
     if plan.independent:
-        from pallas_attn.kernels.flash_fwd import one_tile
-
-        return one_tile.scratch(plan, out_widths)
+        return _of_consumers_apart(plan, out_widths)
     if plan.order.claims:
-        from pallas_attn.kernels.flash_fwd import claims
-
         claimed = claims.scratch()
     bias_and_mask, score_copies = None, 0
     if plan.score_tiles:
-        from pallas_attn.kernels.attention import score_tiles
-
         bias_and_mask = score_tiles.scratch(plan.score_tiles, config.stages, plan.tiling.tile_rows)
         score_copies = score_tiles.copies(plan.score_tiles)
     ids, barrier = int(segments is not None), plgpu.Barrier
@@ -79,7 +76,7 @@ def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem
         q=plan.qk.scratch(q_tiles, ROWS),
         k=plan.qk.scratch(*ring),
         v=plan.v.scratch(config.stages, plan.value_rows),
-        out=out_scratch(plan, out_widths),
+        out=_out_scratch(plan, out_widths),
         segments=segments,
         q_ready=barrier(num_barriers=q_tiles, num_arrivals=plan.copies[0] + 2 * ids),
         ready=barrier(num_barriers=config.stages, num_arrivals=entry),
@@ -87,6 +84,21 @@ def _scratch(plan: QueryPlan, q_slots: int, out_widths: tuple[int, ...]) -> Smem
         fetched=fetched,
         claims=claimed,
         bias_and_mask=bias_and_mask,
+    )
+
+
+def _of_consumers_apart(plan: QueryPlan, out_widths: tuple[int, ...]) -> Smem:
+    """Slots of each warpgroup in place of a ring: `one_tile`."""
+    slots = SLOTS_APART * plan.config.warpgroups
+    return Smem(
+        q=plan.qk.scratch(slots, ROWS),
+        k=plan.qk.scratch(slots, plan.config.block_kv),
+        v=plan.v.scratch(slots, plan.value_rows),
+        out=_out_scratch(plan, out_widths),
+        segments=None,
+        q_ready=plgpu.Barrier(num_barriers=slots, num_arrivals=plan.copies[0]),
+        ready=plgpu.Barrier(num_barriers=slots, num_arrivals=sum(plan.copies)),
+        free=None,
     )
 
 
@@ -130,7 +142,7 @@ def _out_swizzle(plan: QueryPlan) -> int:
     return tma_operands.swizzle_of(plan.v.width * itemsize)
 
 
-def out_scratch(plan: QueryPlan, widths: tuple[int, ...]) -> Any:
+def _out_scratch(plan: QueryPlan, widths: tuple[int, ...]) -> Any:
     """Shared memory for the output, by `_out_widths`; () where they are not known yet."""
     shape, dtype = (plan.config.warpgroups, ROWS), plan.problem.result_dtype
     if not widths:

@@ -30,6 +30,7 @@ is above 256, each launch makes some columns of the output (attention/wide_heads
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -60,7 +61,7 @@ from pallas_attn.kernels.flash_fwd.listed import list_of
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
-from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile, SmemRef
+from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import epilogue, mma_sync, row_numbers
 
 
@@ -166,7 +167,7 @@ def _of_a_launch(problem: AttentionProblem, columns: slice | None = None) -> Att
 # ---- copies to shared memory, which all threads of a block issue --------------------------------
 
 
-def _q_copy(ctx: KernelContext, rows: QueryRows) -> Copy:
+def q_copy(ctx: KernelContext, rows: QueryRows) -> Copy:
     plan, refs, smem = ctx
     tile, live = rows.tile, plan.problem.q_len - rows.row
     at = (tile.batch, tile.head, rows.row, live, jnp.int32(0))
@@ -174,7 +175,7 @@ def _q_copy(ctx: KernelContext, rows: QueryRows) -> Copy:
     return Copy((smem.q, refs.q), at, shape)
 
 
-def _kv_copy(ctx: KernelContext, rows: QueryRows, t: Index, which: str) -> Copy:
+def kv_copy(ctx: KernelContext, rows: QueryRows, t: Index, which: str) -> Copy:
     """Kv tile t of "k" or "v"; zeros where there is no such tile."""
     plan, refs, smem = ctx
     block, tile = plan.config.block_kv, rows.tile
@@ -202,8 +203,8 @@ def _mainloop(ctx: KernelContext, rows: QueryRows) -> OutputSums:
     """All kv tiles of the block's rows, from the last to the first."""
     plan, _, smem = ctx
     config, last = plan.config, rows.span.hi - 1
-    copy = functools.partial(_kv_copy, ctx, rows)
-    copy_async(_q_copy(ctx, rows), copy(last, "k"), pending=None)
+    copy = functools.partial(kv_copy, ctx, rows)
+    copy_async(q_copy(ctx, rows), copy(last, "k"), pending=None)
     if config.stages > 1:
         copy_async(copy(last, "v"), pending=None)
         for e in range(1, config.stages - 1):
@@ -233,7 +234,7 @@ def _step(
     """Kv tile t. `q`: in shared memory, or fragments."""
     plan, _, smem = ctx
     config, form, terms = plan.config, plan.format, plan.format.terms
-    copy = functools.partial(_kv_copy, ctx, rows)
+    copy = functools.partial(kv_copy, ctx, rows)
     late = 0  # columns of the head dim that are multiplied before V is asked for
     if config.stages == 1 and config.columns_before_v < form.k_width and terms < 3:
         late = config.columns_before_v
@@ -307,21 +308,35 @@ def _kernel(
     refs: ForwardRefs, out: GmemRef, lse: GmemRef, smem: ForwardSmem, *, plan: QueryPlan
 ) -> None:
     ctx = KernelContext(plan, refs._replace(out=out, lse=lse), smem)
-    tile = tile_scheduler.work_tile(ctx, refs.schedule[lax.axis_index("block"), 1])
-    if plan.is_listed:
-        listed = list_of(ctx, tile)
-        rows = QueryRows(tile, tile.row, jnp.int32(0), listed.span, listed=listed)
-    else:
-        rows = QueryRows(tile, tile.row, jnp.int32(0), span_of(ctx, tile))
     mainloop, no_keys = _mainloop, _no_keys
     if plan.config.columns:
         mainloop, no_keys = sm80_columns.mainloop, sm80_columns.no_keys
+    rows = rows_of_block(ctx)
+    _epilogue(ctx, rows, sums_of(ctx, rows, mainloop, no_keys))
+
+
+def rows_of_block(ctx: KernelContext) -> QueryRows:
+    """The work tile of this block."""
+    tile = tile_scheduler.work_tile(ctx, ctx.refs.schedule[lax.axis_index("block"), 1])
+    if ctx.plan.is_listed:
+        listed = list_of(ctx, tile)
+        return QueryRows(tile, tile.row, jnp.int32(0), listed.span, listed=listed)
+    return QueryRows(tile, tile.row, jnp.int32(0), span_of(ctx, tile))
+
+
+def sums_of(
+    ctx: KernelContext,
+    rows: QueryRows,
+    mainloop: Callable[[KernelContext, QueryRows], OutputSums],
+    no_keys: Callable[[QueryPlan], OutputSums],
+) -> OutputSums:
+    """The sums of a block's rows: `mainloop` over their kv tiles, if there are any."""
     loop = functools.partial(mainloop, ctx, rows)
-    if "empty" in plan.sections:
-        sums = lax.cond(rows.span.hi > rows.span.lo, loop, functools.partial(no_keys, plan))
-    else:
-        sums = loop()
-    _epilogue(ctx, rows, sums)
+    if "empty" not in ctx.plan.sections:
+        return loop()
+    nothing = functools.partial(no_keys, ctx.plan)
+    sums: OutputSums = lax.cond(rows.span.hi > rows.span.lo, loop, nothing)
+    return sums
 
 
 def span_of(ctx: KernelContext, tile: WorkTile) -> Span:
@@ -363,29 +378,40 @@ def _launch(
     inputs: AttentionInputs, problem: AttentionProblem, config: Config
 ) -> tuple[jax.Array, jax.Array]:
     plan = plan_of(problem, config)
-    batch, q_len, heads = problem.batch, problem.q_len, problem.q_heads
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, plan=plan),
-        out_type=(
-            plan.format.result(q_len, heads, problem.v_head_dim),
-            jax.ShapeDtypeStruct((batch, heads, q_len), jnp.float32),
-        ),
-        scratch_types=(scratch(plan),),
-        grid=(plan.order.grid,),
-        grid_names=("block",),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name="flash_fwd_sm80",
-    )
-    out, lse = kernel(key_mask_ranges.with_spans(KernelContext(plan, _operands(plan, inputs))))
+    fields = {name: plan.format.operand(getattr(inputs, name)) for name in ("q", "k", "v")}
+    ctx = KernelContext(plan, operands(plan, inputs, fields), scratch(plan))
+    result = plan.format.result(problem.q_len, problem.q_heads, problem.v_head_dim)
+    out, lse = launched(_kernel, ctx, result, "flash_fwd_sm80")
     return plan.format.whole_rows(out, problem.v_head_dim), lse
 
 
-def _operands(plan: QueryPlan, inputs: AttentionInputs) -> ForwardRefs:
-    """Arrays that the kernel reads. Copied are: q, k and v where they are float32, into terms;
+def launched(
+    kernel: Callable[..., None], ctx: KernelContext, out: jax.ShapeDtypeStruct, name: str
+) -> tuple[jax.Array, jax.Array]:
+    """A block for each work tile: `out` and the log-sum-exp. `ctx`: the operands, and
+    the shared memory that blocks need.
+    """
+    problem = ctx.plan.problem
+    lse = jax.ShapeDtypeStruct((problem.batch, problem.q_heads, problem.q_len), jnp.float32)
+    call = plgpu.kernel(
+        functools.partial(kernel, plan=ctx.plan),
+        out_type=(out, lse),
+        scratch_types=(ctx.smem,),
+        grid=(ctx.plan.order.grid,),
+        grid_names=("block",),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        kernel_name=name,
+    )
+    results: tuple[jax.Array, jax.Array] = call(key_mask_ranges.with_spans(ctx))
+    return results
+
+
+def operands(plan: QueryPlan, inputs: AttentionInputs, rows: dict[str, Operand]) -> ForwardRefs:
+    """Arrays that the kernel reads; `rows`: q, k and v, and what belongs to them. Copied are:
     mask_array, to int8, unless it masks keys; segment ids.
     """
     fields: dict[str, Any] = {name: getattr(inputs, name) for name in plan.problem.arrays}
-    fields |= {name: plan.format.operand(getattr(inputs, name)) for name in ("q", "k", "v")}
+    fields |= rows
     fields |= functions.operands(inputs) | tile_scheduler.operands(plan, inputs)
     if plan.has("q_segment_ids"):
         sizes = plan.tiling.tile_rows, plan.tiling.block_kv

@@ -13,7 +13,6 @@ import math
 from typing import Any, NamedTuple
 
 import jax
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
@@ -21,9 +20,7 @@ from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import FLOAT8, AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import (
-    functions,
     score_mod,
-    segment_spans,
     sm80_common,
     softmax,
     tiles,
@@ -33,15 +30,11 @@ from pallas_attn.kernels.attention.score_mod import ForwardRefs
 from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, OutputSums, copy_async
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
 from pallas_attn.kernels.flash_fwd import (
-    documents,
     float8_mainloop,
     float8_values,
-    key_mask_ranges,
     sm80,
-    tile_scheduler,
 )
 from pallas_attn.kernels.flash_fwd.float8_mainloop import EXPONENTS, SPREAD, Factors
-from pallas_attn.kernels.flash_fwd.listed import list_of
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
@@ -59,7 +52,7 @@ class Config:
     block_kv: int = 64  # keys of a kv tile
 
     grid = l2_heads = 0  # one block a work tile
-    warpgroups = 1
+    warpgroups = stages = 1
     float32_sums = True
     columns = 0
 
@@ -110,23 +103,6 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 # ---- copies --------------------------------------------------------------------------------------
 
 
-def _q_copy(ctx: KernelContext, rows: QueryRows) -> Copy:
-    plan, refs, smem = ctx
-    tile, live = rows.tile, plan.problem.q_len - rows.row
-    at = (tile.batch, tile.head, rows.row, live, jnp.int32(0))
-    return Copy((smem.q, refs.q), at, (ROWS, refs.q.shape, plan.format.k_width, True))
-
-
-def _k_copy(ctx: KernelContext, rows: QueryRows, t: Index) -> Copy:
-    """Kv tile t of k; zeros where there is no such tile."""
-    plan, refs, smem = ctx
-    block, tile = plan.config.block_kv, rows.tile
-    first = rows.kv_tile(t) * block
-    live = jnp.where(t >= rows.span.lo, tile.kv_len - first, 0)
-    at = (tile.batch, _kv_head(ctx, rows), first, live, jnp.int32(0))
-    return Copy((smem.k, refs.k), at, (block, refs.k.shape, plan.format.k_width, True))
-
-
 def _v_copy(ctx: KernelContext, rows: QueryRows, t: Index) -> Copy:
     """Kv tile t of V^T, a row a column of v."""
     plan, refs, smem = ctx
@@ -146,7 +122,7 @@ def _kv_head(ctx: KernelContext, rows: QueryRows) -> Index:
 
 def _mainloop(ctx: KernelContext, rows: QueryRows, kinds: tuple[str, str]) -> OutputSums:
     """All kv tiles of the block's rows, from the last to the first. `kinds`: dtypes of k and v."""
-    copy_async(_q_copy(ctx, rows), _k_copy(ctx, rows, rows.span.hi - 1), pending=None)
+    copy_async(sm80.q_copy(ctx, rows), sm80.kv_copy(ctx, rows, rows.span.hi - 1, "k"), pending=None)
     step = functools.partial(_step, ctx, rows, Factors.of(ctx, rows), kinds)
     return sm80_common.over_kv_tiles(ctx.plan, rows.span, step, _no_keys(ctx.plan))
 
@@ -175,7 +151,7 @@ def _step(  # noqa: PLR0913
     copy_async(_v_copy(ctx, rows, t), pending=0)
     sizes = (ROWS, block, form.k_width)
     s = mma_sync.scores((smem.q, zero), (smem.k, zero), sizes, 1, narrow=(kinds[0], kinds[0]))
-    copy_async(_k_copy(ctx, rows, t - 1), pending=0)
+    copy_async(sm80.kv_copy(ctx, rows, t - 1, "k"), pending=0)
     s, unit = factors.of_scores(t, None, s, of_keys)
     logits = score_mod.logits(ctx, rows, t, s, masked)
     empty_ok = masked or plan.logit_rules.adds
@@ -203,17 +179,9 @@ def _kernel(
     kinds: tuple[str, str],
 ) -> None:
     ctx = KernelContext(plan, refs._replace(out=out, lse=lse), smem)
-    tile = tile_scheduler.work_tile(ctx, refs.schedule[lax.axis_index("block"), 1])
-    if plan.is_listed:
-        listed = list_of(ctx, tile)
-        rows = QueryRows(tile, tile.row, jnp.int32(0), listed.span, listed=listed)
-    else:
-        rows = QueryRows(tile, tile.row, jnp.int32(0), sm80.span_of(ctx, tile))
-    loop = functools.partial(_mainloop, ctx, rows, kinds)
-    if "empty" in plan.sections:
-        sums = lax.cond(rows.span.hi > rows.span.lo, loop, functools.partial(_no_keys, plan))
-    else:
-        sums = loop()
+    rows = sm80.rows_of_block(ctx)
+    tile = rows.tile
+    sums = sm80.sums_of(ctx, rows, functools.partial(_mainloop, kinds=kinds), _no_keys)
     by = refs.units[1, tile.batch, _kv_head(ctx, rows)]
     acc = lax.concatenate([part * by for part in sums.acc], 1)
     acc = sm80.finished(ctx, rows, OutputSums(acc, sums.row_sum * (1 / SPREAD), sums.row_max))
@@ -228,39 +196,22 @@ def run(
     if tiles.has_no_scores(problem):
         return tiles.results_without_scores(problem)
     plan = plan_of(problem, config)
-    batch, q_len, heads = problem.batch, problem.q_len, problem.q_heads
-    out_shape = (batch, q_len, heads, problem.v_head_dim)
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, plan=plan, kinds=(problem.dtype, problem.dtype)),
-        out_type=(
-            jax.ShapeDtypeStruct(out_shape, problem.result_dtype),
-            jax.ShapeDtypeStruct((batch, heads, q_len), jnp.float32),
-        ),
-        scratch_types=(scratch(plan),),
-        grid=(plan.order.grid,),
-        grid_names=("block",),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name="flash_fwd_sm80_float8",
-    )
-    out, lse = kernel(key_mask_ranges.with_spans(KernelContext(plan, _operands(plan, inputs))))
-    return out, lse
+    sizes = problem.batch, problem.q_len, problem.q_heads, problem.v_head_dim
+    out = jax.ShapeDtypeStruct(sizes, problem.result_dtype)
+    ctx = KernelContext(plan, _operands(plan, inputs), scratch(plan))
+    kernel = functools.partial(_kernel, kinds=(problem.dtype, problem.dtype))
+    return sm80.launched(kernel, ctx, out, "flash_fwd_sm80_float8")
 
 
 def _operands(plan: QueryPlan, inputs: AttentionInputs) -> ForwardRefs:
     """Arrays that the kernel reads: q and k in pairs, V^T in tiles, and all factors."""
-    fields: dict[str, Any] = {name: getattr(inputs, name) for name in plan.problem.arrays}
+    fields: dict[str, Any] = {}
     for name in "qk":
         x = getattr(inputs, name)
         x = tma_operands.padded(x, {3: tma_operands.round_up(x.shape[3], LINE)})
         fields[name] = mma_float8.paired(x)
     fields["v"] = _tiles_of_values(plan, inputs)
-    fields |= float8_mainloop.units_of(plan, inputs)
-    fields |= functions.operands(inputs) | tile_scheduler.operands(plan, inputs)
-    if plan.has("q_segment_ids"):
-        sizes = plan.tiling.tile_rows, plan.tiling.block_kv
-        fields["segment_spans"] = segment_spans.spans_of(plan.problem, inputs, fields, sizes)
-        fields["schedule"] = documents.schedule_by_rank(plan, fields["segment_spans"])
-    return ForwardRefs(**{name: fields.get(name) for name in ForwardRefs._fields})
+    return sm80.operands(plan, inputs, fields | float8_mainloop.units_of(plan, inputs))
 
 
 def _tiles_of_values(plan: QueryPlan, inputs: AttentionInputs) -> jax.Array:

@@ -39,28 +39,15 @@ three warps of a scheduler: see `softmax.next_step`. Where T is small, the start
 tile count: the next q is loaded during the first matmul, and the barriers that Mosaic puts at each
 copy and store are off. Those that are needed are written out (`plgpu.commit_smem`).
 
-To follow a call, read `run`, `_kernel`, `_consume` and `mainloop` here; then tile_scheduler.py,
-producer.py, attention/tiles.py, attention/logits.py, attention/softmax.py and mma/wgmma.py. Special
-cases have files of their own, which are imported where they are needed:
-
-  claims.py             blocks claim work tiles: long documents, K and V of a head beyond L2
-  documents.py          segment ids
-  listed.py             mask functions, whose kv tiles are in lists
-  linear_scores.py      score functions that are a slope and an offset a row
-  key_mask_ranges.py    masks of keys
-  fetch_producer.py     K and V in the memory of other GPUs
-  float32_mainloop.py   float32, in terms of 16 bits
-  float8_mainloop.py    float8 with scales
-  one_tile.py           heads whose keys are one kv tile, a consumer each
-  batch_rows.py         several batch rows in a work tile
-  block_tables.py       tables of blocks that rows see; heads of a group in a work tile
-  sm90_defaults.py      the Config for a problem
+To follow a call, read `run`, `_kernel` and `_consume` here; then tile_scheduler.py, producer.py,
+consumer.py, attention/tiles.py, attention/logits.py, attention/softmax.py and mma/wgmma.py. Special
+cases have files of their own (`Special`, below), which are imported where they are needed.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -70,39 +57,54 @@ from jax import lax
 
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import FLOAT8, AttentionInputs, AttentionProblem
+from pallas_attn._call.special import Special
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import logits, softmax, tiles, tma_operands
+from pallas_attn.kernels.attention import tiles, tma_operands
 from pallas_attn.kernels.attention.logits import LogitRules
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     ForwardRefs,
     KernelContext,
-    QueryRows,
     QueryTiling,
-    WorkTile,
 )
-from pallas_attn.kernels.attention.tma_operands import OperandFormat
-from pallas_attn.kernels.flash_fwd import producer, shared_memory, tile_scheduler
+from pallas_attn.kernels.flash_fwd import (
+    consumer,
+    producer,
+    shared_memory,
+    sm90_defaults,
+    tile_scheduler,
+)
+from pallas_attn.kernels.flash_fwd.consumer import Result
 from pallas_attn.kernels.flash_fwd.producer import Ring
 from pallas_attn.kernels.flash_fwd.shared_memory import SMEM_LIMIT
 from pallas_attn.kernels.flash_fwd.tile_scheduler import Distribution, QueryPlan, Turn, work_tile
-from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.types import (
-    Carry,
     GmemRef,
     Index,
     KernelConfig,
-    RegisterTile,
-    RegisterTiles,
-    SmemRef,
 )
-from pallas_attn.kernels.mma import wgmma
+
+documents = Special("kernels.flash_fwd.documents")  # segment ids
+segments = Special("kernels.flash_fwd.segments")  # what the kernel reads of them, made before
+functions = Special("kernels.attention.functions")  # functions of positions
+linear_scores = Special("kernels.attention.linear_scores")  # a slope and an offset a row
+listed = Special("kernels.flash_fwd.listed")  # mask functions, whose kv tiles are in lists
+block_tables = Special("kernels.flash_fwd.block_tables")  # heads of a group in a work tile
+key_mask_ranges = Special("kernels.flash_fwd.key_mask_ranges")  # masks of keys
+score_tiles = Special("kernels.attention.score_tiles")  # bias and mask_array by tiles
+claims = Special("kernels.flash_fwd.claims")  # long documents; K and V of a head beyond L2
+fetch = Special("kernels.flash_fwd.fetch")  # K and V in the memory of other GPUs
+fetch_producer = Special("kernels.flash_fwd.fetch_producer")
+float32_mainloop = Special("kernels.flash_fwd.float32_mainloop")  # in terms of 16 bits
+float8_mainloop = Special("kernels.flash_fwd.float8_mainloop")  # with scales
+one_tile = Special("kernels.flash_fwd.one_tile")  # the keys of a head are a kv tile
+batch_rows = Special("kernels.flash_fwd.batch_rows")  # several batch rows in a work tile
 
 # Registers of a consumer's thread, by number of consumers.
 REGISTERS = {1: 240, 2: 240, 3: 160, 4: 112}
 MOST_STAGES = 12  # stages of the ring of K and V where work tiles are claimed: see `claims`
-Work = Callable[[], None] | None  # further work during a matmul
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,37 +149,27 @@ class Config:
     @classmethod
     def default(cls, problem: AttentionProblem) -> "Config":
         """The fastest on an H200 of those that fit in registers and shared memory."""
-        from pallas_attn.kernels.flash_fwd import sm90_defaults
-
-        return sm90_defaults.config_of(problem)
+        return sm90_defaults.config_of(problem, sm90_defaults.Kernel(cls, smem_bytes))
 
 
 @functools.lru_cache(maxsize=256)
 def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     """The static values of a launch; kept, since all calls with the same facts share them."""
     if config.heads_together:
-        from pallas_attn.kernels.flash_fwd import block_tables
-
-        return block_tables.plan_of(problem, config)
+        plan = plan_of(problem, dataclasses.replace(config, heads_together=False))
+        with_heads: QueryPlan = block_tables.with_heads(dataclasses.replace(plan, config=config))
+        return with_heads
     linear, claimed, independent, rows_apart = False, False, False, None
     if config.batch_rows > 1:
-        from pallas_attn.kernels.flash_fwd import batch_rows
-
         problem, rows_apart = batch_rows.joined(problem, config.batch_rows)
     if config.independent:
-        from pallas_attn.kernels.flash_fwd import one_tile
-
         independent = one_tile.takes(problem, config.block_kv)
     # A list of work tiles is a block's, or a consumer's.
     rows, lists = (ROWS, config.warpgroups) if independent else (ROWS * config.warpgroups, 1)
     tiling = QueryTiling(problem.q_len, problem.kv_len, rows, config.block_kv)
     if problem.score_program is not None:
-        from pallas_attn.kernels.attention import linear_scores
-
         linear = problem.dtype not in FLOAT8 and linear_scores.takes(problem)
     if config.claims:
-        from pallas_attn.kernels.flash_fwd import claims
-
         claimed = claims.is_possible(problem, tiling)
     return QueryPlan(
         problem,
@@ -190,6 +182,8 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
         _producer_of(problem),
         _mainloop_of(problem),
         score_tiles=() if independent else _score_tiles_of(problem, config),
+        busy_before=fetch.busy_before if problem.fetches > 1 else None,
+        without_mask=_without_mask(problem, config) if problem.masks_keys else None,
         panels=tma_operands.takes_panels(problem),
         independent=independent,
         rows_apart=rows_apart,
@@ -199,56 +193,45 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
 def _work_tiles_of(problem: AttentionProblem, claimed: bool) -> tuple[Any, Any]:
     """The sources of work tiles of the producer and of consumers, who load q a work tile ahead."""
     if claimed:
-        from pallas_attn.kernels.flash_fwd import claims
-
         return claims.Claiming(early="q_segment_ids" in problem.arrays), claims.Claimed()
     listed = tile_scheduler.StaticList(ahead=2)
-    if problem.masks_keys:
-        from pallas_attn.kernels.flash_fwd import key_mask_ranges
-
-        listed = key_mask_ranges.in_runs(problem, listed)
+    if problem.masks_keys and key_mask_ranges.in_runs(problem):
+        listed = key_mask_ranges.Runs(listed)
     return tile_scheduler.StaticList(ahead=1), listed
+
+
+def _without_mask(problem: AttentionProblem, config: Config) -> QueryPlan | None:
+    """The plan by which `key_mask_ranges.Runs` takes work tiles whose rows see all keys."""
+    if not key_mask_ranges.in_runs(problem):
+        return None
+    return plan_of(key_mask_ranges.without_mask(problem), config)
 
 
 def _ranges_of(problem: AttentionProblem) -> Any:
     """The class that decides which kv tiles a work tile needs."""
     if problem.mask_program is not None:
-        from pallas_attn.kernels.flash_fwd import listed
-
         return listed.Ranges
     if "q_segment_ids" in problem.arrays:
-        from pallas_attn.kernels.flash_fwd import documents
-
         return documents.Ranges
     if problem.masks_keys:
-        from pallas_attn.kernels.flash_fwd import key_mask_ranges
-
         return key_mask_ranges.Ranges
     return tile_scheduler.MaskRanges
 
 
 def _producer_of(problem: AttentionProblem) -> Callable[[KernelContext, Index], None]:
     if problem.fetches > 1:
-        from pallas_attn.kernels.flash_fwd import fetch_producer
-
         return fetch_producer.produce
     if problem.mask_program is not None:
-        from pallas_attn.kernels.flash_fwd import listed
-
         return listed.produce
     return producer.produce
 
 
-def _mainloop_of(problem: AttentionProblem) -> Callable[..., tuple["Result", Index]]:
+def _mainloop_of(problem: AttentionProblem) -> Callable[..., tuple[Result, Index]]:
     if problem.dtype in FLOAT8:
-        from pallas_attn.kernels.flash_fwd import float8_mainloop
-
         return float8_mainloop.mainloop
     if problem.dtype == "float32":
-        from pallas_attn.kernels.flash_fwd import float32_mainloop
-
         return float32_mainloop.mainloop
-    return mainloop
+    return consumer.mainloop
 
 
 def _score_tiles_of(problem: AttentionProblem, config: Config) -> tuple[Any, ...]:
@@ -256,8 +239,6 @@ def _score_tiles_of(problem: AttentionProblem, config: Config) -> tuple[Any, ...
     loaded = {"bias", "mask_array"} & set(problem.arrays) or max(problem.scale_blocks[1:]) > 1
     if not loaded or problem.dtype == "float32" or problem.fetches > 1:
         return ()
-    from pallas_attn.kernels.attention import score_tiles
-
     return score_tiles.of_problem(problem, config.block_kv, config.float32_sums)
 
 
@@ -267,8 +248,6 @@ def _score_tiles_of(problem: AttentionProblem, config: Config) -> tuple[Any, ...
 def limit(problem: AttentionProblem) -> Limit | None:
     """Why the kernel cannot take a problem, or None."""
     if problem.dtype in FLOAT8:
-        from pallas_attn.kernels.flash_fwd import float8_mainloop
-
         return float8_mainloop.limit(problem)
     return tiles.limit(problem)
 
@@ -288,8 +267,6 @@ def reads_zigzag(problem: AttentionProblem) -> bool:
 
 def fetches(problem: AttentionProblem) -> bool:
     """Whether k and v may be those of this GPU alone: see `fetch`."""
-    from pallas_attn.kernels.flash_fwd import fetch
-
     if not fetch.takes(problem):
         return False
     config = Config.default(problem)
@@ -319,7 +296,7 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
 
         def load_next_q() -> None:
             following = work_tile(ctx, turn.following)
-            load = functools.partial(load_q, ctx, following, wg)
+            load = functools.partial(consumer.load_q, ctx, following, wg)
             pl.when(turn.has_next())(lambda: load(q_slot(turn.index + 1)))
 
         if double_buffered and may_be_empty:
@@ -336,7 +313,9 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
             return result, _release_unused(ctx, rows.span.lo - lo, slot)
 
         def skip(slot: Index) -> tuple[Result, Index]:
-            return no_keys(plan), _release_unused(ctx, jnp.where(hi > lo, hi - lo + 1, 0), slot)
+            return consumer.no_keys(plan), _release_unused(
+                ctx, jnp.where(hi > lo, hi - lo + 1, 0), slot
+            )
 
         if may_be_empty:
             result, slot = lax.cond(rows.span.hi > rows.span.lo, attend, skip, slot)
@@ -347,26 +326,14 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
             plgpu.commit_smem()  # by now all warps have read it, and TMA will write there
             load_next_q()
         record = ranges.read_for_rows(ctx, turn.following, wg)  # under the epilogue
-        store_result(ctx, rows, result)
+        consumer.store_result(ctx, rows, result)
         return slot, record, code
 
     start = work_tiles.start(ctx, block)
-    load_q(ctx, work_tile(ctx, start.codes[0]), wg, q_slot(0))
+    consumer.load_q(ctx, work_tile(ctx, start.codes[0]), wg, q_slot(0))
     record = ranges.read_for_rows(ctx, start.codes[0], wg)
     work_tiles.for_each_tile(ctx, block, start, one_tile, (jnp.int32(0), record, None))
     plgpu.wait_smem_to_gmem(0)
-
-
-def load_q(ctx: KernelContext, tile: WorkTile, wg: Index, slot: Index) -> None:
-    """The rows of a consumer."""
-    refs, smem, alone = ctx.refs, ctx.smem, ctx.plan.order.together == 1
-    row, head = (tile.row + wg * ROWS, tile.head) if alone else (tile.row, tile.head + wg)
-    where = tile.batch, pl.ds(row, ROWS), head
-    panels.load(refs.q, where, smem.q, slot, smem.q_ready.at[slot])
-    if smem.segments is not None:
-        from pallas_attn.kernels.flash_fwd import documents
-
-        documents.load_rows(ctx, tile, row, slot)
 
 
 def _release_unused(ctx: KernelContext, entries: Index, slot: Index) -> Index:
@@ -381,218 +348,6 @@ def _release_unused(ctx: KernelContext, entries: Index, slot: Index) -> Index:
     return lax.fori_loop(0, entries, release, slot)
 
 
-# ---- mainloop -----------------------------------------------------------------------------------
-
-
-class State(NamedTuple):
-    """The carry from kv tile to kv tile."""
-
-    acc: RegisterTiles  # [ROWS, v columns], or each panel's: the output before it is divided
-    row_sum: RegisterTile  # [ROWS, PARTIALS]
-    row_max: RegisterTile  # [ROWS]
-    p: RegisterTile  # [ROWS, block_kv]: P of the tile whose P V is still to be issued
-
-
-class Result(NamedTuple):
-    """The state of rows when all of their keys have been taken."""
-
-    acc: RegisterTiles
-    row_sum: RegisterTile
-    row_max: RegisterTile
-
-
-def _no_values(v: OperandFormat) -> RegisterTiles:
-    """The accumulator of the output, or that of each panel."""
-    if v.panels:
-        return tuple([mosaic.filled((ROWS, width), 0.0) for width in v.panels])
-    return mosaic.filled((ROWS, v.width), 0.0)
-
-
-def no_keys(plan: Any) -> Result:
-    """The result of rows that need no kv tile."""
-    acc = _no_values(plan.v)
-    row_sum = mosaic.filled((ROWS, softmax.PARTIALS), 0.0)
-    return Result(acc, row_sum, mosaic.filled((ROWS,), -jnp.inf))
-
-
-def mainloop(
-    ctx: KernelContext,
-    rows: QueryRows,
-    slot: Index,
-    meanwhile: Work,
-    turns: Any = None,
-) -> tuple[Result, Index]:
-    """All kv tiles of a consumer's rows, from the last to the first, and the slot after them. Where
-    some are fetched, a whole one may be another than its number says: nothing reads that then.
-    `meanwhile`: further work, done under the first matmul. `turns`: makes consumers issue their
-    matmuls in turn (`take`, `give`); None: whenever they can.
-    """
-    ring, smem = Ring.of(ctx), ctx.smem
-    state = _first_tile(ctx, rows, slot, meanwhile)
-    step = functools.partial(_step, ctx, rows, turns)
-    state, slot = for_each_kv_tile(ctx.plan, rows.span, step, (state, ring.after(slot)))
-    ring.wait(slot)
-    v = panels.tiles(smem.v, slot)
-    acc = wgmma.add_value_panels(state.acc, widened(state.p, v), v)
-    ring.release(slot)
-    return Result(acc, state.row_sum, state.row_max), ring.after(slot)
-
-
-def _first_tile(ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Work) -> State:
-    """The last kv tile, whose scores overlap with nothing but `meanwhile`."""
-    ring, smem = Ring.of(ctx), ctx.smem
-    q, k = panels.tiles(smem.q, rows.q_slot), panels.tiles(smem.k, slot)
-    block, keys = k[0].shape[0], ctx.plan.last_keys or k[0].shape[0]
-    if keys < block:
-        k = tuple(panel.at[pl.ds(0, keys)] for panel in k)
-    ring.wait(slot)
-    s = wgmma.matmul((ROWS, keys), q, k, meanwhile, wgmma.score_panels)
-    read_later = rows.segments is not None or ctx.plan.score_tiles
-    if not read_later:
-        ring.release(slot)
-    masked: bool | None = "first_masked" in ctx.plan.sections
-    first_rows, whole = rows if rows.last is None else rows.with_loaded_tile(rows.last), None
-    if ctx.plan.skips_keys:
-        masked, whole = None, (rows.span.full_lo, rows.span.full_hi)
-    s, online = logits.masked_logits(ctx, first_rows, rows.span.hi - 1, slot, s, masked, whole)
-    if read_later:
-        ring.release(slot)
-    unit, nothing = ctx.plan.logit_rules.unit, mosaic.filled((ROWS,), -jnp.inf)
-    new = online.step(s, unit, nothing, empty_ok=True)
-    p = new.p.astype(ctx.plan.v.dtype)
-    p = with_zeros(p, block) if keys < block else p
-    return State(_no_values(ctx.plan.v), new.row_sum, new.row_max, p)
-
-
-def _step(  # noqa: PLR0913
-    ctx: KernelContext,
-    rows: QueryRows,
-    turns: Any,
-    whole: tuple[Index, Index],
-    masked: bool | None,
-    t: Index,
-    carry: tuple[State, Index],
-) -> tuple[State, Index]:
-    """Kv tile t: the softmax of its scores S runs while P V of the tile before it is in flight."""
-    (state, slot), smem, ring = carry, ctx.smem, Ring.of(ctx)
-    ring.wait(slot)
-    if turns is not None:
-        turns.take()
-    q = panels.tiles(smem.q, rows.q_slot)
-    k, v = panels.tiles(smem.k, slot), panels.tiles(smem.v, slot)
-
-    def matmuls(scores: RegisterTile, out: RegisterTiles) -> None:
-        wgmma.score_panels(scores, q, k)
-        wgmma.value_panels(out, widened(state.p, v), v)
-        if turns is not None:
-            turns.give()
-
-    def softmax_of(s: RegisterTile) -> softmax.Step:
-        s, online = logits.masked_logits(ctx, rows, t, slot, s, masked, whole)
-        return online.next_step(
-            s,
-            ctx.plan.logit_rules.unit,
-            state.row_max,
-            empty_ok=masked is not False or ctx.plan.logit_rules.adds,
-        )
-
-    scores_like = mosaic.filled((ROWS, k[0].shape[0]), 0.0)
-    like = softmax.Step(
-        scores_like, state.row_max, state.row_max, state.row_sum, jnp.int32(0) + slot
-    )
-    acc, new = wgmma.overlapped(state.acc, like, matmuls, softmax_of, behind=len(v))
-    ring.release(slot)
-    acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
-    # P is rounded after the wait: before it, ptxas takes the registers for operands of the matmul
-    # in flight and serialises both (C7513).
-    p = new.p.astype(ctx.plan.v.dtype)
-    return State(acc, row_sum + new.row_sum, new.row_max, p), ring.after(slot)
-
-
-def widened(p: RegisterTile, v: tuple[SmemRef, ...]) -> RegisterTile:
-    """Probabilities with a zero for each row of v past the kv tile: `QueryPlan.value_rows`."""
-    return p if p.shape[1] == v[0].shape[0] else with_zeros(p, v[0].shape[0])
-
-
-def with_zeros(p: RegisterTile, keys: int) -> RegisterTile:
-    """Probabilities extended by zeros to `keys` keys."""
-    return lax.concatenate([p, mosaic.filled((ROWS, keys - p.shape[1]), 0, p.dtype)], 1)
-
-
-def for_each_kv_tile(plan: Any, span: tiles.Span, step: Callable[..., Any], carry: Carry) -> Any:
-    """carry = step(whole, masked, t, carry) for all kv tiles of a span but its last, from the end:
-    `whole` is (first, end) of the tiles that need no mask, `masked` None where a branch asks for
-    that.
-    """
-    first = span.hi - 1
-    high = jnp.minimum(jnp.maximum(span.full_hi, span.lo), first)  # whole tiles end here
-    low = jnp.minimum(jnp.maximum(span.full_lo, span.lo), high)  # and begin here
-
-    def loop(begin: Index, end: Index, masked: bool | None, carry: Carry) -> Any:
-        def body(i: Index, carry: Carry) -> Any:
-            return step((low, high), masked, -1 - i, carry)
-
-        return lax.fori_loop(-begin, -end, body, carry)  # loops count up
-
-    if plan.one_loop:
-        return loop(first, span.lo, None, carry)
-    if "high" in plan.sections:
-        carry = loop(first, high, True, carry)
-    carry = loop(high, low, False, carry)
-    return loop(low, span.lo, True, carry) if "low" in plan.sections else carry
-
-
-# ---- epilogue -----------------------------------------------------------------------------------
-
-
-def store_result(ctx: KernelContext, rows: QueryRows, result: Result) -> None:
-    """Divides by the row sums, and stores the output and the log-sum-exp."""
-    plan, refs, smem = ctx
-    acc, tile = result.acc, rows.tile
-    sink = None if refs.sinks is None else refs.sinks[tile.head]
-    factor, lse = softmax.finish(result.row_max, result.row_sum, sink)
-    if refs.units is not None:  # float32, float8
-        head = lax.div(tile.head, jnp.int32(plan.problem.group))
-        factor = factor * refs.units[1, tile.batch, head]
-    acc = softmax.scaled(acc, factor)
-    if tile.q_len is not None:
-        inside = mosaic.positions((ROWS,), 0, rows.row) < tile.q_len
-        lse = jnp.where(inside, lse, -jnp.inf)
-        acc = jax.tree.map(lambda x: jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 0.0), acc)
-    if plan.tiling.padded_rows == plan.problem.q_len:
-        mosaic.store(refs.lse.at[tile.batch, tile.head, pl.ds(rows.row, ROWS)], lse)
-    else:
-        from pallas_attn.kernels.mma import row_numbers
-
-        row_numbers.store(lse, refs.lse, tile.batch, tile.head, rows.row)
-    for column, parts, staged in _parts_of_output(plan, acc, smem.out):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        for part, to in zip(parts, panels.tiles(staged, rows.wg), strict=True):
-            to[...] = part.astype(to.dtype)
-        plgpu.commit_smem()
-        where = tile.batch, pl.ds(rows.row, ROWS), tile.head
-        panels.store(staged, rows.wg, refs.out, where, column)
-
-
-def _parts_of_output(
-    plan: QueryPlan, acc: RegisterTiles, out: SmemRef
-) -> list[tuple[int, tuple[RegisterTile, ...], SmemRef]]:
-    """(first column, register tiles, their buffers) of what is stored at a time: columns of the
-    accumulator, or panels of it, as many as shared memory holds.
-    """
-    if not plan.v.panels:
-        width = out.shape[-1]
-        starts = range(0, plan.v.width, width)
-        return [(n, (lax.slice(acc, (0, n), (ROWS, n + width)),), out) for n in starts]
-    wide, rest = shared_memory.wide_and_rest(plan.v.panels)
-    held, parts = len(out) - len(rest), []
-    for first in range(0, len(wide), held):
-        last = first + held >= len(wide)
-        staged = out[: min(held, len(wide) - first)] + (out[held:] if last else ())
-        parts.append((first * wide[0], acc[first : first + len(staged)], staged))
-    return parts
-
-
 # ---- the kernel and its call --------------------------------------------------------------------
 
 
@@ -603,8 +358,6 @@ def _kernel(refs: ForwardRefs, out: GmemRef, lse: GmemRef, *rest: Any, plan: Que
         refs = refs._replace(fetching=refs.fetching._replace(k=fetched[0], v=fetched[1]))
     ctx = KernelContext(plan, refs._replace(out=out, lse=lse), smem)
     if plan.independent:
-        from pallas_attn.kernels.flash_fwd import one_tile
-
         return one_tile.consume(ctx, block, wg)
     produce = functools.partial(plan.produce, ctx, block)
     consume = functools.partial(_consume, ctx, block, wg)
@@ -620,13 +373,9 @@ def run(
         return tiles.results_without_scores(problem)
     plan = plan_of(problem, config)
     if plan.rows_apart is not None:
-        from pallas_attn.kernels.flash_fwd import batch_rows
-
         inputs = batch_rows.joined_inputs(inputs, config.batch_rows)
     refs, fetched = _operands(plan, inputs), []
     if problem.fetches > 1:
-        from pallas_attn.kernels.flash_fwd import fetch
-
         fetched = fetch.fetched_shapes(plan, refs.k, refs.v)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
@@ -640,8 +389,6 @@ def run(
         kernel_name="flash_fwd_sm90",
     )
     if plan.skips_keys and not plan.independent:
-        from pallas_attn.kernels.flash_fwd import key_mask_ranges
-
         refs = key_mask_ranges.with_spans(KernelContext(plan, refs))
     out, lse, *_ = kernel(refs)
     out = out[:, : plan.problem.q_len, :, : problem.v_head_dim]
@@ -671,31 +418,19 @@ def _operands(plan: QueryPlan, inputs: AttentionInputs) -> ForwardRefs:
     problem = plan.problem
     fields: dict[str, Any] = {name: getattr(inputs, name) for name in (*"qkv", *problem.arrays)}
     if problem.dtype == "float32":
-        from pallas_attn.kernels.flash_fwd import float32_mainloop
-
         fields |= float32_mainloop.operands(plan, inputs)
     elif problem.dtype in FLOAT8:
-        from pallas_attn.kernels.flash_fwd import float8_mainloop
-
         fields |= float8_mainloop.operands(plan, inputs)
     elif plan.is_padded and not plan.panels:
         fields |= {name: tma_operands.for_tma(getattr(inputs, name)) for name in "qkv"}
     if problem.mask_program is not None or problem.score_program is not None:
-        from pallas_attn.kernels.attention import functions
-
         fields |= functions.operands(inputs)
     fields |= tile_scheduler.operands(plan, inputs)
     if "q_segment_ids" in problem.arrays:
-        from pallas_attn.kernels.flash_fwd import documents
-
-        fields |= documents.operands(plan, inputs, fields)
+        fields |= segments.operands(plan, inputs, fields)
     if plan.order.claims:
-        from pallas_attn.kernels.flash_fwd import claims
-
         fields["counter"] = claims.counter()
     if problem.fetches > 1:
-        from pallas_attn.kernels.flash_fwd import fetch
-
         fetch.check(plan)
         fields["fetching"] = fetch.operands(plan, inputs, fields.get("segment_spans"))
     if "kv_lengths" in problem.arrays and not plan.v.transposed:

@@ -3,33 +3,55 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from jax.experimental.pallas import cdiv
 
 from pallas_attn._call.problem import FLOAT8, AttentionProblem
-from pallas_attn.kernels.attention.tiles import ROWS, heads_in
+from pallas_attn._call.special import Special
+from pallas_attn.kernels.attention.tiles import ROWS, QueryTiling, heads_in
 from pallas_attn.kernels.attention.tma_operands import round_up
-from pallas_attn.kernels.flash_fwd.sm90 import SMEM_LIMIT, Config, plan_of, smem_bytes
+from pallas_attn.kernels.flash_fwd.shared_memory import SMEM_LIMIT
 from pallas_attn.kernels.flash_fwd.tile_scheduler import BLOCKS, L2_BYTES, STEP_OVERHEAD
 
+batch_rows = Special("kernels.flash_fwd.batch_rows")
+block_tables = Special("kernels.flash_fwd.block_tables")
+claims = Special("kernels.flash_fwd.claims")
+one_tile = Special("kernels.flash_fwd.one_tile")
+tile_lists = Special("kernels.attention.tile_lists")
+
+_TILE = 2 * ROWS, 128  # rows and keys of the tiles by which claims are judged
 LONG = 16384  # rows from which blocks claim work tiles; few are then of two packed documents
 SHORT = 2048  # rows below which idle rows of work tiles decide how many consumers there are
 HELD_BY_L2 = 48 * 2**20  # bytes of K and V of a kv head up to which L2 holds them
 
 
+Config = Any  # `sm90.Config`
+
+
+class Kernel(NamedTuple):
+    """What the rules ask of the kernel, `sm90`."""
+
+    config: Callable[..., Config]
+    smem_bytes: Callable[[AttentionProblem, Config], int]
+
+    def has_room(self, problem: AttentionProblem, config: Config) -> bool:
+        return self.smem_bytes(problem, config) <= SMEM_LIMIT
+
+
 @functools.lru_cache(maxsize=256)
-def config_of(problem: AttentionProblem) -> Config:
+def config_of(problem: AttentionProblem, kernel: Kernel) -> Config:
     """The fastest on an H200 of those that fit in registers and shared memory."""
     if problem.dtype == "float32":
-        return _float32(problem)
+        return _float32(problem, kernel)
     if problem.dtype in FLOAT8:
-        return _with_room(problem, _float8(problem))
-    config = _of_16_bits(problem)
+        return _with_room(problem, kernel, _float8(problem, kernel.config))
+    config = _of_16_bits(problem, kernel)
     in_tiles = ({"bias", "mask_array"} & set(problem.arrays)) and not problem.fetches > 1
-    return _with_room(problem, config) if in_tiles else config
+    return _with_room(problem, kernel, config) if in_tiles else config
 
 
-def _with_room(problem: AttentionProblem, config: Config) -> Config:
+def _with_room(problem: AttentionProblem, kernel: Kernel, config: Config) -> Config:
     """`config` with fewer stages, keys or consumers, where bias and mask_array need the room."""
     tiles = ((config.block_kv, config.stages), (64, max(config.stages, 4)))
     choices = (
@@ -39,19 +61,17 @@ def _with_room(problem: AttentionProblem, config: Config) -> Config:
         for stages in range(most, 1, -1)
     )
     last = dataclasses.replace(config, warpgroups=1, block_kv=64, stages=2, q_slots=1)
-    fitting = (choice for choice in choices if smem_bytes(problem, choice) <= SMEM_LIMIT)
+    fitting = (choice for choice in choices if kernel.has_room(problem, choice))
     return next(fitting, last)
 
 
-def _of_16_bits(problem: AttentionProblem) -> Config:
+def _of_16_bits(problem: AttentionProblem, kernel: Kernel) -> Config:
     dim = max(problem.head_dim, problem.v_head_dim)
     l2_heads = _l2_heads(problem, dim)
     if dim <= 128 and _reads_block_table(problem):
-        from pallas_attn.kernels.flash_fwd import block_tables
-
-        return block_tables.config_of(problem, l2_heads)
+        return block_tables.config_of(problem, functools.partial(kernel.config, l2_heads=l2_heads))
     segments, claimed = "q_segment_ids" in problem.arrays, _gains_by_claims(problem)
-    made = functools.partial(Config, l2_heads=l2_heads, claims=claimed)
+    made = functools.partial(kernel.config, l2_heads=l2_heads, claims=claimed)
     few = problem.q_len <= 128 or problem.kv_len < 2 * SHORT
     short = (problem.q_len < SHORT and few) or problem.kv_len <= 128
     plain = not segments and problem.fetches == 1 and problem.mask_program is None
@@ -67,13 +87,12 @@ def _of_16_bits(problem: AttentionProblem) -> Config:
     narrow = problem.head_dim <= 192 and problem.v_head_dim <= 128 and not segments
     if narrow and dim > 128 and not bias and _fits(problem, 3):
         config = made(3, block_kv=64, stages=3)
-        if smem_bytes(problem, config) <= SMEM_LIMIT:
+        if kernel.has_room(problem, config):
             return config
     if dim <= 128 or narrow:
         return made(2, block_kv=128, stages=2)
     config = made(2, block_kv=64, stages=2)
-    fits = smem_bytes(problem, config) <= SMEM_LIMIT
-    return config if fits else dataclasses.replace(config, q_slots=1)
+    return config if kernel.has_room(problem, config) else dataclasses.replace(config, q_slots=1)
 
 
 # Time of the rows of a work tile: by the largest head dim, then by the number of consumers.
@@ -88,8 +107,6 @@ _ROW_COSTS = {
 def _of_few_rows(problem: AttentionProblem, dim: int, made: Callable[..., Config]) -> Config:
     """The Config that leaves few rows and keys of its tiles idle. Measured from 33 to 2047 rows."""
     if problem.q_len <= ROWS // 2 and problem.batch * problem.q_heads > 4 * BLOCKS:
-        from pallas_attn.kernels.flash_fwd import batch_rows
-
         rows = batch_rows.most_joined(problem)
         if rows > 1:
             consumers = 4 if dim <= 64 else 2
@@ -141,8 +158,6 @@ def _last_cost(problem: AttentionProblem, consumers: int) -> float:
 
 def _gains_by_consumers_apart(problem: AttentionProblem, dim: int) -> bool:
     """Whether heads are so small that each consumer takes one: see `one_tile`."""
-    from pallas_attn.kernels.flash_fwd import one_tile
-
     most = 128 if dim <= 32 else 64 if dim <= 64 or problem.q_len < 56 else 0
     tiles = problem.batch * problem.q_heads * cdiv(problem.q_len, ROWS)
     return problem.q_len <= 128 and tiles > BLOCKS and one_tile.takes(problem, most)
@@ -186,15 +201,15 @@ def _gains_by_claims(problem: AttentionProblem) -> bool:
     causal = problem.mask.bounds_right and not problem.mask.bounds_left and 64 < max(dims) <= 128
     many = 2 * problem.kv_len * sum(dims) > HELD_BY_L2
     gains = "q_segment_ids" in problem.arrays or (causal and many)
-    return gains and plan_of(problem, Config(claims=True)).order.claims
+    rows, keys = _TILE
+    tiling = QueryTiling(problem.q_len, problem.kv_len, rows, keys)
+    return gains and bool(claims.is_possible(problem, tiling))
 
 
 def _reads_block_table(problem: AttentionProblem) -> bool:
     """Whether a mask function reads an array by both positions."""
     if problem.mask_program is None:
         return False
-    from pallas_attn.kernels.attention import tile_lists
-
     return tile_lists.reads_pairs(problem.mask_program)
 
 
@@ -217,31 +232,22 @@ def _fits(problem: AttentionProblem, warpgroups: int) -> bool:
     return wider <= 1.1 * narrower
 
 
-# The first that fits in shared memory, and its three warpgroups in registers.
-_FLOAT32 = (
-    Config(warpgroups=3, block_kv=64, stages=3),
-    Config(warpgroups=2, block_kv=64, stages=3),
-    Config(warpgroups=2, block_kv=64, stages=2),
-    Config(warpgroups=2, block_kv=32, stages=2),
-    Config(warpgroups=1, block_kv=32, stages=2),
-    Config(warpgroups=1, block_kv=16, stages=2),
-)
+# Consumers, keys and stages: the first that fits in shared memory, and its three warpgroups in
+# registers.
+_FLOAT32 = ((3, 64, 3), (2, 64, 3), (2, 64, 2), (2, 32, 2), (1, 32, 2), (1, 16, 2))
 
 
-def _float32(problem: AttentionProblem) -> Config:
+def _float32(problem: AttentionProblem, kernel: Kernel) -> Config:
     few = max(problem.head_dim, problem.v_head_dim) <= 64 and problem.precision is None
-    return next(
-        config
-        for config in _FLOAT32
-        if (few or config.warpgroups < 3) and smem_bytes(problem, config) <= SMEM_LIMIT
-    )
+    configs = (kernel.config(*sizes) for sizes in _FLOAT32 if few or sizes[0] < 3)
+    return next(config for config in configs if kernel.has_room(problem, config))
 
 
-def _float8(problem: AttentionProblem) -> Config:
+def _float8(problem: AttentionProblem, config: Callable[..., Config]) -> Config:
     """The Config for float8, where registers hold two accumulators of the output beside scores."""
     dim = max(problem.head_dim, problem.v_head_dim)
     sums, l2_heads = problem.precision != "fast_accum", _l2_heads(problem, dim)
-    made = functools.partial(Config, l2_heads=l2_heads, float32_sums=sums)
+    made = functools.partial(config, l2_heads=l2_heads, float32_sums=sums)
     if dim <= 64:
         return made(3, block_kv=128, stages=4)
     if dim <= 128 and not sums:

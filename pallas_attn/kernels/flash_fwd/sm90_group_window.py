@@ -33,11 +33,13 @@ from jax import lax
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels.attention import group_windows, logits, softmax
+from pallas_attn.kernels.attention import group_windows, softmax
 from pallas_attn.kernels.attention.group_windows import WIDTH, GroupWindow, Unit
+from pallas_attn.kernels.attention.logits import mask_columns
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
+from pallas_attn.kernels.flash_fwd.consumer import with_zeros
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
-from pallas_attn.kernels.flash_fwd.sm90 import REGISTERS, with_zeros
+from pallas_attn.kernels.flash_fwd.sm90 import REGISTERS
 from pallas_attn.kernels.lang import launch, mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.panels import Panel
@@ -253,11 +255,11 @@ def _masked_at_edges(window: GroupWindow, s: RegisterTile) -> RegisterTile:
     keys, query = s.shape[1], head_rows.query_rows()
     low = query + (window.reach - window.width + 1)
     left = 8 * pl.cdiv(window.reach - window.width + QUERIES, 8)
-    parts = [logits.mask_columns(lax.slice(s, (0, 0), (ROWS, left)), low, None)]
+    parts = [mask_columns(lax.slice(s, (0, 0), (ROWS, left)), low, None)]
     if left < window.reach:
         parts.append(lax.slice(s, (0, left), (ROWS, window.reach)))
     last = lax.slice(s, (0, window.reach), (ROWS, keys))
-    parts.append(logits.mask_columns(last, None, query + 1))
+    parts.append(mask_columns(last, None, query + 1))
     return lax.concatenate(parts, 1)
 
 
@@ -266,7 +268,7 @@ def _masked(window: GroupWindow, position: Index, s: RegisterTile) -> RegisterTi
     of the first query row.
     """
     query = head_rows.query_rows() + position
-    return logits.mask_columns(s, query - (window.width - 1), query + 1)
+    return mask_columns(s, query - (window.width - 1), query + 1)
 
 
 # ---- the kernel and its call ---------------------------------------------------------------------

@@ -61,6 +61,7 @@ from pallas_attn.kernels.flash_fwd.tile_scheduler import (
 from pallas_attn.kernels.lang import launch, mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, RegisterTile, SmemRef
+from pallas_attn.kernels.mma import row_numbers
 
 KEYS = 64  # keys of a kv tile
 WIDTH = 128  # columns of a block of the ring
@@ -451,8 +452,6 @@ def _finish(ctx: KernelContext, turn: Turn, rows: QueryRows, sums: Sums) -> None
     if plan.tiling.padded_rows == plan.problem.q_len:
         mosaic.store(refs.lse.at[tile.batch, tile.head, pl.ds(rows.row, ROWS)], lse)
     else:
-        from pallas_attn.kernels.mma import row_numbers
-
         row_numbers.store(lse, refs.lse, tile.batch, tile.head, rows.row)
 
 

@@ -28,6 +28,7 @@ from jax import lax
 
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._call.special import Special
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.logits import LogitRules
 from pallas_attn.kernels.attention.tiles import (
@@ -46,6 +47,10 @@ from pallas_attn.kernels.attention.tiles import (
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
 from pallas_attn.kernels.lang.types import Carry, Index, KernelConfig, Predicate
 from pallas_attn.masks import Mask
+
+chunk_schedules = Special("kernels.flash_fwd.chunk_schedules")
+list_tables = Special("kernels.flash_fwd.list_tables")
+tile_lists = Special("kernels.attention.tile_lists")
 
 if TYPE_CHECKING:
     from pallas_attn.kernels.attention.score_tiles import ScoreTiles
@@ -114,12 +119,15 @@ class QueryPlan:
     consumer_tiles: Any = None  # StaticList, `claims.Claimed` or `key_mask_ranges.Runs`
     ranges: Any = None  # MaskRanges, or the Ranges of `documents`, `listed` or `key_mask_ranges`
     produce: Any = None  # `producer.produce`, or another file's
-    mainloop: Any = None  # `sm90.mainloop`, or another file's
+    mainloop: Any = None  # `consumer.mainloop`, or another file's
     format: Any = None  # `sm80_common.MmaFormat`, of the portable kernels
     # The arrays (bias, mask_array) that TMA loads by tiles.
     score_tiles: "tuple[ScoreTiles, ...]" = ()
     independent: bool = False  # whether each consumer takes work tiles of its own: `one_tile`
     rows_apart: Any = None  # `batch_rows.RowsApart`, where a work tile is several batch rows
+    # `fetch.busy_before`, where blocks first fetch keys of other GPUs.
+    busy_before: Any = None
+    without_mask: Any = None  # the plan of the problem without its mask: `key_mask_ranges.Runs`
     panels: bool = False  # q, k, v and the output lie in panels: `tma_operands.takes_panels`
 
     @classmethod
@@ -189,7 +197,8 @@ class QueryPlan:
     @functools.cached_property
     def sections(self) -> frozenset[str]:
         """The kinds of spans that occur."""
-        return sections_of(self.problem, self.tiling)
+        find = tile_lists.sections_of if self.is_listed else sections_of
+        return frozenset(find(self.problem, self.tiling))
 
     @functools.cached_property
     def one_loop(self) -> bool:
@@ -263,8 +272,6 @@ def heads_of_l2_group(
 
 
 def _lists(problem: AttentionProblem, tiling: QueryTiling) -> np.ndarray | None:
-    from pallas_attn.kernels.attention import tile_lists
-
     return tile_lists.static(problem, *tile_lists.sizes_of(tiling))
 
 
@@ -341,14 +348,10 @@ def schedule(plan: QueryPlan, offsets: Offsets = ()) -> np.ndarray:
     """
     problem, order, tiling = plan.problem, plan.order, plan.tiling
     if order.claims:
-        from pallas_attn.kernels.flash_fwd import claims
-
-        return claims.schedule(plan, offsets)
+        return np.asarray(plan.producer_tiles.schedule(plan, offsets))
     q_tiles = np.arange(tiling.q_tiles)
     if problem.mask_program is not None:
-        from pallas_attn.kernels.flash_fwd import listed
-
-        costs = listed.costs(plan)[None]
+        costs = list_costs(plan)[None]
         q_tiles = np.argsort(-costs[0], kind="stable")
     elif "q_segment_ids" in problem.arrays:
         costs = rank_costs(tiling.q_tiles)[None]
@@ -360,11 +363,18 @@ def schedule(plan: QueryPlan, offsets: Offsets = ()) -> np.ndarray:
     heads = [np.arange(n, min(n + order.l2_heads, order.heads), order.together) for n in groups]
     codes = [codes_of(plan, some, q_tiles) for some in heads]
     costs_of_codes = [costs_of(code, order.code_bits, costs, problem.q_heads) for code in codes]
-    if len(costs) == 1 and problem.fetches == 1:
+    if len(costs) == 1 and plan.busy_before is None:
         return assign(np.concatenate(codes), np.concatenate(costs_of_codes), order.grid)
-    from pallas_attn.kernels.flash_fwd import chunk_schedules
-
-    return chunk_schedules.assign(plan, codes, costs_of_codes, len(costs), offsets)
+    # Batch rows of several kinds: the last work tiles are not the cheap ones, and blocks exchange
+    # some at the end. Blocks that fetch keys of other GPUs before are busy so long.
+    tiles, tile_costs = chunk_schedules.join_groups(codes, costs_of_codes, len(costs))
+    known, busy = problem.offsets, ()
+    if plan.busy_before is not None:
+        busy = plan.busy_before(plan, known.index(offsets) if offsets in known else 0)
+    numbers, ends = assigned(tile_costs, order.grid, busy)
+    if len(costs) > 1:
+        chunk_schedules.rebalance(numbers, tile_costs, ends)
+    return table_of([tiles[block].tolist() for block in numbers])
 
 
 def codes_of(plan: QueryPlan, heads: np.ndarray, q_tiles: np.ndarray) -> np.ndarray:
@@ -404,6 +414,16 @@ def step_cost(plan: QueryPlan, tile: int) -> float:
         rows = tiling.q_len - tile * tiling.tile_rows
         busy = pl.cdiv(rows, ROWS)
     return (busy + STEP_OVERHEAD) / (most + STEP_OVERHEAD)
+
+
+def list_costs(plan: QueryPlan) -> np.ndarray:
+    """The cost of each work tile of a head by its list of kv tiles where it is known, else of
+    ranks.
+    """
+    lists = tile_lists.static(plan.problem, *plan.list_sizes)
+    if lists is None:
+        return rank_costs(plan.tiling.q_tiles)
+    return TILE_OVERHEAD + lists[..., 0].mean(axis=(0, 1))
 
 
 def rank_costs(tiles: int) -> np.ndarray:
@@ -461,15 +481,11 @@ def table(
     """
     fields: dict[str, Any] = {}
     if plan.problem.mask_program is not None:
-        from pallas_attn.kernels.flash_fwd import listed
-
-        fields = listed.tables(make, plan, inputs)
+        fields = list_tables.tables(make, plan, inputs)
     if "schedule" in fields:  # made from lists that are known at run time
         return fields
     if inputs.q_offset is None or not plan.problem.offsets:
         return fields | {"schedule": jnp.asarray(make(plan, ()))}
-    from pallas_attn.kernels.flash_fwd import chunk_schedules
-
     return fields | {"schedule": chunk_schedules.nearest(make, plan, inputs.q_offset)}
 
 
@@ -559,6 +575,15 @@ def ends_of_some(spans: Sequence[Span]) -> tuple[Index, Index]:
     lows = [jnp.where(span.hi > span.lo, span.lo, 2**30) for span in spans]
     hi = functools.reduce(jnp.maximum, [span.hi for span in spans])
     return functools.reduce(jnp.minimum, lows), hi
+
+
+def never_empty_by_segments(problem: AttentionProblem) -> bool:
+    """Whether rows without a key take one kv tile all the same, which is masked whole, where there
+    are segment ids: a branch around the mainloop would cost every work tile a hundred moves of
+    registers, and claims (`claims`) ask for a kv tile.
+    """
+    others = set(problem.arrays) - {"q_offset", "device"}
+    return others == {"q_segment_ids", "kv_segment_ids"}
 
 
 class MaskRanges:

@@ -67,10 +67,9 @@ def tiles_of(ref: GmemRef, row: Index, first: Index, block: int, count: int) -> 
             full_hi += 1
         return np.uint32(lo | full_lo << 8 | full_hi << 16 | hi << 24).astype(np.int32)
 
-    result = mosaic.tile_type((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
     types = plgpu.RefType(), plgpu.Layout.WG_SPLAT, plgpu.Layout.WG_SPLAT
     args = ref, jnp.int32(0) + row, jnp.int32(0) + first
-    return mosaic.inline(code, twin, args, types, result)
+    return mosaic.inline(code, twin, args, types, mosaic.NUMBER)
 
 
 def _tiles(ref: Any, row: Int, first: Int, block: int, count: int) -> Iterator[list[Any]]:

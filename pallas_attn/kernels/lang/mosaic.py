@@ -29,6 +29,8 @@ REDUCTION_BYTES = 2048  # shared memory that Mosaic takes where rows are reduced
 TILE = plgpu.Layout.WGMMA  # a matmul's result, [rows, columns]
 ROW = TILE.reduce(1)  # one number a row of it
 COLUMN = TILE.reduce(0)  # one number a column
+SCALAR = plgpu.Layout.WG_SPLAT  # one number
+REF = plgpu.RefType()  # an array in memory
 PARAMETER_BYTES = 32764  # a launch has so many since CUDA 12.1; an operand takes 8
 MOST_BLOCKS = 65535  # along an axis of a grid that is not CUDA's x
 
@@ -39,6 +41,9 @@ _store = getattr(plgpu, "store", None)
 def tile_type(shape: Sequence[int], dtype: DType, layout: Layout) -> Any:
     """The type of a register tile: what inline machine code returns."""
     return plgpu.ShapeDtypeStruct(tuple(shape), jnp.dtype(dtype), layout=layout)
+
+
+NUMBER = tile_type((), jnp.int32, layout=SCALAR)  # the type of an int32
 
 
 def load(ref: Ref, layout: Layout | None = None) -> jax.Array:
@@ -238,7 +243,6 @@ def any_in_warp(numbers: jax.Array, bound: float, layout: Layout | None = None) 
     Each of the four warps has its own answer. Only arithmetic may depend on it: not a barrier, not
     a matmul. The interpreter, which has no warps, answers for all rows at once.
     """
-    result = tile_type((), jnp.int32, layout=plgpu.Layout.WG_SPLAT)
 
     def vote(_, tile):
         numbers = [
@@ -260,7 +264,7 @@ def any_in_warp(numbers: jax.Array, bound: float, layout: Layout | None = None) 
     inline: Any = vote
     inline.values = lambda x: (x > bound).any().astype(jnp.int32)  # the interpreter runs this
     layout = layout or (TILE if numbers.ndim == 2 else ROW)
-    return plgpu.inline_mgpu(arg_types=(layout,), return_type=result)(inline)(numbers)
+    return plgpu.inline_mgpu(arg_types=(layout,), return_type=NUMBER)(inline)(numbers)
 
 
 def grid_of(**axes: int) -> dict[str, Any]:

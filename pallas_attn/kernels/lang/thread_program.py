@@ -173,6 +173,14 @@ class Thread:
         do_where(where.value, f"st.global.{kind} [$1], {names}", operands, constraints)
 
 
+EACH = plgpu.Layout.WG_STRIDED((THREADS,), 1)  # a number a thread
+RESULTS = {
+    None: None,
+    "one": mosaic.NUMBER,
+    "each": mosaic.tile_type((THREADS,), jnp.int32, layout=EACH),
+}
+
+
 class ThreadContext(NamedTuple):
     """The argument of every function of such a program, as `ctx`."""
 
@@ -199,14 +207,13 @@ def each_thread(
     "one", its own, with which a thread goes on as with any int32; None: nothing. `swizzles`: a tree
     like `refs`, (dtype, bytes) where a ref is `swizzled`, () elsewhere; None: none is.
     """
-    number = plgpu.Layout.WG_STRIDED((THREADS,), 1)
 
     def kind(_: Any, swizzle: tuple[DType, int] | tuple[()] = ()) -> plgpu.RefType:
         return plgpu.RefType(mosaic.swizzle_transforms(*swizzle) if swizzle else ())
 
     types = (
         jax.tree.map(kind, refs, *([] if swizzles is None else [swizzles])),
-        jax.tree.map(lambda x: number if jnp.ndim(x) else plgpu.Layout.WG_SPLAT, scalars),
+        jax.tree.map(lambda x: EACH if jnp.ndim(x) else plgpu.Layout.WG_SPLAT, scalars),
     )
 
     def code(launch, refs, scalars):
@@ -223,18 +230,13 @@ def each_thread(
             layout: Any = mgpu.WGSplatFragLayout(())
         else:
             register = vector.broadcast(ir.VectorType.get((1,), i32()), result.value)
-            register, layout = [register], number.to_mgpu()
+            register, layout = [register], EACH.to_mgpu()
         registers = np.array(register, object)
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
 
     inline: Any = code
     inline.program = program  # the interpreter in tests/ runs this
-    results = {
-        None: None,
-        "one": mosaic.tile_type((), jnp.int32, layout=plgpu.Layout.WG_SPLAT),
-        "each": mosaic.tile_type((THREADS,), jnp.int32, layout=number),
-    }
-    call = plgpu.inline_mgpu(arg_types=types, return_type=results[returns])
+    call = plgpu.inline_mgpu(arg_types=types, return_type=RESULTS[returns])
     return call(inline)(refs, scalars)
 
 

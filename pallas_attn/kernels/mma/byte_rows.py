@@ -23,11 +23,11 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_attn._call.byte_rows import BYTE_DTYPE, BYTE_ROW, REST_DTYPE, SCALE_COLUMNS
 from pallas_attn.kernels.lang import asm, mosaic, thread_math, threads
+from pallas_attn.kernels.lang.mosaic import REF, SCALAR
 from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.lang.threads import Float
 from pallas_attn.kernels.lang.types import DType, GmemRef, Index, RegisterTile, Scalar, SmemRef
 from pallas_attn.kernels.mma import dequant, mma_rowmajor, packed_rows
-from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR
 
 KEYS = 64  # keys of a tile
 BLOCKS = BYTE_ROW.scales  # blocks of columns that share a scale

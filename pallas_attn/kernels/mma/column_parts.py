@@ -14,8 +14,9 @@ import numpy as np
 from jaxlib.mlir.dialects import arith, vector
 
 from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.mosaic import REF
 from pallas_attn.kernels.mma import mma_rowmajor
-from pallas_attn.kernels.mma.mma_rowmajor import REF, Split
+from pallas_attn.kernels.mma.mma_rowmajor import Split
 
 Ref = Any
 Array = Any

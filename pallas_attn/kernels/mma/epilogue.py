@@ -10,9 +10,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_attn.kernels.lang import asm, mosaic, threads
+from pallas_attn.kernels.lang.mosaic import REF, SCALAR
 from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.mma import mma_2x2
-from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR
 
 Ref = Any
 Array = Any

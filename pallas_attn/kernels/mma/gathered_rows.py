@@ -11,11 +11,11 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
 from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.mosaic import REF, SCALAR
 from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.lang.threads import Word
 from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import packed_rows
-from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR
 
 TILE = 64  # rows of a tile
 ACROSS = 8  # threads that copy 128 bytes of a row side by side: a swizzle

@@ -13,8 +13,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_attn.kernels.lang import asm, mosaic, threads
+from pallas_attn.kernels.lang.mosaic import REF, SCALAR
 from pallas_attn.kernels.mma import mma_2x2, mma_rowmajor
-from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR
 
 Ref = Any
 Array = jax.Array

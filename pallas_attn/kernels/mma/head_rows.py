@@ -17,9 +17,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from pallas_attn.kernels.lang import asm, mosaic, threads
+from pallas_attn.kernels.lang.mosaic import REF, SCALAR
 from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile
-from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR
 
 HEADS = 8  # heads of a query row
 QUERIES = 8  # query rows of a tile

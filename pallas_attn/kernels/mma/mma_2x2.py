@@ -22,10 +22,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_attn.kernels.lang import asm, mosaic, threads
+from pallas_attn.kernels.lang.mosaic import REF, SCALAR
 from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.lang.types import DType, GmemRef, Index, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import mma_rowmajor, mma_sync
-from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR
 from pallas_attn.kernels.mma.mma_sync import PAIRS
 
 PARTIALS = 16  # partial sums a row

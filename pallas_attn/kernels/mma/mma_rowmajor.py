@@ -13,7 +13,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import utils
@@ -21,6 +20,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_attn.kernels.lang import asm, mosaic, thread_math, threads
+from pallas_attn.kernels.lang.mosaic import REF, SCALAR
 from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.mma import dequant
 
@@ -96,10 +96,6 @@ class Split:
     def query(self, row: Any) -> Any:
         """Which of the warp's 16 query rows a row of its scores stands for."""
         return row % 8 if self.folded else row
-
-
-SCALAR = plgpu.Layout.WG_SPLAT
-REF = plgpu.RefType()
 
 
 def tile_of(shape: tuple[int, int], dtype: Any) -> Any:

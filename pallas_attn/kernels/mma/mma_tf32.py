@@ -22,9 +22,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_attn.kernels.lang import asm, mosaic, threads
+from pallas_attn.kernels.lang.mosaic import REF, SCALAR
 from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.mma import mma_rowmajor, mma_sync
-from pallas_attn.kernels.mma.mma_rowmajor import REF, ROWS, SCALAR, Split
+from pallas_attn.kernels.mma.mma_rowmajor import ROWS, Split
 
 Ref = Any
 Array = Any

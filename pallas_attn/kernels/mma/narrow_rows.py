@@ -18,10 +18,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_attn.kernels.lang import asm, thread_math, threads
-from pallas_attn.kernels.lang.mosaic import THREADS, inline
+from pallas_attn.kernels.lang.mosaic import REF, SCALAR, THREADS, inline
 from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.mma import packed_rows
-from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR
 
 COLUMNS = 64  # the columns of a row are a multiple of it
 

@@ -12,9 +12,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.mosaic import REF, SCALAR
 from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.lang.threads import Word
-from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR
 
 Ref = Any
 Scalar = Any

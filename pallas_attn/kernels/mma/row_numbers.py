@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 from jaxlib.mlir.dialects import vector
 
-from pallas_attn.kernels.lang import asm, mosaic, threads
-from pallas_attn.kernels.lang.thread_program import Int
+from pallas_attn.kernels.lang import asm, mosaic
+from pallas_attn.kernels.lang.mosaic import REF, SCALAR
+from pallas_attn.kernels.lang.thread_program import Int, Thread
 from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile
-from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR
 
 
 def store(values: RegisterTile, to: GmemRef, batch: Index, head: Index, row: Index) -> None:
@@ -16,7 +16,7 @@ def store(values: RegisterTile, to: GmemRef, batch: Index, head: Index, row: Ind
     _, heads, length = to.shape
 
     def code(values, to, batch, head, row):
-        thread, batch, head, row = threads.Thread(), *map(_int_of, (batch, head, row))
+        thread, batch, head, row = Thread(), *map(_int_of, (batch, head, row))
         lane = thread.index % 32
         row = row + thread.index // 32 * 16 + lane // 4
         line = (batch * heads + head) * length + row  # 32 bits count the rows of all heads

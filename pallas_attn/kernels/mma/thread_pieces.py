@@ -9,10 +9,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_attn.kernels.lang import asm, mosaic, threads
+from pallas_attn.kernels.lang.mosaic import REF, SCALAR
 from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile
 from pallas_attn.kernels.mma import mma_rowmajor
-from pallas_attn.kernels.mma.mma_rowmajor import REF, SCALAR
 
 
 def _begin(ref: GmemRef, number: RegisterTile, size: int) -> ir.Value:

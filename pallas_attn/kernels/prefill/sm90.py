@@ -1,6 +1,6 @@
 """Attention of many new rows to a KV cache, for Hopper: chunked prefill and speculative decoding.
 
-The mainloop is the dense forward's (`flash_fwd.sm90.mainloop`): wgmma, with the softmax of one kv
+The mainloop is that of `flash_fwd.consumer`: wgmma, with the softmax of one kv
 tile under the value matmul of the one before. Two things differ: rows of a q tile are pairs of
 query heads and query rows that share a kv head (`plan.RowTiles`), so that K and V are read once for
 the whole head group; and K and V come from the cache as it lies.
@@ -38,13 +38,13 @@ import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
+from pallas_attn._call import launches
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionProblem, DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, separate_caches, tiles, tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS
-from pallas_attn.kernels.decode import launches
-from pallas_attn.kernels.flash_fwd.sm90 import SMEM_LIMIT
+from pallas_attn.kernels.flash_fwd.shared_memory import SMEM_LIMIT
 from pallas_attn.kernels.flash_fwd.tile_scheduler import L2_BYTES
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.prefill import (

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
 from pallas_attn._call import device as _device
-from pallas_attn._call import sharding
+from pallas_attn._mesh import sharding
 from pallas_attn.kernels.decode import merge_over_gpus
 from pallas_attn.kernels.lang import peer_memory, threads
 from tests.support import builds, mosaic

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_attn._call import gpu_specs
 from pallas_attn.kernels.attention import tile_lists
-from pallas_attn.kernels.flash_fwd import listed, listed_tiles
+from pallas_attn.kernels.flash_fwd import list_tables, listed_tiles
 from pallas_attn.kernels.lang import mosaic as lang
 from tests.support import builds, mosaic
 
@@ -69,7 +69,7 @@ def test_lists_and_codes_are_those_of_jax_numpy(shape, never_empty, heads, where
         lists, codes = jax.jit(prepare)(jnp.asarray(kinds))
     want = tile_lists.of_kinds(kinds, never_empty=never_empty)
     np.testing.assert_array_equal(lists, want)
-    np.testing.assert_array_equal(codes, listed.by_length(table, bits, heads, want))
+    np.testing.assert_array_equal(codes, list_tables.by_length(table, bits, heads, want))
 
 
 def test_a_grid_that_cuda_launches_the_other_way_round(monkeypatch):

@@ -294,7 +294,7 @@ def lists_of(mask, case, by_keys):
     by 64 keys, for each tile of keys.
     """
     arrays = case.arguments(0)
-    options = bind.AttentionOptions(mask=mask)
+    options = bind.Call(mask=mask)
     problem, inputs = bind.attention(*(arrays[name] for name in "qkv"), options)
     sizes = (32, 64, True) if by_keys else (32 * PARTS, 64, False, PARTS)
     find = lambda inputs: tile_lists.tiles(problem, inputs, *sizes)  # noqa: E731
@@ -371,7 +371,7 @@ def test_bounds_find_the_tiles_of_the_dense_mask(name):
     case = cases.AttentionCase(name="bounds", **(sizes | facts))
     arguments = case.arguments(0)
     options = {name: arguments.get(name) for name in ("q_lengths", "kv_lengths", "mask_array")}
-    options = bind.AttentionOptions(mask=masks.as_function(mask), **options)
+    options = bind.Call(mask=masks.as_function(mask), **options)
     problem, inputs = bind.attention(*(arguments[name] for name in "qkv"), options)
     result = in_numpy.call(lambda inputs: tile_lists._bounds(problem, inputs, 64, 64), inputs)
     assert result is not None

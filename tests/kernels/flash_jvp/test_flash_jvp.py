@@ -322,7 +322,7 @@ def problem_of(dim, along=("k", "q", "v"), dtype="bfloat16", gpu="sm90"):
     problems = []
 
     def bound(q):
-        problems.append(bind.attention(q, q, q, bind.AttentionOptions())[0])
+        problems.append(bind.attention(q, q, q, bind.Call())[0])
 
     with device.assume(gpu):
         jax.eval_shape(bound, q)

@@ -70,8 +70,8 @@ def test_precision_allows_it_over_float8_caches_alone(dtype):
     cache = pa.write_kv(cache, rows, rows)
     want = {None: None, FLOAT8: "float8", FAST: "fast_accum", "ANY_F8_ANY_F8_F32": "float8"}
     for precision, name in want.items():
-        options = pa._call.bind_cache.DecodeOptions(precision=precision)
-        problem, _ = pa._call.bind_cache.decode(rows, cache, options)
+        options = pa._cache.bind.DecodeCall(precision=precision)
+        problem, _ = pa._cache.bind.decode(rows, cache, options)
         assert problem.precision == (name if dtype == "float8_e5m2" else None)
     pa.decode_attention(rows, cache, precision=FLOAT8)
 
@@ -242,7 +242,7 @@ def test_on_a_gpu(rng, monkeypatch, kind, dtype, options):
         if kind == "per_sequence":
             rows = tuple(min(n, have) for n, have in zip(rows, (72, 88, 160), strict=True))
         q, cache, layer = drawn(rng, kind, dtype, 2, rows, (128, 128))
-        with dispatch.recorded() as names:
+        with dispatch.chosen() as names:
             got = program(q, cache, 1)
         assert set(names) <= {"sm90"}
         wanted = expected(q, cache, 1, **{"mask": pa.CAUSAL} | told)

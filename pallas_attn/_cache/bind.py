@@ -9,9 +9,10 @@ import numpy as np
 from pallas_attn import trees
 from pallas_attn._cache import blocks
 from pallas_attn._cache.facts import Cache, CacheFacts, facts_of, holders_of
-from pallas_attn._call import checks, device, sharding
+from pallas_attn._call import checks, device
 from pallas_attn._call.bind import is_static, precision, query_heads
 from pallas_attn._call.byte_rows import BYTE_DTYPE, BYTE_ROW
+from pallas_attn._call.changed_rows import changed
 from pallas_attn._call.problem import (
     FLOAT8,
     FLOAT8_PRECISIONS,
@@ -26,9 +27,11 @@ from pallas_attn._call.problem import (
     KeepProblem,
     owner_of_rows,
 )
+from pallas_attn._mesh import sharding
 from pallas_attn.context import mapped_shards
 from pallas_attn.masks import CAUSAL, FULL, Mask, MaskFunction
-from pallas_attn.rotary import RMSNorm, Rotary, changed
+from pallas_attn.prefixes import Prefix, SharedPrefixes
+from pallas_attn.rotary import RMSNorm, Rotary
 from pallas_attn.scores import ScoreFunction
 from pallas_attn.trees import DraftTree
 
@@ -39,8 +42,8 @@ Array = jax.Array
 LEAST_BOUND = 64
 
 
-class DecodeOptions(NamedTuple):
-    """The arguments of `decode_attention` that make its problem, beside q and the cache."""
+class DecodeCall(NamedTuple):
+    """The arguments of `decode_attention` beside q and the cache, in its order."""
 
     starts: Array | None = None
     parents: Array | DraftTree | None = None
@@ -54,10 +57,13 @@ class DecodeOptions(NamedTuple):
     batch_invariant: bool = False
     rotary: Rotary | None = None
     norm: RMSNorm | None = None
+    shared_prefixes: SharedPrefixes | None = None
+    prefix: Prefix | None = None
     kv_indices: Array | None = None
+    implementation: str | None = None
 
 
-def decode(q: Array, cache: Cache, options: DecodeOptions) -> tuple[DecodeProblem, DecodeInputs]:
+def decode(q: Array, cache: Cache, options: DecodeCall) -> tuple[DecodeProblem, DecodeInputs]:
     """The problem and the inputs of a call of `decode_attention`. Queries [M, N, H] of one token
     come out as [M, 1, N, H].
     """
@@ -143,7 +149,7 @@ def _queries(q: Array, facts: CacheFacts, *, packed: bool) -> Array:
     return q
 
 
-def _indices(options: DecodeOptions, q: Array, cache: Cache) -> Array:
+def _indices(options: DecodeCall, q: Array, cache: Cache) -> Array:
     """The argument `kv_indices` of query rows [M, t, N, H], or packed rows [tokens, N, H]."""
     rows, beside = q.shape[:-2], "kv_indices: expected None beside "
     if options.parents is not None:
@@ -167,7 +173,7 @@ def _indices(options: DecodeOptions, q: Array, cache: Cache) -> Array:
     return indices
 
 
-def _score(options: DecodeOptions, q: Array, cache: Cache) -> ScoreFunction:
+def _score(options: DecodeCall, q: Array, cache: Cache) -> ScoreFunction:
     """The argument `score` of query rows [.., N, H]."""
     if options.parents is not None:
         raise ValueError(
@@ -183,7 +189,7 @@ def _score(options: DecodeOptions, q: Array, cache: Cache) -> ScoreFunction:
 
 
 def _visible(
-    q: Array, cache: Cache, starts: Array | None, options: DecodeOptions
+    q: Array, cache: Cache, starts: Array | None, options: DecodeCall
 ) -> tuple[Mask, MaskFunction | None, DraftTree | None]:
     """The band of keys that are read, the function that hides some of them, and the tree that it
     describes.
@@ -205,7 +211,7 @@ def _visible(
 
 
 def _visible_in_tree(
-    q: Array, cache: Cache, starts: Array | None, options: DecodeOptions
+    q: Array, cache: Cache, starts: Array | None, options: DecodeCall
 ) -> tuple[Mask, MaskFunction, DraftTree]:
     mask: Any = options.mask
     parents: Any = options.parents

@@ -5,6 +5,7 @@ returns why another kernel is faster, or None. Bounds were measured on an H200. 
 estimate of times is `Kernel.slower` of the kernel itself.
 """
 
+from pallas_attn._call import launches
 from pallas_attn._call.problem import AttentionProblem, DecodeProblem
 from pallas_attn.errors import Limit
 
@@ -30,8 +31,6 @@ def contiguous_sm90(problem: AttentionProblem) -> Limit | None:
 def sm90(problem: DecodeProblem) -> Limit | None:
     if not problem.packed:
         return _FEW if problem.q_len * problem.q_heads <= FEW_ROWS * problem.kv_heads else None
-    from pallas_attn.kernels.decode import launches
-
     if problem.merged is None and launches.by_rows(problem)[1] is None:
         return Limit("few packed rows are decoded in one launch", _OTHER)
     return None

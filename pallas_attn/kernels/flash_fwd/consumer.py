@@ -1,0 +1,251 @@
+"""A consumer of the Hopper forward: the rows of a warpgroup from the load of q to the store of the
+output. `sm90` says in which order, and who owns which buffer when.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_attn.kernels.attention import logits, softmax, tiles
+from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows, WorkTile
+from pallas_attn.kernels.attention.tma_operands import OperandFormat
+from pallas_attn.kernels.flash_fwd import shared_memory
+from pallas_attn.kernels.flash_fwd.producer import Ring
+from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
+from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.types import (
+    Carry,
+    Index,
+    RegisterTile,
+    RegisterTiles,
+    SmemRef,
+)
+from pallas_attn.kernels.mma import row_numbers, wgmma
+
+Work = Callable[[], None] | None  # further work during a matmul
+
+
+def load_q(ctx: KernelContext, tile: WorkTile, wg: Index, slot: Index) -> None:
+    """The rows of a consumer."""
+    refs, smem, alone = ctx.refs, ctx.smem, ctx.plan.order.together == 1
+    row, head = (tile.row + wg * ROWS, tile.head) if alone else (tile.row, tile.head + wg)
+    where = tile.batch, pl.ds(row, ROWS), head
+    panels.load(refs.q, where, smem.q, slot, smem.q_ready.at[slot])
+    if smem.segments is not None:
+        smem.segments.load_rows(ctx, tile, row, slot)
+
+
+# ---- mainloop -----------------------------------------------------------------------------------
+
+
+class State(NamedTuple):
+    """The carry from kv tile to kv tile."""
+
+    acc: RegisterTiles  # [ROWS, v columns], or each panel's: the output before it is divided
+    row_sum: RegisterTile  # [ROWS, PARTIALS]
+    row_max: RegisterTile  # [ROWS]
+    p: RegisterTile  # [ROWS, block_kv]: P of the tile whose P V is still to be issued
+
+
+class Result(NamedTuple):
+    """The state of rows when all of their keys have been taken."""
+
+    acc: RegisterTiles
+    row_sum: RegisterTile
+    row_max: RegisterTile
+
+
+def _no_values(v: OperandFormat) -> RegisterTiles:
+    """The accumulator of the output, or that of each panel."""
+    if v.panels:
+        return tuple([mosaic.filled((ROWS, width), 0.0) for width in v.panels])
+    return mosaic.filled((ROWS, v.width), 0.0)
+
+
+def no_keys(plan: Any) -> Result:
+    """The result of rows that need no kv tile."""
+    acc = _no_values(plan.v)
+    row_sum = mosaic.filled((ROWS, softmax.PARTIALS), 0.0)
+    return Result(acc, row_sum, mosaic.filled((ROWS,), -jnp.inf))
+
+
+def mainloop(
+    ctx: KernelContext,
+    rows: QueryRows,
+    slot: Index,
+    meanwhile: Work,
+    turns: Any = None,
+) -> tuple[Result, Index]:
+    """All kv tiles of a consumer's rows, from the last to the first, and the slot after them. Where
+    some are fetched, a whole one may be another than its number says: nothing reads that then.
+    `meanwhile`: further work, done under the first matmul. `turns`: makes consumers issue their
+    matmuls in turn (`take`, `give`); None: whenever they can.
+    """
+    ring, smem = Ring.of(ctx), ctx.smem
+    state = _first_tile(ctx, rows, slot, meanwhile)
+    step = functools.partial(_step, ctx, rows, turns)
+    state, slot = for_each_kv_tile(ctx.plan, rows.span, step, (state, ring.after(slot)))
+    ring.wait(slot)
+    v = panels.tiles(smem.v, slot)
+    acc = wgmma.add_value_panels(state.acc, widened(state.p, v), v)
+    ring.release(slot)
+    return Result(acc, state.row_sum, state.row_max), ring.after(slot)
+
+
+def _first_tile(ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Work) -> State:
+    """The last kv tile, whose scores overlap with nothing but `meanwhile`."""
+    ring, smem = Ring.of(ctx), ctx.smem
+    q, k = panels.tiles(smem.q, rows.q_slot), panels.tiles(smem.k, slot)
+    block, keys = k[0].shape[0], ctx.plan.last_keys or k[0].shape[0]
+    if keys < block:
+        k = tuple(panel.at[pl.ds(0, keys)] for panel in k)
+    ring.wait(slot)
+    s = wgmma.matmul((ROWS, keys), q, k, meanwhile, wgmma.score_panels)
+    read_later = rows.segments is not None or ctx.plan.score_tiles
+    if not read_later:
+        ring.release(slot)
+    masked: bool | None = "first_masked" in ctx.plan.sections
+    first_rows, whole = rows if rows.last is None else rows.with_loaded_tile(rows.last), None
+    if ctx.plan.skips_keys:
+        masked, whole = None, (rows.span.full_lo, rows.span.full_hi)
+    s, online = logits.masked_logits(ctx, first_rows, rows.span.hi - 1, slot, s, masked, whole)
+    if read_later:
+        ring.release(slot)
+    unit, nothing = ctx.plan.logit_rules.unit, mosaic.filled((ROWS,), -jnp.inf)
+    new = online.step(s, unit, nothing, empty_ok=True)
+    p = new.p.astype(ctx.plan.v.dtype)
+    p = with_zeros(p, block) if keys < block else p
+    return State(_no_values(ctx.plan.v), new.row_sum, new.row_max, p)
+
+
+def _step(  # noqa: PLR0913
+    ctx: KernelContext,
+    rows: QueryRows,
+    turns: Any,
+    whole: tuple[Index, Index],
+    masked: bool | None,
+    t: Index,
+    carry: tuple[State, Index],
+) -> tuple[State, Index]:
+    """Kv tile t: the softmax of its scores S runs while P V of the tile before it is in flight."""
+    (state, slot), smem, ring = carry, ctx.smem, Ring.of(ctx)
+    ring.wait(slot)
+    if turns is not None:
+        turns.take()
+    q = panels.tiles(smem.q, rows.q_slot)
+    k, v = panels.tiles(smem.k, slot), panels.tiles(smem.v, slot)
+
+    def matmuls(scores: RegisterTile, out: RegisterTiles) -> None:
+        wgmma.score_panels(scores, q, k)
+        wgmma.value_panels(out, widened(state.p, v), v)
+        if turns is not None:
+            turns.give()
+
+    def softmax_of(s: RegisterTile) -> softmax.Step:
+        s, online = logits.masked_logits(ctx, rows, t, slot, s, masked, whole)
+        return online.next_step(
+            s,
+            ctx.plan.logit_rules.unit,
+            state.row_max,
+            empty_ok=masked is not False or ctx.plan.logit_rules.adds,
+        )
+
+    scores_like = mosaic.filled((ROWS, k[0].shape[0]), 0.0)
+    like = softmax.Step(
+        scores_like, state.row_max, state.row_max, state.row_sum, jnp.int32(0) + slot
+    )
+    acc, new = wgmma.overlapped(state.acc, like, matmuls, softmax_of, behind=len(v))
+    ring.release(slot)
+    acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
+    # P is rounded after the wait: before it, ptxas takes the registers for operands of the matmul
+    # in flight and serialises both (C7513).
+    p = new.p.astype(ctx.plan.v.dtype)
+    return State(acc, row_sum + new.row_sum, new.row_max, p), ring.after(slot)
+
+
+def widened(p: RegisterTile, v: tuple[SmemRef, ...]) -> RegisterTile:
+    """Probabilities with a zero for each row of v past the kv tile: `QueryPlan.value_rows`."""
+    return p if p.shape[1] == v[0].shape[0] else with_zeros(p, v[0].shape[0])
+
+
+def with_zeros(p: RegisterTile, keys: int) -> RegisterTile:
+    """Probabilities extended by zeros to `keys` keys."""
+    return lax.concatenate([p, mosaic.filled((ROWS, keys - p.shape[1]), 0, p.dtype)], 1)
+
+
+def for_each_kv_tile(plan: Any, span: tiles.Span, step: Callable[..., Any], carry: Carry) -> Any:
+    """carry = step(whole, masked, t, carry) for all kv tiles of a span but its last, from the end:
+    `whole` is (first, end) of the tiles that need no mask, `masked` None where a branch asks for
+    that.
+    """
+    first = span.hi - 1
+    high = jnp.minimum(jnp.maximum(span.full_hi, span.lo), first)  # whole tiles end here
+    low = jnp.minimum(jnp.maximum(span.full_lo, span.lo), high)  # and begin here
+
+    def loop(begin: Index, end: Index, masked: bool | None, carry: Carry) -> Any:
+        def body(i: Index, carry: Carry) -> Any:
+            return step((low, high), masked, -1 - i, carry)
+
+        return lax.fori_loop(-begin, -end, body, carry)  # loops count up
+
+    if plan.one_loop:
+        return loop(first, span.lo, None, carry)
+    if "high" in plan.sections:
+        carry = loop(first, high, True, carry)
+    carry = loop(high, low, False, carry)
+    return loop(low, span.lo, True, carry) if "low" in plan.sections else carry
+
+
+# ---- epilogue -----------------------------------------------------------------------------------
+
+
+def store_result(ctx: KernelContext, rows: QueryRows, result: Result) -> None:
+    """Divides by the row sums, and stores the output and the log-sum-exp."""
+    plan, refs, smem = ctx
+    acc, tile = result.acc, rows.tile
+    sink = None if refs.sinks is None else refs.sinks[tile.head]
+    factor, lse = softmax.finish(result.row_max, result.row_sum, sink)
+    if refs.units is not None:  # float32, float8
+        head = lax.div(tile.head, jnp.int32(plan.problem.group))
+        factor = factor * refs.units[1, tile.batch, head]
+    acc = softmax.scaled(acc, factor)
+    if tile.q_len is not None:
+        inside = mosaic.positions((ROWS,), 0, rows.row) < tile.q_len
+        lse = jnp.where(inside, lse, -jnp.inf)
+        acc = jax.tree.map(lambda x: jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 0.0), acc)
+    if plan.tiling.padded_rows == plan.problem.q_len:
+        mosaic.store(refs.lse.at[tile.batch, tile.head, pl.ds(rows.row, ROWS)], lse)
+    else:
+        row_numbers.store(lse, refs.lse, tile.batch, tile.head, rows.row)
+    for column, parts, staged in _parts_of_output(plan, acc, smem.out):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for part, to in zip(parts, panels.tiles(staged, rows.wg), strict=True):
+            to[...] = part.astype(to.dtype)
+        plgpu.commit_smem()
+        where = tile.batch, pl.ds(rows.row, ROWS), tile.head
+        panels.store(staged, rows.wg, refs.out, where, column)
+
+
+def _parts_of_output(
+    plan: QueryPlan, acc: RegisterTiles, out: SmemRef
+) -> list[tuple[int, tuple[RegisterTile, ...], SmemRef]]:
+    """(first column, register tiles, their buffers) of what is stored at a time: columns of the
+    accumulator, or panels of it, as many as shared memory holds.
+    """
+    if not plan.v.panels:
+        width = out.shape[-1]
+        starts = range(0, plan.v.width, width)
+        return [(n, (lax.slice(acc, (0, n), (ROWS, n + width)),), out) for n in starts]
+    wide, rest = shared_memory.wide_and_rest(plan.v.panels)
+    held, parts = len(out) - len(rest), []
+    for first in range(0, len(wide), held):
+        last = first + held >= len(wide)
+        staged = out[: min(held, len(wide) - first)] + (out[held:] if last else ())
+        parts.append((first * wide[0], acc[first : first + len(staged)], staged))
+    return parts
