@@ -420,7 +420,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "(start + plan.keys.tile <= hi + 1)",
         ),
         "a_tile_has_more_keys_than_it_holds": (
-            f"{DECODE}/memory.py",
+            f"{DECODE}/loads.py",
             "thread.minimum(at.live, plan.keys.tile), 0)",
             "at.live, 0)",
         ),

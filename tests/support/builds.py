@@ -193,7 +193,7 @@ def _cache(kind: str, **sizes: Any) -> Any:
     return jax.eval_shape(lambda: _KINDS[kind].create(*_SIZES[kind], **more, **sizes))
 
 
-def _decode(
+def _decode(  # noqa: PLR0913
     target: str,
     kind: str,
     *,
