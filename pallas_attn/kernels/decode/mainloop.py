@@ -18,8 +18,8 @@ from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import combine_splits, scheduler, score_functions
 from pallas_attn.kernels.decode.combine_splits import Results
 from pallas_attn.kernels.decode.plan import ROWS_OF_WARPS, Plan, Steps
-from pallas_attn.kernels.decode.scheduler import Partials, WorkTile
-from pallas_attn.kernels.decode.score_functions import Places, Positions, places_of
+from pallas_attn.kernels.decode.scheduler import Partials, Positions, WorkTile
+from pallas_attn.kernels.decode.score_functions import Places, places_of
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.types import Index, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import column_parts, mma_rowmajor, mma_tf32
@@ -87,20 +87,15 @@ def scores(ctx: KernelContext, queries: RegisterTile | SmemRef, slot: Index) -> 
 def attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, state: State) -> State:
     """The state after one more kv tile, from its scores."""
     plan = ctx.plan
-    s = masked(ctx, work, at.tile, logits_of_scores(ctx, work, at.tile, s))
+    if plan.unit_of_logits is None:
+        s = logits_of_scores(ctx, work, at.tile, s)
+    s = masked(ctx, work, at.tile, s)
     join = plan.split.join
     new = softmax.step(s, plan.unit_of_logits, state.row_max, empty_ok=True, join=join)
     acc, row_sum = softmax.rescaled(new, (state.acc, state.row_sum))
     p = new.p.astype(plan.problem.dtype)
-    acc = add_values(ctx, acc, p, at)
+    acc = plan.matmuls.matmul_add(acc, p, ctx.smem.v, at.slot, plan.split, plan.v_column)
     return State(acc, row_sum + new.row_sum, new.row_max)
-
-
-def add_values(ctx: KernelContext, acc: RegisterTile, p: RegisterTile, at: TileAt) -> RegisterTile:
-    """acc + p @ V of the kv tile."""
-    plan, smem = ctx.plan, ctx.smem
-    values, first = (smem.k, plan.problem.head_dim) if plan.layout.joined else (smem.v, 0)
-    return plan.matmuls.matmul_add(acc, p, values, at.slot, plan.split, first)
 
 
 def totals(plan: Plan, state: State) -> tuple[RegisterTile, RegisterTile]:
@@ -118,12 +113,10 @@ def logits_of_scores(
     s: RegisterTile,
     places: Places | None = None,
 ) -> RegisterTile:
-    """Logits in log2 units if `plan.unit_of_logits` is None; else the scores, of that unit.
-    `places`: where they lie otherwise than `mma_rowmajor.scores` leaves them.
+    """Logits in log2 units, where `plan.unit_of_logits` is None: else scores are logits of that
+    unit. `places`: where they lie otherwise than `mma_rowmajor.scores` leaves them.
     """
     plan = ctx.plan
-    if plan.unit_of_logits is not None:
-        return s
     s = s * plan.problem.scale
     if plan.problem.softcap is not None:
         s = softmax.softcap(s, plan.problem.softcap)
@@ -137,19 +130,14 @@ def logits_of_scores(
 
 def positions_of(ctx: KernelContext, work: WorkTile, tile: Index) -> Positions:
     """Positions of the logits of all warps."""
-    plan, split, queries = ctx.plan, ctx.plan.split, ctx.plan.queries
+    plan, split = ctx.plan, ctx.plan.split
     shape = (ROWS, split.width)
     row, column = mosaic.positions(shape, 0, 0), mosaic.positions(shape, 1, 0)
     warp = row // mma_rowmajor.ROWS
     own = row % mma_rowmajor.ROWS
     key = tile * plan.keys.tile + split.first_key(warp) + split.key(own, column)
     query = split.row_block(warp) * mma_rowmajor.ROWS + split.query(own)
-    kv_head, chunk = scheduler.head_and_chunk(plan, work)
-    query = query + chunk * queries.chunk_rows
-    token, head = scheduler.token_of(plan, query), None
-    if plan.problem.mask_program is not None and plan.problem.mask_uses_head:
-        head = kv_head * queries.group + (query - token * queries.group)
-    return Positions(work.length - plan.queries_of(work.queries) + token, key, head)
+    return scheduler.positions_at(plan, work, query, key)
 
 
 def masked(
@@ -162,7 +150,9 @@ def masked(
     """A tree of tiles of logits, with -inf where a query does not see a key. `positions`: where
     they lie otherwise than `mma_rowmajor.scores` leaves them.
     """
-    plan, problem, mask = ctx.plan, ctx.plan.problem, work.mask(ctx.plan)
+    plan, problem, mask = ctx.plan, ctx.plan.problem, ctx.plan.problem.mask
+    if work.bounds is not None:
+        mask = work.mask_with_bounds(problem)
     start, begin = tile * plan.keys.tile, work.length - plan.queries_of(work.queries)
     lo, hi = mask.kv_full_range(begin, work.length, work.length)
 
@@ -171,7 +161,8 @@ def masked(
         allowed = mask.allows(at.query, at.key, work.length)
         if problem.mask_program is not None:
             allowed = allowed & score_functions.seen(ctx, work, at, begin if problem.tree else 0)
-        return jax.tree.map(lambda x: jnp.where(allowed, x, -jnp.inf), logits)
+        leaves, tree = jax.tree.flatten(logits)
+        return jax.tree.unflatten(tree, [jnp.where(allowed, x, -jnp.inf) for x in leaves])
 
     if problem.tree:  # which hides none of the rows before the drafts
         hi = jnp.minimum(hi, begin)

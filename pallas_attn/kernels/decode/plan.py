@@ -204,7 +204,7 @@ class Plan:
     # These: of the kernels whose mainloop is that of `decode.sm90`.
     copies: Any = None  # `Copies`
     steps: Any = None  # `Steps`
-    scratch: Any = None  # shared memory of a plan
+    scratch: Any = None  # makes `buffers`
     name: str = ""  # the launch's
     lowering: Any = plgpu.LoweringSemantics.Lane
 
@@ -232,6 +232,16 @@ class Plan:
         """Bytes of a row of K and of V, or of both where they lie in one array."""
         k, v = (self.itemsize * n for n in (self.problem.head_dim, self.problem.v_head_dim))
         return (k + v,) if self.layout.joined else (k, v)
+
+    @functools.cached_property
+    def v_column(self) -> int:
+        """The first column of V in its array."""
+        return self.problem.head_dim if self.layout.joined else 0
+
+    @functools.cached_property
+    def buffers(self) -> Any:
+        """Shared memory of a block."""
+        return self.scratch(self)
 
     @functools.cached_property
     def scaled(self) -> bool:

@@ -68,8 +68,10 @@ def attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, stat
     scales = None
     if plan.scaled:
         scales = mma_rowmajor.number_of_each_key(ctx.smem.v_scale, at.slot, split)
-    s = mainloop.logits_of_scores(ctx, work, at.tile, s)
-    s = s if plan.unit_of_logits is None else s * plan.unit_of_logits
+    if plan.unit_of_logits is None:
+        s = mainloop.logits_of_scores(ctx, work, at.tile, s)
+    else:
+        s = s * plan.unit_of_logits
     if scales is None:
         return _attend_unscaled(ctx, at, mainloop.masked(ctx, work, at.tile, s), state)
     tiles = mainloop.masked(ctx, work, at.tile, Logits(s, s + jnp.log2(scales)))
@@ -77,8 +79,8 @@ def attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, stat
     row_sum = state.row_sum * mosaic.broadcast_rows(new.rescale, state.row_sum.shape)
     heavy = softmax.step(tiles.weights, None, state.weight_max, empty_ok=True)
     acc = softmax.rescaled(heavy, state.acc)
-    p = heavy.p.astype("float16")
-    acc = mainloop.add_values(ctx, acc, p, at)
+    p, v = heavy.p.astype("float16"), ctx.smem.v
+    acc = mma_rowmajor.matmul_add(acc, p, v, at.slot, split, plan.v_column)
     return State(acc, row_sum + new.row_sum, new.row_max, heavy.row_max)
 
 
@@ -86,8 +88,8 @@ def _attend_unscaled(ctx: KernelContext, at: TileAt, logits: RegisterTile, state
     """`attend` for a cache without scales, whose values are weighted by the probabilities alone."""
     new = softmax.step(logits, None, state.row_max, empty_ok=True)
     acc, row_sum = softmax.rescaled(new, (state.acc, state.row_sum))
-    p = new.p.astype("float16")
-    acc = mainloop.add_values(ctx, acc, p, at)
+    p, plan = new.p.astype("float16"), ctx.plan
+    acc = mma_rowmajor.matmul_add(acc, p, ctx.smem.v, at.slot, plan.split, plan.v_column)
     return State(acc, row_sum + new.row_sum, new.row_max, new.row_max)
 
 

@@ -22,12 +22,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call.problem import bounds_of
+from pallas_attn._call.problem import DecodeProblem, bounds_of
 from pallas_attn.kernels.decode import packed
 from pallas_attn.kernels.decode.packed import PackedTable
 from pallas_attn.kernels.decode.plan import Plan, at_least, div
+from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.thread_program import ThreadContext
-from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile, SmemRef
+from pallas_attn.kernels.lang.types import GmemRef, Index, Layout, RegisterTile, SmemRef
 from pallas_attn.masks import SIDES, Mask
 
 LANES = 32  # lanes of the warp that makes the table; each has consecutive sequences
@@ -149,11 +150,9 @@ class WorkTile(NamedTuple):
     queries: Index | None = None  # packed query rows of the sequence
     row: Index | None = None  # the first of them
 
-    def mask(self, plan: Plan) -> Mask:
-        mask = plan.problem.mask
-        if self.bounds is None:
-            return mask
-        return mask.filled(**dict(zip(mask.arrives, self.bounds, strict=True)))
+    def mask_with_bounds(self, problem: DecodeProblem) -> Mask:
+        assert self.bounds is not None
+        return problem.mask.filled(**dict(zip(problem.mask.arrives, self.bounds, strict=True)))
 
 
 class Share(NamedTuple):
@@ -280,6 +279,31 @@ def token_of(plan: Plan, query: RegisterTile) -> RegisterTile:
     return query * factor // 2**bits
 
 
+class Positions(NamedTuple):
+    """The query, the key and the query head of each logit of a tile; positions in the sequence."""
+
+    query: RegisterTile
+    key: RegisterTile
+    head: RegisterTile | None = None  # only where the mask function asks for it
+    layout: Layout = mosaic.TILE
+
+
+def positions_at(
+    plan: Plan,
+    work: WorkTile,
+    row: RegisterTile,
+    key: RegisterTile,
+    layout: Layout = mosaic.TILE,
+) -> Positions:
+    """Positions of logits, by query rows of the q chunk and keys."""
+    kv_head, chunk = head_and_chunk(plan, work)
+    row, group = row + chunk * plan.queries.chunk_rows, plan.queries.group
+    token, head = token_of(plan, row), None
+    if plan.problem.mask_program is not None and plan.problem.mask_uses_head:
+        head = kv_head * group + (row - token * group)
+    return Positions(work.length - plan.queries_of(work.queries) + token, key, head, layout)
+
+
 class FirstQuery(NamedTuple):
     """The place at which the query rows of a block's work begin."""
 
@@ -319,8 +343,10 @@ def partials_of(plan: Plan, share: Share, work: WorkTile, block_id: Index) -> Pa
     first = share.block_of(work.head_first_unit)
     last = work.head_units - 1
     if (fine := plan.keys.units_a_tile) > 1:
-        queries = plan.queries_of(work.queries)
-        tiles_before, end = plan.keys.tiles_of(work.mask(plan), work.length, queries)
+        queries, mask = plan.queries_of(work.queries), plan.problem.mask
+        if work.bounds is not None:
+            mask = work.mask_with_bounds(plan.problem)
+        tiles_before, end = plan.keys.tiles_of(mask, work.length, queries)
         last = jnp.maximum(end - tiles_before - 1, 0) * fine
     last = share.block_of(work.head_first_unit + last)
     return Partials(last - first + 1, 2 * block_id + begins, 2 * first + 1, 2 * first)

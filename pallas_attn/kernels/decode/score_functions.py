@@ -21,15 +21,6 @@ from pallas_attn.kernels.mma import mma_rowmajor
 ADD = Operation("add", (), "int32")
 
 
-class Positions(NamedTuple):
-    """The query, the key and the query head of each logit of a tile; positions in the sequence."""
-
-    query: RegisterTile
-    key: RegisterTile
-    head: RegisterTile | None = None  # only where the mask function asks for it
-    layout: Layout = mosaic.TILE
-
-
 class Places(NamedTuple):
     """The query rows and keys of a tile of logits. Those that a function does not ask for are not
     made: see `functions.numbers_of_rows`.
@@ -99,7 +90,7 @@ def scored(ctx: KernelContext, work: WorkTile, places: Places, s: RegisterTile) 
     return registers.spread(result, (0, 1)).astype(jnp.float32)
 
 
-def seen(ctx: KernelContext, work: WorkTile, at: Positions, begin: Index) -> RegisterTile:
+def seen(ctx: KernelContext, work: WorkTile, at: scheduler.Positions, begin: Index) -> RegisterTile:
     """Whether the mask function shows the keys of a tile; it counts positions from `begin`."""
     positions = (at.head, at.query - begin, at.key - begin)
     values = [Value(jnp.int32(0), ()) if x is None else Value(x, (0, 1)) for x in positions]

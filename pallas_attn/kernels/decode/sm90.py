@@ -237,7 +237,7 @@ def scratch(plan: Plan) -> DecodeSmem:
 
 
 def bytes_of_launch(problem: DecodeProblem, config: KernelConfig) -> int:
-    return limits.smem_bytes(scratch(config.plan(problem)))
+    return limits.smem_bytes(config.plan(problem).buffers)
 
 
 def smem_bytes(problem: DecodeProblem, config: KernelConfig) -> int:
@@ -334,6 +334,8 @@ def _kernel(
     plan: Plan,
 ) -> None:
     block_id = lax.axis_index("block")
+    if plan.layout.joined:
+        smem = smem._replace(v=smem.k)
     if plan.tiling.overlaps:
         mosaic.overlap_launches()
     results = Results(out, lse, *partials, refs.counters, refs.sinks)
@@ -342,11 +344,8 @@ def _kernel(
     table_refs = scheduler.TableRefs(refs.lengths, smem.table, smem.barriers)
     threads.run(fill_table, plan, table_refs, has_layer)
     share = scheduler.share_of(plan, smem.table, block_id)
-    if smem.table.packed is not None and plan.problem.fewest == 1:
-        first = smem.table.packed.first
-        ends = first[0], first[plan.problem.sequences]
-        unowned = packed.Unowned(*ends, block_id, jnp.int32(plan.grid))
-        threads.run(packed.write_unowned, plan, results, unowned)
+    if smem.table.packed is not None:
+        packed.begin(plan, smem.table.packed, results, block_id)
     ctx = KernelContext(plan, refs, smem)
     work = functools.partial(_mainloop, ctx, results, share, block_id)
     pl.when(share.first < share.end)(work)
@@ -441,7 +440,7 @@ def launch_plan(
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=out_type if into is None else out_type[2:],
-        scratch_types=(plan.scratch(plan),),
+        scratch_types=(plan.buffers,),
         grid=(plan.grid,),
         grid_names=("block",),
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plan.lowering),

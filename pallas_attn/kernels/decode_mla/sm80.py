@@ -237,19 +237,12 @@ def _meet(plan: Plan, left: int | None) -> None:
     threads.each_thread(program, (), ())
 
 
-def _positions(ctx: KernelContext, work: WorkTile, tile: Index) -> score_functions.Positions:
+def _positions(ctx: KernelContext, work: WorkTile, tile: Index) -> scheduler.Positions:
     """Queries and keys of a tile of logits."""
     plan, shape = ctx.plan, (ROWS, ctx.plan.keys.tile)
     layout, start = mosaic.warp_layout(shape, 2), tile * plan.keys.tile
-    row = mosaic.positions(shape, 0, 0, layout)
-    kv_head, chunk = scheduler.head_and_chunk(plan, work)
-    row = row + chunk * plan.queries.chunk_rows
-    token, head = scheduler.token_of(plan, row), None
-    query = work.length - plan.problem.q_len + token
-    key = mosaic.positions(shape, 1, start, layout)
-    if plan.problem.mask_uses_head:
-        head = row + (kv_head - token) * plan.queries.group
-    return score_functions.Positions(query, key, head, layout)
+    row, key = mosaic.positions(shape, 0, 0, layout), mosaic.positions(shape, 1, start, layout)
+    return scheduler.positions_at(plan, work, row, key, layout)
 
 
 def _scores(ctx: KernelContext, queries: None, slot: Index) -> RegisterTile:
@@ -264,7 +257,8 @@ def _attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, sta
     plan, smem, first = ctx.plan, ctx.smem, at.slot * ctx.plan.keys.tile
     layout = mosaic.warp_layout(s.shape, 2)
     places = score_functions.places_along(s.shape, layout, 0, lambda: at.tile * plan.keys.tile)
-    s = mainloop.logits_of_scores(ctx, work, at.tile, s, places)
+    if plan.unit_of_logits is None:
+        s = mainloop.logits_of_scores(ctx, work, at.tile, s, places)
     logits = mainloop.masked(ctx, work, at.tile, s, _positions)
     mma_2x2.store_row_partials(logits, smem.rows, 0, "max")
     mma_2x2.sync_row_pair(0)

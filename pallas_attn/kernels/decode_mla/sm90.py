@@ -329,7 +329,8 @@ def _score(ctx: KernelContext, block_id: Index) -> None:
                         block = _ring_block(ctx, wg, first + n)
                         producer.clear(block.ref, columns.block, live)
 
-            s = mainloop.logits_of_scores(ctx, work, tile, s)
+            if plan.unit_of_logits is None:
+                s = mainloop.logits_of_scores(ctx, work, tile, s)
             s = mainloop.masked(ctx, work, tile, s)
             s = row_gathers.without_holes(ctx, s, count, mosaic.COLUMN)
             new = softmax.next_step(s, plan.unit_of_logits, row_max, empty_ok=True)

@@ -180,24 +180,21 @@ def down_columns(columns: RegisterTile, shape: Sequence[int]) -> RegisterTile:
     return lax.broadcast_in_dim(columns, tuple(shape), [1])
 
 
-def _positions(ctx: KernelContext, work: WorkTile, tile: Index) -> score_functions.Positions:
+def _positions(ctx: KernelContext, work: WorkTile, tile: Index) -> scheduler.Positions:
     """Queries and keys of a tile of logits."""
-    plan, shape = ctx.plan, (TILE, ctx.plan.queries.chunk_rows)
-    key = mosaic.positions(shape, 0, tile * TILE)
-    row = mosaic.positions(shape, 1, 0)
-    token, head = scheduler.token_of(plan, row), None
-    query = token + (work.length - plan.problem.q_len)
-    if plan.problem.mask_uses_head:
-        head = row - token * plan.queries.group
-    return score_functions.Positions(query, key, head)
+    shape = TILE, ctx.plan.queries.chunk_rows
+    key, row = mosaic.positions(shape, 0, tile * TILE), mosaic.positions(shape, 1, 0)
+    return scheduler.positions_at(ctx.plan, work, row, key)
 
 
 def logits(ctx: KernelContext, work: WorkTile, tile: Index, s: RegisterTile) -> RegisterTile:
     """Scores -> logits in log2 units, those of invisible keys -inf."""
     plan = ctx.plan
     places = score_functions.places_along(s.shape, mosaic.TILE, 1, lambda: tile * TILE)
-    s = mainloop.logits_of_scores(ctx, work, tile, s, places)
-    s = s if plan.unit_of_logits is None else s * plan.unit_of_logits
+    if plan.unit_of_logits is None:
+        s = mainloop.logits_of_scores(ctx, work, tile, s, places)
+    else:
+        s = s * plan.unit_of_logits
     return mainloop.masked(ctx, work, tile, s, _positions)
 
 

@@ -23,7 +23,12 @@ from jax import lax
 
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import AttentionProblem, DecodeInputs, DecodeProblem
-from pallas_attn.kernels.attention import cache_layout, functions, tma_operands
+from pallas_attn.kernels.attention import (
+    cache_layout,
+    functions,
+    linear_scores,
+    tma_operands,
+)
 from pallas_attn.kernels.attention.logits import LogitRules
 from pallas_attn.kernels.attention.tiles import ROWS
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
@@ -31,6 +36,7 @@ from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
 from pallas_attn.kernels.flash_fwd.sm90 import mainloop
 from pallas_attn.kernels.lang import launch, mosaic
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, RegisterTile, SmemRef
+from pallas_attn.kernels.prefill import mask_functions
 from pallas_attn.masks import Mask
 
 BLOCKS = gpu_specs.multiprocessors(gpu_specs.HOPPER)
@@ -170,6 +176,11 @@ class Plan:
         return self.producer_of(self)
 
     @functools.cached_property
+    def buffers(self) -> "PrefillSmem":
+        """Shared memory of a block."""
+        return self.queries.scratch(self)
+
+    @functools.cached_property
     def tiles(self) -> RowTiles:
         return RowTiles(self.problem.group, self.problem.q_len, self.config.warpgroups)
 
@@ -205,8 +216,6 @@ class Plan:
     def logit_rules(self) -> LogitRules:
         linear = False
         if self.problem.score_program is not None:
-            from pallas_attn.kernels.attention import linear_scores
-
             linear = linear_scores.takes(self.problem)
         return LogitRules.of(self.problem, self.config.block_kv, linear=linear)
 
@@ -221,8 +230,6 @@ class Plan:
         """The heads and positions of a tile's rows, for masks and score functions."""
         if not self.problem.functions:
             return self.tiles
-        from pallas_attn.kernels.prefill import mask_functions
-
         return mask_functions.RowMapping(self.problem, self.tiles, self.packed, self.tree)
 
     @functools.cached_property
@@ -347,7 +354,7 @@ def base_scratch(plan: Plan, **buffers: Any) -> PrefillSmem:
 
 def bytes_of(plan: Plan) -> int:
     """Shared memory of a block."""
-    return mosaic.bytes_of(plan.queries.scratch(plan)) + BARRIERS + mosaic.REDUCTION_BYTES
+    return mosaic.bytes_of(plan.buffers) + BARRIERS + mosaic.REDUCTION_BYTES
 
 
 def kernel_of(plan: Plan, body: Callable[..., None], results: Sequence[Any]) -> Callable[..., Any]:
@@ -356,7 +363,7 @@ def kernel_of(plan: Plan, body: Callable[..., None], results: Sequence[Any]) -> 
         functools.partial(body, plan=plan),
         "prefill_sm90",
         tuple(results),
-        plan.queries.scratch(plan),
+        plan.buffers,
         (plan.grid, plan.config.warpgroups + len(plan.producer.programs)),
     )
 

@@ -21,6 +21,7 @@ from pallas_attn.kernels.attention.tiles import (
 from pallas_attn.kernels.flash_fwd.sm90 import Result
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Index, Predicate, RegisterTile, Scalar
+from pallas_attn.kernels.prefill import mask_functions
 from pallas_attn.kernels.prefill.plan import Plan, PrefillSmem, SequenceKeys, base_scratch
 
 
@@ -119,8 +120,6 @@ def unit_at(  # noqa: PLR0913
     count = jnp.minimum((last + 1) * tiles.head_rows, q_len) - row
     span = mask_span(mask, q_offset + row, count, kv_len, config.block_kv)
     if plan.problem.mask_program is not None:
-        from pallas_attn.kernels.prefill import mask_functions
-
         drafts = q_offset if plan.tree else None
         span = mask_functions.without_full_tiles(span, drafts, config.block_kv)
     if "q_lengths" in plan.problem.arrays:
