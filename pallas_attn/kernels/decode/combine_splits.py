@@ -14,10 +14,8 @@ import functools
 import itertools
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn.kernels.attention import partials, softmax
@@ -109,18 +107,6 @@ def counters(plan: Plan) -> np.ndarray:
     zeros = ZERO_BYTES // 4 + plan.problem.kv_heads * plan.lines
     number = (zlib.crc32(repr(plan.problem).encode()) ^ next(_calls)) % 2**31
     return np.append(np.zeros(zeros, np.int32), np.int32(number or 1))
-
-
-def out_types(plan: Plan) -> tuple[Any, ...]:
-    """The results of a kernel: out, lse, and partials (`Results.partial_out`, and so on)."""
-    problem, array = plan.problem, jax.ShapeDtypeStruct
-    rows = (plan.partials, plan.queries.chunk_rows)
-    sums = array(rows, jnp.float32)
-    return (
-        array((*problem.out_shape, problem.v_head_dim), problem.dtype),
-        array(problem.lse_shape, jnp.float32),
-        (array((*rows, problem.v_head_dim), jnp.float32), sums, sums),
-    )
 
 
 class ResultRefs(NamedTuple):

@@ -244,6 +244,18 @@ class Plan:
         return self.scratch(self)
 
     @functools.cached_property
+    def out_types(self) -> tuple[Any, ...]:
+        """The results of a launch: out, lse, and partials (`combine_splits.Results`)."""
+        problem, array = self.problem, jax.ShapeDtypeStruct
+        rows = (self.partials, self.queries.chunk_rows)
+        sums = array(rows, jnp.float32)
+        return (
+            array((*problem.out_shape, problem.v_head_dim), problem.dtype),
+            array(problem.lse_shape, jnp.float32),
+            (array((*rows, problem.v_head_dim), jnp.float32), sums, sums),
+        )
+
+    @functools.cached_property
     def scaled(self) -> bool:
         """Whether rows of the cache have scales."""
         return self.problem.quantized and not self.problem.unscaled

@@ -436,7 +436,7 @@ def launch_plan(
     which these are written.
     """
     refs = loads.refs_of(inputs, counters, plan)
-    out_type = combine_splits.out_types(plan)
+    out_type = plan.out_types
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=out_type if into is None else out_type[2:],
