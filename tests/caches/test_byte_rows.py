@@ -14,7 +14,7 @@ import pytest
 import pallas_attn as pa
 from pallas_attn._cache import bind
 from pallas_attn._call import config
-from pallas_attn.kernels.decode_mla import sm90
+from pallas_attn.kernels.decode_mla import sm90_byte_rows as kernel
 from tests.support import subjects
 from tests.support.byte_rows import as_bytes, as_floats
 
@@ -179,7 +179,7 @@ def test_all_tiles_by_one_block(rng):
     """Slots of both rings are used again."""
     case = Decode("stacked", heads=2)
     cache, arguments = case.filled(rng), case.arguments(rng)
-    with config.forced("decode_mla_sm90", {"grid": 1, "stages": 3}):
+    with config.forced("decode_mla_sm90_byte_rows", {"grid": 1, "stages": 3}):
         got = INTERPRETED.call(pa.decode_attention, cache=cache, **arguments)
     want = INTERPRETED.call(pa.decode_attention, cache=cache, **arguments)
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), 0.01, 0.01)
@@ -249,5 +249,5 @@ def test_limits(fields, reason):
     problem, _ = bind.decode(
         jnp.zeros((2, 1, 16, 576), jnp.bfloat16), create("stacked"), bind.DecodeCall()
     )
-    assert sm90.limit(problem) is None
-    assert sm90.limit(dataclasses.replace(problem, **fields)).reason.startswith(reason)
+    assert kernel.KERNEL.limit(problem) is None
+    assert kernel.KERNEL.limit(dataclasses.replace(problem, **fields)).reason.startswith(reason)

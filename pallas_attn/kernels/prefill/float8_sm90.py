@@ -100,7 +100,7 @@ def plan_of(problem: DecodeProblem, config: Config) -> Plan:
     return dataclasses.replace(
         sm90.plan_of(_in_16_bits(problem), config.prefill),
         problem=contiguous,
-        producer=float8_producer,
+        producer_of=float8_producer.producer_of,
         mainloop=float8_mainloop.mainloop,
     )
 

@@ -283,7 +283,7 @@ def plan_of(problem: DecodeProblem, config: Config) -> Plan:
         cache_layout.layout_of(problem),
         queries=rows,
         keys_of=queries.keys_of,
-        producer=tma_producer,
+        producer_of=tma_producer.producer_of,
         fewest=problem.fewest,
         merged=problem.merged,
         tree=problem.tree,

@@ -225,8 +225,8 @@ def test_tiles_of_the_portable_kernel():
 )
 def test_limits(fields, reason):
     problem = Case().problem
-    assert kernel.limit(problem) is None
-    assert kernel.limit(dataclasses.replace(problem, **fields)).reason.startswith(reason)
+    assert kernel.KERNEL.limit(problem) is None
+    assert kernel.KERNEL.limit(dataclasses.replace(problem, **fields)).reason.startswith(reason)
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------
