@@ -149,7 +149,7 @@ def pytest_collection_modifyitems(config, items):
     kept, rest, named = [], [], set()
     exhaustive = durations.exhaustive(item.nodeid for item in items)
     for item in items:
-        if item.nodeid in gpu_cases.ALL_QUICK:
+        if gpu_cases.is_quick(item.nodeid):
             item.add_marker("quick")
         if item.nodeid in exhaustive:
             item.add_marker("exhaustive")
