@@ -19,7 +19,7 @@ ENDS = [(row.module, plan) for row in kernels.KERNELS for plan in row.ends]
 
 
 def test_every_kernel_has_a_row():
-    """Of the others, another test has the lengths and the numbers."""
+    """Or another test that has its lengths and numbers."""
     tables = dispatch.TABLES.values()
     known = {x.module for table in tables for x in table if isinstance(x, dispatch.Candidate)}
     assert set(ROWS) | set(kernels.ELSEWHERE) == known, known - set(ROWS) - set(kernels.ELSEWHERE)

@@ -43,7 +43,7 @@ Calls = dict[str, tuple[Any, Any]]  # (case, Config), by the plan that it makes
 class Row(NamedTuple):
     """`check(case, config)`: the results are right, with NaN past every length."""
 
-    module: str  # of a Candidate
+    module: str  # a Candidate's
     check: Callable[[Any, Any], Any]
     hard: Calls
     ends: Calls
