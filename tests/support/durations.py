@@ -11,7 +11,7 @@ from typing import Any
 
 FILE = pathlib.Path(__file__).parents[1] / "recorded" / "durations.json"
 LONG = 0.5  # seconds of a test that takes long
-MOST = 1.5  # seconds of a long test of the plain suite
+MOST = 1.0  # seconds of a long test of the plain suite
 EVERY_KERNEL = "tests/kernels/test_every_kernel.py"
 
 
