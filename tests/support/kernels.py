@@ -6,7 +6,7 @@ adds a kernel adds its row.
 
 import dataclasses
 import functools
-import importlib
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn import CAUSAL, FULL, sliding_window
+from pallas_attn._call import dispatch
 from pallas_attn._call.kernel import Kernel
 from pallas_attn.kernels.decode import sm80 as decode_sm80
 from pallas_attn.kernels.decode import sm90 as decode_sm90
@@ -51,7 +52,8 @@ class Row(NamedTuple):
 
     @property
     def kernel(self) -> Kernel:
-        return importlib.import_module(f"pallas_attn.kernels.{self.module}").KERNEL
+        rows = itertools.chain(*dispatch.TABLES.values())
+        return next(x.kernel for x in rows if getattr(x, "module", None) == self.module)
 
 
 def problem_of(row: Row, case: Any) -> Any:
