@@ -3,11 +3,13 @@ and of q, by `decode_attention`; rotation of q and k by `flash_attention`.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn._call import sharding
 from pallas_attn._call.problem import Change
 from pallas_attn.errors import described
 from pallas_attn.masks import known
@@ -85,6 +87,13 @@ def changed(
     """Norm and rotate rows x [..., heads, H] at positions [...], in float32 (float64 for float64
     rows), not rounded. Positions are clipped to the tables, outside of which no cache has rows.
     """
+    run = functools.partial(_changed, change)
+    return sharding.on_automatic_axes(run, (x, position, arrays), sharding.spec_of(x))
+
+
+def _changed(
+    change: Change, x: jax.Array, position: jax.Array, arrays: dict[str, jax.Array]
+) -> jax.Array:
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     x = x.astype(wide)
     if change.eps is not None:

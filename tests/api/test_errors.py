@@ -65,6 +65,13 @@ def narrow_over_two(dtype, **options):
     return call
 
 
+def with_split_lengths(cache):
+    """The cache where explicit mesh axes split its lengths."""
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    split = jax.device_put(cache.lengths, jax.NamedSharding(mesh, P("x")))
+    return dataclasses.replace(cache, lengths=split)
+
+
 def ragged(**changes):
     arguments = {
         "q": z(6, 4, 8),
@@ -419,6 +426,7 @@ DECODES = (
     lambda: pa.decode_attention(z(3, 1, 4, 8), of(stacked(), lengths=z(3, dtype="int32"))),
     lambda: pa.decode_attention(z(2, 1, 4, 8), of(separate(), lengths=z(2))),
     lambda: pa.write_kv(of(paged(), new_lengths=None), ROW, ROW),
+    lambda: with_split_lengths(paged()).extend(1),
     lambda: pa.decode_attention(z(2, 1, 4, 8), of(paged(), page_table=z(2, 3, dtype="int16"))),
     lambda: pa.decode_attention(z(3, 1, 4, 8), stacked()),
     lambda: pa.decode_attention(z(5, 4, 8), stacked()),
@@ -427,8 +435,6 @@ DECODES = (
     lambda: pa.decode_attention(z(2, 1, 4, 8, dtype="int32"), stacked()),
 )
 _OF_9 = pa.mask_fn(lambda b, h, q, kv, i: i[q] == i[kv], np.zeros(10, np.int32)).blocks(9, 9)
-
-
 _BY_ROW = pa.mask_fn(lambda b, h, q, kv, n: kv < n[b], np.zeros(2, np.int32)).blocks(5, 7)
 
 
