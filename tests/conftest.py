@@ -129,8 +129,8 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """The plain suite runs one of the long tests of each function; `-m exhaustive` runs the others,
-    and a command that names files or tests runs them all.
+    """The plain suite runs one of the long tests of each function, unless it takes very long; `-m
+    exhaustive` runs the others, and a command that names files or tests runs them all.
 
     Tests for a GPU run when `-m gpu` asks for them, and only then, and those for two when `-m
     multigpu` does; those that compile kernels to machine code when `-m guards` or `-m machine_code`
@@ -147,9 +147,11 @@ def pytest_collection_modifyitems(config, items):
     if config.option.whole_suite:
         left_out.add("exhaustive")
     kept, rest, named = [], [], set()
+    compiled = [item.nodeid for item in items if item.get_closest_marker("machine_code")]
     exhaustive = durations.exhaustive(item.nodeid for item in items)
+    exhaustive |= durations.also_elsewhere(compiled)
     for item in items:
-        if item.nodeid in gpu_cases.ALL_QUICK:
+        if gpu_cases.is_quick(item.nodeid):
             item.add_marker("quick")
         if item.nodeid in exhaustive:
             item.add_marker("exhaustive")
@@ -199,7 +201,7 @@ def pytest_unconfigure():
 def pytest_terminal_summary(terminalreporter, config):
     if config.option.whole_suite:
         terminalreporter.write_line(
-            f"left out: {len(durations.recorded())} long tests but for one of each function "
+            f"left out: of {len(durations.recorded())} long tests all but one of each function "
             "(-m exhaustive), machine code (-m machine_code), tests on a GPU (-m gpu), random "
             "problems (-m fuzz), other libraries (-m recipes): docs/testing.md"
         )

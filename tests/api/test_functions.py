@@ -25,7 +25,7 @@ from tests.parallel.test_kernels_batched_and_sharded import (
     BackwardInPlaceOfAKernel,
     InPlaceOfAKernel,
 )
-from tests.support import in_numpy
+from tests.support import in_numpy, messages
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -318,109 +318,46 @@ def test_vmap_scan_and_remat():
 
 
 IDS = np.zeros((2, 5), np.int32)
-PYTHON = (
-    "mask_fn: <lambda>(b, h, q, kv) decides in Python (and, or, not, if, in, max, min, 0 <= q < 4) "
-    "by a number that is known only in the kernel; use &, |, ~, jnp.where, jnp.maximum, "
-    "jnp.minimum, (0 <= q) & (q < 4)"
+ERRORS = (
+    lambda: pa.mask_fn(5),
+    lambda: pa.mask_fn(lambda b, h, q, kv: jnp.floor(q / 2) > kv),
+    lambda: pa.mask_fn(lambda b, h, q, kv, ids: ids[b].sum() > kv, IDS),
+    lambda: pa.mask_fn(lambda b, h, q, kv: q - kv),
+    lambda: pa.mask_fn(lambda b, h, q, kv, ids: ids[b] == kv, IDS),
+    lambda: pa.mask_fn(lambda b, h, q, kv, x: x[q] > kv, np.zeros(0, "float32")),
+    lambda: pa.mask_fn(lambda b, h, q, kv, x: x[q] == 1, np.zeros(2, "complex64")),
+    lambda: pa.mask_fn(lambda b, h, q, kv: (q * kv).astype(jnp.int8) > 0),
+    lambda: pa.mask_fn(lambda b, h, q, kv, x: q > kv, "abc"),
+    lambda: jax.jit(lambda x: pa.mask_fn(lambda b, h, q, kv: q < x).aux)(jnp.float32(1)),
+    lambda: pa.mask_fn(lambda b, h, q, kv: q >= kv and kv > 3),
+    lambda: pa.score_fn(lambda s, b, h, q, kv: s + math.sqrt(q)),
+    lambda: pa.mask_fn(lambda b, h, q, kv: np.logical_and(q > kv, q < 3)),
+    lambda: pa.mask_fn(lambda b, h, q, kv: [True, False][h]),
+    lambda: pa.mask_fn(lambda b, h, q, kv: q < 2**40),
+    lambda: pa.mask_fn(lambda q, kv: q >= kv),
+    lambda: pa.score_fn(lambda s, b, h, q, kv: s, np.ones(2)),
+    lambda: pa.mask_fn(lambda b, h, q, kv: None),
+    lambda: pa.mask_fn(lambda b, h, q, kv: (jax.debug.print("{}", q), q > kv)[1]),
+    lambda: pa.mask_fn(lambda b, h, q, kv: (q * 1j).real > kv),
+    lambda: pa.mask_fn(lambda b, h, q, kv: (kv == jnp.arange(1000)).any()),
+    lambda: pa.mask_fn(lambda b, h, q, kv, ids: jnp.isin(kv, ids[0]), IDS),
+    lambda: pa.ScoreFunction(lambda s, b, h, q, kv: s),
+    lambda: pa.MaskFunction(lambda b, h, q, kv: q > kv),
+    lambda: EVEN.blocks("8", 8),
+    lambda: EVEN.blocks(8, 8, heads=0),
+    lambda: EVEN.dense(8, 8.5),
+    lambda: pa.CAUSAL.dense(8, 8, q_offset=None),
+    lambda: pa.mask_fn(fractions.Fraction),
+    lambda: pa.score_fn(lambda s, b, h, q, kv: q > kv),
 )
-NUMPY = (
-    "mask_fn: <lambda>(b, h, q, kv) hands a number that is known only in the kernel to NumPy; use "
-    "jax.numpy (jnp.where, jnp.maximum), and read a NumPy table as a jax array: "
-    "jnp.asarray(table)[kv]"
-)
-ERRORS = {
-    "mask_fn: expected a function, got int": lambda: pa.mask_fn(5),
-    "mask_fn: the function contains floor, which kernels do not compute; use integers: q // n": (
-        lambda: pa.mask_fn(lambda b, h, q, kv: jnp.floor(q / 2) > kv)
-    ),
-    "mask_fn: the function contains reduce_sum, which kernels do not compute; write the sum out, "
-    "or prepare it as an array and give it as aux": (
-        lambda: pa.mask_fn(lambda b, h, q, kv, ids: ids[b].sum() > kv, IDS)
-    ),
-    "mask_fn: expected a function that gives a bool, got int32; compare with something (x != 0), "
-    "or use score_fn for numbers that are added to scores": (
-        lambda: pa.mask_fn(lambda b, h, q, kv: q - kv)
-    ),
-    "mask_fn: expected a function that gives one scalar, got shapes [[5]]; positions are scalars, "
-    "and arrays are read at them: aux[b, q]": (
-        lambda: pa.mask_fn(lambda b, h, q, kv, ids: ids[b] == kv, IDS)
-    ),
-    "mask_fn: aux: expected arrays of some numbers, got float32[0]": (
-        lambda: pa.mask_fn(lambda b, h, q, kv, x: x[q] > kv, np.zeros(0, "float32"))
-    ),
-    "mask_fn: aux: expected arrays of some numbers, got complex64[2]": (
-        lambda: pa.mask_fn(lambda b, h, q, kv, x: x[q] == 1, np.zeros(2, "complex64"))
-    ),
-    "mask_fn: the function computes int8 (convert_element_type), and kernels compute numbers of 16 "
-    "and 32 bits; cast to one of those before": (
-        lambda: pa.mask_fn(lambda b, h, q, kv: (q * kv).astype(jnp.int8) > 0)
-    ),
-    "mask_fn: aux: expected arrays, got str as number 0": (
-        lambda: pa.mask_fn(lambda b, h, q, kv, x: q > kv, "abc")
-    ),
-    "mask_fn: the function captures a traced array, float32[]; pass it as aux, mask_fn(f, array), "
-    "and take it as an argument of f": (
-        lambda: jax.jit(lambda x: pa.mask_fn(lambda b, h, q, kv: q < x).aux)(jnp.float32(1))
-    ),
-    PYTHON: lambda: pa.mask_fn(lambda b, h, q, kv: q >= kv and kv > 3),
-    "score_fn: <lambda>(s, b, h, q, kv) makes a Python number (int, float, math) of one that is "
-    "known only in the kernel; use x.astype(jnp.int32), x.astype(jnp.float32) and jax.numpy": (
-        lambda: pa.score_fn(lambda s, b, h, q, kv: s + math.sqrt(q))
-    ),
-    NUMPY: lambda: pa.mask_fn(lambda b, h, q, kv: np.logical_and(q > kv, q < 3)),
-    "mask_fn: <lambda>(b, h, q, kv) uses a number that is known only in the kernel as an index or "
-    "a count in Python; read jax arrays, jnp.asarray(table)[kv], and compare instead of range": (
-        lambda: pa.mask_fn(lambda b, h, q, kv: [True, False][h])
-    ),
-    "mask_fn: <lambda>(b, h, q, kv) has a Python int beyond int32; positions and all integers are "
-    "int32": lambda: pa.mask_fn(lambda b, h, q, kv: q < 2**40),
-    "mask_fn: expected a function of (b, h, q, kv), 4 arguments in this order, got <lambda>(q, "
-    "kv)": (lambda: pa.mask_fn(lambda q, kv: q >= kv)),
-    "score_fn: expected a function of (score, b, h, q, kv) and the 1 array of aux, 6 arguments in "
-    "this order, got <lambda>(s, b, h, q, kv)": (
-        lambda: pa.score_fn(lambda s, b, h, q, kv: s, np.ones(2))
-    ),
-    "mask_fn: expected <lambda>(b, h, q, kv) to give one scalar, got NoneType; is there a "
-    "return?": (lambda: pa.mask_fn(lambda b, h, q, kv: None)),
-    "mask_fn: the function contains debug_print, which kernels do not compute; print "
-    "mask.dense(T, S), which is the mask as an array": (
-        lambda: pa.mask_fn(lambda b, h, q, kv: (jax.debug.print("{}", q), q > kv)[1])
-    ),
-    "mask_fn: the function computes complex64 (convert_element_type), and kernels compute real "
-    "numbers; write the real and the imaginary part out, each a real number": (
-        lambda: pa.mask_fn(lambda b, h, q, kv: (q * 1j).real > kv)
-    ),
-    "mask_fn: the function computes 1000 numbers side by side (eq), and a kernel up to 64; make a "
-    "table of the results, give it as aux, and read it at a position: aux[kv]": (
-        lambda: pa.mask_fn(lambda b, h, q, kv: (kv == jnp.arange(1000)).any())
-    ),
-    "mask_fn: the function contains broadcast_in_dim of shape [1, 5], which kernels do not "
-    "compute; read arrays at scalar positions: aux[h, q - kv]": (
-        lambda: pa.mask_fn(lambda b, h, q, kv, ids: jnp.isin(kv, ids[0]), IDS)
-    ),
-    "program: expected that of score_fn, got function; write score_fn(f, *aux)": (
-        lambda: pa.ScoreFunction(lambda s, b, h, q, kv: s)
-    ),
-    "program: expected that of mask_fn, got function; write mask_fn(f, *aux)": (
-        lambda: pa.MaskFunction(lambda b, h, q, kv: q > kv)
-    ),
-    "q_len: expected an int of at least 1, got '8'": lambda: EVEN.blocks("8", 8),
-    "heads: expected an int of at least 1, got 0": lambda: EVEN.blocks(8, 8, heads=0),
-    "kv_len: expected an int of at least 0, got 8.5": lambda: EVEN.dense(8, 8.5),
-    "q_offset: expected an int, got None": lambda: pa.CAUSAL.dense(8, 8, q_offset=None),
-    "mask_fn: expected a function, got the class Fraction; give an instance, which has __call__": (
-        lambda: pa.mask_fn(fractions.Fraction)
-    ),
-    "score_fn: expected a function that gives a floating-point number, got bool; for a mask use "
-    "mask_fn": lambda: pa.score_fn(lambda s, b, h, q, kv: q > kv),
-}
 
 
-@pytest.mark.parametrize("message", ERRORS)
-def test_wrong_functions(message):
-    with pytest.raises(ValueError) as caught:
-        ERRORS[message]()
-    assert str(caught.value) == message
+MESSAGES = {"functions": ERRORS}
+
+
+@pytest.mark.parametrize("call, message", messages.cases(MESSAGES))
+def test_wrong_functions(call, message):
+    messages.check(call, message)
 
 
 @pytest.mark.parametrize("sizes", [(0, S, B), (T, 0, B), (T, S, 0)])

@@ -3,14 +3,10 @@
 import dataclasses
 import functools
 import gc
-import json
 import pathlib
 import threading
-import time
 import types
-import xml.etree.ElementTree
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,21 +16,17 @@ from benchmarks import (
     OPS,
     Options,
     contest,
-    curves,
     pages,
     peers,
-    plots,
     report,
     rows,
     run_bench,
     subjects,
     timing,
-    torch_peers,
     verify,
 )
 from benchmarks.call import Call, Unavailable
 from benchmarks.timing import Sample, Subject
-from benchmarks.together import Together
 from tests.support import definition, tolerance
 from tests.support.problems import cases as known
 from tests.support.problems.case import DecodeCase
@@ -112,51 +104,6 @@ def test_shapes_say_who_refuses(tmp_path):
     assert of_op(written, "shapes")[0]["refused"]["cudnn"] == "no cuDNN without a GPU"
 
 
-def test_processes_that_share_a_gpu_time_in_turns(tmp_path):
-    """Nobody times before all have prepared, and nobody else uses the GPU meanwhile."""
-    file, ready, order = str(tmp_path / "turns"), threading.Barrier(2), []
-
-    def process(name):
-        together = Together(file)
-        ready.wait()
-        time.sleep(0.1 if name == "slow" else 0)
-        order.append(f"{name} prepared")
-        with together.alone():
-            order.append(f"{name} times")
-            time.sleep(0.05)
-            order.append(f"{name} has timed")
-        together.close()
-
-    workers = [threading.Thread(target=process, args=(name,)) for name in ("slow", "fast")]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert order[:2] == ["fast prepared", "slow prepared"]
-    assert [step.split(maxsplit=1)[1] for step in order[2:]] == ["times", "has timed"] * 2
-    assert order[2].split()[0] == order[3].split()[0]
-
-
-def test_curves_have_a_point_for_each_row():
-    def row(dim, rows, ms, op="sweep"):
-        problem = {"batch": 4, "q_len": rows, "q_heads": 2, "head_dim": dim}
-        return {"op": op, "problem": problem, "ms": ms, "gpu": "NVIDIA H200", "jax": "0.11.2"}
-
-    swept = [row(dim, rows, rows * dim / 1e6) for dim in (32, 64) for rows in (16, 33, 2047)]
-    picture = xml.etree.ElementTree.fromstring(curves.drawing(swept))
-    points = [(float(x.get("cx")), float(x.get("cy"))) for x in picture.iter() if "cx" in x.attrib]
-    assert len(points) == 6
-    assert len({x for x, _ in points}) == 3
-    assert points == sorted(points[:3]) + sorted(points[3:])
-    both = [row(64, rows, rows * 64 / 3e5, "sweep_both") for rows in (16, 33, 2047)]
-    text = curves.drawing([*swept, *both])
-    assert text.count("stroke-dasharray") == 1
-    assert text.count("<circle") == 9
-    said = curves.falls([*swept, row(64, 48, 33 * 64 / 2e6)])
-    assert "rows 191% above 48. " in said
-    assert said.endswith("H 64: 33 rows 100.0% above 48.")
-
-
 def test_pages_say_which_peers_refuse():
     """All cases, or some by name."""
     said = [{"refused": {"tokamax": "not here"}, "case": "a"}, {"case": "b"}]
@@ -166,29 +113,20 @@ def test_pages_say_which_peers_refuse():
     assert text.endswith("- tokamax: not here")
 
 
-def said_wrong(lines):
-    return any("wrong, not timed" in line for line in lines)
-
-
 @pytest.mark.parametrize(
     ("op", "name"),
     [
-        ("forward", "causal_32x32"),
         ("forward", "everything"),
-        ("backward", "group4_kv2"),
         ("backward_alone", "float16_causal"),
         ("shapes", "bias_shared"),
         ("float8", "float8_blocks_edges"),
         ("quantize", "quantize_edges"),
         ("jvp", "float16_causal"),
         ("decode", "decode_per_sequence_edges"),
-        ("decode", "decode_paged_float8_e4m3fn"),
         ("decode", "decode_stacked_latent"),
         ("prefill", "prefill_paged_little"),
         ("shared_prefix", "shared_little"),
         ("append", "append_per_sequence_distinct"),
-        ("append", "append_stacked_ragged_chunk"),
-        ("append", "append_paged_float8_e4m3fn"),
         ("append", "keep_paged_few"),
     ],
 )
@@ -230,19 +168,6 @@ def test_a_wrong_result_is_not_timed_and_the_run_fails(tmp_path, monkeypatch):
     assert any("wrong, not timed: out: positions 0 to 31: error 5.0" in line for line in lines)
 
 
-def test_the_cases_after_a_failure_still_run(tmp_path, monkeypatch):
-    broken = len(LITTLE["decode_stacked_window"].lengths)
-
-    def wrong(right, q, cache, **rest):
-        return right(q, cache, **rest) * (1.1 if q.shape[0] == broken else 1.0)
-
-    change(monkeypatch, "decode_attention", wrong)
-    names = ["decode_stacked_window", "decode_stacked_mha"]
-    status, written, _, _ = bench("decode", names, tmp_path)
-    assert status == 1
-    assert {row["case"] for row in of_op(written, "decode")} == {"decode_stacked_mha"}
-
-
 def test_caches_of_all_kinds_take_turns_with_the_same_peers(tmp_path, monkeypatch):
     def wrong(right, q, cache, **rest):
         return right(q, cache, **rest) * (1.1 if cache.kind == "stacked" else 1.0)
@@ -258,19 +183,6 @@ def test_caches_of_all_kinds_take_turns_with_the_same_peers(tmp_path, monkeypatc
     assert stacked == [] and paged == per_sequence == ["pallas_attn/reference", "wide_cache"]
     assert len([name for name in timer.calls if "reference" in name]) == 10
     assert ["first_call_s" in row for row in written if rows.is_ours(row)] == [True, False]
-
-
-def test_prefill_over_several_caches_meets_attention_without_one(tmp_path):
-    names = [f"prefill_{kind}_little" for kind in ("stacked", "paged")]
-    status, written, lines, timer = bench("prefill", names, tmp_path, Options(turns=1), dense=0.5)
-    assert status == 0, lines
-    impls = ("pallas_attn/reference", "dense", "xla")
-    timed = [(row["case"], row["impl"]) for row in of_op(written, "prefill")]
-    assert timed == [(name, impl) for name in names for impl in impls]
-    assert len(timer.calls) == 4  # both caches, and each peer once
-    pairs = 2 * 8 * sum(range(256 - 40 + 1, 256 + 1))
-    dense = next(row for row in written if row["impl"] == "dense")
-    assert dense["tflops"] == round(4 * 64 * pairs / 0.5e-3 / 1e12, 4)
 
 
 # Each function once, and the backward of one that is a score.
@@ -300,6 +212,10 @@ def test_functions_are_checked_beside_the_options_that_say_the_same(case, tmp_pa
 ROTATED = [case for case in known.ATTENTION if case.rotary is not None]
 
 
+def named(x):
+    return getattr(x, "name", x)
+
+
 def little_rotated(case):
     """A quarter of the columns, 40 rows."""
     sizes = {"batch": 1, "q_len": 40, "kv_len": 40, "q_heads": 4, "kv_heads": 2, "head_dim": 48}
@@ -308,37 +224,15 @@ def little_rotated(case):
     return dataclasses.replace(case, **sizes, v_head_dim=32, rotary=rotary, dtype="float32")
 
 
-@pytest.mark.parametrize("op", ["forward", "backward"])
-@pytest.mark.parametrize("case", ROTATED, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "op, case", [("forward", ROTATED[0]), *(("backward", x) for x in ROTATED)], ids=named
+)
 def test_rotation_is_checked_beside_that_of_a_model(op, case, tmp_path, monkeypatch):
     monkeypatch.setitem(LITTLE, case.name, little_rotated(case))
     status, written, lines, _ = bench(op, [case.name], tmp_path, Options(turns=1))
     assert status == 0, "\n".join(lines)
     impls = [row["impl"] for row in of_op(written, {"forward": op}.get(op, "forward+backward"))]
     assert {"pallas_attn/reference", "in_model"} <= set(impls), lines
-
-
-def test_a_rotation_by_other_positions_is_wrong(tmp_path, monkeypatch):
-    def wrong(right, *args, rotary, **options):
-        rotary = dataclasses.replace(rotary, sin=-rotary.sin)
-        return right(*args, rotary=rotary, **options)
-
-    change(monkeypatch, "flash_attention", wrong)
-    monkeypatch.setitem(LITTLE, ROTATED[0].name, little_rotated(ROTATED[0]))
-    monkeypatch.setitem(peers.PEERS, "forward", {})
-    status, written, _, _ = bench("forward", [ROTATED[0].name], tmp_path, Options(turns=1))
-    assert status == 1 and not of_op(written, "forward")
-
-
-def test_a_function_that_hides_another_key_is_wrong(tmp_path, monkeypatch):
-    def wrong(right, f, *aux):
-        return right(lambda b, h, q, kv, *x: f(b, h, q, kv + 1, *x), *aux)
-
-    change(monkeypatch, "mask_fn", wrong)
-    case = dataclasses.replace(known.MASK[0], q_len=40, kv_len=40, q_heads=2, kv_heads=2)
-    monkeypatch.setitem(LITTLE, case.name, case)
-    status, _, lines, _ = bench("mask", [case.name], tmp_path, Options(turns=1, peers="none"))
-    assert status == 1 and said_wrong(lines)
 
 
 def little_mixture(name, kind="paged"):
@@ -373,39 +267,6 @@ def test_packed_rows_are_checked_and_meet_their_parts(name, others, tmp_path, mo
     assert status == 0, lines
     impls = {row["impl"] for row in of_op(written, "prefill")}
     assert impls == {"pallas_attn/reference", *others}
-
-
-def test_packed_rows_of_another_sequence_are_wrong(tmp_path, monkeypatch):
-    def wrong(right, q, cache, starts, **rest):
-        return right(q, cache, starts=starts.at[2].add(1), **rest)
-
-    change(monkeypatch, "decode_attention", wrong)
-    name = "mixed_stacked"
-    monkeypatch.setitem(LITTLE, name, little_mixture(name))
-    status, _, lines, _ = bench("prefill", [name], tmp_path, Options(turns=1, peers="none"))
-    assert status == 1 and said_wrong(lines)
-
-
-def test_prefill_peers_want_full_caches():
-    case = LITTLE["decode_stacked_chunk"]
-    for name in ("dense", "flash_attention_4", "xla"):
-        peer = peers.PEERS["prefill"][name]
-        with pytest.raises(Unavailable, match="full caches only"):
-            peer(Call(case, case.arrays(), None, "prefill"))
-
-
-def test_a_case_that_breaks_is_reported_and_the_rest_run(tmp_path, monkeypatch):
-    def breaks(right, q, k, v, **rest):
-        if q.shape[1] == 16:
-            raise NotImplementedError("out of everything")
-        return right(q, k, v, **rest)
-
-    change(monkeypatch, "flash_attention", breaks)
-    names = ["attention_16x16", "causal_32x32"]
-    status, written, lines, _ = bench("forward", names, tmp_path, Options(peers="none"))
-    assert status == 1
-    assert [row["case"] for row in of_op(written, "forward")] == ["causal_32x32"]
-    assert "FAILED attention_16x16: NotImplementedError: out of everything" in lines
 
 
 def test_a_result_that_cannot_be_judged_is_one_case_s_failure(tmp_path, monkeypatch):
@@ -529,57 +390,11 @@ def test_peers_refuse_what_they_cannot_express(peer, name, reason):
         peers.PEERS["forward"][peer](Call(case, case.arrays(), None, "forward"))
 
 
-def test_levels_of_shared_pages_are_the_page_table():
-    """The pages of a cascade, level by level, are those of each sequence, once and in order."""
-    sizes = (55, 49, 64, 50), 2, 1, 4, 4, 64
-    case = DecodeCase("x", *sizes, kind="paged", page_size=16, shared=((4, 32), (2, 16)))
-    table = np.asarray(subjects.filled_cache(case, case.arrays()).page_table)
-    levels = torch_peers.page_levels(case)
-    assert [rows for _, rows in levels] == [[4], [2, 2], [1] * 4]
-    for sequence, length in enumerate(case.lengths):
-        runs = [level[sequence * len(level) // 4] for level, _ in levels]
-        pages = [page for run in runs for page in table[run.sequence, run.begin : run.end]]
-        assert pages == [page for page in table[sequence] if page >= 0]
-        rows = [(run.end - run.begin - 1) * 16 + run.rows_of_last for run in runs]
-        assert rows == [32, 16, length - 48]
-
-
-def test_xla_is_not_asked_for_scores_that_do_not_fit():
-    case = next(case for case in known.ATTENTION if case.name == "h64_full_b2_t8192_n32")
-    with pytest.raises(Unavailable, match="16 GiB"):
-        peers.xla(Call(case, {}, None, "forward"))
-
-
 def test_turns_interleave_and_rotate():
     timer = FakeTimer(a=1.0, b=2.0, c=3.0)
     timings = timing.interleave(timer, [Subject(x, lambda: ()) for x in "abc"], turns=3, times=2)
     assert "".join(timer.calls) == "abc" + "bca" + "cab"
     assert timings["b"] == timing.Timing(2.0, 2.0, 6, 1)
-
-
-def test_cold_turns_flush_before_every_timed_call():
-    log = []
-    timer = lambda subject, times: log.append(subject.name) or [Sample(1.0, 1)] * times  # noqa: E731
-    flush = lambda: log.append("flush")  # noqa: E731
-    timing.interleave(timer, [Subject("a", tuple)], turns=1, times=2, flush=flush)
-    assert log == ["flush", "a", "flush", "a"]
-
-
-def test_the_quickest_of_a_peers_configurations_competes():
-    fast, slow = Subject("fast", tuple), Subject("slow", tuple)
-    assert timing.quickest(FakeTimer(fast=1.0, slow=2.0), [slow, fast]) is fast
-
-
-def test_kernels_are_split_by_call_where_their_order_says_how():
-    ordered = [("f", 1.0), ("b", 2.0), ("f", 3.0), ("b", 4.0)]
-    assert timing.split(ordered, 2) == [Sample(3.0, 2), Sample(7.0, 2)]
-    by_thread = [("f", 1.0), ("f", 3.0), ("b", 2.0), ("b", 4.0)]
-    assert timing.split(by_thread, 2) == [Sample(5.0, 2)] * 2
-
-
-def test_median_and_minimum():
-    samples = [Sample(ms, 2) for ms in (5.0, 1.0, 3.0)]
-    assert timing.Timing.of(samples) == timing.Timing(3.0, 1.0, 3, 2)
 
 
 def test_ceilings_count_operations_and_bytes():
@@ -588,12 +403,6 @@ def test_ceilings_count_operations_and_bytes():
     assert rates["matmul"] == pytest.approx(2 * 64**3 / 1e9)
     assert rates["read"] == pytest.approx(2**16 / 2e9)
     assert rates["copy"] == pytest.approx(2 * 2**16 / 4e9)
-
-
-def test_a_flusher_flushes_again():
-    flush = timing.cache_flusher(2**12)
-    flush()
-    flush()
 
 
 def test_a_benchmark_without_a_gpu_says_so():
@@ -665,25 +474,6 @@ def test_verify_expects_the_rounding_of_sums_that_cancel():
     assert verify.judge(with_dq(wrong), oracle, naive).startswith("dq: positions 0 to 0")
 
 
-def test_packed_rows_are_timed_by_their_own_arguments():
-    """And judged as the documents that they are."""
-    fields = {"segments": (10, 0, 33, 7), "packed": True, "mask": pallas_attn.CAUSAL}
-    case = known._attention("packed", (1, 50), (4, 2), 64, **fields)
-    do, arrays = case.cotangent(), case.arrays()
-    oracle, naive = verify.expected(arrays, case.options(), do)
-    results = subjects.attention(case, arrays, do, "forward+backward", None)()
-    assert verify.judge(results, oracle, naive) is None
-
-
-def test_a_slab_at_a_time_is_the_same(monkeypatch):
-    case = LITTLE["everything"]
-    whole, _ = verify.expected(case.arrays(), case.options())
-    monkeypatch.setattr(verify, "MOST_SCORES", 4 * 200 * 7)
-    jax.clear_caches()
-    slabs, _ = verify.expected(case.arrays(), case.options())
-    assert jnp.allclose(whole[0], slabs[0], atol=1e-6)
-
-
 def test_paged_caches_hold_what_the_dense_arrays_say():
     case = LITTLE["decode_paged_edges"]
     arrays = case.arrays()
@@ -733,63 +523,6 @@ def test_a_section_shows_the_newest_run_and_ratios_within_it():
     assert "1 cases without a peer." in summary  # decode
 
 
-def test_kinds_of_caches_are_columns():
-    """Beside them: the least share, the fastest figure of each peer, the least ratio."""
-    here = rows.Provenance("run1", "NVIDIA H200", "0.11.2", "abc", "2026-11-20")
-    ours = {"stacked": 0.01, "paged": 0.02}
-    made = rows.ceiling_rows(CEILINGS, here)
-    for kind, ms in ours.items():
-        case = next(x for x in known.DECODE if x.name == f"decode_{kind}_b16_s8192_n32k8_h128")
-        times = {"pallas_attn/sm90": ms, "cudnn": 0.016 + ms / 10}
-        made += [
-            rows.measured(case, "decode", impl, timing.Timing(ms, ms, 15, 1), here)
-            for impl, ms in times.items()
-        ]
-    text = pages.every_case(made)
-    rates = {row["ms"]: rows.rate(row) for row in made if row["op"] == "decode"}
-    stacked, paged, cudnn = (f"{rates[ms]:.2f}" for ms in (0.01, 0.02, 0.017))
-    assert "| case | **stacked** | **paged** | of read | cudnn | over best peer |" in text
-    least = f"{rates[0.02] / CEILINGS['read']:.0%}"
-    line = f"| **{stacked}** | **{paged}** | {least} | {cudnn} | 0.90 |"
-    assert f"| `decode_b16_s8192_n32k8_h128` {line}" in text
-
-
-def test_a_section_shows_what_several_gpus_did_apart():
-    here = dataclasses.asdict(rows.Provenance("run9", "NVIDIA H200", "0.11.2", "abc", "2026-11-23"))
-    older = here | {"run": "run8", "date": "2026-11-22"}
-    wrong = here | {"run": "run7", "date": "2026-11-24"}  # ours differed, and has no row
-    other = here | {"run": "run6", "date": "2026-11-24", "gpu": "NVIDIA H100 80GB HBM3"}
-
-    def row(op, impl, ms, rate, efficiency=1.0, where=here):
-        problem = {"devices": 2}
-        row = {"op": op, "case": f"{op}_case", "impl": impl, "ms": ms, "problem": problem}
-        return (
-            row
-            | {"tbps" if op == "decode_loop" else "tflops": rate, **where}
-            | ({"efficiency": efficiency} if op == "context" else {})
-        )
-
-    made = [
-        row("context", "pallas_attn/one", 10.0, 700.0),
-        row("context", "pallas_attn/gather", 5.5, 650.0, 0.926),
-        row("context", "pallas_attn/ring", 6.0, 590.0, 0.84),
-        row("context", "cudnn_ring", 7.7, 480.0, 0.65),
-        row("context", "pallas_attn/one", 9.0, 800.0, where=older),
-        row("context", "pallas_attn/gather", 4.5, 790.0, 0.99, older),
-        row("context", "pallas_attn/one", 8.0, 900.0, where=wrong),
-        row("context", "pallas_attn/one", 12.0, 600.0, where=other) | {"alone_ms": [12.0, 12.5]},
-        row("context", "pallas_attn/gather", 6.2, 580.0, 0.97, other),
-        row("decode_loop", "pallas_attn/stacked", 20.0, 7.0),
-        row("decode_loop", "cudnn", 22.0, 6.4),
-    ]
-    text = pages.every_case([*fake_rows(), *made])
-    assert "| `context_case` | 2xH200 | 700 | **650** | 93% | 590 | 480 | 1.09 |" in text
-    assert "| `context_case` | 2xH100 | 576-600 | **580** | 97% ||||" in text
-    assert f"## {report.TITLES['decode_loop']}{report.SEVERAL}\n" in text
-    assert "| `decode_loop_case` | **7.00** || 6.40 | 1.10 |" in text
-    assert "decode step" not in pages.overview(made)
-
-
 def test_the_table_of_the_readme_counts_no_other_gpu():
     rows_of = fake_rows()
     elsewhere = [row | {"gpu": "NVIDIA H100 80GB HBM3", "date": "2099-01-01"} for row in rows_of]
@@ -803,12 +536,6 @@ def test_only_the_marked_part_of_a_page_changes():
     assert made == f"before\n{pages.BEGIN}\nnew\n{pages.END}\nafter"
     with pytest.raises(ValueError, match="expected the markers"):
         pages.between_markers("no markers", "new")
-
-
-def test_cases_that_are_no_more_are_on_no_page():
-    made = [{"op": "append", "case": name} for name in ("append_paged_m1", "append_paged_m1_t1")]
-    loop = {"op": "decode_loop", "case": "some_model"}
-    assert pages.current([*made, loop]) == [made[0], loop]
 
 
 def test_peers_of_other_processes_enter_no_ratio():
@@ -837,30 +564,6 @@ def test_rows_of_other_processes_say_how_they_were_taken():
         wanted = {"op", "case", "impl", "version", "method", "gpu", "date"}
         assert not wanted - row.keys() and ("tflops" in row) != ("tbps" in row), row
         assert not rows.is_ours(row)
-
-
-def test_a_problem_is_flat_enough_to_read(tmp_path):
-    case = next(case for case in known.DECODE if "uneven" in case.tags)
-    facts = rows.problem(case)
-    assert facts["mask"] == "causal" if "mask" in facts else True
-    assert json.loads(json.dumps(facts))["dtype"] == "bfloat16"
-    assert rows.problem(LITTLE["append_paged_ancestor"])["lengths"] == {"each": 4, "count": 4}
-
-
-def test_a_plot_is_drawn(tmp_path):
-    for op, groups in report.latest(fake_rows()).items():
-        path = tmp_path / f"{op}.svg"
-        plots.ready(str(path))
-        plots.bars(groups, CEILINGS, str(path))
-        root = xml.etree.ElementTree.parse(path).getroot()
-        bars, marks = (
-            len(list(root.iter("{http://www.w3.org/2000/svg}" + kind)))
-            for kind in ("rect", "circle")
-        )
-        peers = sum(len(rows_of) - 1 for rows_of in groups)
-        kinds = len({row["impl"] for rows_of in groups for row in rows_of[1:]})
-        assert bars == 1 + len(groups) + 1, op  # the ground, ours, and its entry in the legend
-        assert marks == peers + kinds, op
 
 
 @pytest.mark.parametrize("wanted", ["grid", "windows,odd", "grid+causal,-h256", "h64_*", "twin"])

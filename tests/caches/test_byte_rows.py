@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn._cache import bind
 from pallas_attn._call import config
-from pallas_attn.kernels.decode_mla import sm90_byte_rows as kernel
 from tests.support import subjects
 from tests.support.byte_rows import as_bytes, as_floats
 
@@ -233,21 +231,3 @@ def test_other_rows_are_refused(changes):
 def test_other_scales_are_refused():
     with pytest.raises(ValueError, match="scales: expected True or False, got 64"):
         create("stacked", scales=64)
-
-
-@pytest.mark.parametrize(
-    "fields, reason",
-    [
-        ({"q_len": 33}, "33 query rows over a latent cache of bytes; it takes up to 32"),
-        ({"capacities": (72, 72)}, "a latent cache of bytes of 72 rows"),
-        ({"kv_heads": 2}, "V within K of 2 kv heads"),
-        ({"kind": "per_sequence"}, "separate arrays of latent rows"),
-        ({"dtype": "float32"}, "float32 queries over V within K"),
-    ],
-)
-def test_limits(fields, reason):
-    problem, _ = bind.decode(
-        jnp.zeros((2, 1, 16, 576), jnp.bfloat16), create("stacked"), bind.DecodeCall()
-    )
-    assert kernel.KERNEL.limit(problem) is None
-    assert kernel.KERNEL.limit(dataclasses.replace(problem, **fields)).reason.startswith(reason)

@@ -17,7 +17,6 @@ from tests.support import budget, subjects
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 KINDS = ("per_sequence", "stacked", "paged")
-every_kind = pytest.mark.parametrize("kind", KINDS)
 CAPACITY, PAGE, HEADS, GROUP, DIM = 256, 16, 2, 4, 64
 STEPS = 24  # 3 in the interpreter, where each takes seconds
 # Rows held before the first step: nothing, one, both sides of a tile's edge, as many as just fit

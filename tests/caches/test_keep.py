@@ -13,7 +13,6 @@ from jax.sharding import AxisType, NamedSharding
 import pallas_attn as pa
 from pallas_attn import PagedCache, PerSequenceCache, StackedCache
 from pallas_attn._call import device
-from pallas_attn._call.problem import KeepProblem
 from pallas_attn.kernels.append import keep as append_keep
 from tests.support import append_cases, builds, mosaic, subjects
 
@@ -444,25 +443,6 @@ def test_more_sequences_take_a_second_launch(monkeypatch):
 
 
 # ---- refusals ------------------------------------------------------------------------------------
-
-
-@pytest.mark.guards
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"cache_dtype": "float64"}, "no float64 caches"),
-        ({"width": 49}, "a path of 49 rows; it takes up to 48, which threads hold in registers"),
-        ({"capacities": (2**31,)}, "capacity 2147483648: positions are int32"),
-        ({"layers": 2**28}, "4294967296 blocks of threads, which are counted in int32"),
-    ],
-)
-def test_limits(fields, reason):
-    problem = KeepProblem("sm90", "stacked", "bfloat16", 8, 8, 8, 128, 128, (1024,))
-    assert append_keep.limit(dataclasses.replace(problem, **fields)).reason == reason
-    assert append_keep.limit(problem) is None
-    paged = dataclasses.replace(problem, kind="paged", page_size=16, pages=8)
-    config = append_keep.Config()
-    assert [append_keep.smem_bytes(each, config) for each in (problem, paged)] == [0, 1024]
 
 
 def test_messages():

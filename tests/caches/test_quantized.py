@@ -15,7 +15,7 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import CAUSAL, PagedCache, PerSequenceCache, StackedCache, sliding_window
 from pallas_attn._call import reference
-from tests.support import append_cases, budget, subjects
+from tests.support import append_cases, budget, messages, subjects
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -513,47 +513,28 @@ def _stacked(dtype="int8", **options):
 _ROW = np.zeros((2, 2, 8), np.float32)
 _ARRAY, _SCALES = np.zeros((2, 2, 6, 8), np.int8), np.zeros((2, 2, 6), np.float32)
 
-ERRORS = {
-    "scales: expected a dtype of float8_e4m3fn, float8_e5m2, int8 to go with them, got bfloat16; "
-    "leave scales out": lambda: _stacked("bfloat16", scales=True),
-    "v_head_dim: expected at most head_dim = 8 where V is part of K (shared_kv), got 9": (
-        lambda: _stacked(shared_kv=True, v_head_dim=9)
-    ),
-    "k: expected floating-point rows, which a quantised int8 cache quantises itself, got int8; "
-    "numbers that have been quantised already go into a cache without scales (scales=False)": (
-        lambda: pa.append_kv(_stacked(), _ROW.astype("int8"), _ROW)
-    ),
-    "k_scales: expected caches of float8_e4m3fn, float8_e5m2, int8 to go with scales, got "
-    "float32": lambda: pa.append_kv_arrays(
+ERRORS = (
+    lambda: _stacked("bfloat16", scales=True),
+    lambda: _stacked(shared_kv=True, v_head_dim=9),
+    lambda: pa.append_kv(_stacked(), _ROW.astype("int8"), _ROW),
+    lambda: pa.append_kv_arrays(
         _ARRAY.astype("float32"), None, _ROW, None, [0, 0], k_scales=_SCALES
     ),
-    "k_scales, v_scales: give scales for every cache that is given, or none at all": (
-        lambda: pa.append_kv_arrays(_ARRAY, _ARRAY, _ROW, _ROW, [0, 0], k_scales=_SCALES)
-    ),
-    "v_scales: expected float32[2, 2, 6], a scale for each row of v_caches [2, 2, 6, 8], got "
-    "float32[2, 2, 5]": lambda: pa.append_kv_arrays(
+    lambda: pa.append_kv_arrays(_ARRAY, _ARRAY, _ROW, _ROW, [0, 0], k_scales=_SCALES),
+    lambda: pa.append_kv_arrays(
         _ARRAY, _ARRAY, _ROW, _ROW, [0, 0], k_scales=_SCALES, v_scales=_SCALES[..., :5]
     ),
-    "k_scales: expected 1 arrays as in k_caches, got 2": lambda: pa.append_kv_arrays(
-        [_ARRAY[0]], None, _ROW[:1], None, [0], k_scales=[_SCALES[0]] * 2
-    ),
-    "v: this cache keeps V within K (its first 8 columns): leave v out": (
-        lambda: pa.append_kv(_stacked(shared_kv=True), _ROW, _ROW)
-    ),
-    "v: expected rows of V: leave v out only where the cache keeps V within K "
-    "(create(shared_kv=True))": lambda: pa.append_kv(_stacked(), _ROW),
-    "cache.v: expected None where v_columns says that V is part of K, and only there; make caches "
-    "with create(shared_kv=True)": lambda: pa.append_kv(
-        dataclasses.replace(_stacked(), v=None), _ROW
-    ),
-    "cache.v_scale: expected scales of k and of v, or none of both": lambda: pa.append_kv(
-        dataclasses.replace(_stacked(), v_scale=None), _ROW, _ROW
-    ),
-}
+    lambda: pa.append_kv_arrays([_ARRAY[0]], None, _ROW[:1], None, [0], k_scales=[_SCALES[0]] * 2),
+    lambda: pa.append_kv(_stacked(shared_kv=True), _ROW, _ROW),
+    lambda: pa.append_kv(_stacked(), _ROW),
+    lambda: pa.append_kv(dataclasses.replace(_stacked(), v=None), _ROW),
+    lambda: pa.append_kv(dataclasses.replace(_stacked(), v_scale=None), _ROW, _ROW),
+)
 
 
-@pytest.mark.parametrize("message", ERRORS)
-def test_wrong_arguments(message):
-    with pytest.raises(ValueError) as caught:
-        ERRORS[message]()
-    assert str(caught.value) == message
+MESSAGES = {"quantized": ERRORS}
+
+
+@pytest.mark.parametrize("call, message", messages.cases(MESSAGES))
+def test_wrong_arguments(call, message):
+    messages.check(call, message)

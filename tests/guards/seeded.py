@@ -18,10 +18,7 @@ FWD, BWD, PREFILL, MLA, DECODE, APPEND, SHARED, MMA, LANG = (
     )
 )
 
-TEST_HARD, TEST_BOUNDARIES = (
-    "tests/kernels/test_hard_data.py",
-    "tests/kernels/test_boundaries.py",
-)
+TEST_EVERY = "tests/kernels/test_every_kernel.py"
 TEST_MLA, TEST_APPEND, TEST_BWD = (
     "tests/kernels/decode_mla/test_decode_mla.py",
     "tests/kernels/append/test_append_kernel.py",
@@ -32,8 +29,6 @@ TEST_FWD, TEST_DECODE, TEST_PREFILL = (
     "tests/kernels/decode/test_decode_kernel.py",
     "tests/kernels/prefill/test_prefill.py",
 )
-BOTH = f"{TEST_BOUNDARIES} {TEST_HARD}"
-OVER_CACHES = "over_caches or lengths_and_pages or many_partials or quantized or test_interpreted"
 TEST_MATMULS = "tests/guards/test_emitted_matmuls.py"
 
 Seed = tuple[str, str, str]
@@ -152,7 +147,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
         ),
     },
     # ---- data that hurts -------------------------------------------------------------------------
-    f"{TEST_HARD} -k 'over_caches and (decode or latent)'": {
+    f"{TEST_EVERY} -k 'hard_data and (decode. or decode_mla)'": {
         "decode_rescales_its_row_sum_alone": (
             f"{DECODE}/mainloop.py",
             "acc, row_sum = softmax.rescaled(new, (state.acc, state.row_sum))",
@@ -179,7 +174,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "        mosaic.filled((ROWS,), 0.0),\n",
         ),
     },
-    f"{TEST_HARD} -k test_forward": {
+    f"{TEST_EVERY} -k 'hard_data and flash_fwd'": {
         "the_forward_rescales_its_row_sum_alone": (
             f"{FWD}/consumer.py",
             "acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))",
@@ -199,14 +194,14 @@ SEEDS: dict[str, dict[str, Seed]] = {
         ),
     },
     # ---- boundaries ------------------------------------------------------------------------------
-    f"{TEST_BOUNDARIES} -k test_backward": {
+    f"{TEST_EVERY} -k 'boundaries and flash_bwd'": {
         "a_key_tile_one_key_short_is_whole": (
             f"{BWD}/key_tiles.py",
             "cut = key + self.block_kv > kv_len",
             "cut = key + self.block_kv > kv_len + 1",
         ),
     },
-    f"{TEST_BOUNDARIES} -k 'lengths_and_pages and prefill and paged'": {
+    f"{TEST_EVERY} -k 'boundaries and prefill and paged'": {
         "the_last_partial_page_is_not_read": (
             f"{PREFILL}/tma_producer.py",
             "start < length)(copy)\n                pl.when(start >= length)(",
@@ -282,7 +277,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "return 0, sum(nbytes) // word\n",
         ),
     },
-    f"{TEST_BOUNDARIES} -k quantized": {
+    f"{TEST_EVERY} -k 'boundaries and quantized'": {
         "portable_scales_past_a_length_are_read": (
             f"{DECODE}/thread_copies.py",
             "Word(array, source), row < live, inside, 4)",
@@ -304,7 +299,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
         ),
     },
     # ---- 36 of forty further faults; the other four live -----------------------------------------
-    f"{BOTH} {TEST_FWD} -k 'test_forward or test_interpreted'": {
+    f"{TEST_EVERY} {TEST_FWD} -k 'flash_fwd.sm or test_interpreted'": {
         "float32_outputs_are_scaled_as_scores": (
             f"{FWD}/consumer.py",
             "factor = factor * refs.units[1, tile.batch, head]",
@@ -356,7 +351,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "full_hi=_divided(larger(full_hi + block - 1, 0), block)",
         ),
     },
-    f"{BOTH} {TEST_BWD} -k 'test_backward or test_interpreted'": {
+    f"{TEST_EVERY} {TEST_BWD} -k 'flash_bwd.sm or test_interpreted'": {
         "the_slope_of_a_softcap_forgets_the_cap": (
             f"{SHARED}/logits.py",
             "slope = 1.0 - s * s * (1.0 / problem.softcap**2)",
@@ -398,7 +393,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "kv_len = refs.kv_lengths[0]",
         ),
     },
-    f"{BOTH} {TEST_DECODE} -k '({OVER_CACHES}) and not latent and not prefill'": {
+    f"{TEST_EVERY} {TEST_DECODE} -k 'decode.sm or test_interpreted'": {
         "blocks_of_larger_shares_overlap": (
             f"{DECODE}/scheduler.py",
             "first = block_id * base + jnp.minimum(block_id, rest)",
@@ -435,7 +430,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "stages == 1 else stages - 1)",
         ),
     },
-    f"{BOTH} {TEST_MLA} -k 'latent or test_interpreted'": {
+    f"{TEST_EVERY} {TEST_MLA} -k 'decode_mla.sm or test_interpreted'": {
         "latent_row_sums_are_not_rescaled": (
             f"{MLA}/sm90.py",
             "row_sum = softmax.rescaled(new, row_sum) + new.row_sum",
@@ -452,7 +447,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "inside = mosaic.positions((TILE, WIDTH), 0, 0) <= live",
         ),
     },
-    f"{BOTH} {TEST_PREFILL} -k 'prefill and ({OVER_CACHES} or missing_page)'": {
+    f"{TEST_EVERY} {TEST_PREFILL} -k 'prefill.sm90 or test_interpreted or missing_page'": {
         "all_heads_of_a_tile_have_one_sink": (
             f"{PREFILL}/queries.py",
             "sink = sinks[jnp.minimum(rows.head + n, plan.problem.q_heads - 1)]",

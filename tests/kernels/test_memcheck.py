@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 SANITIZER = shutil.which("compute-sanitizer")
 GROUPS = {
     f"{file}-{number}": tests
-    for file, all_tests in gpu_cases.by_file(gpu_cases.MEMCHECK).items()
+    for file, all_tests in gpu_cases.by_file().items()
     for number, tests in enumerate(itertools.batched(all_tests, 3))
 }
 MEMCHECK = ("--tool", "memcheck", "--error-exitcode", "9")

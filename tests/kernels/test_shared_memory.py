@@ -39,9 +39,8 @@ def test_every_choice_fits_or_is_refused(seed):
 def test_what_is_drawn_allocates_what_it_says(kind, seed, monkeypatch):
     monkeypatch.setattr(fuzz, "lowered", shared_memory.allocate)
     tally = fuzz.Tally()
-    for number in range(2 * seed, 2 * seed + 2):
-        word = f"{kind}/lowered:{number}"
-        assert (wrong := fuzz.attempt(word, tally)) is None, f"{word}: {wrong}"
+    word = f"{kind}/lowered:{seed}"
+    assert (wrong := fuzz.attempt(word, tally)) is None, f"{word}: {wrong}"
 
 
 @pytest.mark.parametrize("name", BUILDS)

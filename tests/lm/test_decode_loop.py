@@ -24,7 +24,6 @@ from tests.lm.loops import (
     run,
     shown,
     small,
-    times_are_known,
     tokens,
 )
 
@@ -90,10 +89,6 @@ def test_sampled_tokens_do_not_depend_on_the_batch():
     assert drawn != tokens(again)
 
 
-def test_chunks_only_change_when_the_host_looks():
-    assert tokens(plain_run(chunk=1)) == tokens(plain_run())
-
-
 def test_a_stop_token_ends_a_sequence_and_is_its_last():
     whole = tokens(plain_run())
     at_once, places = whole[0][0], [(m, n) for m in range(len(whole)) for n in range(2, 8)]
@@ -140,13 +135,6 @@ def test_prompts_wait_for_pages_and_nobody_loses_a_row():
     assert min(status.running for status in statuses if status.waiting) <= 1
 
 
-def test_long_prompts_are_prefilled_a_few_at_a_time():
-    (made, statuses), (whole, at_once) = (
-        run(prompts(), options(**x)) for x in ({"prefill": 32}, {})
-    )
-    assert tokens(made) == tokens(whole) and len(statuses) > len(at_once)
-
-
 # ---- prompts in chunks --------------------------------------------------------------------------
 
 
@@ -160,12 +148,6 @@ def test_prompts_in_chunks_give_the_same_tokens():
     assert {status.running for status in statuses} >= {0, 3} and statuses[-1].waiting == 0
 
 
-def test_sampled_tokens_are_the_same_in_chunks():
-    how = {"sampling": HOT, "cache": "paged"}
-    made = plain_run(**how, prefill_chunk=5)
-    assert tokens(made) == tokens(plain_run(**how)) and not made.cache.overflowed.any()
-
-
 def test_decoding_goes_on_while_a_long_prompt_comes_in():
     texts, how = prompts((3, 40)), options(prefill_chunk=7, keep_logits=True, cache="paged")
     made, statuses = run(texts, how)
@@ -177,21 +159,6 @@ def test_decoding_goes_on_while_a_long_prompt_comes_in():
 
 
 # ---- status and times ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("changes", [{}, {"prefill_chunk": 7}], ids=str)
-def test_the_time_of_every_token_is_known(changes):
-    made, statuses = run(prompts(), options(**changes))
-    times_are_known(made)
-    times = [sequence.times for sequence in made.sequences]
-    assert min(each[0] for each in times) > 0
-    assert max(each[-1] for each in times) <= statuses[-1].seconds
-    summary, first = made.summary(2.0), [each[0] for each in times]
-    assert summary["time_to_first_token"] == {"median": np.median(first), "worst": max(first)}
-    gaps = np.concatenate([np.diff(each) for each in times])
-    assert summary["time_between_tokens"] == {"median": np.median(gaps), "worst": gaps.max()}
-    assert str(decode.Spread(0.0042, 0.31)) == "4.2 ms (worst 310 ms)"
-    assert decode.Spread.of([]) is None
 
 
 def test_status_says_what_is_going_on():

@@ -8,9 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.decode_loop import report, step_parts
 from pallas_lm import decode, experts, hf_deepseek, mesh, model
-from pallas_lm.config import random_params
 from pallas_lm.experts import Experts
 from pallas_lm.hf_config import config_from
 from pallas_lm.options import CACHES
@@ -64,32 +62,12 @@ def test_many_rows_are_taken_some_at_a_time(monkeypatch, rng):
     np.testing.assert_allclose(experts.mlp(config.experts, x, weights), whole, atol=1e-5)
 
 
-def test_random_weights_have_the_shapes():
-    config = config_from(witness.CONFIGS[LARGE])
-    params = random_params(config, 0, "bfloat16")
-    assert jax.tree.map(jnp.shape, params) == config.shapes()
-    assert (params["runs"][1]["q_norm"] == 1).all() and (params["runs"][1]["kv_norm"] == 1).all()
-
-
 def test_gradients_reach_every_weight():
     config, params = small(LITE)
     ids = jnp.arange(12, dtype=jnp.int32)[None]
     loss = lambda params: jax.nn.logsumexp(model.forward(config, params, ids)).sum()  # noqa: E731
     for x in jax.tree.leaves(jax.grad(loss)(params)):
         assert jnp.isfinite(x).all() and x.any()
-
-
-def test_the_parts_of_a_step_are_timed():
-    """The parts of `--report`, over a latent cache; cuDNN's loop has no such attention."""
-    config, params = small(LITE)
-    how = options(cache="stacked", batch=2)
-    cache = step_parts.filled(config, how)
-    held = [step_parts.hold(cache, jnp.asarray([8, 9], jnp.int32))]
-    for part in step_parts.parts(config, how):
-        assert part.ms(None, held) > 0
-    subject = report.Subject("small", config, params, how, 8)
-    assert not subject.has_peer
-    report._must_hold(subject, "stacked", lambda line: None)
 
 
 def test_what_a_config_holds():

@@ -16,9 +16,7 @@ from tests.lm.loops import (
     options,
     plain_run,
     prompts,
-    refuses,
     run,
-    shown,
     small,
     times_are_known,
     tokens,
@@ -167,22 +165,6 @@ def test_samples_are_those_of_the_prompt_given_again(monkeypatch, changes):
     assert all(how["tokens"] == 6 + 4 * 4 and how["levels"] == 1 for how in packed)
 
 
-def test_samples_of_prompts_in_chunks_come_beside_those_that_decode():
-    """In any number of slots, with one token wanted or many, and logits as they are of whole
-    prompts.
-    """
-    texts = prompts((1, 30, 9, 17))
-    for slots, wanted, chunk in ((2, 1, 4), (5, 12, 50), (7, 9, 1)):
-        how = DRAWN | {"batch": slots, "samples": 2, "keep_logits": True}
-        whole, made = (
-            run(texts, options(**how, **x), wanted)[0] for x in ({}, {"prefill_chunk": chunk})
-        )
-        assert made.cache.overflowed.sum() == 0 and len(made.sequences) == 8
-        assert tokens(made) == tokens(whole) and {len(x) for x in tokens(made)} == {wanted}
-        for x, y in zip(made.sequences, whole.sequences, strict=True):
-            np.testing.assert_allclose(x.logits, y.logits, atol=1e-4)
-
-
 @pytest.mark.parametrize("changes", [{}, {"prefill_chunk": 12}], ids=["whole", "in_chunks"])
 def test_samples_share_the_pages_of_their_prompt(changes):
     how = options(**DRAWN, samples=3, **changes)
@@ -217,17 +199,3 @@ SAMPLES = DRAWN | {"samples": 3}
 def test_options_refuse(how, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         options(**how)
-
-
-def test_a_session_shows_samples_and_what_drafts_save():
-    how = {"cache": "paged", "sampling": Sampling(0.5), "samples": 2, "check": True}
-    status, out, _ = shown(**how, **LOOKED_UP)
-    names = re.findall("--- (.*) ---", out)
-    assert status == 0
-    assert names == [f"{n} of 2, sample {k} of 2" for n in (1, 2) for k in (1, 2)]
-    assert re.search(r"; \d+ of \d+ drafts kept \(\d+%\)\n", out)
-    last = out.splitlines()[-1]
-    assert re.match(r"without drafts .* tokens/s, with them .* times as many; the same", last)
-    assert last.endswith("the same tokens in 4 of 4 sequences")
-    line = "batch: expected at least 9 for 9 samples of a prompt, got 8"
-    refuses(line, shown, **how | {"samples": 9})

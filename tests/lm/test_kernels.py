@@ -379,17 +379,6 @@ def test_on_the_gpu(rows, out, inner):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 64])
-@pytest.mark.parametrize(
-    "config",
-    [Config(64, 4, 256), Config(224, 8), Config(32, 1, 128, stages=2, grid=7)],
-    ids=str,
-)
-def test_other_settings_on_the_gpu(rows, config):
-    check(problem(rows, 4096, 14336), config)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("rows", [1, 40, 64])
 @pytest.mark.parametrize("out, inner", [(14336, 4096), (18944, 3584), (64, 64)])
 def test_gated_on_the_gpu(rows, out, inner):

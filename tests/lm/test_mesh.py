@@ -1,6 +1,5 @@
 """The demo on a mesh: the same tokens as on one device, each device with its own part."""
 
-import math
 import os
 import pathlib
 import socket
@@ -9,19 +8,17 @@ import sys
 
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
 import pallas_lm as lm
-from benchmarks import rows
 from benchmarks.decode_loop import peer, report, step_parts
 from pallas_lm import checkpoint, decode, presets, train
 from pallas_lm import mesh as lm_mesh
 from pallas_lm.hf_config import config_from
 from pallas_lm.sampling import Sampling
 from tests.lm import witness
-from tests.lm.loops import refuses, shown, tokens
+from tests.lm.loops import refuses, tokens
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -131,23 +128,6 @@ def test_a_mesh_that_cannot_be(call, said):
     refuses(said, lambda: lm_mesh.local(config, lm_mesh.make(call, ("tp",))))
 
 
-def test_a_llama_of_70_billion_on_four_devices():
-    """By shapes: a device has its quarter of every matrix of a layer, of the embedding and the
-    head.
-    """
-    config, mesh = config_from(presets.PRESETS["llama3_70b"]), lm_mesh.make("tp:4", ("tp",))
-    assert 70e9 < config.size < 71e9
-    shapes, specs = config.shapes(), lm_mesh.specs(config, mesh)
-    local = lm_mesh.local(config, mesh)
-    assert (local.heads, local.kv_heads, local.mlp) == (16, 2, 7168)
-    for name in ("embed", "head"):
-        rows = NamedSharding(mesh, specs[name]).shard_shape(shapes[name])
-        assert rows == (128256 // 4, 8192), name
-    run, spec = shapes["runs"][0], specs["runs"][0]
-    size = sum(math.prod(NamedSharding(mesh, spec[n]).shard_shape(run[n])) for n in run)
-    assert size < 1.001 * sum(map(math.prod, run.values())) / 4
-
-
 def test_training_has_the_same_losses(tmp_path, monkeypatch):
     """A small model: windows over one axis, rows over another, and both, and rows in two
     processes; two steps and what is held out.
@@ -212,31 +192,6 @@ def _said(running):
     said = [process.communicate(timeout=110) for process in running]
     assert [process.returncode for process in running] == [0, 0], said
     return [out for out, _ in said]
-
-
-def test_a_report_of_a_mesh_has_what_one_of_a_device_has(tmp_path):
-    paths = {"report": str(tmp_path / "out"), "out": str(tmp_path / "rows.jsonl")}
-    how = {"prompts": ("ROMEO:",), "max_new_tokens": 3, "batch": 1, "chunk": 2, "dtype": "float32"}
-    status, out, _ = shown(mesh="tp:2", cache="stacked", commit="abc", **how, **paths)
-    assert status == 0
-    (step,) = rows.read(tmp_path / "rows.jsonl")
-    assert step["case"] == "tiny_tp2_stacked_b1_s8" and step["problem"]["devices"] == 2
-    assert not set(rows.REQUIRED) - step.keys() and step["tbps"] > 0 and step["checked"]
-    assert set(step["parts"]) == set(report.PARTS) - {"host"} and min(step["parts"].values()) >= 0
-    assert abs(sum(step["parts"].values()) - step["ms"]) < 1e-3
-    config = checkpoint.config_of(checkpoint.EMBEDDED)
-    sizes = config.size - (0 if config.tied else config.vocab * config.hidden)
-    assert step["weight_bytes"] - 4 * sizes in (0, 4 * config.hidden * (config.vocab % 2))
-    for name in ("report.json", "report.png"):
-        assert f"wrote {tmp_path / 'out' / name}" in out
-
-
-def test_processes_with_a_device_each_say_what_one_device_does():
-    running = _processes("--prompt=ROMEO:", "--max_new_tokens=5", "--mesh=tp:2")
-    (text,) = lm.generate(lm.load(), ["ROMEO:"], max_new_tokens=5)
-    first, other = _said(running)
-    assert f"ROMEO:{text}" in first and "2 x cpu" in first
-    assert "ROMEO:" not in other
 
 
 def test_a_model_over_devices_completes_as_one_does():

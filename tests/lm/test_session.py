@@ -4,15 +4,14 @@ import io
 import json
 import re
 import signal
-import time
 
 import jax
 import matplotlib.backends.backend_agg
 import matplotlib.figure
 import pytest
 
-from benchmarks import rows, timing
-from benchmarks.decode_loop import findings, peer, report, step_parts
+from benchmarks import rows
+from benchmarks.decode_loop import findings, report, step_parts
 from pallas_lm import check, decode, session
 from tests.lm.loops import options, refuses, shown, small
 
@@ -169,53 +168,6 @@ def test_the_rates_can_be_read_off_a_report(batches, share):
     for n, box in enumerate(boxes):
         assert within.x0 < box.x0 and box.x1 < within.x1 and within.y0 < box.y0
         assert not any(box.overlaps(other) for other in boxes[:n])
-
-
-def test_no_part_of_a_step_is_longer_than_the_step():
-    alone = {"attention": 3.0, "append": 0.5, "sampling": 0.5}
-    fits = report._shares(alone, 5.0, 6.5)
-    assert fits == {"parts": {"append": 0.5, "attention": 3.0, "matmuls": 1.0, "sampling": 0.5,
-                              "host": 1.5}}  # fmt: skip
-    for wall in (None, 2.5):
-        shrunk = report._shares(alone, 2.0, wall)
-        host = {} if wall is None else {"host": 0.5}
-        parts = {"append": 0.25, "attention": 1.5, "matmuls": 0.0, "sampling": 0.25}
-        assert shrunk == {"parts": parts | host, "parts_shrunk": 0.5}
-
-
-class _Wall:
-    """A timer in place of CUPTI."""
-
-    def __call__(self, subject, times):
-        start = time.perf_counter()
-        for _ in range(times):
-            produced = subject.launch()
-        subject.wait(produced)
-        return [timing.Sample((time.perf_counter() - start) * 1e3 / times, 7)] * times
-
-
-def test_on_a_gpu_the_peer_and_the_first_token_are_measured_too(monkeypatch):
-    """The path of a machine with a GPU; stand-ins take the place of its parts."""
-    steps = peer.steps
-    monkeypatch.setattr(peer, "steps", lambda a, b, how, *rest: steps(a, b, "xla", *rest))
-    monkeypatch.setattr(timing, "CuptiTimer", _Wall)
-    monkeypatch.setattr(step_parts, "on_gpu", lambda: True)
-    monkeypatch.setattr(step_parts, "read_rate", lambda _: 0.01)
-    monkeypatch.setattr(report, "_PROMPTS", (2, 32))
-    subject = report.Subject("small", *small(), options(cache="stacked"), 20)
-    measured = list(report.measure(subject, report.prepare(subject, [2]), "abc"))
-    assert [(row["op"], row["impl"]) for row in measured] == [
-        ("ceiling", "xla"),
-        ("decode_loop", "pallas_attn/stacked"),
-        ("decode_loop", "cudnn"),
-        ("first_token", "pallas_attn/stacked"),
-    ]
-    assert {row["case"] for row in measured[1:3]} == {"small_stacked_b2_s20"}
-    assert all(not set(rows.REQUIRED) - row.keys() for row in measured[1:])
-    spread = {"median": 0.0123, "worst": 1.5}
-    lines = findings.table(measured, {"time_to_first_token": spread, "time_between_tokens": None})
-    assert lines[5:] in ([], [findings.SHRUNK])
-    assert lines[4] == "from the start of the run to a first token: median 12.3 ms (worst 1.50 s)"
 
 
 def test_a_wrong_decode_is_not_measured(monkeypatch):

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import pallas_attn as pa
 from pallas_attn._call import device, dispatch
 from tests.caches import test_keep
-from tests.support import append_cases, decode_cases, mosaic, subjects
+from tests.support import append_cases, decode_cases, messages, mosaic, subjects
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -365,37 +365,21 @@ def local(call, **options):
 Q = jnp.zeros((3, N, H))
 
 
-@pytest.mark.parametrize(
-    ("call", "said"),
-    [
-        (
-            lambda: create("stacked", 8, context="cp"),
-            "context: expected a Context, or None where rows are not split, got 'cp'",
-        ),
-        (
-            lambda: pa.decode_attention(Q, create("stacked", 8, context=CONTEXT)),
-            "context: no mesh axis 'cp' is mapped here; call within jax.shard_map over a mesh",
-        ),
-        (
-            lambda: pa.append_kv(create("stacked", 8, context=CONTEXT), *(Q[:, :K],) * 2),
-            "context: no mesh axis 'cp' is mapped here; call within jax.shard_map over a mesh",
-        ),
-        (
-            lambda: local(
-                lambda cache: pa.decode_attention(Q, cache, starts=jnp.arange(4, dtype=jnp.int32))
-            ),
-            "starts: expected None over a cache whose rows are split over devices; pass q as",
-        ),
-        (
-            lambda: local(lambda cache: cache.extend(9).lengths),
-            "rows: 9 new rows do not fit in sequence 0, whose capacity is 8",
-        ),
-    ],
+REFUSED = (
+    lambda: create("stacked", 8, context="cp"),
+    lambda: pa.decode_attention(Q, create("stacked", 8, context=CONTEXT)),
+    lambda: pa.append_kv(create("stacked", 8, context=CONTEXT), *(Q[:, :K],) * 2),
+    lambda: local(
+        lambda cache: pa.decode_attention(Q, cache, starts=jnp.arange(4, dtype=jnp.int32))
+    ),
+    lambda: local(lambda cache: cache.extend(9).lengths),
 )
-def test_what_is_refused(call, said):
-    with pytest.raises(ValueError) as error:
-        call()
-    assert said in str(error.value)
+MESSAGES = {"sharded_caches": REFUSED}
+
+
+@pytest.mark.parametrize("call, message", messages.cases(MESSAGES))
+def test_what_is_refused(call, message):
+    messages.check(call, message)
 
 
 def test_it_says_so():

@@ -336,25 +336,6 @@ def test_layers_share_one_kernel():
 
 
 @pytest.mark.guards
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"cache_dtype": "float64"}, "no float64 caches"),
-        ({"capacities": (2**31,)}, "capacity 2147483648: positions are int32"),
-        (
-            {"layers": 2**31},
-            "2147483648 pages or sequences of all layers together, which are counted in int32",
-        ),
-        ({"new_rows": 2**22}, "4294967296 new values of one sequence: they are counted in int32"),
-    ],
-)
-def test_limits(fields, reason):
-    problem = dataclasses.replace(LARGE.problem, **fields)
-    assert append_copy.limit(problem).reason == reason
-    assert append_copy.limit(LARGE.problem) is None
-
-
-@pytest.mark.guards
 def test_config_checks_itself():
     with pytest.raises(
         ValueError, match=r"Config\.words must be 1 to 16: registers hold them, got 0"

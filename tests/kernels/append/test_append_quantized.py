@@ -2,7 +2,6 @@
 through the kernel, and what its machine code costs.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -165,19 +164,3 @@ def test_no_spills_for_long_rows(dims, rows_dtype):
 
 
 # ---- refusals ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"cache_dtype": "bfloat16"}, "no quantised bfloat16 caches"),
-        (
-            {"head_dim": 4097},
-            "head dim 4097: a warp holds a row in registers to quantise it",
-        ),
-    ],
-)
-def test_limits(fields, reason):
-    problem = problem_of(np.zeros((1, 1, 1, 8), np.float32), "int8")
-    assert append_copy.limit(problem) is None
-    assert append_copy.limit(dataclasses.replace(problem, **fields)).reason == reason

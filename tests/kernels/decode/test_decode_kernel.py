@@ -380,32 +380,6 @@ def test_layers_share_one_kernel():
 # ---- refusals ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "fields, reason",
-    [
-        ({"dtype": "float64"}, "it takes bfloat16, float16 and float32 q, not float64"),
-        ({"dtype": "float32"}, "a bfloat16 cache under float32 queries"),
-        (
-            {"dtype": "float32", "quantized": True, "cache_dtype": "int8"},
-            "float32 queries over a quantised cache; it takes bfloat16 and float16",
-        ),
-        ({"cache_dtype": "float16"}, "a float16 cache under bfloat16 queries"),
-        ({"head_dim": 520}, "head_dim is 520; it takes multiples of 8 up to 512"),
-        ({"v_head_dim": 12}, "v_head_dim is 12; it takes multiples of 8 up to 512"),
-        ({"capacities": (2**30,)}, "it counts tiles of keys in 32 bits"),
-        ({"sequences": 2001}, "2001 sequences; it takes up to 2000"),
-        (
-            {"kind": "paged", "page_size": 8, "pages": 2**26, "layers": 32},
-            "2147483648 pages of all layers; it counts them in 32 bits",
-        ),
-    ],
-)
-def test_limits(fields, reason):
-    problem = dataclasses.replace(Case().problem, **fields)
-    assert kernel.limit(problem).reason == reason
-    assert kernel.limit(Case().problem) is None
-
-
 @every_kind
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8"])
 @pytest.mark.parametrize("module", [kernel, decode_sm80], ids=["sm90", "sm80"])

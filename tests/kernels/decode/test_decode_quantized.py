@@ -27,24 +27,6 @@ every_dtype = pytest.mark.parametrize("dtype", dequant.DTYPES)
 PROBLEM = dataclasses.replace(support._BASE["decode"], cache_dtype="float8_e4m3fn", quantized=True)
 
 
-@pytest.mark.parametrize(
-    "fields, reason",
-    [
-        ({"head_dim": 96}, "a quantised cache of head dim 96; it takes multiples of 64"),
-        ({"v_head_dim": 72}, "rows are copied 16 bytes at a time, scales too"),
-        ({"capacities": (1022,) * 8}, "rows are copied 16 bytes at a time, scales too"),
-        (
-            {"kind": "per_sequence", "sequences": 1001, "capacities": (1024,) * 1001},
-            "1001 sequences; it takes up to 1000",
-        ),
-        ({"quantized": False}, "a float8_e4m3fn cache under bfloat16 queries"),
-    ],
-)
-def test_limits(fields, reason):
-    assert decode_sm90.limit(PROBLEM) is None
-    assert decode_sm90.limit(dataclasses.replace(PROBLEM, **fields)).reason == reason
-
-
 @pytest.mark.parametrize("dims", [{}, {"head_dim": 256, "v_head_dim": 256}], ids=str)
 def test_many_sequences_of_one_array(dims):
     """Only separate arrays take parameters of the launch."""

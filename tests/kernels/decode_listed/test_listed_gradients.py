@@ -144,22 +144,6 @@ def test_many_lists_on_the_gpu(case):
     check(case)
 
 
-@pytest.mark.parametrize(
-    "changes, reason",
-    [
-        ({"dtype": "float32"}, "it takes bfloat16 and float16, not float32"),
-        ({"head_dim": 136}, "gradients of lists at head dims above 128"),
-        ({"q_heads": 65}, "gradients of more than 64 query heads a kv head"),
-        ({"q_len": 2**21, "listed": 1024}, "it counts entries of lists in 32 bits"),
-    ],
-    ids=str,
-)
-def test_limits(changes, reason):
-    problem = dataclasses.replace(CASES["heads4_low"].problem, **changes)
-    assert gradients_sm90.limit(problem).reason == reason
-    assert gradients_sm90.limit(CASES["heads4_low"].problem) is None
-
-
 @pytest.mark.machine_code
 @pytest.mark.guards
 def test_machine_code():

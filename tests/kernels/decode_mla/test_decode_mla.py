@@ -189,44 +189,9 @@ def test_machine_code_of_the_portable_kernel(target):
     assert (report.launches, report.copies, report.spill_bytes) == (1, 0, 0)
 
 
-@pytest.mark.parametrize(
-    "fields, reason",
-    [
-        ({"quantized": True, "cache_dtype": "int8"}, "a int8 cache with V within K"),
-        ({"dtype": "float32", "cache_dtype": "float32"}, "float32 queries over V within K"),
-        ({"v_head_dim": 120}, "V within K of head dims 192 and 120; it takes multiples of 8"),
-        ({"sequences": 3000, "capacities": (64,) * 3000}, "3000 sequences; it takes up to 2000"),
-    ],
-)
-def test_limits_of_the_portable_kernel(fields, reason):
-    problem = Case("per_sequence").problem
-    assert mla_sm80.limit(problem) is None
-    assert mla_sm80.limit(dataclasses.replace(problem, **fields)).reason.startswith(reason)
-
-
 def test_tiles_of_the_portable_kernel():
     with pytest.raises(ValueError, match=r"Config\.tile must be 32 or 64 of V within K, got 128"):
         launched(Case(), Case().inputs(), PORTABLE(tile=128))
-
-
-@pytest.mark.parametrize(
-    "fields, reason",
-    [
-        (
-            {"dtype": "float32", "cache_dtype": "float32"},
-            "float32 queries over V within K; it takes bfloat16 and float16",
-        ),
-        ({"kind": "per_sequence"}, "separate arrays of latent rows"),
-        ({"quantized": True, "cache_dtype": "int8"}, "a int8 cache with V within K"),
-        ({"kv_heads": 2, "q_heads": 8}, "V within K of 2 kv heads"),
-        ({"head_dim": 160}, "V within K of head dims 160 and 128"),
-        ({"capacities": (204,) * 5}, "V within K by 204 rows"),
-    ],
-)
-def test_limits(fields, reason):
-    problem = Case().problem
-    assert kernel.KERNEL.limit(problem) is None
-    assert kernel.KERNEL.limit(dataclasses.replace(problem, **fields)).reason.startswith(reason)
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------

@@ -520,21 +520,6 @@ def test_the_portable_config_checks_itself(changes, want):
         PORTABLE(**changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"dtype": "float64"}, "it takes bfloat16, float16 and float32, not float64"),
-        ({"head_dim": 264}, "head_dim is 264; it takes multiples of 8 up to 256"),
-        ({"v_head_dim": 12}, "v_head_dim is 12; it takes multiples of 8 up to 256"),
-        ({"batch": 2**20, "q_len": 2**11}, "it counts query rows of all heads in 32 bits"),
-    ],
-)
-def test_limit_says_why(changes, reason):
-    problem = dataclasses.replace(problem_of(case_named("t_equals_s")), **changes)
-    assert kernel.limit(problem).reason == reason
-    assert kernel.limit(problem_of(case_named("t_equals_s"))) is None
-
-
 # ---- the schedule -------------------------------------------------------------------------------
 
 

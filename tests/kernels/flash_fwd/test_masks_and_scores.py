@@ -208,11 +208,7 @@ OF_KEYS = pa.mask_fn(lambda b, h, q, kv: q // 32 >= kv // 32)
 # Masks that Mosaic finds to be constant: it would search minutes for the layout of positions that
 # nobody uses.
 CONSTANT = {
-    "or full": OF_KEYS | pa.FULL,
     "and nothing": OF_KEYS & ~pa.FULL,
-    "modulo 1": pa.mask_fn(lambda b, h, q, kv: q % 1 == 0),
-    "of itself": pa.mask_fn(lambda b, h, q, kv: (q > q) | (kv - kv != 0)),
-    "xor": pa.mask_fn(lambda b, h, q, kv: (kv ^ kv) == 0),
     "unfolded": pa.mask_fn(lambda b, h, q, kv: jnp.clip(kv, 3, 3) == 3),
 }
 

@@ -266,23 +266,6 @@ def test_many_separate_caches_are_one_kernel():
 # ---- capability ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "changes, reason",
-    [
-        ({"dtype": "float32"}, "float32 queries over a float32 cache"),
-        ({"batch_invariant": True}, "it takes no latent cache and no batch_invariant"),
-        ({"kind": "paged", "page_size": 4}, "pages of 4 rows; it takes"),
-        ({"kind": "paged", "page_size": 24}, "pages of 24 rows; it takes"),
-        ({"capacity": 206}, "TMA wants capacities that are a multiple of 8"),
-        ({"kind": "per_sequence", "lengths": (1,) * 33}, "33 separate caches; it takes up to 32"),
-        ({"head_dim": 72}, "head_dim is 72: TMA wants a multiple of 16"),
-    ],
-)
-def test_limits(changes, reason):
-    assert kernel.limit(case().problem) is None
-    assert kernel.limit(case(**changes).problem).reason.startswith(reason)
-
-
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 64])
 @pytest.mark.parametrize("q_len", [1, 7, 8, 63, 65, 300])
 def test_every_row_has_one_place(group, q_len):

@@ -19,7 +19,6 @@ from tests.support.append_cases import assert_same_bytes
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
-HOPPER = next(row for row in subjects.ROWS if row.name == "interpreted")
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 
 # Sizes (batch, T, N, H; S, K, Hv), dtype, dtype of the results, rows of a scale, other facts.
@@ -135,13 +134,6 @@ def test_plans():
     for rows, dim, dtype in ((128, 256, "bfloat16"), (128, 128, "float32"), (256, 128, "float16")):
         assert plan_of(rows, dim, dtype).chunks == 1
     assert plan_of(128, 256, "float32").chunks > 1 and plan_of(8192).chunks > 1
-
-
-def test_limit():
-    x = jax.ShapeDtypeStruct((1, 8, 1, 4104), jnp.bfloat16)
-    reason = "quantize_blocks: head dim 4104: a warp holds a row in registers"
-    with device.assume("sm90"), pytest.raises(pa.UnsupportedError, match=reason):
-        jax.eval_shape(pa.quantize_qkv, x, x, x)
 
 
 def test_has_no_derivative_and_says_what_has():

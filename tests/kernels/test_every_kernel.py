@@ -1,0 +1,62 @@
+"""Every kernel of dispatch (tests/support/kernels.py) on data that hurts (row maxima that rise and
+fall by `2**12`, logits on one side of 0) and at boundaries: lengths on both sides of a tile's edge,
+shared and missing pages, integers at the ends of int32, NaN past every length.
+"""
+
+import pathlib
+
+import pytest
+
+from pallas_attn._call import dispatch
+from pallas_attn._call.config import fits
+from tests.support import kernels, mosaic
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+ROWS = {row.module: row for row in kernels.KERNELS}
+HARD = [(row.module, plan) for row in kernels.KERNELS for plan in row.hard]
+ENDS = [(row.module, plan) for row in kernels.KERNELS for plan in row.ends]
+
+
+def test_every_kernel_has_a_row():
+    """Or another test that has its lengths and numbers."""
+    tables = dispatch.TABLES.values()
+    known = {x.module for table in tables for x in table if isinstance(x, dispatch.Candidate)}
+    assert set(ROWS) | set(kernels.ELSEWHERE) == known, known - set(ROWS) - set(kernels.ELSEWHERE)
+    assert len(ROWS) == len(kernels.KERNELS) and not set(ROWS) & set(kernels.ELSEWHERE)
+    for test in kernels.ELSEWHERE.values():
+        file, _, name = test.partition("::")
+        assert f"def {name}(" in (pathlib.Path(__file__).parents[1] / file).read_text(), test
+
+
+@pytest.mark.parametrize("module", ROWS)
+def test_configs_are_ones_that_kernels_take(module):
+    """There is room for them in shared memory."""
+    kernel = ROWS[module].kernel
+    for case, config in [*ROWS[module].hard.values(), *ROWS[module].ends.values()]:
+        if isinstance(config, kernel.config):
+            problem = kernels.problem_of(ROWS[module], case)
+            assert kernel.limit(problem) is None and fits(kernel, problem, config), (case, config)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("module, plan", HARD)
+def test_hard_data(module, plan):
+    row = ROWS[module]
+    with mosaic.interpret():
+        row.check(*row.hard[plan])
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("module, plan", ENDS)
+def test_boundaries(module, plan):
+    row = ROWS[module]
+    with mosaic.interpret():
+        row.check(*row.ends[plan])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("module, plan", [*HARD, *ENDS])
+def test_on_a_gpu(module, plan):
+    row = ROWS[module]
+    row.check(*(row.hard | row.ends)[plan])

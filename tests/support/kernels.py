@@ -1,0 +1,438 @@
+"""The one list of kernels: `KERNELS` has a row for each kernel of dispatch, with calls on hard data
+(tests/support/hard_data.py) and at boundaries (tests/support/boundaries.py), by the plan that a
+Config makes. tests/kernels/test_every_kernel.py runs them, in the interpreter and on a GPU; who
+adds a kernel adds its row.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_attn import CAUSAL, FULL, sliding_window
+from pallas_attn._call import dispatch
+from pallas_attn._call.kernel import Kernel
+from pallas_attn.kernels.decode import sm80 as decode_sm80
+from pallas_attn.kernels.decode import sm90 as decode_sm90
+from pallas_attn.kernels.decode_mla import sm80 as mla_sm80
+from pallas_attn.kernels.decode_mla import sm90 as mla_sm90
+from pallas_attn.kernels.flash_bwd import sm80 as bwd_sm80
+from pallas_attn.kernels.flash_bwd import sm90 as bwd_sm90
+from pallas_attn.kernels.flash_bwd import sm90_wide as bwd_wide
+from pallas_attn.kernels.flash_fwd import sm80 as fwd_sm80
+from pallas_attn.kernels.flash_fwd import sm90 as fwd_sm90
+from pallas_attn.kernels.flash_fwd import sm90_wide as fwd_wide
+from pallas_attn.kernels.prefill import contiguous_sm90
+from pallas_attn.kernels.prefill import sm90 as prefill_sm90
+from tests.kernels.decode_listed import test_decode_listed
+from tests.kernels.decode_mla import test_decode_mla
+from tests.kernels.flash_bwd import test_flash_bwd, test_heads, test_one_key_tile
+from tests.kernels.flash_bwd import test_group_window as test_bwd_group_window
+from tests.kernels.flash_bwd.test_any_size import sized
+from tests.kernels.flash_fwd import test_flash_fwd, test_group_window, test_wide
+from tests.kernels.flash_jvp import test_flash_jvp
+from tests.support import boundaries, decode_cases, hard_data
+from tests.support.problems.case import AttentionCase
+
+Calls = dict[str, tuple[Any, Any]]  # (case, Config), by the plan that it makes
+
+
+class Row(NamedTuple):
+    """`check(case, config)`: the results are right, with NaN past every length."""
+
+    module: str  # a Candidate's
+    check: Callable[[Any, Any], Any]
+    hard: Calls
+    ends: Calls
+
+    @property
+    def kernel(self) -> Kernel:
+        rows = itertools.chain(*dispatch.TABLES.values())
+        return next(x.kernel for x in rows if getattr(x, "module", None) == self.module)
+
+
+def problem_of(row: Row, case: Any) -> Any:
+    if not isinstance(case, AttentionCase):
+        return case.problem
+    of = test_flash_bwd if "bwd" in row.module else test_flash_fwd
+    return of.problem_of(case)
+
+
+# ---- calls of attention --------------------------------------------------------------------------
+
+LENGTHS = (200, 129, 128, 127, 192)  # numbers of keys: kv tiles have 32, 64 or 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Hard(AttentionCase):
+    """A call of `flash_attention` with hard data."""
+
+    def arrays(self, seed=0, *, poison=False):
+        arrays = super().arrays(seed, poison=poison)
+        if isinstance(arrays["q"], jax.core.Tracer):  # only shapes are wanted
+            return arrays
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        q, k = hard_data.hardened(*(np.asarray(arrays[x]) for x in "qk"), scale, 1)
+        return arrays | {"q": jnp.asarray(q), "k": jnp.asarray(k)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Endless(AttentionCase):
+    """A call of `flash_attention` with a sink of inf, and one of -inf where there are many."""
+
+    def arrays(self, seed=0, *, poison=False):
+        arrays = super().arrays(seed, poison=poison)
+        if isinstance(arrays["q"], jax.core.Tracer):
+            return arrays
+        return arrays | {"sinks": jnp.asarray(hard_data.sinks_without_end(arrays["sinks"]))}
+
+
+@dataclasses.dataclass(frozen=True)
+class AtEnds(AttentionCase):
+    """Its segment ids are at the ends of int32."""
+
+    def arrays(self, seed=0, *, poison=False):
+        arrays = super().arrays(seed, poison=poison)
+        if "segment_ids" in arrays and not isinstance(arrays["q"], jax.core.Tracer):
+            ends = np.array(boundaries.ENDS, np.int32)
+            both = (ends[np.asarray(ids) % len(ends)] for ids in arrays["segment_ids"])
+            arrays["segment_ids"] = tuple(map(jnp.asarray, both))
+        return arrays
+
+
+def remade(kind: type, case: Any, **changes: Any) -> Any:
+    """A case as one of another class."""
+    fields = {field.name: getattr(case, field.name) for field in dataclasses.fields(case)}
+    return kind(**(fields | changes))
+
+
+def hard(**fields: Any) -> Hard:
+    sizes = {"batch": hard_data.NUMBER, "q_len": 70, "kv_len": 200, "q_heads": 2, "kv_heads": 1}
+    sizes |= {"head_dim": 64, "v_head_dim": 64, "mask": CAUSAL, "q_offset": 130}
+    return Hard("hard", **(sizes | {"kv_lengths": LENGTHS, "magnitude": 0.5} | fields))
+
+
+def at_ends(q_len: int, kv_len: int, **fields: Any) -> AtEnds:
+    some = slice(0, None, 2)  # every other length
+    sizes = {"q_heads": 2, "kv_heads": 1, "head_dim": 64, "v_head_dim": 64, "mask": CAUSAL}
+    sizes |= {"batch": 4, "q_offset": kv_len - q_len}
+    sizes |= {"kv_lengths": boundaries.lengths(kv_len)[some]}
+    sizes |= {"q_lengths": boundaries.lengths(q_len)[some][::-1]}
+    return AtEnds("boundaries", q_len=q_len, kv_len=kv_len, **(sizes | fields))
+
+
+WHOLE, CUT = at_ends(64, boundaries.SIZES[0]), at_ends(65, boundaries.SIZES[1])
+IDS = at_ends(*[boundaries.SIZES[1]] * 2, batch=1, kv_lengths=(193,), q_lengths=(199,),
+              segments=(70, 58, 72), mask=FULL)  # fmt: skip
+
+
+def at(config: Any) -> Calls:
+    return {"whole_tiles": (WHOLE, config), "cut_tiles": (CUT, config), "ids": (IDS, config)}
+
+
+def named(prefix: str, calls: Calls) -> Calls:
+    return {f"{prefix}_{name}": call for name, call in calls.items()}
+
+
+def forward(case: AttentionCase, config: Any) -> Any:
+    problem = test_flash_fwd.problem_of(case)
+    return test_flash_fwd.check(case, config or fwd_sm90.Config.default(problem))
+
+
+def backward(case: AttentionCase, config: Any) -> Any:
+    """Past a length gradients are 0, exactly. Probabilities of a head with a sink of inf are 0,
+    too; the sink has the gradient of lse.
+    """
+    got = test_flash_bwd.check(case, config)
+    for x, lengths in ((got.q, case.q_lengths), (got.k, case.kv_lengths), (got.v, case.kv_lengths)):
+        for rows, length in zip(np.asarray(x, np.float32), lengths or (), strict=False):
+            assert not rows[length:].any()
+    if isinstance(case, Endless):
+        assert not np.asarray(got.q, np.float32)[:, :, 0].any()
+        assert np.asarray(got.sinks)[0] != 0
+    return got
+
+
+WIDE = {"head_dim": 264, "v_head_dim": 264, "q_heads": 1, "scale": 0.125}
+OF_WIDE = {"head_dim": 264, "v_head_dim": 264, "q_heads": 1}
+PAIR = {"q_heads": 2, "kv_heads": 2}
+LENGTHS_OF_Q = {"q_lengths": (70, 65, 64, 63, 1)}
+FEW_ROWS = dataclasses.replace(CUT, q_len=7, q_lengths=(7, 1, 0, 7), q_offset=193)
+FUSED, PORTABLE = bwd_sm90.Config(grid=3), bwd_sm80.Config(warp_rows=2)
+TWO_KERNELS = dataclasses.replace(FUSED, fused=False)
+APART = bwd_sm80.Config(fused=False, block_q=32, dq_block_kv=32)
+FORWARD = fwd_sm90.Config(warpgroups=2, block_kv=64, stages=2, grid=3)
+SPLIT = prefill_sm90.Config(2, block_kv=64, grid=3, splits=3)
+
+
+def with_sinks(call: tuple[AttentionCase, Any]) -> tuple[AttentionCase, Any]:
+    return remade(Endless, call[0], sinks=True), call[1]
+
+
+def windows(test: Any) -> tuple[Calls, Calls]:
+    """Short windows, which take no lengths: rows on both sides of a tile's edge."""
+    case, config = test.CASES["window128"]
+    rising = remade(Hard, case, q_len=72, kv_len=72, magnitude=0.5, batch=2, sinks=False)
+    calls = {"window": (rising, config), "sinks": with_sinks((case, config))}
+    ends = {f"rows{n}": (dataclasses.replace(case, q_len=n, kv_len=n), config) for n in (64, 72)}
+    return calls, ends
+
+
+def tangents(module: str) -> Row:
+    """The bias of the hard call rises from key to key."""
+    dual = module == "sm90_dual"
+    cases, name = test_flash_jvp.CASES, f"flash_jvp_{module}"
+
+    def computed(case, config, call):
+        if jax.default_backend() != "gpu":
+            return test_flash_jvp.computed(case, name, config, call)
+        floats, dots, rest = test_flash_jvp.drawn(case, poison=True)
+        run = functools.partial(call, rest=rest, implementation=module.removesuffix("_dual"))
+        return jax.block_until_ready(jax.jit(run)(floats, dots))
+
+    def check(case, config):
+        call = test_flash_jvp.dual if dual else test_flash_jvp.tangents
+        results = computed(case, config, call)
+        (test_flash_jvp.check_dual if dual else test_flash_jvp.check)(case, results)
+
+    ends = test_flash_jvp.Case(
+        q=(4, 65, 2, 32),
+        kv=(130, 1),
+        mask=CAUSAL,
+        q_offset=65,
+        q_lengths=(0, 1, 64, 65),
+        kv_lengths=(130, 129, 64, 63),
+    )
+    calls = {"ramp": (cases["ramp"], None)}, {"lengths": (ends, None)}
+    return Row(f"flash_jvp.{module}", check, *calls)
+
+
+# ---- calls over caches ---------------------------------------------------------------------------
+
+
+class HardRows:
+    """Cases over caches with hard data."""
+
+    def inputs(self, seed=0, fill=None):
+        inputs = super().inputs(seed, fill)
+        q, k = (np.asarray(x) for x in (inputs.q, inputs.k_cache))
+        q, k = hard_data.hardened(q, k, self.head_dim**-0.5, 2)
+        return inputs._replace(q=jnp.asarray(q), k_cache=jnp.asarray(k))
+
+
+class HardPages:
+    """Cases over pages that others share, and pages that are missing where they are not needed."""
+
+    def inputs(self, seed=0, fill=None):
+        inputs = super().inputs(seed, fill)
+        if self.kind != "paged":
+            return inputs
+        table = np.asarray(inputs.page_table)
+        table = boundaries.with_hard_pages(table, self.page_size, self.lengths)
+        return inputs._replace(page_table=jnp.asarray(table))
+
+
+@dataclasses.dataclass(frozen=True)
+class HardDecode(HardRows, decode_cases.Case):
+    lengths: tuple[int, ...] = LENGTHS
+
+
+@dataclasses.dataclass(frozen=True)
+class HardLatent(HardRows, test_decode_mla.Case):
+    lengths: tuple[int, ...] = LENGTHS
+
+
+@dataclasses.dataclass(frozen=True)
+class HardListed(HardRows, test_decode_listed.Case):
+    lengths: tuple[int, ...] = LENGTHS
+
+
+@dataclasses.dataclass(frozen=True)
+class Decode(HardPages, decode_cases.Case):
+    lengths: tuple[int, ...] = boundaries.lengths(boundaries.CAPACITY)
+    capacity: int = boundaries.CAPACITY
+
+
+@dataclasses.dataclass(frozen=True)
+class Latent(HardPages, test_decode_mla.Case):
+    lengths: tuple[int, ...] = boundaries.lengths(boundaries.CAPACITY)
+    capacity: int = boundaries.CAPACITY
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized(Decode):
+    """Rows of int8 with a scale each, which is NaN past the length."""
+
+    @property
+    def problem(self):
+        return dataclasses.replace(super().problem, cache_dtype="int8", quantized=True)
+
+    def inputs(self, seed=0, fill=None):
+        rng = np.random.default_rng(seed)
+        inputs = super().inputs(seed)
+        live = np.arange(self.capacity) < np.array(self.lengths)[:, None, None]
+        scales = []
+        for _ in range(2):
+            scale = rng.uniform(0.01, 0.03, (len(self.lengths), self.kv_heads, self.capacity))
+            scales.append(np.where(live, scale, fill or 0.0).astype(np.float32))
+        scales[0][..., boundaries.TILE :] *= 20  # row maxima rise behind the first tile
+        shape = np.shape(inputs.k_cache)
+        rows = [jnp.asarray(rng.integers(-127, 128, shape), jnp.int8) for _ in range(2)]
+        scales = dict(zip(("k_scale", "v_scale"), map(jnp.asarray, scales), strict=True))
+        return inputs._replace(k_cache=rows[0], v_cache=rows[1], **scales)
+
+
+def over_caches(case: decode_cases.Case, config: Any) -> Any:
+    if not isinstance(case, Quantized):
+        return decode_cases.check(case, config)
+    got = decode_cases.launched(case, case.inputs(fill=np.nan), config)
+    inputs = case.inputs()
+    k, v = (
+        np.asarray(rows, np.float32) * np.asarray(scale)[..., None]
+        for rows, scale in ((inputs.k_cache, inputs.k_scale), (inputs.v_cache, inputs.v_scale))
+    )
+    plain = inputs._replace(k_cache=k, v_cache=v)
+    want = decode_cases.of_definition(remade(Decode, case), plain)
+    decode_cases.close(got[0], want[0], 2.0**-6, 2.0**-6)
+    decode_cases.close(got[1], want[1], 1e-3, 1e-3)
+    return got
+
+
+MANY_ROWS = {"q_len": 20, "q_heads": 3, "kv_heads": 1}
+LONG = {"lengths": (64 * boundaries.PARTS, 0, 64 * boundaries.PARTS - 1), "capacity": 640}
+
+
+TWO = {"q_heads": 2, "kv_heads": 1}
+LATENT = {"latent": True, "kv_heads": 1, "head_dim": 192, "v_head_dim": 128}
+
+
+def caches(case: decode_cases.Case, config: Any) -> Calls:
+    """Lengths and pages."""
+    kinds = ("paged", "stacked")
+    return {kind: (dataclasses.replace(case, kind=kind), config) for kind in kinds}
+
+
+def listed(module: str, **fields: Any) -> Row:
+    check = lambda case, config: test_decode_listed.check(case, module, **config)  # noqa: E731
+    config = {"stages": 2, "grid": 3} if module != "sm90" else {"grid": 3}
+    ends = test_decode_listed.Case("paged", (0, 1, 64, 208), listed=65, sinks=True, **fields)
+    return Row(
+        f"decode_listed.{module}",
+        check,
+        {"lists": (HardListed(listed=130, **fields), config)},
+        {"rows": (ends, config)},
+    )
+
+
+def endless(case: AttentionCase) -> AttentionCase:
+    return with_sinks((case, None))[0]
+
+
+LARGE = test_wide.wide("sinks_empty_rows", 128)
+SHORT = sized(49, 70, 32, batch=1, **PAIR)
+HARD_ROWS = HardDecode(q_len=40, q_heads=4, kv_heads=1)
+IN_TURN = prefill_sm90.Config(2, block_kv=64, grid=3, in_turn=True)
+IN_A_WINDOW = Decode(**MANY_ROWS, mask=sliding_window(100))
+KERNELS = (
+    Row("flash_fwd.sm90", forward, {
+        "plain": (hard(), FORWARD),
+        "wide_tiles": (hard(), fwd_sm90.Config(2, block_kv=128, stages=2, grid=3)),
+        "float32": (hard(dtype="float32"), FORWARD),
+        "sinks": (endless(sized(40, 70, 64, q_heads=2, kv_heads=1, dtype="float32")), None),
+    }, at(FORWARD)),
+    Row("flash_fwd.sm80", forward, {
+        "plain": (hard(), fwd_sm80.Config(block_kv=32, stages=3)),
+        "rows_in_registers": (hard(), fwd_sm80.Config(1, block_kv=64, q_in_registers=True)),
+        "columns": (hard(dtype="float32"), fwd_sm80.Config(1, 32, columns=32)),
+    }, at(fwd_sm80.Config(block_kv=64, stages=2))),
+    Row("flash_fwd.sm90_wide", forward, {
+        "plain": (hard(**WIDE), fwd_wide.Config(grid=2, k_ring=4, v_ring=3)),
+        "sinks": (endless(LARGE), test_wide.ROUND),
+    }, {"cut_tiles": (dataclasses.replace(CUT, **OF_WIDE), fwd_wide.Config(grid=2))}),
+    Row("flash_fwd.sm90_group_window", forward, *windows(test_group_window)),
+    Row("prefill.contiguous_sm90", forward,
+        {"splits": (hard(q_len=5, q_offset=195), contiguous_sm90.Config(SPLIT))},
+        {"cut_tiles": (FEW_ROWS, contiguous_sm90.Config(SPLIT))}),
+    Row("flash_bwd.sm90", backward, {
+        "plain": (hard(**LENGTHS_OF_Q), FUSED),
+        "two_kernels": (hard(**LENGTHS_OF_Q), TWO_KERNELS),
+        "sinks_two_kernels": (endless(SHORT), TWO_KERNELS),
+        "sinks_short": (endless(SHORT), None),
+        "sinks_heads": (endless(sized(70, 100, 64, batch=1, **PAIR)), test_heads.EACH),
+        "sinks_one_key_tile": with_sinks(test_one_key_tile.CASES["group"]),
+        "sinks_window": (endless(test_flash_bwd.windowed(1, 135, batch=1, **PAIR)), None),
+    }, at(FUSED) | named("two_kernels", at(TWO_KERNELS))),
+    Row("flash_bwd.sm80", backward, {
+        "plain": (hard(**LENGTHS_OF_Q), PORTABLE),
+        "apart": (hard(**LENGTHS_OF_Q), APART),
+        "sinks_apart": (endless(SHORT), APART),
+    }, at(PORTABLE)),
+    Row("flash_bwd.sm90_wide", backward, {
+        "plain": (hard(**WIDE, dtype="float16"), bwd_wide.Config(grid=2)),
+        "sinks": (endless(LARGE), bwd_wide.Config(grid=2)),
+    }, {"cut_tiles": (dataclasses.replace(CUT, **OF_WIDE), bwd_wide.Config(grid=2))}),
+    Row("flash_bwd.sm90_group_window", backward, *windows(test_bwd_group_window)),
+    *map(tangents, ("sm90", "sm80", "sm90_dual")),
+    Row("decode.sm90", over_caches, {
+        "plain": (HardDecode(), decode_sm90.Config(stages=3, grid=2)),
+        "in_parts": (HardDecode(q_len=2), decode_sm90.Config(stages=2, grid=9)),
+    }, caches(Decode(), decode_sm90.Config(stages=3, grid=5)) | {
+        "partials": (Decode(**LONG, **TWO), decode_sm90.Config(stages=2, grid=20)),
+        "quantized": (Quantized("stacked"), decode_sm90.Config(stages=3, grid=5)),
+    }),
+    Row("decode.sm80", over_caches, {
+        "plain": (HardDecode(q_len=3, mask=sliding_window(150)), decode_sm80.Config(grid=3)),
+        "folded": (HardDecode(), decode_sm80.Config(stages=2, grid=9)),
+    }, caches(Decode(q_len=2), decode_sm80.Config(stages=2, grid=5)) | {
+        "partials": (Decode(**LONG, **TWO), decode_sm80.Config(stages=2, grid=20)),
+        "quantized": (Quantized("stacked"), decode_sm80.Config(stages=2, grid=5)),
+    }),
+    Row("decode_mla.sm90", over_caches, {
+        "plain": (HardLatent(q_heads=40), mla_sm90.Config(stages=6, grid=3)),
+        "in_parts": (HardLatent(q_heads=40), mla_sm90.Config(stages=6, grid=9)),
+        "few_rows": (HardLatent(), mla_sm90.Config(stages=2, grid=3)),
+        "few_rows_in_parts": (HardLatent(), mla_sm90.Config(stages=2, grid=9)),
+    }, caches(Latent(q_heads=40), mla_sm90.Config(stages=6, grid=5))
+        | named("few_rows", caches(Latent(), mla_sm90.Config(stages=2, grid=5))) | {
+        "partials": (Latent(**LONG, q_heads=40), mla_sm90.Config(stages=6, grid=20)),
+        "partials_of_few_rows": (Latent(**LONG), mla_sm90.Config(stages=2, grid=20)),
+    }),
+    Row("decode_mla.sm80", over_caches, {
+        "plain": (HardLatent(q_heads=8), mla_sm80.Config(stages=2, grid=3)),
+        "in_parts": (HardLatent(q_len=2), mla_sm80.Config(tile=32, stages=2, grid=9)),
+    }, caches(Latent(), mla_sm80.Config(stages=2, grid=5))
+        | {"partials": (Latent(**LONG), mla_sm80.Config(stages=2, grid=20))}),
+    Row("prefill.sm90", over_caches,
+        {"plain": (HARD_ROWS, IN_TURN), "in_parts": (HARD_ROWS, SPLIT)},
+        caches(Decode(**MANY_ROWS), IN_TURN)
+        | named("splits", caches(IN_A_WINDOW, dataclasses.replace(SPLIT, splits=2)))
+        | {"partials": (Decode(**LONG, **MANY_ROWS), dataclasses.replace(SPLIT, grid=9, splits=10))
+    }),
+    listed("sm90"),
+    listed("sm80"),
+    listed("latent_sm90", **LATENT),
+    listed("latent_sm80", **LATENT),
+)  # fmt: skip
+# Kernels of rows of 8 bits or bytes, or that copy rows for another: the tests that have their
+# lengths and numbers.
+ELSEWHERE = {
+    "flash_fwd.sm80_float8": "kernels/flash_fwd/test_float8.py::test_portable_interpreted",
+    "prefill.widened_sm90": "kernels/prefill/test_prefill_widened.py::test_interpreted",
+    "prefill.narrow_sm90": "kernels/prefill/test_prefill_narrow.py::test_interpreted",
+    "prefill.float8_sm90": "kernels/prefill/test_prefill_float8.py::test_interpreted",
+    "prefill.gathered_sm80": "kernels/prefill/test_prefill_gathered.py::test_interpreted",
+    "prefill.gathered_sm90":
+        "kernels/prefill/test_prefill_gathered.py::test_wide_heads_interpreted",
+    "prefill.gathered_packed_sm90":
+        "kernels/prefill/test_prefill_gathered.py::test_packed_wide_heads_interpreted",
+    "decode_listed.gradients_sm90":
+        "kernels/decode_listed/test_listed_gradients.py::test_interpreted",
+    "quantize.blocks": "kernels/quantize/test_quantize_blocks.py::test_interpreted",
+    "append.copy": "kernels/append/test_append_kernel.py::test_interpreted",
+    "append.keep": "caches/test_keep.py::test_every_byte",
+}  # fmt: skip
