@@ -291,12 +291,15 @@ def by_64_keys(problem: AttentionProblem, config: Config) -> bool:
 def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     """The plan of the kernel that makes dk and dv."""
     keys, block_q, wide = sm90_fused.KEYS, config.block_q, by_64_keys(problem, config)
+    rows_apart = None
     own_order = own_kernel(config)
     if own_order is not None:
         name, kernel = own_order
         if not kernel.takes(problem):
             raise ValueError(f"Config.{name} must be False for {problem}")
         keys, block_q = sm90_heads.KEYS if config.heads else ROWS, ROWS
+        if config.short:
+            problem, rows_apart = sm90_short.joined(problem)
     elif wide:
         keys = sm90_dkdv.KEYS
     tiling = KeyTiling(problem, keys, block_q)
@@ -317,6 +320,8 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     config = dataclasses.replace(config, block_q=block_q)
     halves = block_q == ROWS and is_fused(problem, config)
     plan = KeyPlan(problem, config, order, RowFormats.of(problem, block_q, halves))
+    if config.short:
+        return dataclasses.replace(plan, rows_apart=rows_apart)
     if config.heads:
         return dataclasses.replace(plan, bias_tiles=sm90_heads.bias_tiles(problem))
     if problem.learned and not (own_order or wide):
@@ -392,7 +397,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     plan = plan_of(problem, config)
     inputs = residuals.inputs
     if config.short or config.heads:
-        return _by_one_launch(residuals, plan)
+        return _by_one_launch(residuals, problem, plan)
     dq_plan = _dq_plan(problem, config)
     # Whole tiles, of either size, and what is read of row statistics beyond the last.
     rows = tma_operands.round_up(problem.q_len + max(0, 32 - config.block_q), 2 * ROWS)
@@ -444,9 +449,11 @@ def _statistics(
     return statistics.with_zeros(problem, rows, residuals, sums)
 
 
-def _by_one_launch(residuals: Residuals, plan: KeyPlan) -> AttentionInputs:
+def _by_one_launch(
+    residuals: Residuals, problem: AttentionProblem, plan: KeyPlan
+) -> AttentionInputs:
     """The gradients, with dq, dk and dv by one kernel; `sm90_short` computes row statistics too."""
-    inputs, problem = residuals.inputs, plan.problem
+    inputs = residuals.inputs
     if plan.config.short and inputs.sinks is None:
         return AttentionInputs(*sm90_short.dq_dk_dv(plan, residuals))
     rows, refs = tma_operands.round_up(problem.q_len, 2 * ROWS), None
