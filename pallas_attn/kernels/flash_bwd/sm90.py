@@ -141,11 +141,16 @@ class Config:
         if max(problem.head_dim, problem.v_head_dim) <= 64:
             config = cls(128, dq_stages=4, dq_warpgroups=3)
         # A float32 dq is set to 0 before and rounded after, which costs more than it saves where
-        # keys meet few query rows, unless a kernel of its own rounds it and blocks take parts; or
-        # blocks add to more of it at a time than L2 holds; or most blocks would have no work tile.
+        # keys meet few query rows, unless blocks take parts or one work tile at most; or blocks add
+        # to more of it at a time than L2 holds; or most blocks would have no work tile.
         order = plan_of(problem, _in_order(problem, config)).order
         has_parts = step_parts.default(order, adds_dq=True) > 1
         few_rows = order.tiling.mean_q_rows <= 512 and not (has_parts and config.block_q > ROWS)
+        if few_rows and order.work_tiles <= order.blocks:
+            alone = dataclasses.replace(config, fused=False)
+            apart = plan_of(problem, _in_order(problem, alone)).order
+            sizes = ROWS * config.dq_warpgroups, config.dq_block_kv
+            few_rows = not step_parts.dq_is_faster_beside(order, apart, *sizes)
         idle = 2 * order.work_tiles <= config.grid and not has_parts
         scattered = order.exceeds_l2 and (idle or not order.tiling.follows_mask)
         fused = not (few_rows or scattered)
