@@ -117,7 +117,7 @@ class Config:
         if problem.quantized and keys >= 2 * MULTIPROCESSORS * 8 * 128:
             # Keys of 8 bits keep a warp busy for longer than their bytes take to come: of two
             # blocks on a multiprocessor one computes while the other waits.
-            for tile in (128, 64, 32)[: 3 if is_wide(problem) else 2]:
+            for tile in (128, 64, 32) if is_wide(problem) else (256, 128, 64):
                 config = cls(tile, stages=2, grid=_even_pairs(heads), load_first=True)
                 if bytes_of_launch(problem, config) <= SMEM_OF_TWO:
                     return limits.deepest(bytes_of_launch, problem, config, SMEM_OF_TWO)

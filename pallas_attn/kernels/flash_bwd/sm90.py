@@ -57,7 +57,7 @@ from pallas_attn.kernels.flash_bwd.operands import (
 )
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats, is_wide
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
-from pallas_attn.kernels.flash_fwd import block_tables, shared_memory
+from pallas_attn.kernels.flash_fwd import block_tables, shared_memory, tile_scheduler
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang.config import check
@@ -129,8 +129,11 @@ class Config:
             held = holds_columns(problem)
             full = held and problem.mask.is_full  # positions take registers, too
             wide = cls(fused=False, k_in_registers=held, q_in_registers=full)
-            return _in_parts_and_order(problem, _two_kernels(problem, wide))
-        if has_small_blocks(problem):
+            wide = _two_kernels(problem, wide)
+            if problem.dtype != "float32":
+                wide = _with_dq_warpgroups(problem, wide)
+            return _in_parts_and_order(problem, wide)
+        if has_block_table(problem):
             heads = block_tables.heads_of_tile(problem, 2)
             tables = cls(fused=False, block_table=True, dq_warpgroups=heads)
             return _in_parts(problem, _two_kernels(problem, tables))
@@ -140,6 +143,7 @@ class Config:
             return _with_slots(problem, _in_parts(problem, cls(128, one_key_tile=True)))
         if max(problem.head_dim, problem.v_head_dim) <= 64:
             config = cls(128, dq_stages=4, dq_warpgroups=3)
+        config = _with_dq_warpgroups(problem, config)
         # A float32 dq is set to 0 before and rounded after, which costs more than it saves where
         # keys meet few query rows, unless blocks take parts or one work tile at most; or blocks add
         # to more of it at a time than L2 holds; or most blocks would have no work tile.
@@ -150,7 +154,7 @@ class Config:
             alone = dataclasses.replace(config, fused=False)
             apart = plan_of(problem, _in_order(problem, alone)).order
             sizes = ROWS * config.dq_warpgroups, config.dq_block_kv
-            few_rows = not step_parts.dq_is_faster_beside(order, apart, *sizes)
+            few_rows = not step_parts.dq_is_faster_beside(order, apart, *sizes, config.dq_lag)
         idle = 2 * order.work_tiles <= config.grid and not has_parts
         scattered = order.exceeds_l2 and (idle or not order.tiling.follows_mask)
         fused = not (few_rows or scattered)
@@ -160,6 +164,16 @@ class Config:
         if fused and dq_sum.has_rest(plan_of(problem, config)):
             config = dataclasses.replace(config, stages=3, dq_lag=1)
         return _with_slots(problem, _in_parts_and_order(problem, config))
+
+
+def _with_dq_warpgroups(problem: AttentionProblem, config: Config) -> Config:
+    """`config`, with fewer query rows in a work tile of dQ where blocks would have none."""
+    time_of_rows = {3: 1.0, 2: 1.3, 1: 2.0}
+    consumers = min(
+        range(config.dq_warpgroups, 0, -1),
+        key=lambda n: n * time_of_rows[n] * tile_scheduler.rounds(problem, n * ROWS),
+    )
+    return dataclasses.replace(config, dq_warpgroups=consumers)
 
 
 def _in_parts(problem: AttentionProblem, config: Config) -> Config:
@@ -232,11 +246,15 @@ _FLOAT32_DQ_TILES: list[dict[str, Any]] = [
 ]
 
 
-def has_small_blocks(problem: AttentionProblem) -> bool:
-    """Whether a mask function reads a table of blocks that are smaller than 128."""
+def has_block_table(problem: AttentionProblem) -> bool:
+    """Whether a mask function reads a table of blocks, and these are smaller than 128, or L2 cannot
+    hold the dq of a kv head's queries, to which blocks of keys would add in any order.
+    """
     if problem.mask_program is None or not tile_lists.reads_pairs(problem.mask_program):
         return False
-    return not problem.learned and block_tables.tile_sizes(problem) != block_tables.TILES[0]
+    small = block_tables.tile_sizes(problem) != block_tables.TILES[0]
+    far = WorkOrder(KeyTiling(problem, sm90_fused.KEYS, ROWS)).head_exceeds_l2
+    return not problem.learned and (small or far)
 
 
 def holds_columns(problem: AttentionProblem) -> bool:

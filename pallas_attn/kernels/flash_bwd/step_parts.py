@@ -67,18 +67,23 @@ def _microseconds(order: WorkOrder, adds_dq: bool, parts: int) -> float:
     """What the busiest block takes, and the sum of the parts."""
     tiling, problem = order.tiling, order.problem
     dims = problem.head_dim, problem.v_head_dim
-    columns = (3 if adds_dq else 2) * dims[0] + 2 * dims[1]
-    step = 2 * tiling.block_q * tiling.block_kv * columns / FLOP_A_MICROSECOND
+    step = _step_microseconds(order, adds_dq)
     nbytes = 2 * 4 * parts * order.kv_heads * tiling.padded_keys * sum(dims)
     rate = IN_L2[1] if nbytes <= IN_L2[0] else BYTES_A_MICROSECOND
     also = LAUNCH_MICROSECONDS + nbytes / rate if parts > 1 else 0.0
     return work_order.busiest(dataclasses.replace(order, parts=parts)) * step + also
 
 
-def dq_is_faster_beside(fused: WorkOrder, apart: WorkOrder, rows: int, keys: int) -> bool:
+def _step_microseconds(order: WorkOrder, adds_dq: bool) -> float:
+    tiling, problem = order.tiling, order.problem
+    columns = (3 if adds_dq else 2) * problem.head_dim + 2 * problem.v_head_dim
+    return 2 * tiling.block_q * tiling.block_kv * columns / FLOP_A_MICROSECOND
+
+
+def dq_is_faster_beside(fused: WorkOrder, apart: WorkOrder, rows: int, keys: int, lag: int) -> bool:
     """Whether dQ takes less time beside dK and dV, with the work tiles of `fused`, than in a kernel
     of its own, whose work tiles have `rows` query rows and whose steps have `keys` keys. For work
-    tiles of which no block takes two.
+    tiles of which no block takes two. `lag`: the steps by which dQ is later than dK.
     """
     problem = fused.problem
     together, alone = (
@@ -87,6 +92,7 @@ def dq_is_faster_beside(fused: WorkOrder, apart: WorkOrder, rows: int, keys: int
     )
     nbytes = 2 * 4 * problem.batch * problem.q_heads * problem.q_len * problem.head_dim
     together += 2 * LAUNCH_MICROSECONDS + nbytes / IN_L2[1]  # zeros before, rounding after
+    together += (lag - 1) * _step_microseconds(fused, adds_dq=True)
     heads, each = problem.batch * problem.q_heads, math.ceil(problem.q_len / rows)
     seen = min(fused.tiling.mean_q_rows / problem.q_len, 1.0) * problem.kv_len / keys
     longest = problem.kv_len / keys + work_order.WORK_TILE_OVERHEAD
