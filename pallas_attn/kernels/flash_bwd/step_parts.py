@@ -91,7 +91,7 @@ def dq_is_faster_beside(fused: WorkOrder, apart: WorkOrder, rows: int, keys: int
         for order in (fused, apart)
     )
     nbytes = 2 * 4 * problem.batch * problem.q_heads * problem.q_len * problem.head_dim
-    together += 2 * LAUNCH_MICROSECONDS + nbytes / IN_L2[1]  # zeros before, rounding after
+    together += 2 * LAUNCH_MICROSECONDS + nbytes / BYTES_A_MICROSECOND  # zeros, and rounding
     together += (lag - 1) * _step_microseconds(fused, adds_dq=True)
     heads, each = problem.batch * problem.q_heads, math.ceil(problem.q_len / rows)
     seen = min(fused.tiling.mean_q_rows / problem.q_len, 1.0) * problem.kv_len / keys
