@@ -25,6 +25,7 @@ class KeyPlan:
     bias_tiles: Any = None  # `score_tiles.BiasOfKeys`, where `sm90_fused` reads a bias by tiles
     adds_dq: bool = True  # `sm90_fused` makes dq, too
     key_sums: tuple[Any, ...] = ()  # `aux_sums.KeySum`s that `sm90_fused` makes
+    rows_apart: Any = None  # `batch_rows.RowsApart`, where a tile is several batch rows
 
     @property
     def tiling(self) -> KeyTiling:

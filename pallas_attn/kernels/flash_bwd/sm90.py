@@ -57,7 +57,7 @@ from pallas_attn.kernels.flash_bwd.operands import (
 )
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats, is_wide
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
-from pallas_attn.kernels.flash_fwd import block_tables, shared_memory
+from pallas_attn.kernels.flash_fwd import block_tables, shared_memory, tile_scheduler
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang.config import check
@@ -129,8 +129,11 @@ class Config:
             held = holds_columns(problem)
             full = held and problem.mask.is_full  # positions take registers, too
             wide = cls(fused=False, k_in_registers=held, q_in_registers=full)
-            return _in_parts_and_order(problem, _two_kernels(problem, wide))
-        if has_small_blocks(problem):
+            wide = _two_kernels(problem, wide)
+            if problem.dtype != "float32":
+                wide = _with_dq_warpgroups(problem, wide)
+            return _in_parts_and_order(problem, wide)
+        if has_block_table(problem):
             heads = block_tables.heads_of_tile(problem, 2)
             tables = cls(fused=False, block_table=True, dq_warpgroups=heads)
             return _in_parts(problem, _two_kernels(problem, tables))
@@ -140,12 +143,18 @@ class Config:
             return _with_slots(problem, _in_parts(problem, cls(128, one_key_tile=True)))
         if max(problem.head_dim, problem.v_head_dim) <= 64:
             config = cls(128, dq_stages=4, dq_warpgroups=3)
+        config = _with_dq_warpgroups(problem, config)
         # A float32 dq is set to 0 before and rounded after, which costs more than it saves where
-        # keys meet few query rows, unless a kernel of its own rounds it and blocks take parts; or
-        # blocks add to more of it at a time than L2 holds; or most blocks would have no work tile.
+        # keys meet few query rows, unless blocks take parts or one work tile at most; or blocks add
+        # to more of it at a time than L2 holds; or most blocks would have no work tile.
         order = plan_of(problem, _in_order(problem, config)).order
         has_parts = step_parts.default(order, adds_dq=True) > 1
         few_rows = order.tiling.mean_q_rows <= 512 and not (has_parts and config.block_q > ROWS)
+        if few_rows and order.work_tiles <= order.blocks:
+            alone = dataclasses.replace(config, fused=False)
+            apart = plan_of(problem, _in_order(problem, alone)).order
+            sizes = ROWS * config.dq_warpgroups, config.dq_block_kv
+            few_rows = not step_parts.dq_is_faster_beside(order, apart, *sizes, config.dq_lag)
         idle = 2 * order.work_tiles <= config.grid and not has_parts
         scattered = order.exceeds_l2 and (idle or not order.tiling.follows_mask)
         fused = not (few_rows or scattered)
@@ -155,6 +164,16 @@ class Config:
         if fused and dq_sum.has_rest(plan_of(problem, config)):
             config = dataclasses.replace(config, stages=3, dq_lag=1)
         return _with_slots(problem, _in_parts_and_order(problem, config))
+
+
+def _with_dq_warpgroups(problem: AttentionProblem, config: Config) -> Config:
+    """`config`, with fewer query rows in a work tile of dQ where blocks would have none."""
+    time_of_rows = {3: 1.0, 2: 1.3, 1: 2.0}
+    consumers = min(
+        range(config.dq_warpgroups, 0, -1),
+        key=lambda n: n * time_of_rows[n] * tile_scheduler.rounds(problem, n * ROWS),
+    )
+    return dataclasses.replace(config, dq_warpgroups=consumers)
 
 
 def _in_parts(problem: AttentionProblem, config: Config) -> Config:
@@ -227,11 +246,15 @@ _FLOAT32_DQ_TILES: list[dict[str, Any]] = [
 ]
 
 
-def has_small_blocks(problem: AttentionProblem) -> bool:
-    """Whether a mask function reads a table of blocks that are smaller than 128."""
+def has_block_table(problem: AttentionProblem) -> bool:
+    """Whether a mask function reads a table of blocks, and these are smaller than 128, or L2 cannot
+    hold the dq of a kv head's queries, to which blocks of keys would add in any order.
+    """
     if problem.mask_program is None or not tile_lists.reads_pairs(problem.mask_program):
         return False
-    return not problem.learned and block_tables.tile_sizes(problem) != block_tables.TILES[0]
+    small = block_tables.tile_sizes(problem) != block_tables.TILES[0]
+    far = WorkOrder(KeyTiling(problem, sm90_fused.KEYS, ROWS)).head_exceeds_l2
+    return not problem.learned and (small or far)
 
 
 def holds_columns(problem: AttentionProblem) -> bool:
@@ -291,12 +314,15 @@ def by_64_keys(problem: AttentionProblem, config: Config) -> bool:
 def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     """The plan of the kernel that makes dk and dv."""
     keys, block_q, wide = sm90_fused.KEYS, config.block_q, by_64_keys(problem, config)
+    rows_apart = None
     own_order = own_kernel(config)
     if own_order is not None:
         name, kernel = own_order
         if not kernel.takes(problem):
             raise ValueError(f"Config.{name} must be False for {problem}")
         keys, block_q = sm90_heads.KEYS if config.heads else ROWS, ROWS
+        if config.short:
+            problem, rows_apart = sm90_short.joined(problem)
     elif wide:
         keys = sm90_dkdv.KEYS
     tiling = KeyTiling(problem, keys, block_q)
@@ -317,6 +343,8 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     config = dataclasses.replace(config, block_q=block_q)
     halves = block_q == ROWS and is_fused(problem, config)
     plan = KeyPlan(problem, config, order, RowFormats.of(problem, block_q, halves))
+    if config.short:
+        return dataclasses.replace(plan, rows_apart=rows_apart)
     if config.heads:
         return dataclasses.replace(plan, bias_tiles=sm90_heads.bias_tiles(problem))
     if problem.learned and not (own_order or wide):
@@ -392,7 +420,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     plan = plan_of(problem, config)
     inputs = residuals.inputs
     if config.short or config.heads:
-        return _by_one_launch(residuals, plan)
+        return _by_one_launch(residuals, problem, plan)
     dq_plan = _dq_plan(problem, config)
     # Whole tiles, of either size, and what is read of row statistics beyond the last.
     rows = tma_operands.round_up(problem.q_len + max(0, 32 - config.block_q), 2 * ROWS)
@@ -444,9 +472,11 @@ def _statistics(
     return statistics.with_zeros(problem, rows, residuals, sums)
 
 
-def _by_one_launch(residuals: Residuals, plan: KeyPlan) -> AttentionInputs:
+def _by_one_launch(
+    residuals: Residuals, problem: AttentionProblem, plan: KeyPlan
+) -> AttentionInputs:
     """The gradients, with dq, dk and dv by one kernel; `sm90_short` computes row statistics too."""
-    inputs, problem = residuals.inputs, plan.problem
+    inputs = residuals.inputs
     if plan.config.short and inputs.sinks is None:
         return AttentionInputs(*sm90_short.dq_dk_dv(plan, residuals))
     rows, refs = tma_operands.round_up(problem.q_len, 2 * ROWS), None

@@ -11,6 +11,7 @@ from pallas_attn._call.problem import FLOAT8, AttentionProblem
 from pallas_attn._call.special import Special
 from pallas_attn.kernels.attention.tiles import ROWS, QueryTiling, heads_in
 from pallas_attn.kernels.attention.tma_operands import round_up
+from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.flash_fwd.shared_memory import SMEM_LIMIT
 from pallas_attn.kernels.flash_fwd.tile_scheduler import BLOCKS, L2_BYTES, STEP_OVERHEAD
 
@@ -125,7 +126,7 @@ def _of_few_rows(problem: AttentionProblem, dim: int, made: Callable[..., Config
 
     def time_of(consumers: int) -> float:
         tiles = cdiv(problem.q_len, ROWS * consumers)
-        rounds: float = cdiv(problem.batch * problem.q_heads * tiles, BLOCKS)
+        rounds = tile_scheduler.rounds(problem, ROWS * consumers)
         if dim <= 64 and problem.q_len > 256:  # idle consumers give the others their time
             rounds *= (tiles - 1 + _last_cost(problem, consumers)) / tiles
         return costs[consumers] * consumers * rounds

@@ -152,7 +152,7 @@ DEFAULTS = {
     "blocks are busy": (problem(8192, (32, 8), batch=2), False),
     "many heads": (problem(1024, (16, 16), batch=16), False),
     "in turns": (problem(16384, (64, 8), deterministic=True), False),
-    "few steps": (problem(190, (4, 4), 128), False),
+    "few steps": (problem(60, (4, 4), 128), False),
 }
 
 
