@@ -14,6 +14,7 @@ from pallas_attn.kernels.decode_mla import sm80 as mla_sm80
 from pallas_attn.kernels.decode_mla import sm90 as mla_sm90
 from pallas_attn.kernels.flash_bwd import sm80 as bwd_sm80
 from pallas_attn.kernels.flash_bwd import sm90 as bwd_sm90
+from pallas_attn.kernels.flash_bwd import sm90_two_kernels
 from pallas_attn.kernels.flash_fwd import sm80 as fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as fwd_sm90
 from pallas_attn.kernels.prefill import sm90 as prefill_sm90
@@ -177,7 +178,7 @@ FORWARD = {
 }
 BACKWARD = {
     "sm90": bwd_sm90.Config(grid=3),
-    "sm90_two_kernels": bwd_sm90.Config(grid=3, fused=False),
+    "sm90_two_kernels": sm90_two_kernels.Config(grid=3),
     "sm80": bwd_sm80.Config(warp_rows=2),
 }
 

@@ -17,6 +17,7 @@ from pallas_attn.kernels.decode_mla import sm80 as mla_sm80
 from pallas_attn.kernels.decode_mla import sm90 as mla_sm90
 from pallas_attn.kernels.flash_bwd import sm80 as bwd_sm80
 from pallas_attn.kernels.flash_bwd import sm90 as bwd_sm90
+from pallas_attn.kernels.flash_bwd import sm90_two_kernels
 from pallas_attn.kernels.flash_fwd import sm80 as fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as fwd_sm90
 from pallas_attn.kernels.prefill import sm90 as prefill_sm90
@@ -113,7 +114,7 @@ def test_forward_with_sinks_without_end(name):
 SMALL = bwd_sm90.Config(grid=3)
 SHORT = sized(49, 70, 32, batch=1, q_heads=2, kv_heads=2)
 BACKWARD_OF_SINKS = {
-    "two_kernels": (SHORT, dataclasses.replace(SMALL, fused=False)),
+    "two_kernels": (SHORT, sm90_two_kernels.Config(grid=3)),
     "short": (SHORT, None),
     "heads": (sized(70, 100, 64, batch=1, q_heads=2, kv_heads=2), test_heads.EACH),
     "one_key_tile": test_one_key_tile.CASES["group"],
@@ -136,7 +137,7 @@ def test_backward_with_sinks_without_end(name):
 
 BACKWARD = {
     "sm90": {"config": SMALL},
-    "sm90_two_kernels": {"config": dataclasses.replace(SMALL, fused=False)},
+    "sm90_two_kernels": {"config": sm90_two_kernels.Config(grid=3)},
     "sm80": {"config": bwd_sm80.Config(warp_rows=2)},
     "sm80_apart": {"config": bwd_sm80.Config(fused=False, block_q=32, dq_block_kv=32)},
 }

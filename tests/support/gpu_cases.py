@@ -232,7 +232,6 @@ QUICK: dict[str, tuple[str, ...]] = {
         f"{_GROUP_WINDOW[1]}[window128]",
         f"{_GROUP_WINDOW[1]}[window8]",
     ),
-    "kernels/flash_bwd/group_window_statistics.py": (f"{_GROUP_WINDOW[1]}[window65]",),
     "kernels/prefill/gathered_sm90.py": (f"{_PREFILL}_gathered.py::test_wide_heads_on_the_gpu",),
     "kernels/prefill/gathered_packed_sm90.py": (
         f"{_PREFILL}_gathered.py::test_packed_wide_heads_on_the_gpu[paged]",
