@@ -104,8 +104,6 @@ QUICK: dict[str, tuple[str, ...]] = {
         f"{_PARTS}test_on_the_gpu[lockstep_claims]",
         f"{_PARTS}test_on_the_gpu[narrow_panel]",
         f"{_PARTS}test_on_the_gpu[float32]",
-    ),
-    "kernels/flash_bwd/dq_rounding.py": (
         f"{_SIZES}test_any_size_on_the_gpu[rows]",
         f"{_SIZES}test_any_size_on_the_gpu[rows_of_two_swizzles]",
     ),
