@@ -121,7 +121,7 @@ BACKWARD_OF_SINKS = {
     "window": (test_flash_bwd.windowed(1, 135, batch=1, q_heads=2, kv_heads=2), None),
     "group_window": test_bwd_group_window.CASES["window128"],
     "wide": (WIDE, test_bwd_wide.SMALL),
-    "sm80_apart": (SHORT, bwd_sm80.Config(fused=False, block_q=32, dq_block_kv=32)),
+    "sm80_apart": (SHORT, bwd_sm80.Config(block_q=32, dq_block_kv=32)),
 }
 
 
@@ -139,7 +139,7 @@ BACKWARD = {
     "sm90": {"config": SMALL},
     "sm90_two_kernels": {"config": sm90_two_kernels.Config(grid=3)},
     "sm80": {"config": bwd_sm80.Config(warp_rows=2)},
-    "sm80_apart": {"config": bwd_sm80.Config(fused=False, block_q=32, dq_block_kv=32)},
+    "sm80_apart": {"config": bwd_sm80.Config(block_q=32, dq_block_kv=32)},
 }
 
 
