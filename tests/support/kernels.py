@@ -23,6 +23,7 @@ from pallas_attn.kernels.decode_mla import sm80 as mla_sm80
 from pallas_attn.kernels.decode_mla import sm90 as mla_sm90
 from pallas_attn.kernels.flash_bwd import sm80 as bwd_sm80
 from pallas_attn.kernels.flash_bwd import sm90 as bwd_sm90
+from pallas_attn.kernels.flash_bwd import sm90_two_kernels as bwd_two_kernels
 from pallas_attn.kernels.flash_bwd import sm90_wide as bwd_wide
 from pallas_attn.kernels.flash_fwd import sm80 as fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as fwd_sm90
@@ -164,8 +165,8 @@ PAIR = {"q_heads": 2, "kv_heads": 2}
 LENGTHS_OF_Q = {"q_lengths": (70, 65, 64, 63, 1)}
 FEW_ROWS = dataclasses.replace(CUT, q_len=7, q_lengths=(7, 1, 0, 7), q_offset=193)
 FUSED, PORTABLE = bwd_sm90.Config(grid=3), bwd_sm80.Config(warp_rows=2)
-TWO_KERNELS = dataclasses.replace(FUSED, fused=False)
-APART = bwd_sm80.Config(fused=False, block_q=32, dq_block_kv=32)
+TWO_KERNELS = bwd_two_kernels.Config(grid=3)
+APART = bwd_sm80.Config(block_q=32, dq_block_kv=32)
 FORWARD = fwd_sm90.Config(warpgroups=2, block_kv=64, stages=2, grid=3)
 SPLIT = prefill_sm90.Config(2, block_kv=64, grid=3, splits=3)
 
@@ -360,13 +361,19 @@ KERNELS = (
         {"cut_tiles": (FEW_ROWS, contiguous_sm90.Config(SPLIT))}),
     Row("flash_bwd.sm90", backward, {
         "plain": (hard(**LENGTHS_OF_Q), FUSED),
-        "two_kernels": (hard(**LENGTHS_OF_Q), TWO_KERNELS),
-        "sinks_two_kernels": (endless(SHORT), TWO_KERNELS),
-        "sinks_short": (endless(SHORT), None),
-        "sinks_heads": (endless(sized(70, 100, 64, batch=1, **PAIR)), test_heads.EACH),
         "sinks_one_key_tile": with_sinks(test_one_key_tile.CASES["group"]),
-        "sinks_window": (endless(test_flash_bwd.windowed(1, 135, batch=1, **PAIR)), None),
-    }, at(FUSED) | named("two_kernels", at(TWO_KERNELS))),
+    }, at(FUSED)),
+    Row("flash_bwd.sm90_two_kernels", backward, {
+        "plain": (hard(**LENGTHS_OF_Q), TWO_KERNELS),
+        "sinks": (endless(SHORT), TWO_KERNELS),
+    }, at(TWO_KERNELS)),
+    Row("flash_bwd.sm90_short", backward, {"sinks": (endless(SHORT), None)}, {}),
+    Row("flash_bwd.sm90_heads", backward, {
+        "sinks": (endless(sized(70, 100, 64, batch=1, **PAIR)), test_heads.EACH),
+    }, {}),
+    Row("flash_bwd.sm90_window", backward, {
+        "sinks": (endless(test_flash_bwd.windowed(1, 135, batch=1, **PAIR)), None),
+    }, {}),
     Row("flash_bwd.sm80", backward, {
         "plain": (hard(**LENGTHS_OF_Q), PORTABLE),
         "apart": (hard(**LENGTHS_OF_Q), APART),
