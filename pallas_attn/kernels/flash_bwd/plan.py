@@ -49,6 +49,15 @@ class KeyPlan:
         return self.dq is not None and self.dq.by_columns and self.logit_rules.unit is not None
 
     @functools.cached_property
+    def negated_unit(self) -> float | None:
+        """The unit in which row statistics are made as accumulators begin with them: where S and dP
+        do (`presets`) and nothing else reads them.
+        """
+        problem = self.problem
+        others = problem.bias_shape or problem.learned or "sinks" in problem.arrays
+        return self.logit_rules.unit if self.presets and not others else None
+
+    @functools.cached_property
     def exact(self) -> bool:
         """Whether all products are to have float32's accuracy."""
         is_float32 = self.problem.dtype == "float32"

@@ -264,7 +264,7 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
     residuals, plan = Residuals(*residuals), plan_of(problem, config)
-    stats = statistics.of_rows(problem, residuals)
+    stats = statistics.of_rows(problem, residuals, plan.negated_unit)
     refs = operands.for_tma(plan, residuals, stats)
     if plan.key_sums:
         refs = refs._replace(aux_sums=jax.new_ref(aux_sums.zero_array(plan)))

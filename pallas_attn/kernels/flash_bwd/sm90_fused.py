@@ -702,7 +702,7 @@ def gradients(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
     if plan.order.turns:
         refs = refs._replace(turns=turns.counters(plan))
     own = refs
-    if plan.presets and plan.logit_rules.unit is not None:
+    if plan.presets and plan.logit_rules.unit is not None and plan.negated_unit is None:
         own = refs._replace(lse=refs.lse * (-1 / plan.logit_rules.unit), delta=-refs.delta)
     body, size = functools.partial(_kernel, plan=plan), (plan.order.grid, WARPGROUPS + 1)
     kernel = launch.persistent_kernel(body, "flash_bwd_sm90", tuple(outs), scratch(plan), size)

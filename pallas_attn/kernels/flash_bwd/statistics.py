@@ -43,16 +43,21 @@ class QueryTileAt(NamedTuple):
     slot: Index  # the row of `to_lse` and `to_delta`
 
 
-def of_rows(problem: AttentionProblem, residuals: Residuals) -> RowStatistics:
+def of_rows(
+    problem: AttentionProblem, residuals: Residuals, negated_unit: float | None = None
+) -> RowStatistics:
     """The statistics of 16-bit rows, for whole tiles of 64 or 128: `operands.row_statistics`, which
     computes them where rows of out and dO are no words of 16 bytes, or end before T.
+    `negated_unit`: -lse / negated_unit and -delta in place of lse and delta.
     """
     rows = pl.cdiv(problem.q_len, 2 * ROWS) * 2 * ROWS
+    factors = (1.0, 1.0) if negated_unit is None else (-1.0 / negated_unit, -1.0)
     if problem.v_head_dim % NUMBERS or "q_lengths" in problem.arrays:
-        return operands.row_statistics(False, rows, residuals)
+        lse, delta = operands.row_statistics(False, rows, residuals)
+        return RowStatistics(lse * factors[0], delta * factors[1])
     heads = problem.batch, problem.q_heads
     grid = {"tile": rows // ROWS, "row": heads[0] * heads[1]}
-    return _launched(problem, residuals, (*heads, rows), grid)
+    return _launched(problem, residuals, (*heads, rows), grid, factors=factors)
 
 
 def of_tiles(problem: AttentionProblem, heads: int, residuals: Residuals) -> RowStatistics:
@@ -70,11 +75,12 @@ def _launched(
     shape: tuple[int, ...],
     grid: dict[str, int],
     heads: int = 1,
+    factors: tuple[float, float] = (1.0, 1.0),
 ) -> RowStatistics:
     _, out, lse, d_out, d_lse = residuals
     number, tile = jax.ShapeDtypeStruct(shape, jnp.float32), plgpu.SMEM((1, ROWS), jnp.float32)
     kernel = plgpu.kernel(
-        functools.partial(_kernel, problem=problem, heads=heads),
+        functools.partial(_kernel, problem=problem, heads=heads, factors=factors),
         out_type=(number, number),
         scratch_types=(tile, tile),
         **mosaic.grid_of(**grid),
@@ -89,6 +95,7 @@ def _kernel(
     *rest: GmemRef,
     problem: AttentionProblem,
     heads: int,
+    factors: tuple[float, float],
 ) -> None:
     lse_ref, delta_ref, lse, delta = rest
     if heads == 1:
@@ -99,7 +106,7 @@ def _kernel(
         count = jnp.int32(problem.q_heads // heads)
         t, head = lax.div(number, count), lax.rem(number, count)
     at = QueryTileAt(batch, head, t, 0 * t)
-    write(problem, StatisticsRefs(*inputs, lse, delta), at, heads)
+    write(problem, StatisticsRefs(*inputs, lse, delta), at, heads, factors)
     plgpu.commit_smem()
     for tile, to in ((lse, lse_ref), (delta, delta_ref)):
         own = pl.ds(t * ROWS, ROWS) if heads == 1 else t
@@ -107,16 +114,22 @@ def _kernel(
     plgpu.wait_smem_to_gmem(0)
 
 
-def write(problem: AttentionProblem, refs: StatisticsRefs, at: QueryTileAt, heads: int = 1) -> None:
-    """lse in log2 units and delta = rowsum(dO * O) - dLSE of query tile `at.t` in shared memory;
-    inf and 0 in rows that see no key and past T, so that their P and dS are 0. A tile may be rows
-    of several heads, which lie next to each other for each query.
+def write(
+    problem: AttentionProblem,
+    refs: StatisticsRefs,
+    at: QueryTileAt,
+    heads: int = 1,
+    factors: tuple[float, float] = (1.0, 1.0),
+) -> None:
+    """lse in log2 units and delta = rowsum(dO * O) - dLSE of query tile `at.t`, times `factors`, in
+    shared memory; inf and 0 in rows that see no key and past T, so that their P and dS are 0. A
+    tile may be rows of several heads, which lie next to each other for each query.
     """
-    threads.run(_write, (problem, heads), refs, at)
+    threads.run(_write, (problem, heads, factors), refs, at)
 
 
 def _write(ctx: ThreadContext) -> None:
-    thread, refs, at, (problem, several) = ctx
+    thread, refs, at, (problem, several, (of_lse, of_delta)) = ctx
     chunks, heads, length = problem.v_head_dim // NUMBERS, problem.q_heads, problem.q_len
     lane, down = thread.index % LANES, thread.index // LANES
     rows = [down + n for n in range(0, ROWS, mosaic.THREADS // LANES)]
@@ -149,8 +162,9 @@ def _write(ctx: ThreadContext) -> None:
             for x, y in zip(out, do, strict=True):
                 total = total + x * y
         delta = thread.sum_of_lanes(total, LANES) - thread.as_float(d_lse[n])
-        value = thread.as_float(lse[n])
-        scaled, never = value * softmax.to_log2(1.0), thread.number(np.inf)
+        delta = delta if of_delta == 1.0 else delta * of_delta
+        value, never = thread.as_float(lse[n]), thread.number(np.inf * np.sign(of_lse))
+        scaled = value * (softmax.to_log2(1.0) * of_lse)
         scaled = thread.choose(thread.nothing_yet(value), never, scaled)
         scaled = thread.choose(live[n], scaled, never)
         nothing = thread.number(0.0)
