@@ -164,6 +164,29 @@ def tokamax(call: Call) -> list[Subject]:
     return [Subject(f"tokamax_{name}", call.launch(function))]
 
 
+def fa4_jax(call: Call) -> list[Subject]:
+    """FlashAttention-4's kernels in JAX, and a kernel for tangents that is its own."""
+    if importlib.util.find_spec("fa4_jax") is None:
+        raise Unavailable("fa4_jax is not installed")
+    call.require("window")
+    case = call.case
+    if case.dtype == "float32":
+        raise Unavailable("no float32")
+    if case.q_len != case.kv_len and not case.mask.is_full:
+        raise Unavailable("its masks count from the last key")
+    from fa4_jax import flash_attn
+
+    static: dict[str, Any] = {"scale": case.scale, "causal": case.mask == CAUSAL}
+    if not (case.mask.is_full or case.mask == CAUSAL):
+        static["window_size"] = case.mask.left, case.mask.right
+
+    def function(q: Array, k: Array, v: Array, rest: Any) -> Array:
+        del rest
+        return flash_attn(q, k, v, **static)
+
+    return [Subject("fa4_jax", call.launch(function))]
+
+
 def built_in(call: Call) -> list[Subject]:
     """Ours with the options that say the same as the function."""
     options = dict(call.case.positions().built_in or {})
@@ -405,6 +428,7 @@ _ATTENTION: dict[str, Peer] = {
     "cudnn": cudnn,
     "attention_mgpu": attention_mgpu,
     "tokamax": tokamax,
+    "fa4_jax": fa4_jax,
     **torch_peers.SDPA,
     "xla": xla,
     "in_model": in_model,
@@ -417,7 +441,7 @@ PEERS: dict[str, dict[str, Peer]] = {
     "few_tiles": _ATTENTION,
     "float8": {"bfloat16": float8.bfloat16, "cudnn_float8": float8.cudnn},
     "quantize": {"xla": float8.by_xla},
-    "jvp": {"cudnn": cudnn, "xla": xla},
+    "jvp": {"cudnn": cudnn, "fa4_jax": fa4_jax, "xla": xla},
     "decode": {
         **{name: functools.partial(_dense_decode, name) for name in ("cudnn", "xla")},
         "wide_cache": wide_cache,

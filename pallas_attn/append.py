@@ -12,7 +12,7 @@ from pallas_attn import trees
 from pallas_attn._cache import blocks, facts
 from pallas_attn._cache.facts import CacheFacts, facts_of, of_live
 from pallas_attn._cache.write import rows_into
-from pallas_attn._call import checks
+from pallas_attn._call import checks, sharding
 from pallas_attn._call.bind_cache import change_of
 from pallas_attn._call.checks import Argument
 from pallas_attn._call.problem import QUANTIZED, AppendInputs, Change, owner_of_rows
@@ -180,7 +180,8 @@ def _placed(
         owners = owner_of_rows(starts, rows.k.shape[0])
     owned = (owners >= 0) & (owners < sequences)
     owners = jnp.clip(owners, 0, sequences - 1)
-    new, end = cache.new_lengths[owners], cache.lengths[owners]
+    lengths, new_lengths = sharding.whole((cache.lengths, cache.new_lengths))
+    new, end = new_lengths[owners], lengths[owners]
     within = jnp.arange(owners.size, dtype=jnp.int32) - starts[owners]
     begins = jnp.where((end >= 0) & (new >= 0), end - new, -1)
     exists = owned & (within < new) & (begins >= 0)

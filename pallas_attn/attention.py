@@ -14,8 +14,9 @@ from jax.typing import DTypeLike
 from pallas_attn._autodiff import linear
 from pallas_attn._autodiff.derivative import Attention, KernelCall
 from pallas_attn._call import batching, bind, checks, dispatch, sharding
+from pallas_attn._call.axes import of_attention
 from pallas_attn._call.bind import AttentionOptions
-from pallas_attn._call.problem import AttentionInputs, AttentionProblem, live
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem, live, of_nothing
 from pallas_attn._context_parallel import attention, heads
 from pallas_attn._context_parallel.layout import Split
 from pallas_attn.context import Context, checked, devices_of, shards_of
@@ -264,7 +265,7 @@ def _attend(
     if implementation is not None:
         dispatch.check_name(implementation)
     if 0 in (problem.batch, problem.q_len, problem.kv_len):
-        return _nothing_seen(problem, inputs.q)
+        return batching.by_xla(_nothing_seen, inputs, problem)
     if problem.out_dtype is not None and context is not None:
         from pallas_attn._call.float8 import refuse_devices
 
@@ -319,6 +320,20 @@ def _attend_over_devices(
     context: Context,
 ) -> tuple[Array, Array]:
     """`_attend` for this device's rows of a sequence that several devices have."""
+    leaves, tree = jax.tree.flatten(inputs)
+    if sharding.explicit_mesh(leaves) is not None:  # batch or heads, by axes beside the context's
+        axes = of_attention(problem, tree, tuple([leaf.shape for leaf in leaves]))
+
+        def local(*leaves: Array) -> tuple[Array, Array]:
+            inputs = jax.tree.unflatten(tree, leaves)
+            resized = batching.resized(problem, inputs)
+            return _attend_over_devices(resized, inputs, implementation, context)
+
+        free = tuple([factor for factor in axes.free if factor != "t"])
+        axes = axes._replace(free=free, begins=None)
+        nested = context.method != "heads"  # its derivative keeps everything that it moves
+        out, lse = sharding.by_parts(local, leaves, axes, nested=nested)
+        return out, lse
     split = Split(problem, implementation, context, shards_of(context))
     how = f"split it by in_specs, as P(None, {context.axis!r}), or leave context out"
     for name, x in (("q", inputs.q), ("k", inputs.k), ("v", inputs.v)):
@@ -329,12 +344,10 @@ def _attend_over_devices(
     return heads.by_rows(split, *_attend(problem, inputs, implementation))
 
 
-def _nothing_seen(problem: AttentionProblem, q: Array) -> tuple[Array, Array]:
+def _nothing_seen(inputs: AttentionInputs, problem: AttentionProblem) -> tuple[Array, Array]:
     """The results where an axis is empty, placed over devices as q is."""
-    rows = jnp.zeros_like(q[..., :1], problem.result_dtype)
-    out = jnp.broadcast_to(rows, (*rows.shape[:3], problem.v_head_dim))
-    lse = jnp.swapaxes(rows[..., 0], 1, 2).astype(problem.lse_dtype)
-    return out, jnp.full_like(lse, -jnp.inf)
+    dtypes = problem.result_dtype, problem.lse_dtype
+    return of_nothing(inputs.q, problem.v_head_dim, *dtypes)
 
 
 def dot_product_attention(  # noqa: PLR0913

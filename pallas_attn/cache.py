@@ -274,7 +274,7 @@ class KVCache:
         """
         # Inside shard_map, a loop's carry must keep its type: counts are often the same on every
         # device where lengths are not.
-        taken = sharding.varying_like(self._rows(rows), self.lengths)
+        taken = sharding.typed_like(self._rows(rows), self.lengths)
         return dataclasses.replace(  # type: ignore[type-var]
             self, lengths=self.lengths + taken, new_lengths=taken
         )
@@ -284,6 +284,7 @@ class KVCache:
         static = checks.static_int(rows)
         if static is None:
             rows = checks.one_or_each("rows", rows, self.num_sequences, "one count a sequence")
+            rows = sharding.placed_like(rows, self.lengths)
         else:
             self._fits(static)
         # No more than a length can count: past that it would be negative, and not overflowed.
@@ -352,11 +353,12 @@ class KVCache:
                 raise ValueError(
                     f"sequences: expected bool[{self.num_sequences}], got bool{list(index.shape)}"
                 )
-            return index
+            return sharding.placed_like(index, self.lengths)
         if not jnp.issubdtype(index.dtype, jnp.integer):
             raise ValueError(f"sequences: expected an index, indices or bool[M], got {index.dtype}")
         here = jnp.arange(self.num_sequences, dtype=jnp.int32)
-        return (here[:, None] == saturated(index).reshape(1, -1)).any(axis=1)
+        index = sharding.whole(saturated(index)).reshape(1, -1)
+        return (here[:, None] == index).any(axis=1)
 
 
 # ---- the three layouts ---------------------------------------------------------------------------
@@ -614,6 +616,7 @@ class PagedCache(KVCache):
         ask for the fewest pages come first, so one long prompt cannot starve the others. One that
         asks for more than its capacity is refused, and gets pages up to its capacity.
         """
+        self._check_whole()
         taken = self._rows(rows)  # none where a length cannot count more
         wanted = self.lengths + taken
         table, slots = self.page_table, jnp.arange(self.page_table.shape[1], dtype=jnp.int32)
@@ -657,6 +660,7 @@ class PagedCache(KVCache):
         """Empty some sequences and give back the pages that nobody else holds. `sequences` as in
         `reset`.
         """
+        self._check_whole()
         chosen = self._chosen(sequences)
         held = jnp.where(chosen[:, None] & (self.page_table >= 0), self.page_table, self.pages)
         drops = jnp.zeros(self.pages, jnp.int32).at[held].add(1, mode="drop")
@@ -692,6 +696,7 @@ class PagedCache(KVCache):
         `length`, `overflowed[target]` says so. Where a traced `source` or `target` is no sequence,
         nothing changes.
         """
+        self._check_whole()
         source, target = (
             self._index(name, x) for name, x in (("source", source), ("target", target))
         )
@@ -746,6 +751,7 @@ class PagedCache(KVCache):
           levels: how many times sequences with a common prefix may diverge.
           starts: the starts of the call, int32[M + 1], where its rows are packed.
         """
+        self._check_whole()
         return prefixes.find(self, tokens, levels, starts)
 
     def pages_for(self, rows: int) -> int:
@@ -754,6 +760,16 @@ class PagedCache(KVCache):
         if count is None or count < 0:
             raise ValueError(f"rows: expected an int of at least 0, got {described(rows)}")
         return -(-count // self.page_size)
+
+    def _check_whole(self) -> None:
+        """ValueError where explicit mesh axes split what pages are found by."""
+        for name in ("lengths", "new_lengths", "page_table", "free_list", "num_free", "holders"):
+            x = getattr(self, name)
+            if any(spec := sharding.spec_of(x)):
+                raise ValueError(
+                    f"cache.{name}: expected numbers that all devices have whole, got "
+                    f"int32{list(x.shape)} split as {spec}; place the cache by cache.specs()"
+                )
 
     def _index(self, name: str, value: int | Array) -> Array:
         index, number = checks.scalar(name, value, "the index of a sequence")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn._call import sharding
 from pallas_attn.errors import described
 
 ORDERS = ("contiguous", "zigzag")
@@ -114,9 +115,13 @@ class Context:
         if self.chunks == 1:
             return x
         axis %= x.ndim
-        parts = x.reshape(*x.shape[:axis], len(order), -1, *x.shape[axis + 1 :])
         take = np.take if isinstance(x, np.ndarray) else jnp.take
-        return take(parts, order, axis=axis).reshape(x.shape)
+
+        def permuted(x: jax.Array | np.ndarray) -> Any:
+            parts = x.reshape(*x.shape[:axis], len(order), -1, *x.shape[axis + 1 :])
+            return take(parts, order, axis=axis).reshape(x.shape)
+
+        return sharding.on_automatic_axes(permuted, (x,), sharding.spec_of(x))
 
 
 def checked(value: Any) -> Context | None:

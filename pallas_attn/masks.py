@@ -24,8 +24,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
+from pallas_attn._call import sharding
 from pallas_attn._functions import block_summary, folding, tracing
 from pallas_attn._functions import program as _program
 from pallas_attn._functions.program import Program
@@ -387,7 +389,11 @@ class MaskFunction(Combinable):
             kinds = block_summary.of_device(self.program, self.aux, self.within, sizes, place)
             key = (*key, place)
         else:
-            kinds = block_summary.of_call(self.program, self.aux, sizes)
+            kinds = sharding.on_automatic_axes(
+                lambda aux: block_summary.of_call(self.program, aux, sizes),
+                (self.aux,),
+                PartitionSpec(),
+            )
         return self if kinds is None else dataclasses.replace(self, kinds=kinds, sizes=key)
 
     def __and__(self, other: "Mask | MaskFunction") -> "MaskFunction":

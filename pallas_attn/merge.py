@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import checks
+from pallas_attn._call import checks, sharding
 
 Array = jax.Array
 
@@ -34,6 +34,19 @@ def merge_attention(
     """
     partials, stats = _arrays("outs", outs), _arrays("lses", lses)
     _check(partials, stats)
+    of_out, of_lse = _AXES[partials[0].ndim]
+    inputs = (*[of_out] * len(partials), *[of_lse] * len(stats))
+    split = sharding.Split(inputs, (of_out, of_lse), free=of_out)
+    out, lse = sharding.by_xla(_merged, (*partials, *stats), split)
+    return out, lse
+
+
+_AXES = {3: (("b", "n", "e"), ("b", "n")), 4: (("b", "t", "n", "e"), ("b", "n", "t"))}
+
+
+def _merged(*arrays: Array) -> tuple[Array, Array]:
+    """`merge_attention` of outs, and as many lses behind them."""
+    partials, stats = arrays[: len(arrays) // 2], arrays[len(arrays) // 2 :]
     dtype = stats[0].dtype
     shares, lse = _shares(stats)
     out = jnp.zeros(partials[0].shape, dtype)
@@ -92,7 +105,7 @@ def _by_row(x: Array) -> Array:
 
 def _arrays(name: str, value: checks.Argument) -> list[Array]:
     try:
-        each = list(value)
+        each = list(sharding.whole(value, 1) if isinstance(value, Array) else value)
     except TypeError:
         kind = "a scalar" if hasattr(value, "shape") else type(value).__name__
         raise ValueError(

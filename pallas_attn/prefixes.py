@@ -12,9 +12,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from pallas_attn._cache.facts import Cache
-from pallas_attn._call import checks
+from pallas_attn._call import checks, sharding
 from pallas_attn._call.problem import owner_of_rows
 
 Array = jax.Array
@@ -41,6 +42,11 @@ class Members(NamedTuple):
     @classmethod
     def of(cls, parts: Array, count: int, tokens: int) -> "Members":
         """`parts`: int32[levels, M], the one of `count` parts that a sequence reads, or -1."""
+        run = functools.partial(cls._of, count, tokens)
+        return sharding.on_automatic_axes(run, (parts,), PartitionSpec())
+
+    @classmethod
+    def _of(cls, count: int, tokens: int, parts: Array) -> "Members":
         levels, sequences = parts.shape
         flat, at = parts.reshape(-1), jnp.arange(parts.size, dtype=jnp.int32)
         there = flat >= 0

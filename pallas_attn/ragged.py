@@ -14,7 +14,7 @@ import numpy as np
 
 from pallas_attn._cache.attend import attend
 from pallas_attn._cache.write import rows_into
-from pallas_attn._call import checks, device
+from pallas_attn._call import checks, device, sharding
 from pallas_attn._call.bind import precision, query_heads
 from pallas_attn._call.bind_cache import LEAST_BOUND
 from pallas_attn._call.problem import (
@@ -170,7 +170,7 @@ def update_kv_pages(  # noqa: PLR0913
         factor = 1.0 if factor is None else checks.scale_of_numbers(name, factor)
         new[n] = _stored(new[n], factor, pages.array.dtype)
     if 0 in (new[0].shape[0], table.pages.shape[0]):
-        return pages.array.reshape(shape)
+        return sharding.placed_like(sharding.reshaped(pages.array, shape), kv_pages)
     owners = owner_of_rows(table.starts, new[0].shape[0])
     last = table.pages.shape[0] - 1
     owned, owners = (owners >= 0) & (owners <= last), jnp.clip(owners, 0, last)
@@ -187,7 +187,8 @@ def update_kv_pages(  # noqa: PLR0913
         None,
         owners=owners,
     )
-    return rows_into(inputs, "interleaved", implementation).k_cache.reshape(shape)
+    written = rows_into(inputs, "interleaved", implementation).k_cache
+    return sharding.placed_like(sharding.reshaped(written, shape), kv_pages)
 
 
 class _Pages(NamedTuple):
@@ -222,7 +223,7 @@ def _pages(kv_pages: Array) -> _Pages:
         )
     checks.cache_dtype("kv_pages", x.dtype)
     pages, size, heads, dim = x.shape
-    return _Pages(x.reshape(pages, size, heads // 2, 2 * dim), dim)
+    return _Pages(sharding.reshaped(x, (pages, size, heads // 2, 2 * dim)), dim)
 
 
 def _rows(name: str, value: Array, pages: _Pages) -> Array:
@@ -277,6 +278,7 @@ def _table(  # noqa: PLR0913
     wanted = f"int32[{sequences + 1}] (where each sequence's rows of q start, and the last end)"
     starts = checks.integers("cu_q_lens", cu_q_lens, wanted, (sequences + 1,))
     count = checks.integers("num_seqs", num_seqs, "int32[1] (how many sequences there are)", (1,))
+    lengths, pages, starts, count = sharding.whole((lengths, pages, starts, count))
     count = jnp.clip(count, 0, sequences)
     behind = jnp.arange(sequences + 1, dtype=jnp.int32) > count
     starts = jnp.where(behind, starts[count], starts)

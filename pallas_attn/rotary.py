@@ -3,11 +3,13 @@ and of q, by `decode_attention`; rotation of q and k by `flash_attention`.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_attn._call import sharding
 from pallas_attn._call.problem import Change
 from pallas_attn.errors import described
 from pallas_attn.masks import known
@@ -85,6 +87,13 @@ def changed(
     """Norm and rotate rows x [..., heads, H] at positions [...], in float32 (float64 for float64
     rows), not rounded. Positions are clipped to the tables, outside of which no cache has rows.
     """
+    run = functools.partial(_changed, change)
+    return sharding.on_automatic_axes(run, (x, position, arrays), sharding.spec_of(x))
+
+
+def _changed(
+    change: Change, x: jax.Array, position: jax.Array, arrays: dict[str, jax.Array]
+) -> jax.Array:
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     x = x.astype(wide)
     if change.eps is not None:
@@ -104,15 +113,18 @@ def rotated_pairs(x: jax.Array, cos: jax.Array, sin: jax.Array, change: Change) 
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     x = x.astype(wide)
     cos, sin = (table[..., None, :].astype(wide) for table in (cos, sin))
-    end = change.first + 2 * change.pairs
-    part = x[..., change.first : end]
+    # The derivative of a split is a concatenation; of slices it is a sum of padded arrays, which
+    # took XLA twice as long.
+    sizes = change.first, change.first + 2 * change.pairs
+    before, part, after = jnp.split(x, sizes, axis=-1)
     if change.interleaved:
-        a, b = part[..., ::2], part[..., 1::2]
+        each = jnp.split(part.reshape(*part.shape[:-1], change.pairs, 2), 2, axis=-1)
+        a, b = (half[..., 0] for half in each)
     else:
-        a, b = part[..., : change.pairs], part[..., change.pairs :]
+        a, b = jnp.split(part, 2, axis=-1)
     both = a * cos - b * sin, b * cos + a * sin
     if change.interleaved:
         part = jnp.stack(both, axis=-1).reshape(part.shape)
     else:
         part = jnp.concatenate(both, axis=-1)
-    return jnp.concatenate([x[..., : change.first], part, x[..., end:]], axis=-1)
+    return jnp.concatenate([before, part, after], axis=-1)

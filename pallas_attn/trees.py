@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from pallas_attn._call import checks
+from pallas_attn._call import checks, sharding
 from pallas_attn._call.problem import owner_of_rows
 from pallas_attn._functions.program import Constant, Operand, Operation, Program
 from pallas_attn.errors import described
@@ -61,7 +61,7 @@ class DraftTree:
         """
         if starts is None:
             wanted = "int32[M, t] (the draft that each draft follows, -1 for none)"
-            parents = checks.integers("parents", parents, wanted, (None, None))
+            parents = sharding.whole(checks.integers("parents", parents, wanted, (None, None)))
             if drafts_most is not None:
                 raise ValueError(
                     "drafts_most: expected None without starts, where each sequence has t drafts, "
@@ -72,7 +72,7 @@ class DraftTree:
             after = jnp.where((parents >= 0) & (parents < at), parents, -1)
             return cls(*_of_ancestors(at, after, drafts))
         wanted = "int32[tokens] (of each packed row, the draft that it follows, -1 for none)"
-        parents = checks.integers("parents", parents, wanted, (None,))
+        parents = sharding.whole(checks.integers("parents", parents, wanted, (None,)))
         rows = parents.shape[0]
         checks.positive(none=True, drafts_most=drafts_most)
         drafts = rows if drafts_most is None else min(drafts_most, rows)

@@ -75,10 +75,12 @@ def partials(x: Array, weight: Array | Layer, dtype: DTypeLike | None = None) ->
     (out,) = sharding.over_devices(
         functools.partial(_partials, dtype.name, _splits(x, weight)),
         _operands(x, weight),
-        inputs=(("m", "d"), ("l", "o", "d"), ("n",)),
-        outputs=(("s", "m", "o"),),
-        free=("o", "d"),
-        sums=(("d",),),
+        sharding.Split(
+            inputs=(("m", "d"), ("l", "o", "d"), ("n",)),
+            outputs=(("s", "m", "o"),),
+            free=("o", "d"),
+            sums=(("d",),),
+        ),
     )
     return out.reshape(out.shape[0], *x.shape[:-1], -1)
 
@@ -98,9 +100,11 @@ def gated(
         (out,) = sharding.over_devices(
             _gated,
             _operands(x, weight),
-            inputs=(("m", "d"), ("l", "g", "d"), ("n",)),
-            outputs=(("m", "o"),),
-            free=(),
+            sharding.Split(
+                inputs=(("m", "d"), ("l", "g", "d"), ("n",)),
+                outputs=(("m", "o"),),
+                free=(),
+            ),
         )
         return out.reshape(*x.shape[:-1], -1)
     gate, up = jnp.split(linear(x, weight), 2, axis=-1)
@@ -202,9 +206,11 @@ def add_norm(
         x_and_normed = sharding.over_devices(
             functools.partial(_add_norm, eps),
             operands,
-            inputs=(("m", "d"), ("s", "m", "d"), ("l", "d"), ("n",)),
-            outputs=(("m", "d"), ("m", "d")),
-            free=(),
+            sharding.Split(
+                inputs=(("m", "d"), ("s", "m", "d"), ("l", "d"), ("n",)),
+                outputs=(("m", "d"), ("m", "d")),
+                free=(),
+            ),
         )
     else:
         run = functools.partial(_add_norm_over_devices, eps)
@@ -257,9 +263,11 @@ def heads(
     results = sharding.over_devices(
         functools.partial(_heads, sizes, jnp.dtype(dtype).name),
         (added.reshape(count, m * t, width), *(x.reshape(m * t, -1) for x in angles)),
-        inputs=(("s", "m", "d"), ("m", "c"), ("m", "c")),
-        outputs=(("m", "n", "h"), ("m", "k", "h"), ("m", "k", "h")),
-        free=(),
+        sharding.Split(
+            inputs=(("s", "m", "d"), ("m", "c"), ("m", "c")),
+            outputs=(("m", "n", "h"), ("m", "k", "h"), ("m", "k", "h")),
+            free=(),
+        ),
     )
     return tuple(x.reshape(m, t, *x.shape[1:]) for x in results)
 

@@ -27,11 +27,15 @@ def attention(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Array
     Products of 16-bit inputs have the precision that jax takes by default: TF32 on a GPU, which
     holds every number of such an input, and more bits of probabilities than a kernel's operands.
     """
+    return batching.by_xla(_attention, inputs, batching.resized(problem, inputs))
+
+
+def _attention(inputs: AttentionInputs, problem: AttentionProblem) -> tuple[Array, Array]:
     q_len = inputs.q.shape[1]
     precision = "default" if jnp.dtype(problem.dtype).itemsize == 2 else "highest"
     rows = max(1, min(ROWS, MOST_LOGITS // (problem.batch * problem.q_heads * problem.kv_len)))
-    if q_len <= rows or jax.typeof(inputs.q).sharding.spec[1] is not None:
-        return reference.attention(inputs, batching.resized(problem, inputs), precision)
+    if q_len <= rows:
+        return reference.attention(inputs, problem, precision)
     inputs = _in_sum_dtype(inputs)
     results = []
     for start, end, keys in _runs(problem, inputs, rows):

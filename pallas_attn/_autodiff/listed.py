@@ -26,7 +26,12 @@ from jax.tree_util import PyTreeDef
 from pallas_attn._autodiff import linear
 from pallas_attn._cache.attend import attend
 from pallas_attn._call import batching, bind, checks, device, dispatch, sharding
-from pallas_attn._call.problem import DecodeInputs, DecodeProblem, ListedResiduals
+from pallas_attn._call.problem import (
+    DecodeInputs,
+    DecodeProblem,
+    ListedResiduals,
+    of_nothing,
+)
 from pallas_attn.errors import described
 from pallas_attn.masks import FULL, Mask
 from pallas_attn.merge import add_sinks
@@ -70,7 +75,7 @@ def attention(
     q, k, v = bind.operands(*arrays)
     _check(q, options)
     batch, q_len, q_heads, dim = q.shape
-    kv_len, kv_heads, v_dim = *k.shape[1:3], v.shape[3]
+    kv_len, kv_heads = k.shape[1:3]
     wanted = (
         f"int32[{batch}, heads, {q_len}, n], heads {kv_heads} or 1 (n >= 1 positions a query row, "
         "-1 for none)"
@@ -83,34 +88,72 @@ def attention(
             "k: expected B * S * K below 2**31 beside kv_indices, whose rows are counted in 32 "
             f"bits, got {batch} * {kv_len} * {kv_heads}; split the batch or the kv heads"
         )
-    rows = _rows(indices, (kv_len, kv_heads), options)
     sinks = checks.sink_logits(options["sinks"], q)
-    if odd := -dim % 8:
-        q, k = (jnp.pad(x, ((0, 0),) * 3 + ((0, odd),)) for x in (q, k))
-    if odd := -v_dim % 8:
-        v = jnp.pad(v, ((0, 0),) * 3 + ((0, odd),))
     scale, softcap = options["scale"], options["softcap"]
     facts = Facts(
         dim**-0.5 if scale is None else checks.scale(scale),
         None if softcap is None else checks.softcap(softcap),
         checks.precision(options["precision"], q.dtype),
         options["implementation"],
-        kv_heads,
     )
-    if 0 in (batch, q_len, kv_len):
+    lengths = checks.lengths("kv_lengths", options["kv_lengths"], batch, kv_len)
+    offset, offsets = checks.offset(options["q_offset"], batch)
+    mask, bounds = options["mask"].static, checks.mask_bounds(options["mask"])
+    optional = {"lengths": lengths, "offsets": offsets, **bounds}
+    named = {name: x for name, x in optional.items() if x is not None}
+
+    def attend(q: Array, k: Array, v: Array, indices: Array, *more: Array) -> Results:
+        some = dict(zip(named, more, strict=False))
+        first = offset if "offsets" not in some else some.pop("offsets").reshape(-1, 1, 1, 1)
+        if len(more) > len(named):  # the number of this device's first query row
+            first = first + more[-1]
+        seen = Seen(mask.filled(**{x: some[x] for x in bounds}), first, some.get("lengths"))
+        return _attention(facts, (q, k, v), _rows(indices, (k.shape[1], k.shape[2]), seen))
+
+    arrays = (q, k, v, indices, *named.values())
+    split = _split(q_heads, indices.shape[1], kv_heads, [x.ndim for x in named.values()])
+    out, lse = sharding.by_parts(attend, arrays, split)
+    if sinks is None:
+        return out, lse
+    specs = sharding.spec_of(out), sharding.spec_of(lse)
+    return sharding.on_automatic_axes(_with_sinks, (out, lse, sinks), specs)
+
+
+def _with_sinks(out: Array, lse: Array, sinks: Array) -> Results:
+    some, lse = add_sinks(out.astype(lse.dtype), lse, sinks)
+    return some.astype(out.dtype), lse
+
+
+def _split(q_heads: int, listed: int, kv_heads: int, more: list[int]) -> sharding.Split:
+    """The axes of a call. `listed`: heads of the lists; `more`: axes of each other array."""
+    heads = "k" if q_heads == kv_heads else "g" if kv_heads == 1 else "k g"
+    return sharding.Split(
+        inputs=(
+            *(("b", "t", heads, "h"), ("b", "s", "k", "h"), ("b", "s", "k", "e")),
+            ("b", "k" if listed == kv_heads else "one", "t", "n"),
+            *[("b",)[:ndim] for ndim in more],
+        ),
+        outputs=(("b", "t", heads, "e"), ("b", heads, "t")),
+        free=("b", "t", heads.split()[0]),
+        begins="t",
+    )
+
+
+def _attention(facts: Facts, arrays: tuple[Array, Array, Array], rows: Array) -> Results:
+    """out [B, T, N, Hv] and lse [B, N, T] of q, k, v and lists of rows of k."""
+    q, k, v = arrays
+    (batch, q_len, q_heads, dim), heads, v_dim = q.shape, k.shape[2], v.shape[3]
+    if 0 in (batch, q_len, k.shape[1]):
         wide = jnp.promote_types(q.dtype, jnp.float32)
-        out = jnp.zeros((batch, q_len, q_heads, v_dim), q.dtype)
-        return out, jnp.full((batch, q_heads, q_len), -jnp.inf, wide)
-    q = q.reshape(-1, q_heads // kv_heads, q.shape[3])
+        return of_nothing(q, v_dim, q.dtype, wide)
+    q, k = (checks.widened(x, dim + -dim % 8) for x in (q, k))
+    v = checks.widened(v, v_dim + -v_dim % 8)
+    q = q.reshape(-1, q_heads // heads, q.shape[3])
     k, v = (x.reshape(-1, x.shape[3]) for x in (k, v))
-    call, lists = ListedCall(facts), Lists(q, k, v, rows)
-    out, lse = linear.differentiable(ListedAttention, call, lists)
+    call = ListedCall(facts._replace(kv_heads=heads))
+    out, lse = linear.differentiable(ListedAttention, call, Lists(q, k, v, rows))
     out = out.reshape(batch, q_len, q_heads, -1)[..., :v_dim]
-    lse = jnp.swapaxes(lse.reshape(batch, q_len, q_heads), 1, 2)
-    if sinks is not None:
-        some, lse = add_sinks(out.astype(lse.dtype), lse, sinks)
-        out = some.astype(out.dtype)
-    return out, lse
+    return out, jnp.swapaxes(lse.reshape(batch, q_len, q_heads), 1, 2)
 
 
 def _check(q: Array, options: dict[str, Any]) -> None:
@@ -135,22 +178,25 @@ REFUSED: dict[str, Any] = dict.fromkeys(
 REFUSED |= {"float8": False, "deterministic": False, "rotary": None}
 
 
-def _rows(indices: Array, sizes: tuple[int, int], options: dict[str, Any]) -> Array:
+class Seen(NamedTuple):
+    """Which of the listed positions count."""
+
+    mask: Mask
+    first: int | Array  # position of query row 0: one, or [B, 1, 1, 1]
+    lengths: Array | None  # int32[B]
+
+
+def _rows(indices: Array, sizes: tuple[int, int], seen: Seen) -> Array:
     """int32[B * T * K, n]: rows of k that a list names and the mask shows, -1 for none."""
     kv_len, kv_heads = sizes
     batch, _, q_len, n = indices.shape
-    lengths = checks.lengths("kv_lengths", options["kv_lengths"], batch, kv_len)
-    end = jnp.full(batch, kv_len, jnp.int32) if lengths is None else lengths
-    static, traced = checks.offset(options["q_offset"], batch)
-    offset = jnp.int32(static) if traced is None else traced.reshape(-1, 1, 1, 1)
-    query = offset + jnp.arange(q_len, dtype=jnp.int32).reshape(1, 1, -1, 1)
+    end = jnp.full(batch, kv_len, jnp.int32) if seen.lengths is None else seen.lengths
+    query = seen.first + jnp.arange(q_len, dtype=jnp.int32).reshape(1, 1, -1, 1)
     exists = (indices >= 0) & (indices < end.reshape(-1, 1, 1, 1))
     key = jnp.where(exists, indices, 0)
-    mask = options["mask"]
-    mask = mask.static.filled(**checks.mask_bounds(mask))
     first = (jnp.arange(batch, dtype=jnp.int32) * kv_len).reshape(-1, 1, 1, 1)
     head = jnp.arange(kv_heads, dtype=jnp.int32).reshape(1, -1, 1, 1)
-    rows = jnp.where(exists & mask.allows(query, key), (first + key) * kv_heads, -1)
+    rows = jnp.where(exists & seen.mask.allows(query, key), (first + key) * kv_heads, -1)
     rows = jnp.where(rows >= 0, rows + head, -1)  # [B, K, T, n]
     return jnp.swapaxes(rows, 1, 2).reshape(-1, n)
 
@@ -341,6 +387,7 @@ def _gradients_by_xla(facts: Facts, residuals: ListedResiduals) -> Arrays:
     filled = [_cut(x, steps, fill) for x, fill in ((lse, jnp.inf), (delta, 0), (rows, -1))]
     each = _cut(q, steps), _cut(d_out, steps), *filled
     zeros = jnp.zeros(k.shape, wide), jnp.zeros(v.shape, wide)
-    (dk, dv), dq = lax.scan(step, zeros, each)
+    sums = sharding.varying_like(zeros[0], *residuals), sharding.varying_like(zeros[1], *residuals)
+    (dk, dv), dq = lax.scan(step, sums, each)
     dq = dq.reshape(-1, *q.shape[1:])[: len(q)]
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)

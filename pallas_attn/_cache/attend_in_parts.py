@@ -6,6 +6,7 @@ Every query sees all shared rows, which lie before the newest ones of each seque
 """
 
 import dataclasses
+import operator
 from typing import NamedTuple
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_attn._cache import attend
 from pallas_attn._cache.facts import Cache, check_reached, facts_of
-from pallas_attn._call import checks
+from pallas_attn._call import checks, sharding
 from pallas_attn._call.bind_cache import LEAST_BOUND
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem, Into
 from pallas_attn.errors import described
@@ -169,7 +170,7 @@ def _packed(members: Members, parts: Call, q: Array) -> Call:
         sinks=False,
     )
     packed = parts.inputs._replace(
-        q=q.reshape(-1, *q.shape[-2:]),
+        q=sharding.whole(q, q.ndim - 2).reshape(-1, *q.shape[-2:]),
         starts=members.starts,
         sinks=None,
         mask_left=None,
@@ -209,14 +210,17 @@ def _with_parts(
         more = packed._replace(rows=members.rows, into=into)
         if (merged := attend.attend_merged(both, more, own.implementation)) is not None:
             return merged
-    packed = packed._replace(q=packed.q[members.rows])
-    of_parts = attend.attend(problem, packed, own.implementation)
-    return _merged_by_xla(members, (out, results.lse), of_parts, sinks)
+    q = packed.q
+    q = sharding.on_automatic_axes(operator.getitem, (q, members.rows), sharding.spec_of(q))
+    of_parts = attend.attend(problem, packed._replace(q=q), own.implementation)
+    arrays = members, (out, results.lse), of_parts, sinks
+    specs = sharding.spec_of(out), sharding.spec_of(results.lse)
+    return sharding.on_automatic_axes(_merged_by_xla, arrays, specs)
 
 
 def _columns(x: Array, dim: int) -> Array:
     """`dim` columns: without some that are 0, or with more of them."""
-    return checks.widened(x[..., :dim], dim)
+    return checks.widened(x if x.shape[-1] <= dim else x[..., :dim], dim)
 
 
 def _merged_by_xla(

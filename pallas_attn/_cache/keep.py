@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from pallas_attn._cache import sharded_rows
 from pallas_attn._cache.facts import Cache
-from pallas_attn._call import batching, bind_cache, dispatch, reference
+from pallas_attn._call import batching, bind_cache, dispatch, reference, sharding
 from pallas_attn._call.problem import (
     MOST_ROWS,
     OVERFLOWS,
@@ -44,6 +44,7 @@ def keep(
     else:
         moved, kept = _moved(inputs, problem, implementation)
     new, lengths = inputs.new_lengths, inputs.lengths
+    kept = sharding.placed_like(kept, lengths)
     changes, stay = kept >= 0, jnp.clip(inputs.counts, 0, new)
     after = jnp.where(kept == OVERFLOWS, MOST_ROWS, lengths)
     return dataclasses.replace(

@@ -6,12 +6,14 @@ from the problem and the shapes of the inputs, and is kept.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.tree_util import PyTreeDef
 
+from pallas_attn._call.kernel import Inputs, Problem
 from pallas_attn._call.problem import (
     AppendInputs,
     AppendProblem,
@@ -25,28 +27,28 @@ from pallas_attn._call.problem import (
     QuantizeInputs,
     QuantizeProblem,
 )
-from pallas_attn._call.sharding import Axes, factor_sizes
+from pallas_attn._call.sharding import Axes, Split, factor_sizes
 
 CacheProblem = AppendProblem | KeepProblem | DecodeProblem
 CacheInputs = AppendInputs | KeepInputs | DecodeInputs
 Shapes = tuple[Any, ...]  # shapes of the leaves; None: a static int
 
 
-class Split(NamedTuple):
-    """The arguments of `sharding.over_devices` after the arrays."""
-
-    inputs: tuple[Axes, ...]
-    outputs: tuple[Axes, ...]
-    free: tuple[str, ...]
-    sums: tuple[tuple[str, ...], ...] = ()
-    begins: str | None = None
-    writes: int = 0
-
-
 def _inputs_of(tree: PyTreeDef, shapes: Shapes) -> Any:
     """Inputs whose arrays are shapes alone."""
     leaves = [0 if shape is None else jax.ShapeDtypeStruct(shape, bool) for shape in shapes]
     return jax.tree.unflatten(tree, leaves)
+
+
+def _query_heads(problem: AttentionProblem | QuantizeProblem | DecodeProblem) -> str:
+    """The axis of query heads."""
+    if problem.kv_heads == 1:
+        return "g"  # every query head reads the one kv head: they split freely
+    return "k" if problem.q_heads == problem.kv_heads else "k g"
+
+
+def _free_heads(problem: AttentionProblem | QuantizeProblem | CacheProblem) -> tuple[str, ...]:
+    return ("k", "g") if problem.kv_heads == 1 else ("k",)
 
 
 # ---- attention -----------------------------------------------------------------------------------
@@ -101,9 +103,7 @@ def of_attention_tangents(problem: AttentionProblem, tree: PyTreeDef, shapes: Sh
 
 def _of_arrays(problem: AttentionProblem, inputs: AttentionInputs) -> dict[str, Axes]:
     """The axes of all arrays of an attention call, by name."""
-    heads = "k" if problem.group == 1 else "k g"
-    if problem.kv_heads == 1:
-        heads = "g"  # every query head reads the one kv head: they split freely
+    heads = _query_heads(problem)
     kv_batch = "b" if problem.share == 1 else "kv_b"
 
     def of_bias_or_mask(x: jax.Array | None) -> Axes:
@@ -148,16 +148,14 @@ def _free(problem: AttentionProblem) -> tuple[str, ...]:
         return ()
     if problem.uses_head:
         return batch
-    return (*batch, "k", "g") if problem.kv_heads == 1 else (*batch, "k")
+    return (*batch, *_free_heads(problem))
 
 
 @functools.lru_cache(maxsize=1024)
 def of_quantize(problem: QuantizeProblem, tree: PyTreeDef, shapes: Shapes) -> Split:
     """Batch rows and heads split over devices; a scale has rows of one device."""
     inputs: QuantizeInputs = _inputs_of(tree, shapes)
-    heads = "k" if problem.q_heads == problem.kv_heads else "k g"
-    if problem.kv_heads == 1:
-        heads = "g"
+    heads = _query_heads(problem)
     axes: dict[str, Axes] = {
         "q": ("b", "t", heads, "h"),
         "k": ("b", "s", "k", "h"),
@@ -169,7 +167,7 @@ def of_quantize(problem: QuantizeProblem, tree: PyTreeDef, shapes: Shapes) -> Sp
     return Split(
         tuple([axes[name] for name, x in inputs._asdict().items() if x is not None]),
         (axes["q"], axes["k"], axes["v"], *blocks),
-        ("b", "k", "g") if problem.kv_heads == 1 else ("b", "k"),
+        ("b", *_free_heads(problem)),
     )
 
 
@@ -191,7 +189,7 @@ def of_append(problem: AppendProblem, tree: PyTreeDef, shapes: Shapes) -> Split:
     }
     outputs = _present(inputs, axes, Caches._fields)
     ordered = _ordered(inputs, axes, shapes)
-    return Split(ordered, outputs, _free_of_caches(problem), writes=len(outputs))
+    return Split(ordered, outputs, _free_of_caches(problem), writes=_buffers(tree, shapes))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -205,13 +203,14 @@ def of_keep(problem: KeepProblem, tree: PyTreeDef, shapes: Shapes) -> Split:
     }
     caches = _present(inputs, axes, Caches._fields)
     ordered = _ordered(inputs, axes, shapes)
-    return Split(ordered, (*caches, ("m",)), _free_of_caches(problem), writes=len(caches))
+    outputs, writes = (*caches, ("m",)), _buffers(tree, shapes)
+    return Split(ordered, outputs, _free_of_caches(problem), writes=writes)
 
 
 @functools.lru_cache(maxsize=1024)
 def of_decode(problem: DecodeProblem, tree: PyTreeDef, shapes: Shapes) -> Split:
     inputs: DecodeInputs = _inputs_of(tree, shapes)
-    heads = "k" if problem.q_heads == problem.kv_heads else "k g"
+    heads = _query_heads(problem)
     rows = ("t",) if problem.packed else ("m", "t")
     aux, score_aux = (
         [tuple(f"{name}{n}_{i}" for i in range(x.ndim)) for n, x in enumerate(arrays)]
@@ -247,6 +246,22 @@ OF_LISTED_GRADIENTS = Split(
 )
 
 
+_OF: dict[type, Callable[..., Split]] = {
+    AttentionProblem: of_attention,
+    QuantizeProblem: of_quantize,
+    AppendProblem: of_append,
+    KeepProblem: of_keep,
+    DecodeProblem: of_decode,
+}
+
+
+def of(problem: Problem, inputs: Inputs) -> Split:
+    """The axes of the forward call of any problem."""
+    leaves, tree = jax.tree.flatten(inputs)
+    shapes = tuple([None if isinstance(leaf, int) else leaf.shape for leaf in leaves])
+    return _OF[type(problem)](problem, tree, shapes)
+
+
 def _of_caches(problem: CacheProblem, inputs: CacheInputs) -> dict[str, list[Axes]]:
     """The axes of the arrays that a cache has, by the names of their fields."""
     layer = () if problem.layers is None else ("l",)
@@ -275,6 +290,14 @@ def _present(
     return tuple(each for name in there for each in axes[name])
 
 
+def _buffers(tree: PyTreeDef, shapes: Shapes) -> tuple[int, ...]:
+    """The numbers of the cache's buffers among the leaves that are arrays."""
+    numbers = itertools.count()
+    leaves = [None if shape is None else next(numbers) for shape in shapes]
+    numbered = jax.tree.unflatten(tree, leaves)
+    return tuple(jax.tree.leaves([getattr(numbered, name) for name in Caches._fields]))
+
+
 def _ordered(inputs: CacheInputs, axes: dict[str, list[Axes]], shapes: Shapes) -> tuple[Axes, ...]:
     """The axes of all leaves that are arrays."""
     every = _present(inputs, axes, inputs._fields)
@@ -289,7 +312,7 @@ def _free_of_caches(problem: CacheProblem) -> tuple[str, ...]:
     if isinstance(problem, DecodeProblem):
         sequences = sequences and (problem.tree or not problem.uses_batch)
         heads = not problem.uses_head
-    return ("m",) * sequences + ("k",) * heads
+    return ("m",) * sequences + _free_heads(problem) * heads
 
 
 @functools.lru_cache(maxsize=1024)
@@ -298,6 +321,6 @@ def local_problem(problem: CacheProblem, split: Split, shapes: Shapes) -> CacheP
     sizes = factor_sizes(split.inputs, shapes)
     sequences, heads = sizes.get("m", problem.sequences), sizes["k"]
     if isinstance(problem, DecodeProblem):
-        q_heads = problem.q_heads // problem.kv_heads * heads
+        q_heads = sizes.get("g", 1) * heads
         problem = dataclasses.replace(problem, q_heads=q_heads)
     return dataclasses.replace(problem, sequences=sequences, kv_heads=heads)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap, sequential_vmap
+from jax.custom_batching import custom_vmap
 
 from pallas_attn._call import axes, config, device, sharding
 from pallas_attn._call.axes import CacheProblem
@@ -99,6 +99,27 @@ def _program(key: _Key, arrays: list[Array]) -> Results:
     return key.operation(key.kernel, key.problem, jax.tree.unflatten(key.tree, leaves))
 
 
+def by_xla(call: Callable[..., Results], inputs: Inputs, problem: Problem) -> Results:
+    """`call(inputs, problem)` by operations of XLA, which jax may differentiate. Explicit mesh axes
+    split the results as they would those of a kernel.
+    """
+    leaves, tree = jax.tree.flatten(inputs)
+    arrays = [leaf for leaf in leaves if not isinstance(leaf, int)]
+    if sharding.explicit_mesh(arrays) is None:
+        return call(inputs, problem)
+    made: list[Any] = []
+
+    def run(*arrays: Array) -> tuple[Array, ...]:
+        rest = iter(arrays)
+        full = [leaf if isinstance(leaf, int) else next(rest) for leaf in leaves]
+        results, structure = jax.tree.flatten(call(jax.tree.unflatten(tree, full), problem))
+        made.append(structure)
+        return tuple(results)
+
+    results = sharding.by_xla(run, arrays, axes.of(problem, inputs))
+    return jax.tree.unflatten(made[-1], results)
+
+
 # ---- attention -----------------------------------------------------------------------------------
 
 
@@ -117,7 +138,7 @@ def attention(
 
     @custom_vmap
     def call(*arrays: Array) -> tuple[Array, ...]:
-        return sharding.over_devices(run, arrays, *split)
+        return sharding.over_devices(run, arrays, split)
 
     @call.def_vmap
     def rule(size: int, batched: list[bool], *arrays: Array) -> Any:
@@ -300,7 +321,7 @@ def _gradients(
 
     @custom_vmap
     def call(*arrays: Array) -> tuple[Array, ...]:
-        return sharding.over_devices(run, arrays, *split)
+        return sharding.over_devices(run, arrays, split)
 
     @call.def_vmap
     def rule(size: int, batched: list[bool], *arrays: Array) -> Any:
@@ -353,7 +374,7 @@ def attention_tangents(
 
     @custom_vmap
     def call(*arrays: Array) -> tuple[Array, ...]:
-        return sharding.over_devices(run, arrays, *split)
+        return sharding.over_devices(run, arrays, split)
 
     @call.def_vmap
     def rule(size: int, batched: list[bool], *arrays: Array) -> Any:
@@ -408,7 +429,7 @@ def quantize(kernel: Chosen, problem: QuantizeProblem, inputs: QuantizeInputs) -
 
     @custom_vmap
     def call(*arrays: Array) -> tuple[Array, ...]:
-        return sharding.over_devices(run, arrays, *split)
+        return sharding.over_devices(run, arrays, split)
 
     @call.def_vmap
     def rule(size: int, batched: list[bool], *arrays: Array) -> Any:
@@ -462,18 +483,34 @@ def listed_gradients(
     def run(*arrays: Array) -> tuple[Array, ...]:
         return tuple(kernel.run(ListedResiduals(*arrays), problem))
 
-    @sequential_vmap
+    @custom_vmap
     def call(*arrays: Array) -> tuple[Array, ...]:
-        return sharding.over_devices(run, arrays, *axes.OF_LISTED_GRADIENTS)
+        return sharding.over_devices(run, arrays, axes.OF_LISTED_GRADIENTS)
+
+    @call.def_vmap
+    def rule(size: int, batched: list[bool], *arrays: Array) -> Any:
+        del size
+        return _of_each(call, batched, arrays)
 
     return call(*residuals)
+
+
+def _of_each(
+    call: Callable[..., tuple[Array, ...]], batched: list[bool], arrays: tuple[Array, ...]
+) -> tuple[tuple[Array, ...], tuple[bool, ...]]:
+    """The rule for vmap of a call: one after another."""
+    mapped = {n: x for n, x in enumerate(arrays) if batched[n]}
+    results = sharding.one_after_another(
+        lambda some: call(*[some.get(n, x) for n, x in enumerate(arrays)]), mapped
+    )
+    return results, (True,) * len(results)
 
 
 def _over_caches(
     kernel: Chosen,
     problem: CacheProblem,
     inputs: AppendInputs | KeepInputs | DecodeInputs,
-    axes_of: Callable[..., axes.Split],
+    axes_of: Callable[..., sharding.Split],
 ) -> tuple[Array, ...]:
     """The arrays of the results. A static layer, an int among the leaves, stays what it is."""
     leaves, tree = jax.tree.flatten(inputs)
@@ -486,9 +523,14 @@ def _over_caches(
         local = axes.local_problem(problem, split, tuple([array.shape for array in arrays]))
         return tuple(jax.tree.leaves(kernel.run(jax.tree.unflatten(tree, full), local)))
 
-    @sequential_vmap
+    @custom_vmap
     def call(*arrays: Array) -> tuple[Array, ...]:
-        return sharding.over_devices(run, arrays, *split)
+        return sharding.over_devices(run, arrays, split)
+
+    @call.def_vmap
+    def rule(size: int, batched: list[bool], *arrays: Array) -> Any:
+        del size
+        return _of_each(call, batched, arrays)
 
     refuse = underived(problem, _NO_DERIVATIVE)
     return call(*refuse(*[leaf for leaf in leaves if not isinstance(leaf, int)]))

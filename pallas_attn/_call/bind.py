@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_attn._call import checks, device
+from pallas_attn._call import checks, device, sharding
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, owner_of_rows
 from pallas_attn.context import Context, shards_of, window_of
 from pallas_attn.masks import FULL, Mask, MaskFunction, mask_fn
@@ -292,6 +292,7 @@ def packed_attention(
     q_starts, kv_starts = both_starts(*starts, q_len, kv_len)
     sequences = q_starts.size - 1
     static_offset, offset = checks.offset(options.q_offset, sequences, "one a sequence")
+    offset = sharding.whole(offset)
     owner, kv_owner = owner_of_rows(q_starts, q_len), owner_of_rows(kv_starts, kv_len)
     # Rows of no sequence get ids that no key has; ids still rise from row to row.
     kv_owner = kv_owner + jnp.where(kv_owner < 0, -1, 0) + jnp.where(kv_owner < sequences, 0, 1)

@@ -9,7 +9,7 @@ import numpy as np
 from pallas_attn import trees
 from pallas_attn._cache import blocks
 from pallas_attn._cache.facts import Cache, CacheFacts, facts_of, holders_of
-from pallas_attn._call import checks, device
+from pallas_attn._call import checks, device, sharding
 from pallas_attn._call.bind import is_static, precision, query_heads
 from pallas_attn._call.byte_rows import BYTE_DTYPE, BYTE_ROW
 from pallas_attn._call.problem import (
@@ -317,6 +317,8 @@ def keep(cache: Cache, counts: int | Array, path: Array | None) -> tuple[KeepPro
         wanted = f"int32[{facts.sequences}, p] (the rows to keep, of those that extend took)"
         path = checks.integers("path", path, wanted, (facts.sequences, None))
         path = path if path.shape[1] else None
+    if counts.shape == cache.lengths.shape:
+        counts = sharding.placed_like(counts, cache.lengths)
     shards = mapped_shards(cache.context) or 1
     capacities = tuple(shards * rows for rows in facts.capacities)
     problem = KeepProblem(

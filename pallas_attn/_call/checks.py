@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from pallas_attn._call import sharding
 from pallas_attn._call.problem import CACHE_DTYPES, Change
 from pallas_attn._functions.program import Program, reads_at
 from pallas_attn.errors import described
@@ -190,6 +192,7 @@ def row_starts(name: str, value: Argument, rows: int, sequences: int | None = No
     size = "M + 1" if sequences is None else str(sequences + 1)
     wanted = f"int32[{size}] (where each sequence's rows start, and where the last one's end)"
     starts = integers(name, value, wanted, (None if sequences is None else sequences + 1,))
+    starts = sharding.whole(starts)
     if not starts.size:
         raise ValueError(f"{name}: expected {wanted}, got {starts.dtype}{list(starts.shape)}")
     starts = jnp.clip(starts, 0, rows)
@@ -218,7 +221,7 @@ def change(
     if norm is not None:
         if not isinstance(norm, RMSNorm):
             raise ValueError(f"norm: expected an RMSNorm or None, got {type(norm).__name__}")
-        weight = array("norm.weight", norm.weight)
+        weight = sharding.whole(array("norm.weight", norm.weight))
         if weight.shape != (dim,) or not jnp.issubdtype(weight.dtype, jnp.floating):
             got = f"{weight.dtype}{list(weight.shape)}"
             raise ValueError(f"norm.weight: expected float[{dim}], a number a column, got {got}")
@@ -270,7 +273,7 @@ def rotation(
         )
     static = {"pairs": pairs, "first": first, "positions": cos.shape[0]}
     interleaved = boolean("rotary.interleaved", rotary.interleaved)
-    tables = {"cos": cos.astype(jnp.float32), "sin": sin.astype(jnp.float32)}
+    tables = sharding.whole({"cos": cos.astype(jnp.float32), "sin": sin.astype(jnp.float32)})
     return static | {"interleaved": interleaved}, tables
 
 
@@ -463,7 +466,9 @@ def widened(x: jax.Array, dim: int) -> jax.Array:
     """[.., heads, H] with columns of zeros up to `dim`."""
     if x.shape[-1] == dim:
         return x
-    return jnp.pad(x, (*((0, 0),) * (x.ndim - 1), (0, dim - x.shape[-1])))
+    pads = (*((0, 0),) * (x.ndim - 1), (0, dim - x.shape[-1]))
+    spec = PartitionSpec(*sharding.spec_of(x)[:-1], None)
+    return sharding.on_automatic_axes(lambda x: jnp.pad(x, pads), (x,), spec)
 
 
 def no_layer(layers: int, remedy: str) -> ValueError:

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 from jax import export
 
+from pallas_attn._call import batching, device, gpu_specs, reference, sharding
 from pallas_attn._call import config as _config
-from pallas_attn._call import device, gpu_specs, reference, sharding
 from pallas_attn._call.kernel import Inputs, Kernel, Problem, Results, never_slower
 from pallas_attn._call.problem import (
     FLOAT8_PRECISIONS,
@@ -168,7 +168,7 @@ class Reference:
         )
 
     def run(self, inputs: Inputs, problem: Problem) -> Results:
-        return _compiled(self.call, inputs, problem)
+        return batching.by_xla(functools.partial(_compiled, self.call), inputs, problem)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from pallas_attn._functions.program import Program
 from pallas_attn.masks import FULL, SIDES, Mask
@@ -82,6 +83,16 @@ class AttentionInputs(NamedTuple):
             else:
                 fields[name] = x
         return cls(**fields)
+
+
+def of_nothing(q: Array, v_dim: int, dtype: DTypeLike, lse_dtype: DTypeLike) -> tuple[Array, Array]:
+    """out and lse of rows [B, T, N, H] that see no key. They depend on q: jax takes the devices
+    from what a result depends on.
+    """
+    rows = jnp.where(False, q[..., :1], 0).astype(dtype)
+    out = jnp.broadcast_to(rows, (*rows.shape[:3], v_dim))
+    lse = jnp.swapaxes(rows[..., 0], 1, 2).astype(lse_dtype)
+    return out, jnp.where(True, -jnp.inf, lse)
 
 
 def live(x: Array, ends: Array | None) -> Array:

@@ -115,7 +115,7 @@ def _blocks(
     8 blocks, of 128 to 512 rows. XLA compiles each.
     """
     symbolic = not isinstance(q_len, int) or not isinstance(kv_len, int)
-    if symbolic or q_len <= 128 or _are_split(inputs.q, 1):
+    if symbolic or q_len <= 128:
         return [(slice(None), slice(None))]
     size = min(max(128, -(-q_len // 8)), 512)
     starts = range(0, q_len, size)
@@ -189,17 +189,10 @@ def _by_kv_head(precision: str, equation: str, x: Array, y: Array) -> Array:
     """An einsum of x [B, K, N / K, rows, ..] in which the query heads of a kv head are rows of one
     matmul: XLA transposes no scores for it on a CPU, backward either.
     """
-    if _are_split(x, 3):
-        return jnp.einsum(equation, x, y, precision=precision)
     *kv_heads, group, rows, width = x.shape
     x = x.reshape(*kv_heads, group * rows, width)
     result = jnp.einsum(equation.replace("g", ""), x, y, precision=precision)
     return result.reshape(*kv_heads, group, rows, result.shape[-1])
-
-
-def _are_split(x: Array, axis: int) -> bool:
-    """Whether explicit mesh axes split an axis of x: no slice or reshape may divide or join it."""
-    return jax.typeof(x).sharding.spec[axis] is not None
 
 
 def _tile(x: Array, rows: slice, keys: slice) -> Array:

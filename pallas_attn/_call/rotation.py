@@ -1,16 +1,17 @@
 """Rotation of q and k by position (RoPE) before the launch of attention. It consists of plain
-operations of XLA, so gradients, vmap and sharding need no code here.
+operations of XLA, so gradients and vmap need no code here.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from pallas_attn import masks
-from pallas_attn._call import bind, checks
+from pallas_attn._call import bind, checks, sharding
 from pallas_attn._call.problem import FLOAT8, Change, owner_of_rows
 from pallas_attn.context import checked, shards_of
 from pallas_attn.rotary import rotated_pairs
@@ -93,17 +94,19 @@ def _within_sequences(
     sequences = both[0].size - 1
     static, offset = _offset(q_offset, sequences, "one a sequence")
     first = jnp.full(sequences, static, jnp.int32) if offset is None else offset
-    positions = []
-    for begins, rows, add in (
-        (both[0], q_rows, first),
-        (both[1], kv_rows, jnp.zeros(sequences, jnp.int32)),
-    ):
+
+    def positions(begins: Array, add: Array, rows: int) -> Array:
         owner = owner_of_rows(begins, rows)
         own = jnp.clip(owner, 0, max(sequences - 1, 0))
         at = jnp.arange(rows, dtype=jnp.int32) - begins[own]
         at = at + add[own] if sequences else at
-        positions.append(jnp.where((owner >= 0) & (owner < sequences), at, 0))
-    return positions[0], positions[1]
+        return jnp.where((owner >= 0) & (owner < sequences), at, 0)
+
+    def of_both(both: tuple[Array, Array], first: Array) -> tuple[Array, Array]:
+        at_k = positions(both[1], jnp.zeros(sequences, jnp.int32), kv_rows)
+        return positions(both[0], first, q_rows), at_k
+
+    return sharding.on_automatic_axes(of_both, (both, first), PartitionSpec())
 
 
 def _by_rows(
@@ -228,29 +231,32 @@ def _rotated_rows(
     x: Array, at: Positions, live: Array | None, change: Change, tables: dict[str, Array]
 ) -> Array:
     """Rows x [.., rows, heads, H] rotated; NaN, without gradients, outside of the tables, and 0
-    where they are not `live`. What such rows hold is selected away first: the gradient of a number
-    of the tables is a sum over all rows that read it.
+    where they are not `live`.
+    """
+    if isinstance(at, int) and live is None:
+        lead = (None,) * (x.ndim - 3)
+        cos, sin = (tables[name][at : at + x.shape[-3]][lead] for name in ("cos", "sin"))
+        return rotated_pairs(x, cos, sin, change).astype(x.dtype)
+    if isinstance(at, int):
+        at = at + jnp.arange(x.shape[-3], dtype=jnp.int32)
+    run = functools.partial(_rotated_at, change)
+    return sharding.on_automatic_axes(run, (x, at, live, tables), sharding.spec_of(x))
+
+
+def _rotated_at(
+    change: Change, x: Array, at: Array, live: Array | None, tables: dict[str, Array]
+) -> Array:
+    """Rows x [.., rows, heads, H] rotated by positions [rows] or [B, rows]. What rows hold that are
+    not `live` is selected away first: the gradient of a number of the tables is a sum over all rows
+    that read it.
     """
     lead, zero = (None,) * (x.ndim - 3), jnp.zeros((), x.dtype)
     alive: Any = True if live is None else jnp.broadcast_to(live[..., None, None], x.shape)
-    if isinstance(at, int):
-        x = x if live is None else jnp.where(alive, x, zero)
-        cos, sin = (tables[name][at : at + x.shape[-3]][lead] for name in ("cos", "sin"))
-        return rotated_pairs(x, cos, sin, change).astype(x.dtype)
     inside = (at >= 0) & (at < change.positions)
     at = jnp.where(inside, at, 0)
-    cos, sin = (_taken(tables[name], at) for name in ("cos", "sin"))
+    cos, sin = tables["cos"][at], tables["sin"][at]
     if at.ndim == 1:
         cos, sin = cos[lead], sin[lead]
     inside = jnp.broadcast_to(inside[..., None, None], x.shape)
     x = jnp.where(inside & alive, x, zero)
     return jnp.where(~inside & alive, jnp.nan, rotated_pairs(x, cos, sin, change)).astype(x.dtype)
-
-
-def _taken(table: Array, at: Array) -> Array:
-    """Rows of a table, placed as explicit mesh axes split the positions."""
-    sharding = jax.typeof(at).sharding
-    if not any(sharding.spec):
-        return table[at]
-    placed = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec, None))
-    return table.at[at].get(out_sharding=placed)

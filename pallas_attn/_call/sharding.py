@@ -4,6 +4,11 @@ XLA cannot look into a kernel, so without help it would gather every operand on 
 operation names the axes of its arrays by factors (`b`, `k`, `t`, ...); the factors in `free` may
 be split over devices, every device then runs the same kernel on its own part; all others are whole
 on every device. Inside `jax.shard_map` and on one device none of this leaves a trace.
+
+Explicit mesh axes are part of the types of arrays, and jax refuses an operation whose result it
+cannot place. So kernels run in a `jax.shard_map`, and what XLA computes around them runs where
+these axes are automatic (`by_xla`, `on_automatic_axes`); in both the axes of the arrays say how the
+results are split.
 """
 
 import contextvars
@@ -25,39 +30,85 @@ from jax.typing import DTypeLike
 Axes = tuple[str, ...]  # a factor an axis; "k g" is an axis made of two, the major one first
 Run = Callable[..., tuple[jax.Array, ...]]
 AnyMesh = Mesh | AbstractMesh
+Specs = PartitionSpec | tuple[PartitionSpec, ...]
 Placed = Any  # a shape with a sharding
 Lowering = Any  # mlir.LoweringRuleContext, of arrays
 
 
-def over_devices(
-    run: Run,
-    arrays: Sequence[jax.Array],
-    inputs: Sequence[Axes],
-    outputs: Sequence[Axes],
-    free: Sequence[str],
-    sums: Sequence[Sequence[str]] = (),
-    begins: str | None = None,
-    writes: int = 0,
-) -> tuple[jax.Array, ...]:
-    """`run(*arrays)`, split over devices along the free factors where the arrays are.
+class Split(NamedTuple):
+    """The axes of the arrays of a call by factors, and how they split over devices."""
 
-    `run` must take its sizes from the arrays it is handed. `sums`: for each output, factors that it
-    is a sum over; what the devices have of it is added up along those that are split. `begins`: a
-    free factor; where it is split, `run` is handed the number of its first element as well.
-    `writes`: number of results that are arrays which `run` holds as refs and writes into; a result
-    after those follows from the arrays after as many alone.
+    inputs: tuple[Axes, ...]
+    outputs: tuple[Axes, ...]
+    free: tuple[str, ...]  # factors that may be split
+    # For each output, factors that it is a sum over: what devices have of it is added up along
+    # those that are split.
+    sums: tuple[tuple[str, ...], ...] = ()
+    # A free factor: where it is split, the call is handed the number of its first element as well.
+    begins: str | None = None
+    # Numbers of the arrays that the call holds as refs and writes into. They are the first results,
+    # and stay split as they are; a result after those follows from the other arrays alone.
+    writes: tuple[int, ...] = ()
+
+    def places(self, mesh: AnyMesh, arrays: Sequence[Any]) -> dict[str, tuple[str, ...]]:
+        """The mesh axes that split each free factor: the first array that is split along it
+        decides. Arrays that are written stay as they are split.
+        """
+        sizes = factor_sizes(self.inputs, [array.shape for array in arrays])
+        places: dict[str, tuple[str, ...]] = {}
+        taken: set[str] = set()
+        written = {axis.split()[0] for n in self.writes for axis in self.inputs[n]}
+        for number, (array, axes) in enumerate(zip(arrays, self.inputs, strict=True)):
+            spec = tuple(array.sharding.spec)
+            for axis, names in zip(axes, spec + (None,) * (len(axes) - len(spec)), strict=True):
+                factor = axis.split()[0]
+                names = _names(names)
+                ways = math.prod(mesh.shape[name] for name in names)
+                fits = factor in self.free and sizes[factor] % ways == 0
+                fits &= number in self.writes or factor not in written
+                if names and factor not in places and fits and not taken.intersection(names):
+                    places[factor] = names
+                    taken.update(names)
+        return places
+
+    def local(self, run: Run, places: dict[str, tuple[str, ...]]) -> Run:
+        """One device's part of `run`, its sums added up over the devices: in float32, so that they
+        are rounded once however many devices there are.
+        """
+        number = next((n for n, axes in enumerate(self.inputs) if self.begins in axes), None)
+        sums = self.sums or ((),) * len(self.outputs)
+        names = None if number is None or self.begins is None else places.get(self.begins)
+
+        def part(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+            more: tuple[jax.Array, ...] = ()
+            if names and number is not None and self.begins is not None:
+                size = arrays[number].shape[self.inputs[number].index(self.begins)]
+                more = (jax.lax.axis_index(names) * size,)
+            results = []
+            for result, factors in zip(run(*arrays, *more), sums, strict=True):
+                over = tuple(name for factor in factors for name in places.get(factor, ()))
+                if over:
+                    result = jax.lax.psum(result.astype(sum_dtype(result.dtype)), over).astype(
+                        result.dtype
+                    )
+                results.append(result)
+            return tuple(results)
+
+        return part
+
+
+def over_devices(run: Run, arrays: Sequence[jax.Array], split: Split) -> tuple[jax.Array, ...]:
+    """`run(*arrays)`, split over devices along the free factors where the arrays are. `run` must
+    take its sizes from the arrays it is handed.
     """
     run, types = as_now(run), [jax.typeof(array) for array in arrays]
     now = jax.sharding.get_abstract_mesh()
     kinds = set(now.axis_types)
     if kinds == {AxisType.Manual} or any([x.manual_axis_type.varying for x in types]):
-        return _on_this_device(run, arrays, writes)
-    sums = tuple(sums) or ((),) * len(outputs)
-    split = _Split(tuple(inputs), tuple(outputs), tuple(free), sums, begins)
-    # Explicit mesh axes that split one of the arrays, or could.
-    explicit = [x.sharding.mesh for x in types if any(x.sharding.spec)]
-    if explicit or kinds == {AxisType.Explicit}:
-        return _by_types(run, arrays, split, explicit[0] if explicit else now)
+        return _on_this_device(run, arrays, split)
+    if kinds == {AxisType.Explicit} or any([any(x.sharding.spec) for x in types]):
+        mesh = explicit_mesh(arrays)
+        return _by_types(run, arrays, split, now if mesh is None else mesh)
     run = jax.jit(run)  # which keeps the constants that it makes inside of it
     call = custom_partitioning(run)
     rule = _rule(split, tuple([array.shape for array in arrays]))
@@ -69,6 +120,111 @@ def over_devices(
     )
     with jax.disable_jit(False):  # or the constants would show
         return call(*arrays)
+
+
+def by_xla(run: Run, arrays: Sequence[jax.Array], split: Split) -> tuple[jax.Array, ...]:
+    """`run(*arrays)` of operations of XLA, whose results explicit mesh axes split as they would
+    those of `over_devices`.
+    """
+    mesh = explicit_mesh(arrays)
+    if mesh is None:
+        return run(*arrays)
+    places = split.places(mesh, [jax.typeof(array) for array in arrays])
+    specs = [_spec(axes, places) for axes in split.outputs]
+    specs[: len(split.writes)] = [spec_of(arrays[n]) for n in split.writes]
+    return on_automatic_axes(run, arrays, tuple(specs))
+
+
+def by_parts(
+    run: Run, arrays: Sequence[jax.Array], split: Split, *, nested: bool = False
+) -> tuple[jax.Array, ...]:
+    """`run(*arrays)` of anything that jax.shard_map takes, split over explicit mesh axes as by
+    `over_devices`; it is differentiable. `nested`: also within a jax.shard_map over other axes,
+    where jax 0.12 lowers no derivative that keeps more than arguments and results.
+    """
+    mesh = explicit_mesh(arrays)
+    if mesh is None:
+        return run(*arrays)
+    if not any([any(spec_of(x)) for x in arrays]) or (mesh.manual_axes and not nested):
+        return by_xla(run, arrays, split)
+    # Types are checked if an outer jax.shard_map, if there is one, checks them.
+    checked = all([varying_axes(jax.lax.axis_index(name)) for name in mesh.manual_axes])
+    return _by_types(run, arrays, split, mesh, check_vma=checked)
+
+
+def on_automatic_axes(run: Callable[..., Any], trees: Sequence[Any], specs: Specs) -> Any:
+    """`run(*trees)` where the explicit axes of the mesh that an array lies on are automatic: XLA
+    decides what moves. `specs`: the PartitionSpecs of the results.
+    """
+    mesh = explicit_mesh(jax.tree.leaves(trees))
+    if mesh is None:
+        return run(*trees)
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = tuple([name for name, kind in kinds if kind == AxisType.Explicit])
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+    return jax.sharding.auto_axes(run, axes=axes, out_sharding=placed)(*trees)
+
+
+def spec_of(x: jax.Array) -> PartitionSpec:
+    """How explicit mesh axes split an array: an entry for each of its axes."""
+    return jax.typeof(x).sharding.spec
+
+
+def explicit_mesh(arrays: Sequence[jax.Array]) -> AnyMesh | None:
+    """The mesh with explicit axes that one of the arrays lies on, or None. They may split an axis
+    that jax.vmap maps, of which types say nothing.
+    """
+    for array in arrays:
+        mesh = jax.typeof(array).sharding.mesh
+        if AxisType.Explicit in mesh.axis_types:
+            return mesh
+    return None
+
+
+def placed_like[Tree](tree: Tree, like: Tree) -> Tree:
+    """Arrays that explicit mesh axes split as those of `like`, a tree of the same structure."""
+    mesh = explicit_mesh(jax.tree.leaves((tree, like)))
+    if mesh is None:
+        return tree
+
+    def placed(x: jax.Array, like: jax.Array) -> jax.Array:
+        spec = spec_of(like)
+        return x if spec_of(x) == spec else jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+    return jax.tree.map(placed, tree, like)
+
+
+def whole[Tree](tree: Tree, axes: int | None = None) -> Tree:
+    """Arrays whose first `axes` axes, or all, no explicit mesh axis splits."""
+    mesh = explicit_mesh(jax.tree.leaves(tree))
+    if mesh is None:
+        return tree
+
+    def gathered(x: jax.Array) -> jax.Array:
+        first, rest = spec_of(x)[:axes], () if axes is None else spec_of(x)[axes:]
+        if not any(first):
+            return x
+        spec = PartitionSpec(*(None,) * len(first), *rest)
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+    return jax.tree.map(gathered, tree)
+
+
+def reshaped(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`x.reshape(shape)` of as many axes: explicit mesh axes split those that they divide."""
+    mesh = explicit_mesh((x,))
+    if mesh is None:
+        return x.reshape(shape)
+    ways = [math.prod(mesh.shape[name] for name in _names(names)) for names in spec_of(x)]
+    each = zip(spec_of(x), shape, ways, strict=True)
+    spec = PartitionSpec(*[None if size % n else names for names, size, n in each])
+    return jax.lax.reshape(x, shape, out_sharding=NamedSharding(mesh, spec))
+
+
+def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes of an entry of a PartitionSpec."""
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
 def factor_sizes(inputs: Sequence[Axes], shapes: Sequence[tuple[int, ...]]) -> dict[str, int]:
@@ -86,76 +242,35 @@ def factor_sizes(inputs: Sequence[Axes], shapes: Sequence[tuple[int, ...]]) -> d
     return sizes
 
 
-class _Split(NamedTuple):
-    """The axes of a call by factors: the arguments of `over_devices` that say how it splits."""
-
-    inputs: tuple[Axes, ...]
-    outputs: tuple[Axes, ...]
-    free: tuple[str, ...]
-    sums: tuple[Sequence[str], ...]
-    begins: str | None
-
-    def places(self, mesh: AnyMesh, arrays: Sequence[Any]) -> dict[str, tuple[str, ...]]:
-        """The mesh axes that split each free factor: the first array that is split along it
-        decides.
-        """
-        sizes = factor_sizes(self.inputs, [array.shape for array in arrays])
-        places: dict[str, tuple[str, ...]] = {}
-        taken: set[str] = set()
-        for array, axes in zip(arrays, self.inputs, strict=True):
-            spec = tuple(array.sharding.spec)
-            for axis, names in zip(axes, spec + (None,) * (len(axes) - len(spec)), strict=True):
-                factor = axis.split()[0]
-                names = (names,) if isinstance(names, str) else tuple(names or ())
-                ways = math.prod(mesh.shape[name] for name in names)
-                fits = factor in self.free and sizes[factor] % ways == 0
-                if names and factor not in places and fits and not taken.intersection(names):
-                    places[factor] = names
-                    taken.update(names)
-        return places
-
-    def local(self, run: Run, places: dict[str, tuple[str, ...]]) -> Run:
-        """One device's part of `run`, its sums added up over the devices: in float32, so that they
-        are rounded once however many devices there are.
-        """
-        number = next((n for n, axes in enumerate(self.inputs) if self.begins in axes), None)
-        names = None if number is None or self.begins is None else places.get(self.begins)
-
-        def part(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-            more: tuple[jax.Array, ...] = ()
-            if names and number is not None and self.begins is not None:
-                size = arrays[number].shape[self.inputs[number].index(self.begins)]
-                more = (jax.lax.axis_index(names) * size,)
-            results = []
-            for result, factors in zip(run(*arrays, *more), self.sums, strict=True):
-                over = tuple(name for factor in factors for name in places.get(factor, ()))
-                if over:
-                    result = jax.lax.psum(result.astype(sum_dtype(result.dtype)), over).astype(
-                        result.dtype
-                    )
-                results.append(result)
-            return tuple(results)
-
-        return part
-
-
 def sum_dtype(dtype: DTypeLike) -> DTypeLike:
     """The dtype in which floats are added up."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
-def _on_this_device(run: Run, arrays: Sequence[jax.Array], writes: int) -> tuple[jax.Array, ...]:
-    """`run(*arrays)` inside jax.shard_map, where the arrays are this device's part already."""
+def _on_this_device(run: Run, arrays: Sequence[jax.Array], split: Split) -> tuple[jax.Array, ...]:
+    """`run(*arrays)` inside jax.shard_map, where the arrays are this device's part already, or that
+    of the devices along explicit mesh axes.
+    """
+    mesh = explicit_mesh(arrays)
     # Pallas takes no refs that differ along mesh axes, so it is not to see that these do.
-    results = _sealed.bind(*arrays, run=run) if writes else run(*arrays)
-    every, rest = _varying_axes(arrays), _varying_axes(arrays[writes:])
+    if split.writes or mesh is not None:
+        run = functools.partial(_sealed.bind, run=run)
+    results = run(*arrays) if mesh is None else _by_types(run, arrays, split, mesh)
+    every = _varying_axes(arrays)
+    rest = _varying_axes([x for n, x in enumerate(arrays) if n not in split.writes])
     return tuple(
-        varying_along(result, every if n < writes else rest) for n, result in enumerate(results)
+        varying_along(result, every if n < len(split.writes) else rest)
+        for n, result in enumerate(results)
     )
 
 
 def _by_types(
-    run: Run, arrays: Sequence[jax.Array], split: _Split, mesh: AnyMesh
+    run: Run,
+    arrays: Sequence[jax.Array],
+    split: Split,
+    mesh: AnyMesh,
+    *,
+    check_vma: bool = False,
 ) -> tuple[jax.Array, ...]:
     """`run(*arrays)` by jax.shard_map: the axes of an explicit mesh are part of the types."""
     places = split.places(mesh, [jax.typeof(array) for array in arrays])
@@ -166,11 +281,13 @@ def _by_types(
     ]
     specs: dict[str, Any] = {"in_specs": ins, "out_specs": outs}
     local = split.local(run, places)
-    return jax.shard_map(local, mesh=mesh, **specs, check_vma=False)(*parts)
+    results = jax.shard_map(local, mesh=mesh, **specs, check_vma=check_vma)(*parts)
+    written = placed_like(results[: len(split.writes)], tuple([arrays[n] for n in split.writes]))
+    return *written, *results[len(split.writes) :]
 
 
 def _partition(
-    run: Run, split: _Split, mesh: Mesh, shapes: Sequence[Placed], results: Sequence[Placed]
+    run: Run, split: Split, mesh: Mesh, shapes: Sequence[Placed], results: Sequence[Placed]
 ) -> Any:
     """The answer to custom_partitioning, which knows how XLA has split the arrays."""
     del results
@@ -199,8 +316,16 @@ def _lowered_once(run: Run, shapes: tuple[jax.ShapeDtypeStruct, ...], platform: 
     """`run` on one device. XLA asks for each call of a program by itself, and what it gets would be
     lowered anew: this is lowered already.
     """
-    sealed = jax.jit(functools.partial(_sealed.bind, run=run))
-    return jax.export.export(sealed, platforms=[platform])(*shapes).call
+
+    def sealed(*arrays: jax.Array) -> list[jax.Array]:
+        each = zip(arrays, shapes, strict=True)
+        return _sealed.bind(*[x.reshape(like.shape) for x, like in each], run=run)
+
+    # Not over the mesh of jax.set_mesh, over which jax also places what is a scalar.
+    flat = [jax.ShapeDtypeStruct(x.shape or (1,), x.dtype) for x in shapes]
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        exported = jax.export.export(jax.jit(sealed), platforms=[platform])(*flat)
+    return lambda *arrays: exported.call(*[x.reshape(x.shape or (1,)) for x in arrays])
 
 
 class _Rule(NamedTuple):
@@ -212,7 +337,7 @@ class _Rule(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def _rule(split: _Split, shapes: tuple[tuple[int, ...], ...]) -> _Rule:
+def _rule(split: Split, shapes: tuple[tuple[int, ...], ...]) -> _Rule:
     def side(many: Sequence[Axes]) -> str:
         return ", ".join(
             " ".join(f"({axis})" if " " in axis else axis for axis in axes) for axes in many
@@ -321,6 +446,16 @@ def check_split(axis: str, name: str, arrays: jax.Array | tuple[jax.Array, ...],
             )
 
 
+def typed_like(array: jax.Array, like: jax.Array) -> jax.Array:
+    """The array, said to differ along the mesh axes that `like` differs along, and split over
+    explicit ones as `like` is.
+    """
+    axes = varying_axes(like)
+    array = varying_along(array, axes) if axes else array
+    alike = jax.typeof(array).sharding.spec == jax.typeof(like).sharding.spec
+    return array if alike else placed_like(array, like)
+
+
 def varying_like(array: jax.Array, *others: jax.Array) -> jax.Array:
     """The array, said to differ along the mesh axes that any of the others differs along."""
     axes = _varying_axes(others)
@@ -333,10 +468,7 @@ def gradient_of(array: jax.Array, gradient: jax.Array) -> jax.Array:
     """
     alike = tuple(sorted(varying_axes(gradient) - varying_axes(array)))
     gradient = jax.lax.psum(gradient, alike) if alike else gradient
-    sharding = jax.typeof(array).sharding
-    if jax.typeof(gradient).sharding.spec == sharding.spec:
-        return gradient
-    return jax.sharding.reshard(gradient, NamedSharding(sharding.mesh, sharding.spec))
+    return placed_like(gradient, array)
 
 
 def one_after_another[Arrays](run: Callable[[Arrays], Any], arrays: Arrays) -> Any:
@@ -348,12 +480,11 @@ def one_after_another[Arrays](run: Callable[[Arrays], Any], arrays: Arrays) -> A
     if split is None:
         return jax.lax.map(run, arrays)
 
-    def along(names: str | tuple[str, ...] | None, array: jax.Array) -> jax.Array:
-        rest = jax.typeof(array).sharding.spec[1:]
-        return jax.sharding.reshard(array, NamedSharding(split.mesh, PartitionSpec(names, *rest)))
+    def again(array: jax.Array) -> jax.Array:
+        spec = PartitionSpec(split.spec[0], *spec_of(array)[1:])
+        return jax.sharding.reshard(array, NamedSharding(split.mesh, spec))
 
-    whole = jax.tree.map(functools.partial(along, None), arrays)
-    return jax.tree.map(functools.partial(along, split.spec[0]), jax.lax.map(run, whole))
+    return jax.tree.map(again, jax.lax.map(run, whole(arrays, 1)))
 
 
 def varying_along(array: jax.Array, axes: frozenset[str]) -> jax.Array:

@@ -65,6 +65,13 @@ def narrow_over_two(dtype, **options):
     return call
 
 
+def with_split_lengths(cache):
+    """The cache where explicit mesh axes split its lengths."""
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    split = jax.device_put(cache.lengths, jax.NamedSharding(mesh, P("x")))
+    return dataclasses.replace(cache, lengths=split)
+
+
 def ragged(**changes):
     arguments = {
         "q": z(6, 4, 8),
@@ -734,6 +741,8 @@ DECODES = {
     "cache.new_lengths: expected int32[2] (one a sequence), got NoneType": (
         lambda: pa.write_kv(of(paged(), new_lengths=None), ROW, ROW)
     ),
+    "cache.lengths: expected numbers that all devices have whole, got int32[2] split as P('x',); "
+    "place the cache by cache.specs()": lambda: with_split_lengths(paged()).extend(1),
     "cache.page_table: expected int32[M, W], got int16[2, 3]": (
         lambda: pa.decode_attention(z(2, 1, 4, 8), of(paged(), page_table=z(2, 3, dtype="int16")))
     ),

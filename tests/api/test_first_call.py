@@ -154,8 +154,8 @@ def test_layers_over_an_automatic_mesh(monkeypatch):
 
     @jax.jit
     def attend(x):
-        axes = [("b", "t")]
-        return sharding.over_devices(lambda x: (x * 2,), [x], axes, axes, ["b"])[0]
+        axes = (("b", "t"),)
+        return sharding.over_devices(lambda x: (x * 2,), [x], sharding.Split(axes, axes, ("b",)))[0]
 
     model, x = jax.jit(layers_of(MANY, attend)), jnp.ones((4, 3))
     result = model(jax.device_put(x, split))

@@ -444,8 +444,9 @@ def test_overlapping_reaches_what_is_lowered_later(axes):
         return (x + 1,)
 
     def over_devices(x):
+        split = sharding.Split((("m",),), (("m",),), free=("m",), writes=(0,))
         with _device.overlapping():
-            return sharding.over_devices(run, (x,), (("m",),), (("m",),), free=("m",), writes=1)[0]
+            return sharding.over_devices(run, (x,), split)[0]
 
     call, x = over_devices, jax.device_put(jnp.zeros(4), jax.NamedSharding(mesh, P("tp")))
     if axes == "manual":

@@ -455,6 +455,8 @@ BUILDS: dict[str, Build] = {
     "flash_bwd/sm90/h64_window": _backward_sm90(64, **_WINDOW),
     "flash_bwd/sm90/h64_group_window": _backward_sm90(64, **_GROUP_WINDOW),
     "flash_bwd/sm90/h72_short": _backward_sm90(72, rows=49, keys=64),
+    "flash_bwd/sm90/h128_short": _backward_sm90(128, rows=49, keys=64),
+    "flash_bwd/sm90/h128_joined": _backward_sm90(128, rows=17, keys=17),
     "flash_bwd/sm90/h64_heads": _backward_sm90(64, heads=(130, 130), rows=197, keys=197),
     "flash_bwd/sm90/h40_cross": _backward_sm90(40, heads=(8, 8), rows=4096, keys=77),
     "flash_bwd/sm90/h72_odd": _backward_sm90(72, rows=729, keys=729),

@@ -59,7 +59,8 @@ class BlockOfThreads:
         return self._word(np.stack(values, axis=1).astype(np.uint8))
 
     def _word(self, rows):
-        return np.ascontiguousarray(rows).view(f"i{rows.shape[1]}").reshape(128)
+        kind = "V16" if rows.shape[1] == 16 else f"i{rows.shape[1]}"
+        return np.ascontiguousarray(rows).view(kind).reshape(128)
 
     def bits(self, number):
         return np.asarray(number, np.float32).view(np.int32)

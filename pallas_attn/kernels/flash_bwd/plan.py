@@ -26,6 +26,7 @@ class KeyPlan:
     dq: Any = None  # how `sm90_fused` adds up dq: see `dq_sum`; None: not at all
     share: tuple[int, ...] = ()  # columns of a warpgroup's share of a dQ, of each accumulator
     key_sums: tuple[Any, ...] = ()  # `aux_sums.KeySum`s that `sm90_fused` makes
+    rows_apart: Any = None  # `batch_rows.RowsApart`, where a tile is several batch rows
 
     @property
     def tiling(self) -> KeyTiling:

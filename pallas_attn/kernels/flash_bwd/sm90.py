@@ -28,6 +28,7 @@ from pallas_attn.kernels.flash_bwd import (
     one_key_tile,
     operands,
     sm90_dbias,
+    sm90_dq,
     sm90_fused,
     statistics,
     step_parts,
@@ -140,14 +141,17 @@ def _in_order(problem: AttentionProblem, config: Config) -> Config:
 # ---- which kernel -------------------------------------------------------------------------------
 
 
-def has_small_blocks(problem: AttentionProblem) -> bool:
-    """Whether a mask function reads a table of blocks that are smaller than the 128 keys of a work
-    tile.
+def has_block_table(problem: AttentionProblem) -> bool:
+    """Whether a mask function reads a table of blocks, and these are smaller than the 128 keys of a
+    work tile, or L2 cannot hold the dq of a kv head's queries, to which blocks of keys would add in
+    any order.
     """
     program = problem.mask_program
     if is_wide(problem) or program is None or not tile_lists.reads_pairs(program):
         return False
-    return not problem.learned and block_tables.tile_sizes(problem) != block_tables.TILES[0]
+    small = block_tables.tile_sizes(problem) != block_tables.TILES[0]
+    far = WorkOrder(KeyTiling(problem, sm90_fused.KEYS, ROWS)).head_exceeds_l2
+    return not problem.learned and (small or far)
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
@@ -157,8 +161,8 @@ def limit(problem: AttentionProblem) -> Limit | None:
     remedy = "leave implementation=None"
     if is_wide(problem):
         return Limit("it takes 16-bit floats of head dims up to 128", remedy)
-    if has_small_blocks(problem):
-        return Limit("it has tiles of 128 keys, and a table has smaller blocks", remedy)
+    if has_block_table(problem):
+        return Limit("a table has smaller blocks than its 128 keys, or dq exceeds L2", remedy)
     if problem.deterministic and not (one_key_tile.takes(problem) or _may_take_turns(problem)):
         return Limit("its bits repeat where kv tiles take turns, or all keys are one", remedy)
     return None
@@ -171,9 +175,9 @@ def _may_take_turns(problem: AttentionProblem) -> bool:
 
 def slower(problem: AttentionProblem) -> Limit | None:
     """Why two kernels are faster, or None. A float32 dq is set to 0 before and rounded after, which
-    costs more than it saves where keys meet few query rows, unless a kernel of its own rounds it
-    and blocks take parts; or blocks add to more of it at a time than L2 holds; or most blocks would
-    have no work tile.
+    costs more than it saves where keys meet few query rows, unless blocks take parts or one work
+    tile at most; or blocks add to more of it at a time than L2 holds; or most blocks would have no
+    work tile.
     """
     if one_key_tile.takes(problem):
         return None
@@ -184,6 +188,13 @@ def slower(problem: AttentionProblem) -> Limit | None:
     order = dataclasses.replace(order, lockstep=locked)
     has_parts = step_parts.default(order, adds_dq=True) > 1
     few_rows = tiling.mean_q_rows <= 512 and not (has_parts and config.block_q > ROWS)
+    if few_rows and order.work_tiles <= order.blocks:
+        apart = WorkOrder(tiling, config.grid)
+        apart = dataclasses.replace(
+            apart, lockstep=work_order.stays_in_lockstep(apart, adds_dq=False)
+        )
+        rows = ROWS * sm90_dq.consumers(problem, 3 if config.block_q > ROWS else 2)
+        few_rows = not step_parts.dq_is_faster_beside(order, apart, rows, ROWS, config.dq_lag)
     idle = 2 * order.work_tiles <= config.grid and not has_parts
     scattered = order.exceeds_l2 and (idle or not tiling.follows_mask)
     gains = not (few_rows or scattered)

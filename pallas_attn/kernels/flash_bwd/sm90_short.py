@@ -6,8 +6,11 @@ Grid: a block is one warpgroup with a head of at most `TILES` tiles of 64 querie
 keys. Several blocks share a multiprocessor: one computes while others wait for memory.
 
 Kv tiles come one after the other, each with all query tiles that meet it. dQ of all query tiles
-stays in registers throughout, dK and dV for one kv tile. Tiles of scores have keys as rows, see
+stays in registers throughout, dK and dV for one kv tile. Where that is too much for registers there
+is one pair of tiles, whose gradients are made one by one. Tiles of scores have keys as rows, see
 `key_tiles`. Rows past the ends are zeros in shared memory and are not stored (`panels`).
+
+Batch rows of at most 32 queries share a tile, as in the forward (`flash_fwd.batch_rows`).
 
 Shared memory:
   q, do [query tiles]  dq is stored from q
@@ -40,6 +43,7 @@ from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
 from pallas_attn.kernels.flash_bwd.statistics import QueryTileAt, StatisticsRefs
 from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
+from pallas_attn.kernels.flash_fwd import batch_rows
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import (
@@ -80,13 +84,21 @@ def limit(problem: AttentionProblem) -> Limit | None:
 def takes(problem: AttentionProblem) -> bool:
     """Whether this kernel serves a problem."""
     q_tiles, kv_tiles = (pl.cdiv(n, ROWS) for n in (problem.q_len, problem.kv_len))
+    within = 1 <= q_tiles <= TILES and 1 <= kv_tiles <= TILES
+    return within and (holds_all(problem) or _is_pair(problem)) and is_plain(problem)
+
+
+def holds_all(problem: AttentionProblem) -> bool:
+    """Whether registers hold all sums at once."""
+    q_tiles = pl.cdiv(problem.q_len, ROWS)
     qk, v = (sum(panels.widths(n)) for n in (problem.head_dim, problem.v_head_dim))
-    return (
-        1 <= q_tiles <= TILES
-        and 1 <= kv_tiles <= TILES
-        and (q_tiles + 1) * qk + v <= SUMS
-        and is_plain(problem)
-    )
+    return (q_tiles + 1) * qk + v <= SUMS
+
+
+def _is_pair(problem: AttentionProblem) -> bool:
+    """Whether a head is one pair of tiles, whose sums registers hold one after the other."""
+    qk, v = (sum(panels.widths(n)) for n in (problem.head_dim, problem.v_head_dim))
+    return max(problem.q_len, problem.kv_len) <= ROWS and 2 * qk <= SUMS and 2 * v <= SUMS
 
 
 def is_plain(problem: AttentionProblem) -> bool:
@@ -156,8 +168,12 @@ def scratch(plan: KeyPlan) -> ShortSmem:
 
 
 def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
-    order = WorkOrder(KeyTiling(problem, ROWS, ROWS))
-    return KeyPlan(problem, config, order, RowFormats.of(problem, ROWS))
+    """The plan for as many batch rows as share a tile, with their mask."""
+    count, rows_apart = batch_rows.most_joined(problem), None
+    if count > 1:
+        problem, rows_apart = batch_rows.joined(problem, count)
+    order, form = WorkOrder(KeyTiling(problem, ROWS, ROWS)), RowFormats.of(problem, ROWS)
+    return KeyPlan(problem, config, order, form, rows_apart=rows_apart)
 
 
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
@@ -265,6 +281,15 @@ def _wait(smem: ShortSmem, pair: Pair, names: tuple[str, str]) -> None:
 def _add_pair(
     ctx: KernelContext, pair: Pair, sums: Gradients, s_acc: RegisterTile, dp_acc: RegisterTile
 ) -> None:
+    _, ds = _add_dv(ctx, pair, sums.dv, s_acc, dp_acc)
+    _add_dk(ctx, pair, ds, sums.dk)
+    _add_dq(ctx, pair, sums.dq)
+
+
+def _add_dv(
+    ctx: KernelContext, pair: Pair, dv: RegisterTiles, s_acc: RegisterTile, dp_acc: RegisterTile
+) -> tuple[RegisterTile, RegisterTile]:
+    """P, and dS, which is in shared memory, too. Adds to dV if there are accumulators of it."""
     plan, _, smem = ctx
     problem, (head, j, t) = plan.problem, pair
     dtype, span = jnp.dtype(problem.dtype), _spans(plan)[j]
@@ -275,24 +300,64 @@ def _add_pair(
     _wait(smem, pair, ("v", "do"))
     wgmma.score_panels(dp_acc, v, do)
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(v))
-    place = LogitTile(
-        *head, t * ROWS, j * ROWS, problem.q_offset, problem.kv_len, problem.mask, q_axis=1
-    )
-    lse, masked = mosaic.load(smem.lse.at[t], mosaic.COLUMN), not span.full_lo <= t < span.full_hi
+    mask = plan.rows_apart or problem.mask
+    place = LogitTile(*head, t * ROWS, j * ROWS, problem.q_offset, problem.kv_len, mask, q_axis=1)
+    lse = mosaic.load(smem.lse.at[t], mosaic.COLUMN)
+    masked = plan.rows_apart is not None or not span.full_lo <= t < span.full_hi
     p, slope = score_mod.probabilities(ctx, place, s, lse, masked)
-    wgmma.value_panels(sums.dv, p.astype(dtype), do)
-    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(do))
+    weights = p.astype(dtype)
+    if dv:
+        wgmma.value_panels(dv, weights, do)
+    dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(dv))
     delta = per_column(mosaic.load(smem.delta.at[t], mosaic.COLUMN), dp.shape)
     ds = d_scores(p, dp, delta, slope).astype(dtype)
     plgpu.commit_smem()  # all warps have read the dS of the pair before
     for copy in smem.ds:
         copy[...] = ds
     plgpu.commit_smem()
-    wgmma.value_panels(sums.dk, ds, q)
+    return weights, ds
+
+
+def _add_dk(ctx: KernelContext, pair: Pair, ds: RegisterTile, dk: RegisterTiles) -> None:
+    wgmma.value_panels(dk, ds, panels.tiles(ctx.smem.q, pair.t))
+
+
+def _add_dq(ctx: KernelContext, pair: Pair, dq: RegisterTiles) -> None:
+    k = panels.tiles(ctx.smem.k, pair.j)
     swizzles = sorted({right.shape[1] for right in k})
-    for acc, right in zip(sums.dq, k, strict=True):
-        left = smem.ds[swizzles.index(right.shape[1])]
+    for acc, right in zip(dq, k, strict=True):
+        left = ctx.smem.ds[swizzles.index(right.shape[1])]
         plgpu.wgmma(acc, left.transpose((1, 0)), right)
+
+
+def _pair_alone(ctx: KernelContext, outs: Gradients, head: Head) -> None:
+    """The only pair of a head, one gradient after the other."""
+    plan, smem, pair = ctx.plan, ctx.smem, Pair(head, 0, 0)
+    scale, dtype = plan.problem.scale, jnp.dtype(plan.problem.dtype)
+
+    def add_dv(*dv: RegisterTile) -> None:
+        wgmma.value_panels(dv, p, panels.tiles(smem.do, 0))
+        _store(head, (Staged([acc[...] for acc in dv], smem.v, 0), outs.dv))
+
+    def make_dk(*dk: RegisterTile) -> list[RegisterTile]:
+        _add_dk(ctx, pair, ds, dk)
+        return [(acc[...] * scale).astype(dtype) for acc in dk]
+
+    def add_dq(*dq: RegisterTile) -> None:
+        _add_dq(ctx, pair, dq)
+        staged = Staged([acc[...] * scale for acc in dq], smem.q, 0)
+        _store(head, (Staged(dk, smem.k, 0), outs.dk), (staged, outs.dq))
+
+    qk, v = (panels.widths(n) for n in (plan.problem.head_dim, plan.problem.v_head_dim))
+    scores = functools.partial(_add_dv, ctx, pair, ())
+    p, ds = pl.run_scoped(scores, *_accumulators((ROWS, ROWS)))
+    pl.run_scoped(add_dv, *_accumulators(v))
+    dk = pl.run_scoped(make_dk, *_accumulators(qk))
+    pl.run_scoped(add_dq, *_accumulators(qk))
+
+
+def _accumulators(widths: tuple[int, ...]) -> list[Any]:
+    return [plgpu.ACC((ROWS, width), jnp.float32) for width in widths]
 
 
 # ---- the kernel and its call --------------------------------------------------------------------
@@ -307,18 +372,18 @@ def _kernel(refs: ShortRefs, *rest: GmemRef, plan: KeyPlan) -> None:
     _load(ctx, head)
     qk, v = panels.widths(problem.head_dim), panels.widths(problem.v_head_dim)
 
-    def accs(widths: tuple[int, ...]) -> list[Any]:
-        return [plgpu.ACC((ROWS, width), jnp.float32) for width in widths]
-
     def all_tiles(*sums: RegisterTile) -> None:
         dqs = [sums[n : n + len(qk)] for n in range(0, len(sums), len(qk))]
         for j in range(tiling.kv_tiles):
             kv_tile = functools.partial(_kv_tile, ctx, outs, head, j, dqs)
-            pl.run_scoped(kv_tile, *accs(qk), *accs(v))
+            pl.run_scoped(kv_tile, *_accumulators(qk), *_accumulators(v))
         values = [[acc[...] * problem.scale for acc in accs] for accs in dqs]
         _store(head, *[(Staged(x, smem.q, t), outs.dq) for t, x in enumerate(values)])
 
-    pl.run_scoped(all_tiles, *accs(qk * tiling.q_tiles))
+    if holds_all(problem):
+        pl.run_scoped(all_tiles, *_accumulators(qk * tiling.q_tiles))
+    else:
+        _pair_alone(ctx, outs, head)
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -335,6 +400,9 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
 
 def _dq_dk_dv(plan: KeyPlan, residuals: Residuals) -> Gradients:
     """dq, dk and dv."""
+    shapes = residuals.inputs[:3]
+    if plan.rows_apart is not None:
+        residuals = _joined_residuals(residuals, plan.problem.q_len // plan.rows_apart.rows)
     inputs, out, lse, d_out, d_lse = residuals
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
@@ -347,7 +415,24 @@ def _dq_dk_dv(plan: KeyPlan, residuals: Residuals) -> Gradients:
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_bwd_short_sm90",
     )
-    return Gradients(*kernel(ShortRefs(inputs.q, inputs.k, inputs.v, d_out, out, lse, d_lse)))
+    grads = kernel(ShortRefs(inputs.q, inputs.k, inputs.v, d_out, out, lse, d_lse))
+    return Gradients(*(x.reshape(of.shape) for x, of in zip(grads, shapes, strict=True)))
+
+
+def _joined_residuals(residuals: Residuals, count: int) -> Residuals:
+    """The residuals of `count` batch rows each as of one."""
+
+    def rows(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, count * x.shape[1], *x.shape[2:])
+
+    def by_row(x: jax.Array) -> jax.Array:  # [B, N, T]
+        batch, heads, length = x.shape
+        x = jnp.swapaxes(x.reshape(-1, count, heads, length), 1, 2)
+        return x.reshape(batch // count, heads, count * length)
+
+    inputs, out, lse, d_out, d_lse = residuals
+    inputs = batch_rows.joined_inputs(inputs, count)
+    return Residuals(inputs, rows(out), by_row(lse), rows(d_out), by_row(d_lse))
 
 
 KERNEL = Kernel(Config, limit, smem_bytes, run)

@@ -83,13 +83,18 @@ class Config:
         """The Config of a problem that nobody tuned."""
         if is_wide(problem):
             wide = _fitting(problem, cls(in_registers=holds_columns(problem)))
+            if problem.dtype != "float32":
+                consumers = sm90_dq.consumers(problem, wide.dq_warpgroups)
+                wide = dataclasses.replace(wide, dq_warpgroups=consumers)
             return _in_parts_and_order(problem, wide)
-        if sm90.has_small_blocks(problem):
+        if sm90.has_block_table(problem):
             heads = block_tables.heads_of_tile(problem, 2)
             return _in_parts(problem, _fitting(problem, cls(dq_warpgroups=heads)))
         if max(problem.head_dim, problem.v_head_dim) <= 64:
-            return _in_parts_and_order(problem, cls(128, dq_stages=4, dq_warpgroups=3))
-        return _in_parts_and_order(problem, cls(dq_stages=3))
+            narrow = cls(128, dq_stages=4, dq_warpgroups=sm90_dq.consumers(problem, 3))
+            return _in_parts_and_order(problem, narrow)
+        consumers = sm90_dq.consumers(problem, 2)
+        return _in_parts_and_order(problem, cls(dq_stages=3, dq_warpgroups=consumers))
 
 
 def _in_parts(problem: AttentionProblem, config: Config) -> Config:
@@ -148,7 +153,7 @@ def holds_columns(problem: AttentionProblem) -> bool:
 
 def by_64_keys(problem: AttentionProblem) -> bool:
     """Whether `sm90_dkdv` makes dk and dv."""
-    return is_wide(problem) or sm90.has_small_blocks(problem)
+    return is_wide(problem) or sm90.has_block_table(problem)
 
 
 def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
@@ -167,7 +172,7 @@ def dq_plan(problem: AttentionProblem, config: Config) -> QueryPlan:
     sizes = config.dq_warpgroups, config.dq_block_kv, config.dq_stages, config.grid
     plan = QueryPlan.of(problem, sm90_dq.DqConfig(*sizes, config.in_registers))
     plan = dataclasses.replace(plan, panels=tma_operands.takes_panels(problem))
-    if sm90.has_small_blocks(problem):
+    if sm90.has_block_table(problem):
         plan = block_tables.with_heads(plan)
     bias_and_mask = score_tiles.of_problem(problem, config.dq_block_kv)
     if problem.dtype == "float32" or not bias_and_mask:

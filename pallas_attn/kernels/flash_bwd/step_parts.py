@@ -45,13 +45,15 @@ MOST = 64
 # How many there are by default. A part costs its float32 sums, written and read, and all of them a
 # launch; few steps cost as much as loading the keys.
 NUMBERS = 2, 3, 4, 6, 8, 12, 16
-LEAST_STEPS = 2  # a part's, on average
+LEAST_STEPS = 2 / 3  # a part's, on average over the work tiles: one of the longest
 MOST_BYTES = 2**28  # all sums'
 MOST_TILES_A_BLOCK = 4  # on average; with more of them blocks are busy
 GAIN = 0.92  # largest part of the time without parts
 FLOP_A_MICROSECOND = 5.0e6  # a multiprocessor's; from 4.6 to 5.8 on an H200
 LAUNCH_MICROSECONDS = 1.5
+START_MICROSECONDS = 3.0  # a launch's that has a ring
 BYTES_A_MICROSECOND = 3.5e6
+IN_L2 = 40e6, 8.0e6  # up to so many bytes of sums L2 holds them: bytes a microsecond then
 Widths = Sequence[int]  # columns of the accumulators of a gradient
 
 
@@ -60,22 +62,51 @@ Widths = Sequence[int]  # columns of the accumulators of a gradient
 
 def default(order: WorkOrder, adds_dq: bool) -> int:
     """The number of parts with which a launch, with or without dQ, is expected to take the least
-    time: that of the busiest block.
+    time.
     """
+    several = _possible(order, MOST_TILES_A_BLOCK * (order.blocks or order.work_tiles))
+    time = functools.partial(_microseconds, order, adds_dq)
+    best = min(several, key=time, default=1)
+    return best if several and time(best) < GAIN * time(1) else 1
+
+
+def _microseconds(order: WorkOrder, adds_dq: bool, parts: int) -> float:
+    """The time of the busiest block, and of the sum of the parts."""
     tiling, problem = order.tiling, order.problem
     dims = problem.head_dim, problem.v_head_dim
-    columns = (3 if adds_dq else 2) * dims[0] + 2 * dims[1]
-    step = 2 * tiling.block_q * tiling.block_kv * columns / FLOP_A_MICROSECOND
-    keys, blocks = order.kv_heads * tiling.padded_keys, order.blocks or order.work_tiles
+    step = _step_microseconds(order, adds_dq)
+    nbytes = 2 * 4 * parts * order.kv_heads * tiling.padded_keys * sum(dims)
+    rate = IN_L2[1] if nbytes <= IN_L2[0] else BYTES_A_MICROSECOND
+    also = LAUNCH_MICROSECONDS + nbytes / rate if parts > 1 else 0.0
+    return work_order.busiest(dataclasses.replace(order, parts=parts)) * step + also
 
-    def microseconds(parts: int) -> float:
-        nbytes = 2 * 4 * parts * keys * sum(dims)
-        also = LAUNCH_MICROSECONDS + nbytes / BYTES_A_MICROSECOND if parts > 1 else 0.0
-        return work_order.busiest(dataclasses.replace(order, parts=parts)) * step + also
 
-    several = _possible(order, MOST_TILES_A_BLOCK * blocks)
-    best = min(several, key=microseconds, default=1)
-    return best if several and microseconds(best) < GAIN * microseconds(1) else 1
+def _step_microseconds(order: WorkOrder, adds_dq: bool) -> float:
+    tiling, problem = order.tiling, order.problem
+    columns = (3 if adds_dq else 2) * problem.head_dim + 2 * problem.v_head_dim
+    return 2 * tiling.block_q * tiling.block_kv * columns / FLOP_A_MICROSECOND
+
+
+def dq_is_faster_beside(fused: WorkOrder, apart: WorkOrder, rows: int, keys: int, lag: int) -> bool:
+    """Whether dQ takes less time beside dK and dV, with the work tiles of `fused`, than in a kernel
+    of its own, whose work tiles have `rows` query rows and whose steps have `keys` keys. For work
+    tiles of which no block takes two. `lag`: the steps by which dQ is later than dK.
+    """
+    problem = fused.problem
+    together, alone = (
+        _microseconds(order, order is fused, default(order, order is fused))
+        for order in (fused, apart)
+    )
+    nbytes = 2 * 4 * problem.batch * problem.q_heads * problem.q_len * problem.head_dim
+    together += 2 * LAUNCH_MICROSECONDS + nbytes / BYTES_A_MICROSECOND  # zeros, and rounding
+    together += (lag - 1) * _step_microseconds(fused, adds_dq=True)
+    heads, each = problem.batch * problem.q_heads, math.ceil(problem.q_len / rows)
+    seen = min(fused.tiling.mean_q_rows / problem.q_len, 1.0) * problem.kv_len / keys
+    longest = problem.kv_len / keys + work_order.WORK_TILE_OVERHEAD
+    shared = heads * each * (seen + work_order.WORK_TILE_OVERHEAD) / (fused.blocks or heads * each)
+    columns = 2 * problem.head_dim + problem.v_head_dim
+    step = 2 * rows * keys * columns / FLOP_A_MICROSECOND
+    return together < alone + START_MICROSECONDS + step * max(longest, shared)
 
 
 def of_idle(order: WorkOrder, blocks: int) -> int:

@@ -79,3 +79,8 @@ class RowsApart(NamedTuple):
         low = first if low is None else jnp.maximum(low, first)
         high = end if high is None else jnp.minimum(high, end)
         return low, high
+
+    def allows(self, query: RegisterTile, key: RegisterTile, *_: Any) -> RegisterTile:
+        """Whether queries see keys, both by their rows in the work tile."""
+        low, high = self.row_bounds(query)
+        return (low <= key) & (key < high)

@@ -1,8 +1,9 @@
 """A launch that transposes V for matmuls on float8: [B, S, K, Hv] -> [B, K, width, keys], with keys
 in the order of `wgmma_float8.ORDER` and zeros past lengths and sizes.
 
-A thread reads 4 bytes of each of 32 rows (neighbouring threads read neighbouring bytes) and writes
-32 bytes, whole sectors, to each of 4 rows of V^T.
+A thread reads 4 bytes of each of 16 rows and writes 16 bytes to each of 4 rows of V^T. 8 threads of
+a warp read 32 bytes side by side, and 4 write 64: whole sectors both ways. Stores of a quarter of a
+sector took three times as long.
 """
 
 import dataclasses
@@ -20,9 +21,10 @@ from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import GmemRef, Index, Operand
 from pallas_attn.kernels.mma.wgmma_float8 import ORDER, UNIT
 
-KEYS = 32  # keys of a thread
 COLUMNS = 4  # columns of v of a thread: the bytes of a word
-PIECE = 8  # bytes of a store
+WORDS = 8  # threads of a warp side by side in a row of v
+UNITS = 4  # threads of a warp side by side in a row of V^T, a unit of keys each
+KEYS = UNITS * UNIT  # keys of a warp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,14 +39,14 @@ class Sizes:
     keys: int
 
     @property
-    def words(self) -> int:
-        """Words of 4 columns in a row of V^T: the threads that share the same keys."""
-        return self.width // COLUMNS
+    def across(self) -> int:
+        """Warps that share the same keys."""
+        return pl.cdiv(self.width, WORDS * COLUMNS)
 
     @property
     def share(self) -> int:
         """Blocks of a head."""
-        return pl.cdiv(self.keys // KEYS * self.words, THREADS)
+        return pl.cdiv(self.keys // KEYS * self.across * WORDS * UNITS, THREADS)
 
 
 class Refs(NamedTuple):
@@ -67,28 +69,28 @@ class _Place(NamedTuple):
 def _transpose(ctx: ThreadContext) -> None:
     thread, refs, at, sizes = ctx
     item = thread.index + at.first
-    group, column = item // sizes.words, item % sizes.words
+    warp, lane = item // (WORDS * UNITS), item % (WORDS * UNITS)
+    group, across = warp // sizes.across, warp % sizes.across
+    unit = group * UNITS + lane // WORDS
+    column = across * WORDS + lane % WORDS
     inside = column < sizes.dim // COLUMNS
     row_words = sizes.heads * (sizes.dim // COLUMNS)
     begin = thread.to_int64(at.batch) * (sizes.rows * row_words)
     read = at.head * (sizes.dim // COLUMNS) + thread.select(inside, column, 0)
     begin = begin + thread.to_int64(read)
     words = []
-    for n in range(KEYS):
-        key = group * KEYS + n
+    for n in range(UNIT):
+        key = unit * UNIT + n
         row = thread.minimum(key, sizes.rows - 1)
         word = thread.load(refs.v, begin + thread.to_int64(row) * row_words, COLUMNS)
         words.append(thread.select(inside & (key < at.live), word, 0))
-    head = thread.to_int64(at.batch * sizes.heads + at.head) * (sizes.width * sizes.keys // PIECE)
-    exists = group < sizes.keys // KEYS
+    head = thread.to_int64(at.batch * sizes.heads + at.head) * (sizes.width * sizes.keys // UNIT)
+    exists = (unit < sizes.keys // UNIT) & (column < sizes.width // COLUMNS)
+    taken = [words[key] for key in ORDER.tolist()]
     for n in range(COLUMNS):
-        line = head + thread.to_int64(column * COLUMNS + n) * (sizes.keys // PIECE)
-        line = line + thread.to_int64(group * (KEYS // PIECE))
-        for piece in range(KEYS // PIECE):
-            unit, start = divmod(piece * PIECE, UNIT)
-            taken = [words[unit * UNIT + key] for key in ORDER[start : start + PIECE].tolist()]
-            together = thread.packed([word >> (8 * n) for word in taken])
-            thread.store(refs.out, line + piece, together, PIECE, exists)
+        line = head + thread.to_int64(column * COLUMNS + n) * (sizes.keys // UNIT)
+        together = thread.packed([word >> (8 * n) for word in taken])
+        thread.store(refs.out, line + thread.to_int64(unit), together, UNIT, exists)
 
 
 def _kernel(refs: Refs, out: GmemRef, *, sizes: Sizes) -> None:

@@ -9,6 +9,7 @@ from jax.experimental.pallas import cdiv
 from pallas_attn._call.problem import FLOAT8, AttentionProblem
 from pallas_attn.kernels.attention.tiles import ROWS, heads_in
 from pallas_attn.kernels.attention.tma_operands import round_up
+from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.flash_fwd.sm90 import SMEM_LIMIT, Config, plan_of, smem_bytes
 from pallas_attn.kernels.flash_fwd.tile_scheduler import BLOCKS, L2_BYTES, STEP_OVERHEAD
 
@@ -108,7 +109,7 @@ def _of_few_rows(problem: AttentionProblem, dim: int, made: Callable[..., Config
 
     def time_of(consumers: int) -> float:
         tiles = cdiv(problem.q_len, ROWS * consumers)
-        rounds: float = cdiv(problem.batch * problem.q_heads * tiles, BLOCKS)
+        rounds = tile_scheduler.rounds(problem, ROWS * consumers)
         if dim <= 64 and problem.q_len > 256:  # idle consumers give the others their time
             rounds *= (tiles - 1 + _last_cost(problem, consumers)) / tiles
         return costs[consumers] * consumers * rounds

@@ -411,6 +411,20 @@ def rank_costs(tiles: int) -> np.ndarray:
     return 1 + RANK_SPREAD * (1 - np.arange(tiles) / tiles)
 
 
+def rounds(problem: AttentionProblem, rows: int) -> float:
+    """The work of the busiest block, in work tiles of `rows` query rows like the longest of them.
+    Of equal ones it is a whole number; where a mask makes some short, blocks end together.
+    """
+    heads, mask = problem.batch * problem.q_heads, problem.mask.widest
+    firsts = range(0, max(problem.q_len, 1), rows)
+    if mask.is_full:
+        return pl.cdiv(heads * len(firsts), BLOCKS)
+    offset, keys = problem.q_offset, problem.kv_len
+    spans = [mask.kv_range(offset + n, offset + n + rows, keys) for n in firsts]
+    steps = [max(0, int(hi) - int(lo)) for lo, hi in spans]
+    return max(1.0, heads * sum(steps) / (BLOCKS * max(*steps, 1)))
+
+
 def costs_of(codes: np.ndarray, bits: int, costs: np.ndarray, heads: int) -> np.ndarray:
     """The costs of work tiles by their codes, from costs [n, tiles] of batch rows that repeat after
     n.

@@ -150,7 +150,7 @@ def to_word(numbers: list[Value], dtype: str) -> Value:
 
 
 def packed(numbers: list[Value], bits: int) -> Value:
-    """The low `bits` of each 32-bit integer one above the other."""
+    """The low `bits` of each 32-bit integer one above the other: a word of 1 to 16 bytes."""
     halves = []
     for lo in range(0, len(numbers), 32 // bits):
         half = utils.c(0, i32())
@@ -158,6 +158,11 @@ def packed(numbers: list[Value], bits: int) -> Value:
             low = arith.andi(number, utils.c(2**bits - 1, i32()))
             half = arith.ori(half, arith.shli(low, utils.c(n * bits, i32())))
         halves.append(half)
+    if len(halves) == 4:
+        vectors = llvm.mlir_undef(word_type(16))
+        for i, half in enumerate(halves):
+            vectors = vector.insert(half, vectors, [], [i])
+        return vectors
     if len(halves) == 2:
         low, high = (arith.extui(_int(64), half) for half in halves)
         return arith.ori(low, arith.shli(high, utils.c(32, _int(64))))

@@ -201,7 +201,7 @@ class Thread(thread_program.Thread):
         return Int(thread_math.to_word([x.value for x in values], dtype))
 
     def packed(self, values: Sequence[Int]) -> Int:
-        """The low bytes of 1 to 8 integers: a word of as many bytes."""
+        """The low bytes of 1, 2, 4, 8 or 16 integers: a word of as many bytes."""
         return Int(thread_math.packed([x.value for x in values], 8))
 
     # ---- loops -----------------------------------------------------------------------------------

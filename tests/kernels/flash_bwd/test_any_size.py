@@ -42,6 +42,11 @@ SHORT = {
     "causal": sized(77, 70, 24, mask=CAUSAL, dtype="float16", v_head_dim=40, **ONE),
     "two_swizzles": sized(49, 70, 72, v_head_dim=88, **ONE),
     "rows_without_keys": sized(100, 70, 64, mask=Mask(right=-30), softcap=20.0, sinks=True, **ONE),
+    "one_wide_tile": sized(49, 60, 128, **ONE),
+    "wide_with_sinks": sized(64, 33, 104, mask=CAUSAL, v_head_dim=72, sinks=True, **ONE),
+    "joined": sized(17, 17, 40, **ONE | {"batch": 6}),
+    "joined_causal": sized(16, 16, 128, batch=4, mask=CAUSAL, sinks=True),
+    "joined_window": sized(21, 21, 64, mask=Mask(4, -2), q_offset=5, **ONE | {"batch": 3}),
 }
 
 
@@ -68,6 +73,7 @@ def test_problems_that_one_launch_does_not_take():
         {"kv_len": 129},
         {"kv_heads": 1},
         {"head_dim": 136},
+        {"q_len": 65, "head_dim": 128},
         {"dtype": "float32"},
         {"arrays": ("kv_lengths",)},
     ):

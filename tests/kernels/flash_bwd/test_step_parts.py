@@ -167,7 +167,7 @@ DEFAULTS = {
     "blocks are busy": (problem(8192, (32, 8), batch=2), False),
     "many heads": (problem(1024, (16, 16), batch=16), False),
     "in turns": (problem(16384, (64, 8), deterministic=True), False),
-    "few steps": (problem(190, (4, 4), 128), False),
+    "few steps": (problem(60, (4, 4), 128), False),
 }
 
 
@@ -177,7 +177,7 @@ def test_parts_by_default(name):
     asked, divides = DEFAULTS[name]
     config = default_of(asked)
     module = sys.modules[type(config).__module__]
-    assert (config.parts > 1) == divides
+    assert (getattr(config, "parts", 1) > 1) == divides
     assert module.smem_bytes(asked, config) <= sm90.SMEM_LIMIT
     order = module.plan_of(asked, config).order
     assert not (divides and (order.lockstep or order.claims or order.turns))

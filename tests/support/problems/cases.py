@@ -10,6 +10,7 @@ names.
 import dataclasses
 import fnmatch
 import functools
+import itertools
 import random
 from collections.abc import Iterable
 from typing import Any
@@ -226,18 +227,33 @@ _FEW_TILES = (
     ((1, 2048), (48, 1), 128, FULL),
     ((4, 300), (4, 1), 64, CAUSAL),
     ((1000, 17), (4, 4), 128, FULL),
+    ((4, 260), (8, 8), 112, CAUSAL),
+    ((4, 400), (8, 8), 112, CAUSAL),
+    ((4, 260), (8, 8), 48, CAUSAL),
+    ((1, 1024), (12, 12), 64, CAUSAL),
 )
 
 
 def _few_tiles() -> list[AttentionCase]:
-    """Cases of op "few_tiles": forward alone, and forward and backward."""
+    """Cases of op "few_tiles": forward alone, and forward and backward. Tag `sweep`: from one head
+    of one sequence to work for all multiprocessors, so that no size between the others is slow
+    unseen.
+    """
+    listed = [(*sizes, "grid") for sizes in _FEW_TILES]
+    named = {sizes[:3] for sizes in _FEW_TILES}
+    drawn = itertools.product(
+        (1, 2, 4), (1, 2, 4, 8), (1, 4, 7, 16), (300, 1024, 2048, 4096), (64, 128, 256)
+    )
+    for batch, kv_heads, group, length, dim in drawn:
+        sizes = (batch, length), (kv_heads * group, kv_heads), dim
+        listed += [] if sizes in named else [(*sizes, CAUSAL, "sweep")]
     rows = []
     for both in (False, True):
-        for sizes, heads, dim, mask in _FEW_TILES:
+        for sizes, heads, dim, mask, tag in listed:
             kind = "causal" if mask == CAUSAL else "full"
             name = f"few_b{sizes[0]}_t{sizes[1]}_n{heads[0]}_k{heads[1]}_h{dim}_{kind}"
             name += "_both" if both else ""
-            rows.append(_attention(name, sizes, heads, dim, "grid", mask=mask, both=both))
+            rows.append(_attention(name, sizes, heads, dim, tag, mask=mask, both=both))
     return rows
 
 
