@@ -194,10 +194,10 @@ def test_tiles_on_hopper_follow_blocks(sizes, dim, heads, forward, backward):
     assert (config.warpgroups, config.block_kv, config.heads_together) == forward
     assert _config.fits(flash_fwd_sm90, problem, config)
     backward_problem = dataclasses.replace(problem, op="flash_backward")
-    has_small_blocks = flash_bwd_sm90.has_small_blocks(backward_problem)
-    module = sm90_two_kernels if has_small_blocks else flash_bwd_sm90
+    has_block_table = flash_bwd_sm90.has_block_table(backward_problem)
+    module = sm90_two_kernels if has_block_table else flash_bwd_sm90
     config = module.Config.default(backward_problem)
-    assert (config.dq_warpgroups if has_small_blocks else None) == backward
+    assert (config.dq_warpgroups if has_block_table else None) == backward
     assert _config.fits(module, backward_problem, config)
 
 

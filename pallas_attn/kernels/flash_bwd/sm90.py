@@ -140,25 +140,17 @@ def _in_order(problem: AttentionProblem, config: Config) -> Config:
 # ---- which kernel -------------------------------------------------------------------------------
 
 
-def has_small_blocks(problem: AttentionProblem) -> bool:
-    """Whether a mask function reads a table of blocks that are smaller than the 128 keys of a work
-    tile.
-    """
-    program = problem.mask_program
-    if is_wide(problem) or program is None or not tile_lists.reads_pairs(program):
-        return False
-    return not problem.learned and block_tables.tile_sizes(problem) != block_tables.TILES[0]
-
-
 def has_block_table(problem: AttentionProblem) -> bool:
-    """Whether `sm90_dkdv` reads a table of blocks: of small ones, and where L2 cannot hold the dq
-    of a kv head's queries, to which blocks of keys would add in any order.
+    """Whether a mask function reads a table of blocks, and these are smaller than the 128 keys of a
+    work tile, or L2 cannot hold the dq of a kv head's queries, to which blocks of keys would add in
+    any order.
     """
     program = problem.mask_program
     if is_wide(problem) or program is None or not tile_lists.reads_pairs(program):
         return False
+    small = block_tables.tile_sizes(problem) != block_tables.TILES[0]
     far = WorkOrder(KeyTiling(problem, sm90_fused.KEYS, ROWS)).head_exceeds_l2
-    return not problem.learned and (has_small_blocks(problem) or far)
+    return not problem.learned and (small or far)
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
@@ -168,8 +160,8 @@ def limit(problem: AttentionProblem) -> Limit | None:
     remedy = "leave implementation=None"
     if is_wide(problem):
         return Limit("it takes 16-bit floats of head dims up to 128", remedy)
-    if has_small_blocks(problem):
-        return Limit("it has tiles of 128 keys, and a table has smaller blocks", remedy)
+    if has_block_table(problem):
+        return Limit("a table has smaller blocks than its 128 keys, or dq exceeds L2", remedy)
     if problem.deterministic and not (one_key_tile.takes(problem) or _may_take_turns(problem)):
         return Limit("its bits repeat where kv tiles take turns, or all keys are one", remedy)
     return None
@@ -186,11 +178,8 @@ def slower(problem: AttentionProblem) -> Limit | None:
     tile at most; or blocks add to more of it at a time than L2 holds; or most blocks would have no
     work tile.
     """
-    two = Limit("two kernels are faster: dq is added up in float32", "leave implementation=None")
     if one_key_tile.takes(problem):
         return None
-    if has_block_table(problem):
-        return two
     config = tiles_of(problem)
     tiling = KeyTiling(problem, sm90_fused.KEYS, config.block_q)
     order = WorkOrder(tiling, config.grid)
@@ -207,7 +196,9 @@ def slower(problem: AttentionProblem) -> Limit | None:
     if gains and problem.deterministic:
         lagging = dataclasses.replace(config, lockstep=True, dq_lag=1)
         gains = not has_parts and turns.is_short_wait(order_of(problem, lagging))
-    return None if gains else two
+    if gains:
+        return None
+    return Limit("two kernels are faster: dq is added up in float32", "leave implementation=None")
 
 
 # ---- static values ------------------------------------------------------------------------------

@@ -101,12 +101,6 @@ def _is_pair(problem: AttentionProblem) -> bool:
     return max(problem.q_len, problem.kv_len) <= ROWS and 2 * qk <= SUMS and 2 * v <= SUMS
 
 
-def joined(problem: AttentionProblem) -> tuple[AttentionProblem, batch_rows.RowsApart | None]:
-    """The problem of as many batch rows as share a tile, and its mask; or the same problem."""
-    count = batch_rows.most_joined(problem)
-    return batch_rows.joined(problem, count) if count > 1 else (problem, None)
-
-
 def is_plain(problem: AttentionProblem) -> bool:
     """Whether it is known at trace time which keys each query of a head sees, and no other head
     shares them.
@@ -174,9 +168,12 @@ def scratch(plan: KeyPlan) -> ShortSmem:
 
 
 def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
-    problem, apart = joined(problem)
+    """The plan for as many batch rows as share a tile, with their mask."""
+    count, rows_apart = batch_rows.most_joined(problem), None
+    if count > 1:
+        problem, rows_apart = batch_rows.joined(problem, count)
     order, form = WorkOrder(KeyTiling(problem, ROWS, ROWS)), RowFormats.of(problem, ROWS)
-    return KeyPlan(problem, config, order, form, rows_apart=apart)
+    return KeyPlan(problem, config, order, form, rows_apart=rows_apart)
 
 
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
@@ -348,8 +345,8 @@ def _pair_alone(ctx: KernelContext, outs: Gradients, head: Head) -> None:
 
     def add_dq(*dq: RegisterTile) -> None:
         _add_dq(ctx, pair, dq)
-        scaled = [acc[...] * scale for acc in dq]
-        _store(head, (Staged(dk, smem.k, 0), outs.dk), (Staged(scaled, smem.q, 0), outs.dq))
+        staged = Staged([acc[...] * scale for acc in dq], smem.q, 0)
+        _store(head, (Staged(dk, smem.k, 0), outs.dk), (staged, outs.dq))
 
     qk, v = (panels.widths(n) for n in (plan.problem.head_dim, plan.problem.v_head_dim))
     scores = functools.partial(_add_dv, ctx, pair, ())
@@ -405,8 +402,7 @@ def _dq_dk_dv(plan: KeyPlan, residuals: Residuals) -> Gradients:
     """dq, dk and dv."""
     shapes = residuals.inputs[:3]
     if plan.rows_apart is not None:
-        count = plan.problem.q_len // plan.rows_apart.rows
-        residuals = _joined_residuals(residuals, count)
+        residuals = _joined_residuals(residuals, plan.problem.q_len // plan.rows_apart.rows)
     inputs, out, lse, d_out, d_lse = residuals
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),

@@ -52,7 +52,7 @@ MOST_TILES_A_BLOCK = 4  # on average; with more of them blocks are busy
 GAIN = 0.92  # largest part of the time without parts
 FLOP_A_MICROSECOND = 5.0e6  # a multiprocessor's; from 4.6 to 5.8 on an H200
 LAUNCH_MICROSECONDS = 1.5
-START_MICROSECONDS = 3.0  # of a launch with a ring
+START_MICROSECONDS = 3.0  # a launch's that has a ring
 BYTES_A_MICROSECOND = 3.5e6
 IN_L2 = 40e6, 8.0e6  # up to so many bytes of sums L2 holds them: bytes a microsecond then
 Widths = Sequence[int]  # columns of the accumulators of a gradient
@@ -72,7 +72,7 @@ def default(order: WorkOrder, adds_dq: bool) -> int:
 
 
 def _microseconds(order: WorkOrder, adds_dq: bool, parts: int) -> float:
-    """What the busiest block takes, and the sum of the parts."""
+    """The time of the busiest block, and of the sum of the parts."""
     tiling, problem = order.tiling, order.problem
     dims = problem.head_dim, problem.v_head_dim
     step = _step_microseconds(order, adds_dq)

@@ -432,8 +432,8 @@ def rank_costs(tiles: int) -> np.ndarray:
 
 
 def rounds(problem: AttentionProblem, rows: int) -> float:
-    """What the busiest block does, in work tiles of `rows` query rows like the longest of them. Of
-    equal ones it is a whole number; where a mask makes some short, blocks end together.
+    """The work of the busiest block, in work tiles of `rows` query rows like the longest of them.
+    Of equal ones it is a whole number; where a mask makes some short, blocks end together.
     """
     heads, mask = problem.batch * problem.q_heads, problem.mask.widest
     firsts = range(0, max(problem.q_len, 1), rows)

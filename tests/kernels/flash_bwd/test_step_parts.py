@@ -177,7 +177,7 @@ def test_parts_by_default(name):
     asked, divides = DEFAULTS[name]
     config = default_of(asked)
     module = sys.modules[type(config).__module__]
-    assert (config.parts > 1) == divides
+    assert (getattr(config, "parts", 1) > 1) == divides
     assert module.smem_bytes(asked, config) <= sm90.SMEM_LIMIT
     order = module.plan_of(asked, config).order
     assert not (divides and (order.lockstep or order.claims or order.turns))

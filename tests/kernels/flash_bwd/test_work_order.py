@@ -223,7 +223,7 @@ DEFAULTS = {
     "long heads of their own": (causal(4 * ROWS + 8, (8, 8)), True, BOTH),
     "an offset": (causal(ROWS, arrays=("q_offset",)), True, BOTH),
     "lengths": (causal(ROWS, arrays=("kv_lengths",)), True, BOTH),
-    "too few rows": (causal(700), False, NEITHER),
+    "too few rows": (causal(500), False, NEITHER),
     "bits": (causal(ROWS, deterministic=True), False, NEITHER),
     "long, bits": (causal(ROWS + 8, deterministic=True), False, LOCKSTEP),
     "shared keys, bits": (causal(8192, (64, 8), batch=2, deterministic=True), True, BOTH),
