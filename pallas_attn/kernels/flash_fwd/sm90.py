@@ -85,7 +85,7 @@ from pallas_attn.kernels.lang.types import (
 )
 
 documents = Special("kernels.flash_fwd.documents")  # segment ids
-segments = Special("kernels.flash_fwd.segments")  # what the kernel reads of them, made before
+segments = Special("kernels.flash_fwd.segments")  # their records, made by a launch before
 functions = Special("kernels.attention.functions")  # functions of positions
 linear_scores = Special("kernels.attention.linear_scores")  # a slope and an offset a row
 listed = Special("kernels.flash_fwd.listed")  # mask functions, whose kv tiles are in lists
