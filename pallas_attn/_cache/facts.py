@@ -52,8 +52,8 @@ def of_live[**P, R](call: Callable[P, R]) -> Callable[P, R]:
         try:
             return call(*args, **kwargs)
         except RuntimeError:
-            for given in (*args, *kwargs.values()):
-                for x in given if isinstance(given, tuple) else (given,):  # a record of arguments
+            for value in (*args, *kwargs.values()):
+                for x in value if isinstance(value, tuple) else (value,):  # a record of arguments
                     _refuse_donated(getattr(x, "cache", x))  # a `Prefix` has one
             raise
 

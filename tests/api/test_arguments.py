@@ -20,7 +20,7 @@ CALLS = {
 @pytest.mark.parametrize("function", CALLS)
 def test_each_argument_arrives_under_its_name(function, monkeypatch):
     module, record, operands = CALLS[function]
-    monkeypatch.setattr(module, "_attend", lambda *given: (given, None))
+    monkeypatch.setattr(module, "_attend", lambda *values: (values, None))
     names = inspect.signature(function).parameters
     (*arrays, call), *_ = results(function(**{name: name for name in names}))
     assert tuple(arrays) == operands

@@ -367,7 +367,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_DECODE} -k 'test_interpreted and plain'",
     ),
     "forward_stores_by_tma_before_the_commit": Fault(
-        f"{FWD}/consumer.py",
+        f"{FWD}/warpgroups.py",
         """        plgpu.commit_smem()
         where = tile.batch, pl.ds(rows.row, ROWS), tile.head
         panels.store(staged, rows.wg, refs.out, where, column)
@@ -415,7 +415,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_FWD} -k 'test_keys_of_one_tile_interpreted and softcap'",
     ),
     "forward_releases_keys_before_they_are_multiplied": Fault(
-        f"{FWD}/consumer.py",
+        f"{FWD}/warpgroups.py",
         """    s = wgmma.matmul((ROWS, keys), q, k, meanwhile, wgmma.score_panels)
     read_later = rows.segments is not None or ctx.plan.score_tiles
     if not read_later:

@@ -176,7 +176,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
     },
     f"{TEST_EVERY} -k 'hard_data and flash_fwd'": {
         "the_forward_rescales_its_row_sum_alone": (
-            f"{FWD}/consumer.py",
+            f"{FWD}/warpgroups.py",
             "acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))",
             "row_sum = softmax.rescaled(new, state.row_sum)",
         ),
@@ -301,27 +301,27 @@ SEEDS: dict[str, dict[str, Seed]] = {
     # ---- 36 of forty further faults; the other four live -----------------------------------------
     f"{TEST_EVERY} {TEST_FWD} -k 'flash_fwd.sm or test_interpreted'": {
         "float32_outputs_are_scaled_as_scores": (
-            f"{FWD}/consumer.py",
+            f"{FWD}/warpgroups.py",
             "factor = factor * refs.units[1, tile.batch, head]",
             "factor = factor * refs.units[0, tile.batch, head]",
         ),
         "outputs_past_a_query_length_are_one": (
-            f"{FWD}/consumer.py",
+            f"{FWD}/warpgroups.py",
             "jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 0.0), acc)",
             "jnp.where(mosaic.broadcast_rows(inside, x.shape), x, 1.0), acc)",
         ),
         "a_loop_over_whole_tiles_leaves_one_out": (
-            f"{FWD}/consumer.py",
+            f"{FWD}/warpgroups.py",
             "    carry = loop(high, low, False, carry)\n",
             "    carry = loop(high, low + 1, False, carry)\n",
         ),
         "values_are_those_of_the_keys_of_an_entry": (
-            f"{FWD}/producer.py",
+            f"{FWD}/warpgroups.py",
             "Entry(e, last, t, t + 1)",
             "Entry(e, last, t, t)",
         ),
         "a_cut_tile_of_values_is_read_whole": (
-            f"{FWD}/producer.py",
+            f"{FWD}/warpgroups.py",
             "cut = (t + 1) * block > tile.kv_len",
             "cut = t * block > tile.kv_len",
         ),

@@ -16,17 +16,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn.kernels.attention.tiles import KernelContext, WorkTile, kv_batch
-from pallas_attn.kernels.flash_fwd import claims, fetch, producer, tile_scheduler
+from pallas_attn.kernels.flash_fwd import claims, fetch, tile_scheduler, warpgroups
 from pallas_attn.kernels.flash_fwd.fetch import CHUNK_BITS, CHUNKS, Sizes
-from pallas_attn.kernels.flash_fwd.producer import Entry, Ring
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan, Turn
+from pallas_attn.kernels.flash_fwd.warpgroups import Entry, Ring
 from pallas_attn.kernels.lang.types import Carry, Index, Predicate
 
 KvRange = tuple[Index, Index]
 
 
 def produce(ctx: KernelContext, block: Index) -> None:
-    """`producer.produce`; the first blocks fetch before."""
+    """`warpgroups.produce`; the first blocks fetch before."""
     fetching = ctx.refs.fetching
     start = functools.partial(fetch.fetch, ctx, fetching, block)
     pl.when(block < ctx.plan.config.fetchers)(start)
@@ -35,7 +35,7 @@ def produce(ctx: KernelContext, block: Index) -> None:
         load = functools.partial(_load_as_they_arrive, device, chunk_order_of(ctx))
     else:
         load = functools.partial(_load_entries, device)
-    producer.produce(ctx, block, load)
+    warpgroups.produce(ctx, block, load)
     pl.when(block == 0)(functools.partial(fetch.wait_for_peers, ctx, fetching))
 
 
@@ -70,12 +70,12 @@ def _tiles_of_chunk(ctx: KernelContext) -> Index:
 def _load_from(
     places: dict[str, Place], ctx: KernelContext, tile: WorkTile, name: str, t: Index, slot: Index
 ) -> None:
-    """`producer.load_kv_tile` of rows that are here, or that were fetched."""
+    """`warpgroups.load_kv_tile` of rows that are here, or that were fetched."""
     del t
     ref, fetched, place = getattr(ctx.refs, name), getattr(ctx.refs.fetching, name), places[name]
     batch, row = kv_batch(ctx.plan.problem, tile.batch), place.tile * ctx.plan.config.block_kv
     there = place.owner * ref.shape[0] + batch
-    copy = functools.partial(producer.copy_rows, ctx, tile, name, slot)
+    copy = functools.partial(warpgroups.copy_rows, ctx, tile, name, slot)
     pl.when(place.here)(lambda: copy((ref, batch, row)))
     pl.when(jnp.logical_not(place.here))(lambda: copy((fetched, there, row)))
 
@@ -92,7 +92,7 @@ def _wait_for(ctx: KernelContext, tile: WorkTile, t: Index, where: Predicate) ->
 def _load_entries(  # noqa: PLR0913
     device: Index, ctx: KernelContext, turn: Turn, tile: WorkTile, kv_range: KvRange, count: Index
 ) -> tuple[Index, Any]:
-    """`producer.load_entries`."""
+    """`warpgroups.load_entries`."""
     (lo, hi), ring = kv_range, Ring.of(ctx)
     waits = jnp.logical_not(fetch.is_done(ctx, ctx.refs.fetching))
 
@@ -103,7 +103,7 @@ def _load_entries(  # noqa: PLR0913
         _wait_for(ctx, tile, t, waits & (e < hi - lo) & jnp.logical_not(place.here))
         load = functools.partial(_load_from, {"k": place, "v": before})
         last, slot = hi - lo, ring.acquire(count)
-        producer.load_entry(ctx, tile, Entry(e, last, t, t + 1), slot, load)
+        warpgroups.load_entry(ctx, tile, Entry(e, last, t, t + 1), slot, load)
         return count + 1, place, claims.claim_among_entries(ctx, turn, e, claim)
 
     start = count, _place_of(ctx, device, jnp.int32(0)), turn.claim
@@ -163,7 +163,7 @@ def _load_as_they_arrive(  # noqa: PLR0913
     kv_range: KvRange,
     count: Index,
 ) -> tuple[Index, Any]:
-    """`producer.load_entries`, whole kv tiles by chunks in `order`."""
+    """`warpgroups.load_entries`, whole kv tiles by chunks in `order`."""
     lo, hi = kv_range
     waits = jnp.logical_not(fetch.is_done(ctx, ctx.refs.fetching))
     load = _Load(ctx, turn, tile, hi - lo, waits)
@@ -191,7 +191,7 @@ def _load_range(load: _Load, tiles: TileRange, carry: Carry) -> Any:
         slot = ring.acquire(count)
         entry = Entry(tiles.entry, entries, tiles.tile, tiles.tile + 1)
         source = functools.partial(_load_from, {"k": tiles.place, "v": before})
-        producer.load_entry(ctx, tile, entry, slot, source)
+        warpgroups.load_entry(ctx, tile, entry, slot, source)
 
     def one_entry(i: Index, claim: Index) -> Any:
         t, number, owner = tiles.tile - i, tiles.place.tile - i, tiles.place.owner
@@ -218,7 +218,7 @@ def _load_both(
     if owner is not None:
         batch, refs = owner * refs.k.shape[0] + batch, refs.fetching
     for name, at in (("k", number), ("v", number + 1)):
-        producer.copy_rows(ctx, tile, name, slot, (getattr(refs, name), batch, at * block))
+        warpgroups.copy_rows(ctx, tile, name, slot, (getattr(refs, name), batch, at * block))
 
 
 def _whole_end(plan: QueryPlan, tile: WorkTile, kv_range: KvRange) -> Index:

@@ -16,9 +16,8 @@ from jax import lax
 from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.attention import logits, softmax, tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows, WorkTile
-from pallas_attn.kernels.flash_fwd.consumer import Result, for_each_kv_tile
-from pallas_attn.kernels.flash_fwd.producer import Ring
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
+from pallas_attn.kernels.flash_fwd.warpgroups import Result, Ring, for_each_kv_tile
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Index, Operand, RegisterTile, Scalar
 from pallas_attn.kernels.mma import wgmma, wgmma_float32
@@ -101,7 +100,7 @@ class _State(NamedTuple):
 def mainloop(
     ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Callable[[], None] | None
 ) -> tuple[Result, Index]:
-    """`consumer.mainloop`."""
+    """`warpgroups.mainloop`."""
     ring, numbers = Ring.of(ctx), _Numbers.of(ctx, rows.tile)
     state = _first_tile(ctx, rows, numbers, slot, meanwhile)
     step = functools.partial(_step, ctx, rows, numbers)

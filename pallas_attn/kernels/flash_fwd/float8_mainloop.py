@@ -36,9 +36,8 @@ from pallas_attn.kernels.attention.tiles import (
     QueryRows,
 )
 from pallas_attn.kernels.flash_fwd import float8_values
-from pallas_attn.kernels.flash_fwd.consumer import Result, for_each_kv_tile
-from pallas_attn.kernels.flash_fwd.producer import Ring
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
+from pallas_attn.kernels.flash_fwd.warpgroups import Result, Ring, for_each_kv_tile
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import Index, Operand, RegisterTile, Scalar
 from pallas_attn.kernels.mma import wgmma, wgmma_float8
@@ -209,7 +208,7 @@ class _State(NamedTuple):
 def mainloop(
     ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Callable[[], None] | None
 ) -> tuple[Result, Index]:
-    """The counterpart of `consumer.mainloop`, with the same arguments and results."""
+    """The counterpart of `warpgroups.mainloop`, with the same arguments and results."""
     ring, factors = Ring.of(ctx), Factors.of(ctx, rows)
     state = _first_tile(ctx, rows, factors, slot, meanwhile)
     step = functools.partial(_step, ctx, rows, factors)

@@ -13,9 +13,9 @@ from jax import lax
 from pallas_attn.kernels.attention import tile_lists
 from pallas_attn.kernels.attention.tile_lists import Listed, Run
 from pallas_attn.kernels.attention.tiles import KernelContext, QueryRows, Span, WorkTile
-from pallas_attn.kernels.flash_fwd import block_tables, producer, tile_scheduler
-from pallas_attn.kernels.flash_fwd.producer import Entry, Ring
+from pallas_attn.kernels.flash_fwd import block_tables, tile_scheduler, warpgroups
 from pallas_attn.kernels.flash_fwd.tile_scheduler import Turn
+from pallas_attn.kernels.flash_fwd.warpgroups import Entry, Ring
 from pallas_attn.kernels.lang.types import Index
 
 # ---- in the kernel ------------------------------------------------------------------------------
@@ -82,14 +82,14 @@ class Ranges:
 
 
 def produce(ctx: KernelContext, block: Index) -> None:
-    """`producer.produce` of listed tiles."""
-    producer.produce(ctx, block, load_entries)
+    """`warpgroups.produce` of listed tiles."""
+    warpgroups.produce(ctx, block, load_entries)
 
 
 def load_entries(  # noqa: PLR0913
     ctx: KernelContext, turn: Turn, tile: WorkTile, listed: tuple[Index, Index], count: Index
 ) -> tuple[Index, None]:
-    """`producer.load_entries` of a list: how many tiles it has, and the last."""
+    """`warpgroups.load_entries` of a list: how many tiles it has, and the last."""
     del turn
     ring, (length, last) = Ring.of(ctx), listed
     tiles = _list_or_run(ctx, tile, length, last)
@@ -97,7 +97,7 @@ def load_entries(  # noqa: PLR0913
     def one_entry(e: Index, carry: tuple[Index, Index, Index]) -> tuple[Index, Index, Index]:
         count, before, t = carry
         following = tiles.tile(length - 2 - e)
-        producer.load_entry(ctx, tile, Entry(e, length, t, before), ring.acquire(count))
+        warpgroups.load_entry(ctx, tile, Entry(e, length, t, before), ring.acquire(count))
         return count + 1, t, following
 
     start = (count, jnp.int32(0), last)

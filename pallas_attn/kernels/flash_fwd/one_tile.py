@@ -17,8 +17,7 @@ from jax import lax
 from pallas_attn._call.problem import FLOAT8, AttentionProblem
 from pallas_attn.kernels.attention import logits
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
-from pallas_attn.kernels.flash_fwd import consumer, producer
-from pallas_attn.kernels.flash_fwd.consumer import Result
+from pallas_attn.kernels.flash_fwd import warpgroups
 from pallas_attn.kernels.flash_fwd.shared_memory import SLOTS_APART
 from pallas_attn.kernels.flash_fwd.tile_scheduler import (
     StaticList,
@@ -26,6 +25,7 @@ from pallas_attn.kernels.flash_fwd.tile_scheduler import (
     span_of_rows,
     work_tile,
 )
+from pallas_attn.kernels.flash_fwd.warpgroups import Result
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import Index
 from pallas_attn.kernels.mma import wgmma
@@ -52,9 +52,9 @@ def consume(ctx: KernelContext, block: Index, wg: Index) -> None:
 
     def load(code: Index, i: Index) -> None:
         tile, slot = work_tile(ctx, code), slot_of(i)
-        consumer.load_q(ctx, tile, jnp.int32(0), slot)
+        warpgroups.load_q(ctx, tile, jnp.int32(0), slot)
         for name in "kv":
-            producer.load_kv_tile(ctx, tile, name, jnp.int32(0), slot)
+            warpgroups.load_kv_tile(ctx, tile, name, jnp.int32(0), slot)
 
     def one_tile(turn: Turn, carry: tuple[()]) -> tuple[()]:
         # All warps have read the slot: they met in the epilogue of the work tile before.
@@ -66,10 +66,10 @@ def consume(ctx: KernelContext, block: Index, wg: Index) -> None:
         attend = functools.partial(_attend, ctx, rows)
         if "empty" in plan.sections:
             has_keys = rows.span.hi > rows.span.lo
-            result = lax.cond(has_keys, attend, functools.partial(consumer.no_keys, plan))
+            result = lax.cond(has_keys, attend, functools.partial(warpgroups.no_keys, plan))
         else:
             result = attend()
-        consumer.store_result(ctx, rows, result)
+        warpgroups.store_result(ctx, rows, result)
         return carry
 
     pl.when(start.count > 0)(lambda: load(start.codes[0], jnp.int32(0)))
@@ -88,6 +88,6 @@ def _attend(ctx: KernelContext, rows: QueryRows) -> Result:
     s, online = logits.masked_logits(ctx, rows, 0, slot, s, masked)
     nothing = mosaic.filled((ROWS,), -jnp.inf)
     new = online.step(s, plan.logit_rules.unit, nothing, empty_ok=True)
-    p = consumer.widened(new.p.astype(plan.v.dtype), v)
-    acc = wgmma.add_value_panels(consumer.no_keys(plan).acc, p, v)
+    p = warpgroups.widened(new.p.astype(plan.v.dtype), v)
+    acc = wgmma.add_value_panels(warpgroups.no_keys(plan).acc, p, v)
     return Result(acc, new.row_sum, new.row_max)

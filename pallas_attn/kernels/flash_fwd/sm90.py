@@ -39,9 +39,9 @@ three warps of a scheduler: see `softmax.next_step`. Where T is small, the start
 tile count: the next q is loaded during the first matmul, and the barriers that Mosaic puts at each
 copy and store are off. Those that are needed are written out (`plgpu.commit_smem`).
 
-To follow a call, read `run`, `_kernel` and `_consume` here; then tile_scheduler.py, producer.py,
-consumer.py, attention/tiles.py, attention/logits.py, attention/softmax.py and mma/wgmma.py. Special
-cases have files of their own (`Special`, below), which are imported where they are needed.
+To follow a call, read `run`, `_kernel` and `_consume` here; then tile_scheduler.py, warpgroups.py,
+attention/tiles.py, attention/logits.py, attention/softmax.py and mma/wgmma.py. Special cases have
+files of their own (`Special`, below), which are imported where they are needed.
 """
 
 import dataclasses
@@ -68,16 +68,14 @@ from pallas_attn.kernels.attention.tiles import (
     QueryTiling,
 )
 from pallas_attn.kernels.flash_fwd import (
-    consumer,
-    producer,
     shared_memory,
     sm90_defaults,
     tile_scheduler,
+    warpgroups,
 )
-from pallas_attn.kernels.flash_fwd.consumer import Result
-from pallas_attn.kernels.flash_fwd.producer import Ring
 from pallas_attn.kernels.flash_fwd.shared_memory import SMEM_LIMIT
 from pallas_attn.kernels.flash_fwd.tile_scheduler import Distribution, QueryPlan, Turn, work_tile
+from pallas_attn.kernels.flash_fwd.warpgroups import Result, Ring
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.types import (
@@ -87,7 +85,7 @@ from pallas_attn.kernels.lang.types import (
 )
 
 documents = Special("kernels.flash_fwd.documents")  # segment ids
-segments = Special("kernels.flash_fwd.segments")  # what the kernel reads of them, made before
+segments = Special("kernels.flash_fwd.segments")  # their records, made by a launch before
 functions = Special("kernels.attention.functions")  # functions of positions
 linear_scores = Special("kernels.attention.linear_scores")  # a slope and an offset a row
 listed = Special("kernels.flash_fwd.listed")  # mask functions, whose kv tiles are in lists
@@ -223,7 +221,7 @@ def _producer_of(problem: AttentionProblem) -> Callable[[KernelContext, Index], 
         return fetch_producer.produce
     if problem.mask_program is not None:
         return listed.produce
-    return producer.produce
+    return warpgroups.produce
 
 
 def _mainloop_of(problem: AttentionProblem) -> Callable[..., tuple[Result, Index]]:
@@ -231,7 +229,7 @@ def _mainloop_of(problem: AttentionProblem) -> Callable[..., tuple[Result, Index
         return float8_mainloop.mainloop
     if problem.dtype == "float32":
         return float32_mainloop.mainloop
-    return consumer.mainloop
+    return warpgroups.mainloop
 
 
 def _score_tiles_of(problem: AttentionProblem, config: Config) -> tuple[Any, ...]:
@@ -296,7 +294,7 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
 
         def load_next_q() -> None:
             following = work_tile(ctx, turn.following)
-            load = functools.partial(consumer.load_q, ctx, following, wg)
+            load = functools.partial(warpgroups.load_q, ctx, following, wg)
             pl.when(turn.has_next())(lambda: load(q_slot(turn.index + 1)))
 
         if double_buffered and may_be_empty:
@@ -313,7 +311,7 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
             return result, _release_unused(ctx, rows.span.lo - lo, slot)
 
         def skip(slot: Index) -> tuple[Result, Index]:
-            return consumer.no_keys(plan), _release_unused(
+            return warpgroups.no_keys(plan), _release_unused(
                 ctx, jnp.where(hi > lo, hi - lo + 1, 0), slot
             )
 
@@ -326,11 +324,11 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
             plgpu.commit_smem()  # by now all warps have read it, and TMA will write there
             load_next_q()
         record = ranges.read_for_rows(ctx, turn.following, wg)  # under the epilogue
-        consumer.store_result(ctx, rows, result)
+        warpgroups.store_result(ctx, rows, result)
         return slot, record, code
 
     start = work_tiles.start(ctx, block)
-    consumer.load_q(ctx, work_tile(ctx, start.codes[0]), wg, q_slot(0))
+    warpgroups.load_q(ctx, work_tile(ctx, start.codes[0]), wg, q_slot(0))
     record = ranges.read_for_rows(ctx, start.codes[0], wg)
     work_tiles.for_each_tile(ctx, block, start, one_tile, (jnp.int32(0), record, None))
     plgpu.wait_smem_to_gmem(0)

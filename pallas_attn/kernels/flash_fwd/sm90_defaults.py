@@ -31,7 +31,7 @@ Config = Any  # `sm90.Config`
 
 
 class Kernel(NamedTuple):
-    """What the rules ask of the kernel, `sm90`."""
+    """The kernel, `sm90`: how a Config is made, and the shared memory that it takes."""
 
     config: Callable[..., Config]
     smem_bytes: Callable[[AttentionProblem, Config], int]

@@ -37,9 +37,9 @@ from pallas_attn.kernels.attention import group_windows, softmax
 from pallas_attn.kernels.attention.group_windows import WIDTH, GroupWindow, Unit
 from pallas_attn.kernels.attention.logits import mask_columns
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_fwd.consumer import with_zeros
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
 from pallas_attn.kernels.flash_fwd.sm90 import REGISTERS
+from pallas_attn.kernels.flash_fwd.warpgroups import with_zeros
 from pallas_attn.kernels.lang import launch, mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.panels import Panel

@@ -118,8 +118,8 @@ class QueryPlan:
     producer_tiles: Any = None  # StaticList or `claims.Claiming`
     consumer_tiles: Any = None  # StaticList, `claims.Claimed` or `key_mask_ranges.Runs`
     ranges: Any = None  # MaskRanges, or the Ranges of `documents`, `listed` or `key_mask_ranges`
-    produce: Any = None  # `producer.produce`, or another file's
-    mainloop: Any = None  # `consumer.mainloop`, or another file's
+    produce: Any = None  # `warpgroups.produce`, or another file's
+    mainloop: Any = None  # `warpgroups.mainloop`, or another file's
     format: Any = None  # `sm80_common.MmaFormat`, of the portable kernels
     # The arrays (bias, mask_array) that TMA loads by tiles.
     score_tiles: "tuple[ScoreTiles, ...]" = ()

@@ -20,9 +20,8 @@ from jax import lax
 
 from pallas_attn.kernels.attention import logits, softmax
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
-from pallas_attn.kernels.flash_fwd.consumer import Result, for_each_kv_tile
 from pallas_attn.kernels.flash_fwd.float8_mainloop import EXPONENTS
-from pallas_attn.kernels.flash_fwd.producer import Ring
+from pallas_attn.kernels.flash_fwd.warpgroups import Result, Ring, for_each_kv_tile
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import Index, RegisterTile, Scalar, SmemRef
 from pallas_attn.kernels.mma import wgmma, wgmma_float8
@@ -50,7 +49,7 @@ def mainloop(
     meanwhile: Callable[[], None] | None,
     turns: Turns | None = None,
 ) -> tuple[Result, Index]:
-    """The counterpart of `flash_fwd.consumer.mainloop`, with the same arguments and results."""
+    """The counterpart of `flash_fwd.warpgroups.mainloop`, with the same arguments and results."""
     del meanwhile  # None
     ring = Ring.of(ctx)
     factor = _rounded_queries(ctx, rows)

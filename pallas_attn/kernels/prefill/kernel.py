@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
-from pallas_attn.kernels.flash_fwd.consumer import Result, no_keys
+from pallas_attn.kernels.flash_fwd.warpgroups import Result, no_keys
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import Barrier, Index, Predicate, RegisterTile

@@ -15,7 +15,7 @@ from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.decode import sm90 as decode_sm90
-from pallas_attn.kernels.flash_fwd.consumer import Result
+from pallas_attn.kernels.flash_fwd.warpgroups import Result
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import Index, Predicate, Ref, SmemRef

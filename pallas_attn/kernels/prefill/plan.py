@@ -32,8 +32,8 @@ from pallas_attn.kernels.attention import (
 from pallas_attn.kernels.attention.logits import LogitRules
 from pallas_attn.kernels.attention.tiles import ROWS
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
-from pallas_attn.kernels.flash_fwd.consumer import mainloop
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
+from pallas_attn.kernels.flash_fwd.warpgroups import mainloop
 from pallas_attn.kernels.lang import launch, mosaic
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, RegisterTile, SmemRef
 from pallas_attn.kernels.prefill import mask_functions

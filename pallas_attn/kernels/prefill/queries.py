@@ -18,7 +18,7 @@ from pallas_attn.kernels.attention.tiles import (
     mask_of,
     mask_span,
 )
-from pallas_attn.kernels.flash_fwd.consumer import Result
+from pallas_attn.kernels.flash_fwd.warpgroups import Result
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Index, Predicate, RegisterTile, Scalar
 from pallas_attn.kernels.prefill import mask_functions

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from pallas_attn._call.problem import DecodeInputs
 from pallas_attn.kernels.attention.tiles import KernelContext
-from pallas_attn.kernels.flash_fwd.consumer import Result
+from pallas_attn.kernels.flash_fwd.warpgroups import Result
 from pallas_attn.kernels.lang.types import Index
 from pallas_attn.kernels.prefill import kernel, merge_parts, packed, queries, shares
 from pallas_attn.kernels.prefill.plan import (

@@ -1,6 +1,6 @@
 """Attention of many new rows to a KV cache, for Hopper: chunked prefill and speculative decoding.
 
-The mainloop is that of `flash_fwd.consumer`: wgmma, with the softmax of one kv
+The mainloop is that of `flash_fwd.warpgroups`: wgmma, with the softmax of one kv
 tile under the value matmul of the one before. Two things differ: rows of a q tile are pairs of
 query heads and query rows that share a kv head (`plan.RowTiles`), so that K and V are read once for
 the whole head group; and K and V come from the cache as it lies.
