@@ -806,32 +806,3 @@ def test_attention_over_every_gpu(how, spec):
         got = jax.jit(value_and_gradients)(*jax.device_put(arrays, where))
         assert all(x.sharding.is_equivalent_to(where, x.ndim) for x in got)
     assert_near(got, want)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["per_sequence", "stacked", "paged"])
-def test_steps_over_every_gpu(kind):
-    """The kv heads dealt out: rows appended, then attended over, twice, as on one GPU."""
-    sizes = {"kv_heads": 8, "head_dim": 64, "dtype": jnp.bfloat16}
-    create = {
-        "per_sequence": lambda: pallas_attn.PerSequenceCache.create((40,) * M, **sizes),
-        "stacked": lambda: pallas_attn.StackedCache.create(M, 40, **sizes),
-        "paged": lambda: pallas_attn.PagedCache.create(M, 12, 16, capacity=48, **sizes),
-    }[kind]
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def both(cache, q, k, v):
-        outs = []
-        for _ in range(2):
-            cache = pallas_attn.append_kv(cache, k, v)
-            outs.append(pallas_attn.decode_attention_with_lse(q, cache))
-        return cache, outs
-
-    rows = [normal(n, M, 3, heads, 64).astype(jnp.bfloat16) for n, heads in enumerate((16, 8, 8))]
-    want = both(create(), *rows)
-    heads = every_gpu(P(*(() if kind == "per_sequence" else (None,)), "x"))
-    cache = create()
-    spread = {name: jax.device_put(getattr(cache, name), heads) for name in ("k", "v")}
-    cache = dataclasses.replace(cache, **spread)
-    got = both(cache, *jax.device_put(rows, every_gpu(P(None, None, "x"))))
-    assert_near(got, want)
