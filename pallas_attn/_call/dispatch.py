@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax import export
 
-from pallas_attn._call import batching, device, gpu_specs, reference, sharding
+from pallas_attn._call import batching, device, gpu_specs, reference, selection, sharding
 from pallas_attn._call import config as _config
 from pallas_attn._call.kernel import Inputs, Kernel, Problem, Results, never_slower
 from pallas_attn._call.problem import (
@@ -25,7 +25,6 @@ from pallas_attn._call.problem import (
     DecodeProblem,
 )
 from pallas_attn.errors import Limit, UnsupportedError, described
-from pallas_attn.kernels.prefill import selection
 
 NAMES = ("sm90", "sm80", "reference")
 OLDEST, NEWEST = 80, 999  # GPU generations that kernels serve, or will
@@ -38,11 +37,13 @@ class Candidate:
     it.
     """
 
-    module: str  # within `kernels`
+    module: str  # within `kernels`; its own name only where the kernel is made of another
     generations: tuple[int, int]  # the first GPU generation that it serves and the last
     # Why another kernel is faster, or None: asked before the kernel is imported.
     slower: Callable[[Any], Limit | None] = never_slower
     merges: bool = False  # whether it takes `DecodeProblem.merged`
+    # (a module whose `over` makes the kernel, the module of the kernel that it is made of)
+    made: tuple[str, str] | None = None
 
     @property
     def name(self) -> str:
@@ -56,7 +57,10 @@ class Candidate:
 
     @functools.cached_property
     def kernel(self) -> Kernel:
-        return importlib.import_module(f"pallas_attn.kernels.{self.module}").KERNEL
+        if self.made is None:
+            return _imported(self.module).KERNEL
+        maker, base = self.made
+        return _imported(maker).over(_imported(base).KERNEL)
 
     def takes(self, problem: Problem) -> bool:
         """Whether it is the fastest that can. The kernel is imported for the last two questions,
@@ -133,6 +137,10 @@ class Candidate:
         if jax.config.jax_enable_x64:
             return sharding.in_32_bits(lambda arrays: kernel.run(arrays, problem, config), inputs)
         return kernel.run(inputs, problem, config)
+
+
+def _imported(module: str) -> Any:
+    return importlib.import_module(f"pallas_attn.kernels.{module}")
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2), inline=True)
@@ -217,6 +225,16 @@ def _long_window(problem: AttentionProblem) -> Limit | None:
     )
 
 
+def _listed(
+    name: str,
+    generations: tuple[int, int],
+    base: str,
+    slower: Callable[[Any], Limit | None] = never_slower,
+) -> Candidate:
+    """The kernel whose lists `base` reads."""
+    return Candidate(name, generations, slower, made=("decode_listed.lists", base))
+
+
 _DECODE = (
     Candidate("prefill.gathered_sm80", FROM_AMPERE, selection.gathered),  # many query rows
     Candidate("decode.sm80", FROM_AMPERE),
@@ -284,20 +302,28 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         *_DECODE,
     ),
     "decode_mla": (  # V is the first columns of K
-        Candidate("decode_mla.sm90", HOPPER),
+        Candidate("decode_mla.sm90_byte_rows", HOPPER, selection.latent_bytes),
+        Candidate("decode_mla.sm90_few_rows", HOPPER, selection.few_latent_rows),
+        Candidate("decode_mla.sm90", HOPPER, selection.many_latent_rows),
         Candidate("decode_mla.sm80", FROM_AMPERE),
         Reference(reference.decode, _dense_copy),
     ),
     "decode_listed": (  # each query row attends to the positions that it names
-        Candidate("decode_listed.sm90", HOPPER),
-        Candidate("decode_listed.sm80", FROM_AMPERE),
+        _listed("decode_listed.sm90", HOPPER, "decode.sm90"),
+        _listed("decode_listed.sm80", FROM_AMPERE, "decode.sm80"),
         Reference(reference.decode_listed, _dense_copy),
     ),
     # Gradients of `decode_listed` for one kv head of one array; elsewhere XLA's: `listed.py`.
     "listed_backward": (Candidate("decode_listed.gradients_sm90", HOPPER),),
     "decode_listed_mla": (
-        Candidate("decode_listed.latent_sm90", HOPPER),
-        Candidate("decode_listed.latent_sm80", FROM_AMPERE),
+        _listed(
+            "decode_listed.latent_sm90_few_rows",
+            HOPPER,
+            "decode_mla.sm90_few_rows",
+            selection.few_latent_rows,
+        ),
+        _listed("decode_listed.latent_sm90", HOPPER, "decode_mla.sm90", selection.many_latent_rows),
+        _listed("decode_listed.latent_sm80", FROM_AMPERE, "decode_mla.sm80"),
         Reference(reference.decode_listed, _dense_copy),
     ),
 }

@@ -66,6 +66,8 @@ class Kernel:
       reads_zigzag: whether k and v may lie in zigzag order (`AttentionProblem.zigzag`).
       fetches: whether it fetches k and v of other devices (`AttentionProblem.fetches`).
       overlaps: whether its Config has a field `overlaps` (`device.overlapping`).
+      reads_lists: whether it takes lists of rows with entries that name none
+        (`decode_listed.lists`).
     """
 
     config: type[Config]
@@ -77,3 +79,4 @@ class Kernel:
     reads_zigzag: Callable[[AttentionProblem], bool] = _never
     fetches: Callable[[AttentionProblem], bool] = _never
     overlaps: bool = False
+    reads_lists: bool = False

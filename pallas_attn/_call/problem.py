@@ -537,6 +537,11 @@ class DecodeProblem(_OfFunctions):
         return self.tokens is not None
 
     @property
+    def has_no_rows(self) -> bool:
+        """Whether the cache has no row at all."""
+        return not max(self.capacities) or self.pages == 0
+
+    @property
     def out_shape(self) -> tuple[int, ...]:
         """The output's shape without its head dim: [M, t, N], or [tokens, N] of packed rows."""
         rows = (self.sequences, self.q_len) if self.tokens is None else (self.tokens,)

@@ -177,7 +177,7 @@ def test_all_tiles_by_one_block(rng):
     """Slots of both rings are used again."""
     case = Decode("stacked", heads=2)
     cache, arguments = case.filled(rng), case.arguments(rng)
-    with config.forced("decode_mla_sm90", {"grid": 1, "stages": 3}):
+    with config.forced("decode_mla_sm90_byte_rows", {"grid": 1, "stages": 3}):
         got = INTERPRETED.call(pa.decode_attention, cache=cache, **arguments)
     want = INTERPRETED.call(pa.decode_attention, cache=cache, **arguments)
     np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (got, want)), 0.01, 0.01)

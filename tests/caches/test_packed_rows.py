@@ -14,8 +14,7 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import CAUSAL, FULL, PagedCache, PerSequenceCache, StackedCache, sliding_window
-from pallas_attn._call import config, device
-from pallas_attn.kernels.decode import launches
+from pallas_attn._call import config, device, launches
 from pallas_attn.kernels.decode import packed as decode_packed
 from pallas_attn.kernels.decode_mla import packed
 from pallas_attn.kernels.lang.thread_program import ThreadContext

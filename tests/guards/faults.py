@@ -1186,13 +1186,13 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     # ---- score functions over caches -------------------------------------------------------------
     "scores_of_a_chunk_are_those_of_the_first": Fault(
-        f"{DECODE}/mainloop.py",
+        f"{DECODE}/score_functions.py",
         "group, row = plan.queries.group, places.row() + chunk * plan.queries.chunk_rows",
         "group, row = plan.queries.group, places.row()",
         f"{TEST_DECODE} -k 'test_interpreted and alibi_72_rows'",
     ),
     "scores_of_folded_rows_forget_half_of_the_keys": Fault(
-        f"{DECODE}/mainloop.py",
+        f"{DECODE}/score_functions.py",
         "split.first_key(warp) + split.key(row, 0)",
         "split.first_key(warp)",
         f"{TEST_DECODE} -k 'test_interpreted and alibi-'",
@@ -1389,8 +1389,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "prefill_weighs_all_splits_as_the_first": Fault(
         f"{PREFILL}/combine_partials.py",
-        "w = thread.of_lane(weight, thread.index * 0 + split)",
-        "w = thread.of_lane(weight, thread.index * 0)",
+        "w = thread.of_lane(whole.weight, thread.index * 0 + split)",
+        "w = thread.of_lane(whole.weight, thread.index * 0)",
         f"{TEST_PREFILL} -k 'test_interpreted and splits'",
     ),
     "a_row_without_a_key_has_an_lse": Fault(

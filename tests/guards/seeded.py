@@ -267,9 +267,9 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "return *layer, row.page, self.row_in_slab(row.position), row.head * 0\n",
         ),
         "interleaved_values_are_keys": (
-            f"{DECODE}/mainloop.py",
-            "(smem.k, plan.problem.head_dim) if plan.layout.joined",
-            "(smem.k, 0) if plan.layout.joined",
+            f"{DECODE}/plan.py",
+            "return self.problem.head_dim if self.layout.joined else 0",
+            "return 0",
         ),
         "new_values_are_written_over_keys": (
             f"{APPEND}/plan.py",
@@ -415,7 +415,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "(start + plan.keys.tile <= hi + 1)",
         ),
         "a_tile_has_more_keys_than_it_holds": (
-            f"{DECODE}/memory.py",
+            f"{DECODE}/loads.py",
             "thread.minimum(at.live, plan.keys.tile), 0)",
             "at.live, 0)",
         ),

@@ -234,7 +234,7 @@ def test_scores_of_all_columns(rng, name):
 @pytest.mark.parametrize("op", ["maximum", "sum"])
 def test_both_halves_of_folded_scores(rng, op):
     rows = jnp.asarray(normal(rng, (64,), "float32"))
-    got, want = both(mma_sync.reduce_folded, rows, op, shape=(64,))
+    got, want = both(mma_rowmajor.reduce_folded, rows, op, shape=(64,))
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 

@@ -402,7 +402,7 @@ def test_latent(name, batch_invariant):
     def work_of(group, unit, m):
         share = scheduler.share_of(groups, table, group)
         unit = jnp.where(unit < 0, share.first, unit)
-        m = jnp.where(m < 0, scheduler.sequence_of(groups, table, share.first), m)
+        m = jnp.where(m < 0, scheduler.begin(groups, table, share)[1], m)
         return share.end, scheduler.work_at(groups, table, share, unit, m)
 
     taken_tiles = []

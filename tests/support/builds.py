@@ -193,7 +193,7 @@ def _cache(kind: str, **sizes: Any) -> Any:
     return jax.eval_shape(lambda: _KINDS[kind].create(*_SIZES[kind], **more, **sizes))
 
 
-def _decode(
+def _decode(  # noqa: PLR0913
     target: str,
     kind: str,
     *,
@@ -202,11 +202,12 @@ def _decode(
     mask: Any = pa.CAUSAL,
     parents: bool = False,
     listed: int | None = None,
+    sinks: bool = False,
     options: Any = (),
     **sizes: Any,
 ) -> Build:
     """`rows` of each sequence; None: packed. `parents`: they are drafts of a tree. `listed`:
-    positions that a row attends to.
+    positions that a row attends to. `sinks`: with attention sinks.
     """
     dtype = sizes.get("dtype", "bfloat16")
     dtype = dtype if dtype in ("bfloat16", "float16", "float32") else "bfloat16"
@@ -220,6 +221,8 @@ def _decode(
         arrays["parents"] = jax.eval_shape(create, *arguments)
     if listed:
         arrays["kv_indices"] = _shape("int32", *count, listed)
+    if sinks:
+        arrays["sinks"] = _shape("float32", heads)
     call = functools.partial(_decode_call, dict(options))
     return Build(target, call, (q, _cache(kind, **sizes), arrays))
 
@@ -482,6 +485,11 @@ BUILDS: dict[str, Build] = {
     "flash_bwd/sm86/h256_float32_highest": _float32_sm86(256, backward=True),
     "decode/sm90/stacked": _decode("h100", "stacked"),
     "decode/sm90/per_sequence_rows8": _decode("h100", "per_sequence", rows=8),
+    # 16 bits where blocks have less than a head each; and few keys, too.
+    "decode/sm90/stacked_few_heads": _decode("h100", "stacked", heads=20, kv_heads=5),
+    "decode/sm90/stacked_few_keys": _decode("h100", "stacked", heads=8, kv_heads=2),
+    "decode/sm90/stacked_sinks": _decode("h100", "stacked", sinks=True),
+    "decode/sm90/paged_window": _decode("h100", "paged", **_WINDOW),
     "decode/sm90/paged": _decode("h100", "paged"),
     "decode/sm90/paged_int8": _decode("h100", "paged", dtype="int8"),
     "decode/sm90/stacked_float8": _decode("h100", "stacked", dtype="float8_e4m3fn"),
@@ -518,6 +526,9 @@ BUILDS: dict[str, Build] = {
     ),
     "decode_mla/sm90/heads16_alibi": _with_slopes(_decode("h100", "paged", heads=16, **_LATENT)),
     "decode_mla/sm90/heads128": _decode("h100", "stacked", heads=128, **_LATENT),
+    "decode_mla/sm90/heads64_rows4": _decode(  # partials are combined by the last block
+        "h100", "paged", rows=4, heads=64, sinks=True, **_LATENT
+    ),
     "decode_mla/sm90/heads16_paged": _decode("h100", "paged", heads=16, **_LATENT),
     "decode_mla/sm80/per_sequence": _decode("a100", "per_sequence", heads=16, **_LATENT),
     "decode_mla/sm90/heads16_bytes": _decode(

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from pallas_attn import CAUSAL, Mask, MaskFunction, ScoreFunction, score_fn, trees
-from pallas_attn._call import reference
+from pallas_attn._call import reference, selection
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.decode_mla import sm90 as mla_sm90
+from pallas_attn.kernels.decode_mla import sm90_common, sm90_few_rows
 from tests.support import definition, hard_data, in_numpy
 
 KINDS = ("per_sequence", "stacked", "paged")
@@ -183,8 +184,14 @@ class Case:
 
 
 def run(inputs, *, problem, config):
-    """By the kernel whose configuration it is."""
-    return sys.modules[type(config).__module__].run(inputs, problem, config)
+    """By the kernel whose configuration it is; kernels of latent caches for Hopper share theirs."""
+    module = sys.modules[type(config).__module__]
+    kernel = _latent_kernel(problem) if module is sm90_common else module.KERNEL
+    return kernel.run(inputs, problem, config)
+
+
+def _latent_kernel(problem):
+    return (mla_sm90 if selection.few_latent_rows(problem) else sm90_few_rows).KERNEL
 
 
 def of_reference(case: Case, inputs: DecodeInputs):
@@ -284,8 +291,8 @@ def seen_in_tree(parents, lengths, keys):
 
 
 def launched(case: Case, inputs: DecodeInputs, config=None):
-    kernel = mla_sm90 if case.problem.shared_kv else decode_sm90
-    config = config or kernel.Config.default(case.problem)
+    kernel = _latent_kernel(case.problem) if case.problem.shared_kv else decode_sm90.KERNEL
+    config = config or kernel.config.default(case.problem)
     program = _kept if jax.default_backend() == "gpu" else _fresh  # interpreted kernels: each time
     return program(case.problem, config)(inputs)
 

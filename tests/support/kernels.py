@@ -395,13 +395,13 @@ KERNELS = (
     Row("decode_mla.sm90", over_caches, {
         "plain": (HardLatent(q_heads=40), mla_sm90.Config(stages=6, grid=3)),
         "in_parts": (HardLatent(q_heads=40), mla_sm90.Config(stages=6, grid=9)),
-        "few_rows": (HardLatent(), mla_sm90.Config(stages=2, grid=3)),
-        "few_rows_in_parts": (HardLatent(), mla_sm90.Config(stages=2, grid=9)),
     }, caches(Latent(q_heads=40), mla_sm90.Config(stages=6, grid=5))
-        | named("few_rows", caches(Latent(), mla_sm90.Config(stages=2, grid=5))) | {
-        "partials": (Latent(**LONG, q_heads=40), mla_sm90.Config(stages=6, grid=20)),
-        "partials_of_few_rows": (Latent(**LONG), mla_sm90.Config(stages=2, grid=20)),
-    }),
+        | {"partials": (Latent(**LONG, q_heads=40), mla_sm90.Config(stages=6, grid=20))}),
+    Row("decode_mla.sm90_few_rows", over_caches, {
+        "plain": (HardLatent(), mla_sm90.Config(stages=2, grid=3)),
+        "in_parts": (HardLatent(), mla_sm90.Config(stages=2, grid=9)),
+    }, caches(Latent(), mla_sm90.Config(stages=2, grid=5))
+        | {"partials": (Latent(**LONG), mla_sm90.Config(stages=2, grid=20))}),
     Row("decode_mla.sm80", over_caches, {
         "plain": (HardLatent(q_heads=8), mla_sm80.Config(stages=2, grid=3)),
         "in_parts": (HardLatent(q_len=2), mla_sm80.Config(tile=32, stages=2, grid=9)),
@@ -415,13 +415,15 @@ KERNELS = (
     }),
     listed("sm90"),
     listed("sm80"),
-    listed("latent_sm90", **LATENT),
+    listed("latent_sm90", q_heads=64, **LATENT),
+    listed("latent_sm90_few_rows", **LATENT),
     listed("latent_sm80", **LATENT),
 )  # fmt: skip
 # Kernels of rows of 8 bits or bytes, or that copy rows for another: the tests that have their
 # lengths and numbers.
 ELSEWHERE = {
     "flash_fwd.sm80_float8": "kernels/flash_fwd/test_float8.py::test_portable_interpreted",
+    "decode_mla.sm90_byte_rows": "caches/test_byte_rows.py::test_what_is_read",
     "prefill.widened_sm90": "kernels/prefill/test_prefill_widened.py::test_interpreted",
     "prefill.narrow_sm90": "kernels/prefill/test_prefill_narrow.py::test_interpreted",
     "prefill.float8_sm90": "kernels/prefill/test_prefill_float8.py::test_interpreted",

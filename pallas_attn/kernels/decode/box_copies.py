@@ -1,14 +1,14 @@
 """Copies of a kv tile of interleaved pages to shared memory on Hopper: by TMA, one copy for all
-rows of a page. `bulk_copies` would issue a copy a row, since other heads lie between two rows of a
-head.
+rows of a page. `loads.copy_tile` would issue a copy a row, since other heads lie between two rows
+of a head.
 
 A tile that the length cuts is copied row by row: only rows that exist are read, and the rest of the
 tile is filled with zeros. These are programs of one thread, each of which has one row of the tile.
 """
 
-from pallas_attn.kernels.decode import bulk_copies
+from pallas_attn.kernels.decode import loads
 from pallas_attn.kernels.decode.combine_splits import ZERO_BYTES
-from pallas_attn.kernels.decode.memory import live_keys, load_page, place_of
+from pallas_attn.kernels.decode.loads import live_keys, load_page, place_of
 from pallas_attn.kernels.decode.plan import Plan, at_least
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import Box, Word
@@ -16,15 +16,13 @@ from pallas_attn.kernels.lang.types import Index
 
 MOST_COLUMNS = 256  # widest box that TMA copies
 
-make_barriers, meet, wait = bulk_copies.make_barriers, bulk_copies.meet, bulk_copies.wait
-
 
 def serves(plan: Plan) -> bool:
     """Whether TMA can copy the rows of a page at once, and saves copies by it."""
     columns = plan.problem.head_dim + plan.problem.v_head_dim
     aligned = columns <= MOST_COLUMNS and columns * plan.itemsize % 128 == 0
     keys = plan.keys
-    return aligned and keys.contiguous_rows < keys.page_rows
+    return plan.layout.joined and aligned and keys.contiguous_rows < keys.page_rows
 
 
 def load_pages(ctx: ThreadContext) -> Index:
@@ -38,10 +36,11 @@ def copy_tile(ctx: ThreadContext) -> None:
     thread, (refs, smem), at, plan = ctx
     problem, tile, rows, index = plan.problem, plan.keys.tile, plan.keys.page_rows, thread.index
     ((array,),), layout = refs.caches, plan.layout
-    row_words = plan.row_bytes // 16
+    (row_bytes,) = plan.row_bytes
+    row_words = row_bytes // 16
     live = at_least(live_keys(ctx), 0)
     wanted = at.wanted >= 1
-    thread.announce(smem.barriers, at.slot, index * 0 + tile * plan.row_bytes, (index < 1) & wanted)
+    thread.announce(smem.barriers, at.slot, index * 0 + tile * row_bytes, (index < 1) & wanted)
     place = place_of(ctx, index, index < live)
     to, done = Word(smem.k, (at.slot * tile + index) * row_words), Word(smem.barriers, at.slot)
     begins = (index % rows < 1) & (index < tile)
@@ -51,9 +50,9 @@ def copy_tile(ctx: ThreadContext) -> None:
 
     def copy_rows(_: Index, carry: list) -> list:
         line = layout.number(thread, place) * row_words
-        nbytes = index * 0 + plan.row_bytes
+        nbytes = index * 0 + row_bytes
         thread.copy(to, Word(array, line), nbytes, done, index < live)
-        missing = (live * -1 + tile) * plan.row_bytes
+        missing = (live * -1 + tile) * row_bytes
         chunk = index * ZERO_BYTES
         zeros = thread.minimum(missing - chunk, ZERO_BYTES)
         end = (at.slot + 1) * (tile * row_words) + chunk // 16 - missing // 16
@@ -63,3 +62,6 @@ def copy_tile(ctx: ThreadContext) -> None:
 
     is_cut = wanted & (live < tile)
     thread.loop(thread.select(is_cut, live * 0 + 1, 0), [], copy_rows)
+
+
+COPIES = loads.COPIES._replace(copy_tile=copy_tile, load_pages=load_pages)

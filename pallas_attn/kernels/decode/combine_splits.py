@@ -1,11 +1,10 @@
 """How the partials of a decoded row become one: those of the warps of a block, and of several
 blocks.
 
-A partial of a row is an output that is not yet divided, the row max that it is relative to (in log2
-units), and the row sum of its weights. The warps of a block leave theirs in shared memory. A block
-that had all keys of its row writes the result. One that had some of them writes its partial to
-global memory and arrives at the row's counter; the block that arrives last combines all partials,
-in their order, so that the bits do not depend on which block that is.
+The warps of a block leave theirs in shared memory. A block that had all keys of its row writes the
+result. One that had some of them writes its partial (`attention.partials`) to global memory and
+arrives at the row's counter; the block that arrives last combines all partials, in their order, so
+that the bits do not depend on which block that is.
 
 These are programs for one thread (`threads.each_thread`), which takes 4 neighbouring columns of a
 row at a time. They are loops, not unrolled: instructions that run once are fetched from far away.
@@ -15,17 +14,16 @@ import functools
 import itertools
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from pallas_attn.kernels.attention import softmax
+from pallas_attn.kernels.attention import partials, softmax
+from pallas_attn.kernels.attention.partials import Partial
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.lang import threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
-from pallas_attn.kernels.lang.threads import LANES, Float, Thread
+from pallas_attn.kernels.lang.threads import LANES, Thread
 from pallas_attn.kernels.lang.types import GmemRef, Index, Predicate, SmemRef
 from pallas_attn.kernels.mma import mma_rowmajor
 
@@ -93,18 +91,12 @@ class _Place(NamedTuple):
     exists: Predicate
 
 
-class _Partial(NamedTuple):
-    row_max: Float
-    row_sum: Float
-    out: list[Float]  # four columns
-
-
 _calls = itertools.count(1)
 
 
 def counters(plan: Plan) -> np.ndarray:
     """A zero for every head of every sequence, in which its partials are counted, behind
-    `ZERO_BYTES` of zeros that are only read (`bulk_copies.copy_tile`).
+    `ZERO_BYTES` of zeros that are only read (`loads.copy_tile`).
 
     Each launch leaves them as it found them, so they are a constant: XLA has nothing to clear,
     which would be a launch of its own. The number behind them is that of this problem and trace,
@@ -115,18 +107,6 @@ def counters(plan: Plan) -> np.ndarray:
     zeros = ZERO_BYTES // 4 + plan.problem.kv_heads * plan.lines
     number = (zlib.crc32(repr(plan.problem).encode()) ^ next(_calls)) % 2**31
     return np.append(np.zeros(zeros, np.int32), np.int32(number or 1))
-
-
-def out_types(plan: Plan) -> tuple[Any, ...]:
-    """The results of a kernel: out, lse, and partials (`Results.partial_out`, and so on)."""
-    problem, array = plan.problem, jax.ShapeDtypeStruct
-    partials = (plan.partials, plan.queries.chunk_rows)
-    sums = array(partials, jnp.float32)
-    return (
-        array((*problem.out_shape, problem.v_head_dim), problem.dtype),
-        array(problem.lse_shape, jnp.float32),
-        (array((*partials, problem.v_head_dim), jnp.float32), sums, sums),
-    )
 
 
 class ResultRefs(NamedTuple):
@@ -141,10 +121,11 @@ def write_result(ctx: ThreadContext) -> None:
     """The block had all keys: the warps' partials -> the result. `ctx.refs`: `ResultRefs`."""
     ctx.thread.sync()
 
-    def write(place: _Place) -> None:
-        _write(ctx, ctx.refs.results, place, _of_warps(ctx, place))
+    def write(places: list[_Place]) -> None:
+        for place in places:
+            _write(ctx, ctx.refs.results, place, _of_warps(ctx, place))
 
-    _each_place(ctx, write)
+    _each_places(ctx, write, 1)
 
 
 def write_partial(ctx: ThreadContext) -> None:
@@ -154,17 +135,18 @@ def write_partial(ctx: ThreadContext) -> None:
     thread, (_, results, last), at, plan = ctx
     thread.sync()
 
-    def write(place: _Place) -> None:
-        partial = _of_warps(ctx, place)
-        line = at.own * plan.queries.chunk_rows + place.row
-        words = plan.problem.v_head_dim // 4
-        index = thread.to_int64(line) * words + thread.to_int64(place.column)
-        thread.store_floats(results.partial_out, index, partial.out, place.exists)
-        first = place.exists & (place.column < 1)
-        thread.store_floats(results.partial_max, line, [partial.row_max], first)
-        thread.store_floats(results.partial_sum, line, [partial.row_sum], first)
+    def write(places: list[_Place]) -> None:
+        for place in places:
+            partial = _of_warps(ctx, place)
+            line = at.own * plan.queries.chunk_rows + place.row
+            words = plan.problem.v_head_dim // 4
+            index = thread.to_int64(line) * words + thread.to_int64(place.column)
+            thread.store_floats(results.partial_out, index, partial.out, place.exists)
+            first = place.exists & (place.column < 1)
+            thread.store_floats(results.partial_max, line, [partial.row_max], first)
+            thread.store_floats(results.partial_sum, line, [partial.row_sum], first)
 
-    _each_place(ctx, write)
+    _each_places(ctx, write, 1)
     arrive(ctx._replace(refs=CounterRefs(results.counters, last)))
 
 
@@ -198,11 +180,7 @@ class _Batch(NamedTuple):
     lines: list[Index]  # the line of this lane's partial of each row
     left: Index  # how many partials there are
     words: int  # 4 columns each, of a row
-
-    @property
-    def loads(self) -> int:
-        """Loads of each row that are under way together."""
-        return LOADS_AT_ONCE // len(self.places)
+    loads: int  # loads of each row that are under way together
 
     def load(self, first: Index) -> list:
         """`self.loads` partials of each row, from number `first` on."""
@@ -236,7 +214,6 @@ def combine(ctx: ThreadContext) -> None:
     trips = (at.count + (LANES - 1)) // LANES
     words = plan.problem.v_head_dim // 4
     lane = thread.index % LANES
-    zero, nothing = thread.number(0.0), thread.number(float("-inf"))
 
     def one_trip(trip: Index, carry: list, places: list[_Place]) -> list:
         p = trip * LANES + lane
@@ -249,19 +226,15 @@ def combine(ctx: ThreadContext) -> None:
             [thread.load_floats(ref, line, 1)[0] for ref in (refs.partial_max, refs.partial_sum)]
             for line in lines
         ]
-        batch = _Batch(thread, refs.partial_out, places, lines, left, words)
+        loads = LOADS_AT_ONCE // len(places)
+        batch = _Batch(thread, refs.partial_out, places, lines, left, words, loads)
         first = batch.load(lane * 0)  # under way before the weights are known
         states, weights, outs = [], [], []
-        for partial, (own_max, own_sum) in zip(_partials(carry), sums, strict=True):
-            own_max = thread.choose(exists, own_max, nothing)
-            own_sum = thread.choose(exists, own_sum, zero)
-            row_max = thread.highest(partial.row_max, thread.warp_highest(own_max))
-            base = thread.choose(thread.nothing_yet(row_max), zero, row_max)
-            rescale, weight = thread.exp2(partial.row_max - base), thread.exp2(own_max - base)
-            row_sum = partial.row_sum * rescale + thread.warp_sum(weight * own_sum)
-            states.append([row_max, row_sum])
-            weights.append(weight)
-            outs.append([x * rescale for x in partial.out])
+        for before, (own_max, own_sum) in zip(itertools.batched(carry, 6), sums, strict=True):
+            new = partials.weighed(thread, own_max, own_sum, exists, before[:2])
+            states.append([new.row_max, new.row_sum])
+            weights.append(new.weight)
+            outs.append([x * new.rescale for x in before[2:]])
         outs = batch.added(outs, weights, lane * 0, first)
 
         def more(number: Index, flat: list) -> list:
@@ -272,30 +245,22 @@ def combine(ctx: ThreadContext) -> None:
         batches = (left + (batch.loads - 1)) // batch.loads - 1
         flat = thread.loop(batches, sum(outs, []), more)
         both = zip(states, itertools.batched(flat, 4), strict=True)
-        return sum(([*state, *four] for state, four in both), [])
+        return sum([[*state, *four] for state, four in both], [])
 
     def rows(places: list[_Place]) -> None:
+        zero, nothing = thread.number(0.0), thread.number(float("-inf"))
         carry = [nothing, zero, *[zero] * 4] * len(places)
         carry = thread.loop(trips, carry, functools.partial(one_trip, places=places))
-        for place, partial in zip(places, _partials(carry), strict=True):
-            _write(ctx, refs, place, partial)
+        for place, (top, total, *out) in zip(places, itertools.batched(carry, 6), strict=True):
+            _write(ctx, refs, place, Partial(top, total, out))
 
-    _each_places(ctx, rows)
-
-
-def _partials(flat: list) -> list[_Partial]:
-    return [_Partial(top, total, out) for top, total, *out in itertools.batched(flat, 6)]
+    _each_places(ctx, rows, ROWS_AT_ONCE)
 
 
-def _each_place(ctx: ThreadContext, body: Callable[[_Place], None]) -> None:
-    """`body(place)` for all that this thread has: rows go to warps and columns to lanes."""
-    _each_places(ctx, lambda places: body(*places), 1)
-
-
-def _each_places(
-    ctx: ThreadContext, body: Callable[[list[_Place]], None], most: int = ROWS_AT_ONCE
-) -> None:
-    """`body` of a list of all places, if they are no more than `most`; else of each in turn."""
+def _each_places(ctx: ThreadContext, body: Callable[[list[_Place]], None], most: int) -> None:
+    """`body` of a list of all places that this thread has, if they are no more than `most`; else of
+    each in turn. Rows go to warps and columns to lanes.
+    """
     thread, _, at, plan = ctx
     queries, words = plan.queries, plan.problem.v_head_dim // 4
     across = -(-words // LANES)
@@ -332,12 +297,12 @@ def _head_and_chunk(at: Head, plan: Plan) -> tuple[Index, Index]:
     return at.head // chunks, at.head % chunks
 
 
-def _of_warps(ctx: ThreadContext, place: _Place) -> _Partial:
+def _of_warps(ctx: ThreadContext, place: _Place) -> Partial:
     """The partials of a block's warps as one."""
     thread, (warps, _, _), at, plan = ctx
     rows = plan.queries.warp_rows
     pitch = (plan.problem.v_head_dim + mma_rowmajor.ROW_PADDING) // 4
-    partials = []
+    of_groups = []
     for group in range(plan.split.groups):
         line = place.row  # warps are ordered by their group of keys, then by their row block
         if plan.queries.row_blocks > 1:
@@ -346,23 +311,13 @@ def _of_warps(ctx: ThreadContext, place: _Place) -> _Partial:
         (row_max,) = thread.shared_floats(warps.row_max, line, 1)
         (row_sum,) = thread.shared_floats(warps.row_sum, line, 1)
         out = thread.shared_floats(warps.out, line * pitch + place.column, 4)
-        partials.append(_Partial(row_max, row_sum, out))
-    partial = _combined(thread, partials)
+        of_groups.append(Partial(row_max, row_sum, out))
+    partial = partials.joined(thread, of_groups)
     lost = thread.choose(at.lost >= 1, thread.number(float("nan")), thread.number(0.0))
     return partial._replace(row_sum=partial.row_sum + lost)
 
 
-def _combined(thread: Thread, partials: list[_Partial]) -> _Partial:
-    row_max = functools.reduce(thread.highest, [partial.row_max for partial in partials])
-    base = thread.choose(thread.nothing_yet(row_max), thread.number(0.0), row_max)
-    weights = [thread.exp2(partial.row_max - base) for partial in partials]
-    pairs = list(zip(weights, partials, strict=True))
-    row_sum = functools.reduce(lambda a, b: a + b, [w * x.row_sum for w, x in pairs])
-    out = [functools.reduce(lambda a, b: a + b, [w * x.out[i] for w, x in pairs]) for i in range(4)]
-    return _Partial(row_max, row_sum, out)
-
-
-def _write(ctx: ThreadContext, results: Results, place: _Place, partial: _Partial) -> None:
+def _write(ctx: ThreadContext, results: Results, place: _Place, partial: Partial) -> None:
     """Columns of a row whose keys have all been taken -> out and lse."""
     thread, _, at, plan = ctx
     problem, queries = plan.problem, plan.queries

@@ -95,20 +95,24 @@ def deepest(
     return next(fitting, dataclasses.replace(config, stages=2))
 
 
-def shallower(config: KernelConfig) -> Any:
-    """The config with a stage less, which changes no bits; None where it has the fewest. A method
-    of every decode kernel's Config.
+def shallower_down_to(fewest: int) -> Callable[[KernelConfig], Any]:
+    """A method of every decode kernel's Config: the config with a stage less, which changes no
+    bits; None where it has the fewest.
     """
-    if config.stages <= config.fewest_stages:
-        return None
-    return dataclasses.replace(config, stages=config.stages - 1)
+
+    def shallower(config: KernelConfig) -> Any:
+        if config.stages <= fewest:
+            return None
+        return dataclasses.replace(config, stages=config.stages - 1)
+
+    return shallower
 
 
-def check_config(config: KernelConfig, **wants: tuple[bool, str]) -> None:
+def check_config(config: KernelConfig, fewest_stages: int = 2, **wants: tuple[bool, str]) -> None:
     """Checks the fields of every decode kernel's Config, and those in `wants`."""
     check(
         config,
-        stages=(config.stages >= config.fewest_stages, f"at least {config.fewest_stages}"),
+        stages=(config.stages >= fewest_stages, f"at least {fewest_stages}"),
         grid=(config.grid >= 1, "at least 1"),
         split_tiles=(config.split_tiles >= 1, "at least 1"),
         **wants,

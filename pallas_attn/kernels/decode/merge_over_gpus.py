@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.attention import softmax
+from pallas_attn.kernels.attention import partials, softmax
 from pallas_attn.kernels.lang import peer_memory, thread_program, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import FOUR, LANES, Thread
@@ -145,8 +145,7 @@ def _warp(ctx: ThreadContext) -> None:
     levels = [softmax.to_log2(lse) for lse in lses]
     top = functools.reduce(thread.highest, levels)
     zero = thread.number(0.0)
-    base = thread.choose(thread.nothing_yet(top), zero, top)
-    weights = [thread.exp2(level - base) for level in levels]
+    weights = [thread.exp2(level - partials.base_of(thread, top)) for level in levels]
     factor, lse = softmax.finish_row(thread, top, sum(weights[1:], weights[0]), None)
     thread.store_floats(refs.merged_lse, line.place, [lse], line.exists & first_lane)
     for place, parts, there in zip(places, columns, line.inside, strict=True):

@@ -5,9 +5,11 @@ A launch serves sequences of `problem.fewest` to `problem.q_len` rows. Their q c
 the running sum that counts kv tiles, and a sequence without rows has no unit.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from pallas_attn.kernels.lang import mosaic
+import jax.numpy as jnp
+
+from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import Thread
 from pallas_attn.kernels.lang.types import GmemRef, Index, SmemRef
@@ -90,6 +92,14 @@ class Unowned(NamedTuple):
     end: Index
     block: Index
     blocks: Index
+
+
+def begin(plan: Any, table: PackedTable, results: Any, block_id: Index) -> None:
+    """The first of a call's launches writes these rows. `results`: `combine_splits.Results`."""
+    if plan.problem.fewest == 1:
+        ends = table.first[0], table.first[plan.problem.sequences]
+        at = Unowned(*ends, block_id, jnp.int32(plan.grid))
+        threads.run(write_unowned, plan, results, at)
 
 
 def write_unowned(ctx: ThreadContext) -> None:

@@ -8,20 +8,22 @@ how the scheduler counts them.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_attn._call.launches import FEW_ROWS
 from pallas_attn._call.problem import DecodeProblem
 from pallas_attn.kernels.attention import cache_layout, softmax
 from pallas_attn.kernels.attention.cache_layout import Layout
-from pallas_attn.kernels.decode.launches import FEW_ROWS
-from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.types import Index, KernelConfig
+from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.types import Index
 from pallas_attn.kernels.mma import dequant, mma_rowmajor, mma_tf32
 from pallas_attn.kernels.mma.mma_rowmajor import ROWS, Split
 from pallas_attn.masks import Mask
@@ -30,6 +32,9 @@ FINE_UNIT = 16  # keys of a unit that is finer than a kv tile
 # Largest number of columns of q, or of the output, in the registers of a warp. Warps divide the
 # columns of wider rows; the widest of these leave room in shared memory for tiles of 16 keys only.
 COLUMNS_OF_A_WARP = 256
+
+
+ROWS_OF_WARPS = threads.WARPS * ROWS  # rows of the warps' matrices, one above the other
 
 
 def div(x: Index, y: Index) -> Index:
@@ -42,6 +47,44 @@ def div(x: Index, y: Index) -> Index:
 def at_least(x: Index, bound: int) -> Index:
     """The larger of both; `x` is any kind of integer."""
     return (jnp if isinstance(x, jax.Array) else np).maximum(x, bound)
+
+
+class DecodeTiling(NamedTuple):
+    """The fields of a kernel's Config that a plan and its scheduler read."""
+
+    tile: int  # keys of a kv tile
+    grid: int  # persistent blocks, at most
+    q_rows: int  # query rows that a block takes at once, at most
+    split_tiles: int  # kv tiles of a split where `batch_invariant` is asked for
+    stages: int  # tiles in the ring
+    load_first: bool = False  # the load of the next tile begins before the wait for this one
+    many_heads: bool = False  # blocks have several heads each
+    head_overhead: int = 0  # keys for which a head counts in addition to its own
+    overlaps: bool = False  # begins while the kernel before it ends
+
+
+class Copies(NamedTuple):
+    """How kv tiles come to shared memory: programs of single threads."""
+
+    copy_tile: Callable[..., None]
+    load_pages: Callable[..., Index]  # the page that `copy_tile` wants of a thread
+    meet: Callable[..., None]  # all threads meet before a slot of the ring is filled again
+    wait: Callable[..., None]  # for the tile of a `loads.Phase`
+    make_barriers: Callable[..., None]
+    bulk: bool = True  # by the GPU; else threads count groups of their own copies
+
+
+class Steps(NamedTuple):
+    """The computations of a mainloop: functions of a module such as `mainloop`."""
+
+    initial: Callable[..., Any]  # the state before the first key
+    load_queries: Callable[..., Any]
+    scores: Callable[..., Any]
+    attend: Callable[..., Any]  # the state after one more tile
+    epilogue: Callable[..., None]  # the state of a work tile -> results, or a partial
+    # Whether places of partials are computed before the tiles of a work or after: machine code
+    # differs.
+    places_first: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,18 +125,18 @@ def is_wide(problem: DecodeProblem) -> bool:
     return max(problem.head_dim, problem.v_head_dim) > COLUMNS_OF_A_WARP
 
 
-def query_rows(
-    problem: DecodeProblem, config: KernelConfig, row_blocks: int | None = None
-) -> QueryRows:
-    """`row_blocks`: where the kernel always takes as many; None: 1, 2 or 4, as rows need."""
+def query_rows(problem: DecodeProblem, most: int, row_blocks: int | None = None) -> QueryRows:
+    """`most`: rows that a block takes at once. `row_blocks`: where the kernel always takes as many;
+    None: 1, 2 or 4, as rows need.
+    """
     group = problem.q_heads // problem.kv_heads
     rows = group * problem.q_len
     if row_blocks is None:
-        row_blocks = -(-min(rows, config.q_rows) // ROWS)
+        row_blocks = -(-min(rows, most) // ROWS)
         row_blocks = row_blocks if row_blocks <= 2 else 2 if is_wide(problem) else 4
         if problem.dtype == "float32" and problem.head_dim + problem.v_head_dim > 256:
             row_blocks = 1  # more queries would leave no room for keys
-    return QueryRows(group, rows, row_blocks, min(config.q_rows, row_blocks * ROWS))
+    return QueryRows(group, rows, row_blocks, min(most, row_blocks * ROWS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,16 +175,16 @@ class KvTiles:
         return units
 
 
-def kv_tiles(problem: DecodeProblem, config: KernelConfig, layout: Layout) -> KvTiles:
-    tile, fine = config.tile, config.many_heads and not problem.batch_invariant
+def kv_tiles(problem: DecodeProblem, tiling: DecodeTiling, layout: Layout) -> KvTiles:
+    tile, fine = tiling.tile, tiling.many_heads and not problem.batch_invariant
     return KvTiles(
         tile=tile,
         page_rows=layout.page_rows(tile),
         contiguous_rows=layout.contiguous_rows(tile),
         most_tiles=max(1, -(-max(problem.capacities) // tile)),
-        tiles_a_unit=config.split_tiles if problem.batch_invariant else 1,
+        tiles_a_unit=tiling.split_tiles if problem.batch_invariant else 1,
         units_a_tile=tile // FINE_UNIT if fine else 1,
-        head_overhead=config.head_overhead // FINE_UNIT if fine else 0,
+        head_overhead=tiling.head_overhead // FINE_UNIT if fine else 0,
     )
 
 
@@ -150,7 +193,7 @@ class Plan:
     """The static facts of one launch."""
 
     problem: DecodeProblem
-    config: Any  # a decode kernel's
+    tiling: DecodeTiling
     layout: Layout  # the places of the cache's rows
     queries: QueryRows
     keys: KvTiles
@@ -158,6 +201,12 @@ class Plan:
     grid: int  # persistent blocks
     partials: int  # partials of a row that fit in global memory, over all rows
     partials_a_block: int  # 2, or 1 a unit where splits are fixed
+    # These: of the kernels whose mainloop is that of `decode.sm90`.
+    copies: Any = None  # `Copies`
+    steps: Any = None  # `Steps`
+    scratch: Any = None  # makes `buffers`
+    name: str = ""  # the launch's
+    lowering: Any = plgpu.LoweringSemantics.Lane
 
     @functools.cached_property
     def lines(self) -> int:
@@ -173,15 +222,65 @@ class Plan:
         """The module that has `scores` and `matmul_add` for q's dtype."""
         return mma_tf32 if self.is_float32 else mma_rowmajor
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row of K and of V."""
-        return self.itemsize * (self.problem.head_dim + self.problem.v_head_dim)
-
-    @property
+    @functools.cached_property
     def itemsize(self) -> int:
         """Bytes of a number in the cache."""
         return jnp.dtype(self.problem.cache_dtype).itemsize
+
+    @functools.cached_property
+    def row_bytes(self) -> tuple[int, ...]:
+        """Bytes of a row of K and of V, or of both where they lie in one array."""
+        k, v = (self.itemsize * n for n in (self.problem.head_dim, self.problem.v_head_dim))
+        return (k + v,) if self.layout.joined else (k, v)
+
+    @functools.cached_property
+    def v_column(self) -> int:
+        """The first column of V in its array."""
+        return self.problem.head_dim if self.layout.joined else 0
+
+    @functools.cached_property
+    def buffers(self) -> Any:
+        """Shared memory of a block."""
+        return self.scratch(self)
+
+    @functools.cached_property
+    def out_types(self) -> tuple[Any, ...]:
+        """The results of a launch: out, lse, and partials (`combine_splits.Results`)."""
+        problem, array = self.problem, jax.ShapeDtypeStruct
+        rows = (self.partials, self.queries.chunk_rows)
+        sums = array(rows, jnp.float32)
+        return (
+            array((*problem.out_shape, problem.v_head_dim), problem.dtype),
+            array(problem.lse_shape, jnp.float32),
+            (array((*rows, problem.v_head_dim), jnp.float32), sums, sums),
+        )
+
+    @functools.cached_property
+    def scaled(self) -> bool:
+        """Whether rows of the cache have scales."""
+        return self.problem.quantized and not self.problem.unscaled
+
+    @functools.cached_property
+    def lane_sequences(self) -> int:
+        """Sequences that each lane of the warp that makes the scheduler's table counts."""
+        return -(-self.problem.sequences // threads.LANES)
+
+    @functools.cached_property
+    def queries_ahead(self) -> bool:
+        """Whether queries are loaded while the work before is finished."""
+        return self.tiling.many_heads and not self.is_float32
+
+    @functools.cached_property
+    def pages_ahead(self) -> bool:
+        """Whether the pages of a tile are looked up while the tile before it is loaded."""
+        tiling = self.tiling
+        many = tiling.load_first and (tiling.many_heads or self.problem.quantized)
+        return many and self.layout.paged and self.copies.bulk
+
+    @functools.cached_property
+    def skips_pages(self) -> bool:
+        """Whether the mask may let a block skip pages."""
+        return self.layout.paged and self.problem.mask.bounds_left
 
     @functools.cached_property
     def unit_of_logits(self) -> float | None:
@@ -195,10 +294,10 @@ class Plan:
     @functools.cached_property
     def split(self) -> Split:
         """Query rows and keys of each warp."""
-        problem, config = self.problem, self.config
+        problem = self.problem
         few = self.queries.rows <= FEW_ROWS and not problem.quantized and not self.is_float32
         integers = dequant.by_integers(problem.cache_dtype, problem.gpu)
-        blocks, folded = self.queries.row_blocks, few and config.many_heads
+        blocks, folded = self.queries.row_blocks, few and self.tiling.many_heads
         return Split(blocks, self.keys.tile, folded, integers, is_wide(problem))
 
     @functools.cached_property
@@ -206,7 +305,7 @@ class Plan:
         """Whether the load of the next tile begins before the wait for this one; with a single
         stage, it is the load of this one.
         """
-        return self.config.load_first or self.config.stages == 1
+        return self.tiling.load_first or self.tiling.stages == 1
 
     def queries_of(self, count: Index | None) -> Index:
         """Query rows of a sequence; `count`: where rows are packed, how many it has."""
@@ -219,27 +318,26 @@ def _lines(problem: DecodeProblem, queries: QueryRows) -> int:
     return -(-problem.tokens * queries.group // queries.chunk_rows) + problem.sequences
 
 
-@functools.lru_cache(maxsize=1024)
-def plan_of(problem: DecodeProblem, config: KernelConfig) -> Plan:
-    """The plan of `decode.sm90` or `decode.sm80`."""
-    _check_tile(problem, config)
-    return plan_with(problem, config, query_rows(problem, config))
-
-
 def plan_with(
-    problem: DecodeProblem, config: KernelConfig, queries: QueryRows, most_blocks: int | None = None
+    problem: DecodeProblem,
+    tiling: DecodeTiling,
+    queries: QueryRows,
+    most_blocks: int | None = None,
+    **parts: Any,
 ) -> Plan:
-    """The plan of a kernel that takes query rows so; `most_blocks`: where more would be slower."""
+    """The plan of a kernel that takes query rows so; `most_blocks`: where more would be slower.
+    `parts`: the last fields of a `Plan`.
+    """
     layout = cache_layout.layout_of(problem)
-    keys = kv_tiles(problem, config, layout)
+    keys = kv_tiles(problem, tiling, layout)
     heads = problem.kv_heads * (1 if problem.packed else queries.chunks)
     lines = _lines(problem, queries)
     units = heads * (lines * keys.most_units if problem.packed else units_of_full(problem, keys))
-    grid = min(config.grid, units, most_blocks or units)
+    grid = min(tiling.grid, units, most_blocks or units)
     each, partials = 2, 2 * grid
     if problem.batch_invariant:
         each, partials = 1, problem.kv_heads * lines * keys.most_units
-    return Plan(problem, config, layout, queries, keys, heads, grid, partials, each)
+    return Plan(problem, tiling, layout, queries, keys, heads, grid, partials, each, **parts)
 
 
 def units_of_full(problem: DecodeProblem, keys: KvTiles) -> int:
@@ -254,10 +352,9 @@ def widest_tile(problem: DecodeProblem) -> int:
     return 256 if 256 // layout.contiguous_rows(256) <= mosaic.THREADS else 128
 
 
-def _check_tile(problem: DecodeProblem, config: KernelConfig) -> None:
-    """Raises a ValueError where the kernel has no such tiles."""
-    tile = config.tile
-    if config.bulk and tile > (most := widest_tile(problem)):
+def check_tile(problem: DecodeProblem, tile: int, bulk: bool) -> None:
+    """Raises a ValueError where `decode.sm90`, or `decode.sm80`, has no such tiles."""
+    if bulk and tile > (most := widest_tile(problem)):
         want = f"at most {most} over pages of {problem.page_size} rows"
         raise ValueError(f"Config.tile must be {want}, got {tile}")
     if is_wide(problem):

@@ -3,6 +3,7 @@ float16 for matmuls, scores are multiplied by the scales of keys, probabilities 
 Without scales the numbers are the values.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -11,11 +12,11 @@ from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import mainloop
 from pallas_attn.kernels.decode.mainloop import ROWS, TileAt
-from pallas_attn.kernels.decode.plan import Plan
+from pallas_attn.kernels.decode.plan import Plan, Steps
 from pallas_attn.kernels.decode.scheduler import WorkTile
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Index, RegisterTile
-from pallas_attn.kernels.mma import mma_rowmajor
+from pallas_attn.kernels.mma import column_parts, mma_rowmajor
 
 
 class State(NamedTuple):
@@ -56,18 +57,21 @@ def scores(ctx: KernelContext, queries: Queries, slot: Index) -> RegisterTile:
     split = ctx.plan.split
     dim = ctx.plan.problem.head_dim
     s = mma_rowmajor.scores(queries.q, ctx.smem.k, slot, split, dim)
-    if not ctx.plan.problem.unscaled:
+    if ctx.plan.scaled:
         s = s * mma_rowmajor.number_of_each_key(ctx.smem.k_scale, slot, split)
-    return mainloop.of_all_columns(ctx, s * mosaic.broadcast_rows(queries.units, s.shape))
+    s = s * mosaic.broadcast_rows(queries.units, s.shape)
+    return s if split.parts == 1 else column_parts.sum_of_parts(s, ctx.smem.scores, split)
 
 
 def attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, state: State) -> State:
     plan, split = ctx.plan, ctx.plan.split
     scales = None
-    if not plan.problem.unscaled:
+    if plan.scaled:
         scales = mma_rowmajor.number_of_each_key(ctx.smem.v_scale, at.slot, split)
-    s = mainloop.logits_of_scores(ctx, work, at.tile, s)
-    s = s if plan.unit_of_logits is None else s * plan.unit_of_logits
+    if plan.unit_of_logits is None:
+        s = mainloop.logits_of_scores(ctx, work, at.tile, s)
+    else:
+        s = s * plan.unit_of_logits
     if scales is None:
         return _attend_unscaled(ctx, at, mainloop.masked(ctx, work, at.tile, s), state)
     tiles = mainloop.masked(ctx, work, at.tile, Logits(s, s + jnp.log2(scales)))
@@ -75,8 +79,8 @@ def attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, stat
     row_sum = state.row_sum * mosaic.broadcast_rows(new.rescale, state.row_sum.shape)
     heavy = softmax.step(tiles.weights, None, state.weight_max, empty_ok=True)
     acc = softmax.rescaled(heavy, state.acc)
-    p = heavy.p.astype("float16")
-    acc = mainloop.add_values(ctx, acc, p, at)
+    p, v = heavy.p.astype("float16"), ctx.smem.v
+    acc = mma_rowmajor.matmul_add(acc, p, v, at.slot, split, plan.v_column)
     return State(acc, row_sum + new.row_sum, new.row_max, heavy.row_max)
 
 
@@ -84,8 +88,8 @@ def _attend_unscaled(ctx: KernelContext, at: TileAt, logits: RegisterTile, state
     """`attend` for a cache without scales, whose values are weighted by the probabilities alone."""
     new = softmax.step(logits, None, state.row_max, empty_ok=True)
     acc, row_sum = softmax.rescaled(new, (state.acc, state.row_sum))
-    p = new.p.astype("float16")
-    acc = mainloop.add_values(ctx, acc, p, at)
+    p, plan = new.p.astype("float16"), ctx.plan
+    acc = mma_rowmajor.matmul_add(acc, p, ctx.smem.v, at.slot, plan.split, plan.v_column)
     return State(acc, row_sum + new.row_sum, new.row_max, new.row_max)
 
 
@@ -94,3 +98,7 @@ def totals(plan: Plan, state: State) -> tuple[RegisterTile, RegisterTile]:
     unit = jnp.exp2(state.weight_max - jnp.where(none, 0.0, state.row_max))
     factor = mosaic.broadcast_rows(jnp.where(none, 0.0, unit), state.acc.shape)
     return state.acc * factor, row_sum
+
+
+epilogue = functools.partial(mainloop.epilogue, totals=totals)
+STEPS = Steps(initial, load_queries, scores, attend, epilogue)

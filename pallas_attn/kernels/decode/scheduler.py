@@ -22,13 +22,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call.problem import DecodeInputs, bounds_of
-from pallas_attn.kernels.attention import cache_layout
+from pallas_attn._call.problem import DecodeProblem, bounds_of
 from pallas_attn.kernels.decode import packed
 from pallas_attn.kernels.decode.packed import PackedTable
 from pallas_attn.kernels.decode.plan import Plan, at_least, div
+from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.thread_program import ThreadContext
-from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, SmemRef
+from pallas_attn.kernels.lang.types import GmemRef, Index, Layout, RegisterTile, SmemRef
 from pallas_attn.masks import SIDES, Mask
 
 LANES = 32  # lanes of the warp that makes the table; each has consecutive sequences
@@ -46,24 +46,11 @@ class Table(NamedTuple):
     packed: PackedTable | None = None
 
 
-def lane_sequences(plan: Plan) -> int:
-    """Sequences that each lane counts."""
-    return -(-plan.problem.sequences // LANES)
-
-
 def table_scratch(plan: Plan) -> Table:
-    numbers = plgpu.SMEM((LANES * lane_sequences(plan) + 1,), jnp.int32)  # the first sum is 0
+    numbers = plgpu.SMEM((LANES * plan.lane_sequences + 1,), jnp.int32)  # the first sum is 0
     bounds = plgpu.SMEM((len(SIDES),), jnp.int32) if plan.problem.mask.arrives else None
     rows = PackedTable(numbers, numbers, numbers) if plan.problem.packed else None
     return Table(numbers, numbers, numbers, bounds, rows)
-
-
-def mask_of(plan: Plan, table: Table) -> Mask:
-    """The mask, with the bounds that arrive at run time."""
-    mask, bounds = plan.problem.mask, table.bounds
-    if bounds is None:
-        return mask
-    return mask.filled(**{side: bounds[SIDES.index(side)] for side in mask.arrives})
 
 
 class Lengths(NamedTuple):
@@ -74,34 +61,24 @@ class Lengths(NamedTuple):
     capacities: GmemRef | None  # int32[M], where they differ
     mask_left: GmemRef | None  # int32[1], where the bound arrives at run time
     mask_right: GmemRef | None
-    starts: GmemRef | None = None  # int32[M + 1], where rows are packed
-
-
-def lengths_of(inputs: DecodeInputs, capacities: Operand | None) -> Lengths:
-    return Lengths(
-        inputs.lengths,
-        inputs.new_lengths,
-        capacities,
-        cache_layout.scalar_operand(inputs.mask_left),
-        cache_layout.scalar_operand(inputs.mask_right),
-        inputs.starts,
-    )
+    starts: GmemRef | None  # int32[M + 1], where rows are packed
 
 
 class TableRefs(NamedTuple):
-    """Memory that `fill_table` reads and writes."""
+    """Memory that `fill_table` reads and writes, and barriers for `meanwhile`."""
 
     arrays: Lengths
     table: Table
+    barriers: SmemRef | None = None
 
 
-def fill_table(ctx: ThreadContext, meanwhile: Callable[[], None] = lambda: None) -> None:
-    """Fills `ctx.refs.table`; `ctx.at`: 1 where the cache has the layer, else 0. `meanwhile` runs
-    while the loads of the lengths are under way.
+def fill_table(ctx: ThreadContext, meanwhile: Callable[..., None] | None = None) -> None:
+    """Fills the table of `ctx.refs`; `ctx.at`: 1 where the cache has the layer, else 0. `meanwhile`
+    runs while the loads of the lengths are under way.
     """
-    thread, (arrays, table), has_layer, plan = ctx
+    thread, (arrays, table, _), has_layer, plan = ctx
     sequences, writes, zero = plan.problem.sequences, thread.index < LANES, thread.index * 0
-    lane, count = thread.index % LANES, lane_sequences(plan)
+    lane, count = thread.index % LANES, plan.lane_sequences
     places = [lane * count + n for n in range(count)]
     inside = [thread.minimum(m, sequences - 1) for m in places]
     lengths = [thread.load(arrays.lengths, m, 4) for m in inside]
@@ -111,13 +88,15 @@ def fill_table(ctx: ThreadContext, meanwhile: Callable[[], None] = lambda: None)
     room: list[Any] = [plan.layout.capacity] * count
     if plan.layout.capacity is None:
         room = [thread.load(arrays.capacities, m, 4) for m in inside]
-    bounds = {side: thread.load(ref, zero, 4) for side, ref in bounds_of(arrays).items()}
-    mask = plan.problem.mask.filled(**bounds)
-    ends = None
+    mask, bounds, ends = plan.problem.mask, {}, None
+    if table.bounds is not None:
+        bounds = {side: thread.load(ref, zero, 4) for side, ref in bounds_of(arrays).items()}
+        mask = mask.filled(**bounds)
     counts: list[Any] = [None] * count
     if arrays.starts is not None:
         ends = [packed.load_ends(thread, arrays.starts, m) for m in inside]
-    meanwhile()
+    if meanwhile is not None:
+        meanwhile(ctx)
     if ends is not None:
         counts = [packed.served(ctx, x) for x in ends]
     sums, lost, have_units = [], [], []
@@ -166,9 +145,14 @@ class WorkTile(NamedTuple):
     next_unit: Index  # the unit with which the block's next work begins
     head_first_unit: Index
     head_units: Index
-    mask: Mask
+    # Bounds of the mask where some arrive at run time: static ones have no place in a loop's carry.
+    bounds: tuple[Index, ...] | None = None
     queries: Index | None = None  # packed query rows of the sequence
     row: Index | None = None  # the first of them
+
+    def mask_with_bounds(self, problem: DecodeProblem) -> Mask:
+        assert self.bounds is not None
+        return problem.mask.filled(**dict(zip(problem.mask.arrives, self.bounds, strict=True)))
 
 
 class Share(NamedTuple):
@@ -199,11 +183,6 @@ def share_of(plan: Plan, table: Table, block_id: Index) -> Share:
     if fine:
         end = jnp.where(block_id < blocks, end, first)
     return Share(first, end, base, rest)
-
-
-def sequence_of(plan: Plan, table: Table, unit: Index) -> Index:
-    """The sequence that a unit belongs to."""
-    return last_within(table.sums, plan.problem.sequences - 1, unit, plan.heads)
 
 
 def last_within(sums: SmemRef, last: int, most: Index, times: int = 1) -> Index:
@@ -243,7 +222,10 @@ def work_at(plan: Plan, table: Table, share: Share, unit: Index, m: Index) -> Wo
     taken = jnp.minimum(share.end - unit, units - skipped)
     if plan.problem.batch_invariant:
         taken = jnp.minimum(taken, 1)
-    length, mask = table.lengths[m], mask_of(plan, table)
+    length, mask, bounds = table.lengths[m], plan.problem.mask, None
+    if table.bounds is not None:
+        bounds = tuple([table.bounds[SIDES.index(side)] for side in mask.arrives])
+        mask = mask.filled(**dict(zip(mask.arrives, bounds, strict=True)))
     first, end = keys.tiles_of(mask, length, plan.queries_of(count))
     end = jnp.maximum(end, first + 1)
     tile = first + skipped * keys.tiles_a_unit
@@ -261,20 +243,22 @@ def work_at(plan: Plan, table: Table, share: Share, unit: Index, m: Index) -> Wo
         next_unit=unit + taken,
         head_first_unit=unit - skipped,
         head_units=units,
-        mask=mask,
+        bounds=bounds,
         queries=count,
         row=row,
     )
 
 
-def first_unit_of(plan: Plan, table: Table, share: Share, m: Index) -> Index:
-    """The unit with which a share's first work begins. Finer than a tile, it may be past the last
-    tile of a head, which the block before has, and past the end of the share.
+def begin(plan: Plan, table: Table, share: Share) -> tuple[Share, Index]:
+    """The share, and the sequence that it begins with. Units finer than a tile may begin past the
+    last tile of a head, which the block before has, and past the end of the share.
     """
-    if plan.keys.units_a_tile == 1:
-        return share.first
-    first = work_at(plan, table, share, share.first, m)
-    return jnp.where(first.tile >= first.end, first.next_unit, share.first)
+    m = last_within(table.sums, plan.problem.sequences - 1, share.first, plan.heads)
+    if plan.keys.units_a_tile > 1:
+        first = work_at(plan, table, share, share.first, m)
+        unit = jnp.where(first.tile >= first.end, first.next_unit, share.first)
+        share = share._replace(first=unit)
+    return share, m
 
 
 def head_and_chunk(plan: Plan, work: WorkTile) -> tuple[Index, Index]:
@@ -282,6 +266,42 @@ def head_and_chunk(plan: Plan, work: WorkTile) -> tuple[Index, Index]:
     chunks = plan.queries.chunks_of(work.queries)
     chunks = jnp.int32(chunks) if isinstance(chunks, int) else jnp.maximum(chunks, 1)
     return lax.div(work.head, chunks), lax.rem(work.head, chunks)
+
+
+def token_of(plan: Plan, query: RegisterTile) -> RegisterTile:
+    """query // group, by multiplication: LLVM makes a division of small numbers one of 16 bits,
+    which that of JAX 0.12 then does not know for this GPU.
+    """
+    group, bits, rows = plan.queries.group, 20, plan.queries.chunks * plan.queries.chunk_rows
+    factor = -(-(2**bits) // group)
+    if group & (group - 1) == 0 or rows * group >= 2**bits or rows * factor >= 2**31:
+        return query // group
+    return query * factor // 2**bits
+
+
+class Positions(NamedTuple):
+    """The query, the key and the query head of each logit of a tile; positions in the sequence."""
+
+    query: RegisterTile
+    key: RegisterTile
+    head: RegisterTile | None = None  # only where the mask function asks for it
+    layout: Layout = mosaic.TILE
+
+
+def positions_at(
+    plan: Plan,
+    work: WorkTile,
+    row: RegisterTile,
+    key: RegisterTile,
+    layout: Layout = mosaic.TILE,
+) -> Positions:
+    """Positions of logits, by query rows of the q chunk and keys."""
+    kv_head, chunk = head_and_chunk(plan, work)
+    row, group = row + chunk * plan.queries.chunk_rows, plan.queries.group
+    token, head = token_of(plan, row), None
+    if plan.problem.mask_program is not None and plan.problem.mask_uses_head:
+        head = kv_head * group + (row - token * group)
+    return Positions(work.length - plan.queries_of(work.queries) + token, key, head, layout)
 
 
 class FirstQuery(NamedTuple):
@@ -323,8 +343,10 @@ def partials_of(plan: Plan, share: Share, work: WorkTile, block_id: Index) -> Pa
     first = share.block_of(work.head_first_unit)
     last = work.head_units - 1
     if (fine := plan.keys.units_a_tile) > 1:
-        queries = plan.queries_of(work.queries)
-        tiles_before, end = plan.keys.tiles_of(work.mask, work.length, queries)
+        queries, mask = plan.queries_of(work.queries), plan.problem.mask
+        if work.bounds is not None:
+            mask = work.mask_with_bounds(plan.problem)
+        tiles_before, end = plan.keys.tiles_of(mask, work.length, queries)
         last = jnp.maximum(end - tiles_before - 1, 0) * fine
     last = share.block_of(work.head_first_unit + last)
     return Partials(last - first + 1, 2 * block_id + begins, 2 * first + 1, 2 * first)

@@ -4,16 +4,17 @@ matmuls (mma.sync), the softmax and how partials are combined.
 """
 
 import dataclasses
+import functools
 
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
-from pallas_attn._call.problem import DecodeInputs, DecodeProblem
+from pallas_attn._call.problem import DecodeProblem
 from pallas_attn.kernels.attention.sm80_common import fits
-from pallas_attn.kernels.decode import limits
+from pallas_attn.kernels.decode import limits, thread_copies
 from pallas_attn.kernels.decode import sm90 as decode_sm90
-from pallas_attn.kernels.decode.plan import is_wide
-from pallas_attn.kernels.decode.sm90 import bytes_of_launch, limit
-from pallas_attn.kernels.lang.types import Operand
+from pallas_attn.kernels.decode.plan import DecodeTiling, Plan, is_wide
+from pallas_attn.kernels.decode.sm90 import bytes_of_launch
+from pallas_attn.kernels.decode.sm90 import limit_of_any_copies as limit
 from pallas_attn.kernels.mma import mma_rowmajor
 
 
@@ -34,12 +35,12 @@ class Config:
     overlaps: bool = False  # begins while the kernel before it ends: `mosaic.overlap_launches`
     load_first: bool = False
     q_rows: int = 4 * mma_rowmajor.ROWS
-    fewest_stages, bulk, many_heads, head_overhead = 1, False, False, 0  # see `decode.sm90`
-    shallower = limits.shallower
+    shallower = limits.shallower_down_to(1)
 
     def __post_init__(self):
         limits.check_config(
             self,
+            fewest_stages=1,
             tile=(self.tile in (16, 32, 64, 128, 256), "16, 32, 64, 128 or 256"),
             q_rows=(self.q_rows in (4, 8, 16, 32, 64), "4, 8, 16, 32 or 64"),
         )
@@ -68,9 +69,15 @@ class Config:
         ]
         return next((x for x in choices if fits(problem, bytes_of_launch, x)), choices[-1])
 
+    def plan(self, problem: DecodeProblem) -> Plan:
+        return plan_of(problem, self)
 
-def smem_bytes(problem: DecodeProblem, config: Config) -> int:
-    return decode_sm90.smem_bytes(problem, config)
+
+@functools.lru_cache(maxsize=1024)
+def plan_of(problem: DecodeProblem, config: Config) -> Plan:
+    """The plan of one launch."""
+    tiling = DecodeTiling(**vars(config))
+    return decode_sm90.plan_for(problem, tiling, thread_copies.COPIES, "decode_sm80")
 
 
 def _bytes_of_two(problem: DecodeProblem, config: Config) -> int:
@@ -78,9 +85,5 @@ def _bytes_of_two(problem: DecodeProblem, config: Config) -> int:
     return 2 * bytes_of_launch(problem, config) + 1024
 
 
-def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Operand, Operand]:
-    """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
-    return decode_sm90.run(inputs, problem, config)
-
-
+smem_bytes, run = decode_sm90.smem_bytes, decode_sm90.run
 KERNEL = Kernel(Config, limit, smem_bytes, run, overlaps=True)

@@ -8,7 +8,7 @@ are combined in shared memory, and between blocks by the last to arrive (`combin
 launch.
 
 All three caches are read alike: by bulk copies from plain pointers, one a kv tile, or one a page of
-it (`bulk_copies`). There is no tensor map, which separate arrays would need one each of, and rows
+it (`loads`). There is no tensor map, which separate arrays would need one each of, and rows
 lie in shared memory as in the cache; `mma_rowmajor` says how tensor cores read them so. Only where
 rows begin differs between caches (`cache_layout`).
 
@@ -19,8 +19,7 @@ again. There is no producer warp, so there is no other barrier.
 
 import dataclasses
 import functools
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -28,46 +27,47 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import gpu_specs
+from pallas_attn._call import gpu_specs, launches
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import separate_caches, tma_operands
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import (
+    box_copies,
     combine_splits,
-    launches,
     limits,
+    loads,
+    lost,
     mainloop,
-    memory,
-    no_rows,
     packed,
-    producer,
     quantized_mainloop,
     scheduler,
 )
 from pallas_attn.kernels.decode.combine_splits import Results
+from pallas_attn.kernels.decode.loads import DecodeRefs, DecodeSmem, Phase
 from pallas_attn.kernels.decode.mainloop import TileAt
-from pallas_attn.kernels.decode.memory import DecodeRefs, DecodeSmem
 from pallas_attn.kernels.decode.plan import (
     FINE_UNIT,
+    Copies,
+    DecodeTiling,
     Plan,
+    check_tile,
     is_wide,
-    plan_of,
+    plan_with,
     query_rows,
     widest_tile,
 )
-from pallas_attn.kernels.decode.producer import Phase
-from pallas_attn.kernels.decode.scheduler import Partials, Share, WorkTile
+from pallas_attn.kernels.decode.scheduler import Share, WorkTile
 from pallas_attn.kernels.lang import mosaic, threads
-from pallas_attn.kernels.lang.thread_program import ThreadContext
-from pallas_attn.kernels.lang.types import Carry, GmemRef, Index, KernelConfig, Operand
+from pallas_attn.kernels.lang.types import GmemRef, Index, KernelConfig, Operand
 from pallas_attn.kernels.mma import column_parts, mma_rowmajor, mma_tf32
 
 SMEM_OF_TWO = 233_472 // 2 - 1024  # bytes of each of two blocks on a multiprocessor
 MULTIPROCESSORS = gpu_specs.multiprocessors(gpu_specs.HOPPER)
 HEAD_OVERHEAD = 48 * 1024  # bytes that a block could read while it begins a head
 CACHES_OF_A_LAUNCH = 256  # separate ones; `append.separate_arrays` says why
+Q_ROWS = 4 * mma_rowmajor.ROWS  # query rows that a block takes at once, at most
 LONG = 2048  # keys of a block, from which on memory bandwidth counts more than latency
 
 
@@ -91,9 +91,7 @@ class Config:
     many_heads: bool = False
     head_overhead: int = 0
     load_first: bool = False
-    bulk, fewest_stages = True, 2  # tiles come by bulk copies; see `decode.sm80`
-    q_rows = 4 * mma_rowmajor.ROWS  # query rows that a block takes at once, at most
-    shallower = limits.shallower
+    shallower = limits.shallower_down_to(2)
 
     def __post_init__(self):
         overhead = self.head_overhead
@@ -111,7 +109,7 @@ class Config:
         heads can be shared out evenly over all multiprocessors but a few, these stay idle: there is
         nothing to combine.
         """
-        rows = query_rows(problem, cls)
+        rows = query_rows(problem, Q_ROWS)
         heads = problem.sequences * problem.kv_heads * (1 if problem.packed else rows.chunks)
         keys = max(problem.capacities) * heads
         if problem.quantized and keys >= 2 * MULTIPROCESSORS * 8 * 128:
@@ -154,6 +152,9 @@ class Config:
                 return config
         return choices[-1]
 
+    def plan(self, problem: DecodeProblem) -> Plan:
+        return plan_of(problem, self)
+
 
 def _even_grid(heads: int) -> int:
     """Blocks that share the heads out evenly if that leaves few multiprocessors idle."""
@@ -172,6 +173,14 @@ def _even_pairs(heads: int) -> int:
 
 def limit(problem: DecodeProblem) -> Limit | None:
     """Why this kernel cannot take the problem, or None."""
+    if problem.kind == "listed" and problem.quantized and not problem.unscaled:
+        reason = "kv_indices over a quantised cache: it copies scales four at a time"
+        return Limit(reason, "leave implementation=None")
+    return limit_of_any_copies(problem)
+
+
+def limit_of_any_copies(problem: DecodeProblem) -> Limit | None:
+    """The limit that does not depend on how tiles come."""
     refused = limits.dtype_limit(problem)
     if refused is None and problem.quantized:
         refused = limits.quantized_limit(problem)
@@ -182,15 +191,32 @@ def limit(problem: DecodeProblem) -> Limit | None:
     )
 
 
+@functools.lru_cache(maxsize=1024)
+def plan_of(problem: DecodeProblem, config: Config) -> Plan:
+    """The plan of one launch."""
+    tiling = DecodeTiling(q_rows=Q_ROWS, **vars(config))
+    plan = plan_for(problem, tiling, loads.COPIES, "decode_sm90")
+    return dataclasses.replace(plan, copies=box_copies.COPIES) if box_copies.serves(plan) else plan
+
+
+def plan_for(problem: DecodeProblem, tiling: DecodeTiling, copies: Copies, name: str) -> Plan:
+    """The plan of this kernel with tiles that come so."""
+    check_tile(problem, tiling.tile, copies.bulk)
+    queries = query_rows(problem, tiling.q_rows)
+    steps = quantized_mainloop.STEPS if problem.quantized else mainloop.STEPS
+    return plan_with(
+        problem, tiling, queries, copies=copies, steps=steps, scratch=scratch, name=name
+    )
+
+
 def scratch(plan: Plan) -> DecodeSmem:
     """Shared memory, described once: `run` launches it, `smem_bytes` adds it up."""
-    problem, ring, queries = plan.problem, (plan.config.stages, plan.keys.tile), plan.queries
+    problem, ring, queries = plan.problem, (plan.tiling.stages, plan.keys.tile), plan.queries
     split, dtype = plan.split, jnp.dtype(problem.cache_dtype)
     rows = threads.WARPS // split.parts * queries.warp_rows
     out = plgpu.SMEM((rows, problem.v_head_dim + mma_rowmajor.ROW_PADDING), jnp.float32)
     sums = plgpu.SMEM((rows,), jnp.float32)
-    scaled = problem.quantized and not problem.unscaled
-    scales = plgpu.SMEM(ring, jnp.float32) if scaled else None
+    scales = plgpu.SMEM(ring, jnp.float32) if plan.scaled else None
     q = None
     if plan.is_float32:
         shape = mma_tf32.queries_shape(problem.head_dim, queries.most_rows, split.parts)
@@ -201,7 +227,7 @@ def scratch(plan: Plan) -> DecodeSmem:
         v=None if joined else plgpu.SMEM((*ring, dims[1]), dtype),
         warp_partials=combine_splits.WarpPartials(out, sums, sums),
         table=scheduler.table_scratch(plan),
-        barriers=plgpu.SMEM((plan.config.stages, 2), jnp.int32),
+        barriers=plgpu.SMEM((plan.tiling.stages, 2), jnp.int32),
         last=plgpu.SMEM((1,), jnp.int32),
         k_scale=scales,
         v_scale=scales,
@@ -211,7 +237,7 @@ def scratch(plan: Plan) -> DecodeSmem:
 
 
 def bytes_of_launch(problem: DecodeProblem, config: KernelConfig) -> int:
-    return limits.smem_bytes(scratch(plan_of(problem, config)))
+    return limits.smem_bytes(config.plan(problem).buffers)
 
 
 def smem_bytes(problem: DecodeProblem, config: KernelConfig) -> int:
@@ -222,35 +248,14 @@ def smem_bytes(problem: DecodeProblem, config: KernelConfig) -> int:
 # ---- computing -----------------------------------------------------------------------------------
 
 
-class _StartRefs(NamedTuple):
-    lengths: scheduler.Lengths
-    smem: DecodeSmem
-
-
-def _start(ctx: ThreadContext) -> None:
-    """Makes the barriers while the lengths are loaded, and the table of sequences."""
-    (lengths, smem), plan = ctx.refs, ctx.plan
-    barriers = functools.partial(
-        producer.copies_of(plan).make_barriers, ctx.thread, smem.barriers, plan
-    )
-    scheduler.fill_table(ctx._replace(refs=scheduler.TableRefs(lengths, smem.table)), barriers)
-
-
-def _steps_of(plan: Plan) -> ModuleType:
-    """The module of a mainloop's steps: it has `initial`, `load_queries`, `scores`, `attend` and
-    `totals`.
-    """
-    return quantized_mainloop if plan.problem.quantized else mainloop
-
-
 def _mainloop(ctx: KernelContext, results: Results, share: Share, block_id: Index) -> None:
-    """All work of a block, and the loads that run ahead of it."""
-    plan, table, steps = ctx.plan, ctx.smem.table, _steps_of(ctx.plan)
-    m = scheduler.sequence_of(plan, table, share.first)
-    share = share._replace(first=scheduler.first_unit_of(plan, table, share, m))
+    """All work of a block, and the loads that run ahead of it. Machine code depends on the order of
+    these statements.
+    """
+    plan, table, steps = ctx.plan, ctx.smem.table, ctx.plan.steps
+    share, m = scheduler.begin(plan, table, share)
     first = scheduler.work_at(plan, table, share, share.first, m)
-    loading = producer.fill_ring(ctx, share, first)
-    queries_ahead = plan.config.many_heads and not plan.is_float32
+    loading = loads.fill_ring(ctx, share, first)
 
     def queries_at(unit, m):
         unit = jnp.minimum(unit, share.end - 1)
@@ -259,18 +264,24 @@ def _mainloop(ctx: KernelContext, results: Results, share: Share, block_id: Inde
     def one_work(carry):
         unit, m, count, loading, queries = carry
         work = scheduler.work_at(plan, table, share, unit, m)
-        partials = scheduler.partials_of(plan, share, work, block_id)
-        queries = queries if queries_ahead else steps.load_queries(ctx, work)
-        producer.check_skipped_pages(ctx, work)
+        places = None
+        if steps.places_first:
+            places = scheduler.partials_of(plan, share, work, block_id)
+        if not plan.queries_ahead:
+            queries = steps.load_queries(ctx, work)
+        if plan.skips_pages:
+            loads.check_skipped_pages(ctx, work)
         one_tile = functools.partial(_one_tile, ctx, share, work, queries)
         carry = steps.initial(plan), count, loading
         state, count, loading = lax.fori_loop(work.tile, work.end, one_tile, carry)
         # The next ones are on their way while the partials of this work tile are combined.
-        queries = queries_at(work.next_unit, work.sequence) if queries_ahead else None
-        _epilogue(ctx, results, work, state, partials)
+        queries = queries_at(work.next_unit, work.sequence) if plan.queries_ahead else None
+        if places is None:
+            places = scheduler.partials_of(plan, share, work, block_id)
+        steps.epilogue(ctx, results, work, state, places)
         return work.next_unit, work.sequence, count, loading, queries
 
-    queries = queries_at(share.first, m) if queries_ahead else None
+    queries = queries_at(share.first, m) if plan.queries_ahead else None
     start = (share.first, m, jnp.int32(0), loading, queries)
     lax.while_loop(lambda carry: carry[0] < share.end, one_work, start)
 
@@ -285,46 +296,32 @@ def _one_tile(
 ) -> tuple[Any, ...]:
     """One kv tile; under it another is loaded, to the slot of the tile before."""
     (plan, _, smem), (state, count, loading) = ctx, carry
-    copies, steps, stages = producer.copies_of(plan), _steps_of(plan), plan.config.stages
+    copies, steps, stages = plan.copies, plan.steps, plan.tiling.stages
     slot = lax.rem(count, jnp.int32(stages))
     parity = lax.rem(lax.div(count, jnp.int32(stages)), jnp.int32(2))
     threads.run(copies.meet, plan, (), ())
     before = jnp.where(slot == 0, stages - 1, slot - 1)
-    following = producer.following(ctx, share, loading, before)
+    if loading.tile is None:
+        loading = loads.next_tile(ctx, share, loading.work, before)
     if plan.load_first:
-        loading = producer.load(ctx, share, following, slot)
-    threads.run(copies.wait, plan, smem.barriers, Phase(slot, parity))
+        loading = _load(ctx, share, loading, slot)
+    if copies.bulk or stages == 1:  # else the tile is there since all have met
+        threads.run(copies.wait, plan, smem.barriers, Phase(slot, parity))
     s = steps.scores(ctx, queries, slot)
     if not plan.load_first:  # while the matmuls are under way
-        loading = producer.load(ctx, share, following, slot)
+        loading = _load(ctx, share, loading, slot)
     state = steps.attend(ctx, work, TileAt(tile, slot), s, state)
     return state, count + 1, loading
 
 
-def _epilogue(
-    ctx: KernelContext, results: Results, work: WorkTile, state: Carry, partials: Partials
-) -> None:
-    """The warps' partials -> the result, or a partial in global memory."""
-    plan, smem = ctx.plan, ctx.smem
-    lost = smem.table.lost[work.sequence]
-    at = combine_splits.Head(work.sequence, work.head, lost, *partials, work.queries, work.row)
-    acc, row_sum = _steps_of(plan).totals(plan, state)
-    rows = plan.queries.warp_rows
-    to, split = smem.warp_partials, plan.split
-    mma_rowmajor.store_accumulators(acc, state.row_max, row_sum, to, rows, split)
-    refs = combine_splits.ResultRefs(smem.warp_partials, results, smem.last)
-
-    @pl.when(partials.count == 1)
-    def _():
-        threads.run(combine_splits.write_result, plan, refs, at)
-
-    @pl.when(partials.count > 1)
-    def _():
-        threads.run(combine_splits.write_partial, plan, refs, at)
-
-        @pl.when(smem.last[0] == 1)
-        def _():
-            threads.run(combine_splits.combine, plan, results, at)
+def _load(ctx: KernelContext, share: Share, target: loads.Loading, slot: Index) -> loads.Loading:
+    """Issues the copies of a tile, and looks up the pages of the one after it, which is for `slot`,
+    where they are looked up ahead.
+    """
+    work = loads.load(ctx, target)
+    if ctx.plan.pages_ahead:
+        return loads.next_tile(ctx, share, work, slot)
+    return loads.Loading(work, None)
 
 
 def _kernel(
@@ -337,19 +334,21 @@ def _kernel(
     plan: Plan,
 ) -> None:
     block_id = lax.axis_index("block")
-    if plan.config.overlaps:
+    if plan.layout.joined:
+        smem = smem._replace(v=smem.k)
+    if plan.tiling.overlaps:
         mosaic.overlap_launches()
     results = Results(out, lse, *partials, refs.counters, refs.sinks)
-    has_layer = memory.has_layer(plan, refs.layer)
-    threads.run(_start, plan, _StartRefs(refs.lengths, smem), has_layer)
+    has_layer = loads.has_layer(plan, refs.layer)
+    fill_table = functools.partial(scheduler.fill_table, meanwhile=plan.copies.make_barriers)
+    table_refs = scheduler.TableRefs(refs.lengths, smem.table, smem.barriers)
+    threads.run(fill_table, plan, table_refs, has_layer)
     share = scheduler.share_of(plan, smem.table, block_id)
-    if smem.table.packed is not None and plan.problem.fewest == 1:
-        first = smem.table.packed.first
-        ends = first[0], first[plan.problem.sequences]
-        unowned = packed.Unowned(*ends, block_id, jnp.int32(plan.grid))
-        threads.run(packed.write_unowned, plan, results, unowned)
+    if smem.table.packed is not None:
+        packed.begin(plan, smem.table.packed, results, block_id)
     ctx = KernelContext(plan, refs, smem)
-    pl.when(share.first < share.end)(lambda: _mainloop(ctx, results, share, block_id))
+    work = functools.partial(_mainloop, ctx, results, share, block_id)
+    pl.when(share.first < share.end)(work)
 
 
 # ---- the call ------------------------------------------------------------------------------------
@@ -361,8 +360,8 @@ def run(
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]; of packed rows [tokens, N, Hv]
     and [N, tokens].
     """
-    if no_rows.has_no_rows(problem):
-        return no_rows.results_of(inputs, problem)
+    if problem.has_no_rows:
+        return lost.results_without_rows(inputs, problem)
     if not problem.packed:
         some = launch if problem.sequences <= CACHES_OF_A_LAUNCH else _by_launches
         return some(inputs, problem, config)
@@ -425,34 +424,27 @@ def launch(
     """One launch. Of packed rows, those of sequences that the problem asks for, and 0 for rows that
     no sequence owns; anything for the rest, or what `into` has.
     """
-    counters = combine_splits.counters(plan_of(problem, config))
-    return _launch(inputs, counters, into, problem, config)
+    plan = config.plan(problem)
+    return launch_plan(inputs, combine_splits.counters(plan), into, plan)
 
 
-@functools.partial(jax.jit, static_argnames=("problem", "config"))
-def _launch(
-    inputs: DecodeInputs,
-    counters: Operand,
-    into: tuple[Operand, Operand] | None,
-    problem: DecodeProblem,
-    config: KernelConfig,
+@functools.partial(jax.jit, static_argnames="plan")
+def launch_plan(
+    inputs: DecodeInputs, counters: Operand, into: tuple[Operand, Operand] | None, plan: Plan
 ) -> tuple[Operand, Operand]:
     """Jitted, so that a model of many layers traces it once. `into`: results of other rows, beside
     which these are written.
     """
-    plan = plan_of(problem, config)
-    refs = memory.refs_of(inputs, counters, plan)
-    out_type = combine_splits.out_types(plan)
+    refs = loads.refs_of(inputs, counters, plan)
+    out_type = plan.out_types
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
         out_type=out_type if into is None else out_type[2:],
-        scratch_types=(scratch(plan),),
+        scratch_types=(plan.buffers,),
         grid=(plan.grid,),
         grid_names=("block",),
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
-        ),
-        kernel_name="decode_sm90" if config.bulk else "decode_sm80",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plan.lowering),
+        kernel_name=plan.name,
     )
     if into is None:
         out, lse, _ = kernel(refs)

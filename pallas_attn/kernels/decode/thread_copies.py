@@ -4,14 +4,14 @@ thread at a time. A tile is there when each thread's own copies are and all thre
 
 from collections.abc import Callable
 
-from pallas_attn.kernels.decode.memory import live_keys, load_page, place_of, rings_of
-from pallas_attn.kernels.decode.plan import Plan
+from pallas_attn.kernels.decode.loads import live_keys, load_page, place_of
+from pallas_attn.kernels.decode.plan import Copies
 from pallas_attn.kernels.lang.thread_program import ThreadContext
-from pallas_attn.kernels.lang.threads import Thread, Word
-from pallas_attn.kernels.lang.types import Index, SmemRef
+from pallas_attn.kernels.lang.threads import Word
+from pallas_attn.kernels.lang.types import Index
 
 
-def make_barriers(thread: Thread, barriers: SmemRef, plan: Plan) -> None:
+def make_barriers(ctx: ThreadContext) -> None:
     """None is needed: threads wait for their own copies."""
 
 
@@ -28,13 +28,13 @@ def meet(ctx: ThreadContext) -> None:
     """All threads meet: the next tile is there, and the slot that is filled next has been read.
     With a single stage, only the latter.
     """
-    stages = ctx.plan.config.stages
+    stages = ctx.plan.tiling.stages
     wait_and_meet(ctx, None if stages == 1 else stages - 2)
 
 
 def wait(ctx: ThreadContext) -> None:
     """Waits for the tile that threads have just begun to copy, with a single stage."""
-    if ctx.plan.config.stages == 1:
+    if ctx.plan.tiling.stages == 1:
         wait_and_meet(ctx, 0)
 
 
@@ -52,7 +52,7 @@ def copy_tile(ctx: ThreadContext) -> None:
     arrays = plan.layout.arrays_of(thread, refs.caches, at.sequence)
     start = at.slot * tile
     number_of = row_numbers(ctx, live)
-    for array, (ring, nbytes) in zip(arrays, rings_of(ctx), strict=False):
+    for array, ring, nbytes in zip(arrays, (smem.k, smem.v), plan.row_bytes, strict=False):
         words = nbytes // 16
         for first in range(0, tile * words, 128):
             index = thread.index + first
@@ -61,8 +61,7 @@ def copy_tile(ctx: ThreadContext) -> None:
             source = number_of(thread.minimum(row, tile - 1)) * words + thread.to_int64(word)
             to = Word(ring, (start + row) * words + word)
             thread.copy_async(to, Word(array, source), row < live, inside)
-    scaled = plan.problem.quantized and not plan.problem.unscaled
-    rings = (smem.k_scale, smem.v_scale) if scaled else ()
+    rings = (smem.k_scale, smem.v_scale) if plan.scaled else ()
     for array, ring in zip(arrays[2:], rings, strict=True):
         for first in range(0, tile, 128):
             row = thread.index + first
@@ -90,3 +89,6 @@ def row_numbers(ctx: ThreadContext, live: Index) -> Callable[[Index], Index]:
         return plan.layout.number(thread, place)
 
     return number_of
+
+
+COPIES = Copies(copy_tile, load_pages, meet, wait, make_barriers, bulk=False)

@@ -33,7 +33,6 @@ from pallas_attn._functions.program import (
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, tiles
 from pallas_attn.kernels.decode import lost as lost_rows
-from pallas_attn.kernels.decode import no_rows
 from pallas_attn.kernels.lang.types import KernelConfig
 from pallas_attn.kernels.mma.gathered_rows import TILE
 from pallas_attn.masks import FULL
@@ -44,10 +43,11 @@ ROWS_AT_ONCE = 512  # query rows of a launch that keeps a table of them in share
 MOST_LAUNCHES = 8  # launches that a program has one by one; of more it has a loop
 
 
-def kernel_with(base: Kernel, *, fills: bool) -> Kernel:
-    """The kernel whose lists `base` reads, one of decode. `fills`: entries that name no row are
-    filled with one, and hidden; a launch takes `ROWS_AT_ONCE` lists.
+def over(base: Kernel) -> Kernel:
+    """The kernel whose lists `base` reads, one of decode. Unless that reads them as they are,
+    entries that name no row are filled with one, and hidden; a launch takes `ROWS_AT_ONCE` lists.
     """
+    fills = not base.reads_lists
 
     @dataclasses.dataclass(frozen=True)
     class Config:
@@ -70,8 +70,8 @@ def kernel_with(base: Kernel, *, fills: bool) -> Kernel:
         return base.smem_bytes(_first_launch(problem, fills), config.of_lists)
 
     def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:
-        if no_rows.has_no_rows(problem):
-            return no_rows.results_of(inputs, problem)
+        if problem.has_no_rows:
+            return lost_rows.results_without_rows(inputs, problem)
 
         def launch(part: DecodeInputs, lists: DecodeProblem) -> tuple[Array, Array]:
             return base.run(part, lists, config.of_lists)

@@ -20,7 +20,7 @@ from jax import lax
 from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import scheduler
-from pallas_attn.kernels.decode.mainloop import ROWS
+from pallas_attn.kernels.decode.plan import ROWS_OF_WARPS as ROWS
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.decode.scheduler import Table
 from pallas_attn.kernels.decode_mla import combine_latent, producer, row_gathers

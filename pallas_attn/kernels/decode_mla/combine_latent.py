@@ -6,12 +6,14 @@ Other blocks wrote their partials before they arrived. The interpreter knows tha
 so partials are written and read by inline code, each with a twin in NumPy.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.mosaic.gpu as mgpu
+import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
@@ -20,10 +22,19 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_attn.kernels.decode.combine_splits import Results
+from pallas_attn.kernels.attention.tiles import KernelContext
+from pallas_attn.kernels.decode import combine_splits
+from pallas_attn.kernels.decode.combine_splits import Head, Results
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.lang import asm, mosaic, thread_program, threads
-from pallas_attn.kernels.lang.types import GmemRef, Index, Layout, RegisterTile
+from pallas_attn.kernels.lang.types import (
+    Barrier,
+    GmemRef,
+    Index,
+    Layout,
+    Predicate,
+    RegisterTile,
+)
 from pallas_attn.kernels.mma import mma_rowmajor
 
 LOADS_AT_ONCE = 4  # partials whose row maxima are loaded together
@@ -53,6 +64,47 @@ class Partials(NamedTuple):
 
     def place(self, p: Index) -> Index:
         return jnp.where(p < 1, self.first, self.later + p * self.stride)
+
+
+class Ending(NamedTuple):
+    """Programs of a warpgroup for when the block has taken its keys of a row."""
+
+    result: Callable[[], None]  # the block had all: writes the result
+    partial: Callable[[], None]  # it had some: writes its partial
+    combined: Callable[[], None]  # it is the last of the row's: all partials -> the result
+    counts: Predicate = True  # whether this warpgroup counts the block
+    join: Callable[[], None] | None = None  # waits for the other warpgroups that end so
+
+
+def finish(ctx: KernelContext, results: Results, head: Head, end: Ending) -> None:
+    """The result of a row, or a partial of it; the last block makes the result of all partials."""
+    pl.when(head.count == 1)(end.result)
+
+    @pl.when(head.count > 1)
+    def _():
+        end.partial()
+        counter = combine_splits.CounterRefs(results.counters, ctx.smem.last)
+        arrive = functools.partial(threads.run, combine_splits.arrive, ctx.plan, counter, head)
+        join = end.join or (lambda: None)
+        join()
+        if end.counts is True:
+            arrive()
+        elif end.counts is not False:
+            pl.when(end.counts)(arrive)
+        join()
+        pl.when(ctx.smem.last[0] == 1)(end.combined)
+        join()  # `last` is read
+
+
+def join(barrier: Barrier) -> None:
+    """Waits until all warpgroups that arrive at the barrier are there."""
+    plgpu.barrier_arrive(barrier)
+    plgpu.barrier_wait(barrier)
+
+
+def with_lost(row_sum: RegisterTile, lost: Index) -> RegisterTile:
+    """The row sum, NaN where the sequence was lost."""
+    return row_sum + mosaic.broadcast_scalar(jnp.where(lost == 1, jnp.nan, 0.0), row_sum.shape)
 
 
 def store(ref: GmemRef, index: Index, tile: RegisterTile) -> None:

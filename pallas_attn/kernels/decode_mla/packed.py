@@ -19,7 +19,6 @@ from pallas_attn._functions.program import Program
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.decode import lost as lost_rows
-from pallas_attn.kernels.decode import no_rows
 from pallas_attn.kernels.lang.types import KernelConfig
 
 Array = jax.Array
@@ -82,8 +81,8 @@ def run(
     """out and lse of a call by `launch`, which takes sequences: [M, t, N, Hv] and [M, N, t]; packed
     rows by as many launches as it takes, [tokens, N, Hv] and [N, tokens].
     """
-    if no_rows.has_no_rows(problem):
-        return no_rows.results_of(inputs, problem)
+    if problem.has_no_rows:
+        return lost_rows.results_without_rows(inputs, problem)
     if problem.tokens is None:
         return launch(inputs, problem, config)
     outs, lses = [], []

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.problem import DecodeProblem
-from pallas_attn.kernels.decode.mainloop import ROWS
+from pallas_attn.kernels.decode.plan import ROWS_OF_WARPS as ROWS
 from pallas_attn.kernels.decode.plan import Plan, plan_with, query_rows, units_of_full
 from pallas_attn.kernels.decode_mla import combine_latent, row_gathers
 from pallas_attn.kernels.decode_mla.producer import WIDTH
+from pallas_attn.kernels.decode_mla.sm90_common import tiling_of
 from pallas_attn.kernels.lang.types import Index, KernelConfig
 
 V_WARPGROUPS = 2  # warpgroups that have columns of the output
@@ -27,7 +28,7 @@ APART = 4  # splits of a row from which on `combine_apart` combines its partials
 @functools.lru_cache(maxsize=256)
 def plan_of(problem: DecodeProblem, config: KernelConfig) -> Plan:
     """Query rows are always taken 64 at a time, which wgmma multiplies."""
-    plan = plan_with(problem, config, query_rows(problem, config, ROWS // 16))
+    plan = plan_with(problem, tiling_of(config), query_rows(problem, ROWS, ROWS // 16))
     plan = row_gathers.with_whole_tiles(plan)
     together = neighbours(plan)
     heads = plan.queries.chunks // together
@@ -57,7 +58,7 @@ def combined_apart(plan: Plan) -> bool:
 
 def neighbours(plan: Plan) -> int:
     """Blocks that read the same keys at the same time, each for other query rows."""
-    return math.gcd(plan.queries.chunks, plan.config.grid)
+    return math.gcd(plan.queries.chunks, plan.tiling.grid)
 
 
 def groups_of(plan: Plan) -> Plan:
@@ -103,7 +104,7 @@ def columns_of(plan: Plan) -> Columns:
     v = plan.problem.v_head_dim // V_WARPGROUPS
     block = min(v, 2 * WIDTH) if v % (2 * WIDTH) == 0 else WIDTH
     rope, blocks = plan.problem.head_dim - plan.problem.v_head_dim, v // block
-    ring = max(plan.config.stages, 2 * blocks + 1)
+    ring = max(plan.tiling.stages, 2 * blocks + 1)
     return Columns(v, block, rope, blocks, ring, V_WARPGROUPS * (blocks > 1) + bool(rope))
 
 

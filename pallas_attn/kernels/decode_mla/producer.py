@@ -15,8 +15,7 @@ from pallas_attn._call.problem import DecodeInputs
 from pallas_attn.kernels.attention import cache_layout, functions
 from pallas_attn.kernels.attention.cache_layout import Row
 from pallas_attn.kernels.attention.tiles import KernelContext
-from pallas_attn.kernels.decode import memory, scheduler
-from pallas_attn.kernels.decode import producer as decode_producer
+from pallas_attn.kernels.decode import loads, scheduler
 from pallas_attn.kernels.decode.combine_splits import Outputs
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.decode.scheduler import Share, Table, WorkTile
@@ -63,7 +62,14 @@ def refs_of(
     return LatentRefs(
         q=q.reshape(-1, width),
         kv=plan.layout.view(inputs.k_cache),
-        lengths=scheduler.lengths_of(inputs, None),
+        lengths=scheduler.Lengths(
+            inputs.lengths,
+            inputs.new_lengths,
+            None,
+            cache_layout.scalar_operand(inputs.mask_left),
+            cache_layout.scalar_operand(inputs.mask_right),
+            inputs.starts,
+        ),
         page_table=inputs.page_table,
         layer=cache_layout.scalar_operand(inputs.layer),
         mask_aux=functions.flat(inputs.mask_aux),
@@ -96,7 +102,7 @@ def fill_table(ctx: KernelContext) -> None:
     if ctx.plan.layout.listed:  # it lies in global memory
         return
     refs = scheduler.TableRefs(ctx.refs.lengths, ctx.smem.table)
-    threads.run(scheduler.fill_table, ctx.plan, refs, memory.has_layer(ctx.plan, ctx.refs.layer))
+    threads.run(scheduler.fill_table, ctx.plan, refs, loads.has_layer(ctx.plan, ctx.refs.layer))
 
 
 def each_work(plan: Plan, table: Table, share: Share, body: Callable, carry: Index) -> Index:
@@ -109,7 +115,7 @@ def each_work(plan: Plan, table: Table, share: Share, body: Callable, carry: Ind
             work = work._replace(end=jnp.maximum(work.end, work.tile + 1))
         return work.next_unit, work.sequence, number + 1, body(work, number, carry)
 
-    m = scheduler.sequence_of(plan, table, share.first)
+    share, m = scheduler.begin(plan, table, share)
     start = (share.first, m, jnp.int32(0), carry)
     return lax.while_loop(lambda state: state[0] < share.end, take, start)[3]
 
@@ -145,7 +151,8 @@ def load(
     `prefetches(tile)`: whether this block prefetches a tile to L2 before it is copied.
     """
     plan = ctx.plan
-    check_skipped_pages(ctx, work)
+    if plan.skips_pages:
+        loads.check_skipped_pages(ctx, work)
 
     def one_tile(tile, carry):
         count, pages = carry
@@ -163,9 +170,6 @@ def load(
 
     ahead = pages_of(ctx, work, work.tile)
     return lax.fori_loop(work.tile, work.end, one_tile, (count, ahead))[0]
-
-
-check_skipped_pages = decode_producer.check_skipped_pages
 
 
 class Stretch(NamedTuple):

@@ -4,8 +4,8 @@ Ampere on: copies by threads and matmuls of warps where `decode_mla.sm90` has TM
 A block of 4 warps takes 32 query rows of one kv head. Warps stand two by two (`mma_2x2`): 16 rows
 each, by half of the keys for scores and half of the columns for the output, which is 128 numbers a
 thread where V has 512 columns. A row of the cache lies in shared memory once and is read as key and
-as value. The scheduler is that of decode. Every partial of a row goes to global memory, and the
-last block to arrive combines them (`decode.combine`).
+as value. All else is that of `decode.sm90`, which is given other copies and steps. Every partial of
+a row goes to global memory, and the last block to arrive combines them (`decode.combine_splits`).
 
 A tile is there when each thread's own copies are and all threads have met, which they do once a
 tile; two warps that share rows meet twice more, over the row maxima and over P. With one stage,
@@ -16,7 +16,6 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -33,16 +32,16 @@ from pallas_attn.kernels.decode import (
     combine_splits,
     limits,
     mainloop,
-    memory,
-    producer,
     scheduler,
+    score_functions,
     thread_copies,
 )
-from pallas_attn.kernels.decode.combine_splits import PartialRefs, Results
-from pallas_attn.kernels.decode.mainloop import TileAt
-from pallas_attn.kernels.decode.memory import DecodeRefs, Memory, live_keys
-from pallas_attn.kernels.decode.plan import Plan, plan_with, query_rows
-from pallas_attn.kernels.decode.scheduler import Share, Table, WorkTile
+from pallas_attn.kernels.decode import sm90 as decode_sm90
+from pallas_attn.kernels.decode.combine_splits import Results
+from pallas_attn.kernels.decode.loads import live_keys
+from pallas_attn.kernels.decode.mainloop import State, TileAt
+from pallas_attn.kernels.decode.plan import DecodeTiling, Plan, Steps, plan_with, query_rows
+from pallas_attn.kernels.decode.scheduler import Partials, Table, WorkTile
 from pallas_attn.kernels.decode_mla import packed
 from pallas_attn.kernels.lang import mosaic, thread_program, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
@@ -51,13 +50,12 @@ from pallas_attn.kernels.lang.types import (
     GmemRef,
     Index,
     KernelConfig,
+    Operand,
     Predicate,
     RegisterTile,
     SmemRef,
 )
 from pallas_attn.kernels.mma import mma_2x2, mma_sync
-
-Array = jax.Array
 
 ROWS = 32  # query rows of a block
 WARPS_2X2 = mma_2x2.WarpGrid(2)
@@ -75,16 +73,11 @@ class Config:
     stages: int = 6
     grid: int = gpu_specs.multiprocessors(gpu_specs.HOPPER)
     split_tiles: int = 16
-    # The fields that `decode.plan` reads of the Config of every decode kernel.
-    fewest_stages, q_rows, bulk, many_heads = 1, 64, False, False
-    head_overhead, load_first = 0, False
-    shallower = limits.shallower
+    shallower = limits.shallower_down_to(1)
 
     def __post_init__(self):
-        limits.check_config(
-            self,
-            tile=(self.tile in (32, 64), "32 or 64 of V within K"),
-        )
+        tile = self.tile in (32, 64), "32 or 64 of V within K"
+        limits.check_config(self, fewest_stages=1, tile=tile)
 
     @classmethod
     def default(cls, problem: DecodeProblem) -> "Config":
@@ -94,6 +87,9 @@ class Config:
         sizes = [(64, n) for n in (6, 5, 4, 3, 2)] + [(32, n) for n in (3, 2, 1)]
         choices = [cls(tile=tile, stages=stages, grid=grid) for tile, stages in sizes]
         return next((c for c in choices if fits(problem, smem_bytes, c)), choices[-1])
+
+    def plan(self, problem: DecodeProblem) -> Plan:
+        return plan_of(problem, self)
 
 
 def limit(problem: DecodeProblem) -> Limit | None:
@@ -121,7 +117,17 @@ def _rows_limit(problem: DecodeProblem) -> Limit | None:
 
 @functools.lru_cache(maxsize=256)
 def plan_of(problem: DecodeProblem, config: KernelConfig) -> Plan:
-    return plan_with(problem, config, query_rows(problem, config, ROWS // 16))
+    tiling = DecodeTiling(q_rows=ROWS, load_first=True, **vars(config))
+    return plan_with(
+        problem,
+        tiling,
+        query_rows(problem, ROWS, ROWS // 16),
+        copies=COPIES,
+        steps=STEPS,
+        scratch=scratch,
+        name="decode_latent_sm80",
+        lowering=plgpu.LoweringSemantics.Warpgroup,  # layouts are inferred
+    )
 
 
 def _width(plan: Plan) -> int:
@@ -136,19 +142,20 @@ class LatentSmem(NamedTuple):
     rows: SmemRef  # float32[2, ROWS]: the maximum or the sum of a row in each of its two warps
     table: Table
     last: SmemRef  # int32[1]
+    barriers: SmemRef | None = None  # copies by threads need none
 
 
 def scratch(plan: Plan) -> LatentSmem:
-    """Shared memory, described once: `launch` launches it, `smem_bytes` adds it up."""
-    dtype, config = jnp.dtype(plan.problem.dtype), plan.config
+    """Shared memory, described once: the launch allocates it, `smem_bytes` adds it up."""
+    dtype, tiling = jnp.dtype(plan.problem.dtype), plan.tiling
 
     def buffer(rows, width):
         return plgpu.SMEM((rows, mma_sync.pitch(width)), dtype)
 
     return LatentSmem(
         q=buffer(ROWS, _width(plan)),
-        kv=buffer(config.stages * config.tile, _width(plan)),
-        p=buffer(ROWS, config.tile),
+        kv=buffer(tiling.stages * tiling.tile, _width(plan)),
+        p=buffer(ROWS, tiling.tile),
         rows=plgpu.SMEM((2, ROWS), jnp.float32),
         table=scheduler.table_scratch(plan),
         last=plgpu.SMEM((1,), jnp.int32),
@@ -214,35 +221,44 @@ def _copy_queries(ctx: ThreadContext) -> None:
 # ---- computing -----------------------------------------------------------------------------------
 
 
-class State(NamedTuple):
-    acc: RegisterTile  # [ROWS, Hv]
-    row_sum: RegisterTile  # [ROWS, mma_2x2.PARTIALS]
-    row_max: RegisterTile  # [ROWS]
+# A `State` has acc [ROWS, Hv], row_sum [ROWS, mma_2x2.PARTIALS] and row_max [ROWS].
 
 
-def _positions(ctx: KernelContext, work: WorkTile, tile: Index) -> mainloop.Positions:
+def _load_queries(ctx: KernelContext, work: WorkTile) -> None:
+    """The query rows of a work come to shared memory."""
+    plan, first = ctx.plan, scheduler.first_query(ctx.plan, work)
+    _meet(plan, None)
+    threads.run(_copy_queries, plan, (ctx.refs.q, ctx.smem.q), first)
+    _meet(plan, 0)
+
+
+def _meet(plan: Plan, left: int | None) -> None:
+    program = thread_program.in_context(thread_copies.wait_and_meet, plan, left=left)
+    threads.each_thread(program, (), ())
+
+
+def _positions(ctx: KernelContext, work: WorkTile, tile: Index) -> scheduler.Positions:
     """Queries and keys of a tile of logits."""
     plan, shape = ctx.plan, (ROWS, ctx.plan.keys.tile)
     layout, start = mosaic.warp_layout(shape, 2), tile * plan.keys.tile
-    row = mosaic.positions(shape, 0, 0, layout)
-    kv_head, chunk = scheduler.head_and_chunk(plan, work)
-    row = row + chunk * plan.queries.chunk_rows
-    token, head = mainloop.token_of(plan, row), None
-    query = work.length - plan.problem.q_len + token
-    key = mosaic.positions(shape, 1, start, layout)
-    if plan.problem.mask_uses_head:
-        head = row + (kv_head - token) * plan.queries.group
-    return mainloop.Positions(query, key, head, layout)
+    row, key = mosaic.positions(shape, 0, 0, layout), mosaic.positions(shape, 1, start, layout)
+    return scheduler.positions_at(plan, work, row, key, layout)
 
 
-def _attend(ctx: KernelContext, work: WorkTile, at: TileAt, state: State) -> State:
-    """The state after one more kv tile."""
+def _scores(ctx: KernelContext, queries: None, slot: Index) -> RegisterTile:
+    del queries
     plan, smem, none = ctx.plan, ctx.smem, jnp.int32(0)
-    first, sizes = at.slot * plan.keys.tile, (ROWS, plan.keys.tile, _width(plan))
-    s = mma_2x2.product((smem.q, none), (smem.kv, first), sizes, 1, 2)
+    sizes = ROWS, plan.keys.tile, _width(plan)
+    return mma_2x2.product((smem.q, none), (smem.kv, slot * plan.keys.tile), sizes, 1, 2)
+
+
+def _attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, state: State) -> State:
+    """The state after one more kv tile."""
+    plan, smem, first = ctx.plan, ctx.smem, at.slot * ctx.plan.keys.tile
     layout = mosaic.warp_layout(s.shape, 2)
-    places = mainloop.places_along(s.shape, layout, 0, lambda: at.tile * plan.keys.tile)
-    s = mainloop.logits_of_scores(ctx, work, at.tile, s, places)
+    places = score_functions.places_along(s.shape, layout, 0, lambda: at.tile * plan.keys.tile)
+    if plan.unit_of_logits is None:
+        s = mainloop.logits_of_scores(ctx, work, at.tile, s, places)
     logits = mainloop.masked(ctx, work, at.tile, s, _positions)
     mma_2x2.store_row_partials(logits, smem.rows, 0, "max")
     mma_2x2.sync_row_pair(0)
@@ -275,52 +291,8 @@ def _initial(plan: Plan) -> State:
     return State(acc, row_sum, plgpu.layout_cast(row_max, mma_2x2.row_layout(ROWS)))
 
 
-def _mainloop(ctx: KernelContext, results: Results, share: Share, block_id: Index) -> None:
-    """All work of a block, and the loads that run ahead of it."""
-    plan, refs, smem = ctx
-    stages = plan.config.stages
-    m = scheduler.sequence_of(plan, smem.table, share.first)
-    first = scheduler.work_at(plan, smem.table, share, share.first, m)
-
-    def load(slot, work):
-        work, tile = producer.next_tile(ctx, share, work, slot)
-        threads.run(_copy_tile, plan, Memory(refs, smem), tile)
-        return work._replace(tile=jnp.minimum(work.tile + 1, work.end))
-
-    def meet(left):
-        program = thread_program.in_context(thread_copies.wait_and_meet, plan, left=left)
-        threads.each_thread(program, (), ())
-
-    ahead = lax.fori_loop(0, stages - 1, load, first)
-
-    def one_work(carry):
-        unit, m, count, ahead = carry
-        work = scheduler.work_at(plan, smem.table, share, unit, m)
-        meet(None)
-        threads.run(_copy_queries, plan, (refs.q, smem.q), scheduler.first_query(plan, work))
-        producer.check_skipped_pages(ctx, work)
-        meet(0)
-
-        def one_tile(tile, carry):
-            state, count, ahead = carry
-            slot = lax.rem(count, jnp.int32(stages))
-            meet(max(stages - 2, 0))
-            ahead = load(jnp.where(slot == 0, stages - 1, slot - 1), ahead)
-            if stages == 1:
-                meet(0)
-            return _attend(ctx, work, TileAt(tile, slot), state), count + 1, ahead
-
-        carry = _initial(plan), count, ahead
-        state, count, ahead = lax.fori_loop(work.tile, work.end, one_tile, carry)
-        _epilogue(ctx, results, work, state, scheduler.partials_of(plan, share, work, block_id))
-        return work.next_unit, work.sequence, count, ahead
-
-    start = (share.first, m, jnp.int32(0), ahead)
-    lax.while_loop(lambda carry: carry[0] < share.end, one_work, start)
-
-
 def _epilogue(
-    ctx: KernelContext, results: Results, work: WorkTile, state: State, partials: scheduler.Partials
+    ctx: KernelContext, results: Results, work: WorkTile, state: State, partials: Partials
 ) -> None:
     """A partial to global memory; the last block makes the result of all."""
     plan, smem = ctx.plan, ctx.smem
@@ -341,56 +313,18 @@ def _epilogue(
         threads.run(combine_splits.combine, plan, results, head)
 
 
-def _kernel(  # noqa: PLR0913
-    refs: DecodeRefs,
-    out: GmemRef,
-    lse: GmemRef,
-    partials: PartialRefs,
-    smem: LatentSmem,
-    *,
-    plan: Plan,
-) -> None:
-    block_id, has_layer = lax.axis_index("block"), memory.has_layer(plan, refs.layer)
-    table_refs = scheduler.TableRefs(refs.lengths, smem.table)
-    threads.run(scheduler.fill_table, plan, table_refs, has_layer)
-    share = scheduler.share_of(plan, smem.table, block_id)
-    results = Results(out, lse, *partials, refs.counters, refs.sinks)
-    ctx = KernelContext(plan, refs, smem)
-    pl.when(share.first < share.end)(lambda: _mainloop(ctx, results, share, block_id))
+COPIES = thread_copies.COPIES._replace(copy_tile=_copy_tile)
+STEPS = Steps(_initial, _load_queries, _scores, _attend, _epilogue, places_first=False)
 
 
 # ---- the call ------------------------------------------------------------------------------------
 
 
-def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:
+def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Operand, Operand]:
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]; of packed rows [tokens, N, Hv]
     and [N, tokens].
     """
-    return packed.run(_run, inputs, problem, config)
-
-
-def _run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:
-    return _launch(inputs, combine_splits.counters(plan_of(problem, config)), problem, config)
-
-
-@functools.partial(jax.jit, static_argnames=("problem", "config"))
-def _launch(
-    inputs: DecodeInputs, counters: Array, problem: DecodeProblem, config: Config
-) -> tuple[Array, Array]:
-    """Jitted, so that a model of many layers traces it once."""
-    plan = plan_of(problem, config)
-    refs = memory.refs_of(inputs, counters, plan)
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, plan=plan),
-        out_type=combine_splits.out_types(plan),
-        scratch_types=(scratch(plan),),
-        grid=(plan.grid,),
-        grid_names=("block",),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-        kernel_name="decode_latent_sm80",
-    )
-    out, lse, _ = kernel(refs)
-    return out, lse
+    return packed.run(decode_sm90.launch, inputs, problem, config)
 
 
 KERNEL = Kernel(Config, limit, smem_bytes, run)

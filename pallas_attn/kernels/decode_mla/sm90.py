@@ -30,7 +30,7 @@ Warpgroups, and the barriers that they arrive at:
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -38,26 +38,21 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import gpu_specs
-from pallas_attn._call.byte_rows import BYTE_DTYPE
-from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import cache_layout, softmax, tma_operands
+from pallas_attn.kernels.attention import softmax, tma_operands
 from pallas_attn.kernels.attention.tiles import KernelContext
-from pallas_attn.kernels.decode import combine_splits, limits, mainloop, scheduler
+from pallas_attn.kernels.decode import combine_splits, mainloop, scheduler
 from pallas_attn.kernels.decode.combine_splits import Outputs, Results
-from pallas_attn.kernels.decode.mainloop import ROWS
+from pallas_attn.kernels.decode.plan import ROWS_OF_WARPS as ROWS
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.decode.scheduler import Table, WorkTile
 from pallas_attn.kernels.decode_mla import (
     combine_apart,
     combine_latent,
-    packed,
     producer,
     row_gathers,
-    sm90_byte_rows,
-    sm90_few_rows,
+    sm90_common,
 )
 from pallas_attn.kernels.decode_mla.combine_latent import base_of
 from pallas_attn.kernels.decode_mla.plan import (
@@ -74,86 +69,25 @@ from pallas_attn.kernels.decode_mla.plan import (
 )
 from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs, RingBlock
 from pallas_attn.kernels.lang import mosaic, threads
-from pallas_attn.kernels.lang.types import Barrier, Index, RegisterTile, SmemRef
+from pallas_attn.kernels.lang.types import (
+    Barrier,
+    Index,
+    KernelConfig,
+    RegisterTile,
+    SmemRef,
+)
 
 Array = jax.Array
 
+OTHER = "leave implementation=None"
 SCORES, PRODUCER = V_WARPGROUPS, V_WARPGROUPS + 1  # the other warpgroups
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """`stages`: the ring has room for so many blocks of columns, if not for as many as the kernel
-    needs. `grid`: persistent blocks. `split_tiles`: kv tiles of a split where `batch_invariant` is
-    asked for.
-    """
-
-    stages: int = 6
-    grid: int = gpu_specs.multiprocessors(gpu_specs.HOPPER)
-    split_tiles: int = 16
-    # The fields that `decode.plan` reads of the Config of every decode kernel.
-    tile, fewest_stages, q_rows, bulk, many_heads = TILE, 2, ROWS, True, False
-    head_overhead, load_first = 0, False
-    shallower = limits.shallower
-
-    def __post_init__(self):
-        limits.check_config(self)
-
-    @classmethod
-    def default(cls, problem: DecodeProblem) -> "Config":
-        """The deepest ring that fits in shared memory; and a few blocks less than there are
-        multiprocessors, where all of those then have as much to do.
-        """
-        problem, most = _of_a_launch(problem), cls().grid
-        heads = problem.sequences * _launched_plan(problem, cls()).queries.chunks
-        few = range(most, most - most // 16, -1)
-        grid = next((n for n in few if heads % n == 0 or n % heads == 0), most)
-        return limits.deepest(smem_bytes, problem, cls(grid=grid), limits.SMEM_LIMIT)
 
 
 def limit(problem: DecodeProblem) -> Limit | None:
     """Why this kernel cannot take the problem, or None."""
-    if (refused := packed.limit(problem)) is not None:
-        return refused
-    problem = packed.of_rows(problem)
-    if problem.byte_rows and (refused := sm90_byte_rows.limit(problem)) is not None:
-        return refused
-    problem = _of_a_launch(problem)
-    return limits.dtype_limit(problem) or _rows_limit(problem) or limits.size_limit(problem)
-
-
-def _rows_limit(problem: DecodeProblem) -> Limit | None:
-    """Why it cannot take such rows of V within K, or None."""
-    if problem.dtype == "float32":
-        return Limit(
-            "float32 queries over V within K; it takes bfloat16 and float16",
-            "cast q to one of them",
-        )
-    reference = 'say implementation="reference"'
-    if cache_layout.layout_of(problem).separate:
-        return Limit(
-            "separate arrays of latent rows, which would take a tensor map each",
-            "use a StackedCache or a PagedCache",
-        )
-    stored = BYTE_DTYPE if problem.byte_rows else problem.dtype
-    if problem.quantized != problem.byte_rows or problem.cache_dtype != stored:
-        return Limit(f"a {problem.cache_dtype} cache with V within K", "keep it in q's dtype")
-    if problem.kv_heads != 1:
-        return Limit(f"V within K of {problem.kv_heads} kv heads; it takes one", reference)
-    rest = problem.head_dim - problem.v_head_dim
-    if problem.v_head_dim % (2 * WIDTH) or problem.v_head_dim > 512 or rest not in (0, WIDTH):
-        return Limit(
-            f"V within K of head dims {problem.head_dim} and {problem.v_head_dim}; it takes "
-            "v_head_dim 128, 256, 384 or 512, and head_dim as large or larger by 64",
-            reference,
-        )
-    rows = problem.page_size or max(problem.capacities)
-    if rows % 8 and not cache_layout.layout_of(problem).listed:
-        return Limit(
-            f"V within K by {rows} rows; TMA copies 8 at a time",
-            "make capacities (or the page size) a multiple of 8",
-        )
-    return None
+    if problem.byte_rows:
+        return Limit("a latent cache of bytes; it keeps rows in q's dtype", OTHER)
+    return sm90_common.limit(problem)
 
 
 class LatentSmem(NamedTuple):
@@ -207,36 +141,6 @@ def scratch(plan: Plan) -> LatentSmem:
         joined=barrier(num_arrivals=V_WARPGROUPS),
         table_ready=barrier(),
     )
-
-
-class _Way(NamedTuple):
-    """The functions by which a problem is served: here, or in another file."""
-
-    plan_of: Callable[[DecodeProblem, Config], Plan]
-    scratch: Callable[[Plan], Any]
-    launch: Callable[..., tuple[Array, Array]]
-
-
-def _way_of(problem: DecodeProblem) -> _Way:
-    if problem.byte_rows:
-        return _Way(sm90_byte_rows.plan_of, sm90_byte_rows.scratch, sm90_byte_rows.launch)
-    if problem.q_len * problem.q_heads <= sm90_few_rows.MOST:
-        return _Way(sm90_few_rows.plan_of, sm90_few_rows.scratch, sm90_few_rows.launch)
-    return _Way(plan_of, scratch, _launch)
-
-
-def _of_a_launch(problem: DecodeProblem) -> DecodeProblem:
-    problem = packed.of_rows(problem)
-    return sm90_byte_rows.of_heads(problem) if problem.byte_rows else problem
-
-
-def _launched_plan(problem: DecodeProblem, config: Config) -> Plan:
-    return _way_of(problem).plan_of(problem, config)
-
-
-def smem_bytes(problem: DecodeProblem, config: Config) -> int:
-    problem = _of_a_launch(problem)
-    return limits.smem_bytes(_way_of(problem).scratch(_launched_plan(problem, config)))
 
 
 # ---- blocks of columns, and the work of a block -------------------------------------------------
@@ -425,7 +329,8 @@ def _score(ctx: KernelContext, block_id: Index) -> None:
                         block = _ring_block(ctx, wg, first + n)
                         producer.clear(block.ref, columns.block, live)
 
-            s = mainloop.logits_of_scores(ctx, work, tile, s)
+            if plan.unit_of_logits is None:
+                s = mainloop.logits_of_scores(ctx, work, tile, s)
             s = mainloop.masked(ctx, work, tile, s)
             s = row_gathers.without_holes(ctx, s, count, mosaic.COLUMN)
             new = softmax.next_step(s, plan.unit_of_logits, row_max, empty_ok=True)
@@ -523,11 +428,6 @@ def _weigh(ctx: KernelContext, own: _Own) -> None:
 # ---- epilogue ------------------------------------------------------------------------------------
 
 
-def _join(smem: LatentSmem) -> None:
-    plgpu.barrier_arrive(smem.joined)
-    plgpu.barrier_wait(smem.joined)
-
-
 def _epilogue(ctx: KernelContext, own: _Own, work: WorkTile, state: State) -> None:
     """The result, where the block had all keys. Else a partial to global memory; the last block
     makes the result of all, if no launch of its own does.
@@ -539,33 +439,21 @@ def _epilogue(ctx: KernelContext, own: _Own, work: WorkTile, state: State) -> No
     index, first, later = (n * neighbours(plan) + member.number for n in others)
     partials = combine_latent.Partials(count, index, first, later, plan.partials_a_block)
     lost = smem.table.lost[work.sequence]
-    row_sum = state.row_sum + mosaic.broadcast_scalar(jnp.where(lost == 1, jnp.nan, 0.0), (ROWS,))
-    state = state._replace(row_sum=row_sum)
+    state = state._replace(row_sum=combine_latent.with_lost(state.row_sum, lost))
     if combined_apart(plan):
         return _write_partial(plan, own, index, state)
 
-    @pl.when(count == 1)
-    def _():
-        factor = _factor(plan, own, work, state.row_max, row_sum)
+    def result():
+        factor = _factor(plan, own, work, state.row_max, state.row_sum)
         for n, acc in enumerate(state.accs):
             _write(plan, own, work, n, acc * mosaic.broadcast_rows(factor, acc.shape))
 
-    @pl.when(count > 1)
-    def _():
-        _write_partial(plan, own, index, state)
-        _join(smem)
-
-        @pl.when(wg == 0)
-        def _():
-            head = combine_splits.Head(work.sequence, work.head, lost, count, index, first, later)
-            counter = combine_splits.CounterRefs(results.counters, smem.last)
-            threads.run(combine_splits.arrive, plan, counter, head)
-
-        _join(smem)
-        pl.when(smem.last[0] == 1)(lambda: _combine(plan, own, work, partials))
-        _join(smem)  # `last` is read
-
-    return None
+    partial = functools.partial(_write_partial, plan, own, index, state)
+    of_all = functools.partial(_combine, plan, own, work, partials)
+    join = functools.partial(combine_latent.join, smem.joined)
+    end = combine_latent.Ending(result, partial, of_all, wg == 0, join)
+    head = combine_splits.Head(work.sequence, work.head, lost, count, index, first, later)
+    return combine_latent.finish(ctx, results, head, end)
 
 
 def _write_partial(plan: Plan, own: _Own, index: Index, state: State) -> None:
@@ -653,21 +541,16 @@ def _kernel(refs: LatentRefs, outputs: Outputs, smem: LatentSmem, *, plan: Plan)
         _weigh(ctx, _Own(block_id, wg, results))
 
 
-def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:
-    """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]; of packed rows [tokens, N, Hv]
-    and [N, tokens].
-    """
-    return packed.run(_run, inputs, problem, config)
-
-
-def _run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:
-    counters = combine_splits.counters(_launched_plan(_of_a_launch(problem), config))
-    return _way_of(problem).launch(inputs, counters, problem, config)
+def launch(
+    inputs: DecodeInputs, problem: DecodeProblem, config: KernelConfig
+) -> tuple[Array, Array]:
+    """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
+    return _launch(inputs, combine_splits.counters(plan_of(problem, config)), problem, config)
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))
 def _launch(
-    inputs: DecodeInputs, counters: Array, problem: DecodeProblem, config: Config
+    inputs: DecodeInputs, counters: Array, problem: DecodeProblem, config: KernelConfig
 ) -> tuple[Array, Array]:
     """Jitted, so that a model of many layers traces it once."""
     plan, shape = plan_of(problem, config), jax.ShapeDtypeStruct
@@ -690,4 +573,6 @@ def _launch(
     return combine_latent.of_sequences(plan, out, lse)
 
 
-KERNEL = Kernel(Config, limit, smem_bytes, run)
+_KERNEL = sm90_common.kernel_with(plan_of, scratch, launch, limit)
+KERNEL = dataclasses.replace(_KERNEL, reads_lists=True)
+Config = KERNEL.config

@@ -27,8 +27,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn._call import selection
 from pallas_attn._call.byte_rows import BYTE_DTYPE, BYTE_ROW, SCALE_COLUMNS
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
+from pallas_attn._call.selection import MOST_LATENT_ROWS
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, softmax
 from pallas_attn.kernels.attention.tiles import KernelContext
@@ -36,10 +38,15 @@ from pallas_attn.kernels.decode import combine_splits, scheduler
 from pallas_attn.kernels.decode.combine_splits import Outputs, Results
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.decode.scheduler import Share, Table, WorkTile
-from pallas_attn.kernels.decode_mla import combine_latent, producer, sm90_few_rows
+from pallas_attn.kernels.decode_mla import (
+    combine_latent,
+    producer,
+    sm90_common,
+    sm90_few_rows,
+)
 from pallas_attn.kernels.decode_mla.combine_latent import base_of
 from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs, RingBlock
-from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Barrier, Index, KernelConfig, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import byte_rows
 
@@ -55,17 +62,19 @@ REGISTERS_OF_FEW, REGISTERS = (216, 136, 24), (184, 152, 24)
 
 
 def limit(problem: DecodeProblem) -> Limit | None:
-    """Why this kernel cannot take rows of bytes, or None. `problem`: rows are not packed."""
-    if problem.q_len > sm90_few_rows.MOST:
+    """Why this kernel cannot take the problem, or None."""
+    if (refused := selection.latent_bytes(problem)) is not None:
+        return refused
+    if problem.q_len > MOST_LATENT_ROWS:
         return Limit(
             f"{problem.q_len} query rows over a latent cache of bytes; it takes up to "
-            f"{sm90_few_rows.MOST}",
+            f"{MOST_LATENT_ROWS}",
             "pack the rows (starts), which are then sequences of their own",
         )
     if problem.uses_head and of_heads(problem) != problem:
         return Limit(
             "a function of query heads over a latent cache of bytes, whose heads are split",
-            f"call it for up to {sm90_few_rows.MOST // max(problem.q_len, 1)} heads at a time",
+            f"call it for up to {MOST_LATENT_ROWS // max(problem.q_len, 1)} heads at a time",
         )
     layout = cache_layout.layout_of(problem)
     if not layout.paged and max(problem.capacities) % TILE:
@@ -73,18 +82,19 @@ def limit(problem: DecodeProblem) -> Limit | None:
             f"a latent cache of bytes of {max(problem.capacities)} rows",
             f"make the capacity a multiple of {TILE}",
         )
-    return None
+    return sm90_common.limit(of_heads(problem))
 
 
 def of_heads(problem: DecodeProblem) -> DecodeProblem:
     """The problem of a launch: some of the heads, the same number in each if they divide so."""
-    launches = -(-problem.q_heads // max(sm90_few_rows.MOST // max(problem.q_len, 1), 1))
+    launches = -(-problem.q_heads // max(MOST_LATENT_ROWS // max(problem.q_len, 1), 1))
     return dataclasses.replace(problem, q_heads=-(-problem.q_heads // launches))
 
 
 @functools.lru_cache(maxsize=256)
 def plan_of(problem: DecodeProblem, config: KernelConfig) -> Plan:
-    return sm90_few_rows.plan_of(problem, config)
+    """The plan of a launch for some of the heads."""
+    return sm90_few_rows.plan_of(of_heads(problem), config)
 
 
 class ByteRowsSmem(NamedTuple):
@@ -112,7 +122,7 @@ class ByteRowsSmem(NamedTuple):
 
 def scratch(plan: Plan) -> ByteRowsSmem:
     problem, rows, barrier = plan.problem, plan.queries.chunk_rows, plgpu.Barrier
-    dtype, stages = jnp.dtype(problem.dtype), plan.config.stages
+    dtype, stages = jnp.dtype(problem.dtype), plan.tiling.stages
     terms = byte_rows.terms_of(problem.dtype) * rows, problem.v_head_dim
     return ByteRowsSmem(
         q=plgpu.SMEM((rows, problem.head_dim), dtype),
@@ -140,7 +150,7 @@ def scratch(plan: Plan) -> ByteRowsSmem:
 
 def few(plan: Plan) -> bool:
     """Whether registers have room for operands and sums of all blocks at once."""
-    return plan.queries.chunk_rows <= sm90_few_rows.MOST // 2
+    return plan.queries.chunk_rows <= MOST_LATENT_ROWS // 2
 
 
 # ---- the producer --------------------------------------------------------------------------------
@@ -148,7 +158,7 @@ def few(plan: Plan) -> bool:
 
 def _entry(ctx: KernelContext, count: Index) -> RingBlock:
     """The entry of the ring for a tile, before which there were `count` since the kernel began."""
-    smem, slot = ctx.smem, lax.rem(count, jnp.int32(ctx.plan.config.stages))
+    smem, slot = ctx.smem, lax.rem(count, jnp.int32(ctx.plan.tiling.stages))
     return RingBlock(smem.kv.at[slot], smem.ready.at[slot], smem.free.at[slot], smem.kv, (slot,))
 
 
@@ -162,7 +172,7 @@ def _load(ctx: KernelContext, share: Share) -> None:
     whole_rows = pl.ds(0, BYTE_ROW.size)
 
     def copies_of(count):
-        yield Copy(whole_rows, _entry(ctx, count), count >= plan.config.stages, whole=True)
+        yield Copy(whole_rows, _entry(ctx, count), count >= plan.tiling.stages, whole=True)
 
     def one_work(work, number, count):
         pl.when(number > 0)(lambda: plgpu.barrier_wait(smem.q_free))
@@ -406,48 +416,34 @@ def _weigh(ctx: KernelContext, own: _Own) -> None:
 # ---- epilogue ------------------------------------------------------------------------------------
 
 
-def _join(smem: ByteRowsSmem) -> None:
-    plgpu.barrier_arrive(smem.joined)
-    plgpu.barrier_wait(smem.joined)
-
-
 def _epilogue(ctx: KernelContext, own: _Own, work: WorkTile, state: sm90_few_rows.State) -> None:
     """The result, where the block had all keys. Else a partial to global memory; the last block
     makes the result of all.
     """
-    plan, smem, results, m = ctx.plan, ctx.smem, own.results, work.sequence
+    plan, results, m = ctx.plan, own.results, work.sequence
     places = scheduler.partials_of(plan, own.share, work, own.block_id)
-    lost = smem.table.lost[m]
-    lost_sum = mosaic.broadcast_scalar(jnp.where(lost == 1, jnp.nan, 0.0), state.row_sum.shape)
-    state = state._replace(row_sum=state.row_sum + lost_sum)
+    lost = ctx.smem.table.lost[m]
+    state = state._replace(row_sum=combine_latent.with_lost(state.row_sum, lost))
     partials = combine_latent.Partials(*places, plan.partials_a_block)
     accs = results.partial_out[2 * OWN * own.member :][: 2 * OWN]
 
-    @pl.when(partials.count == 1)
-    def _():
-        _write(plan, own, m, state)
-
-    @pl.when(partials.count > 1)
-    def _():
+    def partial():
         for ref, acc in zip(accs, state.accs, strict=True):
             combine_latent.store(ref, partials.own, acc)
         if own.member == 0:
             mosaic.store(results.partial_max.at[partials.own], state.row_max)
             mosaic.store(results.partial_sum.at[partials.own], state.row_sum)
-        _join(smem)
-        if own.member == 0:
-            counter = combine_splits.CounterRefs(results.counters, smem.last)
-            head = combine_splits.Head(m, work.head, lost, *places)
-            threads.run(combine_splits.arrive, plan, counter, head)
-        _join(smem)
 
-        @pl.when(smem.last[0] == 1)
-        def _():
-            of_own = results._replace(partial_out=accs)
-            shapes = [(TILE, plan.queries.chunk_rows)] * len(accs)
-            _write(plan, own, m, sm90_few_rows.combined(of_own, partials, shapes))
+    def of_all():
+        of_own = results._replace(partial_out=accs)
+        shapes = [(TILE, plan.queries.chunk_rows)] * len(accs)
+        _write(plan, own, m, sm90_few_rows.combined(of_own, partials, shapes))
 
-        _join(smem)  # `last` is read
+    result = functools.partial(_write, plan, own, m, state)
+    head = combine_splits.Head(m, work.head, lost, *places)
+    join = functools.partial(combine_latent.join, ctx.smem.joined)
+    end = combine_latent.Ending(result, partial, of_all, own.member == 0, join)
+    combine_latent.finish(ctx, results, head, end)
 
 
 def _write(plan: Plan, own: _Own, m: Index, whole: sm90_few_rows.State) -> None:
@@ -498,18 +494,19 @@ def _kernel(refs: LatentRefs, outputs: Outputs, smem: ByteRowsSmem, *, plan: Pla
 
 
 def launch(
-    inputs: DecodeInputs, counters: Array, problem: DecodeProblem, config: KernelConfig
+    inputs: DecodeInputs, problem: DecodeProblem, config: KernelConfig
 ) -> tuple[Array, Array]:
-    """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
+    """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]; of many heads by several
+    launches.
+    """
     heads, outs, lses = of_heads(problem).q_heads, [], []
     for first in range(0, problem.q_heads, heads):
         some = slice(first, first + heads)
         q, sinks = inputs.q[:, :, some], inputs.sinks
         part = inputs._replace(q=q, sinks=None if sinks is None else sinks[some])
         of_some = dataclasses.replace(problem, q_heads=q.shape[2])
-        # Each launch has counters of its own: `combine_splits.counters`.
-        own = combine_splits.counters(plan_of(of_some, config)) if first else counters
-        out, lse = _launch(part, own, of_some, config)
+        counters = combine_splits.counters(plan_of(of_some, config))
+        out, lse = _launch(part, counters, of_some, config)
         outs.append(out)
         lses.append(lse)
     if len(outs) == 1:
@@ -525,3 +522,7 @@ def _launch(
     accs = (TILE,) * (2 * BLOCKS)
     program = sm90_few_rows.Program(_kernel, scratch(plan), 2 + V_WARPGROUPS, accs)
     return sm90_few_rows.launched(inputs, counters, plan, program)
+
+
+KERNEL = sm90_common.kernel_with(plan_of, scratch, launch, limit)
+Config = KERNEL.config

@@ -24,15 +24,22 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn._call import selection
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
+from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import softmax, tma_operands
 from pallas_attn.kernels.attention.tiles import KernelContext
-from pallas_attn.kernels.decode import combine_splits, mainloop, scheduler
+from pallas_attn.kernels.decode import combine_splits, mainloop, scheduler, score_functions
 from pallas_attn.kernels.decode.combine_splits import Outputs, Results
 from pallas_attn.kernels.decode.plan import Plan, plan_with, query_rows
 from pallas_attn.kernels.decode.scheduler import Share, Table, WorkTile
-from pallas_attn.kernels.decode_mla import combine_latent, producer, row_gathers
-from pallas_attn.kernels.decode_mla.combine_latent import base_of
+from pallas_attn.kernels.decode_mla import (
+    combine_latent,
+    producer,
+    row_gathers,
+    sm90_common,
+)
+from pallas_attn.kernels.decode_mla.combine_latent import Ending, base_of
 from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs, RingBlock
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.types import (
@@ -45,17 +52,21 @@ from pallas_attn.kernels.lang.types import (
 
 Array = jax.Array
 
-MOST = 32  # query rows of a sequence
+
+def limit(problem: DecodeProblem) -> Limit | None:
+    """Why this kernel cannot take the problem, or None."""
+    return selection.few_latent_rows(problem) or sm90_common.limit(problem)
 
 
 @functools.lru_cache(maxsize=256)
 def plan_of(problem: DecodeProblem, config: KernelConfig) -> Plan:
     """Query rows are a multiple of 8, side by side in one chunk."""
-    queries = query_rows(problem, config)
+    tiling = sm90_common.tiling_of(config)
+    queries = query_rows(problem, tiling.q_rows)
     queries = dataclasses.replace(queries, chunk_rows=tma_operands.round_up(queries.rows, 8))
-    plan = plan_with(problem, config, queries)
+    plan = plan_with(problem, tiling, queries)
     splits = combine_latent.best_splits(plan, 2 * plan.keys.most_tiles)
-    plan = plan_with(problem, config, queries, problem.sequences * splits)
+    plan = plan_with(problem, tiling, queries, problem.sequences * splits)
     return row_gathers.with_whole_tiles(plan)
 
 
@@ -81,7 +92,7 @@ def columns_of(plan: Plan) -> Columns:
     head_dim, v_head_dim = plan.problem.head_dim, plan.problem.v_head_dim
     block = WIDTH * next(n for n in (3, 2, 1) if head_dim // WIDTH % n == 0)
     v = tuple(min(max(v_head_dim - start, 0), block) for start in range(0, head_dim, block))
-    return Columns(block, max(plan.config.stages, len(v)), v)
+    return Columns(block, max(plan.tiling.stages, len(v)), v)
 
 
 class FewRowsSmem(NamedTuple):
@@ -169,24 +180,21 @@ def down_columns(columns: RegisterTile, shape: Sequence[int]) -> RegisterTile:
     return lax.broadcast_in_dim(columns, tuple(shape), [1])
 
 
-def _positions(ctx: KernelContext, work: WorkTile, tile: Index) -> mainloop.Positions:
+def _positions(ctx: KernelContext, work: WorkTile, tile: Index) -> scheduler.Positions:
     """Queries and keys of a tile of logits."""
-    plan, shape = ctx.plan, (TILE, ctx.plan.queries.chunk_rows)
-    key = mosaic.positions(shape, 0, tile * TILE)
-    row = mosaic.positions(shape, 1, 0)
-    token, head = mainloop.token_of(plan, row), None
-    query = token + (work.length - plan.problem.q_len)
-    if plan.problem.mask_uses_head:
-        head = row - token * plan.queries.group
-    return mainloop.Positions(query, key, head)
+    shape = TILE, ctx.plan.queries.chunk_rows
+    key, row = mosaic.positions(shape, 0, tile * TILE), mosaic.positions(shape, 1, 0)
+    return scheduler.positions_at(ctx.plan, work, row, key)
 
 
 def logits(ctx: KernelContext, work: WorkTile, tile: Index, s: RegisterTile) -> RegisterTile:
     """Scores -> logits in log2 units, those of invisible keys -inf."""
     plan = ctx.plan
-    places = mainloop.places_along(s.shape, mosaic.TILE, 1, lambda: tile * TILE)
-    s = mainloop.logits_of_scores(ctx, work, tile, s, places)
-    s = s if plan.unit_of_logits is None else s * plan.unit_of_logits
+    places = score_functions.places_along(s.shape, mosaic.TILE, 1, lambda: tile * TILE)
+    if plan.unit_of_logits is None:
+        s = mainloop.logits_of_scores(ctx, work, tile, s, places)
+    else:
+        s = s * plan.unit_of_logits
     return mainloop.masked(ctx, work, tile, s, _positions)
 
 
@@ -316,30 +324,24 @@ def _epilogue(
     """The result, where the block had all keys. Else a partial to global memory; the last block
     makes the result of all.
     """
-    plan, smem, m = ctx.plan, ctx.smem, work.sequence
-    lost = smem.table.lost[m]
-    row_sum = state.row_sum.sum(axis=0)
-    row_sum = row_sum + mosaic.broadcast_scalar(jnp.where(lost == 1, jnp.nan, 0.0), row_sum.shape)
+    plan, m = ctx.plan, work.sequence
+    lost = ctx.smem.table.lost[m]
+    state = state._replace(row_sum=combine_latent.with_lost(state.row_sum.sum(axis=0), lost))
     partials = combine_latent.Partials(*places, plan.partials_a_block)
 
-    @pl.when(partials.count == 1)
-    def _():
-        _write(plan, results, m, state._replace(row_sum=row_sum))
-
-    @pl.when(partials.count > 1)
-    def _():
+    def partial():
         for ref, acc in zip(results.partial_out, state.accs, strict=True):
             combine_latent.store(ref, partials.own, acc)
         mosaic.store(results.partial_max.at[partials.own], state.row_max)
-        mosaic.store(results.partial_sum.at[partials.own], row_sum)
-        counter = combine_splits.CounterRefs(results.counters, smem.last)
-        head = combine_splits.Head(m, work.head, lost, *places)
-        threads.run(combine_splits.arrive, plan, counter, head)
+        mosaic.store(results.partial_sum.at[partials.own], state.row_sum)
 
-        @pl.when(smem.last[0] == 1)
-        def _():
-            shapes = [(n, plan.queries.chunk_rows) for n in columns_of(plan).accs]
-            _write(plan, results, m, combined(results, partials, shapes))
+    def of_all():
+        shapes = [(n, plan.queries.chunk_rows) for n in columns_of(plan).accs]
+        _write(plan, results, m, combined(results, partials, shapes))
+
+    result = functools.partial(_write, plan, results, m, state)
+    head = combine_splits.Head(m, work.head, lost, *places)
+    combine_latent.finish(ctx, results, head, Ending(result, partial, of_all))
 
 
 def combined(
@@ -402,11 +404,18 @@ def _kernel(refs: LatentRefs, outputs: Outputs, smem: FewRowsSmem, *, plan: Plan
         _compute(ctx, results, scheduler.share_of(plan, ctx.smem.table, block_id), block_id)
 
 
-@functools.partial(jax.jit, static_argnames=("problem", "config"))
 def launch(
-    inputs: DecodeInputs, counters: Array, problem: DecodeProblem, config: KernelConfig
+    inputs: DecodeInputs, problem: DecodeProblem, config: KernelConfig
 ) -> tuple[Array, Array]:
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
+    return _launch(inputs, combine_splits.counters(plan_of(problem, config)), problem, config)
+
+
+@functools.partial(jax.jit, static_argnames=("problem", "config"))
+def _launch(
+    inputs: DecodeInputs, counters: Array, problem: DecodeProblem, config: KernelConfig
+) -> tuple[Array, Array]:
+    """Jitted, so that a model of many layers traces it once."""
     plan = plan_of(problem, config)
     program = Program(_kernel, scratch(plan), 2, columns_of(plan).accs)
     return launched(inputs, counters, plan, program)
@@ -437,3 +446,8 @@ def launched(
     kernel = producer.kernel_of(plan, program.body, outputs, program.smem, program.warpgroups)
     ((out, lse, _),) = kernel(producer.refs_of(inputs, counters, plan, rows, rows))
     return combine_latent.of_sequences(plan, out, lse)
+
+
+_KERNEL = sm90_common.kernel_with(plan_of, scratch, launch, limit)
+KERNEL = dataclasses.replace(_KERNEL, reads_lists=True)
+Config = KERNEL.config

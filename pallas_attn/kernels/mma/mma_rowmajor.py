@@ -63,6 +63,8 @@ class Split:
         self.groups = warps // self.parts  # groups of keys
         self.columns = keys // self.groups
         self.width = self.columns // 2 if folded else self.columns
+        # Joins the numbers of both halves of a row's keys.
+        self.join = functools.partial(reduce_folded, op="maximum") if folded else None
 
     def row_block(self, warp: Any) -> Any:
         return warp % self.row_blocks
@@ -204,8 +206,8 @@ def rows_of_lane(
     `at.first`, as inlined code has them.
     """
     rows, step, group = at.rows, at.step, at.group
-    warp, lane = (Int(x) for x in warp_and_lane())
-    start, skipped = (Int(x.registers.item()) for x in first)
+    warp, lane = [Int(x) for x in warp_and_lane()]
+    start, skipped = [Int(x.registers.item()) for x in first]
     starts = []
     for half in (0, 8):
         n = skipped + lane // 4 + half + split.row_block(warp) * ROWS
@@ -246,7 +248,7 @@ def words_of_row(pointer: ir.Value, start: Int, lane: Int, dim: int, offset: int
     like = (lambda x: x) if start.value.type == asm.i32() else in_64_bits
     column, odd, zero = lane % 4, lane // 4 % 2, utils.c(0, asm.i32())
     swapped = (odd >= 1).value
-    early, late = (start + like(column + n) for n in (odd * 4, odd * -4 + 4))
+    early, late = [start + like(column + n) for n in (odd * 4, odd * -4 + 4)]
     for group in range(0, chunks // 8 * 2, 2):
         early_words = four_words(pointer, early, offset + 4 * group)
         late_words = four_words(pointer, late, offset + 4 * group)
@@ -352,7 +354,7 @@ def _chunk(pointer: ir.Value, start: Int, offset: int, odd: Int) -> list[ir.Valu
     read the second half of their chunk first, which makes 2-way bank conflicts of 4-way ones.
     """
     early, late = start * 2 + odd, start * 2 + (odd * -1 + 1)
-    first, second = (four_words(pointer, half, 2 * offset, 2) for half in (early, late))
+    first, second = [four_words(pointer, half, 2 * offset, 2) for half in (early, late)]
     swapped = (odd >= 1).value
     pairs = [*zip(second, first, strict=True), *zip(first, second, strict=True)]
     return [arith.select(swapped, x, y) for x, y in pairs]
@@ -367,6 +369,26 @@ def row_with(halves: list) -> Any:
     """One number for each of a lane's two rows -> [64]."""
     vectors = [vector.broadcast(ir.VectorType.get((1,), x.type), x) for x in halves]
     return mosaic.array_of(vectors, (threads.WARPS * ROWS,), mosaic.ROW)
+
+
+def reduce_folded(rows: Array, op: str) -> Array:
+    """A number a row of folded scores -> the "maximum" or the "sum" of both halves, in both."""
+    shape, code_of = rows.shape, {"maximum": arith.maximumf, "sum": arith.addf}[op]
+
+    def code(rows):
+        halves = [
+            vector.extract(x, [], [0]) if isinstance(x.type, ir.VectorType) else x
+            for x in rows.registers.flat
+        ]
+        return row_with([code_of(*halves)] * 2)
+
+    def twin(rows):
+        halves = rows.reshape(threads.WARPS, 2, 8)
+        both = np.maximum(halves[:, 0], halves[:, 1]) if op == "maximum" else halves.sum(axis=1)
+        return np.repeat(both[:, None], 2, axis=1).reshape(shape).astype(np.float32)
+
+    result = mosaic.tile_type(shape, jnp.float32, layout=mosaic.ROW)
+    return mosaic.inline(code, twin, (rows,), (mosaic.ROW,), result)
 
 
 def words_of(array: Any) -> list[ir.Value]:
@@ -415,7 +437,7 @@ def scores(q: Array, ref: Ref, slot: Array, split: Split, dim: int | None = None
     shape, size = (threads.WARPS * ROWS, split.width), jnp.dtype(ref_dtype).itemsize
 
     def code(q, ref, slot):
-        warp, lane = (Int(x) for x in warp_and_lane())
+        warp, lane = [Int(x) for x in warp_and_lane()]
         a, pointer, words = words_of(q), asm.pointer_of(ref), pitch * size // 16
         start = Int(slot.registers.item()) * (split.keys * words)
         start = start + (split.first_key(warp) + lane // 4) * words
@@ -455,7 +477,7 @@ def number_of_each_key(ref: Ref, slot: Array, split: Split) -> Array:
     shape = (threads.WARPS * ROWS, split.columns)
 
     def code(ref, slot):
-        warp, lane = (Int(x) for x in warp_and_lane())
+        warp, lane = [Int(x) for x in warp_and_lane()]
         at = Int(slot.registers.item()) * split.keys + split.first_key(warp) + lane % 4 * 2
         pairs = [
             dequant.pair_of_floats(asm.pointer_of(ref), at + n) for n in range(0, split.columns, 8)
@@ -487,7 +509,7 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split, first:
     chunks = pitch - first // 8
 
     def code(acc, p, ref, slot):
-        warp, lane = (Int(x) for x in warp_and_lane())
+        warp, lane = [Int(x) for x in warp_and_lane()]
         a, pointer = words_of(p), asm.pointer_of(ref)
         start = Int(slot.registers.item()) * (split.keys * pitch)
         start = start + (split.first_key(warp) + lane % 4 * 2) * pitch
@@ -511,7 +533,7 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split, first:
                     )
                 else:
                     rows = [_chunk(pointer, chunk, offset, lane % 2) for offset in ahead]
-                    low, high = (_columns(*rows[n : n + 2]) for n in (0, 2))
+                    low, high = [_columns(*rows[n : n + 2]) for n in (0, 2)]
                 for i in range(8):
                     b = [low[i], high[i]]
                     sums[8 * u + i] = mma(sums[8 * u + i], of_a, b, dtype)
@@ -566,7 +588,7 @@ def store_accumulators(  # noqa: PLR0913
         return (warp if alone else split.row_block(warp)) * rows
 
     def row_of(half, acc, numbers, refs):
-        warp, lane = (Int(x) for x in warp_and_lane())
+        warp, lane = [Int(x) for x in warp_and_lane()]
         line, row = line_of(warp) + lane // 4 + 8 * half, lane // 4 + 8 * half
         for u in range(width // 64):
             for n in range(2):

@@ -376,23 +376,3 @@ def write(tile: Array, to: Ref, at: tuple[Any, ...]) -> None:
 
     types = (mosaic.TILE, REF, (SCALAR,) * 4)
     mosaic.inline(code, twin, (tile, to, tuple(at)), types, None)
-
-
-def reduce_folded(rows: Array, op: str) -> Array:
-    """A number a row of folded scores -> the "maximum" or the "sum" of both halves, in both."""
-    shape, code_of = rows.shape, {"maximum": arith.maximumf, "sum": arith.addf}[op]
-
-    def code(rows):
-        halves = [
-            vector.extract(x, [], [0]) if isinstance(x.type, ir.VectorType) else x
-            for x in rows.registers.flat
-        ]
-        return mma_rowmajor.row_with([code_of(*halves)] * 2)
-
-    def twin(rows):
-        halves = rows.reshape(threads.WARPS, 2, 8)
-        both = np.maximum(halves[:, 0], halves[:, 1]) if op == "maximum" else halves.sum(axis=1)
-        return np.repeat(both[:, None], 2, axis=1).reshape(shape).astype(np.float32)
-
-    result = mosaic.tile_type(shape, jnp.float32, layout=mosaic.ROW)
-    return mosaic.inline(code, twin, (rows,), (mosaic.ROW,), result)

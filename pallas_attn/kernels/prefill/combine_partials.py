@@ -1,8 +1,7 @@
 """Partial results of split keys combined into results: a warp a query row, lanes over its columns.
 
-A partial of a row is an accumulator that is not yet divided, the row max that it is relative to (in
-log2 units) and the row sum. Each lane reads the maxima and sums of one split; the weights go around
-the warp; then all splits' accumulators are read, which are independent loads, and added.
+Each lane reads the maxima and sums of one split; the weights go around the warp; then all splits'
+accumulators are read, which are independent loads, and added.
 """
 
 import functools
@@ -14,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.attention import softmax
+from pallas_attn.kernels.attention import partials, softmax
 from pallas_attn.kernels.attention.tiles import ROWS
 from pallas_attn.kernels.lang import thread_program, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
@@ -39,8 +38,7 @@ class CombineRefs(NamedTuple):
 def _row(ctx: ThreadContext) -> None:
     """The partials of one query row and head -> that row of the result."""
     (thread, refs, block, plan), problem, tiles = ctx, ctx.plan.problem, ctx.plan.tiles
-    zero, nothing = thread.number(0.0), thread.number(float("-inf"))
-    lane = thread.index % LANES
+    zero, lane = thread.number(0.0), thread.index % LANES
     number = block * threads.WARPS + thread.index // LANES
     row = thread.minimum(number, plan.result_rows - 1)
     conditions = [number < plan.result_rows] if plan.result_rows % threads.WARPS else []
@@ -63,15 +61,10 @@ def _row(ctx: ThreadContext) -> None:
     place = thread.to_int64(thread.minimum(lane, splits - 1)) * lines + thread.to_int64(line)
     (row_max,) = thread.load_floats(refs.row_maxes, place, 1)
     (row_sum,) = thread.load_floats(refs.row_sums, place, 1)
-    row_max = thread.choose(exists, row_max, nothing)
-    row_sum = thread.choose(exists, row_sum, zero)
-    highest = thread.warp_highest(row_max)
-    base = thread.choose(thread.nothing_yet(highest), zero, highest)
-    weight = thread.exp2(row_max - base)
-    sink = None
+    whole, sink = partials.weighed(thread, row_max, row_sum, exists), None
     if refs.sinks is not None:
         (sink,) = thread.load_floats(refs.sinks, q_head, 1)
-    factor, value = softmax.finish_row(thread, highest, thread.warp_sum(weight * row_sum), sink)
+    factor, value = softmax.finish_row(thread, whole.row_max, whole.row_sum, sink)
     to = (thread.to_int64(m) * problem.q_heads + thread.to_int64(q_head)) * problem.q_len
     store = functools.reduce(operator.and_, conditions, lane < 1)
     thread.store_floats(refs.lse, to + thread.to_int64(to_token), [value], store)
@@ -88,7 +81,7 @@ def _row(ctx: ThreadContext) -> None:
                 plan.v.width // FOUR
             )
             part = thread.load_floats(refs.accs, start + thread.to_int64(column), FOUR)
-            w = thread.of_lane(weight, thread.index * 0 + split)
+            w = thread.of_lane(whole.weight, thread.index * 0 + split)
             none = thread.is_zero(w)  # a split without a key may hold anything
             part = [thread.choose(none, zero, x) for x in part]
             sums = [x + w * y for x, y in zip(sums, part, strict=True)]
@@ -130,7 +123,7 @@ def _kernel(refs: CombineRefs, out: GmemRef, lse: GmemRef, *, plan: Plan) -> Non
     threads.run(_row, plan, refs, block)
 
 
-def run(plan: Plan, partials: Partials, refs: PrefillRefs, into: Results | None = None) -> Results:
+def run(plan: Plan, made: Partials, refs: PrefillRefs, into: Results | None = None) -> Results:
     """out [M, t, N, Hv] and lse [M, N, t] by the partials that a launch of `plan` wrote:
     accumulators, row maxima and row sums. Packed rows go to `into`, where other rows are.
     """
@@ -148,7 +141,7 @@ def run(plan: Plan, partials: Partials, refs: PrefillRefs, into: Results | None 
         name="prefill_combine",
         out_type=out_type if into is None else (),
     )
-    combined = CombineRefs(*partials, refs.sinks, refs.starts)
+    combined = CombineRefs(*made, refs.sinks, refs.starts)
     if into is None:
         return kernel(combined)
     out, lse = (jax.new_ref(x) for x in into)

@@ -116,7 +116,9 @@ def keys_of(ctx: KernelContext, m: Index, rows: Index) -> SequenceKeys:
 @functools.lru_cache(maxsize=1024)
 def plan_of(problem: AttentionProblem, config: Config) -> Plan:
     sizes = (problem.kv_len,), problem.kv_heads, None, problem.batch, problem.kv_len
-    return Plan(problem, config.prefill, Contiguous(*sizes), queries, keys_of, tma_producer)
+    return Plan(
+        problem, config.prefill, Contiguous(*sizes), queries, keys_of, tma_producer.producer_of
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("problem", "config"))

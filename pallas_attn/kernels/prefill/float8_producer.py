@@ -2,8 +2,6 @@
 (`float8_tiles`).
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -16,14 +14,12 @@ from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_fwd.producer import Ring
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Index, SmemRef
-from pallas_attn.kernels.prefill import float8_tiles, tma_producer
+from pallas_attn.kernels.prefill import float8_tiles
 from pallas_attn.kernels.prefill.float8_tiles import Tiles
-from pallas_attn.kernels.prefill.plan import Plan
+from pallas_attn.kernels.prefill.plan import Plan, Producer
 from pallas_attn.kernels.prefill.queries import Unit
 
 Q_DTYPE = jnp.float8_e4m3fn  # also beside K of float8_e5m2, which has one bit less
-
-warpgroups = tma_producer.warpgroups
 
 
 class Buffers(NamedTuple):
@@ -32,34 +28,17 @@ class Buffers(NamedTuple):
     q: SmemRef  # [warpgroups, ROWS, ..], float8: a consumer's rows as matmuls take them
 
 
+def producer_of(plan: Plan) -> Producer:
+    q = plan.config.warpgroups, ROWS, plan.qk.width
+    buffers = Buffers(mosaic.swizzled(q, Q_DTYPE, plan.qk.swizzle))
+    return Producer(operands, (_produce,), arrivals=2, registers=(240, 24), buffers=buffers)
+
+
 def operands(plan: Plan, inputs: DecodeInputs) -> dict[str, Any]:
-    """Fields of `plan.PrefillRefs`."""
     problem = plan.problem
     dims = problem.head_dim, problem.v_head_dim
     k, v, units = float8_tiles.tiles_of(Tiles(plan.layout, problem.dtype, dims), inputs)
     return {"k": (k,), "v": (v,), "tile_units": units}
-
-
-def arrivals(plan: Plan) -> int:
-    """Arrivals that complete the barrier of an entry: copies of K and of V^T."""
-    del plan
-    return 2
-
-
-def registers(plan: Plan) -> tuple[int, int]:
-    """Registers of a thread of (a consumer, a producer)."""
-    del plan
-    return 240, 24
-
-
-def buffers(plan: Plan) -> Buffers:
-    q = plan.config.warpgroups, ROWS, plan.qk.width
-    return Buffers(mosaic.swizzled(q, Q_DTYPE, plan.qk.swizzle))
-
-
-def programs(ctx: KernelContext, block_id: Index) -> list[Callable[[], None]]:
-    """The program of each warpgroup."""
-    return [functools.partial(_produce, ctx, block_id)]
 
 
 def _produce(ctx: KernelContext, block_id: Index) -> None:

@@ -10,10 +10,11 @@ import functools
 
 import jax
 
+from pallas_attn._call import selection
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import FLOAT8, DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.prefill import float8_mainloop, float8_producer, selection, sm90
+from pallas_attn.kernels.prefill import float8_mainloop, float8_producer, sm90
 from pallas_attn.kernels.prefill.plan import Plan, bytes_of, over_contiguous_keys
 
 Array = jax.Array
@@ -99,7 +100,7 @@ def plan_of(problem: DecodeProblem, config: Config) -> Plan:
     return dataclasses.replace(
         sm90.plan_of(_in_16_bits(problem), config.prefill),
         problem=contiguous,
-        producer=float8_producer,
+        producer_of=float8_producer.producer_of,
         mainloop=float8_mainloop.mainloop,
     )
 

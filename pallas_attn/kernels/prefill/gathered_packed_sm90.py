@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn._call import selection
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
@@ -23,7 +24,7 @@ from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.flash_fwd import sm90_wide
 from pallas_attn.kernels.lang.config import check
-from pallas_attn.kernels.prefill import gathered, selection
+from pallas_attn.kernels.prefill import gathered
 
 Array = jax.Array
 Results = tuple[Array, Array]  # out and lse

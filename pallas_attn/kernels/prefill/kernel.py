@@ -8,7 +8,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.attention.cache_layout import Paged
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
 from pallas_attn.kernels.flash_fwd.sm90 import Result, no_keys
 from pallas_attn.kernels.lang import mosaic, threads
@@ -23,10 +22,11 @@ def block(refs: PrefillRefs, *rest: Any, plan: Plan) -> None:
     *results, smem = rest
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
     ctx = KernelContext(plan, refs._replace(results=tuple(results)), smem)
-    plan.queries.begin(ctx, wg, block_id)
-    produce = plan.producer.programs(ctx, block_id)
+    if plan.queries.begin is not None:
+        plan.queries.begin(ctx, wg, block_id)
+    produce = [functools.partial(program, ctx, block_id) for program in plan.producer.programs]
     work = functools.partial(consume, ctx, block_id, wg)
-    registers = plan.producer.registers(plan)
+    registers = plan.producer.registers
     mosaic.share_registers(wg, plan.config.warpgroups, produce, work, *registers)
 
 
@@ -50,7 +50,9 @@ def consume(ctx: KernelContext, block_id: Index, wg: Index) -> None:
 
     def one_unit(i, slot):
         unit = queries.unit_of(ctx, units, units.number(i))
-        own, invalid = wg_tile_of(plan, unit, wg), _is_invalid(ctx, unit, wg)
+        own, invalid = wg_tile_of(plan, unit, wg), unit.invalid
+        if plan.layout.paged:
+            invalid = invalid | _lacks_a_page(ctx, unit, wg)
         if config.q_slots > 1:
             load_q(i + 1)
         q = q_slot(i)
@@ -112,14 +114,12 @@ def _without_idle_rows(ctx: KernelContext, unit: Unit, own: WgTile, result: Resu
     return Result(*(chosen(*both) for both in zip(result, none, strict=True)))
 
 
-def _is_invalid(ctx: KernelContext, unit: Unit, wg: Index) -> Predicate:
-    """Whether the result of the unit's sequence is NaN: also where it lacks a page."""
+def _lacks_a_page(ctx: KernelContext, unit: Unit, wg: Index) -> Predicate:
+    """Whether the unit's sequence lacks a page."""
     plan, refs, smem = ctx
-    if not isinstance(layout := plan.layout, Paged):
-        return unit.invalid
-    pages = layout.entry(unit.tile.kv_len + (layout.page_size - 1))
+    pages = plan.layout.entry(unit.tile.kv_len + (plan.layout.page_size - 1))
     threads.run(_note_missing, plan, (refs.page_table, smem.lost), (unit.m, wg, pages))
-    return unit.invalid | (smem.lost[wg] == 1)
+    return smem.lost[wg] == 1
 
 
 def _note_missing(ctx: ThreadContext) -> None:

@@ -11,7 +11,7 @@ import jax
 from jax import lax
 
 from pallas_attn._call.problem import Into
-from pallas_attn.kernels.attention import softmax
+from pallas_attn.kernels.attention import partials, softmax
 from pallas_attn.kernels.attention.tiles import ROWS
 from pallas_attn.kernels.lang import thread_program, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
@@ -106,7 +106,7 @@ def _merged(ctx: ThreadContext, merge: _Merge, part: _Part, carry: list) -> list
     """[row max, row sum, columns of the output] with the partials of a part added."""
     (thread, refs, _, plan), columns = ctx, merge.columns
     at, lane = _partials(ctx, merge, part), thread.index % LANES
-    zero, nothing = thread.number(0.0), thread.number(float("-inf"))
+    zero = thread.number(0.0)
     pitch = lane * 0 + plan.config.warpgroups * ROWS << merge.total.dealing.paired
 
     def trip(number: Index, carry: list) -> list:
@@ -141,13 +141,9 @@ def _merged(ctx: ThreadContext, merge: _Merge, part: _Part, carry: list) -> list
         )
         at_first = [lane * 0 + i for i in range(AT_ONCE)]
         loaded = load(at_first)  # under way before the weights are known
-        own_max = thread.choose(there, own_max, nothing)
-        own_sum = thread.choose(there, own_sum, zero)
-        highest = thread.highest(row_max, thread.warp_highest(own_max))
-        base = thread.choose(thread.nothing_yet(highest), zero, highest)
-        rescale, weight = thread.exp2(row_max - base), thread.exp2(own_max - base)
-        row_sum = row_sum * rescale + thread.warp_sum(weight * own_sum)
-        sums = added(at_first, loaded, [x * rescale for x in sums])
+        new = partials.weighed(thread, own_max, own_sum, there, (row_max, row_sum))
+        weight = new.weight
+        sums = added(at_first, loaded, [x * new.rescale for x in sums])
 
         def more(batch: Index, sums: list) -> list:
             numbers = [(batch + 1) * AT_ONCE + i for i in range(AT_ONCE)]
@@ -155,7 +151,7 @@ def _merged(ctx: ThreadContext, merge: _Merge, part: _Part, carry: list) -> list
 
         left = thread.minimum(at.most - number * LANES, LANES)
         batches = (left + (AT_ONCE - 1)) // AT_ONCE - 1
-        return [highest, row_sum, *thread.loop(batches, sums, more)]
+        return [new.row_max, new.row_sum, *thread.loop(batches, sums, more)]
 
     return thread.loop((at.most + (LANES - 1)) // LANES, carry, trip)
 
@@ -226,7 +222,7 @@ def _kernel(refs: MergeRefs, out: GmemRef, lse: GmemRef, *, plan: Plan) -> None:
 
 def run(
     plan: Plan,
-    partials: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    made: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
     starts: jax.Array,
     into: Into,
 ) -> tuple[jax.Array, jax.Array]:
@@ -235,7 +231,7 @@ def run(
     """
     assert plan.merged is not None
     _, sequences, t = plan.merged
-    refs = MergeRefs(*partials, starts, into.parts, into.places, into.out, into.lse)
+    refs = MergeRefs(*made, starts, into.parts, into.places, into.out, into.lse)
     kernel = thread_program.lane_kernel(
         functools.partial(_kernel, plan=plan),
         grid=sequences * t * -(-plan.problem.q_heads // threads.WARPS),

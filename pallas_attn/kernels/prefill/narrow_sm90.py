@@ -100,7 +100,7 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[A
 def plan_of(problem: DecodeProblem, config: Config) -> Plan:
     return dataclasses.replace(
         sm90.plan_of(problem, config.prefill),
-        producer=widening_producer,
+        producer_of=widening_producer.producer_of,
         widening=widening_producer.Widening(
             config.slots, config.loads, config.producers, problem.cache_dtype
         ),

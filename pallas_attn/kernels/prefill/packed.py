@@ -10,9 +10,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn._call import launches
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.decode import launches, scheduler
+from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.flash_fwd.sm90 import Result
 from pallas_attn.kernels.lang import mosaic, threads
@@ -160,13 +161,9 @@ def wait(ctx: KernelContext, slot: Index) -> None:
 
 
 def store(ctx: KernelContext, end: Ending, result: Result) -> None:
+    """The output and the log-sum-exp of rows that may begin anywhere, or their partial."""
     if ctx.plan.config.splits > 1:
         return queries.store_partial(ctx, end, end.unit.kv_head, result)
-    return _store(ctx, end, result)
-
-
-def _store(ctx: KernelContext, end: Ending, result: Result) -> None:
-    """The output and the log-sum-exp of rows that may begin anywhere."""
     plan, (out, lse_of_rows) = ctx.plan, ctx.refs.results
     place = _place_of(plan, end.unit, end.rows)
     factor, lse = queries.finished(ctx, end.rows, result)
@@ -176,3 +173,4 @@ def _store(ctx: KernelContext, end: Ending, result: Result) -> None:
     for column in range(0, plan.v.width, width):
         part = lax.slice(acc, (0, column), (ROWS, column + width)).astype(plan.problem.dtype)
         packed_rows.store(part, out, column, place, plan.tiles.head_rows)
+    return None

@@ -1,11 +1,11 @@
 """Static values of a prefill launch: tiles of query rows, the keys they read, the buffers.
 
-Two parts of a plan have a plain case and special ones, modules with functions of the same names:
+Two parts of a plan have a plain case and special ones:
 
-  queries   the query rows that blocks take: `queries`, as many of each sequence; `packed`; and
-            `shared_parts`, over keys that sequences share
-  producer  how K and V come to shared memory: `tma_producer`; `widening_producer`, for a quantised
-            cache; `float8_producer`, for matmuls on 8 bits
+  queries   the query rows that blocks take, modules with functions of the same names: `queries`, as
+            many of each sequence; `packed`; and `shared_parts`, over keys that sequences share
+  producer  how K and V come to shared memory, a `Producer`: `tma_producer`; `widening_producer`,
+            for a quantised cache; `float8_producer`, for matmuls on 8 bits
 """
 
 import dataclasses
@@ -23,7 +23,12 @@ from jax import lax
 
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import AttentionProblem, DecodeInputs, DecodeProblem
-from pallas_attn.kernels.attention import cache_layout, functions, tma_operands
+from pallas_attn.kernels.attention import (
+    cache_layout,
+    functions,
+    linear_scores,
+    tma_operands,
+)
 from pallas_attn.kernels.attention.logits import LogitRules
 from pallas_attn.kernels.attention.tiles import ROWS
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
@@ -31,6 +36,7 @@ from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
 from pallas_attn.kernels.flash_fwd.sm90 import mainloop
 from pallas_attn.kernels.lang import launch, mosaic
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, RegisterTile, SmemRef
+from pallas_attn.kernels.prefill import mask_functions
 from pallas_attn.masks import Mask
 
 BLOCKS = gpu_specs.multiprocessors(gpu_specs.HOPPER)
@@ -133,6 +139,18 @@ class SequenceKeys(NamedTuple):
     mask: Mask
 
 
+class Producer(NamedTuple):
+    """How K and V come to the ring."""
+
+    operands: Callable[["Plan", DecodeInputs], dict[str, Any]]  # fields of `PrefillRefs`
+    # For each warpgroup `program(ctx, block_id)`: K and V of every unit of the block, in the order
+    # in which consumers use them.
+    programs: tuple[Callable[..., None], ...]
+    arrivals: int  # complete the barrier of an entry
+    registers: tuple[int, int]  # (a consumer's, a producer's)
+    buffers: Any = None  # shared memory beside the ring
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """The static values; `problem` is one over contiguous keys: `over_contiguous_keys`."""
@@ -140,9 +158,9 @@ class Plan:
     problem: AttentionProblem
     config: Any  # sm90.Config
     layout: cache_layout.Layout  # addresses of the keys
-    queries: ModuleType  # see the top of this file, as for `producer`
+    queries: ModuleType  # see the top of this file, as for `producer_of`
     keys_of: Callable[..., "SequenceKeys"]  # `queries.keys_of`, or `contiguous_sm90.keys_of`
-    producer: ModuleType
+    producer_of: Callable[["Plan"], Producer]
     fewest: int = 1  # packed rows of a sequence that the launch serves, at least
     merged: tuple[int, int, int] | None = None  # `DecodeProblem.merged`
     widening: Any = None  # `widening_producer.Widening`, for a quantised cache
@@ -152,6 +170,15 @@ class Plan:
     skips_keys = False
     last_keys = 0  # no shorter last kv tile, since sequences end anywhere
     one_loop = False  # tiles that need no mask have a loop of their own in the mainloop
+
+    @functools.cached_property
+    def producer(self) -> Producer:
+        return self.producer_of(self)
+
+    @functools.cached_property
+    def buffers(self) -> "PrefillSmem":
+        """Shared memory of a block."""
+        return self.queries.scratch(self)
 
     @functools.cached_property
     def tiles(self) -> RowTiles:
@@ -189,8 +216,6 @@ class Plan:
     def logit_rules(self) -> LogitRules:
         linear = False
         if self.problem.score_program is not None:
-            from pallas_attn.kernels.attention import linear_scores
-
             linear = linear_scores.takes(self.problem)
         return LogitRules.of(self.problem, self.config.block_kv, linear=linear)
 
@@ -205,8 +230,6 @@ class Plan:
         """The heads and positions of a tile's rows, for masks and score functions."""
         if not self.problem.functions:
             return self.tiles
-        from pallas_attn.kernels.prefill import mask_functions
-
         return mask_functions.RowMapping(self.problem, self.tiles, self.packed, self.tree)
 
     @functools.cached_property
@@ -320,18 +343,18 @@ def base_scratch(plan: Plan, **buffers: Any) -> PrefillSmem:
         "k": mosaic.swizzled((*ring, plan.qk.width), plan.qk.dtype, plan.qk.swizzle),
         "v": mosaic.swizzled(v, plan.v.dtype, plan.v.swizzle),
         "lost": plgpu.SMEM((config.warpgroups,), jnp.int32),
-        "ready": barrier(num_barriers=config.stages, num_arrivals=plan.producer.arrivals(plan)),
+        "ready": barrier(num_barriers=config.stages, num_arrivals=plan.producer.arrivals),
         "free": barrier(num_barriers=config.stages, num_arrivals=config.warpgroups),
         "landed": barrier(num_barriers=1, num_arrivals=plan.copies),
         "turns": barrier(num_barriers=config.warpgroups) if config.in_turn else None,
-        "producer": plan.producer.buffers(plan),
+        "producer": plan.producer.buffers,
     }
     return PrefillSmem(**fields, **buffers)
 
 
 def bytes_of(plan: Plan) -> int:
     """Shared memory of a block."""
-    return mosaic.bytes_of(plan.queries.scratch(plan)) + BARRIERS + mosaic.REDUCTION_BYTES
+    return mosaic.bytes_of(plan.buffers) + BARRIERS + mosaic.REDUCTION_BYTES
 
 
 def kernel_of(plan: Plan, body: Callable[..., None], results: Sequence[Any]) -> Callable[..., Any]:
@@ -340,8 +363,8 @@ def kernel_of(plan: Plan, body: Callable[..., None], results: Sequence[Any]) -> 
         functools.partial(body, plan=plan),
         "prefill_sm90",
         tuple(results),
-        plan.queries.scratch(plan),
-        (plan.grid, plan.config.warpgroups + plan.producer.warpgroups(plan)),
+        plan.buffers,
+        (plan.grid, plan.config.warpgroups + len(plan.producer.programs)),
     )
 
 

@@ -21,6 +21,7 @@ from pallas_attn.kernels.attention.tiles import (
 from pallas_attn.kernels.flash_fwd.sm90 import Result
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Index, Predicate, RegisterTile, Scalar
+from pallas_attn.kernels.prefill import mask_functions
 from pallas_attn.kernels.prefill.plan import Plan, PrefillSmem, SequenceKeys, base_scratch
 
 
@@ -119,8 +120,6 @@ def unit_at(  # noqa: PLR0913
     count = jnp.minimum((last + 1) * tiles.head_rows, q_len) - row
     span = mask_span(mask, q_offset + row, count, kv_len, config.block_kv)
     if plan.problem.mask_program is not None:
-        from pallas_attn.kernels.prefill import mask_functions
-
         drafts = q_offset if plan.tree else None
         span = mask_functions.without_full_tiles(span, drafts, config.block_kv)
     if "q_lengths" in plan.problem.arrays:
@@ -210,8 +209,7 @@ def scratch(plan: Plan) -> PrefillSmem:
     )
 
 
-def begin(ctx: KernelContext, wg: Index, block_id: Index) -> None:
-    """Fills the tables that units are looked up in: none."""
+begin = None  # fills the tables that units are looked up in: there are none
 
 
 def units_of(ctx: KernelContext, block_id: Index) -> Units:
@@ -251,27 +249,12 @@ def wait(ctx: KernelContext, slot: Index) -> None:
 
 
 def store(ctx: KernelContext, end: Ending, result: Result) -> None:
-    """The result of a consumer's rows, or its partial."""
+    """The result of a consumer's rows, divided by the row sums, and the log-sum-exp; or its
+    partial.
+    """
     if ctx.plan.config.splits > 1:
         line = end.unit.kv_head + end.unit.m * ctx.plan.problem.kv_heads
         return store_partial(ctx, end, line, result)
-    return _store(ctx, end, result)
-
-
-def _load(ctx: KernelContext, unit: Unit, wg: Index, slot: Index) -> None:
-    """A copy for each query head of the tile."""
-    plan, refs, smem = ctx
-    own, rows = wg_tile_of(plan, unit, wg), plan.tiles.head_rows
-    for n in range(plan.tiles.tile_heads):
-        head = jnp.minimum(own.head + n, plan.problem.q_heads - 1)
-        columns = mosaic.columns(refs.q, 0, plan.q.width, head)
-        source = refs.q.at[unit.m, pl.ds(own.row, rows), head, columns]
-        to = smem.q.at[slot, pl.ds(n * rows, rows)]
-        plgpu.copy_gmem_to_smem(source, to, smem.q_ready.at[slot])
-
-
-def _store(ctx: KernelContext, end: Ending, result: Result) -> None:
-    """The output, divided by the row sums, and the log-sum-exp."""
     plan, smem, (out, lse_of_tiles) = ctx.plan, ctx.smem, ctx.refs.results
     unit, own, tiles = end.unit, end.rows, plan.tiles
     factor, lse = finished(ctx, own, result)
@@ -289,6 +272,19 @@ def _store(ctx: KernelContext, end: Ending, result: Result) -> None:
             source = staged.at[pl.ds(n * rows, rows)]
             exists = plan.problem.group % tiles.tile_heads == 0 or n < own.heads_left
             pl.when(exists)(functools.partial(plgpu.copy_smem_to_gmem, source, to))
+    return None
+
+
+def _load(ctx: KernelContext, unit: Unit, wg: Index, slot: Index) -> None:
+    """A copy for each query head of the tile."""
+    plan, refs, smem = ctx
+    own, rows = wg_tile_of(plan, unit, wg), plan.tiles.head_rows
+    for n in range(plan.tiles.tile_heads):
+        head = jnp.minimum(own.head + n, plan.problem.q_heads - 1)
+        columns = mosaic.columns(refs.q, 0, plan.q.width, head)
+        source = refs.q.at[unit.m, pl.ds(own.row, rows), head, columns]
+        to = smem.q.at[slot, pl.ds(n * rows, rows)]
+        plgpu.copy_gmem_to_smem(source, to, smem.q_ready.at[slot])
 
 
 def rows_of_tiles(plan: Plan, lse: jax.Array) -> jax.Array:

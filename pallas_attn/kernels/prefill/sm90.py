@@ -38,12 +38,12 @@ import jax
 import jax.experimental.pallas as pl
 import jax.numpy as jnp
 
+from pallas_attn._call import launches
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionProblem, DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, separate_caches, tiles, tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS
-from pallas_attn.kernels.decode import launches
 from pallas_attn.kernels.flash_fwd.sm90 import SMEM_LIMIT
 from pallas_attn.kernels.flash_fwd.tile_scheduler import L2_BYTES
 from pallas_attn.kernels.lang.config import check
@@ -283,7 +283,7 @@ def plan_of(problem: DecodeProblem, config: Config) -> Plan:
         cache_layout.layout_of(problem),
         queries=rows,
         keys_of=queries.keys_of,
-        producer=tma_producer,
+        producer_of=tma_producer.producer_of,
         fewest=problem.fewest,
         merged=problem.merged,
         tree=problem.tree,

@@ -1,7 +1,6 @@
 """K and V of a cache in q's dtype, by TMA from where they lie: a copy a kv tile, or a page."""
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.experimental.pallas as pl
@@ -15,7 +14,7 @@ from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_fwd.producer import Ring
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Operand, SmemRef
-from pallas_attn.kernels.prefill.plan import Plan
+from pallas_attn.kernels.prefill.plan import Plan, Producer
 from pallas_attn.kernels.prefill.queries import Unit
 
 # Registers of a thread, by consumer warpgroups: (consumer, producer). A producer that looks up
@@ -24,37 +23,16 @@ REGISTERS = {1: (240, 32), 2: (232, 40), 3: (160, 32)}
 REGISTERS_OF_TABLES = {1: (240, 64), 2: (224, 56), 3: (152, 56)}
 
 
+def producer_of(plan: Plan) -> Producer:
+    simple = not plan.layout.paged and not plan.layout.separate
+    registers = (REGISTERS if simple else REGISTERS_OF_TABLES)[plan.config.warpgroups]
+    return Producer(operands, (_produce,), 2 * plan.copies, registers)
+
+
 def operands(plan: Plan, inputs: DecodeInputs) -> dict[str, tuple[Operand, ...]]:
-    """Fields of `plan.PrefillRefs`."""
     view, tables = plan.layout.view, plan.layout.tables(inputs.k_cache, inputs.v_cache)
     k, v = [view(table[0]) for table in tables], [view(table[-1]) for table in tables]
     return {"k": tuple(k), "v": tuple(v)}
-
-
-def warpgroups(plan: Plan) -> int:
-    del plan
-    return 1
-
-
-def arrivals(plan: Plan) -> int:
-    """Arrivals that complete the barrier of an entry: those of the copies of K and of V."""
-    return 2 * plan.copies
-
-
-def buffers(plan: Plan) -> None:
-    """Shared memory beside the ring."""
-    del plan
-
-
-def registers(plan: Plan) -> tuple[int, int]:
-    """Registers of a thread of (a consumer, a producer)."""
-    simple = not plan.layout.paged and not plan.layout.separate
-    return (REGISTERS if simple else REGISTERS_OF_TABLES)[plan.config.warpgroups]
-
-
-def programs(ctx: KernelContext, block_id: Index) -> list[Callable[[], None]]:
-    """The program of each warpgroup."""
-    return [functools.partial(_produce, ctx, block_id)]
 
 
 class Target(NamedTuple):
@@ -81,7 +59,7 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
             ready = ring.ready.at[slot]
             nothing = functools.partial(_arrive, ready, plan.copies)
             keys = Target(refs.k, smem.k.at[slot], ready)
-            pl.when(e < tiles)(lambda: _copy_tile(ctx, unit, keys, t))
+            pl.when(e < tiles)(functools.partial(_copy_tile, ctx, unit, keys, t))
             pl.when(e == tiles)(nothing)
             values = Target(refs.v, smem.v.at[slot], ready, values_from)
             if "kv_lengths" in plan.problem.arrays:

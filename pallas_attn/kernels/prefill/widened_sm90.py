@@ -24,7 +24,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import gpu_specs
+from pallas_attn._call import gpu_specs, selection
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
@@ -33,7 +33,7 @@ from pallas_attn.kernels.lang import thread_program, threads
 from pallas_attn.kernels.lang.mosaic import THREADS
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import GmemRef, Index
-from pallas_attn.kernels.prefill import selection, sm90
+from pallas_attn.kernels.prefill import sm90
 
 Array = jax.Array
 

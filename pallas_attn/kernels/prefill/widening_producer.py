@@ -14,7 +14,6 @@ one place would not be ordered. Rows past a length come as zeros with a scale of
 
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
@@ -33,7 +32,7 @@ from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import Word
 from pallas_attn.kernels.lang.types import GmemRef, Index, SmemRef
 from pallas_attn.kernels.mma import narrow_rows
-from pallas_attn.kernels.prefill.plan import Plan
+from pallas_attn.kernels.prefill.plan import Plan, Producer
 from pallas_attn.kernels.prefill.queries import Unit
 
 # Registers of a thread (consumer, producer), by the numbers of consumers and producers.
@@ -59,33 +58,21 @@ class Slots(NamedTuple):
     scales: SmemRef  # float32[slots, block_kv]
 
 
-def operands(plan: Plan, inputs: DecodeInputs) -> dict[str, Any]:
-    caches = inputs.k_cache, inputs.v_cache, inputs.k_scale, inputs.v_scale
-    return {"tables": plan.layout.tables(*caches)}
-
-
-def warpgroups(plan: Plan) -> int:
-    return plan.widening.producers
-
-
-arrivals = warpgroups
-
-
-def buffers(plan: Plan) -> Slots:
-    slots, rows = plan.widening.slots, plan.config.block_kv
-    return Slots(
+def producer_of(plan: Plan) -> Producer:
+    slots, rows, producers = plan.widening.slots, plan.config.block_kv, plan.widening.producers
+    buffers = Slots(
         plgpu.SMEM((slots, rows * _widest(plan)), jnp.dtype(plan.widening.dtype)),
         plgpu.SMEM((slots, rows), jnp.float32),
     )
+    registers = REGISTERS[plan.config.warpgroups, producers]
+    sides = ((0, 1),) if producers == 1 else ((0,), (1,))
+    programs = tuple(functools.partial(_produce, sides=own) for own in sides)
+    return Producer(operands, programs, producers, registers, buffers)
 
 
-def registers(plan: Plan) -> tuple[int, int]:
-    return REGISTERS[plan.config.warpgroups, warpgroups(plan)]
-
-
-def programs(ctx: KernelContext, block_id: Index) -> list[Callable[[], None]]:
-    sides = ((0, 1),) if warpgroups(ctx.plan) == 1 else ((0,), (1,))
-    return [functools.partial(_produce, ctx, block_id, own) for own in sides]
+def operands(plan: Plan, inputs: DecodeInputs) -> dict[str, Any]:
+    caches = inputs.k_cache, inputs.v_cache, inputs.k_scale, inputs.v_scale
+    return {"tables": plan.layout.tables(*caches)}
 
 
 def _widest(plan: Plan) -> int:

@@ -25,7 +25,7 @@ from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels.decode import combine_splits, scheduler
 from pallas_attn.kernels.decode import sm80 as decode_sm80
 from pallas_attn.kernels.decode import sm90 as kernel
-from pallas_attn.kernels.decode.plan import plan_of
+from pallas_attn.kernels.decode.sm90 import plan_of
 from tests.support import budget, mosaic
 from tests.support.decode_cases import (
     KINDS,
@@ -466,8 +466,8 @@ def test_every_unit_is_taken_once(seed):
     @jax.jit
     def begin(block_id):
         share = scheduler.share_of(plan, table, block_id)
-        at = scheduler.sequence_of(plan, table, share.first)
-        return share, scheduler.first_unit_of(plan, table, share, at), at
+        begun, at = scheduler.begin(plan, table, share)
+        return share, begun.first, at
 
     @jax.jit
     def one_work(block_id, share, unit, at):

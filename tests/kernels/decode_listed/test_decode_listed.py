@@ -4,7 +4,6 @@ in NumPy, with any int32 for a position and NaN in all rows that no list names.
 
 import dataclasses
 import functools
-import importlib
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn import FULL, sliding_window
-from pallas_attn._call import reference
+from pallas_attn._call import dispatch, reference
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.kernels.decode_listed import lists
 from tests.kernels.decode.test_decode_kernel import ADDED, ALIBI
@@ -128,8 +127,16 @@ def wanted(case: Case, inputs: DecodeInputs) -> tuple[np.ndarray, np.ndarray]:
     return out, lse.swapaxes(-1, -2)
 
 
+KERNELS = {
+    row.module: row.kernel
+    for name in ("decode_listed", "decode_listed_mla")
+    for row in dispatch.TABLES[name]
+    if isinstance(row, dispatch.Candidate)
+}
+
+
 def check(case: Case, module: str, seed: int = 0, **config: Any) -> None:
-    kernel = importlib.import_module(f"pallas_attn.kernels.decode_listed.{module}").KERNEL
+    kernel = KERNELS[f"decode_listed.{module}"]
     assert kernel.limit(case.problem) is None
     chosen = kernel.config.default(case.problem)
     inner = dataclasses.replace(chosen.of_lists, **config)
@@ -143,7 +150,7 @@ def check(case: Case, module: str, seed: int = 0, **config: Any) -> None:
 
 
 LATENT = {"latent": True, "kv_heads": 1, "head_dim": 192, "v_head_dim": 128}
-SMALL = {"stages": 2, "grid": 3}
+SMALL, FEW_ROWS = {"stages": 2, "grid": 3}, "latent_sm90_few_rows"
 INTERPRETED = {
     "pages": ("sm90", Case("paged", (5, 130, 0)), {"grid": 3}),
     "packed_layers": (
@@ -153,7 +160,7 @@ INTERPRETED = {
     ),
     "threads": ("sm80", Case("paged", (70, 130), q_len=3, mask=sliding_window(50)), SMALL),
     "latent_pages": (
-        "latent_sm90", Case("paged", (200, 0), q_len=2, listed=130, sinks=True, **LATENT), SMALL
+        FEW_ROWS, Case("paged", (200, 0), q_len=2, listed=130, sinks=True, **LATENT), SMALL
     ),
     "latent_64_rows": (
         "latent_sm90",
@@ -185,17 +192,17 @@ INTERPRETED = {
         {"stages": 2, "grid": 16},
     ),
     "latent_packed": (
-        "latent_sm90",
+        FEW_ROWS,
         Case("paged", (150, 70), listed=66, starts=(0, 3, 5), mask=sliding_window(99), **LATENT),
         {"stages": 5, "grid": 3},
     ),
     "latent_invariant": (
-        "latent_sm90",
+        FEW_ROWS,
         Case("stacked", (200, 77), listed=200, batch_invariant=True, **LATENT),
         {"stages": 2, "grid": 3, "split_tiles": 2},
     ),
     "latent_float16": (
-        "latent_sm90", Case("stacked", (100,), listed=66, dtype="float16", **LATENT), {"grid": 2}
+        FEW_ROWS, Case("stacked", (100,), listed=66, dtype="float16", **LATENT), {"grid": 2}
     ),
     "packed_float32": (
         "sm90",
@@ -206,7 +213,7 @@ INTERPRETED = {
         "sm90", Case("paged", (130, 40), q_len=2, adds=ADDED, sinks=True), {"grid": 3}
     ),
     "latent_scores": (
-        "latent_sm90", Case("paged", (200, 70), listed=66, starts=(0, 3, 5), adds=ADDED, **LATENT),
+        FEW_ROWS, Case("paged", (200, 70), listed=66, starts=(0, 3, 5), adds=ADDED, **LATENT),
         SMALL,
     ),
     "latent_64_rows_alibi": (

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 
 from pallas_attn import FULL, Mask, sliding_window
-from pallas_attn._call import dispatch
+from pallas_attn._call import dispatch, selection
 from pallas_attn._call.kernel import Kernel
 from pallas_attn.kernels.prefill import (
     gathered_packed_sm90,
     gathered_sm80,
     gathered_sm90,
-    selection,
 )
 from tests.kernels.prefill import test_prefill_widened
 from tests.support import decode_cases, mosaic

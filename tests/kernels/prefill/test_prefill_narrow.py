@@ -6,9 +6,10 @@ import dataclasses
 
 import pytest
 
+from pallas_attn._call import selection
 from pallas_attn.kernels.flash_fwd.sm90 import SMEM_LIMIT
 from pallas_attn.kernels.prefill import narrow_sm90 as kernel
-from pallas_attn.kernels.prefill import selection, sm90, widening_producer
+from pallas_attn.kernels.prefill import sm90, widening_producer
 from tests.kernels.prefill.test_prefill_widened import (
     ALIBI,
     MANY,

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn._call import dispatch
+from pallas_attn._call import dispatch, selection
 from pallas_attn._call.problem import DecodeInputs
-from pallas_attn.kernels.prefill import selection, sm90
+from pallas_attn.kernels.prefill import sm90
 from pallas_attn.kernels.prefill import widened_sm90 as kernel
 from tests.caches.test_quantized import KINDS, LARGEST, quantized
 from tests.support import in_numpy, mosaic

@@ -1,10 +1,11 @@
-"""Problems for which the prefill kernels are slower than those behind them in dispatch's tables.
+"""Problems for which kernels of prefill and MLA are slower than others of dispatch's tables.
 
 Each function is asked before its kernel is imported: it takes any problem of its operation, and
 returns why another kernel is faster, or None. Bounds were measured on an H200. What takes an
 estimate of times is `Kernel.slower` of the kernel itself.
 """
 
+from pallas_attn._call import launches
 from pallas_attn._call.problem import AttentionProblem, DecodeProblem
 from pallas_attn.errors import Limit
 
@@ -16,6 +17,7 @@ FEW_ROWS, FEW_ROWS_QUANTIZED = 16, 32
 FEWEST_PAIRS_WIDENED = {"int8": 512, "float8_e4m3fn": 768, "float8_e5m2": 768}
 WIDE = 256  # head dims above which Hopper has a forward of its own
 FEWEST_PAIRS_GATHERED = 1024  # the same for a copy of rows by XLA
+MOST_LATENT_ROWS = 32  # query rows up to which a kernel for few latent rows serves a sequence
 
 _OTHER = "leave implementation=None"
 _FEW = Limit("few query rows are faster without it", _OTHER)
@@ -30,8 +32,6 @@ def contiguous_sm90(problem: AttentionProblem) -> Limit | None:
 def sm90(problem: DecodeProblem) -> Limit | None:
     if not problem.packed:
         return _FEW if problem.q_len * problem.q_heads <= FEW_ROWS * problem.kv_heads else None
-    from pallas_attn.kernels.decode import launches
-
     if problem.merged is None and launches.by_rows(problem)[1] is None:
         return Limit("few packed rows are decoded in one launch", _OTHER)
     return None
@@ -81,3 +81,23 @@ def stored_rows(problem: DecodeProblem) -> int:
     if problem.pages is not None and problem.page_size is not None:
         rows = problem.pages * problem.page_size
     return rows * problem.kv_heads
+
+
+def latent_bytes(problem: DecodeProblem) -> Limit | None:
+    """Why a kernel for rows of bytes does not take the problem, or None."""
+    return None if problem.byte_rows else Limit("it takes latent caches of bytes", _OTHER)
+
+
+def few_latent_rows(problem: DecodeProblem) -> Limit | None:
+    """The same of a kernel for few query rows over a latent cache."""
+    rows = problem.q_heads
+    if not problem.packed and problem.listed is None:  # else each row is a sequence of its own
+        rows *= problem.q_len
+    if problem.byte_rows or rows > MOST_LATENT_ROWS:
+        return Limit(f"it takes up to {MOST_LATENT_ROWS} query rows in the cache's dtype", _OTHER)
+    return None
+
+
+def many_latent_rows(problem: DecodeProblem) -> Limit | None:
+    """The same of a kernel for more of them."""
+    return _FEW if few_latent_rows(problem) is None else None
