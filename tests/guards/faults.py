@@ -575,19 +575,19 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_SIZES} -k 'test_short_interpreted and one_tile'",
     ),
     "delta_without_the_gradient_of_the_lse": Fault(
-        f"{BWD}/tile_statistics.py",
+        f"{BWD}/statistics.py",
         "thread.sum_of_lanes(total, LANES) - thread.as_float(d_lse[n])",
         "thread.sum_of_lanes(total, LANES)",
         f"{TEST_SIZES} -k 'test_short_interpreted and one_tile'",
     ),
     "rows_that_see_no_key_have_probabilities": Fault(
-        f"{BWD}/tile_statistics.py",
+        f"{BWD}/statistics.py",
         "scaled = thread.choose(thread.nothing_yet(value), never, scaled)",
         "scaled = scaled",
         f"{TEST_SIZES} -k 'test_short_interpreted and rows_without_keys'",
     ),
     "a_dq_tile_is_stored_before_the_commit": Fault(
-        f"{BWD}/sm90_heads.py",
+        f"{BWD}/epilogue.py",
         "to[...] = part.astype(to.dtype)\n    plgpu.commit_smem()\n",
         "to[...] = part.astype(to.dtype)\n",
         f"{TEST_HEADS} -k 'test_heads_interpreted and heads_in_turn'",
@@ -678,9 +678,9 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_AUX} -k 'sums_of_keys_interpreted and alibi and parts'",
     ),
     "dq_is_added_to_what_was_there": Fault(
-        f"{BWD}/statistics.py",
-        "* FOUR, word < words)",
-        "* FOUR, word < words // 2)",
+        f"{BWD}/sm90_fused.py",
+        "jnp.zeros(sums.shape, sums.dtype)",
+        "jnp.ones(sums.shape, sums.dtype)",
         f"{TEST_SIZES} -k 'test_any_size_interpreted and rows'",
     ),
     "keys_are_loaded_into_a_slot_in_use": Fault(

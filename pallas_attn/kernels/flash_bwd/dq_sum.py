@@ -79,7 +79,7 @@ def has_rest(plan: KeyPlan) -> bool:
 
 def staging(plan: KeyPlan) -> Panels:
     """Shared memory for `add`, or None."""
-    if plan.config.one_key_tile:
+    if one_key_tile.applies(plan.tiling):
         return one_key_tile.staging(plan)
     if is_split_by_rows(plan):
         return None
@@ -154,7 +154,7 @@ def add(  # noqa: PLR0913
 ) -> None:
     """Adds a warpgroup's share to global memory. `seen`: see `turns.wait`."""
     plan, refs, smem = ctx
-    if plan.config.one_key_tile:
+    if one_key_tile.applies(plan.tiling):
         return one_key_tile.write(ctx, work, wg, step, *parts)
     if is_split_by_rows(plan):
         head = work.batch * plan.problem.q_heads + step.head

@@ -11,7 +11,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, KeyTiling
 from pallas_attn.kernels.lang import panels
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import Index, RegisterTile
@@ -30,6 +30,11 @@ def takes(problem: AttentionProblem) -> bool:
     sees_all = sees_all and problem.zigzag == 1
     functions = problem.mask_program is not None or problem.score_program is not None
     return fits and sees_all and not functions and 0 < problem.kv_len <= KEYS
+
+
+def applies(tiling: KeyTiling) -> bool:
+    """Whether dq is written at once: by query tiles of 128 rows."""
+    return tiling.block_q == KEYS and takes(tiling.problem)
 
 
 def output(problem: AttentionProblem) -> jax.ShapeDtypeStruct:

@@ -113,6 +113,22 @@ def row_statistics(natural: bool, rows: int, residuals: Residuals) -> RowStatist
     return RowStatistics(lse, jnp.pad(jnp.where(dead, 0.0, delta), pad))
 
 
+def cotangents(
+    residuals: Residuals, stats: RowStatistics, grads: Gradients, others: dict[str, Any]
+) -> AttentionInputs:
+    """The cotangents of inputs: dk and dv without what kernels add, and the gradients of sinks and
+    of `others`.
+    """
+    inputs = residuals.inputs
+    dk, dv = (
+        x[:, : like.shape[1], :, : like.shape[3]]
+        for x, like in ((grads.dk, inputs.k), (grads.dv, inputs.v))
+    )
+    if inputs.sinks is not None:
+        others = others | {"sinks": dsinks(residuals, stats)}
+    return AttentionInputs(q=grads.dq, k=dk, v=dv, **others)
+
+
 def dsinks(residuals: Residuals, stats: RowStatistics) -> jax.Array:
     """The gradient of the sinks. A sink is one more logit with a probability of its own and no
     value: its dS is P (0 - delta), in every row that sees a key.

@@ -23,7 +23,7 @@ class KeyPlan:
     order: WorkOrder
     format: Any  # `RowFormats`, or `sm80_common.MmaFormat`
     bias_tiles: Any = None  # `score_tiles.BiasOfKeys`, where `sm90_fused` reads a bias by tiles
-    adds_dq: bool = True  # `sm90_fused` makes dq, too
+    adds_dq: bool = False  # `sm90_fused` makes dq, too
     key_sums: tuple[Any, ...] = ()  # `aux_sums.KeySum`s that `sm90_fused` makes
 
     @property

@@ -43,6 +43,7 @@ Shared memory, and who owns it when:
   dq [warpgroup]     on its way to global memory, where TMA adds it, in `turns` if bits must repeat
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -53,7 +54,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.attention import score_mod
+from pallas_attn.kernels.attention import score_mod, score_tiles
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import (
@@ -68,10 +69,12 @@ from pallas_attn.kernels.flash_bwd import (
 from pallas_attn.kernels.flash_bwd.dq_sum import WARPGROUPS, PendingDq
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, per_column
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, KeyGradients
-from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
 from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart, Ring, ring_slot
 from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
+from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.flash_fwd import claims
+from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS, SMEM_LIMIT
 from pallas_attn.kernels.lang import launch, mosaic, panels
 from pallas_attn.kernels.lang.panels import Panel, Panels
 from pallas_attn.kernels.lang.types import (
@@ -193,6 +196,23 @@ def scratch(plan: KeyPlan) -> FusedSmem:
     )
 
 
+def plan_of(config: Any, order: WorkOrder, adds_dq: bool) -> KeyPlan:
+    """The plan, with sums for a score function's arrays and tiles of a bias where they fit."""
+    problem, block_q = order.problem, config.block_q
+    form = RowFormats.of(problem, block_q, halves=adds_dq and block_q == ROWS)
+    plan = KeyPlan(problem, config, order, form, adds_dq=adds_dq)
+    if problem.learned:
+        plan = _if_it_fits(plan, key_sums=aux_sums.key_sums(problem))
+    if problem.bias_shape is not None:
+        plan = _if_it_fits(plan, bias_tiles=score_tiles.bias_of_keys(problem, block_q))
+    return plan
+
+
+def _if_it_fits(plan: KeyPlan, **fields: Any) -> KeyPlan:
+    more = dataclasses.replace(plan, **fields)
+    return more if buffer_bytes(more) + BARRIERS <= SMEM_LIMIT else plan
+
+
 def buffer_bytes(plan: KeyPlan) -> int:
     return mosaic.bytes_of(scratch(plan))
 
@@ -255,7 +275,7 @@ def _mainloop(
         kept, added, of_aux = lax.fori_loop(0, turns.trip_count(plan, work, count), step, start)[1:]
         pending = turns.unpacked_last(plan, kept, count, work)
         last = pending[-1]
-        if refs.dq is not None:
+        if plan.adds_dq:
             for n, due in enumerate(pending, 1 - lag):
                 turns.pass_on(ctx, work, wg, added)
                 _last_dq(ctx, work, wg, due, last.count + n)
@@ -334,8 +354,8 @@ def presets_accumulators(ctx: KernelContext) -> bool:
     with is read while other matmuls run, and subtracted by no instruction. Where logits are scores
     times a factor; query tiles of 128 gain nothing by it.
     """
-    plan, adds_dq = ctx.plan, ctx.plan.config.one_key_tile or ctx.refs.dq is not None
-    return adds_dq and plan.config.block_q == ROWS and plan.logit_rules.unit is not None
+    plan = ctx.plan
+    return plan.adds_dq and plan.config.block_q == ROWS and plan.logit_rules.unit is not None
 
 
 Sums = tuple[RegisterTile, ...]  # sums for each key, for a score function's arrays: `aux_sums`
@@ -383,7 +403,7 @@ class FusedStep(NamedTuple):
     @property
     def dq_comes_first(self) -> bool:
         """Before this step's S; then no accumulator is made just before its first matmul."""
-        return self.ctx.refs.dq is not None and not dq_sum.is_split_by_rows(self.plan)
+        return self.plan.adds_dq and not dq_sum.is_split_by_rows(self.plan)
 
     @property
     def place(self) -> LogitTile:
@@ -433,7 +453,7 @@ def _step(now: FusedStep, sums: KeyGradients) -> Sums:
     order = _step_dq_first
     if not now.dq_comes_first:
         now.smem.q_ring.wait(now.slot)
-        order = _step_without_dq if now.ctx.refs.dq is None else _step_dq_last
+        order = _step_dq_last if now.plan.adds_dq else _step_without_dq
     return pl.run_scoped(functools.partial(order, now, sums), plgpu.ACC(now.shape, jnp.float32))
 
 
@@ -551,7 +571,7 @@ def _ds(
     ds = d_scores(p, dp, None if now.presets else now.row_statistic(smem.do_ring))
     of_aux = aux_sums.add_tile(now.ctx, now.place, now.of_aux, ds)
     ds = (ds if slope is None else ds * slope).astype(dtype)
-    if refs.dq is not None:
+    if plan.adds_dq:
         if dq_sum.is_split_by_rows(plan):
             pl.when(now.own.count >= 2)(lambda: plgpu.barrier_wait(smem.ds_free.at[slot]))
             pl.when(now.pending[-1].exists != 0)(lambda: plgpu.barrier_wait(ready))
@@ -562,7 +582,7 @@ def _ds(
     if now.presets:
         wgmma.value_panels(sums.dk, ds, panels.tiles(smem.q, now.slot))
     plgpu.commit_smem()  # lse and delta have been read, too, and TMA will write there
-    if refs.dq is not None:
+    if plan.adds_dq:
         plgpu.barrier_arrive(ready)
     return ds, of_aux
 
@@ -703,12 +723,11 @@ def _kernel(refs: BackwardRefs, *rest: GmemRef, plan: KeyPlan) -> None:
 
 def dq_dk_dv(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
     """dq, and dk and dv in the sizes of refs.k and refs.v."""
-    if plan.config.one_key_tile:
+    if one_key_tile.applies(plan.tiling):
         dk, dv, dq = _call_kernel(plan, _with_presets(KernelContext(plan, refs)))
         return Gradients(dq, dk, dv)
     sums = dq_sum.sums(plan)
-    zeros = jnp.zeros(sums.shape, sums.dtype) if refs.dq is None else refs.dq
-    refs = refs._replace(dq=jax.new_ref(zeros))
+    refs = refs._replace(dq=jax.new_ref(jnp.zeros(sums.shape, sums.dtype)))
     if plan.order.turns:
         refs = refs._replace(turns=turns.counters(plan))
     grads = dk_dv(plan, _with_presets(KernelContext(plan, refs)))
@@ -738,7 +757,7 @@ def _call_kernel(plan: KeyPlan, refs: BackwardRefs) -> Any:
         outs.append(jax.ShapeDtypeStruct((plan.problem.batch, *x.shape[1:]), x.dtype))
     if in_parts:
         outs = step_parts.outputs(plan, _widths(plan))
-    if plan.config.one_key_tile:
+    if one_key_tile.applies(plan.tiling):
         outs.append(one_key_tile.output(plan.problem))
     body, size = functools.partial(_kernel, plan=plan), (plan.order.grid, WARPGROUPS + 1)
     kernel = launch.persistent_kernel(body, "flash_bwd_sm90", tuple(outs), scratch(plan), size)

@@ -40,23 +40,34 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call import gpu_specs
-from pallas_attn._call.problem import AttentionProblem
-from pallas_attn.kernels.attention import score_mod, score_tiles, tma_operands
+from pallas_attn._call.kernel import Kernel
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn.errors import Limit
+from pallas_attn.kernels.attention import score_mod, score_tiles, tiles, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import one_key_tile, sm90_short
-from pallas_attn.kernels.flash_bwd.key_tiles import per_column
+from pallas_attn.kernels.flash_bwd import (
+    epilogue,
+    one_key_tile,
+    operands,
+    sm90_dbias,
+    sm90_short,
+    statistics,
+)
+from pallas_attn.kernels.flash_bwd.epilogue import Place
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling, per_column
 from pallas_attn.kernels.flash_bwd.operands import (
     Gradients,
     KeyGradients,
     Residuals,
     RowStatistics,
 )
-from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
 from pallas_attn.kernels.flash_bwd.producer import Ring, ring_slot
 from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
-from pallas_attn.kernels.flash_bwd.work_order import USUAL_BLOCKS
+from pallas_attn.kernels.flash_bwd.work_order import USUAL_BLOCKS, WorkOrder
 from pallas_attn.kernels.lang import launch, mosaic, panels
+from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.panels import Panel, Panels
 from pallas_attn.kernels.lang.types import (
     Barrier,
@@ -74,6 +85,21 @@ REGISTERS = 200, 88, 24  # a thread of consumers, of the third warpgroup, of the
 KEYS_IN_REGISTERS = 128  # largest number of columns of k and v for consumers to hold both
 LEAST_BUSY = 0.75  # least share of blocks with a head, over all waves, for `is_faster`
 RESERVED = 1024  # bytes of shared memory for barriers and for alignment
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tuning only: the result is the same up to rounding."""
+
+    grid: int = USUAL_BLOCKS  # blocks; 0: one a head
+
+    def __post_init__(self) -> None:
+        check(self, grid=(self.grid >= 0, "at least 0"))
+
+    @classmethod
+    def default(cls, problem: AttentionProblem) -> "Config":
+        del problem
+        return cls()
 
 
 class Slots(NamedTuple):
@@ -94,6 +120,26 @@ _SLOTS = [
     Slots(1, 1, 2, own_dq=True),
     Slots(1, 1, 2),
 ]
+
+
+def limit(problem: AttentionProblem) -> Limit | None:
+    """Why this kernel cannot take the problem, or None."""
+    if takes(problem):
+        return tiles.limit(problem)
+    return Limit(
+        "it takes 16-bit floats, heads that share no keys, and no mask but one of keys; dq of a "
+        "head has to fit in shared memory",
+        "leave implementation=None",
+    )
+
+
+def slower(problem: AttentionProblem) -> Limit | None:
+    """Why another kernel is faster, or None."""
+    if is_faster(problem):
+        return None
+    return Limit(
+        f"it is for {ROWS} to 512 rows of heads for all blocks", "leave implementation=None"
+    )
 
 
 def takes(problem: AttentionProblem) -> bool:
@@ -284,8 +330,17 @@ def _own_widths(problem: AttentionProblem, slots: Slots) -> tuple[int, ...]:
     return first if _shares_dv(problem, slots) else first + rest
 
 
-def buffer_bytes(plan: KeyPlan) -> int:
-    return mosaic.bytes_of(_scratch(plan.problem, slots_of(plan.problem))) + RESERVED
+def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
+    order = WorkOrder(KeyTiling(problem, KEYS, ROWS), config.grid)
+    form = RowFormats.of(problem, ROWS)
+    return KeyPlan(problem, config, order, form, bias_tiles=bias_tiles(problem))
+
+
+def smem_bytes(problem: AttentionProblem, config: Config) -> int:
+    """Shared memory of the kernel that needs most."""
+    del config
+    own = mosaic.bytes_of(_scratch(problem, slots_of(problem))) + RESERVED
+    return max(own, sm90_dbias.smem_bytes(problem))
 
 
 # ---- work of a block ----------------------------------------------------------------------------
@@ -577,43 +632,14 @@ def _store_dk_dv(ctx: KernelContext, outs: KeyGradients, at: HeadStep, grads: Ke
     buffers: list[tuple[Panel, Place]] = [(panel, at.wg) for panel in smem.dv]
     if len(buffers) < len(grads.dv):
         buffers.insert(0, (smem.ds, (0, at.wg)))
-    staged = _staged(grads.dv, buffers)
-    of_k = _staged(dk, [(panel, at.keys) for panel in smem.k])
-    _write([*staged, *of_k])
-    _store(staged, outs.dv, where)
-    _store(of_k, outs.dk, where)
+    staged = epilogue.staged(grads.dv, buffers)
+    of_k = epilogue.staged(dk, [(panel, at.keys) for panel in smem.k])
+    epilogue.write([*staged, *of_k])
+    epilogue.store(staged, outs.dv, where)
+    epilogue.store(of_k, outs.dk, where)
     if slots_of(plan.problem).k == 1:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(smem.k_free.at[slot])
-
-
-Place = Index | tuple[Index, Index]  # in a panel
-
-
-class Staged(NamedTuple):
-    """A panel of a gradient, and the shared memory from which it is stored."""
-
-    part: RegisterTile
-    panel: Panel
-    at: Place
-
-
-def _staged(parts: Sequence[RegisterTile], buffers: Sequence[tuple[Panel, Place]]) -> list[Staged]:
-    return [Staged(part, *buffer) for part, buffer in zip(parts, buffers, strict=True)]
-
-
-def _write(staged: list[Staged]) -> None:
-    for part, panel, index in staged:
-        (to,) = panels.tiles((panel,), index)
-        to[...] = part.astype(to.dtype)
-    plgpu.commit_smem()
-
-
-def _store(staged: list[Staged], to: GmemRef, where: tuple[Any, ...]) -> None:
-    column = 0
-    for part, panel, index in staged:
-        panels.store((panel,), index, to, where, column)
-        column += part.shape[1]
 
 
 # ---- dQ -----------------------------------------------------------------------------------------
@@ -701,9 +727,9 @@ def _store_dq(now: DqStep, slot: Index, parts: Sequence[RegisterTile]) -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if uses_ds:
         plgpu.commit_smem()  # all warps have finished matmuls that read dS
-    staged = _staged([part * problem.scale for part in parts], buffers)
-    _write(staged)
-    _store(staged, now.dq, (tile.batch, pl.ds(now.t * ROWS, ROWS), tile.head))
+    staged = epilogue.staged([part * problem.scale for part in parts], buffers)
+    epilogue.write(staged)
+    epilogue.store(staged, now.dq, (tile.batch, pl.ds(now.t * ROWS, ROWS), tile.head))
     if uses_ds:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -732,7 +758,18 @@ def _kernel(refs: HeadsRefs, *rest: GmemRef, plan: KeyPlan) -> None:
         _consume(ctx, KeyGradients(dk_ref, dv_ref), walk, wg)
 
 
-def dq_dk_dv(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Gradients:
+def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:
+    """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
+    residuals, plan, others = Residuals(*residuals), plan_of(problem, config), {}
+    stats = statistics.of_problem(problem, residuals)
+    grads = _dq_dk_dv(plan, residuals, stats)
+    if problem.bias_shape is not None:
+        refs = operands.ordered_after(operands.for_tma(plan, residuals, stats), grads.dq)
+        others = sm90_dbias.gradients(KernelContext(plan, refs), residuals, stats)
+    return operands.cotangents(residuals, stats, grads, others)
+
+
+def _dq_dk_dv(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Gradients:
     """dq, dk and dv, by one launch."""
     inputs, d_out = residuals.inputs, residuals.d_out
     outs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.q, inputs.k, inputs.v)]
@@ -752,3 +789,6 @@ def dq_dk_dv(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Gradi
         codes = key_masks.codes(inputs.mask_array, KEYS)
         refs = refs._replace(mask_array=inputs.mask_array, key_tiles=codes)
     return Gradients(*kernel(refs))
+
+
+KERNEL = Kernel(Config, limit, smem_bytes, run, slower)

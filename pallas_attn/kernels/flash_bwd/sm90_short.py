@@ -13,9 +13,10 @@ Shared memory:
   q, do [query tiles]  dq is stored from q
   k, v [kv tiles]      dk and dv are stored from the same places
   ds                   of one pair of tiles: the left operand of its dQ
-  lse, delta           of all query rows, see `tile_statistics`
+  lse, delta           of all query rows, see `statistics`
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -25,16 +26,20 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call.problem import AttentionProblem
-from pallas_attn.kernels.attention import score_mod
+from pallas_attn._call.kernel import Kernel
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn.errors import Limit
+from pallas_attn.kernels.attention import score_mod, tiles
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span
-from pallas_attn.kernels.flash_bwd import tile_statistics
-from pallas_attn.kernels.flash_bwd.key_tiles import per_column
+from pallas_attn.kernels.flash_bwd import operands, statistics
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling, per_column
 from pallas_attn.kernels.flash_bwd.operands import Gradients, KeyGradients, Residuals
-from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
+from pallas_attn.kernels.flash_bwd.statistics import QueryTileAt, StatisticsRefs
 from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
-from pallas_attn.kernels.flash_bwd.tile_statistics import QueryTileAt, StatisticsRefs
+from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
+from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import (
     Barrier,
@@ -48,6 +53,27 @@ from pallas_attn.kernels.mma import wgmma
 
 TILES = 2  # most query tiles, and most kv tiles
 SUMS = 256  # columns of float32 that a warpgroup holds beside S and dP: 128 registers a thread
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Nothing to tune."""
+
+    @classmethod
+    def default(cls, problem: AttentionProblem) -> "Config":
+        del problem
+        return cls()
+
+
+def limit(problem: AttentionProblem) -> Limit | None:
+    """Why this kernel cannot take the problem, or None."""
+    if takes(problem):
+        return tiles.limit(problem)
+    return Limit(
+        f"it takes 16-bit floats and up to {TILES * ROWS} queries and keys of heads that share no "
+        "keys, whose gradients fit in the registers of a warpgroup, with sinks and no other array",
+        "leave implementation=None",
+    )
 
 
 def takes(problem: AttentionProblem) -> bool:
@@ -128,8 +154,14 @@ def scratch(plan: KeyPlan) -> ShortSmem:
     )
 
 
-def buffer_bytes(plan: KeyPlan) -> int:
-    return mosaic.bytes_of(scratch(plan))
+def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
+    order = WorkOrder(KeyTiling(problem, ROWS, ROWS))
+    return KeyPlan(problem, config, order, RowFormats.of(problem, ROWS))
+
+
+def smem_bytes(problem: AttentionProblem, config: Config) -> int:
+    """Shared memory of a block."""
+    return mosaic.bytes_of(scratch(plan_of(problem, config))) + BARRIERS
 
 
 class Head(NamedTuple):
@@ -164,7 +196,7 @@ def _load(ctx: KernelContext, head: Head) -> None:
     memory = StatisticsRefs(refs.out, refs.do, refs.lse, refs.d_lse, smem.lse, smem.delta)
     for t in range(tiling.q_tiles):
         at = QueryTileAt(*head, jnp.int32(t), jnp.int32(t))
-        tile_statistics.write(plan.problem, memory, at)
+        statistics.write(plan.problem, memory, at)
     plgpu.commit_smem()
 
 
@@ -302,7 +334,18 @@ def _kernel(refs: ShortRefs, *rest: GmemRef, plan: KeyPlan) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def dq_dk_dv(plan: KeyPlan, residuals: Residuals) -> Gradients:
+def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:
+    """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs. Sinks alone need the statistics
+    of rows in global memory.
+    """
+    residuals, plan = Residuals(*residuals), plan_of(problem, config)
+    if residuals.inputs.sinks is None:
+        return AttentionInputs(*_dq_dk_dv(plan, residuals))
+    stats = statistics.of_problem(problem, residuals)
+    return operands.cotangents(residuals, stats, _dq_dk_dv(plan, residuals), {})
+
+
+def _dq_dk_dv(plan: KeyPlan, residuals: Residuals) -> Gradients:
     """dq, dk and dv."""
     inputs, out, lse, d_out, d_lse = residuals
     kernel = plgpu.kernel(
@@ -317,3 +360,6 @@ def dq_dk_dv(plan: KeyPlan, residuals: Residuals) -> Gradients:
         kernel_name="flash_bwd_short_sm90",
     )
     return Gradients(*kernel(ShortRefs(inputs.q, inputs.k, inputs.v, d_out, out, lse, d_lse)))
+
+
+KERNEL = Kernel(Config, limit, smem_bytes, run)

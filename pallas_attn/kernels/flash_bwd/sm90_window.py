@@ -21,6 +21,7 @@ Shared memory, which the one warpgroup loads itself:
   ds                 of one pair: the left operand of its dQ
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -32,15 +33,19 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call import gpu_specs
-from pallas_attn._call.problem import AttentionProblem
-from pallas_attn.kernels.attention import score_mod
+from pallas_attn._call.kernel import Kernel
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn.errors import Limit
+from pallas_attn.kernels.attention import score_mod, tiles
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd.key_tiles import per_column
-from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients
-from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.flash_bwd import operands
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling, per_column
+from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, Residuals
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
 from pallas_attn.kernels.flash_bwd.producer import load_rows, ring_slot, store_rows
 from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
+from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import Barrier, Carry, GmemRef, Index, RegisterTile, SmemRef
@@ -49,6 +54,27 @@ MOST_PAIRS = 3  # pairs of a kv tile: dQ of all but one of them is in registers
 STAGES = MOST_PAIRS + 1
 BLOCKS = 2 * gpu_specs.multiprocessors(gpu_specs.HOPPER)  # blocks at work at a time
 RESERVED = 1024 + 512  # bytes of shared memory of a block beside its buffers, with barriers
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Nothing to tune."""
+
+    @classmethod
+    def default(cls, problem: AttentionProblem) -> "Config":
+        del problem
+        return cls()
+
+
+def limit(problem: AttentionProblem) -> Limit | None:
+    """Why this kernel cannot take the problem, or None."""
+    if takes(problem):
+        return tiles.limit(problem)
+    return Limit(
+        f"it takes causal windows of up to {MOST_PAIRS * ROWS - ROWS + 1} keys, as many queries as "
+        "keys, heads of up to 64 that share no keys, 16-bit floats, sinks and no other array",
+        "leave implementation=None",
+    )
 
 
 def takes(problem: AttentionProblem) -> bool:
@@ -109,8 +135,14 @@ def scratch(plan: KeyPlan) -> WindowSmem:
     )
 
 
-def buffer_bytes(plan: KeyPlan) -> int:
-    return mosaic.bytes_of(scratch(plan))
+def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
+    order = WorkOrder(KeyTiling(problem, ROWS, ROWS))
+    return KeyPlan(problem, config, order, RowFormats.of(problem, ROWS))
+
+
+def smem_bytes(problem: AttentionProblem, config: Config) -> int:
+    """Shared memory of the two blocks of a multiprocessor."""
+    return 2 * (mosaic.bytes_of(scratch(plan_of(problem, config))) + RESERVED)
 
 
 # ---- the walk of a block ------------------------------------------------------------------------
@@ -322,7 +354,16 @@ def _kernel(refs: BackwardRefs, *rest: GmemRef, plan: KeyPlan) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def dq_dk_dv(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
+def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:
+    """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
+    residuals, plan = Residuals(*residuals), plan_of(problem, config)
+    stats = operands.row_statistics(plan.exact, padded_rows(problem), residuals)
+    grads = _dq_dk_dv(plan, operands.for_tma(plan, residuals, stats))
+    grads = grads._replace(dq=grads.dq[:, : problem.q_len])
+    return operands.cotangents(residuals, stats, grads, {})
+
+
+def _dq_dk_dv(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
     """dq, dk and dv."""
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
@@ -334,3 +375,6 @@ def dq_dk_dv(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
         kernel_name="flash_bwd_window_sm90",
     )
     return Gradients(*kernel(refs))
+
+
+KERNEL = Kernel(Config, limit, smem_bytes, run)
