@@ -85,7 +85,7 @@ def test_a_combination_that_a_kernel_refuses_does_not_fit():
 
 def test_heads_come_together_where_they_share_lists_only():
     said = re.escape(
-        "Config.heads_together (forward) and Config.block_table (backward) must be False for "
+        "Config.heads_together must be False (forward), or Config.dq_warpgroups 1, for "
         "flash_forward on sm90: "
     )
     with pytest.raises(ValueError, match=f"^{said}.* and 2 warpgroups$"):

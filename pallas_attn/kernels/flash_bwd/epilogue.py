@@ -1,5 +1,5 @@
 """The end of a work tile: gradients leave registers by way of shared memory, from where TMA stores
-them, a panel of columns at a time.
+them.
 """
 
 from collections.abc import Sequence
@@ -8,40 +8,36 @@ from typing import Any, NamedTuple
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
 from pallas_attn.kernels.lang import panels
-from pallas_attn.kernels.lang.panels import Panel
+from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import GmemRef, Index, Predicate, RegisterTile
 
-Place = Index | tuple[Index, ...]  # in a panel
+Place = Index | tuple[Index, ...]  # in shared memory
 
 
 class Staged(NamedTuple):
-    """A panel of a gradient, and the shared memory from which it is stored."""
+    """Columns of a gradient, an accumulator a panel, and where they are stored from."""
 
-    part: RegisterTile
-    panel: Panel
+    parts: Sequence[RegisterTile]
+    rows: Panels
     at: Place
-
-
-def staged(parts: Sequence[RegisterTile], buffers: Sequence[tuple[Panel, Place]]) -> list[Staged]:
-    return [Staged(part, *buffer) for part, buffer in zip(parts, buffers, strict=True)]
 
 
 def write(some: Sequence[Staged]) -> None:
     """To shared memory, which no matmul reads any more."""
-    for part, panel, index in some:
-        (to,) = panels.tiles((panel,), index)
-        to[...] = part.astype(to.dtype)
+    for parts, rows, at in some:
+        for part, to in zip(parts, panels.tiles(rows, at), strict=True):
+            to[...] = part.astype(to.dtype)
     plgpu.commit_smem()
 
 
 def store(
     some: Sequence[Staged],
     to: GmemRef,
-    where: tuple[Any, ...],
+    where: tuple[Any, Any, Index],
     predicate: Predicate | None = None,
 ) -> None:
-    """From there to `where` (batch row, rows, head) of a gradient, whose panels these are."""
+    """From there to `where`, (batch row, rows, head) of a gradient: its columns, in order."""
     column = 0
-    for part, panel, index in some:
-        panels.store((panel,), index, to, where, column, predicate)
-        column += part.shape[1]
+    for parts, rows, at in some:
+        panels.store(rows, at, to, where, column, predicate)
+        column += sum([part.shape[1] for part in parts])

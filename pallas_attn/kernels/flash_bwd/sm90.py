@@ -141,8 +141,11 @@ def _in_order(problem: AttentionProblem, config: Config) -> Config:
 
 
 def has_small_blocks(problem: AttentionProblem) -> bool:
-    """Whether a mask function reads a table of blocks that are smaller than 128."""
-    if problem.mask_program is None or not tile_lists.reads_pairs(problem.mask_program):
+    """Whether a mask function reads a table of blocks that are smaller than the 128 keys of a work
+    tile.
+    """
+    program = problem.mask_program
+    if is_wide(problem) or program is None or not tile_lists.reads_pairs(program):
         return False
     return not problem.learned and block_tables.tile_sizes(problem) != block_tables.TILES[0]
 
@@ -212,7 +215,14 @@ def order_of(problem: AttentionProblem, config: Config) -> WorkOrder:
 
 
 def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
-    return sm90_fused.plan_of(config, order_of(problem, config), adds_dq=True)
+    order = order_of(problem, config)
+    dq: dq_sum.ByColumns | dq_sum.ByRows = dq_sum.ByColumns()
+    if order.turns:
+        dq = turns.InTurns()
+    elif config.block_q > ROWS:
+        takes_all = one_key_tile.takes(problem)
+        dq = one_key_tile.Written() if takes_all else dq_sum.ByRows()
+    return sm90_fused.plan_of(config, order, dq)
 
 
 def shares_keys(problem: AttentionProblem) -> bool:
@@ -239,11 +249,11 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
     residuals, plan = Residuals(*residuals), plan_of(problem, config)
-    stats = statistics.of_problem(problem, residuals)
+    stats = statistics.of_rows(problem, residuals)
     refs = operands.for_tma(plan, residuals, stats)
     if plan.key_sums:
         refs = refs._replace(aux_sums=jax.new_ref(aux_sums.zero_array(plan)))
-    grads, others = sm90_fused.dq_dk_dv(plan, refs), {}
+    grads, others = sm90_fused.gradients(plan, refs), {}
     if problem.bias_shape or problem.learned:
         ctx = KernelContext(plan, operands.ordered_after(refs, grads.dq))
         others = sm90_dbias.gradients(ctx, residuals, stats)

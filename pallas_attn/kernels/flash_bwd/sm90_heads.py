@@ -54,7 +54,7 @@ from pallas_attn.kernels.flash_bwd import (
     sm90_short,
     statistics,
 )
-from pallas_attn.kernels.flash_bwd.epilogue import Place
+from pallas_attn.kernels.flash_bwd.epilogue import Place, Staged
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling, per_column
 from pallas_attn.kernels.flash_bwd.operands import (
     Gradients,
@@ -629,11 +629,11 @@ def _store_dk_dv(ctx: KernelContext, outs: KeyGradients, at: HeadStep, grads: Ke
     scale = plan.problem.scale
     dk = [part if scale == 1.0 else part * scale for part in grads.dk]
     plgpu.barrier_wait(smem.dq_done.at[slot])
-    buffers: list[tuple[Panel, Place]] = [(panel, at.wg) for panel in smem.dv]
+    buffers: list[tuple[Panels, Place]] = [((panel,), at.wg) for panel in smem.dv]
     if len(buffers) < len(grads.dv):
-        buffers.insert(0, (smem.ds, (0, at.wg)))
-    staged = epilogue.staged(grads.dv, buffers)
-    of_k = epilogue.staged(dk, [(panel, at.keys) for panel in smem.k])
+        buffers.insert(0, ((smem.ds,), (0, at.wg)))
+    staged = [Staged([x], *there) for x, there in zip(grads.dv, buffers, strict=True)]
+    of_k = [Staged(dk, smem.k, at.keys)]
     epilogue.write([*staged, *of_k])
     epilogue.store(staged, outs.dv, where)
     epilogue.store(of_k, outs.dk, where)
@@ -718,16 +718,17 @@ def _store_dq(now: DqStep, slot: Index, parts: Sequence[RegisterTile]) -> None:
     """Stores a tile of dq, from dS in `slot` or from a buffer."""
     problem, smem, tile = now.ctx.plan.problem, now.ctx.smem, now.tile
     slots = slots_of(problem)
-    buffers: list[tuple[Panel, Place]] = [(panel, 0) for panel in smem.dq]
+    buffers: list[tuple[Panels, Place]] = [((panel,), 0) for panel in smem.dq]
     if _shares_dv(problem, slots):
-        buffers += [(panel, 0) for panel in smem.dv]
+        buffers += [((panel,), 0) for panel in smem.dv]
     uses_ds = len(buffers) < len(parts)
     if uses_ds:
-        buffers.insert(0, (smem.ds, (slot, 0)))
+        buffers.insert(0, ((smem.ds,), (slot, 0)))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if uses_ds:
         plgpu.commit_smem()  # all warps have finished matmuls that read dS
-    staged = epilogue.staged([part * problem.scale for part in parts], buffers)
+    parts = [part * problem.scale for part in parts]
+    staged = [Staged([x], *there) for x, there in zip(parts, buffers, strict=True)]
     epilogue.write(staged)
     epilogue.store(staged, now.dq, (tile.batch, pl.ds(now.t * ROWS, ROWS), tile.head))
     if uses_ds:
@@ -761,7 +762,7 @@ def _kernel(refs: HeadsRefs, *rest: GmemRef, plan: KeyPlan) -> None:
 def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
     residuals, plan, others = Residuals(*residuals), plan_of(problem, config), {}
-    stats = statistics.of_problem(problem, residuals)
+    stats = statistics.of_rows(problem, residuals)
     grads = _dq_dk_dv(plan, residuals, stats)
     if problem.bias_shape is not None:
         refs = operands.ordered_after(operands.for_tma(plan, residuals, stats), grads.dq)

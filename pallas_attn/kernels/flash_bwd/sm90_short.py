@@ -32,7 +32,8 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import score_mod, tiles
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span
-from pallas_attn.kernels.flash_bwd import operands, statistics
+from pallas_attn.kernels.flash_bwd import epilogue, operands, statistics
+from pallas_attn.kernels.flash_bwd.epilogue import Staged
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling, per_column
 from pallas_attn.kernels.flash_bwd.operands import Gradients, KeyGradients, Residuals
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
@@ -168,7 +169,7 @@ class Head(NamedTuple):
     batch: Index
     head: Index
 
-    def rows(self, t: int) -> tuple[Any, Any, Index]:
+    def rows(self, t: Any) -> tuple[Any, Any, Index]:
         """Tile t in global memory. JAX refuses to slice past an end that it knows, see
         `mosaic.columns`.
         """
@@ -200,26 +201,12 @@ def _load(ctx: KernelContext, head: Head) -> None:
     plgpu.commit_smem()
 
 
-class TileGradient(NamedTuple):
-    """A gradient of tile t, an accumulator a panel; where it is stored from, and where to."""
-
-    accs: tuple[RegisterTile, ...]
-    t: int
-    scale: float
-    staged: panels.Panels
-    to: GmemRef
-
-
-def _store(head: Head, *gradients: TileGradient) -> None:
-    values = [[acc[...] for acc in gradient.accs] for gradient in gradients]
+def _store(head: Head, *gradients: tuple[Staged, GmemRef]) -> None:
+    """Gradients of tiles, whose numbers are their places in shared memory, and where they go."""
     plgpu.commit_smem()  # no warp multiplies what lies there any more
-    for gradient, parts in zip(gradients, values, strict=True):
-        for value, to in zip(parts, panels.tiles(gradient.staged, gradient.t), strict=True):
-            value = value if gradient.scale == 1.0 else value * gradient.scale
-            to[...] = value.astype(to.dtype)
-    plgpu.commit_smem()
-    for gradient in gradients:
-        panels.store(gradient.staged, gradient.t, gradient.to, head.rows(gradient.t))
+    epilogue.write([staged for staged, _ in gradients])
+    for staged, to in gradients:
+        epilogue.store([staged], to, head.rows(staged.at))
 
 
 # ---- the mainloop -------------------------------------------------------------------------------
@@ -261,8 +248,9 @@ def _kv_tile(
             continue
         add = functools.partial(_add_pair, ctx, pair, Gradients(dqs[t], *grads))
         pl.run_scoped(add, *(plgpu.ACC((ROWS, ROWS), jnp.float32) for _ in range(2)))
-    dk = TileGradient(grads.dk, j, plan.problem.scale, smem.k, outs.dk)
-    _store(head, dk, TileGradient(grads.dv, j, 1.0, smem.v, outs.dv))
+    dk = Staged([acc[...] * plan.problem.scale for acc in grads.dk], smem.k, j)
+    dv = Staged([acc[...] for acc in grads.dv], smem.v, j)
+    _store(head, (dk, outs.dk), (dv, outs.dv))
 
 
 def _wait(smem: ShortSmem, pair: Pair, names: tuple[str, str]) -> None:
@@ -327,8 +315,8 @@ def _kernel(refs: ShortRefs, *rest: GmemRef, plan: KeyPlan) -> None:
         for j in range(tiling.kv_tiles):
             kv_tile = functools.partial(_kv_tile, ctx, outs, head, j, dqs)
             pl.run_scoped(kv_tile, *accs(qk), *accs(v))
-        grads = (TileGradient(x, t, problem.scale, smem.q, outs.dq) for t, x in enumerate(dqs))
-        _store(head, *grads)
+        values = [[acc[...] * problem.scale for acc in accs] for accs in dqs]
+        _store(head, *[(Staged(x, smem.q, t), outs.dq) for t, x in enumerate(values)])
 
     pl.run_scoped(all_tiles, *accs(qk * tiling.q_tiles))
     plgpu.wait_smem_to_gmem(0)
@@ -341,7 +329,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     residuals, plan = Residuals(*residuals), plan_of(problem, config)
     if residuals.inputs.sinks is None:
         return AttentionInputs(*_dq_dk_dv(plan, residuals))
-    stats = statistics.of_problem(problem, residuals)
+    stats = statistics.of_rows(problem, residuals)
     return operands.cotangents(residuals, stats, _dq_dk_dv(plan, residuals), {})
 
 

@@ -52,8 +52,8 @@ class Config:
 
     block_q: int = 64
     stages: int = 2
-    # Columns of k and v stay in registers for a work tile of `sm90_dkdv`, and without a mask those
-    # of q and dO for one of `sm90_dq`: see `held_columns`.
+    # Columns of k and v stay in registers for a work tile of `sm90_dkdv`, and those of q and dO for
+    # one of `sm90_dq`: see `held_columns`.
     in_registers: bool = False
     dq_block_kv: int = 64  # keys of a tile of `sm90_dq`
     dq_stages: int = 2  # kv tiles of its ring
@@ -63,12 +63,7 @@ class Config:
     l2_heads: int = 0  # kv heads whose work tiles are taken together; 0: see WorkOrder.l2_heads
     lockstep: bool = False  # blocks are at the same query tile, where `lockstep` applies
 
-    kv_slots, k_in_registers = 1, False  # what `sm90_fused` asks for beside
-
-    @property
-    def dq_lag(self) -> int:
-        """Places for dS in `sm90_fused`, from where it stores dk and dv."""
-        return 2 if self.block_q == ROWS else 1
+    kv_slots, dq_lag, k_in_registers = 1, 1, False  # for `sm90_fused`
 
     def __post_init__(self) -> None:
         check(
@@ -139,14 +134,12 @@ def _fitting(problem: AttentionProblem, config: Config) -> Config:
 
 
 def holds_columns(problem: AttentionProblem) -> bool:
-    """Whether `sm90_dkdv` is faster with k and v in registers, and, without a mask, `sm90_dq` with
-    dO: where k and v fit there whole, and nothing but the diagonal masks scores.
+    """Whether `sm90_dkdv` is faster with k and v in registers, and `sm90_dq` with dO: where k and v
+    fit there whole, and nothing masks scores. Under a causal mask 3 % would be gained.
     """
     fits = problem.head_dim <= 192 and problem.v_head_dim <= 128
     has_functions = problem.mask_program is not None or problem.score_program is not None
-    mask = problem.mask
-    shown = mask.is_full or (mask.is_causal and not mask.bounds_left)
-    plain = shown and not problem.arrays and not has_functions
+    plain = problem.mask.is_full and not problem.arrays and not has_functions
     return plain and fits and problem.dtype != "float32"
 
 
@@ -165,15 +158,14 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     locked = config.lockstep and lockstep.applies(tiling)
     order = WorkOrder(tiling, config.grid, config.l2_heads, locked, parts=config.parts)
     if not by_64_keys(problem):
-        return sm90_fused.plan_of(config, order, adds_dq=False)
-    return KeyPlan(problem, config, order, RowFormats.of(problem, config.block_q), adds_dq=False)
+        return sm90_fused.plan_of(config, order)
+    return KeyPlan(problem, config, order, RowFormats.of(problem, config.block_q))
 
 
 def dq_plan(problem: AttentionProblem, config: Config) -> QueryPlan:
     """The plan of `sm90_dq`."""
-    held = config.in_registers and problem.mask.is_full  # positions take registers, too
     sizes = config.dq_warpgroups, config.dq_block_kv, config.dq_stages, config.grid
-    plan = QueryPlan.of(problem, sm90_dq.DqConfig(*sizes, held))
+    plan = QueryPlan.of(problem, sm90_dq.DqConfig(*sizes, config.in_registers))
     plan = dataclasses.replace(plan, panels=tma_operands.takes_panels(problem))
     if sm90.has_small_blocks(problem):
         plan = block_tables.with_heads(plan)
@@ -211,8 +203,8 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     refs, others = operands.for_tma(plan, residuals, stats), {}
     if plan.key_sums:
         refs = refs._replace(aux_sums=jax.new_ref(aux_sums.zero_array(plan)))
-    kernel = sm90_dkdv if by_64_keys(problem) else sm90_fused
-    dk, dv = kernel.dk_dv(plan, refs)
+    make = sm90_dkdv.dk_dv if by_64_keys(problem) else sm90_fused.gradients
+    *_, dk, dv = make(plan, refs)
     of_dq = operands.ordered_after(refs._replace(aux_sums=None), dk)
     dq = sm90_dq.dq_of(by_rows, sm90_dq.operands_of(by_rows, inputs, of_dq))
     if problem.bias_shape or problem.learned:

@@ -39,11 +39,12 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import score_mod, tiles
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import operands
+from pallas_attn.kernels.flash_bwd import epilogue, operands
+from pallas_attn.kernels.flash_bwd.epilogue import Staged
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling, per_column
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, Residuals
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
-from pallas_attn.kernels.flash_bwd.producer import load_rows, ring_slot, store_rows
+from pallas_attn.kernels.flash_bwd.producer import load_rows, ring_slot
 from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.lang import mosaic, panels
@@ -141,8 +142,8 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
 
 
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
-    """Shared memory of the two blocks of a multiprocessor."""
-    return 2 * (mosaic.bytes_of(scratch(plan_of(problem, config))) + RESERVED)
+    """Shared memory of a block, of which two share a multiprocessor."""
+    return mosaic.bytes_of(scratch(plan_of(problem, config))) + RESERVED
 
 
 # ---- the walk of a block ------------------------------------------------------------------------
@@ -204,24 +205,13 @@ def _load_q(ctx: KernelContext, walk: Walk, t: Index) -> None:
         plgpu.copy_gmem_to_smem(there, to.at[slot], ready)
 
 
-class TileGradient(NamedTuple):
-    """A gradient of tile t, from a place in shared memory that no matmul reads any more."""
-
-    value: RegisterTile
-    staged: Panels
-    slot: Index
-    to: GmemRef
-
-
-def _store(walk: Walk, t: Index, *gradients: TileGradient) -> None:
+def _store(walk: Walk, t: Index, *gradients: tuple[Staged, GmemRef]) -> None:
+    """Gradients of tile t, from where no matmul reads any more, and where they go."""
     plgpu.commit_smem()  # in no warp
-    for gradient in gradients:
-        (staged,) = panels.tiles(gradient.staged, gradient.slot)
-        staged[...] = gradient.value.astype(staged.dtype)
-    plgpu.commit_smem()
-    for gradient in gradients:
-        at = (walk.batch, walk.head, t * ROWS)
-        store_rows(gradient.staged, gradient.slot, gradient.to, at, predicate=t >= walk.begin)
+    epilogue.write([staged for staged, _ in gradients])
+    for staged, to in gradients:
+        where = walk.batch, pl.ds(t * ROWS, ROWS), walk.head
+        epilogue.store([staged], to, where, t >= walk.begin)
 
 
 def _load_next_and_store_dq(
@@ -239,7 +229,7 @@ def _load_next_and_store_dq(
         _load_q(ctx, walk, t + pairs(plan.problem))
 
     dq = plgpu.wgmma_accumulator_load(acc, wait_n=2)
-    _store(walk, t, TileGradient(dq * plan.problem.scale, smem.q, ring_slot(t, STAGES), to))
+    _store(walk, t, (Staged([dq * plan.problem.scale], smem.q, ring_slot(t, STAGES)), to))
 
 
 # ---- the mainloop -------------------------------------------------------------------------------
@@ -270,8 +260,8 @@ def _step(
     zeros = [mosaic.filled((ROWS, x.width), 0.0) for x in (qk, values, qk)]
     fresh = [plgpu.ACC.init(value) for value in (*zeros[:2], *open_dq, zeros[2])]
     dk, dv, _, *open_dq = pl.run_state(all_pairs)(fresh)
-    dk = TileGradient(dk * plan.problem.scale, smem.k, kv_slot, outs.dk)
-    _store(walk, t, dk, TileGradient(dv, smem.v, kv_slot, outs.dv))
+    dk = Staged([dk * plan.problem.scale], smem.k, kv_slot)
+    _store(walk, t, (dk, outs.dk), (Staged([dv], smem.v, kv_slot), outs.dv))
     # A sum that changes places: were it copied as it is, ptxas would do so between matmuls in
     # flight, and have them wait for each other. To add 0 is no copy.
     return [dq + 0.0 for dq in open_dq]

@@ -5,8 +5,7 @@ Grid: a block of one warpgroup for each tile of 64 rows.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -44,27 +43,16 @@ class QueryTileAt(NamedTuple):
     slot: Index  # the row of `to_lse` and `to_delta`
 
 
-def takes(problem: AttentionProblem) -> bool:
-    """Whether rows of out and dO are read in words of 16 bytes, and end at T."""
-    whole = problem.v_head_dim % NUMBERS == 0
-    return whole and problem.dtype != "float32" and "q_lengths" not in problem.arrays
-
-
-def of_problem(problem: AttentionProblem, residuals: Residuals) -> RowStatistics:
-    """The statistics of 16-bit rows, for whole tiles of 64 or 128."""
-    rows = pl.cdiv(problem.q_len, 2 * ROWS) * 2 * ROWS
-    if takes(problem):
-        return of_rows(problem, rows, residuals)
-    return operands.row_statistics(False, rows, residuals)
-
-
-def of_rows(problem: AttentionProblem, rows: int, residuals: Residuals) -> RowStatistics:
-    """The statistics that `operands.row_statistics` computes, for `rows` rows a head, a multiple of
-    64, where `takes` holds.
+def of_rows(problem: AttentionProblem, residuals: Residuals) -> RowStatistics:
+    """The statistics of 16-bit rows, for whole tiles of 64 or 128: `operands.row_statistics`, which
+    computes them where rows of out and dO are no words of 16 bytes, or end before T.
     """
+    rows = pl.cdiv(problem.q_len, 2 * ROWS) * 2 * ROWS
+    if problem.v_head_dim % NUMBERS or "q_lengths" in problem.arrays:
+        return operands.row_statistics(False, rows, residuals)
     heads = problem.batch, problem.q_heads
-    grid = mosaic.grid_of(tile=rows // ROWS, row=heads[0] * heads[1])
-    return _launched(residuals, (*heads, rows), grid, functools.partial(_kernel, problem=problem))
+    grid = {"tile": rows // ROWS, "row": heads[0] * heads[1]}
+    return _launched(problem, residuals, (*heads, rows), grid)
 
 
 def of_tiles(problem: AttentionProblem, heads: int, residuals: Residuals) -> RowStatistics:
@@ -72,21 +60,24 @@ def of_tiles(problem: AttentionProblem, heads: int, residuals: Residuals) -> Row
     rows follow each other: blocks at work at one time read whole rows of out and dO.
     """
     tiles, some = problem.q_len // (ROWS // heads), problem.q_heads // heads
-    grid = mosaic.grid_of(batch=problem.batch, tile=tiles * some)
-    body = functools.partial(_kernel, problem=problem, heads=heads)
-    return _launched(residuals, (problem.batch, some, tiles, ROWS), grid, body)
+    shape, grid = (problem.batch, some, tiles, ROWS), {"batch": problem.batch, "tile": tiles * some}
+    return _launched(problem, residuals, shape, grid, heads)
 
 
 def _launched(
-    residuals: Residuals, shape: tuple[int, ...], grid: dict[str, Any], body: Callable[..., None]
+    problem: AttentionProblem,
+    residuals: Residuals,
+    shape: tuple[int, ...],
+    grid: dict[str, int],
+    heads: int = 1,
 ) -> RowStatistics:
     _, out, lse, d_out, d_lse = residuals
     number, tile = jax.ShapeDtypeStruct(shape, jnp.float32), plgpu.SMEM((1, ROWS), jnp.float32)
     kernel = plgpu.kernel(
-        body,
+        functools.partial(_kernel, problem=problem, heads=heads),
         out_type=(number, number),
         scratch_types=(tile, tile),
-        **grid,
+        **mosaic.grid_of(**grid),
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_bwd_statistics",
     )
@@ -97,7 +88,7 @@ def _kernel(
     inputs: tuple[GmemRef, GmemRef, GmemRef, GmemRef],
     *rest: GmemRef,
     problem: AttentionProblem,
-    heads: int = 1,
+    heads: int,
 ) -> None:
     lse_ref, delta_ref, lse, delta = rest
     if heads == 1:

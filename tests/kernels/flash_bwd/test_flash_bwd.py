@@ -393,7 +393,7 @@ def test_the_portable_kernel_compiles_for_every_gpu(name, target):
     problem = dataclasses.replace(problem, batch=case.batch, q_len=case.q_len, kv_len=case.kv_len)
     call = functools.partial(run, problem=problem, config=PORTABLE.default(problem))
     report = mosaic.compile_for(call, shapes_of(case), target=target)
-    assert report.launches == 3  # two clear dq and read it out
+    assert report.launches == 2  # one reads dq out
     assert report.spill_bytes <= 32  # dK and dV take 128 of 255 registers
 
 

@@ -143,7 +143,7 @@ def test_pieces_differ():
     problem = problem_of(dataclasses.replace(case_named("group7_kv1"), kv_len=300, batch=2))
     plan = sm90.plan_of(problem, config(3))
     pieces = {
-        step_parts.piece_of(plan, head, rows, part)
+        step_parts.of_keys(plan).number(head, rows, part)
         for head in range(2)
         for rows in range(6)
         for part in range(3)
