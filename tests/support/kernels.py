@@ -166,7 +166,7 @@ LENGTHS_OF_Q = {"q_lengths": (70, 65, 64, 63, 1)}
 FEW_ROWS = dataclasses.replace(CUT, q_len=7, q_lengths=(7, 1, 0, 7), q_offset=193)
 FUSED, PORTABLE = bwd_sm90.Config(grid=3), bwd_sm80.Config(warp_rows=2)
 TWO_KERNELS = sm90_two_kernels.Config(grid=3)
-APART = bwd_sm80.Config(fused=False, block_q=32, dq_block_kv=32)
+APART = bwd_sm80.Config(block_q=32, dq_block_kv=32)
 FORWARD = fwd_sm90.Config(warpgroups=2, block_kv=64, stages=2, grid=3)
 SPLIT = prefill_sm90.Config(2, block_kv=64, grid=3, splits=3)
 

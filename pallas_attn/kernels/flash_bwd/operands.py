@@ -9,6 +9,7 @@ from jax import lax
 from pallas_attn._call.problem import AttentionInputs, probabilities_of_sinks
 from pallas_attn.kernels.attention import (
     functions,
+    key_masks,
     mask_bits,
     segment_spans,
     softmax,
@@ -208,8 +209,6 @@ def _bias_and_mask(plan: KeyPlan, inputs: AttentionInputs) -> dict[str, Any]:
             as_it_is.append(name)  # `clipped` reads it
         fields[name] = array if name in as_it_is else array.swapaxes(2, 3)
     if tiling.reads_key_mask:
-        from pallas_attn.kernels.attention import key_masks
-
         fields["key_tiles"] = key_masks.codes(fields["mask_array"], tiling.block_kv)
     if plan.bias_tiles is not None:
         fields["bias"] = plan.bias_tiles.operand(inputs.bias)

@@ -52,7 +52,7 @@ class DqSmem(NamedTuple):
 
 def plan_of(problem: AttentionProblem, config: KernelConfig) -> QueryPlan:
     """The plan of the kernel for dq; `config` is that of the backward."""
-    sizes = 1, config.dq_block_kv, config.dq_stages
+    sizes = 1, config.dq_block_kv or 64, config.dq_stages
     by_rows = flash_fwd_sm80.Config(*sizes, columns=config.columns)
     return flash_fwd_sm80.plan_of(problem, by_rows)
 

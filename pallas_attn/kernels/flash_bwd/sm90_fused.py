@@ -2,8 +2,8 @@
 
 Five matmuls a tile, as FlashAttention-2 (arXiv 2307.08691) orders them: a block owns 128 keys and
 walks over the query tiles that meet them. dK and dV stay in registers, dQ is added up in a float32
-array in global memory (`dq_sum`), which a launch before sets to zero and one after rounds. Without
-such an array (`refs.dq` is None) the kernel makes dk and dv alone.
+array in global memory, or written (`dq_sum`). Where `KeyPlan.dq` is None the kernel makes dk and dv
+alone.
 
 Grid: one block a multiprocessor, which takes work tiles in the order of `work_order`: 128 keys of
 one kv head, over the query heads of its group. Two consumer warpgroups have 64 keys each, one

@@ -43,7 +43,13 @@ from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import score_mod, score_tiles, tiles, tma_operands
+from pallas_attn.kernels.attention import (
+    key_masks,
+    score_mod,
+    score_tiles,
+    tiles,
+    tma_operands,
+)
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import (
@@ -83,7 +89,7 @@ KEYS = WARPGROUPS * ROWS  # keys of a kv tile
 SUMS = 160  # largest number of columns of dK and dV in a consumer's registers: 80 a thread
 REGISTERS = 200, 88, 24  # a thread of consumers, of the third warpgroup, of the producer
 KEYS_IN_REGISTERS = 128  # largest number of columns of k and v for consumers to hold both
-LEAST_BUSY = 0.75  # least share of blocks with a head, over all waves, for `is_faster`
+LEAST_BUSY = 0.75  # least share of blocks with a head, over all waves, for `slower`
 RESERVED = 1024  # bytes of shared memory for barriers and for alignment
 
 
@@ -134,8 +140,17 @@ def limit(problem: AttentionProblem) -> Limit | None:
 
 
 def slower(problem: AttentionProblem) -> Limit | None:
-    """Why another kernel is faster, or None."""
-    if is_faster(problem):
+    """Why another kernel is faster, or None: at other than measured sizes, or with few blocks busy
+    in the last wave. Up to 128 keys `one_key_tile` is faster from 384 rows on.
+    """
+    heads = problem.batch * problem.q_heads
+    busy = heads / (USUAL_BLOCKS * pl.cdiv(heads, USUAL_BLOCKS))
+    rows, keys = problem.q_len, problem.kv_len
+    measured = ROWS < rows <= 512 and ROWS < keys <= 512
+    if one_key_tile.takes(problem):
+        fewest = ROWS if keys > ROWS else 2 * ROWS
+        measured = fewest < rows < 384 and keys >= ROWS // 2
+    if measured and busy >= LEAST_BUSY:
         return None
     return Limit(
         f"it is for {ROWS} to 512 rows of heads for all blocks", "leave implementation=None"
@@ -159,20 +174,6 @@ def _has_keys_in_registers(problem: AttentionProblem) -> bool:
     operands in shared memory is bound by reading them.
     """
     return _columns(problem) <= KEYS_IN_REGISTERS
-
-
-def is_faster(problem: AttentionProblem) -> bool:
-    """Whether this kernel is faster than the others: at measured sizes, with most blocks busy in
-    the last wave. Up to 128 keys `one_key_tile` is faster from 384 rows on.
-    """
-    heads = problem.batch * problem.q_heads
-    busy = heads / (USUAL_BLOCKS * pl.cdiv(heads, USUAL_BLOCKS))
-    rows, keys = problem.q_len, problem.kv_len
-    measured = ROWS < rows <= 512 and ROWS < keys <= 512
-    if one_key_tile.takes(problem):
-        fewest = ROWS if keys > ROWS else 2 * ROWS
-        measured = fewest < rows < 384 and keys >= ROWS // 2
-    return measured and busy >= LEAST_BUSY
 
 
 def without_tiles(problem: AttentionProblem) -> AttentionProblem:
@@ -785,8 +786,6 @@ def _dq_dk_dv(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Grad
     if plan.bias_tiles is not None:
         refs = refs._replace(bias=plan.bias_tiles.operand(inputs.bias))
     if plan.has("mask_array"):
-        from pallas_attn.kernels.attention import key_masks
-
         codes = key_masks.codes(inputs.mask_array, KEYS)
         refs = refs._replace(mask_array=inputs.mask_array, key_tiles=codes)
     return Gradients(*kernel(refs))

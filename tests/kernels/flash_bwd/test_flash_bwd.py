@@ -139,25 +139,21 @@ INTERPRETED = {
 
 
 PORTABLE_INTERPRETED = {
-    "dim264": {"config": PORTABLE(fused=False, block_q=32, dq_block_kv=32, columns=64)},
-    "dim72_320": {"config": PORTABLE(fused=False, block_q=32, dq_block_kv=32, columns=64)},
+    "dim264": {"config": PORTABLE(block_q=32, dq_block_kv=32, columns=64)},
+    "dim72_320": {"config": PORTABLE(block_q=32, dq_block_kv=32, columns=64)},
     "t_above_s": {"config": PORTABLE(warp_rows=2)},
-    "q_lengths": {"config": PORTABLE(fused=False, block_q=32, dq_block_kv=32)},
-    "documents": {"config": PORTABLE(kv_blocks=2, block_q=32, fused=False)},
+    "q_lengths": {"config": PORTABLE(block_q=32, dq_block_kv=32)},
+    "documents": {"config": PORTABLE(kv_blocks=2, block_q=32, dq_block_kv=64)},
     "bias_by_row": {"config": WIDE},
     "t_equals_s": {"config": WIDE},
     "padding": {"config": PORTABLE(warp_rows=2)},
-    "padding_ragged": {"config": PORTABLE(fused=False, block_q=32, dq_block_kv=32)},
+    "padding_ragged": {"config": PORTABLE(block_q=32, dq_block_kv=32)},
     "strictly_causal": {"config": PORTABLE(block_q=32, warpgroups=2, parts=3)},
     "group7_kv1": {"config": PORTABLE(kv_blocks=2, block_q=32, parts=5)},
-    "dim72_24": {"config": PORTABLE(fused=False, block_q=16, dq_block_kv=16, dq_stages=1)},
-    "float32_highest": {"config": PORTABLE(fused=False, block_q=32, dq_block_kv=32)},
-    "dim72_24_float32_highest": {
-        "config": PORTABLE(fused=False, block_q=32, dq_block_kv=32, columns=32)
-    },
-    "bias_by_row_float32_highest": {
-        "config": PORTABLE(fused=False, block_q=32, dq_block_kv=32, columns=64)
-    },
+    "dim72_24": {"config": PORTABLE(block_q=16, dq_block_kv=16, dq_stages=1)},
+    "float32_highest": {"config": PORTABLE(block_q=32, dq_block_kv=32)},
+    "dim72_24_float32_highest": {"config": PORTABLE(block_q=32, dq_block_kv=32, columns=32)},
+    "bias_by_row_float32_highest": {"config": PORTABLE(block_q=32, dq_block_kv=32, columns=64)},
 }
 PORTABLE_ON_THE_GPU = {
     "everything_float32": 32,
@@ -233,7 +229,7 @@ def lengths_over_scores() -> cases.AttentionCase:
         SMALL,
         APART,
         PORTABLE(),
-        PORTABLE(fused=False, block_q=32, dq_block_kv=32),
+        PORTABLE(block_q=32, dq_block_kv=32),
     ],
     ids=["fused", "apart", "portable", "portable_apart"],
 )
@@ -466,7 +462,7 @@ def test_query_tiles_of_128_lag_one_step():
 
 
 def test_the_portable_config_checks_itself():
-    want = r"Config\.columns must be 0; or a multiple of 16 if it is not fused, kv_blocks and"
+    want = r"Config\.columns must be 0; or a multiple of 16 with dq_block_kv if kv_blocks and"
     with pytest.raises(ValueError, match=want):
         PORTABLE(columns=64)
 
@@ -602,7 +598,7 @@ def test_configurations_on_the_gpu(name, config):
 @pytest.mark.parametrize("name, columns", PORTABLE_ON_THE_GPU.items())
 def test_portable_configurations_on_the_gpu(name, columns):
     """Configurations that are no default on a GPU with so much shared memory."""
-    check(case_named(name), PORTABLE(fused=False, block_q=32, dq_block_kv=32, columns=columns))
+    check(case_named(name), PORTABLE(block_q=32, dq_block_kv=32, columns=columns))
 
 
 @pytest.mark.gpu
