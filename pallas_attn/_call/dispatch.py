@@ -9,7 +9,7 @@ import contextvars
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from pallas_attn._call.problem import (
 from pallas_attn.errors import Limit, UnsupportedError, described
 
 NAMES = ("sm90", "sm80", "reference")
+SHORT_ROWS = 512  # most rows of the kernels for short sequences
 OLDEST, NEWEST = 80, 999  # GPU generations that kernels serve, or will
 HOPPER, FROM_AMPERE, FROM_ADA = (90, 90), (OLDEST, NEWEST), (89, NEWEST)
 
@@ -61,6 +62,11 @@ class Candidate:
             return _imported(self.module).KERNEL
         maker, base = self.made
         return _imported(maker).over(_imported(base).KERNEL)
+
+    def can_take(self, problem: Problem) -> bool:
+        """Whether it can, as far as the table does not say that another is faster."""
+        known = self._unavailable(problem) or self.slower(problem)
+        return known is None and self._limit(problem) is None
 
     def takes(self, problem: Problem) -> bool:
         """Whether it is the fastest that can. The kernel is imported for the last two questions,
@@ -235,6 +241,29 @@ def _listed(
     return Candidate(name, generations, slower, made=("decode_listed.lists", base))
 
 
+def _long_window_of_a_head(problem: AttentionProblem) -> Limit | None:
+    """`_long_window`, where heads share no keys."""
+    width = problem.mask.width
+    if width is not None and width <= SHORT_WINDOW + 1 and problem.q_heads == problem.kv_heads:
+        return None
+    return Limit(
+        f"it is for windows of up to {SHORT_WINDOW + 1} keys of heads that share none",
+        "leave implementation=None",
+    )
+
+
+def _long_sequence(problem: AttentionProblem) -> Limit | None:
+    """A Limit where kernels for short sequences of heads that share no keys are of no use, so that
+    plain problems do not import them.
+    """
+    if max(problem.q_len, problem.kv_len) <= SHORT_ROWS and problem.q_heads == problem.kv_heads:
+        return None
+    return Limit(
+        f"it is for up to {SHORT_ROWS} rows of heads that share no keys",
+        "leave implementation=None",
+    )
+
+
 _DECODE = (
     Candidate("prefill.gathered_sm80", FROM_AMPERE, selection.gathered),  # many query rows
     Candidate("decode.sm80", FROM_AMPERE),
@@ -255,7 +284,11 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
     ),
     "flash_backward": (
         Candidate("flash_bwd.sm90_group_window", HOPPER, _long_window),
+        Candidate("flash_bwd.sm90_heads", HOPPER, _long_sequence),  # many heads
+        Candidate("flash_bwd.sm90_short", HOPPER, _long_sequence),
+        Candidate("flash_bwd.sm90_window", HOPPER, _long_window_of_a_head),
         Candidate("flash_bwd.sm90", HOPPER),
+        Candidate("flash_bwd.sm90_two_kernels", HOPPER),
         Candidate("flash_bwd.sm90_wide", HOPPER),  # head dims above 256
         Candidate("flash_bwd.sm80", FROM_AMPERE),
         Refused(
@@ -390,10 +423,24 @@ def check_name(implementation: str | None) -> None:
 
 def select(problem: Problem, implementation: str | None) -> Implementation:
     """The first of the operation's table that takes the problem, of those that are named."""
-    chosen = _select(table_of(problem), problem, implementation)
+    chosen: Implementation | None = None
+    if (observer := _config.observer.get()) is not None:
+        chosen = _forced(problem, implementation, observer.forced)
+    chosen = chosen or _select(table_of(problem), problem, implementation)
     if (names := _record.get()) is not None:
         names.append(chosen.implementation)
     return chosen
+
+
+def _forced(
+    problem: Problem, implementation: str | None, forced: Container[str]
+) -> Candidate | None:
+    """The kernel that `config.forced` names, if it can take the problem, be another faster or not;
+    what the table says against it counts.
+    """
+    named = [x for x in table_of(problem) if implementation in (None, x.implementation)]
+    candidates = (x for x in named if isinstance(x, Candidate) and x.name in forced)
+    return next((x for x in candidates if x.can_take(problem)), None)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -263,8 +263,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "the_turn_of_the_last_query_tile_does_not_pass": Fault(
         f"{BWD}/sm90_fused.py",
-        "            turns.pass_on(ctx, work, wg, added)\n        results",
-        "        results",
+        "                turns.pass_on(ctx, work, wg, added)\n        results",
+        "                pass\n        results",
         f"{TEST_TURNS} -k interpreted",
     ),
     "blocks_in_turn_do_not_claim_their_first_work_tiles": Fault(
@@ -508,14 +508,14 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "backward_adds_dq_by_tma_before_the_commit": Fault(
         f"{BWD}/dq_sum.py",
-        "    turns.wait(ctx, work, wg, step, seen)\n    plgpu.commit_smem()\n",
-        "    turns.wait(ctx, work, wg, step, seen)\n",
+        "        plgpu.commit_smem()\n        columns",
+        "        columns",
         f"{TEST_BWD} -k 'test_interpreted and t_equals_s'",
     ),
     "backward_puts_dq_where_tma_still_reads": Fault(
         f"{BWD}/dq_sum.py",
-        "    plgpu.wait_smem_to_gmem(0, wait_read_only=True)\n    smem.dq[wg] = dq\n",
-        "    smem.dq[wg] = dq\n",
+        "        plgpu.wait_smem_to_gmem(0, wait_read_only=True)\n        ctx.smem.dq[wg]",
+        "        ctx.smem.dq[wg]",
         f"{TEST_BWD} -k 'test_interpreted and t_equals_s'",
     ),
     "dk_dv_release_a_tile_one_matmul_early": Fault(
@@ -532,17 +532,10 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "wide_keys_are_freed_while_their_gradients_are_stored": Fault(
         f"{BWD}/sm90_dkdv.py",
-        "producer.store_rows(consumer.keys, 0, out, at, column)\n"
+        "producer.store_rows(rows, 0, consumer.out, at, first * width)\n"
         "    plgpu.wait_smem_to_gmem(0, wait_read_only=True)\n",
-        "producer.store_rows(consumer.keys, 0, out, at, column)\n",
-        f"{TEST_BWD} -k 'wide_key_tiles_of_a_block and one_buffer'",
-    ),
-    "wide_panels_are_freed_while_their_gradients_are_stored": Fault(
-        f"{BWD}/sm90_dkdv.py",
-        "producer.store_rows(consumer.keys[: len(some)], 0, consumer.out, at, first * width)\n"
-        "    plgpu.wait_smem_to_gmem(0, wait_read_only=True)\n",
-        "producer.store_rows(consumer.keys[: len(some)], 0, consumer.out, at, first * width)\n",
-        f"{TEST_BWD} -k 'wide_key_tiles_of_a_block and panels'",
+        "producer.store_rows(rows, 0, consumer.out, at, first * width)\n",
+        f"{TEST_BWD} -k wide_key_tiles_of_a_block",
     ),
     "a_window_is_loaded_where_gradients_are_being_stored": Fault(
         f"{BWD}/sm90_window.py",
@@ -563,9 +556,9 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "tests/kernels/flash_fwd/test_masks_and_scores.py -k lists_of_one_tile",
     ),
     "a_short_backward_stores_by_tma_before_the_commit": Fault(
-        f"{BWD}/sm90_short.py",
-        "            to[...] = value.astype(to.dtype)\n    plgpu.commit_smem()\n",
-        "            to[...] = value.astype(to.dtype)\n",
+        f"{BWD}/epilogue.py",
+        "to[...] = part.astype(to.dtype)\n    plgpu.commit_smem()\n",
+        "to[...] = part.astype(to.dtype)\n",
         f"{TEST_SIZES} -k 'test_short_interpreted and one_tile'",
     ),
     "a_short_backward_reads_v_before_it_is_there": Fault(
@@ -575,19 +568,19 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_SIZES} -k 'test_short_interpreted and one_tile'",
     ),
     "delta_without_the_gradient_of_the_lse": Fault(
-        f"{BWD}/tile_statistics.py",
+        f"{BWD}/statistics.py",
         "thread.sum_of_lanes(total, LANES) - thread.as_float(d_lse[n])",
         "thread.sum_of_lanes(total, LANES)",
         f"{TEST_SIZES} -k 'test_short_interpreted and one_tile'",
     ),
     "rows_that_see_no_key_have_probabilities": Fault(
-        f"{BWD}/tile_statistics.py",
+        f"{BWD}/statistics.py",
         "scaled = thread.choose(thread.nothing_yet(value), never, scaled)",
         "scaled = scaled",
         f"{TEST_SIZES} -k 'test_short_interpreted and rows_without_keys'",
     ),
     "a_dq_tile_is_stored_before_the_commit": Fault(
-        f"{BWD}/sm90_heads.py",
+        f"{BWD}/epilogue.py",
         "to[...] = part.astype(to.dtype)\n    plgpu.commit_smem()\n",
         "to[...] = part.astype(to.dtype)\n",
         f"{TEST_HEADS} -k 'test_heads_interpreted and heads_in_turn'",
@@ -631,8 +624,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "dq_of_one_key_tile_is_written_to_the_rows_of_the_other_warpgroup": Fault(
         f"{BWD}/one_key_tile.py",
-        "(due.t * 2 + wg) * ROWS\n",
-        "(due.t * 2 + 1 - wg) * ROWS\n",
+        "(step.t * 2 + wg) * ROWS\n",
+        "(step.t * 2 + 1 - wg) * ROWS\n",
         f"{TEST_ONE_TILE} -k 'interpreted and parts_of_a_group'",
     ),
     "a_part_begins_at_the_first_step": Fault(
@@ -649,19 +642,19 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "parts_share_a_piece": Fault(
         f"{BWD}/step_parts.py",
-        "* plan.order.parts + part",
-        "* plan.order.parts",
+        "* self.parts + part",
+        "* self.parts",
         f"{TEST_PARTS} -k pieces_differ",
     ),
     "the_last_part_is_not_added": Fault(
         f"{BWD}/step_parts.py",
-        "range(1, plan.order.parts)",
-        "range(1, plan.order.parts - 1)",
+        "range(1, order.parts)",
+        "range(1, order.parts - 1)",
         f"{TEST_PARTS} -k 'interpreted and band_apart'",
     ),
     "narrow_columns_of_parts_are_read_from_the_first": Fault(
         f"{BWD}/step_parts.py",
-        "first * pieces // of + ",
+        "first * order.in_all // of + ",
         "",
         f"{TEST_PARTS} -k 'interpreted and narrow_panel'",
     ),
@@ -678,9 +671,9 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_AUX} -k 'sums_of_keys_interpreted and alibi and parts'",
     ),
     "dq_is_added_to_what_was_there": Fault(
-        f"{BWD}/statistics.py",
-        "* FOUR, word < words)",
-        "* FOUR, word < words // 2)",
+        f"{BWD}/sm90_fused.py",
+        "jnp.zeros(zeros.shape, zeros.dtype)",
+        "jnp.ones(zeros.shape, zeros.dtype)",
         f"{TEST_SIZES} -k 'test_any_size_interpreted and rows'",
     ),
     "keys_are_loaded_into_a_slot_in_use": Fault(
@@ -691,8 +684,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "panels_of_dq_lie_over_each_other": Fault(
         f"{BWD}/dq_sum.py",
-        "first = before * _pieces(",
-        "first = 0 * _pieces(",
+        "first = before * self._pieces(",
+        "first = 0 * self._pieces(",
         f"{TEST_SIZES} -k 'test_any_size_interpreted and rows_of_two_swizzles'",
     ),
     "dq_of_a_tail_is_not_multiplied_by_all_keys": Fault(
@@ -1314,10 +1307,10 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_BWD} -k test_dq_of_many_keys",
         (
             (
-                "(WARPGROUPS, ROWS, *share_widths(plan)), jnp.float32, _swizzle(plan)",
-                "(WARPGROUPS, ROWS, *share_widths(plan)), jnp.bfloat16, _swizzle(plan)",
+                "mosaic.swizzled(shape, jnp.float32,",
+                "mosaic.swizzled(shape, jnp.bfloat16,",
             ),
-            ("smem.dq[wg] = dq", "smem.dq[wg] = dq.astype(jnp.bfloat16)"),
+            ("smem.dq[wg] = parts[0]", "smem.dq[wg] = parts[0].astype(jnp.bfloat16)"),
         ),
     ),
     # ---- visibility ------------------------------------------------------------------------------

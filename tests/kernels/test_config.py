@@ -11,6 +11,7 @@ from pallas_attn._call import config as _config
 from pallas_attn._call.kernel import Kernel
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.flash_bwd import sm90 as flash_bwd_sm90
+from pallas_attn.kernels.flash_bwd import sm90_heads, sm90_two_kernels
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.prefill import sm90 as prefill_sm90
@@ -84,7 +85,7 @@ def test_a_combination_that_a_kernel_refuses_does_not_fit():
 
 def test_heads_come_together_where_they_share_lists_only():
     said = re.escape(
-        "Config.heads_together (forward) and Config.block_table (backward) must be False for "
+        "Config.heads_together must be False (forward), or Config.dq_warpgroups 1, for "
         "flash_forward on sm90: "
     )
     with pytest.raises(ValueError, match=f"^{said}.* and 2 warpgroups$"):
@@ -193,9 +194,11 @@ def test_tiles_on_hopper_follow_blocks(sizes, dim, heads, forward, backward):
     assert (config.warpgroups, config.block_kv, config.heads_together) == forward
     assert _config.fits(flash_fwd_sm90, problem, config)
     backward_problem = dataclasses.replace(problem, op="flash_backward")
-    config = flash_bwd_sm90.Config.default(backward_problem)
-    assert (config.dq_warpgroups if config.block_table else None) == backward
-    assert _config.fits(flash_bwd_sm90, backward_problem, config)
+    has_small_blocks = flash_bwd_sm90.has_small_blocks(backward_problem)
+    module = sm90_two_kernels if has_small_blocks else flash_bwd_sm90
+    config = module.Config.default(backward_problem)
+    assert (config.dq_warpgroups if has_small_blocks else None) == backward
+    assert _config.fits(module, backward_problem, config)
 
 
 @pytest.mark.parametrize(
@@ -264,17 +267,25 @@ _REFUSED = {
         ("q_slots", 3, "1 or 2"),
     ],
     flash_bwd_sm90: [
-        ("block_q", 96, "64 or 128, or, if it is not fused, 16 or 32"),
+        ("block_q", 96, "64 or 128"),
+        ("stages", 1, "at least 2"),
+        ("l2_heads", -1, "at least 0"),
+        ("grid", -1, "at least 0"),
+        ("dq_lag", 3, "1 or 2"),
+        ("kv_slots", 3, "1 or 2"),
+        ("parts", 0, "from 1 to 64"),
+    ],
+    sm90_two_kernels: [
+        ("block_q", 96, "16, 32, 64 or 128"),
         ("stages", 1, "at least 2"),
         ("l2_heads", -1, "at least 0"),
         ("grid", -1, "at least 0"),
         ("dq_block_kv", 48, "32, 64 or 128"),
         ("dq_stages", 1, "at least 2"),
-        ("dq_lag", 3, "1 or 2"),
         ("dq_warpgroups", 4, "1, 2 or 3"),
-        ("kv_slots", 3, "1 or 2"),
         ("parts", 0, "from 1 to 64"),
     ],
+    sm90_heads: [("grid", -1, "at least 0")],
     decode_sm90: [
         ("tile", 8, "16, 32, 64, 128 or 256"),
         ("stages", 1, "at least 2"),

@@ -24,7 +24,7 @@ from pallas_attn.kernels.decode_mla import sm80 as mla_sm80
 from pallas_attn.kernels.decode_mla import sm90 as mla_sm90
 from pallas_attn.kernels.decode_mla import sm90_few_rows
 from pallas_attn.kernels.flash_bwd import documents as bwd_documents
-from pallas_attn.kernels.flash_bwd import key_tiles, sm90_window, work_order
+from pallas_attn.kernels.flash_bwd import key_tiles, sm90_two_kernels, sm90_window, work_order
 from pallas_attn.kernels.flash_bwd import sm80 as bwd_sm80
 from pallas_attn.kernels.flash_bwd import sm90 as bwd_sm90
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
@@ -121,13 +121,13 @@ def test_backward(seed):
     over them begins.
     """
     rng, problem = drawn_problem(seed, backward.problem_of)
-    config = bwd_sm90.Config(
+    module = bwd_sm90 if rng.integers(2) else sm90_two_kernels
+    config = module.Config(
         block_q=int(rng.choice((64, 128))),
-        fused=bool(rng.integers(2)),
         l2_heads=int(rng.integers(0, 9)),
         grid=int(rng.choice((0, 1, 7, 132))),
     )
-    plan = bwd_sm90.plan_of(problem, config)
+    plan = module.plan_of(problem, config)
     codes = taken(work_order.schedule(plan.order))
     ctx = KernelContext(plan, no_arrays(BackwardRefs))
     work = jax.vmap(functools.partial(key_tiles.key_tile, ctx))(jnp.asarray(codes))
@@ -196,7 +196,7 @@ def test_short_windows(seed):
     problem = backward.problem_of(backward.windowed(int(rng.integers(1, 130)), 64))
     sizes = {"q_len": rows, "kv_len": rows, "q_heads": heads, "kv_heads": heads}
     problem = dataclasses.replace(problem, **sizes)
-    plan = bwd_sm90.plan_of(problem, bwd_sm90.Config(window=True))
+    plan = sm90_window.plan_of(problem, sm90_window.Config())
     assert sm90_window.takes(plan.problem)
     blocks = jnp.arange(plan.order.heads * sm90_window.chunks(plan), dtype=jnp.int32)
     walks = jax.vmap(functools.partial(sm90_window._walk, plan))(blocks)

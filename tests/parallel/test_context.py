@@ -23,7 +23,7 @@ from pallas_attn._call import batching, dispatch
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._context_parallel import gather, layout
 from pallas_attn.kernels.flash_bwd import sm90 as flash_bwd_sm90
-from pallas_attn.kernels.flash_bwd import work_order
+from pallas_attn.kernels.flash_bwd import sm90_two_kernels, work_order
 from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.kernels.flash_fwd import tile_scheduler
 from tests.parallel.test_kernels_batched_and_sharded import REFERENCE
@@ -480,8 +480,8 @@ def test_zigzag_gives_every_block_the_same_work(op):
         make, tiles = tile_scheduler.schedule, plan.tiling.q_tiles
         heads = 32
     else:
+        assert flash_bwd_sm90.slower(problem) is None  # keys meet many rows, wherever these are
         config = flash_bwd_sm90.Config.default(problem)
-        assert config.fused  # its keys meet many rows, wherever these are
         plan = flash_bwd_sm90.plan_of(problem, config).order
         make, tiles = work_order.schedule, plan.tiling.kv_tiles
         heads = 8
@@ -530,15 +530,15 @@ def test_rows_that_share_keys_as_if_each_had_its_own(op):
     problem = batching.resized(dataclasses.replace(problem, offsets=((0, 100),)), arrays)
     repeated = arrays._replace(k=jnp.repeat(k, 2, axis=0), v=jnp.repeat(v, 2, axis=0))
     alone = dataclasses.replace(problem, share=1, offsets=())
-    kernel = flash_fwd_sm90 if op == "flash_forward" else flash_bwd_sm90
-    assert kernel.shares_keys(problem)
+    kernel = flash_fwd_sm90 if op == "flash_forward" else sm90_two_kernels
+    assert kernel.KERNEL.shares_keys(problem)
 
     def run(problem, inputs):
         config = kernel.Config.default(problem)
         if op == "flash_forward":
             return kernel.run(inputs, problem, dataclasses.replace(config, grid=2))
         lse = jnp.zeros((2, 2, count), jnp.float32)
-        config = dataclasses.replace(config, grid=2, fused=False)
+        config = dataclasses.replace(config, grid=2)
         return kernel.run((inputs, do, lse, do, lse), problem, config)[:3]
 
     with mosaic.interpret():
@@ -609,7 +609,7 @@ def test_gradients_of_keys_in_the_order_zigzag(claims):
 
     def run(problem, inputs):
         config = kernel.Config.default(problem)
-        config = dataclasses.replace(config, grid=2, fused=True, lockstep=False, claims=claims)
+        config = dataclasses.replace(config, grid=2, lockstep=False, claims=claims)
         return kernel.run((inputs, *rows), problem, config)
 
     with mosaic.interpret():
@@ -626,8 +626,10 @@ def test_gradients_of_keys_in_the_order_zigzag(claims):
     large = dataclasses.replace(problem, q_len=4096, kv_len=32768, zigzag=4, **dims)
     large = dataclasses.replace(large, offsets=((0, 28672), (12288, 16384)))
     assert kernel.reads_zigzag(large)
-    assert not kernel.reads_zigzag(dataclasses.replace(large, deterministic=True))
-    assert not kernel.reads_zigzag(dataclasses.replace(large, dtype="float32"))
+    for changes in ({"deterministic": True}, {"dtype": "float32"}):
+        chosen = dispatch.select(dataclasses.replace(large, **changes), "sm90")
+        assert chosen.name == "flash_bwd_sm90_two_kernels"
+        assert not chosen.kernel.reads_zigzag(large)
 
 
 TINY = {"rows": 64, "q_heads": 2, "kv_heads": 1, "head_dim": 8}

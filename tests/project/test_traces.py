@@ -13,6 +13,7 @@ from tests.support import call_trace
 
 MOST_FUNCTIONS = {"forward": 131, "decode": 118, "append": 61, "prefill": 146}
 MOST_FILES = 18  # files of a plain forward
+MOST_OF_GRADIENTS = 319, 38  # functions and files of a plain forward and backward
 MOST_KERNEL_FILES = 6  # files of these in kernels/, beside lang/ and mma/
 MOST_IMPORTED_LINES = 3420
 
@@ -37,6 +38,13 @@ def test_functions_of_a_call(traces, name):
 
 def test_files_of_a_forward(traces):
     assert len(traces["forward"].files) <= MOST_FILES, list(traces["forward"].files)
+
+
+def test_functions_and_files_of_gradients(traces):
+    """The functions of the forward count, too."""
+    called = traces["gradients"]
+    assert len(called.functions) <= MOST_OF_GRADIENTS[0], called.files
+    assert len(called.files) <= MOST_OF_GRADIENTS[1], list(called.files)
 
 
 def test_kernel_files_of_a_forward(traces):

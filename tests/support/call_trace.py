@@ -101,7 +101,18 @@ def prefill() -> Trace:
     return trace(lambda q, cache: pa.decode_attention(q, cache), q, _cache())
 
 
+def gradients() -> Trace:
+    """`forward`, and the gradients of q, k and v."""
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return pa.flash_attention(q, k, v, mask=pa.CAUSAL).astype(jnp.float32).sum()
+
+    q = _shape(2, 4096, 16, 128)
+    return trace(jax.grad(loss, (0, 1, 2)), q, q, q)
+
+
 CALLS = {"forward": forward, "decode": decode, "append": append, "prefill": prefill}
+CALLS |= {"gradients": gradients}
 
 
 def main(names: list[str]) -> None:

@@ -31,23 +31,18 @@ QUICK = {
         "[(2, 1, 5, 1, 33)-False-3-gpu]"
     ),
     "kernels/flash_bwd/sm90_fused.py": f"{_EVERY}[flash_bwd.sm90-cut_tiles]",
-    "kernels/flash_bwd/sm90_dkdv.py": f"{_EVERY}[flash_bwd.sm90-two_kernels_cut_tiles]",
+    "kernels/flash_bwd/sm90_dkdv.py": f"{_EVERY}[flash_bwd.sm90_two_kernels-cut_tiles]",
     "kernels/flash_bwd/sm90_dq.py": f"{_BWD}flash_bwd.py::test_edges_on_the_gpu[band-False]",
-    "kernels/flash_bwd/sm90_window.py": f"{_EVERY}[flash_bwd.sm90-sinks_window]",
-    "kernels/flash_bwd/sm90_short.py": f"{_EVERY}[flash_bwd.sm90-sinks_short]",
-    "kernels/flash_bwd/sm90_heads.py": f"{_EVERY}[flash_bwd.sm90-sinks_heads]",
+    "kernels/flash_bwd/sm90_window.py": f"{_EVERY}[flash_bwd.sm90_window-sinks]",
+    "kernels/flash_bwd/sm90_short.py": f"{_EVERY}[flash_bwd.sm90_short-sinks]",
+    "kernels/flash_bwd/sm90_heads.py": f"{_EVERY}[flash_bwd.sm90_heads-sinks]",
     "kernels/flash_bwd/one_key_tile.py": f"{_BWD}one_key_tile.py::test_on_the_gpu[parts]",
-    "kernels/flash_bwd/turns.py": f"{_BWD}turns.py::test_on_the_gpu[causal]",
     "kernels/flash_bwd/step_parts.py": f"{_BWD}step_parts.py::test_on_the_gpu[lockstep_claims]",
-    "kernels/flash_bwd/dq_rounding.py": f"{_BWD}any_size.py::test_any_size_on_the_gpu[rows]",
     "kernels/flash_bwd/statistics.py": f"{_BWD}heads.py::test_heads_on_the_gpu[softcap]",
     "kernels/flash_bwd/sm90_dbias.py": f"{_BWD}flash_bwd.py::test_edges_on_the_gpu[bias-True]",
     "kernels/flash_bwd/aux_sums.py": f"{_BWD}aux_gradients.py::test_on_the_gpu[t5_far-sm90]",
     "kernels/flash_bwd/sm90_wide.py": f"{_EVERY}[flash_bwd.sm90_wide-cut_tiles]",
     "kernels/flash_bwd/sm90_group_window.py": f"{_EVERY}[flash_bwd.sm90_group_window-rows72]",
-    "kernels/flash_bwd/group_window_statistics.py": (
-        f"{_BWD}group_window.py::test_on_the_gpu[window65]"
-    ),
     "kernels/flash_bwd/sm80.py": f"{_EVERY}[flash_bwd.sm80-cut_tiles]",
     "kernels/flash_bwd/sm80_dq.py": f"{_EVERY}[flash_bwd.sm80-apart]",
     "kernels/flash_bwd/sm80_dbias.py": (

@@ -143,7 +143,7 @@ def attention(pick: random.Random) -> AttentionProblem:
 
 def own_kernels(pick: random.Random) -> AttentionProblem:
     """Attention that Hopper has kernels of its own for: many small heads; windows of heads that
-    share keys; few query rows of long sequences; long documents; wide heads.
+    share keys, or none; few query rows of long sequences; long documents; wide heads.
     """
     op, gpu = pick.choice(("flash_forward", "flash_backward")), "sm90"
     rows, dim = pick.choice((16, 49, 64, 77, 197, 256, 500)), pick.choice((32, 64, 64, 72, 80, 128))
@@ -153,7 +153,8 @@ def own_kernels(pick: random.Random) -> AttentionProblem:
     if kind == "keys":
         sizes |= {"q_len": pick.choice((300, 4096)), "kv_len": pick.choice((77, 128))}
     if kind == "window":
-        heads, dim, mask = (64, 8), 64, sliding_window(pick.choice((8, 64, 128)))
+        heads, dim = pick.choice(((64, 8), (64, 8), (8, 8))), 64
+        mask = sliding_window(pick.choice((8, 64, 128)))
         sizes |= {"batch": 1, "q_len": 4096, "kv_len": 4096}
         arrays = pick.choice(((), ("sinks",)))
     if kind == "wide":

@@ -40,9 +40,8 @@ def dealt(order: WorkOrder) -> np.ndarray:
 
 
 def go_by_rank(order: WorkOrder) -> bool:
-    """Whether `schedule_by_rank` makes the schedule."""
-    ranked = "q_segment_ids" in order.problem.arrays and order.first_ranked_head < order.heads
-    return ranked and order.grid < order.work_tiles
+    """Whether `schedule_by_rank` makes the schedule where there are segment ids."""
+    return order.first_ranked_head < order.heads and order.grid < order.work_tiles
 
 
 def schedule_by_rank(ctx: KernelContext) -> Operand:

@@ -115,7 +115,7 @@ class KeyTiling:
         if not offsets or "q_segment_ids" in arrays:
             return frozenset(("low", "full", "high"))
         names: set[str] = set()
-        for span in (span for offset in offsets for span in self.static_spans(offset)):
+        for span in [span for offset in offsets for span in self.static_spans(offset)]:
             occurs = {
                 "low": span.lo < span.full_lo,
                 "full": span.full_lo < span.full_hi,

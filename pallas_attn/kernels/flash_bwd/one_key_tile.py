@@ -3,22 +3,19 @@ the cross-attention of diffusion models. The dQ of a step has no other terms, so
 at once: nothing is set to zero before, and no launch rounds afterwards.
 """
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
+from pallas_attn.kernels.flash_bwd import dq_sum
+from pallas_attn.kernels.flash_bwd.dq_sum import PendingDq
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, KeyTiling
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.lang import panels
 from pallas_attn.kernels.lang.panels import Panels
-from pallas_attn.kernels.lang.types import Index, RegisterTile
-
-if TYPE_CHECKING:
-    from pallas_attn.kernels.flash_bwd.dq_sum import PendingDq
-    from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.lang.types import Index, RegisterTiles
 
 KEYS = 2 * ROWS
 
@@ -32,24 +29,32 @@ def takes(problem: AttentionProblem) -> bool:
     return fits and sees_all and not functions and 0 < problem.kv_len <= KEYS
 
 
-def output(problem: AttentionProblem) -> jax.ShapeDtypeStruct:
-    """dq."""
-    shape = problem.batch, problem.q_len, problem.q_heads, problem.head_dim
-    return jax.ShapeDtypeStruct(shape, problem.dtype)
+def applies(tiling: KeyTiling) -> bool:
+    """Whether dq is written at once: by query tiles of 128 rows."""
+    return tiling.block_q == KEYS and takes(tiling.problem)
 
 
-def staging(plan: "KeyPlan") -> Panels:
-    """Shared memory for the rows of both warpgroups on their way to dq."""
-    widths = plan.format.qk.panels or (plan.format.qk.width,)
-    return tuple(panels.scratch((2, ROWS), plan.problem.dtype, width) for width in widths)
+class Written(dq_sum.ByRows):
+    """dq is written by rows, at once."""
 
+    def staging(self, plan: KeyPlan) -> Panels:
+        """Shared memory for the rows of both warpgroups on their way to dq."""
+        return tuple(panels.scratch((2, ROWS), plan.problem.dtype, width) for width in plan.share)
 
-def write(ctx: KernelContext, work: KeyTile, wg: Index, due: "PendingDq", dq: RegisterTile) -> None:
-    """Writes a warpgroup's rows of the dQ of a step."""
-    (plan, refs, smem), row = ctx, (due.t * 2 + wg) * ROWS
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    (to,) = panels.tiles(smem.dq, wg)
-    to[...] = (dq * plan.problem.scale).astype(to.dtype)
-    plgpu.commit_smem()
-    where = work.batch, pl.ds(row, ROWS), due.head
-    panels.store(smem.dq, wg, refs.dq, where, predicate=due.exists != 0)
+    def output(self, problem: AttentionProblem) -> jax.ShapeDtypeStruct:
+        """dq."""
+        shape = problem.batch, problem.q_len, problem.q_heads, problem.head_dim
+        return jax.ShapeDtypeStruct(shape, problem.dtype)
+
+    def add(
+        self, at: tuple[KernelContext, KeyTile, Index], step: PendingDq, parts: RegisterTiles
+    ) -> None:
+        """Writes a warpgroup's rows of the dQ of a step."""
+        (plan, refs, smem), work, wg = at
+        row = (step.t * 2 + wg) * ROWS
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        (to,), (dq,) = panels.tiles(smem.dq, wg), parts
+        to[...] = (dq * plan.problem.scale).astype(to.dtype)
+        plgpu.commit_smem()
+        where = work.batch, pl.ds(row, ROWS), step.head
+        panels.store(smem.dq, wg, refs.dq, where, predicate=step.exists != 0)

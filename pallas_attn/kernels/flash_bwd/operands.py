@@ -9,6 +9,7 @@ from jax import lax
 from pallas_attn._call.problem import AttentionInputs, probabilities_of_sinks
 from pallas_attn.kernels.attention import (
     functions,
+    key_masks,
     mask_bits,
     segment_spans,
     softmax,
@@ -113,6 +114,20 @@ def row_statistics(natural: bool, rows: int, residuals: Residuals) -> RowStatist
     return RowStatistics(lse, jnp.pad(jnp.where(dead, 0.0, delta), pad))
 
 
+def cotangents(
+    residuals: Residuals, stats: RowStatistics, grads: Gradients, others: dict[str, Any]
+) -> AttentionInputs:
+    """The cotangents of inputs: dk and dv without what kernels add, and the gradients of sinks and
+    of `others`.
+    """
+    (dq, dk, dv), inputs = grads, residuals.inputs
+    rows, dim, v_dim = inputs.k.shape[1], inputs.k.shape[3], inputs.v.shape[3]
+    dk, dv = dk[:, :rows, :, :dim], dv[:, :rows, :, :v_dim]
+    if inputs.sinks is not None:
+        others = others | {"sinks": dsinks(residuals, stats)}
+    return AttentionInputs(q=dq, k=dk, v=dv, **others)
+
+
 def dsinks(residuals: Residuals, stats: RowStatistics) -> jax.Array:
     """The gradient of the sinks. A sink is one more logit with a probability of its own and no
     value: its dS is P (0 - delta), in every row that sees a key.
@@ -160,7 +175,7 @@ def for_tma(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Backwa
     if plan.order.claims:
         fields["counter"] = claims.counter(-plan.order.grid if plan.order.turns else 0)
     refs = BackwardRefs(**{name: fields.get(name) for name in BackwardRefs._fields})
-    if documents.go_by_rank(plan.order):
+    if plan.has("q_segment_ids") and documents.go_by_rank(plan.order):
         refs = refs._replace(schedule=documents.schedule_by_rank(KernelContext(plan, refs)))
     return refs
 
@@ -168,34 +183,35 @@ def for_tma(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Backwa
 def over_tiles(plan: KeyPlan, inputs: AttentionInputs) -> dict[str, Any]:
     """Arrays that kernels over keys read beside q, k, v, dO, row statistics and the schedule."""
     problem, tiling = plan.problem, plan.tiling
-    rows, keys = tiling.padded_rows, tiling.padded_keys
     fields: dict[str, Any] = {name: getattr(inputs, name) for name in problem.arrays}
-    if mask_bits.takes(problem.mask_shape):
-        fields["mask_bits"] = mask_bits.packed(fields.pop("mask_array"), rows, keys)
-        inputs = inputs._replace(mask_array=None)
-    bias_and_mask = tma_operands.bias_and_mask(inputs, rows, keys)
-    as_it_is = ["mask_array"] if problem.masks_keys else []
-    for name, array in bias_and_mask.items():
-        sizes = array.shape[2:]
-        if min(sizes) > 1 and sizes != (rows, keys):
-            as_it_is.append(name)  # `clipped` reads it
-    fields |= {
-        name: array if name in as_it_is else array.swapaxes(2, 3)
-        for name, array in bias_and_mask.items()
-        if name != "bias" or plan.bias_tiles is None
-    }
-    if tiling.reads_key_mask:
-        from pallas_attn.kernels.attention import key_masks
-
-        fields["key_tiles"] = key_masks.codes(fields["mask_array"], tiling.block_kv)
-    if plan.bias_tiles is not None:
-        fields["bias"] = plan.bias_tiles.operand(inputs.bias)
-    fields |= tma_operands.segment_ids(inputs, rows, keys)
-    fields |= functions.operands(inputs)
+    if problem.bias_shape is not None or problem.mask_shape is not None:
+        fields |= _bias_and_mask(plan, inputs)
+    if problem.mask_program is not None or problem.score_program is not None:
+        fields |= functions.operands(inputs)
     if plan.has("q_segment_ids"):
+        fields |= tma_operands.segment_ids(inputs, tiling.padded_rows, tiling.padded_keys)
         fields["segment_spans"] = segment_spans.spans_of(
             problem, inputs, fields, (tiling.block_kv, tiling.block_q), of_keys=True
         )
+    return fields
+
+
+def _bias_and_mask(plan: KeyPlan, inputs: AttentionInputs) -> dict[str, Any]:
+    problem, tiling, fields = plan.problem, plan.tiling, dict[str, Any]()
+    rows, keys = tiling.padded_rows, tiling.padded_keys
+    if mask_bits.takes(problem.mask_shape):
+        fields |= {"mask_array": None, "mask_bits": mask_bits.packed(inputs.mask_array, rows, keys)}
+        inputs = inputs._replace(mask_array=None)
+    as_it_is = ["mask_array"] if problem.masks_keys else []
+    for name, array in tma_operands.bias_and_mask(inputs, rows, keys).items():
+        sizes = array.shape[2:]
+        if min(sizes) > 1 and sizes != (rows, keys):
+            as_it_is.append(name)  # `clipped` reads it
+        fields[name] = array if name in as_it_is else array.swapaxes(2, 3)
+    if tiling.reads_key_mask:
+        fields["key_tiles"] = key_masks.codes(fields["mask_array"], tiling.block_kv)
+    if plan.bias_tiles is not None:
+        fields["bias"] = plan.bias_tiles.operand(inputs.bias)
     return fields
 
 

@@ -23,7 +23,8 @@ class KeyPlan:
     order: WorkOrder
     format: Any  # `RowFormats`, or `sm80_common.MmaFormat`
     bias_tiles: Any = None  # `score_tiles.BiasOfKeys`, where `sm90_fused` reads a bias by tiles
-    adds_dq: bool = True  # `sm90_fused` makes dq, too
+    dq: Any = None  # how `sm90_fused` adds up dq: see `dq_sum`; None: not at all
+    share: tuple[int, ...] = ()  # columns of a warpgroup's share of a dQ, of each accumulator
     key_sums: tuple[Any, ...] = ()  # `aux_sums.KeySum`s that `sm90_fused` makes
 
     @property
@@ -36,12 +37,21 @@ class KeyPlan:
     @property
     def ds_slots(self) -> int:
         """Places for dS in shared memory; beside tiles of a bias no more than are needed."""
-        return 1 if self.bias_tiles and not self.adds_dq else 2 * self.config.dq_lag
+        return 1 if self.bias_tiles and self.dq is None else 2 * self.config.dq_lag
+
+    @functools.cached_property
+    def presets(self) -> bool:
+        """Whether S begins with -lse, in its own units, and dP with -delta: what an accumulator
+        begins with is read while other matmuls run, and subtracted by no instruction. Where logits
+        are scores times a factor; query tiles of 128 gain nothing by it.
+        """
+        return self.dq is not None and self.dq.by_columns and self.logit_rules.unit is not None
 
     @functools.cached_property
     def exact(self) -> bool:
         """Whether all products are to have float32's accuracy."""
-        return wgmma_float32.is_exact(self.problem)
+        is_float32 = self.problem.dtype == "float32"
+        return is_float32 and wgmma_float32.is_exact(self.problem)
 
     @functools.cached_property
     def logit_rules(self) -> LogitRules:
@@ -65,6 +75,11 @@ class RowFormats(NamedTuple):
     v: OperandFormat  # dO too
     halves: bool = False  # q and k lie in two panels: each warpgroup adds to one of dQ
 
+    @property
+    def widths(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Columns of q and k in shared memory, and of v, of each panel."""
+        return self.qk.panels or (self.qk.width,), self.v.panels or (self.v.width,)
+
     @classmethod
     def of(cls, problem: AttentionProblem, block_q: int, halves: bool = False) -> "RowFormats":
         """Query tiles of `block_q` rows are multiplied by whole swizzles too. `halves`: q and k
@@ -72,12 +87,12 @@ class RowFormats(NamedTuple):
         """
         if tma_operands.takes_panels(problem):
             dims = problem.head_dim, problem.v_head_dim
-            qk, v = (tma_operands.in_panels(problem.dtype, dim) for dim in dims)
+            qk, v = [tma_operands.in_panels(problem.dtype, dim) for dim in dims]
             if halves and len(qk.panels) == 1:
                 width = max(qk.width // 2, 16)
                 qk = qk._replace(panels=(width, width), width=2 * width, swizzle=2 * width)
             return cls(qk, v, halves)
         most = tma_operands.swizzle_of(2 * block_q)
         formats = tma_operands.formats_of(problem, ROWS)
-        qk, v = (x._replace(swizzle=min(x.swizzle, most)) for x in formats)
+        qk, v = [x._replace(swizzle=min(x.swizzle, most)) for x in formats]
         return cls(qk, v)

@@ -12,7 +12,6 @@ from jax import lax
 from pallas_attn.kernels.attention import score_tiles, tiles
 from pallas_attn.kernels.attention.tiles import KernelContext, kv_batch
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, key_tile, step_of, steps_of
-from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_fwd import claims
 from pallas_attn.kernels.lang import panels
 from pallas_attn.kernels.lang.panels import Panels
@@ -140,14 +139,13 @@ def _load_q_tile(
     some = pl.ds(t * block, ring.row_stats.shape[1])
     plgpu.copy_gmem_to_smem(stats.at[work.batch, head, some], ring.row_stats.at[slot], ready)
 
-    def copy(ref: GmemRef, first: Index) -> None:
-        load_rows(ref, (work.batch, head, first), ring.tiles, slot, ready)
-
+    copy = functools.partial(load_rows, to=ring.tiles, index=slot, ready=ready)
     if work.q_len is None:
-        return copy(ref, t * block)
+        return copy(ref, (work.batch, head, t * block))
     cut = (t + 1) * block > work.q_len  # only the last tile may be
-    pl.when(cut)(lambda: copy(getattr(ctx.refs, f"{name}_edge"), 0))
-    return pl.when(jnp.logical_not(cut))(lambda: copy(ref, t * block))
+    edge = getattr(ctx.refs, f"{name}_edge")
+    pl.when(cut)(functools.partial(copy, edge, (work.batch, head, 0)))
+    return pl.when(jnp.logical_not(cut))(lambda: copy(ref, (work.batch, head, t * block)))
 
 
 def _load_keys(ctx: KernelContext, buffers: Sequence[KeyBuffers], n: Index, work: KeyTile) -> None:
@@ -166,22 +164,17 @@ def _load_keys(ctx: KernelContext, buffers: Sequence[KeyBuffers], n: Index, work
 
 def _load_key_part(ctx: KernelContext, work: KeyTile, part: KeyPart) -> None:
     plan, refs, _ = ctx
-    batch = kv_batch(plan.problem, work.batch)
-
-    def copy(ref: GmemRef, start: Index) -> None:
-        at = batch, work.kv_head, start + part.first
-        load_rows(ref, at, part.to, part.place, part.ready, part.column)
-
+    where = kv_batch(plan.problem, work.batch), work.kv_head
+    there = part.to, part.place, part.ready, part.column
+    ref = getattr(refs, part.name)
     if not plan.has("kv_lengths"):
-        return copy(getattr(refs, part.name), kv_row(plan, work.key))
+        first = tiles.kv_row(plan.problem, plan.tiling.block_kv, work.key)
+        return load_rows(ref, (*where, first + part.first), *there)
     cut = work.key + plan.tiling.block_kv > work.kv_len
-    pl.when(cut)(lambda: copy(getattr(refs, f"{part.name}_edge"), 0))
-    return pl.when(jnp.logical_not(cut))(lambda: copy(getattr(refs, part.name), work.key))
-
-
-def kv_row(plan: KeyPlan, key: Index) -> Index:
-    """The row of k and v, and of their gradients, that has a work tile's first key."""
-    return tiles.kv_row(plan.problem, plan.tiling.block_kv, key)
+    edge = getattr(refs, f"{part.name}_edge")
+    pl.when(cut)(functools.partial(load_rows, edge, (*where, part.first), *there))
+    whole = lambda: load_rows(ref, (*where, work.key + part.first), *there)  # noqa: E731
+    return pl.when(jnp.logical_not(cut))(whole)
 
 
 # ---- copies by TMA ------------------------------------------------------------------------------
@@ -199,7 +192,7 @@ def load_rows(  # noqa: PLR0913
     `index`.
     """
     batch, head, first = at
-    rows = _rows_of(to, index)
+    rows = panels.tiles(to, index)[0].shape[0]
     panels.load(ref, (batch, pl.ds(first, rows), head), to, index, ready, column)
 
 
@@ -213,10 +206,5 @@ def store_rows(
 ) -> None:
     """Rows in shared memory to `at` (batch, head, first row), from a column on."""
     batch, head, first = at
-    rows = _rows_of(staged, index)
+    rows = panels.tiles(staged, index)[0].shape[0]
     panels.store(staged, index, to, (batch, pl.ds(first, rows), head), column, predicate)
-
-
-def _rows_of(buffer: Panels, index: Index) -> int:
-    at = index if isinstance(index, tuple) else (index,)
-    return panels.tiles(buffer, at)[0].shape[0]

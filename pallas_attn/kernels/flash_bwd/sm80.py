@@ -11,7 +11,7 @@ keys as rows and queries as columns. The warps of a warpgroup are arranged in on
                shared memory, where every warp reads all of them
 
 dQ: every warp takes some query rows of dS^T, and their product is added to a float32 array in
-global memory: five matmuls in all (`fused`); two small kernels clear that array and round dQ.
+global memory: five matmuls in all; a small kernel rounds dQ.
 Head dims above 128 take two warpgroups, each of which makes half of the columns of all gradients,
 and the scores of half of the queries.
 
@@ -82,34 +82,33 @@ class Config:
     warp_rows: int = 4  # warps of a warpgroup one above the other; 2: two by two
     warpgroups: int = 1
     do_stages: int = 1  # tiles of dO in shared memory
-    fused: bool = True  # dq is added up in global memory; else by a kernel of its own
-    dq_block_kv: int = 64
+    dq_block_kv: int = 0  # keys of a tile of the kernel for dq; 0: dq is added up in global memory
     dq_stages: int = 2
     columns: int = 0  # columns of q, k, v and dO in shared memory at a time; 0: all
     parts: int = 1  # into which the steps of a work tile are divided: see `step_parts`
 
     def __post_init__(self) -> None:
-        blocks = (32, 64) if self.fused else (16, 32, 64)
+        blocks = (16, 32, 64) if self.dq_block_kv else (32, 64)
         queries = self.block_q * self.warp_rows // (4 * self.warpgroups)  # a warp's
         by_columns = (self.kv_blocks, self.warpgroups, self.warp_rows) == (1, 1, 4)
-        by_columns = by_columns and not self.fused
+        by_columns = by_columns and self.dq_block_kv > 0
         most_parts = 1 if self.columns else step_parts.MOST
         check(
             self,
             kv_blocks=(self.kv_blocks in (1, 2), "1 or 2"),
-            block_q=(self.block_q in blocks, "32 or 64, or, if it is not fused, 16"),
+            block_q=(self.block_q in blocks, "32 or 64, or, with dq_block_kv, 16"),
             warpgroups=(self.warpgroups in (1, 2), "1 or 2"),
             warp_rows=(
                 self.warp_rows in (2, 4) and queries >= 16,
                 "4, or 2 if a warp gets 16 queries",
             ),
             do_stages=(self.do_stages in (1, 2), "1 or 2"),
-            dq_block_kv=(self.dq_block_kv in (16, 32, 64), "16, 32 or 64"),
+            dq_block_kv=(self.dq_block_kv in (0, 16, 32, 64), "0, 16, 32 or 64"),
             dq_stages=(self.dq_stages in (1, 2), "1 or 2"),
             parts=(1 <= self.parts <= most_parts, f"from 1 to {most_parts}"),
             columns=(
                 not self.columns or (self.columns % 16 == 0 and by_columns),
-                "0; or a multiple of 16 if it is not fused, kv_blocks and warpgroups are 1 and "
+                "0; or a multiple of 16 with dq_block_kv if kv_blocks and warpgroups are 1 and "
                 "warp_rows is 4",
             ),
         )
@@ -119,7 +118,7 @@ class Config:
         """The first Config for which the GPU has the shared memory."""
         dim = max(problem.head_dim, problem.v_head_dim)
         if dim > wide_heads.COLUMNS:
-            return cls(block_q=32, fused=False, dq_block_kv=32, columns=64)
+            return cls(block_q=32, dq_block_kv=32, columns=64)
         if problem.dtype == "float32":
             choices = [cls()] if dim <= 128 else []
         elif dim > 128:
@@ -130,11 +129,11 @@ class Config:
         choices = [] if problem.deterministic else choices
         tiles_of_dq = ((64, 2), (32, 2), (16, 2), (32, 1), (16, 1))
         choices += [
-            cls(block_q=block, fused=False, dq_block_kv=keys, dq_stages=stages)
+            cls(block_q=block, dq_block_kv=keys, dq_stages=stages)
             for block in (64, 32, 16)
             for keys, stages in tiles_of_dq
         ]
-        streamed = cls(block_q=32, fused=False, dq_block_kv=32, columns=64)
+        streamed = cls(block_q=32, dq_block_kv=32, columns=64)
         fits = functools.partial(sm80_common.fits, problem, smem_bytes)
         config = next(filter(fits, choices), streamed)
         blocks = gpu_specs.multiprocessors(problem.gpu)
@@ -165,7 +164,7 @@ def launches(plan: KeyPlan) -> tuple[str, ...]:
 def is_fused(plan: KeyPlan) -> bool:
     """Whether the launch for dk and dv adds up dq too."""
     alone = len(launches(plan)) > 1 or plan.config.columns or plan.problem.deterministic
-    return plan.config.fused and not alone
+    return not (plan.config.dq_block_kv or alone)
 
 
 def warp_grid(plan: KeyPlan, group: Index = 0) -> WarpGrid:
@@ -473,7 +472,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     grads: dict[str, Any] = {}
     if fused:
         sums = sm80_dq.sums_shape(plan, dq_slices(plan))
-        refs = refs._replace(dq=jax.new_ref(sm80_dq.cleared(sums, refs.delta)))
+        refs = refs._replace(dq=jax.new_ref(jnp.zeros(sums, jnp.float32)))
     for which in launches(plan):
         if len(which) > 1:
             grads |= _launch(plan, refs, which)

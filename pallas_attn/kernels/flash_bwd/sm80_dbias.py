@@ -78,7 +78,7 @@ def _plan_of(problem: AttentionProblem, config: KernelConfig) -> QueryPlan:
     def of(keys: int, columns: int) -> QueryPlan:
         return flash_fwd_sm80.plan_of(problem, flash_fwd_sm80.Config(1, keys, 1, columns=columns))
 
-    block = min(config.dq_block_kv, ROWS)  # at most as many keys as rows, for `aux_sums.Diagonals`
+    block = config.dq_block_kv or ROWS  # at most as many keys as rows, for `aux_sums.Diagonals`
     choices = [of(block, config.columns), of(32, 0), of(16, 0), of(32, FEWEST_COLUMNS)]
     return next(plan for plan in choices if fits(problem, _bytes_of, plan))
 

@@ -1,5 +1,5 @@
-"""dQ of the portable backward by a kernel of its own; and two small kernels for where another one
-adds dQ up: one clears the sums, one rounds them.
+"""dQ of the portable backward by a kernel of its own; and a small kernel that rounds the sums of dQ
+which another one adds up.
 
 The grid and the orientation are the forward's: a block owns 64 query rows and walks over
 the kv tiles that meet them; the next K and V are loaded under this tile's arithmetic, where there
@@ -8,7 +8,6 @@ is room for them. Nothing is added up in global memory: the same bits each time.
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -30,12 +29,11 @@ from pallas_attn.kernels.flash_fwd import key_mask_ranges, tile_scheduler
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.flash_fwd.listed import list_of
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
-from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import (
     GmemRef,
     Index,
     KernelConfig,
-    Operand,
     Predicate,
     RegisterTile,
     SmemRef,
@@ -54,7 +52,7 @@ class DqSmem(NamedTuple):
 
 def plan_of(problem: AttentionProblem, config: KernelConfig) -> QueryPlan:
     """The plan of the kernel for dq; `config` is that of the backward."""
-    sizes = 1, config.dq_block_kv, config.dq_stages
+    sizes = 1, config.dq_block_kv or 64, config.dq_stages
     by_rows = flash_fwd_sm80.Config(*sizes, columns=config.columns)
     return flash_fwd_sm80.plan_of(problem, by_rows)
 
@@ -238,41 +236,10 @@ def _launch(ctx: KernelContext, inputs: AttentionInputs) -> jax.Array:
 # ---- dq that another kernel adds up -------------------------------------------------------------
 
 
-CLEARED = 16 * mosaic.THREADS  # words of 16 bytes, by a block
-
-
 def sums_shape(plan: KeyPlan, slices: int) -> tuple[int, int]:
     """The shape of the sums: each tile of dq in `slices`, as threads hold them."""
     tiles = plan.problem.batch * plan.problem.q_heads * plan.tiling.q_tiles
     return tiles * slices, plan.config.block_q * plan.format.k_width // slices
-
-
-def cleared(sizes: tuple[int, int], after: Operand) -> jax.Array:
-    """Zeros, float32; XLA's own take longer. Not before `after` is there: the interpreter simulates
-    one kernel at a time.
-    """
-    words = math.prod(sizes) // 4
-    kernel = plgpu.kernel(
-        functools.partial(_clear, words=words),
-        out_type=jax.ShapeDtypeStruct(sizes, jnp.float32),
-        grid=(pl.cdiv(words, CLEARED),),
-        grid_names=("block",),
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-        kernel_name="flash_bwd_dq_clear_sm80",
-    )
-    return kernel(after)
-
-
-def _clear(after: GmemRef, out: GmemRef, *, words: int) -> None:
-    del after
-
-    def program(thread: threads.Thread, refs: tuple[GmemRef], scalars: tuple[Index]) -> None:
-        first = thread.to_int64(scalars[0]) * CLEARED + thread.to_int64(thread.index)
-        for start in range(0, CLEARED, mosaic.THREADS):
-            zeros = [thread.number(0.0)] * 4
-            thread.store_floats(refs[0], first + start, zeros, first + start < words)
-
-    threads.each_thread(program, (out,), (lax.axis_index("block"),))
 
 
 def collected(plan: KeyPlan, sums: jax.Array, slices: int, vectors: bool) -> jax.Array:

@@ -34,11 +34,11 @@ from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.score_tiles import ScoreTiles
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.attention.tma_operands import takes_panels
-from pallas_attn.kernels.flash_bwd import aux_sums, dbias, operands
+from pallas_attn.kernels.flash_bwd import aux_sums, dbias, operands, sm90_dq
 from pallas_attn.kernels.flash_bwd.aux_sums import Part, Rest
 from pallas_attn.kernels.flash_bwd.dbias import BiasBlock, BiasStep, BiasWalk
 from pallas_attn.kernels.flash_bwd.float32 import scaled, units_of
-from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
+from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Residuals, RowStatistics
 from pallas_attn.kernels.flash_bwd.producer import load_rows
 from pallas_attn.kernels.flash_bwd.sm90_dq import DqConfig
 from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
@@ -308,6 +308,28 @@ def smem_bytes(problem: AttentionProblem) -> int:
         reads.append(aux_sums.all_reads(problem)[0])
     each = [_buffer_bytes(plan_of(problem, read), read) + BARRIERS for read in reads]
     return max(each, default=0)
+
+
+def gradients(ctx: KernelContext, residuals: Residuals, stats: RowStatistics) -> dict[str, Any]:
+    """The gradients of a bias and of a score function's arrays. `ctx`: that of a kernel over keys,
+    which may have made sums for such arrays.
+    """
+    plan, refs, _ = ctx
+    problem, inputs, parts = plan.problem, residuals.inputs, list[Part]()
+    if plan.key_sums:
+        parts = aux_sums.parts_of_keys(plan, jax.freeze(refs.aux_sums))
+    refs, results = refs._replace(aux_sums=None), dict[str, Any]()
+    if problem.bias_shape is not None:
+        of_bias = plan_of(problem)
+        results["bias"] = dbias_of(of_bias, inputs, sm90_dq.operands_of(of_bias, inputs, refs))
+    if problem.learned:
+        rest = aux_sums.rest_of(problem, parts)
+        of_reads = plan_of(problem, aux_sums.all_reads(problem)[0])
+        walk = parts_of(of_reads, sm90_dq.operands_of(of_reads, inputs, refs), rest)
+        every, sums = [*parts, *walk], aux_sums.sums_of_ds(residuals, stats)
+        every += aux_sums.remainders(problem, sums, rest, every)
+        results["score_aux"] = aux_sums.gradients(problem, inputs, every)
+    return results
 
 
 def dbias_of(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> jax.Array:

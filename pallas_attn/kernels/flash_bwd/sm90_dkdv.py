@@ -417,34 +417,15 @@ def _consume(ctx: KernelContext, block_id: Index, consumer: Consumer) -> None:
             plgpu.barrier_arrive(consumer.free)
             where = (work.batch, pl.ds(work.key, KEYS), work.kv_head, pl.ds(0, value.shape[1]))
             mosaic.store(consumer.out.at[where], value)
-        elif isinstance(value, tuple):
-            _store_panels(consumer, work, value)
         else:
-            _store(consumer, work, value)
+            _store(consumer, work, jax.tree.leaves(value))
         return count
 
     producer.each_work_tile(ctx, block_id, work_tile)
     plgpu.wait_smem_to_gmem(0)
 
 
-def _store(consumer: Consumer, work: KeyTile, value: RegisterTile) -> None:
-    (staged,), out = panels.tiles(consumer.keys, 0), consumer.out
-    columns = staged.shape[1]  # the other head dim: pieces are made as wide
-    for column in range(0, value.shape[1], columns):
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        part = lax.slice(value, (0, column), (KEYS, min(column + columns, value.shape[1])))
-        if part.shape[1] < columns:
-            nothing = mosaic.filled((KEYS, columns - part.shape[1]), 0.0)
-            part = lax.concatenate([part, nothing], 1)
-        staged[...] = part.astype(staged.dtype)
-        plgpu.commit_smem()
-        at = work.batch, work.kv_head, work.key
-        producer.store_rows(consumer.keys, 0, out, at, column)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    plgpu.barrier_arrive(consumer.free)
-
-
-def _store_panels(consumer: Consumer, work: KeyTile, parts: Sequence[RegisterTile]) -> None:
+def _store(consumer: Consumer, work: KeyTile, parts: Sequence[RegisterTile]) -> None:
     """Stores as many panels at a time as there are of the other head dim, in the widest."""
     places = panels.tiles(consumer.keys, 0)
     width = places[0].shape[1]
@@ -463,7 +444,8 @@ def _store_panels(consumer: Consumer, work: KeyTile, parts: Sequence[RegisterTil
                 piece = lax.concatenate([piece, nothing], 1)
             staged[...] = piece.astype(staged.dtype)
         plgpu.commit_smem()
-        producer.store_rows(consumer.keys[: len(some)], 0, consumer.out, at, first * width)
+        rows = consumer.keys[: len(some)] if isinstance(consumer.keys, tuple) else consumer.keys
+        producer.store_rows(rows, 0, consumer.out, at, first * width)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     plgpu.barrier_arrive(consumer.free)
 

@@ -27,11 +27,12 @@ from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.attention import score_mod, score_tiles, segment_spans, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile, kv_batch
-from pallas_attn.kernels.flash_bwd import held_columns
+from pallas_attn.kernels.flash_bwd import epilogue, held_columns
+from pallas_attn.kernels.flash_bwd.epilogue import Staged
 from pallas_attn.kernels.flash_bwd.float32 import Units, left_operand, matmul_add, scaled, units_of
 from pallas_attn.kernels.flash_bwd.held_columns import HeldColumns
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
-from pallas_attn.kernels.flash_bwd.producer import Ring, load_rows, store_rows
+from pallas_attn.kernels.flash_bwd.producer import Ring, load_rows
 from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.flash_fwd import block_tables, key_mask_ranges, listed, tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
@@ -469,10 +470,9 @@ def _store(
         plgpu.commit_smem()  # q and dO have been read, and TMA will write there
         where = (tile.batch, pl.ds(rows.row, ROWS), tile.head, pl.ds(0, dq.shape[1]))
         return mosaic.store(dq_ref.at[where], dq)
-    for part, staged in zip(parts, panels.tiles(smem.q, rows.wg), strict=True):
-        staged[...] = part.astype(staged.dtype)
-    plgpu.commit_smem()
-    return store_rows(smem.q, rows.wg, dq_ref, (tile.batch, tile.head, rows.row))
+    staged = [Staged(parts, smem.q, rows.wg)]
+    epilogue.write(staged)
+    return epilogue.store(staged, dq_ref, (tile.batch, pl.ds(rows.row, ROWS), tile.head))
 
 
 # ---- the kernel and its call --------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 Five matmuls a tile, as FlashAttention-2 (arXiv 2307.08691) orders them: a block owns 128 keys and
 walks over the query tiles that meet them. dK and dV stay in registers, dQ is added up in a float32
-array in global memory (`dq_sum`), which a launch before sets to zero and one after rounds. Without
-such an array (`refs.dq` is None) the kernel makes dk and dv alone.
+array in global memory, or written (`dq_sum`). Where `KeyPlan.dq` is None the kernel makes dk and dv
+alone.
 
 Grid: one block a multiprocessor, which takes work tiles in the order of `work_order`: 128 keys of
 one kv head, over the query heads of its group. Two consumer warpgroups have 64 keys each, one
@@ -43,7 +43,9 @@ Shared memory, and who owns it when:
   dq [warpgroup]     on its way to global memory, where TMA adds it, in `turns` if bits must repeat
 """
 
+import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -53,12 +55,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.attention import score_mod
+from pallas_attn.kernels.attention import score_mod, score_tiles, tiles
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
+from pallas_attn.kernels.attention.tma_operands import round_up
 from pallas_attn.kernels.flash_bwd import (
     aux_sums,
     dq_sum,
+    epilogue,
     key_tiles,
     one_key_tile,
     producer,
@@ -66,12 +70,15 @@ from pallas_attn.kernels.flash_bwd import (
     turns,
 )
 from pallas_attn.kernels.flash_bwd.dq_sum import WARPGROUPS, PendingDq
+from pallas_attn.kernels.flash_bwd.epilogue import Staged
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, per_column
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, KeyGradients
-from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
 from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart, Ring, ring_slot
 from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
+from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.flash_fwd import claims
+from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS, SMEM_LIMIT
 from pallas_attn.kernels.lang import launch, mosaic, panels
 from pallas_attn.kernels.lang.panels import Panel, Panels
 from pallas_attn.kernels.lang.types import (
@@ -86,6 +93,7 @@ from pallas_attn.kernels.lang.types import (
 from pallas_attn.kernels.mma import wgmma
 
 KEYS = WARPGROUPS * ROWS  # keys of a work tile
+Sums = tuple[RegisterTile, ...]  # sums for each key, for a score function's arrays: `aux_sums`
 
 
 class FusedSmem(NamedTuple):
@@ -161,9 +169,6 @@ def scratch(plan: KeyPlan) -> FusedSmem:
     barrier, stages, block = plgpu.Barrier, config.stages, config.block_q
     ring, takes_claims = {"num_barriers": stages}, plan.order.claims
     qk, v = form.qk, form.v
-    if not qk.panels:
-        (width,) = dq_sum.qk_widths(plan)
-        qk = qk._replace(width=width)
     in_halves, has_rest = form.halves, dq_sum.has_rest(plan)
     slots, bias = config.kv_slots, plan.bias_tiles
     keys = (WARPGROUPS, ROWS) if slots == 1 else (slots, WARPGROUPS, ROWS)
@@ -174,8 +179,8 @@ def scratch(plan: KeyPlan) -> FusedSmem:
         v=v.scratch(*keys),
         q=qk.scratch(stages, block),
         do=v.scratch(stages, block),
-        ds=dq_sum.ds_scratch(plan),
-        dq=dq_sum.staging(plan),
+        ds=dq_sum.ds_scratch(plan) if plan.dq or block > ROWS else (),
+        dq=plan.dq and plan.dq.staging(plan),
         row_stats=plgpu.SMEM((2, stages, block), jnp.float32),
         row_numbers=plgpu.SMEM((block + (claims.RING if takes_claims else 0),), jnp.int32),
         kv_ready=barrier(
@@ -191,6 +196,30 @@ def scratch(plan: KeyPlan) -> FusedSmem:
         claimed=claims.barriers() if takes_claims else None,
         bias=bias.scratch(stages) if bias else None,
     )
+
+
+def plan_of(config: Any, order: WorkOrder, dq: Any = None) -> KeyPlan:
+    """The plan, with sums for a score function's arrays and tiles of a bias where they fit. `dq`:
+    where dq goes (`dq_sum`), if the kernel makes it.
+    """
+    problem, block_q = order.problem, config.block_q
+    form = RowFormats.of(problem, block_q, halves=dq is not None and block_q == ROWS)
+    (qk, _, _), share = form, form.widths[0]
+    if block_q == ROWS:  # warpgroups share the columns of dQ: both halves are whole swizzles
+        if not qk.panels:
+            form = form._replace(qk=qk._replace(width=round_up(qk.width, qk.swizzle)))
+        share = qk.panels[:1] or (form.qk.width // WARPGROUPS,)
+    plan = KeyPlan(problem, config, order, form, dq=dq, share=share)
+    if problem.learned:
+        plan = _if_it_fits(plan, key_sums=aux_sums.key_sums(problem))
+    if problem.bias_shape is not None:
+        plan = _if_it_fits(plan, bias_tiles=score_tiles.bias_of_keys(problem, block_q))
+    return plan
+
+
+def _if_it_fits(plan: KeyPlan, **fields: Any) -> KeyPlan:
+    more = dataclasses.replace(plan, **fields)
+    return more if buffer_bytes(more) + BARRIERS <= SMEM_LIMIT else plan
 
 
 def buffer_bytes(plan: KeyPlan) -> int:
@@ -209,7 +238,7 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
         for name, to in (("k", smem.k), ("v", smem.v))
     ]
     if dq_sum.has_rest(ctx.plan):
-        (width,), half = dq_sum.share_widths(ctx.plan), smem.k_second_half
+        (width,), half = ctx.plan.share, smem.k_second_half
         parts += [
             KeyPart("k", wg * ROWS, half, wg, smem.kv_ready, width) for wg in range(WARPGROUPS)
         ]
@@ -222,64 +251,66 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
 
 def _mainloop(
     ctx: KernelContext, work: KeyTile, wg: Index, count: Index
-) -> tuple[KeyGradients, Any, Index]:
+) -> tuple[KeyGradients, Sums, Index]:
     """All query tiles of a warpgroup's keys; `count`: steps done before, for other work tiles.
     Returns the gradients of the keys, their sums for a score function's arrays, and the new count.
     """
-    plan, refs, smem = ctx
-    group, lag, k_part, widths = plan.problem.group, plan.config.dq_lag, None, _widths(plan)
-    if has_k_in_registers(ctx):
+    plan, _, smem = ctx
+    group, lag, k_part, widths = plan.problem.group, plan.config.dq_lag, None, plan.format.widths
+    in_turns = plan.order.turns
+    is_whole = sum(widths[0]) == 2 * ROWS and plan.format.qk.swizzle == 128
+    if plan.config.k_in_registers and is_whole and plan.presets:
         k_part = mosaic.load(_columns_of(smem.k, wg, 0, ROWS)[0], mosaic.TILE)
     first_head = work.kv_head * group
 
-    def all_steps(*accs: RegisterTile) -> tuple[KeyGradients, Any, Index]:
-        dk_accs, dv_accs = accs[: len(widths.dk)], accs[len(widths.dk) :]
+    def all_steps(*accs: RegisterTile) -> tuple[KeyGradients, Sums, Index]:
+        sums = KeyGradients(accs[: len(widths[0])], accs[len(widths[0]) :])
 
         def step(n: Index, carry: Carry) -> Any:
             (g, i), kept, added, of_aux = carry
-            pending, t = turns.unpacked(plan, kept, count, n), work.q_tile(i)
+            pending = turns.unpacked(plan, kept, count + n - lag) if in_turns else kept
+            t = work.q_tile(i)
             own = PendingDq(jnp.int32(1), pending[-1].count + 1, first_head + g, t)
             masked = key_tiles.needs_mask(plan.tiling, work, t, i)
             now = FusedStep(ctx, work, wg, masked, pending, own, k_part, of_aux, added)
-            of_aux = _step(now, KeyGradients(dk_accs, dv_accs))
-            kept = (*kept[1:], turns.packed(plan, own))
-            return key_tiles.step_after(plan, work, g, i), kept, now.due.number, of_aux
+            of_aux = _step(now, sums)
+            kept = (*kept[1:], turns.packed(plan, own) if in_turns else own)
+            return key_tiles.step_after(plan, work, g, i), kept, pending[0].number, of_aux
 
         nothing = PendingDq(jnp.int32(0), count - 1, first_head, jnp.int32(0))
-        none = turns.packed(plan, nothing)
-        added = none if plan.order.turns else None
+        none = turns.packed(plan, nothing) if in_turns else nothing
         first = jnp.int32(0), jnp.int32(0)
         if plan.order.parts > 1:
             first = key_tiles.step_of(plan, work, key_tiles.steps_of(plan, work)[0])
-        start = first, (none,) * lag, added, aux_sums.empty_sums(plan)
-        kept, added, of_aux = lax.fori_loop(0, turns.trip_count(plan, work, count), step, start)[1:]
-        pending = turns.unpacked_last(plan, kept, count, work)
+        of_aux = aux_sums.empty_sums(plan) if plan.key_sums else ()
+        start = first, (none,) * lag, none if in_turns else None, of_aux
+        begin, end = key_tiles.steps_of(plan, work)
+        steps = turns.hidden(end, count) if in_turns else end - begin
+        pending, added, of_aux = lax.fori_loop(0, steps, step, start)[1:]
+        if in_turns:
+            pending = turns.unpacked(plan, pending, count + turns.hidden(end, count) - lag)
         last = pending[-1]
-        if refs.dq is not None:
+        if plan.dq is not None:
             for n, due in enumerate(pending, 1 - lag):
-                turns.pass_on(ctx, work, wg, added)
+                if in_turns:
+                    turns.pass_on(ctx, work, wg, added)
                 _last_dq(ctx, work, wg, due, last.count + n)
                 added = due.number
-            turns.pass_on(ctx, work, wg, added)
-        results = [[acc[...] for acc in accs] for accs in (dk_accs, dv_accs)]
+            if in_turns:
+                turns.pass_on(ctx, work, wg, added)
+        results = [[acc[...] for acc in each] for each in sums]
 
         @pl.when(last.exists != 0)
-        def _():
+        def _() -> None:
             smem.q_ring.release(smem.q_ring.slot(last.count))
 
         return KeyGradients(*results), of_aux, last.count + 1
 
-    return pl.run_scoped(all_steps, *_accumulators(widths.dk + widths.dv))
+    return pl.run_scoped(all_steps, *_accumulators(widths[0] + widths[1]))
 
 
 def _accumulators(widths: tuple[int, ...]) -> list[Any]:
     return [plgpu.ACC((ROWS, width), jnp.float32) for width in widths]
-
-
-def _widths(plan: KeyPlan) -> KeyGradients:
-    """Columns of the accumulators of dK and dV."""
-    v = plan.format.v
-    return KeyGradients(dq_sum.qk_widths(plan), v.panels or (v.width,))
 
 
 def _columns_of(rows: Panels, at: Index, first: int, count: int | None = None) -> list[SmemRef]:
@@ -301,19 +332,12 @@ def _last_dq(ctx: KernelContext, work: KeyTile, wg: Index, due: PendingDq, count
         return [acc[...] for acc in accs]
 
     @pl.when(due.exists != 0)
-    def _():
+    def _() -> None:
         plgpu.barrier_wait(ready)
-        dq = pl.run_scoped(matmuls, *_accumulators(dq_sum.share_widths(plan)))
-        if dq_sum.is_split_by_rows(plan):
+        dq = pl.run_scoped(matmuls, *_accumulators(plan.share))
+        if not plan.dq.by_columns:
             plgpu.barrier_arrive(smem.ds_free.at[slot])
-        dq_sum.add(ctx, work, wg, due, dq)
-
-
-def has_k_in_registers(ctx: KernelContext) -> bool:
-    """Whether half of k is read from shared memory once a work tile, not once a step."""
-    plan = ctx.plan
-    whole = sum(dq_sum.qk_widths(plan)) == 2 * ROWS and plan.format.qk.swizzle == 128
-    return plan.config.k_in_registers and whole and presets_accumulators(ctx)
+        plan.dq.add((ctx, work, wg), due, dq)
 
 
 # ---- a step: one query tile ---------------------------------------------------------------------
@@ -329,16 +353,8 @@ def _ds_ready(ctx: KernelContext, count: Index) -> Barrier:
     return ctx.smem.ds_ready.at[ring_slot(count, ctx.plan.config.dq_lag)]
 
 
-def presets_accumulators(ctx: KernelContext) -> bool:
-    """Whether S begins with -lse, in its own units, and dP with -delta: what an accumulator begins
-    with is read while other matmuls run, and subtracted by no instruction. Where logits are scores
-    times a factor; query tiles of 128 gain nothing by it.
-    """
-    plan, adds_dq = ctx.plan, ctx.plan.config.one_key_tile or ctx.refs.dq is not None
-    return adds_dq and plan.config.block_q == ROWS and plan.logit_rules.unit is not None
-
-
-Sums = tuple[RegisterTile, ...]  # sums for each key, for a score function's arrays: `aux_sums`
+def _wait_for_ds(ctx: KernelContext, count: Index) -> None:
+    plgpu.barrier_wait(_ds_ready(ctx, count))
 
 
 class FusedStep(NamedTuple):
@@ -355,45 +371,23 @@ class FusedStep(NamedTuple):
     added: Index | None  # the number of the dQ that was added last: see `turns`
 
     @property
-    def plan(self) -> KeyPlan:
-        return self.ctx.plan
-
-    @property
-    def smem(self) -> FusedSmem:
-        return self.ctx.smem
-
-    @property
-    def due(self) -> PendingDq:
-        """The step whose dQ is next."""
-        return self.pending[0]
+    def shape(self) -> tuple[int, int]:
+        return ROWS, self.ctx.plan.config.block_q
 
     @property
     def slot(self) -> Index:
         """The stage of q and dO."""
-        return self.smem.q_ring.slot(self.own.count)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return ROWS, self.plan.config.block_q
-
-    @property
-    def presets(self) -> bool:
-        return presets_accumulators(self.ctx)
-
-    @property
-    def dq_comes_first(self) -> bool:
-        """Before this step's S; then no accumulator is made just before its first matmul."""
-        return self.ctx.refs.dq is not None and not dq_sum.is_split_by_rows(self.plan)
+        return self.ctx.smem.q_ring.slot(self.own.count)
 
     @property
     def place(self) -> LogitTile:
         """The tile of logits."""
-        work, own, key = self.work, self.own, self.work.key + self.wg * ROWS
-        place = work.place(own.head, own.t, key, self.plan.config.block_q)
-        if self.plan.bias_tiles is not None:
-            tile = self.plan.bias_tiles.of_warpgroup(self.smem.bias, self.slot, self.wg)
+        (plan, _, smem), work, own = self.ctx, self.work, self.own
+        place = work.place(own.head, own.t, work.key + self.wg * ROWS, plan.config.block_q)
+        if plan.bias_tiles is not None:
+            tile = plan.bias_tiles.of_warpgroup(smem.bias, self.slot, self.wg)
             place = place._replace(in_smem={"bias": tile})
-        return place._replace(numbers=self.smem.row_numbers.at[pl.ds(0, self.shape[1])])
+        return place._replace(numbers=smem.row_numbers.at[pl.ds(0, self.shape[1])])
 
     def row_statistic(self, ring: Ring) -> RegisterTile:
         """lse (of q's ring) or delta (dO's) of every query, over the rows of the tile."""
@@ -401,13 +395,13 @@ class FusedStep(NamedTuple):
 
     def release_last_q(self) -> None:
         """The matmuls of the step before have read its q."""
-        last, ring = self.pending[-1], self.smem.q_ring
+        last, ring = self.pending[-1], self.ctx.smem.q_ring
         slot = ring.slot(last.count)
-        pl.when(last.exists != 0)(lambda: ring.release(slot))
+        pl.when(last.exists != 0)(functools.partial(ring.release, slot))
 
     def multiply_scores(self, acc: RegisterTile) -> int:
         """Issues S = K Q^T, as so many groups of matmuls."""
-        smem, slot, n = self.smem, self.slot, 0
+        smem, slot, n = self.ctx.smem, self.slot, 0
         if self.k_part is not None:
             n = self.k_part.shape[1]
             (q,) = _columns_of(smem.q, slot, 0, n)
@@ -418,8 +412,8 @@ class FusedStep(NamedTuple):
 
     def multiply_dp(self, acc: RegisterTile) -> None:
         """Issues dP = V dO^T."""
-        do = panels.tiles(self.smem.do, self.slot)
-        wgmma.score_panels(acc, panels.tiles(self.smem.v, self.wg), do)
+        do = panels.tiles(self.ctx.smem.do, self.slot)
+        wgmma.score_panels(acc, panels.tiles(self.ctx.smem.v, self.wg), do)
 
 
 def _step(now: FusedStep, sums: KeyGradients) -> Sums:
@@ -430,15 +424,15 @@ def _step(now: FusedStep, sums: KeyGradients) -> Sums:
     # computed before the loop and spilled.
     now = now._replace(wg=now.wg + mosaic.opaque_zero(now.own.count))
 
-    order = _step_dq_first
-    if not now.dq_comes_first:
-        now.smem.q_ring.wait(now.slot)
-        order = _step_without_dq if now.ctx.refs.dq is None else _step_dq_last
+    order, dq = _step_dq_first, now.ctx.plan.dq
+    if dq is None or not dq.by_columns:
+        now.ctx.smem.q_ring.wait(now.slot)
+        order = _step_without_dq if dq is None else _step_dq_last
     return pl.run_scoped(functools.partial(order, now, sums), plgpu.ACC(now.shape, jnp.float32))
 
 
 def _step_dq_first(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Sums:
-    dq_accs = _accumulators(dq_sum.share_widths(now.plan))
+    dq_accs = _accumulators(now.ctx.plan.share)
     pl.run_scoped(functools.partial(_dq_and_scores, now, s_acc), *dq_accs)
     rest = functools.partial(_dv_and_dk, now, sums, s_acc)
     return pl.run_scoped(rest, plgpu.ACC(now.shape, jnp.float32))
@@ -447,7 +441,7 @@ def _step_dq_first(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> S
 def _step_without_dq(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Sums:
     plgpu.wgmma_wait(now.multiply_scores(s_acc))
     now.release_last_q()
-    now.smem.do_ring.wait(now.slot)
+    now.ctx.smem.do_ring.wait(now.slot)
     rest = functools.partial(_dv_and_dk, now, sums, s_acc)
     return pl.run_scoped(rest, plgpu.ACC(now.shape, jnp.float32))
 
@@ -457,8 +451,8 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Su
     its half of that dS. The first step of a work tile has none before it: what it multiplies is
     whatever lies there, which the other warpgroup may be writing, and `dq_sum.add` adds it nowhere.
     """
-    ctx, due = now.ctx, now.due
-    plan, smem = now.plan, now.smem
+    ctx, due = now.ctx, now.pending[0]
+    plan, _, smem = ctx
 
     def to_ds(logits: RegisterTile, slope: RegisterTile, dp_acc: RegisterTile) -> Any:
         now.multiply_dp(dp_acc)
@@ -467,13 +461,13 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Su
 
     def to_dq(ds: RegisterTile, *dq_accs: RegisterTile) -> None:
         slot = _ds_slot(plan, due.count)
-        mosaic.results_are_used(due.exists, dq_sum.matmuls(plan))
+        mosaic.results_are_used(due.exists, WARPGROUPS * len(plan.share))
         dq_sum.multiply(ctx, dq_accs, slot, now.wg)
         wgmma.value_panels(sums.dk, ds, panels.tiles(smem.q, now.slot))
         dq = [plgpu.wgmma_accumulator_load(acc, wait_n=len(sums.dk)) for acc in dq_accs]
         smem.do_ring.release(now.slot)
         pl.when(due.exists != 0)(lambda: plgpu.barrier_arrive(smem.ds_free.at[slot]))
-        dq_sum.add(ctx, now.work, now.wg, due, dq)
+        plan.dq.add((ctx, now.work, now.wg), due, dq)
 
     now.multiply_scores(s_acc)
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
@@ -482,7 +476,7 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Su
     smem.do_ring.wait(now.slot)
     to_ds = functools.partial(to_ds, logits, slope)
     ds, of_aux = pl.run_scoped(to_ds, plgpu.ACC(now.shape, jnp.float32))
-    pl.run_scoped(functools.partial(to_dq, ds), *_accumulators(dq_sum.share_widths(plan)))
+    pl.run_scoped(functools.partial(to_dq, ds), *_accumulators(plan.share))
     return of_aux
 
 
@@ -490,43 +484,44 @@ def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, *dq_accs: RegisterTile) 
     """dQ of a step before, which is being added when this returns, and S of this one, which still
     runs.
     """
-    ctx, wg, due, count = now.ctx, now.wg, now.due, now.own.count
-    plan, smem = now.plan, now.smem
-    turns.pass_on(ctx, now.work, wg, now.added)
-    seen = turns.look(ctx, now.work, wg, due)
-    pl.when(due.exists != 0)(lambda: plgpu.barrier_wait(_ds_ready(ctx, count)))
+    ctx, wg, due, count = now.ctx, now.wg, now.pending[0], now.own.count
+    plan, _, smem = ctx
+    if plan.order.turns:
+        turns.pass_on(ctx, now.work, wg, now.added)
+        due = turns.look(ctx, now.work, wg, due)
+    pl.when(due.exists != 0)(functools.partial(_wait_for_ds, ctx, count))
     dq_sum.multiply(ctx, dq_accs, _ds_slot(plan, count - plan.config.dq_lag), wg)
-    if now.presets:  # S begins in registers out of which dK was made
-        plgpu.wgmma_wait(dq_sum.matmuls(plan))
+    if plan.presets:  # S begins in registers out of which dK was made
+        plgpu.wgmma_wait(WARPGROUPS * len(plan.share))
         now.release_last_q()
     smem.q_ring.wait(now.slot)
-    if now.presets:
+    if plan.presets:
         s_acc[...] = now.row_statistic(smem.q_ring)
     groups = now.multiply_scores(s_acc)
     # And dK of the last step is done.
     dq = [plgpu.wgmma_accumulator_load(acc, wait_n=groups) for acc in dq_accs]
-    if not now.presets:
+    if not plan.presets:
         now.release_last_q()
-    dq_sum.add(ctx, now.work, wg, due, dq, seen)
+    plan.dq.add((ctx, now.work, wg), due, dq)
 
 
 def _dv_and_dk(
     now: FusedStep, sums: KeyGradients, s_acc: RegisterTile, dp_acc: RegisterTile
 ) -> Sums:
     """Adds to dV and dK, which still runs when this returns."""
-    smem = now.smem
-    if now.dq_comes_first:
+    plan, _, smem = now.ctx
+    if plan.dq is not None:  # and comes first
         smem.do_ring.wait(now.slot)
-    if now.presets:
+    if plan.presets:
         dp_acc[...] = now.row_statistic(smem.do_ring)
     now.multiply_dp(dp_acc)
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=len(sums.dv))
     lse = None
-    if not now.presets:
+    if not plan.presets:
         lse = mosaic.load(smem.q_ring.row_stats.at[now.slot], mosaic.COLUMN)
     p, slope = score_mod.probabilities(now.ctx, now.place, s, lse, now.masked)
     ds, of_aux = _ds(now, sums, dp_acc, p, slope)
-    if not now.presets:
+    if not plan.presets:
         wgmma.value_panels(sums.dk, ds, panels.tiles(smem.q, now.slot))
     plgpu.wgmma_wait(len(sums.dk))
     smem.do_ring.release(now.slot)
@@ -548,21 +543,24 @@ def _ds(
     slot, ready = _ds_slot(plan, now.own.count), _ds_ready(now.ctx, now.own.count)
     wgmma.value_panels(sums.dv, p.astype(dtype), panels.tiles(smem.do, now.slot))
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(sums.dv))
-    ds = d_scores(p, dp, None if now.presets else now.row_statistic(smem.do_ring))
-    of_aux = aux_sums.add_tile(now.ctx, now.place, now.of_aux, ds)
+    ds = d_scores(p, dp, None if plan.presets else now.row_statistic(smem.do_ring))
+    of_aux = now.of_aux
+    if plan.key_sums:
+        of_aux = aux_sums.add_tile(now.ctx, now.place, of_aux, ds)
     ds = (ds if slope is None else ds * slope).astype(dtype)
-    if refs.dq is not None:
-        if dq_sum.is_split_by_rows(plan):
+    if plan.dq is not None:
+        if not plan.dq.by_columns:
             pl.when(now.own.count >= 2)(lambda: plgpu.barrier_wait(smem.ds_free.at[slot]))
             pl.when(now.pending[-1].exists != 0)(lambda: plgpu.barrier_wait(ready))
         for half in range(plan.config.block_q // ROWS):
             part = lax.slice(ds, (0, half * ROWS), (ROWS, (half + 1) * ROWS))
-            for copy in dq_sum.ds_tiles(now.ctx, slot, now.wg, half):
-                copy[...] = part
-    if now.presets:
+            at = slot, now.wg, half
+            for to in itertools.chain(*[panels.tiles(copy, at) for copy in smem.ds]):
+                to[...] = part
+    if plan.presets:
         wgmma.value_panels(sums.dk, ds, panels.tiles(smem.q, now.slot))
     plgpu.commit_smem()  # lse and delta have been read, too, and TMA will write there
-    if refs.dq is not None:
+    if plan.dq is not None:
         plgpu.barrier_arrive(ready)
     return ds, of_aux
 
@@ -586,15 +584,20 @@ def _store_dk_dv(
     """dk and dv of a warpgroup's keys."""
     plan, _, smem = ctx
     _sync_warpgroups(smem)  # the other has no more use for k, nor for dS
-    from_ds = stores_from_ds(plan)
+    from_ds = plan.config.block_q > ROWS and stores_from_ds(plan)
     if from_ds:
         plgpu.barrier_arrive(smem.kv_free)
-    staging = KeyGradients(Staging(smem.k, wg), Staging(smem.v, wg))
-    if from_ds:
-        staging = _ds_staging(ctx, wg)
-    at = work.batch, work.kv_head, producer.kv_row(plan, work.key) + wg * ROWS
-    for parts, staged, out in zip(grads, staging, outs, strict=True):
-        staged.store(parts, out, at)
+        staged = _from_ds(ctx, wg, grads)
+    else:
+        staged = KeyGradients(
+            [Staged(grads.dk, smem.k, wg)],
+            [Staged(grads.dv, smem.v, wg)],
+        )
+    row = tiles.kv_row(plan.problem, plan.tiling.block_kv, work.key) + wg * ROWS
+    at = work.batch, pl.ds(row, ROWS), work.kv_head
+    for some, out in zip(staged, outs, strict=True):
+        epilogue.write(some)
+        epilogue.store(some, out, at)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if not from_ds:
         plgpu.barrier_arrive(smem.kv_free)
@@ -610,53 +613,32 @@ def _store_part(
         step_parts.store(ctx.plan, out, work, wg * ROWS, sums)
 
 
-class Staging(NamedTuple):
-    """Shared memory from where a gradient is stored: rows of all columns, or blocks of dS."""
+def stores_from_ds(plan: KeyPlan) -> bool:
+    """Whether dk and dv fit where dS is, by swizzles of 64 columns. Query tiles of 64 rows, at head
+    dim 128, gain nothing by it; there k may be wider than dk, too, and TMA would wrap around.
+    """
+    (dk, dv), (qk, v, _) = plan.format.widths, plan.format
+    whole = qk.swizzle == v.swizzle == 128 and all(width % ROWS == 0 for width in dk + dv)
+    places = plan.ds_slots * (plan.config.block_q // ROWS)
+    return whole and sum(dk) // ROWS + sum(dv) // ROWS <= places
 
-    rows: Panels
-    index: Any  # or a list of them, one a block of 64 columns
 
-    def store(self, parts: Sequence[RegisterTile], out: GmemRef, at: tuple[Index, ...]) -> None:
-        """A gradient, in an accumulator or one a panel; `at`: batch, head and first row."""
-        if not isinstance(self.index, list):
-            for part, to in zip(parts, panels.tiles(self.rows, self.index), strict=True):
-                to[...] = part.astype(to.dtype)
-            plgpu.commit_smem()
-            return producer.store_rows(self.rows, self.index, out, at)
+def _from_ds(ctx: KernelContext, wg: Index, grads: KeyGradients) -> KeyGradients:
+    """Blocks of 64 columns of dk and dv, in dS."""
+    halves, places = ctx.plan.config.block_q // ROWS, itertools.count()
+
+    def blocks(parts: Sequence[RegisterTile]) -> list[Staged]:
         blocks = [
             lax.slice(part, (0, n), (ROWS, n + ROWS))
             for part in parts
             for n in range(0, part.shape[1], ROWS)
         ]
-        for block, index in zip(blocks, self.index, strict=True):
-            (to,) = panels.tiles(self.rows, index)
-            to[...] = block.astype(to.dtype)
-        plgpu.commit_smem()
-        for n, index in enumerate(self.index):
-            producer.store_rows(self.rows, index, out, at, n * ROWS)
-        return None
+        return [
+            Staged([block], ctx.smem.ds[0], (n // halves, wg, n % halves))
+            for block, n in zip(blocks, places, strict=False)
+        ]
 
-
-def stores_from_ds(plan: KeyPlan) -> bool:
-    """Whether dk and dv fit where dS is, by swizzles of 64 columns. Query tiles of 64 rows, at head
-    dim 128, gain nothing by it; there k may be wider than dk, too, and TMA would wrap around.
-    """
-    form, places = plan.format, plan.ds_slots * (plan.config.block_q // ROWS)
-    whole = form.qk.swizzle == form.v.swizzle == 128
-    widths = _widths(plan)
-    whole = whole and all(width % ROWS == 0 for width in widths.dk + widths.dv)
-    fit = sum(widths.dk) // ROWS + sum(widths.dv) // ROWS <= places
-    return whole and fit and dq_sum.is_split_by_rows(plan)
-
-
-def _ds_staging(ctx: KernelContext, wg: Index) -> KeyGradients:
-    """Blocks of ds of 64 columns for dk and for dv."""
-    plan, _, smem = ctx
-    halves, widths = plan.config.block_q // ROWS, _widths(plan)
-    of_dk = sum(widths.dk) // ROWS
-    blocks = [(n // halves, wg, n % halves) for n in range(of_dk + sum(widths.dv) // ROWS)]
-    rows = smem.ds[0]
-    return KeyGradients(Staging(rows, blocks[:of_dk]), Staging(rows, blocks[of_dk:]))
+    return KeyGradients(*map(blocks, grads))
 
 
 # ---- the kernel and its call --------------------------------------------------------------------
@@ -681,7 +663,8 @@ def _consume(ctx: KernelContext, outs: KeyGradients, block_id: Index, wg: Index)
         plgpu.barrier_wait(own.smem.kv_ready)
         grads, of_aux, count = _mainloop(own, work, wg, count)
         grads = grads._replace(dk=[part * plan.problem.scale for part in grads.dk])
-        aux_sums.store(ctx, work, wg * ROWS, of_aux)
+        if plan.key_sums:
+            aux_sums.store(ctx, work, wg * ROWS, of_aux)
         store = _store_dk_dv if plan.order.parts == 1 else _store_part
         store(own, outs, work, wg, grads)
         return count
@@ -701,48 +684,34 @@ def _kernel(refs: BackwardRefs, *rest: GmemRef, plan: KeyPlan) -> None:
     mosaic.share_registers(wg, WARPGROUPS, produce, consume, 240)
 
 
-def dq_dk_dv(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
-    """dq, and dk and dv in the sizes of refs.k and refs.v."""
-    if plan.config.one_key_tile:
-        dk, dv, dq = _call_kernel(plan, _with_presets(KernelContext(plan, refs)))
-        return Gradients(dq, dk, dv)
-    sums = dq_sum.sums(plan)
-    zeros = jnp.zeros(sums.shape, sums.dtype) if refs.dq is None else refs.dq
-    refs = refs._replace(dq=jax.new_ref(zeros))
-    if plan.order.turns:
-        refs = refs._replace(turns=turns.counters(plan))
-    grads = dk_dv(plan, _with_presets(KernelContext(plan, refs)))
-    dq = jax.freeze(refs.dq)
-    if plan.order.parts > 1:  # the sums of parts are read first: L2 may have them still
-        dq, _ = lax.optimization_barrier((dq, grads.dk))
-    return Gradients(dq_sum.rounded(plan, dq), *grads)
-
-
-def _with_presets(ctx: KernelContext) -> BackwardRefs:
-    """The operands, lse and delta as accumulators begin with them, where they do."""
-    plan, refs, _ = ctx
-    if plan.logit_rules.unit is None or not presets_accumulators(ctx):
-        return refs
-    return refs._replace(lse=refs.lse * (-1 / plan.logit_rules.unit), delta=-refs.delta)
-
-
-def dk_dv(plan: KeyPlan, refs: BackwardRefs) -> KeyGradients:
-    """dk and dv, in the sizes of refs.k and refs.v; adds to refs.dq, if there is one."""
-    return KeyGradients(*_call_kernel(plan, refs))
-
-
-def _call_kernel(plan: KeyPlan, refs: BackwardRefs) -> Any:
-    """dk, dv, and dq where all keys are one tile."""
-    outs, in_parts = [], plan.order.parts > 1
+def gradients(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
+    """dk and dv in the sizes of refs.k and refs.v, and dq; None where the plan says nothing of it.
+    S and dP begin with lse and delta as accumulators do, where they do.
+    """
+    dq, outs, in_parts = plan.dq, list[jax.ShapeDtypeStruct](), plan.order.parts > 1
+    is_written = isinstance(dq, one_key_tile.Written)
     for x in (refs.k, refs.v):  # a gradient for each batch row of q
         outs.append(jax.ShapeDtypeStruct((plan.problem.batch, *x.shape[1:]), x.dtype))
     if in_parts:
-        outs = step_parts.outputs(plan, _widths(plan))
-    if plan.config.one_key_tile:
-        outs.append(one_key_tile.output(plan.problem))
+        outs = step_parts.outputs(plan, plan.format.widths)
+    if is_written:
+        outs.append(dq.output(plan.problem))
+    elif dq is not None:
+        zeros = dq.zeros(plan)
+        refs = refs._replace(dq=jax.new_ref(jnp.zeros(zeros.shape, zeros.dtype)))
+    if plan.order.turns:
+        refs = refs._replace(turns=turns.counters(plan))
+    own = refs
+    if plan.presets and plan.logit_rules.unit is not None:
+        own = refs._replace(lse=refs.lse * (-1 / plan.logit_rules.unit), delta=-refs.delta)
     body, size = functools.partial(_kernel, plan=plan), (plan.order.grid, WARPGROUPS + 1)
     kernel = launch.persistent_kernel(body, "flash_bwd_sm90", tuple(outs), scratch(plan), size)
-    dk, dv, *dq = kernel(refs)
+    dk, dv, *written = kernel(own)
     if in_parts:
-        dk, dv = step_parts.added(plan, (dk, dv), _widths(plan))
-    return dk, dv, *dq
+        dk, dv = step_parts.added(plan, (dk, dv), plan.format.widths)
+    if dq is None or is_written:
+        return Gradients(written[0] if written else None, dk, dv)
+    sums = jax.freeze(refs.dq)
+    if in_parts:  # the sums of parts are read first: L2 may have them still
+        sums, _ = lax.optimization_barrier((sums, dk))
+    return Gradients(dq.finished(plan, sums), dk, dv)

@@ -32,23 +32,24 @@ from jax import lax
 
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
-from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem, probabilities_of_sinks
 from pallas_attn.kernels.attention import group_windows, softmax
 from pallas_attn.kernels.attention.group_windows import WIDTH, Unit
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import group_window_statistics as statistics
+from pallas_attn.kernels.flash_bwd import statistics
 from pallas_attn.kernels.flash_bwd.key_tiles import per_column
 from pallas_attn.kernels.flash_bwd.operands import (
     Gradients,
     KeyGradients,
     Residuals,
+    RowStatistics,
 )
 from pallas_attn.kernels.flash_bwd.producer import Ring
 from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.lang import launch, mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.panels import Panel
-from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
+from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Operand, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import head_rows
 from pallas_attn.kernels.mma.head_rows import HEADS, QUERIES
 
@@ -491,11 +492,21 @@ def _kernel(refs: GroupWindowRefs, *rest: GmemRef, plan: GroupWindowPlan) -> Non
     )
 
 
+def _dsinks(sinks: Operand, stats: RowStatistics) -> jax.Array:
+    """The gradient of the sinks: `operands.dsinks`."""
+    _, heads, tiles, _ = stats.lse.shape
+    of_heads = softmax.to_log2(sinks).reshape(1, heads, 1, 1, HEADS)
+    sizes = -1, heads, tiles, QUERIES, HEADS
+    # Rows without a key have an lse of inf here, as those of a sink of inf: but their delta is 0.
+    p = probabilities_of_sinks(of_heads, stats.lse.reshape(sizes), jnp.exp2)
+    return -(p * stats.delta.reshape(sizes)).sum(axis=(0, 2, 3)).reshape(-1)
+
+
 def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
     residuals, plan = Residuals(*residuals), GroupWindowPlan(problem, config)
     inputs = residuals.inputs
-    stats = statistics.of_tiles(problem, residuals)
+    stats = statistics.of_tiles(problem, HEADS, residuals)
     kernel = launch.persistent_kernel(
         functools.partial(_kernel, plan=plan),
         "flash_bwd_group_window_sm90",
@@ -505,7 +516,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     )
     refs = GroupWindowRefs(inputs.q, inputs.k, inputs.v, residuals.d_out, *stats)
     grads = Gradients(*kernel(refs))
-    sinks = None if inputs.sinks is None else statistics.dsinks(inputs.sinks, stats)
+    sinks = None if inputs.sinks is None else _dsinks(inputs.sinks, stats)
     return AttentionInputs(q=grads.dq, k=grads.dk, v=grads.dv, sinks=sinks)
 
 

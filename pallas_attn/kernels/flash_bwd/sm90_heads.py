@@ -40,23 +40,40 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call import gpu_specs
-from pallas_attn._call.problem import AttentionProblem
-from pallas_attn.kernels.attention import score_mod, score_tiles, tma_operands
+from pallas_attn._call.kernel import Kernel
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn.errors import Limit
+from pallas_attn.kernels.attention import (
+    key_masks,
+    score_mod,
+    score_tiles,
+    tiles,
+    tma_operands,
+)
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import one_key_tile, sm90_short
-from pallas_attn.kernels.flash_bwd.key_tiles import per_column
+from pallas_attn.kernels.flash_bwd import (
+    epilogue,
+    one_key_tile,
+    operands,
+    sm90_dbias,
+    sm90_short,
+    statistics,
+)
+from pallas_attn.kernels.flash_bwd.epilogue import Place, Staged
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling, per_column
 from pallas_attn.kernels.flash_bwd.operands import (
     Gradients,
     KeyGradients,
     Residuals,
     RowStatistics,
 )
-from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
 from pallas_attn.kernels.flash_bwd.producer import Ring, ring_slot
 from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
-from pallas_attn.kernels.flash_bwd.work_order import USUAL_BLOCKS
+from pallas_attn.kernels.flash_bwd.work_order import USUAL_BLOCKS, WorkOrder
 from pallas_attn.kernels.lang import launch, mosaic, panels
+from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.panels import Panel, Panels
 from pallas_attn.kernels.lang.types import (
     Barrier,
@@ -72,8 +89,23 @@ KEYS = WARPGROUPS * ROWS  # keys of a kv tile
 SUMS = 160  # largest number of columns of dK and dV in a consumer's registers: 80 a thread
 REGISTERS = 200, 88, 24  # a thread of consumers, of the third warpgroup, of the producer
 KEYS_IN_REGISTERS = 128  # largest number of columns of k and v for consumers to hold both
-LEAST_BUSY = 0.75  # least share of blocks with a head, over all waves, for `is_faster`
+LEAST_BUSY = 0.75  # least share of blocks with a head, over all waves, for `slower`
 RESERVED = 1024  # bytes of shared memory for barriers and for alignment
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Tuning only: the result is the same up to rounding."""
+
+    grid: int = USUAL_BLOCKS  # blocks; 0: one a head
+
+    def __post_init__(self) -> None:
+        check(self, grid=(self.grid >= 0, "at least 0"))
+
+    @classmethod
+    def default(cls, problem: AttentionProblem) -> "Config":
+        del problem
+        return cls()
 
 
 class Slots(NamedTuple):
@@ -96,6 +128,35 @@ _SLOTS = [
 ]
 
 
+def limit(problem: AttentionProblem) -> Limit | None:
+    """Why this kernel cannot take the problem, or None."""
+    if takes(problem):
+        return tiles.limit(problem)
+    return Limit(
+        "it takes 16-bit floats, heads that share no keys, and no mask but one of keys; dq of a "
+        "head has to fit in shared memory",
+        "leave implementation=None",
+    )
+
+
+def slower(problem: AttentionProblem) -> Limit | None:
+    """Why another kernel is faster, or None: at other than measured sizes, or with few blocks busy
+    in the last wave. Up to 128 keys `one_key_tile` is faster from 384 rows on.
+    """
+    heads = problem.batch * problem.q_heads
+    busy = heads / (USUAL_BLOCKS * pl.cdiv(heads, USUAL_BLOCKS))
+    rows, keys = problem.q_len, problem.kv_len
+    measured = ROWS < rows <= 512 and ROWS < keys <= 512
+    if one_key_tile.takes(problem):
+        fewest = ROWS if keys > ROWS else 2 * ROWS
+        measured = fewest < rows < 384 and keys >= ROWS // 2
+    if measured and busy >= LEAST_BUSY:
+        return None
+    return Limit(
+        f"it is for {ROWS} to 512 rows of heads for all blocks", "leave implementation=None"
+    )
+
+
 def takes(problem: AttentionProblem) -> bool:
     """Whether this kernel serves a problem."""
     plain = sm90_short.is_plain(without_tiles(problem)) and problem.mask.is_full
@@ -113,20 +174,6 @@ def _has_keys_in_registers(problem: AttentionProblem) -> bool:
     operands in shared memory is bound by reading them.
     """
     return _columns(problem) <= KEYS_IN_REGISTERS
-
-
-def is_faster(problem: AttentionProblem) -> bool:
-    """Whether this kernel is faster than the others: at measured sizes, with most blocks busy in
-    the last wave. Up to 128 keys `one_key_tile` is faster from 384 rows on.
-    """
-    heads = problem.batch * problem.q_heads
-    busy = heads / (USUAL_BLOCKS * pl.cdiv(heads, USUAL_BLOCKS))
-    rows, keys = problem.q_len, problem.kv_len
-    measured = ROWS < rows <= 512 and ROWS < keys <= 512
-    if one_key_tile.takes(problem):
-        fewest = ROWS if keys > ROWS else 2 * ROWS
-        measured = fewest < rows < 384 and keys >= ROWS // 2
-    return measured and busy >= LEAST_BUSY
 
 
 def without_tiles(problem: AttentionProblem) -> AttentionProblem:
@@ -284,8 +331,17 @@ def _own_widths(problem: AttentionProblem, slots: Slots) -> tuple[int, ...]:
     return first if _shares_dv(problem, slots) else first + rest
 
 
-def buffer_bytes(plan: KeyPlan) -> int:
-    return mosaic.bytes_of(_scratch(plan.problem, slots_of(plan.problem))) + RESERVED
+def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
+    order = WorkOrder(KeyTiling(problem, KEYS, ROWS), config.grid)
+    form = RowFormats.of(problem, ROWS)
+    return KeyPlan(problem, config, order, form, bias_tiles=bias_tiles(problem))
+
+
+def smem_bytes(problem: AttentionProblem, config: Config) -> int:
+    """Shared memory of the kernel that needs most."""
+    del config
+    own = mosaic.bytes_of(_scratch(problem, slots_of(problem))) + RESERVED
+    return max(own, sm90_dbias.smem_bytes(problem))
 
 
 # ---- work of a block ----------------------------------------------------------------------------
@@ -574,46 +630,17 @@ def _store_dk_dv(ctx: KernelContext, outs: KeyGradients, at: HeadStep, grads: Ke
     scale = plan.problem.scale
     dk = [part if scale == 1.0 else part * scale for part in grads.dk]
     plgpu.barrier_wait(smem.dq_done.at[slot])
-    buffers: list[tuple[Panel, Place]] = [(panel, at.wg) for panel in smem.dv]
+    buffers: list[tuple[Panels, Place]] = [((panel,), at.wg) for panel in smem.dv]
     if len(buffers) < len(grads.dv):
-        buffers.insert(0, (smem.ds, (0, at.wg)))
-    staged = _staged(grads.dv, buffers)
-    of_k = _staged(dk, [(panel, at.keys) for panel in smem.k])
-    _write([*staged, *of_k])
-    _store(staged, outs.dv, where)
-    _store(of_k, outs.dk, where)
+        buffers.insert(0, ((smem.ds,), (0, at.wg)))
+    staged = [Staged([x], *there) for x, there in zip(grads.dv, buffers, strict=True)]
+    of_k = [Staged(dk, smem.k, at.keys)]
+    epilogue.write([*staged, *of_k])
+    epilogue.store(staged, outs.dv, where)
+    epilogue.store(of_k, outs.dk, where)
     if slots_of(plan.problem).k == 1:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(smem.k_free.at[slot])
-
-
-Place = Index | tuple[Index, Index]  # in a panel
-
-
-class Staged(NamedTuple):
-    """A panel of a gradient, and the shared memory from which it is stored."""
-
-    part: RegisterTile
-    panel: Panel
-    at: Place
-
-
-def _staged(parts: Sequence[RegisterTile], buffers: Sequence[tuple[Panel, Place]]) -> list[Staged]:
-    return [Staged(part, *buffer) for part, buffer in zip(parts, buffers, strict=True)]
-
-
-def _write(staged: list[Staged]) -> None:
-    for part, panel, index in staged:
-        (to,) = panels.tiles((panel,), index)
-        to[...] = part.astype(to.dtype)
-    plgpu.commit_smem()
-
-
-def _store(staged: list[Staged], to: GmemRef, where: tuple[Any, ...]) -> None:
-    column = 0
-    for part, panel, index in staged:
-        panels.store((panel,), index, to, where, column)
-        column += part.shape[1]
 
 
 # ---- dQ -----------------------------------------------------------------------------------------
@@ -692,18 +719,19 @@ def _store_dq(now: DqStep, slot: Index, parts: Sequence[RegisterTile]) -> None:
     """Stores a tile of dq, from dS in `slot` or from a buffer."""
     problem, smem, tile = now.ctx.plan.problem, now.ctx.smem, now.tile
     slots = slots_of(problem)
-    buffers: list[tuple[Panel, Place]] = [(panel, 0) for panel in smem.dq]
+    buffers: list[tuple[Panels, Place]] = [((panel,), 0) for panel in smem.dq]
     if _shares_dv(problem, slots):
-        buffers += [(panel, 0) for panel in smem.dv]
+        buffers += [((panel,), 0) for panel in smem.dv]
     uses_ds = len(buffers) < len(parts)
     if uses_ds:
-        buffers.insert(0, (smem.ds, (slot, 0)))
+        buffers.insert(0, ((smem.ds,), (slot, 0)))
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if uses_ds:
         plgpu.commit_smem()  # all warps have finished matmuls that read dS
-    staged = _staged([part * problem.scale for part in parts], buffers)
-    _write(staged)
-    _store(staged, now.dq, (tile.batch, pl.ds(now.t * ROWS, ROWS), tile.head))
+    parts = [part * problem.scale for part in parts]
+    staged = [Staged([x], *there) for x, there in zip(parts, buffers, strict=True)]
+    epilogue.write(staged)
+    epilogue.store(staged, now.dq, (tile.batch, pl.ds(now.t * ROWS, ROWS), tile.head))
     if uses_ds:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -732,7 +760,18 @@ def _kernel(refs: HeadsRefs, *rest: GmemRef, plan: KeyPlan) -> None:
         _consume(ctx, KeyGradients(dk_ref, dv_ref), walk, wg)
 
 
-def dq_dk_dv(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Gradients:
+def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:
+    """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
+    residuals, plan, others = Residuals(*residuals), plan_of(problem, config), {}
+    stats = statistics.of_rows(problem, residuals)
+    grads = _dq_dk_dv(plan, residuals, stats)
+    if problem.bias_shape is not None:
+        refs = operands.ordered_after(operands.for_tma(plan, residuals, stats), grads.dq)
+        others = sm90_dbias.gradients(KernelContext(plan, refs), residuals, stats)
+    return operands.cotangents(residuals, stats, grads, others)
+
+
+def _dq_dk_dv(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Gradients:
     """dq, dk and dv, by one launch."""
     inputs, d_out = residuals.inputs, residuals.d_out
     outs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.q, inputs.k, inputs.v)]
@@ -747,8 +786,9 @@ def dq_dk_dv(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Gradi
     if plan.bias_tiles is not None:
         refs = refs._replace(bias=plan.bias_tiles.operand(inputs.bias))
     if plan.has("mask_array"):
-        from pallas_attn.kernels.attention import key_masks
-
         codes = key_masks.codes(inputs.mask_array, KEYS)
         refs = refs._replace(mask_array=inputs.mask_array, key_tiles=codes)
     return Gradients(*kernel(refs))
+
+
+KERNEL = Kernel(Config, limit, smem_bytes, run, slower)

@@ -13,9 +13,10 @@ Shared memory:
   q, do [query tiles]  dq is stored from q
   k, v [kv tiles]      dk and dv are stored from the same places
   ds                   of one pair of tiles: the left operand of its dQ
-  lse, delta           of all query rows, see `tile_statistics`
+  lse, delta           of all query rows, see `statistics`
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -25,16 +26,21 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call.problem import AttentionProblem
-from pallas_attn.kernels.attention import score_mod
+from pallas_attn._call.kernel import Kernel
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn.errors import Limit
+from pallas_attn.kernels.attention import score_mod, tiles
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span
-from pallas_attn.kernels.flash_bwd import tile_statistics
-from pallas_attn.kernels.flash_bwd.key_tiles import per_column
+from pallas_attn.kernels.flash_bwd import epilogue, operands, statistics
+from pallas_attn.kernels.flash_bwd.epilogue import Staged
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling, per_column
 from pallas_attn.kernels.flash_bwd.operands import Gradients, KeyGradients, Residuals
-from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
+from pallas_attn.kernels.flash_bwd.statistics import QueryTileAt, StatisticsRefs
 from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
-from pallas_attn.kernels.flash_bwd.tile_statistics import QueryTileAt, StatisticsRefs
+from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
+from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import (
     Barrier,
@@ -48,6 +54,27 @@ from pallas_attn.kernels.mma import wgmma
 
 TILES = 2  # most query tiles, and most kv tiles
 SUMS = 256  # columns of float32 that a warpgroup holds beside S and dP: 128 registers a thread
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Nothing to tune."""
+
+    @classmethod
+    def default(cls, problem: AttentionProblem) -> "Config":
+        del problem
+        return cls()
+
+
+def limit(problem: AttentionProblem) -> Limit | None:
+    """Why this kernel cannot take the problem, or None."""
+    if takes(problem):
+        return tiles.limit(problem)
+    return Limit(
+        f"it takes 16-bit floats and up to {TILES * ROWS} queries and keys of heads that share no "
+        "keys, whose gradients fit in the registers of a warpgroup, with sinks and no other array",
+        "leave implementation=None",
+    )
 
 
 def takes(problem: AttentionProblem) -> bool:
@@ -128,15 +155,21 @@ def scratch(plan: KeyPlan) -> ShortSmem:
     )
 
 
-def buffer_bytes(plan: KeyPlan) -> int:
-    return mosaic.bytes_of(scratch(plan))
+def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
+    order = WorkOrder(KeyTiling(problem, ROWS, ROWS))
+    return KeyPlan(problem, config, order, RowFormats.of(problem, ROWS))
+
+
+def smem_bytes(problem: AttentionProblem, config: Config) -> int:
+    """Shared memory of a block."""
+    return mosaic.bytes_of(scratch(plan_of(problem, config))) + BARRIERS
 
 
 class Head(NamedTuple):
     batch: Index
     head: Index
 
-    def rows(self, t: int) -> tuple[Any, Any, Index]:
+    def rows(self, t: Any) -> tuple[Any, Any, Index]:
         """Tile t in global memory. JAX refuses to slice past an end that it knows, see
         `mosaic.columns`.
         """
@@ -164,30 +197,16 @@ def _load(ctx: KernelContext, head: Head) -> None:
     memory = StatisticsRefs(refs.out, refs.do, refs.lse, refs.d_lse, smem.lse, smem.delta)
     for t in range(tiling.q_tiles):
         at = QueryTileAt(*head, jnp.int32(t), jnp.int32(t))
-        tile_statistics.write(plan.problem, memory, at)
+        statistics.write(plan.problem, memory, at)
     plgpu.commit_smem()
 
 
-class TileGradient(NamedTuple):
-    """A gradient of tile t, an accumulator a panel; where it is stored from, and where to."""
-
-    accs: tuple[RegisterTile, ...]
-    t: int
-    scale: float
-    staged: panels.Panels
-    to: GmemRef
-
-
-def _store(head: Head, *gradients: TileGradient) -> None:
-    values = [[acc[...] for acc in gradient.accs] for gradient in gradients]
+def _store(head: Head, *gradients: tuple[Staged, GmemRef]) -> None:
+    """Gradients of tiles, whose numbers are their places in shared memory, and where they go."""
     plgpu.commit_smem()  # no warp multiplies what lies there any more
-    for gradient, parts in zip(gradients, values, strict=True):
-        for value, to in zip(parts, panels.tiles(gradient.staged, gradient.t), strict=True):
-            value = value if gradient.scale == 1.0 else value * gradient.scale
-            to[...] = value.astype(to.dtype)
-    plgpu.commit_smem()
-    for gradient in gradients:
-        panels.store(gradient.staged, gradient.t, gradient.to, head.rows(gradient.t))
+    epilogue.write([staged for staged, _ in gradients])
+    for staged, to in gradients:
+        epilogue.store([staged], to, head.rows(staged.at))
 
 
 # ---- the mainloop -------------------------------------------------------------------------------
@@ -229,8 +248,9 @@ def _kv_tile(
             continue
         add = functools.partial(_add_pair, ctx, pair, Gradients(dqs[t], *grads))
         pl.run_scoped(add, *(plgpu.ACC((ROWS, ROWS), jnp.float32) for _ in range(2)))
-    dk = TileGradient(grads.dk, j, plan.problem.scale, smem.k, outs.dk)
-    _store(head, dk, TileGradient(grads.dv, j, 1.0, smem.v, outs.dv))
+    dk = Staged([acc[...] * plan.problem.scale for acc in grads.dk], smem.k, j)
+    dv = Staged([acc[...] for acc in grads.dv], smem.v, j)
+    _store(head, (dk, outs.dk), (dv, outs.dv))
 
 
 def _wait(smem: ShortSmem, pair: Pair, names: tuple[str, str]) -> None:
@@ -295,14 +315,25 @@ def _kernel(refs: ShortRefs, *rest: GmemRef, plan: KeyPlan) -> None:
         for j in range(tiling.kv_tiles):
             kv_tile = functools.partial(_kv_tile, ctx, outs, head, j, dqs)
             pl.run_scoped(kv_tile, *accs(qk), *accs(v))
-        grads = (TileGradient(x, t, problem.scale, smem.q, outs.dq) for t, x in enumerate(dqs))
-        _store(head, *grads)
+        values = [[acc[...] * problem.scale for acc in accs] for accs in dqs]
+        _store(head, *[(Staged(x, smem.q, t), outs.dq) for t, x in enumerate(values)])
 
     pl.run_scoped(all_tiles, *accs(qk * tiling.q_tiles))
     plgpu.wait_smem_to_gmem(0)
 
 
-def dq_dk_dv(plan: KeyPlan, residuals: Residuals) -> Gradients:
+def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:
+    """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs. Sinks alone need the statistics
+    of rows in global memory.
+    """
+    residuals, plan = Residuals(*residuals), plan_of(problem, config)
+    if residuals.inputs.sinks is None:
+        return AttentionInputs(*_dq_dk_dv(plan, residuals))
+    stats = statistics.of_rows(problem, residuals)
+    return operands.cotangents(residuals, stats, _dq_dk_dv(plan, residuals), {})
+
+
+def _dq_dk_dv(plan: KeyPlan, residuals: Residuals) -> Gradients:
     """dq, dk and dv."""
     inputs, out, lse, d_out, d_lse = residuals
     kernel = plgpu.kernel(
@@ -317,3 +348,6 @@ def dq_dk_dv(plan: KeyPlan, residuals: Residuals) -> Gradients:
         kernel_name="flash_bwd_short_sm90",
     )
     return Gradients(*kernel(ShortRefs(inputs.q, inputs.k, inputs.v, d_out, out, lse, d_lse)))
+
+
+KERNEL = Kernel(Config, limit, smem_bytes, run)

@@ -63,9 +63,9 @@ from pallas_attn.kernels.flash_bwd import (
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import (
     BackwardRefs,
+    Gradients,
     Residuals,
     RowStatistics,
-    dsinks,
     row_statistics,
 )
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
@@ -757,10 +757,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     dq_plan, refs = QueryPlan.of(problem, config), operands.ordered_after(refs, dk)
     dq = gradient_of(dq_plan, DQ, sm90_dq.by_rows(dq_plan, inputs, refs))
     dq = dq[:, : problem.q_len, :, : problem.head_dim]
-    dk = dk[:, : problem.kv_len, :, : problem.head_dim]
-    dv = dv[:, : problem.kv_len, :, : problem.v_head_dim]
-    sinks = None if inputs.sinks is None else dsinks(residuals, stats)
-    return AttentionInputs(q=dq, k=dk, v=dv, sinks=sinks)
+    return operands.cotangents(residuals, stats, Gradients(dq, dk, dv), {})
 
 
 KERNEL = Kernel(Config, limit, smem_bytes, run)

@@ -21,6 +21,7 @@ Shared memory, which the one warpgroup loads itself:
   ds                 of one pair: the left operand of its dQ
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -32,15 +33,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call import gpu_specs
-from pallas_attn._call.problem import AttentionProblem
-from pallas_attn.kernels.attention import score_mod
+from pallas_attn._call.kernel import Kernel
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn.errors import Limit
+from pallas_attn.kernels.attention import score_mod, tiles
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd.key_tiles import per_column
-from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients
-from pallas_attn.kernels.flash_bwd.plan import KeyPlan
-from pallas_attn.kernels.flash_bwd.producer import load_rows, ring_slot, store_rows
+from pallas_attn.kernels.flash_bwd import epilogue, operands
+from pallas_attn.kernels.flash_bwd.epilogue import Staged
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling, per_column
+from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, Residuals
+from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
+from pallas_attn.kernels.flash_bwd.producer import load_rows, ring_slot
 from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
+from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import Barrier, Carry, GmemRef, Index, RegisterTile, SmemRef
@@ -49,6 +55,27 @@ MOST_PAIRS = 3  # pairs of a kv tile: dQ of all but one of them is in registers
 STAGES = MOST_PAIRS + 1
 BLOCKS = 2 * gpu_specs.multiprocessors(gpu_specs.HOPPER)  # blocks at work at a time
 RESERVED = 1024 + 512  # bytes of shared memory of a block beside its buffers, with barriers
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Nothing to tune."""
+
+    @classmethod
+    def default(cls, problem: AttentionProblem) -> "Config":
+        del problem
+        return cls()
+
+
+def limit(problem: AttentionProblem) -> Limit | None:
+    """Why this kernel cannot take the problem, or None."""
+    if takes(problem):
+        return tiles.limit(problem)
+    return Limit(
+        f"it takes causal windows of up to {MOST_PAIRS * ROWS - ROWS + 1} keys, as many queries as "
+        "keys, heads of up to 64 that share no keys, 16-bit floats, sinks and no other array",
+        "leave implementation=None",
+    )
 
 
 def takes(problem: AttentionProblem) -> bool:
@@ -109,8 +136,14 @@ def scratch(plan: KeyPlan) -> WindowSmem:
     )
 
 
-def buffer_bytes(plan: KeyPlan) -> int:
-    return mosaic.bytes_of(scratch(plan))
+def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
+    order = WorkOrder(KeyTiling(problem, ROWS, ROWS))
+    return KeyPlan(problem, config, order, RowFormats.of(problem, ROWS))
+
+
+def smem_bytes(problem: AttentionProblem, config: Config) -> int:
+    """Shared memory of a block, of which two share a multiprocessor."""
+    return mosaic.bytes_of(scratch(plan_of(problem, config))) + RESERVED
 
 
 # ---- the walk of a block ------------------------------------------------------------------------
@@ -172,24 +205,13 @@ def _load_q(ctx: KernelContext, walk: Walk, t: Index) -> None:
         plgpu.copy_gmem_to_smem(there, to.at[slot], ready)
 
 
-class TileGradient(NamedTuple):
-    """A gradient of tile t, from a place in shared memory that no matmul reads any more."""
-
-    value: RegisterTile
-    staged: Panels
-    slot: Index
-    to: GmemRef
-
-
-def _store(walk: Walk, t: Index, *gradients: TileGradient) -> None:
+def _store(walk: Walk, t: Index, *gradients: tuple[Staged, GmemRef]) -> None:
+    """Gradients of tile t, from where no matmul reads any more, and where they go."""
     plgpu.commit_smem()  # in no warp
-    for gradient in gradients:
-        (staged,) = panels.tiles(gradient.staged, gradient.slot)
-        staged[...] = gradient.value.astype(staged.dtype)
-    plgpu.commit_smem()
-    for gradient in gradients:
-        at = (walk.batch, walk.head, t * ROWS)
-        store_rows(gradient.staged, gradient.slot, gradient.to, at, predicate=t >= walk.begin)
+    epilogue.write([staged for staged, _ in gradients])
+    for staged, to in gradients:
+        where = walk.batch, pl.ds(t * ROWS, ROWS), walk.head
+        epilogue.store([staged], to, where, t >= walk.begin)
 
 
 def _load_next_and_store_dq(
@@ -207,7 +229,7 @@ def _load_next_and_store_dq(
         _load_q(ctx, walk, t + pairs(plan.problem))
 
     dq = plgpu.wgmma_accumulator_load(acc, wait_n=2)
-    _store(walk, t, TileGradient(dq * plan.problem.scale, smem.q, ring_slot(t, STAGES), to))
+    _store(walk, t, (Staged([dq * plan.problem.scale], smem.q, ring_slot(t, STAGES)), to))
 
 
 # ---- the mainloop -------------------------------------------------------------------------------
@@ -238,8 +260,8 @@ def _step(
     zeros = [mosaic.filled((ROWS, x.width), 0.0) for x in (qk, values, qk)]
     fresh = [plgpu.ACC.init(value) for value in (*zeros[:2], *open_dq, zeros[2])]
     dk, dv, _, *open_dq = pl.run_state(all_pairs)(fresh)
-    dk = TileGradient(dk * plan.problem.scale, smem.k, kv_slot, outs.dk)
-    _store(walk, t, dk, TileGradient(dv, smem.v, kv_slot, outs.dv))
+    dk = Staged([dk * plan.problem.scale], smem.k, kv_slot)
+    _store(walk, t, (dk, outs.dk), (Staged([dv], smem.v, kv_slot), outs.dv))
     # A sum that changes places: were it copied as it is, ptxas would do so between matmuls in
     # flight, and have them wait for each other. To add 0 is no copy.
     return [dq + 0.0 for dq in open_dq]
@@ -322,7 +344,16 @@ def _kernel(refs: BackwardRefs, *rest: GmemRef, plan: KeyPlan) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def dq_dk_dv(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
+def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:
+    """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
+    residuals, plan = Residuals(*residuals), plan_of(problem, config)
+    stats = operands.row_statistics(plan.exact, padded_rows(problem), residuals)
+    grads = _dq_dk_dv(plan, operands.for_tma(plan, residuals, stats))
+    grads = grads._replace(dq=grads.dq[:, : problem.q_len])
+    return operands.cotangents(residuals, stats, grads, {})
+
+
+def _dq_dk_dv(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
     """dq, dk and dv."""
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan),
@@ -334,3 +365,6 @@ def dq_dk_dv(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
         kernel_name="flash_bwd_window_sm90",
     )
     return Gradients(*kernel(refs))
+
+
+KERNEL = Kernel(Config, limit, smem_bytes, run)

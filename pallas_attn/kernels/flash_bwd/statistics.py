@@ -1,108 +1,160 @@
-"""Row statistics (lse and delta) of all query rows, by a launch that reads out and dO once and also
-writes the zeros to which `sm90_fused` adds dq.
+"""Row statistics, lse and delta, that threads compute of the rows of out and dO, each read once: a
+launch for all query rows, or a part of a kernel that reads each query tile once (`sm90_short`).
 
-Grid: a block of one warpgroup for each tile of 64 rows of a head.
+Grid: a block of one warpgroup for each tile of 64 rows.
 """
 
 import functools
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_attn._call.problem import AttentionProblem
+from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.attention.tiles import ROWS
-from pallas_attn.kernels.flash_bwd import tile_statistics
+from pallas_attn.kernels.flash_bwd import operands
 from pallas_attn.kernels.flash_bwd.operands import Residuals, RowStatistics
-from pallas_attn.kernels.flash_bwd.tile_statistics import QueryTileAt, StatisticsRefs
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
-from pallas_attn.kernels.lang.threads import FOUR
-from pallas_attn.kernels.lang.types import GmemRef
+from pallas_attn.kernels.lang.types import GmemRef, Index, SmemRef
+
+LANES = 8  # threads that share a row; each reads 16 bytes at a time
+NUMBERS = 8  # in 16 bytes
 
 
-def takes(problem: AttentionProblem) -> bool:
-    """Whether rows of out and dO are read in words of 16 bytes, and end at T."""
-    whole = problem.v_head_dim % tile_statistics.NUMBERS == 0
-    return whole and problem.dtype != "float32" and "q_lengths" not in problem.arrays
+class StatisticsRefs(NamedTuple):
+    out: GmemRef  # [B, T, N, Hv]
+    do: GmemRef
+    lse: GmemRef  # float32[B, N, T]
+    d_lse: GmemRef
+    to_lse: SmemRef  # float32[tiles, ROWS]
+    to_delta: SmemRef
 
 
-def clears(zeros: jax.ShapeDtypeStruct) -> bool:
-    """Whether `with_zeros` makes such an array: it counts words of 16 bytes in 32 bits, and beyond
-    the end, where the last blocks have fewer.
+class QueryTileAt(NamedTuple):
+    batch: Index
+    head: Index
+    t: Index  # query tile
+    slot: Index  # the row of `to_lse` and `to_delta`
+
+
+def of_rows(problem: AttentionProblem, residuals: Residuals) -> RowStatistics:
+    """The statistics of 16-bit rows, for whole tiles of 64 or 128: `operands.row_statistics`, which
+    computes them where rows of out and dO are no words of 16 bytes, or end before T.
     """
-    return _words(zeros) <= 2**30
+    rows = pl.cdiv(problem.q_len, 2 * ROWS) * 2 * ROWS
+    if problem.v_head_dim % NUMBERS or "q_lengths" in problem.arrays:
+        return operands.row_statistics(False, rows, residuals)
+    heads = problem.batch, problem.q_heads
+    grid = {"tile": rows // ROWS, "row": heads[0] * heads[1]}
+    return _launched(problem, residuals, (*heads, rows), grid)
 
 
-def _words(array: jax.ShapeDtypeStruct | GmemRef) -> int:
-    return math.prod(array.shape) * jnp.dtype(array.dtype).itemsize // 16
-
-
-def of_rows(problem: AttentionProblem, rows: int, residuals: Residuals) -> RowStatistics:
-    """The statistics that `operands.row_statistics` computes, for `rows` rows a head, a multiple of
-    64, where `takes` holds.
+def of_tiles(problem: AttentionProblem, heads: int, residuals: Residuals) -> RowStatistics:
+    """float32[B, N / heads, tiles, 64]: those of tiles of so many heads. Tiles of the same query
+    rows follow each other: blocks at work at one time read whole rows of out and dO.
     """
-    return RowStatistics(*_launched(problem, rows, residuals))
-
-
-def with_zeros(
-    problem: AttentionProblem, rows: int, residuals: Residuals, zeros: jax.ShapeDtypeStruct
-) -> tuple[RowStatistics, jax.Array]:
-    """`of_rows`, and zeros in whole words of 16 bytes. Writing them while others are read takes
-    less time than a launch of its own.
-    """
-    lse, delta, array = _launched(problem, rows, residuals, (zeros,))
-    return RowStatistics(lse, delta), array
+    tiles, some = problem.q_len // (ROWS // heads), problem.q_heads // heads
+    shape, grid = (problem.batch, some, tiles, ROWS), {"batch": problem.batch, "tile": tiles * some}
+    return _launched(problem, residuals, shape, grid, heads)
 
 
 def _launched(
-    problem: AttentionProblem, rows: int, residuals: Residuals, zeros: tuple[Any, ...] = ()
-) -> Any:
-    heads = problem.batch, problem.q_heads
-    number = jax.ShapeDtypeStruct((*heads, rows), jnp.float32)
-    tile = plgpu.SMEM((1, ROWS), jnp.float32)
+    problem: AttentionProblem,
+    residuals: Residuals,
+    shape: tuple[int, ...],
+    grid: dict[str, int],
+    heads: int = 1,
+) -> RowStatistics:
+    _, out, lse, d_out, d_lse = residuals
+    number, tile = jax.ShapeDtypeStruct(shape, jnp.float32), plgpu.SMEM((1, ROWS), jnp.float32)
     kernel = plgpu.kernel(
-        functools.partial(_kernel, problem=problem),
-        out_type=(number, number, *zeros),
+        functools.partial(_kernel, problem=problem, heads=heads),
+        out_type=(number, number),
         scratch_types=(tile, tile),
-        **mosaic.grid_of(tile=rows // ROWS, row=heads[0] * heads[1]),
+        **mosaic.grid_of(**grid),
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_bwd_statistics",
     )
-    _, out, lse, d_out, d_lse = residuals
-    return kernel((out, d_out, lse, d_lse))
+    return RowStatistics(*kernel((out, d_out, lse, d_lse)))
 
 
 def _kernel(
-    inputs: tuple[GmemRef, GmemRef, GmemRef, GmemRef], *rest: GmemRef, problem: AttentionProblem
+    inputs: tuple[GmemRef, GmemRef, GmemRef, GmemRef],
+    *rest: GmemRef,
+    problem: AttentionProblem,
+    heads: int,
 ) -> None:
-    lse_ref, delta_ref, *zeros, lse, delta = rest
-    t, row = lax.axis_index("tile"), lax.axis_index("row")
-    batch, head = lax.div(row, jnp.int32(problem.q_heads)), lax.rem(row, jnp.int32(problem.q_heads))
+    lse_ref, delta_ref, lse, delta = rest
+    if heads == 1:
+        t, row, count = lax.axis_index("tile"), lax.axis_index("row"), jnp.int32(problem.q_heads)
+        batch, head = lax.div(row, count), lax.rem(row, count)
+    else:
+        batch, number = lax.axis_index("batch"), lax.axis_index("tile")
+        count = jnp.int32(problem.q_heads // heads)
+        t, head = lax.div(number, count), lax.rem(number, count)
     at = QueryTileAt(batch, head, t, 0 * t)
-    tile_statistics.write(problem, StatisticsRefs(*inputs, lse, delta), at)
+    write(problem, StatisticsRefs(*inputs, lse, delta), at, heads)
     plgpu.commit_smem()
     for tile, to in ((lse, lse_ref), (delta, delta_ref)):
-        plgpu.copy_smem_to_gmem(tile.at[0], to.at[batch, head, pl.ds(t * ROWS, ROWS)])
-    if zeros:
-        tiles = lse_ref.shape[2] // ROWS
-        blocks = problem.batch * problem.q_heads * tiles
-        threads.run(_clear, (_words(zeros[0]), blocks), _Zeros(*zeros), row * tiles + t)
+        own = pl.ds(t * ROWS, ROWS) if heads == 1 else t
+        plgpu.copy_smem_to_gmem(tile.at[0], to.at[batch, head, own])
     plgpu.wait_smem_to_gmem(0)
 
 
-class _Zeros(NamedTuple):
-    array: GmemRef
+def write(problem: AttentionProblem, refs: StatisticsRefs, at: QueryTileAt, heads: int = 1) -> None:
+    """lse in log2 units and delta = rowsum(dO * O) - dLSE of query tile `at.t` in shared memory;
+    inf and 0 in rows that see no key and past T, so that their P and dS are 0. A tile may be rows
+    of several heads, which lie next to each other for each query.
+    """
+    threads.run(_write, (problem, heads), refs, at)
 
 
-def _clear(ctx: ThreadContext) -> None:
-    """A block's part of the zeros."""
-    thread, refs, block, (words, blocks) = ctx
-    each = pl.cdiv(words, blocks * mosaic.THREADS)
-    for n in range(each):
-        word = (block * each + n) * mosaic.THREADS + thread.index
-        thread.store_floats(refs.array, word, [thread.number(0.0)] * FOUR, word < words)
+def _write(ctx: ThreadContext) -> None:
+    thread, refs, at, (problem, several) = ctx
+    chunks, heads, length = problem.v_head_dim // NUMBERS, problem.q_heads, problem.q_len
+    lane, down = thread.index % LANES, thread.index // LANES
+    rows = [down + n for n in range(0, ROWS, mosaic.THREADS // LANES)]
+    if several == 1:
+        lines = [(at.batch * length + at.t * ROWS + row) * heads + at.head for row in rows]
+        live = [at.t * ROWS + row < length for row in rows]
+        own = [(at.batch * heads + at.head) * length + at.t * ROWS + row for row in rows]
+    else:
+        first, head = at.t * (ROWS // several), at.head * several
+        places = [(first + row // several, head + row % several) for row in rows]
+        lines = [(at.batch * length + query) * heads + head for query, head in places]
+        live = [query < length for query, _ in places]
+        own = [(at.batch * heads + head) * length + query for query, head in places]
+    lse, d_lse = (
+        [thread.load_where(ref, index, 4, there) for index, there in zip(own, live, strict=True)]
+        for ref in (refs.lse, refs.d_lse)
+    )
+    pairs = []
+    for line, there in zip(lines, live, strict=True):
+        for n in range(pl.cdiv(chunks, LANES)):
+            chunk = lane + n * LANES
+            inside = there if (n + 1) * LANES <= chunks else there & (chunk < chunks)
+            index = thread.to_int64(line) * chunks + thread.to_int64(chunk)
+            pairs.append([thread.load_where(ref, index, 16, inside) for ref in (refs.out, refs.do)])
+    each = len(pairs) // len(rows)
+    for n, row in enumerate(rows):
+        total = thread.number(0.0)
+        for words in pairs[n * each : (n + 1) * each]:
+            out, do = (thread.numbers(word, 16, problem.dtype) for word in words)
+            for x, y in zip(out, do, strict=True):
+                total = total + x * y
+        delta = thread.sum_of_lanes(total, LANES) - thread.as_float(d_lse[n])
+        value = thread.as_float(lse[n])
+        scaled, never = value * softmax.to_log2(1.0), thread.number(np.inf)
+        scaled = thread.choose(thread.nothing_yet(value), never, scaled)
+        scaled = thread.choose(live[n], scaled, never)
+        nothing = thread.number(0.0)
+        delta = thread.choose(thread.nothing_yet(value), nothing, delta)
+        delta = thread.choose(live[n], delta, nothing)
+        for ref, number in ((refs.to_lse, scaled), (refs.to_delta, delta)):
+            thread.shared_store(ref, at.slot * ROWS + row, number, lane < 1)

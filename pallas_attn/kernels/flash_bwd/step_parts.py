@@ -7,7 +7,13 @@ without a step has zeros for a sum. Each warpgroup stores its sums in float32 fr
 accumulator in a piece of its own (`thread_pieces`): nothing is set to zero before, and nobody
 waits. A launch then adds up the pieces in the order of p, so that bits repeat, and rounds.
 
-Grid of that launch: a block of one warpgroup for each 64 keys of a head and each 64 columns.
+Grid of that launch: a block of one warpgroup for each 64 keys of a head and each 64 columns. It
+also rounds the sums of dQ that lie in pieces, of one part (`dq_sum.ByRows`). TMA stores gradients:
+threads take longer.
+
+Tried and slower: `sm90_fused` adds up dq of the heads in work alone, which L2 holds, and the last
+work tile of a head rounds it and leaves zeros. SigLIP's backward took 1457 us for 1517, but ViT-L's
+767 for 688, and 8 x 2048 rows of 16 heads of 128 1304 for 1206 (`results/special_cases/`).
 """
 
 import dataclasses
@@ -15,7 +21,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -23,8 +29,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention import tiles
-from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
+from pallas_attn.kernels.attention.tiles import ROWS
 from pallas_attn.kernels.flash_bwd import work_order
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.operands import KeyGradients
@@ -88,21 +95,39 @@ def _possible(order: WorkOrder, most: int) -> list[int]:
 # ---- the pieces ----------------------------------------------------------------------------------
 
 
-def _pieces(plan: KeyPlan) -> int:
-    """Pieces of one accumulator."""
-    order, tiling = plan.order, plan.tiling
-    return order.work_tiles * (tiling.block_kv // ROWS)
+class Pieces(NamedTuple):
+    """The order of pieces of gradients, first those of a gradient's first accumulator: by head of
+    all batch rows, 64 rows and part.
+    """
+
+    problem: AttentionProblem
+    heads: int  # heads of a batch row
+    rows: int  # rows of a head
+    in_head: int  # pieces of a head and a part
+    parts: int
+    block: int  # rows that lie together: see `tiles.kv_row`; 0: all
+    scale: float = 1.0  # factor of gradients
+
+    @property
+    def in_all(self) -> int:
+        """Pieces of one accumulator."""
+        return self.problem.batch * self.heads * self.in_head * self.parts
+
+    def number(self, head: Index, rows: Index, part: Index) -> Index:
+        """The piece of a part's sum. `head`: among those of all batch rows; `rows`: which 64."""
+        return (head * self.in_head + rows) * self.parts + part
 
 
-def piece_of(plan: KeyPlan, head: Index, rows: Index, part: Index) -> Index:
-    """The piece of a part's sum. `head`: number over all batch rows; `rows`: number of 64 keys."""
-    in_head = plan.tiling.padded_keys // ROWS
-    return (head * in_head + rows) * plan.order.parts + part
+def of_keys(plan: KeyPlan) -> Pieces:
+    """The pieces of dk and dv."""
+    problem, tiling = plan.problem, plan.tiling
+    sizes = problem.kv_heads, problem.kv_len, tiling.padded_keys // ROWS
+    return Pieces(problem, *sizes, plan.order.parts, tiling.block_kv)
 
 
 def outputs(plan: KeyPlan, widths: Sequence[Widths]) -> list[jax.ShapeDtypeStruct]:
     """The vectors of pieces, first those of a gradient's first accumulator."""
-    sizes = [_pieces(plan) * ROWS * sum(each) for each in widths]
+    sizes = [of_keys(plan).in_all * ROWS * sum(each) for each in widths]
     return [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
 
 
@@ -119,10 +144,11 @@ def store(  # noqa: PLR0913
     """
     head = work.batch * plan.problem.kv_heads + work.kv_head
     rows = lax.div(work.key + first, jnp.int32(ROWS))
-    piece = piece_of(plan, head, rows, work.part)
+    pieces = of_keys(plan)
+    piece = pieces.number(head, rows, work.part)
     for tile in sums:
         width = tile.shape[1]
-        thread_pieces.store(out, piece + before * _pieces(plan) // width, tile)
+        thread_pieces.store(out, piece + before * pieces.in_all // width, tile)
         before += width
 
 
@@ -150,69 +176,79 @@ def _columns(dtype: DType, dim: int, widths: Widths) -> Iterator[Columns]:
 
 def added(plan: KeyPlan, pieces: Sequence[jax.Array], widths: Sequence[Widths]) -> KeyGradients:
     """dk and dv of their pieces."""
-    problem = plan.problem
-    sizes = problem.batch, problem.kv_len, problem.kv_heads
-    dims = problem.head_dim, problem.v_head_dim
+    dims = plan.problem.head_dim, plan.problem.v_head_dim
+    return KeyGradients(*_added(of_keys(plan), pieces, dims, widths))
+
+
+def rounded(problem: AttentionProblem, sums: jax.Array, widths: Widths, in_head: int) -> jax.Array:
+    """dq of the pieces to which `dq_sum.ByRows` adds."""
+    order = Pieces(problem, problem.q_heads, problem.q_len, in_head, 1, 0, problem.scale)
+    return _added(order, [sums], [problem.head_dim], [widths], "flash_bwd_rounding")[0]
+
+
+def _added(
+    order: Pieces,
+    pieces: Sequence[jax.Array],
+    dims: Sequence[int],
+    widths: Sequence[Widths],
+    name: str = "flash_bwd_parts",
+) -> Any:
+    problem, rows, heads = order.problem, order.rows, order.heads
+    shapes = [(problem.batch, rows, heads, dim) for dim in dims]
     columns = [tuple(_columns(problem.dtype, *each)) for each in zip(dims, widths, strict=True)]
     every = sorted({x.width for each in columns for x in each})
     blocks = sum(x.blocks for each in columns for x in each)
     kernel = plgpu.kernel(
-        functools.partial(_kernel, plan=plan, columns=columns, widths=every),
-        out_type=tuple(jax.ShapeDtypeStruct((*sizes, dim), problem.dtype) for dim in dims),
+        functools.partial(_kernel, order=order, columns=columns, widths=every),
+        out_type=tuple(jax.ShapeDtypeStruct(shape, problem.dtype) for shape in shapes),
         scratch_types=(tuple(panels.scratch((1, ROWS), problem.dtype, n) for n in every),),
-        **mosaic.grid_of(
-            column=blocks, rows=pl.cdiv(problem.kv_len, ROWS), head=plan.order.kv_heads
-        ),
+        **mosaic.grid_of(column=blocks, rows=pl.cdiv(rows, ROWS), head=problem.batch * heads),
         compiler_params=mosaic.without_barriers(),
-        kernel_name="flash_bwd_parts",
+        kernel_name=name,
     )
-    return KeyGradients(*kernel(tuple(pieces)))
+    return kernel(tuple(pieces))
 
 
 def _kernel(
-    pieces: tuple[GmemRef, GmemRef],
-    dk: GmemRef,
-    dv: GmemRef,
-    smem: tuple[panels.Panel, ...],
-    *,
-    plan: KeyPlan,
+    pieces: tuple[GmemRef, ...],
+    *rest: Any,
+    order: Pieces,
     columns: Sequence[tuple[Columns, ...]],
     widths: Widths,
 ) -> None:
-    ctx, block, before = KernelContext(plan, pieces, smem), lax.axis_index("column"), 0
-    for ref, out, each in zip(pieces, (dk, dv), columns, strict=True):
+    *outs, smem = rest
+    block, before = lax.axis_index("column"), 0
+    for ref, out, each in zip(pieces, outs, columns, strict=True):
         for some in each:
             own, staged = block - before, smem[widths.index(some.width)]
-            add = functools.partial(_add, ctx, (ref, out, staged), some, own)
+            add = functools.partial(_add, order, (ref, out, staged), some, own)
             pl.when((own >= 0) & (own < some.blocks))(add)
             before += some.blocks
     plgpu.wait_smem_to_gmem(0)
 
 
 def _add(
-    ctx: KernelContext,
-    where: tuple[GmemRef, GmemRef, panels.Panel],
-    columns: Columns,
-    block: Index,
+    order: Pieces, where: tuple[GmemRef, GmemRef, panels.Panel], columns: Columns, block: Index
 ) -> None:
-    """Some columns of 64 keys: the sum over all parts. `where`: the pieces, the gradient, and
+    """Some columns of 64 rows: the sum over all parts. `where`: the pieces, the gradient, and
     shared memory.
     """
-    plan, (ref, out, staged), (first, _, width, of) = ctx.plan, where, columns
+    (ref, out, staged), (first, _, width, of), problem = where, columns, order.problem
     rows, head = lax.axis_index("rows"), lax.axis_index("head")
-    blocks, pieces = of // width, _pieces(plan)
+    blocks = of // width
     acc = lax.div(block, jnp.int32(blocks))
-    number = acc * pieces + first * pieces // of + piece_of(plan, head, rows, 0)
+    number = acc * order.in_all + first * order.in_all // of + order.number(head, rows, 0)
     number = number * blocks + (block - acc * blocks)
     total = thread_pieces.load(ref, number, (ROWS, width))
-    for part in range(1, plan.order.parts):
+    for part in range(1, order.parts):
         total = total + thread_pieces.load(ref, number + part * blocks, (ROWS, width))
+    total = total if order.scale == 1.0 else total * order.scale
     staged.tile[0] = total.astype(staged.tile.dtype)
     plgpu.commit_smem()
-    problem = plan.problem
-    batch, kv_head = lax.div(head, problem.kv_heads), lax.rem(head, problem.kv_heads)
-    block_kv, key = plan.tiling.block_kv, rows * ROWS
-    within = lax.rem(key, jnp.int32(block_kv))
-    row = tiles.kv_row(problem, block_kv, key - within) + within
-    at = batch, pl.ds(row, ROWS), kv_head, pl.ds(first + block * width, width)
+    batch, own_head = lax.div(head, order.heads), lax.rem(head, order.heads)
+    row = rows * ROWS
+    if order.block:
+        within = lax.rem(row, jnp.int32(order.block))
+        row = tiles.kv_row(problem, order.block, row - within) + within
+    at = batch, pl.ds(row, ROWS), own_head, pl.ds(first + block * width, width)
     plgpu.copy_smem_to_gmem(staged.for_tma.at[0], out.at[at])

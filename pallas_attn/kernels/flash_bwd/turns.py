@@ -23,7 +23,7 @@ orders memory (`Thread.signal`, a tenth), and causal rows of 8192 of heads that 
 """
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -32,15 +32,14 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn.kernels.attention.tiles import KernelContext
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, KeyTiling, steps_of
+from pallas_attn.kernels.flash_bwd import dq_sum
+from pallas_attn.kernels.flash_bwd.dq_sum import PendingDq
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, KeyTiling
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
-from pallas_attn.kernels.lang.types import GmemRef, Index
-
-if TYPE_CHECKING:
-    from pallas_attn.kernels.flash_bwd.dq_sum import PendingDq
-    from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
+from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTiles
 
 WARPGROUPS = 2  # each adds half of the columns
 STEPS_BEHIND = 1.5  # steps between the additions of two kv tiles to one query tile, at least
@@ -55,7 +54,7 @@ def applies(tiling: KeyTiling) -> bool:
     return tiling.follows_mask and tiling.chunks == 1 and not bounds_left
 
 
-def is_short_wait(order: "WorkOrder") -> bool:
+def is_short_wait(order: WorkOrder) -> bool:
     """Whether blocks wait for a small part of the launch and of a work tile until the kv tiles of a
     head have all begun. Causal work tiles wait one by one: there several heads have to share keys.
     """
@@ -78,41 +77,24 @@ def counters(plan: KeyPlan) -> Any:
 # ---- steps whose dQ is to come ------------------------------------------------------------------
 
 
-def packed(plan: KeyPlan, step: "PendingDq") -> Any:
-    """A step as the mainloop keeps it: in turns one number, since registers are short."""
-    if not plan.order.turns:
-        return step
+def packed(plan: KeyPlan, step: PendingDq) -> Any:
+    """A step as the mainloop keeps it: one number, since registers are short."""
     return jnp.where(step.exists != 0, step.head * plan.tiling.q_tiles + step.t, -1)
 
 
-def unpacked(plan: KeyPlan, kept: tuple[Any, ...], count: Index, n: Index) -> tuple[Any, ...]:
-    """The steps before step n of a work tile, before which there were `count`."""
-    if not plan.order.turns:
-        return kept
-    first = count + n - len(kept)
+def hidden(steps: Index, count: Index) -> Index:
+    """The number of steps of a work tile, unknown to the compiler, which would prepare for one that
+    it knows, and spill registers for it.
+    """
+    return steps + mosaic.opaque_zero(count)
+
+
+def unpacked(plan: KeyPlan, kept: tuple[Any, ...], first: Index) -> tuple[PendingDq, ...]:
+    """The steps that are kept, from number `first` on."""
     return tuple(_unpacked(plan, number, first + m) for m, number in enumerate(kept))
 
 
-def unpacked_last(
-    plan: KeyPlan, kept: tuple[Any, ...], count: Index, work: KeyTile
-) -> tuple[Any, ...]:
-    """The last steps of a work tile."""
-    if not plan.order.turns:
-        return kept
-    return unpacked(plan, kept, count, trip_count(plan, work, count))
-
-
-def trip_count(plan: KeyPlan, work: KeyTile, count: Index) -> Index:
-    """Steps of a work tile, or of a part. In turns their number is hidden from the compiler, which
-    would prepare for one that it knows, and spill registers for it.
-    """
-    first, end = steps_of(plan, work)
-    return end + mosaic.opaque_zero(count) if plan.order.turns else end - first
-
-
-def _unpacked(plan: KeyPlan, number: Index, count: Index) -> "PendingDq":
-    from pallas_attn.kernels.flash_bwd.dq_sum import PendingDq
-
+def _unpacked(plan: KeyPlan, number: Index, count: Index) -> PendingDq:
     q_tiles, at = jnp.int32(plan.tiling.q_tiles), jnp.maximum(number, 0)
     head = lax.div(at, q_tiles)
     return PendingDq((number >= 0).astype(jnp.int32), count, head, at - head * q_tiles, number)
@@ -136,36 +118,42 @@ def _place(ctx: KernelContext, work: KeyTile, wg: Index, number: Index) -> Index
     return (work.batch * (problem.q_heads * q_tiles) + number) * WARPGROUPS + wg
 
 
-def look(ctx: KernelContext, work: KeyTile, wg: Index, step: "PendingDq") -> Index | None:
-    """The counter of a step's dQ, read while matmuls run, for `wait`; None: nobody takes turns."""
-    if step.number is None:
-        return None
-    place = _place(ctx, work, wg, jnp.maximum(step.number, 0))
-    return threads.run(_look, ctx.plan, _Refs(ctx.refs.turns), _Turn(place), returns="one")
-
-
-def wait(
-    ctx: KernelContext, work: KeyTile, wg: Index, step: "PendingDq", seen: Index | None = None
-) -> None:
-    """Waits until it is this step's turn. `seen`: the result of `look`, which mostly says that it
-    is.
+def look(ctx: KernelContext, work: KeyTile, wg: Index, step: PendingDq) -> PendingDq:
+    """A step with the counter of its dQ, read while matmuls run; mostly it says that it is the
+    step's turn.
     """
-    if step.number is None:
-        return
+    place = _place(ctx, work, wg, jnp.maximum(step.number, 0))
+    seen = threads.run(_look, ctx.plan, _Refs(ctx.refs.turns), _Turn(place), returns="one")
+    return step._replace(seen=seen)
+
+
+class InTurns(dq_sum.ByColumns):
+    """Kv tiles add to a query tile in one order."""
+
+    def add(
+        self, at: tuple[KernelContext, KeyTile, Index], step: PendingDq, parts: RegisterTiles
+    ) -> None:
+        """After the addition before, which is in memory: see `pass_on`."""
+        ctx, work, wg = at
+        ctx.smem.dq[wg] = parts[0]
+        _wait_for(ctx, work, wg, step)
+        self.store(at, step)
+
+
+def _wait_for(ctx: KernelContext, work: KeyTile, wg: Index, step: PendingDq) -> None:
+    """Waits until it is this step's turn."""
     kv_tile = lax.div(work.key, jnp.int32(ctx.plan.tiling.block_kv))
     least = jnp.where(step.number >= 0, kv_tile, 0)
     turn = _Turn(_place(ctx, work, wg, jnp.maximum(step.number, 0)), least)
     until = functools.partial(threads.run, _wait, ctx.plan, _Refs(ctx.refs.turns), turn)
-    if seen is None:
+    if step.seen is None:
         until()
     else:
-        pl.when(seen < least)(until)
+        pl.when(step.seen < least)(until)
 
 
-def pass_on(ctx: KernelContext, work: KeyTile, wg: Index, number: Index | None) -> None:
+def pass_on(ctx: KernelContext, work: KeyTile, wg: Index, number: Index) -> None:
     """The turn at a query tile passes to the next kv tile, when the addition is in memory."""
-    if number is None:
-        return
     plgpu.wait_smem_to_gmem(0)
     place = jnp.where(number >= 0, _place(ctx, work, wg, number), -1)
     threads.run(_signal, ctx.plan, _Refs(ctx.refs.turns), _Turn(place))

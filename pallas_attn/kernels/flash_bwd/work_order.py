@@ -124,6 +124,14 @@ class WorkOrder:
         return self.heads - 1 if self.heads > 3 else self.heads
 
 
+def stays_in_lockstep(order: WorkOrder, adds_dq: bool) -> bool:
+    """Whether blocks gain by lockstep: where L2 does not hold the rows of a head, or holds those
+    that dq is added to only if blocks meet.
+    """
+    gains = order.head_exceeds_l2 or (adds_dq and order.problem.group > 1)
+    return gains and lockstep.applies(order.tiling)
+
+
 @functools.lru_cache(maxsize=64)
 def schedule(order: WorkOrder, offsets: tuple[int, ...] = ()) -> np.ndarray:
     """int32[blocks, n]: for each block how many work tiles it takes, and their codes for

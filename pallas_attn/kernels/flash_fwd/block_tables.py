@@ -104,7 +104,7 @@ def with_heads(plan: QueryPlan) -> QueryPlan:
         return plan
     if heads_of_tile(problem, n) != n:
         raise ValueError(
-            "Config.heads_together (forward) and Config.block_table (backward) must be False for "
+            "Config.heads_together must be False (forward), or Config.dq_warpgroups 1, for "
             f"{problem} and {n} warpgroups"
         )
     tiling = QueryTiling(problem.q_len, problem.kv_len, ROWS, plan.tiling.block_kv)

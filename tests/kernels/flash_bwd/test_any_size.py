@@ -10,14 +10,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_attn.kernels.flash_bwd import sm90 as kernel
-from pallas_attn.kernels.flash_bwd import sm90_short
+from pallas_attn.kernels.flash_bwd import sm90_heads, sm90_short
 from pallas_attn.masks import CAUSAL, FULL, Mask
 from tests.kernels.flash_bwd.test_flash_bwd import (
+    APART,
     ONE,
     SMALL,
     case_named,
     check,
+    default_of,
     problem_of,
     run,
     shapes_of,
@@ -48,7 +49,7 @@ SHORT = {
 @pytest.mark.parametrize("name", SHORT)
 def test_short_interpreted(name):
     case = SHORT[name]
-    assert kernel.Config.default(problem_of(case)).short
+    assert isinstance(default_of(problem_of(case)), sm90_short.Config)
     with mosaic.interpret():
         check(case)
 
@@ -71,12 +72,10 @@ def test_problems_that_one_launch_does_not_take():
         {"arrays": ("kv_lengths",)},
     ):
         assert not sm90_short.takes(dataclasses.replace(problem, **changes)), changes
-    with pytest.raises(ValueError, match=r"^Config\.short must be False for "):
-        kernel.plan_of(dataclasses.replace(problem, q_len=129), kernel.Config(short=True))
+    assert sm90_short.limit(dataclasses.replace(problem, q_len=129))
 
 
 HALVES, ROWS = dataclasses.replace(SMALL, dq_lag=2), dataclasses.replace(SMALL, block_q=128)
-APART = dataclasses.replace(SMALL, fused=False)
 ANY_SIZE = {
     "halves": (sized(77, 150, 40, **ONE), HALVES),
     "halves_of_16": (sized(77, 150, 24, mask=CAUSAL, **ONE), SMALL),
@@ -98,7 +97,7 @@ ANY_SIZE = {
     "apart": (sized(77, 150, 88, **ONE), APART),
     "wide_in_registers": (
         sized(64, 64, 192, v_head_dim=256, **ONE),
-        dataclasses.replace(APART, k_in_registers=True, q_in_registers=True),
+        dataclasses.replace(APART, in_registers=True),
     ),
     "wide": (sized(141, 70, 136, v_head_dim=24, **ONE), APART),
     "wide_values": (sized(70, 77, 24, v_head_dim=200, mask=CAUSAL, **ONE), APART),
@@ -149,7 +148,8 @@ def test_nothing_is_copied(sizes, dtype):
     rows, keys, dim, v_dim, launches, rounded = sizes
     case = sized(rows, keys, dim, v_head_dim=v_dim, dtype=dtype, batch=33, q_heads=8, kv_heads=8)
     problem = problem_of(case)
-    call = functools.partial(run, problem=problem, config=kernel.Config.default(problem))
+    config = default_of(problem)
+    call = functools.partial(run, problem=problem, config=config)
     out = jax.ShapeDtypeStruct((33, rows, 8, v_dim), jnp.dtype(dtype))
     report = mosaic.compile_for(call, _residuals(case, out))
     assert report.launches == launches
@@ -158,24 +158,8 @@ def test_nothing_is_copied(sizes, dtype):
     name = {"bfloat16": "bf16", "float16": "f16"}[dtype]
     written = re.findall(rf"= {name}\[[\d,]+\]\S* (?:fusion|copy|pad|slice|transpose)\(", entry)
     assert len(written) == rounded, report.others
-    if kernel.Config.default(problem).heads or kernel.Config.default(problem).short:
+    if isinstance(config, sm90_heads.Config | sm90_short.Config):
         assert not report.others
-
-
-@pytest.mark.guards
-def test_zeros_of_more_words_than_32_bits_count():
-    """16 GiB of sums come from the launch of row statistics, and more from XLA."""
-    case = sized(8192, 8192, 128, batch=1, q_heads=8, kv_heads=1)
-    row = _residuals(case, jax.ShapeDtypeStruct((1, 8192, 8, 128), jnp.bfloat16))
-    for batch, by_statistics in ((512, True), (513, False)):
-        shapes = jax.tree.map(
-            lambda x, batch=batch: jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype), row
-        )
-        problem = dataclasses.replace(problem_of(case), batch=batch)
-        config = kernel.Config.default(problem)
-        assert kernel.is_fused(problem, config)
-        text = str(jax.make_jaxpr(functools.partial(run, problem=problem, config=config))(shapes))
-        assert (f"f32[{batch},8192,8,128] = broadcast_in_dim" not in text) == by_statistics
 
 
 def _residuals(case: cases.AttentionCase, out: jax.ShapeDtypeStruct) -> tuple:

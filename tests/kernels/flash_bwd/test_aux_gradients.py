@@ -234,17 +234,18 @@ def test_hopper_interpreted(name):
     [
         {"block_q": 128},
         {"block_q": 64, "dq_lag": 2},
-        {"fused": False, "block_q": 64},
+        {"kernel": "flash_bwd_sm90_two_kernels", "block_q": 64},
         {"block_q": 64, "parts": 3},
     ],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["t5_far", "both_ways_far", "alibi"])
 def test_sums_of_keys_interpreted(name, changes):
-    configuration = {"grid": 3} | changes
-    with config.forced("flash_bwd_sm90", configuration), config.watched() as choices:
+    configuration = {"kernel": "flash_bwd_sm90", "grid": 3} | changes
+    kernel = configuration.pop("kernel")
+    with config.forced(kernel, configuration), config.watched() as choices:
         results = computed(small(name), "sm90")
-    assert choices[-1].kernel == "flash_bwd_sm90"
+    assert choices[-1].kernel == kernel
     check(small(name), results)
 
 

@@ -15,16 +15,24 @@ import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn._call import gpu_specs
+from pallas_attn._call import config as _config
+from pallas_attn._call import dispatch, gpu_specs
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import score_mod
 from pallas_attn.kernels.attention.logits import LogitRules
 from pallas_attn.kernels.attention.tiles import KernelContext
-from pallas_attn.kernels.flash_bwd import dbias, sm90_dbias, sm90_window, work_order
+from pallas_attn.kernels.flash_bwd import (
+    dbias,
+    sm90_dbias,
+    sm90_two_kernels,
+    sm90_window,
+    work_order,
+)
 from pallas_attn.kernels.flash_bwd import sm80 as flash_bwd_sm80
 from pallas_attn.kernels.flash_bwd import sm90 as kernel
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
+from pallas_attn.kernels.flash_bwd.plan import is_wide
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests.kernels.flash_fwd.test_flash_fwd import (
@@ -43,13 +51,18 @@ from tests.support.problems import cases
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
-SMALL = kernel.Config(grid=3)
+SMALL, APART = kernel.Config(grid=3), sm90_two_kernels.Config(grid=3)
 PORTABLE = flash_bwd_sm80.Config
 WIDE = PORTABLE(warp_rows=2, warpgroups=2, do_stages=2)
 
 
 def problem_of(case: cases.AttentionCase, **changes) -> AttentionProblem:
     return dataclasses.replace(forward_problem_of(case), op="flash_backward", **changes)
+
+
+def default_of(problem: AttentionProblem):
+    """The Config of the Hopper kernel that a problem gets."""
+    return _config.default(dispatch.select(problem, "sm90").kernel, problem)
 
 
 @functools.lru_cache(maxsize=8)  # neighbours run one case with several Configs
@@ -87,7 +100,7 @@ def run(residuals, *, problem, config):
 def check(case, config=None, seed=0, **changes):
     """The kernel within its budget."""
     problem = problem_of(case, **changes)
-    config = config or kernel.Config.default(problem)
+    config = config or default_of(problem)
     residuals, expected = residuals_of(case, seed)
     got = jax.jit(functools.partial(run, problem=problem, config=config))(residuals)
     names = [name for name in ("q", "k", "v", "bias", "sinks") if name in arguments_of(case)]
@@ -108,7 +121,7 @@ INTERPRETED = {
     "q_lengths": {"config": dataclasses.replace(SMALL, block_q=128)},
     "kv_lengths_causal": {},
     "softcap": {"config": dataclasses.replace(SMALL, dq_lag=2)},
-    "documents": {"config": dataclasses.replace(SMALL, fused=False, dq_block_kv=128, dq_stages=3)},
+    "documents": {"config": dataclasses.replace(APART, dq_block_kv=128, dq_stages=3)},
     "everything": {"config": dataclasses.replace(SMALL, block_q=128)},
     "bias": {"deterministic": True},
     "bias_float32": {},  # two query heads a kv head
@@ -121,32 +134,26 @@ INTERPRETED = {
     "padding": {"config": dataclasses.replace(SMALL, block_q=128)},
     "padding_ragged": {"deterministic": True},
     "dim72_24_float32": {},
-    "dim72_24_float32_highest": {
-        "config": dataclasses.replace(SMALL, fused=False, block_q=16, dq_block_kv=32)
-    },
+    "dim72_24_float32_highest": {"config": dataclasses.replace(APART, block_q=16, dq_block_kv=32)},
 }
 
 
 PORTABLE_INTERPRETED = {
-    "dim264": {"config": PORTABLE(fused=False, block_q=32, dq_block_kv=32, columns=64)},
-    "dim72_320": {"config": PORTABLE(fused=False, block_q=32, dq_block_kv=32, columns=64)},
+    "dim264": {"config": PORTABLE(block_q=32, dq_block_kv=32, columns=64)},
+    "dim72_320": {"config": PORTABLE(block_q=32, dq_block_kv=32, columns=64)},
     "t_above_s": {"config": PORTABLE(warp_rows=2)},
-    "q_lengths": {"config": PORTABLE(fused=False, block_q=32, dq_block_kv=32)},
-    "documents": {"config": PORTABLE(kv_blocks=2, block_q=32, fused=False)},
+    "q_lengths": {"config": PORTABLE(block_q=32, dq_block_kv=32)},
+    "documents": {"config": PORTABLE(kv_blocks=2, block_q=32, dq_block_kv=64)},
     "bias_by_row": {"config": WIDE},
     "t_equals_s": {"config": WIDE},
     "padding": {"config": PORTABLE(warp_rows=2)},
-    "padding_ragged": {"config": PORTABLE(fused=False, block_q=32, dq_block_kv=32)},
+    "padding_ragged": {"config": PORTABLE(block_q=32, dq_block_kv=32)},
     "strictly_causal": {"config": PORTABLE(block_q=32, warpgroups=2, parts=3)},
     "group7_kv1": {"config": PORTABLE(kv_blocks=2, block_q=32, parts=5)},
-    "dim72_24": {"config": PORTABLE(fused=False, block_q=16, dq_block_kv=16, dq_stages=1)},
-    "float32_highest": {"config": PORTABLE(fused=False, block_q=32, dq_block_kv=32)},
-    "dim72_24_float32_highest": {
-        "config": PORTABLE(fused=False, block_q=32, dq_block_kv=32, columns=32)
-    },
-    "bias_by_row_float32_highest": {
-        "config": PORTABLE(fused=False, block_q=32, dq_block_kv=32, columns=64)
-    },
+    "dim72_24": {"config": PORTABLE(block_q=16, dq_block_kv=16, dq_stages=1)},
+    "float32_highest": {"config": PORTABLE(block_q=32, dq_block_kv=32)},
+    "dim72_24_float32_highest": {"config": PORTABLE(block_q=32, dq_block_kv=32, columns=32)},
+    "bias_by_row_float32_highest": {"config": PORTABLE(block_q=32, dq_block_kv=32, columns=64)},
 }
 PORTABLE_ON_THE_GPU = {
     "everything_float32": 32,
@@ -220,9 +227,9 @@ def lengths_over_scores() -> cases.AttentionCase:
     "config",
     [
         SMALL,
-        dataclasses.replace(SMALL, fused=False),
+        APART,
         PORTABLE(),
-        PORTABLE(fused=False, block_q=32, dq_block_kv=32),
+        PORTABLE(block_q=32, dq_block_kv=32),
     ],
     ids=["fused", "apart", "portable", "portable_apart"],
 )
@@ -247,7 +254,7 @@ def test_wide_key_tiles_of_a_block_interpreted(rows):
     """Gradients of a tile of keys are stored by TMA from where the next tile's keys are loaded."""
     sizes = {"batch": 1, "q_heads": 1, "kv_heads": 1, "q_len": rows, "kv_len": 128}
     with mosaic.interpret():
-        check(unmasked(160, **sizes), dataclasses.replace(SMALL, grid=1))
+        check(unmasked(160, **sizes), dataclasses.replace(APART, grid=1))
 
 
 def windowed(window: int, rows: int, **changes) -> cases.AttentionCase:
@@ -268,7 +275,7 @@ ONE = {"batch": 1, "q_heads": 1, "kv_heads": 1}
     ids=["three_tiles", "one_tile"],
 )
 def test_short_windows_interpreted(case):
-    assert kernel.Config.default(problem_of(case)).window
+    assert isinstance(default_of(problem_of(case)), sm90_window.Config)
     with mosaic.interpret():
         check(case)
 
@@ -298,7 +305,7 @@ VAGUE = ("saturated", "softcap_huge_logits")
 @pytest.mark.parametrize("name", ["everything", "kv_lengths_causal", "bias_by_row", "dim40_256"])
 def test_lowers(name):
     problem = problem_of(case_named(name))
-    config = kernel.Config.default(problem)
+    config = default_of(problem)
     shapes = jax.tree.map(shape_of, shapes_of(case_named(name)))
     text = mosaic.lower_for_cuda(functools.partial(run, problem=problem, config=config), shapes)
     assert "mosaic_gpu" in text
@@ -309,7 +316,7 @@ def test_lowers(name):
 def test_dq_that_is_no_whole_swizzle_lowers(dim):
     case = dataclasses.replace(case_named("t_equals_s"), head_dim=dim, v_head_dim=dim)
     problem = problem_of(case)
-    config = dataclasses.replace(kernel.Config.default(problem), fused=True)
+    config = kernel.Config.default(problem)
     shapes = jax.tree.map(shape_of, shapes_of(case))
     text = mosaic.lower_for_cuda(functools.partial(run, problem=problem, config=config), shapes)
     assert "mosaic_gpu" in text
@@ -358,14 +365,15 @@ def test_compiles_without_serialised_matmuls(name):
     case = case_named(name)
     problem = problem_of(dataclasses.replace(case, batch=1, q_len=8, kv_len=8))
     problem = dataclasses.replace(problem, batch=case.batch, q_len=case.q_len, kv_len=case.kv_len)
-    config = kernel.Config.default(problem)
+    config = default_of(problem)
     call = functools.partial(run, problem=problem, config=config)
     report = mosaic.compile_for(call, shapes_of(case))
-    by_rows = config.fused and config.block_q == 128
-    assert report.launches == (3 if by_rows else 1 if config.window else 2)
+    by_rows = isinstance(config, kernel.Config) and config.block_q == 128
+    one_launch = isinstance(config, sm90_window.Config)
+    assert report.launches == (3 if by_rows else 1 if one_launch else 2)
     assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
     for one_kernel in report.kernels:  # dq at head dim 256: addresses, between tiles of work
-        wide_dq = kernel.is_wide(problem) and "dq" in one_kernel.name
+        wide_dq = is_wide(problem) and "dq" in one_kernel.name
         most = SPILLED.get(name, 1200 if wide_dq else 400)
         assert one_kernel.spill_bytes <= most
 
@@ -381,7 +389,7 @@ def test_the_portable_kernel_compiles_for_every_gpu(name, target):
     problem = dataclasses.replace(problem, batch=case.batch, q_len=case.q_len, kv_len=case.kv_len)
     call = functools.partial(run, problem=problem, config=PORTABLE.default(problem))
     report = mosaic.compile_for(call, shapes_of(case), target=target)
-    assert report.launches == 3  # two clear dq and read it out
+    assert report.launches == 2  # one reads dq out
     assert report.spill_bytes <= 32  # dK and dV take 128 of 255 registers
 
 
@@ -454,16 +462,14 @@ def test_query_tiles_of_128_lag_one_step():
 
 
 def test_the_portable_config_checks_itself():
-    want = r"Config\.columns must be 0; or a multiple of 16 if it is not fused, kv_blocks and"
+    want = r"Config\.columns must be 0; or a multiple of 16 with dq_block_kv if kv_blocks and"
     with pytest.raises(ValueError, match=want):
         PORTABLE(columns=64)
 
 
 def test_the_window_kernel_is_for_short_causal_windows():
-    with pytest.raises(
-        ValueError, match=r"Config\.window must be False for flash_backward on sm90: .*mask full"
-    ):
-        kernel.plan_of(problem_of(case_named("h128_full_b2_t8192_n16")), kernel.Config(window=True))
+    refused = sm90_window.limit(problem_of(case_named("h128_full_b2_t8192_n16")))
+    assert refused and "causal windows of up to 129 keys" in str(refused)
 
 
 # ---- the schedule -------------------------------------------------------------------------------
@@ -504,8 +510,7 @@ def test_every_tile_of_work_is_dealt_once():
         problem = dataclasses.replace(
             problem_of(small), batch=case.batch, q_len=case.q_len, kv_len=case.kv_len, arrays=arrays
         )
-        config = dataclasses.replace(kernel.Config.default(problem), window=False)
-        order = kernel.plan_of(problem, config).order
+        order = kernel.plan_of(problem, kernel.Config.default(problem)).order
         table = work_order.schedule(order)
         dealt = np.sort(np.concatenate([row[1 : 1 + row[0]] for row in table]))
         bits, kv_tiles = order.tiling.code_bits, order.tiling.kv_tiles
@@ -548,10 +553,12 @@ def both_plans():
     for number, case in enumerate(EDGE):
         if case.name in VAGUE or not (number % 2 or case.name in in_both or "dims" in case.labels):
             continue
-        default = kernel.Config.default(problem_of(case))
-        for fused in (False, True):
-            if fused != default.fused or case.name in in_both:
-                config = dataclasses.replace(default, fused=fused)
+        problem = problem_of(case)
+        default = type(default_of(problem))
+        for fused, module in ((False, sm90_two_kernels), (True, kernel)):
+            takes = module.limit(problem) is None
+            if takes and (default is not module.Config or case.name in in_both):
+                config = module.Config.default(problem)
                 yield pytest.param(case, config, id=f"{case.name}-{fused}")
 
 
@@ -576,7 +583,7 @@ def test_float32_on_the_gpu(case):
     "config",
     [
         SMALL,
-        kernel.Config(128, 2, True, 2, 7),
+        kernel.Config(128, 2, grid=7, l2_heads=2),
         kernel.Config(grid=7, dq_lag=2),
         kernel.Config(128, 3, grid=7),
     ],
@@ -591,7 +598,7 @@ def test_configurations_on_the_gpu(name, config):
 @pytest.mark.parametrize("name, columns", PORTABLE_ON_THE_GPU.items())
 def test_portable_configurations_on_the_gpu(name, columns):
     """Configurations that are no default on a GPU with so much shared memory."""
-    check(case_named(name), PORTABLE(fused=False, block_q=32, dq_block_kv=32, columns=columns))
+    check(case_named(name), PORTABLE(block_q=32, dq_block_kv=32, columns=columns))
 
 
 @pytest.mark.gpu
@@ -623,7 +630,7 @@ def test_wide_without_a_mask_on_the_gpu(dim):
     ids=lambda case: f"{case.mask}_{case.q_len}",
 )
 def test_short_windows_on_the_gpu(case):
-    assert kernel.Config.default(problem_of(case)).window
+    assert isinstance(default_of(problem_of(case)), sm90_window.Config)
     check(case)
 
 
@@ -636,11 +643,10 @@ def test_drawn_on_the_gpu(draw, seed):
         if draw % 4 == 1:
             case = in_float32(case, None)
         problem = problem_of(case)
-        if kernel.limit(problem) is not None:
+        if sm90_two_kernels.limit(problem) is not None:
             continue
-        config = kernel.Config.default(problem)
-        if case.dtype != "float32":
-            config = dataclasses.replace(config, fused=draw % 4 != 0)
+        module = kernel if draw % 4 and kernel.limit(problem) is None else sm90_two_kernels
+        config = module.Config.default(problem)
         with contextlib.suppress(budget.VacuousError):
             check(case, config, seed=seed)
             return
@@ -678,7 +684,7 @@ def far_below_zero(config=None, **sizes):
     out = jnp.asarray(expected.naive["out"]).astype(case.dtype)
     lse = jnp.asarray(expected.lse, jnp.float32)
     problem = problem_of(case)
-    config = config or kernel.Config.default(problem)
+    config = config or default_of(problem)
     residuals = inputs._replace(q=arrays["q"], k=arrays["k"]), out, lse, *cotangents
     got = jax.jit(functools.partial(run, problem=problem, config=config))(residuals)
     named = zip(("dq", "dk", "dv"), got[:3], strict=True)

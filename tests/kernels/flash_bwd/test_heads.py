@@ -4,17 +4,16 @@ import dataclasses
 
 import pytest
 
-from pallas_attn.kernels.flash_bwd import sm90 as kernel
-from pallas_attn.kernels.flash_bwd import sm90_heads
+from pallas_attn.kernels.flash_bwd import sm90, sm90_heads, sm90_short
 from pallas_attn.masks import CAUSAL
 from tests.kernels.flash_bwd.test_any_size import sized
-from tests.kernels.flash_bwd.test_flash_bwd import ONE, check, problem_of
+from tests.kernels.flash_bwd.test_flash_bwd import ONE, check, default_of, problem_of
 from tests.support import mosaic
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 # One block takes all heads, or each block one.
-ALONE, EACH = (kernel.Config(heads=True, grid=grid) for grid in (1, 0))
+ALONE, EACH = (sm90_heads.Config(grid) for grid in (1, 0))
 TWO = {"batch": 2, "q_heads": 2, "kv_heads": 2}
 ONE_OF_TWO = TWO | {"batch": 1}
 PADDING = TWO | {
@@ -62,13 +61,13 @@ def test_slots():
 def test_problems_of_this_kernel():
     """Plain ones whose dQ fits; by default only where there are heads for all blocks."""
     problem = problem_of(sized(197, 197, 64, batch=33, q_heads=8, kv_heads=8))
-    assert kernel.Config.default(problem).heads
+    assert isinstance(default_of(problem), sm90_heads.Config)
     pairs = dataclasses.replace(problem, q_len=65, kv_len=128)
-    assert kernel.Config.default(pairs).heads
-    assert kernel.Config.default(dataclasses.replace(pairs, q_len=64)).short
-    for rows, keys, name in ((200, 64, "heads"), (128, 64, "short"), (400, 128, "one_key_tile")):
+    assert isinstance(default_of(pairs), sm90_heads.Config)
+    assert isinstance(default_of(dataclasses.replace(pairs, q_len=64)), sm90_short.Config)
+    for rows, keys, module in ((200, 64, sm90_heads), (128, 64, sm90_short), (400, 128, sm90)):
         few = dataclasses.replace(problem, q_len=rows, kv_len=keys)
-        assert getattr(kernel.Config.default(few), name), (rows, keys)
+        assert isinstance(default_of(few), module.Config), (rows, keys)
     for changes in (
         {"q_len": 577},
         {"kv_heads": 1},
@@ -80,7 +79,6 @@ def test_problems_of_this_kernel():
         assert not sm90_heads.takes(dataclasses.replace(problem, **changes)), changes
     for changes in ({"batch": 1}, {"batch": 17}, {"q_len": 128, "kv_len": 600}):
         few = dataclasses.replace(problem, **changes)
-        assert sm90_heads.takes(few) and not kernel.Config.default(few).heads, changes
-    wide = dataclasses.replace(problem, head_dim=104)
-    with pytest.raises(ValueError, match=r"^Config\.heads must be False for "):
-        kernel.plan_of(wide, kernel.Config(heads=True))
+        assert sm90_heads.takes(few) and sm90_heads.slower(few), changes
+        assert not isinstance(default_of(few), sm90_heads.Config), changes
+    assert sm90_heads.limit(dataclasses.replace(problem, head_dim=104))

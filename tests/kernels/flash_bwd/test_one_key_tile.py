@@ -8,22 +8,21 @@ from pallas_attn.kernels.flash_bwd import one_key_tile
 from pallas_attn.kernels.flash_bwd import sm90 as kernel
 from pallas_attn.masks import CAUSAL
 from tests.kernels.flash_bwd.test_any_size import sized
-from tests.kernels.flash_bwd.test_flash_bwd import ONE, SMALL, check, problem_of
+from tests.kernels.flash_bwd.test_flash_bwd import ONE, SMALL, check, default_of, problem_of
 from tests.support import mosaic
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 THREE = {"batch": 1, "q_heads": 3, "kv_heads": 3}
 ROWS = dataclasses.replace(SMALL, block_q=128, grid=2)
-ALONE = dataclasses.replace(ROWS, one_key_tile=True)
 BIAS = {"bias_shape": (1, 1, 150, 100), "bias_dtype": "float16"}
 CASES = {
-    "one_tile": (sized(150, 100, 64, v_head_dim=24, dtype="float16", **ONE, **BIAS), ALONE),
-    "group": (sized(256, 64, 16, sinks=True, batch=1, q_heads=4, kv_heads=2), ALONE),
-    "parts": (sized(300, 77, 40, **ONE), dataclasses.replace(ALONE, parts=2)),
+    "one_tile": (sized(150, 100, 64, v_head_dim=24, dtype="float16", **ONE, **BIAS), ROWS),
+    "group": (sized(256, 64, 16, sinks=True, batch=1, q_heads=4, kv_heads=2), ROWS),
+    "parts": (sized(300, 77, 40, **ONE), dataclasses.replace(ROWS, parts=2)),
     "parts_of_a_group": (
         sized(258, 128, 64, batch=1, q_heads=3, kv_heads=1),
-        dataclasses.replace(ALONE, parts=4),
+        dataclasses.replace(ROWS, parts=4),
     ),
     "two_slots": (sized(200, 300, 64, **THREE), dataclasses.replace(ROWS, kv_slots=2)),
 }
@@ -45,8 +44,8 @@ def test_interpreted(name):
 def test_problems_of_one_key_tile():
     """Every query row meets the one tile; by default parts give most blocks one."""
     cross = problem_of(sized(4096, 77, 40, batch=8, q_heads=8, kv_heads=8))
-    config = kernel.Config.default(cross)
-    assert config.one_key_tile and config.parts == 2 and one_key_tile.takes(cross)
+    config = default_of(cross)
+    assert config.parts == 2 and one_key_tile.applies(kernel.plan_of(cross, config).tiling)
     assert kernel.Config.default(dataclasses.replace(cross, batch=33)).parts == 1
     for changes in (
         {"kv_len": 129},
@@ -56,11 +55,9 @@ def test_problems_of_one_key_tile():
         {"mask": CAUSAL},
     ):
         other = dataclasses.replace(cross, **changes)
-        assert not kernel.Config.default(other).one_key_tile
-        with pytest.raises(ValueError, match=r"^Config\.one_key_tile must be False for "):
-            kernel.plan_of(other, ALONE)
+        assert not one_key_tile.takes(other)
 
 
 def test_bits_of_one_key_tile_repeat():
     problem = dataclasses.replace(problem_of(CASES["one_tile"][0]), deterministic=True)
-    assert kernel.is_fused(problem, ALONE) and not kernel.is_fused(problem, ROWS)
+    assert kernel.limit(problem) is None and not kernel.plan_of(problem, ROWS).order.turns

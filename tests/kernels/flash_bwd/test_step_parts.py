@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,16 @@ from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.flash_bwd import key_tiles, sm80, sm90, step_parts, work_order
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.masks import CAUSAL, FULL
-from tests.kernels.flash_bwd.test_flash_bwd import ONE, SMALL, check, problem_of, residuals_of, run
+from tests.kernels.flash_bwd.test_flash_bwd import (
+    APART,
+    ONE,
+    SMALL,
+    check,
+    default_of,
+    problem_of,
+    residuals_of,
+    run,
+)
 from tests.kernels.flash_fwd.test_flash_fwd import case_named, small
 from tests.support import builds, mosaic
 
@@ -25,6 +35,10 @@ def config(parts, **changes):
     return dataclasses.replace(SMALL, parts=parts, **changes)
 
 
+def apart(parts, **changes):
+    return dataclasses.replace(APART, parts=parts, **changes)
+
+
 def few_steps():
     """One query tile for each of two kv tiles, of which a causal mask hides the second."""
     sizes = {"q_len": 64, "kv_len": 200, "mask": CAUSAL, "head_dim": 64, "v_head_dim": 64}
@@ -35,23 +49,23 @@ CASES = {
     "group": ("group7_kv1", config(3, block_q=128)),
     "lockstep_claims": ("group7_kv1", config(5, block_q=128, lockstep=True, claims=True)),
     "columns_lockstep": ("kv_lengths_causal", config(2, dq_lag=2, lockstep=True)),
-    "band_apart": ("band", config(2, fused=False)),
+    "band_apart": ("band", apart(2)),
     "query_lengths": ("q_lengths", config(5, block_q=128)),
     "documents_claims": ("documents", config(3, block_q=128, claims=True)),
     "everything": ("everything", config(2, dq_lag=2)),
     "narrow_panel": ("dim72_24", config(3, stages=3, dq_lag=2)),
     "bias_shared": ("bias_shared", config(2, block_q=128)),
-    "wide": ("dim40_256", config(3)),
-    "wide_lockstep": ("dim192_128", config(2, lockstep=True, l2_heads=1)),
+    "wide": ("dim40_256", apart(3)),
+    "wide_lockstep": ("dim192_128", apart(2, lockstep=True, l2_heads=1)),
     "float32": (
         "dim72_24_float32_highest",
-        config(3, fused=False, block_q=16, dq_block_kv=32),
+        apart(3, block_q=16, dq_block_kv=32),
     ),
     "empty_parts": (few_steps(), config(5)),
     "empty_parts_portable": (few_steps(), sm80.Config(parts=5)),
     "empty_parts_wide": (
         dataclasses.replace(few_steps(), head_dim=136, v_head_dim=136),
-        config(3),
+        apart(3),
     ),
 }
 
@@ -71,7 +85,7 @@ def test_interpreted(name):
 def on_a_gpu(name):
     """The Config of a case, for blocks of which each takes a part or two."""
     config = CASES[name][1]
-    return dataclasses.replace(config, grid=132) if isinstance(config, sm90.Config) else config
+    return config if isinstance(config, sm80.Config) else dataclasses.replace(config, grid=132)
 
 
 @pytest.mark.gpu
@@ -88,7 +102,8 @@ def test_bits_repeat_on_the_gpu(name):
     residuals, problem = residuals_of(case)[0], problem_of(case)
     step = jax.jit(functools.partial(run, problem=problem, config=config))
     first, again = (jax.tree.map(np.asarray, step(residuals)) for _ in range(2))
-    for name in ("k", "v", *["q"] * (not config.fused)):
+    adds_dq = isinstance(config, sm90.Config | sm80.Config)
+    for name in ("k", "v", *["q"] * (not adds_dq)):
         np.testing.assert_array_equal(getattr(first, name), getattr(again, name))
 
 
@@ -128,7 +143,7 @@ def test_pieces_differ():
     problem = problem_of(dataclasses.replace(case_named("group7_kv1"), kv_len=300, batch=2))
     plan = sm90.plan_of(problem, config(3))
     pieces = {
-        step_parts.piece_of(plan, head, rows, part)
+        step_parts.of_keys(plan).number(head, rows, part)
         for head in range(2)
         for rows in range(6)
         for part in range(3)
@@ -160,11 +175,12 @@ DEFAULTS = {
 def test_parts_by_default(name):
     """Parts where blocks would be idle; sums are no larger than they may be."""
     asked, divides = DEFAULTS[name]
-    config = sm90.Config.default(asked)
+    config = default_of(asked)
+    module = sys.modules[type(config).__module__]
     assert (config.parts > 1) == divides
-    assert not (divides and (config.lockstep or config.claims or config.turns))
-    assert sm90.smem_bytes(asked, config) <= sm90.SMEM_LIMIT
-    order = sm90.plan_of(asked, config).order
+    assert module.smem_bytes(asked, config) <= sm90.SMEM_LIMIT
+    order = module.plan_of(asked, config).order
+    assert not (divides and (order.lockstep or order.claims or order.turns))
     nbytes = 4 * order.heads * order.tiling.padded_keys * (asked.head_dim + asked.v_head_dim)
     assert not divides or nbytes <= step_parts.MOST_BYTES
     if divides:
@@ -181,10 +197,12 @@ def test_portable_parts_by_default():
     assert 108 // 2 < order.work_tiles <= 108
 
 
-@pytest.mark.parametrize("changes", [{"turns": True}, {"heads": True}, {"parts": 65}], ids=str)
-def test_what_has_no_parts(changes):
-    with pytest.raises(ValueError, match=r"^Config\.parts must be from 1 to (1|64), got "):
-        sm90.Config(**{"parts": 2} | changes)
+def test_what_has_no_parts():
+    with pytest.raises(ValueError, match=r"^Config\.parts must be from 1 to 64, got 65"):
+        config(65)
+    in_turns = problem(16384, (64, 8), deterministic=True)
+    with pytest.raises(ValueError, match=r"^Config\.block_q must be 64 and Config\.parts 1 for "):
+        sm90.plan_of(in_turns, config(2))
 
 
 @pytest.mark.machine_code

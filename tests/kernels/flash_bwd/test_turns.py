@@ -15,13 +15,13 @@ from pallas_attn._call import config as _config
 from pallas_attn.kernels.flash_bwd import lockstep, sm90, turns, work_order
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
-from tests.kernels.flash_bwd.test_flash_bwd import check, problem_of
+from tests.kernels.flash_bwd.test_flash_bwd import check, default_of, problem_of
 from tests.kernels.flash_fwd.test_claims import decoded, plain
 from tests.support import mosaic
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
-TURNS = sm90.Config(grid=3, turns=True, dq_lag=2)
+TURNS = sm90.Config(grid=3, dq_lag=2)
 CASES = {
     "causal": plain(200, 200, (2, 1), 72),
     "lengths": dataclasses.replace(plain(130, 300, (1, 1), 72, batch=2), kv_lengths=(70, 300)),
@@ -41,7 +41,7 @@ CHANGES = {
 def test_interpreted(name):
     case, config = CASES[name], dataclasses.replace(TURNS, **CHANGES[name])
     problem = problem_of(case, deterministic=True)
-    assert sm90.is_fused(problem, config) and sm90.plan_of(problem, config).order.turns
+    assert sm90.plan_of(problem, config).order.turns
     with mosaic.interpret():
         check(case, config, deterministic=True)
 
@@ -73,7 +73,7 @@ def test_kv_tiles_that_meet_a_query_tile_are_the_first_ones(seed):
     case = dataclasses.replace(plain(rows, keys, (4, 2), 128, batch=2), mask=mask)
     offset = int(rng.integers(-100, 300))
     problem = problem_of(case, deterministic=True, q_offset=offset)
-    config = sm90.Config(turns=True, lockstep=bool(seed & 1), grid=int(rng.integers(1, 9)))
+    config = sm90.Config(lockstep=bool(seed & 1), grid=int(rng.integers(1, 9)))
     order = sm90.plan_of(problem, config).order
     assert order.turns and order.claims
     assert order.lockstep == (config.lockstep and lockstep.applies(order.tiling))
@@ -103,10 +103,11 @@ def test_where_it_applies():
         (of(arrays=("q_segment_ids", "kv_segment_ids")), False),
         (of(batch=1, q_heads=2, kv_heads=2, mask=FULL), False),  # most of it would be waiting
     ):
-        config = sm90.Config.default(problem)
-        assert config.turns == in_turns, problem
-        assert sm90.plan_of(problem, config).order.turns == in_turns
-        assert sm90.is_fused(problem, config) == (in_turns or not problem.deterministic)
+        config = default_of(problem)
+        is_fused = isinstance(config, sm90.Config)
+        assert is_fused == (in_turns or not problem.deterministic), problem
+        if is_fused:
+            assert sm90.plan_of(problem, config).order.turns == in_turns
     assert not turns.applies(KeyTiling(of(mask=sliding_window(9)), sm90.sm90_fused.KEYS, 64))
 
 
@@ -148,7 +149,7 @@ def test_bits_repeat_on_the_gpu(name):
 
     arrays_in_order = [arrays[name] for name in ("q", "k", "v")]
     in_no_order = gradients(False)[0]
-    every = [*gradients(True, turns=True), *gradients(True, turns=True, grid=48)]
+    every = [*gradients(True), *gradients(True, grid=48)]
     for got in every:
         np.testing.assert_array_equal(got[0], every[0][0])
         for x, want in zip(got, in_no_order, strict=True):

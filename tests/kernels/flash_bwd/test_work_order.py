@@ -5,6 +5,7 @@ claim work tiles (flash_fwd/claims.py) and blocks in lockstep (flash_bwd/lockste
 import contextlib
 import dataclasses
 import itertools
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,10 @@ from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.attention import segment_spans, tma_operands
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.flash_bwd import documents as bwd_documents
-from pallas_attn.kernels.flash_bwd import key_tiles, sm80, sm90, work_order
+from pallas_attn.kernels.flash_bwd import key_tiles, sm80, sm90, sm90_two_kernels, work_order
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.masks import CAUSAL, FULL, sliding_window
-from tests.kernels.flash_bwd.test_flash_bwd import check, problem_of
+from tests.kernels.flash_bwd.test_flash_bwd import check, default_of, problem_of
 from tests.kernels.flash_fwd.test_claims import count_claims, decoded, of, plain
 from tests.kernels.flash_fwd.test_flash_fwd import arguments_of, case_named, small
 from tests.support import builds, mosaic
@@ -37,20 +38,20 @@ MIB = 2**20
     [
         ("group7_kv1", {"dq_lag": 2}, False),
         ("group7_kv1", {"block_q": 128}, True),
-        ("group7_kv1", {"fused": False}, False),
-        ("group7_kv1", {"fused": False}, True),
+        ("group7_kv1", {}, False),
         ("kv_lengths_causal", {"dq_lag": 2}, True),
         ("kv_lengths_causal", {"block_q": 128}, False),
         ("kv_lengths_causal", {"block_q": 128}, True),
-        ("kv_lengths_causal", {"fused": False}, False),
+        ("kv_lengths_causal", {}, False),
     ],
     ids=str,
 )
 def test_blocks_in_lockstep_interpreted(name, changes, claims):
     """The one block goes down over its first work tile, and up again over its second."""
-    case, config = small(name), sm90.Config(grid=1, l2_heads=1, lockstep=True, **changes)
-    config = dataclasses.replace(config, claims=claims)
-    order = sm90.plan_of(problem_of(case), config).order
+    case, how = small(name), {"grid": 1, "l2_heads": 1, "lockstep": True}
+    module, also = (sm90, {"claims": claims}) if changes else (sm90_two_kernels, {})
+    config = module.Config(**how, **also, **changes)
+    order = module.plan_of(problem_of(case), config).order
     assert order.lockstep and order.claims == claims
     with mosaic.interpret():
         check(case, config)
@@ -101,7 +102,7 @@ def full_tiles(plan, case):
     [
         sm90.Config(grid=3, claims=True, dq_lag=2),
         sm90.Config(grid=3, block_q=128),
-        sm90.Config(grid=3, fused=False),
+        sm90_two_kernels.Config(grid=3),
         sm80.Config(),
     ],
     ids=["claims", "table", "two kernels", "sm80"],
@@ -110,7 +111,7 @@ def full_tiles(plan, case):
 def test_tiles_within_a_document_need_no_mask(mask, config):
     """Only tiles of one document that the mask does not cut."""
     case = of((400, 120), (1, 1), mask=mask)
-    module = sm80 if isinstance(config, sm80.Config) else sm90
+    module = sys.modules[type(config).__module__]
     assert full_tiles(module.plan_of(problem_of(case), config), case) >= 2
     with mosaic.interpret():
         check(case, config)
@@ -118,10 +119,10 @@ def test_tiles_within_a_document_need_no_mask(mask, config):
 
 @pytest.mark.guards
 def test_wide_rows_in_lockstep_interpreted():
-    """By `sm90_dkdv`, which knows no claims."""
+    """By `sm90_dkdv`."""
     case = dataclasses.replace(small("kv_lengths_causal"), head_dim=136, v_head_dim=136)
-    config = sm90.Config(fused=False, grid=1, l2_heads=1, lockstep=True, claims=True)
-    order = sm90.plan_of(problem_of(case), config).order
+    config = sm90_two_kernels.Config(grid=1, l2_heads=1, lockstep=True)
+    order = sm90_two_kernels.plan_of(problem_of(case), config).order
     assert order.lockstep and not order.claims
     with mosaic.interpret():
         check(case, config)
@@ -223,8 +224,8 @@ DEFAULTS = {
     "an offset": (causal(ROWS, arrays=("q_offset",)), True, BOTH),
     "lengths": (causal(ROWS, arrays=("kv_lengths",)), True, BOTH),
     "too few rows": (causal(700), False, NEITHER),
-    "bits": (causal(ROWS, deterministic=True), True, NEITHER),
-    "long, bits": (causal(ROWS + 8, deterministic=True), True, LOCKSTEP),
+    "bits": (causal(ROWS, deterministic=True), False, NEITHER),
+    "long, bits": (causal(ROWS + 8, deterministic=True), False, LOCKSTEP),
     "shared keys, bits": (causal(8192, (64, 8), batch=2, deterministic=True), True, BOTH),
     "full, bits": (causal(ROWS, deterministic=True, mask=FULL), True, CLAIMS),
     "wide": (causal(ROWS // 2, dim=256), False, NEITHER),
@@ -236,13 +237,13 @@ DEFAULTS = {
     "documents": (documents(ROWS), True, NEITHER),
     "long documents": (documents(ROWS + 8), True, CLAIMS),
     "chunks": (chunks(ROWS // 2), True, CLAIMS),
-    "chunks, bits": (chunks(ROWS // 2, deterministic=True), True, NEITHER),
+    "chunks, bits": (chunks(ROWS // 2, deterministic=True), False, NEITHER),
     # Few work tiles of rows that L2 does not hold.
     "few, causal": (causal(8200), True, BOTH),
     "few, full": (causal(8200, mask=FULL), True, NEITHER),
     "few, documents": (documents(ROWS, (32, 2)), False, NEITHER),
     "too few without parts": (causal(8192, (64, 1)), True, NEITHER),
-    "too few, bits": (causal(8192, (64, 1), deterministic=True), True, NEITHER),
+    "too few, bits": (causal(8192, (64, 1), deterministic=True), False, NEITHER),
 }
 
 
@@ -250,10 +251,11 @@ DEFAULTS = {
 def test_the_default_order(name):
     """Whether dq is added up in global memory, and who claims or stays in lockstep."""
     problem, fused, order = DEFAULTS[name]
-    config = sm90.Config.default(problem)
-    assert (config.fused, (config.lockstep, config.claims)) == (fused, order)
-    assert sm90.smem_bytes(problem, config) <= sm90.SMEM_LIMIT
-    chosen = sm90.plan_of(problem, config).order
+    config = default_of(problem)
+    module = sys.modules[type(config).__module__]
+    assert module is (sm90 if fused else sm90_two_kernels)
+    assert module.smem_bytes(problem, config) <= sm90.SMEM_LIMIT
+    chosen = module.plan_of(problem, config).order
     assert (chosen.lockstep, chosen.claims) == order
 
 
