@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
@@ -308,29 +308,6 @@ def test_vmap(rng, mapped):
         pick = lambda x, axis, i=i: x if axis is None else jax.tree.map(lambda y: y[i], x)  # noqa: E731
         alone = gradients(*map(pick, (q, k, v, options), axes))
         jax.tree.map(functools.partial(close, atol=2e-5), pick(got, 0), alone)
-
-
-@pytest.mark.by_xla
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("own", [False, True])
-def test_over_a_mesh(rng, kind, own):
-    """Batch and heads split by jit, positions whole or split as the batch is."""
-    q, k, v = drawn(rng, 4)
-    mesh = jax.make_mesh((2, 2), ("data", "model"), (kind,) * 2, devices=jax.devices()[:4])
-    at = jnp.asarray(rng.integers(0, 64, (4, 24)), jnp.int32)
-
-    def gradients(q, k, v, at):
-        how = {"rotary_positions": at} if own else {}
-        call = functools.partial(pa.flash_attention_with_lse, mask=CAUSAL, rotary=ROTARY, **how)
-        return jax.grad(functools.partial(loss, call), (0, 1, 2))(q, k, v)
-
-    want = gradients(q, k, v, at)
-    with jax.set_mesh(mesh):
-        spec = NamedSharding(mesh, P("data", None, "model"))
-        placed = [jax.device_put(x, spec) for x in (q, k, v)]
-        at = jax.device_put(at, NamedSharding(mesh, P("data")))
-        got = jax.jit(gradients)(*placed, at)
-    jax.tree.map(functools.partial(close, atol=2e-5), got, want)
 
 
 @pytest.mark.by_xla

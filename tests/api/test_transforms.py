@@ -259,18 +259,6 @@ def test_sharded_jit_of_attention_and_its_gradient(rng, over):
     same(got, jax.jit(run)(*arrays, do))
 
 
-@pytest.mark.parametrize("over", SPECS)
-def test_shard_map_of_attention(rng, over):
-    arrays = draw(rng, batch=4)
-    spec = SPECS[over]
-    lse_spec = {"batch": P("data"), "heads": P(None, "model"), "both": P("data", "model")}[over]
-    run = functools.partial(pa.flash_attention_with_lse, mask=CAUSAL)
-    split = jax.shard_map(run, mesh=mesh(), in_specs=(spec,) * 3, out_specs=(spec, lse_spec))
-    compiled = jax.jit(split).lower(*arrays).compile()
-    assert_silent(compiled)
-    same(compiled(*[jax.device_put(x, NamedSharding(mesh(), spec)) for x in arrays]), run(*arrays))
-
-
 def cache_specs(cache, over):
     """Specs of the arrays of a cache: by heads for every kind, by sequences if they are an axis."""
     heads = "model" if over != "batch" else None
@@ -300,44 +288,6 @@ def decode_step(cache, q, k, v):
     return cache, pa.decode_attention(q, cache)
 
 
-@pytest.mark.parametrize("kind, over, dtype", DECODES)
-def test_sharded_jit_of_append_and_decode(rng, kind, over, dtype):
-    q, k, v = draw(rng, batch=4, q_len=1, kv_len=1)
-    cache = pa.append_kv(create(kind, 4, dtype=dtype), *draw(rng, batch=4)[1:])
-    wanted = jax.jit(decode_step)(cache, q, k, v)
-    where = mesh()
-    specs = (cache_specs(cache, over), *(SPECS[over],) * 3)
-    shardings = jax.tree.map(lambda spec: NamedSharding(where, spec), specs)
-    placed = jax.tree.map(jax.device_put, (cache, q, k, v), shardings)
-    compiled = (
-        jax.jit(decode_step, donate_argnums=0, out_shardings=(shardings[0], shardings[1]))
-        .lower(*placed)
-        .compile()
-    )
-    assert_silent(compiled)
-    same(compiled(*placed), wanted)
-
-
-@pytest.mark.parametrize("kind, over, dtype", DECODES)
-def test_shard_map_of_append_and_decode(rng, kind, over, dtype):
-    q, k, v = draw(rng, batch=4, q_len=1, kv_len=1)
-    cache = pa.append_kv(create(kind, 4, dtype=dtype), *draw(rng, batch=4)[1:])
-    wanted = jax.jit(decode_step)(cache, q, k, v)
-    specs = cache_specs(cache, over)
-    rows = SPECS[over]
-    split = jax.shard_map(
-        decode_step, mesh=mesh(), in_specs=(specs, rows, rows, rows), out_specs=(specs, rows)
-    )
-    compiled = jax.jit(split).lower(cache, q, k, v).compile()
-    assert_silent(compiled)
-    placed = jax.tree.map(
-        jax.device_put,
-        (cache, q, k, v),
-        jax.tree.map(lambda spec: NamedSharding(mesh(), spec), (specs, rows, rows, rows)),
-    )
-    same(compiled(*placed), wanted)
-
-
 @pytest.mark.parametrize(
     "kind, over, dtype",
     [pytest.param(*x, marks=pytest.mark.by_xla if x == DECODES[0] else ()) for x in DECODES],
@@ -357,17 +307,6 @@ def test_a_loop_over_steps_inside_shard_map(rng, kind, over, dtype):
         loop, mesh=mesh(), in_specs=(specs, rows, rows, rows), out_specs=(specs, P(None, *rows))
     )
     same(jax.jit(split)(cache, q, k, v), wanted)
-
-
-def test_explicit_sharding(rng):
-    """Axes whose placement is part of the types."""
-    arrays = draw(rng, batch=4)
-    wanted = pa.flash_attention(*arrays, mask=CAUSAL)
-    typed = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
-    with jax.set_mesh(typed):
-        placed = [jax.device_put(x, NamedSharding(typed, SPECS["both"])) for x in arrays]
-        got = jax.jit(functools.partial(pa.flash_attention, mask=CAUSAL))(*placed)
-    close(got, wanted)
 
 
 def test_no_keys_at_all_in_a_loop_over_devices(rng):

@@ -7,15 +7,19 @@ import pathlib
 
 import pytest
 
-from pallas_attn._call import dispatch
+from pallas_attn._call import device, dispatch
 from pallas_attn._call.config import fits
-from tests.support import kernels, mosaic
+from tests.support import builds, kernels, mosaic
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 ROWS = {row.module: row for row in kernels.KERNELS}
 HARD = [(row.module, plan) for row in kernels.KERNELS for plan in row.hard]
 ENDS = [(row.module, plan) for row in kernels.KERNELS for plan in row.ends]
+# A build for one GPU of each folder and generation: the last, which has most options.
+ALONE = {name: build for name, build in builds.BUILDS.items() if "x" not in build.target}
+BUILDS = {name.rpartition("/")[0]: build for name, build in ALONE.items() if name[:2] != "lm"}
+GENERATIONS = {"h100": "sm90", "a100": "sm80"}
 
 
 def test_every_kernel_has_a_row():
@@ -53,6 +57,15 @@ def test_boundaries(module, plan):
     row = ROWS[module]
     with mosaic.interpret():
         row.check(*row.ends[plan])
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("kind", BUILDS)
+def test_lowers(kind):
+    build = BUILDS[kind]
+    with device.assume(GENERATIONS.get(build.target, build.target)):
+        text = mosaic.lower_for_cuda(lambda shapes: build.call(*shapes), build.shapes)
+    assert "mosaic_gpu" in text
 
 
 @pytest.mark.gpu

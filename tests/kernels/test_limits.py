@@ -12,10 +12,11 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import pallas_attn as pa
-from pallas_attn._call import dispatch
+from pallas_attn._call import block_lists, dispatch
 from pallas_attn._call.problem import Change
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.flash_fwd import batch_rows
@@ -31,6 +32,9 @@ _MANY = {"q_len": 1024}
 _NARROW = _MANY | {"quantized": True, "cache_dtype": "float8_e4m3fn", "precision": "float8"}
 _BY_HEAD = pa.mask_fn(lambda b, h, q, kv: kv > h).program
 _LARGE = dataclasses.replace(support._SLOPES, arrays=(((2**31,), "float32"),))
+_ROWS = np.zeros((2, 1024, 8, 128), np.float32)
+_LISTS = np.zeros((1, 1, 16, 2), np.int32)
+_SMALL_BLOCKS = block_lists.shown(pa.FULL, _LISTS, block_lists.Sizes(_ROWS, _ROWS, 64, 0), {})
 # Problems beside those of the support matrix: changes of the operation's base.
 MORE: dict[str, tuple[dict[str, Any], ...]] = {
     "flash_forward": (
@@ -43,6 +47,10 @@ MORE: dict[str, tuple[dict[str, Any], ...]] = {
         _WIDE | {"arrays": ("mask_array", "bias")},
         *(_WIDE | {name: 2} for name in ("fetches", "share", "zigzag")),
         {"mask": pa.sliding_window(100), "kv_heads": 1},
+    ),
+    "flash_backward": (
+        {"deterministic": True, "mask": pa.Mask(64, 32)},
+        {"mask_program": _SMALL_BLOCKS.program},
     ),
     "flash_jvp": ({"share": 2}, {"tangents": ("sinks",)}),
     "quantize": ({"head_dim": 4104},),

@@ -350,38 +350,6 @@ def test_sharded_gradients(kernels_that_differentiate, kind, kv_heads):
         assert_same_trees(got, {name: want[name] for name in names})
 
 
-@pytest.mark.parametrize("spec", [P(None, "x", None, "y"), P("x")], ids=["inner", "mapped"])
-def test_vmap_over_axes_that_are_placed(kernels_that_differentiate, spec):
-    """By explicit mesh axes; where another than the mapped one is, nothing can be folded."""
-    arrays = dict(zip("qkv", qkv(2, B), strict=True))
-    want = theirs_of_the_reference(jax.vmap(theirs), arrays)
-    mesh = mesh_of(AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        placed = jax.device_put(arrays, NamedSharding(mesh, spec))
-        got = jax.jit(jax.vmap(ours))(placed)
-    assert_same(jax.tree.leaves(got), jax.tree.leaves(want))
-
-
-@pytest.mark.parametrize("mapped", [("q",), ("q", "sinks"), ("q", "bias")])
-def test_vmap_over_an_axis_that_is_placed_of_some_arrays(kernels_that_differentiate, mapped):
-    """Heads have no room for it; and what is done one by one is gathered and split again."""
-    floats = dict(zip("qkv", qkv(2, B), strict=True))
-    floats |= {"sinks": normal(4, 2, N), "bias": normal(3, 2, N, 1, S)}
-    moving = {name: floats[name] for name in mapped}
-    fixed = {name: floats[name][0] for name in ("k", "v")}
-
-    def over(gradients):
-        return jax.vmap(lambda some: gradients({**fixed, **some}))(moving)
-
-    want = theirs_of_the_reference(over, theirs)
-    mesh = mesh_of(AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        fixed = jax.device_put(fixed, NamedSharding(mesh, P()))
-        moving = jax.device_put(moving, NamedSharding(mesh, P("x")))
-        got = jax.jit(lambda: over(ours))()
-    assert_same_trees(got, want)
-
-
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_arrays_that_nobody_placed_on_the_mesh_that_is_set(kernels_that_differentiate, kind):
     """Arrays as in the first step of a model, or in an evaluation."""
@@ -538,34 +506,6 @@ def test_vmap_of_cache_operations(monkeypatch, kind, held):
     as_kernels(monkeypatch)
     got = in_numpy.call(jax.vmap(lambda *args: step(*args, 0)), many, k, v, q)
     assert_same(jax.tree.leaves(got), jax.tree.leaves(want))
-
-
-@pytest.mark.parametrize(("kind", "held"), [("stacked", "int8"), ("paged", "shared")])
-def test_lists_of_positions_are_mapped_and_split_as_query_rows(monkeypatch, kind, held):
-    k, v, q = step_arrays()
-    cache = CACHES[kind](**HELD[held])
-    cache = pallas_attn.append_kv(cache, k, None if cache.shared_kv else v)
-    indices = jnp.asarray(np.random.default_rng(0).integers(-1, 4, (M, q.shape[1], 5)), jnp.int32)
-
-    def attend(q, cache, indices):
-        return pallas_attn.decode_attention_with_lse(q, cache, kv_indices=indices)
-
-    want = in_numpy.call(attend, q, cache, indices)
-    as_kernels(monkeypatch)
-    many = jax.tree.map(lambda x: jnp.stack([x, x]), (q, cache, indices))
-    for have, wanted in zip(in_numpy.call(jax.vmap(attend), *many), want, strict=True):
-        assert_same(have, (wanted, wanted))
-    heads = NamedSharding(mesh_of(AxisType.Auto), P(None, None, "y"))
-    compiled = jax.jit(attend).lower(jax.device_put(q, heads), cache, indices).compile()
-    assert_same(compiled(jax.device_put(q, heads), cache, indices), want)
-    kinds = {"axis_types": (AxisType.Auto,), "devices": jax.devices()[:2]}
-    mesh, rows = jax.make_mesh((2,), ("m",), **kinds), P("m")
-    if kind == "stacked":
-        specs = jax.tree.map(lambda x: rows, cache)
-        local = jax.shard_map(
-            attend, mesh=mesh, in_specs=(rows, specs, rows), out_specs=rows, check_vma=False
-        )
-        assert_same(jax.jit(local)(q, cache, indices), want)
 
 
 def test_a_constant_of_a_kernel_without_jit():
@@ -866,33 +806,4 @@ def test_attention_over_every_gpu(how, spec):
         where = every_gpu(spec, how)
         got = jax.jit(value_and_gradients)(*jax.device_put(arrays, where))
         assert all(x.sharding.is_equivalent_to(where, x.ndim) for x in got)
-    assert_near(got, want)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["per_sequence", "stacked", "paged"])
-def test_steps_over_every_gpu(kind):
-    """The kv heads dealt out: rows appended, then attended over, twice, as on one GPU."""
-    sizes = {"kv_heads": 8, "head_dim": 64, "dtype": jnp.bfloat16}
-    create = {
-        "per_sequence": lambda: pallas_attn.PerSequenceCache.create((40,) * M, **sizes),
-        "stacked": lambda: pallas_attn.StackedCache.create(M, 40, **sizes),
-        "paged": lambda: pallas_attn.PagedCache.create(M, 12, 16, capacity=48, **sizes),
-    }[kind]
-
-    @functools.partial(jax.jit, donate_argnums=0)
-    def both(cache, q, k, v):
-        outs = []
-        for _ in range(2):
-            cache = pallas_attn.append_kv(cache, k, v)
-            outs.append(pallas_attn.decode_attention_with_lse(q, cache))
-        return cache, outs
-
-    rows = [normal(n, M, 3, heads, 64).astype(jnp.bfloat16) for n, heads in enumerate((16, 8, 8))]
-    want = both(create(), *rows)
-    heads = every_gpu(P(*(() if kind == "per_sequence" else (None,)), "x"))
-    cache = create()
-    spread = {name: jax.device_put(getattr(cache, name), heads) for name in ("k", "v")}
-    cache = dataclasses.replace(cache, **spread)
-    got = both(cache, *jax.device_put(rows, every_gpu(P(None, None, "x"))))
     assert_near(got, want)

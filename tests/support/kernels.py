@@ -23,7 +23,7 @@ from pallas_attn.kernels.decode_mla import sm80 as mla_sm80
 from pallas_attn.kernels.decode_mla import sm90 as mla_sm90
 from pallas_attn.kernels.flash_bwd import sm80 as bwd_sm80
 from pallas_attn.kernels.flash_bwd import sm90 as bwd_sm90
-from pallas_attn.kernels.flash_bwd import sm90_two_kernels as bwd_two_kernels
+from pallas_attn.kernels.flash_bwd import sm90_short, sm90_two_kernels, sm90_window
 from pallas_attn.kernels.flash_bwd import sm90_wide as bwd_wide
 from pallas_attn.kernels.flash_fwd import sm80 as fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as fwd_sm90
@@ -165,7 +165,7 @@ PAIR = {"q_heads": 2, "kv_heads": 2}
 LENGTHS_OF_Q = {"q_lengths": (70, 65, 64, 63, 1)}
 FEW_ROWS = dataclasses.replace(CUT, q_len=7, q_lengths=(7, 1, 0, 7), q_offset=193)
 FUSED, PORTABLE = bwd_sm90.Config(grid=3), bwd_sm80.Config(warp_rows=2)
-TWO_KERNELS = bwd_two_kernels.Config(grid=3)
+TWO_KERNELS = sm90_two_kernels.Config(grid=3)
 APART = bwd_sm80.Config(block_q=32, dq_block_kv=32)
 FORWARD = fwd_sm90.Config(warpgroups=2, block_kv=64, stages=2, grid=3)
 SPLIT = prefill_sm90.Config(2, block_kv=64, grid=3, splits=3)
@@ -182,6 +182,26 @@ def windows(test: Any) -> tuple[Calls, Calls]:
     calls = {"window": (rising, config), "sinks": with_sinks((case, config))}
     ends = {f"rows{n}": (dataclasses.replace(case, q_len=n, kv_len=n), config) for n in (64, 72)}
     return calls, ends
+
+
+def short_sequences(case: AttentionCase, config: Any) -> tuple[Calls, Calls]:
+    """Plain calls without lengths: rows and keys on both sides of a tile's edge."""
+    rising = remade(Hard, case, magnitude=0.5, batch=2)
+    calls = {"plain": (rising, config), "sinks": (remade(Endless, case, sinks=True), config)}
+    ends = {
+        f"rows{q}_{kv}": (dataclasses.replace(case, q_len=q, kv_len=kv), config)
+        for q, kv in ((64, 65), (65, 64), (1, 63))
+    }
+    return calls, ends
+
+
+def windows_of_a_head() -> tuple[Calls, Calls]:
+    """Rows on both sides of a tile's edge."""
+    case, config = test_flash_bwd.windowed(64, 135, batch=1, **PAIR), sm90_window.Config()
+    rising = remade(Hard, case, magnitude=0.5, batch=2)
+    calls = {"plain": (rising, config), "sinks": with_sinks((case, config))}
+    rows = {n: test_flash_bwd.windowed(65, n, batch=1, **PAIR) for n in (127, 128, 129)}
+    return calls, {f"rows{n}": (x, config) for n, x in rows.items()}
 
 
 def tangents(module: str) -> Row:
@@ -336,6 +356,7 @@ def endless(case: AttentionCase) -> AttentionCase:
 
 LARGE = test_wide.wide("sinks_empty_rows", 128)
 SHORT = sized(49, 70, 32, batch=1, **PAIR)
+HEADS = sized(70, 100, 64, batch=1, **PAIR)
 HARD_ROWS = HardDecode(q_len=40, q_heads=4, kv_heads=1)
 IN_TURN = prefill_sm90.Config(2, block_kv=64, grid=3, in_turn=True)
 IN_A_WINDOW = Decode(**MANY_ROWS, mask=sliding_window(100))
@@ -367,13 +388,9 @@ KERNELS = (
         "plain": (hard(**LENGTHS_OF_Q), TWO_KERNELS),
         "sinks": (endless(SHORT), TWO_KERNELS),
     }, at(TWO_KERNELS)),
-    Row("flash_bwd.sm90_short", backward, {"sinks": (endless(SHORT), None)}, {}),
-    Row("flash_bwd.sm90_heads", backward, {
-        "sinks": (endless(sized(70, 100, 64, batch=1, **PAIR)), test_heads.EACH),
-    }, {}),
-    Row("flash_bwd.sm90_window", backward, {
-        "sinks": (endless(test_flash_bwd.windowed(1, 135, batch=1, **PAIR)), None),
-    }, {}),
+    Row("flash_bwd.sm90_short", backward, *short_sequences(SHORT, sm90_short.Config())),
+    Row("flash_bwd.sm90_heads", backward, *short_sequences(HEADS, test_heads.EACH)),
+    Row("flash_bwd.sm90_window", backward, *windows_of_a_head()),
     Row("flash_bwd.sm80", backward, {
         "plain": (hard(**LENGTHS_OF_Q), PORTABLE),
         "apart": (hard(**LENGTHS_OF_Q), APART),
@@ -402,13 +419,13 @@ KERNELS = (
     Row("decode_mla.sm90", over_caches, {
         "plain": (HardLatent(q_heads=40), mla_sm90.Config(stages=6, grid=3)),
         "in_parts": (HardLatent(q_heads=40), mla_sm90.Config(stages=6, grid=9)),
-        "few_rows": (HardLatent(), mla_sm90.Config(stages=2, grid=3)),
-        "few_rows_in_parts": (HardLatent(), mla_sm90.Config(stages=2, grid=9)),
     }, caches(Latent(q_heads=40), mla_sm90.Config(stages=6, grid=5))
-        | named("few_rows", caches(Latent(), mla_sm90.Config(stages=2, grid=5))) | {
-        "partials": (Latent(**LONG, q_heads=40), mla_sm90.Config(stages=6, grid=20)),
-        "partials_of_few_rows": (Latent(**LONG), mla_sm90.Config(stages=2, grid=20)),
-    }),
+        | {"partials": (Latent(**LONG, q_heads=40), mla_sm90.Config(stages=6, grid=20))}),
+    Row("decode_mla.sm90_few_rows", over_caches, {
+        "plain": (HardLatent(), mla_sm90.Config(stages=2, grid=3)),
+        "in_parts": (HardLatent(), mla_sm90.Config(stages=2, grid=9)),
+    }, caches(Latent(), mla_sm90.Config(stages=2, grid=5))
+        | {"partials": (Latent(**LONG), mla_sm90.Config(stages=2, grid=20))}),
     Row("decode_mla.sm80", over_caches, {
         "plain": (HardLatent(q_heads=8), mla_sm80.Config(stages=2, grid=3)),
         "in_parts": (HardLatent(q_len=2), mla_sm80.Config(tile=32, stages=2, grid=9)),
@@ -422,13 +439,15 @@ KERNELS = (
     }),
     listed("sm90"),
     listed("sm80"),
-    listed("latent_sm90", **LATENT),
+    listed("latent_sm90", q_heads=64, **LATENT),
+    listed("latent_sm90_few_rows", **LATENT),
     listed("latent_sm80", **LATENT),
 )  # fmt: skip
 # Kernels of rows of 8 bits or bytes, or that copy rows for another: the tests that have their
 # lengths and numbers.
 ELSEWHERE = {
     "flash_fwd.sm80_float8": "kernels/flash_fwd/test_float8.py::test_portable_interpreted",
+    "decode_mla.sm90_byte_rows": "caches/test_byte_rows.py::test_what_is_read",
     "prefill.widened_sm90": "kernels/prefill/test_prefill_widened.py::test_interpreted",
     "prefill.narrow_sm90": "kernels/prefill/test_prefill_narrow.py::test_interpreted",
     "prefill.float8_sm90": "kernels/prefill/test_prefill_float8.py::test_interpreted",

@@ -160,9 +160,3 @@ def test_gpus_before_ada_refuse_by_name(gpu):
     with device.assume(gpu), pytest.raises(pa.UnsupportedError, match=reason) as error:
         jax.eval_shape(pa.flash_attention, q, q, q)
     assert "multiply them by their scales and cast q, k and v to one of them" in str(error.value)
-
-
-@pytest.mark.parametrize("name", COMPILED)
-def test_lowers(name):
-    problem = COMPILED[name]
-    mosaic.lower_for_cuda(functools.partial(run, problem), *shapes_of(problem))

@@ -165,28 +165,6 @@ def large(**changes) -> Case:
     return Case(**(sizes | {"head_dim": 128, "v_head_dim": 128} | changes))
 
 
-LOWERED = {
-    f"{kind}_t{q_len}_h{dim}": large(kind=kind, q_len=q_len, head_dim=dim, v_head_dim=dim)
-    for kind, q_len, dim in zip(KINDS, (1024, 63, 300), (48, 64, 256), strict=True)
-} | {
-    # All shared memory, but for the part that Mosaic reduces in.
-    "h80_96": large(q_len=300, head_dim=80, v_head_dim=96),
-    "layers_sinks": large(q_len=20, layers=4, sinks=True, softcap=30.0, dtype="float16"),
-    "group7_pages8": large(kind="paged", q_heads=28, kv_heads=4, q_len=65, page_size=8),
-    "pages256": large(kind="paged", q_len=7, page_size=256, mask=sliding_window(1000)),
-}
-
-
-@pytest.mark.guards
-@pytest.mark.parametrize("name", LOWERED)
-def test_lowers(name):
-    """In the configuration that dispatch would choose."""
-    problem = LOWERED[name].problem
-    assert kernel.limit(problem) is None
-    call = functools.partial(run, problem=problem, config=Config.default(problem))
-    assert "mosaic_gpu" in mosaic.lower_for_cuda(call, shapes_of(LOWERED[name]))
-
-
 @pytest.mark.parametrize(
     "changes, heads",
     [
