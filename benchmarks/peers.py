@@ -180,7 +180,7 @@ def fa4_jax(call: Call) -> list[Subject]:
     if not (case.mask.is_full or case.mask == CAUSAL):
         static["window_size"] = case.mask.left, case.mask.right
 
-    def function(q: Array, k: Array, v: Array, rest: Any) -> Array:
+    def function(q: Array, k: Array, v: Array, rest: dict[str, Any]) -> Array:
         del rest
         return flash_attn(q, k, v, **static)
 

@@ -8,6 +8,7 @@ import pytest
 
 from pallas_attn._call import block_lists, gpu_specs
 from pallas_attn._call import config as _config
+from pallas_attn._call.bind import Call
 from pallas_attn._call.kernel import Kernel
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.flash_bwd import sm90 as flash_bwd_sm90
@@ -186,7 +187,7 @@ def test_tiles_on_hopper_follow_blocks(sizes, dim, heads, forward, backward):
     q, k = (np.zeros((1, 1024, n, dim), np.float32) for n in heads)
     rows = sizes[0] if isinstance(sizes, tuple) else sizes
     blocks = np.zeros((1, kv_heads, 1024 // rows, 2), np.int32)
-    mask = block_lists.shown(CAUSAL, blocks, block_lists.Sizes(q, k, sizes, 0), {})
+    mask = block_lists.shown(q, k, Call(CAUSAL, kv_blocks=blocks, block_size=sizes))
     shape = {"q_len": 1024, "kv_len": 1024, "q_heads": q_heads, "kv_heads": kv_heads}
     shape |= {"head_dim": dim, "v_head_dim": dim}
     problem = attention(mask=FULL, mask_program=mask.program, **shape)

@@ -371,6 +371,7 @@ def test_run_time_dependencies_are_the_four_we_said():
             "matplotlib",
             "torch",
             "tokamax",
+            "fa4_jax",
             "flash_attn",
             "flashinfer",
         }

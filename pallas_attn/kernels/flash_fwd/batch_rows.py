@@ -80,7 +80,7 @@ class RowsApart(NamedTuple):
         high = end if high is None else jnp.minimum(high, end)
         return low, high
 
-    def allows(self, query: RegisterTile, key: RegisterTile, *_: Any) -> RegisterTile:
+    def allows(self, query: RegisterTile, key: RegisterTile, *_: object) -> RegisterTile:
         """Whether queries see keys, both by their rows in the work tile."""
         low, high = self.row_bounds(query)
         return (low <= key) & (key < high)
