@@ -50,6 +50,7 @@ MORE: dict[str, tuple[dict[str, Any], ...]] = {
         {"mask": pa.sliding_window(100), "kv_heads": 1},
     ),
     "flash_backward": (
+        {"batch": 64, "q_len": 512, "kv_len": 512},
         {"deterministic": True, "mask": pa.Mask(64, 32)},
         {"mask_program": _SMALL_BLOCKS.program},
     ),

@@ -86,6 +86,7 @@ from pallas_attn.kernels.lang.types import (
     Carry,
     GmemRef,
     Index,
+    KernelConfig,
     Predicate,
     RegisterTile,
     SmemRef,
@@ -198,7 +199,7 @@ def scratch(plan: KeyPlan) -> FusedSmem:
     )
 
 
-def plan_of(config: Any, order: WorkOrder, dq: Any = None) -> KeyPlan:
+def plan_of(config: KernelConfig, order: WorkOrder, dq: Any = None) -> KeyPlan:
     """The plan, with sums for a score function's arrays and tiles of a bias where they fit. `dq`:
     where dq goes (`dq_sum`), if the kernel makes it.
     """
