@@ -116,8 +116,8 @@ class Config:
         if problem.quantized and keys >= 2 * MULTIPROCESSORS * 8 * 128:
             # Keys of 8 bits keep a warp busy for longer than their bytes take to come: of two
             # blocks on a multiprocessor one computes while the other waits.
-            tiles = (128, 64, 32) if is_wide(problem) else (256, 128, 64)
-            for tile in [tile for tile in tiles if tile <= widest_tile(problem)]:
+            widths = (128, 64, 32) if is_wide(problem) else (256, 128, 64)
+            for tile in [tile for tile in widths if tile <= widest_tile(problem)]:
                 config = cls(tile, stages=2, grid=_even_pairs(heads), load_first=True)
                 if bytes_of_launch(problem, config) <= SMEM_OF_TWO:
                     return limits.deepest(bytes_of_launch, problem, config, SMEM_OF_TWO)

@@ -245,8 +245,8 @@ def _few_tiles() -> list[AttentionCase]:
         (1, 2, 4), (1, 2, 4, 8), (1, 4, 7, 16), (300, 1024, 2048, 4096), (64, 128, 256)
     )
     for batch, kv_heads, group, length, dim in drawn:
-        sizes = (batch, length), (kv_heads * group, kv_heads), dim
-        listed += [] if sizes in named else [(*sizes, CAUSAL, "sweep")]
+        drawn_sizes = (batch, length), (kv_heads * group, kv_heads), dim
+        listed += [] if drawn_sizes in named else [(*drawn_sizes, CAUSAL, "sweep")]
     rows = []
     for both in (False, True):
         for sizes, heads, dim, mask, tag in listed:
