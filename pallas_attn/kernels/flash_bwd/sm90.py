@@ -175,8 +175,8 @@ def _may_take_turns(problem: AttentionProblem) -> bool:
 def slower(problem: AttentionProblem) -> Limit | None:
     """Why two kernels are faster, or None. A float32 dq is set to 0 before and rounded after, which
     costs more than it saves where keys meet few query rows, unless blocks take parts or one work
-    tile at most; or blocks add to more of it at a time than L2 holds; or most blocks would have no
-    work tile.
+    tile at most and tiles of a bias fit beside dS; or blocks add to more of it at a time than L2
+    holds; or most blocks would have no work tile.
     """
     if one_key_tile.takes(problem):
         return None
@@ -190,6 +190,8 @@ def slower(problem: AttentionProblem) -> Limit | None:
     if few_rows and order.work_tiles <= config.grid:
         rows = ROWS * step_parts.dq_warpgroups(problem, 3 if config.block_q > ROWS else 2)
         few_rows = not step_parts.dq_is_faster_beside(order, rows, config.dq_lag)
+    if tiling.mean_q_rows <= 512 and problem.bias_shape is not None:
+        few_rows |= sm90_fused.lacks_room_for_bias(plan_of(problem, config))
     idle = 2 * order.work_tiles <= config.grid and not has_parts
     scattered = order.exceeds_l2 and (idle or not tiling.follows_mask)
     gains = not (few_rows or scattered)

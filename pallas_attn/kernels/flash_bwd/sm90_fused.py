@@ -218,6 +218,12 @@ def plan_of(config: KernelConfig, order: WorkOrder, dq: Any = None) -> KeyPlan:
     return plan
 
 
+def lacks_room_for_bias(plan: KeyPlan) -> bool:
+    """Whether XLA transposes a bias whose tiles TMA could load."""
+    tiles_of_bias = score_tiles.bias_of_keys(plan.problem, plan.config.block_q)
+    return plan.bias_tiles is None and tiles_of_bias is not None
+
+
 def _if_it_fits(plan: KeyPlan, **fields: Any) -> KeyPlan:
     more = dataclasses.replace(plan, **fields)
     return more if buffer_bytes(more) + BARRIERS <= SMEM_LIMIT else plan
