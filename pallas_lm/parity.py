@@ -1,6 +1,7 @@
-"""One small case of each operation through an implementation, beside the oracle: the first look.
+"""Small cases of each operation through an implementation, beside the oracle: the first look.
 
-It answers "does this work on my machine" in seconds. The proof is the test suite.
+It answers "does this work on my machine" in seconds; `gpu_check` runs each of them in a process of
+its own. The proof is the test suite.
 """
 
 import dataclasses
@@ -14,11 +15,12 @@ import numpy as np
 
 import pallas_attn
 from pallas_attn.cache import KVCache
-from pallas_attn.masks import CAUSAL
+from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 
 M, CAPACITY, HEADS, KV_HEADS, DIM = 4, 256, 8, 2, 64
 LENGTHS = (0, 1, 130, 255)
 PAGE = 16
+LATENT, VALUES = 576, 512  # columns of a latent row, and of its values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,33 +53,43 @@ class How(NamedTuple):
 Figures = tuple[float, float]  # error and budget
 
 
+class Check(NamedTuple):
+    """One case of an operation."""
+
+    operation: str
+    case: str
+    run: Callable[[How], Figures]
+
+
 def rows(implementation: str | None, dtype: str, seed: int) -> Iterator[Row]:
     """The table, a row as soon as it is known.
 
     Where the choice is free and no kernel takes a problem, the reference runs it, by name: the row
     says so in its note.
     """
-    for operation, case, check in _CHECKS:
-        row = _row(operation, case, check, How(implementation, dtype, seed))
+    for check in CHECKS:
+        row = row_of(check, How(implementation, dtype, seed))
         if row.error is None and implementation is None:
-            by_name = _row(operation, case, check, How("reference", dtype, seed))
+            by_name = row_of(check, How("reference", dtype, seed))
             row = dataclasses.replace(by_name, note=row.note)
         yield row
 
 
-def _row(operation: str, case: str, check: Callable[[How], Figures], how: How) -> Row:
+def row_of(check: Check, how: How) -> Row:
+    """The row of one check."""
     try:
         with pallas_attn.chosen() as chosen:
-            error, budget = check(how)
+            error, budget = check.run(how)
     except pallas_attn.UnsupportedError as refused:
-        return Row(operation, case, "", None, 0.0, str(refused))
-    return Row(operation, case, chosen[-1], error, budget)
+        return Row(check.operation, check.case, "", None, 0.0, str(refused))
+    return Row(check.operation, check.case, chosen[-1], error, budget)
 
 
 def _compare(
     got: Sequence[jax.Array],
     arrays: dict[str, jax.Array],
     cotangent: jax.Array | None = None,
+    **rules: Any,
 ) -> Figures:
     """Error and budget of the result whose ratio of both is the worst. The budget: a rounding, and
     twice the error of the same mathematics with operands rounded to the inputs' dtype.
@@ -86,8 +98,9 @@ def _compare(
     dtype = arrays["q"].dtype
     exact = [np.asarray(x, np.float64) for x in arrays.values()]
     do = None if cotangent is None else np.asarray(cotangent, np.float64)
-    oracle = _definition(*exact, do=do)
-    naive = _definition(*exact, do=do, rounded=functools.partial(_rounded, dtype=dtype))
+    oracle = _definition(*exact, do=do, **rules)
+    in_dtype = functools.partial(_rounded, dtype=dtype)
+    naive = _definition(*exact, do=do, rounded=in_dtype, **rules)
     for result, truth, plain in zip(got, oracle, naive, strict=True):
         eps = float(jnp.finfo(dtype).eps)
         budget = 2 * np.abs(plain - truth).max() + eps * np.abs(truth).max()
@@ -97,7 +110,7 @@ def _compare(
     return worst
 
 
-def _definition(
+def _definition(  # noqa: PLR0913
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
@@ -106,8 +119,10 @@ def _definition(
     *,
     do: np.ndarray | None = None,
     rounded: Callable[[np.ndarray], np.ndarray] = lambda x: x,
+    mask: Mask = CAUSAL,
+    bias: np.ndarray | float = 0.0,
 ) -> tuple[np.ndarray, ...]:
-    """Causal attention of [B, rows, heads, H] in float64: (out,), and with `do` also dq, dk, dv.
+    """Attention of [B, rows, heads, H] in float64: (out,), and with `do` also dq, dk, dv.
     `rounded`: what an operand of a matmul is rounded to.
     """
     batch, rows, heads, dim = q.shape
@@ -115,8 +130,14 @@ def _definition(
     q, k, v = rounded(q * dim**-0.5), np.repeat(k, group, 2), np.repeat(v, group, 2)
     at = np.arange(rows)[None, :, None] + (0 if offset is None else offset[:, None, None])
     keys = np.arange(k.shape[1])[None, None]
-    hidden = keys > at if lengths is None else (keys > at) | (keys >= lengths[:, None, None])
-    scores = np.einsum("bthd,bshd->bhts", q, rounded(k))
+    hidden = np.zeros((batch, rows, k.shape[1]), bool)
+    if mask.right is not None:
+        hidden |= keys > at + mask.right
+    if mask.left is not None:
+        hidden |= keys < at - mask.left
+    if lengths is not None:
+        hidden |= keys >= lengths[:, None, None]
+    scores = np.einsum("bthd,bshd->bhts", q, rounded(k)) + bias
     scores = np.where(hidden[:, None], -np.inf, scores)
     probs = np.exp(scores - scores.max(axis=-1, keepdims=True))
     probs /= probs.sum(axis=-1, keepdims=True)
@@ -141,20 +162,55 @@ def _rounded(x: np.ndarray, dtype: Any) -> np.ndarray:
     return np.ldexp(np.rint(numbers * 2**11) / 2**11, exponents)
 
 
-def _attention(how: How, gradients: bool) -> Figures:
-    heads = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS}
-    arrays = {x: how.normal(n, 2, 200, heads[x], DIM) for n, x in enumerate(heads, 1)}
-
-    @jax.jit
-    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        implementation = how.implementation
-        return pallas_attn.flash_attention(q, k, v, mask=CAUSAL, implementation=implementation)
-
+def _attention(
+    how: How,
+    gradients: bool,
+    rows: int = 200,
+    dim: int = DIM,
+    mask: Mask = CAUSAL,
+    bias: bool = False,
+) -> Figures:
+    shapes = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS}
+    arrays = {
+        x: how.normal(n, 2, rows, heads, dim) for n, (x, heads) in enumerate(shapes.items(), 1)
+    }
+    options: dict[str, Any] = {"mask": mask, "implementation": how.implementation}
+    rules: dict[str, Any] = {"mask": mask}
+    if bias:
+        options["bias"] = how.normal(9, 1, HEADS, rows, rows)
+        rules["bias"] = np.asarray(options["bias"], np.float64)
+    run = jax.jit(functools.partial(pallas_attn.flash_attention, **options))
     if not gradients:
-        return _compare((run(**arrays),), arrays)
-    cotangent = how.normal(4, 2, 200, HEADS, DIM)
+        return _compare((run(*arrays.values()),), arrays, **rules)
+    cotangent = how.normal(4, 2, rows, HEADS, dim)
     out, pullback = jax.vjp(run, *arrays.values())
-    return _compare((out, *pullback(cotangent)), arrays, cotangent)
+    return _compare((out, *pullback(cotangent)), arrays, cotangent, **rules)
+
+
+def _padded(how: How) -> Figures:
+    """Lengths, of which one is a tile's and one a key less."""
+    lengths = jnp.array([1, 127, 128, 300], jnp.int32)
+    arrays = {"q": how.normal(1, 4, 300, HEADS, DIM)}
+    arrays |= {x: how.normal(n, 4, 300, KV_HEADS, DIM) for n, x in enumerate("kv", 2)}
+    options: dict[str, Any] = {"kv_lengths": lengths, "implementation": how.implementation}
+    got = jax.jit(functools.partial(pallas_attn.flash_attention, **options))(*arrays.values())
+    return _compare((got,), arrays | {"lengths": lengths}, mask=FULL)
+
+
+def _tangents(how: How) -> Figures:
+    """A tangent beside a difference quotient of the definition, which float64 makes exact."""
+    arrays = {x: how.normal(n, 1, 150, HEADS, DIM) for n, x in enumerate("qkv", 1)}
+    tangents = tuple(how.normal(n, 1, 150, HEADS, DIM) for n in (11, 12, 13))
+    options: dict[str, Any] = {"mask": CAUSAL, "implementation": how.implementation}
+    run = jax.jit(functools.partial(pallas_attn.flash_attention, **options))
+    got = jax.jvp(run, tuple(arrays.values()), tangents)[1]
+    step, eps = 1e-4, float(jnp.finfo(how.dtype).eps)
+    pairs = [(np.asarray(x, np.float64), step * np.asarray(dx, np.float64))
+             for x, dx in zip(arrays.values(), tangents, strict=True)]  # fmt: skip
+    (above,), (below,) = (_definition(*(x + sign * dx for x, dx in pairs)) for sign in (1, -1))
+    truth = (above - below) / (2 * step)
+    # A rounding of the largest: three products are added up, whose operands were rounded.
+    return float(np.abs(np.asarray(got, np.float64) - truth).max()), eps * np.abs(truth).max()
 
 
 def _empty_cache(kind: str, dtype: str) -> KVCache:
@@ -168,11 +224,15 @@ def _empty_cache(kind: str, dtype: str) -> KVCache:
 
 
 def _filled(
-    how: How, kind: str, implementation: str | None
+    how: How,
+    kind: str,
+    implementation: str | None,
+    held: Sequence[int] = LENGTHS,
+    dtype: str | None = None,
 ) -> tuple[KVCache, jax.Array, jax.Array]:
-    """A cache that took LENGTHS rows and one more each, and those rows as [M, S, K, H]."""
+    """A cache that took `held` rows and one more each, and those rows as [M, S, K, H]."""
     k, v = (how.normal(n, M, CAPACITY, KV_HEADS, DIM) for n in (5, 6))
-    lengths, at = jnp.asarray(LENGTHS, jnp.int32), jnp.arange(M, dtype=jnp.int32)
+    lengths, at = jnp.asarray(held, jnp.int32), jnp.arange(M, dtype=jnp.int32)
 
     @jax.jit
     def fill(cache: KVCache) -> KVCache:
@@ -180,7 +240,7 @@ def _filled(
         new = k[at, lengths], v[at, lengths]
         return pallas_attn.append_kv(cache, *new, implementation=implementation)
 
-    return fill(_empty_cache(kind, how.dtype)), k, v
+    return fill(_empty_cache(kind, dtype or how.dtype)), k, v
 
 
 def _append(how: How, kind: str) -> Figures:
@@ -225,20 +285,59 @@ def _quantized_append(how: How) -> Figures:
     return float(sum((np.asarray(a) != b).sum() for a, b in pairs)), 0.0
 
 
-def _decode(how: How, kind: str) -> Figures:
-    cache, k, v = _filled(how, kind, "reference")
-    q, lengths = how.normal(7, M, 1, HEADS, DIM), cache.lengths
+def _decode(how: How, kind: str, new: int = 1) -> Figures:
+    held = tuple(max(length, new - 1) for length in LENGTHS)
+    cache, k, v = _filled(how, kind, "reference", held)
+    return _newest(how, how.normal(7, M, new, HEADS, DIM), cache, k, v)
+
+
+def _newest(how: How, q: jax.Array, cache: KVCache, k: jax.Array, v: jax.Array) -> Figures:
+    """The newest rows of a cache that holds k and v."""
     run = jax.jit(pallas_attn.decode_attention, static_argnames="implementation")
-    arrays = {"q": q, "k": k, "v": v, "lengths": lengths, "offset": lengths - 1}
+    arrays = {"q": q, "k": k, "v": v, "lengths": cache.lengths}
+    arrays["offset"] = cache.lengths - q.shape[1]
     return _compare((run(q, cache, implementation=how.implementation),), arrays)
 
 
+def _decode_of_bytes(how: How) -> Figures:
+    cache, _, _ = _filled(how, "StackedCache", "reference", dtype="int8")
+    held = ((cache.k, cache.k_scale), (cache.v, cache.v_scale))
+    k, v = ((x.astype(jnp.float32) * scale[..., None]).swapaxes(1, 2) for x, scale in held)
+    return _newest(how, how.normal(7, M, 1, HEADS, DIM), cache, k, v)
+
+
+def _decode_of_latents(how: How) -> Figures:
+    """MLA: one kv head, whose values are columns of its keys."""
+    rows = how.normal(5, M, CAPACITY, 1, LATENT)
+    sizes: dict[str, Any] = {"v_head_dim": VALUES, "shared_kv": True, "dtype": how.dtype}
+    cache = pallas_attn.StackedCache.create(M, CAPACITY, 1, LATENT, **sizes)
+    lengths = jnp.asarray(LENGTHS, jnp.int32) + 1
+    cache = jax.jit(pallas_attn.append_kv)(cache, rows, new_lengths=lengths)
+    q = how.normal(7, M, 1, 16, LATENT)
+    return _newest(how, q, cache, rows, rows[..., :VALUES])
+
+
 _KINDS = ("PerSequenceCache", "StackedCache", "PagedCache")
+_FORWARD, _BACKWARD, _DECODE = "flash_attention", "its gradients", "decode_attention"
 _partial = functools.partial
-_CHECKS: tuple[tuple[str, str, Callable[[How], Figures]], ...] = (
-    ("flash_attention", "causal, T 200, N 8 K 2, H 64", _partial(_attention, gradients=False)),
-    ("its gradients", "dq, dk, dv, random dO", _partial(_attention, gradients=True)),
-    *(("append_kv", f"{x}, elements that differ", _partial(_append, kind=x)) for x in _KINDS),
-    ("append_kv", "float8_e4m3fn, elements that differ", _quantized_append),
-    *(("decode_attention", f"{x}, lengths 1 to 256", _partial(_decode, kind=x)) for x in _KINDS),
-)
+_forward, _backward = (_partial(_attention, gradients=x) for x in (False, True))
+CHECKS = (
+    Check(_FORWARD, "causal, T 200, N 8 K 2, H 64", _forward),
+    Check(_FORWARD, "full, T 129, H 128", _partial(_forward, rows=129, dim=128, mask=FULL)),
+    Check(_FORWARD, "a window of 50, T 333, H 96",
+          _partial(_forward, rows=333, dim=96, mask=sliding_window(50))),
+    Check(_FORWARD, "causal, T 200, H 64, a bias", _partial(_forward, bias=True)),
+    Check(_FORWARD, "lengths 1, 127, 128, 300", _padded),
+    Check(_FORWARD, "causal, T 130, H 256", _partial(_forward, rows=130, dim=256)),
+    Check(_BACKWARD, "dq, dk, dv, random dO", _backward),
+    Check(_BACKWARD, "full, T 129, H 128", _partial(_backward, rows=129, dim=128, mask=FULL)),
+    Check(_BACKWARD, "a window of 50, T 333, H 96",
+          _partial(_backward, rows=333, dim=96, mask=sliding_window(50))),
+    Check("its tangents", "causal, T 150, H 64", _tangents),
+    *(Check("append_kv", f"{x}, elements that differ", _partial(_append, kind=x)) for x in _KINDS),
+    Check("append_kv", "float8_e4m3fn, elements that differ", _quantized_append),
+    *(Check(_DECODE, f"{x}, lengths 1 to 256", _partial(_decode, kind=x)) for x in _KINDS),
+    Check(_DECODE, "int8 rows, lengths 1 to 256", _decode_of_bytes),
+    Check(_DECODE, "latent rows of 576, lengths 1 to 256", _decode_of_latents),
+    *(Check(_DECODE, f"{x}, 70 new rows", _partial(_decode, kind=x, new=70)) for x in _KINDS[1:]),
+)  # fmt: skip

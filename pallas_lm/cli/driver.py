@@ -14,6 +14,7 @@ from absl import logging as absl_logging
 
 from pallas_lm.cli.flags import (
     BENCH,
+    CHECK,
     DECODE,
     NAMES,
     PARITY,
@@ -77,7 +78,7 @@ def _main(argv: list[str]) -> int:
     if values.coordinator is not None:
         _join()
     _find_devices()
-    run = {DECODE: _decode, TRAIN: _train, PARITY: _parity, BENCH: _bench}
+    run = {DECODE: _decode, TRAIN: _train, PARITY: _parity, CHECK: _check, BENCH: _bench}
     return run[values.task]()
 
 
@@ -254,6 +255,13 @@ def _parity() -> int:
             _say(f"  {line}")
     _say("every operation is within its budget" if not failed else f"{failed} rows did not hold")
     return int(failed > 0)
+
+
+def _check() -> int:
+    from pallas_lm import gpu_check
+
+    settings = _filled(gpu_check.Settings, dtype=values.dtype or "bfloat16")
+    return gpu_check.run(settings, values.out or gpu_check.REPORT, _say, values.json)
 
 
 def _bench() -> int:

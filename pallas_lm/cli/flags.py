@@ -16,6 +16,7 @@ USAGE = """\
 {0} --prompt="ROMEO:"             the same model, your prompt
 {0} --checkpoint=DIR --prompt_file=prompts.txt   a Hugging Face folder
 {0} --flagfile=configs/NAME.cfg   flags from a file
+{0} check                         whether the kernels work on this GPU; a file for a report
 {0} --task=parity                 every operation here, beside the reference
 {0} --task=bench --op=forward --cases=grid --out=results/mine.jsonl --plot=mine.svg
 
@@ -34,7 +35,7 @@ DEMO = (
     "--seed=1",
     "--check",
 )
-DECODE, TRAIN, PARITY, BENCH = TASKS = ("decode", "train", "parity", "bench")
+DECODE, TRAIN, PARITY, CHECK, BENCH = TASKS = ("decode", "train", "parity", "check", "bench")
 _OPS = ["forward", "backward", "backward_alone", "decode", "prefill", "shared_prefix", "append",
         "mask", "shapes", "few_tiles", "float8", "quantize", "jvp", "context",
         "first_call"]  # fmt: skip
@@ -65,13 +66,15 @@ FLAGS = (
     Flag("help", TASKS, bool, False, "Print this and end."),
     Flag("task", TASKS, list(TASKS), DECODE,
          "What to do. decode: continue prompts with a language model. train: make a small one from"
-         " a text. parity: run a small case of every operation beside the reference. bench: time "
-         "checked kernels beside their peers, on a GPU."),
-    Flag("implementation", (DECODE, TRAIN, PARITY, BENCH), ["sm90", "sm80", "reference"], None,
+         " a text. parity: run small cases of every operation beside the reference. check: the "
+         "same on a GPU, each case in a process with a time limit, then three timings, and a file "
+         "to attach to a report. bench: time checked kernels beside their peers, on a GPU. The "
+         "first argument may be the task's name alone."),
+    Flag("implementation", TASKS, ["sm90", "sm80", "reference"], None,
          "Which implementation to run. Default: the fastest that takes each problem on this "
          "machine. decode takes no other than reference; train takes any that has gradients here."),
-    Flag("seed", (DECODE, TRAIN, PARITY, BENCH), _ints(most=2**32 - 1), 0, "Of all random inputs."),
-    Flag("dtype", (DECODE, TRAIN, PARITY), list(options.DTYPES), None,
+    Flag("seed", TASKS, _ints(most=2**32 - 1), 0, "Of all random inputs."),
+    Flag("dtype", (DECODE, TRAIN, PARITY, CHECK), list(options.DTYPES), None,
          "The type of what is computed with. Default: bfloat16; without a GPU decode takes "
          "float32, and train always does."),
     Flag("precision", (DECODE, TRAIN), list(PRECISIONS), None,
@@ -80,6 +83,8 @@ FLAGS = (
     Flag("compile_cache", (DECODE, TRAIN, PARITY), bool, True,
          "Keep compiled programs between runs, in $XDG_CACHE_HOME/pallas_attn or "
          "~/.cache/pallas_attn. Where jax has a compilation cache of its own already, that one."),
+    Flag("limit", (CHECK,), _ints(1), 120,
+         "Seconds that a case may take, with its compilation; then it counts as hung."),
     Flag("op", (BENCH,), _OPS, "forward", "Which operation."),
     Flag("cases", (BENCH,), str, "grid",
          "Which cases, by tags and globs over names, with commas. grid+causal wants both tags; "
@@ -90,9 +95,9 @@ FLAGS = (
          "A file that several processes name, each with some of the cases: they compile side by "
          "side and time in turns. None of them measures the rates of the machine."),
     Flag("cold", (BENCH,), bool, False, "Empty the L2 cache before each timed call."),
-    Flag("out", (DECODE, TRAIN, BENCH), str, None,
+    Flag("out", (DECODE, TRAIN, CHECK, BENCH), str, None,
          "bench, decode with --report: a .jsonl file to add rows to. train: the folder of the "
-         "model."),
+         "model. check: the report; default: pallas_attn_check.json."),
     Flag("plot", (BENCH,), str, None, "An .svg file to draw."),
     Flag("commit", (DECODE, BENCH), str, None,
          "The commit that rows name, where git cannot say."),
@@ -160,7 +165,7 @@ FLAGS = (
          "checkpoint says."),
     Flag("check", (DECODE,), bool, False,
          "Compare every step with the reference path, and print the table."),
-    Flag("json", (DECODE,), bool, False, "One JSON object a line, for machines."),
+    Flag("json", (DECODE, CHECK), bool, False, "One JSON object a line, for machines."),
     _option("logprobs", bool,
          "With --json: the log-probability of each token, before temperature, top_k and top_p."),
     Flag("report", (DECODE,), str, None,
@@ -195,6 +200,8 @@ for _flag in FLAGS:
 
 def parse(argv: list[str]) -> list[str]:
     """The arguments that are no flags; without any arguments, the flags are those of the demo."""
+    if argv[1:] and argv[1] in TASKS:
+        argv = [argv[0], f"--task={argv[1]}", *argv[2:]]
     try:
         return flags.FLAGS(argv if argv[1:] else [*argv, *DEMO])[1:]
     except flags.UnrecognizedFlagError as error:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from absl.testing import flagsaver
 
+from pallas_lm import parity
 from pallas_lm.cli import driver
 from pallas_lm.cli import flags as driver_flags
 from tests.lm import witness
@@ -195,8 +196,7 @@ def test_the_parity_table_holds(called):
     lines = out.splitlines()
     assert lines[0].startswith("jax ") and lines[0].endswith("x cpu")
     rows = [line for line in lines if " reference " in line]
-    operations = ["flash_attention", "its gradients", *["append_kv"] * 4, *["decode_attention"] * 3]
-    assert [row[:18].strip() for row in rows] == operations
+    assert [row[:18].strip() for row in rows] == [check.operation for check in parity.CHECKS]
     assert all(float(row.split()[-2]) <= float(row.split()[-1]) for row in rows)
     assert lines[-1] == "every operation is within its budget"
 
@@ -204,9 +204,16 @@ def test_the_parity_table_holds(called):
 def test_a_row_that_cannot_run_is_said_and_fails(called):
     status, out, _ = called("--task=parity", "--implementation=sm90")
     assert status == 1
-    assert out.count("cannot run") == 9
+    count = len(parity.CHECKS)
+    assert out.count("cannot run") == count
     assert "sm90: it needs an NVIDIA GPU and the default device is none" in out
-    assert out.splitlines()[-1] == "9 rows did not hold"
+    assert out.splitlines()[-1] == f"{count} rows did not hold"
+
+
+def test_check_is_a_task_by_its_name_alone(called):
+    status, out, error = called("check", "--seed=3")
+    assert (status, error) == (2, "") and out.endswith("nothing was checked\n")
+    assert called("check", "--op=append")[2].startswith("op: --task=check does nothing with it")
 
 
 PAGES = (
@@ -214,7 +221,7 @@ PAGES = (
     "leave page_size out; see python run.py --help\n"
 )
 WRONG = [
-    ("--task=dance", "flag --task=dance: value should be one of <decode|train|parity|bench>"),
+    ("--task=dance", "flag --task=dance: value should be one of <decode|train|parity|check|bench>"),
     (
         "--implementation=cudnn",
         "flag --implementation=cudnn: value should be one of <sm90|sm80|reference>",

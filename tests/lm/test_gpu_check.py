@@ -1,0 +1,103 @@
+"""`pallas-attn check`: processes under a time limit, verdicts, the report."""
+
+import json
+import sys
+
+import pytest
+
+import pallas_attn
+from pallas_lm import gpu_check, parity
+from pallas_lm.gpu_check import Outcome, Settings, Timing
+
+REFERENCE = Settings("reference")
+
+
+def python(program):
+    return [sys.executable, "-c", program]
+
+
+@pytest.mark.parametrize(
+    ("program", "verdict", "note"),
+    [
+        ("import time; time.sleep(600)", "hung", "no answer within 1 s"),
+        ("raise ValueError('one is odd')", "failed", "exit status 1: ValueError: one is odd"),
+        ("import os; os.abort()", "failed", "exit status -6: nothing was printed"),
+        ("pass", "failed", "exit status 0: nothing was printed"),
+    ],
+)
+def test_a_process_without_an_answer_is_one_row(program, verdict, note):
+    limit = 1 if verdict == "hung" else 60
+    assert gpu_check.answer(python(program), limit) == (None, verdict, note)
+
+
+def test_an_answer_is_the_last_line():
+    answer = gpu_check.answer(python("print('a word'); print('{\"case\": 1}')"), 60)
+    assert answer == ({"case": 1}, "ok", "")
+
+
+def test_a_case_runs_in_a_process_of_its_own(monkeypatch):
+    monkeypatch.setattr(parity, "CHECKS", parity.CHECKS[:1])
+    (ran,) = gpu_check.outcomes(REFERENCE)
+    assert (ran.verdict, ran.implementation, ran.note) == ("ok", "reference", "")
+    assert 0 < ran.error <= ran.budget
+
+
+@pytest.mark.parametrize(
+    ("figures", "verdict"),
+    [((1.0, 1.0), "ok"), ((1.5, 1.0), "wrong"), ((float("nan"), 1.0), "wrong")],
+)
+def test_an_error_above_the_budget_is_wrong(monkeypatch, figures, verdict):
+    def check(how):
+        q = how.normal(1, 1, 4, 1, 8)
+        pallas_attn.flash_attention(q, q, q, implementation=how.implementation)
+        return figures
+
+    monkeypatch.setattr(parity, "CHECKS", (parity.Check("sums", "of four", check),))
+    assert gpu_check.outcome(0, REFERENCE).verdict == verdict
+
+
+def test_what_no_kernel_takes_is_refused():
+    refused = gpu_check.outcome(0, Settings("sm90"))
+    assert refused.verdict == "refused" and refused.error is None
+    assert "it needs an NVIDIA GPU" in refused.note or "sm90" in refused.note
+
+
+def test_ours_is_timed_where_cudnn_is_not(monkeypatch):
+    small = (1, 16, 2, 8), (1, 16, 1, 8), gpu_check._gradients
+    monkeypatch.setattr(gpu_check, "_CALLS", {"small": small})
+    timed = gpu_check.timing("small", REFERENCE)
+    assert timed.ours > 0 and timed.cudnn is None and timed.note.startswith("cuDNN: ")
+
+
+RAN = {
+    0: [Outcome("a", "x", "ok", "sm90", 0.1, 0.2), Outcome("a", "y", "refused", note="too wide")],
+    1: [Outcome("a", "x", "ok", "sm90", 0.1, 0.2), Outcome("b", "y", "hung", note="no answer")],
+}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize("status", RAN)
+def test_the_report_and_the_exit_status(monkeypatch, tmp_path, status, as_json):
+    monkeypatch.setattr(gpu_check, "outcomes", lambda settings: iter(RAN[status]))
+    monkeypatch.setattr(gpu_check, "timings", lambda settings: iter([Timing("call", 10.0, 20.0)]))
+    monkeypatch.setattr(pallas_attn, "gpu_generation", lambda: "sm90")
+    said, out = [], tmp_path / "report.json"
+    assert gpu_check.run(Settings(), str(out), said.append, as_json) == status
+    report = json.loads(out.read_text())
+    assert {"pallas_attn", "jax", "driver", "devices", "settings"} <= report.keys()
+    assert [case["verdict"] for case in report["cases"]] == [x.verdict for x in RAN[status]]
+    assert report["timings"] == [{"call": "call", "ours": 10.0, "cudnn": 20.0, "note": ""}]
+    if as_json:
+        assert [json.loads(line) for line in said] == [report]
+    else:
+        assert report["verdict"] in said[-1] and str(out) in said[-1]
+        words = "1 refused" if status == 0 else "not well: 1 hung, of 2 cases"
+        assert words in report["verdict"]
+
+
+def test_without_a_gpu_nothing_is_checked(tmp_path):
+    said, out = [], tmp_path / "report.json"
+    assert gpu_check.run(Settings(), str(out), said.append, as_json=False) == 2
+    lines = "\n".join(said)
+    assert lines.count("would run") == len(parity.CHECKS) + len(gpu_check._CALLS)
+    assert lines.endswith("nothing was checked") and not out.exists()
