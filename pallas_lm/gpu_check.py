@@ -226,7 +226,7 @@ def _driver() -> str | None:
         ran = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return (ran.stdout.split() or [None])[0]
+    return next(iter(ran.stdout.split()), None)
 
 
 def run(settings: Settings, out: str, say: Callable[[str], None], as_json: bool) -> int:
