@@ -103,20 +103,14 @@ def by_xla(call: Callable[..., Results], inputs: Inputs, problem: Problem) -> Re
     """`call(inputs, problem)` by operations of XLA, which jax may differentiate. Explicit mesh axes
     split the results as they would those of a kernel.
     """
-    leaves, tree = jax.tree.flatten(inputs)
-    arrays = [leaf for leaf in leaves if not isinstance(leaf, int)]
-    if sharding.explicit_mesh(arrays) is None:
+
+    def run(inputs: Inputs) -> Results:
         return call(inputs, problem)
-    made: list[Any] = []
 
-    def run(*arrays: Array) -> tuple[Array, ...]:
-        rest = iter(arrays)
-        full = [leaf if isinstance(leaf, int) else next(rest) for leaf in leaves]
-        results, structure = jax.tree.flatten(call(jax.tree.unflatten(tree, full), problem))
-        made.append(structure)
-        return tuple(results)
-
-    results = sharding.by_xla(run, arrays, axes.of(problem, inputs))
+    arrays, flat, made = sharding.on_arrays(run, inputs)
+    if sharding.explicit_mesh(arrays) is None:
+        return run(inputs)
+    results = sharding.by_xla(flat, arrays, axes.of(problem, inputs))
     return jax.tree.unflatten(made[-1], results)
 
 
