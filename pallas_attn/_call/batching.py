@@ -44,6 +44,7 @@ from pallas_attn.errors import Limit, UnsupportedError
 
 Array = jax.Array
 Named = dict[str, Array]
+Operands = Any  # the inputs of attention, or a tuple of them and of other arrays
 Operation = Callable[..., Results]  # one of the functions below that take a kernel
 
 
@@ -125,7 +126,7 @@ _BY_ROWS = frozenset(("q", "k", "v", *RESULTS, "out_dot", "lse_dot"))
 def attention(
     kernel: Chosen,
     problem: AttentionProblem,
-    operands: Any,
+    operands: Operands,
     others: tuple[str, ...] = (),
     results: tuple[str, ...] = RESULTS,
 ) -> tuple[Array, ...]:
@@ -153,7 +154,7 @@ def attention(
 
     @call.def_vmap
     def rule(size: int, batched: list[bool], *arrays: Array) -> Any:
-        def again(operands: Any) -> tuple[Array, ...]:
+        def again(operands: Operands) -> tuple[Array, ...]:
             sizes = resized(problem, operands[0] if others else operands)
             return attention(kernel, sizes, operands, others, results)
 
@@ -179,7 +180,7 @@ def _mapped(arrays: Named, batched: Sequence[bool]) -> list[str]:
 
 
 def _of_many(
-    call: Callable[[Any], tuple[Array, ...]],
+    call: Callable[[Operands], tuple[Array, ...]],
     tree: jax.tree_util.PyTreeDef,
     arrays: Named,
     mapped: list[str],
@@ -236,7 +237,7 @@ def _folds_into_heads(problem: AttentionProblem, arrays: Named, mapped: list[str
 
 
 def _fold_into_heads(
-    call: Callable[[Any], tuple[Array, ...]],
+    call: Callable[[Operands], tuple[Array, ...]],
     problem: AttentionProblem,
     inputs: AttentionInputs,
     size: int,
@@ -316,8 +317,8 @@ def attention_tangents(
     -> the tangents of out and lse, or (inputs, tangents) -> out, lse and their tangents.
     `tangents`: a dict by the names in `AttentionProblem.tangents`.
     """
-    given, made = (RESULTS, ()) if len(residuals) > 2 else ((), RESULTS)
-    others = (*given, *[f"{name}_dot" for name in problem.tangents])
+    known, made = (RESULTS, ()) if len(residuals) > 2 else ((), RESULTS)
+    others = (*known, *[f"{name}_dot" for name in problem.tangents])
     return attention(kernel, problem, residuals, others, (*made, "out_dot", "lse_dot"))
 
 
