@@ -35,7 +35,7 @@ from pallas_attn.attention import flash_attention
 from pallas_attn.cache import KVCache
 from pallas_attn.context import Context
 from pallas_attn.decode import decode_attention
-from pallas_attn.devices import overlapping
+from pallas_attn.devices import overlapping, varying_like
 from pallas_attn.masks import Mask
 from pallas_attn.prefixes import SharedPrefixes
 from pallas_attn.rotary import RMSNorm, Rotary
@@ -292,7 +292,7 @@ def _nothing_added(
     weight = Layer(down, 0) if stream else down[0]
     sums = jax.eval_shape(lambda rows: _added(config, rows, weight, exchange).partials, inner)
     like = x if exchange is None else exchange.device
-    return Added(lm_rows.varying_like(jnp.zeros(sums.shape, sums.dtype), like), exchange)
+    return Added(varying_like(jnp.zeros(sums.shape, sums.dtype), like), exchange)
 
 
 def logits_of(config: Config, params: Params, x: Array, stream: bool = False) -> Array:

@@ -17,17 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from pallas_attn._call import device as _device
-from pallas_attn._mesh import sharding
-from pallas_attn.devices import gpu_generation
+from pallas_attn import devices
 from pallas_lm.exchange import Exchange
 
 if TYPE_CHECKING:  # kernels are imported where a program needs them
     from pallas_lm.kernels.linear import Problem
 
 Array = jax.Array
-varying_like = sharding.varying_like  # keeps the type of a loop's carry in jax.shard_map
-
 FEW = 64  # rows that kernels serve
 
 
@@ -51,7 +47,7 @@ class Angles(NamedTuple):
 
 def streams(rows: int, dtype: DTypeLike, implementation: str | None) -> bool:
     """Whether the kernels serve so many rows of weights of this dtype, on this machine."""
-    here = implementation in (None, "sm90") and gpu_generation() == "sm90"
+    here = implementation in (None, "sm90") and devices.gpu_generation() == "sm90"
     return here and rows <= FEW and jnp.dtype(dtype).name in ("bfloat16", "float16")
 
 
@@ -72,10 +68,10 @@ def partials(x: Array, weight: Array | Layer, dtype: DTypeLike | None = None) ->
     dtype = jnp.dtype(dtype or x.dtype)
     if not isinstance(weight, Layer):
         return linear(x, weight, dtype)[None]
-    (out,) = sharding.over_devices(
+    (out,) = devices.over_devices(
         functools.partial(_partials, dtype.name, _splits(x, weight)),
         _operands(x, weight),
-        sharding.Split(
+        devices.Split(
             inputs=(("m", "d"), ("l", "o", "d"), ("n",)),
             outputs=(("s", "m", "o"),),
             free=("o", "d"),
@@ -97,10 +93,10 @@ def gated(
     the second half. The kernel for a `Layer` has silu as its gate.
     """
     if isinstance(weight, Layer) and _takes(_gated_problem(x, weight.stack), weight.stack):
-        (out,) = sharding.over_devices(
+        (out,) = devices.over_devices(
             _gated,
             _operands(x, weight),
-            sharding.Split(
+            devices.Split(
                 inputs=(("m", "d"), ("l", "g", "d"), ("n",)),
                 outputs=(("m", "o"),),
                 free=(),
@@ -184,12 +180,12 @@ def exchange_over(axis: str, x: Array, weight: Array) -> Exchange | None:
     dim = x.shape[-1]
     problem = kernel.Problem(x.size // dim, dim, 1, str(x.dtype), 0.0, lax.axis_size(axis))
     takes = kernel.takes(problem) and weight.dtype == x.dtype
-    if not (takes and _device.reaches_peers(axis)):
+    if not (takes and devices.reaches_peers(axis)):
         return None
     device = lax.axis_index(axis).astype(jnp.int32)[None]
     begin = functools.partial(all_reduce.begin, problem=problem.over_gpus)
-    (received,) = sharding.sealed(begin, x, device)
-    return Exchange(varying_like(received, device), device, jnp.zeros(1, jnp.int32))
+    (received,) = devices.sealed(begin, x, device)
+    return Exchange(devices.varying_like(received, device), device, jnp.zeros(1, jnp.int32))
 
 
 def add_norm(
@@ -203,10 +199,10 @@ def add_norm(
     rows, stack, number = _operands(x, weight)
     operands = rows, partials.reshape(-1, *rows.shape), stack, number
     if exchange is None:
-        x_and_normed = sharding.over_devices(
+        x_and_normed = devices.over_devices(
             functools.partial(_add_norm, eps),
             operands,
-            sharding.Split(
+            devices.Split(
                 inputs=(("m", "d"), ("s", "m", "d"), ("l", "d"), ("n",)),
                 outputs=(("m", "d"), ("m", "d")),
                 free=(),
@@ -214,9 +210,9 @@ def add_norm(
         )
     else:
         run = functools.partial(_add_norm_over_devices, eps)
-        received, *results = sharding.sealed(run, *operands, *exchange)
+        received, *results = devices.sealed(run, *operands, *exchange)
         x_and_normed = tuple(results)
-        received = varying_like(received, exchange.device)
+        received = devices.varying_like(received, exchange.device)
         exchange = Exchange(received, exchange.device, exchange.calls + 1)
     x, normed = (result.reshape(x.shape) for result in x_and_normed)
     return x, normed, exchange
@@ -238,8 +234,8 @@ def _add_norm_over_devices(  # noqa: PLR0913
 ) -> tuple[Array, ...]:
     from pallas_lm.kernels import norm as kernel
 
-    (rows, dim), devices = x.shape, exchange[0].shape[0] // 2
-    problem = kernel.Problem(rows, dim, added.shape[0], str(x.dtype), eps, devices)
+    (rows, dim), count = x.shape, exchange[0].shape[0] // 2
+    problem = kernel.Problem(rows, dim, added.shape[0], str(x.dtype), eps, count)
     return kernel.run_over_devices(x, added, stack, number, Exchange(*exchange), problem)
 
 
@@ -260,10 +256,10 @@ def heads(
     float32[n, M, t, (N + 2 K) H]; for Hopper. `sizes`: N and K.
     """
     count, m, t, width = added.shape
-    results = sharding.over_devices(
+    results = devices.over_devices(
         functools.partial(_heads, sizes, jnp.dtype(dtype).name),
         (added.reshape(count, m * t, width), *(x.reshape(m * t, -1) for x in angles)),
-        sharding.Split(
+        devices.Split(
             inputs=(("s", "m", "d"), ("m", "c"), ("m", "c")),
             outputs=(("m", "n", "h"), ("m", "k", "h"), ("m", "k", "h")),
             free=(),

@@ -75,7 +75,7 @@ class Attention:
     def derivative(self, moving: tuple[int, ...]) -> "Derivative":
         numbers = jax.tree.unflatten(self.tree, range(self.tree.num_leaves))
         names = {number: name for name, number in numbers.named().items()}
-        return Derivative(self.call, self.tree, tuple(names[number] for number in moving))
+        return Derivative(self.call, self.tree, tuple([names[number] for number in moving]))
 
     def dual(self, moving: tuple[int, ...]) -> linear.Dual | None:
         names = self.derivative(moving).names
@@ -109,8 +109,9 @@ class Derivative:
         (inputs, out, lse), (d_out, d_lse) = self._residuals(residuals), cotangents
         named = self.call.gradients(inputs, (out, lse, d_out, d_lse), self.names)
         for n in numbers_of_aux(self.names):
-            named[f"score_aux{n}"] = _typed(inputs.score_aux[n], named[f"score_aux{n}"])
-        return tuple(named[name] for name in self.names)
+            name, array = f"score_aux{n}", inputs.score_aux[n]
+            named[name] = sharding.gradient_of(array, named[name]).astype(array.dtype)
+        return tuple([named[name] for name in self.names])
 
     def definition(self, residuals: Arrays, tangents: Arrays) -> Arrays:
         run, own = self._of_names(residuals)
@@ -150,10 +151,6 @@ class Derivative:
 def numbers_of_aux(names: Sequence[str]) -> list[int]:
     """Indices into `score_aux` of the names that stand for its arrays: 3 for "score_aux3"."""
     return [int(name.removeprefix("score_aux")) for name in names if "score_aux" in name]
-
-
-def _typed(array: Array, gradient: Array) -> Array:
-    return sharding.gradient_of(array, gradient).astype(array.dtype)
 
 
 # ---- a call on one device, or over arrays that jax splits ----------------------------------------
@@ -216,12 +213,12 @@ class KernelCall:
 
     def gradients(self, inputs: AttentionInputs, rows: Rows, names: tuple[str, ...]) -> Named:
         numbers, named = numbers_of_aux(names), dict[str, Array]()
-        learned = score_gradients.by_kernels(self.problem, numbers)
+        learned = score_gradients.by_kernels(self.problem, numbers) if numbers else ()
         if learned or len(numbers) < len(names):
             problem = dataclasses.replace(self.problem, op="flash_backward", learned=learned)
             chosen = dispatch.select(problem, self.implementation)
             backward, residuals = batching.attention_backward, (inputs, *rows)
-            named = batching.compiled_once(backward, chosen, problem, residuals).named()
+            named = batching.compiled_once(backward, chosen, problem, residuals)
         rest = [n for n in numbers if n not in learned]
         if rest:
             gradients = score_gradients.of_call(self.problem, inputs, rest, rows)

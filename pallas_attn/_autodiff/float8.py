@@ -34,9 +34,7 @@ def attend(
     chosen = dispatch.select(problem, implementation)
     if isinstance(chosen, dispatch.Reference):
         return chosen.run(inputs, problem)
-    leaves, tree = jax.tree.flatten(inputs)
-    leaves = batching.underived(problem, _NO_DERIVATIVE)(*leaves)
-    inputs = jax.tree.unflatten(tree, leaves)
+    (inputs,) = batching.underived(problem, _NO_DERIVATIVE)(inputs)
     out, lse = batching.compiled_once(batching.attention, chosen, problem, inputs)
     return out, lse
 

@@ -214,7 +214,7 @@ mlir.register_lowering(_function, mlir.lower_fun(_run, multiple_results=True))
 def _jvp_of_function(
     primals: Operands, tangents: Operands, *, function: Function, jaxpr: Jaxpr
 ) -> Any:
-    moving = tuple(n for n, x in enumerate(tangents) if not is_zero(x))
+    moving = tuple([n for n, x in enumerate(tangents) if not is_zero(x)])
     along = [tangents[n] for n in moving]
     alone = not any([isinstance(x, JaxprTracer) for x in along])  # nobody wants a gradient
     if moving and alone and (launch := function.dual(moving)) is not None:
@@ -267,18 +267,14 @@ def call(operation: Linear, residuals: Sequence[Array], linear: Sequence[Array])
     else:
         jaxpr = jax.make_jaxpr(run)(residuals, linear)
         types = tuple(jaxpr.out_avals)
-    static = _static(operation, len(residuals), types)
-    return list(_linear.bind(*residuals, *linear, **(static | {"jaxpr": jaxpr, "run": run})))
-
-
-def _static(operation: Linear, count: int, types: Types) -> dict[str, Any]:
-    run = sharding.as_now(operation.apply)
-    return {"operation": operation, "count": count, "types": types, "jaxpr": None, "run": run}
+    static: dict[str, Any] = {"operation": operation, "count": len(residuals), "types": types}
+    return list(_linear.bind(*residuals, *linear, **static, jaxpr=jaxpr, run=run))
 
 
 def staged(operation: Linear, count: int, types: Types) -> tuple[Primitive, dict[str, Any]]:
     """The primitive of a call, and its parameters, where it is traced when it is lowered."""
-    return _linear, _static(operation, count, types)
+    static: dict[str, Any] = {"operation": operation, "count": count, "types": types}
+    return _linear, static | {"jaxpr": None, "run": sharding.as_now(operation.apply)}
 
 
 def staged_function(function: Function, jaxpr: Jaxpr) -> tuple[Primitive, dict[str, Any]]:

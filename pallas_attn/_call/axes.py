@@ -17,7 +17,6 @@ from pallas_attn._call.kernel import Inputs, Problem
 from pallas_attn._call.problem import (
     AppendInputs,
     AppendProblem,
-    AttentionInputs,
     AttentionProblem,
     Caches,
     DecodeInputs,
@@ -57,59 +56,41 @@ ROWS = ("out", "lse", "d_out", "d_lse")  # arrays that a backward pass has besid
 
 
 @functools.lru_cache(maxsize=1024)
-def of_attention(problem: AttentionProblem, tree: PyTreeDef, shapes: Shapes) -> Split:
-    inputs = _inputs_of(tree, shapes)
-    axes = _of_arrays(problem, inputs)
-    return Split(
-        tuple(axes[name] for name in inputs.named()),
-        (axes["out"], axes["lse"]),
-        _free(problem),
-        begins="t",
-    )
-
-
-@functools.lru_cache(maxsize=1024)
-def of_attention_backward(
-    problem: AttentionProblem, tree: PyTreeDef, shapes: Shapes, floats: tuple[str, ...]
+def of_attention(
+    problem: AttentionProblem,
+    tree: PyTreeDef,
+    shapes: Shapes,
+    others: tuple[str, ...] = (),
+    results: tuple[str, ...] = ROWS[:2],
 ) -> Split:
-    """`floats`: the inputs that have gradients, which are summed over the factors they lack."""
-    inputs, *_ = _inputs_of(tree, shapes)
-    axes, free = _of_arrays(problem, inputs), _free(problem)
+    """The axes of the inputs, of the arrays that `others` names and of the results. A tangent
+    ("q_dot") has the axes of what it is one of. Gradients are summed over the factors they lack.
+    """
+    operands = _inputs_of(tree, shapes)
+    names = (*(operands[0] if others else operands).named(), *others)
+    axes = _of_arrays(problem, dict(zip(names, shapes, strict=True)))
+    free = _free(problem)
 
     def summed(name: str) -> tuple[str, ...]:
         own = {factor for axis in axes[name] for factor in axis.split()}
         return tuple(factor for factor in free if factor not in own)
 
     return Split(
-        tuple(axes[name] for name in (*inputs.named(), *ROWS)),
-        tuple(axes[name] for name in floats),
+        tuple(axes[name.removesuffix("_dot")] for name in names),
+        tuple(axes[name.removesuffix("_dot")] for name in results),
         free,
-        sums=tuple(summed(name) for name in floats),
+        sums=tuple(summed(name) for name in results) if "q" in results else (),
         begins="t",
     )
 
 
-@functools.lru_cache(maxsize=1024)
-def of_attention_tangents(problem: AttentionProblem, tree: PyTreeDef, shapes: Shapes) -> Split:
-    """Tangents have the axes of what they are tangents of."""
-    inputs, *others = _inputs_of(tree, shapes)
-    axes, results = _of_arrays(problem, inputs), ("out", "lse")
-    own = results if len(others) > 1 else ()
-    names = (*inputs.named(), *own, *problem.tangents)
-    made = results if own else (*results, *results)
-    arrays, outputs = (tuple(axes[name] for name in each) for each in (names, made))
-    return Split(arrays, outputs, _free(problem), begins="t")
-
-
-def _of_arrays(problem: AttentionProblem, inputs: AttentionInputs) -> dict[str, Axes]:
+def _of_arrays(problem: AttentionProblem, shapes: dict[str, tuple[int, ...]]) -> dict[str, Axes]:
     """The axes of all arrays of an attention call, by name."""
     heads = _query_heads(problem)
     kv_batch = "b" if problem.share == 1 else "kv_b"
 
-    def of_bias_or_mask(x: jax.Array | None) -> Axes:
-        if x is None:
-            return ()
-        named = zip(x.shape, ("b", heads, "t", "s"), range(4), strict=True)
+    def of_bias_or_mask(name: str) -> Axes:
+        named = zip(shapes.get(name, ()), ("b", heads, "t", "s"), range(4), strict=False)
         return tuple(f"{axis[0]}one{i}" if size == 1 else axis for size, axis, i in named)
 
     out, lse = ("b", "t", heads, "e"), ("b", heads, "t")
@@ -127,13 +108,13 @@ def _of_arrays(problem: AttentionProblem, inputs: AttentionInputs) -> dict[str, 
         "v_scale": (kv_batch, "v_blocks", "k"),
         **dict.fromkeys(by_batch, ("b",)),
         "device": ("one",),
-        "bias": of_bias_or_mask(inputs.bias),
-        "mask_array": of_bias_or_mask(inputs.mask_array),
+        "bias": of_bias_or_mask("bias"),
+        "mask_array": of_bias_or_mask("mask_array"),
         **dict(zip(ROWS, (out, lse, out, lse), strict=True)),
     }
-    for name, x in inputs.named().items():
+    for name, shape in shapes.items():
         if "_aux" in name:
-            axes[name] = tuple(f"{name}_{axis}" for axis in range(x.ndim))
+            axes[name] = tuple(f"{name}_{axis}" for axis in range(len(shape)))
     return axes
 
 

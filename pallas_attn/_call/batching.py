@@ -43,8 +43,8 @@ from pallas_attn._mesh import sharding
 from pallas_attn.errors import Limit, UnsupportedError
 
 Array = jax.Array
-Rows = tuple[Array, Array, Array, Array]  # out, lse and their cotangents
 Named = dict[str, Array]
+Operands = Any  # the inputs of attention, or a tuple of them and of other arrays
 Operation = Callable[..., Results]  # one of the functions below that take a kernel
 
 
@@ -104,38 +104,49 @@ def by_xla(call: Callable[..., Results], inputs: Inputs, problem: Problem) -> Re
     """`call(inputs, problem)` by operations of XLA, which jax may differentiate. Explicit mesh axes
     split the results as they would those of a kernel.
     """
-    leaves, tree = jax.tree.flatten(inputs)
-    arrays = [leaf for leaf in leaves if not isinstance(leaf, int)]
-    if sharding.explicit_mesh(arrays) is None:
+
+    def run(inputs: Inputs) -> Results:
         return call(inputs, problem)
-    made: list[Any] = []
 
-    def run(*arrays: Array) -> tuple[Array, ...]:
-        rest = iter(arrays)
-        full = [leaf if isinstance(leaf, int) else next(rest) for leaf in leaves]
-        results, structure = jax.tree.flatten(call(jax.tree.unflatten(tree, full), problem))
-        made.append(structure)
-        return tuple(results)
-
-    results = sharding.by_xla(run, arrays, axes.of(problem, inputs))
+    arrays, flat, made = sharding.on_arrays(run, inputs)
+    if sharding.explicit_mesh(arrays) is None:
+        return run(inputs)
+    results = sharding.by_xla(flat, arrays, axes.of(problem, inputs))
     return jax.tree.unflatten(made[-1], results)
 
 
 # ---- attention -----------------------------------------------------------------------------------
 
+FLOATS = ("q", "k", "v", "bias", "sinks")  # inputs that have gradients
+RESULTS = ("out", "lse")
+# Results that are no sums over the batch
+_BY_ROWS = frozenset(("q", "k", "v", *RESULTS, "out_dot", "lse_dot"))
+
 
 def attention(
-    kernel: Chosen, problem: AttentionProblem, inputs: AttentionInputs
-) -> tuple[Array, Array]:
-    """`kernel.run(inputs, problem)` -> (out, lse), for any batching and sharding of the inputs."""
-    leaves, tree = jax.tree.flatten(inputs)
-    split = axes.of_attention(problem, tree, tuple([leaf.shape for leaf in leaves]))
+    kernel: Chosen,
+    problem: AttentionProblem,
+    operands: Operands,
+    others: tuple[str, ...] = (),
+    results: tuple[str, ...] = RESULTS,
+) -> tuple[Array, ...]:
+    """`kernel.run(operands, problem)` -> `results`, for any batching and sharding of the operands:
+    the inputs, or a tuple of the inputs and of the arrays that `others` names.
+    """
+    leaves, tree = jax.tree.flatten(operands)
+    shapes = tuple([leaf.shape for leaf in leaves])
+    split = axes.of_attention(problem, tree, shapes, others, results)
 
     def run(*arrays: Array) -> tuple[Array, ...]:
         local, sizes = jax.tree.unflatten(tree, arrays[: len(leaves)]), problem
+        inputs, *rest = local if others else (local,)
         if len(arrays) > len(leaves):
-            local, sizes = _from_row(problem, local, arrays[-1])
-        return kernel.run(local, resized(sizes, local))
+            inputs, sizes = _from_row(problem, inputs, arrays[-1])
+        made = kernel.run((inputs, *rest) if others else inputs, resized(sizes, inputs))
+        if isinstance(made, AttentionInputs):
+            gradients = made.named()
+            made = [gradients[name] for name in results]
+        return tuple(made)
 
     @custom_vmap
     def call(*arrays: Array) -> tuple[Array, ...]:
@@ -143,11 +154,24 @@ def attention(
 
     @call.def_vmap
     def rule(size: int, batched: list[bool], *arrays: Array) -> Any:
-        mapped = jax.tree.unflatten(tree, arrays)
-        names = _mapped(mapped.named(), batched)
-        return _attention_of_many(kernel, problem, mapped, names, size), (True, True)
+        def again(operands: Operands) -> tuple[Array, ...]:
+            sizes = resized(problem, operands[0] if others else operands)
+            return attention(kernel, sizes, operands, others, results)
 
-    return call(*leaves)
+        names = (operands[0] if others else operands).named()
+        named = dict(zip((*names, *others), arrays, strict=True))
+        mapped = _mapped(named, batched)
+        if not others and size and _folds_into_heads(problem, named, mapped):
+            made = _fold_into_heads(again, problem, jax.tree.unflatten(tree, arrays), size)
+        else:
+            # Kernels know a sink a head, and no more; functions of positions may know the batch.
+            apart = any("_aux" in name or name == "sinks" for name in mapped)
+            apart |= problem.uses_batch or not _BY_ROWS.issuperset(results)
+            batch = None if apart else problem.batch
+            made = _of_many(again, tree, named, mapped, size, batch)
+        return made, (True,) * len(made)
+
+    return tuple(call(*leaves))
 
 
 def _mapped(arrays: Named, batched: Sequence[bool]) -> list[str]:
@@ -155,30 +179,25 @@ def _mapped(arrays: Named, batched: Sequence[bool]) -> list[str]:
     return [name for name, is_mapped in zip(arrays, batched, strict=True) if is_mapped]
 
 
-def _attention_of_many(
-    kernel: Chosen,
-    problem: AttentionProblem,
-    inputs: AttentionInputs,
+def _of_many(
+    call: Callable[[Operands], tuple[Array, ...]],
+    tree: jax.tree_util.PyTreeDef,
+    arrays: Named,
     mapped: list[str],
     size: int,
-) -> tuple[Array, Array]:
-    """`attention` of inputs of which the `mapped` ones have an axis of `size` in front."""
-    arrays = inputs.named()
-    split = jax.typeof(inputs.q).sharding.spec[:1] != (None,)  # by explicit mesh axes
-    foldable = size and not _is_split(arrays, mapped) and _is_foldable(problem, mapped)
-    if not foldable or "sinks" in mapped:  # kernels know a sink a head, and no more
-        return _one_by_one(kernel, problem, arrays, mapped)
-    differs_by_head = problem.bias_shape or problem.mask_shape or problem.uses_head
-    if mapped == ["q"] and not (split or differs_by_head or problem.out_dtype):
-        return _fold_into_heads(kernel, problem, inputs, size)
-    inputs = AttentionInputs.of(_folded(arrays, mapped, size, problem.batch))
-    out, lse = attention(kernel, resized(problem, inputs), inputs)
-    return _unfolded(out, size), _unfolded(lse, size)
-
-
-def _is_foldable(problem: AttentionProblem, mapped: list[str]) -> bool:
-    """Whether functions of positions mean the same where the mapped axis is a part of the batch."""
-    return not problem.uses_batch and not any("_aux" in name for name in mapped)
+    batch: int | None,
+) -> tuple[Array, ...]:
+    """`call` of the tree of `arrays`, of which the `mapped` ones have an axis of `size` in front:
+    at once, folded into a batch of `batch` rows, or one after another, without it.
+    """
+    if batch is not None and size and not _is_split(arrays, mapped):
+        folded = _folded(arrays, mapped, size, batch).values()
+        made = call(jax.tree.unflatten(tree, folded))
+        return tuple([x.reshape(size, -1, *x.shape[1:]) for x in made])
+    return sharding.one_after_another(
+        lambda some: call(jax.tree.unflatten(tree, (arrays | some).values())),
+        {name: arrays[name] for name in mapped},
+    )
 
 
 def _is_split(arrays: Named, mapped: list[str]) -> bool:
@@ -208,9 +227,21 @@ def resized(problem: AttentionProblem, inputs: AttentionInputs) -> AttentionProb
     )
 
 
+def _folds_into_heads(problem: AttentionProblem, arrays: Named, mapped: list[str]) -> bool:
+    """Whether q alone is mapped, and more heads of a group may have what the heads have."""
+    differs_by_head = problem.bias_shape or problem.mask_shape or problem.uses_head
+    if mapped != ["q"] or differs_by_head or problem.uses_batch or problem.out_dtype:
+        return False
+    split = jax.typeof(arrays["q"]).sharding.spec[:1] != (None,)  # by explicit mesh axes
+    return not split and not _is_split(arrays, mapped)
+
+
 def _fold_into_heads(
-    kernel: Chosen, problem: AttentionProblem, inputs: AttentionInputs, size: int
-) -> tuple[Array, Array]:
+    call: Callable[[Operands], tuple[Array, ...]],
+    problem: AttentionProblem,
+    inputs: AttentionInputs,
+    size: int,
+) -> tuple[Array, ...]:
     batch, q_len, kv_heads, group = problem.batch, problem.q_len, problem.kv_heads, problem.group
     q = inputs.q.reshape(size, batch, q_len, kv_heads, group, problem.head_dim)
     q = jnp.moveaxis(q, 0, 3).reshape(batch, q_len, size * problem.q_heads, problem.head_dim)
@@ -218,8 +249,7 @@ def _fold_into_heads(
     if sinks is not None:
         sinks = sinks.reshape(kv_heads, 1, group)
         sinks = jnp.broadcast_to(sinks, (kv_heads, size, group)).reshape(-1)
-    folded = inputs._replace(q=q, sinks=sinks)
-    out, lse = attention(kernel, resized(problem, folded), folded)
+    out, lse = call(inputs._replace(q=q, sinks=sinks))
     out = out.reshape(batch, q_len, kv_heads, size, group, problem.v_head_dim)
     lse = lse.reshape(batch, kv_heads, size, group, q_len)
     return (
@@ -247,19 +277,6 @@ def _folded(arrays: Named, mapped: list[str], size: int, batch: int) -> Named:
     return {name: fold(name, x) for name, x in arrays.items()}
 
 
-def _unfolded(result: Array, size: int) -> Array:
-    return result.reshape(size, -1, *result.shape[1:])
-
-
-def _one_by_one(
-    kernel: Chosen, problem: AttentionProblem, arrays: Named, mapped: list[str]
-) -> tuple[Array, Array]:
-    def attend(some: Named) -> tuple[Array, Array]:
-        return attention(kernel, problem, AttentionInputs.of(arrays | some))
-
-    return sharding.one_after_another(attend, {name: arrays[name] for name in mapped})
-
-
 def _from_row(
     problem: AttentionProblem, inputs: AttentionInputs, first: Array
 ) -> tuple[AttentionInputs, AttentionProblem]:
@@ -279,82 +296,18 @@ def _from_row(
     return inputs._replace(q_offset=offset + first), problem
 
 
-FLOATS = ("q", "k", "v", "bias", "sinks")  # inputs that have gradients
-
-
 def attention_backward(
     kernel: Chosen, problem: AttentionProblem, residuals: tuple[Any, ...]
-) -> AttentionInputs:
-    """`kernel.run((inputs, out, lse, d_out, d_lse), problem)` -> the inputs' cotangents, for any
-    batching and sharding; None for inputs that have none.
+) -> Named:
+    """`kernel.run((inputs, out, lse, d_out, d_lse), problem)` -> the gradients of inputs by name,
+    for any batching and sharding.
     """
-    inputs, *rows = residuals
-    named, floats = inputs.named(), _floats(problem, inputs)
-    gradients = dict(zip(floats, _gradients(kernel, problem, inputs, tuple(rows)), strict=True))
-    gradients = {name: sharding.gradient_of(named[name], x) for name, x in gradients.items()}
-    nothing: Any = None
-    of_aux = tuple([gradients.pop(f"score_aux{n}", nothing) for n in range(len(inputs.score_aux))])
-    by_name = AttentionInputs.of(gradients)
-    return by_name._replace(mask_aux=(nothing,) * len(inputs.mask_aux), score_aux=of_aux)
-
-
-def _floats(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[str, ...]:
-    """The names of the inputs whose gradients a backward kernel gives."""
-    floats = [name for name in FLOATS if getattr(inputs, name) is not None]
-    return (*floats, *[f"score_aux{n}" for n in problem.learned])
-
-
-def _gradients(
-    kernel: Chosen, problem: AttentionProblem, inputs: AttentionInputs, rows: Rows
-) -> tuple[Array, ...]:
-    """The gradients of the inputs that have any, in the order of `_floats`."""
-    floats = _floats(problem, inputs)
-    leaves, tree = jax.tree.flatten((inputs, *rows))
-    shapes = tuple([leaf.shape for leaf in leaves])
-    split = axes.of_attention_backward(problem, tree, shapes, floats)
-
-    def run(*arrays: Array) -> tuple[Array, ...]:
-        (local, *of_rows), sizes = jax.tree.unflatten(tree, arrays[: len(leaves)]), problem
-        if len(arrays) > len(leaves):
-            local, sizes = _from_row(problem, local, arrays[-1])
-        named = kernel.run((local, *of_rows), resized(sizes, local)).named()
-        return tuple([named[name] for name in floats])
-
-    @custom_vmap
-    def call(*arrays: Array) -> tuple[Array, ...]:
-        return sharding.over_devices(run, arrays, split)
-
-    @call.def_vmap
-    def rule(size: int, batched: list[bool], *arrays: Array) -> Any:
-        mapped, *of_rows = jax.tree.unflatten(tree, arrays)
-        every = mapped.named() | dict(zip(axes.ROWS, of_rows, strict=True))
-        names = _mapped(every, batched)
-        results = _gradients_of_many(kernel, problem, every, names, size)
-        return results, (True,) * len(floats)
-
-    return call(*leaves)
-
-
-def _gradients_of_many(
-    kernel: Chosen, problem: AttentionProblem, arrays: Named, mapped: list[str], size: int
-) -> tuple[Array, ...]:
-    """`_gradients` of arrays of which the `mapped` ones have an axis of `size` in front."""
-
-    def inputs_and_rows(arrays: Named) -> tuple[AttentionInputs, Rows]:
-        inputs = {name: x for name, x in arrays.items() if name not in axes.ROWS}
-        out, lse, d_out, d_lse = (arrays[name] for name in axes.ROWS)
-        return AttentionInputs.of(inputs), (out, lse, d_out, d_lse)
-
-    # Gradients of a bias, of sinks and of arrays of a score function are sums over the batch.
-    summed = "bias" in arrays or "sinks" in arrays or problem.learned
-    if summed or not _is_foldable(problem, mapped) or not size or _is_split(arrays, mapped):
-        return sharding.one_after_another(
-            lambda some: _gradients(kernel, problem, *inputs_and_rows(arrays | some)),
-            {name: arrays[name] for name in mapped},
-        )
-    inputs, rows = inputs_and_rows(_folded(arrays, mapped, size, problem.batch))
-    gradients = _gradients(kernel, resized(problem, inputs), inputs, rows)
-    return tuple(_unfolded(x, size) for x in gradients)
+    named = residuals[0].named()
+    floats = [name for name in FLOATS if name in named]
+    floats += [f"score_aux{n}" for n in problem.learned]
+    gradients = attention(kernel, problem, residuals, axes.ROWS, tuple(floats))
+    each = zip(floats, gradients, strict=True)
+    return {name: sharding.gradient_of(named[name], x) for name, x in each}
 
 
 def attention_tangents(
@@ -364,52 +317,9 @@ def attention_tangents(
     -> the tangents of out and lse, or (inputs, tangents) -> out, lse and their tangents.
     `tangents`: a dict by the names in `AttentionProblem.tangents`.
     """
-    leaves, tree = jax.tree.flatten(residuals)
-    split = axes.of_attention_tangents(problem, tree, tuple([leaf.shape for leaf in leaves]))
-
-    def run(*arrays: Array) -> tuple[Array, ...]:
-        (local, *others), sizes = jax.tree.unflatten(tree, arrays[: len(leaves)]), problem
-        if len(arrays) > len(leaves):
-            local, sizes = _from_row(problem, local, arrays[-1])
-        return kernel.run((local, *others), resized(sizes, local))
-
-    @custom_vmap
-    def call(*arrays: Array) -> tuple[Array, ...]:
-        return sharding.over_devices(run, arrays, split)
-
-    @call.def_vmap
-    def rule(size: int, batched: list[bool], *arrays: Array) -> Any:
-        inputs, *results, tangents = jax.tree.unflatten(tree, arrays)
-        dots = {f"{name}_dot": tangents[name] for name in problem.tangents}
-        every = inputs.named() | dict(zip(("out", "lse"), results, strict=False)) | dots
-        names = _mapped(every, batched)
-        made = _tangents_of_many(kernel, problem, every, names, size)
-        return made, (True,) * len(made)
-
-    return tuple(call(*leaves))
-
-
-def _tangents_of_many(
-    kernel: Chosen, problem: AttentionProblem, arrays: Named, mapped: list[str], size: int
-) -> tuple[Array, ...]:
-    """`attention_tangents` of arrays of which the `mapped` ones have an axis of `size` in front."""
-
-    def residuals(arrays: Named) -> tuple[Any, ...]:
-        tangents = {name: arrays[f"{name}_dot"] for name in problem.tangents}
-        results = [arrays[name] for name in ("out", "lse") if name in arrays]
-        others = {"out", "lse", *[f"{name}_dot" for name in tangents]}
-        inputs = {name: x for name, x in arrays.items() if name not in others}
-        return AttentionInputs.of(inputs), *results, tangents
-
-    foldable = size and _is_foldable(problem, mapped) and "sinks" not in mapped
-    if not foldable or _is_split(arrays, mapped):
-        return sharding.one_after_another(
-            lambda some: attention_tangents(kernel, problem, residuals(arrays | some)),
-            {name: arrays[name] for name in mapped},
-        )
-    folded = residuals(_folded(arrays, mapped, size, problem.batch))
-    made = attention_tangents(kernel, resized(problem, folded[0]), folded)
-    return tuple([_unfolded(x, size) for x in made])
+    known, made = (RESULTS, ()) if len(residuals) > 2 else ((), RESULTS)
+    others = (*known, *[f"{name}_dot" for name in problem.tangents])
+    return attention(kernel, problem, residuals, others, (*made, "out_dot", "lse_dot"))
 
 
 # ---- rounding q, k and v -------------------------------------------------------------------------
@@ -435,19 +345,8 @@ def quantize(kernel: Chosen, problem: QuantizeProblem, inputs: QuantizeInputs) -
     @call.def_vmap
     def rule(size: int, batched: list[bool], *arrays: Array) -> Any:
         named = {str(n): x for n, x in enumerate(arrays)}
-        mapped = _mapped(named, batched)
-        if not size or _is_split(named, mapped):
-            results = sharding.one_after_another(
-                lambda some: quantize(
-                    kernel, problem, jax.tree.unflatten(tree, (named | some).values())
-                ),
-                {name: named[name] for name in mapped},
-            )
-        else:
-            every = _folded(named, mapped, size, problem.batch).values()
-            more = dataclasses.replace(problem, batch=size * problem.batch)
-            results = quantize(kernel, more, jax.tree.unflatten(tree, every))
-            results = tuple([_unfolded(x, size) for x in results])
+        again = functools.partial(quantize, kernel, problem)
+        results = _of_many(again, tree, named, _mapped(named, batched), size, problem.batch)
         return results, (True,) * len(results)
 
     return call(*leaves)

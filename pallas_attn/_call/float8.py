@@ -132,7 +132,5 @@ def quantize(
     chosen = dispatch.select(problem, implementation)
     if isinstance(chosen, dispatch.Reference):
         return chosen.run(inputs, problem)
-    leaves, tree = jax.tree.flatten(inputs)
-    leaves = batching.underived(problem, _NO_DERIVATIVE_OF_ROUNDING)(*leaves)
-    inputs = jax.tree.unflatten(tree, leaves)
+    (inputs,) = batching.underived(problem, _NO_DERIVATIVE_OF_ROUNDING)(inputs)
     return batching.compiled_once(batching.quantize, chosen, problem, inputs)

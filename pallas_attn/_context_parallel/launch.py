@@ -186,9 +186,8 @@ def backward(split: Split, launch: Launch, rows: Rows) -> Floats:
     else:
         chosen, problem, inputs = _selected(split, "flash_backward", launch)
         residuals = (inputs, *rows)
-        gradients = batching.compiled_once(
-            batching.attention_backward, chosen, problem, residuals
-        ).named()
+        backward = batching.attention_backward
+        gradients = batching.compiled_once(backward, chosen, problem, residuals)
     share = launch.inputs.q.shape[0] // launch.inputs.k.shape[0]
     for name in ("k", "v"):  # a sum over the batch rows that have read it
         parts = gradients[name]

@@ -407,20 +407,29 @@ def in_32_bits[Inputs](run: Callable[[Inputs], Any], inputs: Inputs) -> Any:
     """`run(inputs)`, of a tree of arrays and static ints, with Python's numbers in 32 bits although
     the application has chosen 64: as it is traced and, since Mosaic asks again, lowered.
     """
+    arrays, flat, made = on_arrays(run, inputs)
+    results = jax.jit(functools.partial(_sealed.bind, run=as_now(flat)))(*arrays)
+    return jax.tree.unflatten(made[-1], results)
+
+
+def on_arrays[Inputs](
+    run: Callable[[Inputs], Any], inputs: Inputs
+) -> tuple[list[jax.Array], Run, list[Any]]:
+    """The arrays of a tree of arrays and static ints; `run(inputs)` as a function of them, which
+    returns the leaves of its results; and a list, at whose end it leaves their structure.
+    """
     leaves, tree = jax.tree.flatten(inputs)
-    static = [leaf if isinstance(leaf, int) else None for leaf in leaves]
+    static = [leaf if isinstance(leaf, int) else None for leaf in leaves]  # keeps no array
     made: list[Any] = []
 
-    def flat(*arrays: jax.Array) -> list[jax.Array]:
+    def flat(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         rest = iter(arrays)
         full = [next(rest) if leaf is None else leaf for leaf in static]
         results, structure = jax.tree.flatten(run(jax.tree.unflatten(tree, full)))
         made.append(structure)
-        return results
+        return tuple(results)
 
-    arrays = [leaf for leaf in leaves if not isinstance(leaf, int)]
-    results = jax.jit(functools.partial(_sealed.bind, run=as_now(flat)))(*arrays)
-    return jax.tree.unflatten(made[-1], results)
+    return [leaf for leaf in leaves if not isinstance(leaf, int)], flat, made
 
 
 def varying_axes(array: jax.Array) -> frozenset[str]:

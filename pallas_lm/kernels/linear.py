@@ -32,15 +32,15 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call import gpu_specs
+from pallas_attn import devices
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Barrier, DType, GmemRef, Index, Operand, SmemRef
 
 ROWS = 64  # rows of x in one matmul
-SMS = gpu_specs.multiprocessors(gpu_specs.HOPPER)
-_SMEM = gpu_specs.shared_memory(gpu_specs.HOPPER) - 2048  # less what barriers and alignment take
+SMS = devices.multiprocessors("sm90")
+_SMEM = devices.shared_memory("sm90") - 2048  # less what barriers and alignment take
 
 
 @dataclasses.dataclass(frozen=True)
