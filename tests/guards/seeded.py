@@ -86,8 +86,8 @@ SEEDS: dict[str, dict[str, Seed]] = {
         ),
         "sm100_scores_are_not_in_registers_yet": (
             f"{FWD}/sm100.py",
-            "    plgpu.wait_load_tmem()\n    where =",
-            "    where =",
+            "    plgpu.wait_load_tmem()\n    where, key =",
+            "    where, key =",
         ),
         "sm100_p_is_not_stored_yet": (
             f"{FWD}/sm100.py",
@@ -101,13 +101,13 @@ SEEDS: dict[str, dict[str, Seed]] = {
         ),
         "sm100_nothing_is_rescaled": (
             f"{FWD}/sm100.py",
-            "pl.when(jnp.min(same) < 1.0)",
-            "pl.when(jnp.min(same) < 0.0)",
+            "pl.when(jnp.min(factor) < 1.0)",
+            "pl.when(jnp.min(factor) < 0.0)",
         ),
-        "sm100_a_row_that_is_nan_keeps_others_from_being_rescaled": (
+        "sm100_an_infinite_logit_keeps_other_rows_from_being_rescaled": (
             f"{FWD}/sm100.py",
-            "same = jnp.where(factor == 1.0, 1.0, 0.0)  # 0 where it is NaN, too",
-            "same = factor",
+            "jnp.where(row_max == rows.row_max, 1.0, jnp.exp2(rows.row_max - base))",
+            "jnp.exp2(rows.row_max - base)",
         ),
         "sm100_factors_are_overwritten": (
             f"{FWD}/sm100.py",
@@ -123,6 +123,11 @@ SEEDS: dict[str, dict[str, Seed]] = {
             f"{FWD}/sm100.py",
             "0 if masked or plan.logit_rules.adds else",
             "0 if plan.logit_rules.adds else",
+        ),
+        "sm100_a_warp_computes_what_mosaic_does_not_lower": (
+            f"{FWD}/sm100.py",
+            "pl.when(end <= tile.kv_len)(whole)",
+            "pl.when(jnp.logical_not(end > tile.kv_len))(whole)",
         ),
         "sm100_a_q_tile_ends_with_the_other": (
             f"{FWD}/sm100.py",

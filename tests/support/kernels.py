@@ -385,6 +385,7 @@ KERNELS = (
     }, {
         "whole_tiles": (WHOLE, fwd_sm100.Config(q_tiles=1)),
         "cut_tiles": (CUT, fwd_sm100.Config()),
+        "ids": (IDS, fwd_sm100.Config()),
     }),
     Row("prefill.contiguous_sm90", forward,
         {"splits": (hard(q_len=5, q_offset=195), contiguous_sm90.Config(SPLIT))},

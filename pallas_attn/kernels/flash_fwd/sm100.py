@@ -60,7 +60,8 @@ from pallas_attn.kernels.attention.tiles import (
     Span,
     WorkTile,
 )
-from pallas_attn.kernels.flash_fwd import tile_scheduler
+from pallas_attn.kernels.flash_fwd import key_mask_ranges, sm80, tile_scheduler
+from pallas_attn.kernels.flash_fwd.listed import list_of
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
 from pallas_attn.kernels.flash_fwd.tile_scheduler import Distribution, QueryPlan
 from pallas_attn.kernels.lang import mosaic, panels
@@ -73,7 +74,6 @@ NATIVE = plgpu.Layout.TCGEN05_TMEM_NATIVE  # a row a thread
 ROW = NATIVE.reduce(1)
 STAGED = plgpu.Layout.TCGEN05  # swizzled shared memory takes it
 DIMS = (64, 96, 128)
-TAKEN = {"q_offset", "q_lengths", "kv_lengths", "mask_left", "mask_right", "sinks"}
 OTHER = 'leave implementation=None, or say "sm80"'
 
 
@@ -107,17 +107,13 @@ class Config:
 
 def limit(problem: AttentionProblem) -> Limit | None:
     """Why the kernel cannot take a problem, or None."""
-    dims, others = (problem.head_dim, problem.v_head_dim), set(problem.arrays) - TAKEN
+    dims = problem.head_dim, problem.v_head_dim
     if problem.dtype not in ("bfloat16", "float16"):
         return Limit(f"it takes bfloat16 and float16, not {problem.dtype}", OTHER)
     if dims[0] != dims[1] or dims[0] not in DIMS:
         names = ", ".join(map(str, DIMS))
         reason = f"it takes v in the head dim of q and k, one of {names}, not {dims[0]} and"
         return Limit(f"{reason} {dims[1]}", OTHER)
-    if others:
-        return Limit(f"it does not take {', '.join(sorted(others))} yet", OTHER)
-    if problem.functions:
-        return Limit("it does not take functions of positions yet", OTHER)
     return tiles.sizes_limit(problem)
 
 
@@ -125,7 +121,9 @@ def limit(problem: AttentionProblem) -> Limit | None:
 def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     """The static values of a launch."""
     rows, block = config.q_tiles * TILE, config.block_kv
-    tiling = QueryTiling(problem.q_len, problem.kv_len, rows, block, span_rows=TILE)
+    together = problem.mask_program is not None or "q_segment_ids" in problem.arrays
+    span_rows = rows if together else TILE  # lists and records of segments are a work tile's
+    tiling = QueryTiling(problem.q_len, problem.kv_len, rows, block, span_rows)
     order = Distribution.of(problem, tiling, (config.grid, config.l2_heads))
     return QueryPlan(problem, config, tiling, order, LogitRules.of(problem, block))
 
@@ -199,12 +197,15 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 
 
 class Block(NamedTuple):
-    """A work tile, and the kv tiles that its q tiles take: each from `first` to its own end."""
+    """A work tile, and the kv tiles that its q tiles take: each from `first` to its own end. They
+    are places in a list where there is a mask function.
+    """
 
     ctx: KernelContext
     tile: WorkTile
     first: Index
     spans: tuple[Span, ...]  # [lo, hi) are taken, at least one; [full_lo, full_hi) need no mask
+    listed: Any = None  # `tile_lists.Listed`
 
     @property
     def memory(self) -> Memory:
@@ -228,13 +229,21 @@ class Block(NamedTuple):
         """Whether q tile n has a kv tile at a step."""
         return self.first + step < self.spans[n].hi
 
+    def key(self, t: Index) -> Index:
+        """The first key of kv tile t."""
+        return (t if self.listed is None else self.listed.tile(t)) * TILE
+
     def slot(self, step: Index) -> Index:
         return lax.rem(step, jnp.int32(self.ctx.plan.config.stages))
 
 
 def block_of(ctx: KernelContext, code: Index) -> Block:
-    plan, tile = ctx.plan, tile_scheduler.work_tile(ctx, code)
-    spans = [_span_of_rows(plan, tile, n) for n in range(plan.config.q_tiles)]
+    plan, tile, listed = ctx.plan, tile_scheduler.work_tile(ctx, code), None
+    if plan.is_listed:
+        listed = list_of(ctx, tile)
+        spans = [listed.span] * plan.config.q_tiles
+    else:
+        spans = [_span_of_rows(ctx, tile, n) for n in range(plan.config.q_tiles)]
     lo, hi = tile_scheduler.ends_of_some(spans)
     first = jnp.minimum(lo, hi)
 
@@ -243,22 +252,18 @@ def block_of(ctx: KernelContext, code: Index) -> Block:
         full_lo = jnp.clip(span.full_lo, first, end)
         return Span(first, full_lo, jnp.clip(span.full_hi, full_lo, end), end)
 
-    return Block(ctx, tile, first, tuple(map(taken, spans)))
+    return Block(ctx, tile, first, tuple(map(taken, spans)), listed)
 
 
-def _span_of_rows(plan: QueryPlan, tile: WorkTile, n: int) -> Span:
+def _span_of_rows(ctx: KernelContext, tile: WorkTile, n: int) -> Span:
     """The kv tiles of q tile n; rows past T take one."""
-    tiling, rows, idle = plan.tiling, TILE, None  # type: tuple[QueryTiling, Index, Any]
-    row = tile.row + n * TILE
-    if tiling.has_idle_spans:
-        idle = row >= tiling.q_len
-        row, rows = jnp.where(idle, tiling.q_len - 1, row), jnp.where(idle, 1, TILE)
-    if tile.q_len is not None:
-        rows = jnp.minimum(rows, tile.q_len - row)
-    span = plan.span(tile.mask, tile.q_offset + row, rows, tile.kv_len)
-    if idle is not None:
-        span = span._replace(hi=jnp.where(idle, jnp.minimum(span.hi, span.lo + 1), span.hi))
-    return tile_scheduler.empty_as_zero(tile, rows, span) if "empty" in plan.sections else span
+    tiling, row = ctx.plan.tiling, tile.row + n * TILE
+    if not tiling.has_idle_spans:
+        return sm80.span_of(ctx, tile._replace(row=row), TILE)
+    idle = row >= tiling.q_len
+    row, rows = jnp.where(idle, tiling.q_len - 1, row), jnp.where(idle, 1, TILE)
+    span = sm80.span_of(ctx, tile._replace(row=row), rows)
+    return span._replace(hi=jnp.where(idle, jnp.minimum(span.hi, span.lo + 1), span.hi))
 
 
 def _for_steps(count: Index, body: Callable[[Index], None], first: int = 0) -> None:
@@ -280,15 +285,16 @@ def _load(block: Block) -> None:
     def one_tile(step: Index) -> None:
         slot, again = block.slot(step), step >= plan.config.stages
         pl.when(again)(lambda: plgpu.barrier_wait(memory.k_free.at[slot]))
-        _load_kv_tile(block, "k", block.first + step, slot)
+        key = block.key(block.first + step)
+        _load_kv_tile(block, "k", key, slot)
         pl.when(again)(lambda: plgpu.barrier_wait(memory.v_free.at[slot]))
-        _load_kv_tile(block, "v", block.first + step, slot)
+        _load_kv_tile(block, "v", key, slot)
 
     _for_steps(block.steps, one_tile)
 
 
-def _load_kv_tile(block: Block, name: str, t: Index, slot: Index) -> None:
-    """Kv tile t of "k" or "v". A tile of v that a length cuts is `v_edge`."""
+def _load_kv_tile(block: Block, name: str, key: Index, slot: Index) -> None:
+    """The kv tile of "k" or "v" from a key on. A tile of v that a length cuts is `v_edge`."""
     (plan, refs, memory), tile = block.ctx, block.tile
     head, to = lax.div(tile.head, jnp.int32(plan.problem.group)), getattr(memory, name)
     ready = (memory.k_ready if name == "k" else memory.v_ready).at[slot]
@@ -296,12 +302,12 @@ def _load_kv_tile(block: Block, name: str, t: Index, slot: Index) -> None:
     def load(source: GmemRef, row: Index) -> None:
         panels.load(source, (tile.batch, pl.ds(row, TILE), head), to, slot, ready)
 
-    whole = functools.partial(load, getattr(refs, name), t * TILE)
+    whole = functools.partial(load, getattr(refs, name), key)
     if name == "k" or not plan.has("kv_lengths"):
         return whole()
-    cut = (t + 1) * TILE > tile.kv_len  # only the last tile may be
-    pl.when(cut)(functools.partial(load, refs.v_edge, 0))
-    return pl.when(jnp.logical_not(cut))(whole)
+    end = key + TILE  # only the last tile may be cut; a warp has no "not"
+    pl.when(end > tile.kv_len)(functools.partial(load, refs.v_edge, 0))
+    return pl.when(end <= tile.kv_len)(whole)
 
 
 # ---- the warp of matmuls -------------------------------------------------------------------------
@@ -400,16 +406,17 @@ def _softmax_of_tile(block: Block, n: int, t: Index, rows: Rows, *, masked: bool
         plgpu.async_load_tmem(scores.at[:, pl.ds(start, CHUNK)], layout=NATIVE) for start in starts
     ]
     plgpu.wait_load_tmem()
-    where = (tile.batch, tile.head, block.row(n))
+    where, key = (tile.batch, tile.head, block.row(n)), block.key(t)
     for number, start in enumerate(starts):
-        facts = (t * TILE + start, tile.q_offset, tile.kv_len, tile.mask)
+        facts = (key + start, tile.q_offset, tile.kv_len, tile.mask)
         place = LogitTile(*where, *facts, q_axis=0, layout=NATIVE)
         logits = score_mod.logits_and_slope(block.ctx, place, chunks[number], masked)
         chunks[number] = logits[0]
     peak = functools.reduce(jnp.maximum, [x.max(axis=1) for x in chunks])
     row_max = softmax.raise_to(peak, unit, rows.row_max, config.rescale_threshold)
     base = softmax.base_of(row_max, empty_ok=True)
-    factor = jnp.exp2(rows.row_max - base)
+    # 1 also of a row without a key, and of one with an infinite logit.
+    factor = jnp.where(row_max == rows.row_max, 1.0, jnp.exp2(rows.row_max - base))
     _hand_over(memory, n, factor)
     by_polynomial = 0 if masked or plan.logit_rules.adds else config.polynomials
     total: Any = None
@@ -483,8 +490,7 @@ def _rescale(memory: Memory, n: int) -> None:
             plgpu.async_store_tmem(columns, out * mosaic.broadcast_rows(factor, out.shape))
         plgpu.commit_tmem()
 
-    same = jnp.where(factor == 1.0, 1.0, 0.0)  # 0 where it is NaN, too
-    pl.when(jnp.min(same) < 1.0)(multiply)
+    pl.when(jnp.min(factor) < 1.0)(multiply)
     plgpu.barrier_arrive(memory.o_scaled.at[n])
 
 
@@ -562,15 +568,15 @@ def run(
 
 def _operands(plan: QueryPlan, inputs: AttentionInputs) -> ForwardRefs:
     """Global memory that the kernel reads. XLA copies q, k and v where their rows are no multiple
-    of 8; and the value tile in which each sequence ends, where there are kv_lengths.
+    of 8, the value tile in which each sequence ends where there are kv_lengths, and what it copies
+    for the portable kernels.
     """
-    fields: dict[str, Any] = {name: getattr(inputs, name) for name in plan.problem.arrays}
-    fields |= {name: tma_operands.for_tma(getattr(inputs, name)) for name in "qkv"}
-    fields |= tile_scheduler.operands(plan, inputs)
+    fields = {name: tma_operands.for_tma(getattr(inputs, name)) for name in "qkv"}
     if plan.has("kv_lengths"):
         lengths = jnp.asarray(inputs.kv_lengths)
         fields["v_edge"] = tma_operands.edge(fields["v"], lengths, plan.config.block_kv)
-    return ForwardRefs(**fields)
+    refs = sm80.operands(plan, inputs, fields)
+    return key_mask_ranges.with_spans(KernelContext(plan, refs))
 
 
 KERNEL = Kernel(Config, limit, smem_bytes, run)

@@ -17,7 +17,13 @@ from pallas_attn._call import device, dispatch
 from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.flash_fwd import sm100 as kernel
 from pallas_attn.kernels.lang import mosaic as lang
-from tests.kernels.flash_fwd.test_flash_fwd import check, problem_of, run
+from tests.kernels.flash_fwd.test_flash_fwd import (
+    arguments_of,
+    check,
+    problem_of,
+    run,
+    shape_of,
+)
 from tests.support import mosaic
 from tests.support.problems.case import AttentionCase
 
@@ -46,6 +52,10 @@ INTERPRETED = {
     "offsets": (case(130, 300, 64, mask=CAUSAL, batch=2, q_offset=(170, -20)), kernel.Config()),
     "sinks_softcap": (case(40, 140, 64, sinks=True, softcap=10.0), kernel.Config(polynomials=0)),
     "rescaled_each_time": (case(128, 512, 64, magnitude=4.0), kernel.Config(rescale_threshold=0)),
+    "bias": (case(200, 300, 64, bias_shape=(1, 2, 200, 300)), kernel.Config()),
+    "mask_array": (case(130, 256, 64, mask_shape=(1, 2, 130, 256)), kernel.Config()),
+    "padding_mask": (case(130, 300, 64, mask_shape=(1, 1, 1, 300)), kernel.Config()),
+    "documents": (case(300, 300, 64, segments=(70, 130, 100), mask=CAUSAL), kernel.Config()),
     "bounds_at_run_time": (
         case(200, 200, 64, mask=sliding_window(64), mask_at_run_time=True),
         kernel.Config(),
@@ -58,6 +68,57 @@ INTERPRETED = {
 def test_interpreted(name):
     with mosaic.interpret():
         check(*INTERPRETED[name])
+
+
+DOCUMENTS = np.arange(300, dtype=np.int32) // 90
+FUNCTIONS = {
+    "mask": {"mask": pa.mask_fn(lambda b, h, q, kv: (q // 32 >= kv // 32) & ((q + kv) % 3 != h))},
+    "documents": {
+        "mask": CAUSAL & pa.mask_fn(lambda b, h, q, kv, ids: ids[q] == ids[kv], DOCUMENTS)
+    },
+    "slopes": {
+        "mask": CAUSAL,
+        "score": pa.score_fn(lambda s, b, h, q, kv, m: s + m[h] * (kv - q), np.ones(2, np.float32)),
+    },
+}
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_positions(name):
+    arguments = case(300, 300, 64).arguments() | FUNCTIONS[name]
+    with device.assume("sm100"), mosaic.interpret():
+        got = pa.flash_attention_with_lse(**arguments, implementation="sm100")
+    want = pa.flash_attention_with_lse(**arguments, implementation="reference")
+    for x, y, bound in zip(got, want, (2.0**-6, 2.0**-18), strict=True):
+        np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (x, y)), bound, bound)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", ["lengths", "documents", "padding_mask", "bias"])
+def test_lowers(name):
+    """Mosaic lowers less than the interpreter computes: no `not` in a warp."""
+    sizes, config = INTERPRETED[name]
+    call = functools.partial(run, problem=problem_of(sizes), config=config)
+    shapes = jax.tree.map(shape_of, AttentionInputs(**arguments_of(sizes)))
+    assert "mosaic_gpu" in mosaic.lower_for_cuda(call, shapes)
+
+
+@pytest.mark.guards
+def test_an_infinite_row_leaves_others_alone():
+    """Row maxima rise by more than the threshold in every kv tile; one row of q holds an inf."""
+    sizes, config = case(128, 384, 64), kernel.Config(q_tiles=1)
+    arrays = {name: np.array(x) for name, x in sizes.arrays().items() if name in "qkv"}
+    arrays["k"] *= np.repeat([1, 8, 64], 128)[None, :, None, None].astype(arrays["k"].dtype)
+    call = functools.partial(run, problem=problem_of(sizes), config=config)
+    results = []
+    for value in (1.0, np.inf):
+        arrays["q"][0, 5, :, 3] = value
+        with mosaic.interpret():
+            results.append(jax.jit(call)(AttentionInputs(**arrays)))
+    for one, other in zip(*results, strict=True):
+        axis = 1 if one.ndim == 4 else 2
+        np.testing.assert_array_equal(*(np.delete(np.asarray(x), 5, axis) for x in (one, other)))
 
 
 @pytest.mark.guards
@@ -92,7 +153,6 @@ def test_nobody_gets_it_unasked(gpu):
 REFUSED = {
     "it takes bfloat16 and float16, not float32": {"dtype": "float32"},
     "it takes v in the head dim of q and k, one of 64, 96, 128, not 192 and 128": {"head_dim": 192},
-    "it does not take bias yet": {"arrays": ("bias",), "bias_shape": (1, 1, 1, 1024)},
 }
 
 
