@@ -116,9 +116,11 @@ def test_an_infinite_row_leaves_others_alone():
         arrays["q"][0, 5, :, 3] = value
         with mosaic.interpret():
             results.append(jax.jit(call)(AttentionInputs(**arrays)))
-    for one, other in zip(*results, strict=True):
-        axis = 1 if one.ndim == 4 else 2
-        np.testing.assert_array_equal(*(np.delete(np.asarray(x), 5, axis) for x in (one, other)))
+    for finite, infinite in zip(*results, strict=True):
+        axis = 1 if finite.ndim == 4 else 2
+        np.testing.assert_array_equal(
+            *(np.delete(np.asarray(x), 5, axis) for x in (finite, infinite))
+        )
 
 
 @pytest.mark.guards
