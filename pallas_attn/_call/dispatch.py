@@ -30,10 +30,11 @@ from pallas_attn.errors import Limit, UnsupportedError, described
 
 store = Special("_call.store")
 
-NAMES = ("sm90", "sm80", "reference")
+NAMES = ("sm90", "sm80", "sm100", "reference")
 SHORT_ROWS = 512  # most rows of the kernels for short sequences
 OLDEST, NEWEST = 80, 999  # GPU generations that kernels serve, or will
 HOPPER, FROM_AMPERE, FROM_ADA = (90, 90), (OLDEST, NEWEST), (89, NEWEST)
+BLACKWELL = (100, 103)  # in datacenters. Its kernels never ran there: only names choose them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Candidate:
     @property
     def implementation(self) -> str:
         """The family that `implementation=` names."""
-        return "sm90" if self.generations == HOPPER else "sm80"
+        return {HOPPER: "sm90", BLACKWELL: "sm100"}.get(self.generations, "sm80")
 
     @functools.cached_property
     def kernel(self) -> Kernel:
@@ -113,7 +114,8 @@ class Candidate:
             )
         first, last = self.generations
         if not first <= gpu_specs.number(problem.gpu) <= last:
-            span = f"sm{first}" if first == last else f"sm{first} and later"
+            span = f"sm{first}" if first == last else f"sm{first} to sm{last}"
+            span = f"sm{first} and later" if last == NEWEST else span
             remedy = 'say implementation="reference"'
             if gpu_specs.number(problem.gpu) >= OLDEST:  # another kernel may serve it
                 remedy = 'leave implementation=None, or say "reference"'
@@ -280,6 +282,7 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         Candidate("flash_fwd.sm90_wide", HOPPER),  # head dims above 256
         Candidate("flash_fwd.sm80", FROM_AMPERE),
         Candidate("flash_fwd.sm80_float8", FROM_ADA),
+        Candidate("flash_fwd.sm100", BLACKWELL),
         Reference(reference.attention, _score_matrix),
     ),
     "flash_backward": (
@@ -291,6 +294,7 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         Candidate("flash_bwd.sm90_two_kernels", HOPPER),
         Candidate("flash_bwd.sm90_wide", HOPPER),  # head dims above 256
         Candidate("flash_bwd.sm80", FROM_AMPERE),
+        Candidate("flash_bwd.sm80", BLACKWELL),  # behind the forward that a name chooses
         Refused(
             Limit(
                 "it differentiates only what it computed itself",
@@ -369,8 +373,8 @@ _record: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar(
 
 @contextlib.contextmanager
 def chosen() -> Iterator[list[str]]:
-    """The implementations that calls traced in this block run, in order: "sm90", "sm80" or
-    "reference". For reports on what ran::
+    """The implementations that calls traced in this block run, in order: "sm90", "sm80",
+    "sm100" or "reference". For reports on what ran::
 
         with pa.chosen() as names:
             jax.jit(step).trace(params, batch)
@@ -390,6 +394,13 @@ def table_of(problem: Problem) -> tuple[Implementation, ...]:
     if isinstance(problem, DecodeProblem) and (problem.shared_kv or problem.quantized):
         return TABLES["decode_mla" if problem.shared_kv else "decode_quantized"]
     return TABLES[problem.op]
+
+
+def named_by(implementation: str | None, table: tuple[Implementation, ...]) -> list[Implementation]:
+    """The rows of a table that `implementation=` means. None means no kernel of `BLACKWELL`."""
+    if implementation is None:
+        return [x for x in table if x.implementation != "sm100"]
+    return [x for x in table if x.implementation == implementation]
 
 
 def kernel_of(chosen: Implementation) -> Kernel | None:
@@ -413,7 +424,7 @@ def merging(problem: DecodeProblem, implementation: str | None) -> Candidate | N
 
 def of_derivative(problem: Problem, implementation: str | None) -> Implementation | None:
     """The kernel of a derivative that takes the problem, if there is one."""
-    named = [x for x in TABLES[problem.op] if implementation in (None, x.implementation)]
+    named = named_by(implementation, TABLES[problem.op])
     return next((x for x in named if x.takes(problem)), None)
 
 
@@ -453,7 +464,7 @@ def _select(
     table: tuple[Implementation, ...], problem: Problem, implementation: str | None
 ) -> Implementation:
     check_name(implementation)
-    named = [x for x in table if implementation in (None, x.implementation)]
+    named = named_by(implementation, table)
     for candidate in named:
         by_name = isinstance(candidate, Reference) and implementation is not None
         if by_name or candidate.takes(problem):

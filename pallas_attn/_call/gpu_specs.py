@@ -2,7 +2,8 @@
 
 # Bytes of shared memory that one block may have; elsewhere `_LEAST`, which the smaller Amperes, Ada
 # and the smaller Blackwells have.
-_SHARED_MEMORY = {"sm80": 166_912, "sm87": 166_912, "sm90": 232_448, "sm100": 232_448}
+_SHARED_MEMORY = {"sm80": 166_912, "sm87": 166_912, "sm90": 232_448}
+_SHARED_MEMORY |= {"sm100": 232_448, "sm103": 232_448}
 _LEAST = 101_376
 
 HOPPER = "sm90"

@@ -68,6 +68,73 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "plgpu.barrier_arrive(",
         ),
     },
+    "tests/kernels/flash_fwd/test_sm100.py -k 'not machine_code'": {
+        "sm100_k_is_overwritten": (
+            f"{FWD}/sm100.py",
+            "pl.when(again)(lambda: plgpu.barrier_wait(memory.k_free.at[slot]))",
+            "pass",
+        ),
+        "sm100_scores_overwrite_p": (
+            f"{FWD}/sm100.py",
+            "        wait(memory.o_ready.at[n])\n        scores(n, slot)",
+            "        scores(n, slot)",
+        ),
+        "sm100_out_is_multiplied_before_it_is_rescaled": (
+            f"{FWD}/sm100.py",
+            "        wait(memory.o_scaled.at[n])\n",
+            "",
+        ),
+        "sm100_scores_are_not_in_registers_yet": (
+            f"{FWD}/sm100.py",
+            "    plgpu.wait_load_tmem()\n    where, key =",
+            "    where, key =",
+        ),
+        "sm100_p_is_not_stored_yet": (
+            f"{FWD}/sm100.py",
+            "    plgpu.commit_tmem()\n    plgpu.barrier_arrive(memory.p_ready",
+            "    plgpu.barrier_arrive(memory.p_ready",
+        ),
+        "sm100_values_are_those_of_the_next_tile": (
+            f"{FWD}/sm100.py",
+            "memory.scores[n][1], memory.v.at[slot]",
+            "memory.scores[n][1], memory.v.at[block.slot(step + 1)]",
+        ),
+        "sm100_nothing_is_rescaled": (
+            f"{FWD}/sm100.py",
+            "pl.when(jnp.min(factor) < 1.0)",
+            "pl.when(jnp.min(factor) < 0.0)",
+        ),
+        "sm100_an_infinite_logit_keeps_other_rows_from_being_rescaled": (
+            f"{FWD}/sm100.py",
+            "jnp.where(row_max == rows.row_max, 1.0, jnp.exp2(rows.row_max - base))",
+            "jnp.exp2(rows.row_max - base)",
+        ),
+        "sm100_factors_are_overwritten": (
+            f"{FWD}/sm100.py",
+            "    plgpu.barrier_wait(memory.factor_free.at[n])\n    memory.factors",
+            "    memory.factors",
+        ),
+        "sm100_tensor_memory_changes_hands_without_a_fence": (
+            f"{FWD}/sm100.py",
+            "p_ready=_of_tensor_memory(count)",
+            "p_ready=barrier(num_barriers=count)",
+        ),
+        "sm100_a_hidden_exponential_is_a_polynomial": (
+            f"{FWD}/sm100.py",
+            "0 if masked or plan.logit_rules.adds else",
+            "0 if plan.logit_rules.adds else",
+        ),
+        "sm100_a_warp_computes_what_mosaic_does_not_lower": (
+            f"{FWD}/sm100.py",
+            "pl.when(end <= tile.kv_len)(whole)",
+            "pl.when(jnp.logical_not(end > tile.kv_len))(whole)",
+        ),
+        "sm100_a_q_tile_ends_with_the_other": (
+            f"{FWD}/sm100.py",
+            "return self.first + step < self.spans[n].hi",
+            "return self.first + step < self.spans[0].hi",
+        ),
+    },
     # ---- code behind a twin (tests/support/emitted.py) -------------------------------------------
     TEST_MATMULS: {
         "packed_results_of_the_lower_rows_go_to_the_upper": (

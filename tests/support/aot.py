@@ -44,6 +44,10 @@ _GPUS = {
         "major: 10 minor: 0 feature_extension: ACCELERATED_FEATURES",
         *(148, 228, 227, 126, 1.97, 180, 7.7, "NVIDIA B200"),
     ),
+    "b300": (
+        "major: 10 minor: 3 feature_extension: ACCELERATED_FEATURES",
+        *(148, 228, 227, 126, 1.97, 288, 8.0, "NVIDIA B300"),
+    ),
 }
 
 

@@ -28,6 +28,7 @@ from pallas_attn.kernels.flash_bwd import sm90_wide as bwd_wide
 from pallas_attn.kernels.flash_fwd import sm80 as fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as fwd_sm90
 from pallas_attn.kernels.flash_fwd import sm90_wide as fwd_wide
+from pallas_attn.kernels.flash_fwd import sm100 as fwd_sm100
 from pallas_attn.kernels.prefill import contiguous_sm90
 from pallas_attn.kernels.prefill import sm90 as prefill_sm90
 from tests.kernels.decode_listed import test_decode_listed
@@ -377,6 +378,15 @@ KERNELS = (
         "sinks": (endless(LARGE), test_wide.ROUND),
     }, {"cut_tiles": (dataclasses.replace(CUT, **OF_WIDE), fwd_wide.Config(grid=2))}),
     Row("flash_fwd.sm90_group_window", forward, *windows(test_group_window)),
+    Row("flash_fwd.sm100", forward, {
+        "plain": (hard(), fwd_sm100.Config()),
+        "one_q_tile": (hard(), fwd_sm100.Config(q_tiles=1, rescale_threshold=2.0)),
+        "sinks": (endless(sized(40, 70, 64, q_heads=2, kv_heads=1)), fwd_sm100.Config()),
+    }, {
+        "whole_tiles": (WHOLE, fwd_sm100.Config(q_tiles=1)),
+        "cut_tiles": (CUT, fwd_sm100.Config()),
+        "ids": (IDS, fwd_sm100.Config()),
+    }),
     Row("prefill.contiguous_sm90", forward,
         {"splits": (hard(q_len=5, q_offset=195), contiguous_sm90.Config(SPLIT))},
         {"cut_tiles": (FEW_ROWS, contiguous_sm90.Config(SPLIT))}),

@@ -339,10 +339,12 @@ def sums_of(
     return sums
 
 
-def span_of(ctx: KernelContext, tile: WorkTile) -> Span:
-    """The kv tiles of the block's rows; lo == hi == 0 where there is none."""
+def span_of(ctx: KernelContext, tile: WorkTile, rows: Index | None = None) -> Span:
+    """The kv tiles of so many rows from `tile.row` on, those of the work tile as a rule; lo == hi
+    == 0 where there is none.
+    """
     plan, refs, _ = ctx
-    rows: Index = plan.tiling.tile_rows
+    rows = plan.tiling.tile_rows if rows is None else rows
     if tile.q_len is not None:
         rows = jnp.minimum(rows, tile.q_len - tile.row)
     span = plan.span(tile.mask, tile.q_offset + tile.row, rows, tile.kv_len)

@@ -123,6 +123,25 @@ def share_registers(  # noqa: PLR0913
         compute()
 
 
+def take_roles(
+    wg: jax.Array, roles: Sequence[Callable[[], None]], registers: Sequence[int]
+) -> None:
+    """Runs `roles[n]` in warpgroup n, each thread of which then has `registers[n]`.
+
+    A block begins with an equal number for each, a multiple of 8. If all together ask for more than
+    it has, the launch hangs; an "increase" to less, or a "decrease" to more, is not defined.
+    """
+    equal = min(65536 // (THREADS * len(roles)) // 8 * 8, 240)
+    assert sum(registers) * THREADS <= 65536 and not any(n % 8 for n in registers)
+    for number, (role, ours) in enumerate(zip(roles, registers, strict=True)):
+
+        @pl.when(wg == number)
+        def _(role=role, ours=ours):
+            if ours != equal:
+                plgpu.set_max_registers(ours, action="increase" if ours > equal else "decrease")
+            role()
+
+
 @functools.cache
 def without_barriers(by_lane: bool = False) -> Any:
     """Parameters of a kernel whose warpgroups read what they write to shared memory by TMA or
