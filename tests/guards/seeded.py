@@ -34,6 +34,64 @@ TEST_MATMULS = "tests/guards/test_emitted_matmuls.py"
 Seed = tuple[str, str, str]
 
 SEEDS: dict[str, dict[str, Seed]] = {
+    # ---- the store of lowered kernels ------------------------------------------------------------
+    "tests/api/test_stored_kernels.py -k part_of_the_key": {
+        "store_forgets_cuda": (
+            f"{SOURCE}/_call/store.py",
+            'return f"{current.device_kind}, {current.client.platform_version}"',
+            "return current.device_kind",
+        ),
+        "store_forgets_sources_in_folders": (
+            f"{SOURCE}/_call/store.py",
+            "in sorted(os.walk(_PACKAGE)):",
+            "in sorted(os.walk(_PACKAGE))[:1]:",
+        ),
+        "store_forgets_where_sources_lie": (
+            f"{SOURCE}/_call/store.py",
+            "            place = os.path.relpath(os.path.join(folder, name), _PACKAGE)\n",
+            "            place = name\n",
+        ),
+        "store_forgets_the_precision": (
+            f"{SOURCE}/_call/store.py",
+            '_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", ',
+            '_SETTINGS = ("jax_enable_x64", ',
+        ),
+        "store_forgets_settings_of_pallas": (
+            f"{SOURCE}/_call/store.py",
+            'if "mosaic" in name or "pallas" in name]',
+            'if "mosaic" in name]',
+        ),
+        "store_forgets_the_generation": (
+            f"{SOURCE}/_call/store.py",
+            "return device.asked_to_overlap.get(), device.gpu_generation(), values",
+            "return device.asked_to_overlap.get(), values",
+        ),
+        "store_forgets_dtypes_of_arrays": (
+            f"{SOURCE}/_call/store.py",
+            "types = [(x.shape, str(x.dtype)) for x in shapes]",
+            "types = [x.shape for x in shapes]",
+        ),
+        "store_forgets_jaxlib": (
+            f"{SOURCE}/_call/store.py",
+            'return jax.__version__, importlib.metadata.version("jaxlib"), digest.hexdigest()',
+            "return jax.__version__, digest.hexdigest()",
+        ),
+    },
+    # ---- accumulators that are read before their matmuls are done: slow, not wrong ---------------
+    f"{TEST_EVERY} -k 'test_hard_data and flash_fwd.sm90-plain'": {
+        "scores_are_read_before_their_matmuls_are_done": (
+            f"{MMA}/wgmma.py",
+            "return plgpu.wgmma_accumulator_load(first, wait_n=behind)",
+            "return plgpu.wgmma_accumulator_load(first, wait_n=behind + 1)",
+        ),
+    },
+    f"{TEST_EVERY} -k 'test_hard_data and flash_bwd.sm90_window'": {
+        "dp_of_a_window_is_read_before_its_matmul_is_done": (
+            f"{BWD}/sm90_window.py",
+            "dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)",
+            "dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=2)",
+        ),
+    },
     # ---- hazards between the warps of a warpgroup (tests/support/hazards.py) ---------------------
     "tests/kernels/prefill/test_prefill.py -k test_interpreted": {
         "q_is_loaded_again_before_all_warps_have_read_it": (
