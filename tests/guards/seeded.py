@@ -77,6 +77,46 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "return jax.__version__, digest.hexdigest()",
         ),
     },
+    # ---- rows of tests/support/kernels.py --------------------------------------------------------
+    f"{TEST_EVERY} -k '(hard_data and few_rows) or (hard_data and decode.sm) or lost'": {
+        "sums_of_few_latent_rows_keep_an_old_maximum": (
+            f"{MLA}/sm90_few_rows.py",
+            "state.row_sum * down_columns(rescale, s.shape) + p, higher)",
+            "state.row_sum + p, higher)",
+        ),
+        "sums_of_decode_keep_an_old_maximum": (
+            f"{DECODE}/mainloop.py",
+            "    acc, row_sum = softmax.rescaled(new, (state.acc, state.row_sum))\n",
+            "    acc, row_sum = softmax.rescaled(new, state.acc), state.row_sum\n",
+        ),
+        "one_lost_split_is_not_lost": (
+            f"{DECODE}/combine_splits.py",
+            "lost = thread.choose(at.lost >= 1,",
+            "lost = thread.choose(at.lost > 1,",
+        ),
+        "gathered_rows_that_are_lost_have_an_lse": (
+            f"{PREFILL}/gathered.py",
+            "return out, jnp.where(lost[:, None, None], jnp.nan, lse)",
+            "return out, lse",
+        ),
+        "lost_rows_of_prefill_count": (
+            f"{PREFILL}/kernel.py",
+            "jnp.where(invalid, jnp.nan, 0.0)",
+            "jnp.where(invalid, 0.0, 0.0)",
+        ),
+    },
+    f"{TEST_EVERY} -k '(hard_data or boundaries) and (widened or narrow)'": {
+        "values_are_widened_by_the_scales_of_keys": (
+            f"{PREFILL}/widened_sm90.py",
+            "thread.load(scales[side], line, 4)",
+            "thread.load(scales[0], line, 4)",
+        ),
+        "a_narrow_scale_past_the_length_is_read": (
+            f"{PREFILL}/widening_producer.py",
+            "Word(scales, line(row)), row < tile.live, inside, 4)",
+            "Word(scales, line(row)), row <= tile.live, inside, 4)",
+        ),
+    },
     # ---- accumulators that are read before their matmuls are done: slow, not wrong ---------------
     f"{TEST_EVERY} -k 'test_hard_data and flash_fwd.sm90-plain'": {
         "scores_are_read_before_their_matmuls_are_done": (
@@ -505,7 +545,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "inside = mosaic.positions((TILE, WIDTH), 0, 0) <= live",
         ),
     },
-    f"{TEST_EVERY} {TEST_PREFILL} -k 'prefill.sm90 or test_interpreted or missing_page'": {
+    f"{TEST_EVERY} {TEST_PREFILL} -k 'prefill.sm90 or test_interpreted'": {
         "all_heads_of_a_tile_have_one_sink": (
             f"{PREFILL}/queries.py",
             "sink = sinks[jnp.minimum(rows.head + n, plan.problem.q_heads - 1)]",

@@ -57,7 +57,7 @@ class Case:
         """Entries of none, twice the same, a list of none, and one that ends early."""
         rng = np.random.default_rng(self.rows)
         rows = rng.integers(-2, self.keys, (self.rows, self.listed)).clip(-1)
-        rows[:, 1] = rows[:, 0]
+        rows[:, 1:2] = rows[:, :1]
         rows[0, self.listed // 3 :] = -1
         rows[-1] = -1
 
