@@ -117,6 +117,34 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "Word(scales, line(row)), row <= tile.live, inside, 4)",
         ),
     },
+    # ---- inline code that only a GPU had compared ------------------------------------------------
+    "tests/guards/test_emitted_code.py -k 'told or listed_rows'": {
+        "a_row_without_keys_silences_its_thread": (
+            f"{MMA}/byte_rows.py",
+            "highest = functools.reduce(arith.maxnumf, numbers)",
+            "highest = functools.reduce(arith.maximumf, numbers)",
+        ),
+        "a_number_at_the_bound_is_above_it": (
+            f"{MMA}/byte_rows.py",
+            "above = arith.extui(asm.i32(), arith.cmpf(arith.CmpFPredicate.OGT, highest, limit))",
+            "above = arith.extui(asm.i32(), arith.cmpf(arith.CmpFPredicate.OGE, highest, limit))",
+        ),
+        "listed_rows_of_a_layer_begin_in_32_bits": (
+            f"{MMA}/gathered_rows.py",
+            "begin = thread.to_int64(Int(layer.registers.item())) * layer_rows",
+            "begin = thread.to_int64(Int(layer.registers.item()) * layer_rows)",
+        ),
+        "a_listed_row_behind_the_last_is_copied": (
+            f"{MMA}/gathered_rows.py",
+            "return (row >= 0) & (row < rows)",
+            "return (row >= 0) & (row <= rows)",
+        ),
+        "listed_rows_are_not_swizzled_by_their_row": (
+            f"{MMA}/gathered_rows.py",
+            "packed_rows.swizzled_place(thread.index // ACROSS, word, chunks, ACROSS)",
+            "packed_rows.swizzled_place(thread.index * 0, word, chunks, ACROSS)",
+        ),
+    },
     # ---- accumulators that are read before their matmuls are done: slow, not wrong ---------------
     f"{TEST_EVERY} -k 'test_hard_data and flash_fwd.sm90-plain'": {
         "scores_are_read_before_their_matmuls_are_done": (
