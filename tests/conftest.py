@@ -91,6 +91,9 @@ def _share_programs(config, least):
         os.environ[name.upper()] = str(value)
 
 
+REAL_GPU = store._gpu
+
+
 def no_gpu():
     """In place of `store._gpu`: no lowered kernel is kept."""
 

@@ -2,12 +2,19 @@
 that cannot be written, transforms. tests/api/test_saved_programs.py runs such kernels on a GPU.
 """
 
+import contextlib
+import copy
 import dataclasses
+import hashlib
+import importlib.metadata
 import json
 import os
 import pathlib
 import subprocess
 import sys
+import types
+from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +24,8 @@ from jax.sharding import AxisType, PartitionSpec
 
 import pallas_attn as pa
 from pallas_attn._call import config, device, store
+from tests.conftest import REAL_GPU
+from tests.support import operations
 from tests.support.stored_kernels import forget, kept_in, lower
 
 NEW = jax.ShapeDtypeStruct((2, 1, 2, 64), jnp.bfloat16)
@@ -77,33 +86,102 @@ def test_a_kernel_is_lowered_once(lowered):
     assert "mosaic_gpu" in first
 
 
-CHANGES = {
-    "sources": lambda patch: patch.setattr(store, "_versions", lambda: ("0", "0", "other")),
-    "gpu": lambda patch: patch.setattr(store, "_gpu", lambda: "NVIDIA H100"),
-    "precision": lambda patch: patch.setattr(
-        store, "_SETTINGS", (*store._SETTINGS, "jax_threefry_partitionable")
-    ),
+CACHES = jax.ShapeDtypeStruct((2, 2, 64, 64), jnp.bfloat16)
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """All that the name of a kernel's file depends on."""
+
+    kernel: str = "append.copy"
+    problem: Any = operations._BASE["append"]
+    inputs: Any = (CACHES, NEW)
+    gpu: str = "NVIDIA H200"
+    cuda: str = "PJRT 13.0"
+    jax: str = "0.12.0"
+    jaxlib: str = "0.12.1"
+    sources: tuple[tuple[str, str], ...] = (("a.py", "1"), ("kernels/lang/b.py", "2"))
+    generation: str = "sm90"
+    overlapping: bool = False
+    setting: tuple[str, Any] = ("jax_enable_x64", False)
+
+    def names(self, folder):
+        """Files of the kernel and of its answer. Nothing is lowered."""
+        package, names = folder / hashlib.sha256(repr(self.sources).encode()).hexdigest(), []
+        for name, content in self.sources:
+            (package / name).parent.mkdir(parents=True, exist_ok=True)
+            (package / name).write_text(content)
+        client = types.SimpleNamespace(platform_version=self.cuda)
+        gpu = types.SimpleNamespace(platform="gpu", device_kind=self.gpu, client=client)
+        kernel, (setting, value) = types.SimpleNamespace(module=self.kernel), self.setting
+        before = {x: jax.config.values[x] for x in (setting, "jax_compilation_cache_dir")}
+        with contextlib.ExitStack() as stack:
+            for place, attribute, new in (
+                (store, "_gpu", REAL_GPU),
+                (store, "_versions", store._versions.__wrapped__),
+                (store, "_PACKAGE", package),
+                (store, "_program", lambda path, call: names.append(path)),
+                (store, "_read", lambda path: names.append(path)),
+                (store, "_write", lambda path, content: None),
+                (device, "current", lambda: gpu),
+                (jax, "__version__", self.jax),
+                (importlib.metadata, "version", lambda name: self.jaxlib),
+            ):
+                stack.enter_context(mock.patch.object(place, attribute, new))
+            stack.enter_context(device.assume(self.generation))
+            stack.enter_context(
+                device.overlapping() if self.overlapping else contextlib.nullcontext()
+            )
+            for name, new in {"jax_compilation_cache_dir": str(folder), setting: value}.items():
+                stack.callback(jax.config.update, name, before[name])
+                jax.config.update(name, new)
+            store.results(kernel, self.inputs, self.problem)
+            store.answer(kernel, self.problem, lambda problem: True)
+        return names
+
+
+BASE = Asked()
+# The parts of the key, and another value of each.
+KEY = {
+    "kernel": {"kernel": "append.keep"},
+    "problem": {"problem": dataclasses.replace(BASE.problem, from_end=True)},
+    "gpu": {"gpu": "NVIDIA H100"},
+    "cuda": {"cuda": "PJRT 12.9"},
+    "jax": {"jax": "0.12.1"},
+    "jaxlib": {"jaxlib": "0.12.0"},
+    "source": {"sources": (("a.py", "3"), BASE.sources[1])},
+    "source in a folder": {"sources": (BASE.sources[0], ("kernels/lang/b.py", "3"))},
+    "name of a source": {"sources": (BASE.sources[0], ("kernels/lang/c.py", "2"))},
+    "folder of a source": {"sources": (BASE.sources[0], ("kernels/mma/b.py", "2"))},
+    "shape": {"inputs": (CACHES, NEW.update(shape=(2, 1, 2, 72)))},
+    "dtype": {"inputs": (CACHES, NEW.update(dtype=jnp.float16))},
+    "structure": {"inputs": [CACHES, NEW]},
+    "generation": {"generation": "sm80"},
+    "overlapping": {"overlapping": True},
+    "x64": {"setting": ("jax_enable_x64", True)},
+    "precision": {"setting": ("jax_default_matmul_precision", "highest")},
+    "dtypes": {"setting": ("jax_numpy_dtype_promotion", "standard")},
+    "ranks": {"setting": ("jax_numpy_rank_promotion", "allow")},
+    "mosaic": {"setting": ("jax_pallas_enable_debug_checks", True)},
 }
+OF_THE_KERNEL_ALONE = {*list(KEY)[list(KEY).index("shape") :]}  # the answer depends on no more
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_another_version_is_another_kernel(lowered, monkeypatch, change):
-    append()
-    forget()
-    CHANGES[change](monkeypatch)
-    append()
-    assert lowered == ["append.copy"] * 2
+@pytest.mark.parametrize("part", KEY)
+def test_another_value_of_a_part_of_the_key_is_another_kernel(part, tmp_path):
+    names = BASE.names(tmp_path)
+    assert names == BASE.names(tmp_path) and len(set(names)) == 2
+    kernel, answer = dataclasses.replace(BASE, **KEY[part]).names(tmp_path)
+    assert kernel not in names and (answer in names) == (part in OF_THE_KERNEL_ALONE)
 
 
-def test_another_problem_or_setting_is_another_kernel(lowered):
-    programs = [append(), append(capacity=128)]
-    with device.overlapping():
-        forget()
-        programs.append(append())
-    with jax.enable_x64(True):
-        forget()
-        append()
-    assert len(lowered) == 4 and len(set(programs)) == 3
+@pytest.mark.parametrize("operation", operations._BASE)
+def test_every_field_of_a_problem_is_in_its_text(operation):
+    problem = operations._BASE[operation]
+    for field in dataclasses.fields(problem):
+        other = copy.copy(problem)
+        object.__setattr__(other, field.name, "another")
+        assert (store._text(other) != store._text(problem)) == field.compare, field.name
 
 
 def test_layers_share_a_kernel(lowered):

@@ -983,7 +983,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{PREFILL}/gathered.py",
         "there = (inputs.page_table >= 0) & (inputs.page_table < problem.pages)",
         "there = inputs.page_table < problem.pages",
-        "tests/kernels/prefill/test_prefill_gathered.py -k page_that_is_missing",
+        "tests/kernels/test_every_kernel.py -k 'gathered_sm80 and lost'",
     ),
     "gathered_rows_stand_at_the_first_keys": Fault(
         f"{PREFILL}/gathered.py",
@@ -995,7 +995,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{PREFILL}/gathered_packed_sm90.py",
         "mine = (row >= start) & (row < start + rows)",
         "mine = row >= start",
-        "tests/kernels/prefill/test_prefill_gathered.py -k packed_wide_heads_interpreted",
+        "tests/kernels/test_every_kernel.py -k 'test_boundaries and gathered_packed'",
     ),
     "narrow_tiles_are_widened_before_they_are_there": Fault(
         f"{PREFILL}/widening_producer.py",
@@ -1243,19 +1243,19 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{SHARED}/cache_layout.py",
         "return (page >= 0) & (page < self.slabs)",
         "return (page >= 0) & (page <= self.slabs)",
-        f"{TEST_PREFILL} -k test_a_missing_page",
+        "tests/kernels/test_every_kernel.py -k 'prefill.sm90 and lost'",
     ),
     "a_missing_page_is_seen_in_the_first_stretch_alone": Fault(
         f"{MLA}/producer.py",
         "        if finds_missing:\n",
         "        if finds_missing and first == 0:\n",
-        f"{TEST_MLA} -k test_pages_that_are_missing",
+        "tests/kernels/test_every_kernel.py -k 'decode_mla and lost'",
     ),
     "skipped_pages_are_looked_up_by_whole_blocks": Fault(
         f"{SHARED}/cache_layout.py",
         "thread.loop((count + (mosaic.THREADS - 1)) // mosaic.THREADS, [], look)",
         "thread.loop(count // mosaic.THREADS, [], look)",
-        f"{TEST_DECODE} -k test_pages_that_are_missing",
+        "tests/kernels/test_every_kernel.py -k 'decode.sm and lost'",
     ),
     "a_band_of_a_function_moves_all_rows": Fault(
         "pallas_attn/_context_parallel/layout.py",

@@ -34,6 +34,132 @@ TEST_MATMULS = "tests/guards/test_emitted_matmuls.py"
 Seed = tuple[str, str, str]
 
 SEEDS: dict[str, dict[str, Seed]] = {
+    # ---- the store of lowered kernels ------------------------------------------------------------
+    "tests/api/test_stored_kernels.py -k part_of_the_key": {
+        "store_forgets_cuda": (
+            f"{SOURCE}/_call/store.py",
+            'return f"{current.device_kind}, {current.client.platform_version}"',
+            "return current.device_kind",
+        ),
+        "store_forgets_sources_in_folders": (
+            f"{SOURCE}/_call/store.py",
+            "in sorted(os.walk(_PACKAGE)):",
+            "in sorted(os.walk(_PACKAGE))[:1]:",
+        ),
+        "store_forgets_where_sources_lie": (
+            f"{SOURCE}/_call/store.py",
+            "            place = os.path.relpath(os.path.join(folder, name), _PACKAGE)\n",
+            "            place = name\n",
+        ),
+        "store_forgets_the_precision": (
+            f"{SOURCE}/_call/store.py",
+            '_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", ',
+            '_SETTINGS = ("jax_enable_x64", ',
+        ),
+        "store_forgets_settings_of_pallas": (
+            f"{SOURCE}/_call/store.py",
+            'if "mosaic" in name or "pallas" in name]',
+            'if "mosaic" in name]',
+        ),
+        "store_forgets_the_generation": (
+            f"{SOURCE}/_call/store.py",
+            "return device.asked_to_overlap.get(), device.gpu_generation(), values",
+            "return device.asked_to_overlap.get(), values",
+        ),
+        "store_forgets_dtypes_of_arrays": (
+            f"{SOURCE}/_call/store.py",
+            "types = [(x.shape, str(x.dtype)) for x in shapes]",
+            "types = [x.shape for x in shapes]",
+        ),
+        "store_forgets_jaxlib": (
+            f"{SOURCE}/_call/store.py",
+            'return jax.__version__, importlib.metadata.version("jaxlib"), digest.hexdigest()',
+            "return jax.__version__, digest.hexdigest()",
+        ),
+    },
+    # ---- rows of tests/support/kernels.py --------------------------------------------------------
+    f"{TEST_EVERY} -k '(hard_data and few_rows) or (hard_data and decode.sm) or lost'": {
+        "sums_of_few_latent_rows_keep_an_old_maximum": (
+            f"{MLA}/sm90_few_rows.py",
+            "state.row_sum * down_columns(rescale, s.shape) + p, higher)",
+            "state.row_sum + p, higher)",
+        ),
+        "sums_of_decode_keep_an_old_maximum": (
+            f"{DECODE}/mainloop.py",
+            "    acc, row_sum = softmax.rescaled(new, (state.acc, state.row_sum))\n",
+            "    acc, row_sum = softmax.rescaled(new, state.acc), state.row_sum\n",
+        ),
+        "one_lost_split_is_not_lost": (
+            f"{DECODE}/combine_splits.py",
+            "lost = thread.choose(at.lost >= 1,",
+            "lost = thread.choose(at.lost > 1,",
+        ),
+        "gathered_rows_that_are_lost_have_an_lse": (
+            f"{PREFILL}/gathered.py",
+            "return out, jnp.where(lost[:, None, None], jnp.nan, lse)",
+            "return out, lse",
+        ),
+        "lost_rows_of_prefill_count": (
+            f"{PREFILL}/kernel.py",
+            "jnp.where(invalid, jnp.nan, 0.0)",
+            "jnp.where(invalid, 0.0, 0.0)",
+        ),
+    },
+    f"{TEST_EVERY} -k '(hard_data or boundaries) and (widened or narrow)'": {
+        "values_are_widened_by_the_scales_of_keys": (
+            f"{PREFILL}/widened_sm90.py",
+            "thread.load(scales[side], line, 4)",
+            "thread.load(scales[0], line, 4)",
+        ),
+        "a_narrow_scale_past_the_length_is_read": (
+            f"{PREFILL}/widening_producer.py",
+            "Word(scales, line(row)), row < tile.live, inside, 4)",
+            "Word(scales, line(row)), row <= tile.live, inside, 4)",
+        ),
+    },
+    # ---- inline code that only a GPU had compared ------------------------------------------------
+    "tests/guards/test_emitted_code.py -k 'told or listed_rows'": {
+        "a_row_without_keys_silences_its_thread": (
+            f"{MMA}/byte_rows.py",
+            "highest = functools.reduce(arith.maxnumf, numbers)",
+            "highest = functools.reduce(arith.maximumf, numbers)",
+        ),
+        "a_number_at_the_bound_is_above_it": (
+            f"{MMA}/byte_rows.py",
+            "above = arith.extui(asm.i32(), arith.cmpf(arith.CmpFPredicate.OGT, highest, limit))",
+            "above = arith.extui(asm.i32(), arith.cmpf(arith.CmpFPredicate.OGE, highest, limit))",
+        ),
+        "listed_rows_of_a_layer_begin_in_32_bits": (
+            f"{MMA}/gathered_rows.py",
+            "begin = thread.to_int64(Int(layer.registers.item())) * layer_rows",
+            "begin = thread.to_int64(Int(layer.registers.item()) * layer_rows)",
+        ),
+        "a_listed_row_behind_the_last_is_copied": (
+            f"{MMA}/gathered_rows.py",
+            "return (row >= 0) & (row < rows)",
+            "return (row >= 0) & (row <= rows)",
+        ),
+        "listed_rows_are_not_swizzled_by_their_row": (
+            f"{MMA}/gathered_rows.py",
+            "packed_rows.swizzled_place(thread.index // ACROSS, word, chunks, ACROSS)",
+            "packed_rows.swizzled_place(thread.index * 0, word, chunks, ACROSS)",
+        ),
+    },
+    # ---- accumulators that are read before their matmuls are done: slow, not wrong ---------------
+    f"{TEST_EVERY} -k 'test_hard_data and flash_fwd.sm90-plain'": {
+        "scores_are_read_before_their_matmuls_are_done": (
+            f"{MMA}/wgmma.py",
+            "return plgpu.wgmma_accumulator_load(first, wait_n=behind)",
+            "return plgpu.wgmma_accumulator_load(first, wait_n=behind + 1)",
+        ),
+    },
+    f"{TEST_EVERY} -k 'test_hard_data and flash_bwd.sm90_window'": {
+        "dp_of_a_window_is_read_before_its_matmul_is_done": (
+            f"{BWD}/sm90_window.py",
+            "dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)",
+            "dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=2)",
+        ),
+    },
     # ---- hazards between the warps of a warpgroup (tests/support/hazards.py) ---------------------
     "tests/kernels/prefill/test_prefill.py -k test_interpreted": {
         "q_is_loaded_again_before_all_warps_have_read_it": (
@@ -514,7 +640,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "inside = mosaic.positions((TILE, WIDTH), 0, 0) <= live",
         ),
     },
-    f"{TEST_EVERY} {TEST_PREFILL} -k 'prefill.sm90 or test_interpreted or missing_page'": {
+    f"{TEST_EVERY} {TEST_PREFILL} -k 'prefill.sm90 or test_interpreted'": {
         "all_heads_of_a_tile_have_one_sink": (
             f"{PREFILL}/queries.py",
             "sink = sinks[jnp.minimum(rows.head + n, plan.problem.q_heads - 1)]",

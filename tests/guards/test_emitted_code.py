@@ -18,6 +18,7 @@ from pallas_attn.kernels.lang import asm, booleans, mosaic, thread_math, threads
 from pallas_attn.kernels.mma import (
     byte_rows,
     epilogue,
+    gathered_rows,
     global_accumulate,
     head_rows,
     mma_2x2,
@@ -114,6 +115,64 @@ def test_votes(bound):
     got = evaluate(code, held_by((64, 8)))
     np.testing.assert_array_equal(got.reshape(4, 32)[:, 0], [0, 1, 0, 0])
     assert (got.reshape(4, 32) == got.reshape(4, 32)[:, :1]).all()
+
+
+@pytest.mark.parametrize("numbers", [{}, {50: 8.0}, {50: 8.5}, {50: np.nan}, {50: 9, 51: np.nan}])
+def test_all_warps_are_told_of_a_number_above(numbers, monkeypatch):
+    """NaN is above nothing, and silences no other number of its thread."""
+    monkeypatch.setattr(utils, "warpgroup_barrier_idx", lambda sync: utils.c(1, asm.i32()))
+    tile = np.full((64, 16), -np.inf, np.float32)
+    for column, number in numbers.items():
+        tile[50, column - 50] = number
+    code = captured(byte_rows.any_above, jnp.asarray(tile), 8.0)
+    got = evaluate(code, held_by(tile.shape))
+    assert (
+        np.unique(got) == [code.function.twin(tile)] == [int(max(numbers.values(), default=0) > 8)]
+    )
+
+
+# ---- rows that a list names ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("column, columns", [(64, 128), (0, 64)])
+def test_listed_rows_are_copied_where_tma_would_put_them(column, columns, rng):
+    """Those of one layer; zeros where it has no such row."""
+    kv = rng.standard_normal((3, 50, 192)).astype(jnp.bfloat16)
+    rows = rng.integers(-3, 54, 64).astype(np.int32)
+    rows[:4] = -1, 50, 49, -(2**31)
+    spread = [np.repeat(x, gathered_rows.ACROSS) for x in rows.reshape(gathered_rows.EACH, -1)]
+    layer, both = gathered_rows.Layer(np.int32(1), 50), []
+    for ours in (True, False):
+        to = np.zeros((3, 64, columns), jnp.bfloat16)
+        code = captured(gathered_rows.copy, kv, layer, spread, column, to, (np.int32(2),))
+        if ours:
+            evaluate(code, {repr(A_NUMBER_A_THREAD): np.arange(128)[:, None, None]})
+        else:
+            code.function.twin(*code.args)
+        both.append(to)
+    got, want = both
+    row, chunk = np.arange(64)[:, None], np.arange(columns // 8)[None]
+    tiles = got[2].reshape(8, columns // 64, 8, 8, 8)
+    placed = tiles[row // 8, chunk // 8, row % 8, chunk % 8 ^ row % 8].reshape(64, columns)
+    np.testing.assert_array_equal(placed, want[2])
+    assert want[2].any() and not got[:2].any()
+    there = (rows >= 0) & (rows < 50)
+    np.testing.assert_array_equal(want[2][there], kv[1, rows[there], column : column + columns])
+    assert not want[2][~there].any()
+
+
+def test_listed_rows_past_two_to_the_31():
+    """The last rows of a cache of 2**37 bytes, whose layers have 2**27 bytes."""
+    layers, rows = 2**10, 2**17
+    kv, to = Far((layers, rows, 512), "bfloat16"), np.zeros((1, 64, 64), jnp.bfloat16)
+    last = np.arange(rows - 64, rows, dtype=np.int32).reshape(gathered_rows.EACH, -1)
+    spread = [np.repeat(x, gathered_rows.ACROSS) for x in last]
+    layer = gathered_rows.Layer(np.int32(layers - 1), rows)
+    code = captured(gathered_rows.copy, kv, layer, spread, 448, to, (np.int32(0),))
+    evaluate(code, {repr(A_NUMBER_A_THREAD): np.arange(128)[:, None, None]})
+    line = (layers - 1) * rows + last.astype(np.int64).reshape(-1, 1)
+    want = (line * 512 + 448 + np.arange(0, 64, 8)) * 2
+    np.testing.assert_array_equal(np.sort(np.concatenate(kv.loads)), want.ravel())
 
 
 # ---- results in global memory --------------------------------------------------------------------

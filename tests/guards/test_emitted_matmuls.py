@@ -495,9 +495,7 @@ EXCUSED = {
     "kernels.lang.booleans.numbers_at": "on a GPU test_key_masks.py compares it with its twin",
     "kernels.lang.booleans.columns": "on a GPU test_key_masks.py compares it with its twin",
     "kernels.lang.late.late": "one shuffle of a number that all threads of a warp have",
-    "kernels.mma.gathered_rows.copy": "on a GPU test_decode_listed.py compares its rows",
     "kernels.decode_mla.combine_latent.load_rows": "Mosaic's own load",
-    "kernels.mma.byte_rows.any_above": "a barrier of all warps, which test_byte_rows.py compares",
 }
 
 

@@ -215,6 +215,16 @@ def test_what_matmuls_read_is_watched_until_they_are_waited_for(fault):
 
 
 @either_way
+@pytest.mark.parametrize("behind", [0, 1, 2])
+def test_an_accumulator_is_read_when_its_matmuls_are_done(behind):
+    """One more is issued behind them."""
+    early = pytest.raises(Exception, match="wait_n is 1 at most")
+    call = functools.partial(two_accumulators, wait=behind)
+    with contextlib.nullcontext() if behind < 2 else early, mosaic.interpret(patience=3):
+        jax.block_until_ready(jax.jit(call)(numbers(HALF), numbers(HALF)))
+
+
+@either_way
 def test_what_nobody_uses_may_read_anything():
     with mosaic.interpret():
         jax.block_until_ready(
@@ -492,8 +502,10 @@ def crowded(x, y):
     return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct(x.shape, x.dtype))(x, y)
 
 
-def two_accumulators(a, b):
-    """Wgmma with more accumulators in flight than registers: ptxas has them wait for each other."""
+def two_accumulators(a, b, wait=1):
+    """Wgmma into two accumulators at once. 256 columns are more than there are registers: ptxas has
+    them wait for each other.
+    """
 
     def body(a_ref, b_ref, o_ref, a_smem, b_smem, arrived):
         plgpu.copy_gmem_to_smem(a_ref, a_smem, arrived)
@@ -503,14 +515,14 @@ def two_accumulators(a, b):
         def both(first, second):
             plgpu.wgmma(first, a_smem, b_smem)
             plgpu.wgmma(second, a_smem, b_smem)
-            loaded = plgpu.wgmma_accumulator_load(first, wait_n=1)
+            loaded = plgpu.wgmma_accumulator_load(first, wait_n=wait)
             return loaded * plgpu.wgmma_accumulator_load(second, wait_n=0)
 
-        accumulator = plgpu.ACC((64, 256), jnp.float32)
+        accumulator = plgpu.ACC((64, b.shape[1]), jnp.float32)
         o_ref[...] = pl.run_scoped(both, accumulator, accumulator)
 
     buffers = [plgpu.SMEM(s.shape, s.dtype, transforms=SWIZZLED) for s in (a, b)]
-    out = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+    out = jax.ShapeDtypeStruct((64, b.shape[1]), jnp.float32)
     scratch = [*buffers, plgpu.Barrier(num_arrivals=2)]
     return plgpu.kernel(body, out_type=out, scratch_types=scratch)(a, b)
 
@@ -538,8 +550,10 @@ def test_spills_are_seen():
 @pytest.mark.machine_code
 def test_serialised_wgmma_is_seen():
     wide = jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)
-    report = mosaic.compile_for(two_accumulators, HALF, wide)
-    assert "C7511" in report.notes
+    report = mosaic.compile_for(two_accumulators, HALF, wide, serialised=True)
+    assert report.kernels[0].serialised and report.notes
+    with pytest.raises(AssertionError, match="matmuls that wait for each other"):
+        mosaic.compile_for(two_accumulators, HALF, wide)
 
 
 @pytest.mark.machine_code
@@ -570,15 +584,15 @@ def test_an_error_of_the_function_comes_back_and_the_next_compiles():
 
 
 def test_remarks_stand_before_the_function_they_are_about():
-    said = """ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async in 'f'
+    said = f"""ptxas info    : (C7512) Potential Performance Loss: {aot.SERIALISED} due to 'f'
 ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'f' for 'sm_90a'
     304 bytes stack frame, 512 bytes spill stores, 516 bytes spill loads
 ptxas info    : Used 168 registers, used 16 barriers, 304 bytes cumulative stack size
 """
     assert aot._kernels(said + "\f" + said.replace("'f'", "'g'")) == [
-        ("f", 168, 512, ("C7512",)),
-        ("g", 168, 512, ("C7512",)),
+        ("f", 168, 512, ("C7512",), True),
+        ("g", 168, 512, ("C7512",), True),
     ]
 
 

@@ -51,6 +51,10 @@ _GPUS = {
 }
 
 
+# What ptxas says of a kernel whose matmuls wait for each other, whatever the reason.
+SERIALISED = "wgmma.mma_async instructions are serialized"
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """Report of ptxas about one kernel."""
@@ -58,7 +62,8 @@ class Kernel:
     name: str
     registers: int
     spill_bytes: int  # stored
-    notes: tuple[str, ...]  # remarks by number; C7511, C7512: wgmma wait for each other
+    notes: tuple[str, ...]  # remarks by number
+    serialised: bool  # whether ptxas has matmuls of wgmma wait for each other
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,10 +138,12 @@ def compile_for(
     donate_argnums: Any = (),
     compiler_options: dict[str, Any] | None = None,
     sass: bool = False,
+    serialised: bool = False,
 ) -> Report:
     """Compiles `jax.jit(f)` for one of `_GPUS` at `shapes`: a tree of anything with a shape and a
     dtype. "h100x2" is two of them, the mesh's axis "cp", over which axis 1 of all arrays and
-    results is split. `sass`: and disassembles it, which takes a quarter of the time.
+    results is split. `sass`: and disassembles it, which takes a quarter of the time. A program
+    with matmuls of wgmma that ptxas serialises is an error, unless it is to be one (`serialised`).
     """
     import jax
 
@@ -148,7 +155,10 @@ def compile_for(
             f"compile_for wants a function of a module, or a partial of one: {e}"
         ) from e
     kernels, *texts = _worker(target, sass).ask(request)
-    return Report(tuple(Kernel(*kernel) for kernel in kernels), *texts)
+    report = Report(tuple(Kernel(*kernel) for kernel in kernels), *texts)
+    slow = [kernel for kernel in report.kernels if kernel.serialised]
+    assert bool(slow) == serialised, f"matmuls that wait for each other: {slow}"
+    return report
 
 
 def _shape(array: Any) -> Any:
@@ -345,7 +355,8 @@ def _kernels(ptxas: str) -> list[tuple[Any, ...]]:
             )
         ]
         # Remarks stand before the function that they are about.
-        results.append((name.group(1), *numbers, tuple(re.findall(r"\((C\d{4})\)", module))))
+        notes = tuple(re.findall(r"\((C\d{4})\)", module))
+        results.append((name.group(1), *numbers, notes, SERIALISED in module))
     return results
 
 

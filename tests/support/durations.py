@@ -34,7 +34,7 @@ def exhaustive(names: Iterable[str]) -> frozenset[str]:
     seconds, chosen = recorded(), list[str]()
     for tests in by_kind.values():
         first, *others = sorted(tests, key=lambda name: seconds.get(name, 0.0))
-        stays = seconds.get(first, 0.0) < MOST or first.startswith(EVERY_KERNEL)
+        stays = seconds.get(first, 0.0) < MOST
         chosen += [name for name in (others if stays else tests) if name in seconds]
     return frozenset(chosen)
 

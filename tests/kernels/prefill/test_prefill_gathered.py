@@ -60,9 +60,9 @@ def launched(case, inputs, kernel: Kernel = gathered_sm80.KERNEL, gpu: str = "sm
     return jax.jit(functools.partial(kernel.run, problem=case.problem, config=config))(inputs)
 
 
-def agree(case):
+def agree(case, kernel: Kernel = gathered_sm80.KERNEL, gpu: str = "sm80"):
     """With the oracle; what lies past a length, and in other layers, is NaN."""
-    got = launched(case, case.inputs(0, fill=np.nan))
+    got = launched(case, case.inputs(0, fill=np.nan), kernel, gpu)
     want = decode_cases.of_definition(case, case.inputs(0, fill=0.0))
     step = 2.0**-14 if case.dtype == "float32" else float(jnp.finfo(case.dtype).eps)
     for g, w, close in zip(got, want, (2 * step, 1e-4), strict=True):
@@ -76,40 +76,8 @@ def test_interpreted(name):
         agree(SOME[name])
 
 
-WIDE = Case("paged", (70, 5), 9, page_size=8, head_dim=264, v_head_dim=512, sinks=True)
-
-
-def wide_heads_agree():
-    """By the Hopper forward of wide heads."""
-    got = launched(WIDE, WIDE.inputs(0, fill=np.nan), gathered_sm90.KERNEL, "sm90")
-    want = decode_cases.of_definition(WIDE, WIDE.inputs(0, fill=0.0))
-    for g, w, close in zip(got, want, (2.0**-6, 1e-4), strict=True):
-        decode_cases.close(g, w, close, close)
-
-
-@pytest.mark.guards
-def test_wide_heads_interpreted():
-    with mosaic.interpret():
-        wide_heads_agree()
-
-
-@pytest.mark.gpu
-def test_wide_heads_on_the_gpu():
-    wide_heads_agree()
-
-
-PACKED = {
-    "paged": (WIDE, (9, 1)),
-    "stacked": (
-        Case(lengths=(70, 5, 33), q_len=9, layers=2, head_dim=512, v_head_dim=264),
-        (9, 1, 7),
-    ),
-}
-
-
-def packed_wide_heads_agree(kind):
+def packed_agree(case, counts):
     """Sequences of many rows and of few, after rows and before rows that nobody owns."""
-    case, counts = PACKED[kind]
     before, after = 3, 2
     starts = before + np.r_[0, np.cumsum(counts)]
     own = [(m, case.q_len - count + n) for m, count in enumerate(counts) for n in range(count)]
@@ -135,19 +103,6 @@ def packed_wide_heads_agree(kind):
     decode_cases.close(got[0], want[0], 2.0**-6, 2.0**-6)
     rows = slice(before, tokens - after)
     decode_cases.close(got[1][:, rows], want[1][:, rows], 1e-2, 1e-2)
-
-
-@pytest.mark.guards
-@pytest.mark.parametrize("kind", PACKED)
-def test_packed_wide_heads_interpreted(kind):
-    with mosaic.interpret():
-        packed_wide_heads_agree(kind)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", PACKED)
-def test_packed_wide_heads_on_the_gpu(kind):
-    packed_wide_heads_agree(kind)
 
 
 def test_rows_that_decode_serves_are_checked():
@@ -191,16 +146,6 @@ def test_layers_and_sequences_that_do_not_exist():
         for layer in (-1, 3, 2**31 - 1):
             out, lse = launched(case, inputs._replace(layer=jnp.int32(layer)))
             assert np.isnan(np.asarray(out, np.float32)).all() and np.isnan(np.asarray(lse)).all()
-
-
-def test_a_page_that_is_missing():
-    case = SOME["paged_full"]
-    inputs = case.inputs(0)
-    for number, lost in ((1, [False, False, True, True, True]), (6, [False] * 3 + [True] * 2)):
-        without = inputs._replace(page_table=inputs.page_table.at[:, number].set(-1))
-        with mosaic.interpret():
-            _, lse = launched(case, without)
-        assert np.isnan(np.asarray(lse)).all(axis=(1, 2)).tolist() == lost
 
 
 @pytest.mark.gpu
