@@ -21,7 +21,6 @@ from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, QueryStep
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, RowStatistics
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.sm80_scores import ScoreRows, ds_of, probabilities
-from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Index, RegisterTile
 from pallas_attn.kernels.mma import mma_sync
@@ -92,7 +91,7 @@ def _step(
     if "v" in which:
         grads["v"] = chunks.weigh(grads["v"], mma_sync.terms_of(p, form.terms, form.dtype))
     if "k" in which:
-        ds = d_scores(p, chunks.scores(), key_tiles.per_column(delta, p.shape), slope)
+        ds = score_mod.d_scores(p, chunks.scores(), key_tiles.per_column(delta, p.shape), slope)
         grads["k"] = chunks.weigh(grads["k"], mma_sync.terms_of(ds, form.terms, form.dtype))
     return tuple(grads[name] for name in which)
 

@@ -8,7 +8,6 @@ from pallas_attn.kernels.attention import score_mod
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.flash_bwd.operands import RowStatistics
-from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Index, Predicate, RegisterTile
 from pallas_attn.masks import Mask
@@ -62,4 +61,4 @@ def ds_of(
     p: RegisterTile, dp: RegisterTile, delta: RegisterTile, slope: RegisterTile | None = None
 ) -> RegisterTile:
     """`d_scores` of query rows that are the rows of a tile."""
-    return d_scores(p, dp, mosaic.broadcast_rows(delta, p.shape), slope)
+    return score_mod.d_scores(p, dp, mosaic.broadcast_rows(delta, p.shape), slope)

@@ -33,7 +33,7 @@ from jax import lax
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, probabilities_of_sinks
-from pallas_attn.kernels.attention import group_windows, softmax
+from pallas_attn.kernels.attention import group_windows, score_mod, softmax
 from pallas_attn.kernels.attention.group_windows import WIDTH, Unit
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import statistics
@@ -45,8 +45,7 @@ from pallas_attn.kernels.flash_bwd.operands import (
     RowStatistics,
 )
 from pallas_attn.kernels.flash_bwd.producer import Ring
-from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
-from pallas_attn.kernels.lang import launch, mosaic
+from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.panels import Panel
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Operand, RegisterTile, SmemRef
@@ -394,7 +393,7 @@ def _add(now: WindowStep, sums: KeyGradients, s_acc: RegisterTile, dp_acc: Regis
     # dV waits for dP: P in float32 beside its operand would be too much for registers.
     dp = plgpu.wgmma_accumulator_load(dp_acc)
     delta = per_column(mosaic.load(smem.delta.at[slot], mosaic.COLUMN), s.shape)
-    ds = d_scores(p, dp, delta).astype(dtype)
+    ds = score_mod.d_scores(p, dp, delta).astype(dtype)
     plgpu.wgmma(sums.dv, p.astype(dtype), do)
     plgpu.wgmma(sums.dk, ds, q)
     to = lax.rem(now.s, jnp.int32(TILES))
@@ -507,7 +506,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     residuals, plan = Residuals(*residuals), GroupWindowPlan(problem, config)
     inputs = residuals.inputs
     stats = statistics.of_tiles(problem, HEADS, residuals)
-    kernel = launch.persistent_kernel(
+    kernel = mosaic.persistent_kernel(
         functools.partial(_kernel, plan=plan),
         "flash_bwd_group_window_sm90",
         tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.q, inputs.k, inputs.v)),

@@ -40,7 +40,7 @@ from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
 from pallas_attn.kernels.flash_fwd.sm90 import REGISTERS
 from pallas_attn.kernels.flash_fwd.warpgroups import with_zeros
-from pallas_attn.kernels.lang import launch, mosaic
+from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.panels import Panel
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
@@ -295,7 +295,7 @@ def run(
     """out [B, T, N, H] in q's dtype, log-sum-exp float32 [B, N, T]."""
     plan = WindowPlan(problem, config)
     heads = problem.batch, problem.q_heads, problem.q_len
-    kernel = launch.persistent_kernel(
+    kernel = mosaic.persistent_kernel(
         functools.partial(_kernel, plan=plan),
         "flash_fwd_group_window_sm90",
         (

@@ -58,7 +58,7 @@ from pallas_attn.kernels.flash_fwd.tile_scheduler import (
     Turn,
     work_tile,
 )
-from pallas_attn.kernels.lang import launch, mosaic
+from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import row_numbers
@@ -575,7 +575,7 @@ def run(
         shape((problem.batch, problem.q_heads, problem.q_len), jnp.float32),
     )
     body, size = functools.partial(_kernel, plan=plan), (plan.order.grid, PRODUCER + 1)
-    kernel = launch.persistent_kernel(body, "flash_fwd_wide_sm90", out_type, scratch(plan), size)
+    kernel = mosaic.persistent_kernel(body, "flash_fwd_wide_sm90", out_type, scratch(plan), size)
     out, lse = kernel(_operands(plan, inputs))
     return out[:, : problem.q_len, :, : problem.v_head_dim], lse
 
