@@ -13,13 +13,7 @@ from pallas_attn._call.special import Special
 from pallas_attn.kernels.attention import logits as row_logits
 from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.attention.logits import tile_of_rows
-from pallas_attn.kernels.attention.tiles import (
-    ForwardRefs,
-    KernelContext,
-    LogitTile,
-    QueryRows,
-    WorkTile,
-)
+from pallas_attn.kernels.attention.tiles import KernelContext, LogitTile, QueryRows
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import (
     Index,
@@ -31,9 +25,6 @@ from pallas_attn.kernels.lang.types import (
 array_tiles = Special("kernels.attention.array_tiles")
 functions = Special("kernels.attention.functions")
 mask_bits = Special("kernels.attention.mask_bits")
-
-# Names that other folders still use.
-Place, Refs, Rows, Tile = LogitTile, ForwardRefs, QueryRows, WorkTile
 
 
 def logits(  # noqa: PLR0913

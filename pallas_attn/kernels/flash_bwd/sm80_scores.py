@@ -9,7 +9,7 @@ from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.flash_bwd.operands import RowStatistics
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.types import Index, Predicate, RegisterTile
+from pallas_attn.kernels.lang.types import Index, RegisterTile
 from pallas_attn.masks import Mask
 
 
@@ -37,18 +37,6 @@ def load_statistics(ctx: KernelContext, rows: ScoreRows) -> RowStatistics:
         for ref in (ctx.refs.lse, ctx.refs.delta)
     )
     return RowStatistics(lse, delta)
-
-
-def probabilities(
-    ctx: KernelContext,
-    rows: ScoreRows,
-    key: Index,
-    s: RegisterTile,
-    lse: RegisterTile,
-    masked: Predicate,
-) -> tuple[RegisterTile, RegisterTile | None]:
-    """(P of a tile whose first key is `key`; the derivative of softcap, or None)."""
-    return score_mod.probabilities(ctx, logit_tile(rows, key), s, lse, masked)
 
 
 def logit_tile(rows: ScoreRows, key: Index) -> LogitTile:

@@ -69,7 +69,7 @@ from pallas_attn.kernels.flash_bwd import (
     turns,
 )
 from pallas_attn.kernels.flash_bwd.dq_sum import WARPGROUPS, PendingDq
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, per_column
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, KeyGradients
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
 from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart, Ring, ring_slot
@@ -394,7 +394,7 @@ class FusedStep(NamedTuple):
 
     def row_statistic(self, ring: Ring) -> RegisterTile:
         """lse (of q's ring) or delta (dO's) of every query, over the rows of the tile."""
-        return per_column(mosaic.load(ring.row_stats.at[self.slot], mosaic.COLUMN), self.shape)
+        return mosaic.load_vector(ring.row_stats.at[self.slot], mosaic.TILE, 1, self.shape)
 
     def multiply_scores(self, acc: RegisterTile) -> int:
         """Issues S = K Q^T, as so many groups of matmuls."""

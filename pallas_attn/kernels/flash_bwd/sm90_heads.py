@@ -71,7 +71,7 @@ from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
 from pallas_attn.kernels.flash_bwd.producer import Ring, ring_slot
 from pallas_attn.kernels.flash_bwd.work_order import USUAL_BLOCKS, WorkOrder
 from pallas_attn.kernels.lang import mosaic, panels
-from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.config import OneForAll, check
 from pallas_attn.kernels.lang.panels import Panel, Panels
 from pallas_attn.kernels.lang.types import (
     Barrier,
@@ -92,18 +92,13 @@ RESERVED = 1024  # bytes of shared memory for barriers and for alignment
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(OneForAll):
     """Tuning only: the result is the same up to rounding."""
 
     grid: int = USUAL_BLOCKS  # blocks; 0: one a head
 
     def __post_init__(self) -> None:
         check(self, grid=(self.grid >= 0, "at least 0"))
-
-    @classmethod
-    def default(cls, problem: AttentionProblem) -> "Config":
-        del problem
-        return cls()
 
 
 class Slots(NamedTuple):

@@ -36,7 +36,7 @@ from pallas_attn.kernels.attention import score_mod, tiles
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span
 from pallas_attn.kernels.flash_bwd import operands, producer, statistics
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling, per_column
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import Gradients, KeyGradients, Residuals
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
 from pallas_attn.kernels.flash_bwd.statistics import QueryTileAt, StatisticsRefs
@@ -44,6 +44,7 @@ from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.flash_fwd import batch_rows
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
 from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.config import OneForAll
 from pallas_attn.kernels.lang.types import (
     Barrier,
     GmemRef,
@@ -59,13 +60,8 @@ SUMS = 256  # columns of float32 that a warpgroup holds beside S and dP: 128 reg
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(OneForAll):
     """Nothing to tune."""
-
-    @classmethod
-    def default(cls, problem: AttentionProblem) -> "Config":
-        del problem
-        return cls()
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
@@ -307,7 +303,7 @@ def _add_dv(
     if dv:
         wgmma.value_panels(dv, weights, do)
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(dv))
-    delta = per_column(mosaic.load(smem.delta.at[t], mosaic.COLUMN), dp.shape)
+    delta = mosaic.load_vector(smem.delta.at[t], mosaic.TILE, 1, dp.shape)
     ds = score_mod.d_scores(p, dp, delta, slope).astype(dtype)
     plgpu.commit_smem()  # all warps have read the dS of the pair before
     for copy in smem.ds:

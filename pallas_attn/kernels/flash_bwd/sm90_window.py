@@ -40,12 +40,13 @@ from pallas_attn.kernels.attention import score_mod, tiles
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import operands, producer
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling, per_column
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, Residuals
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
 from pallas_attn.kernels.flash_bwd.producer import load_rows, ring_slot
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.config import OneForAll
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import Barrier, Carry, GmemRef, Index, RegisterTile, SmemRef
 
@@ -56,13 +57,8 @@ RESERVED = 1024 + 512  # bytes of shared memory of a block beside its buffers, w
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(OneForAll):
     """Nothing to tune."""
-
-    @classmethod
-    def default(cls, problem: AttentionProblem) -> "Config":
-        del problem
-        return cls()
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
@@ -278,7 +274,7 @@ def _pair(
     (k,), (v,) = (panels.tiles(x, keys) for x in (smem.k, smem.v))
 
     def row_statistic(numbers: SmemRef) -> RegisterTile:
-        return per_column(mosaic.load(numbers.at[slot], mosaic.COLUMN), shape)
+        return mosaic.load_vector(numbers.at[slot], mosaic.TILE, 1, shape)
 
     def matmuls(s_acc: RegisterTile, dp_acc: RegisterTile) -> None:
         plgpu.wgmma(s_acc, k, q.transpose((1, 0)))
@@ -309,7 +305,7 @@ def _masked(ctx: KernelContext, n: int, p: RegisterTile) -> RegisterTile:
     that would see it are.
     """
     queries_of, first = ctx.plan.problem.mask.transposed.row_bounds, -n * ROWS
-    rows = per_column(mosaic.load(ctx.smem.row_numbers, mosaic.COLUMN), p.shape)
+    rows = mosaic.load_vector(ctx.smem.row_numbers, mosaic.TILE, 1, p.shape)
     low, high = queries_of(mosaic.positions(p.shape, 0, first))
     if queries_of(first + ROWS - 1)[0] > 0:  # a query before the first that sees the last key
         p = jnp.where(low <= rows, p, 0.0)

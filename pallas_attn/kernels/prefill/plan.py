@@ -64,6 +64,11 @@ def over_contiguous_keys(problem: DecodeProblem) -> AttentionProblem:
     )
 
 
+def unquantized(problem: DecodeProblem) -> DecodeProblem:
+    """The same attention over a cache in q's dtype."""
+    return dataclasses.replace(problem, quantized=False, cache_dtype=problem.dtype)
+
+
 def divided(n: Index, by: Index) -> Index:
     """`n // by` for numbers that are not negative: Python's, a thread's, or traced ones."""
     return lax.div(n, jnp.int32(by)) if isinstance(n, jax.Array) else n // by
