@@ -551,7 +551,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "slope = 1.0 - s * s",
         ),
         "delta_is_added": (
-            f"{BWD}/tile_pair.py",
+            f"{SHARED}/score_mod.py",
             "else dp - delta",
             "else dp + delta",
         ),

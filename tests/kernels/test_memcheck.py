@@ -49,7 +49,7 @@ def test_no_access_out_of_bounds(group):
 
 
 # Files that define launches and make none.
-DEFINITIONS = {"kernels/lang/thread_program.py", "kernels/lang/launch.py"}
+DEFINITIONS = {"kernels/lang/thread_program.py", "kernels/lang/mosaic.py"}
 
 
 def test_every_launch_has_a_small_test():

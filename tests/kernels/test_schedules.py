@@ -137,7 +137,7 @@ def test_backward(seed):
     tiles = np.ndindex(problem.batch, problem.kv_heads, plan.tiling.kv_tiles)
     assert sorted(taken_tiles) == sorted((b, n, t * plan.tiling.block_kv) for b, n, t in tiles)
     last = key_tiles.key_tile(ctx, jnp.int32(codes[-1]))
-    walked = [int(last.q_tile(jnp.int32(i))) for i in range(int(last.steps))]
+    walked = [int(last.q_tiles.tile(jnp.int32(i))) for i in range(int(last.steps))]
     assert sorted(walked) == list(range(int(last.span.lo), int(last.span.hi)))
 
 

@@ -1,7 +1,6 @@
 """Tiles of bias and mask_array, and of vectors along one axis, as logits lie in registers."""
 
 import jax.experimental.pallas as pl
-from jax import lax
 
 from pallas_attn._call.special import Special
 from pallas_attn.kernels.attention.tiles import KernelContext, LogitTile
@@ -11,12 +10,6 @@ from pallas_attn.kernels.lang.types import GmemRef, RegisterTile
 clipped = Special("kernels.attention.clipped")
 key_masks = Special("kernels.attention.key_masks")
 score_tiles = Special("kernels.attention.score_tiles")
-
-
-def load_vector(ref: GmemRef, tile: LogitTile, axis: int, shape: tuple[int, int]) -> RegisterTile:
-    """A vector along one axis of a tile, broadcast over the other."""
-    loaded = mosaic.load(ref, tile.layout.reduce(1 - axis))
-    return lax.broadcast_in_dim(loaded, shape, [axis])
 
 
 def shown_keys(ctx: KernelContext, tile: LogitTile, shape: tuple[int, int]) -> RegisterTile:
@@ -53,7 +46,7 @@ def load_tile(ref: GmemRef, tile: LogitTile, shape: tuple[int, int]) -> Register
     if min(sizes) > 1:
         return mosaic.load(ref.at[*where, down, across], tile.layout)
     if sizes[0] > 1:
-        return load_vector(ref.at[*where, down, 0], tile, 0, shape)
+        return mosaic.load_vector(ref.at[*where, down, 0], tile.layout, 0, shape)
     if sizes[1] > 1:
-        return load_vector(ref.at[*where, 0, across], tile, 1, shape)
+        return mosaic.load_vector(ref.at[*where, 0, across], tile.layout, 1, shape)
     return mosaic.broadcast_scalar(ref[*where, 0, 0], shape)

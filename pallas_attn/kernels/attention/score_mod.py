@@ -2,6 +2,7 @@
 backward. A mask compares the positions of queries and keys; `logits` has the Hopper forward's.
 """
 
+import functools
 from typing import Any
 
 import jax.experimental.pallas as pl
@@ -11,15 +12,8 @@ from jax import lax
 from pallas_attn._call.special import Special
 from pallas_attn.kernels.attention import logits as row_logits
 from pallas_attn.kernels.attention import softmax
-from pallas_attn.kernels.attention.array_tiles import load_vector, shown_keys
 from pallas_attn.kernels.attention.logits import tile_of_rows
-from pallas_attn.kernels.attention.tiles import (
-    ForwardRefs,
-    KernelContext,
-    LogitTile,
-    QueryRows,
-    WorkTile,
-)
+from pallas_attn.kernels.attention.tiles import KernelContext, LogitTile, QueryRows
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import (
     Index,
@@ -28,11 +22,9 @@ from pallas_attn.kernels.lang.types import (
     RegisterTile,
 )
 
+array_tiles = Special("kernels.attention.array_tiles")
 functions = Special("kernels.attention.functions")
 mask_bits = Special("kernels.attention.mask_bits")
-
-# Names that other folders still use.
-Place, Refs, Rows, Tile = LogitTile, ForwardRefs, QueryRows, WorkTile
 
 
 def logits(  # noqa: PLR0913
@@ -59,7 +51,7 @@ def logits_and_slope(
         s, slope = row_logits.scaled(ctx, tile, s)
     if isinstance(masked, bool):
         return apply_mask(ctx, tile, s) if masked else s, slope
-    return lax.cond(masked, lambda s: apply_mask(ctx, tile, s), lambda s: s, s), slope
+    return lax.cond(masked, functools.partial(apply_mask, ctx, tile), lambda s: s, s), slope
 
 
 def apply_mask(ctx: KernelContext, tile: LogitTile, s: RegisterTile) -> RegisterTile:
@@ -72,20 +64,21 @@ def apply_mask(ctx: KernelContext, tile: LogitTile, s: RegisterTile) -> Register
     arrays = plan.problem.arrays
     if "q_positions" in arrays:
         own = refs.q_positions.at[tile.batch, pl.ds(tile.query, s.shape[q_axis])]
-        q_pos = load_vector(own, tile, q_axis, s.shape)
+        q_pos = mosaic.load_vector(own, tile.layout, q_axis, s.shape)
     elif tile.numbers is None:
         q_pos = mosaic.positions(s.shape, q_axis, tile.q_offset + tile.query, tile.layout)
     else:
-        q_pos = load_vector(tile.numbers, tile, q_axis, s.shape) + (tile.q_offset + tile.query)
+        numbers = mosaic.load_vector(tile.numbers, tile.layout, q_axis, s.shape)
+        q_pos = numbers + (tile.q_offset + tile.query)
     seen = tile.mask.allows(
         q_pos,
         mosaic.positions(s.shape, 1 - q_axis, tile.key, tile.layout),
         tile.kv_len if plan.logit_rules.ragged_keys else None,
-        *_segments(ctx, tile, s.shape),
+        *(_segments(ctx, tile, s.shape) if "q_segment_ids" in arrays else ()),
     )
     bits = getattr(refs, "mask_bits", None)
     if "mask_array" in arrays and bits is None:
-        shown = shown_keys(ctx, tile, s.shape)
+        shown = array_tiles.shown_keys(ctx, tile, s.shape)
         seen = shown if seen is True else seen & shown
     if plan.problem.mask_program is not None:
         shown = functions.seen(ctx, tile, s.shape)
@@ -120,22 +113,32 @@ def exponentials(plan: Any, s: RegisterTile, lse: RegisterTile | None) -> Regist
         s = s - lse
     if rules.adds:  # -1e10, say, beside which the lse is rounded to a multiple of 2**10
         s = jnp.minimum(s, 0.0)
-        if (
-            lse is not None and "q_lengths" in plan.problem.arrays
-        ):  # past which a bias may hold anything
+        if lse is not None and "q_lengths" in plan.problem.arrays:
+            # Past a length a bias may hold anything.
             s = jnp.where(lse < jnp.inf, s, -jnp.inf)
     return jnp.exp2(softmax.to_log2(s) if rules.natural else s)
 
 
-def _segments(ctx: KernelContext, tile: LogitTile, shape: tuple[int, int]) -> tuple[Any, Any]:
-    plan, refs, _ = ctx
-    if "q_segment_ids" not in plan.problem.arrays:
-        return None, None
-    q_ids, kv_ids = (
-        load_vector(ids.at[tile.batch, pl.ds(start, shape[axis])], tile, axis, shape)
+def _segments(ctx: KernelContext, tile: LogitTile, shape: tuple[int, int]) -> list[RegisterTile]:
+    """The ids of queries and of keys."""
+    return [
+        mosaic.load_vector(ids.at[tile.batch, pl.ds(start, shape[axis])], tile.layout, axis, shape)
         for ids, start, axis in (
-            (refs.q_segment_ids, tile.query, tile.q_axis),
-            (refs.kv_segment_ids, tile.key, 1 - tile.q_axis),
+            (ctx.refs.q_segment_ids, tile.query, tile.q_axis),
+            (ctx.refs.kv_segment_ids, tile.key, 1 - tile.q_axis),
         )
-    )
-    return q_ids, kv_ids
+    ]
+
+
+def d_scores(
+    p: RegisterTile,
+    dp: RegisterTile,
+    delta: RegisterTile | None,
+    slope: RegisterTile | None = None,
+) -> RegisterTile:
+    """dS = P (dP - delta), and times the derivative of softcap or of the score function, `slope`,
+    if there is one: the gradient of scores, else of logits. `delta` has the shape of dP; None: dP
+    has begun with -delta.
+    """
+    ds = p * (dp if delta is None else dp - delta)
+    return ds if slope is None else ds * slope

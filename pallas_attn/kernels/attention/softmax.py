@@ -172,8 +172,8 @@ def raise_to(
     return jnp.where(higher - row_max > threshold, higher, row_max)
 
 
-def base_of(row_max: Array, empty_ok: bool) -> Array:
-    """The number that logits are taken relative to in exponents."""
+def base_of(row_max: Array, empty_ok: bool = True) -> Array:
+    """The number that logits are taken relative to in exponents: 0 where there is no key."""
     return jnp.where(row_max == -jnp.inf, 0.0, row_max) if empty_ok else row_max
 
 

@@ -4,6 +4,7 @@ Mosaic's TMA clips a tiled buffer at whole tiles of 8 rows and of 16 columns or 
 other sizes by panels (`lang.panels`), or XLA pads them. Rows and columns beyond are zeros.
 """
 
+import math
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -56,14 +57,12 @@ def width_in_tma(dim: int) -> int:
 
 def swizzle(dim: int) -> int:
     """Bytes: the widest that divides a row of `dim` 16-bit numbers, or that holds one whole."""
-    if dim <= 64 and dim % 16:
-        return 128
-    return next(size for size in (128, 64, 32) if width_in_tma(dim) * 2 % size == 0)
+    return 128 if dim <= 64 and dim % 16 else swizzle_of(2 * width_in_tma(dim))
 
 
 def swizzle_of(row: int) -> int:
-    """Bytes: the widest that divides a row of so many."""
-    return next(size for size in (128, 64, 32) if row % size == 0)
+    """Bytes: the widest that divides a row of so many, a multiple of 32."""
+    return math.gcd(row, 128)
 
 
 def width_in_smem(dim: int, dtype: str = "bfloat16") -> int:
@@ -123,11 +122,11 @@ def formats_of(problem: AttentionProblem, block_kv: int) -> tuple[OperandFormat,
     dims = problem.head_dim, problem.v_head_dim
     widths = [width_in_smem(dim, problem.dtype) for dim in dims]
     if problem.dtype != "float32":
-        qk, v = (
-            OperandFormat(problem.dtype, 1, width, swizzle(dim))
-            for dim, width in zip(dims, widths, strict=True)
+        qk, v = map(swizzle, dims)
+        return (
+            OperandFormat(problem.dtype, 1, widths[0], qk),
+            OperandFormat(problem.dtype, 1, widths[1], v),
         )
-        return qk, v
     scores: Kind = wgmma_float32.score_kind(problem)
     values: Kind = wgmma_float32.value_kind(problem)
     k_row, v_row = widths[0] * scores.itemsize, widths[1] * values.itemsize
@@ -144,8 +143,8 @@ def takes_panels(problem: AttentionProblem) -> bool:
     """
     if problem.dtype in ("float32", *FLOAT8) or problem.fetches > 1:
         return False
-    narrow = any(dim < 64 and dim % 16 for dim in (problem.head_dim, problem.v_head_dim))
-    return narrow or not is_read_as_it_is(problem)
+    narrow = [n for n in (problem.head_dim, problem.v_head_dim) if n < 64 and n % 16]
+    return bool(narrow) or not is_read_as_it_is(problem)
 
 
 def in_panels(dtype: str, dim: int) -> OperandFormat:
@@ -166,8 +165,8 @@ def stored(x: jax.Array, form: OperandFormat, power: jax.Array | None = None) ->
 
 def is_read_as_it_is(problem: AttentionProblem) -> bool:
     """Whether q, k and v are 16-bit arrays in sizes that TMA reads whole."""
-    dims, rows = (problem.head_dim, problem.v_head_dim), (problem.q_len, problem.kv_len)
-    whole = all(rows_in_tma(n) == n for n in rows) and all(width_in_tma(n) == n for n in dims)
+    dims, rows = [problem.head_dim, problem.v_head_dim], [problem.q_len, problem.kv_len]
+    whole = [*map(width_in_tma, dims), *map(rows_in_tma, rows)] == dims + rows
     return whole and problem.dtype != "float32" and problem.fetches == 1
 
 
@@ -179,10 +178,8 @@ def for_tma(x: Operand) -> Any:
 
 def padded(array: Operand, sizes: dict[int, int]) -> Any:
     """Axes as long as `sizes` says, zeros at the end; one of length 1 stays: it broadcasts."""
-    widths = [
-        (0, sizes[axis] - n if axis in sizes and n > 1 else 0) for axis, n in enumerate(array.shape)
-    ]
-    return jnp.pad(array, widths) if any(after for _, after in widths) else array
+    more = [sizes.get(axis, n) - n if n > 1 else 0 for axis, n in enumerate(array.shape)]
+    return jnp.pad(array, [(0, n) for n in more]) if any(more) else array
 
 
 def bias_and_mask(

@@ -36,9 +36,8 @@ from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeProblem, ListedResiduals
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import softmax, tma_operands
-from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
-from pallas_attn.kernels.lang import launch, mosaic, panels, thread_program, threads
+from pallas_attn.kernels.attention import score_mod, softmax, tma_operands
+from pallas_attn.kernels.lang import mosaic, panels, thread_program, threads
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.thread_program import ThreadContext
@@ -386,7 +385,7 @@ def _p_and_ds(
         slope = 1.0 - s * s * (1.0 / problem.softcap**2)
     s = jnp.where(mosaic.broadcast_rows(rows >= 0, shape), s * plan.unit, -jnp.inf)
     p = jnp.exp2(s - of_head(stats.lse))
-    ds = d_scores(p, dp, of_head(stats.delta), slope)
+    ds = score_mod.d_scores(p, dp, of_head(stats.delta), slope)
     return _whole(p, problem.dtype), _whole(ds, problem.dtype)
 
 
@@ -454,7 +453,7 @@ def run(
         dk=sums[0],
         dv=sums[1],
     )
-    kernel = launch.persistent_kernel(
+    kernel = mosaic.persistent_kernel(
         functools.partial(_kernel, plan=plan),
         "listed_gradients_sm90",
         jax.ShapeDtypeStruct(refs.q.shape, dtype),

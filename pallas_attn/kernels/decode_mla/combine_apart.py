@@ -24,7 +24,6 @@ from pallas_attn.kernels.decode.plan import ROWS_OF_WARPS as ROWS
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.decode.scheduler import Table
 from pallas_attn.kernels.decode_mla import combine_latent, producer, row_gathers
-from pallas_attn.kernels.decode_mla.combine_latent import base_of
 from pallas_attn.kernels.decode_mla.plan import groups_of, neighbours
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile
@@ -95,7 +94,7 @@ def _some(ctx: KernelContext, places: combine_latent.Partials, column: Index, n:
     shape = (ROWS, columns)
     tiles = [combine_latent.load(refs.outs, at * width + column, shape) for at in place]
     row_max = functools.reduce(jnp.maximum, row_maxes, state.row_max)
-    base = base_of(row_max)
+    base = softmax.base_of(row_max)
     rescale = jnp.exp2(state.row_max - base)
     row_sum = state.row_sum * rescale
     acc = state.acc * mosaic.broadcast_rows(rescale, shape)

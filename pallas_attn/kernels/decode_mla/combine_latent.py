@@ -22,6 +22,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
+from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import combine_splits
 from pallas_attn.kernels.decode.combine_splits import Head, Results
@@ -190,11 +191,6 @@ def load_rows(ref: GmemRef, index: Index, layout: Layout) -> RegisterTile:
     return mosaic.inline(code, twin, (ref, index), types, result)
 
 
-def base_of(row_max: RegisterTile) -> RegisterTile:
-    """The number that is subtracted from exponents: the row max, or 0 where there is no key."""
-    return jnp.where(row_max == -jnp.inf, 0.0, row_max)
-
-
 def row_max_of(results: Results, partials: Partials, layout: Layout) -> RegisterTile:
     """The row max of all partials."""
 
@@ -218,7 +214,7 @@ def row_sum_of(
 
     def add(p, row_sum):
         index = partials.place(p)
-        weight = jnp.exp2(load_rows(results.partial_max, index, layout) - base_of(row_max))
+        weight = jnp.exp2(load_rows(results.partial_max, index, layout) - softmax.base_of(row_max))
         return row_sum + weight * load_rows(results.partial_sum, index, layout)
 
     zeros = plgpu.layout_cast(jnp.zeros_like(row_max), layout)

@@ -54,7 +54,6 @@ from pallas_attn.kernels.decode_mla import (
     row_gathers,
     sm90_common,
 )
-from pallas_attn.kernels.decode_mla.combine_latent import base_of
 from pallas_attn.kernels.decode_mla.plan import (
     P_SLOTS,
     V_WARPGROUPS,
@@ -394,7 +393,7 @@ def _weigh(ctx: KernelContext, own: _Own) -> None:
             pl.when(tile == work.tile)(free_q)
             row_max = plgpu.load(smem.row_max.at[slot], layout=mosaic.ROW)
             row_sum = plgpu.load(smem.row_sum.at[slot], layout=mosaic.ROW)
-            rescale = jnp.exp2(state.row_max - base_of(row_max))
+            rescale = jnp.exp2(state.row_max - softmax.base_of(row_max))
             accs = lax.cond(
                 mosaic.any_in_warp(row_max - state.row_max, 0.0) != 0,
                 lambda: tuple(
@@ -477,7 +476,7 @@ def _combine(plan: Plan, own: _Own, work: WorkTile, partials: combine_latent.Par
 
         def weighed(index, n=n):
             own_max = combine_latent.load_rows(results.partial_max, index, layout)
-            weight = mosaic.broadcast_rows(jnp.exp2(own_max - base_of(row_max)), shape)
+            weight = mosaic.broadcast_rows(jnp.exp2(own_max - softmax.base_of(row_max)), shape)
             tile = partial_block(plan, index, own.wg, n)
             return (weight * combine_latent.load(results.partial_out, tile, shape),)
 

@@ -44,7 +44,6 @@ from pallas_attn.kernels.decode_mla import (
     sm90_common,
     sm90_few_rows,
 )
-from pallas_attn.kernels.decode_mla.combine_latent import base_of
 from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs, RingBlock
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Barrier, Index, KernelConfig, RegisterTile, SmemRef
@@ -279,11 +278,11 @@ def _one_tile(
 
     def raised():
         row_max = sm90_few_rows.raised_max(s, state.row_max)
-        rescale = jnp.exp2(state.row_max - base_of(row_max))
+        rescale = jnp.exp2(state.row_max - softmax.base_of(row_max))
         return row_max, state.row_sum * sm90_few_rows.down_columns(rescale, s.shape)
 
     row_max, row_sum = lax.cond(some != 0, raised, lambda: (state.row_max, state.row_sum))
-    p = jnp.exp2(s - sm90_few_rows.down_columns(base_of(row_max), s.shape))
+    p = jnp.exp2(s - sm90_few_rows.down_columns(softmax.base_of(row_max), s.shape))
     state = _Softmax(row_sum + p, row_max, count + 1)
     pl.when(count >= P_SLOTS)(lambda: plgpu.barrier_wait(smem.p_free.at[slot]))
     for block, scale in enumerate(ahead.of_values):
@@ -382,7 +381,7 @@ def _weigh(ctx: KernelContext, own: _Own) -> None:
         values = [load(block) for block in blocks] if few(plan) else []
         plgpu.barrier_wait(smem.p_ready.at[slot])
         row_max = plgpu.load(smem.row_max.at[slot], layout=mosaic.COLUMN)
-        rescale = jnp.exp2(state.row_max - base_of(row_max))
+        rescale = jnp.exp2(state.row_max - softmax.base_of(row_max))
         accs: list[RegisterTile] = []
         for n, block in enumerate(blocks):
             unit = smem.units[slot * BLOCKS + block]

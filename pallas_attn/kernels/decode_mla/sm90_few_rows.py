@@ -39,7 +39,7 @@ from pallas_attn.kernels.decode_mla import (
     row_gathers,
     sm90_common,
 )
-from pallas_attn.kernels.decode_mla.combine_latent import Ending, base_of
+from pallas_attn.kernels.decode_mla.combine_latent import Ending
 from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs, RingBlock
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.types import (
@@ -274,7 +274,7 @@ def _one_tile(ctx: KernelContext, work: WorkTile, tile: Index, carry: _Carry) ->
     s = row_gathers.without_holes(ctx, logits(ctx, work, tile, s), count, mosaic.ROW)
     above = s - down_columns(state.row_max, s.shape)
     moved = mosaic.any_in_warp(above, softmax.RESCALE_THRESHOLD)
-    p = jnp.exp2(s - down_columns(base_of(state.row_max), s.shape))
+    p = jnp.exp2(s - down_columns(softmax.base_of(state.row_max), s.shape))
     parity = lax.rem(count, jnp.int32(2))
     ref = smem.p.at[parity]
     put(ref, p)
@@ -286,10 +286,10 @@ def _one_tile(ctx: KernelContext, work: WorkTile, tile: Index, carry: _Carry) ->
 
     def raised():
         higher = raised_max(s, state.row_max)
-        p = jnp.exp2(s - down_columns(base_of(higher), s.shape))
+        p = jnp.exp2(s - down_columns(softmax.base_of(higher), s.shape))
         put(ref, p)
         plgpu.commit_smem()
-        rescale = jnp.exp2(state.row_max - base_of(higher))
+        rescale = jnp.exp2(state.row_max - softmax.base_of(higher))
         accs = tuple(acc * down_columns(rescale, acc.shape) for acc in state.accs)
         return State(accs, state.row_sum * down_columns(rescale, s.shape) + p, higher)
 
@@ -354,7 +354,7 @@ def combined(
 
     def weighed(index, tiles):
         own = combine_latent.load_rows(results.partial_max, index, layout)
-        weight = jnp.exp2(own - base_of(row_max))
+        weight = jnp.exp2(own - softmax.base_of(row_max))
         return tuple(
             down_columns(weight, shape) * combine_latent.load(ref, index, shape)
             for ref, shape in tiles

@@ -182,17 +182,14 @@ class KeyTile(NamedTuple):
     kv_len: Index
     mask: Mask
     span: Span  # query tiles, or places in the list of them
-    q_tiles: Any  # QTilesFrom, tile_lists.Listed or Run, or lockstep.DownOrUp: see `tile`
+    # QTilesFrom, tile_lists.Listed or Run, or lockstep.DownOrUp: `tile(i)` is that of step i.
+    q_tiles: Any
     part: Index = 0  # which part of its steps: see `steps_of`
 
     @property
     def steps(self) -> Index:
         """Query tiles of one head."""
         return self.span.hi - self.span.lo
-
-    def q_tile(self, i: Index) -> Index:
-        """The query tile of step i of a head."""
-        return self.q_tiles.tile(i)
 
     def place(
         self, head: Index, t: Index, key: Index, block_q: int, layout: Layout = mosaic.TILE
@@ -310,11 +307,13 @@ def query_step(plan: "KeyPlan", work: KeyTile, i: Index) -> QueryStep:
     end = steps_of(plan, work)[1]
     if plan.problem.group == 1:
         listed = isinstance(work.q_tiles, tile_lists.Listed)
-        t = work.q_tiles.tile_ahead(i) if listed else work.q_tile(i)
+        t = work.q_tiles.tile_ahead(i) if listed else work.q_tiles.tile(i)
         return QueryStep(work.kv_head, t, i < end, i)
     g = lax.div(i, jnp.maximum(work.steps, 1))
     number = i - g * work.steps
-    return QueryStep(work.kv_head * plan.problem.group + g, work.q_tile(number), i < end, number)
+    return QueryStep(
+        work.kv_head * plan.problem.group + g, work.q_tiles.tile(number), i < end, number
+    )
 
 
 def needs_mask(tiling: KeyTiling, work: KeyTile, t: Index, i: Index) -> Predicate:

@@ -62,7 +62,6 @@ from pallas_attn.kernels.flash_bwd import (
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, KeyTiling, QueryStep
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Residuals, RowStatistics
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
-from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
@@ -380,7 +379,7 @@ def _scores(
     def derivative(p: RegisterTile) -> RegisterTile:
         delta = of_rows(refs.delta)
         dp = product(smem.v, smem.do, first.do, form.v_width)
-        return d_scores(p, dp, key_tiles.per_column(delta, shape), slope)
+        return score_mod.d_scores(p, dp, key_tiles.per_column(delta, shape), slope)
 
     return p, derivative
 

@@ -20,8 +20,7 @@ from pallas_attn.kernels.flash_bwd import key_tiles
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, QueryStep
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, RowStatistics
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
-from pallas_attn.kernels.flash_bwd.sm80_scores import ScoreRows, ds_of, probabilities
-from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
+from pallas_attn.kernels.flash_bwd.sm80_scores import ScoreRows, ds_of, logit_tile
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Index, RegisterTile
 from pallas_attn.kernels.mma import mma_sync
@@ -92,7 +91,7 @@ def _step(
     if "v" in which:
         grads["v"] = chunks.weigh(grads["v"], mma_sync.terms_of(p, form.terms, form.dtype))
     if "k" in which:
-        ds = d_scores(p, chunks.scores(), key_tiles.per_column(delta, p.shape), slope)
+        ds = score_mod.d_scores(p, chunks.scores(), key_tiles.per_column(delta, p.shape), slope)
         grads["k"] = chunks.weigh(grads["k"], mma_sync.terms_of(ds, form.terms, form.dtype))
     return tuple(grads[name] for name in which)
 
@@ -124,7 +123,8 @@ def dq_mainloop(ctx: KernelContext, rows: ScoreRows, span: Span, stats: RowStati
         chunks = stream.step(t - span.lo, rows.key(t, block), following)
         masked = (t < span.full_lo) | (t >= span.full_hi)
         key = rows.key(t, block)
-        p, slope = probabilities(ctx, rows, key, chunks.scores(), stats.lse, masked)
+        place = logit_tile(rows, key)
+        p, slope = score_mod.probabilities(ctx, place, chunks.scores(), stats.lse, masked)
         ds = ds_of(p, chunks.scores(), stats.delta, slope)
         return chunks.weigh(dq, mma_sync.terms_of(ds, form.terms, form.dtype))
 

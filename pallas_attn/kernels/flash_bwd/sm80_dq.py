@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
-from pallas_attn.kernels.attention import sm80_column_stream, wide_heads
+from pallas_attn.kernels.attention import score_mod, sm80_column_stream, wide_heads
 from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, copy_async
 from pallas_attn.kernels.attention.tiles import KernelContext, Span
 from pallas_attn.kernels.flash_bwd import operands, sm90_dq
@@ -26,7 +26,7 @@ from pallas_attn.kernels.flash_bwd.sm80_scores import (
     ScoreRows,
     ds_of,
     load_statistics,
-    probabilities,
+    logit_tile,
 )
 from pallas_attn.kernels.flash_fwd import key_mask_ranges, tile_scheduler
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
@@ -127,7 +127,7 @@ def _mainloop(
             copy_async(pending=0)
         masked, key = (t < span.full_lo) | (t >= span.full_hi), rows.key(t, block)
         s = product(ctx, "q", "k", slot * block)
-        p, slope = probabilities(ctx, rows, key, s, stats.lse, masked)
+        p, slope = score_mod.probabilities(ctx, logit_tile(rows, key), s, stats.lse, masked)
         ds = ds_of(p, product(ctx, "do", "v", slot * block), stats.delta, slope)
         terms = mma_sync.terms_of(ds, form.terms, form.dtype)
         return mma_sync.matmul_add(dq, terms, smem.k, slot * block, form.k_width)

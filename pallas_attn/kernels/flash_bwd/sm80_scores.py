@@ -8,9 +8,8 @@ from pallas_attn.kernels.attention import score_mod
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.flash_bwd.operands import RowStatistics
-from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.types import Index, Predicate, RegisterTile
+from pallas_attn.kernels.lang.types import Index, RegisterTile
 from pallas_attn.masks import Mask
 
 
@@ -40,18 +39,6 @@ def load_statistics(ctx: KernelContext, rows: ScoreRows) -> RowStatistics:
     return RowStatistics(lse, delta)
 
 
-def probabilities(
-    ctx: KernelContext,
-    rows: ScoreRows,
-    key: Index,
-    s: RegisterTile,
-    lse: RegisterTile,
-    masked: Predicate,
-) -> tuple[RegisterTile, RegisterTile | None]:
-    """(P of a tile whose first key is `key`; the derivative of softcap, or None)."""
-    return score_mod.probabilities(ctx, logit_tile(rows, key), s, lse, masked)
-
-
 def logit_tile(rows: ScoreRows, key: Index) -> LogitTile:
     """The tile of logits whose first key is `key`."""
     where = (rows.batch, rows.head, rows.row, key, rows.q_offset, rows.kv_len, rows.mask)
@@ -62,4 +49,4 @@ def ds_of(
     p: RegisterTile, dp: RegisterTile, delta: RegisterTile, slope: RegisterTile | None = None
 ) -> RegisterTile:
     """`d_scores` of query rows that are the rows of a tile."""
-    return d_scores(p, dp, mosaic.broadcast_rows(delta, p.shape), slope)
+    return score_mod.d_scores(p, dp, mosaic.broadcast_rows(delta, p.shape), slope)

@@ -41,7 +41,6 @@ from pallas_attn.kernels.flash_bwd.float32 import scaled, units_of
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Residuals, RowStatistics
 from pallas_attn.kernels.flash_bwd.producer import load_rows
 from pallas_attn.kernels.flash_bwd.sm90_dq import DqConfig
-from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS, SMEM_LIMIT
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic, panels
@@ -231,7 +230,7 @@ def _ds(
         if not smem.bias:
             plgpu.commit_smem()  # lse and delta have been read, and TMA will write there
         dp = scaled(plgpu.wgmma_accumulator_load(dp_acc, wait_n=0), units.dp)
-        return p, aux_sums.times(d_scores(p, dp, mosaic.broadcast_rows(delta, shape)), by)
+        return p, aux_sums.times(score_mod.d_scores(p, dp, mosaic.broadcast_rows(delta, shape)), by)
 
     p, ds = pl.run_scoped(of_scores, *[plgpu.ACC(shape, jnp.float32)] * 2)
     if {"q_lengths", "kv_lengths"} & set(problem.arrays):  # past one s and dp may be NaN

@@ -43,8 +43,7 @@ from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, KeyGradients
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart, Ring
-from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
-from pallas_attn.kernels.lang import launch, mosaic, panels
+from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import (
     Barrier,
@@ -276,7 +275,7 @@ def _mainloop(
         slot = slot_of(count)
         stats = role.product.row_stats.at[slot, pl.ds(0, shape[1])]
         row_stats = mosaic.load(stats, mosaic.COLUMN)
-        q_tile = QTile(work.kv_head * group + g, work.q_tile(number), count, number)
+        q_tile = QTile(work.kv_head * group + g, work.q_tiles.tile(number), count, number)
         left = make_left(q_tile, value, row_stats)
         role.product.release(slot)
         return left
@@ -382,7 +381,7 @@ def _make_dk(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterT
         p = mosaic.load(smem.p.at[slot], mosaic.TILE)
         plgpu.commit_smem()  # delta has been read, and TMA will write there
         ring.release(slot)
-        return d_scores(p, scaled(dp, units.dp), key_tiles.per_column(delta, dp.shape))
+        return score_mod.d_scores(p, scaled(dp, units.dp), key_tiles.per_column(delta, dp.shape))
 
     dk, count = _mainloop(plan, role, work, count, make_ds)
     unit = plan.problem.scale if units.dk is None else units.dk
@@ -504,7 +503,7 @@ def dk_dv(plan: KeyPlan, refs: BackwardRefs) -> KeyGradients:
 
 
 def _kernel_of(plan: KeyPlan, outs: Sequence[jax.ShapeDtypeStruct]) -> Callable[..., Any]:
-    return launch.persistent_kernel(
+    return mosaic.persistent_kernel(
         functools.partial(_kernel, plan=plan),
         "flash_bwd_dkdv_sm90",
         tuple(outs),

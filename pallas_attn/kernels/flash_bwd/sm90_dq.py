@@ -27,16 +27,14 @@ from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.attention import score_mod, score_tiles, segment_spans, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile, kv_batch
-from pallas_attn.kernels.flash_bwd import epilogue, held_columns
-from pallas_attn.kernels.flash_bwd.epilogue import Staged
+from pallas_attn.kernels.flash_bwd import held_columns, producer
 from pallas_attn.kernels.flash_bwd.float32 import Units, left_operand, matmul_add, scaled, units_of
 from pallas_attn.kernels.flash_bwd.held_columns import HeldColumns
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.producer import Ring, load_rows
-from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.flash_fwd import block_tables, key_mask_ranges, listed, tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
-from pallas_attn.kernels.lang import launch, mosaic, panels
+from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import (
     Barrier,
@@ -312,7 +310,7 @@ def _ds(
     dp = plgpu.wgmma_accumulator_load(accs[1], wait_n=0)
     smem.v_ring.release(smem.v_ring.slot(count))
     delta = mosaic.broadcast_rows(rows.delta, s.shape)
-    return d_scores(p, scaled(dp, rows.units.dp), delta, slope)
+    return score_mod.d_scores(p, scaled(dp, rows.units.dp), delta, slope)
 
 
 # ---- the mainloop -------------------------------------------------------------------------------
@@ -470,9 +468,9 @@ def _store(
         plgpu.commit_smem()  # q and dO have been read, and TMA will write there
         where = (tile.batch, pl.ds(rows.row, ROWS), tile.head, pl.ds(0, dq.shape[1]))
         return mosaic.store(dq_ref.at[where], dq)
-    staged = [Staged(parts, smem.q, rows.wg)]
-    epilogue.write(staged)
-    return epilogue.store(staged, dq_ref, (tile.batch, pl.ds(rows.row, ROWS), tile.head))
+    staged = [producer.Staged(parts, smem.q, rows.wg)]
+    producer.write_staged(staged)
+    return producer.store_staged(staged, dq_ref, (tile.batch, pl.ds(rows.row, ROWS), tile.head))
 
 
 # ---- the kernel and its call --------------------------------------------------------------------
@@ -497,7 +495,7 @@ def dq_of(plan: QueryPlan, refs: BackwardRefs) -> jax.Array:
         functools.partial(_kernel, plan=plan),
         (plan.order.grid, plan.config.warpgroups + 1),
     )
-    kernel = launch.persistent_kernel(
+    kernel = mosaic.persistent_kernel(
         body,
         "flash_bwd_dq_sm90",
         jax.ShapeDtypeStruct(padded, problem.dtype),

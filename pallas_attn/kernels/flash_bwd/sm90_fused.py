@@ -62,7 +62,6 @@ from pallas_attn.kernels.attention.tma_operands import round_up
 from pallas_attn.kernels.flash_bwd import (
     aux_sums,
     dq_sum,
-    epilogue,
     key_tiles,
     one_key_tile,
     producer,
@@ -70,16 +69,14 @@ from pallas_attn.kernels.flash_bwd import (
     turns,
 )
 from pallas_attn.kernels.flash_bwd.dq_sum import WARPGROUPS, PendingDq
-from pallas_attn.kernels.flash_bwd.epilogue import Staged
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, per_column
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, KeyGradients
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
 from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart, Ring, ring_slot
-from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.flash_fwd import claims
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS, SMEM_LIMIT
-from pallas_attn.kernels.lang import launch, mosaic, panels
+from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Panel, Panels
 from pallas_attn.kernels.lang.types import (
     Barrier,
@@ -276,7 +273,7 @@ def _mainloop(
         def step(n: Index, carry: Carry) -> Any:
             (g, i), kept, added, of_aux = carry
             pending = turns.unpacked(plan, kept, count + n - lag) if in_turns else kept
-            t = work.q_tile(i)
+            t = work.q_tiles.tile(i)
             own = PendingDq(jnp.int32(1), pending[-1].count + 1, first_head + g, t)
             masked = key_tiles.needs_mask(plan.tiling, work, t, i)
             now = FusedStep(ctx, work, wg, masked, pending, own, k_part, of_aux, added)
@@ -307,10 +304,7 @@ def _mainloop(
                 turns.pass_on(ctx, work, wg, added)
         results = [[acc[...] for acc in each] for each in sums]
 
-        @pl.when(last.exists != 0)
-        def _() -> None:
-            smem.q_ring.release(smem.q_ring.slot(last.count))
-
+        _release_q(smem.q_ring, last)
         return KeyGradients(*results), of_aux, last.count + 1
 
     return pl.run_scoped(all_steps, *_accumulators(widths[0] + widths[1]))
@@ -360,8 +354,10 @@ def _ds_ready(ctx: KernelContext, count: Index) -> Barrier:
     return ctx.smem.ds_ready.at[ring_slot(count, ctx.plan.config.dq_lag)]
 
 
-def _wait_for_ds(ctx: KernelContext, count: Index) -> None:
-    plgpu.barrier_wait(_ds_ready(ctx, count))
+def _release_q(ring: Ring, step: PendingDq) -> None:
+    """The matmuls of a step have read its q."""
+    slot = ring.slot(step.count)
+    pl.when(step.exists != 0)(functools.partial(ring.release, slot))
 
 
 class FusedStep(NamedTuple):
@@ -398,13 +394,7 @@ class FusedStep(NamedTuple):
 
     def row_statistic(self, ring: Ring) -> RegisterTile:
         """lse (of q's ring) or delta (dO's) of every query, over the rows of the tile."""
-        return per_column(mosaic.load(ring.row_stats.at[self.slot], mosaic.COLUMN), self.shape)
-
-    def release_last_q(self) -> None:
-        """The matmuls of the step before have read its q."""
-        last, ring = self.pending[-1], self.ctx.smem.q_ring
-        slot = ring.slot(last.count)
-        pl.when(last.exists != 0)(functools.partial(ring.release, slot))
+        return mosaic.load_vector(ring.row_stats.at[self.slot], mosaic.TILE, 1, self.shape)
 
     def multiply_scores(self, acc: RegisterTile) -> int:
         """Issues S = K Q^T, as so many groups of matmuls."""
@@ -447,7 +437,7 @@ def _step_dq_first(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> S
 
 def _step_without_dq(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Sums:
     plgpu.wgmma_wait(now.multiply_scores(s_acc))
-    now.release_last_q()
+    _release_q(now.ctx.smem.q_ring, now.pending[-1])
     now.ctx.smem.do_ring.wait(now.slot)
     rest = functools.partial(_dv_and_dk, now, sums, s_acc)
     return pl.run_scoped(rest, plgpu.ACC(now.shape, jnp.float32))
@@ -478,7 +468,7 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Su
 
     now.multiply_scores(s_acc)
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=0)
-    now.release_last_q()
+    _release_q(smem.q_ring, now.pending[-1])
     logits, slope = score_mod.logits_and_slope(ctx, now.place, s, now.masked)
     smem.do_ring.wait(now.slot)
     to_ds = functools.partial(to_ds, logits, slope)
@@ -496,11 +486,12 @@ def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, *dq_accs: RegisterTile) 
     if plan.order.turns:
         turns.pass_on(ctx, now.work, wg, now.added)
         due = turns.look(ctx, now.work, wg, due)
-    pl.when(due.exists != 0)(functools.partial(_wait_for_ds, ctx, count))
+    ready = _ds_ready(ctx, count)
+    pl.when(due.exists != 0)(functools.partial(plgpu.barrier_wait, ready))
     dq_sum.multiply(ctx, dq_accs, _ds_slot(plan, count - plan.config.dq_lag), wg)
     if plan.presets:  # S begins in registers out of which dK was made
         plgpu.wgmma_wait(WARPGROUPS * len(plan.share))
-        now.release_last_q()
+        _release_q(smem.q_ring, now.pending[-1])
     smem.q_ring.wait(now.slot)
     if plan.presets:
         s_acc[...] = now.row_statistic(smem.q_ring)
@@ -508,7 +499,7 @@ def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, *dq_accs: RegisterTile) 
     # And dK of the last step is done.
     dq = [plgpu.wgmma_accumulator_load(acc, wait_n=groups) for acc in dq_accs]
     if not plan.presets:
-        now.release_last_q()
+        _release_q(smem.q_ring, now.pending[-1])
     plan.dq.add((ctx, now.work, wg), due, dq)
 
 
@@ -550,7 +541,7 @@ def _ds(
     slot, ready = _ds_slot(plan, now.own.count), _ds_ready(now.ctx, now.own.count)
     wgmma.value_panels(sums.dv, p.astype(dtype), panels.tiles(smem.do, now.slot))
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(sums.dv))
-    ds = d_scores(p, dp, None if plan.presets else now.row_statistic(smem.do_ring))
+    ds = score_mod.d_scores(p, dp, None if plan.presets else now.row_statistic(smem.do_ring))
     of_aux = now.of_aux
     if plan.key_sums:
         of_aux = aux_sums.add_tile(now.ctx, now.place, of_aux, ds)
@@ -597,14 +588,14 @@ def _store_dk_dv(
         staged = _from_ds(ctx, wg, grads)
     else:
         staged = KeyGradients(
-            [Staged(grads.dk, smem.k, wg)],
-            [Staged(grads.dv, smem.v, wg)],
+            [producer.Staged(grads.dk, smem.k, wg)],
+            [producer.Staged(grads.dv, smem.v, wg)],
         )
     row = tiles.kv_row(plan.problem, plan.tiling.block_kv, work.key) + wg * ROWS
     at = work.batch, pl.ds(row, ROWS), work.kv_head
     for some, out in zip(staged, outs, strict=True):
-        epilogue.write(some)
-        epilogue.store(some, out, at)
+        producer.write_staged(some)
+        producer.store_staged(some, out, at)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if not from_ds:
         plgpu.barrier_arrive(smem.kv_free)
@@ -634,14 +625,14 @@ def _from_ds(ctx: KernelContext, wg: Index, grads: KeyGradients) -> KeyGradients
     """Blocks of 64 columns of dk and dv, in dS."""
     halves, places = ctx.plan.config.block_q // ROWS, itertools.count()
 
-    def blocks(parts: Sequence[RegisterTile]) -> list[Staged]:
+    def blocks(parts: Sequence[RegisterTile]) -> list[producer.Staged]:
         blocks = [
             lax.slice(part, (0, n), (ROWS, n + ROWS))
             for part in parts
             for n in range(0, part.shape[1], ROWS)
         ]
         return [
-            Staged([block], ctx.smem.ds[0], (n // halves, wg, n % halves))
+            producer.Staged([block], ctx.smem.ds[0], (n // halves, wg, n % halves))
             for block, n in zip(blocks, places, strict=False)
         ]
 
@@ -712,7 +703,7 @@ def gradients(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
     if plan.presets and plan.logit_rules.unit is not None and plan.negated_unit is None:
         own = refs._replace(lse=refs.lse * (-1 / plan.logit_rules.unit), delta=-refs.delta)
     body, size = functools.partial(_kernel, plan=plan), (plan.order.grid, WARPGROUPS + 1)
-    kernel = launch.persistent_kernel(body, "flash_bwd_sm90", tuple(outs), scratch(plan), size)
+    kernel = mosaic.persistent_kernel(body, "flash_bwd_sm90", tuple(outs), scratch(plan), size)
     dk, dv, *written = kernel(own)
     if in_parts:
         dk, dv = step_parts.added(plan, (dk, dv), plan.format.widths)

@@ -33,11 +33,10 @@ from jax import lax
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, probabilities_of_sinks
-from pallas_attn.kernels.attention import group_windows, softmax
+from pallas_attn.kernels.attention import group_windows, score_mod, softmax
 from pallas_attn.kernels.attention.group_windows import WIDTH, Unit
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import statistics
-from pallas_attn.kernels.flash_bwd.key_tiles import per_column
 from pallas_attn.kernels.flash_bwd.operands import (
     Gradients,
     KeyGradients,
@@ -45,9 +44,8 @@ from pallas_attn.kernels.flash_bwd.operands import (
     RowStatistics,
 )
 from pallas_attn.kernels.flash_bwd.producer import Ring
-from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
-from pallas_attn.kernels.lang import launch, mosaic
-from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.config import OneForAll, check
 from pallas_attn.kernels.lang.panels import Panel
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Operand, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import head_rows
@@ -62,7 +60,7 @@ RESERVED = 2048  # bytes of shared memory for barriers and for alignment
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(OneForAll):
     """Tuning only: the result is the same up to rounding."""
 
     stages: int = 3  # steps in the ring of q and dO
@@ -74,12 +72,6 @@ class Config:
             stages=(2 <= self.stages <= STEPS, f"2 to {STEPS}"),
             chunks=(self.chunks >= 0, "at least 0"),
         )
-
-    @classmethod
-    def default(cls, problem: AttentionProblem) -> "Config":
-        """The fastest on an H200."""
-        del problem
-        return cls()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -388,13 +380,13 @@ def _add(now: WindowStep, sums: KeyGradients, s_acc: RegisterTile, dp_acc: Regis
     plgpu.wgmma(dp_acc, smem.v.at[own], do.transpose((1, 0)))
     s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
     unit = softmax.unit_of(plan.problem.scale)
-    lse = per_column(mosaic.load(smem.lse.at[slot], mosaic.COLUMN), s.shape)
+    lse = mosaic.load_vector(smem.lse.at[slot], mosaic.TILE, 1, s.shape)
     s = _masked(now, s)
     p = jnp.exp2(s * unit - lse)
     # dV waits for dP: P in float32 beside its operand would be too much for registers.
     dp = plgpu.wgmma_accumulator_load(dp_acc)
-    delta = per_column(mosaic.load(smem.delta.at[slot], mosaic.COLUMN), s.shape)
-    ds = d_scores(p, dp, delta).astype(dtype)
+    delta = mosaic.load_vector(smem.delta.at[slot], mosaic.TILE, 1, s.shape)
+    ds = score_mod.d_scores(p, dp, delta).astype(dtype)
     plgpu.wgmma(sums.dv, p.astype(dtype), do)
     plgpu.wgmma(sums.dk, ds, q)
     to = lax.rem(now.s, jnp.int32(TILES))
@@ -507,7 +499,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     residuals, plan = Residuals(*residuals), GroupWindowPlan(problem, config)
     inputs = residuals.inputs
     stats = statistics.of_tiles(problem, HEADS, residuals)
-    kernel = launch.persistent_kernel(
+    kernel = mosaic.persistent_kernel(
         functools.partial(_kernel, plan=plan),
         "flash_bwd_group_window_sm90",
         tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.q, inputs.k, inputs.v)),

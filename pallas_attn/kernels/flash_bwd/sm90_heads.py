@@ -53,14 +53,13 @@ from pallas_attn.kernels.attention import (
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import (
-    epilogue,
     one_key_tile,
     operands,
+    producer,
     sm90_dbias,
     sm90_short,
     statistics,
 )
-from pallas_attn.kernels.flash_bwd.epilogue import Place, Staged
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling, per_column
 from pallas_attn.kernels.flash_bwd.operands import (
     Gradients,
@@ -70,10 +69,9 @@ from pallas_attn.kernels.flash_bwd.operands import (
 )
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
 from pallas_attn.kernels.flash_bwd.producer import Ring, ring_slot
-from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.flash_bwd.work_order import USUAL_BLOCKS, WorkOrder
-from pallas_attn.kernels.lang import launch, mosaic, panels
-from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.config import OneForAll, check
 from pallas_attn.kernels.lang.panels import Panel, Panels
 from pallas_attn.kernels.lang.types import (
     Barrier,
@@ -94,18 +92,13 @@ RESERVED = 1024  # bytes of shared memory for barriers and for alignment
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(OneForAll):
     """Tuning only: the result is the same up to rounding."""
 
     grid: int = USUAL_BLOCKS  # blocks; 0: one a head
 
     def __post_init__(self) -> None:
         check(self, grid=(self.grid >= 0, "at least 0"))
-
-    @classmethod
-    def default(cls, problem: AttentionProblem) -> "Config":
-        del problem
-        return cls()
 
 
 class Slots(NamedTuple):
@@ -591,7 +584,7 @@ def _dv_and_dk(
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(do))
     _release(now, now.t == now.tile.steps - 1)
     delta = per_column(now.statistic(smem.delta), dp.shape)
-    ds = d_scores(p, dp, delta, slope).astype(dtype)
+    ds = score_mod.d_scores(p, dp, delta, slope).astype(dtype)
     to = ring_slot(now.count, ds_slots)
     pl.when(now.count >= ds_slots)(lambda: plgpu.barrier_wait(smem.ds_free.at[to]))
     smem.ds.tile[to, now.wg] = ds
@@ -630,14 +623,14 @@ def _store_dk_dv(ctx: KernelContext, outs: KeyGradients, at: HeadStep, grads: Ke
     scale = plan.problem.scale
     dk = [part if scale == 1.0 else part * scale for part in grads.dk]
     plgpu.barrier_wait(smem.dq_done.at[slot])
-    buffers: list[tuple[Panels, Place]] = [((panel,), at.wg) for panel in smem.dv]
+    buffers: list[tuple[Panels, producer.Place]] = [((panel,), at.wg) for panel in smem.dv]
     if len(buffers) < len(grads.dv):
         buffers.insert(0, ((smem.ds,), (0, at.wg)))
-    staged = [Staged([x], *there) for x, there in zip(grads.dv, buffers, strict=True)]
-    of_k = [Staged(dk, smem.k, at.keys)]
-    epilogue.write([*staged, *of_k])
-    epilogue.store(staged, outs.dv, where)
-    epilogue.store(of_k, outs.dk, where)
+    staged = [producer.Staged([x], *there) for x, there in zip(grads.dv, buffers, strict=True)]
+    of_k = [producer.Staged(dk, smem.k, at.keys)]
+    producer.write_staged([*staged, *of_k])
+    producer.store_staged(staged, outs.dv, where)
+    producer.store_staged(of_k, outs.dk, where)
     if slots_of(plan.problem).k == 1:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(smem.k_free.at[slot])
@@ -719,7 +712,7 @@ def _store_dq(now: DqStep, slot: Index, parts: Sequence[RegisterTile]) -> None:
     """Stores a tile of dq, from dS in `slot` or from a buffer."""
     problem, smem, tile = now.ctx.plan.problem, now.ctx.smem, now.tile
     slots = slots_of(problem)
-    buffers: list[tuple[Panels, Place]] = [((panel,), 0) for panel in smem.dq]
+    buffers: list[tuple[Panels, producer.Place]] = [((panel,), 0) for panel in smem.dq]
     if _shares_dv(problem, slots):
         buffers += [((panel,), 0) for panel in smem.dv]
     uses_ds = len(buffers) < len(parts)
@@ -729,9 +722,9 @@ def _store_dq(now: DqStep, slot: Index, parts: Sequence[RegisterTile]) -> None:
     if uses_ds:
         plgpu.commit_smem()  # all warps have finished matmuls that read dS
     parts = [part * problem.scale for part in parts]
-    staged = [Staged([x], *there) for x, there in zip(parts, buffers, strict=True)]
-    epilogue.write(staged)
-    epilogue.store(staged, now.dq, (tile.batch, pl.ds(now.t * ROWS, ROWS), tile.head))
+    staged = [producer.Staged([x], *there) for x, there in zip(parts, buffers, strict=True)]
+    producer.write_staged(staged)
+    producer.store_staged(staged, now.dq, (tile.batch, pl.ds(now.t * ROWS, ROWS), tile.head))
     if uses_ds:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -775,7 +768,7 @@ def _dq_dk_dv(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Grad
     """dq, dk and dv, by one launch."""
     inputs, d_out = residuals.inputs, residuals.d_out
     outs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.q, inputs.k, inputs.v)]
-    kernel = launch.persistent_kernel(
+    kernel = mosaic.persistent_kernel(
         functools.partial(_kernel, plan=plan),
         "flash_bwd_heads_sm90",
         tuple(outs),

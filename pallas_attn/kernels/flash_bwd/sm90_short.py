@@ -35,17 +35,16 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import score_mod, tiles
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span
-from pallas_attn.kernels.flash_bwd import epilogue, operands, statistics
-from pallas_attn.kernels.flash_bwd.epilogue import Staged
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling, per_column
+from pallas_attn.kernels.flash_bwd import operands, producer, statistics
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import Gradients, KeyGradients, Residuals
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
 from pallas_attn.kernels.flash_bwd.statistics import QueryTileAt, StatisticsRefs
-from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.flash_fwd import batch_rows
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
 from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.config import OneForAll
 from pallas_attn.kernels.lang.types import (
     Barrier,
     GmemRef,
@@ -61,13 +60,8 @@ SUMS = 256  # columns of float32 that a warpgroup holds beside S and dP: 128 reg
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(OneForAll):
     """Nothing to tune."""
-
-    @classmethod
-    def default(cls, problem: AttentionProblem) -> "Config":
-        del problem
-        return cls()
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
@@ -217,12 +211,12 @@ def _load(ctx: KernelContext, head: Head) -> None:
     plgpu.commit_smem()
 
 
-def _store(head: Head, *gradients: tuple[Staged, GmemRef]) -> None:
+def _store(head: Head, *gradients: tuple[producer.Staged, GmemRef]) -> None:
     """Gradients of tiles, whose numbers are their places in shared memory, and where they go."""
     plgpu.commit_smem()  # no warp multiplies what lies there any more
-    epilogue.write([staged for staged, _ in gradients])
+    producer.write_staged([staged for staged, _ in gradients])
     for staged, to in gradients:
-        epilogue.store([staged], to, head.rows(staged.at))
+        producer.store_staged([staged], to, head.rows(staged.at))
 
 
 # ---- the mainloop -------------------------------------------------------------------------------
@@ -264,8 +258,8 @@ def _kv_tile(
             continue
         add = functools.partial(_add_pair, ctx, pair, Gradients(dqs[t], *grads))
         pl.run_scoped(add, *(plgpu.ACC((ROWS, ROWS), jnp.float32) for _ in range(2)))
-    dk = Staged([acc[...] * plan.problem.scale for acc in grads.dk], smem.k, j)
-    dv = Staged([acc[...] for acc in grads.dv], smem.v, j)
+    dk = producer.Staged([acc[...] * plan.problem.scale for acc in grads.dk], smem.k, j)
+    dv = producer.Staged([acc[...] for acc in grads.dv], smem.v, j)
     _store(head, (dk, outs.dk), (dv, outs.dv))
 
 
@@ -309,8 +303,8 @@ def _add_dv(
     if dv:
         wgmma.value_panels(dv, weights, do)
     dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=len(dv))
-    delta = per_column(mosaic.load(smem.delta.at[t], mosaic.COLUMN), dp.shape)
-    ds = d_scores(p, dp, delta, slope).astype(dtype)
+    delta = mosaic.load_vector(smem.delta.at[t], mosaic.TILE, 1, dp.shape)
+    ds = score_mod.d_scores(p, dp, delta, slope).astype(dtype)
     plgpu.commit_smem()  # all warps have read the dS of the pair before
     for copy in smem.ds:
         copy[...] = ds
@@ -337,7 +331,7 @@ def _pair_alone(ctx: KernelContext, outs: Gradients, head: Head) -> None:
 
     def add_dv(*dv: RegisterTile) -> None:
         wgmma.value_panels(dv, p, panels.tiles(smem.do, 0))
-        _store(head, (Staged([acc[...] for acc in dv], smem.v, 0), outs.dv))
+        _store(head, (producer.Staged([acc[...] for acc in dv], smem.v, 0), outs.dv))
 
     def make_dk(*dk: RegisterTile) -> list[RegisterTile]:
         _add_dk(ctx, pair, ds, dk)
@@ -345,8 +339,8 @@ def _pair_alone(ctx: KernelContext, outs: Gradients, head: Head) -> None:
 
     def add_dq(*dq: RegisterTile) -> None:
         _add_dq(ctx, pair, dq)
-        staged = Staged([acc[...] * scale for acc in dq], smem.q, 0)
-        _store(head, (Staged(dk, smem.k, 0), outs.dk), (staged, outs.dq))
+        staged = producer.Staged([acc[...] * scale for acc in dq], smem.q, 0)
+        _store(head, (producer.Staged(dk, smem.k, 0), outs.dk), (staged, outs.dq))
 
     qk, v = (panels.widths(n) for n in (plan.problem.head_dim, plan.problem.v_head_dim))
     scores = functools.partial(_add_dv, ctx, pair, ())
@@ -378,7 +372,7 @@ def _kernel(refs: ShortRefs, *rest: GmemRef, plan: KeyPlan) -> None:
             kv_tile = functools.partial(_kv_tile, ctx, outs, head, j, dqs)
             pl.run_scoped(kv_tile, *_accumulators(qk), *_accumulators(v))
         values = [[acc[...] * problem.scale for acc in accs] for accs in dqs]
-        _store(head, *[(Staged(x, smem.q, t), outs.dq) for t, x in enumerate(values)])
+        _store(head, *[(producer.Staged(x, smem.q, t), outs.dq) for t, x in enumerate(values)])
 
     if holds_all(problem):
         pl.run_scoped(all_tiles, *_accumulators(qk * tiling.q_tiles))

@@ -70,13 +70,12 @@ from pallas_attn.kernels.flash_bwd.operands import (
 )
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.producer import ring_slot
-from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.flash_bwd.wide_rows import KeyRows, Rows, WideRows
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.flash_fwd import shared_memory, tile_scheduler
 from pallas_attn.kernels.flash_fwd import sm90_wide as flash_fwd_sm90_wide
 from pallas_attn.kernels.flash_fwd.tile_scheduler import BLOCKS, QueryPlan
-from pallas_attn.kernels.lang import launch, mosaic
+from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.late import late
 from pallas_attn.kernels.lang.types import (
@@ -515,7 +514,7 @@ def _every_ds(wide: WideContext, tile: Callable[[Index], Tile], steps: Index) ->
             _issue(wide, tile(i), dp, n)
         for n in range(count, blocks):
             _release(wide, tile(i), n, blocks - 1 - n)
-        _hand_over(wide, tile(i), d_scores(p, dp[...], delta, slope))
+        _hand_over(wide, tile(i), score_mod.d_scores(p, dp[...], delta, slope))
 
     @pl.loop(0, steps)
     def _(i: Index) -> None:
@@ -699,7 +698,7 @@ def gradient_of(plan: KeyPlan | QueryPlan, gradient: Gradient, refs: BackwardRef
     out = jax.ShapeDtypeStruct(sizes, problem.dtype)
     if isinstance(plan, KeyPlan) and plan.order.parts > 1:
         (out,) = step_parts.outputs(plan, [buffers.widths])
-    kernel = launch.persistent_kernel(
+    kernel = mosaic.persistent_kernel(
         functools.partial(_kernel, plan=plan, buffers=buffers),
         f"flash_bwd_wide_{gradient.name}_sm90",
         out,

@@ -39,15 +39,14 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import score_mod, tiles
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import epilogue, operands
-from pallas_attn.kernels.flash_bwd.epilogue import Staged
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling, per_column
+from pallas_attn.kernels.flash_bwd import operands, producer
+from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, Residuals
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
 from pallas_attn.kernels.flash_bwd.producer import load_rows, ring_slot
-from pallas_attn.kernels.flash_bwd.tile_pair import d_scores
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.config import OneForAll
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import Barrier, Carry, GmemRef, Index, RegisterTile, SmemRef
 
@@ -58,13 +57,8 @@ RESERVED = 1024 + 512  # bytes of shared memory of a block beside its buffers, w
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(OneForAll):
     """Nothing to tune."""
-
-    @classmethod
-    def default(cls, problem: AttentionProblem) -> "Config":
-        del problem
-        return cls()
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
@@ -205,13 +199,13 @@ def _load_q(ctx: KernelContext, walk: Walk, t: Index) -> None:
         plgpu.copy_gmem_to_smem(there, to.at[slot], ready)
 
 
-def _store(walk: Walk, t: Index, *gradients: tuple[Staged, GmemRef]) -> None:
+def _store(walk: Walk, t: Index, *gradients: tuple[producer.Staged, GmemRef]) -> None:
     """Gradients of tile t, from where no matmul reads any more, and where they go."""
     plgpu.commit_smem()  # in no warp
-    epilogue.write([staged for staged, _ in gradients])
+    producer.write_staged([staged for staged, _ in gradients])
     for staged, to in gradients:
         where = walk.batch, pl.ds(t * ROWS, ROWS), walk.head
-        epilogue.store([staged], to, where, t >= walk.begin)
+        producer.store_staged([staged], to, where, t >= walk.begin)
 
 
 def _load_next_and_store_dq(
@@ -229,7 +223,7 @@ def _load_next_and_store_dq(
         _load_q(ctx, walk, t + pairs(plan.problem))
 
     dq = plgpu.wgmma_accumulator_load(acc, wait_n=2)
-    _store(walk, t, (Staged([dq * plan.problem.scale], smem.q, ring_slot(t, STAGES)), to))
+    _store(walk, t, (producer.Staged([dq * plan.problem.scale], smem.q, ring_slot(t, STAGES)), to))
 
 
 # ---- the mainloop -------------------------------------------------------------------------------
@@ -260,8 +254,8 @@ def _step(
     zeros = [mosaic.filled((ROWS, x.width), 0.0) for x in (qk, values, qk)]
     fresh = [plgpu.ACC.init(value) for value in (*zeros[:2], *open_dq, zeros[2])]
     dk, dv, _, *open_dq = pl.run_state(all_pairs)(fresh)
-    dk = Staged([dk * plan.problem.scale], smem.k, kv_slot)
-    _store(walk, t, (dk, outs.dk), (Staged([dv], smem.v, kv_slot), outs.dv))
+    dk = producer.Staged([dk * plan.problem.scale], smem.k, kv_slot)
+    _store(walk, t, (dk, outs.dk), (producer.Staged([dv], smem.v, kv_slot), outs.dv))
     # A sum that changes places: were it copied as it is, ptxas would do so between matmuls in
     # flight, and have them wait for each other. To add 0 is no copy.
     return [dq + 0.0 for dq in open_dq]
@@ -280,7 +274,7 @@ def _pair(
     (k,), (v,) = (panels.tiles(x, keys) for x in (smem.k, smem.v))
 
     def row_statistic(numbers: SmemRef) -> RegisterTile:
-        return per_column(mosaic.load(numbers.at[slot], mosaic.COLUMN), shape)
+        return mosaic.load_vector(numbers.at[slot], mosaic.TILE, 1, shape)
 
     def matmuls(s_acc: RegisterTile, dp_acc: RegisterTile) -> None:
         plgpu.wgmma(s_acc, k, q.transpose((1, 0)))
@@ -294,7 +288,7 @@ def _pair(
         p = _masked(ctx, n, score_mod.exponentials(plan, s, row_statistic(smem.lse)))
         plgpu.wgmma(sums.dv, p.astype(dtype), do)
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-        ds = d_scores(p, dp, row_statistic(smem.delta), slope).astype(dtype)
+        ds = score_mod.d_scores(p, dp, row_statistic(smem.delta), slope).astype(dtype)
         plgpu.commit_smem()  # all warps have read the dS of the pair before
         smem.ds[...] = ds
         plgpu.commit_smem()
@@ -311,7 +305,7 @@ def _masked(ctx: KernelContext, n: int, p: RegisterTile) -> RegisterTile:
     that would see it are.
     """
     queries_of, first = ctx.plan.problem.mask.transposed.row_bounds, -n * ROWS
-    rows = per_column(mosaic.load(ctx.smem.row_numbers, mosaic.COLUMN), p.shape)
+    rows = mosaic.load_vector(ctx.smem.row_numbers, mosaic.TILE, 1, p.shape)
     low, high = queries_of(mosaic.positions(p.shape, 0, first))
     if queries_of(first + ROWS - 1)[0] > 0:  # a query before the first that sees the last key
         p = jnp.where(low <= rows, p, 0.0)

@@ -85,11 +85,11 @@ class KeyRows(NamedTuple):
     def met(self, plan: KeyPlan, i: Index) -> Rows:
         g, number = self._step(plan, i)
         head = self.work.kv_head * plan.problem.group + g
-        return Rows(self.work.batch, head, self.work.q_tile(number) * ROWS, self.work.q_len)
+        return Rows(self.work.batch, head, self.work.q_tiles.tile(number) * ROWS, self.work.q_len)
 
     def logits(self, plan: KeyPlan, i: Index) -> tuple[LogitTile, Predicate]:
         g, number = self._step(plan, i)
-        head, t = self.work.kv_head * plan.problem.group + g, self.work.q_tile(number)
+        head, t = self.work.kv_head * plan.problem.group + g, self.work.q_tiles.tile(number)
         masked = key_tiles.needs_mask(plan.tiling, self.work, t, number)
         return self.work.place(head, t, self.work.key, ROWS), masked
 

@@ -53,9 +53,15 @@ from pallas_attn.kernels.attention import (
     tma_operands,
     wide_heads,
 )
-from pallas_attn.kernels.attention.score_mod import ForwardRefs
 from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, OutputSums, copy_async
-from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows, Span, WorkTile
+from pallas_attn.kernels.attention.tiles import (
+    ROWS,
+    ForwardRefs,
+    KernelContext,
+    QueryRows,
+    Span,
+    WorkTile,
+)
 from pallas_attn.kernels.flash_fwd import documents, key_mask_ranges, sm80_columns, tile_scheduler
 from pallas_attn.kernels.flash_fwd.listed import list_of
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan

@@ -40,8 +40,8 @@ from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
 from pallas_attn.kernels.flash_fwd.sm90 import REGISTERS
 from pallas_attn.kernels.flash_fwd.warpgroups import with_zeros
-from pallas_attn.kernels.lang import launch, mosaic
-from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.config import OneForAll, check
 from pallas_attn.kernels.lang.panels import Panel
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import head_rows, wgmma
@@ -53,7 +53,7 @@ END = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(OneForAll):
     """Tuning only: the result is the same up to rounding."""
 
     warpgroups: int = 4  # consumers
@@ -67,12 +67,6 @@ class Config:
             stages=(self.stages >= 2, "at least 2"),
             grid=(self.grid >= 1, "at least 1"),
         )
-
-    @classmethod
-    def default(cls, problem: AttentionProblem) -> "Config":
-        """The fastest on an H200."""
-        del problem
-        return cls()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,7 +289,7 @@ def run(
     """out [B, T, N, H] in q's dtype, log-sum-exp float32 [B, N, T]."""
     plan = WindowPlan(problem, config)
     heads = problem.batch, problem.q_heads, problem.q_len
-    kernel = launch.persistent_kernel(
+    kernel = mosaic.persistent_kernel(
         functools.partial(_kernel, plan=plan),
         "flash_fwd_group_window_sm90",
         (

@@ -58,8 +58,8 @@ from pallas_attn.kernels.flash_fwd.tile_scheduler import (
     Turn,
     work_tile,
 )
-from pallas_attn.kernels.lang import launch, mosaic
-from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.config import OneForAll, check
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import row_numbers
 
@@ -77,7 +77,7 @@ SUPPORTED = {"q_offset", "q_lengths", "kv_lengths", "mask_left", "mask_right", "
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(OneForAll):
     """Tuning only: the result is the same up to rounding."""
 
     k_ring: int = 6  # blocks of the ring of warpgroup 2
@@ -95,11 +95,6 @@ class Config:
             grid=(self.grid >= 1, "at least 1"),
             l2_heads=(self.l2_heads >= 0, "at least 0"),
         )
-
-    @classmethod
-    def default(cls, problem: AttentionProblem) -> "Config":
-        del problem
-        return cls()
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
@@ -575,7 +570,7 @@ def run(
         shape((problem.batch, problem.q_heads, problem.q_len), jnp.float32),
     )
     body, size = functools.partial(_kernel, plan=plan), (plan.order.grid, PRODUCER + 1)
-    kernel = launch.persistent_kernel(body, "flash_fwd_wide_sm90", out_type, scratch(plan), size)
+    kernel = mosaic.persistent_kernel(body, "flash_fwd_wide_sm90", out_type, scratch(plan), size)
     out, lse = kernel(_operands(plan, inputs))
     return out[:, : problem.q_len, :, : problem.v_head_dim], lse
 

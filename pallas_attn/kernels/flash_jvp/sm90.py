@@ -54,7 +54,7 @@ from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.flash_jvp import operands
 from pallas_attn.kernels.flash_jvp.operands import Residuals, TangentRefs
-from pallas_attn.kernels.lang import launch, mosaic, panels
+from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import (
@@ -520,7 +520,7 @@ def run(
     """The tangents of out [B, T, N, Hv], in q's dtype, and of lse, float32 [B, N, T]."""
     plan = plan_of(problem, config)
     body, size = functools.partial(_kernel, plan=plan), (plan.order.grid, config.warpgroups + 1)
-    kernel = launch.persistent_kernel(
+    kernel = mosaic.persistent_kernel(
         body, "flash_jvp_sm90", results(plan), scratch(plan), size, barriers=True
     )
     out_dot, lse_dot = kernel(operands_of(plan, Residuals(*residuals)))

@@ -35,7 +35,7 @@ from pallas_attn.kernels.flash_jvp import operands, sm90
 from pallas_attn.kernels.flash_jvp.operands import TangentRefs
 from pallas_attn.kernels.flash_jvp.sm90 import Config as TangentConfig
 from pallas_attn.kernels.flash_jvp.sm90 import Smem, TangentRows, plan_of
-from pallas_attn.kernels.lang import launch, mosaic, panels
+from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import GmemRef, Index, Ref, RegisterTile, RegisterTiles
 from pallas_attn.kernels.mma import wgmma
 
@@ -214,7 +214,7 @@ def run(
     plan = plan_of(problem, config)
     out, lse = sm90.results(plan)
     body, size = functools.partial(_kernel, plan=plan), (plan.order.grid, config.warpgroups + 1)
-    kernel = launch.persistent_kernel(
+    kernel = mosaic.persistent_kernel(
         body, "flash_dual_sm90", (out, lse, out, lse), scratch(plan), size, barriers=True
     )
     inputs, tangents = arrays

@@ -1,6 +1,16 @@
-"""Checks of the fields of a kernel's `Config`."""
+"""The `default` of a kernel's `Config`, and checks of its fields."""
 
-from typing import Any
+from typing import Any, Self
+
+
+class OneForAll:
+    """A Config whose own defaults are the fastest for every problem."""
+
+    @classmethod
+    def default(cls, problem: object) -> Self:
+        """The fastest on an H200."""
+        del problem
+        return cls()
 
 
 def check(config: Any, **wants: tuple[bool, str]) -> None:

@@ -22,7 +22,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from pallas_attn.kernels.lang.asm import give, i32
-from pallas_attn.kernels.lang.types import DType, GmemRef, Index, Layout, Ref, Scalar
+from pallas_attn.kernels.lang.types import DType, GmemRef, Index, Layout, Ref, Scalar, SmemRef
 
 THREADS = 128  # threads of a warpgroup
 REDUCTION_BYTES = 2048  # shared memory that Mosaic takes where rows are reduced
@@ -51,6 +51,11 @@ def load(ref: Ref, layout: Layout | None = None) -> jax.Array:
     vectorised load.
     """
     return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def load_vector(ref: Ref, layout: Layout, axis: int, shape: Sequence[int]) -> jax.Array:
+    """A vector along one axis of a tile in `layout`, spread over the other."""
+    return lax.broadcast_in_dim(load(ref, layout.reduce(1 - axis)), tuple(shape), [axis])
 
 
 def store(ref: GmemRef, value: jax.Array) -> None:
@@ -293,6 +298,32 @@ def grid_of(**axes: int) -> dict[str, Any]:
     if max(list(axes.values())[:-1], default=0) > MOST_BLOCKS:
         axes = dict(sorted(axes.items(), key=lambda axis: axis[1]))
     return {"grid": tuple(axes.values()), "grid_names": tuple(axes)}
+
+
+def persistent_kernel(
+    body: Callable[..., None],
+    name: str,
+    out_type: Any,
+    scratch: SmemRef,
+    size: tuple[int, int],
+    barriers: bool = False,
+) -> Callable[..., Any]:
+    """The launch of `body(refs, *outs, scratch)`, whose blocks take work tiles, one after another,
+    until none is left. `size`: the blocks (axis "block") and the warpgroups of each (axis "wg").
+    `barriers`: whether Mosaic adds those that `without_barriers` leaves out.
+    """
+    usual = plgpu.CompilerParams(approx_math=True)
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=(scratch,),
+        grid=size[:1],
+        grid_names=("block",),
+        num_threads=size[1],
+        thread_name="wg",
+        compiler_params=usual if barriers else without_barriers(),
+        kernel_name=name,
+    )
 
 
 def overlap_launches() -> None:

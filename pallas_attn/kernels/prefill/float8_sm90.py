@@ -15,7 +15,7 @@ from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import FLOAT8, DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.prefill import float8_mainloop, float8_producer, sm90
-from pallas_attn.kernels.prefill.plan import Plan, bytes_of, over_contiguous_keys
+from pallas_attn.kernels.prefill.plan import Plan, bytes_of, over_contiguous_keys, unquantized
 
 Array = jax.Array
 
@@ -55,7 +55,7 @@ def limit(problem: DecodeProblem) -> Limit | None:
         return Limit("it takes no packed rows", other)
     if problem.score_program is not None:
         return Limit("it has no registers left for a score function", other)
-    if (refused := sm90.limit(_in_16_bits(problem))) is not None:
+    if (refused := sm90.limit(unquantized(problem))) is not None:
         return refused
     for name, dim in (("head_dim", problem.head_dim), ("v_head_dim", problem.v_head_dim)):
         if dim % COLUMNS:
@@ -98,15 +98,11 @@ def plan_of(problem: DecodeProblem, config: Config) -> Plan:
         precision=problem.precision,
     )
     return dataclasses.replace(
-        sm90.plan_of(_in_16_bits(problem), config.prefill),
+        sm90.plan_of(unquantized(problem), config.prefill),
         problem=contiguous,
         producer_of=float8_producer.producer_of,
         mainloop=float8_mainloop.mainloop,
     )
-
-
-def _in_16_bits(problem: DecodeProblem) -> DecodeProblem:
-    return dataclasses.replace(problem, quantized=False, cache_dtype=problem.dtype)
 
 
 KERNEL = Kernel(Config, limit, smem_bytes, run, slower=slower)

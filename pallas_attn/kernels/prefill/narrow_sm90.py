@@ -17,7 +17,7 @@ from pallas_attn.kernels.flash_fwd.shared_memory import SMEM_LIMIT
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.mma import dequant, narrow_rows
 from pallas_attn.kernels.prefill import packed, sm90, widening_producer
-from pallas_attn.kernels.prefill.plan import Plan, bytes_of
+from pallas_attn.kernels.prefill.plan import Plan, bytes_of, unquantized
 
 Array = jax.Array
 
@@ -47,7 +47,7 @@ class Config:
         that two leave no room; then more slots, q tiles and stages, in this order. One consumer
         leaves registers for a second producer, except where rows are wide.
         """
-        like = sm90.Config.default(_unquantized(problem))
+        like = sm90.Config.default(unquantized(problem))
         like = dataclasses.replace(like, together=1, in_turn=False)
         two = max(problem.head_dim, problem.v_head_dim) <= 128
         choices = [
@@ -75,7 +75,7 @@ def limit(problem: DecodeProblem) -> Limit | None:
         return Limit("it takes 8-bit caches with scales only", other)
     if problem.merged is not None:
         return Limit("it does not merge results of packed rows with others", other)
-    if (refused := sm90.limit(_unquantized(problem))) is not None:
+    if (refused := sm90.limit(unquantized(problem))) is not None:
         return refused
     for name, dim in (("head_dim", problem.head_dim), ("v_head_dim", problem.v_head_dim)):
         if dim % narrow_rows.COLUMNS:
@@ -105,10 +105,6 @@ def plan_of(problem: DecodeProblem, config: Config) -> Plan:
             config.slots, config.loads, config.producers, problem.cache_dtype
         ),
     )
-
-
-def _unquantized(problem: DecodeProblem) -> DecodeProblem:
-    return dataclasses.replace(problem, quantized=False, cache_dtype=problem.dtype)
 
 
 KERNEL = Kernel(Config, limit, smem_bytes, run)

@@ -34,7 +34,7 @@ from pallas_attn.kernels.attention.tiles import ROWS
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
 from pallas_attn.kernels.flash_fwd.warpgroups import mainloop
-from pallas_attn.kernels.lang import launch, mosaic
+from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, RegisterTile, SmemRef
 from pallas_attn.kernels.prefill import mask_functions
 from pallas_attn.masks import Mask
@@ -62,6 +62,11 @@ def over_contiguous_keys(problem: DecodeProblem) -> AttentionProblem:
         mask_program=problem.mask_program,
         score_program=problem.score_program,
     )
+
+
+def unquantized(problem: DecodeProblem) -> DecodeProblem:
+    """The same attention over a cache in q's dtype."""
+    return dataclasses.replace(problem, quantized=False, cache_dtype=problem.dtype)
 
 
 def divided(n: Index, by: Index) -> Index:
@@ -359,7 +364,7 @@ def bytes_of(plan: Plan) -> int:
 
 def kernel_of(plan: Plan, body: Callable[..., None], results: Sequence[Any]) -> Callable[..., Any]:
     """The launch of `body(refs, *results, smem)` on all blocks."""
-    return launch.persistent_kernel(
+    return mosaic.persistent_kernel(
         functools.partial(body, plan=plan),
         "prefill_sm90",
         tuple(results),

@@ -151,7 +151,7 @@ def test_query_tiles_in_lockstep(group):
         steps, (g, i) = [], (jnp.int32(0), jnp.int32(0))
         for n in range(group * int(work.steps)):
             assert (int(g), int(i)) == tuple(map(int, key_tiles.step_of(plan, work, jnp.int32(n))))
-            steps.append((int(work.q_tile(i)), int(g)))
+            steps.append((int(work.q_tiles.tile(i)), int(g)))
             g, i = key_tiles.step_after(plan, work, g, i)
         down = tile // 5 % 2 == 0
         wanted = [t for t in range(2 * tile, plan.tiling.q_tiles) for _ in range(group)]
