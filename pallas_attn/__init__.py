@@ -29,6 +29,7 @@ A problem that no implementation takes is an UnsupportedError that names reasons
 (`Limit`); `check_for` raises it without a GPU. Wrong arguments are ValueErrors.
 """
 
+from pallas_attn import _jax_versions  # noqa: F401  # first: it warns of a jax that others may fail on
 from pallas_attn.append import append_kv, append_kv_arrays, write_kv
 from pallas_attn.attention import (
     dot_product_attention,

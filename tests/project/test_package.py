@@ -15,6 +15,7 @@ import types
 import pytest
 
 import pallas_attn as pa
+from pallas_attn import _jax_versions
 
 ROOT = pathlib.Path(pa.__file__).parent
 PUBLIC = ("attention", "decode", "cache", "append", "context", "masks", "merge", "rotary")
@@ -137,7 +138,7 @@ def who_imports(module):
 
 
 def test_the_walk_sees_imports():
-    assert imports("pallas_attn") == set(PUBLIC)
+    assert imports("pallas_attn") == {*PUBLIC, "_jax_versions"}
     assert {"_call.checks", "_call.dispatch", "masks"} <= imports("attention")
     assert "kernels.lang.mosaic" in imports("kernels.append.copy")
 
@@ -412,16 +413,53 @@ def test_run_time_dependencies_are_the_four_we_said():
 def test_the_oldest_jax_is_the_same_everywhere():
     """The version that pip asks for, that CI tests with and that pages name."""
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
-    needs = [*project["dependencies"], *project["optional-dependencies"]["cuda"]]
+    extras = project["optional-dependencies"]
+    needs = [*project["dependencies"], *extras["cuda12"], *extras["cuda13"]]
     (oldest,) = {need.partition(">=")[2] for need in needs if need.startswith("jax")}
+    assert oldest == ".".join(map(str, _jax_versions.OLDEST))
     for name, text in {
         ".ci/run": f"\noldest={oldest}\n",
         "README.md": f"with JAX {oldest}, the oldest",
         "CONTRIBUTING.md": f"'jax=={oldest}' 'jaxlib=={oldest}'",
         "docs/architecture.md": f"JAX >= {oldest}",
         "docs/testing.md": f"oldest\njax ({oldest})",
+        "docs/support.md": f"| {pa.__version__} | {_jax_versions.TESTED} |",
     }.items():
         assert text in (ROOT.parent / name).read_text(), name
+
+
+def test_an_untested_jax_is_named():
+    assert not any(map(_jax_versions.warning_for, [(0, 11, 2), (0, 11, 9), (0, 12, 0, 1)]))
+    assert _jax_versions.warning_for((0, 11, 1)).startswith("older than this pallas_attn takes")
+    assert _jax_versions.warning_for((1, 0, 0)).startswith("newer than this pallas_attn was tested")
+
+
+_WARNS = """
+import warnings
+import jax
+jax.__version__, jax.__version_info__ = "0.99.1", (0, 99, 1)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import pallas_attn
+for x in caught:
+    print(x.category.__name__, x.filename, x.message, sep="; ")
+"""
+
+
+def test_importing_on_an_untested_jax_warns_once_and_names_the_import():
+    assert run(_WARNS) == (
+        "UserWarning; <string>; jax 0.99.1 is newer than this pallas_attn was tested with "
+        "(0.11.2 to 0.12.*): kernels may fail to compile; take a newer pallas_attn or an older jax"
+    )
+    assert not run(_WARNS.replace('"0.99.1", (0, 99, 1)', '"0.12.3", (0, 12, 3)'))
+
+
+def test_cuda_is_the_newer_of_its_versions():
+    extras = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    newest = max(name for name in extras if name.startswith("cuda"))
+    assert extras["cuda"] == [f"pallas_attn[{newest}]"]
 
 
 def test_jax_is_private_in_few_files():
