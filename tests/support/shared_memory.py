@@ -32,7 +32,7 @@ from pallas_attn.masks import AT_RUN_TIME, CAUSAL, FULL, Mask, mask_fn, sliding_
 from pallas_attn.scores import score_fn
 from tests.support import operations as support
 
-GPUS = ("sm90", "sm90", "sm90", "sm90", "sm80", "sm86", "sm89", "sm100", "sm120")
+GPUS = ("sm90", "sm90", "sm90", "sm90", "sm80", "sm86", "sm89", "sm100", "sm103", "sm120")
 FLOATS = ("bfloat16", "float16", "float32")
 DIMS = (8, 16, 32, 40, 64, 64, 72, 80, 96, 100, 128, 128, 160, 192, 192, 200, 256, 256)
 WIDE_DIMS = (*DIMS, 264, 320, 512)
