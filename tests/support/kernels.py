@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_attn import CAUSAL, FULL, sliding_window
-from pallas_attn._call import dispatch
+from pallas_attn._call import dispatch, gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn.kernels.decode import sm80 as decode_sm80
 from pallas_attn.kernels.decode import sm90 as decode_sm90
@@ -65,9 +65,18 @@ class Row(NamedTuple):
         return {name for name, calls in has.items() if not calls}
 
     @property
-    def kernel(self) -> Kernel:
+    def candidate(self) -> dispatch.Candidate:
         rows = itertools.chain(*dispatch.TABLES.values())
-        return next(x.kernel for x in rows if getattr(x, "module", None) == self.module)
+        return next(x for x in rows if getattr(x, "module", None) == self.module)
+
+    @property
+    def kernel(self) -> Kernel:
+        return self.candidate.kernel
+
+    def runs_on(self, gpu: str | None) -> bool:
+        """Whether a GPU runs its code; without one, on a GPU that will."""
+        first, last = self.candidate.generations
+        return gpu is None or first <= gpu_specs.number(gpu) <= last
 
 
 def _grid(config: Any) -> int | None:
