@@ -136,7 +136,7 @@ def test_all_warps_are_told_of_a_number_above(numbers, monkeypatch):
 
 @pytest.mark.parametrize("column, columns", [(64, 128), (0, 64)])
 def test_listed_rows_are_copied_where_tma_would_put_them(column, columns, rng):
-    """Those of one layer; zeros where it has no such row."""
+    """From one layer; zeros where it has no such row."""
     kv = rng.standard_normal((3, 50, 192)).astype(jnp.bfloat16)
     rows = rng.integers(-3, 54, 64).astype(np.int32)
     rows[:4] = -1, 50, 49, -(2**31)
@@ -162,8 +162,8 @@ def test_listed_rows_are_copied_where_tma_would_put_them(column, columns, rng):
 
 
 def test_listed_rows_past_two_to_the_31():
-    """The last rows of a cache of 2**37 bytes, whose layers have 2**27 bytes."""
-    layers, rows = 2**10, 2**17
+    """The last rows of a cache of 2**32."""
+    layers, rows = 2**15, 2**17
     kv, to = Far((layers, rows, 512), "bfloat16"), np.zeros((1, 64, 64), jnp.bfloat16)
     last = np.arange(rows - 64, rows, dtype=np.int32).reshape(gathered_rows.EACH, -1)
     spread = [np.repeat(x, gathered_rows.ACROSS) for x in last]

@@ -51,7 +51,7 @@ _GPUS = {
 }
 
 
-# What ptxas says of a kernel whose matmuls wait for each other, whatever the reason.
+# The remark of ptxas on a kernel whose matmuls wait for each other, for any of ten reasons.
 SERIALISED = "wgmma.mma_async instructions are serialized"
 
 

@@ -412,7 +412,7 @@ def gathered(module: str, **sizes: Any) -> Row:
     check = lambda case, _: test_prefill_gathered.agree(case, kernel, gpu)  # noqa: E731
     hard = HardDecode(q_len=9, **sizes)
     ends = caches(Decode(q_len=9, page_size=8, **sizes), None)
-    ends.pop("stacked")  # as the hard one
+    ends.pop("stacked")  # the hard call has that kind
     return Row(f"prefill.{module}", check, {"plain": (hard, None)}, ends)
 
 
