@@ -13,7 +13,7 @@ TESTED = f"{'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}.*"
 
 
 def warning_for(version: tuple[int, ...]) -> str | None:
-    """What to say of a jax.__version_info__; None for one between the tested ones."""
+    """Warning of a jax.__version_info__; None for a tested one."""
     if version < OLDEST:
         return f"older than this pallas_attn takes (tested: {TESTED}): pip install -U jax"
     if version[:2] > NEWEST:

@@ -16,7 +16,7 @@ USAGE = """\
 {0} --prompt="ROMEO:"             the same model, your prompt
 {0} --checkpoint=DIR --prompt_file=prompts.txt   a Hugging Face folder
 {0} --flagfile=configs/NAME.cfg   flags from a file
-{0} check                         whether the kernels work on this GPU; a file for a report
+{0} check                         whether the kernels work on this GPU, with a report
 {0} --task=parity                 every operation here, beside the reference
 {0} --task=bench --op=forward --cases=grid --out=results/mine.jsonl --plot=mine.svg
 

@@ -100,7 +100,7 @@ def test_programs_donate_their_caches():
     examples = {x.name: x.read_text() for x in (ROOT / "examples").glob("*.py")}
     copied = {name: list(caches_that_are_copied(x)) for name, x in (PROGRAMS | examples).items()}
     assert {name: caches for name, caches in copied.items() if caches} == {}
-    (decode,) = (x for name, x in PROGRAMS.items() if name.startswith("README"))
+    decode = PROGRAMS["README.md 1"]
     assert list(caches_that_are_copied(decode.replace(", donate_argnums=0", ""))) == ["step: cache"]
 
 
@@ -159,35 +159,42 @@ def test_recipes_of_masks_and_scores_are_what_their_names_say():
 
 
 def test_the_programs_are_found():
-    assert {"README.md 0", "recipes.md 0", "recipes.md 2", "devices.md 2"} <= PROGRAMS.keys()
+    assert {
+        "README.md 0",
+        "README.md 1",
+        "recipes.md 0",
+        "recipes.md 2",
+        "devices.md 2",
+    } <= PROGRAMS.keys()
 
 
-def test_the_first_program_is_of_fifteen_lines():
-    lines = [line for line in PROGRAMS["README.md 0"].splitlines() if line.strip()]
-    assert len(lines) <= 15
+def test_the_first_program_is_of_five_lines_and_the_second_of_fifteen():
+    programs = [PROGRAMS[f"README.md {n}"].splitlines() for n in (0, 1)]
+    counts = [sum(bool(line.strip()) for line in lines) for lines in programs]
+    assert counts[0] <= 5 and counts[1] <= 15
 
 
 @pytest.mark.by_xla
 def test_the_program_updates_its_cache_in_place():
-    scope, _ = executed("README.md 0")
+    scope, _ = executed("README.md 1")
     cache, q, k, v = (scope[name] for name in ("cache", "q", "k", "v"))
     before = [x.unsafe_buffer_pointer() for x in (*cache.k, *cache.v)]
     cache, _ = scope["step"](cache, q[:, 0], k[:, 0], v[:, 0])
     assert [x.unsafe_buffer_pointer() for x in (*cache.k, *cache.v)] == before
 
 
-def test_the_first_screen_has_two_lines_and_ci_takes_them():
+def test_the_first_page_has_two_lines_and_ci_takes_them():
     """Each sets up all that it needs; .ci/run greps for how they begin, and runs what it finds."""
     shown = re.search(r"^```bash\n(.*?)^```", README, re.S | re.M).group(1).splitlines()
     start = "python3 -m venv .venv && .venv/bin/pip install -e "
     assert len(shown) == 2 and all(line.startswith(start) for line in shown)
     assert [line for line in README.splitlines() if line.startswith("python3 -m venv")] == shown
-    assert README.splitlines().index(shown[1]) < 25
+    assert README.splitlines().index(shown[1]) < 50
     assert "< <(grep '^python3 -m venv' README.md)" in (ROOT / ".ci" / "run").read_text()
 
 
 def test_the_readme_is_short_and_has_one_picture():
-    assert len(README.splitlines()) <= 180
+    assert len(README.splitlines()) <= 130
     assert len(re.findall(r"!\[", README)) == 1
 
 

@@ -1,11 +1,16 @@
-"""What a release is made of: the files of wheel and source distribution."""
+"""The parts of a release: files of wheel and source distribution, notes, workflows."""
 
-import pathlib
+import importlib.util
+import re
+import subprocess
+import sys
 import tarfile
+import tomllib
 import zipfile
 
 import pytest
 
+import pallas_attn as pa
 from tests.support import distribution
 
 WHEEL = "pallas_attn-1-py3-none-any.whl"
@@ -56,5 +61,101 @@ def test_source_without_tests_is_refused(tmp_path):
 
 
 def test_ci_checks_both():
-    text = (pathlib.Path(distribution.ROOT) / ".ci" / "run").read_text()
+    text = (distribution.ROOT / ".ci" / "run").read_text()
     assert "python -m tests.support.distribution" in text
+
+
+# ---- notes ---------------------------------------------------------------------------------------
+
+_CHANGELOG = """# Changelog
+
+## [Unreleased]
+
+## [0.2.0] - 2026-12-01
+
+### Added
+
+- A thing ([how](docs/recipes.md#how), [where](#there), [who](https://example.org)).
+
+## [0.1.0] - 2026-11-27
+
+First.
+"""
+SCRIPT = distribution.ROOT / ".ci" / "release_notes.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("release_notes", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_notes_are_one_version_of_the_changelog(script):
+    assert script.notes(_CHANGELOG, "0.1.0") == "First.\n"
+    assert script.notes(_CHANGELOG, "0.2.0", "x/") == (
+        "### Added\n\n- A thing ([how](x/docs/recipes.md#how), [where](#there), "
+        "[who](https://example.org)).\n"
+    )
+
+
+@pytest.mark.parametrize("version", ["Unreleased", "0.3.0", "0.1"])
+def test_a_version_without_notes_is_refused(script, version):
+    with pytest.raises(ValueError, match=rf"^CHANGELOG.md: expected notes below ## \[{version}\]"):
+        script.notes(_CHANGELOG, version)
+
+
+def test_the_tag_is_the_version():
+    texts = []
+    for tag in (f"v{pa.__version__}", "v9.9.9", pa.__version__):
+        done = subprocess.run(
+            [sys.executable, SCRIPT, tag], capture_output=True, text=True, check=False
+        )
+        texts.append((done.returncode, done.stdout[:14], done.stderr))
+    said = f"expected the tag v{pa.__version__} (pallas_attn.__version__), got "
+    refused = [(1, "", f"{said}{tag}\n") for tag in ("v9.9.9", pa.__version__)]
+    assert texts == [(0, "First release.", ""), *refused]
+
+
+# ---- workflows -----------------------------------------------------------------------------------
+
+WORKFLOWS = sorted((distribution.ROOT / ".github" / "workflows").glob("*.yml"))
+SITE = distribution.ROOT / ".readthedocs.yaml"
+
+
+def test_workflows_are_found():
+    assert [path.stem for path in WORKFLOWS] == ["ci", "gpu", "release"]
+
+
+@pytest.mark.parametrize("path", [*WORKFLOWS, SITE], ids=lambda path: path.name)
+def test_workflows_name_no_host_and_what_they_name_is_there(path):
+    text = path.read_text()
+    assert "://" not in text
+    project = tomllib.loads((distribution.ROOT / "pyproject.toml").read_text())["project"]
+    extras = re.findall(r"'\.\[([\w,]+)\]'|extra_requirements: \[(\w+)\]", text)
+    names = {name for pair in extras for name in "".join(pair).split(",")}
+    assert names <= set(project["optional-dependencies"])
+    for name in re.findall(r"(?<![\w/])((?:\.ci|tests|docs)/[\w./]+)", text):
+        assert (distribution.ROOT / name).exists(), name
+    for name in re.findall(r"python -m (tests[\w.]+)", text):
+        assert importlib.util.find_spec(name), name
+
+
+def test_the_site_is_built_as_ci_builds_it():
+    wanted = "python -m sphinx -W --keep-going -q docs "
+    assert wanted in (distribution.ROOT / ".ci" / "run").read_text()
+    assert wanted in WORKFLOWS[0].read_text()
+    python = (distribution.ROOT / ".python-version").read_text().strip()
+    assert f'python: "{python}"' in SITE.read_text() and "fail_on_warning: true" in SITE.read_text()
+    assert f'python-version: "{python}"' in WORKFLOWS[2].read_text()
+
+
+def test_a_gpu_runs_no_code_of_strangers():
+    text = (WORKFLOWS[1]).read_text()
+    assert "head.repo.full_name == github.repository" in text and "pull_request_target" not in text
+
+
+def test_only_the_publisher_may_write():
+    before, _, publish = WORKFLOWS[2].read_text().partition("\n  publish:\n")
+    assert "write" not in before and "id-token: write" in publish and "needs: test" in publish

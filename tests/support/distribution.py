@@ -1,4 +1,4 @@
-"""What a wheel and a source distribution contain.
+"""The contents of a wheel and of a source distribution.
 
 `python -m tests.support.distribution FOLDER` checks those in a folder, and builds them there first
 where it has none (with setuptools, which the extra `test` does not install).
@@ -11,7 +11,7 @@ import zipfile
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = ("pallas_attn", "pallas_lm")
-WEIGHTS = "pallas_lm/tiny/model.npy"  # what the demo runs
+WEIGHTS = "pallas_lm/tiny/model.npy"  # the demo's
 LARGEST = 1_000_000  # bytes of a file
 LARGER = {WEIGHTS: 4_000_000}
 # Files of the source distribution, of which its documents and tests read some.
