@@ -85,7 +85,7 @@ def sums(x, down, norm):
                 left = lm_rows.Added(partials, exchange)
                 layer = lm_rows.Layer(norm, n)
                 outer, normed, exchange = lm_rows.add_norm(outer, left, layer, 1e-5)
-                x = lm_rows.varying_like(normed[:, : x.shape[1]], down)
+                x = pa.devices.varying_like(normed[:, : x.shape[1]], down)
             return x, None
 
         return jax.lax.scan(step, x, None, 4)[0]
