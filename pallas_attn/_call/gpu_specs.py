@@ -2,9 +2,10 @@
 
 # Bytes of shared memory that one block may have, by the table "Technical Specifications per Compute
 # Capability" of NVIDIA's CUDA programming guide: 163 KiB of 8.0 and 8.7, 227 of 9.0, 10.0, 10.3 and
-# 11.0, 99 of 8.6, 8.9 and 12.x. Whatever it does not name is taken for the smallest.
+# 11.0, 327 of 10.7, 99 of 8.6, 8.9 and 12.x. Whatever it does not name is taken for the smallest.
 _SHARED_MEMORY = dict.fromkeys(("sm80", "sm87"), 166_912)
 _SHARED_MEMORY |= dict.fromkeys(("sm90", "sm100", "sm103", "sm110"), 232_448)
+_SHARED_MEMORY["sm107"] = 334_848
 _LEAST = 101_376
 
 HOPPER = "sm90"

@@ -651,7 +651,7 @@ def _trace(build):
     as many as there are devices here.
     """
     gpu, _, several = build.target.partition("x")
-    generation = {"h100": "sm90", "a100": "sm80"}.get(gpu, gpu)
+    generation = aot.GENERATIONS.get(gpu, gpu)
     mesh = contextlib.nullcontext()
     if several:
         auto = (jax.sharding.AxisType.Auto,)

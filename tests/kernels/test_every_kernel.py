@@ -10,7 +10,7 @@ import pytest
 
 from pallas_attn._call import device, dispatch
 from pallas_attn._call.config import fits
-from tests.support import builds, kernels, mosaic
+from tests.support import aot, builds, kernels, mosaic
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -22,7 +22,6 @@ ENDS = [(row.module, plan) for row in kernels.KERNELS for plan in row.ends]
 # A build for one GPU of each folder and generation: the last, which has most options.
 ALONE = {name: build for name, build in builds.BUILDS.items() if "x" not in build.target}
 BUILDS = {name.rpartition("/")[0]: build for name, build in ALONE.items() if name[:2] != "lm"}
-GENERATIONS = {"h100": "sm90", "a100": "sm80"}
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -70,7 +69,7 @@ def test_boundaries(module, plan):
 @pytest.mark.parametrize("kind", BUILDS)
 def test_lowers(kind):
     build = BUILDS[kind]
-    with device.assume(GENERATIONS.get(build.target, build.target)):
+    with device.assume(aot.GENERATIONS.get(build.target, build.target)):
         text = mosaic.lower_for_cuda(lambda shapes: build.call(*shapes), build.shapes)
     assert "mosaic_gpu" in text
 

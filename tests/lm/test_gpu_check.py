@@ -21,8 +21,9 @@ def python(program):
     [
         ("import time; time.sleep(600)", "hung", "no answer within 1 s"),
         ("raise ValueError('one is odd')", "failed", "exit status 1: ValueError: one is odd"),
-        ("import os; os.abort()", "failed", "exit status -6: nothing was printed"),
-        ("pass", "failed", "exit status 0: nothing was printed"),
+        ("import os; os.abort()", "failed", "exit status -6: there is no answer"),
+        ("pass", "failed", "exit status 0: there is no answer"),
+        ("print('no JSON')", "failed", "exit status 0: there is no answer"),
     ],
 )
 def test_a_process_without_an_answer_is_one_row(program, verdict, note):
@@ -93,6 +94,21 @@ def test_the_report_and_the_exit_status(monkeypatch, tmp_path, status, as_json):
         assert report["verdict"] in said[-1] and str(out) in said[-1]
         words = "1 refused" if status == 0 else "not well: 1 hung, of 2 cases"
         assert words in report["verdict"]
+
+
+def test_cases_that_are_all_refused_are_not_well():
+    cases = [Outcome("a", "x", "refused"), Outcome("a", "y", "refused")]
+    assert not gpu_check.is_well(cases)
+    assert gpu_check.verdict_of(cases).endswith("nothing was checked")
+
+
+def test_an_error_within_jax_has_its_reason(monkeypatch):
+    program = (
+        "import jax; jax.config.update('jax_traceback_filtering', 'off'); "
+        "jax.jit(lambda x: x @ x)(jax.numpy.ones((2, 3)))"
+    )
+    _, verdict, note = gpu_check.answer(python(program), 60)
+    assert verdict == "failed" and "TypeError" in note and "internal frames" not in note
 
 
 def test_without_a_gpu_nothing_is_checked(tmp_path):

@@ -50,6 +50,7 @@ _GPUS = {
     ),
 }
 
+GENERATIONS = {"a100": "sm80", "h100": "sm90", "b200": "sm100", "b300": "sm103"}
 
 # The remark of ptxas on a kernel whose matmuls wait for each other, for any of ten reasons.
 SERIALISED = "wgmma.mma_async instructions are serialized"

@@ -424,6 +424,7 @@ BUILDS: dict[str, Build] = {
     "flash_fwd/sm90/h128_float32_highest": _attention_sm90(
         128, dtype="float32", precision="highest"
     ),
+    "flash_fwd/sm100/h128_causal": _attention("b200", 128, implementation="sm100", **_CAUSAL),
     "flash_fwd/sm80/h64_causal": _attention_sm80(64, **_CAUSAL),
     "flash_fwd/sm80/h128_full": _attention_sm80(128),
     "flash_fwd/sm80/h256_lengths": _attention_sm80(256, also=("kv_lengths",), **_CAUSAL),
