@@ -90,7 +90,9 @@ def _of_arrays(problem: AttentionProblem, shapes: dict[str, tuple[int, ...]]) ->
     kv_batch = "b" if problem.share == 1 else "kv_b"
 
     def of_bias_or_mask(name: str) -> Axes:
-        named = zip(shapes.get(name, ()), ("b", heads, "t", "s"), range(4), strict=False)
+        if name not in shapes:
+            return ()
+        named = zip(shapes[name], ("b", heads, "t", "s"), range(4), strict=True)
         return tuple(f"{axis[0]}one{i}" if size == 1 else axis for size, axis, i in named)
 
     out, lse = ("b", "t", heads, "e"), ("b", heads, "t")

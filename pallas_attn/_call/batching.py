@@ -119,7 +119,7 @@ def by_xla(call: Callable[..., Results], inputs: Inputs, problem: Problem) -> Re
 
 FLOATS = ("q", "k", "v", "bias", "sinks")  # inputs that have gradients
 RESULTS = ("out", "lse")
-# Results that are no sums over the batch
+# Results with a row for each batch row. The others are sums over the batch.
 _BY_ROWS = frozenset(("q", "k", "v", *RESULTS, "out_dot", "lse_dot"))
 
 
@@ -164,7 +164,7 @@ def attention(
         if not others and size and _folds_into_heads(problem, named, mapped):
             made = _fold_into_heads(again, problem, jax.tree.unflatten(tree, arrays), size)
         else:
-            # Kernels know a sink a head, and no more; functions of positions may know the batch.
+            # Kernels take one sink a head; a function of positions may read batch numbers.
             apart = any("_aux" in name or name == "sinks" for name in mapped)
             apart |= problem.uses_batch or not _BY_ROWS.issuperset(results)
             batch = None if apart else problem.batch

@@ -70,7 +70,7 @@ FLAGS = (
          "same on a GPU, each case in a process with a time limit, then three timings, and a file "
          "to attach to a report. bench: time checked kernels beside their peers, on a GPU. The "
          "first argument may be the task's name alone."),
-    Flag("implementation", TASKS, ["sm90", "sm80", "reference"], None,
+    Flag("implementation", TASKS, ["sm90", "sm80", "sm100", "reference"], None,
          "Which implementation to run. Default: the fastest that takes each problem on this "
          "machine. decode takes no other than reference; train takes any that has gradients here."),
     Flag("seed", TASKS, _ints(most=2**32 - 1), 0, "Of all random inputs."),

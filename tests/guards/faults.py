@@ -556,7 +556,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "tests/kernels/flash_fwd/test_masks_and_scores.py -k lists_of_one_tile",
     ),
     "a_short_backward_stores_by_tma_before_the_commit": Fault(
-        f"{BWD}/producer.py",
+        f"{BWD}/epilogue.py",
         "to[...] = part.astype(to.dtype)\n    plgpu.commit_smem()\n",
         "to[...] = part.astype(to.dtype)\n",
         f"{TEST_SIZES} -k 'test_short_interpreted and one_tile'",
@@ -580,7 +580,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_SIZES} -k 'test_short_interpreted and rows_without_keys'",
     ),
     "a_dq_tile_is_stored_before_the_commit": Fault(
-        f"{BWD}/producer.py",
+        f"{BWD}/epilogue.py",
         "to[...] = part.astype(to.dtype)\n    plgpu.commit_smem()\n",
         "to[...] = part.astype(to.dtype)\n",
         f"{TEST_HEADS} -k 'test_heads_interpreted and heads_in_turn'",

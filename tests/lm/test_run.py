@@ -224,7 +224,7 @@ WRONG = [
     ("--task=dance", "flag --task=dance: value should be one of <decode|train|parity|check|bench>"),
     (
         "--implementation=cudnn",
-        "flag --implementation=cudnn: value should be one of <sm90|sm80|reference>",
+        "flag --implementation=cudnn: value should be one of <sm90|sm80|sm100|reference>",
     ),
     ("--seed=-1", "flag --seed=-1: -1 is not an integer in the range [0, 4294967295]"),
     ("--op=append", "op: --task=decode does nothing with it"),

@@ -173,7 +173,9 @@ def raise_to(
 
 
 def base_of(row_max: Array, empty_ok: bool = True) -> Array:
-    """The number that logits are taken relative to in exponents: 0 where there is no key."""
+    """The number that logits are taken relative to in exponents. `empty_ok`: 0 where there is no
+    key; else all rows are known to have one.
+    """
     return jnp.where(row_max == -jnp.inf, 0.0, row_max) if empty_ok else row_max
 
 

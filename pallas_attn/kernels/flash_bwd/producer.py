@@ -1,6 +1,4 @@
-"""The producer of the Hopper kernels over keys, the loop over the work tiles of a block, and the
-way of gradients from registers to memory.
-"""
+"""The producer of the Hopper kernels over keys, and the loop over the work tiles of a block."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -17,14 +15,7 @@ from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, key_tile, step_of, 
 from pallas_attn.kernels.flash_fwd import claims
 from pallas_attn.kernels.lang import panels
 from pallas_attn.kernels.lang.panels import Panels
-from pallas_attn.kernels.lang.types import (
-    Barrier,
-    GmemRef,
-    Index,
-    Predicate,
-    RegisterTile,
-    SmemRef,
-)
+from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, SmemRef
 
 
 class Ring(NamedTuple):
@@ -203,38 +194,6 @@ def load_rows(  # noqa: PLR0913
     batch, head, first = at
     rows = panels.tiles(to, index)[0].shape[0]
     panels.load(ref, (batch, pl.ds(first, rows), head), to, index, ready, column)
-
-
-Place = Index | tuple[Index, ...]  # in shared memory
-
-
-class Staged(NamedTuple):
-    """Columns of a gradient, an accumulator a panel, and where TMA stores them from."""
-
-    parts: Sequence[RegisterTile]
-    rows: Panels
-    at: Place
-
-
-def write_staged(some: Sequence[Staged]) -> None:
-    """To shared memory, which no matmul reads any more."""
-    for parts, rows, at in some:
-        for part, to in zip(parts, panels.tiles(rows, at), strict=True):
-            to[...] = part.astype(to.dtype)
-    plgpu.commit_smem()
-
-
-def store_staged(
-    some: Sequence[Staged],
-    to: GmemRef,
-    where: tuple[Any, Any, Index],
-    predicate: Predicate | None = None,
-) -> None:
-    """From there to `where`, (batch row, rows, head) of a gradient: its columns, in order."""
-    column = 0
-    for parts, rows, at in some:
-        panels.store(rows, at, to, where, column, predicate)
-        column += sum([part.shape[1] for part in parts])
 
 
 def store_rows(

@@ -186,11 +186,12 @@ def slower(problem: AttentionProblem) -> Limit | None:
     locked = work_order.stays_in_lockstep(order, adds_dq=not problem.deterministic)
     order = dataclasses.replace(order, lockstep=locked)
     has_parts = step_parts.default(order, adds_dq=True) > 1
-    few_rows = tiling.mean_q_rows <= 512 and not (has_parts and config.block_q > ROWS)
+    are_few = tiling.mean_q_rows <= 512
+    few_rows = are_few and not (has_parts and config.block_q > ROWS)
     if few_rows and order.work_tiles <= config.grid:
         rows = ROWS * step_parts.dq_warpgroups(problem, 3 if config.block_q > ROWS else 2)
         few_rows = not step_parts.dq_is_faster_beside(order, rows, config.dq_lag)
-    if tiling.mean_q_rows <= 512 and problem.bias_shape is not None:
+    if are_few and problem.bias_shape is not None:
         few_rows |= sm90_fused.lacks_room_for_bias(plan_of(problem, config))
     idle = 2 * order.work_tiles <= config.grid and not has_parts
     scattered = order.exceeds_l2 and (idle or not tiling.follows_mask)

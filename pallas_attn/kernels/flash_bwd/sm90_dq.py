@@ -27,7 +27,7 @@ from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.attention import score_mod, score_tiles, segment_spans, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile, kv_batch
-from pallas_attn.kernels.flash_bwd import held_columns, producer
+from pallas_attn.kernels.flash_bwd import epilogue, held_columns
 from pallas_attn.kernels.flash_bwd.float32 import Units, left_operand, matmul_add, scaled, units_of
 from pallas_attn.kernels.flash_bwd.held_columns import HeldColumns
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
@@ -468,9 +468,9 @@ def _store(
         plgpu.commit_smem()  # q and dO have been read, and TMA will write there
         where = (tile.batch, pl.ds(rows.row, ROWS), tile.head, pl.ds(0, dq.shape[1]))
         return mosaic.store(dq_ref.at[where], dq)
-    staged = [producer.Staged(parts, smem.q, rows.wg)]
-    producer.write_staged(staged)
-    return producer.store_staged(staged, dq_ref, (tile.batch, pl.ds(rows.row, ROWS), tile.head))
+    staged = [epilogue.Staged(parts, smem.q, rows.wg)]
+    epilogue.write(staged)
+    return epilogue.store(staged, dq_ref, (tile.batch, pl.ds(rows.row, ROWS), tile.head))
 
 
 # ---- the kernel and its call --------------------------------------------------------------------

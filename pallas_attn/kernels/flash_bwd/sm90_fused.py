@@ -62,6 +62,7 @@ from pallas_attn.kernels.attention.tma_operands import round_up
 from pallas_attn.kernels.flash_bwd import (
     aux_sums,
     dq_sum,
+    epilogue,
     key_tiles,
     one_key_tile,
     producer,
@@ -588,14 +589,14 @@ def _store_dk_dv(
         staged = _from_ds(ctx, wg, grads)
     else:
         staged = KeyGradients(
-            [producer.Staged(grads.dk, smem.k, wg)],
-            [producer.Staged(grads.dv, smem.v, wg)],
+            [epilogue.Staged(grads.dk, smem.k, wg)],
+            [epilogue.Staged(grads.dv, smem.v, wg)],
         )
     row = tiles.kv_row(plan.problem, plan.tiling.block_kv, work.key) + wg * ROWS
     at = work.batch, pl.ds(row, ROWS), work.kv_head
     for some, out in zip(staged, outs, strict=True):
-        producer.write_staged(some)
-        producer.store_staged(some, out, at)
+        epilogue.write(some)
+        epilogue.store(some, out, at)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if not from_ds:
         plgpu.barrier_arrive(smem.kv_free)
@@ -625,14 +626,14 @@ def _from_ds(ctx: KernelContext, wg: Index, grads: KeyGradients) -> KeyGradients
     """Blocks of 64 columns of dk and dv, in dS."""
     halves, places = ctx.plan.config.block_q // ROWS, itertools.count()
 
-    def blocks(parts: Sequence[RegisterTile]) -> list[producer.Staged]:
+    def blocks(parts: Sequence[RegisterTile]) -> list[epilogue.Staged]:
         blocks = [
             lax.slice(part, (0, n), (ROWS, n + ROWS))
             for part in parts
             for n in range(0, part.shape[1], ROWS)
         ]
         return [
-            producer.Staged([block], ctx.smem.ds[0], (n // halves, wg, n % halves))
+            epilogue.Staged([block], ctx.smem.ds[0], (n // halves, wg, n % halves))
             for block, n in zip(blocks, places, strict=False)
         ]
 

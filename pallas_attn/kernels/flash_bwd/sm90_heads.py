@@ -53,9 +53,9 @@ from pallas_attn.kernels.attention import (
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import (
+    epilogue,
     one_key_tile,
     operands,
-    producer,
     sm90_dbias,
     sm90_short,
     statistics,
@@ -623,14 +623,14 @@ def _store_dk_dv(ctx: KernelContext, outs: KeyGradients, at: HeadStep, grads: Ke
     scale = plan.problem.scale
     dk = [part if scale == 1.0 else part * scale for part in grads.dk]
     plgpu.barrier_wait(smem.dq_done.at[slot])
-    buffers: list[tuple[Panels, producer.Place]] = [((panel,), at.wg) for panel in smem.dv]
+    buffers: list[tuple[Panels, epilogue.Place]] = [((panel,), at.wg) for panel in smem.dv]
     if len(buffers) < len(grads.dv):
         buffers.insert(0, ((smem.ds,), (0, at.wg)))
-    staged = [producer.Staged([x], *there) for x, there in zip(grads.dv, buffers, strict=True)]
-    of_k = [producer.Staged(dk, smem.k, at.keys)]
-    producer.write_staged([*staged, *of_k])
-    producer.store_staged(staged, outs.dv, where)
-    producer.store_staged(of_k, outs.dk, where)
+    staged = [epilogue.Staged([x], *there) for x, there in zip(grads.dv, buffers, strict=True)]
+    of_k = [epilogue.Staged(dk, smem.k, at.keys)]
+    epilogue.write([*staged, *of_k])
+    epilogue.store(staged, outs.dv, where)
+    epilogue.store(of_k, outs.dk, where)
     if slots_of(plan.problem).k == 1:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(smem.k_free.at[slot])
@@ -712,7 +712,7 @@ def _store_dq(now: DqStep, slot: Index, parts: Sequence[RegisterTile]) -> None:
     """Stores a tile of dq, from dS in `slot` or from a buffer."""
     problem, smem, tile = now.ctx.plan.problem, now.ctx.smem, now.tile
     slots = slots_of(problem)
-    buffers: list[tuple[Panels, producer.Place]] = [((panel,), 0) for panel in smem.dq]
+    buffers: list[tuple[Panels, epilogue.Place]] = [((panel,), 0) for panel in smem.dq]
     if _shares_dv(problem, slots):
         buffers += [((panel,), 0) for panel in smem.dv]
     uses_ds = len(buffers) < len(parts)
@@ -722,9 +722,9 @@ def _store_dq(now: DqStep, slot: Index, parts: Sequence[RegisterTile]) -> None:
     if uses_ds:
         plgpu.commit_smem()  # all warps have finished matmuls that read dS
     parts = [part * problem.scale for part in parts]
-    staged = [producer.Staged([x], *there) for x, there in zip(parts, buffers, strict=True)]
-    producer.write_staged(staged)
-    producer.store_staged(staged, now.dq, (tile.batch, pl.ds(now.t * ROWS, ROWS), tile.head))
+    staged = [epilogue.Staged([x], *there) for x, there in zip(parts, buffers, strict=True)]
+    epilogue.write(staged)
+    epilogue.store(staged, now.dq, (tile.batch, pl.ds(now.t * ROWS, ROWS), tile.head))
     if uses_ds:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

@@ -35,7 +35,7 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import score_mod, tiles
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span
-from pallas_attn.kernels.flash_bwd import operands, producer, statistics
+from pallas_attn.kernels.flash_bwd import epilogue, operands, statistics
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import Gradients, KeyGradients, Residuals
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
@@ -211,12 +211,12 @@ def _load(ctx: KernelContext, head: Head) -> None:
     plgpu.commit_smem()
 
 
-def _store(head: Head, *gradients: tuple[producer.Staged, GmemRef]) -> None:
+def _store(head: Head, *gradients: tuple[epilogue.Staged, GmemRef]) -> None:
     """Gradients of tiles, whose numbers are their places in shared memory, and where they go."""
     plgpu.commit_smem()  # no warp multiplies what lies there any more
-    producer.write_staged([staged for staged, _ in gradients])
+    epilogue.write([staged for staged, _ in gradients])
     for staged, to in gradients:
-        producer.store_staged([staged], to, head.rows(staged.at))
+        epilogue.store([staged], to, head.rows(staged.at))
 
 
 # ---- the mainloop -------------------------------------------------------------------------------
@@ -258,8 +258,8 @@ def _kv_tile(
             continue
         add = functools.partial(_add_pair, ctx, pair, Gradients(dqs[t], *grads))
         pl.run_scoped(add, *(plgpu.ACC((ROWS, ROWS), jnp.float32) for _ in range(2)))
-    dk = producer.Staged([acc[...] * plan.problem.scale for acc in grads.dk], smem.k, j)
-    dv = producer.Staged([acc[...] for acc in grads.dv], smem.v, j)
+    dk = epilogue.Staged([acc[...] * plan.problem.scale for acc in grads.dk], smem.k, j)
+    dv = epilogue.Staged([acc[...] for acc in grads.dv], smem.v, j)
     _store(head, (dk, outs.dk), (dv, outs.dv))
 
 
@@ -331,7 +331,7 @@ def _pair_alone(ctx: KernelContext, outs: Gradients, head: Head) -> None:
 
     def add_dv(*dv: RegisterTile) -> None:
         wgmma.value_panels(dv, p, panels.tiles(smem.do, 0))
-        _store(head, (producer.Staged([acc[...] for acc in dv], smem.v, 0), outs.dv))
+        _store(head, (epilogue.Staged([acc[...] for acc in dv], smem.v, 0), outs.dv))
 
     def make_dk(*dk: RegisterTile) -> list[RegisterTile]:
         _add_dk(ctx, pair, ds, dk)
@@ -339,8 +339,8 @@ def _pair_alone(ctx: KernelContext, outs: Gradients, head: Head) -> None:
 
     def add_dq(*dq: RegisterTile) -> None:
         _add_dq(ctx, pair, dq)
-        staged = producer.Staged([acc[...] * scale for acc in dq], smem.q, 0)
-        _store(head, (producer.Staged(dk, smem.k, 0), outs.dk), (staged, outs.dq))
+        staged = epilogue.Staged([acc[...] * scale for acc in dq], smem.q, 0)
+        _store(head, (epilogue.Staged(dk, smem.k, 0), outs.dk), (staged, outs.dq))
 
     qk, v = (panels.widths(n) for n in (plan.problem.head_dim, plan.problem.v_head_dim))
     scores = functools.partial(_add_dv, ctx, pair, ())
@@ -372,7 +372,7 @@ def _kernel(refs: ShortRefs, *rest: GmemRef, plan: KeyPlan) -> None:
             kv_tile = functools.partial(_kv_tile, ctx, outs, head, j, dqs)
             pl.run_scoped(kv_tile, *_accumulators(qk), *_accumulators(v))
         values = [[acc[...] * problem.scale for acc in accs] for accs in dqs]
-        _store(head, *[(producer.Staged(x, smem.q, t), outs.dq) for t, x in enumerate(values)])
+        _store(head, *[(epilogue.Staged(x, smem.q, t), outs.dq) for t, x in enumerate(values)])
 
     if holds_all(problem):
         pl.run_scoped(all_tiles, *_accumulators(qk * tiling.q_tiles))

@@ -39,7 +39,7 @@ from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import score_mod, tiles
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import operands, producer
+from pallas_attn.kernels.flash_bwd import epilogue, operands
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, Residuals
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
@@ -199,13 +199,13 @@ def _load_q(ctx: KernelContext, walk: Walk, t: Index) -> None:
         plgpu.copy_gmem_to_smem(there, to.at[slot], ready)
 
 
-def _store(walk: Walk, t: Index, *gradients: tuple[producer.Staged, GmemRef]) -> None:
+def _store(walk: Walk, t: Index, *gradients: tuple[epilogue.Staged, GmemRef]) -> None:
     """Gradients of tile t, from where no matmul reads any more, and where they go."""
     plgpu.commit_smem()  # in no warp
-    producer.write_staged([staged for staged, _ in gradients])
+    epilogue.write([staged for staged, _ in gradients])
     for staged, to in gradients:
         where = walk.batch, pl.ds(t * ROWS, ROWS), walk.head
-        producer.store_staged([staged], to, where, t >= walk.begin)
+        epilogue.store([staged], to, where, t >= walk.begin)
 
 
 def _load_next_and_store_dq(
@@ -223,7 +223,7 @@ def _load_next_and_store_dq(
         _load_q(ctx, walk, t + pairs(plan.problem))
 
     dq = plgpu.wgmma_accumulator_load(acc, wait_n=2)
-    _store(walk, t, (producer.Staged([dq * plan.problem.scale], smem.q, ring_slot(t, STAGES)), to))
+    _store(walk, t, (epilogue.Staged([dq * plan.problem.scale], smem.q, ring_slot(t, STAGES)), to))
 
 
 # ---- the mainloop -------------------------------------------------------------------------------
@@ -254,8 +254,8 @@ def _step(
     zeros = [mosaic.filled((ROWS, x.width), 0.0) for x in (qk, values, qk)]
     fresh = [plgpu.ACC.init(value) for value in (*zeros[:2], *open_dq, zeros[2])]
     dk, dv, _, *open_dq = pl.run_state(all_pairs)(fresh)
-    dk = producer.Staged([dk * plan.problem.scale], smem.k, kv_slot)
-    _store(walk, t, (dk, outs.dk), (producer.Staged([dv], smem.v, kv_slot), outs.dv))
+    dk = epilogue.Staged([dk * plan.problem.scale], smem.k, kv_slot)
+    _store(walk, t, (dk, outs.dk), (epilogue.Staged([dv], smem.v, kv_slot), outs.dv))
     # A sum that changes places: were it copied as it is, ptxas would do so between matmuls in
     # flight, and have them wait for each other. To add 0 is no copy.
     return [dq + 0.0 for dq in open_dq]

@@ -1,7 +1,7 @@
 """Flash attention forward for datacenter Blackwell (sm_100a, sm_103a): bfloat16 and float16.
 
-It has never run on its GPU. The interpreter has computed it with its races watched, and ptxas
-has compiled it, so a call gets it by name only: `implementation="sm100"`.
+It has never run on its GPU: the interpreter computes it and looks for races, and ptxas compiles it.
+So a call gets it by name only: `implementation="sm100"`.
 
 Algorithm: FlashAttention-4's (arXiv 2603.05451) of one CTA. Matmuls are tcgen05, whose accumulators
 lie in tensor memory. A maximum is raised, and the output rescaled, only where it moves by more than
@@ -32,8 +32,8 @@ Kv tiles are taken from the first to the last. All q tiles of a block begin with
 each ends with its own. Whatever a barrier hands over in tensor memory asks for tcgen05's fences:
 such barriers are made by `_of_tensor_memory`.
 
-What bounds it, by counting instructions and rates from data sheets: a tile of 128 x 128 scores at
-head dim 128 is 1024 cycles of matmuls, and 16 exponentials a cycle are 1024 as well.
+Bounds, by the rates of data sheets (8192 FLOP of matmuls and 16 exponentials a cycle): 128 x 128
+scores of head dim 128 take 1024 cycles of matmuls, and 1024 of exponentials without polynomials.
 """
 
 import dataclasses
@@ -82,18 +82,18 @@ class Config:
     """Tuning only: the result is the same up to rounding."""
 
     q_tiles: int = 2  # 128 rows each, in a work tile
-    block_kv: int = TILE  # keys of a kv tile
     stages: int = 2  # kv tiles in the rings of K and V
     rescale_threshold: float = softmax.RESCALE_THRESHOLD  # log2 units that a maximum may lag behind
     polynomials: int = 1  # chunks of 32 columns, of 4, whose exponentials are polynomials
 
-    grid = l2_heads = 0  # one block a work tile, in the order of `heads_of_l2_group`
+    # Fields that other kernels tune: one block a work tile, ordered by `heads_of_l2_group`.
+    block_kv = TILE
+    grid = l2_heads = 0
 
     def __post_init__(self) -> None:
         check(
             self,
             q_tiles=(self.q_tiles in (1, 2), "1 or 2"),
-            block_kv=(self.block_kv == TILE, f"{TILE}"),
             stages=(self.stages >= 2, "at least 2"),
             rescale_threshold=(0 <= self.rescale_threshold <= 8, "0 .. 8"),
             polynomials=(0 <= self.polynomials <= TILE // CHUNK, f"0 .. {TILE // CHUNK}"),

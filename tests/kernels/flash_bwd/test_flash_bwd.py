@@ -46,7 +46,7 @@ from tests.kernels.flash_fwd.test_flash_fwd import (
     small,
 )
 from tests.kernels.flash_fwd.test_flash_fwd import problem_of as forward_problem_of
-from tests.support import budget, mosaic
+from tests.support import aot, budget, mosaic
 from tests.support.problems import cases
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -383,7 +383,7 @@ def test_compiles_without_serialised_matmuls(name):
     "name, target", [("h128_full_b2_t8192_n16", "a100"), ("h256_full_b2_t8192_n8", "h100")]
 )
 def test_the_portable_kernel_compiles_for_every_gpu(name, target):
-    case, gpu = case_named(name), {"a100": "sm80", "h100": "sm90"}[target]
+    case, gpu = case_named(name), aot.GENERATIONS[target]
     problem = problem_of(dataclasses.replace(case, batch=1, q_len=8, kv_len=8), gpu=gpu)
     problem = dataclasses.replace(problem, batch=case.batch, q_len=case.q_len, kv_len=case.kv_len)
     call = functools.partial(run, problem=problem, config=PORTABLE.default(problem))

@@ -26,7 +26,7 @@ from pallas_attn.kernels.flash_fwd import sm90 as kernel
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.mma import mma_sync, wgmma, wgmma_float32
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
-from tests.support import budget, mosaic
+from tests.support import aot, budget, mosaic
 from tests.support.problems import cases
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -356,7 +356,7 @@ def compiled(name, target="h100", chooser=kernel.Config):
 def compiled_case(case, target="h100", chooser=kernel.Config, of=run):
     problem = problem_of(dataclasses.replace(case, batch=1, q_len=8, kv_len=8))
     sizes = {"batch": case.batch, "q_len": case.q_len, "kv_len": case.kv_len}
-    gpu = {"h100": "sm90", "a100": "sm80", "b200": "sm100"}.get(target, target)
+    gpu = aot.GENERATIONS.get(target, target)
     problem = dataclasses.replace(problem, gpu=gpu, **sizes)
     sizes = {
         "q": (case.batch, case.q_len, case.q_heads, case.head_dim),

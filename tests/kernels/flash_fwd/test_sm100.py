@@ -24,7 +24,7 @@ from tests.kernels.flash_fwd.test_flash_fwd import (
     run,
     shape_of,
 )
-from tests.support import mosaic
+from tests.support import aot, mosaic
 from tests.support.problems.case import AttentionCase
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -192,7 +192,7 @@ def test_exponentials_by_a_polynomial():
 
 
 def compiled(sizes: AttentionCase, target: str, config: kernel.Config | None = None):
-    gpu = {"b200": "sm100", "b300": "sm103"}[target]
+    gpu = aot.GENERATIONS[target]
     problem = problem_of(dataclasses.replace(sizes, q_len=8, kv_len=8))
     facts = {"gpu": gpu, "q_len": sizes.q_len, "kv_len": sizes.kv_len}
     problem = dataclasses.replace(problem, **facts)
