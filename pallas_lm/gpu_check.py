@@ -59,7 +59,9 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Microseconds of a call; `cudnn`: of `jax.nn.dot_product_attention`, where it takes it."""
+    """Microseconds of a call. `cudnn`: by `jax.nn.dot_product_attention`; None where cuDNN does not
+    take it.
+    """
 
     call: str
     ours: float | None
@@ -123,7 +125,7 @@ def answer(command: Sequence[str], limit: int) -> tuple[dict[str, Any] | None, s
 
 def work(argv: Sequence[str]) -> None:
     """The program of a process: prints the outcome of a case, or the times of a call."""
-    # Else the last line of an error is jax's, on frames that it has left out.
+    # Otherwise the last line of an error is jax's note on frames that it has left out.
     jax.config.update("jax_traceback_filtering", "off")
     kind, name, settings = argv[0], argv[1], Settings(**json.loads(argv[2]))
     result = outcome(int(name), settings) if kind == "case" else timing(name, settings)
@@ -195,7 +197,7 @@ def timing(name: str, settings: Settings) -> Timing:
 
 
 def _microseconds(call: Callable[..., Any], arrays: Arrays, calls: int = 20) -> float:
-    """The time of one of several calls in a row: the best of five such rows."""
+    """Wall time of a call: the best of five batches of calls, for which the host waits once."""
     run = jax.jit(call)
     jax.block_until_ready(run(*arrays))
     best = float("inf")
@@ -223,6 +225,7 @@ def machine() -> dict[str, Any]:
         "devices": [device.device_kind for device in devices],
         "generation": pallas_attn.gpu_generation(),
         "driver": _driver(),
+        "platform": devices[0].client.platform_version,  # with a GPU, CUDA's version, too
     }
 
 

@@ -1,4 +1,4 @@
-"""Small cases of each operation through an implementation, beside the oracle: the first look.
+"""Small cases of attention, append and decode beside a definition in float64: the first look.
 
 It answers "does this work on my machine" in seconds; `gpu_check` runs each of them in a process of
 its own. The proof is the test suite.
@@ -188,7 +188,7 @@ def _attention(
 
 
 def _padded(how: How) -> Figures:
-    """Lengths, of which one is a tile's and one a key less."""
+    """Lengths at a tile of 128 keys, and one key below."""
     lengths = jnp.array([1, 127, 128, 300], jnp.int32)
     arrays = {"q": how.normal(1, 4, 300, HEADS, DIM)}
     arrays |= {x: how.normal(n, 4, 300, KV_HEADS, DIM) for n, x in enumerate("kv", 2)}
@@ -198,7 +198,7 @@ def _padded(how: How) -> Figures:
 
 
 def _tangents(how: How) -> Figures:
-    """A tangent beside a difference quotient of the definition, which float64 makes exact."""
+    """A tangent beside a central difference of the definition in float64."""
     arrays = {x: how.normal(n, 1, 150, HEADS, DIM) for n, x in enumerate("qkv", 1)}
     tangents = tuple(how.normal(n, 1, 150, HEADS, DIM) for n in (11, 12, 13))
     options: dict[str, Any] = {"mask": CAUSAL, "implementation": how.implementation}
@@ -209,7 +209,7 @@ def _tangents(how: How) -> Figures:
              for x, dx in zip(arrays.values(), tangents, strict=True)]  # fmt: skip
     (above,), (below,) = (_definition(*(x + sign * dx for x, dx in pairs)) for sign in (1, -1))
     truth = (above - below) / (2 * step)
-    # A rounding of the largest: three products are added up, whose operands were rounded.
+    # The budget is one rounding of the largest tangent, as operands are rounded.
     return float(np.abs(np.asarray(got, np.float64) - truth).max()), eps * np.abs(truth).max()
 
 
@@ -292,7 +292,7 @@ def _decode(how: How, kind: str, new: int = 1) -> Figures:
 
 
 def _newest(how: How, q: jax.Array, cache: KVCache, k: jax.Array, v: jax.Array) -> Figures:
-    """The newest rows of a cache that holds k and v."""
+    """Attention of the newest rows to a cache that holds k and v, beside the definition."""
     run = jax.jit(pallas_attn.decode_attention, static_argnames="implementation")
     arrays = {"q": q, "k": k, "v": v, "lengths": cache.lengths}
     arrays["offset"] = cache.lengths - q.shape[1]
@@ -318,7 +318,7 @@ def _decode_of_latents(how: How) -> Figures:
 
 
 _KINDS = ("PerSequenceCache", "StackedCache", "PagedCache")
-_FORWARD, _BACKWARD, _DECODE = "flash_attention", "its gradients", "decode_attention"
+_FORWARD, _BACKWARD, _DECODE = "flash_attention", "gradients", "decode_attention"
 _partial = functools.partial
 _forward, _backward = (_partial(_attention, gradients=x) for x in (False, True))
 CHECKS = (
@@ -333,7 +333,7 @@ CHECKS = (
     Check(_BACKWARD, "full, T 129, H 128", _partial(_backward, rows=129, dim=128, mask=FULL)),
     Check(_BACKWARD, "a window of 50, T 333, H 96",
           _partial(_backward, rows=333, dim=96, mask=sliding_window(50))),
-    Check("its tangents", "causal, T 150, H 64", _tangents),
+    Check("tangents", "causal, T 150, H 64", _tangents),
     *(Check("append_kv", f"{x}, elements that differ", _partial(_append, kind=x)) for x in _KINDS),
     Check("append_kv", "float8_e4m3fn, elements that differ", _quantized_append),
     *(Check(_DECODE, f"{x}, lengths 1 to 256", _partial(_decode, kind=x)) for x in _KINDS),

@@ -9,7 +9,7 @@ _SHARED_MEMORY["sm107"] = 334_848
 _LEAST = 101_376
 
 HOPPER = "sm90"
-_MULTIPROCESSORS = {"sm80": 108, "sm86": 84, "sm89": 128, HOPPER: 132, "sm100": 148}
+_MULTIPROCESSORS = {"sm80": 108, "sm86": 84, "sm89": 128, HOPPER: 132, "sm100": 148, "sm103": 148}
 
 
 def number(generation: str) -> int:
@@ -23,5 +23,7 @@ def shared_memory(generation: str | None) -> int:
 
 
 def multiprocessors(generation: str | None) -> int:
-    """Multiprocessors of a usual GPU of the generation, or of Hopper's, for numbers of blocks."""
+    """Multiprocessors of a usual GPU of the generation, for numbers of blocks; Hopper's where it is
+    not known.
+    """
     return _MULTIPROCESSORS.get(generation or "", _MULTIPROCESSORS[HOPPER])

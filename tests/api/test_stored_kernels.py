@@ -106,7 +106,9 @@ class Asked:
     setting: tuple[str, Any] = ("jax_enable_x64", False)
 
     def names(self, folder):
-        """Files of the kernel and of its answer. Nothing is lowered."""
+        """Names of the stored files: the lowered kernel, and the answer for a problem. Nothing is
+        lowered.
+        """
         package, names = folder / hashlib.sha256(repr(self.sources).encode()).hexdigest(), []
         for name, content in self.sources:
             (package / name).parent.mkdir(parents=True, exist_ok=True)
@@ -164,7 +166,7 @@ KEY = {
     "ranks": {"setting": ("jax_numpy_rank_promotion", "allow")},
     "mosaic": {"setting": ("jax_pallas_enable_debug_checks", True)},
 }
-OF_THE_KERNEL_ALONE = {*list(KEY)[list(KEY).index("shape") :]}  # the answer depends on no more
+KERNEL_ALONE = {*list(KEY)[list(KEY).index("shape") :]}  # the answer depends on no more
 
 
 @pytest.mark.parametrize("part", KEY)
@@ -172,7 +174,7 @@ def test_another_value_of_a_part_of_the_key_is_another_kernel(part, tmp_path):
     names = BASE.names(tmp_path)
     assert names == BASE.names(tmp_path) and len(set(names)) == 2
     kernel, answer = dataclasses.replace(BASE, **KEY[part]).names(tmp_path)
-    assert kernel not in names and (answer in names) == (part in OF_THE_KERNEL_ALONE)
+    assert kernel not in names and (answer in names) == (part in KERNEL_ALONE)
 
 
 @pytest.mark.parametrize("operation", operations._BASE)

@@ -983,7 +983,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{PREFILL}/gathered.py",
         "there = (inputs.page_table >= 0) & (inputs.page_table < problem.pages)",
         "there = inputs.page_table < problem.pages",
-        "tests/kernels/test_every_kernel.py -k 'gathered_sm80 and lost'",
+        "tests/kernels/test_every_kernel.py -k 'gathered_sm80 and missing'",
     ),
     "gathered_rows_stand_at_the_first_keys": Fault(
         f"{PREFILL}/gathered.py",
@@ -1243,19 +1243,19 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{SHARED}/cache_layout.py",
         "return (page >= 0) & (page < self.slabs)",
         "return (page >= 0) & (page <= self.slabs)",
-        "tests/kernels/test_every_kernel.py -k 'prefill.sm90 and lost'",
+        "tests/kernels/test_every_kernel.py -k 'prefill.sm90 and missing'",
     ),
     "a_missing_page_is_seen_in_the_first_stretch_alone": Fault(
         f"{MLA}/producer.py",
         "        if finds_missing:\n",
         "        if finds_missing and first == 0:\n",
-        "tests/kernels/test_every_kernel.py -k 'decode_mla and lost'",
+        "tests/kernels/test_every_kernel.py -k 'decode_mla and missing'",
     ),
     "skipped_pages_are_looked_up_by_whole_blocks": Fault(
         f"{SHARED}/cache_layout.py",
         "thread.loop((count + (mosaic.THREADS - 1)) // mosaic.THREADS, [], look)",
         "thread.loop(count // mosaic.THREADS, [], look)",
-        "tests/kernels/test_every_kernel.py -k 'decode.sm and lost'",
+        "tests/kernels/test_every_kernel.py -k 'decode.sm and missing'",
     ),
     "a_band_of_a_function_moves_all_rows": Fault(
         "pallas_attn/_context_parallel/layout.py",

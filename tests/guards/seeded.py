@@ -78,7 +78,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
         ),
     },
     # ---- rows of tests/support/kernels.py --------------------------------------------------------
-    f"{TEST_EVERY} -k '(hard_data and few_rows) or (hard_data and decode.sm) or lost'": {
+    f"{TEST_EVERY} -k '(hard_data and few_rows) or (hard_data and decode.sm) or missing'": {
         "sums_of_few_latent_rows_keep_an_old_maximum": (
             f"{MLA}/sm90_few_rows.py",
             "state.row_sum * down_columns(rescale, s.shape) + p, higher)",
@@ -242,7 +242,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
         ),
         "sm100_tensor_memory_changes_hands_without_a_fence": (
             f"{FWD}/sm100.py",
-            "p_ready=_of_tensor_memory(count)",
+            "p_ready=_tensor_memory_barriers(count)",
             "p_ready=barrier(num_barriers=count)",
         ),
         "sm100_a_hidden_exponential_is_a_polynomial": (

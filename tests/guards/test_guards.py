@@ -217,7 +217,7 @@ def test_what_matmuls_read_is_watched_until_they_are_waited_for(fault):
 @either_way
 @pytest.mark.parametrize("behind", [0, 1, 2])
 def test_an_accumulator_is_read_when_its_matmuls_are_done(behind):
-    """One more is issued behind them."""
+    """Another matmul is in flight, so wait_n is 1 at most."""
     early = pytest.raises(Exception, match="wait_n is 1 at most")
     call = functools.partial(two_accumulators, wait=behind)
     with contextlib.nullcontext() if behind < 2 else early, mosaic.interpret(patience=3):

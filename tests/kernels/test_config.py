@@ -104,7 +104,15 @@ def test_what_is_known_of_a_gpu():
     kib = {"sm80": 163, "sm86": 99, "sm87": 163, "sm89": 99, "sm90": 227, "sm100": 227, "sm120": 99}
     kib |= {"sm103": 227, "sm110": 227, "sm121": 99, "sm107": 327}
     assert {gpu: gpu_specs.shared_memory(gpu) / 1024 for gpu in kib} == kib
-    blocks = {"sm80": 108, "sm86": 84, "sm89": 128, "sm90": 132, "sm100": 148, "sm120": 132}
+    blocks = {
+        "sm80": 108,
+        "sm86": 84,
+        "sm89": 128,
+        "sm90": 132,
+        "sm100": 148,
+        "sm103": 148,
+        "sm120": 132,
+    }
     assert {gpu: gpu_specs.multiprocessors(gpu) for gpu in blocks} == blocks
 
 

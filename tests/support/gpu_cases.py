@@ -15,7 +15,7 @@ _APPEND, _CACHES = "tests/kernels/append/test_append", "tests/caches/test_"
 _LM = "tests/lm/test_kernels.py::"
 
 OF_SEVERAL_GPUS = {"kernels/decode/merge_over_gpus.py", "pallas_lm/kernels/all_reduce.py"}
-OF_BLACKWELL = {"kernels/flash_fwd/sm100.py"}  # test_every_kernel.py has its rows
+BLACKWELL = {"kernels/flash_fwd/sm100.py"}  # test_every_kernel.py has its rows
 QUICK = {
     "kernels/flash_fwd/sm90.py": f"{_EVERY}[flash_fwd.sm90-cut_tiles]",
     "kernels/flash_fwd/sm80.py": f"{_EVERY}[flash_fwd.sm80-cut_tiles]",

@@ -74,7 +74,7 @@ class Row(NamedTuple):
         return self.candidate.kernel
 
     def runs_on(self, gpu: str | None) -> bool:
-        """Whether a GPU runs its code; without one, on a GPU that will."""
+        """Whether this GPU runs the kernel; True without a GPU."""
         first, last = self.candidate.generations
         return gpu is None or first <= gpu_specs.number(gpu) <= last
 
@@ -279,7 +279,7 @@ class HardRows:
         return inputs._replace(q=jnp.asarray(q), k_cache=jnp.asarray(k))
 
 
-class LostPages:
+class MissingPages:
     """Cases over pages of which some are missing: past the length, where they are not needed; in
     the middle; at the end; and several that a window hides. All others hold numbers, so NaN in the
     results is what the kernel has written.
@@ -335,12 +335,12 @@ class Latent(HardPages, test_decode_mla.Case):
 
 
 @dataclasses.dataclass(frozen=True)
-class LostDecode(LostPages, decode_cases.Case):
+class DecodeOfMissingPages(MissingPages, decode_cases.Case):
     pass
 
 
 @dataclasses.dataclass(frozen=True)
-class LostLatent(LostPages, test_decode_mla.Case):
+class LatentOfMissingPages(MissingPages, test_decode_mla.Case):
     pass
 
 
@@ -402,8 +402,8 @@ def caches(case: decode_cases.Case, config: Any) -> Calls:
     calls = {kind: (dataclasses.replace(case, kind=kind), config) for kind in kinds}
     changes = {"kind": "paged", "mask": sliding_window(100)}
     changes["lengths"] = (*case.lengths[:-1], case.capacity + 1)
-    lost = remade(LostLatent if isinstance(case, Latent) else LostDecode, case, **changes)
-    return calls | {"lost": (lost, config)}
+    kind = LatentOfMissingPages if isinstance(case, Latent) else DecodeOfMissingPages
+    return calls | {"missing": (remade(kind, case, **changes), config)}
 
 
 def gathered(module: str, **sizes: Any) -> Row:
@@ -429,7 +429,7 @@ def listed(module: str, **fields: Any) -> Row:
 
 
 def elsewhere(module: str, hard: str, ends: str | None = None) -> Row:
-    """The row of a kernel whose numbers and lengths other tests have."""
+    """The row of a kernel whose hard data and boundaries are tested elsewhere."""
     row, tests = Row(module, None, {}, {}), {"ends": ends or hard}
     return row._replace(excused={name: tests.get(name, hard) for name in row.lacks})
 
@@ -449,7 +449,8 @@ HARD_ROWS = HardDecode(q_len=40, q_heads=4, kv_heads=1)
 IN_TURN = prefill_sm90.Config(2, block_kv=64, grid=3, in_turn=True)
 ALONE = dataclasses.replace(IN_TURN, grid=1)
 ROWS_OF_8_BITS = Quantized("stacked", **MANY_ROWS, exact=True)
-OF_PACKED = {"q_len": 9, "page_size": 8, "head_dim": 264, "v_head_dim": 264, "sinks": True}
+PACKED_SIZES = {"q_len": 9, "page_size": 8, "head_dim": 264, "v_head_dim": 264, "sinks": True}
+PACKED_ROWS = Decode("paged", lengths=(0, 1, 64, 65), layers=2, **PACKED_SIZES)
 IN_A_WINDOW = Decode(**MANY_ROWS, mask=sliding_window(100))
 KERNELS = (
     Row("flash_fwd.sm90", forward, {
@@ -555,8 +556,8 @@ KERNELS = (
     gathered("gathered_sm80"),
     gathered("gathered_sm90", head_dim=264, v_head_dim=264, q_heads=2, kv_heads=1),
     Row("prefill.gathered_packed_sm90", test_prefill_gathered.packed_agree,
-        {"plain": (HardDecode(lengths=(192, 65), **OF_PACKED), (9, 1))},
-        {"paged": (Decode("paged", lengths=(0, 1, 64, 65), layers=2, **OF_PACKED), (1, 9, 7, 1))}),
+        {"plain": (HardDecode(lengths=(192, 65), **PACKED_SIZES), (9, 1))},
+        {"paged": (PACKED_ROWS, (1, 9, 7, 1))}),
     elsewhere("flash_fwd.sm80_float8",
               "kernels/flash_fwd/test_float8.py::test_portable_interpreted"),
     elsewhere("decode_mla.sm90_byte_rows", "caches/test_byte_rows.py::test_all_tiles_by_one_block",

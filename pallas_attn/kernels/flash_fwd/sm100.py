@@ -12,25 +12,25 @@ Grid: a block for each work tile, `Config.q_tiles` q tiles of 128 rows of one he
 first (`tile_scheduler.schedule`).
 
 Warpgroups: one for each q tile computes its softmax, a row a thread, so that no maximum or sum
-crosses threads; one rescales the outputs in tensor memory and stores them; of the last one warp 0
-issues all loads and warp 1 all matmuls.
+crosses threads; one, the correction, rescales the outputs in tensor memory and stores them; in the
+last one warp 0 issues all loads and warp 1 all matmuls.
 
 Shared memory, and who owns it when:
   q [q tile]      loaded once; when the last scores of the q tile are done, its output
   k, v [stages]   rings: `k_ready` and `v_ready` when a kv tile has landed, `k_free` and `v_free`
                   when the matmuls that read it are done
   factors [q tile]  float32[128] from the softmax to the correction (`factor_ready`,
-                  `factor_free`): by what the output is to be multiplied
+                  `factor_free`), which multiplies O by them
 
-Tensor memory, 512 columns of 128 lanes, of which head dim 128 leaves none:
-  scores [q tile]  S, float32[128, 128], from `s_ready` until the softmax has read it; then over its
-                  first half P, in 16 bits, from `p_ready` until `o_ready`
+Tensor memory, 512 columns of 128 lanes, which two q tiles of head dim 128 fill:
+  scores [q tile]  S, float32[128, 128], from `s_ready` until the softmax has read it; then P, in 16
+                  bits, over the first half of its columns, from `p_ready` until `o_ready`
   out [q tile]    O, float32[128, H]: the matmuls' from `o_scaled` to `o_ready`, else the
                   correction's
 
 Kv tiles are taken from the first to the last. All q tiles of a block begin with the same one, and
-each ends with its own. Whatever a barrier hands over in tensor memory asks for tcgen05's fences:
-such barriers are made by `_of_tensor_memory`.
+each ends with its own. A barrier that hands over tensor memory needs tcgen05's fences:
+`_tensor_memory_barriers` makes such barriers.
 
 Bounds, by the rates of data sheets (8192 FLOP of matmuls and 16 exponentials a cycle): 128 x 128
 scores of head dim 128 take 1024 cycles of matmuls, and 1024 of exponentials without polynomials.
@@ -101,7 +101,7 @@ class Config:
 
     @classmethod
     def default(cls, problem: AttentionProblem) -> "Config":
-        """The fastest by counts of instructions: nothing was measured."""
+        """Two q tiles where there are more rows than one has. Nothing was measured."""
         return cls(q_tiles=1 if problem.q_len <= TILE else 2)
 
 
@@ -172,18 +172,18 @@ def scratch(plan: QueryPlan) -> Memory:
         q_ready=barrier(num_barriers=count),
         k_ready=barrier(num_barriers=stages),
         v_ready=barrier(num_barriers=stages),
-        k_free=_of_tensor_memory(stages),
-        v_free=_of_tensor_memory(stages),
-        s_ready=_of_tensor_memory(count),
-        p_ready=_of_tensor_memory(count),
-        o_ready=_of_tensor_memory(count),
-        o_scaled=_of_tensor_memory(count),
+        k_free=_tensor_memory_barriers(stages),
+        v_free=_tensor_memory_barriers(stages),
+        s_ready=_tensor_memory_barriers(count),
+        p_ready=_tensor_memory_barriers(count),
+        o_ready=_tensor_memory_barriers(count),
+        o_scaled=_tensor_memory_barriers(count),
         factor_ready=barrier(num_barriers=count),
         factor_free=barrier(num_barriers=count),
     )
 
 
-def _of_tensor_memory(count: int) -> Any:
+def _tensor_memory_barriers(count: int) -> Any:
     """Barriers at which matmuls are done, or tensor memory changes hands."""
     return plgpu.Barrier(num_barriers=count, orders_tensor_core=True)
 
@@ -305,7 +305,7 @@ def _load_kv_tile(block: Block, name: str, key: Index, slot: Index) -> None:
     whole = functools.partial(load, getattr(refs, name), key)
     if name == "k" or not plan.has("kv_lengths"):
         return whole()
-    end = key + TILE  # only the last tile may be cut; a warp has no "not"
+    end = key + TILE  # only the last tile may be cut; Mosaic lowers no "not" in a warp
     pl.when(end > tile.kv_len)(functools.partial(load, refs.v_edge, 0))
     return pl.when(end <= tile.kv_len)(whole)
 
@@ -314,7 +314,7 @@ def _load_kv_tile(block: Block, name: str, key: Index, slot: Index) -> None:
 
 
 def _multiply(block: Block) -> None:
-    """S of the first kv tile; then of each kv tile P V, and S of the next, whose place P had."""
+    """S of the first kv tile; then P V of each kv tile, and S of the next, which overwrites P."""
     memory, count = block.memory, block.ctx.plan.config.q_tiles
     wait = plgpu.barrier_wait
 
@@ -390,7 +390,7 @@ def _softmax(block: Block, n: int) -> None:
 
 
 def _hand_over(memory: Memory, n: int, factor: RegisterTile) -> None:
-    """Tells the correction by what it is to multiply the rows of q tile n."""
+    """Gives the correction the factors of the rows of q tile n."""
     plgpu.barrier_wait(memory.factor_free.at[n])
     memory.factors[n] = factor
     plgpu.barrier_arrive(memory.factor_ready.at[n])
@@ -440,8 +440,7 @@ POLYNOMIAL = (0.00132764717, 0.00967554154, 0.0555071328, 0.240221197, 0.6931469
 
 def exp2_by_polynomial(x: RegisterTile) -> RegisterTile:
     """2**x for x up to 127 on the FMA units, 2**-125 for what lies below: of degree 5 about the
-    nearest integer, good to 3e-7. (FlashAttention-4 takes degree 3, whose 7e-5 the log-sum-exp
-    shows.) A NaN stays one.
+    nearest integer, with a relative error below 4e-7. A NaN stays one.
     """
     integer_at = 1.5 * 2.0**23 + 127  # from here on floats are integers; their low bits, x + 127
     x = jnp.maximum(x, -125.0)
@@ -476,7 +475,7 @@ def _correct(block: Block) -> None:
 
 
 def _rescale(memory: Memory, n: int) -> None:
-    """O of q tile n in terms of its new maxima, if one of them has been raised."""
+    """Multiplies O of q tile n by its factors, if one of them is below 1."""
     plgpu.barrier_wait(memory.factor_ready.at[n])
     factor = plgpu.load(memory.factors.at[n], layout=ROW)
     plgpu.barrier_arrive(memory.factor_free.at[n])
