@@ -217,8 +217,8 @@ def test_the_support_matrix_is_that_of_the_dispatch_table():
     _, rest = SUPPORT.read_text().split(support.BEGIN)
     written, _ = rest.split(support.END)
     assert written.strip() == support.support_matrix(), (
-        "docs/support.md is behind the dispatch table: "
-        """python -c 'from benchmarks import support; support.rewrite("docs/support.md")'"""
+        "docs/support.md is behind the dispatch table: python -c "
+        """'from tests.support import operations; operations.rewrite("docs/support.md")'"""
     )
 
 

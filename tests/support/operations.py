@@ -193,7 +193,7 @@ _ROWS: dict[str, dict[str, Variants]] = {
         "ragged chunks": ({"new_rows": 64, "ragged": True},),
         "packed rows": ({"new_rows": 64, "packed": True},),
         "rows split over devices": ({"new_rows": 8, "packed": True},),
-        "rows split over devices, keep by a path; of 32 layers": (
+        "rows split over devices, keep by a path of 32 layers": (
             {"sequences": 8 * 32, "new_rows": 8 * 32 * 8, "packed": True},
         ),
         "one array alone": ({"v_head_dim": None},),
@@ -307,8 +307,10 @@ def _table(title: str) -> str:
     *labels, last = operations = _TABLES[title]
     label = f"{title}, {' and '.join(filter(None, (', '.join(labels), last)))}"
     lines = [f"| {label.removesuffix(', ')} | every GPU |", "|---|---|"]
-    for name, variants in _ROWS[next(iter(operations.values()))].items():
-        lines.append(f"| {name} | {_cell(operations, variants)} |")
+    rows = _ROWS[next(iter(operations.values()))]
+    cells = {name: _cell(operations, variants) for name, variants in rows.items()}
+    lines += [f"| {name} | {cell} |" for name, cell in cells.items() if cell != "yes"]
+    lines.append(f"| also | {'; '.join(name for name, cell in cells.items() if cell == 'yes')} |")
     return "\n".join(lines)
 
 
@@ -327,7 +329,9 @@ def _cell(operations: dict[str, str], variants: tuple[dict[str, Any], ...]) -> s
             cells.setdefault(said if any(taken) else "-", []).append(where)
     if len(cells) == 1:
         return next(iter(cells))
-    return "; ".join(f"{_where(places, operations)}: {said}" for said, places in cells.items())
+    most = max(cells, key=lambda said: len(cells[said]))
+    others = [f"{_where(places, operations)}: {x}" for x, places in cells.items() if x != most]
+    return "; ".join([*others, f"else {most}"])
 
 
 def _said(variants: tuple[dict[str, Any], ...], taken: list[bool]) -> str:
