@@ -242,10 +242,10 @@ _ROWS: dict[str, dict[str, Variants]] = {
         "softcap": ({"softcap": 30.0},),
         "sinks": ({"sinks": True},),
         "batch_invariant": ({"batch_invariant": True},),
-        "parents, a tree of drafts; tokens at once": tuple(
+        "parents, a tree of drafts: tokens at once": tuple(
             {"q_len": n} | _IN_TREE for n in (4, 64)
         ),
-        "a tree in a window; tokens at once": tuple({"q_len": n} | _IN_WINDOW for n in (4, 64)),
+        "a tree in a window: tokens at once": tuple({"q_len": n} | _IN_WINDOW for n in (4, 64)),
         "a tree, rows split over devices": (
             {"q_len": 64, "mask": FULL, "mask_program": _SPLIT_TREE},
         ),
@@ -268,15 +268,15 @@ _ROWS: dict[str, dict[str, Variants]] = {
         "a tree, V within K": (_LATENT | {"q_len": 4} | _IN_TREE,),
         "mask_fn": ({"mask_program": _ALTERNATE},),
         "mask_fn, packed rows": ({"mask_program": _ALTERNATE} | _PACKED,),
-        "score_fn; cache": tuple(x | _SCORED for x in _CACHES),
-        "score_fn; tokens at once": tuple({"q_len": n} | _SCORED for n in (1, 4, 64)),
+        "score_fn: cache": tuple(x | _SCORED for x in _CACHES),
+        "score_fn: tokens at once": tuple({"q_len": n} | _SCORED for n in (1, 4, 64)),
         "score_fn, packed rows": (_SCORED | _PACKED,),
         "score_fn over a quantised cache": tuple(dtype | _SCORED for dtype in _QUANTISED),
         "score_fn, V within K": (_LATENT | _SCORED,),
         "score_fn, packed rows, V within K": (_LATENT | _SCORED | _PACKED,),
         "score_fn, V within K, rows of 656 bytes": (_OF_BYTES | _SCORED,),
-        "kv_indices, a list of positions a row; cache": tuple(x | _LISTED for x in _CACHES),
-        "kv_indices; tokens at once": tuple({"q_len": n} | _LISTED for n in (1, 64)),
+        "kv_indices, a list of positions a row: cache": tuple(x | _LISTED for x in _CACHES),
+        "kv_indices: tokens at once": tuple({"q_len": n} | _LISTED for n in (1, 64)),
         "kv_indices, packed rows": (_PACKED | _LISTED,),
         "kv_indices over a quantised cache": tuple(dtype | _LISTED for dtype in _QUANTISED),
         "kv_indices, V within K": (_LATENT | _LISTED,),
@@ -308,9 +308,10 @@ def _table(title: str) -> str:
     label = f"{title}, {' and '.join(filter(None, (', '.join(labels), last)))}"
     lines = [f"| {label.removesuffix(', ')} | every GPU |", "|---|---|"]
     rows = _ROWS[next(iter(operations.values()))]
-    cells = {name: _cell(operations, variants) for name, variants in rows.items()}
-    lines += [f"| {name} | {cell} |" for name, cell in cells.items() if cell != "yes"]
-    lines.append(f"| also | {'; '.join(name for name, cell in cells.items() if cell == 'yes')} |")
+    names: dict[str, list[str]] = {}
+    for name, variants in rows.items():
+        names.setdefault(_cell(operations, variants), []).append(name)
+    lines += [f"| {'; '.join(names[cell])} | {cell} |" for cell in names]
     return "\n".join(lines)
 
 
