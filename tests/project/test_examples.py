@@ -12,7 +12,7 @@ EXAMPLES = sorted((pathlib.Path(__file__).parents[2] / "examples").glob("*.py"))
 
 
 def test_the_examples_are_found():
-    assert len(EXAMPLES) == 6
+    assert len(EXAMPLES) == 7
 
 
 def test_the_kernel_to_learn_from_runs():

@@ -154,10 +154,13 @@ def _large_attention() -> list[AttentionCase]:
         pair: dict[str, Any] = {"bias_shape": (1, n, length, length), "bias_dtype": "bfloat16"}
         pair |= {"mask_shape": (batch, 1, 1, length), "shown_keys": ((0, length),) * batch}
         name = f"h{dim}_pair_bias_b{batch}_t{length}_n{n}"
-        rows.append(full(name, (batch, length), (n, n), dim, "pair_bias", **pair))
-    shape = (4, 16, 768, 768)
-    pair = {"bias_shape": shape, "bias_dtype": "bfloat16"}
-    rows.append(full("h24_pair_bias_b4_t768_n16", (4, 768), equal, 24, "pair_bias", **pair))
+        labels = ("pair_bias", "alphafold3") if dim == 32 and n == 4 else ("pair_bias",)
+        rows.append(full(name, (batch, length), (n, n), dim, *labels, **pair))
+    # The Pairformer has a bias for each protein, samples of the diffusion transformer share one.
+    for dim, batch, biases in ((24, 4, 4), (48, 5, 1)):
+        pair = {"bias_shape": (biases, 16, 768, 768), "bias_dtype": "bfloat16"}
+        name, labels = f"h{dim}_pair_bias_b{batch}_t768_n16", ("pair_bias", "alphafold3")
+        rows.append(full(name, (batch, 768), equal, dim, *labels, **pair))
     pair = {"bias_shape": (1, 12, 512, 512), "bias_dtype": "bfloat16"}
     rows.append(full("h64_t5_bias_b32_t512_n12", (32, 512), (12, 12), 64, "pair_bias", **pair))
     shown = tuple((0, 2048 - 128 * n) for n in range(8))
@@ -342,6 +345,9 @@ def _edge_attention() -> list[AttentionCase]:
         plain("bias_shared", (3, 130, 208), (4, 2), bias_shape=(1, 4, 130, 208),
               bias_dtype="bfloat16", mask_shape=(3, 1, 1, 208),
               shown_keys=((0, 208), (0, 140), (30, 100))),
+        *(_attention(f"pair_bias_dim{dim}", (3, 72), (2, 2), dim, bias_shape=(1, 2, 72, 72),
+                     mask_shape=(3, 1, 1, 72), shown_keys=((0, 72), (0, 41), (0, 72)))
+          for dim in (24, 48)),
         plain("padding", (4, 130, 300), (4, 2), mask_shape=(4, 1, 1, 300),
               shown_keys=((0, 300), (0, 128), (140, 290), (70, 70))),
         plain("padding_ragged", (3, 130, 197), (2, 2), mask=CAUSAL, mask_shape=(3, 1, 1, 197),
