@@ -110,7 +110,7 @@ def _large_attention() -> list[AttentionCase]:
     for tail, sinks in (("", True), ("_no_sinks", False)):
         local: dict[str, Any] = {"mask": sliding_window(128), "sinks": sinks}
         rows.append(full(f"gpt_oss_t8192{tail}", (1, 8192), (64, 8), 64, "windows", **local))
-        labels = "windows", "deepseek_v4"
+        labels: tuple[str, ...] = ("windows", "deepseek_v4")
         rows.append(full(f"deepseek_v4_t4096{tail}", (1, 4096), (64, 1), 512, *labels, **local))
     rows += [
         causal("h80_causal_t4096", (4, 4096), equal, 80, "odd"),
