@@ -50,6 +50,7 @@ from pallas_attn.ragged import ragged_paged_attention, update_kv_pages
 from pallas_attn.rotary import RMSNorm, Rotary
 from pallas_attn.scores import ScoreFunction, score_fn
 from pallas_attn.trees import DraftTree
+from pallas_attn.tuning import tuned
 
 __version__ = "0.1.0"
 
@@ -89,6 +90,7 @@ __all__ = [
     "ragged_paged_attention",
     "score_fn",
     "sliding_window",
+    "tuned",
     "update_kv_pages",
     "write_kv",
 ]

@@ -78,6 +78,7 @@ class _Key(NamedTuple):
     tree: jax.tree_util.PyTreeDef  # structure of the inputs
     ints: tuple[int | None, ...]  # leaves of the inputs that are static, None for arrays
     overlaps: bool  # `device.overlapping` holds
+    tuned: Any  # `config.tuned`
 
 
 def _keyed(
@@ -87,7 +88,8 @@ def _keyed(
     leaves, tree = jax.tree.flatten(inputs)
     ints = tuple([leaf if isinstance(leaf, int) else None for leaf in leaves])
     arrays = [leaf for leaf in leaves if not isinstance(leaf, int)]
-    return _Key(operation, kernel, problem, tree, ints, device.asked_to_overlap.get()), arrays
+    settings = device.asked_to_overlap.get(), config.tuned.get()
+    return _Key(operation, kernel, problem, tree, ints, *settings), arrays
 
 
 _called = jax.jit(operator.call, static_argnums=(0, 1))

@@ -1,4 +1,4 @@
-"""The Config that a kernel runs with: one that was forced, else the kernel's own default."""
+"""The Config that a kernel runs with: one that was forced, or tuned, else the kernel's default."""
 
 import contextlib
 import contextvars
@@ -33,10 +33,16 @@ observer: contextvars.ContextVar[Observer | None] = contextvars.ContextVar(
 )
 
 
+# The Configs of a file (`tuning.Tuned`), where a call was told to run with them.
+tuned: contextvars.ContextVar[Any] = contextvars.ContextVar("pallas_attn_tuned", default=None)
+
+
 def choose(name: str, kernel: Kernel, problem: Problem) -> Any:
-    """The Config to run `problem` with; `default` where there is no observer."""
+    """The Config to run `problem` with: `default` where nothing is forced or tuned."""
     forced, choices = observer.get() or Observer({}, None)
     config = kernel.config(**forced[name]) if name in forced else default(kernel, problem)
+    if name not in forced and (file := tuned.get()) is not None:
+        config = file.config_of(name, kernel, problem, config)
     if choices is not None:
         choices.append(Choice(name, problem, config))
     return config

@@ -135,7 +135,7 @@ class Candidate:
         if keeps and (kept := store.results(self, inputs, problem)) is not None:
             return kept
         kernel = self.kernel
-        if _config.observer.get() is None:
+        if _config.observer.get() is None is _config.tuned.get():
             config = _config.default(kernel, problem)
         else:
             config = _config.choose(self.name, kernel, problem)

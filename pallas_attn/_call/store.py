@@ -22,6 +22,7 @@ import enum
 import functools
 import hashlib
 import importlib.metadata
+import json
 import os
 import pathlib
 import pickle
@@ -70,7 +71,7 @@ def results(kernel: Named, inputs: Inputs, problem: Problem) -> Results | None:
     shapes = tuple([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays])
     try:
         types = [(x.shape, str(x.dtype)) for x in shapes]
-        key = _text((kernel.module, problem, str(tree), types, _context()))
+        key = _text((kernel.module, problem, str(tree), types, _tuned(kernel, problem), _context()))
     except TypeError:
         return None
     program = _program(folder / _name(key), _Call(kernel, problem, tree, shapes))
@@ -244,6 +245,13 @@ def _context() -> tuple[Any, ...]:
     names = [name for name in settings if "mosaic" in name or "pallas" in name]
     values = [(name, settings.get(name)) for name in (*_SETTINGS, *sorted(names))]
     return device.asked_to_overlap.get(), device.gpu_generation(), values
+
+
+def _tuned(kernel: Named, problem: Problem) -> str | None:
+    """The fields of a Config that a file has for this call (`tuning`), as JSON."""
+    file = config.tuned.get()
+    fields = None if file is None else file.fields_of(kernel.name, problem)
+    return None if fields is None else json.dumps(fields, sort_keys=True)
 
 
 def _name(text: str) -> str:

@@ -103,7 +103,13 @@ class Asked:
     sources: tuple[tuple[str, str], ...] = (("a.py", "1"), ("kernels/lang/b.py", "2"))
     generation: str = "sm90"
     overlapping: bool = False
+    tuned: int | None = None  # the words of a tuned Config
     setting: tuple[str, Any] = ("jax_enable_x64", False)
+
+    def file(self):
+        if self.tuned is None:
+            return None
+        return types.SimpleNamespace(fields_of=lambda kernel, problem: {"words": self.tuned})
 
     def names(self, folder):
         """Names of the stored files: the lowered kernel, and the answer for a problem. Nothing is
@@ -115,7 +121,10 @@ class Asked:
             (package / name).write_text(content)
         client = types.SimpleNamespace(platform_version=self.cuda)
         gpu = types.SimpleNamespace(platform="gpu", device_kind=self.gpu, client=client)
-        kernel, (setting, value) = types.SimpleNamespace(module=self.kernel), self.setting
+        kernel, (setting, value) = (
+            types.SimpleNamespace(module=self.kernel, name=self.kernel),
+            self.setting,
+        )
         before = {x: jax.config.values[x] for x in (setting, "jax_compilation_cache_dir")}
         with contextlib.ExitStack() as stack:
             for place, attribute, new in (
@@ -134,6 +143,7 @@ class Asked:
             stack.enter_context(
                 device.overlapping() if self.overlapping else contextlib.nullcontext()
             )
+            stack.callback(config.tuned.reset, config.tuned.set(self.file()))
             for name, new in {"jax_compilation_cache_dir": str(folder), setting: value}.items():
                 stack.callback(jax.config.update, name, before[name])
                 jax.config.update(name, new)
@@ -160,6 +170,7 @@ KEY = {
     "structure": {"inputs": [CACHES, NEW]},
     "generation": {"generation": "sm80"},
     "overlapping": {"overlapping": True},
+    "tuned": {"tuned": 4},
     "x64": {"setting": ("jax_enable_x64", True)},
     "precision": {"setting": ("jax_default_matmul_precision", "highest")},
     "dtypes": {"setting": ("jax_numpy_dtype_promotion", "standard")},
