@@ -303,7 +303,8 @@ def changed(config: Fields, fields: dict[str, Value]) -> Fields:
             raise ValueError(f"its Config has no field {name!r}, but {sorted(known)}")
         inner = dataclasses.is_dataclass(own)
         kind: type = dict if inner else type(own)
-        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool):
+        good = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
+        if not good:
             raise ValueError(f"Config.{name} cannot be {described(value)}")
         values[name] = changed(own, value) if inner else value
     return dataclasses.replace(config, **values)
