@@ -9,6 +9,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -36,6 +37,7 @@ class Settings:
     dtype: str = "bfloat16"
     seed: int = 0
     limit: int = 120  # seconds of a case, jax's start and compilation among them
+    gpu: int = 0  # its number among those that jax sees
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +87,7 @@ def outcomes(settings: Settings) -> Iterator[Outcome]:
     """The cases, in their order."""
     jobs = [_process("case", str(n), settings) for n in range(len(parity.CHECKS))]
     with concurrent.futures.ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        ran = pool.map(lambda job: answer(job, settings.limit), jobs)
+        ran = pool.map(lambda job: answer(job, settings.limit, settings.gpu), jobs)
         for check, (row, verdict, note) in zip(parity.CHECKS, ran, strict=True):
             if row is None:
                 yield Outcome(check.operation, check.case, verdict, note=note)
@@ -96,7 +98,8 @@ def outcomes(settings: Settings) -> Iterator[Outcome]:
 def timings(settings: Settings) -> Iterator[Timing]:
     """The timed calls, one at a time."""
     for name in _CALLS:
-        row, verdict, note = answer(_process("time", name, settings), settings.limit)
+        job = _process("time", name, settings)
+        row, verdict, note = answer(job, settings.limit, settings.gpu)
         yield Timing(name, None, None, f"{verdict}: {note}") if row is None else Timing(**row)
 
 
@@ -109,10 +112,20 @@ def _process(kind: str, name: str, settings: Settings) -> list[str]:
     return [sys.executable, "-c", program, kind, name, json.dumps(dataclasses.asdict(settings))]
 
 
-def answer(command: Sequence[str], limit: int) -> tuple[dict[str, Any] | None, str, str]:
+def environment(gpu: int) -> dict[str, str]:
+    """The environment of a process that sees one GPU, by its number among those of this process."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    number = seen[gpu] if gpu < len(seen) and seen[gpu] else str(gpu)
+    return os.environ | {"CUDA_VISIBLE_DEVICES": number}
+
+
+def answer(
+    command: Sequence[str], limit: int, gpu: int = 0
+) -> tuple[dict[str, Any] | None, str, str]:
     """The JSON object that a process prints last; else None, "hung" or "failed", and why."""
+    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": limit, "check": False}
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+        ran = subprocess.run(command, env=environment(gpu), **how)
     except subprocess.TimeoutExpired:
         return None, HUNG, f"no answer within {limit} s"
     printed = ran.stdout.strip().splitlines()
@@ -196,26 +209,40 @@ def timing(name: str, settings: Settings) -> Timing:
     return Timing(name, _microseconds(wrap(ours), arrays), peer, note)
 
 
-def _microseconds(call: Callable[..., Any], arrays: Arrays, calls: int = 20) -> float:
-    """Wall time of a call: the best of five batches of calls, for which the host waits once."""
+def _microseconds(call: Callable[..., Any], arrays: Arrays) -> float:
+    """Wall time of a call: the best of five batches."""
     run = jax.jit(call)
     jax.block_until_ready(run(*arrays))
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        for _ in range(calls):
-            result = run(*arrays)
-        jax.block_until_ready(result)
-        best = min(best, (time.perf_counter() - start) / calls)
-    return 1e6 * best
+    return min(microseconds(run, arrays, 20) for _ in range(5))
+
+
+def microseconds(run: Callable[..., Any], arrays: tuple[Any, ...], calls: int) -> float:
+    """Wall time of a compiled call: of a batch of calls, for which the host waits once."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        result = run(*arrays)
+    jax.block_until_ready(result)
+    return 1e6 * (time.perf_counter() - start) / calls
 
 
 # ---- the report ---------------------------------------------------------------------------------
 
 
-def machine() -> dict[str, Any]:
-    """Facts of this machine for the reader of a report."""
+def chosen_gpu(gpu: int) -> contextlib.AbstractContextManager[Any]:
+    """The block in which calls are traced for a GPU; ValueError where there is none of its number.
+    Without any GPU, number 0 is the machine as it is.
+    """
     devices = jax.devices()
+    if gpu and gpu >= len(devices):
+        raise ValueError(f"gpu: jax sees {len(devices)} devices here, from 0 on; got {gpu}")
+    return jax.default_device(devices[gpu])
+
+
+def machine(gpu: int = 0) -> dict[str, Any]:
+    """Facts of this machine for the reader of a report, in which one GPU has a number."""
+    devices = jax.devices()
+    with chosen_gpu(gpu):
+        generation, kind = pallas_attn.gpu_generation(), devices[gpu].device_kind
     return {
         "pallas_attn": pallas_attn.__version__,
         "jax": jax.__version__,
@@ -223,7 +250,8 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": platform.platform(),
         "devices": [device.device_kind for device in devices],
-        "generation": pallas_attn.gpu_generation(),
+        "device": f"GPU {gpu}, {kind}" if generation else kind,
+        "generation": generation,
         "driver": _driver(),
         "platform": devices[0].client.platform_version,  # with a GPU, CUDA's version, too
     }
@@ -243,9 +271,9 @@ def run(settings: Settings, out: str, say: Callable[[str], None], as_json: bool)
     """Checks this machine, says so line by line, and writes the report. The exit status: 0 where
     `is_well` says so, else 1; 2 without a GPU, where nothing runs.
     """
-    report: dict[str, Any] = machine() | {"settings": dataclasses.asdict(settings)}
+    report: dict[str, Any] = machine(settings.gpu) | {"settings": dataclasses.asdict(settings)}
     table = (lambda line: None) if as_json else say
-    table(f"pallas_attn {report['pallas_attn']}, jax {report['jax']}, {report['devices'][0]}")
+    table(f"pallas_attn {report['pallas_attn']}, jax {report['jax']}, {report['device']}")
     if report["generation"] is None and settings.implementation != "reference":
         would = [*(f"{check.operation}: {check.case}" for check in parity.CHECKS), *_CALLS]
         verdict = "there is no NVIDIA GPU here that jax can use: nothing was checked"

@@ -98,9 +98,9 @@ def _compare(
     dtype = arrays["q"].dtype
     exact = [np.asarray(x, np.float64) for x in arrays.values()]
     do = None if cotangent is None else np.asarray(cotangent, np.float64)
-    oracle = _definition(*exact, do=do, **rules)
-    in_dtype = functools.partial(_rounded, dtype=dtype)
-    naive = _definition(*exact, do=do, rounded=in_dtype, **rules)
+    oracle = definition(*exact, do=do, **rules)
+    in_dtype = functools.partial(rounded, dtype=dtype)
+    naive = definition(*exact, do=do, rounded=in_dtype, **rules)
     for result, truth, plain in zip(got, oracle, naive, strict=True):
         eps = float(jnp.finfo(dtype).eps)
         budget = 2 * np.abs(plain - truth).max() + eps * np.abs(truth).max()
@@ -110,7 +110,7 @@ def _compare(
     return worst
 
 
-def _definition(  # noqa: PLR0913
+def definition(  # noqa: PLR0913
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
@@ -154,7 +154,7 @@ def _definition(  # noqa: PLR0913
     return out, dq, dk, dv
 
 
-def _rounded(x: np.ndarray, dtype: Any) -> np.ndarray:
+def rounded(x: np.ndarray, dtype: Any) -> np.ndarray:
     """x as a matmul of this dtype reads it: float32 as TF32, which has 11 bits."""
     if dtype != jnp.float32:
         return x.astype(dtype).astype(np.float64)
@@ -207,7 +207,7 @@ def _tangents(how: How) -> Figures:
     step, eps = 1e-4, float(jnp.finfo(how.dtype).eps)
     pairs = [(np.asarray(x, np.float64), step * np.asarray(dx, np.float64))
              for x, dx in zip(arrays.values(), tangents, strict=True)]  # fmt: skip
-    (above,), (below,) = (_definition(*(x + sign * dx for x, dx in pairs)) for sign in (1, -1))
+    (above,), (below,) = (definition(*(x + sign * dx for x, dx in pairs)) for sign in (1, -1))
     truth = (above - below) / (2 * step)
     # The budget is one rounding of the largest tangent, as operands are rounded.
     return float(np.abs(np.asarray(got, np.float64) - truth).max()), eps * np.abs(truth).max()

@@ -19,6 +19,7 @@ from pallas_lm.cli.flags import (
     NAMES,
     PARITY,
     TRAIN,
+    TUNE,
     help_text,
     parse,
     refuse_idle,
@@ -73,13 +74,13 @@ def _main(argv: list[str]) -> int:
     refuse_idle(argv)
     # Peers and kernels share the GPU's memory: nobody may take it all at the start.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if values.task in (DECODE, TRAIN, PARITY) and values.compile_cache:
+    if values.task in (DECODE, TRAIN, PARITY, TUNE) and values.compile_cache:
         _keep_programs()
     if values.coordinator is not None:
         _join()
     _find_devices()
-    run = {DECODE: _decode, TRAIN: _train, PARITY: _parity, CHECK: _check, BENCH: _bench}
-    return run[values.task]()
+    run = {DECODE: _decode, TRAIN: _train, PARITY: _parity, CHECK: _check, TUNE: _tune}
+    return (run | {BENCH: _bench})[values.task]()
 
 
 # ---- the process --------------------------------------------------------------------------------
@@ -262,6 +263,13 @@ def _check() -> int:
 
     settings = _filled(gpu_check.Settings, dtype=values.dtype or "bfloat16")
     return gpu_check.run(settings, values.out or gpu_check.REPORT, _say, values.json)
+
+
+def _tune() -> int:
+    from pallas_lm import tune
+
+    settings = _filled(tune.Settings, shape=tuple(values.shape), dtype=values.dtype or "bfloat16")
+    return tune.run(settings, values.out, _say, values.json)
 
 
 def _bench() -> int:

@@ -17,6 +17,7 @@ USAGE = """\
 {0} --checkpoint=DIR --prompt_file=prompts.txt   a Hugging Face folder
 {0} --flagfile=configs/NAME.cfg   flags from a file
 {0} check                         whether the kernels work on this GPU, with a report
+{0} tune --shape=1,4096,32,8,128  faster Configs of kernels for this GPU, kept in a file
 {0} --task=parity                 every operation here, beside the reference
 {0} --task=bench --op=forward --cases=grid --out=results/mine.jsonl --plot=mine.svg
 
@@ -35,7 +36,9 @@ DEMO = (
     "--seed=1",
     "--check",
 )
-DECODE, TRAIN, PARITY, CHECK, BENCH = TASKS = ("decode", "train", "parity", "check", "bench")
+DECODE, TRAIN, PARITY, CHECK, TUNE, BENCH = TASKS = (
+    "decode", "train", "parity", "check", "tune", "bench",
+)  # fmt: skip
 _OPS = ["forward", "backward", "backward_alone", "decode", "prefill", "shared_prefix", "append",
         "mask", "shapes", "few_tiles", "float8", "quantize", "jvp", "context",
         "first_call"]  # fmt: skip
@@ -68,24 +71,32 @@ FLAGS = (
          "What to do. decode: continue prompts with a language model. train: make a small one from"
          " a text. parity: run small cases of every operation beside the reference. check: the "
          "same on a GPU, each case in a process with a time limit, then three timings, and a file "
-         "to attach to a report. bench: time checked kernels beside their peers, on a GPU. The "
-         "first argument may be the task's name alone."),
+         "to attach to a report. tune: look for faster Configs of the kernels of some calls on a "
+         "GPU, and keep them in a file. bench: time checked kernels beside their peers, on a GPU. "
+         "The first argument may be the task's name alone."),
     Flag("implementation", TASKS, ["sm90", "sm80", "sm100", "reference"], None,
          "Which implementation to run. Default: the fastest that takes each problem on this "
          "machine. decode takes no other than reference; train takes any that has gradients here."),
     Flag("seed", TASKS, _ints(most=2**32 - 1), 0, "Of all random inputs."),
-    Flag("dtype", (DECODE, TRAIN, PARITY, CHECK), list(options.DTYPES), None,
+    Flag("dtype", (DECODE, TRAIN, PARITY, CHECK, TUNE), list(options.DTYPES), None,
          "The type of what is computed with. Default: bfloat16; without a GPU decode takes "
          "float32, and train always does."),
     Flag("precision", (DECODE, TRAIN), list(PRECISIONS), None,
          "Of matmuls, as jax.default_matmul_precision has it. Default: highest with float32, so "
          "that float32 is no TF32 on a GPU; else default."),
-    Flag("compile_cache", (DECODE, TRAIN, PARITY), bool, True,
+    Flag("compile_cache", (DECODE, TRAIN, PARITY, TUNE), bool, True,
          "Keep compiled programs between runs, in $XDG_CACHE_HOME/pallas_attn or "
          "~/.cache/pallas_attn. Where jax has a compilation cache of its own already, that one."),
-    Flag("limit", (CHECK,), _ints(1), 120,
-         "Seconds that a case may take, with its compilation; then it counts as hung."),
-    Flag("op", (BENCH,), _OPS, "forward", "Which operation."),
+    Flag("limit", (CHECK, TUNE), _ints(1), 120,
+         "Seconds that a case or a Config may take, with its compilation; then it counts as hung."),
+    Flag("gpu", (CHECK, TUNE), _ints(most=2**10), 0, "Which of several GPUs, from 0."),
+    Flag("shape", (TUNE,), tuple, [],
+         "Sizes B,T,N,K,H or B,T,N,K,H,S: batch, query rows, query heads, kv heads, head dim, and "
+         "keys (of decode and prefill the rows of the cache); may be repeated. Default: those of "
+         "the models that --model names, or of all whose cache is not latent."),
+    Flag("mask", (TUNE,), str, "causal", "full, causal, or window:N for the newest N keys."),
+    Flag("op", (TUNE, BENCH), _OPS, "forward",
+         "Which operation. tune takes forward, backward (both passes), decode and prefill."),
     Flag("cases", (BENCH,), str, "grid",
          "Which cases, by tags and globs over names, with commas. grid+causal wants both tags; "
          "-h256 takes away."),
@@ -95,9 +106,10 @@ FLAGS = (
          "A file that several processes name, each with some of the cases: they compile side by "
          "side and time in turns. None of them measures the rates of the machine."),
     Flag("cold", (BENCH,), bool, False, "Empty the L2 cache before each timed call."),
-    Flag("out", (DECODE, TRAIN, CHECK, BENCH), str, None,
+    Flag("out", (DECODE, TRAIN, CHECK, TUNE, BENCH), str, None,
          "bench, decode with --report: a .jsonl file to add rows to. train: the folder of the "
-         "model. check: the report; default: pallas_attn_check.json."),
+         "model. check: the report; default: pallas_attn_check.json. tune: the file of Configs; "
+         "default: tuned.json, beside the lowered kernels that are kept."),
     Flag("plot", (BENCH,), str, None, "An .svg file to draw."),
     Flag("commit", (DECODE, BENCH), str, None,
          "The commit that rows name, where git cannot say."),
@@ -118,7 +130,7 @@ FLAGS = (
     Flag("context", (TRAIN,), _ints(1, 2**20), None,
          "Bytes of a window of the text; the model is made for as many positions."),
     Flag("learning_rate", (TRAIN,), float, None, "Its peak, for AdamW."),
-    Flag("model", (DECODE,), str, None,
+    Flag("model", (DECODE, TUNE), str, None,
          "tiny, which is in the package, or llama2_7b, llama3_8b, llama3_70b, llama3.1_8b, "
          "mistral_7b, qwen2_7b, qwen3_8b, deepseek_v2_lite with random weights."),
     Flag("checkpoint", (DECODE,), str, None,
@@ -165,7 +177,7 @@ FLAGS = (
          "checkpoint says."),
     Flag("check", (DECODE,), bool, False,
          "Compare every step with the reference path, and print the table."),
-    Flag("json", (DECODE, CHECK), bool, False, "One JSON object a line, for machines."),
+    Flag("json", (DECODE, CHECK, TUNE), bool, False, "One JSON object a line, for machines."),
     _option("logprobs", bool,
          "With --json: the log-probability of each token, before temperature, top_k and top_p."),
     Flag("report", (DECODE,), str, None,

@@ -36,6 +36,27 @@ def test_an_answer_is_the_last_line():
     assert answer == ({"case": 1}, "ok", "")
 
 
+@pytest.mark.parametrize(
+    ("before", "gpu", "number"), [(None, 0, "0"), (None, 2, "2"), ("", 1, "1"), ("5,7", 1, "7")]
+)
+def test_a_process_sees_the_gpu_that_was_asked_for(monkeypatch, before, gpu, number):
+    """By its number among those that this process sees."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if before is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
+    program = "import json, os; print(json.dumps(dict(os.environ)))"
+    answer, verdict, _ = gpu_check.answer(python(program), 60, gpu)
+    assert verdict == "ok" and answer["CUDA_VISIBLE_DEVICES"] == number
+
+
+def test_the_report_names_the_gpu(monkeypatch):
+    assert gpu_check.machine()["device"] == "cpu"
+    monkeypatch.setattr(pallas_attn, "gpu_generation", lambda: "sm90")
+    assert gpu_check.machine(1)["device"] == "GPU 1, cpu"
+    with pytest.raises(ValueError, match=r"^gpu: jax sees \d+ devices here, from 0 on; got 99$"):
+        gpu_check.machine(99)
+
+
 def test_a_case_runs_in_a_process_of_its_own(monkeypatch):
     monkeypatch.setattr(parity, "CHECKS", parity.CHECKS[:1])
     (ran,) = gpu_check.outcomes(REFERENCE)

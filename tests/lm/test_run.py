@@ -210,6 +210,13 @@ def test_a_row_that_cannot_run_is_said_and_fails(called):
     assert out.splitlines()[-1] == f"{count} rows did not hold"
 
 
+def test_tune_without_a_gpu_says_what_it_would_time(called):
+    status, out, error = called("tune", "--shape=1,256,2,1,64", "--mask=window:64")
+    assert (status, error) == (2, "") and out.endswith("nothing was timed\n")
+    assert out.startswith("would time  forward: B 1, T 256, N 2, K 1, H 64, S 256, window:64")
+    assert called("tune", "--shape=1,256", "--json")[2].startswith("shape: expected B,T,N,K,H")
+
+
 def test_check_is_a_task_by_its_name_alone(called):
     status, out, error = called("check", "--seed=3")
     assert (status, error) == (2, "") and out.endswith("nothing was checked\n")
@@ -221,7 +228,10 @@ PAGES = (
     "leave page_size out; see python run.py --help\n"
 )
 WRONG = [
-    ("--task=dance", "flag --task=dance: value should be one of <decode|train|parity|check|bench>"),
+    (
+        "--task=dance",
+        "flag --task=dance: value should be one of <decode|train|parity|check|tune|bench>",
+    ),
     (
         "--implementation=cudnn",
         "flag --implementation=cudnn: value should be one of <sm90|sm80|sm100|reference>",
