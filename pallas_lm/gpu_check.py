@@ -9,7 +9,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -87,7 +86,7 @@ def outcomes(settings: Settings) -> Iterator[Outcome]:
     """The cases, in their order."""
     jobs = [_process("case", str(n), settings) for n in range(len(parity.CHECKS))]
     with concurrent.futures.ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
-        ran = pool.map(lambda job: answer(job, settings.limit, settings.gpu), jobs)
+        ran = pool.map(lambda job: answer(job, settings.limit), jobs)
         for check, (row, verdict, note) in zip(parity.CHECKS, ran, strict=True):
             if row is None:
                 yield Outcome(check.operation, check.case, verdict, note=note)
@@ -99,33 +98,32 @@ def timings(settings: Settings) -> Iterator[Timing]:
     """The timed calls, one at a time."""
     for name in _CALLS:
         job = _process("time", name, settings)
-        row, verdict, note = answer(job, settings.limit, settings.gpu)
+        row, verdict, note = answer(job, settings.limit)
         yield Timing(name, None, None, f"{verdict}: {note}") if row is None else Timing(**row)
 
 
-def _process(kind: str, name: str, settings: Settings) -> list[str]:
-    """The command of a process that imports what this one does."""
-    program = (
-        f"import sys; sys.path[:] = {sys.path!r}; "
-        "from pallas_lm import gpu_check; gpu_check.work(sys.argv[1:])"
+def start(gpu: int) -> str:
+    """The start of the program of a process, which imports what this one does, and sees one GPU: by
+    its number among those that this process sees.
+    """
+    return (
+        f"import os, sys; sys.path[:] = {sys.path!r}; "
+        "seen = os.environ.get('CUDA_VISIBLE_DEVICES', '').split(','); "
+        f"number = ''.join(seen[{gpu}:{gpu + 1}]) or '{gpu}'; "
+        "os.environ['CUDA_VISIBLE_DEVICES'] = number; "
     )
+
+
+def _process(kind: str, name: str, settings: Settings) -> list[str]:
+    """The command of a process."""
+    program = start(settings.gpu) + "from pallas_lm import gpu_check; gpu_check.work(sys.argv[1:])"
     return [sys.executable, "-c", program, kind, name, json.dumps(dataclasses.asdict(settings))]
 
 
-def environment(gpu: int) -> dict[str, str]:
-    """The environment of a process that sees one GPU, by its number among those of this process."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    number = seen[gpu] if gpu < len(seen) and seen[gpu] else str(gpu)
-    return os.environ | {"CUDA_VISIBLE_DEVICES": number}
-
-
-def answer(
-    command: Sequence[str], limit: int, gpu: int = 0
-) -> tuple[dict[str, Any] | None, str, str]:
+def answer(command: Sequence[str], limit: int) -> tuple[dict[str, Any] | None, str, str]:
     """The JSON object that a process prints last; else None, "hung" or "failed", and why."""
-    how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": limit, "check": False}
     try:
-        ran = subprocess.run(command, env=environment(gpu), **how)
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
         return None, HUNG, f"no answer within {limit} s"
     printed = ran.stdout.strip().splitlines()

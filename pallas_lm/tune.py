@@ -127,7 +127,7 @@ class Call:
             return lambda q, cache: (self.attend(q, cache),), (arrays[0], cache)
         if self.kind == "forward":
             return lambda *some: (self.attend(*some),), tuple(arrays)
-        # Of a jitted function jax would keep the transposed program, with its kernels.
+        # A jitted function's transposed program, with its kernels, would be kept by jax.
         pullback = jax.vjp(self.attend, *arrays[:3])[1]
         return lambda pullback, cotangent: pullback(cotangent), (pullback, arrays[3])
 
@@ -250,11 +250,10 @@ class Worker:
     def __init__(self, call: Call, kernel: str, settings: Settings):
         asked = [json.dumps(dataclasses.asdict(call)), kernel]
         program = (
-            f"import sys; sys.path[:] = {sys.path!r}; "
-            "from pallas_lm import tune; tune.work(sys.argv[1:])"
+            gpu_check.start(settings.gpu) + "from pallas_lm import tune; tune.work(sys.argv[1:])"
         )
         self.command = [sys.executable, "-c", program, *asked]
-        self.limit, self.environment = settings.limit, gpu_check.environment(settings.gpu)
+        self.limit = settings.limit
         self.process: subprocess.Popen[str] | None = None
 
     def measure(self, config: Any, turns: int) -> Result:
@@ -290,7 +289,6 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self.errors,
             text=True,
-            env=self.environment,
         )
         reads = self.process.stdout, self.lines
         self.reader = threading.Thread(target=_read, args=reads, daemon=True)

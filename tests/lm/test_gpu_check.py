@@ -44,8 +44,8 @@ def test_a_process_sees_the_gpu_that_was_asked_for(monkeypatch, before, gpu, num
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if before is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
-    program = "import json, os; print(json.dumps(dict(os.environ)))"
-    answer, verdict, _ = gpu_check.answer(python(program), 60, gpu)
+    program = gpu_check.start(gpu) + "import json; print(json.dumps(dict(os.environ)))"
+    answer, verdict, _ = gpu_check.answer(python(program), 60)
     assert verdict == "ok" and answer["CUDA_VISIBLE_DEVICES"] == number
 
 

@@ -213,7 +213,7 @@ for line in sys.stdin:
 def test_a_process_answers_until_one_hangs_or_fails(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     worker = tune.Worker(FORWARD, "flash_fwd_sm90", Settings(limit=20, gpu=3))
-    worker.command = [sys.executable, "-c", ANSWERS]
+    worker.command = [sys.executable, "-c", gpu_check.start(3) + ANSWERS]
     own = choice_of().config
     hangs, fails = (dataclasses.replace(own, grid=grid) for grid in (1, 2))
     try:
