@@ -27,9 +27,10 @@ from benchmarks import (
 )
 from benchmarks.call import Call, Unavailable
 from benchmarks.timing import Sample, Subject
+from pallas_attn._call import config, device
 from tests.support import definition, tolerance
 from tests.support.problems import cases as known
-from tests.support.problems.case import DecodeCase
+from tests.support.problems.case import AttentionCase, DecodeCase
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -147,6 +148,21 @@ def test_every_operation_is_checked_timed_and_written(op, name, tmp_path):
     assert all(row["run"] == ours["run"] for row in written)
     assert {row["impl"] for row in others} <= set(peers.PEERS[OPS[op]])
     assert any(line.startswith(f"[1/1] {name}") for line in lines)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize(
+    ("implementation", "kernel"), [("sm100", "flash_fwd_sm100"), (None, "flash_fwd_sm80")]
+)
+def test_a_kernel_that_only_its_name_chooses_is_timed_by_it(implementation, kernel):
+    """The forward for Blackwell, on a GPU of it."""
+    case = AttentionCase("plain", 1, 64, 64, 2, 1, 64, 64)
+    bench = types.SimpleNamespace(options=Options(implementation=implementation), op="forward")
+    with device.assume("sm100"), config.watched() as seen:
+        subject = contest._our_subject(bench, Call(case, case.arrays(0), None, "forward"))
+        subject.launch.jitted.trace(*subject.launch.arguments)
+    assert [choice.kernel for choice in seen] == [kernel]
+    assert implementation is None or subject.name == f"{rows.OURS}{implementation}"
 
 
 def test_figures_follow_from_the_time(tmp_path):

@@ -66,6 +66,8 @@ class Place:
     exact: bool = False  # `rounds` and no more of them
     tiny: bool = False  # small problems, since a call takes seconds
     lowered: tuple[str, ...] = ()  # GPU generations for which kernels are only lowered
+    # Fields that calls of attention get, so that a kernel of few sizes takes them.
+    fields: tuple[tuple[str, Any], ...] = ()
 
     def active(self) -> contextlib.AbstractContextManager[None]:
         """The context in which caches are made and used."""
@@ -77,6 +79,13 @@ PLACES = {
     "cpu": Place((_BY_NAME["reference"],), 3, exact=True),
     "interpreted": Place((_BY_NAME["interpreted"],), 1, exact=True, tiny=True),
     "portable": Place((_BY_NAME["portable"],), 1, exact=True, tiny=True),
+    "blackwell": Place(
+        (Subject("blackwell", "sm100", generation="sm100"),),
+        1,
+        exact=True,
+        tiny=True,
+        fields=(("dtype", "bfloat16"), ("precision", None), ("head_dim", 64), ("v_head_dim", 64)),
+    ),
     "lowered": Place((), 1, lowered=("sm90", "sm80", "sm90", "sm86", "sm90", "sm89", "sm100")),
     "gpu": Place(
         tuple(_BY_NAME[name] for name in ("kernels", "portable_kernels", "reference_on_gpu")),
@@ -88,6 +97,7 @@ PLACES = {
 # In turn: of eight problems on a CPU two take kernels.
 ON_CPU = ("cpu", "cpu", "lowered", "cpu", "cpu", "cpu", "interpreted", "cpu") * 3 + (
     *("cpu", "cpu", "lowered", "cpu", "cpu", "cpu", "portable", "cpu"),
+    *("cpu", "cpu", "lowered", "cpu", "cpu", "cpu", "blackwell", "cpu"),
 )
 ON_GPU = ("gpu",)
 
@@ -428,6 +438,8 @@ def parsed(word: str) -> tuple[Kind, Place, Any]:
         some = tuple(subject for subject in place.subjects if subject.name != "reference_on_gpu")
         place = dataclasses.replace(place, subjects=some)
     case = kind.draw(int(seed), place.tiny)
+    if type(case) is _case.AttentionCase:
+        case = dataclasses.replace(case, **dict(place.fields))
     if changes:
         fields = eval(f"dict({changes[0]})", {"Mask": Mask})  # fields as written by `word_of`
         if "rounds" in fields:

@@ -292,7 +292,7 @@ _ROWS: dict[str, dict[str, Variants]] = {
 
 def support_matrix() -> str:
     """Markdown tables: the values of each property that some kernel takes."""
-    return "\n\n".join(_table(title) for title in _TABLES)
+    return "\n\n".join([*map(_table, _TABLES), _by_name("sm100", "flash_forward")])
 
 
 def rewrite(page: str) -> None:
@@ -308,11 +308,26 @@ def _table(title: str) -> str:
     label = f"{title}, {' and '.join(filter(None, (', '.join(labels), last)))}"
     lines = [f"| {label.removesuffix(', ')} | every GPU |", "|---|---|"]
     rows = _ROWS[next(iter(operations.values()))]
-    names: dict[str, list[str]] = {}
-    for name, variants in rows.items():
-        names.setdefault(_cell(operations, variants), []).append(name)
-    lines += [f"| {'; '.join(names[cell])} | {cell} |" for cell in names]
+    lines += _merged({name: _cell(operations, x) for name, x in rows.items()})
     return "\n".join(lines)
+
+
+def _merged(cells: dict[str, str]) -> list[str]:
+    """Rows of a table, of which those with the same cell are one."""
+    names: dict[str, list[str]] = {}
+    for name, cell in cells.items():
+        names.setdefault(cell, []).append(name)
+    return [f"| {'; '.join(names[cell])} | {cell} |" for cell in names]
+
+
+def _by_name(implementation: str, operation: str) -> str:
+    """The table of kernels that only their name chooses, on the GPU of that name."""
+    cells = {}
+    for name, variants in _ROWS[operation].items():
+        taken = list(_taken(operation, implementation, variants, implementation))
+        cells[name] = _said(variants, taken) if any(taken) else "-"
+    title = f'| attention, forward, implementation="{implementation}" | on its GPUs |'
+    return "\n".join([title, "|---|---|", *_merged(cells)])
 
 
 def _kernels(problem: Any) -> list[dispatch.Candidate]:
@@ -354,10 +369,19 @@ def _where(places: list[str], operations: dict[str, str]) -> str:
     return ", ".join(places)
 
 
-def _taken(operation: str, generation: str, variants: tuple[dict[str, Any], ...]) -> Iterator[bool]:
+def _taken(
+    operation: str,
+    generation: str,
+    variants: tuple[dict[str, Any], ...],
+    implementation: str | None = None,
+) -> Iterator[bool]:
+    """Whether a kernel takes each variant: of those that are named, or of all."""
     for variant in variants:
         problem: Any = dataclasses.replace(_BASE[operation], gpu=generation, **variant)  # type: ignore[type-var]
-        yield any(kernel.takes(problem) for kernel in _kernels(problem))
+        kernels = _kernels(problem)
+        if implementation is not None:
+            kernels = [kernel for kernel in kernels if kernel.implementation == implementation]
+        yield any(kernel.takes(problem) for kernel in kernels)
 
 
 def _label(variant: dict[str, Any]) -> str:
