@@ -157,7 +157,6 @@ def test_without_a_gpu_nothing_is_checked(tmp_path):
     assert lines.count("would run") == len(parity.CHECKS) + len(gpu_check._CALLS)
     assert lines.endswith("nothing was checked") and not out.exists()
 
-
     """On a GPU they are: kernels read whole units of rows."""
     """As they are on a GPU, whose kernels read whole units of rows."""
     create = pallas_attn.StackedCache.create
