@@ -19,6 +19,7 @@ import pallas_lm as lm
 from benchmarks import pages
 from pallas_attn._call import dispatch
 from tests.project.test_package import FLOORS, imports
+from tests.support import gallery
 from tests.support import operations as support
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -56,8 +57,8 @@ def executed(name):
     [pytest.param(x, marks=pytest.mark.by_xla if "README" in x else ()) for x in PROGRAMS],
 )
 def test_programs_print_what_they_say(name):
-    said = re.search(r"print\(.*?\)\s*# (.*)", PROGRAMS[name]).group(1)
-    assert executed(name)[1].strip() == said
+    said = re.search(r"print\(.*?\)\s*# (.*(?:\n# .*)*)", PROGRAMS[name]).group(1)
+    assert executed(name)[1].strip() == said.replace("\n# ", "\n")
 
 
 WRITES = ("append_kv", "write_kv", "update_kv_pages", "extend", "keep", "reset", "fork")
@@ -205,6 +206,16 @@ def test_pages_and_pictures_are_what_results_make_of_them():
         assert (ROOT / name).read_text("utf-8") == text, (
             f"{name} is behind results/: python -m benchmarks.pages"
         )
+
+
+def test_pictures_of_the_gallery_are_those_of_its_programs():
+    """Each is small, and the page shows all that are there."""
+    folder = ROOT / "docs" / "pictures"
+    made = gallery.pictures()
+    assert made.keys() == set(folder.glob("gallery_*.svg")) and len(made) >= 10
+    for path, svg in made.items():
+        assert path.read_text("utf-8") == svg, f"{path.name}: python -m tests.support.gallery"
+        assert len(svg) < 40_000
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
