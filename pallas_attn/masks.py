@@ -545,8 +545,8 @@ def mask_fn(f: Callable[..., Any], *aux: ArrayLike) -> MaskFunction:
     whole sequence. `aux` are arrays that f reads at scalar positions, clipped to the array (below 0
     from its end, as NumPy's); read at b, h, q or kv itself, an array needs a number for each. f is
     traced once, here: Python numbers are static, a captured array is like one of `aux`, and a
-    captured traced array is a ValueError. The result is bool. The Recipes page lists what f may
-    contain.
+    captured traced array is a ValueError. The result is bool. The page "Masks and scores
+    that no option names" lists what f may contain.
     """
     arrays = aux_arrays("mask_fn", f, aux)
     program, kept = tracing.trace("mask_fn", f, (jnp.int32,) * 4, arrays, "b, h, q, kv")

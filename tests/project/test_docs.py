@@ -5,6 +5,7 @@ their links lead somewhere.
 import ast
 import contextlib
 import dataclasses
+import fnmatch
 import functools
 import io
 import pathlib
@@ -98,7 +99,7 @@ def caches_that_are_copied(program):
 
 
 def test_programs_donate_their_caches():
-    """Without it a step copies the cache (docs/recipes.md, "On a GPU")."""
+    """Without it a step copies the cache (docs/recipes/on_a_gpu.md)."""
     examples = {x.name: x.read_text() for x in (ROOT / "examples").glob("*.py")}
     copied = {name: list(caches_that_are_copied(x)) for name, x in (PROGRAMS | examples).items()}
     assert {name: caches for name, caches in copied.items() if caches} == {}
@@ -106,8 +107,11 @@ def test_programs_donate_their_caches():
     assert list(caches_that_are_copied(decode.replace(", donate_argnums=0", ""))) == ["step: cache"]
 
 
+BUCKETS = np.random.default_rng(0).normal(size=(4, 32)).astype(np.float32)  # heads, distances
+
+
 def written_by_hand(scope):
-    """NumPy's version of the page's masks, bool, and of its scores, functions of the logits."""
+    """NumPy's version of the pages' masks, bool, and of their scores, functions of the logits."""
     T = scope["T"]  # noqa: N806
     q, kv = np.ogrid[:T, :T]
     causal, far = q >= kv, q - kv
@@ -120,15 +124,13 @@ def written_by_hand(scope):
         "prefix-LM": prefix,
         "documents": same & causal,
         "documents, window": same & causal & (far < 16),
-        "dilated": causal & (far % 4 == 0),
-        "block diffusion": np.kron(np.tri(3), np.ones((32, 32))) > 0,
         "local and global": causal & ((kv < 4) | (far < 8)),
         "draft tree": np.asarray(scope["parents"]) | np.eye(T, dtype=bool),
     }
     slopes = np.array([1 / 2, 1 / 4, 1 / 8, 1 / 16])[:, None, None]
     later = 16 + np.log(np.maximum(np.arange(T), 1) / 16) / np.log(8) * 16
     bucket = np.where(np.arange(T) < 16, np.arange(T), np.minimum(later.astype(int), 31))
-    table = np.asarray(scope["buckets"])[:, bucket[np.abs(far)]]
+    table = BUCKETS[:, bucket[np.abs(far)]]
     scores = {
         "ALiBi": lambda s: s - slopes * far,
         "T5": lambda s: s + table,
@@ -140,8 +142,10 @@ def written_by_hand(scope):
 def test_recipes_of_masks_and_scores_are_what_their_names_say():
     (name,) = (name for name, program in PROGRAMS.items() if "documents, window" in program)
     scope, _ = executed(name)
+    t5 = executed("relative_positions.md 0")[0]["t5"]
+    functions = scope["scores"] | {"T5": pa.score_fn(t5, BUCKETS)}
     masks, scores = written_by_hand(scope)
-    assert masks.keys() == scope["masks"].keys() and scores.keys() == scope["scores"].keys()
+    assert masks.keys() == scope["masks"].keys() and scores.keys() == functions.keys()
     B, T, N, H = (scope[name] for name in "BTNH")  # noqa: N806
     q, k, v = (np.asarray(scope[name], np.float32) for name in "qkv")
     logits = np.einsum("btnh,bsnh->bnts", q, k) * H**-0.5
@@ -157,15 +161,15 @@ def test_recipes_of_masks_and_scores_are_what_their_names_say():
         np.testing.assert_array_equal(dense, np.broadcast_to(seen, (B, N, T, T)), name)
         close(logits, seen, mask=scope["masks"][name])
     for name, score in scores.items():
-        close(score(logits), masks["causal"], mask=pa.CAUSAL, score=scope["scores"][name])
+        close(score(logits), masks["causal"], mask=pa.CAUSAL, score=functions[name])
 
 
 def test_the_programs_are_found():
     assert {
         "README.md 0",
         "README.md 1",
-        "recipes.md 0",
-        "recipes.md 2",
+        "packed_documents.md 0",
+        "rotary.md 1",
         "devices.md 2",
         "alphafold3.md 0",
     } <= PROGRAMS.keys()
@@ -249,8 +253,23 @@ def test_the_api_page_has_every_name_of_the_language_model():
 
 
 def test_the_site_has_every_page():
-    index = (ROOT / "docs" / "index.md").read_text().splitlines()
-    assert {page.stem for page in set(PAGES[1:]) - set(RECIPES)} - {"index"} <= set(index)
+    """In one place of the sidebar."""
+    index = (ROOT / "docs" / "index.md").read_text()
+    trees = re.findall(r"^```{toctree}\n(.*?)^```", index, re.S | re.M)
+    entries = [line for tree in trees for line in tree.splitlines() if line[:1] != ":"]
+    for page in PAGES[1:]:
+        name = str(page.relative_to(ROOT / "docs").with_suffix(""))
+        places = [entry for entry in entries if fnmatch.fnmatch(name, entry)]
+        assert len(places) == (name != "index"), f"{name}: {places}"
+
+
+def test_recipes_are_short():
+    """With their programs; the page that lists them is one of them."""
+    pages = [ROOT / "docs" / "recipes.md", *RECIPES]
+    listed = set(re.findall(r"\(recipes/(\w+)\.md\)", pages[0].read_text()))
+    words = {page.stem: len(page.read_text().split()) for page in pages}
+    assert {page.stem for page in RECIPES} >= listed and len(listed) > 20
+    assert sum(words[name] for name in (*listed, "recipes")) <= 4000
 
 
 @pytest.mark.parametrize("operation", ["flash_forward", "flash_backward", "decode"])
