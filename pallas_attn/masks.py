@@ -398,6 +398,11 @@ CAUSAL = Mask(right=0)
 def sliding_window(n: int) -> Mask:
     """Causal attention to the last `n` keys, the query's own included: `Mask(left=n - 1, right=0)`.
     A traced `n` below 1 shows nothing.
+
+    Example::
+
+        >>> pa.sliding_window(3)
+        Mask(left=2, right=0)
     """
     if isinstance(n, jax.core.Tracer):
         return Mask(left=jnp.maximum(traced_bound("sliding_window(n)", n), 0) - 1, right=0)
@@ -547,6 +552,15 @@ def mask_fn(f: Callable[..., Any], *aux: ArrayLike) -> MaskFunction:
     traced once, here: Python numbers are static, a captured array is like one of `aux`, and a
     captured traced array is a ValueError. The result is bool. The page "Masks and scores
     that no option names" lists what f may contain.
+
+    Example::
+
+        >>> (pa.mask_fn(lambda b, h, q, kv: kv < 2) | pa.CAUSAL).show(4, 4)
+        mask function: 4 queries (down), 4 keys (across)
+        ■ ■ · ·
+        ■ ■ · ·
+        ■ ■ ■ ·
+        ■ ■ ■ ■
     """
     arrays = aux_arrays("mask_fn", f, aux)
     program, kept = tracing.trace("mask_fn", f, (jnp.int32,) * 4, arrays, "b, h, q, kv")

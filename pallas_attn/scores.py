@@ -82,6 +82,12 @@ def score_fn(f: Callable[..., Any], *aux: ArrayLike) -> ScoreFunction:
 
     `score` is float32, after scale and softcap; bias and masks come after. The rules of `mask_fn`
     for functions hold here too. The result is a floating-point number; -inf hides the key.
+
+    Example::
+
+        >>> pa.score_fn(lambda s, b, h, q, kv: s * 2).show(1, 4, logits=[1.0, 2.0, 3.0, 4.0])
+        score function: 1 query (down), 4 keys (across); from 2 to 8
+        ▁ ▃ ▆ █
     """
     arrays = aux_arrays("score_fn", f, aux)
     numbers = (jnp.float32, *(jnp.int32,) * 4)

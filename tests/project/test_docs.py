@@ -5,12 +5,15 @@ their links lead somewhere.
 import ast
 import contextlib
 import dataclasses
+import doctest
 import fnmatch
 import functools
+import inspect
 import io
 import pathlib
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -245,6 +248,24 @@ def test_the_api_page_has_every_public_name():
         assert f":: pallas_attn.{name}\n" in text or f"`{name}` is" in text, name
 
 
+@pytest.mark.parametrize("name", [x for x in pa.__all__ if inspect.isfunction(getattr(pa, x))])
+def test_the_docstring_has_an_example_that_runs(name):
+    names, said = {"jax": jax, "jnp": jnp, "pa": pa}, []
+    text = inspect.getdoc(getattr(pa, name))
+    test = doctest.DocTestParser().get_doctest(text, names, name, None, 0)
+    assert test.examples
+    doctest.DocTestRunner(verbose=False).run(test, out=said.append)
+    assert not said, "".join(said)
+
+
+def test_the_api_page_has_every_argument_of_attention_once():
+    text = (ROOT / "docs" / "api.md").read_text()
+    table = text.partition("| for | arguments |\n|---|---|\n")[2].partition("\n\n")[0]
+    named = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row)]
+    for function in (pa.flash_attention, pa.flash_attention_with_lse):
+        assert sorted(named) == sorted(inspect.signature(function).parameters)
+
+
 def test_the_api_page_has_every_name_of_the_language_model():
     text = (ROOT / "docs" / "api.md").read_text()
     for name in set(lm.__all__) - {"mesh"}:
@@ -256,7 +277,8 @@ def test_the_site_has_every_page():
     """In one place of the sidebar."""
     index = (ROOT / "docs" / "index.md").read_text()
     trees = re.findall(r"^```{toctree}\n(.*?)^```", index, re.S | re.M)
-    entries = [line for tree in trees for line in tree.splitlines() if line[:1] != ":"]
+    lines = [line for tree in trees for line in tree.splitlines() if line[:1] != ":"]
+    entries = [re.sub(r".*<(.*)>", r"\1", line) for line in lines]
     for page in PAGES[1:]:
         name = str(page.relative_to(ROOT / "docs").with_suffix(""))
         places = [entry for entry in entries if fnmatch.fnmatch(name, entry)]
