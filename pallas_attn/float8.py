@@ -16,7 +16,13 @@ ROUNDED = ("bfloat16", "float16", "float32")  # dtypes that are rounded; others 
 
 
 class QuantizedQKV(NamedTuple):
-    """The result of `quantize_qkv`, under the names that `flash_attention` has."""
+    """The result of `quantize_qkv`, under the names that `flash_attention` has.
+
+    Example::
+
+        >>> pa.QuantizedQKV._fields
+        ('q', 'k', 'v', 'q_scale', 'k_scale', 'v_scale')
+    """
 
     q: Array  # [B, T, N, H], float8
     k: Array  # [B, S, K, H]

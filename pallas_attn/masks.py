@@ -77,6 +77,11 @@ class Mask(Combinable):
         1 1 1 1         1 . . .          1 . . .                  1 1 . .
         1 1 1 1         1 1 . .          1 1 . .                  1 1 1 .
         1 1 1 1         1 1 1 .          . 1 1 .                  . 1 1 1
+
+    Example::
+
+        >>> (pa.CAUSAL & pa.Mask(left=2)) == pa.sliding_window(3)
+        True
     """
 
     left: Bound = None
@@ -421,6 +426,12 @@ class MaskFunction(Combinable):
 
     It goes where a `Mask` goes, and is a pytree: the arrays are its leaves, the function is static.
     Masks of both kinds combine by `&`, `|` and `~`.
+
+    Example::
+
+        >>> near = pa.mask_fn(lambda b, h, q, kv: abs(q - kv) < 2)
+        >>> int((near & pa.CAUSAL).dense(4, 4).sum())
+        7
     """
 
     program: Program  # inputs: batch row, query head, a query's position, a key's position

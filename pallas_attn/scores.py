@@ -21,6 +21,13 @@ from pallas_attn.masks import UNKNOWN, aux_arrays, known, named_at, shown, shown
 class ScoreFunction:
     """A function of scores and positions with the arrays that it reads, made by `score_fn`. A
     pytree: the arrays are its leaves, the function is static.
+
+    Example::
+
+        >>> q = jnp.ones((1, 8, 2, 64))
+        >>> near = pa.score_fn(lambda s, b, h, q, kv: s - abs(q - kv))
+        >>> pa.flash_attention(q, q, q, score=near).shape
+        (1, 8, 2, 64)
     """
 
     program: Program  # inputs: score, batch row, query head, a query's position, a key's position

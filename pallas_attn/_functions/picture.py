@@ -26,6 +26,11 @@ class Picture:
 
     `print` and the prompt of Python show it as text, a notebook as an SVG; `figure()` is one of
     Matplotlib. `values` has what it shows: bool of a mask, float32 of a score.
+
+    Example::
+
+        >>> pa.CAUSAL.show(2, 3).values.tolist()
+        [[True, False, False], [True, True, False]]
     """
 
     values: np.ndarray  # [rows, keys]

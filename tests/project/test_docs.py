@@ -248,7 +248,10 @@ def test_the_api_page_has_every_public_name():
         assert f":: pallas_attn.{name}\n" in text or f"`{name}` is" in text, name
 
 
-@pytest.mark.parametrize("name", [x for x in pa.__all__ if inspect.isfunction(getattr(pa, x))])
+@pytest.mark.parametrize(
+    "name",
+    [x for x in pa.__all__ if callable(getattr(pa, x)) and x != "KVCache"],  # a base
+)
 def test_the_docstring_has_an_example_that_runs(name):
     names, said = {"jax": jax, "jnp": jnp, "pa": pa}, []
     text = inspect.getdoc(getattr(pa, name))
