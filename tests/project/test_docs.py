@@ -288,13 +288,12 @@ def test_the_site_has_every_page():
         assert len(places) == (name != "index"), f"{name}: {places}"
 
 
-def test_recipes_are_short():
-    """With their programs; the page that lists them is one of them."""
-    pages = [ROOT / "docs" / "recipes.md", *RECIPES]
-    listed = set(re.findall(r"\(recipes/(\w+)\.md\)", pages[0].read_text()))
-    words = {page.stem: len(page.read_text().split()) for page in pages}
-    assert {page.stem for page in RECIPES} >= listed and len(listed) > 20
-    assert sum(words[name] for name in (*listed, "recipes")) <= 4000
+def test_recipes_are_short_and_listed():
+    """With their programs."""
+    listed = re.findall(r"\(recipes/(\w+)\.md\)", (ROOT / "docs" / "recipes.md").read_text())
+    assert {page.stem for page in RECIPES} == set(listed)
+    words = {page.stem: len(page.read_text().split()) for page in RECIPES}
+    assert max(words.values()) <= 700 and sum(words.values()) <= 6500, words
 
 
 @pytest.mark.parametrize("operation", ["flash_forward", "flash_backward", "decode"])
