@@ -24,11 +24,12 @@ pygments_dark_style = "monokai"
 copybutton_exclude = ".linenos, .gp, .go"
 
 _ROOT = pathlib.Path(__file__).parent.parent
-_OF_THE_ROOT = {"readme": "README.md", "changelog": "CHANGELOG.md"}  # pages that lie outside
+_OUTSIDE = ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")  # pages that lie in the root
+_OF_THE_ROOT = {name.lower(): f"{name}.md" for name in _OUTSIDE}
 
 
 def _read(_app, page, text):
-    """Puts README.md and CHANGELOG.md in the place of their pages, with links of the site."""
+    """Puts README.md and others in the place of their pages, with links of the site."""
     if page not in _OF_THE_ROOT:
         return
     source = (_ROOT / _OF_THE_ROOT[page]).read_text("utf-8")
@@ -39,8 +40,8 @@ def _read(_app, page, text):
             return f"[{label}]({target.removeprefix('docs/')})"
         if target.startswith("examples"):
             return f"[{label}](examples.md)"
-        if target == "CHANGELOG.md":
-            return f"[{label}](changelog.md)"
+        if target in _OF_THE_ROOT.values():
+            return f"[{label}]({target.lower()})"
         return match[0] if target.startswith("http") else f"`{label}`"
 
     text[0] = re.sub(r"\[([^\]]*)\]\(([^)]*)\)", link, source)

@@ -6,6 +6,7 @@ Training, in place of `jax.nn.dot_product_attention`:
     dot_product_attention                        the same with jax.nn's signature
     Mask, FULL, CAUSAL, sliding_window           masks by position
     mask_fn, score_fn                            masks and scores as functions of positions
+    Picture                                      what `show` of a mask or a score function draws
     Context                                      rows split over the devices of a mesh axis
     merge_attention                              results over different keys, combined
     quantize_qkv                                 q, k and v in float8, for flash_attention
@@ -43,7 +44,15 @@ from pallas_attn.decode import decode_attention, decode_attention_with_lse
 from pallas_attn.devices import chosen, gpu_generation, overlapping
 from pallas_attn.errors import Limit, UnsupportedError
 from pallas_attn.float8 import QuantizedQKV, quantize_qkv
-from pallas_attn.masks import CAUSAL, FULL, Mask, MaskFunction, mask_fn, sliding_window
+from pallas_attn.masks import (
+    CAUSAL,
+    FULL,
+    Mask,
+    MaskFunction,
+    Picture,
+    mask_fn,
+    sliding_window,
+)
 from pallas_attn.merge import merge_attention
 from pallas_attn.prefixes import Prefix, SharedPrefixes
 from pallas_attn.ragged import ragged_paged_attention, update_kv_pages
@@ -65,6 +74,7 @@ __all__ = [
     "MaskFunction",
     "PagedCache",
     "PerSequenceCache",
+    "Picture",
     "Prefix",
     "QuantizedQKV",
     "RMSNorm",

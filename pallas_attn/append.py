@@ -67,6 +67,15 @@ def write_kv[Cache: KVCache](  # noqa: PLR0913
     Returns:
       The cache with those rows written and nothing else touched. Inside jit, with the cache donated
       or in a loop's carry, the buffers are updated in place.
+
+    Example::
+
+        >>> cache = pa.StackedCache.create(2, 16, kv_heads=2, head_dim=64, layers=3).extend(5)
+        >>> rows = jnp.ones((2, 5, 2, 64), cache.k.dtype)
+        >>> for layer in range(3):
+        ...     cache = pa.write_kv(cache, rows, rows, layer=layer)
+        >>> bool((cache.k[:, :, :, :5] == 1).all())
+        True
     """
     rows, unchecked = _rows(cache, k, v, packed=starts is not None), starts
     if starts is not None:
@@ -224,6 +233,13 @@ def append_kv[Cache: KVCache](  # noqa: PLR0913
     Returns:
       The cache, its lengths moved and the rows in it, in place as in `write_kv`. Rows past a
       sequence's capacity are dropped and counted: `cache.overflowed`.
+
+    Example::
+
+        >>> cache = pa.StackedCache.create(2, 16, kv_heads=2, head_dim=64)
+        >>> rows = jnp.ones((2, 5, 2, 64), cache.k.dtype)
+        >>> pa.append_kv(cache, rows, rows).lengths
+        Array([5, 5], dtype=int32)
     """
     rows, unchecked = _rows(cache, k, v, packed=starts is not None), starts
     if rows.facts.layers not in (None, 1):
@@ -286,6 +302,14 @@ def append_kv_arrays(  # noqa: PLR0913
     Returns:
       (k_caches, v_caches), of the kind that came, followed by (k_scales, v_scales) where they were
       given. No row past a capacity is written, and nothing else is touched.
+
+    Example::
+
+        >>> k, rows = jnp.zeros((2, 2, 16, 64)), jnp.ones((2, 1, 2, 64))
+        >>> k, v = pa.append_kv_arrays(k, k, rows, rows, jnp.array([3, 0]))
+        >>> k[:, 0, :5, 0]
+        Array([[0., 0., 0., 1., 0.],
+               [1., 0., 0., 0., 0.]], dtype=float32)
     """
     if (v_caches is None) != (v is None):
         raise ValueError("v_caches, v: give both, or neither to append to one array alone")

@@ -181,6 +181,12 @@ def flash_attention(  # noqa: PLR0913
     `jax.checkpoint` a kernel's results have the names "flash_attention_out" and
     "flash_attention_lse": a policy that saves both
     (`jax.checkpoint_policies.save_only_these_names`) spares the backward pass a second forward.
+
+    Example::
+
+        >>> q = jnp.ones((1, 8, 2, 64))
+        >>> pa.flash_attention(q, q, q, mask=pa.CAUSAL).shape
+        (1, 8, 2, 64)
     """
     call = Call(
         *(mask, score, scale, q_offset, q_lengths, kv_lengths, segment_ids, q_starts),
@@ -230,6 +236,13 @@ def flash_attention_with_lse(  # noqa: PLR0913
       out `[B, T, N, Hv]`, and lse `[B, N, T]` (`[N, tokens]` of packed rows), a natural log in
       float32 (float64 for float64 inputs), differentiable, the sink included;
       -inf for a row that sees no key.
+
+    Example::
+
+        >>> q = jnp.ones((1, 8, 2, 64))
+        >>> out, lse = pa.flash_attention_with_lse(q, q, q)
+        >>> out.shape, lse.shape
+        ((1, 8, 2, 64), (1, 2, 8))
     """
     call = Call(
         *(mask, score, scale, q_offset, q_lengths, kv_lengths, segment_ids, q_starts),
@@ -370,6 +383,12 @@ def dot_product_attention(  # noqa: PLR0913
     - a traced scale is multiplied into query, and rounded to its dtype there; a mask or a bias of
       the wrong kind (numbers for a mask, bool for a bias) is a ValueError; local_window_size may be
       traced, as the bounds of a `Mask` may.
+
+    Example::
+
+        >>> q = jnp.ones((1, 8, 2, 64))
+        >>> pa.dot_product_attention(q, q, q, is_causal=True).shape
+        (1, 8, 2, 64)
     """
     arrays = [
         checks.array(name, x) for name, x in (("query", query), ("key", key), ("value", value))

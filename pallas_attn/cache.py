@@ -391,6 +391,11 @@ def not_a_cache(value: checks.Argument) -> ValueError:
 class PerSequenceCache(KVCache):
     """M separate arrays of K and M of V, `[K, capacity_i, H]` each (`[L, K, capacity_i, H]` with
     layers).
+
+    Example::
+
+        >>> len(pa.PerSequenceCache.create([16, 32], kv_heads=2, head_dim=64).k)
+        2
     """
 
     kind: ClassVar[str] = "per_sequence"
@@ -464,6 +469,11 @@ class PerSequenceCache(KVCache):
 class StackedCache(KVCache):
     """All sequences in one array of K and one of V, `[M, K, capacity, H]` (`[L, M, K, capacity, H]`
     with layers).
+
+    Example::
+
+        >>> pa.StackedCache.create(2, 16, kv_heads=2, head_dim=64).lengths
+        Array([0, 0], dtype=int32)
     """
 
     kind: ClassVar[str] = "stacked"
@@ -525,6 +535,11 @@ class PagedCache(KVCache):
       num_free: int32, pages that no sequence holds: what a server may still admit.
       holders: int32[pages], the number of sequences that hold a page.
       lengths: int32[M], rows of each sequence.
+
+    Example::
+
+        >>> pa.PagedCache.create(2, 8, 16, kv_heads=2, head_dim=64).num_free
+        Array(8, dtype=int32)
     """
 
     kind: ClassVar[str] = "paged"

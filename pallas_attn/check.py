@@ -27,6 +27,12 @@ def check_for(
 
     Returns:
       Shapes and dtypes of the results, as `jax.eval_shape` gives them.
+
+    Example::
+
+        >>> q = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+        >>> pa.check_for("sm90", pa.flash_attention, q, q, q).shape
+        (1, 128, 2, 64)
     """
     # jax keeps what it has traced; the metadata tells it that elsewhere is another place.
     with device.assume(generation), set_xla_metadata(pallas_attn_generation=generation):

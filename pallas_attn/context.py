@@ -45,6 +45,15 @@ class Context:
         functions. Otherwise collectives move the rows. Say False where GPUs cannot read each
         other's memory, or where the mesh has another order, which jax refuses ("row-major device
         ids").
+
+    Example::
+
+        >>> automatic = jax.sharding.AxisType.Auto
+        >>> mesh, rows = jax.make_mesh((1,), ("cp",), (automatic,)), jax.P(None, "cp")
+        >>> attend = lambda q: pa.flash_attention(q, q, q, context=pa.Context("cp"))
+        >>> split = jax.shard_map(attend, mesh=mesh, in_specs=rows, out_specs=rows)
+        >>> jax.jit(split)(jnp.ones((1, 8, 2, 64))).shape
+        (1, 8, 2, 64)
     """
 
     axis: str

@@ -110,6 +110,14 @@ def decode_attention(  # noqa: PLR0913
       since it was made or emptied, where `write_kv` has no rows to fill: outside of jit that is a
       ValueError. Packed rows that no
       sequence owns give 0.
+
+    Example::
+
+        >>> cache = pa.StackedCache.create(2, 16, kv_heads=2, head_dim=64)
+        >>> rows = jnp.ones((2, 5, 2, 64), cache.k.dtype)
+        >>> cache = pa.append_kv(cache, rows, rows)
+        >>> pa.decode_attention(jnp.ones((2, 8, 64), cache.k.dtype), cache).shape
+        (2, 8, 64)
     """
     call = DecodeCall(
         *(starts, parents, layer, mask, score, scale, softcap, sinks, precision, batch_invariant),
@@ -144,6 +152,15 @@ def decode_attention_with_lse(  # noqa: PLR0913
     Returns:
       out, and lse `[M, N, t]` (`[M, N]`; packed `[N, tokens]`), a natural log in float32 (float64
       for float64 queries), the sink included; -inf for a row that sees no key.
+
+    Example::
+
+        >>> cache = pa.StackedCache.create(2, 16, kv_heads=2, head_dim=64)
+        >>> rows = jnp.ones((2, 5, 2, 64), cache.k.dtype)
+        >>> cache = pa.append_kv(cache, rows, rows)
+        >>> q = jnp.ones((2, 3, 8, 64), cache.k.dtype)
+        >>> [x.shape for x in pa.decode_attention_with_lse(q, cache)]
+        [(2, 3, 8, 64), (2, 8, 3)]
     """
     call = DecodeCall(
         *(starts, parents, layer, mask, score, scale, softcap, sinks, precision, batch_invariant),

@@ -18,7 +18,13 @@ def described(value: object) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """The reason why an implementation does not take a problem, and a remedy for the caller."""
+    """The reason why an implementation does not take a problem, and a remedy for the caller.
+
+    Example::
+
+        >>> pa.Limit("head dim 520", "use at most 512").remedy
+        'use at most 512'
+    """
 
     reason: str
     remedy: str
@@ -28,6 +34,15 @@ class UnsupportedError(NotImplementedError):
     """No implementation takes the problem: each candidate, its reason and a remedy.
 
     Wrong arguments are ValueErrors that name the argument.
+
+    Example::
+
+        >>> q = jax.ShapeDtypeStruct((1, 128, 2, 520), jnp.bfloat16)
+        >>> try:
+        ...     pa.check_for("sm90", pa.flash_attention, q, q, q)
+        ... except pa.UnsupportedError as error:
+        ...     print(error.limits["flash_fwd_sm90"].reason)
+        head_dim is 520; it takes multiples of 8 up to 256
     """
 
     def __init__(self, headline: str, limits: dict[str, Limit]):

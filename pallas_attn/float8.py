@@ -16,7 +16,13 @@ ROUNDED = ("bfloat16", "float16", "float32")  # dtypes that are rounded; others 
 
 
 class QuantizedQKV(NamedTuple):
-    """The result of `quantize_qkv`, under the names that `flash_attention` has."""
+    """The result of `quantize_qkv`, under the names that `flash_attention` has.
+
+    Example::
+
+        >>> pa.QuantizedQKV._fields
+        ('q', 'k', 'v', 'q_scale', 'k_scale', 'v_scale')
+    """
 
     q: Array  # [B, T, N, H], float8
     k: Array  # [B, S, K, H]
@@ -57,6 +63,13 @@ def quantize_qkv(  # noqa: PLR0913
     Returns:
       `QuantizedQKV`. The largest number of a block of rows becomes the largest number of the dtype;
       the scale of a block with a NaN or an infinity is NaN.
+
+    Example::
+
+        >>> q = jnp.ones((1, 256, 2, 64), jnp.bfloat16)
+        >>> narrow = pa.quantize_qkv(q, q, q)
+        >>> pa.flash_attention(**narrow._asdict()).dtype, narrow.q_scale.shape
+        (dtype(bfloat16), (1, 2, 2))
     """
     q, k, v = bind.operands(q, k, v)
     name = _dtype(dtype)

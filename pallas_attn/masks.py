@@ -29,6 +29,7 @@ from jax.typing import ArrayLike
 
 from pallas_attn._functions import block_summary, folding, tracing
 from pallas_attn._functions import program as _program
+from pallas_attn._functions.picture import Picture, positions
 from pallas_attn._functions.program import Program
 from pallas_attn._mesh import sharding
 from pallas_attn.context import Context, checked, shards_of
@@ -76,6 +77,11 @@ class Mask(Combinable):
         1 1 1 1         1 . . .          1 . . .                  1 1 . .
         1 1 1 1         1 1 . .          1 1 . .                  1 1 1 .
         1 1 1 1         1 1 1 .          . 1 1 .                  . 1 1 1
+
+    Example::
+
+        >>> (pa.CAUSAL & pa.Mask(left=2)) == pa.sliding_window(3)
+        True
     """
 
     left: Bound = None
@@ -243,11 +249,35 @@ class Mask(Combinable):
         self, q_len: int, kv_len: int, *, q_offset: int = 0, kv_length: int | None = None
     ) -> np.ndarray:
         """The mask as bool[q_len, kv_len], to look at and for tests."""
-        _check_sizes(0, q_offset, q_len=q_len, kv_len=kv_len)
+        check_sizes(0, q_offset, q_len=q_len, kv_len=kv_len)
         q_pos = q_offset + np.arange(q_len)[:, None]
         return np.broadcast_to(
             self.allows(q_pos, np.arange(kv_len)[None], kv_length), (q_len, kv_len)
         )
+
+    def show(self, q_len: int, kv_len: int, *, q_offset: int = 0, most: int = 64) -> Picture:
+        """A picture of the mask for q_len queries, the first at position q_offset, and kv_len keys.
+
+        A notebook draws it, `print` writes it::
+
+            >>> pa.sliding_window(2).show(4, 6)
+            left=1, right=0: 4 queries (down), 6 keys (across)
+            ■ · · · · ·
+            ■ ■ · · · ·
+            · ■ ■ · · ·
+            · · ■ ■ · ·
+
+        Of more than `most` queries or keys it shows one of every few, and says so.
+        """
+        where = shown_at(q_len, kv_len, q_offset, most)
+        bounds = {}
+        for side, x in self.arrays.items():
+            number = known(x)
+            if number is None:
+                raise ValueError(UNKNOWN)
+            bounds[side] = int(number)
+        mask = self.filled(**bounds)
+        return Picture(_over(np.asarray(mask.allows(*where)), where), str(mask), q_len, kv_len)
 
     def __str__(self) -> str:
         if self.is_full:
@@ -256,6 +286,62 @@ class Mask(Combinable):
             return "causal"
         left, right = (_name(bound) for bound in (self.left, self.right))
         return f"left={left}, right={right}"
+
+
+UNKNOWN = (
+    "show: expected a mask or a score function whose arrays are known, got traced ones; call it "
+    "outside of jax.jit"
+)
+
+
+def shown_at(
+    q_len: int, kv_len: int, q_offset: int, most: int, **others: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Positions of the queries [n, 1] and of the keys [1, m] in a picture. `others` are numbers of
+    at least 0.
+    """
+    check_sizes(1, q_offset, q_len=q_len, kv_len=kv_len, most=most)
+    check_sizes(0, 0, **others)
+    if max(abs(q_offset) + q_len, kv_len) > LONGEST:
+        raise ValueError(
+            f"show: expected positions of at most 2**30, got q_len {q_len}, kv_len {kv_len} and "
+            f"q_offset {q_offset}"
+        )
+    rows, keys = positions(q_len, kv_len, most)
+    return rows + np.int32(q_offset), keys
+
+
+def shown(  # noqa: PLR0913
+    program: Program,
+    aux: tuple[jax.Array, ...],
+    where: tuple[np.ndarray, np.ndarray],
+    *before: np.ndarray,
+    b: int,
+    h: int,
+) -> np.ndarray:
+    """The results of a function at positions of queries and keys, for one batch row and head.
+    `before`: what it takes before these.
+    """
+    _program.check_reads("show", program, (b + 1, h + 1, *(int(x.max()) + 1 for x in where)))
+    if any(known(x) is None for x in aux):
+        raise ValueError(UNKNOWN)
+    numbers = (*before, np.int32(b), np.int32(h), *where)
+    with jax.ensure_compile_time_eval():
+        result = _program.evaluate(program, numbers, aux, _program.Broadcasting())
+        return _over(np.asarray(result), where)
+
+
+def named_at(program: Program, b: int, h: int) -> str:
+    """The batch row and the head in a title, where the function depends on them."""
+    first = program.inputs - 4
+    names = (("batch row", b), ("head", h))
+    return "".join(
+        f", {name} {n}" for at, (name, n) in enumerate(names, first) if program.depends_on(at)
+    )
+
+
+def _over(values: np.ndarray, where: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    return np.broadcast_to(values, np.broadcast_shapes(*(x.shape for x in where)))
 
 
 def _reflected(other: Any) -> Any:
@@ -269,7 +355,7 @@ def _reflected(other: Any) -> Any:
     )
 
 
-def _check_sizes(least: int, q_offset: int, **sizes: int) -> None:
+def check_sizes(least: int, q_offset: int, **sizes: int) -> None:
     """ValueError for a size that is no int of at least `least`, or an offset that is no int."""
     for name, size in {"q_offset": q_offset, **sizes}.items():
         number = None if isinstance(size, jax.core.Tracer) else _index(size)
@@ -317,6 +403,11 @@ CAUSAL = Mask(right=0)
 def sliding_window(n: int) -> Mask:
     """Causal attention to the last `n` keys, the query's own included: `Mask(left=n - 1, right=0)`.
     A traced `n` below 1 shows nothing.
+
+    Example::
+
+        >>> pa.sliding_window(3)
+        Mask(left=2, right=0)
     """
     if isinstance(n, jax.core.Tracer):
         return Mask(left=jnp.maximum(traced_bound("sliding_window(n)", n), 0) - 1, right=0)
@@ -335,6 +426,12 @@ class MaskFunction(Combinable):
 
     It goes where a `Mask` goes, and is a pytree: the arrays are its leaves, the function is static.
     Masks of both kinds combine by `&`, `|` and `~`.
+
+    Example::
+
+        >>> near = pa.mask_fn(lambda b, h, q, kv: abs(q - kv) < 2)
+        >>> int((near & pa.CAUSAL).dense(4, 4).sum())
+        7
     """
 
     program: Program  # inputs: batch row, query head, a query's position, a key's position
@@ -381,7 +478,7 @@ class MaskFunction(Combinable):
         `context`: that of the calls, within `jax.shard_map`. Sizes are then this device's, as those
         of q and k are; the kinds are those of its own rows, or by method "heads" of its own heads.
         """
-        _check_sizes(1, q_offset, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
+        check_sizes(1, q_offset, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
         sizes = block_summary.Sizes(batch, heads, q_len, kv_len, q_offset)
         key: tuple[Any, ...] = (q_len, kv_len, q_offset)
         place = checked(context)
@@ -416,11 +513,35 @@ class MaskFunction(Combinable):
         self, q_len: int, kv_len: int, *, q_offset: int = 0, batch: int = 1, heads: int = 1
     ) -> np.ndarray:
         """The mask as bool[batch, heads, q_len, kv_len], to look at and for tests."""
-        _check_sizes(0, q_offset, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
+        check_sizes(0, q_offset, q_len=q_len, kv_len=kv_len, batch=batch, heads=heads)
         sizes = (batch, heads, q_len, kv_len)
         at = np.ogrid[tuple(map(slice, sizes))]
         b, h, q, kv = (x.astype(np.int32) for x in at)
         return np.broadcast_to(np.asarray(self.allows(b, h, q + q_offset, kv)), sizes)
+
+    def show(  # noqa: PLR0913
+        self,
+        q_len: int,
+        kv_len: int,
+        *,
+        q_offset: int = 0,
+        b: int = 0,
+        h: int = 0,
+        most: int = 64,
+    ) -> Picture:
+        """A picture of the mask in batch row b and query head h.
+
+        The rest is as in `Mask.show`::
+
+            >>> pa.mask_fn(lambda b, h, q, kv: (q - kv) % 2 == 0).show(3, 6)
+            mask function: 3 queries (down), 6 keys (across)
+            ■ · ■ · ■ ·
+            · ■ · ■ · ■
+            ■ · ■ · ■ ·
+        """
+        where = shown_at(q_len, kv_len, q_offset, most, b=b, h=h)
+        seen = shown(self.program, self.aux, where, b=b, h=h)
+        return Picture(seen, "mask function" + named_at(self.program, b, h), q_len, kv_len)
 
 
 jax.tree_util.register_dataclass(
@@ -440,8 +561,17 @@ def mask_fn(f: Callable[..., Any], *aux: ArrayLike) -> MaskFunction:
     whole sequence. `aux` are arrays that f reads at scalar positions, clipped to the array (below 0
     from its end, as NumPy's); read at b, h, q or kv itself, an array needs a number for each. f is
     traced once, here: Python numbers are static, a captured array is like one of `aux`, and a
-    captured traced array is a ValueError. The result is bool. The Recipes page lists what f may
-    contain.
+    captured traced array is a ValueError. The result is bool. The page "Masks and scores
+    that no option names" lists what f may contain.
+
+    Example::
+
+        >>> (pa.mask_fn(lambda b, h, q, kv: kv < 2) | pa.CAUSAL).show(4, 4)
+        mask function: 4 queries (down), 4 keys (across)
+        ■ ■ · ·
+        ■ ■ · ·
+        ■ ■ ■ ·
+        ■ ■ ■ ■
     """
     arrays = aux_arrays("mask_fn", f, aux)
     program, kept = tracing.trace("mask_fn", f, (jnp.int32,) * 4, arrays, "b, h, q, kv")

@@ -32,6 +32,14 @@ def merge_attention(
     The sums are made in the dtype of `lses` (float32), one multiplication a partial result, in one
     pass of XLA over all of them. Differentiable in both, in either mode and any number of times. A
     sink must be in one of the calls only, and in one that sees a key in each row that any sees.
+
+    Example::
+
+        >>> q, k = jnp.ones((1, 4, 2, 64)), jnp.ones((1, 8, 2, 64))
+        >>> parts = [pa.flash_attention_with_lse(q, x, x) for x in (k[:, :4], k[:, 4:])]
+        >>> out, lse = pa.merge_attention(*zip(*parts))
+        >>> bool(jnp.allclose(out, pa.flash_attention(q, k, k)))
+        True
     """
     partials, stats = _arrays("outs", outs), _arrays("lses", lses)
     _check(partials, stats)

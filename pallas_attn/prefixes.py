@@ -111,6 +111,16 @@ class SharedPrefixes:
     Whatever the page tables say, decoding gives the same up to rounding, also over another state of
     the cache: a sequence that no longer has the shared pages before its newest rows, or has other
     packed rows, reads all that it has by itself.
+
+    Example::
+
+        >>> cache = pa.PagedCache.create(2, 64, 16, kv_heads=2, head_dim=64)
+        >>> rows = jnp.ones((2, 640, 2, 64), cache.k.dtype)
+        >>> cache = pa.append_kv(cache, rows, rows, new_lengths=jnp.array([640, 0]))
+        >>> cache = cache.fork(source=0, target=1)
+        >>> cache = pa.append_kv(cache, rows[:, 0], rows[:, 0])
+        >>> cache.shared_prefixes().lengths.max()
+        Array(640, dtype=int32)
     """
 
     members: Members
@@ -136,6 +146,16 @@ class Prefix:
       cache: a cache of G sequences, of the same kv heads, head dims and layers.
       groups: int32[M], traced or not: the one of them that stands before each sequence; a number
         that is none of 0 .. G - 1 is no prefix.
+
+    Example::
+
+        >>> prompts, answers = (pa.StackedCache.create(n, 16, 2, 64) for n in (1, 2))
+        >>> rows = jnp.ones((2, 5, 2, 64), answers.k.dtype)
+        >>> prompts = pa.append_kv(prompts, rows[:1], rows[:1])
+        >>> answers = pa.append_kv(answers, rows, rows)
+        >>> prefix = pa.Prefix(prompts, groups=jnp.zeros(2, jnp.int32))
+        >>> pa.decode_attention(rows[:, 0], answers, prefix=prefix).shape
+        (2, 2, 64)
     """
 
     cache: Cache

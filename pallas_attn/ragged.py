@@ -84,6 +84,15 @@ def ragged_paged_attention(  # noqa: PLR0913
 
     Returns:
       `[tokens, N, H]` in q's dtype. Rows that no sequence owns, and those that see no key, give 0.
+
+    Example::
+
+        >>> pages = jnp.ones((4, 16, 2 * 2, 64), jnp.bfloat16)
+        >>> q = jnp.ones((3, 8, 64), jnp.bfloat16)
+        >>> lengths, table = jnp.array([20, 1]), jnp.array([[2, 0], [1, 3]])
+        >>> starts, sequences = jnp.array([0, 2, 3]), jnp.array([2])
+        >>> pa.ragged_paged_attention(q, pages, lengths, table, starts, sequences).shape
+        (3, 8, 64)
     """
     del num_kv_pages_per_block, num_queries_per_block, vmem_limit_bytes
     pages = _pages(kv_pages)
@@ -160,6 +169,15 @@ def update_kv_pages(  # noqa: PLR0913
     Returns:
       The pages with the new rows. Rows without a place are dropped: those that no sequence owns,
       before position 0, past the page table, and of pages that the pool does not have.
+
+    Example::
+
+        >>> pages, rows = jnp.zeros((4, 16, 2 * 2, 64)), jnp.ones((3, 2, 64))
+        >>> lengths, table = jnp.array([17, 1]), jnp.array([[2, 0], [1, 3]])
+        >>> starts, sequences = jnp.array([0, 2, 3]), jnp.array([2])
+        >>> pages = pa.update_kv_pages(pages, rows, rows, lengths, table, starts, sequences)
+        >>> pages[:, 0, 0, 0], pages[2, 15, 0, 0]
+        (Array([1., 1., 0., 0.], dtype=float32), Array(1., dtype=float32))
     """
     pages = _pages(kv_pages)
     shape = kv_pages.shape

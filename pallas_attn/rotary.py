@@ -21,6 +21,13 @@ class Rotary:
     a * sin[p, j])`. The pairs are columns `first + j` and `first + j + D / 2` of D rotated columns
     ("halves", as in Llama), or, `interleaved`, columns `first + 2 * j` and `first + 2 * j + 1`.
     Columns outside of `first` to `first + D` stay as they are.
+
+    Example::
+
+        >>> q = jnp.ones((1, 8, 2, 64))
+        >>> rotary = pa.Rotary.create(positions=8, dims=64)
+        >>> pa.flash_attention(q, q, q, rotary=rotary).shape
+        (1, 8, 2, 64)
     """
 
     cos: jax.Array  # float32[positions, D / 2]
@@ -69,6 +76,13 @@ jax.tree_util.register_dataclass(
 class RMSNorm:
     """RMS norm of each row of a head, before its rotation: `x * rsqrt(mean(x * x) + eps) * weight`.
     A pytree: the weight is its leaf.
+
+    Example::
+
+        >>> cache = pa.StackedCache.create(1, 16, kv_heads=2, head_dim=64)
+        >>> rows = jnp.ones((1, 5, 2, 64), cache.k.dtype)
+        >>> pa.append_kv(cache, rows, rows, norm=pa.RMSNorm(jnp.ones(64))).lengths
+        Array([5], dtype=int32)
     """
 
     weight: jax.Array  # [H]

@@ -28,6 +28,15 @@ class DraftTree:
 
     Draft i of a sequence is row i of its t newest rows. A draft whose parent is no earlier draft
     follows the sequence itself; there may be several.
+
+    Example::
+
+        >>> cache = pa.StackedCache.create(1, 16, kv_heads=2, head_dim=64)
+        >>> drafts = jnp.ones((1, 3, 2, 64), cache.k.dtype)
+        >>> cache = pa.append_kv(cache, drafts, drafts)
+        >>> tree = pa.DraftTree.create(jnp.array([[-1, 0, 0]]))
+        >>> pa.decode_attention(drafts, cache, parents=tree).shape
+        (1, 3, 2, 64)
     """
 
     # int32[M, t, 1 + ceil(t / 32)]: bit j % 32 of word 1 + j // 32 says whether draft j is draft i

@@ -27,6 +27,7 @@ from pallas_attn._call.problem import (
     KeepProblem,
     owner_of_rows,
 )
+from pallas_attn._functions.program import check_reads
 from pallas_attn._mesh import sharding
 from pallas_attn.context import mapped_shards
 from pallas_attn.masks import CAUSAL, FULL, Mask, MaskFunction
@@ -206,7 +207,7 @@ def _visible(
             "mask: expected a Mask over a cache whose rows are split over devices, got a mask "
             "function; use a cache without context"
         )
-    checks.reads("mask", mask.program, (cache.num_sequences, q.shape[-2], None, None))
+    check_reads("mask", mask.program, (cache.num_sequences, q.shape[-2], None, None))
     return mask.within, mask, None
 
 

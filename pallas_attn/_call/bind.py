@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from pallas_attn._call import checks, device, float8
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, owner_of_rows
+from pallas_attn._functions.program import check_reads
 from pallas_attn._mesh import sharding
 from pallas_attn.context import Context, shards_of, window_of
 from pallas_attn.masks import FULL, Mask, MaskFunction, mask_fn
@@ -192,7 +193,7 @@ def _optional(inputs: AttentionInputs, options: Call) -> tuple[AttentionInputs, 
     last = None if offsets is not None else q_offset + scores[2] * shards
     sizes = batch, q_heads, last, scores[3]
     if isinstance(mask, MaskFunction):
-        checks.reads("mask", mask.program, sizes)
+        check_reads("mask", mask.program, sizes)
         inputs, more = _with_function(inputs, mask, q_offset, context)
         facts |= more
     if options.score is not None:

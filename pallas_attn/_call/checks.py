@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from pallas_attn._call.problem import CACHE_DTYPES, Change
-from pallas_attn._functions.program import Program, reads_at
+from pallas_attn._functions.program import check_reads
 from pallas_attn._mesh import sharding
 from pallas_attn.errors import described
 from pallas_attn.masks import LONGEST, Mask, in_int32, known, saturated, traced_bound
@@ -395,29 +395,13 @@ def _numbered(pair: Sequence[Argument], axis: str | None) -> list[Argument]:
     return lax.cond(fits, lambda: [x.astype(jnp.int32) for x in ids], places)
 
 
-def reads(argument: str, program: Program, sizes: tuple[int | None, ...]) -> None:
-    """ValueError where a function of positions reads an array past its end by a batch row, a head
-    or a position itself. `sizes`: those of b, h, q and kv, None where they are not known.
-    """
-    for number, (name, size) in enumerate(zip(("b", "h", "q", "kv"), sizes, strict=True)):
-        for array, axis in reads_at(program, program.inputs - 4 + number):
-            shape = program.arrays[array][0]
-            if size is not None and shape[axis] < size:
-                raise ValueError(
-                    f"{argument}: expected what the function reads at {name} to have {size} "
-                    f"numbers there, one for each {name}, got shape {list(shape)}, whose axis "
-                    f"{axis} has {shape[axis]}; give it whole, or read it at "
-                    f"jnp.minimum({name}, {shape[axis] - 1})"
-                )
-
-
 def score(value: Argument, sizes: tuple[int | None, ...]) -> ScoreFunction:
-    """A score function; `sizes` as in `reads`."""
+    """A score function; `sizes` as in `check_reads`."""
     if not isinstance(value, ScoreFunction):
         raise ValueError(
             f"score: expected what score_fn(f, *aux) makes, or None, got {type(value).__name__}"
         )
-    reads("score", value.program, sizes)
+    check_reads("score", value.program, sizes)
     return value
 
 

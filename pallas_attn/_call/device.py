@@ -44,6 +44,14 @@ def overlapping() -> Iterator[None]:
     """Kernels traced in this block begin while those before them end, where GPU and kernel can
     (programmatic dependent launch). A profiler then counts the time that they wait, which is why it
     is not the default.
+
+    Example::
+
+        >>> q = jnp.ones((1, 8, 2, 64))
+        >>> with pa.overlapping():
+        ...     out = jax.jit(pa.flash_attention)(q, q, q)
+        >>> out.shape
+        (1, 8, 2, 64)
     """
     token = asked_to_overlap.set(True)
     try:
@@ -69,6 +77,12 @@ def current() -> jax.Device:
 def gpu_generation() -> str | None:
     """Like "sm90" for an H100 or H200: the GPU of a call that is traced now. None where its device
     is not an NVIDIA GPU. Within `check_for` it is the generation that was asked for.
+
+    Example::
+
+        >>> rows = lambda: jnp.zeros(128 if pa.gpu_generation() == "sm90" else 64)
+        >>> pa.check_for("sm90", rows).shape
+        (128,)
     """
     if (assumed := _assumed.get()) is not None:
         return assumed[0]

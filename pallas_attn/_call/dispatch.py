@@ -378,6 +378,14 @@ def chosen() -> Iterator[list[str]]:
 
         with pa.chosen() as names:
             jax.jit(step).trace(params, batch)
+
+    Example::
+
+        >>> q = jnp.ones((1, 8, 2, 64))
+        >>> with pa.chosen() as names:
+        ...     out = pa.flash_attention(q, q, q, implementation="reference")
+        >>> names
+        ['reference']
     """
     names: list[str] = []
     token = _record.set(names)

@@ -295,6 +295,22 @@ def reads_at(program: Program, number: int) -> list[tuple[int, int]]:
     ]
 
 
+def check_reads(argument: str, program: Program, sizes: tuple[int | None, ...]) -> None:
+    """ValueError where a function of positions reads an array past its end by a batch row, a head
+    or a position itself. `sizes`: those of b, h, q and kv, None where they are not known.
+    """
+    for number, (name, size) in enumerate(zip(("b", "h", "q", "kv"), sizes, strict=True)):
+        for array, axis in reads_at(program, program.inputs - 4 + number):
+            shape = program.arrays[array][0]
+            if size is not None and shape[axis] < size:
+                raise ValueError(
+                    f"{argument}: expected what the function reads at {name} to have {size} "
+                    f"numbers there, one for each {name}, got shape {list(shape)}, whose axis "
+                    f"{axis} has {shape[axis]}; give it whole, or read it at "
+                    f"jnp.minimum({name}, {shape[axis] - 1})"
+                )
+
+
 # ---- evaluation ---------------------------------------------------------------------------------
 
 

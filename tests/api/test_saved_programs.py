@@ -1,4 +1,4 @@
-"""Programs that one process compiles and another runs (docs/recipes.md, "The first call")."""
+"""Programs that one process compiles and another runs (docs/recipes/first_call.md)."""
 
 import os
 import subprocess

@@ -5,11 +5,15 @@ their links lead somewhere.
 import ast
 import contextlib
 import dataclasses
+import doctest
+import fnmatch
 import functools
+import inspect
 import io
 import pathlib
 import re
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,6 +23,7 @@ import pallas_lm as lm
 from benchmarks import pages
 from pallas_attn._call import dispatch
 from tests.project.test_package import FLOORS, imports
+from tests.support import gallery
 from tests.support import operations as support
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
@@ -56,8 +61,8 @@ def executed(name):
     [pytest.param(x, marks=pytest.mark.by_xla if "README" in x else ()) for x in PROGRAMS],
 )
 def test_programs_print_what_they_say(name):
-    said = re.search(r"print\(.*?\)\s*# (.*)", PROGRAMS[name]).group(1)
-    assert executed(name)[1].strip() == said
+    said = re.search(r"print\(.*?\)\s*# (.*(?:\n# .*)*)", PROGRAMS[name]).group(1)
+    assert executed(name)[1].strip() == said.replace("\n# ", "\n")
 
 
 WRITES = ("append_kv", "write_kv", "update_kv_pages", "extend", "keep", "reset", "fork")
@@ -97,7 +102,7 @@ def caches_that_are_copied(program):
 
 
 def test_programs_donate_their_caches():
-    """Without it a step copies the cache (docs/recipes.md, "On a GPU")."""
+    """Without it a step copies the cache (docs/recipes/on_a_gpu.md)."""
     examples = {x.name: x.read_text() for x in (ROOT / "examples").glob("*.py")}
     copied = {name: list(caches_that_are_copied(x)) for name, x in (PROGRAMS | examples).items()}
     assert {name: caches for name, caches in copied.items() if caches} == {}
@@ -105,8 +110,11 @@ def test_programs_donate_their_caches():
     assert list(caches_that_are_copied(decode.replace(", donate_argnums=0", ""))) == ["step: cache"]
 
 
+BUCKETS = np.random.default_rng(0).normal(size=(4, 32)).astype(np.float32)  # heads, distances
+
+
 def written_by_hand(scope):
-    """NumPy's version of the page's masks, bool, and of its scores, functions of the logits."""
+    """NumPy's version of the pages' masks, bool, and of their scores, functions of the logits."""
     T = scope["T"]  # noqa: N806
     q, kv = np.ogrid[:T, :T]
     causal, far = q >= kv, q - kv
@@ -119,15 +127,13 @@ def written_by_hand(scope):
         "prefix-LM": prefix,
         "documents": same & causal,
         "documents, window": same & causal & (far < 16),
-        "dilated": causal & (far % 4 == 0),
-        "block diffusion": np.kron(np.tri(3), np.ones((32, 32))) > 0,
         "local and global": causal & ((kv < 4) | (far < 8)),
         "draft tree": np.asarray(scope["parents"]) | np.eye(T, dtype=bool),
     }
     slopes = np.array([1 / 2, 1 / 4, 1 / 8, 1 / 16])[:, None, None]
     later = 16 + np.log(np.maximum(np.arange(T), 1) / 16) / np.log(8) * 16
     bucket = np.where(np.arange(T) < 16, np.arange(T), np.minimum(later.astype(int), 31))
-    table = np.asarray(scope["buckets"])[:, bucket[np.abs(far)]]
+    table = BUCKETS[:, bucket[np.abs(far)]]
     scores = {
         "ALiBi": lambda s: s - slopes * far,
         "T5": lambda s: s + table,
@@ -139,8 +145,10 @@ def written_by_hand(scope):
 def test_recipes_of_masks_and_scores_are_what_their_names_say():
     (name,) = (name for name, program in PROGRAMS.items() if "documents, window" in program)
     scope, _ = executed(name)
+    t5 = executed("relative_positions.md 0")[0]["t5"]
+    functions = scope["scores"] | {"T5": pa.score_fn(t5, BUCKETS)}
     masks, scores = written_by_hand(scope)
-    assert masks.keys() == scope["masks"].keys() and scores.keys() == scope["scores"].keys()
+    assert masks.keys() == scope["masks"].keys() and scores.keys() == functions.keys()
     B, T, N, H = (scope[name] for name in "BTNH")  # noqa: N806
     q, k, v = (np.asarray(scope[name], np.float32) for name in "qkv")
     logits = np.einsum("btnh,bsnh->bnts", q, k) * H**-0.5
@@ -156,15 +164,15 @@ def test_recipes_of_masks_and_scores_are_what_their_names_say():
         np.testing.assert_array_equal(dense, np.broadcast_to(seen, (B, N, T, T)), name)
         close(logits, seen, mask=scope["masks"][name])
     for name, score in scores.items():
-        close(score(logits), masks["causal"], mask=pa.CAUSAL, score=scope["scores"][name])
+        close(score(logits), masks["causal"], mask=pa.CAUSAL, score=functions[name])
 
 
 def test_the_programs_are_found():
     assert {
         "README.md 0",
         "README.md 1",
-        "recipes.md 0",
-        "recipes.md 2",
+        "packed_documents.md 0",
+        "rotary.md 1",
         "devices.md 2",
         "alphafold3.md 0",
     } <= PROGRAMS.keys()
@@ -207,6 +215,16 @@ def test_pages_and_pictures_are_what_results_make_of_them():
         )
 
 
+def test_pictures_of_the_gallery_are_those_of_its_programs():
+    """Each is small, and the page shows all that are there."""
+    folder = ROOT / "docs" / "pictures"
+    made = gallery.pictures()
+    assert made.keys() == set(folder.glob("gallery_*.svg")) and len(made) >= 10
+    for path, svg in made.items():
+        assert path.read_text("utf-8") == svg, f"{path.name}: python -m tests.support.gallery"
+        assert len(svg) < 40_000
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_figure_is_written_by_hand(page):
     """Speeds and times of kernels stand between the markers of what results/ made."""
@@ -230,6 +248,27 @@ def test_the_api_page_has_every_public_name():
         assert f":: pallas_attn.{name}\n" in text or f"`{name}` is" in text, name
 
 
+@pytest.mark.parametrize(
+    "name",
+    [x for x in pa.__all__ if callable(getattr(pa, x)) and x != "KVCache"],  # a base
+)
+def test_the_docstring_has_an_example_that_runs(name):
+    names, said = {"jax": jax, "jnp": jnp, "pa": pa}, []
+    text = inspect.getdoc(getattr(pa, name))
+    test = doctest.DocTestParser().get_doctest(text, names, name, None, 0)
+    assert test.examples
+    doctest.DocTestRunner(verbose=False).run(test, out=said.append)
+    assert not said, "".join(said)
+
+
+def test_the_api_page_has_every_argument_of_attention_once():
+    text = (ROOT / "docs" / "api.md").read_text()
+    table = text.partition("| for | arguments |\n|---|---|\n")[2].partition("\n\n")[0]
+    named = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row)]
+    for function in (pa.flash_attention, pa.flash_attention_with_lse):
+        assert sorted(named) == sorted(inspect.signature(function).parameters)
+
+
 def test_the_api_page_has_every_name_of_the_language_model():
     text = (ROOT / "docs" / "api.md").read_text()
     for name in set(lm.__all__) - {"mesh"}:
@@ -238,8 +277,23 @@ def test_the_api_page_has_every_name_of_the_language_model():
 
 
 def test_the_site_has_every_page():
-    index = (ROOT / "docs" / "index.md").read_text().splitlines()
-    assert {page.stem for page in set(PAGES[1:]) - set(RECIPES)} - {"index"} <= set(index)
+    """In one place of the sidebar."""
+    index = (ROOT / "docs" / "index.md").read_text()
+    trees = re.findall(r"^```{toctree}\n(.*?)^```", index, re.S | re.M)
+    lines = [line for tree in trees for line in tree.splitlines() if line[:1] != ":"]
+    entries = [re.sub(r".*<(.*)>", r"\1", line) for line in lines]
+    for page in PAGES[1:]:
+        name = str(page.relative_to(ROOT / "docs").with_suffix(""))
+        places = [entry for entry in entries if fnmatch.fnmatch(name, entry)]
+        assert len(places) == (name != "index"), f"{name}: {places}"
+
+
+def test_recipes_are_short_and_listed():
+    """With their programs."""
+    listed = re.findall(r"\(recipes/(\w+)\.md\)", (ROOT / "docs" / "recipes.md").read_text())
+    assert {page.stem for page in RECIPES} == set(listed)
+    words = {page.stem: len(page.read_text().split()) for page in RECIPES}
+    assert max(words.values()) <= 700 and sum(words.values()) <= 6500, words
 
 
 @pytest.mark.parametrize("operation", ["flash_forward", "flash_backward", "decode"])

@@ -399,9 +399,11 @@ def test_run_time_dependencies_are_the_four_we_said():
         }
     }
     extras |= {"keras": {"keras"}, "equinox": {"equinox"}}  # modules for layers of these
+    extras["_functions.picture"] = {"matplotlib"}
     extras["pallas_lm"] = {"matplotlib", "safetensors", "tokenizers", "jinja2"}
     for path in FILES:
-        here = allowed | extras.get(named(path).partition(".")[0], set())
+        name = named(path)
+        here = allowed | extras.get(name, extras.get(name.partition(".")[0], set()))
         for node in nodes(path):
             if isinstance(node, ast.Import):
                 names = {alias.name.partition(".")[0] for alias in node.names}

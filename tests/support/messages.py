@@ -14,6 +14,7 @@ import pytest
 
 FILE = pathlib.Path(__file__).parents[1] / "recorded" / "messages.json"
 MODULES = ("api.test_errors", "api.test_float8", "api.test_functions", "api.test_merge")
+MODULES += ("api.test_pictures",)
 MODULES += ("caches.test_packed_rows", "caches.test_quantized")
 MODULES += ("parallel.test_context", "parallel.test_sharded_caches")
 Tables = dict[str, tuple[Callable[[], Any], ...]]  # calls, by a name
