@@ -696,8 +696,7 @@ def gradients(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
     if is_written:
         outs.append(dq.output(plan.problem))
     elif dq is not None:
-        zeros = dq.zeros(plan)
-        refs = refs._replace(dq=jax.new_ref(jnp.zeros(zeros.shape, zeros.dtype)))
+        refs = refs._replace(dq=jax.new_ref(refs.dq))
     if plan.order.turns:
         refs = refs._replace(turns=turns.counters(plan))
     own = refs
