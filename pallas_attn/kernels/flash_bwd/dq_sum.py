@@ -14,12 +14,14 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import step_parts
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
+from pallas_attn.kernels.flash_bwd.step_parts import Sums
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import Index, RegisterTile, RegisterTiles
@@ -126,11 +128,14 @@ class ByColumns:
         to = refs.dq.at[work.batch, pl.ds(step.t * ROWS, ROWS), step.head, columns]
         plgpu.copy_smem_to_gmem(smem.dq.at[wg], to, step.exists != 0, reduction_op="add")
 
-    def finished(self, plan: KeyPlan, dq: jax.Array) -> jax.Array:
-        """The sums as dq, [B, T, N, H]."""
-        problem = plan.problem
+    def finished(self, plan: KeyPlan, some: Sequence[Sums], dq: jax.Array) -> list[jax.Array]:
+        """What `some` other sums are, and dq, [B, T, N, H]."""
+        problem, others = plan.problem, list[jax.Array]()
+        if some:  # those are read first: L2 may have them still
+            others = step_parts.added(some)
+            dq, *_ = lax.optimization_barrier((dq, *others))
         dq = dq[:, : problem.q_len, :, : problem.head_dim]
-        return (dq * problem.scale).astype(problem.dtype)
+        return [*others, (dq * problem.scale).astype(problem.dtype)]
 
 
 class ByRows:
@@ -168,6 +173,6 @@ class ByRows:
             mma_rowmajor.add(refs.dq, number + first if first else number, dq, step.exists)
             before += dq.shape[1]
 
-    def finished(self, plan: KeyPlan, dq: jax.Array) -> jax.Array:
+    def finished(self, plan: KeyPlan, some: Sequence[Sums], dq: jax.Array) -> list[jax.Array]:
         in_head = self._tiles(plan) * WARPGROUPS
-        return step_parts.rounded(plan.problem, dq, plan.share, in_head)
+        return step_parts.added([*some, step_parts.of_dq(plan.problem, dq, plan.share, in_head)])

@@ -258,11 +258,13 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
     residuals, plan = Residuals(*residuals), plan_of(problem, config)
-    stats = statistics.of_rows(problem, residuals, plan.negated_unit)
+    added = not isinstance(plan.dq, one_key_tile.Written)
+    zeros = plan.dq.zeros(plan) if added else None
+    stats, dq = statistics.of_rows(problem, residuals, plan.negated_unit, zeros)
     refs = operands.for_tma(plan, residuals, stats)
     if plan.key_sums:
         refs = refs._replace(aux_sums=jax.new_ref(aux_sums.zero_array(plan)))
-    grads, others = sm90_fused.gradients(plan, refs), {}
+    grads, others = sm90_fused.gradients(plan, refs._replace(dq=dq)), {}
     if problem.bias_shape or problem.learned:
         ctx = KernelContext(plan, operands.ordered_after(refs, grads.dq))
         others = sm90_dbias.gradients(ctx, residuals, stats)

@@ -480,7 +480,7 @@ def dk_dv(plan: KeyPlan, refs: BackwardRefs) -> KeyGradients:
     if plan.order.parts > 1:
         widths = [x.panels or (x.width,) for x in form[:2]]
         pieces = _kernel_of(plan, step_parts.outputs(plan, widths))(refs)
-        return step_parts.added(plan, pieces, widths)
+        return KeyGradients(*step_parts.added(step_parts.of_dk_dv(plan, pieces, widths)))
     outs: list[jax.ShapeDtypeStruct] = []
     for x, width, swizzle in (
         (refs.k, form.qk.width, form.v.swizzle),

@@ -696,8 +696,7 @@ def gradients(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
     if is_written:
         outs.append(dq.output(plan.problem))
     elif dq is not None:
-        zeros = dq.zeros(plan)
-        refs = refs._replace(dq=jax.new_ref(jnp.zeros(zeros.shape, zeros.dtype)))
+        refs = refs._replace(dq=jax.new_ref(refs.dq))
     if plan.order.turns:
         refs = refs._replace(turns=turns.counters(plan))
     own = refs
@@ -706,11 +705,9 @@ def gradients(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
     body, size = functools.partial(_kernel, plan=plan), (plan.order.grid, WARPGROUPS + 1)
     kernel = mosaic.persistent_kernel(body, "flash_bwd_sm90", tuple(outs), scratch(plan), size)
     dk, dv, *written = kernel(own)
-    if in_parts:
-        dk, dv = step_parts.added(plan, (dk, dv), plan.format.widths)
+    some = step_parts.of_dk_dv(plan, (dk, dv), plan.format.widths) if in_parts else []
     if dq is None or is_written:
+        dk, dv = step_parts.added(some) if in_parts else (dk, dv)
         return Gradients(written[0] if written else None, dk, dv)
-    sums = jax.freeze(refs.dq)
-    if in_parts:  # the sums of parts are read first: L2 may have them still
-        sums, _ = lax.optimization_barrier((sums, dk))
-    return Gradients(dq.finished(plan, sums), dk, dv)
+    *added, total = dq.finished(plan, some, jax.freeze(refs.dq))
+    return Gradients(total, *(added or (dk, dv)))

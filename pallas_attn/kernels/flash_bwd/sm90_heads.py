@@ -756,7 +756,7 @@ def _kernel(refs: HeadsRefs, *rest: GmemRef, plan: KeyPlan) -> None:
 def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
     residuals, plan, others = Residuals(*residuals), plan_of(problem, config), {}
-    stats = statistics.of_rows(problem, residuals)
+    stats, _ = statistics.of_rows(problem, residuals)
     grads = _dq_dk_dv(plan, residuals, stats)
     if problem.bias_shape is not None:
         refs = operands.ordered_after(operands.for_tma(plan, residuals, stats), grads.dq)

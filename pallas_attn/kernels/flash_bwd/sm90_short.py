@@ -388,7 +388,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     residuals, plan = Residuals(*residuals), plan_of(problem, config)
     if residuals.inputs.sinks is None:
         return AttentionInputs(*_dq_dk_dv(plan, residuals))
-    stats = statistics.of_rows(problem, residuals)
+    stats, _ = statistics.of_rows(problem, residuals)
     return operands.cotangents(residuals, stats, _dq_dk_dv(plan, residuals), {})
 
 

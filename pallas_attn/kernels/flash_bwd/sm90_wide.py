@@ -752,7 +752,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     dk = gradient_of(plan, DK, refs)
     if plan.order.parts > 1:
         widths = [Buffers(problem, config, gradient).widths for gradient in (DK, DV)]
-        dk, dv = step_parts.added(plan, (dk, dv), widths)
+        dk, dv = step_parts.added(step_parts.of_dk_dv(plan, (dk, dv), widths))
     dq_plan, refs = QueryPlan.of(problem, config), operands.ordered_after(refs, dk)
     dq = gradient_of(dq_plan, DQ, sm90_dq.by_rows(dq_plan, inputs, refs))
     dq = dq[:, : problem.q_len, :, : problem.head_dim]

@@ -1,10 +1,12 @@
 """Row statistics, lse and delta, that threads compute of the rows of out and dO, each read once: a
 launch for all query rows, or a part of a kernel that reads each query tile once (`sm90_short`).
 
-Grid: a block of one warpgroup for each tile of 64 rows.
+Grid: a block of one warpgroup for each tile of 64 rows. It also sets a share of an array to zero,
+the sums of dQ, which saves a launch.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -25,6 +27,7 @@ from pallas_attn.kernels.lang.types import GmemRef, Index, SmemRef
 
 LANES = 8  # threads that share a row; each reads 16 bytes at a time
 NUMBERS = 8  # in 16 bytes
+_LINE = 256  # zeros side by side that TMA stores
 
 
 class StatisticsRefs(NamedTuple):
@@ -44,20 +47,26 @@ class QueryTileAt(NamedTuple):
 
 
 def of_rows(
-    problem: AttentionProblem, residuals: Residuals, negated_unit: float | None = None
-) -> RowStatistics:
+    problem: AttentionProblem,
+    residuals: Residuals,
+    negated_unit: float | None = None,
+    zeros: jax.ShapeDtypeStruct | None = None,
+) -> tuple[RowStatistics, jax.Array | None]:
     """The statistics of 16-bit rows, for whole tiles of 64 or 128: `operands.row_statistics`, which
     computes them where rows of out and dO are no words of 16 bytes, or end before T.
-    `negated_unit`: -lse / negated_unit and -delta in place of lse and delta.
+    `negated_unit`: -lse / negated_unit and -delta in place of lse and delta. `zeros`: an array of
+    zeros, for so many rows, to make beside them.
     """
     rows = pl.cdiv(problem.q_len, 2 * ROWS) * 2 * ROWS
     factors = (1.0, 1.0) if negated_unit is None else (-1.0 / negated_unit, -1.0)
     if problem.v_head_dim % NUMBERS or "q_lengths" in problem.arrays:
         lse, delta = operands.row_statistics(False, rows, residuals)
-        return RowStatistics(lse * factors[0], delta * factors[1])
+        stats = RowStatistics(lse * factors[0], delta * factors[1])
+        return stats, zeros and jnp.zeros(zeros.shape, zeros.dtype)
     heads = problem.batch, problem.q_heads
     grid = {"tile": rows // ROWS, "row": heads[0] * heads[1]}
-    return _launched(problem, residuals, (*heads, rows), grid, factors=factors)
+    stats, *more = _launched(problem, residuals, (*heads, rows), grid, factors=factors, zeros=zeros)
+    return stats, more[0].reshape(zeros.shape) if zeros else None
 
 
 def of_tiles(problem: AttentionProblem, heads: int, residuals: Residuals) -> RowStatistics:
@@ -66,7 +75,7 @@ def of_tiles(problem: AttentionProblem, heads: int, residuals: Residuals) -> Row
     """
     tiles, some = problem.q_len // (ROWS // heads), problem.q_heads // heads
     shape, grid = (problem.batch, some, tiles, ROWS), {"batch": problem.batch, "tile": tiles * some}
-    return _launched(problem, residuals, shape, grid, heads)
+    return _launched(problem, residuals, shape, grid, heads)[0]
 
 
 def _launched(
@@ -76,18 +85,26 @@ def _launched(
     grid: dict[str, int],
     heads: int = 1,
     factors: tuple[float, float] = (1.0, 1.0),
-) -> RowStatistics:
+    zeros: jax.ShapeDtypeStruct | None = None,
+) -> tuple[RowStatistics, *tuple[jax.Array, ...]]:
     _, out, lse, d_out, d_lse = residuals
     number, tile = jax.ShapeDtypeStruct(shape, jnp.float32), plgpu.SMEM((1, ROWS), jnp.float32)
+    outs, scratch = [number, number], [tile, tile]
+    if zeros is not None:
+        lines = zeros.size // _LINE
+        outs.append(jax.ShapeDtypeStruct((lines, _LINE), zeros.dtype))
+        some = math.gcd(lines // math.prod(grid.values()), 8)
+        scratch.append(plgpu.SMEM((some, _LINE), zeros.dtype))
     kernel = plgpu.kernel(
         functools.partial(_kernel, problem=problem, heads=heads, factors=factors),
-        out_type=(number, number),
-        scratch_types=(tile, tile),
+        out_type=tuple(outs),
+        scratch_types=tuple(scratch),
         **mosaic.grid_of(**grid),
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_bwd_statistics",
     )
-    return RowStatistics(*kernel((out, d_out, lse, d_lse)))
+    own_lse, delta, *more = kernel((out, d_out, lse, d_lse))
+    return RowStatistics(own_lse, delta), *more
 
 
 def _kernel(
@@ -97,10 +114,12 @@ def _kernel(
     heads: int,
     factors: tuple[float, float],
 ) -> None:
-    lse_ref, delta_ref, lse, delta = rest
+    (lse_ref, delta_ref, *sums), (lse, delta, *zero) = rest[: len(rest) // 2], rest[len(rest) // 2 :]
     if heads == 1:
         t, row, count = lax.axis_index("tile"), lax.axis_index("row"), jnp.int32(problem.q_heads)
         batch, head = lax.div(row, count), lax.rem(row, count)
+        for zeros in zero:
+            zeros[...] = jnp.zeros(zeros.shape, zeros.dtype)
     else:
         batch, number = lax.axis_index("batch"), lax.axis_index("tile")
         count = jnp.int32(problem.q_heads // heads)
@@ -108,6 +127,12 @@ def _kernel(
     at = QueryTileAt(batch, head, t, 0 * t)
     write(problem, StatisticsRefs(*inputs, lse, delta), at, heads, factors)
     plgpu.commit_smem()
+    for array, zeros in zip(sums, zero, strict=True):
+        tiles = lse_ref.shape[2] // ROWS
+        lines = array.shape[0] // (problem.batch * problem.q_heads * tiles)
+        for line in range(0, lines, zeros.shape[0]):
+            some = pl.ds((row * tiles + t) * lines + line, zeros.shape[0])
+            plgpu.copy_smem_to_gmem(zeros, array.at[some])
     for tile, to in ((lse, lse_ref), (delta, delta_ref)):
         own = pl.ds(t * ROWS, ROWS) if heads == 1 else t
         plgpu.copy_smem_to_gmem(tile.at[0], to.at[batch, head, own])

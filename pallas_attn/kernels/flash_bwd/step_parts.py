@@ -7,8 +7,8 @@ without a step has zeros for a sum. Each warpgroup stores its sums in float32 fr
 accumulator in a piece of its own (`thread_pieces`): nothing is set to zero before, and nobody
 waits. A launch then adds up the pieces in the order of p, so that bits repeat, and rounds.
 
-Grid of that launch: a block of one warpgroup for each 64 keys of a head and each 64 columns. It
-also rounds the sums of dQ that lie in pieces, of one part (`dq_sum.ByRows`). TMA stores gradients:
+That launch has a block of one warpgroup for each 64 keys of a head and each 64 columns. It also
+rounds the sums of dQ that lie in pieces, of one part (`dq_sum.ByRows`). TMA stores gradients:
 threads take longer.
 
 Tried and slower: `sm90_fused` adds up dq of the heads in work alone, which L2 holds, and the last
@@ -212,67 +212,86 @@ def _columns(dtype: DType, dim: int, widths: Widths) -> Iterator[Columns]:
         first += count
 
 
-def added(plan: KeyPlan, pieces: Sequence[jax.Array], widths: Sequence[Widths]) -> KeyGradients:
-    """dk and dv of their pieces."""
+class Sums(NamedTuple):
+    """A gradient's sums, and how they lie."""
+
+    pieces: Pieces
+    array: Any
+    dim: int  # columns of the gradient
+    widths: Widths
+
+    def columns(self) -> list[Columns]:
+        return list(_columns(self.pieces.problem.dtype, self.dim, self.widths))
+
+    def blocks(self) -> int:
+        """Those that add them up."""
+        each, problem = sum(x.blocks for x in self.columns()), self.pieces.problem
+        return each * pl.cdiv(self.pieces.rows, ROWS) * problem.batch * self.pieces.heads
+
+
+def of_dk_dv(plan: KeyPlan, pieces: Sequence[jax.Array], widths: Sequence[Widths]) -> list[Sums]:
+    """The parts' sums of dk and dv."""
     dims = plan.problem.head_dim, plan.problem.v_head_dim
-    return KeyGradients(*_added(of_keys(plan), pieces, dims, widths))
+    return [Sums(of_keys(plan), *each) for each in zip(pieces, dims, widths, strict=True)]
 
 
-def rounded(problem: AttentionProblem, sums: jax.Array, widths: Widths, in_head: int) -> jax.Array:
-    """dq of the pieces to which `dq_sum.ByRows` adds."""
-    order = Pieces(problem, problem.q_heads, problem.q_len, in_head, 1, 0, problem.scale)
-    return _added(order, [sums], [problem.head_dim], [widths], "flash_bwd_rounding")[0]
+def of_dq(problem: AttentionProblem, sums: jax.Array, widths: Widths, in_head: int) -> Sums:
+    """The sums of dq to which `dq_sum.ByRows` adds."""
+    pieces = Pieces(problem, problem.q_heads, problem.q_len, in_head, 1, 0, problem.scale)
+    return Sums(pieces, sums, problem.head_dim, widths)
 
 
-def _added(
-    order: Pieces,
-    pieces: Sequence[jax.Array],
-    dims: Sequence[int],
-    widths: Sequence[Widths],
-    name: str = "flash_bwd_parts",
-) -> Any:
-    problem, rows, heads = order.problem, order.rows, order.heads
-    shapes = [(problem.batch, rows, heads, dim) for dim in dims]
-    columns = [tuple(_columns(problem.dtype, *each)) for each in zip(dims, widths, strict=True)]
-    every = sorted({x.width for each in columns for x in each})
-    blocks = sum(x.blocks for each in columns for x in each)
+def added(sums: Sequence[Sums]) -> list[jax.Array]:
+    """The gradients, by one launch. Blocks of the first sums, which L2 may have still, begin first."""
+    problem = sums[0].pieces.problem
+    every = sorted({x.width for each in sums for x in each.columns()})
+    static = [each._replace(array=None) for each in sums]
     kernel = plgpu.kernel(
-        functools.partial(_kernel, order=order, columns=columns, widths=every),
-        out_type=tuple(jax.ShapeDtypeStruct(shape, problem.dtype) for shape in shapes),
+        functools.partial(_kernel, sums=static, widths=every),
+        out_type=tuple(
+            jax.ShapeDtypeStruct((problem.batch, each.rows, each.heads, dim), problem.dtype)
+            for each, _, dim, _ in sums
+        ),
         scratch_types=(tuple(panels.scratch((1, ROWS), problem.dtype, n) for n in every),),
-        **mosaic.grid_of(column=blocks, rows=pl.cdiv(rows, ROWS), head=problem.batch * heads),
+        **mosaic.grid_of(block=sum(each.blocks() for each in sums)),
         compiler_params=mosaic.without_barriers(),
-        kernel_name=name,
+        kernel_name="flash_bwd_sums",
     )
-    return kernel(tuple(pieces))
+    return list(kernel(tuple(each.array for each in sums)))
 
 
 def _kernel(
-    pieces: tuple[GmemRef, ...],
-    *rest: Any,
-    order: Pieces,
-    columns: Sequence[tuple[Columns, ...]],
-    widths: Widths,
+    arrays: tuple[GmemRef, ...], *rest: Any, sums: Sequence[Sums], widths: Widths
 ) -> None:
     *outs, smem = rest
-    block, before = lax.axis_index("column"), 0
-    for ref, out, each in zip(pieces, outs, columns, strict=True):
-        for some in each:
-            own, staged = block - before, smem[widths.index(some.width)]
-            add = functools.partial(_add, order, (ref, out, staged), some, own)
-            pl.when((own >= 0) & (own < some.blocks))(add)
-            before += some.blocks
+    own = lax.axis_index("block")
+    for ref, out, each in zip(arrays, outs, sums, strict=True):
+        pieces = each.pieces
+        heads = jnp.int32(pieces.problem.batch * pieces.heads)
+        rows = jnp.int32(pl.cdiv(pieces.rows, ROWS))
+        head, of_rows = lax.rem(own, heads), lax.div(own, heads)
+        block, place = lax.div(of_rows, rows), (head, lax.rem(of_rows, rows))
+        for some in each.columns():
+            staged = smem[widths.index(some.width)]
+            add = functools.partial(_add, pieces, (ref, out, staged), some, block, place)
+            pl.when((block >= 0) & (own >= 0) & (block < some.blocks))(add)
+            block = block - some.blocks
+        own = own - each.blocks()
     plgpu.wait_smem_to_gmem(0)
 
 
 def _add(
-    order: Pieces, where: tuple[GmemRef, GmemRef, panels.Panel], columns: Columns, block: Index
+    order: Pieces,
+    where: tuple[GmemRef, GmemRef, panels.Panel],
+    columns: Columns,
+    block: Index,
+    place: tuple[Index, Index],
 ) -> None:
     """Some columns of 64 rows: the sum over all parts. `where`: the pieces, the gradient, and
-    shared memory.
+    shared memory; `place`: the head, among those of all batch rows, and which 64 rows.
     """
     (ref, out, staged), (first, _, width, of), problem = where, columns, order.problem
-    rows, head = lax.axis_index("rows"), lax.axis_index("head")
+    head, rows = place
     blocks = of // width
     acc = lax.div(block, jnp.int32(blocks))
     number = acc * order.in_all + first * order.in_all // of + order.number(head, rows, 0)

@@ -24,6 +24,7 @@ tile_lists = Special("kernels.attention.tile_lists")
 _TILE = 2 * ROWS, 128  # rows and keys of the tiles by which claims are judged
 LONG = 16384  # rows from which blocks claim work tiles; few are then of two packed documents
 SHORT = 2048  # rows below which idle rows of work tiles decide how many consumers there are
+_MOST_ROWS = 4 * ROWS  # a work tile's; where no block takes two, idle blocks decide it, too
 HELD_BY_L2 = 48 * 2**20  # bytes of K and V of a kv head up to which L2 holds them
 
 
@@ -75,6 +76,7 @@ def _of_16_bits(problem: AttentionProblem, kernel: Kernel) -> Config:
     made = functools.partial(kernel.config, l2_heads=l2_heads, claims=claimed)
     few = problem.q_len <= 128 or problem.kv_len < 2 * SHORT
     short = (problem.q_len < SHORT and few) or problem.kv_len <= 128
+    short = short or tile_scheduler.rounds(problem, _MOST_ROWS) <= 1
     plain = not segments and problem.fetches == 1 and problem.mask_program is None
     if short and dim <= 128 and plain:
         return _of_few_rows(problem, dim, made)
@@ -106,7 +108,9 @@ _ROW_COSTS = {
 
 
 def _of_few_rows(problem: AttentionProblem, dim: int, made: Callable[..., Config]) -> Config:
-    """The Config that leaves few rows and keys of its tiles idle. Measured from 33 to 2047 rows."""
+    """The Config that leaves few rows and keys of its tiles, and few blocks, idle. Measured from 33
+    to 2047 rows, and up to 4096 where no block takes two work tiles.
+    """
     if problem.q_len <= ROWS // 2 and problem.batch * problem.q_heads > 4 * BLOCKS:
         rows = batch_rows.most_joined(problem)
         if rows > 1:
