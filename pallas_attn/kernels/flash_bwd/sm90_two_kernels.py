@@ -31,6 +31,7 @@ from pallas_attn.kernels.flash_bwd import (
     sm90_dkdv,
     sm90_dq,
     sm90_fused,
+    statistics,
     step_parts,
     work_order,
 )
@@ -207,7 +208,10 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     # Whole tiles, of any size, and what is read of row statistics beyond the last.
     rows = tma_operands.round_up(problem.q_len + max(0, 32 - config.block_q), 2 * ROWS)
     rows = max(rows, by_rows.tiling.padded_rows)
-    stats = operands.row_statistics(plan.exact, rows, residuals)
+    if problem.dtype == "float32":
+        stats = operands.row_statistics(plan.exact, rows, residuals)
+    else:
+        stats, _ = statistics.of_rows(problem, residuals, rows=rows)
     refs, others = operands.for_tma(plan, residuals, stats), {}
     if plan.key_sums:
         refs = refs._replace(aux_sums=jax.new_ref(aux_sums.zero_array(plan)))

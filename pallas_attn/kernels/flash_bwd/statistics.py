@@ -51,13 +51,14 @@ def of_rows(
     residuals: Residuals,
     negated_unit: float | None = None,
     zeros: jax.ShapeDtypeStruct | None = None,
+    rows: int = 0,
 ) -> tuple[RowStatistics, jax.Array | None]:
-    """The statistics of 16-bit rows, for whole tiles of 64 or 128: `operands.row_statistics`, which
-    computes them where rows of out and dO are no words of 16 bytes, or end before T.
-    `negated_unit`: -lse / negated_unit and -delta in place of lse and delta. `zeros`: an array of
-    zeros, for so many rows, to make beside them.
+    """The statistics of 16-bit rows, for whole tiles of 64 or 128, or for so many `rows` as are
+    asked for: `operands.row_statistics`, which computes them where rows of out and dO are no words
+    of 16 bytes, or end before T. `negated_unit`: -lse / negated_unit and -delta in place of lse and
+    delta. `zeros`: an array of zeros, for whole tiles of 128, to make beside them.
     """
-    rows = pl.cdiv(problem.q_len, 2 * ROWS) * 2 * ROWS
+    rows = rows or pl.cdiv(problem.q_len, 2 * ROWS) * 2 * ROWS
     factors = (1.0, 1.0) if negated_unit is None else (-1.0 / negated_unit, -1.0)
     if problem.v_head_dim % NUMBERS or "q_lengths" in problem.arrays:
         lse, delta = operands.row_statistics(False, rows, residuals)
@@ -114,7 +115,10 @@ def _kernel(
     heads: int,
     factors: tuple[float, float],
 ) -> None:
-    (lse_ref, delta_ref, *sums), (lse, delta, *zero) = rest[: len(rest) // 2], rest[len(rest) // 2 :]
+    (lse_ref, delta_ref, *sums), (lse, delta, *zero) = (
+        rest[: len(rest) // 2],
+        rest[len(rest) // 2 :],
+    )
     if heads == 1:
         t, row, count = lax.axis_index("tile"), lax.axis_index("row"), jnp.int32(problem.q_heads)
         batch, head = lax.div(row, count), lax.rem(row, count)

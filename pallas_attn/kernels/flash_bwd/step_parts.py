@@ -34,7 +34,6 @@ from pallas_attn.kernels.attention import tiles
 from pallas_attn.kernels.attention.tiles import ROWS
 from pallas_attn.kernels.flash_bwd import work_order
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
-from pallas_attn.kernels.flash_bwd.operands import KeyGradients
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.flash_fwd import tile_scheduler
@@ -242,7 +241,7 @@ def of_dq(problem: AttentionProblem, sums: jax.Array, widths: Widths, in_head: i
 
 
 def added(sums: Sequence[Sums]) -> list[jax.Array]:
-    """The gradients, by one launch. Blocks of the first sums, which L2 may have still, begin first."""
+    """The gradients, by one launch. The first sums, which L2 may have still, are read first."""
     problem = sums[0].pieces.problem
     every = sorted({x.width for each in sums for x in each.columns()})
     static = [each._replace(array=None) for each in sums]
@@ -260,9 +259,7 @@ def added(sums: Sequence[Sums]) -> list[jax.Array]:
     return list(kernel(tuple(each.array for each in sums)))
 
 
-def _kernel(
-    arrays: tuple[GmemRef, ...], *rest: Any, sums: Sequence[Sums], widths: Widths
-) -> None:
+def _kernel(arrays: tuple[GmemRef, ...], *rest: Any, sums: Sequence[Sums], widths: Widths) -> None:
     *outs, smem = rest
     own = lax.axis_index("block")
     for ref, out, each in zip(arrays, outs, sums, strict=True):
