@@ -38,7 +38,7 @@ DEMO = (
 DECODE, TRAIN, PARITY, CHECK, BENCH = TASKS = ("decode", "train", "parity", "check", "bench")
 _OPS = ["forward", "backward", "backward_alone", "decode", "prefill", "shared_prefix", "append",
         "mask", "shapes", "few_tiles", "float8", "quantize", "jvp", "context",
-        "first_call"]  # fmt: skip
+        "first_call", "all"]  # fmt: skip
 
 
 class Flag(NamedTuple):
@@ -85,19 +85,25 @@ FLAGS = (
          "~/.cache/pallas_attn. Where jax has a compilation cache of its own already, that one."),
     Flag("limit", (CHECK,), _ints(1), 120,
          "Seconds that a case may take, with its compilation; then it counts as hung."),
-    Flag("op", (BENCH,), _OPS, "forward", "Which operation."),
+    Flag("op", (BENCH,), _OPS, "forward",
+         "Which operation. all: the cases of configs/bench_*.cfg on one GPU, with --workers."),
     Flag("cases", (BENCH,), str, "grid",
          "Which cases, by tags and globs over names, with commas. grid+causal wants both tags; "
          "-h256 takes away."),
-    Flag("peers", (BENCH,), str, "all", "Whom to time beside: all, none, or names with commas."),
+    Flag("peers", (BENCH,), str, "all",
+         "Whom to time beside: all, none, or names with commas; -xla takes away from all. "
+         "--op=all asks each operation for those that it has, and leaves out attention that "
+         "keeps all scores."),
     Flag("turns", (BENCH,), _ints(1), 5, "How often everybody has a turn."),
-    Flag("together", (BENCH,), str, None,
-         "A file that several processes name, each with some of the cases: they compile side by "
-         "side and time in turns. None of them measures the rates of the machine."),
+    Flag("workers", (BENCH,), _ints(1, 256), 1,
+         "Processes that share the cases: they compile side by side and time in turns. --out is a "
+         "folder, and cases that have rows of this commit there are not measured again."),
+    Flag("within", (BENCH,), _ints(1), None,
+         "Seconds after which --workers begin no more cases; what is left is listed."),
     Flag("cold", (BENCH,), bool, False, "Empty the L2 cache before each timed call."),
     Flag("out", (DECODE, TRAIN, CHECK, BENCH), str, None,
-         "bench, decode with --report: a .jsonl file to add rows to. train: the folder of the "
-         "model. check: the report; default: pallas_attn_check.json."),
+         "bench, decode with --report: a .jsonl file to add rows to; with --workers a folder. "
+         "train: the folder of the model. check: the report; default: pallas_attn_check.json."),
     Flag("plot", (BENCH,), str, None, "An .svg file to draw."),
     Flag("commit", (DECODE, BENCH), str, None,
          "The commit that rows name, where git cannot say."),
@@ -234,6 +240,10 @@ def refuse_idle(argv: list[str]) -> None:
         if values[flag.name].present and values.task not in flag.tasks:
             raise ValueError(f"{flag.name}: --task={values.task} does nothing with it")
     idle = _idle_in_decode(values) if values.task == DECODE else {}
+    if values.task == BENCH and values.op == "all":
+        idle["cases"] = "--op=all has those of configs/bench_*.cfg"
+    elif values.task == BENCH and values.workers == 1:
+        idle["within"] = "only --workers end at a time"
     if values.coordinator is None:
         why = "only --coordinator=HOST:PORT has several processes"
         idle |= dict.fromkeys(("processes", "process"), why)
