@@ -21,6 +21,7 @@ class Together:
 
     def __init__(self, path: str | None = None):
         self.files: tuple[TextIO, TextIO] | None = None
+        self.is_alone = False
         self.while_others_time: Callable[[], None] = lambda: None
         if path is not None:
             self.files = (open(path, "a"), open(f"{path}.door", "a"))  # noqa: SIM115
@@ -55,16 +56,18 @@ class Together:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """A context in which no other process uses the GPU."""
-        if self.files is None:
+        """A context in which no other process uses the GPU; within itself it changes nothing."""
+        if self.files is None or self.is_alone:
             yield
             return
         gpu, door = self.files
         fcntl.flock(door, fcntl.LOCK_SH)
         fcntl.flock(gpu, fcntl.LOCK_EX)
+        self.is_alone = True
         try:
             yield
         finally:
+            self.is_alone = False
             fcntl.flock(gpu, fcntl.LOCK_UN)
             fcntl.flock(door, fcntl.LOCK_UN)
 

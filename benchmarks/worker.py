@@ -172,12 +172,15 @@ class Worker:
 
     def time(self) -> None:
         """Times what is ready, and gives its memory back."""
-        while self.ready:
-            task, bench, group = self.ready.pop(0)
-            for name, outcome in contest.timed(bench, group).items():
-                self._done(task, name, outcome)
-            del group
-            contest.release()
+        if not self.ready:
+            return
+        with self.together.alone():
+            while self.ready:
+                task, bench, group = self.ready.pop(0)
+                for name, outcome in contest.timed(bench, group).items():
+                    self._done(task, name, outcome)
+                del group
+        contest.release()
 
     def _done(self, task: Task, name: str, outcome: contest.Outcome) -> None:
         place = self.plan.tasks.index(task), len(self.plan.tasks) - 1

@@ -167,16 +167,17 @@ def _said(
         for line in report.summary(own, failures.get(op, {})):
             say(f"{op}: {line}")
     left = left_of(tasks, done)
+    missing: dict[str, list[str]] = collections.defaultdict(list)
     for task in left:
-        missing = [case for case in task.cases if case not in failures.get(task.op, {})]
-        if missing:
-            say(f"left: {task.op}: {', '.join(missing)}")
-    for name in waiting:
-        say(f"left: {first_call.OP}: {name}")
+        lost = failures.get(task.op, {})
+        missing[task.op] += [case for case in task.cases if case not in lost]
+    for op, names in [*missing.items(), (first_call.OP, waiting)]:
+        if names:
+            say(f"left: {op}: {', '.join(names)}")
     if left or waiting:
         say("the same command with the same --out goes on with what is left")
-    lost = any(row.get("failed") for each in groups.values() for group in each for row in group)
-    return int(bool(left or waiting or lost))
+    shown = [row for each in groups.values() for group in each for row in group]
+    return int(bool(left or waiting) or any(row.get("failed") for row in shown))
 
 
 class _Pool:

@@ -89,6 +89,8 @@ def test_who_times_is_alone_and_goes_first(tmp_path, opened):
             said.append("used")
 
     with first.alone():
+        with first.alone():
+            pass  # changes nothing
         thread = threading.Thread(target=use)
         thread.start()
         time.sleep(0.2)
@@ -300,11 +302,10 @@ def test_what_is_left_is_listed(asked, monkeypatch):
     status, lines, made = asked(within=1, code="import time; time.sleep(60)")
     assert status == 1 and made == []
     assert "2 workers were ended 0 s after the time" in lines
-    assert lines[-3:] == [
-        "left: forward: float32_causal",
-        "left: forward: causal_32x32",
+    assert lines[-2:] == [
+        "left: forward: causal_32x32, float32_causal",
         "the same command with the same --out goes on with what is left",
-    ] or set(lines[-3:-1]) == {"left: forward: float32_causal", "left: forward: causal_32x32"}
+    ]
 
 
 def test_a_worker_that_dies_is_followed_by_another(asked):
