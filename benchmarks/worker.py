@@ -216,4 +216,9 @@ def peers_of(op: str, names: str) -> str:
 
 def main() -> int:
     """The exit status of a worker of the plan in the folder that the command line names."""
-    return Worker(pathlib.Path(sys.argv[1])).run()
+    folder = pathlib.Path(sys.argv[1])
+    # Lowered kernels are kept between cases; programs are not.
+    jax.config.update("jax_compilation_cache_dir", str(folder / "kernels"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+    return Worker(folder).run()

@@ -8,7 +8,6 @@ rows as they come, so that the same command goes on where it was cut.
 import collections
 import concurrent.futures
 import math
-import os
 import pathlib
 import subprocess
 import sys
@@ -193,14 +192,6 @@ class _Pool:
         plan.save(folder / "plan")
         self.plan, self.folder, self.command, self.say = plan, folder, command, say
         self.claims = Claims(folder / "claims")
-        kept = {
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            # Lowered kernels are kept between cases; programs are not.
-            "JAX_COMPILATION_CACHE_DIR": str(folder / "kernels"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9",
-            "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",
-        }
-        self.environment = os.environ | kept
 
     def run(self, workers: int) -> None:
         """Returns when all workers have ended."""
@@ -224,8 +215,7 @@ class _Pool:
                 self.say(f"{len(running)} workers were ended {GRACE_S} s after the time")
 
     def _started(self) -> subprocess.Popen[bytes]:
-        command = [*self.command, str(self.folder)]
-        return subprocess.Popen(command, cwd=ROOT, env=self.environment)
+        return subprocess.Popen([*self.command, str(self.folder)], cwd=ROOT)
 
     def _work_is_left(self) -> bool:
         with self.claims.held() as claims:
