@@ -105,8 +105,8 @@ class Checked:
     """A group whose results are checked."""
 
     names: list[str]
-    outcomes: dict[str, Outcome]  # of the cases that are lost
-    ours: list[Entry]  # those that are right
+    outcomes: dict[str, Outcome]  # cases that are lost
+    ours: list[Entry]  # entries that are right
     peers: list[list[Entry]]  # each peer's configurations
 
 

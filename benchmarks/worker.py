@@ -40,7 +40,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What all workers of a command know."""
+    """A command's facts, which all its workers read."""
 
     tasks: tuple[Task, ...]
     options: Options

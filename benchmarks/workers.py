@@ -31,7 +31,7 @@ ALL = "all"
 # The files of configs/ that op "all" runs, those of README's table first.
 SUITE = ("forward", "backward", "shapes", "decode", "few_tiles", "prefill", "float8", "mask", "jvp")
 SUITE += ("append", "decode_more", "shared_prefix", "quantize")
-GRACE_S = 45  # what groups that are begun get after the end
+GRACE_S = 45  # seconds after the end, for groups that are begun
 FIRST_CALLS_AT_ONCE = 5
 # Starts a worker; the folder of the plan follows.
 WORKER = (sys.executable, "-c", "import sys; from benchmarks.worker import main; sys.exit(main())")
@@ -146,11 +146,11 @@ def _room() -> float:
 
 def _failures(folder: pathlib.Path) -> dict[str, dict[str, str]]:
     """{op: {case: reason}}."""
-    found: dict[str, dict[str, str]] = collections.defaultdict(dict)
+    reasons: dict[str, dict[str, str]] = collections.defaultdict(dict)
     path = folder / "failures"
     for row in rows.read(path) if path.exists() else ():
-        found[row["op"]][row["case"]] = row["why"]
-    return found
+        reasons[row["op"]][row["case"]] = row["why"]
+    return reasons
 
 
 def _said(
@@ -237,7 +237,7 @@ def first_calls(out: pathlib.Path, plan: Plan, say: Callable[[str], None]) -> li
     asked = first_call.every_timing(first_call.select("grid"), plan.options.peers)
     asked = [x for x in asked if (x[0].name, x[1], x[2][0]) not in have]
 
-    def one(case: Any, impl: str, states: first_call.States) -> list[Row]:
+    def timed(case: Any, impl: str, states: first_call.States) -> list[Row]:
         if time.time() > plan.end:
             return []
         made = first_call.timed(case, impl, states, 1, plan.provenance)
@@ -245,7 +245,7 @@ def first_calls(out: pathlib.Path, plan: Plan, say: Callable[[str], None]) -> li
 
     left = []
     with concurrent.futures.ThreadPoolExecutor(FIRST_CALLS_AT_ONCE) as pool:
-        begun = {pool.submit(one, *some): some for some in asked}
+        begun = {pool.submit(timed, *some): some for some in asked}
         for future in concurrent.futures.as_completed(begun):
             case, impl, states = begun[future]
             for row in future.result():

@@ -101,17 +101,17 @@ def test_who_times_is_alone_and_goes_first(tmp_path, opened):
 
 def test_two_use_the_gpu_beside_each_other_while_a_third_waits_to_time(tmp_path, opened):
     said = []
-    one, two, three, late = [opened(tmp_path / "lock") for _ in range(4)]
+    first, second, timer, late = [opened(tmp_path / "lock") for _ in range(4)]
 
     def timing_alone():
-        with three.alone():
+        with timer.alone():
             said.append("timed")
 
     def comes_late():
         with late.beside():
             said.append("late")
 
-    with one.beside(), two.beside():
+    with first.beside(), second.beside():
         threads = [threading.Thread(target=timing_alone)]
         threads[0].start()
         while not is_held(tmp_path / "lock.door"):
