@@ -165,9 +165,8 @@ class Worker:
             names = peers_of(op, self.plan.options.peers)
             options = dataclasses.replace(self.plan.options, peers=names, settled=SETTLED)
             flush = timing.cache_flusher() if options.cold else None
-            shared = {"together": self.together}
-            made = Bench(OPS[op], options, self.timer, self.plan.provenance, self.say, flush)
-            self.benches[op] = dataclasses.replace(made, **shared)
+            facts = OPS[op], options, self.timer, self.plan.provenance, self.say, flush
+            self.benches[op] = Bench(*facts, together=self.together)
         return self.benches[op]
 
     def time(self) -> None:

@@ -29,6 +29,7 @@ from tests.support.problems.case import AppendCase, AttentionCase, DecodeCase
 ROOT = pathlib.Path(__file__).parents[1]
 ALL = "all"
 # The files of configs/ that op "all" runs, those of README's table first.
+SUITE: tuple[str, ...]
 SUITE = ("forward", "backward", "shapes", "decode", "few_tiles", "prefill", "float8", "mask", "jvp")
 SUITE += ("append", "decode_more", "shared_prefix", "quantize")
 GRACE_S = 45  # seconds after the end, for groups that are begun
@@ -234,8 +235,8 @@ def first_calls(out: pathlib.Path, plan: Plan, say: Callable[[str], None]) -> li
         for row in measured(out, plan.provenance)
         if row["op"] == first_call.OP
     }
-    asked = first_call.every_timing(first_call.select("grid"), plan.options.peers)
-    asked = [x for x in asked if (x[0].name, x[1], x[2][0]) not in have]
+    every = first_call.every_timing(first_call.select("grid"), plan.options.peers)
+    asked = [x for x in every if (x[0].name, x[1], x[2][0]) not in have]
 
     def timed(case: Any, impl: str, states: first_call.States) -> list[Row]:
         if time.time() > plan.end:
