@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import gc
 import pathlib
+import re
 import threading
 import types
 
@@ -528,6 +529,45 @@ def test_the_table_of_the_readme_counts_no_other_gpu():
     elsewhere = [row | {"gpu": "NVIDIA H100 80GB HBM3", "date": "2099-01-01"} for row in rows_of]
     assert pages.overview([*rows_of, *elsewhere]) == pages.overview(rows_of)
     assert pages.overview(rows_of) != pages.overview(elsewhere)
+
+
+def test_rows_of_older_commits_are_marked():
+    """A line without a mark has rows of the newest commit alone."""
+    of = lambda rows_of, **facts: [row | facts for row in rows_of]  # noqa: E731
+    one, second = fake_rows(), next(x.name for x in known.ATTENTION if "grid" in x.tags)
+    assert not re.search("†|older", pages.overview(one) + pages.benchmarks(one))
+    assert "Commit `abc`, 2026-11-21." in pages.overview(one)
+    again = of(one, case=second, commit="0123456", date="2026-11-23", run="new")
+    again = [row for row in again if row["op"] == "forward" and "sm80" not in row["impl"]]
+    del again[:2]  # the older pair
+    mixed = [*one, *again]
+    assert "| Forward † |" in pages.overview(mixed)
+    line = "Commit `0123456`, 2026-11-23. † With cases of 1 older commit, 2026-11-21."
+    assert line in pages.overview(mixed)
+    assert "older than `0123456`: 1 of 2 cases." in pages.benchmarks(mixed)
+    text = pages.every_case(mixed)
+    assert "| `h128_causal_b2_t8192_n16` † |" in text and f"| `{second}` |" in text
+    newer = of(one, commit="0123456789ab", date="2026-11-24", run="newest")
+    newer = [row for row in newer if row["op"] == "forward" and row["ms"] in (0.8, 0.9)]
+    whole = pages.overview([*mixed, *newer])
+    assert "| Forward |" in whole and "Commit `0123456789ab`, 2026-11-24.\n" in f"{whole}\n"
+
+
+def test_the_first_table_has_what_a_reader_compares():
+    case = "h128_causal_b2_t8192_n16"
+    peer = {"op": "forward", "case": case, "impl": "flash_attention_4", "tflops": 613.0}
+    text = pages.benchmarks(fake_rows(), [peer])
+    table, *_ = text.split("\n\n")
+    assert table.splitlines() == [
+        "| operation | case | **ours** | cuDNN | FlashAttention-4 |",
+        "| --- | --- | ---: | ---: | ---: |",
+        f"| forward | `{case}` | **687** | 611 | *613* |",
+        "| decode | `decode_paged_b1_s8192_n32k8_h128` | **3.36** |||",
+    ]
+    assert text.index("![forward]") < text.index("python run.py") < text.index("## Forward")
+    beside = next(row for row in fake_rows() if row["impl"] == "cudnn" and row["run"] == "run2")
+    text = pages.benchmarks([*fake_rows(), beside | {"impl": "fa4_jax"}])
+    assert "| **ours** | cuDNN | fa4-jax |" in text
 
 
 def test_only_the_marked_part_of_a_page_changes():

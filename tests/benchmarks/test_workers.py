@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from benchmarks import Options, first_call, runner, timing, workers
+from benchmarks import Options, first_call, record, runner, timing, workers
 from benchmarks import first_call_programs as programs
 from benchmarks import worker as module
 from benchmarks.rows import Provenance, append, is_ours, read
@@ -365,3 +365,18 @@ def test_a_plan_is_read_as_it_was_written(tmp_path):
     assert Plan.read(tmp_path / "plan") == plan
     assert json.loads((tmp_path / "plan").read_text())["end"] == 10.0
     assert {case for task in TASKS for case in task.cases} <= {x.name for x in known.ATTENTION}
+
+
+def test_rows_are_added_to_the_files_of_results_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
+    ops = ("forward+backward", "few_tiles", "first_call", "ceiling")
+    made = [{"op": op, "case": "x", "gpu": "NVIDIA H200"} for op in ops]
+    append(tmp_path / "rows.jsonl", made)
+    files = [tmp_path / "rows.jsonl"] * 2
+    assert set(record.record(files).values()) == {1}
+    assert set(record.record(files).values()) == {0}
+    written = {
+        str(x.relative_to(tmp_path / "results")) for x in tmp_path.glob("results/**/*.jsonl")
+    }
+    names = {f"{name}_h200.jsonl" for name in ("backward", "few_tiles", "ceiling")}
+    assert written == names | {"first_call/h200.jsonl"}

@@ -16,7 +16,7 @@ import pytest
 
 import pallas_attn as pa
 import pallas_lm as lm
-from benchmarks import pages
+from benchmarks import pages, report, rows
 from pallas_attn._call import dispatch
 from tests.project.test_package import FLOORS, imports
 from tests.support import operations as support
@@ -203,6 +203,26 @@ def test_pages_and_pictures_are_what_results_make_of_them():
         assert (ROOT / name).read_text("utf-8") == text, (
             f"{name} is behind results/: python -m benchmarks.pages"
         )
+
+
+def test_figures_of_the_readme_are_of_the_commit_that_it_names():
+    """But for lines with a mark, which say that they are not."""
+    commit, marks = re.search(r"^Commit `(\w+)`, [-\d]+\.(.*)$", README, re.M).groups()
+    lines = re.findall(r"^\| (.+?)( †)? \| [.\d]+ \| [.\d]+ \| (\d+) \|$", README, re.M)
+    every = [row for row in pages.current(rows.read(ROOT / "results")) if "H200" in row["gpu"]]
+    with_cudnn = {(row["run"], row["case"]) for row in every if row["impl"] == "cudnn"}
+    assert lines and bool(marks) == any(mark for _, mark, _ in lines)
+    for title, mark, count in lines:
+        (op,) = (op for op, whole in report.TITLES.items() if whole.split(",")[0] == title)
+        newest = {}
+        for row in sorted(every, key=lambda row: row["date"]):
+            several = row.get("problem", {}).get("devices", 1) > 1
+            if row["op"] == op and rows.is_ours(row) and "_sm80" not in row["impl"] and not several:
+                newest[row["case"]] = row
+        shown = [row for case, row in newest.items() if (row["run"], case) in with_cudnn]
+        of_commit = [row for row in shown if row["commit"].startswith(commit[:7])]
+        assert bool(mark) == (len(of_commit) < len(shown)), title
+        assert mark or len(of_commit) == int(count), title
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
