@@ -51,7 +51,7 @@ from pallas_attn.rotary import RMSNorm, Rotary
 from pallas_attn.scores import ScoreFunction, score_fn
 from pallas_attn.trees import DraftTree
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CAUSAL",
