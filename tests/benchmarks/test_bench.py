@@ -534,20 +534,20 @@ def test_the_table_of_the_readme_counts_no_other_gpu():
 def test_rows_of_older_commits_are_marked():
     """A line without a mark has rows of the newest commit alone."""
     of = lambda rows_of, **facts: [row | facts for row in rows_of]  # noqa: E731
-    one, second = fake_rows(), next(x.name for x in known.ATTENTION if "grid" in x.tags)
-    assert not re.search("†|older", pages.overview(one) + pages.benchmarks(one))
-    assert "Commit `abc`, 2026-11-21." in pages.overview(one)
-    again = of(one, case=second, commit="0123456", date="2026-11-23", run="new")
+    before, second = fake_rows(), next(x.name for x in known.ATTENTION if "grid" in x.tags)
+    assert not re.search("†|older", pages.overview(before) + pages.benchmarks(before))
+    assert "Commit `abc`, 2026-11-21." in pages.overview(before)
+    again = of(before, case=second, commit="0123456", date="2026-11-23", run="new")
     again = [row for row in again if row["op"] == "forward" and "sm80" not in row["impl"]]
     del again[:2]  # the older pair
-    mixed = [*one, *again]
+    mixed = [*before, *again]
     assert "| Forward † |" in pages.overview(mixed)
     line = "Commit `0123456`, 2026-11-23. † With cases of 1 older commit, 2026-11-21."
     assert line in pages.overview(mixed)
     assert "older than `0123456`: 1 of 2 cases." in pages.benchmarks(mixed)
     text = pages.every_case(mixed)
     assert "| `h128_causal_b2_t8192_n16` † |" in text and f"| `{second}` |" in text
-    newer = of(one, commit="0123456789ab", date="2026-11-24", run="newest")
+    newer = of(before, commit="0123456789ab", date="2026-11-24", run="newest")
     newer = [row for row in newer if row["op"] == "forward" and row["ms"] in (0.8, 0.9)]
     whole = pages.overview([*mixed, *newer])
     assert "| Forward |" in whole and "Commit `0123456789ab`, 2026-11-24.\n" in f"{whole}\n"
