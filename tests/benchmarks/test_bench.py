@@ -3,8 +3,10 @@
 import dataclasses
 import functools
 import gc
+import importlib.machinery
 import pathlib
 import re
+import sys
 import threading
 import types
 
@@ -17,6 +19,7 @@ from benchmarks import (
     OPS,
     Options,
     contest,
+    judges,
     pages,
     peers,
     report,
@@ -389,6 +392,38 @@ def test_peers_refuse_what_they_cannot_express(peer, name, reason):
     case = LITTLE[name]
     with pytest.raises(Unavailable, match=reason):
         peers.PEERS["forward"][peer](Call(case, case.arrays(), None, "forward"))
+
+
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        *(("forward", name) for name in ("group4_kv2", "window_of_one", "band")),
+        ("forward+backward", "group4_kv2"),
+        ("jvp", "band"),
+    ],
+)
+def test_fa4_jax_is_asked_for_the_same(op, name, monkeypatch):
+    """Its keywords, and what they mean, as it documents them (0.1.0)."""
+    asked = []
+
+    def flash_attn(q, k, v, *, causal=False, window_size=None, scale=None):
+        asked.append((causal, window_size))
+        mask = pallas_attn.CAUSAL if causal else pallas_attn.FULL
+        if window_size is not None:
+            mask = pallas_attn.Mask(*window_size)
+        return pallas_attn.flash_attention(q, k, v, mask=mask, scale=scale)
+
+    spec = importlib.machinery.ModuleSpec("fa4_jax", None)
+    monkeypatch.setitem(sys.modules, "fa4_jax", types.ModuleType("fa4_jax"))
+    sys.modules["fa4_jax"].__spec__, sys.modules["fa4_jax"].flash_attn = spec, flash_attn
+    case = dataclasses.replace(LITTLE[name], dtype="float16", q_offset=0)
+    case = dataclasses.replace(case, kv_len=case.q_len)
+    directions = {"forward+backward": case.cotangent, "jvp": case.tangents}.get(op, lambda: None)
+    call = Call(case, case.arrays(), directions(), op)
+    (subject,) = peers.fa4_jax(call)
+    assert judges.judge_of(call)(subject, subject.launch()) is None
+    band = None if case.mask.left is None else (case.mask.left, case.mask.right)
+    assert asked[0] == (case.mask == pallas_attn.CAUSAL, band)
 
 
 def test_turns_interleave_and_rotate():
