@@ -4,6 +4,7 @@ docs/cases.md with a line for each case.
 `python -m benchmarks.pages` writes them anew; a test compares them with results/.
 """
 
+import collections
 import itertools
 import pathlib
 import re
@@ -56,23 +57,22 @@ process. TFLOP/s count visible pairs: 4 operations a pair and head dim forward, 
 the backward. Pictures show shapes that others publish too, decode over pages of 16 rows.
 [All cases](cases.md) has a line for each case."""
 _COLUMNS = """\
-`of matmul`, `of read`: share of the rate of a large matmul, or of reading memory, in the same run.
-MiB: memory of a step beside arguments and results, ours/cuDNN. Kinds of caches, and float16
-(`f16`), are columns: their line has the least share, each peer's fastest figure, and the least
-ratio.
+- `ours`, `f16` (in float16), or kinds of caches: our figures. A line with several of them has the
+  least share, each peer's fastest figure, and the least ratio.
+- `of matmul`, `of read`: share of the rate of a large matmul, or of reading memory, in that run.
+- `over best`: our speed over that of the best peer. `others`: peers of a few cases.
+- `MiB`: memory of a step beside arguments and results, ours/cuDNN.
 
-Prefill is `decode_attention` of many query rows a sequence over a full cache. `dense` is our
-`flash_attention` over contiguous K and V, `xla` has a boolean mask; `jax.nn` cannot give cuDNN a
-causal mask that ends at the last key of a longer K. Over shared pages, `plain` is the call without
-`shared_prefixes`, `unshared` that over own pages, `flashinfer` its cascade; only cases that end
-with `_found` count the time to find shared pages, once a step."""
+Prefill is `decode_attention` of many query rows a sequence over a full cache, `dense` our
+`flash_attention` over contiguous K and V. Over shared pages `plain` is the call without
+`shared_prefixes`, `unshared` that over own pages, `flashinfer` its cascade; cases that end with
+`_found` count the time to find shared pages."""
 _SPLIT = """\
 The rows of one causal sequence on several GPUs: TFLOP/s a GPU (`both` with the backward); TB/s of
 live K and V in `rows_decode`. `alone`: the slowest and the fastest GPU with all of it (the first
 one in older rows); `share`: of the first one's rate. Wall time of jitted steps in turns of a tenth
-of a second, long enough to reach the power limit, of which busy links take a part. GPUs rest
-before each turn (until 2026-11-24 clocks depended on the turn before); all wait for the slowest.
-`ring` and `cudnn_ring` pass K and V between launches of our kernels and of cuDNN's."""
+of a second, long enough to reach the power limit; GPUs rest before each turn. `ring` and
+`cudnn_ring` pass K and V between launches of our kernels and of cuDNN's."""
 _OURS_SPLIT = ("pallas_attn/gather", "pallas_attn/rows")
 _FIRST_CALL = """\
 Seconds of wall time in a fresh process, after imports, CUDA's start and the arrays: `fwd` is causal
@@ -277,6 +277,7 @@ def _summary(groups: Sequence[Sequence[Row]]) -> str:
         _cells(["peer", "geometric mean of ours over it", "least", "at", "cases"]),
         _cells(["---", "---:", "---:", "---", "---:"]),
     ]
+    over = {name: cases for name, cases in over.items() if name != "best" or len(over) > 2}
     for peer in sorted(over, key=lambda name: (name == "best", name)):
         worst = min(over[peer], key=lambda case: over[peer][case])
         name = "the best of each case" if peer == "best" else peer
@@ -349,34 +350,46 @@ def _table(
 ) -> str:
     op, unit = groups[0][0]["op"], "read" if table.startswith(("decode", "shared")) else "matmul"
     unit = "copy" if op == "quantize" else unit
-    peers = sorted({row["impl"] for rows in groups for row in rows if not is_ours(row)})
-    with_share, with_memory = op != "append", any("memory_mib" in rows[0] for rows in groups)
     cases = _by_case(groups)
     columns = list(dict.fromkeys(column for case in cases.values() for column in case))
-    head = ["case", *(f"**{column}**" for column in columns), *[f"of {unit}"][: int(with_share)]]
-    head += [
-        *(peer.replace("_", " ") for peer in peers),
-        "over best peer",
-        *["MiB"][: int(with_memory)],
-    ]
-    lines = [_cells(head), _cells(["---", *["---:"] * (len(head) - 1)])]
+    fastest = {name: _fastest_of_peers(case.values()) for name, case in cases.items()}
+    met = collections.Counter(peer for figures in fastest.values() for peer in figures)
+    peers = sorted(peer for peer in met if 4 * met[peer] >= len(cases))
+    head = ["case", *columns, f"of {unit}", *peers, "over best", "MiB", "others"]
+    lines = []
     for name, case in cases.items():
-        every = list(case.values())
+        every, figures = list(case.values()), fastest[name]
         old = any(not is_of(rows_of[0], commit) for rows_of in every)
-        cells = [f"`{name}`" + _OLD * old]
-        cells += [f"**{_number(case[x][0])}**" if x in case else "" for x in columns]
-        if with_share:
-            tops = [(rows[0], ceilings.get((rows[0]["run"], unit))) for rows in every]
-            cells.append(_least([rate(row) / top for row, top in tops if top], ".0%"))
-        for peer in peers:
-            met = [row for rows in every for row in rows if row["impl"] == peer]
-            cells.append(_number(min(met, key=lambda row: row["ms"])) if met else "")
+        cells = [name + _OLD * old, *(_number(case[x][0]) if x in case else "" for x in columns)]
+        tops = [(rows[0], ceilings.get((rows[0]["run"], unit))) for rows in every]
+        shares = [rate(row) / top for row, top in tops if top and op != "append"]
+        cells += [_least(shares, ".0%"), *(figures.get(peer, "") for peer in peers)]
         cells.append(_least(list(ratios(every).get("best", {}).values()), ".2f"))
-        if with_memory:
-            by_name = {row["impl"]: row.get("memory_mib", "") for row in every[0]}
-            cells.append(f"{by_name[every[0][0]['impl']]}/{by_name.get('cudnn', '')}".strip("/"))
-        lines.append(_cells(cells))
-    return "\n".join(lines)
+        by_name = {row["impl"]: row.get("memory_mib", "") for row in every[0]}
+        cells.append(f"{by_name[every[0][0]['impl']]}/{by_name.get('cudnn', '')}".strip("/"))
+        cells.append(", ".join(f"{x} {figures[x]}" for x in sorted(figures) if x not in peers))
+        lines.append(cells)
+    return _aligned(head, lines)
+
+
+def _fastest_of_peers(every: Iterable[Sequence[Row]]) -> dict[str, str]:
+    """{peer: its fastest figure}, of one or several groups of rows."""
+    rows = [row for rows in every for row in rows if not is_ours(row)]
+    slowest_first = sorted(rows, key=lambda row: row["ms"], reverse=True)
+    return {row["impl"]: _number(row) for row in slowest_first}
+
+
+def _aligned(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A table as text, without the columns that are empty; "others" is a list, at the left."""
+    shown = [n for n in range(len(head)) if any(line[n] for line in lines)]
+    widths = {n: max(len(line[n]) for line in (head, *lines)) for n in shown}
+
+    def text(line: Sequence[str]) -> str:
+        left = {n for n in shown if n == 0 or head[n] == "others"}
+        cells = [(str.ljust if n in left else str.rjust)(line[n], widths[n]) for n in shown]
+        return "  ".join(cells).rstrip()
+
+    return "\n".join(["```text", *map(text, (head, *lines)), "```"])
 
 
 def _by_case(groups: list[list[Row]]) -> dict[str, dict[str, list[Row]]]:
@@ -415,32 +428,19 @@ def _gpu(row: Row) -> str:
 
 
 def _table_of_split(cases: list[dict[str, Row]]) -> str:
-    head = [
-        "case",
-        "GPUs",
-        "alone",
-        "**ours**",
-        "share",
-        "ring",
-        "cudnn_ring",
-        "over best peer",
-    ]
-    lines = [_cells(head), _cells(["---", *["---:"] * (len(head) - 1)])]
+    head = ["case", "GPUs", "alone", "ours", "share", "ring", "cudnn_ring", "over best"]
+    lines = []
     for rows in cases:
         alone = rows["pallas_attn/one"]
         ours = next(rows[name] for name in _OURS_SPLIT if name in rows)
         both = rows.get("pallas_attn/ring"), rows.get("cudnn_ring")
         peers = [row for row in both if row]
-        cells = [
-            f"`{ours['case']}`",
-            f"{ours['problem']['devices']}x{_gpu(ours)}",
-            _alone(alone),
-        ]
-        cells += [f"**{_number(ours)}**", f"{ours['efficiency']:.0%}"]
+        cells = [ours["case"], f"{ours['problem']['devices']}x{_gpu(ours)}", _alone(alone)]
+        cells += [_number(ours), f"{ours['efficiency']:.0%}"]
         cells += [_number(row) if row else "" for row in both]
         cells.append(f"{min(row['ms'] for row in peers) / ours['ms']:.2f}" if peers else "")
-        lines.append(_cells(cells))
-    return "\n".join(lines)
+        lines.append(cells)
+    return _aligned(head, lines)
 
 
 def _alone(row: Row) -> str:
@@ -485,14 +485,14 @@ def _table_of(separate: Sequence[Row], groups: dict[str, list[list[Row]]]) -> st
     for op in dict.fromkeys(row["op"] for row in separate):
         rows = [row for row in separate if row["op"] == op]
         columns = list(dict.fromkeys(_version(row) for row in rows))
-        head = [TITLES[op].split(",")[0], "**ours**", *columns]
-        lines = [_cells(head), _cells(["---", *["---:"] * (len(head) - 1)])]
+        head = [TITLES[op].split(",")[0], "ours", *columns]
+        lines = []
         for case in dict.fromkeys(row["case"] for row in rows):
             mine = ours.get((op, case))
-            cells = [f"`{case}`", f"**{_number(mine)}**" if mine else ""]
+            cells = [case, _number(mine) if mine else ""]
             figures = {_version(row): _figure(row) for row in rows if row["case"] == case}
-            lines.append(_cells([*cells, *(figures.get(column, "") for column in columns)]))
-        parts.append("\n".join(lines))
+            lines.append([*cells, *(figures.get(column, "") for column in columns)])
+        parts.append(_aligned(head, lines))
     said = [f"- {', '.join(names)}, {date}: {how}." for (date, how), names in methods.items()]
     return "\n\n".join([*parts, "How the peers' figures were taken:", "\n".join(said)])
 

@@ -315,7 +315,7 @@ def test_what_lies_past_a_length_is_never_read(rng, subject):
 @pytest.mark.parametrize("subject", subjects.rows("flash_backward", but=("reference_on_gpu",)))
 @pytest.mark.parametrize("precision", [None, "highest"])
 def test_small_gradients_of_float32(rng, subject, precision):
-    """Two keys to a row (docs/semantics.md, Precision), one of which has a probability of
+    """Two keys to a row (docs/accuracy.md, float32), one of which has a probability of
     about 1e-9. TF32 scores are off by a few percent of a probability.
     """
     q, k, v, do = (np.float32(rng.standard_normal((1, 64, 1, 64))) for _ in range(4))

@@ -496,7 +496,7 @@ def test_a_prefix_stands_before_the_rows_of_a_sequence(rng, kind):
 @pytest.mark.parametrize("subject", subjects.rows("decode", but=("kernels_float32",)))
 def test_a_quantised_prefix(rng, subject):
     """33 rows of int8 pages: the kernel reads them rounded to q's dtype. lse is as far off as that
-    makes it, and no farther than docs/semantics.md says.
+    makes it, and no farther than docs/accuracy.md says.
     """
     sizes, lengths, groups = (1, 256), (83, 3), np.array([1, 0])
     rows = [rng.standard_normal((2, 83, 1, 256), np.float32) for _ in "kv"]

@@ -461,7 +461,7 @@ def test_decode_against_float64(rng, subject, case):
 
 @pytest.mark.parametrize("subject", subjects.rows("decode", but=("portable_kernels",)))
 def test_small_numbers_of_out(rng, subject):
-    """A second key (docs/semantics.md) has a weight of about 1e-8, and alone has
+    """A second key (docs/accuracy.md) has a weight of about 1e-8, and alone has
     numbers where the first stores 0.
     """
     q, k, v = (rng.standard_normal((32, 2, 64)) for _ in range(3))

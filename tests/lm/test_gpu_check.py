@@ -135,3 +135,12 @@ def test_without_a_gpu_nothing_is_checked(tmp_path):
     lines = "\n".join(said)
     assert lines.count("would run") == len(parity.CHECKS) + len(gpu_check._CALLS)
     assert lines.endswith("nothing was checked") and not out.exists()
+
+    """On a GPU they are: kernels read whole units of rows."""
+    """As they are on a GPU, whose kernels read whole units of rows."""
+    create = pallas_attn.StackedCache.create
+    longer = lambda m, rows, *args, **options: create(m, rows + 1, *args, **options)  # noqa: E731
+    monkeypatch.setattr(pallas_attn.StackedCache, "create", longer)
+    (check,) = (x for x in parity.CHECKS if x.case.startswith("float8"))
+    row = parity.row_of(check, parity.How("reference", "bfloat16", 0))
+    assert (row.error, row.held) == (0.0, True)

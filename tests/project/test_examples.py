@@ -12,7 +12,7 @@ EXAMPLES = sorted((pathlib.Path(__file__).parents[2] / "examples").glob("*.py"))
 
 
 def test_the_examples_are_found():
-    assert len(EXAMPLES) == 6
+    assert len(EXAMPLES) == 8
 
 
 def test_the_kernel_to_learn_from_runs():
@@ -39,5 +39,5 @@ def test_example_runs(path, capsys):
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_fits_a_page(path):
-    most = 150 if path.stem == "one_kernel" else 110  # a whole kernel takes a page and a half
+    most = 150 if path.stem == "one_kernel" else 120  # a whole kernel takes a page and a half
     assert 60 <= len(path.read_text().splitlines()) <= most

@@ -617,7 +617,9 @@ def test_the_call_site_of_maxtext(rng, monkeypatch):
     q, k = (jnp.asarray(rng.standard_normal((2, T, n, 8)), jnp.float32) for n in (4, 2))
     for op.attention_type, mask in (("global", pa.CAUSAL), ("local", pa.sliding_window(4))):
         wanted = pa.flash_attention(q, k, k, mask=mask, segment_ids=IDS, scale=1.0)
-        np.testing.assert_array_equal(op.cudnn_flash_attention(q, k, k, IDS, "train"), wanted)
+        for others in (("train",), (IDS, "train")):  # newer versions pass positions as well
+            got = op.cudnn_flash_attention(q, k, k, IDS, *others)
+            np.testing.assert_array_equal(got, wanted)
     op.attention_type = "chunk"
     with pytest.raises(NotImplementedError, match="^chunk, dropout_rate 0.0"):
         op.cudnn_flash_attention(q, k, k, IDS)

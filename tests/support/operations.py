@@ -193,7 +193,7 @@ _ROWS: dict[str, dict[str, Variants]] = {
         "ragged chunks": ({"new_rows": 64, "ragged": True},),
         "packed rows": ({"new_rows": 64, "packed": True},),
         "rows split over devices": ({"new_rows": 8, "packed": True},),
-        "rows split over devices, keep by a path; of 32 layers": (
+        "rows split over devices, keep by a path of 32 layers": (
             {"sequences": 8 * 32, "new_rows": 8 * 32 * 8, "packed": True},
         ),
         "one array alone": ({"v_head_dim": None},),
@@ -242,10 +242,10 @@ _ROWS: dict[str, dict[str, Variants]] = {
         "softcap": ({"softcap": 30.0},),
         "sinks": ({"sinks": True},),
         "batch_invariant": ({"batch_invariant": True},),
-        "parents, a tree of drafts; tokens at once": tuple(
+        "parents, a tree of drafts: tokens at once": tuple(
             {"q_len": n} | _IN_TREE for n in (4, 64)
         ),
-        "a tree in a window; tokens at once": tuple({"q_len": n} | _IN_WINDOW for n in (4, 64)),
+        "a tree in a window: tokens at once": tuple({"q_len": n} | _IN_WINDOW for n in (4, 64)),
         "a tree, rows split over devices": (
             {"q_len": 64, "mask": FULL, "mask_program": _SPLIT_TREE},
         ),
@@ -268,15 +268,15 @@ _ROWS: dict[str, dict[str, Variants]] = {
         "a tree, V within K": (_LATENT | {"q_len": 4} | _IN_TREE,),
         "mask_fn": ({"mask_program": _ALTERNATE},),
         "mask_fn, packed rows": ({"mask_program": _ALTERNATE} | _PACKED,),
-        "score_fn; cache": tuple(x | _SCORED for x in _CACHES),
-        "score_fn; tokens at once": tuple({"q_len": n} | _SCORED for n in (1, 4, 64)),
+        "score_fn: cache": tuple(x | _SCORED for x in _CACHES),
+        "score_fn: tokens at once": tuple({"q_len": n} | _SCORED for n in (1, 4, 64)),
         "score_fn, packed rows": (_SCORED | _PACKED,),
         "score_fn over a quantised cache": tuple(dtype | _SCORED for dtype in _QUANTISED),
         "score_fn, V within K": (_LATENT | _SCORED,),
         "score_fn, packed rows, V within K": (_LATENT | _SCORED | _PACKED,),
         "score_fn, V within K, rows of 656 bytes": (_OF_BYTES | _SCORED,),
-        "kv_indices, a list of positions a row; cache": tuple(x | _LISTED for x in _CACHES),
-        "kv_indices; tokens at once": tuple({"q_len": n} | _LISTED for n in (1, 64)),
+        "kv_indices, a list of positions a row: cache": tuple(x | _LISTED for x in _CACHES),
+        "kv_indices: tokens at once": tuple({"q_len": n} | _LISTED for n in (1, 64)),
         "kv_indices, packed rows": (_PACKED | _LISTED,),
         "kv_indices over a quantised cache": tuple(dtype | _LISTED for dtype in _QUANTISED),
         "kv_indices, V within K": (_LATENT | _LISTED,),
@@ -307,8 +307,11 @@ def _table(title: str) -> str:
     *labels, last = operations = _TABLES[title]
     label = f"{title}, {' and '.join(filter(None, (', '.join(labels), last)))}"
     lines = [f"| {label.removesuffix(', ')} | every GPU |", "|---|---|"]
-    for name, variants in _ROWS[next(iter(operations.values()))].items():
-        lines.append(f"| {name} | {_cell(operations, variants)} |")
+    rows = _ROWS[next(iter(operations.values()))]
+    names: dict[str, list[str]] = {}
+    for name, variants in rows.items():
+        names.setdefault(_cell(operations, variants), []).append(name)
+    lines += [f"| {'; '.join(names[cell])} | {cell} |" for cell in names]
     return "\n".join(lines)
 
 
@@ -327,7 +330,9 @@ def _cell(operations: dict[str, str], variants: tuple[dict[str, Any], ...]) -> s
             cells.setdefault(said if any(taken) else "-", []).append(where)
     if len(cells) == 1:
         return next(iter(cells))
-    return "; ".join(f"{_where(places, operations)}: {said}" for said, places in cells.items())
+    most = max(cells, key=lambda said: len(cells[said]))
+    others = [f"{_where(places, operations)}: {x}" for x, places in cells.items() if x != most]
+    return "; ".join([*others, f"else {most}"])
 
 
 def _said(variants: tuple[dict[str, Any], ...], taken: list[bool]) -> str:

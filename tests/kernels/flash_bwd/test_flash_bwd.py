@@ -713,7 +713,7 @@ def test_far_below_zero_and_half_a_tile(mask, dtype):
     problem = problem_of(
         dataclasses.replace(case_named("t_equals_s"), q_len=192, kv_len=192, **sizes)
     )
-    far_below_zero(kernel.Config.default(problem), **sizes)
+    far_below_zero(default_of(problem), **sizes)
     if dtype != "float32":  # its lse is that of Hopper's scores, by TF32
         far_below_zero(PORTABLE.default(problem), **sizes)
 

@@ -193,7 +193,7 @@ def test_rows_are_rounded_once_and_those_past_a_length_are_left_alone(rng, monke
 @pytest.mark.parametrize("to, share", [("bfloat16", 1), ("float16", 8)])
 @pytest.mark.parametrize("keys, most", [(1, 8e-3), (64, 3e-3), (512, 1e-3)])
 def test_lse_of_normal_numbers_over_widened_rows(to, share, keys, most):
-    """The figures of docs/semantics.md, at head dim 256: averages over many keys are closer."""
+    """The figures of docs/accuracy.md, at head dim 256: averages over many keys are closer."""
     largest = 0.0
     for seed in range(40):
         rng = np.random.default_rng(seed)
@@ -211,7 +211,7 @@ def test_lse_of_normal_numbers_over_widened_rows(to, share, keys, most):
 @pytest.mark.parametrize("dtype", LARGEST)
 @pytest.mark.parametrize("to, most", [("bfloat16", 0.4), ("float16", 0.04)])
 def test_rounding_of_widened_rows_is_bounded(to, most, dtype):
-    """The bound of docs/semantics.md: logits up to 180 of rows in q's dtype and in float64."""
+    """The bound of docs/accuracy.md: logits up to 180 of rows in q's dtype and in float64."""
     unit, largest = float(jnp.finfo(to).eps) / 2, 0.0
     for seed in range(20):
         rng = np.random.default_rng(seed)

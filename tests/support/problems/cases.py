@@ -106,10 +106,12 @@ def _large_attention() -> list[AttentionCase]:
     for keys in (128, 1024):
         name = f"h128_window{keys}_t8192_at_run_time"
         window(name, keys, (2, 8192), 16, 128, mask_at_run_time=True)
-    # gpt-oss, and its window without sinks, which cuDNN takes.
+    # gpt-oss and DeepSeek-V4, and their windows without sinks, which peers take.
     for tail, sinks in (("", True), ("_no_sinks", False)):
         local: dict[str, Any] = {"mask": sliding_window(128), "sinks": sinks}
         rows.append(full(f"gpt_oss_t8192{tail}", (1, 8192), (64, 8), 64, "windows", **local))
+        labels: tuple[str, ...] = ("windows", "deepseek_v4")
+        rows.append(full(f"deepseek_v4_t4096{tail}", (1, 4096), (64, 1), 512, *labels, **local))
     rows += [
         causal("h80_causal_t4096", (4, 4096), equal, 80, "odd"),
         causal("h96_causal_t4096", (4, 4096), equal, 96, "odd"),
@@ -154,10 +156,13 @@ def _large_attention() -> list[AttentionCase]:
         pair: dict[str, Any] = {"bias_shape": (1, n, length, length), "bias_dtype": "bfloat16"}
         pair |= {"mask_shape": (batch, 1, 1, length), "shown_keys": ((0, length),) * batch}
         name = f"h{dim}_pair_bias_b{batch}_t{length}_n{n}"
-        rows.append(full(name, (batch, length), (n, n), dim, "pair_bias", **pair))
-    shape = (4, 16, 768, 768)
-    pair = {"bias_shape": shape, "bias_dtype": "bfloat16"}
-    rows.append(full("h24_pair_bias_b4_t768_n16", (4, 768), equal, 24, "pair_bias", **pair))
+        labels = ("pair_bias", "alphafold3") if dim == 32 and n == 4 else ("pair_bias",)
+        rows.append(full(name, (batch, length), (n, n), dim, *labels, **pair))
+    # The Pairformer has a bias for each protein, samples of the diffusion transformer share one.
+    for dim, batch, biases in ((24, 4, 4), (48, 5, 1)):
+        pair = {"bias_shape": (biases, 16, 768, 768), "bias_dtype": "bfloat16"}
+        name, labels = f"h{dim}_pair_bias_b{batch}_t768_n16", ("pair_bias", "alphafold3")
+        rows.append(full(name, (batch, 768), equal, dim, *labels, **pair))
     pair = {"bias_shape": (1, 12, 512, 512), "bias_dtype": "bfloat16"}
     rows.append(full("h64_t5_bias_b32_t512_n12", (32, 512), (12, 12), 64, "pair_bias", **pair))
     shown = tuple((0, 2048 - 128 * n) for n in range(8))
@@ -342,6 +347,9 @@ def _edge_attention() -> list[AttentionCase]:
         plain("bias_shared", (3, 130, 208), (4, 2), bias_shape=(1, 4, 130, 208),
               bias_dtype="bfloat16", mask_shape=(3, 1, 1, 208),
               shown_keys=((0, 208), (0, 140), (30, 100))),
+        *(_attention(f"pair_bias_dim{dim}", (3, 72), (2, 2), dim, bias_shape=(1, 2, 72, 72),
+                     mask_shape=(3, 1, 1, 72), shown_keys=((0, 72), (0, 41), (0, 72)))
+          for dim in (24, 48)),
         plain("padding", (4, 130, 300), (4, 2), mask_shape=(4, 1, 1, 300),
               shown_keys=((0, 300), (0, 128), (140, 290), (70, 70))),
         plain("padding_ragged", (3, 130, 197), (2, 2), mask=CAUSAL, mask_shape=(3, 1, 1, 197),
@@ -363,6 +371,8 @@ def _edge_attention() -> list[AttentionCase]:
         name = "_".join(map(str, dict.fromkeys(dims)))
         labels = ("dims", "wide")
         rows.append(_attention(f"dim{name}", (1, 130), (2, 1), dims, *labels, mask=CAUSAL))
+    window: dict[str, Any] = {"mask": sliding_window(40), "sinks": True}
+    rows.append(_attention("dim512_window_sinks", (1, 130), (4, 1), 512, "dims", "wide", **window))
     for dtype in ("float16", "float32"):
         for mask in (FULL, CAUSAL):
             rows.append(plain(f"{dtype}_{mask}", (2, 130, 200), (4, 2), mask=mask, dtype=dtype))
@@ -433,10 +443,23 @@ def _decode() -> list[DecodeCase]:
         _even(_STACKED, 64, 4096, "wide", **_EXACT),
         _even(_STACKED, 1, 8192, "wide", dtype="float32"),
         *(_served_latent(*sizes) for sizes in _SERVED),
+        *_deepseek_v4(),
         _even(_PAGED64, 64, 8192, "pages"),
         _even(("paged", 128), 64, 8192, "pages"),
         _even(("per_sequence", None), 256, 1024, "many"),
         *(_edge_decode(cache, *edge) for cache in _KINDS for edge in _DECODE_EDGES),
+    ]
+
+
+def _deepseek_v4() -> list[DecodeCase]:
+    """A window with sinks over tokens, and 512 of the keys that stand for 4 tokens each."""
+    shape: dict[str, Any] = {"heads": (64, 1, 512, 512), "shared_kv": True}
+    window: dict[str, Any] = {"mask": sliding_window(128), "sinks": True}
+    name, label = "decode_paged_b64_s{}_n64k1_h512_{}_page64", "deepseek_v4"
+    rows = (8192, "window128_sinks", window), (2048, "top512", {"listed": 512})
+    return [
+        _over(name.format(length, what), (length,) * 64, _PAGED64, label, **shape, **fields)
+        for length, what, fields in rows
     ]
 
 
@@ -485,6 +508,13 @@ _DECODE_EDGES: tuple[Edge, ...] = (
     ("float8_e4m3fn", (0, 33, 256), {"cache_dtype": "float8_e4m3fn"}),
     ("int8", (64, 1, 200), {"cache_dtype": "int8", "q_len": 3}),
     ("latent", (0, 100, 256), {"heads": (8, 1, 576, 512), "shared_kv": True}),
+    (
+        "k_is_v",
+        (0, 33, 256),
+        {"heads": (8, 1, 512, 512), "shared_kv": True}
+        | {"mask": sliding_window(50), "sinks": True},
+    ),
+    ("k_is_v_listed", (0, 33, 256), {"heads": (8, 1, 512, 512), "shared_kv": True, "listed": 70}),
     ("listed", (0, 33, 256), {"q_len": 2, "listed": 70, "sinks": True}),
     ("alibi", (0, 33, 256), {"q_len": 2, "alibi": True}),
     ("latent_bytes", (0, 100, 256), {"heads": (8, 1, 576, 512), "shared_kv": True, **_BYTES}),
