@@ -136,8 +136,9 @@ def test_without_a_gpu_nothing_is_checked(tmp_path):
     assert lines.count("would run") == len(parity.CHECKS) + len(gpu_check._CALLS)
     assert lines.endswith("nothing was checked") and not out.exists()
 
+
+def test_quantised_buffers_may_be_longer_than_asked(monkeypatch):
     """On a GPU they are: kernels read whole units of rows."""
-    """As they are on a GPU, whose kernels read whole units of rows."""
     create = pallas_attn.StackedCache.create
     longer = lambda m, rows, *args, **options: create(m, rows + 1, *args, **options)  # noqa: E731
     monkeypatch.setattr(pallas_attn.StackedCache, "create", longer)
