@@ -43,7 +43,8 @@ class Together:
         try:
             fcntl.flock(door, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self.while_others_time()
+            if _is_shared(door):  # else another one is on its way through
+                self.while_others_time()
             fcntl.flock(door, fcntl.LOCK_EX)
         fcntl.flock(gpu, fcntl.LOCK_SH)
         fcntl.flock(door, fcntl.LOCK_UN)
@@ -75,6 +76,16 @@ class Together:
         """Closes the files."""
         for file in self.files or ():
             file.close()
+
+
+def _is_shared(door: TextIO) -> bool:
+    """Whether nobody holds the door but those that time."""
+    try:
+        fcntl.flock(door, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    fcntl.flock(door, fcntl.LOCK_UN)
+    return True
 
 
 def _finish() -> None:

@@ -125,6 +125,24 @@ def test_two_use_the_gpu_beside_each_other_while_a_third_waits_to_time(tmp_path,
     assert said == ["timed", "late"]
 
 
+def test_who_meets_another_at_the_door_only_waits(tmp_path, opened):
+    together, said = opened(tmp_path / "lock"), []
+    together.while_others_time = lambda: said.append("timed")
+
+    def use():
+        with together.beside():
+            said.append("used")
+
+    with (tmp_path / "lock.door").open() as door:
+        fcntl.flock(door, fcntl.LOCK_EX)
+        thread = threading.Thread(target=use)
+        thread.start()
+        time.sleep(0.1)
+        assert said == []
+    thread.join(10)
+    assert said == ["used"]
+
+
 def test_without_a_file_there_is_no_lock():
     together = Together()
     with together.alone(), together.beside():
