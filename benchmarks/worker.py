@@ -200,17 +200,17 @@ class Worker:
 
 
 def peers_of(op: str, names: str) -> str:
-    """`--peers` for an operation: those that it has. "all" leaves out attention that keeps all
-    scores, where another peer takes most cases.
+    """`--peers` for an operation: those that it has. "all", and all but some, leave out attention
+    that keeps all scores, where another peer takes most cases.
     """
-    table = peers.PEERS[OPS[op]]
+    table, asked = peers.PEERS[OPS[op]], names.split(",")
     if names == "none":
         return names
-    if names == "all":
-        names = ",".join(f"-{name}" for name in QUADRATIC if "attention_mgpu" in table)
-    own = [name for name in names.split(",") if name.removeprefix("-") in table]
-    takes_away = all(name.startswith("-") for name in names.split(",") if name)
-    return ",".join(own) or ("all" if takes_away else "none")
+    if names == "all" or all(name.startswith("-") for name in asked):
+        asked += [f"-{name}" for name in QUADRATIC if "attention_mgpu" in table]
+        away = [name for name in asked if name.removeprefix("-") in table]
+        return ",".join(dict.fromkeys(away)) or "all"
+    return ",".join(name for name in asked if name in table) or "none"
 
 
 def main() -> int:

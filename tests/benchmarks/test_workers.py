@@ -180,6 +180,7 @@ def test_all_has_every_case_of_the_configurations():
 
 def test_an_operation_is_asked_for_the_peers_that_it_has():
     assert peers_of("forward", "all") == "-xla,-torch_math"
+    assert peers_of("forward", "-flex,-tokamax,-xla") == "-tokamax,-xla,-torch_math"
     assert peers_of("jvp", "all") == peers_of("append", "-cudnn") == "all"
     assert peers_of("append", "cudnn") == "none" == peers_of("forward", "none")
     assert peers_of("decode", "cudnn,fa4_jax") == "cudnn"
