@@ -44,9 +44,9 @@ class Options:
     times: int = 3
     cold: bool = False  # empty the L2 cache before each timed call
     commit: str | None = None  # named in rows if the tree is no git checkout
-    out: str | None = None  # .jsonl to add rows to
+    out: str | None = None  # .jsonl to add rows to; with several workers a folder of them
     plot: str | None = None  # .svg to draw
-    together: str | None = None  # lock file that all processes of a benchmark share: `Together`
+    settled: float | None = None  # spread at which turns end early: `timing.interleave`
 
 
 @dataclasses.dataclass
@@ -100,6 +100,16 @@ class Group:
     peers: list[Future]  # a list of Entries each, compiled
 
 
+@dataclasses.dataclass
+class Checked:
+    """A group whose results are checked."""
+
+    names: list[str]
+    outcomes: dict[str, Outcome]  # cases that are lost
+    ours: list[Entry]  # entries that are right
+    peers: list[list[Entry]]  # each peer's configurations
+
+
 def alike(cases: Sequence[Case]) -> list[list[Case]]:
     """Cases in groups that have the same arrays, results and peers: a decode or a prefill over
     caches of several kinds.
@@ -111,8 +121,6 @@ def alike(cases: Sequence[Case]) -> list[list[Case]]:
 
 
 def groups_at_once(bench: Bench) -> int:
-    if bench.options.together is not None:
-        return 99
     return 4 if bench.op in OVER_CACHES else 1
 
 
@@ -129,9 +137,31 @@ def measure(bench: Bench, groups: Sequence[Sequence[Case]]) -> Iterator[tuple[st
         ready = [_ask(bench, *some, pool) for some in zip(groups, begun, strict=True)]
     del begun
     while ready:
-        yield from _outcomes(bench, ready.pop(0)).items()
-        gc.collect()
-        torch_peers.release()
+        yield from timed(bench, _checked(bench, ready.pop(0))).items()
+        release()
+
+
+def checked(bench: Bench, cases: Sequence[Case]) -> Checked:
+    """One group, made ready to be timed, one step after the other in this thread."""
+    return _checked(bench, _ask(bench, cases, _begin(bench, cases), _AtOnce()))
+
+
+class _AtOnce(concurrent.futures.Executor):
+    """Does what it is given before it returns."""
+
+    def submit(self, function: Callable[..., Any], /, *rest: Any, **more: Any) -> Future:
+        future: Future = Future()
+        try:
+            future.set_result(function(*rest, **more))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def release() -> None:
+    """Gives back the memory of groups that are done."""
+    gc.collect()
+    torch_peers.release()
 
 
 # ---- first calls --------------------------------------------------------------------------------
@@ -140,13 +170,14 @@ def measure(bench: Bench, groups: Sequence[Sequence[Case]]) -> Iterator[tuple[st
 def _begin(bench: Bench, cases: Sequence[Case]) -> tuple[list[Call] | Exception, Future]:
     """The calls of a group, and our entry for the first, after a call with nothing beside it."""
     try:
-        arrays = cases[0].arrays(bench.options.seed)
-        op = subjects.measure_of(bench.op, cases[0])
-        cotangent: subjects.Directions = None
-        if "backward" in op:
-            cotangent = cases[0].cotangent(bench.options.seed)  # type: ignore[union-attr]
-        elif op == "jvp":
-            cotangent = cases[0].tangents(bench.options.seed)  # type: ignore[union-attr]
+        op, seed = subjects.measure_of(bench.op, cases[0]), bench.options.seed
+        with bench.together.beside():
+            arrays = cases[0].arrays(seed)
+            cotangent: subjects.Directions = None
+            if "backward" in op:
+                cotangent = cases[0].cotangent(seed)  # type: ignore[union-attr]
+            elif op == "jvp":
+                cotangent = cases[0].tangents(seed)  # type: ignore[union-attr]
         calls = [Call(case, arrays, cotangent, op) for case in cases]
     except Exception as error:
         return error, _failed(error)
@@ -171,7 +202,7 @@ def _ask(
         assert error is not None
         return Group(cases, [first] * len(cases), _failed(error), [])
     ours = [first, *(pool.submit(_start, bench, call) for call in calls[1:])]
-    judge, others = pool.submit(judges.judge_of, calls[0]), []
+    judge, others = pool.submit(_judge, bench, calls[0]), []
     for name in peers.wanted(bench.op, bench.options.peers):
         for call in calls if name in peers.BY_KIND else calls[:1]:
             others.append(pool.submit(_compile_peer, bench, name, call))
@@ -184,15 +215,26 @@ def _failed(error: BaseException) -> Future:
     return future
 
 
+def _judge(bench: Bench, call: Call) -> judges.Judge:
+    with bench.together.beside():
+        return judges.judge_of(call)
+
+
 def _start(bench: Bench, call: Call) -> Entry:
     """Our entry, after its first call."""
-    subject = _our_subject(bench, call)
+    with bench.together.beside():
+        subject = _our_subject(bench, call)
     begun, worked = time.perf_counter(), _cpu_seconds()
     with config.watched() as ran:
-        produced = subject.launch()
-        subject.wait(produced)
+        if isinstance(subject.launch, subjects.Step):
+            _ = subject.launch.compiled  # without the GPU: others may time
+        with bench.together.beside():
+            produced = subject.launch()
+            subject.wait(produced)
     took = time.perf_counter() - begun, _cpu_seconds() - worked
-    facts: dict[str, Any] = dict(zip(FIRST_CALL, (round(s, 3) for s in took), strict=True))
+    facts: dict[str, Any] = {}
+    if not bench.together.shares:  # other processes would be part of it
+        facts = dict(zip(FIRST_CALL, (round(s, 3) for s in took), strict=True))
     facts["config"] = {used.kernel: dataclasses.asdict(used.config) for used in ran}
     kernels = "+".join(dict.fromkeys(used.kernel for used in ran))
     name = f"{rows.OURS}{kernels}" if kernels else subject.name
@@ -230,47 +272,57 @@ def _compile_peer(bench: Bench, name: str, call: Call) -> list[Entry]:
     """
     entries = []
     try:
-        for subject in peers.PEERS[bench.op][name](call):
-            if isinstance(subject.launch, subjects.Step):
-                _ = subject.launch.compiled
-            entries.append(Entry(subject.name, subject, call.case))
+        with bench.together.beside():  # XLA tries matmuls while it compiles
+            made = peers.PEERS[bench.op][name](call)
+            for step in (subject.launch for subject in made):
+                _ = step.compiled if isinstance(step, subjects.Step) else None
+        entries = [Entry(subject.name, subject, call.case) for subject in made]
     except REFUSALS as error:
         bench.say_once(f"      {name}: {first_line(error)}")
         bench.refusals.setdefault(call.case.name, {})[name] = first_line(error)
     except Exception as error:
-        entries.append(Entry(name, Subject(name, tuple), call.case, lost=error))
+        entries = [Entry(name, Subject(name, tuple), call.case, lost=error)]
     return entries
 
 
 # ---- checks, then turns -------------------------------------------------------------------------
 
 
-def _outcomes(bench: Bench, group: Group) -> dict[str, Outcome]:
-    """The outcome of each case of a group."""
+def _checked(bench: Bench, group: Group) -> Checked:
+    """The group with the entries that are right."""
     names = [case.name for case in group.cases]
-    outcomes: dict[str, Outcome] = {}
+    made = Checked(names, {}, [], [])
     try:
         judge = group.judge.result()
     except Exception as error:
-        return dict.fromkeys(names, error)
-    right: list[Entry] = []
+        made.outcomes = dict.fromkeys(names, error)
+        return made
     for name, future in zip(names, group.ours, strict=True):
         try:
             entry = future.result()
-            _check(entry, judge)
+            with bench.together.beside():
+                _check(entry, judge)
         except Exception as error:
-            outcomes[name] = error
+            made.outcomes[name] = error
             continue
-        right.append(entry)
+        made.ours.append(entry)
         if future is not group.ours[0]:  # others made it beside each other
             entry.facts = {key: x for key, x in entry.facts.items() if key not in FIRST_CALL}
+    if made.ours:
+        made.peers = [_right(bench, each.result(), judge) for each in group.peers]
+    return made
+
+
+def timed(bench: Bench, group: Checked) -> dict[str, Outcome]:
+    """The outcome of each case of a group."""
+    outcomes = dict(group.outcomes)
     try:
-        if right:
-            others = [x for each in group.peers for x in _best(bench, each.result(), judge)]
-            outcomes |= _time_turns(bench, right, others)
+        if group.ours:
+            others = [x for each in group.peers for x in _quickest(bench, each)]
+            outcomes |= _time_turns(bench, group.ours, others)
     except Exception as error:  # the cases after it are still worth their time
-        outcomes = {name: outcomes.get(name, error) for name in names}
-    return {name: outcomes[name] for name in names}
+        outcomes = {name: outcomes.get(name, error) for name in group.names}
+    return {name: outcomes[name] for name in group.names}
 
 
 def _check(entry: Entry, judge: judges.Judge) -> None:
@@ -283,17 +335,23 @@ def _check(entry: Entry, judge: judges.Judge) -> None:
         raise WrongError(complaint)
 
 
-def _best(bench: Bench, entries: list[Entry], judge: judges.Judge) -> list[Entry]:
-    """The fastest of a peer's configurations that are right, and those that are lost."""
+def _right(bench: Bench, entries: list[Entry], judge: judges.Judge) -> list[Entry]:
+    """A peer's configurations after their first calls; those that are wrong or fail are lost."""
     for entry in entries:
         if entry.lost:
             continue
         try:
-            entry.produced = entry.subject.launch()
-            entry.subject.wait(entry.produced)
-            _check(entry, judge)
+            with bench.together.beside():
+                entry.produced = entry.subject.launch()
+                entry.subject.wait(entry.produced)
+                _check(entry, judge)
         except Exception as error:
             entry.lost = error
+    return entries
+
+
+def _quickest(bench: Bench, entries: list[Entry]) -> list[Entry]:
+    """The fastest of a peer's configurations that are right, and those that are lost."""
     if sum(not entry.lost for entry in entries) < 2:
         return entries
     fastest = _time(bench, entries, functools.partial(timing.quickest, bench.timer))
@@ -325,8 +383,7 @@ def _time_turns(bench: Bench, ours: list[Entry], others: list[Entry]) -> dict[st
         names[name] = entry
     options = bench.options
     turns: dict[str, Any] = {"turns": options.turns, "times": options.times, "flush": bench.flush}
-    if options.together is not None:
-        bench.say(f"      {', '.join(entry.case.name for entry in ours)}: ready, waiting for turns")
+    turns["settled"] = options.settled
     timings = _time(
         bench, list(names.values()), functools.partial(timing.interleave, bench.timer, **turns)
     )

@@ -22,6 +22,7 @@ from benchmarks import first_call_programs, rows
 from benchmarks.first_call_programs import CASES, OURS, STEPS, Case
 from benchmarks.rows import Row
 
+OP = "first_call"
 TIMEOUT_S = 600
 # The path of the file, which is run as a program: as a module it would import the benchmark.
 _RUN = "import runpy, sys; sys.path[0] = sys.argv.pop(1); file = sys.argv.pop(1); "
@@ -78,7 +79,7 @@ def timed(
     made = []
     for state, each in zip(states, zip(*every, strict=True), strict=True):
         median = sorted(each, key=lambda seconds: sum(seconds.values()))[(turns - 1) // 2]
-        row: Row = {"op": "first_call", "case": case.name, "impl": impl, "problem": case.problem()}
+        row: Row = {"op": OP, "case": case.name, "impl": impl, "problem": case.problem()}
         row |= {"persistent_cache": state, "n": turns}
         row |= {name: round(x, 3) for name, x in median.items()}
         row["total_s"] = round(sum(median.values()), 3)
@@ -93,7 +94,7 @@ def _turn(case: Case, impl: str, states: States) -> list[Any]:
 
 
 def _in_a_process(case: Case, impl: str, folder: str | None) -> dict[str, float] | None:
-    root, file = pathlib.Path(__file__).parents[2], first_call_programs.__file__
+    root, file = pathlib.Path(__file__).parents[1], first_call_programs.__file__
     command = [sys.executable, "-c", _RUN, str(root), str(file), case.name, impl, folder or ""]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     if done.returncode:

@@ -18,7 +18,9 @@ from benchmarks.report import (
     SEVERAL,
     TITLES,
     geomean,
+    is_of,
     latest,
+    newest_commit,
     ratios,
 )
 from benchmarks.rows import Row, is_ours, rate, read
@@ -32,6 +34,22 @@ PICTURES = {
     "decode": "decode",
     "decode_loop": "decode_loop",
 }
+# The lines of the first table: what a reader compares.
+_FIRST = {
+    "forward": ("h64_causal_b2_t8192_n32", "h128_full_b2_t8192_n16", "h128_causal_b2_t8192_n16",
+                "h128_causal_b2_t8192_n32k8", "h256_causal_b2_t8192_n8"),
+    "decode": ("decode_paged_b1_s8192_n32k8_h128", "decode_paged_b64_s8192_n32k8_h128"),
+    "prefill": ("prefill_paged16_m8_t16", "prefill_paged16_m8_t1024"),
+}  # fmt: skip
+_FIRST["forward+backward"] = _FIRST["forward"]
+_SHORT = {"forward": "forward", "forward+backward": "both", "decode": "decode"}
+_SHORT["prefill"] = "prefill"
+_PEERS = {"cudnn": "cuDNN", "flash_attention_4": "FlashAttention-4", "fa4_jax": "fa4-jax"}
+_FIRST_READ = """\
+On an H200: TFLOP/s of `forward`, `both` (forward and backward) and `prefill`, TB/s of live K and V
+of `decode`, in bfloat16. More is better. A peer without a figure was not timed there, or does not
+take the case. In italics: timed in a process of its own, by [another
+method](cases.md#peers-in-processes-of-their-own)."""
 _METHOD = """\
 `python run.py --task=bench` measures (see `configs/`): device time by CUPTI, median, random normal
 inputs. Results were checked before they were timed, and peers took turns with ours in the same
@@ -70,6 +88,7 @@ of the last sequence were compared with NumPy."""
 _SEPARATE = """\
 Figures from processes and timers of the peers' own: they enter no ratio on this page, and are pale
 in the pictures, which show the newest version."""
+_OLD = " †"  # marks rows of an older commit
 # Parts of a case's name that are columns of one line, beside "ours".
 _COLUMN = re.compile(r"_(per_sequence|stacked|paged\d*|f16)(?=_|$)")
 
@@ -82,7 +101,7 @@ def from_results(root: pathlib.Path) -> dict[str, str]:
     made = {
         "README.md": overview(rows),
         "docs/benchmarks.md": "\n\n".join(
-            [benchmarks(rows), *section_of_sweep(swept), *first_calls]
+            [benchmarks(rows, separate), *section_of_sweep(swept), *first_calls]
         ),
         "docs/cases.md": every_case(rows, separate),
     }
@@ -112,16 +131,40 @@ def current(rows: Iterable[Row]) -> list[Row]:
 
 
 def overview(rows: Sequence[Row]) -> str:
-    """README's table: each operation beside cuDNN."""
+    """README's table: each operation beside cuDNN. A line is marked where not all of its rows are
+    of the newest commit.
+    """
     groups = latest([row for row in rows if _gpu(row) == "H200"])
     lines = [_cells(["on an H200", "times cuDNN, geometric mean", "least", "cases"])]
     lines.append(_cells(["---", "---:", "---:", "---:"]))
-    for op in OPS:
-        over = list(ratios(groups.get(op, ())).get("cudnn", {}).values())
-        if over:
+    beside = {op: [g for g in groups.get(op, ()) if _met(g, "cudnn")] for op in OPS}
+    shown = [rows_of for op in OPS for rows_of in beside[op]]
+    if not shown:
+        return "\n".join(lines)
+    commit = newest_commit(shown)
+    for op, cells in beside.items():
+        if cells:
+            over = ratios(cells)["cudnn"].values()
             facts = [f"{geomean(over):.2f}", f"{min(over):.2f}", str(len(over))]
-            lines.append(_cells([TITLES[op].split(",")[0], *facts]))
-    return "\n".join(lines)
+            old = any(not is_of(rows_of[0], commit) for rows_of in cells)
+            lines.append(_cells([TITLES[op].split(",")[0] + _OLD * old, *facts]))
+    return "\n".join([*lines, "", _of_commits([rows_of[0] for rows_of in shown], commit)])
+
+
+def _met(rows: Sequence[Row], peer: str) -> bool:
+    return any(row["impl"] == peer for row in rows)
+
+
+def _of_commits(ours: Sequence[Row], commit: str) -> str:
+    """Says which commit the rows are of, and what a mark means where some are older."""
+    newest = [row for row in ours if is_of(row, commit)]
+    told = f"Commit `{commit}`, {max(row['date'] for row in newest)[:10]}"
+    if len(newest) == len(ours):
+        return f"{told}."
+    old = [row for row in ours if not is_of(row, commit)]
+    days = " to ".join(sorted({pick(row["date"] for row in old)[:10] for pick in (min, max)}))
+    count = len({row["commit"][:7] for row in old})
+    return f"{told}.{_OLD} With cases of {count} older commit{'s' * (count > 1)}, {days}."
 
 
 def pictures(rows: Sequence[Row], separate: Sequence[Row] = ()) -> dict[str, str]:
@@ -142,20 +185,56 @@ def pictures(rows: Sequence[Row], separate: Sequence[Row] = ()) -> dict[str, str
     return drawings
 
 
-def benchmarks(rows: Sequence[Row]) -> str:
-    """The text of docs/benchmarks.md: a picture and a short table for each operation."""
+def benchmarks(rows: Sequence[Row], separate: Sequence[Row] = ()) -> str:
+    """The text of docs/benchmarks.md: a table of what a reader compares and a picture, then a
+    picture and a short table for each operation.
+    """
     groups = latest(rows)
     if not groups:
         return "Nothing is measured yet."
     shown = itertools.chain(*itertools.chain(*groups.values()))
-    parts = [_METHOD, _where([*shown, *_rows_of_split(rows)])]
+    parts = _opening([row for row in rows if _gpu(row) == "H200"], separate)
+    if "forward" in groups:
+        parts.append(f"![forward](pictures/{PICTURES['forward']}.svg)")
+    parts += [_METHOD, _where([*shown, *_rows_of_split(rows)])]
+    commit = newest_commit(itertools.chain(*groups.values()))
     for table in _tables(groups):
         parts.append(f"## {_title(table, groups)}")
-        if table in PICTURES:
+        if table in PICTURES and table != "forward":
             parts.append(f"![{table}](pictures/{PICTURES[table]}.svg)")
         parts.append(_summary(groups[table]))
+        old = sum(not is_of(rows_of[0], commit) for rows_of in groups[table])
+        if old:
+            parts.append(f"Of commits older than `{commit}`: {old} of {len(groups[table])} cases.")
         parts += _refusals(groups[table])
     return "\n\n".join(parts)
+
+
+def _opening(rows: Sequence[Row], separate: Sequence[Row]) -> list[str]:
+    """The first table, with the columns of peers that have a figure, and how to read it."""
+    of_case = {(op, x[0]["case"]): x for op, groups in latest(rows).items() for x in groups}
+    alone = {(row["op"], row["case"], row["impl"]): row for row in separate}
+    lines: list[tuple[Row, dict[str, str]]] = []
+    asked = [(op, name) for op in _SHORT for name in _FIRST[op]]
+    for op, name in (case for case in asked if case in of_case):
+        ours, *others = of_case[op, name]
+        figures = {row["impl"]: _number(row) for row in others}
+        for peer in _PEERS:
+            if peer not in figures and (op, name, peer) in alone:
+                figures[peer] = f"*{_number(alone[op, name, peer])}*"
+        lines.append((ours, figures))
+    if not lines:
+        return []
+    peers = [peer for peer in _PEERS if any(peer in figures for _, figures in lines)]
+    commit = newest_commit([ours] for ours, _ in lines)
+    table = [_cells(["operation", "case", "**ours**", *(_PEERS[peer] for peer in peers)])]
+    table.append(_cells(["---", "---", *["---:"] * (1 + len(peers))]))
+    for ours, figures in lines:
+        name = f"`{ours['case']}`" + _OLD * (not is_of(ours, commit))
+        cells = [_SHORT[ours["op"]], name, f"**{_number(ours)}**"]
+        table.append(_cells([*cells, *(figures.get(peer, "") for peer in peers)]))
+    told = _of_commits([ours for ours, _ in lines], commit)
+    return ["\n".join(table), told, _FIRST_READ]
 
 
 def every_case(rows: Sequence[Row], separate: Sequence[Row] = ()) -> str:
@@ -163,10 +242,14 @@ def every_case(rows: Sequence[Row], separate: Sequence[Row] = ()) -> str:
     groups, ceilings = latest(rows), _ceilings(rows)
     listed: list[cases.Case] = [*cases.ATTENTION, *itertools.chain(*cases.LISTS.values())]
     order = {case.name: number for number, case in enumerate(listed)}
-    parts = [_COLUMNS] if groups else ["Nothing is measured yet."]
+    if not groups:
+        return "Nothing is measured yet."
+    commit = newest_commit(itertools.chain(*groups.values()))
+    parts = [_COLUMNS, f"{_OLD.strip()} marks cases of a commit older than `{commit}`."]
     for table in _tables(groups):
         ordered = sorted(groups[table], key=lambda rows_of: order.get(rows_of[0]["case"], 0))
-        parts += [f"## {_title(table, groups)}", _table(table, ordered, ceilings)]
+        made = _table(table, ordered, ceilings, commit)
+        parts += [f"## {_title(table, groups)}", made]
     if split := _newest_split(rows):
         parts += ["## A sequence over several GPUs", _SPLIT, _table_of_split(split)]
     if separate:
@@ -259,7 +342,12 @@ def _ceilings(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
     return {(row["run"], row["case"]): rate(row) for row in rows if row["op"] == "ceiling"}
 
 
-def _table(table: str, groups: list[list[Row]], ceilings: dict[tuple[str, str], float]) -> str:
+def _table(
+    table: str,
+    groups: list[list[Row]],
+    ceilings: dict[tuple[str, str], float],
+    commit: str,
+) -> str:
     op, unit = groups[0][0]["op"], "read" if table.startswith(("decode", "shared")) else "matmul"
     unit = "copy" if op == "quantize" else unit
     cases = _by_case(groups)
@@ -271,7 +359,8 @@ def _table(table: str, groups: list[list[Row]], ceilings: dict[tuple[str, str], 
     lines = []
     for name, case in cases.items():
         every, figures = list(case.values()), fastest[name]
-        cells = [name, *(_number(case[x][0]) if x in case else "" for x in columns)]
+        old = any(not is_of(rows_of[0], commit) for rows_of in every)
+        cells = [name + _OLD * old, *(_number(case[x][0]) if x in case else "" for x in columns)]
         tops = [(rows[0], ceilings.get((rows[0]["run"], unit))) for rows in every]
         shares = [rate(row) / top for row, top in tops if top and op != "append"]
         cells += [_least(shares, ".0%"), *(figures.get(peer, "") for peer in peers)]

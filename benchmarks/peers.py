@@ -463,11 +463,15 @@ PEERS: dict[str, dict[str, Peer]] = {
 
 
 def wanted(op: str, names: str) -> list[str]:
-    """The peers of an operation that "all", "none" or a list of names asks for."""
+    """The peers of an operation that "all", "none" or a list of names asks for. Names with a - take
+    away from all.
+    """
     table = list(PEERS[op])
     if names in ("all", "none"):
         return table if names == "all" else []
-    for name in names.split(","):
-        if name not in table:
+    asked = names.split(",")
+    for name in asked:
+        if name.removeprefix("-") not in table:
             raise ValueError(f"peers: expected names of {', '.join(table)}, got {name!r}")
-    return names.split(",")
+    kept = [name for name in asked if not name.startswith("-")]
+    return kept or [name for name in table if f"-{name}" not in asked]

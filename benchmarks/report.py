@@ -127,6 +127,17 @@ def latest(rows: Sequence[Row]) -> dict[str, list[list[Row]]]:
     return groups
 
 
+def newest_commit(groups: Iterable[Sequence[Row]]) -> str:
+    """The commit of our newest row among groups of one row of ours each."""
+    return str(max((rows[0] for rows in groups), key=lambda row: row["date"])["commit"])
+
+
+def is_of(row: Row, commit: str) -> bool:
+    """Whether a row is of a commit: rows have names of 7 to 12 digits."""
+    length = min(len(commit), len(row["commit"]))
+    return bool(row["commit"][:length] == commit[:length])
+
+
 def _table_of(row: Row) -> str:
     several = row["op"] == "decode_loop" and row["problem"].get("devices", 1) > 1
     return row["op"] + PORTABLE * ("_sm80" in row["impl"]) + SEVERAL * several

@@ -10,7 +10,6 @@ import jax
 from benchmarks import contest, peers, plots, report, rows, timing
 from benchmarks.contest import SHARED, Bench, Options
 from benchmarks.timing import Timer
-from benchmarks.together import Together
 from tests.support.problems import cases as known
 
 # An operation as --op has it, and as rows have it. "backward" times a training step.
@@ -36,6 +35,14 @@ def say_line(line: str) -> None:
     sys.stdout.flush()
 
 
+def require_gpu() -> None:
+    """ValueError where there is none."""
+    if jax.devices()[0].platform != "gpu":
+        raise ValueError(
+            "a benchmark times a GPU and jax found none; see python run.py for what runs here"
+        )
+
+
 def run_bench(
     op: str,
     cases: str | Sequence[known.Case] = "grid",
@@ -57,21 +64,18 @@ def run_bench(
     if isinstance(cases, str):
         chosen = known.select(known.LISTS.get(op, known.ATTENTION), cases)
     peers.wanted(OPS[op], options.peers)
-    if timer is None and jax.devices()[0].platform != "gpu":
-        raise ValueError(
-            "a benchmark times a GPU and jax found none; see python run.py for what runs here"
-        )
+    if timer is None:
+        require_gpu()
     if options.plot:
         plots.ready(options.plot)
     timer = timer or timing.CuptiTimer()
     provenance = rows.Provenance.here(options.commit)
     say(f"{provenance.gpu}, jax {provenance.jax}, commit {provenance.commit}")
-    together = Together(options.together)
     if ceilings is None:
-        ceilings = timing.ceilings(timer) if options.together is None else {}
+        ceilings = timing.ceilings(timer)
     say(", ".join(f"{name} {value:.4g}" for name, value in ceilings.items()) + " (TFLOP/s, TB/s)")
     flush = timing.cache_flusher() if options.cold else None
-    bench = Bench(OPS[op], options, timer, provenance, say, flush, together=together)
+    bench = Bench(OPS[op], options, timer, provenance, say, flush)
     if options.out:
         rows.append(options.out, rows.ceiling_rows(ceilings, provenance))
     groups, failures, number = [], {}, 0
@@ -86,7 +90,6 @@ def run_bench(
             groups.append(outcome)
             if options.out:
                 rows.append(options.out, outcome)
-    together.close()
     for line in report.summary(groups, failures):
         say(line)
     if options.plot and groups:

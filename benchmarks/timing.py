@@ -119,11 +119,14 @@ def interleave(
     turns: int = 5,
     times: int = 3,
     flush: Flush | None = None,
+    settled: float | None = None,
 ) -> dict[str, Timing]:
     """Every subject's timing, in turns.
 
     Warm: each turn is one untimed call and `times` timed ones. With `flush` (see `cache_flusher`)
-    each timed call comes alone, after the L2 cache was overwritten.
+    each timed call comes alone, after the L2 cache was overwritten. With `settled` there are no
+    more turns, after two, once the middle half of everybody's samples lies within that share of
+    their median.
 
     Raises TimingError, which says whose turn it was.
     """
@@ -135,7 +138,15 @@ def interleave(
                 samples[subject.name] += _turn(timer, subject, times, flush)
             except Exception as error:
                 raise TimingError(subject) from error
+        if settled is not None and turn and all(spread(x) <= settled for x in samples.values()):
+            break
     return {name: Timing.of(each) for name, each in samples.items()}
+
+
+def spread(samples: Sequence[Sample]) -> float:
+    """The width of the middle half of some samples, as a share of their median."""
+    low, median, high = statistics.quantiles([sample.ms for sample in samples], n=4)
+    return (high - low) / median
 
 
 def _turn(timer: Timer, subject: Subject, times: int, flush: Flush | None) -> list[Sample]:

@@ -61,7 +61,7 @@ from pallas_attn.scores import ScoreFunction, score_fn
 from pallas_attn.trees import DraftTree
 from pallas_attn.tuning import tuned
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "CAUSAL",

@@ -276,6 +276,9 @@ def _bench() -> int:
     from pallas_lm import clone
 
     bench = clone.benchmarks("", "--task=bench")
+    if values.op == "all" or values.workers > 1:
+        options = _filled(bench.Options)
+        return bench.workers.run(values.op, values.cases, options, values.workers, values.within)
     if values.op == "first_call":
         return bench.first_call.run(
             values.cases, values.peers, values.turns, values.commit, values.out

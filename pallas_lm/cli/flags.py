@@ -41,7 +41,7 @@ DECODE, TRAIN, PARITY, CHECK, TUNE, BENCH = TASKS = (
 )  # fmt: skip
 _OPS = ["forward", "backward", "backward_alone", "decode", "prefill", "shared_prefix", "append",
         "mask", "shapes", "few_tiles", "float8", "quantize", "jvp", "context",
-        "first_call"]  # fmt: skip
+        "first_call", "all"]  # fmt: skip
 
 
 class Flag(NamedTuple):
@@ -87,6 +87,7 @@ FLAGS = (
     Flag("compile_cache", (DECODE, TRAIN, PARITY, TUNE), bool, True,
          "Keep compiled programs between runs, in $XDG_CACHE_HOME/pallas_attn or "
          "~/.cache/pallas_attn. Where jax has a compilation cache of its own already, that one."),
+<<<<<<< HEAD
     Flag("limit", (CHECK, TUNE), _ints(1), 120,
          "Seconds that a case or a Config may take, with its compilation; then it counts as hung."),
     Flag("gpu", (CHECK, TUNE), _ints(most=2**10), 0, "Which of several GPUs, from 0."),
@@ -97,19 +98,44 @@ FLAGS = (
     Flag("mask", (TUNE,), str, "causal", "full, causal, or window:N for the newest N keys."),
     Flag("op", (TUNE, BENCH), _OPS, "forward",
          "Which operation. tune takes forward, backward (both passes), decode and prefill."),
+||||||| 7ca76f8d
+    Flag("limit", (CHECK,), _ints(1), 120,
+         "Seconds that a case may take, with its compilation; then it counts as hung."),
+    Flag("op", (BENCH,), _OPS, "forward", "Which operation."),
+=======
+    Flag("limit", (CHECK,), _ints(1), 120,
+         "Seconds that a case may take, with its compilation; then it counts as hung."),
+    Flag("op", (BENCH,), _OPS, "forward",
+         "Which operation. all: the cases of configs/bench_*.cfg on one GPU, with --workers."),
+>>>>>>> wip/bench
     Flag("cases", (BENCH,), str, "grid",
          "Which cases, by tags and globs over names, with commas. grid+causal wants both tags; "
          "-h256 takes away."),
-    Flag("peers", (BENCH,), str, "all", "Whom to time beside: all, none, or names with commas."),
+    Flag("peers", (BENCH,), str, "all",
+         "Whom to time beside: all, none, or names with commas; -xla takes away from all. "
+         "--op=all asks each operation for those that it has, and leaves out attention that "
+         "keeps all scores."),
     Flag("turns", (BENCH,), _ints(1), 5, "How often everybody has a turn."),
-    Flag("together", (BENCH,), str, None,
-         "A file that several processes name, each with some of the cases: they compile side by "
-         "side and time in turns. None of them measures the rates of the machine."),
+    Flag("workers", (BENCH,), _ints(1, 256), 1,
+         "Processes that share the cases: they compile side by side and time in turns. --out is a "
+         "folder, and cases that have rows of this commit there are not measured again."),
+    Flag("within", (BENCH,), _ints(1), None,
+         "Seconds after which --workers begin no more cases; what is left is listed."),
     Flag("cold", (BENCH,), bool, False, "Empty the L2 cache before each timed call."),
+<<<<<<< HEAD
     Flag("out", (DECODE, TRAIN, CHECK, TUNE, BENCH), str, None,
          "bench, decode with --report: a .jsonl file to add rows to. train: the folder of the "
          "model. check: the report; default: pallas_attn_check.json. tune: the file of Configs; "
          "default: tuned.json, beside the lowered kernels that are kept."),
+||||||| 7ca76f8d
+    Flag("out", (DECODE, TRAIN, CHECK, BENCH), str, None,
+         "bench, decode with --report: a .jsonl file to add rows to. train: the folder of the "
+         "model. check: the report; default: pallas_attn_check.json."),
+=======
+    Flag("out", (DECODE, TRAIN, CHECK, BENCH), str, None,
+         "bench, decode with --report: a .jsonl file to add rows to; with --workers a folder. "
+         "train: the folder of the model. check: the report; default: pallas_attn_check.json."),
+>>>>>>> wip/bench
     Flag("plot", (BENCH,), str, None, "An .svg file to draw."),
     Flag("commit", (DECODE, BENCH), str, None,
          "The commit that rows name, where git cannot say."),
@@ -246,6 +272,10 @@ def refuse_idle(argv: list[str]) -> None:
         if values[flag.name].present and values.task not in flag.tasks:
             raise ValueError(f"{flag.name}: --task={values.task} does nothing with it")
     idle = _idle_in_decode(values) if values.task == DECODE else {}
+    if values.task == BENCH and values.op == "all":
+        idle["cases"] = "--op=all has those of configs/bench_*.cfg"
+    elif values.task == BENCH and values.workers == 1:
+        idle["within"] = "only --workers end at a time"
     if values.coordinator is None:
         why = "only --coordinator=HOST:PORT has several processes"
         idle |= dict.fromkeys(("processes", "process"), why)

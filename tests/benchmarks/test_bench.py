@@ -3,7 +3,10 @@
 import dataclasses
 import functools
 import gc
+import importlib.machinery
 import pathlib
+import re
+import sys
 import threading
 import types
 
@@ -16,6 +19,7 @@ from benchmarks import (
     OPS,
     Options,
     contest,
+    judges,
     pages,
     peers,
     report,
@@ -410,6 +414,38 @@ def test_peers_refuse_what_they_cannot_express(peer, name, reason):
         peers.PEERS["forward"][peer](Call(case, case.arrays(), None, "forward"))
 
 
+@pytest.mark.parametrize(
+    ("op", "name"),
+    [
+        *(("forward", name) for name in ("group4_kv2", "window_of_one", "band")),
+        ("forward+backward", "group4_kv2"),
+        ("jvp", "band"),
+    ],
+)
+def test_fa4_jax_is_asked_for_the_same(op, name, monkeypatch):
+    """Its keywords, and what they mean, as it documents them (0.1.0)."""
+    asked = []
+
+    def flash_attn(q, k, v, *, causal=False, window_size=None, scale=None):
+        asked.append((causal, window_size))
+        mask = pallas_attn.CAUSAL if causal else pallas_attn.FULL
+        if window_size is not None:
+            mask = pallas_attn.Mask(*window_size)
+        return pallas_attn.flash_attention(q, k, v, mask=mask, scale=scale)
+
+    spec = importlib.machinery.ModuleSpec("fa4_jax", None)
+    monkeypatch.setitem(sys.modules, "fa4_jax", types.ModuleType("fa4_jax"))
+    sys.modules["fa4_jax"].__spec__, sys.modules["fa4_jax"].flash_attn = spec, flash_attn
+    case = dataclasses.replace(LITTLE[name], dtype="float16", q_offset=0)
+    case = dataclasses.replace(case, kv_len=case.q_len)
+    directions = {"forward+backward": case.cotangent, "jvp": case.tangents}.get(op, lambda: None)
+    call = Call(case, case.arrays(), directions(), op)
+    (subject,) = peers.fa4_jax(call)
+    assert judges.judge_of(call)(subject, subject.launch()) is None
+    band = None if case.mask.left is None else (case.mask.left, case.mask.right)
+    assert asked[0] == (case.mask == pallas_attn.CAUSAL, band)
+
+
 def test_turns_interleave_and_rotate():
     timer = FakeTimer(a=1.0, b=2.0, c=3.0)
     timings = timing.interleave(timer, [Subject(x, lambda: ()) for x in "abc"], turns=3, times=2)
@@ -562,6 +598,46 @@ def test_the_table_of_the_readme_counts_no_other_gpu():
     elsewhere = [row | {"gpu": "NVIDIA H100 80GB HBM3", "date": "2099-01-01"} for row in rows_of]
     assert pages.overview([*rows_of, *elsewhere]) == pages.overview(rows_of)
     assert pages.overview(rows_of) != pages.overview(elsewhere)
+
+
+def test_rows_of_older_commits_are_marked():
+    """A line without a mark has rows of the newest commit alone."""
+    of = lambda rows_of, **facts: [row | facts for row in rows_of]  # noqa: E731
+    before, second = fake_rows(), next(x.name for x in known.ATTENTION if "grid" in x.tags)
+    assert not re.search("†|older", pages.overview(before) + pages.benchmarks(before))
+    assert "Commit `abc`, 2026-11-21." in pages.overview(before)
+    again = of(before, case=second, commit="0123456", date="2026-11-23", run="new")
+    again = [row for row in again if row["op"] == "forward" and "sm80" not in row["impl"]]
+    del again[:2]  # the older pair
+    mixed = [*before, *again]
+    assert "| Forward † |" in pages.overview(mixed)
+    line = "Commit `0123456`, 2026-11-23. † With cases of 1 older commit, 2026-11-21."
+    assert line in pages.overview(mixed)
+    assert "older than `0123456`: 1 of 2 cases." in pages.benchmarks(mixed)
+    text = pages.every_case(mixed)
+    assert re.search(r"^h128_causal_b2_t8192_n16 †  ", text, re.M)
+    assert re.search(rf"^{second}  +\d", text, re.M)
+    newer = of(before, commit="0123456789ab", date="2026-11-24", run="newest")
+    newer = [row for row in newer if row["op"] == "forward" and row["ms"] in (0.8, 0.9)]
+    whole = pages.overview([*mixed, *newer])
+    assert "| Forward |" in whole and "Commit `0123456789ab`, 2026-11-24.\n" in f"{whole}\n"
+
+
+def test_the_first_table_has_what_a_reader_compares():
+    case = "h128_causal_b2_t8192_n16"
+    peer = {"op": "forward", "case": case, "impl": "flash_attention_4", "tflops": 613.0}
+    text = pages.benchmarks(fake_rows(), [peer])
+    table, *_ = text.split("\n\n")
+    assert table.splitlines() == [
+        "| operation | case | **ours** | cuDNN | FlashAttention-4 |",
+        "| --- | --- | ---: | ---: | ---: |",
+        f"| forward | `{case}` | **687** | 611 | *613* |",
+        "| decode | `decode_paged_b1_s8192_n32k8_h128` | **3.36** |||",
+    ]
+    assert text.index("![forward]") < text.index("python run.py") < text.index("## Forward")
+    beside = next(row for row in fake_rows() if row["impl"] == "cudnn" and row["run"] == "run2")
+    text = pages.benchmarks([*fake_rows(), beside | {"impl": "fa4_jax"}])
+    assert "| **ours** | cuDNN | fa4-jax |" in text
 
 
 def test_only_the_marked_part_of_a_page_changes():

@@ -3,6 +3,7 @@ shows the newest of each.
 """
 
 import json
+import pathlib
 import subprocess
 
 import jax
@@ -39,6 +40,7 @@ def test_the_median_process_and_both_of_a_persistent_cache(monkeypatch):
 
     def process(command, **_):
         seconds, _ = next(timings)
+        assert (pathlib.Path(command[3]) / "pallas_attn").is_dir()  # imports come from there
         folders.append(command[-1])
         line = json.dumps(dict.fromkeys(programs.STEPS, seconds / 4))
         return subprocess.CompletedProcess(command, 0, f"a warning\n{line}\n", "")

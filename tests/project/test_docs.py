@@ -20,7 +20,7 @@ import pytest
 
 import pallas_attn as pa
 import pallas_lm as lm
-from benchmarks import pages
+from benchmarks import pages, report, rows
 from pallas_attn._call import dispatch
 from tests.project.test_package import FLOORS, imports
 from tests.support import gallery
@@ -225,6 +225,26 @@ def test_pictures_of_the_gallery_are_those_of_its_programs():
         assert len(svg) < 40_000
 
 
+def test_figures_of_the_readme_are_of_the_commit_that_it_names():
+    """But for lines with a mark, which say that they are not."""
+    commit, marks = re.search(r"^Commit `(\w+)`, [-\d]+\.(.*)$", README, re.M).groups()
+    lines = re.findall(r"^\| (.+?)( †)? \| [.\d]+ \| [.\d]+ \| (\d+) \|$", README, re.M)
+    every = [row for row in pages.current(rows.read(ROOT / "results")) if "H200" in row["gpu"]]
+    with_cudnn = {(row["run"], row["case"]) for row in every if row["impl"] == "cudnn"}
+    assert lines and bool(marks) == any(mark for _, mark, _ in lines)
+    for title, mark, count in lines:
+        (op,) = (op for op, whole in report.TITLES.items() if whole.split(",")[0] == title)
+        newest = {}
+        for row in sorted(every, key=lambda row: row["date"]):
+            several = row.get("problem", {}).get("devices", 1) > 1
+            if row["op"] == op and rows.is_ours(row) and "_sm80" not in row["impl"] and not several:
+                newest[row["case"]] = row
+        shown = [row for case, row in newest.items() if (row["run"], case) in with_cudnn]
+        of_commit = [row for row in shown if row["commit"].startswith(commit[:7])]
+        assert bool(mark) == (len(of_commit) < len(shown)), title
+        assert mark or len(of_commit) == int(count), title
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_no_figure_is_written_by_hand(page):
     """Speeds and times of kernels stand between the markers of what results/ made."""
@@ -338,11 +358,6 @@ def test_problems_that_no_kernel_takes(operation, fields):
     for gpu in support.GENERATIONS:
         problem = dataclasses.replace(support._BASE[operation], gpu=gpu, **fields)
         assert all(kernel.refusal(problem) for kernel in support._kernels(problem)), gpu
-
-
-def test_the_changelog_begins_with_this_version():
-    versions = re.findall(r"^## \[(.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
-    assert versions[:2] == ["Unreleased", pa.__version__]
 
 
 def test_the_matrix_knows_every_operation():

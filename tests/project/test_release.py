@@ -106,16 +106,30 @@ def test_a_version_without_notes_is_refused(script, version):
         script.notes(_CHANGELOG, version)
 
 
-def test_the_tag_is_the_version():
-    texts = []
+def test_the_tag_is_the_version(script):
+    changelog = (distribution.ROOT / "CHANGELOG.md").read_text()
+    texts, written = [], script.notes(changelog, pa.__version__)
     for tag in (f"v{pa.__version__}", "v9.9.9", pa.__version__):
         done = subprocess.run(
             [sys.executable, SCRIPT, tag], capture_output=True, text=True, check=False
         )
-        texts.append((done.returncode, done.stdout[:14], done.stderr))
+        texts.append((done.returncode, done.stdout, done.stderr))
     said = f"expected the tag v{pa.__version__} (pallas_attn.__version__), got "
     refused = [(1, "", f"{said}{tag}\n") for tag in ("v9.9.9", pa.__version__)]
-    assert texts == [(0, "First release.", ""), *refused]
+    assert texts == [(0, written, ""), *refused]
+
+
+def test_every_page_names_the_version():
+    changelog, readme, support = (
+        (distribution.ROOT / name).read_text()
+        for name in ("CHANGELOG.md", "README.md", "docs/support.md")
+    )
+    unreleased, *released = re.findall(r"^## \[(.*?)\]( - \d{4}-\d\d-\d\d)?$", changelog, re.M)
+    assert unreleased == ("Unreleased", "") and all(day for _, day in released)
+    assert released[0][0] == pa.__version__
+    assert f"**State.** Version {pa.__version__};" in readme
+    table = re.findall(r"^\| (\d[.\d]*) \| [\d.]+ to ", support, re.M)
+    assert table == [version for version, _ in released]
 
 
 # ---- workflows -----------------------------------------------------------------------------------
