@@ -87,7 +87,6 @@ FLAGS = (
     Flag("compile_cache", (DECODE, TRAIN, PARITY, TUNE), bool, True,
          "Keep compiled programs between runs, in $XDG_CACHE_HOME/pallas_attn or "
          "~/.cache/pallas_attn. Where jax has a compilation cache of its own already, that one."),
-<<<<<<< HEAD
     Flag("limit", (CHECK, TUNE), _ints(1), 120,
          "Seconds that a case or a Config may take, with its compilation; then it counts as hung."),
     Flag("gpu", (CHECK, TUNE), _ints(most=2**10), 0, "Which of several GPUs, from 0."),
@@ -97,17 +96,8 @@ FLAGS = (
          "the models that --model names, or of all whose cache is not latent."),
     Flag("mask", (TUNE,), str, "causal", "full, causal, or window:N for the newest N keys."),
     Flag("op", (TUNE, BENCH), _OPS, "forward",
-         "Which operation. tune takes forward, backward (both passes), decode and prefill."),
-||||||| 7ca76f8d
-    Flag("limit", (CHECK,), _ints(1), 120,
-         "Seconds that a case may take, with its compilation; then it counts as hung."),
-    Flag("op", (BENCH,), _OPS, "forward", "Which operation."),
-=======
-    Flag("limit", (CHECK,), _ints(1), 120,
-         "Seconds that a case may take, with its compilation; then it counts as hung."),
-    Flag("op", (BENCH,), _OPS, "forward",
-         "Which operation. all: the cases of configs/bench_*.cfg on one GPU, with --workers."),
->>>>>>> wip/bench
+         "Which operation. tune takes forward, backward (both passes), decode and prefill. bench, "
+         "all: the cases of configs/bench_*.cfg on one GPU, with --workers."),
     Flag("cases", (BENCH,), str, "grid",
          "Which cases, by tags and globs over names, with commas. grid+causal wants both tags; "
          "-h256 takes away."),
@@ -122,20 +112,11 @@ FLAGS = (
     Flag("within", (BENCH,), _ints(1), None,
          "Seconds after which --workers begin no more cases; what is left is listed."),
     Flag("cold", (BENCH,), bool, False, "Empty the L2 cache before each timed call."),
-<<<<<<< HEAD
     Flag("out", (DECODE, TRAIN, CHECK, TUNE, BENCH), str, None,
-         "bench, decode with --report: a .jsonl file to add rows to. train: the folder of the "
-         "model. check: the report; default: pallas_attn_check.json. tune: the file of Configs; "
-         "default: tuned.json, beside the lowered kernels that are kept."),
-||||||| 7ca76f8d
-    Flag("out", (DECODE, TRAIN, CHECK, BENCH), str, None,
-         "bench, decode with --report: a .jsonl file to add rows to. train: the folder of the "
-         "model. check: the report; default: pallas_attn_check.json."),
-=======
-    Flag("out", (DECODE, TRAIN, CHECK, BENCH), str, None,
          "bench, decode with --report: a .jsonl file to add rows to; with --workers a folder. "
-         "train: the folder of the model. check: the report; default: pallas_attn_check.json."),
->>>>>>> wip/bench
+         "train: the folder of the model. check: the report; default: pallas_attn_check.json. "
+         "tune: the file of Configs; default: tuned.json, beside the lowered kernels that are "
+         "kept."),
     Flag("plot", (BENCH,), str, None, "An .svg file to draw."),
     Flag("commit", (DECODE, BENCH), str, None,
          "The commit that rows name, where git cannot say."),
