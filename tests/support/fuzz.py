@@ -263,13 +263,13 @@ def attention_expected(
     options: dict,
     tensor_cores: bool,
     grids: tuple[float, ...],
-    sums: Callable[[Any], dict[str, Any]] | None = None,
+    **how: Any,
 ) -> budget.Expected:
     arguments = plain | {name: x for name, x in options.items() if name != "deterministic"}
     do, dlse = arguments.pop("do"), arguments.pop("dlse")
     with np.errstate(all="ignore"):
         return budget.attention(
-            arguments, do, dlse, tensor_cores=tensor_cores, random=True, grids=grids, sums=sums
+            arguments, do, dlse, tensor_cores=tensor_cores, random=True, grids=grids, **how
         )
 
 
