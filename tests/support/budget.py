@@ -70,7 +70,7 @@ class Expected(NamedTuple):
     score: float = 0.0  # the largest that a score of float8 may be
 
 
-def attention(
+def attention(  # noqa: PLR0913
     arguments: dict[str, Any],
     do: Any = None,
     dlse: Any = None,

@@ -398,6 +398,7 @@ def kinds() -> dict[str, Kind]:
         fuzz_positions,
         fuzz_prefill,
         fuzz_ragged,
+        pairs,
         shared_memory,
     )
 
@@ -425,6 +426,7 @@ def kinds() -> dict[str, Kind]:
             fuzz_derivatives.simpler_learned,
         ),
         "prefill": Kind(fuzz_prefill.draw, fuzz_prefill.run, fuzz_prefill.simpler),
+        "pairs": Kind(pairs.draw, pairs.run, lambda case: iter(())),
         "memory": Kind(shared_memory.draw, shared_memory.run, shared_memory.simpler),
     }
 
