@@ -66,7 +66,7 @@ ATTENTION: Options = {
     "mask_array": _each("mask_shape", None, (2, 1, 1, -1), (1, -1, -1, -1)),
 }
 ROWS = (0, 1, TILE - 1, TILE + 1, 200)
-DISTANCES = (lambda b, h, q, kv: (h + 1) * -0.01 * (q - kv),)
+BY_KEYS = (lambda b, h, q, kv: (h + 1) * -0.01 * kv,)  # rows before the first key see some, too
 CACHES: Options = {
     "dtype": DTYPES,
     "cache": _together(
@@ -85,7 +85,7 @@ CACHES: Options = {
     "sinks": _each("sinks", False, True),
     "batch_invariant": _each("batch_invariant", False, True),
     "hides": _each("hides", None, "tree"),
-    "adds": _each("adds", (), DISTANCES),
+    "adds": _each("adds", (), BY_KEYS),
 }
 
 
@@ -119,9 +119,9 @@ class Space:
         """
         of_case = ATTENTION if isinstance(self.case, AttentionCase) else CACHES
         known = {field.name for field in dataclasses.fields(self.case)}
-        if hasattr(self.case, "listed"):  # the oracle of lists knows no mask functions
-            known.discard("hides")
         options = {n: x for n, x in of_case.items() if set(x[0]) <= known}
+        if hasattr(self.case, "listed"):  # its oracle knows no mask functions, and less of float32
+            options |= {"dtype": DTYPES[:2], "hides": CACHES["hides"][:1]}
         for name, values in _config_options(self.config).items():
             some = [x for x in values if self._serves(x)]
             own = {name: getattr(self.config, name)}

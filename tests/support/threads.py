@@ -648,3 +648,26 @@ class Memory:
         if id(ref) not in self.touched:
             self.touched[id(ref)] = fresh(), fresh()
         return [who.reshape(-1, nbytes) for who in self.touched[id(ref)]]
+
+
+class Ledger:
+    """`Memory` of any size, by names of arrays: loads give the numbers `held`, or zeros. What is
+    loaded or stored is written down: (array, index, bytes of a word).
+    """
+
+    def __init__(self, held: dict[str, int] | None = None):
+        self.held = held or {}
+        self.loaded: list[tuple[str, int, int]] = []
+        self.stored: list[tuple[str, int, int]] = []
+
+    def prefetch(self, ref, index, nbytes):
+        assert ref in self.held
+
+    def load(self, ref, index, nbytes, threads):
+        self.loaded += [(ref, int(i), nbytes) for i in index]
+        if ref in self.held:
+            return np.full(len(index), self.held[ref], np.int32)
+        return np.zeros(len(index), "V16" if nbytes == 16 else f"i{nbytes}")
+
+    def store(self, ref, index, value, nbytes, threads):
+        self.stored += [(ref, int(i), nbytes) for i in index]
