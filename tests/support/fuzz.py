@@ -287,6 +287,43 @@ def simpler_attention(case: _case.AttentionCase) -> Iterator[dict[str, Any]]:
             yield vars(resized(case, **sizes))
 
 
+# ---- attention under vmap ------------------------------------------------------------------------
+
+MAPPED = 2  # calls that are mapped together
+
+
+def draw_mapped(seed: int, tiny: bool) -> _case.AttentionCase:
+    return dataclasses.replace(draw_attention(seed, tiny), rotary=None, rotary_positions=False)
+
+
+def _mapped(*, implementation: str | None, **arguments: Any) -> dict[str, Any]:
+    static, arrays = subjects.split(arguments)
+    call = functools.partial(subjects.forward_and_backward, implementation=implementation, **static)
+    return jax.vmap(lambda arrays: call(**arrays))(arrays)
+
+
+def run_mapped(case: _case.AttentionCase, place: Place, tally: Tally) -> None:
+    """Calls with all arrays of their own, as one; each has the results that it has alone."""
+    options = {name: x for name, x in case.options().items() if x is not None}
+    for turn in range(1) if place.lowered else turns(place, tally):
+        both = [attention_inputs(case, MAPPED * turn + n) for n in range(MAPPED)]
+        handed = jax.tree.map(lambda *x: jnp.stack(x), *(handed for handed, _ in both))
+        if place.lowered:
+            with pretended(case, place) as generation:
+                lower("flash_backward", _mapped, handed | options, generation, tally)
+            return
+        for subject in place.subjects:
+            if not takes(subject, "flash_backward", _mapped, handed | options):
+                continue
+            tally.calls[subject.name] += 1
+            got = subject.call(_mapped, **handed, **options)
+            for n, (_, plain) in enumerate(both):
+                how = plain, options, subject.tensor_cores
+                with by(subject, turn):
+                    expected = functools.partial(attention_expected, *how)
+                    check({name: x[n] for name, x in got.items()}, expected, tally)
+
+
 # ---- shared by all kinds -------------------------------------------------------------------------
 
 
@@ -426,6 +463,7 @@ def kinds() -> dict[str, Kind]:
             fuzz_derivatives.simpler_learned,
         ),
         "prefill": Kind(fuzz_prefill.draw, fuzz_prefill.run, fuzz_prefill.simpler),
+        "mapped": Kind(draw_mapped, run_mapped, simpler_attention),
         "pairs": Kind(pairs.draw, pairs.run, lambda case: iter(())),
         "memory": Kind(shared_memory.draw, shared_memory.run, shared_memory.simpler),
     }
