@@ -308,20 +308,26 @@ def run_mapped(case: _case.AttentionCase, place: Place, tally: Tally) -> None:
     for turn in range(1) if place.lowered else turns(place, tally):
         both = [attention_inputs(case, MAPPED * turn + n) for n in range(MAPPED)]
         handed = jax.tree.map(lambda *x: jnp.stack(x), *(handed for handed, _ in both))
+        arguments = handed | options
         if place.lowered:
             with pretended(case, place) as generation:
-                lower("flash_backward", _mapped, handed | options, generation, tally)
+                lower("flash_backward", _mapped, arguments, generation, tally)
             return
+        alone = [functools.partial(attention_expected, plain, options) for _, plain in both]
         for subject in place.subjects:
-            if not takes(subject, "flash_backward", _mapped, handed | options):
-                continue
-            tally.calls[subject.name] += 1
-            got = subject.call(_mapped, **handed, **options)
-            for n, (_, plain) in enumerate(both):
-                how = plain, options, subject.tensor_cores
-                with by(subject, turn):
-                    expected = functools.partial(attention_expected, *how)
-                    check({name: x[n] for name, x in got.items()}, expected, tally)
+            if takes(subject, "flash_backward", _mapped, arguments):
+                _try_mapped(subject, arguments, alone, turn, tally)
+
+
+def _try_mapped(
+    subject: Subject, arguments: dict, alone: list[Any], turn: int, tally: Tally
+) -> None:
+    tally.calls[subject.name] += 1
+    with by(subject, turn):
+        got = subject.call(_mapped, **arguments)
+        for n, expected in enumerate(alone):
+            some = {name: x[n] for name, x in got.items()}
+            check(some, functools.partial(expected, subject.tensor_cores), tally)
 
 
 # ---- shared by all kinds -------------------------------------------------------------------------
