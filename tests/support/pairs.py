@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from pallas_attn._call import device
 from pallas_attn._call.config import fits
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests.kernels.decode_listed import test_decode_listed
@@ -242,8 +243,9 @@ def draw(seed: int, tiny: bool) -> Call:
 
 def run(drawn: Call, place: Any, tally: Any) -> None:
     """On a GPU, or interpreted wherever else a kernel runs; the reference has no kernels."""
-    row, subject = kernels.named(drawn.module), place.subjects[0]
-    if subject.implementation == "reference" or place.lowered:
+    row = kernels.named(drawn.module)
+    subject = next((x for x in place.subjects if x.implementation != "reference"), None)
+    if subject is None or not (subject.generation or row.runs_on(device.gpu_generation())):
         return
     tally.calls[drawn.module] += 1
     with subject.active():
