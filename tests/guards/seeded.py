@@ -674,6 +674,74 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "thread.minimum(thread.maximum(source, 0), at.last + 1)",
         ),
     },
+    f"{TEST_EVERY} -k 'pairs_of_options and flash_bwd.sm80'": {
+        "a_config_divides_by_what_it_is_to_refuse": (
+            f"{BWD}/sm80.py",
+            "(4 * max(self.warpgroups, 1))",
+            "(4 * self.warpgroups)",
+        ),
+    },
+    # ---- addresses past 2**31 --------------------------------------------------------------------
+    "tests/kernels/test_addresses.py": {
+        "rounding_multiplies_batch_rows_in_32_bits": (
+            f"{SOURCE}/kernels/quantize/blocks.py",
+            "thread.to_int64(batch) * (plan.rows * row_words) +",
+            "thread.to_int64(batch * (plan.rows * row_words)) +",
+        ),
+        "rounding_multiplies_rows_in_32_bits": (
+            f"{SOURCE}/kernels/quantize/blocks.py",
+            "+ thread.to_int64(row) * row_words",
+            "+ thread.to_int64(row * row_words)",
+        ),
+        "float8_values_multiply_batch_rows_in_32_bits": (
+            f"{FWD}/float8_values.py",
+            "begin = thread.to_int64(at.batch) * (sizes.rows * row_words)",
+            "begin = thread.to_int64(at.batch * (sizes.rows * row_words))",
+        ),
+        "float8_values_multiply_heads_in_32_bits": (
+            f"{FWD}/float8_values.py",
+            "(at.batch * sizes.heads + at.head) * (sizes.width * sizes.keys // UNIT)",
+            "((at.batch * sizes.heads + at.head) * (sizes.width * sizes.keys // UNIT))",
+        ),
+        "float8_tiles_count_heads_in_32_bits": (
+            f"{PREFILL}/float8_tiles.py",
+            "head = thread.to_int64(at.sequence * plan.layout.kv_heads + at.head)",
+            "head = at.sequence * plan.layout.kv_heads + at.head",
+        ),
+    },
+    # ---- turns, which blocks that run one after the other take as they come ----------------------
+    "tests/kernels/flash_bwd/test_turns.py -m 'not gpu' -k interpreted": {
+        "a_turn_is_taken_one_early": (
+            f"{BWD}/turns.py",
+            "least = jnp.where(step.number >= 0, kv_tile, 0)",
+            "least = jnp.where(step.number >= 0, jnp.maximum(kv_tile - 1, 0), 0)",
+        ),
+        "a_turn_is_taken_one_late": (
+            f"{BWD}/turns.py",
+            "least = jnp.where(step.number >= 0, kv_tile, 0)",
+            "least = jnp.where(step.number >= 0, kv_tile + 1, 0)",
+        ),
+        "the_first_turn_is_that_of_the_second_tile": (
+            f"{BWD}/turns.py",
+            "jax.new_ref(jnp.zeros((shares,), jnp.int32))",
+            "jax.new_ref(jnp.ones((shares,), jnp.int32))",
+        ),
+        "dq_is_added_before_its_turn": (
+            f"{BWD}/turns.py",
+            "        _wait_for(ctx, work, wg, step)\n        self.store(at, step)\n",
+            "        self.store(at, step)\n        _wait_for(ctx, work, wg, step)\n",
+        ),
+        "a_turn_is_looked_up_for_the_other_warpgroup": (
+            f"{BWD}/turns.py",
+            "    place = _place(ctx, work, wg, jnp.maximum(step.number, 0))\n",
+            "    place = _place(ctx, work, 1 - wg, jnp.maximum(step.number, 0))\n",
+        ),
+        "a_step_that_is_none_passes_a_turn_on": (
+            f"{BWD}/turns.py",
+            "place = jnp.where(number >= 0, _place(ctx, work, wg, number), -1)",
+            "place = _place(ctx, work, wg, jnp.maximum(number, 0))",
+        ),
+    },
     f"{TEST_MATMULS} tests/guards/test_emitted_code.py": {
         "a_portable_result_has_a_row_too_many": (
             f"{MMA}/mma_sync.py",

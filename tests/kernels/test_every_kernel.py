@@ -10,7 +10,7 @@ import pytest
 
 from pallas_attn._call import device, dispatch
 from pallas_attn._call.config import fits
-from tests.support import aot, builds, kernels, mosaic
+from tests.support import aot, builds, kernels, mosaic, pairs
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -63,6 +63,14 @@ def test_boundaries(module, plan):
     row = ROWS[module]
     with mosaic.interpret():
         row.check(*row.ends[plan])
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("number", range(pairs.FIRST))
+@pytest.mark.parametrize("module", pairs.MODULES)
+def test_pairs_of_options(module, number):
+    with mosaic.interpret():
+        ROWS[module].check(*next(itertools.islice(pairs.space_of(module).calls(), number, None)))
 
 
 @pytest.mark.guards

@@ -70,7 +70,7 @@ class Expected(NamedTuple):
     score: float = 0.0  # the largest that a score of float8 may be
 
 
-def attention(
+def attention(  # noqa: PLR0913
     arguments: dict[str, Any],
     do: Any = None,
     dlse: Any = None,
@@ -80,6 +80,7 @@ def attention(
     random: bool = False,
     grids: tuple[float, ...] = GRIDS,
     sums: Callable[[Any], dict[str, Any]] | None = None,
+    of_rows: Callable[[Any, Any], Any] | None = None,
 ) -> Expected:
     """Oracle and naive result of `flash_attention_with_lse(**arguments)`; gradients where `do`
     (or `dlse`) is given. What lies past a length should be finite here, whatever the subject got.
@@ -102,6 +103,8 @@ def attention(
     of 64: where one query's delta makes most of a gradient, a single run says little about it. In
     float32 these add up scores one product at a time, on every machine; of narrower numbers one run
     more adds them up as tensor cores do, which shows where rows see few keys.
+
+    `of_rows`: how the last of these runs in float32 adds up over query rows; None: term by term.
 
     `sums`: makes further results, of the dbias of a run, which are then not expected itself.
     """
@@ -147,7 +150,7 @@ def attention(
             other = functools.partial(_reordered, do=do, seed=seed, call=plain_results)
             draws.append(rotating(other)(arrays, arithmetic=plain))
         if grids is MANY_GRIDS:  # many rows that see one key
-            in_turn = plain._replace(of_rows=_in_turn)
+            in_turn = plain._replace(of_rows=of_rows or _in_turn)
             draws.append(results(arrays, arithmetic=in_turn))
     else:
         grids = grids if names else grids[:1]

@@ -119,9 +119,7 @@ class Case:
     def function(self) -> MaskFunction | None:
         if self.hides != "tree":
             return self.hides
-        parents = some_parents(len(self.lengths), self.q_len)
-        bits = jax.jit(lambda parents: trees.DraftTree.create(parents).bits)(parents)
-        return MaskFunction(trees.program(bits.shape), (bits,))
+        return _tree_of(len(self.lengths), self.q_len)
 
     def shapes(self, dim: int) -> tuple[tuple[int, ...], ...]:
         layers = () if self.layers is None else (self.layers,)
@@ -181,6 +179,13 @@ class Case:
                     where = (table[m, slot], slice(None), row)
                 kept[which][(*lead, *where)] = arrays[which][(*lead, *where)]
         return kept
+
+
+@functools.cache
+def _tree_of(sequences: int, drafts: int) -> MaskFunction:
+    parents = some_parents(sequences, drafts)
+    bits = jax.jit(lambda parents: trees.DraftTree.create(parents).bits)(parents)
+    return MaskFunction(trees.program(bits.shape), (bits,))
 
 
 def run(inputs, *, problem, config):

@@ -263,13 +263,13 @@ def attention_expected(
     options: dict,
     tensor_cores: bool,
     grids: tuple[float, ...],
-    sums: Callable[[Any], dict[str, Any]] | None = None,
+    **how: Any,
 ) -> budget.Expected:
     arguments = plain | {name: x for name, x in options.items() if name != "deterministic"}
     do, dlse = arguments.pop("do"), arguments.pop("dlse")
     with np.errstate(all="ignore"):
         return budget.attention(
-            arguments, do, dlse, tensor_cores=tensor_cores, random=True, grids=grids, sums=sums
+            arguments, do, dlse, tensor_cores=tensor_cores, random=True, grids=grids, **how
         )
 
 
@@ -285,6 +285,49 @@ def simpler_attention(case: _case.AttentionCase) -> Iterator[dict[str, Any]]:
     for sizes in (*small, *halves):
         if min(sizes.values()) > 0:
             yield vars(resized(case, **sizes))
+
+
+# ---- attention under vmap ------------------------------------------------------------------------
+
+MAPPED = 2  # calls that are mapped together
+
+
+def draw_mapped(seed: int, tiny: bool) -> _case.AttentionCase:
+    return dataclasses.replace(draw_attention(seed, tiny), rotary=None, rotary_positions=False)
+
+
+def _mapped(*, implementation: str | None, **arguments: Any) -> dict[str, Any]:
+    static, arrays = subjects.split(arguments)
+    call = functools.partial(subjects.forward_and_backward, implementation=implementation, **static)
+    return jax.vmap(lambda arrays: call(**arrays))(arrays)
+
+
+def run_mapped(case: _case.AttentionCase, place: Place, tally: Tally) -> None:
+    """Calls with all arrays of their own, as one; each has the results that it has alone."""
+    options = {name: x for name, x in case.options().items() if x is not None}
+    for turn in range(1) if place.lowered else turns(place, tally):
+        both = [attention_inputs(case, MAPPED * turn + n) for n in range(MAPPED)]
+        handed = jax.tree.map(lambda *x: jnp.stack(x), *(handed for handed, _ in both))
+        arguments = handed | options
+        if place.lowered:
+            with pretended(case, place) as generation:
+                lower("flash_backward", _mapped, arguments, generation, tally)
+            return
+        alone = [functools.partial(attention_expected, plain, options) for _, plain in both]
+        for subject in place.subjects:
+            if takes(subject, "flash_backward", _mapped, arguments):
+                _try_mapped(subject, arguments, alone, turn, tally)
+
+
+def _try_mapped(
+    subject: Subject, arguments: dict, alone: list[Any], turn: int, tally: Tally
+) -> None:
+    tally.calls[subject.name] += 1
+    with by(subject, turn):
+        got = subject.call(_mapped, **arguments)
+        for n, expected in enumerate(alone):
+            some = {name: x[n] for name, x in got.items()}
+            check(some, functools.partial(expected, subject.tensor_cores), tally)
 
 
 # ---- shared by all kinds -------------------------------------------------------------------------
@@ -398,6 +441,7 @@ def kinds() -> dict[str, Kind]:
         fuzz_positions,
         fuzz_prefill,
         fuzz_ragged,
+        pairs,
         shared_memory,
     )
 
@@ -425,6 +469,8 @@ def kinds() -> dict[str, Kind]:
             fuzz_derivatives.simpler_learned,
         ),
         "prefill": Kind(fuzz_prefill.draw, fuzz_prefill.run, fuzz_prefill.simpler),
+        "mapped": Kind(draw_mapped, run_mapped, simpler_attention),
+        "pairs": Kind(pairs.draw, pairs.run, lambda case: iter(())),
         "memory": Kind(shared_memory.draw, shared_memory.run, shared_memory.simpler),
     }
 

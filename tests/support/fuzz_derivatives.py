@@ -244,9 +244,8 @@ def _learned_expected(  # noqa: PLR0913
     at = b, h, q + case.q_offset, kv
     numbers = [np.asarray(x, np.float32) for x in aux]
     dense = {"bias": np.broadcast_to(np.float32(added(case.terms, *at, numbers)), sizes)}
-    return fuzz.attention_expected(
-        plain | dense, options, tensor_cores, grids, functools.partial(_summed, case, at)
-    )
+    sums = functools.partial(_summed, case, at)
+    return fuzz.attention_expected(plain | dense, options, tensor_cores, grids, sums=sums)
 
 
 def _summed(case: Learned, at: tuple[Any, ...], ds: np.ndarray) -> dict[str, np.ndarray]:

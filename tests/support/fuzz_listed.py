@@ -50,13 +50,30 @@ def _lists(case: Listed, turn: int) -> np.ndarray:
     return np.where(rng.random(shape[:3])[..., None] < 0.1, -1, lists).astype(np.int32)
 
 
-def _written_out(case: Listed, lists: np.ndarray) -> dict[str, np.ndarray]:
-    """The mask, and the logarithm of how often a position is listed."""
+def _times(case: Listed, lists: np.ndarray) -> np.ndarray:
+    """How often a list has a position, [B, K, T, S]."""
     times = np.zeros((*lists.shape[:3], case.kv_len), np.float32)
     *rows, at = np.nonzero((lists >= 0) & (lists < case.kv_len))
     np.add.at(times, (*rows, lists[*rows, at]), 1)
-    times = np.repeat(times, case.q_heads // times.shape[1], axis=1)
+    return np.repeat(times, case.kv_heads // times.shape[1], axis=1)
+
+
+def _written_out(case: Listed, times: np.ndarray) -> dict[str, np.ndarray]:
+    """The mask, and the logarithm of how often a position is listed."""
+    times = np.repeat(times, case.q_heads // case.kv_heads, axis=1)
     return {"mask_array": times > 0, "bias": np.log(np.maximum(times, 1))}
+
+
+def _by_entries(times: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """a [B, K, N / K, S, T] @ b [B, K, N / K, T, H], added up over heads as lists add to a key:
+    one query row after the other, as often as its list has the key.
+    """
+    total = np.zeros((*a.shape[:2], a.shape[3], b.shape[4]), a.dtype)
+    for t, often in enumerate(np.moveaxis(times, 2, 0)[..., None]):
+        once = np.einsum("bkgs,bkgh->bksh", a[..., t], b[..., t, :]) / np.maximum(often, 1)
+        for n in range(int(often.max(initial=0))):
+            total += np.where(n < often, once, 0)
+    return total[:, :, None]
 
 
 def run(case: Listed, place: fuzz.Place, tally: fuzz.Tally) -> None:
@@ -71,8 +88,9 @@ def run(case: Listed, place: fuzz.Place, tally: fuzz.Tally) -> None:
             with fuzz.pretended(case, place) as generation:
                 fuzz.lower("decode", function, arguments, generation, tally)
             return
-        dense = plain | _written_out(case, lists)
-        wanted = functools.partial(fuzz.attention_expected, dense, options)
+        times = _times(case, lists)
+        dense, of_rows = plain | _written_out(case, times), functools.partial(_by_entries, times)
+        wanted = functools.partial(fuzz.attention_expected, dense, options, of_rows=of_rows)
         round_ = Round(function, arguments, functools.cache(wanted), turn)
         round_._replace(operation="decode").try_each(place, tally)
 

@@ -43,6 +43,7 @@ from tests.support import boundaries, decode_cases, hard_data
 from tests.support.problems.case import AttentionCase
 
 Calls = dict[str, tuple[Any, Any]]  # (case, Config), by the plan that it makes
+FUZZED = {"pairs": "guards/test_fuzz.py::test_fuzz"}  # by a kind of problem of its own
 
 
 class Row(NamedTuple):
@@ -61,7 +62,11 @@ class Row(NamedTuple):
         """
         blocks = [_grid(config) for _, config in self.hard.values()]
         split = self.module.startswith(("decode", "prefill")) and "gathered" not in self.module
+        case, config = next(iter(self.hard.values()), (None, None))
         has = {"hard": self.hard, "ends": self.ends, "one_block": 1 in blocks or not split}
+        drawn = isinstance(case, AttentionCase | decode_cases.Case)
+        drawn = drawn and not isinstance(case, Quantized)
+        has["pairs"] = drawn and not isinstance(config, tuple)  # see tests/support/pairs.py
         return {name for name, calls in has.items() if not calls}
 
     @property
@@ -263,7 +268,7 @@ def tangents(module: str) -> Row:
         kv_lengths=(130, 129, 64, 63),
     )
     calls = {"ramp": (cases["ramp"], None)}, {"lengths": (ends, None)}
-    return Row(f"flash_jvp.{module}", check, *calls)
+    return Row(f"flash_jvp.{module}", check, *calls, FUZZED)
 
 
 # ---- calls over caches ---------------------------------------------------------------------------
@@ -430,7 +435,7 @@ def listed(module: str, **fields: Any) -> Row:
 
 def elsewhere(module: str, hard: str, ends: str | None = None) -> Row:
     """The row of a kernel whose hard data and boundaries are tested elsewhere."""
-    row, tests = Row(module, None, {}, {}), {"ends": ends or hard}
+    row, tests = Row(module, None, {}, {}), {"ends": ends or hard} | FUZZED
     return row._replace(excused={name: tests.get(name, hard) for name in row.lacks})
 
 
@@ -546,18 +551,18 @@ KERNELS = (
     listed("latent_sm80", **LATENT),
     Row("decode_listed.gradients_sm90", lambda x, config: test_listed_gradients.check(x, **config),
         {"low": (test_listed_gradients.CASES["heads4_low"], {"grid": 1})},
-        {f"lists_of_{n}": lists_of(n) for n in (1, 63, 64, 65)}),
+        {f"lists_of_{n}": lists_of(n) for n in (1, 63, 64, 65)}, FUZZED),
     Row("prefill.widened_sm90", over_caches,
         {"alone": (ROWS_OF_8_BITS, widened_sm90.Config(ALONE))},
-        {"splits": (ROWS_OF_8_BITS, widened_sm90.Config(SPLIT))}),
+        {"splits": (ROWS_OF_8_BITS, widened_sm90.Config(SPLIT))}, FUZZED),
     Row("prefill.narrow_sm90", over_caches,
         {"alone": (ROWS_OF_8_BITS, narrow_sm90.Config(NARROW, slots=4))},
-        {"splits": (ROWS_OF_8_BITS, narrow_sm90.Config(ONE_CONSUMER, producers=2))}),
+        {"splits": (ROWS_OF_8_BITS, narrow_sm90.Config(ONE_CONSUMER, producers=2))}, FUZZED),
     gathered("gathered_sm80"),
     gathered("gathered_sm90", head_dim=264, v_head_dim=264, q_heads=2, kv_heads=1),
     Row("prefill.gathered_packed_sm90", test_prefill_gathered.packed_agree,
         {"plain": (HardDecode(lengths=(192, 65), **PACKED_SIZES), (9, 1))},
-        {"paged": (PACKED_ROWS, (1, 9, 7, 1))}),
+        {"paged": (PACKED_ROWS, (1, 9, 7, 1))}, FUZZED),
     elsewhere("flash_fwd.sm80_float8",
               "kernels/flash_fwd/test_float8.py::test_portable_interpreted"),
     elsewhere("decode_mla.sm90_byte_rows", "caches/test_byte_rows.py::test_all_tiles_by_one_block",
@@ -567,3 +572,7 @@ KERNELS = (
     elsewhere("append.copy", "kernels/append/test_append_kernel.py::test_interpreted"),
     elsewhere("append.keep", "caches/test_keep.py::test_every_byte"),
 )  # fmt: skip
+
+
+def named(module: str) -> Row:
+    return next(row for row in KERNELS if row.module == module)

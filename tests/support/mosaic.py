@@ -175,8 +175,7 @@ def _run_program(*, token, mesh_location, thread, keys, scalars, program):
     ours = host._get_shared_memory()
     if not hasattr(ours, "launch_memory"):
         ours.launch_memory = Memory()
-    coordinates = (*np.ravel(mesh_location.cluster_coords), *np.ravel(mesh_location.block_coords))
-    coordinates = tuple(map(int, coordinates))
+    coordinates = _coordinates(mesh_location)
     arrays = [_content(ours, key) for key in keys]
     pairs = zip(map(_shared_key, keys), arrays, strict=True)
     shared = [(key, array) for key, array in pairs if key is not None]
@@ -198,6 +197,11 @@ def _run_program(*, token, mesh_location, thread, keys, scalars, program):
         return token
     result = np.asarray(result, np.int32)
     return token, [result.reshape(-1)[0] if program.returns_one else result]
+
+
+def _coordinates(mesh_location):
+    place = (*np.ravel(mesh_location.cluster_coords), *np.ravel(mesh_location.block_coords))
+    return tuple(map(int, place))
 
 
 def _shared_key(key):
@@ -615,6 +619,9 @@ def _update_on_host(*, token, mesh_location, thread, key, transforms, value, op,
             )
         new = _UPDATES[op](old, value).astype(old.dtype)
         ours.store_buffer_content(key, there, new, thread, logging_info=log)
+    if hasattr(ours, "launch_memory"):
+        place = *_coordinates(mesh_location), int(mesh_location.thread_id)
+        ours.launch_memory.added.add(ours.launch_memory.block(*place))
     return token
 
 

@@ -369,11 +369,28 @@ class BlockOfThreads:
         self.store(ref, index, word, nbytes, where)
 
     def count(self, counters, index, where):
+        """Passes a turn on: blocks run one after the other, so nobody else shows that a turn was
+        taken too early. Who passes it on has to have waited for just as many as have counted.
+        """
+        for (at,) in self._each(where, index):
+            turn = int(counters.reshape(-1)[at])
+            if (waited := self._turns.pop((id(counters), at), 0)) != turn:
+                raise RuntimeError(f"RACE DETECTED: turn {turn} is taken by who waits for {waited}")
+        self.memory.added.discard(int(self.ids[0]))
         self.signal(counters, index, where)
 
     def peek(self, counters, index):
+        """What it is, or, every other time, as if nobody had counted yet."""
         ((at,),) = set(self._each(True, index))
-        return np.full(128, counters.reshape(-1)[at], np.int32)
+        self.memory.peeks += 1
+        turn = int(counters.reshape(-1)[at]) if self.memory.peeks % 2 else 0
+        self._turns[id(counters), at] = turn
+        return np.full(128, turn, np.int32)
+
+    @property
+    def _turns(self):
+        """What this warpgroup knows of counters."""
+        return self.memory.turns.setdefault(int(self.ids[0]), {})
 
     def take(self, counters, index, where):
         taken = np.zeros(128, np.int32)
@@ -389,6 +406,10 @@ class BlockOfThreads:
         """Blocks run one after the other: nobody else will come."""
         if not self._there(counters, index, least, here=not remote):
             raise RuntimeError(f"DEADLOCK: counter {index} has not reached {least}")
+        if int(self.ids[0]) in self.memory.added:
+            raise RuntimeError("RACE DETECTED: a number is added before its turn")
+        for at, turn in self._each(self.index < 1, index, least):
+            self._turns[id(counters), at] = turn
 
     def reached(self, counters, index, least):
         return np.full(128, self._there(counters, index, least), np.int32)
@@ -507,6 +528,11 @@ class Memory:
         self.arrived: dict[tuple[int, int], set[int]] = {}
         self.complete: set[tuple[int, int]] = set()  # counters at which all have arrived
         self.gates: dict[Any, threading.Barrier] = {}
+        # By the first thread of a warpgroup: counts that it has waited for, and whether it has
+        # added to global memory since it counted.
+        self.turns: dict[int, dict[tuple[int, int], int]] = {}
+        self.added: set[int] = set()
+        self.peeks = 0
 
     def block(self, *coordinates) -> int:
         """The number of a block's first thread."""
@@ -622,3 +648,26 @@ class Memory:
         if id(ref) not in self.touched:
             self.touched[id(ref)] = fresh(), fresh()
         return [who.reshape(-1, nbytes) for who in self.touched[id(ref)]]
+
+
+class Ledger:
+    """`Memory` of any size, by names of arrays: loads give the numbers `held`, or zeros. What is
+    loaded or stored is written down: (array, index, bytes of a word).
+    """
+
+    def __init__(self, held: dict[str, int] | None = None):
+        self.held = held or {}
+        self.loaded: list[tuple[str, int, int]] = []
+        self.stored: list[tuple[str, int, int]] = []
+
+    def prefetch(self, ref, index, nbytes):
+        assert ref in self.held
+
+    def load(self, ref, index, nbytes, threads):
+        self.loaded += [(ref, int(i), nbytes) for i in index]
+        if ref in self.held:
+            return np.full(len(index), self.held[ref], np.int32)
+        return np.zeros(len(index), "V16" if nbytes == 16 else f"i{nbytes}")
+
+    def store(self, ref, index, value, nbytes, threads):
+        self.stored += [(ref, int(i), nbytes) for i in index]

@@ -88,7 +88,7 @@ class Config:
 
     def __post_init__(self) -> None:
         blocks = (16, 32, 64) if self.dq_block_kv else (32, 64)
-        queries = self.block_q * self.warp_rows // (4 * self.warpgroups)  # a warp's
+        queries = self.block_q * self.warp_rows // (4 * max(self.warpgroups, 1))  # a warp's
         by_columns = (self.kv_blocks, self.warpgroups, self.warp_rows) == (1, 1, 4)
         by_columns = by_columns and self.dq_block_kv > 0
         most_parts = 1 if self.columns else step_parts.MOST

@@ -22,6 +22,7 @@ from pallas_attn.kernels.lang.thread_program import ThreadContext
 from tests.support import append_cases, mosaic
 from tests.support import operations as support
 from tests.support.append_cases import CASES, Case, assert_same_bytes
+from tests.support.threads import Ledger
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -98,23 +99,6 @@ def test_a_length_that_wraps_has_no_rows(rng):
 # ---- addresses past 2**31 ------------------------------------------------------------------------
 
 
-class Ledger:
-    """Memory of any size: loads give page ids or nothing of interest, stores are written down."""
-
-    def __init__(self, page: int):
-        self.page = page
-        self.stored: list[tuple[str, int, int]] = []
-
-    def prefetch(self, ref, index, nbytes):
-        assert ref == "page_table"
-
-    def load(self, ref, index, nbytes, threads):
-        return np.full(128, self.page if ref == "page_table" else 0, np.int32)
-
-    def store(self, ref, index, value, nbytes, threads):
-        self.stored += [(ref, int(i), nbytes) for i in index]
-
-
 @pytest.mark.guards
 @pytest.mark.parametrize("kind", ["per_sequence", "stacked", "paged"])
 def test_addresses_past_two_to_the_31(kind):
@@ -138,7 +122,7 @@ def test_addresses_past_two_to_the_31(kind):
     start = capacity - 1
     scalars = dict(sequence=sequence, chunk=0, start=start, rows=1, layer=layer)
     at = append_plan.At(capacity=None, **{k: np.full(128, v, np.int32) for k, v in scalars.items()})
-    ledger = Ledger(page)
+    ledger = Ledger({"page_table": page})
     append_copy._append(ThreadContext(mosaic.BlockOfThreads(0, ledger), refs, at, plan))
     slab = {
         "per_sequence": layer,

@@ -107,9 +107,7 @@ def check(case, config=None, seed=0, **changes):
     assert [name for name, x in got._asdict().items() if jax.tree.leaves(x)] == names
     for name in names:
         assert getattr(got, name).dtype == getattr(residuals[0], name).dtype
-    budget.check(
-        {f"d{name}": np.asarray(getattr(got, name), np.float32) for name in names}, expected
-    )
+    budget.check({f"d{name}": getattr(got, name) for name in names}, expected)
     return got
 
 
