@@ -42,20 +42,25 @@ Value = Any  # the value of a field: a number, or fields where it is a Config
 @contextlib.contextmanager
 def tuned(path: str | os.PathLike[str] | None = None) -> Iterator[None]:
     """Kernels traced in this block run with the Configs that `pallas-attn tune` measured to be
-    faster than their own on this GPU, for the problems that it timed::
-
-        with pa.tuned("tuned.json"):
-            out = jax.jit(step)(q, k, v)
-
-    The file is read at the start of the block. A Config changes results by rounding alone; which
-    kernel runs, it does not change. Decoding with `batch_invariant` keeps its own. A function that
-    was jitted and called outside of the block keeps what it was traced with.
+    faster than their own on this GPU, for the problems that it timed. The file is read at the start
+    of the block. A Config changes results by rounding alone; which kernel runs, it does not change.
+    Decoding with `batch_invariant` keeps its own. A function that was jitted and called outside of
+    the block keeps what it was traced with.
 
     Args:
       path: the file. Default: where `pallas-attn tune` writes it, beside jax's persistent cache.
 
     Raises:
       ValueError: there is no such file, or it is none of `pallas-attn tune`.
+
+    Example, with a file that has no Config yet:
+
+        >>> import pathlib, tempfile
+        >>> file = pathlib.Path(tempfile.mkdtemp(), "tuned.json")
+        >>> _ = file.write_text('{"format": 1, "entries": []}')
+        >>> x = jnp.ones((1, 64, 2, 64))
+        >>> with pa.tuned(file):
+        ...     out = pa.flash_attention(x, x, x)
     """
     place = default_file() if path is None else pathlib.Path(path)
     if place is None:

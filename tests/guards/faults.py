@@ -671,9 +671,9 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_AUX} -k 'sums_of_keys_interpreted and alibi and parts'",
     ),
     "dq_is_added_to_what_was_there": Fault(
-        f"{BWD}/sm90_fused.py",
-        "jnp.zeros(zeros.shape, zeros.dtype)",
-        "jnp.ones(zeros.shape, zeros.dtype)",
+        f"{BWD}/statistics.py",
+        "zeros[...] = jnp.zeros(zeros.shape, zeros.dtype)",
+        "zeros[...] = jnp.ones(zeros.shape, zeros.dtype)",
         f"{TEST_SIZES} -k 'test_any_size_interpreted and rows'",
     ),
     "keys_are_loaded_into_a_slot_in_use": Fault(
@@ -1328,8 +1328,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "store_forgets_the_problem": Fault(
         "pallas_attn/_call/store.py",
-        "key = _text((kernel.module, problem, str(tree), types, _context()))",
-        "key = _text((kernel.module, str(tree), types, _context()))",
+        "_text((kernel.module, problem, str(tree), types, _tuned(",
+        "_text((kernel.module, str(tree), types, _tuned(",
         "tests/api/test_stored_kernels.py -k told_apart",
     ),
     "store_reads_files_of_other_users": Fault(

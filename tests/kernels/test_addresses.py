@@ -60,8 +60,8 @@ def test_values_of_float8():
     ends = last_words(float8_values._transpose, refs, at, sizes)
     numbers = batch * rows * heads * dim
     assert {name: last for name, (_, last) in ends.items()} == {"v": numbers, "out": numbers}
-    assert ends["out"][0] >= numbers - rows * dim  # of the last head
-    assert ends["v"][0] >= numbers - rows * heads * dim  # of the last batch row
+    assert ends["out"][0] >= numbers - rows * dim  # the last head
+    assert ends["v"][0] >= numbers - rows * heads * dim  # the last batch row
 
 
 def test_tiles_of_a_float8_cache():

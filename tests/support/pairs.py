@@ -27,7 +27,7 @@ Pair = frozenset[tuple[str, int]]
 
 TILE = 64
 WINDOWS = (8, 127, 128, 129)  # both sides of the widest that kernels for short ones take
-NUMBERS = (0, 1, 2, 3, 4, 16, 32, TILE, 96, 128)  # that an integer of a Config may be
+NUMBERS = (0, 1, 2, 3, 4, 16, 32, TILE, 96, 128)  # values for an integer of a Config
 OF_BLOCKS = (1, 3)  # blocks are simulated one after the other
 FIRST = 2  # calls of a kernel that the suite runs; `-m fuzz` draws others
 TRIES = 4  # orders in which options are chosen around a pair

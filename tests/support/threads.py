@@ -380,7 +380,7 @@ class BlockOfThreads:
         self.signal(counters, index, where)
 
     def peek(self, counters, index):
-        """What it is, or, every other time, as if nobody had counted yet."""
+        """The counter, or, every other time, 0, as if nobody had counted yet."""
         ((at,),) = set(self._each(True, index))
         self.memory.peeks += 1
         turn = int(counters.reshape(-1)[at]) if self.memory.peeks % 2 else 0
@@ -389,7 +389,7 @@ class BlockOfThreads:
 
     @property
     def _turns(self):
-        """What this warpgroup knows of counters."""
+        """The counts for which this warpgroup waited, by counter."""
         return self.memory.turns.setdefault(int(self.ids[0]), {})
 
     def take(self, counters, index, where):

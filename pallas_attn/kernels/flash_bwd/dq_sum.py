@@ -129,9 +129,9 @@ class ByColumns:
         plgpu.copy_smem_to_gmem(smem.dq.at[wg], to, step.exists != 0, reduction_op="add")
 
     def finished(self, plan: KeyPlan, some: Sequence[Sums], dq: jax.Array) -> list[jax.Array]:
-        """What `some` other sums are, and dq, [B, T, N, H]."""
+        """The gradients of `some` other sums, and dq, [B, T, N, H]."""
         problem, others = plan.problem, list[jax.Array]()
-        if some:  # those are read first: L2 may have them still
+        if some:  # which L2 may have still
             others = step_parts.added(some)
             dq, *_ = lax.optimization_barrier((dq, *others))
         dq = dq[:, : problem.q_len, :, : problem.head_dim]

@@ -223,7 +223,7 @@ class Sums(NamedTuple):
         return list(_columns(self.pieces.problem.dtype, self.dim, self.widths))
 
     def blocks(self) -> int:
-        """Those that add them up."""
+        """How many blocks add them up."""
         each, problem = sum(x.blocks for x in self.columns()), self.pieces.problem
         return each * pl.cdiv(self.pieces.rows, ROWS) * problem.batch * self.pieces.heads
 
