@@ -166,8 +166,8 @@ def flash_attention(  # noqa: PLR0913
         on Hopper (16 bits, head dims to 128), else by XLA. It goes with a `Mask`, scale, softcap,
         sinks, kv_lengths and q_offset.
       implementation: "sm90", "sm80", "reference", or None for the fastest that takes the problem.
-        There is no silent fallback on a GPU; without one the reference is what runs. "sm100" is a
-        forward for Blackwell that has never run on its GPU: only its name chooses it.
+        There is no silent fallback on a GPU; without one the reference is what runs. "sm100" are
+        kernels for Blackwell that have never run on their GPU: only their name chooses them.
 
     Returns:
       `[B, T, N, Hv]`, or `[tokens, N, Hv]` of packed rows, in q's dtype, or out_dtype.

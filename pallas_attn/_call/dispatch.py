@@ -294,7 +294,9 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         Candidate("flash_bwd.sm90_two_kernels", HOPPER),
         Candidate("flash_bwd.sm90_wide", HOPPER),  # head dims above 256
         Candidate("flash_bwd.sm80", FROM_AMPERE),
-        Candidate("flash_bwd.sm80", BLACKWELL),  # behind the forward that a name chooses
+        # Behind the forward that a name chooses.
+        Candidate("flash_bwd.sm100", BLACKWELL),
+        Candidate("flash_bwd.sm80", BLACKWELL),
         Refused(
             Limit(
                 "it differentiates only what it computed itself",

@@ -261,6 +261,83 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "return self.first + step < self.spans[0].hi",
         ),
     },
+    "tests/kernels/flash_bwd/test_sm100.py -k 'not machine_code'": {
+        "bwd_sm100_q_is_overwritten": (
+            f"{BWD}/sm100.py",
+            "pl.when(n >= config.q_stages)(lambda: wait(memory.q_free.at[slot]))",
+            "pass",
+        ),
+        "bwd_sm100_do_is_overwritten": (
+            f"{BWD}/sm100.py",
+            "pl.when(n >= config.do_stages)(lambda: wait(memory.do_free.at[do_slot]))",
+            "pass",
+        ),
+        "bwd_sm100_scores_overwrite_p": (
+            f"{BWD}/sm100.py",
+            "        wait(memory.p_free)\n        scores(n + 1)",
+            "        scores(n + 1)",
+        ),
+        "bwd_sm100_p_overwrites_scores_that_the_other_has_not_read": (
+            f"{BWD}/sm100.py",
+            "            plgpu.barrier_wait(memory.s_read)  #",
+            "            pass  #",
+        ),
+        "bwd_sm100_scores_are_read_after_all": (
+            f"{BWD}/sm100.py",
+            "    plgpu.wait_load_tmem()\n    plgpu.barrier_arrive(memory.s_read)",
+            "    plgpu.barrier_arrive(memory.s_read)",
+        ),
+        "bwd_sm100_p_is_not_stored_yet": (
+            f"{BWD}/sm100.py",
+            "    plgpu.commit_tmem()\n    plgpu.barrier_arrive(memory.p_ready",
+            "    plgpu.barrier_arrive(memory.p_ready",
+        ),
+        "bwd_sm100_one_warpgroup_has_stored_p": (
+            f"{BWD}/sm100.py",
+            "p_ready=_tensor_memory_barrier(WARPGROUPS)",
+            "p_ready=_tensor_memory_barrier(1)",
+        ),
+        "bwd_sm100_ds_is_not_stored_yet": (
+            f"{BWD}/sm100.py",
+            "        wait(memory.ds_ready)\n",
+            "",
+        ),
+        "bwd_sm100_dp_overwrites_dq": (
+            f"{BWD}/sm100.py",
+            "        if shares_columns:\n            wait(memory.dq_read)\n",
+            "",
+        ),
+        "bwd_sm100_dq_overwrites_dq": (
+            f"{BWD}/sm100.py",
+            "            pl.when(n > 0)(lambda: wait(memory.dq_read))",
+            "            pass",
+        ),
+        "bwd_sm100_dq_is_overwritten_on_its_way": (
+            f"{BWD}/sm100.py",
+            "plgpu.wait_smem_to_gmem(count - 1, wait_read_only=True)",
+            "plgpu.wait_smem_to_gmem(count, wait_read_only=True)",
+        ),
+        "bwd_sm100_sums_are_read_before_the_last_matmul": (
+            f"{BWD}/sm100.py",
+            "    pl.when(has_steps)(lambda: plgpu.barrier_wait(memory.sums_ready))\n",
+            "",
+        ),
+        "bwd_sm100_dk_is_of_the_next_query_tile": (
+            f"{BWD}/sm100.py",
+            "plgpu.tcgen05_mma(memory.dk, ds, memory.q.at[slot]",
+            "plgpu.tcgen05_mma(memory.dk, ds, memory.q.at[block.q_slot(n + 1)]",
+        ),
+        "bwd_sm100_keys_without_rows_get_what_was_in_tensor_memory": (
+            f"{BWD}/sm100.py",
+            "        x = jnp.where(mosaic.broadcast_scalar(has_steps, x.shape), x, 0.0)\n",
+            "",
+        ),
+        "bwd_sm100_tensor_memory_changes_hands_without_a_fence": (
+            f"{BWD}/sm100.py",
+            "dq_read=_tensor_memory_barrier()",
+            "dq_read=barrier()",
+        ),
+    },
     # ---- code behind a twin (tests/support/emitted.py) -------------------------------------------
     TEST_MATMULS: {
         "packed_results_of_the_lower_rows_go_to_the_upper": (

@@ -478,6 +478,9 @@ BUILDS: dict[str, Build] = {
     "flash_jvp/sm90/h64_dual": _tangents("h100", 64, alone=True, mask=pa.CAUSAL),
     "flash_jvp/sm90/h128_dual": _tangents("h100", 128, alone=True),
     "flash_jvp/sm80/h64_causal": _tangents("a100", 64, alone=True, mask=pa.CAUSAL),
+    "flash_bwd/sm100/h128_causal": _attention(
+        "b200", 128, backward=True, implementation="sm100", **_CAUSAL
+    ),
     "flash_bwd/sm80/h512_causal": _backward_sm80(512, **_CAUSAL),
     "flash_bwd/sm80/h64_causal": _backward_sm80(64, **_CAUSAL),
     "flash_bwd/sm80/h128_full": _backward_sm80(128),

@@ -15,7 +15,8 @@ _APPEND, _CACHES = "tests/kernels/append/test_append", "tests/caches/test_"
 _LM = "tests/lm/test_kernels.py::"
 
 OF_SEVERAL_GPUS = {"kernels/decode/merge_over_gpus.py", "pallas_lm/kernels/all_reduce.py"}
-BLACKWELL = {"kernels/flash_fwd/sm100.py"}  # test_every_kernel.py has its rows
+# test_every_kernel.py has their rows.
+BLACKWELL = {"kernels/flash_fwd/sm100.py", "kernels/flash_bwd/sm100.py"}
 QUICK = {
     "kernels/flash_fwd/sm90.py": f"{_EVERY}[flash_fwd.sm90-cut_tiles]",
     "kernels/flash_fwd/sm80.py": f"{_EVERY}[flash_fwd.sm80-cut_tiles]",

@@ -25,6 +25,7 @@ from pallas_attn.kernels.flash_bwd import sm80 as bwd_sm80
 from pallas_attn.kernels.flash_bwd import sm90 as bwd_sm90
 from pallas_attn.kernels.flash_bwd import sm90_short, sm90_two_kernels, sm90_window
 from pallas_attn.kernels.flash_bwd import sm90_wide as bwd_wide
+from pallas_attn.kernels.flash_bwd import sm100 as bwd_sm100
 from pallas_attn.kernels.flash_fwd import sm80 as fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as fwd_sm90
 from pallas_attn.kernels.flash_fwd import sm90_wide as fwd_wide
@@ -503,6 +504,10 @@ KERNELS = (
         "apart": (hard(**LENGTHS_OF_Q), APART),
         "sinks_apart": (endless(SHORT), APART),
     }, at(PORTABLE)),
+    Row("flash_bwd.sm100", backward, {
+        "plain": (hard(**LENGTHS_OF_Q), bwd_sm100.Config()),
+        "sinks": (endless(sized(40, 70, 64, q_heads=2, kv_heads=1)), bwd_sm100.Config(panels=1)),
+    }, at(bwd_sm100.Config(do_stages=2))),
     Row("flash_bwd.sm90_wide", backward, {
         "plain": (hard(**WIDE, dtype="float16"), bwd_wide.Config(grid=2)),
         "sinks": (endless(LARGE), bwd_wide.Config(grid=2)),

@@ -143,13 +143,16 @@ def attention(pick: random.Random) -> AttentionProblem:
 
 def own_kernels(pick: random.Random) -> AttentionProblem:
     """Attention that Hopper has kernels of its own for: many small heads; windows of heads that
-    share keys, or none; few query rows of long sequences; long documents; wide heads.
+    share keys, or none; few query rows of long sequences; long documents; wide heads. And that
+    Blackwell has.
     """
     op, gpu = pick.choice(("flash_forward", "flash_backward")), "sm90"
     rows, dim = pick.choice((16, 49, 64, 77, 197, 256, 500)), pick.choice((32, 64, 64, 72, 80, 128))
     sizes: dict[str, Any] = {"batch": pick.choice((1, 8, 256)), "q_len": rows, "kv_len": rows}
     heads, mask, arrays = (12, 12), FULL, pick.choice(((), (), ("sinks",), ("kv_lengths",)))
-    kind = pick.choice(("small", "small", "keys", "window", "few", "long", "wide"))
+    kind = pick.choice(("small", "small", "keys", "window", "few", "long", "wide", "blackwell"))
+    if kind == "blackwell":
+        gpu, dim = pick.choice(("sm100", "sm103")), pick.choice((64, 96, 128))
     if kind == "keys":
         sizes |= {"q_len": pick.choice((300, 4096)), "kv_len": pick.choice((77, 128))}
     if kind == "window":
@@ -165,7 +168,7 @@ def own_kernels(pick: random.Random) -> AttentionProblem:
     if kind == "long":
         heads, mask, arrays = (8, 2), CAUSAL, ("q_segment_ids", "kv_segment_ids")
         sizes |= {"batch": 1, "q_len": 32768, "kv_len": 32768}
-    if kind in ("small", "keys"):
+    if kind in ("small", "keys", "blackwell"):
         mask, extra = pick.choice((FULL, FULL, CAUSAL)), pick.choice((None, "bias", "mask_array"))
         shape = (1, heads[0], sizes["q_len"], sizes["kv_len"])
         if extra == "mask_array":

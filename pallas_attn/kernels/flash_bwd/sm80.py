@@ -51,7 +51,6 @@ from pallas_attn.kernels.attention import (
 from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, copy_async
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import (
-    aux_sums,
     key_tiles,
     operands,
     sm80_dbias,
@@ -483,15 +482,9 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
         dq = sm80_dq.collected(plan, jax.freeze(refs.dq), dq_slices(plan), vectors)
     else:
         dq = sm80_dq.dq_of(sm80_dq.plan_of(problem, config), inputs, refs)
-    if inputs.bias is not None:
+    if inputs.bias is not None or problem.learned:
         refs = operands.ordered_after(refs, dq)
-        grads["bias"] = sm80_dbias.dbias_of(problem, config, inputs, refs)
-    if problem.learned:
-        refs = operands.ordered_after(refs, dq)
-        rest = aux_sums.rest_of(problem, ())
-        parts = sm80_dbias.parts_of(problem, config, inputs, refs, rest)
-        parts += aux_sums.remainders(problem, aux_sums.sums_of_ds(residuals, stats), rest, parts)
-        grads["score_aux"] = aux_sums.gradients(problem, inputs, parts)
+        grads |= sm80_dbias.gradients(problem, config, residuals, stats, refs)
     if inputs.sinks is not None:
         grads["sinks"] = operands.dsinks(residuals, stats)
     return AttentionInputs(q=dq, **grads)

@@ -5,6 +5,7 @@ gradient of a bias, or sums for the gradients of a score function's arrays (`aux
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -19,7 +20,7 @@ from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import aux_sums, dbias, operands, sm80_dq, sm80_scores, sm90_dq
 from pallas_attn.kernels.flash_bwd.aux_sums import Part, Rest
 from pallas_attn.kernels.flash_bwd.dbias import BiasStep, BiasWalk
-from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
+from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Residuals, RowStatistics
 from pallas_attn.kernels.flash_bwd.sm80_dq import DqSmem
 from pallas_attn.kernels.flash_bwd.sm80_scores import ScoreRows
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
@@ -98,18 +99,31 @@ def smem_bytes(problem: AttentionProblem, config: KernelConfig) -> int:
     return _bytes_of(problem, _plan_of(problem, config))
 
 
-def dbias_of(
-    problem: AttentionProblem, config: KernelConfig, inputs: AttentionInputs, refs: BackwardRefs
-) -> jax.Array:
-    """The cotangent of inputs.bias, from the operands of a kernel over keys."""
-    plan, bias = _plan_of(problem, config), inputs.bias
-    walk = dbias.walk_of(plan)
-    assert bias is not None
-    sums = _sums(plan, walk, sm90_dq.by_rows(plan, inputs, refs))
-    return dbias.folded(sums, bias.shape).astype(bias.dtype)
+def gradients(
+    problem: AttentionProblem,
+    config: KernelConfig,
+    residuals: Residuals,
+    stats: RowStatistics,
+    refs: BackwardRefs,
+) -> dict[str, Any]:
+    """The gradients of a bias and of a score function's arrays, where there are any, from the
+    operands of a kernel over keys.
+    """
+    grads, inputs = dict[str, Any](), residuals.inputs
+    if inputs.bias is not None:
+        plan = _plan_of(problem, config)
+        walk = dbias.walk_of(plan)
+        sums = _sums(plan, walk, sm90_dq.by_rows(plan, inputs, refs))
+        grads["bias"] = dbias.folded(sums, inputs.bias.shape).astype(inputs.bias.dtype)
+    if problem.learned:
+        rest = aux_sums.rest_of(problem, ())
+        parts = _parts_of(problem, config, inputs, refs, rest)
+        parts += aux_sums.remainders(problem, aux_sums.sums_of_ds(residuals, stats), rest, parts)
+        grads["score_aux"] = aux_sums.gradients(problem, inputs, parts)
+    return grads
 
 
-def parts_of(
+def _parts_of(
     problem: AttentionProblem,
     config: KernelConfig,
     inputs: AttentionInputs,

@@ -125,7 +125,7 @@ def test_an_infinite_row_leaves_others_alone():
 
 @pytest.mark.guards
 def test_by_name():
-    """The public call and its gradients: the backward is the portable one."""
+    """The public call and its gradients, by the kernels of that name."""
     arguments = case(70, 100, 64, mask=CAUSAL).arguments()
     q, k, v = (arguments.pop(name) for name in "qkv")
     call = functools.partial(pa.flash_attention, **arguments, implementation="sm100")

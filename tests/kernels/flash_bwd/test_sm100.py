@@ -1,0 +1,194 @@
+"""The Blackwell backward, which has no GPU here: right in the interpreter with its races watched,
+and compiled ahead of time for both of its targets.
+"""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_attn as pa
+from pallas_attn import CAUSAL, sliding_window
+from pallas_attn._call import device, dispatch
+from pallas_attn._call.problem import AttentionInputs
+from pallas_attn.kernels.flash_bwd import sm100 as kernel
+from pallas_attn.kernels.lang import mosaic as lang
+from tests.kernels.flash_bwd.test_flash_bwd import (
+    check,
+    lengths_over_scores,
+    problem_of,
+    run,
+)
+from tests.kernels.flash_fwd.test_flash_fwd import arguments_of, shape_of, small
+from tests.kernels.flash_fwd.test_sm100 import FUNCTIONS, LONG, case
+from tests.support import aot, mosaic
+from tests.support.problems.case import AttentionCase
+
+pytestmark = pytest.mark.usefixtures("programs_in_numpy")
+
+ALONE = kernel.Config(panels=1)
+INTERPRETED = {
+    "full": (case(384, 256), kernel.Config()),
+    "causal": (case(300, 300, mask=CAUSAL, batch=2), ALONE),
+    "group7": (case(130, 260, 64, q_heads=7, mask=CAUSAL, q_offset=130), kernel.Config(3)),
+    "one_key_short_of_a_tile": (case(255, 255, 64), kernel.Config(do_stages=2)),
+    "one_key_in_a_tile": (case(257, 257, mask=CAUSAL), kernel.Config()),
+    "float16": (case(384, 100, 96, dtype="float16"), kernel.Config(q_stages=3)),
+    "dim96": (case(200, 333, 96, mask=CAUSAL, q_offset=100), kernel.Config(do_stages=2)),
+    "window": (case(400, 400, 64, mask=sliding_window(150)), kernel.Config(panels=3)),
+    "keys_without_rows": (case(100, 300, 64, mask=CAUSAL, q_offset=-20), kernel.Config()),
+    "lengths": (
+        case(256, 300, mask=CAUSAL, batch=2, kv_lengths=(129, 0), q_lengths=(200, 256)),
+        kernel.Config(),
+    ),
+    "offsets": (case(130, 300, 64, mask=CAUSAL, batch=2, q_offset=(170, -20)), kernel.Config()),
+    "documents": (case(300, 300, segments=(70, 130, 100), mask=CAUSAL), kernel.Config()),
+    "nan_past_lengths": (lengths_over_scores(), kernel.Config(do_stages=2)),
+}
+NAMED = (
+    "one_query_many_keys",
+    "window_t_above_s",
+    "band_at_run_time",
+    "segments_mixed",
+    "softcap_huge_logits",
+    "scale_negative",
+    "sinks_empty_rows",
+    "bias_by_row",
+    "bias_shared",
+    "mask_array_by_row",
+    "padding_ragged",
+    "everything",
+)
+INTERPRETED |= {name: (small(name), kernel.Config()) for name in NAMED}
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_interpreted(name):
+    with mosaic.interpret():
+        check(*INTERPRETED[name])
+
+
+def gradients(arguments: dict, implementation: str) -> list:
+    """Gradients of q, k and v through out and the log-sum-exp."""
+    arguments, floats = dict(arguments), [arguments[name] for name in "qkv"]
+
+    def loss(q, k, v):
+        out, lse = pa.flash_attention_with_lse(
+            **arguments | {"q": q, "k": k, "v": v}, implementation=implementation
+        )
+        weights = jnp.arange(out.size, dtype=jnp.float32).reshape(out.shape) % 7 - 3
+        return (out.astype(jnp.float32) * weights).sum() + jnp.where(lse > -1e9, lse, 0).sum()
+
+    return jax.grad(loss, (0, 1, 2))(*floats)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_positions(name):
+    arguments = case(300, 300, 64).arguments() | FUNCTIONS[name]
+    with device.assume("sm100"), mosaic.interpret():
+        got = gradients(arguments, "sm100")
+    for x, y in zip(got, gradients(arguments, "reference"), strict=True):
+        x, y = (np.asarray(a, np.float32) for a in (x, y))
+        assert np.abs(x - y).max() <= 0.02 * np.abs(y).max()
+
+
+@pytest.mark.guards
+def test_a_learned_score():
+    """The portable walk makes the gradient of a score function's array."""
+    arguments = case(130, 200, 64, mask=CAUSAL, q_offset=70).arguments()
+
+    def loss(slopes, implementation):
+        score = pa.score_fn(lambda s, b, h, q, kv, m: s + m[h] * (kv - q), slopes)
+        out = pa.flash_attention(**arguments, score=score, implementation=implementation)
+        weights = jnp.arange(out.size, dtype=jnp.float32).reshape(out.shape) % 7 - 3
+        return (out.astype(jnp.float32) * weights).sum()
+
+    slopes = jnp.asarray([0.1, 0.02])
+    with device.assume("sm100"), mosaic.interpret():
+        got = jax.grad(loss)(slopes, "sm100")
+    np.testing.assert_allclose(got, jax.grad(loss)(slopes, "reference"), 0.02)
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("name", ["lengths", "documents", "padding_ragged", "everything"])
+def test_lowers(name):
+    """Mosaic lowers less than the interpreter computes: whole swizzles, no `not` in a warp."""
+    sizes, config = INTERPRETED[name]
+    call = functools.partial(run, problem=problem_of(sizes), config=config)
+    assert "mosaic_gpu" in mosaic.lower_for_cuda(call, shapes_of(sizes))
+
+
+def shapes_of(sizes: AttentionCase) -> tuple:
+    """The shapes of a kernel's residuals; arrays that are long are not drawn."""
+    arguments = jax.eval_shape(functools.partial(arguments_of, sizes))
+    inputs = jax.tree.map(shape_of, AttentionInputs(**arguments))
+    out = jax.ShapeDtypeStruct(inputs.q.shape, inputs.q.dtype)
+    batch, rows, heads, _ = out.shape
+    lse = jax.ShapeDtypeStruct((batch, heads, rows), jnp.float32)
+    return inputs, out, lse, out, lse
+
+
+@pytest.mark.parametrize("gpu", ["sm100", "sm103"])
+def test_who_takes_the_backward(gpu):
+    """The call's own name chooses it; what it refuses goes to the portable kernel."""
+    problem = dataclasses.replace(problem_of(case(1024, 1024)), gpu=gpu)
+    assert dispatch.select(problem, "sm100").module == "flash_bwd.sm100"
+    for changes in ({"deterministic": True}, {"dtype": "float32"}, {"v_head_dim": 64}):
+        other = dataclasses.replace(problem, **changes)
+        assert dispatch.select(other, "sm100").module == "flash_bwd.sm80"
+
+
+def test_refusals():
+    problem = problem_of(case(1024, 1024))
+    assert kernel.limit(problem) is None
+    limit = kernel.limit(dataclasses.replace(problem, deterministic=True))
+    assert limit.reason == "blocks add to dq in any order, so bits do not repeat"
+    limit = kernel.limit(dataclasses.replace(problem, head_dim=192))
+    assert "one of 64, 96, 128, not 192 and 128" in limit.reason
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_what_the_interpreter_does_not_see(dim):
+    """Registers are no more than a block has, nor columns of tensor memory, and barriers at which
+    tensor memory changes hands ask for the fences of tcgen05.
+    """
+    assert sum(kernel.REGISTERS) * lang.THREADS <= 65536
+    problem = problem_of(case(512, 512, dim))
+    memory = kernel.scratch(kernel.plan_of(problem, kernel.Config.default(problem)))
+    ordered = {n for n in memory._fields if getattr(getattr(memory, n), "orders_tensor_core", 0)}
+    assert ordered == {
+        *("q_free", "do_free", "s_ready", "s_read", "p_ready", "p_free"),
+        *("dp_ready", "ds_ready", "dq_ready", "dq_read", "sums_ready"),
+    }
+    columns = [x.shape[1] for x in (memory.scores, memory.dp, memory.dq, memory.dk, memory.dv) if x]
+    assert sum(columns) <= 512 and (memory.dq is None) == (dim > 64)
+    assert kernel.smem_bytes(problem, kernel.Config.default(problem)) <= 232_448
+
+
+SPILLS = {"causal": 0, "full": 16, "h64": 16, "h96": 0}  # bytes stored: scalars
+LONG_CASES = LONG | {"full": case(8192, 8192, q_heads=8, kv_heads=2)}
+
+
+@pytest.mark.machine_code
+@pytest.mark.guards
+@pytest.mark.parametrize("target, arch", [("b200", "sm_100a"), ("b300", "sm_103a")])
+@pytest.mark.parametrize("name", SPILLS)
+def test_machine_code(name, target, arch):
+    sizes = LONG_CASES[name]
+    problem = dataclasses.replace(problem_of(sizes), gpu=aot.GENERATIONS[target])
+    config = kernel.Config.default(problem)
+    call = functools.partial(run, problem=problem, config=config)
+    report = mosaic.compile_for(call, shapes_of(sizes), target=target, sass=True)
+    assert report.launches == 2  # row statistics before it
+    assert f".target {arch}\n" in report.ptx
+    assert report.registers <= 128 and report.spill_bytes <= SPILLS[name]
+    steps, rows = sizes.head_dim // 16, 128 // 16
+    counts = {w: len(re.findall(rf"\b{w}\b", report.sass)) for w in ("UTCHMMA", "UTMAREDG")}
+    # S and dP twice in the code, the first ones apart; dV, dQ and dK over 128 rows or keys.
+    assert counts == {"UTCHMMA": 4 * steps + 3 * rows, "UTMAREDG": sizes.head_dim // kernel.CHUNK}
