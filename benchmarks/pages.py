@@ -10,7 +10,7 @@ import pathlib
 import re
 from collections.abc import Iterable, Sequence
 
-from benchmarks import curves
+from benchmarks import curves, few_tiles
 from benchmarks.plots import drawing
 from benchmarks.report import (
     OPS,
@@ -85,6 +85,10 @@ Sequences of 16 to 2047 rows, bfloat16, 16 heads, about 32,768 rows in all. A si
 multiple of the tiles takes up to about 1.5 times its neighbour's time a row. Up to 32 rows, several
 sequences share a tile of 64 query rows; between 33 and 63 a part of each tile is idle. Some heads
 of the last sequence were compared with NumPy."""
+_FEW = """\
+Grouped heads and small batches, where there are fewer work tiles than multiprocessors: speed over
+cuDNN's in the same process, causal, bfloat16. B is the batch, T the rows, 300, 1024, 2048 and 4096
+from left to right. The forward's time is that of its kernel in the call with gradients."""
 _SEPARATE = """\
 Figures from processes and timers of the peers' own: they enter no ratio on this page, and are pale
 in the pictures, which show the newest version."""
@@ -97,11 +101,17 @@ def from_results(root: pathlib.Path) -> dict[str, str]:
     """{path: text} of every file of a checkout that its results make."""
     rows, separate = current(read(root / "results")), read(root / "results" / "separate")
     swept = [row for row in read(root / "results" / "shapes") if row["op"] in _SWEPT]
+    few = [row for row in read(root / "results" / "few_tiles") if row.get("op") == "sweep_few"]
     first_calls = section_of_first_calls(read(root / "results" / "first_call"))
     made = {
         "README.md": overview(rows),
         "docs/benchmarks.md": "\n\n".join(
-            [benchmarks(rows, separate), *section_of_sweep(swept), *first_calls]
+            [
+                benchmarks(rows, separate),
+                *section_of_few(few),
+                *section_of_sweep(swept),
+                *first_calls,
+            ]
         ),
         "docs/cases.md": every_case(rows, separate),
     }
@@ -110,6 +120,7 @@ def from_results(root: pathlib.Path) -> dict[str, str]:
     }
     drawn = pictures(rows, separate)
     drawn |= {"sweep": curves.drawing(swept)} if swept else {}
+    drawn |= {"few_tiles": few_tiles.drawing(few)} if few else {}
     return pages | {f"docs/pictures/{name}.svg": svg for name, svg in drawn.items()}
 
 
@@ -297,6 +308,15 @@ def _refusals(groups: Sequence[Sequence[Row]]) -> list[str]:
         where = "" if len(names) == len(groups) else f" ({', '.join(f'`{x}`' for x in names)})"
         lines.append(f"- {peer}: {why}{where}")
     return ["Peers that do not take a case:\n\n" + "\n".join(lines)] if lines else []
+
+
+def section_of_few(rows: Sequence[Row]) -> list[str]:
+    """The sweep where key tiles are few; `rows`: result rows of op "sweep_few"."""
+    if not rows:
+        return []
+    picture = "![few tiles](pictures/few_tiles.svg)"
+    commits = ", ".join(f"`{commit}`" for commit in sorted({row["commit"] for row in rows}))
+    return ["## Few work tiles", _FEW, picture, f"{few_tiles.summary(rows)} Commits {commits}."]
 
 
 def section_of_sweep(rows: Sequence[Row]) -> list[str]:
