@@ -70,8 +70,8 @@ def select(wanted: str) -> list[Case]:
 def timed(
     case: Case, impl: str, states: States, turns: int, provenance: rows.Provenance
 ) -> list[Row]:
-    """A row for each state of the persistent cache: the median process of `turns`. None where a
-    process failed, which is printed.
+    """A row for each state of the persistent cache: the median process of `turns`. No rows where a
+    process failed or took longer than TIMEOUT_S, which is printed.
     """
     every = [_turn(case, impl, states) for _ in range(turns)]
     if any(seconds is None for turn in every for seconds in turn):
@@ -96,7 +96,13 @@ def _turn(case: Case, impl: str, states: States) -> list[Any]:
 def _in_a_process(case: Case, impl: str, folder: str | None) -> dict[str, float] | None:
     root, file = pathlib.Path(__file__).parents[1], first_call_programs.__file__
     command = [sys.executable, "-c", _RUN, str(root), str(file), case.name, impl, folder or ""]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        sys.stderr.write(f"{case.name}: {impl} took more than {TIMEOUT_S} s\n")
+        return None
     if done.returncode:
         sys.stderr.write(f"{case.name}: {impl} failed\n{done.stderr[-2000:]}\n")
         return None

@@ -24,9 +24,9 @@ from benchmarks.together import Together
 from tests.support.problems import cases as known
 
 SETTLED = 0.01  # spread of samples that needs no more turns
-QUADRATIC = ("xla", "torch_math")
+QUADRATIC = ("xla", "torch_math")  # peers that keep all scores
 AHEAD = 3  # groups that a worker makes ready before it times them
-RENEW = 75  # exit status of a worker that another one shall follow
+RENEW = 75  # exit status of a worker after which a new one is started
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,11 +28,11 @@ from tests.support.problems.case import AppendCase, AttentionCase, DecodeCase
 
 ROOT = pathlib.Path(__file__).parents[1]
 ALL = "all"
-# The files of configs/ that op "all" runs, those of README's table first.
+# The files configs/bench_NAME.cfg that op "all" runs, those of README's table first.
 SUITE: tuple[str, ...]
 SUITE = ("forward", "backward", "shapes", "decode", "few_tiles", "prefill", "float8", "mask", "jvp")
 SUITE += ("append", "decode_more", "shared_prefix", "quantize")
-GRACE_S = 45  # seconds after the end, for groups that are begun
+GRACE_S = 45  # seconds after the end of --within, for groups that are begun
 FIRST_CALLS_AT_ONCE = 5
 # Starts a worker; the folder of the plan follows.
 WORKER = (sys.executable, "-c", "import sys; from benchmarks.worker import main; sys.exit(main())")
@@ -42,7 +42,9 @@ WORKER = (sys.executable, "-c", "import sys; from benchmarks.worker import main;
 
 
 def suite() -> list[Task]:
-    """All tasks of op "all": first the shapes that every flash attention publishes."""
+    """All tasks of op "all", those of the cases tagged "grid" first: shapes of which every flash
+    attention publishes figures.
+    """
     tasks = []
     for name in SUITE:
         lines = (ROOT / "configs" / f"bench_{name}.cfg").read_text("utf-8").splitlines()
@@ -197,7 +199,7 @@ class _Pool:
     def run(self, workers: int) -> None:
         """Returns when all workers have ended."""
         running = [self._started() for _ in range(min(workers, len(self.plan.tasks)))]
-        most = 4 * workers + len(self.plan.tasks) // AHEAD  # if each renewed itself all the time
+        renewals = 4 * workers + len(self.plan.tasks) // AHEAD  # workers that may be started again
         while running:
             time.sleep(0.1)
             for process in [x for x in running if x.poll() is not None]:
@@ -206,14 +208,15 @@ class _Pool:
                 if process.returncode not in (0, RENEW):
                     self.say(f"a worker ended with status {process.returncode}")
                 on_time = time.time() < self.plan.end
-                if process.returncode and on_time and most and self._work_is_left():
+                if process.returncode and on_time and renewals and self._work_is_left():
                     running.append(self._started())
-                    most -= 1
-            if time.time() > self.plan.end + GRACE_S:
+                    renewals -= 1
+            if running and time.time() > self.plan.end + GRACE_S:
                 for process in running:
                     process.kill()
                     process.wait()
-                self.say(f"{len(running)} workers were ended {GRACE_S} s after the time")
+                self.say(f"{len(running)} workers were ended {GRACE_S} s after the end of --within")
+                return
 
     def _started(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen([*self.command, str(self.folder)], cwd=ROOT)
@@ -227,8 +230,8 @@ class _Pool:
 
 
 def first_calls(out: pathlib.Path, plan: Plan, say: Callable[[str], None]) -> list[str]:
-    """Times first calls, one process each, a few side by side on cores that do nothing else; the
-    names of those that the time was too short for, or that failed.
+    """Times first calls, one process each, a few side by side on cores that do nothing else.
+    Returns the names of those that failed, or for which --within was too short.
     """
     have = {
         (row["case"], row["impl"], row["persistent_cache"])
@@ -253,5 +256,5 @@ def first_calls(out: pathlib.Path, plan: Plan, say: Callable[[str], None]) -> li
                 say(first_call.line_of(row))
                 rows.append(out / f"{first_call.OP}.jsonl", [row])
             if not future.result():
-                left.append(f"{case.name} of {impl}{' again' * bool(states[0])}")
+                left.append(f"{case.name} of {impl}{' with a persistent cache' * bool(states[0])}")
     return left

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-_SEEN, _HIDDEN, _ODD = "■", "·", "?"  # a key that a query sees, or not; no number
+_SEEN, _HIDDEN, _ODD = "■", "·", "?"  # a key that a query sees, or not; a score of inf or NaN
 _LEVELS = "▁▂▃▄▅▆▇█"  # scores from the least to the greatest
 _BLUE, _GREY, _RED = "#1f6fb4", "#e9e9e9", "#cc3311"
 _RAMP = ((253, 228, 170), (74, 166, 143), (38, 69, 110))  # from the least score to the greatest
@@ -69,9 +69,10 @@ class Picture:
         if self.values.dtype == bool:
             return np.where(self.values, levels - 1, -1)
         low, high = self._range
-        share = (np.where(np.isfinite(self.values), self.values, low) - low) / ((high - low) or 1)
-        level = np.minimum((share * levels).astype(int), levels - 1)
-        level = np.where(np.isfinite(self.values), level, levels)
+        finite = np.isfinite(self.values)
+        above = np.where(finite, self.values, low).astype(np.float64) - low
+        level = np.minimum((above / ((high - low) or 1) * levels).astype(int), levels - 1)
+        level = np.where(finite, level, levels)
         return np.where(self.values == -np.inf, -1, level)
 
     def __str__(self) -> str:
@@ -110,8 +111,8 @@ class Picture:
     _repr_svg_ = svg
 
     def figure(self) -> Any:
-        """The picture as a `matplotlib.figure.Figure` (extra `plot`), with one image in one axis;
-        hidden keys are without colour.
+        """The picture as a `matplotlib.figure.Figure` (extra `plot`), with one image in one axis.
+        Hidden keys have no colour, and of scores inf and NaN have none.
         """
         try:
             from matplotlib.figure import Figure
@@ -126,7 +127,8 @@ class Picture:
         else:
             image = axis.imshow(np.ma.masked_invalid(self.values), "viridis")
             figure.colorbar(image, shrink=0.8)
-        axis.set(title=self.title, xlabel="keys", ylabel="queries")
+        axis.set(xlabel="keys", ylabel="queries")
+        axis.set_title("\n".join([self.title, *self.caption.split("; ")]), fontsize="small")
         return figure
 
 

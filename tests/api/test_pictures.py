@@ -96,6 +96,7 @@ PICTURES = {
     "window": lambda: pa.sliding_window(4).show(70, 70),
     "documents": lambda: (SAME & pa.CAUSAL).show(8, 8),
     "scores": lambda: ALIBI.show(9, 12, h=1),
+    "far_apart": lambda: HIDING.show(2, 3, logits=[[-1.6e38, 0, 0], [1.6e38, 0.4e38, 0]]),
     "hiding": lambda: HIDING.show(2, 3, logits=[[1, 5, 5], [2, np.nan, 5]]),
 }
 
@@ -133,7 +134,9 @@ def test_the_svg_has_every_cell(name):
 def test_the_figure_has_the_values(name):
     pytest.importorskip("matplotlib")
     picture = PICTURES[name]()
-    (image,) = picture.figure().axes[0].images
+    axis = picture.figure().axes[0]
+    (image,) = axis.images
+    assert axis.get_title().replace("\n", "; ") == f"{picture.title}; {picture.caption}"
     shown = image.get_array()
     if picture.values.dtype == bool:
         np.testing.assert_array_equal(np.asarray(shown, bool), picture.values)

@@ -63,6 +63,13 @@ def test_a_process_that_fails_has_no_row(monkeypatch, capsys):
     assert first_call.timed(case, "cudnn", (None,), 2, HERE) == []
     assert "fwd: cudnn failed\nno cuDNN" in capsys.readouterr().err
 
+    def hangs(command, **options):
+        raise subprocess.TimeoutExpired(command, options["timeout"])
+
+    monkeypatch.setattr(first_call.subprocess, "run", hangs)
+    assert first_call.timed(case, "cudnn", (None,), 1, HERE) == []
+    assert "fwd: cudnn took more than 600 s" in capsys.readouterr().err
+
 
 def test_every_timing():
     everything = list(first_call.every_timing(first_call.select("grid"), "all"))

@@ -320,7 +320,8 @@ def test_what_is_left_is_listed(asked, monkeypatch):
     monkeypatch.setattr(workers, "GRACE_S", 0)
     status, lines, made = asked(within=1, code="import time; time.sleep(60)")
     assert status == 1 and made == []
-    assert "2 workers were ended 0 s after the time" in lines
+    assert "2 workers were ended 0 s after the end of --within" in lines
+    assert len([line for line in lines if "ended" in line]) == 1
     assert lines[-2:] == [
         "left: forward: causal_32x32, float32_causal",
         "the same command with the same --out goes on with what is left",
@@ -375,7 +376,7 @@ def test_first_calls_stop_at_the_end_and_go_on(tmp_path, monkeypatch):
     late = dataclasses.replace(plan, end=0)
     (tmp_path / "first_call.jsonl").unlink()
     left = workers.first_calls(tmp_path, late, lambda line: None)
-    assert len(left) == len(every) and "both of pallas_attn again" in left
+    assert len(left) == len(every) and "both of pallas_attn with a persistent cache" in left
 
 
 def test_a_plan_is_read_as_it_was_written(tmp_path):
