@@ -648,13 +648,13 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "the_last_part_is_not_added": Fault(
         f"{BWD}/step_parts.py",
-        "range(1, order.parts)",
-        "range(1, order.parts - 1)",
+        "range(1, pieces.parts)",
+        "range(1, pieces.parts - 1)",
         f"{TEST_PARTS} -k 'interpreted and band_apart'",
     ),
     "narrow_columns_of_parts_are_read_from_the_first": Fault(
         f"{BWD}/step_parts.py",
-        "first * order.in_all // of + ",
+        "first * pieces.in_all // of + ",
         "",
         f"{TEST_PARTS} -k 'interpreted and narrow_panel'",
     ),

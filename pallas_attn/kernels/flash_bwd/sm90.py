@@ -4,7 +4,7 @@ which order of work it takes.
 | problem | dq |
 |---|---|
 | full and causal masks whose bits must repeat | added up in `turns` |
-| up to 128 keys, head dims up to 64 | written: `one_key_tile` |
+| up to 128 keys that all queries see, head dims up to 64 | written: `one_key_tile` |
 | all others | added up in no order |
 
 It divides the steps of few work tiles over more blocks (`step_parts`), but not in turns. After it
@@ -163,7 +163,7 @@ def limit(problem: AttentionProblem) -> Limit | None:
     if has_block_table(problem):
         return Limit("a table has smaller blocks than its 128 keys, or dq exceeds L2", remedy)
     if problem.deterministic and not (one_key_tile.takes(problem) or _may_take_turns(problem)):
-        return Limit("its bits repeat where kv tiles take turns, or all keys are one", remedy)
+        return Limit("its bits repeat where kv tiles take turns, or where there is one", remedy)
     return None
 
 
@@ -173,10 +173,15 @@ def _may_take_turns(problem: AttentionProblem) -> bool:
 
 
 def slower(problem: AttentionProblem) -> Limit | None:
-    """Why two kernels are faster, or None. A float32 dq is set to 0 before and rounded after, which
-    costs more than it saves where keys meet few query rows, unless blocks take parts or one work
-    tile at most and tiles of a bias fit beside dS; or blocks add to more of it at a time than L2
-    holds; or most blocks would have no work tile.
+    """Why two kernels are faster, or None. A float32 dq is set to 0 before and rounded after. That
+    costs more than it saves
+
+    - where keys meet few query rows, unless blocks take parts, or take at most one work tile each
+      and gain by an estimate (`step_parts.dq_is_faster_beside`); with a bias also where its tiles
+      do not fit beside dS;
+    - where blocks add to more of it at a time than L2 holds, if most of them have no work tile, or
+      if more than the mask says which query tiles keys meet;
+    - in turns, where parts would gain or blocks would wait for long.
     """
     if one_key_tile.takes(problem):
         return None
@@ -197,8 +202,8 @@ def slower(problem: AttentionProblem) -> Limit | None:
     scattered = order.exceeds_l2 and (idle or not tiling.follows_mask)
     gains = not (few_rows or scattered)
     if gains and problem.deterministic:
-        lagging = dataclasses.replace(config, lockstep=True, dq_lag=1)
-        gains = not has_parts and turns.is_short_wait(order_of(problem, lagging))
+        in_turns = dataclasses.replace(config, lockstep=True, dq_lag=1)
+        gains = not has_parts and turns.is_short_wait(order_of(problem, in_turns))
     if gains:
         return None
     return Limit("two kernels are faster: dq is added up in float32", "leave implementation=None")
@@ -211,7 +216,10 @@ def order_of(problem: AttentionProblem, config: Config) -> WorkOrder:
     tiling = KeyTiling(problem, sm90_fused.KEYS, config.block_q)
     in_turns = problem.deterministic and not one_key_tile.applies(tiling)
     if in_turns and (config.block_q != ROWS or config.parts > 1):
-        raise ValueError(f"Config.block_q must be {ROWS} and Config.parts 1 for {problem}")
+        raise ValueError(
+            f"Config.block_q must be {ROWS} and Config.parts 1 for {problem}, got "
+            f"{config.block_q} and {config.parts}"
+        )
     return WorkOrder(
         tiling,
         blocks=config.grid,

@@ -64,7 +64,7 @@ class Config:
     l2_heads: int = 0  # kv heads whose work tiles are taken together; 0: see WorkOrder.l2_heads
     lockstep: bool = False  # blocks are at the same query tile, where `lockstep` applies
 
-    kv_slots, dq_lag, k_in_registers = 1, 1, False  # for `sm90_fused`
+    kv_slots, dq_lag, k_in_registers = 1, 1, False  # no fields: `sm90_fused` reads them
 
     def __post_init__(self) -> None:
         check(
@@ -144,7 +144,7 @@ def _fitting(problem: AttentionProblem, config: Config) -> Config:
 
 def holds_columns(problem: AttentionProblem) -> bool:
     """Whether `sm90_dkdv` is faster with k and v in registers, and `sm90_dq` with dO: where k and v
-    fit there whole, and nothing masks scores. Under a causal mask 3 % would be gained.
+    fit there whole, and nothing masks scores. Masks are left out: causal ones would gain 3 %.
     """
     fits = problem.head_dim <= 192 and problem.v_head_dim <= 128
     has_functions = problem.mask_program is not None or problem.score_program is not None
@@ -205,7 +205,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
     residuals, plan = Residuals(*residuals), plan_of(problem, config)
     by_rows, inputs = dq_plan(problem, config), residuals.inputs
-    # Whole tiles, of any size, and what is read of row statistics beyond the last.
+    # Whole query tiles of both kernels. TMA reads the statistics of at least 32 rows at a time.
     rows = tma_operands.round_up(problem.q_len + max(0, 32 - config.block_q), 2 * ROWS)
     rows = max(rows, by_rows.tiling.padded_rows)
     if problem.dtype == "float32":

@@ -1,8 +1,9 @@
-"""Row statistics, lse and delta, that threads compute of the rows of out and dO, each read once: a
-launch for all query rows, or a part of a kernel that reads each query tile once (`sm90_short`).
+"""Row statistics of a backward, lse and delta, by programs of single threads that read each row of
+out and dO once. `of_rows` and `of_tiles` launch a kernel for all query rows; `write` does the same
+within a kernel that reads each query tile once (`sm90_short`).
 
-Grid: a block of one warpgroup for each tile of 64 rows. It also sets a share of an array to zero,
-the sums of dQ, which saves a launch.
+Grid of that launch: a block of one warpgroup for each tile of 64 rows. A block may also set its
+share of another array to zero, the sums of dQ, which saves a launch.
 """
 
 import functools
@@ -26,8 +27,8 @@ from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import GmemRef, Index, SmemRef
 
 LANES = 8  # threads that share a row; each reads 16 bytes at a time
-NUMBERS = 8  # in 16 bytes
-_LINE = 256  # zeros side by side that TMA stores
+NUMBERS = 8  # 16-bit numbers in 16 bytes
+_LINE = 256  # zeros in a line of shared memory, from which TMA stores them
 
 
 class StatisticsRefs(NamedTuple):
@@ -53,10 +54,12 @@ def of_rows(
     zeros: jax.ShapeDtypeStruct | None = None,
     rows: int = 0,
 ) -> tuple[RowStatistics, jax.Array | None]:
-    """The statistics of 16-bit rows, for whole tiles of 64 or 128, or for so many `rows` as are
-    asked for: `operands.row_statistics`, which computes them where rows of out and dO are no words
-    of 16 bytes, or end before T. `negated_unit`: -lse / negated_unit and -delta in place of lse and
-    delta. `zeros`: an array of zeros, for whole tiles of 128, to make beside them.
+    """The statistics of 16-bit rows, float32[B, N, rows], and the array of zeros.
+
+    `negated_unit`: -lse / negated_unit and -delta in place of lse and delta. `zeros`: the type of
+    an array of zeros to make beside them, for whole query tiles of 128. `rows`: a multiple of 64;
+    0: T rounded up to 128. Where rows of out and dO are not whole words of 16 bytes, or `q_lengths`
+    ends them before T, XLA computes all (`operands.row_statistics`).
     """
     rows = rows or pl.cdiv(problem.q_len, 2 * ROWS) * 2 * ROWS
     factors = (1.0, 1.0) if negated_unit is None else (-1.0 / negated_unit, -1.0)
@@ -71,8 +74,9 @@ def of_rows(
 
 
 def of_tiles(problem: AttentionProblem, heads: int, residuals: Residuals) -> RowStatistics:
-    """float32[B, N / heads, tiles, 64]: those of tiles of so many heads. Tiles of the same query
-    rows follow each other: blocks at work at one time read whole rows of out and dO.
+    """The statistics of tiles of 64 / `heads` query rows by `heads` heads: float32[B, N / heads,
+    tiles, 64]. Tiles of the same query rows follow each other, so that blocks at work at one time
+    read whole rows of out and dO.
     """
     tiles, some = problem.q_len // (ROWS // heads), problem.q_heads // heads
     shape, grid = (problem.batch, some, tiles, ROWS), {"batch": problem.batch, "tile": tiles * some}

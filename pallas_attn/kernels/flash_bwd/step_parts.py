@@ -12,8 +12,9 @@ rounds the sums of dQ that lie in pieces, of one part (`dq_sum.ByRows`). TMA sto
 threads take longer.
 
 Tried and slower: `sm90_fused` adds up dq of the heads in work alone, which L2 holds, and the last
-work tile of a head rounds it and leaves zeros. SigLIP's backward took 1457 us for 1517, but ViT-L's
-767 for 688, and 8 x 2048 rows of 16 heads of 128 1304 for 1206 (`results/special_cases/`).
+work tile of a head rounds it and leaves zeros. SigLIP's backward took 1457 us, not 1517; but that
+of ViT-L took 767, not 688, and that of 8 x 2048 rows of 16 heads of 128 took 1304, not 1206
+(`results/special_cases/`).
 """
 
 import dataclasses
@@ -41,19 +42,20 @@ from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import DType, GmemRef, Index, RegisterTile
 from pallas_attn.kernels.mma import thread_pieces
 
-MOST = 64
-# How many there are by default. A part costs its float32 sums, written and read, and all of them a
-# launch; few steps cost as much as loading the keys.
+MOST = 64  # parts that a Config may ask for
+# Numbers of parts that `default` compares. A part costs its float32 sums, written and read, and all
+# of them a launch; few steps cost as much as loading the keys.
 NUMBERS = 2, 3, 4, 6, 8, 12, 16
-LEAST_STEPS = 2 / 3  # a part's, on average over the work tiles: one of the longest
-MOST_BYTES = 2**28  # all sums'
-MOST_TILES_A_BLOCK = 4  # on average; with more of them blocks are busy
-GAIN = 0.92  # largest part of the time without parts
-FLOP_A_MICROSECOND = 5.0e6  # a multiprocessor's; from 4.6 to 5.8 on an H200
+LEAST_STEPS = 2 / 3  # a part of the mean work tile has at least so many; of longer ones, more
+MOST_BYTES = 2**28  # sums of all parts take at most so many
+MOST_TILES_A_BLOCK = 4  # work tiles, parts counted, on average; with more of them blocks are busy
+GAIN = 0.92  # parts are used if the time with them is below this share of that without
+# Measured on an H200.
+FLOP_A_MICROSECOND = 5.0e6  # one multiprocessor; from 4.6 to 5.8
 LAUNCH_MICROSECONDS = 1.5
-START_MICROSECONDS = 3.0  # a launch's that has a ring
+START_MICROSECONDS = 3.0  # a launch that fills a ring first
 BYTES_A_MICROSECOND = 3.5e6
-IN_L2 = 40e6, 8.0e6  # up to so many bytes of sums L2 holds them: bytes a microsecond then
+IN_L2 = 40e6, 8.0e6  # (bytes of sums that L2 holds, bytes a microsecond up to there)
 Widths = Sequence[int]  # columns of the accumulators of a gradient
 
 
@@ -71,7 +73,7 @@ def default(order: WorkOrder, adds_dq: bool) -> int:
 
 
 def _microseconds(order: WorkOrder, adds_dq: bool, parts: int) -> float:
-    """The time of the busiest block, and of the sum of the parts."""
+    """The expected time of the busiest block, and of the launch that adds up the parts."""
     tiling, problem = order.tiling, order.problem
     dims = problem.head_dim, problem.v_head_dim
     step = _step_microseconds(order, adds_dq)
@@ -88,7 +90,9 @@ def _step_microseconds(order: WorkOrder, adds_dq: bool) -> float:
 
 
 def dq_warpgroups(problem: AttentionProblem, most: int) -> int:
-    """The consumers of `sm90_dq`: fewer query rows in a work tile where blocks would have none."""
+    """The number of consumers of `sm90_dq`, up to `most`: fewer, so that there are more work tiles,
+    where blocks would have none.
+    """
     time_of_rows = {3: 1.0, 2: 1.3, 1: 2.0}
     return min(
         range(most, 0, -1),
@@ -97,8 +101,9 @@ def dq_warpgroups(problem: AttentionProblem, most: int) -> int:
 
 
 def dq_is_faster_beside(order: WorkOrder, rows: int, lag: int) -> bool:
-    """Whether dQ takes less time beside dK and dV than in `sm90_dq` by work tiles of `rows` query
-    rows. For work tiles of which no block takes two. `lag`: the steps by which dQ is later than dK.
+    """Whether one kernel for dQ, dK and dV takes less time than one for dK and dV and then
+    `sm90_dq` with work tiles of `rows` query rows. The estimate is for orders in which no block
+    takes two work tiles. `lag`: the steps by which dQ is later than dK.
     """
     problem = order.problem
     together, alone = (_microseconds(order, adds, default(order, adds)) for adds in (True, False))
@@ -116,12 +121,12 @@ def dq_is_faster_beside(order: WorkOrder, rows: int, lag: int) -> bool:
 
 
 def of_idle(order: WorkOrder, blocks: int) -> int:
-    """The number of parts for so many blocks of which none takes a second one."""
+    """The largest number of parts with which no block of `blocks` takes two work tiles."""
     return max(_possible(order, blocks), default=1)
 
 
 def _possible(order: WorkOrder, most: int) -> list[int]:
-    """Numbers of parts, above 1, with which there are at most so many work tiles."""
+    """Numbers of parts, above 1, with which there are at most `most` work tiles."""
     tiling, problem = order.tiling, order.problem
     steps = problem.group * tiling.mean_q_rows / tiling.block_q
     nbytes = 4 * order.kv_heads * tiling.padded_keys * (problem.head_dim + problem.v_head_dim)
@@ -133,14 +138,14 @@ def _possible(order: WorkOrder, most: int) -> list[int]:
 
 
 class Pieces(NamedTuple):
-    """The order of pieces of gradients, first those of a gradient's first accumulator: by head of
-    all batch rows, 64 rows and part.
+    """How the pieces of one gradient lie: all of its first accumulator, then all of the next. Those
+    of an accumulator go by head (of all batch rows), then by 64 rows, then by part.
     """
 
     problem: AttentionProblem
     heads: int  # heads of a batch row
     rows: int  # rows of a head
-    in_head: int  # pieces of a head and a part
+    in_head: int  # pieces of one part of a head, of one accumulator
     parts: int
     block: int  # rows that lie together: see `tiles.kv_row`; 0: all
     scale: float = 1.0  # factor of gradients
@@ -176,8 +181,8 @@ def store(  # noqa: PLR0913
     sums: Sequence[RegisterTile],
     before: Index = 0,
 ) -> None:
-    """Stores what a warpgroup has added up of a gradient of 64 keys, from number `first` of a work
-    tile on, `before` columns of whole accumulators.
+    """Stores what a warpgroup has added up of a gradient: 64 keys from key `first` of its work tile
+    on, and columns from `before` on, which are those of whole accumulators.
     """
     head = work.batch * plan.problem.kv_heads + work.kv_head
     rows = lax.div(work.key + first, jnp.int32(ROWS))
@@ -193,12 +198,12 @@ def store(  # noqa: PLR0913
 
 
 class Columns(NamedTuple):
-    """Columns of accumulators of one width, which blocks take by fewer."""
+    """Neighbouring columns of a gradient, of accumulators of one width; blocks divide them."""
 
-    first: int  # the gradient's
-    blocks: int
-    width: int  # a block's
-    of: int  # an accumulator's width
+    first: int  # the first of these columns
+    blocks: int  # blocks that take them
+    width: int  # columns of a block
+    of: int  # columns of an accumulator
 
 
 def _columns(dtype: DType, dim: int, widths: Widths) -> Iterator[Columns]:
@@ -278,7 +283,7 @@ def _kernel(arrays: tuple[GmemRef, ...], *rest: Any, sums: Sequence[Sums], width
 
 
 def _add(
-    order: Pieces,
+    pieces: Pieces,
     where: tuple[GmemRef, GmemRef, panels.Panel],
     columns: Columns,
     block: Index,
@@ -287,22 +292,22 @@ def _add(
     """Some columns of 64 rows: the sum over all parts. `where`: the pieces, the gradient, and
     shared memory; `place`: the head, among those of all batch rows, and which 64 rows.
     """
-    (ref, out, staged), (first, _, width, of), problem = where, columns, order.problem
+    (ref, out, staged), (first, _, width, of), problem = where, columns, pieces.problem
     head, rows = place
     blocks = of // width
     acc = lax.div(block, jnp.int32(blocks))
-    number = acc * order.in_all + first * order.in_all // of + order.number(head, rows, 0)
+    number = acc * pieces.in_all + first * pieces.in_all // of + pieces.number(head, rows, 0)
     number = number * blocks + (block - acc * blocks)
     total = thread_pieces.load(ref, number, (ROWS, width))
-    for part in range(1, order.parts):
+    for part in range(1, pieces.parts):
         total = total + thread_pieces.load(ref, number + part * blocks, (ROWS, width))
-    total = total if order.scale == 1.0 else total * order.scale
+    total = total if pieces.scale == 1.0 else total * pieces.scale
     staged.tile[0] = total.astype(staged.tile.dtype)
     plgpu.commit_smem()
-    batch, own_head = lax.div(head, order.heads), lax.rem(head, order.heads)
+    batch, own_head = lax.div(head, pieces.heads), lax.rem(head, pieces.heads)
     row = rows * ROWS
-    if order.block:
-        within = lax.rem(row, jnp.int32(order.block))
-        row = tiles.kv_row(problem, order.block, row - within) + within
+    if pieces.block:
+        within = lax.rem(row, jnp.int32(pieces.block))
+        row = tiles.kv_row(problem, pieces.block, row - within) + within
     at = batch, pl.ds(row, ROWS), own_head, pl.ds(first + block * width, width)
     plgpu.copy_smem_to_gmem(staged.for_tma.at[0], out.at[at])

@@ -169,6 +169,7 @@ def _gains_by_consumers_apart(problem: AttentionProblem, dim: int) -> bool:
 
 
 # Heads of an L2 group, by mask and widest head dim, from a query length on; 0: `heads_of_l2_group`.
+# Mask functions count as "causal", or as "window" beside a mask with a left bound.
 _L2_HEADS = {
     ("causal", 64): ((0, 32), (1024, 16), (4096, 8)),
     ("causal", 80): ((0, 16),),
