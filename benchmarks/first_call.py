@@ -48,11 +48,14 @@ def run(wanted: str, peers: str, turns: int, commit: str | None, out: str | None
 
 
 def every_timing(chosen: list[Case], peers: str) -> Iterator[tuple[Case, str, States]]:
-    """Each case with this package and with peers, and with this package and a persistent cache."""
-    wanted = (OURS, *peers.split(","))
+    """Each case with this package and with peers, and with this package and a persistent cache.
+    `peers`: "all", "none" or names; names with a - take away from all.
+    """
+    asked = peers.split(",")
+    others = peers == "all" or all(name.startswith("-") for name in asked)  # those that none names
     for case in chosen:
         for impl in case.impls:
-            if peers == "all" or impl in wanted:
+            if impl in (OURS, *asked) or (others and f"-{impl}" not in asked):
                 yield case, impl, (None,)
         if case.make is not first_call_programs.imports:
             yield case, OURS, ("empty", "filled")

@@ -84,6 +84,9 @@ def test_every_timing():
         ("docs", "xla", (None,)),
         ("docs", "pallas_attn", ("empty", "filled")),
     ]  # fmt: skip
+    for names, left in (("-xla", {"cudnn", "jax"}), ("-xla,-jax", {"cudnn"}), ("none", set())):
+        timings = first_call.every_timing(programs.CASES, names)
+        assert {impl for _, impl, _ in timings} == left | {"pallas_attn"}
     with pytest.raises(ValueError, match="cases: 'x' matches none of import, fwd"):
         first_call.select("x")
 

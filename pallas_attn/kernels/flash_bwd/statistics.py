@@ -66,11 +66,11 @@ def of_rows(
     if problem.v_head_dim % NUMBERS or "q_lengths" in problem.arrays:
         lse, delta = operands.row_statistics(False, rows, residuals)
         stats = RowStatistics(lse * factors[0], delta * factors[1])
-        return stats, jnp.zeros(zeros.shape, zeros.dtype) if zeros else None
+        return stats, None if zeros is None else jnp.zeros(zeros.shape, zeros.dtype)
     heads = problem.batch, problem.q_heads
     grid = {"tile": rows // ROWS, "row": heads[0] * heads[1]}
     stats, *more = _launched(problem, residuals, (*heads, rows), grid, factors=factors, zeros=zeros)
-    return stats, more[0].reshape(zeros.shape) if zeros else None
+    return stats, None if zeros is None else more[0].reshape(zeros.shape)
 
 
 def of_tiles(problem: AttentionProblem, heads: int, residuals: Residuals) -> RowStatistics:
