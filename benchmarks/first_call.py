@@ -52,7 +52,7 @@ def every_timing(chosen: list[Case], peers: str) -> Iterator[tuple[Case, str, St
     `peers`: "all", "none" or names; names with a - take away from all.
     """
     asked = peers.split(",")
-    others = peers == "all" or all(name.startswith("-") for name in asked)  # those that none names
+    others = peers == "all" or all(name.startswith("-") for name in asked)  # not named
     for case in chosen:
         for impl in case.impls:
             if impl in (OURS, *asked) or (others and f"-{impl}" not in asked):
