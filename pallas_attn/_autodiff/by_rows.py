@@ -17,9 +17,9 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._mesh import sharding
 
 Array = jax.Array
-ROWS = 128  # query rows that the reference computes as one block
+ROWS = 512  # query rows that the reference computes as one block
 MOST_LOGITS = 2**26  # largest number of logits of a block; ROWS is cut to it
-RUNS = 4  # runs of query rows, each of which leaves out the keys that none of its rows may see
+RUNS = 8  # runs of query rows, each of which leaves out the keys that none of its rows may see
 
 
 def attention(problem: AttentionProblem, inputs: AttentionInputs) -> tuple[Array, Array]:
