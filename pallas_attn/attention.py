@@ -398,6 +398,11 @@ def dot_product_attention(  # noqa: PLR0913
     band = _band(local_window_size)
     if bias is not None and jnp.issubdtype(checks.array("bias", bias).dtype, jnp.integer):
         bias = jnp.asarray(bias, jnp.float32)
+    if isinstance(mask, Mask | MaskFunction):
+        raise ValueError(
+            f"mask: expected a bool array, as in jax.nn, got a {type(mask).__name__}; pass it to "
+            "flash_attention, or say is_causal or local_window_size"
+        )
     with _names_of_jax_nn(arrays):
         if isinstance(scale, jax.core.Tracer):
             q, scale = _scaled(q, scale, query_seq_lengths), 1.0

@@ -13,7 +13,7 @@ def check_for(
     generation: str, function: Callable[..., Any], *arguments: object, **options: object
 ) -> Any:
     """Raise the `UnsupportedError` that `function(*arguments, **options)` would raise on a GPU of a
-    generation. No GPU is needed, and nothing is computed::
+    generation. It needs no GPU and computes nothing::
 
         pa.check_for("sm90", jax.jit(train_step), params, batch)
 
@@ -21,7 +21,8 @@ def check_for(
     seconds a kernel. Make caches within the function: on a GPU `create` pads their buffers.
 
     Args:
-      generation: "sm90" for H100 and H200, "sm80" for A100, "sm86", "sm89", "sm100".
+      generation: "sm" and the compute capability without its point: "sm90" for H100 and H200,
+        "sm80" for A100, "sm86", "sm89", "sm100", "sm120".
       function: a function of arrays; a jitted one may have static arguments.
       arguments, options: those of the function. An array may be a `jax.ShapeDtypeStruct`.
 

@@ -106,10 +106,9 @@ def decode_attention(  # noqa: PLR0913
 
     Returns:
       `[M, t, N, Hv]` (`[M, N, Hv]`; packed `[tokens, N, Hv]`) in q's dtype. An empty sequence gives
-      0; one that overflowed gives NaN, and only it, and so does one that `extend` has not reached
-      since it was made or emptied, where `write_kv` has no rows to fill: outside of jit that is a
-      ValueError. Packed rows that no
-      sequence owns give 0.
+      0. One that overflowed gives NaN, and only it. So does one that was never extended since it
+      was made or emptied, which outside of jit is a ValueError. Packed rows that no sequence owns
+      give 0.
 
     Example::
 

@@ -48,8 +48,9 @@ class UnsupportedError(NotImplementedError):
     def __init__(self, headline: str, limits: dict[str, Limit]):
         self.limits = limits
         lines = [headline]
-        for name, limit in limits.items():
-            lines += [f"  {name}: {limit.reason}", f"    -> {limit.remedy}"]
+        for limit in dict.fromkeys(limits.values()):  # kernels with the same reason share lines
+            names = ", ".join(name for name, its in limits.items() if its == limit)
+            lines += [f"  {names}: {limit.reason}", f"    -> {limit.remedy}"]
         super().__init__("\n".join(lines))
         self._headline = headline
 

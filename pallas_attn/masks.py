@@ -98,13 +98,13 @@ class Mask(Combinable):
             bound = _index(value)
             if bound is None:
                 raise ValueError(
-                    f"Mask({side}=...) wants an int, a traced integer scalar or None, got "
-                    f"{described(value)}. Pass lengths and offsets as arrays beside the mask."
+                    f"Mask({side}=...): expected an int, a traced integer scalar or None, got "
+                    f"{described(value)}; pass lengths and offsets as arrays beside the mask"
                 )
             if not -LONGEST < bound < LONGEST:
                 raise ValueError(
-                    f"Mask({side}=...) wants less than 2**30 either way, got {bound}: positions "
-                    "are int32. None leaves the side unbounded."
+                    f"Mask({side}=...): expected less than 2**30 either way, as positions are "
+                    f"int32, got {bound}; None leaves the side unbounded"
                 )
             object.__setattr__(self, side, bound)
         if self.width is not None and self.width < 1:
@@ -414,8 +414,8 @@ def sliding_window(n: int) -> Mask:
     keys = _index(n)
     if keys is None or keys < 1:
         raise ValueError(
-            "sliding_window(n) wants an int of at least 1 (n counts the query's own key), or a "
-            f"traced integer scalar, got {described(n)}."
+            "sliding_window(n): expected an int of at least 1, as n counts the query's own key, or "
+            f"a traced integer scalar, got {described(n)}"
         )
     return Mask(left=keys - 1, right=0)
 
@@ -663,8 +663,8 @@ def traced_bound(what: str, value: jax.Array) -> jax.Array:
     """An int32 scalar within +-(2**30 - 1)."""
     if not jnp.issubdtype(value.dtype, jnp.integer) or value.shape != ():
         raise ValueError(
-            f"{what} wants an int or a traced integer scalar, got a traced "
-            f"{value.dtype}{list(value.shape)}: one bound serves all sequences and heads"
+            f"{what}: expected an int or a traced integer scalar, got a traced "
+            f"{value.dtype}{list(value.shape)}; one bound serves all sequences and heads"
         )
     return saturated(value).clip(1 - LONGEST, LONGEST - 1)
 

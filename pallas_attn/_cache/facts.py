@@ -215,9 +215,9 @@ def check_reached(name: str, cache: Cache, among: np.ndarray | None = None) -> N
         without = np.intersect1d(without, among)
     if without.size:
         raise ValueError(
-            f"{name}: expected sequences with rows, or that extend gave none, but there was no "
-            f"extend since sequences {without.tolist()} were made or emptied; call "
-            "cache.extend(rows) first, with 0 for a sequence that gets no rows, and write_kv"
+            f"{name}: expected sequences that were extended since they were made or emptied, got "
+            f"{without.tolist()}, which were not; call append_kv first, or cache.extend(rows) and "
+            "write_kv (0 rows for a sequence that stays empty)"
         )
 
 

@@ -46,10 +46,10 @@ def array(name: str, x: Argument) -> jax.Array:
 def mask(value: Argument) -> Mask:
     """The argument `mask` where it is no function of positions."""
     if not isinstance(value, Mask):
+        got = described(value) if hasattr(value, "dtype") else type(value).__name__
         raise ValueError(
             "mask: expected a Mask (FULL, CAUSAL, sliding_window(n), Mask(left, right)), got "
-            f"{type(value).__name__}; a boolean array goes in as mask_array, a function of "
-            "positions as mask_fn(f)"
+            f"{got}; a boolean array goes in as mask_array, a function of positions as mask_fn(f)"
         )
     return value
 

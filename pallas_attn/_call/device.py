@@ -23,9 +23,11 @@ def assume(generation: str | None) -> Iterator[None]:
     of-time compilation only: what is traced runs, or is lowered, wherever jax sends it. jax knows
     nothing of it, so a function that was jitted outside of the block keeps what it was traced with.
     """
-    if generation is not None and not re.fullmatch(r"sm\d{2,3}", generation):
+    known = isinstance(generation, str) and re.fullmatch(r"sm\d{2,3}", generation)
+    if generation is not None and not known:
         raise ValueError(
-            f'generation: expected None or a name like "sm90", got {described(generation)}'
+            'generation: expected "sm" and the compute capability without its point, as "sm90" for '
+            f"H100 and H200, or None for no GPU, got {described(generation)}"
         )
     token = _assumed.set((generation,))
     try:

@@ -108,7 +108,7 @@ class Candidate:
         """Why no kernel of its generations takes the problem, or None."""
         if problem.gpu is None:
             return Limit(
-                "it needs an NVIDIA GPU and the default device is none",
+                "it needs an NVIDIA GPU, which the default device is not",
                 'leave implementation=None, or say "reference"; '
                 f'check_for("{self.implementation}", f, *args) says what a GPU would refuse',
             )
@@ -173,9 +173,7 @@ class Reference:
     def refusal(self, problem: Problem) -> Limit | None:
         if self.takes(problem):
             return None
-        return Limit(
-            self.cost(problem), 'it is the oracle; ask for it by name: implementation="reference"'
-        )
+        return Limit(self.cost(problem), 'ask for it by name: implementation="reference"')
 
     def run(self, inputs: Inputs, problem: Problem) -> Results:
         return batching.by_xla(functools.partial(_compiled, self.call), inputs, problem)

@@ -23,7 +23,7 @@ def by_heads(split: Split, inputs: AttentionInputs) -> tuple[AttentionProblem, A
     problem, shards = split.problem, split.shards
     if problem.kv_heads % shards:
         raise ValueError(
-            f"context: method 'heads' wants a number of kv heads that the {shards} devices of "
+            f"context: method 'heads': expected a number of kv heads that the {shards} devices of "
             f"{split.context.axis!r} divide, got K = {problem.kv_heads}; take 'gather' or 'ring'"
         )
     arrays: dict[str, Any] = {

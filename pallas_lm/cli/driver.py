@@ -18,6 +18,7 @@ from pallas_lm.cli.flags import (
     DECODE,
     NAMES,
     PARITY,
+    TASKS,
     TRAIN,
     TUNE,
     help_text,
@@ -67,7 +68,9 @@ def _main(argv: list[str]) -> int:
         sys.stdout.write(help_text(_program()))
         return 0
     if left:
-        raise ValueError(f"expected flags only, got {left[0]!r}")
+        raise ValueError(
+            f"expected flags, or one of {', '.join(TASKS)} as the first argument, got {left[0]!r}"
+        )
     if not values["verbosity"].present:
         # jax reports each platform that it does not find
         absl_logging.set_verbosity(absl_logging.WARNING)

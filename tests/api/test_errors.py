@@ -232,6 +232,7 @@ ATTENTION = (
     lambda: pa.dot_product_attention(z(2, 5, 4, 8), z(2, 7, 3, 8), z(2, 7, 3, 8)),
     lambda: pa.dot_product_attention(z(2, 5, 4, 8), z(2, 7, 2, 8), z(2, 6, 2, 8)),
     lambda: pa.dot_product_attention(ROW, ROW, ROW, bias=z(1, 1, dtype="bool")),
+    lambda: pa.dot_product_attention(ROW, ROW, ROW, mask=pa.CAUSAL),
     traced(lambda x: pa.dot_product_attention(ROW, ROW, ROW, local_window_size=x)),
     traced(lambda x: pa.dot_product_attention(ROW, ROW, ROW, scale=x * z(3))),
     lambda: pa.dot_product_attention(ROW, ROW, ROW, key_value_seq_lengths=[1, 1, 1]),
@@ -646,7 +647,7 @@ def test_mask_bounds_are_ints(side, value):
     with pytest.raises(ValueError) as caught:
         Mask(**{side: value})
     assert str(caught.value).startswith(f"Mask({side}=") and repr(value) in str(caught.value)
-    assert str(caught.value).endswith("Pass lengths and offsets as arrays beside the mask.")
+    assert str(caught.value).endswith("; pass lengths and offsets as arrays beside the mask")
 
 
 def test_every_check_of_the_package_is_in_a_table():
@@ -677,6 +678,15 @@ def test_the_error_is_an_exception_of_its_own():
     assert error.limits == {"one": Limit("it is Monday", "wait")}
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error) and again.limits == error.limits
+    limits = dict.fromkeys(("one", "two"), Limit("it is Monday", "wait")) | {
+        "three": Limit("it is Monday", "go on")
+    }
+    assert str(pa.UnsupportedError("Nobody does.", limits)).splitlines()[1:] == [
+        "  one, two: it is Monday",
+        "    -> wait",
+        "  three: it is Monday",
+        "    -> go on",
+    ]
 
 
 def test_no_fallback_on_a_gpu():
@@ -689,11 +699,15 @@ def test_no_fallback_on_a_gpu():
     )
     assert lines[-2:] == [
         "  reference: it would write every score to memory (T*S = 35)",
-        '    -> it is the oracle; ask for it by name: implementation="reference"',
+        '    -> ask for it by name: implementation="reference"',
     ]
     assert set(error.limits) >= {"reference"}
     for name, limit in error.limits.items():
-        at = lines.index(f"  {name}: {limit.reason}")
+        (at,) = (
+            at
+            for at, line in enumerate(lines)
+            if line.endswith(f": {limit.reason}") and name in re.findall(r"\w+", line.split(":")[0])
+        )
         assert lines[at + 1] == f"    -> {limit.remedy}"
 
 
@@ -734,7 +748,7 @@ def test_a_kernel_without_a_gpu_says_so():
     assert str(caught.value) == (
         "sm80 does not take append on a machine without a GPU: float32 k[2,1,2,8] into stacked "
         "float32 caches of 6 rows\n"
-        "  append_copy: it needs an NVIDIA GPU and the default device is none\n"
+        "  append_copy: it needs an NVIDIA GPU, which the default device is not\n"
         '    -> leave implementation=None, or say "reference"; check_for("sm80", f, *args) says '
         "what a GPU would refuse"
     )
@@ -821,7 +835,12 @@ def test_check_for_what_kernels_take():
     np.testing.assert_array_equal(np.float32(loss(x, pa.CAUSAL)), np.float32(before))
     with pytest.raises(ValueError) as caught:
         pa.check_for("H100", loss, x, pa.CAUSAL)
-    assert str(caught.value) == "generation: expected None or a name like \"sm90\", got 'H100'"
+    assert str(caught.value) == (
+        'generation: expected "sm" and the compute capability without its point, as "sm90" for '
+        "H100 and H200, or None for no GPU, got 'H100'"
+    )
+    with pytest.raises(ValueError, match="generation: expected .*, got 90$"):
+        pa.check_for(90, loss, x, pa.CAUSAL)
 
 
 def test_a_name_that_an_operation_does_not_have():

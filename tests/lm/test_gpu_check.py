@@ -83,7 +83,7 @@ def test_what_no_kernel_takes_is_refused():
     assert refused.verdict == "refused" and refused.error is None
     first, why, *_ = refused.note.splitlines()
     assert first.startswith("sm90 does not take flash_forward on a machine without a GPU: ")
-    assert why.endswith("_sm90: it needs an NVIDIA GPU and the default device is none")
+    assert why.endswith("_sm90_wide: it needs an NVIDIA GPU, which the default device is not")
     assert refused.line().count("\n") == len(refused.note.splitlines())
 
 

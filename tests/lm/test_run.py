@@ -206,7 +206,7 @@ def test_a_row_that_cannot_run_is_said_and_fails(called):
     assert status == 1
     count = len(parity.CHECKS)
     assert out.count("cannot run") == count
-    assert "sm90: it needs an NVIDIA GPU and the default device is none" in out
+    assert "sm90: it needs an NVIDIA GPU, which the default device is not" in out
     assert out.splitlines()[-1] == f"{count} rows did not hold"
 
 
@@ -266,7 +266,11 @@ WRONG = [
         "--mesh=tp:2 --coordinator=no.such.host.invalid:1 --processes=2 --process=1",
         "coordinator: no.such.host.invalid: ",
     ),
-    ("extra", "expected flags only, got 'extra'"),
+    (
+        "extra",
+        "expected flags, or one of decode, train, parity, check, tune, bench as the first "
+        "argument, got 'extra'",
+    ),
     ("--prompt=", "prompt 1 is empty"),
     (f"--prompt={'a' * 513}", "prompt 1: 513 tokens do not fit in a capacity of 512"),
     ("--prompt_file=configs", "prompt_file: configs: Is a directory"),
