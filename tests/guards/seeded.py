@@ -255,6 +255,11 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "pl.when(end <= tile.kv_len)(whole)",
             "pl.when(jnp.logical_not(end > tile.kv_len))(whole)",
         ),
+        "sm100_kv_tiles_begin_128_keys_apart": (
+            f"{FWD}/sm100.py",
+            "self.listed.tile(t)) * self.ctx.plan.config.block_kv",
+            "self.listed.tile(t)) * TILE",
+        ),
         "sm100_a_q_tile_ends_with_the_other": (
             f"{FWD}/sm100.py",
             "return self.first + step < self.spans[n].hi",

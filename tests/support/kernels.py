@@ -483,6 +483,8 @@ KERNELS = (
         "whole_tiles": (WHOLE, fwd_sm100.Config(q_tiles=1)),
         "cut_tiles": (CUT, fwd_sm100.Config()),
         "ids": (IDS, fwd_sm100.Config()),
+        "head_dim192": (dataclasses.replace(CUT, head_dim=192, v_head_dim=128),
+                        fwd_sm100.Config(block_kv=96)),
     }),
     Row("prefill.contiguous_sm90", forward,
         {"splits": (hard(q_len=5, q_offset=195), contiguous_sm90.Config(SPLIT)),

@@ -152,7 +152,7 @@ def own_kernels(pick: random.Random) -> AttentionProblem:
     heads, mask, arrays = (12, 12), FULL, pick.choice(((), (), ("sinks",), ("kv_lengths",)))
     kind = pick.choice(("small", "small", "keys", "window", "few", "long", "wide", "blackwell"))
     if kind == "blackwell":
-        gpu, dim = pick.choice(("sm100", "sm103")), pick.choice((64, 96, 128))
+        gpu, dim = pick.choice(("sm100", "sm103")), pick.choice((64, 96, 128, 192))
     if kind == "keys":
         sizes |= {"q_len": pick.choice((300, 4096)), "kv_len": pick.choice((77, 128))}
     if kind == "window":
@@ -183,7 +183,7 @@ def own_kernels(pick: random.Random) -> AttentionProblem:
         q_heads=heads[0],
         kv_heads=heads[1],
         head_dim=dim,
-        v_head_dim=dim,
+        v_head_dim=128 if dim == 192 else dim,
         mask=mask,
         scale=0.125,
         deterministic=_maybe(pick),

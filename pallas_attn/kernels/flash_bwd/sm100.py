@@ -118,7 +118,7 @@ def limit(problem: AttentionProblem) -> Limit | None:
     """Why the kernel cannot take a problem, or None."""
     if problem.deterministic:
         return Limit("blocks add to dq in any order, so bits do not repeat", flash_fwd_sm100.OTHER)
-    return flash_fwd_sm100.limit(problem)
+    return flash_fwd_sm100.limit(problem, unequal=())
 
 
 @functools.lru_cache(maxsize=256)

@@ -23,9 +23,9 @@ Shared memory, and who owns it when:
                   `factor_free`), which multiplies O by them
 
 Tensor memory, 512 columns of 128 lanes, which two q tiles of head dim 128 fill:
-  scores [q tile]  S, float32[128, 128], from `s_ready` until the softmax has read it; then P, in 16
-                  bits, over the first half of its columns, from `p_ready` until `o_ready`
-  out [q tile]    O, float32[128, H]: the matmuls' from `o_scaled` to `o_ready`, else the
+  scores [q tile]  S, float32[128, block_kv], from `s_ready` until the softmax has read it; then P,
+                  in 16 bits, over the first half of its columns, from `p_ready` until `o_ready`
+  out [q tile]    O, float32[128, Hv]: the matmuls' from `o_scaled` to `o_ready`, else the
                   correction's
 
 Kv tiles are taken from the first to the last. All q tiles of a block begin with the same one, and
@@ -34,6 +34,10 @@ each ends with its own. A barrier that hands over tensor memory needs tcgen05's 
 
 Bounds, by the rates of data sheets (8192 FLOP of matmuls and 16 exponentials a cycle): 128 x 128
 scores of head dim 128 take 1024 cycles of matmuls, and 1024 of exponentials without polynomials.
+Head dims 192 and 128 take 1280 of matmuls. With two q tiles the rings have 127 KiB left, and two
+stages of 128 keys take 160, of 96 keys 120. Shared memory gives 128 bytes a cycle, and a matmul
+reads all 128 rows of q for the keys of a kv tile: so 128 x 128 scores take 1472 cycles by tiles of
+96 keys, and 1728 by tiles of 64.
 """
 
 import dataclasses
@@ -68,12 +72,13 @@ from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
 
-TILE = 128  # rows of a q tile, and keys of a kv tile: lanes of tensor memory
+TILE = 128  # rows of a q tile: lanes of tensor memory
 CHUNK = 32  # columns of tensor memory that are in registers at a time
 NATIVE = plgpu.Layout.TCGEN05_TMEM_NATIVE  # a row a thread
 ROW = NATIVE.reduce(1)
 STAGED = plgpu.Layout.TCGEN05  # swizzled shared memory takes it
-DIMS = (64, 96, 128)
+DIMS = (64, 96, 128)  # of q, k and v
+UNEQUAL = ((192, 128),)  # of q and k, and of v
 OTHER = 'leave implementation=None, or say "sm80"'
 
 
@@ -82,36 +87,45 @@ class Config:
     """Tuning only: the result is the same up to rounding."""
 
     q_tiles: int = 2  # 128 rows each, in a work tile
+    block_kv: int = 128  # keys of a kv tile
     stages: int = 2  # kv tiles in the rings of K and V
     rescale_threshold: float = softmax.RESCALE_THRESHOLD  # log2 units that a maximum may lag behind
-    polynomials: int = 1  # chunks of 32 columns, of 4, whose exponentials are polynomials
+    polynomials: int = 1  # chunks of 32 columns of a kv tile whose exponentials are polynomials
 
     # Fields that other kernels tune: one block a work tile, ordered by `heads_of_l2_group`.
-    block_kv = TILE
     grid = l2_heads = 0
 
     def __post_init__(self) -> None:
+        chunks = self.block_kv // CHUNK
         check(
             self,
             q_tiles=(self.q_tiles in (1, 2), "1 or 2"),
+            block_kv=(self.block_kv in (64, 96, 128), "64, 96 or 128"),
             stages=(self.stages >= 2, "at least 2"),
             rescale_threshold=(0 <= self.rescale_threshold <= 8, "0 .. 8"),
-            polynomials=(0 <= self.polynomials <= TILE // CHUNK, f"0 .. {TILE // CHUNK}"),
+            polynomials=(0 <= self.polynomials <= chunks, f"0 .. {chunks}"),
         )
 
     @classmethod
     def default(cls, problem: AttentionProblem) -> "Config":
         """Two q tiles where there are more rows than one has. Nothing was measured."""
-        return cls(q_tiles=1 if problem.q_len <= TILE else 2)
+        return cls(
+            q_tiles=1 if problem.q_len <= TILE else 2,
+            block_kv=96 if problem.head_dim > TILE else 128,  # two stages of 128 do not fit
+        )
 
 
-def limit(problem: AttentionProblem) -> Limit | None:
-    """Why the kernel cannot take a problem, or None."""
+def limit(
+    problem: AttentionProblem, unequal: tuple[tuple[int, int], ...] = UNEQUAL
+) -> Limit | None:
+    """Why a kernel cannot take a problem, or None. `unequal`: head dims that it takes beside
+    `DIMS`.
+    """
     dims = problem.head_dim, problem.v_head_dim
     if problem.dtype not in ("bfloat16", "float16"):
         return Limit(f"it takes bfloat16 and float16, not {problem.dtype}", OTHER)
-    if dims[0] != dims[1] or dims[0] not in DIMS:
-        names = ", ".join(map(str, DIMS))
+    if dims not in [*zip(DIMS, DIMS, strict=True), *unequal]:
+        names = ", ".join([*map(str, DIMS), *(f"or {qk} and {v}" for qk, v in unequal)])
         reason = f"it takes v in the head dim of q and k, one of {names}, not {dims[0]} and"
         return Limit(f"{reason} {dims[1]}", OTHER)
     return tiles.sizes_limit(problem)
@@ -134,9 +148,9 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
 class Memory(NamedTuple):
     """The buffers of a block, and its barriers."""
 
-    q: SmemRef  # [q_tiles, 128, H]
-    k: SmemRef  # [stages, 128, H]
-    v: SmemRef
+    q: Any  # [q_tiles, 128, H]; where H is not Hv, views of each q tile: see `q_and_out`
+    k: SmemRef  # [stages, block_kv, H]
+    v: SmemRef  # [stages, block_kv, Hv]
     factors: SmemRef  # float32[q_tiles, 128]
     scores: Any  # (S, P) of each q tile: two views of the same columns of tensor memory
     out: Any  # O of each q tile in tensor memory
@@ -152,20 +166,29 @@ class Memory(NamedTuple):
     factor_ready: Barrier
     factor_free: Barrier
 
+    def q_and_out(self, n: int) -> tuple[SmemRef, SmemRef]:
+        """q tile n [128, H], and its output [128, Hv] in the same memory."""
+        return self.q[n] if isinstance(self.q, tuple) else (self.q.at[n], self.q.at[n])
+
 
 def scratch(plan: QueryPlan) -> Memory:
     """All memory, described once: `run` launches it, `smem_bytes` adds it up."""
     count, stages, dtype = plan.config.q_tiles, plan.config.stages, jnp.dtype(plan.problem.dtype)
-    barrier = plgpu.Barrier
+    barrier, keys = plgpu.Barrier, plan.config.block_kv
+    # Matmuls take probabilities by whole swizzles of v.
+    v = plan.v._replace(swizzle=min(plan.v.swizzle, tma_operands.swizzle_of(2 * keys)))
 
     def scores_of_a_tile() -> Any:
-        packed = plgpu.TMEM((TILE, TILE), dtype, packed=True)
-        return plgpu.RefUnion(plgpu.TMEM((TILE, TILE), jnp.float32), packed)
+        packed = plgpu.TMEM((TILE, keys), dtype, packed=True)
+        return plgpu.RefUnion(plgpu.TMEM((TILE, keys), jnp.float32), packed)
 
+    q: Any = plan.qk.scratch(count, TILE)
+    if plan.qk != plan.v:
+        q = tuple(plgpu.RefUnion(plan.qk.scratch(TILE), plan.v.scratch(TILE)) for _ in range(count))
     return Memory(
-        q=plan.qk.scratch(count, TILE),
-        k=plan.qk.scratch(stages, TILE),
-        v=plan.v.scratch(stages, TILE),
+        q=q,
+        k=plan.qk.scratch(stages, keys),
+        v=v.scratch(stages, keys),
         factors=plgpu.SMEM((count, TILE), jnp.float32),
         scores=tuple(scores_of_a_tile() for _ in range(count)),
         out=tuple(plgpu.TMEM((TILE, plan.v.width), jnp.float32) for _ in range(count)),
@@ -231,7 +254,7 @@ class Block(NamedTuple):
 
     def key(self, t: Index) -> Index:
         """The first key of kv tile t."""
-        return (t if self.listed is None else self.listed.tile(t)) * TILE
+        return (t if self.listed is None else self.listed.tile(t)) * self.ctx.plan.config.block_kv
 
     def slot(self, step: Index) -> Index:
         return lax.rem(step, jnp.int32(self.ctx.plan.config.stages))
@@ -280,7 +303,8 @@ def _for_steps(count: Index, body: Callable[[Index], None], first: int = 0) -> N
 def _load(block: Block) -> None:
     plan, memory = block.ctx.plan, block.memory
     for n in range(plan.config.q_tiles):
-        panels.load(block.ctx.refs.q, block.rows(n), memory.q, n, memory.q_ready.at[n])
+        q, ready = memory.q_and_out(n)[0], memory.q_ready.at[n]
+        panels.load(block.ctx.refs.q, block.rows(n), q, (), ready)
 
     def one_tile(step: Index) -> None:
         slot, again = block.slot(step), step >= plan.config.stages
@@ -297,15 +321,16 @@ def _load_kv_tile(block: Block, name: str, key: Index, slot: Index) -> None:
     """The kv tile of "k" or "v" from a key on. A tile of v that a length cuts is `v_edge`."""
     (plan, refs, memory), tile = block.ctx, block.tile
     head, to = lax.div(tile.head, jnp.int32(plan.problem.group)), getattr(memory, name)
+    keys = plan.config.block_kv
     ready = (memory.k_ready if name == "k" else memory.v_ready).at[slot]
 
     def load(source: GmemRef, row: Index) -> None:
-        panels.load(source, (tile.batch, pl.ds(row, TILE), head), to, slot, ready)
+        panels.load(source, (tile.batch, pl.ds(row, keys), head), to, slot, ready)
 
     whole = functools.partial(load, getattr(refs, name), key)
     if name == "k" or not plan.has("kv_lengths"):
         return whole()
-    end = key + TILE  # only the last tile may be cut; Mosaic lowers no "not" in a warp
+    end = key + keys  # only the last tile may be cut; Mosaic lowers no "not" in a warp
     pl.when(end > tile.kv_len)(functools.partial(load, refs.v_edge, 0))
     return pl.when(end <= tile.kv_len)(whole)
 
@@ -320,7 +345,7 @@ def _multiply(block: Block) -> None:
 
     def scores(n: int, slot: Index) -> None:
         keys = memory.k.at[slot].transpose((1, 0))
-        plgpu.tcgen05_mma(memory.scores[n][0], memory.q.at[n], keys, accumulate=False)
+        plgpu.tcgen05_mma(memory.scores[n][0], memory.q_and_out(n)[0], keys, accumulate=False)
         plgpu.tcgen05_commit_arrive(memory.s_ready.at[n])
 
     def values(n: int, slot: Index, step: Index) -> None:
@@ -400,7 +425,7 @@ def _softmax_of_tile(block: Block, n: int, t: Index, rows: Rows, *, masked: bool
     """Kv tile t of q tile n."""
     (plan, _, memory), tile = block.ctx, block.tile
     config, unit, (scores, probabilities) = plan.config, plan.logit_rules.unit, memory.scores[n]
-    starts = range(0, TILE, CHUNK)
+    starts = range(0, config.block_kv, CHUNK)
     plgpu.barrier_wait(memory.s_ready.at[n])
     chunks = [
         plgpu.async_load_tmem(scores.at[:, pl.ds(start, CHUNK)], layout=NATIVE) for start in starts
@@ -495,7 +520,8 @@ def _rescale(memory: Memory, n: int) -> None:
 
 def _store(block: Block, n: int) -> None:
     """The output of q tile n, by way of the shared memory of its q, which all matmuls have read."""
-    (plan, refs, memory), width = block.ctx, block.ctx.plan.qk.swizzle // 2
+    (plan, refs, memory), width = block.ctx, block.ctx.plan.v.swizzle // 2
+    staged = memory.q_and_out(n)[1]
     plgpu.barrier_wait(memory.factor_ready.at[n])
     factor = plgpu.load(memory.factors.at[n], layout=STAGED.reduce(1))
     plgpu.barrier_wait(memory.o_ready.at[n])
@@ -505,9 +531,9 @@ def _store(block: Block, n: int) -> None:
         if plan.has("q_lengths"):  # rows of q past a length may hold anything
             counted = mosaic.broadcast_rows(factor, out.shape) != 0
             result = jnp.where(counted, result, 0.0)
-        memory.q[n, :, pl.ds(start, width)] = result.astype(memory.q.dtype)
+        staged[:, pl.ds(start, width)] = result.astype(staged.dtype)
     plgpu.commit_smem()
-    panels.store(memory.q, n, refs.out, block.rows(n))
+    panels.store(staged, (), refs.out, block.rows(n))
 
 
 # ---- the kernel and its call --------------------------------------------------------------------

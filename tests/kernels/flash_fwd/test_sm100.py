@@ -35,6 +35,11 @@ def case(q_len: int, kv_len: int, dim: int = 128, **fields) -> AttentionCase:
     return AttentionCase("sm100", q_len=q_len, kv_len=kv_len, **(sizes | {"mask": FULL} | fields))
 
 
+def case192(q_len: int, kv_len: int, **fields) -> AttentionCase:
+    return case(q_len, kv_len, 192, v_head_dim=128, **fields)
+
+
+OF_96 = kernel.Config(block_kv=96)
 ALONE = kernel.Config(q_tiles=1, stages=3, polynomials=0)
 INTERPRETED = {
     "full": (case(256, 640), kernel.Config()),
@@ -60,6 +65,19 @@ INTERPRETED = {
         case(200, 200, 64, mask=sliding_window(64), mask_at_run_time=True),
         kernel.Config(),
     ),
+    "dim192": (case192(300, 420, mask=CAUSAL, q_offset=120), OF_96),
+    "dim192_alone": (case192(200, 95, dtype="float16"), dataclasses.replace(OF_96, q_tiles=1)),
+    "dim192_tiles_of_64": (case192(130, 257), kernel.Config(block_kv=64, stages=3, polynomials=2)),
+    "dim192_lengths": (
+        case192(256, 300, mask=CAUSAL, batch=2, kv_lengths=(97, 0), q_lengths=(200, 256)),
+        OF_96,
+    ),
+    "dim192_documents": (case192(300, 300, segments=(70, 130, 100), mask=CAUSAL), OF_96),
+    "dim192_bias_window": (
+        case192(200, 300, bias_shape=(1, 2, 200, 300), mask=sliding_window(100)),
+        OF_96,
+    ),
+    "dim192_padding": (case192(130, 300, mask_shape=(1, 1, 1, 300)), OF_96),
 }
 
 
@@ -84,9 +102,10 @@ FUNCTIONS = {
 
 
 @pytest.mark.guards
+@pytest.mark.parametrize("sizes", [case(300, 300, 64), case192(300, 300)], ids=["h64", "h192"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_functions_of_positions(name):
-    arguments = case(300, 300, 64).arguments() | FUNCTIONS[name]
+def test_functions_of_positions(name, sizes):
+    arguments = sizes.arguments() | FUNCTIONS[name]
     with device.assume("sm100"), mosaic.interpret():
         got = pa.flash_attention_with_lse(**arguments, implementation="sm100")
     want = pa.flash_attention_with_lse(**arguments, implementation="reference")
@@ -95,7 +114,7 @@ def test_functions_of_positions(name):
 
 
 @pytest.mark.guards
-@pytest.mark.parametrize("name", ["lengths", "documents", "padding_mask", "bias"])
+@pytest.mark.parametrize("name", ["lengths", "documents", "padding_mask", "bias", "dim192_lengths"])
 def test_lowers(name):
     """Mosaic lowers less than the interpreter computes: no `not` in a warp."""
     sizes, config = INTERPRETED[name]
@@ -124,9 +143,10 @@ def test_an_infinite_row_leaves_others_alone():
 
 
 @pytest.mark.guards
-def test_by_name():
+@pytest.mark.parametrize("sizes", [case(70, 100, 64), case192(70, 100)], ids=["h64", "h192"])
+def test_by_name(sizes):
     """The public call and its gradients, by the kernels of that name."""
-    arguments = case(70, 100, 64, mask=CAUSAL).arguments()
+    arguments = dataclasses.replace(sizes, mask=CAUSAL).arguments()
     q, k, v = (arguments.pop(name) for name in "qkv")
     call = functools.partial(pa.flash_attention, **arguments, implementation="sm100")
     with device.assume("sm100"), mosaic.interpret(), pa.chosen() as names:
@@ -154,7 +174,10 @@ def test_nobody_gets_it_unasked(gpu):
 
 REFUSED = {
     "it takes bfloat16 and float16, not float32": {"dtype": "float32"},
-    "it takes v in the head dim of q and k, one of 64, 96, 128, not 192 and 128": {"head_dim": 192},
+    "it takes v in the head dim of q and k, one of 64, 96, 128, or 192 and 128, not 192 and 96": {
+        "head_dim": 192,
+        "v_head_dim": 96,
+    },
 }
 
 
@@ -175,7 +198,19 @@ def test_what_the_interpreter_does_not_see(q_tiles):
     ordered = {name for name in memory._fields if getattr(memory, name, None) is not None}
     ordered = {n for n in ordered if getattr(getattr(memory, n), "orders_tensor_core", False)}
     assert ordered == {"k_free", "v_free", "s_ready", "p_ready", "o_ready", "o_scaled"}
-    assert kernel.smem_bytes(problem_of(case(512, 512)), kernel.Config()) <= 232_448
+
+
+@pytest.mark.parametrize("sizes", [case(512, 512), case192(512, 512), case192(128, 512)])
+def test_memory(sizes):
+    """A block's shared memory and columns of tensor memory are enough for the default."""
+    problem = problem_of(sizes)
+    config = kernel.Config.default(problem)
+    assert kernel.smem_bytes(problem, config) <= 232_448
+    assert config.q_tiles * (config.block_kv + sizes.v_head_dim) <= 512
+
+
+def test_kv_tiles_of_128_keys_are_too_large_for_head_dim_192():
+    assert kernel.smem_bytes(problem_of(case192(512, 512)), kernel.Config()) > 232_448
 
 
 def test_registers_that_a_block_does_not_have():
@@ -199,10 +234,11 @@ def compiled(sizes: AttentionCase, target: str, config: kernel.Config | None = N
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(sizes.dtype))
     inputs = AttentionInputs(
         *(
-            shape((sizes.batch, rows, heads, sizes.head_dim))
-            for rows, heads in (
-                (sizes.q_len, sizes.q_heads),
-                *[(sizes.kv_len, sizes.kv_heads)] * 2,
+            shape((sizes.batch, rows, heads, dim))
+            for rows, heads, dim in (
+                (sizes.q_len, sizes.q_heads, sizes.head_dim),
+                (sizes.kv_len, sizes.kv_heads, sizes.head_dim),
+                (sizes.kv_len, sizes.kv_heads, sizes.v_head_dim),
             )
         )
     )
@@ -214,6 +250,7 @@ def compiled(sizes: AttentionCase, target: str, config: kernel.Config | None = N
 LONG = {"causal": case(8192, 8192, mask=CAUSAL, q_heads=8, kv_heads=2)}
 LONG["h64"] = case(4096, 4096, 64, dtype="float16", q_heads=8)
 LONG["h96"] = case(4096, 4096, 96, mask=CAUSAL, q_heads=8)
+LONG["h192"] = case192(4096, 4096, mask=CAUSAL, q_heads=8)
 SPILLS = 96  # bytes stored: scalars, and states of barriers
 
 
@@ -226,6 +263,8 @@ def test_machine_code(name, target, arch):
     assert (report.launches, report.others, report.copies) == (1, (), 0)
     assert f".target {arch}\n" in report.ptx
     assert report.registers <= 128 and report.spill_bytes <= SPILLS
-    steps = LONG[name].head_dim // 16  # matmuls of scores, twice in the code, and of values
+    sizes = LONG[name]
+    keys = kernel.Config.default(problem_of(sizes)).block_kv
+    steps = 2 * sizes.head_dim + keys  # scores are twice in the code
     counts = {what: len(re.findall(rf"\b{what}\b", report.sass)) for what in ("UTCHMMA", "LDTM")}
-    assert counts["UTCHMMA"] == 2 * (2 * steps + 128 // 16) and counts["LDTM"]
+    assert counts["UTCHMMA"] == 2 * steps // 16 and counts["LDTM"]
