@@ -54,8 +54,14 @@ _METHOD = """\
 `python run.py --task=bench` measures (see `configs/`): device time by CUPTI, median, random normal
 inputs. Results were checked before they were timed, and peers took turns with ours in the same
 process. TFLOP/s count visible pairs: 4 operations a pair and head dim forward, 3.5 times that with
-the backward. Pictures show shapes that others publish too, decode over pages of 16 rows.
-[All cases](cases.md) has a line for each case."""
+the backward. Pictures show shapes that others publish too, decode over pages of 16 rows."""
+# Beginnings of the names of peers that are other libraries, not other calls of this package.
+_LIBRARIES = ("attention_mgpu", "cudnn", "fa4", "flash", "flex", "tokamax", "torch", "xla")
+_EVERY = """\
+## Every operation
+
+How many times as fast as each library, over all cases that both take. [All cases](cases.md) has
+these, and calls of this package beside others of its own."""
 _COLUMNS = """\
 - `ours`, `f16` (in float16), or kinds of caches: our figures. A line with several of them has the
   least share, each peer's fastest figure, and the least ratio.
@@ -198,7 +204,7 @@ def pictures(rows: Sequence[Row], separate: Sequence[Row] = ()) -> dict[str, str
 
 def benchmarks(rows: Sequence[Row], separate: Sequence[Row] = ()) -> str:
     """The text of docs/benchmarks.md: a table of what a reader compares and a picture, then a
-    picture and a short table for each operation.
+    line for each operation and library, and the other pictures.
     """
     groups = latest(rows)
     if not groups:
@@ -208,16 +214,12 @@ def benchmarks(rows: Sequence[Row], separate: Sequence[Row] = ()) -> str:
     if "forward" in groups:
         parts.append(f"![forward](pictures/{PICTURES['forward']}.svg)")
     parts += [_METHOD, _where([*shown, *_rows_of_split(rows)])]
-    commit = newest_commit(itertools.chain(*groups.values()))
-    for table in _tables(groups):
-        parts.append(f"## {_title(table, groups)}")
-        if table in PICTURES and table != "forward":
-            parts.append(f"![{table}](pictures/{PICTURES[table]}.svg)")
-        parts.append(_summary(groups[table]))
-        old = sum(not is_of(rows_of[0], commit) for rows_of in groups[table])
-        if old:
-            parts.append(f"Of commits older than `{commit}`: {old} of {len(groups[table])} cases.")
-        parts += _refusals(groups[table])
+    parts += _summary(groups)
+    parts += [
+        f"![{op}](pictures/{name}.svg)"
+        for op, name in PICTURES.items()
+        if op in groups and op != "forward"
+    ]
     return "\n\n".join(parts)
 
 
@@ -279,35 +281,28 @@ def _title(table: str, groups: dict[str, list[list[Row]]]) -> str:
     return TITLES[op] + table.removeprefix(op)
 
 
-def _summary(groups: Sequence[Sequence[Row]]) -> str:
-    """A line for each peer: how many times as fast ours is."""
-    over = ratios(groups)
-    if not over:
-        return f"{len(groups)} cases without a peer."
-    lines = [
-        _cells(["peer", "geometric mean of ours over it", "least", "at", "cases"]),
-        _cells(["---", "---:", "---:", "---", "---:"]),
-    ]
-    over = {name: cases for name, cases in over.items() if name != "best" or len(over) > 2}
-    for peer in sorted(over, key=lambda name: (name == "best", name)):
-        worst = min(over[peer], key=lambda case: over[peer][case])
-        name = "the best of each case" if peer == "best" else peer
-        facts = [f"{geomean(over[peer].values()):.2f}", f"{over[peer][worst]:.2f}", f"`{worst}`"]
-        lines.append(_cells([name, *facts, str(len(over[peer]))]))
-    return "\n".join(lines)
-
-
-def _refusals(groups: Sequence[Sequence[Row]]) -> list[str]:
-    """A paragraph that lists the peers that refuse cases, as recorded in the rows."""
-    cases: dict[tuple[str, str], list[str]] = {}
-    for rows in groups:
-        for peer, why in rows[0].get("refused", {}).items():
-            cases.setdefault((peer, why), []).append(rows[0]["case"])
-    lines = []
-    for (peer, why), names in cases.items():
-        where = "" if len(names) == len(groups) else f" ({', '.join(f'`{x}`' for x in names)})"
-        lines.append(f"- {peer}: {why}{where}")
-    return ["Peers that do not take a case:\n\n" + "\n".join(lines)] if lines else []
+def _summary(groups: dict[str, list[list[Row]]]) -> list[str]:
+    """A line for each operation and library beside it: how many times as fast ours is."""
+    beside = {
+        (table, peer): [rows_of for rows_of in groups[table] if _met(rows_of, peer)]
+        for table in _tables(groups)
+        for peer in sorted(ratios(groups[table]))
+        if peer.startswith(_LIBRARIES)
+    }
+    shown = [rows_of[0] for met in beside.values() for rows_of in met]
+    if not shown:
+        return []
+    commit = newest_commit([row] for row in shown)
+    lines = [_cells(["operation", "library", "geometric mean", "least", "at", "cases"])]
+    lines.append(_cells(["---", "---", "---:", "---:", "---", "---:"]))
+    for (table, peer), met in beside.items():
+        op, over = met[0][0]["op"], ratios(met)[peer]
+        title = re.split(", (?=T|micro)", TITLES[op])[0] + table.removeprefix(op)
+        old = any(not is_of(rows_of[0], commit) for rows_of in met)
+        worst = min(over, key=lambda case: over[case])
+        facts = [f"{geomean(over.values()):.2f}", f"{over[worst]:.2f}", f"`{worst}`"]
+        lines.append(_cells([title + _OLD * old, peer, *facts, str(len(over))]))
+    return [_EVERY, "\n".join(lines), _of_commits(shown, commit)]
 
 
 def section_of_few(rows: Sequence[Row]) -> list[str]:
