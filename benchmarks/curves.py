@@ -1,6 +1,7 @@
 """An SVG picture of the sweep: time over size, both axes logarithmic, curves of each head dim."""
 
 import html
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -49,27 +50,20 @@ def drawing(rows: Sequence[Row]) -> str:
 
 
 def falls(rows: Sequence[Row]) -> str:
-    """A text on where the curves fall: the size of each whose row takes most above that of a longer
-    sequence, and all sequences that take longer than a longer one.
+    """A text on where the curves fall most: the row that takes most above a longer sequence's, and
+    the sequence that takes most above a longer one.
     """
-    shorter, whole = [], []
+    shorter, whole = [(1.0, "none")], [(1.0, "none")]
     for (dim, both), curve in _curves(rows).items():
-        points, name = sorted(curve), f"H {dim}, both" if both else f"H {dim}"
-        pairs = [(a, b) for n, a in enumerate(points) for b in points[n + 1 :]]
-        if not pairs:
-            continue
-        (rows_a, a), (rows_b, b) = max(pairs, key=lambda pair: pair[0][1] / pair[1][1])
-        if a > b:
-            shorter.append(f"{name}: {rows_a} rows {a / b - 1:.0%} above {rows_b}")
-        for (rows_a, a), (rows_b, b) in pairs:
-            if rows_a * a > rows_b * b:
-                more = f"{rows_a * a / (rows_b * b) - 1:.1%}"
-                whole.append(f"{name}: {rows_a} rows {more} above {rows_b}")
-    row = "; ".join(shorter) if shorter else "nowhere"
-    sequence = "; ".join(whole) if whole else "nowhere"
+        name = f"head dim {dim}" + " with the backward" * both
+        for (rows_a, a), (rows_b, b) in itertools.combinations(sorted(curve), 2):
+            sizes = f"{rows_a:.0f} beside {rows_b:.0f} rows, {name}"
+            shorter.append((a / b, sizes))
+            whole.append((rows_a * a / (rows_b * b), sizes))
+    told = [f"{most - 1:.0%} ({sizes})" for most, sizes in (max(shorter), max(whole))]
     return (
-        f"A row of a shorter sequence has fewer keys, and may take longer all the same. Most above "
-        f"the row of a longer sequence: {row}. Whole sequences above a longer one: {sequence}."
+        "A row of a shorter sequence has fewer keys, and may take longer all the same, by up to "
+        f"{told[0]}; a whole shorter sequence by up to {told[1]}."
     )
 
 

@@ -321,12 +321,15 @@ def _merged(cells: dict[str, str]) -> list[str]:
 
 
 def _by_name(implementation: str, operation: str) -> str:
-    """The table of kernels that only their name chooses, on the GPU of that name."""
+    """What kernels that only their name chooses take on their GPU, where others take more."""
     cells = {}
     for name, variants in _ROWS[operation].items():
         taken = list(_taken(operation, implementation, variants, implementation))
-        cells[name] = _said(variants, taken) if any(taken) else "-"
-    title = f'| attention, forward, implementation="{implementation}" | on its GPUs |'
+        if taken != list(_taken(operation, implementation, variants)):
+            cells[name] = _said(variants, taken) if any(taken) else "-"
+    title = (
+        f'| attention, forward, implementation="{implementation}", else as above | on its GPUs |'
+    )
     return "\n".join([title, "|---|---|", *_merged(cells)])
 
 
