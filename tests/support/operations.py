@@ -327,9 +327,7 @@ def _by_name(implementation: str, operation: str) -> str:
         taken = list(_taken(operation, implementation, variants, implementation))
         if taken != list(_taken(operation, implementation, variants)):
             cells[name] = _said(variants, taken) if any(taken) else "-"
-    title = (
-        f'| attention, forward, implementation="{implementation}", else as above | on its GPUs |'
-    )
+    title = f'| attention, forward, implementation="{implementation}" | else as above |'
     return "\n".join([title, "|---|---|", *_merged(cells)])
 
 
