@@ -333,18 +333,17 @@ def section_of_first_calls(rows: Sequence[Row]) -> list[str]:
     newest = {(r["case"], r["impl"], r["persistent_cache"]): r for r in _by_date(rows)}
     if not newest:
         return []
-    steps = ("trace_s", "lower_s", "compile_s", "run_s")
-    head = ["seconds", *(step.removesuffix("_s") for step in steps), "**total**", "again"]
+    head = ["seconds", "**total**", "compile", "again"]
     peers = sorted({impl for _, impl, _ in newest} - {"pallas_attn"})
     lines = [_cells([*head, *peers]), _cells(["---", *["---:"] * (len(head) - 1 + len(peers))])]
     for case in dict.fromkeys(case for case, _, _ in newest):
         ours = newest.get((case, "pallas_attn", None), {})
         again = newest.get((case, "pallas_attn", "filled"), {})
         others = [newest.get((case, peer, None), {}) for peer in peers]
-        times = [*(ours.get(step) for step in steps), ours.get("total_s"), again.get("total_s")]
+        times = [ours.get("total_s"), ours.get("compile_s"), again.get("total_s")]
+        times += [row.get("total_s") for row in others]
         cells = ["" if x is None else f"{x:.2f}" for x in times]
-        cells[len(steps)] = f"**{ours['total_s']:.2f}**" if ours else ""
-        cells += [f"{row['total_s']:.2f}" if row else "" for row in others]
+        cells[0] = cells[0] and f"**{cells[0]}**"
         lines.append(_cells([f"`{case}`", *cells]))
     return ["## The first call", _FIRST_CALL, _where(newest.values()), "\n".join(lines)]
 

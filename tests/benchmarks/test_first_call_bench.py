@@ -109,6 +109,6 @@ def test_the_page_shows_the_newest():
             ]
         )
     )
-    assert "| `fwd` | 0.50 | 0.50 | 0.90 | 0.10 | **2.00** | 1.10 | 0.84 |" in text
+    assert "| `fwd` | **2.00** | 0.90 | 1.10 | 0.84 |" in text
     assert "| `import` |" in text
     assert pages.section_of_first_calls([]) == []
