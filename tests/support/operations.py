@@ -321,7 +321,7 @@ def _merged(cells: dict[str, str]) -> list[str]:
 
 
 def _by_name(implementation: str, operation: str) -> str:
-    """What kernels that only their name chooses take on their GPU, where others take more."""
+    """Rows where kernels that only their name chooses take other problems than all kernels."""
     cells = {}
     for name, variants in _ROWS[operation].items():
         taken = list(_taken(operation, implementation, variants, implementation))
