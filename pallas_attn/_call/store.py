@@ -124,9 +124,14 @@ def _program(path: pathlib.Path, call: _Call) -> _Program | None:
     content = _read(path)
     lowered = None if content is None else _restored(content)
     if lowered is None:
+        tuned = _tuned(call.kernel, call.problem)
         lowered = _lowered(call)
         if lowered is None:
             return None
+        if tuned != _tuned(
+            call.kernel, call.problem
+        ):  # refused: the next process is to say so, too
+            return _Program(jax.jit(lowered.exported.call), lowered.tree)
         with contextlib.suppress(*_NOT_PICKLED):  # another jax may have programs that cannot be
             _write(path, _saved(lowered))
     return _Program(jax.jit(lowered.exported.call), lowered.tree)
