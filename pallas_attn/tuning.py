@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import pathlib
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -164,15 +163,7 @@ def write(path: pathlib.Path, key: Key, faster: Entry | None) -> None:
     if faster is not None:
         entries[key] = dict(zip(_KEY, key, strict=True)) | faster
     content = json.dumps({"format": _FORMAT, "entries": [*entries.values()]}, indent=1)
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(content + "\n")
-        os.replace(temporary, path)
-    except OSError:
-        os.unlink(temporary)
-        raise
+    store._replace(path, f"{content}\n".encode())
 
 
 # ---- the search ----------------------------------------------------------------------------------
@@ -241,19 +232,18 @@ def changed(config: Any, fields: Fields) -> Any:
     """`config` with other values of fields, also of a Config within it; ValueError names one that
     it has not, or that cannot have this value.
     """
-    known = _flat(config)
+    known, new = _flat(config), dict(vars(config))
     for name, value in fields.items():
         if name not in known:
             raise ValueError(f"its Config has no field {name!r}, but {sorted(known)}")
         if type(value) is not type(known[name]):
             raise ValueError(f"Config.{name} cannot be {described(value)}")
-    return _replaced(config, fields)
-
-
-def _replaced(config: Any, fields: Fields) -> Any:
-    new = {name: fields.get(name, value) for name, value in vars(config).items()}
-    inner = {name: x for name, x in new.items() if dataclasses.is_dataclass(x)}
-    new |= {name: _replaced(x, fields) for name, x in inner.items()}
+    for name, value in new.items():
+        if dataclasses.is_dataclass(value):
+            within = _flat(value)
+            new[name] = changed(value, {x: y for x, y in fields.items() if x in within})
+        else:
+            new[name] = fields.get(name, value)
     return dataclasses.replace(config, **new)
 
 

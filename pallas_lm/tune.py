@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -107,9 +108,8 @@ class Call(NamedTuple):
 
 
 def mask_of(name: str) -> Mask:
-    kind, _, width = name.partition(":")
-    if kind == "window" and width.isascii() and width.isdigit() and int(width) > 0:
-        return pallas_attn.sliding_window(int(width))
+    if window := re.fullmatch("window:([1-9][0-9]*)", name):
+        return pallas_attn.sliding_window(int(window[1]))
     named = {"full": pallas_attn.FULL, "causal": pallas_attn.CAUSAL}
     if name not in named:
         raise ValueError(f"mask: expected full, causal or window:N, as window:1024, got {name!r}")
@@ -130,22 +130,17 @@ def calls_of(settings: Settings) -> list[Call]:
 
 
 def _shape(text: str, op: str) -> tuple[int, ...]:
-    sizes = text.split(",")
-    good = all(x.isascii() and x.isdigit() and int(x) > 0 for x in sizes)
-    least = 6 if op in ("decode", "prefill") else 5
-    if not good or not least <= len(sizes) <= 6:
-        wanted = "B,T,N,K,H,S" if least == 6 else "B,T,N,K,H or B,T,N,K,H,S"
+    """B, T, N, K, H, S of a text in which S may be missing where it is T."""
+    over_cache = op in ("decode", "prefill")
+    sizes = [int(x) if re.fullmatch("[1-9][0-9]*", x) else 0 for x in text.split(",")]
+    good = all(sizes) and len(sizes) in ((6,) if over_cache else (5, 6))
+    if not good or sizes[2] % sizes[3] or (over_cache and sizes[1] > sizes[5]):
+        wanted = "B,T,N,K,H,S, T up to S" if over_cache else "B,T,N,K,H or B,T,N,K,H,S"
         raise ValueError(
-            f"shape: expected {wanted} (batch, query rows, query heads, kv heads, head dim, keys), "
-            f"as 1,4096,32,8,128{',8192' * (least == 6)}, got {text!r}"
+            f"shape: expected {wanted}, N a multiple of K (batch, query rows, query heads, kv "
+            f"heads, head dim, keys), as 1,64,32,8,128,8192; got {text!r}"
         )
-    numbers = tuple(map(int, sizes))
-    batch, rows, heads, kv_heads, dim, keys = (*numbers, numbers[1])[:6]
-    if heads % kv_heads:
-        raise ValueError(f"shape: query heads are a multiple of kv heads, got {text!r}")
-    if least == 6 and rows > keys:
-        raise ValueError(f"shape: the newest T rows are among the S of the cache, got {text!r}")
-    return batch, rows, heads, kv_heads, dim, keys
+    return tuple([*sizes, sizes[1]][:6])
 
 
 def _shapes_of_models(settings: Settings) -> Iterator[tuple[int, ...]]:
@@ -271,7 +266,10 @@ def run(settings: Settings, out: str | None, say: Callable[[str], None], as_json
     with gpu_check.chosen_gpu(settings.gpu):
         report = gpu_check.machine(settings.gpu) | {"settings": dataclasses.asdict(settings)}
         if report["generation"] is None:
-            would = list(_would_time(calls, settings.implementation or "sm90", table))
+            would = list(_would_time(calls, settings.implementation or "sm90"))
+            for row in would:
+                table(f"would time  {row['call']}\n  {row['kernel']}: {row['default']}, and with")
+                table("\n".join(f"    {fields}" for fields in row["configs"]))
             verdict = "there is no NVIDIA GPU here that jax can use: nothing was timed"
             report |= {"would_time": would, "verdict": verdict}
             say(json.dumps(report) if as_json else verdict)
@@ -313,16 +311,10 @@ def _tuned(call: Call, choice: Any, path: pathlib.Path, table: Callable[[str], N
     return row | {"tried": [dataclasses.asdict(x) for x in tried]}
 
 
-def _would_time(
-    calls: Sequence[Call], generation: str, table: Callable[[str], None]
-) -> Iterator[dict[str, Any]]:
+def _would_time(calls: Sequence[Call], generation: str) -> Iterator[dict[str, Any]]:
     """Without a GPU: the Configs beside each default, on the GPU that the implementation is for."""
     if generation == "reference":
         raise ValueError("implementation: the reference has no Configs; leave it out, or say sm90")
     for call, choice in ((x, y) for x in calls for y in x.choices(generation)):
-        fields = tuning.singles(choice)
-        table(f"would time  {call}\n  {choice.kernel} on {generation}: {choice.config}, and with")
-        for some in fields:
-            table("    " + ", ".join(f"{name}={x}" for name, x in some.items()))
-        yield {"call": str(call), "kernel": choice.kernel, "default": str(choice.config),
-               "configs": fields}  # fmt: skip
+        row = {"call": str(call), "kernel": choice.kernel, "generation": generation}
+        yield row | {"default": str(choice.config), "configs": tuning.singles(choice)}

@@ -302,20 +302,24 @@ def _trusted_users() -> tuple[int, ...]:
 
 
 def _write(path: pathlib.Path, content: bytes) -> None:
-    """Writes a whole file or none, also beside other processes."""
     try:
-        for folder in (path.parent.parent, path.parent):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(_DIGEST(content).digest() + content)
-            os.replace(temporary, path)
-        except OSError:
-            os.unlink(temporary)
-            raise
+        path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _replace(path, _DIGEST(content).digest() + content)
     except OSError as error:
         _warn_once(str(path.parent), str(error))
+
+
+def _replace(path: pathlib.Path, content: bytes) -> None:
+    """Writes a whole file or none, also beside other processes."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except OSError:
+        os.unlink(temporary)
+        raise
 
 
 @functools.cache

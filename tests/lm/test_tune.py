@@ -44,8 +44,8 @@ def test_calls_are_those_of_shapes_or_of_models():
         ({"shape": ("1,64,8,2,64",), "op": "decode"}, "shape: expected B,T,N,K,H,S"),
         ({"shape": ("1,64,8,2,x",)}, "got '1,64,8,2,x'"),
         ({"shape": ("0,64,8,2,64",)}, "got '0,64,8,2,64'"),
-        ({"shape": ("1,64,8,3,64",)}, "query heads are a multiple of kv heads"),
-        ({"shape": ("1,64,8,2,64,32",), "op": "prefill"}, "among the S of the cache"),
+        ({"shape": ("1,64,8,3,64",)}, "N a multiple of K"),
+        ({"shape": ("1,64,8,2,64,32",), "op": "prefill"}, "T up to S"),
         ({"shape": ("1,64,8,2,64",), "model": "llama2_7b"}, "model: --shape has the sizes"),
         ({"model": "deepseek_v2_lite"}, "model: expected one of llama2_7b, "),
         ({"op": "append"}, "op: tune takes forward, backward, decode, prefill, got 'append'"),
@@ -266,9 +266,7 @@ def test_without_a_gpu_it_says_what_it_would_time(as_json):
         assert [x["kernel"] for x in report["would_time"]] == ["flash_fwd_sm80", "flash_bwd_sm80"]
         assert all(len(x["configs"]) > 1 for x in report["would_time"])
     else:
-        assert said[-1].endswith("nothing was timed") and any(
-            "flash_bwd_sm80 on sm80" in x for x in said
-        )
+        assert said[-1].endswith("nothing was timed") and "flash_bwd_sm80: Config(" in said[2]
     with pytest.raises(ValueError, match="^implementation: the reference has no Configs"):
         tune.run(Settings(implementation="reference"), None, said.append, as_json)
     assert jax.default_backend() == "cpu"
