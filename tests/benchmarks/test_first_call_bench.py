@@ -66,7 +66,7 @@ def test_a_process_that_fails_has_no_row(monkeypatch, capsys):
     def hangs(command, **options):
         raise subprocess.TimeoutExpired(command, options["timeout"])
 
-    monkeypatch.setattr(first_call.subprocess, "run", hangs)
+    monkeypatch.setattr(subprocess, "run", hangs)
     assert first_call.timed(case, "cudnn", (None,), 1, HERE) == []
     assert "fwd: cudnn hung: no answer within 600 s" in capsys.readouterr().err
 
