@@ -8,9 +8,7 @@ beside it, and the other reads them.
 
 import dataclasses
 import fnmatch
-import json
 import pathlib
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ import jax
 from benchmarks import first_call_programs, rows
 from benchmarks.first_call_programs import CASES, OURS, STEPS, Case
 from benchmarks.rows import Row
+from pallas_lm import gpu_check
 
 OP = "first_call"
 TIMEOUT_S = 600
@@ -99,17 +98,9 @@ def _turn(case: Case, impl: str, states: States) -> list[Any]:
 def _in_a_process(case: Case, impl: str, folder: str | None) -> dict[str, float] | None:
     root, file = pathlib.Path(__file__).parents[1], first_call_programs.__file__
     command = [sys.executable, "-c", _RUN, str(root), str(file), case.name, impl, folder or ""]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        sys.stderr.write(f"{case.name}: {impl} took more than {TIMEOUT_S} s\n")
-        return None
-    if done.returncode:
-        sys.stderr.write(f"{case.name}: {impl} failed\n{done.stderr[-2000:]}\n")
-        return None
-    seconds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    seconds, verdict, why = gpu_check.answer(command, TIMEOUT_S)
+    if seconds is None:
+        sys.stderr.write(f"{case.name}: {impl} {verdict}: {why}\n")
     return seconds
 
 

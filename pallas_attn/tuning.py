@@ -1,22 +1,20 @@
 """Configs that were measured on a GPU: `tuned`, by which kernels run with those of a file, and the
-steps of `pallas-attn tune`, which makes such a file.
+Configs that `pallas-attn tune` tries, which makes such a file.
 
 The file is JSON. It names an entry by GPU, version of this package, kernel and problem, every fact
-of the call; so it may be that of several GPUs and versions. An entry that a kernel refuses is
-ignored, with a warning.
+of the call; so it may be that of several GPUs and versions. Its Config is the fields in which it
+differs from the kernel's own.
 """
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
 import os
 import pathlib
-import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +24,7 @@ import pallas_attn
 from pallas_attn._call import config as _config
 from pallas_attn._call import device, dispatch
 from pallas_attn._call.config import Choice
-from pallas_attn._call.kernel import Config, Kernel, Problem
+from pallas_attn._call.kernel import Kernel, Problem
 from pallas_attn._call.special import Special
 from pallas_attn.errors import described
 
@@ -34,9 +32,11 @@ store = Special("_call.store")
 
 FILE = "tuned.json"  # beside the lowered kernels
 _FORMAT = 1
+_KEY = "gpu", "pallas_attn", "kernel", "problem"
 
-Fields = Any  # the Config of a kernel: a frozen dataclass
-Value = Any  # the value of a field: a number, or fields where it is a Config
+Key = tuple[str, ...]  # values of an entry for the names of `_KEY`
+Fields = dict[str, Any]  # values by the names of fields of a Config, or of a Config within it
+Entry = dict[str, Any]  # the names of `_KEY`; "config", its Fields; and the times
 
 
 @contextlib.contextmanager
@@ -79,60 +79,45 @@ def tuned(path: str | os.PathLike[str] | None = None) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
-    """A Config that was faster than the kernel's own."""
-
-    gpu: str  # its vendor's name
-    pallas_attn: str  # the version
-    kernel: str  # its own name
-    problem: str  # every fact of the call
-    config: dict[str, Value]  # fields of the Config
-    microseconds: float
-    default_microseconds: float  # by the default, measured in turns with it
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        return self.gpu, self.pallas_attn, self.kernel, self.problem
-
-
-@dataclasses.dataclass(frozen=True)
 class Tuned:
     """The content of a file, and part of the keys of programs: files with the same are equal."""
 
     digest: str
-    path: str = dataclasses.field(compare=False)
-    entries: Mapping[tuple[str, ...], Entry] = dataclasses.field(compare=False, repr=False)
+    path: pathlib.Path = dataclasses.field(compare=False)
+    entries: Mapping[Key, Entry] = dataclasses.field(compare=False, repr=False)
+    refused: set[Key] = dataclasses.field(compare=False, repr=False, default_factory=set)
 
-    def fields_of(self, kernel: str, problem: Problem) -> dict[str, Value] | None:
-        """The fields of a Config for a kernel and a problem on the GPU of this call, or None."""
+    def fields_of(self, kernel: str, problem: Problem) -> Fields | None:
+        """The fields for a kernel and a problem on the GPU of this call; None where there are none,
+        or where the kernel has refused them.
+        """
         if getattr(problem, "batch_invariant", False):  # bits may not depend on the batch
             return None
-        key = key_of(kernel, problem)
-        entry = None if key is None else self.entries.get(key)
-        return None if entry is None else entry.config
+        try:
+            key = key_of(kernel, problem)
+        except TypeError:
+            return None
+        known = key in self.entries and key not in self.refused
+        return self.entries[key]["config"] if known else None
 
-    def config_of(self, name: str, kernel: Kernel, problem: Problem, own: Fields) -> Fields:
+    def config_of(self, name: str, kernel: Kernel, problem: Problem, own: Any) -> Any:
         """The Config for a problem; `own`, the kernel's, where there is none that it takes."""
         fields = self.fields_of(name, problem)
         if fields is None:
             return own
         try:
             config = changed(own, fields)
+            if not _config.fits(kernel, problem, config):
+                raise ValueError(f"it refuses {config} for {problem}")
         except ValueError as error:
-            _warn_once(self.path, name, str(error))
+            self.refused.add(key_of(name, problem))
+            warnings.warn(
+                f"{self.path}: a tuned Config of {name} is ignored: {error}; `pallas-attn tune` "
+                "makes another",
+                stacklevel=2,
+            )
             return own
-        if _config.fits(kernel, problem, config):
-            return config
-        _warn_once(self.path, name, f"it refuses {config} for {problem}")
-        return own
-
-
-@functools.cache
-def _warn_once(path: str, kernel: str, why: str) -> None:
-    warnings.warn(
-        f"{path}: a tuned Config of {kernel} is ignored: {why}; `pallas-attn tune` makes another",
-        stacklevel=2,
-    )
+        return config
 
 
 def default_file() -> pathlib.Path | None:
@@ -143,232 +128,150 @@ def default_file() -> pathlib.Path | None:
     return pathlib.Path(of_jax, store.FOLDER, FILE)
 
 
-def key_of(kernel: str, problem: Problem) -> tuple[str, ...] | None:
-    """The key of an entry for the GPU of a call that is traced now; None where a fact of the
-    problem has no text.
+def key_of(kernel: str, problem: Problem) -> Key:
+    """The key of an entry for the GPU of a call that is traced now; TypeError where a fact of the
+    problem, as a function, has no text.
     """
-    try:
-        text = store._text(problem)
-    except TypeError:
-        return None
+    text = store._text(problem)
     return device.current().device_kind, pallas_attn.__version__, kernel, text
 
 
 def read(path: pathlib.Path) -> Tuned:
     """A file; ValueError where it is not there, or is another."""
-    wanted = "expected a file of `pallas-attn tune`"
     try:
         content = path.read_bytes()
-    except OSError as error:
-        raise ValueError(f"path: {wanted}, got {path}: {error.strerror}") from None
-    try:
-        entries = _entries(json.loads(content))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"path: {wanted}, got {path}: {error}") from None
-    named = {entry.key: entry for entry in entries}
-    return Tuned(hashlib.sha256(content).hexdigest(), str(path), named)
+        held = json.loads(content)
+        if held["format"] != _FORMAT:
+            raise ValueError(f"format {_FORMAT} is known, not {described(held['format'])}")
+        entries = {tuple([entry[name] for name in _KEY]): entry for entry in held["entries"]}
+        if not all(isinstance(entry["config"], dict) for entry in entries.values()):
+            raise ValueError("a config of it has no names of fields")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        why = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"path: expected a file of `pallas-attn tune`, got {path}: {why}"
+        ) from None
+    return Tuned(hashlib.sha256(content).hexdigest(), path, entries)
 
 
-def _entries(content: Value) -> list[Entry]:
-    if not isinstance(content, dict) or set(content) != {"format", "entries"}:
-        raise ValueError('it is no object of "format" and "entries"')
-    if content["format"] != _FORMAT or not isinstance(content["entries"], list):
-        raise ValueError(f"format {_FORMAT} is known, not {described(content['format'])}")
-    return [_entry(each) for each in content["entries"]]
-
-
-def _entry(fields: Value) -> Entry:
-    kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Entry)}
-    kinds |= {"config": dict, "microseconds": (int, float), "default_microseconds": (int, float)}
-    if not isinstance(fields, dict) or set(fields) != set(kinds):
-        said = sorted(fields) if isinstance(fields, dict) else described(fields)
-        raise ValueError(f"an entry has {sorted(kinds)}, not {said}")
-    for name, kind in kinds.items():
-        if not isinstance(fields[name], kind):
-            raise ValueError(f"{name} of an entry is {described(fields[name])}")
-    return Entry(**fields)
-
-
-def write(path: pathlib.Path, measured: Mapping[tuple[str, ...], Entry | None]) -> None:
-    """Adds what was measured for some keys to a file, in place of what it has for them; None:
-    nothing was faster than the kernel's own Config. A whole file is written, or none.
+def write(path: pathlib.Path, key: Key, faster: Entry | None) -> None:
+    """Puts a Config and its times in place of what a file has for a key; None: nothing was faster
+    than the kernel's own. A whole file is written, or none.
     """
     entries = dict(read(path).entries) if path.exists() else {}
-    entries = {key: entry for key, entry in entries.items() if key not in measured}
-    entries |= {key: entry for key, entry in measured.items() if entry is not None}
-    content = {"format": _FORMAT, "entries": [vars(x) for x in entries.values()]}
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(json.dumps(content, indent=1) + "\n")
-        os.replace(temporary, path)
-    except OSError:
-        os.unlink(temporary)
-        raise
+    entries.pop(key, None)
+    if faster is not None:
+        entries[key] = dict(zip(_KEY, key, strict=True)) | faster
+    content = json.dumps({"format": _FORMAT, "entries": [*entries.values()]}, indent=1)
+    store._replace(path, f"{content}\n".encode())
 
 
 # ---- the search ----------------------------------------------------------------------------------
 
-# Values of the fields of Configs, which have the same meaning in all kernels. Fields that are not
-# here keep the kernel's own: they decide more than how fast it is, or follow from the problem.
-_TILES: dict[str, tuple[Value, ...]] = {  # in all combinations
-    "warpgroups": (1, 2, 3, 4),
-    "row_blocks": (1, 2),
-    "q_tiles": (1, 2),
-    "kv_blocks": (1, 2),
-    "block_q": (32, 64, 128),
-    "block_kv": (32, 64, 128),
-    "tile": (32, 64, 128),
-}
-_STAGES = (1, 2, 3, 4, 5, 6, 8)  # with each tile size the two largest numbers that have room
-_OTHERS: dict[str, tuple[Value, ...]] = {  # one at a time
-    "l2_heads": (0, 1, 2, 4, 8, 16, 32),
+# What a search tries for fields, which mean the same in all kernels. Fields that are not here keep
+# the kernel's own value: they decide more than how fast it is, or follow from the problem.
+_VALUES: dict[str, tuple[Any, ...]] = {
+    "warpgroups": (1, 2, 3, 4), "row_blocks": (1, 2), "q_tiles": (1, 2), "kv_blocks": (1, 2),
+    "block_q": (32, 64, 128), "block_kv": (32, 64, 128), "tile": (32, 64, 128),
+    "stages": (1, 2, 3, 4, 5, 6, 8),
     "grid": (78, 114, 132),  # multiprocessors of Hopper's GPUs
-    "q_slots": (1, 2),
-    "kv_slots": (1, 2),
-    "splits": (1, 2, 4, 8),
-    "parts": (1, 2, 4, 8),
-    "together": (1, 2, 4, 8),
-    "in_turn": (False, True),
-    "load_first": (False, True),
-    "q_in_registers": (False, True),
-    "k_in_registers": (False, True),
-    "lockstep": (False, True),
-    "q_rows": (16, 32, 64),
-    "do_stages": (1, 2),
-    "dq_lag": (1, 2),
-    "dq_block_kv": (32, 64, 128),
-    "dq_stages": (2, 3),
-    "dq_warpgroups": (1, 2, 3),
-    "k_ring": (4, 6, 8),
-    "v_ring": (2, 3, 4),
-    "polynomials": (0, 1, 2),
-    "slots": (2, 4, 6, 8),
-    "producers": (1, 2),
-    "chunks": (0, 1, 2, 4, 8),
-}
-TILES = "tiles and stages"
-_Path = tuple[str, ...]  # names of fields, the outermost first
+    "l2_heads": (0, 1, 2, 4, 8, 16, 32), "q_slots": (1, 2), "kv_slots": (1, 2),
+    "splits": (1, 2, 4, 8), "parts": (1, 2, 4, 8), "together": (1, 2, 4, 8),
+    "chunks": (0, 1, 2, 4, 8), "in_turn": (False, True), "load_first": (False, True),
+    "lockstep": (False, True), "q_in_registers": (False, True), "k_in_registers": (False, True),
+    "q_rows": (16, 32, 64), "do_stages": (1, 2), "dq_lag": (1, 2), "dq_block_kv": (32, 64, 128),
+    "dq_stages": (2, 3), "dq_warpgroups": (1, 2, 3), "k_ring": (4, 6, 8), "v_ring": (2, 3, 4),
+    "polynomials": (0, 1, 2), "slots": (2, 4, 6, 8), "producers": (1, 2),
+}  # fmt: skip
 
 
-def choices(
-    function: Callable[..., Any], *arguments: object, generation: str | None = None
-) -> list[Choice]:
-    """The kernels that a call runs on this GPU, or on one of a generation, each with its problem
-    and its own Config. Nothing is computed.
+def choices(function: Callable[[], Any], generation: str | None = None) -> list[Choice]:
+    """The kernels that a function runs on this GPU, or on one of a generation, each with its
+    problem and its own Config. Nothing is computed.
     """
     assumed = contextlib.nullcontext() if generation is None else device.assume(generation)
     # jax keeps what it has traced; the metadata tells it that another generation is another place.
     apart = set_xla_metadata(pallas_attn_generation=str(generation))
     with assumed, apart, _config.watched() as seen:
-        jax.eval_shape(lambda *some: function(*some), *arguments)
+        jax.eval_shape(lambda: function())
     return list(dict.fromkeys(seen))
 
 
-def trying(choice: Choice, config: Config) -> contextlib.AbstractContextManager[None]:
-    """Calls traced in this block run a kernel with this Config."""
-    return _config.forced(choice.kernel, dict(vars(config)))
+def trying(choice: Choice, fields: Fields) -> contextlib.AbstractContextManager[None]:
+    """Calls traced in this block run a kernel with its own Config, but for these fields."""
+    return _config.forced(choice.kernel, dict(vars(changed(choice.config, fields))))
 
 
-def parts(choice: Choice) -> list[str]:
-    """The parts of a Config that may vary, in the order of a search: `TILES`, names of fields."""
-    names = dict.fromkeys(path[-1] for path in _paths(choice.config))
-    tiles = [TILES] if {*_TILES, "stages"} & set(names) else []
-    return tiles + [name for name in names if name in _OTHERS]
-
-
-def around(choice: Choice, config: Fields, part: str) -> list[Fields]:
-    """Configs that differ from `config` in this part alone, and that the kernel takes."""
-    kernel, problem = _kernel_of(choice), choice.problem
-    paths = _paths(config)
-    depths = [path for path in paths if path[-1] == "stages"]
-    if part != TILES:
-        at = [path for path in paths if path[-1] == part]
-        made = _products(config, at, _OTHERS)
-        return _distinct(config, (x for x in made if _takes(kernel, problem, x)))
-    tiles = [path for path in paths if path[-1] in _TILES]
-    tried: list[Fields] = []
-    for tile in _products(config, tiles, _TILES) if tiles else [config]:
-        deep = _products(tile, depths, {"stages": _STAGES}) if depths else [tile]
-        tried += [x for x in deep if _takes(kernel, problem, x)][-2:]
-        tried += [tile] if _takes(kernel, problem, tile) else []
-    return _distinct(config, tried)
-
-
-def changed(config: Fields, fields: dict[str, Value]) -> Fields:
-    """`config` with other values of its fields; ValueError names one that it has not, or a value
-    that is none of it.
+def singles(choice: Choice) -> list[Fields]:
+    """What the kernel takes that differs from its own Config in one field; and in the number of
+    stages, where there is no room otherwise.
     """
-    known = {field.name for field in dataclasses.fields(config)}
-    values: dict[str, Value] = {}
+    own = _flat(choice.config)
+    tried = [
+        {name: value}
+        for name, values in _VALUES.items()
+        if name in own
+        for value in values
+        if value != own[name]
+    ]
+    return [taken for fields in tried for taken in _taken(choice, [fields, *_staged(own, fields)])]
+
+
+def pairs(choice: Choice, best: Sequence[Fields]) -> list[Fields]:
+    """What the kernel takes of two of these together, and of each with the most stages."""
+    own = _flat(choice.config)
+    tried = [[x for x in _staged(own, y) if x["stages"] > own["stages"]] for y in best]
+    for one, other in itertools.combinations(best, 2):
+        if one.keys().isdisjoint(other):
+            tried.append([one | other, *_staged(own, one | other)])
+    made = [taken for some in tried for taken in _taken(choice, some)]
+    return [x for n, x in enumerate(made) if x not in [*best, *made[:n]]]
+
+
+def changed(config: Any, fields: Fields) -> Any:
+    """`config` with other values of fields, also of a Config within it; ValueError names one that
+    it has not, or that cannot have this value.
+    """
+    known, new = _flat(config), dict(vars(config))
     for name, value in fields.items():
-        own = getattr(config, name) if name in known else None
         if name not in known:
             raise ValueError(f"its Config has no field {name!r}, but {sorted(known)}")
-        inner = dataclasses.is_dataclass(own)
-        kind: type = dict if inner else type(own)
-        good = isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
-        if not good:
+        if type(value) is not type(known[name]):
             raise ValueError(f"Config.{name} cannot be {described(value)}")
-        values[name] = changed(own, value) if inner else value
-    return dataclasses.replace(config, **values)
+    for name, value in new.items():
+        if dataclasses.is_dataclass(value):
+            within = _flat(value)
+            new[name] = changed(value, {x: y for x, y in fields.items() if x in within})
+        else:
+            new[name] = fields.get(name, value)
+    return dataclasses.replace(config, **new)
 
 
-def _kernel_of(choice: Choice) -> Kernel:
+def _flat(config: Any) -> Fields:
+    """The values of a Config and of those within it, whose names differ."""
+    flat: Fields = {}
+    for name, value in vars(config).items():
+        flat |= _flat(value) if dataclasses.is_dataclass(value) else {name: value}
+    return flat
+
+
+def _staged(own: Fields, fields: Fields) -> list[Fields]:
+    """The fields with other numbers of stages, the most first; none where they have one already."""
+    some = () if "stages" in fields or "stages" not in own else _VALUES["stages"]
+    return [fields | {"stages": number} for number in reversed(some) if number != own["stages"]]
+
+
+def _taken(choice: Choice, some: Sequence[Fields]) -> list[Fields]:
+    """The first that the kernel takes, if any: there is room, and heads of an L2 group are those of
+    whole kv heads.
+    """
     rows = itertools.chain(*dispatch.TABLES.values())
     candidates = (x for x in rows if isinstance(x, dispatch.Candidate))
-    return next(x for x in candidates if x.name == choice.kernel).kernel
-
-
-def _takes(kernel: Kernel, problem: Problem, config: Fields) -> bool:
-    """Whether there is room, and heads of an L2 group are those of whole kv heads."""
-    group, fields = getattr(problem, "group", 1), dict(_values(config))
-    heads = next((x for path, x in fields.items() if path[-1] == "l2_heads"), 0)
-    return heads % group == 0 and _config.fits(kernel, problem, config)
-
-
-def _values(config: Fields, outer: _Path = ()) -> Iterator[tuple[_Path, Value]]:
-    """The fields of a Config and of those within it."""
-    for field in dataclasses.fields(config):
-        value, path = getattr(config, field.name), (*outer, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from _values(value, path)
-        else:
-            yield path, value
-
-
-def _paths(config: Fields) -> list[_Path]:
-    """Fields that a search may vary. 0 keys of a tile for dq: another algorithm, without a tile."""
-    known = {*_TILES, *_OTHERS, "stages"}
-    return [
-        path
-        for path, value in _values(config)
-        if path[-1] in known and not (path[-1] == "dq_block_kv" and value == 0)
-    ]
-
-
-def _products(
-    config: Fields, paths: list[_Path], values: Mapping[str, tuple[Value, ...]]
-) -> list[Fields]:
-    """The Config with all combinations of values at these paths that it does not refuse."""
-    made = []
-    for combination in itertools.product(*(values[path[-1]] for path in paths)):
+    kernel = next(x for x in candidates if x.name == choice.kernel).kernel
+    for fields in some:
         with contextlib.suppress(ValueError):
-            made.append(changed(config, _nested(dict(zip(paths, combination, strict=True)))))
-    return made
-
-
-def _nested(values: dict[_Path, Value]) -> dict[str, Value]:
-    """Values by path as fields of a Config and of those within it."""
-    fields: dict[str, Value] = {}
-    for path, value in values.items():
-        inner = fields
-        for name in path[:-1]:
-            inner = inner.setdefault(name, {})
-        inner[path[-1]] = value
-    return fields
-
-
-def _distinct(config: Fields, made: Iterable[Fields]) -> list[Fields]:
-    return [x for x in dict.fromkeys(made) if x != config]
+            config = changed(choice.config, fields)
+            of_groups = fields.get("l2_heads", 0) % getattr(choice.problem, "group", 1) == 0
+            if of_groups and _config.fits(kernel, choice.problem, config):
+                return [fields]
+    return []

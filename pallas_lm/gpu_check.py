@@ -114,16 +114,21 @@ def start(gpu: int) -> str:
     )
 
 
+def command(gpu: int, module: str, *arguments: str) -> list[str]:
+    """The command of a process in which `work` of a module of this package gets arguments."""
+    program = f"{start(gpu)}from pallas_lm import {module}; {module}.work(sys.argv[1:])"
+    return [sys.executable, "-c", program, *arguments]
+
+
 def _process(kind: str, name: str, settings: Settings) -> list[str]:
-    """The command of a process."""
-    program = start(settings.gpu) + "from pallas_lm import gpu_check; gpu_check.work(sys.argv[1:])"
-    return [sys.executable, "-c", program, kind, name, json.dumps(dataclasses.asdict(settings))]
+    fields = json.dumps(dataclasses.asdict(settings))
+    return command(settings.gpu, "gpu_check", kind, name, fields)
 
 
-def answer(command: Sequence[str], limit: int) -> tuple[dict[str, Any] | None, str, str]:
+def answer(process: Sequence[str], limit: int) -> tuple[dict[str, Any] | None, str, str]:
     """The JSON object that a process prints last; else None, "hung" or "failed", and why."""
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
+        ran = subprocess.run(process, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
         return None, HUNG, f"no answer within {limit} s"
     printed = ran.stdout.strip().splitlines()

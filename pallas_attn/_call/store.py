@@ -124,9 +124,14 @@ def _program(path: pathlib.Path, call: _Call) -> _Program | None:
     content = _read(path)
     lowered = None if content is None else _restored(content)
     if lowered is None:
+        tuned = _tuned(call.kernel, call.problem)
         lowered = _lowered(call)
         if lowered is None:
             return None
+        if tuned != _tuned(
+            call.kernel, call.problem
+        ):  # refused: the next process is to say so, too
+            return _Program(jax.jit(lowered.exported.call), lowered.tree)
         with contextlib.suppress(*_NOT_PICKLED):  # another jax may have programs that cannot be
             _write(path, _saved(lowered))
     return _Program(jax.jit(lowered.exported.call), lowered.tree)
@@ -297,20 +302,24 @@ def _trusted_users() -> tuple[int, ...]:
 
 
 def _write(path: pathlib.Path, content: bytes) -> None:
-    """Writes a whole file or none, also beside other processes."""
     try:
-        for folder in (path.parent.parent, path.parent):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(_DIGEST(content).digest() + content)
-            os.replace(temporary, path)
-        except OSError:
-            os.unlink(temporary)
-            raise
+        path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _replace(path, _DIGEST(content).digest() + content)
     except OSError as error:
         _warn_once(str(path.parent), str(error))
+
+
+def _replace(path: pathlib.Path, content: bytes) -> None:
+    """Writes a whole file or none, also beside other processes."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except OSError:
+        os.unlink(temporary)
+        raise
 
 
 @functools.cache

@@ -23,6 +23,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import pallas_attn as pa
+from pallas_attn import tuning
 from pallas_attn._call import config, device, store
 from tests.conftest import REAL_GPU
 from tests.support import operations
@@ -253,6 +254,21 @@ def test_a_forced_config_is_not_kept(lowered, tmp_path):
     with config.forced("append_copy", dataclasses.asdict(choice.config)):
         append()
     assert lowered == [] and files(tmp_path) == []
+
+
+def test_every_process_says_that_a_tuned_config_is_refused(lowered, tmp_path):
+    with config.watched() as choices:
+        append()
+    kernel, problem, _ = choices[0]
+    path = tmp_path / "tuned.json"
+    for words in (0, 1):
+        tuning.write(path, tuning.key_of(kernel, problem), {"config": {"words": words}})
+        for _ in range(2):
+            forget()
+            refused = pytest.warns(UserWarning, match=f"{path}: a tuned Config of append_copy")
+            with pa.tuned(path), contextlib.nullcontext() if words else refused:
+                append()
+    assert lowered == ["append.copy"] * 3 and len(files(tmp_path)) == 2
 
 
 def nothing_kept(folder):
