@@ -124,8 +124,8 @@ def _name(instruction: str) -> str:
 
 
 class Cycles(NamedTuple):
-    """Cycles of each unit for one tile of 128 x 128 scores; `issue` is of the sub-partition that has the
-    warp of matmuls too.
+    """Cycles of each unit for one tile of 128 x 128 scores; `issue` is of the sub-partition that
+    has the warp of matmuls too.
     """
 
     matmuls: float = 0
