@@ -146,17 +146,18 @@ def test_every_operation_is_checked_timed_and_written(op, name, tmp_path):
 
 
 @pytest.mark.guards
-@pytest.mark.parametrize(
-    ("implementation", "kernel"), [("sm100", "flash_fwd_sm100"), (None, "flash_fwd_sm80")]
-)
-def test_a_kernel_that_only_its_name_chooses_is_timed_by_it(implementation, kernel):
-    """The forward for Blackwell, on a GPU of it."""
+@pytest.mark.parametrize("op", ["forward", "forward+backward"])
+@pytest.mark.parametrize(("implementation", "name"), [("sm100", "sm100"), (None, "sm80")])
+def test_a_kernel_that_only_its_name_chooses_is_timed_by_it(implementation, name, op):
+    """The forward and the backward for Blackwell, on a GPU of it."""
     case = AttentionCase("plain", 1, 64, 64, 2, 1, 64, 64)
     bench = types.SimpleNamespace(options=Options(implementation=implementation), op="forward")
+    arrays = case.arrays(0)
     with device.assume("sm100"), config.watched() as seen:
-        subject = contest._our_subject(bench, Call(case, case.arrays(0), None, "forward"))
+        subject = contest._our_subject(bench, Call(case, arrays, arrays["q"], op))
         subject.launch.jitted.trace(*subject.launch.arguments)
-    assert [choice.kernel for choice in seen] == [kernel]
+    wanted = [f"flash_fwd_{name}", f"flash_bwd_{name}"]
+    assert [choice.kernel for choice in seen] == wanted[: len(op.split("+"))]
     assert implementation is None or subject.name == f"{rows.OURS}{implementation}"
 
 

@@ -6,8 +6,10 @@ import sys
 import pytest
 
 import pallas_attn
+from pallas_attn._call import config, device
 from pallas_lm import gpu_check, parity
 from pallas_lm.gpu_check import Outcome, Settings, Timing
+from tests.support import mosaic
 
 REFERENCE = Settings("reference")
 
@@ -76,6 +78,18 @@ def test_an_error_above_the_budget_is_wrong(monkeypatch, figures, verdict):
 
     monkeypatch.setattr(parity, "CHECKS", (parity.Check("sums", "of four", check),))
     assert gpu_check.outcome(0, REFERENCE).verdict == verdict
+
+
+@pytest.mark.guards
+@pytest.mark.usefixtures("programs_in_numpy")
+@pytest.mark.parametrize("case", ["dq, dk, dv, random dO", "full, T 129, H 128"])
+def test_gradients_are_checked_by_the_kernels_of_a_name(case):
+    """--implementation=sm100 on a GPU of it: the forward and the backward for Blackwell."""
+    checks = [(x.operation, x.case) for x in parity.CHECKS]
+    with device.assume("sm100"), mosaic.interpret(), config.watched() as seen:
+        outcome = gpu_check.outcome(checks.index(("gradients", case)), Settings("sm100"))
+    assert (outcome.verdict, outcome.implementation) == ("ok", "sm100")
+    assert [choice.kernel for choice in seen] == ["flash_fwd_sm100", "flash_bwd_sm100"]
 
 
 def test_what_no_kernel_takes_is_refused():

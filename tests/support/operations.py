@@ -292,7 +292,9 @@ _ROWS: dict[str, dict[str, Variants]] = {
 
 def support_matrix() -> str:
     """Markdown tables: the values of each property that some kernel takes."""
-    return "\n\n".join([*map(_table, _TABLES), _by_name("sm100", "flash_forward")])
+    by_name = {label: _TABLES["attention"][label] for label in ("forward", "backward")}
+    tables = [_table(title, operations) for title, operations in _TABLES.items()]
+    return "\n\n".join([*tables, _table("attention", by_name, "sm100")])
 
 
 def rewrite(page: str) -> None:
@@ -303,12 +305,17 @@ def rewrite(page: str) -> None:
     path.write_text(f"{before}{BEGIN}\n{support_matrix()}\n{END}{after}")
 
 
-def _table(title: str) -> str:
-    *labels, last = operations = _TABLES[title]
-    label = f"{title}, {' and '.join(filter(None, (', '.join(labels), last)))}"
-    lines = [f"| {label.removesuffix(', ')} | every GPU |", "|---|---|"]
+def _table(title: str, operations: dict[str, str], implementation: str | None = None) -> str:
+    """The table of operations, or of their kernels that only a name chooses, on the GPU of that
+    name.
+    """
+    *labels, last = operations
+    label = f"{title}, {' and '.join(filter(None, (', '.join(labels), last)))}".removesuffix(", ")
+    lines = [f"| {label} | every GPU |", "|---|---|"]
+    if implementation is not None:
+        lines[0] = f'| {label}, implementation="{implementation}" | on its GPUs |'
     rows = _ROWS[next(iter(operations.values()))]
-    lines += _merged({name: _cell(operations, x) for name, x in rows.items()})
+    lines += _merged({name: _cell(operations, x, implementation) for name, x in rows.items()})
     return "\n".join(lines)
 
 
@@ -320,34 +327,28 @@ def _merged(cells: dict[str, str]) -> list[str]:
     return [f"| {'; '.join(names[cell])} | {cell} |" for cell in names]
 
 
-def _by_name(implementation: str, operation: str) -> str:
-    """Rows where kernels that only their name chooses take other problems than all kernels."""
-    cells = {}
-    for name, variants in _ROWS[operation].items():
-        taken = list(_taken(operation, implementation, variants, implementation))
-        if taken != list(_taken(operation, implementation, variants)):
-            cells[name] = _said(variants, taken) if any(taken) else "-"
-    title = f'| attention, forward, implementation="{implementation}" | else as above |'
-    return "\n".join([title, "|---|---|", *_merged(cells)])
-
-
 def _kernels(problem: Any) -> list[dispatch.Candidate]:
     return [x for x in dispatch.table_of(problem) if isinstance(x, dispatch.Candidate)]
 
 
-def _cell(operations: dict[str, str], variants: tuple[dict[str, Any], ...]) -> str:
+def _cell(operations: dict[str, str], variants: Variants, implementation: str | None) -> str:
     """The variants that are taken, with operations and generations only where these differ."""
     cells: dict[str, list[str]] = {}
+    generations = GENERATIONS if implementation is None else (implementation,)
     for label, operation in operations.items():
-        for generation in GENERATIONS:
-            taken = list(_taken(operation, generation, variants))
+        for generation in generations:
+            taken = list(_taken(operation, generation, variants, implementation))
             said = _said(variants, taken)
             where = f"{label} {generation}".strip()
             cells.setdefault(said if any(taken) else "-", []).append(where)
     if len(cells) == 1:
         return next(iter(cells))
     most = max(cells, key=lambda said: len(cells[said]))
-    others = [f"{_where(places, operations)}: {x}" for x, places in cells.items() if x != most]
+    others = [
+        f"{_where(places, operations, generations)}: {x}"
+        for x, places in cells.items()
+        if x != most
+    ]
     return "; ".join([*others, f"else {most}"])
 
 
@@ -361,10 +362,10 @@ def _said(variants: tuple[dict[str, Any], ...], taken: list[bool]) -> str:
     return ", ".join(dict.fromkeys(itertools.compress(labels, taken)))
 
 
-def _where(places: list[str], operations: dict[str, str]) -> str:
+def _where(places: list[str], operations: dict[str, str], generations: tuple[str, ...]) -> str:
     """Labels alone for those whose generations are all among the places."""
     for label in filter(None, operations):
-        every = [f"{label} {generation}" for generation in GENERATIONS]
+        every = [f"{label} {generation}" for generation in generations]
         if set(every) <= set(places):
             places = [label, *(place for place in places if place not in every)]
     return ", ".join(places)
@@ -374,14 +375,15 @@ def _taken(
     operation: str,
     generation: str,
     variants: tuple[dict[str, Any], ...],
-    implementation: str | None = None,
+    implementation: str | None,
 ) -> Iterator[bool]:
     """Whether a kernel takes each variant: of those that are named, or of all."""
     for variant in variants:
         problem: Any = dataclasses.replace(_BASE[operation], gpu=generation, **variant)  # type: ignore[type-var]
         kernels = _kernels(problem)
         if implementation is not None:
-            kernels = [kernel for kernel in kernels if kernel.implementation == implementation]
+            # Not a portable kernel, which takes for that name what the others refuse.
+            kernels = [x for x in kernels if x.module.endswith(f".{implementation}")]
         yield any(kernel.takes(problem) for kernel in kernels)
 
 
