@@ -785,6 +785,16 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "(at.batch * sizes.heads + at.head) * (sizes.width * sizes.keys // UNIT)",
             "((at.batch * sizes.heads + at.head) * (sizes.width * sizes.keys // UNIT))",
         ),
+        "statistics_multiply_rows_in_32_bits": (
+            f"{BWD}/statistics.py",
+            "index = thread.to_int64(line) * chunks + thread.to_int64(chunk)",
+            "index = thread.to_int64(line * chunks + chunk)",
+        ),
+        "results_of_decode_multiply_rows_in_32_bits": (
+            f"{DECODE}/combine_splits.py",
+            "index = line * words + thread.to_int64(place.column)\n    if",
+            "index = (line * words).astype(np.int32) + thread.to_int64(place.column)\n    if",
+        ),
         "float8_tiles_count_heads_in_32_bits": (
             f"{PREFILL}/float8_tiles.py",
             "head = thread.to_int64(at.sequence * plan.layout.kv_heads + at.head)",
@@ -822,6 +832,41 @@ SEEDS: dict[str, dict[str, Seed]] = {
             f"{BWD}/turns.py",
             "place = jnp.where(number >= 0, _place(ctx, work, wg, number), -1)",
             "place = _place(ctx, work, wg, jnp.maximum(number, 0))",
+        ),
+    },
+    "tests/kernels/flash_bwd/test_any_size.py -k 'test_any_size_interpreted and rows'": {
+        "a_block_leaves_the_last_lines_of_dq": (
+            f"{BWD}/statistics.py",
+            "for line in range(0, lines, zeros.shape[0]):",
+            "for line in range(0, lines - zeros.shape[0], zeros.shape[0]):",
+        ),
+        "zeros_of_dq_begin_with_the_head_of_their_tile_number": (
+            f"{BWD}/statistics.py",
+            "some = pl.ds((row * tiles + t) * lines + line, zeros.shape[0])",
+            "some = pl.ds((row + t) * lines + line, zeros.shape[0])",
+        ),
+        "zeros_of_dq_are_stored_uncommitted": (
+            f"{BWD}/statistics.py",
+            "    plgpu.commit_smem()\n    for array, zeros",
+            "    for array, zeros",
+        ),
+    },
+    "tests/kernels/flash_bwd/test_step_parts.py tests/kernels/flash_bwd/test_any_size.py "
+    "-k interpreted": {
+        "blocks_of_a_gradient_begin_one_late": (
+            f"{BWD}/step_parts.py",
+            "own = own - each.blocks()",
+            "own = own - each.blocks() - 1",
+        ),
+        "the_second_gradient_has_the_blocks_of_the_first": (
+            f"{BWD}/step_parts.py",
+            "own = own - each.blocks()",
+            "own = own - 0 * each.blocks()",
+        ),
+        "sums_of_dq_are_rounded_without_their_factor": (
+            f"{BWD}/step_parts.py",
+            "total = total if order.scale == 1.0 else total * order.scale",
+            "total = 1.0 * total",
         ),
     },
     f"{TEST_MATMULS} tests/guards/test_emitted_code.py": {

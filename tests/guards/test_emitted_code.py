@@ -25,6 +25,7 @@ from pallas_attn.kernels.mma import (
     mma_rowmajor,
     mma_sync,
     narrow_rows,
+    packed_rows,
     row_numbers,
     row_sums,
     thread_pieces,
@@ -374,6 +375,18 @@ def test_pieces_past_two_to_the_31():
     got = np.concatenate([offset for offset, _ in to.stores])
     want = (2**24 - 1) * 64 * 32 * 4 + np.arange(0, 64 * 32 * 4, 16)
     np.testing.assert_array_equal(np.sort(got), want)
+
+
+def test_packed_rows_past_two_to_the_31():
+    """The last rows, of the last head."""
+    tokens, heads, dim = 2**22, 2**6, 2**7
+    to, last = Far((tokens, heads, dim), "bfloat16"), (tokens - 64, 64, heads - 1, 1)
+    at = tuple(map(np.int32, last))
+    evaluate(captured(packed_rows.store, numbers((64, 64), "bfloat16"), to, 64, at, 64),
+             held_by((64, 64)))  # fmt: skip
+    got = np.sort(np.concatenate([offset for offset, _ in to.stores]))
+    line = np.arange(tokens - 64, tokens)[:, None] * heads + heads - 1
+    np.testing.assert_array_equal(got, ((line * dim + 64 + np.arange(0, 64, 2)) * 2).ravel())
 
 
 def test_latent_partials_past_two_to_the_31():

@@ -99,6 +99,16 @@ def _more_of_a_tangent(monkeypatch):
     monkeypatch.setattr(definition, "tangents", wrong)
 
 
+def _a_longer_way(monkeypatch):
+    """An oracle whose differences are a hundredth longer than they say."""
+    monkeypatch.setattr(fuzz_derivatives, "STEP", _LongerOneWay(fuzz_derivatives.STEP))
+
+
+class _LongerOneWay(float):
+    def __neg__(self):
+        return -1.02 * float(self)
+
+
 def _no_last_key(monkeypatch):
     """An oracle whose arrays have no gradient by the last key."""
     right = fuzz_derivatives._summed
@@ -129,8 +139,12 @@ def test_a_fault_is_found_and_one_line_repeats_it(monkeypatch, fault, first):
 
 @pytest.mark.parametrize(
     "fault, word",
-    [(_more_of_a_tangent, "tangents/cpu:7:rounds=1"), (_no_last_key, "learned/cpu:7:rounds=1")],
-    ids=["tangents", "learned"],
+    [
+        (_more_of_a_tangent, "tangents/cpu:7:rounds=1"),
+        (_no_last_key, "learned/cpu:7:rounds=1"),
+        (_a_longer_way, "second/cpu:7:rounds=1"),
+    ],
+    ids=["tangents", "learned", "second"],
 )
 def test_a_fault_of_derivatives_is_found(monkeypatch, fault, word):
     with monkeypatch.context() as inside:

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_attn._call import device, dispatch
 from pallas_attn._call.config import fits
-from tests.support import aot, builds, kernels, mosaic, pairs
+from tests.support import addresses, aot, builds, kernels, mosaic, pairs
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -37,6 +37,21 @@ def test_every_kernel_has_a_row(module):
 
 def test_every_row_has_a_kernel():
     assert len(ROWS) == len(kernels.KERNELS) and set(ROWS) <= set(MODULES)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_addresses_of_every_kernel_are_proven(module):
+    """In each file whose programs of single threads it runs."""
+    for file in sorted(addresses.programs_of(module)):
+        assert file in addresses.PROGRAMS, f"{module}: {file} has no line in {addresses.__name__}"
+
+
+@pytest.mark.parametrize("file", addresses.FILES)
+def test_addresses_of_every_program_are_proven(file):
+    """Launches that are no Candidate's, too; by a test that there is, or by a reason."""
+    where, _, test = addresses.PROGRAMS[file].rpartition(" ")[2].partition("::")
+    if test:
+        assert f"def {test}(" in (pathlib.Path(__file__).parents[1] / where).read_text(), test
 
 
 @pytest.mark.parametrize("module", ROWS)

@@ -22,7 +22,7 @@ def with_hard_pages(table: np.ndarray, page_size: int, lengths: tuple[int, ...])
     two sequences share their first pages.
     """
     table = np.array(table)
-    table[-2, :2] = table[-1, :2]
+    table[-2:-1, :2] = table[-1, :2]  # a sequence that is alone has its own
     for m, length in enumerate(lengths):
         first = -(-length // page_size)
         ends = np.resize(np.array([*ENDS, len(table) * 10**6]), table.shape[1])

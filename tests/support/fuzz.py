@@ -463,6 +463,11 @@ def kinds() -> dict[str, Kind]:
             fuzz_derivatives.run_tangents,
             fuzz_derivatives.simpler_tangents,
         ),
+        "second": Kind(
+            fuzz_derivatives.draw_second,
+            fuzz_derivatives.run_second,
+            fuzz_derivatives.simpler_tangents,
+        ),
         "learned": Kind(
             fuzz_derivatives.draw_learned,
             fuzz_derivatives.run_learned,

@@ -1,7 +1,9 @@
 """Random problems of derivatives beside the gradients that `fuzz` draws: tangents along random
-tangents of some inputs, and gradients of the arrays that a score function reads.
+tangents of some inputs, tangents of gradients, and gradients of the arrays that a score function
+reads.
 
-The oracle of tangents is `definition.tangents`. That of a score function's arrays adds up dS by
+The oracle of tangents is `definition.tangents`, and that of tangents of gradients a difference of
+gradients in float64. That of a score function's arrays adds up dS by
 NumPy: what the function adds to scores becomes a bias, and its gradient is taken to the elements
 that a logit reads.
 """
@@ -18,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_attn as pa
-from tests.support import budget, fuzz, subjects
+from tests.support import budget, definition, fuzz, subjects
 from tests.support.fuzz_positions import POSITIONS, Round
 from tests.support.problems import case as _case
 
@@ -118,6 +120,80 @@ def simpler_tangents(case: Tangents) -> Iterator[dict[str, Any]]:
         lost |= {"sinks"} if fields.get("sinks") is False else set()
         if left := set(case.along) - lost:
             yield {**fields, "along": tuple(sorted(left))}
+
+
+# ---- second derivatives --------------------------------------------------------------------------
+
+STEP = 2.0**-16  # of a difference in float64
+OFF = 2.0**-10  # largest error, in the largest number of a result
+
+
+def draw_second(seed: int, tiny: bool) -> Tangents:
+    """Of float32, where the second derivative, a difference in the oracle, tells errors apart."""
+    drawn = draw_tangents(seed, True)
+    fields = {"dtype": "float32", "precision": "highest", "bias_dtype": "float32"}
+    return dataclasses.replace(drawn, **fields, magnitude=min(drawn.magnitude, 1.0))
+
+
+def with_second(*, do, dlse, along, implementation, **arguments):
+    """The gradients of what has tangents, which kernels compute, and their tangents, which the
+    reference does.
+    """
+    own = {name: arguments[name] for name in along}
+
+    def loss(some):
+        call = functools.partial(pa.flash_attention_with_lse, implementation=implementation)
+        out, lse = call(**(arguments | some))
+        return (out * do).sum() + jnp.where(dlse == 0, 0, lse * dlse).sum()
+
+    first, second = jax.jvp(jax.grad(loss), (own,), (along,))
+    return {f"d{name}": x for name, x in first.items()} | {f"d2{n}": x for n, x in second.items()}
+
+
+def run_second(case: Tangents, place: fuzz.Place, tally: fuzz.Tally) -> None:
+    options = {name: x for name, x in case.options().items() if x is not None}
+    for turn in range(1) if place.lowered else fuzz.turns(place, tally):
+        _, plain = fuzz.attention_inputs(case, turn)
+        _, along = _along(case, plain, turn)
+        arguments = plain | options | {"along": along}
+        if place.lowered:
+            with fuzz.pretended(case, place) as generation:
+                fuzz.lower("flash_backward", with_second, arguments, generation, tally)
+            return
+        want = _second_expected(plain, options, along)
+        takes = functools.partial(fuzz.takes, operation="flash_backward", function=with_second)
+        for subject in (x for x in place.subjects if takes(x, arguments=arguments)):
+            tally.calls[subject.name] += 1
+            with fuzz.by(subject, turn):
+                _compare(subject.call(with_second, **arguments), want)
+
+
+def _compare(got: dict[str, Any], want: dict[str, np.ndarray]) -> None:
+    for name, x in got.items():
+        error = np.abs(np.asarray(x, np.float64) - want[name])
+        most = OFF * max(1.0, np.abs(want[name]).max(initial=0.0))
+        assert (error <= most).all(), f"{name}: off by {error.max()}, allowed {most}"
+
+
+def _second_expected(
+    plain: dict[str, Any], options: dict[str, Any], along: dict[str, Any]
+) -> dict[str, np.ndarray]:
+    arrays = {name: x for name, x in plain.items() if name not in ("do", "dlse")}
+    known = {"precision", "deterministic"}
+    how = {name: x for name, x in options.items() if name not in known}
+
+    def gradients(step: float) -> dict[str, Any]:
+        moved = {
+            name: np.asarray(arrays[name], np.float64) + step * np.asarray(x, np.float64)
+            for name, x in along.items()
+        }
+        with np.errstate(all="ignore"):
+            return definition.attention(arrays | moved, plain["do"], plain["dlse"], **how)
+
+    below, here, above = map(gradients, (-STEP, 0.0, STEP))
+    first = {f"d{name}": here[f"d{name}"] for name in along}
+    slopes = {f"d2{n}": (above[f"d{n}"] - below[f"d{n}"]) / (2 * STEP) for n in along}
+    return first | slopes
 
 
 # ---- arrays that a score function reads ----------------------------------------------------------

@@ -66,7 +66,6 @@ class Row(NamedTuple):
         case, config = next(iter(self.hard.values()), (None, None))
         has = {"hard": self.hard, "ends": self.ends, "one_block": 1 in blocks or not split}
         drawn = isinstance(case, AttentionCase | decode_cases.Case)
-        drawn = drawn and not isinstance(case, Quantized)
         has["pairs"] = drawn and not isinstance(config, tuple)  # see tests/support/pairs.py
         return {name for name, calls in has.items() if not calls}
 
@@ -365,17 +364,28 @@ class Quantized(Decode):
     def inputs(self, seed=0, fill=None):
         rng = np.random.default_rng(seed)
         inputs = super().inputs(seed)
-        live = np.arange(self.capacity) < np.array(self.lengths)[:, None, None]
-        scales = []
-        for _ in range(2):
-            scale = rng.uniform(0.01, 0.03, (len(self.lengths), self.kv_heads, self.capacity))
-            scale = 2.0 ** np.round(np.log2(scale)) if self.exact else scale
-            scales.append(np.where(live, scale, fill or 0.0).astype(np.float32))
-        scales[0][..., boundaries.TILE :] *= 16  # row maxima rise behind the first tile
-        shape = np.shape(inputs.k_cache)
-        rows = [jnp.asarray(rng.integers(-127, 128, shape), jnp.int8) for _ in range(2)]
-        scales = dict(zip(("k_scale", "v_scale"), map(jnp.asarray, scales), strict=True))
-        return inputs._replace(k_cache=rows[0], v_cache=rows[1], **scales)
+        shapes = self.shapes(self.head_dim), self.shapes(self.v_head_dim)
+        scales = [[self._scales(rng, shape[:-1]) for shape in side] for side in shapes]
+        for scale in scales[0]:
+            self._raise(scale)
+        if fill is not None:
+            scales = [self._filled(x, np.asarray(inputs.page_table), fill) for x in scales]
+        rows = [[rng.integers(-127, 128, shape).astype(np.int8) for shape in x] for x in shapes]
+        k, v, k_scale, v_scale = (
+            tuple(map(jnp.asarray, x)) if self.kind == "per_sequence" else jnp.asarray(x[0])
+            for x in (*rows, *scales)
+        )
+        return inputs._replace(k_cache=k, v_cache=v, k_scale=k_scale, v_scale=v_scale)
+
+    def _scales(self, rng, shape):
+        scales = rng.uniform(0.01, 0.03, shape)
+        scales = 2.0 ** np.round(np.log2(scales)) if self.exact else scales
+        return scales.astype(np.float32)
+
+    def _raise(self, scales):
+        """Row maxima rise behind the first tile, or from page to page."""
+        loud = scales[..., ::2, :, :] if self.kind == "paged" else scales[..., boundaries.TILE :]
+        loud *= 16
 
 
 def over_caches(case: decode_cases.Case, config: Any) -> Any:
@@ -383,10 +393,12 @@ def over_caches(case: decode_cases.Case, config: Any) -> Any:
         return decode_cases.check(case, config)
     got = decode_cases.launched(case, case.inputs(fill=np.nan), config)
     inputs = case.inputs()
-    k, v = (
-        np.asarray(rows, np.float32) * np.asarray(scale)[..., None]
-        for rows, scale in ((inputs.k_cache, inputs.k_scale), (inputs.v_cache, inputs.v_scale))
-    )
+
+    def exactly(rows, scale):
+        return np.asarray(rows, np.float32) * np.asarray(scale)[..., None]
+
+    k = jax.tree.map(exactly, inputs.k_cache, inputs.k_scale)
+    v = jax.tree.map(exactly, inputs.v_cache, inputs.v_scale)
     plain = inputs._replace(k_cache=k, v_cache=v)
     want = decode_cases.of_definition(remade(Decode, case), plain)
     decode_cases.close(got[0], want[0], 2.0**-6, 2.0**-6)
@@ -561,10 +573,10 @@ KERNELS = (
         {f"lists_of_{n}": lists_of(n) for n in (1, 63, 64, 65)}, FUZZED),
     Row("prefill.widened_sm90", over_caches,
         {"alone": (ROWS_OF_8_BITS, widened_sm90.Config(ALONE))},
-        {"splits": (ROWS_OF_8_BITS, widened_sm90.Config(SPLIT))}, FUZZED),
+        {"splits": (ROWS_OF_8_BITS, widened_sm90.Config(SPLIT))}),
     Row("prefill.narrow_sm90", over_caches,
         {"alone": (ROWS_OF_8_BITS, narrow_sm90.Config(NARROW, slots=4))},
-        {"splits": (ROWS_OF_8_BITS, narrow_sm90.Config(ONE_CONSUMER, producers=2))}, FUZZED),
+        {"splits": (ROWS_OF_8_BITS, narrow_sm90.Config(ONE_CONSUMER, producers=2))}),
     gathered("gathered_sm80"),
     gathered("gathered_sm90", head_dim=264, v_head_dim=264, q_heads=2, kv_heads=1),
     Row("prefill.gathered_packed_sm90", test_prefill_gathered.packed_agree,
