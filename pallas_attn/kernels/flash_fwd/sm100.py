@@ -77,8 +77,8 @@ CHUNK = 32  # columns of tensor memory that are in registers at a time
 NATIVE = plgpu.Layout.TCGEN05_TMEM_NATIVE  # a row a thread
 ROW = NATIVE.reduce(1)
 STAGED = plgpu.Layout.TCGEN05  # swizzled shared memory takes it
-DIMS = (64, 96, 128)  # of q, k and v
-UNEQUAL = ((192, 128),)  # of q and k, and of v
+DIMS = (64, 96, 128)  # head dims of q, k and v
+UNEQUAL = ((192, 128),)  # head dims of q and k, and of v
 OTHER = 'leave implementation=None, or say "sm80"'
 
 
