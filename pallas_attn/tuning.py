@@ -168,7 +168,7 @@ def write(path: pathlib.Path, key: Key, faster: Entry | None) -> None:
 
 # ---- the search ----------------------------------------------------------------------------------
 
-# What a search tries for fields, which mean the same in all kernels. Fields that are not here keep
+# Values of fields that a search tries. A name means the same in all kernels. Other fields keep
 # the kernel's own value: they decide more than how fast it is, or follow from the problem.
 _VALUES: dict[str, tuple[Any, ...]] = {
     "warpgroups": (1, 2, 3, 4), "row_blocks": (1, 2), "q_tiles": (1, 2), "kv_blocks": (1, 2),
@@ -203,7 +203,7 @@ def trying(choice: Choice, fields: Fields) -> contextlib.AbstractContextManager[
 
 
 def singles(choice: Choice) -> list[Fields]:
-    """What the kernel takes that differs from its own Config in one field; and in the number of
+    """Fields that the kernel takes: one that differs from its own Config, and with it the number of
     stages, where there is no room otherwise.
     """
     own = _flat(choice.config)
@@ -218,12 +218,12 @@ def singles(choice: Choice) -> list[Fields]:
 
 
 def pairs(choice: Choice, best: Sequence[Fields]) -> list[Fields]:
-    """What the kernel takes of two of these together, and of each with the most stages."""
+    """Pairs of these that the kernel takes, and each of these with the most stages."""
     own = _flat(choice.config)
     tried = [[x for x in _staged(own, y) if x["stages"] > own["stages"]] for y in best]
-    for one, other in itertools.combinations(best, 2):
-        if one.keys().isdisjoint(other):
-            tried.append([one | other, *_staged(own, one | other)])
+    for left, right in itertools.combinations(best, 2):
+        if left.keys().isdisjoint(right):
+            tried.append([left | right, *_staged(own, left | right)])
     made = [taken for some in tried for taken in _taken(choice, some)]
     return [x for n, x in enumerate(made) if x not in [*best, *made[:n]]]
 

@@ -247,7 +247,7 @@ def search(choice: Any, measure: Callable[[Fields, int], Result]) -> Result | No
     """The Config that is kept, or None."""
     tried = [measure(fields, TURNS) for fields in tuning.singles(choice)]
     faster = sorted((x for x in tried if x.verdict == OK and x.gain > 1), key=lambda x: x.gain)
-    best = {next(iter(x.fields)): x for x in faster}  # of each field the best value
+    best = {next(iter(x.fields)): x for x in faster}  # the best value of a field
     some = sorted(best.values(), key=lambda x: x.gain)[-BEST:]
     more = tuning.pairs(choice, [x.fields for x in some])
     faster += [x for fields in more if (x := measure(fields, TURNS)).verdict == OK]

@@ -87,7 +87,7 @@ def gains(gain):
 
 
 def kept(measure):
-    """What is kept, and what was timed."""
+    """The Config that is kept, and all that was timed."""
     tried = []
 
     def recorded(fields, turns):
