@@ -35,6 +35,7 @@ _FORMAT = 1
 _KEY = "gpu", "pallas_attn", "kernel", "problem"
 
 Key = tuple[str, ...]  # values of an entry for the names of `_KEY`
+Config = Any  # a kernel's: a frozen dataclass
 Fields = dict[str, Any]  # values by the names of fields of a Config, or of a Config within it
 Entry = dict[str, Any]  # the names of `_KEY`; "config", its Fields; and the times
 
@@ -100,7 +101,7 @@ class Tuned:
         known = key in self.entries and key not in self.refused
         return self.entries[key]["config"] if known else None
 
-    def config_of(self, name: str, kernel: Kernel, problem: Problem, own: Any) -> Any:
+    def config_of(self, name: str, kernel: Kernel, problem: Problem, own: Config) -> Config:
         """The Config for a problem; `own`, the kernel's, where there is none that it takes."""
         fields = self.fields_of(name, problem)
         if fields is None:
@@ -228,7 +229,7 @@ def pairs(choice: Choice, best: Sequence[Fields]) -> list[Fields]:
     return [x for n, x in enumerate(made) if x not in [*best, *made[:n]]]
 
 
-def changed(config: Any, fields: Fields) -> Any:
+def changed(config: Config, fields: Fields) -> Config:
     """`config` with other values of fields, also of a Config within it; ValueError names one that
     it has not, or that cannot have this value.
     """
@@ -247,7 +248,7 @@ def changed(config: Any, fields: Fields) -> Any:
     return dataclasses.replace(config, **new)
 
 
-def _flat(config: Any) -> Fields:
+def _flat(config: Config) -> Fields:
     """The values of a Config and of those within it, whose names differ."""
     flat: Fields = {}
     for name, value in vars(config).items():

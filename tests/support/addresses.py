@@ -1,4 +1,4 @@
-"""Who proves addresses in arrays past 2**31 words: for each file of kernels in which threads load,
+"""The proof of addresses in arrays past 2**31 words: for each file of kernels in which threads load,
 store or copy, a test that evaluates its program there, or why there need not be one. All else is
 copied by TMA, whose coordinates are numbers of 32 bits in each dimension, and no addresses.
 """
@@ -66,7 +66,7 @@ def _text(file: str) -> str:
 
 
 def _files(module: str) -> set[str]:
-    """Of a module of a Candidate; where a function makes it, all of its folder."""
+    """The files of a module of a Candidate; where a function makes it, all of its folder."""
     file = module.replace(".", "/")
     if (KERNELS / f"{file}.py").exists():
         return {file}
@@ -98,7 +98,7 @@ def programs_of(module: str) -> set[str]:
     return seen & set(FILES)
 
 
-# Those that define what programs are made of, in lang/, have none.
+# Files in lang/ define what programs are made of, and have none.
 FILES = tuple(
     name
     for path in sorted(KERNELS.rglob("*.py"))

@@ -124,12 +124,12 @@ def simpler_tangents(case: Tangents) -> Iterator[dict[str, Any]]:
 
 # ---- second derivatives --------------------------------------------------------------------------
 
-STEP = 2.0**-16  # of a difference in float64
+STEP = 2.0**-16  # a difference in float64 takes
 OFF = 2.0**-10  # largest error, in the largest number of a result
 
 
 def draw_second(seed: int, tiny: bool) -> Tangents:
-    """Of float32, where the second derivative, a difference in the oracle, tells errors apart."""
+    """A problem in float32, where the second derivative, a difference in the oracle, tells errors apart."""
     drawn = draw_tangents(seed, True)
     fields = {"dtype": "float32", "precision": "highest", "bias_dtype": "float32"}
     return dataclasses.replace(drawn, **fields, magnitude=min(drawn.magnitude, 1.0))

@@ -676,7 +676,7 @@ class Ledger:
         return None if writes else np.zeros(len(index), np.int32)
 
     def _words(self, ref, index, nbytes, verb):
-        """What a copy begun by threads reads or writes."""
+        """The words that a copy begun by threads reads or writes."""
         (self.loaded if verb == "read" else self.stored).extend(
             (ref, int(i), nbytes) for i in index
         )
