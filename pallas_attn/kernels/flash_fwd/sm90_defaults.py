@@ -24,7 +24,6 @@ tile_lists = Special("kernels.attention.tile_lists")
 _TILE = 2 * ROWS, 128  # rows and keys of the tiles by which claims are judged
 LONG = 16384  # rows from which blocks claim work tiles; few are then of two packed documents
 SHORT = 2048  # rows below which idle rows of work tiles decide how many consumers there are
-_MOST_ROWS = 4 * ROWS  # a work tile's; where no block takes two, idle blocks decide it, too
 HELD_BY_L2 = 48 * 2**20  # bytes of K and V of a kv head up to which L2 holds them
 
 
@@ -76,7 +75,8 @@ def _of_16_bits(problem: AttentionProblem, kernel: Kernel) -> Config:
     made = functools.partial(kernel.config, l2_heads=l2_heads, claims=claimed)
     few = problem.q_len <= 128 or problem.kv_len < 2 * SHORT
     short = (problem.q_len < SHORT and few) or problem.kv_len <= 128
-    short = short or tile_scheduler.rounds(problem, _MOST_ROWS) <= 1
+    most = ROWS * (4 if dim <= 64 else 3)  # where no block takes two work tiles, some are idle
+    short = short or tile_scheduler.rounds(problem, most) <= 1
     plain = not segments and problem.fetches == 1 and problem.mask_program is None
     if short and dim <= 128 and plain:
         return _of_few_rows(problem, dim, made)

@@ -436,13 +436,16 @@ def rounds(problem: AttentionProblem, rows: int) -> float:
     Of equal ones it is a whole number; where a mask makes some short, blocks end together.
     """
     heads, mask = problem.batch * problem.q_heads, problem.mask.widest
-    firsts = range(0, max(problem.q_len, 1), rows)
-    if mask.is_full:
-        return pl.cdiv(heads * len(firsts), BLOCKS)
     offset, keys = problem.q_offset, problem.kv_len
-    spans = [mask.kv_range(offset + n, offset + n + rows, keys) for n in firsts]
-    steps = [max(0, int(hi) - int(lo)) for lo, hi in spans]
-    return max(1.0, heads * sum(steps) / (BLOCKS * max(*steps, 1)))
+    spans = [
+        mask.kv_range(offset + n, offset + n + rows, keys)
+        for n in range(0, max(problem.q_len, 1), rows)
+    ]
+    steps = sorted([max(0, int(hi) - int(lo)) for lo, hi in spans], reverse=True)
+    # The work tile that follows n for each block: a block has n + 1 that are no shorter.
+    taken = range(0, heads * len(steps), BLOCKS)
+    busiest = max([(n + 1) * steps[at // heads] for n, at in enumerate(taken)], default=0)
+    return max(1.0, busiest / max(*steps, 1), heads * sum(steps) / (BLOCKS * max(*steps, 1)))
 
 
 def costs_of(codes: np.ndarray, bits: int, costs: np.ndarray, heads: int) -> np.ndarray:
