@@ -1,6 +1,6 @@
-"""The proof of addresses in arrays past 2**31 words: for each file of kernels in which threads load,
-store or copy, a test that evaluates its program there, or why there need not be one. All else is
-copied by TMA, whose coordinates are numbers of 32 bits in each dimension, and no addresses.
+"""The proof of addresses in arrays past 2**31 words: for each file of kernels in which threads
+load, store or copy, a test that evaluates its program there, or why there need not be one. All else
+is copied by TMA, whose coordinates are numbers of 32 bits in each dimension, and no addresses.
 """
 
 import ast

@@ -129,7 +129,7 @@ OFF = 2.0**-10  # largest error, in the largest number of a result
 
 
 def draw_second(seed: int, tiny: bool) -> Tangents:
-    """A problem in float32, where the second derivative, a difference in the oracle, tells errors apart."""
+    """A problem in float32: the oracle, a difference, tells no smaller errors apart."""
     drawn = draw_tangents(seed, True)
     fields = {"dtype": "float32", "precision": "highest", "bias_dtype": "float32"}
     return dataclasses.replace(drawn, **fields, magnitude=min(drawn.magnitude, 1.0))
