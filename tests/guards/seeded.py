@@ -865,7 +865,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
         ),
         "sums_of_dq_are_rounded_without_their_factor": (
             f"{BWD}/step_parts.py",
-            "total = total if order.scale == 1.0 else total * order.scale",
+            "total = total if pieces.scale == 1.0 else total * pieces.scale",
             "total = 1.0 * total",
         ),
     },
