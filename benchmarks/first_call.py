@@ -32,6 +32,10 @@ States = tuple[str | None, ...]  # no persistent cache of jax's, or an "empty" o
 def run(wanted: str, peers: str, turns: int, commit: str | None, out: str | None) -> int:
     """Times the cases whose names match; 0 where every process ended well, else 1."""
     chosen = select(wanted)
+    known = sorted({impl for case in CASES for impl in case.impls} - {OURS})
+    for name in peers.split(","):
+        if peers not in ("all", "none") and name.removeprefix("-") not in known:
+            raise ValueError(f"peers: expected names of {', '.join(known)}, got {name!r}")
     if jax.devices()[0].platform != "gpu":
         raise ValueError("op: first_call times a GPU and jax found none")
     failed, here = 0, rows.Provenance.here(commit)

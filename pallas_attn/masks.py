@@ -267,7 +267,7 @@ class Mask(Combinable):
             · ■ ■ · · ·
             · · ■ ■ · ·
 
-        Of more than `most` queries or keys it shows one of every few, and says so.
+        With more than `most` queries or keys it shows one of every few, and says so.
         """
         where = shown_at(q_len, kv_len, q_offset, most)
         bounds = {}

@@ -112,7 +112,7 @@ class Picture:
 
     def figure(self) -> Any:
         """The picture as a `matplotlib.figure.Figure` (extra `plot`), with one image in one axis.
-        Hidden keys have no colour, and of scores inf and NaN have none.
+        Hidden keys have no colour, nor have scores that are inf or NaN.
         """
         try:
             from matplotlib.figure import Figure

@@ -112,3 +112,11 @@ def test_the_page_shows_the_newest():
     assert "| `fwd` | **2.00** | 0.90 | 1.10 | 0.84 |" in text
     assert "| `import` |" in text
     assert pages.section_of_first_calls([]) == []
+
+
+@pytest.mark.parametrize("peers", ["typo", "cudnn,typo", "-typo"])
+def test_an_unknown_peer_is_refused(peers):
+    with pytest.raises(ValueError) as caught:
+        first_call.run("grid", peers, 1, None, None)
+    name = peers.rpartition(",")[2]
+    assert str(caught.value) == f"peers: expected names of cudnn, jax, xla, got {name!r}"

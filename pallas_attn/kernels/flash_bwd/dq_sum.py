@@ -131,7 +131,7 @@ class ByColumns:
     def finished(self, plan: KeyPlan, some: Sequence[Sums], dq: jax.Array) -> list[jax.Array]:
         """The gradients of `some` other sums, and dq, [B, T, N, H]."""
         problem, others = plan.problem, list[jax.Array]()
-        if some:  # which L2 may have still
+        if some:  # they are read first: L2 may still hold them
             others = step_parts.added(some)
             dq, *_ = lax.optimization_barrier((dq, *others))
         dq = dq[:, : problem.q_len, :, : problem.head_dim]
@@ -150,7 +150,8 @@ class ByRows:
         del plan
         return None
 
-    def zeros(self, plan: KeyPlan) -> jax.ShapeDtypeStruct:
+    def zeros(self, plan: KeyPlan) -> jax.ShapeDtypeStruct | None:
+        """The array to which dq is added."""
         numbers = self._pieces(plan) * ROWS * sum(plan.share)
         return jax.ShapeDtypeStruct((numbers,), jnp.float32)
 

@@ -41,6 +41,9 @@ class Written(dq_sum.ByRows):
         """Shared memory for the rows of both warpgroups on their way to dq."""
         return tuple(panels.scratch((2, ROWS), plan.problem.dtype, width) for width in plan.share)
 
+    def zeros(self, plan: KeyPlan) -> None:
+        """Nothing is added to dq."""
+
     def output(self, problem: AttentionProblem) -> jax.ShapeDtypeStruct:
         """dq."""
         shape = problem.batch, problem.q_len, problem.q_heads, problem.head_dim

@@ -266,8 +266,7 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
     residuals, plan = Residuals(*residuals), plan_of(problem, config)
-    added = not isinstance(plan.dq, one_key_tile.Written)
-    zeros = plan.dq.zeros(plan) if added else None
+    zeros = plan.dq.zeros(plan)
     stats, dq = statistics.of_rows(problem, residuals, plan.negated_unit, zeros)
     refs = operands.for_tma(plan, residuals, stats)
     if plan.key_sums:

@@ -276,6 +276,7 @@ def _kernel(arrays: tuple[GmemRef, ...], *rest: Any, sums: Sequence[Sums], width
         for some in each.columns():
             staged = smem[widths.index(some.width)]
             add = functools.partial(_add, pieces, (ref, out, staged), some, block, place)
+            # lax.div rounds towards 0: block alone does not tell a negative own.
             pl.when((block >= 0) & (own >= 0) & (block < some.blocks))(add)
             block = block - some.blocks
         own = own - each.blocks()

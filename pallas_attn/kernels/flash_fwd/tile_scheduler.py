@@ -442,7 +442,7 @@ def rounds(problem: AttentionProblem, rows: int) -> float:
         for n in range(0, max(problem.q_len, 1), rows)
     ]
     steps = sorted([max(0, int(hi) - int(lo)) for lo, hi in spans], reverse=True)
-    # The work tile that follows n for each block: a block has n + 1 that are no shorter.
+    # One block takes n + 1 of the n * BLOCKS + 1 longest work tiles, none shorter than the last.
     taken = range(0, heads * len(steps), BLOCKS)
     busiest = max([(n + 1) * steps[at // heads] for n, at in enumerate(taken)], default=0)
     return max(1.0, busiest / max(*steps, 1), heads * sum(steps) / (BLOCKS * max(*steps, 1)))
