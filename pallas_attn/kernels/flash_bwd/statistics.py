@@ -58,8 +58,8 @@ def of_rows(
 
     `negated_unit`: -lse / negated_unit and -delta in place of lse and delta. `zeros`: the type of
     an array of zeros to make beside them, for whole query tiles of 128. `rows`: a multiple of 64;
-    0: T rounded up to 128. Where rows of out and dO are not whole words of 16 bytes, or `q_lengths`
-    ends them before T, XLA computes all (`operands.row_statistics`).
+    0: T rounded up to 128. XLA computes all (`operands.row_statistics`) if rows of out and dO are
+    not whole words of 16 bytes, or if `q_lengths` ends them before T.
     """
     rows = rows or pl.cdiv(problem.q_len, 2 * ROWS) * 2 * ROWS
     factors = (1.0, 1.0) if negated_unit is None else (-1.0 / negated_unit, -1.0)

@@ -75,7 +75,8 @@ def _of_16_bits(problem: AttentionProblem, kernel: Kernel) -> Config:
     made = functools.partial(kernel.config, l2_heads=l2_heads, claims=claimed)
     few = problem.q_len <= 128 or problem.kv_len < 2 * SHORT
     short = (problem.q_len < SHORT and few) or problem.kv_len <= 128
-    most = ROWS * (4 if dim <= 64 else 3)  # where no block takes two work tiles, some are idle
+    most = ROWS * (4 if dim <= 64 else 3)  # rows of the largest work tile
+    # If no block takes two work tiles, some blocks are idle.
     short = short or tile_scheduler.rounds(problem, most) <= 1
     plain = not segments and problem.fetches == 1 and problem.mask_program is None
     if short and dim <= 128 and plain:
