@@ -951,8 +951,8 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "wide_streamed_rows_are_loaded_over_rows_that_are_read": Fault(
         f"{BWD}/sm90_wide.py",
-        "pl.when(number >= buffers.ring)",
-        "pl.when(number > buffers.ring)",
+        "block.acquire(number >= buffers.ring)",
+        "block.acquire(number > buffers.ring)",
         "tests/kernels/flash_bwd/test_bwd_wide.py -k interpreted",
     ),
     "wide_weights_are_stored_over_others": Fault(
@@ -1430,7 +1430,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     # ---- code that only a GPU runs ---------------------------------------------------------------
     "gradients_are_addressed_in_32_bits": Fault(
-        f"{MMA}/mma_2x2.py",
+        f"{MMA}/mma_sync.py",
         "        start = thread.to_int64(batch) * length + thread.to_int64(first)\n",
         "        start = batch * length + first\n",
         TEST_EMITTED,
@@ -1452,7 +1452,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         TEST_EMITTED,
     ),
     "at_most_means_less_than": Fault(
-        f"{LANG}/thread_program.py",
+        f"{LANG}/asm.py",
         "__le__ = _comparison(arith.CmpIPredicate.sle)",
         "__le__ = _comparison(arith.CmpIPredicate.slt)",
         TEST_EMITTED,

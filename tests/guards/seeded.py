@@ -131,8 +131,8 @@ SEEDS: dict[str, dict[str, Seed]] = {
         ),
         "listed_rows_of_a_layer_begin_in_32_bits": (
             f"{MMA}/gathered_rows.py",
-            "begin = thread.to_int64(Int(layer.registers.item())) * layer_rows",
-            "begin = thread.to_int64(Int(layer.registers.item()) * layer_rows)",
+            "begin = thread.to_int64(layer) * layer_rows",
+            "begin = thread.to_int64(layer * layer_rows)",
         ),
         "a_listed_row_behind_the_last_is_copied": (
             f"{MMA}/gathered_rows.py",
@@ -872,8 +872,8 @@ SEEDS: dict[str, dict[str, Seed]] = {
     f"{TEST_MATMULS} tests/guards/test_emitted_code.py": {
         "a_portable_result_has_a_row_too_many": (
             f"{MMA}/mma_sync.py",
-            "thread.store(to, index, word, bits // 8, row + down < live)",
-            "thread.store(to, index, word, bits // 8, row + down <= live)",
+            "            there = row + below < live if there is None else there",
+            "            there = row + below <= live if there is None else there",
         ),
         "a_running_sum_ends_at_sixteen_lanes": (
             f"{LANG}/threads.py",

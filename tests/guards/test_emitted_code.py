@@ -2,6 +2,7 @@
 runs: masks, addresses, and the arithmetic of programs of one thread.
 """
 
+import functools
 import operator
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -21,7 +22,6 @@ from pallas_attn.kernels.mma import (
     gathered_rows,
     global_accumulate,
     head_rows,
-    mma_2x2,
     mma_rowmajor,
     mma_sync,
     narrow_rows,
@@ -196,25 +196,18 @@ def written(make, shape, grid=None):
     assert (both[0] != -1).sum() == min(50, shape[0]) * 40
 
 
-def staged(grid=None):
+def staged(tile, to, at, grid=mma_sync.BLOCKS):
     """`epilogue.write`, with shared memory of its own."""
-
-    def make(tile, to, at):
-        room = np.zeros((tile.shape[0], tile.shape[1] + 8), jnp.dtype("bfloat16"))
-        epilogue.write(tile, to, at, (room, np.int32(0)), grid)
-
-    return make
+    room = np.zeros((tile.shape[0], tile.shape[1] + 8), jnp.dtype("bfloat16"))
+    epilogue.write(tile, to, at, (room, np.int32(0)), grid)
 
 
+TWO_BY_TWO = mma_sync.WarpGrid(2)
 WRITERS = {
     "rowmajor": (mma_sync.write, (64, 64), None),
-    "two_by_two": (
-        lambda *arguments: mma_2x2.write(*arguments, mma_2x2.WarpGrid(2)),
-        (64, 64),
-        mma_2x2.WarpGrid(2),
-    ),
-    "staged": (staged(), (64, 64), None),
-    "staged_two_by_two": (staged(mma_2x2.WarpGrid(2)), (64, 64), mma_2x2.WarpGrid(2)),
+    "two_by_two": (functools.partial(mma_sync.write, grid=TWO_BY_TWO), (64, 64), TWO_BY_TWO),
+    "staged": (staged, (64, 64), None),
+    "staged_two_by_two": (functools.partial(staged, grid=TWO_BY_TWO), (64, 64), TWO_BY_TWO),
 }
 
 

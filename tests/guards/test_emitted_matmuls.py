@@ -19,8 +19,8 @@ from pallas_attn.kernels.mma import (
     mma_tf32,
     packed_rows,
 )
-from pallas_attn.kernels.mma.mma_2x2 import WarpGrid
 from pallas_attn.kernels.mma.mma_rowmajor import Queries, Split
+from pallas_attn.kernels.mma.mma_sync import WarpGrid
 from tests.support import emitted
 from tests.support.emitted import captured, evaluate
 
@@ -311,8 +311,8 @@ def test_portable_values(rng, terms, rows):
 def test_products(rng, terms, down):
     a, b = room_of(rng, 96, 48, terms), room_of(rng, 96, 48, terms)
     shape = 64, 64
-    args = (a, np.int32(16)), (b, np.int32(32)), (*shape, 48), terms, down
-    code = captured(mma_2x2.product, *args)
+    args = (a, np.int32(16)), (b, np.int32(32)), (*shape, 48), terms
+    code = captured(mma_sync.scores, *args, grid=WarpGrid(down))
     got = tile_of(evaluate(code, held((shape, down))), shape, warp_places(down))
     assert_close(got, code.function.twin(*code.args))
 
@@ -322,7 +322,7 @@ def test_products_of_registers(rng, terms):
     x, shape = room_of(rng, 64, 48, terms), (64, 48)
     acc = jnp.asarray(normal(rng, shape, "float32"))
     p = [jnp.asarray(normal(rng, (64, 32), "bfloat16")) for _ in range(terms)]
-    code = captured(mma_2x2.matmul_add, acc, p, (x, np.int32(16), 48), 4)
+    code = captured(mma_sync.matmul_add, acc, p, x, np.int32(16), 48, WarpGrid(4))
     layouts = held((shape, 4), ((64, 32), 4))
     got = tile_of(evaluate(code, layouts), shape, warp_places(4))
     acc, p, x, first = code.args

@@ -43,8 +43,9 @@ from pallas_attn.kernels.append.separate_arrays import Arrays
 from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.lang import mosaic, thread_program, threads
+from pallas_attn.kernels.lang.asm import Int
 from pallas_attn.kernels.lang.config import check
-from pallas_attn.kernels.lang.thread_program import Int, ThreadContext
+from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import GmemRef, Index, Operand
 
 byte_rows = Special("kernels.append.byte_rows")

@@ -16,7 +16,8 @@ from pallas_attn.kernels.append import change as append_change
 from pallas_attn.kernels.append import plan as append_plan
 from pallas_attn.kernels.append.plan import Place
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.thread_program import Int, ThreadContext
+from pallas_attn.kernels.lang.asm import Int
+from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import Float
 from pallas_attn.kernels.lang.types import GmemRef, Index, Predicate
 from pallas_attn.kernels.mma import scales

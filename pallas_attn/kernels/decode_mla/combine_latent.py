@@ -27,7 +27,7 @@ from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import combine_splits
 from pallas_attn.kernels.decode.combine_splits import Head, Results
 from pallas_attn.kernels.decode.plan import Plan
-from pallas_attn.kernels.lang import asm, mosaic, thread_program, threads
+from pallas_attn.kernels.lang import asm, mosaic, threads
 from pallas_attn.kernels.lang.types import (
     Barrier,
     GmemRef,
@@ -163,10 +163,10 @@ def _pieces(shape: tuple[int, int]) -> tuple[int, ...]:
     return rows // mma_rowmajor.ROWS // threads.WARPS, threads.WARPS, 2, 8, columns // 8, 4, 2
 
 
-def _address(ref: GmemRef, index: mgpu.FragmentedArray, size: int) -> ir.Value:
+def _address(ref: GmemRef, index: asm.Int, size: int) -> ir.Value:
     """The address of the first four numbers that the thread holds."""
     thread = threads.Thread()
-    start = thread.to_int64(thread_program.Int(index.registers.item())) * size
+    start = thread.to_int64(index) * size
     start = start + thread.to_int64(thread.index) * 4
     return asm.address_of(ref, start, 4)
 
@@ -178,7 +178,7 @@ def load_rows(ref: GmemRef, index: Index, layout: Layout) -> RegisterTile:
     count = ref.shape[1]
 
     def code(ref, index):
-        at = arith.index_cast(ir.IndexType.get(), index.registers.item())
+        at = arith.index_cast(ir.IndexType.get(), index.value)
         registers: Any = layout.to_mgpu()
         row, array = utils.memref_slice(ref, (at,)), mgpu.FragmentedArray
         return array.load_untiled(row, layout=registers, optimized=False)

@@ -20,7 +20,8 @@ from pallas_attn.kernels.decode.combine_splits import Outputs
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.decode.scheduler import Share, Table, WorkTile
 from pallas_attn.kernels.lang import mosaic, threads
-from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Operand, Predicate, SmemRef
+from pallas_attn.kernels.lang.panels import Block
+from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, Predicate, SmemRef
 
 TILE = 64  # keys
 WIDTH = 64  # columns of a swizzle of 128 bytes
@@ -120,21 +121,11 @@ def each_work(plan: Plan, table: Table, share: Share, body: Callable, carry: Ind
     return lax.while_loop(lambda state: state[0] < share.end, take, start)[3]
 
 
-class RingBlock(NamedTuple):
-    """A block of columns of a tile in shared memory."""
-
-    ref: SmemRef  # [TILE, columns]
-    ready: Barrier  # the producer's copies complete it
-    free: Barrier  # consumers arrive when they have multiplied the block
-    buffer: SmemRef  # the buffer that has the block
-    place: tuple[Index, ...]  # its indices there
-
-
 class Copy(NamedTuple):
     """A slice of the columns of K, and the block that it is copied to."""
 
     columns: Any
-    to: RingBlock
+    to: Block
     reused: Predicate  # whether the block was in use before: else `free` is not waited for
     whole: bool = False  # whole rows, which lie together in memory: no tensor map
 
@@ -161,7 +152,7 @@ def load(
             wanted = prefetches(later) & (later < work.end)
             pl.when(wanted)(functools.partial(_prefetch, ctx, work, later))
         for number, copy in enumerate(copies_of(count)):
-            pl.when(copy.reused)(functools.partial(plgpu.barrier_wait, copy.to.free))
+            copy.to.acquire(copy.reused)
             for n, page in enumerate(pages):
                 first = n * plan.keys.page_rows
                 stretch = Stretch(tile * TILE + first, first, page)

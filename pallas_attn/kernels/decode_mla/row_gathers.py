@@ -25,8 +25,9 @@ from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import scheduler
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.decode.scheduler import Table, WorkTile
-from pallas_attn.kernels.decode_mla.producer import TILE, Copy, RingBlock
+from pallas_attn.kernels.decode_mla.producer import TILE, Copy
 from pallas_attn.kernels.lang import mosaic, thread_program, threads
+from pallas_attn.kernels.lang.panels import Block
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import (
     Index,
@@ -153,7 +154,7 @@ def _hand_over_last(copies: list[Copy], lag: int) -> None:
         _hand_over(copies[len(copies) - 1 - left].to, left)
 
 
-def _hand_over(to: RingBlock, left: int) -> None:
+def _hand_over(to: Block, left: int) -> None:
     """Hands a block over when all groups of copies but the last `left` are there."""
     threads.each_thread(lambda thread, *_: thread.wait_copies(left), (), ())
     plgpu.commit_smem()

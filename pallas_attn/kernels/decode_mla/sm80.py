@@ -56,9 +56,9 @@ from pallas_attn.kernels.lang.types import (
     SmemRef,
 )
 from pallas_attn.kernels.mma import mma_2x2, mma_sync
+from pallas_attn.kernels.mma.mma_2x2 import TWO_BY_TWO
 
 ROWS = 32  # query rows of a block
-WARPS_2X2 = mma_2x2.WarpGrid(2)
 COPYING = 8  # threads that copy a row
 
 
@@ -249,7 +249,8 @@ def _scores(ctx: KernelContext, queries: None, slot: Index) -> RegisterTile:
     del queries
     plan, smem, none = ctx.plan, ctx.smem, jnp.int32(0)
     sizes = ROWS, plan.keys.tile, _width(plan)
-    return mma_2x2.product((smem.q, none), (smem.kv, slot * plan.keys.tile), sizes, 1, 2)
+    keys = smem.kv, slot * plan.keys.tile
+    return mma_sync.scores((smem.q, none), keys, sizes, 1, grid=TWO_BY_TWO)
 
 
 def _attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, state: State) -> State:
@@ -268,7 +269,7 @@ def _attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, sta
     p = softmax.exponentials(logits, plan.unit_of_logits, base)
     rescale = jnp.exp2(state.row_max - base)
     moved = mosaic.any_in_warp(row_max - state.row_max, 0.0, mma_2x2.row_layout(ROWS))
-    mma_2x2.store_tile((p.astype(plan.problem.dtype),), smem.p, WARPS_2X2)
+    mma_2x2.store_tile((p.astype(plan.problem.dtype),), smem.p, TWO_BY_TWO)
 
     def rescaled():
         older = state.acc, state.row_sum
@@ -277,7 +278,7 @@ def _attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, sta
     acc, row_sum = lax.cond(moved != 0, rescaled, lambda: (state.acc, state.row_sum))
     mma_2x2.sync_row_pair(0)
     values = mma_2x2.RightOperand(smem.kv, first, plan.problem.v_head_dim)
-    acc = mma_2x2.matmul_add_shared(acc, smem.p, values, (ROWS, plan.keys.tile, 1), WARPS_2X2)
+    acc = mma_2x2.matmul_add_shared(acc, smem.p, values, (ROWS, plan.keys.tile, 1), TWO_BY_TWO)
     return State(acc, row_sum + mma_2x2.partial_sums(p), row_max)
 
 

@@ -66,8 +66,9 @@ from pallas_attn.kernels.decode_mla.plan import (
     plan_of,
     scores_first,
 )
-from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs, RingBlock
+from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs
 from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.panels import Block
 from pallas_attn.kernels.lang.types import (
     Barrier,
     Index,
@@ -145,13 +146,13 @@ def scratch(plan: Plan) -> LatentSmem:
 # ---- blocks of columns, and the work of a block -------------------------------------------------
 
 
-def _ring_block(ctx: KernelContext, wg: Index, number: Index) -> RingBlock:
+def _ring_block(ctx: KernelContext, wg: Index, number: Index) -> Block:
     """The block that holds the number-th of the warpgroup's columns since the kernel began."""
     ring, smem = columns_of(ctx.plan).ring, ctx.smem
     slot = lax.rem(number, jnp.int32(ring))
     entry = wg * ring + slot
     place = wg, slot
-    return RingBlock(smem.kv.at[place], smem.ready.at[entry], smem.free.at[entry], smem.kv, place)
+    return Block(smem.kv.at[place], smem.ready.at[entry], smem.free.at[entry], smem.kv, place)
 
 
 def _q_block(plan: Plan, number: Index, count: Index) -> Index:
@@ -201,7 +202,7 @@ def _load(ctx: KernelContext, block_id: Index) -> None:
                 own = pl.ds(plan.problem.v_head_dim, columns.rope)
                 slot = lax.rem(count, jnp.int32(P_SLOTS))
                 refs = smem.k_rope.at[slot], smem.rope_ready.at[slot], smem.p_free.at[slot]
-                to = RingBlock(*refs, smem.k_rope, (slot,))
+                to = Block(*refs, smem.k_rope, (slot,))
                 yield Copy(own, to, reused=count >= P_SLOTS)
 
         if plan.layout.listed:

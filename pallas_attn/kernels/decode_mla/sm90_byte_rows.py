@@ -44,8 +44,9 @@ from pallas_attn.kernels.decode_mla import (
     sm90_common,
     sm90_few_rows,
 )
-from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs, RingBlock
+from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs
 from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.panels import Block
 from pallas_attn.kernels.lang.types import Barrier, Index, KernelConfig, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import byte_rows
 
@@ -155,13 +156,13 @@ def few(plan: Plan) -> bool:
 # ---- the producer --------------------------------------------------------------------------------
 
 
-def _entry(ctx: KernelContext, count: Index) -> RingBlock:
+def _entry(ctx: KernelContext, count: Index) -> Block:
     """The entry of the ring for a tile, before which there were `count` since the kernel began."""
     smem, slot = ctx.smem, lax.rem(count, jnp.int32(ctx.plan.tiling.stages))
-    return RingBlock(smem.kv.at[slot], smem.ready.at[slot], smem.free.at[slot], smem.kv, (slot,))
+    return Block(smem.kv.at[slot], smem.ready.at[slot], smem.free.at[slot], smem.kv, (slot,))
 
 
-def _raw(entry: RingBlock) -> byte_rows.Raw:
+def _raw(entry: Block) -> byte_rows.Raw:
     return byte_rows.Raw(entry.buffer, entry.place[0])
 
 
@@ -234,7 +235,7 @@ def _scores(
 
 
 def _products(
-    ctx: KernelContext, entry: RingBlock, blocks: range, meanwhile: Callable | None = None
+    ctx: KernelContext, entry: Block, blocks: range, meanwhile: Callable | None = None
 ) -> tuple[list[RegisterTile], Any]:
     """Keys times queries, a sum for each block of columns; and, beside `meanwhile`, that of the
     columns that are not of V.

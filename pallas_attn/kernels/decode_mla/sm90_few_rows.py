@@ -40,8 +40,9 @@ from pallas_attn.kernels.decode_mla import (
     sm90_common,
 )
 from pallas_attn.kernels.decode_mla.combine_latent import Ending
-from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs, RingBlock
+from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs
 from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.panels import Block
 from pallas_attn.kernels.lang.types import (
     Barrier,
     Index,
@@ -132,11 +133,11 @@ def scratch(plan: Plan) -> FewRowsSmem:
 # ---- the producer --------------------------------------------------------------------------------
 
 
-def ring_block(ctx: KernelContext, count: Index, block: int) -> RingBlock:
+def ring_block(ctx: KernelContext, count: Index, block: int) -> Block:
     """A block of a tile, before which there were `count` tiles since the kernel began."""
     columns, smem = columns_of(ctx.plan), ctx.smem
     slot = lax.rem(count * columns.blocks + block, jnp.int32(columns.ring))
-    return RingBlock(smem.kv.at[slot], smem.ready.at[slot], smem.free.at[slot], smem.kv, (slot,))
+    return Block(smem.kv.at[slot], smem.ready.at[slot], smem.free.at[slot], smem.kv, (slot,))
 
 
 def _load(ctx: KernelContext, share: Share) -> None:
@@ -220,7 +221,7 @@ def raised_max(s: RegisterTile, row_max: RegisterTile) -> RegisterTile:
     return jnp.where(moved, higher, row_max)
 
 
-def _scores(ctx: KernelContext, blocks: list[RingBlock]) -> RegisterTile:
+def _scores(ctx: KernelContext, blocks: list[Block]) -> RegisterTile:
     """Begins as soon as the first columns are there."""
     plan, smem, width = ctx.plan, ctx.smem, columns_of(ctx.plan).block
 
@@ -235,7 +236,7 @@ def _scores(ctx: KernelContext, blocks: list[RingBlock]) -> RegisterTile:
 
 
 def _weigh(
-    plan: Plan, blocks: list[RingBlock], p: SmemRef, accs: Sequence[RegisterTile]
+    plan: Plan, blocks: list[Block], p: SmemRef, accs: Sequence[RegisterTile]
 ) -> tuple[RegisterTile, ...]:
     """Adds the values of a tile, and releases it."""
     values = [(b, n) for b, n in zip(blocks, columns_of(plan).v, strict=True) if n]

@@ -14,37 +14,8 @@ from pallas_attn.kernels.attention.tiles import KernelContext, kv_batch
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, key_tile, step_of, steps_of
 from pallas_attn.kernels.flash_fwd import claims
 from pallas_attn.kernels.lang import panels
-from pallas_attn.kernels.lang.panels import Panels
-from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, SmemRef
-
-
-class Ring(NamedTuple):
-    """Stages of shared memory by which tiles get from the producer to the consumers."""
-
-    tiles: Panels  # [stages, rows, columns]
-    ready: Barrier  # one a stage: the tile has arrived
-    free: Barrier  # one a stage: all consumers have released it
-    row_stats: SmemRef = None  # [stages, rows]: a number for each query, arrives with the tile
-
-    def slot(self, count: Index) -> Index:
-        """The stage of tile number `count` of a block."""
-        return ring_slot(count, self.ready.shape[0])
-
-    def acquire(self, count: Index, slot: Index) -> None:
-        """The producer waits until tile number `count` may be loaded."""
-        wait = functools.partial(plgpu.barrier_wait, self.free.at[slot])
-        pl.when(count >= self.ready.shape[0])(wait)
-
-    def wait(self, slot: Index) -> None:
-        plgpu.barrier_wait(self.ready.at[slot])
-
-    def release(self, slot: Index) -> None:
-        plgpu.barrier_arrive(self.free.at[slot])
-
-
-def ring_slot(count: Index, size: int) -> Index:
-    """count modulo size."""
-    return count & (size - 1) if size & (size - 1) == 0 else lax.rem(count, jnp.int32(size))
+from pallas_attn.kernels.lang.panels import Panels, Ring, ring_slot
+from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate
 
 
 class KeyPart(NamedTuple):

@@ -66,7 +66,8 @@ from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import global_accumulate, mma_2x2, mma_sync
-from pallas_attn.kernels.mma.mma_2x2 import RightOperand, WarpGrid
+from pallas_attn.kernels.mma.mma_2x2 import RightOperand
+from pallas_attn.kernels.mma.mma_sync import WarpGrid
 
 L2_BYTES = 64 * 2**20  # read and added to by the heads of an L2 group
 
@@ -330,7 +331,7 @@ def _step(
     if smem.p is not None:
         mma_2x2.store_tile(p, smem.p, warps)
     elif "v" in which:
-        grads["v"] = mma_2x2.matmul_add(grads["v"], p, do, warps.down)
+        grads["v"] = mma_sync.matmul_add(grads["v"], p, *do, warps)
     if "k" in which:
         ds = mma_sync.terms_of(derivative(probabilities), terms, form.dtype)
     if smem.ds is not None:
@@ -343,7 +344,7 @@ def _step(
     if "k" in which and warps.shares > 1:
         grads["k"] = mma_2x2.matmul_add_shared(grads["k"], smem.ds, q, shape, warps)
     elif "k" in which:
-        grads["k"] = mma_2x2.matmul_add(grads["k"], ds, q, warps.down)
+        grads["k"] = mma_sync.matmul_add(grads["k"], ds, *q, warps)
     if is_fused(plan):
         _add_dq(block, step)
     grads = {name: grads[name] + old for name, old in before.items()} or grads
@@ -366,7 +367,7 @@ def _scores(
 
     def product(keys: SmemRef, tile: SmemRef, first_row: Index, width: int) -> RegisterTile:
         right = tile, first_row + begin
-        return mma_2x2.product((keys, none), right, (*shape, width), form.terms, warps.down)
+        return mma_sync.scores((keys, none), right, (*shape, width), form.terms, grid=warps)
 
     lse = of_rows(refs.lse)
     s = product(smem.k, smem.q, first.q, form.k_width)
@@ -402,7 +403,7 @@ def _store(block: Block, outs: Sequence[GmemRef], grads: Sequence[RegisterTile])
     for name, grad, out in zip(block.which, grads, outs, strict=True):
         grad = grad * plan.problem.scale if name == "k" else grad
         at = (row, work.kv_head, work.key, plan.problem.kv_len - work.key)
-        mma_2x2.write(grad.astype(out.dtype), out, at, block.warps)
+        mma_sync.write(grad.astype(out.dtype), out, at, block.warps)
 
 
 # ---- the kernel and its call --------------------------------------------------------------------

@@ -40,8 +40,8 @@ from pallas_attn.kernels.lang.types import (
     RegisterTile,
     SmemRef,
 )
-from pallas_attn.kernels.mma import epilogue, global_accumulate, mma_2x2, mma_sync
-from pallas_attn.kernels.mma.mma_2x2 import WarpGrid
+from pallas_attn.kernels.mma import epilogue, global_accumulate, mma_sync
+from pallas_attn.kernels.mma.mma_sync import WarpGrid
 
 
 class DqSmem(NamedTuple):
@@ -229,4 +229,4 @@ def _collect(
     if stage:
         epilogue.write(rows, out, at, (stage[0], 0), warps)
     else:
-        mma_2x2.write(rows, out, at, warps)
+        mma_sync.write(rows, out, at, warps)

@@ -42,9 +42,9 @@ from pallas_attn.kernels.flash_bwd.held_columns import HeldColumns
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, KeyGradients
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
-from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart, Ring
+from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart
 from pallas_attn.kernels.lang import mosaic, panels
-from pallas_attn.kernels.lang.panels import Panels
+from pallas_attn.kernels.lang.panels import Panels, Ring
 from pallas_attn.kernels.lang.types import (
     Barrier,
     Carry,

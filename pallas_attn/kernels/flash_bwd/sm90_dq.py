@@ -31,11 +31,11 @@ from pallas_attn.kernels.flash_bwd import epilogue, held_columns
 from pallas_attn.kernels.flash_bwd.float32 import Units, left_operand, matmul_add, scaled, units_of
 from pallas_attn.kernels.flash_bwd.held_columns import HeldColumns
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
-from pallas_attn.kernels.flash_bwd.producer import Ring, load_rows
+from pallas_attn.kernels.flash_bwd.producer import load_rows
 from pallas_attn.kernels.flash_fwd import block_tables, key_mask_ranges, listed, tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic, panels
-from pallas_attn.kernels.lang.panels import Panels
+from pallas_attn.kernels.lang.panels import Panels, Ring
 from pallas_attn.kernels.lang.types import (
     Barrier,
     Carry,

@@ -73,12 +73,12 @@ from pallas_attn.kernels.flash_bwd.dq_sum import WARPGROUPS, PendingDq
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, KeyGradients
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
-from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart, Ring, ring_slot
+from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.flash_fwd import claims
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS, SMEM_LIMIT
 from pallas_attn.kernels.lang import mosaic, panels
-from pallas_attn.kernels.lang.panels import Panel, Panels
+from pallas_attn.kernels.lang.panels import Panel, Panels, Ring, ring_slot
 from pallas_attn.kernels.lang.types import (
     Barrier,
     Carry,

@@ -43,10 +43,9 @@ from pallas_attn.kernels.flash_bwd.operands import (
     Residuals,
     RowStatistics,
 )
-from pallas_attn.kernels.flash_bwd.producer import Ring
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import OneForAll, check
-from pallas_attn.kernels.lang.panels import Panel
+from pallas_attn.kernels.lang.panels import Panel, Ring
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Operand, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import head_rows
 from pallas_attn.kernels.mma.head_rows import HEADS, QUERIES

@@ -68,11 +68,10 @@ from pallas_attn.kernels.flash_bwd.operands import (
     RowStatistics,
 )
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
-from pallas_attn.kernels.flash_bwd.producer import Ring, ring_slot
 from pallas_attn.kernels.flash_bwd.work_order import USUAL_BLOCKS, WorkOrder
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.config import OneForAll, check
-from pallas_attn.kernels.lang.panels import Panel, Panels
+from pallas_attn.kernels.lang.panels import Panel, Panels, Ring, ring_slot
 from pallas_attn.kernels.lang.types import (
     Barrier,
     GmemRef,

@@ -69,7 +69,6 @@ from pallas_attn.kernels.flash_bwd.operands import (
     row_statistics,
 )
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
-from pallas_attn.kernels.flash_bwd.producer import ring_slot
 from pallas_attn.kernels.flash_bwd.wide_rows import KeyRows, Rows, WideRows
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.flash_fwd import shared_memory, tile_scheduler
@@ -78,6 +77,7 @@ from pallas_attn.kernels.flash_fwd.tile_scheduler import BLOCKS, QueryPlan
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.late import late
+from pallas_attn.kernels.lang.panels import Block, ring_slot
 from pallas_attn.kernels.lang.types import (
     Barrier,
     GmemRef,
@@ -312,20 +312,9 @@ class Position(NamedTuple):
         return [first + n for n in range(buffers.step_blocks)]
 
 
-class RingBlock(NamedTuple):
-    """A block of the ring."""
-
-    ref: SmemRef  # [ROWS, WIDTH]
-    ready: Barrier
-    free: Barrier
-
-    def release(self) -> None:
-        plgpu.barrier_arrive(self.free)
-
-
-def _ring_block(wide: WideContext, number: Index) -> RingBlock:
+def _ring_block(wide: WideContext, number: Index) -> Block:
     smem, slot = wide.ctx.smem, ring_slot(number, wide.buffers.ring)
-    return RingBlock(smem.ring.at[slot], smem.ring_ready.at[slot], smem.ring_free.at[slot])
+    return Block(smem.ring.at[slot], smem.ring_ready.at[slot], smem.ring_free.at[slot])
 
 
 # ---- the producer -------------------------------------------------------------------------------
@@ -338,7 +327,7 @@ def _produce(wide: WideContext, block_id: Index) -> None:
 
     def fill(number: Index, name: str, rows: Rows, column: int) -> None:
         block = _ring_block(wide, number)
-        pl.when(number >= buffers.ring)(lambda: plgpu.barrier_wait(block.free))
+        block.acquire(number >= buffers.ring)
         wide_rows.load(ctx, name, rows, column, (block.ref, block.ready))
 
     def work_tile(n: Index, tiles_before: Index, code: Index) -> Index:

@@ -43,11 +43,11 @@ from pallas_attn.kernels.flash_bwd import epilogue, operands
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Gradients, Residuals
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
-from pallas_attn.kernels.flash_bwd.producer import load_rows, ring_slot
+from pallas_attn.kernels.flash_bwd.producer import load_rows
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.config import OneForAll
-from pallas_attn.kernels.lang.panels import Panels
+from pallas_attn.kernels.lang.panels import Panels, ring_slot
 from pallas_attn.kernels.lang.types import Barrier, Carry, GmemRef, Index, RegisterTile, SmemRef
 
 MOST_PAIRS = 3  # pairs of a kv tile: dQ of all but one of them is in registers

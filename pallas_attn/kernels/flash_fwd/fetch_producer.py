@@ -19,7 +19,8 @@ from pallas_attn.kernels.attention.tiles import KernelContext, WorkTile, kv_batc
 from pallas_attn.kernels.flash_fwd import claims, fetch, tile_scheduler, warpgroups
 from pallas_attn.kernels.flash_fwd.fetch import CHUNK_BITS, CHUNKS, Sizes
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan, Turn
-from pallas_attn.kernels.flash_fwd.warpgroups import Entry, Ring
+from pallas_attn.kernels.flash_fwd.warpgroups import Entry
+from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import Carry, Index, Predicate
 
 KvRange = tuple[Index, Index]

@@ -17,8 +17,9 @@ from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.attention import logits, softmax, tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows, WorkTile
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
-from pallas_attn.kernels.flash_fwd.warpgroups import Result, Ring, for_each_kv_tile
+from pallas_attn.kernels.flash_fwd.warpgroups import Result, for_each_kv_tile
 from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import Index, Operand, RegisterTile, Scalar
 from pallas_attn.kernels.mma import wgmma, wgmma_float32
 

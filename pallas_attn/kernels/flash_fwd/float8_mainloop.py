@@ -37,8 +37,9 @@ from pallas_attn.kernels.attention.tiles import (
 )
 from pallas_attn.kernels.flash_fwd import float8_values
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
-from pallas_attn.kernels.flash_fwd.warpgroups import Result, Ring, for_each_kv_tile
+from pallas_attn.kernels.flash_fwd.warpgroups import Result, for_each_kv_tile
 from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import Index, Operand, RegisterTile, Scalar
 from pallas_attn.kernels.mma import wgmma, wgmma_float8
 

@@ -15,7 +15,8 @@ from pallas_attn.kernels.attention.tile_lists import Listed, Run
 from pallas_attn.kernels.attention.tiles import KernelContext, QueryRows, Span, WorkTile
 from pallas_attn.kernels.flash_fwd import block_tables, tile_scheduler, warpgroups
 from pallas_attn.kernels.flash_fwd.tile_scheduler import Turn
-from pallas_attn.kernels.flash_fwd.warpgroups import Entry, Ring
+from pallas_attn.kernels.flash_fwd.warpgroups import Entry
+from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import Index
 
 # ---- in the kernel ------------------------------------------------------------------------------

@@ -75,9 +75,10 @@ from pallas_attn.kernels.flash_fwd import (
 )
 from pallas_attn.kernels.flash_fwd.shared_memory import SMEM_LIMIT
 from pallas_attn.kernels.flash_fwd.tile_scheduler import Distribution, QueryPlan, Turn, work_tile
-from pallas_attn.kernels.flash_fwd.warpgroups import Result, Ring
+from pallas_attn.kernels.flash_fwd.warpgroups import Result
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import (
     GmemRef,
     Index,

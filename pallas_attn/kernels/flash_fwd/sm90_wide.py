@@ -60,7 +60,8 @@ from pallas_attn.kernels.flash_fwd.tile_scheduler import (
 )
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import OneForAll, check
-from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate, RegisterTile, SmemRef
+from pallas_attn.kernels.lang.panels import Block
+from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import row_numbers
 
 KEYS = 64  # keys of a kv tile
@@ -199,24 +200,6 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 # ---- the ring ------------------------------------------------------------------------------------
 
 
-class RingBlock(NamedTuple):
-    """A block of columns in a ring."""
-
-    ref: SmemRef  # [KEYS, WIDTH]
-    ready: Barrier
-    free: Barrier
-
-    def wait(self) -> None:
-        plgpu.barrier_wait(self.ready)
-
-    def release(self) -> None:
-        plgpu.barrier_arrive(self.free)
-
-    def acquire(self, reused: Predicate) -> None:
-        """Waits until the reader has released the block, if it was used before."""
-        pl.when(reused)(lambda: plgpu.barrier_wait(self.free))
-
-
 class Position(NamedTuple):
     """Numbers of ring blocks and kv tiles that this block of threads took before a work tile."""
 
@@ -234,12 +217,12 @@ def _q_blocks(plan: QueryPlan) -> int:
     return min(k_blocks(plan), IN_REGISTERS)
 
 
-def _k_block(ctx: KernelContext, number: Index) -> RingBlock:
+def _k_block(ctx: KernelContext, number: Index) -> Block:
     smem, slot = ctx.smem, lax.rem(number, jnp.int32(ctx.plan.config.k_ring))
-    return RingBlock(smem.k.at[slot], smem.k_ready.at[slot], smem.k_free.at[slot])
+    return Block(smem.k.at[slot], smem.k_ready.at[slot], smem.k_free.at[slot])
 
 
-def _key_blocks(ctx: KernelContext, position: Position, e: Index) -> list[tuple[Index, RingBlock]]:
+def _key_blocks(ctx: KernelContext, position: Position, e: Index) -> list[tuple[Index, Block]]:
     """K of the e-th kv tile of a work tile: its blocks, numbered since the launch began."""
     count = k_blocks(ctx.plan)
     first = position.k + _q_blocks(ctx.plan) + e * count
@@ -248,13 +231,13 @@ def _key_blocks(ctx: KernelContext, position: Position, e: Index) -> list[tuple[
 
 def _value_blocks(
     ctx: KernelContext, position: Position, e: Index, wg: Index
-) -> list[tuple[Index, RingBlock]]:
+) -> list[tuple[Index, Block]]:
     """V of the e-th kv tile in a warpgroup's columns, likewise."""
     smem, ring, blocks = ctx.smem, ctx.plan.config.v_ring, []
     for n in range(V_BLOCKS):
         number = (position.tiles + e) * V_BLOCKS + n
         slot = wg * ring + lax.rem(number, jnp.int32(ring))
-        block = RingBlock(smem.v.at[slot], smem.v_ready.at[slot], smem.v_free.at[slot])
+        block = Block(smem.v.at[slot], smem.v_ready.at[slot], smem.v_free.at[slot])
         blocks.append((number, block))
     return blocks
 
@@ -332,7 +315,7 @@ def _load_values(
 
 
 def _load_block(
-    ctx: KernelContext, tile: WorkTile, what: tuple[str, Index, int], block: RingBlock
+    ctx: KernelContext, tile: WorkTile, what: tuple[str, Index, int], block: Block
 ) -> None:
     """Loads a block of columns; `what`: name of the array, kv tile, number of the block."""
     (name, t, n), plan = what, ctx.plan
@@ -490,7 +473,7 @@ def _weigh(ctx: KernelContext, block_id: Index, wg: Index) -> None:
     plgpu.wait_smem_to_gmem(0)
 
 
-def _weigh_tile(ctx: KernelContext, blocks: list[RingBlock], out: Output) -> Output:
+def _weigh_tile(ctx: KernelContext, blocks: list[Block], out: Output) -> Output:
     smem, slot = ctx.smem, out.used & 1
     for block in blocks:
         block.wait()

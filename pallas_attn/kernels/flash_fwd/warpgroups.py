@@ -30,8 +30,8 @@ from pallas_attn.kernels.attention.tma_operands import OperandFormat
 from pallas_attn.kernels.flash_fwd import shared_memory
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan, Turn, work_tile
 from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import (
-    Barrier,
     Carry,
     GmemRef,
     Index,
@@ -42,35 +42,6 @@ from pallas_attn.kernels.lang.types import (
 from pallas_attn.kernels.mma import row_numbers, wgmma
 
 score_tiles = Special("kernels.attention.score_tiles")
-
-
-class Ring(NamedTuple):
-    """The ring of K and V."""
-
-    ready: Barrier  # one an entry: it is filled
-    free: Barrier  # one an entry: all consumers have released it
-    stages: int
-
-    @classmethod
-    def of(cls, ctx: KernelContext) -> "Ring":
-        return cls(ctx.smem.ready, ctx.smem.free, ctx.plan.config.stages)
-
-    def wait(self, slot: Index) -> None:
-        """A consumer waits until an entry is filled."""
-        plgpu.barrier_wait(self.ready.at[slot])
-
-    def release(self, slot: Index) -> None:
-        plgpu.barrier_arrive(self.free.at[slot])
-
-    def after(self, slot: Index) -> Index:
-        return jnp.where(slot == self.stages - 1, 0, slot + 1)
-
-    def acquire(self, count: Index) -> Index:
-        """The producer waits for the slot of an entry before which `count` were loaded."""
-        slot = lax.rem(count, jnp.int32(self.stages))
-        released = self.free.at[slot]
-        pl.when(count >= self.stages)(functools.partial(plgpu.barrier_wait, released))
-        return slot
 
 
 class Loaded(NamedTuple):

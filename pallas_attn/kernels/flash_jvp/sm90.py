@@ -48,7 +48,7 @@ from pallas_attn.kernels.attention.tiles import (
     kv_batch,
 )
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
-from pallas_attn.kernels.flash_bwd.producer import Ring, load_rows, store_rows
+from pallas_attn.kernels.flash_bwd.producer import load_rows, store_rows
 from pallas_attn.kernels.flash_bwd.sm90_dq import kv_tile_of, load_keys, span_of
 from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
@@ -56,7 +56,7 @@ from pallas_attn.kernels.flash_jvp import operands
 from pallas_attn.kernels.flash_jvp.operands import Residuals, TangentRefs
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.config import check
-from pallas_attn.kernels.lang.panels import Panels
+from pallas_attn.kernels.lang.panels import Panels, Ring
 from pallas_attn.kernels.lang.types import (
     Barrier,
     GmemRef,

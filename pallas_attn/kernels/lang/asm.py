@@ -1,14 +1,59 @@
-"""Inline PTX, and the addresses of words in memory."""
+"""Inline PTX, integers of one thread, and the addresses of words in memory."""
+
+from collections.abc import Callable
+from typing import Any
 
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_attn.kernels.lang.types import Index, Ref
 
 
 def i32() -> ir.Type:
     return ir.IntegerType.get_signless(32)
+
+
+def _operator(op: Callable[..., ir.Value]) -> Callable[["Int", Any], "Int"]:
+    return lambda self, other: self._with(op, other)
+
+
+def _comparison(predicate: arith.CmpIPredicate) -> Callable[["Int", Any], "Int"]:
+    return lambda self, other: self._with(lambda a, b: arith.cmpi(predicate, a, b), other)
+
+
+class Int:
+    """An integer, or a condition, of one thread. Python ints mix in; `//` and `%` want operands
+    that are not negative.
+    """
+
+    def __init__(self, value: ir.Value):
+        self.value = value
+
+    def _with(self, op: Callable[..., ir.Value], other: Any) -> "Int":
+        if not isinstance(other, Int):
+            other = Int(utils.c(other, self.value.type))
+        return Int(op(self.value, other.value))
+
+    __add__ = _operator(arith.addi)
+    __sub__ = _operator(arith.subi)
+    __mul__ = _operator(arith.muli)
+    __floordiv__ = _operator(arith.divui)
+    __mod__ = _operator(arith.remui)
+    __and__ = _operator(arith.andi)
+    __or__ = _operator(arith.ori)
+    __rshift__ = _operator(arith.shrui)
+    __lshift__ = _operator(arith.shli)
+    __lt__ = _comparison(arith.CmpIPredicate.slt)
+    __le__ = _comparison(arith.CmpIPredicate.sle)
+    __gt__ = _comparison(arith.CmpIPredicate.sgt)
+    __ge__ = _comparison(arith.CmpIPredicate.sge)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, a: Any, b: Any) -> "Int":
+        """NumPy's minimum and maximum, with which a Mask computes its bounds."""
+        del method
+        op = {"minimum": arith.minsi, "maximum": arith.maxsi}[ufunc.__name__]
+        return a._with(op, b) if isinstance(a, Int) else b._with(op, a)
 
 
 def do(ptx: str, operands: list[ir.Value], constraints: str) -> None:
@@ -37,6 +82,13 @@ def word_type(nbytes: int) -> ir.Type:
     if nbytes == 16:
         return ir.VectorType.get((4,), i32())
     return ir.IntegerType.get_signless(8 * nbytes)
+
+
+def number_of(register: ir.Value) -> ir.Value:
+    """The number in a register, which some layouts hold as a vector of one."""
+    if isinstance(register.type, ir.VectorType):
+        return vector.extract(register, [], [0])
+    return register
 
 
 def pointer_of(ref: Ref) -> ir.Value:

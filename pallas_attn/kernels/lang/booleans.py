@@ -17,7 +17,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_attn.kernels.lang import asm, mosaic
-from pallas_attn.kernels.lang.thread_program import Int, Thread
+from pallas_attn.kernels.lang.asm import Int
+from pallas_attn.kernels.lang.thread_program import Thread
 from pallas_attn.kernels.lang.types import GmemRef, Index, Layout, RegisterTile
 
 _as_bytes = Primitive("booleans_as_bytes")
@@ -51,7 +52,6 @@ def tiles_of(ref: GmemRef, row: Index, first: Index, block: int, count: int) -> 
     keys = ref.shape[3]
 
     def code(ref, row, first):
-        row, first = (Int(x.registers.item()) for x in (row, first))
         words = _words(ref, row, first, block, count)
         return mgpu.FragmentedArray.splat(words, (), is_signed=True)
 
@@ -179,8 +179,8 @@ def columns(ref: GmemRef, start: Index, count: int) -> RegisterTile:
     """
 
     def code(ref, start):
-        thread, index = Thread(), Int(start.registers.item())
-        own = thread.to_int64(index) + thread.to_int64(thread.index % 4 * 2)
+        thread = Thread()
+        own = thread.to_int64(start) + thread.to_int64(thread.index % 4 * 2)
         base = utils.getelementptr(asm.pointer_of(ref), [own.value], asm.word_type(1))
         registers = []
         for block in range(count // 8):
@@ -222,7 +222,6 @@ def words(ref: GmemRef, line: Index, row: Index, key: Index) -> RegisterTile:
     layout = plgpu.Layout.WG_STRIDED((count,), width)
 
     def code(ref, line, row, key):
-        line, row, key = (Int(x.registers.item()) for x in (line, row, key))
         thread = Thread()
         own = key + thread.index * width
         first = thread.to_int64(line) * (rows * keys) + thread.to_int64(row) * keys

@@ -18,7 +18,7 @@ def late(number: jax.Array) -> jax.Array:
 
     def code(number):
         ptx = "shfl.sync.idx.b32 $0, $1, 0, 31, 0xffffffff;"
-        value = give(i32(), ptx, [number.registers.item()], "=r,r")
+        value = give(i32(), ptx, [number.value], "=r,r")
         return mgpu.FragmentedArray.splat(value, (), is_signed=True)
 
     splat = plgpu.Layout.WG_SPLAT

@@ -21,7 +21,7 @@ from jax.experimental.mosaic.gpu.fragmented_array import Tiling
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from pallas_attn.kernels.lang.asm import give, i32
+from pallas_attn.kernels.lang.asm import Int, give, i32
 from pallas_attn.kernels.lang.types import DType, GmemRef, Index, Layout, Ref, Scalar, SmemRef
 
 THREADS = 128  # threads of a warpgroup
@@ -191,12 +191,15 @@ def inline(
     result: Any,
 ) -> Any:
     """`code(*args)` in MLIR on the GPU, `twin(*args)` in NumPy under the interpreter. `types`:
-    layouts of registers, `plgpu.RefType` of refs.
+    layouts of registers, `plgpu.RefType` of refs. Code has what is `SCALAR` as an `Int`.
     """
 
     def run(context, *values):
         del context
-        return code(*values)
+        return code(*jax.tree.map(handed, tuple(types), values))
+
+    def handed(kind, value):
+        return Int(value.registers.item()) if kind is SCALAR else value
 
     known: Any = run
     known.twin = twin

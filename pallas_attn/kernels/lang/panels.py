@@ -9,13 +9,18 @@ the end of an array as out of bounds: it loads zeros there, and stores nothing. 
 registers use the tiled view.
 
 All functions also take a plain buffer, which is one tiled panel of all columns.
+
+Buffers that pass from a producer to consumers and back are slots of a `Ring`: each has a barrier
+that it is filled, and one that all consumers have released it.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Barrier, DType, GmemRef, Index, Predicate, SmemRef
@@ -122,3 +127,69 @@ def _by_columns(
         columns.append((view, mosaic.columns(array, first, view.shape[-1], traced)))
         first += view.shape[-1]
     return columns
+
+
+# ---- rings ---------------------------------------------------------------------------------------
+
+
+class Ring(NamedTuple):
+    """Slots that are filled one after the other."""
+
+    tiles: Panels | None  # [slots, rows, columns]; None where the kernel finds them itself
+    ready: Barrier  # one a slot: it is filled
+    free: Barrier  # one a slot: all consumers have released it
+    row_stats: SmemRef = None  # [slots, rows]: a number for each query, arrives with the tile
+
+    @classmethod
+    def of(cls, ctx: Any) -> "Ring":
+        """The ring of a kernel that has one."""
+        return cls(None, ctx.smem.ready, ctx.smem.free)
+
+    def slot(self, count: Index) -> Index:
+        """The slot of what comes after `count` others."""
+        return ring_slot(count, self.ready.shape[0])
+
+    def after(self, slot: Index) -> Index:
+        return jnp.where(slot == self.ready.shape[0] - 1, 0, slot + 1)
+
+    def acquire(self, count: Index, slot: Index | None = None) -> Index:
+        """The producer waits until it may fill a slot for the first time after `count` others.
+        `slot`: its number as `slot` gives it; None: by a division, as the forward always has it.
+        """
+        if slot is None:
+            slot = lax.rem(count, jnp.int32(self.ready.shape[0]))
+        released = self.free.at[slot]
+        pl.when(count >= self.ready.shape[0])(functools.partial(plgpu.barrier_wait, released))
+        return slot
+
+    def wait(self, slot: Index) -> None:
+        """A consumer waits until a slot is filled."""
+        plgpu.barrier_wait(self.ready.at[slot])
+
+    def release(self, slot: Index) -> None:
+        plgpu.barrier_arrive(self.free.at[slot])
+
+
+def ring_slot(count: Index, size: int) -> Index:
+    """count modulo size."""
+    return count & (size - 1) if size & (size - 1) == 0 else lax.rem(count, jnp.int32(size))
+
+
+class Block(NamedTuple):
+    """A slot of a ring, such as a block of columns of a tile."""
+
+    ref: SmemRef  # [rows, columns]
+    ready: Barrier  # the producer's copies complete it
+    free: Barrier  # consumers arrive when they have multiplied the block
+    buffer: SmemRef = None  # the buffer that has the block
+    place: tuple[Index, ...] = ()  # its indices there
+
+    def acquire(self, reused: Predicate) -> None:
+        """The producer waits until the block is released, if it was used before."""
+        pl.when(reused)(functools.partial(plgpu.barrier_wait, self.free))
+
+    def wait(self) -> None:
+        plgpu.barrier_wait(self.ready)
+
+    def release(self) -> None:
+        plgpu.barrier_arrive(self.free)

@@ -13,56 +13,23 @@ import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, scf, vector
 
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.asm import address_of, do, do_where, give, i32, pointer_of, word_type
+from pallas_attn.kernels.lang.asm import (
+    Int,
+    address_of,
+    do,
+    do_where,
+    give,
+    i32,
+    number_of,
+    pointer_of,
+    word_type,
+)
 from pallas_attn.kernels.lang.mosaic import THREADS
 from pallas_attn.kernels.lang.types import DType, Ref
-
-
-def _operator(op: Callable[..., ir.Value]) -> Callable[["Int", Any], "Int"]:
-    return lambda self, other: self._with(op, other)
-
-
-def _comparison(predicate: arith.CmpIPredicate) -> Callable[["Int", Any], "Int"]:
-    return lambda self, other: self._with(lambda a, b: arith.cmpi(predicate, a, b), other)
-
-
-class Int:
-    """An integer, or a condition, of one thread. Python ints mix in; `//` and `%` want operands
-    that are not negative.
-    """
-
-    def __init__(self, value: ir.Value):
-        self.value = value
-
-    def _with(self, op: Callable[..., ir.Value], other: Any) -> "Int":
-        if not isinstance(other, Int):
-            other = Int(utils.c(other, self.value.type))
-        return Int(op(self.value, other.value))
-
-    __add__ = _operator(arith.addi)
-    __sub__ = _operator(arith.subi)
-    __mul__ = _operator(arith.muli)
-    __floordiv__ = _operator(arith.divui)
-    __mod__ = _operator(arith.remui)
-    __and__ = _operator(arith.andi)
-    __or__ = _operator(arith.ori)
-    __rshift__ = _operator(arith.shrui)
-    __lshift__ = _operator(arith.shli)
-    __lt__ = _comparison(arith.CmpIPredicate.slt)
-    __le__ = _comparison(arith.CmpIPredicate.sle)
-    __gt__ = _comparison(arith.CmpIPredicate.sgt)
-    __ge__ = _comparison(arith.CmpIPredicate.sge)
-
-    def __array_ufunc__(self, ufunc: Any, method: str, a: Any, b: Any) -> "Int":
-        """NumPy's minimum and maximum, with which a Mask computes its bounds."""
-        del method
-        op = {"minimum": arith.minsi, "maximum": arith.maxsi}[ufunc.__name__]
-        return a._with(op, b) if isinstance(a, Int) else b._with(op, a)
 
 
 class Thread:
@@ -218,7 +185,7 @@ def each_thread(
 
     def code(launch, refs, scalars):
         leaves = jax.tree.leaves(scalars, is_leaf=lambda x: hasattr(x, "registers"))
-        values = [Int(_scalar(x.registers.item())) for x in leaves]
+        values = [Int(number_of(x.registers.item())) for x in leaves]
         scalars = jax.tree.unflatten(jax.tree.structure(types[1]), values)
         mine = thread or Thread()
         mine.launch = launch
@@ -238,12 +205,6 @@ def each_thread(
     inline.program = program  # the interpreter in tests/ runs this
     call = plgpu.inline_mgpu(arg_types=types, return_type=RESULTS[returns])
     return call(inline)(refs, scalars)
-
-
-def _scalar(register: ir.Value) -> ir.Value:
-    if isinstance(register.type, ir.VectorType):
-        return vector.extract(register, [], [0])
-    return register
 
 
 def in_context(program: Callable[..., Any], plan: Any, **options: Any) -> Callable[..., Any]:

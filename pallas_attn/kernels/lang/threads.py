@@ -18,6 +18,7 @@ from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from pallas_attn.kernels.lang import mosaic, thread_math, thread_program
 from pallas_attn.kernels.lang.asm import (
+    Int,
     address_of,
     do,
     do_where,
@@ -27,7 +28,7 @@ from pallas_attn.kernels.lang.asm import (
     shared_address,
     word_type,
 )
-from pallas_attn.kernels.lang.thread_program import Int, ThreadContext
+from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import DType, GmemRef, Index, Ref, SmemRef
 
 WARPS = 4  # warps of a warpgroup

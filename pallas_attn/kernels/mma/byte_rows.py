@@ -11,7 +11,7 @@ are 164 words of 4 bytes, so that the words that a warp loads at once lie in dif
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.experimental.mosaic.gpu as mgpu
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -23,8 +23,8 @@ from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_attn._call.byte_rows import BYTE_DTYPE, BYTE_ROW, REST_DTYPE, SCALE_COLUMNS
 from pallas_attn.kernels.lang import asm, mosaic, thread_math, threads
+from pallas_attn.kernels.lang.asm import Int
 from pallas_attn.kernels.lang.mosaic import REF, SCALAR
-from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.lang.threads import Float
 from pallas_attn.kernels.lang.types import DType, GmemRef, Index, RegisterTile, Scalar, SmemRef
 from pallas_attn.kernels.mma import dequant, mma_rowmajor, packed_rows
@@ -65,13 +65,9 @@ def _lane() -> _Lane:
     return _Lane(index // 32, index % 32 // 4, index % 4)
 
 
-def _scalar(x: mgpu.FragmentedArray) -> Int:
-    return Int(x.registers.item())
-
-
-def _word(raw: ir.Value, slot: mgpu.FragmentedArray, row: Int, word: Int | int) -> ir.Value:
+def _word(raw: ir.Value, slot: Int, row: Int, word: Int | int) -> ir.Value:
     """A pointer to a word of 4 bytes of a row."""
-    return asm.address_of(raw, (_scalar(slot) * KEYS + row) * ROW_WORDS + word, 4)
+    return asm.address_of(raw, (slot * KEYS + row) * ROW_WORDS + word, 4)
 
 
 def _load(address: ir.Value, words: int) -> ir.Value:
@@ -163,7 +159,7 @@ def flat_scales(raw: Raw, live: Index) -> tuple[RegisterTile, ...]:
         def of_row(row):
             there = llvm.load(kind, _word(raw, slot, row, first), alignment=16)
             numbers = [vector.extract(there, [], [n]) for n in range(count)]
-            inside = (row < _scalar(live)).value
+            inside = (row < live).value
             return [arith.select(inside, x, utils.c(0.0, x.type)) for x in numbers]
 
         halves = [of_row(lane.warp * 16 + lane.group + 8 * half) for half in range(2)]
@@ -205,8 +201,8 @@ def store_units(to: SmemRef, entry: Index, units: list[Scalar]) -> None:
     def code(to, entry, *units):
         thread = threads.Thread()
         for n, unit in enumerate(units):
-            number = Float(unit.registers.item())
-            thread.shared_store(to, _scalar(entry) * BLOCKS + n, number, thread.index < 1)
+            number = Float(unit.value)
+            thread.shared_store(to, entry * BLOCKS + n, number, thread.index < 1)
 
     def twin(to, entry, *units):
         to[int(entry) * BLOCKS : (int(entry) + 1) * BLOCKS] = np.stack(units)
@@ -244,7 +240,7 @@ def values(raw: Raw, block: int, live: Index) -> tuple[RegisterTile, RegisterTil
         first = lane.warp * 8 + lane.group + block * (SCALE_COLUMNS // 4)
         address = _word(raw, slot, lane.member * 2, first)
         kind = ir.VectorType.get((2,), ir.F16Type.get())
-        left, zero = _scalar(live) - lane.member * 2, utils.c(0, asm.i32())
+        left, zero = live - lane.member * 2, utils.c(0, asm.i32())
         tiles: tuple[list, list] = [], []
         for key in range(0, KEYS, 8):
             words = [_load(address, (key + n) * ROW_WORDS) for n in range(2)]
@@ -273,7 +269,7 @@ def store_columns(out: GmemRef, row: Index, block: int, tiles: tuple[RegisterTil
 
     def code(out, row, *tiles):
         lane, thread = _lane(), threads.Thread()
-        first = thread.to_int64(_scalar(row) + lane.member * 2) * (width // 4)
+        first = thread.to_int64(row + lane.member * 2) * (width // 4)
         first = first + thread.to_int64(lane.warp * 8 + lane.group + block * (SCALE_COLUMNS // 4))
         address = asm.address_of(out, first, 8)
         for n in range(rows // 8):
@@ -414,10 +410,5 @@ def split(q: SmemRef, to: Queries) -> None:
             left = left - narrow.astype(np.float32)
         rest[:] = numbers[:, BYTE_ROW.v_head_dim :].astype(rest.dtype)
 
-    tiled: Any = plgpu.TilingTransform
-    swizzled: Any = plgpu.SwizzleTransform
-    kinds = [
-        plgpu.RefType(transforms=(tiled((8, columns)), swizzled(SWIZZLE)))
-        for columns in (SWIZZLE, SWIZZLE // 2)
-    ]
+    kinds = [plgpu.RefType(mosaic.swizzle_transforms(x.dtype, SWIZZLE)) for x in to[:2]]
     mosaic.inline(code, twin, (q, *to), (REF, *kinds, REF), None)

@@ -10,34 +10,31 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 from pallas_attn.kernels.lang import asm, mosaic, threads
+from pallas_attn.kernels.lang.asm import Int
 from pallas_attn.kernels.lang.mosaic import REF, SCALAR
-from pallas_attn.kernels.lang.thread_program import Int
-from pallas_attn.kernels.mma import mma_2x2
+from pallas_attn.kernels.mma.mma_sync import BLOCKS, WarpGrid
 
 Ref = Any
 Array = Any
 
 
 def write(
-    tile: Array, to: Ref, at: tuple[Any, ...], stage: tuple[Ref, Any], grid: Any = None
+    tile: Array, to: Ref, at: tuple[Any, ...], stage: tuple[Ref, Any], grid: WarpGrid = BLOCKS
 ) -> None:
-    """`mma_sync.write` or, if it is said how warps grid, `mma_2x2.write`, by way of `stage`:
-    (shared memory, the first of the warpgroup's rows there), where nobody else reads or writes any
-    more what lies in a warp's rows and columns.
+    """`mma_sync.write` by way of `stage`: (shared memory, the first of the warpgroup's rows there),
+    where nobody else reads or writes any more what lies in a warp's rows and columns.
     """
     (_, length, heads, dim), (rows, width), (room, first) = to.shape, tile.shape, stage
-    down = 4 if grid is None else 2
-    pitch, mine, group = room.shape[1], width * down // 4, 0 if grid is None else grid.group
-    whole = width * (1 if grid is None else grid.groups)
-    step, chunks, count = 64 if down == 4 else 16, mine // 8, rows // down // 16
+    pitch, mine, whole = room.shape[1], width // grid.across, width * grid.groups
+    step, chunks, count = grid.step, mine // 8, grid.blocks(rows)
     assert pitch >= width and tile.dtype.itemsize == 2 == room.dtype.itemsize
 
     def code(tile, to, at, room, first, group):
         thread = threads.Thread()
-        high, wide, lane = mma_2x2.place_of_warp(down)
-        batch, head, start, live = (mma_2x2.int_of(x) for x in at)
-        top = high * (16 if down == 4 else rows // 2)
-        own = mma_2x2.int_of(first) + top
+        high, wide, lane = grid.place()
+        batch, head, start, live = at
+        top = grid.top(high, rows)
+        own = first + top
         begin = (own + lane // 4) * (pitch // 2) + wide * (mine // 2) + lane % 4
         base = asm.shared_address(room, begin, 4)
         for n, register in enumerate(tile.registers.flat):
@@ -46,7 +43,7 @@ def write(
             asm.do(f"st.shared.b32 [$0+{2 * (below * pitch + across)}], $1;", [base, word], "r,r")
         asm.do("bar.warp.sync 0xffffffff;", [], "")
         line = thread.to_int64((batch * length + start) * heads + head)  # rows count in 32 bits
-        column = mma_2x2.int_of(group) * (width // 8) + wide * chunks
+        column = group * (width // 8) + wide * chunks
         for index in range(0, 16 * chunks, 32):
             row, chunk = (lane + index) // chunks, (lane + index) % chunks
             if chunks % 32 == 0:
@@ -70,9 +67,8 @@ def write(
         room[int(first) : int(first) + rows, :width] = tile
         to[batch, start : start + live, head, begin : begin + some] = tile[:live, :some]
 
-    layout = mosaic.TILE if grid is None else mosaic.warp_layout((rows, width), down)
-    types = (layout, REF, (SCALAR,) * 4, REF, SCALAR, SCALAR)
-    args = (tile, to, tuple(at), room, jnp.int32(first), jnp.int32(group))
+    types = (grid.layout((rows, width)), REF, (SCALAR,) * 4, REF, SCALAR, SCALAR)
+    args = (tile, to, tuple(at), room, jnp.int32(first), jnp.int32(grid.group))
     mosaic.inline(code, twin, args, types, None)
 
 

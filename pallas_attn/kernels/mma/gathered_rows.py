@@ -7,12 +7,10 @@ from typing import Any, NamedTuple
 
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import vector
 
-from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang import asm, mosaic, threads
+from pallas_attn.kernels.lang.asm import Int
 from pallas_attn.kernels.lang.mosaic import REF, SCALAR
-from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.lang.threads import Word
 from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import packed_rows
@@ -57,14 +55,13 @@ def copy(
         index, rows = numbers[:count], numbers[count:]
         entry: Any = None
         for size, x in zip(to_sizes, index, strict=True):
-            number = Int(x.registers.item())
-            entry = number if entry is None else entry * size + number
+            entry = x if entry is None else entry * size + x
         word = thread.index % ACROSS
         place = packed_rows.swizzled_place(thread.index // ACROSS, word, chunks, ACROSS)
         place = entry * (TILE * chunks) + place
-        begin = thread.to_int64(Int(layer.registers.item())) * layer_rows
+        begin = thread.to_int64(layer) * layer_rows
         for n, row in enumerate(rows):
-            row = Int(_element(row.registers.item()))
+            row = Int(asm.number_of(row.registers.item()))
             there = exists(row, layer_rows)
             line = begin + thread.to_int64(thread.select(there, row, 0))
             source = line * words + thread.to_int64(word) + column // 8
@@ -83,9 +80,7 @@ def copy(
         tile[there] = flat[line, column : column + chunks * 8]
         to[index] = tile
 
-    tiled: Any = plgpu.TilingTransform
-    swizzled: Any = plgpu.SwizzleTransform
-    room = plgpu.RefType(transforms=(tiled((8, ACROSS * 8)), swizzled(ACROSS * 16)))
+    room = plgpu.RefType(mosaic.swizzle_transforms(to.dtype, ACROSS * 16))
     kinds = (REF, room, SCALAR, *[SCALAR] * count, *[NUMBER] * len(rows))
     mosaic.inline(code, twin, (kv, to, layer.number, *index, *rows), kinds, None)
 
@@ -93,10 +88,3 @@ def copy(
 def exists(row: Index, rows: int) -> Index:
     """Whether a layer has a row of this number."""
     return (row >= 0) & (row < rows)
-
-
-def _element(register: ir.Value) -> ir.Value:
-    """The number in a register that holds a vector of one."""
-    if isinstance(register.type, ir.VectorType):
-        return vector.extract(register, [], [0])
-    return register

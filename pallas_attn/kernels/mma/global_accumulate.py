@@ -1,6 +1,6 @@
 """Tiles of float32 in global memory that several blocks add to, each number where the thread that
 holds it likes it best, and what becomes of them. For the portable backward, whose dQ they are; its
-warps stand two by two (`squares`). Each step carries a twin in NumPy for the interpreter.
+warps stand two by two (`mma_2x2`). Each step carries a twin in NumPy for the interpreter.
 """
 
 import threading
@@ -14,7 +14,8 @@ from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_attn.kernels.lang import asm, mosaic, threads
 from pallas_attn.kernels.lang.mosaic import REF, SCALAR
-from pallas_attn.kernels.mma import mma_2x2, mma_rowmajor
+from pallas_attn.kernels.mma import mma_rowmajor
+from pallas_attn.kernels.mma.mma_2x2 import TWO_BY_TWO
 
 Ref = Any
 Array = jax.Array
@@ -41,7 +42,7 @@ def add(tile: Array, to: Ref, index: Array, vectors: bool) -> None:
         with _ADDING:
             to[int(index)] += tile.ravel()
 
-    types = (mosaic.warp_layout((rows, columns), 2), REF, SCALAR)
+    types = (TWO_BY_TWO.layout((rows, columns)), REF, SCALAR)
     mosaic.inline(code, twin, (tile, to, index), types, None)
 
 
@@ -50,7 +51,7 @@ _ADDING = threading.Lock()  # the interpreter's blocks are threads
 
 def _lines(tile: Any, to: Any, index: Any, size: int, vectors: bool) -> Any:
     thread = threads.Thread()
-    start = thread.to_int64(mma_2x2.int_of(index)) * size
+    start = thread.to_int64(index) * size
     start = start + thread.to_int64(thread.index) * (4 if vectors else 1)
     base = asm.address_of(to, start, 4)
     f32 = ir.F32Type.get()
@@ -66,7 +67,7 @@ def load(ref: Ref, index: Array, shape: tuple[int, int], vectors: bool) -> Array
 
     def code(ref, index):
         thread, f32 = threads.Thread(), ir.F32Type.get()
-        start = thread.to_int64(mma_2x2.int_of(index)) * size
+        start = thread.to_int64(index) * size
         start = start + thread.to_int64(thread.index) * (4 if vectors else 1)
         base = asm.address_of(ref, start, 4)
         registers = []
@@ -79,10 +80,10 @@ def load(ref: Ref, index: Array, shape: tuple[int, int], vectors: bool) -> Array
                 places = [(4 * n + i) * mosaic.THREADS for i in range(4)]
                 four = [llvm.load(f32, utils.getelementptr(base, [p], f32)) for p in places]
             registers += [mma_rowmajor.pair_of(*four[:2]), mma_rowmajor.pair_of(*four[2:])]
-        return mma_2x2.tile_with(registers, shape, 2)
+        return TWO_BY_TWO.tile_with(registers, shape)
 
     def twin(ref, index):
         return ref[int(index)].reshape(shape).copy()
 
-    result = mma_2x2.result_of(shape, jnp.float32, 2)
+    result = TWO_BY_TWO.tile_type(shape, jnp.float32)
     return mosaic.inline(code, twin, (ref, index), (REF, SCALAR), result)

@@ -18,7 +18,6 @@ from jaxlib.mlir.dialects import arith, vector
 
 from pallas_attn.kernels.lang import asm, mosaic, threads
 from pallas_attn.kernels.lang.mosaic import REF, SCALAR
-from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile
 
 HEADS = 8  # heads of a query row
@@ -32,14 +31,14 @@ def store(values: RegisterTile, to: GmemRef, batch: Index, head: Index, row: Ind
     _, heads, length = to.shape
 
     def code(values, to, batch, head, row):
-        thread, batch, head, row = threads.Thread(), *map(_int_of, (batch, head, row))
+        thread = threads.Thread()
         lane = thread.index % 32
         row, head = row + thread.index // 32 * 2, head + lane // 4
         line = (batch * heads + head) * length + row  # 32 bits count the rows of all heads
         address = asm.address_of(to, line, 4)
         ours = lane % 4 < 1
         for number, register in enumerate(values.registers.flat):
-            value = _first(register)
+            value = asm.number_of(register)
             inside = (ours & (row + number < length)).value
             asm.do_where(inside, f"st.global.f32 [$1+{4 * number}], $2", [address, value], "l,f")
 
@@ -58,7 +57,7 @@ def load(numbers: GmemRef, head: Index) -> RegisterTile:
 
     def code(numbers, head):
         lane = threads.Thread().index % 32
-        address = asm.address_of(numbers, _int_of(head) + lane // 4, 4)
+        address = asm.address_of(numbers, head + lane // 4, 4)
         f32 = ir.F32Type.get()
         number = asm.give(f32, "ld.global.f32 $0, [$1];", [address], "=f,l")
         register = vector.broadcast(ir.VectorType.get((1,), f32), number)
@@ -80,7 +79,9 @@ def mask_queries(s: RegisterTile, low: RegisterTile, high: RegisterTile) -> Regi
     """
 
     def code(_, s, low, high):
-        low, high = ([_first(register) for register in x.registers.flat] for x in (low, high))
+        low, high = (
+            [asm.number_of(register) for register in x.registers.flat] for x in (low, high)
+        )
         registers, nothing = s.registers.copy(), utils.c(float("-inf"), ir.F32Type.get())
         for at, register in enumerate(s.registers.flat):
             block, row = divmod(at, 2)
@@ -109,11 +110,3 @@ def query_rows() -> jax.Array:
     """int32[64]: the query row of each row of a tile, counted from its first."""
     eight = mosaic.filled((HEADS * QUERIES,), HEADS, jnp.int32)
     return jax.lax.div(mosaic.positions((HEADS * QUERIES,), 0, 0), eight)
-
-
-def _first(register: ir.Value) -> ir.Value:
-    return vector.extract(register, [], [0])
-
-
-def _int_of(scalar: Index) -> Int:
-    return Int(scalar.registers.item())

@@ -7,9 +7,9 @@ The price: a tile of P or dS, as it comes out of one matmul, is the left operand
 half of the sum only. So it goes through shared memory, where a warp finds all of it, which also
 leaves registers for loads ahead of their matmuls. Taking the own half from registers was slower.
 
-`WarpGrid` says which warp has which part: 4 or 2 warps of a warpgroup one above the other, and
-warpgroups side by side, each with a part of the columns. Each function has a twin in NumPy, which
-the interpreter runs.
+`mma_sync.WarpGrid` says which warp has which part: 4 or 2 warps of a warpgroup one above the other,
+and warpgroups side by side, each with a part of the columns. Products of rows in shared memory, and
+stores, are those of mma_sync.py. Each function has a twin in NumPy, which the interpreter runs.
 """
 
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_attn.kernels.lang import asm, mosaic, threads
+from pallas_attn.kernels.lang import asm, mosaic
 from pallas_attn.kernels.lang.mosaic import REF, SCALAR
-from pallas_attn.kernels.lang.thread_program import Int
-from pallas_attn.kernels.lang.types import DType, GmemRef, Index, RegisterTile, SmemRef
+from pallas_attn.kernels.lang.types import DType, Index, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import mma_rowmajor, mma_sync
-from pallas_attn.kernels.mma.mma_sync import PAIRS
+from pallas_attn.kernels.mma.mma_sync import PAIRS, WarpGrid
 
 PARTIALS = 16  # partial sums a row
+TWO_BY_TWO = WarpGrid(2)
 BARRIER = 8  # the first of those for two warps; a block's and its warpgroups' come before
 _BOTH: dict[str, tuple[Any, Any]] = {  # on the GPU, and along an axis in NumPy
     "max": (arith.maximumf, np.max),
@@ -52,52 +52,6 @@ class _RightRows(NamedTuple):
     start: int  # place of the first row, in numbers
 
 
-class WarpGrid(NamedTuple):
-    """The arrangement of the warps of a block around a result."""
-
-    down: int  # warps of a warpgroup one above the other
-    groups: int = 1  # warpgroups, side by side
-    group: Index = 0  # number of this one
-
-    @property
-    def across(self) -> int:
-        """Warps of a warpgroup side by side."""
-        return 4 // self.down
-
-    @property
-    def shares(self) -> int:
-        """Shares of a result's columns."""
-        return self.across * self.groups
-
-
-def result_of(shape: tuple[int, int], dtype: DType, down: int) -> Any:
-    return mosaic.tile_type(shape, dtype, layout=mosaic.warp_layout(shape, down))
-
-
-def tile_with(registers: list, shape: tuple[int, int], down: int) -> Any:
-    return mosaic.array_of(registers, shape, mosaic.warp_layout(shape, down))
-
-
-def tile_of_sums(sums: list, shape: tuple[int, int], down: int) -> Any:
-    pairs = [
-        mma_rowmajor.pair_of(s[2 * half], s[2 * half + 1])
-        for of_block in sums
-        for s in of_block
-        for half in range(2)
-    ]
-    return tile_with(pairs, shape, down)
-
-
-def place_of_warp(down: int) -> tuple[Int, Int, Int]:
-    """(which of the warps down, which across, lane)."""
-    warp, lane = mma_sync.warp_and_lane()
-    return warp // (4 // down), warp % (4 // down), lane
-
-
-def int_of(scalar: Index) -> Int:
-    return Int(scalar.registers.item())
-
-
 def multiply_rows(sums: list, a: list, right: _RightRows, width: int, dtype: DType) -> None:
     """sums += a @ `width` columns of 16 rows of the right operand: a [term][block], 4 words."""
     address, whole, start = right
@@ -113,85 +67,6 @@ def multiply_rows(sums: list, a: list, right: _RightRows, width: int, dtype: DTy
 # ---- matmuls ------------------------------------------------------------------------------------
 
 
-def product(
-    left: tuple[SmemRef, Index],
-    right: tuple[SmemRef, Index],
-    sizes: Sequence[int],
-    terms: int,
-    down: int,
-) -> RegisterTile:
-    """left @ right^T of rows in shared memory, (ref, the first of them). `sizes`: (rows of the
-    left, rows of the right, the width of a term).
-    """
-    (rows, columns, width), (a_ref, a_first), (b_ref, b_first) = sizes, left, right
-    dtype, steps, shape = a_ref.dtype, (a_ref.shape[1], b_ref.shape[1]), (rows, columns)
-    blocks, mine = rows // down // 16, columns * down // 4
-
-    def code(a_ref, a_first, b_ref, b_first):
-        high, wide, lane = place_of_warp(down)
-        row = int_of(a_first) + high * (16 * blocks) + lane % 16
-        a_base = mma_sync.address_of(a_ref, row, lane // 16, steps[0])
-        row = int_of(b_first) + wide * mine + lane % 8 + lane // 16 * 8
-        b_base = mma_sync.address_of(b_ref, row, lane // 8 % 2, steps[1])
-        sums = mma_sync.nothing(blocks, mine)
-        small = mma_sync.nothing(blocks, mine) if terms == 3 else None
-        for column in range(0, width, 16):
-            a = [
-                [
-                    mma_sync.ldmatrix(a_base, 2 * (b * 16 * steps[0] + p * width + column))
-                    for b in range(blocks)
-                ]
-                for p in range(terms)
-            ]
-            for key in range(0, mine, 16):
-                b = [
-                    mma_sync.ldmatrix(b_base, 2 * (key * steps[1] + p * width + column))
-                    for p in range(terms)
-                ]
-                mma_sync.multiply(sums, key // 8, a, b, dtype, small)
-        if small is not None:
-            mma_sync.plus(sums, small, 0)
-        return tile_of_sums(sums, shape, down)
-
-    def twin(a_ref, a_first, b_ref, b_first):
-        a, b = a_ref[int(a_first) :][:rows], b_ref[int(b_first) :][:columns]
-        out = np.zeros(shape, np.float32)
-        for i, j in PAIRS[terms]:
-            of_a, of_b = (x[:, n * width :][:, :width] for x, n in ((a, i), (b, j)))
-            out += of_a.astype(np.float32) @ of_b.astype(np.float32).T
-        return out
-
-    types, args = (REF, SCALAR, REF, SCALAR), (a_ref, a_first, b_ref, b_first)
-    return mosaic.inline(code, twin, args, types, result_of(shape, jnp.float32, down))
-
-
-def matmul_add(
-    acc: RegisterTile, p: Sequence[RegisterTile], x: RightOperand, down: int
-) -> RegisterTile:
-    """acc + p @ x, p in registers, for warps one above the other: each has whole rows."""
-    assert down == 4
-    (x_ref, first, width), (rows, inner) = x, p[0].shape
-    step, dtype, blocks = x_ref.shape[1], x_ref.dtype, rows // 64
-
-    def code(acc, p, x_ref, first):
-        _, _, lane = place_of_warp(down)
-        base = mma_sync.address_of(x_ref, int_of(first) + lane % 16, lane // 16, step)
-        sums, words = mma_sync.numbers_of(acc, blocks), [mma_rowmajor.words_of(term) for term in p]
-        for key in range(0, inner, 16):
-            starts = [(block * inner + key) // 4 for block in range(blocks)]
-            a = [[term[start : start + 4] for start in starts] for term in words]
-            multiply_rows(sums, a, _RightRows(base, width, key * step), width, dtype)
-        return tile_of_sums(sums, (rows, width), down)
-
-    def twin(acc, p, x_ref, first):
-        return np.array(acc) + product_of_numpy(p, x_ref[int(first) :][:inner], width)
-
-    kind = mosaic.warp_layout((rows, width), down)
-    types = (kind, (mosaic.warp_layout((rows, inner), down),) * len(p), REF, SCALAR)
-    result = result_of((rows, width), jnp.float32, down)
-    return mosaic.inline(code, twin, (acc, tuple(p), x_ref, first), types, result)
-
-
 def matmul_add_shared(
     acc: RegisterTile, p: SmemRef, x: RightOperand, sizes: tuple[int, int, int], grid: WarpGrid
 ) -> RegisterTile:
@@ -200,16 +75,16 @@ def matmul_add_shared(
     """
     (x_ref, first, width), (rows, inner, terms) = x, sizes
     steps, dtype, shape = (p.shape[1], x_ref.shape[1]), x_ref.dtype, acc.shape
-    blocks, wide = rows // grid.down // 16, width // grid.shares
+    blocks, wide = grid.blocks(rows), width // grid.shares
     mine = inner // grid.shares
 
     def code(acc, p, x_ref, first, group):
-        high, lane, share = _share(grid, group)
-        sums, row = mma_sync.numbers_of(acc, blocks), high * (16 * blocks) + lane % 16
+        high, lane, share = grid.share(group)
+        sums, row = mma_sync.numbers_of(acc, blocks), grid.top(high, rows) + lane % 16
         for other in range(grid.shares):  # each begins with the columns that it put there itself
             begin = (share + other) % grid.shares * mine
             a_base = mma_sync.address_of(p, row, begin // 8 + lane // 16, steps[0])
-            of_x, chunk = int_of(first) + begin + lane % 16, share * (wide // 8)
+            of_x, chunk = first + begin + lane % 16, share * (wide // 8)
             base = mma_sync.address_of(x_ref, of_x, chunk + lane // 16, steps[1])
             for key in range(0, mine, 16):
                 a = [
@@ -221,16 +96,16 @@ def matmul_add_shared(
                 ]
                 right = _RightRows(base, width, key * steps[1])
                 multiply_rows(sums, a, right, wide, dtype)
-        return tile_of_sums(sums, shape, grid.down)
+        return grid.tile_of_sums(sums, shape)
 
     def twin(acc, p, x_ref, first, group):
         left = [p[:rows, n * inner :][:, :inner] for n in range(terms)]
         whole = product_of_numpy(left, x_ref[int(first) :][:inner], width)
         return np.array(acc) + whole[:, int(group) * shape[1] :][:, : shape[1]]
 
-    types = (mosaic.warp_layout(shape, grid.down), REF, REF, SCALAR, SCALAR)
+    types = (grid.layout(shape), REF, REF, SCALAR, SCALAR)
     args = (acc, p, x_ref, first, jnp.int32(grid.group))
-    return mosaic.inline(code, twin, args, types, result_of(shape, jnp.float32, grid.down))
+    return mosaic.inline(code, twin, args, types, grid.tile_type(shape, jnp.float32))
 
 
 def product_of_numpy(p: Any, x: Any, width: int) -> Any:
@@ -239,12 +114,6 @@ def product_of_numpy(p: Any, x: Any, width: int) -> Any:
         of_x = x[:, j * width :][:, :width].astype(np.float32)
         out += np.asarray(p[i]).astype(np.float32) @ of_x
     return out
-
-
-def _share(grid: WarpGrid, group: Index) -> tuple[Int, Int, Int]:
-    """(which of the warps down, lane, which share of the columns)."""
-    high, wide, lane = place_of_warp(grid.down)
-    return high, lane, wide if grid.groups == 1 else int_of(group) * grid.across + wide
 
 
 def transposed_product(
@@ -258,7 +127,7 @@ def transposed_product(
     wide = width // grid.shares
 
     def code(left, right, group):
-        high, lane, share = _share(grid, group)
+        high, lane, share = grid.share(group)
         # Matrices in the order (rows, keys): (0, 0), (8, 0), (0, 8), (8, 8).
         a_row = lane % 8 + lane // 16 * 8
         a_base = mma_sync.address_of(left, a_row, high * (2 * blocks) + lane // 8 % 2, steps[0])
@@ -277,7 +146,7 @@ def transposed_product(
             ]
             right_rows = _RightRows(b_base, width, key * steps[1])
             multiply_rows(sums, a, right_rows, wide, dtype)
-        return tile_of_sums(sums, shape, 2)
+        return grid.tile_of_sums(sums, shape)
 
     def twin(left, right, group):
         out = np.zeros(shape, np.float32)
@@ -288,7 +157,7 @@ def transposed_product(
         return out
 
     args = (left, right, jnp.int32(grid.group))
-    result = result_of(shape, jnp.float32, 2)
+    result = grid.tile_type(shape, jnp.float32)
     return mosaic.inline(code, twin, args, (REF, REF, SCALAR), result)
 
 
@@ -301,8 +170,8 @@ def store_tile(tile: Sequence[RegisterTile], to: SmemRef, grid: WarpGrid) -> Non
     whole, mine = columns * grid.groups, columns // grid.across
 
     def code(tile, to, group):
-        high, lane, share = _share(grid, group)
-        row = high * (rows // grid.down) + lane // 4
+        high, lane, share = grid.share(group)
+        row = grid.top(high, rows) + lane // 4
         start = row * (step // 2) + share * (mine // 2) + lane % 4
         base = asm.shared_address(to, start, 4)
         for n, term in enumerate(tile):
@@ -317,49 +186,10 @@ def store_tile(tile: Sequence[RegisterTile], to: SmemRef, grid: WarpGrid) -> Non
             start = n * whole + int(group) * columns
             to[:rows, start : start + columns] = term
 
-    types = ((mosaic.warp_layout((rows, columns), grid.down),) * len(tile), REF, SCALAR)
+    types = ((grid.layout((rows, columns)),) * len(tile), REF, SCALAR)
     args = (tuple(tile), to, jnp.int32(grid.group))
     mosaic.inline(code, twin, args, types, None)
     assert to.dtype == tile[0].dtype
-
-
-# ---- results -------------------------------------------------------------------------------------
-
-
-def write(tile: RegisterTile, to: GmemRef, at: tuple[Index, ...], grid: WarpGrid) -> None:
-    """The first `live` rows of a warpgroup's part of a tile, and as many columns as there are, to
-    [B, rows, heads, dim]. `at`: (batch, head, first row, live), int32 scalars.
-    """
-    _, length, heads, dim = to.shape
-    dtype, shape = tile.dtype, tile.shape
-    bits, mine = 2 * 8 * jnp.dtype(dtype).itemsize, shape[1] // grid.across
-
-    def code(tile, to, at, group):
-        thread = threads.Thread()
-        high, lane, share = _share(grid, group)
-        batch, head, first, live = (int_of(x) for x in at)
-        start = thread.to_int64(batch) * length + thread.to_int64(first)
-        row, column = high * (shape[0] // grid.down) + lane // 4, share * mine
-        start = (start * heads + thread.to_int64(head)) * (dim // 2)
-        start = start + thread.to_int64(row * (heads * dim // 2) + column // 2 + lane % 4)
-        for n, register in enumerate(tile.registers.flat):
-            right, below = n // 2 % (mine // 8) * 8, n // (mine // 4) * 16 + n % 2 * 8
-            there = row + below < live
-            if dim < shape[1] * grid.groups:
-                there = there & (column + right < dim)
-            word = Int(llvm.bitcast(ir.IntegerType.get_signless(bits), register))
-            index = start + (below * (heads * dim // 2) + right // 2)
-            thread.store(to, index, word, bits // 8, there)
-
-    def twin(tile, to, at, group):
-        batch, head, first, live = map(int, at)
-        live, start = max(0, min(live, shape[0])), int(group) * shape[1]
-        some = max(0, min(dim - start, shape[1]))
-        to[batch, first : first + live, head, start : start + some] = tile[:live, :some]
-
-    types = (mosaic.warp_layout(shape, grid.down), REF, (SCALAR,) * 4, SCALAR)
-    args = (tile, to, tuple(at), jnp.int32(grid.group))
-    mosaic.inline(code, twin, args, types, None)
 
 
 # ---- rows whose columns two warps share ---------------------------------------------------------
@@ -369,7 +199,7 @@ def write(tile: RegisterTile, to: GmemRef, at: tuple[Index, ...], grid: WarpGrid
 
 def row_layout(rows: int) -> Any:
     """The layout of one number a row, which both warps of a row have, warps two by two."""
-    return mosaic.warp_layout((rows, PARTIALS), 2).reduce(1)
+    return TWO_BY_TWO.layout((rows, PARTIALS)).reduce(1)
 
 
 def store_row_partials(tile: RegisterTile, to: SmemRef, first: Index, op: str) -> None:
@@ -379,8 +209,8 @@ def store_row_partials(tile: RegisterTile, to: SmemRef, first: Index, op: str) -
     (rows, columns), whole, (both, numpy) = tile.shape, to.shape[1], _BOTH[op]
 
     def code(tile, to, first):
-        high, wide, lane = place_of_warp(2)
-        start = wide * whole + int_of(first) + high * (rows // 2) + lane // 4
+        high, wide, lane = TWO_BY_TWO.place()
+        start = wide * whole + first + high * (rows // 2) + lane // 4
         base = asm.shared_address(to, start, 4)
         for n, pairs in enumerate(halves(tile, rows)):
             number = _tree(both, [vector.extract(x, [], [i]) for x in pairs for i in range(2)])
@@ -392,7 +222,7 @@ def store_row_partials(tile: RegisterTile, to: SmemRef, first: Index, op: str) -
         of_warps = numpy(np.asarray(tile).reshape(rows, 2, columns // 2), axis=2)
         to[:, int(first) : int(first) + rows] = of_warps.T
 
-    types = (mosaic.warp_layout((rows, columns), 2), REF, SCALAR)
+    types = (TWO_BY_TWO.layout((rows, columns)), REF, SCALAR)
     mosaic.inline(code, twin, (tile, to, jnp.int32(first)), types, None)
 
 
@@ -402,8 +232,8 @@ def load_row_totals(ref: SmemRef, first: Index, rows: int, op: str) -> RegisterT
     layout = row_layout(rows)
 
     def code(ref, first):
-        high, _, lane = place_of_warp(2)
-        start, f32 = int_of(first) + high * (rows // 2) + lane // 4, ir.F32Type.get()
+        high, _, lane = TWO_BY_TWO.place()
+        start, f32 = first + high * (rows // 2) + lane // 4, ir.F32Type.get()
         base, numbers = asm.address_of(ref, start, 4), []
         for n in range(rows // 16):
             two = [
@@ -424,8 +254,8 @@ def sync_row_pair(group: Index) -> None:
     """A barrier of the two warps of warpgroup `group` that have the same rows."""
 
     def code(group):
-        high, _, _ = place_of_warp(2)
-        number = int_of(group) * 2 + high + BARRIER
+        high, _, _ = TWO_BY_TWO.place()
+        number = group * 2 + high + BARRIER
         asm.do(f"bar.sync $0, {2 * 32};", [number.value], "r")
 
     mosaic.inline(code, lambda group: None, (jnp.int32(group),), (SCALAR,), None)
@@ -436,13 +266,15 @@ def partial_sums(tile: RegisterTile) -> RegisterTile:
     (rows, columns), shape = tile.shape, (tile.shape[0], PARTIALS)
 
     def code(tile):
-        return tile_with([_tree(arith.addf, pairs) for pairs in halves(tile, rows)], shape, 2)
+        sums = [_tree(arith.addf, pairs) for pairs in halves(tile, rows)]
+        return TWO_BY_TWO.tile_with(sums, shape)
 
     def twin(tile):
         return np.asarray(tile).reshape(rows, 2, columns // PARTIALS, 8).sum(2).reshape(shape)
 
-    types = (mosaic.warp_layout((rows, columns), 2),)
-    return mosaic.inline(code, twin, (tile,), types, result_of(shape, jnp.float32, 2))
+    types = (TWO_BY_TWO.layout((rows, columns)),)
+    result = TWO_BY_TWO.tile_type(shape, jnp.float32)
+    return mosaic.inline(code, twin, (tile,), types, result)
 
 
 def halves(tile: Any, rows: int) -> list[list[ir.Value]]:

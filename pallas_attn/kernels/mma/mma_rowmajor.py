@@ -20,8 +20,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_attn.kernels.lang import asm, mosaic, thread_math, threads
+from pallas_attn.kernels.lang.asm import Int
 from pallas_attn.kernels.lang.mosaic import REF, SCALAR
-from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.mma import dequant
 
 Ref = Any
@@ -203,7 +203,7 @@ def rows_of_lane(
     """
     rows, step, group = at.rows, at.step, at.group
     warp, lane = [Int(x) for x in warp_and_lane()]
-    start, skipped = [Int(x.registers.item()) for x in first]
+    start, skipped = first
     starts = []
     for half in (0, 8):
         n = skipped + lane // 4 + half + split.row_block(warp) * ROWS
@@ -372,11 +372,7 @@ def reduce_folded(rows: Array, op: str) -> Array:
     shape, code_of = rows.shape, {"maximum": arith.maximumf, "sum": arith.addf}[op]
 
     def code(rows):
-        halves = [
-            vector.extract(x, [], [0]) if isinstance(x.type, ir.VectorType) else x
-            for x in rows.registers.flat
-        ]
-        return row_with([code_of(*halves)] * 2)
+        return row_with([code_of(*map(asm.number_of, rows.registers.flat))] * 2)
 
     def twin(rows):
         halves = rows.reshape(threads.WARPS, 2, 8)
@@ -435,7 +431,7 @@ def scores(q: Array, ref: Ref, slot: Array, split: Split, dim: int | None = None
     def code(q, ref, slot):
         warp, lane = [Int(x) for x in warp_and_lane()]
         a, pointer, words = words_of(q), asm.pointer_of(ref), pitch * size // 16
-        start = Int(slot.registers.item()) * (split.keys * words)
+        start = slot * (split.keys * words)
         start = start + (split.first_key(warp) + lane // 4) * words
         zero = utils.c(0.0, ir.F32Type.get())
         load = words_of_row if split.parts == 1 else functools.partial(words_of_part, split)
@@ -474,7 +470,7 @@ def number_of_each_key(ref: Ref, slot: Array, split: Split) -> Array:
 
     def code(ref, slot):
         warp, lane = [Int(x) for x in warp_and_lane()]
-        at = Int(slot.registers.item()) * split.keys + split.first_key(warp) + lane % 4 * 2
+        at = slot * split.keys + split.first_key(warp) + lane % 4 * 2
         pairs = [
             dequant.pair_of_floats(asm.pointer_of(ref), at + n) for n in range(0, split.columns, 8)
         ]
@@ -507,7 +503,7 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split, first:
     def code(acc, p, ref, slot):
         warp, lane = [Int(x) for x in warp_and_lane()]
         a, pointer = words_of(p), asm.pointer_of(ref)
-        start = Int(slot.registers.item()) * (split.keys * pitch)
+        start = slot * (split.keys * pitch)
         start = start + (split.first_key(warp) + lane % 4 * 2) * pitch
         mine = lane // 4 if split.parts == 1 else lane // 4 + first_chunk(split, shape[1])
         sums = []
@@ -597,9 +593,7 @@ def store_accumulators(  # noqa: PLR0913
                     index = line * words + chunk * 2 + k
                     store_four(refs[0], index, eight[4 * k : 4 * k + 4], there)
         for ref, row_numbers in zip(refs[1:], numbers, strict=True):
-            number = row_numbers.registers.flat[half]
-            if isinstance(number.type, ir.VectorType):
-                number = vector.extract(number, [], [0])
+            number = asm.number_of(row_numbers.registers.flat[half])
             mine = row < rows if alone else (row < rows) & (warp < split.row_blocks)
             threads.Thread().shared_store(ref, line, threads.Float(number), mine)
 
@@ -639,8 +633,7 @@ def add(ref: Any, number: Any, tile: Any, where: Any) -> None:
         registers = list(tile.registers.flat)  # by 8 columns, then rows 0-7 and 8-15 of a warp
         i64 = ir.IntegerType.get_signless(64)
         thread = threads.Thread().index.value
-        number, where = (x.registers.item() for x in (number, where))
-        begin = arith.muli(arith.extsi(i64, number), utils.c(slots, i64))
+        begin = arith.muli(arith.extsi(i64, number.value), utils.c(slots, i64))
         slot = arith.addi(begin, arith.extui(i64, thread))
         sixteen_bytes = ir.VectorType.get((4,), ir.F32Type.get())
         address = utils.getelementptr(utils.memref_ptr(ref), [slot], sixteen_bytes)
@@ -649,7 +642,7 @@ def add(ref: Any, number: Any, tile: Any, where: Any) -> None:
             four = [vector.extract(x, [], [i]) for x in pair for i in range(2)]
             llvm.inline_asm(
                 ir.Type.parse("!llvm.void"),
-                [where, address, *four],
+                [where.value, address, *four],
                 "{ .reg .pred p; setp.ne.b32 p, $0, 0; @p red.global.add.v4.f32 "
                 f"[$1+{16 * mosaic.THREADS * n}], {{$2, $3, $4, $5}}; }}",
                 "r,l,f,f,f,f,~{memory}",

@@ -6,8 +6,9 @@ A row in shared memory takes an odd number of chunks of 16 bytes. So 8 rows lie 
 at any one column, as `ldmatrix` reads them, and all that a thread addresses is one register and a
 constant, where a swizzle would want a register a column.
 
-A tile of `64 * m` rows is m blocks of 64, of which each of 4 warps has 16 rows. What a warp loads
-of the right operand serves all m.
+`WarpGrid` says which part of a result each warp has: a tile of `64 * m` rows is m blocks of 64, of
+which each of 4 warps has 16 rows (`BLOCKS`), or the warps lie some above each other and some side
+by side. What a warp loads of the right operand serves all blocks of 16 rows that it has.
 
 A float32 operand is a sum of terms in bfloat16, which lie side by side in its rows: 2 are good to
 2**-16, 3 to 2**-24. `PAIRS` says which terms of both operands meet: the others are smaller than
@@ -27,15 +28,15 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_attn.kernels.lang import asm, mosaic, threads
+from pallas_attn.kernels.lang.asm import Int
 from pallas_attn.kernels.lang.mosaic import REF, SCALAR
-from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.lang.threads import Word
+from pallas_attn.kernels.lang.types import Index, Layout
 from pallas_attn.kernels.mma import mma_rowmajor
 
 Ref = Any
 Array = Any
 
-BLOCK = 64  # rows of the 4 warps
 CHUNK = 8  # 16-bit numbers that are copied together
 PAIRS = {  # by number of terms; small products first
     1: ((0, 0),),
@@ -47,6 +48,65 @@ PAIRS = {  # by number of terms; small products first
 def pitch(width: int) -> int:
     """Numbers from one row of `width` 16-bit numbers to the next in shared memory."""
     return CHUNK * (width // CHUNK | 1)
+
+
+class WarpGrid(NamedTuple):
+    """The arrangement of the warps of a block around a result."""
+
+    down: int  # warps of a warpgroup one above the other
+    groups: int = 1  # warpgroups, side by side
+    group: Index = 0  # number of this one
+    in_blocks: bool = False  # whether rows are those of `mosaic.TILE`, in blocks of 64
+
+    @property
+    def across(self) -> int:
+        """Warps of a warpgroup side by side."""
+        return 4 // self.down
+
+    @property
+    def shares(self) -> int:
+        """Shares of a result's columns."""
+        return self.across * self.groups
+
+    @property
+    def step(self) -> int:
+        """Rows from 16 rows of a warp to its next 16."""
+        return 64 if self.in_blocks else 16
+
+    def blocks(self, rows: int) -> int:
+        """The number of blocks of 16 rows that a warp has of so many rows."""
+        return rows // self.down // 16
+
+    def layout(self, shape: tuple[int, int]) -> Layout:
+        return mosaic.TILE if self.in_blocks else mosaic.warp_layout(shape, self.down)
+
+    def tile_type(self, shape: tuple[int, int], dtype: Any) -> Any:
+        return mosaic.tile_type(shape, dtype, layout=self.layout(shape))
+
+    def tile_with(self, registers: list, shape: tuple[int, int]) -> Any:
+        return mosaic.array_of(registers, shape, self.layout(shape))
+
+    def tile_of_sums(self, sums: list, shape: tuple[int, int]) -> Any:
+        """Sums as `nothing` has them as a tile of float32."""
+        each = [s[n : n + 2] for of_block in sums for s in of_block for n in (0, 2)]
+        return self.tile_with([mma_rowmajor.pair_of(*pair) for pair in each], shape)
+
+    def place(self) -> tuple[Int, Int, Int]:
+        """(which of the warps down, which across, lane)."""
+        warp, lane = warp_and_lane()
+        return warp // self.across, warp % self.across, lane
+
+    def share(self, group: Int) -> tuple[Int, Int, Int]:
+        """(which of the warps down, lane, which share of the columns)."""
+        high, wide, lane = self.place()
+        return high, lane, wide if self.groups == 1 else group * self.across + wide
+
+    def top(self, high: Int, rows: int) -> Int:
+        """The first of the rows that a warp has."""
+        return high * (16 if self.in_blocks else rows // self.down)
+
+
+BLOCKS = WarpGrid(4, in_blocks=True)
 
 
 def split(x: Array, terms: int, axis: int = -1) -> Array:
@@ -143,13 +203,6 @@ def address_of(ref: Ref, row: Int, chunk: Int, step: int) -> ir.Value:
     return asm.shared_address(ref, row * (step // CHUNK) + chunk, 16)
 
 
-def _left_address(ref: Ref, first: Any, step: int) -> ir.Value:
-    """The address of 16 rows of this warp and 16 numbers, as the left operand of a matmul."""
-    warp, lane = warp_and_lane()
-    row = Int(first.registers.item()) + warp * 16 + lane % 16
-    return address_of(ref, row, lane // 16, step)
-
-
 def warp_and_lane() -> tuple[Int, Int]:
     """(warp of the warpgroup, lane of the warp)."""
     warp, lane = (Int(x) for x in mma_rowmajor.warp_and_lane())
@@ -162,12 +215,13 @@ def load_fragments(ref: Ref, first: Array, rows: int, width: int) -> Array:
     shape = (rows, width)
 
     def code(ref, first):
-        base = _left_address(ref, first, step)
+        warp, lane = warp_and_lane()
+        base = address_of(ref, first + warp * 16 + lane % 16, lane // 16, step)
         pair = ir.VectorType.get((2,), utils.dtype_to_ir_type(jnp.dtype(dtype)))
         registers = []
-        for block in range(rows // BLOCK):
+        for block in range(BLOCKS.blocks(rows)):
             for column in range(0, width, 16):
-                words = ldmatrix(base, 2 * (block * BLOCK * step + column))
+                words = ldmatrix(base, 2 * (block * BLOCKS.step * step + column))
                 registers += [llvm.bitcast(pair, word) for word in words]
         return mma_rowmajor.tile_with(registers, shape)
 
@@ -178,13 +232,14 @@ def load_fragments(ref: Ref, first: Array, rows: int, width: int) -> Array:
     return mosaic.inline(code, twin, (ref, first), types, mma_rowmajor.tile_of(shape, dtype))
 
 
-def scores(
+def scores(  # noqa: PLR0913
     q: tuple[Array, Array],
     k: tuple[Ref, Array],
     sizes: tuple[int, int, int],
     terms: int,
     some: tuple[Array | None, int, int] | None = None,
     narrow: tuple[str, str] | None = None,
+    grid: WarpGrid = BLOCKS,
 ) -> Array:
     """q @ K^T, [rows, keys]: of (rows, the first of them), in shared memory; q may be in registers
     (`load_fragments`). `narrow`: float8 dtypes of q and k, where each 16-bit number of either is a
@@ -194,7 +249,7 @@ def scores(
     before, begin, end = some or (None, 0, sizes[2])
     (left_rows, q_first), (k_rows, first) = q, k
     (rows, keys, width), dtype, step = sizes, k_rows.dtype, k_rows.shape[1]
-    shape, blocks = (rows, keys), rows // BLOCK
+    shape, blocks, mine = (rows, keys), grid.blocks(rows), keys // grid.across
     in_registers = isinstance(left_rows, jax.Array)
     q_step = left_rows.shape[1]
 
@@ -208,25 +263,37 @@ def scores(
             ]
             return [[words[start : start + 4] for start in part] for part in starts]
         return [
-            [ldmatrix(base, 2 * (b * BLOCK * q_step + p * width + column)) for b in range(blocks)]
+            [
+                ldmatrix(base, 2 * (b * grid.step * q_step + p * width + column))
+                for b in range(blocks)
+            ]
             for p in range(terms)
         ]
 
     def code(q, q_first, k, first, *before):
-        _, lane = warp_and_lane()
-        row = Int(first.registers.item()) + lane % 8 + lane // 16 * 8
+        (high, wide, lane), base = grid.place(), None
+
+        def left_address(high, lane):
+            row = q_first + grid.top(high, rows) + lane % 16
+            return address_of(q, row, lane // 16, q_step)
+
+        if not grid.in_blocks:  # ptxas is sensitive to which address is computed first
+            base = left_address(high, lane)
+        row = first + wide * mine + lane % 8 + lane // 16 * 8
         right = address_of(k, row, lane // 8 % 2, step)
-        base = None if in_registers else _left_address(q, q_first, q_step)
-        sums = numbers_of(before[0], blocks) if before else nothing(blocks, keys)
-        small = nothing(blocks, keys) if terms == 3 else None
+        if grid.in_blocks and not in_registers:
+            high, _, lane = grid.place()
+            base = left_address(high, lane)
+        sums = numbers_of(before[0], blocks) if before else nothing(blocks, mine)
+        small = nothing(blocks, mine) if terms == 3 else None
         for column in range(begin, end, 16):
             a = left(q, base, column)
-            for key in range(0, keys, 16):
+            for key in range(0, mine, 16):
                 b = [ldmatrix(right, 2 * (key * step + p * width + column)) for p in range(terms)]
                 multiply(sums, key // 8, a, b, narrow or dtype, small)
         if small is not None:
             plus(sums, small, 0)
-        return _rows(sums, shape)
+        return grid.tile_of_sums(sums, shape)
 
     def twin(q, q_first, k, first, *before):
         out = np.array(before[0]) if before else np.zeros(shape, np.float32)
@@ -244,17 +311,28 @@ def scores(
     args: tuple[Any, ...] = (left_rows, q_first, k_rows, first)
     if before is not None:
         types, args = (*types, mosaic.TILE), (*args, before)
-    return mosaic.inline(code, twin, args, types, mma_rowmajor.tile_of(shape, jnp.float32))
+    return mosaic.inline(code, twin, args, types, grid.tile_type(shape, jnp.float32))
 
 
-def matmul_add(acc: Array, p: Sequence[Array], v: Ref, first: Array, width: int) -> Array:
-    """acc + p @ V, [rows, width], V from row `first` of `v` on; p in as many terms as V has."""
+def matmul_add(  # noqa: PLR0913
+    acc: Array,
+    p: Sequence[Array],
+    v: Ref,
+    first: Array,
+    width: int,
+    grid: WarpGrid = BLOCKS,
+) -> Array:
+    """acc + p @ V, [rows, width], V from row `first` of `v` on; p in as many terms as V has. Warps
+    lie one above the other. Of three terms `acc` is 0 but in `BLOCKS`.
+    """
     (rows, keys), dtype, step, terms = p[0].shape, v.dtype, v.shape[1], len(p)
-    shape, blocks = (rows, width), rows // BLOCK
+    shape, blocks = (rows, width), grid.blocks(rows)
+    apart = terms == 3 and grid.in_blocks  # tensor cores round towards 0
+    assert grid.down == 4
 
     def code(acc, p, v, first):
         _, lane = warp_and_lane()
-        right = address_of(v, Int(first.registers.item()) + lane % 16, lane // 16, step)
+        right = address_of(v, first + lane % 16, lane // 16, step)
         sums = numbers_of(acc, blocks)
         words = [mma_rowmajor.words_of(term) for term in p]
 
@@ -267,15 +345,15 @@ def matmul_add(acc: Array, p: Sequence[Array], v: Ref, first: Array, width: int)
             ]
             multiply(sums, at, a, b, dtype)
 
-        for key in range(0, keys, 16) if terms < 3 else ():
+        for key in range(0, keys, 16) if not apart else ():
             for column in range(0, width, 16):
                 add(sums, column // 8, column, key)
-        for column in range(0, width, 16) if terms == 3 else ():
-            alone = nothing(blocks, 16)  # tensor cores round towards 0
+        for column in range(0, width, 16) if apart else ():
+            alone = nothing(blocks, 16)
             for key in range(0, keys, 16):
                 add(alone, 0, column, key)
             plus(sums, alone, column // 8)
-        return _rows(sums, shape)
+        return grid.tile_of_sums(sums, shape)
 
     def twin(acc, p, v, first):
         out = np.array(acc)
@@ -284,10 +362,9 @@ def matmul_add(acc: Array, p: Sequence[Array], v: Ref, first: Array, width: int)
             out += p[i].astype(np.float32) @ of_v.astype(np.float32)
         return out
 
-    types = (mosaic.TILE, (mosaic.TILE,) * terms, REF, SCALAR)
-    return mosaic.inline(
-        code, twin, (acc, tuple(p), v, first), types, mma_rowmajor.tile_of(shape, jnp.float32)
-    )
+    types = (grid.layout(shape), (grid.layout((rows, keys)),) * terms, REF, SCALAR)
+    args = (acc, tuple(p), v, first)
+    return mosaic.inline(code, twin, args, types, grid.tile_type(shape, jnp.float32))
 
 
 def multiply(sums: list, n: int, a: list, b: list, dtype: Any, small: Any = None) -> None:
@@ -323,14 +400,6 @@ def plus(sums: list, others: list, n: int) -> None:
             of_block[n + i] = [arith.addf(a, b) for a, b in pairs]
 
 
-def _rows(sums: list, shape: tuple[int, int]) -> Any:
-    registers = []
-    for of_block in sums:
-        for s in of_block:
-            registers += [mma_rowmajor.pair_of(s[0], s[1]), mma_rowmajor.pair_of(s[2], s[3])]
-    return mma_rowmajor.tile_with(registers, shape)
-
-
 def terms_of(p: Array, terms: int, dtype: Any) -> tuple[Array, ...]:
     """A tile of float32 in registers as its terms."""
     pieces = []
@@ -344,35 +413,41 @@ def terms_of(p: Array, terms: int, dtype: Any) -> tuple[Array, ...]:
 # ---- results -------------------------------------------------------------------------------------
 
 
-def write(tile: Array, to: Ref, at: tuple[Any, ...]) -> None:
-    """The first `live` rows of a tile, and as many columns as there are, to [B, rows, heads, dim].
-
-    `at`: (batch, head, first row, live), int32 scalars.
+def write(tile: Array, to: Ref, at: tuple[Any, ...], grid: WarpGrid = BLOCKS) -> None:
+    """The first `live` rows of a warpgroup's part of a tile, and as many columns as there are, to
+    [B, rows, heads, dim]. `at`: (batch, head, first row, live), int32 scalars.
     """
     _, length, heads, dim = to.shape
     dtype, shape = tile.dtype, tile.shape
-    bits = 2 * 8 * jnp.dtype(dtype).itemsize
+    bits, mine = 2 * 8 * jnp.dtype(dtype).itemsize, shape[1] // grid.across
 
-    def code(tile, to, at):
+    def code(tile, to, at, group):
         thread = threads.Thread()
-        warp, lane = warp_and_lane()
-        batch, head, first, live = (Int(x.registers.item()) for x in at)
+        high, lane, share = grid.share(group)
+        batch, head, first, live = at
         start = thread.to_int64(batch) * length + thread.to_int64(first)
-        row = warp * 16 + lane // 4
+        row, column = grid.top(high, shape[0]) + lane // 4, share * mine
         start = (start * heads + thread.to_int64(head)) * (dim // 2)
-        start = start + thread.to_int64(row * (heads * dim // 2) + lane % 4)
+        start = start + thread.to_int64(row * (heads * dim // 2) + column // 2 + lane % 4)
         for n, register in enumerate(tile.registers.flat):
-            half, column = n % 2, n // 2 % (shape[1] // 8) * 8
-            down = n // 2 // (shape[1] // 8) * BLOCK + 8 * half
-            if column < dim:
-                word = Int(llvm.bitcast(ir.IntegerType.get_signless(bits), register))
-                index = start + (down * (heads * dim // 2) + column // 2)
-                thread.store(to, index, word, bits // 8, row + down < live)
+            right = n // 2 % (mine // 8) * 8
+            below = n // 2 // (mine // 8) * grid.step + n % 2 * 8
+            if grid.shares == 1 and right >= dim:
+                continue
+            there = None if grid.in_blocks else row + below < live
+            if there is not None and grid.shares > 1 and dim < shape[1] * grid.groups:
+                there = there & (column + right < dim)
+            word = Int(llvm.bitcast(ir.IntegerType.get_signless(bits), register))
+            index = start + (below * (heads * dim // 2) + right // 2)
+            there = row + below < live if there is None else there
+            thread.store(to, index, word, bits // 8, there)
 
-    def twin(tile, to, at):
+    def twin(tile, to, at, group):
         batch, head, first, live = map(int, at)
-        live = max(0, min(live, shape[0]))
-        to[batch, first : first + live, head] = tile[:live, :dim]
+        live, start = max(0, min(live, shape[0])), int(group) * shape[1]
+        some = max(0, min(dim - start, shape[1]))
+        to[batch, first : first + live, head, start : start + some] = tile[:live, :some]
 
-    types = (mosaic.TILE, REF, (SCALAR,) * 4)
-    mosaic.inline(code, twin, (tile, to, tuple(at)), types, None)
+    types = (grid.layout(shape), REF, (SCALAR,) * 4, SCALAR)
+    args = (tile, to, tuple(at), jnp.int32(grid.group))
+    mosaic.inline(code, twin, args, types, None)

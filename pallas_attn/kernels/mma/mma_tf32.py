@@ -22,8 +22,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_attn.kernels.lang import asm, mosaic, threads
+from pallas_attn.kernels.lang.asm import Int
 from pallas_attn.kernels.lang.mosaic import REF, SCALAR
-from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.mma import mma_rowmajor, mma_sync
 from pallas_attn.kernels.mma.mma_rowmajor import ROWS, Split
 
@@ -180,7 +180,7 @@ def scores(q: Ref, ref: Ref, slot: Array, split: Split, dim: int | None = None) 
     def code(q, ref, slot):
         warp, lane = (Int(x) for x in mma_rowmajor.warp_and_lane())
         pointer, words = asm.pointer_of(ref), row_dim // 4
-        start = Int(slot.registers.item()) * (split.keys * words)
+        start = slot * (split.keys * words)
         start = start + (split.first_key(warp) + lane // 4) * words
         row = (split.row_block(warp) * ROWS + lane % 16)._with(arith.minsi, most - 1)
         place = row * (pitch // 4) + lane // 16
@@ -256,7 +256,7 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split, first:
             four = [vector.extract(pair, [], [n]) for n in range(2) for pair in column]
             words = [arith.bitcast(asm.i32(), x) for x in four]
             of_p.append(list(zip(*map(_terms, words), strict=True)))
-        start = Int(slot.registers.item()) * (split.keys * pitch)
+        start = slot * (split.keys * pitch)
         start = start + (split.first_key(warp) + lane % 4 * 2) * pitch
         mine = lane // 4
         if split.parts > 1:

@@ -17,9 +17,8 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
-from pallas_attn.kernels.lang import asm, thread_math, threads
-from pallas_attn.kernels.lang.mosaic import REF, SCALAR, THREADS, inline
-from pallas_attn.kernels.lang.thread_program import Int
+from pallas_attn.kernels.lang import asm, mosaic, thread_math, threads
+from pallas_attn.kernels.lang.mosaic import REF, SCALAR, THREADS
 from pallas_attn.kernels.mma import packed_rows
 
 COLUMNS = 64  # the columns of a row are a multiple of it
@@ -64,7 +63,7 @@ def widen(  # noqa: PLR0913
     stored, dtype = (str(x.dtype) for x in (numbers, to))
 
     def code(numbers, scales, to, slot, entry):
-        thread, slot, entry = threads.Thread(), _int_of(slot), _int_of(entry)
+        thread = threads.Thread()
         mine: list[Piece] = pieces(thread.index, block, words)
 
         def load(piece: Piece) -> tuple[Any, Any]:
@@ -95,17 +94,11 @@ def widen(  # noqa: PLR0913
         scale = scales[int(slot)][:, None]
         to[int(entry)] = (tile.reshape(block, dim).astype(np.float32) * scale).astype(to.dtype)
 
-    tiled: Any = plgpu.TilingTransform
-    swizzled: Any = plgpu.SwizzleTransform
-    room = plgpu.RefType(transforms=(tiled((8, swizzle // 2)), swizzled(swizzle)))
+    room = plgpu.RefType(mosaic.swizzle_transforms(to.dtype, swizzle))
     operands = (numbers, scales, to, slot, entry)
-    inline(code, twin, operands, (REF, REF, room, SCALAR, SCALAR), None)
+    mosaic.inline(code, twin, operands, (REF, REF, room, SCALAR, SCALAR), None)
 
 
 def _moved(address: ir.Value, words: int, nbytes: int) -> ir.Value:
     """The address so many words further."""
     return utils.getelementptr(address, [words], asm.word_type(nbytes))
-
-
-def _int_of(scalar: Any) -> Int:
-    return Int(scalar.registers.item())

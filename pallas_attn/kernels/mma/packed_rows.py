@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import numpy as np
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm, vector
+from jaxlib.mlir.dialects import llvm
 
-from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang import asm, mosaic, threads
+from pallas_attn.kernels.lang.asm import Int
 from pallas_attn.kernels.lang.mosaic import REF, SCALAR
-from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.lang.threads import Word
 
 Ref = Any
@@ -45,7 +45,7 @@ def load(  # noqa: PLR0913
 
     def code(q, to, slot, at, *rows):
         thread = threads.Thread()
-        slot, at = _int_of(slot), Place(*map(_int_of, at))
+        at = Place(*at)
         for first in range(0, ROWS * chunks, mosaic.THREADS):
             number = thread.index + first
             row, chunk = number // chunks, number % chunks
@@ -70,9 +70,7 @@ def load(  # noqa: PLR0913
                 tile[r, :dim] = q[token, head + r // head_rows]
         to[int(slot)] = tile
 
-    tiled: Any = plgpu.TilingTransform
-    swizzled: Any = plgpu.SwizzleTransform
-    room = plgpu.RefType(transforms=(tiled((8, swizzle // 2)), swizzled(swizzle)))
+    room = plgpu.RefType(mosaic.swizzle_transforms(to.dtype, swizzle))
     row_numbers = () if rows is None else (rows,)
     kinds = (REF, room, SCALAR, (SCALAR,) * 4, *(REF for _ in row_numbers))
     mosaic.inline(code, twin, (q, to, slot, tuple(at), *row_numbers), kinds, None)
@@ -104,7 +102,7 @@ def store(tile: Any, to: Ref, column: int, at: Place, head_rows: int) -> None:
 
     def code(tile, to, at):
         thread = threads.Thread()
-        at, lane = Place(*map(_int_of, at)), thread.index % 32
+        at, lane = Place(*at), thread.index % 32
         starts = _rows_of_thread(thread, at, head_rows)
         lines = [
             (thread.to_int64(token) * q_heads + thread.to_int64(head)) * (dim // 2)
@@ -131,24 +129,19 @@ def store_numbers(rows: Any, to: Ref, at: Place, head_rows: int) -> None:
 
     def code(rows, to, at):
         thread = threads.Thread()
-        at, first = Place(*map(_int_of, at)), thread.index % 4 < 1
+        at, first = Place(*at), thread.index % 4 < 1
         for register, (token, head, exists) in zip(
             rows.registers.flat, _rows_of_thread(thread, at, head_rows), strict=True
         ):
-            if isinstance(register.type, ir.VectorType):
-                register = vector.extract(register, [], [0])
+            number = threads.Float(asm.number_of(register))
             index = thread.to_int64(head) * tokens + thread.to_int64(token)
-            thread.store_floats(to, index, [threads.Float(register)], exists & first)
+            thread.store_floats(to, index, [number], exists & first)
 
     def twin(rows, to, at):
         for r, token, head in _rows_of_twin(at, head_rows):
             to[head, token] = rows[r]
 
     mosaic.inline(code, twin, (rows, to, tuple(at)), (mosaic.ROW, REF, (SCALAR,) * 4), None)
-
-
-def _int_of(scalar: Any) -> Int:
-    return Int(scalar.registers.item())
 
 
 def _rows_of_thread(thread: threads.Thread, at: Place, head_rows: int) -> list[tuple]:

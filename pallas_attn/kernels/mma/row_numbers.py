@@ -1,11 +1,10 @@
 """Stores of one number a row, such as the log-sum-exp, to an array without padded rows."""
 
 import jax.numpy as jnp
-from jaxlib.mlir.dialects import vector
 
 from pallas_attn.kernels.lang import asm, mosaic
 from pallas_attn.kernels.lang.mosaic import REF, SCALAR
-from pallas_attn.kernels.lang.thread_program import Int, Thread
+from pallas_attn.kernels.lang.thread_program import Thread
 from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile
 
 
@@ -16,7 +15,7 @@ def store(values: RegisterTile, to: GmemRef, batch: Index, head: Index, row: Ind
     _, heads, length = to.shape
 
     def code(values, to, batch, head, row):
-        thread, batch, head, row = Thread(), *map(_int_of, (batch, head, row))
+        thread = Thread()
         lane = thread.index % 32
         row = row + thread.index // 32 * 16 + lane // 4
         line = (batch * heads + head) * length + row  # 32 bits count the rows of all heads
@@ -24,7 +23,7 @@ def store(values: RegisterTile, to: GmemRef, batch: Index, head: Index, row: Ind
         ours = lane % 4 < 1
         for number, register in enumerate(values.registers.flat):
             below = number // 2 * 64 + number % 2 * 8
-            value = vector.extract(register, [], [0])
+            value = asm.number_of(register)
             inside = (ours & (row + below < length)).value
             asm.do_where(inside, f"st.global.f32 [$1+{4 * below}], $2", [address, value], "l,f")
 
@@ -35,7 +34,3 @@ def store(values: RegisterTile, to: GmemRef, batch: Index, head: Index, row: Ind
     types = mosaic.ROW, REF, SCALAR, SCALAR, SCALAR
     args = values, to, *[jnp.int32(0) + x for x in (batch, head, row)]
     mosaic.inline(code, twin, args, types, None)
-
-
-def _int_of(scalar: Index) -> Int:
-    return Int(scalar.registers.item())

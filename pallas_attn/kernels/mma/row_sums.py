@@ -14,8 +14,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from pallas_attn.kernels.lang import asm, mosaic, threads
+from pallas_attn.kernels.lang.asm import Int
 from pallas_attn.kernels.lang.mosaic import REF
-from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.lang.types import GmemRef, RegisterTile
 
 LINE = 32  # float32 numbers of 128 bytes

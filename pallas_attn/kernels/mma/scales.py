@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pallas_attn._call import gpu_specs
-from pallas_attn.kernels.lang.thread_program import Int
+from pallas_attn.kernels.lang.asm import Int
 from pallas_attn.kernels.lang.threads import Float, Thread
 from pallas_attn.kernels.lang.types import Predicate
 

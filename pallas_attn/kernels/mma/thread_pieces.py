@@ -9,16 +9,16 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 from pallas_attn.kernels.lang import asm, mosaic, threads
+from pallas_attn.kernels.lang.asm import Int
 from pallas_attn.kernels.lang.mosaic import REF, SCALAR
-from pallas_attn.kernels.lang.thread_program import Int
 from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile
 from pallas_attn.kernels.mma import mma_rowmajor
 
 
-def _begin(ref: GmemRef, number: RegisterTile, size: int) -> ir.Value:
+def _begin(ref: GmemRef, number: Int, size: int) -> ir.Value:
     """The address of a thread's first 16 bytes in piece `number` of `size` numbers."""
     thread = threads.Thread()
-    start = thread.to_int64(Int(number.registers.item())) * (size // 4)
+    start = thread.to_int64(number) * (size // 4)
     return asm.address_of(ref, start + thread.to_int64(thread.index), 16)
 
 

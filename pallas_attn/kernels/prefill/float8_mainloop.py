@@ -21,8 +21,9 @@ from jax import lax
 from pallas_attn.kernels.attention import logits, softmax
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
 from pallas_attn.kernels.flash_fwd.float8_mainloop import EXPONENTS
-from pallas_attn.kernels.flash_fwd.warpgroups import Result, Ring, for_each_kv_tile
+from pallas_attn.kernels.flash_fwd.warpgroups import Result, for_each_kv_tile
 from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import Index, RegisterTile, Scalar, SmemRef
 from pallas_attn.kernels.mma import wgmma, wgmma_float8
 from pallas_attn.kernels.prefill.float8_producer import Q_DTYPE

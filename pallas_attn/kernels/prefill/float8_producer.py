@@ -11,8 +11,8 @@ from jax import lax
 
 from pallas_attn._call.problem import DecodeInputs
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_fwd.warpgroups import Ring
 from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import Index, SmemRef
 from pallas_attn.kernels.prefill import float8_tiles
 from pallas_attn.kernels.prefill.float8_tiles import Tiles

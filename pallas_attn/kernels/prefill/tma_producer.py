@@ -11,8 +11,8 @@ from jax import lax
 from pallas_attn._call.problem import DecodeInputs
 from pallas_attn.kernels.attention.cache_layout import Layout, Paged, Row
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_fwd.warpgroups import Ring
 from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Operand, SmemRef
 from pallas_attn.kernels.prefill.plan import Plan, Producer
 from pallas_attn.kernels.prefill.queries import Unit

@@ -25,9 +25,9 @@ from pallas_attn._call.problem import DecodeInputs
 from pallas_attn.kernels.attention.cache_layout import Paged, Row
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import thread_copies
-from pallas_attn.kernels.flash_fwd.warpgroups import Ring
 from pallas_attn.kernels.lang import thread_program, threads
 from pallas_attn.kernels.lang.mosaic import THREADS
+from pallas_attn.kernels.lang.panels import Ring
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import Word
 from pallas_attn.kernels.lang.types import GmemRef, Index, SmemRef

@@ -26,8 +26,9 @@ from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import QuantizeInputs, QuantizeProblem, live, rows_of_scale
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.lang import mosaic, thread_program, threads
+from pallas_attn.kernels.lang.asm import Int
 from pallas_attn.kernels.lang.mosaic import THREADS
-from pallas_attn.kernels.lang.thread_program import Int, ThreadContext
+from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import LANES, WARPS
 from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, Predicate, SmemRef
 from pallas_attn.kernels.mma import scales
