@@ -79,8 +79,8 @@ def decode_attention(  # noqa: PLR0913
       precision: as in `flash_attention`; kernels are float32-accurate at any. Over a float8 cache
         `jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32` allows kernels to multiply its numbers in
         float8, which is faster where query rows are many, and less accurate: q and probabilities
-        are rounded to float8, and rows of K and V to a scale that 128 of them share. With
-        `ANY_F8_ANY_F8_F32_FAST_ACCUM` tensor cores add up all tiles of keys. Others ignore it.
+        are rounded to float8, and rows of K and V to a scale that 128 of them share.
+        `ANY_F8_ANY_F8_F32_FAST_ACCUM` allows the same. Others ignore it.
       batch_invariant: the bits of a sequence's result do not depend on what else is in the batch.
       rotary, norm: applied to the rows of q first, as `write_kv` does it to K: the norm, then the
         rotation by each row's position; in float32, rounded once, to q's dtype. With `parents`

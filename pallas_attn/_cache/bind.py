@@ -130,7 +130,7 @@ def _float8(precision: checks.Precision, facts: CacheFacts) -> str | None:
     """The precision that allows matmuls on the numbers of this cache, or None."""
     name = str(getattr(precision, "name", precision))
     scaled = facts.quantized and facts.cache_dtype in FLOAT8
-    return FLOAT8_PRECISIONS.get(name) if scaled else None
+    return "float8" if scaled and name in FLOAT8_PRECISIONS else None
 
 
 def _queries(q: Array, facts: CacheFacts, *, packed: bool) -> Array:

@@ -19,7 +19,6 @@ from pallas_attn._call import batching, device, gpu_specs, reference, selection
 from pallas_attn._call import config as _config
 from pallas_attn._call.kernel import Inputs, Kernel, Problem, Results, never_slower
 from pallas_attn._call.problem import (
-    FLOAT8_PRECISIONS,
     SHORT_WINDOW,
     AttentionProblem,
     DecodeProblem,
@@ -212,7 +211,7 @@ def _dense_copy(problem: DecodeProblem) -> str:
 
 def _without_float8(problem: DecodeProblem) -> Limit | None:
     """Why no kernel is to round q to float8, or None."""
-    if problem.precision in FLOAT8_PRECISIONS.values():
+    if problem.precision == "float8":
         return None
     return Limit("precision does not ask for matmuls on float8", "leave implementation=None")
 
@@ -264,8 +263,13 @@ def _long_sequence(problem: AttentionProblem) -> Limit | None:
     )
 
 
+def _gathered(name: str, generations: tuple[int, int], forward: str) -> Candidate:
+    """The kernel that copies the keys of many query rows for a forward."""
+    return Candidate(name, generations, selection.gathered, made=("prefill.gathered", forward))
+
+
 _DECODE = (
-    Candidate("prefill.gathered_sm80", FROM_AMPERE, selection.gathered),  # many query rows
+    _gathered("prefill.gathered_sm80", FROM_AMPERE, "flash_fwd.sm80"),
     Candidate("decode.sm80", FROM_AMPERE),
     Reference(reference.decode, _dense_copy),
 )
@@ -323,7 +327,7 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
     ),
     "decode": (
         Candidate("prefill.sm90", HOPPER, selection.sm90, merges=True),  # many query rows
-        Candidate("prefill.gathered_sm90", HOPPER, selection.gathered),  # wide heads
+        _gathered("prefill.gathered_sm90", HOPPER, "flash_fwd.sm90_wide"),
         Candidate("prefill.gathered_packed_sm90", HOPPER, selection.gathered_packed),
         Candidate("decode.sm90", HOPPER),
         *_DECODE,
@@ -333,7 +337,7 @@ TABLES: dict[str, tuple[Implementation, ...]] = {
         Candidate("prefill.float8_sm90", HOPPER, _without_float8),
         Candidate("prefill.widened_sm90", HOPPER, selection.widened_sm90),  # many query rows
         Candidate("prefill.narrow_sm90", HOPPER, selection.narrow_sm90),  # fewer of them
-        Candidate("prefill.gathered_sm90", HOPPER, selection.gathered),  # wide heads
+        _gathered("prefill.gathered_sm90", HOPPER, "flash_fwd.sm90_wide"),
         Candidate("prefill.gathered_packed_sm90", HOPPER, selection.gathered_packed),
         Candidate("decode.sm90", HOPPER),
         *_DECODE,

@@ -24,10 +24,7 @@ CACHE_DTYPES = ("bfloat16", "float16", "float32", "float64", *QUANTIZED)
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")  # dtypes of q, k and v with scales
 # Names of jax.lax.DotAlgorithmPreset that allow matmuls on the numbers of a float8 cache.
-FLOAT8_PRECISIONS = {
-    "ANY_F8_ANY_F8_F32": "float8",
-    "ANY_F8_ANY_F8_F32_FAST_ACCUM": "fast_accum",
-}
+FLOAT8_PRECISIONS = ("ANY_F8_ANY_F8_F32", "ANY_F8_ANY_F8_F32_FAST_ACCUM")
 
 MOST_ROWS = 2**31 - 1  # rows of a sequence: lengths are int32
 # Keys of a window up to which many query heads that share K and V have kernels of their own.
@@ -502,8 +499,7 @@ class DecodeProblem(_OfFunctions):
     pages: int | None = None
     layers: int | None = None
     sinks: bool = False
-    # None, "highest", or what allows matmuls on the numbers of a float8 cache: "float8", or
-    # "fast_accum", whose sums are those of a tensor core.
+    # None, "highest", or "float8", which allows matmuls on the numbers of a float8 cache.
     precision: str | None = None
     batch_invariant: bool = False
     quantized: bool = False

@@ -80,9 +80,8 @@ QUICK = {
     "kernels/prefill/float8_tiles.py": f"{_PREFILL}_float8.py::test_on_a_gpu[per_sequence]",
     "kernels/prefill/float8_sm90.py": f"{_PREFILL}_float8.py::test_on_a_gpu[stacked]",
     "kernels/prefill/contiguous_sm90.py": f"{_EVERY}[prefill.contiguous_sm90-cut_tiles]",
-    "kernels/prefill/gathered_sm90.py": f"{_EVERY}[prefill.gathered_sm90-paged]",
+    "kernels/prefill/gathered.py": f"{_EVERY}[prefill.gathered_sm90-paged]",
     "kernels/prefill/gathered_packed_sm90.py": f"{_EVERY}[prefill.gathered_packed_sm90-paged]",
-    "kernels/prefill/gathered_sm80.py": f"{_EVERY}[prefill.gathered_sm80-paged]",
     "kernels/append/copy.py": f"{_APPEND}_kernel.py::test_on_the_gpu[paged-new_rows7]",
     "kernels/append/byte_rows.py": (
         f"{_CACHES}byte_rows.py::test_rows_are_written_byte_for_byte[kernels-stacked]"

@@ -426,7 +426,7 @@ def caches(case: decode_cases.Case, config: Any) -> Calls:
 
 def gathered(module: str, **sizes: Any) -> Row:
     """Rows that XLA copies for a forward."""
-    kernel, gpu = getattr(test_prefill_gathered, module).KERNEL, module.rpartition("_")[2]
+    kernel, gpu = test_prefill_gathered.KERNELS[module], module.rpartition("_")[2]
     check = lambda case, _: test_prefill_gathered.agree(case, kernel, gpu)  # noqa: E731
     hard = HardDecode(q_len=9, **sizes)
     ends = caches(Decode(q_len=9, page_size=8, **sizes), None)
@@ -576,7 +576,7 @@ KERNELS = (
         {"splits": (ROWS_OF_8_BITS, widened_sm90.Config(SPLIT))}),
     Row("prefill.narrow_sm90", over_caches,
         {"alone": (ROWS_OF_8_BITS, narrow_sm90.Config(NARROW, slots=4))},
-        {"splits": (ROWS_OF_8_BITS, narrow_sm90.Config(ONE_CONSUMER, producers=2))}),
+        {"splits": (ROWS_OF_8_BITS, narrow_sm90.Config(ONE_CONSUMER))}),
     gathered("gathered_sm80"),
     gathered("gathered_sm90", head_dim=264, v_head_dim=264, q_heads=2, kv_heads=1),
     Row("prefill.gathered_packed_sm90", test_prefill_gathered.packed_agree,

@@ -99,28 +99,24 @@ def columns(ref: GmemRef, start: int, width: int, traced: Index) -> Any:
 def share_registers(  # noqa: PLR0913
     wg: jax.Array,
     workers: int,
-    load: Callable[[], None] | Sequence[Callable[[], None]],
+    load: Callable[[], None],
     compute: Callable[[], None],
     ours: int,
     loader: int = 24,
 ) -> None:
     """Divides roles and registers between warpgroups: those below `workers` run `compute` with
-    `ours` registers a thread, each one from there on runs one of the `load`s with `loader`.
+    `ours` registers a thread, the one after them runs `load` with `loader`.
 
     A block begins with an equal number for each, a multiple of 8. If all together ask for more than
     it has, the launch hangs.
     """
-    loads = load if isinstance(load, Sequence) else (load,)
-    groups = workers + len(loads)
-    equal = min(65536 // (THREADS * groups) // 8 * 8, 240)
-    assert workers * ours + len(loads) * loader <= groups * equal and ours % 8 == 0 == loader % 8
+    equal = min(65536 // (THREADS * (workers + 1)) // 8 * 8, 240)
+    assert workers * ours + loader <= (workers + 1) * equal and ours % 8 == 0 == loader % 8
 
-    for number, role in enumerate(loads):
-
-        @pl.when(wg == workers + number)
-        def _(role=role):
-            plgpu.set_max_registers(loader, action="decrease")
-            role()
+    @pl.when(wg == workers)
+    def _():
+        plgpu.set_max_registers(loader, action="decrease")
+        load()
 
     @pl.when(wg < workers)
     def _():

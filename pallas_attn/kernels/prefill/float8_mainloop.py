@@ -7,7 +7,7 @@ rounded to float8 in units of the row's largest so far: in log2 units it shifts 
 softmax of a tile, and the tile's sums are divided by it.
 
 A tensor core adds products of float8 with about 14 bits, so P V of a kv tile has an accumulator of
-its own, as in `flash_fwd.float8_mainloop`; with precision "fast_accum" it adds up all tiles.
+its own, as in `flash_fwd.float8_mainloop`.
 """
 
 import functools
@@ -58,8 +58,8 @@ def mainloop(
     step = functools.partial(_step, ctx, rows, factor, turns)
     state, slot = for_each_kv_tile(ctx.plan, rows.span, step, (state, ring.after(slot)))
     ring.wait(slot)
-    out = wgmma.matmul_add(_start(ctx, state.acc), (state.p,), _values(ctx, slot))
-    acc = _added(ctx, state.acc, out)
+    zeros = wgmma_float8.zeros(state.acc.shape)
+    acc = state.acc + wgmma.matmul_add(zeros, (state.p,), _values(ctx, slot))
     ring.release(slot)
     # Sums are in units of 2**(row_max - offset).
     return Result(acc, state.row_sum, state.row_max - EXPONENTS.offset), ring.after(slot)
@@ -76,17 +76,6 @@ def _rounded_queries(ctx: KernelContext, rows: QueryRows) -> RegisterTile:
     scale = plgpu.layout_cast(scale, mosaic.ROW)
     unit = ctx.plan.logit_rules.unit
     return scale if unit is None else scale * unit
-
-
-def _start(ctx: KernelContext, acc: RegisterTile) -> RegisterTile:
-    """The initial accumulator of the next P V: zeros, or `acc` if the tensor core adds up all."""
-    fast = ctx.plan.problem.precision == "fast_accum"
-    return acc if fast else wgmma_float8.zeros(acc.shape)
-
-
-def _added(ctx: KernelContext, acc: RegisterTile, out: RegisterTile) -> RegisterTile:
-    """The output with P V of a kv tile added; `out`: the accumulator of that product."""
-    return out if ctx.plan.problem.precision == "fast_accum" else acc + out
 
 
 def _values(ctx: KernelContext, slot: Index) -> tuple[SmemRef, ...]:
@@ -190,8 +179,9 @@ def _step(  # noqa: PLR0913
     like = softmax.Step(
         scores_like, state.row_max, state.row_max, state.row_sum, jnp.int32(0) + slot
     )
-    out, new = wgmma.overlapped(_start(ctx, state.acc), like, matmuls, softmax_of)
-    acc = _added(ctx, state.acc, out)
+    zeros = wgmma_float8.zeros(state.acc.shape)
+    out, new = wgmma.overlapped(zeros, like, matmuls, softmax_of)
+    acc = state.acc + out
     ring.release(slot)
     acc, row_sum = softmax.rescaled(new, (acc, state.row_sum))
     # P is rounded after the wait: see `flash_fwd.sm90`.

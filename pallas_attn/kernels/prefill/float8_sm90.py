@@ -95,7 +95,6 @@ def plan_of(problem: DecodeProblem, config: Config) -> Plan:
         over_contiguous_keys(problem),
         dtype=problem.cache_dtype,
         out_dtype=problem.dtype,
-        precision=problem.precision,
     )
     return dataclasses.replace(
         sm90.plan_of(unquantized(problem), config.prefill),

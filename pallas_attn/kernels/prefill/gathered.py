@@ -6,7 +6,7 @@ widens quantised rows on the way. The forward then reads them as any K and V: qu
 the end of their sequence, and lengths are those of keys.
 
 All rows are copied, past lengths too, which pays where there are enough queries
-(`selection.gathered`). `gathered_sm80` and `gathered_sm90` are the kernels, each with a forward.
+(`selection.gathered`). Dispatch makes the kernels, one of each forward, by `over`.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
@@ -27,8 +28,8 @@ Array = jax.Array
 Cache = Array | tuple[Array, ...]
 
 
-def kernel_with(base: Kernel, most_bytes: int) -> Kernel:
-    """The kernel whose copies `base` reads, a forward. `most_bytes`: largest size of the copies."""
+def over(base: Kernel) -> Kernel:
+    """The kernel whose copies `base` reads, a forward."""
 
     @dataclasses.dataclass(frozen=True)
     class Config:
@@ -47,11 +48,15 @@ def kernel_with(base: Kernel, most_bytes: int) -> Kernel:
     def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[Array, Array]:
         return attend(inputs, problem, base, config.forward)
 
-    refusal = functools.partial(limit, forward=base, most_bytes=most_bytes)
-    return Kernel(Config, refusal, smem_bytes, run)
+    return Kernel(Config, functools.partial(limit, forward=base), smem_bytes, run)
 
 
-def limit(problem: DecodeProblem, forward: Kernel, most_bytes: int) -> Limit | None:
+def most_bytes(problem: DecodeProblem) -> int:
+    """The largest size of the copies: other GPUs than Hopper's may have little memory."""
+    return 2**32 if gpu_specs.number(problem.gpu or "sm80") == 90 else 2**30
+
+
+def limit(problem: DecodeProblem, forward: Kernel) -> Limit | None:
     """Why the forward cannot take the problem by copies, or None."""
     other = "leave implementation=None"
     if problem.packed or problem.functions or problem.kind == "interleaved":
@@ -64,7 +69,7 @@ def limit(problem: DecodeProblem, forward: Kernel, most_bytes: int) -> Limit | N
         return refused
     copied = problem.sequences * max(problem.capacities) * problem.kv_heads
     size = copied * (problem.head_dim + problem.v_head_dim) * jnp.dtype(problem.dtype).itemsize
-    if size > most_bytes:
+    if size > most_bytes(problem):
         return Limit(f"contiguous rows would take {size / 2**30:.1f} GiB", other)
     return None
 

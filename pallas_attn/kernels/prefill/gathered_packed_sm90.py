@@ -29,8 +29,6 @@ from pallas_attn.kernels.prefill import gathered
 Array = jax.Array
 Results = tuple[Array, Array]  # out and lse
 
-MOST_BYTES = 2**32  # bytes of the copies of one sequence
-
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -62,7 +60,7 @@ def limit(problem: DecodeProblem) -> Limit | None:
         return Limit("separate arrays of rows", "use a StackedCache or a PagedCache")
     if (refused := decode_sm90.KERNEL.limit(problem)) is not None:
         return refused
-    return gathered.limit(_of_one(problem), sm90_wide.KERNEL, MOST_BYTES)
+    return gathered.limit(_of_one(problem), sm90_wide.KERNEL)
 
 
 def smem_bytes(problem: DecodeProblem, config: Config) -> int:

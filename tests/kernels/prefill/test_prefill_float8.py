@@ -46,7 +46,7 @@ def chosen(**changes):
 def test_who_takes_what():
     ours = "prefill.float8_sm90"
     few = -(-kernel.FEWEST_PAIRS * PROBLEM.kv_heads // PROBLEM.q_heads)
-    assert chosen() == chosen(q_len=few) == chosen(precision="fast_accum") == ours
+    assert chosen() == chosen(q_len=few) == ours
     assert chosen(q_len=few - 1) == "prefill.narrow_sm90"
     assert chosen(q_len=1) == "decode.sm90"
     assert chosen(gpu="sm80") == "prefill.gathered_sm80"
@@ -68,7 +68,7 @@ def test_precision_allows_it_over_float8_caches_alone(dtype):
     cache = pa.StackedCache.create(1, 64, 2, 64, dtype=dtype).extend(4)
     rows = jnp.ones((1, 4, 2, 64), jnp.bfloat16)
     cache = pa.write_kv(cache, rows, rows)
-    want = {None: None, FLOAT8: "float8", FAST: "fast_accum", "ANY_F8_ANY_F8_F32": "float8"}
+    want = {None: None, FLOAT8: "float8", FAST: "float8", "ANY_F8_ANY_F8_F32": "float8"}
     for precision, name in want.items():
         options = pa._cache.bind.DecodeCall(precision=precision)
         problem, _ = pa._cache.bind.decode(rows, cache, options)
@@ -128,7 +128,7 @@ CASES = {
     "stacked": (("stacked", "float8_e4m3fn", 2), {}, {"block_kv": 64, "grid": 3}),
     "per_sequence": (
         ("per_sequence", "float8_e5m2", None),
-        {"softcap": 4.0, "precision": "fast_accum"},
+        {"softcap": 4.0},
         {"warpgroups": 1, "q_slots": 1},
     ),
     "paged": (

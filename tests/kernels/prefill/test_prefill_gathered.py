@@ -12,8 +12,9 @@ import pytest
 
 from pallas_attn import FULL, Mask, sliding_window
 from pallas_attn._call import dispatch, selection
-from pallas_attn._call.kernel import Kernel
-from pallas_attn.kernels.prefill import gathered_packed_sm90, gathered_sm80, gathered_sm90
+from pallas_attn._call.kernel import Kernel, never_slower
+from pallas_attn.kernels.flash_fwd import sm80, sm90_wide
+from pallas_attn.kernels.prefill import gathered, gathered_packed_sm90
 from tests.kernels.prefill import test_prefill_widened
 from tests.support import decode_cases, mosaic
 from tests.support import operations as support
@@ -21,6 +22,8 @@ from tests.support.decode_cases import Case
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
+KERNELS = {"gathered_sm80": gathered.over(sm80.KERNEL)}
+KERNELS["gathered_sm90"] = gathered.over(sm90_wide.KERNEL)
 REFERENCE = test_prefill_widened.REFERENCE
 PROBLEM = dataclasses.replace(support._BASE["decode"], gpu="sm80", q_len=1024)
 
@@ -41,7 +44,7 @@ def test_who_takes_what():
     assert chosen(dtype="float32", cache_dtype="float32") == ours
     assert chosen(tokens=4096) == chosen(batch_invariant=True) == "decode.sm80"
     long = dataclasses.replace(PROBLEM, capacities=(2**24,) * PROBLEM.sequences)
-    assert "GiB" in str(gathered_sm80.KERNEL.limit(long))
+    assert "GiB" in str(KERNELS["gathered_sm80"].limit(long))
 
 
 # Several tiles of rows, and of keys; lengths that end in the first, within and past a sequence.
@@ -55,12 +58,12 @@ SOME = {
 }
 
 
-def launched(case, inputs, kernel: Kernel = gathered_sm80.KERNEL, gpu: str = "sm80"):
+def launched(case, inputs, kernel: Kernel = KERNELS["gathered_sm80"], gpu: str = "sm80"):
     config = kernel.config.default(dataclasses.replace(case.problem, gpu=gpu))
     return jax.jit(functools.partial(kernel.run, problem=case.problem, config=config))(inputs)
 
 
-def agree(case, kernel: Kernel = gathered_sm80.KERNEL, gpu: str = "sm80"):
+def agree(case, kernel: Kernel = KERNELS["gathered_sm80"], gpu: str = "sm80"):
     """With the oracle; what lies past a length, and in other layers, is NaN."""
     got = launched(case, case.inputs(0, fill=np.nan), kernel, gpu)
     want = decode_cases.of_definition(case, case.inputs(0, fill=0.0))
@@ -119,15 +122,16 @@ def test_who_takes_wide_heads():
     assert chosen(**wide, tokens=few, quantized=True, cache_dtype="int8") == ours
     separate = {"kind": "per_sequence", "page_size": None, "pages": None}
     assert chosen(**wide, tokens=few, **separate) == "decode.sm90"
-    assert "256" in str(gathered_sm90.KERNEL.limit(dataclasses.replace(PROBLEM, gpu="sm90")))
+    assert "256" in str(KERNELS["gathered_sm90"].limit(dataclasses.replace(PROBLEM, gpu="sm90")))
 
 
 @pytest.mark.guards
 @pytest.mark.parametrize("many", test_prefill_widened.MANY, ids=lambda many: many[0])
 def test_quantised_interpreted(rng, many, monkeypatch):
-    alone = dispatch.Candidate("prefill.gathered_sm80", dispatch.FROM_AMPERE)
+    alone = dispatch._gathered("prefill.gathered_sm80", dispatch.FROM_AMPERE, "flash_fwd.sm80")
+    alone = dataclasses.replace(alone, slower=never_slower)
     monkeypatch.setitem(dispatch.TABLES, "decode_quantized", (alone, REFERENCE))
-    kernel = gathered_sm80.KERNEL
+    kernel = KERNELS["gathered_sm80"]
     test_prefill_widened.interpreted(rng, kernel, kernel.config(), many)
 
 
