@@ -343,14 +343,14 @@ def four_words(pointer: ir.Value, index: Int, offset: int, count: int = 4) -> li
     return [vector.extract(loaded, [], [i]) for i in range(count)]
 
 
-def _chunk(pointer: ir.Value, start: Int, offset: int, odd: Int) -> list[ir.Value]:
-    """The 4 words of a chunk of 16 bytes that lies `start` + `offset` chunks from `pointer`.
+def chunk_of(pointer: ir.Value, start: Int, offset: int, odd: Int, half: int) -> list[ir.Value]:
+    """The words of a chunk, 2 * `half` of them, that lies `start` + `offset` chunks from `pointer`.
 
     16 lanes read at a time: 4 chunks of each of 4 rows, which begin in the same bank. `odd` lanes
     read the second half of their chunk first, which makes 2-way bank conflicts of 4-way ones.
     """
     early, late = start * 2 + odd, start * 2 + (odd * -1 + 1)
-    first, second = [four_words(pointer, half, 2 * offset, 2) for half in (early, late)]
+    first, second = [four_words(pointer, n, 2 * offset, half) for n in (early, late)]
     swapped = (odd >= 1).value
     pairs = [*zip(second, first, strict=True), *zip(first, second, strict=True)]
     return [arith.select(swapped, x, y) for x, y in pairs]
@@ -388,21 +388,20 @@ def words_of(array: Any) -> list[ir.Value]:
     return [llvm.bitcast(asm.i32(), r) for r in array.registers.flat]
 
 
-_FLOAT8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+_KINDS = {  # (columns of a, as PTX calls the dtype)
+    **{"bfloat16": (16, "bf16"), "float16": (16, "f16"), "tf32": (8, "tf32")},
+    **{"float8_e4m3fn": (32, "e4m3"), "float8_e5m2": (32, "e5m2")},
+}
 
 
-def mma(c: list, a: list, b: list, dtype: Any) -> list[ir.Value]:
-    """c + a @ b: m16 n8 k16, 4 words of a and 2 of b. `dtype`: of both, or float8 dtypes of each:
-    m16 n8 k32.
+def mma(c: Sequence, a: Sequence, b: Sequence, dtype: Any) -> list[ir.Value]:
+    """c + a @ b: m16 n8 and the k of `_KINDS`, 4 words of a and 2 of b. `dtype`: of both, "tf32"
+    too, or float8 dtypes of each.
     """
-    if isinstance(dtype, tuple):
-        kinds = ".".join([_FLOAT8[each] for each in dtype])
-        shape = "m16n8k32"
-    else:
-        kinds = ".".join([{"bfloat16": "bf16", "float16": "f16"}[str(jnp.dtype(dtype))]] * 2)
-        shape = "m16n8k16"
+    each = dtype if isinstance(dtype, tuple) else (dtype, dtype)
+    (k, first), (_, second) = (_KINDS[str(x if x == "tf32" else jnp.dtype(x))] for x in each)
     ptx = (
-        f"mma.sync.aligned.{shape}.row.col.f32.{kinds}.f32 "
+        f"mma.sync.aligned.m16n8k{k}.row.col.f32.{first}.{second}.f32 "
         "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$0, $1, $2, $3};"
     )
     constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["0", "1", "2", "3"])
@@ -524,7 +523,7 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split, first:
                         thread_math.to_16_bits(x, narrow, split.integers) for x in pairs_of_rows
                     )
                 else:
-                    rows = [_chunk(pointer, chunk, offset, lane % 2) for offset in ahead]
+                    rows = [chunk_of(pointer, chunk, offset, lane % 2, 2) for offset in ahead]
                     low, high = [_columns(*rows[n : n + 2]) for n in (0, 2)]
                 for i in range(8):
                     b = [low[i], high[i]]

@@ -88,16 +88,7 @@ def _product_of_numpy(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return (rest_of_a @ b + a @ rest_of_b) + a @ b
 
 
-def _mma(c: Words, a: Words, b: Words) -> list[ir.Value]:
-    """c + a @ b: m16 n8 k8, 4 words of a and 2 of b."""
-    ptx = (
-        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 "
-        "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$0, $1, $2, $3};"
-    )
-    constraints = ",".join(["=f"] * 4 + ["r"] * 6 + ["0", "1", "2", "3"])
-    struct = ir.Type.parse("!llvm.struct<(f32, f32, f32, f32)>")
-    four = llvm.inline_asm(struct, [*a, *b, *c], ptx, constraints)
-    return [llvm.extractvalue(ir.F32Type.get(), four, [i]) for i in range(4)]
+_mma = functools.partial(mma_rowmajor.mma, dtype="tf32")
 
 
 def _zeros() -> list[ir.Value]:
@@ -141,7 +132,8 @@ def store_queries(at: mma_rowmajor.Queries, split: Split, to: Ref) -> None:
                 terms = list(zip(*map(_terms, four), strict=True)) if both else [four]
                 for i, word in enumerate(itertools.chain(*terms)):
                     offset = i // 4 * width + i % 4 * 4 + 8 * half * pitch
-                    _store_word(address, 4 * offset, word, where)
+                    ptx = f"st.shared.b32 [$1+{4 * offset}], $2"
+                    asm.do_where(where.value, ptx, [address, word], "r,r")
 
     def twin(ref, first, to):
         taken = mma_rowmajor.rows_of_twin(first, at, split)
@@ -160,11 +152,6 @@ def _chunk_of_query(pointer: ir.Value, start: Int, chunk: Int, dim: int) -> Word
     inside, zero = (chunk < dim // 4).value, utils.c(0, asm.i32())
     four = mma_rowmajor.four_words(pointer, start + near, 0)
     return [arith.select(inside, word, zero) for word in four]
-
-
-def _store_word(address: ir.Value, offset: int, word: ir.Value, where: Int) -> None:
-    ptx = f"{{ .reg .pred p; setp.ne.b32 p, $0, 0; @p st.shared.b32 [$1+{offset}], $2; }}"
-    asm.do(ptx, [arith.extui(asm.i32(), where.value), address, word], "r,r,r")
 
 
 def scores(q: Ref, ref: Ref, slot: Array, split: Split, dim: int | None = None) -> Array:
@@ -270,7 +257,7 @@ def matmul_add(acc: Array, p: Array, ref: Ref, slot: Array, split: Split, first:
             for key in range(0, split.columns, 16):
                 ahead = (0, 1, 8, 9)[: min(4, (split.columns - key) // 4)]
                 at = [(key + n) * pitch + first // 8 for n in ahead]
-                rows = [_eight_words(pointer, chunk, offset, lane % 2) for offset in at]
+                rows = [mma_rowmajor.chunk_of(pointer, chunk, n, lane % 2, 4) for n in at]
                 a = of_p[key // 8 : key // 8 + 2]
                 products = [_weighed(a, column) for column in zip(*rows, strict=True)]
                 sums = [_sum(*both) for both in zip(sums, products, strict=True)]
@@ -302,14 +289,3 @@ def _weighed(a: list, column: Words) -> list[ir.Value]:
     for (left, _), (right, _) in zip(a, b, strict=True):
         s = _mma(s, left, right)
     return s
-
-
-def _eight_words(pointer: ir.Value, start: Int, offset: int, odd: Int) -> Words:
-    """The words of a chunk of 32 bytes that lies `start` + `offset` chunks from `pointer`; `odd`
-    lanes load the second half first, as in `mma_rowmajor.matmul_add`.
-    """
-    early, late = start * 2 + odd, start * 2 + (odd * -1 + 1)
-    first, second = (mma_rowmajor.four_words(pointer, half, 2 * offset) for half in (early, late))
-    swapped = (odd >= 1).value
-    pairs = [*zip(second, first, strict=True), *zip(first, second, strict=True)]
-    return [arith.select(swapped, x, y) for x, y in pairs]
