@@ -76,21 +76,16 @@ def _decode(
     options = _options(settings, model, prompts, call, chosen)
     refuse(config, options, prompts, call.max_new_tokens)
     check_stop_ids(chosen.get("stop_ids", ()), config.vocab)
-    if settings.report is not None and config.gemma4 is not None:
-        raise ValueError(
-            "report: expected none: the parts of a step are not timed for Gemma 4, which has two "
-            f"head dims, got {settings.report!r}; leave --report out"
-        )
     _must_fit(config, options, memory())
     params = model.weights(options.dtype, options.mesh)
     run = Run(config, params, options, prompts, call.max_new_tokens, call.seed)
     texts = Texts(run, model.tokenizer, call.stop)
     view: View = (Json if settings.json else Text)(texts, out, err)
     view.quiet = bool(settings.random_prompts)
-    report_on = None
+    reports = None
     if settings.report is not None:
-        reports = clone.benchmarks("decode_loop.of_session", "--report")
-        report_on = reports.Report(settings, run, params, view)
+        reports = clone.benchmarks("decode_loop", "--report")
+        reports.begin(settings)
     if _is_demo(settings) and not settings.prompts:
         view.say(_introduction(config, len(prompts)))
     start = time.perf_counter()
@@ -107,8 +102,8 @@ def _decode(
     held = _check(run, params, view) if settings.check else True
     if run.options.draft is not None and (settings.check or settings.report is not None):
         _beside_plain(run, params, call, summary, view)
-    if report_on is not None:
-        view.say(*report_on.finish(summary))
+    if reports is not None:
+        reports.finish(settings, run, params, view, summary)
     return int(not held)
 
 
@@ -176,11 +171,7 @@ def _options(
 ) -> Options:
     """The options of a run: those that are chosen, else what fits the prompts."""
     config = model.config
-    exact = max(map(len, prompts), default=0) + call.max_new_tokens
-    longest = bucket(exact)
-    if settings.report is not None:  # then its programs are the run's
-        reports = clone.benchmarks("decode_loop.report", "--report")
-        longest = reports.room(exact - 1, chosen.get("chunk", Options.chunk))
+    longest = bucket(max(map(len, prompts), default=0) + call.max_new_tokens)
     defaults: dict[str, Any] = {
         "capacity": max(min(longest, config.positions), 1),
         "stop_ids": model.stop_ids,

@@ -188,7 +188,7 @@ FLAGS = (
     _option("logprobs", bool,
          "With --json: the log-probability of each token, before temperature, top_k and top_p."),
     Flag("report", (DECODE,), str, None,
-         "A folder for report.json and report.png: where a step's time goes."),
+         "A folder for report.json: the time of a step, over batch sizes."),
 )  # fmt: skip
 NAMES = {flag.name for flag in FLAGS}
 _DEFINE: dict[type, Callable[..., Any]] = {

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_lm as lm
-from benchmarks.decode_loop import peer
+from benchmarks import decode_peer
 from pallas_lm import check, decode, session
 from pallas_lm.options import CACHES
 from pallas_lm.sampling import Sampling
@@ -237,15 +237,6 @@ def test_logits_that_are_no_numbers_are_an_error(drawn):
         list(after)
 
 
-def test_a_run_that_gave_its_cache_back_does_no_more():
-    run = decode.Run(*small(), options(), prompts(), 10)
-    next(iter(run))
-    run.release()
-    line = "run: expected one with its cache, got one after release; make another"
-    refuses(line, list, run)
-    refuses(line, run.prepare)
-
-
 # ---- generate -----------------------------------------------------------------------------------
 
 
@@ -379,8 +370,8 @@ def test_the_peer_of_the_report_computes_the_same_tokens():
     config, params = small()
     how = options(chunk=10)
     start = jnp.asarray([3, 50, 7], jnp.int32)
-    carry = (peer.create(config, how, 0), jnp.zeros(3, jnp.int32), start)
-    program = jax.jit(functools.partial(peer.steps, config, how, "xla"))
+    carry = (decode_peer.create(config, how, 0), jnp.zeros(3, jnp.int32), start)
+    program = jax.jit(functools.partial(decode_peer.steps, config, how, "xla"))
     (_, lengths, _), got = program(params, carry)
     wanted = [greedy_by_the_full_forward((token,), 10) for token in start.tolist()]
     assert got.T.tolist() == wanted and lengths.tolist() == [10] * 3

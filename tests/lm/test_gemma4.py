@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_lm import checkpoint, decode, experts, hf_gemma4, mesh, session, text
+from pallas_lm import checkpoint, decode, experts, hf_gemma4, mesh
 from pallas_lm.config import Rope
 from pallas_lm.gemma4 import Gemma4
 from pallas_lm.gemma4_experts import with_experts
 from pallas_lm.hf_config import config_from
 from pallas_lm.sampling import Sampling
 from tests.lm import witness
-from tests.lm.loops import forward, options, prompts, refuses, shown, small, tokens
+from tests.lm.loops import forward, options, prompts, refuses, small, tokens
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -201,16 +201,6 @@ def test_no_mesh_has_it():
         "leave mesh out"
     )
     refuses(message, mesh.local, config, mesh.make("tp:1", ("tp",)))
-
-
-def test_no_report_has_it(monkeypatch):
-    model = session._Model(config_from(PLAIN), text.Numbers(), (), lambda *_: None)
-    monkeypatch.setattr(session, "_model", lambda *_: model)
-    message = (
-        "report: expected none: the parts of a step are not timed for Gemma 4, which has two head "
-        "dims, got 'out'; leave --report out"
-    )
-    refuses(message, shown, prompts=("1",), report="out")
 
 
 def test_a_rope_of_another_kind():
