@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from pallas_lm.rows import Added, linear, rms_norm, total
+from pallas_lm.rows import linear, rms_norm, total
 
 Array = jax.Array
 Weights = Mapping[str, Array]
@@ -23,9 +23,9 @@ def inputs_of(columns: int, params: Weights, x: Array, tokens: Array, eps: float
     return jnp.moveaxis(both * jnp.asarray(2**-0.5, both.dtype), -2, 0)
 
 
-def with_input(x: Array, added: Added, weights: Weights, eps: float) -> tuple[Array, Added]:
+def with_input(x: Array, added: Array, weights: Weights, eps: float) -> tuple[Array, Array]:
     """The residual stream x with `added` and the term that the layer's input adds to it."""
-    x += total(added.partials, x.dtype)
+    x += total(added, x.dtype)
     gate = jax.nn.gelu(linear(x, weights["input_gate"]), approximate=True)
     rows = linear(gate * weights["input"], weights["input_out"])
-    return x, Added(rms_norm(rows, weights["input_post_norm"], eps)[None])
+    return x, rms_norm(rows, weights["input_post_norm"], eps)[None]

@@ -145,7 +145,6 @@ TEST_PARTS = "tests/kernels/flash_bwd/test_step_parts.py"
 TEST_TURNS = "tests/kernels/flash_bwd/test_turns.py -m 'not gpu'"
 TEST_HEADS = "tests/kernels/flash_bwd/test_heads.py"
 TEST_ORDER = "tests/kernels/flash_bwd/test_work_order.py"
-TEST_SUMS = "tests/lm/test_kernels.py -k 'norm_over_devices or norm_waits'"
 TEST_LINEAR_LAYER = "tests/lm/test_kernels.py -k test_interpreted"
 TEST_MERGE = "tests/kernels/decode/test_merge_over_gpus.py -k 'interpreted or waits'"
 
@@ -1485,16 +1484,6 @@ FAULTS: dict[str, Fault | MarkedFault] = {
 
 # The faults that a test must catch: name -> the change of its marked line, or of each of several.
 MARKED: dict[str, dict[str, Change | list[Change]]] = {
-    TEST_SUMS: {
-        "sum_without_last_device": ("range(devices)]", "range(devices - 1)]"),
-        "sum_has_one_slot": ("jnp.int32(2)", "jnp.int32(1)"),
-        "sum_sent_to_owners_place": ("at.device", "owner"),
-        "sum_not_cleared": ("", "pass"),
-        "sum_in_whole_words_only": (
-            "-(-self.dim // (4 * self.devices))",
-            "self.dim // (4 * self.devices)",
-        ),
-    },
     TEST_LINEAR_LAYER: {
         "linear_released_early": ("wgmma_wait(1)", "wgmma_wait(2)"),
         "linear_drops_last_columns": (

@@ -317,29 +317,13 @@ def test_who_knows_the_dispatch():
 # Imports of the demo and the benchmarks from the package, but for public modules: this list only
 # gets shorter. The demo's kernels read pieces of the package's.
 PRIVATE = {
-    "pallas_lm.kernels.all_reduce": {
-        "kernels.lang.mosaic",
-        "kernels.lang.peer_memory",
-        "kernels.lang.thread_program",
-        "kernels.lang.threads",
-        "kernels.lang.types",
-    },
     "pallas_lm.kernels.linear": {
         "kernels.attention.tiles",
         "kernels.attention.tma_operands",
         "kernels.lang.mosaic",
         "kernels.lang.types",
     },
-    "pallas_lm.kernels.norm": {
-        "kernels.lang.mosaic",
-        "kernels.lang.peer_memory",
-        "kernels.lang.types",
-    },
-    "pallas_lm.kernels.rotate": {
-        "kernels.lang.mosaic",
-        "kernels.lang.threads",
-        "kernels.lang.types",
-    },
+    "pallas_lm.kernels.norm": {"kernels.lang.mosaic", "kernels.lang.types"},
     "benchmarks.contest": {"_call.config"},
     "benchmarks.float8": {"_call.problem"},
 }
@@ -400,7 +384,7 @@ def test_run_time_dependencies_are_the_four_we_said():
     }
     extras |= {"keras": {"keras"}, "equinox": {"equinox"}}  # modules for layers of these
     extras["_functions.picture"] = {"matplotlib"}
-    extras["pallas_lm"] = {"matplotlib", "safetensors", "tokenizers", "jinja2"}
+    extras["pallas_lm"] = {"tokenizers", "jinja2"}
     for path in FILES:
         name = named(path)
         here = allowed | extras.get(name, extras.get(name.partition(".")[0], set()))

@@ -70,31 +70,6 @@ def _fetching(rows: int, heads: int, kv_heads: int, dim: int, **options: Any) ->
     return Build("h100x2", functools.partial(fetching, options), tuple(shapes))
 
 
-def sums(x, down, norm):
-    """The norm after a layer's last matmul, layer after layer and step after step, of a model that
-    several GPUs have.
-    """
-    from pallas_lm import rows as lm_rows
-
-    def local(x, down, norm):
-        def step(x, _):
-            outer = jnp.concatenate([x, x], axis=1)
-            exchange = lm_rows.exchange_over("cp", outer, norm)
-            for n in range(norm.shape[0]):
-                partials = lm_rows.partials(x, lm_rows.Layer(down, n), jnp.float32)
-                left = lm_rows.Added(partials, exchange)
-                layer = lm_rows.Layer(norm, n)
-                outer, normed, exchange = lm_rows.add_norm(outer, left, layer, 1e-5)
-                x = pa.devices.varying_like(normed[:, : x.shape[1]], down)
-            return x, None
-
-        return jax.lax.scan(step, x, None, 4)[0]
-
-    spec = jax.P(None, "cp")
-    with device.assume_reach():
-        return jax.shard_map(local, in_specs=spec, out_specs=spec)(x, down, norm)
-
-
 def rows_of_a_cache(k, v, *rows):
     """Tokens that are appended and decoded one after the other, over a cache whose rows several
     GPUs have: q [1, tokens, N * H] and what is appended, whole on each.

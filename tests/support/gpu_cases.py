@@ -14,7 +14,7 @@ _MLA = "tests/kernels/decode_mla/test_decode_mla.py::test_on_the_gpu"
 _APPEND, _CACHES = "tests/kernels/append/test_append", "tests/caches/test_"
 _LM = "tests/lm/test_kernels.py::"
 
-OF_SEVERAL_GPUS = {"kernels/decode/merge_over_gpus.py", "pallas_lm/kernels/all_reduce.py"}
+OF_SEVERAL_GPUS = {"kernels/decode/merge_over_gpus.py"}
 # test_every_kernel.py has their rows.
 BLACKWELL = {"kernels/flash_fwd/sm100.py", "kernels/flash_bwd/sm100.py"}
 QUICK = {
@@ -96,7 +96,6 @@ QUICK = {
     ),
     "pallas_lm/kernels/linear.py": f"{_LM}test_on_the_gpu[128-64-7]",
     "pallas_lm/kernels/norm.py": f"{_LM}test_norm_on_the_gpu[512-2-64]",
-    "pallas_lm/kernels/rotate.py": f"{_LM}test_rotate_on_the_gpu[5-1-64-64]",
 }
 ALL_QUICK = frozenset(QUICK.values())
 
