@@ -195,6 +195,7 @@ def test_what_cannot_be_run_is_said_before_it_starts(texts, how, wanted, message
     refuses(message, decode.Run, *small(), options(**how), texts, wanted)
 
 
+SAMPLES = {"cache": "paged", "sampling": Sampling(0.3), "samples": 3}
 NO_CACHE = "cache: expected one of ('per_sequence', 'stacked', 'paged'), got 'ring'"
 
 
@@ -210,6 +211,15 @@ NO_CACHE = "cache: expected one of ('per_sequence', 'stacked', 'paged'), got 'ri
         ({"pages": 0}, "pages: expected at least 1, got 0"),
         ({"stop_ids": [3]}, "stop_ids: expected a tuple of tokens, ints, got [3]"),
         ({"sampling": 0.7}, "sampling: expected a Sampling, got 0.7"),
+        ({"draft": "tree"}, "draft: expected one of ('ngram',) or None, got 'tree'"),
+        ({"draft": "ngram", "drafts": 0}, "drafts: expected at least 1, got 0"),
+        (SAMPLES | {"samples": 0}, "samples: expected at least 1, got 0"),
+        (SAMPLES | {"cache": "stacked"},
+         "cache: expected 'paged', whose pages are forked, for 3 samples of a prompt, got "
+         "'stacked'"),
+        (SAMPLES | {"sampling": Sampling()},
+         "samples: expected 1, or a temperature, for 3 samples of a prompt, got 3"),
+        (SAMPLES | {"batch": 2}, "batch: expected at least 3 for 3 samples of a prompt, got 2"),
         ({"mesh": "tp:2"},
          "mesh: expected a mesh with the axis 'tp', as lm.mesh.make('tp:2', ('tp',)) makes it, or "
          "None, got 'tp:2'"),
