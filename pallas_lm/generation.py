@@ -161,13 +161,13 @@ def complete(model: Model, prompts: Sequence[Prompt], **options: object) -> list
     job = _Job.of(model, prompts, options)
     if job is None:
         return []
-    for _ in job.statuses():
-        job.texts.watch()
+    for _ in job.pieces():
+        pass
     return [
         Completion(
             sequence.number // job.run.options.samples,
             sequence.sample,
-            job.texts.whole(sequence),
+            job.texts.whole[sequence],
             sequence.tokens,
             sequence.logprobs if job.run.options.logprobs else None,
             finish_reason(sequence) or "",

@@ -39,11 +39,10 @@ from pallas_attn.devices import overlapping, varying_like
 from pallas_attn.masks import Mask
 from pallas_attn.prefixes import SharedPrefixes
 from pallas_attn.rotary import RMSNorm, Rotary
-from pallas_lm import experts, gemma4_inputs, latent, tensor_parallel
+from pallas_lm import experts, gemma4, latent, tensor_parallel
 from pallas_lm import rows as lm_rows
 from pallas_lm.config import Config, Params
 from pallas_lm.gemma4 import part_of, shared_prefixes, with_part
-from pallas_lm.gemma4_experts import with_experts
 from pallas_lm.rows import Angles, Layer, add_norm, gated, linear, partials, rms_norm
 
 Array = jax.Array
@@ -162,7 +161,7 @@ def _inputs(config: Config, params: Params, x: Array, tokens: Array) -> Array | 
     """The inputs of all layers, if they have any."""
     if config.gemma4 is None or not config.gemma4.inputs:
         return None
-    return gemma4_inputs.inputs_of(config.gemma4.inputs, params, x, tokens, config.norm_eps)
+    return gemma4.inputs_of(config.gemma4.inputs, params, x, tokens, config.norm_eps)
 
 
 def _is_read(config: Config) -> bool:
@@ -173,7 +172,7 @@ def _is_read(config: Config) -> bool:
 def _ended(x: Array, added: Array, weights: Params, eps: float) -> tuple[Array, Array]:
     """The residual stream and the term for it after a layer of Gemma 4."""
     if "input" in weights:
-        x, added = gemma4_inputs.with_input(x, added, weights, eps)
+        x, added = gemma4.with_input(x, added, weights, eps)
     return x * weights["factor"][0], added * weights["factor"][0]
 
 
@@ -256,7 +255,7 @@ def _with_experts(config: Config, x: Array, added: Array, weights: Params) -> Ar
     if config.gemma4 is None or config.gemma4.experts is None:
         return added
     own, result = config.gemma4.experts, added[0]
-    return with_experts(own, x, result, weights, config.norm_eps)[None]
+    return gemma4.with_experts(own, x, result, weights, config.norm_eps)[None]
 
 
 def _gelu(x: Array) -> Array:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_lm import checkpoint, decode, experts, model
-from pallas_lm.gemma4_experts import with_experts
+from pallas_lm.gemma4 import with_experts
 from pallas_lm.hf_config import config_from
 from pallas_lm.options import CACHES
 from pallas_lm.sampling import Sampling
