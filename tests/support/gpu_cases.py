@@ -50,7 +50,6 @@ QUICK = {
         f"{_BWD}flash_bwd.py::test_portable_configurations_on_the_gpu[bias_float32_highest-64]"
     ),
     "kernels/flash_jvp/sm90.py": f"{_EVERY}[flash_jvp.sm90-lengths]",
-    "kernels/flash_jvp/sm90_dual.py": f"{_EVERY}[flash_jvp.sm90_dual-lengths]",
     "kernels/flash_jvp/sm80.py": f"{_EVERY}[flash_jvp.sm80-lengths]",
     "kernels/attention/key_masks.py": (
         "tests/kernels/test_key_masks.py::test_tiles_and_keys_on_the_gpu[197-64]"
