@@ -119,10 +119,10 @@ def _kv_head(ctx: KernelContext, rows: QueryRows) -> Index:
 # ---- mainloop ------------------------------------------------------------------------------------
 
 
-def _mainloop(ctx: KernelContext, rows: QueryRows, kinds: tuple[str, str]) -> OutputSums:
-    """All kv tiles of the block's rows, from the last to the first. `kinds`: dtypes of k and v."""
+def _mainloop(ctx: KernelContext, rows: QueryRows, kind: str) -> OutputSums:
+    """All kv tiles of the block's rows, from the last to the first. `kind`: dtype of q, k and v."""
     copy_async(sm80.q_copy(ctx, rows), sm80.kv_copy(ctx, rows, rows.span.hi - 1, "k"), pending=None)
-    step = functools.partial(_step, ctx, rows, Factors.of(ctx, rows), kinds)
+    step = functools.partial(_step, ctx, rows, Factors.of(ctx, rows), kind)
     return sm80_common.over_kv_tiles(ctx.plan, rows.span, step, _no_keys(ctx.plan))
 
 
@@ -138,7 +138,7 @@ def _step(  # noqa: PLR0913
     ctx: KernelContext,
     rows: QueryRows,
     factors: Factors,
-    kinds: tuple[str, str],
+    kind: str,
     masked: bool,
     t: Index,
     sums: OutputSums,
@@ -149,7 +149,7 @@ def _step(  # noqa: PLR0913
     of_keys, of_values = factors.of_tile(1, t), factors.of_tile(2, t)
     copy_async(_v_copy(ctx, rows, t), pending=0)
     sizes = (ROWS, block, form.k_width)
-    s = mma_sync.scores((smem.q, zero), (smem.k, zero), sizes, 1, narrow=(kinds[0], kinds[0]))
+    s = mma_sync.scores((smem.q, zero), (smem.k, zero), sizes, 1, narrow=(kind, kind))
     copy_async(sm80.kv_copy(ctx, rows, t - 1, "k"), pending=0)
     s, unit = factors.of_scores(t, None, s, of_keys)
     logits = score_mod.logits(ctx, rows, t, s, masked)
@@ -157,7 +157,7 @@ def _step(  # noqa: PLR0913
     new = softmax.next_step(logits, unit, sums.row_max, empty_ok=empty_ok, exponents=EXPONENTS)
     acc, row_sum = softmax.rescaled(new, (sums.acc, sums.row_sum))
     p = mma_float8.probabilities(factors.of_values(t, None, new.p))
-    narrow, parts = (mma_float8.PROBABILITIES, kinds[1]), []
+    narrow, parts = (mma_float8.PROBABILITIES, kind), []
     for n, part in enumerate(acc):
         sizes = (ROWS, part.shape[1], block // 2)
         out = mma_sync.scores((p, zero), (smem.v, jnp.int32(n * PART)), sizes, 1, narrow=narrow)
@@ -175,12 +175,12 @@ def _kernel(
     smem: Float8Smem,
     *,
     plan: QueryPlan,
-    kinds: tuple[str, str],
+    kind: str,
 ) -> None:
     ctx = KernelContext(plan, refs._replace(out=out, lse=lse), smem)
     rows = sm80.rows_of_block(ctx)
     tile = rows.tile
-    sums = sm80.sums_of(ctx, rows, functools.partial(_mainloop, kinds=kinds), _no_keys)
+    sums = sm80.sums_of(ctx, rows, functools.partial(_mainloop, kind=kind), _no_keys)
     by = refs.units[1, tile.batch, _kv_head(ctx, rows)]
     acc = lax.concatenate([part * by for part in sums.acc], 1)
     acc = sm80.finished(ctx, rows, OutputSums(acc, sums.row_sum * (1 / SPREAD), sums.row_max))
@@ -198,7 +198,7 @@ def run(
     sizes = problem.batch, problem.q_len, problem.q_heads, problem.v_head_dim
     out = jax.ShapeDtypeStruct(sizes, problem.result_dtype)
     ctx = KernelContext(plan, _operands(plan, inputs), scratch(plan))
-    kernel = functools.partial(_kernel, kinds=(problem.dtype, problem.dtype))
+    kernel = functools.partial(_kernel, kind=problem.dtype)
     return sm80.launched(kernel, ctx, out, "flash_fwd_sm80_float8")
 
 
