@@ -10,7 +10,7 @@ registers hold one part of it. Scales are those of float8_mainloop.py.
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +34,11 @@ from pallas_attn.kernels.flash_fwd import (
     sm80,
 )
 from pallas_attn.kernels.flash_fwd.float8_mainloop import EXPONENTS, SPREAD, Factors
+from pallas_attn.kernels.flash_fwd.sm80 import ForwardSmem
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
-from pallas_attn.kernels.lang.types import GmemRef, Index, SmemRef
+from pallas_attn.kernels.lang.types import GmemRef, Index
 from pallas_attn.kernels.mma import mma_float8, mma_sync
 
 PART = 64  # columns of P V that are added up at a time
@@ -78,17 +79,10 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     return QueryPlan.of(paired, config, ROWS, MmaFormat(paired))
 
 
-class Float8Smem(NamedTuple):
-    """Shared memory: rows of q and k, and columns of v (V^T), in pairs of float8."""
-
-    q: SmemRef  # [64, ..]
-    k: SmemRef  # [block_kv, ..]
-    v: SmemRef  # [v_width, ..]
-
-
-def scratch(plan: QueryPlan) -> Float8Smem:
+def scratch(plan: QueryPlan) -> ForwardSmem:
+    """Rows of q and k, and columns of v (V^T), in pairs of float8."""
     form, keys = plan.format, plan.config.block_kv
-    return Float8Smem(
+    return ForwardSmem(
         q=form.buffer(ROWS, form.k_width),
         k=form.buffer(keys, form.k_width),
         v=form.buffer(form.v_width, keys // 2),
@@ -172,7 +166,7 @@ def _kernel(
     refs: ForwardRefs,
     out: GmemRef,
     lse: GmemRef,
-    smem: Float8Smem,
+    smem: ForwardSmem,
     *,
     plan: QueryPlan,
     kind: str,
