@@ -27,7 +27,6 @@ QUICK = {
     "kernels/flash_fwd/batch_rows.py": (
         f"{_FWD}flash_fwd.py::test_batch_rows_in_one_tile_on_the_gpu[frames16]"
     ),
-    "kernels/flash_fwd/segments.py": f"{_EVERY}[flash_fwd.sm90-ids]",
     "kernels/flash_fwd/listed_tiles.py": (
         f"{_FWD}listed_tiles.py::test_lists_and_codes_are_those_of_jax_numpy"
         "[(2, 1, 5, 1, 33)-False-3-gpu]"
@@ -51,7 +50,6 @@ QUICK = {
         f"{_BWD}flash_bwd.py::test_portable_configurations_on_the_gpu[bias_float32_highest-64]"
     ),
     "kernels/flash_jvp/sm90.py": f"{_EVERY}[flash_jvp.sm90-lengths]",
-    "kernels/flash_jvp/sm90_dual.py": f"{_EVERY}[flash_jvp.sm90_dual-lengths]",
     "kernels/flash_jvp/sm80.py": f"{_EVERY}[flash_jvp.sm80-lengths]",
     "kernels/attention/key_masks.py": (
         "tests/kernels/test_key_masks.py::test_tiles_and_keys_on_the_gpu[197-64]"
