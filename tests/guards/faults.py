@@ -520,15 +520,9 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "dk_dv_release_a_tile_one_matmul_early": Fault(
         f"{BWD}/sm90_dkdv.py",
-        "plgpu.wgmma_wait(role.held.matmuls)",
-        "plgpu.wgmma_wait(1 + role.held.matmuls)",
+        "plgpu.wgmma_wait(role.product_form.copies)",
+        "plgpu.wgmma_wait(1 + role.product_form.copies)",
         f"{TEST_BWD} -k 'test_interpreted and dim192_128'",
-    ),
-    "columns_in_shared_memory_are_the_first_again": Fault(
-        f"{BWD}/held_columns.py",
-        "tile.at[:, pl.ds(self.columns, rest)]",
-        "tile.at[:, pl.ds(0, rest)]",
-        f"{TEST_SIZES} -k 'test_any_size_interpreted and wide_in_registers'",
     ),
     "wide_keys_are_freed_while_their_gradients_are_stored": Fault(
         f"{BWD}/sm90_dkdv.py",

@@ -27,9 +27,8 @@ from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.attention import score_mod, score_tiles, segment_spans, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile, kv_batch
-from pallas_attn.kernels.flash_bwd import epilogue, held_columns
+from pallas_attn.kernels.flash_bwd import epilogue
 from pallas_attn.kernels.flash_bwd.float32 import Units, left_operand, matmul_add, scaled, units_of
-from pallas_attn.kernels.flash_bwd.held_columns import HeldColumns
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.producer import Ring, load_rows
 from pallas_attn.kernels.flash_fwd import block_tables, key_mask_ranges, listed, tile_scheduler
@@ -55,11 +54,7 @@ class DqConfig(NamedTuple):
     block_kv: int
     stages: int
     grid: int
-    q_in_registers: bool = False
     l2_heads: int = 0
-
-
-REGISTERS = 192  # a thread, of two warpgroups, for dQ, S, dP, and columns of q and dO
 
 
 class DqSmem(NamedTuple):
@@ -242,19 +237,9 @@ class DqRows(NamedTuple):
     lse: RegisterTile
     delta: RegisterTile
     units: Units
-    held: tuple[wgmma.Terms, wgmma.Terms] = ((), ())  # columns of q and dO in registers
 
     def needs_mask(self, t: Index) -> Predicate:
         return (t < self.span.full_lo) | (t >= self.span.full_hi)
-
-
-def _held(plan: QueryPlan) -> tuple[HeldColumns, HeldColumns]:
-    """The columns of q and dO that a warpgroup holds in registers, beside dQ, S and dP."""
-    room = 0
-    if plan.config.q_in_registers and plan.problem.dtype != "float32":
-        room = REGISTERS - plan.qk.width // 2 - plan.config.block_kv
-    do = held_columns.fitting(plan.v, room)
-    return held_columns.fitting(plan.qk, room - do.columns // 4), do
 
 
 def _multiply(
@@ -264,17 +249,16 @@ def _multiply(
     (plan, _, smem), issued = ctx, 0
     # An opaque zero, or addresses would be computed before the loop and spilled.
     wg = rows.wg + mosaic.opaque_zero(count)
-    held_q, held_do = _held(plan)
-    for acc, left, ring, held, first in (
-        (accs[0], smem.q, smem.k_ring, held_q, rows.held[0]),
-        (accs[1], smem.do, smem.v_ring, held_do, rows.held[1]),
+    for acc, left, ring, form in (
+        (accs[0], smem.q, smem.k_ring, plan.qk),
+        (accs[1], smem.do, smem.v_ring, plan.v),
     ):
-        slot, kind = ring.slot(count), held.form.kind
-        if held.in_parts:
-            parts = held.operand(first, panels.tiles(left, wg))
+        slot, kind = ring.slot(count), form.kind
+        if form.panels:
+            own = panels.tiles(left, wg)
             ring.wait(slot)
-            wgmma.score_panels(acc, parts, held.parts(panels.tiles(ring.tiles, slot)))
-            issued += held.matmuls
+            wgmma.score_panels(acc, own, panels.tiles(ring.tiles, slot))
+            issued += form.copies
             continue
         terms = wgmma.terms_of_smem(left.at[wg], kind)
         ring.wait(slot)
@@ -295,8 +279,8 @@ def _ds(
     rings); `done_with_k`: the slot of k that no matmul reads any more when S is there.
     """
     (plan, _, smem), tile, (t, count) = ctx, rows.tile, step
-    held, terms = _held(plan)[1], plan.v.terms
-    behind = held.matmuls if held.in_parts else wgmma.products(terms, terms)
+    form = plan.v
+    behind = form.copies if form.panels else wgmma.products(form.terms, form.terms)
     s = plgpu.wgmma_accumulator_load(accs[0], wait_n=behind)
     if done_with_k is not None:
         smem.k_ring.release(done_with_k)
@@ -416,9 +400,6 @@ def _consume(ctx: KernelContext, dq_ref: GmemRef, block_id: Index, wg: Index) ->
         following = refs.schedule[block_id, n + 2]
         rows = _rows(ctx, tile_scheduler.work_tile(ctx, code), wg, visible)
         plgpu.barrier_wait(smem.q_ready.at[wg])
-        q, do = _held(plan)
-        held = q.read(panels.tiles(smem.q, wg)), do.read(panels.tiles(smem.do, wg))
-        rows = rows._replace(held=held)
 
         def no_keys(kv_count: Index) -> tuple[list[RegisterTile], Index]:
             widths = plan.qk.panels or (plan.qk.width,)

@@ -53,9 +53,6 @@ class Config:
 
     block_q: int = 64
     stages: int = 2
-    # Columns of k and v stay in registers for a work tile of `sm90_dkdv`, and those of q and dO for
-    # one of `sm90_dq`: see `held_columns`.
-    in_registers: bool = False
     dq_block_kv: int = 64  # keys of a tile of `sm90_dq`
     dq_stages: int = 2  # kv tiles of its ring
     dq_warpgroups: int = 2  # its consumers
@@ -83,8 +80,8 @@ class Config:
     def default(cls, problem: AttentionProblem) -> "Config":
         """The Config of a problem that nobody tuned."""
         if is_wide(problem):
-            wide = _fitting(problem, cls(in_registers=holds_columns(problem)))
-            return _in_parts_and_order(problem, _with_dq_warpgroups(problem, wide))
+            wide = _with_dq_warpgroups(problem, _fitting(problem, cls()))
+            return _in_parts_and_order(problem, wide)
         if sm90.has_block_table(problem):
             heads = block_tables.heads_of_tile(problem, 2)
             return _in_parts(problem, _fitting(problem, cls(dq_warpgroups=heads)))
@@ -142,16 +139,6 @@ def _fitting(problem: AttentionProblem, config: Config) -> Config:
     return config
 
 
-def holds_columns(problem: AttentionProblem) -> bool:
-    """Whether `sm90_dkdv` is faster with k and v in registers, and `sm90_dq` with dO: where k and v
-    fit there whole, and nothing masks scores. Masks are left out: causal ones would gain 3 %.
-    """
-    fits = problem.head_dim <= 192 and problem.v_head_dim <= 128
-    has_functions = problem.mask_program is not None or problem.score_program is not None
-    plain = problem.mask.is_full and not problem.arrays and not has_functions
-    return plain and fits and problem.dtype != "float32"
-
-
 # ---- static values ------------------------------------------------------------------------------
 
 
@@ -174,7 +161,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
 def dq_plan(problem: AttentionProblem, config: Config) -> QueryPlan:
     """The plan of `sm90_dq`."""
     sizes = config.dq_warpgroups, config.dq_block_kv, config.dq_stages, config.grid
-    plan = QueryPlan.of(problem, sm90_dq.DqConfig(*sizes, config.in_registers))
+    plan = QueryPlan.of(problem, sm90_dq.DqConfig(*sizes))
     plan = dataclasses.replace(plan, panels=tma_operands.takes_panels(problem))
     if sm90.has_block_table(problem):
         plan = block_tables.with_heads(plan)
