@@ -219,7 +219,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_ORDER} -k chunks",
     ),
     "blocks_in_lockstep_begin_past_the_last_query_tile": Fault(
-        f"{BWD}/lockstep.py",
+        f"{BWD}/key_tiles.py",
         "self.span.hi - 1 - i",
         "self.span.hi - i",
         TEST_ORDER,
@@ -231,7 +231,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         TEST_ORDER,
     ),
     "the_last_head_of_the_backward_goes_by_no_rank": Fault(
-        f"{BWD}/documents.py",
+        f"{BWD}/work_order.py",
         "codes = jnp.where(head >= first, codes, table)",
         "codes = jnp.where(head > first, codes, table)",
         f"{TEST_ORDER} -k order_of_keys",
@@ -617,7 +617,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_HEADS} -k 'test_heads_interpreted and bias_and_padding'",
     ),
     "dq_of_one_key_tile_is_written_to_the_rows_of_the_other_warpgroup": Fault(
-        f"{BWD}/one_key_tile.py",
+        f"{BWD}/dq_sum.py",
         "(step.t * 2 + wg) * ROWS\n",
         "(step.t * 2 + 1 - wg) * ROWS\n",
         f"{TEST_ONE_TILE} -k 'interpreted and parts_of_a_group'",

@@ -237,7 +237,6 @@ def test_a_call_imports_its_own_kernel_and_no_other(call):
 
 # Imports that close a circle: this list only gets shorter.
 CLOSING = {
-    ("kernels.flash_bwd.one_key_tile", "kernels.flash_bwd.dq_sum"),
     ("kernels.flash_bwd.turns", "kernels.flash_bwd.dq_sum"),
 }
 

@@ -16,8 +16,8 @@ from pallas_attn.kernels.attention import (
     tma_operands,
 )
 from pallas_attn.kernels.attention.tiles import KernelContext
-from pallas_attn.kernels.flash_bwd import documents, work_order
 from pallas_attn.kernels.flash_bwd import float32 as bwd_float32
+from pallas_attn.kernels.flash_bwd import work_order
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_fwd import claims, tile_scheduler
 from pallas_attn.kernels.lang.types import GmemRef, Operand
@@ -65,7 +65,7 @@ class BackwardRefs(NamedTuple):
     bias: GmemRef
     mask_array: GmemRef
     schedule: GmemRef  # int32[blocks, n]: see `work_order.schedule`
-    dq: GmemRef  # float32, added to, in the kernel's own layout; or dq: see `one_key_tile`
+    dq: GmemRef  # float32, added to, in the kernel's own layout; or dq: see `dq_sum.Written`
     aux_sums: GmemRef = None  # float32[reads, B, K, padded keys, n], written: `aux_sums.zero_array`
     q_positions: GmemRef = None
     units: GmemRef = None  # float32[6, B, K]: see `bwd_float32.Units`; delta is in those of dS
@@ -175,8 +175,8 @@ def for_tma(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Backwa
     if plan.order.claims:
         fields["counter"] = claims.counter(-plan.order.grid if plan.order.turns else 0)
     refs = BackwardRefs(**{name: fields.get(name) for name in BackwardRefs._fields})
-    if plan.has("q_segment_ids") and documents.go_by_rank(plan.order):
-        refs = refs._replace(schedule=documents.schedule_by_rank(KernelContext(plan, refs)))
+    if plan.has("q_segment_ids") and work_order.go_by_rank(plan.order):
+        refs = refs._replace(schedule=work_order.schedule_by_rank(KernelContext(plan, refs)))
     return refs
 
 

@@ -51,6 +51,7 @@ from pallas_attn.kernels.attention import (
 from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, copy_async
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import (
+    costs,
     key_tiles,
     operands,
     sm80_dbias,
@@ -135,7 +136,7 @@ class Config:
         fits = functools.partial(sm80_common.fits, problem, smem_bytes)
         config = next(filter(fits, choices), streamed)
         blocks = gpu_specs.multiprocessors(problem.gpu)
-        parts = 1 if config.columns else step_parts.of_idle(plan_of(problem, config).order, blocks)
+        parts = 1 if config.columns else costs.parts_of_idle(plan_of(problem, config).order, blocks)
         return dataclasses.replace(config, parts=parts)
 
 

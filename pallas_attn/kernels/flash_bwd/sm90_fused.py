@@ -64,7 +64,6 @@ from pallas_attn.kernels.flash_bwd import (
     dq_sum,
     epilogue,
     key_tiles,
-    one_key_tile,
     producer,
     step_parts,
     turns,
@@ -688,7 +687,7 @@ def gradients(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
     S and dP begin with lse and delta as accumulators do, where they do.
     """
     dq, outs, in_parts = plan.dq, list[jax.ShapeDtypeStruct](), plan.order.parts > 1
-    is_written = isinstance(dq, one_key_tile.Written)
+    is_written = isinstance(dq, dq_sum.Written)
     for x in (refs.k, refs.v):  # a gradient for each batch row of q
         outs.append(jax.ShapeDtypeStruct((plan.problem.batch, *x.shape[1:]), x.dtype))
     if in_parts:

@@ -53,8 +53,9 @@ from pallas_attn.kernels.attention import (
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import (
+    costs,
+    dq_sum,
     epilogue,
-    one_key_tile,
     operands,
     sm90_dbias,
     sm90_short,
@@ -87,7 +88,6 @@ KEYS = WARPGROUPS * ROWS  # keys of a kv tile
 SUMS = 160  # largest number of columns of dK and dV in a consumer's registers: 80 a thread
 REGISTERS = 200, 88, 24  # a thread of consumers, of the third warpgroup, of the producer
 KEYS_IN_REGISTERS = 128  # largest number of columns of k and v for consumers to hold both
-LEAST_BUSY = 0.75  # least share of blocks with a head, over all waves, for `slower`
 RESERVED = 1024  # bytes of shared memory for barriers and for alignment
 
 
@@ -134,16 +134,15 @@ def limit(problem: AttentionProblem) -> Limit | None:
 
 def slower(problem: AttentionProblem) -> Limit | None:
     """Why another kernel is faster, or None: at other than measured sizes, or with few blocks busy
-    in the last wave. Up to 128 keys `one_key_tile` is faster from 384 rows on.
+    in the last wave. Up to 128 keys `sm90` writes dq at once (`dq_sum.is_written`), and is faster
+    from 384 rows on.
     """
-    heads = problem.batch * problem.q_heads
-    busy = heads / (USUAL_BLOCKS * pl.cdiv(heads, USUAL_BLOCKS))
     rows, keys = problem.q_len, problem.kv_len
     measured = ROWS < rows <= 512 and ROWS < keys <= 512
-    if one_key_tile.takes(problem):
+    if dq_sum.is_written(problem):
         fewest = ROWS if keys > ROWS else 2 * ROWS
         measured = fewest < rows < 384 and keys >= ROWS // 2
-    if measured and busy >= LEAST_BUSY:
+    if measured and costs.fills_blocks(problem.batch * problem.q_heads):
         return None
     return Limit(
         f"it is for {ROWS} to 512 rows of heads for all blocks", "leave implementation=None"

@@ -24,7 +24,7 @@ from pallas_attn.kernels.attention import score_tiles, tiles, tma_operands
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.flash_bwd import (
     aux_sums,
-    lockstep,
+    costs,
     operands,
     sm90,
     sm90_dbias,
@@ -33,7 +33,6 @@ from pallas_attn.kernels.flash_bwd import (
     sm90_fused,
     statistics,
     step_parts,
-    work_order,
 )
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import Gradients, Residuals
@@ -94,22 +93,21 @@ def _with_dq_warpgroups(problem: AttentionProblem, config: Config) -> Config:
     """`config`, with fewer query rows in a work tile of dQ where blocks would have none."""
     if problem.dtype == "float32":
         return config
-    count = step_parts.dq_warpgroups(problem, config.dq_warpgroups)
+    count = costs.dq_warpgroups(problem, config.dq_warpgroups)
     return dataclasses.replace(config, dq_warpgroups=count)
 
 
 def _in_parts(problem: AttentionProblem, config: Config) -> Config:
     """`config`, with the steps of few work tiles divided over more blocks."""
-    parts = step_parts.default(plan_of(problem, config).order, adds_dq=False)
+    parts = costs.parts(plan_of(problem, config).order, adds_dq=False)
     return dataclasses.replace(config, parts=parts)
 
 
 def _in_parts_and_order(problem: AttentionProblem, config: Config) -> Config:
     """`config` in parts, or, without them, in lockstep where L2 does not hold a head's rows."""
     order = plan_of(problem, dataclasses.replace(config, lockstep=True)).order
-    locked = work_order.stays_in_lockstep(order, adds_dq=False)
-    config = _in_parts(problem, dataclasses.replace(config, lockstep=locked))
-    return dataclasses.replace(config, lockstep=locked and config.parts == 1)
+    parts, lockstep, _ = costs.choice(order, adds_dq=False)
+    return dataclasses.replace(config, parts=parts, lockstep=lockstep)
 
 
 # Tiles of `sm90_dkdv` and `sm90_dq`, the best first.
@@ -151,7 +149,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     """The plan of the kernel that makes dk and dv."""
     keys = sm90_dkdv.KEYS if by_64_keys(problem) else sm90_fused.KEYS
     tiling = KeyTiling(problem, keys, config.block_q)
-    locked = config.lockstep and lockstep.applies(tiling)
+    locked = config.lockstep and tiling.allows_lockstep
     order = WorkOrder(tiling, config.grid, config.l2_heads, locked, parts=config.parts)
     if not by_64_keys(problem):
         return sm90_fused.plan_of(config, order)

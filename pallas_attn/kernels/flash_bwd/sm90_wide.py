@@ -52,7 +52,7 @@ from pallas_attn.kernels.attention import logits, score_mod, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import (
-    lockstep,
+    costs,
     operands,
     producer,
     sm90_dq,
@@ -126,7 +126,7 @@ class Config:
     @classmethod
     def default(cls, problem: AttentionProblem) -> "Config":
         order = key_plan(problem, cls()).order  # dV and dK take as many products as with dQ
-        return cls(parts=step_parts.default(order, adds_dq=True))
+        return cls(parts=costs.parts(order, adds_dq=True))
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
@@ -713,7 +713,7 @@ def key_plan(problem: AttentionProblem, config: Config) -> KeyPlan:
     4 % less at 8192 rows of 32:4 heads of 512, and 14 % less at 8 x 2048.
     """
     tiling = KeyTiling(problem, ROWS, ROWS)
-    in_lockstep = lockstep.applies(tiling) and config.parts == 1
+    in_lockstep = tiling.allows_lockstep and config.parts == 1
     order = WorkOrder(tiling, blocks=config.grid, lockstep=in_lockstep, parts=config.parts)
     return KeyPlan(problem, config, order, format=None)
 
