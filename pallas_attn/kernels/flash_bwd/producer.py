@@ -47,6 +47,9 @@ def ring_slot(count: Index, size: int) -> Index:
     return count & (size - 1) if size & (size - 1) == 0 else lax.rem(count, jnp.int32(size))
 
 
+KeysOfBlock = Any  # `key_tiles.KeyTile`, or `sm90_heads.HeadTile`, which has its fields
+
+
 class KeyPart(NamedTuple):
     """Keys of a work tile in shared memory."""
 
@@ -122,10 +125,10 @@ def each_work_tile(
     lax.while_loop(lambda carry: carry[2] >= 0, claimed, start)
 
 
-def load_query_tile(ctx: KernelContext, work: Any, head: Index, t: Index, count: Index) -> None:
-    """Query tile t of q and dO as number `count` of the rings, and the tile of the bias. `work`: a
-    `KeyTile`, or what has its fields.
-    """
+def load_query_tile(
+    ctx: KernelContext, work: KeysOfBlock, head: Index, t: Index, count: Index
+) -> None:
+    """Query tile t of q and dO as number `count` of the rings, and the tile of the bias."""
     plan, refs, smem = ctx
     slot = smem.q_ring.slot(count)
     for name, ring in (("q", smem.q_ring), ("do", smem.do_ring)):
@@ -137,7 +140,7 @@ def load_query_tile(ctx: KernelContext, work: Any, head: Index, t: Index, count:
 
 
 def _load_q_tile(
-    ctx: KernelContext, work: Any, name: str, ring: Ring, slot: Index, head: Index, t: Index
+    ctx: KernelContext, work: KeysOfBlock, name: str, ring: Ring, slot: Index, head: Index, t: Index
 ) -> None:
     """Query tile t of q or dO, and with it the lse or the delta of its rows."""
     block, ready = ctx.plan.tiling.block_q, ring.ready.at[slot]
@@ -154,7 +157,9 @@ def _load_q_tile(
     return pl.when(jnp.logical_not(cut))(lambda: copy(ref, (work.batch, head, t * block)))
 
 
-def load_keys(ctx: KernelContext, buffers: Sequence[KeyBuffers], n: Index, work: Any) -> None:
+def load_keys(
+    ctx: KernelContext, buffers: Sequence[KeyBuffers], n: Index, work: KeysOfBlock
+) -> None:
     """The keys of work tile n, when those of the one before are no longer in use."""
     for free, parts, slots in buffers:
         if slots > 1:
@@ -168,7 +173,7 @@ def load_keys(ctx: KernelContext, buffers: Sequence[KeyBuffers], n: Index, work:
             _load_key_part(ctx, work, part)
 
 
-def _load_key_part(ctx: KernelContext, work: Any, part: KeyPart) -> None:
+def _load_key_part(ctx: KernelContext, work: KeysOfBlock, part: KeyPart) -> None:
     plan, refs, _ = ctx
     where = kv_batch(plan.problem, work.batch), work.kv_head
     there = part.to, part.place, part.ready, part.column
