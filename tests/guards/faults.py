@@ -212,7 +212,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_ORDER} -k chunks",
     ),
     "blocks_in_lockstep_begin_past_the_last_query_tile": Fault(
-        f"{BWD}/lockstep.py",
+        f"{BWD}/key_tiles.py",
         "self.span.hi - 1 - i",
         "self.span.hi - i",
         TEST_ORDER,
@@ -224,7 +224,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         TEST_ORDER,
     ),
     "the_last_head_of_the_backward_goes_by_no_rank": Fault(
-        f"{BWD}/documents.py",
+        f"{BWD}/work_order.py",
         "codes = jnp.where(head >= first, codes, table)",
         "codes = jnp.where(head > first, codes, table)",
         f"{TEST_ORDER} -k order_of_keys",
@@ -507,15 +507,9 @@ FAULTS: dict[str, Fault | MarkedFault] = {
     ),
     "dk_dv_release_a_tile_one_matmul_early": Fault(
         f"{BWD}/sm90_dkdv.py",
-        "plgpu.wgmma_wait(role.held.matmuls)",
-        "plgpu.wgmma_wait(1 + role.held.matmuls)",
+        "plgpu.wgmma_wait(role.product_form.copies)",
+        "plgpu.wgmma_wait(1 + role.product_form.copies)",
         f"{TEST_BWD} -k 'test_interpreted and dim192_128'",
-    ),
-    "columns_in_shared_memory_are_the_first_again": Fault(
-        f"{BWD}/held_columns.py",
-        "tile.at[:, pl.ds(self.columns, rest)]",
-        "tile.at[:, pl.ds(0, rest)]",
-        f"{TEST_SIZES} -k 'test_any_size_interpreted and wide_in_registers'",
     ),
     "wide_keys_are_freed_while_their_gradients_are_stored": Fault(
         f"{BWD}/sm90_dkdv.py",
@@ -610,7 +604,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{TEST_HEADS} -k 'test_heads_interpreted and bias_and_padding'",
     ),
     "dq_of_one_key_tile_is_written_to_the_rows_of_the_other_warpgroup": Fault(
-        f"{BWD}/one_key_tile.py",
+        f"{BWD}/dq_sum.py",
         "(step.t * 2 + wg) * ROWS\n",
         "(step.t * 2 + 1 - wg) * ROWS\n",
         f"{TEST_ONE_TILE} -k 'interpreted and parts_of_a_group'",

@@ -37,7 +37,7 @@ QUICK = {
     "kernels/flash_bwd/sm90_window.py": f"{_EVERY}[flash_bwd.sm90_window-sinks]",
     "kernels/flash_bwd/sm90_short.py": f"{_EVERY}[flash_bwd.sm90_short-sinks]",
     "kernels/flash_bwd/sm90_heads.py": f"{_EVERY}[flash_bwd.sm90_heads-sinks]",
-    "kernels/flash_bwd/one_key_tile.py": f"{_BWD}one_key_tile.py::test_on_the_gpu[parts]",
+    "kernels/flash_bwd/dq_sum.py": f"{_BWD}one_key_tile.py::test_on_the_gpu[parts]",
     "kernels/flash_bwd/step_parts.py": f"{_BWD}step_parts.py::test_on_the_gpu[lockstep_claims]",
     "kernels/flash_bwd/statistics.py": f"{_BWD}heads.py::test_heads_on_the_gpu[softcap]",
     "kernels/flash_bwd/sm90_dbias.py": f"{_BWD}flash_bwd.py::test_edges_on_the_gpu[bias-True]",
