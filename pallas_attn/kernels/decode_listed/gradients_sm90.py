@@ -38,7 +38,7 @@ from pallas_attn._call.problem import DecodeProblem, ListedResiduals
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import score_mod, softmax, tma_operands
 from pallas_attn.kernels.lang import mosaic, panels, thread_program, threads
-from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.config import OneForAll, check
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
@@ -53,18 +53,13 @@ WIDTH = panels.WIDEST
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(OneForAll):
     """Tuning only: the result is the same up to rounding."""
 
     grid: int = gpu_specs.multiprocessors(gpu_specs.HOPPER)  # blocks
 
     def __post_init__(self) -> None:
         check(self, grid=(self.grid >= 1, "at least 1"))
-
-    @classmethod
-    def default(cls, problem: DecodeProblem) -> "Config":
-        del problem
-        return cls()
 
 
 class ListPlan(NamedTuple):
