@@ -142,7 +142,7 @@ def checked(bench: Bench, cases: Sequence[Case]) -> Checked:
         if isinstance(entry, Exception):
             made.outcomes[call.case.name] = entry
             continue
-        if call is not calls[0]:  # what the first has compiled serves it, too
+        if call is not calls[0]:  # the first call compiled for this one, too
             entry.facts = {key: x for key, x in entry.facts.items() if key not in FIRST_CALL}
         made.ours.append(entry)
     for name in peers.wanted(bench.op, bench.options.peers) if made.ours else ():

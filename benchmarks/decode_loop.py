@@ -244,7 +244,7 @@ def _pace(chunk: Callable[[], Array], steps: int) -> list[float]:
     return [after - before for before, after in itertools.pairwise(ends)]
 
 
-# ---- what is shown ------------------------------------------------------------------------------
+# ---- the table that a report shows --------------------------------------------------------------
 
 
 def _table(measured: Sequence[Row], run: Row) -> list[str]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from benchmarks.report import TITLES, geomean, ratios
 from benchmarks.rows import Row, is_ours, rate
 
-# ---- what pictures share ------------------------------------------------------------------------
+# ---- parts that all pictures have ----------------------------------------------------------------
 
 
 def _svg(title: str, width: float, height: float, size: int, parts: Iterable[str]) -> str:
@@ -261,13 +261,13 @@ def curves(rows: Sequence[Row]) -> str:
     """The SVG text: nanoseconds per query row of a head over rows of a sequence, with a curve for
     each head dim. `rows`: result rows of op "sweep", and of "sweep_both", whose curves are dashed.
     """
-    dims, found = sorted({row["problem"]["head_dim"] for row in rows}), _curves(rows)
-    points = [point for curve in found.values() for point in curve]
+    dims, drawn = sorted({row["problem"]["head_dim"] for row in rows}), _curves(rows)
+    points = [point for curve in drawn.values() for point in curve]
     (width, height), (left, right, top, bottom) = _BOX, _EDGES
     across = _Axis.of([x for x, _ in points], left, right)
     up = _Axis.of([y for _, y in points], bottom, top)
     parts = [
-        _text(_BOTH if any(both for _, both in found) else _FORWARD, width / 2, 18, "middle"),
+        _text(_BOTH if any(both for _, both in drawn) else _FORWARD, width / 2, 18, "middle"),
         _text(_where(rows[0]), width / 2, 34, "middle"),
         _text("rows of a sequence (T = S)", (left + right) / 2, height - 8, "middle"),
     ]
@@ -278,7 +278,7 @@ def curves(rows: Sequence[Row]) -> str:
         parts.append(_line([(left, up.at(y)), (right, up.at(y))], "#dddddd", 1))
         parts.append(_text(f"{y:g}", left - 5, up.at(y) + 4, "end"))
     colours = dict(zip(dims, _OF_DIMS, strict=False))
-    for (dim, both), curve in found.items():
+    for (dim, both), curve in drawn.items():
         colour, places = colours[dim], [(across.at(x), up.at(y)) for x, y in sorted(curve)]
         parts.append(_line(places, colour, 2, ' stroke-dasharray="5 3"' * both))
         parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{colour}"/>' for x, y in places]

@@ -47,7 +47,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
     checkpoint.save(tmp_path, described, params)
     again = checkpoint.load(tmp_path, "bfloat16")
     assert again[0] == config
-    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")  # as others read it
+    tensors = safetensors.numpy.load_file(tmp_path / "model.safetensors")  # by a reader of others
     assert tensors.keys() == witness.made("qwen2")[1].keys()
     jax.tree.map(np.testing.assert_array_equal, again[1], params)
 

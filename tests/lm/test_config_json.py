@@ -237,7 +237,7 @@ def test_models_that_no_mesh_has(family, what):
     refuses(message, mesh.local, small(family)[0], mesh.make("tp:1", ("tp",)))
 
 
-# ---- what is read -------------------------------------------------------------------------------
+# ---- reading ------------------------------------------------------------------------------------
 
 
 def test_a_family_has_its_own_values_for_what_is_absent():

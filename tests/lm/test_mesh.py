@@ -208,7 +208,7 @@ def test_a_model_over_devices_completes_as_one_does():
 
 @pytest.mark.by_xla
 def test_the_loops_of_a_report_are_split_over_devices(tmp_path):
-    """That beside ours has the same tokens as on one device."""
+    """The loop beside ours has the same tokens as on one device."""
     described = witness.CONFIGS["llama2"] | {"vocab_size": 95}
     tensors = witness.tensors_of(described, np.random.default_rng(0))
     folder = witness.write(tmp_path / "llama2", described, tensors)

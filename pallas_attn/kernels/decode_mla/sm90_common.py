@@ -31,7 +31,7 @@ Launch = Callable[[DecodeInputs, DecodeProblem, Any], Results]
 
 
 class Program(NamedTuple):
-    """What a kernel gives to its launch."""
+    """A kernel as its launch takes it."""
 
     body: Callable[..., None]  # `body(refs, outputs, smem, plan=)`
     scratch: Callable[[Plan], Any]  # shared memory, described once: its bytes are added up, too
