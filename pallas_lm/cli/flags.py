@@ -174,10 +174,11 @@ def _of_options() -> Iterator[Flag]:
         texts = {name.strip(): text for name, _, text in (x.partition(": ") for x in lines)}
         for field in dataclasses.fields(record):
             if field.name in options.NAMES and field.name not in said:
-                kind = int if "range" in field.metadata else type(field.default)
+                kind: Any = int if "range" in field.metadata else type(field.default)
                 kind = list(field.metadata.get("choices", ())) or kind
-                text = re.sub(r'(\w+)="(\w+)"', r"--\1=\2", " ".join(texts[field.name].split()))
-                text = text[0].upper() + text[1:].replace("None: ", "Default: ")
+                text = " ".join(texts.get(field.name, "").split())  # none of them under python -OO
+                text = re.sub(r'(\w+)="(\w+)"', r"--\1=\2", text)
+                text = text[:1].upper() + text[1:].replace("None: ", "Default: ")
                 yield Flag(field.name, (DECODE,), kind, None, text)
 
 
