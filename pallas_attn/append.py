@@ -137,7 +137,7 @@ def _write[Cache: KVCache](
     if not (extended or isinstance(cache.new_lengths, jax.core.Tracer)):
         facts.check_taken(cache, count if options.starts is None else options.starts)
     new = rows_into(inputs, cache.kind, options.implementation, from_end=from_end, change=change)
-    return dataclasses.replace(  # type: ignore[type-var]
+    return dataclasses.replace(
         cache, k=new.k_cache, v=new.v_cache, k_scale=new.k_scale, v_scale=new.v_scale
     )
 

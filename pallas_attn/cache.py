@@ -143,9 +143,6 @@ class KVCache:
     def _k_arrays(self) -> tuple[Array, ...]:
         return self.k if isinstance(self.k, tuple) else (self.k,)
 
-    def _with(self, **changes: Any) -> Self:
-        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
-
     @property
     def page_size(self) -> Any:
         """Rows of a page; None where there are no pages."""
@@ -272,7 +269,7 @@ class KVCache:
         split = jax.tree.map(lambda _: PartitionSpec(*buffers), fields)
         whole = jax.tree.map(lambda _: PartitionSpec(), self)
         small = PartitionSpec(sequences) if sequences is not None else PartitionSpec()
-        return whole._with(**split, lengths=small, new_lengths=small)
+        return dataclasses.replace(whole, **split, lengths=small, new_lengths=small)
 
     @of_live
     def extend(self, rows: int | Array) -> Self:
@@ -286,9 +283,7 @@ class KVCache:
         # Inside shard_map, a loop's carry must keep its type: counts are often the same on every
         # device where lengths are not.
         taken = sharding.typed_like(self._rows(rows), self.lengths)
-        return dataclasses.replace(  # type: ignore[type-var]
-            self, lengths=self.lengths + taken, new_lengths=taken
-        )
+        return dataclasses.replace(self, lengths=self.lengths + taken, new_lengths=taken)
 
     def _rows(self, rows: int | Array) -> Array:
         """int32[M]: the argument of `extend`, clipped to counts that lengths can take."""
@@ -341,7 +336,8 @@ class KVCache:
         no sequence's count for nothing), or bool[M]. Buffers stay as they are.
         """
         chosen = self._chosen(sequences)
-        return self._with(
+        return dataclasses.replace(
+            self,
             lengths=jnp.where(chosen, 0, self.lengths),
             new_lengths=jnp.where(chosen, NOT_EXTENDED, self.new_lengths),
         )
@@ -385,7 +381,9 @@ def _no_rows(size: int) -> dict[str, Array]:
 
 def _told[Cache: KVCache](cache: Cache, longest: int) -> Cache:
     """The cache with the rows that its longest sequence was to have, where it holds more."""
-    return cache if longest == max(cache.capacities) else cache._with(longest=int(longest))
+    if longest == max(cache.capacities):
+        return cache
+    return dataclasses.replace(cache, longest=int(longest))
 
 
 def not_a_cache(value: checks.Argument) -> ValueError:
