@@ -27,7 +27,7 @@ from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.attention import score_mod, score_tiles, segment_spans, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile, kv_batch
-from pallas_attn.kernels.flash_bwd import epilogue
+from pallas_attn.kernels.flash_bwd import epilogue, operands
 from pallas_attn.kernels.flash_bwd.float32 import Units, left_operand, matmul_add, scaled, units_of
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.producer import Ring, load_rows
@@ -490,12 +490,9 @@ def dq_of(plan: QueryPlan, refs: BackwardRefs) -> jax.Array:
 def operands_of(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> BackwardRefs:
     """The operands of a kernel over keys, made those of this one."""
     refs = by_rows(plan, inputs, refs)
-    if plan.has("kv_lengths"):
-        lengths = jnp.asarray(inputs.kv_lengths)[:: plan.problem.share]
-        for name in ("k", "v"):
-            edge = tma_operands.edge(getattr(refs, name), lengths, plan.config.block_kv)
-            refs = refs._replace(**{f"{name}_edge": edge})
-    return refs
+    keys = {"k": refs.k, "v": refs.v}
+    blocks = None, plan.config.block_kv
+    return refs._replace(**operands.edges(plan.problem, inputs, keys, blocks))
 
 
 def by_rows(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> BackwardRefs:

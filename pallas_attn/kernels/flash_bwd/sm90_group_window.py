@@ -38,6 +38,7 @@ from pallas_attn.kernels.attention.group_windows import WIDTH, Unit
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import statistics
 from pallas_attn.kernels.flash_bwd.operands import (
+    BackwardRefs,
     Gradients,
     KeyGradients,
     Residuals,
@@ -112,17 +113,6 @@ class GroupWindowPlan:
             return pl.cdiv(self.kv_heads * chunks, BLOCKS) * (pl.cdiv(self.tiles, chunks) + 1)
 
         return min(range(1, self.tiles + 1), key=cost)
-
-
-class GroupWindowRefs(NamedTuple):
-    """Global memory."""
-
-    q: GmemRef
-    k: GmemRef
-    v: GmemRef
-    do: GmemRef
-    lse: GmemRef  # float32[B, N / 8, T / 8, 64]; delta likewise
-    delta: GmemRef
 
 
 class GroupWindowSmem(NamedTuple):
@@ -471,7 +461,7 @@ def _store_dq(now: WindowStep) -> None:
 # ---- the kernel and its call ---------------------------------------------------------------------
 
 
-def _kernel(refs: GroupWindowRefs, *rest: GmemRef, plan: GroupWindowPlan) -> None:
+def _kernel(refs: BackwardRefs, *rest: GmemRef, plan: GroupWindowPlan) -> None:
     *outs, smem = rest
     block, wg = lax.axis_index("block"), lax.axis_index("wg")
     ctx = KernelContext(plan, refs, smem)
@@ -506,7 +496,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
         scratch(plan),
         (plan.kv_heads * plan.chunks, TILES + 1),
     )
-    refs = GroupWindowRefs(inputs.q, inputs.k, inputs.v, residuals.d_out, *stats)
+    refs = BackwardRefs(*inputs[:3], residuals.d_out, **stats._asdict())
     grads = Gradients(*kernel(refs))
     sinks = None if inputs.sinks is None else _dsinks(inputs.sinks, stats)
     return AttentionInputs(q=grads.dq, k=grads.dk, v=grads.dv, sinks=sinks)

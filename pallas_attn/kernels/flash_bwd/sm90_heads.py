@@ -63,6 +63,7 @@ from pallas_attn.kernels.flash_bwd import (
 )
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling, per_column
 from pallas_attn.kernels.flash_bwd.operands import (
+    BackwardRefs,
     Gradients,
     KeyGradients,
     Residuals,
@@ -196,20 +197,6 @@ def slots_of(problem: AttentionProblem) -> Slots:
     slots = _fitting(problem)
     assert slots is not None
     return slots
-
-
-class HeadsRefs(NamedTuple):
-    """Global memory."""
-
-    q: GmemRef
-    k: GmemRef
-    v: GmemRef
-    do: GmemRef
-    lse: GmemRef  # [B, N, padded rows]: see `operands.RowStatistics`
-    delta: GmemRef
-    bias: GmemRef = None
-    mask_array: GmemRef = None
-    key_tiles: GmemRef = None  # int32[B|1, 1, kv tiles]: see `key_masks.codes`
 
 
 class HeadsSmem(NamedTuple):
@@ -731,7 +718,7 @@ def _store_dq(now: DqStep, slot: Index, parts: Sequence[RegisterTile]) -> None:
 # ---- the kernel and its call --------------------------------------------------------------------
 
 
-def _kernel(refs: HeadsRefs, *rest: GmemRef, plan: KeyPlan) -> None:
+def _kernel(refs: BackwardRefs, *rest: GmemRef, plan: KeyPlan) -> None:
     dq_ref, dk_ref, dv_ref, smem = rest
     ctx, wg = KernelContext(plan, refs, smem), lax.axis_index("wg")
     walk, (ours, of_dq, of_producer) = Walk(ctx, lax.axis_index("block")), REGISTERS
@@ -774,7 +761,7 @@ def _dq_dk_dv(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Grad
         _scratch(plan.problem, slots_of(plan.problem)),
         (grid_of(plan), WARPGROUPS + 2),
     )
-    refs = HeadsRefs(inputs.q, inputs.k, inputs.v, d_out, *stats)
+    refs = BackwardRefs(*inputs[:3], d_out, **stats._asdict())
     if plan.bias_tiles is not None:
         refs = refs._replace(bias=plan.bias_tiles.operand(inputs.bias))
     if plan.has("mask_array"):

@@ -37,7 +37,12 @@ from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span
 from pallas_attn.kernels.flash_bwd import epilogue, operands, statistics
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
-from pallas_attn.kernels.flash_bwd.operands import Gradients, KeyGradients, Residuals
+from pallas_attn.kernels.flash_bwd.operands import (
+    BackwardRefs,
+    Gradients,
+    KeyGradients,
+    Residuals,
+)
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
 from pallas_attn.kernels.flash_bwd.statistics import QueryTileAt, StatisticsRefs
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
@@ -107,18 +112,6 @@ def is_plain(problem: AttentionProblem) -> bool:
         and problem.mask_program is None
         and problem.score_program is None
     )
-
-
-class ShortRefs(NamedTuple):
-    """Global memory."""
-
-    q: GmemRef
-    k: GmemRef
-    v: GmemRef
-    do: GmemRef
-    out: GmemRef
-    lse: GmemRef
-    d_lse: GmemRef
 
 
 class ShortSmem(NamedTuple):
@@ -357,7 +350,7 @@ def _accumulators(widths: tuple[int, ...]) -> list[Any]:
 # ---- the kernel and its call --------------------------------------------------------------------
 
 
-def _kernel(refs: ShortRefs, *rest: GmemRef, plan: KeyPlan) -> None:
+def _kernel(refs: BackwardRefs, *rest: GmemRef, plan: KeyPlan) -> None:
     *written, smem = rest
     outs, ctx = Gradients(*written), KernelContext(plan, refs, smem)
     problem, tiling = plan.problem, plan.tiling
@@ -409,7 +402,7 @@ def _dq_dk_dv(plan: KeyPlan, residuals: Residuals) -> Gradients:
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_bwd_short_sm90",
     )
-    grads = kernel(ShortRefs(inputs.q, inputs.k, inputs.v, d_out, out, lse, d_lse))
+    grads = kernel(BackwardRefs(*inputs[:3], d_out, out, lse, d_lse))
     return Gradients(*(x.reshape(of.shape) for x, of in zip(grads, shapes, strict=True)))
 
 

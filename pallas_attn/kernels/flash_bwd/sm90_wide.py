@@ -724,19 +724,12 @@ def _operands(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Back
     """
     problem, inputs = plan.problem, residuals.inputs
     fields: dict[str, Any] = operands.over_tiles(plan, inputs) | stats._asdict()
-    for name, x, length in (
-        ("q", inputs.q, "q_lengths"),
-        ("k", inputs.k, "kv_lengths"),
-        ("v", inputs.v, "kv_lengths"),
-        ("do", residuals.d_out, "q_lengths"),
-    ):
+    for name, x in zip(("q", "k", "v", "do"), (*inputs[:3], residuals.d_out), strict=True):
         sizes = {1: tma_operands.rows_in_tma(x.shape[1]), 3: columns_of(problem, name)}
         fields[name] = tma_operands.padded(x, sizes)
-        if plan.has(length):
-            lengths = jnp.asarray(getattr(inputs, length))
-            fields[f"{name}_edge"] = tma_operands.edge(fields[name], lengths, ROWS)
+    fields |= operands.edges(problem, inputs, fields, (ROWS, ROWS))
     fields |= tile_scheduler.table(work_order.schedule, plan.order, inputs)
-    return BackwardRefs(**{name: fields.get(name) for name in BackwardRefs._fields})
+    return BackwardRefs(**fields)
 
 
 def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:

@@ -27,7 +27,7 @@ from tests.support import builds, mosaic
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
-NO_REFS = BackwardRefs(*(None for _ in BackwardRefs._fields))
+NO_REFS = BackwardRefs(*[None] * 4)
 MIB = 2**20
 
 
