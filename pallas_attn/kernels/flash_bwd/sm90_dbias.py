@@ -18,7 +18,6 @@ Shared memory, and who owns it when:
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,16 +26,16 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._call.problem import AttentionProblem
 from pallas_attn._functions.reads import Read
 from pallas_attn.kernels.attention import key_masks, score_mod, score_tiles
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.score_tiles import ScoreTiles
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.attention.tma_operands import takes_panels
-from pallas_attn.kernels.flash_bwd import aux_sums, dbias, operands, sm90_dq
-from pallas_attn.kernels.flash_bwd.aux_sums import Part, Rest
-from pallas_attn.kernels.flash_bwd.dbias import BiasBlock, BiasStep, BiasWalk
+from pallas_attn.kernels.flash_bwd import aux_sums, dbias, sm90_dq
+from pallas_attn.kernels.flash_bwd.aux_sums import Part
+from pallas_attn.kernels.flash_bwd.dbias import BiasBlock, BiasStep, BiasWalk, Walks
 from pallas_attn.kernels.flash_bwd.float32 import scaled, units_of
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Residuals, RowStatistics
 from pallas_attn.kernels.flash_bwd.producer import load_rows
@@ -49,6 +48,7 @@ from pallas_attn.kernels.lang.types import (
     Barrier,
     GmemRef,
     Index,
+    Operand,
     RegisterTile,
     SmemRef,
 )
@@ -317,45 +317,21 @@ def gradients(ctx: KernelContext, residuals: Residuals, stats: RowStatistics) ->
     problem, inputs, parts = plan.problem, residuals.inputs, list[Part]()
     if plan.key_sums:
         parts = aux_sums.parts_of_keys(plan, jax.freeze(refs.aux_sums))
-    refs, results = refs._replace(aux_sums=None), dict[str, Any]()
-    if problem.bias_shape is not None:
-        of_bias = plan_of(problem)
-        results["bias"] = dbias_of(of_bias, inputs, sm90_dq.operands_of(of_bias, inputs, refs))
-    if problem.learned:
-        rest = aux_sums.rest_of(problem, parts)
-        of_reads = plan_of(problem, aux_sums.all_reads(problem)[0])
-        walk = parts_of(of_reads, sm90_dq.operands_of(of_reads, inputs, refs), rest)
-        every, sums = [*parts, *walk], aux_sums.sums_of_ds(residuals, stats)
-        every += aux_sums.remainders(problem, sums, rest, every)
-        results["score_aux"] = aux_sums.gradients(problem, inputs, every)
-    return results
+    refs = refs._replace(aux_sums=None)
+
+    def walks_of(read: Read | None) -> Walks:
+        plan = plan_of(problem, read)
+        sums = functools.partial(_sums, inputs.bias)
+        return Walks(plan, sm90_dq.operands_of(plan, inputs, refs), sums)
+
+    return dbias.gradients(problem, residuals, stats, parts, walks_of)
 
 
-def dbias_of(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> jax.Array:
-    """The cotangent of inputs.bias."""
-    ctx, walk, bias = KernelContext(plan, refs), dbias.walk_of(plan), inputs.bias
-    assert bias is not None
-    if stores_by_tma(plan, walk):
-        return _sums(ctx, walk, jax.ShapeDtypeStruct(bias.shape, bias.dtype))
-    sums = jax.ShapeDtypeStruct(dbias.sums_shape(plan, walk), jnp.float32)
-    return dbias.folded(_sums(ctx, walk, sums), bias.shape).astype(bias.dtype)
-
-
-def parts_of(plan: QueryPlan, refs: BackwardRefs, some: Sequence[Rest]) -> list[Part]:
-    """The parts that walks make, without far tiles: one launch for each read in `some`."""
-    parts = []
-    for read, far, _ in some:
-        walk = dbias.walk_of(plan, read, far)
-        shape = jax.ShapeDtypeStruct(dbias.sums_shape(plan, walk), jnp.float32)
-        sums = _sums(KernelContext(plan, refs), walk, shape)
-        parts.append(dbias.part_of(plan, walk, sums))
-        refs = operands.ordered_after(refs, parts[-1].values)
-    return parts
-
-
-def _sums(ctx: KernelContext, walk: BiasWalk, out: jax.ShapeDtypeStruct) -> jax.Array:
-    """Launches a walk: the sums of all blocks."""
-    plan, refs, _ = ctx
+def _sums(bias: Operand | None, plan: QueryPlan, walk: BiasWalk, refs: BackwardRefs) -> jax.Array:
+    """Launches a walk: the sums of all blocks, or the gradient of the bias."""
+    out = jax.ShapeDtypeStruct(dbias.sums_shape(plan, walk), jnp.float32)
+    if bias is not None and stores_by_tma(plan, walk):
+        out = jax.ShapeDtypeStruct(bias.shape, bias.dtype)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan, walk=walk),
         out_type=out,
@@ -366,7 +342,7 @@ def _sums(ctx: KernelContext, walk: BiasWalk, out: jax.ShapeDtypeStruct) -> jax.
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_bwd_dbias_sm90" if walk.read is None else "flash_bwd_daux_sm90",
     )
-    return kernel(refs._replace(key_tiles=_codes(ctx)))
+    return kernel(refs._replace(key_tiles=_codes(KernelContext(plan, refs))))
 
 
 def _codes(ctx: KernelContext) -> jax.Array | None:
