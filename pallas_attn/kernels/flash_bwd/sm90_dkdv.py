@@ -446,20 +446,12 @@ def _kernel(
     ctx = KernelContext(plan, refs, smem)
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
 
-    @pl.when(wg == 2)
-    def _():
-        plgpu.set_max_registers(24, action="decrease")
-        _produce(ctx, block_id)
-
-    @pl.when(wg == 0)
-    def _():
-        plgpu.set_max_registers(240, action="increase")
-        _consume(ctx, block_id, Consumer(_make_dv, smem.k, smem.k_ready, smem.k_free, dv_ref))
-
-    @pl.when(wg == 1)
-    def _():
-        plgpu.set_max_registers(240, action="increase")
-        _consume(ctx, block_id, Consumer(_make_dk, smem.v, smem.v_ready, smem.v_free, dk_ref))
+    dv = Consumer(_make_dv, smem.k, smem.k_ready, smem.k_free, dv_ref)
+    dk = Consumer(_make_dk, smem.v, smem.v_ready, smem.v_free, dk_ref)
+    mosaic.take_role(wg == 2, 24, functools.partial(_produce, ctx, block_id))
+    for number, consumer in enumerate((dv, dk)):
+        consume = functools.partial(_consume, ctx, block_id, consumer)
+        mosaic.take_role(wg == number, 240, consume, more=True)
 
 
 def dk_dv(plan: KeyPlan, refs: BackwardRefs) -> KeyGradients:

@@ -57,6 +57,7 @@ from pallas_attn.kernels.flash_bwd import (
     dq_sum,
     epilogue,
     operands,
+    producer,
     sm90_dbias,
     sm90_short,
     statistics,
@@ -70,7 +71,7 @@ from pallas_attn.kernels.flash_bwd.operands import (
     RowStatistics,
 )
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
-from pallas_attn.kernels.flash_bwd.producer import Ring, ring_slot
+from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart, Ring, ring_slot
 from pallas_attn.kernels.flash_bwd.work_order import USUAL_BLOCKS, WorkOrder
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.config import OneForAll, check
@@ -339,6 +340,19 @@ class HeadTile(NamedTuple):
     is_whole: Index | bool  # whether the mask shows all of its keys
 
     @property
+    def q_len(self) -> None:
+        """All rows count: `producer` asks."""
+
+    @property
+    def kv_head(self) -> Index:
+        return self.head
+
+    @property
+    def key(self) -> Index:
+        """The first of its keys."""
+        return self.j * KEYS
+
+    @property
     def is_first(self) -> Index:
         return self.j == self.first
 
@@ -400,44 +414,24 @@ def _produce(ctx: KernelContext, walk: Walk) -> None:
     """The producer warpgroup. It loads the keys of a kv tile after the first query tile, since
     their slot is released later than that of the query tile.
     """
-    plan, refs, smem = ctx
-    slots = slots_of(plan.problem)
-
-    def load_keys(tile: HeadTile) -> None:
-        slot = ring_slot(tile.n, slots.k)
-        pl.when(tile.n >= slots.k)(lambda: plgpu.barrier_wait(smem.k_free.at[slot]))
-        for wg in range(WARPGROUPS):
-            where = tile.batch, pl.ds(tile.j * KEYS + wg * ROWS, ROWS), tile.head
-            panels.load(refs.k, where, smem.k, (slot, wg), smem.k_ready.at[slot])
-        pl.when(tile.n > 0)(lambda: plgpu.barrier_wait(smem.v_free))
-        for wg in range(WARPGROUPS):
-            where = tile.batch, pl.ds(tile.j * KEYS + wg * ROWS, ROWS), tile.head
-            panels.load(refs.v, where, smem.v, wg, smem.v_ready)
+    smem, slots, both = ctx.smem, slots_of(ctx.plan.problem).k, range(WARPGROUPS)
+    places = [wg if slots > 1 else (0, wg) for wg in both]
+    k = [KeyPart("k", wg * ROWS, smem.k, places[wg], smem.k_ready) for wg in both]
+    v = [KeyPart("v", wg * ROWS, smem.v, wg, smem.v_ready) for wg in both]
+    buffers = [KeyBuffers(smem.k_free, k, slots), KeyBuffers(smem.v_free, v)]
 
     def kv_tile(n: Index, count: Index) -> Index:
         tile = walk.tile(n)
+        own_keys = functools.partial(producer.load_keys, ctx, buffers, n, tile)
 
         def step(t: Index, count: Index) -> Index:
-            slot = smem.q_ring.slot(count)
-            for source, stats, ring in (
-                (refs.q, refs.lse, smem.q_ring),
-                (refs.do, refs.delta, smem.do_ring),
-            ):
-                ring.acquire(count, slot)
-                rows, ready = pl.ds(t * ROWS, ROWS), ring.ready.at[slot]
-                some = stats.at[tile.batch, tile.head, rows]
-                plgpu.copy_gmem_to_smem(some, ring.row_stats.at[slot], ready)
-                panels.load(source, (tile.batch, rows, tile.head), ring.tiles, slot, ready)
-            if plan.bias_tiles is not None:
-                place = score_tiles.Place(tile.batch, tile.head, t * ROWS, tile.j * KEYS)
-                ready = smem.q_ready.at[slot]
-                plan.bias_tiles.load(refs.bias, smem.bias, place, slot, ready)
-            pl.when(t == 0)(functools.partial(load_keys, tile))
+            producer.load_query_tile(ctx, tile, tile.head, t, count)
+            pl.when(t == 0)(own_keys)
             return count + 1
 
         count = lax.fori_loop(0, tile.steps, step, count)
-        if refs.key_tiles is not None:
-            pl.when(tile.steps == 0)(functools.partial(load_keys, tile))
+        if ctx.refs.key_tiles is not None:
+            pl.when(tile.steps == 0)(own_keys)
         return count
 
     lax.fori_loop(0, walk.tiles, kv_tile, jnp.int32(0))
@@ -723,20 +717,10 @@ def _kernel(refs: BackwardRefs, *rest: GmemRef, plan: KeyPlan) -> None:
     ctx, wg = KernelContext(plan, refs, smem), lax.axis_index("wg")
     walk, (ours, of_dq, of_producer) = Walk(ctx, lax.axis_index("block")), REGISTERS
 
-    @pl.when(wg == WARPGROUPS + 1)
-    def _():
-        plgpu.set_max_registers(of_producer, action="decrease")
-        _produce(ctx, walk)
-
-    @pl.when(wg == WARPGROUPS)
-    def _():
-        plgpu.set_max_registers(of_dq, action="decrease")
-        _sum_dq(ctx, dq_ref, walk)
-
-    @pl.when(wg < WARPGROUPS)
-    def _():
-        plgpu.set_max_registers(ours, action="increase")
-        _consume(ctx, KeyGradients(dk_ref, dv_ref), walk, wg)
+    consume = functools.partial(_consume, ctx, KeyGradients(dk_ref, dv_ref), walk, wg)
+    mosaic.take_role(wg == WARPGROUPS + 1, of_producer, functools.partial(_produce, ctx, walk))
+    mosaic.take_role(wg == WARPGROUPS, of_dq, functools.partial(_sum_dq, ctx, dq_ref, walk))
+    mosaic.take_role(wg < WARPGROUPS, ours, consume, more=True)
 
 
 def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:

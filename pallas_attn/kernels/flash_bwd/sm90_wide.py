@@ -672,20 +672,10 @@ def _kernel(
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
     sums, weights, loader = REGISTERS
 
-    @pl.when(wg == PRODUCER)
-    def _() -> None:
-        plgpu.set_max_registers(loader, action="decrease")
-        _produce(wide, block_id)
-
-    @pl.when(wg == WEIGHTS)
-    def _() -> None:
-        plgpu.set_max_registers(weights, action="increase")
-        _weigh(wide, block_id)
-
-    @pl.when(wg < HALVES)
-    def _() -> None:
-        plgpu.set_max_registers(sums, action="increase")
-        _accumulate(wide, out, block_id, wg)
+    mosaic.take_role(wg == PRODUCER, loader, functools.partial(_produce, wide, block_id))
+    mosaic.take_role(wg == WEIGHTS, weights, functools.partial(_weigh, wide, block_id), more=True)
+    accumulate = functools.partial(_accumulate, wide, out, block_id, wg)
+    mosaic.take_role(wg < HALVES, sums, accumulate, more=True)
 
 
 def gradient_of(plan: KeyPlan | QueryPlan, gradient: Gradient, refs: BackwardRefs) -> jax.Array:
