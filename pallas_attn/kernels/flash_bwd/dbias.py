@@ -18,12 +18,12 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call.problem import AttentionProblem
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._functions.reads import DISTANCE, Read
 from pallas_attn.kernels.attention.tiles import DYNAMIC, KernelContext, mask_of
 from pallas_attn.kernels.flash_bwd import aux_sums, operands
 from pallas_attn.kernels.flash_bwd.aux_sums import Diagonals, Far, Part
-from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Residuals, RowStatistics
+from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang.types import Index, Predicate
@@ -204,29 +204,25 @@ class Walks(NamedTuple):
 
 def gradients(
     problem: AttentionProblem,
-    residuals: Residuals,
-    stats: RowStatistics,
+    inputs: AttentionInputs,
     parts: list[Part],
     walks_of: Callable[[Read | None], Walks],
 ) -> dict[str, Any]:
     """The gradients of a bias and of a score function's arrays, where there are any. `parts`: those
     that the kernel of dK and dV has made; `walks_of`: the kernel for the bias (None), or for reads.
     """
-    inputs, results = residuals.inputs, dict[str, Any]()
+    results = dict[str, Any]()
     if (bias := inputs.bias) is not None and problem.bias_shape is not None:
         plan, refs, sums = walks_of(None)
         made = sums(plan, walk_of(plan), refs)
         is_whole = made.ndim == bias.ndim  # stored as the bias lies
         results["bias"] = made if is_whole else folded(made, bias.shape).astype(bias.dtype)
     if problem.learned:
-        rest = aux_sums.rest_of(problem, parts)
         plan, refs, sums = walks_of(aux_sums.all_reads(problem)[0])
-        for read, far, _ in rest:  # a launch each
+        for read, far in aux_sums.rest_of(problem, parts):  # a launch each
             walk = walk_of(plan, read, far)
             parts.append(_part_of(plan, walk, sums(plan, walk, refs)))
             refs = operands.ordered_after(refs, parts[-1].values)
-        total = aux_sums.sums_of_ds(residuals, stats)
-        parts += aux_sums.remainders(problem, total, rest, parts)
         results["score_aux"] = aux_sums.gradients(problem, inputs, parts)
     return results
 

@@ -485,7 +485,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
         dq = sm80_dq.dq_of(sm80_dq.plan_of(problem, config), inputs, refs)
     if inputs.bias is not None or problem.learned:
         refs = operands.ordered_after(refs, dq)
-        grads |= sm80_dbias.gradients(problem, config, residuals, stats, refs)
+        grads |= sm80_dbias.gradients(problem, config, inputs, refs)
     if inputs.sinks is not None:
         grads["sinks"] = operands.dsinks(residuals, stats)
     return AttentionInputs(q=dq, **grads)

@@ -11,14 +11,14 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call.problem import AttentionProblem
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._functions.reads import Read
 from pallas_attn.kernels.attention import score_mod
 from pallas_attn.kernels.attention.sm80_common import copy_async, fits
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import aux_sums, dbias, sm80_dq, sm80_scores, sm90_dq
 from pallas_attn.kernels.flash_bwd.dbias import BiasStep, BiasWalk, Walks
-from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Residuals, RowStatistics
+from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.sm80_dq import DqSmem
 from pallas_attn.kernels.flash_bwd.sm80_scores import ScoreRows
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
@@ -100,8 +100,7 @@ def smem_bytes(problem: AttentionProblem, config: KernelConfig) -> int:
 def gradients(
     problem: AttentionProblem,
     config: KernelConfig,
-    residuals: Residuals,
-    stats: RowStatistics,
+    inputs: AttentionInputs,
     refs: BackwardRefs,
 ) -> dict[str, Any]:
     """The gradients of a bias and of a score function's arrays, where there are any, from the
@@ -111,9 +110,9 @@ def gradients(
     def walks_of(read: Read | None) -> Walks:
         del read
         plan = _plan_of(problem, config)
-        return Walks(plan, sm90_dq.by_rows(plan, residuals.inputs, refs), _sums)
+        return Walks(plan, sm90_dq.by_rows(plan, inputs, refs), _sums)
 
-    return dbias.gradients(problem, residuals, stats, [], walks_of)
+    return dbias.gradients(problem, inputs, [], walks_of)
 
 
 def _sums(plan: QueryPlan, walk: BiasWalk, refs: BackwardRefs) -> jax.Array:

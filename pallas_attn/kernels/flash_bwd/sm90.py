@@ -235,7 +235,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     grads, others = sm90_fused.gradients(plan, refs._replace(dq=dq)), {}
     if problem.bias_shape or problem.learned:
         ctx = KernelContext(plan, operands.ordered_after(refs, grads.dq))
-        others = sm90_dbias.gradients(ctx, residuals, stats)
+        others = sm90_dbias.gradients(ctx, residuals.inputs)
     return operands.cotangents(residuals, stats, grads, others)
 
 

@@ -26,7 +26,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call.problem import AttentionProblem
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._functions.reads import Read
 from pallas_attn.kernels.attention import key_masks, score_mod, score_tiles
 from pallas_attn.kernels.attention.logits import LogitTile
@@ -37,7 +37,7 @@ from pallas_attn.kernels.flash_bwd import aux_sums, dbias, sm90_dq
 from pallas_attn.kernels.flash_bwd.aux_sums import Part
 from pallas_attn.kernels.flash_bwd.dbias import BiasBlock, BiasStep, BiasWalk, Walks
 from pallas_attn.kernels.flash_bwd.float32 import scaled, units_of
-from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Residuals, RowStatistics
+from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.producer import load_rows
 from pallas_attn.kernels.flash_bwd.sm90_dq import DqConfig
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS, SMEM_LIMIT
@@ -309,12 +309,12 @@ def smem_bytes(problem: AttentionProblem) -> int:
     return max(each, default=0)
 
 
-def gradients(ctx: KernelContext, residuals: Residuals, stats: RowStatistics) -> dict[str, Any]:
+def gradients(ctx: KernelContext, inputs: AttentionInputs) -> dict[str, Any]:
     """The gradients of a bias and of a score function's arrays. `ctx`: that of a kernel over keys,
     which may have made sums for such arrays.
     """
     plan, refs, _ = ctx
-    problem, inputs, parts = plan.problem, residuals.inputs, list[Part]()
+    problem, parts = plan.problem, list[Part]()
     if plan.key_sums:
         parts = aux_sums.parts_of_keys(plan, jax.freeze(refs.aux_sums))
     refs = refs._replace(aux_sums=None)
@@ -324,7 +324,7 @@ def gradients(ctx: KernelContext, residuals: Residuals, stats: RowStatistics) ->
         sums = functools.partial(_sums, inputs.bias)
         return Walks(plan, sm90_dq.operands_of(plan, inputs, refs), sums)
 
-    return dbias.gradients(problem, residuals, stats, parts, walks_of)
+    return dbias.gradients(problem, inputs, parts, walks_of)
 
 
 def _sums(bias: Operand | None, plan: QueryPlan, walk: BiasWalk, refs: BackwardRefs) -> jax.Array:

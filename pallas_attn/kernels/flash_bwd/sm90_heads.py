@@ -730,7 +730,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     grads = _dq_dk_dv(plan, residuals, stats)
     if problem.bias_shape is not None:
         refs = operands.ordered_after(operands.for_tma(plan, residuals, stats), grads.dq)
-        others = sm90_dbias.gradients(KernelContext(plan, refs), residuals, stats)
+        others = sm90_dbias.gradients(KernelContext(plan, refs), residuals.inputs)
     return operands.cotangents(residuals, stats, grads, others)
 
 

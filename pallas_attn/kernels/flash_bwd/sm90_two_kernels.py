@@ -206,7 +206,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     dq = sm90_dq.dq_of(by_rows, sm90_dq.operands_of(by_rows, inputs, of_dq))
     if problem.bias_shape or problem.learned:
         refs = operands.ordered_after(of_dq._replace(aux_sums=refs.aux_sums), dq)
-        others = sm90_dbias.gradients(KernelContext(plan, refs), residuals, stats)
+        others = sm90_dbias.gradients(KernelContext(plan, refs), inputs)
     return operands.cotangents(residuals, stats, Gradients(dq, dk, dv), others)
 
 
