@@ -1,5 +1,6 @@
 """Residuals of a backward pass, and the arrays of its kernels over keys."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from pallas_attn.kernels.flash_bwd import float32 as bwd_float32
 from pallas_attn.kernels.flash_bwd import work_order
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_fwd import claims, tile_scheduler
+from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import GmemRef, Operand
 from pallas_attn.kernels.mma import wgmma_float32
 
@@ -138,6 +140,19 @@ def dsinks(residuals: Residuals, stats: RowStatistics) -> jax.Array:
     delta = stats.delta[:, :, : lse.shape[2]]
     p = probabilities_of_sinks(sinks.astype(jnp.float32)[None, :, None], lse)
     return -(p * delta).sum(axis=(0, 2)).astype(sinks.dtype)
+
+
+# ---- one launch for all three ------------------------------------------------------------------
+
+
+def launched(
+    body: Callable[..., None], name: str, refs: BackwardRefs, scratch: Any, size: tuple[int, int]
+) -> Gradients:
+    """dq, dk and dv in the sizes of q, k and v, by a launch of `body`. `size`: blocks, and the
+    warpgroups of each.
+    """
+    outs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in refs[:3])
+    return Gradients(*mosaic.persistent_kernel(body, name, outs, scratch, size)(refs))
 
 
 # ---- arrays -------------------------------------------------------------------------------------

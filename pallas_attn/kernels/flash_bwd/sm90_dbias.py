@@ -42,7 +42,7 @@ from pallas_attn.kernels.flash_bwd.producer import load_rows
 from pallas_attn.kernels.flash_bwd.sm90_dq import DqConfig
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS, SMEM_LIMIT
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
-from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import (
     Barrier,
@@ -52,7 +52,6 @@ from pallas_attn.kernels.lang.types import (
     RegisterTile,
     SmemRef,
 )
-from pallas_attn.kernels.mma import wgmma
 
 SMEM_BYTES = 220 * 1024  # most bytes of two stages or more, but for the last of SIZES
 SIZES = ((2, 128), (2, 64), (1, 64), (1, 32))  # consumers and keys of a tile, the best first
@@ -222,9 +221,11 @@ def _ds(
         masked = False
 
     def of_scores(s_acc: RegisterTile, dp_acc: RegisterTile) -> RegisterTile:
-        _issue(ctx, slot, own, s_acc, dp_acc)
+        sm90_dq.multiply(s_acc, plan.qk, (smem.q, (slot, own)), (smem.k, slot))
+        sm90_dq.multiply(dp_acc, plan.v, (smem.do, (slot, own)), (smem.v, slot))
         lse, delta = (mosaic.load(x.at[slot, own], mosaic.ROW) for x in _statistics(smem))
-        s = scaled(plgpu.wgmma_accumulator_load(s_acc, wait_n=_matmuls(plan)), units.scores)
+        behind = sm90_dq.matmuls(plan.v)
+        s = scaled(plgpu.wgmma_accumulator_load(s_acc, wait_n=behind), units.scores)
         p, _ = score_mod.probabilities(ctx, tile, s, lse, masked)
         by = 1.0 if read is None else aux_sums.weight(ctx, tile, read, s, p > 0)
         if not smem.bias:
@@ -241,28 +242,6 @@ def _ds(
 
 def _statistics(smem: BiasSmem) -> tuple[SmemRef, SmemRef]:
     return smem.row_stats.at[0], smem.row_stats.at[1]
-
-
-def _matmuls(plan: QueryPlan) -> int:
-    """Matmuls of dP."""
-    return len(plan.v.panels) if plan.panels else wgmma.products(*(plan.v.terms,) * 2)
-
-
-def _issue(
-    ctx: KernelContext, slot: Index, own: Any, s_acc: RegisterTile, dp_acc: RegisterTile
-) -> None:
-    """Issues S = Q K^T and dP = dO V^T."""
-    plan, _, smem = ctx
-    for acc, left, right, form in (
-        (s_acc, smem.q, smem.k, plan.qk),
-        (dp_acc, smem.do, smem.v, plan.v),
-    ):
-        if plan.panels:
-            wgmma.score_panels(acc, panels.tiles(left, (slot, own)), panels.tiles(right, slot))
-            continue
-        rows = wgmma.terms_of_smem(left.at[slot, own], form.kind)
-        keys = wgmma.terms_of_smem(right.at[slot], form.kind)
-        wgmma.multiply(acc, rows, wgmma.transposed(keys))
 
 
 def _kernel(

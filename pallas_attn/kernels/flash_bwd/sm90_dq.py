@@ -27,6 +27,7 @@ from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.attention import score_mod, score_tiles, segment_spans, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile, kv_batch
+from pallas_attn.kernels.attention.tma_operands import OperandFormat
 from pallas_attn.kernels.flash_bwd import epilogue, operands
 from pallas_attn.kernels.flash_bwd.float32 import Units, left_operand, matmul_add, scaled, units_of
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
@@ -242,30 +243,36 @@ class DqRows(NamedTuple):
         return (t < self.span.full_lo) | (t >= self.span.full_hi)
 
 
+def multiply(
+    acc: RegisterTile, form: OperandFormat, left: tuple[Panels, Any], right: tuple[Panels, Any]
+) -> None:
+    """Issues acc = rows @ keys^T, of tiles in shared memory, each (buffer, index)."""
+    if form.panels:
+        return wgmma.score_panels(acc, panels.tiles(*left), panels.tiles(*right))
+    rows, keys = (wgmma.terms_of_smem(panels.tiles(*x)[0], form.kind) for x in (left, right))
+    return wgmma.multiply(acc, rows, wgmma.transposed(keys))
+
+
+def matmuls(form: OperandFormat) -> int:
+    """How many matmuls `multiply` issues."""
+    return form.copies if form.panels else wgmma.products(form.terms, form.terms)
+
+
 def _multiply(
     ctx: KernelContext, rows: DqRows, count: Index, accs: tuple[RegisterTile, RegisterTile]
 ) -> int:
     """Issues S and dP of the kv tile that comes as number `count`; the number of matmuls."""
-    (plan, _, smem), issued = ctx, 0
+    plan, _, smem = ctx
     # An opaque zero, or addresses would be computed before the loop and spilled.
     wg = rows.wg + mosaic.opaque_zero(count)
     for acc, left, ring, form in (
         (accs[0], smem.q, smem.k_ring, plan.qk),
         (accs[1], smem.do, smem.v_ring, plan.v),
     ):
-        slot, kind = ring.slot(count), form.kind
-        if form.panels:
-            own = panels.tiles(left, wg)
-            ring.wait(slot)
-            wgmma.score_panels(acc, own, panels.tiles(ring.tiles, slot))
-            issued += form.copies
-            continue
-        terms = wgmma.terms_of_smem(left.at[wg], kind)
+        slot = ring.slot(count)
         ring.wait(slot)
-        right = wgmma.transposed(wgmma.terms_of_smem(ring.tiles.at[slot], kind))
-        wgmma.multiply(acc, terms, right)
-        issued += wgmma.products(kind.terms, kind.terms)
-    return issued
+        multiply(acc, form, (left, wg), (ring.tiles, slot))
+    return matmuls(plan.qk) + matmuls(plan.v)
 
 
 def _ds(
@@ -279,9 +286,7 @@ def _ds(
     rings); `done_with_k`: the slot of k that no matmul reads any more when S is there.
     """
     (plan, _, smem), tile, (t, count) = ctx, rows.tile, step
-    form = plan.v
-    behind = form.copies if form.panels else wgmma.products(form.terms, form.terms)
-    s = plgpu.wgmma_accumulator_load(accs[0], wait_n=behind)
+    s = plgpu.wgmma_accumulator_load(accs[0], wait_n=matmuls(plan.v))
     if done_with_k is not None:
         smem.k_ring.release(done_with_k)
     masked, key = rows.needs_mask(t), kv_tile_of(ctx, tile, t) * plan.config.block_kv

@@ -36,7 +36,7 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem, probabi
 from pallas_attn.kernels.attention import group_windows, score_mod, softmax
 from pallas_attn.kernels.attention.group_windows import WIDTH, Unit
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import statistics
+from pallas_attn.kernels.flash_bwd import operands, statistics
 from pallas_attn.kernels.flash_bwd.operands import (
     BackwardRefs,
     Gradients,
@@ -489,15 +489,9 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     residuals, plan = Residuals(*residuals), GroupWindowPlan(problem, config)
     inputs = residuals.inputs
     stats = statistics.of_tiles(problem, HEADS, residuals)
-    kernel = mosaic.persistent_kernel(
-        functools.partial(_kernel, plan=plan),
-        "flash_bwd_group_window_sm90",
-        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.q, inputs.k, inputs.v)),
-        scratch(plan),
-        (plan.kv_heads * plan.chunks, TILES + 1),
-    )
     refs = BackwardRefs(*inputs[:3], residuals.d_out, **stats._asdict())
-    grads = Gradients(*kernel(refs))
+    body, size = functools.partial(_kernel, plan=plan), (plan.kv_heads * plan.chunks, TILES + 1)
+    grads = operands.launched(body, "flash_bwd_group_window_sm90", refs, scratch(plan), size)
     sinks = None if inputs.sinks is None else _dsinks(inputs.sinks, stats)
     return AttentionInputs(q=grads.dq, k=grads.dk, v=grads.dv, sinks=sinks)
 

@@ -33,7 +33,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -737,21 +736,15 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
 def _dq_dk_dv(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Gradients:
     """dq, dk and dv, by one launch."""
     inputs, d_out = residuals.inputs, residuals.d_out
-    outs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.q, inputs.k, inputs.v)]
-    kernel = mosaic.persistent_kernel(
-        functools.partial(_kernel, plan=plan),
-        "flash_bwd_heads_sm90",
-        tuple(outs),
-        _scratch(plan.problem, slots_of(plan.problem)),
-        (grid_of(plan), WARPGROUPS + 2),
-    )
     refs = BackwardRefs(*inputs[:3], d_out, **stats._asdict())
     if plan.bias_tiles is not None:
         refs = refs._replace(bias=plan.bias_tiles.operand(inputs.bias))
     if plan.has("mask_array"):
         codes = key_masks.codes(inputs.mask_array, KEYS)
         refs = refs._replace(mask_array=inputs.mask_array, key_tiles=codes)
-    return Gradients(*kernel(refs))
+    body, size = functools.partial(_kernel, plan=plan), (grid_of(plan), WARPGROUPS + 2)
+    buffers = _scratch(plan.problem, slots_of(plan.problem))
+    return operands.launched(body, "flash_bwd_heads_sm90", refs, buffers, size)
 
 
 KERNEL = Kernel(Config, limit, smem_bytes, run, slower)

@@ -391,18 +391,9 @@ def _dq_dk_dv(plan: KeyPlan, residuals: Residuals) -> Gradients:
     if plan.rows_apart is not None:
         residuals = _joined_residuals(residuals, plan.problem.q_len // plan.rows_apart.rows)
     inputs, out, lse, d_out, d_lse = residuals
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, plan=plan),
-        out_type=tuple(
-            jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.q, inputs.k, inputs.v)
-        ),
-        scratch_types=(scratch(plan),),
-        grid=(plan.order.heads,),
-        grid_names=("block",),
-        compiler_params=mosaic.without_barriers(),
-        kernel_name="flash_bwd_short_sm90",
-    )
-    grads = kernel(BackwardRefs(*inputs[:3], d_out, out, lse, d_lse))
+    refs = BackwardRefs(*inputs[:3], d_out, out, lse, d_lse)
+    body, size = functools.partial(_kernel, plan=plan), (plan.order.heads, 1)
+    grads = operands.launched(body, "flash_bwd_short_sm90", refs, scratch(plan), size)
     return Gradients(*(x.reshape(of.shape) for x, of in zip(grads, shapes, strict=True)))
 
 

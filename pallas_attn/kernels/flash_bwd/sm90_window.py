@@ -26,7 +26,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -342,23 +341,11 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
     residuals, plan = Residuals(*residuals), plan_of(problem, config)
     stats = operands.row_statistics(plan.exact, padded_rows(problem), residuals)
-    grads = _dq_dk_dv(plan, operands.for_tma(plan, residuals, stats))
+    refs, size = operands.for_tma(plan, residuals, stats), (plan.order.heads * chunks(plan), 1)
+    body = functools.partial(_kernel, plan=plan)
+    grads = operands.launched(body, "flash_bwd_window_sm90", refs, scratch(plan), size)
     grads = grads._replace(dq=grads.dq[:, : problem.q_len])
     return operands.cotangents(residuals, stats, grads, {})
-
-
-def _dq_dk_dv(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
-    """dq, dk and dv."""
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, plan=plan),
-        out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (refs.q, refs.k, refs.v)),
-        scratch_types=(scratch(plan),),
-        grid=(plan.order.heads * chunks(plan),),
-        grid_names=("block",),
-        compiler_params=mosaic.without_barriers(),
-        kernel_name="flash_bwd_window_sm90",
-    )
-    return Gradients(*kernel(refs))
 
 
 KERNEL = Kernel(Config, limit, smem_bytes, run)

@@ -323,18 +323,19 @@ def persistent_kernel(
     barriers: bool = False,
 ) -> Callable[..., Any]:
     """The launch of `body(refs, *outs, scratch)`, whose blocks take work tiles, one after another,
-    until none is left. `size`: the blocks (axis "block") and the warpgroups of each (axis "wg").
+    until none is left. `size`: the blocks (axis "block"), and the warpgroups of each (axis "wg", if
+    there are several).
     `barriers`: whether Mosaic adds those that `without_barriers` leaves out.
     """
     usual = plgpu.CompilerParams(approx_math=True)
+    threads: Any = {"num_threads": size[1], "thread_name": "wg"} if size[1] > 1 else {}
     return plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=(scratch,),
         grid=size[:1],
         grid_names=("block",),
-        num_threads=size[1],
-        thread_name="wg",
+        **threads,
         compiler_params=usual if barriers else without_barriers(),
         kernel_name=name,
     )
