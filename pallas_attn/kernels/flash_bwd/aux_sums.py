@@ -64,7 +64,7 @@ class KeySum(NamedTuple):
     side: int = 0
 
 
-class Part(NamedTuple):
+class LogitSums(NamedTuple):
     """Sums over logits, which XLA adds up by element. `values`: [B|1, N|1, T|1, S|1], or for reads
     by distance [B|1, N|1, diagonals, rows of a tile, keys of a tile].
     """
@@ -239,7 +239,9 @@ def add_tile(
     return tuple(results)
 
 
-def store(ctx: KernelContext, work: KeyTile, first: Index, sums: tuple[RegisterTile, ...]) -> None:
+def store_key_sums(
+    ctx: KernelContext, work: KeyTile, first: Index, sums: tuple[RegisterTile, ...]
+) -> None:
     """Stores the sums of a warpgroup's keys, from key `first` of a work tile on."""
     keys, column = pl.ds(work.key + first, tiles.ROWS), work.part * softmax.PARTIALS
     for n, total in enumerate(sums):
@@ -254,14 +256,14 @@ def zero_array(plan: KeyPlan) -> jax.Array:
     return jnp.zeros((*sizes, plan.order.parts * softmax.PARTIALS), jnp.float32)
 
 
-def parts_of_keys(plan: KeyPlan, sums: jax.Array) -> list[Part]:
+def sums_of_keys(plan: KeyPlan, sums: jax.Array) -> list[LogitSums]:
     """The parts that the sums for each key make; `sums`: the array that the kernel has filled."""
     problem, results = plan.problem, []
     sums = sums[..., : problem.kv_len, :].sum(axis=-1)
     for (read, side), each in zip(plan.key_sums, sums, strict=True):
         shape = (*separate_heads(problem, read), 1, 1) if side else shape_of_sums(problem, read)
         over = tuple(n for n, size in enumerate((shape[0], shape[1], shape[3])) if size == 1)
-        results.append(Part(each.sum(axis=over).reshape(shape), read, side))
+        results.append(LogitSums(each.sum(axis=over).reshape(shape), read, side))
     return results
 
 
@@ -272,7 +274,7 @@ class Rest(NamedTuple):
     far: Far | None  # tiles that the walk leaves out
 
 
-def rest_of(problem: AttentionProblem, parts: Sequence[Part]) -> list[Rest]:
+def rest_of(problem: AttentionProblem, parts: Sequence[LogitSums]) -> list[Rest]:
     """The reads that need a walk; `parts`: sums that the kernel of dK and dV has made."""
     results = []
     for read in all_reads(problem):
@@ -288,7 +290,7 @@ def rest_of(problem: AttentionProblem, parts: Sequence[Part]) -> list[Rest]:
 
 
 def gradients(
-    problem: AttentionProblem, inputs: AttentionInputs, parts: Sequence[Part]
+    problem: AttentionProblem, inputs: AttentionInputs, parts: Sequence[LogitSums]
 ) -> tuple[Any, ...]:
     """The float32 gradients of `inputs.score_aux`; None for arrays that are not in `learned`."""
     program = problem.score_program
@@ -306,7 +308,7 @@ def gradients(
 
 
 def _numbers_of(
-    problem: AttentionProblem, inputs: AttentionInputs, part: Part
+    problem: AttentionProblem, inputs: AttentionInputs, part: LogitSums
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """(batch rows, heads, positions of queries and of keys) at which a part's sums were read, and
     the sums; the former broadcast to the latter. Sums by distance are added up along the diagonals

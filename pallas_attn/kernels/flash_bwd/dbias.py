@@ -22,7 +22,7 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._functions.reads import DISTANCE, Read
 from pallas_attn.kernels.attention.tiles import DYNAMIC, KernelContext, mask_of
 from pallas_attn.kernels.flash_bwd import aux_sums, operands
-from pallas_attn.kernels.flash_bwd.aux_sums import Diagonals, Far, Part
+from pallas_attn.kernels.flash_bwd.aux_sums import Diagonals, Far, LogitSums
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
@@ -129,7 +129,7 @@ def place_of(walk: BiasWalk, bias_tile: Index, n: Index) -> tuple[Index, ...]:
     return batch, head, q_tile, key_tile
 
 
-def step_of(
+def bias_step(
     ctx: KernelContext, walk: BiasWalk, bias_tile: Index, n: Index, seen: Index | None = None
 ) -> BiasStep:
     """Tile of scores n of a tile of the bias. `seen`: what a mask of keys shows of its keys, 0
@@ -205,7 +205,7 @@ class Walks(NamedTuple):
 def gradients(
     problem: AttentionProblem,
     inputs: AttentionInputs,
-    parts: list[Part],
+    parts: list[LogitSums],
     walks_of: Callable[[Read | None], Walks],
 ) -> dict[str, Any]:
     """The gradients of a bias and of a score function's arrays, where there are any. `parts`: those
@@ -227,11 +227,11 @@ def gradients(
     return results
 
 
-def _part_of(plan: QueryPlan, walk: BiasWalk, sums: jax.Array) -> Part:
+def _part_of(plan: QueryPlan, walk: BiasWalk, sums: jax.Array) -> LogitSums:
     """The part that the walk of a read makes; `sums`: those of all blocks."""
     assert walk.read is not None
     if walk.diagonals is None:
-        return Part(folded(sums, aux_sums.shape_of_sums(plan.problem, walk.read)), walk.read)
+        return LogitSums(folded(sums, aux_sums.shape_of_sums(plan.problem, walk.read)), walk.read)
     sizes = walk.diagonals.tiles, plan.tiling.tile_rows, plan.config.block_kv
     values = sums.sum(axis=0).reshape(*walk.bias_tiles[:2], *sizes)
-    return Part(values, walk.read, far=walk.far)
+    return LogitSums(values, walk.read, far=walk.far)

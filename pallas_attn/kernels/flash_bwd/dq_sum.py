@@ -78,15 +78,15 @@ def ds_scratch(plan: KeyPlan) -> tuple[Panels, ...]:
         (panels.scratch(halves, dtype, ROWS),)
         if width == ROWS
         else mosaic.swizzled((*halves, ROWS), dtype, 2 * width)
-        for width in sorted(set(plan.share), reverse=True)
+        for width in sorted(set(plan.dq_widths), reverse=True)
     )
 
 
-def multiply(ctx: KernelContext, accs: Sequence[RegisterTile], slot: Index, wg: Index) -> None:
+def multiply_ds(ctx: KernelContext, accs: Sequence[RegisterTile], slot: Index, wg: Index) -> None:
     """Issues a warpgroup's share of dS K, of the dS in `slot`."""
     plan, _, smem = ctx
     # Without the opaque zero the matmul descriptors of all parts of k stay live, and are spilled.
-    zero, widths = mosaic.opaque_zero(wg, 1), sorted(set(plan.share), reverse=True)
+    zero, widths = mosaic.opaque_zero(wg, 1), sorted(set(plan.dq_widths), reverse=True)
     for u in range(WARPGROUPS):
         at = slot, u, 0 if plan.dq.by_columns else wg
         copies = [ref for copy in smem.ds for ref in panels.tiles(copy, at)]
@@ -95,7 +95,7 @@ def multiply(ctx: KernelContext, accs: Sequence[RegisterTile], slot: Index, wg: 
         elif plan.format.qk.panels:
             parts = (smem.k_halves.tile.at[wg, u],)
         else:
-            parts = (smem.k.at[u, :, pl.ds(wg * plan.share[0], plan.share[0])],)
+            parts = (smem.k.at[u, :, pl.ds(wg * plan.dq_widths[0], plan.dq_widths[0])],)
         for acc, k in zip(accs, parts, strict=True):
             ds = copies[0 if len(copies) == 1 else widths.index(k.shape[1])]
             plgpu.wgmma(acc, ds.transpose((1, 0)), k)
@@ -113,12 +113,12 @@ class ByColumns:
 
     def staging(self, plan: KeyPlan) -> Panels:
         """Shared memory for `add`."""
-        shape = WARPGROUPS, ROWS, *plan.share
-        return mosaic.swizzled(shape, jnp.float32, tma_operands.swizzle_of(4 * plan.share[0]))
+        shape = WARPGROUPS, ROWS, *plan.dq_widths
+        return mosaic.swizzled(shape, jnp.float32, tma_operands.swizzle_of(4 * plan.dq_widths[0]))
 
     def zeros(self, plan: KeyPlan) -> jax.ShapeDtypeStruct:
         """The array to which dQ is added: whole swizzles. TMA leaves out columns past its last."""
-        problem, columns = plan.problem, plan.share[0]
+        problem, columns = plan.problem, plan.dq_widths[0]
         rows = tma_operands.round_up(problem.q_len, WARPGROUPS * ROWS)
         width = tma_operands.round_up(problem.head_dim, tma_operands.swizzle_of(4 * columns) // 4)
         if width <= columns:  # the second share is past the last column
@@ -138,7 +138,7 @@ class ByColumns:
         """Adds what lies in shared memory."""
         (plan, refs, smem), work, wg = at
         plgpu.commit_smem()
-        columns = pl.ds(wg * plan.share[0], plan.share[0])
+        columns = pl.ds(wg * plan.dq_widths[0], plan.dq_widths[0])
         to = refs.dq.at[work.batch, pl.ds(step.t * ROWS, ROWS), step.head, columns]
         plgpu.copy_smem_to_gmem(smem.dq.at[wg], to, step.exists != 0, reduction_op="add")
 
@@ -166,7 +166,7 @@ class ByRows:
 
     def zeros(self, plan: KeyPlan) -> jax.ShapeDtypeStruct | None:
         """The array to which dq is added."""
-        numbers = self._pieces(plan) * ROWS * sum(plan.share)
+        numbers = self._pieces(plan) * ROWS * sum(plan.dq_widths)
         return jax.ShapeDtypeStruct((numbers,), jnp.float32)
 
     def _tiles(self, plan: KeyPlan) -> int:
@@ -190,7 +190,8 @@ class ByRows:
 
     def finished(self, plan: KeyPlan, some: Sequence[Sums], dq: jax.Array) -> list[jax.Array]:
         in_head = self._tiles(plan) * WARPGROUPS
-        return step_parts.added([*some, step_parts.of_dq(plan.problem, dq, plan.share, in_head)])
+        sums = step_parts.of_dq(plan.problem, dq, plan.dq_widths, in_head)
+        return step_parts.added([*some, sums])
 
 
 class Written(ByRows):
@@ -198,7 +199,8 @@ class Written(ByRows):
 
     def staging(self, plan: KeyPlan) -> Panels:
         """Shared memory for the rows of both warpgroups on their way to dq."""
-        return tuple(panels.scratch((2, ROWS), plan.problem.dtype, width) for width in plan.share)
+        dtype = plan.problem.dtype
+        return tuple(panels.scratch((2, ROWS), dtype, width) for width in plan.dq_widths)
 
     def zeros(self, plan: KeyPlan) -> None:
         """Nothing is added to dq."""

@@ -22,7 +22,7 @@ from pallas_attn.kernels.flash_bwd import work_order
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_fwd import claims, tile_scheduler
 from pallas_attn.kernels.lang import mosaic
-from pallas_attn.kernels.lang.types import GmemRef, Operand
+from pallas_attn.kernels.lang.types import GmemRef, Operand, SmemRef
 from pallas_attn.kernels.mma import wgmma_float32
 
 
@@ -146,7 +146,11 @@ def dsinks(residuals: Residuals, stats: RowStatistics) -> jax.Array:
 
 
 def launched(
-    body: Callable[..., None], name: str, refs: BackwardRefs, scratch: Any, size: tuple[int, int]
+    body: Callable[..., None],
+    name: str,
+    refs: BackwardRefs,
+    scratch: SmemRef,
+    size: tuple[int, int],
 ) -> Gradients:
     """dq, dk and dv in the sizes of q, k and v, by a launch of `body`. `size`: blocks, and the
     warpgroups of each.
@@ -190,7 +194,10 @@ def for_tma(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Backwa
 
 
 def edges(
-    problem: AttentionProblem, inputs: AttentionInputs, arrays: dict[str, Any], blocks: Any
+    problem: AttentionProblem,
+    inputs: AttentionInputs,
+    arrays: dict[str, Any],
+    blocks: tuple[int, int],
 ) -> dict[str, Any]:
     """The tiles of `arrays` that lengths cut, of (query rows, keys), where there are lengths."""
     results = {}

@@ -225,7 +225,7 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 # ---- loading ------------------------------------------------------------------------------------
 
 
-class Block(NamedTuple):
+class KeyBlock(NamedTuple):
     """Values of a warpgroup in the mainloop."""
 
     ctx: KernelContext
@@ -238,14 +238,14 @@ class Block(NamedTuple):
         copy_async(*copies, pending=None, sync=True, groups=self.warps.groups)
 
 
-def _copy_keys(block: Block, name: str) -> Copy:
+def _copy_keys(block: KeyBlock, name: str) -> Copy:
     """The warpgroup's part of a work tile's rows of k or v."""
     work = block.work
     at = (work.batch, work.kv_head, work.key, work.kv_len - work.key, jnp.int32(0))
     return _copy_rows(block, name, at, block.ctx.plan.tiling.block_kv)
 
 
-def _copy_queries(block: Block, name: str, step: QueryStep, slot: Index) -> Copy:
+def _copy_queries(block: KeyBlock, name: str, step: QueryStep, slot: Index) -> Copy:
     """The warpgroup's part of a query tile of q or dO."""
     plan, work, size = block.ctx.plan, block.work, block.ctx.plan.config.block_q
     length: Index = plan.problem.q_len if work.q_len is None else work.q_len
@@ -253,7 +253,7 @@ def _copy_queries(block: Block, name: str, step: QueryStep, slot: Index) -> Copy
     return _copy_rows(block, name, (work.batch, step.head, step.t * size, live, slot * size), size)
 
 
-def _copy_rows(block: Block, name: str, at: tuple[Index, ...], rows: int) -> Copy:
+def _copy_rows(block: KeyBlock, name: str, at: tuple[Index, ...], rows: int) -> Copy:
     plan, refs, smem = block.ctx
     (batch, head, row, live, to), groups = at, plan.config.warpgroups
     rows = rows // groups
@@ -276,7 +276,7 @@ class FirstRows(NamedTuple):
     do: Index
 
 
-def _mainloop(block: Block) -> tuple[RegisterTile, ...]:
+def _mainloop(block: KeyBlock) -> tuple[RegisterTile, ...]:
     """The gradients of the block's keys over all query tiles, or over those of a part."""
     (plan, _, _), work, which = block.ctx, block.work, block.which
     begin, end = key_tiles.steps_of(plan, work)
@@ -304,14 +304,14 @@ def _mainloop(block: Block) -> tuple[RegisterTile, ...]:
     return lax.fori_loop(begin, end, body, tuple(_no_gradient(block, name) for name in which))
 
 
-def _no_gradient(block: Block, name: str) -> RegisterTile:
+def _no_gradient(block: KeyBlock, name: str) -> RegisterTile:
     plan, warps = block.ctx.plan, block.warps
     shape = (plan.tiling.block_kv, plan.format.width(name) // warps.groups)
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), mosaic.warp_layout(shape, warps.down))
 
 
 def _step(
-    block: Block,
+    block: KeyBlock,
     step: QueryStep,
     rows: FirstRows,
     grads: dict[str, RegisterTile],
@@ -352,7 +352,7 @@ def _step(
 
 
 def _scores(
-    block: Block, step: QueryStep, first: FirstRows
+    block: KeyBlock, step: QueryStep, first: FirstRows
 ) -> tuple[RegisterTile, Callable[[RegisterTile], RegisterTile]]:
     """(P of a warpgroup's queries; dS as a function of it)."""
     (plan, refs, smem), warps, form = block.ctx, block.warps, block.ctx.plan.format
@@ -384,7 +384,7 @@ def _scores(
     return p, derivative
 
 
-def _add_dq(block: Block, step: QueryStep) -> None:
+def _add_dq(block: KeyBlock, step: QueryStep) -> None:
     """Adds the warpgroup's slices of a query tile's dQ to global memory."""
     (plan, refs, smem), warps, slices = block.ctx, block.warps, dq_slices(block.ctx.plan)
     sizes = (plan.config.block_q, plan.tiling.block_kv, plan.format.k_width)
@@ -397,7 +397,7 @@ def _add_dq(block: Block, step: QueryStep) -> None:
         global_accumulate.add(dq, refs.dq, tile * slices + own.group, vectors)
 
 
-def _store(block: Block, outs: Sequence[GmemRef], grads: Sequence[RegisterTile]) -> None:
+def _store(block: KeyBlock, outs: Sequence[GmemRef], grads: Sequence[RegisterTile]) -> None:
     plan, work = block.ctx.plan, block.work
     row = work.batch if plan.order.parts == 1 else work.batch * plan.order.parts + work.part
     for name, grad, out in zip(block.which, grads, outs, strict=True):
@@ -414,7 +414,7 @@ def _kernel(refs: BackwardRefs, *rest: Any, plan: KeyPlan, which: str) -> None:
     ctx = KernelContext(plan, refs, smem)
     group = lax.axis_index("wg") if plan.config.warpgroups > 1 else jnp.int32(0)
     work = key_tiles.key_tile(ctx, refs.schedule[lax.axis_index("block"), 1])
-    block = Block(ctx, work, which, warp_grid(plan, group))
+    block = KeyBlock(ctx, work, which, warp_grid(plan, group))
     _store(block, outs, _mainloop(block))
 
 
@@ -470,7 +470,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     refs = _operands(plan, residuals, stats)
     grads: dict[str, Any] = {}
     if fused:
-        sums = sm80_dq.sums_shape(plan, dq_slices(plan))
+        sums = sm80_dq.dq_sums_shape(plan, dq_slices(plan))
         refs = refs._replace(dq=jax.new_ref(jnp.zeros(sums, jnp.float32)))
     for which in launches(plan):
         if len(which) > 1:

@@ -37,7 +37,7 @@ def _kernel(
     shape = (ROWS, plan.config.block_kv)
 
     def body(i: Index, acc: RegisterTile) -> RegisterTile:
-        step = dbias.step_of(ctx, walk, block.bias_tile, block.chunk * walk.steps + i)
+        step = dbias.bias_step(ctx, walk, block.bias_tile, block.chunk * walk.steps + i)
         return lax.cond(step.live, lambda: acc + _ds(ctx, walk.read, step), lambda: acc)
 
     acc = lax.fori_loop(0, walk.steps, body, mosaic.filled(shape, 0.0))

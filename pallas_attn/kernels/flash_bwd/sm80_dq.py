@@ -186,7 +186,7 @@ def _launch(ctx: KernelContext, inputs: AttentionInputs) -> jax.Array:
 # ---- dq that another kernel adds up -------------------------------------------------------------
 
 
-def sums_shape(plan: KeyPlan, slices: int) -> tuple[int, int]:
+def dq_sums_shape(plan: KeyPlan, slices: int) -> tuple[int, int]:
     """The shape of the sums: each tile of dq in `slices`, as threads hold them."""
     tiles = plan.problem.batch * plan.problem.q_heads * plan.tiling.q_tiles
     return tiles * slices, plan.config.block_q * plan.format.k_width // slices

@@ -34,7 +34,7 @@ from pallas_attn.kernels.attention.score_tiles import ScoreTiles
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.attention.tma_operands import takes_panels
 from pallas_attn.kernels.flash_bwd import aux_sums, dbias, sm90_dq
-from pallas_attn.kernels.flash_bwd.aux_sums import Part
+from pallas_attn.kernels.flash_bwd.aux_sums import LogitSums
 from pallas_attn.kernels.flash_bwd.dbias import BiasBlock, BiasStep, BiasWalk, Walks
 from pallas_attn.kernels.flash_bwd.float32 import scaled, units_of
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
@@ -69,7 +69,7 @@ class BiasSmem(NamedTuple):
     bias_ready: Barrier
 
 
-def bias_tiles(plan: QueryPlan, read: Read | None) -> tuple[ScoreTiles, ...]:
+def tile_of_bias(plan: QueryPlan, read: Read | None) -> tuple[ScoreTiles, ...]:
     """The tile of the bias, if it comes by TMA and stays for the whole walk."""
     if read is not None:
         return ()
@@ -79,7 +79,7 @@ def bias_tiles(plan: QueryPlan, read: Read | None) -> tuple[ScoreTiles, ...]:
 
 def scratch(plan: QueryPlan, read: Read | None) -> BiasSmem:
     """Shared memory, described once: `_sums` launches it, `smem_bytes` adds it up."""
-    stages, consumers, bias = plan.config.stages, plan.config.warpgroups, bias_tiles(plan, read)
+    stages, consumers, bias = plan.config.stages, plan.config.warpgroups, tile_of_bias(plan, read)
     rows = plan.tiling.tile_rows
     q, do, k, v = (
         form.scratch(stages, count)
@@ -117,7 +117,7 @@ def _steps(ctx: KernelContext, walk: BiasWalk, block: BiasBlock, body: Any, carr
     def next_step(i: Index, state: Any) -> Any:
         carry, now = state
         following = seen(first + i + 1)
-        step = dbias.step_of(ctx, walk, block.bias_tile, first + i, now)
+        step = dbias.bias_step(ctx, walk, block.bias_tile, first + i, now)
         if dbias.sees_all_alike(plan.problem) and walk.diagonals is None:
             return body(step, carry), following
         return lax.cond(step.live, functools.partial(body, step), lambda x: x, carry), following
@@ -201,7 +201,7 @@ def _store(  # noqa: PLR0913
 
 def stores_by_tma(plan: QueryPlan, walk: BiasWalk) -> bool:
     """Whether a block's sum is the gradient of its tile, stored as the bias lies."""
-    return walk.chunks == 1 and bool(bias_tiles(plan, walk.read))
+    return walk.chunks == 1 and bool(tile_of_bias(plan, walk.read))
 
 
 def _ds(
@@ -221,8 +221,8 @@ def _ds(
         masked = False
 
     def of_scores(s_acc: RegisterTile, dp_acc: RegisterTile) -> RegisterTile:
-        sm90_dq.multiply(s_acc, plan.qk, (smem.q, (slot, own)), (smem.k, slot))
-        sm90_dq.multiply(dp_acc, plan.v, (smem.do, (slot, own)), (smem.v, slot))
+        sm90_dq.multiply_rows(s_acc, plan.qk, (smem.q, (slot, own)), (smem.k, slot))
+        sm90_dq.multiply_rows(dp_acc, plan.v, (smem.do, (slot, own)), (smem.v, slot))
         lse, delta = (mosaic.load(x.at[slot, own], mosaic.ROW) for x in _statistics(smem))
         behind = sm90_dq.matmuls(plan.v)
         s = scaled(plgpu.wgmma_accumulator_load(s_acc, wait_n=behind), units.scores)
@@ -293,9 +293,9 @@ def gradients(ctx: KernelContext, inputs: AttentionInputs) -> dict[str, Any]:
     which may have made sums for such arrays.
     """
     plan, refs, _ = ctx
-    problem, parts = plan.problem, list[Part]()
+    problem, parts = plan.problem, list[LogitSums]()
     if plan.key_sums:
-        parts = aux_sums.parts_of_keys(plan, jax.freeze(refs.aux_sums))
+        parts = aux_sums.sums_of_keys(plan, jax.freeze(refs.aux_sums))
     refs = refs._replace(aux_sums=None)
 
     def walks_of(read: Read | None) -> Walks:

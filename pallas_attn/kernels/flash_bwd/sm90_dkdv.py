@@ -399,7 +399,7 @@ def _consume(ctx: KernelContext, block_id: Index, consumer: Consumer) -> None:
         if ctx.plan.order.parts > 1:
             plgpu.commit_smem()  # keys have been read, and TMA will write there
             plgpu.barrier_arrive(consumer.free)
-            step_parts.store(ctx.plan, consumer.out, work, 0, jax.tree.leaves(value))
+            step_parts.store_part(ctx.plan, consumer.out, work, 0, jax.tree.leaves(value))
         elif ctx.plan.problem.dtype == "float32":
             plgpu.barrier_arrive(consumer.free)
             where = (work.batch, pl.ds(work.key, KEYS), work.kv_head, pl.ds(0, value.shape[1]))

@@ -243,7 +243,7 @@ class DqRows(NamedTuple):
         return (t < self.span.full_lo) | (t >= self.span.full_hi)
 
 
-def multiply(
+def multiply_rows(
     acc: RegisterTile, form: OperandFormat, left: tuple[Panels, Any], right: tuple[Panels, Any]
 ) -> None:
     """Issues acc = rows @ keys^T, of tiles in shared memory, each (buffer, index)."""
@@ -254,7 +254,7 @@ def multiply(
 
 
 def matmuls(form: OperandFormat) -> int:
-    """How many matmuls `multiply` issues."""
+    """How many matmuls `multiply_rows` issues."""
     return form.copies if form.panels else wgmma.products(form.terms, form.terms)
 
 
@@ -271,7 +271,7 @@ def _multiply(
     ):
         slot = ring.slot(count)
         ring.wait(slot)
-        multiply(acc, form, (left, wg), (ring.tiles, slot))
+        multiply_rows(acc, form, (left, wg), (ring.tiles, slot))
     return matmuls(plan.qk) + matmuls(plan.v)
 
 
@@ -496,7 +496,7 @@ def operands_of(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) ->
     """The operands of a kernel over keys, made those of this one."""
     refs = by_rows(plan, inputs, refs)
     keys = {"k": refs.k, "v": refs.v}
-    blocks = None, plan.config.block_kv
+    blocks = ROWS, plan.config.block_kv
     return refs._replace(**operands.edges(plan.problem, inputs, keys, blocks))
 
 

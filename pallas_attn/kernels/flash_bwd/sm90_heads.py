@@ -360,7 +360,7 @@ class HeadTile(NamedTuple):
         return self.j == self.last
 
 
-class Walk(NamedTuple):
+class HeadWalk(NamedTuple):
     """The kv tiles of a block: those of heads `block`, `block + grid`, .. in this order."""
 
     ctx: KernelContext
@@ -409,7 +409,7 @@ def grid_of(plan: KeyPlan) -> int:
 # ---- the producer -------------------------------------------------------------------------------
 
 
-def _produce(ctx: KernelContext, walk: Walk) -> None:
+def _produce(ctx: KernelContext, walk: HeadWalk) -> None:
     """The producer warpgroup. It loads the keys of a kv tile after the first query tile, since
     their slot is released later than that of the query tile.
     """
@@ -491,7 +491,7 @@ class HeadStep(NamedTuple):
         return is_cut if whole is True else is_cut | jnp.logical_not(whole)
 
 
-def _consume(ctx: KernelContext, outs: KeyGradients, walk: Walk, wg: Index) -> None:
+def _consume(ctx: KernelContext, outs: KeyGradients, walk: HeadWalk, wg: Index) -> None:
     problem, smem = ctx.plan.problem, ctx.smem
     slots = slots_of(problem)
     qk_widths, v_widths = panels.widths(problem.head_dim), panels.widths(problem.v_head_dim)
@@ -628,7 +628,7 @@ class DqStep(NamedTuple):
     count: Index
 
 
-def _sum_dq(ctx: KernelContext, dq: GmemRef, walk: Walk) -> None:
+def _sum_dq(ctx: KernelContext, dq: GmemRef, walk: HeadWalk) -> None:
     """The third warpgroup: dQ of all query tiles of the block's heads."""
     smem, slots = ctx.smem, slots_of(ctx.plan.problem)
 
@@ -714,7 +714,7 @@ def _store_dq(now: DqStep, slot: Index, parts: Sequence[RegisterTile]) -> None:
 def _kernel(refs: BackwardRefs, *rest: GmemRef, plan: KeyPlan) -> None:
     dq_ref, dk_ref, dv_ref, smem = rest
     ctx, wg = KernelContext(plan, refs, smem), lax.axis_index("wg")
-    walk, (ours, of_dq, of_producer) = Walk(ctx, lax.axis_index("block")), REGISTERS
+    walk, (ours, of_dq, of_producer) = HeadWalk(ctx, lax.axis_index("block")), REGISTERS
 
     consume = functools.partial(_consume, ctx, KeyGradients(dk_ref, dv_ref), walk, wg)
     mosaic.take_role(wg == WARPGROUPS + 1, of_producer, functools.partial(_produce, ctx, walk))

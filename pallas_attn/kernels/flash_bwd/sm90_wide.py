@@ -647,7 +647,7 @@ def _store(wide: WideContext, work: WideRows, out: GmemRef, wg: Index, sums: Reg
     if buffers.gradient.has_dp:
         sums = tuple(value * ctx.plan.problem.scale for value in sums)
     if isinstance(work, KeyRows) and ctx.plan.order.parts > 1:
-        return step_parts.store(ctx.plan, out, work.work, 0, sums, wg * buffers.out_columns)
+        return step_parts.store_part(ctx.plan, out, work.work, 0, sums, wg * buffers.out_columns)
     for n, value in enumerate(sums):
         if work.length is not None:
             inside = mosaic.positions((ROWS,), 0, row) < work.length

@@ -533,7 +533,7 @@ def test_every_tile_of_scores_is_summed_once(batch, shape):
     walk, refs = dbias.walk_of(plan), BackwardRefs(*[None] * 4)
     tiles, steps = np.prod(walk.bias_tiles), walk.chunks * walk.steps
     tile, n = (jnp.asarray(x.ravel(), jnp.int32) for x in np.mgrid[:tiles, :steps])
-    step = jax.vmap(functools.partial(dbias.step_of, KernelContext(plan, refs), walk))(tile, n)
+    step = jax.vmap(functools.partial(dbias.bias_step, KernelContext(plan, refs), walk))(tile, n)
     where = np.stack([np.asarray(x) for x in step[:4]], axis=1)[np.asarray(step.live)]
     rows, keys = plan.tiling.tile_rows, plan.config.block_kv
     wanted = np.ndindex(batch, 4, -(-130 // rows), -(-200 // keys))
