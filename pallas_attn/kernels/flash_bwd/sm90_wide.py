@@ -91,6 +91,7 @@ WIDTH = 128  # columns of a block of the ring, and at most of an accumulator
 PART = 32  # rows of a block of the value array
 PARTS = ROWS // PART
 HALVES, WEIGHTS, PRODUCER = 2, 2, 3
+IN_REGISTERS = 2  # blocks of the first held array that are in registers, at most
 SLOTS = 2  # tiles whose weights and row statistics are in shared memory
 ROOM = 225 * 1024  # bytes of shared memory; the others are left for barriers
 # Registers of a thread in warpgroups 0 and 1, in 2, and in the producer.
@@ -103,8 +104,6 @@ class Config:
     """Tuning only: the result is the same up to rounding."""
 
     ring: int = 0  # blocks, a tile at least; 0: as many as there is room for, up to three tiles
-    in_registers: int = 256  # columns of the first held array that are in registers
-    value_blocks: int = 0  # blocks of the value array for each warpgroup; 0: two if there is room
     grid: int = BLOCKS  # persistent blocks
     parts: int = 1  # into which the steps of a work tile of keys are divided: see `step_parts`
 
@@ -114,11 +113,6 @@ class Config:
         check(
             self,
             ring=(self.ring >= 0, "at least 0"),
-            in_registers=(
-                self.in_registers >= 0 and self.in_registers % WIDTH == 0,
-                f"a multiple of {WIDTH}",
-            ),
-            value_blocks=(self.value_blocks in (0, 1, 2), "0, 1 or 2"),
             grid=(self.grid >= 1, "at least 1"),
             parts=(1 <= self.parts <= step_parts.MOST, f"from 1 to {step_parts.MOST}"),
         )
@@ -188,7 +182,7 @@ class Buffers:
     @property
     def in_registers(self) -> int:
         """Blocks of the first held array that are in registers."""
-        return min(self.config.in_registers // WIDTH, self.products[0])
+        return min(IN_REGISTERS, self.products[0])
 
     @property
     def in_smem(self) -> int:
@@ -224,8 +218,6 @@ class Buffers:
     @property
     def value_blocks(self) -> int:
         """Blocks of the value array that each of two warpgroups has: all of a tile, or one."""
-        if self.config.value_blocks:
-            return self.config.value_blocks
         streamed = 2 * ROWS * WIDTH * self.step_blocks
         return PARTS if self.room - HALVES * PARTS * self.value_bytes >= streamed else 1
 
