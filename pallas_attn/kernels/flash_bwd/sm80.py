@@ -39,6 +39,7 @@ from jax import lax
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._call.special import Special
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import (
     score_mod,
@@ -68,6 +69,8 @@ from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import global_accumulate, mma_2x2, mma_sync
 from pallas_attn.kernels.mma.mma_2x2 import RightOperand, WarpGrid
+
+sm80_columns = Special("kernels.flash_bwd.sm80_columns")  # rows that do not fit
 
 L2_BYTES = 64 * 2**20  # read and added to by the heads of an L2 group
 
@@ -423,8 +426,6 @@ def _launch(plan: KeyPlan, refs: BackwardRefs, which: str) -> dict[str, jax.Arra
     problem, parts = plan.problem, plan.order.parts
     kernel, name = _kernel, f"flash_bwd_{which}_sm80"
     if plan.config.columns:
-        from pallas_attn.kernels.flash_bwd import sm80_columns
-
         kernel, name = sm80_columns.dk_dv_kernel, f"flash_bwd_{which}_streams_sm80"
     dims = {"k": problem.head_dim, "v": problem.v_head_dim}
     results = [plan.format.result(problem.kv_len, problem.kv_heads, dims[name]) for name in which]

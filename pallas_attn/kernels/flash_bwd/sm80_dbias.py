@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._call.special import Special
 from pallas_attn._functions.reads import Read
 from pallas_attn.kernels.attention import score_mod
 from pallas_attn.kernels.attention.sm80_common import copy_async, fits
@@ -25,6 +26,8 @@ from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import GmemRef, Index, KernelConfig, RegisterTile
+
+sm80_columns = Special("kernels.flash_bwd.sm80_columns")  # rows that do not fit
 
 FEWEST_COLUMNS = 32  # at a time, where nothing else has room
 
@@ -52,8 +55,6 @@ def _ds(ctx: KernelContext, read: Read | None, step: BiasStep) -> RegisterTile:
     rows = ScoreRows(step.batch, step.head, step.row, step.q_offset, q_len, step.kv_len, step.mask)
     none = jnp.int32(0)
     if ctx.plan.config.columns:
-        from pallas_attn.kernels.flash_bwd import sm80_columns
-
         stream = sm80_columns.stream_of(ctx, rows, False)
         stream.begin(step.key, sync=True)
         chunks = stream.step(none, step.key, None)
