@@ -17,8 +17,8 @@ from pallas_attn.kernels.attention import (
     tma_operands,
 )
 from pallas_attn.kernels.attention.tiles import KernelContext
+from pallas_attn.kernels.flash_bwd import aux_sums, work_order
 from pallas_attn.kernels.flash_bwd import float32 as bwd_float32
-from pallas_attn.kernels.flash_bwd import work_order
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_fwd import claims, tile_scheduler
 from pallas_attn.kernels.lang import mosaic
@@ -185,6 +185,8 @@ def for_tma(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Backwa
     fields |= tile_scheduler.table(work_order.schedule, plan.order, inputs)
     if plan.has("q_lengths") or plan.has("kv_lengths"):
         fields |= edges(problem, inputs, fields, (tiling.block_q, tiling.block_kv))
+    if plan.key_sums:
+        fields["aux_sums"] = jax.new_ref(aux_sums.zero_array(plan))
     if plan.order.claims:
         fields["counter"] = claims.counter(-plan.order.grid if plan.order.turns else 0)
     refs = BackwardRefs(**fields)
