@@ -17,8 +17,8 @@ from pallas_attn.kernels.attention import (
     tma_operands,
 )
 from pallas_attn.kernels.attention.tiles import KernelContext
+from pallas_attn.kernels.flash_bwd import aux_sums, work_order
 from pallas_attn.kernels.flash_bwd import float32 as bwd_float32
-from pallas_attn.kernels.flash_bwd import work_order
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_fwd import claims, tile_scheduler
 from pallas_attn.kernels.lang import mosaic
@@ -188,10 +188,13 @@ def for_tma(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Backwa
         fields[name] = tma_operands.stored(x, rows_as, powers.get(name))
     fields = over_tiles(plan, inputs) | fields
     fields |= tile_scheduler.table(work_order.schedule, plan.order, inputs)
-    fields |= edges(problem, inputs, fields, (tiling.block_q, tiling.block_kv))
+    if plan.has("q_lengths") or plan.has("kv_lengths"):
+        fields |= edges(problem, inputs, fields, (tiling.block_q, tiling.block_kv))
+    if plan.key_sums:
+        fields["aux_sums"] = jax.new_ref(aux_sums.zero_array(plan))
     if plan.order.claims:
         fields["counter"] = claims.counter(-plan.order.grid if plan.order.turns else 0)
-    refs = BackwardRefs.of(fields)
+    refs = BackwardRefs(**fields)
     if plan.has("q_segment_ids") and work_order.go_by_rank(plan.order):
         refs = refs._replace(schedule=work_order.schedule_by_rank(KernelContext(plan, refs)))
     return refs
@@ -217,7 +220,8 @@ def edges(
 def over_tiles(plan: KeyPlan, inputs: AttentionInputs) -> dict[str, Any]:
     """Arrays that kernels over keys read beside q, k, v, dO, row statistics and the schedule."""
     problem, tiling = plan.problem, plan.tiling
-    fields: dict[str, Any] = {name: getattr(inputs, name) for name in problem.arrays}
+    names = [name for name in problem.arrays if name in BackwardRefs._fields]
+    fields: dict[str, Any] = {name: getattr(inputs, name) for name in names}
     if problem.bias_shape is not None or problem.mask_shape is not None:
         fields |= _bias_and_mask(plan, inputs)
     if problem.mask_program is not None or problem.score_program is not None:

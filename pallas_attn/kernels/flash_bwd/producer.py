@@ -128,33 +128,28 @@ def each_work_tile(
 def load_query_tile(
     ctx: KernelContext, work: KeysOfBlock, head: Index, t: Index, count: Index
 ) -> None:
-    """Query tile t of q and dO as number `count` of the rings, and the tile of the bias."""
+    """Query tile t of q and dO as number `count` of the rings, with the lse and the delta of its
+    rows, and the tile of the bias.
+    """
     plan, refs, smem = ctx
-    slot = smem.q_ring.slot(count)
-    for name, ring in (("q", smem.q_ring), ("do", smem.do_ring)):
+    slot, block = smem.q_ring.slot(count), plan.tiling.block_q
+    for name, statistic, ring in (("q", "lse", smem.q_ring), ("do", "delta", smem.do_ring)):
         ring.acquire(count, slot)
-        _load_q_tile(ctx, work, name, ring, slot, head, t)
+        ready, some = ring.ready.at[slot], pl.ds(t * block, ring.row_stats.shape[1])
+        stats = getattr(refs, statistic).at[work.batch, head, some]
+        plgpu.copy_gmem_to_smem(stats, ring.row_stats.at[slot], ready)
+        ref, to = getattr(refs, name), (ring.tiles, slot, ready)
+        if work.q_len is None:
+            load_rows(ref, (work.batch, head, t * block), *to)
+            continue
+        cut = (t + 1) * block > work.q_len  # only the last tile may be
+        edge = getattr(refs, f"{name}_edge")
+        pl.when(cut)(functools.partial(load_rows, edge, (work.batch, head, 0), *to))
+        whole = lambda ref=ref, to=to: load_rows(ref, (work.batch, head, t * block), *to)  # noqa: E731
+        pl.when(jnp.logical_not(cut))(whole)
     if plan.bias_tiles is not None:
-        place = score_tiles.Place(work.batch, head, t * plan.tiling.block_q, work.key)
+        place = score_tiles.Place(work.batch, head, t * block, work.key)
         plan.bias_tiles.load(refs.bias, smem.bias, place, slot, smem.q_ring.ready.at[slot])
-
-
-def _load_q_tile(
-    ctx: KernelContext, work: KeysOfBlock, name: str, ring: Ring, slot: Index, head: Index, t: Index
-) -> None:
-    """Query tile t of q or dO, and with it the lse or the delta of its rows."""
-    block, ready = ctx.plan.tiling.block_q, ring.ready.at[slot]
-    ref, stats = getattr(ctx.refs, name), getattr(ctx.refs, {"q": "lse", "do": "delta"}[name])
-    some = pl.ds(t * block, ring.row_stats.shape[1])
-    plgpu.copy_gmem_to_smem(stats.at[work.batch, head, some], ring.row_stats.at[slot], ready)
-
-    copy = functools.partial(load_rows, to=ring.tiles, index=slot, ready=ready)
-    if work.q_len is None:
-        return copy(ref, (work.batch, head, t * block))
-    cut = (t + 1) * block > work.q_len  # only the last tile may be
-    edge = getattr(ctx.refs, f"{name}_edge")
-    pl.when(cut)(functools.partial(copy, edge, (work.batch, head, 0)))
-    return pl.when(jnp.logical_not(cut))(lambda: copy(ref, (work.batch, head, t * block)))
 
 
 def load_keys(

@@ -503,7 +503,7 @@ def _operands(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Back
     fields["schedule"] = jnp.asarray(work_order.schedule(plan.order))
     if plan.tiling.is_listed:
         fields["tiles"] = tile_lists.tiles(plan.problem, inputs, *plan.tiling.list_sizes)
-    return BackwardRefs.of(fields)
+    return BackwardRefs(**fields)
 
 
 KERNEL = Kernel(Config, limit, smem_bytes, run)

@@ -14,15 +14,12 @@ arrays that it has not made (`aux_sums`).
 
 import dataclasses
 
-import jax
-
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import tile_lists, tiles
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.flash_bwd import (
-    aux_sums,
     costs,
     dq_sum,
     operands,
@@ -230,8 +227,6 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     zeros = plan.dq.zeros(plan)
     stats, dq = statistics.of_rows(problem, residuals, plan.negated_unit, zeros)
     refs = operands.for_tma(plan, residuals, stats)
-    if plan.key_sums:
-        refs = refs._replace(aux_sums=jax.new_ref(aux_sums.zero_array(plan)))
     grads, others = sm90_fused.gradients(plan, refs._replace(dq=dq)), {}
     if problem.bias_shape or problem.learned:
         ctx = KernelContext(plan, operands.ordered_after(refs, grads.dq))

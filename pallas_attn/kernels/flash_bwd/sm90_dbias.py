@@ -296,7 +296,6 @@ def gradients(ctx: KernelContext, inputs: AttentionInputs) -> dict[str, Any]:
     problem, parts = plan.problem, list[LogitSums]()
     if plan.key_sums:
         parts = aux_sums.sums_of_keys(plan, jax.freeze(refs.aux_sums))
-    refs = refs._replace(aux_sums=None)
 
     def walks_of(read: Read | None) -> Walks:
         plan = plan_of(problem, read)

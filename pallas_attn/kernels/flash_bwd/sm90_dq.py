@@ -508,4 +508,4 @@ def by_rows(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> Bac
     if plan.has("q_segment_ids"):
         sizes = plan.tiling.tile_rows, plan.tiling.block_kv
         fields["segment_spans"] = segment_spans.spans_of(plan.problem, inputs, fields, sizes)
-    return refs._replace(**fields, dq=None, mask_bits=None)
+    return refs._replace(**fields, dq=None, aux_sums=None, mask_bits=None)

@@ -232,16 +232,8 @@ class HeadsSmem(NamedTuple):
         return Ring(self.do, self.do_ready, self.do_free, self.delta)
 
 
-def _q_tiles(problem: AttentionProblem) -> int:
-    return pl.cdiv(problem.q_len, ROWS)
-
-
-def _kv_tiles(problem: AttentionProblem) -> int:
-    return pl.cdiv(problem.kv_len, KEYS)
-
-
 def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
-    dtype, q_tiles = jnp.dtype(problem.dtype), _q_tiles(problem)
+    dtype, q_tiles = jnp.dtype(problem.dtype), pl.cdiv(problem.q_len, ROWS)
     qk, v = panels.widths(problem.head_dim), panels.widths(problem.v_head_dim)
     barrier = plgpu.Barrier
 
@@ -372,7 +364,8 @@ class HeadWalk(NamedTuple):
 
     @property
     def kv_tiles(self) -> int:
-        return _kv_tiles(self.ctx.plan.problem)
+        tiles: int = self.ctx.plan.tiling.kv_tiles
+        return tiles
 
     @property
     def tiles(self) -> Index:
@@ -385,7 +378,7 @@ class HeadWalk(NamedTuple):
         problem, kv_tiles = self.ctx.plan.problem, jnp.int32(self.kv_tiles)
         number, heads = self.block + lax.div(n, kv_tiles) * self.grid, jnp.int32(problem.q_heads)
         batch, head, j = lax.div(number, heads), lax.rem(number, heads), lax.rem(n, kv_tiles)
-        q_tiles, codes = _q_tiles(problem), self.ctx.refs.key_tiles
+        q_tiles, codes = self.ctx.plan.tiling.q_tiles, self.ctx.refs.key_tiles
         if codes is None:
             return HeadTile(n, batch, head, j, q_tiles, 0, self.kv_tiles - 1, True)
         row = jnp.minimum(batch, problem.batch - 1) if codes.shape[0] > 1 else 0

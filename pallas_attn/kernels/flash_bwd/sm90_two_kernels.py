@@ -15,15 +15,12 @@ have not made (`aux_sums`).
 import dataclasses
 from typing import Any
 
-import jax
-
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import score_tiles, tiles, tma_operands
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.flash_bwd import (
-    aux_sums,
     costs,
     operands,
     sm90,
@@ -198,14 +195,12 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     else:
         stats, _ = statistics.of_rows(problem, residuals, rows=rows)
     refs, others = operands.for_tma(plan, residuals, stats), {}
-    if plan.key_sums:
-        refs = refs._replace(aux_sums=jax.new_ref(aux_sums.zero_array(plan)))
     make = sm90_dkdv.dk_dv if by_64_keys(problem) else sm90_fused.gradients
     *_, dk, dv = make(plan, refs)
-    of_dq = operands.ordered_after(refs._replace(aux_sums=None), dk)
-    dq = sm90_dq.dq_of(by_rows, sm90_dq.operands_of(by_rows, inputs, of_dq))
+    refs = operands.ordered_after(refs, dk)
+    dq = sm90_dq.dq_of(by_rows, sm90_dq.operands_of(by_rows, inputs, refs))
     if problem.bias_shape or problem.learned:
-        refs = operands.ordered_after(of_dq._replace(aux_sums=refs.aux_sums), dq)
+        refs = operands.ordered_after(refs, dq)
         others = sm90_dbias.gradients(KernelContext(plan, refs), inputs)
     return operands.cotangents(residuals, stats, Gradients(dq, dk, dv), others)
 

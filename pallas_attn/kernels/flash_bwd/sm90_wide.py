@@ -711,7 +711,7 @@ def _operands(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Back
         fields[name] = tma_operands.padded(x, sizes)
     fields |= operands.edges(problem, inputs, fields, (ROWS, ROWS))
     fields |= tile_scheduler.table(work_order.schedule, plan.order, inputs)
-    return BackwardRefs.of(fields)
+    return BackwardRefs(**fields)
 
 
 def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:
