@@ -625,7 +625,7 @@ APPENDS += (
     lambda: pa.DraftTree.create(z(3, dtype="int32"), z(2, dtype="int32"), drafts_most=0),
     lambda: pa.DraftTree.create(z(2, 3, dtype="int32"), drafts_most=3),
 )
-DEVICE = (lambda: device.assume("h100").__enter__(),)
+DEVICE = tuple(lambda n=n: device.assume(n).__enter__() for n in ("h100", "sm91"))
 MESSAGES = {
     "attention": ATTENTION,
     "masks": MASKS,
@@ -833,14 +833,9 @@ def test_check_for_what_kernels_take():
     assert (types.shape, types.dtype) == (x.shape, x.dtype)
     assert pa.check_for("sm80", loss, jax.ShapeDtypeStruct(x.shape, x.dtype), pa.FULL) == types
     np.testing.assert_array_equal(np.float32(loss(x, pa.CAUSAL)), np.float32(before))
-    with pytest.raises(ValueError) as caught:
-        pa.check_for("H100", loss, x, pa.CAUSAL)
-    assert str(caught.value) == (
-        'generation: expected "sm" and the compute capability without its point, as "sm90" for '
-        "H100 and H200, or None for no GPU, got 'H100'"
-    )
-    with pytest.raises(ValueError, match="generation: expected .*, got 90$"):
-        pa.check_for(90, loss, x, pa.CAUSAL)
+    for other in ("H100", 90, "sm91", "sm900"):
+        with pytest.raises(ValueError, match=rf"generation: expected .*, got {other!r}$"):
+            pa.check_for(other, loss, x, pa.CAUSAL)
 
 
 def test_a_name_that_an_operation_does_not_have():
