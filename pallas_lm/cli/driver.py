@@ -66,7 +66,8 @@ def main(argv: list[str]) -> int:
 def _main(argv: list[str]) -> int:
     left = parse(argv)
     if values.help:
-        sys.stdout.write(help_text(_program()))
+        task = values.task if values["task"].present else None
+        sys.stdout.write(help_text(_program(), task))
         return 0
     if left:
         raise ValueError(

@@ -63,7 +63,7 @@ def _ints(least: int = 0, most: int = 2**28) -> range:
 
 
 SAID = (
-    Flag("help", TASKS, bool, False, "Print this and end."),
+    Flag("help", TASKS, bool, False, "Print this and end; behind a task, its flags alone."),
     Flag("task", TASKS, list(TASKS), DECODE,
          "What to do. decode: continue prompts with a language model. train: make a small one from"
          " a text. parity: run small cases of every operation beside the reference. check: the "
@@ -286,16 +286,19 @@ def said_options() -> dict[str, Any]:
     return {name: values[name].value for name in options.NAMES if name in NAMES}
 
 
-def help_text(program: str) -> str:
-    """All flags, those of one task together."""
+def help_text(program: str, task: str | None) -> str:
+    """The flags of a task; of all tasks, those of one together, where it is None."""
     lines, defaults = [USAGE.format(program)], _defaults()
-    for tasks in dict.fromkeys(flag.tasks for flag in FLAGS):
-        lines.append("every task:" if tasks == TASKS else f"{', '.join(tasks)}:")
+    if task is not None:
+        lines = [f"{program} {task} takes these flags; {program} --help has all tasks.\n"]
+    for tasks in dict.fromkeys(flag.tasks for flag in FLAGS if task in (None, *flag.tasks)):
+        if task is None:
+            lines.append("every task:" if tasks == TASKS else f"{', '.join(tasks)}:")
         for flag in FLAGS:
             default = flag.default if flag.default is not None else defaults.get(flag.name)
             lines += _help_of(flag, default) if flag.tasks == tasks else []
-        lines.append("")
-    return "\n".join(lines)
+        lines += [""] if task is None else []
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def _defaults() -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import CAUSAL, Mask, sliding_window
 from tests.support import budget, definition, in_numpy, subjects, witness
+from tests.support.problems import by_name
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -358,7 +359,7 @@ def test_gradients_of_what_rows_share_beside_nan_past_a_length(rng):
         def of_float8(scale):
             scales = dict.fromkeys(("q_scale", "k_scale", "v_scale"), scale)
             lengths = {"q_lengths": ends, "kv_lengths": ends}
-            return pa.flash_attention(*narrow, **scales, **lengths, out_dtype=jnp.float32)
+            return by_name.flash_attention(*narrow, **scales, **lengths, out_dtype=jnp.float32)
 
         def of_jax_nn(scale):
             lengths = {"query_seq_lengths": ends, "key_value_seq_lengths": ends}

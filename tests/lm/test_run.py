@@ -341,6 +341,15 @@ def test_help_names_every_flag_of_its_own(called):
     assert max(map(len, out.splitlines())) <= 100
 
 
+@pytest.mark.parametrize("arguments", [("check", "--help"), ("--task=check", "-h")])
+def test_help_of_a_task_has_its_flags_alone(called, arguments):
+    status, out, error = called(*arguments)
+    assert (status, error) == (0, "") and out.startswith("python run.py check takes these flags")
+    for flag in driver_flags.FLAGS:
+        named = f"  --{flag.name}=" in out or f"  --[no]{flag.name}" in out
+        assert named == ("check" in flag.tasks), flag.name
+
+
 @pytest.mark.parametrize(
     "error",
     [

@@ -490,6 +490,33 @@ def test_kernels_read_none_of_a_masks_fields():
     assert not result
 
 
+# Files outside kernels/ that shift, split, widen or choose by a band, and the fields of a `Mask`
+# that each one takes or refuses.
+READERS_OF_MASKS = {
+    "_cache.attend_in_parts": {"left", "right"},
+    "_cache.bind": {"left", "right"},  # by `bounds_right`, too
+    "_cache.sharded_rows": {"left", "right"},
+    "_call.bind": {"left", "right"},
+    "_context_parallel.layout": {"left", "right"},
+    "context": {"left", "right"},
+}
+
+
+def test_every_reader_of_a_masks_fields_answers_for_all_of_them():
+    """A new field of `Mask` fails here for each file that does not know it yet."""
+    fields = {field.name for field in dataclasses.fields(pa.Mask)}
+    readers = {
+        named(path)
+        for path in ROOT.rglob("*.py")
+        for node in nodes(path)
+        if isinstance(node, ast.Attribute) and node.attr in fields
+        if ast.unparse(node.value) != "self" and not named(path).startswith("kernels.")
+    }
+    unknown = {name: fields - known for name, known in READERS_OF_MASKS.items() if fields - known}
+    assert not unknown, f"these files take or refuse no such field of a Mask: {unknown}"
+    assert readers - {"masks"} == set(READERS_OF_MASKS)
+
+
 def test_nobody_compares_positions_but_masks():
     """`kv_pos <=` and the like outside of masks.py would be a second definition of visibility."""
     for path in FILES:

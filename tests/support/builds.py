@@ -28,6 +28,7 @@ from pallas_lm import config as lm_config
 from pallas_lm import decode as lm_decode
 from pallas_lm import state as lm_state
 from tests.support import aot
+from tests.support.problems import by_name
 
 LM = lm_config.Config(
     vocab=1024,
@@ -54,12 +55,12 @@ class Build:
 
 
 def _forward(options, arrays):
-    return pa.flash_attention_with_lse(**arrays, **options)
+    return by_name.flash_attention_with_lse(**arrays, **options)
 
 
 def fetching(options, q, k, v):
     """Attention of rows that several GPUs have, in the order zigzag: "h100x2" for `compile_for`."""
-    call = functools.partial(pa.flash_attention, **options, context=pa.Context("cp", "zigzag"))
+    call = functools.partial(by_name.flash_attention, **options, context=pa.Context("cp", "zigzag"))
     spec = jax.P(None, "cp")
     with device.assume_reach():
         return jax.shard_map(call, in_specs=spec, out_specs=spec)(q, k, v)
@@ -106,7 +107,7 @@ def _backward(options, arrays):
     rest = {name: x for name, x in arrays.items() if name not in floats}
 
     def loss(floats):
-        return pa.flash_attention(**floats, **rest, **options).astype(jnp.float32).sum()
+        return by_name.flash_attention(**floats, **rest, **options).astype(jnp.float32).sum()
 
     return jax.grad(loss)(floats)
 
@@ -330,7 +331,7 @@ def _lm() -> Build:
 
 def tangents(options, q, k, v, *along):
     """Results and tangents, along all of q, k and v."""
-    attend = functools.partial(pa.flash_attention_with_lse, **options)
+    attend = functools.partial(by_name.flash_attention_with_lse, **options)
     return jax.jvp(attend, (q, k, v), along)
 
 

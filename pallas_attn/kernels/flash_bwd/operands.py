@@ -82,11 +82,6 @@ class BackwardRefs(NamedTuple):
     key_spans: GmemRef = None  # int32[B|1, N|1, 4]: see `key_masks.spans`
     mask_bits: GmemRef = None  # mask_array of queries and keys: see `mask_bits.packed`
 
-    @classmethod
-    def of(cls, fields: dict[str, Any]) -> "BackwardRefs":
-        """Refs of the arrays that kernels read; others are left out."""
-        return cls(**{name: x for name, x in fields.items() if name in cls._fields})
-
 
 class KeyGradients(NamedTuple):
     """dK and dV of a work tile, or of all: values, accumulators or arrays."""
