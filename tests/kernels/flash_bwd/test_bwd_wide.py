@@ -27,11 +27,7 @@ INTERPRETED = {
     "round": ("dim512", 264, ROUND),
     "odd_dims": ("dim72_320", 72, SMALL),
     "window_t_above_s": ("window_t_above_s", 128, SMALL),  # rows without a key
-    "kv_lengths_causal": ("kv_lengths_causal", 384, SMALL),
-    "q_lengths": ("q_lengths", 128, ROUND),
     "sinks": ("sinks_empty_rows", 128, SMALL),
-    "softcap": ("softcap", 320, SMALL),
-    "parts": ("group7_kv1", 320, dataclasses.replace(SMALL, parts=3)),
     "parts_of_odd_dims": ("dim72_320", 72, dataclasses.replace(SMALL, parts=2)),
 }
 

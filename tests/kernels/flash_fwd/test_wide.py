@@ -40,10 +40,6 @@ INTERPRETED = {
     "all_in_registers": ("dim512", 256, ROUND),
     "odd_dims": ("dim72_320", 72, ROUND),
     "window_t_above_s": ("window_t_above_s", 128, SMALL),  # rows without a key
-    "kv_lengths_causal": ("kv_lengths_causal", 384, SMALL),
-    "q_lengths": ("q_lengths", 128, SMALL),
-    "sinks": ("sinks_empty_rows", 128, ROUND),
-    "softcap": ("softcap", 128, SMALL),
 }
 
 
