@@ -34,7 +34,7 @@ def wide(name: str, head_dim: int = 512) -> cases.AttentionCase:
     return dataclasses.replace(case, head_dim=head_dim, v_head_dim=v_head_dim)
 
 
-INTERPRETED = {
+CASES = {
     "dim512": ("dim512", 512, SMALL),
     "round": ("dim512", 512, ROUND),
     "all_in_registers": ("dim512", 256, ROUND),
@@ -49,19 +49,6 @@ def test_the_ring_holds_a_tile_of_k():
         kernel.smem_bytes(problem, kernel.Config(k_ring=3))
 
 
-ON_THE_GPU = INTERPRETED | {
-    "float16": ("float16_causal", 512, kernel.Config()),
-    "long": ("t_equals_s", 512, kernel.Config()),
-}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ON_THE_GPU)
-def test_on_the_gpu(name):
-    problem, head_dim, config = ON_THE_GPU[name]
-    check(wide(problem, head_dim), config)
-
-
 @pytest.mark.gpu
 def test_gradients_on_the_gpu():
     """This forward and the backward of wide heads, which dispatch chooses."""
@@ -73,11 +60,11 @@ def test_gradients_on_the_gpu():
     budget.check(got, wanted)
 
 
-@pytest.mark.guards
-@pytest.mark.parametrize("name", INTERPRETED)
-def test_interpreted(name):
-    problem, head_dim, config = INTERPRETED[name]
-    with mosaic.interpret():
+@mosaic.here_and_on_a_gpu
+@pytest.mark.parametrize("name", CASES)
+def test_cases(name, where):
+    problem, head_dim, config = CASES[name]
+    with where():
         check(wide(problem, head_dim), config)
 
 
