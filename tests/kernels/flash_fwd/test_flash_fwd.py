@@ -5,6 +5,7 @@ tests/api/test_attention.py asks every implementation what attention means. Here
 have: configurations, schedules, and what TMA and registers make of awkward sizes.
 """
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -543,7 +544,10 @@ def test_documents_are_assigned_once_and_evenly():
     assert max(loads) <= 1.1 * np.mean(loads), (max(loads), np.mean(loads))
 
 
-@mosaic.here_and_on_a_gpu
+@pytest.mark.guards
+@pytest.mark.parametrize(
+    "where", [pytest.param("here", id=""), pytest.param("gpu", marks=pytest.mark.gpu)]
+)
 @pytest.mark.parametrize(
     "sizes, config, mask",
     [
@@ -567,7 +571,7 @@ def test_segments_are_prepared_as_jax_numpy_says(sizes, config, mask, where):
     ]
     arguments[0][0], arguments[1][0] = np.arange(q_len) // 50, np.arange(kv_len) // 70
     ids = [jnp.asarray(x, jnp.int32) for x in arguments]
-    with where():
+    with mosaic.interpret() if where == "here" else contextlib.nullcontext():
         records, codes = jax.jit(functools.partial(segments.prepare, plan))(*ids)
     lengths = plan.tiling.padded_rows, tma_operands.round_up(kv_len, config.block_kv)
     padded = map(tma_operands.extended, ids, lengths)

@@ -75,8 +75,6 @@ DUAL = [
     *("plain", "causal", "window", "band", "offset", "lengths", "score", "bias", "ramp", "sinks"),
     *("mask_array", "float16", "panels"),
 ]
-# The interpreter has these by Hopper's other launch, or by the portable kernel.
-OF_BOTH = ("window", "bias_of_keys", "mask_array", "panels_wide", "of_k")
 FLOAT32 = {
     "float32": Case(dtype="float32", mask=CAUSAL),
     "float32_highest": Case(dtype="float32", mask=CAUSAL, precision="highest"),
@@ -271,7 +269,7 @@ def check_dual(case, results):
 
 
 @pytest.mark.guards
-@pytest.mark.parametrize("name", [name for name in CASES if name not in OF_BOTH])
+@pytest.mark.parametrize("name", CASES)
 def test_hopper_interpreted(name):
     check(CASES[name], computed(CASES[name], "flash_jvp_sm90"))
 
