@@ -73,7 +73,7 @@ def test_a_grid_that_cuda_launches_the_other_way_round(monkeypatch):
     monkeypatch.setattr(lang, "MOST_BLOCKS", 2)
     assert lang.grid_of(owner=3, part=2) == {"grid": (2, 3), "grid_names": ("part", "owner")}
     shape, never_empty = (1, 3, 18, 3, 70), True
-    test_lists_and_codes_are_those_of_jax_numpy(shape, never_empty, HEADS, "here")
+    test_lists_and_codes_are_those_of_jax_numpy(shape, never_empty, HEADS, mosaic.interpret)
 
 
 def test_a_mask_of_many_tiles_is_left_to_xla():
