@@ -415,32 +415,6 @@ def test_the_lse_alone_has_gradients(rng):
         assert np.asarray(got["q"]).all() and np.asarray(got["k"]).all()
 
 
-def test_jvp(rng):
-    """Forward mode, which the reference has: along a random direction."""
-    arguments = draw(rng, 5, 7) | options(rng, 5, 7)["everything"]
-    floats, rest, static = split(arguments)
-    tangents = {name: rng.standard_normal(x.shape) for name, x in floats.items()}
-    with jax.enable_x64(True):
-
-        @jax.jit
-        def both(floats, tangents):
-            run = lambda x: pa.flash_attention(**x, **rest, **static, implementation="reference")  # noqa: E731
-            return jax.jvp(run, (floats,), (tangents,))[1]
-
-        got = np.asarray(both(floats, tangents))
-    mask = static.pop("mask")
-    outs = [
-        witness.attention(
-            **{name: x + step * tangents[name] for name, x in floats.items()},
-            **(rest | static),
-            left=mask.left,
-            right=mask.right,
-        )[0]
-        for step in (-1e-5, 1e-5)
-    ]
-    np.testing.assert_allclose(got, (outs[1] - outs[0]) / 2e-5, rtol=1e-5, atol=1e-8)
-
-
 def test_second_derivatives(rng):
     """The gradient of <gradient, u> along w is the one of <gradient, w> along u."""
     inputs = draw(rng, 3, 4, q_heads=2, kv_heads=1)

@@ -112,7 +112,6 @@ LANG, LISTS = "pallas_attn/kernels/lang", "pallas_attn/kernels/decode_listed"
 TEST_LISTS = "tests/kernels/decode_listed/test_decode_listed.py"
 TEST_LISTED_GRADIENTS = "tests/kernels/decode_listed/test_listed_gradients.py"
 
-TEST_FUNCTIONS = "tests/kernels/flash_fwd/test_masks_and_scores.py"
 TEST_LISTED = "tests/kernels/flash_fwd/test_listed_tiles.py"
 TEST_AUX = "tests/kernels/flash_bwd/test_aux_gradients.py"
 TEST_FWD, TEST_BWD = (
@@ -387,7 +386,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{FWD}/batch_rows.py",
         "end = first + self.rows",
         "end = first + self.rows + 1",
-        f"{TEST_FWD} -k 'test_batch_rows_in_one_tile_interpreted and frames16'",
+        f"{TEST_FWD} -k 'test_batch_rows_in_one_tile and interpreted and frames16'",
     ),
     "the_last_keys_are_eight_too_few": Fault(
         f"{FWD}/tile_scheduler.py",
@@ -540,68 +539,68 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{BWD}/epilogue.py",
         "to[...] = part.astype(to.dtype)\n    plgpu.commit_smem()\n",
         "to[...] = part.astype(to.dtype)\n",
-        f"{TEST_SIZES} -k 'test_short_interpreted and one_tile'",
+        f"{TEST_SIZES} -k 'test_short and interpreted and one_tile'",
     ),
     "a_short_backward_reads_v_before_it_is_there": Fault(
         f"{BWD}/sm90_short.py",
         '    _wait(smem, pair, ("v", "do"))\n    wgmma',
         "    wgmma",
-        f"{TEST_SIZES} -k 'test_short_interpreted and one_tile'",
+        f"{TEST_SIZES} -k 'test_short and interpreted and one_tile'",
     ),
     "delta_without_the_gradient_of_the_lse": Fault(
         f"{BWD}/statistics.py",
         "thread.sum_of_lanes(total, LANES) - thread.as_float(d_lse[n])",
         "thread.sum_of_lanes(total, LANES)",
-        f"{TEST_SIZES} -k 'test_short_interpreted and one_tile'",
+        f"{TEST_SIZES} -k 'test_short and interpreted and one_tile'",
     ),
     "rows_that_see_no_key_have_probabilities": Fault(
         f"{BWD}/statistics.py",
         "scaled = thread.choose(thread.nothing_yet(value), never, scaled)",
         "scaled = scaled",
-        f"{TEST_SIZES} -k 'test_short_interpreted and rows_without_keys'",
+        f"{TEST_SIZES} -k 'test_short and interpreted and rows_without_keys'",
     ),
     "a_dq_tile_is_stored_before_the_commit": Fault(
         f"{BWD}/epilogue.py",
         "to[...] = part.astype(to.dtype)\n    plgpu.commit_smem()\n",
         "to[...] = part.astype(to.dtype)\n",
-        f"{TEST_HEADS} -k 'test_heads_interpreted and heads_in_turn'",
+        f"{TEST_HEADS} -k 'interpreted and heads_in_turn'",
     ),
     "ds_is_written_while_dv_is_stored_from_there": Fault(
         f"{BWD}/sm90_heads.py",
         "    def stored() -> None:\n        plgpu.wait_smem_to_gmem(0, wait_read_only=True)\n",
         "    def stored() -> None:\n",
-        f"{TEST_HEADS} -k 'test_heads_interpreted and two_swizzles'",
+        f"{TEST_HEADS} -k 'interpreted and two_swizzles'",
     ),
     "v_is_loaded_while_it_is_read": Fault(
         f"{BWD}/sm90_heads.py",
         "pl.when(is_last)(lambda: plgpu.barrier_arrive(smem.v_free))",
         "pl.when(now.t == 0)(lambda: plgpu.barrier_arrive(smem.v_free))",
-        f"{TEST_HEADS} -k 'test_heads_interpreted and two_swizzles'",
+        f"{TEST_HEADS} -k 'interpreted and two_swizzles'",
     ),
     "ds_is_written_while_dq_reads_it": Fault(
         f"{BWD}/sm90_heads.py",
         "pl.when(now.count >= ds_slots)(lambda: plgpu.barrier_wait(smem.ds_free.at[to]))",
         "pass",
-        f"{TEST_HEADS} -k 'test_heads_interpreted and heads_in_turn'",
+        f"{TEST_HEADS} -k 'interpreted and heads_in_turn'",
     ),
     "dk_is_stored_where_dq_still_reads_k": Fault(
         f"{BWD}/sm90_heads.py",
         "    plgpu.barrier_wait(smem.dq_done.at[slot])\n",
         "",
-        f"{TEST_HEADS} -k 'test_heads_interpreted and heads_in_turn'",
+        f"{TEST_HEADS} -k 'interpreted and heads_in_turn'",
     ),
     "dv_is_written_where_dq_is_stored_from": Fault(
         f"{BWD}/sm90_heads.py",
         "        if _shares_dv(ctx.plan.problem, slots):\n"
         "            plgpu.wait_smem_to_gmem(0, wait_read_only=True)\n",
         "",
-        f"{TEST_HEADS} -k 'test_heads_interpreted and dq_beside_dv'",
+        f"{TEST_HEADS} -k 'interpreted and dq_beside_dv'",
     ),
     "a_head_begins_at_its_first_tile_though_hidden": Fault(
         f"{BWD}/sm90_heads.py",
         "        return self.j == self.first\n",
         "        return self.j == 0\n",
-        f"{TEST_HEADS} -k 'test_heads_interpreted and bias_and_padding'",
+        f"{TEST_HEADS} -k 'interpreted and bias_and_padding'",
     ),
     "dq_of_one_key_tile_is_written_to_the_rows_of_the_other_warpgroup": Fault(
         f"{BWD}/dq_sum.py",
@@ -655,7 +654,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{BWD}/statistics.py",
         "zeros[...] = jnp.zeros(zeros.shape, zeros.dtype)",
         "zeros[...] = jnp.ones(zeros.shape, zeros.dtype)",
-        f"{TEST_SIZES} -k 'test_any_size_interpreted and rows'",
+        f"{TEST_SIZES} -k 'test_any_size and interpreted and rows'",
     ),
     "keys_are_loaded_into_a_slot_in_use": Fault(
         f"{BWD}/producer.py",
@@ -667,19 +666,19 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{BWD}/dq_sum.py",
         "first = before * self._pieces(",
         "first = 0 * self._pieces(",
-        f"{TEST_SIZES} -k 'test_any_size_interpreted and rows_of_two_swizzles'",
+        f"{TEST_SIZES} -k 'test_any_size and interpreted and rows_of_two_swizzles'",
     ),
     "dq_of_a_tail_is_not_multiplied_by_all_keys": Fault(
         f"{MMA}/wgmma_swizzles.py",
         "_issue_transposed(x, a, [panels[n] for panels in b])",
         "_issue_transposed(x, a[:1], [panels[n] for panels in b[:1]])",
-        f"{TEST_HEADS} -k 'test_heads_interpreted and dq_beside_dv'",
+        f"{TEST_HEADS} -k 'interpreted and dq_beside_dv'",
     ),
     "wide_gradients_are_stored_at_the_first_columns": Fault(
         f"{BWD}/sm90_dkdv.py",
         "consumer.out, at, first * width)",
         "consumer.out, at, 0)",
-        f"{TEST_SIZES} -k 'test_any_size_interpreted and wide_values'",
+        f"{TEST_SIZES} -k 'test_any_size and interpreted and wide_values'",
     ),
     "latent_values_are_released_one_matmul_early": Fault(
         f"{MLA}/sm90.py",
@@ -1108,25 +1107,25 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         f"{MLA}/row_gathers.py",
         "    plgpu.commit_smem()\n    plgpu.barrier_arrive(to.ready)",
         "    plgpu.barrier_arrive(to.ready)",
-        f"{TEST_LISTS} -k 'test_interpreted and latent_pages'",
+        f"{TEST_LISTS} -k 'interpreted and latent_pages'",
     ),
     "latent_holes_of_a_list_count": Fault(
         f"{MLA}/row_gathers.py",
         "    return jnp.minimum(s, bound)",
         "    return s",
-        f"{TEST_LISTS} -k 'test_interpreted and latent_pages'",
+        f"{TEST_LISTS} -k 'interpreted and latent_pages'",
     ),
     "blocks_before_q_is_free_are_kept_back": Fault(
         f"{MLA}/row_gathers.py",
         "pl.when(tile == work.tile + 2)",
         "pl.when(tile == work.tile + 3)",
-        f"{TEST_LISTS} -k 'test_interpreted and latent_neighbours_no_rest'",
+        f"{TEST_LISTS} -k 'interpreted and latent_neighbours_no_rest'",
     ),
     "listed_rows_ignore_the_mask": Fault(
         f"{LISTS}/lists.py",
         "    seen &= mask.allows(position[:, None], key)\n",
         "",
-        f"{TEST_LISTS} -k 'test_interpreted and threads'",
+        f"{TEST_LISTS} -k 'interpreted and threads'",
     ),
     "append_drops_the_last_row": Fault(
         f"{APPEND}/plan.py",
@@ -1181,7 +1180,7 @@ FAULTS: dict[str, Fault | MarkedFault] = {
         "pallas_attn/_functions/program.py",
         "            values[kv] = program.inputs + count\n",
         "",
-        f"{TEST_LISTS} -k 'test_interpreted and threads_scores'",
+        f"{TEST_LISTS} -k 'interpreted and threads_scores'",
     ),
     "sinks_of_lists_leave_out_as_it_is": Fault(
         "pallas_attn/_autodiff/listed.py",

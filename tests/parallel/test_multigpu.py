@@ -239,29 +239,6 @@ def test_a_path_of_rows_that_are_split(rng, name):
     append_cases.assert_same_bytes(dataclasses.replace(got, context=None), wanted)
 
 
-@pytest.mark.parametrize("how", ["jit", "shard_map"])
-def test_caches_split_by_heads(how):
-    q, k, v = (draw(i, 4, n, 64) for i, n in enumerate((16, 4, 4)))
-    cache = pa.StackedCache.create(4, 128, 4, 64, dtype=jnp.float32)
-    cache = pa.append_kv(cache, draw(3, 4, 100, 4, 64), draw(4, 4, 100, 4, 64))
-
-    def step(cache, q, k, v):
-        cache = pa.append_kv(cache, k, v)
-        return pa.decode_attention(q, cache), cache
-
-    want = jax.jit(step)(cache, q, k, v)
-    mesh, specs = mesh_of("tp"), (cache.specs(heads="tp"), *(P(None, "tp"),) * 3)
-    arguments = jax.tree.map(
-        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), (cache, q, k, v), specs
-    )
-    if how == "shard_map":
-        outs = (P(None, "tp"), specs[0])
-        step = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=outs)
-    got = jax.jit(step)(*arguments)
-    close(got, want)
-    assert {x.data.shape[1] for x in got[1].k.addressable_shards} == {4 // count()}
-
-
 @pytest.mark.parametrize("batch", [1, 5, 64])
 def test_a_model_whose_sums_are_over_devices(batch):
     sizes = {"vocab": 1000, "hidden": 1024, "layers": 3, "mlp": 2048, "positions": 1024}

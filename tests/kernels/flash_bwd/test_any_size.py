@@ -50,19 +50,13 @@ SHORT = {
 }
 
 
-@pytest.mark.guards
+@mosaic.here_and_on_a_gpu
 @pytest.mark.parametrize("name", SHORT)
-def test_short_interpreted(name):
+def test_short(name, where):
     case = SHORT[name]
     assert isinstance(default_of(problem_of(case)), sm90_short.Config)
-    with mosaic.interpret():
+    with where():
         check(case)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", SHORT)
-def test_short_on_the_gpu(name):
-    check(SHORT[name])
 
 
 def test_problems_that_one_launch_does_not_take():
@@ -106,17 +100,11 @@ ANY_SIZE = {
 }
 
 
-@pytest.mark.gpu
+@mosaic.here_and_on_a_gpu
 @pytest.mark.parametrize("name", ANY_SIZE)
-def test_any_size_on_the_gpu(name):
-    check(*ANY_SIZE[name])
-
-
-@pytest.mark.guards
-@pytest.mark.parametrize("name", ANY_SIZE)
-def test_any_size_interpreted(name):
+def test_any_size(name, where):
     case, config = ANY_SIZE[name]
-    with mosaic.interpret():
+    with where():
         check(case, config)
 
 

@@ -28,16 +28,10 @@ CASES = {
 }
 
 
-@pytest.mark.gpu
+@mosaic.here_and_on_a_gpu
 @pytest.mark.parametrize("name", CASES)
-def test_on_the_gpu(name):
-    check(*CASES[name])
-
-
-@pytest.mark.guards
-@pytest.mark.parametrize("name", CASES)
-def test_interpreted(name):
-    with mosaic.interpret():
+def test_cases(name, where):
+    with where():
         check(*CASES[name])
 
 
