@@ -206,6 +206,7 @@ def pytest_collection_finish(session):
 
 def pytest_sessionfinish(session):
     if watch := session.config.stash.get(WATCH, None):
+        watch.stop()  # while Python ends there is no sys.monitoring
         watch.write(session.config.option.reached)
 
 
