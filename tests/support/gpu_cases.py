@@ -14,7 +14,7 @@ _MLA = "tests/kernels/decode_mla/test_decode_mla.py::test_on_the_gpu"
 _APPEND, _CACHES = "tests/kernels/append/test_append", "tests/caches/test_"
 _LM = "tests/lm/test_kernels.py::"
 
-OF_SEVERAL_GPUS = {"kernels/decode/merge_over_gpus.py", "pallas_lm/kernels/all_reduce.py"}
+OF_SEVERAL_GPUS = {"kernels/decode/merge_over_gpus.py"}
 # test_every_kernel.py has their rows.
 BLACKWELL = {"kernels/flash_fwd/sm100.py", "kernels/flash_bwd/sm100.py"}
 QUICK = {
@@ -27,7 +27,6 @@ QUICK = {
     "kernels/flash_fwd/batch_rows.py": (
         f"{_FWD}flash_fwd.py::test_batch_rows_in_one_tile_on_the_gpu[frames16]"
     ),
-    "kernels/flash_fwd/segments.py": f"{_EVERY}[flash_fwd.sm90-ids]",
     "kernels/flash_fwd/listed_tiles.py": (
         f"{_FWD}listed_tiles.py::test_lists_and_codes_are_those_of_jax_numpy"
         "[(2, 1, 5, 1, 33)-False-3-gpu]"
@@ -38,7 +37,7 @@ QUICK = {
     "kernels/flash_bwd/sm90_window.py": f"{_EVERY}[flash_bwd.sm90_window-sinks]",
     "kernels/flash_bwd/sm90_short.py": f"{_EVERY}[flash_bwd.sm90_short-sinks]",
     "kernels/flash_bwd/sm90_heads.py": f"{_EVERY}[flash_bwd.sm90_heads-sinks]",
-    "kernels/flash_bwd/one_key_tile.py": f"{_BWD}one_key_tile.py::test_on_the_gpu[parts]",
+    "kernels/flash_bwd/dq_sum.py": f"{_BWD}one_key_tile.py::test_on_the_gpu[parts]",
     "kernels/flash_bwd/step_parts.py": f"{_BWD}step_parts.py::test_on_the_gpu[lockstep_claims]",
     "kernels/flash_bwd/statistics.py": f"{_BWD}heads.py::test_heads_on_the_gpu[softcap]",
     "kernels/flash_bwd/sm90_dbias.py": f"{_BWD}flash_bwd.py::test_edges_on_the_gpu[bias-True]",
@@ -51,7 +50,6 @@ QUICK = {
         f"{_BWD}flash_bwd.py::test_portable_configurations_on_the_gpu[bias_float32_highest-64]"
     ),
     "kernels/flash_jvp/sm90.py": f"{_EVERY}[flash_jvp.sm90-lengths]",
-    "kernels/flash_jvp/sm90_dual.py": f"{_EVERY}[flash_jvp.sm90_dual-lengths]",
     "kernels/flash_jvp/sm80.py": f"{_EVERY}[flash_jvp.sm80-lengths]",
     "kernels/attention/key_masks.py": (
         "tests/kernels/test_key_masks.py::test_tiles_and_keys_on_the_gpu[197-64]"
@@ -96,7 +94,6 @@ QUICK = {
     ),
     "pallas_lm/kernels/linear.py": f"{_LM}test_on_the_gpu[128-64-7]",
     "pallas_lm/kernels/norm.py": f"{_LM}test_norm_on_the_gpu[512-2-64]",
-    "pallas_lm/kernels/rotate.py": f"{_LM}test_rotate_on_the_gpu[5-1-64-64]",
 }
 ALL_QUICK = frozenset(QUICK.values())
 

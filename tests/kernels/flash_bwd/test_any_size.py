@@ -101,10 +101,6 @@ ANY_SIZE = {
     "rows": (sized(150, 130, 48, dtype="float16", **ONE), ROWS),
     "rows_of_two_swizzles": (sized(141, 70, 72, v_head_dim=24, **ONE | {"q_heads": 3}), ROWS),
     "apart": (sized(77, 150, 88, **ONE), APART),
-    "wide_in_registers": (
-        sized(64, 64, 192, v_head_dim=256, **ONE),
-        dataclasses.replace(APART, in_registers=True),
-    ),
     "wide": (sized(141, 70, 136, v_head_dim=24, **ONE), APART),
     "wide_values": (sized(70, 77, 24, v_head_dim=200, mask=CAUSAL, **ONE), APART),
 }

@@ -20,7 +20,7 @@ from tests.support import mosaic
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 SMALL = kernel.Config(grid=2)
-ROUND = kernel.Config(grid=2, ring=5, in_registers=128)  # the ring holds no whole tiles
+ROUND = kernel.Config(grid=2, ring=5)  # the ring holds no whole tiles
 
 INTERPRETED = {
     "dim512": ("dim512", 512, SMALL),

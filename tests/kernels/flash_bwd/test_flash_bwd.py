@@ -530,10 +530,10 @@ def test_every_tile_of_scores_is_summed_once(batch, shape):
     """The walks of the kernel for dbias, all of them together."""
     problem = problem_of(dataclasses.replace(case_named("bias"), bias_shape=shape))
     plan = sm90_dbias.plan_of(dataclasses.replace(problem, batch=batch))
-    walk, refs = dbias.walk_of(plan), BackwardRefs(**dict.fromkeys(BackwardRefs._fields))
+    walk, refs = dbias.walk_of(plan), BackwardRefs(*[None] * 4)
     tiles, steps = np.prod(walk.bias_tiles), walk.chunks * walk.steps
     tile, n = (jnp.asarray(x.ravel(), jnp.int32) for x in np.mgrid[:tiles, :steps])
-    step = jax.vmap(functools.partial(dbias.step_of, KernelContext(plan, refs), walk))(tile, n)
+    step = jax.vmap(functools.partial(dbias.bias_step, KernelContext(plan, refs), walk))(tile, n)
     where = np.stack([np.asarray(x) for x in step[:4]], axis=1)[np.asarray(step.live)]
     rows, keys = plan.tiling.tile_rows, plan.config.block_kv
     wanted = np.ndindex(batch, 4, -(-130 // rows), -(-200 // keys))

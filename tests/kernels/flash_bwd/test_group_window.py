@@ -40,7 +40,7 @@ def test_chunks_have_each_tile_once(rows, chunks):
     plan = kernel.GroupWindowPlan(problem, kernel.Config(chunks=chunks))
     owned = np.zeros((2, 2, plan.tiles), int)
     for block in range(plan.kv_heads * plan.chunks):
-        walk = kernel.walk_of(plan, jnp.int32(block))
+        walk = kernel.chunk_walk(plan, jnp.int32(block))
         owned[int(walk.batch), int(walk.kv_head), int(walk.begin) : int(walk.begin + walk.own)] += 1
         last, after = int(walk.begin + walk.own), min(int(walk.begin + walk.own + 2), plan.tiles)
         for steps, end in ((walk.own_steps, last), (walk.steps, after)):
@@ -54,7 +54,7 @@ def test_many_chunks_of_a_long_sequence_are_counted_in_32_bits():
     problem = problem_of(windowed(2**23, 128, batch=1))
     plan = kernel.GroupWindowPlan(problem, kernel.Config(chunks=2**20))
     assert plan.chunks * plan.tiles < 2**31
-    walk = kernel.walk_of(plan, jnp.int32(plan.chunks - 1))
+    walk = kernel.chunk_walk(plan, jnp.int32(plan.chunks - 1))
     assert int(walk.begin) + int(walk.own) == plan.tiles and int(walk.own) >= 1
 
 

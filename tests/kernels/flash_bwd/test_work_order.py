@@ -1,5 +1,5 @@
 """The order in which the backward kernels over keys take work tiles and query tiles: blocks that
-claim work tiles (flash_fwd/claims.py) and blocks in lockstep (flash_bwd/lockstep.py).
+claim work tiles (flash_fwd/claims.py) and blocks in lockstep (flash_bwd/work_order.py).
 """
 
 import contextlib
@@ -17,7 +17,6 @@ from pallas_attn._call import config as _config
 from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.attention import segment_spans, tma_operands
 from pallas_attn.kernels.attention.tiles import KernelContext
-from pallas_attn.kernels.flash_bwd import documents as bwd_documents
 from pallas_attn.kernels.flash_bwd import key_tiles, sm80, sm90, sm90_two_kernels, work_order
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.masks import CAUSAL, FULL, sliding_window
@@ -28,7 +27,7 @@ from tests.support import builds, mosaic
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
-NO_REFS = BackwardRefs(*(None for _ in BackwardRefs._fields))
+NO_REFS = BackwardRefs(*[None] * 4)
 MIB = 2**20
 
 
@@ -194,7 +193,7 @@ def test_documents_are_claimed_in_the_order_of_keys(heads, batch, ranked):
     order = plan.order
     assert order.heads - order.first_ranked_head == ranked
     ctx = context_of(plan, case)
-    head, tile = decoded(order, bwd_documents.schedule_by_rank(ctx))
+    head, tile = decoded(order, work_order.schedule_by_rank(ctx))
     np.testing.assert_array_equal(head, np.repeat(np.arange(order.heads), 8))
     known = 8 * order.first_ranked_head
     np.testing.assert_array_equal(tile[:known], np.tile(np.arange(8), order.first_ranked_head))
