@@ -125,6 +125,15 @@ def owner_of_rows(starts: Array, rows: int) -> Array:
     return (starts[None] <= at[:, None]).sum(axis=1, dtype=jnp.int32) - 1
 
 
+def owned_rows(starts: Array, rows: int) -> tuple[Array, Array]:
+    """int32[rows]: the sequence that owns each packed row, or some sequence; bool[rows]: whether
+    one owns it.
+    """
+    owners, sequences = owner_of_rows(starts, rows), starts.size - 1
+    owned = (owners >= 0) & (owners < sequences)
+    return jnp.clip(owners, 0, max(sequences - 1, 0)), owned
+
+
 def probabilities_of_sinks(
     sinks: Array, lse: Array, exp: Callable[[Array], Array] = jnp.exp
 ) -> Array:

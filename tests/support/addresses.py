@@ -33,7 +33,8 @@ PROGRAMS = {
     "decode/combine_splits": f"{_HERE}results_of_decode",
     "decode/loads": BY_LAYOUT,
     "decode/merge_over_gpus": (
-        "2**31 words are refused: kernels/decode/test_merge_over_gpus.py::test_more_words_are_refused"
+        "2**31 words are refused: "
+        "kernels/decode/test_merge_over_gpus.py::test_more_words_are_refused"
     ),
     "decode/packed": f"{_HERE}packed_rows_that_nothing_serves",
     "decode/scheduler": TABLES,
