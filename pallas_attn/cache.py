@@ -113,7 +113,7 @@ class KVCache:
     # rows of the longest sequence where the buffers hold more, else None
     longest: int | None = _static()
     context: Context | None = _static()  # devices that the rows of a sequence are split over
-    page_table: ClassVar[Any] = None  # a field of PagedCache: int32[M, W]
+    page_table: ClassVar[Any] = None  # a field of PagedCache, int32[M, W]
 
     def __repr__(self) -> str:
         """Sizes alone: the numbers may be gigabytes, or not known yet."""

@@ -31,7 +31,7 @@ Launch = Callable[[DecodeInputs, DecodeProblem, Any], Results]
 
 
 class Program(NamedTuple):
-    """A kernel as its launch takes it."""
+    """The parts of a kernel that its launch needs."""
 
     body: Callable[..., None]  # `body(refs, outputs, smem, plan=)`
     scratch: Callable[[Plan], Any]  # shared memory, described once: its bytes are added up, too

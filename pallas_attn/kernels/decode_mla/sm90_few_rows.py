@@ -323,7 +323,7 @@ def _compute(ctx: KernelContext, results: Results, share: Share, block_id: Index
 
 
 class Finish(NamedTuple):
-    """The results of a row in a warpgroup: columns, as many as its state has."""
+    """The share of a warpgroup in the results of a row: as many columns as its state has."""
 
     write: Callable[[State], None]  # the result of all keys
     leads: bool = True  # whether it writes the numbers of whole rows, and counts the block
