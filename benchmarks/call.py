@@ -1,6 +1,7 @@
 """A call that peers are asked to make, and the refusal of one."""
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,12 @@ class Unavailable(Exception):
     """The reason why a peer is not there for a case."""
 
 
+def needed(package: str) -> None:
+    """Refuses every case where a package is not there."""
+    if importlib.util.find_spec(package) is None:
+        raise Unavailable(f"{package} is not installed")
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """One case with its arrays, for one operation."""
@@ -24,9 +31,15 @@ class Call:
     cotangent: Any
     op: str
 
-    def require(self, *features: str) -> None:
-        """Refuses a case with an option that is not among `features`."""
+    def require(self, *features: str, package: str | None = None, float32: bool = False) -> None:
+        """Refuses a case with an option that is not among `features`, or of float32, and any where
+        a package is not there.
+        """
+        if package is not None:
+            needed(package)
         self.refuse(*(option for option in OPTIONS if option not in features))
+        if self.case.dtype == "float32" and not float32:
+            raise Unavailable("no float32")
 
     def refuse(self, *tags: str) -> None:
         """Refuses a case that has one of these tags."""

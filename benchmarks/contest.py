@@ -5,14 +5,12 @@ checks the result, and entries that are right take turns. An entry that fails is
 reason; all others go on.
 """
 
-import concurrent.futures
 import dataclasses
 import functools
 import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -29,7 +27,6 @@ from tests.support.problems.cases import Case
 SHARED = "shared_prefix"
 REFUSALS = (Unavailable, ValueError, TypeError, NotImplementedError)
 FIRST_CALL = ("first_call_s", "first_call_cpu_s")  # seconds and CPU seconds of our first call
-OVER_CACHES = ("decode", "prefill", SHARED)  # one problem over all kinds of caches, in one group
 Outcome = list[Row] | Exception  # a case's rows, ours first; or the reason why it has none
 
 
@@ -91,16 +88,6 @@ class Entry:
 
 
 @dataclasses.dataclass
-class Group:
-    """Cases that are `alike`, while they are made ready to be timed."""
-
-    cases: Sequence[Case]
-    ours: list[Future]  # an Entry each, after its first call
-    judge: Future
-    peers: list[Future]  # a list of Entries each, compiled
-
-
-@dataclasses.dataclass
 class Checked:
     """A group whose results are checked."""
 
@@ -120,42 +107,10 @@ def alike(cases: Sequence[Case]) -> list[list[Case]]:
     return list(groups.values())
 
 
-def groups_at_once(bench: Bench) -> int:
-    return 4 if bench.op in OVER_CACHES else 1
-
-
-def measure(bench: Bench, groups: Sequence[Sequence[Case]]) -> Iterator[tuple[str, Outcome]]:
-    """(name, outcome) of each case of several groups. Cases of a group take turns with each other
-    and with their peers.
-
-    Over caches it takes longer to compile than to run: there several groups are made ready side by
-    side. Nothing else runs while an entry is timed, nor during the first call of a group or of a
-    peer: cuDNN's records, and throws away, all that is launched meanwhile on the shared stream.
-    """
-    begun = [_begin(bench, cases) for cases in groups]
-    with concurrent.futures.ThreadPoolExecutor(16 if bench.op in OVER_CACHES else 1) as pool:
-        ready = [_ask(bench, *some, pool) for some in zip(groups, begun, strict=True)]
-    del begun
-    while ready:
-        yield from timed(bench, _checked(bench, ready.pop(0))).items()
-        release()
-
-
-def checked(bench: Bench, cases: Sequence[Case]) -> Checked:
-    """One group, made ready to be timed, one step after the other in this thread."""
-    return _checked(bench, _ask(bench, cases, _begin(bench, cases), _AtOnce()))
-
-
-class _AtOnce(concurrent.futures.Executor):
-    """Does what it is given before it returns."""
-
-    def submit(self, function: Callable[..., Any], /, *rest: Any, **more: Any) -> Future:
-        future: Future = Future()
-        try:
-            future.set_result(function(*rest, **more))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+def measure(bench: Bench, cases: Sequence[Case]) -> Iterator[tuple[str, Outcome]]:
+    """(name, outcome) of each case of a group; they take turns with each other and with peers."""
+    yield from timed(bench, checked(bench, cases)).items()
+    release()
 
 
 def release() -> None:
@@ -164,55 +119,57 @@ def release() -> None:
     torch_peers.release()
 
 
-# ---- first calls --------------------------------------------------------------------------------
+# ---- first calls, and checks ---------------------------------------------------------------------
 
 
-def _begin(bench: Bench, cases: Sequence[Case]) -> tuple[list[Call] | Exception, Future]:
-    """The calls of a group, and our entry for the first, after a call with nothing beside it."""
-    try:
-        op, seed = subjects.measure_of(bench.op, cases[0]), bench.options.seed
-        with bench.together.beside():
-            arrays = cases[0].arrays(seed)
-            cotangent: subjects.Directions = None
-            if "backward" in op:
-                cotangent = cases[0].cotangent(seed)  # type: ignore[union-attr]
-            elif op == "jvp":
-                cotangent = cases[0].tangents(seed)  # type: ignore[union-attr]
-        calls = [Call(case, arrays, cotangent, op) for case in cases]
-    except Exception as error:
-        return error, _failed(error)
-    try:
-        entry: Future = Future()
-        entry.set_result(_start(bench, calls[0]))
-    except Exception as error:
-        entry = _failed(error)
-    return calls, entry
-
-
-def _ask(
-    bench: Bench,
-    cases: Sequence[Case],
-    begun: tuple[list[Call] | Exception, Future],
-    pool: concurrent.futures.Executor,
-) -> Group:
-    """Has the rest of ours and the oracle make a first call, and peers compile theirs."""
-    calls, first = begun
-    error = first.exception()
-    if isinstance(calls, Exception) or (error and len(calls) == 1):  # nobody is asked
-        assert error is not None
-        return Group(cases, [first] * len(cases), _failed(error), [])
-    ours = [first, *(pool.submit(_start, bench, call) for call in calls[1:])]
-    judge, others = pool.submit(_judge, bench, calls[0]), []
-    for name in peers.wanted(bench.op, bench.options.peers):
+def checked(bench: Bench, cases: Sequence[Case]) -> Checked:
+    """A group, made ready to be timed: each of ours and of the peers makes a first call, and its
+    result is checked. Where none of ours is right no peer is asked.
+    """
+    made = Checked([case.name for case in cases], {}, [], [])
+    calls = _attempt(_calls, bench, cases)
+    first = calls if isinstance(calls, Exception) else _attempt(_start, bench, calls[0])
+    judge = first
+    if not isinstance(calls, Exception) and (len(calls) > 1 or isinstance(first, Entry)):
+        judge = _attempt(_judge, bench, calls[0])
+    if isinstance(judge, Exception):
+        made.outcomes = dict.fromkeys(made.names, judge)
+        return made
+    for call in calls:
+        entry = first if call is calls[0] else _attempt(_start, bench, call)
+        if isinstance(entry, Entry):
+            entry = _attempt(_right, bench, entry, judge)
+        if isinstance(entry, Exception):
+            made.outcomes[call.case.name] = entry
+            continue
+        if call is not calls[0]:  # the first call compiled for this one, too
+            entry.facts = {key: x for key, x in entry.facts.items() if key not in FIRST_CALL}
+        made.ours.append(entry)
+    for name in peers.wanted(bench.op, bench.options.peers) if made.ours else ():
         for call in calls if name in peers.BY_KIND else calls[:1]:
-            others.append(pool.submit(_compile_peer, bench, name, call))
-    return Group(cases, ours, judge, others)
+            made.peers.append(_peer(bench, name, call, judge))
+    return made
 
 
-def _failed(error: BaseException) -> Future:
-    future: Future = Future()
-    future.set_exception(error)
-    return future
+def _attempt(run: Callable[..., Any], *rest: Any) -> Any:
+    """The result, or the error."""
+    try:
+        return run(*rest)
+    except Exception as error:
+        return error
+
+
+def _calls(bench: Bench, cases: Sequence[Case]) -> list[Call]:
+    """The calls of a group, which share arrays."""
+    op, seed = subjects.measure_of(bench.op, cases[0]), bench.options.seed
+    with bench.together.beside():
+        arrays = cases[0].arrays(seed)
+        cotangent: subjects.Directions = None
+        if "backward" in op:
+            cotangent = cases[0].cotangent(seed)  # type: ignore[union-attr]
+        elif op == "jvp":
+            cotangent = cases[0].tangents(seed)  # type: ignore[union-attr]
+    return [Call(case, arrays, cotangent, op) for case in cases]
 
 
 def _judge(bench: Bench, call: Call) -> judges.Judge:
@@ -266,51 +223,44 @@ def _cpu_seconds() -> float:
     return used.user + used.system + used.children_user + used.children_system
 
 
-def _compile_peer(bench: Bench, name: str, call: Call) -> list[Entry]:
-    """A peer's configurations, compiled if that takes no call; none, and a line that says why, if
-    it does not take the case.
+def _peer(bench: Bench, name: str, call: Call, judge: judges.Judge) -> list[Entry]:
+    """A peer's configurations after their first calls; those that are wrong or fail are lost. None,
+    and a line that says why, where it does not take the case.
     """
-    entries = []
     try:
         with bench.together.beside():  # XLA tries matmuls while it compiles
             made = peers.PEERS[bench.op][name](call)
             for step in (subject.launch for subject in made):
                 _ = step.compiled if isinstance(step, subjects.Step) else None
-        entries = [Entry(subject.name, subject, call.case) for subject in made]
     except REFUSALS as error:
         bench.say_once(f"      {name}: {first_line(error)}")
         bench.refusals.setdefault(call.case.name, {})[name] = first_line(error)
+        return []
     except Exception as error:
-        entries = [Entry(name, Subject(name, tuple), call.case, lost=error)]
+        return [Entry(name, Subject(name, tuple), call.case, lost=error)]
+    entries = [Entry(subject.name, subject, call.case) for subject in made]
+    for entry in entries:
+        right = _attempt(_right, bench, entry, judge)
+        entry.lost = right if isinstance(right, Exception) else None
     return entries
 
 
-# ---- checks, then turns -------------------------------------------------------------------------
-
-
-def _checked(bench: Bench, group: Group) -> Checked:
-    """The group with the entries that are right."""
-    names = [case.name for case in group.cases]
-    made = Checked(names, {}, [], [])
-    try:
-        judge = group.judge.result()
-    except Exception as error:
-        made.outcomes = dict.fromkeys(names, error)
-        return made
-    for name, future in zip(names, group.ours, strict=True):
+def _right(bench: Bench, entry: Entry, judge: judges.Judge) -> Entry:
+    """The entry, whose first result is checked: WrongError where it is wrong."""
+    with bench.together.beside():
         try:
-            entry = future.result()
-            with bench.together.beside():
-                _check(entry, judge)
-        except Exception as error:
-            made.outcomes[name] = error
-            continue
-        made.ours.append(entry)
-        if future is not group.ours[0]:  # others made it beside each other
-            entry.facts = {key: x for key, x in entry.facts.items() if key not in FIRST_CALL}
-    if made.ours:
-        made.peers = [_right(bench, each.result(), judge) for each in group.peers]
-    return made
+            if entry.produced is None:
+                entry.produced = entry.subject.launch()
+                entry.subject.wait(entry.produced)
+            complaint = judge(entry.subject, entry.produced)
+        finally:
+            entry.produced = None
+    if complaint:
+        raise WrongError(complaint)
+    return entry
+
+
+# ---- turns --------------------------------------------------------------------------------------
 
 
 def timed(bench: Bench, group: Checked) -> dict[str, Outcome]:
@@ -323,31 +273,6 @@ def timed(bench: Bench, group: Checked) -> dict[str, Outcome]:
     except Exception as error:  # the cases after it are still worth their time
         outcomes = {name: outcomes.get(name, error) for name in group.names}
     return {name: outcomes[name] for name in group.names}
-
-
-def _check(entry: Entry, judge: judges.Judge) -> None:
-    """Raises WrongError where the first result of an entry is wrong."""
-    try:
-        complaint = judge(entry.subject, entry.produced)
-    finally:
-        entry.produced = None
-    if complaint:
-        raise WrongError(complaint)
-
-
-def _right(bench: Bench, entries: list[Entry], judge: judges.Judge) -> list[Entry]:
-    """A peer's configurations after their first calls; those that are wrong or fail are lost."""
-    for entry in entries:
-        if entry.lost:
-            continue
-        try:
-            with bench.together.beside():
-                entry.produced = entry.subject.launch()
-                entry.subject.wait(entry.produced)
-                _check(entry, judge)
-        except Exception as error:
-            entry.lost = error
-    return entries
 
 
 def _quickest(bench: Bench, entries: list[Entry]) -> list[Entry]:

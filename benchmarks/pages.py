@@ -10,8 +10,7 @@ import pathlib
 import re
 from collections.abc import Iterable, Sequence
 
-from benchmarks import curves, few_tiles
-from benchmarks.plots import drawing
+from benchmarks import plots
 from benchmarks.report import (
     OPS,
     PORTABLE,
@@ -125,8 +124,8 @@ def from_results(root: pathlib.Path) -> dict[str, str]:
         name: between_markers((root / name).read_text("utf-8"), part) for name, part in made.items()
     }
     drawn = pictures(rows, separate)
-    drawn |= {"sweep": curves.drawing(swept)} if swept else {}
-    drawn |= {"few_tiles": few_tiles.drawing(few)} if few else {}
+    drawn |= {"sweep": plots.curves(swept)} if swept else {}
+    drawn |= {"few_tiles": plots.squares(few)} if few else {}
     return pages | {f"docs/pictures/{name}.svg": svg for name, svg in drawn.items()}
 
 
@@ -198,7 +197,7 @@ def pictures(rows: Sequence[Row], separate: Sequence[Row] = ()) -> dict[str, str
             runs = {rows_of[0]["run"] for rows_of in shown}
             tops = sorted((kind, top) for (run, kind), top in ceilings.items() if run in runs)
             newest = {(row["case"], row["impl"]): row for row in separate if row["op"] == op}
-            drawings[name] = drawing(shown, dict(tops), list(newest.values()))
+            drawings[name] = plots.drawing(shown, dict(tops), list(newest.values()))
     return drawings
 
 
@@ -311,7 +310,7 @@ def section_of_few(rows: Sequence[Row]) -> list[str]:
         return []
     picture = "![few tiles](pictures/few_tiles.svg)"
     commits = ", ".join(f"`{commit}`" for commit in sorted({row["commit"] for row in rows}))
-    return ["## Few work tiles", _FEW, picture, f"{few_tiles.summary(rows)} Commits {commits}."]
+    return ["## Few work tiles", _FEW, picture, f"{plots.ratios_said(rows)} Commits {commits}."]
 
 
 def section_of_sweep(rows: Sequence[Row]) -> list[str]:
@@ -321,7 +320,7 @@ def section_of_sweep(rows: Sequence[Row]) -> list[str]:
     picture = "![sweep](pictures/sweep.svg)"
     alone = all(row["op"] == "sweep" for row in rows)
     title = f"## {'The forward' if alone else 'Time'} over the rows of a sequence"
-    return [title, picture, _SWEEP, curves.falls(rows), _where(rows)]
+    return [title, picture, _SWEEP, plots.falls(rows), _where(rows)]
 
 
 def _rows_of_split(rows: Sequence[Row]) -> list[Row]:

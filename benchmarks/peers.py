@@ -8,7 +8,6 @@ work.
 
 import dataclasses
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -39,21 +38,25 @@ def _masked(call: Call) -> dict[str, Any]:
     return static | ({} if mask.left is None else {"local_window_size": (mask.left, mask.right)})
 
 
+def _arrays(rest: dict[str, Any]) -> dict[str, Any]:
+    """The other arrays as jax.nn and tokamax have them."""
+    names = {"bias": "bias", "mask": "mask_array"}
+    names |= {"query_seq_lengths": "q_lengths", "key_value_seq_lengths": "kv_lengths"}
+    return {theirs: rest.get(ours) for theirs, ours in names.items()}
+
+
+_JAX_NN = ("q_lengths", "kv_lengths", "bias", "mask_array", "window", "precision", "rotary")
+
+
 def _jax_nn(name: str, call: Call) -> list[Subject]:
-    call.require("q_lengths", "kv_lengths", "bias", "mask_array", "window", "precision", "rotary")
+    call.require(*_JAX_NN, float32=name == "xla")
     _require_gpu_of(name)
     static = _masked(call) | {"implementation": name}
 
     def function(q: Array, k: Array, v: Array, rest: dict[str, Any]) -> Array:
         q, k, rest = rotation.in_model(q, k, rest)
-        arrays: dict[str, Any] = {
-            "bias": rest.get("bias"),
-            "mask": rest.get("mask_array"),
-            "query_seq_lengths": rest.get("q_lengths"),
-            "key_value_seq_lengths": rest.get("kv_lengths"),
-        }
         with jax.default_matmul_precision(call.case.precision):
-            return jax.nn.dot_product_attention(q, k, v, **arrays, **static)
+            return jax.nn.dot_product_attention(q, k, v, **_arrays(rest), **static)
 
     return [Subject(name, call.launch(function))]
 
@@ -65,8 +68,6 @@ def _require_gpu_of(name: str) -> None:
 
 def cudnn(call: Call) -> list[Subject]:
     """cuDNN's fused attention, as jax.nn offers it."""
-    if call.case.dtype == "float32":
-        raise Unavailable("no float32")
     arrays = call.arrays
     if "mask_array" in arrays and "bias" not in arrays:  # cuDNN takes no mask that all rows share
         shape = (*arrays["mask_array"].shape[:2], call.case.q_len, call.case.kv_len)
@@ -108,8 +109,8 @@ def attention_mgpu(call: Call) -> list[Subject]:
 
     call.require()
     case, backward = call.case, call.op != "forward"
-    if case.dtype == "float32" or case.head_dim not in _MGPU_TILES or "hv" in case.tags:
-        raise Unavailable(f"no {case.dtype} at head dims {case.head_dim}, {case.v_head_dim}")
+    if case.head_dim not in _MGPU_TILES or "hv" in case.tags:
+        raise Unavailable(f"no head dims {case.head_dim}, {case.v_head_dim}")
     if backward and not case.mask.is_full:
         raise Unavailable("no causal backward")
     arrays = {name: call.arrays[name].astype(jnp.float16) for name in ("q", "k", "v")}
@@ -139,11 +140,10 @@ def attention_mgpu(call: Call) -> list[Subject]:
 
 def tokamax(call: Call) -> list[Subject]:
     """tokamax's Mosaic kernel with its own choice of tiles."""
-    if importlib.util.find_spec("tokamax") is None:
-        raise Unavailable("tokamax is not installed")
+    takes = ("q_lengths", "kv_lengths", "bias", "mask_array", "window", "softcap")
+    call.require(*takes, package="tokamax", float32=True)
     import tokamax as module
 
-    call.require("q_lengths", "kv_lengths", "bias", "mask_array", "window", "softcap")
     case = call.case
     if case.mask.left is not None and case.q_len != case.kv_len:
         raise Unavailable("its window is wrong where T != S")
@@ -153,25 +153,15 @@ def tokamax(call: Call) -> list[Subject]:
         static["logits_soft_cap"] = case.softcap
 
     def function(q: Array, k: Array, v: Array, rest: dict[str, Any]) -> Array:
-        arrays = {
-            "bias": rest.get("bias"),
-            "mask": rest.get("mask_array"),
-            "query_seq_lengths": rest.get("q_lengths"),
-            "key_value_seq_lengths": rest.get("kv_lengths"),
-        }
-        return module.dot_product_attention(q, k, v, **arrays, **static)
+        return module.dot_product_attention(q, k, v, **_arrays(rest), **static)
 
     return [Subject(f"tokamax_{name}", call.launch(function))]
 
 
 def fa4_jax(call: Call) -> list[Subject]:
     """FlashAttention-4's kernels in JAX, and a kernel for tangents that is its own."""
-    if importlib.util.find_spec("fa4_jax") is None:
-        raise Unavailable("fa4_jax is not installed")
-    call.require("window")
+    call.require("window", package="fa4_jax")
     case = call.case
-    if case.dtype == "float32":
-        raise Unavailable("no float32")
     if case.q_len != case.kv_len and not case.mask.is_full:
         raise Unavailable("its masks count from the last key")
     from fa4_jax import flash_attn
@@ -319,20 +309,6 @@ def unpacked(call: Call) -> list[Subject]:
     return [dataclasses.replace(subject, outputs=outputs)]
 
 
-def own_pages(call: Call) -> list[Subject]:
-    """Our attention over a `PagedCache`, with K and V in two arrays."""
-    if call.case.kind != "interleaved":
-        raise Unavailable("for pages with K and V interleaved")
-    return [_ours("own_pages", call, kind="paged")]
-
-
-def chain(call: Call) -> list[Subject]:
-    """Ours with drafts that follow each other, which causal attention serves."""
-    if not call.case.tree:
-        raise Unavailable("for trees of drafts only")
-    return [_ours("chain", call, tree=False)]
-
-
 def wide_cache(call: Call) -> list[Subject]:
     """Ours over rows that are not quantised: the measure of a narrow cache."""
     case: DecodeCase = call.case
@@ -350,16 +326,29 @@ def case_of(case: Case) -> Case:
     return case
 
 
-def plain(call: Call) -> list[Subject]:
-    """Ours over the same pages, as if no two sequences shared one."""
-    return [_ours("plain", call)]
+# Our decode of a case that is changed: whether it applies, where it does, and the changes.
+# own_pages: K and V in two arrays; chain: drafts that follow each other, which causal attention
+# serves; plain: as if no two sequences shared a page; unshared: rows in pages of their own.
+_CHANGED: dict[str, tuple[Callable[[DecodeCase], Any], str, dict[str, Any]]] = {
+    "own_pages": (lambda case: case.kind == "interleaved", "for pages with K and V interleaved",
+                  {"kind": "paged"}),
+    "chain": (lambda case: case.tree, "for trees of drafts only", {"tree": False}),
+    "plain": (lambda case: True, "", {}),
+    "unshared": (lambda case: case.shared and not case.finding, "where pages are shared, once",
+                 {"shared": ()}),
+}  # fmt: skip
 
 
-def unshared(call: Call) -> list[Subject]:
-    """Ours over the same rows in pages of each sequence's own."""
-    if not call.case.shared or call.case.finding:
-        raise Unavailable("where pages are shared, once")
-    return [_ours("unshared", call, shared=())]
+def _changed(name: str, call: Call) -> list[Subject]:
+    applies, why, changes = _CHANGED[name]
+    if not applies(call.case):
+        raise Unavailable(why)
+    return [_ours(name, call, **changes)]
+
+
+def changed(*names: str) -> dict[str, Peer]:
+    """Our decodes of changed cases, by name."""
+    return {name: functools.partial(_changed, name) for name in names}
 
 
 # ---- append -------------------------------------------------------------------------------------
@@ -449,14 +438,13 @@ PEERS: dict[str, dict[str, Peer]] = {
     "prefill": {
         "dense": dense,
         "unpacked": unpacked,
-        "chain": chain,
-        "own_pages": own_pages,
+        **changed("chain", "own_pages"),
         "wide_cache": wide_cache,
         "flashinfer": torch_peers.flashinfer,
         "flash_attention_4": functools.partial(_over_dense, torch_peers.flash_attention_4),
         "xla": functools.partial(_over_dense, _xla_masked),
     },
-    "shared_prefix": {"plain": plain, "unshared": unshared, "flashinfer": torch_peers.flashinfer},
+    "shared_prefix": {**changed("plain", "unshared"), "flashinfer": torch_peers.flashinfer},
     "append": {"xla": xla_append},
     "mask": {"built_in": built_in, "not_learned": not_learned, "flex": torch_peers.flex},
 }

@@ -10,16 +10,21 @@ from pallas_attn.rotary import Rotary
 
 
 def rotate(x: jax.Array, rotary: Rotary, back: bool = False) -> jax.Array:
-    """Rows x [B, rows, heads, H] at positions 0, 1, .. rotated in float32; `back`: by the opposite
+    """float32: rows x [B, rows, heads, H] at positions 0, 1, .. rotated; `back`: by the opposite
     angles.
     """
     cos, sin = (t[None, : x.shape[1], None].astype(jnp.float32) for t in (rotary.cos, rotary.sin))
-    sin, pairs = -sin if back else sin, rotary.cos.shape[1]
-    columns = jnp.arange(rotary.first, rotary.first + 2 * pairs, dtype=jnp.int32)
-    first, second = columns.reshape(-1, 2).T if rotary.interleaved else columns.reshape(2, -1)
+    sin, end = -sin if back else sin, rotary.first + 2 * rotary.cos.shape[1]
     wide = x.astype(jnp.float32)
-    a, b = wide[..., first], wide[..., second]
-    return wide.at[..., first].set(a * cos - b * sin).at[..., second].set(b * cos + a * sin)
+    part = wide[..., rotary.first : end]
+    if rotary.interleaved:
+        a, b = part[..., ::2], part[..., 1::2]
+    else:
+        a, b = jnp.split(part, 2, axis=-1)
+    both = a * cos - b * sin, b * cos + a * sin
+    join = jnp.stack if rotary.interleaved else jnp.concatenate
+    part = join(both, axis=-1).reshape(part.shape)
+    return jnp.concatenate([wide[..., : rotary.first], part, wide[..., end:]], axis=-1)
 
 
 def in_model(
@@ -28,25 +33,9 @@ def in_model(
     """q and k, rotated if `rest` has a "rotary", and `rest` without it."""
     rest = dict(rest)
     rotary = rest.pop("rotary", None)
-    if rotary is None:
-        return q, k, rest
-
-    def turned(x: jax.Array) -> jax.Array:
-        cos, sin = (
-            t[None, : x.shape[1], None].astype(jnp.float32) for t in (rotary.cos, rotary.sin)
-        )
-        end = rotary.first + 2 * rotary.cos.shape[1]
-        part = x[..., rotary.first : end].astype(jnp.float32)
-        if rotary.interleaved:
-            a, b = part[..., ::2], part[..., 1::2]
-        else:
-            a, b = jnp.split(part, 2, axis=-1)
-        both = a * cos - b * sin, b * cos + a * sin
-        join = jnp.stack if rotary.interleaved else jnp.concatenate
-        part = join(both, axis=-1).reshape(part.shape).astype(x.dtype)
-        return jnp.concatenate([x[..., : rotary.first], part, x[..., end:]], axis=-1)
-
-    return turned(q), turned(k), rest
+    if rotary is not None:
+        q, k = (rotate(x, rotary).astype(x.dtype) for x in (q, k))
+    return q, k, rest
 
 
 def expected(arrays: dict[str, Any], options: dict[str, Any], cotangent: jax.Array | None) -> Any:

@@ -1,6 +1,5 @@
 """The benchmark: each case is checked, then timed in turns with the peers that are right."""
 
-import itertools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -79,8 +78,8 @@ def run_bench(
     if options.out:
         rows.append(options.out, rows.ceiling_rows(ceilings, provenance))
     groups, failures, number = [], {}, 0
-    for some in itertools.batched(contest.alike(chosen), contest.groups_at_once(bench)):
-        for name, outcome in contest.measure(bench, some):
+    for alike in contest.alike(chosen):
+        for name, outcome in contest.measure(bench, alike):
             number += 1
             if isinstance(outcome, Exception):
                 failures[name] = contest.complaint_of(outcome)

@@ -12,6 +12,7 @@ import numpy as np
 import pallas_attn
 from benchmarks import verify
 from benchmarks.rows import OF_CASES
+from tests.support.problems import by_name
 from tests.support.problems.case import AppendCase, AttentionCase, DecodeCase
 from tests.support.problems.cases import Case
 
@@ -110,11 +111,11 @@ def attention(
             rest["mask"] = pallas_attn.mask_fn(positions.mask, *aux)
             if positions.score is not None:
                 rest["score"] = pallas_attn.score_fn(positions.score, *aux)
-            return pallas_attn.flash_attention(q, k, v, **static | rest)
+            return by_name.flash_attention(q, k, v, **static | rest)
         if case.packed:
             q, k, v = (x[0] for x in (q, k, v))
-            return pallas_attn.flash_attention(q, k, v, **rest, **static)[None]
-        return pallas_attn.flash_attention(q, k, v, **rest, **static)
+            return by_name.flash_attention(q, k, v, **rest, **static)[None]
+        return by_name.flash_attention(q, k, v, **rest, **static)
 
     return attention_launch(function, arrays, cotangent, op, case.learned)
 

@@ -1,7 +1,6 @@
 """Peers that run in torch: its own attention, FlexAttention, FlashInfer, FlashAttention 4."""
 
 import functools
-import importlib.util
 import itertools
 import sys
 import warnings
@@ -12,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import subjects
-from benchmarks.call import Call, Peer, Unavailable
+from benchmarks.call import Call, Peer, Unavailable, needed
 from benchmarks.timing import Produced, Subject
 from pallas_attn.masks import CAUSAL
 from tests.support.problems.case import DecodeCase
@@ -21,8 +20,7 @@ Tensor = Any  # torch.Tensor: torch may not be there
 
 
 def _torch_on_gpu() -> Any:
-    if importlib.util.find_spec("torch") is None:
-        raise Unavailable("torch is not installed")
+    needed("torch")
     import torch
 
     if not torch.cuda.is_available():
@@ -63,7 +61,7 @@ def _sdpa(name: str, backend: str, call: Call) -> list[Subject]:
     from torch.nn import functional
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    call.require("precision")  # its float32 is float32
+    call.require("precision", float32=True)  # its float32 is float32
     case = call.case
     if (case.dtype == "float32") != (backend in ("EFFICIENT_ATTENTION", "MATH")):
         raise Unavailable("float32 is for torch_efficient and torch_math, and nothing else is")
@@ -168,8 +166,7 @@ def flashinfer(call: Call) -> list[Subject]:
     if case.tree or case.finding:
         raise Unavailable("no trees of drafts" if case.tree else "what is shared is told to it")
     torch = _torch_on_gpu()
-    if importlib.util.find_spec("flashinfer") is None:
-        raise Unavailable("flashinfer is not installed")
+    needed("flashinfer")
     if case.kind != "paged" or case.page_size is None:
         raise Unavailable("paged caches only")
     others = ("quantized", "shared_kv", "float32", "listed", "alibi")

@@ -1,7 +1,7 @@
 """Train one transformer layer on packed documents.
 
-Documents of any lengths lie one behind the other in one buffer, without padding. `q_starts` says
-where each begins; a token sees the earlier tokens of its own document and no others.
+Documents of any lengths lie one behind the other in one buffer, without padding. `Packed(starts)`
+says where each begins; a token sees the earlier tokens of its own document and no others.
 
 Each document uses four words of a vocabulary of 32, at random. To predict the next one, attention
 has to learn to look back within the document.
@@ -48,7 +48,7 @@ def logits(w, tokens, starts):
     x = w["embed"][tokens] * VOCABULARY**0.5
     # Packed rows have no batch axis: [tokens, heads, head_dim].
     q, k, v = jnp.split((normed(x) @ w["qkv"]).reshape(TOKENS, 3 * HEADS, -1), 3, axis=1)
-    seen = pa.flash_attention(q, k, v, mask=pa.CAUSAL, q_starts=starts)
+    seen = pa.flash_attention(q, k, v, mask=pa.CAUSAL, packed=pa.Packed(starts))
     x = x + seen.reshape(TOKENS, WIDTH) @ w["out"]
     x = x + jax.nn.gelu(normed(x) @ w["up"]) @ w["down"]
     return normed(x) @ w["head"]

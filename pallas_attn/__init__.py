@@ -7,6 +7,7 @@ Training, in place of `jax.nn.dot_product_attention`:
     Mask, FULL, CAUSAL, sliding_window           masks by position
     mask_fn, score_fn                            masks and scores as functions of positions
     Picture                                      what `show` of a mask or a score function draws
+    Packed, Blocks, Float8                       packed rows; block lists; scales of 8-bit numbers
     Context                                      rows split over the devices of a mesh axis
     merge_attention                              results over different keys, combined
     quantize_qkv                                 q, k and v in float8, for flash_attention
@@ -60,18 +61,22 @@ from pallas_attn.rotary import RMSNorm, Rotary
 from pallas_attn.scores import ScoreFunction, score_fn
 from pallas_attn.trees import DraftTree
 from pallas_attn.tuning import tuned
+from pallas_attn.values import Blocks, Float8, Packed
 
 __version__ = "0.2.0"
 
 __all__ = [
+    "Blocks",
     "CAUSAL",
     "Context",
     "DraftTree",
     "FULL",
+    "Float8",
     "KVCache",
     "Limit",
     "Mask",
     "MaskFunction",
+    "Packed",
     "PagedCache",
     "PerSequenceCache",
     "Picture",

@@ -16,7 +16,7 @@ from pallas_attn._cache.write import rows_into
 from pallas_attn._call import checks
 from pallas_attn._call.changed_rows import changed
 from pallas_attn._call.checks import Argument
-from pallas_attn._call.problem import QUANTIZED, AppendInputs, Change, owner_of_rows
+from pallas_attn._call.problem import QUANTIZED, AppendInputs, Change, owned_rows
 from pallas_attn._mesh import sharding
 from pallas_attn.cache import KVCache, not_a_cache
 from pallas_attn.rotary import RMSNorm, Rotary
@@ -137,7 +137,7 @@ def _write[Cache: KVCache](
     if not (extended or isinstance(cache.new_lengths, jax.core.Tracer)):
         facts.check_taken(cache, count if options.starts is None else options.starts)
     new = rows_into(inputs, cache.kind, options.implementation, from_end=from_end, change=change)
-    return dataclasses.replace(  # type: ignore[type-var]
+    return dataclasses.replace(
         cache, k=new.k_cache, v=new.v_cache, k_scale=new.k_scale, v_scale=new.v_scale
     )
 
@@ -154,8 +154,7 @@ def _in_tree(
     else:
         tree = trees.of_packed(parents, starts, k.shape[0], options.unchecked)
         wrong = trees.of_other_rows(tree, starts, options.unchecked)
-        owners = owner_of_rows(starts, k.shape[0])
-        begin = begin[jnp.clip(owners, 0, cache.num_sequences - 1)]
+        begin = begin[owned_rows(starts, k.shape[0])[0]]
     if change is None:
         return k
     if wrong is not None:
@@ -179,18 +178,16 @@ def _placed(
     device. Nothing but rows depends on the layer, so a program finds places once a step.
     """
     change, arrays = by
-    sequences = cache.num_sequences
+    owned: Array | bool = True
     if starts is None:
         # Constants: of an iota and a comparison XLA makes kernels, which run at every call.
-        numbers, each = np.arange(sequences + 1, dtype=np.int32), rows.k.shape[1]
+        numbers, each = np.arange(cache.num_sequences + 1, dtype=np.int32), rows.k.shape[1]
         starts = jnp.asarray(numbers * each)
         owners = jnp.asarray(np.repeat(numbers[:-1], each))
         k, v = (None if x is None else x.reshape(-1, *x.shape[2:]) for x in rows[:2])
         rows = _Rows(k, v, rows.facts)  # type: ignore[arg-type]
     else:
-        owners = owner_of_rows(starts, rows.k.shape[0])
-    owned = (owners >= 0) & (owners < sequences)
-    owners = jnp.clip(owners, 0, sequences - 1)
+        owners, owned = owned_rows(starts, rows.k.shape[0])
     lengths, new_lengths = sharding.whole((cache.lengths, cache.new_lengths))
     new, end = new_lengths[owners], lengths[owners]
     within = jnp.arange(owners.size, dtype=jnp.int32) - starts[owners]

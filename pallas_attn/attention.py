@@ -5,11 +5,10 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 
 from pallas_attn._autodiff import linear, listed
 from pallas_attn._autodiff.derivative import Attention, KernelCall
@@ -17,6 +16,7 @@ from pallas_attn._autodiff.float8 import attend, refuse_devices
 from pallas_attn._call import batching, bind, block_lists, checks, dispatch
 from pallas_attn._call.axes import of_attention
 from pallas_attn._call.bind import Call
+from pallas_attn._call.old_names import Old, renamed
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, live, of_nothing
 from pallas_attn._call.rotation import rotated
 from pallas_attn._context_parallel import attention, heads
@@ -26,6 +26,7 @@ from pallas_attn.context import Context, checked, devices_of, shards_of
 from pallas_attn.masks import CAUSAL, FULL, LONGEST, Mask, MaskFunction
 from pallas_attn.rotary import Rotary
 from pallas_attn.scores import ScoreFunction
+from pallas_attn.values import Blocks, Float8, Packed
 
 Array = jax.Array
 Results = tuple[Array, Array]  # out and lse
@@ -43,8 +44,7 @@ def flash_attention(  # noqa: PLR0913
     q_lengths: Array | None = None,
     kv_lengths: Array | None = None,
     segment_ids: Array | tuple[Array, Array] | None = None,
-    q_starts: Array | None = None,
-    kv_starts: Array | None = None,
+    packed: Packed | None = None,
     bias: Array | None = None,
     mask_array: Array | None = None,
     softcap: float | None = None,
@@ -53,16 +53,11 @@ def flash_attention(  # noqa: PLR0913
     deterministic: bool = False,
     context: Context | None = None,
     rotary: Rotary | None = None,
-    rotary_positions: Array | tuple[Array, Array] | None = None,
-    q_scale: Array | float | None = None,
-    k_scale: Array | float | None = None,
-    v_scale: Array | float | None = None,
-    out_dtype: DTypeLike | None = None,
-    float8: bool = False,
-    kv_blocks: Array | None = None,
-    block_size: int | tuple[int, int] | None = None,
+    float8: Float8 | bool = False,
+    kv_blocks: Blocks | None = None,
     kv_indices: Array | None = None,
     implementation: str | None = None,
+    **old: Unpack[Old],
 ) -> Array:
     """Attention of every query to the keys it may see.
 
@@ -95,14 +90,8 @@ def flash_attention(  # noqa: PLR0913
         and in the cotangents of out and lse.
       segment_ids: int32[B, T] and int32[B, S] as a pair, or one array for both: a query sees keys
         of its own segment.
-      q_starts: int32[M + 1], traced: the rows of q are packed. Then q is `[tokens, N, H]`, k and v
-        `[kv_tokens, K, H(v)]`, and queries q_starts[i] .. q_starts[i + 1] are those of sequence i,
-        0 of them or more. They see keys kv_starts[i] .. kv_starts[i + 1] and no others; positions
-        count from 0 in each sequence, and q_offset is an int or int32[M]. Other libraries call this
-        cu_seqlens. Starts are clipped to the rows there are, and none is below an earlier one. Rows
-        that no sequence owns give 0 and take no gradient; past the last start they may hold
-        anything. Not with lengths, segment_ids, bias and mask_array.
-      kv_starts: int32[M + 1] for k and v; default q_starts.
+      packed: sequences one behind the other, without a batch axis: `Packed(q_starts, kv_starts)`.
+        Not with lengths, segment_ids, bias and mask_array.
       bias: floating point, broadcasts to `[B, N, T, S]`; added to the (scaled, capped) logits.
         Differentiable. A logit of -inf, or below -2.3e38, hides its key.
       mask_array: bool, broadcasts to `[B, N, T, S]`; False hides. Prefer `mask`, lengths and
@@ -126,39 +115,16 @@ def flash_attention(  # noqa: PLR0913
         have it: `Rotary.create(positions, dims)`. XLA computes it in float32, rounded once to q's
         dtype, and fuses it with the operations that make q and k. q, k and the tables have
         gradients. Positions are those that masks count: rows of the whole sequence, also with a
-        `context`; rows within each sequence with q_starts. With segment_ids they go on from
-        document to document, which changes nothing: scores depend on differences of positions.
-      rotary_positions: int32[T] or int32[B, T], or a pair (of q, of k): positions for `rotary` in
-        place of these; under a `context` those of this device's rows. A row whose position is known
-        only at run time, and lies outside of the tables, becomes NaN.
-      q_scale: scale of a float8 q. float8_e4m3fn and float8_e5m2 q, k and v stand for q * q_scale,
-        k * k_scale and v * v_scale. A number, one a head (`[N]`), or floats that broadcast to
-        `[B, n, N]`: one for each of n blocks of rows. n = T is one a row. Up to T / 128 (rounded
-        up) blocks have a multiple of 128 rows, T / n rounded up to one, and the last one what is
-        left; more blocks are equal parts of T. Two axes are a ValueError: FlashAttention-3's
-        descale, one a batch row and head, is `[B, 1, N]`, `x[:, None]`. Default 1. Scales below
-        2**-100 count as 2**-100. `quantize_qkv` makes arrays and scales. Kernels take head dims up
-        to 256.
-      k_scale: broadcasts to `[B, n, K]`, in S rows likewise.
-      v_scale: broadcasts as k_scale does. Kernels round probabilities to float8_e4m3fn. Tensor
-        cores add products of float8 with about 14 bits, so kernels add the sums of each kv tile in
-        float32 registers; with
-        `precision=jax.lax.DotAlgorithmPreset.ANY_F8_ANY_F8_F32_FAST_ACCUM` the tensor cores add
-        all.
-      out_dtype: dtype of the output of float8 q, k and v: bfloat16 (default), float16 or float32.
+        `context`; rows within each sequence where they are packed; others by `Rotary.at`. With
+        segment_ids they go on from document to document, which changes nothing: scores depend on
+        differences of positions.
+      float8: the scales of float8 q, k and v, and the dtype of the output: `Float8(q_scale=..)`.
+        True trains with a float8 forward: 16-bit q, k and v are rounded to float8_e4m3fn, with a
+        power of 2 as the scale of each 128 rows of a head, and the forward multiplies float8.
+        Derivatives are those of 16-bit attention on the rounded numbers ("straight through").
         Static.
-      float8: True trains with a float8 forward: 16-bit q, k and v are rounded to float8_e4m3fn,
-        with a power of 2 as the scale of each 128 rows of a head, and the forward multiplies
-        float8. Derivatives are those of 16-bit attention on the rounded numbers ("straight
-        through"). Static.
-      kv_blocks: int32[B or 1, heads, q blocks, n], traced or not, where heads are N, K or 1: block
-        lists. Query rows see the keys of the listed blocks only, of those that `mask` shows. List i
-        is that of the query rows of block i; -1 is none, and so is any number of no block. A block
-        that is listed twice counts once. Tiles of keys that lists leave out are not computed,
-        forward and backward. It takes no packed rows, no context, and of offsets an int.
-      block_size: query rows of a list and keys of a block, an int for both or a pair; 128. By
-        multiples of 64 tiles of kernels are hidden or shown whole; below, tiles that a block cuts
-        are masked number by number, which is slow.
+      kv_blocks: lists of blocks of keys for blocks of query rows: `Blocks(lists, 64)`. It takes no
+        packed rows, no context, and of offsets an int.
       kv_indices: int32[B, K or 1, T, n], traced or not: a query row attends to these positions
         only, as in `decode_attention`: -1 is none, and so is a position that there is not or that
         `mask` hides; one that is listed twice counts twice. The forward is a kernel of decode; the
@@ -168,9 +134,11 @@ def flash_attention(  # noqa: PLR0913
       implementation: "sm90", "sm80", "reference", or None for the fastest that takes the problem.
         There is no silent fallback on a GPU; without one the reference is what runs. "sm100" are
         kernels for Blackwell that have never run on their GPU: only their name chooses them.
+      old: keywords of 0.2.0. Each gives a DeprecationWarning that says what to write.
 
     Returns:
-      `[B, T, N, Hv]`, or `[tokens, N, Hv]` of packed rows, in q's dtype, or out_dtype.
+      `[B, T, N, Hv]`, or `[tokens, N, Hv]` of packed rows, in q's dtype; of float8 in bfloat16, or
+      in its `out_dtype`.
       A row that sees no key is 0 and so are its gradients, also where S == 0.
 
     Differentiable in forward and reverse mode, any number of times, with every implementation;
@@ -189,12 +157,13 @@ def flash_attention(  # noqa: PLR0913
         (1, 8, 2, 64)
     """
     call = Call(
-        *(mask, score, scale, q_offset, q_lengths, kv_lengths, segment_ids, q_starts),
-        *(kv_starts, bias, mask_array, softcap, sinks, precision, deterministic, context),
-        *(rotary, rotary_positions, q_scale, k_scale, v_scale, out_dtype, float8),
-        *(kv_blocks, block_size, kv_indices, implementation),
-    )
-    return _attend(q, k, v, call)[0]
+        mask=mask, score=score, scale=scale, softcap=softcap, bias=bias, mask_array=mask_array,
+        q_offset=q_offset, q_lengths=q_lengths, kv_lengths=kv_lengths, segment_ids=segment_ids,
+        packed=packed, sinks=sinks, precision=precision, deterministic=deterministic,
+        context=context, rotary=rotary, float8=float8, kv_blocks=kv_blocks, kv_indices=kv_indices,
+        implementation=implementation,
+    )  # fmt: skip
+    return _attend(q, k, v, renamed(call, old) if old else call)[0]
 
 
 def flash_attention_with_lse(  # noqa: PLR0913
@@ -209,8 +178,7 @@ def flash_attention_with_lse(  # noqa: PLR0913
     q_lengths: Array | None = None,
     kv_lengths: Array | None = None,
     segment_ids: Array | tuple[Array, Array] | None = None,
-    q_starts: Array | None = None,
-    kv_starts: Array | None = None,
+    packed: Packed | None = None,
     bias: Array | None = None,
     mask_array: Array | None = None,
     softcap: float | None = None,
@@ -219,16 +187,11 @@ def flash_attention_with_lse(  # noqa: PLR0913
     deterministic: bool = False,
     context: Context | None = None,
     rotary: Rotary | None = None,
-    rotary_positions: Array | tuple[Array, Array] | None = None,
-    q_scale: Array | float | None = None,
-    k_scale: Array | float | None = None,
-    v_scale: Array | float | None = None,
-    out_dtype: DTypeLike | None = None,
-    float8: bool = False,
-    kv_blocks: Array | None = None,
-    block_size: int | tuple[int, int] | None = None,
+    float8: Float8 | bool = False,
+    kv_blocks: Blocks | None = None,
     kv_indices: Array | None = None,
     implementation: str | None = None,
+    **old: Unpack[Old],
 ) -> tuple[Array, Array]:
     """`flash_attention`, with the same arguments, and the log of each row's softmax denominator.
 
@@ -245,12 +208,13 @@ def flash_attention_with_lse(  # noqa: PLR0913
         ((1, 8, 2, 64), (1, 2, 8))
     """
     call = Call(
-        *(mask, score, scale, q_offset, q_lengths, kv_lengths, segment_ids, q_starts),
-        *(kv_starts, bias, mask_array, softcap, sinks, precision, deterministic, context),
-        *(rotary, rotary_positions, q_scale, k_scale, v_scale, out_dtype, float8),
-        *(kv_blocks, block_size, kv_indices, implementation),
-    )
-    return _attend(q, k, v, call)
+        mask=mask, score=score, scale=scale, softcap=softcap, bias=bias, mask_array=mask_array,
+        q_offset=q_offset, q_lengths=q_lengths, kv_lengths=kv_lengths, segment_ids=segment_ids,
+        packed=packed, sinks=sinks, precision=precision, deterministic=deterministic,
+        context=context, rotary=rotary, float8=float8, kv_blocks=kv_blocks, kv_indices=kv_indices,
+        implementation=implementation,
+    )  # fmt: skip
+    return _attend(q, k, v, renamed(call, old) if old else call)
 
 
 def _attend(q: Array, k: Array, v: Array, call: Call) -> Results:
@@ -259,21 +223,21 @@ def _attend(q: Array, k: Array, v: Array, call: Call) -> Results:
     """
     if call.kv_indices is not None:
         return listed.attention((q, k, v), call)
-    if call.kv_blocks is not None or call.block_size is not None:
+    if call.kv_blocks is not None:
         shown = block_lists.shown(q, k, call)
-        return _attend(q, k, v, call._replace(mask=shown, kv_blocks=None, block_size=None))
-    if call.float8 is not False:
+        return _attend(q, k, v, call._replace(mask=shown, kv_blocks=None))
+    if call.float8 is not False and not isinstance(call.float8, Float8):
         call = call._replace(float8=checks.boolean("float8", call.float8))
-    if call.rotary is not None or call.rotary_positions is not None:
+    if call.rotary is not None:
         q, k = rotated((q, k, v), call)
-        return _attend(q, k, v, call._replace(rotary=None, rotary_positions=None))
-    if call.q_starts is not None or call.kv_starts is not None:
+        return _attend(q, k, v, call._replace(rotary=None))
+    if call.packed is not None:
         out, lse = _bound(*bind.packed_attention(q, k, v, call), call)
         return out[0], lse[0]
     if call.context is not None and checked(call.context) and devices_of(call.context) == 1:
         call = call._replace(context=None)
     problem, inputs = bind.attention(q, k, v, call)
-    if call.float8 and call.context is not None:
+    if call.float8 is True and call.context is not None:
         raise ValueError("context: expected None with float8; leave one of them out")
     return _bound(problem, inputs, call)
 
@@ -294,8 +258,8 @@ def _bound(problem: AttentionProblem, inputs: AttentionInputs, call: Call) -> Re
         return _attend_padded(problem, inputs, call)
     if call.context is not None:
         return _attend_over_devices(problem, inputs, call)
-    if call.float8 or problem.out_dtype is not None:
-        return attend(problem, inputs, implementation, call.float8)
+    if call.float8 is True or problem.out_dtype is not None:
+        return attend(problem, inputs, implementation, call.float8 is True)
     chosen = dispatch.select(problem, implementation)
     if isinstance(chosen, dispatch.Reference):
         return chosen.run(inputs, problem)

@@ -83,6 +83,12 @@ LOST = -2  # a page was needed here and the pool had none; it sticks until the s
 NOT_EXTENDED = -1  # in new_lengths
 
 
+def _static() -> Any:
+    """A field that is no leaf of the pytree."""
+    return dataclasses.field(default=None, metadata={"static": True})
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
 class KVCache:
     """The base of the three caches: what they share, and the type of any of them.
 
@@ -93,17 +99,21 @@ class KVCache:
     kind: ClassVar[str]
     k: Any
     v: Any  # None where V is the first `v_columns` columns of K
-    k_scale: Any  # float32, as k without its last axis: a row is its numbers times its scale;
-    v_scale: Any  # None where numbers are stored as they come (and v_scale where v is)
-    v_columns: int | None
-    dims: tuple[int, int] | None  # head dims of K and V where the buffers are wider, else None
-    longest: int | None  # rows of the longest sequence where the buffers hold more, else None
-    context: Context | None  # devices that the rows of a sequence are split over
     lengths: Array  # int32[M]: rows taken in each sequence now, written or not
     # int32[M]: rows that the latest extend took, which write_kv fills; NOT_EXTENDED where no extend
     # has been since the sequence was made or emptied
     new_lengths: Array
-    page_table: Any  # int32[M, W] of a PagedCache; None in the others
+    # float32, as k without its last axis: a row is its numbers times its scale; None where numbers
+    # are stored as they come (and v_scale where v is)
+    k_scale: Any = None
+    v_scale: Any = None
+    v_columns: int | None = _static()
+    # head dims of K and V where the buffers are wider, else None
+    dims: tuple[int, int] | None = _static()
+    # rows of the longest sequence where the buffers hold more, else None
+    longest: int | None = _static()
+    context: Context | None = _static()  # devices that the rows of a sequence are split over
+    page_table: ClassVar[Any] = None  # a field of PagedCache, int32[M, W]
 
     def __repr__(self) -> str:
         """Sizes alone: the numbers may be gigabytes, or not known yet."""
@@ -132,9 +142,6 @@ class KVCache:
     @property
     def _k_arrays(self) -> tuple[Array, ...]:
         return self.k if isinstance(self.k, tuple) else (self.k,)
-
-    def _with(self, **changes: Any) -> Self:
-        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
 
     @property
     def page_size(self) -> Any:
@@ -262,7 +269,7 @@ class KVCache:
         split = jax.tree.map(lambda _: PartitionSpec(*buffers), fields)
         whole = jax.tree.map(lambda _: PartitionSpec(), self)
         small = PartitionSpec(sequences) if sequences is not None else PartitionSpec()
-        return whole._with(**split, lengths=small, new_lengths=small)
+        return dataclasses.replace(whole, **split, lengths=small, new_lengths=small)
 
     @of_live
     def extend(self, rows: int | Array) -> Self:
@@ -276,9 +283,7 @@ class KVCache:
         # Inside shard_map, a loop's carry must keep its type: counts are often the same on every
         # device where lengths are not.
         taken = sharding.typed_like(self._rows(rows), self.lengths)
-        return dataclasses.replace(  # type: ignore[type-var]
-            self, lengths=self.lengths + taken, new_lengths=taken
-        )
+        return dataclasses.replace(self, lengths=self.lengths + taken, new_lengths=taken)
 
     def _rows(self, rows: int | Array) -> Array:
         """int32[M]: the argument of `extend`, clipped to counts that lengths can take."""
@@ -331,7 +336,8 @@ class KVCache:
         no sequence's count for nothing), or bool[M]. Buffers stay as they are.
         """
         chosen = self._chosen(sequences)
-        return self._with(
+        return dataclasses.replace(
+            self,
             lengths=jnp.where(chosen, 0, self.lengths),
             new_lengths=jnp.where(chosen, NOT_EXTENDED, self.new_lengths),
         )
@@ -375,7 +381,9 @@ def _no_rows(size: int) -> dict[str, Array]:
 
 def _told[Cache: KVCache](cache: Cache, longest: int) -> Cache:
     """The cache with the rows that its longest sequence was to have, where it holds more."""
-    return cache if longest == max(cache.capacities) else cache._with(longest=int(longest))
+    if longest == max(cache.capacities):
+        return cache
+    return dataclasses.replace(cache, longest=int(longest))
 
 
 def not_a_cache(value: checks.Argument) -> ValueError:
@@ -399,17 +407,6 @@ class PerSequenceCache(KVCache):
     """
 
     kind: ClassVar[str] = "per_sequence"
-    page_table: ClassVar[None] = None  # type: ignore[misc]
-    k: tuple[Array, ...]
-    v: tuple[Array, ...] | None
-    lengths: Array
-    new_lengths: Array
-    k_scale: tuple[Array, ...] | None = None  # [K, capacity_i] each
-    v_scale: tuple[Array, ...] | None = None
-    v_columns: int | None = dataclasses.field(default=None, metadata={"static": True})
-    dims: tuple[int, int] | None = dataclasses.field(default=None, metadata={"static": True})
-    longest: int | None = dataclasses.field(default=None, metadata={"static": True})
-    context: Context | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def create(  # noqa: PLR0913
@@ -477,17 +474,6 @@ class StackedCache(KVCache):
     """
 
     kind: ClassVar[str] = "stacked"
-    page_table: ClassVar[None] = None  # type: ignore[misc]
-    k: Array
-    v: Array | None
-    lengths: Array
-    new_lengths: Array
-    k_scale: Array | None = None  # [M, K, capacity]
-    v_scale: Array | None = None
-    v_columns: int | None = dataclasses.field(default=None, metadata={"static": True})
-    dims: tuple[int, int] | None = dataclasses.field(default=None, metadata={"static": True})
-    longest: int | None = dataclasses.field(default=None, metadata={"static": True})
-    context: Context | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def create(  # noqa: PLR0913
@@ -544,21 +530,12 @@ class PagedCache(KVCache):
 
     kind: ClassVar[str] = "paged"
     context: ClassVar[None] = None  # type: ignore[misc]
-    k: Array
-    v: Array | None
-    lengths: Array
-    new_lengths: Array
-    page_table: (
-        Array  # int32[M, W]: page ids in order; NO_PAGE, or LOST where the pool had none to give
-    )
+    _: dataclasses.KW_ONLY
+    # int32[M, W]: page ids in order; NO_PAGE, or LOST where the pool had none to give
+    page_table: Array  # type: ignore[misc]
     free_list: Array  # int32[pages]: the first num_free entries are free page ids
     num_free: Array  # int32
     holders: Array  # int32[pages]: number of sequences that hold a page
-    k_scale: Array | None = None  # [pages, K, page_size]
-    v_scale: Array | None = None
-    v_columns: int | None = dataclasses.field(default=None, metadata={"static": True})
-    dims: tuple[int, int] | None = dataclasses.field(default=None, metadata={"static": True})
-    longest: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @classmethod
     def create(  # noqa: PLR0913

@@ -84,13 +84,9 @@ def attention_fn(  # noqa: PLR0913
         query, key, value = (x.astype(dtype) for x in (query, key, value))
     if segment_ids is not None:
         mask = of_segments(segment_ids, (query.shape[-3], key.shape[-3]), mask)
-    options: dict[str, Any] = {
-        "rotary": rotary,
-        "precision": precision,
-        "implementation": implementation,
-    }
-    if input_positions is not None:
-        options["rotary_positions"] = over_batch(input_positions, query.shape[:-3], 1)
+    if rotary is not None and input_positions is not None:
+        rotary = rotary.at(over_batch(input_positions, query.shape[:-3], 1))
+    options = {"rotary": rotary, "precision": precision, "implementation": implementation}
     return attend(query, key, value, mask, bias, is_causal, **options)
 
 

@@ -10,13 +10,14 @@ from pallas_attn._call import bind, checks, device
 from pallas_attn._call.float8 import blocks_of, quantize
 from pallas_attn._call.problem import FLOAT8, QuantizeInputs, QuantizeProblem
 from pallas_attn.errors import described
+from pallas_attn.values import Float8
 
 Array = jax.Array
 ROUNDED = ("bfloat16", "float16", "float32")  # dtypes that are rounded; others become float32 first
 
 
 class QuantizedQKV(NamedTuple):
-    """The result of `quantize_qkv`, under the names that `flash_attention` has.
+    """The result of `quantize_qkv`.
 
     Example::
 
@@ -31,6 +32,11 @@ class QuantizedQKV(NamedTuple):
     k_scale: Array  # float32[B, n, K]
     v_scale: Array  # float32[B, n, K]
 
+    @property
+    def scales(self) -> Float8:
+        """The scales, as `flash_attention(q, k, v, float8=)` takes them."""
+        return Float8(self.q_scale, self.k_scale, self.v_scale)
+
 
 def quantize_qkv(  # noqa: PLR0913
     q: Array,
@@ -44,8 +50,8 @@ def quantize_qkv(  # noqa: PLR0913
     implementation: str | None = None,
 ) -> QuantizedQKV:
     """Converts q, k and v to float8 with scales, for
-    `flash_attention(**quantize_qkv(q, k, v)._asdict())`. On a GPU one launch reads each array once
-    and writes it once; only where registers do not hold the rows of a scale (`rows=None`, or blocks
+    `flash_attention(x.q, x.k, x.v, float8=x.scales)`. On a GPU one launch reads each array once and
+    writes it once; only where registers do not hold the rows of a scale (`rows=None`, or blocks
     above 64 KiB) are largest numbers found by another read before.
 
     Args:
@@ -68,7 +74,8 @@ def quantize_qkv(  # noqa: PLR0913
 
         >>> q = jnp.ones((1, 256, 2, 64), jnp.bfloat16)
         >>> narrow = pa.quantize_qkv(q, q, q)
-        >>> pa.flash_attention(**narrow._asdict()).dtype, narrow.q_scale.shape
+        >>> out = pa.flash_attention(narrow.q, narrow.k, narrow.v, float8=narrow.scales)
+        >>> out.dtype, narrow.q_scale.shape
         (dtype(bfloat16), (1, 2, 2))
     """
     q, k, v = bind.operands(q, k, v)

@@ -142,7 +142,7 @@ class Mask(Combinable):
     @property
     def transposed(self) -> "Mask":
         """The band of queries that see the key at position p."""
-        return _unchecked(self.right, self.left)
+        return self.filled(left=self.right, right=self.left)
 
     @property
     def arrays(self) -> dict[str, jax.Array]:
@@ -169,7 +169,12 @@ class Mask(Combinable):
 
     def filled(self, **bounds: Bound) -> "Mask":
         """The mask with other bounds, unchecked: they may be values inside a kernel."""
-        return _unchecked(**{side: getattr(self, side) for side in SIDES} | bounds)
+        mask = object.__new__(Mask)
+        for name in _FIELDS:
+            object.__setattr__(mask, name, bounds.pop(name, getattr(self, name)))
+        if bounds:
+            raise TypeError(f"a Mask has no {', '.join(bounds)}")
+        return mask
 
     def __and__(self, other: "Mask") -> "Mask":
         """The keys that both masks show."""
@@ -372,11 +377,7 @@ def _index(value: Bound) -> int | None:
         return None
 
 
-def _unchecked(left: Bound, right: Bound) -> Mask:
-    mask = object.__new__(Mask)
-    object.__setattr__(mask, "left", left)
-    object.__setattr__(mask, "right", right)
-    return mask
+_FIELDS = tuple([field.name for field in dataclasses.fields(Mask)])
 
 
 def _name(bound: Bound) -> str:

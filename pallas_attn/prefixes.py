@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from pallas_attn._call import checks
-from pallas_attn._call.problem import owner_of_rows
+from pallas_attn._call.problem import owned_rows
 from pallas_attn._mesh import sharding
 
 Array = jax.Array
@@ -41,34 +41,15 @@ class Members(NamedTuple):
         return self.starts.size - 1
 
     @classmethod
-    def of(cls, parts: Array, count: int, tokens: int) -> "Members":
-        """`parts`: int32[levels, M], the one of `count` parts that a sequence reads, or -1."""
-        run = functools.partial(cls._of, count, tokens)
-        return sharding.on_automatic_axes(run, (parts,), PartitionSpec())
+    def of(cls, parts: Array, count: int, starts: Array, rows: int) -> "Members":
+        """`parts`: int32[levels, M], the one of `count` parts that a sequence reads, or -1. q has
+        `rows`, of which sequence m has those from starts[m] to starts[m + 1].
+        """
+        run = functools.partial(cls._of, count, rows)
+        return sharding.on_automatic_axes(run, (parts, starts), PartitionSpec())
 
     @classmethod
-    def _of(cls, count: int, tokens: int, parts: Array) -> "Members":
-        levels, sequences = parts.shape
-        flat, at = parts.reshape(-1), jnp.arange(parts.size, dtype=jnp.int32)
-        there = flat >= 0
-        before = (flat[None] < flat[:, None]) | (
-            (flat[None] == flat[:, None]) & (at[None] < at[:, None])
-        )
-        place = (before & there[None]).sum(axis=1, dtype=jnp.int32)
-        place = jnp.where(there, place, -1)
-        owner = jnp.where(place[None] == at[:, None], at % sequences, 0).max(axis=1)
-        number = jnp.arange(count + 1, dtype=jnp.int32)
-        starts = (there[None] & (flat[None] < number[:, None])).sum(axis=1, dtype=jnp.int32)
-        within = jnp.arange(tokens, dtype=jnp.int32)
-        places = jnp.where(there[:, None], place[:, None] * tokens + within[None], -1)
-        rows = (owner[:, None] * tokens + within[None]).reshape(-1)
-        by_row = levels, sequences * tokens
-        parts = jnp.broadcast_to(flat[:, None], places.shape).reshape(by_row)
-        return cls(starts * tokens, rows, parts, places.reshape(by_row))
-
-    @classmethod
-    def of_packed(cls, parts: Array, count: int, starts: Array, rows: int) -> "Members":
-        """The same where sequence m has rows starts[m] to starts[m + 1] of `rows` packed ones."""
+    def _of(cls, count: int, rows: int, parts: Array, starts: Array) -> "Members":
         levels, sequences = parts.shape
         flat, at = parts.reshape(-1), jnp.arange(parts.size, dtype=jnp.int32)
         there, new = flat >= 0, jnp.tile(jnp.diff(starts), levels)
@@ -79,21 +60,23 @@ class Members(NamedTuple):
         number = jnp.arange(count + 1, dtype=jnp.int32)
         fewer = there[None] & (flat[None] < number[:, None])
         begins = jnp.where(fewer, new[None], 0).sum(axis=1, dtype=jnp.int32)
-        owner, owned = _owners(starts, rows)
+        owner, owned = owned_rows(starts, rows)
         row = jnp.arange(rows, dtype=jnp.int32)
         part = jnp.where(owned[None], parts[:, owner], -1)
         place = first.reshape(levels, sequences)[:, owner] + (row - starts[owner])[None]
         place = jnp.where(part >= 0, place, -1)
-        to = jnp.where(place >= 0, place, place.size).reshape(-1)
-        of_place = jnp.zeros(place.size, jnp.int32).at[to].set(jnp.tile(row, levels), mode="drop")
-        return cls(begins, of_place, part, place)
+        # The sequence that has a packed row.
+        packed = jnp.arange(levels * rows, dtype=jnp.int32)[:, None]
+        has = there[None] & (first[None] <= packed) & (packed < (first + new)[None])
+        row = packed + (jnp.tile(starts[:-1], levels) - first)[None]
+        return cls(begins, jnp.where(has, row, 0).sum(axis=1, dtype=jnp.int32), part, place)
 
-
-def _owners(starts: Array, rows: int) -> tuple[Array, Array]:
-    """int32[rows]: the sequence of each packed row, or any; bool[rows]: whether it has one."""
-    owners, sequences = owner_of_rows(starts, rows), starts.size - 1
-    owned = (owners >= 0) & (owners < sequences)
-    return jnp.clip(owners, 0, max(sequences - 1, 0)), owned
+    @classmethod
+    def of_equal(cls, parts: Array, count: int, tokens: int) -> "Members":
+        """The same where each sequence has so many rows."""
+        sequences = parts.shape[1]
+        starts = jnp.arange(sequences + 1, dtype=jnp.int32) * tokens
+        return cls.of(parts, count, starts, sequences * tokens)
 
 
 @functools.partial(jax.tree_util.register_dataclass, drop_fields=("searched",))
@@ -201,9 +184,9 @@ def find(cache: Cache, tokens: int, levels: int, starts: Starts = None) -> Share
         )
     leader, first, count = (jnp.concatenate(x) for x in zip(*chosen, strict=True))
     if bounds is None:
-        members = Members.of(jnp.stack(parts), levels * most, tokens)
+        members = Members.of_equal(jnp.stack(parts), levels * most, tokens)
     else:
-        members = Members.of_packed(jnp.stack(parts), levels * most, bounds, tokens)
+        members = Members.of(jnp.stack(parts), levels * most, bounds, tokens)
     return SharedPrefixes(
         members,
         count * size,
@@ -255,7 +238,7 @@ def _renewed(shared: SharedPrefixes, now: Now) -> SharedPrefixes:
     if starts is not None and shared.starts is not None:
         same = starts == shared.starts
         kept &= same[:-1] & same[1:]
-        owners, owned = _owners(starts, shared.tokens)
+        owners, owned = owned_rows(starts, shared.tokens)
         by_row = kept[owners] & owned
     else:
         by_row = jnp.broadcast_to(kept[:, None], (sequences, shared.tokens)).reshape(-1)

@@ -11,6 +11,8 @@ import numpy as np
 from pallas_attn.errors import described
 from pallas_attn.masks import known
 
+Array = jax.Array
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rotary:
@@ -34,6 +36,15 @@ class Rotary:
     sin: jax.Array
     interleaved: bool = False
     first: int = 0
+    rows: Array | tuple[Array, Array] | None = None  # see `at`
+
+    def at(self, positions: Array | tuple[Array, Array]) -> "Rotary":
+        """The same for rows of q and k at these positions, in place of those that masks count:
+        int32[T] or int32[B, T], or a pair (of q, of k); under a `context` those of this device's
+        rows. For `flash_attention` alone. A row whose position is known only at run time, and lies
+        outside of the tables, becomes NaN.
+        """
+        return dataclasses.replace(self, rows=positions)
 
     @classmethod
     def create(
@@ -68,7 +79,7 @@ class Rotary:
 
 
 jax.tree_util.register_dataclass(
-    Rotary, data_fields=["cos", "sin"], meta_fields=["interleaved", "first"]
+    Rotary, data_fields=["cos", "sin", "rows"], meta_fields=["interleaved", "first"]
 )
 
 

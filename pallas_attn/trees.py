@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from pallas_attn._call import checks
-from pallas_attn._call.problem import owner_of_rows
+from pallas_attn._call.problem import owned_rows
 from pallas_attn._functions.program import Constant, Operand, Operation, Program
 from pallas_attn._mesh import sharding
 from pallas_attn.errors import described
@@ -126,16 +126,11 @@ def _owned(starts: Array, rows: int) -> tuple[Array, Array, Array]:
     """int32[rows] each: the first row of a packed row's sequence, its number there, and the rows of
     the sequence; 0, -1 and 0 where no sequence owns it.
     """
-    owners = owner_of_rows(starts, rows)
-    owned = (owners >= 0) & (owners < starts.size - 1)
-    owners = jnp.clip(owners, 0, max(starts.size - 2, 0))
+    owners, owned = owned_rows(starts, rows)
     first = jnp.where(owned, starts[owners], 0)
     within = jnp.where(owned, jnp.arange(rows, dtype=jnp.int32) - first, -1)
-    return (
-        first,
-        within,
-        jnp.where(owned, starts[jnp.minimum(owners + 1, starts.size - 1)] - first, 0),
-    )
+    end = starts[jnp.minimum(owners + 1, starts.size - 1)]
+    return first, within, jnp.where(owned, end - first, 0)
 
 
 def of_packed(
@@ -162,7 +157,7 @@ def of_other_rows(tree: DraftTree, starts: Array, unchecked: ArrayLike | None) -
     """
     if tree.starts is None or (tree.unchecked is unchecked and isinstance(unchecked, jax.Array)):
         return None
-    both, rows, sequences = (tree.starts, starts), tree.depth.shape[0], starts.size - 1
+    both, rows = (tree.starts, starts), tree.depth.shape[0]
     said = (tree.starts, starts if unchecked is None else unchecked)
     known = [x for x in (checks.known_starts(each, rows) for each in said) if x is not None]
     if tree.starts.shape != starts.shape or (len(known) == 2 and (known[0] != known[1]).any()):
@@ -173,10 +168,9 @@ def of_other_rows(tree: DraftTree, starts: Array, unchecked: ArrayLike | None) -
         )
     if len(known) == 2:
         return None
-    owners = owner_of_rows(starts, rows)
+    owners, owned = owned_rows(starts, rows)
     differ = tree.starts != starts
-    differ = (differ[:-1] | differ[1:])[jnp.clip(owners, 0, max(sequences - 1, 0))]
-    return differ & (owners >= 0) & (owners < sequences)
+    return (differ[:-1] | differ[1:])[owners] & owned
 
 
 def of(value: ArrayLike | DraftTree, sequences: int, drafts: int) -> DraftTree:

@@ -1,10 +1,8 @@
 """A model's folder: its weights beside config.json.
 
-Weights lie in either of two forms. A checkpoint of Hugging Face has model.safetensors, or several
-files that model.safetensors.index.json names, which the package safetensors reads (the extra `lm`).
-A model that was trained here has model.npy, which NumPy reads: one record with a field for each
-parameter, the bits of bfloat16. Names, shapes and types are compared with config.json before
-anything is built, and only finite numbers are accepted; a ValueError names the file and its fault.
+Weights lie in model.safetensors, or in several files that model.safetensors.index.json names.
+Names, shapes and types are compared with config.json before anything is built, and only finite
+numbers are accepted; a ValueError names the file and its fault.
 """
 
 import functools
@@ -21,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from pallas_lm import gemma4
+from pallas_lm import gemma4, tensor_files
 from pallas_lm import mesh as lm_mesh
 from pallas_lm.config import Config, Params, Shape, is_shape
 from pallas_lm.folder import Folder, shown
@@ -29,10 +27,10 @@ from pallas_lm.hf_config import config_from
 
 EMBEDDED = pathlib.Path(__file__).parent / "tiny"
 
-_OURS, _THEIRS, _INDEX = "model.npy", "model.safetensors", "model.safetensors.index.json"
-NAMES = ("config.json", _OURS, _THEIRS, _INDEX, "generation_config.json", "tokenizer.json",
+_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+NAMES = ("config.json", _FILE, _INDEX, "generation_config.json", "tokenizer.json",
          "tokenizer_config.json", "chat_template.jinja")  # fmt: skip
-_DTYPES = ("F64", "F32", "F16", "BF16")
+_DTYPES = ("float64", "float32", "float16", "bfloat16")
 _UNREAD = ("rotary_emb.inv_freq",)  # tensors that old checkpoints hold and no model reads
 _ROWS = 4096  # rows of two tensors that are compared at a time
 
@@ -58,29 +56,31 @@ def weights_of(folder: str | os.PathLike[str], config: Config) -> Loader:
     """The function that makes the parameters in a dtype, on a mesh or on the default device. The
     names and shapes in the files are checked at once.
     """
-    files = Folder(folder)
-    if not files.has(_OURS):
-        return functools.partial(_load, config, _Tensors(files, config))
-    if files.has(_THEIRS) or files.has(_INDEX):
-        raise ValueError(f"{files.path}: holds {_OURS} and *.safetensors; remove one of them")
-    return functools.partial(_load, config, _Record(files.file(_OURS), config))
+    return functools.partial(_load, config, _Tensors(Folder(folder), config))
 
 
 def save(folder: str | os.PathLike[str], described: Mapping[str, Any], params: Params) -> None:
-    """A model into a folder: `described` is its config.json, the weights go in as bfloat16."""
-    folder = pathlib.Path(folder)
+    """A model into a folder: `described` is its config.json, the weights go in as bfloat16. For
+    families whose norms are stored as they are.
+    """
+    folder, config = pathlib.Path(folder), config_from(described)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dict(described), indent=2) + "\n", "utf-8")
-    shapes = _shapes(config_from(described))
-    record = np.zeros(1, [(name, "<u2", shape) for name, shape in shapes.items()])
-    for name, param in zip(shapes, jax.tree.leaves(params), strict=True):
-        record[name][0] = np.asarray(param.astype(jnp.bfloat16)).view(np.uint16)
-    np.save(folder / _OURS, record, allow_pickle=False)
+    params = jax.tree.map(lambda x: np.asarray(x.astype(jnp.bfloat16)), params)
+    tensors = {tensor: params[name] for name, tensor in _TOP.items() if name in params}
+    layers = itertools.count()
+    for number, run in enumerate(params["runs"]):
+        names = {name: x for name, x in _tensors_of(config, number).items() if name in run}
+        for n, layer in zip(range(len(run["qkv"])), layers, strict=False):
+            for name, parts in names.items():
+                rows = [shape[0] for shape in _parts(config, name, number, run[name].shape)]
+                pieces = np.split(run[name][n], np.cumsum(rows)[:-1])
+                named = (f"model.layers.{layer}.{part}" for part in parts)
+                tensors |= zip(named, pieces, strict=True)
+    tensor_files.write(folder / _FILE, tensors)
 
 
-def _load(
-    config: Config, source: "_Record | _Tensors", dtype: DTypeLike, mesh: Mesh | None = None
-) -> Params:
+def _load(config: Config, source: "_Tensors", dtype: DTypeLike, mesh: Mesh | None = None) -> Params:
     """The parameters, one after the other: the host never holds the model twice. On a mesh no
     device or process reads more of a matrix than it has.
     """
@@ -105,40 +105,6 @@ def _shapes(config: Config) -> dict[str, Shape]:
     leaves = jax.tree.leaves_with_path(config.shapes(), is_leaf=is_shape)
     name = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
     return {name(path): shape for path, shape in leaves}
-
-
-class _Record:
-    """A model.npy: one record, mapped into memory, with a field for every parameter."""
-
-    def __init__(self, path: pathlib.Path, config: Config):
-        self._path, self._config = path, config
-        try:
-            self._record = np.load(path, mmap_mode="r", allow_pickle=False)
-        except Exception as error:  # many types: the header is a Python literal
-            raise ValueError(f"{path}: not a model that was saved here: {shown(error)}") from None
-        fields = self._record.dtype.fields if self._record.shape == (1,) else None
-        held = {name: field[0].subdtype for name, field in (fields or {}).items()}
-        wanted = {name: (np.dtype("<u2"), shape) for name, shape in _shapes(config).items()}
-        for name in wanted | held:
-            if held.get(name) != wanted.get(name):
-                raise ValueError(
-                    f"{path}: {shown(name)}: expected {shown(wanted.get(name))}, as config.json "
-                    f"has it, got {shown(held.get(name))}"
-                )
-
-    def read(self, name: str, shape: Shape, dtype: DTypeLike, at: Slices) -> np.ndarray:
-        """The part of a parameter that slices say."""
-        held = self._record[0][name].view(jnp.bfloat16)
-        sizes = self._config.joined(*_parameter(name))
-        if not sizes:
-            return held[at].astype(dtype)
-        matrices = np.split(held, np.cumsum(sizes)[:-1], axis=1)
-        rows = [matrices[n][at[0], some] for n, some in lm_mesh.spans(sizes, at[1], shape[1])]
-        return np.concatenate(rows, axis=1).astype(dtype)
-
-    def not_finite(self, dtype: DTypeLike) -> str:
-        del dtype
-        return f"{self._path}: holds numbers that are not finite"
 
 
 # ---- *.safetensors ------------------------------------------------------------------------------
@@ -226,10 +192,10 @@ class _Tensors:
 
     def __init__(self, folder: Folder, config: Config):
         self._config = config
-        self._files: dict[pathlib.Path, Any] = {}  # open
+        self._tensors: dict[str, np.ndarray] = {}
         self._where: dict[str, pathlib.Path] = {}  # file of each tensor
         index = self._index(folder)
-        for name in sorted(set(index.values())) or [_THEIRS]:
+        for name in sorted(set(index.values())) or [_FILE]:
             self._open(folder.file(name))
         for name, file in index.items():
             if self._where.get(name) != folder.path / file:
@@ -242,10 +208,10 @@ class _Tensors:
 
     def _index(self, folder: Folder) -> dict[str, str]:
         """The file of each tensor; {} where one file has all, which comes first."""
-        if folder.has(_THEIRS):
+        if folder.has(_FILE):
             return {}
         if not folder.has(_INDEX):
-            raise ValueError(f"{folder.path}: holds neither {_THEIRS} nor {_INDEX} nor {_OURS}")
+            raise ValueError(f"{folder.path}: holds neither {_FILE} nor {_INDEX}")
         where, files = f"{folder.path / _INDEX}: weight_map", folder.json(_INDEX).get("weight_map")
         if not isinstance(files, dict) or not files:
             raise ValueError(f"{where}: expected an object, got {shown(files)}")
@@ -259,21 +225,10 @@ class _Tensors:
         return files
 
     def _open(self, path: pathlib.Path) -> None:
-        try:
-            import safetensors
-        except ImportError:
-            raise ValueError(
-                f"{path}: reading it takes the package safetensors: pip install 'pallas_attn[lm]'"
-            ) from None
-        try:
-            file = safetensors.safe_open(path, "numpy")
-        except (safetensors.SafetensorError, OSError, ValueError) as error:
-            raise ValueError(f"{path}: {shown(str(error))[1:-1]}") from None
-        self._files[path] = file
-        for name in file.keys():  # noqa: SIM118
+        for name, tensor in tensor_files.read(path).items():
             if name in self._where:
                 raise ValueError(f"{path}: {shown(name)} is also in {self._where[name]}")
-            self._where[name] = path
+            self._where[name], self._tensors[name] = path, tensor
 
     def _check_shapes(self, folder: Folder) -> None:
         left = dict(self._where)
@@ -282,10 +237,10 @@ class _Tensors:
             path = left.pop(name, None)
             if path is None:
                 raise ValueError(f"{folder.path}: {expected} no such tensor")
-            tensor = self._files[path].get_slice(name)
-            if tuple(tensor.get_shape()) != shape:
-                raise ValueError(f"{path}: {expected} {shown(tensor.get_shape())}")
-            if (dtype := tensor.get_dtype()) not in _DTYPES:
+            tensor = self._tensors[name]
+            if tensor.shape != shape:
+                raise ValueError(f"{path}: {expected} {shown(list(tensor.shape))}")
+            if (dtype := tensor.dtype.name) not in _DTYPES:
                 raise ValueError(
                     f"{path}: {name}: expected one of {', '.join(_DTYPES)}, got {dtype}"
                 )
@@ -298,10 +253,10 @@ class _Tensors:
     def _check_head(self) -> None:
         """Refuses a head beside a tied embedding whose numbers are others: transformers uses it."""
         names = _TOP["head"], _TOP["embed"]
-        head, embed = (self._files[self._where[name]].get_slice(name) for name in names)
+        head, embed = (self._tensors[name] for name in names)
         rows = self._config.vocab
         parts = [slice(row, min(row + _ROWS, rows)) for row in range(0, rows, _ROWS)]
-        same = head.get_shape() == embed.get_shape() and head.get_dtype() in _DTYPES
+        same = head.shape == embed.shape and head.dtype.name in _DTYPES
         same = same and all(np.array_equal(head[x], embed[x], equal_nan=True) for x in parts)
         if not same:
             raise ValueError(
@@ -336,11 +291,8 @@ class _Tensors:
 
     def _take(self, name: str, dtype: DTypeLike, at: Slices = ()) -> np.ndarray:
         """A tensor, or the part of it that slices say."""
-        file = self._files[self._where[name]]
-        shape = file.get_slice(name).get_shape()
-        whole = all(part.indices(n) == (0, n, 1) for part, n in zip(at, shape, strict=False))
         with np.errstate(over="ignore", invalid="ignore"):
-            held = file.get_tensor(name) if whole else file.get_slice(name)[at]
+            held = self._tensors[name][at]
             less_1 = self._config.gemma and self._config.gemma4 is None
             if less_1 and name.endswith("norm.weight"):
                 held = held.astype(np.float32) + 1

@@ -10,7 +10,6 @@ Two options make a step larger: speculative decoding (`drafts`) and `chunked_pre
 """
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import time
@@ -95,7 +94,6 @@ class Run:
                 )
         self._slots = Slots(options, self.sequences)
         create = functools.partial(lm_mesh.made, options.mesh)
-        self._released = False
         self._cache = create(functools.partial(options.create_cache, config), lm_mesh.HEADS)
         self._state = create(functools.partial(State.create, options))
         self._seed = create(functools.partial(jax.random.key, seed))
@@ -170,38 +168,18 @@ class Run:
         self._fly(_Flight(tokens, kept, tuple(slots.held), 1, prompted=True))
         return True
 
-    def prepare(self) -> None:
-        """Compiles the program that the first prompts take."""
-        slots, options = self._slots, self.options
-        new: New
-        if options.prefill_chunk is not None:
-            program = chunked_prefill.mixed
-            new = chunked_prefill.chunks(slots, {}, np.arange(options.batch), slots.vacant)
-        else:
-            program, count = admit, slots.prompts_together(options.batch) * options.samples
-            new = arrivals(options, list(enumerate(self.sequences[:count])), slots.vacant)
-        with self._noted(program, options) as operands:
-            program.lower(*operands, self._sent(new)).compile()
-
     def _call(self, program: Program, options: Options, *new: New) -> tuple[Array, Kept]:
-        """Tokens of a program and what it kept; the cache and the state are then those after it."""
-        with self._noted(program, options) as operands:
-            results = program(*operands, *map(self._sent, new))
-        self._cache, self._state, tokens, kept = results
-        return tokens, kept
-
-    @contextlib.contextmanager
-    def _noted(self, program: Program, options: Options) -> Iterator[tuple[Any, ...]]:
-        """The first operands of a program; notes which implementations it is traced with."""
-        if self._released:
-            raise ValueError(
-                "run: expected one with its cache, got one after release; make another"
-            )
+        """Tokens of a program and what it kept; the cache and the state are then those after it.
+        Notes which implementations it is traced with.
+        """
         key = program, self.config, options
         self._ran.add(key)
         with chosen() as names:
-            yield self.config, options, self._params, self._cache, self._state
+            operands = self.config, options, self._params, self._cache, self._state
+            results = program(*operands, *map(self._sent, new))
         _TRACED[key].update(names)
+        self._cache, self._state, tokens, kept = results
+        return tokens, kept
 
     def _sent(self, new: New) -> New:
         """The host's arrays on their way to the device, or to all of a mesh, with keys and with
@@ -360,7 +338,6 @@ class Run:
 
     def release(self) -> None:
         """Gives back the memory of the cache. It is the last thing that a run does."""
-        self._released = True
         for x in jax.tree.leaves(self._cache):
             x.delete()
 

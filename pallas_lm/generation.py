@@ -87,10 +87,21 @@ def load(
     machine.must_be_host()
     devices = lm_mesh.of(mesh)
     dtype = dtype_name(machine.default_dtype() if dtype is None else dtype)
-    files = Folder.of("folder", folder)
-    config, params = checkpoint.load(folder, dtype, devices)
-    tokenizer, stop = text.tokenizer_of(folder), hf_config.stop_tokens(files)
-    return Model(config, params, tokenizer, stop, dtype, devices, chat.template_of(files))
+    model, weights = opened("folder", folder, dtype, devices)
+    return model._replace(params=weights(dtype, devices))
+
+
+def opened(
+    argument: str, folder: str | os.PathLike[str], dtype: str, mesh: Mesh | None
+) -> tuple[Model, checkpoint.Loader]:
+    """A model without its weights, gigabytes that load when all else has been checked, and what
+    loads them. `argument` names the folder in messages.
+    """
+    files = Folder.of(argument, folder)
+    config, tokenizer = checkpoint.config_of(folder), text.tokenizer_of(folder)
+    stop, template = hf_config.stop_tokens(files), chat.template_of(files)
+    weights = checkpoint.weights_of(folder, config)
+    return Model(config, {}, tokenizer, stop, dtype, mesh, template), weights
 
 
 def generate(
@@ -150,13 +161,13 @@ def complete(model: Model, prompts: Sequence[Prompt], **options: object) -> list
     job = _Job.of(model, prompts, options)
     if job is None:
         return []
-    for _ in job.statuses():
-        job.texts.watch()
+    for _ in job.pieces():
+        pass
     return [
         Completion(
             sequence.number // job.run.options.samples,
             sequence.sample,
-            job.texts.whole(sequence),
+            job.texts.whole[sequence],
             sequence.tokens,
             sequence.logprobs if job.run.options.logprobs else None,
             finish_reason(sequence) or "",
@@ -191,7 +202,7 @@ class _Job(NamedTuple):
         _check_call(model, prompts)
         reader = chat.Reader(model.tokenizer, model.template, call.chat)
         ids = [reader.tokens(prompt, n) for n, prompt in enumerate(prompts, 1)]
-        how = _options(model, ids, call, chosen)
+        how = options_of(model, ids, call, chosen)
         if not ids:
             return None
         run = Run(model.config, model.params, how, ids, call.max_new_tokens, call.seed)
@@ -232,7 +243,7 @@ def _check_call(model: object, prompts: object) -> None:
         )
 
 
-def _options(
+def options_of(
     model: Model, prompts: Sequence[Sequence[int]], call: Call, chosen: dict[str, Any]
 ) -> Options:
     """The options of a run: those that are chosen, else what fits the prompts, in buckets."""

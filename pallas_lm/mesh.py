@@ -23,7 +23,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
-from pallas_attn.cache import KVCache
 from pallas_lm import config as lm_config
 from pallas_lm import model
 from pallas_lm.config import Config, Params, Shape, Tree, is_shape
@@ -113,18 +112,6 @@ def over(mesh: Mesh | None, config: Config, run: Callable[..., Any], *arrays: Tr
     return _mapped(mesh, config, run, ins, (held, P(), P(), P()))(*arrays)
 
 
-def over_heads(
-    mesh: Mesh | None, config: Config, run: Callable[..., Any], cache: KVCache, *rows: jax.Array
-) -> Any:
-    """`run(config, cache, *rows)` of rows [M, .., heads, H] -> (cache, such rows), on each device
-    of a mesh with its own heads.
-    """
-    if mesh is None:
-        return run(config, cache, *rows)
-    held, *each = cache.specs(heads=HEADS), *(spec_of_heads(x.ndim) for x in rows)
-    return _mapped(mesh, config, run, (held, *each), (held, each[0]))(cache, *rows)
-
-
 def logits(
     config: Config, mesh: Mesh | None, params: Params, tokens: jax.Array, implementation: str | None
 ) -> jax.Array:
@@ -151,36 +138,14 @@ def everywhere(mesh: Mesh | None, x: np.ndarray) -> jax.Array:
 
 
 def made(mesh: Mesh | None, create: Callable[[], Any], heads: str | None = None) -> Any:
-    """`create()`, its arrays made in their places. `heads`: the axis that the heads of a cache, or
-    of rows [M, .., heads, H], are split over.
+    """`create()`, its arrays made in their places; `heads`: the axis that the heads of a cache are
+    split over.
     """
     if mesh is None:
         return create()
-    places = jax.tree.map(lambda x: x.sharding, shapes(mesh, create, heads))
-    return jax.jit(create, out_shardings=places)()
-
-
-def shapes(mesh: Mesh | None, create: Callable[[], Any], heads: str | None = None) -> Any:
-    """The result of `made` as shapes with shardings."""
     results = jax.eval_shape(create)
-    if mesh is None:
-        return results
-    if heads is None:
-        spec = jax.tree.map(lambda _: P(), results)
-    elif hasattr(results, "specs"):
-        spec = results.specs(heads=heads)
-    else:
-        spec = jax.tree.map(lambda x: spec_of_heads(x.ndim), results)
-
-    def placed(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return jax.tree.map(placed, results, _shardings(mesh, spec))
-
-
-def spec_of_heads(axes: int) -> P:
-    """The split of rows with so many axes, the last but one of which is heads."""
-    return P(*(None,) * (axes - 2), HEADS)
+    spec = results.specs(heads=heads) if heads else jax.tree.map(lambda _: P(), results)
+    return jax.jit(create, out_shardings=_shardings(mesh, spec))()
 
 
 def _shardings(mesh: Mesh, spec: Specs) -> Any:

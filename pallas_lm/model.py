@@ -39,13 +39,11 @@ from pallas_attn.devices import overlapping, varying_like
 from pallas_attn.masks import Mask
 from pallas_attn.prefixes import SharedPrefixes
 from pallas_attn.rotary import RMSNorm, Rotary
-from pallas_lm import experts, gemma4_inputs, latent, tensor_parallel
+from pallas_lm import experts, gemma4, latent, tensor_parallel
 from pallas_lm import rows as lm_rows
 from pallas_lm.config import Config, Params
-from pallas_lm.exchange import Exchange
 from pallas_lm.gemma4 import part_of, shared_prefixes, with_part
-from pallas_lm.gemma4_experts import with_experts
-from pallas_lm.rows import Added, Angles, Layer, add_norm, gated, linear, partials, rms_norm
+from pallas_lm.rows import Angles, Layer, add_norm, gated, linear, partials, rms_norm
 
 Array = jax.Array
 Cache = Any  # a KVCache; None without one
@@ -80,16 +78,12 @@ class _Pass(NamedTuple):
 def _layers(config: Config, params: Params, tokens: Array, run: _Pass, cache: Cache = None):
     """(rows [M, t, D] after the last norm, the cache that `attend` passed from layer to layer)."""
     x = embedded(config, params["embed"], tokens)
-    eps, angles, exchange = config.norm_eps, None, None
+    eps, angles = config.norm_eps, None
     if run.positions is not None:
         at = run.positions[:, :, None]
         turned = zip(config.ropes, config.rotary_dims, strict=True)
         angles = tuple(rope.angles(at, dim) for rope, dim in turned)
-    if run.stream:  # else XLA's kernel of the angles stands between ours, and those wait for it
-        x, angles = lax.optimization_barrier((x, angles))
-        if config.over is not None:
-            exchange = lm_rows.exchange_over(config.over, x, params["norm"])
-    added = _nothing_added(config, params["runs"][0]["down"], x, run.stream, exchange)
+    added = _nothing_added(config, params["runs"][0]["down"], x, run.stream)
     inputs, done = _inputs(config, params, x, tokens), 0
     held: dict[bool, tuple[Array, ...]] = {}  # k and v of the newest layers with no window, and one
     for place, (weights, (count, mask)) in enumerate(zip(params["runs"], config.runs, strict=True)):
@@ -115,7 +109,7 @@ class _Carry(NamedTuple):
     """State between two layers."""
 
     x: Array  # [M, t, D], the residual stream
-    added: Added  # a term of it that is not added yet
+    added: Array  # a term of it that is not added yet, as partial sums [n, M, t, D]
     cache: Cache
     number: Array  # the next layer's
 
@@ -137,14 +131,14 @@ def _layer(how: _Pass, own: _Run, carry: _Carry, item: Params) -> tuple[_Carry, 
     (x, added, cache, number), weights, config = carry, dict(item), own.config
     weights |= {name: Layer(stack, number - own.first) for name, stack in own.stacks.items()}
     eps, read = config.norm_eps, own.held if config.reads_only else None
-    x, normed, exchange = add_norm(x, added, weights["attn_norm"], eps)
+    x, normed = add_norm(x, added, weights["attn_norm"], eps)
     q, k, v = _heads_of(config, weights, normed, own.angles, read)
     heads = Heads(q, k, v, weights, own.mask, number, config.reads_only)
     out, cache = how.attend(heads, cache)
-    added = _added(config, out.reshape(*x.shape[:2], -1), weights["out"], exchange)
+    added = _added(config, out.reshape(*x.shape[:2], -1), weights["out"])
     added = _normed(config, added, weights, "attn_post_norm", x)
-    x, normed, exchange = add_norm(x, added, weights["mlp_norm"], eps)
-    added = _mlp(config, normed, weights, exchange)
+    x, normed = add_norm(x, added, weights["mlp_norm"], eps)
+    added = _mlp(config, normed, weights)
     if config.gemma4 is not None:
         added = _with_experts(config, x, added, weights)
     added = _normed(config, added, weights, "mlp_post_norm", x)
@@ -167,7 +161,7 @@ def _inputs(config: Config, params: Params, x: Array, tokens: Array) -> Array | 
     """The inputs of all layers, if they have any."""
     if config.gemma4 is None or not config.gemma4.inputs:
         return None
-    return gemma4_inputs.inputs_of(config.gemma4.inputs, params, x, tokens, config.norm_eps)
+    return gemma4.inputs_of(config.gemma4.inputs, params, x, tokens, config.norm_eps)
 
 
 def _is_read(config: Config) -> bool:
@@ -175,11 +169,11 @@ def _is_read(config: Config) -> bool:
     return config.gemma4 is not None and config.gemma4.readers > 0 and not config.reads_only
 
 
-def _ended(x: Array, added: Added, weights: Params, eps: float) -> tuple[Array, Added]:
+def _ended(x: Array, added: Array, weights: Params, eps: float) -> tuple[Array, Array]:
     """The residual stream and the term for it after a layer of Gemma 4."""
     if "input" in weights:
-        x, added = gemma4_inputs.with_input(x, added, weights, eps)
-    return x * weights["factor"][0], Added(added.partials * weights["factor"][0])
+        x, added = gemma4.with_input(x, added, weights, eps)
+    return x * weights["factor"][0], added * weights["factor"][0]
 
 
 def _heads_of(
@@ -216,8 +210,6 @@ def qkv_of(config: Config, weights: Params, x: Array, angles: Angles | None) -> 
     here, without them by append and attention.
     """
     sizes = (config.heads, config.kv_heads, *(() if config.values_are_keys else (config.kv_heads,)))
-    if angles is not None and _kernel_rotates(config, isinstance(weights["qkv"], Layer)):
-        return lm_rows.heads(partials(x, weights["qkv"], jnp.float32), angles, sizes[:2], x.dtype)
     rows = linear(x, weights["qkv"])
     if config.qkv_bias:
         rows += weights["qkv_bias"][None, None]
@@ -234,45 +226,36 @@ def qkv_of(config: Config, weights: Params, x: Array, angles: Angles | None) -> 
     return lm_rows.rotate(q, angles), lm_rows.rotate(k, angles), v
 
 
-def _kernel_rotates(config: Config, stream: bool) -> bool:
-    """Whether a kernel rotates q and k on their way out of the matmul that makes them."""
-    return stream and not (config.qkv_bias or config.qk_norm)
-
-
-def _added(
-    config: Config, x: Array, weight: Array | Layer, exchange: Exchange | None = None
-) -> Added:
+def _added(config: Config, x: Array, weight: Array | Layer) -> Array:
     """x by a weight, as partial sums that the next norm adds to the residual stream."""
     if config.over is None:
-        return Added(partials(x, weight))
+        return partials(x, weight)
     sums = partials(x, weight, jnp.float32)
-    if exchange is not None:
-        return Added(sums, exchange)
-    return Added(tensor_parallel.summed(config.over, sums, x.dtype)[None])
+    return tensor_parallel.summed(config.over, sums, x.dtype)[None]
 
 
-def _normed(config: Config, added: Added, weights: Params, name: str, x: Array) -> Added:
+def _normed(config: Config, added: Array, weights: Params, name: str, x: Array) -> Array:
     """The term for the residual stream, with Gemma's norm applied in a Gemma model."""
     if not config.gemma:
         return added
-    rows = lm_rows.total(added.partials, x.dtype)
-    return Added(rms_norm(rows, weights[name], config.norm_eps)[None])
+    rows = lm_rows.total(added, x.dtype)
+    return rms_norm(rows, weights[name], config.norm_eps)[None]
 
 
-def _mlp(config: Config, x: Array, weights: Params, exchange: Exchange | None) -> Added:
+def _mlp(config: Config, x: Array, weights: Params) -> Array:
     """The gated MLP of normed rows, or the experts in its place."""
     if config.experts is not None and "router" in weights:
-        return Added(experts.mlp(config.experts, x, weights)[None])
+        return experts.mlp(config.experts, x, weights)[None]
     inner = gated(x, weights["gate_up"], _gelu if config.gemma else jax.nn.silu)
-    return _added(config, inner, weights["down"], exchange)
+    return _added(config, inner, weights["down"])
 
 
-def _with_experts(config: Config, x: Array, added: Added, weights: Params) -> Added:
+def _with_experts(config: Config, x: Array, added: Array, weights: Params) -> Array:
     """The result of Gemma 4's MLP for rows x, with that of the experts beside it."""
     if config.gemma4 is None or config.gemma4.experts is None:
         return added
-    own, result = config.gemma4.experts, added.partials[0]
-    return Added(with_experts(own, x, result, weights, config.norm_eps)[None])
+    own, result = config.gemma4.experts, added[0]
+    return gemma4.with_experts(own, x, result, weights, config.norm_eps)[None]
 
 
 def _gelu(x: Array) -> Array:
@@ -284,15 +267,12 @@ def _scores_of(config: Config) -> dict[str, Any]:
     return {"scale": config.scale, "softcap": config.softcap}
 
 
-def _nothing_added(
-    config: Config, down: Array, x: Array, stream: bool, exchange: Exchange | None
-) -> Added:
+def _nothing_added(config: Config, down: Array, x: Array, stream: bool) -> Array:
     """Zeros in the shape of the partial sums that a layer leaves to be added to x."""
     inner = jax.ShapeDtypeStruct((*x.shape[:2], down.shape[2]), x.dtype)
     weight = Layer(down, 0) if stream else down[0]
-    sums = jax.eval_shape(lambda rows: _added(config, rows, weight, exchange).partials, inner)
-    like = x if exchange is None else exchange.device
-    return Added(varying_like(jnp.zeros(sums.shape, sums.dtype), like), exchange)
+    sums = jax.eval_shape(lambda rows: _added(config, rows, weight), inner)
+    return varying_like(jnp.zeros(sums.shape, sums.dtype), x)
 
 
 def logits_of(config: Config, params: Params, x: Array, stream: bool = False) -> Array:
@@ -463,18 +443,17 @@ class _NewRows(NamedTuple):
 def _over_cache(config: Config, params: Params, new: _NewRows, implementation: str | None) -> _Pass:
     """New rows are written to the cache, and attend to all that it holds.
 
-    Where no kernel in front of them rotates q and k, K is normalised and rotated by the launch that
-    writes it, and q before it is used. Rows of latent attention come rotated.
+    K is normalised and rotated by the launch that writes it, q before it is used; rows of latent
+    attention are before.
     """
     positions, starts = new.positions, new.starts
     few = lm_rows.streams(positions.size, params["embed"].dtype, implementation)
     stream = few and not (config.gemma or config.latent)
     launches = overlapping if stream else contextlib.nullcontext
-    rotated = _kernel_rotates(config, stream) or config.latent is not None
+    rotated = config.latent is not None
 
     def norm(weights: Params, name: str) -> RMSNorm | None:
-        normed = config.qk_norm and not rotated
-        return RMSNorm(weights[name], config.norm_eps) if normed else None
+        return RMSNorm(weights[name], config.norm_eps) if config.qk_norm else None
 
     def attend(heads: Heads, cache: KVCache) -> tuple[Array, KVCache]:
         q, k, v = heads[:3]

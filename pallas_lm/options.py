@@ -79,7 +79,7 @@ class Call:
     """Options of a call that no program is compiled for.
 
     Args:
-      max_new_tokens: after each prompt, at most.
+      max_new_tokens: tokens after each prompt, at most.
       seed: of the tokens that are drawn, in 32 bits, as jax's keys take it.
       stop: texts that end a sequence.
       chat: whether texts are messages of a user.
@@ -109,19 +109,21 @@ class Options:
 
     Args:
       batch: sequences at a time.
-      cache: "per_sequence", "stacked" or "paged".
-      capacity: rows that a sequence can hold.
+      cache: the KV cache, "per_sequence", "stacked" or "paged".
+      capacity: rows that a sequence can hold. Default: what the prompts need, or 512 here.
       page_size: rows of a page, with cache="paged".
       pages: pages of the whole pool, with cache="paged". None: enough for `batch` sequences of the
         full capacity; with fewer, prompts wait for pages.
       chunk: steps inside one jit.
       prefill: tokens of prompts that are prefilled together at most, padding counted.
-      prefill_chunk: rows of prompts that a step takes beside the sequences that decode. None:
-        prompts come in whole, between two chunks of steps.
+      prefill_chunk: rows of prompts that a step takes beside the sequences that decode, which then
+        do not wait for long prompts. None: prompts come in whole, between two chunks of steps.
       samples: answers to each prompt, which is prefilled once and forked. More than one take
         cache="paged" and a temperature.
-      draft: the source of drafts: "ngram", or None.
-      drafts: drafts of each sequence that a step checks.
+      draft: where drafts come from, of which a step checks several at once. draft="ngram": what
+        followed the newest tokens where they stood before. Tokens are those of plain decoding, but
+        for ties. None: no drafts.
+      drafts: how many of each sequence a step checks, with draft="ngram".
       dtype: "bfloat16", "float16" or "float32", of weights, cache and arithmetic.
       sampling: the choice of tokens, for all prompts or for each; the flags temperature, top_k and
         top_p.

@@ -18,7 +18,6 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from pallas_attn import devices
-from pallas_lm.exchange import Exchange
 
 if TYPE_CHECKING:  # kernels are imported where a program needs them
     from pallas_lm.kernels.linear import Problem
@@ -163,59 +162,23 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return wide.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
 
 
-class Added(NamedTuple):
-    """The result of a matmul, to be added to x [..., D]."""
-
-    partials: Array  # [n, ..., D]
-    exchange: Exchange | None = None  # set if other devices have partials too
-
-
-def exchange_over(axis: str, x: Array, weight: Array) -> Exchange | None:
-    """The exchange for rows like x [..., D] and norms like `weight`, within jax.shard_map; None
-    where no kernel adds up over devices.
-    """
-    from pallas_lm.kernels import all_reduce
-    from pallas_lm.kernels import norm as kernel
-
-    dim = x.shape[-1]
-    problem = kernel.Problem(x.size // dim, dim, 1, str(x.dtype), 0.0, lax.axis_size(axis))
-    takes = kernel.takes(problem) and weight.dtype == x.dtype
-    if not (takes and devices.reaches_peers(axis)):
-        return None
-    device = lax.axis_index(axis).astype(jnp.int32)[None]
-    begin = functools.partial(all_reduce.begin, problem=problem.over_gpus)
-    (received,) = devices.sealed(begin, x, device)
-    return Exchange(devices.varying_like(received, device), device, jnp.zeros(1, jnp.int32))
-
-
-def add_norm(
-    x: Array, added: Added, weight: Array | Layer, eps: float
-) -> tuple[Array, Array, Exchange | None]:
-    """(x [..., D] plus `added`, the norm of that, the exchange for the next sum)."""
-    partials, exchange = added
+def add_norm(x: Array, added: Array, weight: Array | Layer, eps: float) -> tuple[Array, Array]:
+    """(x [..., D] plus a matmul's partial sums `added` [n, ..., D], the norm of that)."""
     if not isinstance(weight, Layer):
-        x += total(partials, x.dtype)
-        return x, rms_norm(x, weight, eps), None
+        x += total(added, x.dtype)
+        return x, rms_norm(x, weight, eps)
     rows, stack, number = _operands(x, weight)
-    operands = rows, partials.reshape(-1, *rows.shape), stack, number
-    if exchange is None:
-        x_and_normed = devices.over_devices(
-            functools.partial(_add_norm, eps),
-            operands,
-            devices.Split(
-                inputs=(("m", "d"), ("s", "m", "d"), ("l", "d"), ("n",)),
-                outputs=(("m", "d"), ("m", "d")),
-                free=(),
-            ),
-        )
-    else:
-        run = functools.partial(_add_norm_over_devices, eps)
-        received, *results = devices.sealed(run, *operands, *exchange)
-        x_and_normed = tuple(results)
-        received = devices.varying_like(received, exchange.device)
-        exchange = Exchange(received, exchange.device, exchange.calls + 1)
-    x, normed = (result.reshape(x.shape) for result in x_and_normed)
-    return x, normed, exchange
+    results = devices.over_devices(
+        functools.partial(_add_norm, eps),
+        (rows, added.reshape(-1, *rows.shape), stack, number),
+        devices.Split(
+            inputs=(("m", "d"), ("s", "m", "d"), ("l", "d"), ("n",)),
+            outputs=(("m", "d"), ("m", "d")),
+            free=(),
+        ),
+    )
+    added_up, normed = (result.reshape(x.shape) for result in results)
+    return added_up, normed
 
 
 def _add_norm(eps: float, x: Array, added: Array, stack: Array, number: Array) -> tuple[Array, ...]:
@@ -226,17 +189,7 @@ def _add_norm(eps: float, x: Array, added: Array, stack: Array, number: Array) -
     if kernel.takes(problem) and stack.dtype == x.dtype:
         return kernel.run(x, added, stack, number, problem)
     weight = lax.dynamic_index_in_dim(stack, number[0], keepdims=False)
-    return add_norm(x, Added(added), weight, eps)[:2]
-
-
-def _add_norm_over_devices(  # noqa: PLR0913
-    eps: float, x: Array, added: Array, stack: Array, number: Array, *exchange: Array
-) -> tuple[Array, ...]:
-    from pallas_lm.kernels import norm as kernel
-
-    (rows, dim), count = x.shape, exchange[0].shape[0] // 2
-    problem = kernel.Problem(rows, dim, added.shape[0], str(x.dtype), eps, count)
-    return kernel.run_over_devices(x, added, stack, number, Exchange(*exchange), problem)
+    return add_norm(x, added, weight, eps)
 
 
 def rotate(x: Array, angles: Angles) -> Array:
@@ -247,32 +200,3 @@ def rotate(x: Array, angles: Angles) -> Array:
         second * angles.cos + first * angles.sin,
     )
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
-
-
-def heads(
-    added: Array, angles: Angles, sizes: tuple[int, int], dtype: DTypeLike
-) -> tuple[Array, ...]:
-    """q [M, t, N, H], k and v [M, t, K, H], q and k rotated, from partial sums
-    float32[n, M, t, (N + 2 K) H]; for Hopper. `sizes`: N and K.
-    """
-    count, m, t, width = added.shape
-    results = devices.over_devices(
-        functools.partial(_heads, sizes, jnp.dtype(dtype).name),
-        (added.reshape(count, m * t, width), *(x.reshape(m * t, -1) for x in angles)),
-        devices.Split(
-            inputs=(("s", "m", "d"), ("m", "c"), ("m", "c")),
-            outputs=(("m", "n", "h"), ("m", "k", "h"), ("m", "k", "h")),
-            free=(),
-        ),
-    )
-    return tuple(x.reshape(m, t, *x.shape[1:]) for x in results)
-
-
-def _heads(
-    sizes: tuple[int, int], dtype: str, added: Array, cos: Array, sin: Array
-) -> tuple[Array, ...]:
-    from pallas_lm.kernels import rotate as kernel
-
-    partials, rows, _ = added.shape
-    problem = kernel.Problem(rows, *sizes, 2 * cos.shape[-1], partials, dtype)
-    return kernel.run(added, cos, sin, problem)

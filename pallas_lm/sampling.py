@@ -37,18 +37,22 @@ _FIELDS = {
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """The choice of a token. Temperature divides the logits, top_k keeps the largest, and top_p
-    keeps the fewest of these whose probabilities reach it.
+    """The choice of a token.
 
     Each is a number, or several, one for each row of logits (for each prompt, where a call has
     prompts). It is a pytree of the fields that are not at their defaults: a jitted function that
     takes one compiles nothing anew for other numbers. Numbers in jax's arrays are not checked:
     a temperature of NaN or below 0 counts as 0, a top_k below 0 as 0, and with a top_p of NaN or
     of at most 0 the likeliest token is taken.
+
+    Args:
+      temperature: divides the logits; 0, or what is 0 as a normal float32, takes the likeliest.
+      top_k: sample from this many, the likeliest; 0: from all.
+      top_p: sample from the fewest of these, the likeliest, that make up this share.
     """
 
-    temperature: Numbers = 0.0  # 0, or what is 0 as a normal float32: the largest logit
-    top_k: Numbers = 0  # 0: all
+    temperature: Numbers = 0.0
+    top_k: Numbers = 0
     top_p: Numbers = 1.0
 
     def __post_init__(self) -> None:

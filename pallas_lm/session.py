@@ -6,22 +6,21 @@ import functools
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 import jax
 import numpy as np
 
 from pallas_lm import chat, check, checkpoint, clone, text
 from pallas_lm import mesh as lm_mesh
-from pallas_lm.buckets import bucket
 from pallas_lm.config import Config, Params
 from pallas_lm.decode import Run, refuse
-from pallas_lm.folder import Folder
-from pallas_lm.hf_config import config_from, stop_tokens
+from pallas_lm.generation import Model, opened, options_of
+from pallas_lm.hf_config import config_from
 from pallas_lm.machine import default_dtype, matmul_precision, memory
-from pallas_lm.options import Call, Options, asked, check_stop_ids
+from pallas_lm.options import Call, Options, asked
 from pallas_lm.presets import PRESETS
 from pallas_lm.texts import Texts
 from pallas_lm.views import Json, Text, View
@@ -70,79 +69,61 @@ def decode(settings: Settings, out: TextIO, err: TextIO) -> int:
 def _decode(
     settings: Settings, call: Call, chosen: dict[str, Any], out: TextIO, err: TextIO
 ) -> int:
-    model = _model(settings, call)
-    config = model.config
-    prompts = _prompts(settings, call, model)
-    options = _options(settings, model, prompts, call, chosen)
+    model, weights = _model(settings, call, chosen)
+    config, prompts = model.config, _prompts(settings, call, model)
+    options = options_of(model, prompts, call, chosen | {"keep_logits": settings.check})
+    sequences = max(len(prompts), 1) * options.samples
+    options = dataclasses.replace(options, batch=min(options.batch, sequences))
     refuse(config, options, prompts, call.max_new_tokens)
-    check_stop_ids(chosen.get("stop_ids", ()), config.vocab)
-    if settings.report is not None and config.gemma4 is not None:
-        raise ValueError(
-            "report: expected none: the parts of a step are not timed for Gemma 4, which has two "
-            f"head dims, got {settings.report!r}; leave --report out"
-        )
     _must_fit(config, options, memory())
-    params = model.weights(options.dtype, options.mesh)
+    params = weights(options.dtype, options.mesh)
     run = Run(config, params, options, prompts, call.max_new_tokens, call.seed)
     texts = Texts(run, model.tokenizer, call.stop)
     view: View = (Json if settings.json else Text)(texts, out, err)
     view.quiet = bool(settings.random_prompts)
-    report_on = None
+    reports = None
     if settings.report is not None:
-        reports = clone.benchmarks("decode_loop.of_session", "--report")
-        report_on = reports.Report(settings, run, params, view)
+        reports = clone.benchmarks("decode_loop", "--report")
+        reports.begin(settings)
     if _is_demo(settings) and not settings.prompts:
         view.say(_introduction(config, len(prompts)))
-    start = time.perf_counter()
+    start, interrupted = time.perf_counter(), False
     try:
         _show(run, view)
     except KeyboardInterrupt:
+        interrupted = True
+    finally:
         run.wait()  # jax ends a process by force that leaves while a chunk is being computed
-        view.finish(time.perf_counter() - start)
-        return INTERRUPTED
-    except BaseException:
-        run.wait()
-        raise
     summary = view.finish(time.perf_counter() - start)
+    if interrupted:
+        return INTERRUPTED
     held = _check(run, params, view) if settings.check else True
-    if run.options.draft is not None and (settings.check or settings.report is not None):
-        _beside_plain(run, params, call, summary, view)
-    if report_on is not None:
-        view.say(*report_on.finish(summary))
+    if reports is not None:
+        reports.finish(settings, run, params, view, summary)
     return int(not held)
 
 
 # ---- the run that is asked for ------------------------------------------------------------------
 
 
-class _Model(NamedTuple):
-    """A model without its weights, gigabytes that load when all else has been checked."""
-
-    config: Config
-    tokenizer: text.Tokenizer
-    stop_ids: tuple[int, ...]  # tokens that end a text
-    weights: checkpoint.Loader
-    template: chat.Template | None = None
-
-
-def _model(settings: Settings, call: Call) -> _Model:
-    folder = settings.checkpoint
+def _model(
+    settings: Settings, call: Call, chosen: dict[str, Any]
+) -> tuple[Model, checkpoint.Loader]:
+    """The model without its weights, and what loads them."""
+    folder, where = settings.checkpoint, (chosen["dtype"], chosen.get("mesh"))
     if folder is None and settings.model == EMBEDDED:
         folder = str(checkpoint.EMBEDDED)
-    if folder is None:
-        if settings.model not in PRESETS:
-            names = ", ".join((EMBEDDED, *PRESETS))
-            raise ValueError(f"model: expected one of {names}, got {settings.model!r}")
-        config = config_from(PRESETS[settings.model])
-        draw = functools.partial(lm_mesh.random_params, config, call.seed)
-        return _Model(config, text.Numbers(), (), draw)
-    files = Folder.of("checkpoint", folder)
-    config, tokenizer = checkpoint.config_of(folder), text.tokenizer_of(folder)
-    stop_ids, template = stop_tokens(files), chat.template_of(files)
-    return _Model(config, tokenizer, stop_ids, checkpoint.weights_of(folder, config), template)
+    if folder is not None:
+        return opened("checkpoint", folder, *where)
+    if settings.model not in PRESETS:
+        names = ", ".join((EMBEDDED, *PRESETS))
+        raise ValueError(f"model: expected one of {names}, got {settings.model!r}")
+    config = config_from(PRESETS[settings.model])
+    draw = functools.partial(lm_mesh.random_params, config, call.seed)
+    return Model(config, {}, text.Numbers(), (), *where), draw
 
 
-def _prompts(settings: Settings, call: Call, model: _Model) -> list[list[int]]:
+def _prompts(settings: Settings, call: Call, model: Model) -> list[list[int]]:
     if settings.random_prompts:
         shape = (settings.random_prompts, settings.prompt_length)
         return np.random.default_rng(call.seed).integers(0, model.config.vocab, shape).tolist()
@@ -165,31 +146,6 @@ def _introduction(config: Config, prompts: int) -> str:
         f"A toy model of Shakespeare's plays ({config.size / 1e6:.1f} million numbers) continues "
         f"{prompts} prompts{'' if jax.default_backend() == 'gpu' else on_cpu}."
     )
-
-
-def _options(
-    settings: Settings,
-    model: _Model,
-    prompts: Sequence[Sequence[int]],
-    call: Call,
-    chosen: dict[str, Any],
-) -> Options:
-    """The options of a run: those that are chosen, else what fits the prompts."""
-    config = model.config
-    exact = max(map(len, prompts), default=0) + call.max_new_tokens
-    longest = bucket(exact)
-    if settings.report is not None:  # then its programs are the run's
-        reports = clone.benchmarks("decode_loop.report", "--report")
-        longest = reports.room(exact - 1, chosen.get("chunk", Options.chunk))
-    defaults: dict[str, Any] = {
-        "capacity": max(min(longest, config.positions), 1),
-        "stop_ids": model.stop_ids,
-    }
-    options = Options(**defaults | chosen, keep_logits=settings.check)
-    if options.mesh is not None:
-        lm_mesh.local(config, options.mesh)  # raises where it does not divide the model
-    sequences = max(len(prompts), 1) * options.samples
-    return dataclasses.replace(options, batch=min(options.batch, sequences))
 
 
 def _must_fit(config: Config, options: Options, room: int) -> None:
@@ -267,26 +223,3 @@ def _check(run: Run, params: Params, view: View) -> bool:
         else "the decode is not what the reference computes"
     )
     return held
-
-
-def _beside_plain(
-    run: Run, params: Params, call: Call, summary: dict[str, Any], view: View
-) -> None:
-    """Decodes the same prompts without drafts: how fast, and whether the tokens are the same."""
-    options = dataclasses.replace(run.options, draft=None, keep_logits=False)
-    prompts = [sequence.prompt for sequence in run.sequences[:: options.samples]]
-    plain = Run(run.config, params, options, prompts, call.max_new_tokens, call.seed)
-    texts = Texts(plain, view.texts.tokenizer, call.stop)
-    start = time.perf_counter()
-    for _ in plain:
-        texts.watch()
-    facts = plain.summary(time.perf_counter() - start)
-    pairs = zip(run.sequences, plain.sequences, strict=True)
-    same = sum(drafted.tokens == sequence.tokens for drafted, sequence in pairs)
-    faster = summary["tokens_per_second"] / max(facts["tokens_per_second"], 1e-9)
-    view.say(
-        f"without drafts {facts['tokens_per_second']:,.1f} tokens/s, with them {faster:.2f} times "
-        f"as many; the same tokens in {same} of {len(run.sequences)} sequences"
-    )
-    names = ("tokens_per_second", "seconds", "steps", "steady")
-    view.record("plain", {name: facts[name] for name in names} | {"same": same, "faster": faster})

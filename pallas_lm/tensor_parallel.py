@@ -26,9 +26,7 @@ def embedded(axis: str, vocab: int, embed: Array, tokens: Array) -> Array:
 
 
 def summed(axis: str, partials: Array, dtype: DTypeLike) -> Array:
-    """The sum over devices, float32, of each device's sum of its partials, rounded to `dtype`: the
-    arithmetic of `Exchange`.
-    """
+    """The sum over devices, float32, of each device's sum of its partials, rounded to `dtype`."""
     return lax.psum(total(partials, dtype).astype(jnp.float32), axis)
 
 

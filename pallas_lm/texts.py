@@ -71,9 +71,10 @@ class Texts:
     """Reads the texts of a run's sequences, and ends a sequence that makes a stop string."""
 
     def __init__(self, run: Run, tokenizer: Tokenizer, stop: Sequence[str] = ()):
-        self.run, self.tokenizer, self._stop = run, tokenizer, stop
+        self.run, self.tokenizer = run, tokenizer
         self._open = {sequence: Cursor(tokenizer, stop) for sequence in run.sequences}
         self._taken = dict.fromkeys(run.sequences, 0)  # tokens
+        self.whole = dict.fromkeys(run.sequences, "")  # the text of each, so far
 
     def read(self, over: bool = False) -> list[Piece]:
         """New pieces, in the order of the sequences. `over`: no more tokens will come."""
@@ -86,17 +87,11 @@ class Texts:
             if count is not None:
                 self.run.stop(sequence, taken + count)
             self._taken[sequence] = len(sequence.tokens)
+            self.whole[sequence] += text
             if sequence.ended or over:
                 del self._open[sequence]
             pieces.append(self._piece(sequence, text, taken))
         return pieces
-
-    def watch(self) -> None:
-        """Ends sequences at stop strings, for a reader of whole texts only; without stop strings
-        nothing is decoded.
-        """
-        if self._stop:
-            self.read()
 
     def _piece(self, sequence: Generation, text: str, taken: int) -> Piece:
         options = self.run.options
@@ -108,11 +103,6 @@ class Texts:
             sequence.logprobs[taken:] if options.logprobs else None,
             finish_reason(sequence),
         )
-
-    def whole(self, sequence: Generation) -> str:
-        """The text of a sequence that has been read."""
-        text = self.tokenizer.decode(sequence.tokens)
-        return text[: cut(text, self._stop)]
 
 
 def finish_reason(sequence: Generation) -> str | None:

@@ -52,7 +52,6 @@ class Json(View):
 
     def show(self, status: Status) -> None:
         super().show(status)
-        self.texts.watch()
         self._tell(interrupted=False)
 
     def finish(self, seconds: float) -> dict[str, Any]:
@@ -62,13 +61,14 @@ class Json(View):
         return summary
 
     def _tell(self, interrupted: bool) -> None:
+        self.texts.read(over=interrupted)
         told = [x for x in self._untold if x.ended or interrupted]
         self._untold = [x for x in self._untold if x not in told]
         for sequence in told:
             facts = {
                 "number": sequence.number + 1,
                 "prompt": self.texts.tokenizer.decode(sequence.prompt),
-                "text": self.texts.whole(sequence),
+                "text": self.texts.whole[sequence],
                 "tokens": sequence.tokens,
                 "ended": sequence.ended or "interrupted",
             }
@@ -134,11 +134,10 @@ class Text(View):
 
     def _stream(self, over: bool) -> None:
         """Writes new text of the first sequence that has not ended, and of those after it."""
+        samples, pieces = self._run.options.samples, self.texts.read(over)
         if self.quiet:
-            self.texts.watch()
             return
-        samples = self._run.options.samples
-        for piece in self.texts.read(over):
+        for piece in pieces:
             self._unwritten[piece.prompt * samples + piece.sample] += piece.text
         while self._front < len(self._unwritten):
             n, sequence = self._front, self._run.sequences[self._front]

@@ -44,7 +44,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 from pallas_attn._call import device, store  # noqa: E402
-from tests.support import aot, durations, gpu_cases, in_numpy  # noqa: E402
+from tests.support import aot, durations, gpu_cases, in_numpy, reached  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -58,6 +58,9 @@ def pytest_addoption(parser):
     )
     group.addoption(
         "--keep-kernels", action="store_true", help="tests on a GPU share lowered kernels"
+    )
+    group.addoption(
+        "--reached", metavar="FOLDER", type=pathlib.Path, help="for tests/support/reached.py"
     )
 
 
@@ -98,7 +101,13 @@ def no_gpu():
     """In place of `store._gpu`: no lowered kernel is kept."""
 
 
+WATCH = pytest.StashKey[reached.Watch]()
+
+
 def pytest_configure(config):
+    if config.option.reached:
+        config.stash[WATCH] = reached.Watch()
+        config.stash[WATCH].start()
     whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
     config.option.whole_suite = whole and not (config.option.keyword or config.option.markexpr)
     on_gpu = _asks_for_gpu(config)
@@ -193,6 +202,12 @@ def pytest_collection_finish(session):
     del session
     gc.collect()
     gc.freeze()
+
+
+def pytest_sessionfinish(session):
+    if watch := session.config.stash.get(WATCH, None):
+        watch.stop()  # while Python ends there is no sys.monitoring
+        watch.write(session.config.option.reached)
 
 
 def pytest_unconfigure():

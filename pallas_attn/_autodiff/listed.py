@@ -69,7 +69,7 @@ def attention(rows: tuple[Array, Array, Array], call: Call) -> tuple[Array, Arra
     dispatch.check_name(call.implementation)
     for name, default in REFUSED.items():
         if (value := getattr(call, name)) is not default:
-            remedy = "give each sequence a batch row" if "starts" in name else "leave it out"
+            remedy = "give each sequence a batch row" if name == "packed" else "leave it out"
             raise ValueError(
                 f"{name}: expected {default} beside kv_indices, got {described(value)}; {remedy}"
             )
@@ -174,10 +174,10 @@ def _checked_mask(q: Array, call: Call) -> Mask:
 
 # Arguments that lists do not go with, and their defaults.
 REFUSED: dict[str, Any] = dict.fromkeys(
-    ("score", "q_lengths", "segment_ids", "q_starts", "kv_starts", "bias", "mask_array", "context")
-    + ("rotary_positions", "q_scale", "k_scale", "v_scale", "out_dtype", "kv_blocks", "block_size")
+    ("score", "q_lengths", "segment_ids", "packed", "bias", "mask_array", "context", "rotary")
+    + ("kv_blocks",)
 )
-REFUSED |= {"float8": False, "deterministic": False, "rotary": None}
+REFUSED |= {"float8": False, "deterministic": False}
 
 
 class Seen(NamedTuple):
@@ -231,10 +231,6 @@ class ListedAttention:
 
     def derivative(self, moving: tuple[int, ...]) -> "AlongLists":
         return AlongLists(self.call.facts, moving)
-
-    def dual(self, moving: tuple[int, ...]) -> None:
-        """No launch computes results and tangents."""
-        del moving
 
 
 @dataclasses.dataclass(frozen=True)

@@ -100,7 +100,7 @@ def with_prefix(prefix: Prefix, cache: Cache, call: Call, rotates: bool) -> tupl
     if (known := checks.known(groups)) is not None:
         check_reached("prefix.cache", other, known)
     groups = jnp.where((groups >= 0) & (groups < facts.sequences), groups, -1)
-    members = Members.of(groups[None], facts.sequences, problem.q_len)
+    members = Members.of_equal(groups[None], facts.sequences, problem.q_len)
     parts = inputs._replace(
         k_cache=other.k,
         v_cache=other.v,

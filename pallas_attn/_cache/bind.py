@@ -25,7 +25,7 @@ from pallas_attn._call.problem import (
     DecodeProblem,
     KeepInputs,
     KeepProblem,
-    owner_of_rows,
+    owned_rows,
 )
 from pallas_attn._functions.program import check_reads
 from pallas_attn._mesh import sharding
@@ -251,7 +251,7 @@ def _changed(
     if starts is None:
         positions = (lengths - rows)[:, None] + (at[None] if tree is None else tree.depth)
     else:
-        owners = jnp.clip(owner_of_rows(starts, rows), 0, lengths.size - 1)
+        owners, _ = owned_rows(starts, rows)
         if tree is None:
             positions = lengths[owners] - starts[owners + 1] + at
         else:

@@ -315,13 +315,11 @@ def attention_backward(
 def attention_tangents(
     kernel: Chosen, problem: AttentionProblem, residuals: tuple[Any, ...]
 ) -> tuple[Array, ...]:
-    """`kernel.run(residuals, problem)`, for any batching and sharding: (inputs, out, lse, tangents)
-    -> the tangents of out and lse, or (inputs, tangents) -> out, lse and their tangents.
-    `tangents`: a dict by the names in `AttentionProblem.tangents`.
+    """`kernel.run((inputs, out, lse, tangents), problem)` -> the tangents of out and lse, for any
+    batching and sharding. `tangents`: a dict by the names in `AttentionProblem.tangents`.
     """
-    known, made = (RESULTS, ()) if len(residuals) > 2 else ((), RESULTS)
-    others = (*known, *[f"{name}_dot" for name in problem.tangents])
-    return attention(kernel, problem, residuals, others, (*made, "out_dot", "lse_dot"))
+    others = (*RESULTS, *[f"{name}_dot" for name in problem.tangents])
+    return attention(kernel, problem, residuals, others, ("out_dot", "lse_dot"))
 
 
 # ---- rounding q, k and v -------------------------------------------------------------------------

@@ -10,22 +10,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import DTypeLike
 
 from pallas_attn._call import checks, device, float8
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem, owner_of_rows
 from pallas_attn._functions.program import check_reads
 from pallas_attn._mesh import sharding
 from pallas_attn.context import Context, shards_of, window_of
+from pallas_attn.errors import described
 from pallas_attn.masks import FULL, Mask, MaskFunction, mask_fn
 from pallas_attn.rotary import Rotary
 from pallas_attn.scores import ScoreFunction
+from pallas_attn.values import Blocks, Float8, Packed
 
 Array = jax.Array
 
 
 class Call(NamedTuple):
-    """The arguments of `flash_attention` beside q, k and v, in its order."""
+    """The arguments of `flash_attention` beside q, k and v."""
 
     mask: Mask | MaskFunction = FULL
     score: ScoreFunction | None = None
@@ -34,8 +35,7 @@ class Call(NamedTuple):
     q_lengths: Array | None = None
     kv_lengths: Array | None = None
     segment_ids: Array | tuple[Array, Array] | None = None
-    q_starts: Array | None = None
-    kv_starts: Array | None = None
+    packed: Packed | None = None
     bias: Array | None = None
     mask_array: Array | None = None
     softcap: float | None = None
@@ -44,22 +44,13 @@ class Call(NamedTuple):
     deterministic: bool = False
     context: Context | None = None  # several devices; lengths are those of all
     rotary: Rotary | None = None
-    rotary_positions: Array | tuple[Array, Array] | None = None
-    q_scale: Array | float | None = None
-    k_scale: Array | float | None = None
-    v_scale: Array | float | None = None
-    out_dtype: DTypeLike | None = None
-    float8: bool = False
-    kv_blocks: Array | None = None
-    block_size: int | tuple[int, int] | None = None
+    float8: Float8 | bool = False
+    kv_blocks: Blocks | None = None
     kv_indices: Array | None = None
     implementation: str | None = None
 
 
-_OPTIONAL = (
-    *("score", "q_lengths", "kv_lengths", "segment_ids", "bias", "mask_array", "sinks"),
-    *("q_scale", "k_scale", "v_scale", "out_dtype"),
-)
+_OPTIONAL = ("score", "q_lengths", "kv_lengths", "segment_ids", "bias", "mask_array", "sinks")
 
 
 def attention(
@@ -73,7 +64,7 @@ def attention(
     mask, offset, inputs = options.mask, options.q_offset, AttentionInputs(q, k, v)
     facts: dict[str, Any] = {"mask": mask, "q_offset": offset}
     plain = is_static(mask) and type(offset) is int and abs(offset) <= checks.FARTHEST
-    narrow = q.dtype.itemsize == 1
+    narrow = q.dtype.itemsize == 1 or isinstance(options.float8, Float8)
     if narrow or not plain or any([getattr(options, name) is not None for name in _OPTIONAL]):
         inputs, facts = _optional(inputs._replace(q_positions=q_positions), options)
     softcap, deterministic = options.softcap, options.deterministic
@@ -199,9 +190,8 @@ def _optional(inputs: AttentionInputs, options: Call) -> tuple[AttentionInputs, 
     if options.score is not None:
         score = checks.score(options.score, sizes)
         inputs, facts["score_program"] = inputs._replace(score_aux=score.aux), score.program
-    of_float8 = (options.q_scale, options.k_scale, options.v_scale, options.out_dtype)
-    if q.dtype.itemsize == 1 or any([x is not None for x in of_float8]):
-        inputs, more = float8.bound(inputs, float8.Options(*of_float8))
+    if q.dtype.itemsize == 1 or isinstance(options.float8, Float8):
+        inputs, more = float8.bound(inputs, options.float8)
         facts |= more
     names = AttentionInputs._fields[3:-2]
     facts["arrays"] = tuple([name for name in names if getattr(inputs, name) is not None])
@@ -293,10 +283,10 @@ def packed_attention(
     Positions are counted through all keys: a query stands at the position of its sequence's first
     key plus its own within the sequence. Where queries and keys are packed alike that is its row.
     """
-    refuse_beside_starts(options)
+    packed = packed_beside(options)
     q, k, v = packed_operands(q, k, v)
     q_len, kv_len = q.shape[0], k.shape[0]
-    q_starts, kv_starts = both_starts(options.q_starts, options.kv_starts, q_len, kv_len)
+    q_starts, kv_starts = both_starts(packed, q_len, kv_len)
     sequences = q_starts.size - 1
     static_offset, offset = checks.offset(options.q_offset, sequences, "one a sequence")
     offset = sharding.whole(offset)
@@ -330,38 +320,40 @@ def packed_operands(q: Array, k: Array, v: Array) -> list[Array]:
         operands.append(x := checks.array(name, value))
         if x.ndim != 3:
             raise ValueError(
-                f"{name}: expected 3 axes {axes} with q_starts (packed rows), got {x.ndim} in "
-                f"shape {x.shape}"
+                f"{name}: expected 3 axes {axes} of packed rows, got {x.ndim} in shape {x.shape}"
             )
     return operands
 
 
-def refuse_beside_starts(options: Call) -> None:
-    """ValueError for arguments that packed rows do not take."""
-    if options.q_starts is None:
+def packed_beside(options: Call) -> Packed:
+    """The argument `packed`; ValueError for arguments that packed rows do not take."""
+    packed = options.packed
+    if not isinstance(packed, Packed):
+        raise ValueError(f"packed: expected a Packed(q_starts) or None, got {described(packed)}")
+    if packed.q_starts is None:
         raise ValueError("q_starts: expected int32[M + 1] with kv_starts, got None")
     if options.context is not None:
         raise ValueError(
-            "context: expected None beside q_starts; rows over devices are [B, T, N, H], with "
+            "context: expected None beside packed; rows over devices are [B, T, N, H], with "
             "segment_ids for what is packed"
         )
     for name in ("segment_ids", "q_lengths", "kv_lengths", "bias", "mask_array"):
         if getattr(options, name) is not None:
             raise ValueError(
-                f"{name}: expected None with q_starts, which say where sequences begin and end; "
+                f"{name}: expected None beside packed, which says where sequences begin and end; "
                 "leave it out"
             )
     if isinstance(options.mask, MaskFunction) or options.score is not None:
         raise ValueError(
-            "mask, score: expected a Mask and no function of positions with q_starts, since packed "
+            "mask, score: expected a Mask and no function of positions beside packed, since packed "
             "rows have other positions; give each sequence a batch row"
         )
+    return packed
 
 
-def both_starts(
-    q_starts: checks.Argument, kv_starts: checks.Argument, q_len: int, kv_len: int
-) -> tuple[Array, Array]:
+def both_starts(packed: Packed, q_len: int, kv_len: int) -> tuple[Array, Array]:
     """The starts of queries and of keys, checked; the same array where both are packed alike."""
+    q_starts, kv_starts = packed.q_starts, packed.kv_starts
     checked = checks.row_starts("q_starts", q_starts, q_len)
     if kv_starts is None and kv_len != q_len:
         raise ValueError(

@@ -12,18 +12,21 @@ from jax import lax
 
 from pallas_attn._call import checks
 from pallas_attn._call.bind import Call
+from pallas_attn._call.old_names import renamed
 from pallas_attn.errors import described
 from pallas_attn.masks import Mask, MaskFunction, mask_fn
+from pallas_attn.values import Blocks
 
 Array = jax.Array
 
 
 def shown(q: checks.Argument, k: checks.Argument, call: Call) -> Mask | MaskFunction:
     """The mask that shows what the call's `mask` and the lists of `kv_blocks` show."""
-    mask, kv_blocks = call.mask, call.kv_blocks
-    if kv_blocks is None:
-        raise ValueError(f"block_size: expected None without kv_blocks, got {call.block_size!r}")
-    for name in ("q_starts", "kv_starts", "context"):
+    if not isinstance(call.kv_blocks, Blocks):
+        call = renamed(call, {})
+    mask, blocks = call.mask, call.kv_blocks
+    assert blocks is not None
+    for name in ("packed", "context"):
         if getattr(call, name) is not None:
             raise ValueError(f"{name}: expected its default beside kv_blocks, got both")
     if not isinstance(mask, MaskFunction):
@@ -33,7 +36,7 @@ def shown(q: checks.Argument, k: checks.Argument, call: Call) -> Mask | MaskFunc
         raise ValueError(f"q, k: expected 4 axes beside kv_blocks, got {q.ndim} and {k.ndim}")
     batch, q_len, q_heads, _ = q.shape
     kv_len, kv_heads = k.shape[1:3]
-    q_size, kv_size = _block_size(128 if call.block_size is None else call.block_size)
+    q_size, kv_size = _block_size(blocks.size)
     first, traced = checks.offset(call.q_offset, batch)
     if traced is not None:
         raise ValueError(
@@ -44,7 +47,7 @@ def shown(q: checks.Argument, k: checks.Argument, call: Call) -> Mask | MaskFunc
         f"int32[B, heads, {q_blocks}, n], B {batch} or 1, heads {q_heads}, {kv_heads} or 1 (a list "
         f"of blocks of {kv_size} keys for each {q_size} query rows, -1 for none)"
     )
-    lists = checks.integers("kv_blocks", kv_blocks, wanted, (None, None, q_blocks, None))
+    lists = checks.integers("kv_blocks", blocks.lists, wanted, (None, None, q_blocks, None))
     batches, heads, _, n = lists.shape
     if batches not in (1, batch) or heads not in (1, kv_heads, q_heads) or not n:
         raise ValueError(f"kv_blocks: expected {wanted}, got {lists.dtype}{list(lists.shape)}")
@@ -73,7 +76,7 @@ def _block_size(value: checks.Argument) -> tuple[int, int]:
         q_size = kv_size = 0
     if not (0 < min(q_size, kv_size) <= max(q_size, kv_size) < 2**31) or bool in map(type, sizes):
         raise ValueError(
-            "block_size: expected an int of at least 1, or a pair (query rows, keys) of them, got "
-            f"{described(value)}; it is static"
+            "kv_blocks: expected an int of at least 1 as the size, or a pair (query rows, keys) of "
+            f"them, got {described(value)}; it is static"
         )
     return q_size, kv_size

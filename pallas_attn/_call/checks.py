@@ -233,6 +233,11 @@ def change(
         arrays["norm_weight"] = jnp.pad(weight, (0, stored - dim)) if stored > dim else weight
         static |= {"eps": eps, "weight_dtype": str(weight.dtype)}
     if rotary is not None:
+        if getattr(rotary, "rows", None) is not None:
+            raise ValueError(
+                "rotary: expected one without positions of its own, got that of `at`; rows of a "
+                "cache stand where they lie"
+            )
         least, held = capacity
         rows = f"{least} rows that a sequence of this cache may have"
         more, tables = rotation(rotary, dim, least, rows)

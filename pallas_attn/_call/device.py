@@ -2,11 +2,11 @@
 
 import contextlib
 import contextvars
-import re
 from collections.abc import Iterator
 
 import jax
 
+from pallas_attn._call import gpu_specs
 from pallas_attn.errors import described
 
 # Thread-local by construction: a test that pretends does not change what another thread traces.
@@ -23,11 +23,11 @@ def assume(generation: str | None) -> Iterator[None]:
     of-time compilation only: what is traced runs, or is lowered, wherever jax sends it. jax knows
     nothing of it, so a function that was jitted outside of the block keeps what it was traced with.
     """
-    known = isinstance(generation, str) and re.fullmatch(r"sm\d{2,3}", generation)
-    if generation is not None and not known:
+    if generation is not None and generation not in gpu_specs.GENERATIONS:
         raise ValueError(
             'generation: expected "sm" and the compute capability without its point, as "sm90" for '
-            f"H100 and H200, or None for no GPU, got {described(generation)}"
+            f"H100 and H200, one of {', '.join(gpu_specs.GENERATIONS)}, or None for no GPU, got "
+            f"{described(generation)}"
         )
     token = _assumed.set((generation,))
     try:

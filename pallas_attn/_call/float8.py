@@ -1,6 +1,6 @@
 """Calls of attention on float8 q, k and v, each with scales."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,27 +17,19 @@ from pallas_attn._call.problem import (
     rows_of_scale,
 )
 from pallas_attn.errors import Limit, described
+from pallas_attn.values import Float8
 
 Array = jax.Array
 OUT_DTYPES = ("bfloat16", "float16", "float32")
 SCALES = ("q_scale", "k_scale", "v_scale")
 
 
-class Options(NamedTuple):
-    """The arguments of `flash_attention` that only float8 has."""
-
-    q_scale: Any
-    k_scale: Any
-    v_scale: Any
-    out_dtype: DTypeLike | None
-
-
-def bound(inputs: AttentionInputs, options: Options) -> tuple[AttentionInputs, dict[str, Any]]:
+def bound(inputs: AttentionInputs, float8: Float8 | bool) -> tuple[AttentionInputs, dict[str, Any]]:
     """The inputs with scales [B, n, heads], and the fields of the problem that follow from them."""
-    named = dict(zip(Options._fields, options, strict=True))
+    named = vars(float8 if isinstance(float8, Float8) else Float8())
     if str(inputs.q.dtype) not in FLOAT8:
         name = next((name for name, value in named.items() if value is not None), None)
-        if name is None:  # no argument of float8; dtypes are checked elsewhere
+        if name is None:  # nothing of float8; dtypes are checked elsewhere
             return inputs, {}
         remedy = "cast the result" if name == "out_dtype" else "multiply by it instead"
         raise ValueError(
@@ -54,7 +46,7 @@ def bound(inputs: AttentionInputs, options: Options) -> tuple[AttentionInputs, d
         scales[name] = _scale(name, named[name], rows.shape[:3])
         blocks.append(scales[name].shape[1])
     facts: dict[str, Any] = {
-        "out_dtype": _out_dtype(options.out_dtype),
+        "out_dtype": _out_dtype(named["out_dtype"]),
         "scale_blocks": tuple(blocks),
     }
     return inputs._replace(**scales), facts

@@ -9,6 +9,9 @@ _SHARED_MEMORY["sm107"] = 334_848
 _LEAST = 101_376
 
 HOPPER = "sm90"
+# Generations from Volta on, by NVIDIA's table of compute capabilities.
+GENERATIONS = ("sm70", "sm72", "sm75", "sm80", "sm86", "sm87", "sm88", "sm89", HOPPER, "sm100",
+               "sm103", "sm107", "sm110", "sm120", "sm121")  # fmt: skip
 _MULTIPROCESSORS = {"sm80": 108, "sm86": 84, "sm89": 128, HOPPER: 132, "sm100": 148, "sm103": 148}
 
 

@@ -122,6 +122,15 @@ def owner_of_rows(starts: Array, rows: int) -> Array:
     return (starts[None] <= at[:, None]).sum(axis=1, dtype=jnp.int32) - 1
 
 
+def owned_rows(starts: Array, rows: int) -> tuple[Array, Array]:
+    """int32[rows]: the sequence that owns each packed row, or some sequence; bool[rows]: whether
+    one owns it.
+    """
+    owners, sequences = owner_of_rows(starts, rows), starts.size - 1
+    owned = (owners >= 0) & (owners < sequences)
+    return jnp.clip(owners, 0, max(sequences - 1, 0)), owned
+
+
 def probabilities_of_sinks(
     sinks: Array, lse: Array, exp: Callable[[Array], Array] = jnp.exp
 ) -> Array:
@@ -164,7 +173,7 @@ class _OfFunctions:
 class AttentionProblem(_OfFunctions):
     """The static facts of one forward or backward call."""
 
-    op: str  # "flash_forward", "flash_backward", "flash_jvp" or "flash_dual"
+    op: str  # "flash_forward", "flash_backward" or "flash_jvp"
     gpu: str | None  # "sm80", "sm90", ...: the generation; None where there is no GPU
     dtype: str  # dtype of q, k and v
     batch: int
@@ -205,9 +214,7 @@ class AttentionProblem(_OfFunctions):
     mask_blocks: tuple[int, int, int | None] | None = None
     out_dtype: str | None = None  # dtype of the output; None: that of q
     scale_blocks: tuple[int, int, int] = (1, 1, 1)  # n of q_scale, k_scale and v_scale
-    tangents: tuple[
-        str, ...
-    ] = ()  # inputs whose tangents are given, sorted: of "flash_jvp" and "flash_dual"
+    tangents: tuple[str, ...] = ()  # inputs whose tangents are given, sorted: of "flash_jvp"
 
     @property
     def masks_keys(self) -> bool:

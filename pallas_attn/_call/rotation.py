@@ -2,6 +2,7 @@
 operations of XLA, so gradients and vmap need no code here.
 """
 
+import contextlib
 import functools
 from typing import Any
 
@@ -16,6 +17,7 @@ from pallas_attn._call.changed_rows import rotated_pairs
 from pallas_attn._call.problem import FLOAT8, Change, owner_of_rows
 from pallas_attn._mesh import sharding
 from pallas_attn.context import checked, shards_of
+from pallas_attn.values import Packed
 
 Array = jax.Array
 # Positions of rows: int32[rows] or int32[B, rows]; or an int, the position of the first row of
@@ -25,34 +27,38 @@ Positions = int | Array
 
 def rotated(rows: tuple[Array, Array, Array], options: bind.Call) -> tuple[Array, Array]:
     """q and k of `rows` (q, k and v) rotated, in their dtypes."""
-    rotary, positions = options.rotary, options.rotary_positions
-    starts = options.q_starts, options.kv_starts
-    if rotary is None:
-        raise ValueError("rotary_positions: expected None without rotary")
-    if packed := any(x is not None for x in starts):
-        bind.refuse_beside_starts(options)
-    q, k, _ = bind.packed_operands(*rows) if packed else bind.operands(*rows)
+    rotary, packed = options.rotary, options.packed
+    if packed is not None:
+        packed = bind.packed_beside(options)
+    q, k, _ = bind.operands(*rows) if packed is None else bind.packed_operands(*rows)
     if str(q.dtype) in FLOAT8:
         raise ValueError(
             f"rotary: expected None for {q.dtype} q and k, which a rotation would round; rotate "
             "before they are quantised"
         )
-    least = 1
+    said, least = getattr(rotary, "rows", None), 1
     at_q: Positions
     at_k: Positions
-    if positions is not None:
-        at_q, at_k = _as_said(positions, q, k)
-    elif packed:
-        at_q, at_k = _within_sequences(q.shape[0], k.shape[0], starts, options.q_offset)
-    else:
-        at_q, at_k, least = _by_rows(q, k, options)
-    if not isinstance(at_q, int):  # an int is known to be in the tables
-        least = max(least, _least_rows((q, k), positions, options, starts))
+    late = not all(isinstance(size, int) for size in (*q.shape, *k.shape))
+    if options.context is not None:  # this device's rows among all are known at run time
+        late |= said is None or options.q_lengths is not None or options.kv_lengths is not None
+    # Known positions are computed at once, so that they can be compared with the tables.
+    with contextlib.nullcontext() if late else jax.ensure_compile_time_eval():
+        if said is not None:
+            at_q, at_k = _as_said(said, q, k)
+        elif packed is not None:
+            at_q, at_k = _within_sequences(q.shape[0], k.shape[0], packed, options.q_offset)
+        else:
+            at_q, at_k, least = _by_rows(q, k, options)
+        live_q, live_k = _live(q, k, options)
+        if not isinstance(at_q, int):  # an int is known to be in the tables
+            name = "q_offset" if said is None else "rotary.at"
+            each = (_least_rows(name, at_q, live_q), _least_rows(name, at_k, live_k))
+            least = max(least, *each)
     fields, tables = checks.rotation(
         rotary, q.shape[-1], least, f"{least} at which rows of q and k stand"
     )
     change = Change(q.shape[-1], **fields)
-    live_q, live_k = _live(q, k, options, starts)
     return (
         _rotated_rows(q, at_q, live_q, change, tables),
         _rotated_rows(k, at_k, live_k, change, tables),
@@ -64,8 +70,7 @@ def _as_said(positions: checks.Argument, q: Array, k: Array) -> list[Array]:
     pair = positions if isinstance(positions, (tuple, list)) else (positions, positions)
     if len(pair) != 2:
         raise ValueError(
-            "rotary_positions: expected a pair (of q, of k) or one array for both, got "
-            f"{len(pair)} arrays"
+            f"rotary.at: expected a pair (of q, of k) or one array for both, got {len(pair)} arrays"
         )
     checked_pair = []
     for name, x, value in (("q", q, pair[0]), ("k", k, pair[1])):
@@ -74,18 +79,16 @@ def _as_said(positions: checks.Argument, q: Array, k: Array) -> list[Array]:
         wanted += f" or int32[{', '.join(map(str, shape))}] for {name}" if len(shape) > 1 else ""
         remedy = "; pass a pair (of q, of k) where T and S differ"
         checked_pair.append(
-            checks.integers(
-                "rotary_positions", value, wanted, shape[-1:] if each else shape, remedy
-            )
+            checks.integers("rotary.at", value, wanted, shape[-1:] if each else shape, remedy)
         )
     return checked_pair
 
 
 def _within_sequences(
-    q_rows: int, kv_rows: int, starts: tuple[Any, Any], q_offset: checks.Argument
+    q_rows: int, kv_rows: int, packed: Packed, q_offset: checks.Argument
 ) -> tuple[Array, Array]:
     """Positions of packed rows in their sequences; 0 for rows of none."""
-    both = bind.both_starts(*starts, q_rows, kv_rows)
+    both = bind.both_starts(packed, q_rows, kv_rows)
     sequences = both[0].size - 1
     static, offset = _offset(q_offset, sequences, "one a sequence")
     first = jnp.full(sequences, static, jnp.int32) if offset is None else offset
@@ -123,10 +126,10 @@ def _by_rows(q: Array, k: Array, options: bind.Call) -> tuple[Positions, Positio
     return at_q, at_k, max(known, kv_rows * shards, 1)
 
 
-def _live(q: Array, k: Array, options: bind.Call, starts: tuple[Any, Any]) -> list[Array | None]:
+def _live(q: Array, k: Array, options: bind.Call) -> list[Array | None]:
     """bool[.., rows] of q and of k: the rows that no length and no starts leave out; None: all."""
-    if starts[0] is not None:
-        both = bind.both_starts(*starts, q.shape[0], k.shape[0])
+    if options.packed is not None:
+        both = bind.both_starts(options.packed, q.shape[0], k.shape[0])
         owners = [owner_of_rows(s, len(x)) for s, x in zip(both, (q, k), strict=True)]
         return [(owner >= 0) & (owner < both[0].size - 1) for owner in owners]
     context, live = options.context, list[Array | None]()
@@ -151,71 +154,27 @@ def _offset(value: checks.Argument, count: int, each: str) -> tuple[int, Array |
 
 
 def _before_tables(name: str, got: int) -> ValueError:
-    remedy = "" if name == "rotary_positions" else "; pass rotary_positions"
+    remedy = "" if name == "rotary.at" else "; pass rotary.at(positions)"
     return ValueError(
         f"{name}: expected at least 0 with rotary, whose tables begin at position 0, got "
         f"{got}{remedy}"
     )
 
 
-def _least_rows(
-    rows: tuple[Array, Array],
-    positions: checks.Argument,
-    options: bind.Call,
-    starts: tuple[Any, Any],
-) -> int:
-    """The rows that tables must have for the positions that are known now; ValueError for one below
-    0. Rows that a length or starts leave out count for nothing.
+def _least_rows(name: str, at: Positions, live: Array | None) -> int:
+    """The rows that tables must have for positions, if they are known now; ValueError for one below
+    0. Rows that are not `live` count for nothing.
     """
-    least, (q_starts, kv_starts) = 1, starts
-    pair = positions if isinstance(positions, (tuple, list)) else (positions, positions)
-    for x, said, ends, begins, first in (
-        (rows[0], pair[0], options.q_lengths, q_starts, options.q_offset),
-        (rows[1], pair[1], options.kv_lengths, q_starts if kv_starts is None else kv_starts, 0),
-    ):
-        if options.context is not None and (said is None or ends is not None):
-            continue  # this device's rows among all
-        at = _known(x.shape[:-2], said, ends, begins, 0 if first is None else first)
-        if at is not None and at.size:
-            if at.min() < 0:
-                raise _before_tables("q_offset" if said is None else "rotary_positions", at.min())
-            least = max(least, int(at.max()) + 1)
-    return least
-
-
-def _known(
-    shape: tuple[int, ...],
-    said: checks.Argument,
-    ends: checks.Argument,
-    begins: checks.Argument,
-    first: checks.Argument,
-) -> np.ndarray | None:
-    """Positions of those rows of `shape` that count, which are `said` or follow from `first`; None
-    where arrays that they depend on come at run time, or are refused elsewhere.
-    """
-    *batch, rows = shape
-    at = masks.known(first if said is None else said)
-    symbolic = not all(isinstance(size, int) for size in shape)
-    if symbolic or at is None or at.dtype.kind not in "iu":
-        return None
-    number = np.arange(rows)
-    if begins is None:
-        ends = np.full(batch, rows) if ends is None else masks.known(ends)
-        if ends is None or ends.shape != tuple(batch):
-            return None
-        live = number < ends.reshape(-1, 1)
-        at = number + at.reshape(-1, 1) if said is None else at
-    else:
-        edges = checks.known_starts(begins, rows)
-        if edges is None or edges.size < 2:
-            return None
-        owner = np.searchsorted(edges, number, "right") - 1
-        live = (owner >= 0) & (owner < len(edges) - 1)
-        if said is None:
-            own = owner.clip(0, len(edges) - 2)
-            at = number - edges[own] + np.broadcast_to(at, len(edges) - 1)[own]
-    at, live = np.broadcast_arrays(at, live)
-    return at[live]
+    numbers, counts = masks.known(at), masks.known(True if live is None else live)
+    if numbers is None or counts is None:
+        return 1
+    numbers, counts = np.broadcast_arrays(numbers, counts)
+    numbers = numbers[counts]
+    if not numbers.size:
+        return 1
+    if numbers.min() < 0:
+        raise _before_tables(name, numbers.min())
+    return int(numbers.max()) + 1
 
 
 def _rotated_rows(

@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import os
 import pathlib
+import socket
 import sys
 from typing import Any
 
@@ -65,7 +66,8 @@ def main(argv: list[str]) -> int:
 def _main(argv: list[str]) -> int:
     left = parse(argv)
     if values.help:
-        sys.stdout.write(help_text(_program()))
+        task = values.task if values["task"].present else None
+        sys.stdout.write(help_text(_program(), task))
         return 0
     if left:
         raise ValueError(
@@ -111,10 +113,22 @@ def _discard_output() -> None:
 
 def _join() -> None:
     """This process becomes one of several; the first alone says what there is to say."""
-    from pallas_lm.cli import processes
-
-    processes.join(values.coordinator, values.processes, values.process)
-    if values.process:
+    address, count, number = values.coordinator, values.processes, values.process
+    if number >= count:
+        raise ValueError(f"process: expected 0 to {count - 1} of {count} --processes, got {number}")
+    host, _, port = address.rpartition(":")
+    if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 2**16):
+        raise ValueError(
+            f"coordinator: expected HOST:PORT, such as localhost:1234, got {address!r}"
+        )
+    try:
+        socket.getaddrinfo(host.removeprefix("[").removesuffix("]"), int(port))
+        sys.stderr.write(f"waiting for {count - 1} of {count} processes at {address}\n")
+        jax.distributed.initialize(address, count, number)
+    except (OSError, UnicodeError, jax.errors.JaxRuntimeError) as error:
+        why = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        raise ValueError(f"coordinator: {address}: {why}") from None
+    if number:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 

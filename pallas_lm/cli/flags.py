@@ -2,8 +2,10 @@
 
 import dataclasses
 import difflib
+import inspect
+import re
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from absl import flags
@@ -56,17 +58,12 @@ class Flag(NamedTuple):
     text: str
 
 
-def _option(name: str, kind: type | list[str], text: str) -> Flag:
-    """An option of `lm.generate`, which is checked there."""
-    return Flag(name, (DECODE,), kind, None, text)
-
-
 def _ints(least: int = 0, most: int = 2**28) -> range:
     return range(least, most + 1)
 
 
-FLAGS = (
-    Flag("help", TASKS, bool, False, "Print this and end."),
+SAID = (
+    Flag("help", TASKS, bool, False, "Print this and end; behind a task, its flags alone."),
     Flag("task", TASKS, list(TASKS), DECODE,
          "What to do. decode: continue prompts with a language model. train: make a small one from"
          " a text. parity: run small cases of every operation beside the reference. check: the "
@@ -147,49 +144,45 @@ FLAGS = (
     Flag("prompt_file", (DECODE,), str, None,
          r"A file of UTF-8 with a prompt a line, in which \n is a new line as in --prompt; empty "
          r"lines are left out; - is standard input."),
-    _option("chat", bool,
+    Flag("chat", (DECODE,), bool, None,
          "Prompts are messages of a user, for the chat template in the --checkpoint; takes "
          "pallas_attn[lm]."),
     Flag("random_prompts", (DECODE,), _ints(most=2**20), None,
          "This many prompts of random tokens instead."),
     Flag("prompt_length", (DECODE,), _ints(1), None, "Tokens of a random prompt."),
-    _option("max_new_tokens", int, "Tokens after each prompt, at most."),
-    _option("cache", list(options.CACHES), "Which KV cache."),
-    _option("capacity", int, "Rows that a sequence can hold. Default: what the prompts need."),
-    _option("page_size", int, "With --cache=paged: rows of a page."),
-    _option("pages", int,
-         "With --cache=paged: pages of the pool. Default: enough for all; with fewer, prompts "
-         "wait."),
-    _option("chunk", int, "Steps inside one jit."),
-    _option("prefill", int,
-         "Tokens of prompts that are prefilled together at most, padding counted."),
-    _option("prefill_chunk", int,
-         "Rows of prompts that a step takes beside the sequences that decode, which then do not "
-         "wait for long prompts. Default: prompts come in whole, before the next chunk of steps."),
-    _option("samples", int,
-         "Answers to each prompt, which is prefilled once and forked: takes --cache=paged and a "
-         "--temperature."),
-    _option("draft", list(options.DRAFTS),
-         "Where drafts come from, of which a step checks several at once. ngram: what followed the "
-         "newest tokens where they stood before. The tokens are those of plain decoding, but for "
-         "ties."),
-    _option("drafts", int, "With --draft: how many a step checks."),
-    _option("temperature", float, "0 takes the likeliest token."),
-    _option("top_k", int, "Sample from this many; 0: from all."),
-    _option("top_p", float, "Sample from the likeliest that make up this."),
-    _option("stop", tuple,
+    Flag("stop", (DECODE,), tuple, None,
          r"A text that ends a sequence and is left out; may be repeated. \n is a new line."),
-    _option("stop_ids", list,
+    Flag("stop_ids", (DECODE,), list, None,
          "Tokens that end a sequence, with commas; --stop_ids= for none. Default: what the "
          "checkpoint says."),
     Flag("check", (DECODE,), bool, False,
          "Compare every step with the reference path, and print the table."),
     Flag("json", (DECODE, CHECK, TUNE), bool, False, "One JSON object a line, for machines."),
-    _option("logprobs", bool,
+    Flag("logprobs", (DECODE,), bool, None,
          "With --json: the log-probability of each token, before temperature, top_k and top_p."),
     Flag("report", (DECODE,), str, None,
-         "A folder for report.json and report.png: where a step's time goes."),
+         "A folder for report.json: the time of a step, over batch sizes."),
 )  # fmt: skip
+
+
+def _of_options() -> Iterator[Flag]:
+    """The other options of `lm.generate`, as their records describe them, and check them."""
+    said = {"sampling", *(flag.name for flag in SAID)}
+    for record in (options.Call, options.Options, options.Sampling):
+        _, _, arguments = str(inspect.getdoc(record)).partition("Args:\n")
+        lines = re.split(r"\n(?=  \w)", arguments.partition("\n\n")[0])
+        texts = {name.strip(): text for name, _, text in (x.partition(": ") for x in lines)}
+        for field in dataclasses.fields(record):
+            if field.name in options.NAMES and field.name not in said:
+                kind: Any = int if "range" in field.metadata else type(field.default)
+                kind = list(field.metadata.get("choices", ())) or kind
+                text = " ".join(texts.get(field.name, "").split())  # none of them under python -OO
+                text = re.sub(r'(\w+)="(\w+)"', r"--\1=\2", text)
+                text = text[:1].upper() + text[1:].replace("None: ", "Default: ")
+                yield Flag(field.name, (DECODE,), kind, None, text)
+
+
+FLAGS = (*SAID, *_of_options())
 NAMES = {flag.name for flag in FLAGS}
 _DEFINE: dict[type, Callable[..., Any]] = {
     bool: flags.DEFINE_bool,
@@ -293,16 +286,19 @@ def said_options() -> dict[str, Any]:
     return {name: values[name].value for name in options.NAMES if name in NAMES}
 
 
-def help_text(program: str) -> str:
-    """All flags, those of one task together."""
+def help_text(program: str, task: str | None) -> str:
+    """The flags of a task; of all tasks, those of one together, where it is None."""
     lines, defaults = [USAGE.format(program)], _defaults()
-    for tasks in dict.fromkeys(flag.tasks for flag in FLAGS):
-        lines.append("every task:" if tasks == TASKS else f"{', '.join(tasks)}:")
+    if task is not None:
+        lines = [f"{program} {task} takes these flags; {program} --help has all tasks.\n"]
+    for tasks in dict.fromkeys(flag.tasks for flag in FLAGS if task in (None, *flag.tasks)):
+        if task is None:
+            lines.append("every task:" if tasks == TASKS else f"{', '.join(tasks)}:")
         for flag in FLAGS:
             default = flag.default if flag.default is not None else defaults.get(flag.name)
             lines += _help_of(flag, default) if flag.tasks == tasks else []
-        lines.append("")
-    return "\n".join(lines)
+        lines += [""] if task is None else []
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def _defaults() -> dict[str, Any]:

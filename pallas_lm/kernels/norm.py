@@ -5,25 +5,19 @@ One block a row. It is a kernel because XLA's kernels end before the next one be
 this one the next matmul already fills its ring (see linear.py). It rounds where the model in
 jax.numpy does: the sum of partials in float32, the sum with x, the normalised row, and its product
 with the weight.
-
-Where several GPUs of one process have a part of the sum each (`Problem.devices`), the kernel is the
-all-reduce too (all_reduce.py).
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn.kernels.lang import mosaic, peer_memory
+from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import GmemRef, Operand
-from pallas_lm.exchange import Exchange
-from pallas_lm.kernels import all_reduce
 
 _STEP = 4 * mosaic.THREADS  # elements that a block reads at once
 
@@ -37,18 +31,12 @@ class Problem:
     partials: int
     dtype: str
     eps: float
-    devices: int = 1  # each has partials of its own
-
-    @property
-    def over_gpus(self) -> all_reduce.Problem:
-        return all_reduce.Problem(self.rows, self.dim, self.partials, self.dtype, self.devices)
 
 
 def takes(problem: Problem) -> bool:
     """Whether the kernel serves it; XLA serves the rest."""
     narrow = problem.dtype in ("bfloat16", "float16")
-    fits = problem.dim % _STEP == 0 and problem.dim <= 16 * _STEP
-    return narrow and fits and problem.devices <= peer_memory.MOST_DEVICES
+    return narrow and problem.dim % _STEP == 0 and problem.dim <= 16 * _STEP
 
 
 class NormRefs(NamedTuple):
@@ -56,7 +44,6 @@ class NormRefs(NamedTuple):
     partials: GmemRef  # [partials, rows, dim]
     weight: GmemRef  # [layers, dim]
     layer: GmemRef  # [1]
-    exchange: Exchange | None = None
 
 
 def _kernel(refs: NormRefs, x_ref: GmemRef, normed_ref: GmemRef, *, problem: Problem) -> None:
@@ -66,15 +53,10 @@ def _kernel(refs: NormRefs, x_ref: GmemRef, normed_ref: GmemRef, *, problem: Pro
     weight = refs.weight[refs.layer[0]]
     plgpu.griddepcontrol_wait()  # for x and its partials
     x = refs.x[row]
-    if refs.exchange is not None:
-        all_reduce.sum_row(refs.partials, refs.exchange, normed_ref, row, problem.over_gpus)
-        added = normed_ref[row]  # it is there until the normalised row is
-    else:
-        wide = refs.partials[0, row].astype(jnp.float32)
-        for n in range(1, problem.partials):
-            wide += refs.partials[n, row].astype(jnp.float32)
-        added = wide.astype(dtype)
-    x = (x.astype(jnp.float32) + added.astype(jnp.float32)).astype(dtype)
+    wide = refs.partials[0, row].astype(jnp.float32)
+    for n in range(1, problem.partials):
+        wide += refs.partials[n, row].astype(jnp.float32)
+    x = (x.astype(jnp.float32) + wide.astype(dtype).astype(jnp.float32)).astype(dtype)
     x_ref[row] = x
     wide = x.astype(jnp.float32)
     wide *= lax.rsqrt(jnp.sum(wide * wide) * (1 / problem.dim) + problem.eps)
@@ -87,33 +69,12 @@ def run(
 ) -> tuple[Operand, Operand]:
     """(x [rows, dim], normed [rows, dim])."""
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    return _launch(problem)(NormRefs(x, partials, weight, layer))
-
-
-def _launch(problem: Problem) -> Callable[..., Any]:
     like = jax.ShapeDtypeStruct((problem.rows, problem.dim), problem.dtype)
-    return plgpu.kernel(
+    kernel = plgpu.kernel(
         functools.partial(_kernel, problem=problem),
         out_type=(like, like),
         grid=(problem.rows,),
         grid_names=("row",),
-        compiler_params=peer_memory.without_device_barrier() if problem.devices > 1 else None,
         kernel_name="norm_sm90",
     )
-
-
-@functools.partial(jax.jit, static_argnames="problem")
-def run_over_devices(  # noqa: PLR0913
-    x: Operand,
-    partials: Operand,
-    weight: Operand,
-    layer: Operand,
-    exchange: Exchange,
-    problem: Problem,
-) -> tuple[Operand, Operand, Operand]:
-    """(received, x [rows, dim], normed [rows, dim]); x and normed are the same on all devices."""
-    layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    received: Any = jax.new_ref(exchange.received)
-    exchange = exchange._replace(received=received)
-    results = _launch(problem)(NormRefs(x, partials, weight, layer, exchange))
-    return received[...], *results
+    return kernel(NormRefs(x, partials, weight, layer))

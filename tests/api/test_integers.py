@@ -127,6 +127,7 @@ def test_decode_pages_and_layers(rng, subject):
     for entry in (LEAST, -1, cache.pages, MOST):
         table = held.page_table.at[0, 3:].set(entry).at[1, 1].set(entry)
         wild = dataclasses.replace(held, page_table=table)
+        np.testing.assert_array_equal(wild.overflowed, [False, True, False])
         got = np.asarray(subject.call(pa.decode_attention, q, wild, layer=jnp.int32(1)))
         got = got.astype(np.float32)
         np.testing.assert_array_equal(got[[0, 2]], want[[0, 2]])  # no row of theirs is there

@@ -11,6 +11,7 @@ import pytest
 
 import pallas_attn as pa
 from tests.support import budget, in_numpy, subjects
+from tests.support.problems import by_name
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -70,7 +71,7 @@ def test_forward(rng, subject, name):
     blocks = lists(rng, batches, heads, sizes)
     options = {"kv_blocks": jnp.asarray(blocks), "block_size": sizes, "mask": mask}
     options["q_offset"] = offset
-    out, lse = subject.call(pa.flash_attention_with_lse, q, k, v, **options)
+    out, lse = subject.call(by_name.flash_attention_with_lse, q, k, v, **options)
     plain = {"q": q, "k": k, "v": v, "mask": mask, "mask_array": written_out(blocks, sizes)}
     plain["q_offset"] = offset
     wanted = budget.attention(plain, tensor_cores=subject.tensor_cores)
@@ -79,7 +80,7 @@ def test_forward(rng, subject, name):
 
 def gradients(q, k, v, implementation=None, **options):
     def loss(q, k, v):
-        out = pa.flash_attention(q, k, v, implementation=implementation, **options)
+        out = by_name.flash_attention(q, k, v, implementation=implementation, **options)
         weights = jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
         return (out.astype(jnp.float32) * weights).sum()
 
@@ -107,7 +108,7 @@ def test_mapped_over_a_batch(rng):
     blocks = jnp.asarray(np.stack([lists(rng, 2, K, (64, 64)) for _ in range(2)]))
 
     def call(q, k, v, blocks):
-        return pa.flash_attention(q, k, v, kv_blocks=blocks, block_size=64)
+        return by_name.flash_attention(q, k, v, kv_blocks=blocks, block_size=64)
 
     got = in_numpy.call(jax.vmap(call), q, k, v, blocks)
     for n in range(2):

@@ -1,5 +1,7 @@
 """The one definition of visibility, by brute force."""
 
+import copy
+import dataclasses
 import functools
 import itertools
 import re
@@ -47,6 +49,37 @@ def test_the_pictures_in_the_docstring_are_the_masks():
 def test_allows_is_the_definition(mask):
     for q_pos, kv_pos, kv_len in itertools.product(range(-3, 6), range(6), (None, 0, 2, 9)):
         assert bool(mask.allows(q_pos, kv_pos, kv_len)) == seen(mask, q_pos, kv_pos, kv_len)
+
+
+BUILT = {
+    "filled": Mask.filled,
+    "static": lambda mask: mask.static,
+    "widest": lambda mask: mask.widest,
+    "transposed, twice": lambda mask: mask.transposed.transposed,
+    "& FULL": lambda mask: mask & FULL,
+    "a pytree": lambda mask: jax.tree.map(lambda x: x, mask),
+    "copy.copy": copy.copy,
+}
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_masks_built_of_a_mask_have_all_of_its_fields(name):
+    for mask in MASKS:
+        assert BUILT[name](mask) == mask
+
+
+def test_every_field_of_a_mask_is_compared_with_the_definition():
+    """The tests here know no field that `MASKS` do not set."""
+    for field in dataclasses.fields(Mask):
+        values = {getattr(mask, field.name) for mask in MASKS}
+        shown = {tuple(seen(mask, 3, key) for key in range(9)) for mask in MASKS}
+        alike = {tuple(seen(without(mask, field), 3, key) for key in range(9)) for mask in MASKS}
+        assert len(values) > 1, f"Mask.{field.name}: set it in MASKS"
+        assert shown != alike, f"Mask.{field.name}: `seen` does not read it"
+
+
+def without(mask, field):
+    return mask.filled(**{field.name: field.default})
 
 
 @by_mask

@@ -1,4 +1,4 @@
-"""Packed rows: `flash_attention(q_starts=, kv_starts=)` is attention of each sequence by itself.
+"""Packed rows: `flash_attention(packed=)` is attention of each sequence by itself.
 
 The oracle is that of sequences in batch rows of their own, filled up to one length: see `Packed`.
 """
@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import pallas_attn as pa
 from pallas_attn import CAUSAL, FULL, Mask, sliding_window
 from tests.support import budget, subjects
+from tests.support.problems import by_name
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -122,7 +122,7 @@ class Packed:
 
 def with_gradients(arrays, starts, do, dlse, *, implementation, **static):
     """out and lse, and the gradients of what counts of them."""
-    call = functools.partial(pa.flash_attention_with_lse, implementation=implementation)
+    call = functools.partial(by_name.flash_attention_with_lse, implementation=implementation)
     floats = {name: arrays[name] for name in FLOATS if name in arrays}
     (out, lse), pull = jax.vjp(lambda floats: call(**floats, **starts, **static), floats)
     (grads,) = pull((do.astype(out.dtype), dlse))

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import pallas_attn as pa
 from pallas_attn import CAUSAL, Rotary
 from tests.support import budget, subjects
+from tests.support.problems import by_name
 from tests.support.problems.case import AttentionCase
 from tests.support.subjects import cotangents, forward_and_backward
 
@@ -85,10 +86,10 @@ def test_the_tables_have_gradients(rng):
 
     def by_hand(q, k, v, rotary):
         q, k = (rotated(x, jnp.broadcast_to(at, x.shape[:2]), rotary) for x in (q, k))
-        return pa.flash_attention_with_lse(q, k, v, mask=CAUSAL)
+        return by_name.flash_attention_with_lse(q, k, v, mask=CAUSAL)
 
     def ours(q, k, v, rotary):
-        return pa.flash_attention_with_lse(q, k, v, mask=CAUSAL, rotary=rotary)
+        return by_name.flash_attention_with_lse(q, k, v, mask=CAUSAL, rotary=rotary)
 
     results = [
         jax.jit(jax.value_and_grad(functools.partial(loss, call), (0, 1, 2, 3)))(q, k, v, ROTARY)
@@ -100,11 +101,13 @@ def test_the_tables_have_gradients(rng):
 def test_positions_are_those_of_masks(rng):
     """Offsets of each batch row; one for all; and positions as the caller says."""
     q, k, v = drawn(rng, 2)
-    call = functools.partial(pa.flash_attention, mask=CAUSAL, rotary=ROTARY)
+    call = functools.partial(by_name.flash_attention, mask=CAUSAL, rotary=ROTARY)
     offsets = jnp.array([3, 17], jnp.int32)
     at = offsets[:, None] + jnp.arange(24, dtype=jnp.int32)[None]
     rows = jnp.broadcast_to(jnp.arange(24), (2, 24))
-    want = pa.flash_attention(rotated(q, at), rotated(k, rows), v, mask=CAUSAL, q_offset=offsets)
+    want = by_name.flash_attention(
+        rotated(q, at), rotated(k, rows), v, mask=CAUSAL, q_offset=offsets
+    )
     close(call(q, k, v, q_offset=offsets), want)
     close(call(q, k, v, q_offset=offsets, rotary_positions=(at, jnp.arange(24))), want)
     for row, offset in enumerate((3, 17)):
@@ -116,18 +119,18 @@ def test_packed_rows_count_within_their_sequences(rng):
     q, k, v = drawn(rng, rows=(40, 50))
     starts, kv_starts = jnp.array([2, 9, 9, 31]), jnp.array([0, 12, 20, 44])
     offsets = jnp.array([5, 1, 2])
-    got = pa.flash_attention(
+    got = by_name.flash_attention(
         q, k, v, mask=CAUSAL, q_starts=starts, kv_starts=kv_starts, q_offset=offsets, rotary=ROTARY
     )
     for m in range(3):
         rows, keys = (slice(int(x[m]), int(x[m + 1])) for x in (starts, kv_starts))
         alone = [x[None, part] for x, part in ((q, rows), (k, keys), (v, keys))]
-        want = pa.flash_attention(*alone, mask=CAUSAL, q_offset=int(offsets[m]), rotary=ROTARY)
+        want = by_name.flash_attention(*alone, mask=CAUSAL, q_offset=int(offsets[m]), rotary=ROTARY)
         close(got[rows], want[0])
     assert not got[:2].any() and not got[31:].any()
     assert jnp.isfinite(got).all()
     two = (jnp.zeros(40, jnp.int32).at[9:31].set(jnp.arange(2, 24)), jnp.arange(50) % 24)
-    assert pa.flash_attention(
+    assert by_name.flash_attention(
         q, k, v, q_starts=starts, kv_starts=kv_starts, rotary=ROTARY, rotary_positions=two
     ).shape == q.shape  # fmt: skip
 
@@ -137,7 +140,7 @@ def test_documents_as_if_alone(rng):
     q, k, v = drawn(rng, 1)
     ids = jnp.array([[0] * 7 + [1] * 12 + [2] * 5])
     within = jnp.concatenate([jnp.arange(n) for n in (7, 12, 5)])
-    call = functools.partial(pa.flash_attention_with_lse, mask=CAUSAL, rotary=ROTARY)
+    call = functools.partial(by_name.flash_attention_with_lse, mask=CAUSAL, rotary=ROTARY)
     out, lse = call(q, k, v, segment_ids=ids)
     again = call(q, k, v, segment_ids=ids, rotary_positions=within)
     short = dataclasses.replace(ROTARY, cos=ROTARY.cos[:12], sin=ROTARY.sin[:12])
@@ -154,7 +157,7 @@ def test_a_prompt_is_that_of_the_cache(rng):
     q, k, v = drawn(rng, 2)
     cache = pa.append_kv(pa.StackedCache.create(2, 32, 2, 8, dtype=q.dtype), k, v, rotary=ROTARY)
     want = pa.decode_attention(q, cache, rotary=ROTARY)
-    close(pa.flash_attention(q, k, v, mask=CAUSAL, rotary=ROTARY), want)
+    close(by_name.flash_attention(q, k, v, mask=CAUSAL, rotary=ROTARY), want)
 
 
 def test_positions_outside_of_the_tables(rng):
@@ -165,7 +168,7 @@ def test_positions_outside_of_the_tables(rng):
     lengths = {"kv_lengths": jnp.array([20, 20]), "q_lengths": jnp.array([24, 9])}
 
     def run(q, k, positions):
-        return pa.flash_attention_with_lse(
+        return by_name.flash_attention_with_lse(
             q, k, v, rotary=ROTARY, rotary_positions=positions, **lengths
         )
 
@@ -193,18 +196,18 @@ KNOWN = {  # arguments, the message, arguments of rows alone that lengths or sta
     ),
     "of_keys": (
         {"rotary_positions": (AT, np.stack([AT, np.where(AT == 20, -1, AT)]))},
-        BEFORE.format("rotary_positions", ""),
+        BEFORE.format("rotary.at", ""),
         {"kv_lengths": np.array([24, 20])},
     ),
     "offsets": ({"q_offset": np.array([0, 41])}, BEYOND.format(65), {"q_lengths": [24, 23]}),
     "offsets_below": (
         {"q_offset": np.array([-1, 0])},
-        BEFORE.format("q_offset", "; pass rotary_positions"),
+        BEFORE.format("q_offset", "; pass rotary.at(positions)"),
         {"q_lengths": np.array([0, 9])},
     ),
     "packed_below": (
         {"q_starts": np.array([3, 13]), "q_offset": -1},
-        BEFORE.format("q_offset", "; pass rotary_positions"),
+        BEFORE.format("q_offset", "; pass rotary.at(positions)"),
         None,
     ),
     "packed": (
@@ -214,7 +217,7 @@ KNOWN = {  # arguments, the message, arguments of rows alone that lengths or sta
     ),
     "packed_positions": (
         {"q_starts": np.array([3, 13]), "rotary_positions": np.where(AT == 12, -1, AT)},
-        BEFORE.format("rotary_positions", ""),
+        BEFORE.format("rotary.at", ""),
         {"q_starts": np.array([0, 12])},
     ),
 }
@@ -231,7 +234,7 @@ def test_known_positions_outside_of_the_tables(rng, name):
     of_jax = jax.tree.map(as_jax, arrays, is_leaf=lambda x: isinstance(x, list))
 
     def call(*qkv, **more):
-        return pa.flash_attention(*qkv, rotary=ROTARY, **options | more)
+        return by_name.flash_attention(*qkv, rotary=ROTARY, **options | more)
 
     for each in (arrays, of_jax):
         closed = functools.partial(call, **each)
@@ -268,7 +271,7 @@ def test_the_tables_have_gradients_beside_nan_past_a_length(rng, name):
 
     def gradients(by):
         q, k, v = (filled(x, live[n > 0], by) for n, x in enumerate(qkv))
-        call = functools.partial(pa.flash_attention_with_lse, mask=CAUSAL, **options)
+        call = functools.partial(by_name.flash_attention_with_lse, mask=CAUSAL, **options)
         run = lambda rotary: loss(functools.partial(call, rotary=rotary), q, k, v)  # noqa: E731
         return jax.jit(jax.grad(run))(ROTARY), jax.jvp(run, (ROTARY,), (ROTARY,))[1]
 
@@ -297,7 +300,7 @@ def test_vmap(rng, mapped):
 
     def gradients(q, k, v, options):
         how = {"rotary": ROTARY, **options}
-        call = functools.partial(pa.flash_attention_with_lse, mask=CAUSAL, **how)
+        call = functools.partial(by_name.flash_attention_with_lse, mask=CAUSAL, **how)
         return jax.value_and_grad(functools.partial(loss, call), (0, 1, 2))(q, k, v)
 
     arrays = dict(zip("qkv", (q, k, v), strict=True))
@@ -324,7 +327,7 @@ def test_the_tables_have_gradients_beside_nan_of_a_context(rng):
 
         def local(rotary, q, k, v):
             how = {"q_lengths": ends, "kv_lengths": ends, "mask": CAUSAL, "context": context}
-            return pa.flash_attention(q, k, v, rotary=rotary, **how)
+            return by_name.flash_attention(q, k, v, rotary=rotary, **how)
 
         call = jax.shard_map(local, mesh=mesh, in_specs=(P(), *(rows,) * 3), out_specs=rows)
         return jax.jit(jax.grad(lambda rotary: (call(rotary, *arrays) ** 2).sum()))(ROTARY)
@@ -342,7 +345,7 @@ def test_in_shard_map_and_remat(rng):
     policy = jax.checkpoint_policies.save_only_these_names("flash_attention_out")
 
     def layer(q, k, v):
-        return pa.flash_attention_with_lse(q, k, v, mask=CAUSAL, rotary=ROTARY)
+        return by_name.flash_attention_with_lse(q, k, v, mask=CAUSAL, rotary=ROTARY)
 
     def gradients(q, k, v):
         call = jax.checkpoint(layer, policy=policy)
@@ -356,7 +359,9 @@ def test_in_shard_map_and_remat(rng):
 
 def test_export_with_symbolic_sizes(rng):
     """One exported program for every batch and length; longer than the tables is NaN."""
-    run = jax.jit(functools.partial(pa.flash_attention, mask=CAUSAL, rotary=ROTARY, q_offset=1))
+    run = jax.jit(
+        functools.partial(by_name.flash_attention, mask=CAUSAL, rotary=ROTARY, q_offset=1)
+    )
     batch, length = jax.export.symbolic_shape("b, t")
     shapes = [jax.ShapeDtypeStruct((batch, length, n, 8), "float32") for n in (4, 2, 2)]
     exported = jax.export.export(run)(*shapes)

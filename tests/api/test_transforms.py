@@ -259,23 +259,6 @@ def test_sharded_jit_of_attention_and_its_gradient(rng, over):
     same(got, jax.jit(run)(*arrays, do))
 
 
-def cache_specs(cache, over):
-    """Specs of the arrays of a cache: by heads for every kind, by sequences if they are an axis."""
-    heads = "model" if over != "batch" else None
-    batch = "data" if over != "heads" else None
-    rows = P(batch)
-    scaled = ("k_scale", "v_scale") if cache.quantized else ()  # they lie as their rows do
-    if cache.kind == "per_sequence":
-        buffers = (P(heads),) * cache.num_sequences
-        return PerSequenceCache(buffers, buffers, P(), P(), **dict.fromkeys(scaled, buffers))
-    if cache.kind == "stacked":
-        buffers = P(batch, heads)
-        return StackedCache(buffers, buffers, rows, rows, **dict.fromkeys(scaled, buffers))
-    shared = {"page_table": P(), "free_list": P(), "num_free": P(), "holders": P()}
-    shared |= dict.fromkeys(scaled, P(None, heads))
-    return PagedCache(P(None, heads), P(None, heads), P(), P(), **shared)
-
-
 DECODES = [("per_sequence", "heads"), ("stacked", "heads"), ("paged", "heads")]
 DECODES += [("stacked", "batch"), ("stacked", "both")]
 DECODES = [(*row, "float32") for row in DECODES]
@@ -302,7 +285,9 @@ def test_a_loop_over_steps_inside_shard_map(rng, kind, over, dtype):
 
     cache = create(kind, 4, dtype=dtype)
     wanted = jax.jit(loop)(cache, q, k, v)
-    specs, rows = cache_specs(cache, over), SPECS[over]
+    heads = {"heads": "model" if over != "batch" else None}
+    specs = cache.specs(**heads, **({"sequences": "data"} if over != "heads" else {}))
+    rows = SPECS[over]
     split = jax.shard_map(
         loop, mesh=mesh(), in_specs=(specs, rows, rows, rows), out_specs=(specs, P(None, *rows))
     )

@@ -7,7 +7,6 @@ import importlib.machinery
 import pathlib
 import re
 import sys
-import threading
 import types
 
 import jax.numpy as jnp
@@ -340,26 +339,6 @@ def test_a_peer_that_fails_is_said_in_the_row_and_the_run_fails(tmp_path, monkey
     assert f"FAILED timed at float32_causal: {reason}" in lines
     assert any(line.startswith("LEFT OUT zeros at float32_causal: wrong, not ") for line in lines)
     assert lines[-1] == "0 of 1 cases failed, and 4 times a peer"
-
-
-def test_nothing_runs_beside_a_peers_first_call(tmp_path, monkeypatch):
-    beside = []
-
-    def peer(call):
-        (subject,) = peers.wide_cache(call)
-
-        def launch():
-            beside.append([x.name for x in threading.enumerate() if "Pool" in x.name])
-            return subject.launch()
-
-        return [dataclasses.replace(subject, launch=launch)]
-
-    monkeypatch.setitem(peers.PEERS, "decode", {"wide_cache": peer})
-    names = ["decode_per_sequence_float8_e4m3fn", "decode_paged_edges"]
-    status, written, lines, _ = bench("decode", names, tmp_path, Options(turns=1))
-    assert status == 0, lines
-    assert beside == [[]] * 3  # the first call, and one turn
-    assert sum(row["impl"] == "wide_cache" for row in written) == 1
 
 
 def test_an_append_that_touches_another_row_is_wrong(tmp_path, monkeypatch):

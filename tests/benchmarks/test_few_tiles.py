@@ -4,7 +4,7 @@ import xml.etree.ElementTree
 
 import pytest
 
-from benchmarks import few_tiles
+from benchmarks import plots
 
 
 def row(q_heads, head_dim, forward, both):
@@ -24,9 +24,9 @@ ROWS = [row(1, 64, 1.2, 0.5), row(4, 64, 2.0, 1.0), row(1, 128, 1.05, 1.5), row(
 
 
 def test_a_square_for_each_problem_in_the_colour_of_its_ratio():
-    tree = xml.etree.ElementTree.fromstring(few_tiles.drawing(ROWS))
+    tree = xml.etree.ElementTree.fromstring(plots.squares(ROWS))
     paths = tree.findall("{*}path")
-    key, squares = paths[: len(few_tiles._CLASSES)], paths[len(few_tiles._CLASSES) :]
+    key, squares = paths[: len(plots._CLASSES)], paths[len(plots._CLASSES) :]
     counted = dict.fromkeys([path.get("fill") for path in key], 0)
     for path in squares:
         counted[path.get("fill")] += path.get("d").count("M")
@@ -34,12 +34,12 @@ def test_a_square_for_each_problem_in_the_colour_of_its_ratio():
 
 
 def test_the_text_says_what_is_slower():
-    said = few_tiles.summary(ROWS)
+    said = plots.ratios_said(ROWS)
     assert "Both passes: 0.500 at least, 1.50 in the middle, 3.00 at most." in said
     assert said.endswith("Not faster than cuDNN: `n1_h64`.")
-    assert few_tiles.summary(ROWS[1:]).endswith("cuDNN is nowhere faster.")
+    assert plots.ratios_said(ROWS[1:]).endswith("cuDNN is nowhere faster.")
 
 
 @pytest.mark.parametrize("passes", ["forward", "both"])
 def test_ratio(passes):
-    assert few_tiles.ratio(ROWS[1], passes) == pytest.approx({"forward": 2, "both": 1}[passes])
+    assert plots.ratio(ROWS[1], passes) == pytest.approx({"forward": 2, "both": 1}[passes])

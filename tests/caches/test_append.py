@@ -224,19 +224,6 @@ def test_no_rows_no_change(kind):
     same(got, cache)
 
 
-@pytest.mark.parametrize("page", [-1, -2, 5, 2**31 - 1, -(2**31)])
-def test_a_page_outside_of_the_pool_drops_its_rows(rng, page):
-    pool = np.full((5, 1, 2, 3), SENTINEL, np.float32)
-    table = np.array([[4, page, 0], [page, 1, 2]], np.int32)
-    rows = new_rows(rng, 2, 4, 1, 3)
-    got, _ = pa.append_kv_arrays(pool, None, rows, None, np.array([1, 0]), page_table=table)
-    wanted = pool.copy()
-    wanted[4, :, 1] = rows[0, 0]
-    wanted[0, :, 0] = rows[0, 3]
-    wanted[1, :, 0], wanted[1, :, 1] = rows[1, 2], rows[1, 3]
-    np.testing.assert_array_equal(got, wanted)
-
-
 # ---- in place -------------------------------------------------------------------------------
 
 

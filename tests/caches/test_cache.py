@@ -255,33 +255,6 @@ def filled(rows, **options):
     return pa.append_kv(cache, new, new + 0.5, new_lengths=jnp.asarray([rows, 0, 0]))
 
 
-def test_fork_shares_full_pages_and_copies_the_one_being_filled():
-    cache = filled(5).fork(0, 1)
-    table = np.asarray(cache.page_table)
-    np.testing.assert_array_equal(table[0, :2], table[1, :2])
-    assert table[0, 2] != table[1, 2] and table[1, 2] >= 0
-    np.testing.assert_array_equal(cache.lengths, [5, 5, 0])
-    assert int(cache.num_free) == 7 - 4
-    np.testing.assert_array_equal(rows_of(cache, 1)[0][:5], [0, 1, 2, 3, 4])
-    assert filled(4).fork(0, 1).num_free == 7 - 2  # nothing to copy: only shared pages
-
-
-@pytest.mark.parametrize("writer", [0, 1])
-def test_appends_to_one_side_of_a_fork_never_show_on_the_other(writer):
-    cache = filled(5).fork(0, 1)
-    other = 1 - writer
-    before = [x[:5].copy() for x in rows_of(cache, other)]
-    counts = jnp.zeros(3, jnp.int32).at[writer].set(3)
-    new = np.full((3, 3, 1, 1), -9, np.float32)
-    cache = pa.append_kv(cache, new, new, new_lengths=counts)
-    for have, want in zip(rows_of(cache, other), before, strict=True):
-        np.testing.assert_array_equal(have[:5], want)
-    np.testing.assert_array_equal(rows_of(cache, writer)[0][:8], [0, 1, 2, 3, 4, -9, -9, -9])
-    cache = cache.free(writer)
-    check_invariants(cache)
-    np.testing.assert_array_equal(rows_of(cache, other)[0][:5], [0, 1, 2, 3, 4])
-
-
 def test_fork_copies_the_page_in_every_layer():
     cache = PagedCache.create(2, 4, 2, 1, 1, layers=3, dtype="float32").extend(
         jnp.asarray([3, 0], jnp.int32)
@@ -295,17 +268,6 @@ def test_fork_copies_the_page_in_every_layer():
     np.testing.assert_array_equal(got, [[0, 1, 2], [10, 11, 12], [20, 21, 22]])
 
 
-def test_fork_to_a_prefix_and_onto_itself():
-    cache = filled(5).fork(0, 2, 3)
-    np.testing.assert_array_equal(cache.lengths, [5, 0, 3])
-    cut = filled(5).fork(0, 0, 3)
-    np.testing.assert_array_equal(cut.lengths, [3, 0, 0])
-    np.testing.assert_array_equal(rows_of(cut, 0)[0][:3], [0, 1, 2])
-    assert int(cut.num_free) == 5
-    check_invariants(cut)
-    assert filled(5).fork(0, 1, 99).lengths[1] == 5  # no more than the source has
-
-
 @pytest.mark.parametrize("source, target", [(0, 3), (0, -1), (3, 1), (-1, 1)])
 def test_fork_of_or_to_no_sequence_changes_nothing(source, target):
     """Traced indices, which no check sees: no page is lost, and nobody else's row is written."""
@@ -313,29 +275,6 @@ def test_fork_of_or_to_no_sequence_changes_nothing(source, target):
     got = jax.jit(lambda cache, *ends: cache.fork(*ends))(cache, source, target)
     for first, other in zip(jax.tree.leaves(got), jax.tree.leaves(cache), strict=True):
         np.testing.assert_array_equal(first, other)
-
-
-def test_fork_without_a_page_for_the_copy_overflows_the_target_only():
-    cache = filled(3).extend(jnp.asarray([0, 0, 8], jnp.int32))
-    cache = cache.extend(jnp.asarray([2, 0, 0], jnp.int32))
-    assert int(cache.num_free) == 0
-    cache = cache.fork(0, 1)
-    np.testing.assert_array_equal(cache.overflowed, [False, True, False])
-    assert LOST in np.asarray(cache.page_table)[1]
-    check_invariants(cache)
-    cache = cache.free(1)
-    np.testing.assert_array_equal(cache.overflowed, [False] * 3)
-    check_invariants(cache)
-
-
-def test_fork_of_a_sequence_that_lost_rows_says_so():
-    cache = filled(1).extend(jnp.asarray([0, 8, 4], jnp.int32))  # all 7 pages
-    cache = cache.extend(jnp.asarray([3, 0, 0], jnp.int32))
-    np.testing.assert_array_equal(cache.overflowed, [True, False, False])
-    cache = cache.free(2).fork(0, 2)
-    np.testing.assert_array_equal(cache.overflowed, [True, False, True])
-    check_invariants(cache)
-    np.testing.assert_array_equal(cache.fork(0, 2, 2).overflowed, [True, False, False])
 
 
 def test_an_empty_pool_gives_a_clear_answer_and_touches_nobody():
@@ -362,17 +301,6 @@ def test_the_shortest_ask_comes_first():
     assert int(cache.num_free) == 1
     np.testing.assert_array_equal((np.asarray(cache.page_table) >= 0).sum(1), [0, 1, 2])
     check_invariants(cache)
-
-
-def test_allocated_pages_are_used_by_extend():
-    cache, granted = filled(1).allocate(3)
-    np.testing.assert_array_equal(granted, [True] * 3)
-    free, table = int(cache.num_free), np.asarray(cache.page_table)
-    np.testing.assert_array_equal(cache.lengths, [1, 0, 0])
-    grown = cache.extend(1)
-    assert int(grown.num_free) == free
-    np.testing.assert_array_equal(grown.page_table, table)
-    np.testing.assert_array_equal(cache.allocate(jnp.asarray([8, 0, 0]))[1], [False, True, True])
 
 
 def test_reset_of_a_paged_cache_gives_its_pages_back():

@@ -159,44 +159,6 @@ def test_token_by_token_and_in_chunks(rng, subject, kind, name):
     np.testing.assert_array_equal(cache.lengths, [16, 16])
 
 
-@each_subject
-@every_kind
-def test_what_lies_past_a_length_moves_nothing(rng, subject, kind):
-    lengths = (0, 1, 7, CAPACITY)
-    _, k, v = rows(rng, 4, CAPACITY, subject.dtype)
-    q = rows(rng, 4, 2, subject.dtype)[0]
-    clean, nan, inf = (
-        subject.call(
-            pa.decode_attention_with_lse,
-            q,
-            holding(np.random.default_rng(1), kind, k, v, lengths, fill=fill),
-        )
-        for fill in (0.0, np.nan, np.inf)
-    )
-    for got in (nan, inf):
-        for have, want in zip(got, clean, strict=True):
-            np.testing.assert_array_equal(have, want)
-    assert np.isfinite(np.asarray(clean[0], np.float32)).all()
-
-
-@pytest.mark.by_xla
-@each_subject
-@every_kind
-def test_overflow_gives_nan_and_only_there(rng, subject, kind):
-    _, k, v = rows(rng, 4, CAPACITY + 8, subject.dtype)
-    q = rows(rng, 4, 1, subject.dtype)[0]
-    fits = (5, CAPACITY, 3, 9)
-    lengths = (5, CAPACITY + 7, 3, 9)  # capacities of separate arrays are 24, 26, 28, 30
-    cache = holding(np.random.default_rng(1), kind, k, v, lengths)
-    np.testing.assert_array_equal(cache.overflowed, [False, True, False, False])
-    got = subject.call(pa.decode_attention_with_lse, q, cache)
-    whole = holding(np.random.default_rng(1), kind, k, v, fits)
-    wanted = subject.call(pa.decode_attention_with_lse, q, whole)
-    for have, want in zip(got, wanted, strict=True):
-        assert np.isnan(np.asarray(have[1], np.float32)).all()
-        np.testing.assert_array_equal(np.delete(have, 1, 0), np.delete(want, 1, 0))
-
-
 @each_subject_interpreted_too
 @every_kind
 def test_rows_written_without_extend_show(rng, subject, kind):
@@ -218,45 +180,6 @@ def test_rows_written_without_extend_show(rng, subject, kind):
             lost = np.isnan(x).all(axis=tuple(range(1, x.ndim)))
             np.testing.assert_array_equal(lost, np.logical_not(reached))
             assert not np.isnan(x[np.array(reached)]).any()
-
-
-@each_subject
-@pytest.mark.parametrize("lost", [-1, -2, 1000, -(2**31)])
-def test_a_missing_page_is_an_overflow(rng, subject, lost):
-    _, k, v = rows(rng, 3, CAPACITY, subject.dtype)
-    q = rows(rng, 3, 1, subject.dtype)[0]
-    cache = holding(rng, "paged", k, v, (10, 10, 10))
-    whole = subject.call(pa.decode_attention, q, cache)
-    hole = cache.page_table.at[1, 2].set(lost).at[2, 3].set(lost)  # rows 8 to 11; past the end
-    hole = hole.at[1, 3].set(cache.page_table[0, 0])  # the number of pages is as before
-    cache = dataclasses.replace(cache, page_table=hole)
-    np.testing.assert_array_equal(cache.overflowed, [False, True, False])
-    got = subject.call(pa.decode_attention, q, cache)
-    assert np.isnan(np.asarray(got[1], np.float32)).all()
-    for m in (0, 2):
-        np.testing.assert_array_equal(got[m], whole[m])
-
-
-@every_kind
-def test_a_real_overflow_from_the_first_row_too_many(rng, kind):
-    """Driven through append_kv: right up to the last row that fits, NaN from the next one on."""
-    q, k, v = rows(rng, 2, 30, "float32")
-
-    @jax.jit
-    def step(cache, q, k, v):
-        cache = pa.append_kv(cache, k, v)
-        return cache, pa.decode_attention(q, cache)
-
-    cache = pa.append_kv(empty(kind, 2, "float32"), k[:, :20], v[:, :20])
-    wanted = np.asarray(pa.flash_attention(q, k, v, mask=CAUSAL))
-    capacities = cache.capacities
-    for i in range(20, 30):
-        cache, out = step(cache, q[:, i], k[:, i], v[:, i])
-        for m, capacity in enumerate(capacities):
-            if i < capacity:
-                np.testing.assert_allclose(out[m], wanted[m, i], rtol=1e-5, atol=1e-5)
-            else:
-                assert np.isnan(out[m]).all() and cache.overflowed[m]
 
 
 @pytest.mark.by_xla

@@ -27,7 +27,6 @@ from tests.support.threads import BlockOfThreads, Memory
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 KINDS = ("per_sequence", "stacked", "paged")
-every_kind = pytest.mark.parametrize("kind", KINDS)
 KV_HEADS, GROUP, DIM, V_DIM = 2, 2, 64, 64
 COUNTS = (1, 0, 2, 7, 8, 16, 63, 64, 65, 128, 0, 300, 1)  # rows of each sequence
 HELD = (130, 9, 0, 60, 1, 0, 70, 0, 63, 5, 0, 20, 0)  # and those that it had before
@@ -610,9 +609,9 @@ def test_what_hides_keys_from_packed_latent_rows(rng, monkeypatch, subject, hide
 
 
 @pytest.mark.by_xla
-@pytest.mark.parametrize("gpu", ["sm80", "sm90"])
-@pytest.mark.parametrize("tokens", [5, 200])  # decode's kernel, and prefill's beside it
-@pytest.mark.parametrize("function", ["parents", "mask"])
+@pytest.mark.parametrize(  # decode's kernel, and prefill's beside it
+    "function, tokens, gpu", [("parents", 5, "sm80"), ("mask", 5, "sm90"), ("parents", 200, "sm90")]
+)
 def test_one_sequence_and_a_function_that_reads_its_number(function, tokens, gpu):
     """It lowers: the number of the only sequence is no constant to Pallas, which takes none into a
     loop's state.

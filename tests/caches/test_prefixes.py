@@ -691,89 +691,36 @@ ON_GPU = {  # sequences, kv heads, query heads, head dim, rows of a page, tokens
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ON_GPU)
-def test_on_a_gpu(rng, name):
-    """Random tries of pages, lengths that end anywhere; one page is missing, one sequence empty.
-    All combinations of levels and sinks, each by one program.
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+def test_on_a_gpu(rng, name, packed):
+    """Random tries of pages, lengths that end anywhere; one page is missing, one sequence has its
+    own rows alone. Packed: single tokens, chunks of prompts and sequences without rows; some rows
+    belong to nobody. All combinations of levels and sinks, each by one program.
     """
     number = list(ON_GPU).index(name)
     count, kv_heads, heads, dim, size, tokens, dtype = ON_GPU[name]
-    width = 1024 // size
+    width, parts, tokens = 1024 // size, 0, 400 if packed else tokens
     sizes = {"kv_heads": kv_heads, "head_dim": dim, "page_size": size, "dtype": dtype}
-    parts = 0
     for trial in range(4):
         table = rng.permutation(count * width).reshape(count, width)
         for _ in range(0 if trial == 3 else count):
             first, at = rng.integers(0, count), rng.integers(0, width)
-            some = rng.integers(first, count, 3)
-            table[some, :at] = table[first, :at]
-        lengths = rng.integers(tokens, 1025, count)
-        lengths[0] = tokens
-        table[1, lengths[1] // size - 1] = -2
-        cache = cache_of(rng, table, lengths, pages=count * width, **sizes)
-        q = rows_of(rng, count, tokens, heads, dim, dtype=dtype)
-        sinks = rows_of(rng, heads) if number % 2 else None
-        got, want, shared = both(q, cache, cache, levels=1 + number % 3, tokens=tokens, sinks=sinks)
-        step = 2.0**-6 if dtype != "float32" else 2e-5
-        close(got[:1], want[:1], step)
-        close(got[1:], want[1:], 1e-4)
-        parts += int((np.asarray(shared.lengths) > 0).sum())
-    assert parts
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ON_GPU)
-def test_packed_rows_on_a_gpu(rng, name):
-    """Single tokens, chunks of prompts and sequences without rows; some rows belong to nobody. One
-    program a test, as above.
-    """
-    number = list(ON_GPU).index(name)
-    count, kv_heads, heads, dim, size, _, dtype = ON_GPU[name]
-    width, tokens, parts = 1024 // size, 400, 0
-    sizes = {"kv_heads": kv_heads, "head_dim": dim, "page_size": size, "dtype": dtype}
-    for _ in range(4):
-        table = rng.permutation(count * width).reshape(count, width)
-        for _ in range(count):
-            first, at = rng.integers(0, count), rng.integers(0, width)
             table[rng.integers(first, count, 3), :at] = table[first, :at]
-        cache = cache_of(rng, table, rng.integers(300, 1025, count), pages=count * width, **sizes)
-        starts = jnp.asarray(draw_starts(rng, count, tokens))
-        q = rows_of(rng, tokens, heads, dim, dtype=dtype)
+        lengths = rng.integers(300 if packed else tokens, 1025, count)
+        if not packed:
+            lengths[0] = tokens
+            table[1, lengths[1] // size - 1] = -2
+        cache = cache_of(rng, table, lengths, pages=count * width, **sizes)
+        rows = (tokens,) if packed else (count, tokens)
+        q = rows_of(rng, *rows, heads, dim, dtype=dtype)
         sinks = rows_of(rng, heads) if number % 2 else None
         how = {"levels": 1 + number % 3, "tokens": tokens, "sinks": sinks}
-        got, want, shared = both_packed(q, cache, cache, starts, **how)
+        if packed:
+            starts = jnp.asarray(draw_starts(rng, count, tokens))
+            got, want, shared = both_packed(q, cache, cache, starts, **how)
+        else:
+            got, want, shared = both(q, cache, cache, **how)
         close(got[:1], want[:1], 2.0**-6 if dtype != "float32" else 2e-5)
         close(got[1:], want[1:], 1e-4)
         parts += int((np.asarray(shared.lengths) > 0).sum())
     assert parts
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["per_sequence", "stacked", "paged"])
-def test_a_prefix_on_a_gpu(rng, kind):
-    lengths, groups = [1000, 0, 77, 512], rng.integers(-1, 5, 40)
-    rows = rows_of(rng, 4, 1000, 2, 64, dtype="bfloat16")
-    sizes = (2, 64)
-    prefix = {
-        "per_sequence": lambda: pa.PerSequenceCache.create([1024] * 4, *sizes),
-        "stacked": lambda: pa.StackedCache.create(4, 1024, *sizes),
-        "paged": lambda: pa.PagedCache.create(4, 128, 32, *sizes),
-    }[kind]()
-    prefix = pa.append_kv(prefix, rows, -rows, new_lengths=jnp.asarray(lengths, jnp.int32))
-    own, joined = (pa.StackedCache.create(40, n, *sizes) for n in (64, 1088))
-    new = rows_of(rng, 40, 40, 2, 64, dtype="bfloat16")
-    counts = rng.integers(0, 41, 40)
-    own = pa.append_kv(own, new, -new, new_lengths=jnp.asarray(counts, jnp.int32))
-    both_rows, ends = np.zeros((40, 1088, 2, 64), new.dtype), []
-    for m, group in enumerate(groups):
-        n = lengths[group] if 0 <= group < 4 else 0
-        both_rows[m, :n] = np.asarray(rows[group if n else 0, :n])
-        both_rows[m, n : n + counts[m]] = np.asarray(new[m, : counts[m]])
-        ends.append(n + counts[m])
-    both_rows = jnp.asarray(both_rows)
-    joined = pa.append_kv(joined, both_rows, -both_rows, new_lengths=jnp.asarray(ends, jnp.int32))
-    q = rows_of(rng, 40, 8, 64, dtype="bfloat16")
-    named = pa.Prefix(prefix, jnp.asarray(groups, jnp.int32))
-    for options in ({}, {"sinks": rows_of(rng, 8)}):
-        got, want = with_prefix(q, own, named, joined, options)
-        close(got[:1], want[:1], 2.0**-6)
-        close(got[1:], want[1:], 1e-4)

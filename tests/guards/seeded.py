@@ -834,7 +834,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
             "place = _place(ctx, work, wg, jnp.maximum(number, 0))",
         ),
     },
-    "tests/kernels/flash_bwd/test_any_size.py -k 'test_any_size_interpreted and rows'": {
+    "tests/kernels/flash_bwd/test_any_size.py -k 'test_any_size and interpreted and rows'": {
         "a_block_leaves_the_last_lines_of_dq": (
             f"{BWD}/statistics.py",
             "for line in range(0, lines, zeros.shape[0]):",

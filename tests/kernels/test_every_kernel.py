@@ -97,6 +97,7 @@ def test_lowers(kind):
     assert "mosaic_gpu" in text
 
 
+ON_A_GPU = 6  # pairs of options of each kernel
 HERE = {name for name, row in ROWS.items() if row.runs_on(device.gpu_generation())}
 
 
@@ -105,3 +106,10 @@ HERE = {name for name, row in ROWS.items() if row.runs_on(device.gpu_generation(
 def test_on_a_gpu(module, plan):
     row = ROWS[module]
     row.check(*(row.hard | row.ends)[plan])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", range(ON_A_GPU))
+@pytest.mark.parametrize("module", [x for x in pairs.MODULES if x in HERE])
+def test_pairs_of_options_on_a_gpu(module, number):
+    ROWS[module].check(*next(itertools.islice(pairs.space_of(module).calls(), number, None)))

@@ -139,10 +139,9 @@ MORE: dict[str, tuple[dict[str, Any], ...]] = {
 
 def asked(problem: Any) -> Iterator[tuple[str, pa.Limit]]:
     """The limits of all kernels of dispatch that refuse a problem."""
-    more = {"flash_jvp": "flash_dual", "decode": "listed_backward"}
     table = dispatch.table_of(problem)
-    if getattr(problem, "listed", None) or problem.op == "flash_jvp":
-        table += dispatch.TABLES[more[problem.op]]
+    if getattr(problem, "listed", None):
+        table += dispatch.TABLES["listed_backward"]
     for row in table:
         if isinstance(row, dispatch.Candidate):
             limit = row.kernel.limit(problem) or row.kernel.slower(problem)

@@ -23,7 +23,6 @@ from pallas_attn.kernels.decode_mla import plan as mla_plan
 from pallas_attn.kernels.decode_mla import sm80 as mla_sm80
 from pallas_attn.kernels.decode_mla import sm90 as mla_sm90
 from pallas_attn.kernels.decode_mla import sm90_few_rows
-from pallas_attn.kernels.flash_bwd import documents as bwd_documents
 from pallas_attn.kernels.flash_bwd import key_tiles, sm90_two_kernels, sm90_window, work_order
 from pallas_attn.kernels.flash_bwd import sm80 as bwd_sm80
 from pallas_attn.kernels.flash_bwd import sm90 as bwd_sm90
@@ -170,7 +169,7 @@ def test_documents_in_the_backward_are_dealt_evenly(documents, offsets):
         **fields, segment_spans=spans, q_offset=jnp.asarray(offsets, jnp.int32)
     )
     ctx = KernelContext(plan, refs)
-    table = np.asarray(bwd_documents.schedule_by_rank(ctx))
+    table = np.asarray(work_order.schedule_by_rank(ctx))
     codes = taken(table)
     assert len(codes) == len(set(codes.tolist())) == plan.order.work_tiles
 

@@ -78,8 +78,15 @@ def shown(stdout=None, stderr=None, **changes):
     return status, stdout.getvalue(), stderr.getvalue()
 
 
-def refuses(message, call, *arguments, **fields):
-    """The call is refused with just this message."""
+def refusal(call, *arguments, **fields):
+    """The one line that a call is refused with."""
     with pytest.raises(ValueError) as caught:
         call(*arguments, **fields)
-    assert str(caught.value) == message
+    line = str(caught.value)
+    assert len(line) < 600 and line.isprintable()
+    return line
+
+
+def refuses(message, call, *arguments, **fields):
+    """The call is refused with just this message."""
+    assert refusal(call, *arguments, **fields) == message

@@ -56,9 +56,9 @@ def test_a_chunk_copies_neither_caches_nor_weights(kind):
     # Lengths and page tables, which are kept as they were before the step, are integers.
     assert not re.findall(r"= bf16\[\d\S* copy", report.hlo)
     assert report.aliases >= len(jax.tree.leaves((cache.k, cache.v)))
-    # The append, the attention, four matmuls, two norms and the rotation of every layer; the last
-    # norm and the head.
-    assert report.launches == 9 * CONFIG.layers + 2
+    # The append, the attention, four matmuls and two norms of every layer; the last norm and the
+    # head.
+    assert report.launches == 8 * CONFIG.layers + 2
     waits = [text for text in report.sass.split("\f") if "ACQBULK" in text]
     assert len(waits) == len(report.kernels) >= 8  # each kind of kernel waits for the one before
     # XLA's own kernels stand before the first layer and after the last one.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import pallas_lm as lm
-from benchmarks.decode_loop import peer
+from benchmarks import decode_peer
 from pallas_lm import check, decode, session
 from pallas_lm.options import CACHES
 from pallas_lm.sampling import Sampling
@@ -195,6 +195,7 @@ def test_what_cannot_be_run_is_said_before_it_starts(texts, how, wanted, message
     refuses(message, decode.Run, *small(), options(**how), texts, wanted)
 
 
+SAMPLES = {"cache": "paged", "sampling": Sampling(0.3), "samples": 3}
 NO_CACHE = "cache: expected one of ('per_sequence', 'stacked', 'paged'), got 'ring'"
 
 
@@ -210,6 +211,15 @@ NO_CACHE = "cache: expected one of ('per_sequence', 'stacked', 'paged'), got 'ri
         ({"pages": 0}, "pages: expected at least 1, got 0"),
         ({"stop_ids": [3]}, "stop_ids: expected a tuple of tokens, ints, got [3]"),
         ({"sampling": 0.7}, "sampling: expected a Sampling, got 0.7"),
+        ({"draft": "tree"}, "draft: expected one of ('ngram',) or None, got 'tree'"),
+        ({"draft": "ngram", "drafts": 0}, "drafts: expected at least 1, got 0"),
+        (SAMPLES | {"samples": 0}, "samples: expected at least 1, got 0"),
+        (SAMPLES | {"cache": "stacked"},
+         "cache: expected 'paged', whose pages are forked, for 3 samples of a prompt, got "
+         "'stacked'"),
+        (SAMPLES | {"sampling": Sampling()},
+         "samples: expected 1, or a temperature, for 3 samples of a prompt, got 3"),
+        (SAMPLES | {"batch": 2}, "batch: expected at least 3 for 3 samples of a prompt, got 2"),
         ({"mesh": "tp:2"},
          "mesh: expected a mesh with the axis 'tp', as lm.mesh.make('tp:2', ('tp',)) makes it, or "
          "None, got 'tp:2'"),
@@ -237,27 +247,7 @@ def test_logits_that_are_no_numbers_are_an_error(drawn):
         list(after)
 
 
-def test_a_run_that_gave_its_cache_back_does_no_more():
-    run = decode.Run(*small(), options(), prompts(), 10)
-    next(iter(run))
-    run.release()
-    line = "run: expected one with its cache, got one after release; make another"
-    refuses(line, list, run)
-    refuses(line, run.prepare)
-
-
 # ---- generate -----------------------------------------------------------------------------------
-
-
-def test_generate_continues_texts():
-    continued = functools.partial(lm.generate, lm.load(), max_new_tokens=20)
-    both = ["ROMEO:", "The sea"]
-    texts = continued(both)
-    assert texts == ["\nWhat say'st thou? i", "l of the seasons and"]
-    assert continued(both, cache="stacked", prefill_chunk=4) == texts
-    (drawn,) = continued(["The sea"], sampling=Sampling(2.0), seed=3, batch=1)
-    assert drawn != texts[1]
-    assert continued(["The sea"], stop_ids=(ord(" "),), cache="paged") == ["l "]
 
 
 NO_DTYPE = "dtype: expected one of ('bfloat16', 'float16', 'float32'), got '{}'"
@@ -298,17 +288,8 @@ def test_load_takes_a_folder(tmp_path):
     [
         ("ROMEO:", {}, "prompts: expected a list of texts, got one; did you mean ['ROMEO:']?"),
         (["a", ""], {}, "prompt 2 is empty"),
-        (["a"], {"cache": "ring"}, NO_CACHE),
-        (["a"], {"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
-        (["a"], {"max_new_tokens": "5"}, "max_new_tokens: expected an int of at least 1, got '5'"),
-        (["a"], {"seed": 2**64}, f"seed: expected at most {2**32 - 1}, got {2**64}"),
         (["a"], {"seed": "1"}, "seed: expected an int of at least 0, got '1'"),
         (["a"], {"samples": "3"}, "samples: expected an int of at least 1, got '3'"),
-        (
-            ["a", None],
-            {},
-            "prompt 2: expected a text, a list of token ids or a list of messages, got None",
-        ),
         (None, {}, "prompts: expected a list of texts, got None"),
         (["a"], {"dtype": "int8"}, NO_DTYPE.format("int8")),
     ],
@@ -379,8 +360,8 @@ def test_the_peer_of_the_report_computes_the_same_tokens():
     config, params = small()
     how = options(chunk=10)
     start = jnp.asarray([3, 50, 7], jnp.int32)
-    carry = (peer.create(config, how, 0), jnp.zeros(3, jnp.int32), start)
-    program = jax.jit(functools.partial(peer.steps, config, how, "xla"))
+    carry = (decode_peer.create(config, how, 0), jnp.zeros(3, jnp.int32), start)
+    program = jax.jit(functools.partial(decode_peer.steps, config, how, "xla"))
     (_, lengths, _), got = program(params, carry)
     wanted = [greedy_by_the_full_forward((token,), 10) for token in start.tolist()]
     assert got.T.tolist() == wanted and lengths.tolist() == [10] * 3

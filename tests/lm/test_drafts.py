@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import re
 
 import numpy as np
 import pytest
@@ -178,24 +177,3 @@ def test_samples_share_the_pages_of_their_prompt(changes):
     table = np.asarray(made.cache.page_table)[:, :3]
     assert (table[:, :2] == table[:1, :2]).all() and len(set(table[:, 2])) == 3
     assert int(made.cache.num_free) == made.cache.pages - 5
-
-
-SAMPLES = DRAWN | {"samples": 3}
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ({"draft": "tree"}, "draft: expected one of ('ngram',) or None, got 'tree'"),
-        ({"draft": "ngram", "drafts": 0}, "drafts: expected at least 1, got 0"),
-        (SAMPLES | {"samples": 0}, "samples: expected at least 1, got 0"),
-        (SAMPLES | {"cache": "stacked"},
-         "cache: expected 'paged', whose pages are forked, for 3 samples of"),
-        (SAMPLES | {"sampling": Sampling()},
-         "samples: expected 1, or a temperature, for 3 samples"),
-        (SAMPLES | {"batch": 2}, "batch: expected at least 3 for 3 samples of a prompt, got 2"),
-    ],
-)  # fmt: skip
-def test_options_refuse(how, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        options(**how)

@@ -65,7 +65,7 @@ def test_a_checkpoint_computes_what_the_witness_does(tmp_path, rng, family):
     got = model.forward(config, params, jnp.asarray(ids, jnp.int32)[None])[0]
     wanted = witness.logits(*witness.made(family), ids)
     assert np.abs(wanted).max() > 2  # the logits have something to say
-    np.testing.assert_allclose(got, wanted, atol=2e-4)
+    np.testing.assert_allclose(got, wanted, atol=5e-4)  # float32 beside float64
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 
@@ -37,7 +36,7 @@ def run(*arguments, stdin=""):
         input=stdin,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=600,
     )
     return done.returncode, done.stdout, done.stderr
 
@@ -147,7 +146,7 @@ def _broken(folder, how):
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("truncated", "/model.safetensors: Error while deserializing header: "),
+        ("truncated", "/model.safetensors: header: expected data_offsets to the end, "),
         ("shape", "model.norm.weight: expected shape [32], as config.json has it, got [31]"),
         ("architecture", "/config.json: model_type: expected one of llama, mistral, "),
     ],
@@ -228,23 +227,17 @@ PAGES = (
     "leave page_size out; see python run.py --help\n"
 )
 WRONG = [
-    (
-        "--task=dance",
-        "flag --task=dance: value should be one of <decode|train|parity|check|tune|bench>",
-    ),
-    (
-        "--implementation=cudnn",
-        "flag --implementation=cudnn: value should be one of <sm90|sm80|sm100|reference>",
-    ),
+    ("--task=dance",
+     "flag --task=dance: value should be one of <decode|train|parity|check|tune|bench>"),
+    ("--implementation=cudnn",
+     "flag --implementation=cudnn: value should be one of <sm90|sm80|sm100|reference>"),
     ("--seed=-1", "flag --seed=-1: -1 is not an integer in the range [0, 4294967295]"),
     ("--op=append", "op: --task=decode does nothing with it"),
     ("--report=/dev/null/here", "report: /dev/null/here: Not a directory"),
     ("--nosuch=1", "Unknown command line flag 'nosuch'; see"),
     ("--helpfull", "Unknown command line flag 'helpfull'; did you mean --help?; see"),
-    (
-        "--max_new_token=3",
-        "Unknown command line flag 'max_new_token'; did you mean --max_new_tokens",
-    ),
+    ("--max_new_token=3",
+     "Unknown command line flag 'max_new_token'; did you mean --max_new_tokens"),
     ("--check=7", "flag --check=7: expected --check or --nocheck, without a value; see"),
     ("--max_new_tokens=0", "max_new_tokens: expected at least 1, got 0; see"),
     ("--chunk=65537", "chunk: expected at most 65536, got 65537; see"),
@@ -254,23 +247,15 @@ WRONG = [
     ("--checkpoint=org/name", "checkpoint: expected a folder with config.json, weights and "),
     ("--report=", "report: expected a value after --report=; leave the flag out for its default"),
     ("--task=train --text=LICENSE --out=", "out: expected a value after --out=; leave the flag"),
-    (
-        "--mesh=tp:2 --coordinator=nope --processes=2",
-        "coordinator: expected HOST:PORT, such as localhost:1234, got 'nope'",
-    ),
-    (
-        "--mesh=tp:2 --coordinator=localhost:99999",
-        "coordinator: expected HOST:PORT, such as localhost:1234, got 'localhost:99999'",
-    ),
-    (
-        "--mesh=tp:2 --coordinator=no.such.host.invalid:1 --processes=2 --process=1",
-        "coordinator: no.such.host.invalid: ",
-    ),
-    (
-        "extra",
-        "expected flags, or one of decode, train, parity, check, tune, bench as the first "
-        "argument, got 'extra'",
-    ),
+    ("--mesh=tp:2 --coordinator=nope --processes=2",
+     "coordinator: expected HOST:PORT, such as localhost:1234, got 'nope'"),
+    ("--mesh=tp:2 --coordinator=localhost:99999",
+     "coordinator: expected HOST:PORT, such as localhost:1234, got 'localhost:99999'"),
+    ("--mesh=tp:2 --coordinator=no.such.host.invalid:1 --processes=2 --process=1",
+     "coordinator: no.such.host.invalid:1: "),
+    ("extra",
+     "expected flags, or one of decode, train, parity, check, tune, bench as the first "
+     "argument, got 'extra'"),
     ("--prompt=", "prompt 1 is empty"),
     (f"--prompt={'a' * 513}", "prompt 1: 513 tokens do not fit in a capacity of 512"),
     ("--prompt_file=configs", "prompt_file: configs: Is a directory"),
@@ -279,55 +264,37 @@ WRONG = [
     ("--flagfile=configs", "Unable to open flagfile: [Errno 21] Is a directory: 'configs'"),
     ("--stop_ids=a", "stop_ids: expected numbers, got ['a']"),
     ("--temperature=-1", "temperature: expected at least 0, got -1.0"),
-    (
-        "--batch=1048577",
-        "flag --batch=1048577: 1048577 is not an integer in the range [1, 1048576]",
-    ),
+    ("--batch=1048577",
+     "flag --batch=1048577: 1048577 is not an integer in the range [1, 1048576]"),
     ("--task=train", "--task=train needs --text=FILE and --out=FOLDER"),
-    (
-        "--task=train --text=LICENSE --out=/dev/null/x --batch=1000000",
-        "batch: 1000000 windows of 512 bytes take more than ",
-    ),
+    ("--task=train --text=LICENSE --out=/dev/null/x --batch=1000000",
+     "batch: 1000000 windows of 512 bytes take more than "),
     ("--task=train --text=LICENSE --out=/dev/null/x", "out: /dev/null/x: Not a directory"),
-    (
-        "--task=bench",
-        "a benchmark times a GPU and jax found none; see python run.py for what runs here",
-    ),
+    ("--task=bench",
+     "a benchmark times a GPU and jax found none; see python run.py for what runs here"),
     # Flags that another one leaves nothing to do.
     ("--checkpoint=x --model=tiny", "model: --checkpoint is the model; give one of the two"),
     ("--page_size=8", PAGES),
-    (
-        "--pages=8 --cache=stacked",
-        "pages: expected none, since only cache='paged' has pages, got 8; give it as well, or",
-    ),
+    ("--pages=8 --cache=stacked",
+     "pages: expected none, since only cache='paged' has pages, got 8; give it as well, or"),
     ("--prompt_length=9", "prompt_length: only --random_prompts draws prompts of a length"),
-    (
-        "--random_prompts=1 --prompt=a",
-        "prompt: --random_prompts takes no other prompts; give one of the two",
-    ),
+    ("--random_prompts=1 --prompt=a",
+     "prompt: --random_prompts takes no other prompts; give one of the two"),
     ("--prompt=a --prompt_file=-", "prompt_file: --prompt is given; give one of the two"),
-    (
-        "--top_k=4",
-        "top_k: expected none, since nothing is drawn without a temperature, got 4; give one as",
-    ),
-    (
-        "--top_p=0.4 --temperature=0",
-        "top_p: expected none, since nothing is drawn without a temperature, got 0.4; give one as",
-    ),
-    (
-        "--drafts=4",
-        "drafts: expected none, since no step checks drafts without draft='ngram', got 4; give it",
-    ),
+    ("--top_k=4",
+     "top_k: expected none, since nothing is drawn without a temperature, got 4; give one as"),
+    ("--top_p=0.4 --temperature=0",
+     "top_p: expected none, since nothing is drawn without a temperature, got 0.4; give one as"),
+    ("--drafts=4",
+     "drafts: expected none, since no step checks drafts without draft='ngram', got 4; give it"),
     ("--logprobs", "logprobs: only --json shows them"),
     ("--random_prompts=1 --chat", "chat: --random_prompts are no messages"),
     ("--chat", "prompt 1: chat: the model's folder has no chat template, neither chat_template."),
-    (
-        "--prefill=9 --prefill_chunk=9",
-        "prefill: expected none, since prefill_chunk says how many rows of prompts a step takes, ",
-    ),
+    ("--prefill=9 --prefill_chunk=9",
+     "prefill: expected none, since prefill_chunk says how many rows of prompts a step takes, "),
     ("--commit=abc", "commit: its rows are those of a --report=FOLDER"),
     ("--out=x", "out: its rows are those of a --report=FOLDER"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("words", "line"), WRONG, ids=lambda x: x[:40])
@@ -347,29 +314,6 @@ def test_a_platform_without_a_device_is_one_line(platform):
     assert (status, said.count("\n")) == (2, 1)
     assert said.startswith(f"JAX_PLATFORMS={platform}: jax finds no such device here")
     assert said.endswith("; leave it out, or say cpu; see python run.py --help\n")
-
-
-JOIN = "from pallas_lm.cli import processes; processes.WAIT = 3; processes.SILENT = 0.2; "
-
-
-@pytest.mark.parametrize(
-    ("number", "status", "words"),
-    [
-        (0, 2, "coordinator: no sign of 1 other of 2 processes at localhost:{} after 3 s"),
-        (1, 1, "ValueError: coordinator: nobody listens at localhost:{} after 3 s (Connection"),
-    ],
-)
-def test_a_process_that_waits_says_so_and_ends(number, status, words):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    code = f"{JOIN}processes.join('localhost:{port}', 2, {number})"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, env=CPU, capture_output=True, text=True, timeout=60)
-    first, *_, last = done.stderr.splitlines()
-    awaited = "1 other of 2 processes" if number == 0 else "the coordinator"
-    assert first == f"waiting for {awaited} at localhost:{port}, 3 s at most"
-    assert done.returncode == status and last.startswith(words.format(port))
 
 
 def test_a_flagfile_may_say_more_than_is_used(called, tmp_path):
@@ -395,6 +339,15 @@ def test_help_names_every_flag_of_its_own(called):
     for name in driver_flags.NAMES:
         assert f"--{name}=" in out or f"--[no]{name}" in out
     assert max(map(len, out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("arguments", [("check", "--help"), ("--task=check", "-h")])
+def test_help_of_a_task_has_its_flags_alone(called, arguments):
+    status, out, error = called(*arguments)
+    assert (status, error) == (0, "") and out.startswith("python run.py check takes these flags")
+    for flag in driver_flags.FLAGS:
+        named = f"  --{flag.name}=" in out or f"  --[no]{flag.name}" in out
+        assert named == ("check" in flag.tasks), flag.name
 
 
 @pytest.mark.parametrize(
@@ -431,7 +384,7 @@ def shell(line, **environment):
     """(exit status, standard output and error) of a line of a shell in which $RUN is run.py."""
     environment = CPU | {"RUN": f"{sys.executable} run.py"} | environment
     done = subprocess.run(
-        ["bash", "-c", line], cwd=ROOT, env=environment, capture_output=True, timeout=110
+        ["bash", "-c", line], cwd=ROOT, env=environment, capture_output=True, timeout=600
     )
     return done.returncode, (done.stdout + done.stderr).decode("utf-8", "surrogateescape")
 

@@ -29,6 +29,7 @@ from pallas_attn.kernels.flash_fwd import tile_scheduler
 from tests.parallel.test_kernels_batched_and_sharded import REFERENCE
 from tests.parallel.test_sharded_sequences import seen as kernels_that_differentiate  # noqa: F401
 from tests.support import hard_data, messages, mosaic
+from tests.support.problems import by_name
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -104,7 +105,7 @@ def attend(**options):
         options["mask"] = parity(options.pop("ids"))
     if "slopes" in options:
         options["score"] = relative(options.pop("slopes"), options.pop("table"))
-    return pa.flash_attention_with_lse(**options)
+    return by_name.flash_attention_with_lse(**options)
 
 
 OPTIONS |= {
@@ -374,7 +375,7 @@ def test_segment_ids_of_64_bits(small):
     x, values = jnp.zeros((1, 8, 1, 8)), jnp.eye(8)[None, :, None]
 
     def local(q, v, ids):
-        return pa.flash_attention(q, q, v, segment_ids=ids, context=pa.Context("cp"))
+        return by_name.flash_attention(q, q, v, segment_ids=ids, context=pa.Context("cp"))
 
     with jax.enable_x64(True):
         rows = P(None, "cp")
@@ -390,7 +391,7 @@ def whole(name, method="gather"):
     specs = {x: P() if x == name else P(None, "cp") for x in "qkv"}
 
     def local(arrays):
-        return pa.flash_attention(**arrays, context=pa.Context("cp", method=method))
+        return by_name.flash_attention(**arrays, context=pa.Context("cp", method=method))
 
     call = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=P(None, "cp"))
     rows = {x: 4 if x == name else 8 for x in "qkv"}  # one device has them, or both
@@ -408,10 +409,10 @@ REFUSED = (
     lambda: pa.Context("a", "striped"),
     lambda: pa.Context("a", method="tree"),
     lambda: pa.Context("a", overlap=1),
-    lambda: pa.flash_attention(**QKV, context="cp"),
-    lambda: pa.flash_attention(**QKV, context=pa.Context("cp")),
+    lambda: by_name.flash_attention(**QKV, context="cp"),
+    lambda: by_name.flash_attention(**QKV, context=pa.Context("cp")),
     lambda: jax.vmap(
-        lambda x: pa.flash_attention(x, x, x, context=pa.Context("cp")), axis_name="cp"
+        lambda x: by_name.flash_attention(x, x, x, context=pa.Context("cp")), axis_name="cp"
     )(np.zeros((2, 1, 4, 2, 8), np.float32)),
     lambda: pa.Context("cp").positions(4),
     *(
@@ -437,7 +438,7 @@ def test_an_odd_number_of_rows_has_no_zigzag():
     odd = [x[:, :30] for x in QKV.values()]
 
     def local(q, k, v):
-        return pa.flash_attention(q, k, v, context=context)
+        return by_name.flash_attention(q, k, v, context=context)
 
     call = jax.shard_map(local, mesh=mesh, in_specs=P(None, "cp"), out_specs=P(None, "cp"))
     with pytest.raises(ValueError, match="q: expected an even number of rows a device for order"):
@@ -687,10 +688,10 @@ def loss(call, q, k, v):
     return (call(q, k, v) ** 2).sum()
 
 def local(q, k, v):
-    return pa.flash_attention(q, k, v, mask=pa.CAUSAL, context=context)
+    return by_name.flash_attention(q, k, v, mask=pa.CAUSAL, context=context)
 
 def one(q, k, v):
-    return pa.flash_attention(q, k, v, mask=pa.CAUSAL)
+    return by_name.flash_attention(q, k, v, mask=pa.CAUSAL)
 
 def placed(x):
     return jax.make_array_from_callback(x.shape, where, lambda index: x[index])

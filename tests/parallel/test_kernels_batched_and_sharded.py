@@ -144,19 +144,6 @@ def mesh_of(kind):
     return jax.make_mesh((2, 4), ("x", "y"), axis_types=(kind, kind))
 
 
-@pytest.mark.by_xla
-def test_shard_map_checks_and_splits():
-    q, k, v = qkv(B)
-    spec = P("x", None, "y")
-    mapped = jax.shard_map(
-        through_layer,
-        mesh=mesh_of(AxisType.Auto),
-        in_specs=spec,
-        out_specs=(spec, P("x", "y")),
-    )
-    assert_same(jax.jit(mapped)(q, k, v), wanted(q, k, v))
-
-
 @pytest.mark.parametrize(
     ("kind", "kv_heads", "spec"),
     [
@@ -324,30 +311,6 @@ def test_vmap_of_gradients_that_are_sums(kernels_that_differentiate, mapped):
 
     got = in_numpy.call(lambda: over(ours))
     assert_same_trees(got, theirs_of_the_reference(over, theirs))
-
-
-@pytest.mark.parametrize(("kind", "kv_heads"), [(AxisType.Auto, K), (AxisType.Explicit, 1)])
-def test_sharded_gradients(kernels_that_differentiate, kind, kv_heads):
-    """Only what is a sum over batch or heads is added up between devices."""
-    mesh, spec = mesh_of(kind), P("x", None, "y")
-    kv_spec = P(*(spec if kv_heads > 1 else spec[:1]))
-    where = {"q": spec, "k": kv_spec, "v": kv_spec, "bias": P(None, "y"), "sinks": P("y")}
-    floats = {
-        "q": normal(0, B, T, N, H),
-        "k": normal(1, B, S, kv_heads, H),
-        "v": normal(2, B, S, kv_heads, HV),
-        "bias": normal(3, 1, N, T, S),
-        "sinks": normal(4, N),
-    }
-    want = theirs_of_the_reference(theirs, floats)
-    for names in (("q", "k", "v"), tuple(floats)):
-        some = {
-            name: jax.device_put(floats[name], NamedSharding(mesh, where[name])) for name in names
-        }
-        rest = {name: x for name, x in floats.items() if name not in names}
-        rest = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, P())), rest)
-        got = jax.jit(lambda some, rest=rest: ours(some, **rest))(some)
-        assert_same_trees(got, {name: want[name] for name in names})
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -742,68 +705,3 @@ def test_64_bits_change_nothing(implementation):
             for have, wanted in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 wide = np.asarray(have, np.float32), np.asarray(wanted, np.float32)
                 np.testing.assert_allclose(*wide, rtol=1e-6)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 0, 0), (0, 0, None)])
-def test_vmap_of_the_kernel_is_the_kernel_mapped(axes):
-    def drawn(seed, shape, axis):
-        lead = () if axis is None else (3,)
-        return jax.random.normal(jax.random.key(seed), (*lead, *shape), jnp.bfloat16)
-
-    shapes = ((2, 200, 8, 64), (2, 300, 2, 64), (2, 300, 2, 64))
-    arrays = [drawn(n, *pair) for n, pair in enumerate(zip(shapes, axes, strict=True))]
-    got = jax.vmap(causal, axes)(*arrays)
-    for i in range(3):
-        mapped_arrays = [x if axis is None else x[i] for x, axis in zip(arrays, axes, strict=True)]
-        want = causal(*mapped_arrays)
-        np.testing.assert_allclose(
-            np.asarray(got[i], np.float32), np.asarray(want, np.float32), atol=2e-2
-        )
-
-
-# ---- over every GPU of the machine: a mesh of one says little, one of two all --------------------
-
-
-def every_gpu(spec, axis_type=AxisType.Auto):
-    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(axis_type,))
-    return NamedSharding(mesh, spec)
-
-
-def assert_near(got, want):
-    """Shards are other problems, whose tiles may be others: ulps of bfloat16, not the bits."""
-
-    def near(x, wanted):
-        x, wanted = (np.asarray(y, np.float64) for y in (x, wanted))
-        np.testing.assert_allclose(x, wanted, rtol=2e-2, atol=2e-2)
-
-    jax.tree.map(near, got, want)
-
-
-def value_and_gradients(q, k, v):
-    def loss(*qkv):
-        out = causal(*qkv)
-        return out.astype(jnp.float32).sum(), out
-
-    gradients, out = jax.grad(loss, (0, 1, 2), has_aux=True)(q, k, v)
-    return out, *gradients
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("how", ["shard_map", AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("spec", [P("x"), P(None, None, "x")], ids=["batch", "heads"])
-def test_attention_over_every_gpu(how, spec):
-    shapes = ((8, 200, 16, 64), (8, 300, 8, 64), (8, 300, 8, 64))
-    arrays = tuple(normal(n, *shape).astype(jnp.bfloat16) for n, shape in enumerate(shapes))
-    want = jax.jit(value_and_gradients)(*arrays)
-    if how == "shard_map":
-        mesh = every_gpu(spec).mesh
-        function = jax.shard_map(
-            value_and_gradients, mesh=mesh, in_specs=spec, out_specs=(spec,) * 4
-        )
-        got = jax.jit(function)(*arrays)
-    else:
-        where = every_gpu(spec, how)
-        got = jax.jit(value_and_gradients)(*jax.device_put(arrays, where))
-        assert all(x.sharding.is_equivalent_to(where, x.ndim) for x in got)
-    assert_near(got, want)

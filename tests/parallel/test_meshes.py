@@ -167,7 +167,7 @@ def test_kernels_over_explicit_axes(name, seed, request):
 
 WAYS = ("jit", "set_mesh", "outside of jit")
 COMPILED = [  # call, axes, way, in a kernel's place
-    ("gradients of all", "explicit", "jit", True),
+    ("gradients of all", "automatic", "jit", True),
     ("kv_indices gradients", "both", "jit", False),
     ("kv_indices of one kv head", "automatic", "jit", True),
     ("rotary_positions", "explicit", "outside of jit", False),

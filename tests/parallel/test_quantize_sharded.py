@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_attn as pa
 from pallas_attn._call import device, dispatch
+from tests.parallel.test_kernels_batched_and_sharded import InPlaceOfAKernel
 from tests.support import mosaic
 from tests.support.append_cases import assert_same_bytes
 
@@ -19,22 +20,10 @@ pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 REFERENCE = dispatch.TABLES["quantize"][-1]
 
 
-class InPlaceOfAKernel:
-    """The reference under another name."""
-
-    name = implementation = "kernel"
-
-    def takes(self, problem):
-        return True
-
-    def run(self, inputs, problem):
-        assert inputs.q.shape[::2] == (problem.batch, problem.q_heads)
-        return REFERENCE.run(inputs, problem)
-
-
 @pytest.fixture(autouse=True)
 def kernel(monkeypatch):
-    monkeypatch.setitem(dispatch.TABLES, "quantize", (InPlaceOfAKernel(), REFERENCE))
+    kernel = InPlaceOfAKernel("quantize")
+    monkeypatch.setitem(dispatch.TABLES, "quantize", (kernel, REFERENCE))
 
 
 def draw(*lead, kv_heads=4):

@@ -16,7 +16,7 @@ from tests.support import distribution
 WHEEL = "pallas_attn-1-py3-none-any.whl"
 SOURCE = "pallas_attn-1.tar.gz"
 IN_WHEEL = {*distribution.modules(), "pallas_attn/py.typed", "pallas_lm/py.typed"}
-IN_WHEEL |= {"pallas_lm/tiny/model.npy", "pallas_attn-1.dist-info/METADATA"}
+IN_WHEEL |= {"pallas_lm/tiny/model.safetensors", "pallas_attn-1.dist-info/METADATA"}
 
 
 def archive(folder, name, files):
@@ -40,11 +40,11 @@ def test_files_that_are_missing_or_too_large_are_seen(name, tmp_path):
     assert not distribution.faults(archive(tmp_path, name, files))
     del files["pallas_attn/masks.py"]
     files["pallas_attn/cache.py"] = 1_000_001
-    files["pallas_lm/tiny/model.npy"] = 4_000_001
+    files["pallas_lm/tiny/model.safetensors"] = 4_000_001
     assert distribution.faults(archive(tmp_path, name, files)) == [
         f"{name}: pallas_attn/cache.py has 1000001 bytes",
         f"{name}: pallas_attn/masks.py is not in it",
-        f"{name}: pallas_lm/tiny/model.npy has 4000001 bytes",
+        f"{name}: pallas_lm/tiny/model.safetensors has 4000001 bytes",
     ]
 
 

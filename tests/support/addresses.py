@@ -32,7 +32,10 @@ PROGRAMS = {
     "decode/box_copies": BY_LAYOUT,
     "decode/combine_splits": f"{_HERE}results_of_decode",
     "decode/loads": BY_LAYOUT,
-    "decode/merge_over_gpus": "results of one step, float32: 2**31 words of 16 bytes are 32 GiB",
+    "decode/merge_over_gpus": (
+        "2**31 words are refused: "
+        "kernels/decode/test_merge_over_gpus.py::test_more_words_are_refused"
+    ),
     "decode/packed": f"{_HERE}packed_rows_that_nothing_serves",
     "decode/scheduler": TABLES,
     "decode/thread_copies": BY_LAYOUT,
@@ -44,7 +47,6 @@ PROGRAMS = {
     "flash_fwd/fetch": f"{_HERE}pieces_that_are_fetched",
     "flash_fwd/float8_values": f"{_HERE}values_of_float8",
     "flash_fwd/listed_tiles": TABLES,
-    "flash_fwd/segments": TABLES,
     "mma/gathered_rows": f"{_CODE}listed_rows_past_two_to_the_31",
     "mma/mma_2x2": _RESULTS,
     "mma/mma_sync": _RESULTS,

@@ -28,6 +28,7 @@ from pallas_lm import config as lm_config
 from pallas_lm import decode as lm_decode
 from pallas_lm import state as lm_state
 from tests.support import aot
+from tests.support.problems import by_name
 
 LM = lm_config.Config(
     vocab=1024,
@@ -54,12 +55,12 @@ class Build:
 
 
 def _forward(options, arrays):
-    return pa.flash_attention_with_lse(**arrays, **options)
+    return by_name.flash_attention_with_lse(**arrays, **options)
 
 
 def fetching(options, q, k, v):
     """Attention of rows that several GPUs have, in the order zigzag: "h100x2" for `compile_for`."""
-    call = functools.partial(pa.flash_attention, **options, context=pa.Context("cp", "zigzag"))
+    call = functools.partial(by_name.flash_attention, **options, context=pa.Context("cp", "zigzag"))
     spec = jax.P(None, "cp")
     with device.assume_reach():
         return jax.shard_map(call, in_specs=spec, out_specs=spec)(q, k, v)
@@ -68,31 +69,6 @@ def fetching(options, q, k, v):
 def _fetching(rows: int, heads: int, kv_heads: int, dim: int, **options: Any) -> Build:
     shapes = (_shape("bfloat16", 1, rows, n, dim) for n in (heads, kv_heads, kv_heads))
     return Build("h100x2", functools.partial(fetching, options), tuple(shapes))
-
-
-def sums(x, down, norm):
-    """The norm after a layer's last matmul, layer after layer and step after step, of a model that
-    several GPUs have.
-    """
-    from pallas_lm import rows as lm_rows
-
-    def local(x, down, norm):
-        def step(x, _):
-            outer = jnp.concatenate([x, x], axis=1)
-            exchange = lm_rows.exchange_over("cp", outer, norm)
-            for n in range(norm.shape[0]):
-                partials = lm_rows.partials(x, lm_rows.Layer(down, n), jnp.float32)
-                left = lm_rows.Added(partials, exchange)
-                layer = lm_rows.Layer(norm, n)
-                outer, normed, exchange = lm_rows.add_norm(outer, left, layer, 1e-5)
-                x = pa.devices.varying_like(normed[:, : x.shape[1]], down)
-            return x, None
-
-        return jax.lax.scan(step, x, None, 4)[0]
-
-    spec = jax.P(None, "cp")
-    with device.assume_reach():
-        return jax.shard_map(local, in_specs=spec, out_specs=spec)(x, down, norm)
 
 
 def rows_of_a_cache(k, v, *rows):
@@ -131,7 +107,7 @@ def _backward(options, arrays):
     rest = {name: x for name, x in arrays.items() if name not in floats}
 
     def loss(floats):
-        return pa.flash_attention(**floats, **rest, **options).astype(jnp.float32).sum()
+        return by_name.flash_attention(**floats, **rest, **options).astype(jnp.float32).sum()
 
     return jax.grad(loss)(floats)
 
@@ -353,19 +329,15 @@ def _lm() -> Build:
     return Build("h100", call, (params, cache, state), (1, 2), lm_state.COMPILER)
 
 
-def tangents(options, alone, q, k, v, *along):
-    """Along all of q, k and v: `alone` beside the results, in one launch where there is one; else
-    as jax.linearize has them.
-    """
-    attend = functools.partial(pa.flash_attention_with_lse, **options)
-    if alone:
-        return jax.jvp(attend, (q, k, v), along)
-    return jax.linearize(attend, q, k, v)[1](*along)
+def tangents(options, q, k, v, *along):
+    """Results and tangents, along all of q, k and v."""
+    attend = functools.partial(by_name.flash_attention_with_lse, **options)
+    return jax.jvp(attend, (q, k, v), along)
 
 
-def _tangents(target: str, dim: int, alone: bool = False, **options: Any) -> Build:
+def _tangents(target: str, dim: int, **options: Any) -> Build:
     shapes = (_shape("bfloat16", 2, 1024, 4, dim),) * 6
-    return Build(target, functools.partial(tangents, options, alone), shapes)
+    return Build(target, functools.partial(tangents, options), shapes)
 
 
 _attention_sm90 = functools.partial(_attention, "h100")
@@ -475,9 +447,7 @@ BUILDS: dict[str, Build] = {
     ),
     "flash_bwd/sm90/h64_mask_of_rows": _backward_sm90(64, also=("mask_array_of_rows",)),
     "flash_jvp/sm90/h128_causal": _tangents("h100", 128, mask=pa.CAUSAL),
-    "flash_jvp/sm90/h64_dual": _tangents("h100", 64, alone=True, mask=pa.CAUSAL),
-    "flash_jvp/sm90/h128_dual": _tangents("h100", 128, alone=True),
-    "flash_jvp/sm80/h64_causal": _tangents("a100", 64, alone=True, mask=pa.CAUSAL),
+    "flash_jvp/sm80/h64_causal": _tangents("a100", 64, mask=pa.CAUSAL),
     "flash_bwd/sm100/h128_causal": _attention(
         "b200", 128, backward=True, implementation="sm100", **_CAUSAL
     ),

@@ -11,7 +11,7 @@ import zipfile
 
 ROOT = pathlib.Path(__file__).parents[2]
 PACKAGES = ("pallas_attn", "pallas_lm")
-WEIGHTS = "pallas_lm/tiny/model.npy"  # the demo's
+WEIGHTS = "pallas_lm/tiny/model.safetensors"  # the demo's
 LARGEST = 1_000_000  # bytes of a file
 LARGER = {WEIGHTS: 4_000_000}
 # Files of the source distribution, of which its documents and tests read some.

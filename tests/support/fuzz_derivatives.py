@@ -22,6 +22,7 @@ import numpy as np
 import pallas_attn as pa
 from tests.support import budget, definition, fuzz, subjects
 from tests.support.fuzz_positions import POSITIONS, Round
+from tests.support.problems import by_name
 from tests.support.problems import case as _case
 
 # ---- tangents ------------------------------------------------------------------------------------
@@ -74,7 +75,7 @@ def with_tangents(*, along, linearized, implementation, **arguments):
     own = {name: arguments[name] for name in along}
 
     def run(some):
-        return pa.flash_attention_with_lse(**(arguments | some), implementation=implementation)
+        return by_name.flash_attention_with_lse(**(arguments | some), implementation=implementation)
 
     if linearized:
         (out, lse), linear = jax.linearize(run, own)
@@ -142,7 +143,7 @@ def with_second(*, do, dlse, along, implementation, **arguments):
     own = {name: arguments[name] for name in along}
 
     def loss(some):
-        call = functools.partial(pa.flash_attention_with_lse, implementation=implementation)
+        call = functools.partial(by_name.flash_attention_with_lse, implementation=implementation)
         out, lse = call(**(arguments | some))
         return (out * do).sum() + jnp.where(dlse == 0, 0, lse * dlse).sum()
 
@@ -283,7 +284,7 @@ def with_learned(*, do, dlse, aux, terms, alone, implementation, **arguments):
 
     def run(some, aux):
         score = pa.score_fn(lambda s, b, h, q, kv, *aux: s + added(terms, b, h, q, kv, aux), *aux)
-        call = functools.partial(pa.flash_attention_with_lse, implementation=implementation)
+        call = functools.partial(by_name.flash_attention_with_lse, implementation=implementation)
         return call(**(arguments | some), score=score)
 
     (out, lse), pull = jax.vjp(run, wanted, aux)

@@ -19,6 +19,7 @@ from tests.caches.test_quantized import awkward_rows, quantized
 from tests.support import budget, fuzz
 from tests.support.append_cases import assert_same_bytes
 from tests.support.fuzz_positions import Round
+from tests.support.problems import by_name
 from tests.support.problems import case as _case
 
 SCALES = ("none", "number", "head", "row", "blocks", "some_blocks")
@@ -89,9 +90,9 @@ def _scales(case: Case, turn: int) -> dict[str, np.ndarray]:
 def attend(*, implementation: str | None, **arguments: Any) -> tuple[Any, Any]:
     """(out, lse), of packed rows as of a batch of one."""
     if "q_starts" not in arguments:
-        return pa.flash_attention_with_lse(**arguments, implementation=implementation)
+        return by_name.flash_attention_with_lse(**arguments, implementation=implementation)
     rows = {x: arguments.pop(x)[0] for x in "qkv"}
-    out, lse = pa.flash_attention_with_lse(**rows, **arguments, implementation=implementation)
+    out, lse = by_name.flash_attention_with_lse(**rows, **arguments, implementation=implementation)
     return out[None], lse[None]
 
 

@@ -13,8 +13,9 @@ _LISTED, _PREFILL = "tests/kernels/decode_listed/test_", "tests/kernels/prefill/
 _MLA = "tests/kernels/decode_mla/test_decode_mla.py::test_on_the_gpu"
 _APPEND, _CACHES = "tests/kernels/append/test_append", "tests/caches/test_"
 _LM = "tests/lm/test_kernels.py::"
+_CASES = "tests/api/test_cases.py::test_forward_and_backward"
 
-OF_SEVERAL_GPUS = {"kernels/decode/merge_over_gpus.py", "pallas_lm/kernels/all_reduce.py"}
+OF_SEVERAL_GPUS = {"kernels/decode/merge_over_gpus.py"}
 # test_every_kernel.py has their rows.
 BLACKWELL = {"kernels/flash_fwd/sm100.py", "kernels/flash_bwd/sm100.py"}
 QUICK = {
@@ -25,33 +26,29 @@ QUICK = {
     "kernels/flash_fwd/float8_values.py": f"{_FWD}float8.py::test_on_the_gpu[lengths]",
     "kernels/flash_fwd/sm80_float8.py": f"{_FWD}float8.py::test_portable_on_the_gpu[lengths]",
     "kernels/flash_fwd/batch_rows.py": (
-        f"{_FWD}flash_fwd.py::test_batch_rows_in_one_tile_on_the_gpu[frames16]"
+        f"{_FWD}flash_fwd.py::test_batch_rows_in_one_tile[frames16-gpu]"
     ),
-    "kernels/flash_fwd/segments.py": f"{_EVERY}[flash_fwd.sm90-ids]",
     "kernels/flash_fwd/listed_tiles.py": (
         f"{_FWD}listed_tiles.py::test_lists_and_codes_are_those_of_jax_numpy"
         "[(2, 1, 5, 1, 33)-False-3-gpu]"
     ),
     "kernels/flash_bwd/sm90_fused.py": f"{_EVERY}[flash_bwd.sm90-cut_tiles]",
     "kernels/flash_bwd/sm90_dkdv.py": f"{_EVERY}[flash_bwd.sm90_two_kernels-cut_tiles]",
-    "kernels/flash_bwd/sm90_dq.py": f"{_BWD}flash_bwd.py::test_edges_on_the_gpu[band-False]",
+    "kernels/flash_bwd/sm90_dq.py": f"{_EVERY}[flash_bwd.sm90_two_kernels-ids]",
     "kernels/flash_bwd/sm90_window.py": f"{_EVERY}[flash_bwd.sm90_window-sinks]",
     "kernels/flash_bwd/sm90_short.py": f"{_EVERY}[flash_bwd.sm90_short-sinks]",
     "kernels/flash_bwd/sm90_heads.py": f"{_EVERY}[flash_bwd.sm90_heads-sinks]",
-    "kernels/flash_bwd/one_key_tile.py": f"{_BWD}one_key_tile.py::test_on_the_gpu[parts]",
+    "kernels/flash_bwd/dq_sum.py": f"{_BWD}one_key_tile.py::test_cases[parts-gpu]",
     "kernels/flash_bwd/step_parts.py": f"{_BWD}step_parts.py::test_on_the_gpu[lockstep_claims]",
-    "kernels/flash_bwd/statistics.py": f"{_BWD}heads.py::test_heads_on_the_gpu[softcap]",
-    "kernels/flash_bwd/sm90_dbias.py": f"{_BWD}flash_bwd.py::test_edges_on_the_gpu[bias-True]",
+    "kernels/flash_bwd/statistics.py": f"{_BWD}heads.py::test_heads[softcap-gpu]",
+    "kernels/flash_bwd/sm90_dbias.py": f"{_CASES}[kernels-bias]",
     "kernels/flash_bwd/aux_sums.py": f"{_BWD}aux_gradients.py::test_on_the_gpu[t5_far-sm90]",
     "kernels/flash_bwd/sm90_wide.py": f"{_EVERY}[flash_bwd.sm90_wide-cut_tiles]",
     "kernels/flash_bwd/sm90_group_window.py": f"{_EVERY}[flash_bwd.sm90_group_window-rows72]",
     "kernels/flash_bwd/sm80.py": f"{_EVERY}[flash_bwd.sm80-cut_tiles]",
     "kernels/flash_bwd/sm80_dq.py": f"{_EVERY}[flash_bwd.sm80-apart]",
-    "kernels/flash_bwd/sm80_dbias.py": (
-        f"{_BWD}flash_bwd.py::test_portable_configurations_on_the_gpu[bias_float32_highest-64]"
-    ),
+    "kernels/flash_bwd/sm80_dbias.py": f"{_CASES}[portable_kernels-bias]",
     "kernels/flash_jvp/sm90.py": f"{_EVERY}[flash_jvp.sm90-lengths]",
-    "kernels/flash_jvp/sm90_dual.py": f"{_EVERY}[flash_jvp.sm90_dual-lengths]",
     "kernels/flash_jvp/sm80.py": f"{_EVERY}[flash_jvp.sm80-lengths]",
     "kernels/attention/key_masks.py": (
         "tests/kernels/test_key_masks.py::test_tiles_and_keys_on_the_gpu[197-64]"
@@ -66,7 +63,7 @@ QUICK = {
     ),
     "kernels/decode_mla/sm80.py": f"{_EVERY}[decode_mla.sm80-paged]",
     "kernels/decode_mla/row_gathers.py": (
-        f"{_LISTED}decode_listed.py::test_on_the_gpu[latent_neighbours]"
+        f"{_LISTED}decode_listed.py::test_cases[latent_neighbours-gpu]"
     ),
     "kernels/decode_listed/lists.py": f"{_EVERY}[decode_listed.sm90-rows]",
     "kernels/decode_listed/gradients_sm90.py": (
@@ -74,7 +71,7 @@ QUICK = {
     ),
     "kernels/prefill/plan.py": f"{_EVERY}[prefill.sm90-paged]",
     "kernels/prefill/combine_partials.py": f"{_EVERY}[prefill.sm90-partials]",
-    "kernels/prefill/merge_parts.py": f"{_CACHES}prefixes.py::test_on_a_gpu[pages16]",
+    "kernels/prefill/merge_parts.py": f"{_CACHES}prefixes.py::test_on_a_gpu[rows-pages16]",
     "kernels/prefill/widened_sm90.py": f"{_PREFILL}_widened.py::test_on_a_gpu[int8-paged]",
     "kernels/prefill/narrow_sm90.py": f"{_PREFILL}_narrow.py::test_on_a_gpu[int8-paged]",
     "kernels/prefill/float8_tiles.py": f"{_PREFILL}_float8.py::test_on_a_gpu[per_sequence]",
@@ -95,7 +92,6 @@ QUICK = {
     ),
     "pallas_lm/kernels/linear.py": f"{_LM}test_on_the_gpu[128-64-7]",
     "pallas_lm/kernels/norm.py": f"{_LM}test_norm_on_the_gpu[512-2-64]",
-    "pallas_lm/kernels/rotate.py": f"{_LM}test_rotate_on_the_gpu[5-1-64-64]",
 }
 ALL_QUICK = frozenset(QUICK.values())
 

@@ -37,6 +37,7 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax._src import callback, core, source_info_util
 from jax._src.interpreters import mlir
@@ -95,6 +96,15 @@ def interpret(patience: float = 20) -> Iterator[None]:
     if raced:
         raise AssertionError("RACE DETECTED: the interpreter says where, above")
 
+
+# A test that runs alike in the interpreter and, with `-m gpu`, on a GPU: `with where():`.
+here_and_on_a_gpu = pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param(interpret, id="interpreted", marks=pytest.mark.guards),
+        pytest.param(contextlib.nullcontext, id="gpu", marks=pytest.mark.gpu),
+    ],
+)
 
 _watch = watch.Watch(0, print)
 _races: list[str] = []  # threads in which races were found, of all launches

@@ -123,6 +123,7 @@ class Space:
         options = {n: x for n, x in of_case.items() if set(x[0]) <= known}
         if hasattr(self.case, "listed"):  # its oracle knows no mask functions, and less of float32
             options |= {"dtype": DTYPES[:2], "hides": CACHES["hides"][:1]}
+            options |= {"q_len": CACHES["q_len"][:2]}  # which computes row by row
         for name, values in _config_options(self.config).items():
             some = [x for x in values if self._serves(x)]
             own = {name: getattr(self.config, name)}

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_attn as pa
+from tests.support.problems import by_name
 
 B, T, N, K, H = 4, 8, 4, 2, 8
 TOKENS = 12  # packed rows
@@ -72,7 +73,7 @@ BOOLS = draw(5, B, N, T, T) > -0.5
 LISTS = {"kv_indices": integers(7, T, B, K, T, 3)}
 LISTS_AXES = {"kv_indices": "bht"}
 
-attend = pa.flash_attention_with_lse
+attend = by_name.flash_attention_with_lse
 causal = functools.partial(attend, mask=pa.CAUSAL)
 
 
@@ -116,7 +117,8 @@ def rotated(q, k, v, **options):
 
 
 def float8(q, k, v, **lengths):
-    return attend(**pa.quantize_qkv(q, k, v, rows=4, **lengths)._asdict(), **lengths)
+    x = pa.quantize_qkv(q, k, v, rows=4, **lengths)
+    return pa.flash_attention_with_lse(x.q, x.k, x.v, float8=x.scales, **lengths)
 
 
 def trained_in_float8(q, k, v):

@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import pallas_attn as pa
 from pallas_attn._call import device, dispatch
 from pallas_attn._mesh import sharding
 from tests.support import in_numpy
+from tests.support.problems import by_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +231,7 @@ def forward_and_backward(*, do, dlse, implementation, **arguments):
     wanted = {name: arguments[name] for name in GRADIENTS if arguments.get(name) is not None}
 
     def run(some):
-        return pa.flash_attention_with_lse(**(arguments | some), implementation=implementation)
+        return by_name.flash_attention_with_lse(**(arguments | some), implementation=implementation)
 
     (out, lse), pullback = jax.vjp(run, wanted)
     (gradients,) = pullback((do, dlse))

@@ -337,21 +337,11 @@ class BlockOfThreads:
         values = [np.where(x == SENTINEL, nan, x).view(np.float32) for x in words]
         self.store_floats(ref, index, values, where)
 
-    def send_narrow(self, ref, index, values, dtype, where):
-        self.store_narrow(ref, index, values, dtype, where)
-
     def receive_floats(self, ref, indices, wheres):
         return [
             list(self._receive(ref, index, 16, where).view(np.float32).reshape(128, 4).T)
             for index, where in zip(indices, wheres, strict=True)
         ]
-
-    def receive_narrow(self, ref, indices, dtype, wheres):
-        rows = []
-        for index, where in zip(indices, wheres, strict=True):
-            numbers = self._receive(ref, index, 8, where).view(jnp.dtype(dtype)).reshape(128, 4)
-            rows.append(list(numbers.astype(np.float32).T))
-        return rows
 
     def _receive(self, ref, index, nbytes, where):
         """Blocks run one after the other: nothing more will come."""
@@ -359,14 +349,6 @@ class BlockOfThreads:
         if (words.view(np.int32) == SENTINEL).any():
             raise RuntimeError(f"DEADLOCK: nothing has come to words of {nbytes} bytes")
         return words
-
-    def clear(self, ref, index, nbytes, where):
-        word = np.full((128, nbytes // 4), SENTINEL, np.int32)
-        word = word.view("V16" if nbytes == 16 else "i8").reshape(-1)
-        where = np.broadcast_to(where, 128)
-        here = np.broadcast_to(index, 128)[where]
-        self.memory.take_back(ref, here, nbytes, self.ids[where])
-        self.store(ref, index, word, nbytes, where)
 
     def count(self, counters, index, where):
         """Passes a turn on: blocks run one after the other, so nobody else shows that a turn was
@@ -557,13 +539,6 @@ class Memory:
             alone = (read[index] == self.NOBODY) | (read[index] == threads[:, None])
             read[index] = np.where(alone, threads[:, None], self.SEVERAL)
             return words[index].copy()
-
-    def take_back(self, ref, index, nbytes, threads):
-        """Lets a thread write again where it has written itself."""
-        with self.lock:
-            wrote, _ = self._who(ref, nbytes)
-            own = wrote[index] == threads[:, None]
-            wrote[index] = np.where(own, self.NOBODY, wrote[index])
 
     def store(self, ref, index, value, nbytes, threads):
         words = self._words(ref, index, nbytes, "written")

@@ -44,7 +44,7 @@ from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.lang import mosaic, thread_program, threads
 from pallas_attn.kernels.lang.asm import Int
-from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.config import OneForAll, check
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import GmemRef, Index, Operand
 
@@ -52,7 +52,7 @@ byte_rows = Special("kernels.append.byte_rows")
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(OneForAll):
     """`words`: how many words of K, and as many of V, a thread keeps in flight (or rows, where it
     shares them to quantise them); short appends use fewer. On an H200 more than 2 are not faster.
     """
@@ -63,11 +63,6 @@ class Config:
     def __post_init__(self):
         most = append_plan.IN_FLIGHT_MOST
         check(self, words=(1 <= self.words <= most, f"1 to {most}: registers hold them"))
-
-    @classmethod
-    def default(cls, problem: AppendProblem) -> "Config":
-        del problem
-        return cls()
 
 
 def limit(problem: AppendProblem) -> Limit | None:

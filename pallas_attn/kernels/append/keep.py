@@ -37,6 +37,7 @@ from pallas_attn.kernels.attention import cache_layout
 from pallas_attn.kernels.attention.cache_layout import Layout, Row
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.lang import mosaic, thread_program, threads
+from pallas_attn.kernels.lang.config import OneForAll
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import GmemRef, Index, Operand, Predicate, SmemRef
 
@@ -46,13 +47,8 @@ LOOKS = 8  # entries of the page table that a thread looks at together
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(OneForAll):
     overlaps: bool = False  # begins while the kernel before it ends: `mosaic.overlap_launches`
-
-    @classmethod
-    def default(cls, problem: KeepProblem) -> "Config":
-        del problem
-        return cls()
 
 
 def limit(problem: KeepProblem) -> Limit | None:

@@ -23,7 +23,6 @@ from pallas_attn.kernels.lang.types import (
     Index,
     Layout,
     Operand,
-    Predicate,
     RegisterTile,
 )
 
@@ -90,14 +89,6 @@ def spans(mask: Operand, block: int) -> jax.Array:
 def span_in(words: Sequence[Index]) -> Span:
     """The Span that a row of `spans` holds."""
     return Span(*words) if len(words) > 1 else _unpacked(words[0], 0)
-
-
-def shows_all(words: Sequence[Index], tiles: int) -> Predicate:
-    """Whether a row of `spans` shows all of its kv tiles whole."""
-    if len(words) == 1:
-        return words[0] == (tiles << 16 | tiles << 24)
-    span = span_in(words)
-    return span.full_hi - span.full_lo == tiles
 
 
 def codes(mask: Operand, block: int) -> jax.Array:

@@ -7,7 +7,7 @@ that a row adds is subtracted with its max. On an H200 2 x 8192 causal rows of 1
 take 0.777 ms at head dim 128 and 0.562 ms at 64; by the function itself 0.958 and 0.796.
 
 First the program: whether it is such a function, and its slope and offset. Then the logits of the
-Hopper forward, and its softmax with an offset.
+Hopper forward.
 """
 
 import functools
@@ -18,7 +18,6 @@ import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn._functions import program as _program
@@ -130,9 +129,9 @@ def takes(problem: AttentionProblem) -> bool:
 
 def sloped(
     ctx: KernelContext, tile: LogitTile, s: RegisterTile
-) -> tuple[RegisterTile, "OffsetSoftmax"]:
-    """Scores with the part of the function that depends on the key added, and the softmax that adds
-    the rest, an offset a row.
+) -> tuple[RegisterTile, RegisterTile]:
+    """Scores with the part of the function that depends on the key added; and the rest, the
+    `offset` of `softmax.step`.
     """
     registers = functions.Registers(s.shape, tile.layout)
     program, rows = ctx.plan.problem.score_program, (tile.q_axis,)
@@ -146,58 +145,9 @@ def sloped(
 
     offset = mosaic.broadcast_rows(softmax.to_log2(each_row(linear.rest)), shape)
     if linear.slope is None:
-        return s, OffsetSoftmax(offset)
+        return s, offset
     slope = each_row(linear.slope)
     column = mosaic.positions(shape, 1, 0).astype(jnp.float32)
     offset = offset + mosaic.broadcast_rows(softmax.to_log2(slope), shape) * column
     s = slopes.add_slopes(s, slope * (1 / ctx.plan.problem.scale))
-    return s, OffsetSoftmax(offset)
-
-
-class OffsetSoftmax(NamedTuple):
-    """`softmax.step` and `softmax.next_step` of logits to which an offset is still to be added."""
-
-    offset: RegisterTile  # in log2 units, float32 [rows, PARTIALS]: by column modulo that
-
-    def step(
-        self, s: RegisterTile, unit: float, row_max: RegisterTile, *, empty_ok: bool
-    ) -> softmax.Step:
-        higher = self._higher(s, unit, row_max)
-        base = softmax.base_of(higher, empty_ok)
-        p, row_sum = self._exponentials_and_sums(s, unit, base)
-        moved = mosaic.any_in_warp(higher - row_max, 0.0)
-        return softmax.Step(p, higher, jnp.exp2(row_max - base), row_sum, moved)
-
-    def next_step(
-        self, s: RegisterTile, unit: float, row_max: RegisterTile, *, empty_ok: bool
-    ) -> softmax.Step:
-        peaks = self._peaks(s, unit)
-        above = peaks - mosaic.broadcast_rows(row_max, peaks.shape)
-        moved = mosaic.any_in_warp(above, softmax.RESCALE_THRESHOLD)
-
-        def raised() -> tuple[RegisterTile, RegisterTile]:
-            higher = self._higher(s, unit, row_max)
-            return higher, jnp.exp2(row_max - softmax.base_of(higher, empty_ok))
-
-        higher, rescale = lax.cond(
-            moved != 0, raised, lambda: (row_max, mosaic.filled(row_max.shape, 1.0))
-        )
-        base = softmax.base_of(higher, empty_ok)
-        p, row_sum = self._exponentials_and_sums(s, unit, base)
-        return softmax.Step(p, higher, rescale, row_sum, moved)
-
-    def _peaks(self, s: RegisterTile, unit: float) -> RegisterTile:
-        return softmax.partials(s, jnp.maximum) * unit + self.offset
-
-    def _higher(self, s: RegisterTile, unit: float, row_max: RegisterTile) -> RegisterTile:
-        return softmax.raise_to(self._peaks(s, unit).max(axis=1), None, row_max)
-
-    def _exponentials_and_sums(
-        self, s: RegisterTile, unit: float, base: RegisterTile
-    ) -> tuple[RegisterTile, RegisterTile]:
-        def exponentials(s: RegisterTile, unit: float, base: RegisterTile) -> RegisterTile:
-            relative = mosaic.broadcast_rows(base, self.offset.shape) - self.offset
-            tiled = lax.concatenate([relative] * (s.shape[1] // softmax.PARTIALS), 1)
-            return jnp.exp2(s * unit - tiled)
-
-        return softmax.exponentials_and_sums(s, unit, base, exponentials)
+    return s, offset

@@ -91,25 +91,25 @@ def masked_logits(  # noqa: PLR0913
     s: RegisterTile,
     masked: bool | None,
     whole: tuple[Index, Index] | None = None,
-) -> tuple[RegisterTile, Any]:
+) -> tuple[RegisterTile, RegisterTile | None]:
     """The logits of kv tile t, whose ring entry is `slot`, from its scores `s`, in log2 units if
-    `LogitRules.unit` is None; and the functions `step` and `next_step` of their softmax. `masked`
-    None: a branch masks the tile unless t lies in `whole`, (first, one after the last).
+    `LogitRules.unit` is None; and the `offset` of `softmax.step`, if there is one. `masked` None: a
+    branch masks the tile unless t lies in `whole`, (first, one after the last).
     """
-    online: Any = softmax
+    offset = None
     if ctx.plan.logit_rules.linear or ctx.plan.logit_rules.unit is None:
         tile, program = tile_of_rows(ctx, rows, t, slot=slot), ctx.plan.problem.score_program
         if rows.mapping is not None and program is not None:
             tile = rows.mapping.placed(tile, program)
     if ctx.plan.logit_rules.linear:
-        s, online = linear_scores.sloped(ctx, tile, s)
+        s, offset = linear_scores.sloped(ctx, tile, s)
     if ctx.plan.logit_rules.unit is None:
         s, _ = scaled(ctx, tile, s)
     mask = functools.partial(mask_rows, ctx, rows, t, slot)
     if masked is None:
         assert whole is not None
-        return lax.cond((t < whole[0]) | (t >= whole[1]), mask, lambda s: s, s), online
-    return (mask(s) if masked else s), online
+        return lax.cond((t < whole[0]) | (t >= whole[1]), mask, lambda s: s, s), offset
+    return (mask(s) if masked else s), offset
 
 
 def scaled(

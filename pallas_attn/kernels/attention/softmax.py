@@ -79,19 +79,24 @@ def step(
     empty_ok: bool,
     join: Callable[[Array], Array] | None = None,
     exponents: Exponents = WIDE,
+    offset: Array | None = None,
 ) -> Step:
     """The step of any tile; `unit` turns its logits into log2 units (None: they are).
 
     `empty_ok`: a row may have no key yet, and its tile none either; False saves a select a row.
     Each row decides for itself whether its max is raised, and the warp votes at the end, off the
     path from maximum to exponent. `join`: where a row lies in several rows of the tile, makes their
-    maxima those of the whole row.
+    maxima those of the whole row. `offset`, float32 [rows, PARTIALS]: in log2 units, is still to be
+    added to the logits, by their column modulo PARTIALS.
     """
-    peak = logits.max(axis=1)
-    higher = raise_to(peak if join is None else join(peak), unit, row_max, exponents.threshold)
+    if offset is None:
+        peak = logits.max(axis=1)
+        higher = raise_to(peak if join is None else join(peak), unit, row_max, exponents.threshold)
+    else:
+        higher = raise_to(_peaks(logits, unit, offset).max(axis=1), None, row_max)
     base = base_of(higher, empty_ok)
     base_of_p = base - exponents.offset if exponents.offset else base
-    p, row_sum = exponentials_and_sums(logits, unit, base_of_p)
+    p, row_sum = exponentials_and_sums(logits, unit, base_of_p, offset)
     moved = mosaic.any_in_warp(higher - row_max, 0.0)
     return Step(p, higher, jnp.exp2(row_max - base), row_sum, moved)
 
@@ -103,16 +108,22 @@ def next_step(
     *,
     empty_ok: bool,
     exponents: Exponents = WIDE,
+    offset: Array | None = None,
 ) -> Step:
     """`step` where few maxima are raised: any tile but a row's first. All that most tiles ask is
     whether one of a warp's logits lies above its row's max by more than `RESCALE_THRESHOLD`, for
     which no thread has to know what the others of its row hold. Only where one does are maxima
     shuffled.
     """
-    moved = _any_above(logits, unit, row_max, exponents.threshold)
+    peaks = _peaks(logits, unit, offset)
+    above = peaks - mosaic.broadcast_rows(row_max, peaks.shape)
+    moved = mosaic.any_in_warp(above, exponents.threshold)
 
     def raised():
-        higher = raise_to(logits.max(axis=1), unit, row_max, exponents.threshold)
+        if offset is None:
+            higher = raise_to(logits.max(axis=1), unit, row_max, exponents.threshold)
+        else:
+            higher = raise_to(_peaks(logits, unit, offset).max(axis=1), None, row_max)
         return higher, jnp.exp2(row_max - base_of(higher, empty_ok))
 
     higher, rescale = lax.cond(
@@ -120,7 +131,7 @@ def next_step(
     )
     base = base_of(higher, empty_ok)
     base = base - exponents.offset if exponents.offset else base
-    p, row_sum = exponentials_and_sums(logits, unit, base)
+    p, row_sum = exponentials_and_sums(logits, unit, base, offset)
     return Step(p, higher, rescale, row_sum, moved)
 
 
@@ -144,7 +155,9 @@ def step_and_rescale(
     nothing that separates them from the matmuls that follow. Nothing is left to rescale: the step's
     `rescale` is None.
     """
-    moved = _any_above(logits, unit, row_max)
+    peaks = _peaks(logits, unit)
+    above = peaks - mosaic.broadcast_rows(row_max, peaks.shape)
+    moved = mosaic.any_in_warp(above, RESCALE_THRESHOLD)
 
     def raised():
         higher = raise_to(logits.max(axis=1), unit, row_max)
@@ -156,8 +169,12 @@ def step_and_rescale(
     return Step(p, row_max, None, row_sum, moved), older
 
 
-def exponentials(logits: Array, unit: Unit, base: Array) -> Array:
-    """[rows, keys], float32: 2**(logit - base), of one base a row."""
+def exponentials(logits: Array, unit: Unit, base: Array, offset: Array | None = None) -> Array:
+    """[rows, keys], float32: 2**(logit - base), of one base a row; `offset`: see `step`."""
+    if offset is not None:
+        relative = mosaic.broadcast_rows(base, offset.shape) - offset
+        tiled = lax.concatenate([relative] * (logits.shape[1] // PARTIALS), 1)
+        return jnp.exp2((logits if unit is None else logits * unit) - tiled)
     if isinstance(unit, Array) and unit.ndim:
         unit = mosaic.broadcast_rows(unit, logits.shape)
     logits = logits if unit is None else logits * unit
@@ -190,27 +207,24 @@ def partials(x: Array, join: Callable[[Array, Array], Array]) -> Array:
 
 
 def exponentials_and_sums(
-    logits: Array, unit: Unit, base: Array, compute: Callable[..., Array] = exponentials
+    logits: Array, unit: Unit, base: Array, offset: Array | None = None
 ) -> tuple[Array, Array]:
     """(`exponentials` of logits, their partial sums), some columns at a time."""
     (rows, keys), pieces, sums = logits.shape, [], []
     for start in range(0, keys, CHUNK):
         columns = lax.slice(logits, (0, start), (rows, min(start + CHUNK, keys)))
-        pieces.append(compute(columns, unit, base))
+        pieces.append(exponentials(columns, unit, base, offset))
         sums.append(partials(pieces[-1], operator.add))
     return lax.concatenate(pieces, 1), functools.reduce(operator.add, sums)
 
 
-def _any_above(
-    logits: Array, unit: Unit, row_max: Array, threshold: float = RESCALE_THRESHOLD
-) -> Array:
-    """int32: not 0 where one of this warp's logits asks for a rescaling."""
+def _peaks(logits: Array, unit: Unit, offset: Array | None = None) -> Array:
+    """[rows, PARTIALS]: the largest of every 8th column, in log2 units; `offset`: see `step`."""
     peaks = partials(logits, jnp.maximum)
     if isinstance(unit, Array) and unit.ndim:
         unit = mosaic.broadcast_rows(unit, peaks.shape)
     peaks = peaks if unit is None else peaks * unit
-    above = peaks - mosaic.broadcast_rows(row_max, peaks.shape)
-    return mosaic.any_in_warp(above, threshold)
+    return peaks if offset is None else peaks + offset
 
 
 def softcap(logits: Array, cap: float) -> Array:

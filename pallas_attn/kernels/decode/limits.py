@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.problem import DecodeProblem
@@ -95,25 +95,29 @@ def deepest(
     return next(fitting, dataclasses.replace(config, stages=2))
 
 
-def shallower_down_to(fewest: int) -> Callable[[KernelConfig], Any]:
-    """A method of every decode kernel's Config: the config with a stage less, which changes no
-    bits; None where it has the fewest.
+@dataclasses.dataclass(frozen=True)
+class RingConfig:
+    """The tuning that all decode kernels have. `stages`: kv tiles in the ring; with a single one
+    nothing arrives under the matmuls of a tile. `grid`: persistent blocks. `split_tiles`: kv tiles
+    of a split where `batch_invariant` is asked for.
     """
 
-    def shallower(config: KernelConfig) -> Any:
-        if config.stages <= fewest:
+    stages: int = 6
+    grid: int = gpu_specs.multiprocessors(gpu_specs.HOPPER)
+    split_tiles: int = 16
+    fewest_stages: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        fewest = self.fewest_stages
+        check(
+            self,
+            stages=(self.stages >= fewest, f"at least {fewest}"),
+            grid=(self.grid >= 1, "at least 1"),
+            split_tiles=(self.split_tiles >= 1, "at least 1"),
+        )
+
+    def shallower(self) -> Self | None:
+        """The config with a stage less, which changes no bits; None where it has the fewest."""
+        if self.stages <= self.fewest_stages:
             return None
-        return dataclasses.replace(config, stages=config.stages - 1)
-
-    return shallower
-
-
-def check_config(config: KernelConfig, fewest_stages: int = 2, **wants: tuple[bool, str]) -> None:
-    """Checks the fields of every decode kernel's Config, and those in `wants`."""
-    check(
-        config,
-        stages=(config.stages >= fewest_stages, f"at least {fewest_stages}"),
-        grid=(config.grid >= 1, "at least 1"),
-        split_tiles=(config.split_tiles >= 1, "at least 1"),
-        **wants,
-    )
+        return dataclasses.replace(self, stages=self.stages - 1)

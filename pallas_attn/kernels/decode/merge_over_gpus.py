@@ -75,6 +75,12 @@ class _At(NamedTuple):
 @functools.partial(jax.jit, static_argnames="problem")
 def run(out: Operand, lse: Operand, problem: Problem) -> tuple[Any, Any]:
     """(out float32 [sequences, rows, heads, dim], lse), the same on all GPUs."""
+    if not takes(problem):  # `jax.vmap` has made one call of many that it takes
+        raise ValueError(
+            "q: expected results of at most 512 columns, a multiple of 4, whose words of 16 bytes "
+            f"on all {problem.devices} devices are fewer than 2**31, got {problem.lines} rows of "
+            f"{problem.dim} columns; map fewer calls at once"
+        )
     shape = problem.devices, problem.lines, FOUR * problem.words
     return send_and_merge(out, lse, jnp.full(shape, threads.SENTINEL, jnp.int32), problem)
 

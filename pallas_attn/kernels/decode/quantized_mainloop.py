@@ -64,6 +64,7 @@ def scores(ctx: KernelContext, queries: Queries, slot: Index) -> RegisterTile:
 
 
 def attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, state: State) -> State:
+    """`mainloop.attend`; without scales, probabilities themselves are the weights."""
     plan, split = ctx.plan, ctx.plan.split
     scales = None
     if plan.scaled:
@@ -73,24 +74,18 @@ def attend(ctx: KernelContext, work: WorkTile, at: TileAt, s: RegisterTile, stat
     else:
         s = s * plan.unit_of_logits
     if scales is None:
-        return _attend_unscaled(ctx, at, mainloop.masked(ctx, work, at.tile, s), state)
-    tiles = mainloop.masked(ctx, work, at.tile, Logits(s, s + jnp.log2(scales)))
-    new = softmax.step(tiles.logits, None, state.row_max, empty_ok=True)
-    row_sum = state.row_sum * mosaic.broadcast_rows(new.rescale, state.row_sum.shape)
-    heavy = softmax.step(tiles.weights, None, state.weight_max, empty_ok=True)
-    acc = softmax.rescaled(heavy, state.acc)
+        s = mainloop.masked(ctx, work, at.tile, s)
+        new = heavy = softmax.step(s, None, state.row_max, empty_ok=True)
+        acc, row_sum = softmax.rescaled(new, (state.acc, state.row_sum))
+    else:
+        tiles = mainloop.masked(ctx, work, at.tile, Logits(s, s + jnp.log2(scales)))
+        new = softmax.step(tiles.logits, None, state.row_max, empty_ok=True)
+        row_sum = state.row_sum * mosaic.broadcast_rows(new.rescale, state.row_sum.shape)
+        heavy = softmax.step(tiles.weights, None, state.weight_max, empty_ok=True)
+        acc = softmax.rescaled(heavy, state.acc)
     p, v = heavy.p.astype("float16"), ctx.smem.v
     acc = mma_rowmajor.matmul_add(acc, p, v, at.slot, split, plan.v_column)
     return State(acc, row_sum + new.row_sum, new.row_max, heavy.row_max)
-
-
-def _attend_unscaled(ctx: KernelContext, at: TileAt, logits: RegisterTile, state: State) -> State:
-    """`attend` for a cache without scales, whose values are weighted by the probabilities alone."""
-    new = softmax.step(logits, None, state.row_max, empty_ok=True)
-    acc, row_sum = softmax.rescaled(new, (state.acc, state.row_sum))
-    p, plan = new.p.astype("float16"), ctx.plan
-    acc = mma_rowmajor.matmul_add(acc, p, ctx.smem.v, at.slot, plan.split, plan.v_column)
-    return State(acc, row_sum + new.row_sum, new.row_max, new.row_max)
 
 
 def totals(plan: Plan, state: State) -> tuple[RegisterTile, RegisterTile]:

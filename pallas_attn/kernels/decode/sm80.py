@@ -15,32 +15,28 @@ from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.decode.plan import DecodeTiling, Plan, is_wide
 from pallas_attn.kernels.decode.sm90 import bytes_of_launch
 from pallas_attn.kernels.decode.sm90 import limit_of_any_copies as limit
+from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.mma import mma_rowmajor
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(limits.RingConfig):
     """`tile`: keys of a kv tile; 32 only for float32 or head dims above 256, 16 only for the
-    latter. `stages`: tiles of K and V in the ring; with a single one nothing arrives under the
-    matmuls of a tile. `grid`: persistent blocks. `split_tiles`: kv tiles of a split where
-    `batch_invariant` is asked for. `load_first`: the load of the next tile begins before the wait
-    for this one. `q_rows`: query rows that a block takes at once, at most; where they are fewer
-    than a kv head has, keys are read more than once.
+    latter. `load_first`: the load of the next tile begins before the wait for this one. `q_rows`:
+    query rows that a block takes at once, at most; where they are fewer than a kv head has, keys
+    are read more than once.
     """
 
     tile: int = 64
-    stages: int = 6
-    grid: int = gpu_specs.multiprocessors(gpu_specs.HOPPER)
-    split_tiles: int = 16
     overlaps: bool = False  # begins while the kernel before it ends: `mosaic.overlap_launches`
     load_first: bool = False
     q_rows: int = 4 * mma_rowmajor.ROWS
-    shallower = limits.shallower_down_to(1)
+    fewest_stages = 1
 
     def __post_init__(self):
-        limits.check_config(
+        super().__post_init__()
+        check(
             self,
-            fewest_stages=1,
             tile=(self.tile in (16, 32, 64, 128, 256), "16, 32, 64, 128 or 256"),
             q_rows=(self.q_rows in (4, 8, 16, 32, 64), "4, 8, 16, 32 or 64"),
         )

@@ -60,6 +60,7 @@ from pallas_attn.kernels.decode.plan import (
 )
 from pallas_attn.kernels.decode.scheduler import Share, WorkTile
 from pallas_attn.kernels.lang import mosaic, threads
+from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.types import GmemRef, Index, KernelConfig, Operand
 from pallas_attn.kernels.mma import column_parts, mma_rowmajor, mma_tf32
 
@@ -73,30 +74,25 @@ LONG = 2048  # keys of a block, from which on memory bandwidth counts more than 
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(limits.RingConfig):
     """`tile`: keys of a kv tile; 32 only for float32 or head dims above 256, 16 only for the
-    latter. `stages`: tiles of K and V in the ring. `grid`: persistent blocks. `split_tiles`: kv
-    tiles of a split where `batch_invariant` is asked for. `many_heads`: blocks have several heads
-    each, and do what would slow down a block with one: queries are loaded a head ahead, scores of
-    few rows are folded, and keys are shared out in units finer than tiles (`scheduler`), a head as
-    `head_overhead` keys more than it has: as many as a block could read while it begins a head.
-    `load_first`: the load of the next tile begins before the wait for this one, not under its
-    matmuls: where blocks read many keys.
+    latter. `many_heads`: blocks have several heads each, and do what would slow down a block with
+    one: queries are loaded a head ahead, scores of few rows are folded, and keys are shared out in
+    units finer than tiles (`scheduler`), a head as `head_overhead` keys more than it has: as many
+    as a block could read while it begins a head. `load_first`: the load of the next tile begins
+    before the wait for this one, not under its matmuls: where blocks read many keys.
     """
 
     tile: int = 64
-    stages: int = 6
-    grid: int = MULTIPROCESSORS
-    split_tiles: int = 16
     overlaps: bool = False  # begins while the kernel before it ends: `mosaic.overlap_launches`
     many_heads: bool = False
     head_overhead: int = 0
     load_first: bool = False
-    shallower = limits.shallower_down_to(2)
 
     def __post_init__(self):
+        super().__post_init__()
         overhead = self.head_overhead
-        limits.check_config(
+        check(
             self,
             tile=(self.tile in (16, 32, 64, 128, 256), "16, 32, 64, 128 or 256"),
             head_overhead=(overhead % FINE_UNIT == 0 <= overhead, "a multiple of 16"),
@@ -118,7 +114,7 @@ class Config:
             # blocks on a multiprocessor one computes while the other waits.
             widths = (128, 64, 32) if is_wide(problem) else (256, 128, 64)
             for tile in [tile for tile in widths if tile <= widest_tile(problem)]:
-                config = cls(tile, stages=2, grid=_even_pairs(heads), load_first=True)
+                config = cls(tile=tile, stages=2, grid=_even_pairs(heads), load_first=True)
                 if bytes_of_launch(problem, config) <= SMEM_OF_TWO:
                     return limits.deepest(bytes_of_launch, problem, config, SMEM_OF_TWO)
         grid, is_float32 = _even_grid(heads), problem.dtype == "float32"

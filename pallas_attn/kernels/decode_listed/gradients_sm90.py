@@ -37,8 +37,9 @@ from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeProblem, ListedResiduals
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import score_mod, softmax, tma_operands
+from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.lang import mosaic, panels, thread_program, threads
-from pallas_attn.kernels.lang.config import check
+from pallas_attn.kernels.lang.config import OneForAll, check
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, RegisterTile, SmemRef
@@ -53,18 +54,13 @@ WIDTH = panels.WIDEST
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
+class Config(OneForAll):
     """Tuning only: the result is the same up to rounding."""
 
     grid: int = gpu_specs.multiprocessors(gpu_specs.HOPPER)  # blocks
 
     def __post_init__(self) -> None:
         check(self, grid=(self.grid >= 1, "at least 1"))
-
-    @classmethod
-    def default(cls, problem: DecodeProblem) -> "Config":
-        del problem
-        return cls()
 
 
 class ListPlan(NamedTuple):
@@ -82,11 +78,6 @@ class ListPlan(NamedTuple):
     def entries(self) -> int:
         """Entries of a list, in whole tiles."""
         return tma_operands.round_up(self.problem.listed or 0, TILE)
-
-    @property
-    def unit(self) -> float:
-        """Turns logits into log2 units."""
-        return softmax.to_log2(1.0)
 
 
 class ListRefs(NamedTuple):
@@ -115,14 +106,6 @@ class ListSmem(NamedTuple):
     q_free: Barrier
     ready: Barrier  # [consumer * STAGES]
     free: Barrier
-
-
-class ListContext(NamedTuple):
-    """The first argument, `ctx`, of every function of this kernel."""
-
-    plan: ListPlan
-    refs: ListRefs
-    smem: ListSmem
 
 
 def limit(problem: DecodeProblem) -> Limit | None:
@@ -190,7 +173,7 @@ class QueryRow(NamedTuple):
     steps: Index
 
     @classmethod
-    def of(cls, ctx: ListContext, block: Index, i: Index, wg: Index) -> "QueryRow":
+    def of(cls, ctx: KernelContext, block: Index, i: Index, wg: Index) -> "QueryRow":
         """The i-th one of a consumer."""
         rows, grid = ctx.plan.problem.q_len, _grid(ctx.plan)
         place = WARPGROUPS * (block + i * grid) + wg
@@ -222,7 +205,7 @@ def _rounds(plan: ListPlan) -> int:
 # ---- the producer -------------------------------------------------------------------------------
 
 
-def _produce(ctx: ListContext, block: Index) -> None:
+def _produce(ctx: KernelContext, block: Index) -> None:
     """Gathers the tiles of the lists of both consumers, in turn, and loads q and dO."""
 
     def one_round(i: Index, counts: tuple[Index, ...]) -> tuple[Index, ...]:
@@ -244,7 +227,7 @@ def _produce(ctx: ListContext, block: Index) -> None:
     lax.fori_loop(0, _rounds(ctx.plan), one_round, (jnp.int32(0),) * WARPGROUPS)
 
 
-def _load_queries(ctx: ListContext, row: QueryRow, wg: int, i: Index) -> None:
+def _load_queries(ctx: KernelContext, row: QueryRow, wg: int, i: Index) -> None:
     refs, smem = ctx.refs, ctx.smem
     pl.when(i > 0)(lambda: plgpu.barrier_wait(smem.q_free.at[wg]))
     heads = pl.ds(0 * row.number, MOST_HEADS)
@@ -252,7 +235,7 @@ def _load_queries(ctx: ListContext, row: QueryRow, wg: int, i: Index) -> None:
         panels.load(source, (row.number, heads, 0), to, wg, smem.q_ready.at[wg])
 
 
-def _gather(ctx: ListContext, row: QueryRow, wg: int, n: Index, count: Index) -> None:
+def _gather(ctx: KernelContext, row: QueryRow, wg: int, n: Index, count: Index) -> None:
     """Tile n of a list, the `count`-th of the consumer."""
     refs, smem = ctx.refs, ctx.smem
     slot = lax.rem(count, jnp.int32(STAGES))
@@ -299,7 +282,7 @@ class Statistics(NamedTuple):
     delta: RegisterTile
 
 
-def _consume(ctx: ListContext, block: Index, wg: Index) -> None:
+def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
     plan, refs, smem = ctx
     widths = [WIDTH] * len(smem.k)
 
@@ -333,7 +316,7 @@ def _consume(ctx: ListContext, block: Index, wg: Index) -> None:
 
 
 def _step(  # noqa: PLR0913
-    ctx: ListContext,
+    ctx: KernelContext,
     row: QueryRow,
     wg: Index,
     stats: Statistics,
@@ -383,7 +366,7 @@ def _p_and_ds(
     if problem.softcap is not None:
         s = softmax.softcap(s, problem.softcap)
         slope = 1.0 - s * s * (1.0 / problem.softcap**2)
-    s = jnp.where(mosaic.broadcast_rows(rows >= 0, shape), s * plan.unit, -jnp.inf)
+    s = jnp.where(mosaic.broadcast_rows(rows >= 0, shape), softmax.to_log2(s), -jnp.inf)
     p = jnp.exp2(s - of_head(stats.lse))
     ds = score_mod.d_scores(p, dp, of_head(stats.delta), slope)
     return _whole(p, problem.dtype), _whole(ds, problem.dtype)
@@ -417,7 +400,7 @@ def _multiply(acc: RegisterTile, left: RegisterTile, right: tuple[SmemRef, ...])
 
 
 def _kernel(refs: ListRefs, dq: GmemRef, smem: ListSmem, *, plan: ListPlan) -> None:
-    ctx = ListContext(plan, refs._replace(dq=dq), smem)
+    ctx = KernelContext(plan, refs._replace(dq=dq), smem)
     block, wg = lax.axis_index("block"), lax.axis_index("wg")
     produce = functools.partial(_produce, ctx, block)
     consume = functools.partial(_consume, ctx, block, wg)
@@ -437,7 +420,7 @@ def run(
     # Everything is 0 for a head that sees no key.
     empty = lse == -jnp.inf
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d_lse
-    lse, delta = jnp.where(empty, jnp.inf, lse * plan.unit), jnp.where(empty, 0, delta)
+    lse, delta = jnp.where(empty, jnp.inf, softmax.to_log2(lse)), jnp.where(empty, 0, delta)
     d_out = jnp.where(empty[..., None], 0, d_out).astype(dtype)
     sizes = [(len(x), n) for x, n in zip((k, v), width, strict=True)]
     sums = [jax.new_ref(jnp.zeros(size, jnp.float32)) for size in sizes]

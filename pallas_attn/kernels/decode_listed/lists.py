@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.kernel import Kernel
-from pallas_attn._call.problem import DecodeInputs, DecodeProblem, bounds_of, owner_of_rows
+from pallas_attn._call.problem import DecodeInputs, DecodeProblem, bounds_of, owned_rows
 from pallas_attn._functions.program import (
     ZERO,
     Broadcasting,
@@ -163,15 +163,12 @@ class Lists(NamedTuple):
 def _lists(inputs: DecodeInputs, problem: DecodeProblem, fills: bool) -> Lists:
     length, n = inputs.lengths, _entries(problem, fills)
     at = jnp.arange(_count(problem), dtype=jnp.int32)
-    last = problem.sequences - 1
     if inputs.starts is None:
         owner = at // problem.q_len
         owned = owner >= 0
         position = length[owner] - problem.q_len + at % problem.q_len
     else:
-        owner = owner_of_rows(inputs.starts, at.size)
-        owned = (owner >= 0) & (owner <= last)
-        owner = jnp.clip(owner, 0, last)
+        owner, owned = owned_rows(inputs.starts, at.size)
         position = length[owner] - (inputs.starts[owner + 1] - at)
     assert inputs.kv_indices is not None
     key = inputs.kv_indices.reshape(at.size, -1)

@@ -63,6 +63,10 @@ class Partials(NamedTuple):
     later: Index
     stride: int
 
+    @classmethod
+    def of(cls, plan: Plan, head: Head) -> "Partials":
+        return cls(head.count, head.own, head.first, head.later, plan.partials_a_block)
+
     def place(self, p: Index) -> Index:
         return jnp.where(p < 1, self.first, self.later + p * self.stride)
 

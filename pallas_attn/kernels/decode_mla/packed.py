@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_attn._call.problem import DecodeInputs, DecodeProblem, owner_of_rows
+from pallas_attn._call.problem import DecodeInputs, DecodeProblem, owned_rows
 from pallas_attn._functions import program as _program
 from pallas_attn._functions.program import Program
 from pallas_attn.errors import Limit
@@ -113,14 +113,11 @@ def _sequences_of_rows(
     """
     starts, table = inputs.starts, inputs.page_table
     assert starts is not None
-    last, capacity = problem.sequences - 1, max(problem.capacities)
     at = jnp.arange(problem.tokens, dtype=jnp.int32)
-    owner = owner_of_rows(starts, at.size)
-    owned = (owner >= 0) & (owner <= last)
-    owner = jnp.clip(owner, 0, last)
+    owner, owned = owned_rows(starts, at.size)
     length, lost = inputs.lengths, lost_rows.sequences(inputs, problem)
     if table is None:
-        table = jnp.arange(last + 1, dtype=jnp.int32)[:, None]
+        table = jnp.arange(problem.sequences, dtype=jnp.int32)[:, None]
     # Any int32 is a length; less than 0 counts as 0, and must not wrap around.
     end = jnp.maximum(jnp.maximum(length, 0)[owner] - (starts[owner + 1] - 1 - at), 0)
     numbers: tuple[Array, ...] = ()
@@ -128,7 +125,7 @@ def _sequences_of_rows(
         numbers = owner, at - starts[owner], length[owner] - jnp.diff(starts)[owner]
     elif problem.functions:
         numbers = owner, end - 1
-    end = jnp.where(lost[owner], capacity + 1, end)
+    end = jnp.where(lost[owner], max(problem.capacities) + 1, end)
     own = inputs._replace(
         q=inputs.q[:, None],
         lengths=jnp.where(owned, end, 0),

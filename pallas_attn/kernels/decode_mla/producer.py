@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.problem import DecodeInputs
-from pallas_attn.kernels.attention import cache_layout, functions
+from pallas_attn.kernels.attention import cache_layout, functions, tma_operands
 from pallas_attn.kernels.attention.cache_layout import Row
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import loads, scheduler
@@ -43,19 +43,21 @@ class LatentRefs(NamedTuple):
     score_aux: tuple[GmemRef, ...] = ()
 
 
-def refs_of(
-    inputs: DecodeInputs, counters: Operand, plan: Plan, rows: int, sinks: int
-) -> LatentRefs:
-    """`rows`: query rows that a sequence has in memory; `sinks`: the same of sinks. Those past its
-    own are zeros.
-    """
+def padded_rows(plan: Plan) -> int:
+    """Query rows of a sequence as they lie in memory: TMA reads from a multiple of 8 only."""
+    return tma_operands.round_up(plan.queries.rows, 8)
+
+
+def refs_of(inputs: DecodeInputs, counters: Operand, plan: Plan) -> LatentRefs:
+    """Query rows and sinks past a sequence's own are zeros."""
     m, *_, width = inputs.q.shape
-    q, row_sinks = inputs.q.reshape(m, -1, width), None
+    q, row_sinks, rows = inputs.q.reshape(m, -1, width), None, padded_rows(plan)
     if rows > q.shape[1]:
         q = jnp.pad(q, ((0, 0), (0, rows - q.shape[1]), (0, 0)))
     if inputs.sinks is not None:
         row_sinks = jnp.tile(inputs.sinks.astype(jnp.float32), inputs.q.shape[1])
-        row_sinks = jnp.pad(row_sinks, (0, sinks - row_sinks.size))
+        chunks = plan.queries.chunks * plan.queries.chunk_rows
+        row_sinks = jnp.pad(row_sinks, (0, chunks - row_sinks.size))
     lost = None
     if plan.layout.listed:
         lost = (inputs.lengths > plan.layout.capacity).astype(jnp.int32)

@@ -44,6 +44,7 @@ from pallas_attn.kernels.decode.plan import DecodeTiling, Plan, Steps, plan_with
 from pallas_attn.kernels.decode.scheduler import Partials, Table, WorkTile
 from pallas_attn.kernels.decode_mla import packed
 from pallas_attn.kernels.lang import mosaic, thread_program, threads
+from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import Word
 from pallas_attn.kernels.lang.types import (
@@ -63,21 +64,15 @@ COPYING = 8  # threads that copy a row
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """`tile`: keys of a tile. `stages`: tiles in the ring; with a single one nothing arrives under
-    the matmuls of a tile. `grid`: persistent blocks. `split_tiles`: kv tiles of a split where
-    `batch_invariant` is asked for.
-    """
+class Config(limits.RingConfig):
+    """`tile`: keys of a tile."""
 
     tile: int = 64
-    stages: int = 6
-    grid: int = gpu_specs.multiprocessors(gpu_specs.HOPPER)
-    split_tiles: int = 16
-    shallower = limits.shallower_down_to(1)
+    fewest_stages = 1
 
     def __post_init__(self):
-        tile = self.tile in (32, 64), "32 or 64 of V within K"
-        limits.check_config(self, fewest_stages=1, tile=tile)
+        super().__post_init__()
+        check(self, tile=(self.tile in (32, 64), "32 or 64 of V within K"))
 
     @classmethod
     def default(cls, problem: DecodeProblem) -> "Config":

@@ -38,9 +38,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call.problem import DecodeInputs, DecodeProblem
+from pallas_attn._call.problem import DecodeProblem
 from pallas_attn.errors import Limit
-from pallas_attn.kernels.attention import softmax, tma_operands
+from pallas_attn.kernels.attention import softmax
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.decode import combine_splits, mainloop, scheduler
 from pallas_attn.kernels.decode.combine_splits import Outputs, Results
@@ -67,17 +67,15 @@ from pallas_attn.kernels.decode_mla.plan import (
     scores_first,
 )
 from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs
+from pallas_attn.kernels.decode_mla.sm90_common import Program
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.panels import Block
 from pallas_attn.kernels.lang.types import (
     Barrier,
     Index,
-    KernelConfig,
     RegisterTile,
     SmemRef,
 )
-
-Array = jax.Array
 
 OTHER = "leave implementation=None"
 SCORES, PRODUCER = V_WARPGROUPS, V_WARPGROUPS + 1  # the other warpgroups
@@ -213,16 +211,11 @@ def _load(ctx: KernelContext, block_id: Index) -> None:
     _each_work(ctx, block_id, one_work)
 
 
-def _padded_rows(plan: Plan) -> int:
-    """Query rows of a sequence as they lie in memory: TMA reads from a multiple of 8 only."""
-    return tma_operands.round_up(plan.queries.rows, 8)
-
-
 def _load_q(ctx: KernelContext, work: WorkTile, number: Index, count: Index) -> None:
     """Columns that go to registers come through the rings."""
     plan, refs, smem, columns = ctx.plan, ctx.refs, ctx.smem, columns_of(ctx.plan)
     chunk = lax.rem(work.head, jnp.int32(plan.queries.chunks)) * ROWS
-    start, first = work.sequence * _padded_rows(plan) + chunk, _q_block(plan, number, count)
+    start, first = work.sequence * producer.padded_rows(plan) + chunk, _q_block(plan, number, count)
 
     def copy(column, width, to, ready, row=0, rows=ROWS):
         source = refs.q.at[pl.ds(start + row, rows), pl.ds(column, width)]
@@ -437,8 +430,8 @@ def _epilogue(ctx: KernelContext, own: _Own, work: WorkTile, state: State) -> No
     share = scheduler.share_of(groups, smem.table, member.group)
     count, *others = scheduler.partials_of(groups, share, work, member.group)
     index, first, later = (n * neighbours(plan) + member.number for n in others)
-    partials = combine_latent.Partials(count, index, first, later, plan.partials_a_block)
     lost = smem.table.lost[work.sequence]
+    head = combine_splits.Head(work.sequence, work.head, lost, count, index, first, later)
     state = state._replace(row_sum=combine_latent.with_lost(state.row_sum, lost))
     if combined_apart(plan):
         return _write_partial(plan, own, index, state)
@@ -449,10 +442,10 @@ def _epilogue(ctx: KernelContext, own: _Own, work: WorkTile, state: State) -> No
             _write(plan, own, work, n, acc * mosaic.broadcast_rows(factor, acc.shape))
 
     partial = functools.partial(_write_partial, plan, own, index, state)
+    partials = combine_latent.Partials.of(plan, head)
     of_all = functools.partial(_combine, plan, own, work, partials)
     join = functools.partial(combine_latent.join, smem.joined)
     end = combine_latent.Ending(result, partial, of_all, wg == 0, join)
-    head = combine_splits.Head(work.sequence, work.head, lost, count, index, first, later)
     return combine_latent.finish(ctx, results, head, end)
 
 
@@ -541,38 +534,16 @@ def _kernel(refs: LatentRefs, outputs: Outputs, smem: LatentSmem, *, plan: Plan)
         _weigh(ctx, _Own(block_id, wg, results))
 
 
-def launch(
-    inputs: DecodeInputs, problem: DecodeProblem, config: KernelConfig
-) -> tuple[Array, Array]:
-    """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
-    return _launch(inputs, combine_splits.counters(plan_of(problem, config)), problem, config)
+def _partials(plan: Plan) -> jax.ShapeDtypeStruct:
+    shape = partial_block(plan, plan.partials, 0, 0), ROWS * columns_of(plan).block
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-@functools.partial(jax.jit, static_argnames=("problem", "config"))
-def _launch(
-    inputs: DecodeInputs, counters: Array, problem: DecodeProblem, config: KernelConfig
-) -> tuple[Array, Array]:
-    """Jitted, so that a model of many layers traces it once."""
-    plan, shape = plan_of(problem, config), jax.ShapeDtypeStruct
-    columns, lines = columns_of(plan), problem.sequences * plan.queries.chunks
-    rows = _padded_rows(plan), plan.queries.chunks * ROWS
-    sums = shape((plan.partials, ROWS), jnp.float32)
-    kept = shape((partial_block(plan, plan.partials, 0, 0), ROWS * columns.block), jnp.float32)
-    outputs = Outputs(
-        shape((lines * ROWS, problem.v_head_dim), problem.dtype),
-        shape((lines, ROWS), jnp.float32),
-        (kept, sums, sums),
-    )
-    if apart := combined_apart(plan):
-        outputs = outputs._replace(out=None, lse=None)
-    kernel = producer.kernel_of(plan, _kernel, outputs, scratch(plan), V_WARPGROUPS + 2)
-    refs = producer.refs_of(inputs, counters, plan, *rows)
-    ((out, lse, partials),) = kernel(refs)
-    if apart:
-        out, lse = combine_apart.run(plan, partials, refs)
-    return combine_latent.of_sequences(plan, out, lse)
+def _combine_of(plan: Plan) -> Callable | None:
+    return combine_apart.run if combined_apart(plan) else None
 
 
-_KERNEL = sm90_common.kernel_with(plan_of, scratch, launch, limit)
+PROGRAM = Program(_kernel, scratch, V_WARPGROUPS + 2, _partials, _combine_of)
+_KERNEL = sm90_common.kernel_with(plan_of, PROGRAM, limit)
 KERNEL = dataclasses.replace(_KERNEL, reads_lists=True)
 Config = KERNEL.config

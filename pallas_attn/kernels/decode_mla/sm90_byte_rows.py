@@ -45,12 +45,11 @@ from pallas_attn.kernels.decode_mla import (
     sm90_few_rows,
 )
 from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs
+from pallas_attn.kernels.decode_mla.sm90_common import Launch, Program
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.panels import Block
 from pallas_attn.kernels.lang.types import Barrier, Index, KernelConfig, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import byte_rows
-
-Array = jax.Array
 
 BLOCKS = BYTE_ROW.scales  # blocks of V's columns, each with a scale of its own
 V_WARPGROUPS = 2  # warpgroups that have columns of the output
@@ -417,33 +416,16 @@ def _weigh(ctx: KernelContext, own: _Own) -> None:
 
 
 def _epilogue(ctx: KernelContext, own: _Own, work: WorkTile, state: sm90_few_rows.State) -> None:
-    """The result, where the block had all keys. Else a partial to global memory; the last block
-    makes the result of all.
-    """
     plan, results, m = ctx.plan, own.results, work.sequence
     places = scheduler.partials_of(plan, own.share, work, own.block_id)
     lost = ctx.smem.table.lost[m]
     state = state._replace(row_sum=combine_latent.with_lost(state.row_sum, lost))
-    partials = combine_latent.Partials(*places, plan.partials_a_block)
     accs = results.partial_out[2 * OWN * own.member :][: 2 * OWN]
-
-    def partial():
-        for ref, acc in zip(accs, state.accs, strict=True):
-            combine_latent.store(ref, partials.own, acc)
-        if own.member == 0:
-            mosaic.store(results.partial_max.at[partials.own], state.row_max)
-            mosaic.store(results.partial_sum.at[partials.own], state.row_sum)
-
-    def of_all():
-        of_own = results._replace(partial_out=accs)
-        shapes = [(TILE, plan.queries.chunk_rows)] * len(accs)
-        _write(plan, own, m, sm90_few_rows.combined(of_own, partials, shapes))
-
-    result = functools.partial(_write, plan, own, m, state)
-    head = combine_splits.Head(m, work.head, lost, *places)
+    write = functools.partial(_write, plan, own, m)
     join = functools.partial(combine_latent.join, ctx.smem.joined)
-    end = combine_latent.Ending(result, partial, of_all, own.member == 0, join)
-    combine_latent.finish(ctx, results, head, end)
+    end = sm90_few_rows.Finish(write, own.member == 0, join)
+    head = combine_splits.Head(m, work.head, lost, *places)
+    sm90_few_rows.epilogue(ctx, results._replace(partial_out=accs), head, state, end)
 
 
 def _write(plan: Plan, own: _Own, m: Index, whole: sm90_few_rows.State) -> None:
@@ -493,36 +475,31 @@ def _kernel(refs: LatentRefs, outputs: Outputs, smem: ByteRowsSmem, *, plan: Pla
             _weigh(ctx, _Own(block_id, member, results, share()))
 
 
-def launch(
-    inputs: DecodeInputs, problem: DecodeProblem, config: KernelConfig
-) -> tuple[Array, Array]:
-    """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]; of many heads by several
-    launches.
-    """
-    heads, outs, lses = of_heads(problem).q_heads, [], []
-    for first in range(0, problem.q_heads, heads):
-        some = slice(first, first + heads)
-        q, sinks = inputs.q[:, :, some], inputs.sinks
-        part = inputs._replace(q=q, sinks=None if sinks is None else sinks[some])
-        of_some = dataclasses.replace(problem, q_heads=q.shape[2])
-        counters = combine_splits.counters(plan_of(of_some, config))
-        out, lse = _launch(part, counters, of_some, config)
-        outs.append(out)
-        lses.append(lse)
-    if len(outs) == 1:
-        return outs[0], lses[0]
-    return jnp.concatenate(outs, axis=2), jnp.concatenate(lses, axis=1)
+def _by_heads(launch: Launch) -> Launch:
+    """Several launches, each for some of the heads."""
+
+    def run(
+        inputs: DecodeInputs, problem: DecodeProblem, config: KernelConfig
+    ) -> tuple[jax.Array, jax.Array]:
+        heads, results = of_heads(problem).q_heads, []
+        for first in range(0, problem.q_heads, heads):
+            some = slice(first, first + heads)
+            q, sinks = inputs.q[:, :, some], inputs.sinks
+            part = inputs._replace(q=q, sinks=None if sinks is None else sinks[some])
+            of_some = dataclasses.replace(problem, q_heads=q.shape[2])
+            results.append(launch(part, of_some, config))
+        if len(results) == 1:
+            return results[0]
+        outs, lses = zip(*results, strict=True)
+        return jnp.concatenate(outs, axis=2), jnp.concatenate(lses, axis=1)
+
+    return run
 
 
-@functools.partial(jax.jit, static_argnames=("problem", "config"))
-def _launch(
-    inputs: DecodeInputs, counters: Array, problem: DecodeProblem, config: KernelConfig
-) -> tuple[Array, Array]:
-    plan = plan_of(problem, config)
-    accs = (TILE,) * (2 * BLOCKS)
-    program = sm90_few_rows.Program(_kernel, scratch(plan), 2 + V_WARPGROUPS, accs)
-    return sm90_few_rows.launched(inputs, counters, plan, program)
+def _partials(plan: Plan) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return sm90_few_rows.partials_of_tiles(plan, (TILE,) * (2 * BLOCKS))
 
 
-KERNEL = sm90_common.kernel_with(plan_of, scratch, launch, limit)
+PROGRAM = Program(_kernel, scratch, 2 + V_WARPGROUPS, _partials)
+KERNEL = sm90_common.kernel_with(plan_of, PROGRAM, limit, _by_heads)
 Config = KERNEL.config

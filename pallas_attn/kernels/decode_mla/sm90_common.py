@@ -1,20 +1,22 @@
-"""The tuning and the limits that all kernels of latent caches for Hopper share."""
+"""The tuning, the limits and the launch that all kernels of latent caches for Hopper share."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
-from pallas_attn._call import gpu_specs
 from pallas_attn._call.byte_rows import BYTE_DTYPE
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import DecodeInputs, DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout
-from pallas_attn.kernels.decode import limits
+from pallas_attn.kernels.decode import combine_splits, limits
+from pallas_attn.kernels.decode.combine_splits import Outputs
 from pallas_attn.kernels.decode.plan import ROWS_OF_WARPS, DecodeTiling, Plan
-from pallas_attn.kernels.decode_mla import packed
+from pallas_attn.kernels.decode_mla import combine_latent, packed, producer
 from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH
 from pallas_attn.kernels.lang.types import KernelConfig
 
@@ -24,30 +26,61 @@ def tiling_of(config: KernelConfig) -> DecodeTiling:
     return DecodeTiling(TILE, config.grid, ROWS_OF_WARPS, config.split_tiles, config.stages)
 
 
+Results = tuple[jax.Array, jax.Array]  # out and lse
+Launch = Callable[[DecodeInputs, DecodeProblem, Any], Results]
+
+
+class Program(NamedTuple):
+    """The parts of a kernel that its launch needs."""
+
+    body: Callable[..., None]  # `body(refs, outputs, smem, plan=)`
+    scratch: Callable[[Plan], Any]  # shared memory, described once: its bytes are added up, too
+    warpgroups: int
+    partials: Callable[[Plan], Any]  # types of the accumulators of all partials
+    # The launch that combines partials, where the last block of a row does not.
+    combine: Callable[[Plan], Callable[..., Results] | None] = lambda plan: None
+
+
+@functools.partial(jax.jit, static_argnames=("plan", "program"))
+def launched(inputs: DecodeInputs, counters: jax.Array, plan: Plan, program: Program) -> Results:
+    """Jitted, so that a model of many layers traces it once."""
+    rows, shape = plan.queries.chunk_rows, jax.ShapeDtypeStruct
+    sums = shape((plan.partials, rows), jnp.float32)
+    outputs = Outputs(
+        shape((plan.lines * rows, plan.problem.v_head_dim), plan.problem.dtype),
+        shape((plan.lines, rows), jnp.float32),
+        (program.partials(plan), sums, sums),
+    )
+    if combine := program.combine(plan):
+        outputs = outputs._replace(out=None, lse=None)
+    smem = program.scratch(plan)
+    kernel = producer.kernel_of(plan, program.body, outputs, smem, program.warpgroups)
+    refs = producer.refs_of(inputs, counters, plan)
+    ((out, lse, partials),) = kernel(refs)
+    if combine is not None:
+        out, lse = combine(plan, partials, refs)
+    return combine_latent.of_sequences(plan, out, lse)
+
+
 def kernel_with(
     plan_of: Callable[[DecodeProblem, Any], Plan],
-    scratch: Callable[[Plan], Any],
-    launch: Callable[[DecodeInputs, DecodeProblem, Any], tuple[jax.Array, jax.Array]],
+    program: Program,
     limit: Callable[[DecodeProblem], Limit | None],
+    launches: Callable[[Launch], Launch] = lambda launch: launch,
 ) -> Kernel:
-    """The kernel that has these plans, shared memory and launches. `limit`: why it cannot take a
-    problem whose rows are not packed.
+    """The kernel that has these plans and this program. `limit`: why it cannot take a problem whose
+    rows are not packed. `launches(launch)`: the results of several launches.
     """
 
+    def launch(inputs: DecodeInputs, problem: DecodeProblem, config: KernelConfig) -> Results:
+        plan = plan_of(problem, config)
+        return launched(inputs, combine_splits.counters(plan), plan, program)
+
     @dataclasses.dataclass(frozen=True)
-    class Config:
+    class Config(limits.RingConfig):
         """`stages`: the ring has room for so many blocks of columns, if not for as many as the
-        kernel needs. `grid`: persistent blocks. `split_tiles`: kv tiles of a split where
-        `batch_invariant` is asked for.
+        kernel needs.
         """
-
-        stages: int = 6
-        grid: int = gpu_specs.multiprocessors(gpu_specs.HOPPER)
-        split_tiles: int = 16
-        shallower = limits.shallower_down_to(2)
-
-        def __post_init__(self):
-            limits.check_config(self)
 
         @classmethod
         def default(cls, problem: DecodeProblem) -> "Config":
@@ -64,15 +97,13 @@ def kernel_with(
         return packed.limit(problem) or limit(packed.of_rows(problem))
 
     def smem_bytes(problem: DecodeProblem, config: KernelConfig) -> int:
-        return limits.smem_bytes(scratch(plan_of(packed.of_rows(problem), config)))
+        return limits.smem_bytes(program.scratch(plan_of(packed.of_rows(problem), config)))
 
-    def run(
-        inputs: DecodeInputs, problem: DecodeProblem, config: KernelConfig
-    ) -> tuple[jax.Array, jax.Array]:
+    def run(inputs: DecodeInputs, problem: DecodeProblem, config: KernelConfig) -> Results:
         """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]; of packed rows [tokens, N,
         Hv] and [N, tokens].
         """
-        return packed.run(launch, inputs, problem, config)
+        return packed.run(launches(launch), inputs, problem, config)
 
     return Kernel(Config, whole_limit, smem_bytes, run)
 

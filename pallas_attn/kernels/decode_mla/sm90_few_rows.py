@@ -16,7 +16,7 @@ The scheduler is that of decode; partials are combined by `combine_latent`.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call import selection
-from pallas_attn._call.problem import DecodeInputs, DecodeProblem
+from pallas_attn._call.problem import DecodeProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import softmax, tma_operands
 from pallas_attn.kernels.attention.tiles import KernelContext
@@ -41,6 +41,7 @@ from pallas_attn.kernels.decode_mla import (
 )
 from pallas_attn.kernels.decode_mla.combine_latent import Ending
 from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs
+from pallas_attn.kernels.decode_mla.sm90_common import Program
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.panels import Block
 from pallas_attn.kernels.lang.types import (
@@ -50,8 +51,6 @@ from pallas_attn.kernels.lang.types import (
     RegisterTile,
     SmemRef,
 )
-
-Array = jax.Array
 
 
 def limit(problem: DecodeProblem) -> Limit | None:
@@ -310,7 +309,12 @@ def _compute(ctx: KernelContext, results: Results, share: Share, block_id: Index
         state = State(accs, mosaic.filled((TILE, rows), 0.0), row_max)
         step = functools.partial(_one_tile, ctx, work)
         state, count = lax.fori_loop(work.tile, work.end, step, _Carry(state, count))
-        _epilogue(ctx, results, work, state, scheduler.partials_of(plan, share, work, block_id))
+        places, m = scheduler.partials_of(plan, share, work, block_id), work.sequence
+        lost = smem.table.lost[m]
+        row_sum = combine_latent.with_lost(state.row_sum.sum(axis=0), lost)
+        head = combine_splits.Head(m, work.head, lost, *places)
+        own = Finish(functools.partial(_write, plan, results, m))
+        epilogue(ctx, results, head, state._replace(row_sum=row_sum), own)
         return count
 
     producer.each_work(plan, smem.table, share, one_work, jnp.int32(0))
@@ -319,30 +323,34 @@ def _compute(ctx: KernelContext, results: Results, share: Share, block_id: Index
 # ---- epilogue ------------------------------------------------------------------------------------
 
 
-def _epilogue(
-    ctx: KernelContext, results: Results, work: WorkTile, state: State, places: scheduler.Partials
+class Finish(NamedTuple):
+    """The share of a warpgroup in the results of a row: as many columns as its state has."""
+
+    write: Callable[[State], None]  # the result of all keys
+    leads: bool = True  # whether it writes the numbers of whole rows, and counts the block
+    join: Callable[[], None] | None = None  # waits for the other warpgroups that end so
+
+
+def epilogue(
+    ctx: KernelContext, results: Results, head: combine_splits.Head, state: State, own: Finish
 ) -> None:
     """The result, where the block had all keys. Else a partial to global memory; the last block
     makes the result of all.
     """
-    plan, m = ctx.plan, work.sequence
-    lost = ctx.smem.table.lost[m]
-    state = state._replace(row_sum=combine_latent.with_lost(state.row_sum.sum(axis=0), lost))
-    partials = combine_latent.Partials(*places, plan.partials_a_block)
+    partials = combine_latent.Partials.of(ctx.plan, head)
 
     def partial():
         for ref, acc in zip(results.partial_out, state.accs, strict=True):
             combine_latent.store(ref, partials.own, acc)
-        mosaic.store(results.partial_max.at[partials.own], state.row_max)
-        mosaic.store(results.partial_sum.at[partials.own], state.row_sum)
+        if own.leads:
+            mosaic.store(results.partial_max.at[partials.own], state.row_max)
+            mosaic.store(results.partial_sum.at[partials.own], state.row_sum)
 
     def of_all():
-        shapes = [(n, plan.queries.chunk_rows) for n in columns_of(plan).accs]
-        _write(plan, results, m, combined(results, partials, shapes))
+        own.write(combined(results, partials, [acc.shape for acc in state.accs]))
 
-    result = functools.partial(_write, plan, results, m, state)
-    head = combine_splits.Head(m, work.head, lost, *places)
-    combine_latent.finish(ctx, results, head, Ending(result, partial, of_all))
+    end = Ending(functools.partial(own.write, state), partial, of_all, own.leads, own.join)
+    combine_latent.finish(ctx, results, head, end)
 
 
 def combined(
@@ -405,50 +413,17 @@ def _kernel(refs: LatentRefs, outputs: Outputs, smem: FewRowsSmem, *, plan: Plan
         _compute(ctx, results, scheduler.share_of(plan, ctx.smem.table, block_id), block_id)
 
 
-def launch(
-    inputs: DecodeInputs, problem: DecodeProblem, config: KernelConfig
-) -> tuple[Array, Array]:
-    """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]."""
-    return _launch(inputs, combine_splits.counters(plan_of(problem, config)), problem, config)
+def _partials(plan: Plan) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return partials_of_tiles(plan, columns_of(plan).accs)
 
 
-@functools.partial(jax.jit, static_argnames=("problem", "config"))
-def _launch(
-    inputs: DecodeInputs, counters: Array, problem: DecodeProblem, config: KernelConfig
-) -> tuple[Array, Array]:
-    """Jitted, so that a model of many layers traces it once."""
-    plan = plan_of(problem, config)
-    program = Program(_kernel, scratch(plan), 2, columns_of(plan).accs)
-    return launched(inputs, counters, plan, program)
+def partials_of_tiles(plan: Plan, accs: Sequence[int]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """`accs`: columns of V in each tile of a partial."""
+    rows, array = plan.queries.chunk_rows, jax.ShapeDtypeStruct
+    return tuple(array((plan.partials, n * rows), jnp.float32) for n in accs)
 
 
-class Program(NamedTuple):
-    """The program of a launch, its shared memory and its warpgroups."""
-
-    body: Callable[..., None]
-    smem: Any
-    warpgroups: int
-    accs: Sequence[int]  # columns of V in each tile of a partial
-
-
-def launched(
-    inputs: DecodeInputs, counters: Array, plan: Plan, program: Program
-) -> tuple[Array, Array]:
-    """The results of a launch of `program.body(refs, outputs, smem)`."""
-    problem, shape = plan.problem, jax.ShapeDtypeStruct
-    rows, partials = plan.queries.chunk_rows, plan.partials
-    sums = shape((partials, rows), jnp.float32)
-    accs = tuple(shape((partials, n * rows), jnp.float32) for n in program.accs)
-    outputs = Outputs(
-        shape((problem.sequences * rows, problem.v_head_dim), problem.dtype),
-        shape((problem.sequences, rows), jnp.float32),
-        (accs, sums, sums),
-    )
-    kernel = producer.kernel_of(plan, program.body, outputs, program.smem, program.warpgroups)
-    ((out, lse, _),) = kernel(producer.refs_of(inputs, counters, plan, rows, rows))
-    return combine_latent.of_sequences(plan, out, lse)
-
-
-_KERNEL = sm90_common.kernel_with(plan_of, scratch, launch, limit)
+PROGRAM = Program(_kernel, scratch, 2, _partials)
+_KERNEL = sm90_common.kernel_with(plan_of, PROGRAM, limit)
 KERNEL = dataclasses.replace(_KERNEL, reads_lists=True)
 Config = KERNEL.config

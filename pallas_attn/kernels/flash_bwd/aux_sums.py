@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_attn._call.problem import AttentionInputs, AttentionProblem, probabilities_of_sinks
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._functions import reads
 from pallas_attn._functions.program import Constant
 from pallas_attn._functions.reads import DISTANCE, KEYS, NONE, ROWS, Read
@@ -38,7 +38,6 @@ from pallas_attn.kernels.attention import functions, softmax, tiles
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
-from pallas_attn.kernels.flash_bwd.operands import Residuals, RowStatistics
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Index, RegisterTile
@@ -65,7 +64,7 @@ class KeySum(NamedTuple):
     side: int = 0
 
 
-class Part(NamedTuple):
+class LogitSums(NamedTuple):
     """Sums over logits, which XLA adds up by element. `values`: [B|1, N|1, T|1, S|1], or for reads
     by distance [B|1, N|1, diagonals, rows of a tile, keys of a tile].
     """
@@ -104,17 +103,8 @@ def key_sums(problem: AttentionProblem) -> tuple[KeySum, ...]:
         if read.along in (NONE, KEYS):
             results.append(KeySum(read))
         elif read.along == DISTANCE:
-            sides = far_sides(problem, read)
-            sides = sides[:-1] if has_known_total(problem, read) else sides
-            results += [KeySum(read, side) for side in sides]
+            results += [KeySum(read, side) for side in far_sides(problem, read)]
     return tuple(results)
-
-
-def has_known_total(problem: AttentionProblem, read: Read) -> bool:
-    """Whether the sums of a read add up to a known total: a constant weight times `sums_of_ds`."""
-    program = problem.score_program
-    assert program is not None
-    return isinstance(reads.derivative(program, read).result, Constant)
 
 
 def far_of(problem: AttentionProblem, read: Read) -> Far | None:
@@ -249,7 +239,9 @@ def add_tile(
     return tuple(results)
 
 
-def store(ctx: KernelContext, work: KeyTile, first: Index, sums: tuple[RegisterTile, ...]) -> None:
+def store_key_sums(
+    ctx: KernelContext, work: KeyTile, first: Index, sums: tuple[RegisterTile, ...]
+) -> None:
     """Stores the sums of a warpgroup's keys, from key `first` of a work tile on."""
     keys, column = pl.ds(work.key + first, tiles.ROWS), work.part * softmax.PARTIALS
     for n, total in enumerate(sums):
@@ -264,14 +256,14 @@ def zero_array(plan: KeyPlan) -> jax.Array:
     return jnp.zeros((*sizes, plan.order.parts * softmax.PARTIALS), jnp.float32)
 
 
-def parts_of_keys(plan: KeyPlan, sums: jax.Array) -> list[Part]:
+def sums_of_keys(plan: KeyPlan, sums: jax.Array) -> list[LogitSums]:
     """The parts that the sums for each key make; `sums`: the array that the kernel has filled."""
     problem, results = plan.problem, []
     sums = sums[..., : problem.kv_len, :].sum(axis=-1)
     for (read, side), each in zip(plan.key_sums, sums, strict=True):
         shape = (*separate_heads(problem, read), 1, 1) if side else shape_of_sums(problem, read)
         over = tuple(n for n, size in enumerate((shape[0], shape[1], shape[3])) if size == 1)
-        results.append(Part(each.sum(axis=over).reshape(shape), read, side))
+        results.append(LogitSums(each.sum(axis=over).reshape(shape), read, side))
     return results
 
 
@@ -280,64 +272,25 @@ class Rest(NamedTuple):
 
     read: Read
     far: Far | None  # tiles that the walk leaves out
-    side: int = 0  # side of the far tiles that no kernel adds up: see `remainders`
 
 
-def rest_of(problem: AttentionProblem, parts: Sequence[Part]) -> list[Rest]:
+def rest_of(problem: AttentionProblem, parts: Sequence[LogitSums]) -> list[Rest]:
     """The reads that need a walk; `parts`: sums that the kernel of dK and dV has made."""
     results = []
     for read in all_reads(problem):
         sides = {part.side for part in parts if part.read == read}
         if 0 in sides:
             continue
-        missing = [side for side in far_sides(problem, read) if side not in sides]
-        known = len(missing) < (2 if has_known_total(problem, read) else 1)
-        far = far_of(problem, read) if read.along == DISTANCE and known else None
-        results.append(Rest(read, far, missing[0] if far and missing else 0))
+        has_far_tiles = read.along == DISTANCE and sides.issuperset(far_sides(problem, read))
+        results.append(Rest(read, far_of(problem, read) if has_far_tiles else None))
     return results
-
-
-def remainders(
-    problem: AttentionProblem, sums: jax.Array, rest: Sequence[Rest], parts: Sequence[Part]
-) -> list[Part]:
-    """The sums of far tiles that no kernel has made: the known total minus all other parts. `sums`:
-    `sums_of_ds`.
-    """
-    results, program = [], problem.score_program
-    assert program is not None
-    for read, _, side in rest:
-        if not side:
-            continue
-        slope: Any = reads.derivative(program, read).result
-        own = separate_heads(problem, read)
-        over = tuple(n for n, size in enumerate(own) if size == 1)
-        left = sums.sum(axis=over, keepdims=True) * float(slope.value)
-        for part in parts:
-            if part.read == read:
-                left = left - part.values.sum(axis=tuple(range(2, part.values.ndim)))
-        results.append(Part(left[:, :, None, None], read, side))
-    return results
-
-
-def sums_of_ds(residuals: Residuals, stats: RowStatistics) -> jax.Array:
-    """float32[B, N]: the sum of dS over all logits of a head. With dS = P (dP - delta) and delta =
-    sum(P dP) - d_lse, the sum over a row is d_lse, plus delta times the probability of the sink.
-    """
-    lse, dlse = residuals.lse, residuals.d_lse
-    rows = lse.shape[2]
-    dead = stats.lse[:, :, :rows] == jnp.inf
-    total = dlse
-    if residuals.inputs.sinks is not None:
-        sinks = residuals.inputs.sinks.astype(jnp.float32)[None, :, None]
-        total = total + probabilities_of_sinks(sinks, lse) * stats.delta[:, :, :rows]
-    return jnp.where(dead, 0.0, total).sum(axis=2)
 
 
 # ---- sums by element, by XLA ---------------------------------------------------------------------
 
 
 def gradients(
-    problem: AttentionProblem, inputs: AttentionInputs, parts: Sequence[Part]
+    problem: AttentionProblem, inputs: AttentionInputs, parts: Sequence[LogitSums]
 ) -> tuple[Any, ...]:
     """The float32 gradients of `inputs.score_aux`; None for arrays that are not in `learned`."""
     program = problem.score_program
@@ -355,7 +308,7 @@ def gradients(
 
 
 def _numbers_of(
-    problem: AttentionProblem, inputs: AttentionInputs, part: Part
+    problem: AttentionProblem, inputs: AttentionInputs, part: LogitSums
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """(batch rows, heads, positions of queries and of keys) at which a part's sums were read, and
     the sums; the former broadcast to the latter. Sums by distance are added up along the diagonals

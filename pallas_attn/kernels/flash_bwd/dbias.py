@@ -10,6 +10,7 @@ tile along which the bias has one element. No other array of T x S numbers is st
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,11 +18,12 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call.problem import AttentionProblem
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn._functions.reads import DISTANCE, Read
 from pallas_attn.kernels.attention.tiles import DYNAMIC, KernelContext, mask_of
-from pallas_attn.kernels.flash_bwd import aux_sums
-from pallas_attn.kernels.flash_bwd.aux_sums import Diagonals, Far, Part
+from pallas_attn.kernels.flash_bwd import aux_sums, operands
+from pallas_attn.kernels.flash_bwd.aux_sums import Diagonals, Far, LogitSums
+from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang.types import Index, Predicate
@@ -127,7 +129,7 @@ def place_of(walk: BiasWalk, bias_tile: Index, n: Index) -> tuple[Index, ...]:
     return batch, head, q_tile, key_tile
 
 
-def step_of(
+def bias_step(
     ctx: KernelContext, walk: BiasWalk, bias_tile: Index, n: Index, seen: Index | None = None
 ) -> BiasStep:
     """Tile of scores n of a tile of the bias. `seen`: what a mask of keys shows of its keys, 0
@@ -189,11 +191,47 @@ def folded(sums: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return dbias[:, :, : shape[2], : shape[3]]
 
 
-def part_of(plan: QueryPlan, walk: BiasWalk, sums: jax.Array) -> Part:
+# ---- gradients -----------------------------------------------------------------------------------
+
+
+class Walks(NamedTuple):
+    """A kernel that makes the sums of walks."""
+
+    plan: QueryPlan
+    refs: BackwardRefs  # the operands of a kernel over query rows
+    sums: Callable[[QueryPlan, BiasWalk, BackwardRefs], jax.Array]
+
+
+def gradients(
+    problem: AttentionProblem,
+    inputs: AttentionInputs,
+    parts: list[LogitSums],
+    walks_of: Callable[[Read | None], Walks],
+) -> dict[str, Any]:
+    """The gradients of a bias and of a score function's arrays, where there are any. `parts`: those
+    that the kernel of dK and dV has made; `walks_of`: the kernel for the bias (None), or for reads.
+    """
+    results = dict[str, Any]()
+    if (bias := inputs.bias) is not None and problem.bias_shape is not None:
+        plan, refs, sums = walks_of(None)
+        made = sums(plan, walk_of(plan), refs)
+        is_whole = made.ndim == bias.ndim  # stored as the bias lies
+        results["bias"] = made if is_whole else folded(made, bias.shape).astype(bias.dtype)
+    if problem.learned:
+        plan, refs, sums = walks_of(aux_sums.all_reads(problem)[0])
+        for read, far in aux_sums.rest_of(problem, parts):  # a launch each
+            walk = walk_of(plan, read, far)
+            parts.append(_part_of(plan, walk, sums(plan, walk, refs)))
+            refs = operands.ordered_after(refs, parts[-1].values)
+        results["score_aux"] = aux_sums.gradients(problem, inputs, parts)
+    return results
+
+
+def _part_of(plan: QueryPlan, walk: BiasWalk, sums: jax.Array) -> LogitSums:
     """The part that the walk of a read makes; `sums`: those of all blocks."""
     assert walk.read is not None
     if walk.diagonals is None:
-        return Part(folded(sums, aux_sums.shape_of_sums(plan.problem, walk.read)), walk.read)
+        return LogitSums(folded(sums, aux_sums.shape_of_sums(plan.problem, walk.read)), walk.read)
     sizes = walk.diagonals.tiles, plan.tiling.tile_rows, plan.config.block_kv
     values = sums.sum(axis=0).reshape(*walk.bias_tiles[:2], *sizes)
-    return Part(values, walk.read, far=walk.far)
+    return LogitSums(values, walk.read, far=walk.far)

@@ -1,6 +1,6 @@
 """dQ of the fused Hopper kernel: a share for each of its two warpgroups, which is added up in
-global memory. `KeyPlan.dq` says how: `ByColumns`, `ByRows`, in turns (`turns.InTurns`), or written
-at once (`one_key_tile.Written`).
+global memory. `KeyPlan.dq` says how: `ByColumns`, `ByRows`, in turns (`turns.InTurns`), or
+`Written` at once.
 
 Tried where the last panel is narrow, and left out: dQ of each warpgroup's own keys, which adds to
 every column twice (SigLIP's backward 4 % faster on an H200, 37 % slower on an H100), and two whole
@@ -16,6 +16,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention import tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import step_parts
@@ -49,6 +50,19 @@ def has_rest(plan: KeyPlan) -> bool:
     return plan.format.halves and widths[1] < widths[0]
 
 
+def is_written(problem: AttentionProblem) -> bool:
+    """Whether one tile of keys meets every query row, of head dims for query tiles of 128 rows:
+    attention to at most 128 keys, the cross-attention of diffusion models. The dQ of a step then
+    has no other terms, so it is `Written` to dq at once: nothing is set to zero before, and no
+    launch rounds afterwards.
+    """
+    fits = max(problem.head_dim, problem.v_head_dim) <= ROWS and problem.dtype != "float32"
+    sees_all = problem.mask.is_full and set(problem.arrays) <= {"bias", "sinks"}
+    sees_all = sees_all and problem.zigzag == 1
+    functions = problem.mask_program is not None or problem.score_program is not None
+    return fits and sees_all and not functions and 0 < problem.kv_len <= WARPGROUPS * ROWS
+
+
 # ---- dS, and dS K -------------------------------------------------------------------------------
 
 
@@ -64,15 +78,15 @@ def ds_scratch(plan: KeyPlan) -> tuple[Panels, ...]:
         (panels.scratch(halves, dtype, ROWS),)
         if width == ROWS
         else mosaic.swizzled((*halves, ROWS), dtype, 2 * width)
-        for width in sorted(set(plan.share), reverse=True)
+        for width in sorted(set(plan.dq_widths), reverse=True)
     )
 
 
-def multiply(ctx: KernelContext, accs: Sequence[RegisterTile], slot: Index, wg: Index) -> None:
+def multiply_ds(ctx: KernelContext, accs: Sequence[RegisterTile], slot: Index, wg: Index) -> None:
     """Issues a warpgroup's share of dS K, of the dS in `slot`."""
     plan, _, smem = ctx
     # Without the opaque zero the matmul descriptors of all parts of k stay live, and are spilled.
-    zero, widths = mosaic.opaque_zero(wg, 1), sorted(set(plan.share), reverse=True)
+    zero, widths = mosaic.opaque_zero(wg, 1), sorted(set(plan.dq_widths), reverse=True)
     for u in range(WARPGROUPS):
         at = slot, u, 0 if plan.dq.by_columns else wg
         copies = [ref for copy in smem.ds for ref in panels.tiles(copy, at)]
@@ -81,7 +95,7 @@ def multiply(ctx: KernelContext, accs: Sequence[RegisterTile], slot: Index, wg: 
         elif plan.format.qk.panels:
             parts = (smem.k_halves.tile.at[wg, u],)
         else:
-            parts = (smem.k.at[u, :, pl.ds(wg * plan.share[0], plan.share[0])],)
+            parts = (smem.k.at[u, :, pl.ds(wg * plan.dq_widths[0], plan.dq_widths[0])],)
         for acc, k in zip(accs, parts, strict=True):
             ds = copies[0 if len(copies) == 1 else widths.index(k.shape[1])]
             plgpu.wgmma(acc, ds.transpose((1, 0)), k)
@@ -99,12 +113,12 @@ class ByColumns:
 
     def staging(self, plan: KeyPlan) -> Panels:
         """Shared memory for `add`."""
-        shape = WARPGROUPS, ROWS, *plan.share
-        return mosaic.swizzled(shape, jnp.float32, tma_operands.swizzle_of(4 * plan.share[0]))
+        shape = WARPGROUPS, ROWS, *plan.dq_widths
+        return mosaic.swizzled(shape, jnp.float32, tma_operands.swizzle_of(4 * plan.dq_widths[0]))
 
     def zeros(self, plan: KeyPlan) -> jax.ShapeDtypeStruct:
         """The array to which dQ is added: whole swizzles. TMA leaves out columns past its last."""
-        problem, columns = plan.problem, plan.share[0]
+        problem, columns = plan.problem, plan.dq_widths[0]
         rows = tma_operands.round_up(problem.q_len, WARPGROUPS * ROWS)
         width = tma_operands.round_up(problem.head_dim, tma_operands.swizzle_of(4 * columns) // 4)
         if width <= columns:  # the second share is past the last column
@@ -124,7 +138,7 @@ class ByColumns:
         """Adds what lies in shared memory."""
         (plan, refs, smem), work, wg = at
         plgpu.commit_smem()
-        columns = pl.ds(wg * plan.share[0], plan.share[0])
+        columns = pl.ds(wg * plan.dq_widths[0], plan.dq_widths[0])
         to = refs.dq.at[work.batch, pl.ds(step.t * ROWS, ROWS), step.head, columns]
         plgpu.copy_smem_to_gmem(smem.dq.at[wg], to, step.exists != 0, reduction_op="add")
 
@@ -152,7 +166,7 @@ class ByRows:
 
     def zeros(self, plan: KeyPlan) -> jax.ShapeDtypeStruct | None:
         """The array to which dq is added."""
-        numbers = self._pieces(plan) * ROWS * sum(plan.share)
+        numbers = self._pieces(plan) * ROWS * sum(plan.dq_widths)
         return jax.ShapeDtypeStruct((numbers,), jnp.float32)
 
     def _tiles(self, plan: KeyPlan) -> int:
@@ -176,4 +190,35 @@ class ByRows:
 
     def finished(self, plan: KeyPlan, some: Sequence[Sums], dq: jax.Array) -> list[jax.Array]:
         in_head = self._tiles(plan) * WARPGROUPS
-        return step_parts.added([*some, step_parts.of_dq(plan.problem, dq, plan.share, in_head)])
+        sums = step_parts.of_dq(plan.problem, dq, plan.dq_widths, in_head)
+        return step_parts.added([*some, sums])
+
+
+class Written(ByRows):
+    """dq is written by rows, at once."""
+
+    def staging(self, plan: KeyPlan) -> Panels:
+        """Shared memory for the rows of both warpgroups on their way to dq."""
+        dtype = plan.problem.dtype
+        return tuple(panels.scratch((2, ROWS), dtype, width) for width in plan.dq_widths)
+
+    def zeros(self, plan: KeyPlan) -> None:
+        """Nothing is added to dq."""
+
+    def output(self, problem: AttentionProblem) -> jax.ShapeDtypeStruct:
+        """dq."""
+        shape = problem.batch, problem.q_len, problem.q_heads, problem.head_dim
+        return jax.ShapeDtypeStruct(shape, problem.dtype)
+
+    def add(
+        self, at: tuple[KernelContext, KeyTile, Index], step: PendingDq, parts: RegisterTiles
+    ) -> None:
+        """Writes a warpgroup's rows of the dQ of a step."""
+        (plan, refs, smem), work, wg = at
+        row = (step.t * 2 + wg) * ROWS
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        (to,), (dq,) = panels.tiles(smem.dq, wg), parts
+        to[...] = (dq * plan.problem.scale).astype(to.dtype)
+        plgpu.commit_smem()
+        where = work.batch, pl.ds(row, ROWS), step.head
+        panels.store(smem.dq, wg, refs.dq, where, predicate=step.exists != 0)

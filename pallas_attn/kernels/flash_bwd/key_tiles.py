@@ -23,12 +23,12 @@ from pallas_attn.kernels.attention.tiles import (
     mask_span,
     span_mask,
 )
-from pallas_attn.kernels.flash_bwd import lockstep
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Index, Layout, Predicate, RegisterTile
 from pallas_attn.masks import Mask
 
 KeyPlan = Any  # `plan.KeyPlan`, which is made of what is here
+WorkOrder = Any  # `work_order.WorkOrder`, too
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +78,13 @@ class KeyTiling:
     def follows_mask(self) -> bool:
         """Whether the mask alone says which query tiles a work tile meets."""
         return not ({"mask_array", "q_segment_ids"} & set(self.problem.arrays) or self.is_listed)
+
+    @property
+    def allows_lockstep(self) -> bool:
+        """Whether blocks can stay in lockstep: work tiles end at the last query."""
+        mask = self.problem.mask
+        one_sided = mask.bounds_right and not mask.bounds_left
+        return self.chunks == 1 and self.follows_mask and one_sided
 
     @property
     def reads_key_mask(self) -> bool:
@@ -169,6 +176,22 @@ class QTilesFrom(NamedTuple):
         return jnp.where(t < self.span.hi, t, t - (self.span.hi - self.span.lo))
 
 
+class DownOrUp(NamedTuple):
+    """The query tiles of a span, from the last to the first or from the first to the last."""
+
+    span: Span
+    down: Predicate
+
+    @classmethod
+    def of(cls, order: "WorkOrder", span: Span, tile: Index) -> "DownOrUp":
+        """The query tiles of kv tile `tile` in lockstep: blocks go down in every other wave."""
+        wave = lax.div(tile * order.l2_heads, jnp.int32(order.grid))
+        return cls(span, lax.rem(wave, jnp.int32(2)) == 0)
+
+    def tile(self, i: Index) -> Index:
+        return jnp.where(self.down, self.span.hi - 1 - i, self.span.lo + i)
+
+
 class KeyTile(NamedTuple):
     """A work tile: the keys of a kv tile, of one kv head, and the query tiles of each of its query
     heads.
@@ -182,7 +205,7 @@ class KeyTile(NamedTuple):
     kv_len: Index
     mask: Mask
     span: Span  # query tiles, or places in the list of them
-    # QTilesFrom, tile_lists.Listed or Run, or lockstep.DownOrUp: `tile(i)` is that of step i.
+    # QTilesFrom, DownOrUp, tile_lists.Listed or Run: `tile(i)` is that of step i.
     q_tiles: Any
     part: Index = 0  # which part of its steps: see `steps_of`
 
@@ -241,7 +264,7 @@ def _key_tile(ctx: KernelContext, code: Index) -> KeyTile:
         known = tile_lists.are_known_runs(problem, tiling.list_sizes)
         return KeyTile(*where, listed.span, tile_lists.Run(listed.tile(0)) if known else listed)
     if plan.order.lockstep:
-        return KeyTile(*where, span, lockstep.q_tiles(plan.order, span, tile))
+        return KeyTile(*where, span, DownOrUp.of(plan.order, span, tile))
     rotation: Index = 0
     if tiling.rotates and not plan.order.turns:
         rotation = lax.div(tile * tiling.q_tiles, jnp.int32(tiling.kv_tiles))

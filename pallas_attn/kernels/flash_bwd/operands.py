@@ -1,12 +1,13 @@
 """Residuals of a backward pass, and the arrays of its kernels over keys."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_attn._call.problem import AttentionInputs, probabilities_of_sinks
+from pallas_attn._call.problem import AttentionInputs, AttentionProblem, probabilities_of_sinks
 from pallas_attn.kernels.attention import (
     functions,
     key_masks,
@@ -16,11 +17,12 @@ from pallas_attn.kernels.attention import (
     tma_operands,
 )
 from pallas_attn.kernels.attention.tiles import KernelContext
-from pallas_attn.kernels.flash_bwd import documents, work_order
+from pallas_attn.kernels.flash_bwd import aux_sums, work_order
 from pallas_attn.kernels.flash_bwd import float32 as bwd_float32
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
 from pallas_attn.kernels.flash_fwd import claims, tile_scheduler
-from pallas_attn.kernels.lang.types import GmemRef, Operand
+from pallas_attn.kernels.lang import mosaic
+from pallas_attn.kernels.lang.types import GmemRef, Operand, SmemRef
 from pallas_attn.kernels.mma import wgmma_float32
 
 
@@ -42,30 +44,32 @@ class RowStatistics(NamedTuple):
 
 
 class BackwardRefs(NamedTuple):
-    """Global memory. None: not in this problem."""
+    """Global memory. None: not in this problem, or not of this kernel."""
 
     q: GmemRef
     k: GmemRef
     v: GmemRef
     do: GmemRef
-    lse: GmemRef  # [B, N, padded rows]: see `RowStatistics`
-    delta: GmemRef  # [B, N, padded rows]
-    q_edge: GmemRef  # [B, block_q, N, H]: the query tile that q_lengths cuts, 0 past the length
-    do_edge: GmemRef
-    k_edge: GmemRef  # [B, block_kv, K, H]: the kv tile that kv_lengths cuts
-    v_edge: GmemRef
-    q_offset: GmemRef
-    q_lengths: GmemRef
-    kv_lengths: GmemRef
-    mask_left: GmemRef  # int32[B], where the bound arrives at run time
-    mask_right: GmemRef
-    q_segment_ids: GmemRef
-    kv_segment_ids: GmemRef
-    segment_spans: GmemRef  # int32[B, 4, kv_tiles]: a Span's fields, in query tiles
-    bias: GmemRef
-    mask_array: GmemRef
-    schedule: GmemRef  # int32[blocks, n]: see `work_order.schedule`
-    dq: GmemRef  # float32, added to, in the kernel's own layout; or dq: see `one_key_tile`
+    out: GmemRef = None  # read by a kernel that makes row statistics itself; d_lse too
+    lse: GmemRef = None  # [B, N, padded rows]: see `RowStatistics`
+    d_lse: GmemRef = None
+    delta: GmemRef = None  # [B, N, padded rows]
+    q_edge: GmemRef = None  # [B, block_q, N, H]: the query tile that q_lengths cuts, 0 past it
+    do_edge: GmemRef = None
+    k_edge: GmemRef = None  # [B, block_kv, K, H]: the kv tile that kv_lengths cuts
+    v_edge: GmemRef = None
+    q_offset: GmemRef = None
+    q_lengths: GmemRef = None
+    kv_lengths: GmemRef = None
+    mask_left: GmemRef = None  # int32[B], where the bound arrives at run time
+    mask_right: GmemRef = None
+    q_segment_ids: GmemRef = None
+    kv_segment_ids: GmemRef = None
+    segment_spans: GmemRef = None  # int32[B, 4, kv_tiles]: a Span's fields, in query tiles
+    bias: GmemRef = None
+    mask_array: GmemRef = None
+    schedule: GmemRef = None  # int32[blocks, n]: see `work_order.schedule`
+    dq: GmemRef = None  # float32, added to, in the kernel's own layout; or dq: see `dq_sum.Written`
     aux_sums: GmemRef = None  # float32[reads, B, K, padded keys, n], written: `aux_sums.zero_array`
     q_positions: GmemRef = None
     units: GmemRef = None  # float32[6, B, K]: see `bwd_float32.Units`; delta is in those of dS
@@ -138,6 +142,23 @@ def dsinks(residuals: Residuals, stats: RowStatistics) -> jax.Array:
     return -(p * delta).sum(axis=(0, 2)).astype(sinks.dtype)
 
 
+# ---- one launch for all three ------------------------------------------------------------------
+
+
+def launched(
+    body: Callable[..., None],
+    name: str,
+    refs: BackwardRefs,
+    scratch: SmemRef,
+    size: tuple[int, int],
+) -> Gradients:
+    """dq, dk and dv in the sizes of q, k and v, by a launch of `body`. `size`: blocks, and the
+    warpgroups of each.
+    """
+    outs = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in refs[:3])
+    return Gradients(*mosaic.persistent_kernel(body, name, outs, scratch, size)(refs))
+
+
 # ---- arrays -------------------------------------------------------------------------------------
 
 
@@ -162,28 +183,40 @@ def for_tma(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Backwa
         fields[name] = tma_operands.stored(x, rows_as, powers.get(name))
     fields = over_tiles(plan, inputs) | fields
     fields |= tile_scheduler.table(work_order.schedule, plan.order, inputs)
-    for name, lengths, block in (
-        ("q", "q_lengths", tiling.block_q),
-        ("do", "q_lengths", tiling.block_q),
-        ("k", "kv_lengths", tiling.block_kv),
-        ("v", "kv_lengths", tiling.block_kv),
-    ):
-        if plan.has(lengths):
-            rows = getattr(inputs, lengths)
-            rows = rows[:: problem.share] if lengths == "kv_lengths" else rows
-            fields[f"{name}_edge"] = tma_operands.edge(fields[name], rows, block)
+    if plan.has("q_lengths") or plan.has("kv_lengths"):
+        fields |= edges(problem, inputs, fields, (tiling.block_q, tiling.block_kv))
+    if plan.key_sums:
+        fields["aux_sums"] = jax.new_ref(aux_sums.zero_array(plan))
     if plan.order.claims:
         fields["counter"] = claims.counter(-plan.order.grid if plan.order.turns else 0)
-    refs = BackwardRefs(**{name: fields.get(name) for name in BackwardRefs._fields})
-    if plan.has("q_segment_ids") and documents.go_by_rank(plan.order):
-        refs = refs._replace(schedule=documents.schedule_by_rank(KernelContext(plan, refs)))
+    refs = BackwardRefs(**fields)
+    if plan.has("q_segment_ids") and work_order.go_by_rank(plan.order):
+        refs = refs._replace(schedule=work_order.schedule_by_rank(KernelContext(plan, refs)))
     return refs
+
+
+def edges(
+    problem: AttentionProblem,
+    inputs: AttentionInputs,
+    arrays: dict[str, Any],
+    blocks: tuple[int, int],
+) -> dict[str, Any]:
+    """The tiles of `arrays` that lengths cut, of (query rows, keys), where there are lengths."""
+    results = {}
+    for name in [name for name in ("q", "do", "k", "v") if name in arrays]:
+        of_keys = name in ("k", "v")
+        lengths = inputs.kv_lengths if of_keys else inputs.q_lengths
+        if lengths is not None:
+            rows = jnp.asarray(lengths)[:: problem.share if of_keys else 1]
+            results[f"{name}_edge"] = tma_operands.edge(arrays[name], rows, blocks[of_keys])
+    return results
 
 
 def over_tiles(plan: KeyPlan, inputs: AttentionInputs) -> dict[str, Any]:
     """Arrays that kernels over keys read beside q, k, v, dO, row statistics and the schedule."""
     problem, tiling = plan.problem, plan.tiling
-    fields: dict[str, Any] = {name: getattr(inputs, name) for name in problem.arrays}
+    names = [name for name in problem.arrays if name in BackwardRefs._fields]
+    fields: dict[str, Any] = {name: getattr(inputs, name) for name in names}
     if problem.bias_shape is not None or problem.mask_shape is not None:
         fields |= _bias_and_mask(plan, inputs)
     if problem.mask_program is not None or problem.score_program is not None:

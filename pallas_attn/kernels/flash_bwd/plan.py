@@ -24,7 +24,7 @@ class KeyPlan:
     format: Any  # `RowFormats`, or `sm80_common.MmaFormat`
     bias_tiles: Any = None  # `score_tiles.BiasOfKeys`, where `sm90_fused` reads a bias by tiles
     dq: Any = None  # how `sm90_fused` adds up dq: see `dq_sum`; None: not at all
-    share: tuple[int, ...] = ()  # columns of a warpgroup's share of a dQ, of each accumulator
+    dq_widths: tuple[int, ...] = ()  # columns of dQ that a warpgroup makes, of each accumulator
     key_sums: tuple[Any, ...] = ()  # `aux_sums.KeySum`s that `sm90_fused` makes
     rows_apart: Any = None  # `batch_rows.RowsApart`, where a tile is several batch rows
 

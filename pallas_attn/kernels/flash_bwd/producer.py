@@ -11,11 +11,13 @@ from jax import lax
 
 from pallas_attn.kernels.attention import score_tiles, tiles
 from pallas_attn.kernels.attention.tiles import KernelContext, kv_batch
-from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, key_tile, step_of, steps_of
+from pallas_attn.kernels.flash_bwd.key_tiles import key_tile, step_of, steps_of
 from pallas_attn.kernels.flash_fwd import claims
 from pallas_attn.kernels.lang import panels
-from pallas_attn.kernels.lang.panels import Panels, Ring, ring_slot
+from pallas_attn.kernels.lang.panels import Panels, ring_slot
 from pallas_attn.kernels.lang.types import Barrier, GmemRef, Index, Predicate
+
+KeysOfBlock = Any  # `key_tiles.KeyTile`, or `sm90_heads.HeadTile`, which has its fields
 
 
 class KeyPart(NamedTuple):
@@ -42,30 +44,22 @@ def produce(ctx: KernelContext, block_id: Index, buffers: Sequence[KeyBuffers]) 
     `smem.q_ring` and `smem.do_ring`, and its keys after the first query tile, since the keys before
     them are in use for longer.
     """
-    plan, _, smem = ctx
-    group = plan.problem.group
+    plan = ctx.plan
 
     def load_work_tile(n: Index, count: Index, code: Index) -> Index:
         work = key_tile(ctx, code)
-        load_keys = functools.partial(_load_keys, ctx, buffers, n, work)
+        own_keys = functools.partial(load_keys, ctx, buffers, n, work)
         first, end = steps_of(plan, work)
 
         def step(i: Index, count: Index) -> Index:
             g, number = step_of(plan, work, i)
-            head, t = work.kv_head * group + g, work.q_tiles.tile(number)
-            slot = smem.q_ring.slot(count)
-            for name, ring in (("q", smem.q_ring), ("do", smem.do_ring)):
-                ring.acquire(count, slot)
-                _load_q_tile(ctx, work, name, ring, slot, head, t)
-            if plan.bias_tiles is not None:
-                place = score_tiles.Place(work.batch, head, t * plan.config.block_q, work.key)
-                ready = smem.q_ring.ready.at[slot]
-                plan.bias_tiles.load(ctx.refs.bias, smem.bias, place, slot, ready)
-            pl.when(i == first)(load_keys)
+            head, t = work.kv_head * plan.problem.group + g, work.q_tiles.tile(number)
+            load_query_tile(ctx, work, head, t, count)
+            pl.when(i == first)(own_keys)
             return count + 1
 
         count = lax.fori_loop(first, end, step, count)
-        pl.when(end == first if plan.order.parts > 1 else work.steps == 0)(load_keys)
+        pl.when(end == first if plan.order.parts > 1 else work.steps == 0)(own_keys)
         return count
 
     each_work_tile(ctx, block_id, load_work_tile, claims.claim)
@@ -101,25 +95,36 @@ def each_work_tile(
     lax.while_loop(lambda carry: carry[2] >= 0, claimed, start)
 
 
-def _load_q_tile(
-    ctx: KernelContext, work: KeyTile, name: str, ring: Ring, slot: Index, head: Index, t: Index
+def load_query_tile(
+    ctx: KernelContext, work: KeysOfBlock, head: Index, t: Index, count: Index
 ) -> None:
-    """Query tile t of q or dO, and with it the lse or the delta of its rows."""
-    block, ready = ctx.plan.config.block_q, ring.ready.at[slot]
-    ref, stats = getattr(ctx.refs, name), getattr(ctx.refs, {"q": "lse", "do": "delta"}[name])
-    some = pl.ds(t * block, ring.row_stats.shape[1])
-    plgpu.copy_gmem_to_smem(stats.at[work.batch, head, some], ring.row_stats.at[slot], ready)
+    """Query tile t of q and dO as number `count` of the rings, with the lse and the delta of its
+    rows, and the tile of the bias.
+    """
+    plan, refs, smem = ctx
+    slot, block = smem.q_ring.slot(count), plan.tiling.block_q
+    for name, statistic, ring in (("q", "lse", smem.q_ring), ("do", "delta", smem.do_ring)):
+        ring.acquire(count, slot)
+        ready, some = ring.ready.at[slot], pl.ds(t * block, ring.row_stats.shape[1])
+        stats = getattr(refs, statistic).at[work.batch, head, some]
+        plgpu.copy_gmem_to_smem(stats, ring.row_stats.at[slot], ready)
+        ref, to = getattr(refs, name), (ring.tiles, slot, ready)
+        if work.q_len is None:
+            load_rows(ref, (work.batch, head, t * block), *to)
+            continue
+        cut = (t + 1) * block > work.q_len  # only the last tile may be
+        edge = getattr(refs, f"{name}_edge")
+        pl.when(cut)(functools.partial(load_rows, edge, (work.batch, head, 0), *to))
+        whole = lambda ref=ref, to=to: load_rows(ref, (work.batch, head, t * block), *to)  # noqa: E731
+        pl.when(jnp.logical_not(cut))(whole)
+    if plan.bias_tiles is not None:
+        place = score_tiles.Place(work.batch, head, t * block, work.key)
+        plan.bias_tiles.load(refs.bias, smem.bias, place, slot, smem.q_ring.ready.at[slot])
 
-    copy = functools.partial(load_rows, to=ring.tiles, index=slot, ready=ready)
-    if work.q_len is None:
-        return copy(ref, (work.batch, head, t * block))
-    cut = (t + 1) * block > work.q_len  # only the last tile may be
-    edge = getattr(ctx.refs, f"{name}_edge")
-    pl.when(cut)(functools.partial(copy, edge, (work.batch, head, 0)))
-    return pl.when(jnp.logical_not(cut))(lambda: copy(ref, (work.batch, head, t * block)))
 
-
-def _load_keys(ctx: KernelContext, buffers: Sequence[KeyBuffers], n: Index, work: KeyTile) -> None:
+def load_keys(
+    ctx: KernelContext, buffers: Sequence[KeyBuffers], n: Index, work: KeysOfBlock
+) -> None:
     """The keys of work tile n, when those of the one before are no longer in use."""
     for free, parts, slots in buffers:
         if slots > 1:
@@ -133,7 +138,7 @@ def _load_keys(ctx: KernelContext, buffers: Sequence[KeyBuffers], n: Index, work
             _load_key_part(ctx, work, part)
 
 
-def _load_key_part(ctx: KernelContext, work: KeyTile, part: KeyPart) -> None:
+def _load_key_part(ctx: KernelContext, work: KeysOfBlock, part: KeyPart) -> None:
     plan, refs, _ = ctx
     where = kv_batch(plan.problem, work.batch), work.kv_head
     there = part.to, part.place, part.ready, part.column

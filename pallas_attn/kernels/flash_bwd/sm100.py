@@ -541,7 +541,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     grads, others = gradients(plan, refs._replace(dq=dq)), {}
     if problem.bias_shape or problem.learned:
         refs = operands.ordered_after(refs, grads.dq)
-        others = sm80_dbias.gradients(problem, config, residuals, stats, refs)
+        others = sm80_dbias.gradients(problem, config, residuals.inputs, refs)
     return operands.cotangents(residuals, stats, grads, others)
 
 

@@ -39,6 +39,7 @@ from jax import lax
 from pallas_attn._call import gpu_specs
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._call.special import Special
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import (
     score_mod,
@@ -51,6 +52,7 @@ from pallas_attn.kernels.attention import (
 from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, copy_async
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import (
+    costs,
     key_tiles,
     operands,
     sm80_dbias,
@@ -68,6 +70,8 @@ from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile, SmemRef
 from pallas_attn.kernels.mma import global_accumulate, mma_2x2, mma_sync
 from pallas_attn.kernels.mma.mma_2x2 import RightOperand
 from pallas_attn.kernels.mma.mma_sync import WarpGrid
+
+sm80_columns = Special("kernels.flash_bwd.sm80_columns")  # rows that do not fit
 
 L2_BYTES = 64 * 2**20  # read and added to by the heads of an L2 group
 
@@ -136,7 +140,7 @@ class Config:
         fits = functools.partial(sm80_common.fits, problem, smem_bytes)
         config = next(filter(fits, choices), streamed)
         blocks = gpu_specs.multiprocessors(problem.gpu)
-        parts = 1 if config.columns else step_parts.of_idle(plan_of(problem, config).order, blocks)
+        parts = 1 if config.columns else costs.parts_of_idle(plan_of(problem, config).order, blocks)
         return dataclasses.replace(config, parts=parts)
 
 
@@ -225,7 +229,7 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 # ---- loading ------------------------------------------------------------------------------------
 
 
-class Block(NamedTuple):
+class KeyBlock(NamedTuple):
     """Values of a warpgroup in the mainloop."""
 
     ctx: KernelContext
@@ -238,14 +242,14 @@ class Block(NamedTuple):
         copy_async(*copies, pending=None, sync=True, groups=self.warps.groups)
 
 
-def _copy_keys(block: Block, name: str) -> Copy:
+def _copy_keys(block: KeyBlock, name: str) -> Copy:
     """The warpgroup's part of a work tile's rows of k or v."""
     work = block.work
     at = (work.batch, work.kv_head, work.key, work.kv_len - work.key, jnp.int32(0))
     return _copy_rows(block, name, at, block.ctx.plan.tiling.block_kv)
 
 
-def _copy_queries(block: Block, name: str, step: QueryStep, slot: Index) -> Copy:
+def _copy_queries(block: KeyBlock, name: str, step: QueryStep, slot: Index) -> Copy:
     """The warpgroup's part of a query tile of q or dO."""
     plan, work, size = block.ctx.plan, block.work, block.ctx.plan.config.block_q
     length: Index = plan.problem.q_len if work.q_len is None else work.q_len
@@ -253,7 +257,7 @@ def _copy_queries(block: Block, name: str, step: QueryStep, slot: Index) -> Copy
     return _copy_rows(block, name, (work.batch, step.head, step.t * size, live, slot * size), size)
 
 
-def _copy_rows(block: Block, name: str, at: tuple[Index, ...], rows: int) -> Copy:
+def _copy_rows(block: KeyBlock, name: str, at: tuple[Index, ...], rows: int) -> Copy:
     plan, refs, smem = block.ctx
     (batch, head, row, live, to), groups = at, plan.config.warpgroups
     rows = rows // groups
@@ -276,7 +280,7 @@ class FirstRows(NamedTuple):
     do: Index
 
 
-def _mainloop(block: Block) -> tuple[RegisterTile, ...]:
+def _mainloop(block: KeyBlock) -> tuple[RegisterTile, ...]:
     """The gradients of the block's keys over all query tiles, or over those of a part."""
     (plan, _, _), work, which = block.ctx, block.work, block.which
     begin, end = key_tiles.steps_of(plan, work)
@@ -304,14 +308,14 @@ def _mainloop(block: Block) -> tuple[RegisterTile, ...]:
     return lax.fori_loop(begin, end, body, tuple(_no_gradient(block, name) for name in which))
 
 
-def _no_gradient(block: Block, name: str) -> RegisterTile:
+def _no_gradient(block: KeyBlock, name: str) -> RegisterTile:
     plan, warps = block.ctx.plan, block.warps
     shape = (plan.tiling.block_kv, plan.format.width(name) // warps.groups)
     return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), mosaic.warp_layout(shape, warps.down))
 
 
 def _step(
-    block: Block,
+    block: KeyBlock,
     step: QueryStep,
     rows: FirstRows,
     grads: dict[str, RegisterTile],
@@ -352,7 +356,7 @@ def _step(
 
 
 def _scores(
-    block: Block, step: QueryStep, first: FirstRows
+    block: KeyBlock, step: QueryStep, first: FirstRows
 ) -> tuple[RegisterTile, Callable[[RegisterTile], RegisterTile]]:
     """(P of a warpgroup's queries; dS as a function of it)."""
     (plan, refs, smem), warps, form = block.ctx, block.warps, block.ctx.plan.format
@@ -384,7 +388,7 @@ def _scores(
     return p, derivative
 
 
-def _add_dq(block: Block, step: QueryStep) -> None:
+def _add_dq(block: KeyBlock, step: QueryStep) -> None:
     """Adds the warpgroup's slices of a query tile's dQ to global memory."""
     (plan, refs, smem), warps, slices = block.ctx, block.warps, dq_slices(block.ctx.plan)
     sizes = (plan.config.block_q, plan.tiling.block_kv, plan.format.k_width)
@@ -397,7 +401,7 @@ def _add_dq(block: Block, step: QueryStep) -> None:
         global_accumulate.add(dq, refs.dq, tile * slices + own.group, vectors)
 
 
-def _store(block: Block, outs: Sequence[GmemRef], grads: Sequence[RegisterTile]) -> None:
+def _store(block: KeyBlock, outs: Sequence[GmemRef], grads: Sequence[RegisterTile]) -> None:
     plan, work = block.ctx.plan, block.work
     row = work.batch if plan.order.parts == 1 else work.batch * plan.order.parts + work.part
     for name, grad, out in zip(block.which, grads, outs, strict=True):
@@ -414,7 +418,7 @@ def _kernel(refs: BackwardRefs, *rest: Any, plan: KeyPlan, which: str) -> None:
     ctx = KernelContext(plan, refs, smem)
     group = lax.axis_index("wg") if plan.config.warpgroups > 1 else jnp.int32(0)
     work = key_tiles.key_tile(ctx, refs.schedule[lax.axis_index("block"), 1])
-    block = Block(ctx, work, which, warp_grid(plan, group))
+    block = KeyBlock(ctx, work, which, warp_grid(plan, group))
     _store(block, outs, _mainloop(block))
 
 
@@ -423,8 +427,6 @@ def _launch(plan: KeyPlan, refs: BackwardRefs, which: str) -> dict[str, jax.Arra
     problem, parts = plan.problem, plan.order.parts
     kernel, name = _kernel, f"flash_bwd_{which}_sm80"
     if plan.config.columns:
-        from pallas_attn.kernels.flash_bwd import sm80_columns
-
         kernel, name = sm80_columns.dk_dv_kernel, f"flash_bwd_{which}_streams_sm80"
     dims = {"k": problem.head_dim, "v": problem.v_head_dim}
     results = [plan.format.result(problem.kv_len, problem.kv_heads, dims[name]) for name in which]
@@ -470,7 +472,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     refs = _operands(plan, residuals, stats)
     grads: dict[str, Any] = {}
     if fused:
-        sums = sm80_dq.sums_shape(plan, dq_slices(plan))
+        sums = sm80_dq.dq_sums_shape(plan, dq_slices(plan))
         refs = refs._replace(dq=jax.new_ref(jnp.zeros(sums, jnp.float32)))
     for which in launches(plan):
         if len(which) > 1:
@@ -485,7 +487,7 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
         dq = sm80_dq.dq_of(sm80_dq.plan_of(problem, config), inputs, refs)
     if inputs.bias is not None or problem.learned:
         refs = operands.ordered_after(refs, dq)
-        grads |= sm80_dbias.gradients(problem, config, residuals, stats, refs)
+        grads |= sm80_dbias.gradients(problem, config, inputs, refs)
     if inputs.sinks is not None:
         grads["sinks"] = operands.dsinks(residuals, stats)
     return AttentionInputs(q=dq, **grads)
@@ -502,7 +504,7 @@ def _operands(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Back
     fields["schedule"] = jnp.asarray(work_order.schedule(plan.order))
     if plan.tiling.is_listed:
         fields["tiles"] = tile_lists.tiles(plan.problem, inputs, *plan.tiling.list_sizes)
-    return BackwardRefs(**{name: fields.get(name) for name in BackwardRefs._fields})
+    return BackwardRefs(**fields)
 
 
 KERNEL = Kernel(Config, limit, smem_bytes, run)

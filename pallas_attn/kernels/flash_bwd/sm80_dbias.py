@@ -4,7 +4,6 @@ gradient of a bias, or sums for the gradients of a score function's arrays (`aux
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,20 +12,22 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._call.special import Special
 from pallas_attn._functions.reads import Read
 from pallas_attn.kernels.attention import score_mod
 from pallas_attn.kernels.attention.sm80_common import copy_async, fits
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import aux_sums, dbias, operands, sm80_dq, sm80_scores, sm90_dq
-from pallas_attn.kernels.flash_bwd.aux_sums import Part, Rest
-from pallas_attn.kernels.flash_bwd.dbias import BiasStep, BiasWalk
-from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Residuals, RowStatistics
+from pallas_attn.kernels.flash_bwd import aux_sums, dbias, sm80_dq, sm80_scores, sm90_dq
+from pallas_attn.kernels.flash_bwd.dbias import BiasStep, BiasWalk, Walks
+from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.sm80_dq import DqSmem
 from pallas_attn.kernels.flash_bwd.sm80_scores import ScoreRows
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import GmemRef, Index, KernelConfig, RegisterTile
+
+sm80_columns = Special("kernels.flash_bwd.sm80_columns")  # rows that do not fit
 
 FEWEST_COLUMNS = 32  # at a time, where nothing else has room
 
@@ -39,7 +40,7 @@ def _kernel(
     shape = (ROWS, plan.config.block_kv)
 
     def body(i: Index, acc: RegisterTile) -> RegisterTile:
-        step = dbias.step_of(ctx, walk, block.bias_tile, block.chunk * walk.steps + i)
+        step = dbias.bias_step(ctx, walk, block.bias_tile, block.chunk * walk.steps + i)
         return lax.cond(step.live, lambda: acc + _ds(ctx, walk.read, step), lambda: acc)
 
     acc = lax.fori_loop(0, walk.steps, body, mosaic.filled(shape, 0.0))
@@ -54,8 +55,6 @@ def _ds(ctx: KernelContext, read: Read | None, step: BiasStep) -> RegisterTile:
     rows = ScoreRows(step.batch, step.head, step.row, step.q_offset, q_len, step.kv_len, step.mask)
     none = jnp.int32(0)
     if ctx.plan.config.columns:
-        from pallas_attn.kernels.flash_bwd import sm80_columns
-
         stream = sm80_columns.stream_of(ctx, rows, False)
         stream.begin(step.key, sync=True)
         chunks = stream.step(none, step.key, None)
@@ -102,42 +101,19 @@ def smem_bytes(problem: AttentionProblem, config: KernelConfig) -> int:
 def gradients(
     problem: AttentionProblem,
     config: KernelConfig,
-    residuals: Residuals,
-    stats: RowStatistics,
+    inputs: AttentionInputs,
     refs: BackwardRefs,
 ) -> dict[str, Any]:
     """The gradients of a bias and of a score function's arrays, where there are any, from the
     operands of a kernel over keys.
     """
-    grads, inputs = dict[str, Any](), residuals.inputs
-    if inputs.bias is not None:
+
+    def walks_of(read: Read | None) -> Walks:
+        del read
         plan = _plan_of(problem, config)
-        walk = dbias.walk_of(plan)
-        sums = _sums(plan, walk, sm90_dq.by_rows(plan, inputs, refs))
-        grads["bias"] = dbias.folded(sums, inputs.bias.shape).astype(inputs.bias.dtype)
-    if problem.learned:
-        rest = aux_sums.rest_of(problem, ())
-        parts = _parts_of(problem, config, inputs, refs, rest)
-        parts += aux_sums.remainders(problem, aux_sums.sums_of_ds(residuals, stats), rest, parts)
-        grads["score_aux"] = aux_sums.gradients(problem, inputs, parts)
-    return grads
+        return Walks(plan, sm90_dq.by_rows(plan, inputs, refs), _sums)
 
-
-def _parts_of(
-    problem: AttentionProblem,
-    config: KernelConfig,
-    inputs: AttentionInputs,
-    refs: BackwardRefs,
-    some: Sequence[Rest],
-) -> list[Part]:
-    """The parts that walks make, without far tiles: one launch for each read in `some`."""
-    plan, parts = _plan_of(problem, config), []
-    refs = sm90_dq.by_rows(plan, inputs, refs)
-    for read, far, _ in some:
-        walk = dbias.walk_of(plan, read, far)
-        parts.append(dbias.part_of(plan, walk, _sums(plan, walk, refs)))
-        refs = operands.ordered_after(refs, parts[-1].values)
-    return parts
+    return dbias.gradients(problem, inputs, [], walks_of)
 
 
 def _sums(plan: QueryPlan, walk: BiasWalk, refs: BackwardRefs) -> jax.Array:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
+from pallas_attn._call.special import Special
 from pallas_attn.kernels.attention import score_mod, sm80_column_stream, wide_heads
 from pallas_attn.kernels.attention.sm80_common import Copy, MmaFormat, copy_async
 from pallas_attn.kernels.attention.tiles import KernelContext, Span
@@ -42,6 +43,8 @@ from pallas_attn.kernels.lang.types import (
 )
 from pallas_attn.kernels.mma import epilogue, global_accumulate, mma_sync
 from pallas_attn.kernels.mma.mma_sync import WarpGrid
+
+sm80_columns = Special("kernels.flash_bwd.sm80_columns")  # rows that do not fit
 
 
 class DqSmem(NamedTuple):
@@ -148,8 +151,6 @@ def _kernel(refs: BackwardRefs, dq_ref: GmemRef, smem: DqSmem, *, plan: QueryPla
     span, stats = sm90_dq.span_of(ctx, tile, visible), load_statistics(ctx, rows)
     at, scale = (tile.batch, tile.head, tile.row, length - tile.row), plan.problem.scale
     if plan.config.columns:
-        from pallas_attn.kernels.flash_bwd import sm80_columns
-
         chunks = sm80_columns.dq_mainloop(ctx, rows, span, stats)
         sm80_column_stream.write([x * scale for x in chunks], dq_ref, at)
     else:
@@ -186,7 +187,7 @@ def _launch(ctx: KernelContext, inputs: AttentionInputs) -> jax.Array:
 # ---- dq that another kernel adds up -------------------------------------------------------------
 
 
-def sums_shape(plan: KeyPlan, slices: int) -> tuple[int, int]:
+def dq_sums_shape(plan: KeyPlan, slices: int) -> tuple[int, int]:
     """The shape of the sums: each tile of dq in `slices`, as threads hold them."""
     tiles = plan.problem.batch * plan.problem.q_heads * plan.tiling.q_tiles
     return tiles * slices, plan.config.block_q * plan.format.k_width // slices

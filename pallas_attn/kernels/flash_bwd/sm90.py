@@ -4,7 +4,7 @@ which order of work it takes.
 | problem | dq |
 |---|---|
 | full and causal masks whose bits must repeat | added up in `turns` |
-| up to 128 keys that all queries see, head dims up to 64 | written: `one_key_tile` |
+| up to 128 keys that all queries see, head dims up to 64 | written: `dq_sum.is_written` |
 | all others | added up in no order |
 
 It divides the steps of few work tiles over more blocks (`step_parts`), but not in turns. After it
@@ -14,25 +14,20 @@ arrays that it has not made (`aux_sums`).
 
 import dataclasses
 
-import jax
-
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import tile_lists, tiles
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.flash_bwd import (
-    aux_sums,
+    costs,
     dq_sum,
-    lockstep,
-    one_key_tile,
     operands,
     sm90_dbias,
     sm90_fused,
     statistics,
     step_parts,
     turns,
-    work_order,
 )
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import Residuals
@@ -79,18 +74,16 @@ class Config:
         """The Config of a problem that nobody tuned. In turns registers are short: with a lag of 2,
         and under a mask with a part of k, what they cannot hold takes longer.
         """
-        if one_key_tile.takes(problem):
-            return _with_slots(problem, _in_parts(problem, cls(128)))
+        if dq_sum.is_written(problem):
+            order = order_of(problem, cls(128))
+            return _with_slots(problem, cls(128, parts=costs.parts(order, adds_dq=True)))
         config = tiles_of(problem)
         if problem.deterministic:
             in_registers = config.k_in_registers and problem.mask.is_full
             config = dataclasses.replace(config, dq_lag=1, k_in_registers=in_registers)
         if dq_sum.has_rest(plan_of(problem, config)):
             config = dataclasses.replace(config, stages=3, dq_lag=1)
-        config = _in_order(problem, config)
-        if not problem.deterministic:
-            config = _in_order(problem, _in_parts(problem, config))
-        return _with_slots(problem, config)
+        return _with_slots(problem, _in_order(problem, config))
 
 
 def tiles_of(problem: AttentionProblem) -> Config:
@@ -99,12 +92,6 @@ def tiles_of(problem: AttentionProblem) -> Config:
         return Config(128)
     has_functions = problem.mask_program is not None or problem.score_program is not None
     return Config(dq_lag=2, k_in_registers=not has_functions)
-
-
-def _in_parts(problem: AttentionProblem, config: Config) -> Config:
-    """`config`, with the steps of few work tiles divided over more blocks."""
-    parts = step_parts.default(order_of(problem, config), adds_dq=True)
-    return dataclasses.replace(config, parts=parts)
 
 
 def _with_slots(problem: AttentionProblem, config: Config) -> Config:
@@ -121,20 +108,11 @@ def _with_slots(problem: AttentionProblem, config: Config) -> Config:
 
 
 def _in_order(problem: AttentionProblem, config: Config) -> Config:
-    """`config`, with the order in which blocks take work tiles and query tiles. A static table
-    takes one L2 group after the other: then blocks read rows of heads that share keys from memory,
-    not L2, or the long work tiles of the last group begin late. Blocks that take parts are at
-    other query tiles anyway: lockstep made them 6 to 14 % slower, claims no faster.
-    """
-    if config.parts > 1:
-        return dataclasses.replace(config, lockstep=False, claims=False)
+    """`config`, with the parts in which blocks take work tiles, and in which order."""
     order = order_of(problem, dataclasses.replace(config, lockstep=True, claims=True))
     if order.turns:
         return dataclasses.replace(config, lockstep=order.lockstep, claims=True)
-    locked = work_order.stays_in_lockstep(order, adds_dq=True)
-    gains = order.head_exceeds_l2 or locked or order.tiling.chunks > 1
-    claims = order.claims and gains and order.grid < order.work_tiles
-    return dataclasses.replace(config, lockstep=locked, claims=claims)
+    return dataclasses.replace(config, **costs.choice(order, adds_dq=True)._asdict())
 
 
 # ---- which kernel -------------------------------------------------------------------------------
@@ -162,7 +140,7 @@ def limit(problem: AttentionProblem) -> Limit | None:
         return Limit("it takes 16-bit floats of head dims up to 128", remedy)
     if has_block_table(problem):
         return Limit("a table has smaller blocks than its 128 keys, or dq exceeds L2", remedy)
-    if problem.deterministic and not (one_key_tile.takes(problem) or _may_take_turns(problem)):
+    if problem.deterministic and not (dq_sum.is_written(problem) or _may_take_turns(problem)):
         return Limit("its bits repeat where kv tiles take turns, or where there is one", remedy)
     return None
 
@@ -173,38 +151,19 @@ def _may_take_turns(problem: AttentionProblem) -> bool:
 
 
 def slower(problem: AttentionProblem) -> Limit | None:
-    """Why two kernels are faster, or None. A float32 dq is set to 0 before and rounded after. That
-    costs more than it saves
-
-    - where keys meet few query rows, unless blocks take parts, or take at most one work tile each
-      and gain by an estimate (`step_parts.dq_is_faster_beside`); with a bias also where its tiles
-      do not fit beside dS;
-    - where blocks add to more of it at a time than L2 holds, if most of them have no work tile, or
-      if more than the mask says which query tiles keys meet;
-    - in turns, where parts would gain or blocks would wait for long.
-    """
-    if one_key_tile.takes(problem):
+    """Why two kernels are faster, or None."""
+    if dq_sum.is_written(problem):
         return None
     config = tiles_of(problem)
     tiling = KeyTiling(problem, sm90_fused.KEYS, config.block_q)
     order = WorkOrder(tiling, config.grid)
-    locked = work_order.stays_in_lockstep(order, adds_dq=not problem.deterministic)
-    order = dataclasses.replace(order, lockstep=locked)
-    has_parts = step_parts.default(order, adds_dq=True) > 1
-    are_few = tiling.mean_q_rows <= 512
-    few_rows = are_few and not (has_parts and config.block_q > ROWS)
-    if few_rows and order.work_tiles <= config.grid:
-        rows = ROWS * step_parts.dq_warpgroups(problem, 3 if config.block_q > ROWS else 2)
-        few_rows = not step_parts.dq_is_faster_beside(order, rows, config.dq_lag)
-    if are_few and problem.bias_shape is not None:
-        few_rows |= sm90_fused.lacks_room_for_bias(plan_of(problem, config))
-    idle = 2 * order.work_tiles <= config.grid and not has_parts
-    scattered = order.exceeds_l2 and (idle or not tiling.follows_mask)
-    gains = not (few_rows or scattered)
-    if gains and problem.deterministic:
+    has_room = problem.bias_shape is None
+    has_room = has_room or not sm90_fused.lacks_room_for_bias(plan_of(problem, config))
+    waits = False
+    if problem.deterministic:
         in_turns = dataclasses.replace(config, lockstep=True, dq_lag=1)
-        gains = not has_parts and turns.is_short_wait(order_of(problem, in_turns))
-    if gains:
+        waits = not costs.is_short_wait(order_of(problem, in_turns))
+    if not waits and not costs.two_kernels_are_faster(order, config.dq_lag, has_room):
         return None
     return Limit("two kernels are faster: dq is added up in float32", "leave implementation=None")
 
@@ -214,7 +173,7 @@ def slower(problem: AttentionProblem) -> Limit | None:
 
 def order_of(problem: AttentionProblem, config: Config) -> WorkOrder:
     tiling = KeyTiling(problem, sm90_fused.KEYS, config.block_q)
-    in_turns = problem.deterministic and not one_key_tile.applies(tiling)
+    in_turns = problem.deterministic and not (config.block_q > ROWS and dq_sum.is_written(problem))
     if in_turns and (config.block_q != ROWS or config.parts > 1):
         raise ValueError(
             f"Config.block_q must be {ROWS} and Config.parts 1 for {problem}, got "
@@ -224,7 +183,7 @@ def order_of(problem: AttentionProblem, config: Config) -> WorkOrder:
         tiling,
         blocks=config.grid,
         heads_together=config.l2_heads,
-        lockstep=config.lockstep and lockstep.applies(tiling),
+        lockstep=config.lockstep and tiling.allows_lockstep,
         claims=in_turns or (config.claims and not tiling.is_listed),
         turns=in_turns,
         parts=config.parts,
@@ -237,8 +196,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     if order.turns:
         dq = turns.InTurns()
     elif config.block_q > ROWS:
-        takes_all = one_key_tile.takes(problem)
-        dq = one_key_tile.Written() if takes_all else dq_sum.ByRows()
+        dq = dq_sum.Written() if dq_sum.is_written(problem) else dq_sum.ByRows()
     return sm90_fused.plan_of(config, order, dq)
 
 
@@ -269,12 +227,10 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     zeros = plan.dq.zeros(plan)
     stats, dq = statistics.of_rows(problem, residuals, plan.negated_unit, zeros)
     refs = operands.for_tma(plan, residuals, stats)
-    if plan.key_sums:
-        refs = refs._replace(aux_sums=jax.new_ref(aux_sums.zero_array(plan)))
     grads, others = sm90_fused.gradients(plan, refs._replace(dq=dq)), {}
     if problem.bias_shape or problem.learned:
         ctx = KernelContext(plan, operands.ordered_after(refs, grads.dq))
-        others = sm90_dbias.gradients(ctx, residuals, stats)
+        others = sm90_dbias.gradients(ctx, residuals.inputs)
     return operands.cotangents(residuals, stats, grads, others)
 
 

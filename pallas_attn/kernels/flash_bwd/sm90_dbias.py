@@ -18,7 +18,6 @@ Shared memory, and who owns it when:
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,25 +33,25 @@ from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.score_tiles import ScoreTiles
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.attention.tma_operands import takes_panels
-from pallas_attn.kernels.flash_bwd import aux_sums, dbias, operands, sm90_dq
-from pallas_attn.kernels.flash_bwd.aux_sums import Part, Rest
-from pallas_attn.kernels.flash_bwd.dbias import BiasBlock, BiasStep, BiasWalk
+from pallas_attn.kernels.flash_bwd import aux_sums, dbias, sm90_dq
+from pallas_attn.kernels.flash_bwd.aux_sums import LogitSums
+from pallas_attn.kernels.flash_bwd.dbias import BiasBlock, BiasStep, BiasWalk, Walks
 from pallas_attn.kernels.flash_bwd.float32 import scaled, units_of
-from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, Residuals, RowStatistics
+from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.producer import load_rows
 from pallas_attn.kernels.flash_bwd.sm90_dq import DqConfig
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS, SMEM_LIMIT
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
-from pallas_attn.kernels.lang import mosaic, panels
+from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.panels import Panels
 from pallas_attn.kernels.lang.types import (
     Barrier,
     GmemRef,
     Index,
+    Operand,
     RegisterTile,
     SmemRef,
 )
-from pallas_attn.kernels.mma import wgmma
 
 SMEM_BYTES = 220 * 1024  # most bytes of two stages or more, but for the last of SIZES
 SIZES = ((2, 128), (2, 64), (1, 64), (1, 32))  # consumers and keys of a tile, the best first
@@ -70,7 +69,7 @@ class BiasSmem(NamedTuple):
     bias_ready: Barrier
 
 
-def bias_tiles(plan: QueryPlan, read: Read | None) -> tuple[ScoreTiles, ...]:
+def tile_of_bias(plan: QueryPlan, read: Read | None) -> tuple[ScoreTiles, ...]:
     """The tile of the bias, if it comes by TMA and stays for the whole walk."""
     if read is not None:
         return ()
@@ -80,7 +79,7 @@ def bias_tiles(plan: QueryPlan, read: Read | None) -> tuple[ScoreTiles, ...]:
 
 def scratch(plan: QueryPlan, read: Read | None) -> BiasSmem:
     """Shared memory, described once: `_sums` launches it, `smem_bytes` adds it up."""
-    stages, consumers, bias = plan.config.stages, plan.config.warpgroups, bias_tiles(plan, read)
+    stages, consumers, bias = plan.config.stages, plan.config.warpgroups, tile_of_bias(plan, read)
     rows = plan.tiling.tile_rows
     q, do, k, v = (
         form.scratch(stages, count)
@@ -118,7 +117,7 @@ def _steps(ctx: KernelContext, walk: BiasWalk, block: BiasBlock, body: Any, carr
     def next_step(i: Index, state: Any) -> Any:
         carry, now = state
         following = seen(first + i + 1)
-        step = dbias.step_of(ctx, walk, block.bias_tile, first + i, now)
+        step = dbias.bias_step(ctx, walk, block.bias_tile, first + i, now)
         if dbias.sees_all_alike(plan.problem) and walk.diagonals is None:
             return body(step, carry), following
         return lax.cond(step.live, functools.partial(body, step), lambda x: x, carry), following
@@ -202,7 +201,7 @@ def _store(  # noqa: PLR0913
 
 def stores_by_tma(plan: QueryPlan, walk: BiasWalk) -> bool:
     """Whether a block's sum is the gradient of its tile, stored as the bias lies."""
-    return walk.chunks == 1 and bool(bias_tiles(plan, walk.read))
+    return walk.chunks == 1 and bool(tile_of_bias(plan, walk.read))
 
 
 def _ds(
@@ -222,9 +221,11 @@ def _ds(
         masked = False
 
     def of_scores(s_acc: RegisterTile, dp_acc: RegisterTile) -> RegisterTile:
-        _issue(ctx, slot, own, s_acc, dp_acc)
+        sm90_dq.multiply_rows(s_acc, plan.qk, (smem.q, (slot, own)), (smem.k, slot))
+        sm90_dq.multiply_rows(dp_acc, plan.v, (smem.do, (slot, own)), (smem.v, slot))
         lse, delta = (mosaic.load(x.at[slot, own], mosaic.ROW) for x in _statistics(smem))
-        s = scaled(plgpu.wgmma_accumulator_load(s_acc, wait_n=_matmuls(plan)), units.scores)
+        behind = sm90_dq.matmuls(plan.v)
+        s = scaled(plgpu.wgmma_accumulator_load(s_acc, wait_n=behind), units.scores)
         p, _ = score_mod.probabilities(ctx, tile, s, lse, masked)
         by = 1.0 if read is None else aux_sums.weight(ctx, tile, read, s, p > 0)
         if not smem.bias:
@@ -241,28 +242,6 @@ def _ds(
 
 def _statistics(smem: BiasSmem) -> tuple[SmemRef, SmemRef]:
     return smem.row_stats.at[0], smem.row_stats.at[1]
-
-
-def _matmuls(plan: QueryPlan) -> int:
-    """Matmuls of dP."""
-    return len(plan.v.panels) if plan.panels else wgmma.products(*(plan.v.terms,) * 2)
-
-
-def _issue(
-    ctx: KernelContext, slot: Index, own: Any, s_acc: RegisterTile, dp_acc: RegisterTile
-) -> None:
-    """Issues S = Q K^T and dP = dO V^T."""
-    plan, _, smem = ctx
-    for acc, left, right, form in (
-        (s_acc, smem.q, smem.k, plan.qk),
-        (dp_acc, smem.do, smem.v, plan.v),
-    ):
-        if plan.panels:
-            wgmma.score_panels(acc, panels.tiles(left, (slot, own)), panels.tiles(right, slot))
-            continue
-        rows = wgmma.terms_of_smem(left.at[slot, own], form.kind)
-        keys = wgmma.terms_of_smem(right.at[slot], form.kind)
-        wgmma.multiply(acc, rows, wgmma.transposed(keys))
 
 
 def _kernel(
@@ -309,53 +288,28 @@ def smem_bytes(problem: AttentionProblem) -> int:
     return max(each, default=0)
 
 
-def gradients(ctx: KernelContext, residuals: Residuals, stats: RowStatistics) -> dict[str, Any]:
+def gradients(ctx: KernelContext, inputs: AttentionInputs) -> dict[str, Any]:
     """The gradients of a bias and of a score function's arrays. `ctx`: that of a kernel over keys,
     which may have made sums for such arrays.
     """
     plan, refs, _ = ctx
-    problem, inputs, parts = plan.problem, residuals.inputs, list[Part]()
+    problem, parts = plan.problem, list[LogitSums]()
     if plan.key_sums:
-        parts = aux_sums.parts_of_keys(plan, jax.freeze(refs.aux_sums))
-    refs, results = refs._replace(aux_sums=None), dict[str, Any]()
-    if problem.bias_shape is not None:
-        of_bias = plan_of(problem)
-        results["bias"] = dbias_of(of_bias, inputs, sm90_dq.operands_of(of_bias, inputs, refs))
-    if problem.learned:
-        rest = aux_sums.rest_of(problem, parts)
-        of_reads = plan_of(problem, aux_sums.all_reads(problem)[0])
-        walk = parts_of(of_reads, sm90_dq.operands_of(of_reads, inputs, refs), rest)
-        every, sums = [*parts, *walk], aux_sums.sums_of_ds(residuals, stats)
-        every += aux_sums.remainders(problem, sums, rest, every)
-        results["score_aux"] = aux_sums.gradients(problem, inputs, every)
-    return results
+        parts = aux_sums.sums_of_keys(plan, jax.freeze(refs.aux_sums))
+
+    def walks_of(read: Read | None) -> Walks:
+        plan = plan_of(problem, read)
+        sums = functools.partial(_sums, inputs.bias)
+        return Walks(plan, sm90_dq.operands_of(plan, inputs, refs), sums)
+
+    return dbias.gradients(problem, inputs, parts, walks_of)
 
 
-def dbias_of(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> jax.Array:
-    """The cotangent of inputs.bias."""
-    ctx, walk, bias = KernelContext(plan, refs), dbias.walk_of(plan), inputs.bias
-    assert bias is not None
-    if stores_by_tma(plan, walk):
-        return _sums(ctx, walk, jax.ShapeDtypeStruct(bias.shape, bias.dtype))
-    sums = jax.ShapeDtypeStruct(dbias.sums_shape(plan, walk), jnp.float32)
-    return dbias.folded(_sums(ctx, walk, sums), bias.shape).astype(bias.dtype)
-
-
-def parts_of(plan: QueryPlan, refs: BackwardRefs, some: Sequence[Rest]) -> list[Part]:
-    """The parts that walks make, without far tiles: one launch for each read in `some`."""
-    parts = []
-    for read, far, _ in some:
-        walk = dbias.walk_of(plan, read, far)
-        shape = jax.ShapeDtypeStruct(dbias.sums_shape(plan, walk), jnp.float32)
-        sums = _sums(KernelContext(plan, refs), walk, shape)
-        parts.append(dbias.part_of(plan, walk, sums))
-        refs = operands.ordered_after(refs, parts[-1].values)
-    return parts
-
-
-def _sums(ctx: KernelContext, walk: BiasWalk, out: jax.ShapeDtypeStruct) -> jax.Array:
-    """Launches a walk: the sums of all blocks."""
-    plan, refs, _ = ctx
+def _sums(bias: Operand | None, plan: QueryPlan, walk: BiasWalk, refs: BackwardRefs) -> jax.Array:
+    """Launches a walk: the sums of all blocks, or the gradient of the bias."""
+    out = jax.ShapeDtypeStruct(dbias.sums_shape(plan, walk), jnp.float32)
+    if bias is not None and stores_by_tma(plan, walk):
+        out = jax.ShapeDtypeStruct(bias.shape, bias.dtype)
     kernel = plgpu.kernel(
         functools.partial(_kernel, plan=plan, walk=walk),
         out_type=out,
@@ -366,7 +320,7 @@ def _sums(ctx: KernelContext, walk: BiasWalk, out: jax.ShapeDtypeStruct) -> jax.
         compiler_params=mosaic.without_barriers(),
         kernel_name="flash_bwd_dbias_sm90" if walk.read is None else "flash_bwd_daux_sm90",
     )
-    return kernel(refs._replace(key_tiles=_codes(ctx)))
+    return kernel(refs._replace(key_tiles=_codes(KernelContext(plan, refs))))
 
 
 def _codes(ctx: KernelContext) -> jax.Array | None:

@@ -10,9 +10,10 @@ while the matmuls of the other run. In each, the matmul for its gradient is a qu
 
 Grid, work tiles and rings of query tiles are those of `sm90_fused`.
 
-Tried at head dims 192/128 with keys in registers (`held_columns`), and left out: pairs of blocks
-that load q and dO by multicast (4 % faster here, slower in `sm90_dq`), S issued a query tile ahead
-(5 % slower), query tiles in one order for all blocks (1 % faster).
+Tried at head dims 192/128, and left out (`results/shapes/training_h200.jsonl`): k and v in
+registers, and dO in `sm90_dq` (10 % faster without a mask, 3 % with a causal one); beside these,
+pairs of blocks that load q and dO by multicast (4 % faster here, slower in `sm90_dq`), S issued a
+query tile ahead (5 % slower), query tiles in one order for all blocks (1 % faster).
 
 Shared memory, and who owns it when:
   k, v               k is read by the first warpgroup, which then stores dv from there; v by the
@@ -36,9 +37,8 @@ from jax import lax
 from pallas_attn.kernels.attention import score_mod, tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.attention.tma_operands import OperandFormat
-from pallas_attn.kernels.flash_bwd import float32, held_columns, key_tiles, producer, step_parts
+from pallas_attn.kernels.flash_bwd import float32, key_tiles, producer, step_parts
 from pallas_attn.kernels.flash_bwd.float32 import scaled
-from pallas_attn.kernels.flash_bwd.held_columns import HeldColumns
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs, KeyGradients
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
@@ -57,7 +57,6 @@ from pallas_attn.kernels.lang.types import (
 from pallas_attn.kernels.mma import wgmma, wgmma_float32
 
 KEYS = ROWS  # keys of a work tile
-REGISTERS = 144  # a thread of a warpgroup, for its gradient and for keys
 ROOM = 228 * 1024  # bytes of shared memory for k, v, q, do and p
 
 
@@ -154,7 +153,6 @@ class Role(NamedTuple):
     gradient_form: OperandFormat
     left_scale: float  # factor of the left operand of the gradient's matmul
     gradient_first: bool  # order in which matmuls are issued: see `_mainloop`
-    held: HeldColumns  # columns of `keys` in registers
 
 
 class QTile(NamedTuple):
@@ -186,29 +184,22 @@ def _two_matmuls(
     return pl.run_state(body)((accs, mosaic.filled(shape, 0.0)))
 
 
-def _keys_of(role: Role, first: wgmma.Terms, count: Index) -> wgmma.Terms:
-    """The left operand of the product: parts, of which registers hold the first, or terms."""
+def _keys_of(role: Role, count: Index) -> wgmma.Terms:
+    """The left operand of the product: panels, or terms."""
     tiles = panels.tiles(role.keys, 0)
-    if role.held.in_parts:
-        return role.held.operand(first, tiles)
+    if role.product_form.panels:
+        return tiles
     if tiles[0].shape[-1] > 256:  # else addresses are computed early and spilled
         tiles = panels.tiles(role.keys, mosaic.opaque_zero(count))
     return wgmma.terms_of_smem(tiles[0], role.product_form.kind)
 
 
-def _held(plan: KeyPlan, keys: OperandFormat, gradient: OperandFormat) -> HeldColumns:
-    """The columns of k or v that a warpgroup holds in registers beside the gradient."""
-    if not plan.config.k_in_registers or plan.problem.dtype == "float32":
-        return HeldColumns(keys, 0)
-    return held_columns.fitting(keys, REGISTERS - gradient.width // 2)
-
-
 def _product_tiles(role: Role, slot: Index) -> tuple[SmemRef, ...]:
-    """The right operand of the product: parts, or transposed terms."""
+    """The right operand of the product: panels, or transposed terms."""
     role.product.wait(slot)
     tiles = panels.tiles(role.product.tiles, slot)
-    if role.held.in_parts:
-        return role.held.parts(tiles)
+    if role.product_form.panels:
+        return tiles
     return wgmma.transposed(wgmma.terms_of_smem(tiles[0], role.product_form.kind))
 
 
@@ -262,10 +253,9 @@ def _mainloop(
     group, form = plan.problem.group, role.gradient_form
     first_step, end_step = key_tiles.steps_of(plan, work)
     shape = KEYS, plan.config.block_q
-    multiply_keys = wgmma.score_panels if role.held.in_parts else wgmma.multiply
+    multiply_keys = wgmma.score_panels if role.product_form.panels else wgmma.multiply
     to_left = functools.partial(float32.left_operand, plan.problem, by=role.left_scale)
-    first = role.held.read(panels.tiles(role.keys, mosaic.opaque_zero(count)))
-    keys = functools.partial(_keys_of, role, first)
+    keys = functools.partial(_keys_of, role)
     product = functools.partial(_product_tiles, role)
     gradient = functools.partial(_gradient_tiles, role)
     slot_of, release = role.product.slot, role.gradient.release
@@ -296,7 +286,7 @@ def _mainloop(
             def gradient_first(product_acc: RegisterTile, acc_ref: RegisterTile) -> None:
                 _issue_gradient(form, acc_ref, left, gradient(before))
                 multiply_keys(product_acc, keys(count), product(slot))
-                plgpu.wgmma_wait(role.held.matmuls)
+                plgpu.wgmma_wait(role.product_form.copies)
                 release(before)
 
             finish = functools.partial(left_of, i, count)
@@ -341,7 +331,6 @@ def _make_dv(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterT
         gradient_form=form.v,
         left_scale=float32.SPREAD,
         gradient_first=form.v.terms == 1 and not plan.problem.mask.is_full,  # by measurement
-        held=_held(plan, form.qk, form.v),
     )
 
     def make_p(q_tile: QTile, s: RegisterTile, lse: RegisterTile) -> RegisterTile:
@@ -372,7 +361,6 @@ def _make_dk(ctx: KernelContext, work: KeyTile, count: Index) -> tuple[RegisterT
         gradient_form=form.qk,
         left_scale=1.0,
         gradient_first=form.v.terms == 1,
-        held=_held(plan, form.v, form.qk),
     )
 
     def make_ds(q_tile: QTile, dp: RegisterTile, delta: RegisterTile) -> RegisterTile:
@@ -411,7 +399,7 @@ def _consume(ctx: KernelContext, block_id: Index, consumer: Consumer) -> None:
         if ctx.plan.order.parts > 1:
             plgpu.commit_smem()  # keys have been read, and TMA will write there
             plgpu.barrier_arrive(consumer.free)
-            step_parts.store(ctx.plan, consumer.out, work, 0, jax.tree.leaves(value))
+            step_parts.store_part(ctx.plan, consumer.out, work, 0, jax.tree.leaves(value))
         elif ctx.plan.problem.dtype == "float32":
             plgpu.barrier_arrive(consumer.free)
             where = (work.batch, pl.ds(work.key, KEYS), work.kv_head, pl.ds(0, value.shape[1]))
@@ -458,20 +446,12 @@ def _kernel(
     ctx = KernelContext(plan, refs, smem)
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
 
-    @pl.when(wg == 2)
-    def _():
-        plgpu.set_max_registers(24, action="decrease")
-        _produce(ctx, block_id)
-
-    @pl.when(wg == 0)
-    def _():
-        plgpu.set_max_registers(240, action="increase")
-        _consume(ctx, block_id, Consumer(_make_dv, smem.k, smem.k_ready, smem.k_free, dv_ref))
-
-    @pl.when(wg == 1)
-    def _():
-        plgpu.set_max_registers(240, action="increase")
-        _consume(ctx, block_id, Consumer(_make_dk, smem.v, smem.v_ready, smem.v_free, dk_ref))
+    dv = Consumer(_make_dv, smem.k, smem.k_ready, smem.k_free, dv_ref)
+    dk = Consumer(_make_dk, smem.v, smem.v_ready, smem.v_free, dk_ref)
+    mosaic.take_role(wg == 2, 24, functools.partial(_produce, ctx, block_id))
+    for number, consumer in enumerate((dv, dk)):
+        consume = functools.partial(_consume, ctx, block_id, consumer)
+        mosaic.take_role(wg == number, 240, consume, more=True)
 
 
 def dk_dv(plan: KeyPlan, refs: BackwardRefs) -> KeyGradients:

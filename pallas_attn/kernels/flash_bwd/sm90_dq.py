@@ -27,9 +27,9 @@ from pallas_attn._call.problem import AttentionInputs
 from pallas_attn.kernels.attention import score_mod, score_tiles, segment_spans, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span, WorkTile, kv_batch
-from pallas_attn.kernels.flash_bwd import epilogue, held_columns
+from pallas_attn.kernels.attention.tma_operands import OperandFormat
+from pallas_attn.kernels.flash_bwd import epilogue, operands
 from pallas_attn.kernels.flash_bwd.float32 import Units, left_operand, matmul_add, scaled, units_of
-from pallas_attn.kernels.flash_bwd.held_columns import HeldColumns
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.kernels.flash_bwd.producer import load_rows
 from pallas_attn.kernels.flash_fwd import block_tables, key_mask_ranges, listed, tile_scheduler
@@ -55,11 +55,7 @@ class DqConfig(NamedTuple):
     block_kv: int
     stages: int
     grid: int
-    q_in_registers: bool = False
     l2_heads: int = 0
-
-
-REGISTERS = 192  # a thread, of two warpgroups, for dQ, S, dP, and columns of q and dO
 
 
 class DqSmem(NamedTuple):
@@ -242,46 +238,41 @@ class DqRows(NamedTuple):
     lse: RegisterTile
     delta: RegisterTile
     units: Units
-    held: tuple[wgmma.Terms, wgmma.Terms] = ((), ())  # columns of q and dO in registers
 
     def needs_mask(self, t: Index) -> Predicate:
         return (t < self.span.full_lo) | (t >= self.span.full_hi)
 
 
-def _held(plan: QueryPlan) -> tuple[HeldColumns, HeldColumns]:
-    """The columns of q and dO that a warpgroup holds in registers, beside dQ, S and dP."""
-    room = 0
-    if plan.config.q_in_registers and plan.problem.dtype != "float32":
-        room = REGISTERS - plan.qk.width // 2 - plan.config.block_kv
-    do = held_columns.fitting(plan.v, room)
-    return held_columns.fitting(plan.qk, room - do.columns // 4), do
+def multiply_rows(
+    acc: RegisterTile, form: OperandFormat, left: tuple[Panels, Any], right: tuple[Panels, Any]
+) -> None:
+    """Issues acc = rows @ keys^T, of tiles in shared memory, each (buffer, index)."""
+    if form.panels:
+        return wgmma.score_panels(acc, panels.tiles(*left), panels.tiles(*right))
+    rows, keys = (wgmma.terms_of_smem(panels.tiles(*x)[0], form.kind) for x in (left, right))
+    return wgmma.multiply(acc, rows, wgmma.transposed(keys))
+
+
+def matmuls(form: OperandFormat) -> int:
+    """How many matmuls `multiply_rows` issues."""
+    return form.copies if form.panels else wgmma.products(form.terms, form.terms)
 
 
 def _multiply(
     ctx: KernelContext, rows: DqRows, count: Index, accs: tuple[RegisterTile, RegisterTile]
 ) -> int:
     """Issues S and dP of the kv tile that comes as number `count`; the number of matmuls."""
-    (plan, _, smem), issued = ctx, 0
+    plan, _, smem = ctx
     # An opaque zero, or addresses would be computed before the loop and spilled.
     wg = rows.wg + mosaic.opaque_zero(count)
-    held_q, held_do = _held(plan)
-    for acc, left, ring, held, first in (
-        (accs[0], smem.q, smem.k_ring, held_q, rows.held[0]),
-        (accs[1], smem.do, smem.v_ring, held_do, rows.held[1]),
+    for acc, left, ring, form in (
+        (accs[0], smem.q, smem.k_ring, plan.qk),
+        (accs[1], smem.do, smem.v_ring, plan.v),
     ):
-        slot, kind = ring.slot(count), held.form.kind
-        if held.in_parts:
-            parts = held.operand(first, panels.tiles(left, wg))
-            ring.wait(slot)
-            wgmma.score_panels(acc, parts, held.parts(panels.tiles(ring.tiles, slot)))
-            issued += held.matmuls
-            continue
-        terms = wgmma.terms_of_smem(left.at[wg], kind)
+        slot = ring.slot(count)
         ring.wait(slot)
-        right = wgmma.transposed(wgmma.terms_of_smem(ring.tiles.at[slot], kind))
-        wgmma.multiply(acc, terms, right)
-        issued += wgmma.products(kind.terms, kind.terms)
-    return issued
+        multiply_rows(acc, form, (left, wg), (ring.tiles, slot))
+    return matmuls(plan.qk) + matmuls(plan.v)
 
 
 def _ds(
@@ -295,9 +286,7 @@ def _ds(
     rings); `done_with_k`: the slot of k that no matmul reads any more when S is there.
     """
     (plan, _, smem), tile, (t, count) = ctx, rows.tile, step
-    held, terms = _held(plan)[1], plan.v.terms
-    behind = held.matmuls if held.in_parts else wgmma.products(terms, terms)
-    s = plgpu.wgmma_accumulator_load(accs[0], wait_n=behind)
+    s = plgpu.wgmma_accumulator_load(accs[0], wait_n=matmuls(plan.v))
     if done_with_k is not None:
         smem.k_ring.release(done_with_k)
     masked, key = rows.needs_mask(t), kv_tile_of(ctx, tile, t) * plan.config.block_kv
@@ -416,9 +405,6 @@ def _consume(ctx: KernelContext, dq_ref: GmemRef, block_id: Index, wg: Index) ->
         following = refs.schedule[block_id, n + 2]
         rows = _rows(ctx, tile_scheduler.work_tile(ctx, code), wg, visible)
         plgpu.barrier_wait(smem.q_ready.at[wg])
-        q, do = _held(plan)
-        held = q.read(panels.tiles(smem.q, wg)), do.read(panels.tiles(smem.do, wg))
-        rows = rows._replace(held=held)
 
         def no_keys(kv_count: Index) -> tuple[list[RegisterTile], Index]:
             widths = plan.qk.panels or (plan.qk.width,)
@@ -509,12 +495,9 @@ def dq_of(plan: QueryPlan, refs: BackwardRefs) -> jax.Array:
 def operands_of(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> BackwardRefs:
     """The operands of a kernel over keys, made those of this one."""
     refs = by_rows(plan, inputs, refs)
-    if plan.has("kv_lengths"):
-        lengths = jnp.asarray(inputs.kv_lengths)[:: plan.problem.share]
-        for name in ("k", "v"):
-            edge = tma_operands.edge(getattr(refs, name), lengths, plan.config.block_kv)
-            refs = refs._replace(**{f"{name}_edge": edge})
-    return refs
+    keys = {"k": refs.k, "v": refs.v}
+    blocks = ROWS, plan.config.block_kv
+    return refs._replace(**operands.edges(plan.problem, inputs, keys, blocks))
 
 
 def by_rows(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> BackwardRefs:
@@ -525,4 +508,4 @@ def by_rows(plan: QueryPlan, inputs: AttentionInputs, refs: BackwardRefs) -> Bac
     if plan.has("q_segment_ids"):
         sizes = plan.tiling.tile_rows, plan.tiling.block_kv
         fields["segment_spans"] = segment_spans.spans_of(plan.problem, inputs, fields, sizes)
-    return refs._replace(**fields, dq=None, mask_bits=None)
+    return refs._replace(**fields, dq=None, aux_sums=None, mask_bits=None)

@@ -64,7 +64,6 @@ from pallas_attn.kernels.flash_bwd import (
     dq_sum,
     epilogue,
     key_tiles,
-    one_key_tile,
     producer,
     step_parts,
     turns,
@@ -203,12 +202,12 @@ def plan_of(config: KernelConfig, order: WorkOrder, dq: Any = None) -> KeyPlan:
     """
     problem, block_q = order.problem, config.block_q
     form = RowFormats.of(problem, block_q, halves=dq is not None and block_q == ROWS)
-    (qk, _, _), share = form, form.widths[0]
+    (qk, _, _), widths = form, form.widths[0]
     if block_q == ROWS:  # warpgroups share the columns of dQ: both halves are whole swizzles
         if not qk.panels:
             form = form._replace(qk=qk._replace(width=round_up(qk.width, qk.swizzle)))
-        share = qk.panels[:1] or (form.qk.width // WARPGROUPS,)
-    plan = KeyPlan(problem, config, order, form, dq=dq, share=share)
+        widths = qk.panels[:1] or (form.qk.width // WARPGROUPS,)
+    plan = KeyPlan(problem, config, order, form, dq=dq, dq_widths=widths)
     if problem.learned:
         plan = _if_it_fits(plan, key_sums=aux_sums.key_sums(problem))
     if problem.bias_shape is not None:
@@ -243,7 +242,7 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
         for name, to in (("k", smem.k), ("v", smem.v))
     ]
     if dq_sum.has_rest(ctx.plan):
-        (width,), half = ctx.plan.share, smem.k_second_half
+        (width,), half = ctx.plan.dq_widths, smem.k_second_half
         parts += [
             KeyPart("k", wg * ROWS, half, wg, smem.kv_ready, width) for wg in range(WARPGROUPS)
         ]
@@ -330,13 +329,13 @@ def _last_dq(ctx: KernelContext, work: KeyTile, wg: Index, due: PendingDq, count
     slot, ready = _ds_slot(plan, count), _ds_ready(ctx, count)
 
     def matmuls(*accs: RegisterTile) -> list[RegisterTile]:
-        dq_sum.multiply(ctx, accs, slot, wg)
+        dq_sum.multiply_ds(ctx, accs, slot, wg)
         return [acc[...] for acc in accs]
 
     @pl.when(due.exists != 0)
     def _() -> None:
         plgpu.barrier_wait(ready)
-        dq = pl.run_scoped(matmuls, *_accumulators(plan.share))
+        dq = pl.run_scoped(matmuls, *_accumulators(plan.dq_widths))
         if not plan.dq.by_columns:
             plgpu.barrier_arrive(smem.ds_free.at[slot])
         plan.dq.add((ctx, work, wg), due, dq)
@@ -430,7 +429,7 @@ def _step(now: FusedStep, sums: KeyGradients) -> Sums:
 
 
 def _step_dq_first(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Sums:
-    dq_accs = _accumulators(now.ctx.plan.share)
+    dq_accs = _accumulators(now.ctx.plan.dq_widths)
     pl.run_scoped(functools.partial(_dq_and_scores, now, s_acc), *dq_accs)
     rest = functools.partial(_dv_and_dk, now, sums, s_acc)
     return pl.run_scoped(rest, plgpu.ACC(now.shape, jnp.float32))
@@ -459,8 +458,8 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Su
 
     def to_dq(ds: RegisterTile, *dq_accs: RegisterTile) -> None:
         slot = _ds_slot(plan, due.count)
-        mosaic.results_are_used(due.exists, WARPGROUPS * len(plan.share))
-        dq_sum.multiply(ctx, dq_accs, slot, now.wg)
+        mosaic.results_are_used(due.exists, WARPGROUPS * len(plan.dq_widths))
+        dq_sum.multiply_ds(ctx, dq_accs, slot, now.wg)
         wgmma.value_panels(sums.dk, ds, panels.tiles(smem.q, now.slot))
         dq = [plgpu.wgmma_accumulator_load(acc, wait_n=len(sums.dk)) for acc in dq_accs]
         smem.do_ring.release(now.slot)
@@ -474,7 +473,7 @@ def _step_dq_last(now: FusedStep, sums: KeyGradients, s_acc: RegisterTile) -> Su
     smem.do_ring.wait(now.slot)
     to_ds = functools.partial(to_ds, logits, slope)
     ds, of_aux = pl.run_scoped(to_ds, plgpu.ACC(now.shape, jnp.float32))
-    pl.run_scoped(functools.partial(to_dq, ds), *_accumulators(plan.share))
+    pl.run_scoped(functools.partial(to_dq, ds), *_accumulators(plan.dq_widths))
     return of_aux
 
 
@@ -489,9 +488,9 @@ def _dq_and_scores(now: FusedStep, s_acc: RegisterTile, *dq_accs: RegisterTile) 
         due = turns.look(ctx, now.work, wg, due)
     ready = _ds_ready(ctx, count)
     pl.when(due.exists != 0)(functools.partial(plgpu.barrier_wait, ready))
-    dq_sum.multiply(ctx, dq_accs, _ds_slot(plan, count - plan.config.dq_lag), wg)
+    dq_sum.multiply_ds(ctx, dq_accs, _ds_slot(plan, count - plan.config.dq_lag), wg)
     if plan.presets:  # S begins in registers out of which dK was made
-        plgpu.wgmma_wait(WARPGROUPS * len(plan.share))
+        plgpu.wgmma_wait(WARPGROUPS * len(plan.dq_widths))
         _release_q(smem.q_ring, now.pending[-1])
     smem.q_ring.wait(now.slot)
     if plan.presets:
@@ -609,7 +608,7 @@ def _store_part(
     plgpu.commit_smem()  # k has been read, and TMA will write there
     plgpu.barrier_arrive(ctx.smem.kv_free)
     for out, sums in zip(outs, grads, strict=True):
-        step_parts.store(ctx.plan, out, work, wg * ROWS, sums)
+        step_parts.store_part(ctx.plan, out, work, wg * ROWS, sums)
 
 
 def stores_from_ds(plan: KeyPlan) -> bool:
@@ -663,7 +662,7 @@ def _consume(ctx: KernelContext, outs: KeyGradients, block_id: Index, wg: Index)
         grads, of_aux, count = _mainloop(own, work, wg, count)
         grads = grads._replace(dk=[part * plan.problem.scale for part in grads.dk])
         if plan.key_sums:
-            aux_sums.store(ctx, work, wg * ROWS, of_aux)
+            aux_sums.store_key_sums(ctx, work, wg * ROWS, of_aux)
         store = _store_dk_dv if plan.order.parts == 1 else _store_part
         store(own, outs, work, wg, grads)
         return count
@@ -688,7 +687,7 @@ def gradients(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
     S and dP begin with lse and delta as accumulators do, where they do.
     """
     dq, outs, in_parts = plan.dq, list[jax.ShapeDtypeStruct](), plan.order.parts > 1
-    is_written = isinstance(dq, one_key_tile.Written)
+    is_written = isinstance(dq, dq_sum.Written)
     for x in (refs.k, refs.v):  # a gradient for each batch row of q
         outs.append(jax.ShapeDtypeStruct((plan.problem.batch, *x.shape[1:]), x.dtype))
     if in_parts:

@@ -36,8 +36,9 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem, probabi
 from pallas_attn.kernels.attention import group_windows, score_mod, softmax
 from pallas_attn.kernels.attention.group_windows import WIDTH, Unit
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
-from pallas_attn.kernels.flash_bwd import statistics
+from pallas_attn.kernels.flash_bwd import operands, statistics
 from pallas_attn.kernels.flash_bwd.operands import (
+    BackwardRefs,
     Gradients,
     KeyGradients,
     Residuals,
@@ -100,7 +101,7 @@ class GroupWindowPlan:
 
     @functools.cached_property
     def chunks(self) -> int:
-        most = min(self.tiles, (2**31 - 1) // self.tiles)  # `walk_of` counts in 32 bits
+        most = min(self.tiles, (2**31 - 1) // self.tiles)  # `chunk_walk` counts in 32 bits
         return min(self.config.chunks or self.default_chunks, most)
 
     @property
@@ -111,17 +112,6 @@ class GroupWindowPlan:
             return pl.cdiv(self.kv_heads * chunks, BLOCKS) * (pl.cdiv(self.tiles, chunks) + 1)
 
         return min(range(1, self.tiles + 1), key=cost)
-
-
-class GroupWindowRefs(NamedTuple):
-    """Global memory."""
-
-    q: GmemRef
-    k: GmemRef
-    v: GmemRef
-    do: GmemRef
-    lse: GmemRef  # float32[B, N / 8, T / 8, 64]; delta likewise
-    delta: GmemRef
 
 
 class GroupWindowSmem(NamedTuple):
@@ -205,7 +195,7 @@ class ChunkWalk(NamedTuple):
         """Query tiles with a step."""
         return lax.div(self.steps + (self.of_tile - 1), jnp.int32(self.of_tile))
 
-    def steps_of(self, tile: "KeyTile") -> tuple[Index, Index]:
+    def steps_of(self, tile: "WindowKeyTile") -> tuple[Index, Index]:
         """First and end of the steps that meet a kv tile."""
         first = jnp.maximum(tile.number - AFTER, 0) * self.of_tile
         return first, jnp.minimum((tile.number + 1) * self.of_tile, self.steps)
@@ -218,7 +208,7 @@ class ChunkWalk(NamedTuple):
         return Unit(self.batch, head, self.kv_head, row)
 
 
-def walk_of(plan: GroupWindowPlan, block: Index) -> ChunkWalk:
+def chunk_walk(plan: GroupWindowPlan, block: Index) -> ChunkWalk:
     count = jnp.int32(plan.chunks)
     head, chunk = lax.div(block, count), lax.rem(block, count)
     batch, kv_head = (f(head, jnp.int32(plan.problem.kv_heads)) for f in (lax.div, lax.rem))
@@ -232,7 +222,7 @@ def walk_of(plan: GroupWindowPlan, block: Index) -> ChunkWalk:
     return ChunkWalk(plan, batch, kv_head, begin, end - begin, steps, own)
 
 
-class KeyTile(NamedTuple):
+class WindowKeyTile(NamedTuple):
     """A kv tile of a consumer: tile `number - AFTER` of the chunk, which begins with tiles that lie
     before it.
     """
@@ -255,11 +245,11 @@ class KeyTile(NamedTuple):
 
 def _produce(ctx: KernelContext, block: Index) -> None:
     plan, refs, smem = ctx
-    walk = walk_of(plan, block)
+    walk = chunk_walk(plan, block)
 
     def load_keys(number: Index) -> None:
         """Kv tile `number - 2`; before the first one of the head that one, which is masked."""
-        tile = KeyTile(number, lax.rem(number, jnp.int32(TILES)))
+        tile = WindowKeyTile(number, lax.rem(number, jnp.int32(TILES)))
         row = jnp.maximum(walk.begin + number - AFTER, 0) * ROWS
         for source, to in ((refs.k, smem.k), (refs.v, smem.v)):
             there = source.at[walk.batch, pl.ds(row, ROWS), walk.kv_head]
@@ -299,7 +289,7 @@ class WindowStep(NamedTuple):
     ctx: KernelContext
     dq: GmemRef
     walk: ChunkWalk
-    tile: KeyTile
+    tile: WindowKeyTile
     s: Index
 
     @property
@@ -314,10 +304,10 @@ class WindowStep(NamedTuple):
 
 def _consume(ctx: KernelContext, outs: Gradients, block: Index, wg: Index) -> None:
     """Every third kv tile of the walk of a block."""
-    walk = walk_of(ctx.plan, block)
+    walk = chunk_walk(ctx.plan, block)
 
     def kv_tile(n: Index, carry: tuple[()]) -> tuple[()]:
-        tile = KeyTile(wg + n * TILES, wg)
+        tile = WindowKeyTile(wg + n * TILES, wg)
         own = tile.number < walk.own + AFTER
         pl.when(own)(functools.partial(_take_tile, ctx, outs, walk, tile))
         pl.when(jnp.logical_not(own))(functools.partial(_pass_steps, ctx, outs, walk, tile))
@@ -326,12 +316,12 @@ def _consume(ctx: KernelContext, outs: Gradients, block: Index, wg: Index) -> No
     # Kv tiles that some step of the walk meets.
     count = lax.div(walk.q_tiles + (AFTER - 1) - wg, jnp.int32(TILES)) + 1
     lax.fori_loop(0, count, kv_tile, ())
-    end = WindowStep(ctx, outs.dq, walk, KeyTile(wg, wg), walk.steps)
+    end = WindowStep(ctx, outs.dq, walk, WindowKeyTile(wg, wg), walk.steps)
     pl.when(walk.steps == walk.own_steps)(functools.partial(_dq_in_turn, end))
     plgpu.wait_smem_to_gmem(0)
 
 
-def _take_tile(ctx: KernelContext, outs: Gradients, walk: ChunkWalk, tile: KeyTile) -> None:
+def _take_tile(ctx: KernelContext, outs: Gradients, walk: ChunkWalk, tile: WindowKeyTile) -> None:
     """All steps of a kv tile."""
     plgpu.barrier_wait(ctx.smem.kv_ready.at[tile.barrier])
 
@@ -348,7 +338,7 @@ def _take_tile(ctx: KernelContext, outs: Gradients, walk: ChunkWalk, tile: KeyTi
     pl.when(tile.number >= AFTER)(functools.partial(_store_dk_dv, ctx, outs, walk, tile, grads))
 
 
-def _pass_steps(ctx: KernelContext, outs: Gradients, walk: ChunkWalk, tile: KeyTile) -> None:
+def _pass_steps(ctx: KernelContext, outs: Gradients, walk: ChunkWalk, tile: WindowKeyTile) -> None:
     """The steps of a kv tile past the chunk, which other consumers use."""
 
     def one_step(s: Index, carry: tuple[()]) -> tuple[()]:
@@ -422,7 +412,7 @@ def _masked(now: WindowStep, s: RegisterTile) -> RegisterTile:
 
 
 def _store_dk_dv(
-    ctx: KernelContext, outs: Gradients, walk: ChunkWalk, tile: KeyTile, grads: KeyGradients
+    ctx: KernelContext, outs: Gradients, walk: ChunkWalk, tile: WindowKeyTile, grads: KeyGradients
 ) -> None:
     """Stores dk and dv by way of the buffer of v, one after the other."""
     plan, _, smem = ctx
@@ -448,7 +438,8 @@ def _store_dq(now: WindowStep) -> None:
     plan, smem, walk, wg = now.ctx.plan, now.ctx.smem, now.walk, now.tile.wg
     t, three = lax.div(now.s, jnp.int32(walk.of_tile)), jnp.int32(TILES)
     # Kv tile t of the walk and the two after it, by consumer.
-    tiles = [KeyTile(t + lax.rem(n + TILES - lax.rem(t, three), three), n) for n in range(TILES)]
+    numbers = [t + lax.rem(n + TILES - lax.rem(t, three), three) for n in range(TILES)]
+    tiles = [WindowKeyTile(number, n) for n, number in enumerate(numbers)]
 
     def matmuls(acc: RegisterTile) -> RegisterTile:
         for n, tile in enumerate(tiles):
@@ -470,7 +461,7 @@ def _store_dq(now: WindowStep) -> None:
 # ---- the kernel and its call ---------------------------------------------------------------------
 
 
-def _kernel(refs: GroupWindowRefs, *rest: GmemRef, plan: GroupWindowPlan) -> None:
+def _kernel(refs: BackwardRefs, *rest: GmemRef, plan: GroupWindowPlan) -> None:
     *outs, smem = rest
     block, wg = lax.axis_index("block"), lax.axis_index("wg")
     ctx = KernelContext(plan, refs, smem)
@@ -498,15 +489,9 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     residuals, plan = Residuals(*residuals), GroupWindowPlan(problem, config)
     inputs = residuals.inputs
     stats = statistics.of_tiles(problem, HEADS, residuals)
-    kernel = mosaic.persistent_kernel(
-        functools.partial(_kernel, plan=plan),
-        "flash_bwd_group_window_sm90",
-        tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.q, inputs.k, inputs.v)),
-        scratch(plan),
-        (plan.kv_heads * plan.chunks, TILES + 1),
-    )
-    refs = GroupWindowRefs(inputs.q, inputs.k, inputs.v, residuals.d_out, *stats)
-    grads = Gradients(*kernel(refs))
+    refs = BackwardRefs(*inputs[:3], residuals.d_out, **stats._asdict())
+    body, size = functools.partial(_kernel, plan=plan), (plan.kv_heads * plan.chunks, TILES + 1)
+    grads = operands.launched(body, "flash_bwd_group_window_sm90", refs, scratch(plan), size)
     sinks = None if inputs.sinks is None else _dsinks(inputs.sinks, stats)
     return AttentionInputs(q=grads.dq, k=grads.dk, v=grads.dv, sinks=sinks)
 

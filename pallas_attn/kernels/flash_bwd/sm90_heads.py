@@ -33,7 +33,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -53,21 +52,25 @@ from pallas_attn.kernels.attention import (
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import (
+    costs,
+    dq_sum,
     epilogue,
-    one_key_tile,
     operands,
+    producer,
     sm90_dbias,
     sm90_short,
     statistics,
 )
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling, per_column
 from pallas_attn.kernels.flash_bwd.operands import (
+    BackwardRefs,
     Gradients,
     KeyGradients,
     Residuals,
     RowStatistics,
 )
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
+from pallas_attn.kernels.flash_bwd.producer import KeyBuffers, KeyPart
 from pallas_attn.kernels.flash_bwd.work_order import USUAL_BLOCKS, WorkOrder
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.config import OneForAll, check
@@ -86,7 +89,6 @@ KEYS = WARPGROUPS * ROWS  # keys of a kv tile
 SUMS = 160  # largest number of columns of dK and dV in a consumer's registers: 80 a thread
 REGISTERS = 200, 88, 24  # a thread of consumers, of the third warpgroup, of the producer
 KEYS_IN_REGISTERS = 128  # largest number of columns of k and v for consumers to hold both
-LEAST_BUSY = 0.75  # least share of blocks with a head, over all waves, for `slower`
 RESERVED = 1024  # bytes of shared memory for barriers and for alignment
 
 
@@ -133,16 +135,15 @@ def limit(problem: AttentionProblem) -> Limit | None:
 
 def slower(problem: AttentionProblem) -> Limit | None:
     """Why another kernel is faster, or None: at other than measured sizes, or with few blocks busy
-    in the last wave. Up to 128 keys `one_key_tile` is faster from 384 rows on.
+    in the last wave. Up to 128 keys `sm90` writes dq at once (`dq_sum.is_written`), and is faster
+    from 384 rows on.
     """
-    heads = problem.batch * problem.q_heads
-    busy = heads / (USUAL_BLOCKS * pl.cdiv(heads, USUAL_BLOCKS))
     rows, keys = problem.q_len, problem.kv_len
     measured = ROWS < rows <= 512 and ROWS < keys <= 512
-    if one_key_tile.takes(problem):
+    if dq_sum.is_written(problem):
         fewest = ROWS if keys > ROWS else 2 * ROWS
         measured = fewest < rows < 384 and keys >= ROWS // 2
-    if measured and busy >= LEAST_BUSY:
+    if measured and costs.fills_blocks(problem.batch * problem.q_heads):
         return None
     return Limit(
         f"it is for {ROWS} to 512 rows of heads for all blocks", "leave implementation=None"
@@ -198,20 +199,6 @@ def slots_of(problem: AttentionProblem) -> Slots:
     return slots
 
 
-class HeadsRefs(NamedTuple):
-    """Global memory."""
-
-    q: GmemRef
-    k: GmemRef
-    v: GmemRef
-    do: GmemRef
-    lse: GmemRef  # [B, N, padded rows]: see `operands.RowStatistics`
-    delta: GmemRef
-    bias: GmemRef = None
-    mask_array: GmemRef = None
-    key_tiles: GmemRef = None  # int32[B|1, 1, kv tiles]: see `key_masks.codes`
-
-
 class HeadsSmem(NamedTuple):
     k: Panels
     v: Panels
@@ -245,16 +232,8 @@ class HeadsSmem(NamedTuple):
         return Ring(self.do, self.do_ready, self.do_free, self.delta)
 
 
-def _q_tiles(problem: AttentionProblem) -> int:
-    return pl.cdiv(problem.q_len, ROWS)
-
-
-def _kv_tiles(problem: AttentionProblem) -> int:
-    return pl.cdiv(problem.kv_len, KEYS)
-
-
 def _scratch(problem: AttentionProblem, slots: Slots) -> HeadsSmem:
-    dtype, q_tiles = jnp.dtype(problem.dtype), _q_tiles(problem)
+    dtype, q_tiles = jnp.dtype(problem.dtype), pl.cdiv(problem.q_len, ROWS)
     qk, v = panels.widths(problem.head_dim), panels.widths(problem.v_head_dim)
     barrier = plgpu.Barrier
 
@@ -352,6 +331,19 @@ class HeadTile(NamedTuple):
     is_whole: Index | bool  # whether the mask shows all of its keys
 
     @property
+    def q_len(self) -> None:
+        """All rows count: `producer` asks."""
+
+    @property
+    def kv_head(self) -> Index:
+        return self.head
+
+    @property
+    def key(self) -> Index:
+        """The first of its keys."""
+        return self.j * KEYS
+
+    @property
     def is_first(self) -> Index:
         return self.j == self.first
 
@@ -360,7 +352,7 @@ class HeadTile(NamedTuple):
         return self.j == self.last
 
 
-class Walk(NamedTuple):
+class HeadWalk(NamedTuple):
     """The kv tiles of a block: those of heads `block`, `block + grid`, .. in this order."""
 
     ctx: KernelContext
@@ -372,7 +364,8 @@ class Walk(NamedTuple):
 
     @property
     def kv_tiles(self) -> int:
-        return _kv_tiles(self.ctx.plan.problem)
+        tiles: int = self.ctx.plan.tiling.kv_tiles
+        return tiles
 
     @property
     def tiles(self) -> Index:
@@ -385,7 +378,7 @@ class Walk(NamedTuple):
         problem, kv_tiles = self.ctx.plan.problem, jnp.int32(self.kv_tiles)
         number, heads = self.block + lax.div(n, kv_tiles) * self.grid, jnp.int32(problem.q_heads)
         batch, head, j = lax.div(number, heads), lax.rem(number, heads), lax.rem(n, kv_tiles)
-        q_tiles, codes = _q_tiles(problem), self.ctx.refs.key_tiles
+        q_tiles, codes = self.ctx.plan.tiling.q_tiles, self.ctx.refs.key_tiles
         if codes is None:
             return HeadTile(n, batch, head, j, q_tiles, 0, self.kv_tiles - 1, True)
         row = jnp.minimum(batch, problem.batch - 1) if codes.shape[0] > 1 else 0
@@ -409,48 +402,28 @@ def grid_of(plan: KeyPlan) -> int:
 # ---- the producer -------------------------------------------------------------------------------
 
 
-def _produce(ctx: KernelContext, walk: Walk) -> None:
+def _produce(ctx: KernelContext, walk: HeadWalk) -> None:
     """The producer warpgroup. It loads the keys of a kv tile after the first query tile, since
     their slot is released later than that of the query tile.
     """
-    plan, refs, smem = ctx
-    slots = slots_of(plan.problem)
-
-    def load_keys(tile: HeadTile) -> None:
-        slot = ring_slot(tile.n, slots.k)
-        pl.when(tile.n >= slots.k)(lambda: plgpu.barrier_wait(smem.k_free.at[slot]))
-        for wg in range(WARPGROUPS):
-            where = tile.batch, pl.ds(tile.j * KEYS + wg * ROWS, ROWS), tile.head
-            panels.load(refs.k, where, smem.k, (slot, wg), smem.k_ready.at[slot])
-        pl.when(tile.n > 0)(lambda: plgpu.barrier_wait(smem.v_free))
-        for wg in range(WARPGROUPS):
-            where = tile.batch, pl.ds(tile.j * KEYS + wg * ROWS, ROWS), tile.head
-            panels.load(refs.v, where, smem.v, wg, smem.v_ready)
+    smem, slots, both = ctx.smem, slots_of(ctx.plan.problem).k, range(WARPGROUPS)
+    places = [wg if slots > 1 else (0, wg) for wg in both]
+    k = [KeyPart("k", wg * ROWS, smem.k, places[wg], smem.k_ready) for wg in both]
+    v = [KeyPart("v", wg * ROWS, smem.v, wg, smem.v_ready) for wg in both]
+    buffers = [KeyBuffers(smem.k_free, k, slots), KeyBuffers(smem.v_free, v)]
 
     def kv_tile(n: Index, count: Index) -> Index:
         tile = walk.tile(n)
+        own_keys = functools.partial(producer.load_keys, ctx, buffers, n, tile)
 
         def step(t: Index, count: Index) -> Index:
-            slot = smem.q_ring.slot(count)
-            for source, stats, ring in (
-                (refs.q, refs.lse, smem.q_ring),
-                (refs.do, refs.delta, smem.do_ring),
-            ):
-                ring.acquire(count, slot)
-                rows, ready = pl.ds(t * ROWS, ROWS), ring.ready.at[slot]
-                some = stats.at[tile.batch, tile.head, rows]
-                plgpu.copy_gmem_to_smem(some, ring.row_stats.at[slot], ready)
-                panels.load(source, (tile.batch, rows, tile.head), ring.tiles, slot, ready)
-            if plan.bias_tiles is not None:
-                place = score_tiles.Place(tile.batch, tile.head, t * ROWS, tile.j * KEYS)
-                ready = smem.q_ready.at[slot]
-                plan.bias_tiles.load(refs.bias, smem.bias, place, slot, ready)
-            pl.when(t == 0)(functools.partial(load_keys, tile))
+            producer.load_query_tile(ctx, tile, tile.head, t, count)
+            pl.when(t == 0)(own_keys)
             return count + 1
 
         count = lax.fori_loop(0, tile.steps, step, count)
-        if refs.key_tiles is not None:
-            pl.when(tile.steps == 0)(functools.partial(load_keys, tile))
+        if ctx.refs.key_tiles is not None:
+            pl.when(tile.steps == 0)(own_keys)
         return count
 
     lax.fori_loop(0, walk.tiles, kv_tile, jnp.int32(0))
@@ -511,7 +484,7 @@ class HeadStep(NamedTuple):
         return is_cut if whole is True else is_cut | jnp.logical_not(whole)
 
 
-def _consume(ctx: KernelContext, outs: KeyGradients, walk: Walk, wg: Index) -> None:
+def _consume(ctx: KernelContext, outs: KeyGradients, walk: HeadWalk, wg: Index) -> None:
     problem, smem = ctx.plan.problem, ctx.smem
     slots = slots_of(problem)
     qk_widths, v_widths = panels.widths(problem.head_dim), panels.widths(problem.v_head_dim)
@@ -648,7 +621,7 @@ class DqStep(NamedTuple):
     count: Index
 
 
-def _sum_dq(ctx: KernelContext, dq: GmemRef, walk: Walk) -> None:
+def _sum_dq(ctx: KernelContext, dq: GmemRef, walk: HeadWalk) -> None:
     """The third warpgroup: dQ of all query tiles of the block's heads."""
     smem, slots = ctx.smem, slots_of(ctx.plan.problem)
 
@@ -731,25 +704,15 @@ def _store_dq(now: DqStep, slot: Index, parts: Sequence[RegisterTile]) -> None:
 # ---- the kernel and its call --------------------------------------------------------------------
 
 
-def _kernel(refs: HeadsRefs, *rest: GmemRef, plan: KeyPlan) -> None:
+def _kernel(refs: BackwardRefs, *rest: GmemRef, plan: KeyPlan) -> None:
     dq_ref, dk_ref, dv_ref, smem = rest
     ctx, wg = KernelContext(plan, refs, smem), lax.axis_index("wg")
-    walk, (ours, of_dq, of_producer) = Walk(ctx, lax.axis_index("block")), REGISTERS
+    walk, (ours, of_dq, of_producer) = HeadWalk(ctx, lax.axis_index("block")), REGISTERS
 
-    @pl.when(wg == WARPGROUPS + 1)
-    def _():
-        plgpu.set_max_registers(of_producer, action="decrease")
-        _produce(ctx, walk)
-
-    @pl.when(wg == WARPGROUPS)
-    def _():
-        plgpu.set_max_registers(of_dq, action="decrease")
-        _sum_dq(ctx, dq_ref, walk)
-
-    @pl.when(wg < WARPGROUPS)
-    def _():
-        plgpu.set_max_registers(ours, action="increase")
-        _consume(ctx, KeyGradients(dk_ref, dv_ref), walk, wg)
+    consume = functools.partial(_consume, ctx, KeyGradients(dk_ref, dv_ref), walk, wg)
+    mosaic.take_role(wg == WARPGROUPS + 1, of_producer, functools.partial(_produce, ctx, walk))
+    mosaic.take_role(wg == WARPGROUPS, of_dq, functools.partial(_sum_dq, ctx, dq_ref, walk))
+    mosaic.take_role(wg < WARPGROUPS, ours, consume, more=True)
 
 
 def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:
@@ -759,28 +722,22 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     grads = _dq_dk_dv(plan, residuals, stats)
     if problem.bias_shape is not None:
         refs = operands.ordered_after(operands.for_tma(plan, residuals, stats), grads.dq)
-        others = sm90_dbias.gradients(KernelContext(plan, refs), residuals, stats)
+        others = sm90_dbias.gradients(KernelContext(plan, refs), residuals.inputs)
     return operands.cotangents(residuals, stats, grads, others)
 
 
 def _dq_dk_dv(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Gradients:
     """dq, dk and dv, by one launch."""
     inputs, d_out = residuals.inputs, residuals.d_out
-    outs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.q, inputs.k, inputs.v)]
-    kernel = mosaic.persistent_kernel(
-        functools.partial(_kernel, plan=plan),
-        "flash_bwd_heads_sm90",
-        tuple(outs),
-        _scratch(plan.problem, slots_of(plan.problem)),
-        (grid_of(plan), WARPGROUPS + 2),
-    )
-    refs = HeadsRefs(inputs.q, inputs.k, inputs.v, d_out, *stats)
+    refs = BackwardRefs(*inputs[:3], d_out, **stats._asdict())
     if plan.bias_tiles is not None:
         refs = refs._replace(bias=plan.bias_tiles.operand(inputs.bias))
     if plan.has("mask_array"):
         codes = key_masks.codes(inputs.mask_array, KEYS)
         refs = refs._replace(mask_array=inputs.mask_array, key_tiles=codes)
-    return Gradients(*kernel(refs))
+    body, size = functools.partial(_kernel, plan=plan), (grid_of(plan), WARPGROUPS + 2)
+    buffers = _scratch(plan.problem, slots_of(plan.problem))
+    return operands.launched(body, "flash_bwd_heads_sm90", refs, buffers, size)
 
 
 KERNEL = Kernel(Config, limit, smem_bytes, run, slower)

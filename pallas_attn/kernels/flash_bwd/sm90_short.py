@@ -37,7 +37,12 @@ from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, Span
 from pallas_attn.kernels.flash_bwd import epilogue, operands, statistics
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
-from pallas_attn.kernels.flash_bwd.operands import Gradients, KeyGradients, Residuals
+from pallas_attn.kernels.flash_bwd.operands import (
+    BackwardRefs,
+    Gradients,
+    KeyGradients,
+    Residuals,
+)
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan, RowFormats
 from pallas_attn.kernels.flash_bwd.statistics import QueryTileAt, StatisticsRefs
 from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
@@ -107,18 +112,6 @@ def is_plain(problem: AttentionProblem) -> bool:
         and problem.mask_program is None
         and problem.score_program is None
     )
-
-
-class ShortRefs(NamedTuple):
-    """Global memory."""
-
-    q: GmemRef
-    k: GmemRef
-    v: GmemRef
-    do: GmemRef
-    out: GmemRef
-    lse: GmemRef
-    d_lse: GmemRef
 
 
 class ShortSmem(NamedTuple):
@@ -357,7 +350,7 @@ def _accumulators(widths: tuple[int, ...]) -> list[Any]:
 # ---- the kernel and its call --------------------------------------------------------------------
 
 
-def _kernel(refs: ShortRefs, *rest: GmemRef, plan: KeyPlan) -> None:
+def _kernel(refs: BackwardRefs, *rest: GmemRef, plan: KeyPlan) -> None:
     *written, smem = rest
     outs, ctx = Gradients(*written), KernelContext(plan, refs, smem)
     problem, tiling = plan.problem, plan.tiling
@@ -398,18 +391,9 @@ def _dq_dk_dv(plan: KeyPlan, residuals: Residuals) -> Gradients:
     if plan.rows_apart is not None:
         residuals = _joined_residuals(residuals, plan.problem.q_len // plan.rows_apart.rows)
     inputs, out, lse, d_out, d_lse = residuals
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, plan=plan),
-        out_type=tuple(
-            jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (inputs.q, inputs.k, inputs.v)
-        ),
-        scratch_types=(scratch(plan),),
-        grid=(plan.order.heads,),
-        grid_names=("block",),
-        compiler_params=mosaic.without_barriers(),
-        kernel_name="flash_bwd_short_sm90",
-    )
-    grads = kernel(ShortRefs(inputs.q, inputs.k, inputs.v, d_out, out, lse, d_lse))
+    refs = BackwardRefs(*inputs[:3], d_out, out, lse, d_lse)
+    body, size = functools.partial(_kernel, plan=plan), (plan.order.heads, 1)
+    grads = operands.launched(body, "flash_bwd_short_sm90", refs, scratch(plan), size)
     return Gradients(*(x.reshape(of.shape) for x, of in zip(grads, shapes, strict=True)))
 
 

@@ -15,16 +15,13 @@ have not made (`aux_sums`).
 import dataclasses
 from typing import Any
 
-import jax
-
 from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import score_tiles, tiles, tma_operands
 from pallas_attn.kernels.attention.tiles import KernelContext
 from pallas_attn.kernels.flash_bwd import (
-    aux_sums,
-    lockstep,
+    costs,
     operands,
     sm90,
     sm90_dbias,
@@ -33,7 +30,6 @@ from pallas_attn.kernels.flash_bwd import (
     sm90_fused,
     statistics,
     step_parts,
-    work_order,
 )
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.kernels.flash_bwd.operands import Gradients, Residuals
@@ -53,9 +49,6 @@ class Config:
 
     block_q: int = 64
     stages: int = 2
-    # Columns of k and v stay in registers for a work tile of `sm90_dkdv`, and those of q and dO for
-    # one of `sm90_dq`: see `held_columns`.
-    in_registers: bool = False
     dq_block_kv: int = 64  # keys of a tile of `sm90_dq`
     dq_stages: int = 2  # kv tiles of its ring
     dq_warpgroups: int = 2  # its consumers
@@ -83,8 +76,8 @@ class Config:
     def default(cls, problem: AttentionProblem) -> "Config":
         """The Config of a problem that nobody tuned."""
         if is_wide(problem):
-            wide = _fitting(problem, cls(in_registers=holds_columns(problem)))
-            return _in_parts_and_order(problem, _with_dq_warpgroups(problem, wide))
+            wide = _with_dq_warpgroups(problem, _fitting(problem, cls()))
+            return _in_parts_and_order(problem, wide)
         if sm90.has_block_table(problem):
             heads = block_tables.heads_of_tile(problem, 2)
             return _in_parts(problem, _fitting(problem, cls(dq_warpgroups=heads)))
@@ -97,22 +90,21 @@ def _with_dq_warpgroups(problem: AttentionProblem, config: Config) -> Config:
     """`config`, with fewer query rows in a work tile of dQ where blocks would have none."""
     if problem.dtype == "float32":
         return config
-    count = step_parts.dq_warpgroups(problem, config.dq_warpgroups)
+    count = costs.dq_warpgroups(problem, config.dq_warpgroups)
     return dataclasses.replace(config, dq_warpgroups=count)
 
 
 def _in_parts(problem: AttentionProblem, config: Config) -> Config:
     """`config`, with the steps of few work tiles divided over more blocks."""
-    parts = step_parts.default(plan_of(problem, config).order, adds_dq=False)
+    parts = costs.parts(plan_of(problem, config).order, adds_dq=False)
     return dataclasses.replace(config, parts=parts)
 
 
 def _in_parts_and_order(problem: AttentionProblem, config: Config) -> Config:
     """`config` in parts, or, without them, in lockstep where L2 does not hold a head's rows."""
     order = plan_of(problem, dataclasses.replace(config, lockstep=True)).order
-    locked = work_order.stays_in_lockstep(order, adds_dq=False)
-    config = _in_parts(problem, dataclasses.replace(config, lockstep=locked))
-    return dataclasses.replace(config, lockstep=locked and config.parts == 1)
+    parts, lockstep, _ = costs.choice(order, adds_dq=False)
+    return dataclasses.replace(config, parts=parts, lockstep=lockstep)
 
 
 # Tiles of `sm90_dkdv` and `sm90_dq`, the best first.
@@ -142,16 +134,6 @@ def _fitting(problem: AttentionProblem, config: Config) -> Config:
     return config
 
 
-def holds_columns(problem: AttentionProblem) -> bool:
-    """Whether `sm90_dkdv` is faster with k and v in registers, and `sm90_dq` with dO: where k and v
-    fit there whole, and nothing masks scores. Masks are left out: causal ones would gain 3 %.
-    """
-    fits = problem.head_dim <= 192 and problem.v_head_dim <= 128
-    has_functions = problem.mask_program is not None or problem.score_program is not None
-    plain = problem.mask.is_full and not problem.arrays and not has_functions
-    return plain and fits and problem.dtype != "float32"
-
-
 # ---- static values ------------------------------------------------------------------------------
 
 
@@ -164,7 +146,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
     """The plan of the kernel that makes dk and dv."""
     keys = sm90_dkdv.KEYS if by_64_keys(problem) else sm90_fused.KEYS
     tiling = KeyTiling(problem, keys, config.block_q)
-    locked = config.lockstep and lockstep.applies(tiling)
+    locked = config.lockstep and tiling.allows_lockstep
     order = WorkOrder(tiling, config.grid, config.l2_heads, locked, parts=config.parts)
     if not by_64_keys(problem):
         return sm90_fused.plan_of(config, order)
@@ -174,7 +156,7 @@ def plan_of(problem: AttentionProblem, config: Config) -> KeyPlan:
 def dq_plan(problem: AttentionProblem, config: Config) -> QueryPlan:
     """The plan of `sm90_dq`."""
     sizes = config.dq_warpgroups, config.dq_block_kv, config.dq_stages, config.grid
-    plan = QueryPlan.of(problem, sm90_dq.DqConfig(*sizes, config.in_registers))
+    plan = QueryPlan.of(problem, sm90_dq.DqConfig(*sizes))
     plan = dataclasses.replace(plan, panels=tma_operands.takes_panels(problem))
     if sm90.has_block_table(problem):
         plan = block_tables.with_heads(plan)
@@ -213,15 +195,13 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     else:
         stats, _ = statistics.of_rows(problem, residuals, rows=rows)
     refs, others = operands.for_tma(plan, residuals, stats), {}
-    if plan.key_sums:
-        refs = refs._replace(aux_sums=jax.new_ref(aux_sums.zero_array(plan)))
     make = sm90_dkdv.dk_dv if by_64_keys(problem) else sm90_fused.gradients
     *_, dk, dv = make(plan, refs)
-    of_dq = operands.ordered_after(refs._replace(aux_sums=None), dk)
-    dq = sm90_dq.dq_of(by_rows, sm90_dq.operands_of(by_rows, inputs, of_dq))
+    refs = operands.ordered_after(refs, dk)
+    dq = sm90_dq.dq_of(by_rows, sm90_dq.operands_of(by_rows, inputs, refs))
     if problem.bias_shape or problem.learned:
-        refs = operands.ordered_after(of_dq._replace(aux_sums=refs.aux_sums), dq)
-        others = sm90_dbias.gradients(KernelContext(plan, refs), residuals, stats)
+        refs = operands.ordered_after(refs, dq)
+        others = sm90_dbias.gradients(KernelContext(plan, refs), inputs)
     return operands.cotangents(residuals, stats, Gradients(dq, dk, dv), others)
 
 

@@ -52,7 +52,7 @@ from pallas_attn.kernels.attention import logits, score_mod, tma_operands
 from pallas_attn.kernels.attention.logits import LogitTile
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
 from pallas_attn.kernels.flash_bwd import (
-    lockstep,
+    costs,
     operands,
     producer,
     sm90_dq,
@@ -91,6 +91,7 @@ WIDTH = 128  # columns of a block of the ring, and at most of an accumulator
 PART = 32  # rows of a block of the value array
 PARTS = ROWS // PART
 HALVES, WEIGHTS, PRODUCER = 2, 2, 3
+IN_REGISTERS = 2  # blocks of the first held array that are in registers, at most
 SLOTS = 2  # tiles whose weights and row statistics are in shared memory
 ROOM = 225 * 1024  # bytes of shared memory; the others are left for barriers
 # Registers of a thread in warpgroups 0 and 1, in 2, and in the producer.
@@ -103,8 +104,6 @@ class Config:
     """Tuning only: the result is the same up to rounding."""
 
     ring: int = 0  # blocks, a tile at least; 0: as many as there is room for, up to three tiles
-    in_registers: int = 256  # columns of the first held array that are in registers
-    value_blocks: int = 0  # blocks of the value array for each warpgroup; 0: two if there is room
     grid: int = BLOCKS  # persistent blocks
     parts: int = 1  # into which the steps of a work tile of keys are divided: see `step_parts`
 
@@ -114,11 +113,6 @@ class Config:
         check(
             self,
             ring=(self.ring >= 0, "at least 0"),
-            in_registers=(
-                self.in_registers >= 0 and self.in_registers % WIDTH == 0,
-                f"a multiple of {WIDTH}",
-            ),
-            value_blocks=(self.value_blocks in (0, 1, 2), "0, 1 or 2"),
             grid=(self.grid >= 1, "at least 1"),
             parts=(1 <= self.parts <= step_parts.MOST, f"from 1 to {step_parts.MOST}"),
         )
@@ -126,7 +120,7 @@ class Config:
     @classmethod
     def default(cls, problem: AttentionProblem) -> "Config":
         order = key_plan(problem, cls()).order  # dV and dK take as many products as with dQ
-        return cls(parts=step_parts.default(order, adds_dq=True))
+        return cls(parts=costs.parts(order, adds_dq=True))
 
 
 def limit(problem: AttentionProblem) -> Limit | None:
@@ -188,7 +182,7 @@ class Buffers:
     @property
     def in_registers(self) -> int:
         """Blocks of the first held array that are in registers."""
-        return min(self.config.in_registers // WIDTH, self.products[0])
+        return min(IN_REGISTERS, self.products[0])
 
     @property
     def in_smem(self) -> int:
@@ -224,8 +218,6 @@ class Buffers:
     @property
     def value_blocks(self) -> int:
         """Blocks of the value array that each of two warpgroups has: all of a tile, or one."""
-        if self.config.value_blocks:
-            return self.config.value_blocks
         streamed = 2 * ROWS * WIDTH * self.step_blocks
         return PARTS if self.room - HALVES * PARTS * self.value_bytes >= streamed else 1
 
@@ -636,7 +628,7 @@ def _store(wide: WideContext, work: WideRows, out: GmemRef, wg: Index, sums: Reg
     if buffers.gradient.has_dp:
         sums = tuple(value * ctx.plan.problem.scale for value in sums)
     if isinstance(work, KeyRows) and ctx.plan.order.parts > 1:
-        return step_parts.store(ctx.plan, out, work.work, 0, sums, wg * buffers.out_columns)
+        return step_parts.store_part(ctx.plan, out, work.work, 0, sums, wg * buffers.out_columns)
     for n, value in enumerate(sums):
         if work.length is not None:
             inside = mosaic.positions((ROWS,), 0, row) < work.length
@@ -661,20 +653,10 @@ def _kernel(
     block_id, wg = lax.axis_index("block"), lax.axis_index("wg")
     sums, weights, loader = REGISTERS
 
-    @pl.when(wg == PRODUCER)
-    def _() -> None:
-        plgpu.set_max_registers(loader, action="decrease")
-        _produce(wide, block_id)
-
-    @pl.when(wg == WEIGHTS)
-    def _() -> None:
-        plgpu.set_max_registers(weights, action="increase")
-        _weigh(wide, block_id)
-
-    @pl.when(wg < HALVES)
-    def _() -> None:
-        plgpu.set_max_registers(sums, action="increase")
-        _accumulate(wide, out, block_id, wg)
+    mosaic.take_role(wg == PRODUCER, loader, functools.partial(_produce, wide, block_id))
+    mosaic.take_role(wg == WEIGHTS, weights, functools.partial(_weigh, wide, block_id), more=True)
+    accumulate = functools.partial(_accumulate, wide, out, block_id, wg)
+    mosaic.take_role(wg < HALVES, sums, accumulate, more=True)
 
 
 def gradient_of(plan: KeyPlan | QueryPlan, gradient: Gradient, refs: BackwardRefs) -> jax.Array:
@@ -702,7 +684,7 @@ def key_plan(problem: AttentionProblem, config: Config) -> KeyPlan:
     4 % less at 8192 rows of 32:4 heads of 512, and 14 % less at 8 x 2048.
     """
     tiling = KeyTiling(problem, ROWS, ROWS)
-    in_lockstep = lockstep.applies(tiling) and config.parts == 1
+    in_lockstep = tiling.allows_lockstep and config.parts == 1
     order = WorkOrder(tiling, blocks=config.grid, lockstep=in_lockstep, parts=config.parts)
     return KeyPlan(problem, config, order, format=None)
 
@@ -713,19 +695,12 @@ def _operands(plan: KeyPlan, residuals: Residuals, stats: RowStatistics) -> Back
     """
     problem, inputs = plan.problem, residuals.inputs
     fields: dict[str, Any] = operands.over_tiles(plan, inputs) | stats._asdict()
-    for name, x, length in (
-        ("q", inputs.q, "q_lengths"),
-        ("k", inputs.k, "kv_lengths"),
-        ("v", inputs.v, "kv_lengths"),
-        ("do", residuals.d_out, "q_lengths"),
-    ):
+    for name, x in zip(("q", "k", "v", "do"), (*inputs[:3], residuals.d_out), strict=True):
         sizes = {1: tma_operands.rows_in_tma(x.shape[1]), 3: columns_of(problem, name)}
         fields[name] = tma_operands.padded(x, sizes)
-        if plan.has(length):
-            lengths = jnp.asarray(getattr(inputs, length))
-            fields[f"{name}_edge"] = tma_operands.edge(fields[name], lengths, ROWS)
+    fields |= operands.edges(problem, inputs, fields, (ROWS, ROWS))
     fields |= tile_scheduler.table(work_order.schedule, plan.order, inputs)
-    return BackwardRefs(**{name: fields.get(name) for name in BackwardRefs._fields})
+    return BackwardRefs(**fields)
 
 
 def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> AttentionInputs:

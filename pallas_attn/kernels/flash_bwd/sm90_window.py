@@ -26,7 +26,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
@@ -143,7 +142,7 @@ def smem_bytes(problem: AttentionProblem, config: Config) -> int:
 # ---- the walk of a block ------------------------------------------------------------------------
 
 
-class Walk(NamedTuple):
+class WindowWalk(NamedTuple):
     """A block's chunk of a head, in tiles."""
 
     batch: Index
@@ -166,7 +165,7 @@ def chunks(plan: KeyPlan) -> int:
     return min(range(1, count + 1), key=cost)
 
 
-def _walk(plan: KeyPlan, block_id: Index) -> Walk:
+def _walk(plan: KeyPlan, block_id: Index) -> WindowWalk:
     count = chunks(plan)
     length = pl.cdiv(plan.tiling.kv_tiles, count)
     row, chunk = lax.div(block_id, jnp.int32(count)), lax.rem(block_id, jnp.int32(count))
@@ -174,20 +173,20 @@ def _walk(plan: KeyPlan, block_id: Index) -> Walk:
     begin = jnp.minimum(chunk * length, plan.tiling.kv_tiles)
     end = jnp.minimum(begin + length, plan.tiling.kv_tiles)
     first = jnp.maximum(begin - (pairs(plan.problem) - 1), 0)
-    return Walk(batch, head, begin, end, jnp.where(begin < end, first, end))
+    return WindowWalk(batch, head, begin, end, jnp.where(begin < end, first, end))
 
 
 # ---- loads and stores ---------------------------------------------------------------------------
 
 
-def _load_kv(ctx: KernelContext, walk: Walk, t: Index) -> None:
+def _load_kv(ctx: KernelContext, walk: WindowWalk, t: Index) -> None:
     _, refs, smem = ctx
     slot, at = ring_slot(t, 2), (walk.batch, walk.head, t * ROWS)
     for ref, to in ((refs.k, smem.k), (refs.v, smem.v)):
         load_rows(ref, at, to, slot, smem.kv_ready.at[slot])
 
 
-def _load_q(ctx: KernelContext, walk: Walk, t: Index) -> None:
+def _load_q(ctx: KernelContext, walk: WindowWalk, t: Index) -> None:
     """Past the last tile, the last one again, whose probabilities an lse of inf makes 0."""
     plan, refs, smem = ctx
     slot = ring_slot(t, STAGES)
@@ -199,7 +198,7 @@ def _load_q(ctx: KernelContext, walk: Walk, t: Index) -> None:
         plgpu.copy_gmem_to_smem(there, to.at[slot], ready)
 
 
-def _store(walk: Walk, t: Index, *gradients: tuple[epilogue.Staged, GmemRef]) -> None:
+def _store(walk: WindowWalk, t: Index, *gradients: tuple[epilogue.Staged, GmemRef]) -> None:
     """Gradients of tile t, from where no matmul reads any more, and where they go."""
     plgpu.commit_smem()  # in no warp
     epilogue.write([staged for staged, _ in gradients])
@@ -209,7 +208,7 @@ def _store(walk: Walk, t: Index, *gradients: tuple[epilogue.Staged, GmemRef]) ->
 
 
 def _load_next_and_store_dq(
-    ctx: KernelContext, walk: Walk, t: Index, acc: RegisterTile, to: GmemRef
+    ctx: KernelContext, walk: WindowWalk, t: Index, acc: RegisterTile, to: GmemRef
 ) -> None:
     """Loads the first tiles of the next step into the places of the step before, and stores the dQ
     that the first pair completed.
@@ -230,7 +229,7 @@ def _load_next_and_store_dq(
 
 
 def _step(
-    ctx: KernelContext, outs: Gradients, walk: Walk, t: Index, open_dq: Sequence[RegisterTile]
+    ctx: KernelContext, outs: Gradients, walk: WindowWalk, t: Index, open_dq: Sequence[RegisterTile]
 ) -> list[RegisterTile]:
     """Kv tile t. `open_dq`: the unfinished dQ of its query tiles but the last. Gives that of the
     next kv tile.
@@ -262,7 +261,11 @@ def _step(
 
 
 def _pair(
-    ctx: KernelContext, walk: Walk, tile: tuple[Index, int], sums: Gradients, overlapped: list[Any]
+    ctx: KernelContext,
+    walk: WindowWalk,
+    tile: tuple[Index, int],
+    sums: Gradients,
+    overlapped: list[Any],
 ) -> None:
     """Adds one pair of tiles to the accumulators `sums`. `tile`: (t, n), kv tile t and query tile n
     after the one of the same rows. `overlapped` is done after the first matmuls are issued.
@@ -342,23 +345,11 @@ def run(residuals: Residuals, problem: AttentionProblem, config: Config) -> Atte
     """(inputs, out, lse, d_out, d_lse) -> the cotangents of inputs."""
     residuals, plan = Residuals(*residuals), plan_of(problem, config)
     stats = operands.row_statistics(plan.exact, padded_rows(problem), residuals)
-    grads = _dq_dk_dv(plan, operands.for_tma(plan, residuals, stats))
+    refs, size = operands.for_tma(plan, residuals, stats), (plan.order.heads * chunks(plan), 1)
+    body = functools.partial(_kernel, plan=plan)
+    grads = operands.launched(body, "flash_bwd_window_sm90", refs, scratch(plan), size)
     grads = grads._replace(dq=grads.dq[:, : problem.q_len])
     return operands.cotangents(residuals, stats, grads, {})
-
-
-def _dq_dk_dv(plan: KeyPlan, refs: BackwardRefs) -> Gradients:
-    """dq, dk and dv."""
-    kernel = plgpu.kernel(
-        functools.partial(_kernel, plan=plan),
-        out_type=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (refs.q, refs.k, refs.v)),
-        scratch_types=(scratch(plan),),
-        grid=(plan.order.heads * chunks(plan),),
-        grid_names=("block",),
-        compiler_params=mosaic.without_barriers(),
-        kernel_name="flash_bwd_window_sm90",
-    )
-    return Gradients(*kernel(refs))
 
 
 KERNEL = Kernel(Config, limit, smem_bytes, run)

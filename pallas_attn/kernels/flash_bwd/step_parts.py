@@ -1,5 +1,5 @@
 """Work tiles of keys in parts, each of which a block takes: where there are few work tiles, as
-those of one sequence, of few keys, or of many heads that share keys.
+those of one sequence, of few keys, or of many heads that share keys (`costs.parts` says how many).
 
 Of n parts number p takes steps p total / n to (p + 1) total / n of the work tile (`steps_of`), over
 all heads of the group; under a causal mask too all parts of a work tile are equally long. A part
@@ -17,7 +17,6 @@ of ViT-L took 767, not 688, and that of 8 x 2048 rows of 16 heads of 128 took 13
 (`results/special_cases/`).
 """
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -33,105 +32,14 @@ from jax import lax
 from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention import tiles
 from pallas_attn.kernels.attention.tiles import ROWS
-from pallas_attn.kernels.flash_bwd import work_order
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
-from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
-from pallas_attn.kernels.flash_fwd import tile_scheduler
 from pallas_attn.kernels.lang import mosaic, panels
 from pallas_attn.kernels.lang.types import DType, GmemRef, Index, RegisterTile
 from pallas_attn.kernels.mma import thread_pieces
 
 MOST = 64  # parts that a Config may ask for
-# Numbers of parts that `default` compares. A part costs its float32 sums, written and read, and all
-# of them a launch; few steps cost as much as loading the keys.
-NUMBERS = 2, 3, 4, 6, 8, 12, 16
-LEAST_STEPS = 2 / 3  # a part of the mean work tile has at least so many; of longer ones, more
-MOST_BYTES = 2**28  # sums of all parts take at most so many
-MOST_TILES_A_BLOCK = 4  # work tiles, parts counted, on average; with more of them blocks are busy
-GAIN = 0.92  # parts are used if the time with them is below this share of that without
-# Measured on an H200.
-FLOP_A_MICROSECOND = 5.0e6  # one multiprocessor; from 4.6 to 5.8
-LAUNCH_MICROSECONDS = 1.5
-START_MICROSECONDS = 3.0  # a launch that fills a ring first
-BYTES_A_MICROSECOND = 3.5e6
-IN_L2 = 40e6, 8.0e6  # (bytes of sums that L2 holds, bytes a microsecond up to there)
 Widths = Sequence[int]  # columns of the accumulators of a gradient
-
-
-# ---- how many parts ------------------------------------------------------------------------------
-
-
-def default(order: WorkOrder, adds_dq: bool) -> int:
-    """The number of parts with which a launch, with or without dQ, is expected to take the least
-    time.
-    """
-    several = _possible(order, MOST_TILES_A_BLOCK * (order.blocks or order.work_tiles))
-    time = functools.partial(_microseconds, order, adds_dq)
-    best = min(several, key=time, default=1)
-    return best if several and time(best) < GAIN * time(1) else 1
-
-
-def _microseconds(order: WorkOrder, adds_dq: bool, parts: int) -> float:
-    """The expected time of the busiest block, and of the launch that adds up the parts."""
-    tiling, problem = order.tiling, order.problem
-    dims = problem.head_dim, problem.v_head_dim
-    step = _step_microseconds(order, adds_dq)
-    nbytes = 2 * 4 * parts * order.kv_heads * tiling.padded_keys * sum(dims)
-    rate = IN_L2[1] if nbytes <= IN_L2[0] else BYTES_A_MICROSECOND
-    also = LAUNCH_MICROSECONDS + nbytes / rate if parts > 1 else 0.0
-    return work_order.busiest(dataclasses.replace(order, parts=parts)) * step + also
-
-
-def _step_microseconds(order: WorkOrder, adds_dq: bool) -> float:
-    tiling, problem = order.tiling, order.problem
-    columns = (3 if adds_dq else 2) * problem.head_dim + 2 * problem.v_head_dim
-    return 2 * tiling.block_q * tiling.block_kv * columns / FLOP_A_MICROSECOND
-
-
-def dq_warpgroups(problem: AttentionProblem, most: int) -> int:
-    """The number of consumers of `sm90_dq`, up to `most`: fewer, so that there are more work tiles,
-    where blocks would have none.
-    """
-    time_of_rows = {3: 1.0, 2: 1.3, 1: 2.0}
-    return min(
-        range(most, 0, -1),
-        key=lambda n: n * time_of_rows[n] * tile_scheduler.rounds(problem, n * ROWS),
-    )
-
-
-def dq_is_faster_beside(order: WorkOrder, rows: int, lag: int) -> bool:
-    """Whether one kernel for dQ, dK and dV takes less time than one for dK and dV and then
-    `sm90_dq` with work tiles of `rows` query rows. The estimate is for orders in which no block
-    takes two work tiles. `lag`: the steps by which dQ is later than dK.
-    """
-    problem = order.problem
-    together, alone = (_microseconds(order, adds, default(order, adds)) for adds in (True, False))
-    heads = problem.batch * problem.q_heads
-    nbytes = 2 * 4 * heads * problem.q_len * problem.head_dim
-    together += 2 * LAUNCH_MICROSECONDS + nbytes / BYTES_A_MICROSECOND  # zeros, and rounding
-    together += (lag - 1) * _step_microseconds(order, adds_dq=True)
-    each = math.ceil(problem.q_len / rows)
-    seen = min(order.tiling.mean_q_rows / problem.q_len, 1.0) * problem.kv_len / ROWS
-    longest = problem.kv_len / ROWS + work_order.WORK_TILE_OVERHEAD
-    shared = heads * each * (seen + work_order.WORK_TILE_OVERHEAD) / (order.blocks or heads * each)
-    columns = 2 * problem.head_dim + problem.v_head_dim
-    step = 2 * rows * ROWS * columns / FLOP_A_MICROSECOND
-    return together < alone + START_MICROSECONDS + step * max(longest, shared)
-
-
-def of_idle(order: WorkOrder, blocks: int) -> int:
-    """The largest number of parts with which no block of `blocks` takes two work tiles."""
-    return max(_possible(order, blocks), default=1)
-
-
-def _possible(order: WorkOrder, most: int) -> list[int]:
-    """Numbers of parts, above 1, with which there are at most `most` work tiles."""
-    tiling, problem = order.tiling, order.problem
-    steps = problem.group * tiling.mean_q_rows / tiling.block_q
-    nbytes = 4 * order.kv_heads * tiling.padded_keys * (problem.head_dim + problem.v_head_dim)
-    largest = min(most / order.work_tiles, steps / LEAST_STEPS, MOST_BYTES / nbytes)
-    return [n for n in NUMBERS if n <= largest]
 
 
 # ---- the pieces ----------------------------------------------------------------------------------
@@ -173,7 +81,7 @@ def outputs(plan: KeyPlan, widths: Sequence[Widths]) -> list[jax.ShapeDtypeStruc
     return [jax.ShapeDtypeStruct((size,), jnp.float32) for size in sizes]
 
 
-def store(  # noqa: PLR0913
+def store_part(  # noqa: PLR0913
     plan: KeyPlan,
     out: GmemRef,
     work: KeyTile,

@@ -12,8 +12,8 @@ all that it claimed before. So it does not matter how many blocks a GPU runs at 
 
 A block that follows another one on the same query tiles stays more than a step behind it. The
 blocks of a head that begin together therefore begin one after another; then they wait no more. This
-is a small part of the launch, and of a work tile, where `is_short_wait` holds. Causal blocks go in
-lockstep, twice as many heads at a time as without turns.
+is a small part of the launch, and of a work tile, where `costs.is_short_wait` holds. Causal blocks
+go in lockstep, twice as many heads at a time as without turns.
 
 On an H200, backward of 64:8 heads of 128, TFLOP/s, with two kernels and in no order beside it: two
 batch rows of 8192, full, 601 (459, 621); 16384, causal, 561 (465, 630). Slower: two steps between
@@ -36,14 +36,11 @@ from pallas_attn.kernels.flash_bwd import dq_sum
 from pallas_attn.kernels.flash_bwd.dq_sum import PendingDq
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTile, KeyTiling
 from pallas_attn.kernels.flash_bwd.plan import KeyPlan
-from pallas_attn.kernels.flash_bwd.work_order import WorkOrder
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTiles
 
 WARPGROUPS = 2  # each adds half of the columns
-STEPS_BEHIND = 1.5  # steps between the additions of two kv tiles to one query tile, at least
-MOST_OF_LAUNCH, MOST_OF_CAUSAL_TILE = 0.15, 0.25  # parts in which blocks may wait
 
 
 def applies(tiling: KeyTiling) -> bool:
@@ -52,19 +49,6 @@ def applies(tiling: KeyTiling) -> bool:
     """
     bounds_left = tiling.problem.mask.bounds_left
     return tiling.follows_mask and tiling.chunks == 1 and not bounds_left
-
-
-def is_short_wait(order: WorkOrder) -> bool:
-    """Whether blocks wait for a small part of the launch and of a work tile until the kv tiles of a
-    head have all begun. Causal work tiles wait one by one: there several heads have to share keys.
-    """
-    tiling, causal = order.tiling, order.problem.mask.bounds_right
-    work_tile = order.problem.group * tiling.mean_q_rows / tiling.block_q  # its steps
-    waiting = STEPS_BEHIND * tiling.kv_tiles
-    at_first = STEPS_BEHIND * min(tiling.kv_tiles, order.grid / order.l2_heads)
-    launch = work_tile * order.work_tiles / order.grid
-    most = MOST_OF_CAUSAL_TILE if causal else 1.0
-    return waiting < most * work_tile and at_first < MOST_OF_LAUNCH * launch
 
 
 def counters(plan: KeyPlan) -> Any:

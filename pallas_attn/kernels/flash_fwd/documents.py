@@ -9,7 +9,7 @@ Packed documents repeat: assigned in the order of rows, a block would take the s
 document, and blocks with late rows would finish last. So the schedule lists ranks, and rank r of a
 batch row stands for its work tile with the r-th most kv tiles.
 
-`operands` makes records and schedule by a small kernel (`segments`), or by XLA.
+XLA makes records and schedule (`operands`).
 """
 
 import functools
@@ -43,13 +43,13 @@ LEAST_IDS = 32  # ids of a kv tile in shared memory: TMA writes to whole 128 byt
 # ---- operands -----------------------------------------------------------------------------------
 
 
-def by_xla(
+def operands(
     plan: QueryPlan, inputs: AttentionInputs, fields: dict[str, Operand]
-) -> tuple[jax.Array, jax.Array]:
-    """(records, schedule) in jax.numpy, of the kernel's operands."""
+) -> dict[str, jax.Array]:
+    """The records and the schedule of ranked work tiles, of the kernel's operands."""
     sizes = ROWS, plan.tiling.block_kv
     spans = segment_spans.spans_of(plan.problem, inputs, fields, sizes)
-    return records(plan, spans), schedule_by_rank(plan, spans)
+    return {"segment_spans": records(plan, spans), "schedule": schedule_by_rank(plan, spans)}
 
 
 def records(plan: QueryPlan, spans: jax.Array) -> jax.Array:

@@ -2,23 +2,20 @@
 
 Producer and consumers each read the visible kv tiles of a work tile while the one before is at
 work. Between the first and the last visible tile those outside the first run of whole ones are
-masked, in loops of their own. Work tiles that see all keys are computed without a mask (`Runs`).
+masked, in loops of their own.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_attn._call.problem import FLOAT8, AttentionProblem
+from pallas_attn._call.problem import AttentionProblem
 from pallas_attn.kernels.attention import key_masks
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows, Span, WorkTile
 from pallas_attn.kernels.flash_fwd import tile_scheduler
-from pallas_attn.kernels.flash_fwd.tile_scheduler import Start, StaticList, Turn
-from pallas_attn.kernels.lang.types import Carry, Index, Predicate
+from pallas_attn.kernels.lang.types import Index
 
 
 def with_spans(ctx: KernelContext) -> Any:
@@ -93,77 +90,3 @@ def _visible(ctx: KernelContext, record: Sequence[Index]) -> Span:
         return visible
     none = visible.hi == 0
     return Span(*(jnp.where(none, int(n == 3), x) for n, x in enumerate(visible)))
-
-
-# ---- work tiles whose rows see all keys ---------------------------------------------------------
-
-
-def in_runs(problem: AttentionProblem) -> bool:
-    """Whether `Runs` is the consumers' source of work tiles: for 16-bit floats, where rows are
-    never empty and `Ranges` reads the records (a mask function has `listed.Ranges`).
-    """
-    of_16_bits = problem.dtype not in ("float32", *FLOAT8)
-    is_taken = of_16_bits and problem.mask_program is None and problem.fetches == 1
-    return is_taken and never_empty(problem)
-
-
-# Work tiles taken, the codes of the next two, and the carry: an entry of the ring, a record.
-_State = tuple[Index, tuple[Index, ...], tuple[Index, tuple[Index, ...]]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Runs:
-    """The work tiles of a list in runs: those whose rows see all keys, which are computed as those
-    of a problem without a mask, and the others. With a loop for each kind, the first is as fast as
-    the kernel without a mask. One loop with a branch is 5 to 8 % slower at a few hundred keys: at
-    the branch, ahead of the first matmul, a warp waits for its load of a later work tile's code.
-    Here codes are read under the epilogue.
-    """
-
-    listed: StaticList
-
-    def start(self, ctx: KernelContext, block: Index) -> Start:
-        return self.listed.start(ctx, block)
-
-    def for_each_tile(
-        self,
-        ctx: KernelContext,
-        block: Index,
-        start: Start,
-        body: Callable[[Turn, Any], Any],
-        carry: Carry,
-    ) -> None:
-        """`StaticList.for_each_tile`; the second of the carry is the record of the next tile."""
-        tiles = -(-ctx.plan.problem.kv_len // ctx.plan.tiling.block_kv)
-
-        def one_tile(here: KernelContext, state: _State) -> _State:
-            i, codes, carry = state
-
-            def read_code() -> Index:
-                return ctx.refs.schedule[block, i + 1 + self.listed.ahead]
-
-            turn = Turn(i, codes[0], codes[1], lambda: i + 1 < start.count)
-            turn = turn._replace(ctx=here, read_code=read_code)
-            slot, record, code = body(turn, (*carry, None))
-            return i + 1, (codes[1], code), (slot, record)
-
-        def goes_on(sees_all: bool, state: _State) -> Predicate:
-            i, _, (_, record) = state
-            whole = key_masks.shows_all(record, tiles)
-            return (i < start.count) & (whole if sees_all else jnp.logical_not(whole))
-
-        def both_runs(state: _State) -> _State:
-            unmasked = ctx._replace(plan=ctx.plan.without_mask)
-            plain = functools.partial(one_tile, unmasked)
-            state = lax.while_loop(functools.partial(goes_on, True), plain, state)
-            masked = functools.partial(one_tile, ctx)
-            return lax.while_loop(functools.partial(goes_on, False), masked, state)
-
-        state = jnp.int32(0), start.codes, carry[:2]
-        lax.while_loop(lambda state: state[0] < start.count, both_runs, state)
-
-
-def without_mask(problem: AttentionProblem) -> AttentionProblem:
-    """The problem without its mask."""
-    arrays = tuple(name for name in problem.arrays if name != "mask_array")
-    return dataclasses.replace(problem, arrays=arrays, mask_shape=None)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_attn._call.problem import FLOAT8, AttentionProblem
-from pallas_attn.kernels.attention import logits
+from pallas_attn.kernels.attention import logits, softmax
 from pallas_attn.kernels.attention.tiles import ROWS, KernelContext, QueryRows
 from pallas_attn.kernels.flash_fwd import warpgroups
 from pallas_attn.kernels.flash_fwd.shared_memory import SLOTS_APART
@@ -85,9 +85,9 @@ def _attend(ctx: KernelContext, rows: QueryRows) -> Result:
     masked = "first_masked" in plan.sections
     if plan.rows_apart is not None:
         masked, rows = True, rows._replace(tile=rows.tile._replace(mask=plan.rows_apart))
-    s, online = logits.masked_logits(ctx, rows, 0, slot, s, masked)
+    s, offset = logits.masked_logits(ctx, rows, 0, slot, s, masked)
     nothing = mosaic.filled((ROWS,), -jnp.inf)
-    new = online.step(s, plan.logit_rules.unit, nothing, empty_ok=True)
+    new = softmax.step(s, plan.logit_rules.unit, nothing, empty_ok=True, offset=offset)
     p = warpgroups.widened(new.p.astype(plan.v.dtype), v)
     acc = wgmma.add_value_panels(warpgroups.no_keys(plan).acc, p, v)
     return Result(acc, new.row_sum, new.row_max)

@@ -10,7 +10,7 @@ registers hold one part of it. Scales are those of float8_mainloop.py.
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,10 +34,11 @@ from pallas_attn.kernels.flash_fwd import (
     sm80,
 )
 from pallas_attn.kernels.flash_fwd.float8_mainloop import EXPONENTS, SPREAD, Factors
+from pallas_attn.kernels.flash_fwd.sm80 import ForwardSmem
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.config import check
-from pallas_attn.kernels.lang.types import GmemRef, Index, SmemRef
+from pallas_attn.kernels.lang.types import GmemRef, Index
 from pallas_attn.kernels.mma import mma_float8, mma_sync
 
 PART = 64  # columns of P V that are added up at a time
@@ -78,17 +79,10 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
     return QueryPlan.of(paired, config, ROWS, MmaFormat(paired))
 
 
-class Float8Smem(NamedTuple):
-    """Shared memory: rows of q and k, and columns of v (V^T), in pairs of float8."""
-
-    q: SmemRef  # [64, ..]
-    k: SmemRef  # [block_kv, ..]
-    v: SmemRef  # [v_width, ..]
-
-
-def scratch(plan: QueryPlan) -> Float8Smem:
+def scratch(plan: QueryPlan) -> ForwardSmem:
+    """Rows of q and k, and columns of v (V^T), in pairs of float8."""
     form, keys = plan.format, plan.config.block_kv
-    return Float8Smem(
+    return ForwardSmem(
         q=form.buffer(ROWS, form.k_width),
         k=form.buffer(keys, form.k_width),
         v=form.buffer(form.v_width, keys // 2),
@@ -119,10 +113,10 @@ def _kv_head(ctx: KernelContext, rows: QueryRows) -> Index:
 # ---- mainloop ------------------------------------------------------------------------------------
 
 
-def _mainloop(ctx: KernelContext, rows: QueryRows, kinds: tuple[str, str]) -> OutputSums:
-    """All kv tiles of the block's rows, from the last to the first. `kinds`: dtypes of k and v."""
+def _mainloop(ctx: KernelContext, rows: QueryRows, kind: str) -> OutputSums:
+    """All kv tiles of the block's rows, from the last to the first. `kind`: dtype of q, k and v."""
     copy_async(sm80.q_copy(ctx, rows), sm80.kv_copy(ctx, rows, rows.span.hi - 1, "k"), pending=None)
-    step = functools.partial(_step, ctx, rows, Factors.of(ctx, rows), kinds)
+    step = functools.partial(_step, ctx, rows, Factors.of(ctx, rows), kind)
     return sm80_common.over_kv_tiles(ctx.plan, rows.span, step, _no_keys(ctx.plan))
 
 
@@ -138,7 +132,7 @@ def _step(  # noqa: PLR0913
     ctx: KernelContext,
     rows: QueryRows,
     factors: Factors,
-    kinds: tuple[str, str],
+    kind: str,
     masked: bool,
     t: Index,
     sums: OutputSums,
@@ -149,7 +143,7 @@ def _step(  # noqa: PLR0913
     of_keys, of_values = factors.of_tile(1, t), factors.of_tile(2, t)
     copy_async(_v_copy(ctx, rows, t), pending=0)
     sizes = (ROWS, block, form.k_width)
-    s = mma_sync.scores((smem.q, zero), (smem.k, zero), sizes, 1, narrow=(kinds[0], kinds[0]))
+    s = mma_sync.scores((smem.q, zero), (smem.k, zero), sizes, 1, narrow=(kind, kind))
     copy_async(sm80.kv_copy(ctx, rows, t - 1, "k"), pending=0)
     s, unit = factors.of_scores(t, None, s, of_keys)
     logits = score_mod.logits(ctx, rows, t, s, masked)
@@ -157,7 +151,7 @@ def _step(  # noqa: PLR0913
     new = softmax.next_step(logits, unit, sums.row_max, empty_ok=empty_ok, exponents=EXPONENTS)
     acc, row_sum = softmax.rescaled(new, (sums.acc, sums.row_sum))
     p = mma_float8.probabilities(factors.of_values(t, None, new.p))
-    narrow, parts = (mma_float8.PROBABILITIES, kinds[1]), []
+    narrow, parts = (mma_float8.PROBABILITIES, kind), []
     for n, part in enumerate(acc):
         sizes = (ROWS, part.shape[1], block // 2)
         out = mma_sync.scores((p, zero), (smem.v, jnp.int32(n * PART)), sizes, 1, narrow=narrow)
@@ -172,15 +166,15 @@ def _kernel(
     refs: ForwardRefs,
     out: GmemRef,
     lse: GmemRef,
-    smem: Float8Smem,
+    smem: ForwardSmem,
     *,
     plan: QueryPlan,
-    kinds: tuple[str, str],
+    kind: str,
 ) -> None:
     ctx = KernelContext(plan, refs._replace(out=out, lse=lse), smem)
     rows = sm80.rows_of_block(ctx)
     tile = rows.tile
-    sums = sm80.sums_of(ctx, rows, functools.partial(_mainloop, kinds=kinds), _no_keys)
+    sums = sm80.sums_of(ctx, rows, functools.partial(_mainloop, kind=kind), _no_keys)
     by = refs.units[1, tile.batch, _kv_head(ctx, rows)]
     acc = lax.concatenate([part * by for part in sums.acc], 1)
     acc = sm80.finished(ctx, rows, OutputSums(acc, sums.row_sum * (1 / SPREAD), sums.row_max))
@@ -198,7 +192,7 @@ def run(
     sizes = problem.batch, problem.q_len, problem.q_heads, problem.v_head_dim
     out = jax.ShapeDtypeStruct(sizes, problem.result_dtype)
     ctx = KernelContext(plan, _operands(plan, inputs), scratch(plan))
-    kernel = functools.partial(_kernel, kinds=(problem.dtype, problem.dtype))
+    kernel = functools.partial(_kernel, kind=problem.dtype)
     return sm80.launched(kernel, ctx, out, "flash_fwd_sm80_float8")
 
 

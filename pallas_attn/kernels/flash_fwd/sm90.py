@@ -86,7 +86,6 @@ from pallas_attn.kernels.lang.types import (
 )
 
 documents = Special("kernels.flash_fwd.documents")  # segment ids
-segments = Special("kernels.flash_fwd.segments")  # their records, made by a launch before
 functions = Special("kernels.attention.functions")  # functions of positions
 linear_scores = Special("kernels.attention.linear_scores")  # a slope and an offset a row
 listed = Special("kernels.flash_fwd.listed")  # mask functions, whose kv tiles are in lists
@@ -182,7 +181,6 @@ def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
         _mainloop_of(problem),
         score_tiles=() if independent else _score_tiles_of(problem, config),
         busy_before=fetch.busy_before if problem.fetches > 1 else None,
-        without_mask=_without_mask(problem, config) if problem.masks_keys else None,
         panels=tma_operands.takes_panels(problem),
         independent=independent,
         rows_apart=rows_apart,
@@ -193,17 +191,7 @@ def _work_tiles_of(problem: AttentionProblem, claimed: bool) -> tuple[Any, Any]:
     """The sources of work tiles of the producer and of consumers, who load q a work tile ahead."""
     if claimed:
         return claims.Claiming(early="q_segment_ids" in problem.arrays), claims.Claimed()
-    listed = tile_scheduler.StaticList(ahead=2)
-    if problem.masks_keys and key_mask_ranges.in_runs(problem):
-        listed = key_mask_ranges.Runs(listed)
-    return tile_scheduler.StaticList(ahead=1), listed
-
-
-def _without_mask(problem: AttentionProblem, config: Config) -> QueryPlan | None:
-    """The plan by which `key_mask_ranges.Runs` takes work tiles whose rows see all keys."""
-    if not key_mask_ranges.in_runs(problem):
-        return None
-    return plan_of(key_mask_ranges.without_mask(problem), config)
+    return tile_scheduler.StaticList(ahead=1), tile_scheduler.StaticList(ahead=2)
 
 
 def _ranges_of(problem: AttentionProblem) -> Any:
@@ -290,8 +278,8 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
     def q_slot(i: Index) -> Index:
         return wg + (i & 1) * consumers if double_buffered else wg
 
-    def one_tile(turn: Turn, carry: tuple[Index, Any, Any]) -> tuple[Index, Any, Any]:
-        (slot, record, _), here = carry, turn.ctx or ctx
+    def one_tile(turn: Turn, carry: tuple[Index, Any]) -> tuple[Index, Any]:
+        slot, record = carry
 
         def load_next_q() -> None:
             following = work_tile(ctx, turn.following)
@@ -303,12 +291,12 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
         tile = work_tile(ctx, turn.code)
         q = q_slot(turn.index)
         plgpu.barrier_wait(smem.q_ready.at[q])
-        (lo, hi), rows = here.plan.ranges.of_rows(here, tile, wg, q, record)
+        (lo, hi), rows = ranges.of_rows(ctx, tile, wg, q, record)
 
         def attend(slot: Index) -> tuple[Result, Index]:
             slot = _release_unused(ctx, hi - rows.span.hi, slot)
             meanwhile = load_next_q if double_buffered and not may_be_empty else None
-            result, slot = plan.mainloop(here, rows, slot, meanwhile)
+            result, slot = plan.mainloop(ctx, rows, slot, meanwhile)
             return result, _release_unused(ctx, rows.span.lo - lo, slot)
 
         def skip(slot: Index) -> tuple[Result, Index]:
@@ -320,18 +308,17 @@ def _consume(ctx: KernelContext, block: Index, wg: Index) -> None:
             result, slot = lax.cond(rows.span.hi > rows.span.lo, attend, skip, slot)
         else:
             result, slot = attend(slot)
-        code = None if turn.read_code is None else turn.read_code()
         if not double_buffered:
             plgpu.commit_smem()  # by now all warps have read it, and TMA will write there
             load_next_q()
         record = ranges.read_for_rows(ctx, turn.following, wg)  # under the epilogue
         warpgroups.store_result(ctx, rows, result)
-        return slot, record, code
+        return slot, record
 
     start = work_tiles.start(ctx, block)
     warpgroups.load_q(ctx, work_tile(ctx, start.codes[0]), wg, q_slot(0))
     record = ranges.read_for_rows(ctx, start.codes[0], wg)
-    work_tiles.for_each_tile(ctx, block, start, one_tile, (jnp.int32(0), record, None))
+    work_tiles.for_each_tile(ctx, block, start, one_tile, (jnp.int32(0), record))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -426,7 +413,7 @@ def _operands(plan: QueryPlan, inputs: AttentionInputs) -> ForwardRefs:
         fields |= functions.operands(inputs)
     fields |= tile_scheduler.operands(plan, inputs)
     if "q_segment_ids" in problem.arrays:
-        fields |= segments.operands(plan, inputs, fields)
+        fields |= documents.operands(plan, inputs, fields)
     if plan.order.claims:
         fields["counter"] = claims.counter()
     if problem.fetches > 1:

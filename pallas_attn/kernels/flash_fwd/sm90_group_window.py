@@ -36,7 +36,7 @@ from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import group_windows, softmax
 from pallas_attn.kernels.attention.group_windows import WIDTH, GroupWindow, Unit
 from pallas_attn.kernels.attention.logits import mask_columns
-from pallas_attn.kernels.attention.tiles import ROWS, KernelContext
+from pallas_attn.kernels.attention.tiles import ROWS, ForwardRefs, KernelContext
 from pallas_attn.kernels.flash_fwd.shared_memory import BARRIERS
 from pallas_attn.kernels.flash_fwd.sm90 import REGISTERS
 from pallas_attn.kernels.flash_fwd.warpgroups import with_zeros
@@ -93,17 +93,6 @@ class WindowPlan:
     @functools.cached_property
     def grid(self) -> int:
         return min(self.config.grid, self.window.units)
-
-
-class WindowRefs(NamedTuple):
-    """Global memory."""
-
-    q: GmemRef
-    k: GmemRef
-    v: GmemRef
-    sinks: GmemRef = None  # float32[N]
-    out: GmemRef = None  # written
-    lse: GmemRef = None  # written
 
 
 class WindowSmem(NamedTuple):
@@ -269,7 +258,7 @@ def _masked(window: GroupWindow, position: Index, s: RegisterTile) -> RegisterTi
 
 
 def _kernel(
-    refs: WindowRefs, out: GmemRef, lse: GmemRef, smem: WindowSmem, *, plan: WindowPlan
+    refs: ForwardRefs, out: GmemRef, lse: GmemRef, smem: WindowSmem, *, plan: WindowPlan
 ) -> None:
     block, wg = lax.axis_index("block"), lax.axis_index("wg")
     ctx = KernelContext(plan, refs._replace(out=out, lse=lse), smem)
@@ -299,7 +288,7 @@ def run(
         scratch(plan),
         (plan.grid, config.warpgroups + 1),
     )
-    return kernel(WindowRefs(inputs.q, inputs.k, inputs.v, inputs.sinks))
+    return kernel(ForwardRefs(inputs.q, inputs.k, inputs.v, sinks=inputs.sinks))
 
 
 KERNEL = Kernel(Config, group_windows.limit, smem_bytes, run)

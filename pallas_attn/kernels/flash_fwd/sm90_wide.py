@@ -26,6 +26,7 @@ While warpgroup 2 computes the softmax of a tile, warpgroups 0 and 1 multiply th
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -38,20 +39,17 @@ from pallas_attn._call.kernel import Kernel
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import logits, softmax, tiles, tma_operands
-from pallas_attn.kernels.attention.logits import LogitRules
 from pallas_attn.kernels.attention.tiles import (
     ROWS,
     ForwardRefs,
     KernelContext,
     QueryRows,
-    QueryTiling,
     Span,
     WorkTile,
 )
 from pallas_attn.kernels.flash_fwd import shared_memory, tile_scheduler
 from pallas_attn.kernels.flash_fwd.tile_scheduler import (
     BLOCKS,
-    Distribution,
     MaskRanges,
     QueryPlan,
     StaticList,
@@ -113,21 +111,6 @@ def limit(problem: AttentionProblem) -> Limit | None:
         what = ", ".join(sorted(odd)) or "functions of positions or rows of several GPUs"
         return Limit(f"it does not take {what}", other)
     return None
-
-
-@functools.lru_cache(maxsize=256)
-def plan_of(problem: AttentionProblem, config: Config) -> QueryPlan:
-    tiling = QueryTiling(problem.q_len, problem.kv_len, ROWS, KEYS)
-    return QueryPlan(
-        problem,
-        config,
-        tiling,
-        Distribution.of(problem, tiling, (config.grid, config.l2_heads)),
-        LogitRules.of(problem, KEYS),
-        producer_tiles=StaticList(ahead=1),
-        consumer_tiles=StaticList(ahead=1),
-        ranges=MaskRanges,
-    )
 
 
 # ---- shared memory -------------------------------------------------------------------------------
@@ -193,7 +176,7 @@ def scratch(plan: QueryPlan) -> WideSmem:
 
 
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
-    buffers = mosaic.bytes_of(scratch(plan_of(problem, config)))
+    buffers = mosaic.bytes_of(scratch(QueryPlan.of(problem, config)))
     return buffers + shared_memory.BARRIERS + mosaic.REDUCTION_BYTES
 
 
@@ -257,7 +240,6 @@ def _count(span: Span) -> Index:
 
 def _produce(ctx: KernelContext, block_id: Index) -> None:
     """Loads q, K and V of all work tiles."""
-    work_tiles = ctx.plan.producer_tiles
 
     def one_tile(turn: Turn, position: Position) -> Position:
         rows = _rows_of(ctx, turn)
@@ -273,9 +255,15 @@ def _produce(ctx: KernelContext, block_id: Index) -> None:
 
         return position.after(ctx, count)
 
-    start = work_tiles.start(ctx, block_id)
-    first = Position(jnp.int32(0), jnp.int32(0))
-    work_tiles.for_each_tile(ctx, block_id, start, one_tile, first)
+    _for_each_tile(ctx, block_id, one_tile, Position(jnp.int32(0), jnp.int32(0)))
+
+
+def _for_each_tile(
+    ctx: KernelContext, block_id: Index, body: Callable[[Turn, Any], Any], carry: Any
+) -> None:
+    """carry = body(turn, carry) for each work tile of a block."""
+    work_tiles = StaticList(ahead=1)
+    work_tiles.for_each_tile(ctx, block_id, work_tiles.start(ctx, block_id), body, carry)
 
 
 def _load_q(ctx: KernelContext, turn: Turn, tile: WorkTile, position: Position) -> None:
@@ -335,7 +323,7 @@ class Sums(NamedTuple):
 
 def _score(ctx: KernelContext, block_id: Index) -> None:
     """Warpgroup 2: probabilities and row maxima of all tiles, and the last factor of outputs."""
-    smem, work_tiles = ctx.smem, ctx.plan.consumer_tiles
+    smem, none = ctx.smem, jnp.int32(0)
 
     def one_tile(turn: Turn, carry: tuple[Position, Index]) -> tuple[Position, Index]:
         (position, used), rows = carry, _rows_of(ctx, turn)
@@ -350,8 +338,7 @@ def _score(ctx: KernelContext, block_id: Index) -> None:
         _finish(ctx, turn, rows, sums)
         return position.after(ctx, _count(rows.span)), sums.used
 
-    start, none = work_tiles.start(ctx, block_id), jnp.int32(0)
-    work_tiles.for_each_tile(ctx, block_id, start, one_tile, (Position(none, none), none))
+    _for_each_tile(ctx, block_id, one_tile, (Position(none, none), none))
 
 
 def _queries(ctx: KernelContext, position: Position) -> list[RegisterTile]:
@@ -446,7 +433,7 @@ class Output(NamedTuple):
 
 def _weigh(ctx: KernelContext, block_id: Index, wg: Index) -> None:
     """Warpgroup 0 or 1: P V of all tiles in its half of the columns, and the store."""
-    smem, work_tiles = ctx.smem, ctx.plan.consumer_tiles
+    smem, none = ctx.smem, jnp.int32(0)
 
     def one_tile(turn: Turn, carry: tuple[Position, Index]) -> tuple[Position, Index]:
         (position, used), rows = carry, _rows_of(ctx, turn)
@@ -468,8 +455,7 @@ def _weigh(ctx: KernelContext, block_id: Index, wg: Index) -> None:
         _store(ctx, rows, wg, result)
         return position.after(ctx, _count(rows.span)), out.used
 
-    start, none = work_tiles.start(ctx, block_id), jnp.int32(0)
-    work_tiles.for_each_tile(ctx, block_id, start, one_tile, (Position(none, none), none))
+    _for_each_tile(ctx, block_id, one_tile, (Position(none, none), none))
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -546,7 +532,7 @@ def run(
     """
     if tiles.has_no_scores(problem):
         return tiles.results_without_scores(problem)
-    plan = plan_of(problem, config)
+    plan = QueryPlan.of(problem, config)
     rows, shape = tma_operands.rows_in_tma(problem.q_len), jax.ShapeDtypeStruct
     out_type = (
         shape((problem.batch, rows, problem.q_heads, V_DIM), problem.dtype),

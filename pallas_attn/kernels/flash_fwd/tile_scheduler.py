@@ -116,7 +116,7 @@ class QueryPlan:
     # The Hopper forward's: its sources of work tiles, the class that decides which kv tiles they
     # need, and the functions of its warpgroups.
     producer_tiles: Any = None  # StaticList or `claims.Claiming`
-    consumer_tiles: Any = None  # StaticList, `claims.Claimed` or `key_mask_ranges.Runs`
+    consumer_tiles: Any = None  # StaticList or `claims.Claimed`
     ranges: Any = None  # MaskRanges, or the Ranges of `documents`, `listed` or `key_mask_ranges`
     produce: Any = None  # `warpgroups.produce`, or another file's
     mainloop: Any = None  # `warpgroups.mainloop`, or another file's
@@ -127,7 +127,6 @@ class QueryPlan:
     rows_apart: Any = None  # `batch_rows.RowsApart`, where a work tile is several batch rows
     # `fetch.busy_before`, where blocks first fetch keys of other GPUs.
     busy_before: Any = None
-    without_mask: Any = None  # the plan of the problem without its mask: `key_mask_ranges.Runs`
     panels: bool = False  # q, k, v and the output lie in panels: `tma_operands.takes_panels`
 
     @classmethod
@@ -289,10 +288,6 @@ class Turn(NamedTuple):
     # and any code.
     claim_index: Any = None
     claim: Any = None
-    # The context for it where that is not the kernel's, and what reads a later code under the
-    # epilogue: `key_mask_ranges.Runs`.
-    ctx: Any = None
-    read_code: Callable[[], Index] | None = None
 
 
 class Start(NamedTuple):

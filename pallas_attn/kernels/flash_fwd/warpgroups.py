@@ -274,11 +274,11 @@ def _first_tile(ctx: KernelContext, rows: QueryRows, slot: Index, meanwhile: Wor
     first_rows, whole = rows if rows.last is None else rows.with_loaded_tile(rows.last), None
     if ctx.plan.skips_keys:
         masked, whole = None, (rows.span.full_lo, rows.span.full_hi)
-    s, online = logits.masked_logits(ctx, first_rows, rows.span.hi - 1, slot, s, masked, whole)
+    s, offset = logits.masked_logits(ctx, first_rows, rows.span.hi - 1, slot, s, masked, whole)
     if read_later:
         ring.release(slot)
     unit, nothing = ctx.plan.logit_rules.unit, mosaic.filled((ROWS,), -jnp.inf)
-    new = online.step(s, unit, nothing, empty_ok=True)
+    new = softmax.step(s, unit, nothing, empty_ok=True, offset=offset)
     p = new.p.astype(ctx.plan.v.dtype)
     p = with_zeros(p, block) if keys < block else p
     return State(_no_values(ctx.plan.v), new.row_sum, new.row_max, p)
@@ -308,12 +308,13 @@ def _step(  # noqa: PLR0913
             turns.give()
 
     def softmax_of(s: RegisterTile) -> softmax.Step:
-        s, online = logits.masked_logits(ctx, rows, t, slot, s, masked, whole)
-        return online.next_step(
+        s, offset = logits.masked_logits(ctx, rows, t, slot, s, masked, whole)
+        return softmax.next_step(
             s,
             ctx.plan.logit_rules.unit,
             state.row_max,
             empty_ok=masked is not False or ctx.plan.logit_rules.adds,
+            offset=offset,
         )
 
     scores_like = mosaic.filled((ROWS, k[0].shape[0]), 0.0)

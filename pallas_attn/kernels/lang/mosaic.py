@@ -22,7 +22,16 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from pallas_attn.kernels.lang.asm import Int, give, i32
-from pallas_attn.kernels.lang.types import DType, GmemRef, Index, Layout, Ref, Scalar, SmemRef
+from pallas_attn.kernels.lang.types import (
+    DType,
+    GmemRef,
+    Index,
+    Layout,
+    Predicate,
+    Ref,
+    Scalar,
+    SmemRef,
+)
 
 THREADS = 128  # threads of a warpgroup
 REDUCTION_BYTES = 2048  # shared memory that Mosaic takes where rows are reduced
@@ -113,15 +122,21 @@ def share_registers(  # noqa: PLR0913
     equal = min(65536 // (THREADS * (workers + 1)) // 8 * 8, 240)
     assert workers * ours + loader <= (workers + 1) * equal and ours % 8 == 0 == loader % 8
 
-    @pl.when(wg == workers)
-    def _():
-        plgpu.set_max_registers(loader, action="decrease")
-        load()
+    take_role(wg == workers, loader, load)
+    take_role(wg < workers, ours, compute, more=True)
 
-    @pl.when(wg < workers)
+
+def take_role(
+    here: Predicate, registers: int, role: Callable[[], None], more: bool = False
+) -> None:
+    """Runs `role` in the warpgroups for which `here` holds, each thread of which then has so many
+    registers: `more` than it had, or fewer.
+    """
+
+    @pl.when(here)
     def _():
-        plgpu.set_max_registers(ours, action="increase")
-        compute()
+        plgpu.set_max_registers(registers, action="increase" if more else "decrease")
+        role()
 
 
 def take_roles(
@@ -308,18 +323,19 @@ def persistent_kernel(
     barriers: bool = False,
 ) -> Callable[..., Any]:
     """The launch of `body(refs, *outs, scratch)`, whose blocks take work tiles, one after another,
-    until none is left. `size`: the blocks (axis "block") and the warpgroups of each (axis "wg").
+    until none is left. `size`: the blocks (axis "block"), and the warpgroups of each (axis "wg", if
+    there are several).
     `barriers`: whether Mosaic adds those that `without_barriers` leaves out.
     """
     usual = plgpu.CompilerParams(approx_math=True)
+    threads: Any = {"num_threads": size[1], "thread_name": "wg"} if size[1] > 1 else {}
     return plgpu.kernel(
         body,
         out_type=out_type,
         scratch_types=(scratch,),
         grid=size[:1],
         grid_names=("block",),
-        num_threads=size[1],
-        thread_name="wg",
+        **threads,
         compiler_params=usual if barriers else without_barriers(),
         kernel_name=name,
     )

@@ -16,8 +16,7 @@ MOST_DEVICES = 8  # GPUs of a mesh whose memory a kernel reaches
 def on_peer(ref: GmemRef, device: jax.Array) -> GmemRef:
     """The twin of `ref`, an operand of the kernel, on GPU `device` of the mesh: for programs of
     `each_thread`. The mesh must have one axis (others of length 1) and be all GPUs that the process
-    sees, in their order. XLA has all of them arrive before it launches the kernel on any, but for
-    `without_device_barrier`.
+    sees, in their order. XLA has all of them arrive before it launches the kernel on any.
     """
     axes = max(len(jax.sharding.get_abstract_mesh().axis_names), 1)
     place: Any = (*[jnp.int32(0)] * (axes - 1), device)
@@ -37,10 +36,3 @@ def this_device(axis: str) -> jax.Array:
     (`on_peer`). As an operand it would be made by a launch of XLA's.
     """
     return lax.axis_index(axis)
-
-
-def without_device_barrier() -> Any:
-    """Parameters of a kernel that reaches other GPUs (`on_peer`) and is launched at once, without
-    all of them arriving before.
-    """
-    return plgpu.CompilerParams(skip_device_barrier=True)

@@ -467,15 +467,6 @@ class Thread(thread_program.Thread):
         words = [arith.select(both, nan, x) for both, x in zip(same, words, strict=True)]
         _send(ref, index, words, where)
 
-    def send_narrow(
-        self, ref: GmemRef, index: Int, values: list[Float], dtype: DType, where: Int
-    ) -> None:
-        """Rounds 4 floats to a 16-bit dtype and stores them in a word of 8 bytes, for
-        `receive_narrow`. No two rounded floats are `SENTINEL`.
-        """
-        pairs = itertools.batched(values, 2)
-        _send(ref, index, [self.rounded(pair, dtype).value for pair in pairs], where)
-
     def receive_floats(
         self, ref: GmemRef, indices: list[Int], wheres: list[Int]
     ) -> list[list[Float]]:
@@ -483,21 +474,6 @@ class Thread(thread_program.Thread):
         condition does not hold. It orders no other accesses.
         """
         return [[self.as_float(x) for x in word] for word in _receive(ref, indices, wheres, 16)]
-
-    def receive_narrow(
-        self, ref: GmemRef, indices: list[Int], dtype: DType, wheres: list[Int]
-    ) -> list[list[Float]]:
-        """Likewise 4 numbers of a 16-bit dtype a word of 8 bytes, as floats."""
-        kind, floats = utils.dtype_to_ir_type(jnp.dtype(dtype)), []
-        for word in _receive(ref, indices, wheres, 8):
-            pairs = [llvm.bitcast(ir.VectorType.get((2,), kind), x.value) for x in word]
-            numbers = [vector.extract(pair, [], [n]) for pair in pairs for n in range(2)]
-            floats.append([Float(arith.extf(ir.F32Type.get(), x)) for x in numbers])
-        return floats
-
-    def clear(self, ref: GmemRef, index: Int, nbytes: int, where: Int) -> None:
-        """Writes `SENTINEL` to a word of 8 or 16 bytes, which this thread has read."""
-        _send(ref, index, [utils.c(SENTINEL, i32())] * (nbytes // 4), where)
 
 
 def each_thread(

@@ -156,8 +156,13 @@ def test_machine_code(kind, dtype, target):
 
 @pytest.mark.machine_code
 @pytest.mark.guards
-@pytest.mark.parametrize("rows_dtype", append_quantize.NEW_DTYPES)
-@pytest.mark.parametrize("dims", [(576, 512), (256, 256), (72, 24), (4096, 1)])
+@pytest.mark.parametrize(
+    "dims, rows_dtype",
+    [
+        *(((576, 512), dtype) for dtype in append_quantize.NEW_DTYPES),
+        *(((256, 256), "float32"), ((72, 24), "float16"), ((4096, 1), "bfloat16")),
+    ],
+)
 def test_no_spills_for_long_rows(dims, rows_dtype):
     report = compiled("stacked", "float8_e4m3fn", dims=dims, t=128, rows_dtype=rows_dtype)
     assert (report.launches, report.copies, report.spill_bytes) == (1, 0, 0)

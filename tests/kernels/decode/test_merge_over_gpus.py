@@ -163,6 +163,20 @@ def test_a_batch_is_merged_in_one_launch():
     assert text.count("mosaic_gpu_v2") == 2 and "all_gather" not in text  # a loop, and the merge
 
 
+@pytest.mark.guards
+def test_more_words_are_refused():
+    """Places of words are int32. A call that has more is XLA's, unless vmap makes it of smaller
+    ones.
+    """
+    fits, more = (problem_of((n, 1, 128, 508), "bfloat16", 8) for n in (16383, 16384))
+    assert merge_over_gpus.takes(fits) and not merge_over_gpus.takes(more)
+    assert more.devices * more.lines * more.words == 2**31
+    out = jax.ShapeDtypeStruct((more.sequences, 1, 128, 508), jnp.bfloat16)
+    lse = jax.ShapeDtypeStruct((more.sequences, 128, 1), jnp.float32)
+    with pytest.raises(ValueError, match="fewer than 2\\*\\*31, got 2097152 rows of 508 columns"):
+        jax.eval_shape(functools.partial(merge_over_gpus.run, problem=more), out, lse)
+
+
 @pytest.mark.machine_code
 @pytest.mark.guards
 def test_machine_code():

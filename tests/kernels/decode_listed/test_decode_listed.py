@@ -162,11 +162,6 @@ INTERPRETED = {
     "latent_pages": (
         FEW_ROWS, Case("paged", (200, 0), q_len=2, listed=130, sinks=True, **LATENT), SMALL
     ),
-    "latent_64_rows": (
-        "latent_sm90",
-        Case("stacked", (200, 500), q_heads=64, listed=200, layers=3, **LATENT),
-        SMALL,
-    ),
     "latent_neighbours": (
         "latent_sm90",
         Case(
@@ -201,14 +196,6 @@ INTERPRETED = {
         Case("stacked", (200, 77), listed=200, batch_invariant=True, **LATENT),
         {"stages": 2, "grid": 3, "split_tiles": 2},
     ),
-    "latent_float16": (
-        FEW_ROWS, Case("stacked", (100,), listed=66, dtype="float16", **LATENT), {"grid": 2}
-    ),
-    "packed_float32": (
-        "sm90",
-        Case("paged", (60, 30), listed=40, dtype="float32", starts=(0, 2, 3), softcap=3.0),
-        {"grid": 2},
-    ),
     "scores": (
         "sm90", Case("paged", (130, 40), q_len=2, adds=ADDED, sinks=True), {"grid": 3}
     ),
@@ -216,24 +203,20 @@ INTERPRETED = {
         FEW_ROWS, Case("paged", (200, 70), listed=66, starts=(0, 3, 5), adds=ADDED, **LATENT),
         SMALL,
     ),
-    "latent_64_rows_alibi": (
-        "latent_sm90", Case("stacked", (200,), q_heads=64, listed=100, adds=ALIBI, **LATENT), SMALL
-    ),
     "threads_scores": (
         "sm80", Case("stacked", (70, 130), q_len=3, softcap=3.0, adds=ADDED), SMALL
     ),
     "latent_threads_alibi": (
         "latent_sm80", Case("paged", (90, 40), q_len=2, adds=ALIBI, **LATENT), SMALL
     ),
-    "latent_threads": ("latent_sm80", Case("paged", (200, 40), listed=70, **LATENT), SMALL),
 }  # fmt: skip
 
 
-@pytest.mark.guards
+@mosaic.here_and_on_a_gpu
 @pytest.mark.parametrize("name", INTERPRETED)
-def test_interpreted(name):
+def test_cases(name, where):
     module, case, config = INTERPRETED[name]
-    with mosaic.interpret():
+    with where():
         check(case, module, **config)
 
 
@@ -294,10 +277,3 @@ def test_machine_code(name, launches):
     report = mosaic.compile_for(build.call, *build.shapes, target=build.target)
     assert (report.launches, report.copies) == (launches, 0)
     assert report.spill_bytes <= (256 if "128" in name else 0)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", INTERPRETED)
-def test_on_the_gpu(name):
-    module, case, config = INTERPRETED[name]
-    check(case, module, **config)

@@ -50,19 +50,13 @@ SHORT = {
 }
 
 
-@pytest.mark.guards
+@mosaic.here_and_on_a_gpu
 @pytest.mark.parametrize("name", SHORT)
-def test_short_interpreted(name):
+def test_short(name, where):
     case = SHORT[name]
     assert isinstance(default_of(problem_of(case)), sm90_short.Config)
-    with mosaic.interpret():
+    with where():
         check(case)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", SHORT)
-def test_short_on_the_gpu(name):
-    check(SHORT[name])
 
 
 def test_problems_that_one_launch_does_not_take():
@@ -101,26 +95,16 @@ ANY_SIZE = {
     "rows": (sized(150, 130, 48, dtype="float16", **ONE), ROWS),
     "rows_of_two_swizzles": (sized(141, 70, 72, v_head_dim=24, **ONE | {"q_heads": 3}), ROWS),
     "apart": (sized(77, 150, 88, **ONE), APART),
-    "wide_in_registers": (
-        sized(64, 64, 192, v_head_dim=256, **ONE),
-        dataclasses.replace(APART, in_registers=True),
-    ),
     "wide": (sized(141, 70, 136, v_head_dim=24, **ONE), APART),
     "wide_values": (sized(70, 77, 24, v_head_dim=200, mask=CAUSAL, **ONE), APART),
 }
 
 
-@pytest.mark.gpu
+@mosaic.here_and_on_a_gpu
 @pytest.mark.parametrize("name", ANY_SIZE)
-def test_any_size_on_the_gpu(name):
-    check(*ANY_SIZE[name])
-
-
-@pytest.mark.guards
-@pytest.mark.parametrize("name", ANY_SIZE)
-def test_any_size_interpreted(name):
+def test_any_size(name, where):
     case, config = ANY_SIZE[name]
-    with mosaic.interpret():
+    with where():
         check(case, config)
 
 

@@ -20,40 +20,23 @@ from tests.support import mosaic
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 SMALL = kernel.Config(grid=2)
-ROUND = kernel.Config(grid=2, ring=5, in_registers=128)  # the ring holds no whole tiles
+ROUND = kernel.Config(grid=2, ring=5)  # the ring holds no whole tiles
 
-INTERPRETED = {
+CASES = {
     "dim512": ("dim512", 512, SMALL),
     "round": ("dim512", 264, ROUND),
     "odd_dims": ("dim72_320", 72, SMALL),
     "window_t_above_s": ("window_t_above_s", 128, SMALL),  # rows without a key
-    "kv_lengths_causal": ("kv_lengths_causal", 384, SMALL),
-    "q_lengths": ("q_lengths", 128, ROUND),
     "sinks": ("sinks_empty_rows", 128, SMALL),
-    "softcap": ("softcap", 320, SMALL),
-    "parts": ("group7_kv1", 320, dataclasses.replace(SMALL, parts=3)),
     "parts_of_odd_dims": ("dim72_320", 72, dataclasses.replace(SMALL, parts=2)),
 }
 
 
-ON_THE_GPU = INTERPRETED | {
-    "float16": ("float16_causal", 512, kernel.Config()),
-    "long": ("t_equals_s", 512, kernel.Config()),
-}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ON_THE_GPU)
-def test_on_the_gpu(name):
-    problem, head_dim, config = ON_THE_GPU[name]
-    check(wide(problem, head_dim), config)
-
-
-@pytest.mark.guards
-@pytest.mark.parametrize("name", INTERPRETED)
-def test_interpreted(name):
-    problem, head_dim, config = INTERPRETED[name]
-    with mosaic.interpret():
+@mosaic.here_and_on_a_gpu
+@pytest.mark.parametrize("name", CASES)
+def test_cases(name, where):
+    problem, head_dim, config = CASES[name]
+    with where():
         check(wide(problem, head_dim), config)
 
 

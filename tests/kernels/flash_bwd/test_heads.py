@@ -25,10 +25,6 @@ HEADS = {
     "one_tile": (sized(49, 100, 32, **ONE), EACH),
     "heads_in_turn": (sized(77, 150, 24, **TWO), ALONE),
     "two_swizzles": (sized(141, 270, 72, v_head_dim=40, dtype="float16", **ONE), EACH),
-    "bias": (
-        sized(130, 200, 32, bias_shape=(1, 2, 130, 200), bias_dtype="bfloat16", **TWO),
-        ALONE,
-    ),
     "bias_and_padding": (sized(70, 392, 32, bias_shape=(2, 1, 70, 392), **PADDING), ALONE),
     "bias_float32": (sized(72, 100, 24, bias_shape=(1, 2, 72, 100), **ONE_OF_TWO), EACH),
     "softcap": (sized(130, 200, 64, softcap=20.0, sinks=True, **ONE), EACH),
@@ -37,16 +33,10 @@ HEADS = {
 }
 
 
-@pytest.mark.gpu
+@mosaic.here_and_on_a_gpu
 @pytest.mark.parametrize("name", HEADS)
-def test_heads_on_the_gpu(name):
-    check(*HEADS[name])
-
-
-@pytest.mark.guards
-@pytest.mark.parametrize("name", HEADS)
-def test_heads_interpreted(name):
-    with mosaic.interpret():
+def test_heads(name, where):
+    with where():
         check(*HEADS[name])
 
 

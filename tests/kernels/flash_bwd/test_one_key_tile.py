@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from pallas_attn.kernels.flash_bwd import one_key_tile
+from pallas_attn.kernels.flash_bwd import dq_sum
 from pallas_attn.kernels.flash_bwd import sm90 as kernel
 from pallas_attn.masks import CAUSAL
 from tests.kernels.flash_bwd.test_any_size import sized
@@ -28,16 +28,10 @@ CASES = {
 }
 
 
-@pytest.mark.gpu
+@mosaic.here_and_on_a_gpu
 @pytest.mark.parametrize("name", CASES)
-def test_on_the_gpu(name):
-    check(*CASES[name])
-
-
-@pytest.mark.guards
-@pytest.mark.parametrize("name", CASES)
-def test_interpreted(name):
-    with mosaic.interpret():
+def test_cases(name, where):
+    with where():
         check(*CASES[name])
 
 
@@ -45,7 +39,7 @@ def test_problems_of_one_key_tile():
     """Every query row meets the one tile; by default parts give most blocks one."""
     cross = problem_of(sized(4096, 77, 40, batch=8, q_heads=8, kv_heads=8))
     config = default_of(cross)
-    assert config.parts == 2 and one_key_tile.applies(kernel.plan_of(cross, config).tiling)
+    assert config.parts == 2 and isinstance(kernel.plan_of(cross, config).dq, dq_sum.Written)
     assert kernel.Config.default(dataclasses.replace(cross, batch=33)).parts == 1
     for changes in (
         {"kv_len": 129},
@@ -55,7 +49,7 @@ def test_problems_of_one_key_tile():
         {"mask": CAUSAL},
     ):
         other = dataclasses.replace(cross, **changes)
-        assert not one_key_tile.takes(other)
+        assert not dq_sum.is_written(other)
 
 
 def test_bits_of_one_key_tile_repeat():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_attn.kernels.attention.tiles import KernelContext
-from pallas_attn.kernels.flash_bwd import key_tiles, sm80, sm90, step_parts, work_order
+from pallas_attn.kernels.flash_bwd import costs, key_tiles, sm80, sm90, step_parts, work_order
 from pallas_attn.kernels.flash_bwd.operands import BackwardRefs
 from pallas_attn.masks import CAUSAL, FULL
 from tests.kernels.flash_bwd.test_flash_bwd import (
@@ -28,7 +28,7 @@ from tests.support import builds, mosaic
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
-NO_REFS = BackwardRefs(*(None for _ in BackwardRefs._fields))
+NO_REFS = BackwardRefs(*[None] * 4)
 
 
 def config(parts, **changes):
@@ -48,14 +48,8 @@ def few_steps():
 CASES = {
     "group": ("group7_kv1", config(3, block_q=128)),
     "lockstep_claims": ("group7_kv1", config(5, block_q=128, lockstep=True, claims=True)),
-    "columns_lockstep": ("kv_lengths_causal", config(2, dq_lag=2, lockstep=True)),
     "band_apart": ("band", apart(2)),
-    "query_lengths": ("q_lengths", config(5, block_q=128)),
-    "documents_claims": ("documents", config(3, block_q=128, claims=True)),
-    "everything": ("everything", config(2, dq_lag=2)),
     "narrow_panel": ("dim72_24", config(3, stages=3, dq_lag=2)),
-    "bias_shared": ("bias_shared", config(2, block_q=128)),
-    "wide": ("dim40_256", apart(3)),
     "wide_lockstep": ("dim192_128", apart(2, lockstep=True, l2_heads=1)),
     "float32": (
         "dim72_24_float32_highest",
@@ -107,19 +101,19 @@ def test_bits_repeat_on_the_gpu(name):
         np.testing.assert_array_equal(getattr(first, name), getattr(again, name))
 
 
-@pytest.mark.parametrize("parts", [1, 2, 5, 16])
+@pytest.mark.parametrize("parts", [1, 5, 16])
 @pytest.mark.parametrize("lockstep", [False, True])
 def test_parts_take_each_step_once(parts, lockstep):
     """Every step of each work tile once, parts as many as others up to one; each part is dealt to
     one block.
     """
-    sizes = {"q_len": 700, "kv_len": 900, "batch": 2, "q_heads": 6, "kv_heads": 2}
+    sizes = {"q_len": 260, "kv_len": 300, "batch": 1, "q_heads": 6, "kv_heads": 2}
     problem = problem_of(dataclasses.replace(case_named("t_equals_s"), mask=CAUSAL, **sizes))
     plan = sm90.plan_of(problem, config(parts, lockstep=lockstep))
     order, ctx = plan.order, KernelContext(plan, NO_REFS)
     table = work_order.schedule(order)
     codes = np.concatenate([row[1 : row[0] + 1] for row in table])
-    assert len(set(codes.tolist())) == codes.size == order.work_tiles == 4 * 8 * parts
+    assert len(set(codes.tolist())) == codes.size == order.work_tiles == 2 * 3 * parts
     taken = {}
     for code in codes.tolist():
         work = key_tiles.key_tile(ctx, jnp.int32(code))
@@ -133,9 +127,9 @@ def test_parts_take_each_step_once(parts, lockstep):
             taken[where].add(step)
         taken.setdefault(where, set())
     for where, steps in taken.items():
-        q_tiles = max(0, -(-700 // 64) - where[2] // 64)
+        q_tiles = max(0, -(-260 // 64) - where[2] // 64)
         assert len(steps) == 3 * q_tiles
-    assert len(taken) == 2 * 2 * 8
+    assert len(taken) == 2 * 3
 
 
 def test_pieces_differ():
@@ -182,10 +176,10 @@ def test_parts_by_default(name):
     order = module.plan_of(asked, config).order
     assert not (divides and (order.lockstep or order.claims or order.turns))
     nbytes = 4 * order.heads * order.tiling.padded_keys * (asked.head_dim + asked.v_head_dim)
-    assert not divides or nbytes <= step_parts.MOST_BYTES
+    assert not divides or nbytes <= costs.MOST_BYTES
     if divides:
-        whole = work_order.busiest(dataclasses.replace(order, parts=1))
-        assert work_order.busiest(order) < 0.75 * whole
+        whole = costs.busiest(dataclasses.replace(order, parts=1))
+        assert costs.busiest(order) < 0.75 * whole
 
 
 def test_portable_parts_by_default():

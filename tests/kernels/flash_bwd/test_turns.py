@@ -12,7 +12,7 @@ import pytest
 
 import pallas_attn as pa
 from pallas_attn._call import config as _config
-from pallas_attn.kernels.flash_bwd import lockstep, sm90, turns, work_order
+from pallas_attn.kernels.flash_bwd import sm90, turns, work_order
 from pallas_attn.kernels.flash_bwd.key_tiles import KeyTiling
 from pallas_attn.masks import CAUSAL, FULL, Mask, sliding_window
 from tests.kernels.flash_bwd.test_flash_bwd import check, default_of, problem_of
@@ -76,7 +76,7 @@ def test_kv_tiles_that_meet_a_query_tile_are_the_first_ones(seed):
     config = sm90.Config(lockstep=bool(seed & 1), grid=int(rng.integers(1, 9)))
     order = sm90.plan_of(problem, config).order
     assert order.turns and order.claims
-    assert order.lockstep == (config.lockstep and lockstep.applies(order.tiling))
+    assert order.lockstep == (config.lockstep and order.tiling.allows_lockstep)
     for kv_len in (keys, int(rng.integers(0, keys + 1))):
         tiling, meets = order.tiling, []
         for first in range(0, keys, tiling.block_kv):

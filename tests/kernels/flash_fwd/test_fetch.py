@@ -170,58 +170,6 @@ def on_peer(parts, device, array, number):
     return array
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("name", ["causal", "full", "window", "documents", "claimed", "ahead"])
-def test_a_device_fetches_from_itself(monkeypatch, name, order):
-    """On one GPU: the other three have the same rows. Their memory is this one's, so that tools
-    which see no other GPU's watch every access.
-    """
-
-    def on_itself(refs, _, devices):
-        return (refs,) * (devices - 1)
-
-    monkeypatch.setattr(fetch.peer_memory, "on_peers", on_itself)
-    shards, device, keys, context = 4, 2, 8192, pa.Context("cp", order)
-    masks = {"full": pa.FULL, "window": pa.sliding_window(3000), "ahead": pa.Mask(right=1500)}
-    mask, rows = masks.get(name, pa.CAUSAL), keys // shards // context.chunks
-    draw = functools.partial(jax.random.normal, dtype=jnp.bfloat16)
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(problem, inputs):
-        config = dataclasses.replace(
-            sm90.Config.default(problem), grid=40, claims=name == "claimed"
-        )
-        return sm90.run(inputs, problem, config)
-
-    for seed in range(3):
-        sizes = {"rows": rows, "keys": keys, "shards": shards}
-        problems = [problem_of(order, mask, **sizes, fetches=x) for x in (True, False)]
-        of_one = [draw(jax.random.key(3 * seed + n), (1, keys // shards, 2, 128)) for n in (0, 1)]
-        q = draw(jax.random.key(3 * seed + 2), (context.chunks, rows, 4, 128))
-        offsets = problems[0].offsets[device]
-        every = [context.restore(jnp.concatenate([x] * shards, axis=1), shards) for x in of_one]
-        gathered = AttentionInputs(q, *every, jnp.asarray(offsets, jnp.int32))
-        if name == "documents":
-            ids = jnp.arange(keys, dtype=jnp.int32)[None] // 1500
-            kv_ids = jnp.repeat(ids, context.chunks, axis=0)
-            q_ids = jnp.concatenate([ids[:, n : n + rows] for n in offsets])
-            gathered = gathered._replace(q_segment_ids=q_ids, kv_segment_ids=kv_ids)
-        here = gathered._replace(device=jnp.asarray([device], jnp.int32))
-        here = here._replace(**dict(zip("kv", of_one, strict=True)))
-
-        results = []
-        for problem, inputs in zip(problems, (here, gathered), strict=True):
-            problem = dataclasses.replace(problem, q_heads=4, kv_heads=2)
-            problem = dataclasses.replace(problem, head_dim=128, v_head_dim=128)
-            problem = batching.resized(problem, inputs)
-            assert problem.fetches == (shards if inputs is here else 1)
-            results.append(run(problem, inputs))
-        for g, w in zip(*results, strict=True):
-            g, w = (np.asarray(x, np.float32) for x in (g, w))
-            np.testing.assert_allclose(g, w, rtol=0.02, atol=0.005)
-
-
 @pytest.mark.parametrize("shards", [2, 4, 8])
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("mask", [pa.CAUSAL, pa.FULL, pa.sliding_window(300)], ids=str)

@@ -5,7 +5,6 @@ tests/api/test_attention.py asks every implementation what attention means. Here
 have: configurations, schedules, and what TMA and registers make of awkward sizes.
 """
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -16,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_attn._call import dispatch, reference
+from pallas_attn._call import dispatch
 from pallas_attn._call.problem import AttentionInputs, AttentionProblem
 from pallas_attn.kernels.attention import segment_spans, tma_operands
 from pallas_attn.kernels.attention.tiles import ROWS, mask_span
-from pallas_attn.kernels.flash_fwd import batch_rows, documents, segments, tile_scheduler
+from pallas_attn.kernels.flash_fwd import batch_rows, documents, tile_scheduler
 from pallas_attn.kernels.flash_fwd import sm80 as flash_fwd_sm80
 from pallas_attn.kernels.flash_fwd import sm90 as kernel
 from pallas_attn.kernels.flash_fwd.tile_scheduler import QueryPlan
@@ -32,7 +31,6 @@ from tests.support.problems import cases
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 SMALL = kernel.Config(warpgroups=2, block_kv=64, stages=2, grid=3)
-OF_THREE = kernel.Config(warpgroups=3, block_kv=64, stages=3, l2_heads=0, grid=7)
 PORTABLE = flash_fwd_sm80.Config
 SEGMENTS = ("q_segment_ids", "kv_segment_ids")
 
@@ -140,23 +138,18 @@ def small(name: str) -> cases.AttentionCase:
 INTERPRETED = {
     "t_equals_s": SMALL,  # a block with several work tiles, T and S no multiple of anything
     "t_above_s": kernel.Config(warpgroups=3, block_kv=64, stages=2, grid=0),  # rows past T alone
-    "saturated": SMALL,  # row maxima rise in most tiles
     # Masked tiles on both sides.
     "band": dataclasses.replace(SMALL, stages=4, l2_heads=1),
     "window_t_above_s": dataclasses.replace(SMALL, warpgroups=3),  # warpgroups without a key
-    "q_lengths": SMALL,
     "everything": SMALL,
     "documents": SMALL,
     "documents_unseen": dataclasses.replace(SMALL, warpgroups=3),  # with whole blocks
     "dim72_24": dataclasses.replace(SMALL, warpgroups=1),
-    "float16_causal": dataclasses.replace(SMALL, block_kv=128),
     "bias_shared": SMALL,  # tiles of a bias by TMA, over the ends of T and S
     "mask_array_by_row": dataclasses.replace(SMALL, block_kv=128),
     # Hidden, whole and cut kv tiles, a batch row that sees all, a warpgroup of rows past T.
     "padding": dataclasses.replace(SMALL, warpgroups=4),
-    "padding_ragged": SMALL,
     "everything_float32": SMALL,
-    "padding_float32": SMALL,
     "q_lengths_float32_highest": dataclasses.replace(SMALL, block_kv=32),
     "dim72_24_float32_highest": dataclasses.replace(SMALL, warpgroups=1, block_kv=16),
 }
@@ -170,26 +163,9 @@ PORTABLE_INTERPRETED = {
     "everything": PORTABLE(row_blocks=1),
     "dim72_24": PORTABLE(row_blocks=2, block_kv=64),
     "float32_highest": PORTABLE(row_blocks=1, block_kv=32),
-    "q_lengths": PORTABLE(2, 64, 2),
-    "padding": PORTABLE(1, 64),
     "padding_ragged": PORTABLE(2, 64, 2),
-    "everything_float32": PORTABLE(1, 32, columns=32),
     "dim72_24_float32_highest": PORTABLE(1, 32, columns=32),  # an odd number of parts
     "bias_by_row": PORTABLE(1, 64, columns_before_v=16),
-}
-PORTABLE_ON_THE_GPU = {
-    "t_equals_s": PORTABLE(2, 128),
-    "dim192_128": PORTABLE(1, 32),
-    "everything": PORTABLE(2, 64, 2),
-    "documents": PORTABLE(2, 96),
-    "everything_float32": PORTABLE(1, 32, columns=32),
-    "documents_float32": PORTABLE(1, 64, columns=32),
-    "dim72_24_float32_highest": PORTABLE(1, 32, columns=32),
-    "dim192_128_float32": PORTABLE(1, 32, columns=64),
-    "dim40_256_float32_highest": PORTABLE(1, 32, columns=64),
-    "q_lengths_float32_highest": PORTABLE(1, 32, columns=64),
-    "window_t_below_s": PORTABLE(2, 128, columns_before_v=16),
-    "band": PORTABLE(1, 32, 3),
 }
 
 
@@ -286,10 +262,10 @@ def check_joined(name, grid):
     check(case, kernel.Config(2, 64, 2, grid=grid, independent=True, batch_rows=joined))
 
 
-@pytest.mark.guards
+@mosaic.here_and_on_a_gpu
 @pytest.mark.parametrize("name", JOINED)
-def test_batch_rows_in_one_tile_interpreted(name):
-    with mosaic.interpret():
+def test_batch_rows_in_one_tile(name, where):
+    with where():
         check_joined(name, grid=3)
 
 
@@ -381,9 +357,13 @@ def compiled_case(case, target="h100", chooser=kernel.Config, of=run):
 
 @pytest.mark.machine_code
 @pytest.mark.guards
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-    "rows, dim", [(197, 64), (577, 40), (729, 72), (1500, 88), (49, 24), (77, 104)]
+    "rows, dim, dtype",
+    [
+        *((197, 64, dtype) for dtype in ("bfloat16", "float16")),
+        *((577, 40, "bfloat16"), (729, 72, "float16"), (1500, 88, "bfloat16")),
+        *((49, 24, "float16"), (77, 104, "bfloat16")),
+    ],
 )
 def test_any_size_without_copies(rows, dim, dtype):
     _, _, report = compiled_case(of_size(rows, rows, (dim, dim), dtype=dtype))
@@ -563,44 +543,6 @@ def test_documents_are_assigned_once_and_evenly():
     assert max(loads) <= 1.1 * np.mean(loads), (max(loads), np.mean(loads))
 
 
-@pytest.mark.guards
-@pytest.mark.parametrize(
-    "where", [pytest.param("here", id=""), pytest.param("gpu", marks=pytest.mark.gpu)]
-)
-@pytest.mark.parametrize(
-    "sizes, config, mask",
-    [
-        ((2, 260, 200, 3), SMALL, CAUSAL),
-        ((1, 130, 1000, 2), kernel.Config(3, 32, 2, 0, 0), FULL),
-        ((2, 700, 700, 40), kernel.Config(1, 16, 2, 0, 7), sliding_window(100)),
-    ],
-    ids=str,
-)
-def test_segments_are_prepared_as_jax_numpy_says(sizes, config, mask, where):
-    """Ids of packed documents, and ids in no order at all."""
-    batch, q_len, kv_len, heads = sizes
-    changes = {"q_len": q_len, "kv_len": kv_len, "q_heads": heads, "kv_heads": heads}
-    problem = dataclasses.replace(
-        problem_of(case_named("t_equals_s")), batch=batch, mask=mask, arrays=SEGMENTS, **changes
-    )
-    plan = kernel.plan_of(problem, config)
-    rng = np.random.default_rng(q_len)
-    arguments = [
-        rng.integers(-(2**31), 2**31 - 1, 5)[rng.integers(0, 5, (batch, n))] for n in sizes[1:3]
-    ]
-    arguments[0][0], arguments[1][0] = np.arange(q_len) // 50, np.arange(kv_len) // 70
-    ids = [jnp.asarray(x, jnp.int32) for x in arguments]
-    with mosaic.interpret() if where == "here" else contextlib.nullcontext():
-        records, codes = jax.jit(functools.partial(segments.prepare, plan))(*ids)
-    lengths = plan.tiling.padded_rows, tma_operands.round_up(kv_len, config.block_kv)
-    padded = map(tma_operands.extended, ids, lengths)
-    want_records, want_codes = documents.by_xla(
-        plan, None, dict(zip(SEGMENTS, padded, strict=True))
-    )
-    np.testing.assert_array_equal(records, want_records)
-    np.testing.assert_array_equal(codes, want_codes)
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_spans_of_segments(seed):
     rng = np.random.default_rng(seed)
@@ -706,43 +648,6 @@ def test_any_size_on_the_gpu(rows, keys, dims, mask, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", JOINED)
-def test_batch_rows_in_one_tile_on_the_gpu(name):
-    check_joined(name, grid=5)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "name, config",
-    [
-        *itertools.product(("t_equals_s", "band", "q_lengths", "saturated"), (SMALL, OF_THREE)),
-        ("everything", SMALL),
-        ("everything", dataclasses.replace(OF_THREE, stages=2)),  # beside tiles of bias and mask
-    ],
-    ids=str,
-)
-def test_configurations_on_the_gpu(name, config):
-    check(case_named(name), config)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name, config", PORTABLE_ON_THE_GPU.items(), ids=str)
-def test_portable_configurations_on_the_gpu(name, config):
-    """Configurations that are no default for problems as small as these."""
-    check(case_named(name), config)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("draw", range(40))
-def test_drawn_on_the_gpu(draw, seed):
-    """Other seeds, and the fuzzer, draw others."""
-    case = cases.draw_attention(1000 * seed + draw)
-    if draw % 4 == 0:  # the draw itself is of 16 bits
-        case = in_float32(case, "highest" if draw % 8 else None)
-    check(case, kernel.Config.default(problem_of(case)), seed)
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["h64_causal_b2_t8192_n32", "h128_causal_t3000_n28k4"])
 def test_same_bits_twice(name):
     case = case_named(name)
@@ -753,46 +658,6 @@ def test_same_bits_twice(name):
     for _ in range(3):
         again = jax.tree.map(np.asarray, call(inputs))
         jax.tree.map(np.testing.assert_array_equal, again, first)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("mask", [FULL, CAUSAL, sliding_window(37), Mask(50, 20)], ids=str)
-def test_mask_readout(mask):
-    """With q = 0 and v = identity the output is the mask, each row divided by its sum."""
-    rows, keys = 200, 128
-    case = dataclasses.replace(
-        case_named("t_equals_s"),
-        batch=1,
-        q_len=rows,
-        kv_len=keys,
-        v_head_dim=keys,
-        mask=mask,
-        q_offset=3,
-    )
-    arrays = arguments_of(case)
-    arrays["q"] = jnp.zeros_like(arrays["q"])
-    eye = jnp.eye(keys, dtype=case.dtype)[None, :, None]
-    arrays["v"] = jnp.broadcast_to(eye, arrays["v"].shape)
-    problem = problem_of(case)
-    out, _ = run(AttentionInputs(**arrays), problem=problem, config=kernel.Config.default(problem))
-    dense = mask.dense(rows, keys, q_offset=3).astype(np.float64)
-    want = dense / np.maximum(dense.sum(1, keepdims=True), 1)
-    np.testing.assert_array_equal(
-        np.asarray(out[0], np.float64),
-        np.asarray(jnp.asarray(want, case.dtype))[:, None].repeat(2, 1),
-    )
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("where", ["q", "k", "v"])
-def test_live_nan_propagates(where):
-    case = case_named("t_equals_s")
-    arrays = arguments_of(case)
-    arrays[where] = arrays[where].at[0, 17, 0].set(jnp.nan)
-    problem = problem_of(case)
-    out, _ = run(AttentionInputs(**arrays), problem=problem, config=kernel.Config.default(problem))
-    want, _ = reference.attention(AttentionInputs(**arrays), problem)
-    np.testing.assert_array_equal(np.isnan(np.asarray(out)), np.isnan(np.asarray(want)))
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ from pallas_attn.masks import CAUSAL, FULL
 from tests.support import budget, mosaic, subjects
 from tests.support import operations as support
 from tests.support.float8_cases import CASES, case_of, draw
+from tests.support.problems import by_name
 
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
@@ -31,7 +32,7 @@ HOPPER = next(row for row in subjects.ROWS if row.name == "interpreted")
 
 def check(subject, name):
     arguments, finite = case_of(name)
-    got = subject.call(pa.flash_attention_with_lse, **arguments)
+    got = subject.call(by_name.flash_attention_with_lse, **arguments)
     budget.check(dict(zip(("out", "lse"), got, strict=True)), budget.attention(finite))
 
 
@@ -71,7 +72,7 @@ def test_sums(sums, v_dim, rng):
     arguments = dict(zip("qkv", draw(rng, q_len=64, kv_len=640, dim=32, v_dim=v_dim), strict=True))
     arguments["v_scale"] = jnp.asarray(rng.uniform(0.5, 2, (1, 5, 1)), jnp.float32)
     with config.forced("flash_fwd_sm90", {"block_kv": 64, "float32_sums": sums, "grid": 1}):
-        got = HOPPER.call(pa.flash_attention_with_lse, **arguments)
+        got = HOPPER.call(by_name.flash_attention_with_lse, **arguments)
     budget.check(dict(zip(("out", "lse"), got, strict=True)), budget.attention(arguments))
 
 
@@ -158,5 +159,5 @@ def test_gpus_before_ada_refuse_by_name(gpu):
     q = jax.ShapeDtypeStruct((1, 8, 1, 64), jnp.float8_e4m3fn)
     reason = "flash_fwd_sm80_float8: it is built for sm89 and later"
     with device.assume(gpu), pytest.raises(pa.UnsupportedError, match=reason) as error:
-        jax.eval_shape(pa.flash_attention, q, q, q)
+        jax.eval_shape(by_name.flash_attention, q, q, q)
     assert "multiply them by their scales and cast q, k and v to one of them" in str(error.value)

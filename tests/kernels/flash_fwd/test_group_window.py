@@ -29,17 +29,11 @@ CASES = {
 }
 
 
-@pytest.mark.guards
+@mosaic.here_and_on_a_gpu
 @pytest.mark.parametrize("name", CASES)
-def test_interpreted(name):
-    with mosaic.interpret():
+def test_cases(name, where):
+    with where():
         check(*CASES[name])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", CASES)
-def test_on_the_gpu(name):
-    check(*CASES[name])
 
 
 def test_problems_of_this_kernel():

@@ -1,7 +1,5 @@
 """The kernel that makes lists of tiles: what it writes is what jax.numpy makes of the same."""
 
-import contextlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +14,6 @@ from tests.support import builds, mosaic
 pytestmark = pytest.mark.usefixtures("programs_in_numpy")
 
 BATCH, HEADS, BLOCKS = 2, 3, 7
-HERE = [pytest.param("here", id=""), pytest.param("gpu", marks=pytest.mark.gpu)]
 
 
 def some_kinds(rng, shape):
@@ -44,8 +41,7 @@ def table_of_ranks(batch_heads, tiles):
     return table, bits
 
 
-@pytest.mark.guards
-@pytest.mark.parametrize("where", HERE)
+@mosaic.here_and_on_a_gpu
 @pytest.mark.parametrize(
     "shape, never_empty, heads",
     [
@@ -65,7 +61,7 @@ def test_lists_and_codes_are_those_of_jax_numpy(shape, never_empty, heads, where
         codes = tile_lists.codes(kinds)
         return listed_tiles.prepare(codes, table, shape[3], never_empty, (bits, heads))
 
-    with mosaic.interpret() if where == "here" else contextlib.nullcontext():
+    with where():
         lists, codes = jax.jit(prepare)(jnp.asarray(kinds))
     want = tile_lists.of_kinds(kinds, never_empty=never_empty)
     np.testing.assert_array_equal(lists, want)
@@ -77,7 +73,7 @@ def test_a_grid_that_cuda_launches_the_other_way_round(monkeypatch):
     monkeypatch.setattr(lang, "MOST_BLOCKS", 2)
     assert lang.grid_of(owner=3, part=2) == {"grid": (2, 3), "grid_names": ("part", "owner")}
     shape, never_empty = (1, 3, 18, 3, 70), True
-    test_lists_and_codes_are_those_of_jax_numpy(shape, never_empty, HEADS, "here")
+    test_lists_and_codes_are_those_of_jax_numpy(shape, never_empty, HEADS, mosaic.interpret)
 
 
 def test_a_mask_of_many_tiles_is_left_to_xla():

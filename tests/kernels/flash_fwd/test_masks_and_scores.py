@@ -200,7 +200,6 @@ def test_arithmetic_of_any_width_lowers():
 
 
 ONE_NUMBER = {
-    "batch": lambda b, h, q, kv: b >= 1,
     "key": lambda b, h, q, kv: kv >= 5,
     "nothing": lambda b, h, q, kv: True,
 }

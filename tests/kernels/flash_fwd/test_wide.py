@@ -34,16 +34,12 @@ def wide(name: str, head_dim: int = 512) -> cases.AttentionCase:
     return dataclasses.replace(case, head_dim=head_dim, v_head_dim=v_head_dim)
 
 
-INTERPRETED = {
+CASES = {
     "dim512": ("dim512", 512, SMALL),
     "round": ("dim512", 512, ROUND),
     "all_in_registers": ("dim512", 256, ROUND),
     "odd_dims": ("dim72_320", 72, ROUND),
     "window_t_above_s": ("window_t_above_s", 128, SMALL),  # rows without a key
-    "kv_lengths_causal": ("kv_lengths_causal", 384, SMALL),
-    "q_lengths": ("q_lengths", 128, SMALL),
-    "sinks": ("sinks_empty_rows", 128, ROUND),
-    "softcap": ("softcap", 128, SMALL),
 }
 
 
@@ -51,19 +47,6 @@ def test_the_ring_holds_a_tile_of_k():
     problem = problem_of(wide("dim512"))
     with pytest.raises(ValueError, match=r"Config\.k_ring must be at least 4, a kv tile, for"):
         kernel.smem_bytes(problem, kernel.Config(k_ring=3))
-
-
-ON_THE_GPU = INTERPRETED | {
-    "float16": ("float16_causal", 512, kernel.Config()),
-    "long": ("t_equals_s", 512, kernel.Config()),
-}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ON_THE_GPU)
-def test_on_the_gpu(name):
-    problem, head_dim, config = ON_THE_GPU[name]
-    check(wide(problem, head_dim), config)
 
 
 @pytest.mark.gpu
@@ -77,11 +60,11 @@ def test_gradients_on_the_gpu():
     budget.check(got, wanted)
 
 
-@pytest.mark.guards
-@pytest.mark.parametrize("name", INTERPRETED)
-def test_interpreted(name):
-    problem, head_dim, config = INTERPRETED[name]
-    with mosaic.interpret():
+@mosaic.here_and_on_a_gpu
+@pytest.mark.parametrize("name", CASES)
+def test_cases(name, where):
+    problem, head_dim, config = CASES[name]
+    with where():
         check(wide(problem, head_dim), config)
 
 

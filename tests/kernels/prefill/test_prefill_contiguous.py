@@ -41,7 +41,7 @@ def lengths(name, **fields):
     )
 
 
-INTERPRETED = [
+CASES = [
     (lengths("lengths", sinks=True), SMALL),
     (lengths("lengths_splits", sinks=True), SPLIT),
     (case("odd_rows", (2, 9, 203), (3, 1), (64, 128), mask=sliding_window(90), q_offset=190), ONE),
@@ -59,10 +59,10 @@ INTERPRETED = [
 ]
 
 
-@pytest.mark.guards
-@pytest.mark.parametrize("case, config", INTERPRETED, ids=lambda x: getattr(x, "name", ""))
-def test_interpreted(case, config):
-    with mosaic.interpret():
+@mosaic.here_and_on_a_gpu
+@pytest.mark.parametrize("case, config", CASES, ids=lambda x: getattr(x, "name", ""))
+def test_cases(case, config, where):
+    with where():
         check(case, config)
 
 
@@ -119,12 +119,6 @@ def test_taken_where_it_is_faster(case, taken):
     chosen = dispatch.select(problem, None)
     want = "prefill_contiguous_sm90" if taken else "flash_fwd_sm90"
     assert (chosen.name, chosen.implementation) == (want, "sm90")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case, config", INTERPRETED, ids=lambda x: getattr(x, "name", ""))
-def test_interpreted_cases_on_a_gpu(case, config):
-    check(case, config)
 
 
 Q_LENS, DIMS = (1, 16, 65, 250), (64, 128, 256, (192, 128))

@@ -25,6 +25,7 @@ from pallas_lm.rows import gated, linear, rms_norm
 Array = jax.Array
 Name = Literal["cudnn", "xla"]
 COMPILER = {"xla_gpu_enable_triton_gemm": False}  # CUDA graphs, which ours goes without, help here
+_HEADS = P(None, None, lm_mesh.HEADS)  # the split of a cache
 Caches = tuple[tuple[Array, Array], ...]  # K and V [M, capacity, K, H] of each layer
 Carry = tuple[Caches, Array, Array]  # caches, lengths int32[M], tokens int32[M]
 
@@ -34,7 +35,7 @@ def create(config: Config, options: Options, seed: int) -> Caches:
     shape = (options.batch, options.capacity, config.kv_heads, config.head_dim)
     place = None
     if options.mesh is not None:
-        place = NamedSharding(options.mesh, lm_mesh.spec_of_heads(len(shape)))
+        place = NamedSharding(options.mesh, _HEADS)
     seeds = np.arange(2 * config.layers, dtype=np.uint32).reshape(-1, 2) + np.uint32(seed)
     normal = functools.partial(_normal, shape, options.dtype, place)
     return tuple((normal(k), normal(v)) for k, v in seeds)
@@ -56,8 +57,7 @@ def steps(
     """A chunk of greedy steps and its tokens; on a mesh each device has its own heads."""
     if options.mesh is None:
         return _steps(config, implementation, options.chunk, params, carry)
-    caches = jax.tree.map(lambda x: lm_mesh.spec_of_heads(x.ndim), carry[0])
-    state = (caches, P(), P())
+    state = (_HEADS, P(), P())
     local = lm_mesh.local(config, options.mesh)
     return jax.shard_map(
         functools.partial(_steps, local, implementation, options.chunk),
