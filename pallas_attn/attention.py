@@ -134,7 +134,7 @@ def flash_attention(  # noqa: PLR0913
       implementation: "sm90", "sm80", "reference", or None for the fastest that takes the problem.
         There is no silent fallback on a GPU; without one the reference is what runs. "sm100" are
         kernels for Blackwell that have never run on their GPU: only their name chooses them.
-      old: keywords of 0.2.0. Each gives a DeprecationWarning that says what to write.
+      old: earlier keywords. Each gives a DeprecationWarning that says what to write.
 
     Returns:
       `[B, T, N, Hv]`, or `[tokens, N, Hv]` of packed rows, in q's dtype; of float8 in bfloat16, or

@@ -1,4 +1,4 @@
-"""Keywords of `flash_attention` as they were in 0.2.0, before values had what belongs together."""
+"""Earlier keywords of `flash_attention`, from before values had what belongs together."""
 
 import pathlib
 import warnings

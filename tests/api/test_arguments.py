@@ -47,7 +47,7 @@ def test_defaults_are_those_of_the_call(function):
     assert {x.name: x.default for x in parameters} == record._field_defaults
 
 
-# ---- keywords as they were in 0.2.0 --------------------------------------------------------------
+# ---- earlier keywords ----------------------------------------------------------------------------
 
 Q = jnp.asarray(np.random.default_rng(0).standard_normal((1, 8, 2, 16)), jnp.float32)
 NARROW = Q.astype(jnp.float8_e4m3fn)

@@ -20,7 +20,7 @@ from pallas_attn import _jax_versions
 ROOT = pathlib.Path(pa.__file__).parent
 PUBLIC = ("attention", "decode", "cache", "append", "context", "masks", "merge", "rotary")
 PUBLIC += ("scores", "trees", "errors", "prefixes", "ragged", "float8", "check", "devices")
-PUBLIC += ("tuning",)
+PUBLIC += ("tuning", "values")
 PACKAGES = ("pallas_attn", "pallas_lm", "benchmarks")  # the last is not in the wheel
 FILES = sorted(path for name in PACKAGES for path in (ROOT.parent / name).rglob("*.py"))
 
