@@ -169,7 +169,7 @@ def test_no_rows(sizes):
     """Lists of positions and of blocks."""
     q, k = jnp.zeros((B, sizes[0], N, DIM)), jnp.zeros((B, sizes[1], K, DIM))
     indices = np.zeros((B, 1, sizes[0], 4), np.int32)
-    for lists in ({"kv_indices": indices}, {"kv_blocks": indices[:, :, :1]}):
+    for lists in ({"kv_indices": indices}, {"kv_blocks": pa.Blocks(indices[:, :, :1])}):
         out, lse = pa.flash_attention_with_lse(q, k, k, **lists)
         assert out.shape == q.shape and not np.asarray(out).any()
         assert (np.asarray(lse) == -np.inf).all() and lse.dtype == jnp.float32

@@ -451,9 +451,11 @@ def test_lost_sequences_spoil_their_rows_alone(rng, subject):
     mixture.check(out, lse, subject, but=(1, 2, 3))
 
 
-@each_subject
+@pytest.mark.parametrize("subject", subjects.rows("decode", but=("interpreted", "reference")))
 def test_bits_do_not_depend_on_the_others(rng, subject):
-    """`batch_invariant`: a sequence of one row and one of 40, among others of other sizes."""
+    """`batch_invariant`: a sequence of one row and one of 40, among others of other sizes. The
+    reference is left out: matmuls of XLA on a CPU may round by the number of rows.
+    """
     held, cache = (60, 33, 0, 90), None
     results = []
     for counts in ((1, 0, 40, 2), (1, 23, 40, 0)):

@@ -17,6 +17,7 @@ from pallas_attn.kernels.flash_fwd import sm90 as flash_fwd_sm90
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.prefill import sm90 as prefill_sm90
 from pallas_attn.masks import CAUSAL, FULL, sliding_window
+from pallas_attn.values import Blocks
 from tests.support import operations as support
 
 
@@ -196,7 +197,7 @@ def test_tiles_on_hopper_follow_blocks(sizes, dim, heads, forward, backward):
     q, k = (np.zeros((1, 1024, n, dim), np.float32) for n in heads)
     rows = sizes[0] if isinstance(sizes, tuple) else sizes
     blocks = np.zeros((1, kv_heads, 1024 // rows, 2), np.int32)
-    mask = block_lists.shown(q, k, Call(CAUSAL, kv_blocks=blocks, block_size=sizes))
+    mask = block_lists.shown(q, k, Call(CAUSAL, kv_blocks=Blocks(blocks, sizes)))
     shape = {"q_len": 1024, "kv_len": 1024, "q_heads": q_heads, "kv_heads": kv_heads}
     shape |= {"head_dim": dim, "v_head_dim": dim}
     problem = attention(mask=FULL, mask_program=mask.program, **shape)

@@ -21,6 +21,7 @@ from pallas_attn._call.bind import Call
 from pallas_attn._call.problem import Change
 from pallas_attn.kernels.decode import sm90 as decode_sm90
 from pallas_attn.kernels.flash_fwd import batch_rows
+from pallas_attn.values import Blocks
 from tests.support import operations as support
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -35,7 +36,7 @@ _BY_HEAD = pa.mask_fn(lambda b, h, q, kv: kv > h).program
 _LARGE = dataclasses.replace(support._SLOPES, arrays=(((2**31,), "float32"),))
 _ROWS = np.zeros((2, 1024, 8, 128), np.float32)
 _LISTS = np.zeros((1, 1, 16, 2), np.int32)
-_SMALL_BLOCKS = block_lists.shown(_ROWS, _ROWS, Call(kv_blocks=_LISTS, block_size=64))
+_SMALL_BLOCKS = block_lists.shown(_ROWS, _ROWS, Call(kv_blocks=Blocks(_LISTS, 64)))
 # Problems beside those of the support matrix: changes of the operation's base.
 MORE: dict[str, tuple[dict[str, Any], ...]] = {
     "flash_forward": (

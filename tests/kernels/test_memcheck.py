@@ -49,7 +49,11 @@ def test_no_access_out_of_bounds(group):
 
 
 # Files that define launches and make none.
-DEFINITIONS = {"kernels/lang/thread_program.py", "kernels/lang/mosaic.py"}
+DEFINITIONS = {
+    "kernels/lang/thread_program.py",
+    "kernels/lang/mosaic.py",
+    "kernels/flash_bwd/operands.py",
+}
 
 
 def test_every_launch_has_a_small_test():
@@ -57,7 +61,10 @@ def test_every_launch_has_a_small_test():
         str(path.relative_to(ROOT)).removeprefix("pallas_attn/")
         for package in ("pallas_attn", "pallas_lm")
         for path in (ROOT / package).rglob("*.py")
-        if re.search(r"(plgpu\.kernel|lane_kernel|persistent_kernel)\(", path.read_text("utf-8"))
+        if re.search(
+            r"(plgpu\.kernel|lane_kernel|persistent_kernel|operands\.launched)\(",
+            path.read_text("utf-8"),
+        )
     }
     launches -= gpu_cases.OF_SEVERAL_GPUS | gpu_cases.BLACKWELL | DEFINITIONS
     assert launches <= set(gpu_cases.QUICK), launches - set(gpu_cases.QUICK)
