@@ -178,9 +178,11 @@ def _shared_cache(case: DecodeCase, arrays: dict[str, Any]) -> Cache:
     numbers, table = np.unique(np.take_along_axis(own, owner, axis=0), return_inverse=True)
     order = np.random.default_rng(1).permutation(numbers.size)
     mixed = jnp.asarray(order[table].reshape(own.shape), jnp.int32)
-    small = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), cache._with(k=None, v=None))
+    small = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype), dataclasses.replace(cache, k=None, v=None)
+    )
     pools = {name: _into_pages(arrays[name], mixed, numbers.size) for name in ("k", "v")}
-    return small._with(**pools, page_table=mixed, lengths=arrays["lengths"])
+    return dataclasses.replace(small, **pools, page_table=mixed, lengths=arrays["lengths"])
 
 
 def held_rows(case: DecodeCase, arrays: dict[str, Any]) -> tuple[jax.Array, jax.Array]:

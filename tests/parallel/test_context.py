@@ -688,10 +688,10 @@ def loss(call, q, k, v):
     return (call(q, k, v) ** 2).sum()
 
 def local(q, k, v):
-    return by_name.flash_attention(q, k, v, mask=pa.CAUSAL, context=context)
+    return pa.flash_attention(q, k, v, mask=pa.CAUSAL, context=context)
 
 def one(q, k, v):
-    return by_name.flash_attention(q, k, v, mask=pa.CAUSAL)
+    return pa.flash_attention(q, k, v, mask=pa.CAUSAL)
 
 def placed(x):
     return jax.make_array_from_callback(x.shape, where, lambda index: x[index])
