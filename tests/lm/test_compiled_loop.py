@@ -61,8 +61,8 @@ def test_a_chunk_copies_neither_caches_nor_weights(kind):
     assert report.launches == 8 * CONFIG.layers + 2
     waits = [text for text in report.sass.split("\f") if "ACQBULK" in text]
     assert len(waits) == len(report.kernels) >= 8  # each kind of kernel waits for the one before
-    # XLA's own kernels stand before the first layer and after the last one. Each layer has two, which
-    # take q, k and v apart and rotate q.
+    # XLA's own kernels stand before the first layer and after the last one. Each layer has two, to
+    # take q, k and v apart and to rotate q.
     assert len(re.findall(r" fusion\(", report.hlo)) < 20 + 2 * CONFIG.layers
     assert not re.findall(LAYER, report.hlo)
 
