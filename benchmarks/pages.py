@@ -59,25 +59,23 @@ _LIBRARIES = ("attention_mgpu", "cudnn", "fa4", "flash", "flex", "tokamax", "tor
 _EVERY = """\
 ## Every operation
 
-How many times as fast as each library, over all cases that both take. [All cases](cases.md) has
-these, and calls of this package beside others of its own."""
+How many times as fast as each library, over all [cases](cases.md) that both take."""
 _COLUMNS = """\
-- `ours`, `f16` (in float16), or kinds of caches: our figures. A line with several of them has the
+- `ours`, `f16` (in float16), or kinds of caches: our figures. With several of them a line has the
   least share, each peer's fastest figure, and the least ratio.
 - `of matmul`, `of read`: share of the rate of a large matmul, or of reading memory, in that run.
 - `over best`: our speed over that of the best peer. `others`: peers of a few cases.
 - `MiB`: memory of a step beside arguments and results, ours/cuDNN.
-
-Prefill is `decode_attention` of many query rows a sequence over a full cache, `dense` our
-`flash_attention` over contiguous K and V. Over shared pages `plain` is the call without
-`shared_prefixes`, `unshared` that over own pages, `flashinfer` its cascade; cases that end with
-`_found` count the time to find shared pages."""
+- Prefill is many query rows a sequence over a full cache; `dense` is `flash_attention` over
+  contiguous K and V.
+- Shared pages: `plain` lacks `shared_prefixes`, `unshared` has pages of its own, `flashinfer` is
+  its cascade. `_found` counts the time to find shared pages."""
 _SPLIT = """\
 The rows of one causal sequence on several GPUs: TFLOP/s a GPU (`both` with the backward); TB/s of
-live K and V in `rows_decode`. `alone`: the slowest and the fastest GPU with all of it (the first
-one in older rows); `share`: of the first one's rate. Wall time of jitted steps in turns of a tenth
-of a second, long enough to reach the power limit; GPUs rest before each turn. `ring` and
-`cudnn_ring` pass K and V between launches of our kernels and of cuDNN's."""
+live K and V in `rows_decode`. `alone`: the slowest and the fastest GPU with all of it (in older
+rows the first one); `share`: of the first one's rate. `ring` and `cudnn_ring` pass K and V between
+launches of our kernels and of cuDNN's. Wall time of jitted steps, in turns that reach the power
+limit."""
 _OURS_SPLIT = ("pallas_attn/gather", "pallas_attn/rows")
 _FIRST_CALL = """\
 Seconds of wall time in a fresh process, after imports, CUDA's start and the arrays: `fwd` is causal
@@ -95,8 +93,8 @@ Grouped heads and small batches, where there are fewer work tiles than multiproc
 cuDNN's in the same process, causal, bfloat16. B is the batch, T the rows, 300, 1024, 2048 and 4096
 from left to right. The forward's time is that of its kernel in the call with gradients."""
 _SEPARATE = """\
-Figures from processes and timers of the peers' own: they enter no ratio on this page, and are pale
-in the pictures, which show the newest version."""
+Figures from processes and timers of the peers' own. They enter no ratio on this page. Pictures show
+the newest version, pale."""
 _OLD = " †"  # marks rows of an older commit
 # Parts of a case's name that are columns of one line, beside "ours".
 _COLUMN = re.compile(r"_(per_sequence|stacked|paged\d*|f16)(?=_|$)")
@@ -257,7 +255,7 @@ def every_case(rows: Sequence[Row], separate: Sequence[Row] = ()) -> str:
     if not groups:
         return "Nothing is measured yet."
     commit = newest_commit(itertools.chain(*groups.values()))
-    parts = [_COLUMNS, f"{_OLD.strip()} marks cases of a commit older than `{commit}`."]
+    parts = [_COLUMNS, f"{_OLD.strip()}: of a commit older than `{commit}`; at `case`, all lines."]
     for table in _tables(groups):
         ordered = sorted(groups[table], key=lambda rows_of: order.get(rows_of[0]["case"], 0))
         made = _table(table, ordered, ceilings, commit)
@@ -368,12 +366,18 @@ def _table(
     fastest = {name: _fastest_of_peers(case.values()) for name, case in cases.items()}
     met = collections.Counter(peer for figures in fastest.values() for peer in figures)
     peers = sorted(peer for peer in met if 4 * met[peer] >= len(cases))
-    head = ["case", *columns, f"of {unit}", *peers, "over best", "MiB", "others"]
+    old = {
+        name
+        for name, case in cases.items()
+        if any(not is_of(rows_of[0], commit) for rows_of in case.values())
+    }
+    all_old = len(old) == len(cases)
+    head = ["case" + _OLD * all_old, *columns, f"of {unit}", *peers, "over best", "MiB", "others"]
     lines = []
     for name, case in cases.items():
         every, figures = list(case.values()), fastest[name]
-        old = any(not is_of(rows_of[0], commit) for rows_of in every)
-        cells = [name + _OLD * old, *(_number(case[x][0]) if x in case else "" for x in columns)]
+        cells = [name + _OLD * (name in old and not all_old)]
+        cells += [_number(case[x][0]) if x in case else "" for x in columns]
         tops = [(rows[0], ceilings.get((rows[0]["run"], unit))) for rows in every]
         shares = [rate(row) / top for row, top in tops if top and op != "append"]
         cells += [_least(shares, ".0%"), *(figures.get(peer, "") for peer in peers)]
@@ -442,13 +446,16 @@ def _gpu(row: Row) -> str:
 
 def _table_of_split(cases: list[dict[str, Row]]) -> str:
     head = ["case", "GPUs", "alone", "ours", "share", "ring", "cudnn_ring", "over best"]
-    lines = []
+    lines, before = [], ""
     for rows in cases:
         alone = rows["pallas_attn/one"]
         ours = next(rows[name] for name in _OURS_SPLIT if name in rows)
         both = rows.get("pallas_attn/ring"), rows.get("cudnn_ring")
         peers = [row for row in both if row]
-        cells = [ours["case"], f"{ours['problem']['devices']}x{_gpu(ours)}", _alone(alone)]
+        name = ours["case"]
+        cells = ["" if name == before else name, f"{ours['problem']['devices']}x{_gpu(ours)}"]
+        cells.append(_alone(alone))
+        before = name
         cells += [_number(ours), f"{ours['efficiency']:.0%}"]
         cells += [_number(row) if row else "" for row in both]
         cells.append(f"{min(row['ms'] for row in peers) / ours['ms']:.2f}" if peers else "")
@@ -506,8 +513,19 @@ def _table_of(separate: Sequence[Row], groups: dict[str, list[list[Row]]]) -> st
             figures = {_version(row): _figure(row) for row in rows if row["case"] == case}
             lines.append([*cells, *(figures.get(column, "") for column in columns)])
         parts.append(_aligned(head, lines))
-    said = [f"- {', '.join(names)}, {date}: {how}." for (date, how), names in methods.items()]
-    return "\n\n".join([*parts, "How the peers' figures were taken:", "\n".join(said)])
+    facts = [how.split("; ") for _, how in methods]
+    shared = [fact for fact in facts[0] if all(fact in how for how in facts)]
+    shared = shared if len(facts) > 1 else []
+    said = [
+        f"- {', '.join(names)}, {date}: {'; '.join(x for x in how if x not in shared)}."
+        for ((date, _), names), how in zip(methods.items(), facts, strict=True)
+    ]
+    taken = (
+        f"How they were taken. All: {'; '.join(shared)}. Each:"
+        if shared
+        else "How they were taken:"
+    )
+    return "\n\n".join([*parts, taken, "\n".join(said)])
 
 
 def _version(row: Row) -> str:

@@ -591,6 +591,8 @@ def test_rows_of_older_commits_are_marked():
     text = pages.every_case(mixed)
     assert re.search(r"^h128_causal_b2_t8192_n16 †  ", text, re.M)
     assert re.search(rf"^{second}  +\d", text, re.M)
+    decode = text.partition("## Decode")[2].partition("##")[0]  # all lines are old: one mark
+    assert "\ncase †  " in decode and decode.count("†") == 1
     newer = of(before, commit="0123456789ab", date="2026-11-24", run="newest")
     newer = [row for row in newer if row["op"] == "forward" and row["ms"] in (0.8, 0.9)]
     whole = pages.overview([*mixed, *newer])
@@ -631,6 +633,10 @@ def test_peers_of_other_processes_enter_no_ratio():
     assert ["Forward", "ours", "flash_attention_4", "4"] in [x.split() for x in text.splitlines()]
     assert [case, "687", "613", "(ours", "770)"] in [x.split() for x in text.splitlines()]
     assert "- flash_attention_4 4, 2026-11-20: events." in text
+    later = peer | {"version": "5", "date": "2026-11-22", "method": "graphs; a process of its own"}
+    earlier = peer | {"method": "events; a process of its own"}
+    text = pages.every_case(fake_rows(), [earlier, later])  # what both have is said once
+    assert text.count("a process of its own") == 1 and "2026-11-22: graphs." in text
     picture = pages.pictures(fake_rows(), [peer])["forward"]
     assert "1.12 times the best peer" in picture and "flash_attention_4" in picture
 
