@@ -96,8 +96,8 @@ def decode_attention(  # noqa: PLR0913
         groups)`; each group's are read once. Every query sees all of them; `sinks` count once.
         It takes no window, mask function, score, parents, starts, batch_invariant and rotary:
         positions here are those of the sequence's own rows.
-      kv_indices: int32[M, t, n], traced or not, of packed rows int32[tokens, n]: a query row
-        attends to these positions of its sequence only, whatever their order. -1 stands for none,
+      kv_indices: int32[M, t, n] ([M, n] of one token), traced or not, of packed rows int32[tokens,
+        n]: a query row attends to these positions of its sequence only, in any order. -1 is none,
         and so does any position that the sequence does not have or that `mask` hides from the row.
         A position counts as often as it is listed: list each once. All heads of a row share its
         list. It takes no parents, shared_prefixes, prefix and no cache whose rows are split over

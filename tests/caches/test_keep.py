@@ -282,7 +282,7 @@ FIRST, ALL_ROWS = np.array([[1, 4]] * 3, np.int32), np.arange(6, dtype=np.int32)
 )
 @pytest.mark.parametrize("forked", [5, 7, 8, 11])
 def test_keep_after_a_fork_of_some_drafts(forked, counts, path):
-    """docs/semantics.md: drafts in the page that a fork copies are no obstacle, in a page that it
+    """`KVCache.keep`: drafts in the page that a fork copies are no obstacle, in a page that it
     shares they are; but for a call that changes nothing.
     """
     cache = PagedCache.create(3, 20, 4, 1, 2, capacity=24, dtype="float32")
