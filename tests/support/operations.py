@@ -141,12 +141,12 @@ _LENGTHS_AND_IDS = ("q_lengths", "kv_lengths", "q_segment_ids", "kv_segment_ids"
 
 _ATTENTION_ROWS: dict[str, Variants] = {
     "dtype": _each(("bfloat16", "float16", "float32", "float64"), "dtype"),
-    'float32, precision="highest"': ({"dtype": "float32", "precision": "highest"},),
+    'precision="highest"': ({"dtype": "float32", "precision": "highest"},),
     "float8 with scales": _each(
         ("float8_e4m3fn", "float8_e5m2"), "dtype", out_dtype="bfloat16", arrays=("q_scale",)
     ),
     "head dim": _head_dims(32, 64, 72, 80, 96, 128, 192, 256, 320, 512),
-    "head dim of q, k and of v": (
+    "head dim of q and of v": (
         {"head_dim": 192, "v_head_dim": 128},
         {"head_dim": 64, "v_head_dim": 256},
         {"head_dim": 512, "v_head_dim": 128},
@@ -160,16 +160,16 @@ _ATTENTION_ROWS: dict[str, Variants] = {
     "softcap": ({"softcap": 30.0},),
     **{x: ({"arrays": (x,)},) for x in ("q_offset", "q_lengths", "kv_lengths", "sinks")},
     "segment_ids": ({"arrays": _LENGTHS_AND_IDS[2:]},),
-    "packed rows, q_starts and kv_starts": ({"arrays": (*_LENGTHS_AND_IDS, "q_positions")},),
+    "packed rows": ({"arrays": (*_LENGTHS_AND_IDS, "q_positions")},),
     "bias": ({"arrays": ("bias",), "bias_shape": _SCORES},),
     "mask_array": ({"arrays": ("mask_array",), "mask_shape": _SCORES},),
     "rows split over devices": ({"arrays": ("q_offset",), "offsets": ((0, 1024),)},),
-    "rotary, which XLA does before the launch": ({},),
+    "rotary": ({},),
     "mask_fn": ({"mask_program": _ALTERNATE},),
     "score_fn": ({"score_program": _DISTANCE},),
     "score_fn, gradients of its arrays": ({"score_program": _SLOPES, "learned": (0,)},),
     "mask_fn, rows split over devices": ({"mask_program": _PLACED, "arrays": ("q_offset",)},),
-    "bias beside mask_fn or score_fn": (
+    "bias, beside mask_fn or score_fn": (
         {"mask_program": _ALTERNATE, "arrays": ("bias",), "bias_shape": _SCORES},
     ),
 }
@@ -193,7 +193,7 @@ _ROWS: dict[str, dict[str, Variants]] = {
         "ragged chunks": ({"new_rows": 64, "ragged": True},),
         "packed rows": ({"new_rows": 64, "packed": True},),
         "rows split over devices": ({"new_rows": 8, "packed": True},),
-        "rows split over devices, keep by a path of 32 layers": (
+        "rows split over devices, keep of 32 layers": (
             {"sequences": 8 * 32, "new_rows": 8 * 32 * 8, "packed": True},
         ),
         "one array alone": ({"v_head_dim": None},),
@@ -202,7 +202,7 @@ _ROWS: dict[str, dict[str, Variants]] = {
             | {"cache_dtype": "float8_e4m3fn", "quantized": True, "byte_rows": True},
         ),
         "packed rows, K and V interleaved": (_INTERLEAVED | {"new_rows": 64, "packed": True},),
-        "rotary, norm": ({"change": Change(128, eps=1e-6, pairs=64, positions=1024)},),
+        "rotary and norm": ({"change": Change(128, eps=1e-6, pairs=64, positions=1024)},),
     },
     "keep": {
         "cache": _CACHES,
@@ -216,74 +216,60 @@ _ROWS: dict[str, dict[str, Variants]] = {
     "decode": {
         "cache": _CACHES,
         "dtype": _each(("bfloat16", "float16", "float32"), "dtype", "cache_dtype"),
-        'float32, precision="highest"': _each(
-            ("float32",), "dtype", "cache_dtype", precision="highest"
-        ),
+        'precision="highest"': _each(("float32",), "dtype", "cache_dtype", precision="highest"),
         "quantised cache": _QUANTISED,
-        "float8 cache, precision=ANY_F8_ANY_F8_F32": (
-            _QUANTISED[1] | {"precision": "float8", "q_len": 64},
-        ),
-        "V within K, head dim 576 and 512": (_LATENT,),
-        "V within K, rows of 656 bytes": tuple(_OF_BYTES | {"q_heads": n} for n in (16, 128)),
+        "precision=ANY_F8_ANY_F8_F32": (_QUANTISED[1] | {"precision": "float8", "q_len": 64},),
+        "V within K": (_LATENT,),
+        "rows of 656 bytes": tuple(_OF_BYTES | {"q_heads": n} for n in (16, 128)),
         "head dim": _head_dims(64, 72, 96, 128, 192, 256, 320, 512),
         "query heads a kv head": _GROUPS,
         "tokens at once": _each((1, 4, 64), "q_len"),
         "packed rows": (_PACKED,),
-        "shared_prefixes, prefix": (_CACHES[2] | {"mask": FULL} | _PACKED,),
-        "packed rows over a quantised cache": tuple(dtype | _PACKED for dtype in _QUANTISED),
+        "shared_prefixes and prefix": (_CACHES[2] | {"mask": FULL} | _PACKED,),
+        "quantised cache, packed rows": tuple(dtype | _PACKED for dtype in _QUANTISED),
         "packed rows, V within K": (_LATENT | _PACKED,),
-        "packed rows, V within K, rows of 656 bytes": (_OF_BYTES | _PACKED,),
+        "rows of 656 bytes, packed rows": (_OF_BYTES | _PACKED,),
         "window": ({"mask": sliding_window(128)},),
         "window at run time": ({"mask": CAUSAL.filled(left=AT_RUN_TIME)},),
-        "rows split over devices, window": (
+        "window, rows split over devices": (
             {"kind": "paged", "page_size": 1024, "pages": 8, "sequences": 1, "capacities": (1024,)}
             | {"mask": _AT_RUN_TIME},
         ),
         "softcap": ({"softcap": 30.0},),
         "sinks": ({"sinks": True},),
         "batch_invariant": ({"batch_invariant": True},),
-        "parents, a tree of drafts: tokens at once": tuple(
-            {"q_len": n} | _IN_TREE for n in (4, 64)
-        ),
-        "a tree in a window: tokens at once": tuple({"q_len": n} | _IN_WINDOW for n in (4, 64)),
-        "a tree, rows split over devices": (
+        "tokens at once, parents": tuple({"q_len": n} | _IN_TREE for n in (4, 64)),
+        "tokens at once, parents in a window": tuple({"q_len": n} | _IN_WINDOW for n in (4, 64)),
+        "parents, rows split over devices": (
             {"q_len": 64, "mask": FULL, "mask_program": _SPLIT_TREE},
         ),
-        "a tree over a quantised cache": tuple(
-            dtype | {"q_len": 64} | _IN_TREE for dtype in _QUANTISED
-        ),
-        "a tree of packed rows": (_PACKED_TREE,),
-        "a tree of packed rows in a window": (
-            _PACKED
-            | {
-                "mask": Mask(left=1086, right=0),
-                "mask_program": trees.program_of_window((2112, 3), 8),
-            },
-        ),
-        "a tree of packed rows over a quantised cache": tuple(
+        "quantised cache, parents": tuple(dtype | {"q_len": 64} | _IN_TREE for dtype in _QUANTISED),
+        "parents, packed rows": (_PACKED_TREE,),
+        "parents, packed rows in a window": (_PACKED_IN_WINDOW,),
+        "quantised cache, parents of packed rows": tuple(
             dtype | _PACKED_TREE for dtype in _QUANTISED
         ),
-        "a tree of packed rows, V within K": (_LATENT | _PACKED_TREE,),
-        "mask_fn, packed rows, V within K": (_LATENT | {"mask_program": _ALTERNATE} | _PACKED,),
-        "a tree, V within K": (_LATENT | {"q_len": 4} | _IN_TREE,),
+        "parents, packed rows and V within K": (_LATENT | _PACKED_TREE,),
+        "mask_fn, packed rows and V within K": (_LATENT | {"mask_program": _ALTERNATE} | _PACKED,),
+        "parents, V within K": (_LATENT | {"q_len": 4} | _IN_TREE,),
         "mask_fn": ({"mask_program": _ALTERNATE},),
         "mask_fn, packed rows": ({"mask_program": _ALTERNATE} | _PACKED,),
-        "score_fn: cache": tuple(x | _SCORED for x in _CACHES),
-        "score_fn: tokens at once": tuple({"q_len": n} | _SCORED for n in (1, 4, 64)),
+        "cache, score_fn": tuple(x | _SCORED for x in _CACHES),
+        "tokens at once, score_fn": tuple({"q_len": n} | _SCORED for n in (1, 4, 64)),
         "score_fn, packed rows": (_SCORED | _PACKED,),
-        "score_fn over a quantised cache": tuple(dtype | _SCORED for dtype in _QUANTISED),
+        "quantised cache, score_fn": tuple(dtype | _SCORED for dtype in _QUANTISED),
         "score_fn, V within K": (_LATENT | _SCORED,),
-        "score_fn, packed rows, V within K": (_LATENT | _SCORED | _PACKED,),
-        "score_fn, V within K, rows of 656 bytes": (_OF_BYTES | _SCORED,),
-        "kv_indices, a list of positions a row: cache": tuple(x | _LISTED for x in _CACHES),
-        "kv_indices: tokens at once": tuple({"q_len": n} | _LISTED for n in (1, 64)),
+        "score_fn, packed rows and V within K": (_LATENT | _SCORED | _PACKED,),
+        "rows of 656 bytes, score_fn": (_OF_BYTES | _SCORED,),
+        "cache, kv_indices": tuple(x | _LISTED for x in _CACHES),
+        "tokens at once, kv_indices": tuple({"q_len": n} | _LISTED for n in (1, 64)),
         "kv_indices, packed rows": (_PACKED | _LISTED,),
-        "kv_indices over a quantised cache": tuple(dtype | _LISTED for dtype in _QUANTISED),
+        "quantised cache, kv_indices": tuple(dtype | _LISTED for dtype in _QUANTISED),
         "kv_indices, V within K": (_LATENT | _LISTED,),
-        "kv_indices and sinks": (_LISTED | {"sinks": True},),
-        "kv_indices and score_fn": (_LISTED | _SCORED,),
+        "kv_indices, sinks": (_LISTED | {"sinks": True},),
+        "kv_indices, score_fn": (_LISTED | _SCORED,),
         "packed rows, K and V interleaved": (_INTERLEAVED | _PACKED,),
-        "packed rows, K and V interleaved, in numbers without scales": tuple(
+        "K and V interleaved, numbers without scales": tuple(
             dtype | _INTERLEAVED | _PACKED | {"unscaled": True} for dtype in _QUANTISED
         ),
     },
@@ -294,7 +280,12 @@ def support_matrix() -> str:
     """Markdown tables: the values of each property that some kernel takes."""
     by_name = {label: _TABLES["attention"][label] for label in ("forward", "backward")}
     tables = [_table(title, operations) for title, operations in _TABLES.items()]
-    return "\n\n".join([*tables, _table("attention", by_name, "sm100")])
+    # The kernels for Blackwell: what differs from the first table.
+    of_name, of_all = _cells(by_name, "sm100"), _cells(_TABLES["attention"])
+    differ = {name: cell for name, cell in of_name.items() if cell != of_all[name]}
+    head = '| attention, forward and backward, implementation="sm100" | on its GPUs |'
+    lines = [head, "|---|---|", *_merged(differ), "| all else | as above |"]
+    return "\n\n".join([*tables, "\n".join(lines)])
 
 
 def rewrite(page: str) -> None:
@@ -305,26 +296,38 @@ def rewrite(page: str) -> None:
     path.write_text(f"{before}{BEGIN}\n{support_matrix()}\n{END}{after}")
 
 
-def _table(title: str, operations: dict[str, str], implementation: str | None = None) -> str:
-    """The table of operations, or of their kernels that only a name chooses, on the GPU of that
-    name.
-    """
+def _table(title: str, operations: dict[str, str]) -> str:
+    """The table of operations."""
     *labels, last = operations
     label = f"{title}, {' and '.join(filter(None, (', '.join(labels), last)))}".removesuffix(", ")
-    lines = [f"| {label} | every GPU |", "|---|---|"]
-    if implementation is not None:
-        lines[0] = f'| {label}, implementation="{implementation}" | on its GPUs |'
+    return "\n".join([f"| {label} | every GPU |", "|---|---|", *_merged(_cells(operations))])
+
+
+def _cells(operations: dict[str, str], implementation: str | None = None) -> dict[str, str]:
+    """{property: its cell}, of operations or of their kernels that only a name chooses, on the GPU
+    of that name.
+    """
     rows = _ROWS[next(iter(operations.values()))]
-    lines += _merged({name: _cell(operations, x, implementation) for name, x in rows.items()})
-    return "\n".join(lines)
+    return {name: _cell(operations, x, implementation) for name, x in rows.items()}
 
 
 def _merged(cells: dict[str, str]) -> list[str]:
-    """Rows of a table, of which those with the same cell are one."""
-    names: dict[str, list[str]] = {}
+    """Rows of a table, of which those with the same cell are one. Of a property "mask_fn, packed
+    rows" the first part is named once, with the others behind it.
+    """
+    names: dict[str, dict[str, list[str]]] = {}
     for name, cell in cells.items():
-        names.setdefault(cell, []).append(name)
-    return [f"| {'; '.join(names[cell])} | {cell} |" for cell in names]
+        first, _, more = name.partition(", ")
+        names.setdefault(cell, {}).setdefault(first, []).append(more)
+
+    def said(first: str, others: list[str]) -> str:
+        beside = ", ".join(filter(None, others))
+        return f"{first} ({'also ' * ('' in others)}{beside})" if beside else first
+
+    return [
+        f"| {'; '.join(said(*item) for item in first.items())} | {cell} |"
+        for cell, first in names.items()
+    ]
 
 
 def _kernels(problem: Any) -> list[dispatch.Candidate]:
