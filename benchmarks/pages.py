@@ -61,9 +61,8 @@ _EVERY = """\
 
 How many times as fast as each library, over all [cases](cases.md) that both take."""
 _COLUMNS = """\
-- `ours`, `f16` (in float16), or kinds of caches: our figures. With several of them a line has the
-  least share, each peer's fastest figure, and the least ratio.
-- `of matmul`, `of read`: share of the rate of a large matmul, or of reading memory, in that run.
+- `ours`, `f16` (in float16), or kinds of caches: our figures. With several of them a line has each
+  peer's fastest figure, and the least ratio.
 - `over best`: our speed over that of the best peer. `others`: peers of a few cases.
 - `MiB`: memory of a step beside arguments and results, ours/cuDNN.
 - Prefill is many query rows a sequence over a full cache; `dense` is `flash_attention` over
@@ -95,6 +94,8 @@ from left to right. The forward's time is that of its kernel in the call with gr
 _SEPARATE = """\
 Figures from processes and timers of the peers' own. They enter no ratio on this page. Pictures show
 the newest version, pale."""
+# Rates of the machine that every run takes: how they are written.
+_CEILINGS = {"matmul": (".0f", "TFLOP/s in a large matmul"), "read": (".2f", "TB/s reading memory")}
 _OLD = " †"  # marks rows of an older commit
 # Parts of a case's name that are columns of one line, beside "ours".
 _COLUMN = re.compile(r"_(per_sequence|stacked|paged\d*|f16)(?=_|$)")
@@ -255,10 +256,13 @@ def every_case(rows: Sequence[Row], separate: Sequence[Row] = ()) -> str:
     if not groups:
         return "Nothing is measured yet."
     commit = newest_commit(itertools.chain(*groups.values()))
-    parts = [_COLUMNS, f"{_OLD.strip()}: of a commit older than `{commit}`; at `case`, all lines."]
+    parts = [_COLUMNS]
+    if reached := _reached(groups, ceilings):
+        parts.append(f"In the same runs: {reached}.")
+    parts.append(f"{_OLD.strip()}: of a commit older than `{commit}`; at `case`, all lines.")
     for table in _tables(groups):
         ordered = sorted(groups[table], key=lambda rows_of: order.get(rows_of[0]["case"], 0))
-        made = _table(table, ordered, ceilings, commit)
+        made = _table(ordered, commit)
         parts += [f"## {_title(table, groups)}", made]
     if split := _newest_split(rows):
         parts += ["## A sequence over several GPUs", _SPLIT, _table_of_split(split)]
@@ -353,14 +357,25 @@ def _ceilings(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
     return {(row["run"], row["case"]): rate(row) for row in rows if row["op"] == "ceiling"}
 
 
-def _table(
-    table: str,
-    groups: list[list[Row]],
-    ceilings: dict[tuple[str, str], float],
-    commit: str,
-) -> str:
-    op, unit = groups[0][0]["op"], "read" if table.startswith(("decode", "shared")) else "matmul"
-    unit = "copy" if op == "quantize" else unit
+def _reached(groups: dict[str, list[list[Row]]], ceilings: dict[tuple[str, str], float]) -> str:
+    """The least and the highest rate of what GPUs of each kind did in the same runs."""
+    rates: dict[tuple[str, str], list[float]] = {}
+    for rows_of in itertools.chain(*groups.values()):
+        row = rows_of[0]
+        devices = row.get("problem", {}).get("devices", 1)
+        for name in _CEILINGS:
+            if (row["run"], name) in ceilings:
+                top = ceilings[row["run"], name] / devices
+                rates.setdefault((_gpu(row), name), []).append(top)
+    said = []
+    for (gpu, name), of_runs in sorted(rates.items(), reverse=True):
+        form, unit = _CEILINGS[name]
+        ends = dict.fromkeys(format(end(of_runs), form) for end in (min, max))
+        said.append(f"{gpu} {' to '.join(ends)} {unit}")
+    return ", ".join(said)
+
+
+def _table(groups: list[list[Row]], commit: str) -> str:
     cases = _by_case(groups)
     columns = list(dict.fromkeys(column for case in cases.values() for column in case))
     fastest = {name: _fastest_of_peers(case.values()) for name, case in cases.items()}
@@ -372,15 +387,13 @@ def _table(
         if any(not is_of(rows_of[0], commit) for rows_of in case.values())
     }
     all_old = len(old) == len(cases)
-    head = ["case" + _OLD * all_old, *columns, f"of {unit}", *peers, "over best", "MiB", "others"]
+    head = ["case" + _OLD * all_old, *columns, *peers, "over best", "MiB", "others"]
     lines = []
     for name, case in cases.items():
         every, figures = list(case.values()), fastest[name]
         cells = [name + _OLD * (name in old and not all_old)]
         cells += [_number(case[x][0]) if x in case else "" for x in columns]
-        tops = [(rows[0], ceilings.get((rows[0]["run"], unit))) for rows in every]
-        shares = [rate(row) / top for row, top in tops if top and op != "append"]
-        cells += [_least(shares, ".0%"), *(figures.get(peer, "") for peer in peers)]
+        cells += [figures.get(peer, "") for peer in peers]
         cells.append(_least(list(ratios(every).get("best", {}).values()), ".2f"))
         by_name = {row["impl"]: row.get("memory_mib", "") for row in every[0]}
         cells.append(f"{by_name[every[0][0]['impl']]}/{by_name.get('cudnn', '')}".strip("/"))
