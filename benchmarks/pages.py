@@ -53,7 +53,8 @@ _METHOD = """\
 `python run.py --task=bench` measures (see `configs/`): device time by CUPTI, median, random normal
 inputs. Results were checked before they were timed, and peers took turns with ours in the same
 process. TFLOP/s count visible pairs: 4 operations a pair and head dim forward, 3.5 times that with
-the backward. Pictures show shapes that others publish too, decode over pages of 16 rows."""
+the backward. Pictures show shapes that others publish too, decode over pages of 16 rows. results/
+has the commit of each row."""
 # Beginnings of the names of peers that are other libraries, not other calls of this package.
 _LIBRARIES = ("attention_mgpu", "cudnn", "fa4", "flash", "flex", "tokamax", "torch", "xla")
 _EVERY = """\
@@ -77,20 +78,19 @@ launches of our kernels and of cuDNN's. Wall time of jitted steps, in turns that
 limit."""
 _OURS_SPLIT = ("pallas_attn/gather", "pallas_attn/rows")
 _FIRST_CALL = """\
-Seconds of wall time in a fresh process, after imports, CUDA's start and the arrays: `fwd` is causal
-over bfloat16 [2, 4096, 16, 128], `both` its gradients, `docs` those of documents of 1000 rows;
-`layers` are unrolled with gradients; `step` appends and decodes a row of 32 sequences, `prefill`
-takes 512 rows of each over the cache. `again`: a second process with jax's persistent cache."""
+Seconds of wall time in a fresh process, after imports and CUDA's start: `fwd` is causal over
+bfloat16 [2, 4096, 16, 128], `both` its gradients, `docs` those of documents of 1000 rows; `layers`
+are unrolled with gradients; `step` appends and decodes a row of 32 sequences, `prefill` 512 rows of
+each. `again`: a second process with jax's persistent cache."""
 _SWEPT = "sweep", "sweep_both"  # the forward; and with the backward
 _SWEEP = """\
 Sequences of 16 to 2047 rows, bfloat16, 16 heads, about 32,768 rows in all. A size just above a
-multiple of the tiles takes up to about 1.5 times its neighbour's time a row. Up to 32 rows, several
-sequences share a tile of 64 query rows; between 33 and 63 a part of each tile is idle. Some heads
-of the last sequence were compared with NumPy."""
+multiple of the tiles takes up to about 1.5 times its neighbour's time a row. Some heads of the last
+sequence were compared with NumPy."""
 _FEW = """\
 Grouped heads and small batches, where there are fewer work tiles than multiprocessors: speed over
-cuDNN's in the same process, causal, bfloat16. B is the batch, T the rows, 300, 1024, 2048 and 4096
-from left to right. The forward's time is that of its kernel in the call with gradients."""
+cuDNN's in the same process, causal, bfloat16. B is the batch, T the rows: 300, 1024, 2048, 4096.
+The forward is that of the call with gradients."""
 _SEPARATE = """\
 Figures from processes and timers of the peers' own. They enter no ratio on this page. Pictures show
 the newest version, pale."""
@@ -505,7 +505,7 @@ def _where(rows: Iterable[Row]) -> str:
         f"{where}, {' to '.join(sorted({min(days), max(days)}))}"
         for where, days in sorted(dates.items())
     ]
-    return f"Measured on: {'; '.join(said)}; results/ has the commit of each row."
+    return f"Measured on: {'; '.join(said)}."
 
 
 def _table_of(separate: Sequence[Row], groups: dict[str, list[list[Row]]]) -> str:
