@@ -300,8 +300,8 @@ def falls(rows: Sequence[Row]) -> str:
             whole.append((rows_a * a / (rows_b * b), sizes))
     told = [f"{most - 1:.0%} ({sizes})" for most, sizes in (max(shorter), max(whole))]
     return (
-        f"A row of a shorter sequence may take longer, by up to {told[0]}; a whole shorter sequence "
-        f"by up to {told[1]}."
+        f"A row of a shorter sequence may take longer, by up to {told[0]}; a whole shorter "
+        f"sequence by up to {told[1]}."
     )
 
 
