@@ -53,8 +53,7 @@ _METHOD = """\
 `python run.py --task=bench` measures (see `configs/`): device time by CUPTI, median, random normal
 inputs. Results were checked before they were timed, and peers took turns with ours in the same
 process. TFLOP/s count visible pairs: 4 operations a pair and head dim forward, 3.5 times that with
-the backward. Pictures show shapes that others publish too, decode over pages of 16 rows. results/
-has the commit of each row."""
+the backward. Pictures show shapes that others publish too. results/ has the commit of each row."""
 # Beginnings of the names of peers that are other libraries, not other calls of this package.
 _LIBRARIES = ("attention_mgpu", "cudnn", "fa4", "flash", "flex", "tokamax", "torch", "xla")
 _EVERY = """\
@@ -85,8 +84,7 @@ each. `again`: a second process with jax's persistent cache."""
 _SWEPT = "sweep", "sweep_both"  # the forward; and with the backward
 _SWEEP = """\
 Sequences of 16 to 2047 rows, bfloat16, 16 heads, about 32,768 rows in all. A size just above a
-multiple of the tiles takes up to about 1.5 times its neighbour's time a row. Some heads of the last
-sequence were compared with NumPy."""
+multiple of the tiles takes up to about 1.5 times its neighbour's time a row."""
 _FEW = """\
 Grouped heads and small batches, where there are fewer work tiles than multiprocessors: speed over
 cuDNN's in the same process, causal, bfloat16. B is the batch, T the rows: 300, 1024, 2048, 4096.
@@ -458,20 +456,18 @@ def _gpu(row: Row) -> str:
 
 
 def _table_of_split(cases: list[dict[str, Row]]) -> str:
-    head = ["case", "GPUs", "alone", "ours", "share", "ring", "cudnn_ring", "over best"]
+    head = ["case", "GPUs", "alone", "ours", "share", "ring", "cudnn_ring"]
     lines, before = [], ""
     for rows in cases:
         alone = rows["pallas_attn/one"]
         ours = next(rows[name] for name in _OURS_SPLIT if name in rows)
         both = rows.get("pallas_attn/ring"), rows.get("cudnn_ring")
-        peers = [row for row in both if row]
         name = ours["case"]
         cells = ["" if name == before else name, f"{ours['problem']['devices']}x{_gpu(ours)}"]
         cells.append(_alone(alone))
         before = name
         cells += [_number(ours), f"{ours['efficiency']:.0%}"]
         cells += [_number(row) if row else "" for row in both]
-        cells.append(f"{min(row['ms'] for row in peers) / ours['ms']:.2f}" if peers else "")
         lines.append(cells)
     return _aligned(head, lines)
 
