@@ -46,8 +46,8 @@ _SHORT["prefill"] = "prefill"
 _PEERS = {"cudnn": "cuDNN", "flash_attention_4": "FlashAttention-4", "fa4_jax": "fa4-jax"}
 _FIRST_READ = """\
 On an H200: TFLOP/s of `forward`, `both` (forward and backward) and `prefill`, TB/s of live K and V
-of `decode`, in bfloat16. More is better. A peer without a figure was not timed there, or does not
-take the case. In italics: timed in a process of its own, by [another
+of `decode`, in bfloat16. A peer without a figure was not timed there, or does not take the case. In
+italics: timed in a process of its own, by [another
 method](cases.md#peers-in-processes-of-their-own)."""
 _METHOD = """\
 `python run.py --task=bench` measures (see `configs/`): device time by CUPTI, median, random normal
