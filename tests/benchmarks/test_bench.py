@@ -636,7 +636,7 @@ def test_peers_of_other_processes_enter_no_ratio():
     assert "- flash_attention_4 4, 2026-11-20: events." in text
     later = peer | {"version": "5", "date": "2026-11-22", "method": "graphs; a process of its own"}
     earlier = peer | {"method": "events; a process of its own"}
-    text = pages.every_case(fake_rows(), [earlier, later])  # what both have is said once
+    text = pages.every_case(fake_rows(), [earlier, later])  # shared facts stand once
     assert text.count("a process of its own") == 1 and "2026-11-22: graphs." in text
     picture = pages.pictures(fake_rows(), [peer])["forward"]
     assert "1.12 times the best peer" in picture and "flash_attention_4" in picture
