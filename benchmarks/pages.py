@@ -90,8 +90,7 @@ Grouped heads and small batches, where there are fewer work tiles than multiproc
 cuDNN's in the same process, causal, bfloat16. B is the batch, T the rows: 300, 1024, 2048, 4096.
 The forward is that of the call with gradients."""
 _SEPARATE = """\
-Figures from processes and timers of the peers' own. They enter no ratio on this page. Pictures show
-the newest version, pale."""
+These figures enter no ratio on this page. Pictures show the newest version, pale."""
 # Rates of the machine that every run takes: how they are written.
 _CEILINGS = {"matmul": (".0f", "TFLOP/s in a large matmul"), "read": (".2f", "TB/s reading memory")}
 _OLD = " †"  # marks rows of an older commit
