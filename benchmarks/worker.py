@@ -46,7 +46,7 @@ class Plan:
     options: Options
     provenance: rows.Provenance
     end: float  # the time after which no group is begun
-    room: float  # bytes on the GPU for all
+    room: float  # bytes on a GPU for all its workers
 
     def save(self, path: pathlib.Path) -> None:
         path.write_text(json.dumps(dataclasses.asdict(self)), "utf-8")
@@ -67,7 +67,7 @@ class Claims:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[dict[str, Any]]:
-        """{"taken": numbers of tasks, "bytes": {process: bytes on the GPU}}, to be changed."""
+        """{"taken": numbers of tasks, "bytes": {"GPU/process": bytes}}, to be changed."""
         with self.path.open("a+", encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
@@ -77,10 +77,10 @@ class Claims:
             file.truncate()
             json.dump(claims, file)
 
-    def forget(self, process: int) -> None:
+    def forget(self, gpu: int, process: int) -> None:
         """The memory of a process that ended."""
         with self.held() as claims:
-            claims["bytes"].pop(str(process), None)
+            claims["bytes"].pop(f"{gpu}/{process}", None)
 
 
 class Worker:
@@ -91,11 +91,13 @@ class Worker:
         folder: pathlib.Path,
         timer: Timer | None = None,
         say: Callable[[str], None] = runner.say_line,
+        gpu: int = 0,
     ):
         self.plan, self.folder, self.say = Plan.read(folder / "plan"), folder, say
+        self.gpu = gpu
         self.timer = timer or timing.CuptiTimer()
         self.claims = Claims(folder / "claims")
-        self.together = Together(str(folder / "lock"))
+        self.together = Together(str(folder / f"lock{gpu}"))
         self.together.while_others_time = self.time
         self.ready: list[tuple[Task, Bench, Checked]] = []
         self.benches: dict[str, Bench] = {}
@@ -130,17 +132,19 @@ class Worker:
         """The first task with room for it, which nobody else will take; else "wait" or "done"."""
         tasks, others = self.plan.tasks, 0
         held, own = self._bytes(), sum(task.need for task, *_ in self.ready)
+        me = f"{self.gpu}/{os.getpid()}"
         with self.claims.held() as claims:
-            claims["bytes"][str(os.getpid())] = max(held, own)
+            claims["bytes"][me] = max(held, own)
             if time.time() > self.plan.end or len(claims["taken"]) == len(tasks):
                 return "done"
             for process, size in claims["bytes"].items():
-                others += size if process != str(os.getpid()) else 0
+                beside = process != me and process.startswith(f"{self.gpu}/")
+                others += size if beside else 0
             for number, task in enumerate(tasks):
                 need = max(held, own + min(task.need, self.plan.room / 2))
                 if number not in claims["taken"] and others + need <= self.plan.room:
                     claims["taken"].append(number)
-                    claims["bytes"][str(os.getpid())] = need
+                    claims["bytes"][me] = need
                     return task
         return "wait"
 
@@ -214,10 +218,12 @@ def peers_of(op: str, names: str) -> str:
 
 
 def main() -> int:
-    """The exit status of a worker of the plan in the folder that the command line names."""
-    folder = pathlib.Path(sys.argv[1])
+    """The exit status of a worker, which the command line gives the folder of the plan and the
+    number of its GPU.
+    """
+    folder, gpu = pathlib.Path(sys.argv[1]), int(sys.argv[2])
     # Lowered kernels are kept between cases; programs are not.
     jax.config.update("jax_compilation_cache_dir", str(folder / "kernels"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 1e9)
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
-    return Worker(folder).run()
+    return Worker(folder, gpu=gpu).run()

@@ -1,4 +1,5 @@
-"""`--workers`: one command whose processes share the cases of a benchmark and one GPU.
+"""`--workers`: one command whose processes share the cases of a benchmark, and the GPUs that there
+are.
 
 A short case takes seconds to compile and milliseconds to run, so a single process would leave the
 GPU idle. The command lists the work as groups of cases and starts workers (`worker`), which write
@@ -8,6 +9,7 @@ rows as they come, so that the same command goes on where it was cut.
 import collections
 import concurrent.futures
 import math
+import os
 import pathlib
 import subprocess
 import sys
@@ -34,7 +36,7 @@ SUITE = ("forward", "backward", "shapes", "decode", "few_tiles", "prefill", "flo
 SUITE += ("append", "decode_more", "shared_prefix", "quantize")
 GRACE_S = 45  # seconds after the end of --within, for groups that are begun
 FIRST_CALLS_AT_ONCE = 5
-# Starts a worker; the folder of the plan follows.
+# Starts a worker; the folder of the plan and the number of its GPU follow.
 WORKER = (sys.executable, "-c", "import sys; from benchmarks.worker import main; sys.exit(main())")
 
 
@@ -118,7 +120,7 @@ def run(
 ) -> int:
     """Runs it; 0 where every case has a row beside every peer that takes it, else 1.
 
-    `command` starts a worker, which is given the folder of the plan.
+    `command` starts a worker, which is given the folder of the plan and the number of its GPU.
     """
     begun = time.time()
     if options.out is None:
@@ -135,7 +137,8 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         plan = Plan((Task("ceiling"), *todo), options, here, end, _room())
         if todo:
-            _Pool(plan, pathlib.Path(folder), command, say).run(workers)
+            gpus = len(jax.local_devices())
+            _Pool(plan, pathlib.Path(folder), command, say, gpus).run(workers)
         failures = _failures(pathlib.Path(folder))
     waiting = first_calls(out, plan, say) if op == ALL else []
     done = measured(out, here) or [row for row in rows.read(out) if row["run"] == here.run]
@@ -191,25 +194,27 @@ class _Pool:
         folder: pathlib.Path,
         command: Sequence[str],
         say: Callable[[str], None],
+        gpus: int,
     ):
         plan.save(folder / "plan")
         self.plan, self.folder, self.command, self.say = plan, folder, command, say
-        self.claims = Claims(folder / "claims")
+        self.claims, self.gpus = Claims(folder / "claims"), gpus
 
     def run(self, workers: int) -> None:
         """Returns when all workers have ended."""
-        running = [self._started() for _ in range(min(workers, len(self.plan.tasks)))]
+        numbers = range(min(workers, len(self.plan.tasks)))
+        running = {self._started(n % self.gpus): n % self.gpus for n in numbers}
         renewals = 4 * workers + len(self.plan.tasks) // AHEAD  # workers that may be started again
         while running:
             time.sleep(0.1)
             for process in [x for x in running if x.poll() is not None]:
-                running.remove(process)
-                self.claims.forget(process.pid)
+                gpu = running.pop(process)
+                self.claims.forget(gpu, process.pid)
                 if process.returncode not in (0, RENEW):
                     self.say(f"a worker ended with status {process.returncode}")
                 on_time = time.time() < self.plan.end
                 if process.returncode and on_time and renewals and self._work_is_left():
-                    running.append(self._started())
+                    running[self._started(gpu)] = gpu
                     renewals -= 1
             if running and time.time() > self.plan.end + GRACE_S:
                 for process in running:
@@ -218,8 +223,11 @@ class _Pool:
                 self.say(f"{len(running)} workers were ended {GRACE_S} s after the end of --within")
                 return
 
-    def _started(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([*self.command, str(self.folder)], cwd=ROOT)
+    def _started(self, gpu: int) -> subprocess.Popen[bytes]:
+        """A worker that sees one GPU: by its number among those that this process sees."""
+        seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": "".join(seen[gpu : gpu + 1]) or str(gpu)}
+        return subprocess.Popen([*self.command, str(self.folder), str(gpu)], cwd=ROOT, env=env)
 
     def _work_is_left(self) -> bool:
         with self.claims.held() as claims:

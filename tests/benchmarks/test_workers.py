@@ -248,22 +248,35 @@ def test_memory_is_shared_out(tmp_path):
     with planned(tmp_path, tuple(sizes), room=120) as folder:
         worker = Worker(folder, timer=count)
         with Claims(folder / "claims").held() as claims:
-            claims["bytes"]["1"] = 55
+            claims["bytes"]["0/1"] = 55
         assert worker._next() == sizes[0]
         worker.ready.append((sizes[0], None, None))
         assert worker._next() == "wait"  # 55 + 60 + 10
-        Claims(folder / "claims").forget(1)
+        Claims(folder / "claims").forget(0, 1)
         assert worker._next() == sizes[1]
         worker._bytes, worker.ready = lambda: 2**31, []
         with Claims(folder / "claims").held() as claims:
-            claims["bytes"]["1"] = 55
+            claims["bytes"]["0/1"] = 55
         assert worker.run() == RENEW
+
+
+def test_the_memory_of_another_gpu_is_free(tmp_path):
+    with planned(tmp_path, (Task("forward", ("causal_32x32",), 100),), room=100) as folder:
+        with Claims(folder / "claims").held() as claims:
+            claims["bytes"]["0/1"] = 60
+        first, second = (Worker(folder, timer=count, gpu=gpu) for gpu in (0, 1))
+        assert first._next() == "wait"
+        assert isinstance(second._next(), Task)
+        with first.together.alone(), second.together.alone():  # each times on its own GPU
+            pass
+        first.together.close()
+        second.together.close()
 
 
 def test_nobody_waits_for_room_that_is_never_there(tmp_path):
     with planned(tmp_path, (Task("forward", ("causal_32x32",), 10**12),), room=100) as folder:
         with Claims(folder / "claims").held() as claims:
-            claims["bytes"]["1"] = 50
+            claims["bytes"]["0/1"] = 50
         worker = Worker(folder, timer=count)
         assert isinstance(worker._next(), Task)
         worker.together.close()
@@ -314,6 +327,27 @@ def test_two_processes_share_the_cases_and_go_on(asked, tmp_path):
     status, lines, _ = asked()
     assert (status, lines[0].rpartition(": ")[2]) == (0, "0 of 2 groups")
     assert {path.name for path in tmp_path.iterdir()} == {"forward.jsonl", "ceiling.jsonl"}
+
+
+def test_workers_share_the_gpus(asked, tmp_path, monkeypatch):
+    """Each sees one, by its number among those that the command sees."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    monkeypatch.setattr(workers.jax, "local_devices", lambda **_: [Device(), Device()])
+    code = f"""\
+import os, pathlib, sys
+seen = pathlib.Path({str(tmp_path / "seen")!r})
+seen.mkdir(exist_ok=True)
+(seen / "_".join((sys.argv[2], os.environ["CUDA_VISIBLE_DEVICES"]))).touch()
+"""
+    asked(code=code)
+    assert {path.name for path in (tmp_path / "seen").iterdir()} == {"0_4", "1_6"}
+
+
+class Device:
+    """A device of which nothing is known."""
+
+    def memory_stats(self):
+        return None
 
 
 def test_what_is_left_is_listed(asked, monkeypatch):

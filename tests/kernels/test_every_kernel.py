@@ -23,6 +23,8 @@ ENDS = [(row.module, plan) for row in kernels.KERNELS for plan in row.ends]
 ALONE = {name: build for name, build in builds.BUILDS.items() if "x" not in build.target}
 BUILDS = {name.rpartition("/")[0]: build for name, build in ALONE.items() if name[:2] != "lm"}
 
+GENERATIONS = "sm90", "sm80", "sm100"
+
 
 @pytest.mark.parametrize("module", MODULES)
 def test_every_kernel_has_a_row(module):
@@ -86,6 +88,16 @@ def test_boundaries(module, plan):
 def test_pairs_of_options(module, number):
     with mosaic.interpret():
         ROWS[module].check(*next(itertools.islice(pairs.space_of(module).calls(), number, None)))
+
+
+@pytest.mark.guards
+@pytest.mark.parametrize("number", range(pairs.FIRST))
+@pytest.mark.parametrize("module", pairs.MODULES)
+def test_pairs_of_options_lower(module, number):
+    """Layouts, shared memory and shapes of matmuls, of which the interpreter knows nothing."""
+    row = ROWS[module]
+    with device.assume(next(filter(row.runs_on, GENERATIONS))), mosaic.lowered_alone():
+        row.check(*next(itertools.islice(pairs.space_of(module).calls(), number, None)))
 
 
 @pytest.mark.guards

@@ -39,7 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax._src import callback, core, source_info_util
+from jax._src import callback, core, pjit, source_info_util
 from jax._src.interpreters import mlir
 from jax._src.pallas import mpmd, pallas_call
 from jax._src.pallas.mosaic.interpret import thread_map, vector_clock
@@ -135,6 +135,38 @@ def lower_for_cuda(f: Callable[..., Any], *shapes: Any, smem_bytes: int | None =
 
 def _lowered(f: Callable[..., Any], *shapes: Any) -> str:
     return jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+class _LoweredError(Exception):
+    """A program has been lowered."""
+
+
+@contextlib.contextmanager
+def lowered_alone() -> Iterator[None]:
+    """The first program with a launch that would run in here is lowered for an NVIDIA GPU, as
+    `lower_for_cuda` does; with that the block ends. Without such a program it fails.
+    """
+    run = pjit._pjit_call_impl_python
+
+    def lower(*args, jaxpr, **params):
+        if not _launches(jaxpr):
+            return run(*args, jaxpr=jaxpr, **params)
+        _lowered(core.jaxpr_as_fun(jaxpr), *args)
+        raise _LoweredError
+
+    with mock.patch.object(pjit, "_pjit_call_impl_python", lower):
+        try:
+            yield
+        except _LoweredError:
+            return
+    raise AssertionError("no program with a launch was run")
+
+
+def _launches(jaxpr: Any) -> bool:
+    return any(
+        eqn.primitive is mpmd.mpmd_map_p or any(map(_launches, core.jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
 
 
 @contextlib.contextmanager

@@ -219,7 +219,7 @@ def space_of(module: str) -> Space:
         slower = row.candidate.slower if module.startswith("decode_mla") else lambda _: None
         if kernel.limit(problem) is not None or slower(problem) is not None:
             return False
-        return not isinstance(config, kernel.config) or fits(kernel, problem, config)
+        return not dataclasses.is_dataclass(config) or fits(kernel, problem, config)
 
     return Space(takes, case, config)
 

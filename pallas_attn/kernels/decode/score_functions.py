@@ -74,15 +74,18 @@ def scored(ctx: KernelContext, work: WorkTile, places: Places, s: RegisterTile) 
     plan, registers, program = ctx.plan, places.registers, ctx.plan.problem.score_program
     head = query = key = Value(None, ())
     of_head, of_query, of_key = (program.depends_on(program.inputs - n) for n in (3, 2, 1))
-    if of_head or of_query:
-        kv_head, chunk = scheduler.head_and_chunk(plan, work)
-        group, row = plan.queries.group, places.row() + chunk * plan.queries.chunk_rows
+    kv_head, chunk = scheduler.head_and_chunk(plan, work)
+    group = plan.queries.group
+    if of_query or (of_head and group > 1):
+        row = places.row() + chunk * plan.queries.chunk_rows
         token = scheduler.token_of(plan, row)
         if of_head:
             head = Value(kv_head * group + (row - token * group), (places.q_axis,))
         if of_query:
             begin = work.length - plan.queries_of(work.queries)
             query = Value(begin + token, (places.q_axis,))
+    elif of_head:  # rows that nothing uses: see `functions.numbers_of_rows`
+        head = Value(kv_head, ())
     if of_key:
         key = places.key()
     numbers = Value(s, (0, 1)), Value(work.sequence, ()), head, query, key

@@ -174,6 +174,11 @@ def limit(problem: AttentionProblem) -> Limit | None:
 
 def smem_bytes(problem: AttentionProblem, config: Config) -> int:
     """Shared memory of the kernel that needs most."""
+    if problem.dtype != "float32" and min(config.block_q, config.dq_block_kv) < 64:
+        raise ValueError(
+            "Config.block_q and Config.dq_block_kv must be at least 64 of 16-bit numbers, got "
+            f"{config.block_q} and {config.dq_block_kv}"
+        )
     kernel = sm90_dkdv if by_64_keys(problem) else sm90_fused
     own = kernel.buffer_bytes(plan_of(problem, config))
     most = max(own, sm90_dq.buffer_bytes(dq_plan(problem, config))) + BARRIERS
