@@ -301,7 +301,6 @@ def append(
         page_size=None if table is None else page_size,
         pages=None if table is None else sample.shape[-4],
         layers=None if inputs.layer is None else sample.shape[0],
-        ragged=inputs.new_lengths is not None,
         from_end=from_end,
         quantized=byte_rows or inputs.k_scale is not None,
         byte_rows=byte_rows,

@@ -358,7 +358,6 @@ class AppendProblem:
     page_size: int | None = None
     pages: int | None = None
     layers: int | None = None
-    ragged: bool = False
     # Whether inputs.start is the end of the rows: row 0 goes to start - new_lengths. The kernel
     # subtracts, since an operation of XLA's between extend and the launch is a launch of its own.
     from_end: bool = False

@@ -91,7 +91,6 @@ class Case:
             page_size=self.page_size if paged else None,
             pages=self.pages if paged else None,
             layers=self.layers,
-            ragged=self.ragged,
             from_end=self.from_end,
             packed=self.packed,
         )

@@ -190,7 +190,7 @@ _ROWS: dict[str, dict[str, Variants]] = {
         "quantised to": _QUANTISED,
         "head dim": _head_dims(1, 64, 72, 128, 256, 512),
         "rows of several layers": ({"layers": 32},),
-        "ragged chunks": ({"new_rows": 64, "ragged": True},),
+        "ragged chunks": ({"new_rows": 64},),
         "packed rows": ({"new_rows": 64, "packed": True},),
         "rows split over devices": ({"new_rows": 8, "packed": True},),
         "rows split over devices, keep by a path of 32 layers": (
