@@ -200,11 +200,12 @@ def update_kv_pages(  # noqa: PLR0913
         None,
         new[0],
         new[1],
-        position,
+        None,
         None,
         table.pages,
         None,
         owners=owners,
+        positions=position,
     )
     written = rows_into(inputs, "interleaved", implementation).k_cache
     return sharding.placed_like(sharding.reshaped(written, shape), kv_pages)

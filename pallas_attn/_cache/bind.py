@@ -271,9 +271,7 @@ def change_of(
     return checks.change(rotary, norm, cache.head_dim, columns, rows)
 
 
-def append(
-    inputs: AppendInputs, kind: str, *, from_end: bool = False, change: Change | None = None
-) -> AppendProblem:
+def append(inputs: AppendInputs, kind: str, *, change: Change | None = None) -> AppendProblem:
     """The problem of an append of these arrays."""
     caches, table = inputs.k_cache, inputs.page_table
     separate = isinstance(caches, tuple)
@@ -301,7 +299,6 @@ def append(
         page_size=None if table is None else page_size,
         pages=None if table is None else sample.shape[-4],
         layers=None if inputs.layer is None else sample.shape[0],
-        from_end=from_end,
         quantized=byte_rows or inputs.k_scale is not None,
         byte_rows=byte_rows,
         packed=inputs.owners is not None,

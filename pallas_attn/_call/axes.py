@@ -164,8 +164,9 @@ def of_append(problem: AppendProblem, tree: PyTreeDef, shapes: Shapes) -> Split:
     axes = _of_caches(problem, inputs) | {
         "k": [(*rows, "k", "h")],
         "v": [(*rows, "k", "e")],
-        "start": [rows[:1]],
+        "end": [("m",)],
         "owners": [("t",)],
+        "positions": [("t",)],
         "cos": [("angle", "pair")],
         "sin": [("angle", "pair")],
         "norm_weight": [("column",)],

@@ -512,7 +512,7 @@ SEEDS: dict[str, dict[str, Seed]] = {
     f"{TEST_APPEND} -k 'test_interpreted or wraps'": {
         "a_length_that_wraps_is_a_start": (
             f"{APPEND}/plan.py",
-            "jnp.where(start | known >= 0 if problem.from_end else start >= 0, rows, 0)",
+            "jnp.where(start | end >= 0, rows, 0)",
             "jnp.where(start >= 0, rows, 0)",
         ),
     },
