@@ -31,7 +31,7 @@ so, and decoding that sequence gives NaN.
 On a GPU `create` makes buffers that the kernels can read: head dims are padded to a multiple of 8
 (of a quantised cache, K to 64 and V to 16; with V within K not at all) with columns of zeros that
 no method shows. Capacities and page sizes of a quantised cache are rounded up to a multiple of 4,
-those of one with V within K to 8.
+those of one with V within K to 8; capacities (not page sizes) in FlashMLA's format to 64.
 
 Options of `create`:
 
