@@ -76,6 +76,12 @@ MOST_ARRAYS = 32  # separate caches
 CACHES_OF_A_LAUNCH = 8
 FEW_UNITS = 12  # units a block: where they are more, long ones and short ones even out
 FEW_UNITS_PACKED = 4  # the same where packed rows may be those of one sequence
+# The cost model (`cost`): keys of a tile, the speed of a consumer by how many a block has, and tiles
+# that a unit costs more than it has. As measured on an H200, three consumers are faster a row than
+# two; a single one has nobody to compute while it waits.
+COST_TILE = 128
+COST_SPEEDS = {1: 0.75, 2: 1.0, 3: 1.08, 4: 1.08}
+COST_OF_UNIT = 1.5
 UNEVEN = 8  # new rows are one in so many, or more: below, all q tiles see nearly as many keys
 
 
@@ -189,14 +195,13 @@ def _in_turn(config: Config) -> Config:
 
 def cost(plan: Plan, keys: int) -> float:
     """An estimate of the time, in multiples of what a kv tile of 128 keys takes one consumer of
-    several. Three consumers are faster a row than two, as measured on an H200; a single one has
-    nobody to compute while it waits. A unit costs a tile and a half more than it has tiles, a
-    launch of `combine_partials` three, and partials what it takes to read them once.
+    several. A launch of `combine_partials` costs three, and partials what it takes to read them
+    once.
     """
     config = plan.config
-    waves, tiles = pl.cdiv(plan.units, config.grid), pl.cdiv(keys, 128)
-    speed = {1: 0.75, 2: 1.0, 3: 1.08}[config.warpgroups]
-    estimate = waves * config.warpgroups / speed * (pl.cdiv(tiles, config.splits) + 1.5)
+    waves, tiles = pl.cdiv(plan.units, config.grid), pl.cdiv(keys, COST_TILE)
+    speed = COST_SPEEDS[config.warpgroups]
+    estimate = waves * config.warpgroups / speed * (pl.cdiv(tiles, config.splits) + COST_OF_UNIT)
     if config.splits > 1:
         estimate += 3 + config.splits * plan.result_rows * plan.v.width * 4 / 2**21
     return estimate
