@@ -358,7 +358,7 @@ class AppendProblem:
     kv_heads: int
     head_dim: int
     v_head_dim: int | None  # None: one array alone
-    capacities: tuple[int, ...]  # one a sequence of per_sequence caches, else one for all
+    capacities: tuple[int, ...]  # rows of each sequence in these buffers
     page_size: int | None = None
     pages: int | None = None
     layers: int | None = None
@@ -498,7 +498,7 @@ class DecodeProblem(_OfFunctions):
     kv_heads: int
     head_dim: int
     v_head_dim: int
-    capacities: tuple[int, ...]
+    capacities: tuple[int, ...]  # rows of each sequence in these buffers
     mask: Mask
     scale: float
     softcap: float | None = None

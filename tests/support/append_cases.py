@@ -61,9 +61,8 @@ class Case:
 
     @property
     def capacities(self) -> tuple[int, ...]:
-        if self.kind != "per_sequence":
-            return (self.capacity,)
-        return tuple(self.capacity + m % (self.spread + 1) for m in range(self.sequences))
+        spread = self.spread if self.kind == "per_sequence" else 0
+        return tuple(self.capacity + m % (spread + 1) for m in range(self.sequences))
 
     @property
     def pages(self) -> int:
@@ -107,9 +106,8 @@ class Case:
         problem = self.problem
         sides = [(dim, self._caches(rng, dim), self._rows(rng, dim)) for dim in _dims(problem)]
         sides += [(None, None, None)] * (2 - len(sides))
-        capacities = np.resize(self.capacities, self.sequences)
         turn = rng.integers(len(STARTS))
-        start = [STARTS[(turn + m) % len(STARTS)](int(c)) for m, c in enumerate(capacities)]
+        start = [STARTS[(turn + m) % len(STARTS)](c) for m, c in enumerate(self.capacities)]
         some = (0, 1, self.new_rows, self.new_rows - 1, -2, self.new_rows + 9)
         some = some if self.ragged else (self.new_rows,)
         new_lengths, table = np.resize(some, self.sequences).astype(np.int32), None
@@ -172,8 +170,7 @@ class Case:
 
     def places(self, wanted: Iterable[Any], page_table: np.ndarray | None) -> list[Place]:
         """Destinations of the new rows that have one."""
-        capacities = np.resize(self.capacities, self.sequences)
-        return places(self.kind, capacities, wanted, page_table, self.page_size, self.pages)
+        return places(self.kind, self.capacities, wanted, page_table, self.page_size, self.pages)
 
 
 def rows_from(start: np.ndarray, counts: np.ndarray) -> list[Any]:

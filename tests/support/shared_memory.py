@@ -294,7 +294,7 @@ def others(pick: random.Random) -> AppendProblem | KeepProblem | QuantizeProblem
         "kv_heads": heads,
         "head_dim": dim,
         "v_head_dim": v_dim,
-        "capacities": (capacity,) * (sequences if kind == "per_sequence" else 1),
+        "capacities": (capacity,) * sequences,
         "layers": pick.choice((None, 3)),
         "quantized": quantized,
     }

@@ -110,7 +110,7 @@ def test_addresses_past_two_to_the_31(kind):
         support._BASE["append"],
         kind=kind,
         sequences=4096,
-        capacities=(capacity,),
+        capacities=(capacity,) * 4096,
         page_size=16 if kind == "paged" else None,
         pages=2**21 if kind == "paged" else None,
         layers=80,

@@ -27,7 +27,7 @@ def problem_of(rows, dtype, gpu="sm90", **fields):
     m, t, heads, dim = rows.shape
     default = {"kind": "stacked", "dtype": str(rows.dtype), "cache_dtype": dtype, "sequences": m}
     default |= {"new_rows": t, "kv_heads": heads, "head_dim": dim, "v_head_dim": None}
-    return AppendProblem(gpu=gpu, **default | {"capacities": (t,), "quantized": True} | fields)
+    return AppendProblem(gpu=gpu, **default | {"capacities": (t,) * m, "quantized": True} | fields)
 
 
 def written(rows, dtype, rng, gpu="sm90", config=None):
