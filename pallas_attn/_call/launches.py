@@ -6,7 +6,7 @@ import dataclasses
 
 from pallas_attn._call.problem import DecodeProblem
 
-FEW_ROWS = 8  # rows of a kv head up to which their scores can be folded
+FOLDED_ROWS = 8  # rows of a kv head up to which their scores can be folded
 KEYS_OF_ONE = 8192  # keys of the sequence whose Config serves every batch: `alone`
 
 
@@ -26,7 +26,7 @@ def by_rows(problem: DecodeProblem) -> tuple[DecodeProblem, DecodeProblem | None
     assert problem.tokens is not None
     few = 1
     if not of_single_rows(problem):
-        few = max(FEW_ROWS * problem.kv_heads // problem.q_heads, 1)
+        few = max(FOLDED_ROWS * problem.kv_heads // problem.q_heads, 1)
     rest = dataclasses.replace(problem, fewest=few + 1) if few < problem.tokens else None
     return dataclasses.replace(problem, q_len=few), rest
 

@@ -254,14 +254,14 @@ def _stops() -> dict[str, Any]:
 
 def _parity() -> int:
     """The table: 0 where every row held, 1 where one did not, or could not run."""
-    from pallas_lm import parity
+    from pallas_lm import gpu_check_cases
 
     devices = jax.devices()
     _say(f"jax {jax.__version__} on {len(devices)} x {devices[0].device_kind}")
     _say(f"implementation: {values.implementation or 'the fastest that takes each problem'}")
     _say(f"{'operation':<18}{'case':<40}{'runs on':<12}{'error':>9}{'budget':>9}")
     failed = 0
-    for row in parity.rows(values.implementation, values.dtype or "bfloat16", values.seed):
+    for row in gpu_check_cases.rows(values.implementation, values.dtype or "bfloat16", values.seed):
         failed += not row.held
         start = f"{row.operation:<18}{row.case:<40}{row.implementation:<12}"
         if row.error is None:

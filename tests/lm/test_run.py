@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from absl.testing import flagsaver
 
-from pallas_lm import parity
+from pallas_lm import gpu_check_cases
 from pallas_lm.cli import driver
 from pallas_lm.cli import flags as driver_flags
 from tests.lm import witness
@@ -195,7 +195,9 @@ def test_the_parity_table_holds(called):
     lines = out.splitlines()
     assert lines[0].startswith("jax ") and lines[0].endswith("x cpu")
     rows = [line for line in lines if " reference " in line]
-    assert [row[:18].strip() for row in rows] == [check.operation for check in parity.CHECKS]
+    assert [row[:18].strip() for row in rows] == [
+        check.operation for check in gpu_check_cases.CHECKS
+    ]
     assert all(float(row.split()[-2]) <= float(row.split()[-1]) for row in rows)
     assert lines[-1] == "every operation is within its budget"
 
@@ -203,7 +205,7 @@ def test_the_parity_table_holds(called):
 def test_a_row_that_cannot_run_is_said_and_fails(called):
     status, out, _ = called("--task=parity", "--implementation=sm90")
     assert status == 1
-    count = len(parity.CHECKS)
+    count = len(gpu_check_cases.CHECKS)
     assert out.count("cannot run") == count
     assert "sm90: it needs an NVIDIA GPU, which the default device is not" in out
     assert out.splitlines()[-1] == f"{count} rows did not hold"

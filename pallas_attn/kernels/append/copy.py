@@ -36,9 +36,9 @@ from pallas_attn._call.problem import AppendInputs, AppendProblem, Caches
 from pallas_attn._call.special import Special
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.append import change as append_change
+from pallas_attn.kernels.append import limits, separate_arrays
 from pallas_attn.kernels.append import plan as append_plan
 from pallas_attn.kernels.append import quantize as append_quantize
-from pallas_attn.kernels.append import separate_arrays
 from pallas_attn.kernels.append.plan import AppendRefs, Place, Plan
 from pallas_attn.kernels.append.separate_arrays import Arrays
 from pallas_attn.kernels.attention import cache_layout
@@ -72,7 +72,7 @@ def limit(problem: AppendProblem) -> Limit | None:
         return refused
     if problem.change is not None and (refused := append_change.limit(problem)) is not None:
         return refused
-    if (refused := separate_arrays.limit(problem)) is not None:
+    if (refused := limits.limit(problem)) is not None:
         return refused
     layout, most = cache_layout.layout_of(problem), 4 if problem.quantized else 2
     most = separate_arrays.most_arrays(most)

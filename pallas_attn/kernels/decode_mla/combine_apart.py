@@ -24,7 +24,7 @@ from pallas_attn.kernels.decode.plan import ROWS_OF_WARPS as ROWS
 from pallas_attn.kernels.decode.plan import Plan
 from pallas_attn.kernels.decode.scheduler import Table
 from pallas_attn.kernels.decode_mla import combine_latent, producer, row_gathers
-from pallas_attn.kernels.decode_mla.plan import groups_of, neighbours
+from pallas_attn.kernels.decode_mla.sm90_plan import groups_of, neighbours
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import GmemRef, Index, RegisterTile
 

@@ -42,7 +42,7 @@ from pallas_attn.kernels.decode.loads import live_keys
 from pallas_attn.kernels.decode.mainloop import State, TileAt
 from pallas_attn.kernels.decode.plan import DecodeTiling, Plan, Steps, plan_with, query_rows
 from pallas_attn.kernels.decode.scheduler import Partials, Table, WorkTile
-from pallas_attn.kernels.decode_mla import packed
+from pallas_attn.kernels.decode_mla import rows_as_sequences
 from pallas_attn.kernels.lang import mosaic, thread_program, threads
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.thread_program import ThreadContext
@@ -77,7 +77,7 @@ class Config(limits.RingConfig):
     @classmethod
     def default(cls, problem: DecodeProblem) -> "Config":
         """The choice with most bytes in flight that fits in shared memory."""
-        problem = packed.of_rows(problem)
+        problem = rows_as_sequences.of_rows(problem)
         grid = gpu_specs.multiprocessors(problem.gpu)
         sizes = [(64, n) for n in (6, 5, 4, 3, 2)] + [(32, n) for n in (3, 2, 1)]
         choices = [cls(tile=tile, stages=stages, grid=grid) for tile, stages in sizes]
@@ -89,9 +89,9 @@ class Config(limits.RingConfig):
 
 def limit(problem: DecodeProblem) -> Limit | None:
     """Why this kernel cannot take the problem, or None."""
-    if (refused := packed.limit(problem)) is not None:
+    if (refused := rows_as_sequences.limit(problem)) is not None:
         return refused
-    problem = packed.of_rows(problem)
+    problem = rows_as_sequences.of_rows(problem)
     return _rows_limit(problem) or limits.dtype_limit(problem) or limits.size_limit(problem)
 
 
@@ -158,7 +158,7 @@ def scratch(plan: Plan) -> LatentSmem:
 
 
 def smem_bytes(problem: DecodeProblem, config: KernelConfig) -> int:
-    problem = packed.of_rows(problem)
+    problem = rows_as_sequences.of_rows(problem)
     return limits.smem_bytes(scratch(plan_of(problem, config)))
 
 
@@ -320,7 +320,7 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> tuple[O
     """out [M, t, N, Hv] in q's dtype, log-sum-exp float32 [M, N, t]; of packed rows [tokens, N, Hv]
     and [N, tokens].
     """
-    return packed.run(decode_sm90.launch, inputs, problem, config)
+    return rows_as_sequences.run(decode_sm90.launch, inputs, problem, config)
 
 
 KERNEL = Kernel(Config, limit, smem_bytes, run)

@@ -54,9 +54,9 @@ from pallas_attn.kernels.decode_mla import (
     row_gathers,
     sm90_common,
 )
-from pallas_attn.kernels.decode_mla.plan import (
-    P_SLOTS,
-    V_WARPGROUPS,
+from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs
+from pallas_attn.kernels.decode_mla.sm90_common import P_SLOTS, V_WARPGROUPS, Program
+from pallas_attn.kernels.decode_mla.sm90_plan import (
     columns_of,
     combined_apart,
     groups_of,
@@ -66,8 +66,6 @@ from pallas_attn.kernels.decode_mla.plan import (
     plan_of,
     scores_first,
 )
-from pallas_attn.kernels.decode_mla.producer import TILE, WIDTH, Copy, LatentRefs
-from pallas_attn.kernels.decode_mla.sm90_common import Program
 from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.panels import Block
 from pallas_attn.kernels.lang.types import (
