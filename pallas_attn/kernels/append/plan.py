@@ -117,13 +117,13 @@ class AppendRefs(NamedTuple):
     new: tuple[GmemRef, ...]  # K, and V where there is one
     # A sequence each, or one for all: K and V, and the scales of K and of V where they have any.
     caches: tuple[tuple[GmemRef, ...], ...]
-    end: GmemRef | None  # as in `AppendInputs`, like the next
+    end: GmemRef | None  # as in `AppendInputs`, like the next two
+    positions: GmemRef | None
     new_lengths: GmemRef | None
     capacities: GmemRef | None  # int32[M], where they differ
     page_table: GmemRef | None
     layer: GmemRef | None
-    owners: GmemRef | None = None  # int32[tokens], where rows are packed, like the next
-    positions: GmemRef | None = None
+    owners: GmemRef | None = None  # int32[tokens], where rows are packed
     cos: GmemRef | None = None  # the tables of `Change`, and its weight
     sin: GmemRef | None = None
     norm_weight: GmemRef | None = None

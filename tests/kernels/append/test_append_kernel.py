@@ -117,7 +117,7 @@ def test_addresses_past_two_to_the_31(kind):
     )
     plan = append_copy.Plan.of(problem, ("k", "v"), append_copy.Config().words)
     refs = append_plan.AppendRefs(
-        ("k", "v"), (("k cache", "v cache"),), "end", "counts", None, "page_table", "layer"
+        ("k", "v"), (("k cache", "v cache"),), "end", None, "counts", None, "page_table", "layer"
     )
     start = capacity - 1
     scalars = dict(sequence=sequence, chunk=0, start=start, rows=1, layer=layer)
