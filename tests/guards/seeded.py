@@ -681,8 +681,8 @@ SEEDS: dict[str, dict[str, Seed]] = {
         ),
         "the_first_partial_lies_with_the_later_ones": (
             f"{DECODE}/combine_splits.py",
-            "index = thread.choose(p < 1, at.first, at.later + p * plan.partials_a_block)",
-            "index = at.later + p * plan.partials_a_block",
+            "index = thread.choose(p < 1, first, later + p * plan.partials_a_block)",
+            "index = later + p * plan.partials_a_block",
         ),
         "a_tile_one_key_short_needs_no_mask": (
             f"{DECODE}/mainloop.py",

@@ -191,17 +191,8 @@ def _lists(inputs: DecodeInputs, problem: DecodeProblem, fills: bool) -> Lists:
     rows = jnp.where(seen, slab * slab_rows + key, -1)
     entry = jnp.arange(1, n + 1, dtype=jnp.int32)
     lengths = jnp.where(rows >= 0, entry[None], 0).max(axis=1)
-    lost = _lost(inputs, problem)[owner] & owned
+    lost = lost_rows.with_layer(inputs, problem)[owner] & owned
     return Lists(rows, jnp.where(lost, n + 1, lengths), numbers)
-
-
-def _lost(inputs: DecodeInputs, problem: DecodeProblem) -> Array:
-    """bool[M]: sequences whose result is NaN."""
-    lost = lost_rows.sequences(inputs, problem)
-    if problem.layers is not None:
-        layer = jnp.asarray(inputs.layer)
-        lost = lost | (layer < 0) | (layer >= problem.layers)
-    return lost
 
 
 Launch = Callable[[DecodeInputs, DecodeProblem], tuple[Array, Array]]

@@ -300,7 +300,7 @@ def _epilogue(
     mosaic.store(results.partial_out.at[partials.own], state.acc)
     mosaic.store(results.partial_max.at[partials.own], state.row_max)
     mosaic.store(results.partial_sum.at[partials.own], row_sum)
-    head = combine_splits.Head(work.sequence, work.head, lost, *partials)
+    head = combine_splits.Head(work.sequence, work.head, lost, partials)
     counter = combine_splits.CounterRefs(results.counters, smem.last)
     threads.run(combine_splits.arrive, plan, counter, head)
 

@@ -422,7 +422,7 @@ def _epilogue(ctx: KernelContext, own: _Own, work: WorkTile, state: sm90_few_row
     write = functools.partial(_write, plan, own, m)
     join = functools.partial(combine_latent.join, ctx.smem.joined)
     end = sm90_few_rows.Finish(write, own.member == 0, join)
-    head = combine_splits.Head(m, work.head, lost, *places)
+    head = combine_splits.Head(m, work.head, lost, places)
     sm90_few_rows.epilogue(ctx, results._replace(partial_out=accs), head, state, end)
 
 
