@@ -146,7 +146,7 @@ def _kernel(refs: AppendRefs, plan: Plan) -> None:
         elif plan.lanes:
             threads.run(append_quantize.write_rows, plan, refs, at)
         else:
-            thread_program.each_thread(thread_program.in_context(_append, plan), refs, at)
+            threads.run(_append, plan, refs, at)
 
     if plan.problem.packed or plan.chunks == 1:
         write()

@@ -31,7 +31,7 @@ from pallas_attn.kernels.mma import mma_rowmajor
 ZERO_BYTES = 2048  # zeros before the counters in global memory
 
 LOADS_AT_ONCE = 16  # loads of partials that a warp has under way: each batch is a trip to memory
-ROWS_AT_ONCE = 2  # rows (or halves of wider ones) that a warp combines in the same trips
+ROWS_A_TRIP = 2  # rows (or halves of wider ones) that a warp combines in the same trips
 
 
 class WarpPartials(NamedTuple):
@@ -205,7 +205,7 @@ class _Batch(NamedTuple):
 def combine(ctx: ThreadContext) -> None:
     """The last block: the partials of all blocks -> the result. `ctx.refs`: `Results`.
 
-    A warp has a row, or `ROWS_AT_ONCE` if it has no more. Each lane loads the row max and the row
+    A warp has a row, or `ROWS_A_TRIP` if it has no more. Each lane loads the row max and the row
     sum of one partial; then the warp adds up the outputs, lanes side by side.
     """
     (thread, refs, at, plan), count = ctx, ctx.at.places.count
@@ -252,7 +252,7 @@ def combine(ctx: ThreadContext) -> None:
         for place, (top, total, *out) in zip(places, itertools.batched(carry, 6), strict=True):
             _write(ctx, refs, place, Partial(top, total, out))
 
-    _each_places(ctx, rows, ROWS_AT_ONCE)
+    _each_places(ctx, rows, ROWS_A_TRIP)
 
 
 def _each_places(ctx: ThreadContext, body: Callable[[list[_Place]], None], most: int) -> None:

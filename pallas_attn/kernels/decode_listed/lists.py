@@ -33,13 +33,13 @@ from pallas_attn._functions.program import (
 from pallas_attn.errors import Limit
 from pallas_attn.kernels.attention import cache_layout, tiles
 from pallas_attn.kernels.decode import lost as lost_rows
+from pallas_attn.kernels.decode.limits import ROWS_AT_ONCE
 from pallas_attn.kernels.lang.types import KernelConfig
 from pallas_attn.kernels.mma.gathered_rows import TILE
 from pallas_attn.masks import FULL
 
 Array = jax.Array
 
-ROWS_AT_ONCE = 512  # query rows of a launch that keeps a table of them in shared memory
 MOST_LAUNCHES = 8  # launches that a program has one by one; of more it has a loop
 
 

@@ -43,7 +43,7 @@ from pallas_attn.kernels.decode.mainloop import State, TileAt
 from pallas_attn.kernels.decode.plan import DecodeTiling, Plan, Steps, plan_with, query_rows
 from pallas_attn.kernels.decode.scheduler import Partials, Table, WorkTile
 from pallas_attn.kernels.decode_mla import rows_as_sequences
-from pallas_attn.kernels.lang import mosaic, thread_program, threads
+from pallas_attn.kernels.lang import mosaic, threads
 from pallas_attn.kernels.lang.config import check
 from pallas_attn.kernels.lang.thread_program import ThreadContext
 from pallas_attn.kernels.lang.threads import Word
@@ -228,8 +228,7 @@ def _load_queries(ctx: KernelContext, work: WorkTile) -> None:
 
 
 def _meet(plan: Plan, left: int | None) -> None:
-    program = thread_program.in_context(thread_copies.wait_and_meet, plan, left=left)
-    threads.each_thread(program, (), ())
+    threads.run(functools.partial(thread_copies.wait_and_meet, left=left), plan, (), ())
 
 
 def _positions(ctx: KernelContext, work: WorkTile, tile: Index) -> scheduler.Positions:
