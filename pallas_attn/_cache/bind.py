@@ -44,7 +44,7 @@ LEAST_BOUND = 64
 
 
 class DecodeCall(NamedTuple):
-    """The arguments of `decode_attention` beside q and the cache, in its order."""
+    """The arguments of `decode_attention` beside q and the cache."""
 
     starts: Array | None = None
     parents: Array | DraftTree | None = None
