@@ -117,7 +117,12 @@ def keys_of(ctx: KernelContext, m: Index, rows: Index) -> SequenceKeys:
 def plan_of(problem: AttentionProblem, config: Config) -> Plan:
     sizes = (problem.kv_len,), problem.kv_heads, None, problem.batch, problem.kv_len
     return Plan(
-        problem, config.prefill, Contiguous(*sizes), queries, keys_of, tma_producer.producer_of
+        problem,
+        config.prefill,
+        Contiguous(*sizes),
+        queries.QUERIES,
+        keys_of,
+        tma_producer.producer_of,
     )
 
 

@@ -22,7 +22,13 @@ from pallas_attn.kernels.flash_fwd.warpgroups import Result
 from pallas_attn.kernels.lang import mosaic
 from pallas_attn.kernels.lang.types import Index, Predicate, RegisterTile, Scalar
 from pallas_attn.kernels.prefill import mask_functions
-from pallas_attn.kernels.prefill.plan import Plan, PrefillSmem, SequenceKeys, base_scratch
+from pallas_attn.kernels.prefill.plan import (
+    Plan,
+    PrefillSmem,
+    Queries,
+    SequenceKeys,
+    base_scratch,
+)
 
 
 class Unit(NamedTuple):
@@ -173,9 +179,6 @@ def _row_sinks(ctx: KernelContext, rows: WgTile) -> RegisterTile:
 # ---- sequences that have equally many rows -------------------------------------------------------
 
 
-PACKED = False
-
-
 def keys_of(ctx: KernelContext, m: Index, rows: Index) -> SequenceKeys:
     """The keys of a sequence of a cache, at the last of which the last query stands. The result is
     NaN where they are too many, never extended, or of a layer that does not exist.
@@ -207,9 +210,6 @@ def scratch(plan: Plan) -> PrefillSmem:
         out=mosaic.swizzled(out, plan.q.dtype, swizzle),
         q_ready=plgpu.Barrier(num_barriers=q_tiles, num_arrivals=plan.tiles.tile_heads),
     )
-
-
-begin = None  # fills the tables that units are looked up in: there are none
 
 
 def units_of(ctx: KernelContext, block_id: Index) -> Units:
@@ -295,3 +295,6 @@ def rows_of_tiles(plan: Plan, lse: jax.Array) -> jax.Array:
     lse = lse.reshape(m, kv_heads, -1, chunks, heads, rows)
     lse = lse.transpose(0, 1, 3, 4, 2, 5).reshape(m, kv_heads, chunks * heads, -1)
     return lse[:, :, : tiles.group, : tiles.q_len].reshape(m, -1, tiles.q_len)
+
+
+QUERIES = Queries(False, scratch, partial_tiles, units_of, last_unit, unit_of, load, wait, store)

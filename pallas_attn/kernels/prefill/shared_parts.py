@@ -27,9 +27,6 @@ from pallas_attn.kernels.prefill.plan import (
 )
 from pallas_attn.kernels.prefill.queries import Ending, Unit, Units
 
-PACKED = True
-load, wait = packed_queries.load, packed_queries.wait
-
 
 def partial_tiles(plan: Plan) -> tuple[int, int]:
     """Sizes of partials: one for each q tile and each block, at most."""
@@ -66,6 +63,17 @@ def unit_of(ctx: KernelContext, units: Units, number: Index) -> Unit:
 
 def store(ctx: KernelContext, end: Ending, result: Result) -> None:
     queries.store_partial(ctx, end, 0, result)
+
+
+QUERIES = packed_queries.QUERIES._replace(
+    scratch=scratch,
+    partial_tiles=partial_tiles,
+    units_of=units_of,
+    last_unit=last_unit,
+    unit_of=unit_of,
+    store=store,
+    begin=begin,
+)
 
 
 def most_q_tiles(plan: Plan) -> int:

@@ -281,8 +281,8 @@ def smem_bytes(problem: DecodeProblem, config: Config) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def plan_of(problem: DecodeProblem, config: Config) -> Plan:
-    rows = packed_queries if problem.packed else queries
-    rows = shared_parts if problem.merged is not None else rows
+    rows = packed_queries.QUERIES if problem.packed else queries.QUERIES
+    rows = shared_parts.QUERIES if problem.merged is not None else rows
     return Plan(
         over_contiguous_keys(problem),
         config,
