@@ -283,7 +283,7 @@ def _stored(rows: Array, factor: float, dtype: np.dtype) -> Array:
     return wide.astype(dtype)
 
 
-def _table(  # noqa: PLR0913
+def _table(
     kv_lens: Array,
     page_indices: Array,
     cu_q_lens: Array,

@@ -115,7 +115,7 @@ def _shape(dtype: str, *sizes: int) -> Any:
     return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype))
 
 
-def _attention(  # noqa: PLR0913
+def _attention(
     target: str,
     dim: int,
     *,

@@ -113,7 +113,7 @@ def div_rem(n: Index, by: Index) -> tuple[Index, Index]:
     return lax.div(n, jnp.int32(by)), lax.rem(n, jnp.int32(by))
 
 
-def unit_at(  # noqa: PLR0913
+def unit_at(
     ctx: KernelContext, m: Index, kv_head: Index, q_tile: Index, split: Index, rows: Index
 ) -> Unit:
     """The unit of a sequence that has so many query rows."""
@@ -231,9 +231,7 @@ def unit_of(ctx: KernelContext, units: Units, number: Index) -> Unit:
     return unit_at(ctx, m, kv_head, q_tile, split, plan.problem.q_len)
 
 
-def load(  # noqa: PLR0913
-    ctx: KernelContext, unit: Unit, wg: Index, slot: Index, exists: Predicate
-) -> None:
+def load(ctx: KernelContext, unit: Unit, wg: Index, slot: Index, exists: Predicate) -> None:
     """Asks for the rows of a consumer, if the unit exists."""
     config = ctx.plan.config
     if config.splits > 1 and config.q_slots > 1:
