@@ -307,5 +307,5 @@ def local_problem(problem: CacheProblem, split: Split, shapes: Shapes) -> CacheP
     if isinstance(problem, DecodeProblem):
         q_heads = sizes.get("g", 1) * heads
         problem = dataclasses.replace(problem, q_heads=q_heads)
-    capacities = problem.capacities[:sequences]  # of sequences that are split, all are equal
+    capacities = problem.capacities[:sequences]  # equal, where sequences are split
     return dataclasses.replace(problem, sequences=sequences, capacities=capacities, kv_heads=heads)

@@ -195,8 +195,8 @@ def _write_into(
 
     def launch(caches, problem, rows_of):
         rows = {side: rows_of(x) for side, x in new.items()}
-        end, new_lengths = (None if x is None else rows_of(x) for x in (rest.end, rest.new_lengths))
-        own = rest._replace(end=end, new_lengths=new_lengths)
+        lengths = {"end": rest.end, "new_lengths": rest.new_lengths}
+        own = rest._replace(**{name: rows_of(x) for name, x in lengths.items() if x is not None})
         return _launch(caches, rows, own, problem, config)
 
     return separate_arrays.by_launches(caches, problem, launch)

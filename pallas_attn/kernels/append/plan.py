@@ -117,7 +117,7 @@ class AppendRefs(NamedTuple):
     new: tuple[GmemRef, ...]  # K, and V where there is one
     # A sequence each, or one for all: K and V, and the scales of K and of V where they have any.
     caches: tuple[tuple[GmemRef, ...], ...]
-    end: GmemRef | None  # as in `AppendInputs`, like the next two
+    end: GmemRef | None  # this and the next two: those of `AppendInputs`
     positions: GmemRef | None
     new_lengths: GmemRef | None
     capacities: GmemRef | None  # int32[M], where they differ

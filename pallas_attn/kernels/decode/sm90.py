@@ -366,7 +366,8 @@ def run(
     if problem.has_no_rows:
         return lost.results_without_rows(inputs, problem)
     if not problem.packed:
-        return _by_launches(inputs, problem, config)
+        some = launch if problem.sequences <= CACHES_OF_A_LAUNCH else _by_launches
+        return some(inputs, problem, config)
     results = None
     for each in _launches_of(problem, config):
         results = launch(inputs, *each, results)

@@ -1,4 +1,4 @@
-"""What a launch that converts the rows of a quantised cache reads of it."""
+"""Arrays and slabs of a quantised cache, for launches that convert its rows."""
 
 from typing import Any, NamedTuple
 

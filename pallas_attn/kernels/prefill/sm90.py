@@ -306,6 +306,8 @@ def run(inputs: DecodeInputs, problem: DecodeProblem, config: Config) -> Results
     into, whole = None, problem
     if problem.packed:
         into, problem = packed_queries.decode_few(inputs, problem)
+    if problem.kind != "per_sequence" or problem.sequences <= CACHES_OF_A_LAUNCH:
+        return launch_over_cache(plan_of(problem, config), inputs, into)
     some = separate_caches.groups(problem, CACHES_OF_A_LAUNCH)
     if len(some) == 1:
         return launch_over_cache(plan_of(problem, config), inputs, into)
