@@ -445,7 +445,7 @@ def test_append(seed):
         layers=None,
     )
     plan = append_plan.Plan.of(problem, ("k", "v"), append_copy.Config().words)
-    refs = append_plan.AppendRefs(("k", "v"), (("k cache", "v cache"),), "start", *[None] * 4)
+    refs = append_plan.AppendRefs(("k", "v"), (("k cache", "v cache"),), "end", *[None] * 5)
     ledger = test_append_kernel.Ledger(0)
     for sequence, chunk in np.ndindex(3, plan.chunks):
         scalars = (np.full(128, n, np.int32) for n in (sequence, chunk, 7, rows))
